@@ -1,0 +1,109 @@
+# ringattn.h is one header: there is nothing to build before you use it. This file builds the demo,
+# the tests, the examples and the benchmark. It needs a C compiler and what every Debian has.
+#
+#   config=release|debug|asan|ubsan|tsan|scalar|coverage   into build/$(config); asan has ubsan too
+#   werror=1                                               warnings are errors
+#   CC=clang CFLAGS=-march=native                          another compiler, more flags
+
+config ?= release
+werror ?= 0
+
+FLAGS_release  := -O2
+FLAGS_debug    := -O0 -g
+FLAGS_asan     := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all \
+                  -fno-omit-frame-pointer
+FLAGS_ubsan    := -O1 -g -fsanitize=undefined -fno-sanitize-recover=all
+FLAGS_tsan     := -O1 -g -fsanitize=thread
+FLAGS_scalar   := -O2 -DRINGATTN_SCALAR
+FLAGS_coverage := -O0 -g --coverage
+ifeq ($(FLAGS_$(config)),)
+$(error config=$(config) is none of release debug asan ubsan tsan scalar coverage)
+endif
+
+WARN := -Wall -Wextra -Wpedantic -Wconversion -Wshadow -Wdouble-promotion -Wundef \
+        -Wstrict-prototypes -Wmissing-prototypes
+ifeq ($(werror),1)
+WARN += -Werror
+endif
+
+B        := build/$(config)
+LOG      := $(B)/log
+BUILD     = $(CC) -std=c99 $(WARN) $(FLAGS_$(config)) $(CFLAGS) -pthread -I. $(LDFLAGS)
+TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
+EXAMPLES := $(filter-out demo,$(patsubst examples/%.c,%,$(wildcard examples/*.c)))
+HEADERS  := ringattn.h $(wildcard tests/*.h examples/*.h)
+OTHERS   := $(if $(filter release,$(config)),matrix)
+SUMS      = $(patsubst %,$(LOG)/%.sum,$(TESTS) $(EXAMPLES) $(OTHERS))
+
+# One job a core unless the caller has said -j or this make has its jobs from another.
+CORES    := $(shell nproc 2>/dev/null || echo 2)
+JOBS      = $(if $(or $(findstring jobserver,$(MAKEFLAGS)),$(filter -j%,$(MAKEFLAGS))),,-j$(CORES))
+
+# config=coverage: a line of the header counts if any of the programs has run it.
+define COVERED
+/0:Source:/ { on = /:(\.\/)?ringattn\.h$$/ }
+on && $$2 > 0 && $$1 !~ /-/ { line = $$2 + 0; seen[line] = 1; if ($$1 !~ /[#=]/) run[line] = 1 }
+END {
+    for (i in seen) { n++; if (i in run) r++; else print i | ("sort -n >" missed) }
+    printf "coverage: %d of %d lines (%.1f %%), the others in %s\n", r, n, 100 * r / n, missed
+}
+endef
+export COVERED
+ifeq ($(config),coverage)
+REPORT    = for f in $(B)/*/*.gcda; do gcov -t $$f 2>/dev/null; done | \
+            awk -F: -v missed=$(B)/missed.txt "$$COVERED"
+else
+REPORT   := :
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help demo check check-full lint bench clean all-programs
+
+help: ## lists the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
+	@sed -n 's/^#   /      /p' Makefile
+
+# Each program includes the header with its implementation, as its users do.
+$(B)/%: %.c $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	@$(BUILD) -o $@ $< -lm
+
+demo: $(B)/examples/demo ## exact attention over real text on 4 ranks; TEXT=FILE TOKENS=N
+	@$(B)/examples/demo $(if $(TEXT),--text '$(TEXT)') $(if $(TOKENS),--tokens $(TOKENS)) \
+	    --out build/timeline.html
+
+check: ## builds and runs every test, under two minutes on two cores; ARGS= for the programs
+	@rm -rf $(LOG) && mkdir -p $(LOG)
+	@$(MAKE) --no-print-directory -k $(JOBS) all-programs || true
+	@$(REPORT)
+	@sh tests/run.sh -s $(foreach s,$(SUMS),$(basename $(notdir $(s)))=$(s)) \
+	    demo=$(LOG)/demo.sum bench=$(LOG)/bench.sum
+
+all-programs: $(SUMS) $(LOG)/demo.sum $(LOG)/bench.sum
+
+$(TESTS:%=$(LOG)/%.sum): $(LOG)/%.sum: $(B)/tests/%
+	@sh tests/run.sh $(LOG)/$* $* $< $(ARGS)
+
+$(EXAMPLES:%=$(LOG)/%.sum): $(LOG)/%.sum: $(B)/examples/%
+	@sh tests/run.sh -x $(LOG)/$* $* $<
+
+# These two take too long to run here: that they build is one test each.
+$(LOG)/demo.sum: $(B)/examples/demo
+	@sh tests/run.sh -x $(LOG)/demo 'demo (builds)' true
+$(LOG)/bench.sum: $(B)/bench/bench
+	@sh tests/run.sh -x $(LOG)/bench 'bench (builds)' true
+
+$(LOG)/matrix.sum: ringattn.h $(wildcard tests/lang_*) tests/matrix.sh
+	@CC='$(CC)' sh tests/run.sh $(LOG)/matrix matrix sh tests/matrix.sh quick $(B)/matrix
+
+check-full: ## installs what is missing; all compilers, sanitizers, other machines; 20 minutes
+	@sh tests/check_full.sh
+
+lint: ## what a script can check of the house style
+	@sh tests/lint.sh
+
+bench: $(B)/bench/bench ## speed of the kernels and of the ring; ONLY="decode f32"
+	@$(B)/bench/bench $(if $(ONLY),--only '$(ONLY)') --json build/bench.json
+
+clean: ## removes build/
+	rm -rf build

@@ -1,0 +1,1057 @@
+/* How fast the library is on this machine, against what this machine can do.
+ *
+ *   make bench                    all of it, in less than four minutes
+ *   make bench ONLY="decode f32"  rows with all of these words: a name (forward, masks, decode,
+ *                                 small, ring, loop), an instruction set, a dtype, a mask, D128,
+ *                                 Tq4096, Tk4096, Hq32, threads2, ranks4
+ *   bench --only WORDS --json FILE --long --processor-time
+ *                                 --long adds 8192 tokens and 16-bit storage on every instruction
+ *                                 set; --processor-time counts the time that a thread had a
+ *                                 processor, for machines that are busy with other work (not for
+ *                                 rings, whose waiting counts); JSON goes to build/bench.json
+ *
+ * You will see one line a kernel and shape: the median time of a call, its spread, (p90 - p10) over
+ * the median, the rate it makes, the peak measured before and after every single call, and which
+ * fraction of that it reached. The peak is multiply-adds from registers of the same instruction set
+ * on as many threads, or for decoding a loop that reads the same keys and values. Machines change
+ * their clock and are shared: the fraction is the figure to trust. "0.97 x plain" in the last
+ * column is the speed beside something else that ran in turn too. Data are random, K and V lie in
+ * huge pages where the system grants them.
+ *
+ * A FLOP is one of 2 (Dk + Dv) for every visible pair of query and key and every query head. */
+#define _GNU_SOURCE
+#include <math.h>
+#include <pthread.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+#include <sys/mman.h>
+#include <sys/utsname.h>
+
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+#include "peak.h"
+
+#ifndef BENCH_FLAGS                   /* the command line of the compiler, if the build tells it */
+#if defined(__AVX2__) || defined(__FAST_MATH__) || !defined(__OPTIMIZE__)
+#define BENCH_FLAGS "unusual: -m flags, fast math or no optimisation"
+#else
+#define BENCH_FLAGS "optimised, no -m flags, no fast math"
+#endif
+#endif
+
+enum { MAX_THREADS = 4, MAX_ROWS = 200, MIN_REPS = 5, MAX_REPS = 41 };
+
+/* What is timed in turn with the kernel, besides the peak. */
+enum { VERSUS_NONE, VERSUS_PLAIN, VERSUS_ONE_RANK, VERSUS_LOOP };
+static const char *const versus_text[] = { "", "plain", "one rank", "a loop" };
+
+/* What a row asks for beyond none or causal. The masks come first and go with causal. */
+enum { V_PLAIN, V_WINDOW, V_DOCUMENTS, V_PREFIX, V_BLOCK, V_INTERVALS, V_ALIBI, V_BIAS_KEY,
+       V_BIAS_FULL, V_SINKS, V_SOFTCAP, V_SIMPLE };
+static const char *const variant_text[] = { "", "window", "documents", "prefix", "block",
+                                            "intervals", "alibi", "bias-key", "bias-full", "sinks",
+                                            "softcap", "simple" };
+
+typedef struct row {
+    const char *name;
+    int32_t isa, dtype, mask, variant, versus, layout;
+    int32_t dim, q_heads, kv_heads;
+    int64_t tokens, kv_tokens;         /* of all ranks together */
+    int32_t threads, ranks;            /* threads of all ranks together */
+} row;
+
+typedef struct result {
+    int32_t done, reps;
+    double median_s, spread, rate, peak, fraction, relative, extra_s;
+    const char *unit;
+} result;
+
+static row rows[MAX_ROWS];
+static result results[MAX_ROWS];
+static int row_count, failed_rows;
+static int runs_in_all, runs_disturbed; /* see op_seconds */
+static int processor_time;
+
+static double now_s(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static const char *dtype_text(int32_t dtype) {
+    return dtype == RA_F16 ? "f16" : dtype == RA_BF16 ? "bf16" : "f32";
+}
+
+/* ---------------------------------------------------------------------------- threads
+ * A pool that sleeps between jobs. A job is one function called by nth threads at once; its time
+ * runs from the moment when all of them stand ready to the moment when the last has returned. Each
+ * thread also tells what it had of a processor in that time: less than all of it means that another
+ * program was there, or that it waited. */
+typedef void (*part_fn)(void *ctx, int ith, int nth);
+
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    int turn, nth, ready, go, done;
+    part_fn fn;
+    void *ctx;
+    double end[MAX_THREADS], used[MAX_THREADS], share[MAX_THREADS];
+} pool = { PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0, 0, 0, NULL, NULL, { 0 },
+           { 0 }, { 0 } };
+
+static double processor_s(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+static void pool_part(int ith) {
+    const double begin = now_s(), processor = processor_s();
+    pool.fn(pool.ctx, ith, pool.nth);
+    pool.used[ith] = processor_s() - processor;
+    pool.end[ith] = now_s();
+    pool.share[ith] = pool.used[ith] / (pool.end[ith] - begin);
+}
+
+static void spin_until(const int *word, int value) {
+    for (int n = 0; __atomic_load_n(word, __ATOMIC_ACQUIRE) != value; n++) {
+        if (n > 1000) sched_yield();
+    }
+}
+
+static void *pool_worker(void *arg) {
+    const int ith = (int)(intptr_t)arg;
+    int turn = 0;
+    for (;;) {
+        int mine;
+        pthread_mutex_lock(&pool.lock);
+        while (pool.turn == turn) pthread_cond_wait(&pool.wake, &pool.lock);
+        turn = pool.turn;
+        mine = ith < pool.nth;
+        pthread_mutex_unlock(&pool.lock);
+        if (!mine) continue;
+        __atomic_add_fetch(&pool.ready, 1, __ATOMIC_ACQ_REL);
+        spin_until(&pool.go, 1);
+        pool_part(ith);
+        __atomic_add_fetch(&pool.done, 1, __ATOMIC_ACQ_REL);
+    }
+    return NULL;
+}
+
+/* Starts the threads, which live as long as the program. */
+static int pool_start(void) {
+    for (int i = 1; i < MAX_THREADS; i++) {
+        pthread_t thread;
+        if (pthread_create(&thread, NULL, pool_worker, (void *)(intptr_t)i) != 0) return -1;
+        pthread_detach(thread);
+    }
+    return 0;
+}
+
+/* Seconds of fn(ctx, ith, nth) on threads ith = 0..nth-1; the caller is thread 0. */
+static double pool_run(part_fn fn, void *ctx, int nth) {
+    double begin, end = 0;
+    pthread_mutex_lock(&pool.lock);
+    pool.fn = fn;
+    pool.ctx = ctx;
+    pool.nth = nth;
+    pthread_mutex_unlock(&pool.lock);
+    if (nth > 1) {
+        pthread_mutex_lock(&pool.lock);
+        pool.ready = pool.go = pool.done = 0;
+        pool.turn++;
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.lock);
+        spin_until(&pool.ready, nth - 1);
+    }
+    begin = now_s();
+    __atomic_store_n(&pool.go, 1, __ATOMIC_RELEASE);
+    pool_part(0);
+    if (nth > 1) spin_until(&pool.done, nth - 1);
+    for (int i = 0; i < nth; i++) end = pool.end[i] > end ? pool.end[i] : end;
+    return end - begin;
+}
+
+/* ---------------------------------------------------------------------------- memory
+ * Of one row; given back together. */
+static struct { void *p; size_t bytes; } maps[64];
+static int map_count;
+
+static void *map(size_t bytes) {
+    const size_t huge = (size_t)2 << 20;
+    const size_t size = (bytes + 2 * huge - 1) / huge * huge;
+    char *p = (char *)mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (p == (char *)MAP_FAILED || map_count == (int)(sizeof maps / sizeof *maps)) {
+        fprintf(stderr, "out of memory: %zu bytes\n", bytes);
+        exit(1);
+    }
+    maps[map_count].p = p;
+    maps[map_count++].bytes = size;
+    p += (huge - (uintptr_t)p % huge) % huge;
+#ifdef MADV_HUGEPAGE
+    madvise(p, size - huge, MADV_HUGEPAGE);
+#endif
+    return p;
+}
+
+static void unmap_all(void) {
+    while (map_count > 0) {
+        map_count--;
+        munmap(maps[map_count].p, maps[map_count].bytes);
+    }
+}
+
+/* Uniform in +-sqrt(3): mean 0, variance 1. */
+static float random_unit(uint32_t *state) {
+    *state ^= *state << 13;
+    *state ^= *state >> 17;
+    *state ^= *state << 5;
+    return (float)((int32_t)*state >> 8) * (1.7320508f / 8388608.0f);
+}
+
+/* n random elements; 16-bit ones are truncated. */
+static void *map_random(int64_t n, int32_t dtype, uint32_t seed) {
+    uint32_t state = seed * 2654435761u + 1;
+    uint16_t *narrow;
+    if (dtype == RA_F32) {
+        float *x = (float *)map((size_t)n * sizeof *x);
+        for (int64_t i = 0; i < n; i++) x[i] = random_unit(&state);
+        return x;
+    }
+    narrow = (uint16_t *)map((size_t)n * sizeof *narrow);
+    for (int64_t i = 0; i < n; i++) {
+        const float x = random_unit(&state);
+        uint32_t u;
+        memcpy(&u, &x, sizeof u);
+        if (dtype == RA_BF16) narrow[i] = (uint16_t)(u >> 16);
+        else if (((u >> 23) & 255) < 113) narrow[i] = 0;
+        else narrow[i] = (uint16_t)(((u >> 16) & 0x8000) | (((u >> 13) & 0x3ffff) - (112 << 10)));
+    }
+    return narrow;
+}
+
+/* ---------------------------------------------------------------------------- kernels
+ * One call of the library as a row wants it. */
+typedef struct load {
+    ra_desc d;
+    ra_tensors t;
+    ra_plan_report report;             /* of the same call as a plan: FLOPs and tiles */
+    void *workspace;
+    size_t workspace_bytes;
+    ra_error error;
+    ra_status status;                  /* the first bad one of all calls */
+    int32_t calls;                     /* small: calls a part */
+} load;
+
+typedef struct data { void *q, *k, *v, *o; int64_t kv_bytes; } data;
+
+static int64_t element_bytes(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
+
+static data data_make(const row *r) {
+    const int64_t kv = r->kv_tokens * r->kv_heads * r->dim;
+    const int64_t q = r->tokens * r->q_heads * r->dim;
+    data x;
+    x.q = map_random(q, r->dtype, 1);
+    x.k = map_random(kv, r->dtype, 2);
+    x.v = map_random(kv, r->dtype, 3);
+    x.o = map((size_t)(q * 4));
+    x.kv_bytes = kv * element_bytes(r->dtype);
+    return x;
+}
+
+static ra_desc desc_make(const row *r) {
+    ra_desc d;
+    memset(&d, 0, sizeof d);
+    d.tokens = r->tokens;
+    d.kv_tokens = r->kv_tokens;
+    d.q_offset = r->mask == RA_MASK_CAUSAL ? r->kv_tokens - r->tokens : 0;
+    d.q_heads = r->q_heads;
+    d.kv_heads = r->kv_heads;
+    d.k_dim = d.v_dim = r->dim;
+    d.q_dtype = d.k_dtype = d.v_dtype = r->dtype;
+    d.o_dtype = RA_F32;
+    d.mask.kind = r->mask;
+    d.layout.kind = r->layout;
+    d.isa = r->isa;
+    d.threads = r->threads;
+    return d;
+}
+
+/* Masks of variants: documents of 512 tokens, a window of 256, a prefix of 512, blocks of 128. */
+static void variant_mask(const row *r, ra_mask *m) {
+    const int64_t n = r->kv_tokens;
+    if (r->variant == V_WINDOW) m->window = 256;
+    if (r->variant == V_PREFIX) m->prefix = 512;
+    if (r->variant == V_BLOCK) m->causal_block = 128;
+    if (r->variant == V_DOCUMENTS) {
+        int64_t *first = (int64_t *)map((size_t)n * sizeof *first);
+        m->doc_count = (n + 511) / 512;
+        for (int64_t i = 0; i < m->doc_count; i++) first[i] = i * 512;
+        m->doc_first = first;
+    }
+    if (r->variant == V_INTERVALS) {
+        int32_t *lo = (int32_t *)map((size_t)n * sizeof *lo);
+        int32_t *hi = (int32_t *)map((size_t)n * sizeof *hi);
+        for (int32_t i = 0; i < n; i++) hi[i] = i + 1;
+        m->kind = RA_MASK_INTERVALS;
+        m->lo = lo;
+        m->hi = hi;
+        m->interval_count = n;
+    }
+}
+
+static void variant_scores(const row *r, ra_desc *d, ra_tensors *t) {
+    float *heads = (float *)map((size_t)r->q_heads * sizeof *heads);
+    for (int32_t i = 0; i < r->q_heads; i++) heads[i] = 0.5f / (float)(i + 1);
+    if (r->variant == V_ALIBI) { d->scores = RA_SCORE_ALIBI; t->alibi = heads; }
+    if (r->variant == V_SINKS) { d->scores = RA_SCORE_SINKS; t->sinks = heads; }
+    if (r->variant == V_SOFTCAP) d->softcap = 30.0f;
+    if (r->variant == V_BIAS_KEY || r->variant == V_BIAS_FULL) {
+        const int full = r->variant == V_BIAS_FULL;
+        const int64_t n = r->kv_tokens * (full ? r->tokens * r->q_heads : 1);
+        d->scores = RA_SCORE_BIAS;
+        t->bias.data = (float *)map_random(n, RA_F32, 4);
+        t->bias.key_stride = 4;
+        t->bias.row_stride = full ? 4 * r->kv_tokens : 0;
+        t->bias.head_stride = full ? 4 * r->kv_tokens * r->tokens : 0;
+        t->bias.keys = r->kv_tokens;
+    }
+}
+
+static void load_make(const row *r, const data *x, load *l) {
+    ra_plan *plan = NULL;
+    memset(l, 0, sizeof *l);
+    l->d = desc_make(r);
+    l->d.error = &l->error;
+    l->t.q.data = x->q;
+    l->t.k.data = x->k;
+    l->t.v.data = x->v;
+    l->t.o.data = x->o;
+    variant_mask(r, &l->d.mask);
+    variant_scores(r, &l->d, &l->t);
+    l->status = ra_plan_create(&plan, &l->d, NULL);
+    if (l->status == RA_OK) l->status = ra_plan_query(plan, 0, &l->report);
+    ra_plan_destroy(plan);
+    l->workspace_bytes = ra_attention_bytes(&l->d, r->threads);
+    l->workspace = map(l->workspace_bytes + 64);
+}
+
+static void attention_part(void *ctx, int ith, int nth) {
+    load *l = (load *)ctx;
+    const ra_status s = ra_attention(&l->d, &l->t, l->workspace, l->workspace_bytes, ith, nth);
+    if (s != RA_OK) __atomic_store_n(&l->status, s, __ATOMIC_RELAXED);
+}
+
+static void small_attention_part(void *ctx, int ith, int nth) {
+    const load *l = (const load *)ctx;
+    for (int32_t i = 0; i < l->calls; i++) attention_part(ctx, ith, nth);
+}
+
+static void small_simple_part(void *ctx, int ith, int nth) {
+    load *l = (load *)ctx;
+    const int q = (int)l->d.tokens, k = (int)l->d.kv_tokens;
+    (void)ith;
+    (void)nth;
+    for (int32_t i = 0; i < l->calls; i++) {
+        const ra_status s = ra_attention_simple((float *)l->t.o.data, (const float *)l->t.q.data,
+            (const float *)l->t.k.data, (const float *)l->t.v.data, q, k, l->d.q_heads,
+            l->d.kv_heads, l->d.k_dim, 0.0f, 0, k - q);
+        if (s != RA_OK) l->status = s;
+    }
+}
+
+/* ---------------------------------------------------------------------------- a loop
+ * Causal attention as small engines write it, a score, softmax and weighted sum a query row, with
+ * everything a compiler does for it: -Ofast, and AVX2 where it is there. */
+#if !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("O3", "fast-math")
+#endif
+typedef struct loop_row { const float *q, *k, *v; float *o, *att; int64_t keys, stride; int dim; }
+    loop_row;
+
+static inline __attribute__((always_inline)) void loop_body(const loop_row *x) {
+#if defined(__clang__)
+#pragma clang fp reassociate(on) contract(fast)
+#endif
+    const float scale = 1.0f / sqrtf((float)x->dim);
+    const int dim = x->dim;
+    float *o = x->o, *att = x->att;
+    float most = -1e30f, sum = 0;
+    for (int64_t j = 0; j < x->keys; j++) {
+        const float *q = x->q, *k = x->k + j * x->stride;
+        float score = 0;
+        for (int d = 0; d < dim; d++) score += q[d] * k[d];
+        att[j] = score * scale;
+        most = att[j] > most ? att[j] : most;
+    }
+    for (int64_t j = 0; j < x->keys; j++) {
+        att[j] = expf(att[j] - most);
+        sum += att[j];
+    }
+    for (int d = 0; d < dim; d++) o[d] = 0;
+    for (int64_t j = 0; j < x->keys; j++) {
+        const float *v = x->v + j * x->stride;
+        const float weight = att[j] / sum;
+        for (int d = 0; d < dim; d++) o[d] += weight * v[d];
+    }
+}
+
+static void loop_row_base(const loop_row *x) { loop_body(x); }
+#if defined(__x86_64__)
+__attribute__((target("avx2,fma"))) static void loop_row_avx2(const loop_row *x) { loop_body(x); }
+#endif
+#if !defined(__clang__)
+#pragma GCC pop_options
+#endif
+
+/* All rows and heads of a load, f32, packed, one thread. */
+static void loop_once(const load *l) {
+    static float att[65536];
+    const ra_desc *d = &l->d;
+    loop_row x;
+    x.att = att;
+    x.dim = d->k_dim;
+    x.stride = (int64_t)d->kv_heads * d->k_dim;
+    for (int64_t i = 0; i < d->tokens; i++) {
+        for (int32_t head = 0; head < d->q_heads; head++) {
+            const int64_t q = (i * d->q_heads + head) * d->k_dim;
+            const int64_t kv = (int64_t)(head / (d->q_heads / d->kv_heads)) * d->k_dim;
+            x.q = (const float *)l->t.q.data + q;
+            x.k = (const float *)l->t.k.data + kv;
+            x.v = (const float *)l->t.v.data + kv;
+            x.o = (float *)l->t.o.data + q;
+            x.keys = d->kv_tokens - d->tokens + i + 1;
+#if defined(__x86_64__)
+            if (ra_isa_available(RA_ISA_AVX2)) { loop_row_avx2(&x); continue; }
+#endif
+            loop_row_base(&x);
+        }
+    }
+}
+
+static void loop_part(void *ctx, int ith, int nth) {
+    const load *l = (const load *)ctx;
+    (void)ith;
+    (void)nth;
+    for (int32_t i = 0; i < (l->calls ? l->calls : 1); i++) loop_once(l);
+}
+
+/* ---------------------------------------------------------------------------- rings
+ * Ranks as threads of the pool, over the bundled world, a plan and a ring each. */
+typedef struct ring_load {
+    ra_world *world;
+    ra_plan *plan[MAX_THREADS];
+    ra_ring *ring[MAX_THREADS];
+    ra_tensors t[MAX_THREADS];
+    int32_t ranks;
+    ra_error error;
+    ra_status status;
+} ring_load;
+
+static int64_t rows_of(const ra_plan *plan, int rank) {
+    ra_run runs[64];
+    int64_t n = 0;
+    const int32_t count = ra_plan_q_runs(plan, rank, 0, runs, 64);
+    for (int32_t i = 0; i < count && i < 64; i++) n += runs[i].count;
+    return n;
+}
+
+static void ring_make(const row *r, const data *x, ring_load *l) {
+    const int64_t row_bytes = r->dim * element_bytes(r->dtype);
+    ra_world_desc wd;
+    int64_t first = 0;
+    memset(l, 0, sizeof *l);
+    memset(&wd, 0, sizeof wd);
+    wd.ranks = l->ranks = r->ranks;
+    wd.error = &l->error;
+    l->status = ra_world_create(&l->world, &wd);
+    for (int i = 0; i < r->ranks && l->status == RA_OK; i++) {
+        ra_desc d = desc_make(r);
+        d.ranks = r->ranks;
+        d.rank = i;
+        d.threads = 1;
+        d.error = &l->error;
+        l->t[i].q.data = (char *)x->q + first * r->q_heads * row_bytes;
+        l->t[i].k.data = (char *)x->k + first * r->kv_heads * row_bytes;
+        l->t[i].v.data = (char *)x->v + first * r->kv_heads * row_bytes;
+        l->t[i].o.data = (char *)x->o + first * r->q_heads * r->dim * 4;
+        l->status = ra_plan_create(&l->plan[i], &d, NULL);
+        if (l->status != RA_OK) return;
+        first += rows_of(l->plan[i], i);
+        l->status = ra_ring_create(&l->ring[i], l->plan[i], ra_world_transport(l->world, i), NULL);
+    }
+}
+
+static void ring_free(ring_load *l) {
+    for (int i = 0; i < l->ranks; i++) ra_ring_destroy(l->ring[i]);
+    ra_world_destroy(l->world);
+    for (int i = 0; i < l->ranks; i++) ra_plan_destroy(l->plan[i]);
+}
+
+static void ring_part(void *ctx, int ith, int nth) {
+    ring_load *l = (ring_load *)ctx;
+    const ra_status s = ra_forward(l->plan[ith], l->ring[ith], &l->t[ith], ra_deadline_ms(60000));
+    (void)nth;
+    if (s != RA_OK) __atomic_store_n(&l->status, s, __ATOMIC_RELAXED);
+}
+
+/* ---------------------------------------------------------------------------- measuring */
+typedef struct op {
+    part_fn fn;
+    void *ctx;
+    int nth;
+    double calls;                      /* of the kernel in one fn; time is of one */
+    double work;                       /* FLOPs or bytes of a call */
+    int once;                          /* never run again: waiting is part of it */
+} op;
+
+typedef struct peak_load {
+    int32_t isa;
+    long turns;
+    const char *k, *v;
+    size_t bytes;                      /* of k, and of v */
+    volatile uint64_t sink;
+} peak_load;
+
+static void fma_part(void *ctx, int ith, int nth) {
+    const peak_load *p = (const peak_load *)ctx;
+    (void)ith;
+    (void)nth;
+    peak_fma(p->isa, p->turns);
+}
+
+static void read_part(void *ctx, int ith, int nth) {
+    peak_load *p = (peak_load *)ctx;
+    const size_t share = p->bytes / 256 / (size_t)nth * 256;
+    p->sink = peak_read(p->k + share * (size_t)ith, p->v + share * (size_t)ith, share);
+}
+
+/* The longest time that one of nth threads had a processor in the last job. */
+static double pool_processor_s(int nth) {
+    double most = 0;
+    for (int i = 0; i < nth; i++) most = pool.used[i] > most ? pool.used[i] : most;
+    return most;
+}
+
+/* Seconds of a call. While another program takes more than a fiftieth of a processor from it, it is
+ * run again, up to 4 times; then the least disturbed run counts. Not where threads outnumber the
+ * processors. */
+static double op_seconds(const op *o) {
+    double best = 0, best_share = -1;
+    for (int i = 0; i < 5 && best_share < 0.98; i++) {
+        const double t = pool_run(o->fn, o->ctx, o->nth);
+        double share = 1;
+        if (processor_time && !o->once) return pool_processor_s(o->nth) / o->calls;
+        for (int k = 0; k < o->nth; k++) share = pool.share[k] < share ? pool.share[k] : share;
+        if (o->once || o->nth > sysconf(_SC_NPROCESSORS_ONLN)) share = 1;
+        if (share > best_share) { best_share = share; best = t; }
+    }
+    runs_in_all++;
+    if (best_share < 0.98) runs_disturbed++;
+    return best / o->calls;
+}
+
+/* Multiply-adds for about `seconds` on nth threads. */
+static op fma_op(peak_load *p, int32_t isa, int nth, double seconds) {
+    const double flops_turn = peak_fma(isa, 1);
+    op o = { fma_part, p, nth, 1, 0, 0 };
+    p->isa = isa;
+    p->turns = 20000;
+    for (int i = 0; i < 3; i++) {
+        p->turns = (long)((double)p->turns * seconds / op_seconds(&o)) + 1000;
+    }
+    o.work = flops_turn * (double)p->turns * nth;
+    return o;
+}
+
+static op read_op(peak_load *p, const data *x, int nth) {
+    op o = { read_part, p, nth, 1, 0, 0 };
+    p->k = (const char *)x->k;
+    p->v = (const char *)x->v;
+    p->bytes = (size_t)x->kv_bytes;
+    o.work = 2.0 * (double)(p->bytes / 256 / (size_t)nth * 256) * nth;
+    return o;
+}
+
+static int compare(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+/* Sorts x; the value with p of n below it. */
+static double quantile(double *x, int n, double p) {
+    const double at = p * (n - 1);
+    const int i = (int)at;
+    qsort(x, (size_t)n, sizeof *x, compare);
+    return i + 1 < n ? x[i] + (at - i) * (x[i + 1] - x[i]) : x[i];
+}
+
+/* Runs peak, kernel, versus, peak, kernel, versus, ..., peak for about `budget` seconds. A kernel
+ * is held against the mean of the peaks on both sides. versus and peak may be null. */
+static void measure(const op *kernel, const op *versus, const op *peak, double budget, result *r) {
+    double t[MAX_REPS], rate[MAX_REPS], fraction[MAX_REPS], relative[MAX_REPS], extra[MAX_REPS];
+    double turn = op_seconds(kernel) * kernel->calls;
+    double before = 0, after;
+    int n;
+    if (versus) turn += op_seconds(versus) * versus->calls;
+    if (peak) turn += op_seconds(peak);
+    n = (int)(budget / turn);
+    n = n < MIN_REPS ? MIN_REPS : n > MAX_REPS ? MAX_REPS : n;
+    if (peak) before = peak->work / op_seconds(peak);
+    for (int i = 0; i < n; i++) {
+        double other = 0;
+        t[i] = op_seconds(kernel);
+        if (versus) other = op_seconds(versus);
+        after = peak ? peak->work / op_seconds(peak) : 0;
+        rate[i] = (before + after) / 2;
+        fraction[i] = peak ? kernel->work / t[i] / rate[i] : 0;
+        relative[i] = versus ? other / t[i] * (kernel->work / versus->work) : 0;
+        extra[i] = t[i] - other;
+        before = after;
+    }
+    r->reps = n;
+    r->median_s = quantile(t, n, 0.5);
+    r->spread = (quantile(t, n, 0.9) - quantile(t, n, 0.1)) / r->median_s;
+    r->rate = kernel->work / r->median_s;
+    r->peak = peak ? quantile(rate, n, 0.5) : 0;
+    r->fraction = quantile(fraction, n, 0.5);
+    r->relative = quantile(relative, n, 0.5);
+    r->extra_s = quantile(extra, n, 0.5);
+}
+
+/* ---------------------------------------------------------------------------- rows */
+static void complain(const row *r, ra_status s, const ra_error *e) {
+    printf("%-10s failed: %s: %s %s\n", r->name, ra_status_text(s), e->field, e->text);
+    failed_rows++;
+}
+
+/* A plain one-rank row and rows against plain. In `relative` work is counted in tiles that are not
+ * empty: a mask that hides more does not count as slower. */
+static void run_attention(const row *r, result *out) {
+    static load l, plain;
+    static peak_load p;
+    const data x = data_make(r);
+    row base = *r;
+    op kernel, versus, peak;
+    load_make(r, &x, &l);
+    kernel = (op){ attention_part, &l, r->threads, 1, (double)l.report.flops, 0 };
+    if (l.status == RA_OK) pool_run(attention_part, &l, r->threads);
+    if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
+    peak = fma_op(&p, r->isa, r->threads, 0.01);
+    out->unit = "GFLOP/s";
+    if (r->versus != VERSUS_PLAIN) {
+        versus = (op){ loop_part, &l, 1, 1, kernel.work, 0 };
+        measure(&kernel, r->versus == VERSUS_LOOP ? &versus : NULL, &peak, 1.3, out);
+    } else {
+        double tiles, plain_tiles;
+        base.variant = V_PLAIN;
+        load_make(&base, &x, &plain);
+        tiles = (double)(l.report.tiles_partial + l.report.tiles_full);
+        plain_tiles = (double)(plain.report.tiles_partial + plain.report.tiles_full);
+        versus = (op){ attention_part, &plain, r->threads, 1, kernel.work / tiles * plain_tiles,
+                       0 };
+        measure(&kernel, &versus, &peak, 1.8, out);
+    }
+    out->done = l.status == RA_OK;
+    if (!out->done) complain(r, l.status, &l.error);
+}
+
+static void run_decode(const row *r, result *out) {
+    static load l;
+    static peak_load p;
+    const data x = data_make(r);
+    op kernel, peak;
+    load_make(r, &x, &l);
+    kernel = (op){ attention_part, &l, r->threads, 1, 2.0 * (double)x.kv_bytes, 0 };
+    if (l.status == RA_OK) pool_run(attention_part, &l, r->threads);
+    if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
+    peak = read_op(&p, &x, r->threads);
+    out->unit = "GB/s";
+    measure(&kernel, NULL, &peak, 0.6, out);
+    out->done = 1;
+}
+
+/* A call too short to be timed alone, against a loop. No peak. */
+static void run_small(const row *r, result *out) {
+    static load l;
+    const data x = data_make(r);
+    const part_fn fn = r->variant == V_SIMPLE ? small_simple_part : small_attention_part;
+    op kernel, versus;
+    load_make(r, &x, &l);
+    l.calls = 2000;
+    kernel = (op){ fn, &l, 1, l.calls, 1, 0 };
+    versus = (op){ loop_part, &l, 1, l.calls, 1, 0 };
+    if (l.status == RA_OK) pool_run(fn, &l, 1);
+    if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
+    out->unit = "calls/s";
+    measure(&kernel, &versus, NULL, 0.5, out);
+    out->done = 1;
+}
+
+/* A ring against one rank with as many threads that computes the same. */
+static void run_ring(const row *r, result *out) {
+    static load one;
+    static ring_load ring;
+    static peak_load p;
+    const data x = data_make(r);
+    op kernel, versus, peak;
+    load_make(r, &x, &one);
+    ring_make(r, &x, &ring);
+    kernel = (op){ ring_part, &ring, r->ranks, 1, (double)one.report.flops, 1 };
+    versus = (op){ attention_part, &one, r->threads, 1, kernel.work, 1 };
+    if (ring.status == RA_OK) pool_run(ring_part, &ring, r->ranks);
+    if (ring.status == RA_OK && one.status == RA_OK) {
+        peak = fma_op(&p, r->isa, r->threads, 0.01);
+        out->unit = "GFLOP/s";
+        measure(&kernel, &versus, &peak, 3.0, out);
+    }
+    out->done = ring.status == RA_OK && one.status == RA_OK;
+    if (ring.status != RA_OK) complain(r, ring.status, &ring.error);
+    else if (one.status != RA_OK) complain(r, one.status, &one.error);
+    ring_free(&ring);
+}
+
+static void run_row(const row *r, result *out) {
+    if (strcmp(r->name, "decode") == 0) run_decode(r, out);
+    else if (strcmp(r->name, "small") == 0) run_small(r, out);
+    else if (strcmp(r->name, "ring") == 0) run_ring(r, out);
+    else run_attention(r, out);
+    unmap_all();
+}
+
+/* ---------------------------------------------------------------------------- the list */
+static row row_make(const char *name, int32_t isa, int32_t dtype, int32_t mask, int32_t dim,
+                    int64_t tokens) {
+    row r;
+    memset(&r, 0, sizeof r);
+    r.name = name;
+    r.isa = isa;
+    r.dtype = dtype;
+    r.mask = mask;
+    r.dim = dim;
+    r.q_heads = r.kv_heads = 8;
+    r.tokens = r.kv_tokens = tokens;
+    r.threads = r.ranks = 1;
+    return r;
+}
+
+/* Keeps r if this machine has its instruction set. */
+static void add(row r) {
+    if (row_count < MAX_ROWS && ra_isa_available(r.isa)) rows[row_count++] = r;
+}
+
+static void add_forward(int large) {
+    static const int32_t isas[] = { RA_ISA_AVX512, RA_ISA_AVX2, RA_ISA_SCALAR };
+    for (int i = 0; i < 3; i++) {
+        for (int64_t n = 1024; n <= (large ? 8192 : 4096); n *= n == 1024 ? 4 : 2) {
+            for (int32_t dim = 64; dim <= 128; dim *= 2) {
+                if (isas[i] == RA_ISA_SCALAR && n > 1024) continue;
+                add(row_make("forward", isas[i], RA_F32, RA_MASK_NONE, dim, n));
+                add(row_make("forward", isas[i], RA_F32, RA_MASK_CAUSAL, dim, n));
+            }
+        }
+    }
+}
+
+static void add_storage(int32_t best, int large) {
+    for (int32_t isa = best; isa >= (large ? RA_ISA_SCALAR : best); isa--) {
+        for (int32_t dtype = RA_F16; dtype <= RA_BF16; dtype++) {
+            const int64_t n = isa == RA_ISA_SCALAR ? 1024 : 4096;
+            for (int32_t dim = 64; dim <= 128; dim *= 2) {
+                add(row_make("forward", isa, dtype, RA_MASK_NONE, dim, n));
+                add(row_make("forward", isa, dtype, RA_MASK_CAUSAL, dim, n));
+            }
+        }
+    }
+}
+
+static void add_gqa_and_threads(int32_t best) {
+    for (int32_t mask = RA_MASK_NONE; mask <= RA_MASK_CAUSAL; mask++) {
+        row r = row_make("forward", best, RA_F32, mask, 128, 2048);
+        r.q_heads = 32;
+        add(r);
+    }
+    for (int32_t mask = RA_MASK_NONE; mask <= RA_MASK_CAUSAL; mask++) {
+        for (int32_t dim = 64; dim <= 128; dim *= 2) {
+            row r = row_make("forward", best, RA_F32, mask, dim, 4096);
+            r.threads = 2;
+            add(r);
+        }
+    }
+}
+
+static void add_masks(int32_t best) {
+    for (int32_t v = V_WINDOW; v <= V_SOFTCAP; v++) {
+        row r = row_make("masks", best, RA_F32, v <= V_ALIBI ? RA_MASK_CAUSAL : RA_MASK_NONE, 128,
+                         2048);
+        r.variant = v;
+        r.versus = VERSUS_PLAIN;
+        add(r);
+    }
+}
+
+static void add_decode(int32_t best) {
+    for (int32_t dtype = RA_F32; dtype <= RA_BF16; dtype++) {
+        for (int32_t threads = 1; threads <= 2; threads++) {
+            row r = row_make("decode", best, dtype, RA_MASK_CAUSAL, 128, 1);
+            r.q_heads = 32;
+            r.kv_tokens = 32768;
+            r.threads = threads;
+            add(r);
+        }
+    }
+}
+
+static void add_small_and_loop(int32_t best) {
+    row r = row_make("small", best, RA_F32, RA_MASK_CAUSAL, 64, 1);
+    r.kv_tokens = 16;
+    r.q_heads = r.kv_heads = 1;
+    r.versus = VERSUS_LOOP;
+    add(r);
+    r.variant = V_SIMPLE;
+    add(r);
+    r = row_make("loop", best, RA_F32, RA_MASK_CAUSAL, 128, 1024);
+    r.versus = VERSUS_LOOP;
+    add(r);
+}
+
+static void add_ring(int32_t best) {
+    for (int32_t mask = RA_MASK_NONE; mask <= RA_MASK_CAUSAL; mask++) {
+        for (int32_t ranks = 1; ranks <= MAX_THREADS; ranks *= 2) {
+            row r = row_make("ring", best, RA_F32, mask, 128, 8192);
+            r.q_heads = r.kv_heads = 4;
+            r.layout = mask == RA_MASK_CAUSAL ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+            r.threads = r.ranks = ranks;
+            r.versus = VERSUS_ONE_RANK;
+            add(r);
+        }
+    }
+}
+
+static const char *mask_text(const row *r) {
+    if (r->variant >= V_WINDOW && r->variant <= V_INTERVALS) return variant_text[r->variant];
+    return r->mask == RA_MASK_CAUSAL ? "causal" : "none";
+}
+
+static const char *score_text(const row *r) {
+    return r->variant >= V_ALIBI ? variant_text[r->variant] : "";
+}
+
+/* 1 if all words (by spaces or commas) stand in the description of r. */
+static int wanted(const row *r, const char *words) {
+    char text[256], word[64];
+    snprintf(text, sizeof text, " %s %s %s %s %s D%d Tq%lld Tk%lld Hq%d threads%d ranks%d ",
+             r->name, ra_isa_name(r->isa), dtype_text(r->dtype), mask_text(r), score_text(r),
+             (int)r->dim, (long long)r->tokens, (long long)r->kv_tokens, (int)r->q_heads,
+             (int)r->threads, (int)r->ranks);
+    while (*words) {
+        const size_t n = strcspn(words, " ,");
+        if (n + 3 > sizeof word) return 0;
+        word[0] = word[n + 1] = ' ';
+        memcpy(word + 1, words, n);
+        word[n + 2] = 0;
+        if (!strstr(text, word)) return 0;
+        words += n;
+        words += strspn(words, " ,");
+    }
+    return 1;
+}
+
+/* ---------------------------------------------------------------------------- printing */
+static void print_model(void) {
+    char line[256];
+    FILE *f = fopen("/proc/cpuinfo", "r");
+    while (f && fgets(line, sizeof line, f)) {
+        if (strncmp(line, "model name", 10) == 0 && strchr(line, ':')) {
+            line[strcspn(line, "\n")] = 0;
+            printf("%s", strchr(line, ':') + 2);
+            fclose(f);
+            return;
+        }
+    }
+    if (f) fclose(f);
+    printf("unknown processor");
+}
+
+static void print_machine(void) {
+    struct utsname u;
+    const double pages = (double)sysconf(_SC_PHYS_PAGES);
+    memset(&u, 0, sizeof u);
+    uname(&u);
+    printf("machine   ");
+    print_model();
+    printf(", %ld processors, %.1f GiB, %s %s %s\n", sysconf(_SC_NPROCESSORS_ONLN),
+           pages * (double)sysconf(_SC_PAGESIZE) / 1073741824.0, u.sysname, u.release, u.machine);
+#ifdef _SC_LEVEL1_DCACHE_SIZE
+    printf("caches    L1d %ld KiB, L2 %ld KiB, L3 %ld KiB\n",
+           sysconf(_SC_LEVEL1_DCACHE_SIZE) / 1024, sysconf(_SC_LEVEL2_CACHE_SIZE) / 1024,
+           sysconf(_SC_LEVEL3_CACHE_SIZE) / 1024);
+#endif
+#if defined(__clang__)
+    printf("compiler  %s\n", __VERSION__);
+#else
+    printf("compiler  gcc %s\n", __VERSION__);
+#endif
+    printf("flags     %s\n", BENCH_FLAGS);
+    if (processor_time) printf("time      of the processor, but for rings\n");
+    printf("library   %d.%d.%d, takes %s by itself\n", ra_version() >> 16,
+           (ra_version() >> 8) & 255, ra_version() & 255, ra_isa_name(ra_isa_best()));
+}
+
+/* Each loop of multiply-adds beside the clock, which shows that it is limited by the units alone:
+ * 2 FMA instructions a cycle wherever there are two units. */
+static void print_peaks(void) {
+    for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_AVX512; isa++) {
+        static peak_load p;
+        double best = 0;
+        op o;
+        if (!ra_isa_available(isa)) continue;
+        o = fma_op(&p, isa, 1, 0.02);
+        for (int i = 0; i < 5; i++) {
+            const double rate = o.work / op_seconds(&o);
+            best = rate > best ? rate : best;
+        }
+        printf("peak      %-8s %6.1f GFLOP/s a thread", ra_isa_name(isa), best / 1e9);
+#if defined(__x86_64__)
+        {
+            double hz = 0;
+            for (int i = 0; i < 5; i++) {
+                const double begin = now_s(), cycles = peak_clock(500000);
+                const double one = cycles / (now_s() - begin);
+                hz = one > hz ? one : hz;
+            }
+            printf(": %.2f %s a cycle at %.2f GHz", best / hz / peak_flops_instruction(isa),
+                   isa == RA_ISA_SCALAR ? "SSE multiplies and adds" : "FMA instructions", hz / 1e9);
+        }
+#endif
+        printf("\n");
+    }
+}
+
+static void print_header(void) {
+    printf("\n%-42s %4s %5s %6s %6s %3s %12s %7s %14s %8s %6s\n", "kernel", "D", "Tq", "Tk",
+           "heads", "thr", "median", "spread", "rate", "peak", "of it");
+}
+
+static void print_row(const row *r, const result *x) {
+    char label[64], heads[24], time[24];
+    const double scale = strcmp(x->unit, "calls/s") == 0 ? 1 : 1e9;
+    snprintf(label, sizeof label, "%s %s %s %s %s", r->name, ra_isa_name(r->isa),
+             dtype_text(r->dtype), mask_text(r), score_text(r));
+    if (strcmp(r->name, "ring") == 0) {
+        snprintf(label, sizeof label, "ring %s %s %s ranks %d", ra_isa_name(r->isa),
+                 dtype_text(r->dtype), mask_text(r), (int)r->ranks);
+    }
+    snprintf(heads, sizeof heads, "%d/%d", (int)r->q_heads, (int)r->kv_heads);
+    if (x->median_s < 1e-3) snprintf(time, sizeof time, "%.3f us", x->median_s * 1e6);
+    else snprintf(time, sizeof time, "%.2f ms", x->median_s * 1e3);
+    printf("%-42s %4d %5lld %6lld %6s %3d %12s %5.1f %% %6.*f %-7s", label, (int)r->dim,
+           (long long)r->tokens, (long long)r->kv_tokens, heads, (int)r->threads, time,
+           x->spread * 100, scale == 1 ? 0 : 1, x->rate / scale, x->unit);
+    if (x->peak > 0) printf(" %8.1f %4.1f %%", x->peak / scale, x->fraction * 100);
+    if (r->versus) printf("  %.2f x %s", x->relative, versus_text[r->versus]);
+    if (strcmp(r->name, "small") == 0) printf(" (%+.3f us)", x->extra_s * 1e6);
+    printf("\n");
+    fflush(stdout);
+}
+
+static int write_json(const char *path) {
+    FILE *f = fopen(path, "w");
+    int first = 1;
+    if (!f) { fprintf(stderr, "cannot write %s\n", path); return -1; }
+    fprintf(f, "[");
+    for (int i = 0; i < row_count; i++) {
+        const row *r = &rows[i];
+        const result *x = &results[i];
+        const double scale = !x->unit || strcmp(x->unit, "calls/s") == 0 ? 1 : 1e9;
+        if (!x->done) continue;
+        fprintf(f, "%s\n{\"name\": \"%s\", \"isa\": \"%s\", \"dtype\": \"%s\", \"mask\": \"%s\", "
+                "\"score\": \"%s\",", first ? "" : ",", r->name, ra_isa_name(r->isa),
+                dtype_text(r->dtype), mask_text(r), score_text(r));
+        fprintf(f, " \"Dk\": %d, \"Dv\": %d, \"Tq\": %lld, \"Tk\": %lld, \"Hq\": %d, \"Hkv\": %d,",
+                (int)r->dim, (int)r->dim, (long long)r->tokens, (long long)r->kv_tokens,
+                (int)r->q_heads, (int)r->kv_heads);
+        fprintf(f, " \"threads\": %d, \"ranks\": %d, \"reps\": %d, \"median_s\": %.9g,"
+                " \"spread\": %.4f, \"rate\": %.6g, \"unit\": \"%s\"", (int)r->threads,
+                (int)r->ranks, (int)x->reps, x->median_s, x->spread, x->rate / scale, x->unit);
+        if (x->peak > 0) {
+            fprintf(f, ", \"peak\": %.6g, \"fraction\": %.4f", x->peak / scale, x->fraction);
+        } else {
+            fprintf(f, ", \"peak\": null, \"fraction\": null");
+        }
+        if (r->versus) {
+            fprintf(f, ", \"versus\": \"%s\", \"relative\": %.4f, \"extra_s\": %.4g",
+                    versus_text[r->versus], x->relative, x->extra_s);
+        }
+        fprintf(f, "}");
+        first = 0;
+    }
+    fprintf(f, "\n]\n");
+    return fclose(f);
+}
+
+/* On a terminal: which row runs and how long the rest takes. */
+static void progress(int done, double begin) {
+    if (!isatty(STDERR_FILENO)) return;
+    if (done == row_count) fprintf(stderr, "\r%40s\r", "");
+    else if (done == 0) fprintf(stderr, "\r[1/%d]", row_count);
+    else fprintf(stderr, "\r[%d/%d] about %.0f s left ", done + 1, row_count,
+                 (now_s() - begin) / done * (row_count - done));
+    fflush(stderr);
+}
+
+static void clear_progress(void) {
+    if (isatty(STDERR_FILENO)) fprintf(stderr, "\r%40s\r", "");
+}
+
+int main(int argc, char **argv) {
+    char words[512] = "";
+    const char *json = "build/bench.json";
+    int large = 0, kept = 0;
+    int32_t best = ra_isa_best();
+    double begin;
+    for (int i = 1; i < argc; i++) {
+        if (strcmp(argv[i], "--json") == 0 && i + 1 < argc) json = argv[++i];
+        else if (strcmp(argv[i], "--long") == 0) large = 1;
+        else if (strcmp(argv[i], "--processor-time") == 0) processor_time = 1;
+        else if (strcmp(argv[i], "--only") != 0) {
+            strncat(words, " ", sizeof words - strlen(words) - 1);
+            strncat(words, argv[i], sizeof words - strlen(words) - 1);
+        }
+    }
+    add_forward(large);
+    add_storage(best, large);
+    add_gqa_and_threads(best);
+    add_masks(best);
+    add_decode(best);
+    add_small_and_loop(best);
+    add_ring(best);
+    for (int i = 0; i < row_count; i++) {
+        if (wanted(&rows[i], words + strspn(words, " "))) rows[kept++] = rows[i];
+    }
+    row_count = kept;
+    if (pool_start() != 0) { fprintf(stderr, "cannot start threads\n"); return 1; }
+    print_machine();
+    print_peaks();
+    print_header();
+    begin = now_s();
+    for (int i = 0; i < row_count; i++) {
+        progress(i, begin);
+        run_row(&rows[i], &results[i]);
+        clear_progress();
+        if (results[i].done) print_row(&rows[i], &results[i]);
+    }
+    printf("%d rows in %.0f s%s\n", row_count, now_s() - begin,
+           row_count ? "" : ": nothing matches");
+    if (runs_disturbed * 20 > runs_in_all) {
+        printf("Other programs disturbed %d of %d timed runs: trust no figure of this table.\n",
+               runs_disturbed, runs_in_all);
+    }
+    if (write_json(json) != 0) return 1;
+    return failed_rows != 0 || row_count == 0;
+}

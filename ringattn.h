@@ -1,0 +1,7520 @@
+/* ringattn.h - v0.1.0 - exact attention over a sequence sharded across ranks, in one header
+ *
+ * Ring attention (Liu, Zaharia, Abbeel, arXiv 2310.01889): every rank holds a part of a long
+ * sequence, keys and values travel round, an online softmax adds them up, and the result is that of
+ * ordinary attention, not an approximation. This file has the block arithmetic, the schedule, a
+ * ring of threads in one process, and a table of callbacks for networks of your own.
+ *
+ * Four ranks in one process, 4096 tokens, causal (cc -O2 this.c -lpthread):
+ *
+ *   #define RINGATTN_IMPLEMENTATION
+ *   #include "ringattn.h"
+ *   #include <stdio.h>
+ *   static float q[4][1024][8][64], k[4][1024][2][64], v[4][1024][2][64], o[4][1024][8][64];
+ *
+ *   static ra_status on_rank(ra_world *world, int rank, void *user) {
+ *       ra_error why; ra_desc d; ra_tensors t;
+ *       memset(&d, 0, sizeof d); memset(&t, 0, sizeof t); (void)user;
+ *       d.ranks = 4; d.rank = rank; d.tokens = 4096;
+ *       d.layout.kind = RA_LAYOUT_ZIGZAG; d.mask.kind = RA_MASK_CAUSAL;
+ *       d.q_heads = 8; d.kv_heads = 2; d.k_dim = d.v_dim = 64;
+ *       d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32; d.error = &why;
+ *       t.q.data = q[rank]; t.k.data = k[rank]; t.v.data = v[rank]; t.o.data = o[rank];
+ *       ra_status s = ra_attend(&d, ra_world_transport(world, rank), &t, RA_NO_DEADLINE);
+ *       if (s) fprintf(stderr, "rank %d: %s: %s\n", rank, why.field, why.text);
+ *       return s;
+ *   }
+ *   int main(void) { return ra_world_run(4, on_rank, NULL, NULL) ? 1 : 0; }
+ *
+ * In one C or C++ file of a program define RINGATTN_IMPLEMENTATION before the include; in all
+ * others only include. Link with -lpthread (not with RINGATTN_NO_THREADS). No -m flags are needed:
+ * kernels are compiled for every instruction set and chosen when the program runs.
+ *
+ * What it does not do: it computes attention forward; no gradients, no projections, no RoPE (rotate
+ * before you cache), no tensor or pipeline parallelism (they go on around it), no networking of its
+ * own beyond threads. Below about 8K tokens a shard per rank gains nothing. Not after fork() in the
+ * child, not from signal handlers, not under thread cancellation.
+ *
+ * Contents. Each room uses only rooms above it.
+ *   API          types, descriptors, functions, the transport's contract; ends with a stop sign
+ *   PLATFORM     compiler, system and processor; strict floating point
+ *   TYPES        query blocks, blocks of keys, and the table of functions of one instruction set
+ *   CLOCK        monotonic time, sleep
+ *   ATOMICS      loads acquire, stores release
+ *   MEM          sentences of refusal, memory from the caller's allocator
+ *   MATH         exp, log, half floats; merging normalised partial results
+ *   KERNEL       the tile: one block of keys folded into 64 query rows; included once per ISA
+ *   SCALAR       its operations in plain C
+ *   AVX2         its operations on 8 floats
+ *   AVX512       its operations on 16 floats
+ *   DISPATCH     which instruction sets this processor has
+ *   GEOMETRY     positions and masks: who sees whom
+ *   SCHEDULE     chunks, their order and how far they travel; proof against deadlock
+ *   TRANSPORT    checks and defaults of transports; the ring of one
+ *   SHM          the bundled world: ranks as threads
+ *   FORWARD      query rows against one chunk, with our kernels or somebody else's
+ *   PLAN         checks of a descriptor and the figures of a plan
+ *   RING         one rank's pass as a state machine
+ *   ESTIMATE     how long a context fits, how large a block hides a hop
+ *   PUBLIC       the entry points
+ *
+ * Configuration, defined before the include that has the implementation:
+ *   RINGATTN_IMPLEMENTATION   this is the one file with the code
+ *   RINGATTN_STATIC           all functions static (define it wherever the header is included)
+ *   RINGATTN_API              what stands before every public function instead of `extern`
+ *   RINGATTN_ASSERT(x)        checks of the library's own invariants; default: nothing
+ *   RINGATTN_NO_THREADS       no pthreads: no ra_world; one ring per thread of yours still works
+ *   RINGATTN_SCALAR           only the scalar kernels, on any processor
+ *   RINGATTN_SELF             how the file includes itself, if the compiler gives no __FILE_NAME__
+ *
+ * Promises
+ *   Memory   A plan is one allocation, a ring is one or none (your workspace); nothing allocates in
+ *            a pass. Beyond the running state of the local queries (which lives in an f32 output) a
+ *            rank needs a few chunks, not a second shard. The plan tells every byte beforehand.
+ *   Threads  Plans may be shared. A ring runs one pass, stepped by any number of your threads; the
+ *            library starts none of its own except in ra_world_run.
+ *   Errors   Every call that can fail returns a status; refusals name the field and say why;
+ *            nothing is printed, nothing aborts, nothing waits without a watchdog.
+ *   Numbers  Scores, softmax and sums are f32 with two-level summation; f32 results are within 2e-6
+ *            of double precision on unit-scale data for any number of ranks. Bits do not depend on
+ *            threads, chunks, timing or transport, and with shards cut on the grid of 64 tokens
+ *            (contiguous and zigzag) not on the number of ranks. Rows without keys give 0 and LSE
+ *            -inf. NaN in Q stays in its row; NaN in K or V reaches the rows that see it, no other.
+ *            All this also if your program is compiled with -Ofast.
+ *
+ *                       scalar  AVX2  AVX-512
+ *   f32                   +      +      +
+ *   f16, bf16 storage     +      +      +     arithmetic f32, widened block by block
+ *   every mask            +      +      +
+ *   softcap, ALiBi,       +      +      +
+ *     bias, sinks
+ *   GQA, Dk != Dv, MLA    +      +      +
+ *   decode form           +      +      +     ra_attention up to 4 query rows
+ *   gradients             -      -      -
+ *   bf16 arithmetic       -      -      -
+ *
+ * SPDX-License-Identifier: MIT OR Unlicense (both texts at the end)
+ */
+#if !defined(RINGATTN_H)
+#define RINGATTN_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifndef RINGATTN_API
+#ifdef RINGATTN_STATIC
+#define RINGATTN_API static __attribute__((unused))
+#else
+#define RINGATTN_API extern
+#endif
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ========================================================================== API
+ * The objects, who owns what, who may touch them when:
+ *
+ *   ra_plan   knowledge. Made from one ra_desc for one rank; needs no network and no workspace,
+ *             owns only its schedule, never changes. Threads, rings and layers share it.
+ *   ra_ring   a seat: this rank's workspace, its binding to one transport, the pass under way, the
+ *             failure if there was one. One pass at a time. Serves any number of plans.
+ *   ra_world  ranks as threads of this process; owns one transport a rank. Optional.
+ *
+ * They die in the order rings, transports (worlds), plans. A pass is one ra_forward on all ranks of
+ * a ring; ranks start the same passes in the same order, which is all that matches them up.
+ *
+ * AGREED fields must be equal on every rank. They are hashed, field by field as given (0, not the
+ * default it stands for), into the 64-byte frame in front of every chunk: a difference is
+ * RA_E_MISMATCH, never a wrong number. All other fields are local.
+ *
+ * Units: strides are bytes, dims are elements, positions and tokens are tokens, *_ns nanoseconds.
+ * B sequences, Hq and Hkv heads, Tq and Tk tokens, Dk and Dv elements of a row of K and of V. */
+
+#define RINGATTN_VERSION 0x000100      /* major << 16 | minor << 8 | patch */
+#define RA_MAX_POSITION  2147483632    /* positions are below it: int32 in arrays and kernels */
+#define RA_BLOCK_TOKENS  64            /* the grid of tiles, cuts and sums: 64 tokens a block */
+#define RA_NO_DEADLINE   0             /* deadlines are absolute: see ra_deadline_ms */
+#define RA_NO_PEER       (-1)
+
+/* -------------------------------------------------------------------------- status
+ * 0 is done, positive is "not done, nothing wrong", negative is an error. Errors above
+ * RA_E_MISMATCH are refusals: nothing was done, everything is as it was. From RA_E_MISMATCH on a
+ * pass has failed, and its ring stays failed (ra_ring_failure says how). */
+#define RA_STATUS_LIST(X)                                                                        \
+    X(RA_OK,             0, "done")                                                              \
+    X(RA_AGAIN,          1, "something was done, call again")                                    \
+    X(RA_WAIT,           2, "nothing to do for this thread now: call again or do other work")    \
+    X(RA_E_NULL,        -1, "a required pointer is null")                                        \
+    X(RA_E_UNSET,       -2, "a field without a safe default was left zero")                      \
+    X(RA_E_RANGE,       -3, "a value lies outside its range")                                    \
+    X(RA_E_ENUM,        -4, "an unknown constant")                                               \
+    X(RA_E_OVERFLOW,    -5, "sizes overflow 64 bits or positions reach RA_MAX_POSITION")         \
+    X(RA_E_SHAPE,       -6, "shapes or fields contradict each other")                            \
+    X(RA_E_STRIDE,      -7, "a stride is no multiple of the element, or rows would overlap")     \
+    X(RA_E_ALIGN,       -8, "an address is not aligned")                                         \
+    X(RA_E_POSITIONS,   -9, "positions contradict layout, mask or row count")                    \
+    X(RA_E_UNSUPPORTED,-10, "valid, but not supported by this path")                             \
+    X(RA_E_ISA,        -11, "the forced instruction set is not available here")                  \
+    X(RA_E_WORKSPACE,  -12, "the workspace is too small")                                        \
+    X(RA_E_NOMEM,      -13, "the allocator returned null")                                       \
+    X(RA_E_TRANSPORT,  -14, "the transport lacks a callback or property that this plan needs")   \
+    X(RA_E_ABI,        -15, "struct size or ABI number of a vtable is not known here")           \
+    X(RA_E_BUSY,       -16, "a pass is under way in this ring")                                  \
+    X(RA_E_STATE,      -17, "call out of order")                                                 \
+    X(RA_E_RESERVED,   -18, "a reserved field is not zero: was the struct zeroed?")              \
+    X(RA_E_MISMATCH,   -30, "ranks disagree on an agreed value")                                 \
+    X(RA_E_IO,         -31, "the transport failed")                                              \
+    X(RA_E_PEER,       -32, "a peer is gone or silent")                                          \
+    X(RA_E_TIMEOUT,    -33, "the deadline passed")                                               \
+    X(RA_E_CANCELLED,  -34, "ra_ring_cancel was called on this rank")                            \
+    X(RA_E_ABORTED,    -35, "another rank failed or was cancelled")                              \
+    X(RA_E_TRUNC,      -36, "a message was shorter or longer than agreed")                       \
+    X(RA_E_PROTO,      -37, "a frame was damaged, stale, doubled or out of order")               \
+    X(RA_E_ENGINE,     -38, "the block engine reported an error")                                \
+    X(RA_E_UNSAFE,     -39, "the transport may still touch buffers: they were leaked on purpose")
+
+typedef int ra_status;
+#define RA__ENUM(name, value, text) name = (value),
+enum { RA_STATUS_LIST(RA__ENUM) RA__STATUS_END = 99 };
+#undef RA__ENUM
+
+RINGATTN_API const char *ra_status_text(ra_status status);           /* never null */
+RINGATTN_API int32_t     ra_version(void);                           /* RINGATTN_VERSION */
+
+/* Why something was refused. status and field together name one check. */
+typedef struct ra_error {
+    ra_status status;
+    char field[40];                    /* "mask.window" */
+    char text[216];                    /* a sentence with the offending value and what would do */
+} ra_error;
+
+/* -------------------------------------------------------------------------- time and memory
+ * The library's monotonic clock. Deadlines everywhere are absolute on it; 0 is none. */
+RINGATTN_API int64_t ra_now_ns(void);
+RINGATTN_API int64_t ra_deadline_ms(int64_t ms);                     /* ra_now_ns() + ms */
+
+typedef struct ra_allocator {          /* all zero: malloc and free. Else both are required. */
+    void *(*alloc)(void *ctx, size_t bytes, size_t align);           /* may return null */
+    void  (*free)(void *ctx, void *ptr, size_t bytes);
+    void  *ctx;
+} ra_allocator;
+
+/* -------------------------------------------------------------------------- constants
+ * Held in int32_t fields. Where a wrong default would give wrong numbers, 0 is UNSET, refused. */
+enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16 };
+enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512 };
+enum { RA_MASK_UNSET, RA_MASK_NONE, RA_MASK_CAUSAL, RA_MASK_INTERVALS };
+enum { RA_LAYOUT_UNSET, RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPED, RA_LAYOUT_RUNS,
+       RA_LAYOUT_ARRAY };
+enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };
+enum { RA_ORDER_DESC = 1, RA_ORDER_TURN = 2 };
+
+/* -------------------------------------------------------------------------- views
+ * Element (b, t, h, d) lies at data + b*batch_stride + t*token_stride + h*head_stride + d*element.
+ * Rows are contiguous. A stride of 0 means packed: head = one row, token = all heads, batch = all
+ * rows of the longest sequence on this rank. The dtype stands in the descriptor. Memory stays the
+ * caller's and must stay put and, for inputs, unchanged until the pass is done. Any alignment that
+ * suits the element will do. Inputs and outputs may not overlap; q, k and v may. */
+typedef struct ra_in  { const void *data; int64_t batch_stride, token_stride, head_stride; } ra_in;
+typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, head_stride; } ra_out;
+
+/* -------------------------------------------------------------------------- positions
+ * A run is `count` rows at positions first, first + stride, ... (stride 0: 1). */
+typedef struct ra_run { int64_t first, count, stride; } ra_run;
+
+/* Positions of the rows of one tensor; {0} means: rows follow one another from position 0 (keys)
+ * or d.q_offset (queries). Used by ra_attention, ra_fold and RA_LAYOUT_ARRAY. */
+typedef struct ra_positions {
+    const ra_run  *runs;               /* one after the other, or */
+    const int32_t *array;              /* one entry a row, any order, -1: an empty cell that
+                                        * nobody sees and that sees nothing */
+    int64_t count;                     /* entries of runs, or of array (rows of a sequence) */
+    int64_t batch_stride;              /* array: entries from one sequence to the next; 0: all
+                                        * sequences share one */
+} ra_positions;
+
+/* -------------------------------------------------------------------------- mask. AGREED.
+ * The query at position p, in the document [d, e), sees the keys k with lo <= k < hi, and those
+ * with d <= k < d + keep that lie below hi:
+ *   1 lo = d.  NONE: hi = e.  CAUSAL: hi = p + 1, with causal_block c > 1 rounded up so that hi - d
+ *     is a multiple of c (a query sees its whole block).
+ *   2 hi = max(hi, d + prefix); hi = min(hi, e).
+ *   3 window: lo = max(lo, p - window + 1).  window_right: hi = min(hi, p + window_right + 1).
+ * INTERVALS: lo and hi come from the caller, entry p for position p; nothing else may be set. */
+typedef struct ra_mask {
+    int32_t kind;                      /* RA_MASK_*; required */
+    int32_t causal_block;              /* CAUSAL: tokens a block; 0, 1: plain causal */
+    int64_t window;                    /* last keys seen, the query's own included; 0: no limit.
+                                        * (window_left elsewhere is window - 1) */
+    int64_t window_right;              /* NONE: keys seen after the own; 0: no limit (to see
+                                        * none is CAUSAL) */
+    int64_t prefix;                    /* prefix-LM: first tokens of a document, which all of it
+                                        * sees */
+    int64_t keep;                      /* first tokens of a document that no window hides */
+    const int64_t *doc_first;          /* [doc_count] packed documents: ascending first positions,
+                                        * the first 0 (cu_seqlens without its last entry) */
+    int64_t doc_count;                 /* 0: one document */
+    const int32_t *lo, *hi;            /* [interval_count] INTERVALS, by the query's position */
+    int64_t interval_count;            /* positions of queries are below it */
+} ra_mask;                             /* arrays are read until the plan dies */
+
+/* -------------------------------------------------------------------------- layout. AGREED.
+ * Who holds which positions: of the queries [q_offset, q_offset + tokens) and, cut in the same way,
+ * of the keys [0, kv_tokens). Any length, empty shards, more ranks than tokens; no padding.
+ *   CONTIGUOUS  rank r holds the r-th stretch.
+ *   ZIGZAG      rank r holds two: the r-th from the front, then the r-th from the back.
+ *   STRIPED     rank r holds positions r, r + ranks, ...
+ *   RUNS        the caller's table, complete on every rank; a position held by nobody is an
+ *               absent key, none may be held twice.
+ *   ARRAY       the caller's int32 positions, given with each call (t.q_pos, t.k_pos) and known to
+ *               their owner alone; they travel with the keys, and nothing is pruned by position.
+ * CONTIGUOUS and ZIGZAG cut on the grid of RA_BLOCK_TOKENS if there are at least 2 * ranks blocks,
+ * else as evenly as possible. */
+typedef struct ra_layout {
+    int32_t kind;                      /* RA_LAYOUT_*; required if ranks > 1; 0: CONTIGUOUS */
+    int32_t reserved;
+    const int32_t *weights;            /* [ranks] CONTIGUOUS, ZIGZAG: relative speeds, >= 0, not
+                                        * all 0; null: equal. Shares of blocks, largest remainder
+                                        * first, so weights that are block counts cut exactly
+                                        * there (ZIGZAG: counts of mirrored pairs of blocks) */
+    const ra_run  *q_runs, *k_runs;    /* RUNS: of rank 0, rank 1, ...; k_runs null: as q_runs */
+    const int32_t *q_run_count, *k_run_count; /* RUNS: [ranks] */
+    const int64_t *q_rows, *k_rows;    /* ARRAY: [ranks] rows of a sequence; k_rows null: q_rows */
+} ra_layout;                           /* arrays are copied */
+
+struct ra_engine;
+
+/* -------------------------------------------------------------------------- the one descriptor
+ * of ra_attention and ra_fold (one rank: leave ranks and rank zero), ra_attend and ra_plan_create.
+ * Zero it first. AGREED unless marked local. */
+typedef struct ra_desc {
+    int32_t sequences;                 /* B; 0: 1 */
+    int32_t ranks, rank;               /* ranks 0: 1. rank is local. */
+    int32_t q_heads, kv_heads;         /* required; Hq a multiple of Hkv: query head h reads kv
+                                        * head h / (Hq / Hkv). MHA, GQA, MQA */
+    int32_t k_dim, v_dim;              /* required; Dk (of Q and K) and Dv (of V and O), 1..1024 */
+    int32_t q_dtype, k_dtype, v_dtype, o_dtype; /* required; RA_F32, RA_F16, RA_BF16, any mix */
+    int32_t v_in_k, v_column;          /* 1: V is columns [v_column, v_column + Dv) of K's rows
+                                        * (MLA): t.v stays {0}, v_dtype = k_dtype or 0, only K
+                                        * travels */
+    int32_t scores;                    /* RA_SCORE_* that come with each call, else 0 */
+    int64_t tokens;                    /* required; queries of a sequence, all ranks together */
+    int64_t kv_tokens;                 /* keys of a sequence; 0: tokens + q_offset */
+    int64_t q_offset;                  /* position of the first query (keys start at 0): a decode
+                                        * token after n cached ones has tokens 1, q_offset n */
+    const int64_t *tokens_of;          /* [B] if sequences differ, each <= tokens; copied */
+    const int64_t *kv_tokens_of;       /* [B] the same for keys; null: kv_tokens, or tokens_of +
+                                        * q_offset if kv_tokens is 0; copied */
+    ra_mask mask;
+    ra_layout layout;
+    float scale;                       /* a score is scaled (0: 1/sqrt(Dk)), */
+    float softcap;                     /* then capped: s = cap * tanh(s / cap); 0: off; then ALiBi
+                                        * and bias are added */
+    int32_t chunk_tokens;              /* keys a message; 0: 1/32 of the longest shard, at least
+                                        * 256, at most 4096. Rounded up to blocks. */
+    int32_t buffers;                   /* receive buffers, 1..64; 0: 3 */
+    int32_t threads;                   /* local: most threads that ever step; 0: 1 */
+    int32_t isa;                       /* local: RA_ISA_*; 0: the best of this machine */
+    const struct ra_engine *engine;    /* local: null: our kernels. Read until the plan dies. */
+    ra_error *error;                   /* local: may be null; written only on refusal */
+    int64_t reserved[4];
+} ra_desc;
+
+/* Fills in the defaults, or says what ra_plan_create would say. out may be d. */
+RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
+
+/* -------------------------------------------------------------------------- tensors. Local.
+ * Bias, f32: the score of the query in row `row` of this rank and of the key at position p gets
+ * data[batch + head + row * row_stride + p * key_stride] added. By the key's POSITION, for keys
+ * come from other ranks. A stride of 0 broadcasts: with row_stride 0 it is one bias a key. */
+typedef struct ra_bias {
+    const float *data;
+    int64_t batch_stride, head_stride, row_stride, key_stride;       /* bytes, multiples of 4 */
+    int64_t keys;                      /* required: positions from here on have bias 0 */
+} ra_bias;
+
+typedef struct ra_tensors {
+    ra_in  q, k, v;                    /* [B][rows of this rank][Hq or Hkv][Dk or Dv] */
+    ra_out o;                          /* [B][rows][Hq][Dv], written whole. If f32 the running sums
+                                        * live in it: undefined until the pass is done */
+    ra_out lse;                        /* f32 [B][rows][Hq] (strides as in a view with rows of one
+                                        * element), natural log of the sum of exp of final scores,
+                                        * sink included; -inf for a row without keys. May be {0}. */
+    ra_positions q_pos, k_pos;         /* see ra_positions; else {0} */
+    const float *alibi;                /* [Hq] slope: score - slope * |p - key position| */
+    const float *sinks;                /* [Hq] one logit a head, in the denominator once a row */
+    ra_bias bias;
+    int64_t reserved;
+} ra_tensors;
+
+/* ========================================================================== L0: block mathematics
+ * No threads, no network, no allocation. A state is one online softmax a query row and head,
+ * unnormalised, f32, packed: m the running maximum of the scores times log2(e) (the kernels work in
+ * powers of two), l the sum of 2^(score log2(e) - m), acc the same sum times V. Empty: m = -inf,
+ * l = 0, acc = 0. Milakov and Gimelshein, arXiv 1805.02867, algorithm 3. */
+typedef struct ra_state {
+    float *m, *l;                      /* [B][tokens][Hq] */
+    float *acc;                        /* [B][tokens][Hq][Dv] */
+} ra_state;
+
+/* 0: d is refused. For ra_fold and ra_attention of d on nth threads. */
+RINGATTN_API size_t    ra_attention_bytes(const ra_desc *d, int nth);
+RINGATTN_API ra_status ra_state_clear(const ra_desc *d, const ra_state *s);
+/* Folds the keys t->k, t->v at t->k_pos for the queries t->q at t->q_pos into s. t->o and t->lse
+ * are not used. workspace as in ra_attention with nth = 1. */
+RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_tensors *t,
+                               void *workspace, size_t bytes);
+/* into = into and from together; from is unchanged. */
+RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into, const ra_state *from);
+/* Applies t->sinks, divides, writes t->o and, if given, t->lse. */
+RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, const ra_tensors *t);
+
+/* Merges normalised partial results of two sets of keys, (o, lse) = (o, lse) + (o2, lse2): o
+ * [rows][dim], lse [rows], natural log. (anything, -inf) is neutral; on both sides: (0, -inf).
+ * The order of calls fixes the bits. No aliasing. A row may be a (token, head) pair. */
+RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
+                           int32_t dim);
+
+/* ========================================================================== L1: one rank, one call
+ * The argument list of the small engines. All f32; q, out [seq_q][n_heads][head_dim], k, v
+ * [seq_k][n_kv_heads][head_dim]. Causal, query i at position q_offset + i, key j at j; window <= 0
+ * is off, else the last `window` keys count, the query's own included; scale 0: 1/sqrt(head_dim).
+ * One thread, no allocation, at most 200 KiB of stack (16 KiB for seq_q <= 4); head_dim <= 256. */
+RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const float *k,
+                                           const float *v, int seq_q, int seq_k, int n_heads,
+                                           int n_kv_heads, int head_dim, float scale, int window,
+                                           int q_offset);
+
+/* Everything on one rank: tokens and kv_tokens rows at t->q_pos and t->k_pos. Called by nth threads
+ * with equal arguments and ith = 0..nth-1, in any order, at any time, no barrier: none waits for
+ * another, each returns when its share is done, o is complete when all have returned. Bits do not
+ * depend on nth. layout.kind names the order of summation (see ra_plan_report.order), so that a
+ * ring of the same layout gives the same bits; only tokens <= 4 takes a form of its own, made for
+ * decoding. d.engine must be null. workspace: ra_attention_bytes(d, nth) bytes aligned to 64, need
+ * not be cleared; with nth = 1 it may be null: the stack then serves if rows are short (Dk + Dv up
+ * to about 512, or 256 if K and V are 16 bits wide). */
+RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
+                                    size_t bytes, int ith, int nth);
+
+/* ========================================================================== L3: transports
+ * (declared before L2, which takes one; skip to L2 if the bundled world is enough)
+ *
+ * Life of a transport, seen by its author:
+ *  1 You fill an ra_transport; it and ctx are yours and outlive the ring. Peers are ring ranks
+ *    0..ranks-1: map them to your communicator inside ctx.
+ *  2 ra_ring_create copies the struct and may call reg for its buffers. No message travels.
+ *  3 A pass: the library posts batches of ops, polls, waits. Calls of one ring never overlap; they
+ *    come from whichever thread steps, without RA_CAP_ANY_THREAD only from steps with ith = 0.
+ *    abort alone may come from any thread beside any other call.
+ *  4 A failure: the library calls abort once, posts no more, calls quiesce.
+ *  5 ra_ring_destroy: quiesce if a pass failed, then dereg. Your resources are yours to free.
+ *
+ * Level 0 is sendrecv alone; level 1 is post and poll; all else is optional.
+ *
+ * Messages. The n-th send matches the n-th receive per (peer, channel). Channel 0 carries chunks
+ * from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan says); channel 1 exists only
+ * with RA_CAP_SHARED. A message is a 64-byte frame and the chunk: for each of its stretches of
+ * positions (zigzag chunks have two) the positions if the layout is ARRAY, K rows, V rows, each
+ * part on a multiple of 64; the stretch that travels farther comes first, and the other is left off
+ * where nobody needs it any more. Lengths are computed alike by both sides, exact, and at most
+ * max_msg; nothing is split. Keep message boundaries: another length is RA_E_TRUNC. */
+#define RA_TRANSPORT_ABI 1u
+enum { RA_OP_SEND = 1, RA_OP_RECV = 2 };                            /* ra_op.kind */
+enum { RA_OP_IDLE = 0, RA_OP_PENDING = 1, RA_OP_DONE = 2 };         /* ra_op.state; else RA_E_* */
+enum { RA_OPF_LOAN_OK = 1 };           /* ra_op.flags: a receive may point buf to lent memory */
+enum {
+    RA_CAP_ANY_THREAD = 1,             /* calls may come from any thread, one at a time */
+    RA_CAP_ANY_PEER = 2,               /* not only rank +- 1 */
+    RA_CAP_LOAN = 4,                   /* honours RA_OPF_LOAN_OK; release is there */
+    RA_CAP_DEADLINE = 8,               /* sendrecv and wait return by deadline_ns even if the peer
+                                        * is dead */
+    RA_CAP_SHARED = 16                 /* all ranks share one address space: messages carry
+                                        * addresses, nothing is packed. Needs ANY_PEER, post and
+                                        * two channels */
+};
+
+typedef struct ra_op {                 /* the library's; stays at its address while PENDING */
+    uint8_t  kind, channel;
+    uint16_t flags;
+    int32_t  peer;
+    uint64_t tag;                      /* below 2^tag_bits; equal on both sides */
+    void    *buf;                      /* send: read-only for all while PENDING; receive: yours
+                                        * until DONE */
+    size_t   len;                      /* exact */
+    void    *mr;                       /* from reg, or null */
+    int32_t  state;                    /* RA_OP_IDLE when posted; written by post and poll */
+    uint32_t reserved;
+    size_t   done;                     /* bytes moved, written before DONE; 0 counts as len */
+    void    *scratch[8];               /* yours while PENDING; zero when posted */
+} ra_op;
+
+typedef struct ra_transport {
+    uint32_t size, abi;                /* sizeof(ra_transport), RA_TRANSPORT_ABI: first for ever */
+    uint32_t caps;                     /* RA_CAP_* */
+    uint32_t channels;                 /* 0: 1 */
+    uint32_t tag_bits;                 /* 0: 15 */
+    uint32_t max_ops;                  /* most PENDING at once; 0: 2, one send and one receive */
+    int32_t  rank, ranks;              /* 0, 0: not told; else checked against the plan */
+    size_t   max_msg;                  /* 0: 1 GiB; larger chunks are refused by ra_ring_create */
+    size_t   align;                    /* of buffers, a power of two; 0: 64. More costs more
+                                        * workspace than the plan says */
+    const char *name;                  /* for messages; may be null */
+    void    *ctx;                      /* handed to every callback */
+
+    /* Level 0, required if post is null. Sends to `to` and receives from `from` at the same time;
+     * returns when both are done. A side with nothing to move has RA_NO_PEER and length 0 (MPI:
+     * map it to MPI_PROC_NULL). May block until deadline_ns (0: none). Both buffers are yours until
+     * you return. Both sides of a message use the same tag. Returns RA_OK, or an RA_E_* from
+     * RA_E_MISMATCH on (others count as RA_E_IO), after which the ring is failed. */
+    int (*sendrecv)(void *ctx, int to, const void *s, size_t s_len, int from, void *r, size_t r_len,
+                    uint64_t tag, int64_t deadline_ns);
+
+    /* Level 1. Never blocks. Looks at ops[0..n) that are RA_OP_IDLE, accepts a prefix of them per
+     * (peer, channel, direction), receives first, and sets each accepted op PENDING or at once
+     * DONE. RA_OK: none is left IDLE. RA_AGAIN: some are; the library polls and posts them again.
+     * All accepted ops make progress at the same time, whatever the order at the peers. Buffers are
+     * as said at ra_op.buf. Errors: as poll. */
+    int (*post)(void *ctx, ra_op *const *ops, int n);
+
+    /* Required with post. Drives progress, also with n = 0; never blocks; moves PENDING ops among
+     * ops[0..n) to DONE or to a negative status. Returns RA_OK, or an RA_E_* of the context itself:
+     * the ring is then failed. */
+    int (*poll)(void *ctx, ra_op *const *ops, int n);
+
+    /* Optional from here on. wait: as poll, but may block until one of ops leaves PENDING, until
+     * abort, or until deadline_ns; returns at once if none is PENDING. Called without any lock that
+     * post or poll needs. Without it the library polls, yields and sleeps. */
+    int (*wait)(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns);
+
+    /* Registers n bytes of the ring's buffers once, in ra_ring_create; dereg in ra_ring_destroy.
+     * *mr then stands in every op on them. An error other than RA_OK: the library does without. */
+    int (*reg)(void *ctx, void *p, size_t n, void **mr);
+    int (*dereg)(void *ctx, void *mr);
+
+    /* Required with RA_CAP_LOAN. Gives back op->buf of a receive that lent memory (buf was changed
+     * by the transport), after its last use and its last onward send. */
+    int (*release)(void *ctx, ra_op *op);
+
+    /* Any thread, any time, wait-free, idempotent: makes pending and later ops fail and wakes wait;
+     * frees nothing. `why` is the RA_E_* of this rank. */
+    int (*abort)(void *ctx, int why);
+
+    /* After abort. RA_OK: no buffer of the ring, and with RA_CAP_SHARED no tensor of this rank,
+     * will be touched again. Anything else: that cannot be said. May block until deadline_ns. */
+    int (*quiesce)(void *ctx, int64_t deadline_ns);
+
+    /* Text for a code that a callback returned; may return null. */
+    const char *(*error_text)(void *ctx, int code);
+    /* v1 ends here; append only */
+} ra_transport;
+
+/* The transport of a ring of one: never called; a null pointer does the same. */
+RINGATTN_API const ra_transport *ra_transport_loopback(void);
+
+/* -------------------------------------------------------------------------- bundled world
+ * Ranks as threads of this process; a hop is a pointer. With RINGATTN_NO_THREADS all of it is
+ * RA_E_UNSUPPORTED. Waiting spins briefly, then yields, then sleeps. */
+typedef struct ra_world ra_world;
+typedef ra_status (*ra_rank_fn)(ra_world *world, int rank, void *user);
+
+typedef struct ra_world_desc {         /* {0} or a null pointer: all defaults */
+    int32_t ranks;                     /* ra_world_create: required, 1..4096 */
+    int32_t reserved;
+    ra_allocator allocator;
+    ra_error *error;
+} ra_world_desc;
+
+/* Creates a world, runs fn on `ranks` threads, joins, destroys. When fn of one rank returns an
+ * error, every other rank's pending and later calls fail with RA_E_ABORTED instead of hanging; when
+ * it returns RA_OK while others still wait for it, they get RA_E_PEER. Returns the first cause. */
+RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const ra_world_desc *wd);
+
+/* The same in parts, for those who have threads of their own. */
+RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd);
+RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank); /* lives as world;
+                                        * null: no such rank */
+RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why); /* this rank makes no
+                                        * more calls; an error aborts the others. Any thread. */
+RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; null is fine */
+
+/* ========================================================================== L2: plan */
+typedef struct ra_plan ra_plan;
+
+/* Makes the schedule of d->rank, proves that it cannot deadlock, or refuses with d->error filled.
+ * One allocation from a (null: malloc). d is copied. */
+RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a);
+RINGATTN_API void      ra_plan_destroy(ra_plan *plan);               /* null is fine */
+
+/* Which positions of a sequence's queries, or keys, a rank holds, in the order of its rows. Returns
+ * how many runs there are and writes at most max_runs; ARRAY has none. -1: bad argument. */
+RINGATTN_API int32_t ra_plan_q_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
+                                    ra_run *runs, int32_t max_runs);
+RINGATTN_API int32_t ra_plan_k_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
+                                    ra_run *runs, int32_t max_runs);
+
+/* What one forward pass does on one rank. A tile is RA_BLOCK_TOKENS x RA_BLOCK_TOKENS tokens
+ * (fewer at the end of a run) of one head. Tiles are empty, partial or full by the bounds of their
+ * rows. Counters of a run (ra_ring_counters) equal these figures. */
+typedef struct ra_plan_report {
+    int64_t q_rows, k_rows;            /* rows of the longest sequence on this rank */
+    int64_t pairs;                     /* visible (query, key) pairs of one head */
+    int64_t flops;                     /* 2 (Dk + Dv) Hq pairs: multiply and add count 2 */
+    int64_t tiles_empty, tiles_partial, tiles_full; /* ARRAY: all partial, positions unknown */
+    int64_t hops, hops_skipped;        /* origins, counted a sequence, whose chunks come by here,
+                                        * and those whose do not because nobody from here on needs
+                                        * them */
+    int64_t chunks_in, chunks_out;     /* messages */
+    int64_t bytes_in, bytes_out;       /* on the wire, frames included, where messages are copied */
+    int64_t shared_bytes_in, shared_bytes_out; /* the same with RA_CAP_SHARED: addresses only, and
+                                        * the words that end the pass */
+    int64_t resident_bytes;            /* the caller's q, k, v, o and lse of this rank, packed */
+    int64_t state_bytes;               /* of workspace_bytes: running m and l, and the sums of
+                                        * the local queries unless they live in an f32 o */
+    int64_t chunk_bytes;               /* largest message; receive and pack buffers are so large */
+    int64_t workspace_bytes;           /* of a ring that copies, to the byte */
+    int64_t shared_workspace_bytes;    /* of a ring with RA_CAP_SHARED, to the byte */
+    int32_t order;                     /* RA_ORDER_DESC: a row sums blocks of keys from its own
+                                        * downwards. RA_ORDER_TURN: from the first to the last
+                                        * (zigzag: the mirrored pairs of blocks {k, n-1-k}) */
+    int32_t direction;                 /* +1: chunks go to rank + 1; -1: to rank - 1 */
+    int32_t bits_any_ranks;            /* 1: o and lse have the same bits for every number of ranks
+                                        * with this property, this layout.kind and mask. (They never
+                                        * depend on threads, chunks, timing or transport.) */
+    int32_t chunk_tokens, buffers;     /* as resolved */
+    int32_t reserved;
+} ra_plan_report;
+RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_report *out);
+
+/* How long that takes, for given rates: the schedule played through with every transfer and every
+ * chunk's tiles (those not empty, counted whole) in order, buffers included. A model, not a
+ * measurement. */
+typedef struct ra_rates {              /* all required and > 0, but latency may be 0 */
+    double flops_per_s;                /* of one rank, all its threads */
+    double link_bytes_per_s;           /* of one direction of one link */
+    double link_latency_s;
+} ra_rates;
+typedef struct ra_prediction {         /* seconds */
+    double compute_s;                  /* this rank computes */
+    double transfer_s;                 /* the link into this rank is busy */
+    double wait_s;                     /* this rank has nothing to compute before its last tile */
+    double hidden_s;                   /* of transfer_s, what went on beside computing */
+    double done_s;                     /* this rank is done */
+    double all_done_s;                 /* the last rank is done */
+} ra_prediction;
+RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const ra_rates *rates,
+                                       ra_prediction *out);
+
+/* ========================================================================== L2: ring */
+typedef struct ra_ring ra_ring;
+
+enum { RA_EV_TILE = 1, RA_EV_SEND, RA_EV_RECV, RA_EV_WAIT, RA_EV_PASS, RA_EV_FAIL };
+typedef struct ra_event {              /* one event each, sent when it ends */
+    int32_t kind, rank, thread;        /* thread: ith, or -1 */
+    int32_t peer, origin, sequence;    /* -1: does not apply */
+    int64_t pass, chunk;               /* chunk: its number in the plan; -1 */
+    int64_t q_row, q_rows, head;       /* TILE: what was computed against the chunk */
+    int64_t begin_ns, end_ns;
+    int64_t bytes;                     /* SEND, RECV: of the message */
+    int64_t tiles;                     /* TILE: tiles that were not empty */
+} ra_event;
+
+typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
+    void   *workspace;                 /* aligned to 64, the caller's, until destroy; null: from
+                                        * the allocator */
+    size_t  workspace_bytes;           /* 0: what the first plan needs; else room for later plans */
+    ra_allocator allocator;
+    int64_t watchdog_ns;               /* without progress: RA_E_PEER; 0: 60 s */
+    int64_t quiesce_ns;                /* patience with quiesce after a failure; 0: 10 s */
+    int64_t (*clock_ns)(void *ctx);    /* null: ra_now_ns. Deadlines are then on this clock. */
+    void   *clock_ctx;
+    void  (*trace)(void *ctx, const ra_event *e);  /* any stepping thread; must not block */
+    void   *trace_ctx;
+    void  (*progress)(void *ctx, int64_t tiles_done, int64_t tiles_all); /* any stepping thread,
+                                        * one at a time; not-empty tiles */
+    void   *progress_ctx;
+    ra_error *error;                   /* of ra_ring_create */
+    int64_t reserved[4];
+} ra_ring_desc;
+
+/* Binds a transport (null: a ring of one) and memory. Sends nothing, so ranks need not meet here.
+ * `first` sizes the workspace; later plans must have its rank and ranks and fit. */
+RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
+                                      const ra_transport *transport, const ra_ring_desc *rd);
+/* No thread inside. RA_E_UNSAFE: a pass failed and the transport cannot promise to leave the
+ * buffers alone: they were leaked (a workspace of yours: do not free it). null is fine. */
+RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring);
+
+/* One blocking pass on the calling thread. Collective. On a refusal nothing has moved and the ring
+ * is whole (the other ranks wait for this one until it comes, their deadline or ra_ring_cancel). On
+ * a failure o is undefined, the ring stays failed, and nobody reads this rank's tensors any more;
+ * with RA_CAP_SHARED, if that could not be had, the status is RA_E_UNSAFE. */
+RINGATTN_API ra_status ra_forward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
+                                  int64_t deadline_ns);
+/* Plan, ring, forward, and both destroyed: for programs that attend once. Allocates. */
+RINGATTN_API ra_status ra_attend(const ra_desc *d, const ra_transport *transport,
+                                 const ra_tensors *t, int64_t deadline_ns);
+
+/* -------------------------------------------------------------------------- engines with threads
+ * Two ways into a pass. With a main thread: ra_begin on it, then ra_step on any until RA_OK or an
+ * error. Without one (ggml): every thread calls ra_join with equal jobs until RA_OK or an error.
+ * ra_finish is needed only to leave early and after an error. */
+typedef struct ra_job {                /* copied by begin, with *tensors, without data */
+    uint64_t ticket;                   /* ra_join: number of the pass, rising, gaps are fine, equal
+                                        * on all threads of this rank. ra_begin: 0 */
+    const ra_plan *plan;
+    const ra_tensors *tensors;
+    int64_t deadline_ns;
+} ra_job;
+
+/* Checks and copies. Reads no data (positions of ARRAY excepted), sends nothing. A refusal leaves
+ * the ring idle. */
+RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job);
+/* One bounded piece of work: some tiles, or a round of communication. Never blocks (but in a
+ * level-0 sendrecv), never spins, waits for no thread. 0 <= ith < threads of the plan, unique among
+ * the threads inside; nth >= 1 is a hint and may change. Any thread may stay away or leave, but
+ * without RA_CAP_ANY_THREAD ith 0 must keep coming. RA_AGAIN: more may be there. RA_WAIT: nothing
+ * now. RA_OK: the whole pass is done on this rank, all its outputs visible to this thread. */
+RINGATTN_API ra_status ra_step(ra_ring *ring, int ith, int nth);
+/* Begin, if this thread is the first to bring this ticket, then ra_step. RA_OK at once for tickets
+ * that are through; RA_WAIT while a thread is still inside the pass before. A refused begin is what
+ * every thread then gets. */
+RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nth);
+/* After RA_WAIT, if there is nothing better to do: spins a little, yields, then sleeps until there
+ * may be work (RA_OK) or deadline_ns (RA_E_TIMEOUT, of this call alone). */
+RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns);
+/* One thread, none in step. After a pass that ended well nothing; else aborts and quiesces. Returns
+ * how the pass ended. */
+RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns);
+/* Any thread, any time, wait-free: calls on this ring end with RA_E_CANCELLED after the tile in
+ * hand, the peers' with RA_E_ABORTED or RA_E_PEER. An emergency brake: the ring is failed. To stop
+ * politely stop between passes, on all ranks at the same one. */
+RINGATTN_API void ra_ring_cancel(ra_ring *ring);
+
+enum { RA_RING_IDLE, RA_RING_RUNNING, RA_RING_FAILED };
+typedef struct ra_ring_counters {      /* of the pass under way or the last one; any thread */
+    int32_t state;                     /* RA_RING_* */
+    int32_t waiting_peer;              /* rank whose chunk this one lacks, -1: none */
+    int64_t pass;                      /* number of the pass, from 1 */
+    int64_t tiles_empty, tiles_partial, tiles_full, tiles_all; /* done; all: not empty, in all */
+    int64_t chunks_in, chunks_out, bytes_in, bytes_out;
+    int64_t compute_ns, wait_ns;       /* in tiles, and in ra_step_wait; sums over threads */
+    int64_t peak_bytes;                /* workspace in use */
+} ra_ring_counters;
+RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out);
+
+typedef struct ra_failure {            /* the first failure of the ring */
+    ra_status status;
+    int32_t rank, peer;                /* this rank; whom it waited for or who differs; -1 */
+    int32_t sending;                   /* 1 sending, 0 receiving, -1 neither */
+    int32_t code;                      /* what the transport or engine returned */
+    int32_t reserved;
+    int64_t pass, chunk, since_progress_ns;
+    char    text[216];
+} ra_failure;
+RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out); /* RA_E_STATE: none */
+RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring); /* the last refusal; never null */
+
+/* ========================================================================== block engines
+ * Somebody else's arithmetic; plan, pruning, ring, order and merge stay here. fold gets query rows
+ * of one sequence, all heads, against some keys of one chunk, and writes the normalised partial
+ * result, which the library merges. Calls for the same rows come one at a time in the order that
+ * fixes the bits; calls for others may come at the same time from other stepping threads. Returns
+ * RA_OK or a negative code: the pass fails with RA_E_ENGINE and that code. */
+#define RA_ENGINE_ABI 1u
+typedef struct ra_block {
+    const ra_desc *desc;               /* resolved */
+    const ra_tensors *tensors;         /* of the call: alibi and bias (sinks are the library's) */
+    int32_t sequence, thread;
+    int32_t partial;                   /* 0: every row sees every key, ignore the intervals */
+    int32_t reserved;
+    int64_t q_row, q_rows, k_rows;     /* q_row: first row among this rank's (for bias) */
+    const uint8_t *q, *k, *v;          /* row 0, head 0 */
+    int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride,
+        v_head_stride;
+    const int32_t *q_pos, *k_pos;      /* [q_rows], [k_rows]; -1: empty cell */
+    const int32_t *lo, *hi;            /* [q_rows] row sees lo <= key position < hi, */
+    const int32_t *doc, *keep_end;     /* [q_rows] and doc <= key position < keep_end (<= hi) */
+    float *o, *lse;                    /* write here: [q_rows][Hq][Dv], [q_rows][Hq] natural log;
+                                        * a row that sees none of these keys: lse -inf */
+} ra_block;
+typedef struct ra_engine {
+    uint32_t size, abi;                /* sizeof(ra_engine), RA_ENGINE_ABI */
+    int64_t  block_queries;            /* rows a fold likes; 0: 256 */
+    void    *ctx;
+    int    (*fold)(void *ctx, const ra_block *block);                /* required */
+    /* v1 ends here; append only */
+} ra_engine;
+
+/* ========================================================================== asking before buying
+ * Formulas of Liu, Zaharia, Abbeel, arXiv 2310.01889, section 3 and tables 2 and 3, generalised to
+ * GQA and balanced causal work. Presets are published figures. */
+enum { RA_HW_NONE, RA_HW_A100_NVLINK, RA_HW_A100_IB, RA_HW_TPU_V3, RA_HW_TPU_V4, RA_HW_TPU_V5E };
+enum { RA_NET_NONE, RA_NET_NVLINK4, RA_NET_PCIE4_X16, RA_NET_IB_HDR };
+
+typedef struct ra_hardware {           /* of one device */
+    double  flops_per_s, memory_bytes, link_bytes_per_s, link_latency_s;
+    int64_t devices;                   /* in the ring */
+    int64_t block_tokens;              /* a preset's suggestion; 0: none */
+} ra_hardware;
+typedef struct ra_model {
+    int64_t layers, q_heads, kv_heads, head_dim; /* required */
+    int64_t hidden;                    /* 0: q_heads * head_dim */
+    int64_t batch;                     /* 0: 1 */
+    int32_t element_bytes;             /* 0: 2 */
+    int32_t causal;                    /* 1: half the work, balanced */
+    int64_t weight_bytes;              /* on each device, beside activations; 0: none */
+    ra_error *error;
+} ra_model;
+typedef struct ra_estimate_result {
+    double  block_min;                 /* tokens: smallest block a device that hides a hop,
+                                        * (F/W) e Hkv / (2 f Hq), f = 1/2 if causal */
+    double  device_tokens_min;         /* six such blocks: Q; K, V in use; K, V arriving; output */
+    double  activation_bytes_token;    /* a layer, token and device: 6 b h e */
+    double  cache_bytes_token;         /* K and V of all layers: 2 layers Hkv D e */
+    int64_t context_max;               /* tokens over all devices whose activations of one layer
+                                        * and K, V of all layers fit beside the weights */
+    double  cache_bytes;               /* of context_max, all devices together */
+    double  hop_compute_s, hop_transfer_s; /* of blocks of hw->block_tokens, or block_min */
+    double  hidden_fraction;           /* min(1, compute / transfer) */
+} ra_estimate_result;
+/* Either preset may be NONE; a net overrides the link of hw. */
+RINGATTN_API ra_status ra_hardware_preset(int32_t hw, int32_t net, int64_t devices,
+                                          ra_hardware *out);
+RINGATTN_API ra_status ra_estimate(const ra_hardware *hw, const ra_model *model,
+                                   ra_estimate_result *out);
+/* Bytes of K and V of `tokens` tokens: 2 tokens layers Hkv D e. 0: bad argument or overflow. */
+RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_heads,
+                                    int64_t head_dim, int64_t element_bytes);
+
+RINGATTN_API int32_t     ra_isa_best(void);            /* what RA_ISA_AUTO takes here */
+RINGATTN_API int32_t     ra_isa_available(int32_t isa); /* 1: can be forced here */
+RINGATTN_API const char *ra_isa_name(int32_t isa);     /* "avx512"; never null */
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* RINGATTN_H ======== whoever only wants the API stops reading here ======== */
+#if defined(RINGATTN_IMPLEMENTATION) && !defined(RA__IMPLEMENTED) && !defined(RA__BODY)
+#define RA__IMPLEMENTED
+
+/* ========================================================================== PLATFORM
+ * Compiler, operating system and processor: the only thicket of #if. Gives attributes, strict
+ * floating point for all that follows, atomics, the clock, and what strict C99 hides. */
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <sched.h>
+#ifndef RINGATTN_NO_THREADS
+#include <pthread.h>
+#endif
+
+#if defined(__x86_64__) && !defined(RINGATTN_SCALAR)
+#define RA__X86 1
+#include <cpuid.h>
+#include <immintrin.h>
+#else
+#define RA__X86 0
+#endif
+
+#ifndef RINGATTN_ASSERT
+#define RINGATTN_ASSERT(x) ((void)0)
+#endif
+#ifndef RINGATTN_SELF                  /* how this file includes itself for the kernel bodies */
+#ifdef __FILE_NAME__
+#define RINGATTN_SELF __FILE_NAME__
+#else
+#define RINGATTN_SELF "ringattn.h"
+#endif
+#endif
+
+#define RA__INLINE   static inline __attribute__((always_inline, unused))
+#define RA__NOINLINE static __attribute__((noinline, unused))
+#define RA__UNUSED   __attribute__((unused))
+
+/* Clients compile with -Ofast: from here on arithmetic is IEEE again, and a*b + c is fused only
+ * where it says so, or bits would depend on the compiler's mood. */
+#if defined(__clang__)
+#pragma float_control(precise, on, push)
+#pragma STDC FP_CONTRACT OFF
+#else
+#pragma GCC push_options
+#pragma GCC optimize("no-fast-math", "fp-contract=off")
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#elif defined(__STRICT_ANSI__) && !defined(_WIN32)
+extern int clock_gettime(int clock, struct timespec *time);
+extern int nanosleep(const struct timespec *request, struct timespec *remain);
+#endif
+
+/* ========================================================================== TYPES
+ * What the rooms below share: a query block and a block of keys as the kernels see them, and the
+ * table of functions that one instruction set provides. */
+
+/* Per-row geometry of one query block: row i sees key position k iff
+ * (lo <= k < hi) or (doc <= k < keep). Rows beyond `rows` have lo = hi = doc = keep = 0. */
+typedef struct ra__rows {
+    int32_t pos[RA_BLOCK_TOKENS];
+    int32_t lo[RA_BLOCK_TOKENS], hi[RA_BLOCK_TOKENS];
+    int32_t doc[RA_BLOCK_TOKENS], keep[RA_BLOCK_TOKENS];
+} ra__rows;
+
+/* What is added to or done with a score besides the scale. The order is: scaled score s,
+ * s = cap * tanh(s / cap), s = s - slope * |p - k|, s = s + bias. */
+typedef struct ra__score {
+    float softcap;                     /* 0: off */
+    float slope;                       /* ALiBi of this head, 0: off */
+    const uint8_t *bias;               /* of this head and row 0 of the block, or null */
+    int64_t bias_row_stride, bias_key_stride; /* bytes */
+    int64_t bias_keys;                 /* key positions from here on have bias 0 */
+} ra__score;
+
+/* Up to 64 query rows of one head, in the kernel's own layout: q [Dk x 64], acc [Dv x 64] floats,
+ * aligned to 64, opaque outside the kernel; m, l [64] plain. A row's bits depend on it alone. */
+typedef struct ra__panel {
+    float *q, *acc, *m, *l;
+    int32_t rows;
+    const ra__rows *geo;               /* used in partial tiles and for ALiBi */
+    ra__score score;
+} ra__panel;
+
+/* At most 64 keys of one head. f32 rows as stored or widened by the kernel's widen. */
+typedef struct ra__keys {
+    const float *k, *v;
+    int64_t k_stride, v_stride;        /* floats from row to row */
+    int32_t n;                         /* 1..64 keys */
+    int32_t v_clean;                   /* 1: no NaN or infinity in these V rows */
+    const int32_t *pos;                /* [n] positions, -1: empty cell; may be null if the tile is
+                                        * full and neither ALiBi nor bias is on */
+} ra__keys;
+
+typedef struct ra__kernel {
+    int32_t isa;
+    /* rows x dim elements, rows `stride` bytes apart, to packed f32 rows of dim floats. */
+    void (*widen)(float *dst, const void *src, int64_t stride, int32_t dtype, int32_t rows,
+                  int32_t dim);
+    /* 1 if rows x dim floats (stride in floats) hold no NaN and no infinity. */
+    int32_t (*clean)(const float *src, int64_t stride, int32_t rows, int32_t dim);
+    /* Packs p->rows query rows (stride in bytes) times factor into p->q. */
+    void (*load_q)(const ra__panel *p, const void *src, int64_t stride, int32_t dtype, int32_t dim,
+                   float factor);
+    /* acc from and to f32 rows (stride in floats); null src: zero. */
+    void (*load_acc)(const ra__panel *p, const float *src, int64_t stride, int32_t dim);
+    void (*store_acc)(const ra__panel *p, float *dst, int64_t stride, int32_t dim);
+    /* Folds keys into the panel; s is scratch of 64 x 64 floats. */
+    void (*fold)(const ra__panel *p, const ra__keys *keys, int32_t k_dim, int32_t v_dim,
+                 int32_t partial, float *s);
+    /* dst row i = acc row i * factor[i], converted (stride in bytes). */
+    void (*store_o)(const ra__panel *p, void *dst, int64_t stride, int32_t dtype, int32_t dim,
+                    const float *factor);
+    /* Decode form: p is one row, q [Dk] (scaled) and acc [Dv] plain, m and l one each, row 0 of
+     * geo. */
+    void (*fold_row)(const ra__panel *p, const ra__keys *keys, int32_t k_dim, int32_t v_dim,
+                     int32_t partial);
+} ra__kernel;
+
+/* ========================================================================== CLOCK
+ * Monotonic time, sleeping, and a condition variable with a timeout, on what strict C99 leaves
+ * visible: the numbers of the clocks and two functions are hidden there by glibc and musl. Nothing
+ * here depends on the wall clock where the system allows that: on Linux condition variables count
+ * on the monotonic clock too; elsewhere a step of the wall clock can lengthen one slice of sleep,
+ * from which a signal still wakes. */
+#if defined(CLOCK_MONOTONIC)
+#define RA__CLOCK_MONOTONIC CLOCK_MONOTONIC
+#else
+#define RA__CLOCK_MONOTONIC 1          /* Linux, in strict C99 */
+#endif
+
+RINGATTN_API int64_t ra_now_ns(void) {
+    struct timespec t;
+    clock_gettime(RA__CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + (int64_t)t.tv_nsec;
+}
+
+/* Saturates at both ends; never 0, which would be RA_NO_DEADLINE. */
+RINGATTN_API int64_t ra_deadline_ms(int64_t ms) {
+    int64_t now = ra_now_ns();
+    if (ms > (INT64_MAX - now) / 1000000) return INT64_MAX;
+    if (ms <= -now / 1000000) return 1;
+    return now + ms * 1000000;
+}
+
+/* Gives the processor's other hyperthread a chance; nanoseconds. */
+RA__INLINE void ra__pause(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+RA__INLINE void ra__yield(void) {
+    sched_yield();
+}
+
+/* Sleeps about ns nanoseconds, less if a signal arrives. ns <= 0: returns at once. */
+RA__UNUSED static void ra__sleep_ns(int64_t ns) {
+    struct timespec t;
+    if (ns <= 0) return;
+    memset(&t, 0, sizeof t);
+    t.tv_sec = (time_t)(ns / 1000000000);
+    t.tv_nsec = (long)(ns % 1000000000);
+    nanosleep(&t, NULL);
+}
+
+#ifndef RINGATTN_NO_THREADS
+#if defined(__linux__)
+#define RA__COND_CLOCK RA__CLOCK_MONOTONIC
+#if defined(__STRICT_ANSI__) && !defined(__cplusplus)
+extern int pthread_condattr_setclock(pthread_condattr_t *attr, int clock);
+#endif
+#else
+#define RA__COND_CLOCK 0               /* CLOCK_REALTIME everywhere: the default of pthreads */
+#endif
+
+/* 0: fine. */
+RA__UNUSED static int ra__cond_init(pthread_cond_t *cond) {
+    pthread_condattr_t attr;
+    int bad = pthread_condattr_init(&attr);
+    if (bad) return bad;
+#if defined(__linux__)
+    bad = pthread_condattr_setclock(&attr, RA__COND_CLOCK);
+#endif
+    if (!bad) bad = pthread_cond_init(cond, &attr);
+    pthread_condattr_destroy(&attr);
+    return bad;
+}
+
+/* Sleeps on cond, with lock held, until a signal, spuriously, or for ns nanoseconds. */
+RA__UNUSED static void ra__cond_sleep(pthread_cond_t *cond, pthread_mutex_t *lock, int64_t ns) {
+    struct timespec t;
+    int64_t until;
+    clock_gettime(RA__COND_CLOCK, &t);
+    until = (int64_t)t.tv_nsec + ns;
+    t.tv_sec += (time_t)(until / 1000000000);
+    t.tv_nsec = (long)(until % 1000000000);
+    pthread_cond_timedwait(cond, lock, &t);
+}
+#undef RA__COND_CLOCK
+#endif
+#undef RA__CLOCK_MONOTONIC
+
+/* ========================================================================== ATOMICS
+ * Loads acquire, stores release, everything that reads and writes does both. There are no fences:
+ * ThreadSanitizer cannot read them, and where a store must be ordered before a later load both
+ * sides use a read-modify-write of one word. */
+RA__INLINE int32_t ra__load_i32(const int32_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+RA__INLINE int64_t ra__load_i64(const int64_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+RA__INLINE void *ra__load_ptr(void *const *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+
+RA__INLINE void ra__store_i32(int32_t *p, int32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+RA__INLINE void ra__store_i64(int64_t *p, int64_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+RA__INLINE void ra__store_ptr(void **p, void *v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+
+/* Return the value before. */
+RA__INLINE int32_t ra__add_i32(int32_t *p, int32_t v) {
+    return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
+}
+RA__INLINE int64_t ra__add_i64(int64_t *p, int64_t v) {
+    return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
+}
+
+/* 1: *p was `from` and is now `to`; 0: it was something else and stays. Never fails by chance. */
+RA__INLINE int32_t ra__cas_i32(int32_t *p, int32_t from, int32_t to) {
+    return __atomic_compare_exchange_n(p, &from, to, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE) ? 1 : 0;
+}
+RA__INLINE int32_t ra__cas_i64(int64_t *p, int64_t from, int64_t to) {
+    return __atomic_compare_exchange_n(p, &from, to, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE) ? 1 : 0;
+}
+
+/* ========================================================================== MEM
+ * Sentences of refusal, checked sizes, and memory from the caller's allocator. Nothing here knows
+ * attention. */
+
+/* Appends s to dst[*at..cap), always terminated. */
+static void ra__put(char *dst, size_t cap, size_t *at, const char *s) {
+    while (*s && *at + 1 < cap) dst[(*at)++] = *s++;
+    dst[*at] = 0;
+}
+
+static void ra__put_i64(char *dst, size_t cap, size_t *at, int64_t value) {
+    char digits[24];
+    size_t n = sizeof digits;
+    uint64_t u = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
+    digits[--n] = 0;
+    do { digits[--n] = (char)('0' + (int)(u % 10)); u /= 10; } while (u);
+    if (value < 0) digits[--n] = '-';
+    ra__put(dst, cap, at, digits + n);
+}
+
+/* text with '#' replaced by value. */
+static void ra__sentence(char *dst, size_t cap, const char *text, int64_t value) {
+    size_t at = 0;
+    dst[0] = 0;
+    for (; *text; text++) {
+        char one[2] = { 0, 0 };
+        one[0] = *text;
+        if (*text == '#') ra__put_i64(dst, cap, &at, value);
+        else ra__put(dst, cap, &at, one);
+    }
+}
+
+/* Fills e (may be null) and returns s. status and field together name one check. */
+RA__NOINLINE ra_status ra__refuse(ra_error *e, ra_status s, const char *field, const char *text,
+                                  int64_t value) {
+    size_t at = 0;
+    if (!e) return s;
+    e->status = s;
+    ra__put(e->field, sizeof e->field, &at, field);
+    ra__sentence(e->text, sizeof e->text, text, value);
+    return s;
+}
+
+/* *out = a * b; 0 if that overflows 62 bits. a, b >= 0. */
+RA__INLINE int ra__mul(int64_t a, int64_t b, int64_t *out) {
+    return !__builtin_mul_overflow(a, b, out) && *out < ((int64_t)1 << 62);
+}
+
+RA__INLINE int64_t ra__min(int64_t a, int64_t b) { return a < b ? a : b; }
+RA__INLINE int64_t ra__max(int64_t a, int64_t b) { return a > b ? a : b; }
+RA__INLINE int64_t ra__ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+RA__INLINE int64_t ra__round_up(int64_t a, int64_t b) { return ra__ceil_div(a, b) * b; }
+
+/* align: a power of two up to 4096. The default allocator keeps malloc's pointer just below. */
+static void *ra__alloc(const ra_allocator *a, size_t bytes, size_t align) {
+    if (a && a->alloc) return a->alloc(a->ctx, bytes, align);
+    if (bytes > SIZE_MAX - align - sizeof(void *)) return NULL;
+    unsigned char *base = (unsigned char *)malloc(bytes + align + sizeof(void *));
+    if (!base) return NULL;
+    uintptr_t at = ((uintptr_t)base + sizeof(void *) + align - 1) & ~(uintptr_t)(align - 1);
+    memcpy((void *)(at - sizeof(void *)), &base, sizeof base);
+    return (void *)at;
+}
+
+static void ra__free(const ra_allocator *a, void *p, size_t bytes) {
+    void *base;
+    if (!p) return;
+    if (a && a->alloc) { a->free(a->ctx, p, bytes); return; }
+    memcpy(&base, (unsigned char *)p - sizeof(void *), sizeof base);
+    free(base);
+}
+
+/* Carves pieces out of one block. With base null it only counts. Every piece starts on 64. */
+typedef struct ra__arena { uint8_t *base; int64_t used; } ra__arena;
+
+static void *ra__carve(ra__arena *a, int64_t bytes) {
+    void *p = a->base ? a->base + a->used : NULL;
+    a->used += ra__round_up(bytes, 64);
+    return p;
+}
+
+/* ========================================================================== MATH
+ * Scalar arithmetic without libm: bits of floats, 16-bit formats, exp, log, sqrt, and the merge of
+ * partial results. NaN and infinity are told by their bits, which no compiler flag can take away.
+ * Works with and without flushing of denormals. In and out: plain numbers; no state. */
+RA__INLINE uint32_t ra__f32_bits(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+RA__INLINE float ra__f32_of(uint32_t u) {
+    float x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+RA__INLINE uint64_t ra__f64_bits(double x) {
+    uint64_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+RA__INLINE double ra__f64_of(uint64_t u) {
+    double x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+RA__INLINE float ra__neg_inf(void) { return ra__f32_of(0xff800000u); }
+RA__INLINE int32_t ra__is_neg_inf(float x) { return ra__f32_bits(x) == 0xff800000u; }
+RA__INLINE int32_t ra__is_nan(float x) { return (ra__f32_bits(x) & 0x7fffffffu) > 0x7f800000u; }
+RA__INLINE int32_t ra__is_finite(float x) {
+    return (ra__f32_bits(x) & 0x7f800000u) != 0x7f800000u;
+}
+
+RA__INLINE float ra__f32_of_bf16(uint16_t h) { return ra__f32_of((uint32_t)h << 16); }
+
+/* Nearest even; a NaN keeps its upper bits and becomes quiet. */
+RA__INLINE uint16_t ra__bf16_of_f32(float x) {
+    uint32_t u = ra__f32_bits(x);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (uint16_t)((u >> 16) | 0x40u);
+    return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+RA__INLINE float ra__f32_of_f16(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, a = h & 0x7fffu;
+    if (a > 0x7c00u) return ra__f32_of(sign | 0x7fc00000u | (a << 13));
+    if (a == 0x7c00u) return ra__f32_of(sign | 0x7f800000u);
+    if (a >= 0x400u) return ra__f32_of(sign | ((a << 13) + (112u << 23)));
+    return ra__f32_of(sign | ra__f32_bits((float)a * (1.0f / 16777216.0f)));
+}
+
+/* Nearest even, to infinity from 65520 on, subnormals exactly, NaN as vcvtps2ph does. */
+RA__INLINE uint16_t ra__f16_of_f32(float x) {
+    uint32_t u = ra__f32_bits(x), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu, r, rest, shift;
+    if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | ((a >> 13) & 0x1ffu));
+    if (a >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
+    if (a >= 0x38800000u) {
+        a -= 112u << 23;
+        return (uint16_t)(sign | ((a + 0xfffu + ((a >> 13) & 1u)) >> 13));
+    }
+    if (a < 0x33000000u) return (uint16_t)sign;
+    shift = 126u - (a >> 23);          /* 14..24: the result counts units of 2^-24 */
+    a = (a & 0x7fffffu) | 0x800000u;
+    r = a >> shift;
+    rest = a & ((1u << shift) - 1u);
+    if (rest > 1u << (shift - 1u) || (rest == 1u << (shift - 1u) && (r & 1u))) r++;
+    return (uint16_t)(sign | r);
+}
+
+/* exp(x), relative error below 1e-15; 0 below -708, infinity above 709.7. With n the integer next
+ * to x / ln 2 and r = x - n ln 2, |r| <= 0.347: exp(x) = 2^n sum r^k / k!, k to 13. ln 2 comes in
+ * two parts, the first with zeros at its end, so that n * part is exact. */
+RA__NOINLINE double ra__exp(double x) {
+    double p = 1.0, r;
+    int32_t n, k;
+    if ((ra__f64_bits(x) & 0x7fffffffffffffffu) > 0x7ff0000000000000u) return x;
+    if (x < -708.0) return 0.0;
+    if (x > 709.7) return ra__f64_of(0x7ff0000000000000u);
+    n = (int32_t)(x * 1.4426950408889634 + (x < 0.0 ? -0.5 : 0.5));
+    r = (x - (double)n * 6.93147180369123816490e-01) - (double)n * 1.90821492927058770002e-10;
+    for (k = 13; k > 0; k--) p = 1.0 + p * r / (double)k;
+    return p * ra__f64_of((uint64_t)(n + 1022) << 52) * 2.0;
+}
+
+/* log(x), absolute error below 1e-15 near 1. x = 2^n f with f in [sqrt 1/2, sqrt 2) and
+ * t = (f - 1) / (f + 1), |t| < 0.172: log f = 2 (t + t^3/3 + ... + t^21/21). */
+RA__NOINLINE double ra__log(double x) {
+    uint64_t u = ra__f64_bits(x);
+    double f, t, p = 0.0;
+    int32_t n, k;
+    if ((u & 0x7fffffffffffffffu) > 0x7ff0000000000000u || u == 0x7ff0000000000000u) return x;
+    if ((u << 1) < 0x0020000000000000u) return ra__f64_of(0xfff0000000000000u);
+    if (u >> 63) return ra__f64_of(0x7ff8000000000000u);
+    n = (int32_t)(u >> 52) - 1023;
+    f = ra__f64_of((u & 0x000fffffffffffffu) | 0x3ff0000000000000u);
+    if (f > 1.4142135623730951) {
+        f *= 0.5;
+        n++;
+    }
+    t = (f - 1.0) / (f + 1.0);
+    for (k = 21; k > 0; k -= 2) p = p * t * t + 2.0 / (double)k;
+    return (double)n * 0.69314718055994531 + p * t;
+}
+
+RA__INLINE float ra__exp2f(float x) { return (float)ra__exp((double)x * 0.69314718055994531); }
+
+/* Square root of x >= 0 by Newton's iteration from a guess that is 4 % off. */
+RA__NOINLINE double ra__sqrt(double x) {
+    double y;
+    int32_t i;
+    if (!(x > 0.0)) return 0.0;
+    y = ra__f64_of((ra__f64_bits(x) >> 1) + 0x1ff7a3bea91d9b1bu);
+    for (i = 0; i < 5; i++) y = 0.5 * (y + x / y);
+    return y;
+}
+
+/* With a = lse, b = lse2, hi and lo the larger and the smaller of them and e = exp(lo - hi) <= 1:
+ *   lse = log(exp(a) + exp(b)) = hi + log(1 + e)
+ *   o   = (exp(a) o + exp(b) o2) / (exp(a) + exp(b)), the weights being 1 / (1 + e), e / (1 + e),
+ * in which nothing can overflow. A side whose lse is -inf has weight 0 and is left out by branch,
+ * for its o may hold anything, and 0 * NaN is NaN. Swapping the sides gives the same bits. */
+RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
+                           int32_t dim) {
+    int64_t row;
+    int32_t i;
+    for (row = 0; row < rows; row++, o += dim, o2 += dim) {
+        float a = lse[row], b = lse2[row];
+        double e, w, w2;
+        if (ra__is_neg_inf(a) && ra__is_neg_inf(b)) {
+            memset(o, 0, (size_t)dim * sizeof *o);
+            continue;
+        }
+        if (ra__is_neg_inf(b)) continue;
+        if (ra__is_neg_inf(a)) {
+            memcpy(o, o2, (size_t)dim * sizeof *o);
+            lse[row] = b;
+            continue;
+        }
+        e = ra__exp(a > b ? (double)b - (double)a : (double)a - (double)b);
+        w = (a > b ? 1.0 : e) / (1.0 + e);
+        w2 = (a > b ? e : 1.0) / (1.0 + e);
+        for (i = 0; i < dim; i++) o[i] = (float)((double)o[i] * w + (double)o2[i] * w2);
+        lse[row] = (float)((double)(a > b ? a : b) + ra__log(1.0 + e));
+    }
+}
+
+/* ========================================================================== KERNEL
+ * The tile body: one block of at most 64 keys folded into one panel of at most 64 query rows, for
+ * every instruction set the same text. Lanes are query rows (S^T = K Q^T, O^T = V^T P^T), so that
+ * keys and values are read in place as broadcasts, the softmax needs no sum across lanes, and what
+ * a row gets depends on no other row.
+ *
+ * A panel consists of slabs of RA__SLAB rows: q [slab][Dk][RA__SLAB], acc [slab][Dv][RA__SLAB].
+ * Per slab and block, with scores in base 2 (q carries scale * log2 e):
+ *   s = K q  (modified, masked to -inf);  m' = max(m, max s);  u = m', but 0 where m' = -inf
+ *   p = 2^(s - u);  alpha = 2^(m - u);  l = l alpha + sum p;  acc = acc alpha + V^T p
+ * with the sums over the block started at 0: errors of a long sequence grow with the number of
+ * blocks, not of keys. A row that sees none of the keys keeps m, l, acc to the bit: it is left out
+ * by selection, for even x + 0 changes the bits of -0. A NaN reaches only rows that see it, since
+ * scores are masked after they are computed and unseen values come in as p = 0; where such a value
+ * is itself NaN or infinite (v_clean 0) each product is selected instead.
+ * The online softmax is Milakov and Gimelshein's, arXiv 1805.02867; blocks and rescaling are those
+ * of FlashAttention-2, arXiv 2307.08691, section 3.1.
+ *
+ * This file includes itself once for each instruction set with RA__BODY defined. A room for an
+ * instruction set provides RA__V (floats), RA__I (integers), RA__M (lane mask), RA__W (lanes),
+ * RA__NT (vectors of a slab), RA__NI (keys, or dims, of a tile), RA__OP and RA__FN (attributes),
+ * RA__F (adds the suffix to a name) and the operations that the body calls; + - * / on RA__V are
+ * the compiler's. A slab with few rows left is worked on in tiles of 8 keys and fewer vectors. */
+enum { RA__DEPTH = 192, RA__PIECE = 64, RA__AHEAD = 1024 };
+/* Elements of one chain of products; of a row packed at once; to ask for ahead in decode. */
+
+static const float ra__log2e = 1.44269504f;
+
+/* 2^x: coefficients of 2^f by powers of f, minimax in relative error with c0 = 1, so that 2^0 is 1
+ * exactly; for f in [-1/2, 1/2] 4e-9, for f in [0, 1] 3e-8, before rounding. */
+static const float ra__exp2_near[7] = {1.0f, 0.693147206f, 0.240226469f, 0.0555032878f,
+                                       0.00961848896f, 0.001339993f, 0.000153458f};
+static const float ra__exp2_floor[7] = {1.0f, 0.693146984f, 0.240229836f, 0.055483342f,
+                                        0.00967884101f, 0.00124396877f, 0.000217022557f};
+
+/* tanh(y) = y + y^3 P(y^2) for |y| < 0.625: Moshier, Cephes, tanhf. */
+static const float ra__tanh_c[5] = {-0.333332819f, 0.133314422f, -0.0537397155f, 0.0206390888f,
+                                    -0.00570498872f};
+
+/* Bias of row `row` of the block and the key at position `pos`. */
+RA__INLINE float ra__bias_at(const ra__score *score, int32_t row, int32_t pos) {
+    float x = 0.0f;
+    if (pos >= 0 && pos < score->bias_keys)
+        memcpy(&x, score->bias + row * score->bias_row_stride + pos * score->bias_key_stride,
+               sizeof x);
+    return x;
+}
+
+/* dst[c][r] = src[r][c] for r, c < 4; strides in floats. */
+RA__INLINE void ra__transpose4(float *dst, int32_t dst_stride, const float *src,
+                               int32_t src_stride) {
+#if RA__X86
+    __m128 a = _mm_loadu_ps(src), b = _mm_loadu_ps(src + src_stride);
+    __m128 c = _mm_loadu_ps(src + 2 * src_stride), d = _mm_loadu_ps(src + 3 * src_stride);
+    __m128 ab = _mm_unpacklo_ps(a, b), cd = _mm_unpacklo_ps(c, d);
+    _mm_storeu_ps(dst, _mm_movelh_ps(ab, cd));
+    _mm_storeu_ps(dst + dst_stride, _mm_movehl_ps(cd, ab));
+    ab = _mm_unpackhi_ps(a, b);
+    cd = _mm_unpackhi_ps(c, d);
+    _mm_storeu_ps(dst + 2 * dst_stride, _mm_movelh_ps(ab, cd));
+    _mm_storeu_ps(dst + 3 * dst_stride, _mm_movehl_ps(cd, ab));
+#else
+    int32_t r, c;
+    for (r = 0; r < 4; r++)
+        for (c = 0; c < 4; c++) dst[c * dst_stride + r] = src[r * src_stride + c];
+#endif
+}
+
+/* Asks for the row of `bytes` bytes at p + offset floats, which need not exist. */
+RA__INLINE void ra__prefetch_row(const float *p, int64_t offset, int32_t bytes) {
+    uintptr_t from = (uintptr_t)p + (uintptr_t)(offset * 4);
+    int32_t i;
+    for (i = 0; i < bytes; i += 64) __builtin_prefetch((const void *)(from + (uintptr_t)i));
+}
+
+/* 1 if the score needs more than the dot product. */
+RA__INLINE int32_t ra__score_is_modified(const ra__score *score) {
+    return score->softcap != 0.0f || score->slope != 0.0f || score->bias;
+}
+
+#if defined(__clang__)
+#define RA__UNROLL _Pragma("clang loop unroll(full)")
+#define RA__UNROLL_2                   /* does so by itself */
+#else
+#define RA__UNROLL _Pragma("GCC unroll 16")
+#define RA__UNROLL_2 _Pragma("GCC unroll 2")
+#endif
+#define RA__MAIN                       /* this pass is the outer one: more rooms follow the body */
+#endif /* RINGATTN_IMPLEMENTATION, first part */
+
+#if defined(RA__BODY)
+#define RA__SLAB (RA__NT * RA__W)
+#define RA__PART __attribute__((noinline)) RA__FN /* a phase: registers of its own */
+
+/* One slab against one block. s: scores, then p, [keys][RA__SLAB]. */
+typedef struct RA__F(work) {
+    const ra__panel *p;
+    const ra__keys *keys;
+    float *s;
+    int32_t row;                       /* first row of the slab */
+    int32_t nt;                        /* vectors of the slab in use: 1, RA__NT / 2 or RA__NT */
+    int32_t partial;
+    float max[RA__SLAB], alpha[RA__SLAB];
+    RA__M seen[RA__NT];                /* rows that see a key of the block; if partial */
+} RA__F(work);
+
+/* c[i][t] = sum over k < depth of a[i * row + k * step] b[k][t]: a broadcast, b [depth][RA__SLAB].
+ * The accumulators stay in registers: ni and nt are constants after inlining. */
+typedef struct RA__F(product) {
+    const float *a, *b;
+    int64_t row, step;
+    int32_t depth;
+} RA__F(product);
+
+RA__OP void RA__F(multiply)(const RA__F(product) *x, RA__V (*c)[RA__NT], const int32_t ni,
+                            const int32_t nt) {
+    const float *a = x->a, *b = x->b;
+    const int64_t row = x->row, step = x->step;
+    int32_t k, i, t;
+    RA__UNROLL for (i = 0; i < ni; i++)
+        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = RA__F(set)(0.0f);
+    RA__UNROLL_2 for (k = 0; k < x->depth; k++, a += step, b += RA__SLAB) {
+        RA__V y[RA__NT];
+        RA__UNROLL for (t = 0; t < nt; t++) y[t] = RA__F(hold)(RA__F(load)(b + t * RA__W));
+        RA__UNROLL for (i = 0; i < ni; i++) {
+            RA__V z = RA__F(set)(a[i * row]);
+            RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = RA__F(fma)(z, y[t], c[i][t]);
+        }
+    }
+}
+
+/* Scores of ni keys from key j on, and their maximum. Rows longer than RA__DEPTH are summed in
+ * pieces: a chain of 576 products would lose one digit more. */
+RA__OP void RA__F(score_tile)(RA__F(work) *w, int32_t k_dim, int32_t j, const int32_t ni,
+                              const int32_t nt) {
+    RA__F(product) x;
+    RA__V c[8][RA__NT];
+    float *s = w->s + j * RA__SLAB;
+    int32_t i, t, d;
+    x.row = w->keys->k_stride;
+    x.step = 1;
+    d = 0;
+    do {
+        x.a = w->keys->k + j * w->keys->k_stride + d;
+        x.b = w->p->q + (int64_t)w->row * k_dim + d * RA__SLAB;
+        x.depth = k_dim - d < RA__DEPTH ? k_dim - d : RA__DEPTH;
+        RA__F(multiply)(&x, c, ni, nt);
+        RA__UNROLL for (i = 0; i < ni; i++)
+            RA__UNROLL for (t = 0; t < nt; t++) {
+                float *to = s + i * RA__SLAB + t * RA__W;
+                if (d > 0) c[i][t] = c[i][t] + RA__F(load)(to);
+                RA__F(store)(to, c[i][t]);
+            }
+        d += RA__DEPTH;
+    } while (d < k_dim);
+    RA__UNROLL for (t = 0; t < nt; t++) {
+        RA__V top = RA__F(load)(w->max + t * RA__W);
+        RA__UNROLL for (i = 0; i < ni; i++) top = RA__F(max)(top, c[i][t]);
+        RA__F(store)(w->max + t * RA__W, top);
+    }
+}
+
+/* All keys, the last few in smaller tiles. */
+RA__OP void RA__F(score_tiles)(RA__F(work) *w, int32_t k_dim, const int32_t ni, const int32_t nt) {
+    int32_t j = 0, t, n = w->keys->n;
+    for (t = 0; t < nt; t++) RA__F(store)(w->max + t * RA__W, RA__F(set)(ra__neg_inf()));
+    for (; n - j >= ni; j += ni) RA__F(score_tile)(w, k_dim, j, ni, nt);
+    if (ni > 4 && n - j >= 4) {
+        RA__F(score_tile)(w, k_dim, j, 4, nt);
+        j += 4;
+    }
+    if (n - j >= 2) {
+        RA__F(score_tile)(w, k_dim, j, 2, nt);
+        j += 2;
+    }
+    if (n - j >= 1) RA__F(score_tile)(w, k_dim, j, 1, nt);
+}
+
+RA__PART void RA__F(scores)(RA__F(work) *w, int32_t k_dim) {
+    if (w->nt == RA__NT) RA__F(score_tiles)(w, k_dim, RA__NI, RA__NT);
+    else if (w->nt > 1) RA__F(score_tiles)(w, k_dim, 8, RA__NT / 2);
+    else RA__F(score_tiles)(w, k_dim, 8, 1);
+}
+
+/* tanh, absolute error about 1e-7, relative for small y: P below 0.625, else (1 - e) / (1 + e) with
+ * e = exp(-2 |y|). */
+RA__OP RA__V RA__F(tanh)(RA__V y) {
+    RA__V z = y * y, a = RA__F(abs)(y), one = RA__F(set)(1.0f), small, large;
+    RA__V e = RA__F(exp2)(a * RA__F(set)(-2.88539008f));
+    int32_t i;
+    small = RA__F(set)(ra__tanh_c[4]);
+    RA__UNROLL for (i = 3; i >= 0; i--) small = RA__F(fma)(small, z, RA__F(set)(ra__tanh_c[i]));
+    small = RA__F(fma)(small * z, y, y);
+    large = (one - e) / (one + e);
+    large = RA__F(pick)(RA__F(less)(y, RA__F(set)(0.0f)), RA__F(set)(0.0f) - large, large);
+    return RA__F(pick)(RA__F(less)(a, RA__F(set)(0.625f)), small, large);
+}
+
+/* s = cap tanh(s / cap), - slope |p - k|, + bias; all to base 2 (s is natural where capped). */
+RA__OP RA__V RA__F(modify)(const ra__score *score, RA__V s, RA__V distance, RA__V bias) {
+    if (score->softcap != 0.0f)
+        s = RA__F(tanh)(s * RA__F(set)(1.0f / score->softcap)) *
+            RA__F(set)(score->softcap * ra__log2e);
+    if (score->slope != 0.0f) s = RA__F(fma)(RA__F(set)(-score->slope * ra__log2e), distance, s);
+    if (score->bias) s = RA__F(fma)(bias, RA__F(set)(ra__log2e), s);
+    return s;
+}
+
+/* Rows from `row` on that see the position k. */
+RA__OP RA__M RA__F(sees)(const ra__rows *geo, int32_t row, int32_t k) {
+    if (k < 0) return RA__F(none)();
+    return RA__F(either)(
+        RA__F(within)(RA__F(load_int)(geo->lo + row), RA__F(load_int)(geo->hi + row), k),
+        RA__F(within)(RA__F(load_int)(geo->doc + row), RA__F(load_int)(geo->keep + row), k));
+}
+
+/* Bias of one vector of rows, from `row` on, for the key at position pos; 0 beyond the panel. */
+RA__OP RA__V RA__F(vector_bias)(const ra__panel *p, int32_t row, int32_t pos) {
+    float bias[RA__W];
+    int32_t i;
+    for (i = 0; i < RA__W; i++)
+        bias[i] = row + i < p->rows ? ra__bias_at(&p->score, row + i, pos) : 0.0f;
+    return RA__F(load)(bias);
+}
+
+/* Modifies the scores of one vector of rows and notes their maximum. */
+RA__PART void RA__F(modify_vector)(RA__F(work) *w, int32_t t) {
+    const ra__score *score = &w->p->score;
+    const int32_t row = w->row + t * RA__W;
+    RA__V bias = RA__F(set)(0.0f), top = RA__F(set)(ra__neg_inf()), x;
+    int32_t j;
+    for (j = 0; j < w->keys->n; j++) {
+        const int32_t pos = w->keys->pos ? w->keys->pos[j] : 0;
+        float *s = w->s + j * RA__SLAB + t * RA__W;
+        if (score->bias) bias = RA__F(vector_bias)(w->p, row, pos);
+        x = RA__F(distance)(w->p->geo->pos + row, pos);
+        x = RA__F(modify)(score, RA__F(load)(s), x, bias);
+        top = RA__F(max)(top, x);
+        RA__F(store)(s, x);
+    }
+    RA__F(store)(w->max + t * RA__W, top);
+}
+
+/* Masks the scores of one vector of rows; notes their maximum and which rows see any key. */
+RA__OP void RA__F(mask_vector)(RA__F(work) *w, int32_t t, const int32_t keep) {
+    const ra__rows *geo = w->p->geo;
+    const int32_t row = w->row + t * RA__W, *pos = w->keys->pos;
+    RA__I lo = RA__F(load_int)(geo->lo + row), hi = RA__F(load_int)(geo->hi + row);
+    RA__I doc = RA__F(load_int)(geo->doc + row), end = RA__F(load_int)(geo->keep + row);
+    RA__V low = RA__F(set)(ra__neg_inf()), top = low, x;
+    RA__M any = RA__F(none)(), seen;
+    int32_t j;
+    for (j = 0; j < w->keys->n; j++) {
+        float *s = w->s + j * RA__SLAB + t * RA__W;
+        seen = RA__F(none)();
+        if (pos[j] >= 0) seen = RA__F(within)(lo, hi, pos[j]);
+        if (keep && pos[j] >= 0) seen = RA__F(either)(seen, RA__F(within)(doc, end, pos[j]));
+        any = RA__F(either)(any, seen);
+        x = RA__F(pick)(seen, RA__F(load)(s), low);
+        top = RA__F(max)(top, x);
+        RA__F(store)(s, x);
+    }
+    RA__F(store)(w->max + t * RA__W, top);
+    w->seen[t] = any;
+}
+
+/* Second pass over the scores, where the dot product is not all: modifies, masks, new maximum. */
+RA__PART void RA__F(adjust)(RA__F(work) *w) {
+    const ra__rows *geo = w->p->geo;
+    int32_t i, t, keep = 0, last = w->row + w->nt * RA__W;
+    for (i = w->row; i < last && w->partial; i++) keep |= geo->doc[i] < geo->keep[i];
+    for (t = 0; t < w->nt; t++) {
+        if (ra__score_is_modified(&w->p->score)) RA__F(modify_vector)(w, t);
+        if (w->partial && !keep) RA__F(mask_vector)(w, t, 0);
+        if (w->partial && keep) RA__F(mask_vector)(w, t, 1);
+    }
+}
+
+/* s becomes p; new m, l and alpha. */
+RA__OP void RA__F(softmax_vectors)(RA__F(work) *w, const int32_t nt) {
+    RA__V use[RA__NT], sum[RA__NT];
+    float *m = w->p->m + w->row, *l = w->p->l + w->row, *s = w->s;
+    const int32_t n = w->keys->n;
+    int32_t j, t;
+    RA__UNROLL for (t = 0; t < nt; t++) {
+        RA__V old = RA__F(load)(m + t * RA__W);
+        RA__V top = RA__F(max)(old, RA__F(load)(w->max + t * RA__W));
+        use[t] = RA__F(base)(top);
+        RA__F(store)(w->alpha + t * RA__W, RA__F(exp2)(old - use[t]));
+        if (w->partial) top = RA__F(pick)(w->seen[t], top, old);
+        RA__F(store)(m + t * RA__W, top);
+        sum[t] = RA__F(set)(0.0f);
+    }
+    for (j = 0; j < n; j++, s += RA__SLAB)
+        RA__UNROLL for (t = 0; t < nt; t++) {
+            RA__V e = RA__F(exp2)(RA__F(load)(s + t * RA__W) - use[t]);
+            RA__F(store)(s + t * RA__W, e);
+            sum[t] = sum[t] + e;
+        }
+    RA__UNROLL for (t = 0; t < nt; t++) {
+        RA__V old = RA__F(load)(l + t * RA__W);
+        sum[t] = RA__F(fma)(old, RA__F(load)(w->alpha + t * RA__W), sum[t]);
+        if (w->partial) sum[t] = RA__F(pick)(w->seen[t], sum[t], old);
+        RA__F(store)(l + t * RA__W, sum[t]);
+    }
+}
+
+RA__PART void RA__F(softmax)(RA__F(work) *w) {
+    if (w->nt == RA__NT) RA__F(softmax_vectors)(w, RA__NT);
+    else if (w->nt > 1) RA__F(softmax_vectors)(w, RA__NT / 2);
+    else RA__F(softmax_vectors)(w, 1);
+}
+
+/* acc [RA__SLAB] of one dim and vector t = acc alpha + sum, rows that see nothing excepted. */
+RA__OP void RA__F(accumulate)(const RA__F(work) *w, float *acc, int32_t t, RA__V sum) {
+    RA__V old = RA__F(load)(acc + t * RA__W);
+    sum = RA__F(fma)(old, RA__F(load)(w->alpha + t * RA__W), sum);
+    if (w->partial) sum = RA__F(pick)(w->seen[t], sum, old);
+    RA__F(store)(acc + t * RA__W, sum);
+}
+
+/* ni dims of the output from dim d on. */
+RA__OP void RA__F(value_tile)(RA__F(work) *w, float *acc, int32_t d, const int32_t ni,
+                              const int32_t nt) {
+    RA__F(product) x;
+    RA__V c[8][RA__NT];
+    int32_t i, t;
+    x.a = w->keys->v + d;
+    x.b = w->s;
+    x.row = 1;
+    x.step = w->keys->v_stride;
+    x.depth = w->keys->n;
+    RA__F(multiply)(&x, c, ni, nt);
+    RA__UNROLL for (i = 0; i < ni; i++)
+        RA__UNROLL for (t = 0; t < nt; t++)
+            RA__F(accumulate)(w, acc + (d + i) * RA__SLAB, t, c[i][t]);
+}
+
+RA__OP void RA__F(value_tiles)(RA__F(work) *w, int32_t v_dim, const int32_t ni, const int32_t nt) {
+    float *acc = w->p->acc + (int64_t)w->row * v_dim;
+    int32_t d = 0;
+    for (; v_dim - d >= ni; d += ni) RA__F(value_tile)(w, acc, d, ni, nt);
+    if (ni > 4 && v_dim - d >= 4) {
+        RA__F(value_tile)(w, acc, d, 4, nt);
+        d += 4;
+    }
+    if (v_dim - d >= 2) {
+        RA__F(value_tile)(w, acc, d, 2, nt);
+        d += 2;
+    }
+    if (v_dim - d >= 1) RA__F(value_tile)(w, acc, d, 1, nt);
+}
+
+RA__PART void RA__F(values)(RA__F(work) *w, int32_t v_dim) {
+    if (w->nt == RA__NT) RA__F(value_tiles)(w, v_dim, RA__NI, RA__NT);
+    else if (w->nt > 1) RA__F(value_tiles)(w, v_dim, 8, RA__NT / 2);
+    else RA__F(value_tiles)(w, v_dim, 8, 1);
+}
+
+/* As values, for V that holds NaN or infinities which not every row sees. */
+RA__PART void RA__F(values_dirty)(RA__F(work) *w, int32_t v_dim) {
+    const ra__keys *keys = w->keys;
+    int32_t d, j, t;
+    for (d = 0; d < v_dim; d++)
+        for (t = 0; t < w->nt; t++) {
+            RA__V sum = RA__F(set)(0.0f);
+            for (j = 0; j < keys->n; j++) {
+                RA__M seen = RA__F(sees)(w->p->geo, w->row + t * RA__W, keys->pos[j]);
+                RA__V p = RA__F(load)(w->s + j * RA__SLAB + t * RA__W);
+                RA__V v = RA__F(set)(keys->v[j * keys->v_stride + d]);
+                sum = RA__F(pick)(seen, RA__F(fma)(v, p, sum), sum);
+            }
+            RA__F(accumulate)(w, w->p->acc + ((int64_t)w->row * v_dim + d * RA__SLAB), t, sum);
+        }
+}
+
+/* Vectors that fold works on in the slab that holds the last `rows` rows of a panel. */
+RA__OP int32_t RA__F(vectors)(int32_t rows) {
+    if (rows <= RA__W) return 1;
+    return RA__NT > 2 && rows <= RA__W * (RA__NT / 2) ? RA__NT / 2 : RA__NT;
+}
+
+RA__FN void RA__F(fold)(const ra__panel *p, const ra__keys *keys, int32_t k_dim, int32_t v_dim,
+                        int32_t partial, float *s) {
+    RA__F(work) w;
+    w.p = p;
+    w.keys = keys;
+    w.s = s;
+    w.partial = partial;
+    for (w.row = 0; w.row < p->rows; w.row += RA__SLAB) {
+        w.nt = RA__F(vectors)(p->rows - w.row);
+        RA__F(scores)(&w, k_dim);
+        if (partial || ra__score_is_modified(&p->score)) RA__F(adjust)(&w);
+        RA__F(softmax)(&w);
+        if (partial && !keys->v_clean) RA__F(values_dirty)(&w, v_dim);
+        else RA__F(values)(&w, v_dim);
+    }
+}
+
+/* n elements of dtype to and from floats. Any alignment of the 16-bit side. */
+RA__FN void RA__F(read)(float *dst, const uint8_t *src, int32_t dtype, int32_t n) {
+    int32_t i = 0;
+    uint16_t h;
+    if (dtype == RA_F32) {
+        memcpy(dst, src, (size_t)n * sizeof *dst);
+        return;
+    }
+    for (; n - i >= RA__W; i += RA__W)
+        RA__F(store)(dst + i, dtype == RA_F16 ? RA__F(of_f16)(src + 2 * i)
+                                              : RA__F(of_bf16)(src + 2 * i));
+    for (; i < n; i++) {
+        memcpy(&h, src + 2 * i, sizeof h);
+        dst[i] = dtype == RA_F16 ? ra__f32_of_f16(h) : ra__f32_of_bf16(h);
+    }
+}
+
+RA__FN void RA__F(write)(uint8_t *dst, const float *src, int32_t dtype, int32_t n) {
+    int32_t i = 0;
+    uint16_t h;
+    if (dtype == RA_F32) {
+        memcpy(dst, src, (size_t)n * sizeof *src);
+        return;
+    }
+    for (; n - i >= RA__W; i += RA__W) {
+        if (dtype == RA_F16) RA__F(to_f16)(dst + 2 * i, RA__F(load)(src + i));
+        else RA__F(to_bf16)(dst + 2 * i, RA__F(load)(src + i));
+    }
+    for (; i < n; i++) {
+        h = dtype == RA_F16 ? ra__f16_of_f32(src[i]) : ra__bf16_of_f32(src[i]);
+        memcpy(dst + 2 * i, &h, sizeof h);
+    }
+}
+
+RA__FN void RA__F(widen)(float *dst, const void *src, int64_t stride, int32_t dtype, int32_t rows,
+                         int32_t dim) {
+    int32_t row;
+    for (row = 0; row < rows; row++)
+        RA__F(read)(dst + (int64_t)row * dim, (const uint8_t *)src + row * stride, dtype, dim);
+}
+
+RA__FN int32_t RA__F(clean)(const float *src, int64_t stride, int32_t rows, int32_t dim) {
+    int32_t row, i, bad = 0;
+    for (row = 0; row < rows && !bad; row++, src += stride) {
+        for (i = 0; dim - i >= RA__W; i += RA__W) bad |= RA__F(bad)(RA__F(load)(src + i));
+        for (; i < dim; i++) bad |= !ra__is_finite(src[i]);
+    }
+    return !bad;
+}
+
+/* Where element (row, 0) of a panel's array lies; elements of a row are RA__SLAB apart. */
+RA__OP float *RA__F(panel_row)(float *base, int32_t row, int32_t dim) {
+    return base + (int64_t)(row / RA__SLAB) * RA__SLAB * dim + row % RA__SLAB;
+}
+
+/* Transposes four lines of n elements to `to`, in a panel's array. */
+RA__OP void RA__F(pack)(float *to, float (*line)[RA__PIECE], int32_t n) {
+    int32_t e, i;
+    for (e = 0; n - e >= 4; e += 4)
+        ra__transpose4(to + e * RA__SLAB, RA__SLAB, line[0] + e, RA__PIECE);
+    for (; e < n; e++)
+        for (i = 0; i < 4; i++) to[e * RA__SLAB + i] = line[i][e];
+}
+
+/* x[n] *= factor, up to a whole vector. */
+RA__OP void RA__F(scale)(float *x, float factor, int32_t n) {
+    int32_t i;
+    for (i = 0; i < n; i += RA__W)
+        RA__F(store)(x + i, RA__F(load)(x + i) * RA__F(set)(factor));
+}
+
+/* Rows of the last slab beyond the panel's are zero, as far as fold works on them. */
+RA__FN void RA__F(load_q)(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
+                          int32_t dim, float factor) {
+    const int32_t size = dtype == RA_F32 ? 4 : 2, last = (p->rows - 1) / RA__SLAB * RA__SLAB;
+    const int32_t rows = last + RA__F(vectors)(p->rows - last) * RA__W;
+    float line[4][RA__PIECE] = {{0}};
+    int32_t row, d, i;
+    for (row = 0; row < rows; row += 4)
+        for (d = 0; d < dim; d += RA__PIECE) {
+            const int32_t n = dim - d < RA__PIECE ? dim - d : RA__PIECE;
+            const uint8_t *from = (const uint8_t *)src + row * stride + d * size;
+            for (i = 0; i < 4; i++, from += stride) {
+                if (row + i < p->rows) RA__F(read)(line[i], from, dtype, n);
+                else memset(line[i], 0, sizeof line[i]);
+                if (factor != 1.0f) RA__F(scale)(line[i], factor, n);
+            }
+            RA__F(pack)(RA__F(panel_row)(p->q, row, dim) + d * RA__SLAB, line, n);
+        }
+}
+
+/* acc is laid out like q. */
+RA__FN void RA__F(load_acc)(const ra__panel *p, const float *src, int64_t stride, int32_t dim) {
+    ra__panel as_q = *p;
+    as_q.q = p->acc;
+    if (src) RA__F(load_q)(&as_q, src, stride * 4, RA_F32, dim, 1.0f);
+    else memset(p->acc, 0, (size_t)RA_BLOCK_TOKENS * (size_t)dim * sizeof *p->acc);
+}
+
+/* Rows of acc, times factor[row] if there is one, to dst. */
+RA__FN void RA__F(store_o)(const ra__panel *p, void *dst, int64_t stride, int32_t dtype,
+                           int32_t dim, const float *factor) {
+    const int32_t size = dtype == RA_F32 ? 4 : 2;
+    float line[4][RA__PIECE] = {{0}};
+    int32_t row, d, e, i;
+    for (row = 0; row < p->rows; row += 4)
+        for (d = 0; d < dim; d += RA__PIECE) {
+            const int32_t n = dim - d < RA__PIECE ? dim - d : RA__PIECE;
+            const float *acc = RA__F(panel_row)(p->acc, row, dim) + d * RA__SLAB;
+            uint8_t *to = (uint8_t *)dst + row * stride + d * size;
+            for (e = 0; n - e >= 4; e += 4)
+                ra__transpose4(line[0] + e, RA__PIECE, acc + e * RA__SLAB, RA__SLAB);
+            for (; e < n; e++)
+                for (i = 0; i < 4; i++) line[i][e] = acc[e * RA__SLAB + i];
+            for (i = 0; i < 4 && row + i < p->rows; i++, to += stride) {
+                if (factor) RA__F(scale)(line[i], factor[row + i], n);
+                RA__F(write)(to, line[i], dtype, n);
+            }
+        }
+}
+
+RA__FN void RA__F(store_acc)(const ra__panel *p, float *dst, int64_t stride, int32_t dim) {
+    RA__F(store_o)(p, dst, stride * 4, RA_F32, dim, NULL);
+}
+
+/* ---- decode: lanes are dims, keys that the row does not see are not touched at all. */
+
+/* Indices of the keys that row 0 of geo sees; returns how many. */
+RA__FN int32_t RA__F(row_list)(int32_t *list, const ra__rows *geo, const ra__keys *keys,
+                               int32_t partial) {
+    int32_t j, n = 0;
+    for (j = 0; j < keys->n; j++) {
+        const int32_t k = keys->pos ? keys->pos[j] : 0;
+        if (!partial || (k >= 0 && ((geo->lo[0] <= k && k < geo->hi[0]) ||
+                                    (geo->doc[0] <= k && k < geo->keep[0]))))
+            list[n++] = j;
+    }
+    return n;
+}
+
+/* Dot products of q with ni rows k[i]; two chains a row, whatever ni is. */
+RA__OP void RA__F(row_dots)(float *s, const float *q, const float *const *k, int32_t dim,
+                            const int32_t ni) {
+    RA__V c[4][2];
+    int32_t i, d = 0;
+    RA__UNROLL for (i = 0; i < ni; i++) c[i][0] = c[i][1] = RA__F(set)(0.0f);
+    for (; dim - d >= 2 * RA__W; d += 2 * RA__W) {
+        RA__V x = RA__F(load)(q + d), y = RA__F(load)(q + d + RA__W);
+        RA__UNROLL for (i = 0; i < ni; i++) {
+            c[i][0] = RA__F(fma)(x, RA__F(load)(k[i] + d), c[i][0]);
+            c[i][1] = RA__F(fma)(y, RA__F(load)(k[i] + d + RA__W), c[i][1]);
+        }
+    }
+    for (; d < dim; d += RA__W) {
+        const int32_t n = dim - d < RA__W ? dim - d : RA__W;
+        RA__V x = RA__F(load_n)(q + d, n);
+        RA__UNROLL for (i = 0; i < ni; i++)
+            c[i][0] = RA__F(fma)(x, RA__F(load_n)(k[i] + d, n), c[i][0]);
+    }
+    RA__UNROLL for (i = 0; i < ni; i++) s[i] = RA__F(sum)(c[i][0] + c[i][1]);
+}
+
+/* s: scores of n listed keys, with -inf up to a whole vector, modified. Returns their maximum. */
+RA__FN float RA__F(row_modify)(float *s, const int32_t *list, int32_t n, const ra__keys *keys,
+                               const ra__rows *geo, const ra__score *score) {
+    float bias[RA_BLOCK_TOKENS] = {0}, top = ra__neg_inf();
+    int32_t pos[RA_BLOCK_TOKENS] = {0}, i;
+    if (ra__score_is_modified(score)) {
+        for (i = 0; i < n && keys->pos; i++) {
+            pos[i] = keys->pos[list[i]];
+            if (score->bias) bias[i] = ra__bias_at(score, 0, pos[i]);
+        }
+        for (i = 0; i < n; i += RA__W)
+            RA__F(store)(s + i, RA__F(modify)(score, RA__F(load)(s + i),
+                                              RA__F(distance)(pos + i, geo->pos[0]),
+                                              RA__F(load)(bias + i)));
+    }
+    for (i = n; i % RA__W; i++) s[i] = ra__neg_inf();
+    for (i = 0; i < n; i++) top = s[i] > top ? s[i] : top;
+    return top;
+}
+
+/* s[n], padded to a whole vector, becomes p = 2^(s - use); returns their sum. */
+RA__FN float RA__F(row_exp)(float *s, int32_t n, float use) {
+    RA__V sum = RA__F(set)(0.0f);
+    int32_t i;
+    for (i = 0; i < n; i += RA__W) {
+        RA__V e = RA__F(exp2)(RA__F(load)(s + i) - RA__F(set)(use));
+        RA__F(store)(s + i, e);
+        sum = sum + e;
+    }
+    return RA__F(sum)(sum);
+}
+
+/* One row's state and the keys that it sees. */
+typedef struct RA__F(row) {
+    const float *k[RA_BLOCK_TOKENS], *v[RA_BLOCK_TOKENS];
+    float s[RA_BLOCK_TOKENS];          /* scores, then p */
+    int32_t list[RA_BLOCK_TOKENS], n;
+    int64_t v_ahead;                   /* floats from a row of V to the one to ask for */
+    float *acc, alpha;
+} RA__F(row);
+
+/* PERF: in decode memory is all: asks for rows 4 KB ahead, in the order in which they lie there.
+ * Zen 5, D = 128, 32768 keys: AVX2 20 to 30 GB/s, AVX-512 27 to 30. ahead counts floats. */
+RA__OP void RA__F(row_scores)(RA__F(row) *r, const float *q, int32_t dim, int64_t ahead) {
+    int32_t i, j;
+    for (i = 0; r->n - i >= 4; i += 4) {
+        for (j = 0; j < 4; j++) ra__prefetch_row(r->k[i + j], ahead, dim * 4);
+        RA__F(row_dots)(r->s + i, q, r->k + i, dim, 4);
+    }
+    for (; i < r->n; i++) RA__F(row_dots)(r->s + i, q, r->k + i, dim, 1);
+}
+
+/* acc = acc alpha + sum over j of p[j] v[j], nt vectors from dim d on. */
+RA__OP void RA__F(row_tile)(const RA__F(row) *r, int32_t d, const int32_t nt) {
+    RA__V c[8];
+    int32_t j, t;
+    RA__UNROLL for (t = 0; t < nt; t++) c[t] = RA__F(set)(0.0f);
+    for (j = 0; j < r->n; j++) {
+        const float *v = r->v[j] + d;
+        RA__V x = RA__F(set)(r->s[j]);
+        ra__prefetch_row(v, r->v_ahead, nt * RA__W * 4);
+        RA__UNROLL for (t = 0; t < nt; t++)
+            c[t] = RA__F(fma)(x, RA__F(load)(v + t * RA__W), c[t]);
+    }
+    RA__UNROLL for (t = 0; t < nt; t++) {
+        float *acc = r->acc + d + t * RA__W;
+        RA__F(store)(acc, RA__F(fma)(RA__F(load)(acc), RA__F(set)(r->alpha), c[t]));
+    }
+}
+
+RA__FN void RA__F(row_values)(const RA__F(row) *r, int32_t dim) {
+    RA__V c, old;
+    int32_t d = 0, j;
+    for (; dim - d >= 8 * RA__W; d += 8 * RA__W) RA__F(row_tile)(r, d, 8);
+    for (; dim - d >= 2 * RA__W; d += 2 * RA__W) RA__F(row_tile)(r, d, 2);
+    for (; d < dim; d += RA__W) {
+        const int32_t n = dim - d < RA__W ? dim - d : RA__W;
+        c = RA__F(set)(0.0f);
+        for (j = 0; j < r->n; j++)
+            c = RA__F(fma)(RA__F(set)(r->s[j]), RA__F(load_n)(r->v[j] + d, n), c);
+        old = RA__F(load_n)(r->acc + d, n);
+        RA__F(store_n)(r->acc + d, RA__F(fma)(old, RA__F(set)(r->alpha), c), n);
+    }
+}
+
+RA__FN void RA__F(fold_row)(const ra__panel *p, const ra__keys *keys, int32_t k_dim, int32_t v_dim,
+                            int32_t partial) {
+    RA__F(row) r;
+    float one[RA__W], top, use, total;
+    int32_t i;
+    r.n = RA__F(row_list)(r.list, p->geo, keys, partial);
+    if (r.n == 0) return;
+    for (i = 0; i < r.n; i++) {
+        r.k[i] = keys->k + r.list[i] * keys->k_stride;
+        r.v[i] = keys->v + r.list[i] * keys->v_stride;
+    }
+    r.v_ahead = (RA__AHEAD / v_dim + 1) * keys->v_stride;
+    RA__F(row_scores)(&r, p->q, k_dim, (RA__AHEAD / k_dim + 1) * keys->k_stride);
+    top = RA__F(row_modify)(r.s, r.list, r.n, keys, p->geo, &p->score);
+    top = *p->m > top ? *p->m : top;
+    use = ra__is_neg_inf(top) ? 0.0f : top;
+    RA__F(store)(one, RA__F(exp2)(RA__F(set)(*p->m - use)));
+    r.alpha = one[0];
+    r.acc = p->acc;
+    total = RA__F(row_exp)(r.s, r.n, use);
+    RA__F(store)(one, RA__F(fma)(RA__F(set)(*p->l), RA__F(set)(r.alpha), RA__F(set)(total)));
+    *p->l = one[0];
+    *p->m = top;
+    RA__F(row_values)(&r, v_dim);
+}
+
+static const ra__kernel RA__F(kernel) = {
+    RA__ISA,           RA__F(widen),     RA__F(clean), RA__F(load_q),  RA__F(load_acc),
+    RA__F(store_acc),  RA__F(fold),      RA__F(store_o), RA__F(fold_row)};
+
+#undef RA__SLAB
+#undef RA__PART
+#endif /* RA__BODY */
+
+#if defined(RA__MAIN)
+#undef RA__MAIN
+#define RA__BODY
+
+/* ========================================================================== SCALAR
+ * For every processor: vectors of four floats in the compiler's own language, which become SSE2,
+ * NEON or plain scalars. */
+#define RA__F(name)  ra__##name##_scalar
+#define RA__ISA      RA_ISA_SCALAR
+#define RA__FN       RA__UNUSED static
+#define RA__OP       RA__INLINE
+#define RA__V        ra__v4f
+#define RA__I        ra__v4i
+#define RA__M        ra__v4i
+#define RA__W        4
+#define RA__NT       2
+#define RA__NI       4
+
+typedef float ra__v4f __attribute__((vector_size(16)));
+typedef int32_t ra__v4i __attribute__((vector_size(16)));
+typedef uint32_t ra__v4u __attribute__((vector_size(16)));
+
+RA__OP ra__v4f ra__set_scalar(float x) {
+    ra__v4f v = {x, x, x, x};
+    return v;
+}
+RA__OP ra__v4i ra__set_int_scalar(int32_t x) {
+    ra__v4i v = {x, x, x, x};
+    return v;
+}
+RA__OP ra__v4f ra__load_scalar(const float *p) {
+    ra__v4f v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+RA__OP ra__v4i ra__load_int_scalar(const int32_t *p) {
+    ra__v4i v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+RA__OP void ra__store_scalar(float *p, ra__v4f v) { memcpy(p, &v, sizeof v); }
+RA__OP ra__v4f ra__load_n_scalar(const float *p, int32_t n) {
+    ra__v4f v = {0.0f, 0.0f, 0.0f, 0.0f};
+    memcpy(&v, p, (size_t)n * sizeof *p);
+    return v;
+}
+RA__OP void ra__store_n_scalar(float *p, ra__v4f v, int32_t n) {
+    memcpy(p, &v, (size_t)n * sizeof *p);
+}
+/* The value, computed and in a register from here on: nothing is fused with it or loaded again. */
+RA__OP ra__v4f ra__hold_scalar(ra__v4f v) {
+#if RA__X86
+    __asm__("" : "+x"(v));
+#endif
+    return v;
+}
+/* Not fused on any x86: clang 14 with -ffast-math -mfma would fuse whatever the pragmas say. */
+RA__OP ra__v4f ra__fma_scalar(ra__v4f a, ra__v4f b, ra__v4f c) {
+    return ra__hold_scalar(a * b) + c;
+}
+RA__OP ra__v4f ra__pick_scalar(ra__v4i m, ra__v4f a, ra__v4f b) {
+    return (ra__v4f)((m & (ra__v4i)a) | (~m & (ra__v4i)b));
+}
+RA__OP ra__v4i ra__less_scalar(ra__v4f a, ra__v4f b) { return (ra__v4i)(a < b); }
+RA__OP ra__v4f ra__max_scalar(ra__v4f a, ra__v4f b) { return ra__pick_scalar(b < a, a, b); }
+RA__OP ra__v4f ra__abs_scalar(ra__v4f a) {
+    return (ra__v4f)((ra__v4i)a & ra__set_int_scalar(0x7fffffff));
+}
+RA__OP ra__v4i ra__none_scalar(void) { return ra__set_int_scalar(0); }
+RA__OP ra__v4i ra__either_scalar(ra__v4i a, ra__v4i b) { return a | b; }
+/* lo <= k < hi */
+RA__OP ra__v4i ra__within_scalar(ra__v4i lo, ra__v4i hi, int32_t k) {
+    ra__v4i v = ra__set_int_scalar(k);
+    return (ra__v4i)(lo <= v) & (ra__v4i)(v < hi);
+}
+/* |p[i] - k| */
+RA__OP ra__v4f ra__distance_scalar(const int32_t *p, int32_t k) {
+    ra__v4f v = {0.0f, 0.0f, 0.0f, 0.0f};
+    int32_t i;
+    for (i = 0; i < 4; i++) v[i] = (float)(p[i] < k ? (int64_t)k - p[i] : (int64_t)p[i] - k);
+    return v;
+}
+/* m, but 0 for -inf */
+RA__OP ra__v4f ra__base_scalar(ra__v4f m) {
+    return (ra__v4f)((ra__v4i)m & ((ra__v4i)m != ra__set_int_scalar(-0x800000)));
+}
+/* 2^x for x <= 127, 0 below -126.5. Adding 1.5 * 2^23 + 127 leaves the rounded x, biased, in the
+ * low bits, from where a shift makes it an exponent. */
+RA__OP ra__v4f ra__exp2_scalar(ra__v4f x) {
+    ra__v4f magic = ra__set_scalar(12583039.0f), low = ra__set_scalar(-127.0f), n, f, p;
+    int32_t i;
+    x = ra__pick_scalar(x < low, low, x);
+    n = x + magic;
+    f = x - (n - magic);
+    p = ra__set_scalar(ra__exp2_near[6]);
+    RA__UNROLL for (i = 5; i >= 0; i--) p = ra__fma_scalar(p, f, ra__set_scalar(ra__exp2_near[i]));
+    return p * (ra__v4f)((ra__v4u)n << 23);
+}
+RA__OP float ra__sum_scalar(ra__v4f v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+RA__OP int32_t ra__bad_scalar(ra__v4f v) {
+    ra__v4i e = ra__set_int_scalar(0x7f800000), b = (ra__v4i)(((ra__v4i)v & e) == e);
+    return b[0] | b[1] | b[2] | b[3];
+}
+RA__OP ra__v4f ra__of_f16_scalar(const uint8_t *p) {
+    uint16_t h[4];
+    memcpy(h, p, sizeof h);
+    {
+        ra__v4f v = {ra__f32_of_f16(h[0]), ra__f32_of_f16(h[1]), ra__f32_of_f16(h[2]),
+                     ra__f32_of_f16(h[3])};
+        return v;
+    }
+}
+RA__OP ra__v4f ra__of_bf16_scalar(const uint8_t *p) {
+    uint16_t h[4];
+    memcpy(h, p, sizeof h);
+    {
+        ra__v4f v = {ra__f32_of_bf16(h[0]), ra__f32_of_bf16(h[1]), ra__f32_of_bf16(h[2]),
+                     ra__f32_of_bf16(h[3])};
+        return v;
+    }
+}
+RA__OP void ra__to_f16_scalar(uint8_t *p, ra__v4f v) {
+    uint16_t h[4];
+    int32_t i;
+    for (i = 0; i < 4; i++) h[i] = ra__f16_of_f32(v[i]);
+    memcpy(p, h, sizeof h);
+}
+RA__OP void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
+    uint16_t h[4];
+    int32_t i;
+    for (i = 0; i < 4; i++) h[i] = ra__bf16_of_f32(v[i]);
+    memcpy(p, h, sizeof h);
+}
+
+#include RINGATTN_SELF
+
+#undef RA__F
+#undef RA__ISA
+#undef RA__FN
+#undef RA__OP
+#undef RA__V
+#undef RA__I
+#undef RA__M
+#undef RA__W
+#undef RA__NT
+#undef RA__NI
+
+#if RA__X86
+/* ========================================================================== AVX2
+ * AVX2, FMA, F16C: 16 registers of 8 lanes, tiles of 6 keys and 16 rows. */
+#define RA__F(name)  ra__##name##_avx2
+#define RA__ISA      RA_ISA_AVX2
+#define RA__TARGET   __attribute__((target("avx2,fma,f16c")))
+#define RA__FN       RA__UNUSED RA__TARGET static
+#define RA__OP       RA__INLINE RA__TARGET
+#define RA__V        __m256
+#define RA__I        __m256i
+#define RA__M        __m256i
+#define RA__W        8
+#define RA__NT       2
+#define RA__NI       6
+
+RA__OP __m256 ra__set_avx2(float x) { return _mm256_set1_ps(x); }
+RA__OP __m256 ra__load_avx2(const float *p) { return _mm256_loadu_ps(p); }
+RA__OP void ra__store_avx2(float *p, __m256 v) { _mm256_storeu_ps(p, v); }
+RA__OP __m256i ra__load_int_avx2(const int32_t *p) {
+    return _mm256_loadu_si256((const __m256i *)(const void *)p);
+}
+RA__OP __m256i ra__first_avx2(int32_t n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+RA__OP __m256 ra__load_n_avx2(const float *p, int32_t n) {
+    return _mm256_maskload_ps(p, ra__first_avx2(n));
+}
+RA__OP void ra__store_n_avx2(float *p, __m256 v, int32_t n) {
+    _mm256_maskstore_ps(p, ra__first_avx2(n), v);
+}
+RA__OP __m256 ra__hold_avx2(__m256 v) {
+    __asm__("" : "+x"(v));
+    return v;
+}
+RA__OP __m256 ra__fma_avx2(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
+RA__OP __m256 ra__pick_avx2(__m256i m, __m256 a, __m256 b) {
+    return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(m));
+}
+RA__OP __m256i ra__less_avx2(__m256 a, __m256 b) {
+    return _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
+RA__OP __m256 ra__max_avx2(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
+RA__OP __m256 ra__abs_avx2(__m256 a) {
+    return _mm256_castsi256_ps(
+        _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0x7fffffff)));
+}
+RA__OP __m256i ra__none_avx2(void) { return _mm256_setzero_si256(); }
+RA__OP __m256i ra__either_avx2(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
+RA__OP __m256i ra__within_avx2(__m256i lo, __m256i hi, int32_t k) {
+    __m256i v = _mm256_set1_epi32(k);
+    return _mm256_andnot_si256(_mm256_cmpgt_epi32(lo, v), _mm256_cmpgt_epi32(hi, v));
+}
+RA__OP __m256 ra__distance_avx2(const int32_t *p, int32_t k) {
+    return _mm256_cvtepi32_ps(
+        _mm256_abs_epi32(_mm256_sub_epi32(ra__load_int_avx2(p), _mm256_set1_epi32(k))));
+}
+RA__OP __m256 ra__base_avx2(__m256 m) {
+    __m256i u = _mm256_castps_si256(m);
+    return _mm256_castsi256_ps(
+        _mm256_andnot_si256(_mm256_cmpeq_epi32(u, _mm256_set1_epi32(-0x800000)), u));
+}
+/* As ra__exp2_scalar; of max's operands the second is returned if one is a NaN. */
+RA__OP __m256 ra__exp2_avx2(__m256 x) {
+    __m256 magic = ra__set_avx2(12583039.0f), n, f, p;
+    int32_t i;
+    x = _mm256_max_ps(ra__set_avx2(-127.0f), x);
+    n = x + magic;
+    f = x - (n - magic);
+    p = ra__set_avx2(ra__exp2_near[6]);
+    RA__UNROLL for (i = 5; i >= 0; i--)
+        p = _mm256_fmadd_ps(p, f, ra__set_avx2(ra__exp2_near[i]));
+    return p * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(n), 23));
+}
+RA__OP float ra__sum_avx2(__m256 v) {
+    __m128 a = _mm256_castps256_ps128(v) + _mm256_extractf128_ps(v, 1);
+    a = a + _mm_movehl_ps(a, a);
+    return _mm_cvtss_f32(a + _mm_shuffle_ps(a, a, 1));
+}
+RA__OP int32_t ra__bad_avx2(__m256 v) {
+    __m256i e = _mm256_set1_epi32(0x7f800000);
+    return _mm256_movemask_epi8(
+        _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_castps_si256(v), e), e));
+}
+RA__OP __m128i ra__load_half_avx2(const uint8_t *p) {
+    return _mm_loadu_si128((const __m128i *)(const void *)p);
+}
+RA__OP __m256 ra__of_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(ra__load_half_avx2(p)); }
+RA__OP __m256 ra__of_bf16_avx2(const uint8_t *p) {
+    return _mm256_castsi256_ps(
+        _mm256_slli_epi32(_mm256_cvtepu16_epi32(ra__load_half_avx2(p)), 16));
+}
+RA__OP void ra__to_f16_avx2(uint8_t *p, __m256 v) {
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+/* As ra__bf16_of_f32. */
+RA__OP void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
+    __m256i u = _mm256_castps_si256(v), high = _mm256_srli_epi32(u, 16), r;
+    __m256i nan = _mm256_cmpgt_epi32(_mm256_and_si256(u, _mm256_set1_epi32(0x7fffffff)),
+                                     _mm256_set1_epi32(0x7f800000));
+    r = _mm256_add_epi32(_mm256_and_si256(high, _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7fff));
+    r = _mm256_srli_epi32(_mm256_add_epi32(u, r), 16);
+    r = _mm256_blendv_epi8(r, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
+    r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_castsi256_si128(r));
+}
+
+#include RINGATTN_SELF
+
+#undef RA__F
+#undef RA__ISA
+#undef RA__TARGET
+#undef RA__FN
+#undef RA__OP
+#undef RA__V
+#undef RA__I
+#undef RA__M
+#undef RA__W
+#undef RA__NT
+#undef RA__NI
+
+/* ========================================================================== AVX512
+ * AVX-512 F, BW, DQ, VL: 32 registers of 16 lanes, tiles of 4 keys and 64 rows. gcc 12
+ * warns of its own intrinsics that they read something unset (its bug 105593). */
+#if !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+#define RA__F(name)  ra__##name##_avx512
+#define RA__ISA      RA_ISA_AVX512
+#define RA__TARGET   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define RA__FN       RA__UNUSED RA__TARGET static
+#define RA__OP       RA__INLINE RA__TARGET
+#define RA__V        __m512
+#define RA__I        __m512i
+#define RA__M        __mmask16
+#define RA__W        16
+#define RA__NT       4
+#define RA__NI       4
+
+RA__OP __m512 ra__set_avx512(float x) { return _mm512_set1_ps(x); }
+RA__OP __m512 ra__load_avx512(const float *p) { return _mm512_loadu_ps(p); }
+RA__OP void ra__store_avx512(float *p, __m512 v) { _mm512_storeu_ps(p, v); }
+RA__OP __m512i ra__load_int_avx512(const int32_t *p) { return _mm512_loadu_si512(p); }
+RA__OP __mmask16 ra__first_avx512(int32_t n) { return (__mmask16)((1u << n) - 1u); }
+RA__OP __m512 ra__load_n_avx512(const float *p, int32_t n) {
+    return _mm512_maskz_loadu_ps(ra__first_avx512(n), p);
+}
+RA__OP void ra__store_n_avx512(float *p, __m512 v, int32_t n) {
+    _mm512_mask_storeu_ps(p, ra__first_avx512(n), v);
+}
+/* PERF: gcc 12 loads an operand again for each of its four uses: Zen 5, D = 64, 78 to 85 %. */
+RA__OP __m512 ra__hold_avx512(__m512 v) {
+    __asm__("" : "+v"(v));
+    return v;
+}
+RA__OP __m512 ra__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+RA__OP __m512 ra__pick_avx512(__mmask16 m, __m512 a, __m512 b) {
+    return _mm512_mask_blend_ps(m, b, a);
+}
+RA__OP __mmask16 ra__less_avx512(__m512 a, __m512 b) {
+    return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ);
+}
+RA__OP __m512 ra__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+RA__OP __m512 ra__abs_avx512(__m512 a) {
+    return _mm512_castsi512_ps(
+        _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)));
+}
+RA__OP __mmask16 ra__none_avx512(void) { return 0; }
+RA__OP __mmask16 ra__either_avx512(__mmask16 a, __mmask16 b) { return (__mmask16)(a | b); }
+RA__OP __mmask16 ra__within_avx512(__m512i lo, __m512i hi, int32_t k) {
+    __m512i v = _mm512_set1_epi32(k);
+    return _mm512_mask_cmplt_epi32_mask(_mm512_cmple_epi32_mask(lo, v), v, hi);
+}
+RA__OP __m512 ra__distance_avx512(const int32_t *p, int32_t k) {
+    __m512i d = _mm512_sub_epi32(ra__load_int_avx512(p), _mm512_set1_epi32(k));
+    return _mm512_cvtepi32_ps(_mm512_abs_epi32(d));
+}
+RA__OP __m512 ra__base_avx512(__m512 m) {
+    return _mm512_maskz_mov_ps(
+        _mm512_cmpneq_epi32_mask(_mm512_castps_si512(m), _mm512_set1_epi32(-0x800000)), m);
+}
+/* 2^x = 2^(x - floor x) 2^floor x; vreduceps of -inf is 0, vscalefps by -inf gives 0. */
+RA__OP __m512 ra__exp2_avx512(__m512 x) {
+    __m512 f = _mm512_reduce_ps(x, 1), p = ra__set_avx512(ra__exp2_floor[6]);
+    int32_t i;
+    RA__UNROLL for (i = 5; i >= 0; i--)
+        p = _mm512_fmadd_ps(p, f, ra__set_avx512(ra__exp2_floor[i]));
+    return _mm512_scalef_ps(p, x);
+}
+RA__OP float ra__sum_avx512(__m512 v) {
+    __m256 b = _mm512_castps512_ps256(v) + _mm512_extractf32x8_ps(v, 1);
+    __m128 a = _mm256_castps256_ps128(b) + _mm256_extractf128_ps(b, 1);
+    a = a + _mm_movehl_ps(a, a);
+    return _mm_cvtss_f32(a + _mm_shuffle_ps(a, a, 1));
+}
+RA__OP int32_t ra__bad_avx512(__m512 v) {
+    __m512i e = _mm512_set1_epi32(0x7f800000);
+    return _mm512_cmpeq_epi32_mask(_mm512_and_si512(_mm512_castps_si512(v), e), e);
+}
+RA__OP __m256i ra__load_half_avx512(const uint8_t *p) {
+    return _mm256_loadu_si256((const __m256i *)(const void *)p);
+}
+RA__OP __m512 ra__of_f16_avx512(const uint8_t *p) {
+    return _mm512_cvtph_ps(ra__load_half_avx512(p));
+}
+RA__OP __m512 ra__of_bf16_avx512(const uint8_t *p) {
+    return _mm512_castsi512_ps(
+        _mm512_slli_epi32(_mm512_cvtepu16_epi32(ra__load_half_avx512(p)), 16));
+}
+RA__OP void ra__to_f16_avx512(uint8_t *p, __m512 v) {
+    _mm256_storeu_si256((__m256i *)(void *)p,
+                        _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT));
+}
+/* As ra__bf16_of_f32. */
+RA__OP void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
+    __m512i u = _mm512_castps_si512(v), high = _mm512_srli_epi32(u, 16), r;
+    __mmask16 nan = _mm512_cmpgt_epi32_mask(_mm512_and_si512(u, _mm512_set1_epi32(0x7fffffff)),
+                                            _mm512_set1_epi32(0x7f800000));
+    r = _mm512_add_epi32(_mm512_and_si512(high, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7fff));
+    r = _mm512_srli_epi32(_mm512_add_epi32(u, r), 16);
+    r = _mm512_mask_or_epi32(r, nan, high, _mm512_set1_epi32(0x40));
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(r));
+}
+
+#include RINGATTN_SELF
+
+#if !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
+#undef RA__F
+#undef RA__ISA
+#undef RA__TARGET
+#undef RA__FN
+#undef RA__OP
+#undef RA__V
+#undef RA__I
+#undef RA__M
+#undef RA__W
+#undef RA__NT
+#undef RA__NI
+#endif /* RA__X86 */
+#undef RA__BODY
+#undef RA__UNROLL
+#undef RA__UNROLL_2
+
+/* ========================================================================== DISPATCH
+ * Which kernels this processor runs, asked once and remembered in one atomic word, the only mutable
+ * global. A feature counts only if the operating system saves its registers (XCR0). Also the
+ * floating-point environment of the kernels. */
+#if RA__X86
+/* Bit `isa` for each available set. CPUID: Intel SDM volume 2A; XCR0: volume 1, 13.3. */
+static uint32_t ra__isa_probe(void) {
+    const uint32_t fma_f16c_osxsave = 1u << 12 | 1u << 29 | 1u << 27;
+    const uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
+    uint32_t a = 0, b = 0, c = 0, d = 0, b7 = 0, xcr0 = 0, high = 0, found = 1u << RA_ISA_SCALAR;
+    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & fma_f16c_osxsave) != fma_f16c_osxsave) return found;
+    if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d) || !(b7 >> 5 & 1u)) return found;
+    __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
+    if ((xcr0 & 6u) != 6u) return found;
+    found |= 1u << RA_ISA_AVX2;
+    if ((xcr0 & 0xe6u) == 0xe6u && (b7 & avx512) == avx512) found |= 1u << RA_ISA_AVX512;
+    return found;
+}
+
+/* Flushes denormals on the way in and out (MXCSR FTZ, DAZ), returns what was set before. */
+RA__INLINE uint32_t ra__fp_enter(void) {
+    uint32_t before = _mm_getcsr();
+    _mm_setcsr(before | 0x8040u);
+    return before;
+}
+RA__INLINE void ra__fp_leave(uint32_t before) { _mm_setcsr(before); }
+#else
+static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR; }
+RA__INLINE uint32_t ra__fp_enter(void) { return 0; }
+RA__INLINE void ra__fp_leave(uint32_t before) { (void)before; }
+#endif
+
+static int32_t ra__isa_found;          /* bits of ra__isa_probe; 0: not asked yet */
+
+/* The best instruction set, RA_ISA_*. */
+static int32_t ra__isa_detect(void) {
+    int32_t found = __atomic_load_n(&ra__isa_found, __ATOMIC_RELAXED);
+    if (found == 0) {
+        found = (int32_t)ra__isa_probe();
+        __atomic_store_n(&ra__isa_found, found, __ATOMIC_RELAXED);
+    }
+    if (found >> RA_ISA_AVX512 & 1) return RA_ISA_AVX512;
+    return found >> RA_ISA_AVX2 & 1 ? RA_ISA_AVX2 : RA_ISA_SCALAR;
+}
+
+/* Null: unknown or not available here. Each set includes those below it. */
+static RA__UNUSED const ra__kernel *ra__kernel_of(int32_t isa) {
+    const int32_t best = ra__isa_detect();
+    if (isa == RA_ISA_AUTO) isa = best;
+    if (isa < RA_ISA_SCALAR || isa > best) return NULL;
+#if RA__X86
+    if (isa == RA_ISA_AVX512) return &ra__kernel_avx512;
+    if (isa == RA_ISA_AVX2) return &ra__kernel_avx2;
+#endif
+    return &ra__kernel_scalar;
+}
+
+RINGATTN_API int32_t ra_isa_best(void) { return ra__isa_detect(); }
+
+RINGATTN_API int32_t ra_isa_available(int32_t isa) { return ra__kernel_of(isa) != NULL; }
+
+RINGATTN_API const char *ra_isa_name(int32_t isa) {
+    switch (isa) {
+    case RA_ISA_AUTO: return "auto";
+    case RA_ISA_SCALAR: return "scalar";
+    case RA_ISA_AVX2: return "avx2";
+    case RA_ISA_AVX512: return "avx512";
+    default: return "unknown";
+    }
+}
+
+/* ========================================================================== GEOMETRY
+ * Positions and masks: which rows a rank holds, and which keys a row sees. In: descriptor. Out:
+ * runs of rows, blocks of at most 64 rows, intervals per row, bounds per block, and the class of a
+ * pair of blocks (empty, partial, full). All comparisons of positions happen here and in the
+ * kernels. */
+
+enum { RA__EMPTY, RA__PARTIAL, RA__FULL };
+
+/* Rows [row, row + rows) of a shard hold positions pos, pos + stride, ...; with positions from an
+ * array pos is unused. */
+typedef struct ra__seg { int64_t row, rows, pos, stride; } ra__seg;
+
+/* The rows of one rank, of the queries or of the keys. */
+typedef struct ra__side {
+    int32_t layout, rank, ranks;
+    int32_t batch_cuts;                /* 1: cut has an entry for each sequence */
+    int64_t offset;                    /* position of the first token of a sequence */
+    const int64_t *cut;                /* [B][2 ranks + 1] see ra__cut; null: one rank */
+    const ra_run *runs;                /* RUNS: of this rank */
+    int64_t run_count;
+    const int32_t *array;              /* ARRAY: of this rank, if known */
+    int64_t array_stride, array_rows;
+} ra__side;
+
+RA__INLINE int64_t ra__q_len(const ra_desc *d, int32_t b) {
+    return d->tokens_of ? d->tokens_of[b] : d->tokens;
+}
+
+/* d is resolved: kv_tokens is set, and 0 tokens_of with kv_tokens_of is possible. */
+RA__INLINE int64_t ra__k_len(const ra_desc *d, int32_t b) {
+    return d->kv_tokens_of ? d->kv_tokens_of[b] : d->kv_tokens;
+}
+
+/* Tokens of a unit of cuts: the block grid if there are 2 blocks a rank, else single tokens. */
+static int64_t ra__cut_unit(int64_t tokens, int32_t ranks) {
+    return ra__ceil_div(tokens, RA_BLOCK_TOKENS) >= 2 * (int64_t)ranks ? RA_BLOCK_TOKENS : 1;
+}
+
+/* share[r] of `units` for rank r by relative weights (null: equal), largest remainder first, ties
+ * to the lower rank. Sum of shares = units. Weights are integers, so every rank computes the same.
+ * */
+static void ra__shares(int64_t units, int32_t ranks, const int32_t *weights, int64_t *share) {
+    int64_t sum = 0, given = 0;
+    for (int32_t r = 0; r < ranks; r++) sum += weights ? weights[r] : 1;
+    for (int32_t r = 0; r < ranks; r++) {
+        int64_t w = weights ? weights[r] : 1;
+        share[r] = (int64_t)((uint64_t)units * (uint64_t)w / (uint64_t)sum);
+        given += share[r];
+    }
+    while (given < units) {
+        int32_t best = -1;
+        int64_t most = -1;
+        for (int32_t r = 0; r < ranks; r++) {
+            int64_t w = weights ? weights[r] : 1;
+            int64_t rest = units * w - share[r] * sum;     /* < sum until this rank got its one */
+            if (rest < sum && rest > most) { most = rest; best = r; }
+        }
+        share[best]++;
+        given++;
+        RINGATTN_ASSERT(best >= 0);
+        if (!weights) {                                    /* equal: the first ranks, in one go */
+            for (int32_t r = best + 1; given < units && r < ranks; r++) { share[r]++; given++; }
+        }
+    }
+}
+
+/* Boundaries of 2 ranks + 1 pieces, in tokens. CONTIGUOUS: rank r has piece r, pieces from `ranks`
+ * on are empty. ZIGZAG: pieces r and 2 ranks - 1 - r; the units shared out are mirrored pairs of
+ * blocks {k, n - 1 - k}, and a middle block counts as a pair (SCHEDULE: one chain a row in the
+ * order of these units gives the same sums for every number of ranks). */
+static void ra__cut(int64_t tokens, int32_t ranks, const int32_t *weights, int zigzag,
+                    int64_t *cut) {
+    int64_t unit = ra__cut_unit(tokens, ranks), blocks = ra__ceil_div(tokens, unit);
+    int64_t units = zigzag ? ra__ceil_div(blocks, 2) : blocks;
+    ra__shares(units, ranks, weights, cut + 1);
+    cut[0] = 0;
+    for (int32_t r = 1; r <= ranks; r++) cut[r] = ra__min(cut[r - 1] + cut[r] * unit, tokens);
+    for (int32_t r = 1; r <= ranks; r++) {
+        if (zigzag) {
+            int32_t i = ranks - r;                         /* mirror of the boundary cut[i] */
+            int64_t k = ra__ceil_div(cut[i], unit);
+            cut[ranks + r] = ra__min(tokens, ra__max((blocks - k) * unit, cut[ranks]));
+        } else {
+            cut[ranks + r] = tokens;
+        }
+    }
+}
+
+/* Segment i of the rank's rows of sequence b with `tokens` tokens; 0 if there is none. */
+static int ra__side_seg(const ra__side *s, int32_t b, int64_t tokens, int64_t i, ra__seg *out) {
+    int64_t own[3];
+    const int64_t *cut = s->cut;
+    out->row = 0;
+    out->stride = 1;
+    if (s->array || s->layout == RA_LAYOUT_ARRAY) {
+        out->rows = s->array_rows;
+        out->pos = 0;
+        return i == 0;
+    }
+    if (s->runs || s->layout == RA_LAYOUT_RUNS) {
+        if (i >= s->run_count) return 0;
+        for (int64_t j = 0; j < i; j++) out->row += s->runs[j].count;
+        out->rows = s->runs[i].count;
+        out->pos = s->runs[i].first;
+        out->stride = s->runs[i].stride ? s->runs[i].stride : 1;
+        return 1;
+    }
+    if (s->layout == RA_LAYOUT_STRIPED) {
+        out->rows = tokens > s->rank ? ra__ceil_div(tokens - s->rank, s->ranks) : 0;
+        out->pos = s->offset + s->rank;
+        out->stride = s->ranks;
+        return i == 0;
+    }
+    if (cut) {
+        if (s->batch_cuts) cut += (int64_t)b * (2 * s->ranks + 1);
+    } else {
+        ra__cut(tokens, 1, NULL, s->layout == RA_LAYOUT_ZIGZAG, own);
+        cut = own;
+    }
+    if (i > (s->layout == RA_LAYOUT_ZIGZAG)) return 0;
+    int32_t piece = i ? 2 * s->ranks - 1 - s->rank : s->rank;
+    if (i) out->row = cut[s->rank + 1] - cut[s->rank];
+    out->rows = cut[piece + 1] - cut[piece];
+    out->pos = s->offset + cut[piece];
+    return 1;
+}
+
+/* Rows of sequence b on this side. */
+static int64_t ra__side_rows(const ra__side *s, int32_t b, int64_t tokens) {
+    ra__seg seg;
+    int64_t rows = 0;
+    for (int64_t i = 0; ra__side_seg(s, b, tokens, i, &seg); i++) rows += seg.rows;
+    return rows;
+}
+
+/* Blocks of at most 64 rows, counted from the start of each segment, never across two. */
+static int64_t ra__side_blocks(const ra__side *s, int32_t b, int64_t tokens) {
+    ra__seg seg;
+    int64_t n = 0;
+    for (int64_t i = 0; ra__side_seg(s, b, tokens, i, &seg); i++)
+        n += ra__ceil_div(seg.rows, RA_BLOCK_TOKENS);
+    return n;
+}
+
+RA__INLINE ra__seg ra__seg_part(const ra__seg *s, int64_t first, int64_t rows) {
+    ra__seg part;
+    part.row = s->row + first;
+    part.rows = rows;
+    part.pos = s->pos + first * s->stride;
+    part.stride = s->stride;
+    return part;
+}
+
+/* Block i of the segment, at most 64 rows. */
+RA__INLINE ra__seg ra__seg_block(const ra__seg *s, int64_t i) {
+    int64_t first = i * RA_BLOCK_TOKENS;
+    return ra__seg_part(s, first, ra__min(RA_BLOCK_TOKENS, s->rows - first));
+}
+
+static int ra__side_block(const ra__side *s, int32_t b, int64_t tokens, int64_t block,
+                          ra__seg *out) {
+    ra__seg seg;
+    for (int64_t i = 0; ra__side_seg(s, b, tokens, i, &seg); i++) {
+        int64_t n = ra__ceil_div(seg.rows, RA_BLOCK_TOKENS);
+        if (block < n) { *out = ra__seg_block(&seg, block); return 1; }
+        block -= n;
+    }
+    return 0;
+}
+
+/* Positions of the rows of a segment; array: entry of its first row, or null. */
+static void ra__seg_positions(const ra__seg *s, const int32_t *array, int32_t *pos) {
+    for (int64_t i = 0; i < s->rows; i++)
+        pos[i] = array ? array[i] : (int32_t)(s->pos + i * s->stride);
+}
+
+/* First and end position of the document that holds p; the last one ends at `end`. */
+static void ra__document(const ra_mask *m, int64_t p, int64_t end, int64_t *first, int64_t *last) {
+    int64_t a = 0, b = m->doc_count;
+    *first = 0;
+    *last = end;
+    if (!b) return;
+    while (b - a > 1) {
+        int64_t mid = a + (b - a) / 2;
+        if (m->doc_first[mid] <= p) a = mid;
+        else b = mid;
+    }
+    *first = m->doc_first[a];
+    if (a + 1 < m->doc_count) *last = ra__min(end, m->doc_first[a + 1]);
+}
+
+/* What the query at position p sees, by the three steps of ra_mask: [v[0], v[1]) and [v[2], v[3]).
+ * end: keys from this position on do not exist. p = -1 sees nothing. */
+static void ra__mask_row(const ra_mask *m, int64_t p, int64_t end, int32_t v[4]) {
+    int64_t lo, hi, doc = 0, last = end, keep;
+    v[0] = v[1] = v[2] = v[3] = 0;
+    if (p < 0) return;
+    if (m->kind == RA_MASK_INTERVALS) {
+        v[0] = (int32_t)ra__max(m->lo[p], 0);
+        v[1] = (int32_t)ra__min(m->hi[p], end);
+        return;
+    }
+    ra__document(m, p, end, &doc, &last);
+    lo = doc;
+    hi = last;
+    if (m->kind == RA_MASK_CAUSAL) {
+        hi = p + 1;
+        if (m->causal_block > 1) hi = doc + ra__round_up(hi - doc, m->causal_block);
+    }
+    if (m->prefix) hi = ra__max(hi, doc + m->prefix);
+    hi = ra__min(hi, last);
+    if (m->window) lo = ra__max(lo, p - m->window + 1);
+    if (m->window_right) hi = ra__min(hi, p + m->window_right + 1);
+    keep = m->keep ? ra__min(doc + m->keep, hi) : doc;
+    v[0] = (int32_t)lo;
+    v[1] = (int32_t)hi;
+    v[2] = (int32_t)doc;
+    v[3] = (int32_t)keep;
+}
+
+/* Bounds over the rows of one query block: of [lo, hi) and of [doc, keep), each over the rows where
+ * it is not empty; `all_*` are intersections over every row, empty if one row has none. */
+typedef struct ra__bounds {
+    int32_t lo_min, hi_max, doc_min, keep_max;
+    int32_t lo_max, hi_min, doc_max, keep_min;
+} ra__bounds;
+
+static void ra__bounds_row(ra__bounds *b, const int32_t v[4]) {
+    if (v[0] < v[1]) {
+        b->lo_min = v[0] < b->lo_min ? v[0] : b->lo_min;
+        b->hi_max = v[1] > b->hi_max ? v[1] : b->hi_max;
+    }
+    if (v[2] < v[3]) {
+        b->doc_min = v[2] < b->doc_min ? v[2] : b->doc_min;
+        b->keep_max = v[3] > b->keep_max ? v[3] : b->keep_max;
+    }
+    b->lo_max = v[0] > b->lo_max ? v[0] : b->lo_max;
+    b->hi_min = v[1] < b->hi_min ? v[1] : b->hi_min;
+    b->doc_max = v[2] > b->doc_max ? v[2] : b->doc_max;
+    b->keep_min = v[3] < b->keep_min ? v[3] : b->keep_min;
+}
+
+/* Geometry of a query block: rows of a segment of at most 64; g may be null. */
+static ra__bounds ra__rows_fill(const ra_mask *m, int64_t end, const ra__seg *s,
+                                const int32_t *array, ra__rows *g) {
+    ra__bounds b = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN,
+                     INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX };
+    for (int64_t i = 0; i < s->rows; i++) {
+        int64_t p = array ? array[s->row + i] : s->pos + i * s->stride;
+        int32_t v[4];
+        ra__mask_row(m, p, end, v);
+        ra__bounds_row(&b, v);
+        if (!g) continue;
+        g->pos[i] = (int32_t)p;
+        g->lo[i] = v[0];
+        g->hi[i] = v[1];
+        g->doc[i] = v[2];
+        g->keep[i] = v[3];
+    }
+    for (int64_t i = s->rows; g && i < RA_BLOCK_TOKENS; i++)
+        g->pos[i] = g->lo[i] = g->hi[i] = g->doc[i] = g->keep[i] = 0;
+    return b;
+}
+
+/* Class of keys whose positions lie in [first, last] for the rows of b. Empty and full are certain,
+ * partial may be either. */
+RA__INLINE int ra__classify(const ra__bounds *b, int64_t first, int64_t last) {
+    if (first >= 0 && ((first >= b->lo_max && last < b->hi_min) ||
+                       (first >= b->doc_max && last < b->keep_min)))
+        return RA__FULL;
+    if ((first < b->hi_max && last >= b->lo_min) || (first < b->keep_max && last >= b->doc_min))
+        return RA__PARTIAL;
+    return RA__EMPTY;
+}
+
+/* Smallest and largest position of a segment's rows; array as above. */
+static void ra__seg_span(const ra__seg *s, const int32_t *array, int64_t *first, int64_t *last) {
+    *first = s->pos;
+    *last = s->pos + (s->rows - 1) * s->stride;
+    if (!array) return;
+    *first = *last = array[0];
+    for (int64_t i = 1; i < s->rows; i++) {
+        *first = ra__min(*first, array[i]);
+        *last = ra__max(*last, array[i]);
+    }
+}
+
+/* Visible keys of a row among the dense positions [0, end). */
+RA__INLINE int64_t ra__pairs_row(const int32_t v[4]) {
+    if (v[0] >= v[1]) return ra__max(0, v[3] - v[2]);
+    return v[1] - v[0] + ra__max(0, ra__min(v[3], v[0]) - v[2]);
+}
+
+/* ========================================================================== SCHEDULE
+ * Chunks, their order, and how far each travels. In: a resolved descriptor. Out: one list of chunks
+ * in the order in which every row folds them and every link carries them, and for one rank the
+ * sublists it folds, receives and sends.
+ *
+ * Order. DESC: sequence by sequence, owners descending, chunks descending; for contiguous causal
+ * shards, where a row's keys then come from its own block downwards. TURN: owners ascending, chunks
+ * ascending: owner 0 sends its whole shard round, then owner 1, and a rank folds its own keys on
+ * its turn. Either way a row meets the blocks of the grid in an order that does not depend on the
+ * number of ranks.
+ *
+ * No deadlock. All links carry chunks in the order of the one list. The first chunk of the list
+ * that is not home yet is at the head of its link, and the receiver's buffers hold only chunks
+ * before it, which are done: so with one buffer or more something always moves. ra__prove runs the
+ * ring in lock step once to show it, and numbers the exchanges for transports that know only
+ * sendrecv. */
+
+enum { RA__FRAME_BYTES = 64, RA__ADDRESS_BYTES = 128, RA__SHARED_BUFFERS = 16 };
+
+/* Keys of one owner that travel together: one segment, or for zigzag two, mirrored. */
+typedef struct ra__chunk {
+    int32_t sequence, owner;
+    int32_t segs;
+    int32_t lead;                      /* the segment that travels farther: first in a message */
+    int32_t hops[2];                   /* ranks that a segment visits after its owner */
+    ra__seg seg[2];
+} ra__chunk;
+
+typedef struct ra__exchange {          /* one step of the lock-step run with this rank in it */
+    int32_t send, recv;                /* index in the send and receive list, -1: none */
+    int64_t step;
+} ra__exchange;
+
+/* Counts that size a rank's workspace. words: small messages that end a shared pass. */
+typedef struct ra__sizes {
+    int64_t rows, tasks, recvs, sends, own, words_in, words_out;
+    int32_t panels;
+} ra__sizes;
+
+struct ra_plan {
+    ra_desc d;                         /* resolved; its arrays are copies in this plan */
+    ra_allocator allocator;
+    int64_t bytes;                     /* of this allocation */
+    uint64_t hash;                     /* of all AGREED values as given */
+    int32_t order, direction;
+    int32_t on_grid;                   /* 1: all cuts lie on the block grid */
+    int32_t dense;                     /* 1: key positions [0, kv_tokens) are all held */
+    int64_t *q_cut, *k_cut;            /* [B][2 ranks + 1], null for STRIPED, RUNS, ARRAY */
+    int64_t *q_run0, *k_run0;          /* RUNS: [ranks + 1] first entry in the tables */
+    int64_t chunks;
+    ra__chunk *chunk;
+    uint8_t *need;                     /* [chunks][2][need_row] bit r: rank r folds the segment */
+    int64_t need_row;
+    int32_t *fold, *recv, *send;       /* this rank's chunks, in order; fold: -1 - b for a sequence
+                                        * with rows and no keys */
+    int32_t *fold_recv, *send_recv;    /* index in recv, -1: its own */
+    int32_t *fold_index;               /* how many chunks of its sequence come before it */
+    uint8_t *fold_last;                /* 1: the last of its sequence */
+    int32_t *recv_fold, *recv_send;    /* index in fold and send, -1: neither folded nor sent on */
+    int64_t folds, recvs, sends, exchanges;
+    ra__exchange *exchange;
+    int64_t *task0;                    /* [B + 1] first task of a sequence */
+    ra__sizes sizes;                   /* of d.rank */
+    int32_t *readers, *sources;        /* ranks that read this rank's keys, and whose it reads */
+    int64_t *source_end;               /* entries of fold after which a source is not read again */
+    int64_t reader_count, source_count;
+    int64_t chunk_bytes;               /* longest message */
+    int64_t *scratch;                  /* [3 ranks] of ra__prove, unused afterwards */
+    int64_t unvisited;                 /* empty tiles of chunks that this rank never folds */
+    ra_plan_report report;             /* of d.rank */
+};
+
+RA__INLINE int32_t ra__ranks_apart(const ra_plan *p, int32_t from, int32_t to) {
+    int32_t n = p->direction > 0 ? to - from : from - to;
+    return n < 0 ? n + p->d.ranks : n;
+}
+
+RA__INLINE int32_t ra__next_rank(const ra_plan *p, int32_t rank, int32_t step) {
+    int32_t n = rank + step * p->direction;
+    return n < 0 ? n + p->d.ranks : n >= p->d.ranks ? n - p->d.ranks : n;
+}
+
+RA__INLINE int ra__needs_seg(const ra_plan *p, int64_t chunk, int32_t seg, int32_t rank) {
+    return (p->need[(2 * chunk + seg) * p->need_row + rank / 8] >> (rank % 8)) & 1;
+}
+
+RA__INLINE int ra__needs(const ra_plan *p, int64_t chunk, int32_t rank) {
+    return ra__needs_seg(p, chunk, 0, rank) | ra__needs_seg(p, chunk, 1, rank);
+}
+
+/* Rows of the queries (keys = 0) or keys of a rank. ARRAY positions are filled in by the pass. */
+static ra__side ra__plan_side(const ra_plan *p, int keys, int32_t rank) {
+    const ra_layout *l = &p->d.layout;
+    const int64_t *run0 = keys ? p->k_run0 : p->q_run0;
+    ra__side s;
+    memset(&s, 0, sizeof s);
+    s.layout = l->kind;
+    s.rank = rank;
+    s.ranks = p->d.ranks;
+    s.batch_cuts = 1;
+    s.offset = keys ? 0 : p->d.q_offset;
+    s.cut = keys ? p->k_cut : p->q_cut;
+    if (l->kind == RA_LAYOUT_RUNS) {
+        s.runs = (keys ? l->k_runs : l->q_runs) + run0[rank];
+        s.run_count = run0[rank + 1] - run0[rank];
+    }
+    if (l->kind == RA_LAYOUT_ARRAY) s.array_rows = (keys ? l->k_rows : l->q_rows)[rank];
+    return s;
+}
+
+/* Positions from here on hold no key of sequence b. */
+RA__INLINE int64_t ra__key_end(const ra_desc *d, int32_t b, int array) {
+    return array ? RA_MAX_POSITION : ra__k_len(d, b);
+}
+
+RA__INLINE int64_t ra__chunk_rows(const ra__chunk *c) {
+    return c->seg[0].rows + (c->segs > 1 ? c->seg[1].rows : 0);
+}
+
+RA__INLINE int32_t ra__element(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
+
+/* Where the parts of a segment lie in a message: offsets of positions, K and V. */
+typedef struct ra__parts { int64_t pos, k, v; } ra__parts;
+
+/* Lays out the message of a chunk on its way to the rank `hop` ranks after its owner: the segments
+ * that go so far. Returns its length. Each part starts on a multiple of 64, the only padding. */
+static int64_t ra__message(const ra_desc *d, const ra__chunk *c, int32_t hop, ra__parts part[2]) {
+    int64_t at = RA__FRAME_BYTES;
+    for (int32_t i = 0; i < c->segs; i++) {
+        int32_t s = i ? 1 - c->lead : c->lead;
+        int64_t rows = c->seg[s].rows, heads = rows * d->kv_heads;
+        if (c->hops[s] < hop) break;
+        part[s].pos = at;
+        if (d->layout.kind == RA_LAYOUT_ARRAY) at += ra__round_up(4 * rows, 64);
+        part[s].k = part[s].v = at;
+        at += ra__round_up(heads * d->k_dim * ra__element(d->k_dtype), 64);
+        if (d->v_in_k) continue;
+        part[s].v = at;
+        at += ra__round_up(heads * d->v_dim * ra__element(d->v_dtype), 64);
+    }
+    return at;
+}
+
+static int64_t ra__message_bytes(const ra_desc *d, const ra__chunk *c, int32_t hop) {
+    ra__parts part[2];
+    return ra__message(d, c, hop, part);
+}
+
+RA__INLINE int32_t ra__chunk_reach(const ra__chunk *c) { return c->hops[c->lead]; }
+
+/* Blocks of a chunk, in the order in which a row folds them. */
+RA__INLINE int64_t ra__chunk_blocks(const ra__chunk *c) {
+    int64_t n = ra__ceil_div(c->seg[0].rows, RA_BLOCK_TOKENS);
+    return c->segs > 1 ? n + ra__ceil_div(c->seg[1].rows, RA_BLOCK_TOKENS) : n;
+}
+
+/* Block i of chunk c in folding order: DESC downwards; zigzag the pairs {k, n - 1 - k}, front block
+ * first; else upwards. *which: its segment. */
+static ra__seg ra__chunk_block(const ra__chunk *c, int32_t order, int64_t i, int32_t *which) {
+    int64_t n0 = ra__ceil_div(c->seg[0].rows, RA_BLOCK_TOKENS), n1, pair;
+    *which = 0;
+    if (c->segs < 2) return ra__seg_block(&c->seg[0], order == RA_ORDER_DESC ? n0 - 1 - i : i);
+    n1 = ra__ceil_div(c->seg[1].rows, RA_BLOCK_TOKENS);
+    pair = ra__min(n0, n1);
+    *which = i < 2 * pair ? (int32_t)(i % 2) : n0 <= n1;
+    i = i < 2 * pair ? i / 2 : i - pair;
+    return ra__seg_block(&c->seg[*which], *which ? n1 - 1 - i : i);
+}
+
+/* Part i of n nearly equal parts of `blocks` blocks, as first block (i = n: the end). */
+RA__INLINE int64_t ra__part(int64_t blocks, int64_t n, int64_t i) { return blocks * i / n; }
+
+/* Chunk j of a zigzag shard with front segment s[0] and back segment s[1]: mirrored blocks
+ * [a, b) from the front of the one and from the back of the other. */
+static void ra__chunk_zigzag(ra__chunk *c, const ra__seg s[2], int64_t n, int64_t j) {
+    int64_t n0 = ra__ceil_div(s[0].rows, RA_BLOCK_TOKENS);
+    int64_t n1 = ra__ceil_div(s[1].rows, RA_BLOCK_TOKENS), units = ra__max(n0, n1);
+    int64_t a = ra__part(units, n, j), b = ra__part(units, n, j + 1);
+    int64_t f0 = ra__min(a * RA_BLOCK_TOKENS, s[0].rows);
+    int64_t f1 = ra__min(b * RA_BLOCK_TOKENS, s[0].rows);
+    int64_t g0 = ra__max(n1 - b, 0) * RA_BLOCK_TOKENS;
+    int64_t g1 = ra__min(ra__max(n1 - a, 0) * RA_BLOCK_TOKENS, s[1].rows);
+    c->segs = 0;
+    if (f1 > f0) c->seg[c->segs++] = ra__seg_part(&s[0], f0, f1 - f0);
+    if (g1 > g0) c->seg[c->segs++] = ra__seg_part(&s[1], g0, g1 - g0);
+}
+
+/* Writes the chunks of one shard, ascending; null out: counts. */
+static int64_t ra__chunk_shard(const ra__side *side, int32_t b, int64_t tokens,
+                               int64_t chunk_tokens, ra__chunk *out) {
+    int64_t count = 0;
+    ra__seg s[2];
+    memset(s, 0, sizeof s);
+    for (int64_t i = 0; ra__side_seg(side, b, tokens, i, &s[0]); i++) {
+        int zigzag = side->layout == RA_LAYOUT_ZIGZAG;
+        int64_t rows = s[0].rows, blocks = ra__ceil_div(rows, RA_BLOCK_TOKENS);
+        if (zigzag) {
+            (void)ra__side_seg(side, b, tokens, ++i, &s[1]);
+            rows += s[1].rows;
+            blocks = ra__max(blocks, ra__ceil_div(s[1].rows, RA_BLOCK_TOKENS));
+        }
+        int64_t n = ra__min(blocks, ra__ceil_div(rows, chunk_tokens));
+        for (int64_t j = 0; j < n; j++, count++) {
+            ra__chunk c;
+            int64_t from = ra__part(blocks, n, j) * RA_BLOCK_TOKENS;
+            int64_t to = ra__min(ra__part(blocks, n, j + 1) * RA_BLOCK_TOKENS, s[0].rows);
+            memset(&c, 0, sizeof c);
+            c.sequence = b;
+            c.owner = side->rank;
+            c.segs = 1;
+            if (zigzag) ra__chunk_zigzag(&c, s, n, j);
+            else c.seg[0] = ra__seg_part(&s[0], from, to - from);
+            if (out) out[count] = c;
+        }
+    }
+    return count;
+}
+
+/* All chunks in global order; p->chunk null: counts. */
+static int64_t ra__chunk_all(ra_plan *p) {
+    int64_t n = 0;
+    for (int32_t b = 0; b < p->d.sequences; b++) {
+        for (int32_t i = 0; i < p->d.ranks; i++) {
+            int32_t owner = p->order == RA_ORDER_DESC ? p->d.ranks - 1 - i : i;
+            ra__side side = ra__plan_side(p, 1, owner);
+            int64_t k = ra__chunk_shard(&side, b, ra__k_len(&p->d, b), p->d.chunk_tokens,
+                                        p->chunk ? p->chunk + n : NULL);
+            for (int64_t j = 0; p->chunk && p->order == RA_ORDER_DESC && j < k / 2; j++) {
+                ra__chunk t = p->chunk[n + j];
+                p->chunk[n + j] = p->chunk[n + k - 1 - j];
+                p->chunk[n + k - 1 - j] = t;
+            }
+            n += k;
+        }
+    }
+    return n;
+}
+
+/* Class of segment i of a chunk for the rows of b; positions of ARRAY are not known here. */
+static int ra__seg_class(const ra_plan *p, const ra__chunk *c, int32_t i, const ra__bounds *b) {
+    int64_t first, last;
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY) return RA__PARTIAL;
+    ra__seg_span(&c->seg[i], NULL, &first, &last);
+    return ra__classify(b, first, last);
+}
+
+/* Chunks [*first, *end) of sequence b: the list is sorted by sequence. */
+static void ra__chunk_range(const ra_plan *p, int32_t b, int64_t *first, int64_t *end) {
+    int64_t edge[2];
+    for (int32_t i = 0; i < 2; i++) {
+        int64_t lo = 0, hi = p->chunks;
+        while (lo < hi) {
+            int64_t mid = lo + (hi - lo) / 2;
+            if (p->chunk[mid].sequence < b + i) lo = mid + 1;
+            else hi = mid;
+        }
+        edge[i] = lo;
+    }
+    *first = edge[0];
+    *end = edge[1];
+}
+
+/* Marks who needs which chunk: rank r if a block of its queries may see one of the keys. */
+static void ra__chunk_needs(ra_plan *p, int32_t rank, int32_t b) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    int64_t tokens = ra__q_len(&p->d, b), blocks = ra__side_blocks(&side, b, tokens), first, end;
+    int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
+    ra__chunk_range(p, b, &first, &end);
+    for (int64_t i = 0; i < blocks; i++) {
+        ra__seg s;
+        ra__bounds bounds;
+        memset(&bounds, 0, sizeof bounds);
+        if (!ra__side_block(&side, b, tokens, i, &s)) break;
+        if (!array)
+            bounds = ra__rows_fill(&p->d.mask, ra__key_end(&p->d, b, 0), &s, NULL, NULL);
+        for (int64_t c = first; c < end; c++)
+            for (int32_t j = 0; j < p->chunk[c].segs; j++)
+                if (!ra__needs_seg(p, c, j, rank) &&
+                    ra__seg_class(p, &p->chunk[c], j, &bounds) != RA__EMPTY)
+                    p->need[(2 * c + j) * p->need_row + rank / 8] |= (uint8_t)(1 << (rank % 8));
+    }
+}
+
+/* Sets hops of every segment in the current direction; returns bytes on all links together. */
+static int64_t ra__chunk_hops(ra_plan *p) {
+    int64_t bytes = 0;
+    for (int64_t c = 0; c < p->chunks; c++) {
+        ra__chunk *chunk = &p->chunk[c];
+        for (int32_t i = 0; i < 2; i++) {
+            chunk->hops[i] = 0;
+            for (int32_t n = p->d.ranks - 1; n > 0 && !chunk->hops[i]; n--)
+                if (ra__needs_seg(p, c, i, ra__next_rank(p, chunk->owner, n))) chunk->hops[i] = n;
+        }
+        chunk->lead = chunk->hops[1] > chunk->hops[0];
+        for (int32_t h = 1; h <= ra__chunk_reach(chunk); h++)
+            bytes += ra__message_bytes(&p->d, chunk, h);
+    }
+    return bytes;
+}
+
+/* Chunk c arrives at this rank, leaves it. */
+RA__INLINE int ra__arrives(const ra_plan *p, int64_t c, int32_t rank) {
+    int32_t n = ra__ranks_apart(p, p->chunk[c].owner, rank);
+    return n > 0 && n <= ra__chunk_reach(&p->chunk[c]);
+}
+RA__INLINE int ra__leaves(const ra_plan *p, int64_t c, int32_t rank) {
+    return ra__ranks_apart(p, p->chunk[c].owner, rank) < ra__chunk_reach(&p->chunk[c]);
+}
+
+/* One link of the lock-step run: the rank's next chunk to send, or `chunks` at the end. */
+static int64_t ra__prove_next(const ra_plan *p, int32_t rank, int64_t c) {
+    while (c < p->chunks && !ra__leaves(p, c, rank)) c++;
+    return c;
+}
+
+/* State of the lock-step run. at: next chunk on a rank's outgoing link; kept: first chunk whose
+ * buffer at the rank is not free again (buffers are freed in order, as the ring does); used:
+ * buffers that hold a chunk. All [ranks]. */
+typedef struct ra__lockstep {
+    int64_t *at, *kept;
+    int32_t *used, *moves;
+} ra__lockstep;
+
+static void ra__prove_free(const ra_plan *p, ra__lockstep *s, int32_t rank) {
+    int32_t prev = ra__next_rank(p, rank, -1);
+    for (; s->kept[rank] < p->chunks; s->kept[rank]++) {
+        int64_t c = s->kept[rank];
+        if (!ra__arrives(p, c, rank)) continue;
+        if (s->at[prev] <= c || (ra__leaves(p, c, rank) && s->at[rank] <= c)) return;
+        s->used[rank]--;
+    }
+}
+
+/* Decides one step: a link moves its next chunk if the sender has it and the receiver has room. */
+static int32_t ra__prove_step(const ra_plan *p, ra__lockstep *s) {
+    int32_t any = 0;
+    for (int32_t r = 0; r < p->d.ranks; r++) {
+        int64_t c = s->at[r];
+        s->moves[r] = c < p->chunks && s->used[ra__next_rank(p, r, 1)] < p->d.buffers &&
+                      (p->chunk[c].owner == r || s->at[ra__next_rank(p, r, -1)] > c);
+        any |= s->moves[r];
+    }
+    return any;
+}
+
+/* Runs the ring once in lock step. Writes this rank's exchanges (null: counts) and returns their
+ * number, or -1 if the run stops early. */
+static int64_t ra__prove(const ra_plan *p, ra__lockstep *s, ra__exchange *out) {
+    int32_t me = p->d.rank, from = ra__next_rank(p, me, -1);
+    int64_t count = 0, sent = 0, received = 0, open = 0;
+    for (int32_t r = 0; r < p->d.ranks; r++) {
+        s->at[r] = ra__prove_next(p, r, 0);
+        s->kept[r] = s->used[r] = 0;
+        open += s->at[r] < p->chunks;
+    }
+    for (int64_t step = 0; open > 0; step++) {
+        if (!ra__prove_step(p, s)) return -1;
+        if (s->moves[me] || s->moves[from]) {
+            if (out) {
+                out[count].step = step;
+                out[count].send = s->moves[me] ? (int32_t)sent : -1;
+                out[count].recv = s->moves[from] ? (int32_t)received : -1;
+            }
+            count++;
+            sent += s->moves[me];
+            received += s->moves[from];
+        }
+        for (int32_t r = 0; r < p->d.ranks; r++) {
+            if (!s->moves[r]) continue;
+            s->used[ra__next_rank(p, r, 1)]++;
+            s->at[r] = ra__prove_next(p, r, s->at[r] + 1);
+            open -= s->at[r] == p->chunks;
+        }
+        for (int32_t r = 0; r < p->d.ranks; r++) ra__prove_free(p, s, r);
+    }
+    return count;
+}
+
+/* ========================================================================== TRANSPORT
+ * Checks an ra_transport before anything of it is used, fills in its defaults, and the transport of
+ * a ring of one. In: the struct as the client filled it and what the plan needs. Out: a refusal
+ * whose (status, field) names one check, or nothing. Garbage is met in the order size, ABI, plain
+ * numbers, pointers; no callback is called here. */
+
+enum { RA__TP_CAPS = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_LOAN | RA_CAP_DEADLINE
+                     | RA_CAP_SHARED };
+#define RA__TP_SIZE_V1 (offsetof(ra_transport, error_text) + sizeof(void *))
+#define RA__TP_SIZE_MAX 4096           /* no version will be larger: the field holds garbage */
+#define RA__TP_MAX_MSG ((size_t)1 << 30)
+
+static ra_status ra__tp_check_numbers(const ra_transport *t, ra_error *e) {
+    if (t->size < RA__TP_SIZE_V1 || t->size > RA__TP_SIZE_MAX)
+        return ra__refuse(e, RA_E_ABI, "transport.size",
+                          "must be sizeof(ra_transport), is #: was it set?", (int64_t)t->size);
+    if (t->abi != RA_TRANSPORT_ABI)
+        return ra__refuse(e, RA_E_ABI, "transport.abi",
+                          "must be RA_TRANSPORT_ABI, which is 1 here, is #", (int64_t)t->abi);
+    if (t->caps & ~(uint32_t)RA__TP_CAPS)
+        return ra__refuse(e, RA_E_ENUM, "transport.caps",
+                          "has bits that are no RA_CAP_*: #", (int64_t)t->caps);
+    if (t->channels > 64)
+        return ra__refuse(e, RA_E_RANGE, "transport.channels",
+                          "must be 0 (1) to 64, is #", (int64_t)t->channels);
+    if (t->tag_bits > 64)
+        return ra__refuse(e, RA_E_RANGE, "transport.tag_bits",
+                          "must be 0 (15) to 64, is #", (int64_t)t->tag_bits);
+    if (t->max_ops == 1)
+        return ra__refuse(e, RA_E_RANGE, "transport.max_ops",
+                          "must be 0 (2) or at least 2, a send beside a receive, is #", 1);
+    if (t->align > 4096 || (t->align & (t->align - 1)))
+        return ra__refuse(e, RA_E_RANGE, "transport.align",
+                          "must be 0 (64) or a power of two up to 4096, is #", (int64_t)t->align);
+    return RA_OK;
+}
+
+/* Each callback and property that another one calls for. */
+static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
+    int shared = (t->caps & RA_CAP_SHARED) != 0;
+    if (!t->sendrecv && !t->post)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.sendrecv",
+                          "is null and so is post: one of them must be there", 0);
+    if (t->post && !t->poll)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.poll",
+                          "is null, but post is there and needs it", 0);
+    if (t->reg && !t->dereg)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.dereg",
+                          "is null, but reg is there and needs it", 0);
+    if ((t->caps & RA_CAP_LOAN) && !t->release)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.release",
+                          "is null, but RA_CAP_LOAN is in caps (#)", (int64_t)t->caps);
+    if (shared && !t->post)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.post",
+                          "is null, but RA_CAP_SHARED is in caps (#)", (int64_t)t->caps);
+    if (shared && !(t->caps & RA_CAP_ANY_PEER))
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
+                          "RA_CAP_SHARED needs RA_CAP_ANY_PEER, is #", (int64_t)t->caps);
+    if (shared && t->channels < 2)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.channels",
+                          "RA_CAP_SHARED needs at least 2 channels, is #", (int64_t)t->channels);
+    return RA_OK;
+}
+
+/* rank and ranks as the plan has them; chunk_bytes is the largest message it will send. */
+static ra_status ra__tp_check(const ra_transport *t, int32_t rank, int32_t ranks,
+                              int64_t chunk_bytes, ra_error *e) {
+    ra_status s;
+    size_t max_msg;
+    if (!t && ranks == 1) return RA_OK;
+    if (!t)
+        return ra__refuse(e, RA_E_NULL, "transport",
+                          "is null, which is allowed in a ring of one, but the plan has # ranks",
+                          ranks);
+    s = ra__tp_check_numbers(t, e);
+    if (s == RA_OK) s = ra__tp_check_callbacks(t, e);
+    if (s != RA_OK) return s;
+    if (!t->ranks && t->rank)
+        return ra__refuse(e, RA_E_UNSET, "transport.ranks",
+                          "is 0, but transport.rank is #: set both or neither", t->rank);
+    if (t->ranks && t->ranks != ranks)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.ranks",
+                          "is #, but the plan has another number of ranks", t->ranks);
+    if (t->ranks && t->rank != rank)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.rank",
+                          "is #, but the plan is another rank's", t->rank);
+    max_msg = t->max_msg ? t->max_msg : RA__TP_MAX_MSG;
+    if (ranks > 1 && chunk_bytes > 0 && (uint64_t)chunk_bytes > (uint64_t)max_msg)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
+                          "is less than the # bytes of a message of this plan: lower chunk_tokens",
+                          chunk_bytes);
+    return RA_OK;
+}
+
+static int ra__tp_lone_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
+                                size_t r_len, uint64_t tag, int64_t deadline_ns) {
+    (void)ctx, (void)to, (void)s, (void)s_len, (void)from, (void)r, (void)r_len, (void)tag;
+    (void)deadline_ns;
+    return RA_E_IO;
+}
+
+static int ra__tp_lone_ops(void *ctx, ra_op *const *ops, int n) {
+    int i;
+    (void)ctx;
+    for (i = 0; i < n; i++) ops[i]->state = RA_E_IO;
+    return RA_E_IO;
+}
+
+/* Nothing was ever posted, so nothing needs stopping and no buffer will be touched. */
+static int ra__tp_lone_abort(void *ctx, int why) {
+    (void)ctx, (void)why;
+    return RA_OK;
+}
+
+static int ra__tp_lone_quiesce(void *ctx, int64_t deadline_ns) {
+    (void)ctx, (void)deadline_ns;
+    return RA_OK;
+}
+
+static const ra_transport ra__tp_loopback = {
+    (uint32_t)sizeof(ra_transport), RA_TRANSPORT_ABI,
+    RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_DEADLINE,
+    1, 15, 2,                          /* channels, tag_bits, max_ops */
+    0, 1,                              /* rank, ranks */
+    RA__TP_MAX_MSG, 64, "loopback", NULL,
+    ra__tp_lone_sendrecv, ra__tp_lone_ops, ra__tp_lone_ops, NULL,
+    NULL, NULL, NULL, ra__tp_lone_abort, ra__tp_lone_quiesce, NULL
+};
+
+RINGATTN_API const ra_transport *ra_transport_loopback(void) {
+    return &ra__tp_loopback;
+}
+
+/* A copy without zeroes where zero stands for a default; null gives the loopback. t has passed
+ * ra__tp_check. What a later version appends is not copied: nobody here would call it. */
+static ra_transport ra__tp_resolved(const ra_transport *t) {
+    ra_transport r = t ? *t : ra__tp_loopback;
+    r.size = (uint32_t)sizeof r;
+    if (!r.channels) r.channels = 1;
+    if (!r.tag_bits) r.tag_bits = 15;
+    if (!r.max_ops) r.max_ops = 2;
+    if (!r.max_msg) r.max_msg = RA__TP_MAX_MSG;
+    if (!r.align) r.align = 64;
+    if (!r.name) r.name = "unnamed";
+    return r;
+}
+
+#undef RA__TP_SIZE_V1
+#undef RA__TP_SIZE_MAX
+#undef RA__TP_MAX_MSG
+
+/* ========================================================================== SHM
+ * The bundled world: ranks are threads of this process, a seat each. One world carries one ring a
+ * rank at a time: quiesce speaks for the whole rank, and failure is for the life of the world.
+ *
+ * A send and a receive match in order per (source, destination, channel). Both look into the inbox
+ * of the destination, under its lock: whoever comes second takes the other's op out, copies the
+ * bytes after unlocking, and reports to its owner in scratch. Hence
+ *   - in one flow only sends or only receives are ever queued, so a match is the first of its flow;
+ *   - an op's state is written by calls of its owner alone;
+ *   - an op that is no longer PENDING is touched by nobody else, nor is its buffer.
+ * Whatever a seat may sleep for first changes the atomics that say so, then adds to its event
+ * word, on which the sleeper also announces itself: one word, one order, no lost wake-up.
+ *
+ * Errors of the callbacks: RA_OK or the sticky failure of the seat, which is `why` on the rank
+ * that aborted and RA_E_ABORTED on others. Ops alone fail with RA_E_TRUNC (both sides; nothing is
+ * copied), RA_E_PEER (the peer left or quiesced) or RA_E_IO (kind, channel or peer is invalid).
+ * Six facts a callback stand beside each; "owner" is the thread that makes the calls of a rank. */
+
+#ifdef RINGATTN_NO_THREADS
+
+static ra_status ra__shm_none(ra_error *e) {
+    return ra__refuse(e, RA_E_UNSUPPORTED, "RINGATTN_NO_THREADS",
+                      "is defined: this build has no world of threads", 0);
+}
+
+RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd) {
+    if (out) *out = NULL;
+    return ra__shm_none(wd ? wd->error : NULL);
+}
+
+RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const ra_world_desc *wd) {
+    (void)ranks, (void)fn, (void)user;
+    return ra__shm_none(wd ? wd->error : NULL);
+}
+
+RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank) {
+    (void)world, (void)rank;
+    return NULL;
+}
+
+RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why) {
+    (void)world, (void)rank, (void)why;
+}
+
+RINGATTN_API void ra_world_destroy(ra_world *world) {
+    (void)world;
+}
+
+#else
+
+enum { RA__SHM_BUCKETS = 16, RA__SHM_CHANNELS = 2 };
+enum { RA__SHM_SPINS = 200, RA__SHM_YIELDS = 8 };
+#define RA__SHM_SLICE_NS 10000000      /* longest sleep in one piece */
+#define RA__SHM_EVENT 65536            /* event word: events times this plus sleepers */
+#define RA__SHM_LINE __attribute__((aligned(128))) /* two lines: processors fetch pairs */
+
+/* Words of ra_op.scratch of a PENDING op. All but the report are read and written under the lock
+ * of the inbox that queues the op. */
+enum { RA__SHM_NEXT, RA__SHM_PREV,     /* in its bucket */
+       RA__SHM_OWNER, RA__SHM_SOURCE,  /* seats: who posted it, from where the bytes come */
+       RA__SHM_REPORT };               /* atomic: RA__SHM_QUEUED, or as follows, or RA_E_TRUNC */
+enum { RA__SHM_QUEUED = 0, RA__SHM_TAKEN = 1, RA__SHM_MOVED = 2 };
+
+typedef struct ra__shm_bucket { ra_op *head, *tail; } ra__shm_bucket;
+
+typedef struct ra__shm_seat {
+    RA__SHM_LINE int64_t event;        /* others write */
+    int32_t open;                      /* ops of this rank that are queued or being copied */
+    RA__SHM_LINE int32_t why;          /* seldom written: failure of this rank, 0: none */
+    int32_t gone;                      /* 1: has quiesced or left */
+    int32_t rank;
+    struct ra_world *world;
+    RA__SHM_LINE pthread_mutex_t inbox_lock; /* guards bucket[] and the scratch of ops in it */
+    ra__shm_bucket bucket[RA__SHM_BUCKETS]; /* messages to this rank, both sides of them */
+    RA__SHM_LINE pthread_mutex_t sleep_lock;
+    pthread_cond_t wake;
+    ra_transport transport;
+} ra__shm_seat;
+
+struct ra_world {
+    RA__SHM_LINE int32_t aborted;      /* 1: some rank aborted */
+    int32_t gone;                      /* ranks that have quiesced or left */
+    int32_t ranks;
+    ra__shm_seat *seats;               /* [ranks], behind this struct */
+    size_t bytes;
+    ra_allocator allocator;
+};
+
+/* ---- waking and sleeping */
+
+static int ra__shm_eventless(const ra__shm_seat *seat, int64_t seen) {
+    return ra__load_i64(&seat->event) / RA__SHM_EVENT == seen;
+}
+
+static void ra__shm_notify(ra__shm_seat *seat) {
+    if (ra__add_i64(&seat->event, RA__SHM_EVENT) % RA__SHM_EVENT == 0) return;
+    pthread_mutex_lock(&seat->sleep_lock);
+    pthread_cond_broadcast(&seat->wake);
+    pthread_mutex_unlock(&seat->sleep_lock);
+}
+
+/* Takes no lock that another thread holds: a sleeper that is missed wakes with its slice. */
+static void ra__shm_notify_all(ra_world *world) {
+    int32_t r;
+    for (r = 0; r < world->ranks; r++) {
+        ra__shm_seat *seat = &world->seats[r];
+        if (ra__add_i64(&seat->event, RA__SHM_EVENT) % RA__SHM_EVENT == 0) continue;
+        if (pthread_mutex_trylock(&seat->sleep_lock)) continue;
+        pthread_cond_broadcast(&seat->wake);
+        pthread_mutex_unlock(&seat->sleep_lock);
+    }
+}
+
+/* One slice of sleep, unless there was an event since `seen` was taken. */
+static void ra__shm_sleep(ra__shm_seat *seat, int64_t seen, int64_t ns) {
+    pthread_mutex_lock(&seat->sleep_lock);
+    if (ra__add_i64(&seat->event, 1) / RA__SHM_EVENT == seen)
+        ra__cond_sleep(&seat->wake, &seat->sleep_lock, ns);
+    ra__add_i64(&seat->event, -1);
+    pthread_mutex_unlock(&seat->sleep_lock);
+}
+
+/* Waits for an event later than `seen`: 1; 0: the deadline came first. */
+static int ra__shm_doze(ra__shm_seat *seat, int64_t seen, int64_t deadline_ns) {
+    int i;
+    for (i = 0; i < RA__SHM_SPINS; i++) {
+        if (!ra__shm_eventless(seat, seen)) return 1;
+        ra__pause();
+    }
+    for (i = 0; i < RA__SHM_YIELDS; i++) {
+        if (!ra__shm_eventless(seat, seen)) return 1;
+        ra__yield();
+    }
+    while (ra__shm_eventless(seat, seen)) {
+        int64_t ns = RA__SHM_SLICE_NS;
+        if (deadline_ns != RA_NO_DEADLINE) {
+            int64_t left = deadline_ns - ra_now_ns();
+            if (left <= 0) return 0;
+            if (left < ns) ns = left;
+        }
+        ra__shm_sleep(seat, seen, ns);
+    }
+    return 1;
+}
+
+/* ---- queues; the inbox is locked */
+
+static ra_op *ra__shm_op(const ra_op *op, int word) {
+    return (ra_op *)op->scratch[word];
+}
+
+static void ra__shm_report(ra_op *op, int32_t report) {
+    ra__store_ptr(&op->scratch[RA__SHM_REPORT], (void *)(intptr_t)report);
+}
+
+static int32_t ra__shm_reported(const ra_op *op) {
+    return (int32_t)(intptr_t)ra__load_ptr(&op->scratch[RA__SHM_REPORT]);
+}
+
+static ra__shm_seat *ra__shm_inbox(ra__shm_seat *seat, const ra_op *op) {
+    return op->kind == RA_OP_RECV ? seat : &seat->world->seats[op->peer];
+}
+
+static ra__shm_bucket *ra__shm_bucket_of(ra__shm_seat *inbox, const ra_op *op) {
+    const ra__shm_seat *source = (const ra__shm_seat *)op->scratch[RA__SHM_SOURCE];
+    return &inbox->bucket[(source->rank * RA__SHM_CHANNELS + op->channel) % RA__SHM_BUCKETS];
+}
+
+/* First op of the flow of `op`, or null. Ops of other flows come before it only if their sources
+ * share the bucket. */
+static ra_op *ra__shm_first(const ra__shm_bucket *b, const ra_op *op) {
+    ra_op *at = b->head;
+    while (at && (at->scratch[RA__SHM_SOURCE] != op->scratch[RA__SHM_SOURCE]
+                  || at->channel != op->channel))
+        at = ra__shm_op(at, RA__SHM_NEXT);
+    return at;
+}
+
+static void ra__shm_append(ra__shm_bucket *b, ra_op *op) {
+    op->scratch[RA__SHM_NEXT] = NULL;
+    op->scratch[RA__SHM_PREV] = b->tail;
+    if (b->tail) b->tail->scratch[RA__SHM_NEXT] = op;
+    else b->head = op;
+    b->tail = op;
+}
+
+static void ra__shm_unlink(ra__shm_bucket *b, const ra_op *op) {
+    ra_op *next = ra__shm_op(op, RA__SHM_NEXT), *prev = ra__shm_op(op, RA__SHM_PREV);
+    if (prev) prev->scratch[RA__SHM_NEXT] = next;
+    else b->head = next;
+    if (next) next->scratch[RA__SHM_PREV] = prev;
+    else b->tail = prev;
+}
+
+/* ---- ops */
+
+/* The failure that all calls of this rank return, or RA_OK. */
+static int32_t ra__shm_failure(const ra__shm_seat *seat) {
+    int32_t why = ra__load_i32(&seat->why);
+    if (why) return why;
+    return ra__load_i32(&seat->world->aborted) ? RA_E_ABORTED : RA_OK;
+}
+
+/* For an op whose peer is gone. The failure is asked again: a rank that aborts does so before it is
+ * gone, so seeing it gone means that an abort can be seen too. */
+static int32_t ra__shm_why_gone(const ra__shm_seat *seat) {
+    int32_t failure = ra__shm_failure(seat);
+    return failure ? failure : RA_E_PEER;
+}
+
+/* state is stored last and released: an engine may load it on another thread of the rank. */
+static void ra__shm_close(ra_op *op, int32_t state) {
+    op->done = state == RA_OP_DONE ? op->len : 0;
+    ra__store_i32(&op->state, state);
+}
+
+/* `other` was taken out of its inbox by this thread, which posts `op`. Nothing of `other` may be
+ * touched after its report: the owner may use it again. */
+static void ra__shm_move(ra_op *op, ra_op *other) {
+    ra__shm_seat *owner = (ra__shm_seat *)other->scratch[RA__SHM_OWNER];
+    ra_op *to = op->kind == RA_OP_RECV ? op : other;
+    const ra_op *from = op->kind == RA_OP_RECV ? other : op;
+    int fits = to->len == from->len;
+    if (fits && to->len) memcpy(to->buf, from->buf, to->len);
+    ra__shm_close(op, fits ? (int32_t)RA_OP_DONE : (int32_t)RA_E_TRUNC);
+    ra__shm_report(other, fits ? (int32_t)RA__SHM_MOVED : (int32_t)RA_E_TRUNC);
+    ra__add_i32(&owner->open, -1);
+    ra__shm_notify(owner);
+}
+
+static void ra__shm_post_one(ra__shm_seat *seat, ra_op *op) {
+    ra__shm_seat *peer, *inbox;
+    ra__shm_bucket *bucket;
+    ra_op *other;
+    if (op->channel >= RA__SHM_CHANNELS || op->peer < 0 || op->peer >= seat->world->ranks) {
+        ra__shm_close(op, RA_E_IO);
+        return;
+    }
+    peer = &seat->world->seats[op->peer];
+    inbox = ra__shm_inbox(seat, op);
+    op->scratch[RA__SHM_OWNER] = seat;
+    op->scratch[RA__SHM_SOURCE] = op->kind == RA_OP_RECV ? peer : seat;
+    ra__shm_report(op, RA__SHM_QUEUED);
+    bucket = ra__shm_bucket_of(inbox, op);
+    pthread_mutex_lock(&inbox->inbox_lock);
+    other = ra__shm_first(bucket, op);
+    if (ra__load_i32(&peer->gone)) {
+        ra__shm_close(op, ra__shm_why_gone(seat));
+        other = NULL;
+    } else if (other && other->kind != op->kind) {
+        ra__shm_unlink(bucket, other);
+        ra__shm_report(other, RA__SHM_TAKEN);
+    } else {
+        ra__store_i32(&op->state, RA_OP_PENDING);
+        ra__add_i32(&seat->open, 1);
+        ra__shm_append(bucket, op);
+        other = NULL;
+    }
+    pthread_mutex_unlock(&inbox->inbox_lock);
+    if (other) ra__shm_move(op, other);
+}
+
+/* Takes a queued op back. Returns the report, RA__SHM_QUEUED if it was still queued, never
+ * RA__SHM_TAKEN: a copy that has begun is waited for, which takes no longer than its memcpy. */
+static int32_t ra__shm_withdraw(ra__shm_seat *seat, ra_op *op) {
+    ra__shm_seat *inbox = ra__shm_inbox(seat, op);
+    int32_t report;
+    pthread_mutex_lock(&inbox->inbox_lock);
+    report = ra__shm_reported(op);
+    if (report == RA__SHM_QUEUED) {
+        ra__shm_unlink(ra__shm_bucket_of(inbox, op), op);
+        ra__add_i32(&seat->open, -1);
+    }
+    pthread_mutex_unlock(&inbox->inbox_lock);
+    while (report == RA__SHM_TAKEN) {
+        ra__yield();
+        report = ra__shm_reported(op);
+    }
+    return report;
+}
+
+/* Moves one PENDING op on, if its time has come. failure: of the seat. */
+static void ra__shm_settle(ra__shm_seat *seat, ra_op *op, int32_t failure) {
+    int32_t report = ra__shm_reported(op);
+    if (failure) {
+        if (report == RA__SHM_QUEUED || report == RA__SHM_TAKEN) ra__shm_withdraw(seat, op);
+        ra__shm_close(op, failure);
+        return;
+    }
+    if (report == RA__SHM_QUEUED && ra__load_i32(&seat->world->gone)
+        && ra__load_i32(&seat->world->seats[op->peer].gone)) {
+        report = ra__shm_withdraw(seat, op);
+        if (report == RA__SHM_QUEUED) report = ra__shm_why_gone(seat);
+    }
+    if (report == RA__SHM_MOVED) ra__shm_close(op, RA_OP_DONE);
+    else if (report < 0) ra__shm_close(op, report);
+}
+
+/* Settles ops[0..n). pending: how many were PENDING before and are after. */
+static void ra__shm_sweep(ra__shm_seat *seat, ra_op *const *ops, int n, int32_t failure,
+                          int *pending) {
+    int i;
+    pending[0] = pending[1] = 0;
+    for (i = 0; i < n; i++) {
+        if (ra__load_i32(&ops[i]->state) != RA_OP_PENDING) continue;
+        pending[0]++;
+        ra__shm_settle(seat, ops[i], failure);
+        if (ra__load_i32(&ops[i]->state) == RA_OP_PENDING) pending[1]++;
+    }
+}
+
+/* ---- callbacks */
+
+/* Who: the owner. Blocks: no; copies the bytes of ops that match at once. Buffers: as ra_op.buf
+ * says. Order: receives first, each flow in the order of ops; all are accepted, RA_AGAIN never
+ * comes. Errors: see above; after one every idle op has it too. Required. */
+static int ra__shm_post(void *ctx, ra_op *const *ops, int n) {
+    ra__shm_seat *seat = (ra__shm_seat *)ctx;
+    int32_t failure = ra__shm_failure(seat);
+    int i, kind;
+    for (kind = RA_OP_RECV; kind >= RA_OP_SEND; kind--) {
+        for (i = 0; i < n; i++) {
+            if (ops[i]->kind != kind || ra__load_i32(&ops[i]->state) != RA_OP_IDLE) continue;
+            if (failure) ra__shm_close(ops[i], failure);
+            else ra__shm_post_one(seat, ops[i]);
+        }
+    }
+    for (i = 0; i < n; i++)
+        if (ra__load_i32(&ops[i]->state) == RA_OP_IDLE) ra__shm_close(ops[i], RA_E_IO);
+    return failure;
+}
+
+/* Who: the owner. Blocks: no, but for a copy under way after a failure. Buffers: free again as ops
+ * leave PENDING. Order: ops of a flow may be found done in any order. Errors: see above. Required
+ * with post. */
+static int ra__shm_poll(void *ctx, ra_op *const *ops, int n) {
+    ra__shm_seat *seat = (ra__shm_seat *)ctx;
+    int32_t failure = ra__shm_failure(seat);
+    int pending[2];
+    ra__shm_sweep(seat, ops, n, failure, pending);
+    return failure;
+}
+
+/* As poll. Blocks until one of ops leaves PENDING, abort, or deadline_ns (then RA_OK: nothing is
+ * wrong with the transport). Optional. */
+static int ra__shm_wait(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns) {
+    ra__shm_seat *seat = (ra__shm_seat *)ctx;
+    for (;;) {
+        int64_t seen = ra__load_i64(&seat->event) / RA__SHM_EVENT;
+        int32_t failure = ra__shm_failure(seat);
+        int pending[2];
+        ra__shm_sweep(seat, ops, n, failure, pending);
+        if (failure || pending[1] < pending[0] || pending[1] == 0) return failure;
+        if (!ra__shm_doze(seat, seen, deadline_ns)) return RA_OK;
+    }
+}
+
+/* Who: any thread, any time, beside any call. Blocks: no. Buffers: stay where they are until
+ * quiesce. Order: the first of a rank counts; it holds before this returns. Errors: none.
+ * Optional. */
+static int ra__shm_abort(void *ctx, int why) {
+    ra__shm_seat *seat = (ra__shm_seat *)ctx;
+    ra__cas_i32(&seat->why, 0, why < 0 ? why : RA_E_ABORTED);
+    if (ra__cas_i32(&seat->world->aborted, 0, 1)) ra__shm_notify_all(seat->world);
+    return RA_OK;
+}
+
+/* Takes back what this rank has queued anywhere, and waits for copies under way. */
+static void ra__shm_purge(ra__shm_seat *seat) {
+    int32_t r;
+    int b;
+    if (!ra__load_i32(&seat->open)) return;
+    for (r = 0; r < seat->world->ranks; r++) {
+        ra__shm_seat *inbox = &seat->world->seats[r];
+        pthread_mutex_lock(&inbox->inbox_lock);
+        for (b = 0; b < RA__SHM_BUCKETS; b++) {
+            ra_op *op = inbox->bucket[b].head, *next;
+            for (; op; op = next) {
+                next = ra__shm_op(op, RA__SHM_NEXT);
+                if (op->scratch[RA__SHM_OWNER] != seat) continue;
+                ra__shm_unlink(&inbox->bucket[b], op);
+                ra__shm_report(op, RA_E_ABORTED);
+                ra__add_i32(&seat->open, -1);
+            }
+        }
+        pthread_mutex_unlock(&inbox->inbox_lock);
+    }
+    while (ra__load_i32(&seat->open)) ra__yield();
+}
+
+/* From here on this rank reads nothing of others, and others get RA_E_PEER instead of waiting. */
+static void ra__shm_part(ra__shm_seat *seat) {
+    ra_world *world = seat->world;
+    int32_t failure = ra__shm_failure(seat);
+    ra__cas_i32(&seat->why, 0, failure ? failure : RA_E_STATE);
+    ra__shm_purge(seat);
+    if (!ra__cas_i32(&seat->gone, 0, 1)) return;
+    if (ra__add_i32(&world->gone, 1) + 1 == world->ranks || !ra__load_i32(&world->aborted))
+        ra__shm_notify_all(world);
+}
+
+/* Who: the owner, when no thread of the rank reads what it received. Blocks: until every rank has
+ * quiesced or left, or deadline_ns. Buffers: all the rank's own again after RA_OK. Order: the rank
+ * parts for good, even without an abort before: later ops fail. Errors: RA_E_UNSAFE at the
+ * deadline; may be called again. Optional. */
+static int ra__shm_quiesce(void *ctx, int64_t deadline_ns) {
+    ra__shm_seat *seat = (ra__shm_seat *)ctx;
+    ra__shm_part(seat);
+    for (;;) {
+        int64_t seen = ra__load_i64(&seat->event) / RA__SHM_EVENT;
+        if (ra__load_i32(&seat->world->gone) == seat->world->ranks) return RA_OK;
+        if (!ra__shm_doze(seat, seen, deadline_ns)) return RA_E_UNSAFE;
+    }
+}
+
+/* Who: any thread. Blocks: no. The text is static; any code; null: see ra_status_text. Optional. */
+static const char *ra__shm_error_text(void *ctx, int code) {
+    (void)ctx;
+    if (code == RA_E_ABORTED) return "another rank of this world failed or was cancelled";
+    if (code == RA_E_PEER) return "the other rank has left this world";
+    if (code == RA_E_TRUNC) return "send and receive differ in length";
+    if (code == RA_E_IO) return "an op has an unknown kind or channel, or a peer outside the world";
+    if (code == RA_E_STATE) return "this rank has left this world";
+    if (code == RA_E_UNSAFE) return "some rank of this world neither left nor quiesced in time";
+    return NULL;
+}
+
+/* ---- the world */
+
+static void ra__shm_close_seats(ra_world *world, int32_t n) {
+    while (n-- > 0) {
+        pthread_cond_destroy(&world->seats[n].wake);
+        pthread_mutex_destroy(&world->seats[n].sleep_lock);
+        pthread_mutex_destroy(&world->seats[n].inbox_lock);
+    }
+}
+
+/* 1: done; 0: the system has no more locks, and nothing is left behind. */
+static int ra__shm_open_seat(ra_world *world, int32_t rank) {
+    ra__shm_seat *seat = &world->seats[rank];
+    ra_transport *t = &seat->transport;
+    seat->world = world;
+    seat->rank = rank;
+    t->size = (uint32_t)sizeof *t;
+    t->abi = RA_TRANSPORT_ABI;
+    t->caps = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_DEADLINE | RA_CAP_SHARED;
+    t->channels = RA__SHM_CHANNELS;
+    t->tag_bits = 64;
+    t->max_ops = 65536;
+    t->rank = rank;
+    t->ranks = world->ranks;
+    t->max_msg = SIZE_MAX / 2;
+    t->align = 64;
+    t->name = "world";
+    t->ctx = seat;
+    t->post = ra__shm_post;
+    t->poll = ra__shm_poll;
+    t->wait = ra__shm_wait;
+    t->abort = ra__shm_abort;
+    t->quiesce = ra__shm_quiesce;
+    t->error_text = ra__shm_error_text;
+    if (pthread_mutex_init(&seat->inbox_lock, NULL)) return 0;
+    if (!pthread_mutex_init(&seat->sleep_lock, NULL)) {
+        if (!ra__cond_init(&seat->wake)) return 1;
+        pthread_mutex_destroy(&seat->sleep_lock);
+    }
+    pthread_mutex_destroy(&seat->inbox_lock);
+    return 0;
+}
+
+static ra_status ra__shm_check(const ra_world_desc *wd, int32_t ranks, ra_error *e) {
+    if (ranks < 1 || ranks > 4096)
+        return ra__refuse(e, RA_E_RANGE, "ranks", "must be 1 to 4096, is #", ranks);
+    if (!wd) return RA_OK;
+    if (wd->reserved)
+        return ra__refuse(e, RA_E_RESERVED, "reserved", "must be 0, is #", wd->reserved);
+    if (wd->allocator.alloc && !wd->allocator.free)
+        return ra__refuse(e, RA_E_NULL, "allocator.free",
+                          "is null, but alloc is there and needs it", 0);
+    if (wd->allocator.free && !wd->allocator.alloc)
+        return ra__refuse(e, RA_E_NULL, "allocator.alloc",
+                          "is null, but free is there and needs it", 0);
+    return RA_OK;
+}
+
+/* wd is checked; only its allocator counts here. Null: no memory, or no locks. */
+static ra_world *ra__shm_create(const ra_world_desc *wd, int32_t ranks) {
+    size_t bytes = sizeof(ra_world) + (size_t)ranks * sizeof(ra__shm_seat);
+    ra_world *world = (ra_world *)ra__alloc(wd ? &wd->allocator : NULL, bytes, 128);
+    int32_t r;
+    if (!world) return NULL;
+    memset((void *)world, 0, bytes);
+    world->ranks = ranks;
+    world->seats = (ra__shm_seat *)(world + 1);
+    world->bytes = bytes;
+    if (wd) world->allocator = wd->allocator;
+    for (r = 0; r < ranks; r++) {
+        if (ra__shm_open_seat(world, r)) continue;
+        ra__shm_close_seats(world, r);
+        ra__free(wd ? &wd->allocator : NULL, world, bytes);
+        return NULL;
+    }
+    return world;
+}
+
+static ra_status ra__shm_no_memory(ra_error *e, int32_t ranks) {
+    return ra__refuse(e, RA_E_NOMEM, "ranks", "no memory or locks for # ranks", ranks);
+}
+
+RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd) {
+    ra_error *e = wd ? wd->error : NULL;
+    ra_status s;
+    if (!out) return ra__refuse(e, RA_E_NULL, "out", "is null: where should the world go?", 0);
+    *out = NULL;
+    if (!wd || !wd->ranks)
+        return ra__refuse(e, RA_E_UNSET, "ranks", "must be given, 1 to 4096, is #", 0);
+    s = ra__shm_check(wd, wd->ranks, e);
+    if (s != RA_OK) return s;
+    *out = ra__shm_create(wd, wd->ranks);
+    return *out ? RA_OK : ra__shm_no_memory(e, wd->ranks);
+}
+
+RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank) {
+    if (!world || rank < 0 || rank >= world->ranks) return NULL;
+    return &world->seats[rank].transport;
+}
+
+RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why) {
+    if (!world || rank < 0 || rank >= world->ranks) return;
+    if (why != RA_OK) ra__shm_abort(&world->seats[rank], why);
+    ra__shm_part(&world->seats[rank]);
+}
+
+/* No call on the world may be under way. */
+RINGATTN_API void ra_world_destroy(ra_world *world) {
+    ra_allocator allocator;
+    if (!world) return;
+    allocator = world->allocator;
+    ra__shm_close_seats(world, world->ranks);
+    ra__free(&allocator, world, world->bytes);
+}
+
+typedef struct ra__shm_run {
+    ra_world *world;
+    ra_rank_fn fn;
+    void *user;
+    int32_t cause;                     /* first status but RA_OK and RA_E_ABORTED; 0: none */
+    int32_t aborted;                   /* 1: some rank returned RA_E_ABORTED */
+} ra__shm_run;
+
+typedef struct ra__shm_thread {
+    ra__shm_run *run;
+    int32_t rank;
+    pthread_t id;
+} ra__shm_thread;
+
+static void *ra__shm_main(void *arg) {
+    ra__shm_thread *thread = (ra__shm_thread *)arg;
+    ra__shm_run *run = thread->run;
+    ra_status s = run->fn(run->world, thread->rank, run->user);
+    if (s == RA_E_ABORTED) ra__store_i32(&run->aborted, 1);
+    else if (s != RA_OK) ra__cas_i32(&run->cause, 0, s);
+    ra_world_leave(run->world, thread->rank, s);
+    return NULL;
+}
+
+/* Starts threads 0..ranks-1 and joins them. Ranks whose thread does not start leave at once with
+ * RA_E_NOMEM, so that the others end too. Returns how many started. */
+static int32_t ra__shm_threads(ra__shm_run *run, ra__shm_thread *threads) {
+    int32_t ranks = run->world->ranks, started = 0, r;
+    while (started < ranks) {
+        ra__shm_thread *t = &threads[started];
+        t->run = run;
+        t->rank = started;
+        if (pthread_create(&t->id, NULL, ra__shm_main, t)) break;
+        started++;
+    }
+    if (started < ranks) ra__cas_i32(&run->cause, 0, RA_E_NOMEM);
+    for (r = started; r < ranks; r++) ra_world_leave(run->world, r, RA_E_NOMEM);
+    for (r = 0; r < started; r++) pthread_join(threads[r].id, NULL);
+    return started;
+}
+
+RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const ra_world_desc *wd) {
+    ra_error *e = wd ? wd->error : NULL;
+    const ra_allocator *a = wd ? &wd->allocator : NULL;
+    ra__shm_thread *threads;
+    ra__shm_run run;
+    ra_status s;
+    int32_t started;
+    if (!fn) return ra__refuse(e, RA_E_NULL, "fn", "is null: what should the ranks run?", 0);
+    s = ra__shm_check(wd, ranks, e);
+    if (s != RA_OK) return s;
+    if (wd && wd->ranks && wd->ranks != ranks)
+        return ra__refuse(e, RA_E_SHAPE, "ranks",
+                          "of the descriptor is #, of the call another: leave it 0", wd->ranks);
+    memset(&run, 0, sizeof run);
+    run.fn = fn;
+    run.user = user;
+    run.world = ra__shm_create(wd, ranks);
+    if (!run.world) return ra__shm_no_memory(e, ranks);
+    threads = (ra__shm_thread *)ra__alloc(a, (size_t)ranks * sizeof *threads, 64);
+    if (!threads) {
+        ra_world_destroy(run.world);
+        return ra__shm_no_memory(e, ranks);
+    }
+    started = ra__shm_threads(&run, threads);
+    ra__free(a, threads, (size_t)ranks * sizeof *threads);
+    ra_world_destroy(run.world);
+    if (started < ranks)
+        return ra__refuse(e, RA_E_NOMEM, "ranks", "the thread of rank # did not start", started);
+    if (run.cause) return run.cause;
+    return run.aborted ? RA_E_ABORTED : RA_OK;
+}
+
+#undef RA__SHM_SLICE_NS
+#undef RA__SHM_EVENT
+#undef RA__SHM_LINE
+#endif
+
+/* ========================================================================== FORWARD
+ * Computes: some query rows against the keys of one chunk. In: the call's tensors and where the
+ * keys are. Out: running (m, l, acc), or O and LSE after the last chunk. Every row meets the blocks
+ * of the grid one by one in the order of SCHEDULE, and each block is one step of the online
+ * softmax, so cutting keys into chunks and rows into tasks changes no bit. */
+
+enum { RA__PANELS = 4 };               /* query blocks of a task: they share a block of K and V */
+enum { RA__FIRST = 1, RA__LAST = 2 };  /* a chunk among those of a task */
+
+/* Strided rows with all defaults filled in: bytes. */
+typedef struct ra__view { const uint8_t *data; int64_t batch, token, head; } ra__view;
+
+RA__INLINE ra__view ra__view_at(ra__view v, int32_t b, int64_t row, int64_t head) {
+    if (v.data) v.data += (int64_t)b * v.batch + row * v.token + head * v.head;
+    return v;
+}
+
+/* What all tasks of a call share. */
+typedef struct ra__work {
+    const ra_desc *d;                  /* resolved */
+    const ra_tensors *t;
+    const ra__kernel *kernel;
+    ra__side q_side;
+    ra__view q, o, lse, acc;           /* acc: f32 running sums, o itself or workspace */
+    float *m, *l;
+    int64_t ml_batch, ml_row, ml_head; /* strides of m and l in floats */
+    int32_t order, panels;             /* panels of a task, 1..RA__PANELS */
+    int32_t clear, finish;             /* first chunk clears the state; last one writes o */
+    int32_t any_position;              /* keys may be at any position, not only below kv_tokens */
+} ra__work;
+
+/* One chunk, and where the rows of its segments are: in a message or in the owner's memory. A
+ * segment that did not come along has no row that anybody here sees, and is never touched. */
+typedef struct ra__item {
+    ra__chunk c;
+    ra__view k[2], v[2];               /* first row of each segment */
+    const int32_t *pos[2];             /* ARRAY: its position; else null */
+} ra__item;
+
+/* Points an item at its segments in the owner's memory: kv are the views of K and V, array the
+ * positions of this sequence or null. */
+static void ra__item_owned(ra__item *item, const ra__view kv[2], const int32_t *array) {
+    for (int32_t i = 0; i < item->c.segs; i++) {
+        int64_t row = item->c.seg[i].row;
+        item->k[i] = ra__view_at(kv[0], item->c.sequence, row, 0);
+        item->v[i] = ra__view_at(kv[1], item->c.sequence, row, 0);
+        item->pos[i] = array ? array + row : NULL;
+    }
+}
+
+/* Tiles of one task. */
+typedef struct ra__tally { int64_t empty, partial, full; } ra__tally;
+
+/* Panels [panel0, panel0 + count) of kv head `kv_head` of a sequence. Panel i is query block
+ * i / (Hq / Hkv), head i % (Hq / Hkv) of the group. */
+typedef struct ra__task {
+    int32_t sequence, kv_head, count;
+    int64_t panel0;
+} ra__task;
+
+/* Scratch of one thread for our kernels; geometry is made once a query block and shared by its
+ * heads. */
+typedef struct ra__scratch {
+    ra__panel panel[RA__PANELS];
+    ra__rows *rows[RA__PANELS];
+    ra__seg seg[RA__PANELS];
+    ra__bounds bounds[RA__PANELS];
+    int32_t head[RA__PANELS];
+    float *s, *k, *v;
+    int32_t *pos;
+} ra__scratch;
+
+static void ra__scratch_carve(ra__arena *a, const ra_desc *d, int32_t panels, ra__scratch *x) {
+    const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
+    for (int32_t i = 0; i < panels; i++) {
+        x->panel[i].q = (float *)ra__carve(a, lane * d->k_dim);
+        x->panel[i].acc = (float *)ra__carve(a, lane * d->v_dim);
+        x->panel[i].m = (float *)ra__carve(a, lane);
+        x->panel[i].l = (float *)ra__carve(a, lane);
+        x->rows[i] = (ra__rows *)ra__carve(a, (int64_t)sizeof(ra__rows));
+    }
+    x->s = (float *)ra__carve(a, lane * RA_BLOCK_TOKENS);
+    x->k = (float *)ra__carve(a, d->k_dtype == RA_F32 ? 0 : lane * d->k_dim);
+    x->v = (float *)ra__carve(a, d->v_dtype == RA_F32 || d->v_in_k ? 0 : lane * d->v_dim);
+    x->pos = (int32_t *)ra__carve(a, lane);
+}
+
+static int64_t ra__scratch_bytes(const ra_desc *d, int32_t panels) {
+    ra__arena a = { NULL, 0 };
+    ra__scratch x;
+    ra__scratch_carve(&a, d, panels, &x);
+    return a.used;
+}
+
+RA__INLINE int64_t ra__ml_at(const ra__work *w, int32_t b, int64_t row, int64_t head) {
+    return (int64_t)b * w->ml_batch + row * w->ml_row + head * w->ml_head;
+}
+
+/* Factor of load_q: scores in kernels are times log2(e), under a softcap still natural. */
+RA__INLINE float ra__q_factor(const ra_desc *d) {
+    return d->softcap > 0 ? d->scale : (float)((double)d->scale * 1.4426950408889634074);
+}
+
+static ra__score ra__score_of(const ra__work *w, int32_t b, int64_t row, int32_t head) {
+    const ra_bias *bias = &w->t->bias;
+    ra__score s;
+    memset(&s, 0, sizeof s);
+    s.softcap = w->d->softcap;
+    if (w->d->scores & RA_SCORE_ALIBI) s.slope = w->t->alibi[head];
+    if (w->d->scores & RA_SCORE_BIAS) {
+        s.bias = (const uint8_t *)bias->data + b * bias->batch_stride + head * bias->head_stride +
+                 row * bias->row_stride;
+        s.bias_row_stride = bias->row_stride;
+        s.bias_key_stride = bias->key_stride;
+        s.bias_keys = bias->keys;
+    }
+    return s;
+}
+
+/* State of panel i: empty at the first chunk, else from memory. */
+static void ra__panel_load(const ra__work *w, const ra__task *t, ra__scratch *x, int32_t i,
+                           int first) {
+    const ra__panel *p = &x->panel[i];
+    ra__view acc = ra__view_at(w->acc, t->sequence, x->seg[i].row, x->head[i]);
+    int64_t at = ra__ml_at(w, t->sequence, x->seg[i].row, x->head[i]);
+    int clear = first && w->clear;
+    for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
+        int live = !clear && r < p->rows;
+        p->m[r] = live ? w->m[at + r * w->ml_row] : ra__neg_inf();
+        p->l[r] = live ? w->l[at + r * w->ml_row] : 0.0f;
+    }
+    w->kernel->load_acc(p, clear ? NULL : (const float *)(const void *)acc.data, acc.token / 4,
+                        w->d->v_dim);
+}
+
+static void ra__panel_store(const ra__work *w, const ra__task *t, const ra__scratch *x,
+                            int32_t i) {
+    const ra__panel *p = &x->panel[i];
+    ra__view acc = ra__view_at(w->acc, t->sequence, x->seg[i].row, x->head[i]);
+    int64_t at = ra__ml_at(w, t->sequence, x->seg[i].row, x->head[i]);
+    for (int32_t r = 0; r < p->rows; r++) {
+        w->m[at + r * w->ml_row] = p->m[r];
+        w->l[at + r * w->ml_row] = p->l[r];
+    }
+    w->kernel->store_acc(p, (float *)(uintptr_t)acc.data, acc.token / 4, w->d->v_dim);
+}
+
+/* Final factor of a row's sums and its LSE, from (m, l) in powers of two and an optional sink: one
+ * more score in the denominator, once a row. A row without keys: factor 0, LSE -inf or the sink. */
+static float ra__row_finish(float m, float l, const float *sink, float *lse) {
+    const double ln2 = 0.69314718055994530942, log2e = 1.4426950408889634074;
+    if (l == 0.0f) {
+        *lse = sink ? *sink : ra__neg_inf();
+        return 0.0f;
+    }
+    if (!sink || ra__is_neg_inf(*sink)) {
+        *lse = (float)((double)m * ln2 + ra__log((double)l));
+        return 1.0f / l;
+    }
+    double s = (double)*sink * log2e, top = s > (double)m ? s : (double)m;
+    double keep = ra__exp(((double)m - top) * ln2);
+    double sum = (double)l * keep + ra__exp((s - top) * ln2);
+    *lse = (float)(top * ln2 + ra__log(sum));
+    return (float)(keep / sum);
+}
+
+/* Writes the rows of panel i to o and lse. */
+static void ra__panel_finish(const ra__work *w, const ra__task *t, const ra__scratch *x,
+                             int32_t i) {
+    const ra__panel *p = &x->panel[i];
+    ra__view o = ra__view_at(w->o, t->sequence, x->seg[i].row, x->head[i]);
+    ra__view lse = ra__view_at(w->lse, t->sequence, x->seg[i].row, x->head[i]);
+    const float *sink = w->d->scores & RA_SCORE_SINKS ? w->t->sinks + x->head[i] : NULL;
+    float factor[RA_BLOCK_TOKENS], sum;
+    for (int32_t r = 0; r < p->rows; r++) {
+        factor[r] = ra__row_finish(p->m[r], p->l[r], sink, &sum);
+        if (lse.data) memcpy((void *)(uintptr_t)(lse.data + r * lse.token), &sum, sizeof sum);
+    }
+    for (int32_t r = p->rows; r < RA_BLOCK_TOKENS; r++) factor[r] = 0.0f;
+    w->kernel->store_o(p, (void *)(uintptr_t)o.data, o.token, w->d->o_dtype, w->d->v_dim, factor);
+}
+
+/* Prepares the panels of a task: rows, geometry, packed queries, state. */
+static void ra__task_load(const ra__work *w, const ra__task *t, ra__scratch *x, int first) {
+    const ra_desc *d = w->d;
+    int32_t group = d->q_heads / d->kv_heads;
+    int64_t tokens = ra__q_len(d, t->sequence);
+    const int32_t *array = w->q_side.array;
+    int64_t end = ra__key_end(d, t->sequence, w->any_position);
+    if (array) array += t->sequence * w->q_side.array_stride;
+    for (int32_t i = 0; i < t->count; i++) {
+        int64_t block = (t->panel0 + i) / group;
+        ra__panel *p = &x->panel[i];
+        x->head[i] = t->kv_head * group + (int32_t)((t->panel0 + i) % group);
+        if (i && block == (t->panel0 + i - 1) / group) {
+            x->seg[i] = x->seg[i - 1];
+            x->bounds[i] = x->bounds[i - 1];
+            p->geo = x->panel[i - 1].geo;
+        } else {
+            (void)ra__side_block(&w->q_side, t->sequence, tokens, block, &x->seg[i]);
+            x->bounds[i] = ra__rows_fill(&d->mask, end, &x->seg[i], array, x->rows[i]);
+            p->geo = x->rows[i];
+        }
+        p->rows = (int32_t)x->seg[i].rows;
+        p->score = ra__score_of(w, t->sequence, x->seg[i].row, x->head[i]);
+        ra__view q = ra__view_at(w->q, t->sequence, x->seg[i].row, x->head[i]);
+        w->kernel->load_q(p, q.data, q.token, d->q_dtype, d->k_dim, ra__q_factor(d));
+        ra__panel_load(w, t, x, i, first);
+    }
+}
+
+/* Rows [row, row + n) of segment i as the kernels want them: f32, in place or widened into the
+ * scratch. */
+static ra__keys ra__block_keys(const ra__work *w, const ra__item *item, int32_t i, const ra__seg *s,
+                               int32_t kv_head, ra__scratch *x) {
+    const ra_desc *d = w->d;
+    int64_t row = s->row - item->c.seg[i].row;
+    ra__view k = ra__view_at(item->k[i], 0, row, kv_head);
+    ra__view v = ra__view_at(item->v[i], 0, row, kv_head);
+    ra__keys keys;
+    memset(&keys, 0, sizeof keys);
+    keys.n = (int32_t)s->rows;
+    keys.pos = x->pos;
+    keys.k = (const float *)(const void *)k.data;
+    keys.k_stride = k.token / 4;
+    if (d->k_dtype != RA_F32) {
+        w->kernel->widen(x->k, k.data, k.token, d->k_dtype, keys.n, d->k_dim);
+        keys.k = x->k;
+        keys.k_stride = d->k_dim;
+    }
+    keys.v = (const float *)(const void *)v.data;
+    keys.v_stride = v.token / 4;
+    if (d->v_in_k) {
+        keys.v = keys.k + d->v_column;
+        keys.v_stride = keys.k_stride;
+    } else if (d->v_dtype != RA_F32) {
+        w->kernel->widen(x->v, v.data, v.token, d->v_dtype, keys.n, d->v_dim);
+        keys.v = x->v;
+        keys.v_stride = d->v_dim;
+    }
+    return keys;
+}
+
+/* Folds one block of keys into the panels of a task that see any of it. */
+static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item *item, int64_t i,
+                           ra__scratch *x, ra__tally *tally) {
+    int64_t first, last;
+    int kind[RA__PANELS], any = 0, partial = 0;
+    int32_t which;
+    ra__seg s = ra__chunk_block(&item->c, w->order, i, &which);
+    const int32_t *pos = item->pos[which];
+    ra__keys keys;
+    if (pos) pos += s.row - item->c.seg[which].row;
+    ra__seg_span(&s, pos, &first, &last);
+    for (int32_t j = 0; j < t->count; j++) {
+        kind[j] = pos ? RA__PARTIAL : ra__classify(&x->bounds[j], first, last);
+        any |= kind[j] != RA__EMPTY;
+        partial |= kind[j] == RA__PARTIAL;
+        tally->empty += kind[j] == RA__EMPTY;
+        tally->partial += kind[j] == RA__PARTIAL;
+        tally->full += kind[j] == RA__FULL;
+    }
+    if (!any) return;
+    ra__seg_positions(&s, pos, x->pos);
+    keys = ra__block_keys(w, item, which, &s, t->kv_head, x);
+    keys.v_clean = partial ? w->kernel->clean(keys.v, keys.v_stride, keys.n, w->d->v_dim) : 1;
+    for (int32_t j = 0; j < t->count; j++) {
+        if (kind[j] == RA__EMPTY) continue;
+        w->kernel->fold(&x->panel[j], &keys, w->d->k_dim, w->d->v_dim, kind[j] == RA__PARTIAL,
+                        x->s);
+    }
+}
+
+static void ra__task_save(const ra__work *w, const ra__task *t, const ra__scratch *x, int last) {
+    for (int32_t i = 0; i < t->count; i++) {
+        if (last && w->finish) ra__panel_finish(w, t, x, i);
+        else ra__panel_store(w, t, x, i);
+    }
+}
+
+static void ra__task_fold(const ra__work *w, const ra__task *t, const ra__item *item,
+                          ra__scratch *x, ra__tally *tally) {
+    int64_t blocks = ra__chunk_blocks(&item->c);
+    for (int64_t i = 0; i < blocks; i++) ra__task_block(w, t, item, i, x, tally);
+}
+
+/* One task against one chunk (null: no keys at all), the first or last of its sequence by `edge`.
+ * */
+static void ra__task_run(const ra__work *w, const ra__task *t, const ra__item *item, int edge,
+                         ra__scratch *x, ra__tally *tally) {
+    uint32_t mode = ra__fp_enter();
+    ra__task_load(w, t, x, edge & RA__FIRST);
+    if (item) ra__task_fold(w, t, item, x, tally);
+    ra__task_save(w, t, x, edge & RA__LAST);
+    ra__fp_leave(mode);
+}
+
+/* Tasks of a sequence with `blocks` query blocks. */
+RA__INLINE int64_t ra__tasks(const ra_desc *d, int64_t blocks, int32_t panels) {
+    return d->kv_heads * ra__ceil_div(blocks * (d->q_heads / d->kv_heads), panels);
+}
+
+static ra__task ra__task_of(const ra_desc *d, int32_t b, int64_t blocks, int32_t panels,
+                            int64_t index) {
+    int64_t all = blocks * (d->q_heads / d->kv_heads), a_head = ra__ceil_div(all, panels);
+    ra__task t;
+    t.sequence = b;
+    t.kv_head = (int32_t)(index / a_head);
+    t.panel0 = index % a_head * panels;
+    t.count = (int32_t)ra__min(panels, all - t.panel0);
+    return t;
+}
+
+/* -------------------------------------------------------------------------- somebody else's kernel
+ * The same for a block engine: a task is `block_queries` rows of a sequence, all heads; each
+ * segment of a chunk is one call, and its partial result is merged into (m, l, acc). */
+typedef struct ra__engine_scratch {
+    int32_t thread;
+    int32_t *q_pos, *lo, *hi, *doc, *keep, *k_pos;
+    float *o, *lse;
+} ra__engine_scratch;
+
+RA__INLINE int64_t ra__engine_rows(const ra_desc *d) {
+    return d->engine->block_queries ? d->engine->block_queries : 256;
+}
+
+static void ra__engine_carve(ra__arena *a, const ra_desc *d, int64_t chunk_rows,
+                             ra__engine_scratch *x) {
+    int64_t rows = ra__engine_rows(d);
+    int32_t **list[5];
+    list[0] = &x->q_pos; list[1] = &x->lo; list[2] = &x->hi; list[3] = &x->doc; list[4] = &x->keep;
+    for (int32_t i = 0; i < 5; i++) *list[i] = (int32_t *)ra__carve(a, rows * 4);
+    x->k_pos = (int32_t *)ra__carve(a, chunk_rows * 4);
+    x->o = (float *)ra__carve(a, rows * d->q_heads * d->v_dim * 4);
+    x->lse = (float *)ra__carve(a, rows * d->q_heads * 4);
+}
+
+/* Query rows of engine task `index` of sequence b: never across two segments. */
+static int ra__engine_task(const ra__work *w, int32_t b, int64_t index, ra__seg *out) {
+    int64_t rows = ra__engine_rows(w->d), tokens = ra__q_len(w->d, b);
+    ra__seg s;
+    for (int64_t i = 0; ra__side_seg(&w->q_side, b, tokens, i, &s); i++) {
+        int64_t n = ra__ceil_div(s.rows, rows);
+        if (index < n) {
+            *out = ra__seg_part(&s, index * rows, ra__min(rows, s.rows - index * rows));
+            return 1;
+        }
+        index -= n;
+    }
+    return 0;
+}
+
+static int64_t ra__engine_tasks(const ra_desc *d, const ra__side *side, int32_t b) {
+    ra__seg s;
+    int64_t n = 0;
+    for (int64_t i = 0; ra__side_seg(side, b, ra__q_len(d, b), i, &s); i++)
+        n += ra__ceil_div(s.rows, ra__engine_rows(d));
+    return n;
+}
+
+/* Merges the engine's normalised partial (o, lse natural) of one row and head into the state. */
+static void ra__engine_merge(const float *o, float lse, float *m, float *l, float *acc,
+                             int32_t dim) {
+    const double ln2 = 0.69314718055994530942;
+    float m2 = (float)((double)lse / ln2);
+    if (ra__is_neg_inf(lse)) return;
+    float top = *l == 0.0f || m2 > *m ? m2 : *m;
+    float old = *l == 0.0f ? 0.0f : (float)ra__exp(((double)*m - (double)top) * ln2);
+    float now = (float)ra__exp(((double)m2 - (double)top) * ln2);
+    for (int32_t i = 0; i < dim; i++) acc[i] = acc[i] * old + o[i] * now;
+    *l = *l * old + now;
+    *m = top;
+}
+
+/* Element i of a row of the given dtype. */
+RA__INLINE void ra__store_element(uint8_t *row, int32_t i, int32_t dtype, float x) {
+    uint16_t half = dtype == RA_F16 ? ra__f16_of_f32(x) : ra__bf16_of_f32(x);
+    if (dtype == RA_F32) memcpy(row + 4 * (int64_t)i, &x, 4);
+    else memcpy(row + 2 * (int64_t)i, &half, 2);
+}
+
+/* Writes final rows from a state in memory: for engines and ra_state_finish. */
+static void ra__rows_finish(const ra__work *w, int32_t b, const ra__seg *s, int32_t head) {
+    float factor, sum;
+    for (int64_t r = s->row; r < s->row + s->rows; r++) {
+        int64_t at = ra__ml_at(w, b, r, head);
+        const float *sink = w->d->scores & RA_SCORE_SINKS ? w->t->sinks + head : NULL;
+        ra__view acc = ra__view_at(w->acc, b, r, head), o = ra__view_at(w->o, b, r, head);
+        const float *from = (const float *)(const void *)acc.data;
+        uint8_t *to = (uint8_t *)(uintptr_t)o.data;
+        factor = ra__row_finish(w->m[at], w->l[at], sink, &sum);
+        for (int32_t i = 0; i < w->d->v_dim; i++)
+            ra__store_element(to, i, w->d->o_dtype, from[i] * factor);
+        if (w->lse.data)
+            memcpy((void *)(uintptr_t)ra__view_at(w->lse, b, r, head).data, &sum, sizeof sum);
+    }
+}
+
+static void ra__rows_clear(const ra__work *w, int32_t b, const ra__seg *s, int32_t head) {
+    for (int64_t r = s->row; r < s->row + s->rows; r++) {
+        int64_t at = ra__ml_at(w, b, r, head);
+        w->m[at] = ra__neg_inf();
+        w->l[at] = 0.0f;
+        memset((void *)(uintptr_t)ra__view_at(w->acc, b, r, head).data, 0,
+               (size_t)w->d->v_dim * sizeof(float));
+    }
+}
+
+/* Fills the geometry of an engine's rows; returns their bounds. */
+static ra__bounds ra__engine_geometry(const ra__work *w, int32_t b, const ra__seg *rows,
+                                      const ra__engine_scratch *x) {
+    ra__bounds all = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN,
+                       INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX };
+    int64_t end = ra__key_end(w->d, b, w->any_position);
+    const int32_t *array = w->q_side.array;
+    if (array) array += b * w->q_side.array_stride + rows->row;
+    for (int64_t i = 0; i < rows->rows; i++) {
+        int64_t p = array ? array[i] : rows->pos + i * rows->stride;
+        int32_t v[4];
+        ra__mask_row(&w->d->mask, p, end, v);
+        ra__bounds_row(&all, v);
+        x->q_pos[i] = (int32_t)p;
+        x->lo[i] = v[0];
+        x->hi[i] = v[1];
+        x->doc[i] = v[2];
+        x->keep[i] = v[3];
+    }
+    return all;
+}
+
+/* One call of the engine: rows against segment i of the item's chunk. 0 or its error. */
+static int ra__engine_call(const ra__work *w, const ra__item *item, const ra__seg *rows,
+                           int32_t i, const ra__engine_scratch *x) {
+    const ra_desc *d = w->d;
+    int32_t b = item->c.sequence;
+    ra__seg keys = item->c.seg[i];
+    ra__bounds bounds = ra__engine_geometry(w, b, rows, x);
+    ra__view q = ra__view_at(w->q, b, rows->row, 0), k, v;
+    ra_block call;
+    int64_t first, last;
+    ra__seg_span(&keys, NULL, &first, &last);
+    int kind = item->pos[i] ? RA__PARTIAL : ra__classify(&bounds, first, last);
+    if (kind == RA__EMPTY) return 0;
+    ra__seg_positions(&keys, item->pos[i], x->k_pos);
+    k = item->k[i];
+    v = item->v[i];
+    memset(&call, 0, sizeof call);
+    call.desc = d; call.tensors = w->t; call.sequence = b; call.thread = x->thread;
+    call.partial = kind == RA__PARTIAL;
+    call.q_row = rows->row; call.q_rows = rows->rows; call.k_rows = keys.rows;
+    call.q = q.data; call.q_token_stride = q.token; call.q_head_stride = q.head;
+    call.k = k.data; call.k_token_stride = k.token; call.k_head_stride = k.head;
+    call.v = v.data; call.v_token_stride = v.token; call.v_head_stride = v.head;
+    if (d->v_in_k) {
+        call.v = k.data + (int64_t)d->v_column * ra__element(d->k_dtype);
+        call.v_token_stride = k.token; call.v_head_stride = k.head;
+    }
+    call.q_pos = x->q_pos; call.k_pos = x->k_pos; call.lo = x->lo; call.hi = x->hi;
+    call.doc = x->doc; call.keep_end = x->keep; call.o = x->o; call.lse = x->lse;
+    int code = d->engine->fold(d->engine->ctx, &call);
+    for (int64_t r = 0; code == 0 && r < rows->rows; r++) {
+        for (int32_t h = 0; h < d->q_heads; h++) {
+            int64_t ml = ra__ml_at(w, b, rows->row + r, h), part = r * d->q_heads + h;
+            ra__view acc = ra__view_at(w->acc, b, rows->row + r, h);
+            ra__engine_merge(x->o + part * d->v_dim, x->lse[part], w->m + ml, w->l + ml,
+                             (float *)(uintptr_t)acc.data, d->v_dim);
+        }
+    }
+    return code;
+}
+
+/* Tiles of one head in a piece of work that an engine did in one call. */
+static void ra__engine_tally(const ra__work *w, int32_t b, const ra__seg *rows,
+                             const ra__item *item, ra__tally *tally) {
+    int64_t end = ra__key_end(w->d, b, w->any_position);
+    int32_t which;
+    for (int64_t i = 0; i < ra__ceil_div(rows->rows, RA_BLOCK_TOKENS); i++) {
+        ra__seg block = ra__seg_block(rows, i);
+        ra__bounds bounds = { 0, 0, 0, 0, 0, 0, 0, 0 };
+        if (!item->pos[0]) bounds = ra__rows_fill(&w->d->mask, end, &block, NULL, NULL);
+        for (int64_t j = 0; j < ra__chunk_blocks(&item->c); j++) {
+            ra__seg s = ra__chunk_block(&item->c, w->order, j, &which);
+            int64_t first, last;
+            ra__seg_span(&s, NULL, &first, &last);
+            int kind = item->pos[0] ? RA__PARTIAL : ra__classify(&bounds, first, last);
+            tally->empty += (kind == RA__EMPTY) * w->d->q_heads;
+            tally->partial += (kind == RA__PARTIAL) * w->d->q_heads;
+            tally->full += (kind == RA__FULL) * w->d->q_heads;
+        }
+    }
+}
+
+/* Some rows of sequence b against one chunk (null: none). */
+static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, const ra__item *item,
+                          int edge, const ra__engine_scratch *x) {
+    int code = 0;
+    if (edge & RA__FIRST)
+        for (int32_t h = 0; h < w->d->q_heads; h++) ra__rows_clear(w, b, rows, h);
+    for (int32_t i = 0; item && code == 0 && i < item->c.segs; i++)
+        code = ra__engine_call(w, item, rows, i, x);
+    if (edge & RA__LAST)
+        for (int32_t h = 0; code == 0 && h < w->d->q_heads; h++) ra__rows_finish(w, b, rows, h);
+    return code;
+}
+
+/* ========================================================================== PLAN
+ * From one descriptor everything that can be known before a pass: checks, defaults, the schedule of
+ * a rank, and the figures of ra_plan_report. Enums, ranges, sizes and reserved fields are checked
+ * before any pointer is followed. */
+
+typedef struct ra__range { const char *field; int64_t value, low, high; } ra__range;
+
+static ra_status ra__check_ranges(const ra__range *list, int32_t n, ra_error *e) {
+    for (int32_t i = 0; i < n; i++) {
+        if (list[i].value < list[i].low)
+            return ra__refuse(e, RA_E_RANGE, list[i].field, "# is too small", list[i].value);
+        if (list[i].value > list[i].high)
+            return ra__refuse(e, RA_E_RANGE, list[i].field, "# is too large", list[i].value);
+    }
+    return RA_OK;
+}
+
+static ra_status ra__check_numbers(const ra_desc *d, ra_error *e) {
+    const int64_t top = RA_MAX_POSITION;
+    const ra__range list[] = {
+        { "sequences", d->sequences, 0, 1 << 20 },
+        { "ranks", d->ranks, 0, 4096 },
+        { "rank", d->rank, 0, d->ranks > 1 ? d->ranks - 1 : 0 },
+        { "q_heads", d->q_heads, 0, 1 << 16 },
+        { "kv_heads", d->kv_heads, 0, 1 << 16 },
+        { "k_dim", d->k_dim, 0, 1024 },
+        { "v_dim", d->v_dim, 0, 1024 },
+        { "v_in_k", d->v_in_k, 0, 1 },
+        { "v_column", d->v_column, 0, 1024 },
+        { "scores", d->scores, 0, RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS },
+        { "tokens", d->tokens, 0, top },
+        { "kv_tokens", d->kv_tokens, 0, top },
+        { "q_offset", d->q_offset, 0, top },
+        { "chunk_tokens", d->chunk_tokens, 0, 1 << 24 },
+        { "buffers", d->buffers, 0, 64 },
+        { "threads", d->threads, 0, 4096 },
+        { "mask.causal_block", d->mask.causal_block, 0, 1 << 30 },
+        { "mask.window", d->mask.window, 0, top },
+        { "mask.window_right", d->mask.window_right, 0, top },
+        { "mask.prefix", d->mask.prefix, 0, top },
+        { "mask.keep", d->mask.keep, 0, top },
+        { "mask.doc_count", d->mask.doc_count, 0, top },
+        { "mask.interval_count", d->mask.interval_count, 0, top },
+    };
+    return ra__check_ranges(list, (int32_t)(sizeof list / sizeof list[0]), e);
+}
+
+static ra_status ra__check_required(const ra_desc *d, ra_error *e) {
+    const ra__range list[] = {
+        { "q_heads", d->q_heads, 0, 0 },       { "kv_heads", d->kv_heads, 0, 0 },
+        { "k_dim", d->k_dim, 0, 0 },           { "v_dim", d->v_dim, 0, 0 },
+        { "q_dtype", d->q_dtype, 0, 0 },       { "k_dtype", d->k_dtype, 0, 0 },
+        { "v_dtype", d->v_dtype, d->v_in_k, 0 }, { "o_dtype", d->o_dtype, 0, 0 },
+        { "tokens", d->tokens, 0, 0 },         { "mask.kind", d->mask.kind, 0, 0 },
+        { "layout.kind", d->layout.kind, d->ranks <= 1, 0 },
+    };
+    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
+        if (!list[i].value && !list[i].low)
+            return ra__refuse(e, RA_E_UNSET, list[i].field, "must be set; it was left 0", 0);
+    return RA_OK;
+}
+
+static ra_status ra__check_enums(const ra_desc *d, ra_error *e) {
+    const ra__range list[] = {
+        { "q_dtype", d->q_dtype, RA_F32, RA_BF16 }, { "k_dtype", d->k_dtype, RA_F32, RA_BF16 },
+        { "v_dtype", d->v_dtype, 0, RA_BF16 },      { "o_dtype", d->o_dtype, RA_F32, RA_BF16 },
+        { "mask.kind", d->mask.kind, RA_MASK_NONE, RA_MASK_INTERVALS },
+        { "layout.kind", d->layout.kind, 0, RA_LAYOUT_ARRAY },
+        { "isa", d->isa, RA_ISA_AUTO, RA_ISA_AVX512 },
+    };
+    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
+        if (list[i].value < list[i].low || list[i].value > list[i].high)
+            return ra__refuse(e, RA_E_ENUM, list[i].field, "# is no known constant",
+                              list[i].value);
+    return RA_OK;
+}
+
+static ra_status ra__check_reserved(const ra_desc *d, ra_error *e) {
+    for (int32_t i = 0; i < 4; i++)
+        if (d->reserved[i])
+            return ra__refuse(e, RA_E_RESERVED, "reserved", "must be 0, not #", d->reserved[i]);
+    if (d->layout.reserved)
+        return ra__refuse(e, RA_E_RESERVED, "layout.reserved", "must be 0, not #",
+                          d->layout.reserved);
+    return RA_OK;
+}
+
+/* NaN, infinity and negative numbers where none can be meant. */
+static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
+    if (!ra__is_finite(d->scale) || d->scale < 0.0f)
+        return ra__refuse(e, RA_E_RANGE, "scale", "must be finite and not negative", 0);
+    if (!ra__is_finite(d->softcap) || d->softcap < 0.0f)
+        return ra__refuse(e, RA_E_RANGE, "softcap", "must be finite and not negative", 0);
+    return RA_OK;
+}
+
+static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
+    int64_t bytes, rows = ra__max(d->tokens, d->kv_tokens ? d->kv_tokens : d->tokens + d->q_offset);
+    int64_t width = ra__max(d->k_dim, d->v_dim) * (int64_t)sizeof(float);
+    if (d->q_heads % d->kv_heads)
+        return ra__refuse(e, RA_E_SHAPE, "q_heads", "# is no multiple of kv_heads", d->q_heads);
+    if (d->tokens + d->q_offset > RA_MAX_POSITION)
+        return ra__refuse(e, RA_E_OVERFLOW, "q_offset", "tokens + # reaches RA_MAX_POSITION",
+                          d->q_offset);
+    if (!ra__mul(rows, d->q_heads * width, &bytes) ||
+        !ra__mul(bytes, d->sequences ? d->sequences : 1, &bytes))
+        return ra__refuse(e, RA_E_OVERFLOW, "tokens", "# tokens of this shape overflow 62 bits",
+                          d->tokens);
+    if (!d->v_in_k && d->v_column)
+        return ra__refuse(e, RA_E_SHAPE, "v_column", "# is set, but v_in_k is 0", d->v_column);
+    if (d->v_in_k && d->v_column + d->v_dim > d->k_dim)
+        return ra__refuse(e, RA_E_SHAPE, "v_column", "# + v_dim exceeds k_dim", d->v_column);
+    if (d->v_in_k && d->v_dtype && d->v_dtype != d->k_dtype)
+        return ra__refuse(e, RA_E_SHAPE, "v_dtype", "# differs from k_dtype under v_in_k",
+                          d->v_dtype);
+    return RA_OK;
+}
+
+/* Fields of a mask that contradict each other; follows no pointer. */
+static ra_status ra__check_mask(const ra_desc *d, ra_error *e) {
+    const ra_mask *m = &d->mask;
+    int intervals = m->kind == RA_MASK_INTERVALS;
+    if (m->causal_block > 1 && m->kind != RA_MASK_CAUSAL)
+        return ra__refuse(e, RA_E_SHAPE, "mask.causal_block", "# needs RA_MASK_CAUSAL",
+                          m->causal_block);
+    if (m->window_right && m->kind != RA_MASK_NONE)
+        return ra__refuse(e, RA_E_SHAPE, "mask.window_right", "# needs RA_MASK_NONE",
+                          m->window_right);
+    if (intervals && m->window)
+        return ra__refuse(e, RA_E_SHAPE, "mask.window", "# beside RA_MASK_INTERVALS", m->window);
+    if (intervals && m->prefix)
+        return ra__refuse(e, RA_E_SHAPE, "mask.prefix", "# beside RA_MASK_INTERVALS", m->prefix);
+    if (intervals && m->keep)
+        return ra__refuse(e, RA_E_SHAPE, "mask.keep", "# beside RA_MASK_INTERVALS", m->keep);
+    if (intervals && m->doc_count)
+        return ra__refuse(e, RA_E_SHAPE, "mask.doc_count", "# beside RA_MASK_INTERVALS",
+                          m->doc_count);
+    if (!intervals && m->interval_count)
+        return ra__refuse(e, RA_E_SHAPE, "mask.interval_count", "# needs RA_MASK_INTERVALS",
+                          m->interval_count);
+    if (!intervals && (m->lo || m->hi))
+        return ra__refuse(e, RA_E_SHAPE, "mask.lo", "lo and hi need RA_MASK_INTERVALS", 0);
+    if (intervals && (!m->lo || !m->hi))
+        return ra__refuse(e, RA_E_NULL, m->lo ? "mask.hi" : "mask.lo",
+                          "RA_MASK_INTERVALS needs it", 0);
+    if (intervals && d->layout.kind != RA_LAYOUT_ARRAY &&
+        m->interval_count < d->q_offset + d->tokens)
+        return ra__refuse(e, RA_E_POSITIONS, "mask.interval_count",
+                          "# entries do not reach q_offset + tokens", m->interval_count);
+    if (m->doc_count && !m->doc_first)
+        return ra__refuse(e, RA_E_NULL, "mask.doc_first", "doc_count is #", m->doc_count);
+    if (!m->doc_count && m->doc_first)
+        return ra__refuse(e, RA_E_SHAPE, "mask.doc_first", "is set, but doc_count is 0", 0);
+    return RA_OK;
+}
+
+static ra_status ra__check_documents(const ra_mask *m, ra_error *e) {
+    for (int64_t i = 0; i < m->doc_count; i++) {
+        if (i ? m->doc_first[i] <= m->doc_first[i - 1] : m->doc_first[0] != 0)
+            return ra__refuse(e, RA_E_POSITIONS, "mask.doc_first",
+                              "must start with 0 and ascend; entry # does not", i);
+        if (m->doc_first[i] > RA_MAX_POSITION)
+            return ra__refuse(e, RA_E_OVERFLOW, "mask.doc_first", "# is above RA_MAX_POSITION",
+                              m->doc_first[i]);
+    }
+    return RA_OK;
+}
+
+static ra_status ra__check_lengths(const ra_desc *d, ra_error *e) {
+    for (int32_t b = 0; d->tokens_of && b < d->sequences; b++)
+        if (d->tokens_of[b] < 0 || d->tokens_of[b] > d->tokens)
+            return ra__refuse(e, RA_E_RANGE, "tokens_of", "# is negative or above tokens",
+                              d->tokens_of[b]);
+    for (int32_t b = 0; d->kv_tokens_of && b < d->sequences; b++)
+        if (d->kv_tokens_of[b] < 0 || d->kv_tokens_of[b] > d->kv_tokens)
+            return ra__refuse(e, RA_E_RANGE, "kv_tokens_of", "# is negative or above kv_tokens",
+                              d->kv_tokens_of[b]);
+    return RA_OK;
+}
+
+/* Fields of a layout that contradict each other; follows no pointer. */
+static ra_status ra__check_layout(const ra_desc *d, ra_error *e) {
+    const ra_layout *l = &d->layout;
+    int runs = l->kind == RA_LAYOUT_RUNS, array = l->kind == RA_LAYOUT_ARRAY;
+    if (l->weights && l->kind != RA_LAYOUT_CONTIGUOUS && l->kind != RA_LAYOUT_ZIGZAG)
+        return ra__refuse(e, RA_E_SHAPE, "layout.weights", "need CONTIGUOUS or ZIGZAG, not #",
+                          l->kind);
+    if (!runs && (l->q_runs || l->q_run_count || l->k_runs || l->k_run_count))
+        return ra__refuse(e, RA_E_SHAPE, "layout.q_runs", "runs need RA_LAYOUT_RUNS, not #",
+                          l->kind);
+    if (!array && (l->q_rows || l->k_rows))
+        return ra__refuse(e, RA_E_SHAPE, "layout.q_rows", "rows need RA_LAYOUT_ARRAY, not #",
+                          l->kind);
+    if (runs && !l->q_run_count)
+        return ra__refuse(e, RA_E_NULL, "layout.q_run_count", "RA_LAYOUT_RUNS needs it", 0);
+    if (runs && !l->q_runs)
+        return ra__refuse(e, RA_E_NULL, "layout.q_runs", "RA_LAYOUT_RUNS needs it", 0);
+    if (runs && !l->k_runs != !l->k_run_count)
+        return ra__refuse(e, RA_E_NULL, l->k_runs ? "layout.k_run_count" : "layout.k_runs",
+                          "needed beside the other", 0);
+    if (array && !l->q_rows)
+        return ra__refuse(e, RA_E_NULL, "layout.q_rows", "RA_LAYOUT_ARRAY needs it", 0);
+    if ((runs || array) && (d->tokens_of || d->kv_tokens_of))
+        return ra__refuse(e, RA_E_SHAPE, d->tokens_of ? "tokens_of" : "kv_tokens_of",
+                          "RUNS and ARRAY give every sequence the same rows", 0);
+    return RA_OK;
+}
+
+/* First common position of two runs, or -1: solves first_a + i s_a = first_b + j s_b by walking the
+ * shorter run over at most s_other steps, after which residues repeat. */
+static int64_t ra__runs_meet(const ra_run *a, const ra_run *b) {
+    int64_t sa = a->stride ? a->stride : 1, sb = b->stride ? b->stride : 1;
+    int64_t end_a = a->first + (a->count - 1) * sa, end_b = b->first + (b->count - 1) * sb;
+    int64_t low = ra__max(a->first, b->first), high = ra__min(end_a, end_b);
+    int64_t p = a->first + ra__max(0, ra__ceil_div(low - a->first, sa)) * sa;
+    for (int64_t i = 0; i < sb && p <= high; i++, p += sa)
+        if ((p - b->first) % sb == 0) return p;
+    return -1;
+}
+
+/* One table of runs: entries in range, no position twice. `names` are the fields to blame. */
+static ra_status ra__check_runs(const ra_run *runs, const int32_t *count, int32_t ranks,
+                                const int64_t range[2], const char *const names[2], ra_error *e) {
+    int64_t n = 0;
+    for (int32_t r = 0; r < ranks; r++) {
+        if (count[r] < 0)
+            return ra__refuse(e, RA_E_RANGE, names[1], "# is negative", count[r]);
+        n += count[r];
+    }
+    for (int64_t i = 0; i < n; i++) {
+        int64_t stride = runs[i].stride ? runs[i].stride : 1, last;
+        if (runs[i].count < 1 || runs[i].first < range[0] || stride < 1)
+            return ra__refuse(e, RA_E_POSITIONS, names[0],
+                              "entry # has no rows, or starts too low, or steps back", i);
+        if (!ra__mul(runs[i].count - 1, stride, &last) || runs[i].first + last >= range[1])
+            return ra__refuse(e, RA_E_POSITIONS, names[0], "entry # ends beyond the tokens", i);
+        for (int64_t j = 0; j < i; j++)
+            if (ra__runs_meet(&runs[i], &runs[j]) >= 0)
+                return ra__refuse(e, RA_E_SHAPE, names[0], "position # is held twice",
+                                  ra__runs_meet(&runs[i], &runs[j]));
+    }
+    return RA_OK;
+}
+
+static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
+    static const char *const q_names[2] = { "layout.q_runs", "layout.q_run_count" };
+    static const char *const k_names[2] = { "layout.k_runs", "layout.k_run_count" };
+    const ra_layout *l = &d->layout;
+    int64_t sum = 0, range[2] = { d->q_offset, d->q_offset + d->tokens };
+    ra_status s = RA_OK;
+    for (int32_t r = 0; l->weights && r < d->ranks; r++) {
+        sum += l->weights[r];
+        if (l->weights[r] < 0)
+            return ra__refuse(e, RA_E_RANGE, "layout.weights", "# is negative", l->weights[r]);
+    }
+    if (l->weights && !sum)
+        return ra__refuse(e, RA_E_SHAPE, "layout.weights", "are all 0", 0);
+    for (int32_t r = 0; l->kind == RA_LAYOUT_ARRAY && r < d->ranks; r++) {
+        if (l->q_rows[r] < 0 || l->q_rows[r] > RA_MAX_POSITION)
+            return ra__refuse(e, RA_E_RANGE, "layout.q_rows", "# is out of range", l->q_rows[r]);
+        if (l->k_rows && (l->k_rows[r] < 0 || l->k_rows[r] > RA_MAX_POSITION))
+            return ra__refuse(e, RA_E_RANGE, "layout.k_rows", "# is out of range", l->k_rows[r]);
+    }
+    if (l->kind != RA_LAYOUT_RUNS) return RA_OK;
+    s = ra__check_runs(l->q_runs, l->q_run_count, d->ranks, range, q_names, e);
+    range[0] = 0;
+    range[1] = d->kv_tokens;
+    if (!s && l->k_runs)
+        s = ra__check_runs(l->k_runs, l->k_run_count, d->ranks, range, k_names, e);
+    for (int32_t r = 0, at = 0; !s && !l->k_runs && r < d->ranks; r++)
+        for (int32_t i = 0; i < l->q_run_count[r]; i++, at++)
+            if (l->q_runs[at].first + (l->q_runs[at].count - 1) *
+                    (l->q_runs[at].stride ? l->q_runs[at].stride : 1) >= d->kv_tokens)
+                return ra__refuse(e, RA_E_POSITIONS, "layout.k_runs",
+                                  "as q_runs: entry # ends beyond kv_tokens", at);
+    return s;
+}
+
+static ra_status ra__check_engine(const ra_desc *d, ra_error *e) {
+    const ra_engine *engine = d->engine;
+    if (!engine) return RA_OK;
+    if (engine->size < sizeof(ra_engine))
+        return ra__refuse(e, RA_E_ABI, "engine.size", "# is smaller than ra_engine of version 1",
+                          engine->size);
+    if (engine->abi != RA_ENGINE_ABI)
+        return ra__refuse(e, RA_E_ABI, "engine.abi", "# is not RA_ENGINE_ABI", engine->abi);
+    if (engine->block_queries < 0 || engine->block_queries > 1 << 24)
+        return ra__refuse(e, RA_E_RANGE, "engine.block_queries", "# is out of range",
+                          engine->block_queries);
+    if (engine->block_queries % RA_BLOCK_TOKENS)
+        return ra__refuse(e, RA_E_SHAPE, "engine.block_queries",
+                          "# is no multiple of RA_BLOCK_TOKENS", engine->block_queries);
+    if (!engine->fold) return ra__refuse(e, RA_E_NULL, "engine.fold", "is required", 0);
+    return RA_OK;
+}
+
+static void ra__defaults(ra_desc *d) {
+    if (!d->sequences) d->sequences = 1;
+    if (!d->ranks) d->ranks = 1;
+    if (!d->layout.kind) d->layout.kind = RA_LAYOUT_CONTIGUOUS;
+    if (d->v_in_k) d->v_dtype = d->k_dtype;
+    if (d->scale == 0.0f) d->scale = (float)(1.0 / ra__sqrt((double)d->k_dim));
+    if (!d->mask.causal_block) d->mask.causal_block = 1;
+    if (!d->buffers) d->buffers = 3;
+    if (!d->threads) d->threads = 1;
+    if (d->isa == RA_ISA_AUTO) d->isa = ra_isa_best();
+    if (!d->chunk_tokens) {
+        int64_t keys = d->kv_tokens ? d->kv_tokens : d->tokens + d->q_offset;
+        int64_t part = ra__ceil_div(ra__ceil_div(keys, d->ranks), 32);
+        d->chunk_tokens = (int32_t)ra__max(256, ra__min(4096, part));
+    }
+    d->chunk_tokens = (int32_t)ra__round_up(d->chunk_tokens, RA_BLOCK_TOKENS);
+}
+
+/* kv_tokens, which may come from tokens_of by way of kv_tokens_of = null. `own` holds [B] entries
+ * for that case. */
+static void ra__default_keys(ra_desc *d, int64_t *own) {
+    if (d->kv_tokens) return;
+    d->kv_tokens = d->tokens + d->q_offset;
+    if (!d->tokens_of || d->kv_tokens_of || !own) return;
+    for (int32_t b = 0; b < d->sequences; b++) own[b] = d->tokens_of[b] + d->q_offset;
+    d->kv_tokens_of = own;
+}
+
+/* Everything but what follows pointers to arrays; then those. *out is resolved except for the keys
+ * of sequences of different lengths. */
+static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
+    ra_error *e;
+    ra_status s;
+    if (!d) return RA_E_NULL;
+    e = d->error;
+    *out = *d;
+    s = ra__check_numbers(d, e);
+    if (!s) s = ra__check_required(d, e);
+    if (!s) s = ra__check_enums(d, e);
+    if (!s) s = ra__check_reserved(d, e);
+    if (!s) s = ra__check_floats(d, e);
+    if (!s) s = ra__check_shape(d, e);
+    if (!s) s = ra__check_mask(d, e);
+    if (!s) s = ra__check_layout(d, e);
+    if (!s && !ra__kernel_of(d->isa))
+        s = ra__refuse(e, RA_E_ISA, "isa", "# is not available on this machine", d->isa);
+    if (s) return s;
+    ra__defaults(out);
+    if (!out->kv_tokens) out->kv_tokens = out->tokens + out->q_offset;
+    s = ra__check_documents(&out->mask, e);
+    if (!s) s = ra__check_lengths(out, e);
+    if (!s) s = ra__check_tables(out, e);
+    if (!s) s = ra__check_engine(out, e);
+    out->kv_tokens = d->kv_tokens;
+    return s;
+}
+
+RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out) {
+    ra_desc full;
+    ra_status s = ra__resolve(d, &full);
+    if (s) return s;
+    if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
+    if (!full.kv_tokens) full.kv_tokens = full.tokens + full.q_offset;
+    *out = full;
+    return RA_OK;
+}
+
+/* FNV-1a over the bytes of agreed values. */
+static uint64_t ra__hash(uint64_t h, const void *data, size_t bytes) {
+    const uint8_t *p = (const uint8_t *)data;
+    for (size_t i = 0; i < bytes; i++) h = (h ^ p[i]) * 1099511628211u;
+    return h;
+}
+
+static uint64_t ra__hash_i64(uint64_t h, int64_t v) { return ra__hash(h, &v, sizeof v); }
+
+static uint64_t ra__hash_array(uint64_t h, const void *data, int64_t n, size_t element) {
+    h = ra__hash_i64(h, data ? n : -1);
+    return data ? ra__hash(h, data, (size_t)n * element) : h;
+}
+
+/* All AGREED fields as given; full: the same resolved, for the lengths of arrays. */
+static uint64_t ra__hash_desc(const ra_desc *d, const ra_desc *full) {
+    const int64_t fields[] = {
+        RINGATTN_VERSION, d->sequences, d->ranks, d->q_heads, d->kv_heads, d->k_dim, d->v_dim,
+        d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype, d->v_in_k, d->v_column, d->scores,
+        d->tokens, d->kv_tokens, d->q_offset, d->chunk_tokens, d->buffers, d->mask.kind,
+        d->mask.causal_block, d->mask.window, d->mask.window_right, d->mask.prefix, d->mask.keep,
+        d->mask.doc_count, d->mask.interval_count, d->layout.kind,
+    };
+    const ra_layout *l = &d->layout;
+    uint64_t h = 14695981039346656037u;
+    for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) h = ra__hash_i64(h, fields[i]);
+    h = ra__hash(h, &d->scale, sizeof d->scale);
+    h = ra__hash(h, &d->softcap, sizeof d->softcap);
+    h = ra__hash_array(h, d->tokens_of, full->sequences, 8);
+    h = ra__hash_array(h, d->kv_tokens_of, full->sequences, 8);
+    h = ra__hash_array(h, d->mask.doc_first, d->mask.doc_count, 8);
+    h = ra__hash_array(h, d->mask.lo, d->mask.interval_count, 4);
+    h = ra__hash_array(h, d->mask.hi, d->mask.interval_count, 4);
+    h = ra__hash_array(h, l->weights, full->ranks, 4);
+    h = ra__hash_array(h, l->q_rows, full->ranks, 8);
+    h = ra__hash_array(h, l->k_rows, full->ranks, 8);
+    h = ra__hash_array(h, l->q_run_count, full->ranks, 4);
+    h = ra__hash_array(h, l->k_run_count, full->ranks, 4);
+    for (int32_t keys = 0; keys < 2; keys++) {
+        const int32_t *count = keys ? l->k_run_count : l->q_run_count;
+        int64_t n = 0;
+        for (int32_t r = 0; count && r < full->ranks; r++) n += count[r];
+        h = ra__hash_array(h, keys ? l->k_runs : l->q_runs, n, sizeof(ra_run));
+    }
+    return h;
+}
+
+/* Copies n elements into the arena; null stays null. */
+static void *ra__carve_copy(ra__arena *a, const void *from, int64_t n, size_t element) {
+    void *to;
+    if (!from) return NULL;
+    to = ra__carve(a, n * (int64_t)element);
+    if (a->base && n) memcpy(to, from, (size_t)n * element);
+    return to;
+}
+
+/* Runs of all ranks and the first entry of each. */
+static void ra__carve_runs(ra__arena *a, int32_t ranks, const ra_run **runs, const int32_t **count,
+                           int64_t **run0) {
+    int64_t n = 0;
+    *run0 = (int64_t *)ra__carve(a, ((int64_t)ranks + 1) * 8);
+    for (int32_t r = 0; r <= ranks; r++) {
+        if (a->base) (*run0)[r] = n;
+        if (r < ranks) n += (*count)[r];
+    }
+    *runs = (const ra_run *)ra__carve_copy(a, *runs, n, sizeof(ra_run));
+    *count = (const int32_t *)ra__carve_copy(a, *count, ranks, 4);
+}
+
+/* Carves the arrays of the descriptor (copies) and of cuts. Counting only if a->base is null. */
+static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
+    ra_desc *d = &p->d;
+    ra_layout *l = &d->layout;
+    int64_t B = full->sequences, cuts = B * (2 * (int64_t)full->ranks + 1) * 8, *keys = NULL;
+    *d = *full;
+    d->tokens_of = (const int64_t *)ra__carve_copy(a, d->tokens_of, B, 8);
+    if (d->kv_tokens_of)
+        d->kv_tokens_of = (const int64_t *)ra__carve_copy(a, d->kv_tokens_of, B, 8);
+    else if (full->tokens_of && !d->kv_tokens) keys = (int64_t *)ra__carve(a, B * 8);
+    if (a->base) ra__default_keys(d, keys);
+    l->weights = (const int32_t *)ra__carve_copy(a, l->weights, d->ranks, 4);
+    p->q_run0 = p->k_run0 = NULL;
+    if (l->kind == RA_LAYOUT_RUNS) {
+        if (!l->k_runs) { l->k_runs = l->q_runs; l->k_run_count = l->q_run_count; }
+        ra__carve_runs(a, d->ranks, &l->q_runs, &l->q_run_count, &p->q_run0);
+        ra__carve_runs(a, d->ranks, &l->k_runs, &l->k_run_count, &p->k_run0);
+    }
+    if (l->kind == RA_LAYOUT_ARRAY) {
+        if (!l->k_rows) l->k_rows = l->q_rows;
+        l->q_rows = (const int64_t *)ra__carve_copy(a, l->q_rows, d->ranks, 8);
+        l->k_rows = (const int64_t *)ra__carve_copy(a, l->k_rows, d->ranks, 8);
+    }
+    p->q_cut = p->k_cut = NULL;
+    if (l->kind == RA_LAYOUT_CONTIGUOUS || l->kind == RA_LAYOUT_ZIGZAG) {
+        p->q_cut = (int64_t *)ra__carve(a, cuts);
+        p->k_cut = (int64_t *)ra__carve(a, cuts);
+    }
+    p->task0 = (int64_t *)ra__carve(a, (B + 1) * 8);
+    p->readers = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
+    p->sources = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
+    p->source_end = (int64_t *)ra__carve(a, (int64_t)d->ranks * 8);
+}
+
+/* DESC if no row of a contiguous layout sees a key after itself; square: queries and keys are the
+ * same positions. */
+static int32_t ra__desc_order(const ra_desc *d, int square) {
+    return square && !d->q_offset && d->layout.kind == RA_LAYOUT_CONTIGUOUS &&
+                   d->mask.kind == RA_MASK_CAUSAL && d->mask.causal_block <= 1 && !d->mask.prefix
+               ? RA_ORDER_DESC : RA_ORDER_TURN;
+}
+
+/* Cuts of every sequence, order, and whether the promise on bits holds. */
+static void ra__plan_cuts(ra_plan *p) {
+    const ra_desc *d = &p->d;
+    int zigzag = d->layout.kind == RA_LAYOUT_ZIGZAG, square = 1;
+    int64_t stride = 2 * (int64_t)d->ranks + 1;
+    p->on_grid = p->q_cut != NULL;
+    for (int32_t b = 0; b < d->sequences; b++) {
+        int64_t tq = ra__q_len(d, b), tk = ra__k_len(d, b);
+        square &= tq == tk && !d->q_offset;
+        if (!p->q_cut) continue;
+        ra__cut(tq, d->ranks, d->layout.weights, zigzag, p->q_cut + b * stride);
+        ra__cut(tk, d->ranks, d->layout.weights, zigzag, p->k_cut + b * stride);
+        p->on_grid &= tk == 0 || ra__cut_unit(tk, d->ranks) > 1 || (d->ranks == 1 && !zigzag);
+    }
+    p->order = ra__desc_order(d, square);
+    p->dense = d->layout.kind != RA_LAYOUT_RUNS && d->layout.kind != RA_LAYOUT_ARRAY;
+}
+
+/* Carves what depends on the number of chunks. */
+static void ra__plan_lists(ra__arena *a, ra_plan *p) {
+    int64_t n = p->chunks, list = (n + p->d.sequences) * 4;
+    p->chunk = (ra__chunk *)ra__carve(a, n * (int64_t)sizeof(ra__chunk));
+    p->need_row = ra__ceil_div(p->d.ranks, 8);
+    p->need = (uint8_t *)ra__carve(a, 2 * n * p->need_row);
+    p->fold = (int32_t *)ra__carve(a, list);
+    p->fold_recv = (int32_t *)ra__carve(a, list);
+    p->fold_index = (int32_t *)ra__carve(a, list);
+    p->fold_last = (uint8_t *)ra__carve(a, n + p->d.sequences);
+    p->recv = (int32_t *)ra__carve(a, n * 4);
+    p->recv_fold = (int32_t *)ra__carve(a, n * 4);
+    p->recv_send = (int32_t *)ra__carve(a, n * 4);
+    p->send = (int32_t *)ra__carve(a, n * 4);
+    p->send_recv = (int32_t *)ra__carve(a, n * 4);
+    p->exchange = (ra__exchange *)ra__carve(a, 2 * n * (int64_t)sizeof(ra__exchange));
+    p->scratch = (int64_t *)ra__carve(a, (int64_t)p->d.ranks * 8 * 3);
+}
+
+static void ra__plan_add_fold(ra_plan *p, int32_t entry, int32_t recv, int64_t sequence_first) {
+    p->fold[p->folds] = entry;
+    p->fold_recv[p->folds] = recv;
+    p->fold_index[p->folds] = (int32_t)(p->folds - sequence_first);
+    p->fold_last[p->folds] = 0;
+    p->folds++;
+}
+
+/* What this rank folds, receives and sends, in the order of the one list. */
+static void ra__plan_own_lists(ra_plan *p) {
+    int32_t me = p->d.rank;
+    int64_t c = 0;
+    p->folds = p->recvs = p->sends = 0;
+    for (int32_t b = 0; b < p->d.sequences; b++) {
+        int64_t before = p->folds;
+        for (; c < p->chunks && p->chunk[c].sequence == b; c++) {
+            int32_t recv = ra__arrives(p, c, me) ? (int32_t)p->recvs : -1;
+            int32_t fold = ra__needs(p, c, me) ? (int32_t)p->folds : -1;
+            int32_t send = ra__leaves(p, c, me) ? (int32_t)p->sends : -1;
+            if (fold >= 0) ra__plan_add_fold(p, (int32_t)c, recv, before);
+            if (send >= 0) { p->send[p->sends] = (int32_t)c; p->send_recv[p->sends++] = recv; }
+            if (recv < 0) continue;
+            p->recv[p->recvs] = (int32_t)c;
+            p->recv_fold[p->recvs] = fold;
+            p->recv_send[p->recvs++] = send;
+        }
+        if (p->folds == before && p->task0[b + 1] > p->task0[b])
+            ra__plan_add_fold(p, -1 - b, -1, before);
+        if (p->folds > before) p->fold_last[p->folds - 1] = 1;
+    }
+}
+
+/* Ranks that read this rank's keys, and ranks whose keys it reads: with addresses instead of
+ * copies a pass ends when the former have said so. */
+static void ra__plan_readers(ra_plan *p) {
+    int32_t me = p->d.rank;
+    p->reader_count = p->source_count = 0;
+    for (int32_t r = 0; r < p->d.ranks; r++) {
+        int reads = 0, read = 0;
+        if (r == me) continue;
+        for (int64_t c = 0; c < p->chunks; c++) {
+            reads |= p->chunk[c].owner == me && ra__needs(p, c, r);
+            read |= p->chunk[c].owner == r && ra__needs(p, c, me);
+        }
+        if (reads) p->readers[p->reader_count++] = r;
+        if (read) p->sources[p->source_count++] = r;
+    }
+    for (int64_t i = 0; i < p->source_count; i++)
+        for (int64_t f = 0; f < p->folds; f++)
+            if (p->fold[f] >= 0 && p->chunk[p->fold[f]].owner == p->sources[i])
+                p->source_end[i] = f + 1;
+}
+
+/* The direction with fewer bytes on the links; DESC goes up by nature. */
+static void ra__plan_direction(ra_plan *p) {
+    int64_t up, down;
+    p->direction = 1;
+    up = ra__chunk_hops(p);
+    if (p->order == RA_ORDER_DESC || p->d.ranks < 3) return;
+    p->direction = -1;
+    down = ra__chunk_hops(p);
+    if (down < up) return;
+    p->direction = 1;
+    (void)ra__chunk_hops(p);
+}
+
+/* -------------------------------------------------------------------------- figures of one rank
+ * Adds the blocks of one segment to tally[class]. */
+static void ra__tally_seg(const ra_plan *p, const ra__chunk *c, int32_t i, const ra__bounds *bounds,
+                          int64_t tally[3]) {
+    int64_t blocks = ra__ceil_div(c->seg[i].rows, RA_BLOCK_TOKENS), first, last;
+    int kind = ra__seg_class(p, c, i, bounds);
+    if (kind != RA__PARTIAL || p->d.layout.kind == RA_LAYOUT_ARRAY) {
+        tally[kind] += blocks;
+        return;
+    }
+    for (int64_t j = 0; j < blocks; j++) {
+        ra__seg k = ra__seg_block(&c->seg[i], j);
+        ra__seg_span(&k, NULL, &first, &last);
+        tally[ra__classify(bounds, first, last)]++;
+    }
+}
+
+static void ra__report_tiles(const ra_plan *p, int32_t rank, int32_t b, ra_plan_report *r) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    int64_t tokens = ra__q_len(&p->d, b), n = ra__side_blocks(&side, b, tokens), first, end;
+    int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
+    int64_t tally[3] = { 0, 0, 0 };
+    ra__chunk_range(p, b, &first, &end);
+    for (int64_t i = 0; i < n; i++) {
+        ra__seg s;
+        ra__bounds bounds;
+        memset(&bounds, 0, sizeof bounds);
+        (void)ra__side_block(&side, b, tokens, i, &s);
+        if (!array)
+            bounds = ra__rows_fill(&p->d.mask, ra__key_end(&p->d, b, 0), &s, NULL, NULL);
+        for (int64_t c = first; c < end; c++) {
+            for (int32_t j = 0; j < p->chunk[c].segs; j++)
+                ra__tally_seg(p, &p->chunk[c], j, &bounds, tally);
+        }
+    }
+    r->tiles_empty += tally[RA__EMPTY] * p->d.q_heads;
+    r->tiles_partial += tally[RA__PARTIAL] * p->d.q_heads;
+    r->tiles_full += tally[RA__FULL] * p->d.q_heads;
+}
+
+/* Keys among those that somebody holds in [lo, hi). */
+static int64_t ra__keys_held(const ra_plan *p, int64_t lo, int64_t hi) {
+    const ra_layout *l = &p->d.layout;
+    int64_t n = 0;
+    for (int64_t i = 0; i < p->k_run0[p->d.ranks]; i++) {
+        int64_t first = l->k_runs[i].first, step = l->k_runs[i].stride ? l->k_runs[i].stride : 1;
+        int64_t a = ra__ceil_div(ra__max(lo - first, 0), step);
+        int64_t b = ra__min(l->k_runs[i].count, hi > first ? ra__ceil_div(hi - first, step) : 0);
+        n += ra__max(0, b - a);
+    }
+    return n;
+}
+
+static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    int64_t tokens = ra__q_len(&p->d, b), end = ra__k_len(&p->d, b), n = 0;
+    ra__seg s;
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY) {
+        for (int32_t r = 0; r < p->d.ranks; r++) n += p->d.layout.k_rows[r];
+        return n * p->d.layout.q_rows[rank];
+    }
+    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
+        for (int64_t j = 0; j < s.rows; j++) {
+            int32_t v[4];
+            ra__mask_row(&p->d.mask, s.pos + j * s.stride, end, v);
+            if (p->dense) n += ra__pairs_row(v);
+            else if (v[0] >= v[1]) n += ra__keys_held(p, v[2], v[3]);
+            else n += ra__keys_held(p, v[0], v[1]) + ra__keys_held(p, v[2], ra__min(v[3], v[0]));
+        }
+    }
+    return n;
+}
+
+/* Messages, bytes and hops at one rank. */
+static void ra__report_wire(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    const int64_t address = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
+    int32_t seen = -1, seen_sequence = -1;
+    int64_t origins = 0;
+    for (int64_t c = 0; c < p->chunks; c++) {
+        int32_t hop = ra__ranks_apart(p, p->chunk[c].owner, rank);
+        if (ra__leaves(p, c, rank)) {
+            r->chunks_out++;
+            r->bytes_out += ra__message_bytes(&p->d, &p->chunk[c], hop + 1);
+            r->shared_bytes_out += address;
+        }
+        if (p->chunk[c].owner != rank &&
+            (p->chunk[c].owner != seen || p->chunk[c].sequence != seen_sequence)) {
+            int arrives = 0;
+            seen = p->chunk[c].owner;
+            seen_sequence = p->chunk[c].sequence;
+            for (int64_t k = c; k < p->chunks && p->chunk[k].owner == seen &&
+                                p->chunk[k].sequence == seen_sequence; k++)
+                arrives |= ra__arrives(p, k, rank);
+            r->hops += arrives;
+            origins++;
+        }
+        if (!ra__arrives(p, c, rank)) continue;
+        r->chunks_in++;
+        r->bytes_in += ra__message_bytes(&p->d, &p->chunk[c], hop);
+        r->shared_bytes_in += address;
+    }
+    r->hops_skipped = origins - r->hops;
+}
+
+/* The words that end a shared pass: one from each reader, one to each source. */
+static void ra__report_words(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    for (int32_t other = 0; other < p->d.ranks; other++) {
+        int in = 0, out = 0;
+        for (int64_t c = 0; other != rank && c < p->chunks; c++) {
+            in |= p->chunk[c].owner == rank && ra__needs(p, c, other);
+            out |= p->chunk[c].owner == other && ra__needs(p, c, rank);
+        }
+        r->shared_bytes_in += in * RA__FRAME_BYTES;
+        r->shared_bytes_out += out * RA__FRAME_BYTES;
+    }
+}
+
+static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    const ra_desc *d = &p->d;
+    ra__side q = ra__plan_side(p, 0, rank), k = ra__plan_side(p, 1, rank);
+    int64_t q_rows = 0, k_rows = 0;
+    for (int32_t b = 0; b < d->sequences; b++) {
+        int64_t nq = ra__side_rows(&q, b, ra__q_len(d, b));
+        int64_t nk = ra__side_rows(&k, b, ra__k_len(d, b));
+        q_rows += nq;
+        k_rows += nk;
+        r->q_rows = ra__max(r->q_rows, nq);
+        r->k_rows = ra__max(r->k_rows, nk);
+    }
+    r->resident_bytes = q_rows * d->q_heads *
+                            ((int64_t)d->k_dim * ra__element(d->q_dtype) +
+                             (int64_t)d->v_dim * ra__element(d->o_dtype) + 4) +
+                        k_rows * d->kv_heads * (int64_t)d->k_dim * ra__element(d->k_dtype);
+    if (!d->v_in_k)
+        r->resident_bytes += k_rows * d->kv_heads * (int64_t)d->v_dim * ra__element(d->v_dtype);
+}
+
+static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    memset(r, 0, sizeof *r);
+    ra__report_memory(p, rank, r);
+    for (int32_t b = 0; b < p->d.sequences; b++) {
+        ra__report_tiles(p, rank, b, r);
+        r->pairs += ra__report_pairs(p, rank, b);
+    }
+    r->flops = 2 * (int64_t)(p->d.k_dim + p->d.v_dim) * p->d.q_heads * r->pairs;
+    ra__report_wire(p, rank, r);
+    ra__report_words(p, rank, r);
+    r->chunk_bytes = p->chunk_bytes;
+    r->order = p->order;
+    r->direction = p->direction;
+    r->bits_any_ranks = p->on_grid;
+    r->chunk_tokens = p->d.chunk_tokens;
+    r->buffers = p->d.buffers;
+}
+
+/* -------------------------------------------------------------------------- prediction
+ * Scratch of the model, all [ranks] but freed and work; seconds. */
+typedef struct ra__model {
+    double *link_free, *busy, *compute, *folded, *idle;
+    double *freed;                     /* [ranks][buffers] when a receive buffer is free again */
+    double *work;                      /* [chunks][ranks] computing */
+    int64_t *received;
+} ra__model;
+
+static void ra__model_carve(ra__arena *a, const ra_plan *p, ra__model *m) {
+    double **list[5];
+    int64_t ranks = p->d.ranks;
+    list[0] = &m->link_free; list[1] = &m->busy; list[2] = &m->compute; list[3] = &m->folded;
+    list[4] = &m->idle;
+    for (int32_t i = 0; i < 5; i++) *list[i] = (double *)ra__carve(a, ranks * 8);
+    m->freed = (double *)ra__carve(a, ranks * p->d.buffers * 8);
+    m->work = (double *)ra__carve(a, ranks * p->chunks * 8);
+    m->received = (int64_t *)ra__carve(a, ranks * 8);
+}
+
+/* Seconds of a rank's rows against every chunk: tiles that are not empty, counted whole. */
+static void ra__model_work(const ra_plan *p, int32_t rank, int32_t b, double pair_s,
+                           ra__model *m) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    int64_t tokens = ra__q_len(&p->d, b), n = ra__side_blocks(&side, b, tokens), first, end;
+    ra__chunk_range(p, b, &first, &end);
+    for (int64_t i = 0; i < n; i++) {
+        ra__seg q;
+        ra__bounds bounds;
+        memset(&bounds, 0, sizeof bounds);
+        (void)ra__side_block(&side, b, tokens, i, &q);
+        if (p->d.layout.kind != RA_LAYOUT_ARRAY)
+            bounds = ra__rows_fill(&p->d.mask, ra__key_end(&p->d, b, 0), &q, NULL, NULL);
+        for (int64_t c = first; c < end; c++) {
+            int64_t tally[3] = { 0, 0, 0 };
+            for (int32_t j = 0; j < p->chunk[c].segs; j++)
+                ra__tally_seg(p, &p->chunk[c], j, &bounds, tally);
+            m->work[c * p->d.ranks + rank] += (double)q.rows * RA_BLOCK_TOKENS * pair_s *
+                                              (double)(tally[RA__PARTIAL] + tally[RA__FULL]);
+        }
+    }
+}
+
+/* Plays one chunk round the ring: it arrives, is folded in order, and goes on when the link is free
+ * and the next rank has a buffer. */
+static void ra__model_chunk(const ra_plan *p, const ra_rates *rates, int64_t c, ra__model *m) {
+    const ra__chunk *chunk = &p->chunk[c];
+    int32_t buffers = p->d.buffers;
+    double here = 0;
+    for (int32_t h = 0; h < p->d.ranks; h++) {
+        int32_t rank = ra__next_rank(p, chunk->owner, h), next = ra__next_rank(p, rank, 1);
+        double sent = here, work = m->work[c * p->d.ranks + rank], folded = here;
+        if (work > 0) {
+            m->idle[rank] += here > m->folded[rank] ? here - m->folded[rank] : 0;
+            folded = m->folded[rank] = work + (here > m->folded[rank] ? here : m->folded[rank]);
+            m->compute[rank] += work;
+        }
+        if (h < ra__chunk_reach(chunk)) {
+            double bytes = (double)ra__message_bytes(&p->d, chunk, h + 1);
+            double move = rates->link_latency_s + bytes / rates->link_bytes_per_s;
+            double free = m->freed[(int64_t)next * buffers + m->received[next]++ % buffers];
+            double start = here > m->link_free[rank] ? here : m->link_free[rank];
+            sent = m->link_free[rank] = move + (free > start ? free : start);
+            m->busy[next] += move;
+        }
+        if (h > 0 && h <= ra__chunk_reach(chunk))
+            m->freed[(int64_t)rank * buffers + (m->received[rank] - 1) % buffers] =
+                sent > folded ? sent : folded;
+        here = sent;
+    }
+}
+
+/* ========================================================================== RING
+ * One rank's pass as a state machine: fed with completions and time, asked for the next bounded
+ * step. In: a plan, a transport, the tensors of a call. Out: outputs and counters, or one failure.
+ *
+ * Threads. Two try-locks, never waited for: `comm` for everything that talks to the transport,
+ * `sched` for handing out tasks. Compute runs outside both. A task (query rows x heads) may fold
+ * chunk f only after it has folded chunk f - 1: tasks are handed out chunk by chunk in order, so
+ * each row meets the chunks in the order of the plan whoever computes it.
+ *
+ * Buffers. Receive i lands in buffer i mod n and is posted when receive i - n is folded by all
+ * tasks and sent on. Own chunks are packed into buffers of their own, so they can never keep a
+ * chunk that is on its way from landing. With RA_CAP_SHARED a message is a frame and an address
+ * record, and a chunk is "folded" when its owner's memory is no longer read here. */
+
+enum { RA__WINDOW = 64, RA__SEND_SLOTS = 8, RA__PACK_SLOTS = 2, RA__MAGIC = 0x31464152 };
+enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2 };
+
+typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chunk */
+    uint32_t magic, abi;
+    int64_t pass;
+    uint64_t hash;                     /* of all agreed values */
+    int64_t length;                    /* of the message that left the owner */
+    int32_t origin, chunk, kind, zero;
+    uint64_t spare, check;             /* check: hash of the fields before it */
+} ra__frame;
+
+typedef struct ra__address {           /* instead of the chunk, where memory is shared */
+    const uint8_t *k, *v;              /* row 0 of the owner's shard of this sequence */
+    const int32_t *pos;
+    int64_t k_token, k_head, v_token, v_head;
+    int64_t spare[9];
+} ra__address;
+
+struct ra_ring {
+    ra_allocator allocator;
+    ra_ring_desc rd;
+    ra_transport tp;
+    uint8_t *base;                     /* workspace; this struct lies at its start */
+    int64_t bytes, used;
+    int32_t owns_base, has_transport, shared, rank, ranks;
+
+    const ra_plan *plan;               /* of the pass; below: what begin sets */
+    ra_tensors t;
+    ra__work work;
+    ra__view k, v;                     /* this rank's keys */
+    int64_t pass, deadline, begin_ns;
+
+    int32_t unsafe, quiet;             /* of ra_finish: buffers are leaked; it has run */
+    int32_t state, cancelled;          /* state: RA_RING_*; from here on threads share */
+    int32_t fail_claimed, failed;      /* failed: status, set once `failure` is complete */
+    int32_t comm, sched, join, progress, inside;
+    int64_t ticket;
+    int32_t join_status;
+    int64_t progress_ns, events;
+
+    int64_t claim_fold, claim_task;    /* under sched */
+    int64_t folded;                    /* chunks folded by all tasks: a prefix of plan->fold */
+    int32_t left[RA__WINDOW];          /* tasks that still have to fold chunk f, at f mod WINDOW */
+    int32_t *done;                     /* [tasks] chunks folded by a task */
+
+    int64_t recv_slots, send_slots, pack_slots, slot_bytes; /* under comm, but received, sent */
+    int64_t recv_posted, received, released, send_posted, sent, own_posted, own_sent, exchanged;
+    int64_t words_posted, words_in, words_out;
+    ra_op *recv_op, *send_op, *word_op;
+    ra_op **list;
+    int64_t *recv_ns, *send_ns;
+    uint8_t *recv_buf, *pack_buf, *word_buf;
+    void *mr;                          /* of the whole workspace */
+    uint8_t *scratch;                  /* [threads][scratch_bytes] */
+    int64_t scratch_bytes;
+
+    ra_ring_counters counters;         /* each word on its own is atomic */
+    ra_failure failure;
+    ra_error refusal;
+};
+
+/* Tasks of a rank with `panels` query blocks each; task0 [B + 1], may be null: the first of each
+ * sequence. */
+static int64_t ra__plan_tasks(const ra_plan *p, int32_t rank, int32_t panels, int64_t *task0) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    int64_t n = 0;
+    for (int32_t b = 0; b < p->d.sequences; b++) {
+        if (task0) task0[b] = n;
+        n += p->d.engine ? ra__engine_tasks(&p->d, &side, b)
+                         : ra__tasks(&p->d, ra__side_blocks(&side, b, ra__q_len(&p->d, b)), panels);
+    }
+    if (task0) task0[p->d.sequences] = n;
+    return n;
+}
+
+/* Counts of one rank; panels: fewer if threads would else stand idle, bits do not depend on it. */
+static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task0) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    ra__sizes s;
+    memset(&s, 0, sizeof s);
+    for (int32_t b = 0; b < p->d.sequences; b++)
+        s.rows = ra__max(s.rows, ra__side_rows(&side, b, ra__q_len(&p->d, b)));
+    s.panels = RA__PANELS;
+    while ((s.tasks = ra__plan_tasks(p, rank, s.panels, task0)) < 8 * (int64_t)p->d.threads &&
+           s.panels > 1)
+        s.panels /= 2;
+    for (int64_t c = 0; c < p->chunks; c++) {
+        int leaves = ra__leaves(p, c, rank);
+        s.recvs += ra__arrives(p, c, rank);
+        s.sends += leaves;
+        s.own += leaves && p->chunk[c].owner == rank;
+    }
+    for (int32_t r = 0; r < p->d.ranks; r++) {
+        int in = 0, out = 0;
+        for (int64_t c = 0; r != rank && c < p->chunks; c++) {
+            in |= p->chunk[c].owner == rank && ra__needs(p, c, r);
+            out |= p->chunk[c].owner == r && ra__needs(p, c, rank);
+        }
+        s.words_in += in;
+        s.words_out += out;
+    }
+    return s;
+}
+
+/* Bytes of scratch of one thread. */
+static int64_t ra__thread_bytes(const ra_plan *p, int32_t panels) {
+    ra__arena a = { NULL, 0 };
+    ra__engine_scratch x;
+    if (!p->d.engine) return ra__scratch_bytes(&p->d, panels);
+    ra__engine_carve(&a, &p->d, p->d.chunk_tokens + 2 * RA_BLOCK_TOKENS, &x);
+    return a.used;
+}
+
+/* Lays out the workspace of one rank; with a->base null only counts. Returns bytes of state. */
+static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n, int shared,
+                              ra_ring *r) {
+    const ra_desc *d = &p->d;
+    int64_t heads = d->sequences * n->rows * d->q_heads, before, state;
+    int64_t align = ra__max(64, (int64_t)r->tp.align);
+    int64_t message = shared ? RA__FRAME_BYTES + RA__ADDRESS_BYTES : p->chunk_bytes;
+    (void)ra__carve(a, (int64_t)sizeof *r);
+    before = a->used;
+    r->work.m = (float *)ra__carve(a, heads * 4);
+    r->work.l = (float *)ra__carve(a, heads * 4);
+    r->work.acc.data = d->o_dtype == RA_F32 ? NULL
+                                            : (uint8_t *)ra__carve(a, heads * d->v_dim * 4);
+    r->done = (int32_t *)ra__carve(a, n->tasks * 4);
+    state = a->used - before;
+    r->recv_slots = ra__min(shared ? RA__SHARED_BUFFERS : d->buffers, n->recvs);
+    r->send_slots = ra__min(RA__SEND_SLOTS, n->sends);
+    r->pack_slots = ra__min(shared ? RA__SEND_SLOTS : RA__PACK_SLOTS, n->own);
+    r->recv_op = (ra_op *)ra__carve(a, r->recv_slots * (int64_t)sizeof(ra_op));
+    r->send_op = (ra_op *)ra__carve(a, r->send_slots * (int64_t)sizeof(ra_op));
+    r->recv_ns = (int64_t *)ra__carve(a, r->recv_slots * 8);
+    r->send_ns = (int64_t *)ra__carve(a, r->send_slots * 8);
+    r->slot_bytes = ra__round_up(message, align);
+    r->recv_buf = (uint8_t *)ra__carve(a, align - 64 + r->slot_bytes * r->recv_slots);
+    r->pack_buf = (uint8_t *)ra__carve(a, align - 64 + r->slot_bytes * r->pack_slots);
+    if (a->base) {
+        r->recv_buf += (0 - (uintptr_t)r->recv_buf) & (uintptr_t)(align - 1);
+        r->pack_buf += (0 - (uintptr_t)r->pack_buf) & (uintptr_t)(align - 1);
+    }
+    if (shared) {
+        int64_t words = n->words_in + n->words_out;
+        r->word_op = (ra_op *)ra__carve(a, words * (int64_t)sizeof(ra_op));
+        r->word_buf = (uint8_t *)ra__carve(a, words * RA__FRAME_BYTES);
+        r->list = (ra_op **)ra__carve(a, (r->recv_slots + r->send_slots + words) * 8);
+    } else {
+        r->list = (ra_op **)ra__carve(a, (r->recv_slots + r->send_slots) * 8);
+    }
+    r->scratch_bytes = ra__thread_bytes(p, n->panels);
+    r->scratch = (uint8_t *)ra__carve(a, r->scratch_bytes * d->threads);
+    return state;
+}
+
+/* Bytes a ring of a rank with these counts needs, for a transport that wants buffers aligned so. */
+static int64_t ra__ring_bytes(const ra_plan *p, const ra__sizes *n, int shared, size_t align,
+                              int64_t *state) {
+    ra__arena a = { NULL, 0 };
+    ra_ring r;
+    memset(&r, 0, sizeof r);
+    r.tp.align = align;
+    *state = ra__ring_carve(&a, p, n, shared, &r);
+    return a.used;
+}
+
+/* -------------------------------------------------------------------------- failure and time */
+static int64_t ra__ring_now(const ra_ring *r) {
+    return r->rd.clock_ns ? r->rd.clock_ns(r->rd.clock_ctx) : ra_now_ns();
+}
+
+static void ra__ring_event(const ra_ring *r, int32_t kind, int32_t ith, const ra_event *more) {
+    ra_event e;
+    if (!r->rd.trace) return;
+    e = *more;
+    e.kind = kind;
+    e.rank = r->rank;
+    e.thread = ith;
+    e.pass = r->pass;
+    e.end_ns = ra__ring_now(r);
+    r->rd.trace(r->rd.trace_ctx, &e);
+}
+
+static ra_event ra__event_none(void) {
+    ra_event e;
+    memset(&e, 0, sizeof e);
+    e.peer = e.origin = e.sequence = -1;
+    e.chunk = -1;
+    return e;
+}
+
+/* What a failure concerns; -1 where it does not apply. */
+typedef struct ra__blame { int32_t peer, sending, code; int64_t chunk; } ra__blame;
+
+static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64_t chunk) {
+    ra__blame b;
+    b.peer = peer;
+    b.sending = sending;
+    b.code = code;
+    b.chunk = chunk;
+    return b;
+}
+
+static void ra__failure_text(ra_failure *f) {
+    size_t at = 0, cap = sizeof f->text;
+    f->text[0] = 0;
+    ra__put(f->text, cap, &at, "rank ");
+    ra__put_i64(f->text, cap, &at, f->rank);
+    ra__put(f->text, cap, &at, ", pass ");
+    ra__put_i64(f->text, cap, &at, f->pass);
+    ra__put(f->text, cap, &at, ": ");
+    ra__put(f->text, cap, &at, ra_status_text(f->status));
+    if (f->peer >= 0) {
+        ra__put(f->text, cap, &at, f->sending == 1 ? "; sending to rank "
+                                                   : "; receiving from rank ");
+        ra__put_i64(f->text, cap, &at, f->peer);
+    }
+    if (f->chunk >= 0) {
+        ra__put(f->text, cap, &at, ", chunk ");
+        ra__put_i64(f->text, cap, &at, f->chunk);
+    }
+    if (f->code) {
+        ra__put(f->text, cap, &at, ", code ");
+        ra__put_i64(f->text, cap, &at, f->code);
+    }
+    ra__put(f->text, cap, &at, ", ms since progress: ");
+    ra__put_i64(f->text, cap, &at, f->since_progress_ns / 1000000);
+}
+
+/* The first failure wins, is recorded whole, and tells the transport. Returns the status of the
+ * ring, which may be an earlier one. */
+static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
+    ra_event e = ra__event_none();
+    if (ra__cas_i32(&r->fail_claimed, 0, 1)) {
+        ra_failure *f = &r->failure;
+        f->status = s;
+        f->rank = r->rank;
+        f->peer = why.peer;
+        f->sending = why.sending;
+        f->code = why.code;
+        f->chunk = why.chunk;
+        f->pass = r->pass;
+        f->since_progress_ns = ra__ring_now(r) - ra__load_i64(&r->progress_ns);
+        ra__failure_text(f);
+        ra__store_i32(&r->failed, s);
+        ra__store_i32(&r->state, RA_RING_FAILED);
+        if (r->has_transport && r->tp.abort) (void)r->tp.abort(r->tp.ctx, s);
+        e.peer = why.peer;
+        e.chunk = why.chunk;
+        e.begin_ns = r->begin_ns;
+        ra__ring_event(r, RA_EV_FAIL, -1, &e);
+    }
+    (void)ra__add_i64(&r->events, 1);
+    return ra__load_i32(&r->failed) ? ra__load_i32(&r->failed) : s;
+}
+
+/* What a callback returned, as a status of a failed pass. */
+static ra_status ra__ring_code(int code) {
+    return code <= RA_E_MISMATCH && code >= RA_E_UNSAFE ? code : RA_E_IO;
+}
+
+static void ra__ring_moved(ra_ring *r) {
+    ra__store_i64(&r->progress_ns, ra__ring_now(r));
+    (void)ra__add_i64(&r->events, 1);
+}
+
+/* -------------------------------------------------------------------------- frames */
+static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, int64_t chunk,
+                                int64_t length) {
+    ra__frame f;
+    memset(&f, 0, sizeof f);
+    f.magic = RA__MAGIC;
+    f.abi = RA_TRANSPORT_ABI;
+    f.pass = r->pass;
+    f.hash = r->plan->hash;
+    f.length = length;
+    f.origin = origin;
+    f.chunk = (int32_t)chunk;
+    f.kind = kind;
+    f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
+    return f;
+}
+
+/* A frame is whole, of an equal plan, and the one that is due. */
+static ra_status ra__frame_check(const void *message, const ra__frame *due) {
+    ra__frame f;
+    memcpy(&f, message, sizeof f);
+    if (f.magic != due->magic || f.abi != due->abi) return RA_E_PROTO;
+    if (f.check != ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check)))
+        return RA_E_PROTO;
+    if (f.hash != due->hash) return RA_E_MISMATCH;
+    return memcmp(&f, due, sizeof f) ? RA_E_PROTO : RA_OK;
+}
+
+/* -------------------------------------------------------------------------- where chunks are */
+static ra__view ra__view_packed(const uint8_t *data, int32_t heads, int32_t dim, int32_t dtype) {
+    ra__view v;
+    v.data = data;
+    v.head = (int64_t)dim * ra__element(dtype);
+    v.token = v.head * heads;
+    v.batch = 0;
+    return v;
+}
+
+/* The segments that came in a message `hop` ranks away from their owner. */
+static void ra__item_packed(const ra_plan *p, const uint8_t *message, int32_t hop, ra__item *out) {
+    const ra_desc *d = &p->d;
+    ra__parts part[2];
+    (void)ra__message(d, &out->c, hop, part);
+    for (int32_t i = 0; i < out->c.segs; i++) {
+        if (out->c.hops[i] < hop) continue;
+        out->k[i] = ra__view_packed(message + part[i].k, d->kv_heads, d->k_dim, d->k_dtype);
+        out->v[i] = ra__view_packed(message + part[i].v, d->kv_heads, d->v_dim, d->v_dtype);
+        if (d->layout.kind == RA_LAYOUT_ARRAY)
+            out->pos[i] = (const int32_t *)(const void *)(message + part[i].pos);
+    }
+}
+
+static void ra__item_address(const uint8_t *message, ra__item *out) {
+    ra__address a;
+    ra__view kv[2];
+    memset(kv, 0, sizeof kv);
+    memcpy(&a, message + RA__FRAME_BYTES, sizeof a);
+    kv[0].data = a.k;
+    kv[0].token = a.k_token;
+    kv[0].head = a.k_head;
+    kv[1].data = a.v;
+    kv[1].token = a.v_token;
+    kv[1].head = a.v_head;
+    ra__item_owned(out, kv, a.pos);
+}
+
+/* Entry f of the fold list as the compute rooms want it; 0: a sequence without keys. */
+static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
+    const ra_plan *p = r->plan;
+    const int32_t *array = r->t.k_pos.array;
+    ra__view kv[2];
+    int32_t recv = p->fold_recv[f];
+    memset(out, 0, sizeof *out);
+    if (p->fold[f] < 0) {
+        out->c.sequence = -1 - p->fold[f];
+        return 0;
+    }
+    out->c = p->chunk[p->fold[f]];
+    if (recv >= 0) {
+        const uint8_t *message = (const uint8_t *)r->recv_op[recv % r->recv_slots].buf;
+        if (r->shared) ra__item_address(message, out);
+        else ra__item_packed(p, message, ra__ranks_apart(p, out->c.owner, r->rank), out);
+        return 1;
+    }
+    kv[0] = r->k;
+    kv[1] = r->v;
+    if (array) array += out->c.sequence * r->t.k_pos.batch_stride;
+    ra__item_owned(out, kv, array);
+    return 1;
+}
+
+/* Length of chunk c's message to the rank `hop` ranks after its owner. */
+static int64_t ra__ring_length(const ra_ring *r, int64_t c, int32_t hop) {
+    if (r->shared) return RA__FRAME_BYTES + RA__ADDRESS_BYTES;
+    return ra__message_bytes(&r->plan->d, &r->plan->chunk[c], hop);
+}
+
+/* Rows of a segment into a message, all heads packed. */
+static void ra__pack_rows(uint8_t *to, ra__view from, const ra__seg *s, int32_t heads,
+                          int64_t bytes) {
+    for (int64_t i = 0; i < s->rows; i++) {
+        ra__view row = ra__view_at(from, 0, s->row + i, 0);
+        if (row.head == bytes) {
+            memcpy(to, row.data, (size_t)(bytes * heads));
+            to += bytes * heads;
+            continue;
+        }
+        for (int32_t h = 0; h < heads; h++, to += bytes)
+            memcpy(to, row.data + h * row.head, (size_t)bytes);
+    }
+}
+
+/* An own chunk, or its address, as a message. */
+static void ra__ring_pack(const ra_ring *r, int64_t c, uint8_t *message) {
+    const ra_plan *p = r->plan;
+    const ra_desc *d = &p->d;
+    const ra__chunk *chunk = &p->chunk[c];
+    ra__view k = ra__view_at(r->k, chunk->sequence, 0, 0);
+    ra__view v = ra__view_at(r->v, chunk->sequence, 0, 0);
+    const int32_t *pos = r->t.k_pos.array;
+    ra__frame f = ra__ring_frame(r, RA__FRAME_CHUNK, r->rank, c, ra__ring_length(r, c, 1));
+    ra__parts part[2];
+    memcpy(message, &f, sizeof f);
+    if (pos) pos += chunk->sequence * r->t.k_pos.batch_stride;
+    if (r->shared) {
+        ra__address a;
+        memset(&a, 0, sizeof a);
+        a.k = k.data; a.k_token = k.token; a.k_head = k.head;
+        a.v = v.data; a.v_token = v.token; a.v_head = v.head;
+        a.pos = pos;
+        memcpy(message + RA__FRAME_BYTES, &a, sizeof a);
+        return;
+    }
+    (void)ra__message(d, chunk, 1, part);
+    for (int32_t i = 0; i < chunk->segs; i++) {
+        const ra__seg *s = &chunk->seg[i];
+        if (chunk->hops[i] < 1) continue;
+        if (d->layout.kind == RA_LAYOUT_ARRAY)
+            memcpy(message + part[i].pos, pos + s->row, (size_t)s->rows * 4);
+        ra__pack_rows(message + part[i].k, k, s, d->kv_heads,
+                      (int64_t)d->k_dim * ra__element(d->k_dtype));
+        if (!d->v_in_k)
+            ra__pack_rows(message + part[i].v, v, s, d->kv_heads,
+                          (int64_t)d->v_dim * ra__element(d->v_dtype));
+    }
+}
+
+/* -------------------------------------------------------------------------- communication */
+static void ra__op_set(ra_op *op, int kind, int channel, int32_t peer, uint64_t tag) {
+    memset(op, 0, sizeof *op);
+    op->kind = (uint8_t)kind;
+    op->channel = (uint8_t)channel;
+    op->peer = peer;
+    op->tag = tag;
+}
+
+static uint64_t ra__ring_tag(const ra_ring *r, int64_t number) {
+    return r->tp.tag_bits >= 64 ? (uint64_t)number
+                                : (uint64_t)number & (((uint64_t)1 << r->tp.tag_bits) - 1);
+}
+
+/* Receive i is folded by everybody here and sent on. */
+static int ra__ring_free(const ra_ring *r, int64_t i) {
+    int32_t fold = r->plan->recv_fold[i], send = r->plan->recv_send[i];
+    return i < r->received && (fold < 0 || fold < ra__load_i64(&r->folded)) &&
+           (send < 0 || send < r->sent);
+}
+
+/* Gives back lent memory of receives that are free, in order. */
+static void ra__ring_release(ra_ring *r) {
+    while (r->released < r->received && ra__ring_free(r, r->released)) {
+        ra_op *op = &r->recv_op[r->released % r->recv_slots];
+        void *own = r->recv_buf + r->released % r->recv_slots * r->slot_bytes;
+        if (op->buf != own && (r->tp.caps & RA_CAP_LOAN)) (void)r->tp.release(r->tp.ctx, op);
+        op->buf = own;
+        r->released++;
+    }
+}
+
+/* Puts receives that have a free buffer on the list; returns how many. */
+static int ra__ring_more_receives(ra_ring *r) {
+    const ra_plan *p = r->plan;
+    int64_t most = ra__max(1, r->tp.max_ops / 2);
+    int n = 0;
+    while (r->recv_posted < p->recvs && r->recv_posted - r->released < r->recv_slots &&
+           r->recv_posted - r->received < most) {
+        int64_t slot = r->recv_posted % r->recv_slots, c = p->recv[r->recv_posted];
+        ra_op *op = &r->recv_op[slot];
+        ra__op_set(op, RA_OP_RECV, 0, ra__next_rank(p, r->rank, -1), ra__ring_tag(r, c));
+        op->buf = r->recv_buf + slot * r->slot_bytes;
+        op->len = (size_t)ra__ring_length(r, c, ra__ranks_apart(p, p->chunk[c].owner, r->rank));
+        op->mr = r->mr;
+        if (r->tp.caps & RA_CAP_LOAN) op->flags = RA_OPF_LOAN_OK;
+        r->recv_ns[slot] = ra__ring_now(r);
+        r->recv_posted++;
+        n++;
+    }
+    return n;
+}
+
+/* Puts sends on the list whose chunk is here, in order; packs own chunks. Returns how many. */
+static int ra__ring_more_sends(ra_ring *r) {
+    const ra_plan *p = r->plan;
+    int64_t most = ra__max(1, r->tp.max_ops - r->tp.max_ops / 2);
+    int n = 0;
+    while (r->send_posted < p->sends && r->send_posted - r->sent < r->send_slots &&
+           r->send_posted - r->sent < most) {
+        int64_t slot = r->send_posted % r->send_slots, c = p->send[r->send_posted];
+        int32_t recv = p->send_recv[r->send_posted];
+        ra_op *op = &r->send_op[slot];
+        if (recv >= 0 ? recv >= r->received : r->own_posted - r->own_sent >= r->pack_slots) break;
+        ra__op_set(op, RA_OP_SEND, 0, ra__next_rank(p, r->rank, 1), ra__ring_tag(r, c));
+        op->mr = r->mr;
+        op->len = (size_t)ra__ring_length(r, c,
+                                          1 + ra__ranks_apart(p, p->chunk[c].owner, r->rank));
+        if (recv >= 0) {
+            op->buf = r->recv_op[recv % r->recv_slots].buf;
+        } else {
+            op->buf = r->pack_buf + r->own_posted++ % r->pack_slots * r->slot_bytes;
+            ra__ring_pack(r, c, (uint8_t *)op->buf);
+        }
+        r->send_ns[slot] = ra__ring_now(r);
+        r->send_posted++;
+        n++;
+    }
+    return n;
+}
+
+/* Words that end a shared pass: receives from all readers at once, sends to each source when its
+ * keys are no longer read here. word_op: [readers] then [sources]; kind 0: not posted yet. */
+static int ra__ring_more_words(ra_ring *r) {
+    const ra_plan *p = r->plan;
+    int n = 0;
+    if (!r->shared) return 0;
+    for (int64_t i = r->words_posted < p->reader_count ? 0 : p->reader_count;
+         i < p->reader_count + p->source_count; i++) {
+        int in = i < p->reader_count;
+        int32_t peer = in ? p->readers[i] : p->sources[i - p->reader_count];
+        ra_op *op = &r->word_op[i];
+        ra__frame f;
+        if (op->kind) continue;
+        if (!in && ra__load_i64(&r->folded) < p->source_end[i - p->reader_count]) continue;
+        ra__op_set(op, in ? RA_OP_RECV : RA_OP_SEND, 1, peer, ra__ring_tag(r, r->pass));
+        op->buf = r->word_buf + i * RA__FRAME_BYTES;
+        op->len = RA__FRAME_BYTES;
+        f = ra__ring_frame(r, RA__FRAME_DONE, in ? r->rank : peer, -1, RA__FRAME_BYTES);
+        if (!in) memcpy(op->buf, &f, sizeof f);
+        r->words_posted++;
+        n++;
+    }
+    return n;
+}
+
+/* Ops that are not done yet: receives first, then sends, each in order. */
+static int ra__ring_list(const ra_ring *r) {
+    int n = 0;
+    for (int64_t i = r->received; i < r->recv_posted; i++)
+        r->list[n++] = &r->recv_op[i % r->recv_slots];
+    for (int64_t i = r->sent; i < r->send_posted; i++)
+        r->list[n++] = &r->send_op[i % r->send_slots];
+    for (int64_t i = 0; r->shared && i < r->plan->reader_count + r->plan->source_count; i++)
+        if (r->word_op[i].kind && r->word_op[i].state != RA_OP_DONE)
+            r->list[n++] = &r->word_op[i];
+    return n;
+}
+
+/* Level 0: the next exchange of the lock-step run, if both its halves are on the list. */
+static ra_status ra__ring_exchange(ra_ring *r) {
+    const ra_plan *p = r->plan;
+    while (r->exchanged < p->exchanges) {
+        const ra__exchange *x = &p->exchange[r->exchanged];
+        ra_op *in = NULL, *out = NULL;
+        int64_t deadline = ra__ring_now(r) + r->rd.watchdog_ns;
+        int code;
+        if ((x->recv >= 0 && x->recv >= r->recv_posted) ||
+            (x->send >= 0 && x->send >= r->send_posted)) return RA_OK;
+        if (x->recv >= 0) in = &r->recv_op[x->recv % r->recv_slots];
+        if (x->send >= 0) out = &r->send_op[x->send % r->send_slots];
+        if (r->deadline && r->deadline < deadline) deadline = r->deadline;
+        code = r->tp.sendrecv(r->tp.ctx, out ? out->peer : RA_NO_PEER, out ? out->buf : NULL,
+                              out ? out->len : 0, in ? in->peer : RA_NO_PEER,
+                              in ? in->buf : NULL, in ? in->len : 0, ra__ring_tag(r, x->step),
+                              deadline);
+        if (code)
+            return ra__ring_fail(r, ra__ring_code(code),
+                                 ra__blame_of(in ? in->peer : out->peer, !in, code,
+                                              in ? p->recv[x->recv] : p->send[x->send]));
+        if (in) in->state = RA_OP_DONE;
+        if (out) out->state = RA_OP_DONE;
+        r->exchanged++;
+        return RA_OK;                  /* one at a time: what came may have to go on in the next */
+    }
+    return RA_OK;
+}
+
+/* Posts what is idle and polls. */
+static ra_status ra__ring_drive(ra_ring *r) {
+    int n = ra__ring_list(r), idle = 0, code = RA_OK;
+    if (!r->tp.post) return ra__ring_exchange(r);
+    for (int i = 0; i < n; i++) idle |= r->list[i]->state == RA_OP_IDLE;
+    if (idle) code = r->tp.post(r->tp.ctx, r->list, n);
+    if (code >= 0) code = r->tp.poll(r->tp.ctx, r->list, n);
+    if (code < 0) return ra__ring_fail(r, ra__ring_code(code), ra__blame_of(-1, -1, code, -1));
+    return RA_OK;
+}
+
+/* Looks at one op; 1 done, 0 not yet, negative: the pass has failed. */
+static int ra__ring_op_done(ra_ring *r, const ra_op *op, int64_t chunk) {
+    int sending = op->kind == RA_OP_SEND;
+    if (op->state < 0)
+        return ra__ring_fail(r, ra__ring_code(op->state),
+                             ra__blame_of(op->peer, sending, op->state, chunk));
+    if (op->state != RA_OP_DONE) return 0;
+    if (op->done && op->done != op->len)
+        return ra__ring_fail(r, RA_E_TRUNC, ra__blame_of(op->peer, sending, (int)op->done, chunk));
+    return 1;
+}
+
+static void ra__ring_trace_op(const ra_ring *r, int32_t kind, const ra_op *op, int64_t c,
+                              int64_t begin_ns) {
+    ra_event e = ra__event_none();
+    if (!r->rd.trace) return;
+    e.peer = op->peer;
+    e.chunk = c;
+    e.origin = r->plan->chunk[c].owner;
+    e.sequence = r->plan->chunk[c].sequence;
+    e.begin_ns = begin_ns;
+    e.bytes = (int64_t)op->len;
+    ra__ring_event(r, kind, -1, &e);
+}
+
+/* Takes in receives that are done, in order; returns how many, or a failure. */
+static int ra__ring_take_receives(ra_ring *r) {
+    int n = 0, done;
+    while (r->received < r->recv_posted) {
+        int64_t slot = r->received % r->recv_slots, c = r->plan->recv[r->received];
+        const ra_op *op = &r->recv_op[slot];
+        ra__frame due;
+        ra_status s;
+        if ((done = ra__ring_op_done(r, op, c)) <= 0) return done < 0 ? done : n;
+        due = ra__ring_frame(r, RA__FRAME_CHUNK, r->plan->chunk[c].owner, c,
+                             ra__ring_length(r, c, 1));
+        s = ra__frame_check(op->buf, &due);
+        if (s) return ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c));
+        (void)ra__add_i64(&r->counters.chunks_in, 1);
+        (void)ra__add_i64(&r->counters.bytes_in, (int64_t)op->len);
+        ra__ring_trace_op(r, RA_EV_RECV, op, c, r->recv_ns[slot]);
+        ra__store_i64(&r->received, r->received + 1);
+        n++;
+    }
+    return n;
+}
+
+static int ra__ring_take_sends(ra_ring *r) {
+    int n = 0, done;
+    while (r->sent < r->send_posted) {
+        int64_t slot = r->sent % r->send_slots, c = r->plan->send[r->sent];
+        const ra_op *op = &r->send_op[slot];
+        if ((done = ra__ring_op_done(r, op, c)) <= 0) return done < 0 ? done : n;
+        (void)ra__add_i64(&r->counters.chunks_out, 1);
+        (void)ra__add_i64(&r->counters.bytes_out, (int64_t)op->len);
+        ra__ring_trace_op(r, RA_EV_SEND, op, c, r->send_ns[slot]);
+        r->own_sent += r->plan->send_recv[r->sent] < 0;
+        ra__store_i64(&r->sent, r->sent + 1);
+        n++;
+    }
+    return n;
+}
+
+/* Counts the words that came and went; those done are marked by done = SIZE_MAX. */
+static int ra__ring_take_words(ra_ring *r) {
+    const ra_plan *p = r->plan;
+    int n = 0, done;
+    for (int64_t i = 0; r->shared && i < p->reader_count + p->source_count; i++) {
+        ra_op *op = &r->word_op[i];
+        if (!op->kind || op->done == SIZE_MAX) continue;
+        if ((done = ra__ring_op_done(r, op, -1)) < 0) return done;
+        if (!done) continue;
+        if (i < p->reader_count) {
+            ra__frame due = ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES);
+            ra_status s = ra__frame_check(op->buf, &due);
+            if (s) return ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, -1));
+            r->words_in++;
+            (void)ra__add_i64(&r->counters.bytes_in, (int64_t)op->len);
+        } else {
+            r->words_out++;
+            (void)ra__add_i64(&r->counters.bytes_out, (int64_t)op->len);
+        }
+        op->done = SIZE_MAX;
+        n++;
+    }
+    return n;
+}
+
+/* A round of communication, under `comm`: > 0 something moved, 0 nothing, < 0 failed. */
+static int ra__ring_comm(ra_ring *r) {
+    int n, moved;
+    ra_status s;
+    ra__ring_release(r);
+    moved = ra__ring_more_receives(r);
+    moved += ra__ring_more_sends(r);
+    moved += ra__ring_more_words(r);
+    s = ra__ring_drive(r);
+    if (s) return s;
+    if ((n = ra__ring_take_receives(r)) < 0) return n;
+    moved += n;
+    if ((n = ra__ring_take_sends(r)) < 0) return n;
+    moved += n;
+    if ((n = ra__ring_take_words(r)) < 0) return n;
+    moved += n;
+    ra__ring_release(r);
+    if (moved) ra__ring_moved(r);
+    return moved;
+}
+
+/* Nothing of this pass is left to move. Under `comm`. */
+static int ra__ring_quiet(const ra_ring *r) {
+    const ra_plan *p = r->plan;
+    if (!r->has_transport) return 1;
+    return r->received == p->recvs && r->sent == p->sends && r->released == p->recvs &&
+           (!r->shared || (r->words_in == p->reader_count && r->words_out == p->source_count));
+}
+
+/* -------------------------------------------------------------------------- compute */
+static int64_t ra__fold_tasks(const ra_plan *p, int64_t f) {
+    int32_t b = p->fold[f] < 0 ? -1 - p->fold[f] : p->chunk[p->fold[f]].sequence;
+    return p->task0[b + 1] - p->task0[b];
+}
+
+/* Moves the mark of chunks folded by all tasks. Under `sched`. */
+static void ra__ring_advance(ra_ring *r) {
+    while (r->folded < r->plan->folds && ra__load_i32(&r->left[r->folded % RA__WINDOW]) == 0) {
+        int64_t f = r->folded + RA__WINDOW;
+        ra__store_i32(&r->left[r->folded % RA__WINDOW],
+                      f < r->plan->folds ? (int32_t)ra__fold_tasks(r->plan, f) : -1);
+        ra__store_i64(&r->folded, r->folded + 1);
+    }
+}
+
+/* Hands out the next task if its chunk is here and the task has folded the chunk before. Under
+ * `sched`. */
+static int ra__ring_claim(ra_ring *r, int64_t *fold, int64_t *task, int *edge) {
+    const ra_plan *p = r->plan;
+    int64_t f = r->claim_fold, before;
+    int32_t b;
+    ra__ring_advance(r);
+    if (f >= p->folds || f >= r->folded + RA__WINDOW) return 0;
+    if (p->fold_recv[f] >= 0 && p->fold_recv[f] >= ra__load_i64(&r->received)) return 0;
+    b = p->fold[f] < 0 ? -1 - p->fold[f] : p->chunk[p->fold[f]].sequence;
+    *fold = f;
+    *task = p->task0[b] + r->claim_task;
+    before = p->fold_index[f];
+    if (ra__load_i32(&r->done[*task]) != before) return 0;
+    *edge = (before == 0 ? RA__FIRST : 0) | (p->fold_last[f] ? RA__LAST : 0);
+    if (++r->claim_task == p->task0[b + 1] - p->task0[b]) {
+        r->claim_task = 0;
+        r->claim_fold++;
+    }
+    return 1;
+}
+
+static void ra__ring_count(ra_ring *r, const ra__tally *n, int64_t ns) {
+    (void)ra__add_i64(&r->counters.tiles_empty, n->empty);
+    (void)ra__add_i64(&r->counters.tiles_partial, n->partial);
+    (void)ra__add_i64(&r->counters.tiles_full, n->full);
+    (void)ra__add_i64(&r->counters.compute_ns, ns);
+}
+
+static void ra__ring_progress(ra_ring *r) {
+    if (!r->rd.progress || !ra__cas_i32(&r->progress, 0, 1)) return;
+    r->rd.progress(r->rd.progress_ctx,
+                   ra__load_i64(&r->counters.tiles_partial) + ra__load_i64(&r->counters.tiles_full),
+                   r->plan->report.tiles_partial + r->plan->report.tiles_full);
+    ra__store_i32(&r->progress, 0);
+}
+
+/* Computes one task and accounts for it. */
+static ra_status ra__ring_compute(ra_ring *r, int ith, int64_t fold, int64_t index, int edge) {
+    const ra_plan *p = r->plan;
+    ra__arena a = { NULL, 0 };
+    ra__tally n = { 0, 0, 0 };
+    ra__item item;
+    int any = ra__ring_item(r, fold, &item), code = 0;
+    int32_t b = item.c.sequence;
+    ra_event e = ra__event_none();
+    a.base = r->scratch + r->scratch_bytes * ith;
+    e.begin_ns = ra__ring_now(r);
+    index -= p->task0[b];
+    if (p->d.engine) {
+        ra__engine_scratch x;
+        ra__seg rows = { 0, 0, 0, 1 };
+        ra__engine_carve(&a, &p->d, p->d.chunk_tokens + 2 * RA_BLOCK_TOKENS, &x);
+        x.thread = ith;
+        if (ra__engine_task(&r->work, b, index, &rows))
+            code = ra__engine_run(&r->work, b, &rows, any ? &item : NULL, edge, &x);
+        if (any) ra__engine_tally(&r->work, b, &rows, &item, &n);
+        e.q_row = rows.row;
+        e.q_rows = rows.rows;
+    } else {
+        ra__scratch x;
+        ra__side side = r->work.q_side;
+        ra__task t = ra__task_of(&p->d, b, ra__side_blocks(&side, b, ra__q_len(&p->d, b)),
+                                 p->sizes.panels, index);
+        ra__scratch_carve(&a, &p->d, p->sizes.panels, &x);
+        ra__task_run(&r->work, &t, any ? &item : NULL, edge, &x, &n);
+        e.q_row = x.seg[0].row;
+        e.q_rows = x.seg[t.count - 1].row + x.seg[t.count - 1].rows - e.q_row;
+        e.head = x.head[0];
+    }
+    if (code) return ra__ring_fail(r, RA_E_ENGINE, ra__blame_of(-1, -1, code, p->fold[fold]));
+    ra__ring_count(r, &n, ra__ring_now(r) - e.begin_ns);
+    e.sequence = b;
+    e.chunk = p->fold[fold] < 0 ? -1 : p->fold[fold];
+    e.origin = any ? item.c.owner : -1;
+    e.tiles = n.partial + n.full;
+    ra__ring_event(r, RA_EV_TILE, ith, &e);
+    ra__store_i32(&r->done[p->task0[b] + index], p->fold_index[fold] + 1);
+    (void)ra__add_i32(&r->left[fold % RA__WINDOW], -1);
+    ra__ring_moved(r);
+    ra__ring_progress(r);
+    return RA_AGAIN;
+}
+
+/* The end of a pass that went well, once. Under `comm`. */
+static void ra__ring_complete(ra_ring *r) {
+    ra_event e = ra__event_none();
+    if (ra__load_i32(&r->state) != RA_RING_RUNNING) return;
+    e.begin_ns = r->begin_ns;
+    ra__ring_event(r, RA_EV_PASS, -1, &e);
+    ra__ring_progress(r);
+    (void)ra__cas_i32(&r->state, RA_RING_RUNNING, RA_RING_IDLE);
+    (void)ra__add_i64(&r->events, 1);
+}
+
+/* Time, cancellation, and failures that others noticed. */
+static ra_status ra__ring_alarm(ra_ring *r) {
+    int64_t now;
+    if (ra__load_i32(&r->failed)) return ra__load_i32(&r->failed);
+    if (ra__load_i32(&r->cancelled))
+        return ra__ring_fail(r, RA_E_CANCELLED, ra__blame_of(-1, -1, 0, -1));
+    now = ra__ring_now(r);
+    if (r->deadline && now > r->deadline)
+        return ra__ring_fail(r, RA_E_TIMEOUT, ra__blame_of(-1, -1, 0, -1));
+    if (r->has_transport && now - ra__load_i64(&r->progress_ns) > r->rd.watchdog_ns) {
+        int64_t at = ra__load_i64(&r->received);
+        int receiving = at < r->plan->recvs;
+        int64_t out = ra__load_i64(&r->sent);
+        int64_t chunk = receiving ? r->plan->recv[at]
+                                  : out < r->plan->sends ? r->plan->send[out] : -1;
+        return ra__ring_fail(r, RA_E_PEER,
+                             ra__blame_of(ra__next_rank(r->plan, r->rank, receiving ? -1 : 1),
+                                          !receiving, 0, chunk));
+    }
+    return RA_OK;
+}
+
+/* ra_step without the argument checks. */
+static ra_status ra__ring_step(ra_ring *r, int ith) {
+    ra_status s = RA_OK;
+    int64_t fold = 0, task = 0;
+    int moved = 0, claimed = 0, edge = 0;
+    if (ra__load_i32(&r->state) == RA_RING_IDLE) return RA_OK;
+    if ((s = ra__ring_alarm(r)) != RA_OK) return s;
+    if ((ith == 0 || !r->has_transport || (r->tp.caps & RA_CAP_ANY_THREAD)) &&
+        ra__cas_i32(&r->comm, 0, 1)) {
+        if (r->has_transport) moved = ra__ring_comm(r);
+        if (moved == 0 && ra__load_i64(&r->folded) == r->plan->folds && ra__ring_quiet(r))
+            ra__ring_complete(r);
+        ra__store_i32(&r->comm, 0);
+        if (moved < 0) return moved;
+    }
+    if (!ra__cas_i32(&r->sched, 0, 1)) return RA_AGAIN;
+    if (ra__load_i32(&r->state) == RA_RING_RUNNING) {
+        int64_t before = r->folded;
+        claimed = ra__ring_claim(r, &fold, &task, &edge);
+        moved |= r->folded != before;
+    }
+    ra__store_i32(&r->sched, 0);
+    if (claimed) return ra__ring_compute(r, ith, fold, task, edge);
+    if (ra__load_i32(&r->state) == RA_RING_IDLE) return RA_OK;
+    return moved ? RA_AGAIN : RA_WAIT;
+}
+
+/* ========================================================================== ESTIMATE
+ * Arithmetic before any purchase: how long a context fits and whether a hop hides behind the
+ * computing beside it. Takes figures of hardware and model, gives figures; touches nothing else of
+ * the library but ra__refuse. With F FLOP/s and W bytes/s of a device, c tokens a block, b
+ * sequences, e bytes an element and f = 1 (balanced causal: 1/2), one hop computes
+ * 4 f b Hq D c^2 FLOPs and moves 2 b c Hkv D e bytes. Compute covers the transfer from
+ * c = (F/W) e Hkv / (2 f Hq) on, which is F/W for MHA at 2 bytes. A device holds six blocks of
+ * hidden size h: Q; K, V in use; K, V arriving; the output: 6 b c h e bytes.
+ * Liu, Zaharia, Abbeel, arXiv 2310.01889v4, section 3 and table 2. The paper prints 6 b c h, which
+ * is the figure for one byte an element, and for A100 with InfiniBand 24.5 and 149.5 thousand
+ * tokens, 2 % below its own formula.
+ * Everything is computed in doubles. The checks keep counts below 2^31, and rates and memory
+ * between 1 and 1e30, so that no product overflows; only context_max must fit 64 bits. */
+
+#define RA__EST_LIMIT 1e30             /* of FLOP/s, bytes, bytes/s and seconds */
+
+/* FLOP/s, memory bytes and link bytes/s of one device, as printed in table 2 of the paper, which
+ * gives neither latencies nor blocks. Indexed by RA_HW_*. */
+static const ra_hardware ra__est_devices[] = {
+    { 0.0,    0.0,   0.0,     0.0, 0, 0 },
+    { 312e12, 80e9,  300e9,   0.0, 0, 0 },   /* A100, NVLink */
+    { 312e12, 80e9,  12.5e9,  0.0, 0, 0 },   /* A100, InfiniBand */
+    { 123e12, 16e9,  112e9,   0.0, 0, 0 },   /* TPU v3 */
+    { 275e12, 32e9,  268e9,   0.0, 0, 0 },   /* TPU v4 */
+    { 196e12, 16e9,  186e9,   0.0, 0, 0 },   /* TPU v5e */
+};
+
+/* Link bytes/s, latency and a block that suits them. Indexed by RA_NET_*. InfiniBand HDR (4 lanes)
+ * carries 200 Gbit/s = 25 GB/s. */
+static const ra_hardware ra__est_networks[] = {
+    { 0.0, 0.0, 0.0,   0.0,  0, 0 },
+    { 0.0, 0.0, 600e9, 1e-6, 0, 8192 },      /* NVLink 4.0 */
+    { 0.0, 0.0, 64e9,  5e-6, 0, 4096 },      /* PCIe 4.0 x16 */
+    { 0.0, 0.0, 25e9,  2e-6, 0, 8192 },      /* InfiniBand HDR */
+};
+
+/* 1 unless x is an infinity or NaN. */
+static int32_t ra__est_finite(double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return ((bits >> 52) & 0x7ff) != 0x7ff;
+}
+
+/* Refuses what is not a number between least and RA__EST_LIMIT; a zero below least is missing. */
+static ra_status ra__est_check_real(ra_error *e, const char *field, double x, double least) {
+    const int32_t finite = ra__est_finite(x);
+    int64_t about = 0;
+    if (finite && x == 0.0 && least > 0.0) {
+        return ra__refuse(e, RA_E_UNSET, field, "must be given, is #", 0);
+    }
+    if (finite && x >= least && x <= RA__EST_LIMIT) return RA_OK;
+    if (finite) about = x < -9e18 ? INT64_MIN : x > 9e18 ? INT64_MAX : (int64_t)x;
+    return ra__refuse(e, RA_E_RANGE, field,
+                      finite ? "must lie between 1 (a latency: 0) and 1e30, is about #"
+                             : "must be a finite number", about);
+}
+
+/* Refuses a count outside [0, INT32_MAX], and a zero if it is required. */
+static ra_status ra__est_check_count(ra_error *e, const char *field, int64_t n, int32_t required) {
+    if (n < 0 || n > INT32_MAX) {
+        return ra__refuse(e, RA_E_RANGE, field, "must lie between 0 and 2147483647, is #", n);
+    }
+    if (required && n == 0) {
+        return ra__refuse(e, RA_E_UNSET, field, "must be given, is #", 0);
+    }
+    return RA_OK;
+}
+
+static ra_status ra__est_check_hardware(ra_error *e, const ra_hardware *hw) {
+    ra_status s = ra__est_check_real(e, "hw.flops_per_s", hw->flops_per_s, 1.0);
+    if (!s) s = ra__est_check_real(e, "hw.memory_bytes", hw->memory_bytes, 1.0);
+    if (!s) s = ra__est_check_real(e, "hw.link_bytes_per_s", hw->link_bytes_per_s, 1.0);
+    if (!s) s = ra__est_check_real(e, "hw.link_latency_s", hw->link_latency_s, 0.0);
+    if (!s) s = ra__est_check_count(e, "hw.devices", hw->devices, 1);
+    if (!s) s = ra__est_check_count(e, "hw.block_tokens", hw->block_tokens, 0);
+    return s;
+}
+
+static ra_status ra__est_check_model(ra_error *e, const ra_model *m) {
+    ra_status s = ra__est_check_count(e, "model.layers", m->layers, 1);
+    if (!s) s = ra__est_check_count(e, "model.q_heads", m->q_heads, 1);
+    if (!s) s = ra__est_check_count(e, "model.kv_heads", m->kv_heads, 1);
+    if (!s) s = ra__est_check_count(e, "model.head_dim", m->head_dim, 1);
+    if (!s) s = ra__est_check_count(e, "model.hidden", m->hidden, 0);
+    if (!s) s = ra__est_check_count(e, "model.batch", m->batch, 0);
+    if (s) return s;
+    if (m->q_heads % m->kv_heads != 0) {
+        return ra__refuse(e, RA_E_SHAPE, "model.q_heads",
+                          "must be a multiple of kv_heads, leaves #", m->q_heads % m->kv_heads);
+    }
+    if (m->element_bytes < 0 || m->element_bytes > 8) {
+        return ra__refuse(e, RA_E_RANGE, "model.element_bytes",
+                          "must be 1 to 8, or 0 for 2, is #", m->element_bytes);
+    }
+    if (m->causal != 0 && m->causal != 1) {
+        return ra__refuse(e, RA_E_RANGE, "model.causal", "must be 0 or 1, is #", m->causal);
+    }
+    if (m->weight_bytes < 0) {
+        return ra__refuse(e, RA_E_RANGE, "model.weight_bytes", "must not be negative, is #",
+                          m->weight_bytes);
+    }
+    return RA_OK;
+}
+
+/* Whole tokens a device, times the devices, for the memory that the weights leave. RA_E_OVERFLOW
+ * if they do not fit 64 bits. */
+static ra_status ra__est_context(const ra_hardware *hw, const ra_model *m, double bytes_token,
+                                 int64_t *out) {
+    const double room = hw->memory_bytes - (double)m->weight_bytes;
+    const double tokens = room > 0.0 ? room / bytes_token : 0.0;
+    if (tokens >= 9.2e18 || (int64_t)tokens > INT64_MAX / hw->devices) {
+        return ra__refuse(m->error, RA_E_OVERFLOW, "hw.memory_bytes",
+                          "gives more than 2^63 tokens on # devices", hw->devices);
+    }
+    *out = (int64_t)tokens * hw->devices;
+    return RA_OK;
+}
+
+/* The formulas of the banner on checked arguments. */
+static ra_status ra__est_compute(const ra_hardware *hw, const ra_model *m, ra_estimate_result *r) {
+    const double e = m->element_bytes ? m->element_bytes : 2;
+    const double b = m->batch ? (double)m->batch : 1.0;
+    const double f = m->causal ? 0.5 : 1.0;
+    const double q_row = (double)m->q_heads * (double)m->head_dim;     /* elements a token */
+    const double kv_row = (double)m->kv_heads * (double)m->head_dim;
+    const double hidden = m->hidden ? (double)m->hidden : q_row;
+    double c;
+    ra_status s;
+
+    r->block_min = hw->flops_per_s / hw->link_bytes_per_s * e * kv_row / (2.0 * f * q_row);
+    r->device_tokens_min = 6.0 * r->block_min;
+    r->activation_bytes_token = 6.0 * b * hidden * e;
+    r->cache_bytes_token = 2.0 * (double)m->layers * kv_row * e;
+    s = ra__est_context(hw, m, r->activation_bytes_token + b * r->cache_bytes_token,
+                        &r->context_max);
+    if (s) return s;
+    r->cache_bytes = (double)r->context_max * b * r->cache_bytes_token;
+
+    c = hw->block_tokens ? (double)hw->block_tokens : r->block_min;
+    r->hop_compute_s = 4.0 * f * b * q_row * c * c / hw->flops_per_s;
+    r->hop_transfer_s = hw->link_latency_s + 2.0 * b * kv_row * c * e / hw->link_bytes_per_s;
+    r->hidden_fraction = r->hop_compute_s < r->hop_transfer_s
+                       ? r->hop_compute_s / r->hop_transfer_s : 1.0;
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_hardware_preset(int32_t hw, int32_t net, int64_t devices,
+                                          ra_hardware *out) {
+    ra_hardware h;
+    if (!out) return RA_E_NULL;
+    if (hw < RA_HW_NONE || hw > RA_HW_TPU_V5E) return RA_E_ENUM;
+    if (net < RA_NET_NONE || net > RA_NET_IB_HDR) return RA_E_ENUM;
+    if (devices < 1 || devices > INT32_MAX) return RA_E_RANGE;
+    h = ra__est_devices[hw];
+    if (net != RA_NET_NONE) {
+        h.link_bytes_per_s = ra__est_networks[net].link_bytes_per_s;
+        h.link_latency_s = ra__est_networks[net].link_latency_s;
+        h.block_tokens = ra__est_networks[net].block_tokens;
+    }
+    h.devices = devices;
+    *out = h;
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_estimate(const ra_hardware *hw, const ra_model *model,
+                                   ra_estimate_result *out) {
+    ra_estimate_result r;
+    ra_status s;
+    if (!model) return RA_E_NULL;
+    if (!hw) return ra__refuse(model->error, RA_E_NULL, "hw", "must not be null", 0);
+    if (!out) return ra__refuse(model->error, RA_E_NULL, "out", "must not be null", 0);
+    s = ra__est_check_hardware(model->error, hw);
+    if (!s) s = ra__est_check_model(model->error, model);
+    if (!s) s = ra__est_compute(hw, model, &r);
+    if (!s) *out = r;
+    return s;
+}
+
+RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_heads,
+                                    int64_t head_dim, int64_t element_bytes) {
+    const int64_t factor[5] = { tokens, layers, kv_heads, head_dim, element_bytes };
+    int64_t bytes = 2;
+    for (int i = 0; i < 5; i++) {
+        if (factor[i] < 1 || bytes > INT64_MAX / factor[i]) return 0;
+        bytes *= factor[i];
+    }
+    return bytes;
+}
+#undef RA__EST_LIMIT
+
+/* ========================================================================== PUBLIC
+ * The thin entry points: they check arguments, fill in defaults, and call down. */
+
+RINGATTN_API const char *ra_status_text(ra_status status) {
+    switch (status) {
+#define RA__TEXT(name, value, text) case name: return text;
+        RA_STATUS_LIST(RA__TEXT)
+#undef RA__TEXT
+        default: return "unknown status";
+    }
+}
+
+RINGATTN_API int32_t ra_version(void) { return RINGATTN_VERSION; }
+
+/* -------------------------------------------------------------------------- plans
+ * Everything between carving the arrays and the figures, with room for p->chunks chunks. */
+static ra_status ra__plan_fill(ra_plan *p) {
+    ra__lockstep run;
+    (void)ra__chunk_all(p);
+    memset(p->need, 0, (size_t)(2 * p->chunks * p->need_row));
+    for (int32_t r = 0; r < p->d.ranks; r++)
+        for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
+    ra__plan_direction(p);
+    p->chunk_bytes = 0;
+    for (int64_t c = 0; c < p->chunks; c++)
+        if (ra__chunk_reach(&p->chunk[c]))
+            p->chunk_bytes = ra__max(p->chunk_bytes, ra__message_bytes(&p->d, &p->chunk[c], 1));
+    p->sizes = ra__plan_sizes(p, p->d.rank, p->task0);
+    ra__plan_own_lists(p);
+    ra__plan_readers(p);
+    run.at = p->scratch;
+    run.kept = p->scratch + p->d.ranks;
+    run.used = (int32_t *)(void *)(p->scratch + 2 * (int64_t)p->d.ranks);
+    run.moves = run.used + p->d.ranks;
+    p->exchanges = ra__prove(p, &run, p->exchange);
+    if (p->exchanges < 0)
+        return ra__refuse(p->d.error, RA_E_UNSUPPORTED, "buffers",
+                          "# receive buffers cannot carry this schedule", p->d.buffers);
+    return RA_OK;
+}
+
+/* Empty tiles of chunks that never come here: a pass counts them without looking. */
+static int64_t ra__plan_unvisited(const ra_plan *p) {
+    ra__side side = ra__plan_side(p, 0, p->d.rank);
+    int64_t n = 0;
+    for (int64_t c = 0; c < p->chunks; c++) {
+        int32_t b = p->chunk[c].sequence;
+        if (ra__needs(p, c, p->d.rank)) continue;
+        n += ra__side_blocks(&side, b, ra__q_len(&p->d, b)) * ra__chunk_blocks(&p->chunk[c]);
+    }
+    return n * p->d.q_heads;
+}
+
+static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    ra__sizes n = rank == p->d.rank ? p->sizes : ra__plan_sizes(p, rank, NULL);
+    ra__plan_report_rank(p, rank, r);
+    r->workspace_bytes = ra__ring_bytes(p, &n, 0, 64, &r->state_bytes);
+    r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64, &r->state_bytes);
+}
+
+/* Counts chunks with arrays in a first block of memory, then carves everything in one. */
+RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a) {
+    ra_desc full;
+    ra_plan *p, probe;
+    ra__arena arena = { NULL, 0 };
+    int64_t first, chunks, bytes;
+    ra_status s = ra__resolve(d, &full);
+    if (s) return s;
+    if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
+    if (a && !a->alloc != !a->free)
+        return ra__refuse(d->error, RA_E_NULL, a->alloc ? "allocator.free" : "allocator.alloc",
+                          "needed beside the other", 0);
+    *out = NULL;
+    memset(&probe, 0, sizeof probe);
+    (void)ra__carve(&arena, (int64_t)sizeof *p);
+    ra__plan_arrays(&arena, &probe, &full);
+    first = arena.used;
+    arena.base = (uint8_t *)ra__alloc(a, (size_t)first, 64);
+    if (!arena.base)
+        return ra__refuse(d->error, RA_E_NOMEM, "allocator", "no # bytes for the plan", first);
+    arena.used = 0;
+    p = (ra_plan *)ra__carve(&arena, (int64_t)sizeof *p);
+    memset(p, 0, sizeof *p);
+    ra__plan_arrays(&arena, p, &full);
+    ra__plan_cuts(p);
+    chunks = ra__chunk_all(p);
+    ra__free(a, arena.base, (size_t)first);
+    if (chunks > INT32_MAX / 2)
+        return ra__refuse(d->error, RA_E_OVERFLOW, "chunk_tokens",
+                          "# tokens make too many chunks", full.chunk_tokens);
+
+    probe.chunks = chunks;
+    probe.d = full;
+    arena.base = NULL;
+    arena.used = first;
+    ra__plan_lists(&arena, &probe);
+    bytes = arena.used;
+    arena.base = (uint8_t *)ra__alloc(a, (size_t)bytes, 64);
+    if (!arena.base)
+        return ra__refuse(d->error, RA_E_NOMEM, "allocator", "no # bytes for the plan", bytes);
+    arena.used = 0;
+    p = (ra_plan *)ra__carve(&arena, (int64_t)sizeof *p);
+    memset(p, 0, sizeof *p);
+    ra__plan_arrays(&arena, p, &full);
+    ra__plan_cuts(p);
+    p->chunks = chunks;
+    ra__plan_lists(&arena, p);
+    p->bytes = bytes;
+    if (a) p->allocator = *a;
+    p->hash = ra__hash_desc(d, &full);
+    s = ra__plan_fill(p);
+    if (s) {
+        ra__free(a, p, (size_t)bytes);
+        return s;
+    }
+    p->unvisited = ra__plan_unvisited(p);
+    ra__plan_full_report(p, p->d.rank, &p->report);
+    p->d.error = NULL;
+    *out = p;
+    return RA_OK;
+}
+
+RINGATTN_API void ra_plan_destroy(ra_plan *plan) {
+    ra_allocator a;
+    if (!plan) return;
+    a = plan->allocator;
+    ra__free(&a, plan, (size_t)plan->bytes);
+}
+
+static int32_t ra__plan_runs(const ra_plan *p, int keys, int32_t rank, int32_t sequence,
+                             ra_run *runs, int32_t max_runs) {
+    ra__side side;
+    ra__seg s;
+    int64_t tokens;
+    int32_t n = 0;
+    if (!p || rank < 0 || rank >= p->d.ranks || sequence < 0 || sequence >= p->d.sequences ||
+        max_runs < 0 || (max_runs && !runs))
+        return -1;
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY) return 0;
+    side = ra__plan_side(p, keys, rank);
+    tokens = keys ? ra__k_len(&p->d, sequence) : ra__q_len(&p->d, sequence);
+    for (int64_t i = 0; ra__side_seg(&side, sequence, tokens, i, &s); i++) {
+        if (!s.rows) continue;
+        if (n < max_runs) {
+            runs[n].first = s.pos;
+            runs[n].count = s.rows;
+            runs[n].stride = s.stride;
+        }
+        n++;
+    }
+    return n;
+}
+
+RINGATTN_API int32_t ra_plan_q_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
+                                    ra_run *runs, int32_t max_runs) {
+    return ra__plan_runs(plan, 0, rank, sequence, runs, max_runs);
+}
+
+RINGATTN_API int32_t ra_plan_k_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
+                                    ra_run *runs, int32_t max_runs) {
+    return ra__plan_runs(plan, 1, rank, sequence, runs, max_runs);
+}
+
+RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_report *out) {
+    if (!plan || !out) return RA_E_NULL;
+    if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
+    if (rank == plan->d.rank) *out = plan->report;
+    else ra__plan_full_report(plan, rank, out);
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const ra_rates *rates,
+                                       ra_prediction *out) {
+    ra__arena arena = { NULL, 0 };
+    ra__model m;
+    int64_t bytes;
+    if (!plan || !rates || !out) return RA_E_NULL;
+    if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
+    if (!(rates->flops_per_s > 0) || !(rates->link_bytes_per_s > 0) ||
+        !(rates->link_latency_s >= 0))
+        return RA_E_RANGE;
+    ra__model_carve(&arena, plan, &m);
+    bytes = arena.used;
+    arena.base = (uint8_t *)ra__alloc(&plan->allocator, (size_t)bytes, 64);
+    if (!arena.base) return RA_E_NOMEM;
+    memset(arena.base, 0, (size_t)bytes);
+    arena.used = 0;
+    ra__model_carve(&arena, plan, &m);
+    for (int32_t r = 0; r < plan->d.ranks; r++)
+        for (int32_t b = 0; b < plan->d.sequences; b++)
+            ra__model_work(plan, r, b, 2.0 * (plan->d.k_dim + plan->d.v_dim) * plan->d.q_heads /
+                                           rates->flops_per_s, &m);
+    for (int64_t c = 0; c < plan->chunks; c++) ra__model_chunk(plan, rates, c, &m);
+    memset(out, 0, sizeof *out);
+    out->compute_s = m.compute[rank];
+    out->transfer_s = m.busy[rank];
+    out->wait_s = m.idle[rank];
+    out->done_s = m.folded[rank];
+    out->hidden_s = m.busy[rank] > m.idle[rank] ? m.busy[rank] - m.idle[rank] : 0;
+    for (int32_t r = 0; r < plan->d.ranks; r++)
+        if (m.folded[r] > out->all_done_s) out->all_done_s = m.folded[r];
+    ra__free(&plan->allocator, arena.base, (size_t)bytes);
+    return RA_OK;
+}
+
+/* -------------------------------------------------------------------------- tensors */
+
+/* What one view must look like. */
+typedef struct ra__shape { const char *field; int64_t batch, rows, heads, dim; int32_t dtype; }
+    ra__shape;
+
+static ra__shape ra__shape_of(const char *field, const ra_desc *d, int64_t rows, int64_t heads,
+                              int64_t dim) {
+    ra__shape s;
+    s.field = field;
+    s.batch = d->sequences;
+    s.rows = rows;
+    s.heads = heads;
+    s.dim = dim;
+    s.dtype = RA_F32;
+    return s;
+}
+
+/* Fills in default strides and checks a view; writable: distinct rows may not overlap. */
+static ra_status ra__view_check(const void *data, const int64_t stride[3], const ra__shape *s,
+                                int writable, ra__view *out, ra_error *e) {
+    int64_t element = ra__element(s->dtype), row = s->dim * element, span;
+    int64_t step[3], count[3] = { s->batch, s->rows, s->heads };
+    for (int i = 0; i < 3; i++)
+        if (stride[i] < 0 || stride[i] % element)
+            return ra__refuse(e, RA_E_STRIDE, s->field,
+                              "stride # is negative or no multiple of the element", stride[i]);
+    step[2] = stride[2] ? stride[2] : row;
+    step[1] = stride[1] ? stride[1] : s->heads * step[2];
+    step[0] = stride[0] ? stride[0] : s->rows * step[1];
+    for (int i = 0; i < 3; i++)
+        if (!ra__mul(count[i], step[i], &span))
+            return ra__refuse(e, RA_E_OVERFLOW, s->field, "stride # overflows", step[i]);
+    if (s->rows && !data) return ra__refuse(e, RA_E_NULL, s->field, "data is required", 0);
+    if ((uintptr_t)data % (uintptr_t)element)
+        return ra__refuse(e, RA_E_ALIGN, s->field, "data must be aligned to # bytes", element);
+    for (int i = 0; writable && i < 3; i++) {              /* inner extents fit under this step */
+        int64_t inner = row;
+        for (int j = 0; j < 3; j++)
+            if (j != i && count[j] > 1 && step[j] <= step[i])
+                inner = ra__max(inner, step[j] * (count[j] - 1) + row);
+        if (count[i] > 1 && step[i] < inner && s->rows)
+            return ra__refuse(e, RA_E_STRIDE, s->field, "stride # makes rows overlap", step[i]);
+    }
+    out->data = (const uint8_t *)data;
+    out->batch = step[0];
+    out->token = step[1];
+    out->head = step[2];
+    return RA_OK;
+}
+
+static ra_status ra__in_check(const ra_in *in, ra__shape s, int32_t dtype, ra__view *out,
+                              ra_error *e) {
+    int64_t stride[3] = { in->batch_stride, in->token_stride, in->head_stride };
+    s.dtype = dtype;
+    return ra__view_check(in->data, stride, &s, 0, out, e);
+}
+
+static ra_status ra__out_check(const ra_out *o, ra__shape s, int32_t dtype, ra__view *out,
+                               ra_error *e) {
+    int64_t stride[3] = { o->batch_stride, o->token_stride, o->head_stride };
+    s.dtype = dtype;
+    return ra__view_check(o->data, stride, &s, 1, out, e);
+}
+
+/* Pointers of score changes are there if and only if the descriptor says so. */
+static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, ra_error *e) {
+    const ra_bias *b = &t->bias;
+    const int64_t strides[4] = { b->batch_stride, b->head_stride, b->row_stride, b->key_stride };
+    if (!(d->scores & RA_SCORE_ALIBI) != !t->alibi)
+        return ra__refuse(e, t->alibi ? RA_E_SHAPE : RA_E_NULL, "t.alibi",
+                          "must be given exactly if scores has RA_SCORE_ALIBI; scores is #",
+                          d->scores);
+    if (!(d->scores & RA_SCORE_SINKS) != !t->sinks)
+        return ra__refuse(e, t->sinks ? RA_E_SHAPE : RA_E_NULL, "t.sinks",
+                          "must be given exactly if scores has RA_SCORE_SINKS; scores is #",
+                          d->scores);
+    if (!(d->scores & RA_SCORE_BIAS) != !b->data)
+        return ra__refuse(e, b->data ? RA_E_SHAPE : RA_E_NULL, "t.bias",
+                          "must be given exactly if scores has RA_SCORE_BIAS; scores is #",
+                          d->scores);
+    if (b->data && b->keys < 1)
+        return ra__refuse(e, RA_E_RANGE, "t.bias.keys", "# is not positive", b->keys);
+    for (int i = 0; i < 4; i++)
+        if (strides[i] < 0 || strides[i] % 4)
+            return ra__refuse(e, RA_E_STRIDE, "t.bias", "stride # is negative or no multiple of 4",
+                              strides[i]);
+    return RA_OK;
+}
+
+/* A position array of `rows` entries a sequence: in range, and below the caller's intervals. */
+static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_t rows, int keys,
+                                 ra_error *e) {
+    const char *field = keys ? "t.k_pos" : "t.q_pos";
+    int64_t top = !keys && d->mask.kind == RA_MASK_INTERVALS ? d->mask.interval_count
+                                                              : RA_MAX_POSITION;
+    if (p->batch_stride < 0)
+        return ra__refuse(e, RA_E_STRIDE, field, "batch_stride # is negative", p->batch_stride);
+    if (p->count != rows)
+        return ra__refuse(e, RA_E_POSITIONS, field, "count # is not the number of rows", p->count);
+    if (!p->array && rows) return ra__refuse(e, RA_E_NULL, field, "array is required", 0);
+    for (int32_t b = 0; b < (p->batch_stride ? d->sequences : 1); b++)
+        for (int64_t i = 0; i < rows; i++) {
+            int32_t v = p->array[b * p->batch_stride + i];
+            if (v < -1 || v >= top)
+                return ra__refuse(e, RA_E_RANGE, field, "position # is out of range", v);
+        }
+    return RA_OK;
+}
+
+static int ra__positions_set(const ra_positions *p) {
+    return p->runs || p->array || p->count || p->batch_stride;
+}
+
+/* Views and score pointers of a call with these numbers of rows. */
+static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                   ra__work *w, ra__view kv[2], ra_error *e) {
+    ra_status s;
+    if (t->reserved) return ra__refuse(e, RA_E_RESERVED, "t.reserved", "must be 0, not #",
+                                       t->reserved);
+    s = ra__check_scores(d, t, e);
+    if (!s) s = ra__in_check(&t->q, ra__shape_of("t.q", d, rows[0], d->q_heads, d->k_dim),
+                             d->q_dtype, &w->q, e);
+    if (!s) s = ra__in_check(&t->k, ra__shape_of("t.k", d, rows[1], d->kv_heads, d->k_dim),
+                             d->k_dtype, &kv[0], e);
+    kv[1] = kv[0];
+    if (!s && !d->v_in_k)
+        s = ra__in_check(&t->v, ra__shape_of("t.v", d, rows[1], d->kv_heads, d->v_dim),
+                         d->v_dtype, &kv[1], e);
+    if (!s && d->v_in_k && t->v.data)
+        return ra__refuse(e, RA_E_SHAPE, "t.v", "must be {0}, for v_in_k is #", d->v_in_k);
+    return s;
+}
+
+static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_t rows,
+                                   ra__work *w, ra_error *e) {
+    ra_status s = ra__out_check(&t->o, ra__shape_of("t.o", d, rows, d->q_heads, d->v_dim),
+                                d->o_dtype, &w->o, e);
+    memset(&w->lse, 0, sizeof w->lse);
+    if (!s && t->lse.data)
+        s = ra__out_check(&t->lse, ra__shape_of("t.lse", d, rows, d->q_heads, 1), RA_F32, &w->lse,
+                          e);
+    return s;
+}
+
+/* -------------------------------------------------------------------------- one rank: L0 and L1 */
+
+/* A call on one rank: the work, the side of the keys, and where they are. */
+typedef struct ra__local { ra_desc d; ra__work w; ra__side k_side; ra__view kv[2]; } ra__local;
+
+/* Positions given with the call replace the layout's. */
+static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int keys, ra__side *side,
+                                ra_error *e) {
+    const char *field = keys ? "t.k_pos" : "t.q_pos";
+    int64_t rows = keys ? d->kv_tokens : d->tokens, sum = 0;
+    memset(side, 0, sizeof *side);
+    side->layout = d->layout.kind == RA_LAYOUT_STRIPED ? RA_LAYOUT_CONTIGUOUS : d->layout.kind;
+    side->ranks = 1;
+    side->offset = keys ? 0 : d->q_offset;
+    if (!ra__positions_set(p)) return RA_OK;
+    if (d->tokens_of || d->kv_tokens_of)
+        return ra__refuse(e, RA_E_SHAPE, field, "give every sequence the same rows", 0);
+    if (p->array) {
+        side->layout = RA_LAYOUT_ARRAY;
+        side->array = p->array;
+        side->array_stride = p->batch_stride;
+        side->array_rows = rows;
+        if (p->runs) return ra__refuse(e, RA_E_SHAPE, field, "has both runs and array", 0);
+        return ra__check_array(d, p, rows, keys, e);
+    }
+    side->layout = RA_LAYOUT_RUNS;
+    side->runs = p->runs;
+    side->run_count = p->count;
+    if (!p->runs || p->count < 0 || p->batch_stride)
+        return ra__refuse(e, RA_E_POSITIONS, field, "count # or batch_stride does not fit runs",
+                          p->count);
+    for (int64_t i = 0; i < p->count; i++) {
+        int64_t last, step = p->runs[i].stride ? p->runs[i].stride : 1;
+        int64_t top = !keys && d->mask.kind == RA_MASK_INTERVALS ? d->mask.interval_count
+                                                                  : RA_MAX_POSITION;
+        if (p->runs[i].count < 0 || p->runs[i].first < 0 || step < 0 ||
+            !ra__mul(ra__max(p->runs[i].count - 1, 0), step, &last) ||
+            p->runs[i].first + last >= top)
+            return ra__refuse(e, RA_E_RANGE, field, "run # is out of range", i);
+        sum += p->runs[i].count;
+    }
+    if (sum != rows)
+        return ra__refuse(e, RA_E_POSITIONS, field, "runs hold # rows, not as many as tokens",
+                          sum);
+    return RA_OK;
+}
+
+static int ra__local_square(const ra__local *c) {
+    for (int32_t b = 0; b < c->d.sequences; b++)
+        if (ra__q_len(&c->d, b) != ra__k_len(&c->d, b)) return 0;
+    return 1;
+}
+
+/* Resolves and checks a call on one rank. t null: descriptor only. */
+static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__local *c) {
+    ra_error *e = d ? d->error : NULL;
+    int64_t rows[2];
+    ra_status s = ra__resolve(d, &c->d);
+    if (s) return s;
+    if (c->d.ranks != 1)
+        return ra__refuse(e, RA_E_SHAPE, "ranks", "# must be 0 or 1 on one rank", c->d.ranks);
+    if (c->d.layout.kind > RA_LAYOUT_STRIPED)
+        return ra__refuse(e, RA_E_UNSUPPORTED, "layout.kind",
+                          "# on one rank: positions come with the call", c->d.layout.kind);
+    if (!c->d.kv_tokens_of && c->d.tokens_of && !c->d.kv_tokens)
+        return ra__refuse(e, RA_E_UNSET, "kv_tokens_of", "is needed beside tokens_of here", 0);
+    if (!c->d.kv_tokens) c->d.kv_tokens = c->d.tokens + c->d.q_offset;
+    memset(&c->w, 0, sizeof c->w);
+    c->w.d = &c->d;
+    c->w.t = t;
+    c->w.kernel = ra__kernel_of(c->d.isa);
+    if (!t) return RA_OK;
+    s = ra__local_side(&c->d, &t->q_pos, 0, &c->w.q_side, e);
+    if (!s) s = ra__local_side(&c->d, &t->k_pos, 1, &c->k_side, e);
+    rows[0] = c->d.tokens;
+    rows[1] = c->d.kv_tokens;
+    if (!s) s = ra__check_tensors(&c->d, t, rows, &c->w, c->kv, e);
+    c->w.any_position = ra__positions_set(&t->k_pos);
+    c->w.order = ra__desc_order(&c->d, ra__local_square(c) && !ra__positions_set(&t->q_pos) &&
+                                           !ra__positions_set(&t->k_pos));
+    return s;
+}
+
+/* One task against all keys of its sequence, segment by segment; zigzag's two are one chunk. */
+static void ra__local_task(const ra__local *c, const ra__task *t, ra__scratch *x) {
+    int64_t tokens = ra__k_len(&c->d, t->sequence);
+    uint32_t mode = ra__fp_enter();
+    ra__tally tally = { 0, 0, 0 };
+    const int32_t *array = c->k_side.array;
+    ra__item item;
+    memset(&item, 0, sizeof item);
+    if (array) array += t->sequence * c->k_side.array_stride;
+    ra__task_load(&c->w, t, x, 1);
+    for (int64_t i = 0; ra__side_seg(&c->k_side, t->sequence, tokens, i, &item.c.seg[0]); i++) {
+        item.c.segs = 1;
+        if (c->k_side.layout == RA_LAYOUT_ZIGZAG &&
+            ra__side_seg(&c->k_side, t->sequence, tokens, i + 1, &item.c.seg[1])) {
+            item.c.segs = item.c.seg[1].rows ? 2 : 1;
+            i++;
+        }
+        item.c.sequence = t->sequence;
+        ra__item_owned(&item, c->kv, array);
+        ra__task_fold(&c->w, t, &item, x, &tally);
+    }
+    ra__task_save(&c->w, t, x, 1);
+    ra__fp_leave(mode);
+}
+
+/* Thread ith's share: every nth task, forwards and backwards in turn, for causal rows cost more
+ * towards the end. */
+static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, int ith, int nth) {
+    ra__arena a = { NULL, 0 };
+    ra__scratch x;
+    int64_t index = 0;
+    a.base = memory;
+    ra__scratch_carve(&a, &c->d, panels, &x);
+    for (int32_t b = 0; b < c->d.sequences; b++) {
+        int64_t blocks = ra__side_blocks(&c->w.q_side, b, ra__q_len(&c->d, b));
+        int64_t tasks = ra__tasks(&c->d, blocks, panels);
+        for (int64_t i = 0; i < tasks; i++, index++) {
+            int64_t turn = index / nth, place = index % nth;
+            if ((turn % 2 ? nth - 1 - place : place) != ith) continue;
+            ra__task t = ra__task_of(&c->d, b, blocks, panels, i);
+            ra__local_task(c, &t, &x);
+        }
+    }
+}
+
+/* -------------------------------------------------------------------------- decoding
+ * Up to 4 query rows of a sequence: dot products over Dk instead of lanes of rows. A group is up to
+ * 4 (row, head) pairs of one kv head that share each block of K and V. */
+enum { RA__DECODE_ROWS = 4, RA__DECODE_PAIRS = 4 };
+
+typedef struct ra__decode {
+    ra__panel panel[RA__DECODE_PAIRS]; /* of one row each: q [Dk], acc [Dv], m, l, row 0 of geo */
+    ra__rows *rows;                    /* [pairs] */
+    float *k, *v;
+    int32_t *pos;
+    ra__bounds bounds[RA__DECODE_PAIRS];
+    int32_t row[RA__DECODE_PAIRS], head[RA__DECODE_PAIRS];
+} ra__decode;
+
+static void ra__decode_carve(ra__arena *a, const ra_desc *d, ra__decode *x) {
+    const int64_t n = RA__DECODE_PAIRS, lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
+    for (int32_t i = 0; i < n; i++) {
+        x->panel[i].q = (float *)ra__carve(a, (int64_t)d->k_dim * 4);
+        x->panel[i].acc = (float *)ra__carve(a, (int64_t)d->v_dim * 4);
+        x->panel[i].m = (float *)ra__carve(a, 4);
+        x->panel[i].l = (float *)ra__carve(a, 4);
+    }
+    x->rows = (ra__rows *)ra__carve(a, n * (int64_t)sizeof(ra__rows));
+    x->pos = (int32_t *)ra__carve(a, lane);
+    x->k = (float *)ra__carve(a, d->k_dtype == RA_F32 ? 0 : lane * d->k_dim);
+    x->v = (float *)ra__carve(a, d->v_dtype == RA_F32 || d->v_in_k ? 0 : lane * d->v_dim);
+}
+
+/* Query, geometry and empty state of pair i. */
+static void ra__decode_load(const ra__local *c, int32_t b, ra__decode *x, int32_t i) {
+    const ra_desc *d = &c->d;
+    const int32_t *array = c->w.q_side.array;
+    int64_t end = ra__key_end(d, b, c->w.any_position), tokens = ra__q_len(d, b);
+    ra__view q = ra__view_at(c->w.q, b, x->row[i], x->head[i]);
+    const ra__bounds none = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN,
+                              INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX };
+    ra__panel *one = &x->panel[i];
+    float factor = ra__q_factor(d);
+    ra__seg s;
+    int64_t p = 0;
+    int32_t v[4];
+    for (int64_t j = 0; ra__side_seg(&c->w.q_side, b, tokens, j, &s); j++)
+        if (x->row[i] >= s.row && x->row[i] < s.row + s.rows)
+            p = s.pos + (x->row[i] - s.row) * s.stride;
+    if (array) p = array[b * c->w.q_side.array_stride + x->row[i]];
+    ra__mask_row(&d->mask, p, end, v);
+    x->bounds[i] = none;
+    ra__bounds_row(&x->bounds[i], v);
+    x->rows[i].pos[0] = (int32_t)p;
+    x->rows[i].lo[0] = v[0];
+    x->rows[i].hi[0] = v[1];
+    x->rows[i].doc[0] = v[2];
+    x->rows[i].keep[0] = v[3];
+    one->rows = 1;
+    one->geo = &x->rows[i];
+    one->score = ra__score_of(&c->w, b, x->row[i], x->head[i]);
+    c->w.kernel->widen(one->q, q.data, q.token, d->q_dtype, 1, d->k_dim);
+    for (int32_t j = 0; j < d->k_dim; j++) one->q[j] *= factor;
+    for (int32_t j = 0; j < d->v_dim; j++) one->acc[j] = 0.0f;
+    one->m[0] = ra__neg_inf();
+    one->l[0] = 0.0f;
+}
+
+static void ra__decode_store(const ra__local *c, int32_t b, const ra__decode *x, int32_t i) {
+    const ra_desc *d = &c->d;
+    ra__view o = ra__view_at(c->w.o, b, x->row[i], x->head[i]);
+    ra__view lse = ra__view_at(c->w.lse, b, x->row[i], x->head[i]);
+    const float *sink = d->scores & RA_SCORE_SINKS ? c->w.t->sinks + x->head[i] : NULL;
+    const ra__panel *one = &x->panel[i];
+    float sum, factor = ra__row_finish(one->m[0], one->l[0], sink, &sum);
+    for (int32_t j = 0; j < d->v_dim; j++)
+        ra__store_element((uint8_t *)(uintptr_t)o.data, j, d->o_dtype,
+                          one->acc[j] * factor);
+    if (lse.data) memcpy((void *)(uintptr_t)lse.data, &sum, sizeof sum);
+}
+
+/* One block of keys for the pairs of a group. */
+static void ra__decode_block(const ra__local *c, const ra__item *item, const ra__seg *s,
+                             const int32_t task[3], ra__decode *x) {
+    const ra_desc *d = &c->d;
+    const int32_t *pos = item->pos[0];
+    int64_t first, last;
+    int kind[RA__DECODE_PAIRS], any = 0, partial = 0;
+    ra__scratch wide;
+    ra__keys keys;
+    if (pos) pos += s->row - item->c.seg[0].row;
+    ra__seg_span(s, pos, &first, &last);
+    for (int32_t i = 0; i < task[2]; i++) {
+        kind[i] = pos ? RA__PARTIAL : ra__classify(&x->bounds[i], first, last);
+        any |= kind[i] != RA__EMPTY;
+        partial |= kind[i] == RA__PARTIAL;
+    }
+    if (!any) return;
+    wide.k = x->k;
+    wide.v = x->v;
+    wide.pos = x->pos;
+    ra__seg_positions(s, pos, x->pos);
+    keys = ra__block_keys(&c->w, item, 0, s, task[1], &wide);
+    keys.v_clean = partial ? c->w.kernel->clean(keys.v, keys.v_stride, keys.n, d->v_dim) : 1;
+    for (int32_t i = 0; i < task[2]; i++) {
+        if (kind[i] == RA__EMPTY) continue;
+        c->w.kernel->fold_row(&x->panel[i], &keys, d->k_dim, d->v_dim, kind[i] == RA__PARTIAL);
+    }
+}
+
+/* task: sequence, kv head, number of pairs from `pair` on. */
+static void ra__decode_task(const ra__local *c, const int32_t task[3], int64_t pair,
+                            ra__decode *x) {
+    const ra_desc *d = &c->d;
+    int32_t group = d->q_heads / d->kv_heads, b = task[0];
+    int64_t tokens = ra__k_len(d, b);
+    const int32_t *array = c->k_side.array;
+    ra__item item;
+    ra__seg seg, block;
+    memset(&item, 0, sizeof item);
+    if (array) array += b * c->k_side.array_stride;
+    for (int32_t i = 0; i < task[2]; i++) {
+        x->row[i] = (int32_t)((pair + i) / group);
+        x->head[i] = task[1] * group + (int32_t)((pair + i) % group);
+        ra__decode_load(c, b, x, i);
+    }
+    for (int64_t i = 0; ra__side_seg(&c->k_side, b, tokens, i, &seg); i++) {
+        item.c.sequence = b;
+        item.c.segs = 1;
+        item.c.seg[0] = seg;
+        ra__item_owned(&item, c->kv, array);
+        for (int64_t j = 0; j * RA_BLOCK_TOKENS < seg.rows; j++) {
+            block = ra__seg_block(&seg, j);
+            ra__decode_block(c, &item, &block, task, x);
+        }
+    }
+    for (int32_t i = 0; i < task[2]; i++) ra__decode_store(c, b, x, i);
+}
+
+static void ra__decode_run(const ra__local *c, uint8_t *memory, int ith, int nth) {
+    ra__arena a = { NULL, 0 };
+    int32_t group = c->d.q_heads / c->d.kv_heads, task[3];
+    int64_t index = 0;
+    uint32_t mode = ra__fp_enter();
+    ra__decode x;
+    a.base = memory;
+    ra__decode_carve(&a, &c->d, &x);
+    for (task[0] = 0; task[0] < c->d.sequences; task[0]++) {
+        int64_t pairs = ra__q_len(&c->d, task[0]) * group;
+        for (task[1] = 0; task[1] < c->d.kv_heads; task[1]++)
+            for (int64_t p = 0; p < pairs; p += RA__DECODE_PAIRS, index++) {
+                if (index % nth != ith) continue;
+                task[2] = (int32_t)ra__min(RA__DECODE_PAIRS, pairs - p);
+                ra__decode_task(c, task, p, &x);
+            }
+    }
+    ra__fp_leave(mode);
+}
+
+static int64_t ra__decode_bytes(const ra_desc *d) {
+    ra__arena a = { NULL, 0 };
+    ra__decode x;
+    ra__decode_carve(&a, d, &x);
+    return a.used;
+}
+
+/* -------------------------------------------------------------------------- L1 and L0 calls */
+enum { RA__STACK_BYTES = 192 * 1024, RA__STACK_DECODE = 16 * 1024 };
+
+static int64_t ra__local_bytes(const ra_desc *d, int32_t panels) {
+    return ra__max(ra__scratch_bytes(d, panels), ra__decode_bytes(d));
+}
+
+RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
+    ra__local c;
+    if (nth < 1 || nth > 4096 || ra__local_check(d, NULL, &c)) return 0;
+    return (size_t)(ra__local_bytes(&c.d, RA__PANELS) * nth);
+}
+
+RA__NOINLINE void ra__local_on_stack(const ra__local *c) {
+    uint8_t memory[RA__STACK_BYTES + 64];
+    uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
+    ra__local_run(c, 1, (uint8_t *)at, 0, 1);
+}
+
+RA__NOINLINE void ra__decode_on_stack(const ra__local *c) {
+    uint8_t memory[RA__STACK_DECODE + 64];
+    uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
+    ra__decode_run(c, (uint8_t *)at, 0, 1);
+}
+
+/* Runs a checked call in the workspace, or on the stack if there is none. */
+static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes, const int who[2],
+                              int decode) {
+    ra_error *e = c->d.error;
+    int64_t need = ra__local_bytes(&c->d, RA__PANELS);
+    if (who[1] < 1 || who[1] > 4096)
+        return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", who[1]);
+    if (who[0] < 0 || who[0] >= who[1])
+        return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", who[0]);
+    if (!workspace) {
+        if (who[1] > 1)
+            return ra__refuse(e, RA_E_NULL, "workspace", "is required for # threads", who[1]);
+        if (decode ? ra__decode_bytes(&c->d) > RA__STACK_DECODE
+                   : ra__scratch_bytes(&c->d, 1) > RA__STACK_BYTES)
+            return ra__refuse(e, RA_E_WORKSPACE, "workspace",
+                              "is required: rows of # elements do not fit on the stack",
+                              c->d.k_dim);
+        if (decode) ra__decode_on_stack(c);
+        else ra__local_on_stack(c);
+        return RA_OK;
+    }
+    if ((uintptr_t)workspace % 64)
+        return ra__refuse(e, RA_E_ALIGN, "workspace", "must be aligned to #", 64);
+    if ((int64_t)(bytes / (size_t)who[1]) < need)
+        return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes", need * who[1]);
+    uint8_t *memory = (uint8_t *)workspace + need * who[0];
+    if (decode) ra__decode_run(c, memory, who[0], who[1]);
+    else ra__local_run(c, RA__PANELS, memory, who[0], who[1]);
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
+                                    size_t bytes, int ith, int nth) {
+    ra__local c;
+    int who[2];
+    ra_status s;
+    if (d && !t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
+    s = ra__local_check(d, t, &c);
+    if (!s && c.d.engine)
+        s = ra__refuse(d->error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
+    if (!s) s = ra__check_outputs(&c.d, t, c.d.tokens, &c.w, d->error);
+    if (s) return s;
+    c.w.clear = c.w.finish = 1;
+    who[0] = ith;
+    who[1] = nth;
+    return ra__local_go(&c, workspace, bytes, who, c.d.tokens <= RA__DECODE_ROWS);
+}
+
+static void ra__simple_view(ra__view *v, const float *data, int32_t heads, int32_t dim) {
+    *v = ra__view_packed((const uint8_t *)data, heads, dim, RA_F32);
+}
+
+RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const float *k,
+                                           const float *v, int seq_q, int seq_k, int n_heads,
+                                           int n_kv_heads, int head_dim, float scale, int window,
+                                           int q_offset) {
+    ra__local c;
+    ra_tensors t;
+    if (seq_q < 0 || seq_k < 0 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || q_offset < 0 ||
+        head_dim > 256 || seq_q > RA_MAX_POSITION - q_offset || !ra__is_finite(scale) ||
+        scale < 0.0f)
+        return RA_E_RANGE;
+    if (n_heads % n_kv_heads) return RA_E_SHAPE;
+    if ((seq_q && (!out || !q)) || (seq_k && (!k || !v))) return RA_E_NULL;
+    memset(&c, 0, sizeof c);
+    memset(&t, 0, sizeof t);
+    c.d.sequences = c.d.ranks = 1;
+    c.d.q_heads = n_heads;
+    c.d.kv_heads = n_kv_heads;
+    c.d.k_dim = c.d.v_dim = head_dim;
+    c.d.q_dtype = c.d.k_dtype = c.d.v_dtype = c.d.o_dtype = RA_F32;
+    c.d.tokens = seq_q;
+    c.d.kv_tokens = seq_k;
+    c.d.q_offset = q_offset;
+    c.d.scale = scale;
+    c.d.mask.kind = RA_MASK_CAUSAL;
+    c.d.mask.window = window > 0 ? window : 0;
+    c.d.isa = ra_isa_best();
+    c.d.layout.kind = c.w.q_side.layout = c.k_side.layout = RA_LAYOUT_CONTIGUOUS;
+    if (scale == 0.0f) c.d.scale = (float)(1.0 / ra__sqrt((double)head_dim));
+    c.w.d = &c.d;
+    c.w.t = &t;
+    c.w.kernel = ra__kernel_of(c.d.isa);
+    c.w.q_side.ranks = c.k_side.ranks = 1;
+    c.w.q_side.offset = q_offset;
+    c.w.order = RA_ORDER_TURN;
+    c.w.clear = c.w.finish = 1;
+    ra__simple_view(&c.w.q, q, n_heads, head_dim);
+    ra__simple_view(&c.w.o, out, n_heads, head_dim);
+    ra__simple_view(&c.kv[0], k, n_kv_heads, head_dim);
+    ra__simple_view(&c.kv[1], v, n_kv_heads, head_dim);
+    c.w.acc = c.w.o;
+    if (seq_q <= RA__DECODE_ROWS) ra__decode_on_stack(&c);
+    else ra__local_on_stack(&c);
+    return RA_OK;
+}
+
+/* Checks a state and points the work at it. */
+static ra_status ra__state_use(const ra_state *s, ra__local *c, ra_error *e) {
+    if (!s) return ra__refuse(e, RA_E_NULL, "state", "is required", 0);
+    if (!s->m) return ra__refuse(e, RA_E_NULL, "state.m", "is required", 0);
+    if (!s->l) return ra__refuse(e, RA_E_NULL, "state.l", "is required", 0);
+    if (!s->acc) return ra__refuse(e, RA_E_NULL, "state.acc", "is required", 0);
+    c->w.m = s->m;
+    c->w.l = s->l;
+    c->w.ml_head = 1;
+    c->w.ml_row = c->d.q_heads;
+    c->w.ml_batch = c->d.tokens * c->w.ml_row;
+    c->w.acc = ra__view_packed((const uint8_t *)s->acc, c->d.q_heads, c->d.v_dim, RA_F32);
+    c->w.acc.batch = c->d.tokens * c->w.acc.token;
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_state_clear(const ra_desc *d, const ra_state *s) {
+    ra__local c;
+    ra__seg all = { 0, 0, 0, 1 };
+    ra_status status = ra__local_check(d, NULL, &c);
+    if (!status) status = ra__state_use(s, &c, d->error);
+    if (status) return status;
+    all.rows = c.d.tokens;
+    for (int32_t b = 0; b < c.d.sequences; b++)
+        for (int32_t h = 0; h < c.d.q_heads; h++) ra__rows_clear(&c.w, b, &all, h);
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_tensors *t,
+                               void *workspace, size_t bytes) {
+    ra__local c;
+    const int who[2] = { 0, 1 };
+    ra_status status;
+    if (d && !t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
+    status = ra__local_check(d, t, &c);
+    if (!status) status = ra__state_use(s, &c, d->error);
+    if (status) return status;
+    if (c.d.engine) return ra__refuse(d->error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
+    return ra__local_go(&c, workspace, bytes, who, 0);
+}
+
+/* (m, l, acc) of one row and head: rescales both sums to the larger maximum. l = 0 is empty. */
+static void ra__state_merge_row(const float from[2], const float *from_acc, float *m, float *l,
+                                float *acc, int32_t dim) {
+    const double ln2 = 0.69314718055994530942;
+    float top = from[0] > *m ? from[0] : *m, a, b;
+    if (from[1] == 0.0f) return;
+    if (*l == 0.0f) {
+        memcpy(acc, from_acc, (size_t)dim * sizeof(float));
+        *m = from[0];
+        *l = from[1];
+        return;
+    }
+    a = (float)ra__exp(((double)*m - (double)top) * ln2);
+    b = (float)ra__exp(((double)from[0] - (double)top) * ln2);
+    for (int32_t i = 0; i < dim; i++) acc[i] = acc[i] * a + from_acc[i] * b;
+    *l = *l * a + from[1] * b;
+    *m = top;
+}
+
+RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
+                                      const ra_state *from) {
+    ra__local c;
+    ra_status s = ra__local_check(d, NULL, &c);
+    if (!s) s = ra__state_use(from, &c, d->error);
+    if (!s) s = ra__state_use(into, &c, d->error);
+    if (s) return s;
+    for (int64_t i = 0; i < c.d.sequences * c.w.ml_batch; i++) {
+        float ml[2];
+        ml[0] = from->m[i];
+        ml[1] = from->l[i];
+        ra__state_merge_row(ml, from->acc + i * c.d.v_dim, into->m + i, into->l + i,
+                            into->acc + i * c.d.v_dim, c.d.v_dim);
+    }
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, const ra_tensors *t) {
+    ra__local c;
+    ra__seg all = { 0, 0, 0, 1 };
+    ra_status status = ra__local_check(d, NULL, &c);
+    if (!status) status = ra__state_use(s, &c, d->error);
+    if (status) return status;
+    if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
+    if ((c.d.scores & RA_SCORE_SINKS) && !t->sinks)
+        return ra__refuse(d->error, RA_E_NULL, "t.sinks", "scores is #", c.d.scores);
+    c.w.t = t;
+    status = ra__check_outputs(&c.d, t, c.d.tokens, &c.w, d->error);
+    if (status) return status;
+    for (int32_t b = 0; b < c.d.sequences; b++) {
+        all.rows = ra__q_len(&c.d, b);
+        for (int32_t h = 0; h < c.d.q_heads; h++) ra__rows_finish(&c.w, b, &all, h);
+    }
+    return RA_OK;
+}
+
+/* -------------------------------------------------------------------------- rings */
+static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
+    for (int i = 0; i < 4; i++)
+        if (rd->reserved[i])
+            return ra__refuse(e, RA_E_RESERVED, "ring.reserved", "must be 0, not #",
+                              rd->reserved[i]);
+    if (rd->watchdog_ns < 0)
+        return ra__refuse(e, RA_E_RANGE, "ring.watchdog_ns", "# is negative", rd->watchdog_ns);
+    if (rd->quiesce_ns < 0)
+        return ra__refuse(e, RA_E_RANGE, "ring.quiesce_ns", "# is negative", rd->quiesce_ns);
+    if (!rd->allocator.alloc != !rd->allocator.free)
+        return ra__refuse(e, RA_E_NULL,
+                          rd->allocator.alloc ? "ring.allocator.free" : "ring.allocator.alloc",
+                          "needed beside the other", 0);
+    if ((uintptr_t)rd->workspace % 64)
+        return ra__refuse(e, RA_E_ALIGN, "ring.workspace", "must be aligned to #", 64);
+    return RA_OK;
+}
+
+/* Lays out the ring for a plan; RA_E_WORKSPACE if it does not fit. */
+static ra_status ra__ring_use(ra_ring *r, const ra_plan *p, ra_error *e) {
+    ra__arena a = { NULL, 0 };
+    int64_t state, need = ra__ring_bytes(p, &p->sizes, r->shared, r->tp.align, &state);
+    if (need > r->bytes)
+        return ra__refuse(e, RA_E_WORKSPACE, "ring.workspace_bytes", "this plan needs # bytes",
+                          need);
+    a.base = r->base;
+    (void)ra__ring_carve(&a, p, &p->sizes, r->shared, r);
+    r->used = a.used;
+    return RA_OK;
+}
+
+/* Takes hold of the transport and the workspace; one of the two last checks may refuse. */
+static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transport *transport,
+                               const ra_ring_desc *rd) {
+    ra_transport tp;
+    ra_ring *r;
+    ra_error *e = rd->error;
+    int64_t state, need, bytes = (int64_t)rd->workspace_bytes;
+    int shared = transport && p->d.ranks > 1 && (transport->caps & RA_CAP_SHARED);
+    uint8_t *base = (uint8_t *)rd->workspace;
+    memset(&tp, 0, sizeof tp);
+    if (transport && p->d.ranks > 1) tp = ra__tp_resolved(transport);
+    need = ra__ring_bytes(p, &p->sizes, shared, tp.align, &state);
+    if (!bytes && !base) bytes = need;
+    if (bytes < need)
+        return ra__refuse(e, RA_E_WORKSPACE, "ring.workspace_bytes", "this plan needs # bytes",
+                          need);
+    if (!base) base = (uint8_t *)ra__alloc(&rd->allocator, (size_t)bytes, 64);
+    if (!base)
+        return ra__refuse(e, RA_E_NOMEM, "ring.allocator", "no # bytes for the workspace", bytes);
+    r = (ra_ring *)(void *)base;
+    memset(r, 0, sizeof *r);
+    r->base = base;
+    r->bytes = bytes;
+    r->owns_base = !rd->workspace;
+    r->rd = *rd;
+    r->allocator = rd->allocator;
+    r->tp = tp;
+    r->has_transport = p->d.ranks > 1;
+    r->shared = shared;
+    r->rank = p->d.rank;
+    r->ranks = p->d.ranks;
+    r->counters.waiting_peer = -1;
+    if (!r->rd.watchdog_ns) r->rd.watchdog_ns = (int64_t)60 * 1000000000;
+    if (!r->rd.quiesce_ns) r->rd.quiesce_ns = (int64_t)10 * 1000000000;
+    if (r->has_transport && tp.reg && tp.reg(tp.ctx, base, (size_t)bytes, &r->mr)) r->mr = NULL;
+    *out = r;
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
+                                      const ra_transport *transport, const ra_ring_desc *rd) {
+    ra_ring_desc none;
+    ra_status s;
+    int64_t bytes;
+    memset(&none, 0, sizeof none);
+    if (!rd) rd = &none;
+    if (!out) return ra__refuse(rd->error, RA_E_NULL, "out", "is required", 0);
+    *out = NULL;
+    if (!first) return ra__refuse(rd->error, RA_E_NULL, "plan", "is required", 0);
+    s = ra__ring_desc_check(rd, rd->error);
+    if (transport && (transport->caps & RA_CAP_SHARED)) bytes = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
+    else bytes = first->chunk_bytes;
+    if (!s) s = ra__tp_check(transport, first->d.rank, first->d.ranks, bytes, rd->error);
+    return s ? s : ra__ring_open(out, first, transport, rd);
+}
+
+RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring) {
+    ra_allocator a;
+    if (!ring) return RA_OK;
+    if (ra__load_i32(&ring->state) != RA_RING_IDLE) (void)ra_finish(ring, RA_NO_DEADLINE);
+    if (ring->mr && ring->tp.dereg) (void)ring->tp.dereg(ring->tp.ctx, ring->mr);
+    ring->mr = NULL;
+    if (ring->unsafe) return RA_E_UNSAFE;
+    a = ring->allocator;
+    if (ring->owns_base) ra__free(&a, ring->base, (size_t)ring->bytes);
+    return RA_OK;
+}
+
+/* -------------------------------------------------------------------------- passes
+ * Checks a call against ring and plan. */
+static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra__view kv[2]) {
+    ra_error *e = &r->refusal;
+    const ra_plan *p = job ? job->plan : NULL;
+    const ra_tensors *t = job ? job->tensors : NULL;
+    int64_t rows[2];
+    ra_status s;
+    int array;
+    if (!job) return ra__refuse(e, RA_E_NULL, "job", "is required", 0);
+    if (!p) return ra__refuse(e, RA_E_NULL, "job.plan", "is required", 0);
+    if (!t) return ra__refuse(e, RA_E_NULL, "job.tensors", "is required", 0);
+    if (job->deadline_ns < 0)
+        return ra__refuse(e, RA_E_RANGE, "job.deadline_ns", "# is negative", job->deadline_ns);
+    if (ra__load_i32(&r->state) == RA_RING_FAILED)
+        return ra__refuse(e, RA_E_STATE, "ring", "its pass # failed: make a new one", r->pass);
+    if (ra__load_i32(&r->state) == RA_RING_RUNNING)
+        return ra__refuse(e, RA_E_BUSY, "ring", "its pass # is under way", r->pass);
+    if (p->d.rank != r->rank || p->d.ranks != r->ranks)
+        return ra__refuse(e, RA_E_SHAPE, "job.plan", "is for another rank or number of ranks: #",
+                          p->d.rank);
+    if (r->has_transport && p->chunk_bytes > (int64_t)r->tp.max_msg && !r->shared)
+        return ra__refuse(e, RA_E_TRANSPORT, "job.plan",
+                          "chunks of # bytes are longer than the transport's max_msg",
+                          p->chunk_bytes);
+    array = p->d.layout.kind == RA_LAYOUT_ARRAY;
+    rows[0] = p->report.q_rows;
+    rows[1] = p->report.k_rows;
+    s = ra__check_tensors(&p->d, t, rows, w, kv, e);
+    if (!s) s = ra__check_outputs(&p->d, t, rows[0], w, e);
+    if (s) return s;
+    if (array) {
+        s = ra__check_array(&p->d, &t->q_pos, rows[0], 0, e);
+        return s ? s : ra__check_array(&p->d, &t->k_pos, rows[1], 1, e);
+    }
+    if (ra__positions_set(&t->q_pos))
+        return ra__refuse(e, RA_E_POSITIONS, "t.q_pos", "must be {0}: layout.kind is #",
+                          p->d.layout.kind);
+    if (ra__positions_set(&t->k_pos))
+        return ra__refuse(e, RA_E_POSITIONS, "t.k_pos", "must be {0}: layout.kind is #",
+                          p->d.layout.kind);
+    return RA_OK;
+}
+
+/* Where the running state lives and what the tasks share. */
+static void ra__begin_work(ra_ring *r, const ra_plan *p) {
+    ra__work *w = &r->work;
+    int64_t rows = p->report.q_rows;
+    w->d = &p->d;
+    w->t = &r->t;
+    w->kernel = ra__kernel_of(p->d.isa);
+    w->q_side = ra__plan_side(p, 0, r->rank);
+    w->any_position = p->d.layout.kind == RA_LAYOUT_ARRAY;
+    if (w->any_position) {
+        w->q_side.array = r->t.q_pos.array;
+        w->q_side.array_stride = r->t.q_pos.batch_stride;
+    }
+    w->order = p->order;
+    w->clear = w->finish = 1;
+    w->ml_row = 1;
+    w->ml_head = rows;
+    w->ml_batch = rows * p->d.q_heads;
+    if (p->d.o_dtype == RA_F32) {
+        w->acc = w->o;
+    } else {
+        const uint8_t *own = w->acc.data;
+        w->acc = ra__view_packed(own, p->d.q_heads, p->d.v_dim, RA_F32);
+        w->acc.batch = rows * w->acc.token;
+    }
+}
+
+/* Counters and cursors of a new pass. */
+static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
+    int64_t words = r->shared ? p->reader_count + p->source_count : 0;
+    memset(&r->counters, 0, sizeof r->counters);
+    r->counters.waiting_peer = -1;
+    r->counters.tiles_empty = p->unvisited;
+    r->counters.tiles_all = p->report.tiles_partial + p->report.tiles_full;
+    r->counters.peak_bytes = r->used;
+    r->claim_fold = r->claim_task = 0;
+    r->recv_posted = r->released = r->send_posted = r->own_posted = r->own_sent = 0;
+    r->exchanged = r->words_posted = r->words_in = r->words_out = 0;
+    ra__store_i64(&r->received, 0);
+    ra__store_i64(&r->sent, 0);
+    ra__store_i64(&r->folded, 0);
+    memset(r->done, 0, (size_t)p->task0[p->d.sequences] * sizeof(int32_t));
+    for (int64_t f = 0; f < RA__WINDOW; f++)
+        ra__store_i32(&r->left[f], f < p->folds ? (int32_t)ra__fold_tasks(p, f) : -1);
+    for (int64_t i = 0; i < words; i++) memset(&r->word_op[i], 0, sizeof(ra_op));
+    for (int64_t i = 0; i < r->recv_slots; i++) memset(&r->recv_op[i], 0, sizeof(ra_op));
+}
+
+RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
+    ra__work w;
+    ra__view kv[2];
+    ra_status s;
+    if (!ring) return RA_E_NULL;
+    memset(&w, 0, sizeof w);
+    s = ra__begin_check(ring, job, &w, kv);
+    if (s) return s;
+    if (ra__load_i32(&ring->inside))
+        return ra__refuse(&ring->refusal, RA_E_BUSY, "ring.threads",
+                          "# threads are still inside the pass before", ring->inside);
+    ring->work = w;
+    s = ra__ring_use(ring, job->plan, &ring->refusal);
+    if (s) return s;
+    ring->plan = job->plan;
+    ring->t = *job->tensors;
+    ring->k = kv[0];
+    ring->v = kv[1];
+    ring->deadline = job->deadline_ns;
+    ring->pass++;
+    ra__begin_work(ring, job->plan);
+    ra__begin_reset(ring, job->plan);
+    ring->begin_ns = ra__ring_now(ring);
+    ra__store_i64(&ring->progress_ns, ring->begin_ns);
+    ra__store_i32(&ring->state, RA_RING_RUNNING);
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_step(ra_ring *ring, int ith, int nth) {
+    ra_status s;
+    if (!ring) return RA_E_NULL;
+    if (!ring->plan) return ra__refuse(&ring->refusal, RA_E_STATE, "ring", "has no pass yet", 0);
+    if (ith < 0 || ith >= ring->plan->d.threads)
+        return ra__refuse(&ring->refusal, RA_E_RANGE, "ith", "# is not below threads of the plan",
+                          ith);
+    if (nth < 1) return ra__refuse(&ring->refusal, RA_E_RANGE, "nth", "# is below 1", nth);
+    (void)ra__add_i32(&ring->inside, 1);
+    s = ra__ring_step(ring, ith);
+    (void)ra__add_i32(&ring->inside, -1);
+    return s;
+}
+
+/* The first thread with a new ticket begins, if nobody is inside the pass before. */
+static ra_status ra__join_begin(ra_ring *r, const ra_job *job) {
+    ra_status s = RA_WAIT;
+    if (!ra__cas_i32(&r->join, 0, 1)) return RA_WAIT;
+    if (ra__load_i64(&r->ticket) >= (int64_t)job->ticket) {
+        s = RA_AGAIN;
+    } else if (!ra__load_i32(&r->inside) && ra__load_i32(&r->state) != RA_RING_RUNNING) {
+        s = ra_begin(r, job);
+        ra__store_i32(&r->join_status, s);
+        ra__store_i64(&r->ticket, (int64_t)job->ticket);
+    }
+    ra__store_i32(&r->join, 0);
+    return s;
+}
+
+RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nth) {
+    ra_status s;
+    int64_t ticket;
+    if (!ring || !job) return RA_E_NULL;
+    if (!job->ticket || job->ticket > INT64_MAX || !job->plan || ith < 0 || nth < 1 ||
+        ith >= job->plan->d.threads)
+        return RA_E_RANGE;
+    ticket = ra__load_i64(&ring->ticket);
+    if ((int64_t)job->ticket < ticket) return RA_OK;
+    if ((int64_t)job->ticket > ticket) {
+        s = ra__join_begin(ring, job);
+        if (s) return s;
+    }
+    (void)ra__add_i32(&ring->inside, 1);
+    if (ra__load_i32(&ring->join)) {
+        s = RA_WAIT;
+    } else if (ra__load_i64(&ring->ticket) != (int64_t)job->ticket) {
+        s = RA_OK;
+    } else {
+        s = ra__load_i32(&ring->join_status);
+        if (!s) s = ra__ring_step(ring, ith);
+    }
+    (void)ra__add_i32(&ring->inside, -1);
+    return s;
+}
+
+/* Sleeps in the transport if that is possible, else for a moment. */
+static void ra__wait_slice(ra_ring *r, int64_t deadline_ns) {
+    int64_t until = ra__ring_now(r) + 2000000;
+    if (deadline_ns && deadline_ns < until) until = deadline_ns;
+    if (r->has_transport && r->tp.wait && !r->rd.clock_ns && (r->tp.caps & RA_CAP_ANY_THREAD) &&
+        ra__cas_i32(&r->comm, 0, 1)) {
+        int n = ra__ring_list(r);
+        int code = n ? r->tp.wait(r->tp.ctx, r->list, n, until) : RA_OK;
+        ra__store_i32(&r->comm, 0);
+        if (code < 0) (void)ra__ring_fail(r, ra__ring_code(code), ra__blame_of(-1, -1, code, -1));
+        if (n) return;
+    }
+    ra__sleep_ns(100000);
+}
+
+RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns) {
+    int64_t seen, begin;
+    ra_event e = ra__event_none();
+    if (!ring) return RA_E_NULL;
+    seen = ra__load_i64(&ring->events);
+    begin = ra__ring_now(ring);
+    if (deadline_ns && begin > deadline_ns) return RA_E_TIMEOUT;
+    for (int i = 0; i < 200 && ra__load_i64(&ring->events) == seen; i++) ra__pause();
+    for (int i = 0; i < 4 && ra__load_i64(&ring->events) == seen; i++) ra__yield();
+    if (ra__load_i64(&ring->events) == seen && ra__load_i32(&ring->state) == RA_RING_RUNNING)
+        ra__wait_slice(ring, deadline_ns);
+    e.begin_ns = begin;
+    (void)ra__add_i64(&ring->counters.wait_ns, ra__ring_now(ring) - begin);
+    ra__ring_event(ring, RA_EV_WAIT, -1, &e);
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns) {
+    int64_t until;
+    ra_status s;
+    if (!ring) return RA_E_NULL;
+    if (ra__load_i32(&ring->state) == RA_RING_IDLE) return RA_OK;
+    s = ra__load_i32(&ring->failed);
+    if (!s) s = ra__ring_fail(ring, RA_E_CANCELLED, ra__blame_of(-1, -1, 0, -1));
+    if (!ring->has_transport || ring->quiet) return ring->unsafe && ring->shared ? RA_E_UNSAFE : s;
+    until = ra__ring_now(ring) + ring->rd.quiesce_ns;
+    if (deadline_ns && deadline_ns < until) until = deadline_ns;
+    ring->quiet = 1;
+    if (ring->tp.quiesce ? ring->tp.quiesce(ring->tp.ctx, until) != RA_OK
+                         : ra__ring_list(ring) > 0 && ring->tp.post != NULL)
+        ring->unsafe = 1;
+    return ring->unsafe && ring->shared ? RA_E_UNSAFE : s;
+}
+
+RINGATTN_API void ra_ring_cancel(ra_ring *ring) {
+    if (!ring) return;
+    ra__store_i32(&ring->cancelled, 1);
+    if (ring->has_transport && ring->tp.abort) (void)ring->tp.abort(ring->tp.ctx, RA_E_CANCELLED);
+    (void)ra__add_i64(&ring->events, 1);
+}
+
+RINGATTN_API ra_status ra_forward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
+                                  int64_t deadline_ns) {
+    ra_job job;
+    ra_status s, end;
+    memset(&job, 0, sizeof job);
+    job.plan = plan;
+    job.tensors = t;
+    job.deadline_ns = deadline_ns;
+    s = ra_begin(ring, &job);
+    if (s) return s;
+    while ((s = ra_step(ring, 0, 1)) > 0)
+        if (s == RA_WAIT) (void)ra_step_wait(ring, deadline_ns);
+    if (!s) return RA_OK;
+    end = ra_finish(ring, RA_NO_DEADLINE);
+    return end ? end : s;
+}
+
+RINGATTN_API ra_status ra_attend(const ra_desc *d, const ra_transport *transport,
+                                 const ra_tensors *t, int64_t deadline_ns) {
+    ra_plan *plan = NULL;
+    ra_ring *ring = NULL;
+    ra_ring_desc rd;
+    ra_status s, end;
+    memset(&rd, 0, sizeof rd);
+    s = ra_plan_create(&plan, d, NULL);
+    if (s) return s;
+    rd.error = d->error;
+    s = ra_ring_create(&ring, plan, transport, &rd);
+    if (!s) {
+        s = ra_forward(plan, ring, t, deadline_ns);
+        if (s < 0 && s > RA_E_MISMATCH && d->error) *d->error = ring->refusal;
+        if (s <= RA_E_MISMATCH && d->error)
+            (void)ra__refuse(d->error, s, "pass", ring->failure.text, 0);
+        end = ra_ring_destroy(ring);
+        if (!s) s = end;
+    }
+    ra_plan_destroy(plan);
+    return s;
+}
+
+RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out) {
+    const ra_ring_counters *c;
+    int64_t received;
+    if (!out) return;
+    memset(out, 0, sizeof *out);
+    out->waiting_peer = -1;
+    if (!ring) return;
+    c = &ring->counters;
+    out->state = ra__load_i32(&ring->state);
+    out->pass = ring->pass;
+    out->tiles_empty = ra__load_i64(&c->tiles_empty);
+    out->tiles_partial = ra__load_i64(&c->tiles_partial);
+    out->tiles_full = ra__load_i64(&c->tiles_full);
+    out->tiles_all = c->tiles_all;
+    out->chunks_in = ra__load_i64(&c->chunks_in);
+    out->chunks_out = ra__load_i64(&c->chunks_out);
+    out->bytes_in = ra__load_i64(&c->bytes_in);
+    out->bytes_out = ra__load_i64(&c->bytes_out);
+    out->compute_ns = ra__load_i64(&c->compute_ns);
+    out->wait_ns = ra__load_i64(&c->wait_ns);
+    out->peak_bytes = c->peak_bytes;
+    received = ra__load_i64(&ring->received);
+    if (out->state == RA_RING_RUNNING && received < ring->plan->recvs)
+        out->waiting_peer = ra__next_rank(ring->plan, ring->rank, -1);
+}
+
+RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out) {
+    if (!ring || !out) return RA_E_NULL;
+    if (!ra__load_i32(&ring->failed)) return RA_E_STATE;
+    *out = ring->failure;
+    return RA_OK;
+}
+
+RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
+    static const ra_error none = { RA_OK, "", "" };
+    return ring ? &ring->refusal : &none;
+}
+/* ra__pub_end */
+
+#ifdef __cplusplus
+}
+#endif
+#if defined(__clang__)
+#pragma float_control(pop)
+#else
+#pragma GCC pop_options
+#endif
+#undef RA__X86
+#undef RA__INLINE
+#undef RA__NOINLINE
+#undef RA__UNUSED
+#endif /* RINGATTN_IMPLEMENTATION */
+
+/* ------------------------------------------------------------------------------
+ * This software is available under two licences. Choose whichever you prefer.
+ * ------------------------------------------------------------------------------
+ * ALTERNATIVE A - MIT License
+ * Copyright (c) 2026 the ringattn.h authors
+ * Permission is hereby granted, free of charge, to any person obtaining a copy of this software and
+ * associated documentation files (the "Software"), to deal in the Software without restriction,
+ * including without limitation the rights to use, copy, modify, merge, publish, distribute,
+ * sublicense, and/or sell copies of the Software, and to permit persons to whom the Software is
+ * furnished to do so, subject to the following conditions:
+ * The above copyright notice and this permission notice shall be included in all copies or
+ * substantial portions of the Software.
+ * THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT
+ * NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND
+ * NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM,
+ * DAMAGES OR OTHER LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+ * OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+ * ------------------------------------------------------------------------------
+ * ALTERNATIVE B - Public Domain (www.unlicense.org)
+ * This is free and unencumbered software released into the public domain.
+ * Anyone is free to copy, modify, publish, use, compile, sell, or distribute this software, either
+ * in source code form or as a compiled binary, for any purpose, commercial or non-commercial, and
+ * by any means.
+ * In jurisdictions that recognize copyright laws, the author or authors of this software dedicate
+ * any and all copyright interest in the software to the public domain. We make this dedication for
+ * the benefit of the public at large and to the detriment of our heirs and successors. We intend
+ * this dedication to be an overt act of relinquishment in perpetuity of all present and future
+ * rights to this software under copyright law.
+ * THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR IMPLIED, INCLUDING BUT
+ * NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY, FITNESS FOR A PARTICULAR PURPOSE AND
+ * NONINFRINGEMENT. IN NO EVENT SHALL THE AUTHORS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+ * LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN
+ * CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
+ * ------------------------------------------------------------------------------ */

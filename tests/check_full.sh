@@ -1,0 +1,121 @@
+#!/bin/sh
+# What `make check` leaves out: every compiler, the sanitizers, other machines and systems. Installs
+# what is missing from Debian's packages (as root, or with sudo), asks nothing, takes about twenty
+# minutes on two cores. Ends with "N passed, N failed, N skipped"; a column of the language matrix
+# that cannot run here is a failure.
+
+cd "$(dirname "$0")/.." || exit 1
+work=build/full
+rm -rf "$work"
+mkdir -p "$work"
+sums=
+
+# need COMMAND PACKAGE...: the packages, if the command is not there.
+packages=
+need() {
+    command -v "$1" > /dev/null 2>&1 || [ -x "$1" ] || { shift && packages="$packages $*"; }
+}
+
+install() {
+    need gcc gcc
+    need g++ g++
+    need clang clang
+    need clang++ clang
+    need nm binutils
+    need x86_64-w64-mingw32-gcc gcc-mingw-w64-x86-64
+    need /usr/lib/wine/wine64 wine64
+    need aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu libc6-dev-arm64-cross
+    need qemu-aarch64 qemu-user
+    [ -n "$packages" ] || return 0
+    sudo=
+    [ "$(id -u)" = 0 ] || sudo="sudo -n"
+    echo "installing$packages"
+    {
+        $sudo apt-get update &&
+            $sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends \
+                $packages
+    } > "$work/install.log" 2>&1 || {
+        echo "could not install everything, see $work/install.log"
+        tail -n 3 "$work/install.log"
+    }
+}
+
+# step [-x] NAME COMMAND...: counted by its closing line, or with -x by its exit status.
+step() {
+    how=
+    if [ "$1" = -x ]; then
+        how=-x
+        shift
+    fi
+    name=$1
+    shift
+    LIMIT=1500 sh tests/run.sh $how "$work/$name" "$name" "$@"
+    sums="$sums $name=$work/$name.sum"
+}
+
+skip() {
+    echo "skip  $1 ($2)"
+    echo "0 0 1" > "$work/$1.sum"
+    sums="$sums $1=$work/$1.sum"
+}
+
+warn="-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Wdouble-promotion -Wundef -Werror"
+
+# Programs that can show a race: worlds of threads in every kind of call.
+races() {
+    step tsan-clients "$@" make check config=tsan werror=1 CC=gcc TESTS=test_clients
+    step tsan-bits "$@" make check config=tsan werror=1 CC=gcc TESTS=test_bits EXAMPLES= \
+        ARGS=whoever_promises_keeps
+    step tsan-forward "$@" make check config=tsan werror=1 CC=gcc TESTS=test_forward EXAMPLES= \
+        ARGS=threads
+}
+
+tsan() {
+    echo 'int main(void) { return 0; }' > "$work/probe.c"
+    if ! gcc -fsanitize=thread "$work/probe.c" -o "$work/probe" 2> "$work/probe.log"; then
+        skip tsan "gcc has no thread sanitizer here"
+    elif "$work/probe" 2> "$work/probe.log"; then
+        races
+    elif setarch -R "$work/probe" 2> "$work/probe.log"; then
+        # gcc 12's runtime cannot place its shadow where addresses are randomised over 32 bits.
+        races setarch -R
+    else
+        skip tsan "its runtime does not start: $(head -n 1 "$work/probe.log")"
+    fi
+}
+
+# The library has no vectors for this processor yet: the scalar path, on a machine that orders
+# memory weakly in name at least.
+aarch64() {
+    step -x aarch64-build aarch64-linux-gnu-gcc -std=c99 -O2 $warn -static -pthread -I. \
+        tests/lang_main.c -o "$work/aarch64-main" -lm
+    step -x aarch64-main qemu-aarch64 "$work/aarch64-main"
+    step -x aarch64-test-build aarch64-linux-gnu-gcc -std=c99 -O2 $warn -static -pthread -I. \
+        tests/test_forward.c -o "$work/aarch64-forward" -lm
+    step aarch64-forward qemu-aarch64 "$work/aarch64-forward" \
+        masks_and_layouts
+}
+
+windows() {
+    step -x mingw-build x86_64-w64-mingw32-gcc -std=c99 -O2 $warn -static -I. \
+        tests/lang_main.c -o "$work/main.exe" -lm -pthread
+    WINEPREFIX=$PWD/$work/wine WINEDEBUG=-all
+    export WINEPREFIX WINEDEBUG
+    if timeout 120 /usr/lib/wine/wine64 cmd /c exit > "$work/wine.log" 2>&1; then
+        step -x mingw-main /usr/lib/wine/wine64 "$work/main.exe"
+    else
+        skip mingw-main "wine does not run here: $(tail -n 1 "$work/wine.log")"
+    fi
+}
+
+install
+step -x lint sh tests/lint.sh
+step matrix sh tests/matrix.sh full "$work/matrix"
+step clang make check CC=clang werror=1 B=build/clang OTHERS=
+step scalar make check config=scalar werror=1
+step asan make check config=asan werror=1 CC=gcc
+tsan
+aarch64
+windows
+step -x demo make demo TOKENS=2048
+sh tests/run.sh -s $sums

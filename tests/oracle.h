@@ -1,0 +1,250 @@
+#ifndef RINGATTN_TESTS_ORACLE_H
+#define RINGATTN_TESTS_ORACLE_H
+
+/* What attention is, in double precision, written from the rules of the API section alone. Inputs
+ * are f32 by position, already rounded to the dtype that the library gets. Two passes over the
+ * visible keys of each row; no tiles, no running maximum. */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MAX_B = 3 };
+
+typedef struct problem {
+    int32_t B, Hq, Hkv, Dk, Dv, v_in_k, v_column;
+    int32_t q_dtype, k_dtype, v_dtype, o_dtype, scores;
+    int64_t tq[MAX_B], tk[MAX_B];      /* tokens of each sequence */
+    int64_t q_max, k_max, q_offset;    /* longest; position of the first query */
+    ra_mask mask;
+    int64_t docs[16];                  /* room for mask.doc_first */
+    int32_t *lo, *hi;                  /* room for mask.lo, mask.hi */
+    float scale, softcap;
+    float alibi[64], sinks[64];
+    int32_t bias_b, bias_h, bias_r, bias_k; /* 1: bias differs by sequence, head, row, key */
+    int64_t bias_keys;
+    uint32_t bias_seed;
+    float *q, *k, *v;                  /* [B][q_max][Hq][Dk], [B][k_max][Hkv][Dk], [..][Dv] */
+    uint8_t *absent;                   /* [B][k_max] 1: a key that nobody holds */
+    int32_t loose;                     /* 1: scores are large: the tolerance follows them */
+    int64_t row_step;                  /* the oracle computes every row_step-th row; 0: 1 */
+} problem;
+
+typedef struct truth {
+    double *o, *lse;                   /* [B][q_max][Hq][Dv], [B][q_max][Hq] */
+    double *slack;                     /* [B][q_max][Hq] error that one f32 rounding of each score
+                                        * explains, of O (of L where V is below 1) */
+} truth;
+
+/* -------------------------------------------------------------------------- number formats */
+static inline int element_bytes(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
+
+/* The distance of neighbouring numbers of a 16-bit dtype around x. */
+static inline double dtype_ulp(double x, int32_t dtype)
+{
+    int e, digits = dtype == RA_F16 ? 11 : 8, least = dtype == RA_F16 ? -24 : -133;
+    frexp(x, &e);
+    return ldexp(1.0, e - digits > least ? e - digits : least);
+}
+
+/* Round to nearest, ties to even, with overflow to infinity. */
+static inline float dtype_round(float x, int32_t dtype)
+{
+    double ulp, r;
+    if (dtype == RA_F32 || x != x || x - x != 0 || x == 0) return x;
+    ulp = dtype_ulp((double)x, dtype);
+    r = nearbyint((double)x / ulp) * ulp;
+    if (dtype == RA_F16 && fabs(r) > 65504) r = x > 0 ? HUGE_VAL : -HUGE_VAL;
+    return (float)r;
+}
+
+/* x must be a number of the dtype (see dtype_round). */
+static inline void dtype_store(void *dst, float x, int32_t dtype)
+{
+    uint32_t bits;
+    uint16_t w;
+    int e;
+    memcpy(&bits, &x, 4);
+    if (dtype == RA_F32) { memcpy(dst, &x, 4); return; }
+    w = (uint16_t)(bits >> 16);
+    if (dtype == RA_F16) {
+        double m = frexp(fabs((double)x), &e);
+        w = (uint16_t)(w & 0x8000u);
+        if (x != x) w = (uint16_t)(w | 0x7e00u);
+        else if (x - x != 0) w = (uint16_t)(w | 0x7c00u);
+        else if (x != 0 && e < -13) w = (uint16_t)(w | (uint16_t)ldexp(m, e + 24));
+        else if (x != 0) w = (uint16_t)(w | (uint16_t)((e + 14) * 1024 + (int)ldexp(m, 11) - 1024));
+    }
+    memcpy(dst, &w, 2);
+}
+
+static inline float dtype_load(const void *src, int32_t dtype)
+{
+    uint32_t bits;
+    uint16_t w;
+    float x;
+    if (dtype == RA_F32) { memcpy(&x, src, 4); return x; }
+    memcpy(&w, src, 2);
+    if (dtype == RA_BF16) { bits = (uint32_t)w << 16; memcpy(&x, &bits, 4); return x; }
+    {
+        int e = (w >> 10) & 31, m = w & 1023;
+        double a = e == 31 ? (m ? (double)NAN : HUGE_VAL)
+                           : e ? ldexp(1024.0 + m, e - 25) : ldexp((double)m, -24);
+        return (float)(w & 0x8000u ? -a : a);
+    }
+}
+
+/* -------------------------------------------------------------------------- masks, scores */
+/* Does the query at position p see a key at position k? The rules of ra_mask as a predicate. */
+static inline int visible(const ra_mask *m, int64_t p, int64_t k)
+{
+    int64_t i, doc = 0, end = INT64_MAX, c = m->causal_block > 1 ? m->causal_block : 1;
+    if (m->kind == RA_MASK_INTERVALS) return m->lo[p] <= k && k < m->hi[p];
+    for (i = 0; i < m->doc_count; i++) {
+        if (m->doc_first[i] > p) { end = m->doc_first[i]; break; }
+        doc = m->doc_first[i];
+    }
+    if (k < doc || k >= end) return 0;
+    if (m->kind == RA_MASK_CAUSAL && k - doc >= m->prefix && (k - doc) / c > (p - doc) / c) {
+        return 0;
+    }
+    if (m->window_right && k > p + m->window_right) return 0;
+    if (m->window && p - k >= m->window && k - doc >= m->keep) return 0;
+    return 1;
+}
+
+/* Bias is a hash of its coordinates, quarters from -4 to 4: nothing has to be stored. */
+static inline float bias_value(const problem *p, int b, int head, int64_t row, int64_t key)
+{
+    uint32_t x = p->bias_seed;
+    if (key >= p->bias_keys) return 0;
+    x = (x ^ (p->bias_b ? (uint32_t)b + 1 : 0)) * 0x85EBCA6Bu;
+    x = (x ^ (x >> 13) ^ (p->bias_h ? (uint32_t)head + 1 : 0)) * 0xC2B2AE35u;
+    x = (x ^ (x >> 15) ^ (p->bias_r ? (uint32_t)row + 1 : 0)) * 0x27D4EB2Fu;
+    x = (x ^ (x >> 14) ^ (p->bias_k ? (uint32_t)key + 1 : 0)) * 0x165667B1u;
+    return (float)((x >> 16) % 33) * 0.25f - 4;
+}
+
+static inline double dot_product(const float *a, const float *b, int n)
+{
+    double s[4] = { 0, 0, 0, 0 };
+    int i;
+    for (i = 0; i + 4 <= n; i += 4) {
+        s[0] += (double)a[i] * (double)b[i];
+        s[1] += (double)a[i + 1] * (double)b[i + 1];
+        s[2] += (double)a[i + 2] * (double)b[i + 2];
+        s[3] += (double)a[i + 3] * (double)b[i + 3];
+    }
+    for (; i < n; i++) s[0] += (double)a[i] * (double)b[i];
+    return s[0] + s[1] + s[2] + s[3];
+}
+
+/* -------------------------------------------------------------------------- attention */
+static inline double problem_scale(const problem *p)
+{
+    return p->scale != 0 ? (double)p->scale : 1 / sqrt((double)p->Dk);
+}
+
+static inline const float *q_row(const problem *p, int b, int64_t i, int head)
+{
+    return p->q + ((b * p->q_max + i) * p->Hq + head) * p->Dk;
+}
+static inline const float *k_row(const problem *p, int b, int64_t k, int head)
+{
+    return p->k + ((b * p->k_max + k) * p->Hkv + head) * p->Dk;
+}
+static inline const float *v_row(const problem *p, int b, int64_t k, int head)
+{
+    if (p->v_in_k) return k_row(p, b, k, head) + p->v_column;
+    return p->v + ((b * p->k_max + k) * p->Hkv + head) * p->Dv;
+}
+
+/* The final score of one pair; *size gets the sum of the magnitudes that went into it. */
+static inline double score_of(const problem *p, int b, int64_t i, int head, int64_t key,
+                              double *size)
+{
+    const float *q = q_row(p, b, i, head), *k = k_row(p, b, key, head / (p->Hq / p->Hkv));
+    double c = problem_scale(p), s = c * dot_product(q, k, p->Dk), a;
+    if (p->loose) *size = c * sqrt(dot_product(q, q, p->Dk) * dot_product(k, k, p->Dk));
+    if (p->softcap > 0) s = (double)p->softcap * tanh(s / (double)p->softcap);
+    if (p->scores & RA_SCORE_ALIBI) {
+        a = (double)p->alibi[head] * fabs((double)(p->q_offset + i - key));
+        s -= a;
+        *size += fabs(a);
+    }
+    if (p->scores & RA_SCORE_BIAS) {
+        a = (double)bias_value(p, b, head, i, key);
+        s += a;
+        *size += fabs(a);
+    }
+    return s;
+}
+
+/* One row: keys [n] are the visible ones; s, size [n] is scratch. */
+static inline void oracle_row(const problem *p, const truth *t, int b, int64_t i, int head,
+                              const int32_t *keys, int64_t n, double *s, double *size)
+{
+    double top = -HUGE_VAL, sum = 0, slack = 0, big = 1;
+    int64_t at = (b * p->q_max + i) * p->Hq + head, j;
+    double *o = t->o + at * p->Dv;
+    int d;
+    for (d = 0; d < p->Dv; d++) o[d] = 0;
+    for (j = 0; j < n; j++) {
+        size[j] = 0;
+        s[j] = score_of(p, b, i, head, keys[j], &size[j]);
+        if (s[j] > top || s[j] != s[j]) top = s[j];
+    }
+    if ((p->scores & RA_SCORE_SINKS) && (double)p->sinks[head] > top) top = (double)p->sinks[head];
+    if (p->scores & RA_SCORE_SINKS) sum = exp((double)p->sinks[head] - top);
+    for (j = 0; j < n; j++) {
+        const float *v = v_row(p, b, keys[j], head / (p->Hq / p->Hkv));
+        double w = exp(s[j] - top);
+        sum += w;
+        slack += w * size[j];
+        for (d = 0; d < p->Dv; d++) {
+            o[d] += w * (double)v[d];
+            if (fabs((double)v[d]) > big) big = fabs((double)v[d]);
+        }
+    }
+    for (d = 0; d < p->Dv && n; d++) o[d] /= sum;
+    t->lse[at] = sum == 0 ? -HUGE_VAL : top + log(sum);
+    t->slack[at] = sum == 0 || slack != slack ? 0 : slack / sum * big * 1.2e-7;
+}
+
+/* All rows, or every row_step-th; others stay 0. */
+static inline truth oracle(const problem *p)
+{
+    truth t;
+    size_t rows = (size_t)(p->B * p->q_max * p->Hq), room = (size_t)p->k_max + 1;
+    int32_t *keys = (int32_t *)malloc(room * sizeof *keys);
+    double *s = (double *)malloc(2 * room * sizeof *s);
+    int64_t i, k, n, step = p->row_step ? p->row_step : 1;
+    int b, head;
+    t.o = (double *)calloc(rows * (size_t)p->Dv + 1, sizeof(double));
+    t.lse = (double *)calloc(rows + 1, sizeof(double));
+    t.slack = (double *)calloc(rows + 1, sizeof(double));
+    for (b = 0; b < p->B; b++) {
+        for (i = 0; i < p->tq[b]; i += step) {
+            for (n = k = 0; k < p->tk[b]; k++) {
+                if (!p->absent[b * p->k_max + k] && visible(&p->mask, p->q_offset + i, k)) {
+                    keys[n++] = (int32_t)k;
+                }
+            }
+            for (head = 0; head < p->Hq; head++) {
+                oracle_row(p, &t, b, i, head, keys, n, s, s + room);
+            }
+        }
+    }
+    free(keys);
+    free(s);
+    return t;
+}
+
+static inline void truth_free(truth *t) { free(t->o); free(t->lse); free(t->slack); }
+
+static inline void problem_free(problem *p)
+{
+    free(p->lo); free(p->hi); free(p->q); free(p->k); free(p->v); free(p->absent);
+}
+
+#endif

@@ -1,0 +1,244 @@
+/* The promise on bits: with shards on the grid of blocks O and LSE do not depend on the number of
+ * ranks, on where the cuts lie, on chunks, buffers, threads, transport or calls, and ra_attention
+ * with the same layout gives them too. For every mask, contiguous and zigzag, on every ISA. */
+#include "harness.h"
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+#include "oracle.h"
+#include "world.h"
+
+/* A problem of `blocks` blocks (the last one short) with everything else at random. */
+static void bits_problem(problem *p, h_rng *r, int mask, int64_t blocks)
+{
+    static const int32_t heads[4][2] = { { 2, 1 }, { 1, 1 }, { 3, 3 }, { 4, 2 } };
+    int i = (int)h_range(r, 0, 3);
+    problem_shape(p, blocks * 64 - h_range(r, 0, 63), heads[i][0], heads[i][1],
+                  (int32_t)h_range(r, 1, 24), (int32_t)h_range(r, 1, 24));
+    if (h_one_in(r, 4)) {              /* queries after a past, or unlike the keys */
+        p->q_offset = h_range(r, 0, 200);
+        p->tq[0] = p->q_max = h_range(r, 5, p->k_max);
+    }
+    if (h_one_in(r, 5)) {
+        p->B = 2;
+        p->tq[1] = p->q_max - p->q_max / 70;
+        p->tk[1] = p->k_max;
+    }
+    if (h_one_in(r, 4)) {
+        p->v_in_k = 1;
+        p->Dv = (p->Dk + 1) / 2;
+    }
+    problem_mask(p, r, mask);
+    problem_options(p, r, h_one_in(r, 2) ? (int)h_range(r, 0, 31) : 0);
+    if (h_one_in(r, 3)) {
+        problem_dtypes(p, (int32_t)h_range(r, 1, 3), (int32_t)h_range(r, 1, 3),
+                       (int32_t)h_range(r, 1, 3), (int32_t)h_range(r, 1, 3));
+    }
+    problem_data(p, r);
+}
+
+/* Shares of the units of cuts (blocks, or mirrored pairs of blocks) by lot; some ranks get none. */
+static void uneven(setup *s, const problem *p, h_rng *r)
+{
+    int64_t units = (p->k_max + 63) / 64;
+    int i;
+    if (s->layout == RA_LAYOUT_ZIGZAG) units = (units + 1) / 2;
+    s->weighted = 1;
+    memset(s->weights, 0, sizeof s->weights);
+    for (i = 0; i < units; i++) s->weights[h_range(r, 0, s->ranks - 1)]++;
+}
+
+static void same_bits(const problem *p, const setup *s, const outcome *first, int promised)
+{
+    outcome r;
+    int i, any = 1;
+    describe_case(p, s);
+    r = world_run(p, s);
+    if (outcome_whole(&r)) {
+        for (i = 0; i < s->ranks && s->call >= CALL_FORWARD && s->call <= CALL_JOIN; i++) {
+            any &= r.report[i].bits_any_ranks;
+        }
+        if (promised) CHECK(any);
+        if (any) {
+            CHECK_BITS(r.o, first->o, p->B * p->q_max * p->Hq * p->Dv * 4);
+            CHECK_BITS(r.lse, first->lse, p->B * p->q_max * p->Hq * 4);
+        }
+    }
+    outcome_free(&r);
+}
+
+static void variant(setup *s, h_rng *r, int ranks)
+{
+    static const int32_t chunks[5] = { 64, 128, 192, 320, 0 };
+    s->ranks = ranks;
+    s->weighted = 0;
+    s->seed = h_next(r);
+    s->chunk_tokens = chunks[h_range(r, 0, 4)];
+    s->buffers = (int32_t)h_range(r, 0, 4);
+    s->wire = h_one_in(r, 2) ? WIRE_SHARED : (int32_t)h_range(r, WIRE_POST, WIRE_SENDRECV);
+    s->call = (int32_t)h_range(r, CALL_FORWARD, CALL_JOIN);
+    s->threads = s->call >= CALL_STEP ? (int32_t)h_range(r, 1, 3) : 0;
+    s->strides = (int32_t)h_range(r, STRIDES_PACKED, STRIDES_MIXED);
+}
+
+/* One problem on 1 rank, then on other numbers of ranks, then with uneven cuts, then by L1. */
+static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
+{
+    static const int worlds[5] = { 2, 3, 4, 5, 8 };
+    h_rng r = h_case_rng(index);
+    int most = isa == RA_ISA_SCALAR && !h_run.large ? 3 : 8, i;
+    problem p;
+    setup s;
+    outcome first;
+    if (!h_case(index)) return;
+    bits_problem(&p, &r, mask, 2 * most + h_range(&r, 0, 3));
+    memset(&s, 0, sizeof s);
+    s.layout = layout;
+    s.isa = isa;
+    s.ranks = 1;
+    s.call = CALL_FORWARD;
+    s.chunk_tokens = 64;
+    describe_case(&p, &s);
+    first = world_run(&p, &s);
+    if (outcome_whole(&first)) {
+        CHECK(first.report[0].bits_any_ranks == 1);
+        for (i = 0; i < 5 && worlds[i] <= most; i++) {
+            variant(&s, &r, worlds[i]);
+            same_bits(&p, &s, &first, 1);
+        }
+        for (i = 0; i < 2; i++) {
+            variant(&s, &r, (int)h_range(&r, 2, most));
+            uneven(&s, &p, &r);
+            same_bits(&p, &s, &first, 1);
+        }
+        variant(&s, &r, 1);
+        s.call = CALL_ATTENTION;
+        s.threads = (int32_t)h_range(&r, 1, 4);
+        same_bits(&p, &s, &first, 0);
+    }
+    outcome_free(&first);
+    problem_free(&p);
+}
+
+static void every_mask(int32_t isa)
+{
+    int64_t i, n = h_run.large ? 10 : 1;
+    if (!ra_isa_available(isa)) {
+        h_skip("this machine does not have the instruction set");
+        return;
+    }
+    for (i = 0; i < 2 * MASKS * n; i++) {
+        all_the_same(i, (int)(i % MASKS),
+                     i / MASKS % 2 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS, isa);
+    }
+}
+
+TEST(every_mask_scalar) { every_mask(RA_ISA_SCALAR); }
+TEST(every_mask_avx2)   { every_mask(RA_ISA_AVX2); }
+TEST(every_mask_avx512) { every_mask(RA_ISA_AVX512); }
+
+/* Any shape and layout at all: whatever says bits_any_ranks must keep to it. */
+TEST(whoever_promises_keeps)
+{
+    want w = { -1, 0, 0, -1, 4e5 };
+    int64_t i, n = h_run.large ? 5000 : 150;
+    int j, kept = 0;
+    for (i = 0; i < n; i++) {
+        static const int kinds[4] = { L_CONTIGUOUS, L_ZIGZAG, L_CONTIGUOUS_W, L_ZIGZAG_W };
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s, one;
+        outcome first;
+        if (!h_case(i)) continue;
+        w.layout = kinds[i % 4];
+        random_problem(&p, &r, &w);
+        random_setup(&s, &p, &r, &w);
+        problem_data(&p, &r);
+        s.any_isa = 0;                                 /* bits are those of one instruction set */
+        one = s;
+        one.ranks = 1;
+        one.weighted = 0;
+        one.call = CALL_FORWARD;
+        one.wire = WIRE_SHARED;
+        s.call = CALL_FORWARD;
+        describe_case(&p, &one);
+        first = world_run(&p, &one);
+        if (outcome_whole(&first) && first.report[0].bits_any_ranks) {
+            same_bits(&p, &s, &first, 0);
+            for (j = 2; j <= 3; j++) {
+                variant(&s, &r, j);
+                same_bits(&p, &s, &first, 0);
+                kept++;
+            }
+        }
+        outcome_free(&first);
+        problem_free(&p);
+    }
+    if (h_run.only_case < 0) CHECK(kept > 100);
+}
+
+/* The comparison sees differences: two layouts sum in two orders, and striped sums in as many as
+ * there are ranks, which the plan admits. */
+TEST(other_orders_differ)
+{
+    h_rng r = h_case_rng(0);
+    problem p;
+    setup s;
+    outcome a, b, c, d;
+    size_t bytes;
+    problem_shape(&p, 18 * 64 - 5, 2, 1, 16, 16);
+    p.mask.kind = RA_MASK_CAUSAL;
+    problem_data(&p, &r);
+    bytes = (size_t)(p.q_max * p.Hq * p.Dv) * 4;
+    memset(&s, 0, sizeof s);
+    s.call = CALL_FORWARD;
+    s.ranks = 1;
+    s.layout = RA_LAYOUT_CONTIGUOUS;
+    a = world_run(&p, &s);
+    s.layout = RA_LAYOUT_ZIGZAG;
+    b = world_run(&p, &s);
+    s.layout = RA_LAYOUT_STRIPED;
+    s.ranks = 3;
+    c = world_run(&p, &s);
+    s.ranks = 4;
+    d = world_run(&p, &s);
+    CHECK(outcome_whole(&a) && outcome_whole(&b) && outcome_whole(&c) && outcome_whole(&d));
+    CHECK(memcmp(a.o, b.o, bytes) != 0);
+    CHECK(memcmp(c.o, d.o, bytes) != 0);
+    CHECK_EQ(a.report[0].bits_any_ranks, 1);
+    CHECK_EQ(b.report[0].bits_any_ranks, 1);
+    CHECK_EQ(c.report[2].bits_any_ranks, 0);
+    CHECK_EQ(d.report[3].bits_any_ranks, 0);
+    outcome_free(&a); outcome_free(&b); outcome_free(&c); outcome_free(&d);
+    problem_free(&p);
+}
+
+/* One block that the cut at a power of two would split: nothing is promised off the grid. */
+TEST(no_promise_off_the_grid)
+{
+    h_rng r = h_case_rng(0);
+    problem p;
+    setup s;
+    outcome a;
+    problem_shape(&p, 300, 1, 1, 8, 8);        /* 5 blocks, fewer than 2 a rank */
+    p.mask.kind = RA_MASK_CAUSAL;
+    problem_data(&p, &r);
+    memset(&s, 0, sizeof s);
+    s.call = CALL_FORWARD;
+    s.ranks = 3;
+    s.layout = RA_LAYOUT_CONTIGUOUS;
+    a = world_run(&p, &s);
+    CHECK(outcome_whole(&a));
+    CHECK_EQ(a.report[0].bits_any_ranks, 0);
+    outcome_free(&a);
+    problem_free(&p);
+}
+
+static const h_test tests[] = {
+    ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
+    ENTRY(whoever_promises_keeps), ENTRY(other_orders_differ), ENTRY(no_promise_off_the_grid)
+};
+
+int main(int argc, char **argv)
+{
+    return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+}

@@ -1,0 +1,1228 @@
+/* The programs that people want to write, as tests: a world in one process, a small engine on one
+ * rank, engines with threads of their own, somebody else's network at levels 0 and 1, somebody
+ * else's kernel, a trace; and what happens to all of them when one part fails. Results are compared
+ * with small.h's double-precision reference, or bit for bit with another way to the same. */
+#define _POSIX_C_SOURCE 200112L
+#include "harness.h"
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+
+static int assert_failures;
+static int assert_failed(const char *what, int line)
+{
+    if (assert_failures++ == 0) printf("ringattn.h:%d: assertion: %s\n", line, what);
+    return 0;
+}
+#define RINGATTN_ASSERT(x) ((x) ? (void)0 : (void)assert_failed(#x, __LINE__))
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+#include "small.h"
+
+/* -------------------------------------------------------------------------- teams
+ * A problem, and what each rank needs for it; made and checked on the test's own thread. */
+typedef struct team {
+    small s;
+    ra_plan *plan[SMALL_RANKS];
+    small_part part[SMALL_RANKS];
+    ra_status status[SMALL_RANKS];
+    ra_failure failure[SMALL_RANKS];
+    ra_ring_counters counters[SMALL_RANKS];
+    const ra_transport *net[SMALL_RANKS]; /* null: the world's */
+    ra_ring_desc rd;
+    int64_t deadline_ms;
+    int stepping;                      /* threads a rank that step */
+    int broken, how;                   /* rank that misbehaves, and how */
+} team;
+
+static void team_plans(team *t)
+{
+    for (int r = 0; r < t->s.d.ranks; r++) {
+        ra_desc d = t->s.d;
+        ra_error e;
+        memset(&e, 0, sizeof e);
+        d.rank = r;
+        d.error = &e;
+        if (!CHECK_EQ(ra_plan_create(&t->plan[r], &d, NULL), RA_OK))
+            printf("    %s: %s\n", e.field, e.text);
+        else small_part_make(&t->part[r], &t->s, t->plan[r], r);
+    }
+}
+
+static team *team_new(int ranks, int most, int threads)
+{
+    team *t = (team *)calloc(1, sizeof *t);
+    if (!t) abort();
+    t->broken = -1;
+    t->stepping = threads;
+    small_make(&t->s, ranks, most, threads);
+    return t;
+}
+
+/* Every rank needs keys of every other: nothing is pruned. */
+static team *team_full(int ranks, int tokens, int threads)
+{
+    team *t = team_new(ranks, 4, threads);
+    ra_desc *d = &t->s.d;
+    small_free(&t->s);
+    memset(&t->s, 0, sizeof t->s);
+    d->sequences = 1;
+    d->ranks = ranks;
+    d->threads = threads;
+    d->q_heads = 2;
+    d->kv_heads = 1;
+    d->k_dim = d->v_dim = 8;
+    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
+    d->tokens = t->s.tokens[0] = t->s.keys[0] = tokens;
+    d->chunk_tokens = 64;
+    d->mask.kind = RA_MASK_NONE;
+    d->layout.kind = RA_LAYOUT_CONTIGUOUS;
+    small_data(&t->s);
+    d->scores = 0;
+    return t;
+}
+
+static void team_check(team *t)
+{
+    for (int r = 0; r < t->s.d.ranks; r++) {
+        const char *why = small_part_check(&t->part[r], 60);
+        CHECK_EQ(t->status[r], RA_OK);
+        if (!CHECK(why == NULL)) printf("    %s\n", why);
+    }
+}
+
+static void team_free(team *t)
+{
+    for (int r = 0; r < t->s.d.ranks; r++) {
+        ra_plan_destroy(t->plan[r]);
+        small_part_free(&t->part[r]);
+    }
+    small_free(&t->s);
+    free(t);
+}
+
+static void seed_case(int64_t i)
+{
+    h_rng rng = h_case_rng(i);
+    small_seed(rng.state);
+}
+
+typedef struct stepper { team *t; ra_ring *ring; int rank, ith; ra_status status; } stepper;
+
+static void *step_to_the_end(void *arg)
+{
+    stepper *s = (stepper *)arg;
+    int nth = s->t->stepping;
+    while ((s->status = ra_step(s->ring, s->ith, nth)) > 0)
+        if (s->status == RA_WAIT) (void)ra_step_wait(s->ring, ra_deadline_ms(20));
+    return NULL;
+}
+
+/* One pass: begin here, step here and on other threads. */
+static ra_status pass_with_threads(team *t, ra_ring *ring, int rank)
+{
+    stepper s[8];
+    pthread_t id[8];
+    ra_job job;
+    ra_status status;
+    memset(&job, 0, sizeof job);
+    job.plan = t->plan[rank];
+    job.tensors = &t->part[rank].t;
+    if (t->deadline_ms) job.deadline_ns = ra_deadline_ms(t->deadline_ms);
+    status = ra_begin(ring, &job);
+    if (status) return status;
+    for (int i = 0; i < t->stepping; i++) {
+        s[i].t = t; s[i].ring = ring; s[i].rank = rank; s[i].ith = i; s[i].status = 0;
+        if (i && pthread_create(&id[i], NULL, step_to_the_end, &s[i])) abort();
+    }
+    (void)step_to_the_end(&s[0]);
+    for (int i = 1; i < t->stepping; i++) {
+        pthread_join(id[i], NULL);
+        if (s[i].status != s[0].status) s[0].status = -99;     /* all threads get the same */
+    }
+    return s[0].status;
+}
+
+/* A rank's whole life: ring, one pass, end. */
+static ra_status live(team *t, const ra_transport *net, int rank)
+{
+    ra_ring *ring = NULL;
+    ra_status s, end;
+    s = ra_ring_create(&ring, t->plan[rank], net, &t->rd);
+    if (s) return t->status[rank] = s;
+    if (t->stepping > 1) s = pass_with_threads(t, ring, rank);
+    else s = ra_forward(t->plan[rank], ring, &t->part[rank].t,
+                        t->deadline_ms ? ra_deadline_ms(t->deadline_ms) : RA_NO_DEADLINE);
+    ra_ring_query(ring, &t->counters[rank]);
+    (void)ra_ring_failure(ring, &t->failure[rank]);
+    end = ra_ring_destroy(ring);
+    return t->status[rank] = s ? s : end;
+}
+
+static ra_status live_in_world(ra_world *world, int rank, void *user)
+{
+    team *t = (team *)user;
+    const ra_transport *net = t->net[rank] ? t->net[rank] : ra_world_transport(world, rank);
+    return live(t, net, rank);
+}
+
+/* -------------------------------------------------------------------------- 1: one process */
+
+static ra_status attend_in_world(ra_world *world, int rank, void *user)
+{
+    team *t = (team *)user;
+    ra_desc d = t->s.d;
+    d.rank = rank;
+    return t->status[rank] = ra_attend(&d, ra_world_transport(world, rank), &t->part[rank].t,
+                                       RA_NO_DEADLINE);
+}
+
+TEST(world_in_one_process)
+{
+    for (int64_t i = 0; i < 60; i++) {
+        team *t;
+        if (!h_case(i)) continue;
+        seed_case(i);
+        t = team_new(small_range(1, 8), small_range(1, 300), small_range(1, 3));
+        team_plans(t);
+        CHECK_EQ(ra_world_run(t->s.d.ranks, i % 2 ? attend_in_world : live_in_world, t, NULL),
+                 RA_OK);
+        team_check(t);
+        team_free(t);
+    }
+}
+
+/* -------------------------------------------------------------------------- 2: one rank */
+
+static small *one_rank(int B, int T, int keys, int offset, const int *heads_and_dims)
+{
+    small *s = (small *)calloc(1, sizeof *s);
+    ra_desc *d;
+    if (!s) abort();
+    d = &s->d;
+    d->sequences = B;
+    d->ranks = 1;
+    d->tokens = T;
+    d->kv_tokens = keys;
+    d->q_offset = offset;
+    d->q_heads = heads_and_dims[0];
+    d->kv_heads = heads_and_dims[1];
+    d->k_dim = heads_and_dims[2];
+    d->v_dim = heads_and_dims[3];
+    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
+    d->mask.kind = RA_MASK_CAUSAL;
+    for (int b = 0; b < B; b++) { s->tokens[b] = T; s->keys[b] = keys; }
+    return s;
+}
+
+static int close_to(const small *s, int b, int head, int64_t p, const float *o)
+{
+    double want[1024], lse;
+    small_exact(s, b, head, p, want, &lse);
+    for (int i = 0; i < s->d.v_dim; i++)
+        if (!(fabs((double)o[i] - want[i]) <= 1e-5)) return 0;
+    return 1;
+}
+
+TEST(simple_engine)
+{
+    for (int64_t i = 0; i < 200; i++) {
+        int shape[4], T, keys, offset, window;
+        small *s;
+        float *out;
+        if (!h_case(i)) continue;
+        seed_case(i);
+        shape[1] = small_range(1, 3);
+        shape[0] = shape[1] * small_range(1, 3);
+        shape[2] = shape[3] = small_range(1, small_chance(20) ? 256 : 20);
+        T = small_chance(40) ? 1 : small_range(1, 150);
+        offset = small_range(0, 70);
+        keys = small_chance(70) ? T + offset : small_range(1, 200);
+        window = small_chance(50) ? small_range(-1, 0) : small_range(1, 100);
+        s = one_rank(1, T, keys, offset, shape);
+        s->d.mask.window = window > 0 ? window : 0;
+        s->d.scale = small_chance(50) ? 0.0f : 0.25f;
+        small_data(s);
+        s->d.scores = 0;
+        out = (float *)small_memory((size_t)(T * shape[0] * shape[2]) * 4);
+        CHECK_EQ(ra_attention_simple(out, s->q, s->k, s->v, T, keys, shape[0], shape[1], shape[2],
+                                     s->d.scale, window, offset), RA_OK);
+        for (int t = 0; t < T; t += 1 + T / 7)
+            for (int n = 0; n < shape[0]; n++)
+                CHECK(close_to(s, 0, n, offset + t, out + (t * shape[0] + n) * shape[2]));
+        free(out);
+        small_free(s);
+        free(s);
+    }
+}
+
+/* All threads of a call, one after the other in random order: none may wait for another. */
+static void attend_alone(const ra_desc *d, const ra_tensors *t, int nth)
+{
+    size_t n = ra_attention_bytes(d, nth);
+    uint8_t *ws = (uint8_t *)small_memory(n);
+    int first = small_range(0, nth - 1);
+    CHECK(n > 0);
+    memset(ws, 0xCD, n);
+    for (int i = 0; i < nth; i++)
+        CHECK_EQ(ra_attention(d, t, ws, n, (first + i) % nth, nth), RA_OK);
+    free(ws);
+}
+
+/* llm.c: one buffer [B][T][3 C], rows of q, k and v side by side. */
+TEST(llm_c)
+{
+    static const int shape[4] = { 4, 4, 12, 12 };
+    enum { B = 2, T = 150, C = 48 };
+    small *s;
+    float *inp, *out, *lse;
+    ra_desc d;
+    ra_tensors t;
+    seed_case(0);
+    s = one_rank(B, T, T, 0, shape);
+    small_data(s);
+    s->d.scores = 0;
+    inp = (float *)small_memory(B * T * 3 * C * 4);
+    out = (float *)small_memory(B * T * C * 4);
+    lse = (float *)small_memory(B * T * 4 * 4);
+    for (int i = 0; i < B * T; i++) {
+        memcpy(inp + i * 3 * C, s->q + i * C, C * 4);
+        memcpy(inp + i * 3 * C + C, s->k + i * C, C * 4);
+        memcpy(inp + i * 3 * C + 2 * C, s->v + i * C, C * 4);
+    }
+    d = s->d;
+    d.ranks = 0;
+    d.kv_tokens = 0;
+    d.threads = 3;
+    memset(&t, 0, sizeof t);
+    t.q.data = inp;
+    t.q.token_stride = 3 * C * 4;
+    t.k = t.v = t.q;
+    t.k.data = inp + C;
+    t.v.data = inp + 2 * C;
+    t.o.data = out;
+    t.lse.data = lse;
+    attend_alone(&d, &t, 3);
+    for (int i = 0; i < B * T * 4; i += 5) {
+        double o[12], l;
+        small_exact(s, i / (T * 4), i % 4, i / 4 % T, o, &l);
+        CHECK(close_to(s, i / (T * 4), i % 4, i / 4 % T, out + i * 12));
+        CHECK(fabs((double)lse[i] - l) < 2e-5);
+    }
+    free(inp);
+    free(out);
+    free(lse);
+    small_free(s);
+    free(s);
+}
+
+/* ggml: ne = [D, tokens, heads, sequences], nb in bytes with rows padded; output permuted to
+ * [D, heads, tokens, sequences]. */
+TEST(ggml_strides)
+{
+    static const int shape[4] = { 6, 2, 8, 8 };
+    enum { B = 2, T = 70, D = 8, H = 6, K = 2, NB1 = (D + 4) * 4 };
+    small *s;
+    uint8_t *q, *k, *v;
+    float *out;
+    ra_desc d;
+    ra_tensors t;
+    seed_case(0);
+    s = one_rank(B, T, T, 0, shape);
+    small_data(s);
+    s->d.scores = 0;
+    q = (uint8_t *)small_memory(B * H * T * NB1);
+    k = (uint8_t *)small_memory(B * K * T * NB1);
+    v = (uint8_t *)small_memory(B * K * T * NB1);
+    out = (float *)small_memory(B * T * H * D * 4);
+    memset(q, 0xFF, B * H * T * NB1);
+    memset(k, 0xFF, B * K * T * NB1);
+    memset(v, 0xFF, B * K * T * NB1);
+    for (int b = 0; b < B; b++)
+        for (int i = 0; i < T; i++) {
+            for (int n = 0; n < H; n++)
+                memcpy(q + ((b * H + n) * T + i) * NB1, s->q + ((b * T + i) * H + n) * D, D * 4);
+            for (int n = 0; n < K; n++) {
+                memcpy(k + ((b * K + n) * T + i) * NB1, s->k + ((b * T + i) * K + n) * D, D * 4);
+                memcpy(v + ((b * K + n) * T + i) * NB1, s->v + ((b * T + i) * K + n) * D, D * 4);
+            }
+        }
+    d = s->d;
+    memset(&t, 0, sizeof t);
+    t.q.data = q; t.q.token_stride = NB1; t.q.head_stride = T * NB1; t.q.batch_stride = H * T * NB1;
+    t.k.data = k; t.k.token_stride = NB1; t.k.head_stride = T * NB1; t.k.batch_stride = K * T * NB1;
+    t.v = t.k;
+    t.v.data = v;
+    t.o.data = out; t.o.head_stride = D * 4; t.o.token_stride = H * D * 4;
+    t.o.batch_stride = T * H * D * 4;
+    attend_alone(&d, &t, 1);
+    for (int i = 0; i < B * T * H; i += 7)
+        CHECK(close_to(s, i / (T * H), i % H, i / H % T, out + i * D));
+    free(q);
+    free(k);
+    free(v);
+    free(out);
+    small_free(s);
+    free(s);
+}
+
+/* MLA, 576/512: V is the first 512 columns of K; a cache of f16 rows that 16 heads share; one token
+ * to decode, and a few. */
+TEST(mla_cache)
+{
+    static const int shape[4] = { 16, 1, 576, 512 };
+    for (int T = 1; T <= 6; T += 5) {
+        enum { CACHED = 130 };
+        small *s;
+        uint16_t *cache;
+        float *out;
+        ra_desc d;
+        ra_tensors t;
+        seed_case(T);
+        s = one_rank(1, T, CACHED, CACHED - T, shape);
+        s->d.v_in_k = 1;
+        s->d.k_dtype = RA_F16;
+        s->d.v_dtype = 0;
+        small_data(s);
+        s->d.scores = 0;
+        cache = (uint16_t *)small_memory(CACHED * 576 * 2);
+        out = (float *)small_memory((size_t)T * 16 * 512 * 4);
+        for (int i = 0; i < CACHED * 576; i++) small_write(cache + i, s->k[i], RA_F16);
+        d = s->d;
+        memset(&t, 0, sizeof t);
+        t.q.data = s->q;
+        t.k.data = cache;
+        t.o.data = out;
+        attend_alone(&d, &t, 2);
+        for (int i = 0; i < T * 16; i++)
+            CHECK(close_to(s, 0, i % 16, CACHED - T + i / 16, out + i * 512));
+        free(cache);
+        free(out);
+        small_free(s);
+        free(s);
+    }
+}
+
+/* -------------------------------------------------------------------------- 3: own threads */
+
+TEST(main_thread_begins)
+{
+    for (int64_t i = 0; i < 60; i++) {
+        team *t;
+        if (!h_case(i)) continue;
+        seed_case(i);
+        t = team_new(small_range(1, 4), small_range(1, 400), small_range(2, 4));
+        team_plans(t);
+        CHECK_EQ(ra_world_run(t->s.d.ranks, live_in_world, t, NULL), RA_OK);
+        team_check(t);
+        team_free(t);
+    }
+}
+
+enum { CREW = 8, LAYERS = 20000, VARIANTS = 4 };
+
+/* Passes of one rank, each with memory of its own for its output, so that a late thread may still
+ * look at the result of an early pass. */
+typedef struct crew {
+    team *team[VARIANTS];
+    const float *want[VARIANTS];
+    int64_t floats;                    /* of an output */
+    float *out[2];                     /* [layers][floats] of each rank */
+    int ranks, threads, layers;
+    int away;                          /* threads from this ith on never come */
+    ra_ring *ring[2];
+    int64_t bad, through[2];           /* atomics: wrong results; layers that thread 0 is through */
+    ra_status worst;
+} crew;
+
+typedef struct hand { crew *c; int rank, ith; uint64_t random; } hand;
+
+static uint32_t hand_rand(hand *x, uint32_t below)
+{
+    x->random = x->random * 6364136223846793005u + 1442695040888963407u;
+    return (uint32_t)(x->random >> 33) % below;
+}
+
+/* One thread of a ggml-like pool: no barrier anywhere. */
+static void *hand_main(void *arg)
+{
+    hand *x = (hand *)arg;
+    crew *c = x->c;
+    for (int layer = 0; layer < c->layers; layer++) {
+        team *t = c->team[layer % VARIANTS];
+        ra_tensors tensors = t->part[x->rank].t;
+        float *out = c->out[x->rank] + layer * c->floats;
+        ra_status s = RA_AGAIN;
+        ra_job job;
+        memset(&job, 0, sizeof job);
+        tensors.o.data = out;
+        job.ticket = 1u + (uint64_t)layer * 3u + (uint64_t)(layer / 100);
+        job.plan = t->plan[x->rank];
+        job.tensors = &tensors;
+        if (hand_rand(x, 6) == 0) sched_yield();
+        if (x->ith && hand_rand(x, 50) == 0) {         /* not this time, but never overtake */
+            while (__atomic_load_n(&c->through[x->rank], __ATOMIC_SEQ_CST) <= layer &&
+                   !__atomic_load_n(&c->worst, __ATOMIC_SEQ_CST)) sched_yield();
+            continue;
+        }
+        while (s > 0) {
+            s = ra_join(c->ring[x->rank], &job, x->ith, 1 + (int)hand_rand(x, CREW));
+            if (x->ith && s > 0 && hand_rand(x, 200) == 0) break;   /* leaves early */
+            if (s == RA_WAIT && hand_rand(x, 4)) sched_yield();
+            else if (s == RA_WAIT) (void)ra_step_wait(c->ring[x->rank], ra_deadline_ms(2));
+        }
+        if (s < 0) {
+            __atomic_store_n(&c->worst, s, __ATOMIC_SEQ_CST);
+            return NULL;
+        }
+        if (s == RA_OK && memcmp(out, c->want[layer % VARIANTS] + x->rank * c->floats,
+                                 (size_t)c->floats * 4))
+            __atomic_fetch_add(&c->bad, 1, __ATOMIC_SEQ_CST);
+        if (x->ith == 0) __atomic_fetch_add(&c->through[x->rank], 1, __ATOMIC_SEQ_CST);
+    }
+    return NULL;
+}
+
+/* What every variant gives, by ra_forward on a world. */
+static void crew_wants(crew *c, int tokens)
+{
+    for (int v = 0; v < VARIANTS; v++) {
+        team *t = c->team[v] = team_full(c->ranks, tokens, CREW);
+        float *want;
+        t->stepping = 1;
+        if (v % 2) t->s.d.layout.kind = RA_LAYOUT_ZIGZAG;
+        if (v > 1) t->s.d.mask.kind = RA_MASK_CAUSAL;
+        team_plans(t);
+        c->floats = t->part[0].q_rows * 2 * 8;
+        for (int r = 0; r < c->ranks; r++) {
+            ra_out packed = { NULL, 0, 0, 0 };
+            CHECK_EQ(t->part[r].q_rows, tokens / c->ranks);
+            small_view_free(&t->part[r].o);
+            small_view_free(&t->part[r].lse);
+            t->part[r].t.o = t->part[r].t.lse = packed;
+        }
+        want = (float *)small_memory((size_t)(c->ranks * c->floats) * 4);
+        for (int r = 0; r < c->ranks; r++) t->part[r].t.o.data = want + r * c->floats;
+        CHECK_EQ(ra_world_run(c->ranks, live_in_world, t, NULL), RA_OK);
+        c->want[v] = want;
+    }
+}
+
+static void crew_run(crew *c)
+{
+    pthread_t id[2 * CREW];
+    hand hands[2 * CREW];
+    ra_world *world = NULL;
+    ra_world_desc wd;
+    int n = 0;
+    memset(&wd, 0, sizeof wd);
+    wd.ranks = c->ranks;
+    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+    for (int r = 0; r < c->ranks; r++) {
+        ra_ring_desc rd;
+        memset(&rd, 0, sizeof rd);
+        rd.workspace_bytes = 1 << 20;
+        CHECK_EQ(ra_ring_create(&c->ring[r], c->team[0]->plan[r], ra_world_transport(world, r),
+                                &rd), RA_OK);
+        c->out[r] = (float *)small_memory((size_t)(c->layers * c->floats) * 4);
+        memset(c->out[r], 0xFF, (size_t)(c->layers * c->floats) * 4);
+    }
+    for (int r = 0; r < c->ranks; r++)
+        for (int i = 0; i < c->threads && i < c->away; i++, n++) {
+            hands[n].c = c; hands[n].rank = r; hands[n].ith = i;
+            hands[n].random = (uint64_t)n * 77 + h_run.seed;
+            if (pthread_create(&id[n], NULL, hand_main, &hands[n])) abort();
+        }
+    while (n > 0) pthread_join(id[--n], NULL);
+    CHECK_EQ(c->worst, RA_OK);
+    CHECK_EQ(c->bad, 0);
+    for (int r = 0; r < c->ranks; r++) {
+        for (int i = 0; i < c->layers; i++)
+            if (memcmp(c->out[r] + i * c->floats, c->want[i % VARIANTS] + r * c->floats,
+                       (size_t)c->floats * 4)) c->bad++;
+        CHECK_EQ(ra_ring_destroy(c->ring[r]), RA_OK);
+        free(c->out[r]);
+    }
+    CHECK_EQ(c->bad, 0);
+    ra_world_destroy(world);
+    for (int v = 0; v < VARIANTS; v++) {
+        free((void *)(uintptr_t)c->want[v]);
+        team_free(c->team[v]);
+    }
+}
+
+/* Rising tickets, no barrier, eight threads: late ones, absent ones, some that leave early. */
+TEST(join_by_ticket)
+{
+    for (int k = 0; k < 4; k++) {
+        crew c;
+        memset(&c, 0, sizeof c);
+        seed_case(k);
+        c.ranks = k < 2 ? 1 : 2;
+        c.threads = k < 2 ? CREW : 4;
+        c.layers = k < 2 ? LAYERS : LAYERS / 8;
+        c.away = k % 2 ? 3 : CREW;
+        crew_wants(&c, 8 * c.ranks);
+        crew_run(&c);
+    }
+}
+
+/* -------------------------------------------------------------------------- 6: other networks
+ * A stand-in for MPI between threads: messages pair up in order per (from, to), nothing is buffered,
+ * so a send ends when its receive has the bytes. One lock for all. */
+typedef struct parcel {
+    struct parcel *next;
+    void *buf;
+    size_t len;
+    uint64_t tag;
+    int done;
+} parcel;
+
+typedef struct post_office {
+    pthread_mutex_t lock;
+    pthread_cond_t moved;
+    parcel *first[2][SMALL_RANKS][SMALL_RANKS];    /* [sends, receives][from][to] */
+    int ranks, calls, wrong, gone;     /* wrong: pairs of other lengths or tags */
+    int64_t bytes;
+} post_office;
+
+typedef struct window { post_office *office; int rank; } window;
+
+static post_office *office_new(int ranks)
+{
+    post_office *p = (post_office *)calloc(1, sizeof *p);
+    if (!p) abort();
+    p->ranks = ranks;
+    if (pthread_mutex_init(&p->lock, NULL) || pthread_cond_init(&p->moved, NULL)) abort();
+    return p;
+}
+
+static void office_free(post_office *p)
+{
+    pthread_mutex_destroy(&p->lock);
+    pthread_cond_destroy(&p->moved);
+    free(p);
+}
+
+static parcel **office_end(parcel **list)
+{
+    while (*list) list = &(*list)->next;
+    return list;
+}
+
+/* Locked. Puts the parcel behind the others of its kind and moves what now has both ends. */
+static void office_add(post_office *p, parcel *x, int receive, int from, int to)
+{
+    parcel **send = &p->first[0][from][to], **recv = &p->first[1][from][to];
+    *office_end(receive ? recv : send) = x;
+    while (*send && *recv) {
+        parcel *s = *send, *r = *recv;
+        if (s->len != r->len || s->tag != r->tag) p->wrong++;
+        memcpy(r->buf, s->buf, s->len < r->len ? s->len : r->len);
+        p->bytes += (int64_t)s->len;
+        *send = s->next;
+        *recv = r->next;
+        s->done = r->done = 1;
+        pthread_cond_broadcast(&p->moved);
+    }
+}
+
+static void office_drop(post_office *p, const parcel *x)
+{
+    for (int i = 0; i < 2 * SMALL_RANKS * SMALL_RANKS; i++) {
+        parcel **at = &p->first[0][0][0] + i;
+        while (*at && *at != x) at = &(*at)->next;
+        if (*at) *at = x->next;
+    }
+}
+
+static void office_wait(post_office *p)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_REALTIME, &t);
+    t.tv_nsec += 2000000;
+    if (t.tv_nsec >= 1000000000) { t.tv_nsec -= 1000000000; t.tv_sec++; }
+    pthread_cond_timedwait(&p->moved, &p->lock, &t);
+}
+
+static int office_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
+                           size_t r_len, uint64_t tag, int64_t deadline_ns)
+{
+    window *w = (window *)ctx;
+    post_office *p = w->office;
+    parcel out, in;
+    int status = RA_OK;
+    memset(&out, 0, sizeof out);
+    memset(&in, 0, sizeof in);
+    out.buf = (void *)(uintptr_t)s; out.len = s_len; out.tag = in.tag = tag;
+    in.buf = r; in.len = r_len;
+    out.done = to == RA_NO_PEER;
+    in.done = from == RA_NO_PEER;
+    pthread_mutex_lock(&p->lock);
+    p->calls++;
+    if ((out.done && s_len) || (in.done && r_len) || (out.done && in.done)) p->wrong++;
+    if (tag >> 15) p->wrong++;
+    if (!in.done) memset(r, 0xFF, r_len);
+    if (!in.done) office_add(p, &in, 1, from, w->rank);
+    if (!out.done) office_add(p, &out, 0, w->rank, to);
+    while (!out.done || !in.done) {
+        if (p->gone) status = RA_E_PEER;
+        if (deadline_ns && ra_now_ns() > deadline_ns) status = RA_E_TIMEOUT;
+        if (status) break;
+        office_wait(p);
+    }
+    office_drop(p, &in);
+    office_drop(p, &out);
+    pthread_mutex_unlock(&p->lock);
+    return status;
+}
+
+static void level0(ra_transport *t, window *w, uint32_t caps)
+{
+    memset(t, 0, sizeof *t);
+    t->size = sizeof *t;
+    t->abi = RA_TRANSPORT_ABI;
+    t->caps = caps;
+    t->ctx = w;
+    t->sendrecv = office_sendrecv;
+}
+
+static void office_run(team *t, uint32_t caps, void (*make)(ra_transport *, window *, uint32_t))
+{
+    ra_transport net[SMALL_RANKS];
+    window w[SMALL_RANKS];
+    post_office *p = office_new(t->s.d.ranks);
+    int64_t bytes = 0;
+    team_plans(t);
+    for (int r = 0; r < t->s.d.ranks; r++) {
+        w[r].office = p;
+        w[r].rank = r;
+        make(&net[r], &w[r], caps);
+        t->net[r] = &net[r];
+    }
+    CHECK_EQ(ra_world_run(t->s.d.ranks, live_in_world, t, NULL), RA_OK);
+    CHECK_EQ(p->wrong, 0);
+    team_check(t);
+    for (int r = 0; r < t->s.d.ranks; r++) {
+        ra_plan_report rep;
+        CHECK_EQ(ra_plan_query(t->plan[r], r, &rep), RA_OK);
+        CHECK_EQ(t->counters[r].bytes_in, rep.bytes_in);
+        CHECK_EQ(t->counters[r].chunks_out, rep.chunks_out);
+        bytes += rep.bytes_out;
+    }
+    CHECK_EQ(p->bytes, bytes);
+    if (t->s.d.ranks == 1) CHECK_EQ(p->calls, 0);
+    office_free(p);
+}
+
+static const int world_sizes[5] = { 1, 2, 3, 5, 8 };
+
+/* sendrecv alone, blocking, capacity zero: ten lines and it works. */
+TEST(network_level0)
+{
+    for (int64_t i = 0; i < 40; i++) {
+        team *t;
+        uint32_t caps;
+        if (!h_case(i)) continue;
+        seed_case(i);
+        caps = (i & 1 ? RA_CAP_ANY_THREAD : 0) | (i & 2 ? RA_CAP_ANY_PEER : 0) |
+               (i & 4 ? RA_CAP_DEADLINE : 0);
+        t = team_new(world_sizes[i % 5], small_range(1, 400), small_range(1, 3));
+        office_run(t, caps, level0);
+        team_free(t);
+    }
+}
+
+static int office_post(void *ctx, ra_op *const *ops, int n)
+{
+    window *w = (window *)ctx;
+    pthread_mutex_lock(&w->office->lock);
+    for (int kind = RA_OP_RECV; kind >= RA_OP_SEND; kind--)
+        for (int i = 0; i < n; i++) {
+            ra_op *op = ops[i];
+            parcel *x;
+            if (op->kind != kind || op->state != RA_OP_IDLE) continue;
+            x = (parcel *)calloc(1, sizeof *x);
+            if (!x) abort();
+            x->buf = op->buf;
+            x->len = op->len;
+            x->tag = op->tag;
+            op->scratch[0] = x;
+            op->state = RA_OP_PENDING;
+            if (kind == RA_OP_RECV) office_add(w->office, x, 1, op->peer, w->rank);
+            else office_add(w->office, x, 0, w->rank, op->peer);
+        }
+    w->office->calls++;
+    pthread_mutex_unlock(&w->office->lock);
+    return RA_OK;
+}
+
+/* Locked. */
+static int office_test(post_office *p, ra_op *const *ops, int n)
+{
+    int moved = 0;
+    (void)p;
+    for (int i = 0; i < n; i++) {
+        parcel *x = (parcel *)ops[i]->scratch[0];
+        if (ops[i]->state != RA_OP_PENDING || !x->done) continue;
+        free(x);
+        ops[i]->done = ops[i]->len;
+        ops[i]->state = RA_OP_DONE;
+        moved++;
+    }
+    return moved;
+}
+
+static int office_poll(void *ctx, ra_op *const *ops, int n)
+{
+    window *w = (window *)ctx;
+    pthread_mutex_lock(&w->office->lock);
+    (void)office_test(w->office, ops, n);
+    pthread_mutex_unlock(&w->office->lock);
+    return RA_OK;
+}
+
+static int office_wait_ops(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns)
+{
+    window *w = (window *)ctx;
+    int pending = 0;
+    for (int i = 0; i < n; i++) pending |= ops[i]->state == RA_OP_PENDING;
+    pthread_mutex_lock(&w->office->lock);
+    while (pending && !office_test(w->office, ops, n)) {
+        if (deadline_ns && ra_now_ns() > deadline_ns) break;
+        office_wait(w->office);
+    }
+    pthread_mutex_unlock(&w->office->lock);
+    return RA_OK;
+}
+
+static void level1(ra_transport *t, window *w, uint32_t caps)
+{
+    level0(t, w, caps & 15);
+    t->sendrecv = NULL;
+    t->post = office_post;
+    t->poll = office_poll;
+    t->max_ops = 64;
+    if (caps & 32) t->wait = office_wait_ops;
+    if (caps & 64) t->max_ops = 0;
+}
+
+TEST(network_level1)
+{
+    for (int64_t i = 0; i < 40; i++) {
+        team *t;
+        uint32_t caps;
+        if (!h_case(i)) continue;
+        seed_case(i);
+        caps = (i & 1 ? RA_CAP_ANY_THREAD : 0) | (i & 2 ? RA_CAP_ANY_PEER : 0) |
+               (i & 4 ? 32 : 0) | (i & 8 ? 64 : 0);
+        t = team_new(world_sizes[i % 5], small_range(1, 400), small_range(1, 3));
+        office_run(t, caps, level1);
+        team_free(t);
+    }
+}
+
+/* A transport in front of the bundled one that does not say RA_CAP_SHARED: chunks are packed and
+ * copied, and every bit is the same. */
+TEST(wrapped_world)
+{
+    for (int64_t i = 0; i < 40; i++) {
+        team *t;
+        ra_transport net[SMALL_RANKS];
+        ra_world *world = NULL;
+        ra_world_desc wd;
+        uint8_t *o[SMALL_RANKS];
+        int ranks = world_sizes[i % 5];
+        if (!h_case(i)) continue;
+        seed_case(i);
+        t = team_new(ranks, small_range(1, 300), small_range(1, 2));
+        team_plans(t);
+        memset(&wd, 0, sizeof wd);
+        wd.ranks = ranks;
+        CHECK_EQ(ra_world_run(ranks, live_in_world, t, NULL), RA_OK);
+        for (int r = 0; r < ranks; r++) {
+            o[r] = (uint8_t *)small_memory(t->part[r].o.bytes);
+            memcpy(o[r], t->part[r].o.base, t->part[r].o.bytes);
+            memset(t->part[r].o.base, SMALL_GAP, t->part[r].o.bytes);
+        }
+        CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+        for (int r = 0; r < ranks; r++) {
+            net[r] = *ra_world_transport(world, r);
+            net[r].caps &= ~(uint32_t)RA_CAP_SHARED;
+            t->net[r] = &net[r];
+        }
+        CHECK_EQ(ra_world_run(ranks, live_in_world, t, NULL), RA_OK);
+        team_check(t);
+        for (int r = 0; r < ranks; r++) {
+            CHECK_BITS(t->part[r].o.base, o[r], t->part[r].o.bytes);
+            free(o[r]);
+        }
+        ra_world_destroy(world);
+        team_free(t);
+    }
+}
+
+/* -------------------------------------------------------------------------- 7: another kernel */
+
+typedef struct kernel { int64_t calls, rows, lies; int fail_after; } kernel;
+
+/* Score of row r, head n against key j of the block, from memory alone. */
+static double kernel_score(const ra_block *b, int64_t r, int n, int64_t j)
+{
+    const ra_desc *d = b->desc;
+    int64_t hk = n / (d->q_heads / d->kv_heads);
+    const uint8_t *q = b->q + r * b->q_token_stride + n * b->q_head_stride;
+    const uint8_t *k = b->k + j * b->k_token_stride + hk * b->k_head_stride;
+    double s = 0, cap = (double)d->softcap;
+    for (int i = 0; i < d->k_dim; i++)
+        s += (double)small_read(q + i * small_size(d->q_dtype), d->q_dtype) *
+             (double)small_read(k + i * small_size(d->k_dtype), d->k_dtype);
+    s *= (double)d->scale;
+    if (cap > 0) s = cap * tanh(s / cap);
+    if (d->scores & RA_SCORE_ALIBI)
+        s -= (double)b->tensors->alibi[n] * fabs((double)(b->q_pos[r] - b->k_pos[j]));
+    if ((d->scores & RA_SCORE_BIAS) && b->k_pos[j] < b->tensors->bias.keys) {
+        const ra_bias *x = &b->tensors->bias;
+        const uint8_t *at = (const uint8_t *)x->data + b->sequence * x->batch_stride +
+                            n * x->head_stride + (b->q_row + r) * x->row_stride +
+                            b->k_pos[j] * x->key_stride;
+        s += (double)small_read(at, RA_F32);
+    }
+    return s;
+}
+
+static int kernel_sees(const ra_block *b, int64_t r, int64_t j)
+{
+    int32_t k = b->k_pos[j];
+    return k >= 0 && ((k >= b->lo[r] && k < b->hi[r]) || (k >= b->doc[r] && k < b->keep_end[r]));
+}
+
+static void kernel_row(const ra_block *b, int64_t r, int n, kernel *x)
+{
+    const ra_desc *d = b->desc;
+    int64_t hk = n / (d->q_heads / d->kv_heads);
+    double acc[16] = { 0 }, max = -HUGE_VAL, sum = 0;
+    float *o = b->o + (r * d->q_heads + n) * d->v_dim;
+    for (int64_t j = 0; j < b->k_rows; j++) {
+        int sees = kernel_sees(b, r, j);
+        if (!b->partial && !sees) __atomic_fetch_add(&x->lies, 1, __ATOMIC_SEQ_CST);
+        if (sees && kernel_score(b, r, n, j) > max) max = kernel_score(b, r, n, j);
+    }
+    for (int64_t j = 0; j < b->k_rows; j++) {
+        const uint8_t *v = b->v + j * b->v_token_stride + hk * b->v_head_stride;
+        int dtype = d->v_in_k ? d->k_dtype : d->v_dtype;
+        double p;
+        if (!kernel_sees(b, r, j)) continue;
+        p = exp(kernel_score(b, r, n, j) - max);
+        sum += p;
+        for (int i = 0; i < d->v_dim; i++)
+            acc[i] += p * (double)small_read(v + i * small_size(dtype), dtype);
+    }
+    for (int i = 0; i < d->v_dim; i++) o[i] = sum > 0 ? (float)(acc[i] / sum) : 0.0f;
+    b->lse[r * d->q_heads + n] = sum > 0 ? (float)(max + log(sum)) : -HUGE_VALF;
+}
+
+static int kernel_fold(void *ctx, const ra_block *b)
+{
+    kernel *x = (kernel *)ctx;
+    int64_t call = __atomic_fetch_add(&x->calls, 1, __ATOMIC_SEQ_CST);
+    if (x->fail_after && call >= x->fail_after) return -77;
+    __atomic_fetch_add(&x->rows, b->q_rows, __ATOMIC_SEQ_CST);
+    if (b->thread < 0 || b->thread >= b->desc->threads || b->q_rows < 1 || b->k_rows < 1)
+        __atomic_fetch_add(&x->lies, 1, __ATOMIC_SEQ_CST);
+    for (int64_t r = 0; r < b->q_rows; r++)
+        for (int n = 0; n < b->desc->q_heads; n++) kernel_row(b, r, n, x);
+    return RA_OK;
+}
+
+static void kernel_engine(ra_engine *e, kernel *x)
+{
+    memset(e, 0, sizeof *e);
+    memset(x, 0, sizeof *x);
+    e->size = sizeof *e;
+    e->abi = RA_ENGINE_ABI;
+    e->block_queries = 64 * small_range(0, 3);
+    e->ctx = x;
+    e->fold = kernel_fold;
+}
+
+TEST(another_kernel)
+{
+    for (int64_t i = 0; i < 120; i++) {
+        team *t;
+        ra_engine e;
+        kernel x;
+        if (!h_case(i)) continue;
+        seed_case(i);
+        t = team_new(small_range(1, 5), small_range(1, 200), small_range(1, 3));
+        kernel_engine(&e, &x);
+        t->s.d.engine = &e;
+        team_plans(t);
+        CHECK_EQ(ra_world_run(t->s.d.ranks, live_in_world, t, NULL), RA_OK);
+        team_check(t);
+        CHECK_EQ(x.lies, 0);
+        CHECK(x.calls > 0 || t->s.d.mask.kind != RA_MASK_NONE || t->s.d.layout.kind >= RA_LAYOUT_RUNS);
+        team_free(t);
+    }
+}
+
+TEST(kernel_fails)
+{
+    for (int64_t i = 0; i < 20; i++) {
+        team *t;
+        ra_engine e;
+        kernel x;
+        int found = 0;
+        if (!h_case(i)) continue;
+        seed_case(i);
+        t = team_full(small_range(1, 4), 300, small_range(1, 3));
+        kernel_engine(&e, &x);
+        x.fail_after = small_range(1, 3);
+        t->s.d.engine = &e;
+        team_plans(t);
+        CHECK_EQ(ra_world_run(t->s.d.ranks, live_in_world, t, NULL), RA_E_ENGINE);
+        for (int r = 0; r < t->s.d.ranks; r++) {
+            found += t->status[r] == RA_E_ENGINE;
+            if (t->status[r] == RA_E_ENGINE) CHECK_EQ(t->failure[r].code, -77);
+            CHECK(t->status[r] == RA_E_ENGINE || t->status[r] == RA_E_ABORTED);
+        }
+        CHECK(found > 0);
+        team_free(t);
+    }
+}
+
+/* -------------------------------------------------------------------------- 9: watching */
+
+typedef struct watcher {
+    int64_t count[8], tiles, bytes[2], last_done, last_all, backwards, odd;
+    int busy;
+} watcher;
+
+static void watch_event(void *ctx, const ra_event *e)
+{
+    watcher *w = (watcher *)ctx;
+    if (e->kind < RA_EV_TILE || e->kind > RA_EV_FAIL || e->end_ns < e->begin_ns || e->pass < 1)
+        __atomic_fetch_add(&w->odd, 1, __ATOMIC_SEQ_CST);
+    else __atomic_fetch_add(&w->count[e->kind], 1, __ATOMIC_SEQ_CST);
+    if (e->kind == RA_EV_TILE) __atomic_fetch_add(&w->tiles, e->tiles, __ATOMIC_SEQ_CST);
+    if (e->kind == RA_EV_RECV) __atomic_fetch_add(&w->bytes[0], e->bytes, __ATOMIC_SEQ_CST);
+    if (e->kind == RA_EV_SEND) __atomic_fetch_add(&w->bytes[1], e->bytes, __ATOMIC_SEQ_CST);
+}
+
+/* One thread at a time, and never backwards. */
+static void watch_progress(void *ctx, int64_t done, int64_t all)
+{
+    watcher *w = (watcher *)ctx;
+    if (__atomic_exchange_n(&w->busy, 1, __ATOMIC_SEQ_CST)) w->odd++;
+    if (done < w->last_done || done > all) w->backwards++;
+    w->last_done = done;
+    w->last_all = all;
+    __atomic_store_n(&w->busy, 0, __ATOMIC_SEQ_CST);
+}
+
+typedef struct watched { team *t; watcher w[SMALL_RANKS]; } watched;
+
+static ra_status watch_in_world(ra_world *world, int rank, void *user)
+{
+    watched *x = (watched *)user;
+    team t = *x->t;
+    t.rd.trace = watch_event;
+    t.rd.trace_ctx = &x->w[rank];
+    t.rd.progress = watch_progress;
+    t.rd.progress_ctx = &x->w[rank];
+    x->t->status[rank] = live(&t, t.net[rank] ? t.net[rank] : ra_world_transport(world, rank),
+                              rank);
+    x->t->counters[rank] = t.counters[rank];
+    return x->t->status[rank];
+}
+
+TEST(trace_and_progress)
+{
+    for (int64_t i = 0; i < 40; i++) {
+        watched x;
+        if (!h_case(i)) continue;
+        seed_case(i);
+        memset(&x, 0, sizeof x);
+        x.t = team_new(world_sizes[i % 5], small_range(1, 400), small_range(1, 3));
+        team_plans(x.t);
+        CHECK_EQ(ra_world_run(x.t->s.d.ranks, watch_in_world, &x, NULL), RA_OK);
+        for (int r = 0; r < x.t->s.d.ranks; r++) {
+            const watcher *w = &x.w[r];
+            const ra_ring_counters *c = &x.t->counters[r];
+            ra_plan_report rep;
+            CHECK_EQ(ra_plan_query(x.t->plan[r], r, &rep), RA_OK);
+            CHECK_EQ(w->tiles, rep.tiles_partial + rep.tiles_full);
+            CHECK_EQ(w->tiles, c->tiles_all);
+            CHECK_EQ(w->count[RA_EV_PASS], 1);
+            CHECK_EQ(w->count[RA_EV_FAIL], 0);
+            CHECK_EQ(w->count[RA_EV_RECV], rep.chunks_in);
+            CHECK_EQ(w->count[RA_EV_SEND], rep.chunks_out);
+            CHECK_EQ(c->chunks_in, rep.chunks_in);
+            CHECK_EQ(c->bytes_in, rep.shared_bytes_in * (x.t->s.d.ranks > 1));
+            CHECK_EQ(w->odd, 0);
+            CHECK_EQ(w->backwards, 0);
+            CHECK(w->last_done == w->last_all && w->last_all == c->tiles_all);
+        }
+        team_check(x.t);
+        team_free(x.t);
+    }
+}
+
+/* -------------------------------------------------------------------------- 10: when it goes wrong */
+
+typedef struct brake { ra_ring *ring; } brake;
+
+static void *brake_main(void *arg)
+{
+    brake *b = (brake *)arg;
+    ra_ring_counters c;
+    do { ra_ring_query(b->ring, &c); sched_yield(); } while (!c.tiles_full && !c.tiles_partial);
+    ra_ring_cancel(b->ring);
+    return NULL;
+}
+
+/* A big pass under way, cancelled from another thread; and a pass that waits for a rank that never
+ * comes. */
+TEST(cancel_from_another_thread)
+{
+    for (int ranks = 1; ranks <= 2; ranks++) {
+        team *t = (seed_case(ranks), team_full(ranks, 12000, 1));
+        ra_world *world = NULL;
+        ra_world_desc wd;
+        ra_ring *ring = NULL;
+        ra_failure f;
+        pthread_t id;
+        brake b;
+        team_plans(t);
+        memset(&wd, 0, sizeof wd);
+        wd.ranks = ranks;
+        CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+        CHECK_EQ(ra_ring_create(&ring, t->plan[0], ra_world_transport(world, 0), NULL), RA_OK);
+        b.ring = ring;
+        if (pthread_create(&id, NULL, brake_main, &b)) abort();
+        CHECK_EQ(ra_forward(t->plan[0], ring, &t->part[0].t, RA_NO_DEADLINE), RA_E_CANCELLED);
+        pthread_join(id, NULL);
+        CHECK_EQ(ra_ring_failure(ring, &f), RA_OK);
+        CHECK_EQ(f.status, RA_E_CANCELLED);
+        CHECK(ra_forward(t->plan[0], ring, &t->part[0].t, RA_NO_DEADLINE) < 0);
+        if (ranks > 1) ra_world_leave(world, 1, RA_OK);
+        CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+        ra_world_destroy(world);
+        team_free(t);
+    }
+}
+
+enum { HOW_BEFORE, HOW_AFTER, HOW_NEVER, HOW_CANCEL, HOW_NEVER_OK, HOW_DEADLINE, HOWS };
+
+static ra_status misbehave(ra_world *world, int rank, void *user)
+{
+    team *t = (team *)user;
+    ra_status s;
+    if (rank != t->broken) return live_in_world(world, rank, user);
+    if (t->how == HOW_BEFORE) return t->status[rank] = RA_E_IO;
+    if (t->how == HOW_NEVER) return t->status[rank] = RA_E_SHAPE;
+    if (t->how == HOW_NEVER_OK) return t->status[rank] = RA_OK;
+    if (t->how == HOW_AFTER) {
+        s = live_in_world(world, rank, user);
+        return t->status[rank] = s ? s : RA_E_NOMEM;
+    }
+    if (t->how == HOW_CANCEL) {
+        ra_ring *ring = NULL;
+        ra_job job;
+        memset(&job, 0, sizeof job);
+        job.plan = t->plan[rank];
+        job.tensors = &t->part[rank].t;
+        if (ra_ring_create(&ring, t->plan[rank], ra_world_transport(world, rank), NULL))
+            return RA_E_NOMEM;
+        s = ra_begin(ring, &job);
+        for (int i = 0; i < 10 && s >= 0; i++) s = ra_step(ring, 0, 1);
+        ra_ring_cancel(ring);
+        while (s >= 0) s = ra_step(ring, 0, 1);
+        (void)ra_ring_destroy(ring);
+        return t->status[rank] = s;
+    }
+    for (int i = 0; i < 3000; i++) {           /* late beyond everybody's deadline */
+        struct timespec nap = { 0, 100000 };
+        nanosleep(&nap, NULL);
+    }
+    return t->status[rank] = live_in_world(world, rank, user);
+}
+
+/* One rank's trouble reaches all others as an error; nobody hangs. */
+TEST(one_rank_fails)
+{
+    for (int64_t i = 0; i < 10 * HOWS; i++) {
+        team *t;
+        ra_status all;
+        if (!h_case(i)) continue;
+        seed_case(i);
+        t = team_full(small_range(2, 5), 600, small_range(1, 2));
+        t->how = (int)(i % HOWS);
+        t->broken = small_range(0, t->s.d.ranks - 1);
+        if (t->how == HOW_DEADLINE) {
+            if (i >= HOWS * 2) { team_free(t); continue; }
+            t->deadline_ms = 20;
+        }
+        snprintf(h_run.context, sizeof h_run.context, "P %d threads %d rank %d how %d",
+                 t->s.d.ranks, t->stepping, t->broken, t->how);
+        team_plans(t);
+        all = ra_world_run(t->s.d.ranks, misbehave, t, NULL);
+        if (t->how == HOW_BEFORE) CHECK_EQ(all, RA_E_IO);
+        if (t->how == HOW_NEVER) CHECK_EQ(all, RA_E_SHAPE);
+        if (t->how == HOW_AFTER) CHECK_EQ(all, RA_E_NOMEM);
+        if (t->how == HOW_CANCEL) CHECK_EQ(all, RA_E_CANCELLED);
+        if (t->how == HOW_NEVER_OK) CHECK_EQ(all, RA_E_PEER);
+        if (t->how == HOW_DEADLINE) CHECK_EQ(all, RA_E_TIMEOUT);
+        for (int r = 0; r < t->s.d.ranks; r++) {
+            int s = t->status[r], told = s == RA_E_ABORTED || s == RA_E_PEER;
+            if (r == t->broken) continue;
+            snprintf(h_run.context, sizeof h_run.context, "how %d rank %d: %s (rank %d)", t->how,
+                     r, ra_status_text(s), t->broken);
+            if (t->how == HOW_AFTER) CHECK(s == RA_OK || s == RA_E_ABORTED);
+            else if (t->how == HOW_DEADLINE) CHECK(s == RA_E_TIMEOUT || told);
+            else if (t->how == HOW_NEVER_OK) CHECK(s == RA_E_PEER || s == RA_E_ABORTED);
+            else CHECK_EQ(s, RA_E_ABORTED);
+        }
+        team_free(t);
+    }
+}
+
+/* Over a network that can only be stopped by a deadline: the missing rank is noticed by it. */
+TEST(deadline_at_level0)
+{
+    for (int threads = 1; threads <= 2; threads++) {
+        team *t = (seed_case(threads), team_full(3, 600, threads));
+        ra_transport net[3];
+        window w[3];
+        post_office *p = office_new(3);
+        team_plans(t);
+        t->broken = 1;
+        t->how = HOW_NEVER_OK;
+        t->deadline_ms = 100;
+        for (int r = 0; r < 3; r++) {
+            w[r].office = p;
+            w[r].rank = r;
+            level0(&net[r], &w[r], RA_CAP_DEADLINE | RA_CAP_ANY_THREAD);
+            t->net[r] = &net[r];
+        }
+        CHECK_EQ(ra_world_run(3, misbehave, t, NULL), RA_E_TIMEOUT);
+        CHECK_EQ(t->status[0], RA_E_TIMEOUT);
+        CHECK_EQ(t->status[2], RA_E_TIMEOUT);
+        office_free(p);
+        team_free(t);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static const h_test tests[] = {
+        ENTRY(world_in_one_process), ENTRY(simple_engine), ENTRY(llm_c), ENTRY(ggml_strides),
+        ENTRY(mla_cache), ENTRY(main_thread_begins), ENTRY(join_by_ticket), ENTRY(network_level0),
+        ENTRY(network_level1), ENTRY(wrapped_world), ENTRY(another_kernel), ENTRY(kernel_fails),
+        ENTRY(trace_and_progress), ENTRY(cancel_from_another_thread), ENTRY(one_rank_fails),
+        ENTRY(deadline_at_level0),
+    };
+    int failed = h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+    if (assert_failures) printf("%d assertions failed\n", assert_failures);
+    return failed || assert_failures;
+}

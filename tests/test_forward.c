@@ -1,0 +1,1066 @@
+/* Forward attention against the double-precision oracle: random shapes, the field's known hard
+ * cases, hostile numbers, and the lower levels L0 and L1. */
+#include "harness.h"
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+#include "oracle.h"
+#include "world.h"
+
+static double largest_plain;           /* error of O over f32 unit-normal problems */
+
+/* One problem through the library and through the oracle. */
+static verdict compare(const problem *p, const setup *s)
+{
+    verdict w = { 0, 0, 0, 0 };
+    truth t;
+    outcome r;
+    describe_case(p, s);
+    r = world_run(p, s);
+    if (outcome_whole(&r)) {
+        t = oracle(p);
+        w = outcome_judge(&r, p, &t);
+        CHECK(w.o_ratio <= 1);
+        CHECK(w.lse_ratio <= 1);
+        if (!p->loose && p->o_dtype == RA_F32 && w.o_error > largest_plain) {
+            largest_plain = w.o_error;
+        }
+        truth_free(&t);
+    }
+    outcome_free(&r);
+    return w;
+}
+
+/* -------------------------------------------------------------------------- at random */
+static void random_case(int64_t i, const want *w, int32_t dtypes)
+{
+    h_rng r = h_case_rng(i);
+    problem p;
+    setup s;
+    if (!h_case(i)) return;
+    random_problem(&p, &r, w);
+    random_setup(&s, &p, &r, w);
+    if (dtypes < 0) dtypes = h_one_in(&r, 2) ? 0 : (int32_t)h_range(&r, 0, 80);
+    problem_dtypes(&p, dtypes % 3 + 1, dtypes / 3 % 3 + 1, dtypes / 9 % 3 + 1, dtypes / 27 + 1);
+    problem_data(&p, &r);
+    compare(&p, &s);
+    setup_free(&s);
+    problem_free(&p);
+}
+
+TEST(masks_and_layouts)
+{
+    want w = { 0, 0, 0, -1, 4e6 };
+    int64_t i, n = h_run.large ? 40 : 2;
+    for (i = 0; i < n * MASKS * LAYOUTS; i++) {
+        w.mask = (int)(i % MASKS);
+        w.layout = (int)(i / MASKS % LAYOUTS);
+        w.options = i < MASKS * LAYOUTS ? 0 : -1;
+        random_case(i, &w, i < MASKS * LAYOUTS ? 0 : -1);
+    }
+}
+
+TEST(dtypes)
+{
+    want w = { -1, -1, 0, 0, 3e6 };
+    int64_t i, n = h_run.large ? 40 : 1;
+    for (i = 0; i < 81 * n; i++) random_case(i, &w, (int32_t)(i % 81));
+}
+
+/* Each score change alone, then each pair, over each layout. */
+TEST(score_changes)
+{
+    want w = { -1, 0, 0, 0, 3e6 };
+    int64_t i = 0, n = h_run.large ? 20 : 1, turn;
+    int a, b;
+    for (turn = 0; turn < n; turn++) {
+        for (w.layout = 0; w.layout < LAYOUTS; w.layout++) {
+            for (a = 0; a < OPTIONS; a++) for (b = a; b < OPTIONS; b++) {
+                w.options = 1 << a | 1 << b;
+                random_case(i++, &w, a == b ? 0 : -1);
+            }
+        }
+    }
+}
+
+TEST(everything_at_random)
+{
+    want w = { -1, -1, 0, -1, 6e6 };
+    int64_t i, n = h_run.large ? 20000 : 300;
+    for (i = 0; i < n; i++) random_case(i, &w, -1);
+    printf("largest error of f32 O on unit-normal data so far: %.3g\n", largest_plain);
+}
+
+/* -------------------------------------------------------------------------- by hand */
+static void setup_plain(setup *s, int ranks, int32_t layout)
+{
+    memset(s, 0, sizeof *s);
+    s->ranks = ranks;
+    s->layout = layout;
+    s->call = CALL_FORWARD;
+    s->seed = 4;
+}
+
+/* Data, comparison over `ranks` in a layout, and the end of the problem. */
+static verdict compare_on(problem *p, int ranks, int32_t layout)
+{
+    h_rng r = h_case_rng(h_run.case_now < 0 ? 0 : h_run.case_now);
+    verdict w;
+    setup s;
+    setup_plain(&s, ranks, layout);
+    problem_data(p, &r);
+    w = compare(p, &s);
+    problem_free(p);
+    return w;
+}
+
+TEST(world_sizes)
+{
+    static const int worlds[7] = { 1, 2, 3, 4, 5, 7, 8 };
+    int64_t i = 0;
+    int a, j;
+    for (a = 0; a < 21; a++) {
+        int64_t P = worlds[a / 3], tokens[6];
+        tokens[0] = 31;                /* no multiple of 8 */
+        tokens[1] = 5 * P - (P - 1);   /* the last rank short by P - 1 */
+        tokens[2] = 1;
+        tokens[3] = 3;                 /* ranks without tokens */
+        tokens[4] = 64 * 2 * P;        /* exactly on the grid of blocks */
+        tokens[5] = 64 * 2 * P + 1;
+        for (j = 0; j < 6; j++) {
+            problem p;
+            if (!h_case(i++)) continue;
+            problem_shape(&p, tokens[j], 2, 1, 16, 16);
+            p.mask.kind = RA_MASK_CAUSAL;
+            compare_on(&p, (int)P, RA_LAYOUT_CONTIGUOUS + a % 3);
+        }
+    }
+}
+
+TEST(long_sequences_5_heads_of_128)
+{
+    int64_t i;
+    for (i = 0; i < 2; i++) {
+        problem p;
+        if (!h_case(i)) continue;
+        problem_shape(&p, i ? 3824 : 3816, 5, 5, 128, 128);
+        p.mask.kind = RA_MASK_CAUSAL;
+        p.row_step = 129;
+        compare_on(&p, 8, i ? RA_LAYOUT_CONTIGUOUS : RA_LAYOUT_ZIGZAG);
+    }
+}
+
+TEST(packed_documents)
+{
+    static const int64_t firsts[3][3] = { { 0, 120, 1248 }, { 0, 128, 1248 }, { 0, 7, 14 } };
+    static const int64_t ends[3] = { 4232, 4240, 16 };
+    int64_t i;
+    for (i = 0; i < 12; i++) {
+        problem p;
+        int a = (int)(i % 3);
+        if (!h_case(i)) continue;
+        problem_shape(&p, ends[a], 2, 1, 32, 32);
+        p.mask.kind = i % 2 ? RA_MASK_CAUSAL : RA_MASK_NONE;
+        memcpy(p.docs, firsts[a], sizeof firsts[a]);
+        p.mask.doc_first = p.docs;
+        p.mask.doc_count = 3;
+        p.row_step = a < 2 ? 61 : 1;
+        compare_on(&p, 8, i < 6 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_STRIPED);
+    }
+}
+
+TEST(grouped_heads)
+{
+    static const int32_t heads[3][2] = { { 32, 4 }, { 12, 2 }, { 8, 2 } };
+    int64_t i;
+    for (i = 0; i < 3; i++) {
+        problem p;
+        if (!h_case(i)) continue;
+        problem_shape(&p, 129, heads[i][0], heads[i][1], 64, 64);
+        p.mask.kind = RA_MASK_CAUSAL;
+        compare_on(&p, 3, RA_LAYOUT_ZIGZAG);
+    }
+}
+
+TEST(unequal_and_large_dims)
+{
+    static const int32_t dims[6][2] = { { 192, 128 }, { 576, 512 }, { 1024, 1024 }, { 1, 1 },
+                                        { 1, 1024 }, { 1024, 1 } };
+    int64_t i;
+    for (i = 0; i < 12; i++) {
+        problem p;
+        const int32_t *d = dims[i % 6];
+        if (!h_case(i)) continue;
+        problem_shape(&p, 100, 2, 1, d[0], d[1]);
+        p.v_in_k = d[0] == 576;        /* multi-head latent attention: V is a view into K */
+        p.mask.kind = RA_MASK_CAUSAL;
+        if (i >= 6) problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
+        compare_on(&p, 3, RA_LAYOUT_CONTIGUOUS);
+    }
+}
+
+/* window_size (512, 0) and (512, 512) of the flash attention interface. */
+TEST(windows_of_512)
+{
+    int64_t i;
+    for (i = 0; i < 4; i++) {
+        problem p;
+        if (!h_case(i)) continue;
+        problem_shape(&p, 1500, 2, 2, 32, 32);
+        p.mask.kind = i % 2 ? RA_MASK_NONE : RA_MASK_CAUSAL;
+        p.mask.window = 513;
+        p.mask.window_right = i % 2 ? 512 : 0;
+        p.row_step = 11;
+        compare_on(&p, 5, i < 2 ? RA_LAYOUT_CONTIGUOUS : RA_LAYOUT_STRIPED);
+    }
+}
+
+TEST(softcap_sinks_alibi)
+{
+    int64_t i;
+    for (i = 0; i < 9; i++) {
+        problem p;
+        if (!h_case(i)) continue;
+        problem_shape(&p, 333, 8, 2, 24, 24);
+        p.mask.kind = i % 2 ? RA_MASK_NONE : RA_MASK_CAUSAL;
+        if (i % 3 == 0) p.softcap = 10;
+        if (i % 3 == 1) p.scores = RA_SCORE_SINKS;
+        if (i % 3 == 2) { p.scores = RA_SCORE_ALIBI; p.loose = 1; }   /* slopes to 2^-8 */
+        compare_on(&p, 4, RA_LAYOUT_CONTIGUOUS + (int32_t)(i / 3));
+    }
+}
+
+/* A few new queries after, or beside, many keys. */
+TEST(cross_attention)
+{
+    static const int64_t keys[3] = { 113, 512, 1024 }, queries[4] = { 1, 3, 32, 75 };
+    int64_t i;
+    for (i = 0; i < 48; i++) {
+        problem p;
+        if (!h_case(i)) continue;
+        problem_shape(&p, queries[i % 4], 4, 2, 24, 24);
+        p.tk[0] = p.k_max = keys[i / 4 % 3];
+        if (i >= 24) {
+            p.mask.kind = RA_MASK_CAUSAL;
+            p.q_offset = p.k_max - p.q_max;
+        }
+        compare_on(&p, i / 12 % 2 ? 5 : 2, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 3));
+    }
+}
+
+/* The error must not grow with the number of ranks. */
+TEST(error_over_1_to_64_ranks)
+{
+    double most = 0, first = 0;
+    int P, step = h_run.large ? 1 : 3, worst = 0;
+    h_rng r = h_case_rng(0);
+    problem p;
+    truth t;
+    problem_shape(&p, 777, 2, 1, 64, 64);
+    p.mask.kind = RA_MASK_CAUSAL;
+    problem_data(&p, &r);
+    t = oracle(&p);
+    for (P = 1; P <= 64; P += step) {
+        setup s;
+        outcome got;
+        verdict w;
+        if (!h_case(P)) continue;
+        setup_plain(&s, P, RA_LAYOUT_ZIGZAG);
+        describe_case(&p, &s);
+        got = world_run(&p, &s);
+        if (outcome_whole(&got)) {
+            w = outcome_judge(&got, &p, &t);
+            CHECK(w.o_error <= 2e-6);
+            CHECK(w.lse_ratio <= 1);
+            if (P == 1) first = w.o_error;
+            if (w.o_error > most) { most = w.o_error; worst = P; }
+        }
+        outcome_free(&got);
+    }
+    printf("largest error of O over 1..64 ranks: %.3g (%d ranks), on 1 rank %.3g\n", most, worst,
+           first);
+    truth_free(&t);
+    problem_free(&p);
+}
+
+/* -------------------------------------------------------------------------- hostile numbers */
+/* Scores that are exactly +-x: q = x e_0, k = +-e_0, scale 1. */
+static void problem_signs(problem *p, float x, h_rng *r)
+{
+    int64_t i;
+    int d;
+    p->scale = 1;
+    problem_data(p, r);
+    for (i = 0; i < p->q_max * p->Hq; i++) for (d = 0; d < p->Dk; d++) {
+        p->q[i * p->Dk + d] = d ? 0 : x;
+    }
+    for (i = 0; i < p->k_max * p->Hkv; i++) for (d = 0; d < p->Dk; d++) {
+        p->k[i * p->Dk + d] = d ? 0 : h_one_in(r, 2) ? 1.0f : -1.0f;
+    }
+}
+
+TEST(huge_scores)
+{
+    static const float sizes[5] = { 80, -80, 2e5f, -2e5f, 3e37f };
+    int64_t i;
+    for (i = 0; i < 20; i++) {
+        problem p;
+        setup s;
+        h_rng r = h_case_rng(i);
+        int64_t k;
+        if (!h_case(i)) continue;
+        problem_shape(&p, 150, 2, 1, 8, 8);
+        p.mask.kind = i % 2 ? RA_MASK_NONE : RA_MASK_CAUSAL;
+        setup_plain(&s, 3, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 3));
+        s.isa = random_isa(&r);
+        problem_signs(&p, sizes[i % 5], &r);
+        for (k = 0; k < p.k_max && i >= 10; k++) {      /* all alike but one that dominates */
+            p.k[k * p.Dk] = k == 77 ? 1.0f : -1.0f;
+            if (sizes[i % 5] < 0) p.k[k * p.Dk] *= -1;
+        }
+        compare(&p, &s);
+        problem_free(&p);
+    }
+}
+
+/* Rows whose interval is empty: exactly 0 and -inf, with a sink 0 and the sink. */
+TEST(rows_without_keys)
+{
+    int64_t i, t;
+    for (i = 0; i < 12; i++) {
+        problem p;
+        setup s;
+        outcome r;
+        h_rng rng = h_case_rng(i);
+        int b;
+        if (!h_case(i)) continue;
+        problem_shape(&p, 200, 2, 1, 16, 16);
+        problem_mask(&p, &rng, M_INTERVALS);
+        for (t = 0; t < 200; t++) if (t % 64 >= 40 || t < 70) p.hi[t] = p.lo[t];
+        if (i % 2) p.scores = RA_SCORE_SINKS;
+        if (i % 4 >= 2) p.o_dtype = RA_BF16;
+        problem_data(&p, &rng);
+        setup_plain(&s, 4, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 3));
+        compare(&p, &s);
+        r = world_run(&p, &s);
+        for (t = 0; t < 70 * 2 && r.status == RA_OK; t++) {
+            int zero = 1;
+            for (b = 0; b < 16; b++) zero &= r.o[t * 16 + b] == 0;
+            CHECK(zero);
+            if (i % 2) CHECK(fabs((double)(r.lse[t] - p.sinks[t % 2])) <= 4e-6);
+            else CHECK(r.lse[t] < -3e38f && r.lse[t] == r.lse[t] * 2);
+        }
+        outcome_free(&r);
+        problem_free(&p);
+    }
+}
+
+/* NaN in one row of Q, K or V: the oracle says where it must appear and nowhere else. Each ISA,
+ * each dtype. */
+TEST(one_nan)
+{
+    int64_t i;
+    for (i = 0; i < 9 * 4 * MASKS; i++) {
+        problem p;
+        setup s;
+        h_rng r = h_case_rng(i);
+        int32_t dtype = (int32_t)(i / 3 % 3) + 1, isa = (int32_t)(i / 9 % 4);
+        int64_t row;
+        float *x;
+        if ((!h_run.large && i % 5) || !ra_isa_available(isa ? isa : RA_ISA_SCALAR)) continue;
+        if (!h_case(i)) continue;
+        problem_shape(&p, 140, 2, 1, 19, 37);
+        problem_mask(&p, &r, (int)(i / 36));
+        problem_dtypes(&p, dtype, dtype, dtype, RA_F32);
+        problem_data(&p, &r);
+        row = h_range(&r, 0, 139);
+        x = i % 3 == 0 ? p.q + (row * 2 + 1) * 19 + h_range(&r, 0, 18)
+          : i % 3 == 1 ? p.k + row * 19 + h_range(&r, 0, 18) : p.v + row * 37 + h_range(&r, 0, 36);
+        *x = (float)NAN;
+        setup_plain(&s, (int)h_range(&r, 1, 4), RA_LAYOUT_CONTIGUOUS + (int32_t)h_range(&r, 0, 2));
+        s.isa = isa;
+        s.chunk_tokens = 64;
+        compare(&p, &s);
+        problem_free(&p);
+    }
+}
+
+/* Every key that no query sees holds NaN or infinity; so do empty cells and gaps, always. */
+TEST(nan_in_everything_unseen)
+{
+    want w = { 0, -1, 0, -1, 4e5 };
+    int64_t i, k, q, j, hidden = 0;
+    for (i = 0; i < 6 * MASKS; i++) {
+        problem p;
+        setup s;
+        h_rng r = h_case_rng(i);
+        int b, seen;
+        if (!h_case(i)) continue;
+        w.mask = (int)(i % MASKS);
+        random_problem(&p, &r, &w);
+        random_setup(&s, &p, &r, &w);
+        if (i % 2) problem_dtypes(&p, RA_BF16, RA_BF16, RA_F16, RA_F32);
+        problem_data(&p, &r);
+        for (b = 0; b < p.B; b++) for (k = 0; k < p.tk[b]; k++) {
+            for (seen = 0, q = 0; q < p.tq[b] && !seen; q++) {
+                seen = visible(&p.mask, p.q_offset + q, k);
+            }
+            if (seen) continue;
+            hidden++;
+            for (j = 0; j < p.Hkv * p.Dk; j++) {
+                p.k[(b * p.k_max + k) * p.Hkv * p.Dk + j] = k & 1 ? (float)NAN : HUGE_VALF;
+            }
+            for (j = 0; j < p.Hkv * p.Dv && !p.v_in_k; j++) {
+                p.v[(b * p.k_max + k) * p.Hkv * p.Dv + j] = k & 2 ? (float)NAN : -HUGE_VALF;
+            }
+        }
+        compare(&p, &s);
+        setup_free(&s);
+        problem_free(&p);
+    }
+    if (h_run.only_case < 0) CHECK(hidden > 1000);
+}
+
+/* A bias of -inf is how engines hand over masks of their own: such a key has no weight. */
+TEST(bias_of_minus_infinity)
+{
+    enum { T = 200 };
+    static float bias[T], q[T * 8], k[T * 8], v[T * 8], o[T * 8], lse[T];
+    h_rng r = h_case_rng(0);
+    ra_desc d;
+    ra_tensors t;
+    void *work;
+    problem p;
+    truth want_;
+    int64_t i;
+    problem_shape(&p, T, 1, 1, 8, 8);
+    problem_data(&p, &r);
+    for (i = 0; i < T; i++) {          /* the whole first block and two in three after it */
+        p.absent[i] = i < 70 || i % 3;
+        bias[i] = p.absent[i] ? -HUGE_VALF : 0;
+    }
+    memcpy(q, p.q, sizeof q); memcpy(k, p.k, sizeof k); memcpy(v, p.v, sizeof v);
+    memset(&t, 0, sizeof t);
+    t.q.data = q; t.k.data = k; t.v.data = v; t.o.data = o; t.lse.data = lse;
+    t.bias.data = bias;
+    t.bias.key_stride = 4;
+    t.bias.keys = T;
+    memset(&d, 0, sizeof d);
+    d.q_heads = d.kv_heads = 1; d.k_dim = d.v_dim = 8; d.tokens = T;
+    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+    d.mask.kind = RA_MASK_NONE;
+    d.scores = RA_SCORE_BIAS;
+    work = malloc(ra_attention_bytes(&d, 1) + 64);
+    CHECK_EQ(ra_attention(&d, &t, (uint8_t *)work + (64 - (uintptr_t)work % 64) % 64,
+                          ra_attention_bytes(&d, 1), 0, 1), RA_OK);
+    want_ = oracle(&p);
+    CHECK_CLOSE(o, want_.o, T * 8, 2e-6, 0);
+    CHECK_CLOSE(lse, want_.lse, T, 4e-6, 4e-6);
+    free(work);
+    truth_free(&want_);
+    problem_free(&p);
+}
+
+/* One visible key: O is its V, rounded once. Every finite 16-bit pattern as V, and f32 values around
+ * ties and limits of the 16-bit formats. What is subnormal as f32 may become 0. */
+TEST(one_key_gives_its_value)
+{
+    int64_t i, j;
+    for (i = 0; i < 12; i++) {
+        problem p;
+        setup s;
+        outcome got;
+        h_rng r = h_case_rng(i);
+        int32_t v = (int32_t)(i % 3) + 1, o = (int32_t)(i / 3 % 3) + 1;
+        int64_t n, wrong = 0, first = -1;
+        if (!h_case(i)) continue;
+        problem_shape(&p, 1024, 1, 1, 8, 64);
+        p.mask.kind = RA_MASK_CAUSAL;
+        p.mask.window = 1;
+        problem_dtypes(&p, RA_F32, RA_F32, v, o);
+        problem_data(&p, &r);
+        for (j = n = 0; j < 65536; j++) {
+            uint16_t w = (uint16_t)j;
+            float x;
+            uint32_t bits = (uint32_t)(j << 16) | (h_next(&r) & 0xFFFFu);
+            if (v == RA_F32 && j % 3 == 0) bits = (bits & 0xFFFF0000u) | 0x8000u;      /* a tie */
+            if (v == RA_F32 && j % 3 == 1) bits = (bits & 0xFFFFE000u) | 0x1000u;
+            if (v == RA_F32) memcpy(&x, &bits, 4);
+            else x = dtype_load(&w, v);
+            p.v[j] = x - x == 0 ? x : 0;
+        }
+        setup_plain(&s, 2, RA_LAYOUT_CONTIGUOUS);
+        s.isa = i < 9 ? random_isa(&r) : RA_ISA_SCALAR;
+        describe_case(&p, &s);
+        got = world_run(&p, &s);
+        if (outcome_whole(&got)) {
+            for (j = 0; j < 65536; j++) {
+                float want_ = dtype_round(p.v[j], o);
+                int tiny = fabs((double)p.v[j]) < 1.17549435e-38;
+                if (got.o[j] == want_ || (tiny && got.o[j] == 0)) continue;
+                wrong++;
+                if (first < 0) first = j;
+            }
+            if (!CHECK_EQ(wrong, 0)) {
+                printf("    v %.9g gave %.9g, expected %.9g\n", (double)p.v[first],
+                       (double)got.o[first], (double)dtype_round(p.v[first], o));
+            }
+        }
+        outcome_free(&got);
+        problem_free(&p);
+    }
+}
+
+/* The highest positions there are, from RUNS and from ARRAY: nothing wraps around. */
+TEST(positions_near_the_limit)
+{
+    static const int masks[4] = { M_CAUSAL, M_WINDOW, M_BOTH, M_NONE };
+    int64_t i, k;
+    for (i = 0; i < 24; i++) {
+        want w = { 0, 0, 0, 0, 3e5 };
+        problem p;
+        setup s;
+        h_rng r = h_case_rng(i);
+        if (!h_case(i)) continue;
+        w.mask = masks[i % 4];
+        w.layout = i / 4 % 2 ? L_RUNS : L_ARRAY;
+        w.options = i % 3 ? 0 : RA_SCORE_ALIBI;
+        random_problem(&p, &r, &w);
+        random_setup(&s, &p, &r, &w);
+        problem_data(&p, &r);
+        k = p.q_offset + p.q_max;
+        s.shift = RA_MAX_POSITION - (k > p.k_max ? k : p.k_max);
+        if (s.layout == RA_LAYOUT_RUNS) {               /* tables of their own for both */
+            int n = 0;
+            for (k = 0; k < s.ranks; k++) n += s.q_run_count[k];
+            for (k = 0; k < n; k++) s.q_runs[k].first += s.shift;
+            for (k = n = 0; k < s.ranks && s.k_runs; k++) n += s.k_run_count[k];
+            for (k = 0; k < n; k++) s.k_runs[k].first += s.shift;
+        }
+        compare(&p, &s);
+        setup_free(&s);
+        problem_free(&p);
+    }
+}
+
+/* -------------------------------------------------------------------------- L0 */
+static float *floats(int64_t n) { return (float *)calloc((size_t)n + 1, sizeof(float)); }
+
+/* Memory of the right size and alignment for calls on one rank. */
+typedef struct scratch { void *raw, *mem; size_t bytes; } scratch;
+static scratch scratch_for(const ra_desc *d, int nth)
+{
+    scratch w;
+    w.bytes = ra_attention_bytes(d, nth);
+    w.raw = malloc(w.bytes + 64);
+    memset(w.raw, 0xA5, w.bytes + 64);
+    w.mem = (uint8_t *)w.raw + (64 - (uintptr_t)w.raw % 64) % 64;
+    return w;
+}
+
+static ra_state state_new(const problem *p)
+{
+    ra_state s;
+    int64_t rows = p->B * p->q_max * p->Hq;
+    s.m = floats(rows);
+    s.l = floats(rows);
+    s.acc = floats(rows * p->Dv);
+    return s;
+}
+
+static void state_free(ra_state *s) { free(s->m); free(s->l); free(s->acc); }
+
+/* Folds the keys whose piece is `piece`, as one run or as cells in any order with empty ones among
+ * them (NaN there). f32, packed. */
+static void fold_piece(const problem *p, const ra_desc *whole, const ra_state *s,
+                       const int *pieces, int piece, h_rng *r)
+{
+    int32_t *cells = (int32_t *)malloc((size_t)(2 * p->k_max + 8) * sizeof *cells);
+    int64_t n = 0, i, j, kn = p->Hkv * p->Dk, vn = p->Hkv * p->Dv;
+    float *k, *v;
+    ra_desc d = *whole;
+    ra_tensors t;
+    scratch w;
+    int b;
+    for (i = 0; i < p->k_max; i++) if (pieces[i] == piece) {
+        if (h_one_in(r, 6)) cells[n++] = -1;
+        cells[n++] = (int32_t)i;
+    }
+    if (n == 0) { free(cells); return; }
+    for (i = n - 1; i > 0 && h_one_in(r, 2); i--) {
+        int32_t c = cells[i];
+        j = h_range(r, 0, i);
+        cells[i] = cells[j];
+        cells[j] = c;
+    }
+    k = floats(p->B * n * kn);
+    v = floats(p->B * n * vn);
+    memset(k, 0xFF, (size_t)(p->B * n * kn) * 4);
+    memset(v, 0xFF, (size_t)(p->B * n * vn) * 4);
+    for (b = 0; b < p->B; b++) for (i = 0; i < n; i++) if (cells[i] >= 0) {
+        memcpy(k + (b * n + i) * kn, k_row(p, b, cells[i], 0), (size_t)kn * 4);
+        memcpy(v + (b * n + i) * vn, v_row(p, b, cells[i], 0), (size_t)vn * 4);
+    }
+    memset(&t, 0, sizeof t);
+    t.q.data = p->q; t.k.data = k; t.v.data = v;
+    t.alibi = p->scores & RA_SCORE_ALIBI ? p->alibi : NULL;
+    t.sinks = p->scores & RA_SCORE_SINKS ? p->sinks : NULL;
+    t.k_pos.array = cells;
+    t.k_pos.count = n;
+    d.kv_tokens = n;
+    w = scratch_for(&d, 1);
+    CHECK_EQ(ra_fold(&d, s, &t, w.mem, w.bytes), RA_OK);
+    free(w.raw); free(k); free(v); free(cells);
+}
+
+/* O and LSE of a state, against the oracle. */
+static void check_finish(const problem *p, const ra_desc *d, const ra_state *s)
+{
+    outcome r;
+    ra_tensors t;
+    truth want_ = oracle(p);
+    verdict w;
+    int64_t rows = p->B * p->q_max * p->Hq;
+    memset(&r, 0, sizeof r);
+    r.o = floats(rows * p->Dv);
+    r.lse = floats(rows);
+    memset(&t, 0, sizeof t);
+    t.o.data = r.o;
+    t.lse.data = r.lse;
+    t.sinks = p->scores & RA_SCORE_SINKS ? p->sinks : NULL;
+    t.alibi = p->scores & RA_SCORE_ALIBI ? p->alibi : NULL;
+    CHECK_EQ(ra_state_finish(d, s, &t), RA_OK);
+    w = outcome_judge(&r, p, &want_);
+    CHECK(w.o_ratio <= 1);
+    CHECK(w.lse_ratio <= 1);
+    truth_free(&want_);
+    outcome_free(&r);
+}
+
+/* Random pieces into two states, these into an empty third, and an empty one into that. */
+static void fold_and_merge(const problem *p, const ra_desc *d, h_rng *r)
+{
+    ra_state s[4];
+    float *before = floats(p->B * p->q_max * p->Hq * p->Dv);
+    size_t bytes = (size_t)(p->B * p->q_max * p->Hq * p->Dv) * 4;
+    int pieces[256], n = (int)h_range(r, 1, 8), k, status = 0;
+    int64_t j;
+    for (j = 0; j < p->k_max; j++) pieces[j] = (int)h_range(r, 0, n - 1);
+    if (h_one_in(r, 2)) for (j = 0; j < p->k_max; j++) pieces[j] = (int)(j * n / p->k_max);
+    for (k = 0; k < 4; k++) {
+        s[k] = state_new(p);
+        status |= ra_state_clear(d, &s[k]);
+    }
+    for (k = 0; k < n; k++) fold_piece(p, d, &s[h_range(r, 0, 1)], pieces, k, r);
+    memcpy(before, s[1].acc, bytes);
+    status |= ra_state_merge(d, &s[2], &s[0]);
+    status |= ra_state_merge(d, &s[2], &s[1]);
+    CHECK_BITS(s[1].acc, before, bytes);
+    memcpy(before, s[2].acc, bytes);
+    status |= ra_state_merge(d, &s[2], &s[3]);
+    CHECK_BITS(s[2].acc, before, bytes);
+    CHECK_EQ(status, RA_OK);
+    check_finish(p, d, &s[2]);
+    for (k = 0; k < 4; k++) state_free(&s[k]);
+    free(before);
+}
+
+TEST(fold_merge_finish)
+{
+    int64_t i;
+    for (i = 0; i < 3 * MASKS; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        ra_desc d;
+        if (!h_case(i)) continue;
+        problem_shape(&p, h_range(&r, 1, 150), 4, 2, 20, 28);
+        p.B = (int32_t)h_range(&r, 1, 2);
+        p.tq[1] = p.q_max;
+        p.tk[0] = p.tk[1] = p.k_max = h_range(&r, 1, 200);
+        problem_mask(&p, &r, (int)(i % MASKS));
+        if (h_one_in(&r, 2)) p.scores = RA_SCORE_SINKS;
+        if (h_one_in(&r, 3)) { p.scores |= RA_SCORE_ALIBI; p.loose = 1; }
+        problem_data(&p, &r);
+        setup_plain(&s, 1, RA_LAYOUT_CONTIGUOUS);
+        s.isa = random_isa(&r);
+        describe_case(&p, &s);
+        d = describe(&p, &s, 0);
+        fold_and_merge(&p, &d, &r);
+        problem_free(&p);
+    }
+}
+
+/* Normalised partials of n sets of keys, one after the other, against all keys at once. Sets may
+ * be empty: lse -inf beside rubbish. */
+static void merge_partials(int sets, int64_t keys_a_set, float spread)
+{
+    enum { D = 8, ROWS = 3 };
+    h_rng r = h_case_rng(sets);
+    double all[ROWS][D], sum[ROWS];
+    float o[ROWS * D], lse[ROWS], o2[ROWS * D], lse2[ROWS];
+    int i, row, d;
+    int64_t k;
+    memset(all, 0, sizeof all);
+    memset(sum, 0, sizeof sum);
+    memset(o, 0x7F, sizeof o);
+    for (row = 0; row < ROWS; row++) lse[row] = -HUGE_VALF;
+    for (i = 0; i < sets; i++) {
+        for (row = 0; row < ROWS; row++) {
+            double part[D] = { 0 }, l = 0;
+            int empty = (i + row) % 5 == 4;
+            for (k = 0; k < keys_a_set && !empty; k++) {
+                double w = exp((double)(h_normal(&r) * spread));
+                l += w;
+                for (d = 0; d < D; d++) {
+                    double v = (double)h_normal(&r);
+                    part[d] += w * v;
+                    all[row][d] += w * v;
+                }
+            }
+            sum[row] += l;
+            lse2[row] = empty ? -HUGE_VALF : (float)log(l);
+            for (d = 0; d < D; d++) o2[row * D + d] = empty ? (float)NAN : (float)(part[d] / l);
+        }
+        ra_merge(o, lse, o2, lse2, ROWS, D);
+    }
+    for (row = 0; row < ROWS; row++) {
+        double want_l = log(sum[row]);
+        for (d = 0; d < D; d++) all[row][d] /= sum[row];
+        CHECK_CLOSE(o + row * D, all[row], D, 4e-6, 0);
+        CHECK_CLOSE(lse + row, &want_l, 1, 4e-6, 4e-6);
+    }
+}
+
+TEST(merges_of_many_partials)
+{
+    merge_partials(1, 3, 1);
+    merge_partials(2, 3, 1);
+    merge_partials(100, 4, 1);
+    merge_partials(512, 4, 1);
+    merge_partials(100, 2, 20);
+}
+
+TEST(merge_corners)
+{
+    float o[2] = { 1, 2 }, lse = 3, o2[2] = { 5, 8 }, lse2 = 3, keep[2], inf = HUGE_VALF;
+    double half[2] = { 3, 5 }, l = 3 + log(2.0);
+    ra_merge(o, &lse, o2, &lse2, 1, 2);                 /* equal: the mean */
+    CHECK_CLOSE(o, half, 2, 1e-6, 0);
+    CHECK_CLOSE(&lse, &l, 1, 1e-6, 0);
+    memcpy(keep, o, sizeof keep);
+    lse = 0; lse2 = -100;                               /* one side dominant */
+    ra_merge(o, &lse, o2, &lse2, 1, 2);
+    CHECK_BITS(o, keep, sizeof keep);
+    CHECK(lse == 0);
+    lse = -100; lse2 = 0;
+    ra_merge(o, &lse, o2, &lse2, 1, 2);
+    CHECK_BITS(o, o2, sizeof o);
+    CHECK(lse == 0);
+    memcpy(o, keep, sizeof keep);
+    lse = -7; lse2 = -inf; o2[0] = (float)NAN; o2[1] = inf;   /* neutral, whatever stands beside */
+    ra_merge(o, &lse, o2, &lse2, 1, 2);
+    CHECK_BITS(o, keep, sizeof keep);
+    CHECK(lse == -7);
+    lse = -inf; lse2 = -7; o2[0] = 5; o2[1] = 8; o[0] = inf; o[1] = (float)NAN;
+    ra_merge(o, &lse, o2, &lse2, 1, 2);
+    CHECK_BITS(o, o2, sizeof o);
+    CHECK(lse == -7);
+    lse = lse2 = -inf; o[0] = o[1] = 0; o2[0] = (float)NAN;   /* both */
+    ra_merge(o, &lse, o2, &lse2, 1, 2);
+    CHECK(o[0] == 0 && o[1] == 0 && lse == -inf);
+    lse = 3e38f; lse2 = 3e38f; o2[0] = 5;
+    ra_merge(o, &lse, o2, &lse2, 1, 2);
+    CHECK(o[0] == 2.5f && lse == 3e38f);
+}
+
+/* -------------------------------------------------------------------------- L1 */
+/* Same bits for every nth and order of threads; a byte less of workspace is refused. */
+TEST(attention_threads)
+{
+    want w = { -1, 0, 1, -1, 2e6 };
+    int64_t i, n = 40;
+    for (i = 0; i < n; i++) {
+        problem p;
+        setup s;
+        outcome first, r;
+        h_rng rng = h_case_rng(i);
+        int nth;
+        size_t o_bytes, lse_bytes;
+        if (!h_case(i)) continue;
+        random_problem(&p, &rng, &w);
+        if (i % 3 == 0) {                               /* decoding: its own form */
+            int b;
+            p.q_max = 0;
+            for (b = 0; b < p.B; b++) {
+                p.tq[b] = h_range(&rng, 1, 4);
+                if (p.tq[b] > p.q_max) p.q_max = p.tq[b];
+            }
+        }
+        problem_data(&p, &rng);
+        random_setup(&s, &p, &rng, &w);
+        s.layout = RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 3);
+        s.call = CALL_ATTENTION;
+        s.threads = 1;
+        compare(&p, &s);
+        first = world_run(&p, &s);
+        o_bytes = (size_t)(p.B * p.q_max * p.Hq * p.Dv) * 4;
+        lse_bytes = (size_t)(p.B * p.q_max * p.Hq) * 4;
+        for (nth = 2; nth <= 5 && first.status == RA_OK; nth++) {
+            s.threads = nth;
+            s.seed += 8;               /* another order, the same descriptor */
+            describe_case(&p, &s);
+            r = world_run(&p, &s);
+            outcome_whole(&r);
+            CHECK_BITS(r.o, first.o, o_bytes);
+            CHECK_BITS(r.lse, first.lse, lse_bytes);
+            outcome_free(&r);
+        }
+        outcome_free(&first);
+        setup_free(&s);
+        problem_free(&p);
+    }
+}
+
+TEST(attention_workspace)
+{
+    float q[5 * 8], o[5 * 8];
+    ra_desc d;
+    ra_tensors t;
+    scratch w;
+    int nth;
+    memset(q, 0, sizeof q);
+    memset(&t, 0, sizeof t);
+    t.q.data = t.k.data = t.v.data = q;
+    t.o.data = o;
+    memset(&d, 0, sizeof d);
+    d.q_heads = d.kv_heads = 1; d.k_dim = d.v_dim = 8; d.tokens = 5;
+    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+    d.mask.kind = RA_MASK_CAUSAL;
+    for (nth = 1; nth <= 5; nth++) {
+        w = scratch_for(&d, nth);
+        CHECK(w.bytes > 0);
+        CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, nth), RA_OK);
+        CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes - 1, 0, nth), RA_E_WORKSPACE);
+        CHECK_EQ(ra_attention(&d, &t, (uint8_t *)w.mem + 4, w.bytes, 0, nth), RA_E_ALIGN);
+        free(w.raw);
+    }
+    d.tokens = 0;
+    CHECK_EQ(ra_attention_bytes(&d, 1), 0);
+}
+
+/* Decoding: 1 to 4 queries (in a form of their own), or 5 (which have not), after many keys, from
+ * any dtypes, with NaN in every key that nobody sees and sometimes in one that is seen. */
+TEST(decoding)
+{
+    int64_t i, k, q, n = h_run.large ? 2000 : 126;
+    for (i = 0; i < n; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        int nth;
+        outcome first, got;
+        if (!h_case(i)) continue;
+        problem_shape(&p, h_range(&r, 1, 5), 4, i % 2 ? 2 : 1, random_dim(&r), random_dim(&r));
+        p.q_offset = i % 3 ? h_range(&r, 0, 200) : h_range(&r, 1000, 5000);
+        p.tk[0] = p.k_max = p.q_offset + p.q_max;
+        problem_mask(&p, &r, (int)(i % MASKS));
+        if (h_one_in(&r, 2)) problem_options(&p, &r, (int)h_range(&r, 0, 31));
+        if (h_one_in(&r, 2)) {
+            problem_dtypes(&p, (int32_t)h_range(&r, 1, 3), (int32_t)h_range(&r, 1, 3),
+                           (int32_t)h_range(&r, 1, 3), (int32_t)h_range(&r, 1, 3));
+        }
+        problem_data(&p, &r);
+        for (k = 0; k < p.k_max; k++) {
+            int seen = h_one_in(&r, 4000);
+            for (q = 0; q < p.q_max; q++) seen += visible(&p.mask, p.q_offset + q, k) ? 2 : 0;
+            if (seen < 2) p.k[k * p.Hkv * p.Dk] = p.v[(k * p.Hkv + 1) * p.Dv - 1] = (float)NAN;
+            if (seen & 1) p.v[k * p.Hkv * p.Dv] = (float)NAN;
+        }
+        setup_plain(&s, 1, RA_LAYOUT_CONTIGUOUS + (int32_t)h_range(&r, 0, 2));
+        s.call = CALL_ATTENTION;
+        s.threads = 1;
+        s.isa = random_isa(&r);
+        s.strides = (int32_t)h_range(&r, STRIDES_PACKED, STRIDES_MIXED);
+        compare(&p, &s);
+        first = world_run(&p, &s);
+        for (nth = 2; nth <= 4; nth++) {
+            s.threads = nth;
+            got = world_run(&p, &s);
+            CHECK_BITS(got.o, first.o, p.q_max * p.Hq * p.Dv * 4);
+            CHECK_BITS(got.lse, first.lse, p.q_max * p.Hq * 4);
+            outcome_free(&got);
+        }
+        outcome_free(&first);
+        problem_free(&p);
+    }
+}
+
+/* A ring-buffer cache: key p in cell p mod cells, so out of order, with cells not yet filled, and a
+ * kept prefix that is never overwritten. */
+TEST(ring_buffer_cache)
+{
+    int64_t i, k;
+    for (i = 0; i < 36; i++) {
+        problem p;
+        setup s;
+        ra_desc d;
+        h_rng r = h_case_rng(i);
+        int64_t cells = 300, past = i % 3 == 0 ? 100 : i % 3 == 1 ? 300 : 1000;
+        int64_t new_tokens = i % 4 == 0 ? 1 : i % 4 == 1 ? 3 : 40;
+        int32_t *c;
+        if (!h_case(i)) continue;
+        problem_shape(&p, new_tokens, 4, 2, 32, 32);
+        p.q_offset = past;
+        p.tk[0] = p.k_max = past + new_tokens;
+        p.mask.kind = RA_MASK_CAUSAL;
+        p.mask.window = 250;
+        p.mask.keep = i % 2 ? 4 : 0;
+        p.absent = (uint8_t *)calloc((size_t)p.k_max, 1);
+        setup_plain(&s, 1, RA_LAYOUT_ARRAY);
+        s.k_rows[0] = cells + 50;
+        s.q_rows[0] = new_tokens;
+        s.k_cells[0] = c = (int32_t *)malloc((size_t)s.k_rows[0] * sizeof *c);
+        s.q_cells[0] = (int32_t *)malloc((size_t)new_tokens * sizeof *c);
+        memset(c, 0xFF, (size_t)s.k_rows[0] * sizeof *c);
+        for (k = 0; k < new_tokens; k++) s.q_cells[0][k] = (int32_t)(past + k);
+        for (k = 0; k < p.k_max; k++) c[k < 4 ? k : 4 + (k - 4) % (cells - 4)] = (int32_t)k;
+        memset(p.absent, 1, (size_t)p.k_max);
+        for (k = 0; k < s.k_rows[0]; k++) if (c[k] >= 0) p.absent[c[k]] = 0;
+        problem_data(&p, &r);
+        s.call = i % 2 ? CALL_ATTENTION : CALL_FORWARD;
+        s.threads = 1 + (int32_t)(i % 3);
+        s.isa = random_isa(&r);
+        d = describe(&p, &s, 0);
+        CHECK_EQ(d.kv_tokens, cells + 50);
+        compare(&p, &s);
+        setup_free(&s);
+        problem_free(&p);
+    }
+}
+
+/* One ring serves plans of several shapes in turn, and each pass is as if it were alone. */
+typedef struct two_plans { world w[2]; } two_plans;
+
+static ra_status two_plans_rank(ra_world *library_world, int rank, void *user)
+{
+    two_plans *y = (two_plans *)user;
+    ra_plan *plans[2] = { NULL, NULL };
+    ra_plan_report g;
+    ra_ring *ring = NULL;
+    ra_ring_desc rd;
+    ra_status status = RA_OK;
+    int i;
+    memset(&rd, 0, sizeof rd);
+    for (i = 0; i < 2 && status == RA_OK; i++) {
+        status = ra_plan_create(&plans[i], &y->w[i].seats[rank].d, NULL);
+        if (status == RA_OK) status = ra_plan_query(plans[i], rank, &g);
+        if (status == RA_OK && (size_t)g.shared_workspace_bytes > rd.workspace_bytes) {
+            rd.workspace_bytes = (size_t)g.shared_workspace_bytes;
+        }
+    }
+    if (status == RA_OK) {
+        status = ra_ring_create(&ring, plans[0], ra_world_transport(library_world, rank), &rd);
+    }
+    for (i = 0; i < 5 && status == RA_OK; i++) {
+        status = ra_forward(plans[i % 2], ring, &y->w[i % 2].seats[rank].t, ra_deadline_ms(60000));
+    }
+    ra_ring_destroy(ring);
+    ra_plan_destroy(plans[0]);
+    ra_plan_destroy(plans[1]);
+    y->w[0].seats[rank].status = y->w[1].seats[rank].status = status;
+    return status;
+}
+
+TEST(a_ring_serves_several_plans)
+{
+    static two_plans y;
+    int64_t i;
+    int k;
+    for (i = 0; i < 12; i++) {
+        want w = { -1, -1, 4, -1, 3e5 };
+        h_rng r = h_case_rng(i);
+        problem p[2];
+        setup s[2];
+        if (!h_case(i)) continue;
+        for (k = 0; k < 2; k++) {
+            random_problem(&p[k], &r, &w);
+            random_setup(&s[k], &p[k], &r, &w);
+            problem_data(&p[k], &r);
+            s[k].no_lse = 0;
+            CHECK_EQ(world_open(&y.w[k], &p[k], &s[k]), RA_OK);
+        }
+        CHECK_EQ(ra_world_run(4, two_plans_rank, &y, NULL), RA_OK);
+        for (k = 0; k < 2; k++) {
+            outcome got = outcome_gather(&y.w[k]);
+            truth t = oracle(&p[k]);
+            verdict v;
+            describe_case(&p[k], &s[k]);
+            if (outcome_whole(&got)) {
+                v = outcome_judge(&got, &p[k], &t);
+                CHECK(v.o_ratio <= 1);
+                CHECK(v.lse_ratio <= 1);
+            }
+            truth_free(&t);
+            outcome_free(&got);
+        }
+        for (k = 0; k < 2; k++) { setup_free(&s[k]); problem_free(&p[k]); }
+    }
+}
+
+/* The plain signature: prefill, chunks after a past, decode, windows. */
+TEST(simple_signature)
+{
+    static const int dims[6] = { 64, 128, 8, 80, 256, 3 };
+    int64_t i;
+    for (i = 0; i < 90; i++) {
+        problem p;
+        outcome r;
+        truth t;
+        verdict w;
+        setup s;
+        h_rng rng = h_case_rng(i);
+        int64_t nq = i % 3 ? h_range(&rng, 1, 5) : h_range(&rng, 5, 130);
+        int64_t past = h_range(&rng, 0, 300);
+        if (!h_case(i)) continue;
+        problem_shape(&p, nq, 4, i % 2 ? 4 : 2, dims[i % 6], dims[i % 6]);
+        p.q_offset = i % 4 ? past : 0;
+        p.tk[0] = p.k_max = p.q_offset + nq;
+        p.mask.kind = RA_MASK_CAUSAL;
+        if (i % 5 < 2) p.mask.window = h_range(&rng, 1, 200);
+        if (i % 7 == 0) { p.scale = 0.25f; p.loose = 1; }
+        problem_data(&p, &rng);
+        setup_plain(&s, 1, RA_LAYOUT_CONTIGUOUS);
+        describe_case(&p, &s);
+        memset(&r, 0, sizeof r);
+        r.o = floats(nq * 4 * p.Dv);
+        r.lse = floats(nq * 4);
+        CHECK_EQ(ra_attention_simple(r.o, p.q, p.k, p.v, (int)nq, (int)p.k_max, 4, p.Hkv, p.Dk,
+                                     p.scale, i % 5 < 2 ? (int)p.mask.window : -(int)(i % 2),
+                                     (int)p.q_offset), RA_OK);
+        t = oracle(&p);
+        for (past = 0; past < nq * 4; past++) r.lse[past] = (float)t.lse[past];
+        w = outcome_judge(&r, &p, &t);
+        CHECK(w.o_ratio <= 1);
+        truth_free(&t);
+        outcome_free(&r);
+        problem_free(&p);
+    }
+}
+
+static const h_test tests[] = {
+    ENTRY(masks_and_layouts), ENTRY(dtypes), ENTRY(score_changes), ENTRY(everything_at_random),
+    ENTRY(world_sizes), ENTRY(long_sequences_5_heads_of_128), ENTRY(packed_documents),
+    ENTRY(grouped_heads), ENTRY(unequal_and_large_dims), ENTRY(windows_of_512),
+    ENTRY(softcap_sinks_alibi), ENTRY(cross_attention), ENTRY(error_over_1_to_64_ranks),
+    ENTRY(huge_scores), ENTRY(rows_without_keys), ENTRY(one_nan), ENTRY(nan_in_everything_unseen),
+    ENTRY(bias_of_minus_infinity), ENTRY(one_key_gives_its_value),
+    ENTRY(positions_near_the_limit), ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials),
+    ENTRY(merge_corners), ENTRY(attention_threads), ENTRY(attention_workspace),
+    ENTRY(decoding),
+    ENTRY(ring_buffer_cache), ENTRY(a_ring_serves_several_plans), ENTRY(simple_signature)
+};
+
+int main(int argc, char **argv)
+{
+    return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+}

@@ -1,0 +1,720 @@
+/* The plan's figures: against formulas derived by hand, against brute force over all pairs, and
+ * against the counters of runs; and memory: workspaces to the byte, no allocation in a pass. */
+#include "harness.h"
+
+/* Every allocation of the implementation goes through here, so that none can hide. */
+static void *counted_malloc(size_t bytes);
+static void counted_free(void *p);
+#include <pthread.h>
+#include <sched.h>
+#include <time.h>
+#define RINGATTN_IMPLEMENTATION
+#define malloc  counted_malloc
+#define calloc  no_calloc              /* neither is used: they would not link */
+#define realloc no_realloc
+#define free    counted_free
+#include "ringattn.h"
+#undef malloc
+#undef calloc
+#undef realloc
+#undef free
+#include "oracle.h"
+#include "world.h"
+
+static pthread_mutex_t heap_lock = PTHREAD_MUTEX_INITIALIZER;
+static int64_t heap_calls, heap_live;
+
+static void heap_count(int64_t live)
+{
+    pthread_mutex_lock(&heap_lock);
+    heap_calls++;
+    heap_live += live;
+    pthread_mutex_unlock(&heap_lock);
+}
+
+static void *counted_malloc(size_t bytes) { heap_count(1); return malloc(bytes); }
+static void counted_free(void *p)
+{
+    if (p) heap_count(-1);
+    free(p);
+}
+
+/* -------------------------------------------------------------------------- sums over ranks */
+typedef struct totals { int64_t bytes, chunks, hops, skipped, tokens; ra_plan_report last; } totals;
+
+/* Figures of a plan over all ranks. tokens: what travels, in tokens times hops, from the bytes. */
+static totals plan_totals(const problem *p, const setup *s)
+{
+    totals t;
+    ra_plan *plan = NULL;
+    ra_plan_report r;
+    ra_error e;
+    ra_desc d = describe(p, s, 0);
+    int rank;
+    int64_t out = 0, row = p->Hkv * (p->Dk + p->Dv) * 4;
+    memset(&t, 0, sizeof t);
+    memset(&e, 0, sizeof e);
+    d.error = &e;
+    describe_case(p, s);
+    if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) {
+        printf("    %s: %s\n", e.field, e.text);
+        return t;
+    }
+    for (rank = 0; rank < s->ranks; rank++) {
+        CHECK_EQ(ra_plan_query(plan, rank, &r), RA_OK);
+        t.bytes += r.bytes_in;
+        t.chunks += r.chunks_in;
+        t.hops += r.hops;
+        t.skipped += r.hops_skipped;
+        out += r.bytes_out;
+        t.last = r;
+    }
+    CHECK_EQ(out, t.bytes);
+    CHECK_EQ(t.hops + t.skipped, (int64_t)p->B * s->ranks * (s->ranks - 1));
+    CHECK_EQ((t.bytes - 64 * t.chunks) % row, 0);
+    t.tokens = (t.bytes - 64 * t.chunks) / row;
+    ra_plan_destroy(plan);
+    return t;
+}
+
+static void shape_for_hops(problem *p, setup *s, int64_t tokens, int ranks, int32_t layout)
+{
+    problem_shape(p, tokens, 2, 1, 16, 12);    /* rows of 64 and 48 bytes: 64 tokens need no pad */
+    p->mask.kind = RA_MASK_CAUSAL;
+    memset(s, 0, sizeof *s);
+    s->ranks = ranks;
+    s->layout = layout;
+    s->chunk_tokens = 64;
+}
+
+/* Totals in shards, twice, at P ranks with shards of n blocks. SCHEDULE section 4: unpruned
+ * P(P-1); causal contiguous up P(P-1)/2; zigzag down 3P(P-1)/4; striped P(P-1). */
+TEST(travel_of_causal_masks)
+{
+    int P, n;
+    for (P = 2; P <= 8; P++) for (n = 2; n <= 4; n += 2) {
+        problem p;
+        setup s;
+        totals t;
+        int64_t shard = 64 * n;
+        if (!h_case(10 * P + n)) continue;
+        shape_for_hops(&p, &s, P * shard, P, RA_LAYOUT_CONTIGUOUS);
+        t = plan_totals(&p, &s);
+        CHECK_EQ(2 * t.tokens, P * (P - 1) * shard);
+        CHECK_EQ(t.hops, P * (P - 1) / 2);
+        CHECK_EQ(t.last.direction, 1);
+        CHECK_EQ(t.last.order, RA_ORDER_DESC);
+        CHECK_EQ(t.bytes, t.chunks * (64 + 64 * 64 + 64 * 48));
+        CHECK_EQ(2 * t.chunks, P * (P - 1) * n);
+        s.layout = RA_LAYOUT_ZIGZAG;
+        t = plan_totals(&p, &s);
+        CHECK_EQ(4 * t.tokens, 3 * P * (P - 1) * shard);
+        if (P > 2) CHECK_EQ(t.last.direction, -1);
+        CHECK_EQ(t.last.order, RA_ORDER_TURN);
+        s.layout = RA_LAYOUT_STRIPED;
+        t = plan_totals(&p, &s);
+        CHECK_EQ(t.tokens, P * (P - 1) * shard);
+    }
+}
+
+TEST(travel_without_a_mask)
+{
+    int i;
+    for (i = 0; i < 24; i++) {
+        int P = 1 + i / 3;
+        problem p;
+        setup s;
+        totals t;
+        if (!h_case(i)) continue;
+        shape_for_hops(&p, &s, P * 128, P, RA_LAYOUT_CONTIGUOUS + i % 3);
+        p.mask.kind = RA_MASK_NONE;
+        t = plan_totals(&p, &s);
+        CHECK_EQ(t.tokens, P * (P - 1) * 128);
+        CHECK_EQ(t.hops, P * (P - 1));
+    }
+}
+
+/* A window of T/16 at P = 8: 3.5 shards contiguous, 28 zigzag in either direction, 56 striped; and
+ * a window of a block, or a token: what lies within a shard stays at home. */
+TEST(travel_of_windows)
+{
+    static const int64_t windows[4] = { 64, 1, 65, 129 };
+    static const int64_t contiguous[4] = { 7 * 64, 0, 7 * 64, 7 * 128 };
+    problem p;
+    setup s;
+    int i;
+    for (i = 0; i < 4; i++) {
+        if (!h_case(i)) continue;
+        shape_for_hops(&p, &s, 8 * 128, 8, RA_LAYOUT_CONTIGUOUS);
+        p.mask.window = windows[i];
+        CHECK_EQ(plan_totals(&p, &s).tokens, contiguous[i]);
+        if (i) continue;
+        s.layout = RA_LAYOUT_ZIGZAG;
+        CHECK_EQ(plan_totals(&p, &s).tokens, 28 * 128);
+        s.layout = RA_LAYOUT_STRIPED;
+        CHECK_EQ(plan_totals(&p, &s).tokens, 56 * 128);
+    }
+}
+
+/* Hop by hop, by hand: 3 ranks, 200 tokens, more than one kind of rounding. Too few blocks for the
+ * grid (4 < 6), so shards of 67, 67, 66 tokens; causal, upwards: rank 0's keys go to 1 and 2. */
+TEST(bytes_to_the_byte)
+{
+    problem p;
+    setup s;
+    ra_desc d;
+    ra_plan *plan = NULL;
+    ra_plan_report r[3];
+    int i, f32 = 4, f16 = 2;
+    int64_t a, b, row_k = 2 * 5 * f32, row_v = 2 * 3 * f16;
+    problem_shape(&p, 200, 4, 2, 5, 3);
+    problem_dtypes(&p, RA_F32, RA_F32, RA_F16, RA_F32);
+    p.mask.kind = RA_MASK_CAUSAL;
+    memset(&s, 0, sizeof s);
+    s.ranks = 3;
+    s.layout = RA_LAYOUT_CONTIGUOUS;
+    s.chunk_tokens = 128;                              /* one message a shard */
+    d = describe(&p, &s, 0);
+    if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) return;
+    for (i = 0; i < 3; i++) CHECK_EQ(ra_plan_query(plan, i, &r[i]), RA_OK);
+    a = 64 + (67 * row_k + 63) / 64 * 64 + (67 * row_v + 63) / 64 * 64;
+    b = a;
+    CHECK_EQ(r[0].q_rows, 67); CHECK_EQ(r[1].k_rows, 67); CHECK_EQ(r[2].q_rows, 66);
+    CHECK_EQ(r[0].bytes_in, 0);
+    CHECK_EQ(r[0].bytes_out, a);
+    CHECK_EQ(r[1].bytes_in, a);
+    CHECK_EQ(r[1].bytes_out, a + b);
+    CHECK_EQ(r[2].bytes_in, a + b);
+    CHECK_EQ(r[2].bytes_out, 0);
+    CHECK_EQ(r[2].chunks_in, 2);
+    CHECK_EQ(r[2].hops, 2);
+    CHECK_EQ(r[0].hops_skipped, 2);
+    CHECK_EQ(r[1].chunk_bytes, a);
+    CHECK_EQ(r[0].pairs, 67 * 68 / 2);
+    CHECK_EQ(r[2].flops, 2 * (5 + 3) * 4 * r[2].pairs);
+    CHECK_EQ(r[1].resident_bytes, 67 * (4 * (5 * f32 + 3 * f32 + 4) + row_k + row_v));
+    ra_plan_destroy(plan);
+}
+
+/* -------------------------------------------------------------------------- brute force */
+/* Where interval bounds over the rows of a tile say exactly what the pairs say. */
+static int bounds_are_exact(int m)
+{
+    return m == M_NONE || m == M_CAUSAL || m == M_WINDOW || m == M_LEFT || m == M_RIGHT ||
+           m == M_BOTH || m == M_PREFIX || m == M_PREFIX_WINDOW || m == M_BLOCK || m == M_DOCS ||
+           m == M_DOCS_CAUSAL || m == M_DOCS_PREFIX;
+}
+
+typedef struct tiles { int64_t empty, partial, full, pairs; } tiles;
+
+/* Tiles of the rows from `row` on (at most 64, of one run) against those of a key block. */
+static void count_tile(const problem *p, const int32_t *q, int64_t nq, const int32_t *k, int64_t nk,
+                       tiles *t)
+{
+    int64_t i, j, seen = 0;
+    for (i = 0; i < nq; i++) for (j = 0; j < nk; j++) seen += visible(&p->mask, q[i], k[j]);
+    t->pairs += seen;
+    if (seen == 0) t->empty += p->Hq;
+    else if (seen == nq * nk) t->full += p->Hq;
+    else t->partial += p->Hq;
+}
+
+/* Rows of a block from row i on: up to 64, as long as positions step evenly. */
+static int64_t block_rows(const int32_t *pos, int64_t i, int64_t n)
+{
+    int64_t j = i + 1;
+    while (j < n && j - i < 64 && pos[j] - pos[j - 1] == pos[i + 1] - pos[i]) j++;
+    return j - i;
+}
+
+static tiles rank_tiles(const world *w, int rank)
+{
+    const problem *p = w->p;
+    const seat *q = &w->seats[rank], *k;
+    tiles t = { 0, 0, 0, 0 };
+    int64_t i, j, nq, nk;
+    int b, other;
+    for (b = 0; b < p->B; b++) for (i = 0; i < q->q_len[b]; i += nq) {
+        const int32_t *qp = q->q_pos + b * q->q_rows;
+        nq = block_rows(qp, i, q->q_len[b]);
+        for (other = 0; other < w->s->ranks; other++) {
+            k = &w->seats[other];
+            for (j = 0; j < k->k_len[b]; j += nk) {
+                const int32_t *kp = k->k_pos + b * k->k_rows;
+                nk = block_rows(kp, j, k->k_len[b]);
+                count_tile(p, qp + i, nq, kp + j, nk, &t);
+            }
+        }
+    }
+    return t;
+}
+
+static void world_close(world *w)
+{
+    int rank;
+    for (rank = 0; rank < w->s->ranks; rank++) seat_free(&w->seats[rank]);
+}
+
+/* Every mask on the grid, contiguous, zigzag and striped: tiles by class, pairs, flops. */
+TEST(tiles_by_brute_force)
+{
+    static world w;
+    int64_t index;
+    for (index = 0; index < 3 * MASKS; index++) {
+        int m = (int)(index % MASKS), rank;
+        h_rng r = h_case_rng(index);
+        problem p;
+        setup s;
+        ra_plan *plan = NULL;
+        if (!h_case(index)) continue;
+        problem_shape(&p, h_range(&r, 380, 450), 2, 1, 4, 4);
+        p.B = (int32_t)h_range(&r, 1, 2);
+        p.tq[1] = p.tk[1] = p.q_max;
+        problem_mask(&p, &r, m);
+        problem_data(&p, &r);
+        memset(&s, 0, sizeof s);
+        s.ranks = (int32_t)h_range(&r, 1, 3);          /* at least 2 blocks a rank: on the grid */
+        s.layout = RA_LAYOUT_CONTIGUOUS + (int32_t)(index / MASKS);
+        s.chunk_tokens = (int32_t)h_range(&r, 1, 200);
+        describe_case(&p, &s);
+        if (CHECK_EQ(world_open(&w, &p, &s), RA_OK) &&
+            CHECK_EQ(ra_plan_create(&plan, &w.seats[0].d, NULL), RA_OK)) {
+            for (rank = 0; rank < s.ranks; rank++) {
+                tiles t = rank_tiles(&w, rank);
+                ra_plan_report g;
+                CHECK_EQ(ra_plan_query(plan, rank, &g), RA_OK);
+                CHECK_EQ(g.pairs, t.pairs);
+                CHECK_EQ(g.flops, 2 * (p.Dk + p.Dv) * p.Hq * t.pairs);
+                CHECK_EQ(g.tiles_empty + g.tiles_partial + g.tiles_full,
+                         t.empty + t.partial + t.full);
+                CHECK(g.tiles_empty <= t.empty);
+                CHECK(g.tiles_full <= t.full);
+                if (bounds_are_exact(m) && s.layout != RA_LAYOUT_STRIPED) {
+                    CHECK_EQ(g.tiles_empty, t.empty);
+                    CHECK_EQ(g.tiles_full, t.full);
+                }
+            }
+        }
+        ra_plan_destroy(plan);
+        world_close(&w);
+        problem_free(&p);
+    }
+}
+
+/* Pairs of RUNS with absent keys, and of sequences of different lengths. */
+TEST(pairs_by_brute_force)
+{
+    static world w;
+    want want_ = { -1, 0, 0, 0, 2e5 };
+    int64_t index;
+    for (index = 0; index < 60; index++) {
+        static const int layouts[4] = { L_RUNS, L_CONTIGUOUS_W, L_ZIGZAG_W, L_STRIPED };
+        h_rng r = h_case_rng(index);
+        problem p;
+        setup s;
+        int rank;
+        ra_plan *plan = NULL;
+        if (!h_case(index)) continue;
+        want_.layout = layouts[index % 4];
+        random_problem(&p, &r, &want_);
+        random_setup(&s, &p, &r, &want_);
+        problem_data(&p, &r);
+        describe_case(&p, &s);
+        if (CHECK_EQ(world_open(&w, &p, &s), RA_OK) &&
+            CHECK_EQ(ra_plan_create(&plan, &w.seats[0].d, NULL), RA_OK)) {
+            for (rank = 0; rank < s.ranks; rank++) {
+                ra_plan_report g;
+                CHECK_EQ(ra_plan_query(plan, rank, &g), RA_OK);
+                CHECK_EQ(g.pairs, rank_tiles(&w, rank).pairs);
+            }
+        }
+        ra_plan_destroy(plan);
+        world_close(&w);
+        setup_free(&s);
+        problem_free(&p);
+    }
+}
+
+/* -------------------------------------------------------------------------- against runs */
+static void check_counters(const setup *s, const outcome *o)
+{
+    int rank, shared = s->wire == WIRE_SHARED;
+    int64_t in = 0, out = 0;
+    for (rank = 0; rank < s->ranks; rank++) {
+        const ra_plan_report *r = &o->report[rank];
+        const ra_ring_counters *c = &o->counters[rank];
+        CHECK_EQ(c->tiles_empty, r->tiles_empty);
+        CHECK_EQ(c->tiles_partial, r->tiles_partial);
+        CHECK_EQ(c->tiles_full, r->tiles_full);
+        CHECK_EQ(c->tiles_all, r->tiles_partial + r->tiles_full);
+        if (s->ranks > 1) {
+            CHECK_EQ(c->bytes_in, shared ? r->shared_bytes_in : r->bytes_in);
+            CHECK_EQ(c->bytes_out, shared ? r->shared_bytes_out : r->bytes_out);
+        }
+        CHECK_EQ(c->chunks_in, r->chunks_in);
+        CHECK_EQ(c->chunks_out, r->chunks_out);
+        CHECK_EQ(c->state, RA_RING_IDLE);
+        CHECK(c->peak_bytes > 0);
+        CHECK(c->peak_bytes <= (shared ? r->shared_workspace_bytes : r->workspace_bytes));
+        in += c->bytes_in;
+        out += c->bytes_out;
+    }
+    CHECK_EQ(in, out);
+}
+
+/* A run counts what the plan said, in a workspace as small as it said; every rank's plan says the
+ * same about every rank. */
+TEST(counters_of_random_runs)
+{
+    want w = { -1, -1, 0, -1, 3e5 };
+    int64_t i, n = h_run.large ? 5000 : 150;
+    int rank;
+    for (i = 0; i < n; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        outcome o;
+        ra_plan *plan = NULL;
+        ra_desc d;
+        if (!h_case(i)) continue;
+        random_problem(&p, &r, &w);
+        random_setup(&s, &p, &r, &w);
+        problem_data(&p, &r);
+        s.call = (int32_t)h_range(&r, CALL_FORWARD, CALL_JOIN);
+        s.threads = s.call >= CALL_STEP ? (int32_t)h_range(&r, 1, 3) : 0;
+        s.exact = 1;
+        describe_case(&p, &s);
+        o = world_run(&p, &s);
+        if (outcome_whole(&o)) {
+            check_counters(&s, &o);
+            d = describe(&p, &s, (int)h_range(&r, 0, s.ranks - 1));
+            CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
+            for (rank = 0; plan && rank < s.ranks; rank++) {
+                ra_plan_report g;
+                CHECK_EQ(ra_plan_query(plan, rank, &g), RA_OK);
+                CHECK_BITS(&g, &o.report[rank], sizeof g);
+            }
+            ra_plan_destroy(plan);
+        }
+        outcome_free(&o);
+        setup_free(&s);
+        problem_free(&p);
+    }
+}
+
+/* -------------------------------------------------------------------------- layouts */
+/* The rules of ra_layout, where they say exactly which positions a rank holds. */
+TEST(positions_of_layouts)
+{
+    static world w;
+    problem p;
+    setup s;
+    h_rng r = h_case_rng(0);
+    int64_t i, rank;
+    static const int32_t weights[4] = { 1, 0, 4, 3 };  /* of 8 blocks */
+    static const int64_t firsts[4] = { 0, 64, 64, 320 }, counts[4] = { 64, 0, 256, 180 };
+    problem_shape(&p, 500, 1, 1, 4, 4);
+    p.q_offset = 7;
+    p.tk[0] = p.k_max = 507;
+    problem_data(&p, &r);
+    memset(&s, 0, sizeof s);
+    s.ranks = 4;
+    s.layout = RA_LAYOUT_STRIPED;
+    CHECK_EQ(world_open(&w, &p, &s), RA_OK);
+    for (rank = 0; rank < 4; rank++) {
+        CHECK_EQ(w.seats[rank].q_rows, 125);
+        CHECK_EQ(w.seats[rank].k_rows, rank < 3 ? 127 : 126);
+        for (i = 0; i < 125; i++) CHECK_EQ(w.seats[rank].q_pos[i], 7 + rank + 4 * i);
+        for (i = 0; i < 126; i++) CHECK_EQ(w.seats[rank].k_pos[i], rank + 4 * i);
+    }
+    world_close(&w);
+    s.layout = RA_LAYOUT_CONTIGUOUS;
+    s.weighted = 1;
+    memcpy(s.weights, weights, sizeof weights);
+    CHECK_EQ(world_open(&w, &p, &s), RA_OK);
+    for (rank = 0; rank < 4; rank++) {
+        CHECK_EQ(w.seats[rank].q_rows, counts[rank]);
+        for (i = 0; i < counts[rank]; i++) CHECK_EQ(w.seats[rank].q_pos[i], 7 + firsts[rank] + i);
+        CHECK_EQ(w.seats[rank].k_rows, counts[rank] + (rank == 3 ? 7 : 0));
+    }
+    world_close(&w);
+    s.layout = RA_LAYOUT_ZIGZAG;
+    s.weighted = 0;                                    /* 8 blocks: pairs {0,7} {1,6} {2,5} {3,4} */
+    CHECK_EQ(world_open(&w, &p, &s), RA_OK);
+    for (rank = 0; rank < 4; rank++) {
+        int64_t back = 7 + 64 * (7 - rank), n = rank ? 128 : 64 + 500 - 448;
+        CHECK_EQ(w.seats[rank].q_rows, n);
+        for (i = 0; i < 64; i++) CHECK_EQ(w.seats[rank].q_pos[i], 7 + 64 * rank + i);
+        for (i = 64; i < n; i++) CHECK_EQ(w.seats[rank].q_pos[i], back + i - 64);
+    }
+    world_close(&w);
+    problem_free(&p);
+}
+
+/* -------------------------------------------------------------------------- memory */
+/* Exactly the workspace that the plan named is enough, a byte less is not, and 64 is the alignment;
+ * for copying and for shared transports. */
+TEST(workspace_to_the_byte)
+{
+    want w = { -1, -1, 0, -1, 2e5 };
+    int64_t i;
+    for (i = 0; i < 60; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        hub u;
+        hub_end end;
+        ra_world *shared = NULL;
+        ra_world_desc wd;
+        ra_transport t;
+        ra_plan *plan = NULL;
+        ra_plan_report g;
+        ra_desc d;
+        int kind;
+        if (!h_case(i)) continue;
+        random_problem(&p, &r, &w);
+        random_setup(&s, &p, &r, &w);
+        describe_case(&p, &s);
+        d = describe(&p, &s, (int)h_range(&r, 0, s.ranks - 1));
+        memset(&wd, 0, sizeof wd);
+        wd.ranks = s.ranks;
+        memset(&end, 0, sizeof end);
+        hub_open(&u, s.ranks, s.seed);
+        end.hub = &u;
+        end.rank = d.rank;
+        t = hub_transport(&end, WIRE_POST, s.seed);
+        CHECK_EQ(ra_world_create(&shared, &wd), RA_OK);
+        CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
+        if (!plan || ra_plan_query(plan, d.rank, &g) != RA_OK) continue;
+        for (kind = 0; kind < 2 && s.ranks > 1; kind++) {
+            const ra_transport *by = kind ? ra_world_transport(shared, d.rank) : &t;
+            size_t bytes = (size_t)(kind ? g.shared_workspace_bytes : g.workspace_bytes);
+            uint8_t *raw = (uint8_t *)malloc(bytes + 64);
+            ra_ring_desc rd;
+            ra_ring *ring = NULL;
+            memset(&rd, 0, sizeof rd);
+            rd.workspace = raw + (64 - (uintptr_t)raw % 64) % 64;
+            rd.workspace_bytes = bytes;
+            CHECK_EQ(ra_ring_create(&ring, plan, by, &rd), RA_OK);
+            CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+            ring = NULL;
+            rd.workspace_bytes = bytes - 1;
+            CHECK_EQ(ra_ring_create(&ring, plan, by, &rd), RA_E_WORKSPACE);
+            CHECK(ring == NULL);
+            rd.workspace_bytes = bytes;
+            rd.workspace = (uint8_t *)rd.workspace + 16;
+            CHECK_EQ(ra_ring_create(&ring, plan, by, &rd), RA_E_ALIGN);
+            free(raw);
+        }
+        ra_plan_destroy(plan);
+        ra_world_destroy(shared);
+        hub_close(&u);
+        setup_free(&s);
+        problem_free(&p);
+    }
+}
+
+/* At fixed chunk_tokens a rank's memory beyond the state of its queries does not grow with the
+ * sequence, and is a few chunks. An f32 output holds the sums: the state is then m and l alone. */
+TEST(memory_is_a_few_chunks)
+{
+    static const int64_t lengths[3] = { 32768, 65536, 131072 };
+    int layout, i, f16;
+    for (layout = RA_LAYOUT_CONTIGUOUS; layout <= RA_LAYOUT_STRIPED; layout++) {
+        for (f16 = 0; f16 < 2; f16++) {
+            int64_t extra[3] = { 0, 0, 0 }, shared[3] = { 0, 0, 0 };
+            for (i = 0; i < 3; i++) {
+                problem p;
+                setup s;
+                ra_desc d;
+                ra_plan *plan = NULL;
+                ra_plan_report g;
+                int64_t rows = lengths[i] / 4, state;
+                problem_shape(&p, lengths[i], 4, 2, 64, 64);
+                p.mask.kind = RA_MASK_CAUSAL;
+                if (f16) p.o_dtype = RA_F16;
+                memset(&s, 0, sizeof s);
+                s.ranks = 4;
+                s.layout = layout;
+                s.chunk_tokens = 256;
+                describe_case(&p, &s);
+                d = describe(&p, &s, 1);
+                if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) continue;
+                CHECK_EQ(ra_plan_query(plan, 1, &g), RA_OK);
+                ra_plan_destroy(plan);
+                state = rows * 4 * (f16 ? 2 + 64 : 2) * 4;
+                CHECK(g.state_bytes >= state && g.state_bytes <= state + 4096);
+                CHECK(g.chunk_bytes <= 64 + 256 * 2 * (64 + 64) * 4);
+                extra[i] = g.workspace_bytes - g.state_bytes;
+                shared[i] = g.shared_workspace_bytes - g.state_bytes;
+                CHECK(extra[i] <= (g.buffers + 4) * g.chunk_bytes + 400000);
+                CHECK(shared[i] <= extra[i]);
+            }
+            CHECK_EQ(extra[1], extra[0]);
+            CHECK_EQ(extra[2], extra[0]);
+            CHECK_EQ(shared[1], shared[0]);
+            CHECK_EQ(shared[2], shared[0]);
+        }
+    }
+}
+
+/* An allocator that counts, checks sizes on free, and fails the n-th call if asked. */
+typedef struct purse { int64_t calls, live, bytes, fail_at, wrong; } purse;
+
+static void *purse_alloc(void *ctx, size_t bytes, size_t align)
+{
+    purse *u = (purse *)ctx;
+    uint8_t *raw, *at;
+    if (++u->calls == u->fail_at) return NULL;
+    raw = (uint8_t *)malloc(bytes + align + 64);
+    at = raw + 32 + align - (uintptr_t)(raw + 32) % align;
+    memcpy(at - 16, &bytes, sizeof bytes);
+    memcpy(at - 8, &raw, sizeof raw);
+    u->live++;
+    u->bytes += (int64_t)bytes;
+    return at;
+}
+
+static void purse_free(void *ctx, void *ptr, size_t bytes)
+{
+    purse *u = (purse *)ctx;
+    size_t was;
+    void *raw;
+    if (!ptr) return;
+    memcpy(&was, (uint8_t *)ptr - 16, sizeof was);
+    memcpy(&raw, (uint8_t *)ptr - 8, sizeof raw);
+    u->wrong += was != bytes;
+    u->live--;
+    free(raw);
+}
+
+static ra_allocator purse_allocator(purse *u)
+{
+    ra_allocator a;
+    memset(u, 0, sizeof *u);
+    a.alloc = purse_alloc;
+    a.counted_free = purse_free;       /* .free, renamed with the header above */
+    a.ctx = u;
+    return a;
+}
+
+typedef struct counted { world w; purse purses[4]; int64_t before[4], after[4]; } counted;
+
+/* A rank that notes what was allocated when its ring stood, and after its passes. */
+static ra_status counted_rank(ra_world *library_world, int rank, void *user)
+{
+    counted *c = (counted *)user;
+    seat *e = &c->w.seats[rank];
+    ra_allocator a = purse_allocator(&c->purses[rank]);
+    ra_ring_desc rd;
+    int pass;
+    memset(&rd, 0, sizeof rd);
+    rd.allocator = a;
+    e->status = ra_plan_create(&e->plan, &e->d, &a);
+    CHECK_EQ(c->purses[rank].calls, 1);
+    if (e->status == RA_OK) {
+        e->status = ra_ring_create(&e->ring, e->plan, ra_world_transport(library_world, rank), &rd);
+    }
+    c->before[rank] = c->purses[rank].calls;
+    for (pass = 0; pass < 3 && e->status == RA_OK; pass++) {
+        e->status = ra_forward(e->plan, e->ring, &e->t, ra_deadline_ms(60000));
+    }
+    c->after[rank] = c->purses[rank].calls;
+    ra_ring_destroy(e->ring);
+    ra_plan_destroy(e->plan);
+    return e->status;
+}
+
+/* After ra_ring_create nothing allocates, neither from the allocator nor from malloc; with an
+ * allocator plan and ring never touch malloc; all of it is given back, in its right size. */
+TEST(nothing_allocates_in_a_pass)
+{
+    static counted c;
+    problem p;
+    setup s;
+    int64_t live = heap_live, calls;
+    int rank;
+    h_rng r = h_case_rng(0);
+    ra_world_desc wd;
+    purse worlds;
+    problem_shape(&p, 700, 4, 2, 16, 16);
+    p.mask.kind = RA_MASK_CAUSAL;
+    p.o_dtype = RA_BF16;
+    problem_data(&p, &r);
+    memset(&s, 0, sizeof s);
+    s.ranks = 4;
+    s.layout = RA_LAYOUT_ZIGZAG;
+    s.chunk_tokens = 64;
+    memset(&c, 0, sizeof c);
+    CHECK_EQ(world_open(&c.w, &p, &s), RA_OK);
+    memset(&wd, 0, sizeof wd);
+    wd.allocator = purse_allocator(&worlds);
+    calls = heap_calls;
+    CHECK_EQ(ra_world_run(4, counted_rank, &c, &wd), RA_OK);
+    CHECK_EQ(heap_calls, calls);
+    CHECK_EQ(worlds.live, 0);
+    CHECK_EQ(worlds.wrong, 0);
+    CHECK(worlds.calls > 0);
+    for (rank = 0; rank < 4; rank++) {
+        CHECK(c.before[rank] >= 2);
+        CHECK_EQ(c.after[rank], c.before[rank]);
+        CHECK_EQ(c.purses[rank].live, 0);
+        CHECK_EQ(c.purses[rank].wrong, 0);
+    }
+    CHECK_EQ(heap_live, live);
+    world_close(&c.w);
+    problem_free(&p);
+}
+
+/* The allocator failing at its n-th call, for every n: RA_E_NOMEM and nothing kept. */
+TEST(every_allocation_may_fail)
+{
+    problem p;
+    setup s;
+    ra_desc d;
+    int64_t n, failures = 0;
+    problem_shape(&p, 700, 4, 2, 16, 16);
+    p.mask.kind = RA_MASK_CAUSAL;
+    memset(&s, 0, sizeof s);
+    s.ranks = 1;
+    s.layout = RA_LAYOUT_CONTIGUOUS;
+    d = describe(&p, &s, 0);
+    for (n = 1; n < 20; n++) {
+        ra_plan *plan = NULL;
+        ra_ring *ring = NULL;
+        ra_ring_desc rd;
+        purse u;
+        ra_allocator a = purse_allocator(&u);
+        ra_status status;
+        u.fail_at = n;
+        memset(&rd, 0, sizeof rd);
+        rd.allocator = a;
+        status = ra_plan_create(&plan, &d, &a);
+        if (status == RA_OK) status = ra_ring_create(&ring, plan, NULL, &rd);
+        if (u.calls >= n) {
+            failures++;
+            CHECK_EQ(status, RA_E_NOMEM);
+            CHECK(ring == NULL);
+        } else {
+            CHECK_EQ(status, RA_OK);
+        }
+        ra_ring_destroy(ring);
+        ra_plan_destroy(plan);
+        CHECK_EQ(u.live, 0);
+        CHECK_EQ(u.wrong, 0);
+    }
+    CHECK(failures >= 2 && failures < 19);
+}
+
+static const h_test tests[] = {
+    ENTRY(travel_of_causal_masks), ENTRY(travel_without_a_mask), ENTRY(travel_of_windows),
+    ENTRY(bytes_to_the_byte), ENTRY(tiles_by_brute_force), ENTRY(pairs_by_brute_force),
+    ENTRY(counters_of_random_runs), ENTRY(positions_of_layouts), ENTRY(workspace_to_the_byte),
+    ENTRY(memory_is_a_few_chunks), ENTRY(nothing_allocates_in_a_pass),
+    ENTRY(every_allocation_may_fail)
+};
+
+int main(int argc, char **argv)
+{
+    return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+}

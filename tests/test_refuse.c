@@ -1,0 +1,1870 @@
+/* Bad input: every field of every descriptor in every way in which it can be wrong. A refusal has
+ * the right status, names the field, says in a sentence what was wrong with the value itself, and
+ * leaves everything as it was; one status and field is one check. Random descriptors never crash.
+ * Every n-th allocation fails once. */
+#define _POSIX_C_SOURCE 200112L
+#include "harness.h"
+
+static int assert_failures;
+static int assert_failed(const char *what, int line)
+{
+    if (assert_failures++ == 0) printf("ringattn.h:%d: assertion: %s\n", line, what);
+    return 0;
+}
+#define RINGATTN_ASSERT(x) ((x) ? (void)0 : (void)assert_failed(#x, __LINE__))
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+#include "small.h"
+
+enum { MANY = 4096, POOL = 1 << 22 };
+
+/* -------------------------------------------------------------------------- what was refused */
+
+typedef struct refusal { int status, scope; char field[40], form[216]; } refusal;
+
+enum { IN_DESC, IN_PLAN, IN_RING, IN_WORLD, IN_ESTIMATE, IN_TENSORS, IN_JOB, IN_ATTENTION, IN_STATE };
+static refusal refusals[400];
+static int refusal_count, scope;       /* calls whose fields have names in common: see record */
+static int64_t produced[64];           /* by -status */
+
+/* The sentence without its numbers: what remains belongs to the check. */
+static void form_of(const char *text, char *form)
+{
+    size_t n = 0;
+    for (; *text; text++) {
+        int digit = *text >= '0' && *text <= '9';
+        if (digit && n && form[n - 1] == '#') continue;
+        form[n++] = digit ? '#' : *text;
+        if (n > 1 && form[n - 1] == '#' && form[n - 2] == '-') { form[n - 2] = '#'; n--; }
+    }
+    form[n] = 0;
+}
+
+/* Checks the form of a refusal. Ranges have two ends, so two sentences may share RA_E_RANGE. */
+static void record(const ra_error *e, ra_status status)
+{
+    char form[216];
+    CHECK_EQ(e->status, status);
+    CHECK(memchr(e->field, 0, sizeof e->field) && e->field[0]);
+    CHECK(memchr(e->text, 0, sizeof e->text) && strlen(e->text) >= 4);
+    if (status > -64) produced[-status]++;
+    form_of(e->text, form);
+    for (int i = 0; i < refusal_count; i++) {
+        if (refusals[i].status != status || refusals[i].scope != scope ||
+            strcmp(refusals[i].field, e->field)) continue;
+        if (strcmp(refusals[i].form, form) && status != RA_E_RANGE) {
+            snprintf(h_run.context, sizeof h_run.context, "%d %s: \"%s\" and \"%s\"", status,
+                     e->field, refusals[i].form, form);
+            CHECK(!"one status and field for two checks");
+            memcpy(refusals[i].form, form, sizeof form);
+        }
+        return;
+    }
+    if (refusal_count == (int)(sizeof refusals / sizeof refusals[0])) return;
+    refusals[refusal_count].status = status;
+    refusals[refusal_count].scope = scope;
+    memcpy(refusals[refusal_count].field, e->field, sizeof e->field);
+    memcpy(refusals[refusal_count++].form, form, sizeof form);
+}
+
+/* got is what a call returned and e what it filled in. value: a number that the sentence must
+ * contain; 0: none. */
+static void refused(ra_status got, const ra_error *e, ra_status status, const char *field,
+                    int64_t value)
+{
+    char number[32];
+    int ok = CHECK_EQ(got, status);
+    if (!ok || strcmp(e->field, field)) {
+        CHECK(!"the refusal that was expected");
+        printf("    got %s %s: %s\n    expected %s %s\n", ra_status_text(got), e->field, e->text,
+               ra_status_text(status), field);
+        return;
+    }
+    record(e, status);
+    if (!value) return;
+    snprintf(number, sizeof number, "%lld", (long long)value);
+    if (!CHECK(strstr(e->text, number) != NULL))
+        printf("    %s: \"%s\" does not say %s\n", e->field, e->text, number);
+}
+
+/* -------------------------------------------------------------------------- ra_desc */
+
+enum { ONE, FOUR, INTERVALS, DOCUMENTS, RUNS, ARRAY, MLA, BATCH, BASES };
+
+static int32_t ints[MANY];
+static int64_t longs[MANY];
+static int64_t docs[MANY], lengths[MANY], rows[MANY];
+static int32_t counts[MANY];
+static ra_run runs[MANY];
+
+static void base_desc(ra_desc *d, int base)
+{
+    memset(d, 0, sizeof *d);
+    d->q_heads = 4;
+    d->kv_heads = 2;
+    d->k_dim = d->v_dim = 8;
+    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
+    d->tokens = 300;
+    d->mask.kind = RA_MASK_CAUSAL;
+    for (int i = 0; i < MANY; i++) {
+        ints[i] = i % 300;
+        longs[i] = i;
+        docs[i] = i * 100;
+        lengths[i] = 300 - i % 2;
+        rows[i] = runs[i].count = 75;
+        counts[i] = 1;
+        runs[i].first = i * 75;
+        runs[i].stride = 1;
+    }
+    if (base == ONE) return;
+    d->ranks = 4;
+    d->layout.kind = base == RUNS ? RA_LAYOUT_RUNS : base == ARRAY ? RA_LAYOUT_ARRAY
+                                                                   : RA_LAYOUT_CONTIGUOUS;
+    if (base == INTERVALS) {
+        d->mask.kind = RA_MASK_INTERVALS;
+        d->mask.lo = d->mask.hi = ints;
+        d->mask.interval_count = 300;
+    } else if (base == DOCUMENTS) {
+        d->mask.doc_first = docs;
+        d->mask.doc_count = 3;
+    } else if (base == RUNS) {
+        d->layout.q_runs = d->layout.k_runs = runs;
+        d->layout.q_run_count = d->layout.k_run_count = counts;
+    } else if (base == ARRAY) {
+        d->layout.q_rows = d->layout.k_rows = rows;
+    } else if (base == MLA) {
+        d->v_in_k = 1;
+        d->v_dim = 4;
+        d->v_dtype = 0;
+    } else if (base == BATCH) {
+        d->sequences = 2;
+        d->tokens_of = lengths;
+    }
+}
+
+enum { I32, I64, F32, PTR };           /* kinds of fields */
+typedef struct row {                   /* one field of one base set to one value */
+    int base;
+    size_t at;
+    int kind;
+    int64_t value;                     /* PTR: 0 null, 1 some memory */
+    int status;
+    const char *field;                 /* null: in words of the offset, see name */
+} row;
+
+static void set_field(void *base, size_t at, int kind, int64_t value)
+{
+    uint8_t *p = (uint8_t *)base + at;
+    int32_t narrow = (int32_t)value;
+    float real = (float)value;
+    void *some = value ? (void *)longs : NULL;
+    if (kind == I32) memcpy(p, &narrow, 4);
+    if (kind == I64) memcpy(p, &value, 8);
+    if (kind == F32) memcpy(p, &real, 4);
+    if (kind == PTR) memcpy(p, &some, sizeof some);
+}
+
+#define D(f) offsetof(ra_desc, f)
+#define TOP ((int64_t)RA_MAX_POSITION)
+static const row desc_rows[] = {
+    { ONE, D(sequences), I32, -1, RA_E_RANGE, "sequences" },
+    { ONE, D(sequences), I32, INT32_MAX, RA_E_RANGE, "sequences" },
+    { ONE, D(ranks), I32, -1, RA_E_RANGE, "ranks" },
+    { ONE, D(ranks), I32, 4097, RA_E_RANGE, "ranks" },
+    { ONE, D(rank), I32, 1, RA_E_RANGE, "rank" },
+    { FOUR, D(rank), I32, 4, RA_E_RANGE, "rank" },
+    { FOUR, D(rank), I32, -1, RA_E_RANGE, "rank" },
+    { ONE, D(q_heads), I32, 0, RA_E_UNSET, "q_heads" },
+    { ONE, D(q_heads), I32, -4, RA_E_RANGE, "q_heads" },
+    { ONE, D(q_heads), I32, 5, RA_E_SHAPE, "q_heads" },
+    { ONE, D(kv_heads), I32, 0, RA_E_UNSET, "kv_heads" },
+    { ONE, D(kv_heads), I32, -2, RA_E_RANGE, "kv_heads" },
+    { ONE, D(kv_heads), I32, 3, RA_E_SHAPE, "q_heads" },
+    { ONE, D(kv_heads), I32, 8, RA_E_SHAPE, "q_heads" },
+    { ONE, D(k_dim), I32, 0, RA_E_UNSET, "k_dim" },
+    { ONE, D(k_dim), I32, -1, RA_E_RANGE, "k_dim" },
+    { ONE, D(k_dim), I32, 1025, RA_E_RANGE, "k_dim" },
+    { ONE, D(v_dim), I32, 0, RA_E_UNSET, "v_dim" },
+    { ONE, D(v_dim), I32, -1, RA_E_RANGE, "v_dim" },
+    { ONE, D(v_dim), I32, 1025, RA_E_RANGE, "v_dim" },
+    { ONE, D(q_dtype), I32, 0, RA_E_UNSET, "q_dtype" },
+    { ONE, D(q_dtype), I32, 4, RA_E_ENUM, "q_dtype" },
+    { ONE, D(q_dtype), I32, -1, RA_E_ENUM, "q_dtype" },
+    { ONE, D(k_dtype), I32, 0, RA_E_UNSET, "k_dtype" },
+    { ONE, D(k_dtype), I32, 17, RA_E_ENUM, "k_dtype" },
+    { ONE, D(v_dtype), I32, 0, RA_E_UNSET, "v_dtype" },
+    { ONE, D(v_dtype), I32, 4, RA_E_ENUM, "v_dtype" },
+    { ONE, D(o_dtype), I32, 0, RA_E_UNSET, "o_dtype" },
+    { ONE, D(o_dtype), I32, -7, RA_E_ENUM, "o_dtype" },
+    { ONE, D(v_column), I32, 1, RA_E_SHAPE, "v_column" },
+    { ONE, D(v_in_k), I32, 2, RA_E_RANGE, "v_in_k" },
+    { ONE, D(v_in_k), I32, -1, RA_E_RANGE, "v_in_k" },
+    { MLA, D(v_dtype), I32, RA_BF16, RA_E_SHAPE, "v_dtype" },
+    { MLA, D(v_column), I32, 5, RA_E_SHAPE, "v_column" },
+    { MLA, D(v_dim), I32, 9, RA_E_SHAPE, "v_column" },
+    { MLA, D(v_column), I32, -1, RA_E_RANGE, "v_column" },
+    { MLA, D(v_column), I32, INT32_MAX, RA_E_RANGE, "v_column" },
+    { ONE, D(scores), I32, 8, RA_E_RANGE, "scores" },
+    { ONE, D(scores), I32, -1, RA_E_RANGE, "scores" },
+    { ONE, D(tokens), I64, 0, RA_E_UNSET, "tokens" },
+    { ONE, D(tokens), I64, -300, RA_E_RANGE, "tokens" },
+    { ONE, D(tokens), I64, TOP + 1, RA_E_RANGE, "tokens" },
+    { ONE, D(tokens), I64, INT64_MAX, RA_E_RANGE, "tokens" },
+    { ONE, D(kv_tokens), I64, -1, RA_E_RANGE, "kv_tokens" },
+    { ONE, D(kv_tokens), I64, TOP + 1, RA_E_RANGE, "kv_tokens" },
+    { ONE, D(q_offset), I64, -1, RA_E_RANGE, "q_offset" },
+    { ONE, D(q_offset), I64, TOP + 1, RA_E_RANGE, "q_offset" },
+    { ONE, D(q_offset), I64, TOP - 299, RA_E_OVERFLOW, "q_offset" },
+    { ONE, D(mask.kind), I32, 0, RA_E_UNSET, "mask.kind" },
+    { ONE, D(mask.kind), I32, 4, RA_E_ENUM, "mask.kind" },
+    { ONE, D(mask.kind), I32, -1, RA_E_ENUM, "mask.kind" },
+    { ONE, D(mask.causal_block), I32, -1, RA_E_RANGE, "mask.causal_block" },
+    { INTERVALS, D(mask.causal_block), I32, 16, RA_E_SHAPE, "mask.causal_block" },
+    { ONE, D(mask.window), I64, -1, RA_E_RANGE, "mask.window" },
+    { ONE, D(mask.window), I64, INT64_MIN, RA_E_RANGE, "mask.window" },
+    { INTERVALS, D(mask.window), I64, 5, RA_E_SHAPE, "mask.window" },
+    { ONE, D(mask.window_right), I64, -1, RA_E_RANGE, "mask.window_right" },
+    { ONE, D(mask.window_right), I64, 7, RA_E_SHAPE, "mask.window_right" },
+    { INTERVALS, D(mask.window_right), I64, 7, RA_E_SHAPE, "mask.window_right" },
+    { ONE, D(mask.prefix), I64, -1, RA_E_RANGE, "mask.prefix" },
+    { INTERVALS, D(mask.prefix), I64, 3, RA_E_SHAPE, "mask.prefix" },
+    { ONE, D(mask.keep), I64, -1, RA_E_RANGE, "mask.keep" },
+    { INTERVALS, D(mask.keep), I64, 3, RA_E_SHAPE, "mask.keep" },
+    { ONE, D(mask.doc_count), I64, -1, RA_E_RANGE, "mask.doc_count" },
+    { ONE, D(mask.doc_count), I64, 3, RA_E_NULL, "mask.doc_first" },
+    { DOCUMENTS, D(mask.doc_first), PTR, 0, RA_E_NULL, "mask.doc_first" },
+    { DOCUMENTS, D(mask.doc_count), I64, 0, RA_E_SHAPE, "mask.doc_first" },
+    { INTERVALS, D(mask.doc_count), I64, 1, RA_E_SHAPE, "mask.doc_count" },
+    { INTERVALS, D(mask.lo), PTR, 0, RA_E_NULL, "mask.lo" },
+    { INTERVALS, D(mask.hi), PTR, 0, RA_E_NULL, "mask.hi" },
+    { INTERVALS, D(mask.interval_count), I64, 299, RA_E_POSITIONS, "mask.interval_count" },
+    { INTERVALS, D(mask.interval_count), I64, -1, RA_E_RANGE, "mask.interval_count" },
+    { INTERVALS, D(q_offset), I64, 1, RA_E_POSITIONS, "mask.interval_count" },
+    { ONE, D(mask.interval_count), I64, 300, RA_E_SHAPE, "mask.interval_count" },
+    { ONE, D(mask.lo), PTR, 1, RA_E_SHAPE, "mask.lo" },
+    { ONE, D(mask.hi), PTR, 1, RA_E_SHAPE, "mask.hi" },
+    { FOUR, D(layout.kind), I32, 0, RA_E_UNSET, "layout.kind" },
+    { ONE, D(layout.kind), I32, 6, RA_E_ENUM, "layout.kind" },
+    { ONE, D(layout.kind), I32, -1, RA_E_ENUM, "layout.kind" },
+    { ONE, D(layout.reserved), I32, 1, RA_E_RESERVED, "layout.reserved" },
+    { RUNS, D(layout.weights), PTR, 1, RA_E_SHAPE, "layout.weights" },
+    { FOUR, D(layout.q_runs), PTR, 1, RA_E_SHAPE, "layout.q_runs" },
+    { FOUR, D(layout.k_runs), PTR, 1, RA_E_SHAPE, "layout.k_runs" },
+    { FOUR, D(layout.q_run_count), PTR, 1, RA_E_SHAPE, "layout.q_run_count" },
+    { FOUR, D(layout.k_run_count), PTR, 1, RA_E_SHAPE, "layout.k_run_count" },
+    { FOUR, D(layout.q_rows), PTR, 1, RA_E_SHAPE, "layout.q_rows" },
+    { FOUR, D(layout.k_rows), PTR, 1, RA_E_SHAPE, "layout.k_rows" },
+    { RUNS, D(layout.q_runs), PTR, 0, RA_E_NULL, "layout.q_runs" },
+    { RUNS, D(layout.q_run_count), PTR, 0, RA_E_NULL, "layout.q_run_count" },
+    { RUNS, D(layout.k_runs), PTR, 0, RA_E_NULL, "layout.k_runs" },
+    { RUNS, D(layout.k_run_count), PTR, 0, RA_E_NULL, "layout.k_run_count" },
+    { ARRAY, D(layout.q_rows), PTR, 0, RA_E_NULL, "layout.q_rows" },
+    { RUNS, D(tokens), I64, 299, RA_E_POSITIONS, "layout.q_runs" },
+    { RUNS, D(kv_tokens), I64, 299, RA_E_POSITIONS, "layout.k_runs" },
+    { RUNS, D(tokens_of), PTR, 1, RA_E_SHAPE, "tokens_of" },
+    { ARRAY, D(kv_tokens_of), PTR, 1, RA_E_SHAPE, "kv_tokens_of" },
+    { BATCH, D(tokens), I64, 299, RA_E_RANGE, "tokens_of" },
+    { ONE, D(scale), F32, -1, RA_E_RANGE, "scale" },
+    { ONE, D(softcap), F32, -1, RA_E_RANGE, "softcap" },
+    { ONE, D(chunk_tokens), I32, -64, RA_E_RANGE, "chunk_tokens" },
+    { ONE, D(chunk_tokens), I32, INT32_MAX, RA_E_RANGE, "chunk_tokens" },
+    { ONE, D(buffers), I32, -1, RA_E_RANGE, "buffers" },
+    { ONE, D(buffers), I32, 65, RA_E_RANGE, "buffers" },
+    { ONE, D(threads), I32, -1, RA_E_RANGE, "threads" },
+    { ONE, D(threads), I32, INT32_MAX, RA_E_RANGE, "threads" },
+    { ONE, D(isa), I32, -1, RA_E_ENUM, "isa" },
+    { ONE, D(isa), I32, 4, RA_E_ENUM, "isa" },
+    { ONE, D(reserved[0]), I64, 1, RA_E_RESERVED, "reserved" },
+    { ONE, D(reserved[3]), I64, -1, RA_E_RESERVED, "reserved" },
+};
+
+/* The same answer from everything that takes a descriptor, and nothing is made. */
+static void refuse_desc(const ra_desc *bad, int status, const char *field, int64_t value)
+{
+    ra_desc d = *bad, out;
+    ra_error e[2];
+    ra_plan *plan = (ra_plan *)(void *)longs;
+    small_heap heap;
+    ra_allocator a;
+    memset(e, 0, sizeof e);
+    memset(&heap, 0, sizeof heap);
+    memset(&out, 0x5A, sizeof out);
+    a = small_heap_allocator(&heap);
+    d.error = &e[0];
+    refused(ra_desc_resolve(&d, &out), &e[0], status, field, value);
+    d.error = &e[1];
+    CHECK_EQ(ra_plan_create(&plan, &d, &a), status);
+    CHECK(e[1].status == e[0].status && !strcmp(e[1].field, e[0].field) &&
+          !strcmp(e[1].text, e[0].text));
+    CHECK(heap.calls == 0);
+    if (d.ranks <= 1) CHECK_EQ((int64_t)ra_attention_bytes(&d, 1), 0);
+    d.error = NULL;
+    CHECK_EQ(ra_desc_resolve(&d, &out), status);
+    CHECK_EQ(ra_attend(&d, NULL, NULL, RA_NO_DEADLINE) < 0, 1);
+}
+
+TEST(desc_fields)
+{
+    ra_desc d, out;
+    scope = IN_DESC;
+    for (int b = 0; b < BASES; b++) {
+        base_desc(&d, b);
+        CHECK_EQ(ra_desc_resolve(&d, &out), RA_OK);
+    }
+    for (size_t i = 0; i < sizeof desc_rows / sizeof desc_rows[0]; i++) {
+        const row *r = &desc_rows[i];
+        int says = r->kind != PTR && r->kind != F32 && r->value != 0 && r->status != RA_E_NULL;
+        snprintf(h_run.context, sizeof h_run.context, "row %d: %s = %lld", (int)i, r->field,
+                 (long long)r->value);
+        base_desc(&d, r->base);
+        set_field(&d, r->at, r->kind, r->value);
+        if (r->kind == I32 && r->at == D(kv_heads)) says = 0;  /* q_heads is blamed */
+        if (r->base == MLA && r->at == D(v_dim)) says = 0;
+        if (r->status == RA_E_POSITIONS && r->at != D(mask.interval_count)) says = 0;
+        if (r->at == D(tokens) && r->base == BATCH) says = 0;
+        refuse_desc(&d, r->status, r->field, says ? r->value : 0);
+    }
+}
+
+/* What no single field shows: contents of arrays, and sums. */
+TEST(desc_contents)
+{
+    static int64_t first[3], of[2], many[4];
+    static int32_t weight[4], count[4];
+    static ra_run run[5];
+    ra_desc d;
+    base_desc(&d, DOCUMENTS);
+    d.mask.doc_first = first;
+    first[0] = 1; first[1] = 5; first[2] = 9;
+    refuse_desc(&d, RA_E_POSITIONS, "mask.doc_first", 0);
+    first[0] = 0; first[1] = 5; first[2] = 5;
+    refuse_desc(&d, RA_E_POSITIONS, "mask.doc_first", 2);
+    first[2] = TOP + 5;
+    refuse_desc(&d, RA_E_OVERFLOW, "mask.doc_first", TOP + 5);
+    base_desc(&d, BATCH);
+    d.tokens_of = of;
+    of[0] = 300; of[1] = 301;
+    refuse_desc(&d, RA_E_RANGE, "tokens_of", 301);
+    of[1] = -1;
+    refuse_desc(&d, RA_E_RANGE, "tokens_of", -1);
+    d.tokens_of = NULL;
+    d.kv_tokens_of = of;
+    refuse_desc(&d, RA_E_RANGE, "kv_tokens_of", -1);
+    of[1] = 301;
+    refuse_desc(&d, RA_E_RANGE, "kv_tokens_of", 301);
+    base_desc(&d, FOUR);
+    d.layout.weights = weight;
+    memset(weight, 0, sizeof weight);
+    refuse_desc(&d, RA_E_SHAPE, "layout.weights", 0);
+    weight[2] = -3; weight[0] = 5;
+    refuse_desc(&d, RA_E_RANGE, "layout.weights", -3);
+    base_desc(&d, ARRAY);
+    memcpy(many, rows, sizeof many);
+    d.layout.q_rows = many;
+    many[1] = -5;
+    refuse_desc(&d, RA_E_RANGE, "layout.q_rows", -5);
+    d.layout.q_rows = rows;
+    d.layout.k_rows = many;
+    refuse_desc(&d, RA_E_RANGE, "layout.k_rows", -5);
+    many[1] = TOP + 1;
+    refuse_desc(&d, RA_E_RANGE, "layout.k_rows", TOP + 1);
+    for (int keys = 0; keys < 2; keys++) {
+        const char *table = keys ? "layout.k_runs" : "layout.q_runs";
+        base_desc(&d, RUNS);
+        memcpy(run, runs, sizeof run);
+        memcpy(count, counts, sizeof count);
+        if (keys) { d.layout.k_runs = run; d.layout.k_run_count = count; }
+        else { d.layout.q_runs = run; d.layout.q_run_count = count; }
+        count[3] = -1;
+        refuse_desc(&d, RA_E_RANGE, keys ? "layout.k_run_count" : "layout.q_run_count", -1);
+        count[3] = 1;
+        run[1].first = 74;
+        refuse_desc(&d, RA_E_SHAPE, table, 74);
+        run[1].first = 75;
+        run[1].stride = -1;
+        refuse_desc(&d, RA_E_POSITIONS, table, 0);
+        run[1].stride = INT64_MAX;
+        refuse_desc(&d, RA_E_POSITIONS, table, 0);
+        run[1].stride = 1;
+        run[1].count = -1;
+        refuse_desc(&d, RA_E_POSITIONS, table, 0);
+        run[1].count = INT64_MAX;
+        refuse_desc(&d, RA_E_POSITIONS, table, 0);
+        run[1].count = 75;
+        run[0].first = -1;
+        refuse_desc(&d, RA_E_POSITIONS, table, 0);
+        run[0].first = INT64_MIN;
+        refuse_desc(&d, RA_E_POSITIONS, table, 0);
+        run[0].first = INT64_MAX;
+        refuse_desc(&d, RA_E_POSITIONS, table, 0);
+    }
+    base_desc(&d, ONE);
+    d.tokens = TOP - 1;
+    d.sequences = 1 << 20;
+    d.q_heads = d.kv_heads = 1 << 16;
+    d.k_dim = d.v_dim = 1024;
+    refuse_desc(&d, RA_E_OVERFLOW, "tokens", TOP - 1);
+}
+
+TEST(desc_floats)
+{
+    const float bad[3] = { NAN, INFINITY, -INFINITY };
+    ra_desc d;
+    for (int i = 0; i < 3; i++) {
+        base_desc(&d, ONE);
+        d.scale = bad[i];
+        refuse_desc(&d, RA_E_RANGE, "scale", 0);
+        base_desc(&d, ONE);
+        d.softcap = bad[i];
+        refuse_desc(&d, RA_E_RANGE, "softcap", 0);
+    }
+}
+
+/* A resolved descriptor means what the given one means. */
+TEST(desc_resolved)
+{
+    for (int b = 0; b < BASES; b++) {
+        ra_desc d, once, twice;
+        ra_plan *plan[2] = { NULL, NULL };
+        ra_plan_report r[2];
+        base_desc(&d, b);
+        CHECK_EQ(ra_desc_resolve(&d, &once), RA_OK);
+        CHECK_EQ(ra_desc_resolve(&once, &twice), RA_OK);
+        CHECK_BITS(&twice, &once, sizeof once);
+        CHECK(once.scale > 0.35f && once.scale < 0.36f);
+        CHECK(once.sequences >= 1 && once.ranks >= 1 && once.buffers == 3 && once.threads == 1);
+        CHECK(once.chunk_tokens == 256 && once.isa == ra_isa_best());
+        CHECK_EQ(ra_plan_create(&plan[0], &d, NULL), RA_OK);
+        CHECK_EQ(ra_plan_create(&plan[1], &once, NULL), RA_OK);
+        for (int i = 0; i < 2; i++) CHECK_EQ(ra_plan_query(plan[i], 0, &r[i]), RA_OK);
+        snprintf(h_run.context, sizeof h_run.context, "base %d: pairs %lld, resolved %lld", b,
+                 (long long)r[0].pairs, (long long)r[1].pairs);
+        CHECK_BITS(&r[1], &r[0], sizeof r[0]);
+        for (int i = 0; i < 2; i++) ra_plan_destroy(plan[i]);
+    }
+}
+
+TEST(isa)
+{
+    ra_desc d;
+    int missing = 0;
+    CHECK_EQ(ra_isa_available(RA_ISA_SCALAR), 1);
+    CHECK_EQ(ra_isa_available(ra_isa_best()), 1);
+    CHECK_EQ(ra_isa_available(-1), 0);
+    CHECK_EQ(ra_isa_available(99), 0);
+    CHECK(ra_isa_name(99) && ra_isa_name(-1) && !strcmp(ra_isa_name(RA_ISA_AVX512), "avx512"));
+    for (int isa = RA_ISA_SCALAR; isa <= RA_ISA_AVX512; isa++) {
+        if (ra_isa_available(isa)) continue;
+        base_desc(&d, ONE);
+        d.isa = isa;
+        refuse_desc(&d, RA_E_ISA, "isa", isa);
+        missing++;
+    }
+    if (!missing) produced[-RA_E_ISA] = -1;            /* cannot occur on this machine */
+}
+
+/* -------------------------------------------------------------------------- ra_engine */
+
+static int stand_in_fold(void *ctx, const ra_block *block)
+{
+    (void)ctx, (void)block;
+    return RA_OK;
+}
+
+TEST(engine)
+{
+    static ra_engine engine;
+    static const row engine_rows[] = {
+        { 0, offsetof(ra_engine, size), I32, 0, RA_E_ABI, "engine.size" },
+        { 0, offsetof(ra_engine, size), I32, 8, RA_E_ABI, "engine.size" },
+        { 0, offsetof(ra_engine, abi), I32, 0, RA_E_ABI, "engine.abi" },
+        { 0, offsetof(ra_engine, abi), I32, 2, RA_E_ABI, "engine.abi" },
+        { 0, offsetof(ra_engine, block_queries), I64, -64, RA_E_RANGE, "engine.block_queries" },
+        { 0, offsetof(ra_engine, block_queries), I64, INT64_MAX, RA_E_RANGE,
+          "engine.block_queries" },
+    };
+    ra_desc d;
+    scope = IN_DESC;
+    base_desc(&d, FOUR);
+    d.engine = &engine;
+    for (size_t i = 0; i <= sizeof engine_rows / sizeof engine_rows[0]; i++) {
+        const row *r = &engine_rows[i];
+        memset(&engine, 0, sizeof engine);
+        engine.size = sizeof engine;
+        engine.abi = RA_ENGINE_ABI;
+        engine.fold = stand_in_fold;
+        CHECK_EQ(ra_desc_resolve(&d, &d), RA_OK);
+        base_desc(&d, FOUR);
+        d.engine = &engine;
+        if (i == sizeof engine_rows / sizeof engine_rows[0]) break;
+        set_field(&engine, r->at, r->kind, r->value);
+        refuse_desc(&d, r->status, r->field, r->value);
+    }
+    engine.fold = NULL;
+    refuse_desc(&d, RA_E_NULL, "engine.fold", 0);
+}
+
+/* -------------------------------------------------------------------------- ra_transport */
+
+static int stand_in_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
+                             size_t r_len, uint64_t tag, int64_t deadline_ns)
+{
+    (void)ctx, (void)to, (void)s, (void)s_len, (void)from, (void)r, (void)r_len, (void)tag;
+    (void)deadline_ns;
+    return RA_E_IO;
+}
+
+static int stand_in_ops(void *ctx, ra_op *const *ops, int n)
+{
+    (void)ctx, (void)ops, (void)n;
+    return RA_E_IO;
+}
+
+static int stand_in_reg(void *ctx, void *p, size_t n, void **mr)
+{
+    (void)ctx, (void)p, (void)n, (void)mr;
+    return RA_E_IO;
+}
+
+static int stand_in_dereg(void *ctx, void *mr) { (void)ctx, (void)mr; return RA_OK; }
+static int stand_in_abort(void *ctx, int why) { (void)ctx, (void)why; return RA_OK; }
+static int stand_in_quiesce(void *ctx, int64_t until) { (void)ctx, (void)until; return RA_OK; }
+static int stand_in_release(void *ctx, ra_op *op) { (void)ctx, (void)op; return RA_OK; }
+
+/* level 0, 1, or 2: all that there is but wait */
+static void base_transport(ra_transport *t, int level)
+{
+    memset(t, 0, sizeof *t);
+    t->size = sizeof *t;
+    t->abi = RA_TRANSPORT_ABI;
+    if (level == 0) t->sendrecv = stand_in_sendrecv;
+    if (level > 0) t->post = t->poll = stand_in_ops;
+    if (level > 1) {
+        t->caps = RA_CAP_ANY_PEER | RA_CAP_LOAN | RA_CAP_SHARED | RA_CAP_ANY_THREAD;
+        t->channels = 2;
+        t->max_ops = 64;
+        t->reg = stand_in_reg;
+        t->dereg = stand_in_dereg;
+        t->release = stand_in_release;
+        t->abort = stand_in_abort;
+        t->quiesce = stand_in_quiesce;
+    }
+}
+
+#define T(f) offsetof(ra_transport, f)
+static const row transport_rows[] = {
+    { 0, T(size), I32, 0, RA_E_ABI, "transport.size" },
+    { 0, T(size), I32, 16, RA_E_ABI, "transport.size" },
+    { 0, T(size), I32, -1, RA_E_ABI, "transport.size" },
+    { 0, T(abi), I32, 0, RA_E_ABI, "transport.abi" },
+    { 0, T(abi), I32, 2, RA_E_ABI, "transport.abi" },
+    { 0, T(caps), I32, 32, RA_E_ENUM, "transport.caps" },
+    { 1, T(channels), I32, 65, RA_E_RANGE, "transport.channels" },
+    { 1, T(tag_bits), I32, 65, RA_E_RANGE, "transport.tag_bits" },
+    { 1, T(max_ops), I32, 1, RA_E_RANGE, "transport.max_ops" },
+    { 1, T(align), I64, 48, RA_E_RANGE, "transport.align" },
+    { 1, T(align), I64, 65536, RA_E_RANGE, "transport.align" },
+    { 0, T(sendrecv), PTR, 0, RA_E_TRANSPORT, "transport.sendrecv" },
+    { 1, T(post), PTR, 0, RA_E_TRANSPORT, "transport.sendrecv" },
+    { 1, T(poll), PTR, 0, RA_E_TRANSPORT, "transport.poll" },
+    { 2, T(dereg), PTR, 0, RA_E_TRANSPORT, "transport.dereg" },
+    { 2, T(release), PTR, 0, RA_E_TRANSPORT, "transport.release" },
+    { 2, T(caps), I32, RA_CAP_SHARED, RA_E_TRANSPORT, "transport.caps" },
+    { 2, T(channels), I32, 1, RA_E_TRANSPORT, "transport.channels" },
+    { 0, T(caps), I32, RA_CAP_SHARED, RA_E_TRANSPORT, "transport.post" },
+    { 0, T(rank), I32, 1, RA_E_UNSET, "transport.ranks" },
+    { 0, T(ranks), I32, 5, RA_E_TRANSPORT, "transport.ranks" },
+    { 0, T(ranks), I32, -4, RA_E_TRANSPORT, "transport.ranks" },
+    { 0, T(max_msg), I64, 100, RA_E_TRANSPORT, "transport.max_msg" },
+};
+
+static ra_plan *plan_of(int base, int rank)
+{
+    ra_plan *plan = NULL;
+    ra_desc d;
+    base_desc(&d, base);
+    d.rank = rank;
+    CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
+    return plan;
+}
+
+static void refuse_ring(const ra_plan *plan, const ra_transport *t, const ra_ring_desc *rd,
+                        int status, const char *field, int64_t value)
+{
+    ra_ring *ring = (ra_ring *)(void *)longs;
+    ra_ring_desc copy = *rd;
+    small_heap heap;
+    ra_error e;
+    memset(&heap, 0, sizeof heap);
+    memset(&e, 0, sizeof e);
+    if (!copy.allocator.alloc && !copy.allocator.free)
+        copy.allocator = small_heap_allocator(&heap);
+    copy.error = &e;
+    refused(ra_ring_create(&ring, plan, t, &copy), &e, status, field, value);
+    CHECK(ring == NULL);
+    CHECK(heap.live == 0 && heap.wrong == 0);
+    copy.error = NULL;
+    CHECK_EQ(ra_ring_create(&ring, plan, t, &copy), status);
+}
+
+TEST(transport)
+{
+    ra_plan *plan = plan_of(FOUR, 1);
+    ra_ring_desc rd;
+    ra_transport t;
+    ra_ring *ring = NULL;
+    scope = IN_RING;
+    memset(&rd, 0, sizeof rd);
+    for (int level = 0; level < 3; level++) {
+        base_transport(&t, level);
+        CHECK_EQ(ra_ring_create(&ring, plan, &t, NULL), RA_OK);
+        CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    }
+    for (size_t i = 0; i < sizeof transport_rows / sizeof transport_rows[0]; i++) {
+        const row *r = &transport_rows[i];
+        int says = r->kind != PTR && r->value > 0 && r->at != T(max_msg) && r->at != T(rank);
+        snprintf(h_run.context, sizeof h_run.context, "row %d: %s = %lld", (int)i, r->field,
+                 (long long)r->value);
+        base_transport(&t, r->base);
+        set_field(&t, r->at, r->kind, r->value);
+        refuse_ring(plan, &t, &rd, r->status, r->field,
+                    says && strcmp(r->field, "transport.post") ? r->value : 0);
+    }
+    base_transport(&t, 0);
+    t.ranks = 4;
+    t.rank = 2;
+    refuse_ring(plan, &t, &rd, RA_E_TRANSPORT, "transport.rank", 2);
+    refuse_ring(plan, NULL, &rd, RA_E_NULL, "transport", 0);
+    CHECK(ra_transport_loopback() != NULL);
+    ra_plan_destroy(plan);
+}
+
+/* -------------------------------------------------------------------------- ra_ring_desc */
+
+#define R(f) offsetof(ra_ring_desc, f)
+static const row ring_rows[] = {
+    { 0, R(watchdog_ns), I64, -5, RA_E_RANGE, "ring.watchdog_ns" },
+    { 0, R(quiesce_ns), I64, -6, RA_E_RANGE, "ring.quiesce_ns" },
+    { 0, R(reserved[0]), I64, 7, RA_E_RESERVED, "ring.reserved" },
+    { 0, R(reserved[3]), I64, -8, RA_E_RESERVED, "ring.reserved" },
+    { 0, R(workspace_bytes), I64, 64, RA_E_WORKSPACE, "ring.workspace_bytes" },
+};
+
+TEST(ring_desc)
+{
+    ra_plan *plan = plan_of(FOUR, 1);
+    ra_plan_report rep;
+    ra_ring_desc rd;
+    ra_transport t;
+    ra_ring *ring = NULL;
+    ra_error e;
+    int64_t need;
+    uint8_t *room;
+    scope = IN_RING;
+    base_transport(&t, 1);
+    CHECK_EQ(ra_plan_query(plan, 1, &rep), RA_OK);
+    need = rep.workspace_bytes;
+    room = (uint8_t *)small_memory((size_t)need + 64);
+    for (size_t i = 0; i < sizeof ring_rows / sizeof ring_rows[0]; i++) {
+        const row *r = &ring_rows[i];
+        snprintf(h_run.context, sizeof h_run.context, "row %d: %s", (int)i, r->field);
+        memset(&rd, 0, sizeof rd);
+        set_field(&rd, r->at, r->kind, r->value);
+        refuse_ring(plan, &t, &rd, r->status, r->field,
+                    r->status == RA_E_WORKSPACE ? need : r->value);
+    }
+    memset(&rd, 0, sizeof rd);
+    rd.workspace = room + 1;
+    rd.workspace_bytes = (size_t)need;
+    refuse_ring(plan, &t, &rd, RA_E_ALIGN, "ring.workspace", 0);
+    rd.workspace = room + 32;
+    refuse_ring(plan, &t, &rd, RA_E_ALIGN, "ring.workspace", 0);
+    rd.workspace = room;
+    rd.workspace_bytes = (size_t)need - 1;
+    refuse_ring(plan, &t, &rd, RA_E_WORKSPACE, "ring.workspace_bytes", need);
+    rd.workspace_bytes = (size_t)need;
+    CHECK_EQ(ra_ring_create(&ring, plan, &t, &rd), RA_OK);
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    memset(&rd, 0, sizeof rd);
+    rd.allocator.alloc = small_heap_alloc;
+    refuse_ring(plan, &t, &rd, RA_E_NULL, "ring.allocator.free", 0);
+    rd.allocator.alloc = NULL;
+    rd.allocator.free = small_heap_free;
+    refuse_ring(plan, &t, &rd, RA_E_NULL, "ring.allocator.alloc", 0);
+    memset(&rd, 0, sizeof rd);
+    refuse_ring(NULL, &t, &rd, RA_E_NULL, "plan", 0);
+    memset(&e, 0, sizeof e);
+    rd.error = &e;
+    refused(ra_ring_create(NULL, plan, &t, &rd), &e, RA_E_NULL, "out", 0);
+    CHECK_EQ(ra_ring_destroy(NULL), RA_OK);
+    ra_plan_destroy(plan);
+    ra_plan_destroy(NULL);
+    free(room);
+}
+
+/* -------------------------------------------------------------------------- plan */
+
+TEST(plan_arguments)
+{
+    ra_plan *plan = plan_of(FOUR, 1), *none = NULL;
+    ra_plan_report rep;
+    ra_allocator half;
+    ra_error e;
+    ra_desc d;
+    ra_run run[4];
+    scope = IN_PLAN;
+    base_desc(&d, FOUR);
+    memset(&e, 0, sizeof e);
+    d.error = &e;
+    refused(ra_plan_create(NULL, &d, NULL), &e, RA_E_NULL, "out", 0);
+    CHECK_EQ(ra_plan_create(&none, NULL, NULL), RA_E_NULL);
+    none = plan;
+    d.k_dim = -1;
+    CHECK_EQ(ra_plan_create(&none, &d, NULL), RA_E_RANGE);
+    CHECK(none == NULL);               /* as rings and worlds do: destroy(none) is always right */
+    none = NULL;
+    d.k_dim = 8;
+    CHECK_EQ(ra_desc_resolve(NULL, &d), RA_E_NULL);
+    refused(ra_desc_resolve(&d, NULL), &e, RA_E_NULL, "out", 0);
+    memset(&half, 0, sizeof half);
+    half.alloc = small_heap_alloc;
+    refused(ra_plan_create(&none, &d, &half), &e, RA_E_NULL, "allocator.free", 0);
+    half.alloc = NULL;
+    half.free = small_heap_free;
+    refused(ra_plan_create(&none, &d, &half), &e, RA_E_NULL, "allocator.alloc", 0);
+    CHECK_EQ(ra_plan_query(NULL, 0, &rep), RA_E_NULL);
+    CHECK_EQ(ra_plan_query(plan, 0, NULL), RA_E_NULL);
+    CHECK_EQ(ra_plan_query(plan, 4, &rep), RA_E_RANGE);
+    CHECK_EQ(ra_plan_query(plan, -1, &rep), RA_E_RANGE);
+    CHECK_EQ(ra_plan_q_runs(NULL, 0, 0, run, 4), -1);
+    CHECK_EQ(ra_plan_q_runs(plan, 4, 0, run, 4), -1);
+    CHECK_EQ(ra_plan_k_runs(plan, -1, 0, run, 4), -1);
+    CHECK_EQ(ra_plan_k_runs(plan, 0, 1, run, 4), -1);
+    CHECK_EQ(ra_plan_k_runs(plan, 0, -1, run, 4), -1);
+    CHECK_EQ(ra_plan_k_runs(plan, 0, 0, run, -1), -1);
+    CHECK_EQ(ra_plan_k_runs(plan, 0, 0, NULL, 4), -1);
+    memset(run, 0x5A, sizeof run);
+    CHECK_EQ(ra_plan_k_runs(plan, 0, 0, NULL, 0), 1);
+    CHECK_EQ(ra_plan_k_runs(plan, 0, 0, run, 4), 1);
+    CHECK(run[0].first == 0 && run[1].first != 0);
+    ra_plan_destroy(plan);
+}
+
+/* -------------------------------------------------------------------------- world */
+
+static ra_status no_rank(ra_world *world, int rank, void *user)
+{
+    (void)world, (void)rank, (void)user;
+    return RA_OK;
+}
+
+TEST(world)
+{
+    static const row world_rows[] = {
+        { 0, offsetof(ra_world_desc, ranks), I32, 0, RA_E_UNSET, "ranks" },
+        { 0, offsetof(ra_world_desc, ranks), I32, -2, RA_E_RANGE, "ranks" },
+        { 0, offsetof(ra_world_desc, ranks), I32, 4097, RA_E_RANGE, "ranks" },
+        { 0, offsetof(ra_world_desc, reserved), I32, 3, RA_E_RESERVED, "reserved" },
+    };
+    ra_world_desc wd;
+    ra_world *world = NULL;
+    ra_error e;
+    scope = IN_WORLD;
+    for (size_t i = 0; i < sizeof world_rows / sizeof world_rows[0]; i++) {
+        const row *r = &world_rows[i];
+        memset(&wd, 0, sizeof wd);
+        memset(&e, 0, sizeof e);
+        wd.ranks = 2;
+        wd.error = &e;
+        set_field(&wd, r->at, r->kind, r->value);
+        refused(ra_world_create(&world, &wd), &e, r->status, r->field, r->value);
+        CHECK(world == NULL);
+        if (r->value > 0 || r->at == offsetof(ra_world_desc, ranks))
+            CHECK_EQ(ra_world_run(wd.ranks, no_rank, NULL, &wd),
+                     r->value ? r->status : RA_E_RANGE);
+    }
+    memset(&wd, 0, sizeof wd);
+    wd.ranks = 2;
+    wd.error = &e;
+    refused(ra_world_create(NULL, &wd), &e, RA_E_NULL, "out", 0);
+    refused(ra_world_run(2, NULL, NULL, &wd), &e, RA_E_NULL, "fn", 0);
+    refused(ra_world_run(3, no_rank, NULL, &wd), &e, RA_E_SHAPE, "ranks", 2);
+    wd.allocator.alloc = small_heap_alloc;
+    refused(ra_world_create(&world, &wd), &e, RA_E_NULL, "allocator.free", 0);
+    wd.allocator.alloc = NULL;
+    wd.allocator.free = small_heap_free;
+    refused(ra_world_create(&world, &wd), &e, RA_E_NULL, "allocator.alloc", 0);
+    CHECK_EQ(ra_world_create(&world, NULL), RA_E_UNSET);
+    memset(&wd, 0, sizeof wd);
+    wd.ranks = 2;
+    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+    CHECK(ra_world_transport(world, 2) == NULL && ra_world_transport(world, -1) == NULL);
+    CHECK(ra_world_transport(NULL, 0) == NULL && ra_world_transport(world, 1) != NULL);
+    ra_world_leave(world, 7, RA_OK);
+    ra_world_leave(NULL, 0, RA_OK);
+    ra_world_destroy(world);
+    ra_world_destroy(NULL);
+}
+
+/* -------------------------------------------------------------------------- estimate */
+
+#define M(f) offsetof(ra_model, f)
+#define H(f) offsetof(ra_hardware, f)
+static const row model_rows[] = {
+    { 0, M(layers), I64, 0, RA_E_UNSET, "model.layers" },
+    { 0, M(layers), I64, -1, RA_E_RANGE, "model.layers" },
+    { 0, M(q_heads), I64, 0, RA_E_UNSET, "model.q_heads" },
+    { 0, M(q_heads), I64, INT64_MAX, RA_E_RANGE, "model.q_heads" },
+    { 0, M(kv_heads), I64, 0, RA_E_UNSET, "model.kv_heads" },
+    { 0, M(kv_heads), I64, -2, RA_E_RANGE, "model.kv_heads" },
+    { 0, M(kv_heads), I64, 3, RA_E_SHAPE, "model.q_heads" },
+    { 0, M(head_dim), I64, 0, RA_E_UNSET, "model.head_dim" },
+    { 0, M(head_dim), I64, -1, RA_E_RANGE, "model.head_dim" },
+    { 0, M(hidden), I64, -1, RA_E_RANGE, "model.hidden" },
+    { 0, M(batch), I64, -1, RA_E_RANGE, "model.batch" },
+    { 0, M(element_bytes), I32, -1, RA_E_RANGE, "model.element_bytes" },
+    { 0, M(element_bytes), I32, 9, RA_E_RANGE, "model.element_bytes" },
+    { 0, M(causal), I32, 2, RA_E_RANGE, "model.causal" },
+    { 0, M(weight_bytes), I64, -1, RA_E_RANGE, "model.weight_bytes" },
+    { 1, H(devices), I64, 0, RA_E_UNSET, "hw.devices" },
+    { 1, H(devices), I64, -1, RA_E_RANGE, "hw.devices" },
+    { 1, H(block_tokens), I64, -1, RA_E_RANGE, "hw.block_tokens" },
+};
+
+static void refuse_real(size_t at, double value, int status, const char *field)
+{
+    ra_hardware hw;
+    ra_model m;
+    ra_estimate_result out;
+    ra_error e;
+    memset(&m, 0, sizeof m);
+    memset(&e, 0, sizeof e);
+    m.layers = 32;
+    m.q_heads = m.kv_heads = 32;
+    m.head_dim = 128;
+    m.error = &e;
+    CHECK_EQ(ra_hardware_preset(RA_HW_A100_IB, RA_NET_NONE, 8, &hw), RA_OK);
+    memcpy((uint8_t *)&hw + at, &value, sizeof value);
+    refused(ra_estimate(&hw, &m, &out), &e, status, field, 0);
+}
+
+TEST(estimate)
+{
+    static const size_t reals[4] = { H(flops_per_s), H(memory_bytes), H(link_bytes_per_s),
+                                     H(link_latency_s) };
+    static const char *const names[4] = { "hw.flops_per_s", "hw.memory_bytes",
+                                          "hw.link_bytes_per_s", "hw.link_latency_s" };
+    ra_hardware hw;
+    ra_model m;
+    ra_estimate_result out;
+    ra_error e;
+    scope = IN_ESTIMATE;
+    for (size_t i = 0; i < sizeof model_rows / sizeof model_rows[0]; i++) {
+        const row *r = &model_rows[i];
+        memset(&m, 0, sizeof m);
+        memset(&e, 0, sizeof e);
+        m.layers = 32;
+        m.q_heads = m.kv_heads = 32;
+        m.head_dim = 128;
+        m.error = &e;
+        CHECK_EQ(ra_hardware_preset(RA_HW_A100_IB, RA_NET_NONE, 8, &hw), RA_OK);
+        CHECK_EQ(ra_estimate(&hw, &m, &out), RA_OK);
+        set_field(r->base ? (void *)&hw : (void *)&m, r->at, r->kind, r->value);
+        refused(ra_estimate(&hw, &m, &out), &e, r->status, r->field,
+                r->status == RA_E_RANGE ? r->value : 0);
+    }
+    for (int i = 0; i < 4; i++) {
+        refuse_real(reals[i], NAN, RA_E_RANGE, names[i]);
+        refuse_real(reals[i], -1, RA_E_RANGE, names[i]);
+        refuse_real(reals[i], HUGE_VAL, RA_E_RANGE, names[i]);
+        if (i < 3) refuse_real(reals[i], 0, RA_E_UNSET, names[i]);
+    }
+    memset(&m, 0, sizeof m);
+    m.error = &e;
+    refused(ra_estimate(NULL, &m, &out), &e, RA_E_NULL, "hw", 0);
+    refused(ra_estimate(&hw, &m, NULL), &e, RA_E_NULL, "out", 0);
+    CHECK_EQ(ra_estimate(&hw, NULL, &out), RA_E_NULL);
+    CHECK_EQ(ra_hardware_preset(RA_HW_NONE, RA_NET_NONE, 1, NULL), RA_E_NULL);
+    CHECK_EQ(ra_hardware_preset(-1, RA_NET_NONE, 1, &hw), RA_E_ENUM);
+    CHECK_EQ(ra_hardware_preset(6, RA_NET_NONE, 1, &hw), RA_E_ENUM);
+    CHECK_EQ(ra_hardware_preset(RA_HW_NONE, 4, 1, &hw), RA_E_ENUM);
+    CHECK_EQ(ra_hardware_preset(RA_HW_NONE, RA_NET_NONE, 0, &hw), RA_E_RANGE);
+    CHECK_EQ(ra_cache_bytes(0, 1, 1, 1, 1), 0);
+    CHECK_EQ(ra_cache_bytes(1, -1, 1, 1, 1), 0);
+    CHECK_EQ(ra_cache_bytes(INT64_MAX / 2, 2, 1, 1, 1), 0);
+    CHECK_EQ(ra_cache_bytes(1000000, 80, 8, 128, 2), 327680000000);
+}
+
+/* -------------------------------------------------------------------------- ra_tensors */
+
+static uint8_t *pool;                  /* POOL bytes: whatever a small call reads */
+static uint8_t *out_pool;              /* whatever it writes */
+
+static void base_tensors(ra_tensors *t, int base)
+{
+    memset(t, 0, sizeof *t);
+    t->q.data = pool;
+    t->k.data = pool;
+    if (base != MLA) t->v.data = pool;
+    t->o.data = out_pool;
+    t->lse.data = out_pool + POOL / 2;
+    if (base == ARRAY) {
+        t->q_pos.array = t->k_pos.array = ints;
+        t->q_pos.count = t->k_pos.count = 75;
+    }
+}
+
+static ra_plan *ring_plan;             /* of the ring that refuses */
+static ra_ring *make_base_ring(int base)
+{
+    ra_transport t;
+    ra_ring *ring = NULL;
+    base_transport(&t, 1);
+    ring_plan = plan_of(base, 0);
+    CHECK_EQ(ra_ring_create(&ring, ring_plan, base == ONE ? NULL : &t, NULL), RA_OK);
+    return ring;
+}
+
+/* A refused begin leaves the ring idle and says why, also through ra_join and ra_forward. */
+static void refuse_begin(ra_ring *ring, const ra_tensors *t, int status, const char *field,
+                         int64_t value)
+{
+    static uint64_t ticket = 10;
+    ra_ring_counters c;
+    ra_failure f;
+    ra_job job;
+    memset(&job, 0, sizeof job);
+    job.plan = ring_plan;
+    job.tensors = t;
+    refused(ra_begin(ring, &job), ra_ring_error(ring), status, field, value);
+    ra_ring_query(ring, &c);
+    CHECK_EQ(c.state, RA_RING_IDLE);
+    CHECK_EQ(ra_ring_failure(ring, &f), RA_E_STATE);
+    CHECK_EQ(ra_forward(ring_plan, ring, t, RA_NO_DEADLINE), status);
+    job.ticket = ++ticket;
+    CHECK_EQ(ra_join(ring, &job, 0, 1), status);
+    CHECK_EQ(ra_join(ring, &job, 0, 1), status);       /* what every thread then gets */
+}
+
+#define X(f) offsetof(ra_tensors, f)
+static const row tensor_rows[] = {
+    { ONE, X(q.data), PTR, 0, RA_E_NULL, "t.q" },
+    { ONE, X(k.data), PTR, 0, RA_E_NULL, "t.k" },
+    { ONE, X(v.data), PTR, 0, RA_E_NULL, "t.v" },
+    { ONE, X(o.data), PTR, 0, RA_E_NULL, "t.o" },
+    { MLA, X(v.data), PTR, 1, RA_E_SHAPE, "t.v" },
+    { ONE, X(q.token_stride), I64, 130, RA_E_STRIDE, "t.q" },
+    { ONE, X(q.head_stride), I64, -4, RA_E_STRIDE, "t.q" },
+    { ONE, X(k.token_stride), I64, 3, RA_E_STRIDE, "t.k" },
+    { ONE, X(k.head_stride), I64, INT64_MIN, RA_E_STRIDE, "t.k" },
+    { ONE, X(v.batch_stride), I64, 1, RA_E_STRIDE, "t.v" },
+    { ONE, X(v.token_stride), I64, (int64_t)1 << 61, RA_E_OVERFLOW, "t.v" },
+    { ONE, X(q.token_stride), I64, INT64_MAX - 3, RA_E_OVERFLOW, "t.q" },
+    { ONE, X(o.token_stride), I64, INT64_MAX - 3, RA_E_OVERFLOW, "t.o" },
+    { ONE, X(o.token_stride), I64, 126, RA_E_STRIDE, "t.o" },
+    { ONE, X(o.token_stride), I64, 124, RA_E_STRIDE, "t.o" },
+    { ONE, X(o.head_stride), I64, 28, RA_E_STRIDE, "t.o" },
+    { ONE, X(lse.token_stride), I64, 12, RA_E_STRIDE, "t.lse" },
+    { ONE, X(lse.head_stride), I64, 2, RA_E_STRIDE, "t.lse" },
+    { ONE, X(alibi), PTR, 1, RA_E_SHAPE, "t.alibi" },
+    { ONE, X(sinks), PTR, 1, RA_E_SHAPE, "t.sinks" },
+    { ONE, X(bias.data), PTR, 1, RA_E_SHAPE, "t.bias" },
+    { ONE, X(reserved), I64, 9, RA_E_RESERVED, "t.reserved" },
+    { FOUR, X(q_pos.array), PTR, 1, RA_E_POSITIONS, "t.q_pos" },
+    { FOUR, X(k_pos.runs), PTR, 1, RA_E_POSITIONS, "t.k_pos" },
+    { FOUR, X(k_pos.count), I64, 5, RA_E_POSITIONS, "t.k_pos" },
+    { ARRAY, X(q_pos.array), PTR, 0, RA_E_NULL, "t.q_pos" },
+    { ARRAY, X(k_pos.array), PTR, 0, RA_E_NULL, "t.k_pos" },
+    { ARRAY, X(q_pos.count), I64, 74, RA_E_POSITIONS, "t.q_pos" },
+    { ARRAY, X(k_pos.count), I64, 76, RA_E_POSITIONS, "t.k_pos" },
+    { ARRAY, X(q_pos.batch_stride), I64, -3, RA_E_STRIDE, "t.q_pos" },
+};
+
+TEST(tensors)
+{
+    scope = IN_TENSORS;
+    for (int base = 0; base < BASES; base++) {
+        ra_ring *ring = make_base_ring(base);
+        ra_tensors t;
+        for (size_t i = 0; i < sizeof tensor_rows / sizeof tensor_rows[0]; i++) {
+            const row *r = &tensor_rows[i];
+            if (r->base != base) continue;
+            snprintf(h_run.context, sizeof h_run.context, "row %d: %s = %lld", (int)i, r->field,
+                     (long long)r->value);
+            base_tensors(&t, base);
+            set_field(&t, r->at, r->kind, r->value);
+            refuse_begin(ring, &t, r->status, r->field,
+                         r->kind == I64 && r->at != X(k_pos.count) ? r->value : 0);
+        }
+        CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+        ra_plan_destroy(ring_plan);
+    }
+}
+
+TEST(tensor_alignment)
+{
+    static const char *const names[5] = { "t.q", "t.k", "t.v", "t.o", "t.lse" };
+    ra_ring *ring = make_base_ring(ONE);
+    scope = IN_TENSORS;
+    for (int i = 0; i < 5; i++) {
+        ra_tensors t;
+        base_tensors(&t, ONE);
+        if (i == 0) t.q.data = pool + 1;
+        if (i == 1) t.k.data = pool + 2;
+        if (i == 2) t.v.data = pool + 3;
+        if (i == 3) t.o.data = out_pool + 2;
+        if (i == 4) t.lse.data = out_pool + 1;
+        refuse_begin(ring, &t, RA_E_ALIGN, names[i], 0);
+    }
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    ra_plan_destroy(ring_plan);
+}
+
+TEST(tensor_scores)
+{
+    ra_desc d;
+    ra_ring *ring = NULL;
+    ra_tensors t;
+    ra_plan *plan = NULL;
+    scope = IN_TENSORS;
+    base_desc(&d, ONE);
+    d.scores = RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS;
+    CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
+    CHECK_EQ(ra_ring_create(&ring, plan, NULL, NULL), RA_OK);
+    ring_plan = plan;
+    for (int i = 0; i < 9; i++) {
+        int64_t *stride[4];
+        base_tensors(&t, ONE);
+        t.alibi = t.sinks = t.bias.data = (const float *)(void *)pool;
+        t.bias.keys = 300;
+        stride[0] = &t.bias.batch_stride; stride[1] = &t.bias.head_stride;
+        stride[2] = &t.bias.row_stride; stride[3] = &t.bias.key_stride;
+        if (i == 0) { t.alibi = NULL; refuse_begin(ring, &t, RA_E_NULL, "t.alibi", 0); }
+        if (i == 1) { t.sinks = NULL; refuse_begin(ring, &t, RA_E_NULL, "t.sinks", 0); }
+        if (i == 2) { t.bias.data = NULL; refuse_begin(ring, &t, RA_E_NULL, "t.bias", 0); }
+        if (i == 3) { t.bias.keys = 0; refuse_begin(ring, &t, RA_E_RANGE, "t.bias.keys", 0); }
+        if (i == 4) { t.bias.keys = -1; refuse_begin(ring, &t, RA_E_RANGE, "t.bias.keys", -1); }
+        if (i > 4) {
+            *stride[i - 5] = i + 1;
+            if ((i + 1) % 4 == 0) *stride[i - 5] = -8;
+            refuse_begin(ring, &t, RA_E_STRIDE, "t.bias", *stride[i - 5]);
+        }
+    }
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    ra_plan_destroy(plan);
+}
+
+/* Positions known to their owner alone, against mask and range. */
+TEST(tensor_positions)
+{
+    static int32_t cells[75];
+    ra_desc d;
+    ra_tensors t;
+    ra_transport net;
+    ra_ring *ring = NULL;
+    scope = IN_TENSORS;
+    base_desc(&d, ARRAY);
+    d.mask.kind = RA_MASK_INTERVALS;
+    d.mask.lo = d.mask.hi = ints;
+    d.mask.interval_count = 300;
+    base_transport(&net, 1);
+    CHECK_EQ(ra_plan_create(&ring_plan, &d, NULL), RA_OK);
+    CHECK_EQ(ra_ring_create(&ring, ring_plan, &net, NULL), RA_OK);
+    for (int i = 0; i < 75; i++) cells[i] = i;
+    base_tensors(&t, ARRAY);
+    t.q_pos.array = cells;
+    cells[74] = 300;
+    refuse_begin(ring, &t, RA_E_POSITIONS, "t.q_pos", 300);
+    cells[74] = -2;
+    refuse_begin(ring, &t, RA_E_RANGE, "t.q_pos", -2);
+    t.q_pos.array = ints;
+    t.k_pos.array = cells;
+    refuse_begin(ring, &t, RA_E_RANGE, "t.k_pos", -2);
+    cells[74] = RA_MAX_POSITION;
+    refuse_begin(ring, &t, RA_E_RANGE, "t.k_pos", RA_MAX_POSITION);
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    ra_plan_destroy(ring_plan);
+}
+
+/* -------------------------------------------------------------------------- jobs, order of calls */
+
+TEST(jobs)
+{
+    ra_ring *ring = make_base_ring(ONE);
+    ra_plan *other = plan_of(FOUR, 1), *large = NULL;
+    const ra_error *e = ra_ring_error(ring);
+    ra_tensors t;
+    ra_failure f;
+    ra_desc d;
+    ra_job job;
+    scope = IN_JOB;
+    CHECK(e != NULL && e->status == RA_OK);
+    base_tensors(&t, ONE);
+    memset(&job, 0, sizeof job);
+    job.tensors = &t;
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_NULL, "job.plan", 0);
+    job.plan = ring_plan;
+    job.tensors = NULL;
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_NULL, "job.tensors", 0);
+    job.tensors = &t;
+    job.deadline_ns = -9;
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_RANGE, "job.deadline_ns", -9);
+    job.deadline_ns = 0;
+    CHECK_EQ(ra_join(ring, &job, 0, 1), RA_E_RANGE);   /* ticket 0 */
+    CHECK_EQ(ra_join(ring, NULL, 0, 1), RA_E_NULL);
+    job.ticket = 1;
+    CHECK_EQ(ra_join(ring, &job, -1, 1), RA_E_RANGE);
+    CHECK_EQ(ra_join(ring, &job, 1, 1), RA_E_RANGE);
+    CHECK_EQ(ra_join(ring, &job, 0, 0), RA_E_RANGE);
+    job.ticket = 0;
+    refused(ra_begin(ring, NULL), ra_ring_error(ring), RA_E_NULL, "job", 0);
+    job.plan = other;
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_SHAPE, "job.plan", 0);
+    base_desc(&d, ONE);
+    d.tokens = 3000;
+    d.q_heads = 64;
+    CHECK_EQ(ra_plan_create(&large, &d, NULL), RA_OK);
+    job.plan = large;
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_WORKSPACE, "ring.workspace_bytes", 0);
+    CHECK_EQ(ra_begin(NULL, &job), RA_E_NULL);
+    CHECK_EQ(ra_join(NULL, &job, 0, 1), RA_E_NULL);
+    CHECK_EQ(ra_step(NULL, 0, 1), RA_E_NULL);
+    CHECK_EQ(ra_step_wait(NULL, 1), RA_E_NULL);
+    CHECK_EQ(ra_finish(NULL, 1), RA_E_NULL);
+    CHECK_EQ(ra_forward(ring_plan, NULL, &t, 0), RA_E_NULL);
+    CHECK_EQ(ra_forward(NULL, ring, &t, 0), RA_E_NULL);
+    CHECK_EQ(ra_forward(ring_plan, ring, NULL, 0), RA_E_NULL);
+    CHECK_EQ(ra_ring_failure(NULL, &f), RA_E_NULL);
+    CHECK_EQ(ra_ring_failure(ring, NULL), RA_E_NULL);
+    CHECK(ra_ring_error(NULL) != NULL);
+    ra_ring_cancel(NULL);
+    ra_ring_query(NULL, NULL);
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    ra_plan_destroy(ring_plan);
+    ra_plan_destroy(other);
+    ra_plan_destroy(large);
+}
+
+TEST(order_of_calls)
+{
+    ra_ring *ring = make_base_ring(ONE);
+    ra_ring_counters c;
+    ra_tensors t;
+    ra_job job;
+    ra_status s = RA_AGAIN;
+    scope = IN_JOB;
+    base_tensors(&t, ONE);
+    memset(pool, 0, POOL);
+    memset(&job, 0, sizeof job);
+    job.plan = ring_plan;
+    job.tensors = &t;
+    refused(ra_step(ring, 0, 1), ra_ring_error(ring), RA_E_STATE, "ring", 0);
+    CHECK_EQ(ra_begin(ring, &job), RA_OK);
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_BUSY, "ring", 0);
+    CHECK_EQ(ra_forward(ring_plan, ring, &t, RA_NO_DEADLINE), RA_E_BUSY);
+    refused(ra_step(ring, -1, 1), ra_ring_error(ring), RA_E_RANGE, "ith", -1);
+    refused(ra_step(ring, 1, 2), ra_ring_error(ring), RA_E_RANGE, "ith", 1);
+    refused(ra_step(ring, 0, 0), ra_ring_error(ring), RA_E_RANGE, "nth", 0);
+    ra_ring_query(ring, &c);
+    CHECK_EQ(c.state, RA_RING_RUNNING);
+    while (s == RA_AGAIN) s = ra_step(ring, 0, 1);
+    CHECK_EQ(s, RA_OK);
+    ra_ring_query(ring, &c);
+    CHECK(c.state == RA_RING_IDLE && c.pass == 1);
+    CHECK_EQ(ra_finish(ring, RA_NO_DEADLINE), RA_OK);
+    CHECK_EQ(ra_forward(ring_plan, ring, &t, RA_NO_DEADLINE), RA_OK);
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    ra_plan_destroy(ring_plan);
+}
+
+/* -------------------------------------------------------------------------- one rank */
+
+TEST(attention)
+{
+    ra_desc d;
+    ra_tensors t;
+    ra_error e;
+    size_t n;
+    uint8_t *ws;
+    scope = IN_ATTENTION;
+    memset(&e, 0, sizeof e);
+    memset(pool, 0, POOL);
+    base_desc(&d, ONE);
+    base_tensors(&t, ONE);
+    d.error = &e;
+    d.threads = 2;
+    n = ra_attention_bytes(&d, 2);
+    ws = (uint8_t *)small_memory(n + 64);
+    CHECK(n > 0);
+    CHECK_EQ((int64_t)ra_attention_bytes(NULL, 1), 0);
+    CHECK_EQ((int64_t)ra_attention_bytes(&d, 0), 0);
+    CHECK_EQ(ra_attention(&d, &t, ws, n, 0, 2), RA_OK);
+    CHECK_EQ(ra_attention(&d, &t, ws, n, 1, 2), RA_OK);
+    refused(ra_attention(&d, &t, ws, n - 1, 0, 2), &e, RA_E_WORKSPACE, "workspace", (int64_t)n);
+    refused(ra_attention(&d, &t, ws + 1, n, 0, 2), &e, RA_E_ALIGN, "workspace", 0);
+    refused(ra_attention(&d, &t, NULL, n, 0, 2), &e, RA_E_NULL, "workspace", 0);
+    refused(ra_attention(&d, NULL, ws, n, 0, 2), &e, RA_E_NULL, "t", 0);
+    refused(ra_attention(&d, &t, ws, n, 2, 2), &e, RA_E_RANGE, "ith", 2);
+    refused(ra_attention(&d, &t, ws, n, -1, 2), &e, RA_E_RANGE, "ith", -1);
+    refused(ra_attention(&d, &t, ws, n, 0, 0), &e, RA_E_RANGE, "nth", 0);
+    CHECK_EQ(ra_attention(NULL, &t, ws, n, 0, 2), RA_E_NULL);
+    t.q.data = NULL;
+    refused(ra_attention(&d, &t, ws, n, 0, 2), &e, RA_E_NULL, "t.q", 0);
+    base_tensors(&t, ONE);
+    d.ranks = 4;
+    d.layout.kind = RA_LAYOUT_CONTIGUOUS;
+    refused(ra_attention(&d, &t, ws, n, 0, 2), &e, RA_E_SHAPE, "ranks", 4);
+    CHECK_EQ((int64_t)ra_attention_bytes(&d, 2), 0);
+    base_desc(&d, ONE);
+    d.error = &e;
+    d.layout.kind = RA_LAYOUT_RUNS;
+    d.layout.q_runs = runs;
+    d.layout.q_run_count = counts;
+    runs[0].count = 300;
+    refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_UNSUPPORTED, "layout.kind",
+            RA_LAYOUT_RUNS);
+    free(ws);
+}
+
+/* Sequences of different lengths without lengths of keys: the same as tokens_of (+ q_offset). */
+TEST(attention_lengths)
+{
+    ra_desc d;
+    ra_tensors t;
+    ra_error e;
+    size_t n;
+    uint8_t *ws;
+    base_desc(&d, ONE);
+    base_tensors(&t, ONE);
+    memset(&e, 0, sizeof e);
+    d.error = &e;
+    d.sequences = 2;
+    d.tokens_of = lengths;
+    n = ra_attention_bytes(&d, 1);
+    CHECK(n > 0);
+    ws = (uint8_t *)small_memory(n);
+    snprintf(h_run.context, sizeof h_run.context, "%s: %s", e.field, e.text);
+    CHECK_EQ(ra_attention(&d, &t, ws, n, 0, 1), RA_OK);
+    free(ws);
+}
+
+TEST(attention_positions)
+{
+    static ra_run list[2];
+    static int32_t cells[300];
+    ra_positions *of[2];
+    ra_desc d;
+    ra_tensors t;
+    ra_error e;
+    size_t n;
+    uint8_t *ws;
+    scope = IN_ATTENTION;
+    memset(&e, 0, sizeof e);
+    base_desc(&d, ONE);
+    d.error = &e;
+    n = ra_attention_bytes(&d, 1);
+    ws = (uint8_t *)small_memory(n);
+    for (int keys = 0; keys < 2; keys++) {
+        const char *field = keys ? "t.k_pos" : "t.q_pos";
+        ra_positions *p;
+        base_tensors(&t, ONE);
+        of[0] = &t.q_pos;
+        of[1] = &t.k_pos;
+        p = of[keys];
+        for (int i = 0; i < 300; i++) cells[i] = 299 - i;
+        p->array = cells;
+        p->count = 300;
+        CHECK_EQ(ra_attention(&d, &t, ws, n, 0, 1), RA_OK);
+        p->count = 299;
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_POSITIONS, field, 299);
+        p->count = 300;
+        cells[7] = -2;
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_RANGE, field, -2);
+        cells[7] = -1;
+        CHECK_EQ(ra_attention(&d, &t, ws, n, 0, 1), RA_OK);
+        p->runs = list;
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_SHAPE, field, 0);
+        p->array = NULL;
+        p->count = 2;
+        list[0].first = 0; list[0].count = 150; list[0].stride = 0;
+        list[1].first = 1000; list[1].count = 150; list[1].stride = 3;
+        CHECK_EQ(ra_attention(&d, &t, ws, n, 0, 1), RA_OK);
+        list[1].count = 151;
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_POSITIONS, field, 301);
+        list[1].count = 150;
+        list[1].stride = INT64_MAX;
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_RANGE, field, 0);
+        list[1].stride = 1;
+        list[1].first = INT64_MAX;
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_RANGE, field, 0);
+        list[1].first = -1;
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_RANGE, field, 0);
+        p->count = -1;
+        refused(ra_attention(&d, &t, ws, n, 0, 1), &e, RA_E_POSITIONS, field, -1);
+    }
+    free(ws);
+}
+
+static int simple(const int *a, float scale)
+{
+    const float *in = (const float *)(void *)pool;
+    return ra_attention_simple((float *)(void *)out_pool, in, in, in, a[0], a[1], a[2], a[3], a[4],
+                               scale, a[5], a[6]);
+}
+
+TEST(attention_simple)
+{
+    static const int good[7] = { 4, 8, 4, 2, 16, 0, 4 };
+    static const struct { int at, value, status; } bad[] = {
+        { 0, -1, RA_E_RANGE }, { 1, -8, RA_E_RANGE },
+        { 2, 0, RA_E_RANGE }, { 2, -4, RA_E_RANGE }, { 2, 3, RA_E_SHAPE }, { 3, 0, RA_E_RANGE },
+        { 3, 3, RA_E_SHAPE }, { 3, 8, RA_E_SHAPE }, { 4, 0, RA_E_RANGE }, { 4, 257, RA_E_RANGE },
+        { 6, -1, RA_E_RANGE }, { 6, INT32_MAX, RA_E_OVERFLOW },
+    };
+    const float *in = (const float *)(void *)pool;
+    float *out = (float *)(void *)out_pool;
+    memset(pool, 0, POOL);
+    CHECK_EQ(simple(good, 0), RA_OK);
+    for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
+        int a[7], s;
+        memcpy(a, good, sizeof a);
+        a[bad[i].at] = bad[i].value;
+        s = simple(a, 0);
+        snprintf(h_run.context, sizeof h_run.context, "argument %d = %d: %s", bad[i].at, bad[i].value,
+                 ra_status_text(s));
+        CHECK(s == bad[i].status || (bad[i].value == 0 && s == RA_E_UNSET) ||
+              (bad[i].status == RA_E_OVERFLOW && s == RA_E_RANGE));
+    }
+    CHECK_EQ(simple(good, NAN), RA_E_RANGE);
+    CHECK_EQ(ra_attention_simple(NULL, in, in, in, 1, 1, 1, 1, 8, 0, 0, 0), RA_E_NULL);
+    CHECK_EQ(ra_attention_simple(out, NULL, in, in, 1, 1, 1, 1, 8, 0, 0, 0), RA_E_NULL);
+    CHECK_EQ(ra_attention_simple(out, in, NULL, in, 1, 1, 1, 1, 8, 0, 0, 0), RA_E_NULL);
+    CHECK_EQ(ra_attention_simple(out, in, in, NULL, 1, 1, 1, 1, 8, 0, 0, 0), RA_E_NULL);
+}
+
+TEST(states)
+{
+    ra_desc d;
+    ra_tensors t;
+    ra_state s, bad;
+    ra_error e;
+    size_t n;
+    float *room = (float *)(void *)out_pool;
+    uint8_t *ws;
+    scope = IN_STATE;
+    memset(&e, 0, sizeof e);
+    base_desc(&d, ONE);
+    base_tensors(&t, ONE);
+    d.error = &e;
+    n = ra_attention_bytes(&d, 1);
+    ws = (uint8_t *)small_memory(n);
+    s.m = room + POOL / 16;
+    s.l = s.m + 300 * 4;
+    s.acc = s.l + 300 * 4;
+    CHECK_EQ(ra_state_clear(&d, &s), RA_OK);
+    CHECK_EQ(ra_fold(&d, &s, &t, ws, n), RA_OK);
+    CHECK_EQ(ra_state_finish(&d, &s, &t), RA_OK);
+    for (int i = 0; i < 3; i++) {
+        bad = s;
+        if (i == 0) bad.m = NULL;
+        if (i == 1) bad.l = NULL;
+        if (i == 2) bad.acc = NULL;
+        CHECK_EQ(ra_state_clear(&d, &bad), RA_E_NULL);
+        CHECK_EQ(ra_fold(&d, &bad, &t, ws, n), RA_E_NULL);
+        CHECK_EQ(ra_state_merge(&d, &bad, &s), RA_E_NULL);
+        CHECK_EQ(ra_state_merge(&d, &s, &bad), RA_E_NULL);
+        CHECK_EQ(ra_state_finish(&d, &bad, &t), RA_E_NULL);
+    }
+    CHECK_EQ(ra_state_clear(NULL, &s), RA_E_NULL);
+    CHECK_EQ(ra_state_clear(&d, NULL), RA_E_NULL);
+    CHECK_EQ(ra_fold(&d, NULL, &t, ws, n), RA_E_NULL);
+    CHECK_EQ(ra_fold(&d, &s, NULL, ws, n), RA_E_NULL);
+    CHECK_EQ(ra_state_merge(&d, NULL, &s), RA_E_NULL);
+    CHECK_EQ(ra_state_finish(&d, &s, NULL), RA_E_NULL);
+    refused(ra_fold(&d, &s, &t, ws, n - 1), &e, RA_E_WORKSPACE, "workspace", (int64_t)n);
+    refused(ra_fold(&d, &s, &t, ws + 4, n), &e, RA_E_ALIGN, "workspace", 0);
+    CHECK_EQ(ra_fold(&d, &s, &t, NULL, 0), RA_OK);     /* one thread, short rows: the stack */
+    t.o.data = NULL;
+    refused(ra_state_finish(&d, &s, &t), &e, RA_E_NULL, "t.o", 0);
+    d.k_dim = 0;
+    CHECK_EQ(ra_state_clear(&d, &s), RA_E_UNSET);
+    CHECK_EQ(ra_state_merge(&d, &s, &s), RA_E_UNSET);
+    free(ws);
+}
+
+/* -------------------------------------------------------------------------- memory runs out */
+
+static int64_t refused_allocations;
+
+static void fail_plan(int base)
+{
+    for (int64_t n = 1; ; n++) {
+        small_heap heap;
+        ra_allocator a = small_heap_allocator(&heap);
+        ra_plan *plan = NULL;
+        ra_error e;
+        ra_desc d;
+        ra_status s;
+        memset(&heap, 0, sizeof heap);
+        memset(&e, 0, sizeof e);
+        heap.fail_at = n;
+        base_desc(&d, base);
+        d.error = &e;
+        s = ra_plan_create(&plan, &d, &a);
+        if (s == RA_OK) {
+            CHECK(heap.calls < n && heap.live >= 1);
+            ra_plan_destroy(plan);
+            CHECK(heap.live == 0 && heap.wrong == 0);
+            return;
+        }
+        CHECK_EQ(s, RA_E_NOMEM);
+        record(&e, s);
+        CHECK(plan == NULL && heap.live == 0 && heap.wrong == 0 && n < 50);
+        refused_allocations++;
+        if (n >= 50) return;
+    }
+}
+
+static void fail_ring(int base, int own_workspace)
+{
+    ra_plan *plan = plan_of(base, 0);
+    ra_plan_report rep;
+    uint8_t *room;
+    CHECK_EQ(ra_plan_query(plan, 0, &rep), RA_OK);
+    room = (uint8_t *)small_memory((size_t)rep.workspace_bytes);
+    for (int64_t n = 1; n < 50; n++) {
+        small_heap heap;
+        ra_ring_desc rd;
+        ra_ring *ring = NULL;
+        ra_transport t;
+        ra_error e;
+        ra_status s;
+        memset(&heap, 0, sizeof heap);
+        memset(&rd, 0, sizeof rd);
+        memset(&e, 0, sizeof e);
+        rd.allocator = small_heap_allocator(&heap);
+        rd.error = &e;
+        if (own_workspace) {
+            rd.workspace = room;
+            rd.workspace_bytes = (size_t)rep.workspace_bytes;
+        }
+        heap.fail_at = n;
+        base_transport(&t, 1);
+        s = ra_ring_create(&ring, plan, base == ONE ? NULL : &t, &rd);
+        if (s == RA_OK) {
+            CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+            CHECK(heap.live == 0 && heap.wrong == 0 && heap.calls < n);
+            break;
+        }
+        CHECK_EQ(s, RA_E_NOMEM);
+        record(&e, s);
+        CHECK(ring == NULL && heap.live == 0 && heap.wrong == 0);
+        refused_allocations++;
+    }
+    free(room);
+    ra_plan_destroy(plan);
+}
+
+TEST(allocations)
+{
+    scope = IN_PLAN;
+    for (int base = 0; base < BASES; base++) {
+        fail_plan(base);
+        fail_ring(base, 0);
+        fail_ring(base, 1);
+    }
+    for (int run = 0; run < 2; run++) {
+        for (int64_t n = 1; n < 50; n++) {
+            small_heap heap;
+            ra_world_desc wd;
+            ra_world *world = NULL;
+            ra_error e;
+            ra_status s;
+            memset(&heap, 0, sizeof heap);
+            memset(&wd, 0, sizeof wd);
+            memset(&e, 0, sizeof e);
+            heap.fail_at = n;
+            wd.ranks = 3;
+            wd.allocator = small_heap_allocator(&heap);
+            wd.error = &e;
+            s = run ? ra_world_run(3, no_rank, NULL, &wd) : ra_world_create(&world, &wd);
+            if (s == RA_OK) ra_world_destroy(world);
+            CHECK(heap.live == 0 && heap.wrong == 0);
+            if (s == RA_OK) break;
+            CHECK_EQ(s, RA_E_NOMEM);
+            record(&e, s);
+            refused_allocations++;
+        }
+    }
+    CHECK(refused_allocations >= 3 * BASES);
+}
+
+/* Nothing allocates between the making of a ring and its end. */
+TEST(no_allocation_in_a_pass)
+{
+    ra_plan *plan = plan_of(ONE, 0);
+    small_heap heap;
+    ra_ring_desc rd;
+    ra_ring *ring = NULL;
+    ra_tensors t;
+    int64_t calls;
+    memset(&heap, 0, sizeof heap);
+    memset(&rd, 0, sizeof rd);
+    memset(pool, 0, POOL);
+    rd.allocator = small_heap_allocator(&heap);
+    CHECK_EQ(ra_ring_create(&ring, plan, NULL, &rd), RA_OK);
+    calls = heap.calls;
+    base_tensors(&t, ONE);
+    for (int i = 0; i < 3; i++) CHECK_EQ(ra_forward(plan, ring, &t, RA_NO_DEADLINE), RA_OK);
+    CHECK_EQ(heap.calls, calls);
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    CHECK_EQ(heap.live, 0);
+    ra_plan_destroy(plan);
+}
+
+/* -------------------------------------------------------------------------- random bytes
+ * Pointers are null or valid: arrays have MANY entries, so counts are small or out of range, and
+ * strides are small or absurd. What is accepted is small enough to be run. */
+
+static int64_t some_number(void)
+{
+    static const int64_t odd[] = { 0, 1, -1, 2, 3, 4, 63, 64, 65, 127, 300, 1024, 1025, 4096, 4097,
+                                   INT32_MAX, INT32_MIN, RA_MAX_POSITION, INT64_MAX, INT64_MIN };
+    if (small_chance(50)) return odd[small_rand(sizeof odd / sizeof odd[0])];
+    if (small_chance(80)) return small_range(0, 20);
+    return (int64_t)(((uint64_t)small_rand(UINT32_MAX) << 32) | small_rand(UINT32_MAX));
+}
+
+static float some_float(void)
+{
+    uint32_t bits = small_rand(UINT32_MAX);
+    float x;
+    if (small_chance(40)) return 0;
+    if (small_chance(50)) return small_float() * 3;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+/* Keeps a count where it is refused, or small. */
+static int64_t small_or_absurd(int64_t value, int64_t most, int64_t absurd)
+{
+    if (value < 0 || value > absurd) return value;
+    return value > most ? value % (most + 1) : value;
+}
+
+static const void *null_or(const void *p) { return small_chance(50) ? p : NULL; }
+
+static void random_arrays(void)
+{
+    static const int32_t small_values[8] = { 0, 1, 2, 3, -1, 64, 5, 7 };
+    int wild = small_chance(30);
+    for (int i = 0; i < MANY; i++) {
+        ints[i] = wild ? (int32_t)some_number() : small_values[small_rand(8)];
+        if (ints[i] > 200 && ints[i] < RA_MAX_POSITION) ints[i] = 200;
+        longs[i] = wild ? some_number() : (int64_t)i * small_rand(3);
+        if (longs[i] > 200 && longs[i] < RA_MAX_POSITION) longs[i] = 200;
+    }
+}
+
+/* Tables of runs need as many entries as their counts say. */
+static ra_run run_table[3 * MANY];
+static int32_t run_counts[MANY];
+
+static void random_runs(void)
+{
+    int64_t at = 0;
+    for (int i = 0; i < MANY; i++) run_counts[i] = small_chance(99) ? (int32_t)small_rand(3) : -1;
+    for (int i = 0; i < 200; i++) {
+        run_table[i].first = small_chance(90) ? at : some_number();
+        run_table[i].count = small_chance(90) ? small_range(0, 6) : some_number();
+        run_table[i].stride = small_chance(90) ? small_range(0, 1) : some_number();
+        at += run_table[i].count > 0 && run_table[i].count < 10 ? run_table[i].count : 1;
+    }
+}
+
+static void random_fields(ra_desc *d)
+{
+    int32_t *narrow[] = { &d->sequences, &d->ranks, &d->rank, &d->q_heads, &d->kv_heads, &d->k_dim,
+        &d->v_dim, &d->q_dtype, &d->k_dtype, &d->v_dtype, &d->o_dtype, &d->v_in_k, &d->v_column,
+        &d->scores, &d->chunk_tokens, &d->buffers, &d->threads, &d->isa, &d->mask.kind,
+        &d->mask.causal_block, &d->layout.kind, &d->layout.reserved };
+    int64_t *wide[] = { &d->tokens, &d->kv_tokens, &d->q_offset, &d->mask.window,
+        &d->mask.window_right, &d->mask.prefix, &d->mask.keep, &d->mask.doc_count,
+        &d->mask.interval_count, &d->reserved[0], &d->reserved[1], &d->reserved[2],
+        &d->reserved[3] };
+    int chance = small_chance(60) ? 1 : small_chance(60) ? 5 : 60;
+    for (size_t i = 0; i < sizeof narrow / sizeof narrow[0]; i++)
+        if (small_chance(chance)) *narrow[i] = (int32_t)some_number();
+    for (size_t i = 0; i < sizeof wide / sizeof wide[0]; i++)
+        if (small_chance(chance)) *wide[i] = some_number();
+    if (small_chance(chance)) d->scale = some_float();
+    if (small_chance(chance)) d->softcap = some_float();
+}
+
+static void random_desc(ra_desc *d)
+{
+    int chance = small_chance(60) ? 0 : small_chance(60) ? 4 : 40;
+    base_desc(d, small_range(0, BASES - 1));
+    random_arrays();
+    random_runs();
+    random_fields(d);
+    if (small_chance(chance)) d->tokens_of = (const int64_t *)null_or(longs);
+    if (small_chance(chance)) d->kv_tokens_of = (const int64_t *)null_or(longs);
+    if (small_chance(chance)) d->mask.doc_first = (const int64_t *)null_or(longs);
+    if (small_chance(chance)) d->mask.lo = (const int32_t *)null_or(ints);
+    if (small_chance(chance)) d->mask.hi = (const int32_t *)null_or(ints);
+    if (small_chance(chance)) d->layout.weights = (const int32_t *)null_or(ints);
+    if (small_chance(chance)) d->layout.q_rows = (const int64_t *)null_or(longs);
+    if (small_chance(chance)) d->layout.k_rows = (const int64_t *)null_or(longs);
+    if (d->layout.q_runs || small_chance(chance)) {
+        d->layout.q_runs = (const ra_run *)null_or(run_table);
+        d->layout.q_run_count = (const int32_t *)null_or(run_counts);
+        d->layout.k_runs = (const ra_run *)null_or(run_table);
+        d->layout.k_run_count = (const int32_t *)null_or(run_counts);
+    }
+    d->sequences = (int32_t)small_or_absurd(d->sequences, 3, 1 << 20);
+    d->ranks = (int32_t)small_or_absurd(d->ranks, 16, 4096);
+    d->tokens = small_or_absurd(d->tokens, 300, RA_MAX_POSITION);
+    d->kv_tokens = small_or_absurd(d->kv_tokens, 300, RA_MAX_POSITION);
+    d->q_offset = small_or_absurd(d->q_offset, 300, RA_MAX_POSITION);
+    d->q_heads = (int32_t)small_or_absurd(d->q_heads, 8, 1 << 16);
+    d->k_dim = (int32_t)small_or_absurd(d->k_dim, 40, 1024);
+    d->v_dim = (int32_t)small_or_absurd(d->v_dim, 40, 1024);
+    d->threads = (int32_t)small_or_absurd(d->threads, 8, 4096);
+    d->mask.doc_count = small_or_absurd(d->mask.doc_count, MANY, RA_MAX_POSITION);
+    d->mask.interval_count = small_or_absurd(d->mask.interval_count, MANY, RA_MAX_POSITION);
+}
+
+static int64_t small_stride(void)
+{
+    int64_t x = small_chance(50) ? 0 : small_chance(90) ? 4 * small_range(0, 128) : some_number();
+    return small_or_absurd(x, 512, (int64_t)1 << 54);
+}
+
+static void random_positions(ra_positions *p)
+{
+    if (small_chance(70)) return;
+    p->array = (const int32_t *)null_or(ints);
+    p->runs = small_chance(30) ? run_table : NULL;
+    p->count = small_or_absurd(some_number(), p->runs ? 200 : MANY / 16, INT32_MAX);
+    if (p->count > MANY) p->runs = NULL;
+    p->batch_stride = small_or_absurd(some_number(), MANY / 16 - 1, INT32_MAX);
+    if (p->count > MANY / 16 || p->batch_stride > MANY / 16) p->array = NULL;
+}
+
+static void random_tensors(ra_tensors *t, const ra_desc *d)
+{
+    ra_in *in[3];
+    ra_out *out[2];
+    memset(t, 0, sizeof *t);
+    in[0] = &t->q; in[1] = &t->k; in[2] = &t->v;
+    out[0] = &t->o; out[1] = &t->lse;
+    for (int i = 0; i < 3; i++) {
+        in[i]->data = small_chance(98) ? pool + (small_chance(95) ? 64 : small_range(0, 64)) : NULL;
+        if (small_chance(60)) continue;
+        in[i]->batch_stride = small_stride();
+        in[i]->token_stride = small_stride();
+        in[i]->head_stride = small_stride();
+    }
+    if (d->v_in_k && small_chance(95)) t->v.data = NULL;
+    for (int i = 0; i < 2; i++) {
+        out[i]->data = small_chance(98) ? out_pool + i * (POOL / 2) : NULL;
+        if (small_chance(60)) continue;
+        out[i]->batch_stride = small_stride();
+        out[i]->token_stride = small_stride();
+        out[i]->head_stride = small_stride();
+    }
+    if ((d->scores & RA_SCORE_ALIBI) || small_chance(3)) t->alibi = (const float *)(void *)pool;
+    if ((d->scores & RA_SCORE_SINKS) || small_chance(3)) t->sinks = (const float *)(void *)pool;
+    if ((d->scores & RA_SCORE_BIAS) || small_chance(3)) t->bias.data = (const float *)(void *)pool;
+    t->bias.keys = t->bias.data ? small_or_absurd(some_number(), 1000, INT64_MAX - 1) : 0;
+    t->bias.key_stride = small_chance(50) ? 4 : small_or_absurd(small_stride(), 400, INT64_MAX - 1);
+    t->bias.row_stride = small_stride();
+    t->bias.head_stride = small_stride();
+    t->bias.batch_stride = small_stride();
+    random_positions(&t->q_pos);
+    random_positions(&t->k_pos);
+    if (small_chance(2)) t->reserved = some_number();
+}
+
+/* Strides of 2^54 and more overflow, for nothing that is accepted has fewer than a few rows: but a
+ * single row may have any stride, and nothing is read there. */
+static void random_call(const ra_desc *given, int64_t *ran)
+{
+    ra_desc d = *given;
+    ra_tensors t;
+    int nth = small_range(1, 3), ok = 1;
+    size_t n;
+    uint8_t *ws;
+    random_tensors(&t, &d);
+    n = ra_attention_bytes(&d, nth);
+    if (n == 0) {
+        CHECK(ra_attention(&d, &t, pool, POOL, 0, nth) < 0);
+        return;
+    }
+    if (!CHECK(n < (size_t)1 << 28)) return;
+    ws = (uint8_t *)small_memory(n);
+    for (int i = 0; i < nth; i++) {
+        ra_status s = ra_attention(&d, &t, ws, n, i, nth);
+        CHECK(s <= RA_OK && s > RA_E_MISMATCH);
+        ok &= s == RA_OK;
+    }
+    *ran += ok;
+    free(ws);
+}
+
+static void random_transport(ra_transport *t)
+{
+    base_transport(t, small_range(0, 2));
+    if (small_chance(10)) t->size = small_rand(400);
+    if (small_chance(5)) t->abi = small_rand(3);
+    if (small_chance(30)) t->caps = small_chance(80) ? small_rand(32) : small_rand(UINT32_MAX);
+    if (small_chance(30)) t->channels = small_rand(70);
+    if (small_chance(30)) t->tag_bits = small_rand(70);
+    if (small_chance(30)) t->max_ops = small_rand(10);
+    if (small_chance(20)) { t->rank = small_range(-1, 4); t->ranks = small_range(-1, 16); }
+    if (small_chance(30)) t->max_msg = (size_t)some_number();
+    if (small_chance(30)) t->align = small_chance(80) ? (size_t)1 << small_rand(14)
+                                                      : (size_t)some_number();
+    if (small_chance(5)) t->post = NULL;
+    if (small_chance(5)) t->poll = NULL;
+    if (small_chance(5)) t->dereg = NULL;
+    if (small_chance(5)) t->release = NULL;
+    if (small_chance(20)) t->abort = NULL;
+    if (small_chance(20)) t->quiesce = NULL;
+}
+
+static void random_ring(const ra_plan *plan, small_heap *heap, int64_t *made)
+{
+    ra_ring_desc rd;
+    ra_transport t;
+    ra_ring *ring = NULL;
+    ra_status s;
+    ra_error e;
+    memset(&rd, 0, sizeof rd);
+    memset(&e, 0, sizeof e);
+    random_transport(&t);
+    rd.allocator = small_heap_allocator(heap);
+    rd.error = &e;
+    if (small_chance(20)) {
+        rd.workspace = pool + small_range(0, 128);
+        rd.workspace_bytes = POOL / 2;
+    }
+    if (small_chance(20)) rd.workspace_bytes = (size_t)some_number();
+    if (rd.workspace && rd.workspace_bytes > POOL / 2) rd.workspace_bytes = POOL / 2;
+    if (small_chance(20)) rd.watchdog_ns = some_number();
+    if (small_chance(20)) rd.quiesce_ns = some_number();
+    if (small_chance(5)) rd.reserved[small_rand(4)] = some_number();
+    s = ra_ring_create(&ring, plan, small_chance(95) ? &t : NULL, &rd);
+    CHECK((s == RA_OK) == (ring != NULL) && s > RA_E_MISMATCH);
+    if (s) CHECK(e.status == s && e.field[0] && e.text[0]);
+    else (*made)++;
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    CHECK(heap->wrong == 0);
+}
+
+TEST(random_bytes)
+{
+    int64_t cases = h_run.large ? 1000000 : 25000, accepted = 0, ran = 0, made = 0;
+    for (int64_t i = 0; i < cases; i++) {
+        h_rng rng;
+        ra_desc d, out;
+        ra_plan *plan = NULL;
+        ra_error e[2];
+        small_heap heap;
+        ra_allocator a;
+        ra_status s;
+        if (!h_case(i)) continue;
+        rng = h_case_rng(i);
+        small_seed(rng.state);
+        memset(e, 0, sizeof e);
+        memset(&heap, 0, sizeof heap);
+        a = small_heap_allocator(&heap);
+        random_desc(&d);
+        snprintf(h_run.context, sizeof h_run.context, "B %d P %d T %lld mask %d layout %d", d.sequences,
+                 d.ranks, (long long)d.tokens, d.mask.kind, d.layout.kind);
+        d.error = &e[0];
+        s = ra_desc_resolve(&d, &out);
+        CHECK(s <= RA_OK && s > RA_E_MISMATCH);
+        if (s) CHECK(e[0].status == s && e[0].field[0] && e[0].text[0]);
+        d.error = small_chance(50) ? &e[1] : NULL;
+        if (s || d.ranks <= 16) {
+            ra_status made_plan = ra_plan_create(&plan, &d, &a);
+            CHECK(made_plan == s || (s == RA_OK && made_plan < 0 && made_plan > RA_E_MISMATCH));
+            if (d.error && made_plan) CHECK_EQ(e[1].status, made_plan);
+        }
+        if (plan) random_ring(plan, &heap, &made);
+        accepted += plan != NULL;
+        ra_plan_destroy(plan);
+        CHECK(heap.live == 0 && heap.wrong == 0);
+        if (small_chance(50)) { d.ranks = d.rank = 0; }
+        random_call(&d, &ran);
+    }
+    if (h_run.only_case < 0) {
+        printf("%lld of %lld accepted, %lld rings, %lld calls ran\n", (long long)accepted,
+               (long long)cases, (long long)made, (long long)ran);
+        CHECK(accepted > cases / 50 && ran > cases / 100 && made > cases / 100);
+    }
+}
+
+/* -------------------------------------------------------------------------- every refusal */
+
+TEST(every_refusal)
+{
+    static const int statuses[] = {
+        RA_E_NULL, RA_E_UNSET, RA_E_RANGE, RA_E_ENUM, RA_E_OVERFLOW, RA_E_SHAPE, RA_E_STRIDE,
+        RA_E_ALIGN, RA_E_POSITIONS, RA_E_UNSUPPORTED, RA_E_ISA, RA_E_WORKSPACE, RA_E_NOMEM,
+        RA_E_TRANSPORT, RA_E_ABI, RA_E_BUSY, RA_E_STATE, RA_E_RESERVED,
+    };
+    /* Failures of a pass: test_sim.c and test_clients.c produce each of them and say so. */
+    static const int failures[] = {
+        RA_E_MISMATCH, RA_E_IO, RA_E_PEER, RA_E_TIMEOUT, RA_E_CANCELLED, RA_E_ABORTED, RA_E_TRUNC,
+        RA_E_PROTO, RA_E_ENGINE, RA_E_UNSAFE,
+    };
+#define LISTED(name, value, text) name,
+    static const int all[] = { RA_STATUS_LIST(LISTED) };
+#undef LISTED
+    size_t n = sizeof all / sizeof all[0];
+    for (size_t i = 0; i < n; i++) {
+        int known = all[i] >= 0;
+        const char *text = ra_status_text(all[i]);
+        CHECK(text && strlen(text) > 3 && strcmp(text, ra_status_text(-999)));
+        for (size_t k = 0; k < sizeof statuses / sizeof statuses[0]; k++)
+            known |= statuses[k] == all[i];
+        for (size_t k = 0; k < sizeof failures / sizeof failures[0]; k++)
+            known |= failures[k] == all[i];
+        snprintf(h_run.context, sizeof h_run.context, "status %d: %s", all[i], text);
+        CHECK(known);
+        for (size_t k = 0; k < i; k++) CHECK(strcmp(text, ra_status_text(all[k])) != 0);
+    }
+    CHECK(ra_status_text(12345) != NULL && ra_status_text(INT32_MIN) != NULL);
+    CHECK_EQ(ra_version(), RINGATTN_VERSION);
+    if (h_run.filter[0] || h_run.only_case >= 0) return;
+    for (size_t i = 0; i < sizeof statuses / sizeof statuses[0]; i++) {
+        snprintf(h_run.context, sizeof h_run.context, "%s", ra_status_text(statuses[i]));
+        CHECK(produced[-statuses[i]] != 0);
+    }
+    printf("%d pairs of status and field\n", refusal_count);
+}
+
+int main(int argc, char **argv)
+{
+    static const h_test tests[] = {
+        ENTRY(desc_fields), ENTRY(desc_contents), ENTRY(desc_floats), ENTRY(desc_resolved),
+        ENTRY(isa), ENTRY(engine), ENTRY(transport), ENTRY(ring_desc), ENTRY(plan_arguments),
+        ENTRY(world), ENTRY(estimate), ENTRY(tensors), ENTRY(tensor_alignment),
+        ENTRY(tensor_scores), ENTRY(tensor_positions), ENTRY(jobs), ENTRY(order_of_calls),
+        ENTRY(attention), ENTRY(attention_lengths), ENTRY(attention_positions),
+        ENTRY(attention_simple), ENTRY(states), ENTRY(allocations),
+        ENTRY(no_allocation_in_a_pass), ENTRY(random_bytes), ENTRY(every_refusal),
+    };
+    int failed;
+    pool = (uint8_t *)small_memory(POOL * 2);
+    out_pool = (uint8_t *)small_memory(POOL * 2);
+    memset(pool, 0, POOL * 2);
+    failed = h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+    if (assert_failures) printf("%d assertions failed\n", assert_failures);
+    free(pool);
+    free(out_pool);
+    return failed || assert_failures;
+}

@@ -1,0 +1,946 @@
+/* Whole worlds in one thread: every rank has a ring on a network in memory (net.h) and is stepped
+ * at random, by several "threads" a rank, with a clock that the test moves. Nothing may block,
+ * every pass must end, and what ends well must be right: against a double-precision reference
+ * (small.h) and, where the plan promises it, bit for bit against one rank. Then with faults. */
+#define _POSIX_C_SOURCE 200112L
+#include "harness.h"
+
+static int assert_failures;
+static int assert_failed(const char *what, int line)
+{
+    if (assert_failures++ == 0) printf("ringattn.h:%d: assertion: %s\n", line, what);
+    return 0;
+}
+#define RINGATTN_ASSERT(x) ((x) ? (void)0 : (void)assert_failed(#x, __LINE__))
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+#include "small.h"
+#include "net.h"
+
+enum { PASSES = 3, STUCK = 60000, WATCHDOG = 2000000 };
+
+typedef struct seat {                  /* one rank */
+    ra_ring *ring;
+    small_part part;                   /* of the pass under way */
+    ra_tensors given;                  /* what begin got: it copies, so this is spoilt at once */
+    small_heap heap;
+    uint8_t *workspace;                /* the caller's, with a margin behind it; or null */
+    size_t workspace_bytes;
+    int pass, begun, over;             /* passes that are through; over: no more steps */
+    ra_status end;
+    int64_t trace_failures;
+    int64_t progress_done, progress_all;
+} seat;
+
+typedef struct world {
+    net *net;
+    int ranks, passes, threads, join, silent;
+    int patient;                       /* 1: no watchdog, for nothing is wrong */
+    int64_t deadline;                  /* of every pass, 0: none */
+    int64_t idle;                      /* steps since something was done */
+    int first_failed;                  /* rank, -1: none */
+    int checked;                       /* passes whose result was compared */
+    int wrong;                         /* 1: something was wrong, and has been reported */
+    small problem[PASSES];
+    ra_plan *plan[PASSES][NET_RANKS];
+    small_part whole[PASSES];          /* the same on one rank, where bits must be equal */
+    seat seat[NET_RANKS];
+} world;
+
+static int64_t seen[128];              /* how often a pass ended with -status */
+
+static int64_t world_clock(void *ctx) { return ((world *)ctx)->net->now; }
+
+static void world_trace(void *ctx, const ra_event *e)
+{
+    seat *s = (seat *)ctx;
+    if (e->kind == RA_EV_FAIL) s->trace_failures++;
+}
+
+static void world_progress(void *ctx, int64_t done, int64_t all)
+{
+    seat *s = (seat *)ctx;
+    s->progress_done = done;
+    s->progress_all = all;
+}
+
+/* Fails the test once a world. */
+static int sound(world *w, int ok, const char *what, int line)
+{
+    h_run.checks++;
+    if (ok) return 1;
+    if (!w->wrong) h_fail(h_args(what, __FILE__, line), "is false");
+    w->wrong = 1;
+    return 0;
+}
+#define SOUND(w, x) sound(w, (x) ? 1 : 0, #x, __LINE__)
+
+static void describe(const world *w)
+{
+    const ra_desc *d = &w->problem[0].d;
+    const net_config *c = &w->net->c;
+    snprintf(h_run.context, sizeof h_run.context,
+             "P %d passes %d threads %d join %d | B %d T %lld keys %lld at %lld H %d/%d D %d/%d "
+             "v_in_k %d dtypes %d%d%d%d mask %d layout %d weights %d scores %d chunk %d buffers %d"
+             " | delay %lld capacity %d refuse %d lend %d/%d peer %d thread %d shared %d reg %d"
+             " bare %d told %d ops %u | fault %d rank %d at %lld value %d byte %d fired %d",
+             w->ranks, w->passes, w->threads, w->join, d->sequences, (long long)d->tokens,
+             (long long)d->kv_tokens, (long long)d->q_offset, d->q_heads, d->kv_heads, d->k_dim,
+             d->v_dim, d->v_in_k, d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype, d->mask.kind,
+             d->layout.kind, d->layout.weights != NULL, d->scores, d->chunk_tokens, d->buffers,
+             (long long)c->delay, c->capacity, c->refuse, c->lend, c->lend_sender, c->any_peer,
+             c->any_thread, c->shared, c->reg, c->bare, c->told, c->max_ops, c->fault.kind,
+             c->fault.rank, (long long)c->fault.at, c->fault.value, c->fault.byte, c->fault.fired);
+}
+
+static void random_net(net_config *c, int ranks)
+{
+    memset(c, 0, sizeof *c);
+    c->ranks = ranks;
+    c->seed = small_rand(1u << 30);
+    c->delay = small_chance(70) ? (int64_t)small_rand(200) : 0;
+    c->capacity = small_chance(50) ? 0 : small_range(1, 4);
+    c->refuse = small_chance(50) ? 0 : small_range(5, 60);
+    c->at_once = small_chance(50) ? 0 : small_range(1, 100);
+    c->quiet_done = small_chance(50) ? 0 : 100;
+    c->any_thread = small_chance(50);
+    c->shared = small_chance(20);
+    c->any_peer = c->shared || small_chance(50);
+    if (!c->shared && small_chance(25)) c->lend = small_range(20, 100);
+    if (!c->shared && small_chance(15)) c->lend_sender = small_range(20, 100);
+    c->reg = small_chance(40) ? small_range(1, 2) : 0;
+    c->max_ops = c->shared ? 64 : small_chance(40) ? 0 : (uint32_t)small_range(2, 40);
+    c->tag_bits = small_chance(50) ? 0 : (uint32_t)small_range(8, 64);
+    c->align = small_chance(50) ? 0 : (size_t)1 << small_rand(10);
+    c->told = small_range(0, 2);
+}
+
+/* -------------------------------------------------------------------------- making and ending */
+
+static int make_plans(world *w, int pass)
+{
+    small *s = &w->problem[pass];
+    ra_error error;
+    for (int r = 0; r < w->ranks; r++) {
+        ra_desc d = s->d;
+        ra_status st;
+        memset(&error, 0, sizeof error);
+        d.rank = r;
+        d.error = &error;
+        st = ra_plan_create(&w->plan[pass][r], &d, NULL);
+        if (!SOUND(w, st == RA_OK)) {
+            printf("    refused: %s %s: %s\n", ra_status_text(st), error.field, error.text);
+            return 0;
+        }
+    }
+    return 1;
+}
+
+static int make_ring(world *w, int r)
+{
+    seat *s = &w->seat[r];
+    ra_ring_desc rd;
+    ra_error error;
+    int64_t most = 0;
+    ra_status st;
+    memset(&rd, 0, sizeof rd);
+    memset(&error, 0, sizeof error);
+    for (int i = 0; i < w->passes; i++) {
+        ra_plan_report rep;
+        int64_t bytes;
+        (void)ra_plan_query(w->plan[i][r], r, &rep);
+        bytes = w->net->c.shared ? rep.shared_workspace_bytes : rep.workspace_bytes;
+        if (bytes > most) most = bytes;
+    }
+    if (small_chance(50) && w->net->c.align <= 64) {   /* else the plan does not know the size */
+        s->workspace = (uint8_t *)net_memory((size_t)most, 64);
+        memset(s->workspace, 0xCD, (size_t)most);
+        rd.workspace = s->workspace;
+    }
+    if (s->workspace || w->passes > 1) rd.workspace_bytes = (size_t)most;
+    if (w->passes > 1 && w->net->c.align > 64) rd.workspace_bytes += 64 * w->net->c.align;
+    rd.allocator = small_heap_allocator(&s->heap);
+    rd.watchdog_ns = w->patient ? (int64_t)1 << 50 : WATCHDOG;
+    rd.clock_ns = world_clock;
+    rd.clock_ctx = w;
+    rd.trace = world_trace;
+    rd.trace_ctx = s;
+    rd.progress = world_progress;
+    rd.progress_ctx = s;
+    rd.error = &error;
+    st = ra_ring_create(&s->ring, w->plan[0][r], &w->net->rank[r].transport, &rd);
+    if (SOUND(w, st == RA_OK)) return 1;
+    printf("    refused: %s %s: %s\n", ra_status_text(st), error.field, error.text);
+    return 0;
+}
+
+/* One rank's result of the same problem, if the plan says that its bits are the same. */
+static void make_whole(world *w, int pass)
+{
+    ra_plan_report rep;
+    small one = w->problem[pass];
+    ra_plan *plan = NULL;
+    ra_status st;
+    if (ra_plan_query(w->plan[pass][0], 0, &rep) != RA_OK || !rep.bits_any_ranks) return;
+    one.d.ranks = 1;
+    one.d.layout.weights = NULL;
+    if (one.d.layout.kind != RA_LAYOUT_CONTIGUOUS && one.d.layout.kind != RA_LAYOUT_ZIGZAG) return;
+    if (!SOUND(w, ra_plan_create(&plan, &one.d, NULL) == RA_OK)) return;
+    small_part_make(&w->whole[pass], &one, plan, 0);
+    w->whole[pass].s = &w->problem[pass];
+    st = ra_attend(&one.d, NULL, &w->whole[pass].t, RA_NO_DEADLINE);
+    SOUND(w, st == RA_OK);
+    ra_plan_destroy(plan);
+}
+
+static world *make_world(int ranks, int passes, int most, const net_config *c)
+{
+    world *w = (world *)calloc(1, sizeof *w);
+    if (!w) abort();
+    w->net = net_create(c);
+    w->ranks = ranks;
+    w->passes = passes;
+    w->threads = small_chance(50) ? 1 : small_range(1, 5);
+    w->join = small_chance(40);
+    w->silent = w->first_failed = -1;
+    for (int i = 0; i < passes; i++) small_make(&w->problem[i], ranks, most, w->threads);
+    describe(w);
+    return w;
+}
+
+static int open_world(world *w)
+{
+    for (int i = 0; i < w->passes; i++) if (!make_plans(w, i)) return 0;
+    for (int i = 0; i < w->passes; i++) make_whole(w, i);
+    for (int r = 0; r < w->ranks; r++) if (!make_ring(w, r)) return 0;
+    return 1;
+}
+
+static void free_world(world *w)
+{
+    for (int r = 0; r < w->ranks; r++) {
+        seat *s = &w->seat[r];
+        free(s->workspace);
+        small_part_free(&s->part);
+        small_heap_clear(&s->heap);
+    }
+    for (int i = 0; i < w->passes; i++) {
+        for (int r = 0; r < w->ranks; r++) ra_plan_destroy(w->plan[i][r]);
+        small_part_free(&w->whole[i]);
+        small_free(&w->problem[i]);
+    }
+    net_destroy(w->net);
+    free(w);
+}
+
+/* -------------------------------------------------------------------------- results */
+
+static int row_of(const small_part *p, int64_t b, int32_t pos)
+{
+    for (int64_t i = 0; i < p->q_rows; i++)
+        if (p->q_pos[b * p->q_rows + i] == pos) return (int)i;
+    return -1;
+}
+
+/* Rows of this rank have the bits that one rank computes. */
+static int same_bits(const small_part *p, const small_part *whole)
+{
+    const ra_desc *d = &p->s->d;
+    int64_t B = d->sequences ? d->sequences : 1;
+    size_t bytes = (size_t)(d->v_dim * small_size(d->o_dtype));
+    for (int64_t b = 0; b < B; b++) {
+        int at = -1;
+        for (int64_t i = 0; i < p->q_rows; i++) {
+            int32_t pos = p->q_pos[b * p->q_rows + i];
+            if (pos < 0) continue;
+            at++;
+            if (at >= whole->q_rows || whole->q_pos[b * whole->q_rows + at] != pos)
+                at = row_of(whole, b, pos);
+            if (at < 0) return 0;
+            for (int64_t n = 0; n < d->q_heads; n++) {
+                if (memcmp(small_at(&p->o, b, i, n), small_at(&whole->o, b, at, n), bytes))
+                    return 0;
+                if (p->lse.base && whole->lse.base &&
+                    memcmp(small_at(&p->lse, b, i, n), small_at(&whole->lse, b, at, n), 4))
+                    return 0;
+            }
+        }
+    }
+    return 1;
+}
+
+/* What the ring counted is what the plan had said. */
+static void check_counters(world *w, int r)
+{
+    seat *s = &w->seat[r];
+    ra_ring_counters c;
+    ra_plan_report p;
+    int shared = w->net->c.shared;
+    ra_ring_query(s->ring, &c);
+    if (!SOUND(w, ra_plan_query(w->plan[s->pass][r], r, &p) == RA_OK)) return;
+    SOUND(w, c.state == RA_RING_IDLE);
+    SOUND(w, c.pass == s->pass + 1);
+    SOUND(w, c.tiles_empty == p.tiles_empty);
+    SOUND(w, c.tiles_partial == p.tiles_partial);
+    SOUND(w, c.tiles_full == p.tiles_full);
+    SOUND(w, c.tiles_all == p.tiles_partial + p.tiles_full);
+    SOUND(w, c.chunks_in == p.chunks_in);
+    SOUND(w, c.chunks_out == p.chunks_out);
+    SOUND(w, c.bytes_in == (shared ? p.shared_bytes_in : p.bytes_in));
+    SOUND(w, c.bytes_out == (shared ? p.shared_bytes_out : p.bytes_out));
+    SOUND(w, c.peak_bytes <= (shared ? p.shared_workspace_bytes : p.workspace_bytes) ||
+             w->passes > 1 || w->net->c.align > 64);
+    SOUND(w, s->progress_all == c.tiles_all || c.tiles_all == 0);
+    SOUND(w, s->progress_done == c.tiles_all || c.tiles_all == 0);
+}
+
+/* Counted by the network over all passes. */
+static void check_traffic(world *w, int r)
+{
+    const net_rank *n = &w->net->rank[r];
+    int64_t chunks[2] = { 0, 0 }, bytes[2] = { 0, 0 };
+    for (int i = 0; i < w->passes; i++) {
+        ra_plan_report p;
+        (void)ra_plan_query(w->plan[i][r], r, &p);
+        chunks[0] += p.chunks_in;
+        chunks[1] += p.chunks_out;
+        bytes[0] += w->net->c.shared ? p.shared_bytes_in : p.bytes_in;
+        bytes[1] += w->net->c.shared ? p.shared_bytes_out : p.bytes_out;
+    }
+    for (int i = 0; i < 2; i++) {
+        SOUND(w, n->messages[i] == chunks[i]);
+        SOUND(w, n->bytes[i] + n->word_bytes[i] == bytes[i]);
+    }
+}
+
+/* A pass that ended well is right, and nobody looks at its tensors any more. */
+static void end_pass(world *w, int r)
+{
+    seat *s = &w->seat[r];
+    const char *why = small_part_check(&s->part, 24);
+    if (!SOUND(w, why == NULL)) printf("    %s\n", why);
+    if (w->whole[s->pass].s) SOUND(w, same_bits(&s->part, &w->whole[s->pass]));
+    check_counters(w, r);
+    small_part_poison(&s->part);
+    if (small_chance(20)) SOUND(w, !small_part_spills(&s->part));
+    w->checked++;
+    small_part_free(&s->part);
+    memset(&s->part, 0, sizeof s->part);
+    s->begun = 0;
+    if (++s->pass == w->passes) s->over = 1;
+}
+
+/* -------------------------------------------------------------------------- stepping */
+
+static void fail_pass(world *w, int r, ra_status st)
+{
+    seat *s = &w->seat[r];
+    s->over = 1;
+    s->end = st;
+    if (st > -128) seen[-st]++;
+    if (w->first_failed < 0) w->first_failed = r;
+}
+
+static void prepare(world *w, int r)
+{
+    seat *s = &w->seat[r];
+    if (s->part.s) return;
+    small_part_make(&s->part, &w->problem[s->pass], w->plan[s->pass][r], r);
+    s->progress_done = s->progress_all = 0;
+}
+
+static ra_status call(world *w, int r, int ith)
+{
+    seat *s = &w->seat[r];
+    int nth = small_range(1, w->threads);
+    ra_status st;
+    ra_job job;
+    prepare(w, r);
+    memset(&job, 0, sizeof job);
+    s->given = s->part.t;
+    job.plan = w->plan[s->pass][r];
+    job.tensors = &s->given;
+    job.deadline_ns = w->deadline;
+    if (w->join) {
+        job.ticket = 7u + (uint64_t)s->pass * 3u;
+        st = ra_join(s->ring, &job, ith, nth);
+    } else if (!s->begun) {
+        st = ra_begin(s->ring, &job);
+        if (st == RA_OK) {
+            s->begun = 1;
+            st = RA_AGAIN;
+        }
+    } else {
+        st = ra_step(s->ring, ith, nth);
+    }
+    memset(&s->given, 0xFF, sizeof s->given);
+    return st;
+}
+
+static void step_world(world *w)
+{
+    int r = small_range(0, w->ranks - 1), ith;
+    seat *s = &w->seat[r];
+    ra_status st;
+    w->net->now += small_range(1, 8);
+    if (++w->idle > 8 * w->ranks) w->net->now += 100;
+    if (w->idle > 60 * w->ranks * w->threads) w->net->now += WATCHDOG / 50;
+    if (s->over || r == w->silent) return;
+    ith = w->net->thread = small_range(0, w->threads - 1);
+    st = call(w, r, ith);
+    if (st == RA_AGAIN) w->idle = 0;
+    if (st == RA_OK) {
+        w->idle = 0;
+        if (!w->join && small_chance(30)) SOUND(w, ra_step(s->ring, ith, 1) == RA_OK);
+        end_pass(w, r);
+    } else if (st < 0) {
+        fail_pass(w, r, st);
+    } else {
+        SOUND(w, st == RA_AGAIN || st == RA_WAIT);
+    }
+}
+
+static int running(const world *w)
+{
+    for (int r = 0; r < w->ranks; r++) if (!w->seat[r].over && r != w->silent) return 1;
+    return 0;
+}
+
+static void run_world(world *w)
+{
+    int64_t most = 4000000;
+    while (running(w) && !w->wrong && !w->net->breaches && w->idle < STUCK && --most > 0)
+        step_world(w);
+    if (!SOUND(w, w->net->breaches == 0)) printf("    breach: %s\n", w->net->why);
+    SOUND(w, w->idle < STUCK && most > 0);
+}
+
+static void close_fine(world *w)
+{
+    for (int r = 0; r < w->ranks; r++) {
+        seat *s = &w->seat[r];
+        if (!s->ring) continue;
+        if (!SOUND(w, s->end == RA_OK)) {
+            ra_failure f;
+            memset(&f, 0, sizeof f);
+            (void)ra_ring_failure(s->ring, &f);
+            printf("    rank %d: %s: %s\n", r, ra_status_text(s->end),
+                   s->begun || f.status ? f.text : ra_ring_error(s->ring)->text);
+        }
+        if (!w->wrong) check_traffic(w, r);
+        if (!w->wrong) net_check_empty(w->net);
+        if (w->ranks == 1) SOUND(w, w->net->rank[0].posts + w->net->rank[0].polls == 0);
+        if (w->wrong) (void)ra_finish(s->ring, 1);
+        SOUND(w, ra_ring_destroy(s->ring) == RA_OK);
+        SOUND(w, s->heap.live == 0 && s->heap.wrong == 0);
+    }
+    net_check_end(w->net);
+    if (!w->wrong && !SOUND(w, w->net->breaches == 0)) printf("    breach: %s\n", w->net->why);
+    if (w->wrong) h_run.context[0] = 0;
+}
+
+static int pick_ranks(void)
+{
+    static const int common[8] = { 1, 2, 3, 4, 5, 6, 7, 8 };
+    return small_chance(80) ? common[small_rand(8)] : small_range(9, NET_RANKS);
+}
+
+static int pick_size(int ranks)
+{
+    if (small_chance(60)) return small_range(1, 130);
+    if (small_chance(80)) return small_range(1, 64 * (ranks < 5 ? ranks : 5));
+    return small_range(1, 200 * (ranks < 6 ? ranks : 6));
+}
+
+TEST(worlds)
+{
+    int64_t worlds = h_run.large ? 100000 : 5000, ran = 0, passes = 0;
+    for (int64_t i = 0; i < worlds; i++) {
+        net_config c;
+        h_rng rng;
+        world *w;
+        int ranks;
+        if (!h_case(i)) continue;
+        rng = h_case_rng(i);
+        small_seed(rng.state);
+        ranks = pick_ranks();
+        random_net(&c, ranks);
+        w = make_world(ranks, small_chance(60) ? 1 : small_range(2, PASSES), pick_size(ranks), &c);
+        w->patient = 1;
+        if (open_world(w)) run_world(w);
+        passes += w->checked;
+        close_fine(w);
+        free_world(w);
+        ran++;
+    }
+    CHECK_EQ(assert_failures, 0);
+    printf("%lld worlds, %lld passes of a rank\n", (long long)ran, (long long)passes);
+}
+
+/* -------------------------------------------------------------------------- after a failure */
+
+/* The first rank that failed met the fault itself; all others may also have been told, or have
+ * waited in vain. */
+static int is_echo(const world *w, ra_status st)
+{
+    if (st == RA_E_ABORTED) return w->net->c.told == 1;
+    return st == RA_E_PEER || (st == RA_E_TIMEOUT && w->deadline);
+}
+
+static void check_failure(world *w, int r)
+{
+    seat *s = &w->seat[r];
+    ra_failure f;
+    ra_ring_counters c;
+    ra_job job;
+    memset(&f, 0, sizeof f);
+    if (!SOUND(w, ra_ring_failure(s->ring, &f) == RA_OK)) return;
+    ra_ring_query(s->ring, &c);
+    SOUND(w, c.state == RA_RING_FAILED);
+    SOUND(w, f.status == s->end);
+    SOUND(w, f.rank == r);
+    SOUND(w, f.pass == s->pass + 1 || f.pass == s->pass);      /* cancelled between two */
+    SOUND(w, f.text[0] != 0 && memchr(f.text, 0, sizeof f.text) != NULL);
+    SOUND(w, f.sending >= -1 && f.sending <= 1 && f.peer >= -1 && f.peer < w->ranks);
+    SOUND(w, f.reserved == 0);
+    SOUND(w, s->trace_failures == 1);
+    SOUND(w, ra_step(s->ring, 0, 1) == s->end);
+    memset(&job, 0, sizeof job);
+    job.plan = w->plan[0][r];
+    job.tensors = &s->part.t;
+    SOUND(w, ra_begin(s->ring, &job) < 0);
+    if (w->net->c.bare || w->ranks == 1) return;
+    SOUND(w, w->net->rank[r].aborts == 1);
+    SOUND(w, w->net->rank[r].why == s->end);
+}
+
+/* Everybody has ended, or will not be stepped again: takes the world apart. */
+static void close_failed(world *w)
+{
+    for (int r = 0; r < w->ranks; r++) {
+        seat *s = &w->seat[r];
+        net_rank *n = &w->net->rank[r];
+        int failed = s->end < 0, under_way = s->begun || s->part.s, unsafe, pending = n->pending;
+        ra_status st;
+        if (!s->ring) continue;
+        w->net->thread = 0;
+        if (failed) check_failure(w, r);
+        if ((failed && small_chance(80)) || r == w->silent) {
+            st = ra_finish(s->ring, RA_NO_DEADLINE);
+            SOUND(w, failed ? st == s->end || st == RA_E_UNSAFE : !under_way || st < 0 || w->join);
+            if (failed && !w->net->c.bare && w->ranks > 1) SOUND(w, n->quiesces >= 1);
+        }
+        st = ra_ring_destroy(s->ring);
+        unsafe = (w->net->c.unsafe && n->aborts) || (w->net->c.bare && pending);
+        if (unsafe) SOUND(w, st == RA_E_UNSAFE);
+        else SOUND(w, st == RA_OK || (w->net->c.bare && st == RA_E_UNSAFE));
+        if (st == RA_E_UNSAFE) seen[-RA_E_UNSAFE]++;
+        if (unsafe && !s->workspace) SOUND(w, s->heap.live > 0);
+        if (st == RA_OK) SOUND(w, s->heap.live == 0);
+        SOUND(w, s->heap.wrong == 0);
+        if (failed && !w->net->c.bare && w->ranks > 1) SOUND(w, n->quiesces >= 1);
+        if (w->ranks == 1)
+            SOUND(w, n->posts + n->polls + n->aborts + n->quiesces + n->regs == 0);
+        s->ring = NULL;
+    }
+    if (!w->wrong && !SOUND(w, w->net->breaches == 0)) printf("    breach: %s\n", w->net->why);
+    if (w->wrong) h_run.context[0] = 0;
+}
+
+static void print_ends(const world *w)
+{
+    for (int r = 0; r < w->ranks; r++) {
+        ra_failure f;
+        memset(&f, 0, sizeof f);
+        if (w->seat[r].end < 0) (void)ra_ring_failure(w->seat[r].ring, &f);
+        printf("    rank %d: passes %d, %s (peer %d, code %d, %s)\n", r, w->seat[r].pass,
+               ra_status_text(w->seat[r].end), f.peer, f.code, f.text);
+    }
+}
+
+static world *fault_world(int64_t i, int fewest)
+{
+    net_config c;
+    h_rng rng = h_case_rng(i);
+    world *w;
+    int ranks;
+    small_seed(rng.state);
+    ranks = small_range(fewest, small_chance(80) ? 5 : 9);
+    random_net(&c, ranks);
+    c.bare = small_chance(15);
+    c.unsafe = !c.bare && small_chance(10);
+    w = make_world(ranks, small_range(1, 2), small_range(1, 150), &c);
+    w->net->expect_faults = 1;
+    return w;
+}
+
+/* A rank that sends, or -1. */
+static int some_sender(const world *w, int64_t *messages)
+{
+    int first = small_range(0, w->ranks - 1);
+    for (int i = 0; i < w->ranks; i++) {
+        int r = (first + i) % w->ranks;
+        *messages = 0;
+        for (int k = 0; k < w->passes; k++) {
+            ra_plan_report p;
+            (void)ra_plan_query(w->plan[k][r], r, &p);
+            *messages += p.chunks_out;
+        }
+        if (*messages) return r;
+    }
+    return -1;
+}
+
+static int one_of(int x, int a, int b, int c) { return x == a || x == b || x == c; }
+
+/* What the first rank to fail may say. */
+static int fits(const world *w, int status)
+{
+    const net_fault *f = &w->net->c.fault;
+    int code = f->value == RA_E_PEER ? RA_E_PEER : RA_E_IO;
+    switch (f->kind) {
+    case NET_DAMAGE: return one_of(status, RA_E_PROTO, RA_E_MISMATCH, RA_E_PROTO);
+    case NET_SHORT: case NET_LONG: case NET_TRUNC: return status == RA_E_TRUNC;
+    case NET_DOUBLE: return one_of(status, RA_E_PROTO, RA_E_TRUNC, RA_E_MISMATCH);
+    case NET_DROP: case NET_SWAP:
+        return status == RA_E_MISMATCH || one_of(status, RA_E_PROTO, RA_E_TRUNC, RA_E_PEER);
+    default: return status == code;
+    }
+}
+
+static void choose_fault(world *w)
+{
+    static const int codes[3] = { RA_E_IO, RA_E_PEER, -1234 };
+    net_fault *f = &w->net->c.fault;
+    int64_t messages = 0;
+    int kind = small_range(NET_DAMAGE, NET_POLL_FAILS), r = some_sender(w, &messages);
+    if (r < 0) return;
+    if (w->net->c.shared && kind == NET_DAMAGE) kind = NET_SHORT;
+    f->rank = r;
+    f->peer = -1;
+    f->at = (int64_t)small_rand((uint32_t)messages);
+    f->byte = small_range(0, 63);
+    f->value = kind == NET_DAMAGE ? 1 << small_rand(8) : small_range(1, 60);
+    if (kind >= NET_RECV_FAILS) f->value = codes[small_rand(3)];
+    f->kind = kind;
+}
+
+/* One fault of the network: an error of the right kind where it happens, an end everywhere, never a
+ * wrong number. */
+TEST(faults)
+{
+    int64_t fired[NET_POLL_FAILS + 1] = { 0 }, worlds = h_run.large ? 30000 : 2000;
+    int64_t cut = 0, named = 0;        /* failures with a code that error_text knows */
+    for (int64_t i = 0; i < worlds; i++) {
+        world *w;
+        const net_fault *f;
+        if (!h_case(i)) continue;
+        w = fault_world(i, 2);
+        if (open_world(w)) {
+            choose_fault(w);
+            describe(w);
+            run_world(w);
+        }
+        describe(w);
+        f = &w->net->c.fault;
+        if (f->fired) fired[f->kind]++;
+        if (w->first_failed >= 0 && !w->wrong) {
+            int end = w->seat[w->first_failed].end;
+            ra_failure why;
+            memset(&why, 0, sizeof why);
+            (void)ra_ring_failure(w->seat[w->first_failed].ring, &why);
+            SOUND(w, f->fired > 0);
+            SOUND(w, fits(w, end));
+            if (f->kind >= NET_RECV_FAILS) SOUND(w, why.code == f->value);
+            if (f->kind >= NET_RECV_FAILS && f->value == -1234) {
+                cut++;
+                named += strstr(why.text, "the cable is cut") != NULL;
+            }
+            for (int r = 0; r < w->ranks; r++)
+                SOUND(w, w->seat[r].end == RA_OK || r == w->first_failed ||
+                         is_echo(w, w->seat[r].end) || fits(w, w->seat[r].end) ||
+                         (f->kind == NET_SEND_FAILS &&
+                          one_of(w->seat[r].end, RA_E_PROTO, RA_E_TRUNC, RA_E_MISMATCH)));
+        } else {
+            SOUND(w, !f->fired || one_of(f->kind, NET_DOUBLE, NET_DROP, NET_SWAP) ||
+                     w->net->c.shared);
+            if (f->fired) SOUND(w, f->kind != NET_DROP || w->net->c.shared);
+        }
+        if (w->wrong) print_ends(w);
+        close_failed(w);
+        free_world(w);
+    }
+    for (int k = NET_DAMAGE; k <= NET_POLL_FAILS && h_run.only_case < 0; k++) CHECK(fired[k] > 10);
+    CHECK_EQ(named, cut);
+    CHECK_EQ(assert_failures, 0);
+}
+
+/* A rank stops coming. Who waits for it says so: by the watchdog, or earlier by a deadline. */
+TEST(silence)
+{
+    int64_t worlds = h_run.large ? 10000 : 400, waited = 0, late = 0;
+    for (int64_t i = 0; i < worlds; i++) {
+        world *w;
+        int64_t steps;
+        int victim;
+        if (!h_case(i)) continue;
+        w = fault_world(i, 2);
+        victim = small_range(0, w->ranks - 1);
+        steps = (int64_t)small_rand(60) * (int64_t)small_rand(40);
+        if (open_world(w)) {
+            while (running(w) && !w->wrong && !w->net->breaches && steps-- > 0) step_world(w);
+            if (!w->seat[victim].over) w->silent = victim;
+            if (small_chance(30)) w->deadline = w->net->now + small_range(1, WATCHDOG);
+            run_world(w);
+        }
+        if (w->first_failed >= 0 && !w->wrong) {
+            const seat *s = &w->seat[w->first_failed];
+            ra_failure f;
+            memset(&f, 0, sizeof f);
+            (void)ra_ring_failure(s->ring, &f);
+            if (s->end == RA_E_TIMEOUT) late++;
+            else waited++;
+            SOUND(w, s->end == RA_E_PEER || (s->end == RA_E_TIMEOUT && w->deadline));
+            if (f.peer >= 0 || s->end == RA_E_PEER) {
+                SOUND(w, f.sending == 0 || f.sending == 1);
+                SOUND(w, f.peer >= 0 && f.peer != w->first_failed);
+                if (!w->net->c.shared)
+                    SOUND(w, net_is_neighbour(w->net, f.peer, w->first_failed) && f.chunk >= 0);
+                if (w->ranks == 2) SOUND(w, f.peer == w->silent);
+            }
+            if (s->end == RA_E_PEER) SOUND(w, f.since_progress_ns >= WATCHDOG);
+            for (int r = 0; r < w->ranks; r++)
+                SOUND(w, w->seat[r].end == RA_OK || is_echo(w, w->seat[r].end));
+        }
+        if (w->wrong) print_ends(w);
+        close_failed(w);
+        free_world(w);
+    }
+    if (h_run.only_case < 0) CHECK(waited > 20 && late > 5);
+    CHECK_EQ(assert_failures, 0);
+}
+
+TEST(cancel)
+{
+    int64_t worlds = h_run.large ? 10000 : 400, cancelled = 0;
+    for (int64_t i = 0; i < worlds; i++) {
+        world *w;
+        int64_t steps;
+        int victim;
+        if (!h_case(i)) continue;
+        w = fault_world(i, 1);
+        victim = small_range(0, w->ranks - 1);
+        steps = (int64_t)small_rand(60) * (int64_t)small_rand(40);
+        if (open_world(w)) {
+            while (running(w) && !w->wrong && !w->net->breaches && steps-- > 0) step_world(w);
+            if (!w->seat[victim].over) ra_ring_cancel(w->seat[victim].ring);
+            run_world(w);
+        }
+        if (w->seat[victim].end < 0 && !w->wrong) {
+            cancelled++;
+            SOUND(w, w->seat[victim].end == RA_E_CANCELLED || w->seat[victim].end == RA_E_PEER);
+            SOUND(w, w->first_failed != victim || w->seat[victim].end == RA_E_CANCELLED);
+            for (int r = 0; r < w->ranks; r++)
+                SOUND(w, w->seat[r].end == RA_OK || r == victim || is_echo(w, w->seat[r].end));
+        }
+        if (w->wrong) print_ends(w);
+        close_failed(w);
+        free_world(w);
+    }
+    if (h_run.only_case < 0) CHECK(cancelled > 50);
+    CHECK_EQ(assert_failures, 0);
+}
+
+/* -------------------------------------------------------------------------- ranks that differ */
+
+enum {
+    DIFF_SCALE, DIFF_SOFTCAP, DIFF_SINKS, DIFF_O_DTYPE, DIFF_WINDOW, DIFF_WINDOW_RIGHT, DIFF_KEEP,
+    DIFF_INTERVALS, DIFF_INTERVAL_COUNT, DIFF_TOKENS_OF, DIFF_CHUNK, DIFF_BUFFERS, DIFF_WEIGHTS,
+    DIFF_COLUMN, DIFF_DOCUMENTS, DIFF_DOC_COUNT, DIFF_SEQUENCES, DIFF_KV_TOKENS, DIFF_Q_OFFSET,
+    DIFF_CAUSAL, DIFF_CAUSAL_BLOCK, DIFF_PREFIX, DIFF_Q_RUNS, DIFF_KV_TOKENS_OF, DIFF_Q_DTYPE,
+    DIFF_Q_HEADS, DIFF_LAYOUT, DIFF_ISA, DIFF_THREADS, DIFFS
+};
+
+/* A problem in which every rank sends something to every other, in messages whose number and length
+ * do not depend on what is changed below. */
+static void agree(small *s, int ranks, int diff)
+{
+    ra_desc *d = &s->d;
+    int n = small_range(3, 20);
+    memset(s, 0, sizeof *s);
+    d->sequences = diff == DIFF_TOKENS_OF || diff == DIFF_KV_TOKENS_OF ? 2 : diff != DIFF_SEQUENCES;
+    d->ranks = ranks;
+    d->q_heads = 2;
+    d->kv_heads = 1;
+    d->k_dim = d->v_dim = 4;
+    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
+    d->threads = 1;
+    d->tokens = n * ranks;
+    if (diff != DIFF_KV_TOKENS) d->kv_tokens = d->tokens;
+    d->mask.kind = diff == DIFF_CAUSAL_BLOCK || diff == DIFF_PREFIX ? RA_MASK_CAUSAL : RA_MASK_NONE;
+    d->layout.kind = d->mask.kind == RA_MASK_CAUSAL ? RA_LAYOUT_STRIPED : RA_LAYOUT_CONTIGUOUS;
+    if (diff == DIFF_CAUSAL) d->layout.kind = RA_LAYOUT_STRIPED;
+    if (diff == DIFF_COLUMN) { d->v_in_k = 1; d->v_dim = 2; }
+    if (diff == DIFF_KEEP) { d->mask.window = d->tokens; d->mask.keep = 1; }
+    if (diff == DIFF_INTERVALS || diff == DIFF_INTERVAL_COUNT) {
+        d->mask.kind = RA_MASK_INTERVALS;
+        s->lo = (int32_t *)small_memory((size_t)(d->tokens + 1) * 4);
+        s->hi = (int32_t *)small_memory((size_t)(d->tokens + 1) * 4);
+        for (int64_t p = 0; p <= d->tokens; p++) { s->lo[p] = 0; s->hi[p] = (int32_t)d->tokens; }
+        d->mask.lo = s->lo;
+        d->mask.hi = s->hi;
+        d->mask.interval_count = d->tokens;
+    }
+    if (diff == DIFF_DOCUMENTS) {
+        s->doc_first[1] = 1;
+        d->mask.doc_first = s->doc_first;
+        d->mask.doc_count = 2;
+    }
+    for (int b = 0; b < 2; b++) {
+        s->tokens[b] = s->tokens_of[b] = d->tokens - b;
+        s->keys[b] = s->kv_tokens_of[b] = d->tokens;
+    }
+    if (diff == DIFF_TOKENS_OF) d->tokens_of = s->tokens_of;
+    else s->tokens[1] = d->tokens;
+    if (diff == DIFF_Q_RUNS) {
+        d->layout.kind = RA_LAYOUT_RUNS;
+        for (int r = 0; r < ranks; r++) {
+            s->q_runs[r].first = s->k_runs[r].first = r * n;
+            s->q_runs[r].count = s->k_runs[r].count = n;
+            s->q_count[r] = s->k_count[r] = 1;
+        }
+        d->layout.q_runs = s->q_runs;
+        d->layout.k_runs = s->k_runs;
+        d->layout.q_run_count = s->q_count;
+        d->layout.k_run_count = s->k_count;
+    }
+    small_data(s);
+    d->scores = 0;
+}
+
+/* What the odd rank has instead. x: room for its own arrays. */
+static void disagree(small *x, int diff)
+{
+    ra_desc *d = &x->d;
+    switch (diff) {
+    case DIFF_SCALE: d->scale = 0.5000001f; break;
+    case DIFF_SOFTCAP: d->softcap = 30; break;
+    case DIFF_SINKS: d->scores = RA_SCORE_SINKS; break;
+    case DIFF_O_DTYPE: d->o_dtype = RA_BF16; break;
+    case DIFF_WINDOW: d->mask.window = d->tokens + 1; break;
+    case DIFF_WINDOW_RIGHT: d->mask.window_right = d->tokens + 1; break;
+    case DIFF_KEEP: d->mask.keep = 2; break;
+    case DIFF_INTERVALS: {
+        int32_t *lo = (int32_t *)small_memory((size_t)(d->tokens + 1) * 4);
+        memcpy(lo, x->lo, (size_t)(d->tokens + 1) * 4);
+        lo[small_rand((uint32_t)d->tokens)] = 1;
+        d->mask.lo = x->lo = lo;
+        break;
+    }
+    case DIFF_INTERVAL_COUNT: d->mask.interval_count++; break;
+    case DIFF_TOKENS_OF: x->tokens[1] = --x->tokens_of[1]; d->tokens_of = x->tokens_of; break;
+    case DIFF_KV_TOKENS_OF: d->kv_tokens_of = x->kv_tokens_of; break;
+    case DIFF_CHUNK: d->chunk_tokens = 128; break;
+    case DIFF_BUFFERS: d->buffers = 3; break;
+    case DIFF_WEIGHTS:
+        for (int r = 0; r < d->ranks; r++) x->weights[r] = 1;
+        d->layout.weights = x->weights;
+        break;
+    case DIFF_COLUMN: d->v_column = 2; break;
+    case DIFF_DOCUMENTS: x->doc_first[1] = 2; d->mask.doc_first = x->doc_first; break;
+    case DIFF_DOC_COUNT: d->mask.doc_first = x->doc_first; d->mask.doc_count = 1; break;
+    case DIFF_SEQUENCES: d->sequences = 1; break;
+    case DIFF_KV_TOKENS: d->kv_tokens = d->tokens; break;
+    case DIFF_Q_OFFSET: d->q_offset = 1; break;
+    case DIFF_CAUSAL: d->mask.kind = RA_MASK_CAUSAL; break;
+    case DIFF_CAUSAL_BLOCK: d->mask.causal_block = 1; break;
+    case DIFF_PREFIX: d->mask.prefix = 1; break;
+    case DIFF_Q_RUNS:
+        x->q_runs[0] = x->k_runs[1];
+        x->q_runs[1] = x->k_runs[0];
+        d->layout.q_runs = x->q_runs;
+        break;
+    case DIFF_Q_DTYPE: d->q_dtype = RA_BF16; break;
+    case DIFF_Q_HEADS: d->q_heads = 1; break;
+    case DIFF_LAYOUT: d->layout.kind = RA_LAYOUT_STRIPED; break;
+    case DIFF_ISA: d->isa = RA_ISA_SCALAR; break;
+    case DIFF_THREADS: d->threads = 7; break;
+    default: break;
+    }
+}
+
+/* One descriptor field differs on one rank: RA_E_MISMATCH, whatever it is, unless it is local. */
+static void one_difference(int64_t i)
+{
+    h_rng rng = h_case_rng(i);
+    int diff = (int)(i % DIFFS), local = diff == DIFF_ISA || diff == DIFF_THREADS, ranks, odd;
+    small *x = (small *)calloc(1, sizeof *x);
+    net_config c;
+    world *w;
+    ra_plan *plan = NULL;
+    if (!x) abort();
+    small_seed(rng.state);
+    ranks = small_range(2, 5);
+    odd = small_range(0, ranks - 1);
+    random_net(&c, ranks);
+    w = make_world(ranks, 1, 2, &c);
+    small_free(&w->problem[0]);
+    agree(&w->problem[0], ranks, diff);
+    w->threads = 1;
+    w->net->expect_faults = 1;
+    *x = w->problem[0];
+    disagree(x, diff);
+    x->d.rank = odd;
+    describe(w);
+    snprintf(h_run.context + strlen(h_run.context), 60, " | difference %d on rank %d", diff, odd);
+    if (make_plans(w, 0) && SOUND(w, ra_plan_create(&plan, &x->d, NULL) == RA_OK)) {
+        ra_plan_destroy(w->plan[0][odd]);
+        w->plan[0][odd] = plan;
+        small_part_make(&w->seat[odd].part, x, plan, odd);
+        for (int r = 0; r < ranks; r++) (void)make_ring(w, r);
+        run_world(w);
+    }
+    if (!w->wrong && local) SOUND(w, w->first_failed < 0);
+    if (!w->wrong && !local && SOUND(w, w->first_failed >= 0)) {
+        ra_failure f;
+        memset(&f, 0, sizeof f);
+        (void)ra_ring_failure(w->seat[w->first_failed].ring, &f);
+        SOUND(w, f.status == RA_E_MISMATCH);
+        SOUND(w, (w->first_failed == odd) != (f.peer == odd));
+        for (int r = 0; r < ranks; r++)
+            SOUND(w, w->seat[r].end == RA_E_MISMATCH || is_echo(w, w->seat[r].end) ||
+                     (w->seat[r].end == RA_OK && r != odd));
+    }
+    if (w->wrong) print_ends(w);
+    close_failed(w);
+    if (x->lo != w->problem[0].lo) free(x->lo);
+    free(x);
+    free_world(w);
+}
+
+TEST(differences)
+{
+    for (int64_t i = 0; i < (h_run.large ? 100 : 12) * DIFFS; i++) if (h_case(i)) one_difference(i);
+    CHECK_EQ(assert_failures, 0);
+}
+
+/* The tests above together produced every way in which a pass can fail, but for those of engines
+ * (test_clients.c). */
+TEST(statuses)
+{
+    static const int failures[] = { RA_E_MISMATCH, RA_E_IO, RA_E_PEER, RA_E_TIMEOUT,
+                                    RA_E_CANCELLED, RA_E_ABORTED, RA_E_TRUNC, RA_E_PROTO,
+                                    RA_E_UNSAFE };
+    if (h_run.filter[0] || h_run.only_case >= 0) { h_skip("runs after all other tests only"); return; }
+    for (size_t i = 0; i < sizeof failures / sizeof failures[0]; i++) {
+        snprintf(h_run.context, sizeof h_run.context, "%s", ra_status_text(failures[i]));
+        CHECK(seen[-failures[i]] > 0);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static const h_test tests[] = { ENTRY(worlds), ENTRY(faults), ENTRY(silence), ENTRY(cancel),
+                                    ENTRY(differences), ENTRY(statuses) };
+    return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+}

@@ -1,0 +1,1367 @@
+#ifndef RINGATTN_TESTS_WORLD_H
+#define RINGATTN_TESTS_WORLD_H
+
+/* From a problem by position (oracle.h) to the tensors of every rank, through the library, and
+ * back to O and LSE by position. A setup says how: ranks, layout, strides, transport, calls.
+ * Every gap of every input holds NaN; every gap of every output is checked to be untouched. */
+#include <pthread.h>
+
+enum { MAX_RANKS = 64, GUARD = 0xCB };
+enum { STRIDES_PACKED, STRIDES_PADDED, STRIDES_INTERLEAVED, STRIDES_PERMUTED, STRIDES_BATCH_INNER,
+       STRIDES_MIXED };
+enum { WIRE_SHARED, WIRE_POST, WIRE_SENDRECV, WIRE_NULL, WIRE_LOOPBACK }; /* last two: one rank */
+enum { CALL_ATTEND, CALL_FORWARD, CALL_STEP, CALL_JOIN, CALL_ATTENTION };
+
+typedef struct setup {
+    int32_t ranks, layout, chunk_tokens, buffers, isa;
+    int32_t weighted, weights[MAX_RANKS];
+    int32_t strides, wire, call;
+    int32_t threads;                   /* a rank, of CALL_STEP, CALL_JOIN, CALL_ATTENTION */
+    int32_t passes;                    /* over one ring; 0: 1 */
+    int32_t exact;                     /* 1: hand over the workspace, to the byte */
+    int32_t no_lse;                    /* 1: LSE is not asked for */
+    int32_t any_isa;                   /* 1: every rank another instruction set */
+    int64_t shift;                     /* RUNS, ARRAY: all positions are so much higher than the
+                                        * oracle's; for masks that only see differences */
+    uint32_t seed;                     /* of strides, delays, orders of threads */
+    ra_run *q_runs, *k_runs;           /* RUNS; k_runs null: as q_runs */
+    int32_t q_run_count[MAX_RANKS], k_run_count[MAX_RANKS];
+    int32_t *q_cells[MAX_RANKS], *k_cells[MAX_RANKS];    /* ARRAY: [B][rows] positions */
+    int64_t q_rows[MAX_RANKS], k_rows[MAX_RANKS];        /* ARRAY */
+} setup;
+
+typedef struct outcome {
+    ra_status status;                  /* of the first rank that did not end well */
+    char text[300];
+    float *o, *lse;                    /* [B][q_max][Hq][Dv], [B][q_max][Hq] */
+    int64_t guard_broken;              /* bytes written outside of rows, inputs changed */
+    int64_t missing;                   /* query rows held by no rank or by two */
+    int64_t empty_wrong;               /* empty query cells whose o is not 0 */
+    int32_t no_lse;
+    ra_plan_report report[MAX_RANKS];
+    ra_ring_counters counters[MAX_RANKS];
+} outcome;
+
+/* -------------------------------------------------------------------------- views */
+typedef struct view {
+    uint8_t *mem;
+    size_t bytes;
+    int64_t base, batch, token, head;  /* bytes */
+    int32_t dtype, heads, dim, packed, borrowed;
+    int64_t rows;
+} view;
+
+static inline uint8_t *view_at(const view *v, int b, int64_t t, int head)
+{
+    return v->mem + v->base + b * v->batch + t * v->token + head * v->head;
+}
+
+/* Strides for [B][rows][heads][dim]; slot: which third of an interleaved token is this tensor's. */
+static inline void view_shape(view *v, int kind, int B, int slot)
+{
+    int64_t e = element_bytes(v->dtype), row = v->dim * e;
+    v->packed = kind == STRIDES_PACKED;
+    v->base = 0;
+    v->head = row;
+    v->token = v->heads * row;
+    v->batch = v->rows * v->token;
+    if (kind == STRIDES_PADDED) {
+        v->base = e;
+        v->head = row + 3 * e;
+        v->token = v->heads * v->head + 5 * e;
+        v->batch = v->rows * v->token + 7 * e;
+    } else if (kind == STRIDES_INTERLEAVED) {
+        v->base = slot * v->token;
+        v->token *= 3;
+        v->batch = v->rows * v->token;
+    } else if (kind == STRIDES_PERMUTED) {
+        v->token = row;
+        v->head = v->rows * row;
+        v->batch = v->heads * v->head;
+    } else if (kind == STRIDES_BATCH_INNER) {
+        v->batch = v->heads * row;
+        v->token = B * v->batch;
+    }
+    v->bytes = v->rows ? (size_t)(v->base + (B - 1) * v->batch + (v->rows - 1) * v->token +
+                                  (v->heads - 1) * v->head + row) : 1;
+}
+
+static inline void view_make(view *v, int kind, int B, int slot, int fill)
+{
+    view_shape(v, kind, B, slot);
+    v->mem = (uint8_t *)malloc(v->bytes);
+    memset(v->mem, fill, v->bytes);
+}
+
+static inline void view_free(view *v) { if (!v->borrowed) free(v->mem); }
+
+static inline uint64_t view_hash(const view *v)
+{
+    uint64_t x = 14695981039346656037u;
+    size_t i;
+    for (i = 0; i < v->bytes; i++) x = (x ^ v->mem[i]) * 1099511628211u;
+    return x;
+}
+
+static inline ra_in view_in(const view *v)
+{
+    ra_in in = { v->mem + v->base, v->batch, v->token, v->head };
+    if (v->packed) in.batch_stride = in.token_stride = in.head_stride = 0;
+    return in;
+}
+
+static inline ra_out view_out(const view *v)
+{
+    ra_out out = { v->mem + v->base, v->batch, v->token, v->head };
+    if (v->packed) out.batch_stride = out.token_stride = out.head_stride = 0;
+    return out;
+}
+
+static inline void view_put(const view *v, int b, int64_t t, const float *rows)
+{
+    int64_t e = element_bytes(v->dtype);
+    int head, d;
+    for (head = 0; head < v->heads; head++) {
+        uint8_t *at = view_at(v, b, t, head);
+        for (d = 0; d < v->dim; d++) dtype_store(at + d * e, *rows++, v->dtype);
+    }
+}
+
+/* Reads a token's rows and leaves the guard there, so that view_guard then knows every byte. */
+static inline void view_take(const view *v, int b, int64_t t, float *rows)
+{
+    int64_t e = element_bytes(v->dtype);
+    int head, d;
+    for (head = 0; head < v->heads; head++) {
+        uint8_t *at = view_at(v, b, t, head);
+        for (d = 0; d < v->dim; d++) *rows++ = dtype_load(at + d * e, v->dtype);
+        memset(at, GUARD, (size_t)(v->dim * e));
+    }
+}
+
+static inline int64_t view_guard(const view *v)
+{
+    int64_t broken = 0;
+    size_t i;
+    for (i = 0; i < v->bytes; i++) broken += v->mem[i] != GUARD;
+    return broken;
+}
+
+/* -------------------------------------------------------------------------- a copying transport
+ * Messages between threads by copies on the heap: level 1 (post, poll, with a moody poll) and
+ * level 0 (sendrecv). Unlike the bundled world it shares no addresses. */
+typedef struct mail { struct mail *next; uint64_t tag; size_t len; } mail;  /* bytes follow */
+typedef struct mail_queue { mail *first, *last; } mail_queue;
+typedef struct hub {
+    pthread_mutex_t lock;
+    pthread_cond_t news;
+    int ranks, dead;
+    int64_t wrong;                     /* calls that overlapped or came from a wrong thread */
+    mail_queue *queues;                /* [to][from] */
+    h_rng rng;                         /* under the lock */
+} hub;
+
+typedef struct hub_end {               /* of one rank */
+    hub *hub;
+    int rank, waiting, inside, any_thread;
+    pthread_t owner;                   /* the thread of ith 0 */
+    ra_op *ops[64];
+} hub_end;
+
+/* Takes the lock; the rules are that calls of one ring never overlap and come from ith 0 alone. */
+static inline void hub_enter(hub_end *e)
+{
+    pthread_mutex_lock(&e->hub->lock);
+    e->hub->wrong += e->inside || (!e->any_thread && !pthread_equal(e->owner, pthread_self()));
+    e->inside = 1;
+    pthread_mutex_unlock(&e->hub->lock);
+    pthread_mutex_lock(&e->hub->lock);
+}
+
+static inline void hub_leave(hub_end *e)
+{
+    e->inside = 0;
+    pthread_mutex_unlock(&e->hub->lock);
+}
+
+static inline void hub_send(hub *u, int from, int to, const void *s, size_t len, uint64_t tag)
+{
+    mail_queue *q = &u->queues[to * u->ranks + from];
+    mail *m = (mail *)malloc(sizeof *m + len);
+    m->next = NULL;
+    m->tag = tag;
+    m->len = len;
+    if (len) memcpy(m + 1, s, len);
+    if (q->last) q->last->next = m;
+    else q->first = m;
+    q->last = m;
+    pthread_cond_broadcast(&u->news);
+}
+
+/* Takes the next message of `from`: 1 taken, 0 none there, else a status. */
+static inline int hub_take(hub *u, int to, int from, void *r, size_t len, uint64_t tag)
+{
+    mail_queue *q = &u->queues[to * u->ranks + from];
+    mail *m = q->first;
+    int status = 1;
+    if (!m) return u->dead ? RA_E_ABORTED : 0;
+    if (m->len != len) status = RA_E_TRUNC;
+    else if (m->tag != tag) status = RA_E_PROTO;
+    else if (len) memcpy(r, m + 1, len);
+    q->first = m->next;
+    if (!q->first) q->last = NULL;
+    free(m);
+    return status;
+}
+
+static int hub_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
+                        size_t r_len, uint64_t tag, int64_t deadline_ns)
+{
+    hub_end *e = (hub_end *)ctx;
+    int status = from == RA_NO_PEER ? 1 : 0;
+    (void)deadline_ns;
+    hub_enter(e);
+    if (to != RA_NO_PEER) hub_send(e->hub, e->rank, to, s, s_len, tag);
+    while (status == 0) {
+        status = hub_take(e->hub, e->rank, from, r, r_len, tag);
+        if (status == 0) pthread_cond_wait(&e->hub->news, &e->hub->lock);
+    }
+    hub_leave(e);
+    return status == 1 ? RA_OK : status;
+}
+
+/* Receives that were accepted, oldest first: a message goes to the first that waits for its
+ * sender. Called with the lock. */
+static inline void hub_deliver(hub_end *e)
+{
+    int i, j, k, keep = 0;
+    for (i = 0; i < e->waiting; i++) {
+        ra_op *op = e->ops[i];
+        int earlier = 0, got = 0;
+        for (j = 0; j < keep; j++) earlier |= e->ops[j]->peer == op->peer;
+        if (!earlier) got = hub_take(e->hub, e->rank, op->peer, op->buf, op->len, op->tag);
+        if (got == 1) { op->done = op->len; op->state = RA_OP_DONE; }
+        else if (got < 0) op->state = got;
+        else e->ops[keep++] = op;
+    }
+    for (k = keep; k < e->waiting; k++) e->ops[k] = NULL;
+    e->waiting = keep;
+}
+
+/* Accepts a random prefix of each direction: nothing after the first that was refused. */
+static int hub_post(void *ctx, ra_op *const *ops, int n)
+{
+    hub_end *e = (hub_end *)ctx;
+    int i, kind, left = 0;
+    hub_enter(e);
+    for (kind = RA_OP_RECV; kind >= RA_OP_SEND; kind--) {
+        int closed = 0;
+        for (i = 0; i < n; i++) {
+            ra_op *op = ops[i];
+            if (op->state != RA_OP_IDLE || op->kind != kind) continue;
+            closed |= h_one_in(&e->hub->rng, 8) || (kind == RA_OP_RECV && e->waiting == 64);
+            if (closed) { left = 1; continue; }
+            if (kind == RA_OP_RECV) {
+                op->state = RA_OP_PENDING;
+                e->ops[e->waiting++] = op;
+            } else {
+                hub_send(e->hub, e->rank, op->peer, op->buf, op->len, op->tag);
+                op->done = op->len;
+                op->state = RA_OP_DONE;
+            }
+        }
+    }
+    hub_leave(e);
+    return left ? RA_AGAIN : RA_OK;
+}
+
+static int hub_poll(void *ctx, ra_op *const *ops, int n)
+{
+    hub_end *e = (hub_end *)ctx;
+    int dead;
+    (void)ops; (void)n;
+    hub_enter(e);
+    if (!h_one_in(&e->hub->rng, 4)) hub_deliver(e);
+    dead = e->hub->dead;
+    hub_leave(e);
+    return dead ? RA_E_ABORTED : RA_OK;
+}
+
+static int hub_abort(void *ctx, int why)
+{
+    hub_end *e = (hub_end *)ctx;
+    (void)why;
+    pthread_mutex_lock(&e->hub->lock);
+    e->hub->dead = 1;
+    pthread_cond_broadcast(&e->hub->news);
+    pthread_mutex_unlock(&e->hub->lock);
+    return RA_OK;
+}
+
+static int hub_quiesce(void *ctx, int64_t deadline_ns)
+{
+    (void)ctx; (void)deadline_ns;
+    return RA_OK;
+}
+
+static inline void hub_open(hub *u, int ranks, uint32_t seed)
+{
+    u->ranks = ranks;
+    u->dead = 0;
+    u->wrong = 0;
+    u->rng.state = seed;
+    u->queues = (mail_queue *)calloc((size_t)(ranks * ranks), sizeof *u->queues);
+    pthread_mutex_init(&u->lock, NULL);
+    pthread_cond_init(&u->news, NULL);
+}
+
+/* Returns how many messages nobody took and how many calls broke a rule. */
+static inline int64_t hub_close(hub *u)
+{
+    int64_t left = u->wrong;
+    int i;
+    for (i = 0; i < u->ranks * u->ranks; i++) {
+        while (u->queues[i].first) {
+            mail *m = u->queues[i].first;
+            u->queues[i].first = m->next;
+            free(m);
+            left++;
+        }
+    }
+    free(u->queues);
+    pthread_mutex_destroy(&u->lock);
+    pthread_cond_destroy(&u->news);
+    return left;
+}
+
+/* The calling thread will be ith 0. */
+static inline ra_transport hub_transport(hub_end *e, int wire, uint32_t seed)
+{
+    ra_transport t;
+    memset(&t, 0, sizeof t);
+    t.size = (uint32_t)sizeof t;
+    t.abi = RA_TRANSPORT_ABI;
+    t.rank = e->rank;
+    t.ranks = e->hub->ranks;
+    t.name = "hub";
+    t.ctx = e;
+    if (wire == WIRE_SENDRECV) {
+        t.sendrecv = hub_sendrecv;
+    } else {
+        t.post = hub_post;
+        t.poll = hub_poll;
+        if (seed & 1) t.caps = RA_CAP_ANY_THREAD;
+        t.max_ops = (seed >> 1) % 5;
+        if (t.max_ops == 1) t.max_ops = 2;
+    }
+    e->any_thread = (t.caps & RA_CAP_ANY_THREAD) != 0;
+    e->owner = pthread_self();
+    t.abort = hub_abort;
+    t.quiesce = hub_quiesce;
+    return t;
+}
+
+/* -------------------------------------------------------------------------- ranks */
+struct world;
+typedef struct seat {
+    struct world *world;
+    int rank;
+    ra_status status;
+    ra_desc d;
+    ra_tensors t;
+    ra_error error;
+    int64_t q_rows, k_rows, q_len[MAX_B], k_len[MAX_B];
+    int32_t *q_pos, *k_pos;            /* [B][rows] the oracle's; -1: empty cell or no row */
+    int32_t *q_given, *k_given;        /* ARRAY: the same as the library gets them */
+    view q, k, v, o, lse, bias;
+    uint64_t hash;                     /* of the inputs */
+    hub_end end;
+    uint8_t *workspace, *workspace_end; /* what was allocated, and where the guard begins */
+    ra_ring *ring;
+    ra_plan *plan;
+    ra_plan_report report;
+    ra_ring_counters counters;
+} seat;
+
+typedef struct world {
+    const problem *p;
+    const setup *s;
+    hub hub;
+    seat seats[MAX_RANKS];
+} world;
+
+static inline int lengths_differ(const problem *p)
+{
+    int b, differ = 0;
+    for (b = 0; b < p->B; b++) differ |= p->tq[b] != p->q_max || p->tk[b] != p->k_max;
+    return differ;
+}
+
+static inline void describe_layout(const setup *s, ra_layout *l)
+{
+    l->kind = s->layout;
+    if (s->weighted) l->weights = s->weights;
+    if (s->layout == RA_LAYOUT_RUNS) {
+        l->q_runs = s->q_runs;
+        l->q_run_count = s->q_run_count;
+        l->k_runs = s->k_runs;
+        l->k_run_count = s->k_runs ? s->k_run_count : NULL;
+    }
+    if (s->layout == RA_LAYOUT_ARRAY) {
+        l->q_rows = s->q_rows;
+        l->k_rows = s->k_rows;
+    }
+}
+
+/* The descriptor of one rank. Fields that may be left 0 are left 0 where the seed says so. */
+static inline ra_desc describe(const problem *p, const setup *s, int rank)
+{
+    ra_desc d;
+    int r, self = 1, b;
+    memset(&d, 0, sizeof d);
+    d.sequences = p->B == 1 && (s->seed & 1) ? 0 : p->B;
+    d.ranks = s->ranks;
+    d.rank = rank;
+    d.q_heads = p->Hq; d.kv_heads = p->Hkv; d.k_dim = p->Dk; d.v_dim = p->Dv;
+    d.q_dtype = p->q_dtype; d.k_dtype = p->k_dtype; d.o_dtype = p->o_dtype;
+    d.v_dtype = p->v_in_k && (s->seed & 2) ? 0 : p->v_dtype;
+    d.v_in_k = p->v_in_k; d.v_column = p->v_column;
+    d.scores = p->scores;
+    d.tokens = p->q_max;
+    d.q_offset = p->q_offset + (s->layout == RA_LAYOUT_ARRAY ? 0 : s->shift);
+    for (b = 0; b < p->B; b++) self &= p->tk[b] == p->tq[b] + p->q_offset;
+    d.kv_tokens = self && (s->seed & 4) ? 0 : p->k_max + s->shift;
+    if (s->layout == RA_LAYOUT_ARRAY) {
+        for (d.tokens = d.kv_tokens = r = 0; r < s->ranks; r++) {
+            d.tokens += s->q_rows[r];
+            d.kv_tokens += s->k_rows[r];
+        }
+    } else if (lengths_differ(p)) {
+        d.tokens_of = p->tq;
+        d.kv_tokens_of = d.kv_tokens ? p->tk : NULL;
+    }
+    d.mask = p->mask;
+    if (s->call != CALL_ATTENTION || s->layout != RA_LAYOUT_ARRAY) describe_layout(s, &d.layout);
+    d.scale = p->scale;
+    d.softcap = p->softcap;
+    d.chunk_tokens = s->chunk_tokens;
+    d.buffers = s->buffers;
+    d.threads = s->threads;
+    d.isa = s->isa;
+    if (s->any_isa) d.isa = RA_ISA_SCALAR + rank % 3;
+    if (s->any_isa && !ra_isa_available(d.isa)) d.isa = RA_ISA_SCALAR;
+    return d;
+}
+
+/* Positions [B][*rows] of one tensor of a rank, from the plan's runs or from the cells. */
+static inline int32_t *seat_positions(const seat *e, const ra_plan *plan, int keys, int64_t *rows,
+                                      int64_t *len)
+{
+    const problem *p = e->world->p;
+    const setup *s = e->world->s;
+    ra_run runs[256];
+    int32_t *out, n = 0, i, b;
+    int64_t j, most = 0;
+    if (s->layout == RA_LAYOUT_ARRAY) {
+        most = keys ? s->k_rows[e->rank] : s->q_rows[e->rank];
+        out = (int32_t *)malloc(((size_t)(most * p->B) + 1) * sizeof *out);
+        memcpy(out, keys ? s->k_cells[e->rank] : s->q_cells[e->rank],
+               (size_t)(most * p->B) * sizeof *out);
+        for (b = 0; b < p->B; b++) len[b] = most;
+        *rows = most;
+        return out;
+    }
+    for (b = 0; b < p->B; b++) {
+        n = keys ? ra_plan_k_runs(plan, e->rank, b, runs, 256)
+                 : ra_plan_q_runs(plan, e->rank, b, runs, 256);
+        for (len[b] = i = 0; i < n && i < 256; i++) len[b] += runs[i].count;
+        if (len[b] > most) most = len[b];
+    }
+    *rows = most;
+    out = (int32_t *)malloc(((size_t)(most * p->B) + 1) * sizeof *out);
+    memset(out, 0xFF, (size_t)(most * p->B) * sizeof *out);
+    for (b = 0; b < p->B; b++) {
+        int32_t *at = out + b * most;
+        n = keys ? ra_plan_k_runs(plan, e->rank, b, runs, 256)
+                 : ra_plan_q_runs(plan, e->rank, b, runs, 256);
+        for (i = 0; i < n && i < 256; i++) {
+            int64_t step = runs[i].stride ? runs[i].stride : 1;
+            for (j = 0; j < runs[i].count; j++) *at++ = (int32_t)(runs[i].first + j * step - s->shift);
+        }
+    }
+    return out;
+}
+
+/* Bias of this rank's rows, [B or 1][Hq or 1][rows or 1][keys or 1], key or row innermost. With a
+ * bias that differs by row sequences have their own, for their rows may be other positions. */
+static inline void seat_bias(seat *e)
+{
+    const problem *p = e->world->p;
+    int64_t nb = p->bias_b ? p->B : 1, nh = p->bias_h ? p->Hq : 1, i, k;
+    int64_t nr = p->bias_r ? e->q_rows : 1, nk = p->bias_k ? p->bias_keys : 1;
+    int64_t n = nb * nh * nr * nk;
+    int swap = (e->world->s->seed >> 5) & 1, b, head;
+    float *data = (float *)malloc((size_t)(n + 1) * sizeof *data);
+    ra_bias *bias = &e->t.bias;
+    memset(data, 0xFF, (size_t)(n + 1) * sizeof *data);
+    bias->data = data;
+    bias->keys = p->bias_keys;
+    bias->batch_stride = p->bias_b ? nh * nr * nk * 4 : 0;
+    bias->head_stride = p->bias_h ? nr * nk * 4 : 0;
+    bias->row_stride = p->bias_r ? (swap ? 4 : nk * 4) : 0;
+    bias->key_stride = p->bias_k ? (swap ? nr * 4 : 4) : 0;
+    for (b = 0; b < nb; b++) for (head = 0; head < nh; head++) for (i = 0; i < nr; i++) {
+        int64_t row = p->bias_r ? (int64_t)e->q_pos[b * e->q_rows + i] - p->q_offset : 0;
+        for (k = 0; k < nk; k++) {
+            data[(b * bias->batch_stride + head * bias->head_stride + i * bias->row_stride +
+                  k * bias->key_stride) / 4] = bias_value(p, b, head, row, k);
+        }
+    }
+    e->bias.mem = (uint8_t *)data;
+    e->bias.bytes = (size_t)n * 4;
+}
+
+static inline void view_fill(const view *v, const seat *e, const float *src, int keys)
+{
+    const problem *p = e->world->p;
+    const int32_t *pos = keys ? e->k_pos : e->q_pos;
+    int64_t rows = keys ? e->k_rows : e->q_rows, most = keys ? p->k_max : p->q_max, t;
+    int64_t from = keys ? 0 : p->q_offset;
+    int b;
+    for (b = 0; b < p->B; b++) for (t = 0; t < rows; t++) {
+        int64_t at = pos[b * rows + t];
+        if (at < 0) continue;
+        view_put(v, b, t, src + (b * most + at - from) * v->heads * v->dim);
+    }
+}
+
+static inline view view_of(int32_t dtype, int64_t rows, int32_t heads, int32_t dim)
+{
+    view v;
+    memset(&v, 0, sizeof v);
+    v.dtype = dtype; v.rows = rows; v.heads = heads; v.dim = dim;
+    return v;
+}
+
+/* One buffer with Q, K and V side by side in each token, as llm.c has it, where shapes allow. */
+static inline int seat_interleaves(const seat *e)
+{
+    const view *q = &e->q, *k = &e->k, *v = &e->v;
+    return e->world->s->strides == STRIDES_INTERLEAVED && !e->world->p->v_in_k &&
+           q->dtype == k->dtype && q->dtype == v->dtype && q->rows == k->rows &&
+           q->heads == k->heads && q->dim == k->dim && q->dim == v->dim;
+}
+
+static inline int stride_kind(const setup *s, int tensor)
+{
+    return s->strides == STRIDES_MIXED ? (int)((s->seed >> (3 * tensor)) % 5u) : s->strides;
+}
+
+static inline void seat_views(seat *e)
+{
+    const problem *p = e->world->p;
+    const setup *s = e->world->s;
+    e->q = view_of(p->q_dtype, e->q_rows, p->Hq, p->Dk);
+    e->k = view_of(p->k_dtype, e->k_rows, p->Hkv, p->Dk);
+    e->v = view_of(p->v_dtype, e->k_rows, p->Hkv, p->Dv);
+    e->o = view_of(p->o_dtype, e->q_rows, p->Hq, p->Dv);
+    e->lse = view_of(RA_F32, e->q_rows, p->Hq, 1);
+    view_make(&e->q, stride_kind(s, 0), p->B, 0, 0xFF);
+    if (seat_interleaves(e)) {
+        view_free(&e->q);
+        e->q.bytes = (size_t)(p->B * e->q.batch) + 1;
+        e->q.mem = (uint8_t *)malloc(e->q.bytes);
+        memset(e->q.mem, 0xFF, e->q.bytes);
+        view_shape(&e->k, STRIDES_INTERLEAVED, p->B, 1);
+        view_shape(&e->v, STRIDES_INTERLEAVED, p->B, 2);
+        e->k.mem = e->v.mem = e->q.mem;
+        e->k.borrowed = e->v.borrowed = 1;
+    } else {
+        view_make(&e->k, stride_kind(s, 1), p->B, 1, 0xFF);
+        if (!p->v_in_k) view_make(&e->v, stride_kind(s, 2), p->B, 2, 0xFF);
+    }
+    view_make(&e->o, stride_kind(s, 3), p->B, 1, GUARD);
+    view_make(&e->lse, stride_kind(s, 4), p->B, 2, GUARD);
+    view_fill(&e->q, e, p->q, 0);
+    view_fill(&e->k, e, p->k, 1);
+    if (!p->v_in_k) view_fill(&e->v, e, p->v, 1);
+}
+
+static inline uint64_t seat_hash(const seat *e)
+{
+    return view_hash(&e->q) ^ (view_hash(&e->k) * 3) ^ (e->v.mem ? view_hash(&e->v) * 5 : 0) ^
+           (e->bias.mem ? view_hash(&e->bias) * 7 : 0);
+}
+
+static inline int32_t *positions_given(const int32_t *pos, int64_t n, int64_t shift)
+{
+    int32_t *out = (int32_t *)malloc((size_t)(n + 1) * sizeof *out);
+    int64_t i;
+    for (i = 0; i < n; i++) out[i] = pos[i] < 0 ? -1 : (int32_t)(pos[i] + shift);
+    return out;
+}
+
+static inline void seat_tensors(seat *e)
+{
+    const problem *p = e->world->p;
+    const setup *s = e->world->s;
+    seat_views(e);
+    e->t.q = view_in(&e->q);
+    e->t.k = view_in(&e->k);
+    if (!p->v_in_k) e->t.v = view_in(&e->v);
+    e->t.o = view_out(&e->o);
+    if (!s->no_lse) e->t.lse = view_out(&e->lse);
+    if (s->layout == RA_LAYOUT_ARRAY) {
+        e->q_given = positions_given(e->q_pos, p->B * e->q_rows, s->shift);
+        e->k_given = positions_given(e->k_pos, p->B * e->k_rows, s->shift);
+        e->t.q_pos.array = e->q_given;
+        e->t.q_pos.count = e->t.q_pos.batch_stride = e->q_rows;
+        e->t.k_pos.array = e->k_given;
+        e->t.k_pos.count = e->t.k_pos.batch_stride = e->k_rows;
+    }
+    if (p->scores & RA_SCORE_ALIBI) e->t.alibi = p->alibi;
+    if (p->scores & RA_SCORE_SINKS) e->t.sinks = p->sinks;
+    if (p->scores & RA_SCORE_BIAS) seat_bias(e);
+    e->hash = seat_hash(e);
+}
+
+/* -------------------------------------------------------------------------- calls */
+typedef struct stepper { seat *seat; int ith, join; ra_status status; } stepper;
+
+static inline ra_job seat_job(seat *e, uint64_t ticket)
+{
+    ra_job j;
+    memset(&j, 0, sizeof j);
+    j.ticket = ticket;
+    j.plan = e->plan;
+    j.tensors = &e->t;
+    j.deadline_ns = ra_deadline_ms(60000);
+    return j;
+}
+
+/* One thread of a rank: steps, or joins `passes` tickets with gaps, nth changing all the time. */
+static void *step_thread(void *user)
+{
+    stepper *y = (stepper *)user;
+    const setup *s = y->seat->world->s;
+    int pass, passes = y->join && s->passes > 1 ? s->passes : 1, turn = 0;
+    for (pass = 1; pass <= passes; pass++) {
+        ra_job job = seat_job(y->seat, (uint64_t)(3 * pass));
+        ra_status status;
+        do {
+            int nth = y->ith + 1 + turn++ % (s->threads - y->ith);
+            status = y->join ? ra_join(y->seat->ring, &job, y->ith, nth)
+                             : ra_step(y->seat->ring, y->ith, nth);
+            if (status == RA_WAIT) ra_step_wait(y->seat->ring, ra_deadline_ms(2));
+        } while (status > 0);
+        y->status = status;
+        if (status < 0) break;
+    }
+    return NULL;
+}
+
+static inline ra_status seat_step(seat *e, int join)
+{
+    const setup *s = e->world->s;
+    pthread_t threads[8];
+    stepper y[8];
+    ra_status status = RA_OK;
+    int i, pass, passes = !join && s->passes > 1 ? s->passes : 1;
+    for (pass = 0; pass < passes && status == RA_OK; pass++) {
+        ra_job job = seat_job(e, 0);
+        if (!join) status = ra_begin(e->ring, &job);
+        if (status != RA_OK) return status;
+        for (i = 0; i < s->threads; i++) {
+            y[i].seat = e; y[i].ith = i; y[i].join = join; y[i].status = RA_OK;
+            if (i) pthread_create(&threads[i], NULL, step_thread, &y[i]);
+        }
+        step_thread(&y[0]);
+        for (i = 0; i < s->threads; i++) {
+            if (i) pthread_join(threads[i], NULL);
+            if (y[i].status != RA_OK) status = y[i].status;
+        }
+    }
+    return status;
+}
+
+/* The workspace as small as the plan says, full of rubbish, with a guard behind it. */
+static inline void seat_workspace(seat *e, ra_ring_desc *rd)
+{
+    int shared = e->world->s->wire == WIRE_SHARED;
+    int64_t bytes = shared ? e->report.shared_workspace_bytes : e->report.workspace_bytes;
+    uint8_t *mem = (uint8_t *)malloc((size_t)bytes + 128);
+    uint8_t *at = mem + (64 - (uintptr_t)mem % 64) % 64;
+    memset(mem, 0xA5, (size_t)bytes + 128);
+    memset(at + bytes, GUARD, 64);
+    rd->workspace = at;
+    rd->workspace_bytes = (size_t)bytes;
+    e->workspace = mem;
+    e->workspace_end = at + bytes;
+}
+
+static inline ra_status seat_forward(seat *e, const ra_transport *transport)
+{
+    const setup *s = e->world->s;
+    ra_ring_desc rd;
+    ra_status status;
+    int pass;
+    memset(&rd, 0, sizeof rd);
+    rd.error = &e->error;
+    status = ra_plan_create(&e->plan, &e->d, NULL);
+    if (status != RA_OK) return status;
+    status = ra_plan_query(e->plan, e->rank, &e->report);
+    if (s->exact) seat_workspace(e, &rd);
+    if (status == RA_OK) status = ra_ring_create(&e->ring, e->plan, transport, &rd);
+    if (status == RA_OK && (s->call == CALL_STEP || s->call == CALL_JOIN)) {
+        status = seat_step(e, s->call == CALL_JOIN);
+    } else if (status == RA_OK) {
+        for (pass = 0; status == RA_OK && (pass == 0 || pass < s->passes); pass++) {
+            status = ra_forward(e->plan, e->ring, &e->t, ra_deadline_ms(60000));
+        }
+    }
+    if (e->ring) {
+        ra_ring_query(e->ring, &e->counters);
+        if (status < 0 && !e->error.text[0]) e->error = *ra_ring_error(e->ring);
+        if (status < 0 && !e->error.text[0]) {
+            ra_failure f;
+            if (ra_ring_failure(e->ring, &f) == RA_OK) memcpy(e->error.text, f.text, 216);
+        }
+        ra_ring_destroy(e->ring);
+    }
+    ra_plan_destroy(e->plan);
+    return status;
+}
+
+static ra_status seat_run(ra_world *library_world, int rank, void *user)
+{
+    world *w = (world *)user;
+    seat *e = &w->seats[rank];
+    ra_transport copying;
+    const ra_transport *transport = ra_world_transport(library_world, rank);
+    e->end.hub = &w->hub;
+    e->end.rank = rank;
+    if (w->s->wire == WIRE_NULL) transport = NULL;
+    if (w->s->wire == WIRE_LOOPBACK) transport = ra_transport_loopback();
+    if (w->s->wire == WIRE_POST || w->s->wire == WIRE_SENDRECV) {
+        copying = hub_transport(&e->end, w->s->wire, w->s->seed >> 8);
+        transport = &copying;
+    }
+    if (w->s->call == CALL_ATTEND) {
+        e->status = ra_attend(&e->d, transport, &e->t, ra_deadline_ms(60000));
+    } else {
+        e->status = seat_forward(e, transport);
+    }
+    if (e->status < 0) hub_abort(&e->end, e->status);
+    return e->status;
+}
+
+/* Without ranks: the threads of ra_attention one after the other in a random order, over a
+ * workspace full of rubbish. */
+static inline ra_status seat_attention(seat *e)
+{
+    const setup *s = e->world->s;
+    int nth = s->threads, order[16], i, j;
+    h_rng rng = { s->seed };
+    size_t bytes = ra_attention_bytes(&e->d, nth);
+    uint8_t *mem = (uint8_t *)malloc(bytes + 64), *work = mem + (64 - (uintptr_t)mem % 64) % 64;
+    ra_status status = bytes ? RA_OK : e->error.status;
+    memset(mem, 0xA5, bytes + 64);
+    for (i = 0; i < nth; i++) order[i] = i;
+    for (i = nth - 1; i > 0; i--) {
+        int swap = order[i];
+        j = (int)h_range(&rng, 0, i);
+        order[i] = order[j];
+        order[j] = swap;
+    }
+    for (i = 0; i < nth && status == RA_OK; i++) {
+        status = ra_attention(&e->d, &e->t, work, bytes, order[i], nth);
+    }
+    free(mem);
+    return status;
+}
+
+/* -------------------------------------------------------------------------- the whole way */
+static inline void outcome_take(outcome *r, seat *e, uint8_t *seen)
+{
+    const problem *p = e->world->p;
+    int64_t t, d, n = p->Hq * p->Dv;
+    float *row = (float *)malloc((size_t)n * sizeof *row), lse[64];
+    int b;
+    r->guard_broken += seat_hash(e) != e->hash;
+    for (b = 0; e->workspace_end && b < 64; b++) r->guard_broken += e->workspace_end[b] != GUARD;
+    for (b = 0; b < p->B; b++) for (t = 0; t < e->q_len[b]; t++) {
+        int64_t pos = e->q_pos[b * e->q_rows + t], at = b * p->q_max + pos - p->q_offset;
+        view_take(&e->o, b, t, row);
+        if (!e->world->s->no_lse) view_take(&e->lse, b, t, lse);
+        else memset(lse, 0, sizeof lse);
+        if (pos < 0) {
+            for (d = 0; d < n; d++) r->empty_wrong += row[d] != 0;
+            continue;
+        }
+        seen[at]++;
+        memcpy(r->o + at * n, row, (size_t)n * sizeof *row);
+        memcpy(r->lse + at * p->Hq, lse, (size_t)p->Hq * sizeof *lse);
+    }
+    if (e->q_rows) r->guard_broken += view_guard(&e->o) + view_guard(&e->lse);
+    r->report[e->rank] = e->report;
+    r->counters[e->rank] = e->counters;
+    free(row);
+}
+
+static inline void seat_free(seat *e)
+{
+    view_free(&e->q); view_free(&e->k); view_free(&e->v); view_free(&e->o); view_free(&e->lse);
+    free(e->bias.mem);
+    free(e->workspace);
+    free(e->q_pos); free(e->k_pos);
+    free(e->q_given); free(e->k_given);
+}
+
+static inline void outcome_blame(outcome *r, const seat *e)
+{
+    if (r->status == RA_OK || (r->status == RA_E_ABORTED && e->status != RA_E_ABORTED)) {
+        r->status = e->status;
+        snprintf(r->text, sizeof r->text, "rank %d: %s (%s: %s)", e->rank,
+                 ra_status_text(e->status), e->error.field, e->error.text);
+    }
+}
+
+/* Descriptors, positions and tensors of all ranks; the status of the first refusal. */
+static inline ra_status world_open(world *w, const problem *p, const setup *s)
+{
+    ra_plan *plan = NULL;
+    ra_status status = RA_OK;
+    int rank;
+    memset(w, 0, sizeof *w);
+    w->p = p;
+    w->s = s;
+    for (rank = 0; rank < s->ranks; rank++) {
+        seat *e = &w->seats[rank];
+        e->world = w;
+        e->rank = rank;
+        e->d = describe(p, s, rank);
+        e->d.error = &e->error;
+    }
+    if (s->layout != RA_LAYOUT_ARRAY) status = ra_plan_create(&plan, &w->seats[0].d, NULL);
+    w->seats[0].status = status;
+    for (rank = 0; rank < s->ranks && status == RA_OK; rank++) {
+        seat *e = &w->seats[rank];
+        e->q_pos = seat_positions(e, plan, 0, &e->q_rows, e->q_len);
+        e->k_pos = seat_positions(e, plan, 1, &e->k_rows, e->k_len);
+        seat_tensors(e);
+    }
+    ra_plan_destroy(plan);
+    return status;
+}
+
+/* Collects what all ranks wrote and frees their tensors. */
+static inline outcome outcome_gather(world *w)
+{
+    const problem *p = w->p;
+    const setup *s = w->s;
+    outcome r;
+    size_t rows = (size_t)(p->B * p->q_max);
+    uint8_t *seen = (uint8_t *)calloc(rows + 1, 1);
+    int rank, b;
+    int64_t i;
+    memset(&r, 0, sizeof r);
+    r.no_lse = s->no_lse;
+    r.o = (float *)calloc(rows * (size_t)(p->Hq * p->Dv) + 1, sizeof *r.o);
+    r.lse = (float *)calloc(rows * (size_t)p->Hq + 1, sizeof *r.lse);
+    for (rank = 0; rank < s->ranks; rank++) {
+        if (w->seats[rank].status != RA_OK) outcome_blame(&r, &w->seats[rank]);
+    }
+    for (rank = 0; rank < s->ranks; rank++) {
+        if (r.status == RA_OK) outcome_take(&r, &w->seats[rank], seen);
+        seat_free(&w->seats[rank]);
+    }
+    for (b = 0; b < p->B; b++) for (i = 0; i < p->tq[b]; i++) {
+        r.missing += seen[b * p->q_max + i] != 1;
+    }
+    free(seen);
+    return r;
+}
+
+static inline outcome world_run(const problem *p, const setup *s)
+{
+    static world w;
+    int64_t left = 0;
+    outcome r;
+    if (world_open(&w, p, s) == RA_OK) {
+        hub_open(&w.hub, s->ranks, s->seed);
+        if (s->call == CALL_ATTENTION) w.seats[0].status = seat_attention(&w.seats[0]);
+        else ra_world_run(s->ranks, seat_run, &w, NULL);
+        left = hub_close(&w.hub);
+    }
+    r = outcome_gather(&w);
+    r.guard_broken += left;
+    return r;
+}
+
+static inline void outcome_free(outcome *r) { free(r->o); free(r->lse); }
+
+/* CHECKs that a run ended well and kept to its memory. */
+static inline int outcome_whole(const outcome *r)
+{
+    if (!CHECK_EQ(r->status, RA_OK)) { printf("    %s\n", r->text); return 0; }
+    return CHECK_EQ(r->guard_broken, 0) & CHECK_EQ(r->missing, 0) & CHECK_EQ(r->empty_wrong, 0);
+}
+
+/* -------------------------------------------------------------------------- comparing */
+typedef struct verdict { double o_error, lse_error, o_ratio, lse_ratio; } verdict;
+
+/* Compares with the oracle. O: 2e-6, plus the slack if the problem is loose, plus half a step of a
+ * 16-bit o. LSE: 4e-6 max(1, |L|), plus the slack. Ratios are in units of these. */
+static inline verdict outcome_judge(const outcome *r, const problem *p, const truth *t)
+{
+    verdict w = { 0, 0, 0, 0 };
+    int64_t i, d, at, step = p->row_step ? p->row_step : 1, worst_o = -1, worst_l = -1;
+    int b, head;
+    for (b = 0; b < p->B; b++) for (i = 0; i < p->tq[b]; i += step) {
+        for (head = 0; head < p->Hq; head++) {
+            double slack, want, far, tol;
+            at = (b * p->q_max + i) * p->Hq + head;
+            slack = p->loose ? t->slack[at] : 0;
+            want = t->lse[at];
+            tol = 4e-6 * (fabs(want) > 1 ? fabs(want) : 1) + slack;
+            far = r->no_lse ? 0 : h_distance((double)r->lse[at], want, tol);
+            if (far > w.lse_ratio) { w.lse_ratio = far; worst_l = at; }
+            if (far * tol > w.lse_error) w.lse_error = far * tol;
+            for (d = 0; d < p->Dv; d++) {
+                want = t->o[at * p->Dv + d];
+                tol = 2e-6 + slack;
+                if (p->o_dtype != RA_F32) tol += 0.505 * dtype_ulp(want, p->o_dtype);
+                far = h_distance((double)r->o[at * p->Dv + d], want, tol);
+                if (far > w.o_ratio) { w.o_ratio = far; worst_o = at * p->Dv + d; }
+                if (far * tol > w.o_error) w.o_error = far * tol;
+            }
+        }
+    }
+    if (worst_o >= 0 && w.o_ratio > 1) {
+        at = worst_o / p->Dv;
+        printf("    o: sequence %lld query %lld head %lld column %lld: %.9g, expected %.9g\n",
+               (long long)(at / p->Hq / p->q_max), (long long)(at / p->Hq % p->q_max),
+               (long long)(at % p->Hq), (long long)(worst_o % p->Dv), (double)r->o[worst_o],
+               t->o[worst_o]);
+    }
+    if (worst_l >= 0 && w.lse_ratio > 1) {
+        printf("    lse: sequence %lld query %lld head %lld: %.9g, expected %.9g\n",
+               (long long)(worst_l / p->Hq / p->q_max), (long long)(worst_l / p->Hq % p->q_max),
+               (long long)(worst_l % p->Hq), (double)r->lse[worst_l], t->lse[worst_l]);
+    }
+    return w;
+}
+
+/* -------------------------------------------------------------------------- making problems */
+enum { OPTION_SOFTCAP = 8, OPTION_SCALE = 16, OPTIONS = 5 };         /* beside RA_SCORE_* */
+
+enum { M_NONE, M_CAUSAL, M_WINDOW, M_WINDOW_KEEP, M_LEFT, M_RIGHT, M_BOTH, M_BOTH_KEEP, M_PREFIX,
+       M_PREFIX_WINDOW, M_PREFIX_KEEP, M_BLOCK, M_BLOCK_KEEP, M_DOCS, M_DOCS_CAUSAL, M_DOCS_KEEP,
+       M_DOCS_PREFIX, M_DOCS_ALL, M_DOCS_BOTH, M_INTERVALS, M_BANDS, MASKS };
+static const char *const mask_names[MASKS] = {
+    "none", "causal", "causal-window", "causal-window-keep", "left", "right", "left-right",
+    "left-right-keep", "prefix", "prefix-window", "prefix-window-keep", "block",
+    "block-window-keep", "docs", "docs-causal", "docs-causal-window-keep", "docs-causal-prefix",
+    "docs-block-prefix-window-keep", "docs-left-right-keep", "intervals", "bands" };
+
+enum { L_CONTIGUOUS, L_ZIGZAG, L_STRIPED, L_RUNS, L_ARRAY, L_CONTIGUOUS_W, L_ZIGZAG_W, LAYOUTS };
+static const char *const layout_names[LAYOUTS] = { "contiguous", "zigzag", "striped", "runs",
+    "array", "contiguous-weighted", "zigzag-weighted" };
+static const int32_t layout_kinds[LAYOUTS] = { RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG,
+    RA_LAYOUT_STRIPED, RA_LAYOUT_RUNS, RA_LAYOUT_ARRAY, RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG };
+
+/* One sequence, plain f32 multi-head attention, no mask; lengths, mask and the rest are then set
+ * by hand, the data made last. */
+static inline void problem_shape(problem *p, int64_t tokens, int32_t q_heads, int32_t kv_heads,
+                                 int32_t k_dim, int32_t v_dim)
+{
+    memset(p, 0, sizeof *p);
+    p->B = 1;
+    p->Hq = q_heads; p->Hkv = kv_heads; p->Dk = k_dim; p->Dv = v_dim;
+    p->q_dtype = p->k_dtype = p->v_dtype = p->o_dtype = RA_F32;
+    p->tq[0] = p->tk[0] = p->q_max = p->k_max = tokens;
+    p->mask.kind = RA_MASK_NONE;
+    p->bias_keys = 1;
+}
+
+static inline float *normal_rows(int64_t rows, int64_t n, int32_t dtype, h_rng *r)
+{
+    float *x = (float *)malloc((size_t)(rows * n + 1) * sizeof *x);
+    int64_t i;
+    for (i = 0; i < rows * n; i++) x[i] = dtype_round(h_normal(r), dtype);
+    return x;
+}
+
+/* Unit-normal Q, K, V, and the parameters of score changes. */
+static inline void problem_data(problem *p, h_rng *r)
+{
+    int i;
+    p->q = normal_rows(p->B * p->q_max, p->Hq * p->Dk, p->q_dtype, r);
+    p->k = normal_rows(p->B * p->k_max, p->Hkv * p->Dk, p->k_dtype, r);
+    if (!p->v_in_k) p->v = normal_rows(p->B * p->k_max, p->Hkv * p->Dv, p->v_dtype, r);
+    if (!p->absent) p->absent = (uint8_t *)calloc((size_t)(p->B * p->k_max) + 1, 1);
+    for (i = 0; i < p->Hq; i++) {
+        p->sinks[i] = h_normal(r);
+        p->alibi[i] = (float)pow(2.0, -8.0 * (i + 1) / p->Hq);
+    }
+    p->bias_seed = h_next(r);
+}
+
+static inline void mask_docs(problem *p, h_rng *r, int64_t span)
+{
+    int64_t at = 0;
+    while (p->mask.doc_count < 8 && at < span) {
+        p->docs[p->mask.doc_count++] = at;
+        at += h_range(r, 1, span / 2 + 1);
+    }
+    p->mask.doc_first = p->docs;
+}
+
+/* Any intervals at all, or bands whose two bounds both rise. */
+static inline void mask_intervals(problem *p, h_rng *r, int64_t span, int rising)
+{
+    int64_t i, a, b, lo = 0, hi = 0;
+    p->lo = (int32_t *)malloc((size_t)span * sizeof *p->lo);
+    p->hi = (int32_t *)malloc((size_t)span * sizeof *p->hi);
+    for (i = 0; i < span; i++) {
+        if (rising) {
+            if (hi < p->k_max) hi += h_range(r, 0, 2);
+            if (lo < hi && h_one_in(r, 2)) lo++;
+            if (hi > p->k_max) hi = p->k_max;
+        } else {
+            a = h_range(r, 0, p->k_max);
+            b = h_range(r, 0, p->k_max);
+            lo = a < b ? a : b;
+            hi = h_one_in(r, 10) ? lo : a < b ? b : a;
+        }
+        p->lo[i] = (int32_t)(lo == 0 && h_one_in(r, 4) ? -h_range(r, 0, 99) : lo);
+        p->hi[i] = (int32_t)(hi == p->k_max && h_one_in(r, 4) ? hi + h_range(r, 0, 99) : hi);
+        if (!rising && h_one_in(r, 30)) p->hi[i] = p->lo[i] - (int32_t)h_range(r, 0, 9);
+    }
+    p->mask.lo = p->lo;
+    p->mask.hi = p->hi;
+    p->mask.interval_count = span;
+}
+
+/* One of M_*, sizes at random. Lengths must be set. */
+static inline void problem_mask(problem *p, h_rng *r, int m)
+{
+    ra_mask *k = &p->mask;
+    int64_t span = p->q_offset + p->q_max > p->k_max ? p->q_offset + p->q_max : p->k_max;
+    int64_t most = h_one_in(r, 3) ? 8 : h_one_in(r, 12) ? 2000000000 : span;
+    memset(k, 0, sizeof *k);
+    k->kind = m == M_NONE || (m >= M_LEFT && m <= M_BOTH_KEEP) || m == M_DOCS || m == M_DOCS_BOTH
+                  ? RA_MASK_NONE : RA_MASK_CAUSAL;
+    if (m == M_WINDOW || m == M_WINDOW_KEEP || m == M_LEFT || m == M_BOTH || m == M_BOTH_KEEP ||
+        m == M_PREFIX_WINDOW || m == M_PREFIX_KEEP || m == M_BLOCK_KEEP || m == M_DOCS_KEEP ||
+        m == M_DOCS_ALL || m == M_DOCS_BOTH) k->window = h_range(r, 1, most);
+    if (m == M_RIGHT || m == M_BOTH || m == M_BOTH_KEEP || m == M_DOCS_BOTH) {
+        k->window_right = h_range(r, 1, most);
+    }
+    if (m == M_WINDOW_KEEP || m == M_BOTH_KEEP || m == M_PREFIX_KEEP || m == M_BLOCK_KEEP ||
+        m == M_DOCS_KEEP || m == M_DOCS_ALL || m == M_DOCS_BOTH) k->keep = h_range(r, 1, most);
+    if (m == M_PREFIX || m == M_PREFIX_WINDOW || m == M_PREFIX_KEEP || m == M_DOCS_PREFIX ||
+        m == M_DOCS_ALL) k->prefix = h_range(r, 1, most);
+    if (m == M_BLOCK || m == M_BLOCK_KEEP || m == M_DOCS_ALL) {
+        most = most < 3 ? 3 : most > 1000000000 ? 1000000000 : most;
+        k->causal_block = (int32_t)h_range(r, 2, most);
+    }
+    if (m >= M_DOCS && m <= M_DOCS_BOTH) mask_docs(p, r, span);
+    if (m >= M_INTERVALS) {
+        k->kind = RA_MASK_INTERVALS;
+        mask_intervals(p, r, span, m == M_BANDS);
+    }
+}
+
+/* Score changes: RA_SCORE_* and OPTION_*. */
+static inline void problem_options(problem *p, h_rng *r, int options)
+{
+    int64_t span = p->q_offset + p->q_max > p->k_max ? p->q_offset + p->q_max : p->k_max;
+    p->scores = options & 7;
+    p->loose = options & (RA_SCORE_ALIBI | RA_SCORE_BIAS | OPTION_SCALE);
+    if (options & OPTION_SOFTCAP) p->softcap = h_one_in(r, 2) ? 10 : 1.5f;
+    if (options & OPTION_SCALE) p->scale = (float)h_range(r, 1, 64) / 64;
+    if (options & RA_SCORE_BIAS) {
+        p->bias_h = h_one_in(r, 2);
+        p->bias_r = h_one_in(r, 2);
+        p->bias_b = (p->B > 1 && p->bias_r) || h_one_in(r, 2);
+        p->bias_k = !h_one_in(r, 4);
+        p->bias_keys = h_range(r, 1, span + 10);
+    }
+}
+
+typedef struct want { int mask, layout, ranks, options; double work; } want;  /* -1: at random */
+
+static inline int64_t random_tokens(h_rng *r)
+{
+    static const int64_t from[10] = { 1, 5, 62, 32, 64, 126, 130, 130, 250, 380 };
+    static const int64_t to[10] = { 4, 31, 66, 130, 128, 130, 260, 200, 420, 700 };
+    int i = (int)h_range(r, 0, 9);
+    return h_range(r, from[i], to[i]);
+}
+
+static inline void random_lengths(problem *p, h_rng *r)
+{
+    int b, cross = h_one_in(r, 4);
+    p->B = h_one_in(r, 2) ? 1 : (int32_t)h_range(r, 1, MAX_B);
+    p->q_offset = h_one_in(r, 3) ? h_range(r, 1, 200) : 0;
+    p->q_max = p->k_max = 0;
+    for (b = 0; b < p->B; b++) {
+        p->tq[b] = b ? h_range(r, 0, p->tq[0]) : random_tokens(r);
+        p->tk[b] = cross ? random_tokens(r) : p->tq[b] + p->q_offset;
+        if (p->tq[b] > p->q_max) p->q_max = p->tq[b];
+        if (p->tk[b] > p->k_max) p->k_max = p->tk[b];
+    }
+}
+
+static inline int32_t random_dim(h_rng *r)
+{
+    static const int32_t usual[12] = { 1, 2, 8, 16, 31, 32, 40, 64, 80, 96, 128, 192 };
+    return h_one_in(r, 2) ? usual[h_range(r, 0, 11)] : (int32_t)h_range(r, 1, 192);
+}
+
+/* Lengths, heads and dims such that the oracle's work stays in bounds. */
+static inline void random_shape(problem *p, h_rng *r, double work)
+{
+    static const int32_t heads[10][2] = { { 1, 1 }, { 2, 1 }, { 2, 2 }, { 3, 3 }, { 4, 2 },
+                                          { 4, 1 }, { 6, 2 }, { 5, 5 }, { 8, 1 }, { 8, 4 } };
+    double pairs;
+    int b, i;
+    do {
+        random_lengths(p, r);
+        i = (int)h_range(r, 0, 9);
+        p->Hq = heads[i][0];
+        p->Hkv = heads[i][1];
+        p->Dk = random_dim(r);
+        p->Dv = h_one_in(r, 2) ? p->Dk : random_dim(r);
+        for (pairs = b = 0; b < p->B; b++) pairs += (double)p->tq[b] * (double)p->tk[b];
+    } while (pairs * p->Hq * (p->Dk + p->Dv) > work);
+}
+
+static inline void random_problem(problem *p, h_rng *r, const want *w)
+{
+    int options = w->options >= 0 ? w->options : h_one_in(r, 2) ? 0 : (int)h_range(r, 0, 31);
+    problem_shape(p, 1, 1, 1, 1, 1);
+    random_shape(p, r, w->work);
+    if (h_one_in(r, 10)) {
+        p->v_in_k = 1;
+        p->Dv = (int32_t)h_range(r, 1, p->Dk);
+        p->v_column = (int32_t)h_range(r, 0, p->Dk - p->Dv);
+    }
+    problem_mask(p, r, w->mask >= 0 ? w->mask : (int)h_range(r, 0, MASKS - 1));
+    problem_options(p, r, options);
+    p->absent = (uint8_t *)calloc((size_t)(p->B * p->k_max) + 1, 1);
+}
+
+static inline void problem_dtypes(problem *p, int32_t q, int32_t k, int32_t v, int32_t o)
+{
+    p->q_dtype = q; p->k_dtype = k; p->v_dtype = p->v_in_k ? k : v; p->o_dtype = o;
+}
+
+/* -------------------------------------------------------------------------- making setups */
+/* A table of runs over [from, from + tokens) with segments of all kinds in any order; marks what
+ * it leaves out in absent if that is not null. */
+static inline ra_run *random_runs(h_rng *r, int ranks, const int64_t *span, int32_t *count,
+                                  uint8_t *absent)
+{
+    enum { MOST = 48 };
+    ra_run made[MOST], *out = (ra_run *)malloc(MOST * sizeof *out);
+    int owner[MOST], n = 0, rank, i, total = 0;
+    int64_t at = span[0], end = span[0] + span[1], len, k, s;
+    while (at < end) {
+        len = n > MOST - 8 ? end - at : h_range(r, 1, span[1] / 3 + 1);
+        if (len > end - at) len = end - at;
+        s = n <= MOST - 8 && h_one_in(r, 3) ? h_range(r, 1, 4) : 1;
+        for (k = 0; k < s && k < len; k++) {
+            made[n].first = at + k;
+            made[n].count = (len - k + s - 1) / s;
+            made[n].stride = s == 1 && h_one_in(r, 2) ? 0 : s;
+            owner[n] = (int)h_range(r, 0, ranks - 1);
+            if (absent && h_one_in(r, 6)) owner[n] = -1;
+            for (i = 0; owner[n] < 0 && i < made[n].count; i++) absent[made[n].first + i * s] = 1;
+            n++;
+        }
+        at += len;
+    }
+    for (rank = 0; rank < ranks; rank++) {
+        int back = h_one_in(r, 4);
+        for (count[rank] = i = 0; i < n; i++) {
+            int j = back ? n - 1 - i : i;
+            if (owner[j] == rank) { out[total++] = made[j]; count[rank]++; }
+        }
+    }
+    return out;
+}
+
+/* Cells of all ranks for ARRAY: each position at one rank, some keys nowhere, some cells empty. */
+static inline void random_cells(h_rng *r, const problem *p, int ranks, int keys, setup *s)
+{
+    int64_t *rows = keys ? s->k_rows : s->q_rows, most = keys ? p->k_max : p->q_max, i, j;
+    int32_t **cells = keys ? s->k_cells : s->q_cells;
+    int64_t counts[MAX_B][MAX_RANKS];
+    int16_t *owner = (int16_t *)malloc((size_t)(p->B * most + 1) * sizeof *owner);
+    int b, rank, spread = h_one_in(r, 2);
+    memset(counts, 0, sizeof counts);
+    for (b = 0; b < p->B; b++) for (rank = 0, i = 0; i < most; i++) {
+        if (spread || h_one_in(r, 20)) rank = (int)h_range(r, 0, ranks - 1);
+        if (i >= (keys ? p->tk[b] : p->tq[b])) { owner[b * most + i] = -1; continue; }
+        owner[b * most + i] = (int16_t)rank;
+        if (keys && h_one_in(r, 15)) { owner[b * most + i] = -1; p->absent[b * most + i] = 1; }
+        else counts[b][rank]++;
+    }
+    for (rank = 0; rank < ranks; rank++) {
+        for (rows[rank] = b = 0; b < p->B; b++) {
+            if (counts[b][rank] > rows[rank]) rows[rank] = counts[b][rank];
+        }
+        if (h_one_in(r, 2)) rows[rank] += h_range(r, 0, 70);
+        cells[rank] = (int32_t *)malloc((size_t)(p->B * rows[rank] + 1) * sizeof **cells);
+        memset(cells[rank], 0xFF, (size_t)(p->B * rows[rank]) * sizeof **cells);
+        for (b = 0; b < p->B; b++) {
+            int32_t *c = cells[rank] + b * rows[rank];
+            for (j = i = 0; i < most; i++) if (owner[b * most + i] == rank) {
+                c[j++] = (int32_t)(i + (keys ? 0 : p->q_offset));
+            }
+            for (i = rows[rank] - 1; i > 0 && !spread; i--) {           /* any order at all */
+                int32_t t = c[i];
+                j = h_range(r, 0, i);
+                c[i] = c[j];
+                c[j] = t;
+            }
+        }
+    }
+    free(owner);
+}
+
+/* RUNS and ARRAY give all sequences the same rows: lengths that differ are refused there. */
+static inline void random_layout(setup *s, problem *p, h_rng *r, int layout)
+{
+    int64_t span[2];
+    int i, b;
+    for (b = 0; b < p->B && layout == L_RUNS; b++) { p->tq[b] = p->q_max; p->tk[b] = p->k_max; }
+    s->layout = layout_kinds[layout];
+    s->weighted = layout >= L_CONTIGUOUS_W;
+    for (i = 0; i < s->ranks && s->weighted; i++) s->weights[i] = (int32_t)h_range(r, 0, 5);
+    if (s->weighted) s->weights[h_range(r, 0, s->ranks - 1)] = 3;
+    if (s->layout == RA_LAYOUT_RUNS) {
+        int holes = h_one_in(r, 3), same = !p->q_offset && p->q_max == p->k_max;
+        span[0] = p->q_offset;
+        span[1] = p->q_max;
+        s->q_runs = random_runs(r, s->ranks, span, s->q_run_count, NULL);
+        span[0] = 0;
+        span[1] = p->k_max;
+        if (!same || h_one_in(r, 2)) {
+            s->k_runs = random_runs(r, s->ranks, span, s->k_run_count, holes ? p->absent : NULL);
+        }
+        for (b = 1; b < p->B; b++) memcpy(p->absent + b * p->k_max, p->absent, (size_t)p->k_max);
+    } else if (s->layout == RA_LAYOUT_ARRAY) {
+        random_cells(r, p, s->ranks, 0, s);
+        random_cells(r, p, s->ranks, 1, s);
+    }
+}
+
+static inline int32_t random_isa(h_rng *r)
+{
+    int32_t isa = (int32_t)h_range(r, RA_ISA_AUTO, RA_ISA_AVX512);
+    return isa == RA_ISA_AUTO || ra_isa_available(isa) ? isa : RA_ISA_SCALAR;
+}
+
+static inline void random_setup(setup *s, problem *p, h_rng *r, const want *w)
+{
+    static const int32_t worlds[7] = { 1, 2, 3, 4, 5, 7, 8 };
+    static const int32_t chunks[6] = { 0, 64, 64, 100, 128, 192 };
+    int layout = w->layout >= 0 ? w->layout : (int)h_range(r, 0, LAYOUTS - 1);
+    memset(s, 0, sizeof *s);
+    s->seed = h_next(r);
+    s->ranks = w->ranks > 0 ? w->ranks : worlds[h_range(r, 0, 6)];
+    random_layout(s, p, r, layout);
+    s->chunk_tokens = chunks[h_range(r, 0, 5)];
+    s->buffers = (int32_t)h_range(r, 0, 4);
+    s->isa = random_isa(r);
+    s->strides = (int32_t)h_range(r, STRIDES_PACKED, STRIDES_MIXED);
+    s->wire = h_one_in(r, 2) ? WIRE_SHARED : (int32_t)h_range(r, WIRE_POST, WIRE_SENDRECV);
+    s->call = (int32_t)h_range(r, CALL_ATTEND, CALL_JOIN);
+    s->passes = h_one_in(r, 4) ? 2 : 1;
+    s->exact = h_one_in(r, 2);
+    s->no_lse = h_one_in(r, 8);
+    s->any_isa = h_one_in(r, 6);
+    if (s->ranks == 1 && h_one_in(r, 2)) s->wire = (int32_t)h_range(r, WIRE_NULL, WIRE_LOOPBACK);
+    s->threads = s->call >= CALL_STEP ? (int32_t)h_range(r, 1, 3) : 0;
+    if (s->ranks == 1 && (layout <= L_STRIPED || layout == L_ARRAY) && h_one_in(r, 2)) {
+        s->call = CALL_ATTENTION;
+        s->threads = (int32_t)h_range(r, 1, 5);
+    }
+}
+
+static inline void setup_free(setup *s)
+{
+    int i;
+    free(s->q_runs);
+    free(s->k_runs);
+    for (i = 0; i < s->ranks; i++) { free(s->q_cells[i]); free(s->k_cells[i]); }
+}
+
+/* -------------------------------------------------------------------------- one line a case */
+static inline int mask_text(const ra_mask *m, char *out, size_t room)
+{
+    static const char *const kinds[4] = { "unset", "none", "causal", "intervals" };
+    int n = snprintf(out, room, "mask %s", kinds[m->kind & 3]), i;
+    if (m->causal_block) n += snprintf(out + n, room - (size_t)n, " block %d", m->causal_block);
+    if (m->window) n += snprintf(out + n, room - (size_t)n, " window %lld", (long long)m->window);
+    if (m->window_right) {
+        n += snprintf(out + n, room - (size_t)n, " right %lld", (long long)m->window_right);
+    }
+    if (m->prefix) n += snprintf(out + n, room - (size_t)n, " prefix %lld", (long long)m->prefix);
+    if (m->keep) n += snprintf(out + n, room - (size_t)n, " keep %lld", (long long)m->keep);
+    for (i = 0; i < m->doc_count; i++) {
+        n += snprintf(out + n, room - (size_t)n, i ? ",%lld" : " docs %lld",
+                      (long long)m->doc_first[i]);
+    }
+    return n;
+}
+
+static inline void describe_case(const problem *p, const setup *s)
+{
+    static const char *const dtypes = "?fhb", *const wires[5] = { "shared", "post", "sendrecv", "null",
+                                                              "loopback" };
+    static const char *const calls[5] = { "attend", "forward", "step", "join", "attention" };
+    static const char *const kinds[6] = { "unset", "contiguous", "zigzag", "striped", "runs",
+                                          "array" };
+    static const char *const strides[6] = { "packed", "padded", "3C", "permuted", "inner",
+                                            "mixed" };
+    char *out = h_run.context;
+    size_t room = sizeof h_run.context;
+    int n = snprintf(out, room, "B %d Tq", p->B), b;
+    for (b = 0; b < p->B; b++) {
+        n += snprintf(out + n, room - (size_t)n, b ? ",%lld" : " %lld", (long long)p->tq[b]);
+    }
+    n += snprintf(out + n, room - (size_t)n, " Tk");
+    for (b = 0; b < p->B; b++) {
+        n += snprintf(out + n, room - (size_t)n, b ? ",%lld" : " %lld", (long long)p->tk[b]);
+    }
+    n += snprintf(out + n, room - (size_t)n, " offset %lld heads %d/%d dims %d/%d ",
+                  (long long)p->q_offset, p->Hq, p->Hkv, p->Dk, p->Dv);
+    if (p->v_in_k) n += snprintf(out + n, room - (size_t)n, "v in k at %d ", p->v_column);
+    n += snprintf(out + n, room - (size_t)n, "qkvo %c%c%c%c ", dtypes[p->q_dtype],
+                  dtypes[p->k_dtype], dtypes[p->v_dtype], dtypes[p->o_dtype]);
+    n += mask_text(&p->mask, out + n, room - (size_t)n);
+    if (p->scale != 0) n += snprintf(out + n, room - (size_t)n, " scale %g", (double)p->scale);
+    if (p->softcap != 0) n += snprintf(out + n, room - (size_t)n, " cap %g", (double)p->softcap);
+    if (p->scores & RA_SCORE_ALIBI) n += snprintf(out + n, room - (size_t)n, " alibi");
+    if (p->scores & RA_SCORE_SINKS) n += snprintf(out + n, room - (size_t)n, " sinks");
+    if (p->scores & RA_SCORE_BIAS) {
+        n += snprintf(out + n, room - (size_t)n, " bias %d%d%d%d keys %lld", p->bias_b, p->bias_h,
+                      p->bias_r, p->bias_k, (long long)p->bias_keys);
+    }
+    n += snprintf(out + n, room - (size_t)n, " | %s%s P %d chunk %d buffers %d %s strides %s",
+                  kinds[s->layout], s->weighted ? " weighted" : "", s->ranks, s->chunk_tokens,
+                  s->buffers, s->any_isa ? "mixed" : ra_isa_name(s->isa), strides[s->strides]);
+    n += snprintf(out + n, room - (size_t)n, " %s %s threads %d passes %d%s%s", wires[s->wire],
+                  calls[s->call], s->threads, s->passes, s->exact ? " exact" : "",
+                  s->no_lse ? " no lse" : "");
+    if (s->shift) snprintf(out + n, room - (size_t)n, " shift %lld", (long long)s->shift);
+    if (h_run.verbose && h_run.case_now >= 0) {
+        printf("%s %lld: %s\n", h_run.test, (long long)h_run.case_now, out);
+    }
+}
+
+#endif
