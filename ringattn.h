@@ -312,8 +312,9 @@ typedef struct ra_desc {
     float scale;                       /* a score is scaled (0: 1/sqrt(Dk)), */
     float softcap;                     /* then capped: s = cap * tanh(s / cap); 0: off; then ALiBi
                                         * and bias are added */
-    int32_t chunk_tokens;              /* keys a message; 0: 1/32 of the longest shard, at least
-                                        * 256, at most 4096. Rounded up to blocks. */
+    int32_t chunk_tokens;              /* keys a message; 0: 1/32 of a shard, at least 1024, at
+                                        * most 4096. Rounded up to blocks (zigzag: to mirrored
+                                        * pairs) */
     int32_t buffers;                   /* receive buffers, 1..64; 0: 3 */
     int32_t threads;                   /* local: most threads that ever step; 0: 1 */
     int32_t isa;                       /* local: RA_ISA_*; 0: the best of this machine */
@@ -322,7 +323,8 @@ typedef struct ra_desc {
     int64_t reserved[4];
 } ra_desc;
 
-/* Fills in the defaults, or says what ra_plan_create would say. out may be d. */
+/* Fills in the defaults, or says what ra_plan_create would say. out may be d. (kv_tokens stays 0 if
+ * it follows from tokens_of.) */
 RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
 
 /* -------------------------------------------------------------------------- tensors. Local.
@@ -625,7 +627,8 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
                                         * the allocator */
     size_t  workspace_bytes;           /* 0: what the first plan needs; else room for later plans */
     ra_allocator allocator;
-    int64_t watchdog_ns;               /* without progress: RA_E_PEER; 0: 60 s */
+    int64_t watchdog_ns;               /* waiting for a peer without progress: RA_E_PEER; 0: 60 s.
+                                        * More than a peer may need for one chunk */
     int64_t quiesce_ns;                /* patience with quiesce after a failure; 0: 10 s */
     int64_t (*clock_ns)(void *ctx);    /* null: ra_now_ns. Deadlines are then on this clock. */
     void   *clock_ctx;
@@ -2426,9 +2429,14 @@ RA__INLINE int64_t ra__q_len(const ra_desc *d, int32_t b) {
     return d->tokens_of ? d->tokens_of[b] : d->tokens;
 }
 
-/* d is resolved: kv_tokens is set, and 0 tokens_of with kv_tokens_of is possible. */
 RA__INLINE int64_t ra__k_len(const ra_desc *d, int32_t b) {
-    return d->kv_tokens_of ? d->kv_tokens_of[b] : d->kv_tokens;
+    if (d->kv_tokens_of) return d->kv_tokens_of[b];
+    return d->kv_tokens ? d->kv_tokens : ra__q_len(d, b) + d->q_offset;
+}
+
+/* Keys of the longest sequence. */
+RA__INLINE int64_t ra__k_most(const ra_desc *d) {
+    return d->kv_tokens ? d->kv_tokens : d->tokens + d->q_offset;
 }
 
 /* Tokens of a unit of cuts: the block grid if there are 2 blocks a rank, else single tokens. */
@@ -2490,7 +2498,7 @@ static void ra__cut(int64_t tokens, int32_t ranks, const int32_t *weights, int z
 static int ra__side_seg(const ra__side *s, int32_t b, int64_t tokens, int64_t i, ra__seg *out) {
     int64_t own[3];
     const int64_t *cut = s->cut;
-    out->row = 0;
+    out->row = out->rows = out->pos = 0;
     out->stride = 1;
     if (s->array || s->layout == RA_LAYOUT_ARRAY) {
         out->rows = s->array_rows;
@@ -2560,6 +2568,7 @@ RA__INLINE ra__seg ra__seg_block(const ra__seg *s, int64_t i) {
 static int ra__side_block(const ra__side *s, int32_t b, int64_t tokens, int64_t block,
                           ra__seg *out) {
     ra__seg seg;
+    memset(out, 0, sizeof *out);
     for (int64_t i = 0; ra__side_seg(s, b, tokens, i, &seg); i++) {
         int64_t n = ra__ceil_div(seg.rows, RA_BLOCK_TOKENS);
         if (block < n) { *out = ra__seg_block(&seg, block); return 1; }
@@ -4126,17 +4135,6 @@ static void ra__task_fold(const ra__work *w, const ra__task *t, const ra__item *
     for (int64_t i = 0; i < blocks; i++) ra__task_block(w, t, item, i, x, tally);
 }
 
-/* One task against one chunk (null: no keys at all), the first or last of its sequence by `edge`.
- * */
-static void ra__task_run(const ra__work *w, const ra__task *t, const ra__item *item, int edge,
-                         ra__scratch *x, ra__tally *tally) {
-    uint32_t mode = ra__fp_enter();
-    ra__task_load(w, t, x, edge & RA__FIRST);
-    if (item) ra__task_fold(w, t, item, x, tally);
-    ra__task_save(w, t, x, edge & RA__LAST);
-    ra__fp_leave(mode);
-}
-
 /* Tasks of a sequence with `blocks` query blocks. */
 RA__INLINE int64_t ra__tasks(const ra_desc *d, int64_t blocks, int32_t panels) {
     return d->kv_heads * ra__ceil_div(blocks * (d->q_heads / d->kv_heads), panels);
@@ -4442,7 +4440,7 @@ static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
 }
 
 static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
-    int64_t bytes, rows = ra__max(d->tokens, d->kv_tokens ? d->kv_tokens : d->tokens + d->q_offset);
+    int64_t bytes, rows = ra__max(d->tokens, ra__k_most(d));
     int64_t width = ra__max(d->k_dim, d->v_dim) * (int64_t)sizeof(float);
     if (d->q_heads % d->kv_heads)
         return ra__refuse(e, RA_E_SHAPE, "q_heads", "# is no multiple of kv_heads", d->q_heads);
@@ -4519,7 +4517,7 @@ static ra_status ra__check_lengths(const ra_desc *d, ra_error *e) {
             return ra__refuse(e, RA_E_RANGE, "tokens_of", "# is negative or above tokens",
                               d->tokens_of[b]);
     for (int32_t b = 0; d->kv_tokens_of && b < d->sequences; b++)
-        if (d->kv_tokens_of[b] < 0 || d->kv_tokens_of[b] > d->kv_tokens)
+        if (d->kv_tokens_of[b] < 0 || d->kv_tokens_of[b] > ra__k_most(d))
             return ra__refuse(e, RA_E_RANGE, "kv_tokens_of", "# is negative or above kv_tokens",
                               d->kv_tokens_of[b]);
     return RA_OK;
@@ -4611,13 +4609,13 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
     if (l->kind != RA_LAYOUT_RUNS) return RA_OK;
     s = ra__check_runs(l->q_runs, l->q_run_count, d->ranks, range, q_names, e);
     range[0] = 0;
-    range[1] = d->kv_tokens;
+    range[1] = ra__k_most(d);
     if (!s && l->k_runs)
         s = ra__check_runs(l->k_runs, l->k_run_count, d->ranks, range, k_names, e);
     for (int32_t r = 0, at = 0; !s && !l->k_runs && r < d->ranks; r++)
         for (int32_t i = 0; i < l->q_run_count[r]; i++, at++)
             if (l->q_runs[at].first + (l->q_runs[at].count - 1) *
-                    (l->q_runs[at].stride ? l->q_runs[at].stride : 1) >= d->kv_tokens)
+                    (l->q_runs[at].stride ? l->q_runs[at].stride : 1) >= ra__k_most(d))
                 return ra__refuse(e, RA_E_POSITIONS, "layout.k_runs",
                                   "as q_runs: entry # ends beyond kv_tokens", at);
     return s;
@@ -4652,25 +4650,14 @@ static void ra__defaults(ra_desc *d) {
     if (!d->threads) d->threads = 1;
     if (d->isa == RA_ISA_AUTO) d->isa = ra_isa_best();
     if (!d->chunk_tokens) {
-        int64_t keys = d->kv_tokens ? d->kv_tokens : d->tokens + d->q_offset;
-        int64_t part = ra__ceil_div(ra__ceil_div(keys, d->ranks), 32);
-        d->chunk_tokens = (int32_t)ra__max(256, ra__min(4096, part));
+        int64_t part = ra__ceil_div(ra__ceil_div(ra__k_most(d), d->ranks), 32);
+        d->chunk_tokens = (int32_t)ra__max(1024, ra__min(4096, part));
     }
     d->chunk_tokens = (int32_t)ra__round_up(d->chunk_tokens, RA_BLOCK_TOKENS);
 }
 
-/* kv_tokens, which may come from tokens_of by way of kv_tokens_of = null. `own` holds [B] entries
- * for that case. */
-static void ra__default_keys(ra_desc *d, int64_t *own) {
-    if (d->kv_tokens) return;
-    d->kv_tokens = d->tokens + d->q_offset;
-    if (!d->tokens_of || d->kv_tokens_of || !own) return;
-    for (int32_t b = 0; b < d->sequences; b++) own[b] = d->tokens_of[b] + d->q_offset;
-    d->kv_tokens_of = own;
-}
-
-/* Everything but what follows pointers to arrays; then those. *out is resolved except for the keys
- * of sequences of different lengths. */
+/* Everything but what follows pointers to arrays; then those. kv_tokens may stay 0: see ra__k_len.
+ * */
 static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
     ra_error *e;
     ra_status s;
@@ -4689,13 +4676,10 @@ static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
         s = ra__refuse(e, RA_E_ISA, "isa", "# is not available on this machine", d->isa);
     if (s) return s;
     ra__defaults(out);
-    if (!out->kv_tokens) out->kv_tokens = out->tokens + out->q_offset;
     s = ra__check_documents(&out->mask, e);
     if (!s) s = ra__check_lengths(out, e);
     if (!s) s = ra__check_tables(out, e);
-    if (!s) s = ra__check_engine(out, e);
-    out->kv_tokens = d->kv_tokens;
-    return s;
+    return s ? s : ra__check_engine(out, e);
 }
 
 RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out) {
@@ -4703,7 +4687,7 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out) {
     ra_status s = ra__resolve(d, &full);
     if (s) return s;
     if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
-    if (!full.kv_tokens) full.kv_tokens = full.tokens + full.q_offset;
+    if (!full.tokens_of) full.kv_tokens = ra__k_most(&full);
     *out = full;
     return RA_OK;
 }
@@ -4781,13 +4765,10 @@ static void ra__carve_runs(ra__arena *a, int32_t ranks, const ra_run **runs, con
 static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     ra_desc *d = &p->d;
     ra_layout *l = &d->layout;
-    int64_t B = full->sequences, cuts = B * (2 * (int64_t)full->ranks + 1) * 8, *keys = NULL;
+    int64_t B = full->sequences, cuts = B * (2 * (int64_t)full->ranks + 1) * 8;
     *d = *full;
     d->tokens_of = (const int64_t *)ra__carve_copy(a, d->tokens_of, B, 8);
-    if (d->kv_tokens_of)
-        d->kv_tokens_of = (const int64_t *)ra__carve_copy(a, d->kv_tokens_of, B, 8);
-    else if (full->tokens_of && !d->kv_tokens) keys = (int64_t *)ra__carve(a, B * 8);
-    if (a->base) ra__default_keys(d, keys);
+    d->kv_tokens_of = (const int64_t *)ra__carve_copy(a, d->kv_tokens_of, B, 8);
     l->weights = (const int32_t *)ra__carve_copy(a, l->weights, d->ranks, 4);
     p->q_run0 = p->k_run0 = NULL;
     if (l->kind == RA_LAYOUT_RUNS) {
@@ -5163,6 +5144,7 @@ static void ra__model_chunk(const ra_plan *p, const ra_rates *rates, int64_t c, 
  * chunk that is on its way from landing. With RA_CAP_SHARED a message is a frame and an address
  * record, and a chunk is "folded" when its owner's memory is no longer read here. */
 
+enum { RA__GROUP_KEYS = 4096 };        /* keys that one step folds at most, if chunks are smaller */
 enum { RA__WINDOW = 64, RA__SEND_SLOTS = 8, RA__PACK_SLOTS = 2, RA__MAGIC = 0x31464152 };
 enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2 };
 
@@ -5869,26 +5851,35 @@ static void ra__ring_advance(ra_ring *r) {
     }
 }
 
-/* Hands out the next task if its chunk is here and the task has folded the chunk before. Under
- * `sched`. */
-static int ra__ring_claim(ra_ring *r, int64_t *fold, int64_t *task, int *edge) {
+/* The chunk behind entry f of the fold list is here. */
+static int ra__ring_here(const ra_ring *r, int64_t f) {
+    return r->plan->fold_recv[f] < 0 || r->plan->fold_recv[f] < ra__load_i64(&r->received);
+}
+
+/* A task and the entry of the fold list that it takes next. */
+typedef struct ra__claim { int64_t fold, task; } ra__claim;
+
+/* Hands out the next task if its chunk is here and the task has folded the chunk before; passes
+ * over tasks that have folded it already, together with an earlier one. Under `sched`. */
+static int ra__ring_claim(ra_ring *r, ra__claim *out) {
     const ra_plan *p = r->plan;
-    int64_t f = r->claim_fold, before;
-    int32_t b;
     ra__ring_advance(r);
-    if (f >= p->folds || f >= r->folded + RA__WINDOW) return 0;
-    if (p->fold_recv[f] >= 0 && p->fold_recv[f] >= ra__load_i64(&r->received)) return 0;
-    b = p->fold[f] < 0 ? -1 - p->fold[f] : p->chunk[p->fold[f]].sequence;
-    *fold = f;
-    *task = p->task0[b] + r->claim_task;
-    before = p->fold_index[f];
-    if (ra__load_i32(&r->done[*task]) != before) return 0;
-    *edge = (before == 0 ? RA__FIRST : 0) | (p->fold_last[f] ? RA__LAST : 0);
-    if (++r->claim_task == p->task0[b + 1] - p->task0[b]) {
-        r->claim_task = 0;
-        r->claim_fold++;
+    for (;;) {
+        int64_t f = r->claim_fold;
+        int32_t b, before, done;
+        if (f >= p->folds || f >= r->folded + RA__WINDOW || !ra__ring_here(r, f)) return 0;
+        b = p->fold[f] < 0 ? -1 - p->fold[f] : p->chunk[p->fold[f]].sequence;
+        out->fold = f;
+        out->task = p->task0[b] + r->claim_task;
+        before = p->fold_index[f];
+        done = ra__load_i32(&r->done[out->task]);
+        if (done < before) return 0;
+        if (++r->claim_task == p->task0[b + 1] - p->task0[b]) {
+            r->claim_task = 0;
+            r->claim_fold++;
+        }
+        if (done == before) return 1;
     }
-    return 1;
 }
 
 static void ra__ring_count(ra_ring *r, const ra__tally *n, int64_t ns) {
@@ -5906,48 +5897,92 @@ static void ra__ring_progress(ra_ring *r) {
     ra__store_i32(&r->progress, 0);
 }
 
-/* Computes one task and accounts for it. */
-static ra_status ra__ring_compute(ra_ring *r, int ith, int64_t fold, int64_t index, int edge) {
+/* Accounts for entry f of the fold list, folded by one task. */
+static void ra__ring_folded(ra_ring *r, int64_t f, const ra__tally *n, ra_event *e) {
+    const ra_plan *p = r->plan;
+    e->chunk = p->fold[f] < 0 ? -1 : p->fold[f];
+    e->origin = p->fold[f] < 0 ? -1 : p->chunk[p->fold[f]].owner;
+    e->tiles = n->partial + n->full;
+    ra__ring_count(r, n, ra__ring_now(r) - e->begin_ns);
+    ra__ring_event(r, RA_EV_TILE, e->thread, e);
+    e->begin_ns = ra__ring_now(r);
+}
+
+/* Folds the claimed chunk, and those after it that are here already, up to RA__GROUP_KEYS keys: the
+ * running sums stay in the scratch meanwhile. Returns the first entry not folded.
+ * PERF: at 16K tokens, 4 ranks, D 64/96 a visit to O for every 256 keys costs 30 %. */
+static int64_t ra__ring_fold(ra_ring *r, const ra__claim *claim, ra_event *e, uint8_t *memory) {
+    const ra_plan *p = r->plan;
+    ra__arena a = { NULL, 0 };
+    int64_t f = claim->fold, keys = 0;
+    int64_t end = ra__min(p->folds, ra__load_i64(&r->folded) + RA__WINDOW);
+    int32_t b = e->sequence;
+    uint32_t mode = ra__fp_enter();
+    ra__side side = r->work.q_side;
+    ra__scratch x;
+    ra__task t = ra__task_of(&p->d, b, ra__side_blocks(&side, b, ra__q_len(&p->d, b)),
+                             p->sizes.panels, claim->task - p->task0[b]);
+    a.base = memory;
+    ra__scratch_carve(&a, &p->d, p->sizes.panels, &x);
+    ra__task_load(&r->work, &t, &x, p->fold_index[f] == 0);
+    e->q_row = x.seg[0].row;
+    e->q_rows = x.seg[t.count - 1].row + x.seg[t.count - 1].rows - e->q_row;
+    e->head = x.head[0];
+    do {
+        ra__tally n = { 0, 0, 0 };
+        ra__item item;
+        if (ra__ring_item(r, f, &item)) ra__task_fold(&r->work, &t, &item, &x, &n);
+        keys += ra__chunk_rows(&item.c);
+        if (p->fold_last[f]) ra__task_save(&r->work, &t, &x, 1);
+        ra__ring_folded(r, f, &n, e);
+        f++;
+    } while (f < end && !p->fold_last[f - 1] && ra__ring_here(r, f) &&
+             keys + ra__chunk_rows(&p->chunk[p->fold[f]]) <= RA__GROUP_KEYS);
+    if (!p->fold_last[f - 1]) ra__task_save(&r->work, &t, &x, 0);
+    ra__fp_leave(mode);
+    return f;
+}
+
+/* The same with somebody else's kernel, one chunk; 0 or its error. */
+static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint8_t *memory) {
     const ra_plan *p = r->plan;
     ra__arena a = { NULL, 0 };
     ra__tally n = { 0, 0, 0 };
+    ra__seg rows = { 0, 0, 0, 1 };
+    ra__engine_scratch x;
     ra__item item;
-    int any = ra__ring_item(r, fold, &item), code = 0;
-    int32_t b = item.c.sequence;
+    int64_t f = claim->fold;
+    int any = ra__ring_item(r, f, &item), code = 0;
+    int edge = (p->fold_index[f] == 0 ? RA__FIRST : 0) | (p->fold_last[f] ? RA__LAST : 0);
+    a.base = memory;
+    ra__engine_carve(&a, &p->d, p->d.chunk_tokens + 2 * RA_BLOCK_TOKENS, &x);
+    x.thread = e->thread;
+    if (ra__engine_task(&r->work, e->sequence, claim->task - p->task0[e->sequence], &rows))
+        code = ra__engine_run(&r->work, e->sequence, &rows, any ? &item : NULL, edge, &x);
+    if (any) ra__engine_tally(&r->work, e->sequence, &rows, &item, &n);
+    e->q_row = rows.row;
+    e->q_rows = rows.rows;
+    if (!code) ra__ring_folded(r, f, &n, e);
+    return code;
+}
+
+/* Computes what was claimed and hands the task on. */
+static ra_status ra__ring_compute(ra_ring *r, int ith, const ra__claim *claim) {
+    const ra_plan *p = r->plan;
+    uint8_t *memory = r->scratch + r->scratch_bytes * ith;
+    int64_t f = claim->fold, end = f + 1;
     ra_event e = ra__event_none();
-    a.base = r->scratch + r->scratch_bytes * ith;
+    e.sequence = p->fold[f] < 0 ? -1 - p->fold[f] : p->chunk[p->fold[f]].sequence;
+    e.thread = ith;
     e.begin_ns = ra__ring_now(r);
-    index -= p->task0[b];
     if (p->d.engine) {
-        ra__engine_scratch x;
-        ra__seg rows = { 0, 0, 0, 1 };
-        ra__engine_carve(&a, &p->d, p->d.chunk_tokens + 2 * RA_BLOCK_TOKENS, &x);
-        x.thread = ith;
-        if (ra__engine_task(&r->work, b, index, &rows))
-            code = ra__engine_run(&r->work, b, &rows, any ? &item : NULL, edge, &x);
-        if (any) ra__engine_tally(&r->work, b, &rows, &item, &n);
-        e.q_row = rows.row;
-        e.q_rows = rows.rows;
+        int code = ra__ring_engine(r, claim, &e, memory);
+        if (code) return ra__ring_fail(r, RA_E_ENGINE, ra__blame_of(-1, -1, code, p->fold[f]));
     } else {
-        ra__scratch x;
-        ra__side side = r->work.q_side;
-        ra__task t = ra__task_of(&p->d, b, ra__side_blocks(&side, b, ra__q_len(&p->d, b)),
-                                 p->sizes.panels, index);
-        ra__scratch_carve(&a, &p->d, p->sizes.panels, &x);
-        ra__task_run(&r->work, &t, any ? &item : NULL, edge, &x, &n);
-        e.q_row = x.seg[0].row;
-        e.q_rows = x.seg[t.count - 1].row + x.seg[t.count - 1].rows - e.q_row;
-        e.head = x.head[0];
+        end = ra__ring_fold(r, claim, &e, memory);
     }
-    if (code) return ra__ring_fail(r, RA_E_ENGINE, ra__blame_of(-1, -1, code, p->fold[fold]));
-    ra__ring_count(r, &n, ra__ring_now(r) - e.begin_ns);
-    e.sequence = b;
-    e.chunk = p->fold[fold] < 0 ? -1 : p->fold[fold];
-    e.origin = any ? item.c.owner : -1;
-    e.tiles = n.partial + n.full;
-    ra__ring_event(r, RA_EV_TILE, ith, &e);
-    ra__store_i32(&r->done[p->task0[b] + index], p->fold_index[fold] + 1);
-    (void)ra__add_i32(&r->left[fold % RA__WINDOW], -1);
+    ra__store_i32(&r->done[claim->task], p->fold_index[end - 1] + 1);
+    for (; f < end; f++) (void)ra__add_i32(&r->left[f % RA__WINDOW], -1);
     ra__ring_moved(r);
     ra__ring_progress(r);
     return RA_AGAIN;
@@ -5964,6 +5999,15 @@ static void ra__ring_complete(ra_ring *r) {
     (void)ra__add_i64(&r->events, 1);
 }
 
+/* Whether this rank depends on a peer for its next progress. Where addresses travel, the words that
+ * end a pass may take as long as the slowest rank computes, and who reads here is known to live. */
+static int ra__ring_depends(const ra_ring *r) {
+    const ra_plan *p = r->plan;
+    return r->has_transport &&
+           (!r->shared || ra__load_i64(&r->received) < p->recvs ||
+            ra__load_i64(&r->sent) < p->sends || ra__load_i64(&r->folded) < p->folds);
+}
+
 /* Time, cancellation, and failures that others noticed. */
 static ra_status ra__ring_alarm(ra_ring *r) {
     int64_t now;
@@ -5973,7 +6017,7 @@ static ra_status ra__ring_alarm(ra_ring *r) {
     now = ra__ring_now(r);
     if (r->deadline && now > r->deadline)
         return ra__ring_fail(r, RA_E_TIMEOUT, ra__blame_of(-1, -1, 0, -1));
-    if (r->has_transport && now - ra__load_i64(&r->progress_ns) > r->rd.watchdog_ns) {
+    if (ra__ring_depends(r) && now - ra__load_i64(&r->progress_ns) > r->rd.watchdog_ns) {
         int64_t at = ra__load_i64(&r->received);
         int receiving = at < r->plan->recvs;
         int64_t out = ra__load_i64(&r->sent);
@@ -5989,8 +6033,8 @@ static ra_status ra__ring_alarm(ra_ring *r) {
 /* ra_step without the argument checks. */
 static ra_status ra__ring_step(ra_ring *r, int ith) {
     ra_status s = RA_OK;
-    int64_t fold = 0, task = 0;
-    int moved = 0, claimed = 0, edge = 0;
+    ra__claim claim;
+    int moved = 0, claimed = 0;
     if (ra__load_i32(&r->state) == RA_RING_IDLE) return RA_OK;
     if ((s = ra__ring_alarm(r)) != RA_OK) return s;
     if ((ith == 0 || !r->has_transport || (r->tp.caps & RA_CAP_ANY_THREAD)) &&
@@ -6004,11 +6048,11 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
     if (!ra__cas_i32(&r->sched, 0, 1)) return RA_AGAIN;
     if (ra__load_i32(&r->state) == RA_RING_RUNNING) {
         int64_t before = r->folded;
-        claimed = ra__ring_claim(r, &fold, &task, &edge);
+        claimed = ra__ring_claim(r, &claim);
         moved |= r->folded != before;
     }
     ra__store_i32(&r->sched, 0);
-    if (claimed) return ra__ring_compute(r, ith, fold, task, edge);
+    if (claimed) return ra__ring_compute(r, ith, &claim);
     if (ra__load_i32(&r->state) == RA_RING_IDLE) return RA_OK;
     return moved ? RA_AGAIN : RA_WAIT;
 }
@@ -6562,7 +6606,7 @@ typedef struct ra__local { ra_desc d; ra__work w; ra__side k_side; ra__view kv[2
 static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int keys, ra__side *side,
                                 ra_error *e) {
     const char *field = keys ? "t.k_pos" : "t.q_pos";
-    int64_t rows = keys ? d->kv_tokens : d->tokens, sum = 0;
+    int64_t rows = keys ? ra__k_most(d) : d->tokens, sum = 0;
     memset(side, 0, sizeof *side);
     side->layout = d->layout.kind == RA_LAYOUT_STRIPED ? RA_LAYOUT_CONTIGUOUS : d->layout.kind;
     side->ranks = 1;
@@ -6617,9 +6661,6 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     if (c->d.layout.kind > RA_LAYOUT_STRIPED)
         return ra__refuse(e, RA_E_UNSUPPORTED, "layout.kind",
                           "# on one rank: positions come with the call", c->d.layout.kind);
-    if (!c->d.kv_tokens_of && c->d.tokens_of && !c->d.kv_tokens)
-        return ra__refuse(e, RA_E_UNSET, "kv_tokens_of", "is needed beside tokens_of here", 0);
-    if (!c->d.kv_tokens) c->d.kv_tokens = c->d.tokens + c->d.q_offset;
     memset(&c->w, 0, sizeof c->w);
     c->w.d = &c->d;
     c->w.t = t;
@@ -6628,7 +6669,7 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     s = ra__local_side(&c->d, &t->q_pos, 0, &c->w.q_side, e);
     if (!s) s = ra__local_side(&c->d, &t->k_pos, 1, &c->k_side, e);
     rows[0] = c->d.tokens;
-    rows[1] = c->d.kv_tokens;
+    rows[1] = ra__k_most(&c->d);
     if (!s) s = ra__check_tensors(&c->d, t, rows, &c->w, c->kv, e);
     c->w.any_position = ra__positions_set(&t->k_pos);
     c->w.order = ra__desc_order(&c->d, ra__local_square(c) && !ra__positions_set(&t->q_pos) &&
@@ -6923,6 +6964,7 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
                                            const float *v, int seq_q, int seq_k, int n_heads,
                                            int n_kv_heads, int head_dim, float scale, int window,
                                            int q_offset) {
+    const int64_t keys = seq_k;
     ra__local c;
     ra_tensors t;
     if (seq_q < 0 || seq_k < 0 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || q_offset < 0 ||
@@ -6939,7 +6981,7 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     c.d.k_dim = c.d.v_dim = head_dim;
     c.d.q_dtype = c.d.k_dtype = c.d.v_dtype = c.d.o_dtype = RA_F32;
     c.d.tokens = seq_q;
-    c.d.kv_tokens = seq_k;
+    c.d.kv_tokens_of = &keys;
     c.d.q_offset = q_offset;
     c.d.scale = scale;
     c.d.mask.kind = RA_MASK_CAUSAL;

@@ -13,9 +13,10 @@
  * made in the same way of the bytes BEFORE s, and the value at s is the byte at s, one-hot. So a
  * query finds the places where the text went on as it does here, and its output row is a
  * distribution over what came next there. Three heads look at different things: the nearest bytes,
- * the word so far and the word before, and the last 20 bytes. The LSE of a head says how much it
- * found; it decides how far the head is believed. A byte is predicted from the bytes before it, and
- * all constants were set beforehand on other texts. */
+ * the word so far, and the last 20 bytes. The LSE of a head says how much it found, which decides
+ * how far it is believed, on top of the head before and, below them all, of how often each byte has
+ * occurred. Every byte is predicted from the bytes before it alone, with constants fixed for all
+ * texts, and the 256 probabilities sum to 1: the bits are what an arithmetic coder would write. */
 #define _POSIX_C_SOURCE 200809L
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -49,12 +50,12 @@ typedef struct head_kind {
 } head_kind;
 
 static const head_kind kinds[HEADS] = {
-    {"near", 5, 0.53f, 0, 16, {0.39, -0.23, -0.09}},
-    {"word", 3, 0.67f, 1, 20, {0.43, 1.43, 0.98}},
-    {"far", 20, 0.85f, 0, 30, {0.36, 1.10, 1.24}}};
+    {"near", 5, 0.53f, 0, 16, {0.44, -0.50, -0.17}},
+    {"word", 3, 0.67f, 1, 20, {0.44, 1.50, 0.95}},
+    {"far", 20, 0.85f, 0, 30, {0.36, 1.00, 1.10}}};
 
 /* ALiBi: newer matches count a little more. */
-static const float slopes[HEADS] = {7.5e-5f, 7.5e-5f, 3.0e-5f};
+static const float slopes[HEADS] = {3.0e-5f, 7.5e-5f, 3.0e-5f};
 
 typedef struct text {
     uint8_t *byte;
@@ -514,6 +515,13 @@ static double work_of(int64_t n, int32_t v_dim) {
     return 2.0 * (KEY_DIM + v_dim) * HEADS * (double)n * ((double)n + 1) / 2;
 }
 
+/* 1 if the machine has the memory for n tokens twice over: q, k, v, o of all, and two more o. */
+static int fits_memory(int64_t n, int32_t v_dim) {
+    long pages = sysconf(_SC_PHYS_PAGES), page = sysconf(_SC_PAGESIZE);
+    double bytes = (double)n * HEADS * (2 * KEY_DIM + 4 * v_dim) * sizeof(float);
+    return pages <= 0 || page <= 0 || 2 * bytes < (double)pages * (double)page;
+}
+
 /* FLOP/s of all processors on this machine, from a short run over the first n tokens. */
 static double measure(const text *x, int64_t n, int nth) {
     text few = *x;
@@ -538,6 +546,7 @@ static double measure(const text *x, int64_t n, int nth) {
 static int64_t choose_tokens(const text *x, const options *o, int nth) {
     int64_t limit = o->tokens ? o->tokens : DEFAULT_TOKENS, n = x->count < limit ? x->count : limit;
     if (n < 2048) return n;
+    if (o->tokens && !fits_memory(n, 112)) fail("not enough memory", "try a smaller --tokens");
     double rate = measure(x, 1024, nth);
     if (rate > 2e10 && n >= 4096) rate = measure(x, 4096, nth);
     double seconds = 2.2 * work_of(n, 112) / rate;
@@ -548,7 +557,8 @@ static int64_t choose_tokens(const text *x, const options *o, int nth) {
         return n;
     }
     int64_t fit = n;
-    while (fit > 1024 && 2.2 * work_of(fit, 112) / rate > 45) fit = fit > 65536 ? 65536 : fit / 2;
+    while (fit > 1024 && (2.2 * work_of(fit, 112) / rate > 45 || !fits_memory(fit, 112)))
+        fit = fit / 2;
     if (fit < n)
         printf("%s of %s tokens fit in a minute (--tokens N for more).\n", tl_count(fit),
                tl_count(x->count));
@@ -722,7 +732,7 @@ static void table_lengths(const text *x, const guess *g, FILE *page) {
         say(page, "That is %.0f %% %s than gzip and %.0f %% %s than xz.", 100 * fabs(1 - own / gz),
             own < gz ? "less" : "more", 100 * fabs(1 - own / xz), own < xz ? "less" : "more");
     if (gz < 0 || xz < 0)
-        say(page, "Not installed: %s%s%s.", gz < 0 ? "gzip" : "", gz < 0 && xz < 0 ? ", " : "",
+        say(page, "Not available here: %s%s%s.", gz < 0 ? "gzip" : "", gz < 0 && xz < 0 ? ", " : "",
             xz < 0 ? "xz" : "");
 }
 
@@ -820,6 +830,9 @@ static void table_ranks(const pass *p, FILE *page) {
         say(page, "Got here: addresses, for the ranks share memory. A network would carry keys\n"
             "and values, %s tokens a message, and need %s a rank instead of the extra.",
             tl_count(p->seats[0].plan.chunk_tokens), mib(p->seats[0].plan.workspace_bytes));
+    if (sysconf(_SC_NPROCESSORS_ONLN) < p->ranks)
+        say(page, "There are more ranks than processors: computing counts the time in which\n"
+            "another rank had the processor, too.");
     say(page, "Tiles, messages and bytes are %s the plan had said before the run.",
         as_planned(p) ? "what" : "NOT what");
 }
@@ -923,18 +936,20 @@ static void show(FILE *f, const text *x, int64_t first, int64_t n) {
     }
 }
 
-/* The three keys that the last head weighs most for the byte at t, weights in double. */
-static void show_sources(FILE *f, const text *x, const shard *s, int64_t t) {
-    double *score = (double *)get((size_t)t, sizeof(double)), all = 0;
+/* The three keys that the last head weighs most for the byte at t, weights in double, and the ranks
+ * that held them. */
+static void show_sources(FILE *f, const text *x, const shard *s, const tl *ring, int64_t t) {
+    double *score = (double *)get((size_t)t, sizeof(double)), all = 0, where;
     double most = scores(s, HEADS - 1, t - 1, score);
     for (int64_t k = 0; k < t; k++) all += score[k] = exp(score[k] - most);
-    fprintf(f, "   weight  at byte   the %d bytes before it, and the byte there\n", 40);
+    fprintf(f, "   weight  at byte  of rank   the %d bytes before it, and the byte there\n", 40);
     for (int i = 0; i < 3; i++) {
         int64_t best = 0;
         for (int64_t k = 1; k < t; k++)
             if (score[k] > score[best]) best = k;
         if (score[best] / all < 1e-4) break;
-        fprintf(f, "  %6.1f %%  %7s   ", 100 * score[best] / all, tl_count(best));
+        fprintf(f, "  %6.1f %%  %7s  %7d   ", 100 * score[best] / all, tl_count(best),
+                (int)tl_owner(ring, best, &where));
         show(f, x, best - 40, 40);
         fprintf(f, " -> ");
         show(f, x, best, 1);
@@ -944,8 +959,9 @@ static void show_sources(FILE *f, const text *x, const shard *s, int64_t t) {
     free(score);
 }
 
-static void passage(FILE *f, const text *x, const shard *s, const guess *g) {
+static void passage(FILE *f, const text *x, const shard *s, const tl *ring, const guess *g) {
     int64_t first = best_passage(x, g), t = first + PASSAGE / 2;
+    double where;
     if (first < 0) {
         fprintf(f, "No passage of %d letters to show in this text.\n", PASSAGE);
         return;
@@ -962,18 +978,20 @@ static void passage(FILE *f, const text *x, const shard *s, const guess *g) {
     fprintf(f, "   (. less than half a bit)\n");
     fprintf(f, "For its byte '");
     show(f, x, t, 1);
-    fprintf(f, "' at %s (given %.1f %%) head \"%s\" had looked at:\n", tl_count(t),
-            100 * exp2(-(double)g[t].bits), kinds[HEADS - 1].name);
-    show_sources(f, x, s, t);
+    fprintf(f, "' at %s (given %.1f %%) head \"%s\" of rank %d had looked at:\n", tl_count(t),
+            100 * exp2(-(double)g[t].bits), kinds[HEADS - 1].name,
+            (int)tl_owner(ring, t - 1, &where));
+    show_sources(f, x, s, ring, t);
 }
 
 /* The same text for the terminal and, with its markup escaped, for the page. */
-static void tell_passage(FILE *page, const text *x, const shard *s, const guess *g) {
+static void tell_passage(FILE *page, const text *x, const shard *s, const tl *ring,
+                         const guess *g) {
     char *words = NULL;
     size_t bytes = 0;
     FILE *f = open_memstream(&words, &bytes);
     if (!f) fail("out of memory", NULL);
-    passage(f, x, s, g);
+    passage(f, x, s, ring, g);
     fclose(f);
     printf("\n%s", words);
     fputs("<h2>One passage</h2><pre class=\"w\">", page);
@@ -1006,6 +1024,7 @@ static int is_number(const char *s) {
 static void usage(FILE *f) {
     fputs("usage: demo [--text FILE] [--tokens N] [--ranks R] [--out FILE] [[--] FILE ...] [N]\n"
           "  FILE ...  predict these, one after the other (default: this repository's files)\n"
+          "            (64 MiB are read at most)\n"
           "  N         only the first N bytes (default: at most 65536, as fits a minute)\n"
           "  R         ranks of the ring, 1 to 64 (default: 4)\n"
           "  --out     timeline: .html, .svg or .json for Perfetto (default: beside the program)\n",
@@ -1076,7 +1095,7 @@ static void report(const text *x, const pass *ring, const pass *one, const shard
     table_lengths(x, g, page);
     say(page, "The probabilities of the 256 bytes sum to 1 within %.0e.", worst);
     if (x->count >= 4096) table_windows(x, all, g, one->threads, page);
-    tell_passage(page, x, all, g);
+    tell_passage(page, x, all, ring->picture, g);
     table_ranks(ring, page);
     compare(x, ring, one, check(x, all, ring->o, ring->lse), page);
     free(g);

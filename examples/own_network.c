@@ -180,7 +180,8 @@ static int child(int rank, int pair[RANKS][RANKS], int result) {
     return write_all(result, o, sizeof o) ? 1 : 0;
 }
 
-/* Starts the ranks and adds up what they send: every row comes from one rank, 0 from the others. */
+/* Starts the ranks, before this process has used the library, and adds up what they send: every row
+ * comes from one rank, 0 from the others. */
 static int run_ranks(float *sum) {
     static float o[TOKENS * ROW];
     int pair[RANKS][RANKS], result[RANKS][2], failed = 0;

@@ -13,7 +13,7 @@
 #include <string.h>
 
 enum { TL_RANKS = 64, TL_CELLS = 64, TL_ROOM = 1 << 15 };
-enum { TL_LEFT = 118, TL_PLOT = 960, TL_WIDTH = 1180, TL_TOP = 122, TL_LANE = 44, TL_PITCH = 74 };
+enum { TL_LEFT = 126, TL_PLOT = 952, TL_WIDTH = 1180, TL_TOP = 122, TL_LANE = 44, TL_PITCH = 74 };
 
 typedef struct tl_mark {               /* consecutive tiles against one chunk are one mark */
     int32_t kind, peer, origin;
@@ -418,7 +418,8 @@ static void tl_map_words(const tl *t, FILE *f, int x, int y) {
                 x + i * 4, y + 158, (unsigned)rgb[0], (unsigned)rgb[1], (unsigned)rgb[2]);
     }
     fprintf(f, "\n<text class=\"s\" x=\"%d\" y=\"%d\">0 ms</text><text class=\"s e\" x=\"%d\" "
-            "y=\"%d\">%.4g ms</text>\n", x, y + 186, x + 241, y + 186, tl_ms(t, t->last_ns));
+            "y=\"%d\">%.*f ms</text>\n", x, y + 186, x + 241, y + 186,
+            tl_ms(t, t->last_ns) < 100 ? 2 : 0, tl_ms(t, t->last_ns));
     if (t->cores < t->ranks)
         fprintf(f, "<text class=\"s\" x=\"%d\" y=\"%d\">%d ranks shared %d processor%s here: a bar "
                 "also covers the time in which another rank had it.</text>\n", x, y + 216,

@@ -29,7 +29,7 @@ typedef struct team {
     ra_failure failure[SMALL_RANKS];
     ra_ring_counters counters[SMALL_RANKS];
     const ra_transport *net[SMALL_RANKS]; /* null: the world's */
-    ra_ring_desc rd;
+    ra_ring_desc rd[SMALL_RANKS];
     int64_t deadline_ms;
     int stepping;                      /* threads a rank that step */
     int broken, how;                   /* rank that misbehaves, and how */
@@ -148,7 +148,7 @@ static ra_status live(team *t, const ra_transport *net, int rank)
 {
     ra_ring *ring = NULL;
     ra_status s, end;
-    s = ra_ring_create(&ring, t->plan[rank], net, &t->rd);
+    s = ra_ring_create(&ring, t->plan[rank], net, &t->rd[rank]);
     if (s) return t->status[rank] = s;
     if (t->stepping > 1) s = pass_with_threads(t, ring, rank);
     else s = ra_forward(t->plan[rank], ring, &t->part[rank].t,
@@ -443,6 +443,14 @@ static uint32_t hand_rand(hand *x, uint32_t below)
     return (uint32_t)(x->random >> 33) % below;
 }
 
+/* Stays away until thread 0 is through: a ticket must not be brought before the one below it. */
+static void hand_rests(const hand *x, int layer)
+{
+    const crew *c = x->c;
+    while (__atomic_load_n(&c->through[x->rank], __ATOMIC_SEQ_CST) <= layer &&
+           !__atomic_load_n(&c->worst, __ATOMIC_SEQ_CST)) sched_yield();
+}
+
 /* One thread of a ggml-like pool: no barrier anywhere. */
 static void *hand_main(void *arg)
 {
@@ -460,17 +468,12 @@ static void *hand_main(void *arg)
         job.plan = t->plan[x->rank];
         job.tensors = &tensors;
         if (hand_rand(x, 6) == 0) sched_yield();
-        if (x->ith && hand_rand(x, 50) == 0) {         /* not this time, but never overtake */
-            while (__atomic_load_n(&c->through[x->rank], __ATOMIC_SEQ_CST) <= layer &&
-                   !__atomic_load_n(&c->worst, __ATOMIC_SEQ_CST)) sched_yield();
-            continue;
-        }
-        while (s > 0) {
+        while (s > 0 && !(x->ith && hand_rand(x, 50) == 0)) {      /* or leaves */
             s = ra_join(c->ring[x->rank], &job, x->ith, 1 + (int)hand_rand(x, CREW));
-            if (x->ith && s > 0 && hand_rand(x, 200) == 0) break;   /* leaves early */
             if (s == RA_WAIT && hand_rand(x, 4)) sched_yield();
             else if (s == RA_WAIT) (void)ra_step_wait(c->ring[x->rank], ra_deadline_ms(2));
         }
+        if (s > 0) hand_rests(x, layer);
         if (s < 0) {
             __atomic_store_n(&c->worst, s, __ATOMIC_SEQ_CST);
             return NULL;
@@ -522,6 +525,7 @@ static void crew_run(crew *c)
         ra_ring_desc rd;
         memset(&rd, 0, sizeof rd);
         rd.workspace_bytes = 1 << 20;
+        rd.watchdog_ns = 30000000000;
         CHECK_EQ(ra_ring_create(&c->ring[r], c->team[0]->plan[r], ra_world_transport(world, r),
                                 &rd), RA_OK);
         c->out[r] = (float *)small_memory((size_t)(c->layers * c->floats) * 4);
@@ -537,6 +541,8 @@ static void crew_run(crew *c)
     CHECK_EQ(c->worst, RA_OK);
     CHECK_EQ(c->bad, 0);
     for (int r = 0; r < c->ranks; r++) {
+        ra_failure f;
+        if (ra_ring_failure(c->ring[r], &f) == RA_OK) printf("    %s\n", f.text);
         for (int i = 0; i < c->layers; i++)
             if (memcmp(c->out[r] + i * c->floats, c->want[i % VARIANTS] + r * c->floats,
                        (size_t)c->floats * 4)) c->bad++;
@@ -568,8 +574,8 @@ TEST(join_by_ticket)
 }
 
 /* -------------------------------------------------------------------------- 6: other networks
- * A stand-in for MPI between threads: messages pair up in order per (from, to), nothing is buffered,
- * so a send ends when its receive has the bytes. One lock for all. */
+ * A stand-in for MPI between threads: messages pair up in order per (from, to), nothing is
+ * buffered, so a send ends when its receive has the bytes. One lock for all. */
 typedef struct parcel {
     struct parcel *next;
     void *buf;
@@ -948,6 +954,7 @@ static void kernel_engine(ra_engine *e, kernel *x)
 
 TEST(another_kernel)
 {
+    int called = 0;
     for (int64_t i = 0; i < 120; i++) {
         team *t;
         ra_engine e;
@@ -961,9 +968,10 @@ TEST(another_kernel)
         CHECK_EQ(ra_world_run(t->s.d.ranks, live_in_world, t, NULL), RA_OK);
         team_check(t);
         CHECK_EQ(x.lies, 0);
-        CHECK(x.calls > 0 || t->s.d.mask.kind != RA_MASK_NONE || t->s.d.layout.kind >= RA_LAYOUT_RUNS);
+        called += x.calls > 0;
         team_free(t);
     }
+    if (h_run.only_case < 0) CHECK(called > 60);
 }
 
 TEST(kernel_fails)
@@ -1020,37 +1028,27 @@ static void watch_progress(void *ctx, int64_t done, int64_t all)
     __atomic_store_n(&w->busy, 0, __ATOMIC_SEQ_CST);
 }
 
-typedef struct watched { team *t; watcher w[SMALL_RANKS]; } watched;
-
-static ra_status watch_in_world(ra_world *world, int rank, void *user)
-{
-    watched *x = (watched *)user;
-    team t = *x->t;
-    t.rd.trace = watch_event;
-    t.rd.trace_ctx = &x->w[rank];
-    t.rd.progress = watch_progress;
-    t.rd.progress_ctx = &x->w[rank];
-    x->t->status[rank] = live(&t, t.net[rank] ? t.net[rank] : ra_world_transport(world, rank),
-                              rank);
-    x->t->counters[rank] = t.counters[rank];
-    return x->t->status[rank];
-}
-
 TEST(trace_and_progress)
 {
     for (int64_t i = 0; i < 40; i++) {
-        watched x;
+        watcher all[SMALL_RANKS];
+        team *t;
         if (!h_case(i)) continue;
         seed_case(i);
-        memset(&x, 0, sizeof x);
-        x.t = team_new(world_sizes[i % 5], small_range(1, 400), small_range(1, 3));
-        team_plans(x.t);
-        CHECK_EQ(ra_world_run(x.t->s.d.ranks, watch_in_world, &x, NULL), RA_OK);
-        for (int r = 0; r < x.t->s.d.ranks; r++) {
-            const watcher *w = &x.w[r];
-            const ra_ring_counters *c = &x.t->counters[r];
+        memset(all, 0, sizeof all);
+        t = team_new(world_sizes[i % 5], small_range(1, 400), small_range(1, 3));
+        team_plans(t);
+        for (int r = 0; r < t->s.d.ranks; r++) {
+            t->rd[r].trace = watch_event;
+            t->rd[r].progress = watch_progress;
+            t->rd[r].trace_ctx = t->rd[r].progress_ctx = &all[r];
+        }
+        CHECK_EQ(ra_world_run(t->s.d.ranks, live_in_world, t, NULL), RA_OK);
+        for (int r = 0; r < t->s.d.ranks; r++) {
+            const watcher *w = &all[r];
+            const ra_ring_counters *c = &t->counters[r];
             ra_plan_report rep;
-            CHECK_EQ(ra_plan_query(x.t->plan[r], r, &rep), RA_OK);
+            CHECK_EQ(ra_plan_query(t->plan[r], r, &rep), RA_OK);
             CHECK_EQ(w->tiles, rep.tiles_partial + rep.tiles_full);
             CHECK_EQ(w->tiles, c->tiles_all);
             CHECK_EQ(w->count[RA_EV_PASS], 1);
@@ -1058,26 +1056,36 @@ TEST(trace_and_progress)
             CHECK_EQ(w->count[RA_EV_RECV], rep.chunks_in);
             CHECK_EQ(w->count[RA_EV_SEND], rep.chunks_out);
             CHECK_EQ(c->chunks_in, rep.chunks_in);
-            CHECK_EQ(c->bytes_in, rep.shared_bytes_in * (x.t->s.d.ranks > 1));
+            CHECK_EQ(c->bytes_in, rep.shared_bytes_in);
             CHECK_EQ(w->odd, 0);
             CHECK_EQ(w->backwards, 0);
             CHECK(w->last_done == w->last_all && w->last_all == c->tiles_all);
         }
-        team_check(x.t);
-        team_free(x.t);
+        team_check(t);
+        team_free(t);
     }
 }
 
-/* -------------------------------------------------------------------------- 10: when it goes wrong */
+/* -------------------------------------------------------------------------- 10: what goes wrong */
 
-typedef struct brake { ra_ring *ring; } brake;
+typedef struct brake { ra_ring *ring; ra_world *world; int reached, pulled; } brake;
+
+/* The pass goes on only when it has been cancelled. */
+static void brake_progress(void *ctx, int64_t done, int64_t all)
+{
+    brake *b = (brake *)ctx;
+    if (done == all) return;
+    __atomic_store_n(&b->reached, 1, __ATOMIC_SEQ_CST);
+    while (!__atomic_load_n(&b->pulled, __ATOMIC_SEQ_CST)) sched_yield();
+}
 
 static void *brake_main(void *arg)
 {
     brake *b = (brake *)arg;
-    ra_ring_counters c;
-    do { ra_ring_query(b->ring, &c); sched_yield(); } while (!c.tiles_full && !c.tiles_partial);
+    while (!__atomic_load_n(&b->reached, __ATOMIC_SEQ_CST)) sched_yield();
     ra_ring_cancel(b->ring);
+    ra_world_leave(b->world, 1, RA_OK);        /* nobody is there to say that it reads no more */
+    __atomic_store_n(&b->pulled, 1, __ATOMIC_SEQ_CST);
     return NULL;
 }
 
@@ -1086,9 +1094,10 @@ static void *brake_main(void *arg)
 TEST(cancel_from_another_thread)
 {
     for (int ranks = 1; ranks <= 2; ranks++) {
-        team *t = (seed_case(ranks), team_full(ranks, 12000, 1));
+        team *t = (seed_case(ranks), team_full(ranks, 2000, 1));
         ra_world *world = NULL;
         ra_world_desc wd;
+        ra_ring_desc rd;
         ra_ring *ring = NULL;
         ra_failure f;
         pthread_t id;
@@ -1097,15 +1106,19 @@ TEST(cancel_from_another_thread)
         memset(&wd, 0, sizeof wd);
         wd.ranks = ranks;
         CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
-        CHECK_EQ(ra_ring_create(&ring, t->plan[0], ra_world_transport(world, 0), NULL), RA_OK);
+        memset(&b, 0, sizeof b);
+        memset(&rd, 0, sizeof rd);
+        rd.progress = brake_progress;
+        rd.progress_ctx = &b;
+        CHECK_EQ(ra_ring_create(&ring, t->plan[0], ra_world_transport(world, 0), &rd), RA_OK);
         b.ring = ring;
+        b.world = world;
         if (pthread_create(&id, NULL, brake_main, &b)) abort();
         CHECK_EQ(ra_forward(t->plan[0], ring, &t->part[0].t, RA_NO_DEADLINE), RA_E_CANCELLED);
         pthread_join(id, NULL);
         CHECK_EQ(ra_ring_failure(ring, &f), RA_OK);
         CHECK_EQ(f.status, RA_E_CANCELLED);
         CHECK(ra_forward(t->plan[0], ring, &t->part[0].t, RA_NO_DEADLINE) < 0);
-        if (ranks > 1) ra_world_leave(world, 1, RA_OK);
         CHECK_EQ(ra_ring_destroy(ring), RA_OK);
         ra_world_destroy(world);
         team_free(t);

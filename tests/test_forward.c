@@ -460,7 +460,7 @@ TEST(bias_of_minus_infinity)
     problem_free(&p);
 }
 
-/* One visible key: O is its V, rounded once. Every finite 16-bit pattern as V, and f32 values around
+/* One visible key: O is its V, rounded once. Every finite 16-bit pattern as V, and f32 values near
  * ties and limits of the 16-bit formats. What is subnormal as f32 may become 0. */
 TEST(one_key_gives_its_value)
 {
@@ -895,6 +895,28 @@ TEST(decoding)
     }
 }
 
+/* One rank, positions as runs or as cells that come with the call. */
+TEST(attention_at_positions)
+{
+    want w = { -1, 0, 1, -1, 1.5e6 };
+    int64_t i, n = h_run.large ? 2000 : 80;
+    for (i = 0; i < n; i++) {
+        problem p;
+        setup s;
+        h_rng r = h_case_rng(i);
+        if (!h_case(i)) continue;
+        w.layout = i % 2 ? L_RUNS : L_ARRAY;
+        random_problem(&p, &r, &w);
+        random_setup(&s, &p, &r, &w);
+        problem_data(&p, &r);
+        s.call = CALL_ATTENTION;
+        s.threads = (int32_t)h_range(&r, 1, 4);
+        compare(&p, &s);
+        setup_free(&s);
+        problem_free(&p);
+    }
+}
+
 /* A ring-buffer cache: key p in cell p mod cells, so out of order, with cells not yet filled, and a
  * kept prefix that is never overwritten. */
 TEST(ring_buffer_cache)
@@ -1056,7 +1078,7 @@ static const h_test tests[] = {
     ENTRY(bias_of_minus_infinity), ENTRY(one_key_gives_its_value),
     ENTRY(positions_near_the_limit), ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials),
     ENTRY(merge_corners), ENTRY(attention_threads), ENTRY(attention_workspace),
-    ENTRY(decoding),
+    ENTRY(decoding), ENTRY(attention_at_positions),
     ENTRY(ring_buffer_cache), ENTRY(a_ring_serves_several_plans), ENTRY(simple_signature)
 };
 

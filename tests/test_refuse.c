@@ -22,9 +22,11 @@ enum { MANY = 4096, POOL = 1 << 22 };
 
 typedef struct refusal { int status, scope; char field[40], form[216]; } refusal;
 
-enum { IN_DESC, IN_PLAN, IN_RING, IN_WORLD, IN_ESTIMATE, IN_TENSORS, IN_JOB, IN_ATTENTION, IN_STATE };
+/* A field has its name from the call: `out` of two calls is two fields. */
+enum { IN_DESC, IN_PLAN, IN_RING, IN_WORLD, IN_ESTIMATE, IN_TENSORS, IN_JOB, IN_ATTENTION,
+       IN_STATE };
 static refusal refusals[400];
-static int refusal_count, scope;       /* calls whose fields have names in common: see record */
+static int refusal_count, scope;
 static int64_t produced[64];           /* by -status */
 
 /* The sentence without its numbers: what remains belongs to the check. */
@@ -55,7 +57,7 @@ static void record(const ra_error *e, ra_status status)
         if (strcmp(refusals[i].form, form) && status != RA_E_RANGE) {
             snprintf(h_run.context, sizeof h_run.context, "%d %s: \"%s\" and \"%s\"", status,
                      e->field, refusals[i].form, form);
-            CHECK(!"one status and field for two checks");
+            h_fail(h_args("refusal", __FILE__, __LINE__), "one status and field for two checks");
             memcpy(refusals[i].form, form, sizeof form);
         }
         return;
@@ -75,7 +77,7 @@ static void refused(ra_status got, const ra_error *e, ra_status status, const ch
     char number[32];
     int ok = CHECK_EQ(got, status);
     if (!ok || strcmp(e->field, field)) {
-        CHECK(!"the refusal that was expected");
+        h_fail(h_args("refusal", __FILE__, __LINE__), "not the one that was expected");
         printf("    got %s %s: %s\n    expected %s %s\n", ra_status_text(got), e->field, e->text,
                ra_status_text(status), field);
         return;
@@ -330,8 +332,7 @@ TEST(desc_fields)
 TEST(desc_contents)
 {
     static int64_t first[3], of[2], many[4];
-    static int32_t weight[4], count[4];
-    static ra_run run[5];
+    static int32_t weight[4];
     ra_desc d;
     base_desc(&d, DOCUMENTS);
     d.mask.doc_first = first;
@@ -368,6 +369,20 @@ TEST(desc_contents)
     refuse_desc(&d, RA_E_RANGE, "layout.k_rows", -5);
     many[1] = TOP + 1;
     refuse_desc(&d, RA_E_RANGE, "layout.k_rows", TOP + 1);
+    base_desc(&d, ONE);
+    d.tokens = TOP - 1;
+    d.sequences = 1 << 20;
+    d.q_heads = d.kv_heads = 1 << 16;
+    d.k_dim = d.v_dim = 1024;
+    refuse_desc(&d, RA_E_OVERFLOW, "tokens", TOP - 1);
+}
+
+TEST(desc_runs)
+{
+    static int32_t count[4];
+    static ra_run run[5];
+    ra_desc d;
+    scope = IN_DESC;
     for (int keys = 0; keys < 2; keys++) {
         const char *table = keys ? "layout.k_runs" : "layout.q_runs";
         base_desc(&d, RUNS);
@@ -398,12 +413,6 @@ TEST(desc_contents)
         run[0].first = INT64_MAX;
         refuse_desc(&d, RA_E_POSITIONS, table, 0);
     }
-    base_desc(&d, ONE);
-    d.tokens = TOP - 1;
-    d.sequences = 1 << 20;
-    d.q_heads = d.kv_heads = 1 << 16;
-    d.k_dim = d.v_dim = 1024;
-    refuse_desc(&d, RA_E_OVERFLOW, "tokens", TOP - 1);
 }
 
 TEST(desc_floats)
@@ -750,6 +759,40 @@ TEST(plan_arguments)
     ra_plan_destroy(plan);
 }
 
+TEST(rates)
+{
+    const double bad[4] = { 0, -1, (double)NAN, HUGE_VAL };
+    ra_plan *plan = plan_of(FOUR, 1);
+    ra_prediction out;
+    ra_rates good, r;
+    good.flops_per_s = 1e11;
+    good.link_bytes_per_s = 1e9;
+    good.link_latency_s = 0;
+    CHECK_EQ(ra_plan_predict(plan, 1, &good, &out), RA_OK);
+    CHECK(out.compute_s > 0 && out.done_s >= out.compute_s && out.all_done_s >= out.done_s);
+    CHECK(out.hidden_s >= 0 && out.hidden_s <= out.transfer_s && out.wait_s >= 0);
+    CHECK_EQ(ra_plan_predict(NULL, 1, &good, &out), RA_E_NULL);
+    CHECK_EQ(ra_plan_predict(plan, 1, NULL, &out), RA_E_NULL);
+    CHECK_EQ(ra_plan_predict(plan, 1, &good, NULL), RA_E_NULL);
+    CHECK_EQ(ra_plan_predict(plan, 4, &good, &out), RA_E_RANGE);
+    CHECK_EQ(ra_plan_predict(plan, -1, &good, &out), RA_E_RANGE);
+    for (int i = 0; i < 12; i++) {
+        double *field[3];
+        int s;
+        r = good;
+        field[0] = &r.flops_per_s;
+        field[1] = &r.link_bytes_per_s;
+        field[2] = &r.link_latency_s;
+        *field[i / 4] = bad[i % 4];
+        s = ra_plan_predict(plan, 1, &r, &out);
+        snprintf(h_run.context, sizeof h_run.context, "rate %d: %g", i / 4, bad[i % 4]);
+        if (i == 8) CHECK_EQ(s, RA_OK);            /* no latency */
+        else if (i % 4 == 3) CHECK(s == RA_OK || s == RA_E_RANGE);
+        else CHECK(s == RA_E_RANGE || (s == RA_E_UNSET && i % 4 == 0));
+    }
+    ra_plan_destroy(plan);
+}
+
 /* -------------------------------------------------------------------------- world */
 
 static ra_status no_rank(ra_world *world, int rank, void *user)
@@ -874,7 +917,7 @@ TEST(estimate)
                 r->status == RA_E_RANGE ? r->value : 0);
     }
     for (int i = 0; i < 4; i++) {
-        refuse_real(reals[i], NAN, RA_E_RANGE, names[i]);
+        refuse_real(reals[i], (double)NAN, RA_E_RANGE, names[i]);
         refuse_real(reals[i], -1, RA_E_RANGE, names[i]);
         refuse_real(reals[i], HUGE_VAL, RA_E_RANGE, names[i]);
         if (i < 3) refuse_real(reals[i], 0, RA_E_UNSET, names[i]);
@@ -1086,7 +1129,7 @@ TEST(tensor_positions)
     ra_plan_destroy(ring_plan);
 }
 
-/* -------------------------------------------------------------------------- jobs, order of calls */
+/* -------------------------------------------------------------------------- jobs */
 
 TEST(jobs)
 {
@@ -1330,8 +1373,8 @@ TEST(attention_simple)
         memcpy(a, good, sizeof a);
         a[bad[i].at] = bad[i].value;
         s = simple(a, 0);
-        snprintf(h_run.context, sizeof h_run.context, "argument %d = %d: %s", bad[i].at, bad[i].value,
-                 ra_status_text(s));
+        snprintf(h_run.context, sizeof h_run.context, "argument %d = %d: %s", bad[i].at,
+                 bad[i].value, ra_status_text(s));
         CHECK(s == bad[i].status || (bad[i].value == 0 && s == RA_E_UNSET) ||
               (bad[i].status == RA_E_OVERFLOW && s == RA_E_RANGE));
     }
@@ -1781,8 +1824,8 @@ TEST(random_bytes)
         memset(&heap, 0, sizeof heap);
         a = small_heap_allocator(&heap);
         random_desc(&d);
-        snprintf(h_run.context, sizeof h_run.context, "B %d P %d T %lld mask %d layout %d", d.sequences,
-                 d.ranks, (long long)d.tokens, d.mask.kind, d.layout.kind);
+        snprintf(h_run.context, sizeof h_run.context, "B %d P %d T %lld mask %d layout %d",
+                 d.sequences, d.ranks, (long long)d.tokens, d.mask.kind, d.layout.kind);
         d.error = &e[0];
         s = ra_desc_resolve(&d, &out);
         CHECK(s <= RA_OK && s > RA_E_MISMATCH);
@@ -1850,9 +1893,10 @@ TEST(every_refusal)
 int main(int argc, char **argv)
 {
     static const h_test tests[] = {
-        ENTRY(desc_fields), ENTRY(desc_contents), ENTRY(desc_floats), ENTRY(desc_resolved),
+        ENTRY(desc_fields), ENTRY(desc_contents), ENTRY(desc_runs), ENTRY(desc_floats),
+        ENTRY(desc_resolved),
         ENTRY(isa), ENTRY(engine), ENTRY(transport), ENTRY(ring_desc), ENTRY(plan_arguments),
-        ENTRY(world), ENTRY(estimate), ENTRY(tensors), ENTRY(tensor_alignment),
+        ENTRY(rates), ENTRY(world), ENTRY(estimate), ENTRY(tensors), ENTRY(tensor_alignment),
         ENTRY(tensor_scores), ENTRY(tensor_positions), ENTRY(jobs), ENTRY(order_of_calls),
         ENTRY(attention), ENTRY(attention_lengths), ENTRY(attention_positions),
         ENTRY(attention_simple), ENTRY(states), ENTRY(allocations),

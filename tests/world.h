@@ -436,12 +436,16 @@ static inline ra_desc describe(const problem *p, const setup *s, int rank)
             d.tokens += s->q_rows[r];
             d.kv_tokens += s->k_rows[r];
         }
+    } else if (s->layout == RA_LAYOUT_RUNS && s->call == CALL_ATTENTION) {
+        int32_t n = s->k_runs ? s->k_run_count[0] : s->q_run_count[0];
+        const ra_run *k = s->k_runs ? s->k_runs : s->q_runs;
+        for (d.kv_tokens = r = 0; r < n; r++) d.kv_tokens += k[r].count;
     } else if (lengths_differ(p)) {
         d.tokens_of = p->tq;
         d.kv_tokens_of = d.kv_tokens ? p->tk : NULL;
     }
     d.mask = p->mask;
-    if (s->call != CALL_ATTENTION || s->layout != RA_LAYOUT_ARRAY) describe_layout(s, &d.layout);
+    if (s->call != CALL_ATTENTION || s->layout < RA_LAYOUT_RUNS) describe_layout(s, &d.layout);
     d.scale = p->scale;
     d.softcap = p->softcap;
     d.chunk_tokens = s->chunk_tokens;
@@ -453,7 +457,28 @@ static inline ra_desc describe(const problem *p, const setup *s, int rank)
     return d;
 }
 
-/* Positions [B][*rows] of one tensor of a rank, from the plan's runs or from the cells. */
+/* L1 has no plan: there positions come with the call, as runs or as an array. */
+static inline int positions_with_call(const setup *s)
+{
+    return s->layout == RA_LAYOUT_ARRAY ||
+           (s->layout == RA_LAYOUT_RUNS && s->call == CALL_ATTENTION);
+}
+
+/* Runs of one tensor of a rank, from the plan or from the table. */
+static inline int32_t seat_runs(const seat *e, const ra_plan *plan, int keys, int b, ra_run *runs)
+{
+    const setup *s = e->world->s;
+    int own = keys && s->k_runs;
+    int32_t n = own ? s->k_run_count[0] : s->q_run_count[0];
+    if (!positions_with_call(s)) {
+        return keys ? ra_plan_k_runs(plan, e->rank, b, runs, 256)
+                    : ra_plan_q_runs(plan, e->rank, b, runs, 256);
+    }
+    memcpy(runs, own ? s->k_runs : s->q_runs, (size_t)n * sizeof *runs);
+    return n;
+}
+
+/* Positions [B][*rows] of one tensor of a rank, from runs or from the cells. */
 static inline int32_t *seat_positions(const seat *e, const ra_plan *plan, int keys, int64_t *rows,
                                       int64_t *len)
 {
@@ -472,8 +497,7 @@ static inline int32_t *seat_positions(const seat *e, const ra_plan *plan, int ke
         return out;
     }
     for (b = 0; b < p->B; b++) {
-        n = keys ? ra_plan_k_runs(plan, e->rank, b, runs, 256)
-                 : ra_plan_q_runs(plan, e->rank, b, runs, 256);
+        n = seat_runs(e, plan, keys, b, runs);
         for (len[b] = i = 0; i < n && i < 256; i++) len[b] += runs[i].count;
         if (len[b] > most) most = len[b];
     }
@@ -482,11 +506,10 @@ static inline int32_t *seat_positions(const seat *e, const ra_plan *plan, int ke
     memset(out, 0xFF, (size_t)(most * p->B) * sizeof *out);
     for (b = 0; b < p->B; b++) {
         int32_t *at = out + b * most;
-        n = keys ? ra_plan_k_runs(plan, e->rank, b, runs, 256)
-                 : ra_plan_q_runs(plan, e->rank, b, runs, 256);
+        n = seat_runs(e, plan, keys, b, runs);
         for (i = 0; i < n && i < 256; i++) {
-            int64_t step = runs[i].stride ? runs[i].stride : 1;
-            for (j = 0; j < runs[i].count; j++) *at++ = (int32_t)(runs[i].first + j * step - s->shift);
+            int64_t step = runs[i].stride ? runs[i].stride : 1, at0 = runs[i].first - s->shift;
+            for (j = 0; j < runs[i].count; j++) *at++ = (int32_t)(at0 + j * step);
         }
     }
     return out;
@@ -618,6 +641,12 @@ static inline void seat_tensors(seat *e)
         e->t.q_pos.count = e->t.q_pos.batch_stride = e->q_rows;
         e->t.k_pos.array = e->k_given;
         e->t.k_pos.count = e->t.k_pos.batch_stride = e->k_rows;
+    }
+    if (s->layout == RA_LAYOUT_RUNS && s->call == CALL_ATTENTION) {
+        e->t.q_pos.runs = s->q_runs;
+        e->t.q_pos.count = s->q_run_count[0];
+        e->t.k_pos.runs = s->k_runs ? s->k_runs : s->q_runs;
+        e->t.k_pos.count = s->k_runs ? s->k_run_count[0] : s->q_run_count[0];
     }
     if (p->scores & RA_SCORE_ALIBI) e->t.alibi = p->alibi;
     if (p->scores & RA_SCORE_SINKS) e->t.sinks = p->sinks;
@@ -842,7 +871,7 @@ static inline ra_status world_open(world *w, const problem *p, const setup *s)
         e->d = describe(p, s, rank);
         e->d.error = &e->error;
     }
-    if (s->layout != RA_LAYOUT_ARRAY) status = ra_plan_create(&plan, &w->seats[0].d, NULL);
+    if (!positions_with_call(s)) status = ra_plan_create(&plan, &w->seats[0].d, NULL);
     w->seats[0].status = status;
     for (rank = 0; rank < s->ranks && status == RA_OK; rank++) {
         seat *e = &w->seats[rank];
@@ -1286,7 +1315,7 @@ static inline void random_setup(setup *s, problem *p, h_rng *r, const want *w)
     s->any_isa = h_one_in(r, 6);
     if (s->ranks == 1 && h_one_in(r, 2)) s->wire = (int32_t)h_range(r, WIRE_NULL, WIRE_LOOPBACK);
     s->threads = s->call >= CALL_STEP ? (int32_t)h_range(r, 1, 3) : 0;
-    if (s->ranks == 1 && (layout <= L_STRIPED || layout == L_ARRAY) && h_one_in(r, 2)) {
+    if (s->ranks == 1 && layout <= L_ARRAY && h_one_in(r, 2)) {
         s->call = CALL_ATTENTION;
         s->threads = (int32_t)h_range(r, 1, 5);
     }
@@ -1321,8 +1350,8 @@ static inline int mask_text(const ra_mask *m, char *out, size_t room)
 
 static inline void describe_case(const problem *p, const setup *s)
 {
-    static const char *const dtypes = "?fhb", *const wires[5] = { "shared", "post", "sendrecv", "null",
-                                                              "loopback" };
+    static const char *const wires[5] = { "shared", "post", "sendrecv", "null", "loopback" };
+    static const char dtypes[] = "?fhb";
     static const char *const calls[5] = { "attend", "forward", "step", "join", "attention" };
     static const char *const kinds[6] = { "unset", "contiguous", "zigzag", "striped", "runs",
                                           "array" };
