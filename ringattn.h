@@ -2887,7 +2887,7 @@ static void ra__chunk_zigzag(ra__chunk *c, const ra__seg s[2], int64_t n, int64_
     if (g1 > g0) c->seg[c->segs++] = ra__seg_part(&s[1], g0, g1 - g0);
 }
 
-/* Writes the chunks of one shard, ascending; null out: counts. */
+/* Writes the chunks of one shard, ascending; returns how many. */
 static int64_t ra__chunk_shard(const ra__side *side, int32_t b, int64_t tokens,
                                int64_t chunk_tokens, ra__chunk *out) {
     int64_t count = 0;
@@ -2912,13 +2912,13 @@ static int64_t ra__chunk_shard(const ra__side *side, int32_t b, int64_t tokens,
             c.segs = 1;
             if (zigzag) ra__chunk_zigzag(&c, s, n, j);
             else c.seg[0] = ra__seg_part(&s[0], from, to - from);
-            if (out) out[count] = c;
+            out[count] = c;
         }
     }
     return count;
 }
 
-/* All chunks in global order; p->chunk null: counts. */
+/* Writes all chunks in global order; returns how many. */
 static int64_t ra__chunk_all(ra_plan *p) {
     int64_t n = 0;
     for (int32_t b = 0; b < p->d.sequences; b++) {
@@ -2926,8 +2926,8 @@ static int64_t ra__chunk_all(ra_plan *p) {
             int32_t owner = p->order == RA_ORDER_DESC ? p->d.ranks - 1 - i : i;
             ra__side side = ra__plan_side(p, 1, owner);
             int64_t k = ra__chunk_shard(&side, b, ra__k_len(&p->d, b), p->d.chunk_tokens,
-                                        p->chunk ? p->chunk + n : NULL);
-            for (int64_t j = 0; p->chunk && p->order == RA_ORDER_DESC && j < k / 2; j++) {
+                                        p->chunk + n);
+            for (int64_t j = 0; p->order == RA_ORDER_DESC && j < k / 2; j++) {
                 ra__chunk t = p->chunk[n + j];
                 p->chunk[n + j] = p->chunk[n + k - 1 - j];
                 p->chunk[n + k - 1 - j] = t;
@@ -4574,9 +4574,10 @@ static ra_status ra__check_runs(const ra_run *runs, const int32_t *count, int32_
     }
     for (int64_t i = 0; i < n; i++) {
         int64_t stride = runs[i].stride ? runs[i].stride : 1, last;
-        if (runs[i].count < 1 || runs[i].first < range[0] || stride < 1)
-            return ra__refuse(e, RA_E_POSITIONS, names[0],
-                              "entry # has no rows, or starts too low, or steps back", i);
+        if (runs[i].count < 1 || stride < 1 || runs[i].first < range[0] ||
+            runs[i].first >= range[1])
+            return ra__refuse(e, RA_E_RANGE, names[0],
+                              "entry # has no rows, or steps back, or starts outside", i);
         if (!ra__mul(runs[i].count - 1, stride, &last) || runs[i].first + last >= range[1])
             return ra__refuse(e, RA_E_POSITIONS, names[0], "entry # ends beyond the tokens", i);
         for (int64_t j = 0; j < i; j++)
@@ -5179,7 +5180,7 @@ struct ra_ring {
     int64_t pass, deadline, begin_ns;
 
     int32_t unsafe, quiet;             /* of ra_finish: buffers are leaked; it has run */
-    int32_t state, cancelled;          /* state: RA_RING_*; from here on threads share */
+    int32_t state, cancelled, aborted; /* state: RA_RING_*; from here on threads share */
     int32_t fail_claimed, failed;      /* failed: status, set once `failure` is complete */
     int32_t comm, sched, join, progress, inside;
     int64_t ticket;
@@ -5375,6 +5376,12 @@ static void ra__failure_text(ra_failure *f) {
     ra__put_i64(f->text, cap, &at, f->since_progress_ns / 1000000);
 }
 
+/* Tells the transport, once in a ring's life. */
+static void ra__ring_abort(ra_ring *r, ra_status why) {
+    if (r->has_transport && r->tp.abort && ra__cas_i32(&r->aborted, 0, 1))
+        (void)r->tp.abort(r->tp.ctx, why);
+}
+
 /* The first failure wins, is recorded whole, and tells the transport. Returns the status of the
  * ring, which may be an earlier one. */
 static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
@@ -5392,7 +5399,7 @@ static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
         ra__failure_text(f);
         ra__store_i32(&r->failed, s);
         ra__store_i32(&r->state, RA_RING_FAILED);
-        if (r->has_transport && r->tp.abort) (void)r->tp.abort(r->tp.ctx, s);
+        ra__ring_abort(r, s);
         e.peer = why.peer;
         e.chunk = why.chunk;
         e.begin_ns = r->begin_ns;
@@ -6262,10 +6269,9 @@ RINGATTN_API const char *ra_status_text(ra_status status) {
 RINGATTN_API int32_t ra_version(void) { return RINGATTN_VERSION; }
 
 /* -------------------------------------------------------------------------- plans
- * Everything between carving the arrays and the figures, with room for p->chunks chunks. */
+ * Everything between the list of chunks and the figures. */
 static ra_status ra__plan_fill(ra_plan *p) {
     ra__lockstep run;
-    (void)ra__chunk_all(p);
     memset(p->need, 0, (size_t)(2 * p->chunks * p->need_row));
     for (int32_t r = 0; r < p->d.ranks; r++)
         for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
@@ -6307,56 +6313,62 @@ static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report 
     r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64, &r->state_bytes);
 }
 
-/* Counts chunks with arrays in a first block of memory, then carves everything in one. */
+/* At least as many chunks as there will be: each of the pieces that a layout cuts a sequence into
+ * adds one to tokens / chunk_tokens. */
+static int64_t ra__plan_most_chunks(const ra_desc *d) {
+    const ra_layout *l = &d->layout;
+    const int64_t *rows = l->k_rows ? l->k_rows : l->q_rows;
+    const int32_t *count = l->k_run_count ? l->k_run_count : l->q_run_count;
+    int64_t n = 0;
+    for (int32_t b = 0; b < d->sequences; b++) {
+        n += ra__k_len(d, b) / d->chunk_tokens + d->ranks;
+        for (int32_t r = 0; r < d->ranks; r++) {
+            if (l->kind == RA_LAYOUT_RUNS) n += count[r];
+            if (l->kind == RA_LAYOUT_ARRAY) n += rows[r] / d->chunk_tokens;
+        }
+    }
+    return n;
+}
+
+static void ra__plan_carve(ra__arena *a, ra_plan *p, const ra_desc *full) {
+    (void)ra__carve(a, (int64_t)sizeof *p);
+    ra__plan_arrays(a, p, full);
+    ra__plan_lists(a, p);
+}
+
 RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a) {
     ra_desc full;
     ra_plan *p, probe;
     ra__arena arena = { NULL, 0 };
-    int64_t first, chunks, bytes;
+    int64_t bytes;
     ra_status s = ra__resolve(d, &full);
     if (s) return s;
     if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
+    *out = NULL;
     if (a && !a->alloc != !a->free)
         return ra__refuse(d->error, RA_E_NULL, a->alloc ? "allocator.free" : "allocator.alloc",
                           "needed beside the other", 0);
-    *out = NULL;
     memset(&probe, 0, sizeof probe);
-    (void)ra__carve(&arena, (int64_t)sizeof *p);
-    ra__plan_arrays(&arena, &probe, &full);
-    first = arena.used;
-    arena.base = (uint8_t *)ra__alloc(a, (size_t)first, 64);
-    if (!arena.base)
-        return ra__refuse(d->error, RA_E_NOMEM, "allocator", "no # bytes for the plan", first);
-    arena.used = 0;
-    p = (ra_plan *)ra__carve(&arena, (int64_t)sizeof *p);
-    memset(p, 0, sizeof *p);
-    ra__plan_arrays(&arena, p, &full);
-    ra__plan_cuts(p);
-    chunks = ra__chunk_all(p);
-    ra__free(a, arena.base, (size_t)first);
-    if (chunks > INT32_MAX / 2)
+    probe.chunks = ra__plan_most_chunks(&full);
+    if (probe.chunks > INT32_MAX / 2)
         return ra__refuse(d->error, RA_E_OVERFLOW, "chunk_tokens",
                           "# tokens make too many chunks", full.chunk_tokens);
-
-    probe.chunks = chunks;
-    probe.d = full;
-    arena.base = NULL;
-    arena.used = first;
-    ra__plan_lists(&arena, &probe);
+    ra__plan_carve(&arena, &probe, &full);
     bytes = arena.used;
     arena.base = (uint8_t *)ra__alloc(a, (size_t)bytes, 64);
     if (!arena.base)
         return ra__refuse(d->error, RA_E_NOMEM, "allocator", "no # bytes for the plan", bytes);
     arena.used = 0;
-    p = (ra_plan *)ra__carve(&arena, (int64_t)sizeof *p);
+    p = (ra_plan *)(void *)arena.base;
     memset(p, 0, sizeof *p);
-    ra__plan_arrays(&arena, p, &full);
-    ra__plan_cuts(p);
-    p->chunks = chunks;
-    ra__plan_lists(&arena, p);
+    p->chunks = probe.chunks;
     p->bytes = bytes;
     if (a) p->allocator = *a;
+    ra__plan_carve(&arena, p, &full);
     p->hash = ra__hash_desc(d, &full);
+    ra__plan_cuts(p);
+    p->chunks = ra__chunk_all(p);
+    RINGATTN_ASSERT(p->chunks <= probe.chunks);
     s = ra__plan_fill(p);
     if (s) {
         ra__free(a, p, (size_t)bytes);
@@ -6632,7 +6644,7 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
         int64_t last, step = p->runs[i].stride ? p->runs[i].stride : 1;
         int64_t top = !keys && d->mask.kind == RA_MASK_INTERVALS ? d->mask.interval_count
                                                                   : RA_MAX_POSITION;
-        if (p->runs[i].count < 0 || p->runs[i].first < 0 || step < 0 ||
+        if (p->runs[i].count < 0 || p->runs[i].first < 0 || p->runs[i].first >= top || step < 0 ||
             !ra__mul(ra__max(p->runs[i].count - 1, 0), step, &last) ||
             p->runs[i].first + last >= top)
             return ra__refuse(e, RA_E_RANGE, field, "run # is out of range", i);
@@ -7194,9 +7206,8 @@ RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring) {
     ra_allocator a;
     if (!ring) return RA_OK;
     if (ra__load_i32(&ring->state) != RA_RING_IDLE) (void)ra_finish(ring, RA_NO_DEADLINE);
-    if (ring->mr && ring->tp.dereg) (void)ring->tp.dereg(ring->tp.ctx, ring->mr);
-    ring->mr = NULL;
     if (ring->unsafe) return RA_E_UNSAFE;
+    if (ring->mr && ring->tp.dereg) (void)ring->tp.dereg(ring->tp.ctx, ring->mr);
     a = ring->allocator;
     if (ring->owns_base) ra__free(&a, ring->base, (size_t)ring->bytes);
     return RA_OK;
@@ -7429,7 +7440,7 @@ RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns) {
 RINGATTN_API void ra_ring_cancel(ra_ring *ring) {
     if (!ring) return;
     ra__store_i32(&ring->cancelled, 1);
-    if (ring->has_transport && ring->tp.abort) (void)ring->tp.abort(ring->tp.ctx, RA_E_CANCELLED);
+    ra__ring_abort(ring, RA_E_CANCELLED);
     (void)ra__add_i64(&ring->events, 1);
 }
 
