@@ -32,8 +32,9 @@
  *
  * What it does not do: it computes attention forward; no gradients, no projections, no RoPE (rotate
  * before you cache), no tensor or pipeline parallelism (they go on around it), no networking of its
- * own beyond threads. Below about 8K tokens a shard per rank gains nothing. Not after fork() in the
- * child, not from signal handlers, not under thread cancellation.
+ * own beyond threads. Below about 8K tokens a shard per rank gains nothing. Rings and worlds made
+ * before a fork() are not for the child; not from signal handlers, not under thread
+ * cancellation.
  *
  * Contents. Each room uses only rooms above it.
  *   API          types, descriptors, functions, the transport's contract; ends with a stop sign
@@ -266,10 +267,12 @@ typedef struct ra_mask {
  *   CONTIGUOUS  rank r holds the r-th stretch.
  *   ZIGZAG      rank r holds two: the r-th from the front, then the r-th from the back.
  *   STRIPED     rank r holds positions r, r + ranks, ...
- *   RUNS        the caller's table, complete on every rank; a position held by nobody is an
- *               absent key, none may be held twice.
+ *   RUNS        the caller's table, complete on every rank, the same for all sequences (tokens_of
+ *               and kv_tokens_of stay null); a position held by nobody is an absent key, none may
+ *               be held twice.
  *   ARRAY       the caller's int32 positions, given with each call (t.q_pos, t.k_pos) and known to
  *               their owner alone; they travel with the keys, and nothing is pruned by position.
+ *               As many rows for all sequences; fill shorter ones up with -1.
  * CONTIGUOUS and ZIGZAG cut on the grid of RA_BLOCK_TOKENS if there are at least 2 * ranks blocks,
  * else as evenly as possible. */
 typedef struct ra_layout {
@@ -309,7 +312,7 @@ typedef struct ra_desc {
                                         * q_offset if kv_tokens is 0; copied */
     ra_mask mask;
     ra_layout layout;
-    float scale;                       /* a score is scaled (0: 1/sqrt(Dk)), */
+    float scale;                       /* a score is scaled, 0: 1/sqrt(Dk), else positive; */
     float softcap;                     /* then capped: s = cap * tanh(s / cap); 0: off; then ALiBi
                                         * and bias are added */
     int32_t chunk_tokens;              /* keys a message; 0: 1/32 of a shard, at least 1024, at
@@ -433,8 +436,8 @@ enum {
     RA_CAP_DEADLINE = 8,               /* sendrecv and wait return by deadline_ns even if the peer
                                         * is dead */
     RA_CAP_SHARED = 16                 /* all ranks share one address space: messages carry
-                                        * addresses, nothing is packed. Needs ANY_PEER, post and
-                                        * two channels */
+                                        * addresses, nothing is packed. Needs ANY_PEER, post, two
+                                        * channels, and max_ops of at least 2 ranks + 2 */
 };
 
 typedef struct ra_op {                 /* the library's; stays at its address while PENDING */
@@ -629,7 +632,7 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
     ra_allocator allocator;
     int64_t watchdog_ns;               /* waiting for a peer without progress: RA_E_PEER; 0: 60 s.
                                         * More than a peer may need for one chunk */
-    int64_t quiesce_ns;                /* patience with quiesce after a failure; 0: 10 s */
+    int64_t quiesce_ns;                /* patience with quiesce after a failure; 0: 30 s */
     int64_t (*clock_ns)(void *ctx);    /* null: ra_now_ns. Deadlines are then on this clock. */
     void   *clock_ctx;
     void  (*trace)(void *ctx, const ra_event *e);  /* any stepping thread; must not block */
@@ -664,15 +667,17 @@ RINGATTN_API ra_status ra_attend(const ra_desc *d, const ra_transport *transport
  * error. Without one (ggml): every thread calls ra_join with equal jobs until RA_OK or an error.
  * ra_finish is needed only to leave early and after an error. */
 typedef struct ra_job {                /* copied by begin, with *tensors, without data */
-    uint64_t ticket;                   /* ra_join: number of the pass, rising, gaps are fine, equal
-                                        * on all threads of this rank. ra_begin: 0 */
+    uint64_t ticket;                   /* ra_join: number of the pass, from 1, rising, gaps are
+                                        * fine; each thread brings the tickets in this order.
+                                        * ra_begin: 0 */
     const ra_plan *plan;
     const ra_tensors *tensors;
     int64_t deadline_ns;
 } ra_job;
 
-/* Checks and copies. Reads no data (positions of ARRAY excepted), sends nothing. A refusal leaves
- * the ring idle. */
+/* Checks and copies. Reads no data (positions of ARRAY excepted), sends nothing. No thread may be
+ * inside ra_step (RA_E_BUSY): one has RA_OK before the others are out. A refusal leaves the ring as
+ * it was. */
 RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job);
 /* One bounded piece of work: some tiles, or a round of communication. Never blocks (but in a
  * level-0 sendrecv), never spins, waits for no thread. 0 <= ith < threads of the plan, unique among
@@ -698,7 +703,7 @@ RINGATTN_API void ra_ring_cancel(ra_ring *ring);
 enum { RA_RING_IDLE, RA_RING_RUNNING, RA_RING_FAILED };
 typedef struct ra_ring_counters {      /* of the pass under way or the last one; any thread */
     int32_t state;                     /* RA_RING_* */
-    int32_t waiting_peer;              /* rank whose chunk this one lacks, -1: none */
+    int32_t waiting_peer;              /* neighbour that still has chunks to send, -1: none */
     int64_t pass;                      /* number of the pass, from 1 */
     int64_t tiles_empty, tiles_partial, tiles_full, tiles_all; /* done; all: not empty, in all */
     int64_t chunks_in, chunks_out, bytes_in, bytes_out;
@@ -744,7 +749,8 @@ typedef struct ra_block {
 } ra_block;
 typedef struct ra_engine {
     uint32_t size, abi;                /* sizeof(ra_engine), RA_ENGINE_ABI */
-    int64_t  block_queries;            /* rows a fold likes; 0: 256 */
+    int64_t  block_queries;            /* most rows of a call, a multiple of RA_BLOCK_TOKENS; 0:
+                                        * 256 */
     void    *ctx;
     int    (*fold)(void *ctx, const ra_block *block);                /* required */
     /* v1 ends here; append only */
@@ -841,6 +847,7 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);     /* "avx512"; never null *
 #if defined(__clang__)
 #pragma float_control(precise, on, push)
 #pragma STDC FP_CONTRACT OFF
+#pragma clang fp contract(off)
 #else
 #pragma GCC push_options
 #pragma GCC optimize("no-fast-math", "fp-contract=off")
@@ -1019,18 +1026,18 @@ RA__INLINE void ra__store_ptr(void **p, void *v) { __atomic_store_n(p, v, __ATOM
 
 /* Return the value before. */
 RA__INLINE int32_t ra__add_i32(int32_t *p, int32_t v) {
-    return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
+    return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
 }
 RA__INLINE int64_t ra__add_i64(int64_t *p, int64_t v) {
-    return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
+    return __atomic_fetch_add(p, v, __ATOMIC_SEQ_CST);
 }
 
 /* 1: *p was `from` and is now `to`; 0: it was something else and stays. Never fails by chance. */
 RA__INLINE int32_t ra__cas_i32(int32_t *p, int32_t from, int32_t to) {
-    return __atomic_compare_exchange_n(p, &from, to, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE) ? 1 : 0;
+    return __atomic_compare_exchange_n(p, &from, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) ? 1 : 0;
 }
 RA__INLINE int32_t ra__cas_i64(int64_t *p, int64_t from, int64_t to) {
-    return __atomic_compare_exchange_n(p, &from, to, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE) ? 1 : 0;
+    return __atomic_compare_exchange_n(p, &from, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) ? 1 : 0;
 }
 
 /* ========================================================================== MEM
@@ -1074,6 +1081,16 @@ RA__NOINLINE ra_status ra__refuse(ra_error *e, ra_status s, const char *field, c
     ra__put(e->field, sizeof e->field, &at, field);
     ra__sentence(e->text, sizeof e->text, text, value);
     return s;
+}
+
+/* The same for part of a field: "t.o" and ".head_stride". */
+RA__NOINLINE ra_status ra__refuse_part(ra_error *e, ra_status s, const char *const name[2],
+                                       const char *text, int64_t value) {
+    char field[sizeof e->field];
+    size_t at = 0;
+    ra__put(field, sizeof field, &at, name[0]);
+    ra__put(field, sizeof field, &at, name[1]);
+    return ra__refuse(e, s, field, text, value);
 }
 
 /* *out = a * b; 0 if that overflows 62 bits. a, b >= 0. */
@@ -1280,7 +1297,7 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  * RA__NT (vectors of a slab), RA__NI (keys, or dims, of a tile), RA__OP and RA__FN (attributes),
  * RA__F (adds the suffix to a name) and the operations that the body calls; + - * / on RA__V are
  * the compiler's. A slab with few rows left is worked on in tiles of 8 keys and fewer vectors. */
-enum { RA__DEPTH = 192, RA__PIECE = 64, RA__AHEAD = 1024 };
+enum { RA__DEPTH = 128, RA__PIECE = 64, RA__AHEAD = 1024 };
 /* Elements of one chain of products; of a row packed at once; to ask for ahead in decode. */
 
 static const float ra__log2e = 1.44269504f;
@@ -3164,6 +3181,9 @@ static ra_status ra__tp_check(const ra_transport *t, int32_t rank, int32_t ranks
     if (t->ranks && t->rank != rank)
         return ra__refuse(e, RA_E_TRANSPORT, "transport.rank",
                           "is #, but the plan is another rank's", t->rank);
+    if ((t->caps & RA_CAP_SHARED) && (int64_t)t->max_ops < 2 * (int64_t)ranks + 2)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.max_ops",
+                          "is #, RA_CAP_SHARED needs at least 2 ranks + 2", (int64_t)t->max_ops);
     max_msg = t->max_msg ? t->max_msg : RA__TP_MAX_MSG;
     if (ranks > 1 && chunk_bytes > 0 && (uint64_t)chunk_bytes > (uint64_t)max_msg)
         return ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
@@ -4452,7 +4472,7 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
         return ra__refuse(e, RA_E_OVERFLOW, "tokens", "# tokens of this shape overflow 62 bits",
                           d->tokens);
     if (!d->v_in_k && d->v_column)
-        return ra__refuse(e, RA_E_SHAPE, "v_column", "# is set, but v_in_k is 0", d->v_column);
+        return ra__refuse(e, RA_E_SHAPE, "v_in_k", "is 0, but v_column is #", d->v_column);
     if (d->v_in_k && d->v_column + d->v_dim > d->k_dim)
         return ra__refuse(e, RA_E_SHAPE, "v_column", "# + v_dim exceeds k_dim", d->v_column);
     if (d->v_in_k && d->v_dtype && d->v_dtype != d->k_dtype)
@@ -4484,18 +4504,24 @@ static ra_status ra__check_mask(const ra_desc *d, ra_error *e) {
         return ra__refuse(e, RA_E_SHAPE, "mask.interval_count", "# needs RA_MASK_INTERVALS",
                           m->interval_count);
     if (!intervals && (m->lo || m->hi))
-        return ra__refuse(e, RA_E_SHAPE, "mask.lo", "lo and hi need RA_MASK_INTERVALS", 0);
+        return ra__refuse(e, RA_E_SHAPE, m->lo ? "mask.lo" : "mask.hi",
+                          "needs RA_MASK_INTERVALS, not kind #", m->kind);
     if (intervals && (!m->lo || !m->hi))
         return ra__refuse(e, RA_E_NULL, m->lo ? "mask.hi" : "mask.lo",
                           "RA_MASK_INTERVALS needs it", 0);
-    if (intervals && d->layout.kind != RA_LAYOUT_ARRAY &&
-        m->interval_count < d->q_offset + d->tokens)
-        return ra__refuse(e, RA_E_POSITIONS, "mask.interval_count",
-                          "# entries do not reach q_offset + tokens", m->interval_count);
     if (m->doc_count && !m->doc_first)
         return ra__refuse(e, RA_E_NULL, "mask.doc_first", "doc_count is #", m->doc_count);
     if (!m->doc_count && m->doc_first)
         return ra__refuse(e, RA_E_SHAPE, "mask.doc_first", "is set, but doc_count is 0", 0);
+    return RA_OK;
+}
+
+/* Positions that follow from the descriptor have an entry in the caller's intervals. */
+static ra_status ra__check_intervals(const ra_desc *d, ra_error *e) {
+    if (d->mask.kind == RA_MASK_INTERVALS && d->layout.kind != RA_LAYOUT_ARRAY &&
+        d->mask.interval_count < d->q_offset + d->tokens)
+        return ra__refuse(e, RA_E_POSITIONS, "mask.interval_count",
+                          "# entries do not reach q_offset + tokens", d->mask.interval_count);
     return RA_OK;
 }
 
@@ -4531,11 +4557,13 @@ static ra_status ra__check_layout(const ra_desc *d, ra_error *e) {
         return ra__refuse(e, RA_E_SHAPE, "layout.weights", "need CONTIGUOUS or ZIGZAG, not #",
                           l->kind);
     if (!runs && (l->q_runs || l->q_run_count || l->k_runs || l->k_run_count))
-        return ra__refuse(e, RA_E_SHAPE, "layout.q_runs", "runs need RA_LAYOUT_RUNS, not #",
-                          l->kind);
+        return ra__refuse(e, RA_E_SHAPE,
+                          l->q_runs ? "layout.q_runs" : l->q_run_count ? "layout.q_run_count"
+                          : l->k_runs ? "layout.k_runs" : "layout.k_run_count",
+                          "needs RA_LAYOUT_RUNS, not kind #", l->kind);
     if (!array && (l->q_rows || l->k_rows))
-        return ra__refuse(e, RA_E_SHAPE, "layout.q_rows", "rows need RA_LAYOUT_ARRAY, not #",
-                          l->kind);
+        return ra__refuse(e, RA_E_SHAPE, l->q_rows ? "layout.q_rows" : "layout.k_rows",
+                          "needs RA_LAYOUT_ARRAY, not kind #", l->kind);
     if (runs && !l->q_run_count)
         return ra__refuse(e, RA_E_NULL, "layout.q_run_count", "RA_LAYOUT_RUNS needs it", 0);
     if (runs && !l->q_runs)
@@ -4575,14 +4603,13 @@ static ra_status ra__check_runs(const ra_run *runs, const int32_t *count, int32_
     for (int64_t i = 0; i < n; i++) {
         int64_t stride = runs[i].stride ? runs[i].stride : 1, last;
         if (runs[i].count < 1 || stride < 1 || runs[i].first < range[0] ||
-            runs[i].first >= range[1])
+            runs[i].first >= range[1] || !ra__mul(runs[i].count - 1, stride, &last) ||
+            runs[i].first + last >= range[1])
             return ra__refuse(e, RA_E_RANGE, names[0],
-                              "entry # has no rows, or steps back, or starts outside", i);
-        if (!ra__mul(runs[i].count - 1, stride, &last) || runs[i].first + last >= range[1])
-            return ra__refuse(e, RA_E_POSITIONS, names[0], "entry # ends beyond the tokens", i);
+                              "entry # has no rows, or steps back, or leaves the tokens", i);
         for (int64_t j = 0; j < i; j++)
             if (ra__runs_meet(&runs[i], &runs[j]) >= 0)
-                return ra__refuse(e, RA_E_SHAPE, names[0], "position # is held twice",
+                return ra__refuse(e, RA_E_POSITIONS, names[0], "position # is held twice",
                                   ra__runs_meet(&runs[i], &runs[j]));
     }
     return RA_OK;
@@ -4600,7 +4627,7 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
             return ra__refuse(e, RA_E_RANGE, "layout.weights", "# is negative", l->weights[r]);
     }
     if (l->weights && !sum)
-        return ra__refuse(e, RA_E_SHAPE, "layout.weights", "are all 0", 0);
+        return ra__refuse(e, RA_E_UNSET, "layout.weights", "are all 0", 0);
     for (int32_t r = 0; l->kind == RA_LAYOUT_ARRAY && r < d->ranks; r++) {
         if (l->q_rows[r] < 0 || l->q_rows[r] > RA_MAX_POSITION)
             return ra__refuse(e, RA_E_RANGE, "layout.q_rows", "# is out of range", l->q_rows[r]);
@@ -4617,8 +4644,8 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
         for (int32_t i = 0; i < l->q_run_count[r]; i++, at++)
             if (l->q_runs[at].first + (l->q_runs[at].count - 1) *
                     (l->q_runs[at].stride ? l->q_runs[at].stride : 1) >= ra__k_most(d))
-                return ra__refuse(e, RA_E_POSITIONS, "layout.k_runs",
-                                  "as q_runs: entry # ends beyond kv_tokens", at);
+                return ra__refuse(e, RA_E_POSITIONS, "kv_tokens",
+                                  "does not reach entry # of q_runs, which are k_runs too", at);
     return s;
 }
 
@@ -4686,6 +4713,7 @@ static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
 RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out) {
     ra_desc full;
     ra_status s = ra__resolve(d, &full);
+    if (!s) s = ra__check_intervals(&full, d->error);
     if (s) return s;
     if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
     if (!full.tokens_of) full.kv_tokens = ra__k_most(&full);
@@ -5161,8 +5189,9 @@ typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chun
 typedef struct ra__address {           /* instead of the chunk, where memory is shared */
     const uint8_t *k, *v;              /* row 0 of the owner's shard of this sequence */
     const int32_t *pos;
+    int64_t *alive;                    /* counts while a reader makes progress with anything */
     int64_t k_token, k_head, v_token, v_head;
-    int64_t spare[9];
+    int64_t spare[8];
 } ra__address;
 
 struct ra_ring {
@@ -5186,6 +5215,9 @@ struct ra_ring {
     int64_t ticket;
     int32_t join_status;
     int64_t progress_ns, events;
+    int64_t alive, alive_seen;         /* shared: readers of this rank's keys count alive up */
+    int64_t computed, computed_seen;   /* tasks done here, and when readers' owners last heard */
+    int64_t **owner_alive;             /* [sources] under comm: `alive` of an owner read here */
 
     int64_t claim_fold, claim_task;    /* under sched */
     int64_t folded;                    /* chunks folded by all tasks: a prefix of plan->fold */
@@ -5293,6 +5325,7 @@ static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n
         int64_t words = n->words_in + n->words_out;
         r->word_op = (ra_op *)ra__carve(a, words * (int64_t)sizeof(ra_op));
         r->word_buf = (uint8_t *)ra__carve(a, words * RA__FRAME_BYTES);
+        r->owner_alive = (int64_t **)ra__carve(a, n->words_out * 8);
         r->list = (ra_op **)ra__carve(a, (r->recv_slots + r->send_slots + words) * 8);
     } else {
         r->list = (ra_op **)ra__carve(a, (r->recv_slots + r->send_slots) * 8);
@@ -5350,8 +5383,11 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
     return b;
 }
 
-static void ra__failure_text(ra_failure *f) {
+static void ra__failure_text(const ra_ring *r, ra_failure *f) {
     size_t at = 0, cap = sizeof f->text;
+    const char *why = NULL;
+    if (f->code && f->status != RA_E_ENGINE && r->has_transport && r->tp.error_text)
+        why = r->tp.error_text(r->tp.ctx, f->code);
     f->text[0] = 0;
     ra__put(f->text, cap, &at, "rank ");
     ra__put_i64(f->text, cap, &at, f->rank);
@@ -5371,6 +5407,11 @@ static void ra__failure_text(ra_failure *f) {
     if (f->code) {
         ra__put(f->text, cap, &at, ", code ");
         ra__put_i64(f->text, cap, &at, f->code);
+    }
+    if (why) {
+        ra__put(f->text, cap, &at, " (");
+        ra__put(f->text, cap, &at, why);
+        ra__put(f->text, cap, &at, ")");
     }
     ra__put(f->text, cap, &at, ", ms since progress: ");
     ra__put_i64(f->text, cap, &at, f->since_progress_ns / 1000000);
@@ -5396,7 +5437,7 @@ static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
         f->chunk = why.chunk;
         f->pass = r->pass;
         f->since_progress_ns = ra__ring_now(r) - ra__load_i64(&r->progress_ns);
-        ra__failure_text(f);
+        ra__failure_text(r, f);
         ra__store_i32(&r->failed, s);
         ra__store_i32(&r->state, RA_RING_FAILED);
         ra__ring_abort(r, s);
@@ -5549,6 +5590,7 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, uint8_t *message) {
         a.k = k.data; a.k_token = k.token; a.k_head = k.head;
         a.v = v.data; a.v_token = v.token; a.v_head = v.head;
         a.pos = pos;
+        a.alive = (int64_t *)(uintptr_t)&r->alive;
         memcpy(message + RA__FRAME_BYTES, &a, sizeof a);
         return;
     }
@@ -5598,10 +5640,15 @@ static void ra__ring_release(ra_ring *r) {
     }
 }
 
+/* Ops that may be pending for chunks: what words may need is kept free. */
+static int64_t ra__ring_ops(const ra_ring *r) {
+    return (int64_t)r->tp.max_ops - (r->shared ? 2 * ((int64_t)r->ranks - 1) : 0);
+}
+
 /* Puts receives that have a free buffer on the list; returns how many. */
 static int ra__ring_more_receives(ra_ring *r) {
     const ra_plan *p = r->plan;
-    int64_t most = ra__max(1, r->tp.max_ops / 2);
+    int64_t most = ra__max(1, ra__ring_ops(r) / 2);
     int n = 0;
     while (r->recv_posted < p->recvs && r->recv_posted - r->released < r->recv_slots &&
            r->recv_posted - r->received < most) {
@@ -5622,7 +5669,7 @@ static int ra__ring_more_receives(ra_ring *r) {
 /* Puts sends on the list whose chunk is here, in order; packs own chunks. Returns how many. */
 static int ra__ring_more_sends(ra_ring *r) {
     const ra_plan *p = r->plan;
-    int64_t most = ra__max(1, r->tp.max_ops - r->tp.max_ops / 2);
+    int64_t most = ra__max(1, ra__ring_ops(r) - ra__ring_ops(r) / 2);
     int n = 0;
     while (r->send_posted < p->sends && r->send_posted - r->sent < r->send_slots &&
            r->send_posted - r->sent < most) {
@@ -5664,6 +5711,7 @@ static int ra__ring_more_words(ra_ring *r) {
         ra__op_set(op, in ? RA_OP_RECV : RA_OP_SEND, 1, peer, ra__ring_tag(r, r->pass));
         op->buf = r->word_buf + i * RA__FRAME_BYTES;
         op->len = RA__FRAME_BYTES;
+        if (!in) r->owner_alive[i - p->reader_count] = NULL;
         f = ra__ring_frame(r, RA__FRAME_DONE, in ? r->rank : peer, -1, RA__FRAME_BYTES);
         if (!in) memcpy(op->buf, &f, sizeof f);
         r->words_posted++;
@@ -5750,6 +5798,16 @@ static void ra__ring_trace_op(const ra_ring *r, int32_t kind, const ra_op *op, i
     ra__ring_event(r, kind, -1, &e);
 }
 
+/* Shared memory: notes where an owner listens for signs of life, for as long as it is read here. */
+static void ra__ring_listen(ra_ring *r, const ra_op *op, int32_t owner) {
+    const ra_plan *p = r->plan;
+    ra__address a;
+    memcpy(&a, (const uint8_t *)op->buf + RA__FRAME_BYTES, sizeof a);
+    for (int64_t i = 0; i < p->source_count; i++)
+        if (p->sources[i] == owner && !r->word_op[p->reader_count + i].kind)
+            r->owner_alive[i] = a.alive;
+}
+
 /* Takes in receives that are done, in order; returns how many, or a failure. */
 static int ra__ring_take_receives(ra_ring *r) {
     int n = 0, done;
@@ -5763,10 +5821,12 @@ static int ra__ring_take_receives(ra_ring *r) {
                              ra__ring_length(r, c, 1));
         s = ra__frame_check(op->buf, &due);
         if (s) return ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c));
+        if (r->shared) ra__ring_listen(r, op, r->plan->chunk[c].owner);
         (void)ra__add_i64(&r->counters.chunks_in, 1);
         (void)ra__add_i64(&r->counters.bytes_in, (int64_t)op->len);
         ra__ring_trace_op(r, RA_EV_RECV, op, c, r->recv_ns[slot]);
         ra__store_i64(&r->received, r->received + 1);
+        if (r->received == r->plan->recvs) ra__store_i32(&r->counters.waiting_peer, -1);
         n++;
     }
     return n;
@@ -5813,11 +5873,24 @@ static int ra__ring_take_words(ra_ring *r) {
     return n;
 }
 
+/* Tells the owners that this rank computes, and hears the readers of its own keys: a pass may end
+ * long after this rank has nothing left to do, and that is no silence. */
+static void ra__ring_pulse(ra_ring *r) {
+    int64_t computed = ra__load_i64(&r->computed), alive = ra__load_i64(&r->alive);
+    if (computed != r->computed_seen)
+        for (int64_t i = 0; i < r->plan->source_count; i++)
+            if (r->owner_alive[i]) (void)ra__add_i64(r->owner_alive[i], 1);
+    if (alive != r->alive_seen) ra__store_i64(&r->progress_ns, ra__ring_now(r));
+    r->computed_seen = computed;
+    r->alive_seen = alive;
+}
+
 /* A round of communication, under `comm`: > 0 something moved, 0 nothing, < 0 failed. */
 static int ra__ring_comm(ra_ring *r) {
     int n, moved;
     ra_status s;
     ra__ring_release(r);
+    if (r->shared) ra__ring_pulse(r);
     moved = ra__ring_more_receives(r);
     moved += ra__ring_more_sends(r);
     moved += ra__ring_more_words(r);
@@ -5990,6 +6063,7 @@ static ra_status ra__ring_compute(ra_ring *r, int ith, const ra__claim *claim) {
     }
     ra__store_i32(&r->done[claim->task], p->fold_index[end - 1] + 1);
     for (; f < end; f++) (void)ra__add_i32(&r->left[f % RA__WINDOW], -1);
+    (void)ra__add_i64(&r->computed, 1);
     ra__ring_moved(r);
     ra__ring_progress(r);
     return RA_AGAIN;
@@ -6006,15 +6080,6 @@ static void ra__ring_complete(ra_ring *r) {
     (void)ra__add_i64(&r->events, 1);
 }
 
-/* Whether this rank depends on a peer for its next progress. Where addresses travel, the words that
- * end a pass may take as long as the slowest rank computes, and who reads here is known to live. */
-static int ra__ring_depends(const ra_ring *r) {
-    const ra_plan *p = r->plan;
-    return r->has_transport &&
-           (!r->shared || ra__load_i64(&r->received) < p->recvs ||
-            ra__load_i64(&r->sent) < p->sends || ra__load_i64(&r->folded) < p->folds);
-}
-
 /* Time, cancellation, and failures that others noticed. */
 static ra_status ra__ring_alarm(ra_ring *r) {
     int64_t now;
@@ -6024,7 +6089,7 @@ static ra_status ra__ring_alarm(ra_ring *r) {
     now = ra__ring_now(r);
     if (r->deadline && now > r->deadline)
         return ra__ring_fail(r, RA_E_TIMEOUT, ra__blame_of(-1, -1, 0, -1));
-    if (ra__ring_depends(r) && now - ra__load_i64(&r->progress_ns) > r->rd.watchdog_ns) {
+    if (r->has_transport && now - ra__load_i64(&r->progress_ns) > r->rd.watchdog_ns) {
         int64_t at = ra__load_i64(&r->received);
         int receiving = at < r->plan->recvs;
         int64_t out = ra__load_i64(&r->sent);
@@ -6341,10 +6406,12 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     ra_plan *p, probe;
     ra__arena arena = { NULL, 0 };
     int64_t bytes;
-    ra_status s = ra__resolve(d, &full);
+    ra_status s;
+    if (out) *out = NULL;
+    s = ra__resolve(d, &full);
+    if (!s) s = ra__check_intervals(&full, d->error);
     if (s) return s;
     if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
-    *out = NULL;
     if (a && !a->alloc != !a->free)
         return ra__refuse(d->error, RA_E_NULL, a->alloc ? "allocator.free" : "allocator.alloc",
                           "needed beside the other", 0);
@@ -6485,22 +6552,24 @@ static ra__shape ra__shape_of(const char *field, const ra_desc *d, int64_t rows,
 /* Fills in default strides and checks a view; writable: distinct rows may not overlap. */
 static ra_status ra__view_check(const void *data, const int64_t stride[3], const ra__shape *s,
                                 int writable, ra__view *out, ra_error *e) {
-    int64_t element = ra__element(s->dtype), row = s->dim * element, span;
+    static const char *const part[3] = { ".batch_stride", ".token_stride", ".head_stride" };
+    int64_t element = ra__element(s->dtype), row = s->dim * element, span = row;
     int64_t step[3], count[3] = { s->batch, s->rows, s->heads };
-    for (int i = 0; i < 3; i++)
+    const char *name[2];
+    name[0] = s->field;
+    for (int i = 2; i >= 0; i--) {                         /* packed: the extent of what is inside */
+        name[1] = part[i];
         if (stride[i] < 0 || stride[i] % element)
-            return ra__refuse(e, RA_E_STRIDE, s->field,
-                              "stride # is negative or no multiple of the element", stride[i]);
-    step[2] = stride[2] ? stride[2] : row;
-    step[1] = stride[1] ? stride[1] : s->heads * step[2];
-    step[0] = stride[0] ? stride[0] : s->rows * step[1];
-    for (int i = 0; i < 3; i++)
-        if (!ra__mul(count[i], step[i], &span))
-            return ra__refuse(e, RA_E_OVERFLOW, s->field, "stride # overflows", step[i]);
+            return ra__refuse_part(e, RA_E_STRIDE, name,
+                                   "# is negative or no multiple of the element", stride[i]);
+        step[i] = stride[i] ? stride[i] : span;
+        if (!ra__mul(ra__max(count[i], 1), step[i], &span))
+            return ra__refuse_part(e, RA_E_OVERFLOW, name, "# overflows", step[i]);
+    }
     if (s->rows && !data) return ra__refuse(e, RA_E_NULL, s->field, "data is required", 0);
     if ((uintptr_t)data % (uintptr_t)element)
         return ra__refuse(e, RA_E_ALIGN, s->field, "data must be aligned to # bytes", element);
-    for (int i = 0; writable && i < 3; i++) {              /* inner extents fit under this step */
+    for (int i = 2; writable && i >= 0; i--) {             /* inner extents fit under this step */
         int64_t inner = row;
         for (int j = 0; j < 3; j++)
             if (j != i && count[j] > 1 && step[j] <= step[i])
@@ -6554,22 +6623,32 @@ static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, ra_erro
     return RA_OK;
 }
 
-/* A position array of `rows` entries a sequence: in range, and below the caller's intervals. */
+/* Positions are below this: those of queries have an entry in the caller's intervals. */
+static int64_t ra__position_top(const ra_desc *d, int keys) {
+    return !keys && d->mask.kind == RA_MASK_INTERVALS ? d->mask.interval_count : RA_MAX_POSITION;
+}
+
+/* A position array of `rows` entries a sequence. */
 static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_t rows, int keys,
                                  ra_error *e) {
-    const char *field = keys ? "t.k_pos" : "t.q_pos";
-    int64_t top = !keys && d->mask.kind == RA_MASK_INTERVALS ? d->mask.interval_count
-                                                              : RA_MAX_POSITION;
+    int64_t top = ra__position_top(d, keys);
     if (p->batch_stride < 0)
-        return ra__refuse(e, RA_E_STRIDE, field, "batch_stride # is negative", p->batch_stride);
+        return ra__refuse(e, RA_E_STRIDE, keys ? "t.k_pos.batch_stride" : "t.q_pos.batch_stride",
+                          "# is negative", p->batch_stride);
     if (p->count != rows)
-        return ra__refuse(e, RA_E_POSITIONS, field, "count # is not the number of rows", p->count);
-    if (!p->array && rows) return ra__refuse(e, RA_E_NULL, field, "array is required", 0);
+        return ra__refuse(e, RA_E_POSITIONS, keys ? "t.k_pos.count" : "t.q_pos.count",
+                          "# is not the number of rows", p->count);
+    if (!p->array && rows)
+        return ra__refuse(e, RA_E_NULL, keys ? "t.k_pos.array" : "t.q_pos.array", "is required", 0);
     for (int32_t b = 0; b < (p->batch_stride ? d->sequences : 1); b++)
         for (int64_t i = 0; i < rows; i++) {
             int32_t v = p->array[b * p->batch_stride + i];
-            if (v < -1 || v >= top)
-                return ra__refuse(e, RA_E_RANGE, field, "position # is out of range", v);
+            if (v < -1 || v >= RA_MAX_POSITION)
+                return ra__refuse(e, RA_E_RANGE, keys ? "t.k_pos.array" : "t.q_pos.array",
+                                  "position # is out of range", v);
+            if (v >= top)
+                return ra__refuse(e, RA_E_POSITIONS, "t.q_pos.array",
+                                  "position # has no entry in mask.lo and mask.hi", v);
         }
     return RA_OK;
 }
@@ -6617,42 +6696,47 @@ typedef struct ra__local { ra_desc d; ra__work w; ra__side k_side; ra__view kv[2
 /* Positions given with the call replace the layout's. */
 static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int keys, ra__side *side,
                                 ra_error *e) {
-    const char *field = keys ? "t.k_pos" : "t.q_pos";
     int64_t rows = keys ? ra__k_most(d) : d->tokens, sum = 0;
     memset(side, 0, sizeof *side);
     side->layout = d->layout.kind == RA_LAYOUT_STRIPED ? RA_LAYOUT_CONTIGUOUS : d->layout.kind;
     side->ranks = 1;
     side->offset = keys ? 0 : d->q_offset;
-    if (!ra__positions_set(p)) return RA_OK;
+    if (!ra__positions_set(p)) return keys ? RA_OK : ra__check_intervals(d, e);
     if (d->tokens_of || d->kv_tokens_of)
-        return ra__refuse(e, RA_E_SHAPE, field, "give every sequence the same rows", 0);
+        return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos" : "t.q_pos",
+                          "give every sequence the same rows: no tokens_of, no kv_tokens_of", 0);
     if (p->array) {
         side->layout = RA_LAYOUT_ARRAY;
         side->array = p->array;
         side->array_stride = p->batch_stride;
         side->array_rows = rows;
-        if (p->runs) return ra__refuse(e, RA_E_SHAPE, field, "has both runs and array", 0);
+        if (p->runs)
+            return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos.runs" : "t.q_pos.runs",
+                              "beside an array", 0);
         return ra__check_array(d, p, rows, keys, e);
     }
     side->layout = RA_LAYOUT_RUNS;
     side->runs = p->runs;
     side->run_count = p->count;
-    if (!p->runs || p->count < 0 || p->batch_stride)
-        return ra__refuse(e, RA_E_POSITIONS, field, "count # or batch_stride does not fit runs",
-                          p->count);
+    if (!p->runs || p->count < 0)
+        return ra__refuse(e, RA_E_NULL, keys ? "t.k_pos.runs" : "t.q_pos.runs",
+                          "are null, or count # is negative", p->count);
+    if (p->batch_stride)
+        return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos.batch_stride" : "t.q_pos.batch_stride",
+                          "# needs an array", p->batch_stride);
     for (int64_t i = 0; i < p->count; i++) {
         int64_t last, step = p->runs[i].stride ? p->runs[i].stride : 1;
-        int64_t top = !keys && d->mask.kind == RA_MASK_INTERVALS ? d->mask.interval_count
-                                                                  : RA_MAX_POSITION;
+        int64_t top = ra__position_top(d, keys);
         if (p->runs[i].count < 0 || p->runs[i].first < 0 || p->runs[i].first >= top || step < 0 ||
             !ra__mul(ra__max(p->runs[i].count - 1, 0), step, &last) ||
             p->runs[i].first + last >= top)
-            return ra__refuse(e, RA_E_RANGE, field, "run # is out of range", i);
+            return ra__refuse(e, RA_E_RANGE, keys ? "t.k_pos.runs" : "t.q_pos.runs",
+                              "entry # steps back or leaves the positions", i);
         sum += p->runs[i].count;
     }
     if (sum != rows)
-        return ra__refuse(e, RA_E_POSITIONS, field, "runs hold # rows, not as many as tokens",
-                          sum);
+        return ra__refuse(e, RA_E_POSITIONS, keys ? "t.k_pos.runs" : "t.q_pos.runs",
+                          "hold # rows, not as many as there are tokens", sum);
     return RA_OK;
 }
 
@@ -7179,7 +7263,7 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     r->ranks = p->d.ranks;
     r->counters.waiting_peer = -1;
     if (!r->rd.watchdog_ns) r->rd.watchdog_ns = (int64_t)60 * 1000000000;
-    if (!r->rd.quiesce_ns) r->rd.quiesce_ns = (int64_t)10 * 1000000000;
+    if (!r->rd.quiesce_ns) r->rd.quiesce_ns = (int64_t)30 * 1000000000;
     if (r->has_transport && tp.reg && tp.reg(tp.ctx, base, (size_t)bytes, &r->mr)) r->mr = NULL;
     *out = r;
     return RA_OK;
@@ -7287,11 +7371,16 @@ static void ra__begin_work(ra_ring *r, const ra_plan *p) {
 /* Counters and cursors of a new pass. */
 static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     int64_t words = r->shared ? p->reader_count + p->source_count : 0;
-    memset(&r->counters, 0, sizeof r->counters);
-    r->counters.waiting_peer = -1;
-    r->counters.tiles_empty = p->unvisited;
-    r->counters.tiles_all = p->report.tiles_partial + p->report.tiles_full;
-    r->counters.peak_bytes = r->used;
+    ra_ring_counters *c = &r->counters;
+    int64_t *zero[] = { &c->tiles_partial, &c->tiles_full, &c->chunks_in, &c->chunks_out,
+                        &c->bytes_in, &c->bytes_out, &c->compute_ns, &c->wait_ns };
+    for (size_t i = 0; i < sizeof zero / sizeof zero[0]; i++) ra__store_i64(zero[i], 0);
+    ra__store_i64(&c->tiles_empty, p->unvisited);
+    ra__store_i64(&c->tiles_all, p->report.tiles_partial + p->report.tiles_full);
+    ra__store_i64(&c->peak_bytes, r->used);
+    ra__store_i32(&c->waiting_peer,
+                  p->recvs ? ra__next_rank(p, r->rank, -1) : -1);
+    ra__store_i64(&c->pass, r->pass);
     r->claim_fold = r->claim_task = 0;
     r->recv_posted = r->released = r->send_posted = r->own_posted = r->own_sent = 0;
     r->exchanged = r->words_posted = r->words_in = r->words_out = 0;
@@ -7302,20 +7391,18 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     for (int64_t f = 0; f < RA__WINDOW; f++)
         ra__store_i32(&r->left[f], f < p->folds ? (int32_t)ra__fold_tasks(p, f) : -1);
     for (int64_t i = 0; i < words; i++) memset(&r->word_op[i], 0, sizeof(ra_op));
+    for (int64_t i = 0; r->shared && i < p->source_count; i++) r->owner_alive[i] = NULL;
     for (int64_t i = 0; i < r->recv_slots; i++) memset(&r->recv_op[i], 0, sizeof(ra_op));
 }
 
-RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
+/* ra_begin, and ra_join for the thread that holds `join`: others may look in, and go again. */
+static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__work w;
     ra__view kv[2];
     ra_status s;
-    if (!ring) return RA_E_NULL;
     memset(&w, 0, sizeof w);
     s = ra__begin_check(ring, job, &w, kv);
     if (s) return s;
-    if (ra__load_i32(&ring->inside))
-        return ra__refuse(&ring->refusal, RA_E_BUSY, "ring.threads",
-                          "# threads are still inside the pass before", ring->inside);
     ring->work = w;
     s = ra__ring_use(ring, job->plan, &ring->refusal);
     if (s) return s;
@@ -7333,6 +7420,19 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
     return RA_OK;
 }
 
+RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
+    int32_t inside;
+    if (!ring) return RA_E_NULL;
+    if (job && job->ticket)
+        return ra__refuse(&ring->refusal, RA_E_SHAPE, "job.ticket", "# is for ra_join alone",
+                          (int64_t)job->ticket);
+    inside = ra__load_i32(&ring->inside);
+    if (inside)
+        return ra__refuse(&ring->refusal, RA_E_BUSY, "ring.threads",
+                          "# threads are still inside ra_step", inside);
+    return ra__ring_begin(ring, job);
+}
+
 RINGATTN_API ra_status ra_step(ra_ring *ring, int ith, int nth) {
     ra_status s;
     if (!ring) return RA_E_NULL;
@@ -7347,14 +7447,15 @@ RINGATTN_API ra_status ra_step(ra_ring *ring, int ith, int nth) {
     return s;
 }
 
-/* The first thread with a new ticket begins, if nobody is inside the pass before. */
+/* The first thread with a new ticket begins, if nobody is inside the pass before: this one says
+ * `join` and looks at `inside`, the others say `inside` and look at `join`. */
 static ra_status ra__join_begin(ra_ring *r, const ra_job *job) {
     ra_status s = RA_WAIT;
     if (!ra__cas_i32(&r->join, 0, 1)) return RA_WAIT;
     if (ra__load_i64(&r->ticket) >= (int64_t)job->ticket) {
         s = RA_AGAIN;
-    } else if (!ra__load_i32(&r->inside) && ra__load_i32(&r->state) != RA_RING_RUNNING) {
-        s = ra_begin(r, job);
+    } else if (!ra__add_i32(&r->inside, 0) && ra__load_i32(&r->state) != RA_RING_RUNNING) {
+        s = ra__ring_begin(r, job);
         ra__store_i32(&r->join_status, s);
         ra__store_i64(&r->ticket, (int64_t)job->ticket);
     }
@@ -7366,7 +7467,8 @@ RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nt
     ra_status s;
     int64_t ticket;
     if (!ring || !job) return RA_E_NULL;
-    if (!job->ticket || job->ticket > INT64_MAX || !job->plan || ith < 0 || nth < 1 ||
+    if (!job->plan) return RA_E_NULL;
+    if (!job->ticket || job->ticket > INT64_MAX || ith < 0 || nth < 1 ||
         ith >= job->plan->d.threads)
         return RA_E_RANGE;
     ticket = ra__load_i64(&ring->ticket);
@@ -7376,7 +7478,7 @@ RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nt
         if (s) return s;
     }
     (void)ra__add_i32(&ring->inside, 1);
-    if (ra__load_i32(&ring->join)) {
+    if (ra__add_i32(&ring->join, 0)) {
         s = RA_WAIT;
     } else if (ra__load_i64(&ring->ticket) != (int64_t)job->ticket) {
         s = RA_OK;
@@ -7486,28 +7588,25 @@ RINGATTN_API ra_status ra_attend(const ra_desc *d, const ra_transport *transport
 
 RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out) {
     const ra_ring_counters *c;
-    int64_t received;
     if (!out) return;
     memset(out, 0, sizeof *out);
     out->waiting_peer = -1;
     if (!ring) return;
     c = &ring->counters;
     out->state = ra__load_i32(&ring->state);
-    out->pass = ring->pass;
+    out->pass = ra__load_i64(&c->pass);
     out->tiles_empty = ra__load_i64(&c->tiles_empty);
     out->tiles_partial = ra__load_i64(&c->tiles_partial);
     out->tiles_full = ra__load_i64(&c->tiles_full);
-    out->tiles_all = c->tiles_all;
+    out->tiles_all = ra__load_i64(&c->tiles_all);
     out->chunks_in = ra__load_i64(&c->chunks_in);
     out->chunks_out = ra__load_i64(&c->chunks_out);
     out->bytes_in = ra__load_i64(&c->bytes_in);
     out->bytes_out = ra__load_i64(&c->bytes_out);
     out->compute_ns = ra__load_i64(&c->compute_ns);
     out->wait_ns = ra__load_i64(&c->wait_ns);
-    out->peak_bytes = c->peak_bytes;
-    received = ra__load_i64(&ring->received);
-    if (out->state == RA_RING_RUNNING && received < ring->plan->recvs)
-        out->waiting_peer = ra__next_rank(ring->plan, ring->rank, -1);
+    out->peak_bytes = ra__load_i64(&c->peak_bytes);
+    if (out->state == RA_RING_RUNNING) out->waiting_peer = ra__load_i32(&c->waiting_peer);
 }
 
 RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out) {

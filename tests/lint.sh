@@ -197,8 +197,8 @@ lint() {
         [ -f "$f" ] && awk -v name="$f" "$lines" "$f"
     done
     for f in tests/*.[ch] bench/*.[ch] examples/*.[ch]; do
-        mode=test
-        [ "${f%%/*}" = examples ] && mode=example
+        mode="test"
+        [ "${f%%/*}" = examples ] && mode="example"
         [ -f "$f" ] && awk -v name="$f" -v mode="$mode" "$walk" "$f" | grep -v '^figure'
     done
     awk -v name=ringattn.h "$header" ringattn.h
