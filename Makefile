@@ -31,7 +31,7 @@ LOG      := $(B)/log
 BUILD     = $(CC) -std=c99 $(WARN) $(FLAGS_$(config)) $(CFLAGS) -pthread -I. $(LDFLAGS)
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 EXAMPLES := $(filter-out demo,$(patsubst examples/%.c,%,$(wildcard examples/*.c)))
-HEADERS  := ringattn.h $(wildcard tests/*.h examples/*.h)
+HEADERS  := ringattn.h $(wildcard tests/*.h examples/*.h bench/*.h)
 OTHERS   := $(if $(filter release,$(config)),matrix)
 SUMS      = $(patsubst %,$(LOG)/%.sum,$(TESTS) $(EXAMPLES) $(OTHERS))
 

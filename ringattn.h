@@ -3876,6 +3876,7 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
  * softmax, so cutting keys into chunks and rows into tasks changes no bit. */
 
 enum { RA__PANELS = 4 };               /* query blocks of a task: they share a block of K and V */
+enum { RA__ALIAS = 4096 };             /* bytes between rows that compete for cache sets */
 enum { RA__FIRST = 1, RA__LAST = 2 };  /* a chunk among those of a task */
 
 /* Strided rows with all defaults filled in: bytes. */
@@ -3939,6 +3940,7 @@ typedef struct ra__scratch {
     int32_t head[RA__PANELS];
     float *s, *k, *v;
     int32_t *pos;
+    int32_t copies;                    /* k and v are there for f32 too */
 } ra__scratch;
 
 static void ra__scratch_carve(ra__arena *a, const ra_desc *d, int32_t panels, ra__scratch *x) {
@@ -3951,8 +3953,10 @@ static void ra__scratch_carve(ra__arena *a, const ra_desc *d, int32_t panels, ra
         x->rows[i] = (ra__rows *)ra__carve(a, (int64_t)sizeof(ra__rows));
     }
     x->s = (float *)ra__carve(a, lane * RA_BLOCK_TOKENS);
-    x->k = (float *)ra__carve(a, d->k_dtype == RA_F32 ? 0 : lane * d->k_dim);
-    x->v = (float *)ra__carve(a, d->v_dtype == RA_F32 || d->v_in_k ? 0 : lane * d->v_dim);
+    x->copies = panels > 1;
+    x->k = (float *)ra__carve(a, x->copies || d->k_dtype != RA_F32 ? lane * d->k_dim : 0);
+    x->v = (float *)ra__carve(a, (x->copies || d->v_dtype != RA_F32) && !d->v_in_k
+                                     ? lane * d->v_dim : 0);
     x->pos = (int32_t *)ra__carve(a, lane);
 }
 
@@ -4080,8 +4084,10 @@ static void ra__task_load(const ra__work *w, const ra__task *t, ra__scratch *x, 
     }
 }
 
-/* Rows [row, row + n) of segment i as the kernels want them: f32, in place or widened into the
- * scratch. */
+/* Block s of segment i as the kernels want it: f32, in place or widened into the scratch.
+ * PERF: rows a multiple of 4 KB apart share a few sets of the L1 cache, so they are copied once for
+ * the panels of a task. Zen 5, D 128, 8 heads: AVX-512 79 to 83 % of the FMA peak, AVX2 71 to 87 %.
+ * */
 static ra__keys ra__block_keys(const ra__work *w, const ra__item *item, int32_t i, const ra__seg *s,
                                int32_t kv_head, ra__scratch *x) {
     const ra_desc *d = w->d;
@@ -4094,7 +4100,7 @@ static ra__keys ra__block_keys(const ra__work *w, const ra__item *item, int32_t 
     keys.pos = x->pos;
     keys.k = (const float *)(const void *)k.data;
     keys.k_stride = k.token / 4;
-    if (d->k_dtype != RA_F32) {
+    if (d->k_dtype != RA_F32 || (x->copies && k.token % RA__ALIAS == 0)) {
         w->kernel->widen(x->k, k.data, k.token, d->k_dtype, keys.n, d->k_dim);
         keys.k = x->k;
         keys.k_stride = d->k_dim;
@@ -4104,7 +4110,7 @@ static ra__keys ra__block_keys(const ra__work *w, const ra__item *item, int32_t 
     if (d->v_in_k) {
         keys.v = keys.k + d->v_column;
         keys.v_stride = keys.k_stride;
-    } else if (d->v_dtype != RA_F32) {
+    } else if (d->v_dtype != RA_F32 || (x->copies && v.token % RA__ALIAS == 0)) {
         w->kernel->widen(x->v, v.data, v.token, d->v_dtype, keys.n, d->v_dim);
         keys.v = x->v;
         keys.v_stride = d->v_dim;
@@ -6911,6 +6917,7 @@ static void ra__decode_block(const ra__local *c, const ra__item *item, const ra_
         partial |= kind[i] == RA__PARTIAL;
     }
     if (!any) return;
+    wide.copies = 0;
     wide.k = x->k;
     wide.v = x->v;
     wide.pos = x->pos;
