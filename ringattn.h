@@ -3859,7 +3859,7 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
     ra__free(a, threads, (size_t)ranks * sizeof *threads);
     ra_world_destroy(run.world);
     if (started < ranks)
-        return ra__refuse(e, RA_E_NOMEM, "ranks", "the thread of rank # did not start", started);
+        return ra__refuse(e, RA_E_NOMEM, "threads", "the thread of rank # did not start", started);
     if (run.cause) return run.cause;
     return run.aborted ? RA_E_ABORTED : RA_OK;
 }
@@ -6563,7 +6563,7 @@ static ra_status ra__view_check(const void *data, const int64_t stride[3], const
     int64_t step[3], count[3] = { s->batch, s->rows, s->heads };
     const char *name[2];
     name[0] = s->field;
-    for (int i = 2; i >= 0; i--) {                         /* packed: the extent of what is inside */
+    for (int i = 2; i >= 0; i--) {                         /* packed: extent of what is inside */
         name[1] = part[i];
         if (stride[i] < 0 || stride[i] % element)
             return ra__refuse_part(e, RA_E_STRIDE, name,
@@ -6724,9 +6724,12 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
     side->layout = RA_LAYOUT_RUNS;
     side->runs = p->runs;
     side->run_count = p->count;
-    if (!p->runs || p->count < 0)
+    if (p->count < 0)
+        return ra__refuse(e, RA_E_RANGE, keys ? "t.k_pos.count" : "t.q_pos.count",
+                          "# is negative", p->count);
+    if (!p->runs)
         return ra__refuse(e, RA_E_NULL, keys ? "t.k_pos.runs" : "t.q_pos.runs",
-                          "are null, or count # is negative", p->count);
+                          "are null, but count is #", p->count);
     if (p->batch_stride)
         return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos.batch_stride" : "t.q_pos.batch_stride",
                           "# needs an array", p->batch_stride);
@@ -7025,8 +7028,8 @@ static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes,
             return ra__refuse(e, RA_E_NULL, "workspace", "is required for # threads", who[1]);
         if (decode ? ra__decode_bytes(&c->d) > RA__STACK_DECODE
                    : ra__scratch_bytes(&c->d, 1) > RA__STACK_BYTES)
-            return ra__refuse(e, RA_E_WORKSPACE, "workspace",
-                              "is required: rows of # elements do not fit on the stack",
+            return ra__refuse(e, RA_E_WORKSPACE, "k_dim",
+                              "rows of # elements do not fit on the stack: give a workspace",
                               c->d.k_dim);
         if (decode) ra__decode_on_stack(c);
         else ra__local_on_stack(c);
@@ -7443,7 +7446,7 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
 RINGATTN_API ra_status ra_step(ra_ring *ring, int ith, int nth) {
     ra_status s;
     if (!ring) return RA_E_NULL;
-    if (!ring->plan) return ra__refuse(&ring->refusal, RA_E_STATE, "ring", "has no pass yet", 0);
+    if (!ring->plan) return ra__refuse(&ring->refusal, RA_E_STATE, "ring.pass", "is none yet", 0);
     if (ith < 0 || ith >= ring->plan->d.threads)
         return ra__refuse(&ring->refusal, RA_E_RANGE, "ith", "# is not below threads of the plan",
                           ith);
