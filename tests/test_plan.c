@@ -5,6 +5,7 @@
 /* Every allocation of the implementation goes through here, so that none can hide. */
 static void *counted_malloc(size_t bytes);
 static void counted_free(void *p);
+#include <math.h>
 #include <pthread.h>
 #include <sched.h>
 #include <time.h>
@@ -451,6 +452,82 @@ TEST(positions_of_layouts)
     problem_free(&p);
 }
 
+/* -------------------------------------------------------------------------- prediction */
+
+static ra_prediction predicted(const ra_plan *plan, int rank, double flops, double bytes,
+                               double latency)
+{
+    ra_rates rates;
+    ra_prediction out;
+    rates.flops_per_s = flops;
+    rates.link_bytes_per_s = bytes;
+    rates.link_latency_s = latency;
+    memset(&out, 0, sizeof out);
+    CHECK_EQ(ra_plan_predict(plan, rank, &rates, &out), RA_OK);
+    return out;
+}
+
+static int near(double a, double b) { return fabs(a - b) <= 1e-9 * (fabs(a) + fabs(b)) + 1e-15; }
+
+/* No mask, 4 ranks of one chunk each: every rank computes 4 equal pieces of W seconds; a chunk takes
+ * X seconds a hop. In the order TURN rank r folds 0, 1, 2, 3 and the chunk of rank 0 reaches rank 3
+ * after 3 X. */
+TEST(prediction_by_hand)
+{
+    problem p;
+    setup s;
+    ra_plan *plan = NULL;
+    ra_desc d;
+    shape_for_hops(&p, &s, 4096, 4, RA_LAYOUT_CONTIGUOUS);
+    p.mask.kind = RA_MASK_NONE;
+    d = describe(&p, &s, 0);
+    d.chunk_tokens = 1024;
+    d.buffers = 3;
+    if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) return;
+    for (int rank = 0; rank < 4; rank++) {
+        ra_plan_report r;
+        ra_prediction slow, fast, late;
+        double w, x;
+        CHECK_EQ(ra_plan_query(plan, rank, &r), RA_OK);
+        w = (double)r.flops / 4 / 1e12;
+        x = (double)r.chunk_bytes / 1e9;
+        fast = predicted(plan, rank, 1e12, 1e30, 0);       /* the network costs nothing */
+        CHECK(near(fast.compute_s, 4 * w) && near(fast.done_s, 4 * w) && fast.wait_s < 1e-12);
+        CHECK(near(fast.all_done_s, 4 * w));
+        slow = predicted(plan, rank, 1e30, 1e9, 0);        /* computing costs nothing */
+        CHECK(near(slow.transfer_s, 3 * x));
+        CHECK(near(slow.done_s, slow.wait_s) && slow.hidden_s < 1e-9 * x);
+        CHECK(slow.all_done_s >= 3 * x * (1 - 1e-9));
+        late = predicted(plan, rank, 1e12, 1e30, 1e-3);    /* only latency */
+        CHECK(near(late.transfer_s, 3e-3));
+        if (rank == 3) CHECK(near(late.wait_s + late.compute_s, late.done_s));
+        CHECK(near(late.hidden_s + fmin(late.wait_s, late.transfer_s), late.transfer_s));
+    }
+    ra_plan_destroy(plan);
+}
+
+/* A causal contiguous ring: rank 0 has the least to do and the last rank decides when all is done. */
+TEST(prediction_of_imbalance)
+{
+    problem p;
+    setup s;
+    ra_plan *plan = NULL;
+    ra_desc d;
+    double before = 0, last = 0;
+    shape_for_hops(&p, &s, 8192, 8, RA_LAYOUT_CONTIGUOUS);
+    p.mask.kind = RA_MASK_CAUSAL;
+    d = describe(&p, &s, 0);
+    if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) return;
+    for (int rank = 0; rank < 8; rank++) {
+        ra_prediction x = predicted(plan, rank, 1e11, 1e30, 0);
+        CHECK(x.compute_s > before);
+        before = x.compute_s;
+        last = x.all_done_s;
+    }
+    CHECK(near(last, before));         /* nothing keeps the last rank waiting */
+    ra_plan_destroy(plan);
+}
+
 /* -------------------------------------------------------------------------- memory */
 /* Exactly the workspace that the plan named is enough, a byte less is not, and 64 is the alignment;
  * for copying and for shared transports. */
@@ -709,7 +786,8 @@ TEST(every_allocation_may_fail)
 static const h_test tests[] = {
     ENTRY(travel_of_causal_masks), ENTRY(travel_without_a_mask), ENTRY(travel_of_windows),
     ENTRY(bytes_to_the_byte), ENTRY(tiles_by_brute_force), ENTRY(pairs_by_brute_force),
-    ENTRY(counters_of_random_runs), ENTRY(positions_of_layouts), ENTRY(workspace_to_the_byte),
+    ENTRY(counters_of_random_runs), ENTRY(positions_of_layouts), ENTRY(prediction_by_hand),
+    ENTRY(prediction_of_imbalance), ENTRY(workspace_to_the_byte),
     ENTRY(memory_is_a_few_chunks), ENTRY(nothing_allocates_in_a_pass),
     ENTRY(every_allocation_may_fail)
 };
