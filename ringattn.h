@@ -57,7 +57,9 @@
  *   PLAN         checks of a descriptor and the figures of a plan
  *   RING         one rank's pass as a state machine
  *   ESTIMATE     how long a context fits, how large a block hides a hop
- *   PUBLIC       the entry points
+ *   TENSORS      checks of a call's tensors
+ *   LOCAL        one rank, one call: block mathematics, attention, decoding
+ *   PUBLIC       the entry points of plans, rings and passes
  *
  * Configuration, defined before the include that has the implementation:
  *   RINGATTN_IMPLEMENTATION   this is the one file with the code
@@ -75,7 +77,8 @@
  *   Threads  Plans may be shared. A ring runs one pass, stepped by any number of your threads; the
  *            library starts none of its own except in ra_world_run.
  *   Errors   Every call that can fail returns a status; refusals name the field and say why;
- *            nothing is printed, nothing aborts, nothing waits without a watchdog.
+ *            nothing is printed, nothing aborts, nothing waits without a watchdog (but a
+ *            sendrecv of yours that takes no deadline).
  *   Numbers  Scores, softmax and sums are f32 with two-level summation; f32 results are within 2e-6
  *            of double precision on unit-scale data for any number of ranks. Bits do not depend on
  *            threads, chunks, timing or transport, and with shards cut on the grid of 64 tokens
@@ -128,7 +131,8 @@ extern "C" {
  *
  * AGREED fields must be equal on every rank. They are hashed, field by field as given (0, not the
  * default it stands for), into the 64-byte frame in front of every chunk: a difference is
- * RA_E_MISMATCH, never a wrong number. All other fields are local.
+ * RA_E_MISMATCH, or, where it changes who sends how much to whom, RA_E_TRUNC or a wait that ends
+ * with RA_E_PEER; never a wrong number. All other fields are local.
  *
  * Units: strides are bytes, dims are elements, positions and tokens are tokens, *_ns nanoseconds.
  * B sequences, Hq and Hkv heads, Tq and Tk tokens, Dk and Dv elements of a row of K and of V. */
@@ -153,7 +157,7 @@ extern "C" {
     X(RA_E_ENUM,        -4, "an unknown constant")                                               \
     X(RA_E_OVERFLOW,    -5, "sizes overflow 64 bits or positions reach RA_MAX_POSITION")         \
     X(RA_E_SHAPE,       -6, "shapes or fields contradict each other")                            \
-    X(RA_E_STRIDE,      -7, "a stride is no multiple of the element, or rows would overlap")     \
+    X(RA_E_STRIDE,      -7, "a stride does not suit the element or the rows")                     \
     X(RA_E_ALIGN,       -8, "an address is not aligned")                                         \
     X(RA_E_POSITIONS,   -9, "positions contradict layout, mask or row count")                    \
     X(RA_E_UNSUPPORTED,-10, "valid, but not supported by this path")                             \
@@ -214,10 +218,12 @@ enum { RA_ORDER_DESC = 1, RA_ORDER_TURN = 2 };
 
 /* -------------------------------------------------------------------------- views
  * Element (b, t, h, d) lies at data + b*batch_stride + t*token_stride + h*head_stride + d*element.
- * Rows are contiguous. A stride of 0 means packed: head = one row, token = all heads, batch = all
- * rows of the longest sequence on this rank. The dtype stands in the descriptor. Memory stays the
- * caller's and must stay put and, for inputs, unchanged until the pass is done. Any alignment that
- * suits the element will do. Inputs and outputs may not overlap; q, k and v may. */
+ * Rows are contiguous. Strides are bytes: keys in a cache of kv_dim floats a token have
+ * token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one row, token = all
+ * heads, batch = all rows of the longest sequence on this rank. The dtype stands in the descriptor.
+ * Memory stays the caller's and must stay put and, for inputs, unchanged until the pass is done.
+ * Any alignment that suits the element will do. Inputs and outputs may not overlap; q, k and v may.
+ * */
 typedef struct ra_in  { const void *data; int64_t batch_stride, token_stride, head_stride; } ra_in;
 typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, head_stride; } ra_out;
 
@@ -272,7 +278,11 @@ typedef struct ra_mask {
  *               be held twice.
  *   ARRAY       the caller's int32 positions, given with each call (t.q_pos, t.k_pos) and known to
  *               their owner alone; they travel with the keys, and nothing is pruned by position.
- *               As many rows for all sequences; fill shorter ones up with -1.
+ *               As many rows for all sequences; fill shorter ones up with -1. tokens must be set
+ *               but says nothing: rows come from q_rows and k_rows. (For ra_attention leave the
+ *               layout zero: arrays of the call work with it.)
+ * For causal work without a window take ZIGZAG: all ranks have the same to do. With a window take
+ * CONTIGUOUS: it is balanced by itself, and chunks travel one or two hops.
  * CONTIGUOUS and ZIGZAG cut on the grid of RA_BLOCK_TOKENS if there are at least 2 * ranks blocks,
  * else as evenly as possible. */
 typedef struct ra_layout {
@@ -322,7 +332,8 @@ typedef struct ra_desc {
     int32_t threads;                   /* local: most threads that ever step; 0: 1 */
     int32_t isa;                       /* local: RA_ISA_*; 0: the best of this machine */
     const struct ra_engine *engine;    /* local: null: our kernels. Read until the plan dies. */
-    ra_error *error;                   /* local: may be null; written only on refusal */
+    ra_error *error;                   /* local: may be null; written on refusal, and by ra_attend
+                                        * when the pass failed */
     int64_t reserved[4];
 } ra_desc;
 
@@ -395,11 +406,12 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
 /* Everything on one rank: tokens and kv_tokens rows at t->q_pos and t->k_pos. Called by nth threads
  * with equal arguments and ith = 0..nth-1, in any order, at any time, no barrier: none waits for
  * another, each returns when its share is done, o is complete when all have returned. Bits do not
- * depend on nth. layout.kind names the order of summation (see ra_plan_report.order), so that a
- * ring of the same layout gives the same bits; only tokens <= 4 takes a form of its own, made for
- * decoding. d.engine must be null. workspace: ra_attention_bytes(d, nth) bytes aligned to 64, need
- * not be cleared; with nth = 1 it may be null: the stack then serves if rows are short (Dk + Dv up
- * to about 512, or 256 if K and V are 16 bits wide). */
+ * depend on nth. Of the threads only ith 0 writes d->error. layout.kind names the order of
+ * summation (see ra_plan_report.order), so that a ring of the same layout gives the same bits; only
+ * tokens <= 4 takes a form of its own, made for decoding. d.engine must be null. workspace:
+ * ra_attention_bytes(d, nth) bytes aligned to 64, need not be cleared; with nth = 1 it may be null:
+ * the stack then serves if rows are short (Dk + Dv up to about 512, or 256 if K and V are 16 bits
+ * wide). */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
@@ -470,9 +482,11 @@ typedef struct ra_transport {
 
     /* Level 0, required if post is null. Sends to `to` and receives from `from` at the same time;
      * returns when both are done. A side with nothing to move has RA_NO_PEER and length 0 (MPI:
-     * map it to MPI_PROC_NULL). May block until deadline_ns (0: none). Both buffers are yours until
-     * you return. Both sides of a message use the same tag. Returns RA_OK, or an RA_E_* from
-     * RA_E_MISMATCH on (others count as RA_E_IO), after which the ring is failed. */
+     * map it to MPI_PROC_NULL). May block until deadline_ns, the call's deadline or the watchdog's,
+     * and then returns RA_E_TIMEOUT; without RA_CAP_DEADLINE it may block for ever, and a dead peer
+     * hangs this rank. Both buffers are yours until you return. Both sides of a message use the
+     * same tag. Returns RA_OK, or an RA_E_* from RA_E_MISMATCH on (others count as RA_E_IO), after
+     * which the ring is failed. */
     int (*sendrecv)(void *ctx, int to, const void *s, size_t s_len, int from, void *r, size_t r_len,
                     uint64_t tag, int64_t deadline_ns);
 
@@ -499,7 +513,8 @@ typedef struct ra_transport {
     int (*dereg)(void *ctx, void *mr);
 
     /* Required with RA_CAP_LOAN. Gives back op->buf of a receive that lent memory (buf was changed
-     * by the transport), after its last use and its last onward send. */
+     * by the transport), after its last use and its last onward send. Lent memory is aligned as
+     * buffers are. After abort what is lent is yours again without it. */
     int (*release)(void *ctx, ra_op *op);
 
     /* Any thread, any time, wait-free, idempotent: makes pending and later ops fail and wakes wait;
@@ -567,8 +582,8 @@ typedef struct ra_plan_report {
     int64_t pairs;                     /* visible (query, key) pairs of one head */
     int64_t flops;                     /* 2 (Dk + Dv) Hq pairs: multiply and add count 2 */
     int64_t tiles_empty, tiles_partial, tiles_full; /* ARRAY: all partial, positions unknown */
-    int64_t hops, hops_skipped;        /* origins, counted a sequence, whose chunks come by here,
-                                        * and those whose do not because nobody from here on needs
+    int64_t hops, hops_skipped;        /* other ranks (counted a sequence) whose keys come by here,
+                                        * and whose do not, because nobody from here on needs
                                         * them */
     int64_t chunks_in, chunks_out;     /* messages */
     int64_t bytes_in, bytes_out;       /* on the wire, frames included, where messages are copied */
@@ -586,7 +601,8 @@ typedef struct ra_plan_report {
     int32_t direction;                 /* +1: chunks go to rank + 1; -1: to rank - 1 */
     int32_t bits_any_ranks;            /* 1: o and lse have the same bits for every number of ranks
                                         * with this property, this layout.kind and mask. (They never
-                                        * depend on threads, chunks, timing or transport.) */
+                                        * depend on threads, chunks, timing or transport; with an
+                                        * engine, on chunks.) */
     int32_t chunk_tokens, buffers;     /* as resolved */
     int32_t reserved;
 } ra_plan_report;
@@ -630,8 +646,10 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
                                         * the allocator */
     size_t  workspace_bytes;           /* 0: what the first plan needs; else room for later plans */
     ra_allocator allocator;
-    int64_t watchdog_ns;               /* waiting for a peer without progress: RA_E_PEER; 0: 60 s.
-                                        * More than a peer may need for one chunk */
+    int64_t watchdog_ns;               /* waiting for a peer without progress: RA_E_PEER. The first
+                                        * ranks of a contiguous causal ring wait about as long as
+                                        * the last one computes: allow for that. 0: 60 s more than
+                                        * twice such a wait at the speed seen here */
     int64_t quiesce_ns;                /* patience with quiesce after a failure; 0: 30 s */
     int64_t (*clock_ns)(void *ctx);    /* null: ra_now_ns. Deadlines are then on this clock. */
     void   *clock_ctx;
@@ -648,8 +666,10 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
  * `first` sizes the workspace; later plans must have its rank and ranks and fit. */
 RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
                                       const ra_transport *transport, const ra_ring_desc *rd);
-/* No thread inside. RA_E_UNSAFE: a pass failed and the transport cannot promise to leave the
- * buffers alone: they were leaked (a workspace of yours: do not free it). null is fine. */
+/* No thread inside. After a failed pass with RA_CAP_SHARED it may wait, up to quiesce_ns, until the
+ * other ranks have noticed, in ra_step or by ending. RA_E_UNSAFE: a pass failed and the transport
+ * cannot promise to leave the buffers alone: they were leaked (a workspace of yours: do not free
+ * it). null is fine. */
 RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring);
 
 /* One blocking pass on the calling thread. Collective. On a refusal nothing has moved and the ring
@@ -692,8 +712,8 @@ RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nt
 /* After RA_WAIT, if there is nothing better to do: spins a little, yields, then sleeps until there
  * may be work (RA_OK) or deadline_ns (RA_E_TIMEOUT, of this call alone). */
 RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns);
-/* One thread, none in step. After a pass that ended well nothing; else aborts and quiesces. Returns
- * how the pass ended. */
+/* One thread, none in ra_step or ra_step_wait. After a pass that ended well nothing; else aborts
+ * and quiesces. Returns how the pass ended. */
 RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns);
 /* Any thread, any time, wait-free: calls on this ring end with RA_E_CANCELLED after the tile in
  * hand, the peers' with RA_E_ABORTED or RA_E_PEER. An emergency brake: the ring is failed. To stop
@@ -704,9 +724,13 @@ enum { RA_RING_IDLE, RA_RING_RUNNING, RA_RING_FAILED };
 typedef struct ra_ring_counters {      /* of the pass under way or the last one; any thread */
     int32_t state;                     /* RA_RING_* */
     int32_t waiting_peer;              /* neighbour that still has chunks to send, -1: none */
+    int32_t bounded;                   /* 0: a dead peer may block a call for ever (sendrecv
+                                        * without RA_CAP_DEADLINE) */
+    int32_t reserved;
     int64_t pass;                      /* number of the pass, from 1 */
     int64_t tiles_empty, tiles_partial, tiles_full, tiles_all; /* done; all: not empty, in all */
-    int64_t chunks_in, chunks_out, bytes_in, bytes_out;
+    int64_t chunks_in, chunks_out, bytes_in, bytes_out; /* with RA_CAP_SHARED: shared_bytes_* of the
+                                        * report */
     int64_t compute_ns, wait_ns;       /* in tiles, and in ra_step_wait; sums over threads */
     int64_t peak_bytes;                /* workspace in use */
 } ra_ring_counters;
@@ -809,8 +833,8 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);     /* "avx512"; never null *
 #define RA__IMPLEMENTED
 
 /* ========================================================================== PLATFORM
- * Compiler, operating system and processor: the only thicket of #if. Gives attributes, strict
- * floating point for all that follows, atomics, the clock, and what strict C99 hides. */
+ * Compiler, operating system and processor. Gives includes, attributes, strict floating point for
+ * all that follows, and what strict C99 hides. */
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
@@ -1015,7 +1039,7 @@ RA__UNUSED static void ra__cond_sleep(pthread_cond_t *cond, pthread_mutex_t *loc
 /* ========================================================================== ATOMICS
  * Loads acquire, stores release, everything that reads and writes does both. There are no fences:
  * ThreadSanitizer cannot read them, and where a store must be ordered before a later load both
- * sides use a read-modify-write of one word. */
+ * sides use read-modify-writes. */
 RA__INLINE int32_t ra__load_i32(const int32_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 RA__INLINE int64_t ra__load_i64(const int64_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 RA__INLINE void *ra__load_ptr(void *const *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
@@ -1034,9 +1058,6 @@ RA__INLINE int64_t ra__add_i64(int64_t *p, int64_t v) {
 
 /* 1: *p was `from` and is now `to`; 0: it was something else and stays. Never fails by chance. */
 RA__INLINE int32_t ra__cas_i32(int32_t *p, int32_t from, int32_t to) {
-    return __atomic_compare_exchange_n(p, &from, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) ? 1 : 0;
-}
-RA__INLINE int32_t ra__cas_i64(int64_t *p, int64_t from, int64_t to) {
     return __atomic_compare_exchange_n(p, &from, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) ? 1 : 0;
 }
 
@@ -1157,7 +1178,6 @@ RA__INLINE double ra__f64_of(uint64_t u) {
 }
 RA__INLINE float ra__neg_inf(void) { return ra__f32_of(0xff800000u); }
 RA__INLINE int32_t ra__is_neg_inf(float x) { return ra__f32_bits(x) == 0xff800000u; }
-RA__INLINE int32_t ra__is_nan(float x) { return (ra__f32_bits(x) & 0x7fffffffu) > 0x7f800000u; }
 RA__INLINE int32_t ra__is_finite(float x) {
     return (ra__f32_bits(x) & 0x7f800000u) != 0x7f800000u;
 }
@@ -1231,8 +1251,6 @@ RA__NOINLINE double ra__log(double x) {
     for (k = 21; k > 0; k -= 2) p = p * t * t + 2.0 / (double)k;
     return (double)n * 0.69314718055994531 + p * t;
 }
-
-RA__INLINE float ra__exp2f(float x) { return (float)ra__exp((double)x * 0.69314718055994531); }
 
 /* Square root of x >= 0 by Newton's iteration from a guess that is 4 % off. */
 RA__NOINLINE double ra__sqrt(double x) {
@@ -2480,9 +2498,9 @@ static void ra__shares(int64_t units, int32_t ranks, const int32_t *weights, int
             int64_t rest = units * w - share[r] * sum;     /* < sum until this rank got its one */
             if (rest < sum && rest > most) { most = rest; best = r; }
         }
+        RINGATTN_ASSERT(best >= 0);
         share[best]++;
         given++;
-        RINGATTN_ASSERT(best >= 0);
         if (!weights) {                                    /* equal: the first ranks, in one go */
             for (int32_t r = best + 1; given < units && r < ranks; r++) { share[r]++; given++; }
         }
@@ -3896,7 +3914,7 @@ typedef struct ra__work {
     ra__view q, o, lse, acc;           /* acc: f32 running sums, o itself or workspace */
     float *m, *l;
     int64_t ml_batch, ml_row, ml_head; /* strides of m and l in floats */
-    int32_t order, panels;             /* panels of a task, 1..RA__PANELS */
+    int32_t order;
     int32_t clear, finish;             /* first chunk clears the state; last one writes o */
     int32_t any_position;              /* keys may be at any position, not only below kv_tokens */
 } ra__work;
@@ -4304,6 +4322,7 @@ static int ra__engine_call(const ra__work *w, const ra__item *item, const ra__se
     ra__view q = ra__view_at(w->q, b, rows->row, 0), k, v;
     ra_block call;
     int64_t first, last;
+    if (!item->k[i].data) return 0;    /* left off: no block of rows sees it, only their union */
     ra__seg_span(&keys, NULL, &first, &last);
     int kind = item->pos[i] ? RA__PARTIAL : ra__classify(&bounds, first, last);
     if (kind == RA__EMPTY) return 0;
@@ -4625,7 +4644,7 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
     static const char *const q_names[2] = { "layout.q_runs", "layout.q_run_count" };
     static const char *const k_names[2] = { "layout.k_runs", "layout.k_run_count" };
     const ra_layout *l = &d->layout;
-    int64_t sum = 0, range[2] = { d->q_offset, d->q_offset + d->tokens };
+    int64_t sum = 0, rows = 0, bytes, range[2] = { d->q_offset, d->q_offset + d->tokens };
     ra_status s = RA_OK;
     for (int32_t r = 0; l->weights && r < d->ranks; r++) {
         sum += l->weights[r];
@@ -4639,7 +4658,12 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
             return ra__refuse(e, RA_E_RANGE, "layout.q_rows", "# is out of range", l->q_rows[r]);
         if (l->k_rows && (l->k_rows[r] < 0 || l->k_rows[r] > RA_MAX_POSITION))
             return ra__refuse(e, RA_E_RANGE, "layout.k_rows", "# is out of range", l->k_rows[r]);
+        rows += l->q_rows[r] + (l->k_rows ? l->k_rows[r] : 0);
     }
+    if (!ra__mul(rows, d->q_heads * (4 * (int64_t)ra__max(d->k_dim, d->v_dim)), &bytes) ||
+        !ra__mul(bytes, d->sequences, &bytes))
+        return ra__refuse(e, RA_E_OVERFLOW, "layout.q_rows", "# rows in all overflow 62 bits",
+                          rows);
     if (l->kind != RA_LAYOUT_RUNS) return RA_OK;
     s = ra__check_runs(l->q_runs, l->q_run_count, d->ranks, range, q_names, e);
     range[0] = 0;
@@ -4687,7 +4711,9 @@ static void ra__defaults(ra_desc *d) {
         int64_t part = ra__ceil_div(ra__ceil_div(ra__k_most(d), d->ranks), 32);
         d->chunk_tokens = (int32_t)ra__max(1024, ra__min(4096, part));
     }
-    d->chunk_tokens = (int32_t)ra__round_up(d->chunk_tokens, RA_BLOCK_TOKENS);
+    d->chunk_tokens = (int32_t)ra__round_up(d->chunk_tokens,
+                                            d->layout.kind == RA_LAYOUT_ZIGZAG
+                                                ? 2 * RA_BLOCK_TOKENS : RA_BLOCK_TOKENS);
 }
 
 /* Everything but what follows pointers to arrays; then those. kv_tokens may stay 0: see ra__k_len.
@@ -5088,7 +5114,7 @@ static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report 
     r->chunk_bytes = p->chunk_bytes;
     r->order = p->order;
     r->direction = p->direction;
-    r->bits_any_ranks = p->on_grid;
+    r->bits_any_ranks = p->on_grid && !p->d.engine;
     r->chunk_tokens = p->d.chunk_tokens;
     r->buffers = p->d.buffers;
 }
@@ -5215,12 +5241,13 @@ struct ra_ring {
     int64_t pass, deadline, begin_ns;
 
     int32_t unsafe, quiet;             /* of ra_finish: buffers are leaked; it has run */
+    int32_t parted;                    /* see ra__ring_out */
     int32_t state, cancelled, aborted; /* state: RA_RING_*; from here on threads share */
     int32_t fail_claimed, failed;      /* failed: status, set once `failure` is complete */
     int32_t comm, sched, join, progress, inside;
-    int64_t ticket;
-    int32_t join_status;
-    int64_t progress_ns, events;
+    int64_t ticket, refused_ticket;
+    int32_t join_status, refused_status; /* of the ticket; of the last one that was refused */
+    int64_t progress_ns, looked_ns, events;
     int64_t alive, alive_seen;         /* shared: readers of this rank's keys count alive up */
     int64_t computed, computed_seen;   /* tasks done here, and when readers' owners last heard */
     int64_t **owner_alive;             /* [sources] under comm: `alive` of an owner read here */
@@ -5233,6 +5260,7 @@ struct ra_ring {
     int64_t recv_slots, send_slots, pack_slots, slot_bytes; /* under comm, but received, sent */
     int64_t recv_posted, received, released, send_posted, sent, own_posted, own_sent, exchanged;
     int64_t words_posted, words_in, words_out;
+    int32_t silent;                    /* a reader whose word is still to come */
     ra_op *recv_op, *send_op, *word_op;
     ra_op **list;
     int64_t *recv_ns, *send_ns;
@@ -5411,7 +5439,7 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f) {
         ra__put_i64(f->text, cap, &at, f->chunk);
     }
     if (f->code) {
-        ra__put(f->text, cap, &at, ", code ");
+        ra__put(f->text, cap, &at, f->status == RA_E_TRUNC ? ", bytes moved " : ", code ");
         ra__put_i64(f->text, cap, &at, f->code);
     }
     if (why) {
@@ -5419,6 +5447,7 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f) {
         ra__put(f->text, cap, &at, why);
         ra__put(f->text, cap, &at, ")");
     }
+    if (f->since_progress_ns < 1000000) return;
     ra__put(f->text, cap, &at, ", ms since progress: ");
     ra__put_i64(f->text, cap, &at, f->since_progress_ns / 1000000);
 }
@@ -5433,6 +5462,7 @@ static void ra__ring_abort(ra_ring *r, ra_status why) {
  * ring, which may be an earlier one. */
 static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
     ra_event e = ra__event_none();
+    if (ra__load_i32(&r->cancelled)) s = RA_E_CANCELLED;   /* whatever that made the network say */
     if (ra__cas_i32(&r->fail_claimed, 0, 1)) {
         ra_failure *f = &r->failure;
         f->status = s;
@@ -5689,6 +5719,8 @@ static int ra__ring_more_sends(ra_ring *r) {
                                           1 + ra__ranks_apart(p, p->chunk[c].owner, r->rank));
         if (recv >= 0) {
             op->buf = r->recv_op[recv % r->recv_slots].buf;
+            if ((uint8_t *)op->buf < r->base || (uint8_t *)op->buf >= r->base + r->bytes)
+                op->mr = NULL;         /* lent: no memory that reg has seen */
         } else {
             op->buf = r->pack_buf + r->own_posted++ % r->pack_slots * r->slot_bytes;
             ra__ring_pack(r, c, (uint8_t *)op->buf);
@@ -5739,13 +5771,27 @@ static int ra__ring_list(const ra_ring *r) {
     return n;
 }
 
+/* How long nothing may move while this rank waits. By default 60 s, and twice the time that a rank
+ * would need for all tiles of a pass at the speed seen here: the back-pressure of a slow last rank
+ * holds up the first ones that long, and that is no failure. */
+static int64_t ra__ring_patience(const ra_ring *r) {
+    const ra_plan_report *all = &r->plan->report;
+    const ra_ring_counters *c = &r->counters;
+    int64_t tiles, done;
+    if (r->rd.watchdog_ns) return r->rd.watchdog_ns;
+    tiles = all->tiles_empty + all->tiles_partial + all->tiles_full;
+    done = ra__load_i64(&c->tiles_partial) + ra__load_i64(&c->tiles_full);
+    return (int64_t)60 * 1000000000 +
+           2 * tiles * (done ? ra__load_i64(&c->compute_ns) / done : 100000);
+}
+
 /* Level 0: the next exchange of the lock-step run, if both its halves are on the list. */
 static ra_status ra__ring_exchange(ra_ring *r) {
     const ra_plan *p = r->plan;
     while (r->exchanged < p->exchanges) {
         const ra__exchange *x = &p->exchange[r->exchanged];
         ra_op *in = NULL, *out = NULL;
-        int64_t deadline = ra__ring_now(r) + r->rd.watchdog_ns;
+        int64_t deadline = ra__ring_now(r) + ra__ring_patience(r);
         int code;
         if ((x->recv >= 0 && x->recv >= r->recv_posted) ||
             (x->send >= 0 && x->send >= r->send_posted)) return RA_OK;
@@ -5756,6 +5802,8 @@ static ra_status ra__ring_exchange(ra_ring *r) {
                               out ? out->len : 0, in ? in->peer : RA_NO_PEER,
                               in ? in->buf : NULL, in ? in->len : 0, ra__ring_tag(r, x->step),
                               deadline);
+        if (code == RA_E_TIMEOUT && (!r->deadline || ra__ring_now(r) < r->deadline))
+            code = RA_E_PEER;          /* it was the watchdog's time */
         if (code)
             return ra__ring_fail(r, ra__ring_code(code),
                                  ra__blame_of(in ? in->peer : out->peer, !in, code,
@@ -5876,6 +5924,8 @@ static int ra__ring_take_words(ra_ring *r) {
         op->done = SIZE_MAX;
         n++;
     }
+    for (int64_t i = 0; n && i < p->reader_count; i++)
+        if (r->word_op[i].done != SIZE_MAX) ra__store_i32(&r->silent, p->readers[i]);
     return n;
 }
 
@@ -5975,12 +6025,16 @@ static void ra__ring_count(ra_ring *r, const ra__tally *n, int64_t ns) {
     (void)ra__add_i64(&r->counters.compute_ns, ns);
 }
 
+/* One caller at a time; who finds another inside leaves word, and that one calls again. */
 static void ra__ring_progress(ra_ring *r) {
-    if (!r->rd.progress || !ra__cas_i32(&r->progress, 0, 1)) return;
-    r->rd.progress(r->rd.progress_ctx,
-                   ra__load_i64(&r->counters.tiles_partial) + ra__load_i64(&r->counters.tiles_full),
-                   r->plan->report.tiles_partial + r->plan->report.tiles_full);
-    ra__store_i32(&r->progress, 0);
+    const ra_ring_counters *c = &r->counters;
+    if (!r->rd.progress || ra__add_i32(&r->progress, 1)) return;
+    do {
+        ra__store_i32(&r->progress, 1);
+        r->rd.progress(r->rd.progress_ctx,
+                       ra__load_i64(&c->tiles_partial) + ra__load_i64(&c->tiles_full),
+                       ra__load_i64(&c->tiles_all));
+    } while (!ra__cas_i32(&r->progress, 1, 0));
 }
 
 /* Accounts for entry f of the fold list, folded by one task. */
@@ -6086,26 +6140,45 @@ static void ra__ring_complete(ra_ring *r) {
     (void)ra__add_i64(&r->events, 1);
 }
 
+/* The message that this rank waits for: the next to come, else the next to go, else the word of a
+ * reader. */
+static ra__blame ra__ring_awaits(const ra_ring *r) {
+    const ra_plan *p = r->plan;
+    int64_t in = ra__load_i64(&r->received), out = ra__load_i64(&r->sent);
+    if (in < p->recvs) return ra__blame_of(ra__next_rank(p, r->rank, -1), 0, 0, p->recv[in]);
+    if (out < p->sends) return ra__blame_of(ra__next_rank(p, r->rank, 1), 1, 0, p->send[out]);
+    if (r->shared) return ra__blame_of(ra__load_i32(&r->silent), 0, 0, -1);
+    return ra__blame_of(-1, -1, 0, -1);
+}
+
 /* Time, cancellation, and failures that others noticed. */
 static ra_status ra__ring_alarm(ra_ring *r) {
-    int64_t now;
+    int64_t now, patience;
     if (ra__load_i32(&r->failed)) return ra__load_i32(&r->failed);
     if (ra__load_i32(&r->cancelled))
         return ra__ring_fail(r, RA_E_CANCELLED, ra__blame_of(-1, -1, 0, -1));
     now = ra__ring_now(r);
+    patience = ra__ring_patience(r);
+    if (now - ra__load_i64(&r->looked_ns) > patience) ra__store_i64(&r->progress_ns, now);
+    ra__store_i64(&r->looked_ns, now); /* nobody waited while nobody looked */
     if (r->deadline && now > r->deadline)
-        return ra__ring_fail(r, RA_E_TIMEOUT, ra__blame_of(-1, -1, 0, -1));
-    if (r->has_transport && now - ra__load_i64(&r->progress_ns) > r->rd.watchdog_ns) {
-        int64_t at = ra__load_i64(&r->received);
-        int receiving = at < r->plan->recvs;
-        int64_t out = ra__load_i64(&r->sent);
-        int64_t chunk = receiving ? r->plan->recv[at]
-                                  : out < r->plan->sends ? r->plan->send[out] : -1;
-        return ra__ring_fail(r, RA_E_PEER,
-                             ra__blame_of(ra__next_rank(r->plan, r->rank, receiving ? -1 : 1),
-                                          !receiving, 0, chunk));
-    }
+        return ra__ring_fail(r, RA_E_TIMEOUT, ra__ring_awaits(r));
+    if (r->has_transport && now - ra__load_i64(&r->progress_ns) > patience)
+        return ra__ring_fail(r, RA_E_PEER, ra__ring_awaits(r));
     return RA_OK;
+}
+
+/* All threads get one and the same failure; while another thread still writes it down: go again. */
+static ra_status ra__ring_settle(const ra_ring *r, ra_status s) {
+    ra_status failed = s < 0 ? ra__load_i32(&r->failed) : RA_OK;
+    return s >= 0 ? s : failed ? failed : RA_AGAIN;
+}
+
+/* A thread leaves the ring. The last one out of a failed pass says that nothing is read here any
+ * more, without waiting for the others: they need not wait for this rank's ra_finish. */
+static void ra__ring_out(ra_ring *r) {
+    if (ra__add_i32(&r->inside, -1) != 1 || !ra__load_i32(&r->failed) || !r->shared) return;
+    if (r->tp.quiesce && ra__cas_i32(&r->parted, 0, 1)) (void)r->tp.quiesce(r->tp.ctx, 1);
 }
 
 /* ra_step without the argument checks. */
@@ -6325,219 +6398,9 @@ RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_h
 }
 #undef RA__EST_LIMIT
 
-/* ========================================================================== PUBLIC
- * The thin entry points: they check arguments, fill in defaults, and call down. */
-
-RINGATTN_API const char *ra_status_text(ra_status status) {
-    switch (status) {
-#define RA__TEXT(name, value, text) case name: return text;
-        RA_STATUS_LIST(RA__TEXT)
-#undef RA__TEXT
-        default: return "unknown status";
-    }
-}
-
-RINGATTN_API int32_t ra_version(void) { return RINGATTN_VERSION; }
-
-/* -------------------------------------------------------------------------- plans
- * Everything between the list of chunks and the figures. */
-static ra_status ra__plan_fill(ra_plan *p) {
-    ra__lockstep run;
-    memset(p->need, 0, (size_t)(2 * p->chunks * p->need_row));
-    for (int32_t r = 0; r < p->d.ranks; r++)
-        for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
-    ra__plan_direction(p);
-    p->chunk_bytes = 0;
-    for (int64_t c = 0; c < p->chunks; c++)
-        if (ra__chunk_reach(&p->chunk[c]))
-            p->chunk_bytes = ra__max(p->chunk_bytes, ra__message_bytes(&p->d, &p->chunk[c], 1));
-    p->sizes = ra__plan_sizes(p, p->d.rank, p->task0);
-    ra__plan_own_lists(p);
-    ra__plan_readers(p);
-    run.at = p->scratch;
-    run.kept = p->scratch + p->d.ranks;
-    run.used = (int32_t *)(void *)(p->scratch + 2 * (int64_t)p->d.ranks);
-    run.moves = run.used + p->d.ranks;
-    p->exchanges = ra__prove(p, &run, p->exchange);
-    if (p->exchanges < 0)
-        return ra__refuse(p->d.error, RA_E_UNSUPPORTED, "buffers",
-                          "# receive buffers cannot carry this schedule", p->d.buffers);
-    return RA_OK;
-}
-
-/* Empty tiles of chunks that never come here: a pass counts them without looking. */
-static int64_t ra__plan_unvisited(const ra_plan *p) {
-    ra__side side = ra__plan_side(p, 0, p->d.rank);
-    int64_t n = 0;
-    for (int64_t c = 0; c < p->chunks; c++) {
-        int32_t b = p->chunk[c].sequence;
-        if (ra__needs(p, c, p->d.rank)) continue;
-        n += ra__side_blocks(&side, b, ra__q_len(&p->d, b)) * ra__chunk_blocks(&p->chunk[c]);
-    }
-    return n * p->d.q_heads;
-}
-
-static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    ra__sizes n = rank == p->d.rank ? p->sizes : ra__plan_sizes(p, rank, NULL);
-    ra__plan_report_rank(p, rank, r);
-    r->workspace_bytes = ra__ring_bytes(p, &n, 0, 64, &r->state_bytes);
-    r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64, &r->state_bytes);
-}
-
-/* At least as many chunks as there will be: each of the pieces that a layout cuts a sequence into
- * adds one to tokens / chunk_tokens. */
-static int64_t ra__plan_most_chunks(const ra_desc *d) {
-    const ra_layout *l = &d->layout;
-    const int64_t *rows = l->k_rows ? l->k_rows : l->q_rows;
-    const int32_t *count = l->k_run_count ? l->k_run_count : l->q_run_count;
-    int64_t n = 0;
-    for (int32_t b = 0; b < d->sequences; b++) {
-        n += ra__k_len(d, b) / d->chunk_tokens + d->ranks;
-        for (int32_t r = 0; r < d->ranks; r++) {
-            if (l->kind == RA_LAYOUT_RUNS) n += count[r];
-            if (l->kind == RA_LAYOUT_ARRAY) n += rows[r] / d->chunk_tokens;
-        }
-    }
-    return n;
-}
-
-static void ra__plan_carve(ra__arena *a, ra_plan *p, const ra_desc *full) {
-    (void)ra__carve(a, (int64_t)sizeof *p);
-    ra__plan_arrays(a, p, full);
-    ra__plan_lists(a, p);
-}
-
-RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a) {
-    ra_desc full;
-    ra_plan *p, probe;
-    ra__arena arena = { NULL, 0 };
-    int64_t bytes;
-    ra_status s;
-    if (out) *out = NULL;
-    s = ra__resolve(d, &full);
-    if (!s) s = ra__check_intervals(&full, d->error);
-    if (s) return s;
-    if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
-    if (a && !a->alloc != !a->free)
-        return ra__refuse(d->error, RA_E_NULL, a->alloc ? "allocator.free" : "allocator.alloc",
-                          "needed beside the other", 0);
-    memset(&probe, 0, sizeof probe);
-    probe.chunks = ra__plan_most_chunks(&full);
-    if (probe.chunks > INT32_MAX / 2)
-        return ra__refuse(d->error, RA_E_OVERFLOW, "chunk_tokens",
-                          "# tokens make too many chunks", full.chunk_tokens);
-    ra__plan_carve(&arena, &probe, &full);
-    bytes = arena.used;
-    arena.base = (uint8_t *)ra__alloc(a, (size_t)bytes, 64);
-    if (!arena.base)
-        return ra__refuse(d->error, RA_E_NOMEM, "allocator", "no # bytes for the plan", bytes);
-    arena.used = 0;
-    p = (ra_plan *)(void *)arena.base;
-    memset(p, 0, sizeof *p);
-    p->chunks = probe.chunks;
-    p->bytes = bytes;
-    if (a) p->allocator = *a;
-    ra__plan_carve(&arena, p, &full);
-    p->hash = ra__hash_desc(d, &full);
-    ra__plan_cuts(p);
-    p->chunks = ra__chunk_all(p);
-    RINGATTN_ASSERT(p->chunks <= probe.chunks);
-    s = ra__plan_fill(p);
-    if (s) {
-        ra__free(a, p, (size_t)bytes);
-        return s;
-    }
-    p->unvisited = ra__plan_unvisited(p);
-    ra__plan_full_report(p, p->d.rank, &p->report);
-    p->d.error = NULL;
-    *out = p;
-    return RA_OK;
-}
-
-RINGATTN_API void ra_plan_destroy(ra_plan *plan) {
-    ra_allocator a;
-    if (!plan) return;
-    a = plan->allocator;
-    ra__free(&a, plan, (size_t)plan->bytes);
-}
-
-static int32_t ra__plan_runs(const ra_plan *p, int keys, int32_t rank, int32_t sequence,
-                             ra_run *runs, int32_t max_runs) {
-    ra__side side;
-    ra__seg s;
-    int64_t tokens;
-    int32_t n = 0;
-    if (!p || rank < 0 || rank >= p->d.ranks || sequence < 0 || sequence >= p->d.sequences ||
-        max_runs < 0 || (max_runs && !runs))
-        return -1;
-    if (p->d.layout.kind == RA_LAYOUT_ARRAY) return 0;
-    side = ra__plan_side(p, keys, rank);
-    tokens = keys ? ra__k_len(&p->d, sequence) : ra__q_len(&p->d, sequence);
-    for (int64_t i = 0; ra__side_seg(&side, sequence, tokens, i, &s); i++) {
-        if (!s.rows) continue;
-        if (n < max_runs) {
-            runs[n].first = s.pos;
-            runs[n].count = s.rows;
-            runs[n].stride = s.stride;
-        }
-        n++;
-    }
-    return n;
-}
-
-RINGATTN_API int32_t ra_plan_q_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
-                                    ra_run *runs, int32_t max_runs) {
-    return ra__plan_runs(plan, 0, rank, sequence, runs, max_runs);
-}
-
-RINGATTN_API int32_t ra_plan_k_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
-                                    ra_run *runs, int32_t max_runs) {
-    return ra__plan_runs(plan, 1, rank, sequence, runs, max_runs);
-}
-
-RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_report *out) {
-    if (!plan || !out) return RA_E_NULL;
-    if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
-    if (rank == plan->d.rank) *out = plan->report;
-    else ra__plan_full_report(plan, rank, out);
-    return RA_OK;
-}
-
-RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const ra_rates *rates,
-                                       ra_prediction *out) {
-    ra__arena arena = { NULL, 0 };
-    ra__model m;
-    int64_t bytes;
-    if (!plan || !rates || !out) return RA_E_NULL;
-    if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
-    if (!(rates->flops_per_s > 0) || !(rates->link_bytes_per_s > 0) ||
-        !(rates->link_latency_s >= 0))
-        return RA_E_RANGE;
-    ra__model_carve(&arena, plan, &m);
-    bytes = arena.used;
-    arena.base = (uint8_t *)ra__alloc(&plan->allocator, (size_t)bytes, 64);
-    if (!arena.base) return RA_E_NOMEM;
-    memset(arena.base, 0, (size_t)bytes);
-    arena.used = 0;
-    ra__model_carve(&arena, plan, &m);
-    for (int32_t r = 0; r < plan->d.ranks; r++)
-        for (int32_t b = 0; b < plan->d.sequences; b++)
-            ra__model_work(plan, r, b, 2.0 * (plan->d.k_dim + plan->d.v_dim) * plan->d.q_heads /
-                                           rates->flops_per_s, &m);
-    for (int64_t c = 0; c < plan->chunks; c++) ra__model_chunk(plan, rates, c, &m);
-    memset(out, 0, sizeof *out);
-    out->compute_s = m.compute[rank];
-    out->transfer_s = m.busy[rank];
-    out->wait_s = m.idle[rank];
-    out->done_s = m.folded[rank];
-    out->hidden_s = m.busy[rank] > m.idle[rank] ? m.busy[rank] - m.idle[rank] : 0;
-    for (int32_t r = 0; r < plan->d.ranks; r++)
-        if (m.folded[r] > out->all_done_s) out->all_done_s = m.folded[r];
-    ra__free(&plan->allocator, arena.base, (size_t)bytes);
-    return RA_OK;
-}
-
-/* -------------------------------------------------------------------------- tensors */
+/* ========================================================================== TENSORS
+ * Checks a call's tensors against a descriptor and fills in strides. In: what the caller gave. Out:
+ * views in bytes, or a refusal. Reads no data but positions. */
 
 /* What one view must look like. */
 typedef struct ra__shape { const char *field; int64_t batch, rows, heads, dim; int32_t dtype; }
@@ -6575,11 +6438,16 @@ static ra_status ra__view_check(const void *data, const int64_t stride[3], const
     if (s->rows && !data) return ra__refuse(e, RA_E_NULL, s->field, "data is required", 0);
     if ((uintptr_t)data % (uintptr_t)element)
         return ra__refuse(e, RA_E_ALIGN, s->field, "data must be aligned to # bytes", element);
-    for (int i = 2; writable && i >= 0; i--) {             /* inner extents fit under this step */
+    for (int i = 2; !writable && i > 0; i--) {
+        name[1] = part[i];
+        if (count[i] > 1 && step[i] < row && s->rows)
+            return ra__refuse_part(e, RA_E_STRIDE, name,
+                                   "# is less than one row; strides are bytes", step[i]);
+    }
+    for (int i = 2; writable && i >= 0; i--) {             /* what lies inside fits the step */
         int64_t inner = row;
         for (int j = 0; j < 3; j++)
-            if (j != i && count[j] > 1 && step[j] <= step[i])
-                inner = ra__max(inner, step[j] * (count[j] - 1) + row);
+            if (j != i && count[j] > 1 && step[j] <= step[i]) inner += step[j] * (count[j] - 1);
         if (count[i] > 1 && step[i] < inner && s->rows)
             return ra__refuse(e, RA_E_STRIDE, s->field, "stride # makes rows overlap", step[i]);
     }
@@ -6688,13 +6556,18 @@ static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_
     ra_status s = ra__out_check(&t->o, ra__shape_of("t.o", d, rows, d->q_heads, d->v_dim),
                                 d->o_dtype, &w->o, e);
     memset(&w->lse, 0, sizeof w->lse);
+    if (!s && rows && (t->o.data == t->q.data || t->o.data == t->k.data || t->o.data == t->v.data))
+        return ra__refuse(e, RA_E_SHAPE, "t.o", "is the memory of an input; # rows are written",
+                          rows);
     if (!s && t->lse.data)
         s = ra__out_check(&t->lse, ra__shape_of("t.lse", d, rows, d->q_heads, 1), RA_F32, &w->lse,
                           e);
     return s;
 }
 
-/* -------------------------------------------------------------------------- one rank: L0 and L1 */
+/* ========================================================================== LOCAL
+ * One rank, one call: block mathematics on a state, attention with (ith, nth), and the decode form.
+ * In: a descriptor and tensors. Out: a state, or O and LSE. No plan, no ring, no allocation. */
 
 /* A call on one rank: the work, the side of the keys, and where they are. */
 typedef struct ra__local { ra_desc d; ra__work w; ra__side k_side; ra__view kv[2]; } ra__local;
@@ -6759,10 +6632,11 @@ static int ra__local_square(const ra__local *c) {
 static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__local *c) {
     ra_error *e = d ? d->error : NULL;
     int64_t rows[2];
-    ra_status s = ra__resolve(d, &c->d);
+    ra_status s;
+    if (d && d->ranks > 1)
+        return ra__refuse(e, RA_E_SHAPE, "ranks", "# must be 0 or 1 on one rank", d->ranks);
+    s = ra__resolve(d, &c->d);
     if (s) return s;
-    if (c->d.ranks != 1)
-        return ra__refuse(e, RA_E_SHAPE, "ranks", "# must be 0 or 1 on one rank", c->d.ranks);
     if (c->d.layout.kind > RA_LAYOUT_STRIPED)
         return ra__refuse(e, RA_E_UNSUPPORTED, "layout.kind",
                           "# on one rank: positions come with the call", c->d.layout.kind);
@@ -7002,10 +6876,11 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
     return (size_t)(ra__local_bytes(&c.d, RA__PANELS) * nth);
 }
 
-RA__NOINLINE void ra__local_on_stack(const ra__local *c) {
+RA__NOINLINE void ra__local_on_stack(const ra__local *c, int decode) {
     uint8_t memory[RA__STACK_BYTES + 64];
     uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
-    ra__local_run(c, 1, (uint8_t *)at, 0, 1);
+    if (decode) ra__decode_run(c, (uint8_t *)at, 0, 1);
+    else ra__local_run(c, 1, (uint8_t *)at, 0, 1);
 }
 
 RA__NOINLINE void ra__decode_on_stack(const ra__local *c) {
@@ -7026,13 +6901,12 @@ static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes,
     if (!workspace) {
         if (who[1] > 1)
             return ra__refuse(e, RA_E_NULL, "workspace", "is required for # threads", who[1]);
-        if (decode ? ra__decode_bytes(&c->d) > RA__STACK_DECODE
-                   : ra__scratch_bytes(&c->d, 1) > RA__STACK_BYTES)
+        if ((decode ? ra__decode_bytes(&c->d) : ra__scratch_bytes(&c->d, 1)) > RA__STACK_BYTES)
             return ra__refuse(e, RA_E_WORKSPACE, "k_dim",
                               "rows of # elements do not fit on the stack: give a workspace",
                               c->d.k_dim);
-        if (decode) ra__decode_on_stack(c);
-        else ra__local_on_stack(c);
+        if (decode && ra__decode_bytes(&c->d) <= RA__STACK_DECODE) ra__decode_on_stack(c);
+        else ra__local_on_stack(c, decode);
         return RA_OK;
     }
     if ((uintptr_t)workspace % 64)
@@ -7048,13 +6922,17 @@ static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes,
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth) {
     ra__local c;
+    ra_desc mine;
     int who[2];
     ra_status s;
-    if (d && !t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
-    s = ra__local_check(d, t, &c);
+    if (!d) return RA_E_NULL;
+    mine = *d;
+    if (ith > 0 && ith < nth) mine.error = NULL; /* the threads share d->error: one writes */
+    if (!t) return ra__refuse(mine.error, RA_E_NULL, "t", "is required", 0);
+    s = ra__local_check(&mine, t, &c);
     if (!s && c.d.engine)
-        s = ra__refuse(d->error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
-    if (!s) s = ra__check_outputs(&c.d, t, c.d.tokens, &c.w, d->error);
+        s = ra__refuse(mine.error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
+    if (!s) s = ra__check_outputs(&c.d, t, c.d.tokens, &c.w, mine.error);
     if (s) return s;
     c.w.clear = c.w.finish = 1;
     who[0] = ith;
@@ -7108,7 +6986,7 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     ra__simple_view(&c.kv[1], v, n_kv_heads, head_dim);
     c.w.acc = c.w.o;
     if (seq_q <= RA__DECODE_ROWS) ra__decode_on_stack(&c);
-    else ra__local_on_stack(&c);
+    else ra__local_on_stack(&c, 0);
     return RA_OK;
 }
 
@@ -7208,6 +7086,219 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
     return RA_OK;
 }
 
+/* ========================================================================== PUBLIC
+ * The entry points of plans, rings and passes: they check arguments, lay out memory, and call down.
+ * */
+
+RINGATTN_API const char *ra_status_text(ra_status status) {
+    switch (status) {
+#define RA__TEXT(name, value, text) case name: return text;
+        RA_STATUS_LIST(RA__TEXT)
+#undef RA__TEXT
+        default: return "unknown status";
+    }
+}
+
+RINGATTN_API int32_t ra_version(void) { return RINGATTN_VERSION; }
+
+/* -------------------------------------------------------------------------- plans
+ * Everything between the list of chunks and the figures. */
+static ra_status ra__plan_fill(ra_plan *p) {
+    ra__lockstep run;
+    memset(p->need, 0, (size_t)(2 * p->chunks * p->need_row));
+    for (int32_t r = 0; r < p->d.ranks; r++)
+        for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
+    ra__plan_direction(p);
+    p->chunk_bytes = 0;
+    for (int64_t c = 0; c < p->chunks; c++)
+        if (ra__chunk_reach(&p->chunk[c]))
+            p->chunk_bytes = ra__max(p->chunk_bytes, ra__message_bytes(&p->d, &p->chunk[c], 1));
+    p->sizes = ra__plan_sizes(p, p->d.rank, p->task0);
+    ra__plan_own_lists(p);
+    ra__plan_readers(p);
+    run.at = p->scratch;
+    run.kept = p->scratch + p->d.ranks;
+    run.used = (int32_t *)(void *)(p->scratch + 2 * (int64_t)p->d.ranks);
+    run.moves = run.used + p->d.ranks;
+    p->exchanges = ra__prove(p, &run, p->exchange);
+    if (p->exchanges < 0)
+        return ra__refuse(p->d.error, RA_E_UNSUPPORTED, "buffers",
+                          "# receive buffers cannot carry this schedule", p->d.buffers);
+    return RA_OK;
+}
+
+/* Empty tiles of chunks that never come here: a pass counts them without looking. */
+static int64_t ra__plan_unvisited(const ra_plan *p) {
+    ra__side side = ra__plan_side(p, 0, p->d.rank);
+    int64_t n = 0;
+    for (int64_t c = 0; c < p->chunks; c++) {
+        int32_t b = p->chunk[c].sequence;
+        if (ra__needs(p, c, p->d.rank)) continue;
+        n += ra__side_blocks(&side, b, ra__q_len(&p->d, b)) * ra__chunk_blocks(&p->chunk[c]);
+    }
+    return n * p->d.q_heads;
+}
+
+static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    ra__sizes n = rank == p->d.rank ? p->sizes : ra__plan_sizes(p, rank, NULL);
+    ra__plan_report_rank(p, rank, r);
+    r->workspace_bytes = ra__ring_bytes(p, &n, 0, 64, &r->state_bytes);
+    r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64, &r->state_bytes);
+}
+
+/* At least as many chunks as there will be: each of the pieces that a layout cuts a sequence into
+ * adds one to tokens / chunk_tokens. */
+static int64_t ra__plan_most_chunks(const ra_desc *d) {
+    const ra_layout *l = &d->layout;
+    const int64_t *rows = l->k_rows ? l->k_rows : l->q_rows;
+    const int32_t *count = l->k_run_count ? l->k_run_count : l->q_run_count;
+    int64_t n = 0;
+    for (int32_t b = 0; b < d->sequences; b++) {
+        n += ra__k_len(d, b) / d->chunk_tokens + d->ranks;
+        for (int32_t r = 0; r < d->ranks; r++) {
+            if (l->kind == RA_LAYOUT_RUNS) n += count[r];
+            if (l->kind == RA_LAYOUT_ARRAY) n += rows[r] / d->chunk_tokens;
+        }
+    }
+    return n;
+}
+
+static void ra__plan_carve(ra__arena *a, ra_plan *p, const ra_desc *full) {
+    (void)ra__carve(a, (int64_t)sizeof *p);
+    ra__plan_arrays(a, p, full);
+    ra__plan_lists(a, p);
+}
+
+RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a) {
+    ra_desc full;
+    ra_plan *p, probe;
+    ra__arena arena = { NULL, 0 };
+    int64_t bytes;
+    ra_status s;
+    if (out) *out = NULL;
+    s = ra__resolve(d, &full);
+    if (!s) s = ra__check_intervals(&full, d->error);
+    if (s) return s;
+    if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
+    if (a && !a->alloc != !a->free)
+        return ra__refuse(d->error, RA_E_NULL, a->alloc ? "allocator.free" : "allocator.alloc",
+                          "needed beside the other", 0);
+    memset(&probe, 0, sizeof probe);
+    probe.chunks = ra__plan_most_chunks(&full);
+    if (probe.chunks > INT32_MAX / 2)
+        return ra__refuse(d->error, RA_E_OVERFLOW, "chunk_tokens",
+                          "# tokens make too many chunks", full.chunk_tokens);
+    ra__plan_carve(&arena, &probe, &full);
+    bytes = arena.used;
+    arena.base = (uint8_t *)ra__alloc(a, (size_t)bytes, 64);
+    if (!arena.base)
+        return ra__refuse(d->error, RA_E_NOMEM, "allocator", "no # bytes for the plan", bytes);
+    arena.used = 0;
+    p = (ra_plan *)(void *)arena.base;
+    memset(p, 0, sizeof *p);
+    p->chunks = probe.chunks;
+    p->bytes = bytes;
+    if (a) p->allocator = *a;
+    ra__plan_carve(&arena, p, &full);
+    p->hash = ra__hash_desc(d, &full);
+    ra__plan_cuts(p);
+    p->chunks = ra__chunk_all(p);
+    RINGATTN_ASSERT(p->chunks <= probe.chunks);
+    s = ra__plan_fill(p);
+    if (s) {
+        ra__free(a, p, (size_t)bytes);
+        return s;
+    }
+    p->unvisited = ra__plan_unvisited(p);
+    ra__plan_full_report(p, p->d.rank, &p->report);
+    p->d.error = NULL;
+    *out = p;
+    return RA_OK;
+}
+
+RINGATTN_API void ra_plan_destroy(ra_plan *plan) {
+    ra_allocator a;
+    if (!plan) return;
+    a = plan->allocator;
+    ra__free(&a, plan, (size_t)plan->bytes);
+}
+
+static int32_t ra__plan_runs(const ra_plan *p, int keys, int32_t rank, int32_t sequence,
+                             ra_run *runs, int32_t max_runs) {
+    ra__side side;
+    ra__seg s;
+    int64_t tokens;
+    int32_t n = 0;
+    if (!p || rank < 0 || rank >= p->d.ranks || sequence < 0 || sequence >= p->d.sequences ||
+        max_runs < 0 || (max_runs && !runs))
+        return -1;
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY) return 0;
+    side = ra__plan_side(p, keys, rank);
+    tokens = keys ? ra__k_len(&p->d, sequence) : ra__q_len(&p->d, sequence);
+    for (int64_t i = 0; ra__side_seg(&side, sequence, tokens, i, &s); i++) {
+        if (!s.rows) continue;
+        if (n < max_runs) {
+            runs[n].first = s.pos;
+            runs[n].count = s.rows;
+            runs[n].stride = s.stride;
+        }
+        n++;
+    }
+    return n;
+}
+
+RINGATTN_API int32_t ra_plan_q_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
+                                    ra_run *runs, int32_t max_runs) {
+    return ra__plan_runs(plan, 0, rank, sequence, runs, max_runs);
+}
+
+RINGATTN_API int32_t ra_plan_k_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
+                                    ra_run *runs, int32_t max_runs) {
+    return ra__plan_runs(plan, 1, rank, sequence, runs, max_runs);
+}
+
+RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_report *out) {
+    if (!plan || !out) return RA_E_NULL;
+    if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
+    if (rank == plan->d.rank) *out = plan->report;
+    else ra__plan_full_report(plan, rank, out);
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const ra_rates *rates,
+                                       ra_prediction *out) {
+    ra__arena arena = { NULL, 0 };
+    ra__model m;
+    int64_t bytes;
+    if (!plan || !rates || !out) return RA_E_NULL;
+    if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
+    if (!(rates->flops_per_s > 0) || !(rates->link_bytes_per_s > 0) ||
+        !(rates->link_latency_s >= 0))
+        return RA_E_RANGE;
+    ra__model_carve(&arena, plan, &m);
+    bytes = arena.used;
+    arena.base = (uint8_t *)ra__alloc(&plan->allocator, (size_t)bytes, 64);
+    if (!arena.base) return RA_E_NOMEM;
+    memset(arena.base, 0, (size_t)bytes);
+    arena.used = 0;
+    ra__model_carve(&arena, plan, &m);
+    for (int32_t r = 0; r < plan->d.ranks; r++)
+        for (int32_t b = 0; b < plan->d.sequences; b++)
+            ra__model_work(plan, r, b, 2.0 * (plan->d.k_dim + plan->d.v_dim) * plan->d.q_heads /
+                                           rates->flops_per_s, &m);
+    for (int64_t c = 0; c < plan->chunks; c++) ra__model_chunk(plan, rates, c, &m);
+    memset(out, 0, sizeof *out);
+    out->compute_s = m.compute[rank];
+    out->transfer_s = m.busy[rank];
+    out->wait_s = m.idle[rank];
+    out->done_s = m.folded[rank];
+    out->hidden_s = m.busy[rank] > m.idle[rank] ? m.busy[rank] - m.idle[rank] : 0;
+    for (int32_t r = 0; r < plan->d.ranks; r++)
+        if (m.folded[r] > out->all_done_s) out->all_done_s = m.folded[r];
+    ra__free(&plan->allocator, arena.base, (size_t)bytes);
+    return RA_OK;
+}
+
 /* -------------------------------------------------------------------------- rings */
 static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
     for (int i = 0; i < 4; i++)
@@ -7272,7 +7363,6 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     r->rank = p->d.rank;
     r->ranks = p->d.ranks;
     r->counters.waiting_peer = -1;
-    if (!r->rd.watchdog_ns) r->rd.watchdog_ns = (int64_t)60 * 1000000000;
     if (!r->rd.quiesce_ns) r->rd.quiesce_ns = (int64_t)30 * 1000000000;
     if (r->has_transport && tp.reg && tp.reg(tp.ctx, base, (size_t)bytes, &r->mr)) r->mr = NULL;
     *out = r;
@@ -7402,6 +7492,7 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
         ra__store_i32(&r->left[f], f < p->folds ? (int32_t)ra__fold_tasks(p, f) : -1);
     for (int64_t i = 0; i < words; i++) memset(&r->word_op[i], 0, sizeof(ra_op));
     for (int64_t i = 0; r->shared && i < p->source_count; i++) r->owner_alive[i] = NULL;
+    ra__store_i32(&r->silent, p->reader_count ? p->readers[0] : -1);
     for (int64_t i = 0; i < r->recv_slots; i++) memset(&r->recv_op[i], 0, sizeof(ra_op));
 }
 
@@ -7426,6 +7517,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__begin_reset(ring, job->plan);
     ring->begin_ns = ra__ring_now(ring);
     ra__store_i64(&ring->progress_ns, ring->begin_ns);
+    ra__store_i64(&ring->looked_ns, ring->begin_ns);
     ra__store_i32(&ring->state, RA_RING_RUNNING);
     return RA_OK;
 }
@@ -7443,17 +7535,21 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
     return ra__ring_begin(ring, job);
 }
 
+/* Counts itself in before it looks at the pass: ra_begin waits for nobody, it refuses. */
 RINGATTN_API ra_status ra_step(ra_ring *ring, int ith, int nth) {
     ra_status s;
     if (!ring) return RA_E_NULL;
-    if (!ring->plan) return ra__refuse(&ring->refusal, RA_E_STATE, "ring.pass", "is none yet", 0);
-    if (ith < 0 || ith >= ring->plan->d.threads)
-        return ra__refuse(&ring->refusal, RA_E_RANGE, "ith", "# is not below threads of the plan",
-                          ith);
     if (nth < 1) return ra__refuse(&ring->refusal, RA_E_RANGE, "nth", "# is below 1", nth);
     (void)ra__add_i32(&ring->inside, 1);
-    s = ra__ring_step(ring, ith);
-    (void)ra__add_i32(&ring->inside, -1);
+    if (ra__load_i32(&ring->state) == RA_RING_IDLE)
+        s = ra__load_i64(&ring->counters.pass)
+                ? RA_OK : ra__refuse(&ring->refusal, RA_E_STATE, "ring.pass", "is none yet", 0);
+    else if (ith < 0 || ith >= ring->plan->d.threads)
+        s = ra__refuse(&ring->refusal, RA_E_RANGE, "ith", "# is not below threads of the plan",
+                       ith);
+    else
+        s = ra__ring_settle(ring, ra__ring_step(ring, ith));
+    ra__ring_out(ring);
     return s;
 }
 
@@ -7467,22 +7563,41 @@ static ra_status ra__join_begin(ra_ring *r, const ra_job *job) {
     } else if (!ra__add_i32(&r->inside, 0) && ra__load_i32(&r->state) != RA_RING_RUNNING) {
         s = ra__ring_begin(r, job);
         ra__store_i32(&r->join_status, s);
+        if (s) {
+            ra__store_i32(&r->refused_status, s);
+            ra__store_i64(&r->refused_ticket, (int64_t)job->ticket);
+        }
         ra__store_i64(&r->ticket, (int64_t)job->ticket);
     }
     ra__store_i32(&r->join, 0);
     return s;
 }
 
+static ra_status ra__join_check(const ra_job *job, int ith, int nth, ra_error *e) {
+    if (!job->plan) return ra__refuse(e, RA_E_NULL, "job.plan", "is required", 0);
+    if (!job->ticket || job->ticket > INT64_MAX)
+        return ra__refuse(e, RA_E_RANGE, "job.ticket", "must be 1 or more; as signed it is #",
+                          (int64_t)job->ticket);
+    if (ith < 0 || ith >= job->plan->d.threads)
+        return ra__refuse(e, RA_E_RANGE, "ith", "# is not below threads of the plan", ith);
+    if (nth < 1) return ra__refuse(e, RA_E_RANGE, "nth", "# is below 1", nth);
+    return RA_OK;
+}
+
+/* How the pass of an earlier ticket ended. */
+static ra_status ra__join_late(const ra_ring *r, int64_t ticket) {
+    if (ticket == ra__load_i64(&r->refused_ticket)) return ra__load_i32(&r->refused_status);
+    return ra__load_i32(&r->failed);
+}
+
 RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nth) {
     ra_status s;
     int64_t ticket;
     if (!ring || !job) return RA_E_NULL;
-    if (!job->plan) return RA_E_NULL;
-    if (!job->ticket || job->ticket > INT64_MAX || ith < 0 || nth < 1 ||
-        ith >= job->plan->d.threads)
-        return RA_E_RANGE;
+    s = ra__join_check(job, ith, nth, &ring->refusal);
+    if (s) return s;
     ticket = ra__load_i64(&ring->ticket);
-    if ((int64_t)job->ticket < ticket) return RA_OK;
+    if ((int64_t)job->ticket < ticket) return ra__join_late(ring, (int64_t)job->ticket);
     if ((int64_t)job->ticket > ticket) {
         s = ra__join_begin(ring, job);
         if (s) return s;
@@ -7491,26 +7606,27 @@ RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nt
     if (ra__add_i32(&ring->join, 0)) {
         s = RA_WAIT;
     } else if (ra__load_i64(&ring->ticket) != (int64_t)job->ticket) {
-        s = RA_OK;
+        s = ra__join_late(ring, (int64_t)job->ticket);
     } else {
         s = ra__load_i32(&ring->join_status);
-        if (!s) s = ra__ring_step(ring, ith);
+        if (!s) s = ra__ring_settle(ring, ra__ring_step(ring, ith));
     }
-    (void)ra__add_i32(&ring->inside, -1);
+    ra__ring_out(ring);
     return s;
 }
 
 /* Sleeps in the transport if that is possible, else for a moment. */
 static void ra__wait_slice(ra_ring *r, int64_t deadline_ns) {
-    int64_t until = ra__ring_now(r) + 2000000;
+    int64_t until = ra__ring_now(r) + (r->plan->d.threads > 1 ? 200000 : 2000000);
     if (deadline_ns && deadline_ns < until) until = deadline_ns;
     if (r->has_transport && r->tp.wait && !r->rd.clock_ns && (r->tp.caps & RA_CAP_ANY_THREAD) &&
         ra__cas_i32(&r->comm, 0, 1)) {
-        int n = ra__ring_list(r);
+        int live = ra__load_i32(&r->state) == RA_RING_RUNNING;     /* as long as comm is held */
+        int n = live ? ra__ring_list(r) : 0;
         int code = n ? r->tp.wait(r->tp.ctx, r->list, n, until) : RA_OK;
-        ra__store_i32(&r->comm, 0);
         if (code < 0) (void)ra__ring_fail(r, ra__ring_code(code), ra__blame_of(-1, -1, code, -1));
-        if (n) return;
+        ra__store_i32(&r->comm, 0);
+        if (n || !live) return;
     }
     ra__sleep_ns(100000);
 }
@@ -7587,8 +7703,10 @@ RINGATTN_API ra_status ra_attend(const ra_desc *d, const ra_transport *transport
     if (!s) {
         s = ra_forward(plan, ring, t, deadline_ns);
         if (s < 0 && s > RA_E_MISMATCH && d->error) *d->error = ring->refusal;
-        if (s <= RA_E_MISMATCH && d->error)
-            (void)ra__refuse(d->error, s, "pass", ring->failure.text, 0);
+        if (s <= RA_E_MISMATCH && d->error) {
+            (void)ra__refuse(d->error, s, "pass", "", 0);
+            memcpy(d->error->text, ring->failure.text, sizeof d->error->text);
+        }
         end = ra_ring_destroy(ring);
         if (!s) s = end;
     }
@@ -7604,6 +7722,7 @@ RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out) {
     if (!ring) return;
     c = &ring->counters;
     out->state = ra__load_i32(&ring->state);
+    out->bounded = !ring->has_transport || ring->tp.post || (ring->tp.caps & RA_CAP_DEADLINE);
     out->pass = ra__load_i64(&c->pass);
     out->tiles_empty = ra__load_i64(&c->tiles_empty);
     out->tiles_partial = ra__load_i64(&c->tiles_partial);
@@ -7630,7 +7749,6 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
     static const ra_error none = { RA_OK, "", "" };
     return ring ? &ring->refusal : &none;
 }
-/* ra__pub_end */
 
 #ifdef __cplusplus
 }

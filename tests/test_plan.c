@@ -469,9 +469,9 @@ static ra_prediction predicted(const ra_plan *plan, int rank, double flops, doub
 
 static int near(double a, double b) { return fabs(a - b) <= 1e-9 * (fabs(a) + fabs(b)) + 1e-15; }
 
-/* No mask, 4 ranks of one chunk each: every rank computes 4 equal pieces of W seconds; a chunk takes
- * X seconds a hop. In the order TURN rank r folds 0, 1, 2, 3 and the chunk of rank 0 reaches rank 3
- * after 3 X. */
+/* No mask, 4 ranks of one chunk each: every rank computes 4 equal pieces of W seconds; a chunk
+ * takes X seconds a hop. In the order TURN rank r folds 0, 1, 2, 3, and the chunk of rank 0 reaches
+ * rank 3 after 3 X. */
 TEST(prediction_by_hand)
 {
     problem p;
@@ -506,7 +506,7 @@ TEST(prediction_by_hand)
     ra_plan_destroy(plan);
 }
 
-/* A causal contiguous ring: rank 0 has the least to do and the last rank decides when all is done. */
+/* A causal contiguous ring: rank 0 has the least to do, the last rank decides when all is done. */
 TEST(prediction_of_imbalance)
 {
     problem p;

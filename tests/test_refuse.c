@@ -1909,6 +1909,82 @@ TEST(random_bytes)
 
 /* -------------------------------------------------------------------------- every refusal */
 
+/* Strides that fit each dimension beside its neighbour, but not all of them together; strides in
+ * elements where bytes are meant; an output in the memory of an input. */
+TEST(strides_together)
+{
+    static float q[4096], o[4096];
+    ra_error e;
+    ra_desc d;
+    ra_tensors t;
+    memset(&d, 0, sizeof d);
+    memset(&t, 0, sizeof t);
+    d.sequences = 2;
+    d.tokens = 2;
+    d.q_heads = d.kv_heads = 2;
+    d.k_dim = d.v_dim = 16;
+    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+    d.mask.kind = RA_MASK_NONE;
+    d.error = &e;
+    t.q.data = t.k.data = t.v.data = q;
+    t.o.data = o;
+    scope = IN_ATTENTION;
+    CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
+    t.o.head_stride = 64; t.o.token_stride = 128; t.o.batch_stride = 192;
+    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_STRIDE, "t.o", 192);
+    t.o.batch_stride = 256;
+    CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
+    t.k.token_stride = 32;             /* elements of two heads */
+    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_STRIDE, "t.k.token_stride", 32);
+    t.k.token_stride = 0;
+    t.o.data = q;
+    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_SHAPE, "t.o", 0);
+}
+
+/* A thread that brings a ticket late learns how that pass ended, not how a later one did. */
+TEST(late_tickets)
+{
+    static float q[64 * 16], o[64 * 16];
+    ra_plan *plan = NULL;
+    ra_ring *ring = NULL;
+    ra_tensors good, bad;
+    ra_status s;
+    ra_job job;
+    ra_desc d;
+    memset(&d, 0, sizeof d);
+    memset(&good, 0, sizeof good);
+    memset(&job, 0, sizeof job);
+    d.tokens = 64;
+    d.threads = 2;
+    d.q_heads = d.kv_heads = 1;
+    d.k_dim = d.v_dim = 16;
+    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+    d.mask.kind = RA_MASK_CAUSAL;
+    good.q.data = good.k.data = good.v.data = q;
+    good.o.data = o;
+    bad = good;
+    bad.q.data = NULL;
+    CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
+    CHECK_EQ(ra_ring_create(&ring, plan, NULL, NULL), RA_OK);
+    job.plan = plan;
+    job.ticket = 1;
+    job.tensors = &bad;
+    CHECK_EQ(ra_join(ring, &job, 0, 2), RA_E_NULL);
+    job.ticket = 2;
+    job.tensors = &good;
+    while ((s = ra_join(ring, &job, 0, 2)) > 0) { }
+    CHECK_EQ(s, RA_OK);
+    job.ticket = 1;
+    CHECK_EQ(ra_join(ring, &job, 1, 2), RA_E_NULL);
+    job.ticket = 3;
+    while ((s = ra_join(ring, &job, 0, 2)) > 0) { }
+    CHECK_EQ(s, RA_OK);
+    job.ticket = 2;
+    CHECK_EQ(ra_join(ring, &job, 1, 2), RA_OK);
+    ra_ring_destroy(ring);
+    ra_plan_destroy(plan);
+}
+
 TEST(every_refusal)
 {
     static const int statuses[] = {
@@ -1958,7 +2034,8 @@ int main(int argc, char **argv)
         ENTRY(failed_ring),
         ENTRY(attention), ENTRY(attention_lengths), ENTRY(attention_positions),
         ENTRY(attention_simple), ENTRY(states), ENTRY(allocations),
-        ENTRY(no_allocation_in_a_pass), ENTRY(random_bytes), ENTRY(every_refusal),
+        ENTRY(no_allocation_in_a_pass), ENTRY(random_bytes), ENTRY(strides_together),
+        ENTRY(late_tickets), ENTRY(every_refusal),
     };
     int failed;
     pool = (uint8_t *)small_memory(POOL * 2);
