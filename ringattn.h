@@ -157,7 +157,7 @@ extern "C" {
     X(RA_E_ENUM,        -4, "an unknown constant")                                               \
     X(RA_E_OVERFLOW,    -5, "sizes overflow 64 bits or positions reach RA_MAX_POSITION")         \
     X(RA_E_SHAPE,       -6, "shapes or fields contradict each other")                            \
-    X(RA_E_STRIDE,      -7, "a stride does not suit the element or the rows")                     \
+    X(RA_E_STRIDE,      -7, "a stride does not suit the element or the rows")                    \
     X(RA_E_ALIGN,       -8, "an address is not aligned")                                         \
     X(RA_E_POSITIONS,   -9, "positions contradict layout, mask or row count")                    \
     X(RA_E_UNSUPPORTED,-10, "valid, but not supported by this path")                             \
@@ -222,8 +222,7 @@ enum { RA_ORDER_DESC = 1, RA_ORDER_TURN = 2 };
  * token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one row, token = all
  * heads, batch = all rows of the longest sequence on this rank. The dtype stands in the descriptor.
  * Memory stays the caller's and must stay put and, for inputs, unchanged until the pass is done.
- * Any alignment that suits the element will do. Inputs and outputs may not overlap; q, k and v may.
- * */
+ * Any alignment that suits the element will do. q, k and v may overlap each other, no output. */
 typedef struct ra_in  { const void *data; int64_t batch_stride, token_stride, head_stride; } ra_in;
 typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, head_stride; } ra_out;
 
@@ -475,8 +474,8 @@ typedef struct ra_transport {
     uint32_t max_ops;                  /* most PENDING at once; 0: 2, one send and one receive */
     int32_t  rank, ranks;              /* 0, 0: not told; else checked against the plan */
     size_t   max_msg;                  /* 0: 1 GiB; larger chunks are refused by ra_ring_create */
-    size_t   align;                    /* of buffers, a power of two; 0: 64. More costs more
-                                        * workspace than the plan says */
+    size_t   align;                    /* of buffers for chunks, a power of two; 0: 64. More costs
+                                        * more workspace than the plan says */
     const char *name;                  /* for messages; may be null */
     void    *ctx;                      /* handed to every callback */
 
@@ -522,7 +521,8 @@ typedef struct ra_transport {
     int (*abort)(void *ctx, int why);
 
     /* After abort. RA_OK: no buffer of the ring, and with RA_CAP_SHARED no tensor of this rank,
-     * will be touched again. Anything else: that cannot be said. May block until deadline_ns. */
+     * will be touched again. Anything else: that cannot be said. May block until deadline_ns; may
+     * be called again, and first with a deadline that has passed, which is only to say so. */
     int (*quiesce)(void *ctx, int64_t deadline_ns);
 
     /* Text for a code that a callback returned; may return null. */
