@@ -5243,6 +5243,7 @@ struct ra_ring {
     int32_t unsafe, quiet;             /* of ra_finish: buffers are leaked; it has run */
     int32_t parted;                    /* see ra__ring_out */
     int32_t state, cancelled, aborted; /* state: RA_RING_*; from here on threads share */
+    int32_t threads;                   /* of the plan of the pass */
     int32_t fail_claimed, failed;      /* failed: status, set once `failure` is complete */
     int32_t comm, sched, join, progress, inside;
     int64_t ticket, refused_ticket;
@@ -5392,7 +5393,7 @@ static void ra__ring_event(const ra_ring *r, int32_t kind, int32_t ith, const ra
     e.kind = kind;
     e.rank = r->rank;
     e.thread = ith;
-    e.pass = r->pass;
+    e.pass = ra__load_i64(&r->counters.pass);
     e.end_ns = ra__ring_now(r);
     r->rd.trace(r->rd.trace_ctx, &e);
 }
@@ -7518,6 +7519,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ring->begin_ns = ra__ring_now(ring);
     ra__store_i64(&ring->progress_ns, ring->begin_ns);
     ra__store_i64(&ring->looked_ns, ring->begin_ns);
+    ra__store_i32(&ring->threads, job->plan->d.threads);
     ra__store_i32(&ring->state, RA_RING_RUNNING);
     return RA_OK;
 }
@@ -7617,7 +7619,7 @@ RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nt
 
 /* Sleeps in the transport if that is possible, else for a moment. */
 static void ra__wait_slice(ra_ring *r, int64_t deadline_ns) {
-    int64_t until = ra__ring_now(r) + (r->plan->d.threads > 1 ? 200000 : 2000000);
+    int64_t until = ra__ring_now(r) + (ra__load_i32(&r->threads) > 1 ? 200000 : 2000000);
     if (deadline_ns && deadline_ns < until) until = deadline_ns;
     if (r->has_transport && r->tp.wait && !r->rd.clock_ns && (r->tp.caps & RA_CAP_ANY_THREAD) &&
         ra__cas_i32(&r->comm, 0, 1)) {
