@@ -6191,8 +6191,9 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
     if ((s = ra__ring_alarm(r)) != RA_OK) return s;
     if ((ith == 0 || !r->has_transport || (r->tp.caps & RA_CAP_ANY_THREAD)) &&
         ra__cas_i32(&r->comm, 0, 1)) {
-        if (r->has_transport) moved = ra__ring_comm(r);
-        if (moved == 0 && ra__load_i64(&r->folded) == r->plan->folds && ra__ring_quiet(r))
+        int live = ra__load_i32(&r->state) == RA_RING_RUNNING;     /* it ends under comm alone */
+        if (live && r->has_transport) moved = ra__ring_comm(r);
+        if (live && moved == 0 && ra__load_i64(&r->folded) == r->plan->folds && ra__ring_quiet(r))
             ra__ring_complete(r);
         ra__store_i32(&r->comm, 0);
         if (moved < 0) return moved;
