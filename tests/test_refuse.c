@@ -276,7 +276,7 @@ static const row desc_rows[] = {
     { ONE, D(threads), I32, -1, RA_E_RANGE, "threads" },
     { ONE, D(threads), I32, INT32_MAX, RA_E_RANGE, "threads" },
     { ONE, D(isa), I32, -1, RA_E_ENUM, "isa" },
-    { ONE, D(isa), I32, 4, RA_E_ENUM, "isa" },
+    { ONE, D(isa), I32, 7, RA_E_ENUM, "isa" },
     { ONE, D(reserved[0]), I64, 1, RA_E_RESERVED, "reserved" },
     { ONE, D(reserved[3]), I64, -1, RA_E_RESERVED, "reserved" },
 };
@@ -472,7 +472,7 @@ TEST(isa)
     CHECK_EQ(ra_isa_available(-1), 0);
     CHECK_EQ(ra_isa_available(99), 0);
     CHECK(ra_isa_name(99) && ra_isa_name(-1) && !strcmp(ra_isa_name(RA_ISA_AVX512), "avx512"));
-    for (int isa = RA_ISA_SCALAR; isa <= RA_ISA_AVX512; isa++) {
+    for (int isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) {
         if (ra_isa_available(isa)) continue;
         base_desc(&d, ONE);
         d.isa = isa;

@@ -452,7 +452,7 @@ static inline ra_desc describe(const problem *p, const setup *s, int rank)
     d.buffers = s->buffers;
     d.threads = s->threads;
     d.isa = s->isa;
-    if (s->any_isa) d.isa = RA_ISA_SCALAR + rank % 3;
+    if (s->any_isa) d.isa = RA_ISA_SCALAR + rank % RA_ISA_NEON;
     if (s->any_isa && !ra_isa_available(d.isa)) d.isa = RA_ISA_SCALAR;
     return d;
 }
@@ -1290,7 +1290,7 @@ static inline void random_layout(setup *s, problem *p, h_rng *r, int layout)
 
 static inline int32_t random_isa(h_rng *r)
 {
-    int32_t isa = (int32_t)h_range(r, RA_ISA_AUTO, RA_ISA_AVX512);
+    int32_t isa = (int32_t)h_range(r, RA_ISA_AUTO, RA_ISA_NEON);
     return isa == RA_ISA_AUTO || ra_isa_available(isa) ? isa : RA_ISA_SCALAR;
 }
 
