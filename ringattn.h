@@ -917,9 +917,16 @@ typedef struct ra__panel {
     ra__score score;
 } ra__panel;
 
+/* What the rows of a tile see of its keys: none, some, all. */
+enum { RA__EMPTY, RA__PARTIAL, RA__FULL };
+enum { RA__BATCH = 8 };                /* most blocks of keys that a kernel takes at once */
+
 /* Bytes that a kernel wants: of a panel's q and acc, of scores, and for the copies of 64 keys that
- * it may make. */
-typedef struct ra__bytes { int64_t q, acc, s, k, v; } ra__bytes;
+ * it may make. batch: blocks that it likes to fold in one call. */
+typedef struct ra__bytes {
+    int64_t q, acc, s, k, v;
+    int32_t batch;
+} ra__bytes;
 
 /* Memory of one thread with those sizes, aligned to 64. */
 typedef struct ra__store {
@@ -952,9 +959,11 @@ typedef struct ra__kernel {
     /* acc from and to f32 rows (stride in floats); null src: zero. */
     void (*load_acc)(const ra__panel *p, const float *src, int64_t stride, int32_t dim);
     void (*store_acc)(const ra__panel *p, float *dst, int64_t stride, int32_t dim);
-    /* Folds keys into the panel; s is scratch of the kernel's size. */
-    void (*fold)(const ra__panel *p, const ra__keys *keys, int32_t k_dim, int32_t v_dim,
-                 int32_t partial, float *s);
+    /* Folds `count` blocks into the panel, one after the other, block i being RA__EMPTY (left out),
+     * RA__PARTIAL or RA__FULL by kind[i]; s is scratch of the kernel's size. Bits do not depend on
+     * how blocks are put together. */
+    void (*fold)(const ra__panel *p, const ra__keys *keys, const int8_t *kind, int32_t count,
+                 const ra_desc *d, float *s);
     /* dst row i = acc row i * factor[i], converted (stride in bytes). */
     void (*store_o)(const ra__panel *p, void *dst, int64_t stride, int32_t dtype, int32_t dim,
                     const float *factor);
@@ -1706,20 +1715,28 @@ RA__OP int32_t RA__F(vectors)(int32_t rows) {
     return RA__NT > 2 && rows <= RA__W * (RA__NT / 2) ? RA__NT / 2 : RA__NT;
 }
 
-RA__FN void RA__F(fold)(const ra__panel *p, const ra__keys *keys, int32_t k_dim, int32_t v_dim,
-                        int32_t partial, float *s) {
+RA__FN void RA__F(fold_block)(RA__F(work) *w, int32_t k_dim, int32_t v_dim) {
+    for (w->row = 0; w->row < w->p->rows; w->row += RA__SLAB) {
+        w->nt = RA__F(vectors)(w->p->rows - w->row);
+        RA__F(scores)(w, k_dim);
+        if (w->partial || ra__score_is_modified(&w->p->score)) RA__F(adjust)(w);
+        RA__F(softmax)(w);
+        if (w->partial && !w->keys->v_clean) RA__F(values_dirty)(w, v_dim);
+        else RA__F(values)(w, v_dim);
+    }
+}
+
+RA__FN void RA__F(fold)(const ra__panel *p, const ra__keys *keys, const int8_t *kind,
+                        int32_t count, const ra_desc *d, float *s) {
     RA__F(work) w;
+    int32_t i;
     w.p = p;
-    w.keys = keys;
     w.s = s;
-    w.partial = partial;
-    for (w.row = 0; w.row < p->rows; w.row += RA__SLAB) {
-        w.nt = RA__F(vectors)(p->rows - w.row);
-        RA__F(scores)(&w, k_dim);
-        if (partial || ra__score_is_modified(&p->score)) RA__F(adjust)(&w);
-        RA__F(softmax)(&w);
-        if (partial && !keys->v_clean) RA__F(values_dirty)(&w, v_dim);
-        else RA__F(values)(&w, v_dim);
+    for (i = 0; i < count; i++) {
+        if (kind[i] == RA__EMPTY) continue;
+        w.keys = keys + i;
+        w.partial = kind[i] == RA__PARTIAL;
+        RA__F(fold_block)(&w, d->k_dim, d->v_dim);
     }
 }
 
@@ -1780,6 +1797,7 @@ RA__FN void RA__F(sizes)(ra__bytes *out, const ra_desc *d, int32_t shared) {
     out->q = lane * d->k_dim;
     out->acc = lane * d->v_dim;
     out->s = lane * RA_BLOCK_TOKENS;
+    out->batch = 1;
     out->k = ra__is_copied(d->k_dtype, 0, shared) ? lane * d->k_dim : 0;
     out->v = ra__is_copied(d->v_dtype, 0, shared) && !d->v_in_k ? lane * d->v_dim : 0;
 }
@@ -2522,7 +2540,6 @@ RINGATTN_API const char *ra_isa_name(int32_t isa) {
  * pair of blocks (empty, partial, full). All comparisons of positions happen here and in the
  * kernels. */
 
-enum { RA__EMPTY, RA__PARTIAL, RA__FULL };
 
 /* Rows [row, row + rows) of a shard hold positions pos, pos + stride, ...; with positions from an
  * array pos is unused. */
@@ -4035,30 +4052,34 @@ typedef struct ra__scratch {
     ra__seg seg[RA__PANELS];
     ra__bounds bounds[RA__PANELS];
     int32_t head[RA__PANELS];
-    ra__store store;
+    ra__bytes size;
+    ra__store store;                   /* k, v, pos: of size.batch blocks */
     int32_t *pos;
+    ra__keys keys[RA__BATCH];          /* blocks that wait to be folded */
+    int8_t kind[RA__PANELS][RA__BATCH];
+    int32_t waiting;
 } ra__scratch;
 
 static void ra__store_carve(ra__arena *a, const ra__bytes *size, int32_t shared, ra__store *x) {
     x->shared = shared;
     x->s = (float *)ra__carve(a, size->s);
-    x->k = (uint8_t *)ra__carve(a, size->k);
-    x->v = (uint8_t *)ra__carve(a, size->v);
+    x->k = (uint8_t *)ra__carve(a, size->k * size->batch);
+    x->v = (uint8_t *)ra__carve(a, size->v * size->batch);
 }
 
 static void ra__scratch_carve(ra__arena *a, const ra_desc *d, int32_t panels, ra__scratch *x) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
-    ra__bytes size;
-    ra__kernel_of(d)->sizes(&size, d, panels > 1);
+    ra__kernel_of(d)->sizes(&x->size, d, panels > 1);
     for (int32_t i = 0; i < panels; i++) {
-        x->panel[i].q = (float *)ra__carve(a, size.q);
-        x->panel[i].acc = (float *)ra__carve(a, size.acc);
+        x->panel[i].q = (float *)ra__carve(a, x->size.q);
+        x->panel[i].acc = (float *)ra__carve(a, x->size.acc);
         x->panel[i].m = (float *)ra__carve(a, lane);
         x->panel[i].l = (float *)ra__carve(a, lane);
         x->rows[i] = (ra__rows *)ra__carve(a, (int64_t)sizeof(ra__rows));
     }
-    ra__store_carve(a, &size, panels > 1, &x->store);
-    x->pos = (int32_t *)ra__carve(a, lane);
+    ra__store_carve(a, &x->size, panels > 1, &x->store);
+    x->pos = (int32_t *)ra__carve(a, lane * x->size.batch);
+    x->waiting = 0;
 }
 
 static int64_t ra__scratch_bytes(const ra_desc *d, int32_t panels) {
@@ -4203,34 +4224,41 @@ static ra__keys ra__block_keys(const ra__item *item, int32_t i, const ra__seg *s
     return keys;
 }
 
-/* Folds one block of keys into the panels of a task that see any of it. */
+/* Folds the blocks that wait. */
+static void ra__task_flush(const ra__work *w, const ra__task *t, ra__scratch *x) {
+    for (int32_t j = 0; j < t->count && x->waiting; j++)
+        w->kernel->fold(&x->panel[j], x->keys, x->kind[j], x->waiting, w->d, x->store.s);
+    x->waiting = 0;
+}
+
+/* One block of keys, to be folded into the panels of a task that see any of it. */
 static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item *item, int64_t i,
                            ra__scratch *x, ra__tally *tally) {
+    const int32_t at = x->waiting;
     int64_t first, last;
-    int kind[RA__PANELS], any = 0, partial = 0;
+    int any = 0, partial = 0;
     int32_t which;
     ra__seg s = ra__chunk_block(&item->c, w->order, i, &which);
     const int32_t *pos = item->pos[which];
-    ra__keys keys;
+    ra__store store = x->store;
     if (pos) pos += s.row - item->c.seg[which].row;
     ra__seg_span(&s, pos, &first, &last);
     for (int32_t j = 0; j < t->count; j++) {
-        kind[j] = pos ? RA__PARTIAL : ra__classify(&x->bounds[j], first, last);
-        any |= kind[j] != RA__EMPTY;
-        partial |= kind[j] == RA__PARTIAL;
-        tally->empty += kind[j] == RA__EMPTY;
-        tally->partial += kind[j] == RA__PARTIAL;
-        tally->full += kind[j] == RA__FULL;
+        int kind = pos ? RA__PARTIAL : ra__classify(&x->bounds[j], first, last);
+        x->kind[j][at] = (int8_t)kind;
+        any |= kind != RA__EMPTY;
+        partial |= kind == RA__PARTIAL;
+        tally->empty += kind == RA__EMPTY;
+        tally->partial += kind == RA__PARTIAL;
+        tally->full += kind == RA__FULL;
     }
     if (!any) return;
-    ra__seg_positions(&s, pos, x->pos);
-    keys = ra__block_keys(item, which, &s, t->kv_head, x->pos);
-    w->kernel->prepare(&keys, w->d, &x->store, partial);
-    for (int32_t j = 0; j < t->count; j++) {
-        if (kind[j] == RA__EMPTY) continue;
-        w->kernel->fold(&x->panel[j], &keys, w->d->k_dim, w->d->v_dim, kind[j] == RA__PARTIAL,
-                        x->store.s);
-    }
+    ra__seg_positions(&s, pos, x->pos + at * RA_BLOCK_TOKENS);
+    store.k += at * x->size.k;
+    store.v += at * x->size.v;
+    x->keys[at] = ra__block_keys(item, which, &s, t->kv_head, x->pos + at * RA_BLOCK_TOKENS);
+    w->kernel->prepare(&x->keys[at], w->d, &store, partial);
+    if (++x->waiting == x->size.batch) ra__task_flush(w, t, x);
 }
 
 static void ra__task_save(const ra__work *w, const ra__task *t, const ra__scratch *x, int last) {
@@ -4244,6 +4272,7 @@ static void ra__task_fold(const ra__work *w, const ra__task *t, const ra__item *
                           ra__scratch *x, ra__tally *tally) {
     int64_t blocks = ra__chunk_blocks(&item->c);
     for (int64_t i = 0; i < blocks; i++) ra__task_block(w, t, item, i, x, tally);
+    ra__task_flush(w, t, x);
 }
 
 /* Tasks of a sequence with `blocks` query blocks. */
