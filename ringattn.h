@@ -48,6 +48,7 @@
  *   SCALAR       its operations in plain C
  *   AVX2         its operations on 8 floats
  *   AVX512       its operations on 16 floats
+ *   NEON         its operations on 4 floats
  *   DISPATCH     which instruction sets this processor has
  *   GEOMETRY     positions and masks: who sees whom
  *   SCHEDULE     chunks, their order and how far they travel; proof against deadlock
@@ -86,16 +87,16 @@
  *            -inf. NaN in Q stays in its row; NaN in K or V reaches the rows that see it, no other.
  *            All this also if your program is compiled with -Ofast.
  *
- *                       scalar  AVX2  AVX-512
- *   f32                   +      +      +
- *   f16, bf16 storage     +      +      +     arithmetic f32, widened block by block
- *   every mask            +      +      +
- *   softcap, ALiBi,       +      +      +
+ *                       scalar  AVX2  AVX-512  NEON
+ *   f32                   +      +      +      +
+ *   f16, bf16 storage     +      +      +      +   arithmetic f32, widened block by block
+ *   every mask            +      +      +      +
+ *   softcap, ALiBi,       +      +      +      +
  *     bias, sinks
- *   GQA, Dk != Dv, MLA    +      +      +
- *   decode form           +      +      +     ra_attention up to 4 query rows
- *   gradients             -      -      -
- *   bf16 arithmetic       -      -      -
+ *   GQA, Dk != Dv, MLA    +      +      +      +
+ *   decode form           +      +      +      +   ra_attention up to 4 query rows
+ *   gradients             -      -      -      -
+ *   bf16 arithmetic       -      -      -      -
  *
  * SPDX-License-Identifier: MIT OR Unlicense (both texts at the end)
  */
@@ -852,6 +853,14 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);     /* "avx512"; never null *
 #define RA__X86 0
 #endif
 
+#if defined(__aarch64__) && defined(__ARM_NEON) && !defined(__AARCH64EB__) && \
+    !defined(RINGATTN_SCALAR)
+#define RA__NEON 1
+#include <arm_neon.h>
+#else
+#define RA__NEON 0
+#endif
+
 #ifndef RINGATTN_ASSERT
 #define RINGATTN_ASSERT(x) ((void)0)
 #endif
@@ -870,7 +879,9 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);     /* "avx512"; never null *
 /* Clients compile with -Ofast: from here on arithmetic is IEEE again, and a*b + c is fused only
  * where it says so, or bits would depend on the compiler's mood. */
 #if defined(__clang__)
+#if defined(__x86_64__)                /* clang 14 has it on x86 alone */
 #pragma float_control(precise, on, push)
+#endif
 #pragma STDC FP_CONTRACT OFF
 #pragma clang fp contract(off)
 #else
@@ -2443,6 +2454,105 @@ RA__OP void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
 #undef RA__NT
 #undef RA__NI
 #endif /* RA__X86 */
+
+#if RA__NEON
+/* ========================================================================== NEON
+ * AArch64's Advanced SIMD, which all such processors have: 32 registers of 4 lanes, tiles of 5 keys
+ * and 16 rows (gcc 12 spills with 6 keys: 7 of 48 products' operands). Little endian. */
+#define RA__F(name)  ra__##name##_neon
+#define RA__ISA      RA_ISA_NEON
+#define RA__FN       RA__UNUSED static
+#define RA__OP       RA__INLINE
+#define RA__V        float32x4_t
+#define RA__I        int32x4_t
+#define RA__M        uint32x4_t
+#define RA__W        4
+#define RA__NT       4
+#define RA__NI       5
+
+RA__OP float32x4_t ra__set_neon(float x) { return vdupq_n_f32(x); }
+RA__OP float32x4_t ra__load_neon(const float *p) { return vld1q_f32(p); }
+RA__OP void ra__store_neon(float *p, float32x4_t v) { vst1q_f32(p, v); }
+RA__OP int32x4_t ra__load_int_neon(const int32_t *p) { return vld1q_s32(p); }
+RA__OP float32x4_t ra__load_n_neon(const float *p, int32_t n) {
+    float32x4_t v = vdupq_n_f32(0.0f);
+    memcpy(&v, p, (size_t)n * sizeof *p);
+    return v;
+}
+RA__OP void ra__store_n_neon(float *p, float32x4_t v, int32_t n) {
+    memcpy(p, &v, (size_t)n * sizeof *p);
+}
+RA__OP float32x4_t ra__hold_neon(float32x4_t v) { return v; } /* nothing loads it again */
+RA__OP float32x4_t ra__fma_neon(float32x4_t a, float32x4_t b, float32x4_t c) {
+    return vfmaq_f32(c, a, b);
+}
+RA__OP float32x4_t ra__pick_neon(uint32x4_t m, float32x4_t a, float32x4_t b) {
+    return vbslq_f32(m, a, b);
+}
+RA__OP uint32x4_t ra__less_neon(float32x4_t a, float32x4_t b) { return vcltq_f32(a, b); }
+RA__OP float32x4_t ra__max_neon(float32x4_t a, float32x4_t b) { return vmaxq_f32(a, b); }
+RA__OP float32x4_t ra__abs_neon(float32x4_t a) { return vabsq_f32(a); }
+RA__OP uint32x4_t ra__none_neon(void) { return vdupq_n_u32(0); }
+RA__OP uint32x4_t ra__either_neon(uint32x4_t a, uint32x4_t b) { return vorrq_u32(a, b); }
+RA__OP uint32x4_t ra__within_neon(int32x4_t lo, int32x4_t hi, int32_t k) {
+    int32x4_t v = vdupq_n_s32(k);
+    return vandq_u32(vcleq_s32(lo, v), vcgtq_s32(hi, v));
+}
+RA__OP float32x4_t ra__distance_neon(const int32_t *p, int32_t k) {
+    return vcvtq_f32_s32(vabdq_s32(vld1q_s32(p), vdupq_n_s32(k)));
+}
+RA__OP float32x4_t ra__base_neon(float32x4_t m) {
+    uint32x4_t u = vreinterpretq_u32_f32(m);
+    return vreinterpretq_f32_u32(vbicq_u32(u, vceqq_u32(u, vdupq_n_u32(0xff800000u))));
+}
+/* As ra__exp2_scalar; FMAX returns a NaN if one of its operands is one. */
+RA__OP float32x4_t ra__exp2_neon(float32x4_t x) {
+    float32x4_t magic = vdupq_n_f32(12583039.0f), n, f, p;
+    int32_t i;
+    x = vmaxq_f32(x, vdupq_n_f32(-127.0f));
+    n = x + magic;
+    f = x - (n - magic);
+    p = vdupq_n_f32(ra__exp2_near[6]);
+    RA__UNROLL for (i = 5; i >= 0; i--) p = vfmaq_f32(vdupq_n_f32(ra__exp2_near[i]), p, f);
+    return p * vreinterpretq_f32_s32(vshlq_n_s32(vreinterpretq_s32_f32(n), 23));
+}
+RA__OP float ra__sum_neon(float32x4_t v) { return vaddvq_f32(v); }
+RA__OP int32_t ra__bad_neon(float32x4_t v) {
+    uint32x4_t e = vdupq_n_u32(0x7f800000u);
+    return vmaxvq_u32(vceqq_u32(vandq_u32(vreinterpretq_u32_f32(v), e), e)) != 0;
+}
+RA__OP float32x4_t ra__of_f16_neon(const uint8_t *p) {
+    return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
+}
+RA__OP float32x4_t ra__of_bf16_neon(const uint8_t *p) {
+    return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
+}
+RA__OP void ra__to_f16_neon(uint8_t *p, float32x4_t v) {
+    vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(v)));
+}
+/* As ra__bf16_of_f32. */
+RA__OP void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
+    uint32x4_t u = vreinterpretq_u32_f32(v), high = vshrq_n_u32(u, 16), r;
+    uint32x4_t nan = vcgtq_u32(vandq_u32(u, vdupq_n_u32(0x7fffffffu)), vdupq_n_u32(0x7f800000u));
+    r = vaddq_u32(vandq_u32(high, vdupq_n_u32(1)), vdupq_n_u32(0x7fff));
+    r = vshrq_n_u32(vaddq_u32(u, r), 16);
+    r = vbslq_u32(nan, vorrq_u32(high, vdupq_n_u32(0x40)), r);
+    vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(r)));
+}
+
+#include RINGATTN_SELF
+
+#undef RA__F
+#undef RA__ISA
+#undef RA__FN
+#undef RA__OP
+#undef RA__V
+#undef RA__I
+#undef RA__M
+#undef RA__W
+#undef RA__NT
+#undef RA__NI
+#endif /* RA__NEON */
 #undef RA__BODY
 #undef RA__UNROLL
 #undef RA__UNROLL_2
@@ -2473,6 +2583,19 @@ RA__INLINE uint32_t ra__fp_enter(void) {
     return before;
 }
 RA__INLINE void ra__fp_leave(uint32_t before) { _mm_setcsr(before); }
+#elif RA__NEON
+static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR | 1u << RA_ISA_NEON; }
+
+/* Flushes denormals (FPCR.FZ), returns what was set before. */
+RA__INLINE uint32_t ra__fp_enter(void) {
+    uint64_t before;
+    __asm__ volatile("mrs %0, fpcr" : "=r"(before));
+    __asm__ volatile("msr fpcr, %0" : : "r"(before | 1u << 24));
+    return (uint32_t)before;
+}
+RA__INLINE void ra__fp_leave(uint32_t before) {
+    __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)before));
+}
 #else
 static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR; }
 RA__INLINE uint32_t ra__fp_enter(void) { return 0; }
@@ -2496,6 +2619,9 @@ static const ra__kernel *ra__kernel_f32(int32_t isa) {
     if (isa >= RA_ISA_AVX512 && isa <= RA_ISA_AMX) return &ra__kernel_avx512;
     if (isa == RA_ISA_AVX2) return &ra__kernel_avx2;
 #endif
+#if RA__NEON
+    if (isa == RA_ISA_NEON) return &ra__kernel_neon;
+#endif
     (void)isa;
     return &ra__kernel_scalar;
 }
@@ -2508,7 +2634,7 @@ static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
 
 /* The last of this list that is here. */
 RINGATTN_API int32_t ra_isa_best(void) {
-    static const int32_t order[] = { RA_ISA_AVX2, RA_ISA_AVX512 };
+    static const int32_t order[] = { RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_NEON };
     const uint32_t found = ra__isa_detect();
     int32_t best = RA_ISA_SCALAR;
     for (size_t i = 0; i < sizeof order / sizeof order[0]; i++)
@@ -7850,12 +7976,13 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
 #ifdef __cplusplus
 }
 #endif
-#if defined(__clang__)
-#pragma float_control(pop)
-#else
+#if !defined(__clang__)
 #pragma GCC pop_options
+#elif defined(__x86_64__)
+#pragma float_control(pop)
 #endif
 #undef RA__X86
+#undef RA__NEON
 #undef RA__INLINE
 #undef RA__NOINLINE
 #undef RA__UNUSED
