@@ -30,10 +30,10 @@
  * others only include. Link with -lpthread (not with RINGATTN_NO_THREADS). No -m flags are needed:
  * kernels are compiled for every instruction set and chosen when the program runs.
  *
- * What it does not do: it computes attention forward; no gradients, no projections, no RoPE (rotate
- * before you cache), no tensor or pipeline parallelism (they go on around it), no networking of its
- * own beyond threads. Below about 8K tokens a shard per rank gains nothing. Rings and worlds made
- * before a fork() are not for the child; not from signal handlers, not under thread
+ * What it does not do: it computes attention, forward and, on one rank, backward; no projections,
+ * no RoPE (rotate before you cache), no tensor or pipeline parallelism (they go on around it), no
+ * networking of its own beyond threads. Below about 8K tokens a shard per rank gains nothing. Rings
+ * and worlds made before a fork() are not for the child; not from signal handlers, not under thread
  * cancellation.
  *
  * Contents. Each room uses only rooms above it.
@@ -55,11 +55,12 @@
  *   TRANSPORT    checks and defaults of transports; the ring of one
  *   SHM          the bundled world: ranks as threads
  *   FORWARD      query rows against one chunk, with our kernels or somebody else's
+ *   BACKWARD     gradients of query rows and of the keys of one chunk
  *   PLAN         checks of a descriptor and the figures of a plan
  *   RING         one rank's pass as a state machine
  *   ESTIMATE     how long a context fits, how large a block hides a hop
  *   TENSORS      checks of a call's tensors
- *   LOCAL        one rank, one call: block mathematics, attention, decoding
+ *   LOCAL        one rank, one call: block mathematics, attention, decoding, gradients
  *   PUBLIC       the entry points of plans, rings and passes
  *
  * Configuration, defined before the include that has the implementation:
@@ -95,7 +96,7 @@
  *     bias, sinks
  *   GQA, Dk != Dv, MLA    +      +      +      +
  *   decode form           +      +      +      +   ra_attention up to 4 query rows
- *   gradients             -      -      -      -
+ *   gradients, dropout    +      +      +      +   ra_attention_backward
  *   bf16 arithmetic       -      -      -      -
  *
  * SPDX-License-Identifier: MIT OR Unlicense (both texts at the end)
@@ -217,6 +218,7 @@ enum { RA_LAYOUT_UNSET, RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPE
        RA_LAYOUT_ARRAY };
 enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };
 enum { RA_ORDER_DESC = 1, RA_ORDER_TURN = 2 };
+enum { RA_OP_FORWARD = 0, RA_OP_TRAIN = 1 };
 
 /* -------------------------------------------------------------------------- views
  * Element (b, t, h, d) lies at data + b*batch_stride + t*token_stride + h*head_stride + d*element.
@@ -326,6 +328,13 @@ typedef struct ra_desc {
     float scale;                       /* a score is scaled, 0: 1/sqrt(Dk), else positive; */
     float softcap;                     /* then capped: s = cap * tanh(s / cap); 0: off; then ALiBi
                                         * and bias are added */
+    int32_t op;                        /* RA_OP_*: TRAIN if backward calls are to come */
+    int32_t grad_dtype;                /* TRAIN: 0, RA_F32: t.d_q, d_k, d_v are f32 and added to;
+                                        * RA_F16, RA_BF16: of this dtype and written */
+    float dropout;                     /* TRAIN: probability in [0, 1) that a weight of the softmax
+                                        * is dropped, others are times 1 / (1 - dropout). 0: off.
+                                        * Which ones follows from t.seed, sequence, head and
+                                        * positions alone; LSE is of all of them. */
     int32_t chunk_tokens;              /* keys a message; 0: 1/32 of a shard, at least 1024, at
                                         * most 4096. Rounded up to blocks (zigzag: to mirrored
                                         * pairs) */
@@ -352,6 +361,15 @@ typedef struct ra_bias {
     int64_t keys;                      /* required: positions from here on have bias 0 */
 } ra_bias;
 
+/* Gradient of the bias, f32, added to: laid out as ra_bias, with strides of its own. With
+ * row_stride 0 it is summed over rows, with key_stride 0 over keys, not with both. Sequences and
+ * heads must lie apart (if there are several): sum over those yourself. */
+typedef struct ra_bias_out {
+    float *data;
+    int64_t batch_stride, head_stride, row_stride, key_stride;       /* bytes, multiples of 4 */
+    int64_t keys;                      /* required: keys from this position on are left out */
+} ra_bias_out;
+
 typedef struct ra_tensors {
     ra_in  q, k, v;                    /* [B][rows of this rank][Hq or Hkv][Dk or Dv] */
     ra_out o;                          /* [B][rows][Hq][Dv], written whole. If f32 the running sums
@@ -363,6 +381,14 @@ typedef struct ra_tensors {
     const float *alibi;                /* [Hq] slope: score - slope * |p - key position| */
     const float *sinks;                /* [Hq] one logit a head, in the denominator once a row */
     ra_bias bias;
+    uint64_t seed;                     /* of dropout: the same forward and backward, on all ranks */
+    /* Of backward calls alone, which also read o and lse as forward left them. A gradient that is
+     * not wanted is {0} or null, and saves its share of the work. */
+    ra_in  d_o;                        /* [B][rows][Hq][Dv], of o_dtype: the gradient of o */
+    ra_out d_q, d_k, d_v;              /* as q, k, v, of grad_dtype. v_in_k: d_v stays {0} and d_k
+                                        * receives both */
+    float *d_sinks;                    /* [Hq] added to: the part of this rank's rows */
+    ra_bias_out d_bias;
     int64_t reserved;
 } ra_tensors;
 
@@ -387,6 +413,23 @@ RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_ten
 RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into, const ra_state *from);
 /* Applies t->sinks, divides, writes t->o and, if given, t->lse. */
 RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, const ra_tensors *t);
+
+/* delta [B][tokens][Hq], packed: the sum over Dv of t->o times t->d_o, which every block of the
+ * backward pass needs. */
+RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *delta);
+
+/* Sums of gradients, f32, packed, added to; null: not wanted. */
+typedef struct ra_grads {
+    float *d_q;                        /* [B][tokens][Hq][Dk] */
+    float *d_k;                        /* [B][kv_tokens][Hkv][Dk]; v_in_k: receives both */
+    float *d_v;                        /* [B][kv_tokens][Hkv][Dv]; v_in_k: null */
+} ra_grads;
+/* Adds to g what the keys t->k, t->v at t->k_pos contribute, for the queries t->q at t->q_pos with
+ * the gradient t->d_o and the LSE t->lse of all keys together; and to t->d_bias if given. t->o,
+ * t->d_q, t->d_k, t->d_v and t->d_sinks are not used. Order fixes the bits: call in the order in
+ * which forward folded. workspace as in ra_attention_backward with nth = 1. */
+RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, const float *delta,
+                                        const ra_grads *g, void *workspace, size_t bytes);
 
 /* Merges normalised partial results of two sets of keys, (o, lse) = (o, lse) + (o2, lse2): o
  * [rows][dim], lse [rows], natural log. (anything, -inf) is neutral; on both sides: (0, -inf).
@@ -415,6 +458,17 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
  * wide). */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
+
+/* Gradients of t->q, t->k, t->v, t->sinks and t->bias, as far as asked for, from t->d_o and from
+ * t->o and t->lse as ra_attention (or a ring) left them. Threads as in ra_attention: none waits for
+ * another, bits do not depend on nth. Each gradient is summed in f32 from 0 in the workspace and
+ * added once to the caller's, or written. Rows without keys give zeros. d.op must be RA_OP_TRAIN;
+ * dropout with the seed of forward. workspace: ra_attention_backward_bytes(d, nth) bytes aligned to
+ * 64, required; it is about nth (tokens Hq / Hkv Dk + kv_tokens (Dk + Dv)) floats. Sequences times
+ * kv heads are shared among threads first; where they do not go round, some work is done twice. */
+RINGATTN_API size_t    ra_attention_backward_bytes(const ra_desc *d, int nth); /* 0: d is refused */
+RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors *t,
+                                             void *workspace, size_t bytes, int ith, int nth);
 
 /* ========================================================================== L3: transports
  * (declared before L2, which takes one; skip to L2 if the bundled world is enough)
@@ -918,14 +972,23 @@ typedef struct ra__score {
     int64_t bias_keys;                 /* key positions from here on have bias 0 */
 } ra__score;
 
+/* Dropout: which weights become 0, the others are multiplied by `keep`. See ra__drop_apply. */
+typedef struct ra__drop {
+    uint64_t seed;
+    uint32_t head, sequence;
+    uint32_t least;                    /* random words below it drop; 0: off */
+    float keep;                        /* 1 / (1 - probability) */
+} ra__drop;
+
 /* Up to 64 query rows of one head, in the kernel's own layout: q [Dk x 64], acc [Dv x 64] floats,
  * aligned to 64, opaque outside the kernel; m, l [64] plain. A row's bits depend on it alone. */
 typedef struct ra__panel {
     float *q, *acc, *m, *l;
     int32_t rows;
     float factor;                      /* of q k: scale * log2 e, under a softcap scale */
-    const ra__rows *geo;               /* used in partial tiles and for ALiBi */
+    const ra__rows *geo;               /* used in partial tiles, for ALiBi and dropout */
     ra__score score;
+    ra__drop drop;
 } ra__panel;
 
 /* What the rows of a tile see of its keys: none, some, all. */
@@ -956,6 +1019,34 @@ typedef struct ra__keys {
                                         * full and neither ALiBi nor bias is on */
 } ra__keys;
 
+/* Rows of one head as stored: stride in bytes, dim elements of dtype. */
+typedef struct ra__source { const uint8_t *data; int64_t stride; int32_t dtype, dim; } ra__source;
+
+/* A panel of backward. Its p.q is Q as in forward, p.acc the sums of dQ [Dk x 64], p.m the row's
+ * LSE times log2(e), +inf for a row without keys, p.l the row's delta. */
+typedef struct ra__back_panel {
+    ra__panel p;
+    float *g;                          /* dO, laid out like p.q [Dv x 64] */
+    float *q_rows, *g_rows;            /* Q and dO by rows, in the kernel's own layout */
+    int32_t clean;                     /* 1: no NaN or infinity in Q and dO; by load_back */
+    uint8_t *d_bias;                   /* of this head and row 0 of the block, or null */
+    int64_t d_bias_row_stride, d_bias_key_stride, d_bias_keys;
+} ra__back_panel;
+
+/* Backward of one panel against one block of keys. Scratch: [64 keys][64 rows] floats each. */
+typedef struct ra__tile {
+    const ra__back_panel *x;
+    const ra__keys *keys;
+    int32_t k_dim, v_dim, partial;
+    int32_t k_clean;                   /* 1: no NaN or infinity in K; used in partial tiles */
+    int32_t want_q;                    /* 1: add to dQ */
+    float scale;
+    float *dk, *dv;                    /* sums of these keys' rows; null: not wanted */
+    int64_t dk_stride, dv_stride;      /* floats from row to row */
+    float *p, *ds;                     /* weights, and the gradient of scores */
+    float *cap, *drop;                 /* 1 - tanh^2 under a softcap; factors of dropout */
+} ra__tile;
+
 typedef struct ra__kernel {
     int32_t isa;
     void (*sizes)(ra__bytes *out, const ra_desc *d, int32_t shared);
@@ -982,6 +1073,13 @@ typedef struct ra__kernel {
      * geo. */
     void (*fold_row)(const ra__panel *p, const ra__keys *keys, int32_t k_dim, int32_t v_dim,
                      int32_t partial);
+    /* Packs p.rows rows of Q and dO. q_rows and g_rows hold 64 rows of dims rounded up to 64. */
+    void (*load_back)(ra__back_panel *x, const ra__source *q, const ra__source *g);
+    /* delta[row] = sum of o[row] g[row] for `rows` rows. */
+    void (*deltas)(float *delta, const ra__source *o, const ra__source *g, int32_t rows);
+    /* 1 if rows x dim floats (stride in floats) hold no NaN and no infinity. */
+    int32_t (*finite)(const float *src, int64_t stride, int32_t rows, int32_t dim);
+    void (*fold_back)(const ra__tile *x);
 } ra__kernel;
 
 /* ========================================================================== CLOCK
@@ -1419,6 +1517,74 @@ RA__INLINE int32_t ra__is_copied(int32_t dtype, int64_t stride, int32_t shared) 
     return dtype != RA_F32 || (shared && stride % RA__ALIAS == 0);
 }
 
+/* Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC
+ * 2011. x: the counter, then four random words. */
+RA__INLINE void ra__philox(uint32_t x[4], uint64_t seed) {
+    uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
+    int32_t i;
+    for (i = 0; i < 10; i++) {
+        const uint64_t a = (uint64_t)x[0] * 0xd2511f53u, b = (uint64_t)x[2] * 0xcd9e8d57u;
+        x[0] = (uint32_t)(b >> 32) ^ x[1] ^ key0;
+        x[1] = (uint32_t)b;
+        x[2] = (uint32_t)(a >> 32) ^ x[3] ^ key1;
+        x[3] = (uint32_t)a;
+        key0 += 0x9e3779b9u;
+        key1 += 0xbb67ae85u;
+    }
+}
+
+/* Multiplies the weights s [keys][stride], rows [row, row + n) of the panel, by 0 or `keep`. The
+ * counter is (key position / 4, query position, head, sequence) and the key's last two bits choose
+ * the word, so nothing else decides. */
+static RA__UNUSED void ra__drop_apply(const ra__panel *p, const ra__keys *keys, int32_t row,
+                                      int32_t n, float *s, int32_t stride) {
+    uint32_t word[RA_BLOCK_TOKENS][4];
+    const ra__drop *x = &p->drop;
+    int32_t i, j, last = -1;
+    for (j = 0; j < keys->n; j++) {
+        const int32_t pos = keys->pos[j];
+        if (pos < 0) continue;
+        for (i = 0; i < n && (last < 0 || pos >> 2 != last >> 2); i++) {
+            word[i][0] = (uint32_t)pos >> 2;
+            word[i][1] = (uint32_t)p->geo->pos[row + i];
+            word[i][2] = x->head;
+            word[i][3] = x->sequence;
+            ra__philox(word[i], x->seed);
+        }
+        last = pos;
+        for (i = 0; i < n; i++)
+            s[j * stride + i] *= word[i][pos & 3] < x->least ? 0.0f : x->keep;
+    }
+}
+
+/* Adds the gradient of scores ds [keys][64] to the caller's gradient of the bias. Sums of a row or
+ * of a key over the block, where those are broadcast, start at 0. */
+static RA__UNUSED void ra__bias_back(const ra__back_panel *x, const ra__keys *keys,
+                                     const float *ds) {
+    const int32_t one_key = x->d_bias_key_stride == 0, one_row = x->d_bias_row_stride == 0;
+    float of_key[RA_BLOCK_TOKENS] = {0}, of_row[RA_BLOCK_TOKENS] = {0};
+    int32_t r, j;
+    for (j = 0; j < keys->n; j++) {
+        const int64_t pos = keys->pos[j];
+        if (pos < 0 || pos >= x->d_bias_keys) continue;
+        for (r = 0; r < x->p.rows; r++) {
+            float *to = one_row ? &of_key[j] : one_key ? &of_row[r] :
+                        (float *)(void *)(x->d_bias + r * x->d_bias_row_stride +
+                                          pos * x->d_bias_key_stride);
+            *to += ds[j * RA_BLOCK_TOKENS + r];
+        }
+        if (one_row) *(float *)(void *)(x->d_bias + pos * x->d_bias_key_stride) += of_key[j];
+    }
+    for (r = 0; one_key && r < x->p.rows; r++)
+        *(float *)(void *)(x->d_bias + r * x->d_bias_row_stride) += of_row[r];
+}
+
+/* 1 if the row sees the position k. */
+RA__INLINE int32_t ra__row_sees(const ra__rows *geo, int32_t row, int32_t k) {
+    return k >= 0 && ((geo->lo[row] <= k && k < geo->hi[row]) ||
+                      (geo->doc[row] <= k && k < geo->keep[row]));
+}
+
 /* 1 if the score needs more than the dot product. */
 RA__INLINE int32_t ra__score_is_modified(const ra__score *score) {
     return score->softcap != 0.0f || score->slope != 0.0f || score->bias;
@@ -1732,6 +1898,8 @@ RA__FN void RA__F(fold_block)(RA__F(work) *w, int32_t k_dim, int32_t v_dim) {
         RA__F(scores)(w, k_dim);
         if (w->partial || ra__score_is_modified(&w->p->score)) RA__F(adjust)(w);
         RA__F(softmax)(w);
+        if (w->p->drop.least)
+            ra__drop_apply(w->p, w->keys, w->row, w->nt * RA__W, w->s, RA__SLAB);
         if (w->partial && !w->keys->v_clean) RA__F(values_dirty)(w, v_dim);
         else RA__F(values)(w, v_dim);
     }
@@ -2057,9 +2225,418 @@ RA__FN void RA__F(fold_row)(const ra__panel *p, const ra__keys *keys, int32_t k_
     RA__F(row_values)(&r, v_dim);
 }
 
+/* ---- backward: lanes are query rows for S, dP and dQ, columns for dK and dV.
+ *
+ * With p = 2^(s - LSE) and delta = sum over Dv of O dO (FlashAttention-2, arXiv 2307.08691, section
+ * 3.2), per tile, all transposed to [keys][64 rows]:
+ *   S = K Q^T,  P = 2^(S - LSE),  dP = V dO^T,  dS = P (dP - delta) scale
+ *   dQ^T += K^T dS,  dV += P dO,  dK += dS Q
+ * Sums over a tile start at 0, as in forward. Where a row does not see a key P and dS are 0 by
+ * selection, so that what it has in dP counts for nothing; and where K, Q or dO hold a NaN or an
+ * infinity each product is selected instead, as forward did for V. */
+
+/* c[i][t] += sum over k < depth of a[i * row + k * step] b[k * b_step + t]. */
+typedef struct RA__F(chain) {
+    const float *a, *b;
+    int64_t row, step;
+    int32_t b_step, depth;
+} RA__F(chain);
+
+RA__OP void RA__F(clear)(RA__V (*c)[RA__NT], const int32_t ni) {
+    int32_t i, t;
+    RA__UNROLL for (i = 0; i < ni; i++)
+        RA__UNROLL for (t = 0; t < RA__NT; t++) c[i][t] = RA__F(set)(0.0f);
+}
+
+RA__OP void RA__F(follow)(const RA__F(chain) *x, RA__V (*c)[RA__NT], const int32_t ni) {
+    const float *a = x->a, *b = x->b;
+    const int64_t row = x->row, step = x->step;
+    const int32_t b_step = x->b_step;
+    int32_t k, i, t;
+    RA__UNROLL_2 for (k = 0; k < x->depth; k++, a += step, b += b_step) {
+        RA__V y[RA__NT];
+        RA__UNROLL for (t = 0; t < RA__NT; t++) y[t] = RA__F(hold)(RA__F(load)(b + t * RA__W));
+        RA__UNROLL for (i = 0; i < ni; i++) {
+            RA__V z = RA__F(set)(a[i * row]);
+            RA__UNROLL for (t = 0; t < RA__NT; t++) c[i][t] = RA__F(fma)(z, y[t], c[i][t]);
+        }
+    }
+}
+
+/* Products of ni rows of keys (stride in floats) with one slab of packed rows [dim][RA__SLAB], in
+ * pieces of RA__DEPTH as in forward; sum [ni][64] is where the pieces meet. */
+RA__OP void RA__F(back_dots)(RA__F(chain) *x, int32_t dim, float *sum, RA__V (*c)[RA__NT],
+                             const int32_t ni) {
+    int32_t d, i, t;
+    x->step = 1;
+    x->b_step = RA__SLAB;
+    for (d = 0;; d += RA__DEPTH) {
+        x->depth = dim - d < RA__DEPTH ? dim - d : RA__DEPTH;
+        RA__F(clear)(c, ni);
+        RA__F(follow)(x, c, ni);
+        RA__UNROLL for (i = 0; i < ni; i++)
+            RA__UNROLL for (t = 0; t < RA__NT; t++)
+                if (d > 0) c[i][t] = c[i][t] + RA__F(load)(sum + i * RA_BLOCK_TOKENS + t * RA__W);
+        if (dim - d <= RA__DEPTH) break;
+        RA__UNROLL for (i = 0; i < ni; i++)
+            RA__UNROLL for (t = 0; t < RA__NT; t++)
+                RA__F(store)(sum + i * RA_BLOCK_TOKENS + t * RA__W, c[i][t]);
+        x->a += RA__DEPTH;
+        x->b += RA__DEPTH * RA__SLAB;
+    }
+}
+
+/* Scores of ni keys from key j on for the slab at `row`; weights unless they need changing. */
+RA__OP void RA__F(back_score_tile)(const ra__tile *x, int32_t row, int32_t j, int32_t general,
+                                   const int32_t ni) {
+    const ra__panel *p = &x->x->p;
+    float *to = x->p + j * RA_BLOCK_TOKENS + row;
+    RA__F(chain) chain;
+    RA__V c[8][RA__NT], lse;
+    int32_t i, t;
+    chain.a = ra__key_row(x->keys, j);
+    chain.row = x->keys->k_stride / 4;
+    chain.b = p->q + (int64_t)row * x->k_dim;
+    RA__F(back_dots)(&chain, x->k_dim, to, c, ni);
+    RA__UNROLL for (t = 0; t < RA__NT; t++) {
+        lse = RA__F(load)(p->m + row + t * RA__W);
+        RA__UNROLL for (i = 0; i < ni; i++) {
+            if (!general) c[i][t] = RA__F(exp2)(c[i][t] - lse);
+            RA__F(store)(to + i * RA_BLOCK_TOKENS + t * RA__W, c[i][t]);
+        }
+    }
+}
+
+RA__PART void RA__F(back_scores)(const ra__tile *x, int32_t general) {
+    int32_t row, j, n = x->keys->n;
+    for (row = 0; row < x->x->p.rows; row += RA__SLAB) {
+        for (j = 0; n - j >= RA__NI; j += RA__NI)
+            RA__F(back_score_tile)(x, row, j, general, RA__NI);
+        for (; RA__NI > 4 && n - j >= 4; j += 4) RA__F(back_score_tile)(x, row, j, general, 4);
+        for (; j < n; j++) RA__F(back_score_tile)(x, row, j, general, 1);
+    }
+}
+
+/* dP of ni keys from key j on, from which dS unless that needs changing. */
+RA__OP void RA__F(back_slope_tile)(const ra__tile *x, int32_t row, int32_t j, int32_t general,
+                                   const int32_t ni) {
+    const ra__panel *p = &x->x->p;
+    const float *from = x->p + j * RA_BLOCK_TOKENS + row;
+    float *to = x->ds + j * RA_BLOCK_TOKENS + row;
+    RA__V c[8][RA__NT], delta, scale = RA__F(set)(x->scale);
+    RA__F(chain) chain;
+    int32_t i, t;
+    chain.a = ra__value_row(x->keys, j);
+    chain.row = x->keys->v_stride / 4;
+    chain.b = x->x->g + (int64_t)row * x->v_dim;
+    RA__F(back_dots)(&chain, x->v_dim, to, c, ni);
+    RA__UNROLL for (t = 0; t < RA__NT; t++) {
+        delta = RA__F(load)(p->l + row + t * RA__W);
+        RA__UNROLL for (i = 0; i < ni; i++) {
+            const int32_t at = i * RA_BLOCK_TOKENS + t * RA__W;
+            if (!general) c[i][t] = RA__F(load)(from + at) * (c[i][t] - delta) * scale;
+            RA__F(store)(to + at, c[i][t]);
+        }
+    }
+}
+
+RA__PART void RA__F(back_slopes)(const ra__tile *x, int32_t general) {
+    int32_t row, j, n = x->keys->n;
+    for (row = 0; row < x->x->p.rows; row += RA__SLAB) {
+        for (j = 0; n - j >= RA__NI; j += RA__NI)
+            RA__F(back_slope_tile)(x, row, j, general, RA__NI);
+        for (; RA__NI > 4 && n - j >= 4; j += 4) RA__F(back_slope_tile)(x, row, j, general, 4);
+        for (; j < n; j++) RA__F(back_slope_tile)(x, row, j, general, 1);
+    }
+}
+
+/* Scores in x->p become weights, for rows [row, row + RA__W): modified, 0 where not seen. */
+RA__PART void RA__F(back_weights)(const ra__tile *x, int32_t row) {
+    const ra__panel *p = &x->x->p;
+    const ra__score *score = &p->score;
+    const int32_t modified = ra__score_is_modified(score);
+    RA__V lse = RA__F(load)(p->m + row), none = RA__F(set)(0.0f), bias = none, s, y;
+    int32_t j;
+    for (j = 0; j < x->keys->n; j++) {
+        const int32_t pos = x->keys->pos[j], at = j * RA_BLOCK_TOKENS + row;
+        s = RA__F(load)(x->p + at);
+        if (score->softcap != 0.0f) {  /* 0 where not seen: 0 times NaN is NaN */
+            y = RA__F(tanh)(s * RA__F(set)(1.0f / score->softcap));
+            y = RA__F(set)(1.0f) - y * y;
+            if (x->partial) y = RA__F(pick)(RA__F(sees)(p->geo, row, pos), y, none);
+            RA__F(store)(x->cap + at, y);
+        }
+        if (modified) {
+            if (score->bias) bias = RA__F(vector_bias)(p, row, pos);
+            s = RA__F(modify)(score, s, RA__F(distance)(p->geo->pos + row, pos), bias);
+        }
+        s = RA__F(exp2)(s - lse);
+        if (x->partial) s = RA__F(pick)(RA__F(sees)(p->geo, row, pos), s, none);
+        RA__F(store)(x->p + at, s);
+    }
+}
+
+/* dP in x->ds becomes dS without scale, for rows [row, row + RA__W): 0 where not seen. Dropout: the
+ * loss sees only what is left of a weight, so dP is dropped like it; dV takes what is left. */
+RA__PART void RA__F(back_changes)(const ra__tile *x, int32_t row) {
+    const ra__panel *p = &x->x->p;
+    RA__V delta = RA__F(load)(p->l + row), none = RA__F(set)(0.0f), w, g, drop;
+    int32_t j;
+    for (j = 0; j < x->keys->n; j++) {
+        const int32_t at = j * RA_BLOCK_TOKENS + row;
+        w = RA__F(load)(x->p + at);
+        g = RA__F(load)(x->ds + at);
+        if (p->drop.least) {
+            drop = RA__F(load)(x->drop + at);
+            g = g * drop;
+            RA__F(store)(x->p + at, w * drop);
+        }
+        g = w * (g - delta);
+        if (x->partial) g = RA__F(pick)(RA__F(sees)(p->geo, row, x->keys->pos[j]), g, none);
+        RA__F(store)(x->ds + at, g);
+    }
+}
+
+/* dS gets its factors. */
+RA__PART void RA__F(back_scale)(const ra__tile *x) {
+    const int32_t n = x->keys->n * RA_BLOCK_TOKENS, capped = x->x->p.score.softcap != 0.0f;
+    RA__V scale = RA__F(set)(x->scale), g;
+    int32_t i;
+    for (i = 0; i < n; i += RA__W) {
+        g = RA__F(load)(x->ds + i) * scale;
+        if (capped) g = g * RA__F(load)(x->cap + i);
+        RA__F(store)(x->ds + i, g);
+    }
+}
+
+/* ni dims of dQ from dim d on, of the slab at `row`. */
+RA__OP void RA__F(back_query_tile)(const ra__tile *x, int32_t row, int32_t d, const int32_t ni) {
+    float *acc = x->x->p.acc + (int64_t)row * x->k_dim + d * RA__SLAB;
+    RA__F(chain) chain;
+    RA__V c[8][RA__NT];
+    int32_t i, t;
+    chain.a = ra__key_row(x->keys, 0) + d;
+    chain.row = 1;
+    chain.step = x->keys->k_stride / 4;
+    chain.b = x->ds + row;
+    chain.b_step = RA_BLOCK_TOKENS;
+    chain.depth = x->keys->n;
+    RA__F(clear)(c, ni);
+    RA__F(follow)(&chain, c, ni);
+    RA__UNROLL for (i = 0; i < ni; i++)
+        RA__UNROLL for (t = 0; t < RA__NT; t++) {
+            float *to = acc + i * RA__SLAB + t * RA__W;
+            RA__F(store)(to, RA__F(load)(to) + c[i][t]);
+        }
+}
+
+RA__PART void RA__F(back_queries)(const ra__tile *x) {
+    int32_t row, d, n = x->k_dim;
+    for (row = 0; row < x->x->p.rows; row += RA__SLAB) {
+        for (d = 0; n - d >= RA__NI; d += RA__NI) RA__F(back_query_tile)(x, row, d, RA__NI);
+        for (; RA__NI > 4 && n - d >= 4; d += 4) RA__F(back_query_tile)(x, row, d, 4);
+        for (; d < n; d++) RA__F(back_query_tile)(x, row, d, 1);
+    }
+}
+
+/* As back_queries, for K that holds NaN or infinities which not every row sees. */
+RA__PART void RA__F(back_queries_dirty)(const ra__tile *x) {
+    const ra__keys *keys = x->keys;
+    int32_t row, d, j, t;
+    for (row = 0; row < x->x->p.rows; row += RA__SLAB)
+        for (d = 0; d < x->k_dim; d++)
+            for (t = 0; t < RA__NT; t++) {
+                float *to = x->x->p.acc + (int64_t)row * x->k_dim + d * RA__SLAB + t * RA__W;
+                RA__V sum = RA__F(set)(0.0f);
+                for (j = 0; j < keys->n; j++) {
+                    const int32_t at = row + t * RA__W;
+                    RA__V k = RA__F(set)(ra__key_row(keys, j)[d]);
+                    RA__V next = RA__F(fma)(k, RA__F(load)(x->ds + j * RA_BLOCK_TOKENS + at), sum);
+                    sum = RA__F(pick)(RA__F(sees)(x->x->p.geo, at, keys->pos[j]), next, sum);
+                }
+                RA__F(store)(to, RA__F(load)(to) + sum);
+            }
+}
+
+/* What dK and dV have in common: to[j] += sum over rows of a[j][row] rows[row]. */
+typedef struct RA__F(outer) {
+    const ra__tile *x;
+    const float *a, *rows;             /* [keys][64], and packed rows: see pack_rows */
+    float *to;
+    int64_t stride;
+    int32_t dim;
+} RA__F(outer);
+
+/* to[n] += c, n up to a whole slab. */
+RA__OP void RA__F(back_add)(float *to, const RA__V *c, int32_t n) {
+    int32_t t;
+    if (n >= RA__SLAB) {
+        RA__UNROLL for (t = 0; t < RA__NT; t++)
+            RA__F(store)(to + t * RA__W, RA__F(load)(to + t * RA__W) + c[t]);
+        return;
+    }
+    RA__UNROLL for (t = 0; t < RA__NT; t++) {
+        const int32_t rest = n - t * RA__W, m = rest > RA__W ? RA__W : rest;
+        if (m > 0)
+            RA__F(store_n)(to + t * RA__W, RA__F(load_n)(to + t * RA__W, m) + c[t], m);
+    }
+}
+
+/* ni keys from key j on, a slab of columns from column d on. */
+RA__OP void RA__F(back_key_tile)(const RA__F(outer) *o, int32_t d, int32_t j, const int32_t ni) {
+    RA__F(chain) chain;
+    RA__V c[8][RA__NT];
+    int32_t i;
+    chain.a = o->a + j * RA_BLOCK_TOKENS;
+    chain.row = RA_BLOCK_TOKENS;
+    chain.step = 1;
+    chain.b = o->rows + (int64_t)d * RA_BLOCK_TOKENS;
+    chain.b_step = RA__SLAB;
+    chain.depth = o->x->x->p.rows;
+    RA__F(clear)(c, ni);
+    RA__F(follow)(&chain, c, ni);
+    RA__UNROLL for (i = 0; i < ni; i++)
+        RA__F(back_add)(o->to + (j + i) * o->stride + d, c[i], o->dim - d);
+}
+
+RA__PART void RA__F(back_keys)(const RA__F(outer) *o) {
+    int32_t d, j, n = o->x->keys->n;
+    for (d = 0; d < o->dim; d += RA__SLAB) {
+        for (j = 0; n - j >= RA__NI; j += RA__NI) RA__F(back_key_tile)(o, d, j, RA__NI);
+        for (; RA__NI > 4 && n - j >= 4; j += 4) RA__F(back_key_tile)(o, d, j, 4);
+        for (; j < n; j++) RA__F(back_key_tile)(o, d, j, 1);
+    }
+}
+
+/* As back_keys, for Q or dO with NaN or infinities in rows that do not see every key. */
+RA__PART void RA__F(back_keys_dirty)(const RA__F(outer) *o) {
+    const ra__panel *p = &o->x->x->p;
+    int32_t d, j, r, t;
+    for (d = 0; d < o->dim; d += RA__SLAB)
+        for (j = 0; j < o->x->keys->n; j++) {
+            const float *from = o->rows + (int64_t)d * RA_BLOCK_TOKENS;
+            RA__V c[1][RA__NT];
+            RA__F(clear)(c, 1);
+            for (r = 0; r < p->rows; r++, from += RA__SLAB) {
+                RA__V a = RA__F(set)(o->a[j * RA_BLOCK_TOKENS + r]);
+                if (!ra__row_sees(p->geo, r, o->x->keys->pos[j])) continue;
+                for (t = 0; t < RA__NT; t++)
+                    c[0][t] = RA__F(fma)(a, RA__F(load)(from + t * RA__W), c[0][t]);
+            }
+            RA__F(back_add)(o->to + j * o->stride + d, c[0], o->dim - d);
+        }
+}
+
+RA__FN void RA__F(back_outer)(const RA__F(outer) *o) {
+    if (o->x->partial && !o->x->x->clean) RA__F(back_keys_dirty)(o);
+    else RA__F(back_keys)(o);
+}
+
+/* The passes between the products, where they are not the plain ones. */
+RA__FN void RA__F(back_general)(const ra__tile *x) {
+    int32_t row;
+    if (x->x->p.drop.least) {
+        for (row = 0; row < RA_BLOCK_TOKENS * RA_BLOCK_TOKENS; row++) x->drop[row] = 1.0f;
+        ra__drop_apply(&x->x->p, x->keys, 0, RA_BLOCK_TOKENS, x->drop, RA_BLOCK_TOKENS);
+    }
+    for (row = 0; row < x->x->p.rows; row += RA__W) RA__F(back_changes)(x, row);
+    if (x->x->d_bias) ra__bias_back(x->x, x->keys, x->ds);
+    RA__F(back_scale)(x);
+}
+
+RA__FN void RA__F(fold_back)(const ra__tile *x) {
+    const ra__panel *p = &x->x->p;
+    const int32_t general = x->partial || ra__score_is_modified(&p->score) || p->drop.least ||
+                            x->x->d_bias;
+    RA__F(outer) o;
+    int32_t row;
+    o.x = x;
+    RA__F(back_scores)(x, general);
+    for (row = 0; general && row < p->rows; row += RA__W) RA__F(back_weights)(x, row);
+    RA__F(back_slopes)(x, general);
+    if (general) RA__F(back_general)(x);
+    if (x->want_q && x->partial && !x->k_clean) RA__F(back_queries_dirty)(x);
+    else if (x->want_q) RA__F(back_queries)(x);
+    if (x->dv) {
+        o.a = x->p;
+        o.rows = x->x->g_rows;
+        o.to = x->dv;
+        o.stride = x->dv_stride;
+        o.dim = x->v_dim;
+        RA__F(back_outer)(&o);
+    }
+    if (x->dk) {
+        o.a = x->ds;
+        o.rows = x->x->q_rows;
+        o.to = x->dk;
+        o.stride = x->dk_stride;
+        o.dim = x->k_dim;
+        RA__F(back_outer)(&o);
+    }
+}
+
+RA__FN int32_t RA__F(finite)(const float *src, int64_t stride, int32_t rows, int32_t dim) {
+    int32_t row, i, bad = 0;
+    for (row = 0; row < rows && !bad; row++, src += stride) {
+        for (i = 0; dim - i >= RA__W; i += RA__W) bad |= RA__F(bad)(RA__F(load)(src + i));
+        for (; i < dim; i++) bad |= !ra__is_finite(src[i]);
+    }
+    return !bad;
+}
+
+/* Rows as [slab of columns][64][RA__SLAB] floats; columns beyond dim are 0. 1: all are finite. */
+RA__FN int32_t RA__F(pack_rows)(float *dst, const ra__source *s, int32_t rows) {
+    const int32_t size = s->dtype == RA_F32 ? 4 : 2;
+    int32_t d, row, clean = 1;
+    for (d = 0; d < s->dim; d += RA__SLAB, dst += RA_BLOCK_TOKENS * RA__SLAB) {
+        const int32_t n = s->dim - d < RA__SLAB ? s->dim - d : RA__SLAB;
+        for (row = 0; row < rows; row++) {
+            float *to = dst + row * RA__SLAB;
+            RA__F(read)(to, s->data + row * s->stride + d * size, s->dtype, n);
+            memset(to + n, 0, (size_t)(RA__SLAB - n) * sizeof *to);
+        }
+        clean &= RA__F(finite)(dst, RA__SLAB, rows, RA__SLAB);
+    }
+    return clean;
+}
+
+RA__FN void RA__F(load_back)(ra__back_panel *x, const ra__source *q, const ra__source *g) {
+    ra__panel as_q = x->p;
+    if (x->p.rows < RA_BLOCK_TOKENS) {
+        memset(x->p.q, 0, (size_t)RA_BLOCK_TOKENS * (size_t)q->dim * sizeof(float));
+        memset(x->g, 0, (size_t)RA_BLOCK_TOKENS * (size_t)g->dim * sizeof(float));
+    }
+    RA__F(load_q)(&x->p, q->data, q->stride, q->dtype, q->dim);
+    as_q.q = x->g;
+    as_q.factor = 1.0f;
+    RA__F(load_q)(&as_q, g->data, g->stride, g->dtype, g->dim);
+    x->clean = RA__F(pack_rows)(x->q_rows, q, x->p.rows);
+    x->clean &= RA__F(pack_rows)(x->g_rows, g, x->p.rows);
+}
+
+RA__FN void RA__F(deltas)(float *delta, const ra__source *o, const ra__source *g, int32_t rows) {
+    const int32_t o_size = o->dtype == RA_F32 ? 4 : 2, g_size = g->dtype == RA_F32 ? 4 : 2;
+    float a[RA__PIECE], b[RA__PIECE];
+    int32_t row, d, i;
+    for (row = 0; row < rows; row++) {
+        RA__V sum = RA__F(set)(0.0f);
+        for (d = 0; d < o->dim; d += RA__PIECE) {
+            const int32_t n = o->dim - d < RA__PIECE ? o->dim - d : RA__PIECE;
+            memset(a, 0, sizeof a);
+            memset(b, 0, sizeof b);
+            RA__F(read)(a, o->data + row * o->stride + d * o_size, o->dtype, n);
+            RA__F(read)(b, g->data + row * g->stride + d * g_size, g->dtype, n);
+            for (i = 0; i < n; i += RA__W)
+                sum = RA__F(fma)(RA__F(load)(a + i), RA__F(load)(b + i), sum);
+        }
+        delta[row] = RA__F(sum)(sum);
+    }
+}
+
 static const ra__kernel RA__F(kernel) = {
-    RA__ISA,         RA__F(sizes),    RA__F(widen),     RA__F(prepare), RA__F(load_q),
-    RA__F(load_acc), RA__F(store_acc), RA__F(fold),     RA__F(store_o), RA__F(fold_row)};
+    RA__ISA,          RA__F(sizes),     RA__F(widen),    RA__F(prepare), RA__F(load_q),
+    RA__F(load_acc),  RA__F(store_acc), RA__F(fold),     RA__F(store_o), RA__F(fold_row),
+    RA__F(load_back), RA__F(deltas),    RA__F(finite),   RA__F(fold_back)};
 
 #undef RA__SLAB
 #undef RA__PART
@@ -2627,7 +3204,7 @@ static const ra__kernel *ra__kernel_f32(int32_t isa) {
 }
 
 /* The kernels of a resolved descriptor. The form depends on instruction set, dtypes and dims alone,
- * not on the number of rows. */
+ * not on the number of rows. Those for f32 alone know dropout. */
 static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
     return ra__kernel_f32(d->isa);
 }
@@ -4240,6 +4817,18 @@ static ra__score ra__score_of(const ra__work *w, int32_t b, int64_t row, int32_t
     return s;
 }
 
+static ra__drop ra__drop_of(const ra__work *w, int32_t b, int32_t head) {
+    ra__drop x;
+    memset(&x, 0, sizeof x);
+    if (w->d->dropout <= 0.0f) return x;
+    x.seed = w->t->seed;
+    x.head = (uint32_t)head;
+    x.sequence = (uint32_t)b;
+    x.least = (uint32_t)((double)w->d->dropout * 4294967296.0);
+    x.keep = (float)(1.0 / (1.0 - (double)w->d->dropout));
+    return x;
+}
+
 /* State of panel i: empty at the first chunk, else from memory. */
 static void ra__panel_load(const ra__work *w, const ra__task *t, ra__scratch *x, int32_t i,
                            int first) {
@@ -4328,6 +4917,7 @@ static void ra__task_load(const ra__work *w, const ra__task *t, ra__scratch *x, 
         p->score = ra__score_of(w, t->sequence, x->seg[i].row, x->head[i]);
         ra__view q = ra__view_at(w->q, t->sequence, x->seg[i].row, x->head[i]);
         p->factor = ra__q_factor(d);
+        p->drop = ra__drop_of(w, t->sequence, x->head[i]);
         w->kernel->load_q(p, q.data, q.token, d->q_dtype, d->k_dim);
         ra__panel_load(w, t, x, i, first);
     }
@@ -4610,6 +5200,361 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
     return code;
 }
 
+/* ========================================================================== BACKWARD
+ * Computes: gradients of some query rows and of the keys of one chunk, from O's gradient and the
+ * global LSE. In: the call's tensors and where the keys are. Out: f32 sums of dQ, dK and dV, which
+ * start at 0 and are handed to the caller once. Nothing of size Tq x Tk is stored: P is computed
+ * again from Q, K and LSE, tile by tile (FlashAttention-2, arXiv 2307.08691, section 3.2).
+ *
+ * Order, so that bits depend neither on ranks nor threads nor chunks. Let a unit be a block of the
+ * grid (zigzag: the pair of blocks {k, n - 1 - k}, front first). The dQ of a row takes blocks of
+ * keys in the row's forward order. The dK and dV of a block of keys take query blocks by unit,
+ * ascending and cyclic from their own unit on, of a query block all heads of the group: so a chunk
+ * meets the query blocks of its own unit and later ones first (RA__AFTER), the earlier ones last
+ * (RA__BEFORE); in a ring its sums start at its owner with the first, travel, and come home to the
+ * second. Within both, query blocks ascend outside and key blocks are in forward's order inside.
+ * Where queries and keys are not the same positions all is RA__AFTER. */
+
+enum { RA__BACK_PANELS = 4 };          /* panels that share a block of keys and its sums */
+enum { RA__AFTER = 1, RA__BEFORE = 2 };
+
+/* What all tasks of a call share. */
+typedef struct ra__back {
+    const ra__work *w;                 /* of forward: descriptor, tensors, order; views q, o, lse */
+    const ra__kernel *kernel;
+    ra__view d_o, d_q;                 /* the caller's */
+    const float *delta;                /* [B][rows][Hq], strides of m and l in w; null: from O and
+                                        * dO whenever a panel is loaded */
+    int32_t square;                    /* 1: queries and keys are the same positions of the grid */
+} ra__back;
+
+/* Where the sums of one task are, f32, strides in bytes; data null: not wanted. */
+typedef struct ra__grads {
+    ra__view dq;                       /* row 0 and first head of the group; token, head strides */
+    ra__view dk[2], dv[2];             /* first row of each segment of the item, this kv head.
+                                        * v_in_k: dv are columns of dk */
+    int32_t edge;                      /* RA__FIRST: dQ starts at 0, dq is not read; RA__LAST: it
+                                        * goes to the caller's d_q, dq is not written */
+    int32_t bias;                      /* 1: add to the caller's d_bias */
+} ra__grads;
+
+/* Scratch of one thread. */
+typedef struct ra__back_scratch {
+    ra__back_panel panel[RA__BACK_PANELS];
+    ra__rows *rows[RA__BACK_PANELS];
+    ra__seg seg[RA__BACK_PANELS];
+    ra__bounds bounds[RA__BACK_PANELS];
+    int32_t head[RA__BACK_PANELS];
+    ra__tile tile;
+    ra__store store;
+    int32_t *pos;
+    int32_t phase;                     /* RA__AFTER | RA__BEFORE: which tiles of a chunk count */
+    int kind[RA__BACK_PANELS];         /* classes of the tiles of one block of keys */
+    ra__tally tally;
+} ra__back_scratch;
+
+static void ra__back_carve(ra__arena *a, const ra_desc *d, ra__back_scratch *x) {
+    const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float), tile = lane * RA_BLOCK_TOKENS;
+    ra__bytes size;
+    ra__kernel_f32(d->isa)->sizes(&size, d, 1);
+    memset(x, 0, sizeof *x);
+    for (int32_t i = 0; i < RA__BACK_PANELS; i++) {
+        ra__back_panel *p = &x->panel[i];
+        p->p.q = (float *)ra__carve(a, lane * d->k_dim);
+        p->p.acc = (float *)ra__carve(a, lane * d->k_dim);
+        p->p.m = (float *)ra__carve(a, lane);
+        p->p.l = (float *)ra__carve(a, lane);
+        p->g = (float *)ra__carve(a, lane * d->v_dim);
+        p->q_rows = (float *)ra__carve(a, lane * ra__round_up(d->k_dim, RA_BLOCK_TOKENS));
+        p->g_rows = (float *)ra__carve(a, lane * ra__round_up(d->v_dim, RA_BLOCK_TOKENS));
+        x->rows[i] = (ra__rows *)ra__carve(a, (int64_t)sizeof(ra__rows));
+    }
+    x->tile.p = (float *)ra__carve(a, tile);
+    x->tile.ds = (float *)ra__carve(a, tile);
+    x->tile.cap = (float *)ra__carve(a, d->softcap > 0.0f ? tile : 0);
+    x->tile.drop = (float *)ra__carve(a, d->dropout > 0.0f ? tile : 0);
+    ra__store_carve(a, &size, 1, &x->store);
+    x->pos = (int32_t *)ra__carve(a, lane);
+}
+
+/* Unit of the block at position pos of sequence b. */
+static int64_t ra__unit(const ra_desc *d, int32_t b, int64_t pos) {
+    int64_t block = pos / RA_BLOCK_TOKENS;
+    int64_t last = ra__ceil_div(ra__q_len(d, b), RA_BLOCK_TOKENS) - 1;
+    return d->layout.kind == RA_LAYOUT_ZIGZAG ? ra__min(block, last - block) : block;
+}
+
+/* Query block i of sequence b by unit, ascending: zigzag's two segments in turn, as keys are. */
+static void ra__back_block(const ra__work *w, int32_t b, int64_t i, ra__seg *out) {
+    int64_t tokens = ra__q_len(w->d, b);
+    int32_t which;
+    ra__chunk c;
+    memset(&c, 0, sizeof c);
+    if (w->q_side.layout != RA_LAYOUT_ZIGZAG) {
+        (void)ra__side_block(&w->q_side, b, tokens, i, out);
+        return;
+    }
+    (void)ra__side_seg(&w->q_side, b, tokens, 0, &c.seg[0]);
+    (void)ra__side_seg(&w->q_side, b, tokens, 1, &c.seg[1]);
+    c.segs = 2;
+    *out = ra__chunk_block(&c, RA_ORDER_TURN, i, &which);
+}
+
+/* x[n] is added to the caller's gradient, or written in its dtype. */
+static void ra__grad_put(void *to, int32_t dtype, const float *x, int32_t n) {
+    if (dtype == RA_F32) {
+        for (int32_t i = 0; i < n; i++) ((float *)to)[i] += x[i];
+        return;
+    }
+    for (int32_t i = 0; i < n; i++) ra__store_element((uint8_t *)to, i, dtype, x[i]);
+}
+
+static ra__source ra__source_of(ra__view v, int32_t dtype, int32_t dim) {
+    ra__source s;
+    s.data = v.data;
+    s.stride = v.token;
+    s.dtype = dtype;
+    s.dim = dim;
+    return s;
+}
+
+/* LSE in powers of two and delta of a panel's rows. A row without keys has weights 0 then. */
+static void ra__back_stats(const ra__back *b, const ra__task *t, ra__back_scratch *x, int32_t i) {
+    const ra__work *w = b->w;
+    const ra__panel *p = &x->panel[i].p;
+    int64_t row = x->seg[i].row, at = ra__ml_at(w, t->sequence, row, x->head[i]);
+    ra__view lse = ra__view_at(w->lse, t->sequence, row, x->head[i]);
+    ra__source o = ra__source_of(ra__view_at(w->o, t->sequence, row, x->head[i]), w->d->o_dtype,
+                                 w->d->v_dim);
+    ra__source g = ra__source_of(ra__view_at(b->d_o, t->sequence, row, x->head[i]),
+                                 w->d->o_dtype, w->d->v_dim);
+    if (!b->delta) b->kernel->deltas(p->l, &o, &g, p->rows);
+    for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
+        float sum = ra__neg_inf();
+        if (r < p->rows) memcpy(&sum, lse.data + r * lse.token, sizeof sum);
+        if (b->delta && r < p->rows) p->l[r] = b->delta[at + r * w->ml_row];
+        p->m[r] = (float)((double)sum * 1.4426950408889634074);
+        if (!ra__is_neg_inf(sum)) continue;
+        p->m[r] = -sum;
+        p->l[r] = 0.0f;
+    }
+}
+
+/* The caller's gradient of the bias for panel i. */
+static void ra__back_bias(const ra__back *b, const ra__task *t, ra__back_scratch *x, int32_t i,
+                          int wanted) {
+    const ra_bias_out *bias = &b->w->t->d_bias;
+    ra__back_panel *p = &x->panel[i];
+    p->d_bias = NULL;
+    if (!wanted || !bias->data) return;
+    p->d_bias = (uint8_t *)bias->data + t->sequence * bias->batch_stride +
+                x->head[i] * bias->head_stride + x->seg[i].row * bias->row_stride;
+    p->d_bias_row_stride = bias->row_stride;
+    p->d_bias_key_stride = bias->key_stride;
+    p->d_bias_keys = bias->keys;
+}
+
+/* Rows, head and geometry of the panels of a group. */
+static void ra__back_geometry(const ra__back *b, const ra__task *t, ra__back_scratch *x) {
+    const ra__work *w = b->w;
+    const int32_t *array = w->q_side.array;
+    int32_t group = w->d->q_heads / w->d->kv_heads;
+    int64_t end = ra__key_end(w->d, t->sequence, w->any_position);
+    if (array) array += t->sequence * w->q_side.array_stride;
+    for (int32_t i = 0; i < t->count; i++) {
+        int64_t block = (t->panel0 + i) / group;
+        ra__panel *p = &x->panel[i].p;
+        x->head[i] = t->kv_head * group + (int32_t)((t->panel0 + i) % group);
+        if (i && block == (t->panel0 + i - 1) / group) {
+            x->seg[i] = x->seg[i - 1];
+            x->bounds[i] = x->bounds[i - 1];
+            p->geo = x->panel[i - 1].p.geo;
+        } else {
+            ra__back_block(w, t->sequence, block, &x->seg[i]);
+            x->bounds[i] = ra__rows_fill(&w->d->mask, end, &x->seg[i], array, x->rows[i]);
+            p->geo = x->rows[i];
+        }
+        p->rows = (int32_t)x->seg[i].rows;
+        p->score = ra__score_of(w, t->sequence, x->seg[i].row, x->head[i]);
+        p->drop = ra__drop_of(w, t->sequence, x->head[i]);
+        p->factor = ra__q_factor(w->d);
+    }
+}
+
+/* Where the sums of dQ of panel i are. */
+RA__INLINE ra__view ra__back_dq(const ra__task *t, const ra__back *b, const ra__grads *g,
+                                const ra__back_scratch *x, int32_t i) {
+    int32_t group = b->w->d->q_heads / b->w->d->kv_heads;
+    return ra__view_at(g->dq, 0, x->seg[i].row, x->head[i] - t->kv_head * group);
+}
+
+/* Q, dO, statistics and sums of the panels of a group; `used` 0: only the sums. */
+static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads *g, int used,
+                          ra__back_scratch *x) {
+    const ra_desc *d = b->w->d;
+    for (int32_t i = 0; i < t->count; i++) {
+        ra__back_panel *p = &x->panel[i];
+        ra__view q = ra__view_at(b->w->q, t->sequence, x->seg[i].row, x->head[i]);
+        ra__view d_o = ra__view_at(b->d_o, t->sequence, x->seg[i].row, x->head[i]);
+        ra__source from[2];
+        from[0] = ra__source_of(q, d->q_dtype, d->k_dim);
+        from[1] = ra__source_of(d_o, d->o_dtype, d->v_dim);
+        if (used) {
+            b->kernel->load_back(p, &from[0], &from[1]);
+            ra__back_stats(b, t, x, i);
+            ra__back_bias(b, t, x, i, g->bias);
+        }
+        if (!g->dq.data) continue;
+        ra__view dq = ra__back_dq(t, b, g, x, i);
+        if (g->edge & RA__FIRST) dq.data = NULL;
+        b->kernel->load_acc(&p->p, (const float *)(const void *)dq.data, dq.token / 4, d->k_dim);
+    }
+}
+
+/* Sums of dQ go to memory, or after the last chunk to the caller. */
+static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads *g,
+                          ra__back_scratch *x) {
+    const ra_desc *d = b->w->d;
+    for (int32_t i = 0; i < t->count && g->dq.data; i++) {
+        const ra__panel *p = &x->panel[i].p;
+        ra__view dq = ra__back_dq(t, b, g, x, i);
+        if (!(g->edge & RA__LAST)) {
+            b->kernel->store_acc(p, (float *)(uintptr_t)dq.data, dq.token / 4, d->k_dim);
+            continue;
+        }
+        b->kernel->store_acc(p, p->q, d->k_dim, d->k_dim); /* Q is not needed any more */
+        dq = ra__view_at(b->d_q, t->sequence, x->seg[i].row, x->head[i]);
+        for (int32_t r = 0; r < p->rows; r++)
+            ra__grad_put((void *)(uintptr_t)(dq.data + r * dq.token), d->grad_dtype,
+                         p->q + (int64_t)r * d->k_dim, d->k_dim);
+    }
+}
+
+/* Class of one block of keys (segment `which` of the item) for each panel of a group in a phase;
+ * tiles of the other phase are empty and not counted. Returns RA__PARTIAL if any tile is, else
+ * RA__FULL or RA__EMPTY. */
+static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s,
+                          const int32_t *pos, ra__back_scratch *x) {
+    int64_t first, last;
+    int any = 0, partial = 0;
+    ra__seg_span(s, pos, &first, &last);
+    for (int32_t j = 0; j < t->count; j++) {
+        int32_t own = RA__AFTER;
+        if (b->square && ra__unit(b->w->d, t->sequence, x->seg[j].pos) <
+                             ra__unit(b->w->d, t->sequence, s->pos))
+            own = RA__BEFORE;
+        x->kind[j] = RA__EMPTY;
+        if (!(x->phase & own)) continue;
+        x->kind[j] = pos ? RA__PARTIAL : ra__classify(&x->bounds[j], first, last);
+        any |= x->kind[j] != RA__EMPTY;
+        partial |= x->kind[j] == RA__PARTIAL;
+        x->tally.empty += x->kind[j] == RA__EMPTY;
+        x->tally.partial += x->kind[j] == RA__PARTIAL;
+        x->tally.full += x->kind[j] == RA__FULL;
+    }
+    return partial ? RA__PARTIAL : any ? RA__FULL : RA__EMPTY;
+}
+
+/* One block of keys against the panels of a group. */
+static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item *item, int64_t i,
+                           const ra__grads *g, ra__back_scratch *x) {
+    const ra_desc *d = b->w->d;
+    int32_t which;
+    ra__seg s = ra__chunk_block(&item->c, b->w->order, i, &which);
+    int64_t row = s.row - item->c.seg[which].row;
+    const int32_t *pos = item->pos[which] ? item->pos[which] + row : NULL;
+    ra__view dk = ra__view_at(g->dk[which], 0, row, 0), dv = ra__view_at(g->dv[which], 0, row, 0);
+    ra__tile *tile = &x->tile;
+    ra__keys keys;
+    int any = ra__back_kinds(b, t, &s, pos, x);
+    if (any == RA__EMPTY) return;
+    ra__seg_positions(&s, pos, x->pos);
+    keys = ra__block_keys(item, which, &s, t->kv_head, x->pos);
+    b->kernel->prepare(&keys, d, &x->store, 0);
+    tile->keys = &keys;
+    tile->k_dim = d->k_dim;
+    tile->v_dim = d->v_dim;
+    tile->scale = d->scale;
+    tile->want_q = g->dq.data != NULL;
+    tile->k_clean = any != RA__PARTIAL || !tile->want_q ||
+                    b->kernel->finite((const float *)(const void *)keys.k, keys.k_stride / 4,
+                                      keys.n, d->k_dim);
+    tile->dk = (float *)(uintptr_t)dk.data;
+    tile->dv = (float *)(uintptr_t)dv.data;
+    tile->dk_stride = dk.token / 4;
+    tile->dv_stride = dv.token / 4;
+    for (int32_t j = 0; j < t->count; j++) {
+        tile->x = &x->panel[j];
+        tile->partial = x->kind[j] == RA__PARTIAL;
+        if (x->kind[j] != RA__EMPTY) b->kernel->fold_back(tile);
+    }
+}
+
+/* Does any tile of a group and the item's chunk count in this phase? Counts no tile. */
+static int ra__back_any(const ra__back *b, const ra__task *t, const ra__item *item,
+                        ra__back_scratch *x) {
+    ra__tally before = x->tally;
+    int any = 0;
+    int64_t blocks = ra__chunk_blocks(&item->c);
+    int32_t which;
+    for (int64_t i = 0; i < blocks && !any; i++) {
+        ra__seg s = ra__chunk_block(&item->c, b->w->order, i, &which);
+        const int32_t *pos = item->pos[which];
+        if (pos) pos += s.row - item->c.seg[which].row;
+        any = ra__back_kinds(b, t, &s, pos, x) != RA__EMPTY;
+    }
+    x->tally = before;
+    return any;
+}
+
+/* The panels of a task (any number) against one chunk, in those tiles that belong to a phase of
+ * x->phase (RA__AFTER, RA__BEFORE or both). Panel i is query block i / group by unit, head
+ * i % group. */
+static void ra__back_task(const ra__back *b, const ra__task *t, const ra__item *item,
+                          const ra__grads *g, ra__back_scratch *x) {
+    int64_t blocks = ra__chunk_blocks(&item->c);
+    uint32_t mode = ra__fp_enter();
+    ra__task part = *t;
+    for (int64_t done = 0; done < t->count; done += part.count) {
+        part.panel0 = t->panel0 + done;
+        part.count = (int32_t)ra__min(RA__BACK_PANELS, t->count - done);
+        ra__back_geometry(b, &part, x);
+        int used = ra__back_any(b, &part, item, x);
+        if (!used && !(g->edge && g->dq.data)) continue;
+        ra__back_load(b, &part, g, used, x);
+        for (int64_t i = 0; i < blocks && used; i++) ra__back_tiles(b, &part, item, i, g, x);
+        ra__back_save(b, &part, g, x);
+    }
+    ra__fp_leave(mode);
+}
+
+/* Gradient of the sinks of one head: - sum over rows of exp(sink - LSE) delta, of this rank's rows,
+ * sequence by sequence, added once. */
+static void ra__back_sink(const ra__back *b, int32_t head, ra__back_scratch *x) {
+    const ra_desc *d = b->w->d;
+    const double ln2 = 0.69314718055994530942;
+    double sum = 0.0, sink = (double)b->w->t->sinks[head];
+    uint32_t mode = ra__fp_enter();
+    ra__task t;
+    memset(&t, 0, sizeof t);
+    t.count = 1;
+    for (t.sequence = 0; t.sequence < d->sequences; t.sequence++) {
+        int64_t blocks = ra__side_blocks(&b->w->q_side, t.sequence, ra__q_len(d, t.sequence));
+        for (int64_t i = 0; i < blocks; i++) {
+            const ra__panel *p = &x->panel[0].p;
+            ra__back_block(b->w, t.sequence, i, &x->seg[0]);
+            x->head[0] = head;
+            x->panel[0].p.rows = (int32_t)x->seg[0].rows;
+            ra__back_stats(b, &t, x, 0);
+            for (int32_t r = 0; r < p->rows && !ra__is_neg_inf(b->w->t->sinks[head]); r++)
+                if (!ra__is_neg_inf(-p->m[r]))
+                    sum -= ra__exp(sink - (double)p->m[r] * ln2) * (double)p->l[r];
+        }
+    }
+    b->w->t->d_sinks[head] += (float)sum;
+    ra__fp_leave(mode);
+}
+
 /* ========================================================================== PLAN
  * From one descriptor everything that can be known before a pass: checks, defaults, the schedule of
  * a rank, and the figures of ra_plan_report. Enums, ranges, sizes and reserved fields are checked
@@ -4646,6 +5591,7 @@ static ra_status ra__check_numbers(const ra_desc *d, ra_error *e) {
         { "chunk_tokens", d->chunk_tokens, 0, 1 << 24 },
         { "buffers", d->buffers, 0, 64 },
         { "threads", d->threads, 0, 4096 },
+        { "op", d->op, RA_OP_FORWARD, RA_OP_TRAIN },
         { "mask.causal_block", d->mask.causal_block, 0, 1 << 30 },
         { "mask.window", d->mask.window, 0, top },
         { "mask.window_right", d->mask.window_right, 0, top },
@@ -4678,6 +5624,7 @@ static ra_status ra__check_enums(const ra_desc *d, ra_error *e) {
         { "v_dtype", d->v_dtype, 0, RA_BF16 },      { "o_dtype", d->o_dtype, RA_F32, RA_BF16 },
         { "mask.kind", d->mask.kind, RA_MASK_NONE, RA_MASK_INTERVALS },
         { "layout.kind", d->layout.kind, 0, RA_LAYOUT_ARRAY },
+        { "grad_dtype", d->grad_dtype, 0, RA_BF16 },
         { "isa", d->isa, RA_ISA_AUTO, RA_ISA_NEON },
     };
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
@@ -4703,6 +5650,8 @@ static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
         return ra__refuse(e, RA_E_RANGE, "scale", "must be finite and not negative", 0);
     if (!ra__is_finite(d->softcap) || d->softcap < 0.0f)
         return ra__refuse(e, RA_E_RANGE, "softcap", "must be finite and not negative", 0);
+    if (!(d->dropout >= 0.0f && d->dropout < 1.0f))
+        return ra__refuse(e, RA_E_RANGE, "dropout", "must lie in [0, 1)", 0);
     return RA_OK;
 }
 
@@ -4722,6 +5671,10 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
         return ra__refuse(e, RA_E_SHAPE, "v_in_k", "is 0, but v_column is #", d->v_column);
     if (d->v_in_k && d->v_column + d->v_dim > d->k_dim)
         return ra__refuse(e, RA_E_SHAPE, "v_column", "# + v_dim exceeds k_dim", d->v_column);
+    if (d->op != RA_OP_TRAIN && d->grad_dtype)
+        return ra__refuse(e, RA_E_SHAPE, "grad_dtype", "# needs RA_OP_TRAIN", d->grad_dtype);
+    if (d->op != RA_OP_TRAIN && d->dropout > 0.0f)
+        return ra__refuse(e, RA_E_SHAPE, "dropout", "needs RA_OP_TRAIN; op is #", d->op);
     if (d->v_in_k && d->v_dtype && d->v_dtype != d->k_dtype)
         return ra__refuse(e, RA_E_SHAPE, "v_dtype", "# differs from k_dtype under v_in_k",
                           d->v_dtype);
@@ -4916,6 +5869,8 @@ static ra_status ra__check_engine(const ra_desc *d, ra_error *e) {
         return ra__refuse(e, RA_E_SHAPE, "engine.block_queries",
                           "# is no multiple of RA_BLOCK_TOKENS", engine->block_queries);
     if (!engine->fold) return ra__refuse(e, RA_E_NULL, "engine.fold", "is required", 0);
+    if (d->dropout > 0.0f)
+        return ra__refuse(e, RA_E_UNSUPPORTED, "dropout", "engines do not know it", 0);
     return RA_OK;
 }
 
@@ -4924,6 +5879,7 @@ static void ra__defaults(ra_desc *d) {
     if (!d->ranks) d->ranks = 1;
     if (!d->layout.kind) d->layout.kind = RA_LAYOUT_CONTIGUOUS;
     if (d->v_in_k) d->v_dtype = d->k_dtype;
+    if (d->op == RA_OP_TRAIN && !d->grad_dtype) d->grad_dtype = RA_F32;
     if (d->scale == 0.0f) d->scale = (float)(1.0 / ra__sqrt((double)d->k_dim));
     if (!d->mask.causal_block) d->mask.causal_block = 1;
     if (!d->buffers) d->buffers = 3;
@@ -4996,13 +5952,14 @@ static uint64_t ra__hash_desc(const ra_desc *d, const ra_desc *full) {
         d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype, d->v_in_k, d->v_column, d->scores,
         d->tokens, d->kv_tokens, d->q_offset, d->chunk_tokens, d->buffers, d->mask.kind,
         d->mask.causal_block, d->mask.window, d->mask.window_right, d->mask.prefix, d->mask.keep,
-        d->mask.doc_count, d->mask.interval_count, d->layout.kind,
+        d->mask.doc_count, d->mask.interval_count, d->layout.kind, d->op, d->grad_dtype,
     };
     const ra_layout *l = &d->layout;
     uint64_t h = 14695981039346656037u;
     for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) h = ra__hash_i64(h, fields[i]);
     h = ra__hash(h, &d->scale, sizeof d->scale);
     h = ra__hash(h, &d->softcap, sizeof d->softcap);
+    h = ra__hash(h, &d->dropout, sizeof d->dropout);
     h = ra__hash_array(h, d->tokens_of, full->sequences, 8);
     h = ra__hash_array(h, d->kv_tokens_of, full->sequences, 8);
     h = ra__hash_array(h, d->mask.doc_first, d->mask.doc_count, 8);
@@ -6789,6 +7746,71 @@ static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_
     return s;
 }
 
+/* A gradient's view, if it is wanted; no output may be one of the n pointers at `taken`. */
+static ra_status ra__check_grad(const ra_desc *d, const ra_out *out, ra__shape shape,
+                                const void *const *taken, int32_t n, ra__view *view) {
+    memset(view, 0, sizeof *view);
+    if (!out->data) return RA_OK;
+    for (int32_t i = 0; i < n; i++)
+        if (out->data == taken[i])
+            return ra__refuse(d->error, RA_E_SHAPE, shape.field,
+                              "is the memory of another tensor; # rows are written", shape.rows);
+    return ra__out_check(out, shape, d->grad_dtype, view, d->error);
+}
+
+static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t) {
+    const ra_bias_out *b = &t->d_bias;
+    const int64_t strides[4] = { b->batch_stride, b->head_stride, b->row_stride, b->key_stride };
+    ra_error *e = d->error;
+    if (!b->data) return RA_OK;
+    if (!(d->scores & RA_SCORE_BIAS))
+        return ra__refuse(e, RA_E_SHAPE, "t.d_bias", "needs RA_SCORE_BIAS; scores is #", d->scores);
+    if (b->keys < 1)
+        return ra__refuse(e, RA_E_RANGE, "t.d_bias.keys", "# is not positive", b->keys);
+    for (int i = 0; i < 4; i++)
+        if (strides[i] < 0 || strides[i] % 4)
+            return ra__refuse(e, RA_E_STRIDE, "t.d_bias",
+                              "stride # is negative or no multiple of 4", strides[i]);
+    if (!b->batch_stride && d->sequences > 1)
+        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.batch_stride",
+                          "is 0: # sequences would be added up", d->sequences);
+    if (!b->head_stride && d->q_heads > 1)
+        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.head_stride",
+                          "is 0: # heads would be added up", d->q_heads);
+    if (!b->row_stride && !b->key_stride)
+        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.key_stride", "is #, and so is row_stride", 0);
+    return RA_OK;
+}
+
+/* What backward calls need besides: view [0..3] are d_o, d_q, d_k, d_v. rows: of queries, keys. */
+static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                 ra__view view[4]) {
+    const void *taken[9];
+    ra_error *e = d->error;
+    ra_status s = RA_OK;
+    taken[0] = t->q.data; taken[1] = t->k.data; taken[2] = t->v.data; taken[3] = t->o.data;
+    taken[4] = t->lse.data; taken[5] = t->d_o.data; taken[6] = t->d_q.data;
+    taken[7] = t->d_k.data;
+    if (d->op != RA_OP_TRAIN)
+        return ra__refuse(e, RA_E_SHAPE, "op", "# must be RA_OP_TRAIN for gradients", d->op);
+    if (rows[0] && !t->lse.data) return ra__refuse(e, RA_E_NULL, "t.lse", "is required", 0);
+    if (t->d_sinks && !(d->scores & RA_SCORE_SINKS))
+        return ra__refuse(e, RA_E_SHAPE, "t.d_sinks", "needs RA_SCORE_SINKS; scores is #",
+                          d->scores);
+    s = ra__check_bias_out(d, t);
+    if (!s) s = ra__in_check(&t->d_o, ra__shape_of("t.d_o", d, rows[0], d->q_heads, d->v_dim),
+                             d->o_dtype, &view[0], e);
+    if (!s) s = ra__check_grad(d, &t->d_q, ra__shape_of("t.d_q", d, rows[0], d->q_heads, d->k_dim),
+                               taken, 6, &view[1]);
+    if (!s) s = ra__check_grad(d, &t->d_k, ra__shape_of("t.d_k", d, rows[1], d->kv_heads, d->k_dim),
+                               taken, 7, &view[2]);
+    if (!s && d->v_in_k && t->d_v.data)
+        return ra__refuse(e, RA_E_SHAPE, "t.d_v", "must be {0}, for v_in_k is #", d->v_in_k);
+    if (!s) s = ra__check_grad(d, &t->d_v, ra__shape_of("t.d_v", d, rows[1], d->kv_heads, d->v_dim),
+                               taken, 8, &view[3]);
+    return s;
+}
+
 /* ========================================================================== LOCAL
  * One rank, one call: block mathematics on a state, attention with (ith, nth), and the decode form.
  * In: a descriptor and tensors. Out: a state, or O and LSE. No plan, no ring, no allocation. */
@@ -7084,6 +8106,333 @@ static int64_t ra__decode_bytes(const ra_desc *d) {
     return a.used;
 }
 
+
+/* -------------------------------------------------------------------------- backward
+ * Work is cut in pairs of a sequence and a kv head; a thread does whole pairs. What is left when
+ * they do not go round is cut into pieces: dQ by query blocks and dK, dV by key blocks, each of
+ * which computes S and dP for itself: 7 products instead of 5, and the same sums. */
+typedef struct ra__back_local {
+    ra__local c;
+    ra__back b;
+    ra__view d_k, d_v;
+} ra__back_local;
+
+/* Memory of one thread: sums of one pair. */
+typedef struct ra__back_memory {
+    ra__back_scratch x;
+    float *dq, *dk, *dv;               /* [Tq][group][Dk], [Tk][Dk], [Tk][Dv] */
+} ra__back_memory;
+
+static void ra__back_memory_carve(ra__arena *a, const ra_desc *d, ra__back_memory *m) {
+    int64_t group = d->q_heads / d->kv_heads, keys = ra__k_most(d);
+    ra__back_carve(a, d, &m->x);
+    m->dq = (float *)ra__carve(a, d->tokens * group * d->k_dim * 4);
+    m->dk = (float *)ra__carve(a, keys * d->k_dim * 4);
+    m->dv = (float *)ra__carve(a, d->v_in_k ? 0 : keys * d->v_dim * 4);
+}
+
+static int64_t ra__back_bytes(const ra_desc *d) {
+    ra__arena a = { NULL, 0 };
+    ra__back_memory m;
+    ra__back_memory_carve(&a, d, &m);
+    return a.used;
+}
+
+/* A pair, or a piece of it. */
+typedef struct ra__back_piece {
+    int32_t sequence, kv_head;
+    int32_t want_q, want_k;            /* whole: both */
+    int32_t part, parts;               /* of the query blocks if want_q, else of the key blocks */
+} ra__back_piece;
+
+/* Where the sums of rows [c->seg[i].row, ...) of a chunk lie in arrays [rows of the shard][dim]
+ * that begin at row `row0`; v_in_k: dV is part of dK. dims 0: not wanted. */
+static void ra__grads_point(const ra_desc *d, const ra__chunk *c, float *dk, float *dv,
+                            ra__grads *g) {
+    memset(g->dk, 0, sizeof g->dk);
+    memset(g->dv, 0, sizeof g->dv);
+    for (int32_t i = 0; i < c->segs; i++) {
+        int64_t row = c->seg[i].row;
+        if (dk) g->dk[i] = ra__view_packed((const uint8_t *)(dk + row * d->k_dim), 1, d->k_dim,
+                                           RA_F32);
+        if (dv) g->dv[i] = ra__view_packed((const uint8_t *)(dv + row * d->v_dim), 1, d->v_dim,
+                                           RA_F32);
+        if (d->v_in_k && dk) {
+            g->dv[i] = g->dk[i];
+            g->dv[i].data += (int64_t)d->v_column * 4;
+        }
+    }
+}
+
+/* Item i of a sequence's keys, cut down to `part` of `parts`; 0: there is none. Zigzag's two
+ * segments are one item. */
+static int ra__back_item(const ra__back_local *l, const ra__back_piece *p, int64_t i,
+                         ra__item *item) {
+    const ra__local *c = &l->c;
+    int64_t tokens = ra__k_len(&c->d, p->sequence), n;
+    const int32_t *array = c->k_side.array;
+    ra__seg s[2];
+    memset(item, 0, sizeof *item);
+    memset(s, 0, sizeof s);
+    item->c.sequence = p->sequence;
+    if (array) array += p->sequence * c->k_side.array_stride;
+    if (c->k_side.layout == RA_LAYOUT_ZIGZAG) {
+        if (i > 0) return 0;
+        (void)ra__side_seg(&c->k_side, p->sequence, tokens, 0, &s[0]);
+        (void)ra__side_seg(&c->k_side, p->sequence, tokens, 1, &s[1]);
+        ra__chunk_zigzag(&item->c, s, p->want_q ? 1 : p->parts, p->want_q ? 0 : p->part);
+    } else {
+        if (!ra__side_seg(&c->k_side, p->sequence, tokens, i, &s[0])) return 0;
+        n = ra__ceil_div(s[0].rows, RA_BLOCK_TOKENS);
+        int64_t from = p->want_q ? 0 : ra__part(n, p->parts, p->part) * RA_BLOCK_TOKENS;
+        int64_t to = p->want_q ? s[0].rows : ra__part(n, p->parts, p->part + 1) * RA_BLOCK_TOKENS;
+        item->c.seg[0] = ra__seg_part(&s[0], from, ra__min(to, s[0].rows) - from);
+        item->c.segs = 1;
+    }
+    ra__item_owned(item, c->kv, array);
+    return 1;
+}
+
+/* Clears the sums of an item's keys, or hands them over. */
+static void ra__back_keys_clear(const ra_desc *d, const ra__item *item, const ra__grads *g) {
+    for (int32_t i = 0; i < item->c.segs; i++) {
+        size_t rows = (size_t)item->c.seg[i].rows;
+        if (g->dk[i].data)
+            memset((void *)(uintptr_t)g->dk[i].data, 0, rows * (size_t)d->k_dim * 4);
+        if (g->dv[i].data && !d->v_in_k)
+            memset((void *)(uintptr_t)g->dv[i].data, 0, rows * (size_t)d->v_dim * 4);
+    }
+}
+
+static void ra__back_keys_finish(const ra__back_local *l, const ra__back_piece *p,
+                                 const ra__item *item, const ra__grads *g) {
+    const ra_desc *d = &l->c.d;
+    for (int32_t i = 0; i < item->c.segs; i++)
+        for (int64_t r = 0; r < item->c.seg[i].rows; r++) {
+            int64_t row = item->c.seg[i].row + r;
+            ra__view dk = ra__view_at(l->d_k, p->sequence, row, p->kv_head);
+            ra__view dv = ra__view_at(l->d_v, p->sequence, row, p->kv_head);
+            if (dk.data)
+                ra__grad_put((void *)(uintptr_t)dk.data, d->grad_dtype,
+                             (const float *)(const void *)(g->dk[i].data + r * g->dk[i].token),
+                             d->k_dim);
+            if (dv.data)
+                ra__grad_put((void *)(uintptr_t)dv.data, d->grad_dtype,
+                             (const float *)(const void *)(g->dv[i].data + r * g->dv[i].token),
+                             d->v_dim);
+        }
+}
+
+/* Does the piece own sums of the bias' gradient? Those of a key go with dK, others with dQ. */
+static int32_t ra__back_has_bias(const ra__back_local *l, const ra__back_piece *p) {
+    const ra_bias_out *bias = &l->c.w.t->d_bias;
+    if (!bias->data) return 0;
+    return bias->row_stride == 0 ? p->want_k : p->want_q;
+}
+
+/* All items of a piece in one phase; *edge loses RA__FIRST when the sums of dQ have begun. */
+static void ra__back_pass(const ra__back_local *l, const ra__back_piece *p, ra__grads *g,
+                          int last, ra__back_memory *m) {
+    const ra_desc *d = &l->c.d;
+    int32_t group = d->q_heads / d->kv_heads;
+    int64_t blocks = ra__side_blocks(&l->c.w.q_side, p->sequence, ra__q_len(d, p->sequence));
+    int64_t from = p->want_k ? 0 : ra__part(blocks, p->parts, p->part);
+    int64_t to = p->want_k ? blocks : ra__part(blocks, p->parts, p->part + 1);
+    ra__task t;
+    ra__item item, next;
+    t.sequence = p->sequence;
+    t.kv_head = p->kv_head;
+    t.panel0 = from * group;
+    t.count = (int32_t)((to - from) * group);
+    if (!ra__back_item(l, p, 0, &item)) memset(&item, 0, sizeof item);
+    for (int64_t i = 0, more = 1; more; i++, item = next) {
+        more = ra__back_item(l, p, i + 1, &next);
+        ra__grads_point(d, &item.c, p->want_k && l->d_k.data ? m->dk : NULL,
+                        p->want_k && l->d_v.data ? m->dv : NULL, g);
+        if (last && !more) g->edge |= RA__LAST;
+        ra__back_task(&l->b, &t, &item, g, &m->x);
+        g->edge &= ~RA__FIRST;
+    }
+}
+
+static void ra__back_run_piece(const ra__back_local *l, const ra__back_piece *p,
+                               ra__back_memory *m) {
+    const ra_desc *d = &l->c.d;
+    int32_t group = d->q_heads / d->kv_heads;
+    float *dk = l->d_k.data ? m->dk : NULL, *dv = l->d_v.data ? m->dv : NULL;
+    ra__grads g;
+    ra__item item;
+    memset(&g, 0, sizeof g);
+    g.edge = RA__FIRST;
+    g.bias = ra__back_has_bias(l, p);
+    if (!(p->want_q && l->b.d_q.data) && !(p->want_k && (dk || dv)) && !g.bias) return;
+    if (p->want_q && l->b.d_q.data)
+        g.dq = ra__view_packed((const uint8_t *)m->dq, group, d->k_dim, RA_F32);
+    for (int64_t i = 0; p->want_k && ra__back_item(l, p, i, &item); i++) {
+        ra__grads_point(d, &item.c, dk, dv, &g);
+        ra__back_keys_clear(d, &item, &g);
+    }
+    if (l->b.square && l->c.w.order != RA_ORDER_DESC) {
+        m->x.phase = RA__AFTER;
+        ra__back_pass(l, p, &g, 0, m);
+        m->x.phase = RA__BEFORE;
+        ra__back_pass(l, p, &g, 1, m);
+    } else {                           /* DESC: there are no others */
+        m->x.phase = RA__AFTER | RA__BEFORE;
+        ra__back_pass(l, p, &g, 1, m);
+    }
+    for (int64_t i = 0; p->want_k && ra__back_item(l, p, i, &item); i++) {
+        ra__grads_point(d, &item.c, dk, dv, &g);
+        ra__back_keys_finish(l, p, &item, &g);
+    }
+}
+
+/* Thread ith's share: whole pairs, then pieces of those that are left; sinks by head. */
+static void ra__back_run(const ra__back_local *l, uint8_t *memory, int ith, int nth) {
+    const ra_desc *d = &l->c.d;
+    int64_t pairs = (int64_t)d->sequences * d->kv_heads, rest = pairs % nth;
+    int64_t whole = rest * 7 < (int64_t)nth * 5 ? pairs - rest : pairs, index = 0;
+    ra__arena a = { NULL, 0 };
+    ra__back_memory m;
+    ra__back_piece p;
+    a.base = memory;
+    ra__back_memory_carve(&a, d, &m);
+    for (int64_t i = ith; i < whole; i += nth) {
+        p.sequence = (int32_t)(i / d->kv_heads);
+        p.kv_head = (int32_t)(i % d->kv_heads);
+        p.want_q = p.want_k = p.parts = 1;
+        p.part = 0;
+        ra__back_run_piece(l, &p, &m);
+    }
+    for (int64_t i = whole; i < pairs; i++) {
+        p.sequence = (int32_t)(i / d->kv_heads);
+        p.kv_head = (int32_t)(i % d->kv_heads);
+        p.parts = 4 * nth;
+        for (p.want_k = 0; p.want_k < 2; p.want_k++)
+            for (p.part = 0; p.part < p.parts; p.part++, index++) {
+                int64_t place = index % nth;
+                if ((index / nth % 2 ? nth - 1 - place : place) != ith) continue;
+                p.want_q = !p.want_k;
+                ra__back_run_piece(l, &p, &m);
+            }
+    }
+    for (int32_t h = ith; l->c.w.t->d_sinks && h < d->q_heads; h += nth)
+        ra__back_sink(&l->b, h, &m.x);
+}
+
+/* Points a checked call at the gradients. */
+static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_local *l) {
+    ra__view view[4];
+    int64_t rows[2];
+    ra_error *e = d->error;
+    ra_status s;
+    if (!t) return ra__refuse(e, RA_E_NULL, "t", "is required", 0);
+    memset(l, 0, sizeof *l);
+    s = ra__local_check(d, t, &l->c);
+    if (s) return s;
+    if (l->c.d.engine) return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
+    rows[0] = l->c.d.tokens;
+    rows[1] = ra__k_most(&l->c.d);
+    l->c.d.error = e;
+    s = ra__check_grads(&l->c.d, t, rows, view);
+    if (s) return s;
+    l->b.w = &l->c.w;
+    l->b.kernel = ra__kernel_f32(l->c.d.isa);
+    l->b.d_o = view[0];
+    l->b.d_q = view[1];
+    l->d_k = view[2];
+    l->d_v = view[3];
+    l->b.square = ra__local_square(&l->c) && !l->c.d.q_offset && !ra__positions_set(&t->q_pos) &&
+                  !ra__positions_set(&t->k_pos);
+    return RA_OK;
+}
+
+/* Where the caller's packed sums of a chunk's keys lie. */
+static void ra__fold_back_point(const ra_desc *d, const ra__chunk *c, const ra_grads *into,
+                                int32_t kv_head, int64_t keys, ra__grads *g) {
+    ra__view dk = ra__view_packed((const uint8_t *)into->d_k, d->kv_heads, d->k_dim, RA_F32);
+    ra__view dv = ra__view_packed((const uint8_t *)into->d_v, d->kv_heads, d->v_dim, RA_F32);
+    dk.batch = keys * dk.token;
+    dv.batch = keys * dv.token;
+    if (d->v_in_k) {
+        dv = dk;
+        if (dv.data) dv.data += (int64_t)d->v_column * 4;
+    }
+    for (int32_t i = 0; i < c->segs; i++) {
+        g->dk[i] = ra__view_at(dk, c->sequence, c->seg[i].row, kv_head);
+        g->dv[i] = ra__view_at(dv, c->sequence, c->seg[i].row, kv_head);
+    }
+}
+
+/* delta of all rows. */
+static void ra__delta_rows(const ra__work *w, ra__view d_o, const ra__kernel *kernel,
+                           float *delta) {
+    const ra_desc *d = w->d;
+    uint32_t mode = ra__fp_enter();
+    for (int32_t b = 0; b < d->sequences; b++)
+        for (int64_t r = 0; r < ra__q_len(d, b); r++)
+            for (int32_t h = 0; h < d->q_heads; h++) {
+                ra__source o = ra__source_of(ra__view_at(w->o, b, r, h), d->o_dtype, d->v_dim);
+                ra__source g = ra__source_of(ra__view_at(d_o, b, r, h), d->o_dtype, d->v_dim);
+                kernel->deltas(delta + (b * d->tokens + r) * d->q_heads + h, &o, &g, 1);
+            }
+    ra__fp_leave(mode);
+}
+
+/* L0: every sequence and kv head, with the caller's arrays as the sums. */
+static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *memory) {
+    const ra_desc *d = &l->c.d;
+    const int32_t group = d->q_heads / d->kv_heads;
+    const int64_t keys = ra__k_most(d);
+    ra__arena a = { NULL, 0 };
+    ra__back_memory m;
+    ra__back_piece p;
+    ra__grads g;
+    ra__task t;
+    ra__item item;
+    a.base = memory;
+    ra__back_memory_carve(&a, d, &m);
+    m.x.phase = RA__AFTER | RA__BEFORE;
+    l->c.w.ml_head = 1;
+    l->c.w.ml_row = d->q_heads;
+    l->c.w.ml_batch = d->tokens * d->q_heads;
+    p.want_q = p.want_k = p.parts = 1;
+    p.part = 0;
+    memset(&g, 0, sizeof g);
+    g.bias = 1;
+    for (int32_t i = 0; i < d->sequences * d->kv_heads; i++) {
+        p.sequence = t.sequence = i / d->kv_heads;
+        p.kv_head = t.kv_head = i % d->kv_heads;
+        t.panel0 = 0;
+        t.count = (int32_t)ra__side_blocks(&l->c.w.q_side, p.sequence,
+                                           ra__q_len(d, p.sequence)) * group;
+        if (into->d_q) {
+            g.dq = ra__view_packed((const uint8_t *)into->d_q, d->q_heads, d->k_dim, RA_F32);
+            g.dq.batch = d->tokens * g.dq.token;
+            g.dq = ra__view_at(g.dq, p.sequence, 0, p.kv_head * group);
+        }
+        for (int64_t j = 0; ra__back_item(l, &p, j, &item); j++) {
+            ra__fold_back_point(d, &item.c, into, p.kv_head, keys, &g);
+            ra__back_task(&l->b, &t, &item, &g, &m.x);
+        }
+    }
+}
+
+static ra_status ra__back_workspace(const ra_desc *d, void *workspace, size_t bytes, int ith,
+                                    int nth) {
+    int64_t need = ra__back_bytes(d);
+    ra_error *e = d->error;
+    if (nth < 1 || nth > 4096) return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", nth);
+    if (ith < 0 || ith >= nth)
+        return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", ith);
+    if (!workspace) return ra__refuse(e, RA_E_NULL, "workspace", "is required", 0);
+    if ((uintptr_t)workspace % 64)
+        return ra__refuse(e, RA_E_ALIGN, "workspace", "must be aligned to #", 64);
+    if ((int64_t)(bytes / (size_t)nth) < need)
+        return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes", need * nth);
+    return RA_OK;
+}
+
 /* -------------------------------------------------------------------------- L1 and L0 calls */
 enum { RA__STACK_BYTES = 192 * 1024, RA__STACK_DECODE = 16 * 1024 };
 
@@ -7158,8 +8507,73 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     c.w.clear = c.w.finish = 1;
     who[0] = ith;
     who[1] = nth;
-    if (c.d.tokens <= RA__DECODE_ROWS) c.w.kernel = ra__kernel_f32(c.d.isa);
-    return ra__local_go(&c, workspace, bytes, who, c.d.tokens <= RA__DECODE_ROWS);
+    const int decode = c.d.tokens <= RA__DECODE_ROWS && c.d.dropout <= 0.0f;
+    if (decode) c.w.kernel = ra__kernel_f32(c.d.isa);
+    return ra__local_go(&c, workspace, bytes, who, decode);
+}
+
+RINGATTN_API size_t ra_attention_backward_bytes(const ra_desc *d, int nth) {
+    ra__local c;
+    if (nth < 1 || nth > 4096 || ra__local_check(d, NULL, &c)) return 0;
+    if (c.d.op != RA_OP_TRAIN) {
+        ra__refuse(d->error, RA_E_SHAPE, "op", "# must be RA_OP_TRAIN for gradients", c.d.op);
+        return 0;
+    }
+    return (size_t)(ra__back_bytes(&c.d) * nth);
+}
+
+RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors *t,
+                                             void *workspace, size_t bytes, int ith, int nth) {
+    ra__back_local l;
+    ra_desc mine;
+    ra_status s;
+    if (!d) return RA_E_NULL;
+    mine = *d;
+    if (ith > 0 && ith < nth) mine.error = NULL; /* as in ra_attention */
+    s = ra__back_check(&mine, t, &l);
+    if (!s) s = ra__check_outputs(&l.c.d, t, l.c.d.tokens, &l.c.w, mine.error);
+    if (!s && !t->d_q.data && !t->d_k.data && !t->d_v.data && !t->d_sinks && !t->d_bias.data)
+        s = ra__refuse(mine.error, RA_E_NULL, "t.d_q", "and all other gradients are null", 0);
+    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, ith, nth);
+    if (s) return s;
+    l.c.w.ml_head = 1;
+    ra__back_run(&l, (uint8_t *)workspace + ra__back_bytes(&l.c.d) * ith, ith, nth);
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *delta) {
+    ra__local c;
+    ra__view d_o;
+    ra_status s;
+    if (!d) return RA_E_NULL;
+    if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
+    if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
+    s = ra__local_check(d, NULL, &c);
+    if (!s) s = ra__check_outputs(&c.d, t, c.d.tokens, &c.w, d->error);
+    if (!s) s = ra__in_check(&t->d_o, ra__shape_of("t.d_o", &c.d, c.d.tokens, c.d.q_heads,
+                                                   c.d.v_dim), c.d.o_dtype, &d_o, d->error);
+    if (s) return s;
+    ra__delta_rows(&c.w, d_o, ra__kernel_f32(c.d.isa), delta);
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, const float *delta,
+                                        const ra_grads *g, void *workspace, size_t bytes) {
+    ra__back_local l;
+    ra_status s;
+    if (!d) return RA_E_NULL;
+    if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
+    if (!g) return ra__refuse(d->error, RA_E_NULL, "grads", "is required", 0);
+    s = ra__back_check(d, t, &l);
+    if (!s && l.c.d.v_in_k && g->d_v)
+        s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null, for v_in_k is #", 1);
+    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, 0, 1);
+    if (!s) s = ra__out_check(&t->lse, ra__shape_of("t.lse", &l.c.d, l.c.d.tokens, l.c.d.q_heads,
+                                                    1), RA_F32, &l.c.w.lse, d->error);
+    if (s) return s;
+    l.b.delta = delta;
+    ra__fold_back_run(&l, g, (uint8_t *)workspace);
+    return RA_OK;
 }
 
 static void ra__simple_view(ra__view *v, const float *data, int32_t heads, int32_t dim) {

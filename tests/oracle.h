@@ -28,6 +28,9 @@ typedef struct problem {
     uint8_t *absent;                   /* [B][k_max] 1: a key that nobody holds */
     int32_t loose;                     /* 1: scores are large: the tolerance follows them */
     int64_t row_step;                  /* the oracle computes every row_step-th row; 0: 1 */
+    float dropout;                     /* weights that are dropped; 0: off */
+    uint64_t seed;
+    float *d_o;                        /* [B][q_max][Hq][Dv] gradient of O; null: no gradients */
 } problem;
 
 typedef struct truth {
@@ -139,6 +142,41 @@ static inline double dot_product(const float *a, const float *b, int n)
     return s[0] + s[1] + s[2] + s[3];
 }
 
+/* Philox4x32-10 from its paper: the word that belongs to one weight. */
+static inline uint32_t philox_word(uint64_t seed, const uint32_t counter[4], int word)
+{
+    uint32_t c[4], k[2], i;
+    memcpy(c, counter, sizeof c);
+    k[0] = (uint32_t)(seed & 0xFFFFFFFFu);
+    k[1] = (uint32_t)(seed >> 32);
+    for (i = 0; i < 10; i++) {
+        uint64_t m0 = 0xD2511F53ull * c[0], m1 = 0xCD9E8D57ull * c[2];
+        uint32_t n0 = (uint32_t)(m1 >> 32) ^ c[1] ^ k[0], n2 = (uint32_t)(m0 >> 32) ^ c[3] ^ k[1];
+        c[1] = (uint32_t)(m1 & 0xFFFFFFFFu);
+        c[3] = (uint32_t)(m0 & 0xFFFFFFFFu);
+        c[0] = n0;
+        c[2] = n2;
+        k[0] += 0x9E3779B9u;
+        k[1] += 0xBB67AE85u;
+    }
+    return c[word];
+}
+
+/* What dropout does to the weight of one pair: 0, or more than 1. */
+static inline double drop_factor(const problem *p, int b, int64_t i, int head, int64_t key)
+{
+    uint32_t c[4];
+    if (p->dropout <= 0) return 1;
+    c[0] = (uint32_t)(key / 4);
+    c[1] = (uint32_t)(p->q_offset + i);
+    c[2] = (uint32_t)head;
+    c[3] = (uint32_t)b;
+    if (philox_word(p->seed, c, (int)(key % 4)) < (uint32_t)floor(ldexp((double)p->dropout, 32))) {
+        return 0;
+    }
+    return 1 / (1 - (double)p->dropout);
+}
+
 /* -------------------------------------------------------------------------- attention */
 static inline double problem_scale(const problem *p)
 {
@@ -201,6 +239,7 @@ static inline void oracle_row(const problem *p, const truth *t, int b, int64_t i
         double w = exp(s[j] - top);
         sum += w;
         slack += w * size[j];
+        w *= drop_factor(p, b, i, head, keys[j]);
         for (d = 0; d < p->Dv; d++) {
             o[d] += w * (double)v[d];
             if (fabs((double)v[d]) > big) big = fabs((double)v[d]);
@@ -242,8 +281,134 @@ static inline truth oracle(const problem *p)
 
 static inline void truth_free(truth *t) { free(t->o); free(t->lse); free(t->slack); }
 
+/* -------------------------------------------------------------------------- gradients
+ * Of sum(d_o * o), and for each the error that f32 arithmetic may make: `bar` counts what goes into
+ * the sums in magnitude, times the rounding of the scores. */
+typedef struct slopes {
+    double *q, *k, *v;                 /* [B][q_max][Hq][Dk], [B][k_max][Hkv][Dk], [..][Dv];
+                                        * v_in_k: k has both */
+    double *q_bar, *k_bar, *v_bar;
+    double sinks[64], sinks_bar[64];
+    double *bias, *bias_bar;           /* [B][Hq][q_max][k_max] gradient of final scores; or null */
+} slopes;
+
+typedef struct slope_key { double w, drop, score, ds, size, rounding, bar; } slope_key;
+
+/* out += x a, bar += error |a|, for n elements. */
+static inline void slope_add(double *out, double *bar, double x, double error, const float *a,
+                             int n)
+{
+    int d;
+    for (d = 0; d < n; d++) {
+        out[d] += x * (double)a[d];
+        bar[d] += error * fabs((double)a[d]);
+    }
+}
+
+/* Weights of one row (sequence, row, head) over its visible keys [n], then dS. Returns delta, and
+ * in *bar the error of that. */
+static inline double slope_weights(const problem *p, const int64_t at[3], const int32_t *keys,
+                                   int64_t n, slope_key *x, double *bar)
+{
+    const int b = (int)at[0], head = (int)at[2], kv = head / (p->Hq / p->Hkv);
+    const float *g = p->d_o + ((b * p->q_max + at[1]) * p->Hq + head) * p->Dv;
+    double top = -HUGE_VAL, sum = 0, delta = 0, o_half_ulp = p->o_dtype == RA_F32 ? 0 : 0.004;
+    double o_least = p->o_dtype == RA_F16 ? 3.1e-8 : 0;
+    int64_t j;
+    int d;
+    for (j = 0; j < n; j++) {
+        x[j].rounding = 0;
+        x[j].score = score_of(p, b, at[1], head, keys[j], &x[j].rounding);
+        if (x[j].score > top) top = x[j].score;
+    }
+    if ((p->scores & RA_SCORE_SINKS) && (double)p->sinks[head] > top) top = (double)p->sinks[head];
+    if (p->scores & RA_SCORE_SINKS) sum = exp((double)p->sinks[head] - top);
+    for (j = 0; j < n; j++) sum += exp(x[j].score - top);
+    for (*bar = 0, d = 0; d < p->Dv; d++) *bar += o_least * fabs((double)g[d]);
+    for (j = 0; j < n; j++) {
+        const float *v = v_row(p, b, keys[j], kv);
+        x[j].w = exp(x[j].score - top) / sum;
+        x[j].drop = drop_factor(p, b, at[1], head, keys[j]);
+        x[j].ds = x[j].drop * dot_product(g, v, p->Dv);
+        for (x[j].size = 0, d = 0; d < p->Dv; d++) x[j].size += fabs((double)g[d] * (double)v[d]);
+        x[j].size *= x[j].drop;
+        x[j].rounding = 1.5e-6 + 2.5e-7 * (x[j].rounding + fabs(x[j].score) + fabs(top));
+        delta += x[j].w * x[j].ds;
+        *bar += x[j].w * x[j].size * (x[j].rounding + o_half_ulp);
+    }
+    for (j = 0; j < n; j++) {
+        x[j].bar = x[j].w * ((fabs(x[j].ds - delta) + x[j].size) * x[j].rounding + *bar);
+        x[j].ds = x[j].w * (x[j].ds - delta);
+    }
+    return delta;
+}
+
+static inline void slope_row(const problem *p, slopes *s, const int64_t at[3],
+                             const int32_t *keys, int64_t n, slope_key *x)
+{
+    const int b = (int)at[0], head = (int)at[2], kv = head / (p->Hq / p->Hkv);
+    const int64_t row = (b * p->q_max + at[1]) * p->Hq + head;
+    const float *q = p->q + row * p->Dk, *g = p->d_o + row * p->Dv;
+    double c = problem_scale(p), bar, delta = slope_weights(p, at, keys, n, x, &bar), rest = 1;
+    int64_t j;
+    for (j = 0; j < n; j++) {
+        int64_t key = (b * p->k_max + keys[j]) * p->Hkv + kv;
+        int64_t at_v = p->v_in_k ? key * p->Dk + p->v_column : key * p->Dv;
+        int64_t pair = ((b * p->Hq + head) * p->q_max + at[1]) * p->k_max + keys[j];
+        const float *k = p->k + key * p->Dk;
+        double ds = x[j].ds, w = x[j].w * x[j].drop;
+        if (s->bias) { s->bias[pair] = ds; s->bias_bar[pair] = x[j].bar; }
+        if (p->softcap > 0) {
+            double t = tanh(c * dot_product(q, k, p->Dk) / (double)p->softcap);
+            ds *= 1 - t * t;
+        }
+        slope_add(s->q + row * p->Dk, s->q_bar + row * p->Dk, c * ds, c * x[j].bar, k, p->Dk);
+        slope_add(s->k + key * p->Dk, s->k_bar + key * p->Dk, c * ds, c * x[j].bar, q, p->Dk);
+        slope_add((p->v_in_k ? s->k : s->v) + at_v, (p->v_in_k ? s->k_bar : s->v_bar) + at_v, w,
+                  w * x[j].rounding, g, p->Dv);
+        rest -= x[j].w;
+    }
+    if (n == 0 || !(p->scores & RA_SCORE_SINKS)) return;
+    s->sinks[head] -= rest * delta;
+    s->sinks_bar[head] += rest * (fabs(delta) * 4e-6 + bar);
+}
+
+/* with_bias: also of every pair's final score. */
+static inline slopes oracle_slopes(const problem *p, int with_bias)
+{
+    size_t nq = (size_t)(p->B * p->q_max * p->Hq * p->Dk) + 1;
+    size_t nk = (size_t)(p->B * p->k_max * p->Hkv) + 1, room = (size_t)p->k_max + 1;
+    size_t pairs = (size_t)(p->B * p->Hq * p->q_max * p->k_max) + 1;
+    slope_key *x = (slope_key *)malloc(room * sizeof *x);
+    int32_t *keys = (int32_t *)malloc(room * sizeof *keys);
+    int64_t at[3], k, n;
+    slopes s;
+    memset(&s, 0, sizeof s);
+    s.q = (double *)calloc(2 * nq, sizeof(double));
+    s.k = (double *)calloc(2 * nk * (size_t)p->Dk, sizeof(double));
+    s.v = (double *)calloc(2 * nk * (size_t)p->Dv, sizeof(double));
+    s.bias = with_bias ? (double *)calloc(2 * pairs, sizeof(double)) : NULL;
+    s.q_bar = s.q + nq;
+    s.k_bar = s.k + nk * (size_t)p->Dk;
+    s.v_bar = s.v + nk * (size_t)p->Dv;
+    s.bias_bar = with_bias ? s.bias + pairs : NULL;
+    for (at[0] = 0; at[0] < p->B; at[0]++) for (at[1] = 0; at[1] < p->tq[at[0]]; at[1]++) {
+        for (n = k = 0; k < p->tk[at[0]]; k++) {
+            if (p->absent[at[0] * p->k_max + k]) continue;
+            if (visible(&p->mask, p->q_offset + at[1], k)) keys[n++] = (int32_t)k;
+        }
+        for (at[2] = 0; at[2] < p->Hq; at[2]++) slope_row(p, &s, at, keys, n, x);
+    }
+    free(keys);
+    free(x);
+    return s;
+}
+
+static inline void slopes_free(slopes *s) { free(s->q); free(s->k); free(s->v); free(s->bias); }
+
 static inline void problem_free(problem *p)
 {
+    free(p->d_o);
     free(p->lo); free(p->hi); free(p->q); free(p->k); free(p->v); free(p->absent);
 }
 
