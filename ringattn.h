@@ -219,6 +219,8 @@ enum { RA_LAYOUT_UNSET, RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPE
 enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };
 enum { RA_ORDER_DESC = 1, RA_ORDER_TURN = 2 };
 enum { RA_OP_FORWARD = 0, RA_OP_TRAIN = 1 };
+enum { RA_HOME_DIRECT, RA_HOME_RING };
+enum { RA_PASS_FORWARD, RA_PASS_BACKWARD };
 
 /* -------------------------------------------------------------------------- views
  * Element (b, t, h, d) lies at data + b*batch_stride + t*token_stride + h*head_stride + d*element.
@@ -339,6 +341,9 @@ typedef struct ra_desc {
                                         * most 4096. Rounded up to blocks (zigzag: to mirrored
                                         * pairs) */
     int32_t buffers;                   /* receive buffers, 1..64; 0: 3 */
+    int32_t grad_home;                 /* backward: from the last rank that needs a chunk its
+                                        * gradient goes home in one message (RA_HOME_DIRECT, needs
+                                        * RA_CAP_ANY_PEER) or on round the ring (RA_HOME_RING) */
     int32_t threads;                   /* local: most threads that ever step; 0: 1 */
     int32_t isa;                       /* local: RA_ISA_*; 0: the best of this machine */
     const struct ra_engine *engine;    /* local: null: our kernels. Read until the plan dies. */
@@ -630,9 +635,10 @@ RINGATTN_API int32_t ra_plan_q_runs(const ra_plan *plan, int32_t rank, int32_t s
 RINGATTN_API int32_t ra_plan_k_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
                                     ra_run *runs, int32_t max_runs);
 
-/* What one forward pass does on one rank. A tile is RA_BLOCK_TOKENS x RA_BLOCK_TOKENS tokens
- * (fewer at the end of a run) of one head. Tiles are empty, partial or full by the bounds of their
- * rows. Counters of a run (ra_ring_counters) equal these figures. */
+/* What one forward pass does on one rank, and what a backward pass (back_*, all 0 without
+ * RA_OP_TRAIN) does differently: its tiles are the same. A tile is RA_BLOCK_TOKENS x
+ * RA_BLOCK_TOKENS tokens (fewer at the end of a run) of one head. Tiles are empty, partial or full
+ * by the bounds of their rows. Counters of a run (ra_ring_counters) equal these figures. */
 typedef struct ra_plan_report {
     int64_t q_rows, k_rows;            /* rows of the longest sequence on this rank */
     int64_t pairs;                     /* visible (query, key) pairs of one head */
@@ -649,8 +655,15 @@ typedef struct ra_plan_report {
     int64_t state_bytes;               /* of workspace_bytes: running m and l, and the sums of
                                         * the local queries unless they live in an f32 o */
     int64_t chunk_bytes;               /* largest message; receive and pack buffers are so large */
-    int64_t workspace_bytes;           /* of a ring that copies, to the byte */
+    int64_t workspace_bytes;           /* of a ring that copies, to the byte; with RA_OP_TRAIN what
+                                        * the larger of both passes needs */
     int64_t shared_workspace_bytes;    /* of a ring with RA_CAP_SHARED, to the byte */
+    int64_t back_flops;                /* 2 (3 Dk + 2 Dv) Hq pairs */
+    int64_t back_chunks_in, back_chunks_out; /* chunks with their gradients, or gradients that go
+                                        * home */
+    int64_t back_bytes_in, back_bytes_out, back_shared_bytes_in, back_shared_bytes_out;
+    int64_t back_state_bytes;          /* f32 sums of dQ of the local queries */
+    int64_t back_chunk_bytes;
     int32_t order;                     /* RA_ORDER_DESC: a row sums blocks of keys from its own
                                         * downwards. RA_ORDER_TURN: from the first to the last
                                         * (zigzag: the mirrored pairs of blocks {k, n-1-k}) */
@@ -659,8 +672,8 @@ typedef struct ra_plan_report {
                                         * with this property, this layout.kind and mask. (They never
                                         * depend on threads, chunks, timing or transport; with an
                                         * engine, on chunks.) */
+    int32_t back_bits_any_ranks;       /* the same of d_q, d_k, d_v */
     int32_t chunk_tokens, buffers;     /* as resolved */
-    int32_t reserved;
 } ra_plan_report;
 RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_report *out);
 
@@ -734,6 +747,11 @@ RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring);
  * with RA_CAP_SHARED, if that could not be had, the status is RA_E_UNSAFE. */
 RINGATTN_API ra_status ra_forward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
                                   int64_t deadline_ns);
+/* The same for gradients: t as in forward, with o and lse as forward left them (or as the same
+ * forward makes them again), d_o, and where gradients go. Collective like ra_forward. On a failure
+ * d_q, d_k and d_v may have been added to in part. */
+RINGATTN_API ra_status ra_backward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
+                                   int64_t deadline_ns);
 /* Plan, ring, forward, and both destroyed: for programs that attend once. Allocates. */
 RINGATTN_API ra_status ra_attend(const ra_desc *d, const ra_transport *transport,
                                  const ra_tensors *t, int64_t deadline_ns);
@@ -749,6 +767,8 @@ typedef struct ra_job {                /* copied by begin, with *tensors, withou
     const ra_plan *plan;
     const ra_tensors *tensors;
     int64_t deadline_ns;
+    int32_t pass;                      /* RA_PASS_*; backward needs a plan with op RA_OP_TRAIN */
+    int32_t reserved;
 } ra_job;
 
 /* Checks and copies. Reads no data (positions of ARRAY excepted), sends nothing. No thread may be
@@ -1282,6 +1302,12 @@ static void *ra__carve(ra__arena *a, int64_t bytes) {
     void *p = a->base ? a->base + a->used : NULL;
     a->used += ra__round_up(bytes, 64);
     return p;
+}
+
+/* The same on a multiple of align, 64 or more. */
+static uint8_t *ra__carve_aligned(ra__arena *a, int64_t bytes, int64_t align) {
+    uint8_t *p = (uint8_t *)ra__carve(a, align - 64 + bytes);
+    return p ? p + ((0 - (uintptr_t)p) & (uintptr_t)(align - 1)) : NULL;
 }
 
 /* ========================================================================== MATH
@@ -3560,18 +3586,47 @@ typedef struct ra__chunk {
     int32_t segs;
     int32_t lead;                      /* the segment that travels farther: first in a message */
     int32_t hops[2];                   /* ranks that a segment visits after its owner */
+    int32_t back_lead, back_hops[2];   /* the same in a backward pass, which goes up */
     ra__seg seg[2];
 } ra__chunk;
 
 typedef struct ra__exchange {          /* one step of the lock-step run with this rank in it */
-    int32_t send, recv;                /* index in the send and receive list, -1: none */
+    int32_t send, recv;                /* index in the send and receive list, -1: none; recv from
+                                        * -2 downwards: -2 - index in the list of what comes home */
     int64_t step;
 } ra__exchange;
 
+/* One kind of pass on one rank: what it folds, receives and sends, each in the order that the plan
+ * fixes. Entries of recv and send are messages between this rank and its neighbours. */
+typedef struct ra__route {
+    int32_t *fold;                     /* chunk, or -1 - b: a sequence with rows and no keys */
+    int32_t *fold_recv;                /* index in recv, -1: its own */
+    int32_t *fold_index;               /* how many entries of its sequence come before it */
+    uint8_t *fold_last;                /* 1: the last of its sequence */
+    int32_t *recv, *send;              /* chunks */
+    int32_t *send_recv;                /* index in recv, -1: its own */
+    int32_t *recv_fold, *recv_send;    /* index in fold and send, -1: neither folded nor sent on */
+    int32_t *send_fold;                /* backward: index in fold, after which it may go; or -1 */
+    int64_t folds, recvs, sends, exchanges;
+    ra__exchange *exchange;
+    int32_t backward, direction;       /* +1: chunks go to rank + 1 */
+    int64_t chunk_bytes;               /* longest message; backward: but those home */
+    int64_t home_bytes;                /* backward from here on: longest message home */
+    uint8_t *fold_phase;               /* RA__AFTER, RA__BEFORE: which tiles */
+    int32_t *fold_own;                 /* index among the chunks that this rank owns, -1: not its */
+    int32_t *own, *own_fold, *own_home; /* own chunks; where they start in fold; index in home, -1:
+                                        * it never leaves */
+    int32_t *home, *home_own, *home_fold; /* own chunks that come home; indices in own and fold, -1:
+                                        * nothing is folded at home */
+    int64_t owns, homes;
+} ra__route;
+
 /* Counts that size a rank's workspace. words: small messages that end a shared pass. */
+typedef struct ra__counts { int64_t tasks, recvs, sends, own, stays; } ra__counts; /* own: leave */
 typedef struct ra__sizes {
-    int64_t rows, tasks, recvs, sends, own, words_in, words_out;
-    int32_t panels;
+    int64_t rows, words_in, words_out;
+    int32_t panels, back_parts;
+    ra__counts forward, back;
 } ra__sizes;
 
 struct ra_plan {
@@ -3588,33 +3643,35 @@ struct ra_plan {
     ra__chunk *chunk;
     uint8_t *need;                     /* [chunks][2][need_row] bit r: rank r folds the segment */
     int64_t need_row;
-    int32_t *fold, *recv, *send;       /* this rank's chunks, in order; fold: -1 - b for a sequence
-                                        * with rows and no keys */
-    int32_t *fold_recv, *send_recv;    /* index in recv, -1: its own */
-    int32_t *fold_index;               /* how many chunks of its sequence come before it */
-    uint8_t *fold_last;                /* 1: the last of its sequence */
-    int32_t *recv_fold, *recv_send;    /* index in fold and send, -1: neither folded nor sent on */
-    int64_t folds, recvs, sends, exchanges;
-    ra__exchange *exchange;
-    int64_t *task0;                    /* [B + 1] first task of a sequence */
+    ra__route forward, back;           /* back: if d.op is TRAIN */
+    int32_t square;                    /* queries and keys are the same positions everywhere */
+    int32_t split;                     /* backward: owners fold twice, see ra__back_lists */
+    int64_t *task0, *back_task0;       /* [B + 1] first task of a sequence */
     ra__sizes sizes;                   /* of d.rank */
     int32_t *readers, *sources;        /* ranks that read this rank's keys, and whose it reads */
     int64_t *source_end;               /* entries of fold after which a source is not read again */
     int64_t reader_count, source_count;
     int64_t chunk_bytes;               /* longest message */
-    int64_t *scratch;                  /* [3 ranks] of ra__prove, unused afterwards */
+    void *scratch;                     /* of ra__prove and ra__prove_back, unused afterwards */
     int64_t unvisited;                 /* empty tiles of chunks that this rank never folds */
     ra_plan_report report;             /* of d.rank */
 };
 
-RA__INLINE int32_t ra__ranks_apart(const ra_plan *p, int32_t from, int32_t to) {
-    int32_t n = p->direction > 0 ? to - from : from - to;
-    return n < 0 ? n + p->d.ranks : n;
+/* The rank `steps` above another, and how many steps one is above another; cyclic. */
+RA__INLINE int32_t ra__rank_up(const ra_plan *p, int32_t rank, int32_t steps) {
+    int32_t n = rank + steps;
+    return n < 0 ? n + p->d.ranks : n >= p->d.ranks ? n - p->d.ranks : n;
+}
+RA__INLINE int32_t ra__ranks_up(const ra_plan *p, int32_t from, int32_t to) {
+    return to < from ? to - from + p->d.ranks : to - from;
 }
 
+/* The same along the way of chunks in a forward pass. */
+RA__INLINE int32_t ra__ranks_apart(const ra_plan *p, int32_t from, int32_t to) {
+    return p->direction > 0 ? ra__ranks_up(p, from, to) : ra__ranks_up(p, to, from);
+}
 RA__INLINE int32_t ra__next_rank(const ra_plan *p, int32_t rank, int32_t step) {
-    int32_t n = rank + step * p->direction;
-    return n < 0 ? n + p->d.ranks : n >= p->d.ranks ? n - p->d.ranks : n;
+    return ra__rank_up(p, rank, step * p->direction);
 }
 
 RA__INLINE int ra__needs_seg(const ra_plan *p, int64_t chunk, int32_t seg, int32_t rank) {
@@ -3659,21 +3716,26 @@ RA__INLINE int32_t ra__element(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; 
 /* Where the parts of a segment lie in a message: offsets of positions, K and V. */
 typedef struct ra__parts { int64_t pos, k, v; } ra__parts;
 
+/* Positions, K and V of a segment from offset `at` on; returns where they end. */
+static int64_t ra__message_keys(const ra_desc *d, const ra__seg *s, int64_t at, ra__parts *part) {
+    int64_t heads = s->rows * d->kv_heads;
+    part->pos = at;
+    if (d->layout.kind == RA_LAYOUT_ARRAY) at += ra__round_up(4 * s->rows, 64);
+    part->k = part->v = at;
+    at += ra__round_up(heads * d->k_dim * ra__element(d->k_dtype), 64);
+    if (d->v_in_k) return at;
+    part->v = at;
+    return at + ra__round_up(heads * d->v_dim * ra__element(d->v_dtype), 64);
+}
+
 /* Lays out the message of a chunk on its way to the rank `hop` ranks after its owner: the segments
  * that go so far. Returns its length. Each part starts on a multiple of 64, the only padding. */
 static int64_t ra__message(const ra_desc *d, const ra__chunk *c, int32_t hop, ra__parts part[2]) {
     int64_t at = RA__FRAME_BYTES;
     for (int32_t i = 0; i < c->segs; i++) {
         int32_t s = i ? 1 - c->lead : c->lead;
-        int64_t rows = c->seg[s].rows, heads = rows * d->kv_heads;
         if (c->hops[s] < hop) break;
-        part[s].pos = at;
-        if (d->layout.kind == RA_LAYOUT_ARRAY) at += ra__round_up(4 * rows, 64);
-        part[s].k = part[s].v = at;
-        at += ra__round_up(heads * d->k_dim * ra__element(d->k_dtype), 64);
-        if (d->v_in_k) continue;
-        part[s].v = at;
-        at += ra__round_up(heads * d->v_dim * ra__element(d->v_dtype), 64);
+        at = ra__message_keys(d, &c->seg[s], at, &part[s]);
     }
     return at;
 }
@@ -3684,6 +3746,46 @@ static int64_t ra__message_bytes(const ra_desc *d, const ra__chunk *c, int32_t h
 }
 
 RA__INLINE int32_t ra__chunk_reach(const ra__chunk *c) { return c->hops[c->lead]; }
+
+/* The f32 gradients of a chunk: offsets of dK and dV of each segment, all heads packed, from `at`
+ * on; returns where they end. Under v_in_k dK has both. */
+static int64_t ra__grad_parts(const ra_desc *d, const ra__chunk *c, int64_t at,
+                              ra__parts grad[2]) {
+    for (int32_t i = 0; i < c->segs; i++) {
+        int64_t heads = c->seg[i].rows * d->kv_heads;
+        grad[i].pos = at;
+        grad[i].k = grad[i].v = at;
+        at += ra__round_up(heads * d->k_dim * 4, 64);
+        if (d->v_in_k) continue;
+        grad[i].v = at;
+        at += ra__round_up(heads * d->v_dim * 4, 64);
+    }
+    return at;
+}
+
+/* Backward: the message of a chunk on its way to the rank `hop` above its owner: gradients, then
+ * keys of the segments that are still needed there. hop = ranks: on its way home. */
+static int64_t ra__back_message(const ra_desc *d, const ra__chunk *c, int32_t hop,
+                                ra__parts part[2], ra__parts grad[2]) {
+    int64_t at = ra__grad_parts(d, c, RA__FRAME_BYTES, grad);
+    for (int32_t i = 0; i < c->segs; i++) {
+        int32_t s = i ? 1 - c->back_lead : c->back_lead;
+        if (c->back_hops[s] < hop) break;
+        at = ra__message_keys(d, &c->seg[s], at, &part[s]);
+    }
+    return at;
+}
+
+static int64_t ra__back_length(const ra_desc *d, const ra__chunk *c, int32_t hop) {
+    ra__parts part[2], grad[2];
+    return ra__back_message(d, c, hop, part, grad);
+}
+
+/* Ranks that a chunk visits after its owner in a backward pass, before it goes home. */
+RA__INLINE int32_t ra__back_stations(const ra_plan *p, const ra__chunk *c) {
+    int32_t reach = c->back_hops[c->back_lead];
+    return reach && p->d.grad_home == RA_HOME_RING ? p->d.ranks - 1 : reach;
+}
 
 /* Blocks of a chunk, in the order in which a row folds them. */
 RA__INLINE int64_t ra__chunk_blocks(const ra__chunk *c) {
@@ -3818,16 +3920,28 @@ static void ra__chunk_needs(ra_plan *p, int32_t rank, int32_t b) {
     }
 }
 
+/* Hops of segment i of chunk c upwards (direction +1) or downwards. */
+static int32_t ra__seg_hops(const ra_plan *p, int64_t c, int32_t i, int32_t direction) {
+    for (int32_t n = p->d.ranks - 1; n > 0; n--)
+        if (ra__needs_seg(p, c, i, ra__rank_up(p, p->chunk[c].owner, n * direction))) return n;
+    return 0;
+}
+
+/* Hops in a backward pass. */
+static void ra__chunk_back_hops(ra_plan *p) {
+    for (int64_t c = 0; c < p->chunks; c++) {
+        ra__chunk *chunk = &p->chunk[c];
+        for (int32_t i = 0; i < 2; i++) chunk->back_hops[i] = ra__seg_hops(p, c, i, 1);
+        chunk->back_lead = chunk->back_hops[1] > chunk->back_hops[0];
+    }
+}
+
 /* Sets hops of every segment in the current direction; returns bytes on all links together. */
 static int64_t ra__chunk_hops(ra_plan *p) {
     int64_t bytes = 0;
     for (int64_t c = 0; c < p->chunks; c++) {
         ra__chunk *chunk = &p->chunk[c];
-        for (int32_t i = 0; i < 2; i++) {
-            chunk->hops[i] = 0;
-            for (int32_t n = p->d.ranks - 1; n > 0 && !chunk->hops[i]; n--)
-                if (ra__needs_seg(p, c, i, ra__next_rank(p, chunk->owner, n))) chunk->hops[i] = n;
-        }
+        for (int32_t i = 0; i < 2; i++) chunk->hops[i] = ra__seg_hops(p, c, i, p->direction);
         chunk->lead = chunk->hops[1] > chunk->hops[0];
         for (int32_t h = 1; h <= ra__chunk_reach(chunk); h++)
             bytes += ra__message_bytes(&p->d, chunk, h);
@@ -3909,6 +4023,173 @@ static int64_t ra__prove(const ra_plan *p, ra__lockstep *s, ra__exchange *out) {
             open -= s->at[r] == p->chunks;
         }
         for (int32_t r = 0; r < p->d.ranks; r++) ra__prove_free(p, s, r);
+    }
+    return count;
+}
+
+/* -------------------------------------------------------------------------- backward
+ * With a chunk of keys travels its gradient. It starts at zero on its owner, which adds the query
+ * rows whose unit is not below the key's (RA__AFTER; a unit is a block, or zigzag's mirrored pair),
+ * visits the ranks above up to the last that needs the chunk, and goes home, straight or on round
+ * the ring; there the owner adds its rows below (RA__BEFORE). So dK and dV of a key sum query units
+ * upwards from its own, cyclically, and dQ sums keys as forward does, for every number of ranks
+ * alike. DESC has nothing before, and layouts without units do all at the first visit.
+ *
+ * Own chunks that come home are folded between those that start: after the start of own chunk i
+ * comes the end of chunk i - lag, and before chunks of others, those that never leave, or the next
+ * sequence all own ones are done. What comes home has buffers of its own. So the first chunk of the
+ * list that is not home can always move: ranks ahead of it hold only chunks before it.
+ * ra__prove_back shows it by a run. */
+/* Tiles whose query unit is not below the key's, and the others. */
+enum { RA__AFTER = 1, RA__BEFORE = 2, RA__BOTH = 3 };
+enum { RA__PACK_SLOTS = 2, RA__HOME_SLOTS = 2 };
+
+RA__INLINE int64_t ra__back_lag(const ra_plan *p) {
+    return p->d.ranks + (p->d.buffers > 1);
+}
+
+/* Chunk c comes by a rank that is not its owner. */
+RA__INLINE int ra__back_arrives(const ra_plan *p, int64_t c, int32_t rank) {
+    int32_t n = ra__ranks_up(p, p->chunk[c].owner, rank);
+    return n > 0 && n <= ra__back_stations(p, &p->chunk[c]);
+}
+
+/* It leaves the rank, for the next one or for home. */
+RA__INLINE int ra__back_leaves(const ra_plan *p, int64_t c, int32_t rank) {
+    if (p->chunk[c].owner == rank) return ra__back_stations(p, &p->chunk[c]) > 0;
+    return ra__back_arrives(p, c, rank);
+}
+
+/* Where chunk c goes from a rank, and as a message of which hop. */
+RA__INLINE int32_t ra__back_to(const ra_plan *p, int64_t c, int32_t rank, int32_t *hop) {
+    int32_t n = ra__ranks_up(p, p->chunk[c].owner, rank);
+    int home = n == ra__back_stations(p, &p->chunk[c]);
+    *hop = home ? p->d.ranks : n + 1;
+    return home ? p->chunk[c].owner : ra__rank_up(p, rank, 1);
+}
+
+/* One rank in the lock-step run of a backward pass. Chunks by their place in the list; `chunks` is
+ * the end. */
+typedef struct ra__stop {
+    int64_t at, visit;                 /* the next to leave, the next to fold or pass on */
+    int64_t kept, home;                /* the first in a buffer; the next to come home */
+    int64_t started, gone, came, ended; /* own chunks: phase 1 done, left, home, phase 2 done */
+    int32_t used;                      /* buffers with a chunk of others */
+    int32_t sequence;                  /* of the own chunk that started last */
+    int32_t moves, hears;              /* of this step: 1 on, 2 home; 1 from below, 2 own */
+} ra__stop;
+
+static int64_t ra__stop_leaving(const ra_plan *p, int32_t rank, int64_t c) {
+    while (c < p->chunks && !ra__back_leaves(p, c, rank)) c++;
+    return c;
+}
+static int64_t ra__stop_visit(const ra_plan *p, int32_t rank, int64_t c) {
+    while (c < p->chunks && p->chunk[c].owner != rank && !ra__back_arrives(p, c, rank)) c++;
+    return c;
+}
+static int64_t ra__stop_home(const ra_plan *p, int32_t rank, int64_t c) {
+    while (c < p->chunks && (p->chunk[c].owner != rank || !ra__back_leaves(p, c, rank))) c++;
+    return c;
+}
+
+/* The next entry of a rank's fold list is the end of an own chunk, not the visit of chunk c. */
+RA__INLINE int ra__stop_late(const ra_plan *p, const ra__stop *s, int32_t rank, int64_t c) {
+    int more = c < p->chunks && p->chunk[c].owner == rank && ra__back_leaves(p, c, rank) &&
+               p->chunk[c].sequence == s->sequence;
+    return p->split && s->ended < s->started - (more ? ra__back_lag(p) : 0);
+}
+
+/* Own chunk c starts its travels. */
+RA__INLINE void ra__stop_start(const ra_plan *p, ra__stop *s, int64_t c) {
+    s->started++;
+    s->sequence = p->chunk[c].sequence;
+}
+
+/* Folds whatever can be folded at a rank, in the order of its fold list. */
+static void ra__stop_fold(const ra_plan *p, ra__stop *s, int32_t rank) {
+    int32_t below = ra__rank_up(p, rank, -1);
+    for (;;) {
+        ra__stop *me = &s[rank];
+        int64_t c = me->visit;
+        int own = c < p->chunks && p->chunk[c].owner == rank;
+        int travels = own && ra__back_leaves(p, c, rank);
+        if (ra__stop_late(p, me, rank, c)) {
+            if (me->ended == me->came) break;
+            me->ended++;
+            continue;
+        }
+        if (c == p->chunks || (!own && s[below].at <= c) ||
+            (travels && me->started - me->gone >= RA__PACK_SLOTS))
+            break;
+        if (travels) ra__stop_start(p, me, c);
+        me->visit = ra__stop_visit(p, rank, c + 1);
+    }
+    if (!p->split) s[rank].ended = s[rank].came;
+    for (; s[rank].kept < s[rank].visit; s[rank].kept++) {
+        if (!ra__back_arrives(p, s[rank].kept, rank)) continue;
+        if (s[rank].at <= s[rank].kept) return;
+        s[rank].used--;
+    }
+}
+
+/* Decides one step: who comes home goes first, then a rank hears one message at most. */
+static int ra__stop_decide(const ra_plan *p, ra__stop *s) {
+    int any = 0;
+    int32_t hop;
+    for (int32_t r = 0; r < p->d.ranks; r++) s[r].moves = s[r].hears = 0;
+    for (int32_t way = 2; way > 0; way--) {
+        for (int32_t r = 0; r < p->d.ranks; r++) {
+            int64_t c = s[r].at;
+            int32_t to;
+            if (c == p->chunks || s[r].visit <= c || s[r].moves) continue;
+            to = ra__back_to(p, c, r, &hop);
+            if ((hop == p->d.ranks) != (way == 2) || s[to].hears) continue;
+            if (way == 2 ? s[to].home != c || s[to].came - s[to].ended >= RA__HOME_SLOTS
+                         : s[to].used >= p->d.buffers)
+                continue;
+            s[r].moves = s[to].hears = way;
+            any = 1;
+        }
+    }
+    return any;
+}
+
+/* Runs the backward ring once in lock step. Writes this rank's exchanges (null: counts) and returns
+ * their number, or -1 if the run stops early. */
+static int64_t ra__prove_back(const ra_plan *p, ra__stop *s, ra__exchange *out) {
+    int64_t count = 0, sent = 0, heard[3] = { 0, 0, 0 }, open = 0;
+    for (int32_t r = 0; r < p->d.ranks; r++) {
+        memset(&s[r], 0, sizeof s[r]);
+        s[r].at = ra__stop_leaving(p, r, 0);
+        s[r].visit = ra__stop_visit(p, r, 0);
+        s[r].home = ra__stop_home(p, r, 0);
+        open += s[r].at < p->chunks;
+    }
+    for (int32_t r = 0; r < p->d.ranks; r++) ra__stop_fold(p, s, r);
+    for (int64_t step = 0; open > 0; step++) {
+        const ra__stop *me = &s[p->d.rank];
+        if (!ra__stop_decide(p, s)) return -1;
+        if (me->moves || me->hears) {
+            int32_t i = (int32_t)heard[me->hears];
+            if (out) {
+                out[count].step = step;
+                out[count].send = me->moves ? (int32_t)sent : -1;
+                out[count].recv = me->hears == 1 ? i : me->hears ? -2 - i : -1;
+            }
+            count++;
+            sent += me->moves > 0;
+            heard[me->hears]++;
+        }
+        for (int32_t r = 0; r < p->d.ranks; r++) {
+            if (s[r].hears == 1) s[r].used++;
+            if (s[r].hears == 2) s[r].came++;
+            if (s[r].hears == 2) s[r].home = ra__stop_home(p, r, s[r].home + 1);
+            if (!s[r].moves) continue;
+            s[r].gone += p->chunk[s[r].at].owner == r;
+            s[r].at = ra__stop_leaving(p, r, s[r].at + 1);
+            open -= s[r].at == p->chunks;
+        }
+        for (int32_t r = 0; r < p->d.ranks; r++) ra__stop_fold(p, s, r);
     }
     return count;
 }
@@ -5216,7 +5497,6 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
  * Where queries and keys are not the same positions all is RA__AFTER. */
 
 enum { RA__BACK_PANELS = 4 };          /* panels that share a block of keys and its sums */
-enum { RA__AFTER = 1, RA__BEFORE = 2 };
 
 /* What all tasks of a call share. */
 typedef struct ra__back {
@@ -5275,6 +5555,13 @@ static void ra__back_carve(ra__arena *a, const ra_desc *d, ra__back_scratch *x) 
     x->tile.drop = (float *)ra__carve(a, d->dropout > 0.0f ? tile : 0);
     ra__store_carve(a, &size, 1, &x->store);
     x->pos = (int32_t *)ra__carve(a, lane);
+}
+
+static int64_t ra__back_scratch_bytes(const ra_desc *d) {
+    ra__arena a = { NULL, 0 };
+    ra__back_scratch x;
+    ra__back_carve(&a, d, &x);
+    return a.used;
 }
 
 /* Unit of the block at position pos of sequence b. */
@@ -5490,7 +5777,7 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     }
 }
 
-/* Does any tile of a group and the item's chunk count in this phase? Counts no tile. */
+/* Does any tile of a group and the item's chunk count in this phase? If not, all are counted. */
 static int ra__back_any(const ra__back *b, const ra__task *t, const ra__item *item,
                         ra__back_scratch *x) {
     ra__tally before = x->tally;
@@ -5503,7 +5790,7 @@ static int ra__back_any(const ra__back *b, const ra__task *t, const ra__item *it
         if (pos) pos += s.row - item->c.seg[which].row;
         any = ra__back_kinds(b, t, &s, pos, x) != RA__EMPTY;
     }
-    x->tally = before;
+    if (any) x->tally = before;
     return any;
 }
 
@@ -5540,6 +5827,8 @@ static void ra__back_sink(const ra__back *b, int32_t head, ra__back_scratch *x) 
     t.count = 1;
     for (t.sequence = 0; t.sequence < d->sequences; t.sequence++) {
         int64_t blocks = ra__side_blocks(&b->w->q_side, t.sequence, ra__q_len(d, t.sequence));
+        const int32_t *pos = b->w->q_side.array;   /* empty cells have dO, but no part in this */
+        if (pos) pos += t.sequence * b->w->q_side.array_stride;
         for (int64_t i = 0; i < blocks; i++) {
             const ra__panel *p = &x->panel[0].p;
             ra__back_block(b->w, t.sequence, i, &x->seg[0]);
@@ -5547,7 +5836,7 @@ static void ra__back_sink(const ra__back *b, int32_t head, ra__back_scratch *x) 
             x->panel[0].p.rows = (int32_t)x->seg[0].rows;
             ra__back_stats(b, &t, x, 0);
             for (int32_t r = 0; r < p->rows && !ra__is_neg_inf(b->w->t->sinks[head]); r++)
-                if (!ra__is_neg_inf(-p->m[r]))
+                if (!ra__is_neg_inf(-p->m[r]) && !(pos && pos[x->seg[0].row + r] < 0))
                     sum -= ra__exp(sink - (double)p->m[r] * ln2) * (double)p->l[r];
         }
     }
@@ -6027,6 +6316,7 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
         p->k_cut = (int64_t *)ra__carve(a, cuts);
     }
     p->task0 = (int64_t *)ra__carve(a, (B + 1) * 8);
+    p->back_task0 = (int64_t *)ra__carve(a, (B + 1) * 8);
     p->readers = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
     p->sources = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
     p->source_end = (int64_t *)ra__carve(a, (int64_t)d->ranks * 8);
@@ -6055,58 +6345,192 @@ static void ra__plan_cuts(ra_plan *p) {
         p->on_grid &= tk == 0 || ra__cut_unit(tk, d->ranks) > 1 || (d->ranks == 1 && !zigzag);
     }
     p->order = ra__desc_order(d, square);
+    p->square = square;
     p->dense = d->layout.kind != RA_LAYOUT_RUNS && d->layout.kind != RA_LAYOUT_ARRAY;
+}
+
+/* Lists of a backward pass: an own chunk may stand twice in the list of folds. */
+static void ra__plan_back_carve(ra__arena *a, ra_plan *p) {
+    int64_t n = p->chunks, folds = 2 * n + p->d.sequences;
+    ra__route *w = &p->back;
+    int32_t **list[12];
+    list[0] = &w->recv; list[1] = &w->recv_fold; list[2] = &w->recv_send; list[3] = &w->send;
+    list[4] = &w->send_recv; list[5] = &w->send_fold; list[6] = &w->own; list[7] = &w->own_home;
+    list[8] = &w->home; list[9] = &w->home_own; list[10] = &w->home_fold;
+    list[11] = &w->own_fold;
+    for (int32_t i = 0; i < 12; i++) *list[i] = (int32_t *)ra__carve(a, n * 4);
+    w->fold = (int32_t *)ra__carve(a, folds * 4);
+    w->fold_recv = (int32_t *)ra__carve(a, folds * 4);
+    w->fold_index = (int32_t *)ra__carve(a, folds * 4);
+    w->fold_own = (int32_t *)ra__carve(a, folds * 4);
+    w->fold_last = (uint8_t *)ra__carve(a, folds);
+    w->fold_phase = (uint8_t *)ra__carve(a, folds);
+    w->exchange = (ra__exchange *)ra__carve(a, 3 * n * (int64_t)sizeof(ra__exchange));
 }
 
 /* Carves what depends on the number of chunks. */
 static void ra__plan_lists(ra__arena *a, ra_plan *p) {
     int64_t n = p->chunks, list = (n + p->d.sequences) * 4;
+    ra__route *w = &p->forward;
     p->chunk = (ra__chunk *)ra__carve(a, n * (int64_t)sizeof(ra__chunk));
     p->need_row = ra__ceil_div(p->d.ranks, 8);
     p->need = (uint8_t *)ra__carve(a, 2 * n * p->need_row);
-    p->fold = (int32_t *)ra__carve(a, list);
-    p->fold_recv = (int32_t *)ra__carve(a, list);
-    p->fold_index = (int32_t *)ra__carve(a, list);
-    p->fold_last = (uint8_t *)ra__carve(a, n + p->d.sequences);
-    p->recv = (int32_t *)ra__carve(a, n * 4);
-    p->recv_fold = (int32_t *)ra__carve(a, n * 4);
-    p->recv_send = (int32_t *)ra__carve(a, n * 4);
-    p->send = (int32_t *)ra__carve(a, n * 4);
-    p->send_recv = (int32_t *)ra__carve(a, n * 4);
-    p->exchange = (ra__exchange *)ra__carve(a, 2 * n * (int64_t)sizeof(ra__exchange));
-    p->scratch = (int64_t *)ra__carve(a, (int64_t)p->d.ranks * 8 * 3);
+    w->fold = (int32_t *)ra__carve(a, list);
+    w->fold_recv = (int32_t *)ra__carve(a, list);
+    w->fold_index = (int32_t *)ra__carve(a, list);
+    w->fold_last = (uint8_t *)ra__carve(a, n + p->d.sequences);
+    w->recv = (int32_t *)ra__carve(a, n * 4);
+    w->recv_fold = (int32_t *)ra__carve(a, n * 4);
+    w->recv_send = (int32_t *)ra__carve(a, n * 4);
+    w->send = (int32_t *)ra__carve(a, n * 4);
+    w->send_recv = (int32_t *)ra__carve(a, n * 4);
+    w->exchange = (ra__exchange *)ra__carve(a, 2 * n * (int64_t)sizeof(ra__exchange));
+    p->scratch = ra__carve(a, (int64_t)p->d.ranks * (int64_t)sizeof(ra__stop));
+    if (p->d.op == RA_OP_TRAIN) ra__plan_back_carve(a, p);
 }
 
-static void ra__plan_add_fold(ra_plan *p, int32_t entry, int32_t recv, int64_t sequence_first) {
-    p->fold[p->folds] = entry;
-    p->fold_recv[p->folds] = recv;
-    p->fold_index[p->folds] = (int32_t)(p->folds - sequence_first);
-    p->fold_last[p->folds] = 0;
-    p->folds++;
+static void ra__plan_add_fold(ra__route *w, int32_t entry, int32_t recv, int64_t sequence_first) {
+    w->fold[w->folds] = entry;
+    w->fold_recv[w->folds] = recv;
+    w->fold_index[w->folds] = (int32_t)(w->folds - sequence_first);
+    w->fold_last[w->folds] = 0;
+    w->folds++;
 }
 
 /* What this rank folds, receives and sends, in the order of the one list. */
 static void ra__plan_own_lists(ra_plan *p) {
     int32_t me = p->d.rank;
+    ra__route *w = &p->forward;
     int64_t c = 0;
-    p->folds = p->recvs = p->sends = 0;
+    w->folds = w->recvs = w->sends = 0;
     for (int32_t b = 0; b < p->d.sequences; b++) {
-        int64_t before = p->folds;
+        int64_t before = w->folds;
         for (; c < p->chunks && p->chunk[c].sequence == b; c++) {
-            int32_t recv = ra__arrives(p, c, me) ? (int32_t)p->recvs : -1;
-            int32_t fold = ra__needs(p, c, me) ? (int32_t)p->folds : -1;
-            int32_t send = ra__leaves(p, c, me) ? (int32_t)p->sends : -1;
-            if (fold >= 0) ra__plan_add_fold(p, (int32_t)c, recv, before);
-            if (send >= 0) { p->send[p->sends] = (int32_t)c; p->send_recv[p->sends++] = recv; }
+            int32_t recv = ra__arrives(p, c, me) ? (int32_t)w->recvs : -1;
+            int32_t fold = ra__needs(p, c, me) ? (int32_t)w->folds : -1;
+            int32_t send = ra__leaves(p, c, me) ? (int32_t)w->sends : -1;
+            if (fold >= 0) ra__plan_add_fold(w, (int32_t)c, recv, before);
+            if (send >= 0) { w->send[w->sends] = (int32_t)c; w->send_recv[w->sends++] = recv; }
             if (recv < 0) continue;
-            p->recv[p->recvs] = (int32_t)c;
-            p->recv_fold[p->recvs] = fold;
-            p->recv_send[p->recvs++] = send;
+            w->recv[w->recvs] = (int32_t)c;
+            w->recv_fold[w->recvs] = fold;
+            w->recv_send[w->recvs++] = send;
         }
-        if (p->folds == before && p->task0[b + 1] > p->task0[b])
-            ra__plan_add_fold(p, -1 - b, -1, before);
-        if (p->folds > before) p->fold_last[p->folds - 1] = 1;
+        if (w->folds == before && p->task0[b + 1] > p->task0[b])
+            ra__plan_add_fold(w, -1 - b, -1, before);
+        if (w->folds > before) w->fold_last[w->folds - 1] = 1;
     }
+}
+
+/* One entry of the list of folds of a backward pass: chunk c, or -1 - b. */
+static void ra__back_add(ra__route *w, int32_t entry, int32_t phase, int32_t index) {
+    w->fold[w->folds] = entry;
+    w->fold_phase[w->folds] = (uint8_t)phase;
+    w->fold_recv[w->folds] = w->fold_own[w->folds] = -1;
+    w->fold_index[w->folds] = index;
+    w->fold_last[w->folds++] = 0;
+}
+
+/* Ends own chunks that are home before the visit of chunk c; returns how many. */
+static int32_t ra__back_ends(const ra_plan *p, ra__route *w, ra__stop *s, int64_t c,
+                             int32_t index) {
+    int32_t n = 0;
+    while (ra__stop_late(p, s, p->d.rank, c)) {
+        int32_t own = w->home_own[s->ended];
+        w->home_fold[s->ended++] = (int32_t)w->folds;
+        ra__back_add(w, w->own[own], RA__BEFORE, index + n++);
+        w->fold_own[w->folds - 1] = own;
+    }
+    return n;
+}
+
+/* This rank's own chunk c: its first visit. */
+static void ra__back_own(const ra_plan *p, ra__route *w, ra__stop *s, int64_t c, int32_t index) {
+    int travels = ra__back_leaves(p, c, p->d.rank);
+    ra__back_add(w, (int32_t)c, travels && p->split ? RA__AFTER : RA__BOTH, index);
+    w->fold_own[w->folds - 1] = (int32_t)w->owns;
+    w->own_fold[w->owns] = (int32_t)w->folds - 1;
+    w->own_home[w->owns] = travels ? (int32_t)w->homes : -1;
+    if (travels) {
+        w->home[w->homes] = (int32_t)c;
+        w->home_own[w->homes] = (int32_t)w->owns;
+        w->home_fold[w->homes++] = -1;
+        ra__stop_start(p, s, c);
+    }
+    w->own[w->owns++] = (int32_t)c;
+}
+
+/* Visits of chunk c: received, folded, sent, in the order of the one list. Returns folds. */
+static int32_t ra__back_visit(const ra_plan *p, ra__route *w, ra__stop *s, int64_t c,
+                              int32_t index) {
+    int32_t me = p->d.rank, before = index, recv = -1, fold = -1;
+    int own = p->chunk[c].owner == me, arrives = ra__back_arrives(p, c, me);
+    if (!own && !arrives) return 0;
+    index += ra__back_ends(p, w, s, c, index);
+    if (own) ra__back_own(p, w, s, c, index);
+    else if (ra__needs(p, c, me)) ra__back_add(w, (int32_t)c, RA__BOTH, index);
+    if (own || ra__needs(p, c, me)) {
+        fold = (int32_t)w->folds - 1;
+        index++;
+    }
+    if (arrives) {
+        recv = (int32_t)w->recvs;
+        if (fold >= 0) w->fold_recv[fold] = recv;
+        w->recv[recv] = (int32_t)c;
+        w->recv_fold[recv] = fold;
+        w->recv_send[w->recvs++] = (int32_t)w->sends;
+    }
+    if (ra__back_leaves(p, c, me)) {
+        w->send[w->sends] = (int32_t)c;
+        w->send_recv[w->sends] = recv;
+        w->send_fold[w->sends++] = fold;
+    }
+    return index - before;
+}
+
+/* What this rank does in a backward pass. Where own chunks are folded twice, all of those end
+ * before the list of their sequence does. */
+static void ra__plan_back_lists(ra_plan *p) {
+    ra__route *w = &p->back;
+    ra__stop s;
+    int64_t c = 0;
+    memset(&s, 0, sizeof s);
+    w->backward = w->direction = 1;
+    w->folds = w->recvs = w->sends = w->owns = w->homes = 0;
+    for (int32_t b = 0; b < p->d.sequences; b++) {
+        int32_t index = 0;
+        for (; c < p->chunks && p->chunk[c].sequence == b; c++)
+            index += ra__back_visit(p, w, &s, c, index);
+        index += ra__back_ends(p, w, &s, p->chunks, index);
+        if (!index) ra__back_add(w, -1 - b, 0, 0);
+        w->fold_last[w->folds - 1] = 1;
+    }
+}
+
+/* Longest gradients of a chunk. */
+static int64_t ra__plan_grad_bytes(const ra_plan *p) {
+    ra__parts grad[2];
+    int64_t most = 0;
+    for (int64_t c = 0; c < p->chunks; c++)
+        most = ra__max(most, ra__grad_parts(&p->d, &p->chunk[c], 0, grad));
+    return most;
+}
+
+/* Longest messages of a backward pass. */
+static void ra__plan_back_bytes(ra_plan *p) {
+    ra__route *w = &p->back;
+    w->chunk_bytes = w->home_bytes = 0;
+    for (int64_t c = 0; c < p->chunks; c++) {
+        if (!ra__back_stations(p, &p->chunk[c])) continue;
+        w->chunk_bytes = ra__max(w->chunk_bytes, ra__back_length(&p->d, &p->chunk[c], 1));
+        w->home_bytes = ra__max(w->home_bytes, ra__back_length(&p->d, &p->chunk[c], p->d.ranks));
+    }
+}
+
+/* Order of a backward pass: units of a contiguous or zigzag layout, if queries and keys are the
+ * same positions; DESC has no row before its key. */
+static int ra__back_split(const ra_plan *p) {
+    return p->square && p->q_cut != NULL && p->order == RA_ORDER_TURN;
 }
 
 /* Ranks that read this rank's keys, and ranks whose keys it reads: with addresses instead of
@@ -6125,8 +6549,8 @@ static void ra__plan_readers(ra_plan *p) {
         if (read) p->sources[p->source_count++] = r;
     }
     for (int64_t i = 0; i < p->source_count; i++)
-        for (int64_t f = 0; f < p->folds; f++)
-            if (p->fold[f] >= 0 && p->chunk[p->fold[f]].owner == p->sources[i])
+        for (int64_t f = 0; f < p->forward.folds; f++)
+            if (p->forward.fold[f] >= 0 && p->chunk[p->forward.fold[f]].owner == p->sources[i])
                 p->source_end[i] = f + 1;
 }
 
@@ -6260,6 +6684,27 @@ static void ra__report_words(const ra_plan *p, int32_t rank, ra_plan_report *r) 
     }
 }
 
+/* Messages and bytes of a backward pass at one rank. */
+static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    const int64_t address = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
+    for (int64_t c = 0; p->d.op == RA_OP_TRAIN && c < p->chunks; c++) {
+        const ra__chunk *chunk = &p->chunk[c];
+        int32_t hop = ra__ranks_up(p, chunk->owner, rank);
+        if (ra__back_leaves(p, c, rank)) {
+            (void)ra__back_to(p, c, rank, &hop);
+            r->back_chunks_out++;
+            r->back_bytes_out += ra__back_length(&p->d, chunk, hop);
+            r->back_shared_bytes_out += address;
+        }
+        hop = chunk->owner == rank ? p->d.ranks : ra__ranks_up(p, chunk->owner, rank);
+        if (chunk->owner == rank ? !ra__back_leaves(p, c, rank) : !ra__back_arrives(p, c, rank))
+            continue;
+        r->back_chunks_in++;
+        r->back_bytes_in += ra__back_length(&p->d, chunk, hop);
+        r->back_shared_bytes_in += address;
+    }
+}
+
 static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     const ra_desc *d = &p->d;
     ra__side q = ra__plan_side(p, 0, rank), k = ra__plan_side(p, 1, rank);
@@ -6290,6 +6735,12 @@ static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report 
     r->flops = 2 * (int64_t)(p->d.k_dim + p->d.v_dim) * p->d.q_heads * r->pairs;
     ra__report_wire(p, rank, r);
     ra__report_words(p, rank, r);
+    ra__report_back(p, rank, r);
+    if (p->d.op == RA_OP_TRAIN) {
+        r->back_flops = 2 * (3 * (int64_t)p->d.k_dim + 2 * p->d.v_dim) * p->d.q_heads * r->pairs;
+        r->back_chunk_bytes = p->back.chunk_bytes;
+        r->back_bits_any_ranks = p->on_grid && p->square;
+    }
     r->chunk_bytes = p->chunk_bytes;
     r->order = p->order;
     r->direction = p->direction;
@@ -6385,8 +6836,8 @@ static void ra__model_chunk(const ra_plan *p, const ra_rates *rates, int64_t c, 
  * record, and a chunk is "folded" when its owner's memory is no longer read here. */
 
 enum { RA__GROUP_KEYS = 4096 };        /* keys that one step folds at most, if chunks are smaller */
-enum { RA__WINDOW = 64, RA__SEND_SLOTS = 8, RA__PACK_SLOTS = 2, RA__MAGIC = 0x31464152 };
-enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2 };
+enum { RA__WINDOW = 64, RA__SEND_SLOTS = 8, RA__MAGIC = 0x31464152 };
+enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3 };
 
 typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chunk */
     uint32_t magic, abi;
@@ -6402,7 +6853,8 @@ typedef struct ra__address {           /* instead of the chunk, where memory is 
     const int32_t *pos;
     int64_t *alive;                    /* counts while a reader makes progress with anything */
     int64_t k_token, k_head, v_token, v_head;
-    int64_t spare[8];
+    uint8_t *grad;                     /* backward: the chunk's gradients, see ra__grad_parts */
+    int64_t spare[7];
 } ra__address;
 
 struct ra_ring {
@@ -6414,6 +6866,8 @@ struct ra_ring {
     int32_t owns_base, has_transport, shared, rank, ranks;
 
     const ra_plan *plan;               /* of the pass; below: what begin sets */
+    const ra__route *route;            /* of the plan, for this kind of pass */
+    const int64_t *task0;              /* [B + 1] first task of a sequence */
     ra_tensors t;
     ra__work work;
     ra__view k, v;                     /* this rank's keys */
@@ -6440,11 +6894,20 @@ struct ra_ring {
     int64_t recv_slots, send_slots, pack_slots, slot_bytes; /* under comm, but received, sent */
     int64_t recv_posted, received, released, send_posted, sent, own_posted, own_sent, exchanged;
     int64_t words_posted, words_in, words_out;
+    int32_t words;                     /* this pass ends with words: shared, forward */
     int32_t silent;                    /* a reader whose word is still to come */
     ra_op *recv_op, *send_op, *word_op;
     ra_op **list;
     int64_t *recv_ns, *send_ns;
     uint8_t *recv_buf, *pack_buf, *word_buf;
+    ra__back back;                     /* backward from here on */
+    ra__view d_k, d_v;                 /* the caller's */
+    float *dq;                         /* [B][rows][Hq][Dk] sums */
+    int64_t home_slots, home_bytes, grad_slots, grad_bytes;
+    int64_t home_posted, home_received, home_done;
+    ra_op *home_op;
+    uint8_t *home_buf;
+    uint8_t *grad_buf;                 /* gradients of own chunks that stay, or all if shared */
     void *mr;                          /* of the whole workspace */
     uint8_t *scratch;                  /* [threads][scratch_bytes] */
     int64_t scratch_bytes;
@@ -6476,14 +6939,22 @@ static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task0) 
     for (int32_t b = 0; b < p->d.sequences; b++)
         s.rows = ra__max(s.rows, ra__side_rows(&side, b, ra__q_len(&p->d, b)));
     s.panels = RA__PANELS;
-    while ((s.tasks = ra__plan_tasks(p, rank, s.panels, task0)) < 8 * (int64_t)p->d.threads &&
-           s.panels > 1)
+    s.back_parts = (int32_t)ra__ceil_div(p->d.threads, p->d.kv_heads);
+    s.back.tasks = p->d.kv_heads * (s.back_parts > 1 ? 2 * (int64_t)s.back_parts : 1);
+    while ((s.forward.tasks = ra__plan_tasks(p, rank, s.panels, task0)) <
+               8 * (int64_t)p->d.threads && s.panels > 1)
         s.panels /= 2;
     for (int64_t c = 0; c < p->chunks; c++) {
-        int leaves = ra__leaves(p, c, rank);
-        s.recvs += ra__arrives(p, c, rank);
-        s.sends += leaves;
-        s.own += leaves && p->chunk[c].owner == rank;
+        int own = p->chunk[c].owner == rank, leaves = ra__leaves(p, c, rank);
+        s.forward.recvs += ra__arrives(p, c, rank);
+        s.forward.sends += leaves;
+        s.forward.own += leaves && own;
+        if (p->d.op != RA_OP_TRAIN) continue;
+        leaves = ra__back_leaves(p, c, rank);
+        s.back.recvs += ra__back_arrives(p, c, rank);
+        s.back.sends += leaves;
+        s.back.own += leaves && own;
+        s.back.stays += !leaves && own;
     }
     for (int32_t r = 0; r < p->d.ranks; r++) {
         int in = 0, out = 0;
@@ -6506,58 +6977,88 @@ static int64_t ra__thread_bytes(const ra_plan *p, int32_t panels) {
     return a.used;
 }
 
-/* Lays out the workspace of one rank; with a->base null only counts. Returns bytes of state. */
-static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n, int shared,
-                              ra_ring *r) {
+/* Ops and buffers of messages between neighbours of up to `bytes` bytes. */
+static void ra__ring_carve_links(ra__arena *a, const ra_plan *p, const ra__counts *n,
+                                 int64_t bytes, ra_ring *r) {
+    int64_t align = ra__max(64, (int64_t)r->tp.align);
+    r->slot_bytes = ra__round_up(r->shared ? RA__FRAME_BYTES + RA__ADDRESS_BYTES : bytes, align);
+    r->recv_slots = ra__min(r->shared ? RA__SHARED_BUFFERS : p->d.buffers, n->recvs);
+    r->send_slots = ra__min(RA__SEND_SLOTS, n->sends);
+    r->pack_slots = ra__min(r->shared ? (int64_t)RA__SEND_SLOTS : RA__PACK_SLOTS, n->own);
+    r->recv_op = (ra_op *)ra__carve(a, r->recv_slots * (int64_t)sizeof(ra_op));
+    r->send_op = (ra_op *)ra__carve(a, r->send_slots * (int64_t)sizeof(ra_op));
+    r->recv_ns = (int64_t *)ra__carve(a, r->recv_slots * 8);
+    r->send_ns = (int64_t *)ra__carve(a, r->send_slots * 8);
+    r->recv_buf = ra__carve_aligned(a, r->slot_bytes * r->recv_slots, align);
+    r->pack_buf = ra__carve_aligned(a, r->slot_bytes * r->pack_slots, align);
+}
+
+/* Lays out the workspace of a forward pass of one rank; with a->base null only counts. Returns
+ * bytes of state. */
+static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n, ra_ring *r) {
     const ra_desc *d = &p->d;
     int64_t heads = d->sequences * n->rows * d->q_heads, before, state;
-    int64_t align = ra__max(64, (int64_t)r->tp.align);
-    int64_t message = shared ? RA__FRAME_BYTES + RA__ADDRESS_BYTES : p->chunk_bytes;
+    int64_t words = r->shared ? n->words_in + n->words_out : 0;
     (void)ra__carve(a, (int64_t)sizeof *r);
     before = a->used;
     r->work.m = (float *)ra__carve(a, heads * 4);
     r->work.l = (float *)ra__carve(a, heads * 4);
     r->work.acc.data = d->o_dtype == RA_F32 ? NULL
                                             : (uint8_t *)ra__carve(a, heads * d->v_dim * 4);
-    r->done = (int32_t *)ra__carve(a, n->tasks * 4);
+    r->done = (int32_t *)ra__carve(a, n->forward.tasks * 4);
     state = a->used - before;
-    r->recv_slots = ra__min(shared ? RA__SHARED_BUFFERS : d->buffers, n->recvs);
-    r->send_slots = ra__min(RA__SEND_SLOTS, n->sends);
-    r->pack_slots = ra__min(shared ? RA__SEND_SLOTS : RA__PACK_SLOTS, n->own);
-    r->recv_op = (ra_op *)ra__carve(a, r->recv_slots * (int64_t)sizeof(ra_op));
-    r->send_op = (ra_op *)ra__carve(a, r->send_slots * (int64_t)sizeof(ra_op));
-    r->recv_ns = (int64_t *)ra__carve(a, r->recv_slots * 8);
-    r->send_ns = (int64_t *)ra__carve(a, r->send_slots * 8);
-    r->slot_bytes = ra__round_up(message, align);
-    r->recv_buf = (uint8_t *)ra__carve(a, align - 64 + r->slot_bytes * r->recv_slots);
-    r->pack_buf = (uint8_t *)ra__carve(a, align - 64 + r->slot_bytes * r->pack_slots);
-    if (a->base) {
-        r->recv_buf += (0 - (uintptr_t)r->recv_buf) & (uintptr_t)(align - 1);
-        r->pack_buf += (0 - (uintptr_t)r->pack_buf) & (uintptr_t)(align - 1);
-    }
-    if (shared) {
-        int64_t words = n->words_in + n->words_out;
+    ra__ring_carve_links(a, p, &n->forward, p->chunk_bytes, r);
+    if (r->shared) {
         r->word_op = (ra_op *)ra__carve(a, words * (int64_t)sizeof(ra_op));
         r->word_buf = (uint8_t *)ra__carve(a, words * RA__FRAME_BYTES);
         r->owner_alive = (int64_t **)ra__carve(a, n->words_out * 8);
-        r->list = (ra_op **)ra__carve(a, (r->recv_slots + r->send_slots + words) * 8);
-    } else {
-        r->list = (ra_op **)ra__carve(a, (r->recv_slots + r->send_slots) * 8);
     }
+    r->list = (ra_op **)ra__carve(a, (r->recv_slots + r->send_slots + words) * 8);
     r->scratch_bytes = ra__thread_bytes(p, n->panels);
     r->scratch = (uint8_t *)ra__carve(a, r->scratch_bytes * d->threads);
     return state;
 }
 
-/* Bytes a ring of a rank with these counts needs, for a transport that wants buffers aligned so. */
+/* The same of a backward pass, in the same memory: only one runs at a time. */
+static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__sizes *n,
+                                   ra_ring *r) {
+    const ra_desc *d = &p->d;
+    int64_t heads = d->sequences * n->rows * d->q_heads, before, state;
+    int64_t align = ra__max(64, (int64_t)r->tp.align), own = n->back.own + n->back.stays;
+    (void)ra__carve(a, (int64_t)sizeof *r);
+    before = a->used;
+    r->dq = (float *)ra__carve(a, heads * d->k_dim * 4);
+    r->done = (int32_t *)ra__carve(a, n->back.tasks * d->sequences * 4);
+    state = a->used - before;
+    ra__ring_carve_links(a, p, &n->back, p->back.chunk_bytes, r);
+    r->home_slots = ra__min(r->shared ? (int64_t)RA__SHARED_BUFFERS : RA__HOME_SLOTS,
+                            n->back.own);
+    r->home_bytes = ra__round_up(r->shared ? RA__FRAME_BYTES + RA__ADDRESS_BYTES
+                                           : p->back.home_bytes, align);
+    r->home_op = (ra_op *)ra__carve(a, r->home_slots * (int64_t)sizeof(ra_op));
+    r->home_buf = ra__carve_aligned(a, r->home_bytes * r->home_slots, align);
+    r->grad_slots = ra__min(own, r->shared ? ra__back_lag(p) + 2 : (int64_t)RA__PACK_SLOTS);
+    if (!r->shared && !n->back.stays) r->grad_slots = 0;
+    r->grad_bytes = ra__plan_grad_bytes(p);
+    r->grad_buf = (uint8_t *)ra__carve(a, r->grad_slots * r->grad_bytes);
+    r->list = (ra_op **)ra__carve(a, (r->recv_slots + r->send_slots + r->home_slots) * 8);
+    r->scratch_bytes = ra__back_scratch_bytes(d);
+    r->scratch = (uint8_t *)ra__carve(a, r->scratch_bytes * d->threads);
+    return state;
+}
+
+/* Bytes a ring of a rank with these counts needs, for a transport that wants buffers aligned so.
+ * state: of forward and backward. */
 static int64_t ra__ring_bytes(const ra_plan *p, const ra__sizes *n, int shared, size_t align,
-                              int64_t *state) {
-    ra__arena a = { NULL, 0 };
+                              int64_t state[2]) {
+    ra__arena a = { NULL, 0 }, b = { NULL, 0 };
     ra_ring r;
     memset(&r, 0, sizeof r);
     r.tp.align = align;
-    *state = ra__ring_carve(&a, p, n, shared, &r);
-    return a.used;
+    r.shared = shared;
+    state[0] = ra__ring_carve(&a, p, n, &r);
+    state[1] = p->d.op == RA_OP_TRAIN ? ra__ring_carve_back(&b, p, n, &r) : 0;
+    return ra__max(a.used, b.used);
 }
 
 /* -------------------------------------------------------------------------- failure and time */
@@ -6705,6 +7206,30 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due) {
 }
 
 /* -------------------------------------------------------------------------- where chunks are */
+/* Length of chunk c's message to the rank `hop` ranks after its owner. */
+static int64_t ra__ring_length(const ra_ring *r, int64_t c, int32_t hop) {
+    const ra__chunk *chunk = &r->plan->chunk[c];
+    if (r->shared) return RA__FRAME_BYTES + RA__ADDRESS_BYTES;
+    return r->route->backward ? ra__back_length(&r->plan->d, chunk, hop)
+                              : ra__message_bytes(&r->plan->d, chunk, hop);
+}
+
+/* The rank `steps` further along the way of chunks. */
+static int32_t ra__ring_peer(const ra_ring *r, int32_t steps) {
+    return ra__rank_up(r->plan, r->rank, steps * r->route->direction);
+}
+
+/* How many ranks after its owner chunk c is here. */
+static int32_t ra__ring_hop(const ra_ring *r, int64_t c) {
+    int32_t owner = r->plan->chunk[c].owner;
+    return r->route->direction > 0 ? ra__ranks_up(r->plan, owner, r->rank)
+                                   : ra__ranks_up(r->plan, r->rank, owner);
+}
+
+static int32_t ra__ring_kind(const ra_ring *r) {
+    return r->route->backward ? RA__FRAME_GRAD : RA__FRAME_CHUNK;
+}
+
 static ra__view ra__view_packed(const uint8_t *data, int32_t heads, int32_t dim, int32_t dtype) {
     ra__view v;
     v.data = data;
@@ -6715,12 +7240,14 @@ static ra__view ra__view_packed(const uint8_t *data, int32_t heads, int32_t dim,
 }
 
 /* The segments that came in a message `hop` ranks away from their owner. */
-static void ra__item_packed(const ra_plan *p, const uint8_t *message, int32_t hop, ra__item *out) {
-    const ra_desc *d = &p->d;
-    ra__parts part[2];
-    (void)ra__message(d, &out->c, hop, part);
+static void ra__item_packed(const ra_ring *r, const uint8_t *message, int32_t hop, ra__item *out) {
+    const ra_desc *d = &r->plan->d;
+    const int32_t *hops = r->route->backward ? out->c.back_hops : out->c.hops;
+    ra__parts part[2], grad[2];
+    if (r->route->backward) (void)ra__back_message(d, &out->c, hop, part, grad);
+    else (void)ra__message(d, &out->c, hop, part);
     for (int32_t i = 0; i < out->c.segs; i++) {
-        if (out->c.hops[i] < hop) continue;
+        if (hops[i] < hop) continue;
         out->k[i] = ra__view_packed(message + part[i].k, d->kv_heads, d->k_dim, d->k_dtype);
         out->v[i] = ra__view_packed(message + part[i].v, d->kv_heads, d->v_dim, d->v_dtype);
         if (d->layout.kind == RA_LAYOUT_ARRAY)
@@ -6747,17 +7274,17 @@ static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
     const ra_plan *p = r->plan;
     const int32_t *array = r->t.k_pos.array;
     ra__view kv[2];
-    int32_t recv = p->fold_recv[f];
+    int32_t recv = r->route->fold_recv[f];
     memset(out, 0, sizeof *out);
-    if (p->fold[f] < 0) {
-        out->c.sequence = -1 - p->fold[f];
+    if (r->route->fold[f] < 0) {
+        out->c.sequence = -1 - r->route->fold[f];
         return 0;
     }
-    out->c = p->chunk[p->fold[f]];
+    out->c = p->chunk[r->route->fold[f]];
     if (recv >= 0) {
         const uint8_t *message = (const uint8_t *)r->recv_op[recv % r->recv_slots].buf;
         if (r->shared) ra__item_address(message, out);
-        else ra__item_packed(p, message, ra__ranks_apart(p, out->c.owner, r->rank), out);
+        else ra__item_packed(r, message, ra__ring_hop(r, r->route->fold[f]), out);
         return 1;
     }
     kv[0] = r->k;
@@ -6767,10 +7294,35 @@ static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
     return 1;
 }
 
-/* Length of chunk c's message to the rank `hop` ranks after its owner. */
-static int64_t ra__ring_length(const ra_ring *r, int64_t c, int32_t hop) {
-    if (r->shared) return RA__FRAME_BYTES + RA__ADDRESS_BYTES;
-    return ra__message_bytes(&r->plan->d, &r->plan->chunk[c], hop);
+/* Place of own chunk `own`'s gradients where they do not travel in its messages. */
+static uint8_t *ra__ring_grads(const ra_ring *r, int64_t own) {
+    return r->grad_buf + own % r->grad_slots * r->grad_bytes;
+}
+
+/* Buffer of own chunk i of those that leave. */
+static uint8_t *ra__ring_packed(const ra_ring *r, int64_t i) {
+    return r->pack_buf + i % r->pack_slots * r->slot_bytes;
+}
+
+/* Gradients that belong to a message, or with shared memory to the address in it. */
+static uint8_t *ra__ring_message_grads(const ra_ring *r, uint8_t *message) {
+    ra__address a;
+    if (!r->shared) return message + RA__FRAME_BYTES;
+    memcpy(&a, message + RA__FRAME_BYTES, sizeof a);
+    return a.grad;
+}
+
+/* Where entry f of a backward fold list finds the gradients of its chunk. */
+static uint8_t *ra__ring_fold_grads(const ra_ring *r, int64_t f) {
+    const ra__route *way = r->route;
+    int32_t recv = way->fold_recv[f], own = way->fold_own[f], home;
+    if (recv >= 0)
+        return ra__ring_message_grads(r, (uint8_t *)r->recv_op[recv % r->recv_slots].buf);
+    home = way->own_home[own];
+    if (home < 0 || r->shared) return ra__ring_grads(r, own);
+    if (way->fold_phase[f] == RA__BEFORE)
+        return r->home_buf + home % r->home_slots * r->home_bytes + RA__FRAME_BYTES;
+    return ra__ring_packed(r, home) + RA__FRAME_BYTES;
 }
 
 /* Rows of a segment into a message, all heads packed. */
@@ -6788,16 +7340,18 @@ static void ra__pack_rows(uint8_t *to, ra__view from, const ra__seg *s, int32_t 
     }
 }
 
-/* An own chunk, or its address, as a message. */
-static void ra__ring_pack(const ra_ring *r, int64_t c, uint8_t *message) {
+/* Own chunk c, or its address, as a message: the one numbered `own` of those that leave. Backward
+ * its gradients are there already. */
+static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *message) {
     const ra_plan *p = r->plan;
     const ra_desc *d = &p->d;
     const ra__chunk *chunk = &p->chunk[c];
     ra__view k = ra__view_at(r->k, chunk->sequence, 0, 0);
     ra__view v = ra__view_at(r->v, chunk->sequence, 0, 0);
     const int32_t *pos = r->t.k_pos.array;
-    ra__frame f = ra__ring_frame(r, RA__FRAME_CHUNK, r->rank, c, ra__ring_length(r, c, 1));
-    ra__parts part[2];
+    ra__frame f = ra__ring_frame(r, ra__ring_kind(r), r->rank, c, ra__ring_length(r, c, 1));
+    const int32_t *hops = r->route->backward ? chunk->back_hops : chunk->hops;
+    ra__parts part[2], grad[2];
     memcpy(message, &f, sizeof f);
     if (pos) pos += chunk->sequence * r->t.k_pos.batch_stride;
     if (r->shared) {
@@ -6807,13 +7361,15 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, uint8_t *message) {
         a.v = v.data; a.v_token = v.token; a.v_head = v.head;
         a.pos = pos;
         a.alive = (int64_t *)(uintptr_t)&r->alive;
+        if (r->route->backward) a.grad = ra__ring_grads(r, r->route->home_own[own]);
         memcpy(message + RA__FRAME_BYTES, &a, sizeof a);
         return;
     }
-    (void)ra__message(d, chunk, 1, part);
+    if (r->route->backward) (void)ra__back_message(d, chunk, 1, part, grad);
+    else (void)ra__message(d, chunk, 1, part);
     for (int32_t i = 0; i < chunk->segs; i++) {
         const ra__seg *s = &chunk->seg[i];
-        if (chunk->hops[i] < 1) continue;
+        if (hops[i] < 1) continue;
         if (d->layout.kind == RA_LAYOUT_ARRAY)
             memcpy(message + part[i].pos, pos + s->row, (size_t)s->rows * 4);
         ra__pack_rows(message + part[i].k, k, s, d->kv_heads,
@@ -6840,7 +7396,7 @@ static uint64_t ra__ring_tag(const ra_ring *r, int64_t number) {
 
 /* Receive i is folded by everybody here and sent on. */
 static int ra__ring_free(const ra_ring *r, int64_t i) {
-    int32_t fold = r->plan->recv_fold[i], send = r->plan->recv_send[i];
+    int32_t fold = r->route->recv_fold[i], send = r->route->recv_send[i];
     return i < r->received && (fold < 0 || fold < ra__load_i64(&r->folded)) &&
            (send < 0 || send < r->sent);
 }
@@ -6863,18 +7419,18 @@ static int64_t ra__ring_ops(const ra_ring *r) {
 
 /* Puts receives that have a free buffer on the list; returns how many. */
 static int ra__ring_more_receives(ra_ring *r) {
-    const ra_plan *p = r->plan;
+    const ra__route *way = r->route;
     int64_t most = ra__max(1, ra__ring_ops(r) / 2);
     int n = 0;
-    while (r->recv_posted < p->recvs && r->recv_posted - r->released < r->recv_slots &&
+    while (r->recv_posted < way->recvs && r->recv_posted - r->released < r->recv_slots &&
            r->recv_posted - r->received < most) {
-        int64_t slot = r->recv_posted % r->recv_slots, c = p->recv[r->recv_posted];
+        int64_t slot = r->recv_posted % r->recv_slots, c = way->recv[r->recv_posted];
         ra_op *op = &r->recv_op[slot];
-        ra__op_set(op, RA_OP_RECV, 0, ra__next_rank(p, r->rank, -1), ra__ring_tag(r, c));
+        ra__op_set(op, RA_OP_RECV, 0, ra__ring_peer(r, -1), ra__ring_tag(r, c));
         op->buf = r->recv_buf + slot * r->slot_bytes;
-        op->len = (size_t)ra__ring_length(r, c, ra__ranks_apart(p, p->chunk[c].owner, r->rank));
+        op->len = (size_t)ra__ring_length(r, c, ra__ring_hop(r, c));
         op->mr = r->mr;
-        if (r->tp.caps & RA_CAP_LOAN) op->flags = RA_OPF_LOAN_OK;
+        if ((r->tp.caps & RA_CAP_LOAN) && !way->backward) op->flags = RA_OPF_LOAN_OK;
         r->recv_ns[slot] = ra__ring_now(r);
         r->recv_posted++;
         n++;
@@ -6882,31 +7438,61 @@ static int ra__ring_more_receives(ra_ring *r) {
     return n;
 }
 
-/* Puts sends on the list whose chunk is here, in order; packs own chunks. Returns how many. */
+/* Send i may go: its chunk is here, backward also folded; an own one has a buffer. */
+static int ra__ring_ready(const ra_ring *r, int64_t i) {
+    const ra__route *way = r->route;
+    int32_t recv = way->send_recv[i], fold = way->backward ? way->send_fold[i] : -1;
+    if (fold >= 0 && fold >= ra__load_i64(&r->folded)) return 0;
+    return recv >= 0 ? recv < r->received : r->own_posted - r->own_sent < r->pack_slots;
+}
+
+/* Puts sends on the list that may go, in order; packs own chunks. Returns how many. */
 static int ra__ring_more_sends(ra_ring *r) {
-    const ra_plan *p = r->plan;
+    const ra__route *way = r->route;
     int64_t most = ra__max(1, ra__ring_ops(r) - ra__ring_ops(r) / 2);
     int n = 0;
-    while (r->send_posted < p->sends && r->send_posted - r->sent < r->send_slots &&
-           r->send_posted - r->sent < most) {
-        int64_t slot = r->send_posted % r->send_slots, c = p->send[r->send_posted];
-        int32_t recv = p->send_recv[r->send_posted];
+    while (r->send_posted < way->sends && r->send_posted - r->sent < r->send_slots &&
+           r->send_posted - r->sent < most && ra__ring_ready(r, r->send_posted)) {
+        int64_t slot = r->send_posted % r->send_slots, c = way->send[r->send_posted];
+        int32_t recv = way->send_recv[r->send_posted], to = ra__ring_peer(r, 1);
+        int32_t hop = 1 + ra__ring_hop(r, c);
         ra_op *op = &r->send_op[slot];
-        if (recv >= 0 ? recv >= r->received : r->own_posted - r->own_sent >= r->pack_slots) break;
-        ra__op_set(op, RA_OP_SEND, 0, ra__next_rank(p, r->rank, 1), ra__ring_tag(r, c));
+        if (way->backward) to = ra__back_to(r->plan, c, r->rank, &hop);
+        ra__op_set(op, RA_OP_SEND, way->backward && hop == r->ranks, to, ra__ring_tag(r, c));
         op->mr = r->mr;
-        op->len = (size_t)ra__ring_length(r, c,
-                                          1 + ra__ranks_apart(p, p->chunk[c].owner, r->rank));
+        op->len = (size_t)ra__ring_length(r, c, hop);
         if (recv >= 0) {
             op->buf = r->recv_op[recv % r->recv_slots].buf;
             if ((uint8_t *)op->buf < r->base || (uint8_t *)op->buf >= r->base + r->bytes)
                 op->mr = NULL;         /* lent: no memory that reg has seen */
         } else {
-            op->buf = r->pack_buf + r->own_posted++ % r->pack_slots * r->slot_bytes;
-            ra__ring_pack(r, c, (uint8_t *)op->buf);
+            op->buf = ra__ring_packed(r, r->own_posted);
+            ra__ring_pack(r, c, r->own_posted++, (uint8_t *)op->buf);
         }
         r->send_ns[slot] = ra__ring_now(r);
         r->send_posted++;
+        n++;
+    }
+    return n;
+}
+
+/* Backward: receives of own chunks that come home, from the last rank that had each. */
+static int ra__ring_more_homes(ra_ring *r) {
+    const ra__route *way = r->route;
+    int n = 0;
+    if (!way->backward) return 0;
+    while (r->home_done < r->home_received &&
+           way->home_fold[r->home_done] < ra__load_i64(&r->folded))
+        ra__store_i64(&r->home_done, r->home_done + 1);
+    while (r->home_posted < way->homes && r->home_posted - r->home_done < r->home_slots) {
+        int64_t slot = r->home_posted % r->home_slots, c = way->home[r->home_posted];
+        int32_t last = ra__back_stations(r->plan, &r->plan->chunk[c]);
+        ra_op *op = &r->home_op[slot];
+        ra__op_set(op, RA_OP_RECV, 1, ra__rank_up(r->plan, r->rank, last), ra__ring_tag(r, c));
+        op->buf = r->home_buf + slot * r->home_bytes;
+        op->len = (size_t)ra__ring_length(r, c, r->ranks);
+        op->mr = r->mr;
+        r->home_posted++;
         n++;
     }
     return n;
@@ -6917,7 +7503,7 @@ static int ra__ring_more_sends(ra_ring *r) {
 static int ra__ring_more_words(ra_ring *r) {
     const ra_plan *p = r->plan;
     int n = 0;
-    if (!r->shared) return 0;
+    if (!r->words) return 0;
     for (int64_t i = r->words_posted < p->reader_count ? 0 : p->reader_count;
          i < p->reader_count + p->source_count; i++) {
         int in = i < p->reader_count;
@@ -6945,7 +7531,9 @@ static int ra__ring_list(const ra_ring *r) {
         r->list[n++] = &r->recv_op[i % r->recv_slots];
     for (int64_t i = r->sent; i < r->send_posted; i++)
         r->list[n++] = &r->send_op[i % r->send_slots];
-    for (int64_t i = 0; r->shared && i < r->plan->reader_count + r->plan->source_count; i++)
+    for (int64_t i = r->home_received; r->route->backward && i < r->home_posted; i++)
+        r->list[n++] = &r->home_op[i % r->home_slots];
+    for (int64_t i = 0; r->words && i < r->plan->reader_count + r->plan->source_count; i++)
         if (r->word_op[i].kind && r->word_op[i].state != RA_OP_DONE)
             r->list[n++] = &r->word_op[i];
     return n;
@@ -6967,15 +7555,17 @@ static int64_t ra__ring_patience(const ra_ring *r) {
 
 /* Level 0: the next exchange of the lock-step run, if both its halves are on the list. */
 static ra_status ra__ring_exchange(ra_ring *r) {
-    const ra_plan *p = r->plan;
-    while (r->exchanged < p->exchanges) {
-        const ra__exchange *x = &p->exchange[r->exchanged];
+    const ra__route *way = r->route;
+    while (r->exchanged < way->exchanges) {
+        const ra__exchange *x = &way->exchange[r->exchanged];
         ra_op *in = NULL, *out = NULL;
         int64_t deadline = ra__ring_now(r) + ra__ring_patience(r);
         int code;
-        if ((x->recv >= 0 && x->recv >= r->recv_posted) ||
-            (x->send >= 0 && x->send >= r->send_posted)) return RA_OK;
+        if (x->recv >= r->recv_posted || x->send >= r->send_posted ||
+            (x->recv < -1 && -2 - x->recv >= r->home_posted))
+            return RA_OK;
         if (x->recv >= 0) in = &r->recv_op[x->recv % r->recv_slots];
+        if (x->recv < -1) in = &r->home_op[(-2 - x->recv) % r->home_slots];
         if (x->send >= 0) out = &r->send_op[x->send % r->send_slots];
         if (r->deadline && r->deadline < deadline) deadline = r->deadline;
         code = r->tp.sendrecv(r->tp.ctx, out ? out->peer : RA_NO_PEER, out ? out->buf : NULL,
@@ -6987,7 +7577,9 @@ static ra_status ra__ring_exchange(ra_ring *r) {
         if (code)
             return ra__ring_fail(r, ra__ring_code(code),
                                  ra__blame_of(in ? in->peer : out->peer, !in, code,
-                                              in ? p->recv[x->recv] : p->send[x->send]));
+                                              x->send >= 0 ? way->send[x->send] :
+                                              x->recv >= 0 ? way->recv[x->recv]
+                                                           : way->home[-2 - x->recv]));
         if (in) in->state = RA_OP_DONE;
         if (out) out->state = RA_OP_DONE;
         r->exchanged++;
@@ -7046,21 +7638,90 @@ static void ra__ring_listen(ra_ring *r, const ra_op *op, int32_t owner) {
 static int ra__ring_take_receives(ra_ring *r) {
     int n = 0, done;
     while (r->received < r->recv_posted) {
-        int64_t slot = r->received % r->recv_slots, c = r->plan->recv[r->received];
+        int64_t slot = r->received % r->recv_slots, c = r->route->recv[r->received];
         const ra_op *op = &r->recv_op[slot];
         ra__frame due;
         ra_status s;
         if ((done = ra__ring_op_done(r, op, c)) <= 0) return done < 0 ? done : n;
-        due = ra__ring_frame(r, RA__FRAME_CHUNK, r->plan->chunk[c].owner, c,
+        due = ra__ring_frame(r, ra__ring_kind(r), r->plan->chunk[c].owner, c,
                              ra__ring_length(r, c, 1));
         s = ra__frame_check(op->buf, &due);
         if (s) return ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c));
-        if (r->shared) ra__ring_listen(r, op, r->plan->chunk[c].owner);
+        if (r->words) ra__ring_listen(r, op, r->plan->chunk[c].owner);
         (void)ra__add_i64(&r->counters.chunks_in, 1);
         (void)ra__add_i64(&r->counters.bytes_in, (int64_t)op->len);
         ra__ring_trace_op(r, RA_EV_RECV, op, c, r->recv_ns[slot]);
         ra__store_i64(&r->received, r->received + 1);
-        if (r->received == r->plan->recvs) ra__store_i32(&r->counters.waiting_peer, -1);
+        if (r->received == r->route->recvs) ra__store_i32(&r->counters.waiting_peer, -1);
+        n++;
+    }
+    return n;
+}
+
+/* Views of a chunk's gradients of one kv head, first row of each segment. */
+static void ra__ring_grad_views(const ra_desc *d, const ra__chunk *c, const uint8_t *base,
+                                int32_t kv_head, ra__grads *g) {
+    ra__parts part[2];
+    (void)ra__grad_parts(d, c, 0, part);
+    for (int32_t i = 0; i < c->segs; i++) {
+        ra__view k = ra__view_packed(base + part[i].k, d->kv_heads, d->k_dim, RA_F32);
+        ra__view v = ra__view_packed(base + part[i].v, d->kv_heads, d->v_dim, RA_F32);
+        g->dk[i] = ra__view_at(k, 0, 0, kv_head);
+        g->dv[i] = ra__view_at(v, 0, 0, kv_head);
+        if (!d->v_in_k) continue;
+        g->dv[i] = g->dk[i];
+        g->dv[i].data += (int64_t)d->v_column * 4;
+    }
+}
+
+/* Adds the gradients of an own chunk, of one kv head, to the caller's. */
+static void ra__ring_hand_over(const ra_ring *r, const ra__chunk *c, int32_t kv_head,
+                               const ra__grads *g) {
+    const ra_desc *d = &r->plan->d;
+    for (int32_t i = 0; i < c->segs; i++)
+        for (int64_t j = 0; j < c->seg[i].rows; j++) {
+            int64_t row = c->seg[i].row + j;
+            ra__view k = ra__view_at(r->d_k, c->sequence, row, kv_head);
+            ra__view v = ra__view_at(r->d_v, c->sequence, row, kv_head);
+            if (k.data)
+                ra__grad_put((void *)(uintptr_t)k.data, d->grad_dtype,
+                             (const float *)(const void *)(g->dk[i].data + j * g->dk[i].token),
+                             d->k_dim);
+            if (v.data)
+                ra__grad_put((void *)(uintptr_t)v.data, d->grad_dtype,
+                             (const float *)(const void *)(g->dv[i].data + j * g->dv[i].token),
+                             d->v_dim);
+        }
+}
+
+/* The same for all heads of the i-th chunk that came home. */
+static void ra__ring_home_over(const ra_ring *r, int64_t i) {
+    const ra__chunk *c = &r->plan->chunk[r->route->home[i]];
+    uint8_t *message = r->home_buf + i % r->home_slots * r->home_bytes;
+    ra__grads g;
+    for (int32_t h = 0; h < r->plan->d.kv_heads; h++) {
+        ra__ring_grad_views(&r->plan->d, c, ra__ring_message_grads(r, message), h, &g);
+        ra__ring_hand_over(r, c, h, &g);
+    }
+}
+
+/* Backward: own chunks that are home, in order; adds their gradients if nothing is left to fold. */
+static int ra__ring_take_homes(ra_ring *r) {
+    const ra__route *way = r->route;
+    int n = 0, done;
+    while (way->backward && r->home_received < r->home_posted) {
+        int64_t slot = r->home_received % r->home_slots, c = way->home[r->home_received];
+        const ra_op *op = &r->home_op[slot];
+        ra__frame due = ra__ring_frame(r, ra__ring_kind(r), r->rank, c, ra__ring_length(r, c, 1));
+        ra_status s;
+        if ((done = ra__ring_op_done(r, op, c)) <= 0) return done < 0 ? done : n;
+        s = ra__frame_check(op->buf, &due);
+        if (s) return ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c));
+        if (way->home_fold[r->home_received] < 0) ra__ring_home_over(r, r->home_received);
+        (void)ra__add_i64(&r->counters.chunks_in, 1);
+        (void)ra__add_i64(&r->counters.bytes_in, (int64_t)op->len);
+        ra__ring_trace_op(r, RA_EV_RECV, op, c, r->begin_ns);
+        ra__store_i64(&r->home_received, r->home_received + 1);
         n++;
     }
     return n;
@@ -7069,13 +7730,13 @@ static int ra__ring_take_receives(ra_ring *r) {
 static int ra__ring_take_sends(ra_ring *r) {
     int n = 0, done;
     while (r->sent < r->send_posted) {
-        int64_t slot = r->sent % r->send_slots, c = r->plan->send[r->sent];
+        int64_t slot = r->sent % r->send_slots, c = r->route->send[r->sent];
         const ra_op *op = &r->send_op[slot];
         if ((done = ra__ring_op_done(r, op, c)) <= 0) return done < 0 ? done : n;
         (void)ra__add_i64(&r->counters.chunks_out, 1);
         (void)ra__add_i64(&r->counters.bytes_out, (int64_t)op->len);
         ra__ring_trace_op(r, RA_EV_SEND, op, c, r->send_ns[slot]);
-        r->own_sent += r->plan->send_recv[r->sent] < 0;
+        if (r->route->send_recv[r->sent] < 0) ra__store_i64(&r->own_sent, r->own_sent + 1);
         ra__store_i64(&r->sent, r->sent + 1);
         n++;
     }
@@ -7086,7 +7747,7 @@ static int ra__ring_take_sends(ra_ring *r) {
 static int ra__ring_take_words(ra_ring *r) {
     const ra_plan *p = r->plan;
     int n = 0, done;
-    for (int64_t i = 0; r->shared && i < p->reader_count + p->source_count; i++) {
+    for (int64_t i = 0; r->words && i < p->reader_count + p->source_count; i++) {
         ra_op *op = &r->word_op[i];
         if (!op->kind || op->done == SIZE_MAX) continue;
         if ((done = ra__ring_op_done(r, op, -1)) < 0) return done;
@@ -7126,13 +7787,16 @@ static int ra__ring_comm(ra_ring *r) {
     int n, moved;
     ra_status s;
     ra__ring_release(r);
-    if (r->shared) ra__ring_pulse(r);
+    if (r->words) ra__ring_pulse(r);
     moved = ra__ring_more_receives(r);
+    moved += ra__ring_more_homes(r);
     moved += ra__ring_more_sends(r);
     moved += ra__ring_more_words(r);
     s = ra__ring_drive(r);
     if (s) return s;
     if ((n = ra__ring_take_receives(r)) < 0) return n;
+    moved += n;
+    if ((n = ra__ring_take_homes(r)) < 0) return n;
     moved += n;
     if ((n = ra__ring_take_sends(r)) < 0) return n;
     moved += n;
@@ -7146,30 +7810,52 @@ static int ra__ring_comm(ra_ring *r) {
 /* Nothing of this pass is left to move. Under `comm`. */
 static int ra__ring_quiet(const ra_ring *r) {
     const ra_plan *p = r->plan;
+    const ra__route *way = r->route;
     if (!r->has_transport) return 1;
-    return r->received == p->recvs && r->sent == p->sends && r->released == p->recvs &&
-           (!r->shared || (r->words_in == p->reader_count && r->words_out == p->source_count));
+    return r->received == way->recvs && r->sent == way->sends && r->released == way->recvs &&
+           (!way->backward || r->home_done == way->homes) &&
+           (!r->words || (r->words_in == p->reader_count && r->words_out == p->source_count));
 }
 
 /* -------------------------------------------------------------------------- compute */
-static int64_t ra__fold_tasks(const ra_plan *p, int64_t f) {
-    int32_t b = p->fold[f] < 0 ? -1 - p->fold[f] : p->chunk[p->fold[f]].sequence;
-    return p->task0[b + 1] - p->task0[b];
+static int32_t ra__fold_sequence(const ra_ring *r, int64_t f) {
+    int32_t chunk = r->route->fold[f];
+    return chunk < 0 ? -1 - chunk : r->plan->chunk[chunk].sequence;
+}
+
+static int64_t ra__fold_tasks(const ra_ring *r, int64_t f) {
+    int32_t b = ra__fold_sequence(r, f);
+    return r->task0[b + 1] - r->task0[b];
 }
 
 /* Moves the mark of chunks folded by all tasks. Under `sched`. */
 static void ra__ring_advance(ra_ring *r) {
-    while (r->folded < r->plan->folds && ra__load_i32(&r->left[r->folded % RA__WINDOW]) == 0) {
+    while (r->folded < r->route->folds && ra__load_i32(&r->left[r->folded % RA__WINDOW]) == 0) {
         int64_t f = r->folded + RA__WINDOW;
         ra__store_i32(&r->left[r->folded % RA__WINDOW],
-                      f < r->plan->folds ? (int32_t)ra__fold_tasks(r->plan, f) : -1);
+                      f < r->route->folds ? (int32_t)ra__fold_tasks(r, f) : -1);
         ra__store_i64(&r->folded, r->folded + 1);
     }
 }
 
-/* The chunk behind entry f of the fold list is here. */
+/* Backward: an own chunk may start, because there is a place for its gradient. */
+static int ra__ring_room(const ra_ring *r, int64_t own) {
+    const ra__route *way = r->route;
+    int64_t home = way->own_home[own], before = own - r->grad_slots;
+    if (home >= 0 && !r->shared && home - ra__load_i64(&r->own_sent) >= r->pack_slots) return 0;
+    if (before < 0 || (home >= 0 && !r->shared)) return 1;
+    home = way->own_home[before];
+    if (r->shared && home >= 0) return home < ra__load_i64(&r->home_done);
+    return way->own_fold[before] < ra__load_i64(&r->folded);
+}
+
+/* What entry f of the fold list needs is here. */
 static int ra__ring_here(const ra_ring *r, int64_t f) {
-    return r->plan->fold_recv[f] < 0 || r->plan->fold_recv[f] < ra__load_i64(&r->received);
+    const ra__route *way = r->route;
+    if (way->fold_recv[f] >= 0) return way->fold_recv[f] < ra__load_i64(&r->received);
+    if (!way->backward || way->fold_own[f] < 0) return 1;
+    if (way->fold_phase[f] != RA__BEFORE) return ra__ring_room(r, way->fold_own[f]);
+    return way->own_home[way->fold_own[f]] < ra__load_i64(&r->home_received);
 }
 
 /* A task and the entry of the fold list that it takes next. */
@@ -7178,19 +7864,18 @@ typedef struct ra__claim { int64_t fold, task; } ra__claim;
 /* Hands out the next task if its chunk is here and the task has folded the chunk before; passes
  * over tasks that have folded it already, together with an earlier one. Under `sched`. */
 static int ra__ring_claim(ra_ring *r, ra__claim *out) {
-    const ra_plan *p = r->plan;
     ra__ring_advance(r);
     for (;;) {
         int64_t f = r->claim_fold;
         int32_t b, before, done;
-        if (f >= p->folds || f >= r->folded + RA__WINDOW || !ra__ring_here(r, f)) return 0;
-        b = p->fold[f] < 0 ? -1 - p->fold[f] : p->chunk[p->fold[f]].sequence;
+        if (f >= r->route->folds || f >= r->folded + RA__WINDOW || !ra__ring_here(r, f)) return 0;
+        b = ra__fold_sequence(r, f);
         out->fold = f;
-        out->task = p->task0[b] + r->claim_task;
-        before = p->fold_index[f];
+        out->task = r->task0[b] + r->claim_task;
+        before = r->route->fold_index[f];
         done = ra__load_i32(&r->done[out->task]);
         if (done < before) return 0;
-        if (++r->claim_task == p->task0[b + 1] - p->task0[b]) {
+        if (++r->claim_task == r->task0[b + 1] - r->task0[b]) {
             r->claim_task = 0;
             r->claim_fold++;
         }
@@ -7220,8 +7905,8 @@ static void ra__ring_progress(ra_ring *r) {
 /* Accounts for entry f of the fold list, folded by one task. */
 static void ra__ring_folded(ra_ring *r, int64_t f, const ra__tally *n, ra_event *e) {
     const ra_plan *p = r->plan;
-    e->chunk = p->fold[f] < 0 ? -1 : p->fold[f];
-    e->origin = p->fold[f] < 0 ? -1 : p->chunk[p->fold[f]].owner;
+    e->chunk = r->route->fold[f] < 0 ? -1 : r->route->fold[f];
+    e->origin = r->route->fold[f] < 0 ? -1 : p->chunk[r->route->fold[f]].owner;
     e->tiles = n->partial + n->full;
     ra__ring_count(r, n, ra__ring_now(r) - e->begin_ns);
     ra__ring_event(r, RA_EV_TILE, e->thread, e);
@@ -7235,7 +7920,7 @@ static int64_t ra__ring_fold(ra_ring *r, const ra__claim *claim, ra_event *e, ui
     const ra_plan *p = r->plan;
     ra__arena a = { NULL, 0 };
     int64_t f = claim->fold, keys = 0;
-    int64_t end = ra__min(p->folds, ra__load_i64(&r->folded) + RA__WINDOW);
+    int64_t end = ra__min(r->route->folds, ra__load_i64(&r->folded) + RA__WINDOW);
     int32_t b = e->sequence;
     uint32_t mode = ra__fp_enter();
     ra__side side = r->work.q_side;
@@ -7244,7 +7929,7 @@ static int64_t ra__ring_fold(ra_ring *r, const ra__claim *claim, ra_event *e, ui
                              p->sizes.panels, claim->task - p->task0[b]);
     a.base = memory;
     ra__scratch_carve(&a, &p->d, p->sizes.panels, &x);
-    ra__task_load(&r->work, &t, &x, p->fold_index[f] == 0);
+    ra__task_load(&r->work, &t, &x, r->route->fold_index[f] == 0);
     e->q_row = x.seg[0].row;
     e->q_rows = x.seg[t.count - 1].row + x.seg[t.count - 1].rows - e->q_row;
     e->head = x.head[0];
@@ -7253,12 +7938,12 @@ static int64_t ra__ring_fold(ra_ring *r, const ra__claim *claim, ra_event *e, ui
         ra__item item;
         if (ra__ring_item(r, f, &item)) ra__task_fold(&r->work, &t, &item, &x, &n);
         keys += ra__chunk_rows(&item.c);
-        if (p->fold_last[f]) ra__task_save(&r->work, &t, &x, 1);
+        if (r->route->fold_last[f]) ra__task_save(&r->work, &t, &x, 1);
         ra__ring_folded(r, f, &n, e);
         f++;
-    } while (f < end && !p->fold_last[f - 1] && ra__ring_here(r, f) &&
-             keys + ra__chunk_rows(&p->chunk[p->fold[f]]) <= RA__GROUP_KEYS);
-    if (!p->fold_last[f - 1]) ra__task_save(&r->work, &t, &x, 0);
+    } while (f < end && !r->route->fold_last[f - 1] && ra__ring_here(r, f) &&
+             keys + ra__chunk_rows(&p->chunk[r->route->fold[f]]) <= RA__GROUP_KEYS);
+    if (!r->route->fold_last[f - 1]) ra__task_save(&r->work, &t, &x, 0);
     ra__fp_leave(mode);
     return f;
 }
@@ -7273,7 +7958,8 @@ static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint
     ra__item item;
     int64_t f = claim->fold;
     int any = ra__ring_item(r, f, &item), code = 0;
-    int edge = (p->fold_index[f] == 0 ? RA__FIRST : 0) | (p->fold_last[f] ? RA__LAST : 0);
+    int edge = (r->route->fold_index[f] == 0 ? RA__FIRST : 0) |
+               (r->route->fold_last[f] ? RA__LAST : 0);
     a.base = memory;
     ra__engine_carve(&a, &p->d, p->d.chunk_tokens + 2 * RA_BLOCK_TOKENS, &x);
     x.thread = e->thread;
@@ -7286,22 +7972,141 @@ static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint
     return code;
 }
 
+/* Part `part` of `parts` of an item's blocks of keys, with their gradients. */
+static void ra__item_part(ra__item *item, ra__grads *g, int32_t part, int32_t parts) {
+    ra__chunk *c = &item->c;
+    int64_t n = 0, most = 0;
+    for (int32_t i = 0; i < c->segs; i++)
+        most = ra__max(most, ra__ceil_div(c->seg[i].rows, RA_BLOCK_TOKENS));
+    for (int32_t i = 0; i < c->segs; i++) {
+        int64_t from = ra__part(most, parts, part), to = ra__part(most, parts, part + 1), rest;
+        n = ra__ceil_div(c->seg[i].rows, RA_BLOCK_TOKENS);
+        if (i == 1) {                  /* zigzag's second segment pairs up from its end */
+            rest = from;
+            from = ra__max(n - to, 0);
+            to = ra__max(n - rest, 0);
+        }
+        from = ra__min(from, n) * RA_BLOCK_TOKENS;
+        to = ra__min(ra__min(to, n) * RA_BLOCK_TOKENS, c->seg[i].rows);
+        from = ra__min(from, to);
+        c->seg[i] = ra__seg_part(&c->seg[i], from, to - from);
+        item->k[i] = ra__view_at(item->k[i], 0, from, 0);
+        item->v[i] = ra__view_at(item->v[i], 0, from, 0);
+        if (item->pos[i]) item->pos[i] += from;
+        g->dk[i] = ra__view_at(g->dk[i], 0, from, 0);
+        g->dv[i] = ra__view_at(g->dv[i], 0, from, 0);
+    }
+}
+
+/* Zeroes the gradients of an own chunk that starts. */
+static void ra__ring_grads_clear(const ra_desc *d, const ra__chunk *c, const ra__grads *g) {
+    for (int32_t i = 0; i < c->segs; i++)
+        for (int64_t j = 0; j < c->seg[i].rows; j++) {
+            memset((void *)(uintptr_t)(g->dk[i].data + j * g->dk[i].token), 0,
+                   (size_t)d->k_dim * 4);
+            if (!d->v_in_k)
+                memset((void *)(uintptr_t)(g->dv[i].data + j * g->dv[i].token), 0,
+                       (size_t)d->v_dim * 4);
+        }
+}
+
+/* What one task of a backward pass does with a chunk: a kv head whole, or if there are more threads
+ * than kv heads, dQ of some query blocks or dK and dV of some blocks of keys. */
+typedef struct ra__share {
+    ra__task t;
+    int32_t want_q, want_k, part, parts;
+} ra__share;
+
+static ra__share ra__ring_share(const ra_ring *r, int32_t b, int64_t task) {
+    const ra_desc *d = &r->plan->d;
+    int32_t parts = r->plan->sizes.back_parts, group = d->q_heads / d->kv_heads;
+    int32_t a_head = parts > 1 ? 2 * parts : 1, index = (int32_t)(task % a_head);
+    int64_t blocks = ra__side_blocks(&r->work.q_side, b, ra__q_len(d, b)), from = 0, to = blocks;
+    ra__share s;
+    s.want_q = parts == 1 || index < parts;
+    s.want_k = parts == 1 || index >= parts;
+    s.part = index % parts;
+    s.parts = parts;
+    if (!s.want_k) {
+        from = ra__part(blocks, parts, s.part);
+        to = ra__part(blocks, parts, s.part + 1);
+    }
+    s.t.sequence = b;
+    s.t.kv_head = (int32_t)(task / a_head);
+    s.t.panel0 = from * group;
+    s.t.count = (int32_t)((to - from) * group);
+    return s;
+}
+
+/* Tiles of a share in one phase after the other, with the edges of the running sums of dQ. */
+static void ra__ring_share_fold(const ra_ring *r, const ra__share *s, const ra__item *item,
+                                int32_t phases, ra__grads *g, ra__back_scratch *x) {
+    int32_t edge = g->edge, twice = r->plan->split && phases == RA__BOTH;
+    x->phase = twice ? RA__AFTER : phases;
+    if (twice) g->edge &= ~RA__LAST;
+    ra__back_task(&r->back, &s->t, item, g, x);
+    if (!twice) return;
+    x->phase = RA__BEFORE;
+    g->edge = edge & ~RA__FIRST;
+    ra__back_task(&r->back, &s->t, item, g, x);
+}
+
+/* Folds the claimed chunk of a backward pass. */
+static void ra__ring_fold_back(ra_ring *r, const ra__claim *claim, ra_event *e, uint8_t *memory) {
+    const ra__route *way = r->route;
+    const ra_desc *d = &r->plan->d;
+    int64_t f = claim->fold;
+    int32_t own, b = e->sequence, group = d->q_heads / d->kv_heads;
+    ra__share s = ra__ring_share(r, b, claim->task - r->task0[b]);
+    ra__arena a = { NULL, 0 };
+    ra__back_scratch x;
+    ra__item item;
+    ra__grads g;
+    ra__view dq = ra__view_packed((const uint8_t *)r->dq, d->q_heads, d->k_dim, RA_F32);
+    dq.batch = r->plan->report.q_rows * dq.token;
+    memset(&g, 0, sizeof g);
+    a.base = memory;
+    ra__back_carve(&a, d, &x);
+    own = ra__ring_item(r, f, &item) ? way->fold_own[f] : -1;
+    if (way->fold[f] >= 0)
+        ra__ring_grad_views(d, &item.c, ra__ring_fold_grads(r, f), s.t.kv_head, &g);
+    if (!s.want_q) ra__item_part(&item, &g, s.part, s.parts);
+    if (own >= 0 && s.want_k && (way->fold_phase[f] & RA__AFTER))
+        ra__ring_grads_clear(d, &item.c, &g);
+    if (!s.want_k) memset(g.dk, 0, sizeof g.dk), memset(g.dv, 0, sizeof g.dv);
+    if (s.want_q && r->back.d_q.data) g.dq = ra__view_at(dq, b, 0, s.t.kv_head * group);
+    g.bias = r->work.t->d_bias.row_stride == 0 ? s.want_k : s.want_q;
+    g.edge = (way->fold_index[f] == 0 ? RA__FIRST : 0) | (way->fold_last[f] ? RA__LAST : 0);
+    ra__ring_share_fold(r, &s, &item, way->fold_phase[f], &g, &x);
+    if (own >= 0 && s.want_k && (way->own_home[own] < 0 || way->fold_phase[f] == RA__BEFORE))
+        ra__ring_hand_over(r, &item.c, s.t.kv_head, &g);
+    if (f == 0 && r->t.d_sinks && s.want_q && s.part == 0)
+        for (int32_t h = 0; h < group; h++)
+            ra__back_sink(&r->back, s.t.kv_head * group + h, &x);
+    e->head = s.t.kv_head * group;
+    e->q_rows = r->plan->report.q_rows;
+    ra__ring_folded(r, f, &x.tally, e);
+}
+
 /* Computes what was claimed and hands the task on. */
 static ra_status ra__ring_compute(ra_ring *r, int ith, const ra__claim *claim) {
     const ra_plan *p = r->plan;
     uint8_t *memory = r->scratch + r->scratch_bytes * ith;
     int64_t f = claim->fold, end = f + 1;
     ra_event e = ra__event_none();
-    e.sequence = p->fold[f] < 0 ? -1 - p->fold[f] : p->chunk[p->fold[f]].sequence;
+    e.sequence = ra__fold_sequence(r, f);
     e.thread = ith;
     e.begin_ns = ra__ring_now(r);
     if (p->d.engine) {
         int code = ra__ring_engine(r, claim, &e, memory);
-        if (code) return ra__ring_fail(r, RA_E_ENGINE, ra__blame_of(-1, -1, code, p->fold[f]));
+        if (code)
+            return ra__ring_fail(r, RA_E_ENGINE, ra__blame_of(-1, -1, code, r->route->fold[f]));
+    } else if (r->route->backward) {
+        ra__ring_fold_back(r, claim, &e, memory);
     } else {
         end = ra__ring_fold(r, claim, &e, memory);
     }
-    ra__store_i32(&r->done[claim->task], p->fold_index[end - 1] + 1);
+    ra__store_i32(&r->done[claim->task], r->route->fold_index[end - 1] + 1);
     for (; f < end; f++) (void)ra__add_i32(&r->left[f % RA__WINDOW], -1);
     (void)ra__add_i64(&r->computed, 1);
     ra__ring_moved(r);
@@ -7324,10 +8129,15 @@ static void ra__ring_complete(ra_ring *r) {
  * reader. */
 static ra__blame ra__ring_awaits(const ra_ring *r) {
     const ra_plan *p = r->plan;
+    const ra__route *way = r->route;
     int64_t in = ra__load_i64(&r->received), out = ra__load_i64(&r->sent);
-    if (in < p->recvs) return ra__blame_of(ra__next_rank(p, r->rank, -1), 0, 0, p->recv[in]);
-    if (out < p->sends) return ra__blame_of(ra__next_rank(p, r->rank, 1), 1, 0, p->send[out]);
-    if (r->shared) return ra__blame_of(ra__load_i32(&r->silent), 0, 0, -1);
+    if (in < way->recvs) return ra__blame_of(ra__ring_peer(r, -1), 0, 0, way->recv[in]);
+    if (out < way->sends) return ra__blame_of(ra__ring_peer(r, 1), 1, 0, way->send[out]);
+    if (way->backward && ra__load_i64(&r->home_received) < way->homes) {
+        int32_t c = way->home[ra__load_i64(&r->home_received)];
+        return ra__blame_of(ra__rank_up(p, r->rank, ra__back_stations(p, &p->chunk[c])), 0, 0, c);
+    }
+    if (r->words) return ra__blame_of(ra__load_i32(&r->silent), 0, 0, -1);
     return ra__blame_of(-1, -1, 0, -1);
 }
 
@@ -7372,7 +8182,7 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
         ra__cas_i32(&r->comm, 0, 1)) {
         int live = ra__load_i32(&r->state) == RA_RING_RUNNING;     /* it ends under comm alone */
         if (live && r->has_transport) moved = ra__ring_comm(r);
-        if (live && moved == 0 && ra__load_i64(&r->folded) == r->plan->folds && ra__ring_quiet(r))
+        if (live && moved == 0 && ra__load_i64(&r->folded) == r->route->folds && ra__ring_quiet(r))
             ra__ring_complete(r);
         ra__store_i32(&r->comm, 0);
         if (moved < 0) return moved;
@@ -8738,29 +9548,45 @@ RINGATTN_API const char *ra_status_text(ra_status status) {
 RINGATTN_API int32_t ra_version(void) { return RINGATTN_VERSION; }
 
 /* -------------------------------------------------------------------------- plans
- * Everything between the list of chunks and the figures. */
+ * The backward half of ra__plan_fill. */
+static ra_status ra__plan_fill_back(ra_plan *p) {
+    p->split = ra__back_split(p);
+    ra__plan_back_lists(p);
+    ra__plan_back_bytes(p);
+    p->back.exchanges = ra__prove_back(p, (ra__stop *)p->scratch, p->back.exchange);
+    if (p->back.exchanges < 0)
+        return ra__refuse(p->d.error, RA_E_UNSUPPORTED, "buffers",
+                          "# receive buffers cannot carry the backward schedule", p->d.buffers);
+    return RA_OK;
+}
+
+/* Everything between the list of chunks and the figures. */
 static ra_status ra__plan_fill(ra_plan *p) {
     ra__lockstep run;
     memset(p->need, 0, (size_t)(2 * p->chunks * p->need_row));
     for (int32_t r = 0; r < p->d.ranks; r++)
         for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
     ra__plan_direction(p);
+    ra__chunk_back_hops(p);
     p->chunk_bytes = 0;
     for (int64_t c = 0; c < p->chunks; c++)
         if (ra__chunk_reach(&p->chunk[c]))
             p->chunk_bytes = ra__max(p->chunk_bytes, ra__message_bytes(&p->d, &p->chunk[c], 1));
     p->sizes = ra__plan_sizes(p, p->d.rank, p->task0);
+    for (int32_t b = 0; b <= p->d.sequences; b++) p->back_task0[b] = b * p->sizes.back.tasks;
     ra__plan_own_lists(p);
     ra__plan_readers(p);
-    run.at = p->scratch;
-    run.kept = p->scratch + p->d.ranks;
-    run.used = (int32_t *)(void *)(p->scratch + 2 * (int64_t)p->d.ranks);
+    run.at = (int64_t *)p->scratch;
+    run.kept = run.at + p->d.ranks;
+    run.used = (int32_t *)(void *)(run.kept + p->d.ranks);
     run.moves = run.used + p->d.ranks;
-    p->exchanges = ra__prove(p, &run, p->exchange);
-    if (p->exchanges < 0)
+    p->forward.exchanges = ra__prove(p, &run, p->forward.exchange);
+    if (p->forward.exchanges < 0)
         return ra__refuse(p->d.error, RA_E_UNSUPPORTED, "buffers",
                           "# receive buffers cannot carry this schedule", p->d.buffers);
-    return RA_OK;
+    p->forward.direction = p->direction;
+    p->forward.chunk_bytes = p->chunk_bytes;
+    return p->d.op == RA_OP_TRAIN ? ra__plan_fill_back(p) : RA_OK;
 }
 
 /* Empty tiles of chunks that never come here: a pass counts them without looking. */
@@ -8778,8 +9604,11 @@ static int64_t ra__plan_unvisited(const ra_plan *p) {
 static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     ra__sizes n = rank == p->d.rank ? p->sizes : ra__plan_sizes(p, rank, NULL);
     ra__plan_report_rank(p, rank, r);
-    r->workspace_bytes = ra__ring_bytes(p, &n, 0, 64, &r->state_bytes);
-    r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64, &r->state_bytes);
+    int64_t state[2];
+    r->workspace_bytes = ra__ring_bytes(p, &n, 0, 64, state);
+    r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64, state);
+    r->state_bytes = state[0];
+    r->back_state_bytes = state[1];
 }
 
 /* At least as many chunks as there will be: each of the pieces that a layout cuts a sequence into
@@ -8954,15 +9783,16 @@ static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
     return RA_OK;
 }
 
-/* Lays out the ring for a plan; RA_E_WORKSPACE if it does not fit. */
-static ra_status ra__ring_use(ra_ring *r, const ra_plan *p, ra_error *e) {
+/* Lays out the ring for a pass of a plan; RA_E_WORKSPACE if it does not fit. */
+static ra_status ra__ring_use(ra_ring *r, const ra_plan *p, int32_t pass, ra_error *e) {
     ra__arena a = { NULL, 0 };
-    int64_t state, need = ra__ring_bytes(p, &p->sizes, r->shared, r->tp.align, &state);
+    int64_t state[2], need = ra__ring_bytes(p, &p->sizes, r->shared, r->tp.align, state);
     if (need > r->bytes)
         return ra__refuse(e, RA_E_WORKSPACE, "ring.workspace_bytes", "this plan needs # bytes",
                           need);
     a.base = r->base;
-    (void)ra__ring_carve(&a, p, &p->sizes, r->shared, r);
+    if (pass == RA_PASS_BACKWARD) (void)ra__ring_carve_back(&a, p, &p->sizes, r);
+    else (void)ra__ring_carve(&a, p, &p->sizes, r);
     r->used = a.used;
     return RA_OK;
 }
@@ -8973,12 +9803,12 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     ra_transport tp;
     ra_ring *r;
     ra_error *e = rd->error;
-    int64_t state, need, bytes = (int64_t)rd->workspace_bytes;
+    int64_t state[2], need, bytes = (int64_t)rd->workspace_bytes;
     int shared = transport && p->d.ranks > 1 && (transport->caps & RA_CAP_SHARED);
     uint8_t *base = (uint8_t *)rd->workspace;
     memset(&tp, 0, sizeof tp);
     if (transport && p->d.ranks > 1) tp = ra__tp_resolved(transport);
-    need = ra__ring_bytes(p, &p->sizes, shared, tp.align, &state);
+    need = ra__ring_bytes(p, &p->sizes, shared, tp.align, state);
     if (!bytes && !base) bytes = need;
     if (bytes < need)
         return ra__refuse(e, RA_E_WORKSPACE, "ring.workspace_bytes", "this plan needs # bytes",
@@ -9005,6 +9835,22 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     return RA_OK;
 }
 
+/* What backward asks of a transport beyond forward: gradients go home on a channel of their own. */
+static ra_status ra__tp_check_back(const ra_transport *t, const ra_plan *p, ra_error *e) {
+    if (p->d.op != RA_OP_TRAIN || p->d.ranks < 2) return RA_OK;
+    if (t->post && t->channels < 2)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.channels",
+                          "is #, backward passes need at least 2", (int64_t)t->channels);
+    if (t->post && t->max_ops < 3)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.max_ops",
+                          "is # (0: 2), backward passes need at least 3", (int64_t)t->max_ops);
+    if (p->d.ranks > 2 && p->d.grad_home == RA_HOME_DIRECT && !(t->caps & RA_CAP_ANY_PEER))
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
+                          "# lacks RA_CAP_ANY_PEER: set grad_home of the plan to RA_HOME_RING",
+                          (int64_t)t->caps);
+    return RA_OK;
+}
+
 RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
                                       const ra_transport *transport, const ra_ring_desc *rd) {
     ra_ring_desc none;
@@ -9016,9 +9862,10 @@ RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
     *out = NULL;
     if (!first) return ra__refuse(rd->error, RA_E_NULL, "plan", "is required", 0);
     s = ra__ring_desc_check(rd, rd->error);
+    bytes = ra__max(first->chunk_bytes, first->back.chunk_bytes);
     if (transport && (transport->caps & RA_CAP_SHARED)) bytes = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
-    else bytes = first->chunk_bytes;
     if (!s) s = ra__tp_check(transport, first->d.rank, first->d.ranks, bytes, rd->error);
+    if (!s && transport) s = ra__tp_check_back(transport, first, rd->error);
     return s ? s : ra__ring_open(out, first, transport, rd);
 }
 
@@ -9034,12 +9881,34 @@ RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring) {
 }
 
 /* -------------------------------------------------------------------------- passes
- * Checks a call against ring and plan. */
+ * Checks the gradients of a backward pass and notes where they are. */
+static ra_status ra__begin_grads(ra_ring *r, const ra_plan *p, const ra_tensors *t, ra_error *e) {
+    int64_t rows[2];
+    ra__view view[4];
+    ra_desc d = p->d;
+    ra_status s;
+    rows[0] = p->report.q_rows;
+    rows[1] = p->report.k_rows;
+    d.error = e;
+    s = ra__check_grads(&d, t, rows, view);
+    if (s) return s;
+    memset(&r->back, 0, sizeof r->back);
+    r->back.w = &r->work;
+    r->back.kernel = ra__kernel_f32(d.isa);
+    r->back.d_o = view[0];
+    r->back.d_q = view[1];
+    r->back.square = p->square && p->q_cut;
+    r->d_k = view[2];
+    r->d_v = view[3];
+    return RA_OK;
+}
+
+/* Checks a call against ring and plan. */
 static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra__view kv[2]) {
     ra_error *e = &r->refusal;
     const ra_plan *p = job ? job->plan : NULL;
     const ra_tensors *t = job ? job->tensors : NULL;
-    int64_t rows[2];
+    int64_t rows[2], bytes;
     ra_status s;
     int array;
     if (!job) return ra__refuse(e, RA_E_NULL, "job", "is required", 0);
@@ -9047,6 +9916,13 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
     if (!t) return ra__refuse(e, RA_E_NULL, "job.tensors", "is required", 0);
     if (job->deadline_ns < 0)
         return ra__refuse(e, RA_E_RANGE, "job.deadline_ns", "# is negative", job->deadline_ns);
+    if (job->pass != RA_PASS_FORWARD && job->pass != RA_PASS_BACKWARD)
+        return ra__refuse(e, RA_E_ENUM, "job.pass", "# is no RA_PASS_*", job->pass);
+    if (job->reserved)
+        return ra__refuse(e, RA_E_RESERVED, "job.reserved", "must be 0, not #", job->reserved);
+    if (job->pass == RA_PASS_BACKWARD && p->d.op != RA_OP_TRAIN)
+        return ra__refuse(e, RA_E_SHAPE, "job.pass", "backward needs op RA_OP_TRAIN, not #",
+                          p->d.op);
     if (ra__load_i32(&r->state) == RA_RING_FAILED)
         return ra__refuse(e, RA_E_STATE, "ring", "its pass # failed: make a new one", r->pass);
     if (ra__load_i32(&r->state) == RA_RING_RUNNING)
@@ -9054,15 +9930,20 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
     if (p->d.rank != r->rank || p->d.ranks != r->ranks)
         return ra__refuse(e, RA_E_SHAPE, "job.plan", "is for another rank or number of ranks: #",
                           p->d.rank);
-    if (r->has_transport && p->chunk_bytes > (int64_t)r->tp.max_msg && !r->shared)
+    bytes = job->pass == RA_PASS_BACKWARD ? p->back.chunk_bytes : p->chunk_bytes;
+    if (r->has_transport && bytes > (int64_t)r->tp.max_msg && !r->shared)
         return ra__refuse(e, RA_E_TRANSPORT, "job.plan",
-                          "chunks of # bytes are longer than the transport's max_msg",
-                          p->chunk_bytes);
+                          "chunks of # bytes are longer than the transport's max_msg", bytes);
+    if (r->has_transport && job->pass == RA_PASS_BACKWARD) {
+        s = ra__tp_check_back(&r->tp, p, e);
+        if (s) return s;
+    }
     array = p->d.layout.kind == RA_LAYOUT_ARRAY;
     rows[0] = p->report.q_rows;
     rows[1] = p->report.k_rows;
     s = ra__check_tensors(&p->d, t, rows, w, kv, e);
     if (!s) s = ra__check_outputs(&p->d, t, rows[0], w, e);
+    if (!s && job->pass == RA_PASS_BACKWARD) s = ra__begin_grads(r, p, t, e);
     if (s) return s;
     if (array) {
         s = ra__check_array(&p->d, &t->q_pos, rows[0], 0, e);
@@ -9106,7 +9987,7 @@ static void ra__begin_work(ra_ring *r, const ra_plan *p) {
 
 /* Counters and cursors of a new pass. */
 static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
-    int64_t words = r->shared ? p->reader_count + p->source_count : 0;
+    int64_t words = r->words ? p->reader_count + p->source_count : 0;
     ra_ring_counters *c = &r->counters;
     int64_t *zero[] = { &c->tiles_partial, &c->tiles_full, &c->chunks_in, &c->chunks_out,
                         &c->bytes_in, &c->bytes_out, &c->compute_ns, &c->wait_ns };
@@ -9115,19 +9996,23 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     ra__store_i64(&c->tiles_all, p->report.tiles_partial + p->report.tiles_full);
     ra__store_i64(&c->peak_bytes, r->used);
     ra__store_i32(&c->waiting_peer,
-                  p->recvs ? ra__next_rank(p, r->rank, -1) : -1);
+                  r->route->recvs ? ra__ring_peer(r, -1) : -1);
     ra__store_i64(&c->pass, r->pass);
     r->claim_fold = r->claim_task = 0;
-    r->recv_posted = r->released = r->send_posted = r->own_posted = r->own_sent = 0;
+    r->recv_posted = r->released = r->send_posted = r->own_posted = 0;
+    ra__store_i64(&r->own_sent, 0);
     r->exchanged = r->words_posted = r->words_in = r->words_out = 0;
     ra__store_i64(&r->received, 0);
     ra__store_i64(&r->sent, 0);
     ra__store_i64(&r->folded, 0);
-    memset(r->done, 0, (size_t)p->task0[p->d.sequences] * sizeof(int32_t));
+    r->home_posted = 0;
+    ra__store_i64(&r->home_received, 0);
+    ra__store_i64(&r->home_done, 0);
+    memset(r->done, 0, (size_t)r->task0[p->d.sequences] * sizeof(int32_t));
     for (int64_t f = 0; f < RA__WINDOW; f++)
-        ra__store_i32(&r->left[f], f < p->folds ? (int32_t)ra__fold_tasks(p, f) : -1);
+        ra__store_i32(&r->left[f], f < r->route->folds ? (int32_t)ra__fold_tasks(r, f) : -1);
     for (int64_t i = 0; i < words; i++) memset(&r->word_op[i], 0, sizeof(ra_op));
-    for (int64_t i = 0; r->shared && i < p->source_count; i++) r->owner_alive[i] = NULL;
+    for (int64_t i = 0; r->words && i < p->source_count; i++) r->owner_alive[i] = NULL;
     ra__store_i32(&r->silent, p->reader_count ? p->readers[0] : -1);
     for (int64_t i = 0; i < r->recv_slots; i++) memset(&r->recv_op[i], 0, sizeof(ra_op));
 }
@@ -9141,9 +10026,12 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     s = ra__begin_check(ring, job, &w, kv);
     if (s) return s;
     ring->work = w;
-    s = ra__ring_use(ring, job->plan, &ring->refusal);
+    s = ra__ring_use(ring, job->plan, job->pass, &ring->refusal);
     if (s) return s;
     ring->plan = job->plan;
+    ring->route = job->pass == RA_PASS_BACKWARD ? &job->plan->back : &job->plan->forward;
+    ring->task0 = job->pass == RA_PASS_BACKWARD ? job->plan->back_task0 : job->plan->task0;
+    ring->words = ring->shared && job->pass == RA_PASS_FORWARD;
     ring->t = *job->tensors;
     ring->k = kv[0];
     ring->v = kv[1];
@@ -9309,21 +10197,36 @@ RINGATTN_API void ra_ring_cancel(ra_ring *ring) {
     (void)ra__add_i64(&ring->events, 1);
 }
 
+/* A whole pass on the calling thread. */
+static ra_status ra__ring_pass(ra_ring *ring, const ra_job *job) {
+    ra_status end, s = ra_begin(ring, job);
+    if (s) return s;
+    while ((s = ra_step(ring, 0, 1)) > 0)
+        if (s == RA_WAIT) (void)ra_step_wait(ring, job->deadline_ns);
+    if (!s) return RA_OK;
+    end = ra_finish(ring, RA_NO_DEADLINE);
+    return end ? end : s;
+}
+
 RINGATTN_API ra_status ra_forward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
                                   int64_t deadline_ns) {
     ra_job job;
-    ra_status s, end;
     memset(&job, 0, sizeof job);
     job.plan = plan;
     job.tensors = t;
     job.deadline_ns = deadline_ns;
-    s = ra_begin(ring, &job);
-    if (s) return s;
-    while ((s = ra_step(ring, 0, 1)) > 0)
-        if (s == RA_WAIT) (void)ra_step_wait(ring, deadline_ns);
-    if (!s) return RA_OK;
-    end = ra_finish(ring, RA_NO_DEADLINE);
-    return end ? end : s;
+    return ra__ring_pass(ring, &job);
+}
+
+RINGATTN_API ra_status ra_backward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
+                                   int64_t deadline_ns) {
+    ra_job job;
+    memset(&job, 0, sizeof job);
+    job.plan = plan;
+    job.tensors = t;
+    job.deadline_ns = deadline_ns;
+    job.pass = RA_PASS_BACKWARD;
+    return ra__ring_pass(ring, &job);
 }
 
 RINGATTN_API ra_status ra_attend(const ra_desc *d, const ra_transport *transport,

@@ -559,7 +559,8 @@ TEST(workspace_to_the_byte)
         hub_open(&u, s.ranks, s.seed);
         end.hub = &u;
         end.rank = d.rank;
-        t = hub_transport(&end, WIRE_POST, s.seed);
+        s.wire = WIRE_POST;
+        t = hub_transport(&end, &s);
         CHECK_EQ(ra_world_create(&shared, &wd), RA_OK);
         CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
         if (!plan || ra_plan_query(plan, d.rank, &g) != RA_OK) continue;

@@ -21,6 +21,8 @@ typedef struct setup {
     int32_t exact;                     /* 1: hand over the workspace, to the byte */
     int32_t no_lse;                    /* 1: LSE is not asked for */
     int32_t any_isa;                   /* 1: every rank another instruction set */
+    int32_t train;                     /* 1: a backward pass follows, problem.d_o is there */
+    int32_t grad_home;
     int64_t shift;                     /* RUNS, ARRAY: all positions are so much higher than the
                                         * oracle's; for masks that only see differences */
     uint32_t seed;                     /* of strides, delays, orders of threads */
@@ -34,6 +36,8 @@ typedef struct outcome {
     ra_status status;                  /* of the first rank that did not end well */
     char text[300];
     float *o, *lse;                    /* [B][q_max][Hq][Dv], [B][q_max][Hq] */
+    float *d_q, *d_k, *d_v;            /* train: as Q, K, V by position; 0 where nobody has them */
+    double d_sinks[64];                /* sums over ranks */
     int64_t guard_broken;              /* bytes written outside of rows, inputs changed */
     int64_t missing;                   /* query rows held by no rank or by two */
     int64_t empty_wrong;               /* empty query cells whose o is not 0 */
@@ -157,7 +161,7 @@ typedef struct hub {
     pthread_cond_t news;
     int ranks, dead;
     int64_t wrong;                     /* calls that overlapped or came from a wrong thread */
-    mail_queue *queues;                /* [to][from] */
+    mail_queue *queues;                /* [to][from][channel] */
     h_rng rng;                         /* under the lock */
 } hub;
 
@@ -184,9 +188,13 @@ static inline void hub_leave(hub_end *e)
     pthread_mutex_unlock(&e->hub->lock);
 }
 
-static inline void hub_send(hub *u, int from, int to, const void *s, size_t len, uint64_t tag)
+static inline mail_queue *hub_queue(hub *u, int from, int to, int channel)
 {
-    mail_queue *q = &u->queues[to * u->ranks + from];
+    return &u->queues[(to * u->ranks + from) * 2 + channel];
+}
+
+static inline void hub_send(hub *u, mail_queue *q, const void *s, size_t len, uint64_t tag)
+{
     mail *m = (mail *)malloc(sizeof *m + len);
     m->next = NULL;
     m->tag = tag;
@@ -198,10 +206,9 @@ static inline void hub_send(hub *u, int from, int to, const void *s, size_t len,
     pthread_cond_broadcast(&u->news);
 }
 
-/* Takes the next message of `from`: 1 taken, 0 none there, else a status. */
-static inline int hub_take(hub *u, int to, int from, void *r, size_t len, uint64_t tag)
+/* Takes the next message of a queue: 1 taken, 0 none there, else a status. */
+static inline int hub_take(hub *u, mail_queue *q, void *r, size_t len, uint64_t tag)
 {
-    mail_queue *q = &u->queues[to * u->ranks + from];
     mail *m = q->first;
     int status = 1;
     if (!m) return u->dead ? RA_E_ABORTED : 0;
@@ -221,9 +228,9 @@ static int hub_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from
     int status = from == RA_NO_PEER ? 1 : 0;
     (void)deadline_ns;
     hub_enter(e);
-    if (to != RA_NO_PEER) hub_send(e->hub, e->rank, to, s, s_len, tag);
+    if (to != RA_NO_PEER) hub_send(e->hub, hub_queue(e->hub, e->rank, to, 0), s, s_len, tag);
     while (status == 0) {
-        status = hub_take(e->hub, e->rank, from, r, r_len, tag);
+        status = hub_take(e->hub, hub_queue(e->hub, from, e->rank, 0), r, r_len, tag);
         if (status == 0) pthread_cond_wait(&e->hub->news, &e->hub->lock);
     }
     hub_leave(e);
@@ -238,8 +245,11 @@ static inline void hub_deliver(hub_end *e)
     for (i = 0; i < e->waiting; i++) {
         ra_op *op = e->ops[i];
         int earlier = 0, got = 0;
-        for (j = 0; j < keep; j++) earlier |= e->ops[j]->peer == op->peer;
-        if (!earlier) got = hub_take(e->hub, e->rank, op->peer, op->buf, op->len, op->tag);
+        mail_queue *q = hub_queue(e->hub, op->peer, e->rank, op->channel);
+        for (j = 0; j < keep; j++) {
+            earlier |= e->ops[j]->peer == op->peer && e->ops[j]->channel == op->channel;
+        }
+        if (!earlier) got = hub_take(e->hub, q, op->buf, op->len, op->tag);
         if (got == 1) { op->done = op->len; op->state = RA_OP_DONE; }
         else if (got < 0) op->state = got;
         else e->ops[keep++] = op;
@@ -265,7 +275,8 @@ static int hub_post(void *ctx, ra_op *const *ops, int n)
                 op->state = RA_OP_PENDING;
                 e->ops[e->waiting++] = op;
             } else {
-                hub_send(e->hub, e->rank, op->peer, op->buf, op->len, op->tag);
+                hub_send(e->hub, hub_queue(e->hub, e->rank, op->peer, op->channel), op->buf,
+                         op->len, op->tag);
                 op->done = op->len;
                 op->state = RA_OP_DONE;
             }
@@ -310,7 +321,7 @@ static inline void hub_open(hub *u, int ranks, uint32_t seed)
     u->dead = 0;
     u->wrong = 0;
     u->rng.state = seed;
-    u->queues = (mail_queue *)calloc((size_t)(ranks * ranks), sizeof *u->queues);
+    u->queues = (mail_queue *)calloc((size_t)(2 * ranks * ranks), sizeof *u->queues);
     pthread_mutex_init(&u->lock, NULL);
     pthread_cond_init(&u->news, NULL);
 }
@@ -320,7 +331,7 @@ static inline int64_t hub_close(hub *u)
 {
     int64_t left = u->wrong;
     int i;
-    for (i = 0; i < u->ranks * u->ranks; i++) {
+    for (i = 0; i < 2 * u->ranks * u->ranks; i++) {
         while (u->queues[i].first) {
             mail *m = u->queues[i].first;
             u->queues[i].first = m->next;
@@ -335,8 +346,9 @@ static inline int64_t hub_close(hub *u)
 }
 
 /* The calling thread will be ith 0. */
-static inline ra_transport hub_transport(hub_end *e, int wire, uint32_t seed)
+static inline ra_transport hub_transport(hub_end *e, const setup *s)
 {
+    uint32_t seed = s->seed >> 8;
     ra_transport t;
     memset(&t, 0, sizeof t);
     t.size = (uint32_t)sizeof t;
@@ -345,7 +357,7 @@ static inline ra_transport hub_transport(hub_end *e, int wire, uint32_t seed)
     t.ranks = e->hub->ranks;
     t.name = "hub";
     t.ctx = e;
-    if (wire == WIRE_SENDRECV) {
+    if (s->wire == WIRE_SENDRECV) {
         t.sendrecv = hub_sendrecv;
     } else {
         t.post = hub_post;
@@ -353,7 +365,12 @@ static inline ra_transport hub_transport(hub_end *e, int wire, uint32_t seed)
         if (seed & 1) t.caps = RA_CAP_ANY_THREAD;
         t.max_ops = (seed >> 1) % 5;
         if (t.max_ops == 1) t.max_ops = 2;
+        if (s->train) {
+            t.max_ops += 3;
+            t.channels = 2;
+        }
     }
+    if (s->train && s->grad_home == RA_HOME_DIRECT) t.caps |= RA_CAP_ANY_PEER;
     e->any_thread = (t.caps & RA_CAP_ANY_THREAD) != 0;
     e->owner = pthread_self();
     t.abort = hub_abort;
@@ -373,7 +390,8 @@ typedef struct seat {
     int64_t q_rows, k_rows, q_len[MAX_B], k_len[MAX_B];
     int32_t *q_pos, *k_pos;            /* [B][rows] the oracle's; -1: empty cell or no row */
     int32_t *q_given, *k_given;        /* ARRAY: the same as the library gets them */
-    view q, k, v, o, lse, bias;
+    view q, k, v, o, lse, bias, d_o, d_q, d_k, d_v;
+    float d_sinks[64];
     uint64_t hash;                     /* of the inputs */
     hub_end end;
     uint8_t *workspace, *workspace_end; /* what was allocated, and where the guard begins */
@@ -451,6 +469,9 @@ static inline ra_desc describe(const problem *p, const setup *s, int rank)
     d.chunk_tokens = s->chunk_tokens;
     d.buffers = s->buffers;
     d.threads = s->threads;
+    d.op = s->train ? RA_OP_TRAIN : RA_OP_FORWARD;
+    if (s->train) d.dropout = p->dropout;
+    d.grad_home = s->grad_home;
     d.isa = s->isa;
     if (s->any_isa) d.isa = RA_ISA_SCALAR + rank % RA_ISA_NEON;
     if (s->any_isa && !ra_isa_available(d.isa)) d.isa = RA_ISA_SCALAR;
@@ -608,12 +629,23 @@ static inline void seat_views(seat *e)
     view_fill(&e->q, e, p->q, 0);
     view_fill(&e->k, e, p->k, 1);
     if (!p->v_in_k) view_fill(&e->v, e, p->v, 1);
+    if (!s->train) return;
+    e->d_o = view_of(p->o_dtype, e->q_rows, p->Hq, p->Dv);
+    e->d_q = view_of(RA_F32, e->q_rows, p->Hq, p->Dk);
+    e->d_k = view_of(RA_F32, e->k_rows, p->Hkv, p->Dk);
+    e->d_v = view_of(RA_F32, e->k_rows, p->Hkv, p->Dv);
+    view_make(&e->d_o, stride_kind(s, 5), p->B, 0, 0xFF);
+    view_make(&e->d_q, stride_kind(s, 6), p->B, 0, 0);
+    view_make(&e->d_k, stride_kind(s, 7), p->B, 1, 0);
+    view_make(&e->d_v, stride_kind(s, 8), p->B, 2, 0);
+    view_fill(&e->d_o, e, p->d_o, 0);
 }
 
 static inline uint64_t seat_hash(const seat *e)
 {
     return view_hash(&e->q) ^ (view_hash(&e->k) * 3) ^ (e->v.mem ? view_hash(&e->v) * 5 : 0) ^
-           (e->bias.mem ? view_hash(&e->bias) * 7 : 0);
+           (e->bias.mem ? view_hash(&e->bias) * 7 : 0) ^
+           (e->d_o.mem ? view_hash(&e->d_o) * 11 : 0);
 }
 
 static inline int32_t *positions_given(const int32_t *pos, int64_t n, int64_t shift)
@@ -634,6 +666,14 @@ static inline void seat_tensors(seat *e)
     if (!p->v_in_k) e->t.v = view_in(&e->v);
     e->t.o = view_out(&e->o);
     if (!s->no_lse) e->t.lse = view_out(&e->lse);
+    if (s->train) {
+        e->t.seed = p->seed;
+        if (p->scores & RA_SCORE_SINKS) e->t.d_sinks = e->d_sinks;
+        e->t.d_o = view_in(&e->d_o);
+        e->t.d_q = view_out(&e->d_q);
+        e->t.d_k = view_out(&e->d_k);
+        if (!p->v_in_k) e->t.d_v = view_out(&e->d_v);
+    }
     if (s->layout == RA_LAYOUT_ARRAY) {
         e->q_given = positions_given(e->q_pos, p->B * e->q_rows, s->shift);
         e->k_given = positions_given(e->k_pos, p->B * e->k_rows, s->shift);
@@ -655,9 +695,9 @@ static inline void seat_tensors(seat *e)
 }
 
 /* -------------------------------------------------------------------------- calls */
-typedef struct stepper { seat *seat; int ith, join; ra_status status; } stepper;
+typedef struct stepper { seat *seat; int ith, join, pass; ra_status status; } stepper;
 
-static inline ra_job seat_job(seat *e, uint64_t ticket)
+static inline ra_job seat_job(seat *e, uint64_t ticket, int32_t pass)
 {
     ra_job j;
     memset(&j, 0, sizeof j);
@@ -665,6 +705,7 @@ static inline ra_job seat_job(seat *e, uint64_t ticket)
     j.plan = e->plan;
     j.tensors = &e->t;
     j.deadline_ns = ra_deadline_ms(60000);
+    j.pass = pass;
     return j;
 }
 
@@ -675,7 +716,7 @@ static void *step_thread(void *user)
     const setup *s = y->seat->world->s;
     int pass, passes = y->join && s->passes > 1 ? s->passes : 1, turn = 0;
     for (pass = 1; pass <= passes; pass++) {
-        ra_job job = seat_job(y->seat, (uint64_t)(3 * pass));
+        ra_job job = seat_job(y->seat, (uint64_t)(3 * pass + 1000 * y->pass), y->pass);
         ra_status status;
         do {
             int nth = y->ith + 1 + turn++ % (s->threads - y->ith);
@@ -689,7 +730,7 @@ static void *step_thread(void *user)
     return NULL;
 }
 
-static inline ra_status seat_step(seat *e, int join)
+static inline ra_status seat_step(seat *e, int join, int32_t which)
 {
     const setup *s = e->world->s;
     pthread_t threads[8];
@@ -697,11 +738,12 @@ static inline ra_status seat_step(seat *e, int join)
     ra_status status = RA_OK;
     int i, pass, passes = !join && s->passes > 1 ? s->passes : 1;
     for (pass = 0; pass < passes && status == RA_OK; pass++) {
-        ra_job job = seat_job(e, 0);
+        ra_job job = seat_job(e, 0, which);
         if (!join) status = ra_begin(e->ring, &job);
         if (status != RA_OK) return status;
         for (i = 0; i < s->threads; i++) {
             y[i].seat = e; y[i].ith = i; y[i].join = join; y[i].status = RA_OK;
+            y[i].pass = which;
             if (i) pthread_create(&threads[i], NULL, step_thread, &y[i]);
         }
         step_thread(&y[0]);
@@ -742,11 +784,16 @@ static inline ra_status seat_forward(seat *e, const ra_transport *transport)
     if (s->exact) seat_workspace(e, &rd);
     if (status == RA_OK) status = ra_ring_create(&e->ring, e->plan, transport, &rd);
     if (status == RA_OK && (s->call == CALL_STEP || s->call == CALL_JOIN)) {
-        status = seat_step(e, s->call == CALL_JOIN);
+        status = seat_step(e, s->call == CALL_JOIN, RA_PASS_FORWARD);
     } else if (status == RA_OK) {
         for (pass = 0; status == RA_OK && (pass == 0 || pass < s->passes); pass++) {
             status = ra_forward(e->plan, e->ring, &e->t, ra_deadline_ms(60000));
         }
+    }
+    if (status == RA_OK && s->train && (s->call == CALL_STEP || s->call == CALL_JOIN)) {
+        status = seat_step(e, s->call == CALL_JOIN, RA_PASS_BACKWARD);
+    } else if (status == RA_OK && s->train) {
+        status = ra_backward(e->plan, e->ring, &e->t, ra_deadline_ms(60000));
     }
     if (e->ring) {
         ra_ring_query(e->ring, &e->counters);
@@ -772,7 +819,7 @@ static ra_status seat_run(ra_world *library_world, int rank, void *user)
     if (w->s->wire == WIRE_NULL) transport = NULL;
     if (w->s->wire == WIRE_LOOPBACK) transport = ra_transport_loopback();
     if (w->s->wire == WIRE_POST || w->s->wire == WIRE_SENDRECV) {
-        copying = hub_transport(&e->end, w->s->wire, w->s->seed >> 8);
+        copying = hub_transport(&e->end, w->s);
         transport = &copying;
     }
     if (w->s->call == CALL_ATTEND) {
@@ -806,10 +853,34 @@ static inline ra_status seat_attention(seat *e)
         status = ra_attention(&e->d, &e->t, work, bytes, order[i], nth);
     }
     free(mem);
+    if (!s->train || status != RA_OK) return status;
+    bytes = ra_attention_backward_bytes(&e->d, nth);
+    mem = (uint8_t *)malloc(bytes + 64);
+    work = mem + (64 - (uintptr_t)mem % 64) % 64;
+    memset(mem, 0xA5, bytes + 64);
+    for (i = 0; i < nth && status == RA_OK; i++) {
+        status = ra_attention_backward(&e->d, &e->t, work, bytes, order[i], nth);
+    }
+    free(mem);
     return status;
 }
 
-/* -------------------------------------------------------------------------- the whole way */
+/* -------------------------------------------------------------------------- the whole way
+ * Rows of a gradient to their positions. */
+static inline void outcome_grad(float *to, const view *v, const seat *e, int keys)
+{
+    const problem *p = e->world->p;
+    const int32_t *pos = keys ? e->k_pos : e->q_pos;
+    const int64_t *len = keys ? e->k_len : e->q_len;
+    int64_t rows = keys ? e->k_rows : e->q_rows, most = keys ? p->k_max : p->q_max, t;
+    int64_t n = (int64_t)v->heads * v->dim, from = keys ? 0 : p->q_offset;
+    int b;
+    for (b = 0; b < p->B; b++) for (t = 0; t < len[b]; t++) {
+        int64_t at = pos[b * rows + t];
+        if (at >= 0) view_take(v, b, t, to + (b * most + at - from) * n);
+    }
+}
+
 static inline void outcome_take(outcome *r, seat *e, uint8_t *seen)
 {
     const problem *p = e->world->p;
@@ -832,6 +903,12 @@ static inline void outcome_take(outcome *r, seat *e, uint8_t *seen)
         memcpy(r->lse + at * p->Hq, lse, (size_t)p->Hq * sizeof *lse);
     }
     if (e->q_rows) r->guard_broken += view_guard(&e->o) + view_guard(&e->lse);
+    if (e->world->s->train) {
+        outcome_grad(r->d_q, &e->d_q, e, 0);
+        outcome_grad(r->d_k, &e->d_k, e, 1);
+        if (!p->v_in_k) outcome_grad(r->d_v, &e->d_v, e, 1);
+        for (b = 0; b < p->Hq; b++) r->d_sinks[b] += (double)e->d_sinks[b];
+    }
     r->report[e->rank] = e->report;
     r->counters[e->rank] = e->counters;
     free(row);
@@ -840,6 +917,7 @@ static inline void outcome_take(outcome *r, seat *e, uint8_t *seen)
 static inline void seat_free(seat *e)
 {
     view_free(&e->q); view_free(&e->k); view_free(&e->v); view_free(&e->o); view_free(&e->lse);
+    view_free(&e->d_o); view_free(&e->d_q); view_free(&e->d_k); view_free(&e->d_v);
     free(e->bias.mem);
     free(e->workspace);
     free(e->q_pos); free(e->k_pos);
@@ -897,6 +975,9 @@ static inline outcome outcome_gather(world *w)
     r.no_lse = s->no_lse;
     r.o = (float *)calloc(rows * (size_t)(p->Hq * p->Dv) + 1, sizeof *r.o);
     r.lse = (float *)calloc(rows * (size_t)p->Hq + 1, sizeof *r.lse);
+    r.d_q = (float *)calloc(rows * (size_t)(p->Hq * p->Dk) + 1, sizeof *r.d_q);
+    r.d_k = (float *)calloc((size_t)(p->B * p->k_max * p->Hkv * p->Dk) + 1, sizeof *r.d_k);
+    r.d_v = (float *)calloc((size_t)(p->B * p->k_max * p->Hkv * p->Dv) + 1, sizeof *r.d_v);
     for (rank = 0; rank < s->ranks; rank++) {
         if (w->seats[rank].status != RA_OK) outcome_blame(&r, &w->seats[rank]);
     }
@@ -927,7 +1008,11 @@ static inline outcome world_run(const problem *p, const setup *s)
     return r;
 }
 
-static inline void outcome_free(outcome *r) { free(r->o); free(r->lse); }
+static inline void outcome_free(outcome *r)
+{
+    free(r->o); free(r->lse);
+    free(r->d_q); free(r->d_k); free(r->d_v);
+}
 
 /* CHECKs that a run ended well and kept to its memory. */
 static inline int outcome_whole(const outcome *r)

@@ -1,0 +1,256 @@
+/* Gradients over the ring: they keep to the promise on bits for every number of ranks, cut, chunk,
+ * buffer, transport, way home, call and number of threads, they are those of ra_attention_backward,
+ * and what a pass moves and computes is what its plan said. */
+#include "harness.h"
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+#include "oracle.h"
+#include "world.h"
+
+static void problem_cotangent(problem *p, h_rng *r)
+{
+    p->d_o = normal_rows(p->B * p->q_max, p->Hq * p->Dv, p->o_dtype, r);
+    p->seed = (uint64_t)h_next(r) << 32 | h_next(r);
+}
+
+/* A square problem of `blocks` blocks (the last one short) with everything else at random. */
+static void train_problem(problem *p, h_rng *r, int mask, int64_t blocks)
+{
+    static const int32_t heads[4][2] = { { 2, 1 }, { 1, 1 }, { 3, 3 }, { 4, 2 } };
+    int i = (int)h_range(r, 0, 3);
+    problem_shape(p, blocks * 64 - h_range(r, 0, 63), heads[i][0], heads[i][1],
+                  (int32_t)h_range(r, 1, 24), (int32_t)h_range(r, 1, 24));
+    if (h_one_in(r, 5)) {
+        p->B = 2;
+        p->tq[1] = p->q_max - p->q_max / 70;
+        p->tk[1] = p->tq[1];
+    }
+    if (h_one_in(r, 4)) {
+        p->v_in_k = 1;
+        p->Dv = (p->Dk + 1) / 2;
+    }
+    problem_mask(p, r, mask);
+    problem_options(p, r, h_one_in(r, 2) ? (int)h_range(r, 0, 31) : 0);
+    if (h_one_in(r, 3)) {
+        problem_dtypes(p, (int32_t)h_range(r, 1, 3), (int32_t)h_range(r, 1, 3),
+                       (int32_t)h_range(r, 1, 3), (int32_t)h_range(r, 1, 3));
+    }
+    problem_data(p, r);
+    problem_cotangent(p, r);
+    if (h_one_in(r, 4)) p->dropout = 0.25f;
+}
+
+/* What a pass counted is what the plan had said. */
+static void counters_agree(const setup *s, const outcome *r)
+{
+    int i, shared = s->wire == WIRE_SHARED;
+    if (s->call < CALL_FORWARD || s->call > CALL_JOIN) return;
+    for (i = 0; i < s->ranks; i++) {
+        const ra_plan_report *plan = &r->report[i];
+        const ra_ring_counters *c = &r->counters[i];
+        CHECK_EQ(c->chunks_in, plan->back_chunks_in);
+        CHECK_EQ(c->chunks_out, plan->back_chunks_out);
+        CHECK_EQ(c->bytes_in, shared ? plan->back_shared_bytes_in : plan->back_bytes_in);
+        CHECK_EQ(c->bytes_out, shared ? plan->back_shared_bytes_out : plan->back_bytes_out);
+        if (s->threads > 1) continue;              /* tiles may be computed twice then */
+        CHECK_EQ(c->tiles_full, plan->tiles_full);
+        CHECK_EQ(c->tiles_partial, plan->tiles_partial);
+    }
+}
+
+static int kept;                       /* comparisons that the plan had promised */
+
+static void same_gradients(const problem *p, const setup *s, const outcome *first)
+{
+    outcome r;
+    int i, any = 1;
+    describe_case(p, s);
+    r = world_run(p, s);
+    if (outcome_whole(&r)) {
+        for (i = 0; i < s->ranks && s->call != CALL_ATTENTION; i++) {
+            any &= r.report[i].back_bits_any_ranks;
+        }
+        if (any) kept++;
+        if (!any) first = &r;                      /* a sequence too short for the grid */
+        CHECK_BITS(r.d_q, first->d_q, p->B * p->q_max * p->Hq * p->Dk * 4);
+        CHECK_BITS(r.d_k, first->d_k, p->B * p->k_max * p->Hkv * p->Dk * 4);
+        CHECK_BITS(r.d_v, first->d_v, p->B * p->k_max * p->Hkv * p->Dv * 4);
+        counters_agree(s, &r);
+    }
+    outcome_free(&r);
+}
+
+static void uneven(setup *s, const problem *p, h_rng *r)
+{
+    int64_t units = (p->k_max + 63) / 64;
+    int i;
+    if (s->layout == RA_LAYOUT_ZIGZAG) units = (units + 1) / 2;
+    s->weighted = 1;
+    memset(s->weights, 0, sizeof s->weights);
+    for (i = 0; i < units; i++) s->weights[h_range(r, 0, s->ranks - 1)]++;
+}
+
+static void variant(setup *s, h_rng *r, int ranks)
+{
+    static const int32_t chunks[5] = { 64, 128, 192, 320, 0 };
+    s->ranks = ranks;
+    s->weighted = 0;
+    s->seed = h_next(r);
+    s->chunk_tokens = chunks[h_range(r, 0, 4)];
+    s->buffers = (int32_t)h_range(r, 0, 4);
+    s->wire = h_one_in(r, 2) ? WIRE_SHARED : (int32_t)h_range(r, WIRE_POST, WIRE_SENDRECV);
+    s->call = (int32_t)h_range(r, CALL_FORWARD, CALL_JOIN);
+    s->threads = s->call >= CALL_STEP ? (int32_t)h_range(r, 1, 3) : 0;
+    s->strides = (int32_t)h_range(r, STRIDES_PACKED, STRIDES_MIXED);
+    s->grad_home = h_one_in(r, 3) ? RA_HOME_RING : RA_HOME_DIRECT;
+    s->exact = h_one_in(r, 2);
+}
+
+/* One problem on 1 rank, then on other numbers of ranks, then with uneven cuts, then by L1. */
+static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
+{
+    static const int worlds[6] = { 2, 3, 4, 5, 7, 8 };
+    h_rng r = h_case_rng(index);
+    int most = isa == RA_ISA_SCALAR && !h_run.large ? 3 : 8, i;
+    problem p;
+    setup s;
+    outcome first;
+    if (!h_case(index)) return;
+    train_problem(&p, &r, mask, 2 * most + h_range(&r, 0, 3));
+    memset(&s, 0, sizeof s);
+    s.layout = layout;
+    s.isa = isa;
+    s.ranks = 1;
+    s.call = CALL_FORWARD;
+    s.chunk_tokens = 64;
+    s.train = 1;
+    describe_case(&p, &s);
+    first = world_run(&p, &s);
+    if (outcome_whole(&first)) {
+        CHECK(first.report[0].back_bits_any_ranks == 1);
+        for (i = 0; i < 6 && worlds[i] <= most; i++) {
+            variant(&s, &r, worlds[i]);
+            same_gradients(&p, &s, &first);
+        }
+        variant(&s, &r, (int)h_range(&r, 2, most));
+        uneven(&s, &p, &r);
+        same_gradients(&p, &s, &first);
+        variant(&s, &r, 1);
+        s.call = CALL_ATTENTION;
+        s.threads = (int32_t)h_range(&r, 1, 4);
+        same_gradients(&p, &s, &first);
+    }
+    outcome_free(&first);
+    problem_free(&p);
+}
+
+static void every_mask(int32_t isa)
+{
+    int64_t i, n = h_run.large ? 10 : 1;
+    if (!ra_isa_available(isa)) {
+        h_skip("this machine does not have the instruction set");
+        return;
+    }
+    kept = 0;
+    for (i = 0; i < 2 * MASKS * n; i++) {
+        all_the_same(i, (int)(i % MASKS),
+                     i / MASKS % 2 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS, isa);
+    }
+    if (h_run.only_case < 0) CHECK(kept > 3 * MASKS);
+}
+
+TEST(every_mask_scalar) { every_mask(RA_ISA_SCALAR); }
+TEST(every_mask_avx2)   { every_mask(RA_ISA_AVX2); }
+TEST(every_mask_avx512) { every_mask(RA_ISA_AVX512); }
+
+/* -------------------------------------------------------------------------- the oracle */
+/* Worst |got - real| over the bar. */
+static double worst_of(const float *got, const double *real, const double *bar, int64_t n)
+{
+    double worst = 0;
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        double x = fabs((double)got[i] - real[i]) / (3e-7 + bar[i] + 1.2e-7 * fabs(real[i]));
+        if (!(x <= worst)) worst = x;
+    }
+    return worst;
+}
+
+static void as_the_oracle(const problem *p, const setup *s)
+{
+    slopes real;
+    outcome r;
+    int i;
+    describe_case(p, s);
+    r = world_run(p, s);
+    if (outcome_whole(&r)) {
+        real = oracle_slopes(p, 0);
+        CHECK(worst_of(r.d_q, real.q, real.q_bar, p->B * p->q_max * p->Hq * p->Dk) <= 1);
+        CHECK(worst_of(r.d_k, real.k, real.k_bar, p->B * p->k_max * p->Hkv * p->Dk) <= 1);
+        if (!p->v_in_k)
+            CHECK(worst_of(r.d_v, real.v, real.v_bar, p->B * p->k_max * p->Hkv * p->Dv) <= 1);
+        for (i = 0; i < p->Hq && (p->scores & RA_SCORE_SINKS); i++)
+            CHECK(fabs(r.d_sinks[i] - real.sinks[i]) <=
+                  3e-6 + real.sinks_bar[i] + 1e-6 * fabs(real.sinks[i]));
+        counters_agree(s, &r);
+        slopes_free(&real);
+    }
+    outcome_free(&r);
+}
+
+/* Any shape, mask, layout, dtypes, transport, call. */
+TEST(layouts)
+{
+    want w = { -1, 0, -1, -1, 3e5 };
+    int64_t i, n = h_run.large ? 3000 : 160;
+    for (i = 0; i < n; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        if (!h_case(i)) continue;
+        w.layout = (int)(i % LAYOUTS);
+        random_problem(&p, &r, &w);
+        random_setup(&s, &p, &r, &w);
+        if (s.call == CALL_ATTEND || s.call == CALL_ATTENTION) s.call = CALL_FORWARD;
+        s.train = 1;
+        s.no_lse = s.any_isa = s.passes = 0;
+        s.grad_home = h_one_in(&r, 3) ? RA_HOME_RING : RA_HOME_DIRECT;
+        problem_data(&p, &r);
+        problem_cotangent(&p, &r);
+        if (h_one_in(&r, 4)) p.dropout = 0.5f;
+        as_the_oracle(&p, &s);
+        setup_free(&s);
+        problem_free(&p);
+    }
+}
+
+/* Errors do not grow with the number of ranks. */
+TEST(sixty_four_ranks)
+{
+    h_rng r = h_case_rng(0);
+    problem p;
+    setup s;
+    problem_shape(&p, 700, 2, 1, 16, 16);
+    p.mask.kind = RA_MASK_CAUSAL;
+    problem_data(&p, &r);
+    problem_cotangent(&p, &r);
+    memset(&s, 0, sizeof s);
+    s.layout = RA_LAYOUT_ZIGZAG;
+    s.ranks = 64;
+    s.call = CALL_FORWARD;
+    s.train = 1;
+    as_the_oracle(&p, &s);
+    s.layout = RA_LAYOUT_STRIPED;
+    as_the_oracle(&p, &s);
+    problem_free(&p);
+}
+
+static const h_test tests[] = {
+    ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
+    ENTRY(layouts), ENTRY(sixty_four_ranks)
+};
+
+int main(int argc, char **argv)
+{
+    return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+}
