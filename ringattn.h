@@ -6984,7 +6984,8 @@ static void ra__ring_carve_links(ra__arena *a, const ra_plan *p, const ra__count
     r->slot_bytes = ra__round_up(r->shared ? RA__FRAME_BYTES + RA__ADDRESS_BYTES : bytes, align);
     r->recv_slots = ra__min(r->shared ? RA__SHARED_BUFFERS : p->d.buffers, n->recvs);
     r->send_slots = ra__min(RA__SEND_SLOTS, n->sends);
-    r->pack_slots = ra__min(r->shared ? (int64_t)RA__SEND_SLOTS : RA__PACK_SLOTS, n->own);
+    r->pack_slots = ra__min(n->own, RA__PACK_SLOTS);
+    if (r->shared) r->pack_slots = ra__min(n->own, RA__SEND_SLOTS);
     r->recv_op = (ra_op *)ra__carve(a, r->recv_slots * (int64_t)sizeof(ra_op));
     r->send_op = (ra_op *)ra__carve(a, r->send_slots * (int64_t)sizeof(ra_op));
     r->recv_ns = (int64_t *)ra__carve(a, r->recv_slots * 8);
@@ -7031,14 +7032,14 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     r->done = (int32_t *)ra__carve(a, n->back.tasks * d->sequences * 4);
     state = a->used - before;
     ra__ring_carve_links(a, p, &n->back, p->back.chunk_bytes, r);
-    r->home_slots = ra__min(r->shared ? (int64_t)RA__SHARED_BUFFERS : RA__HOME_SLOTS,
-                            n->back.own);
+    r->home_slots = ra__min(n->back.own, RA__HOME_SLOTS);
+    if (r->shared) r->home_slots = ra__min(n->back.own, RA__SHARED_BUFFERS);
     r->home_bytes = ra__round_up(r->shared ? RA__FRAME_BYTES + RA__ADDRESS_BYTES
                                            : p->back.home_bytes, align);
     r->home_op = (ra_op *)ra__carve(a, r->home_slots * (int64_t)sizeof(ra_op));
     r->home_buf = ra__carve_aligned(a, r->home_bytes * r->home_slots, align);
-    r->grad_slots = ra__min(own, r->shared ? ra__back_lag(p) + 2 : (int64_t)RA__PACK_SLOTS);
-    if (!r->shared && !n->back.stays) r->grad_slots = 0;
+    r->grad_slots = n->back.stays ? ra__min(own, RA__PACK_SLOTS) : 0;
+    if (r->shared) r->grad_slots = ra__min(own, ra__back_lag(p) + 2);
     r->grad_bytes = ra__plan_grad_bytes(p);
     r->grad_buf = (uint8_t *)ra__carve(a, r->grad_slots * r->grad_bytes);
     r->list = (ra_op **)ra__carve(a, (r->recv_slots + r->send_slots + r->home_slots) * 8);
