@@ -1100,6 +1100,8 @@ typedef struct ra__kernel {
     /* 1 if rows x dim floats (stride in floats) hold no NaN and no infinity. */
     int32_t (*finite)(const float *src, int64_t stride, int32_t rows, int32_t dim);
     void (*fold_back)(const ra__tile *x);
+    /* A row of sums to the caller's gradient: added if dtype is RA_F32, else written. */
+    void (*put_grad)(void *to, const float *x, int32_t dtype, int32_t n);
 } ra__kernel;
 
 /* ========================================================================== CLOCK
@@ -2323,6 +2325,8 @@ RA__OP void RA__F(back_score_tile)(const ra__tile *x, int32_t row, int32_t j, in
     chain.a = ra__key_row(x->keys, j);
     chain.row = x->keys->k_stride / 4;
     chain.b = p->q + (int64_t)row * x->k_dim;
+    for (i = 0; i < ni; i++)
+        ra__prefetch_row(chain.a, (i + 8) * chain.row, x->k_dim * 4);
     RA__F(back_dots)(&chain, x->k_dim, to, c, ni);
     RA__UNROLL for (t = 0; t < RA__NT; t++) {
         lse = RA__F(load)(p->m + row + t * RA__W);
@@ -2355,6 +2359,8 @@ RA__OP void RA__F(back_slope_tile)(const ra__tile *x, int32_t row, int32_t j, in
     chain.a = ra__value_row(x->keys, j);
     chain.row = x->keys->v_stride / 4;
     chain.b = x->x->g + (int64_t)row * x->v_dim;
+    for (i = 0; i < ni; i++)
+        ra__prefetch_row(chain.a, (i + 8) * chain.row, x->v_dim * 4);
     RA__F(back_dots)(&chain, x->v_dim, to, c, ni);
     RA__UNROLL for (t = 0; t < RA__NT; t++) {
         delta = RA__F(load)(p->l + row + t * RA__W);
@@ -2519,6 +2525,8 @@ RA__OP void RA__F(back_key_tile)(const RA__F(outer) *o, int32_t d, int32_t j, co
     chain.b = o->rows + (int64_t)d * RA_BLOCK_TOKENS;
     chain.b_step = RA__SLAB;
     chain.depth = o->x->x->p.rows;
+    RA__UNROLL for (i = 0; i < ni; i++)
+        ra__prefetch_row(o->to + (j + ni + i) * o->stride, d, RA__SLAB * 4);
     RA__F(clear)(c, ni);
     RA__F(follow)(&chain, c, ni);
     RA__UNROLL for (i = 0; i < ni; i++)
@@ -2610,20 +2618,39 @@ RA__FN int32_t RA__F(finite)(const float *src, int64_t stride, int32_t rows, int
     return !bad;
 }
 
+RA__FN void RA__F(put_grad)(void *to, const float *x, int32_t dtype, int32_t n) {
+    float *sum = (float *)to;
+    int32_t i = 0;
+    if (dtype != RA_F32) {
+        RA__F(write)((uint8_t *)to, x, dtype, n);
+        return;
+    }
+    for (; n - i >= RA__W; i += RA__W)
+        RA__F(store)(sum + i, RA__F(load)(sum + i) + RA__F(load)(x + i));
+    for (; i < n; i++) sum[i] += x[i];
+}
+
 /* Rows as [slab of columns][64][RA__SLAB] floats; columns beyond dim are 0. 1: all are finite. */
 RA__FN int32_t RA__F(pack_rows)(float *dst, const ra__source *s, int32_t rows) {
     const int32_t size = s->dtype == RA_F32 ? 4 : 2;
-    int32_t d, row, clean = 1;
-    for (d = 0; d < s->dim; d += RA__SLAB, dst += RA_BLOCK_TOKENS * RA__SLAB) {
+    int32_t d, row, t, bad = 0;
+    for (d = 0; d < s->dim; d += RA__SLAB) {
         const int32_t n = s->dim - d < RA__SLAB ? s->dim - d : RA__SLAB;
-        for (row = 0; row < rows; row++) {
-            float *to = dst + row * RA__SLAB;
-            RA__F(read)(to, s->data + row * s->stride + d * size, s->dtype, n);
-            memset(to + n, 0, (size_t)(RA__SLAB - n) * sizeof *to);
+        const int32_t direct = s->dtype == RA_F32 && n == RA__SLAB;
+        for (row = 0; row < rows; row++, dst += RA__SLAB) {
+            const uint8_t *from = s->data + row * s->stride + d * size;
+            if (!direct) RA__F(read)(dst, from, s->dtype, n);
+            if (!direct) memset(dst + n, 0, (size_t)(RA__SLAB - n) * sizeof *dst);
+            RA__UNROLL for (t = 0; t < RA__NT; t++) {
+                const float *x = direct ? (const float *)(const void *)from : dst;
+                RA__V y = RA__F(load)(x + t * RA__W);
+                bad |= RA__F(bad)(y);
+                RA__F(store)(dst + t * RA__W, y);
+            }
         }
-        clean &= RA__F(finite)(dst, RA__SLAB, rows, RA__SLAB);
+        dst += (RA_BLOCK_TOKENS - rows) * RA__SLAB;
     }
-    return clean;
+    return !bad;
 }
 
 RA__FN void RA__F(load_back)(ra__back_panel *x, const ra__source *q, const ra__source *g) {
@@ -2640,20 +2667,26 @@ RA__FN void RA__F(load_back)(ra__back_panel *x, const ra__source *q, const ra__s
     x->clean &= RA__F(pack_rows)(x->g_rows, g, x->p.rows);
 }
 
+/* n elements as floats, followed by zeros up to a whole vector; in place if they are. */
+RA__FN const float *RA__F(floats)(float *room, const ra__source *s, int32_t row, int32_t d,
+                                  int32_t n) {
+    const uint8_t *from = s->data + row * s->stride + d * (s->dtype == RA_F32 ? 4 : 2);
+    if (s->dtype == RA_F32 && n % RA__W == 0) return (const float *)(const void *)from;
+    RA__F(read)(room, from, s->dtype, n);
+    memset(room + n, 0, (size_t)(RA__PIECE - n) * sizeof *room);
+    return room;
+}
+
 RA__FN void RA__F(deltas)(float *delta, const ra__source *o, const ra__source *g, int32_t rows) {
-    const int32_t o_size = o->dtype == RA_F32 ? 4 : 2, g_size = g->dtype == RA_F32 ? 4 : 2;
     float a[RA__PIECE], b[RA__PIECE];
     int32_t row, d, i;
     for (row = 0; row < rows; row++) {
         RA__V sum = RA__F(set)(0.0f);
         for (d = 0; d < o->dim; d += RA__PIECE) {
             const int32_t n = o->dim - d < RA__PIECE ? o->dim - d : RA__PIECE;
-            memset(a, 0, sizeof a);
-            memset(b, 0, sizeof b);
-            RA__F(read)(a, o->data + row * o->stride + d * o_size, o->dtype, n);
-            RA__F(read)(b, g->data + row * g->stride + d * g_size, g->dtype, n);
+            const float *x = RA__F(floats)(a, o, row, d, n), *y = RA__F(floats)(b, g, row, d, n);
             for (i = 0; i < n; i += RA__W)
-                sum = RA__F(fma)(RA__F(load)(a + i), RA__F(load)(b + i), sum);
+                sum = RA__F(fma)(RA__F(load)(x + i), RA__F(load)(y + i), sum);
         }
         delta[row] = RA__F(sum)(sum);
     }
@@ -2662,7 +2695,7 @@ RA__FN void RA__F(deltas)(float *delta, const ra__source *o, const ra__source *g
 static const ra__kernel RA__F(kernel) = {
     RA__ISA,          RA__F(sizes),     RA__F(widen),    RA__F(prepare), RA__F(load_q),
     RA__F(load_acc),  RA__F(store_acc), RA__F(fold),     RA__F(store_o), RA__F(fold_row),
-    RA__F(load_back), RA__F(deltas),    RA__F(finite),   RA__F(fold_back)};
+    RA__F(load_back), RA__F(deltas),    RA__F(finite),   RA__F(fold_back), RA__F(put_grad)};
 
 #undef RA__SLAB
 #undef RA__PART
@@ -5587,15 +5620,6 @@ static void ra__back_block(const ra__work *w, int32_t b, int64_t i, ra__seg *out
     *out = ra__chunk_block(&c, RA_ORDER_TURN, i, &which);
 }
 
-/* x[n] is added to the caller's gradient, or written in its dtype. */
-static void ra__grad_put(void *to, int32_t dtype, const float *x, int32_t n) {
-    if (dtype == RA_F32) {
-        for (int32_t i = 0; i < n; i++) ((float *)to)[i] += x[i];
-        return;
-    }
-    for (int32_t i = 0; i < n; i++) ra__store_element((uint8_t *)to, i, dtype, x[i]);
-}
-
 static ra__source ra__source_of(ra__view v, int32_t dtype, int32_t dim) {
     ra__source s;
     s.data = v.data;
@@ -5712,8 +5736,8 @@ static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads 
         b->kernel->store_acc(p, p->q, d->k_dim, d->k_dim); /* Q is not needed any more */
         dq = ra__view_at(b->d_q, t->sequence, x->seg[i].row, x->head[i]);
         for (int32_t r = 0; r < p->rows; r++)
-            ra__grad_put((void *)(uintptr_t)(dq.data + r * dq.token), d->grad_dtype,
-                         p->q + (int64_t)r * d->k_dim, d->k_dim);
+            b->kernel->put_grad((void *)(uintptr_t)(dq.data + r * dq.token),
+                                p->q + (int64_t)r * d->k_dim, d->grad_dtype, d->k_dim);
     }
 }
 
@@ -9021,16 +9045,15 @@ static void ra__back_keys_finish(const ra__back_local *l, const ra__back_piece *
     for (int32_t i = 0; i < item->c.segs; i++)
         for (int64_t r = 0; r < item->c.seg[i].rows; r++) {
             int64_t row = item->c.seg[i].row + r;
-            ra__view dk = ra__view_at(l->d_k, p->sequence, row, p->kv_head);
-            ra__view dv = ra__view_at(l->d_v, p->sequence, row, p->kv_head);
-            if (dk.data)
-                ra__grad_put((void *)(uintptr_t)dk.data, d->grad_dtype,
-                             (const float *)(const void *)(g->dk[i].data + r * g->dk[i].token),
-                             d->k_dim);
-            if (dv.data)
-                ra__grad_put((void *)(uintptr_t)dv.data, d->grad_dtype,
-                             (const float *)(const void *)(g->dv[i].data + r * g->dv[i].token),
-                             d->v_dim);
+            void *dk = (void *)(uintptr_t)ra__view_at(l->d_k, p->sequence, row, p->kv_head).data;
+            void *dv = (void *)(uintptr_t)ra__view_at(l->d_v, p->sequence, row, p->kv_head).data;
+            ra__view sum_k = ra__view_at(g->dk[i], 0, r, 0), sum_v = ra__view_at(g->dv[i], 0, r, 0);
+            if (dk)
+                l->b.kernel->put_grad(dk, (const float *)(const void *)sum_k.data, d->grad_dtype,
+                                      d->k_dim);
+            if (dv)
+                l->b.kernel->put_grad(dv, (const float *)(const void *)sum_v.data, d->grad_dtype,
+                                      d->v_dim);
         }
 }
 
