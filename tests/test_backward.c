@@ -100,7 +100,9 @@ static double judge_view(const view *v, const seat *e, const double *real, const
 {
     const problem *p = e->world->p;
     const int32_t *pos = keys ? e->k_pos : e->q_pos;
-    int64_t n = v->heads * v->dim, most = keys ? p->k_max : p->q_max, t, i, plain = !p->loose;
+    int64_t n = v->heads * v->dim, most = keys ? p->k_max : p->q_max, t, i;
+    int plain = !p->loose && p->q_dtype == RA_F32 && p->k_dtype == RA_F32 && p->v_dtype == RA_F32 &&
+                p->o_dtype == RA_F32;
     float *row = (float *)malloc((size_t)n * sizeof *row);
     double worst = 0;
     int b, written = v->dtype != RA_F32;
@@ -117,7 +119,7 @@ static double judge_view(const view *v, const seat *e, const double *real, const
             if (written) tol += 0.51 * dtype_ulp(x, v->dtype);
             x = fabs((double)row[i] - add - x);
             if (!(x / tol <= worst)) worst = x / tol;
-            if (plain && !written && p->q_dtype == RA_F32 && x > largest_plain) largest_plain = x;
+            if (plain && !written && x > largest_plain) largest_plain = x;
         }
     }
     for (b = 0; b < p->B; b++) for (t = (keys ? e->k_len : e->q_len)[b]; t < v->rows; t++) {
@@ -170,33 +172,64 @@ static double judge_sinks(const grads *g, const problem *p, const slopes *real)
     return worst;
 }
 
-static int quick_isa(int32_t isa) { return ra_isa_available(isa) && isa != RA_ISA_AUTO; }
+/* Dropout forward: the same weights are gone as in the oracle. */
+static void check_forward(const seat *e)
+{
+    const problem *p = e->world->p;
+    truth t = oracle(p);
+    float row[64 * 192];
+    double worst = 0, far, tol, ulp = p->o_dtype == RA_F32 ? 0 : p->o_dtype == RA_F16 ? 6e-4 : 5e-3;
+    int64_t i, d, n = p->Hq * p->Dv, at;
+    int b;
+    for (b = 0; b < p->B; b++) for (i = 0; i < e->q_len[b]; i++) {
+        if (e->q_pos[b * e->q_rows + i] < 0) continue;
+        at = b * p->q_max + e->q_pos[b * e->q_rows + i] - p->q_offset;
+        view_take(&e->o, b, i, row);
+        for (d = 0; d < n; d++) {
+            tol = 1e-5 + 4 * t.slack[at * p->Hq + d / p->Dv] + ulp * fabs(t.o[at * n + d]);
+            far = fabs((double)row[d] - t.o[at * n + d]) / tol;
+            if (!(far <= worst)) worst = far;
+        }
+    }
+    CHECK(worst <= 1);
+    truth_free(&t);
+}
 
-/* One problem through the library and through the oracle. */
-static void compare(const problem *p, const setup *s, int32_t dtype, int bias_kind)
+static int opened(world *w, const problem *p, const setup *s, int32_t dtype)
+{
+    seat *e = &w->seats[0];
+    describe_case(p, s);
+    if (!CHECK_EQ(world_open(w, p, s), RA_OK)) return 0;
+    if (positions_with_call(s) && e->d.kv_tokens == 0) { /* 0 would mean as many as queries */
+        seat_free(e);
+        return 0;
+    }
+    e->d.op = RA_OP_TRAIN;
+    e->d.grad_dtype = dtype;
+    e->d.dropout = p->dropout;
+    e->t.seed = p->seed;
+    return 1;
+}
+
+static int ran(seat *e, ra_status status)
+{
+    if (CHECK_EQ(status, RA_OK)) return 1;
+    printf("    %s: %s\n", e->error.field, e->error.text);
+    return 0;
+}
+
+/* One problem through the library and through the oracle. bias: 0 all of it, 1 by key, 2 by row. */
+static void compare(const problem *p, const setup *s, int32_t dtype, int bias)
 {
     static world w;
     seat *e = &w.seats[0];
     grads g;
     slopes real;
     memset(&g, 0, sizeof g);
-    describe_case(p, s);
     g.dtype = dtype;
-    g.bias_row = bias_kind != 1;
-    g.bias_key = bias_kind != 2;
-    if (!CHECK_EQ(world_open(&w, p, s), RA_OK)) return;
-    if (positions_with_call(s) && e->d.kv_tokens == 0) { /* 0 would mean as many as queries */
-        seat_free(e);
-        return;
-    }
-    e->d.op = RA_OP_TRAIN;
-    e->d.grad_dtype = dtype;
-    e->d.dropout = p->dropout;
-    e->t.seed = p->seed;
-    if (!CHECK_EQ(seat_gradients(e, &g, s->threads), RA_OK)) {
-        printf("    %s: %s\n", e->error.field, e->error.text);
-        return;
-    }
+    g.bias_row = bias != 1;
+    g.bias_key = bias != 2;
+    if (!opened(&w, p, s, dtype) || !ran(e, seat_gradients(e, &g, s->threads))) return;
     real = oracle_slopes(p, g.bias != NULL);
     CHECK(judge_view(&g.q, e, real.q, real.q_bar, 0) <= 1);
     CHECK(judge_view(&g.k, e, real.k, real.k_bar, 1) <= 1);
@@ -204,6 +237,7 @@ static void compare(const problem *p, const setup *s, int32_t dtype, int bias_ki
     if (g.bias) CHECK(judge_bias(&g, e, &real) <= 1);
     CHECK(judge_sinks(&g, p, &real) <= 1);
     CHECK_EQ(seat_hash(e), e->hash);
+    if (p->dropout > 0) check_forward(e);
     slopes_free(&real);
     grads_close(&g);
     seat_free(e);
@@ -250,12 +284,549 @@ TEST(masks_and_layouts)
     printf("largest error on unit-normal f32 data: %.3g\n", largest_plain);
 }
 
+TEST(everything_at_random)
+{
+    want w = { -1, -1, 1, -1, 3e6 };
+    int64_t i, n = h_run.large ? 10000 : 200;
+    for (i = 0; i < n; i++) {
+        w.layout = (int)(i % 5);
+        random_case(i, &w, -1);
+    }
+    printf("largest error on unit-normal f32 data: %.3g\n", largest_plain);
+}
+
+/* -------------------------------------------------------------------------- by hand */
+static void hand_setup(setup *s, int32_t layout, int32_t isa, int32_t threads)
+{
+    memset(s, 0, sizeof *s);
+    s->ranks = 1;
+    s->layout = layout;
+    s->isa = isa;
+    s->call = CALL_ATTENTION;
+    s->threads = threads;
+    s->seed = 4;
+}
+
+/* Tails of rows, keys and columns, and rows longer than a chain of products. */
+TEST(shapes_on_every_instruction_set)
+{
+    static const int32_t dims[8][2] = { { 64, 64 }, { 128, 128 }, { 40, 96 }, { 7, 5 },
+                                        { 192, 128 }, { 1, 1 }, { 300, 20 }, { 18, 260 } };
+    static const int64_t tokens[8] = { 128, 192, 131, 65, 97, 70, 66, 63 };
+    int64_t i = 0, turn;
+    int32_t isa;
+    for (isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) for (turn = 0; turn < 16; turn++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        if (!ra_isa_available(isa) || !h_case(i++)) continue;
+        problem_shape(&p, tokens[turn % 8], 2, 1, dims[turn % 8][0], dims[turn % 8][1]);
+        p.mask.kind = turn < 8 ? RA_MASK_CAUSAL : RA_MASK_NONE;
+        if (dims[turn % 8][0] == 192) {
+            p.v_in_k = 1;
+            p.v_column = 32;
+        }
+        hand_setup(&s, turn % 3 ? RA_LAYOUT_CONTIGUOUS : RA_LAYOUT_ZIGZAG, isa, 1);
+        problem_data(&p, &r);
+        problem_cotangent(&p, &r);
+        compare(&p, &s, 0, 0);
+        problem_free(&p);
+    }
+}
+
+/* A key gets a gradient from many rows: sums over blocks keep the error down. */
+TEST(long_sequence)
+{
+    h_rng r = h_case_rng(0);
+    problem p;
+    setup s;
+    problem_shape(&p, 2048, 1, 1, 16, 16);
+    p.mask.kind = RA_MASK_CAUSAL;
+    hand_setup(&s, RA_LAYOUT_ZIGZAG, RA_ISA_AUTO, 2);
+    problem_data(&p, &r);
+    problem_cotangent(&p, &r);
+    largest_plain = 0;
+    compare(&p, &s, 0, 0);
+    CHECK(largest_plain < 4e-6);
+    printf("largest error of 2048 tokens: %.3g\n", largest_plain);
+    problem_free(&p);
+}
+
+/* Loss in double precision. */
+static double loss(const problem *p)
+{
+    truth t = oracle(p);
+    int64_t i, n = p->B * p->q_max * p->Hq * p->Dv;
+    double sum = 0;
+    for (i = 0; i < n; i++) sum += t.o[i] * (double)p->d_o[i];
+    truth_free(&t);
+    return sum;
+}
+
+/* (loss(x + h u) - loss(x - h u)) / 2h for u of signs; x are multiples of 2^-12, so both are exact.
+ * *real gets the sum of slope times u. */
+static double difference(const problem *p, float *x, const double *slope, int64_t n, double *real)
+{
+    const float h = 1.0f / 1024;
+    double a, b;
+    int64_t i;
+    for (*real = 0, i = 0; i < n; i++) {
+        float u = i % 3 ? 1.0f : -1.0f;
+        x[i] += h * u;
+        *real += slope[i] * (double)u;
+    }
+    a = loss(p);
+    for (i = 0; i < n; i++) x[i] -= 2 * h * (i % 3 ? 1.0f : -1.0f);
+    b = loss(p);
+    for (i = 0; i < n; i++) x[i] += h * (i % 3 ? 1.0f : -1.0f);
+    return (a - b) * 512;
+}
+
+static void quantize(float *x, int64_t n)
+{
+    int64_t i;
+    for (i = 0; i < n; i++) x[i] = rintf(x[i] * 4096) / 4096;
+}
+
+TEST(oracle_against_finite_differences)
+{
+    int64_t i;
+    for (i = 0; i < 8; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        slopes s;
+        double got, real, slope = 0;
+        int64_t nq, nk, nv, j, k;
+        if (!h_case(i)) continue;
+        problem_shape(&p, 24, 4, 2, 6, i % 4 == 3 ? 4 : 5);
+        p.v_in_k = i % 4 == 3;
+        p.mask.kind = i % 2 ? RA_MASK_CAUSAL : RA_MASK_NONE;
+        p.softcap = i & 4 ? 1.5f : 0;
+        p.scores = RA_SCORE_ALIBI | RA_SCORE_SINKS;
+        p.dropout = i % 3 == 1 ? 0.25f : 0;
+        problem_data(&p, &r);
+        problem_cotangent(&p, &r);
+        nq = p.q_max * p.Hq * p.Dk;
+        nk = p.k_max * p.Hkv * p.Dk;
+        nv = p.v_in_k ? 0 : p.k_max * p.Hkv * p.Dv;
+        quantize(p.q, nq); quantize(p.k, nk); quantize(p.v, nv);
+        quantize(p.sinks, p.Hq); quantize(p.alibi, p.Hq);
+        s = oracle_slopes(&p, 1);
+        got = difference(&p, p.q, s.q, nq, &real);
+        CHECK(fabs(got - real) <= 1e-4 * (1 + fabs(real)));
+        got = difference(&p, p.k, s.k, nk, &real);
+        CHECK(fabs(got - real) <= 1e-4 * (1 + fabs(real)));
+        got = difference(&p, p.v, s.v, nv, &real);
+        CHECK(fabs(got - real) <= 1e-4 * (1 + fabs(real)));
+        got = difference(&p, p.sinks, s.sinks, p.Hq, &real);
+        CHECK(fabs(got - real) <= 1e-4 * (1 + fabs(real)));
+        for (j = 0; j < p.q_max; j++) for (k = 0; k < p.k_max; k++) {
+            slope -= s.bias[j * p.k_max + k] * fabs((double)(j - k)); /* of head 0's ALiBi */
+        }
+        got = difference(&p, p.alibi, &slope, 1, &real);
+        CHECK(fabs(got - real) <= 1e-4 * (1 + fabs(real)));
+        slopes_free(&s);
+        problem_free(&p);
+    }
+}
+
+/* -------------------------------------------------------------------------- bits */
+/* All gradients of a problem in one array: d_q, d_k, d_v, sinks, bias. */
+static float *all_gradients(const problem *p, const setup *s, int nth, int bias, size_t *n)
+{
+    static world w;
+    seat *e = &w.seats[0];
+    grads g;
+    size_t q, k, v;
+    float *out;
+    *n = 0;
+    memset(&g, 0, sizeof g);
+    g.bias_row = bias != 1;
+    g.bias_key = bias != 2;
+    if (!opened(&w, p, s, 0) || !ran(e, seat_gradients(e, &g, nth))) return NULL;
+    q = g.q.bytes / 4; k = g.k.bytes / 4; v = g.v.bytes / 4;
+    *n = q + k + v + 64 + (size_t)g.bias_n;
+    out = (float *)malloc(*n * 4);
+    memcpy(out, g.q.mem, q * 4);
+    memcpy(out + q, g.k.mem, k * 4);
+    memcpy(out + q + k, g.v.mem, v * 4);
+    memcpy(out + q + k + v, g.sinks, sizeof g.sinks);
+    if (g.bias) memcpy(out + q + k + v + 64, g.bias, (size_t)g.bias_n * 4);
+    grads_close(&g);
+    seat_free(e);
+    return out;
+}
+
+TEST(threads_do_not_change_bits)
+{
+    static const int32_t heads[3][2] = { { 2, 1 }, { 3, 3 }, { 4, 2 } };
+    int64_t i;
+    for (i = 0; i < 24; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        float *one, *many;
+        size_t n, m;
+        int nth;
+        if (!h_case(i)) continue;
+        problem_shape(&p, 300, heads[i % 3][0], heads[i % 3][1], 24, 17);
+        p.mask.kind = i / 3 % 2 ? RA_MASK_CAUSAL : RA_MASK_NONE;
+        if (i / 6 % 2) p.mask.window = 100;
+        problem_options(&p, &r, i % 2 ? RA_SCORE_SINKS | RA_SCORE_BIAS : 0);
+        p.dropout = i % 5 == 4 ? 0.2f : 0;
+        hand_setup(&s, i < 12 ? RA_LAYOUT_CONTIGUOUS : RA_LAYOUT_ZIGZAG, RA_ISA_AUTO, 1);
+        problem_data(&p, &r);
+        problem_cotangent(&p, &r);
+        one = all_gradients(&p, &s, 1, (int)(i % 3), &n);
+        for (nth = 2; nth <= 5; nth++) {
+            many = all_gradients(&p, &s, nth, (int)(i % 3), &m);
+            if (CHECK(one && many && m == n)) CHECK_BITS(many, one, n * 4);
+            free(many);
+        }
+        free(one);
+        problem_free(&p);
+    }
+}
+
+/* Asking for less gives the same bits of the rest. */
+TEST(gradients_one_by_one)
+{
+    enum { T = 150, HQ = 4, HK = 2, D = 16, Q = T * HQ * D, K = T * HK * D };
+    static float q[Q], k[K], v[K], o[Q], lse[T * HQ], d_o[Q], all[3][Q], part[3][Q];
+    h_rng r = h_case_rng(0);
+    ra_desc d;
+    ra_tensors t, less;
+    size_t bytes;
+    uint8_t *mem, *work;
+    int i, j;
+    memset(&d, 0, sizeof d);
+    memset(&t, 0, sizeof t);
+    d.tokens = T; d.q_heads = HQ; d.kv_heads = HK; d.k_dim = d.v_dim = D;
+    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+    d.mask.kind = RA_MASK_CAUSAL;
+    d.op = RA_OP_TRAIN;
+    for (i = 0; i < Q; i++) { q[i] = h_normal(&r); d_o[i] = h_normal(&r); }
+    for (i = 0; i < K; i++) { k[i] = h_normal(&r); v[i] = h_normal(&r); }
+    t.q.data = q; t.k.data = k; t.v.data = v; t.o.data = o; t.lse.data = lse; t.d_o.data = d_o;
+    bytes = ra_attention_backward_bytes(&d, 1);
+    mem = (uint8_t *)malloc(bytes + 64);
+    work = mem + (64 - (uintptr_t)mem % 64) % 64;
+    CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
+    t.d_q.data = all[0]; t.d_k.data = all[1]; t.d_v.data = all[2];
+    CHECK_EQ(ra_attention_backward(&d, &t, work, bytes, 0, 1), RA_OK);
+    for (i = 1; i < 7; i++) {
+        memset(part, 0, sizeof part);
+        less = t;
+        less.d_q.data = i & 1 ? part[0] : NULL;
+        less.d_k.data = i & 2 ? part[1] : NULL;
+        less.d_v.data = i & 4 ? part[2] : NULL;
+        CHECK_EQ(ra_attention_backward(&d, &less, work, bytes, 0, 1), RA_OK);
+        for (j = 0; j < 3; j++) {
+            if (i >> j & 1) CHECK_BITS(part[j], all[j], (size_t)(j ? K : Q) * 4);
+            else CHECK(part[j][0] == 0 && part[j][K - 1] == 0);
+        }
+    }
+    free(mem);
+}
+
+/* -------------------------------------------------------------------------- hostile numbers */
+/* A window of 20 over 200 tokens: NaN in one row of one tensor reaches what saw it, no more. */
+TEST(nan_stays_where_it_is_seen)
+{
+    enum { T = 200, W = 20, BAD = 100, D = 8 };
+    int64_t i, j, d;
+    for (i = 0; i < 16; i++) {
+        h_rng r = h_case_rng(0);
+        problem p;
+        setup s;
+        float *good, *bad, *x;
+        int which = (int)(i % 4), wrong = 0, reached = 0, query = which == 0 || which == 3;
+        size_t n, m;
+        if (!h_case(i)) continue;
+        problem_shape(&p, T, 1, 1, D, D);
+        p.mask.kind = RA_MASK_CAUSAL;
+        p.mask.window = W;
+        if (i & 8) p.softcap = 5;
+        hand_setup(&s, RA_LAYOUT_CONTIGUOUS, RA_ISA_AUTO, 1);
+        if (i & 4) s.isa = RA_ISA_SCALAR;
+        problem_data(&p, &r);
+        problem_cotangent(&p, &r);
+        good = all_gradients(&p, &s, 1, 0, &n);
+        x = which == 0 ? p.q : which == 1 ? p.k : which == 2 ? p.v : p.d_o;
+        for (d = 0; d < D; d++) x[BAD * D + d] = d % 2 ? (float)NAN : HUGE_VALF;
+        bad = all_gradients(&p, &s, 1, 0, &m);
+        if (!CHECK(good && bad && m == n)) return;
+        for (j = 0; j < 3 * T; j++) {  /* rows of d_q, then of d_k and d_v */
+            int64_t row = j % T;
+            int clean = j < T ? (query ? row != BAD : row < BAD || row >= BAD + W)
+                              : query ? row > BAD || row <= BAD - W
+                                      : row <= BAD - W || row >= BAD + W;
+            int same = memcmp(bad + j * D, good + j * D, D * 4) == 0;
+            wrong += clean && !same;
+            reached += !clean && !same;
+        }
+        CHECK_EQ(wrong, 0);
+        CHECK(reached >= (which == 2 || which == 1 ? W : 1));
+        free(good);
+        free(bad);
+        problem_free(&p);
+    }
+}
+
+/* Rows that see nothing and keys that nobody sees: exact zeros, also where zeros are written. */
+TEST(unseen_is_zero)
+{
+    enum { T = 140, D = 8 };
+    static int32_t lo[T], hi[T];
+    int32_t dtype, i;
+    for (dtype = 0; dtype <= RA_BF16; dtype++) {
+        h_rng r = h_case_rng(dtype);
+        problem p;
+        setup s;
+        static world w;
+        seat *e = &w.seats[0];
+        grads g;
+        float row[D];
+        int64_t t;
+        problem_shape(&p, T, 1, 1, D, D);
+        p.mask.kind = RA_MASK_INTERVALS;
+        for (i = 0; i < T; i++) {      /* keys 0..9 and 100.. for nobody, rows 50..79 see none */
+            lo[i] = 10;
+            hi[i] = i >= 50 && i < 80 ? 10 : 100;
+        }
+        p.mask.lo = lo;
+        p.mask.hi = hi;
+        p.mask.interval_count = T;
+        hand_setup(&s, RA_LAYOUT_CONTIGUOUS, RA_ISA_AUTO, 1);
+        problem_data(&p, &r);
+        problem_cotangent(&p, &r);
+        for (i = 50 * D; i < 80 * D; i++) p.q[i] = p.d_o[i] = (float)NAN;
+        for (i = 0; i < 10 * D; i++) p.k[i] = p.v[i] = (float)NAN;
+        memset(&g, 0, sizeof g);
+        g.dtype = dtype;
+        if (!opened(&w, &p, &s, dtype) || !ran(e, seat_gradients(e, &g, 1))) return;
+        for (t = 0; t < T; t++) {
+            int empty = t >= 50 && t < 80, unseen = t < 10 || t >= 100;
+            const view *of[3];
+            int j, zero;
+            of[0] = &g.q; of[1] = &g.k; of[2] = &g.v;
+            for (j = 0; j < 3; j++) {
+                view_take(of[j], 0, t, row);
+                for (zero = 1, i = 0; i < D; i++)
+                    zero &= row[i] == (dtype > RA_F32 ? 0 : before(i));
+                CHECK_EQ(zero, j ? unseen : empty);
+            }
+        }
+        grads_close(&g);
+        seat_free(e);
+        problem_free(&p);
+    }
+}
+
+TEST(dropout_keeps_what_it_promises)
+{
+    h_rng r = h_case_rng(0);
+    problem p;
+    int64_t i, k, kept = 0, n = 256 * 256;
+    double sum = 0;
+    problem_shape(&p, 256, 1, 1, 1, 1);
+    p.dropout = 0.3f;
+    p.seed = h_next(&r);
+    for (i = 0; i < 256; i++) for (k = 0; k < 256; k++) {
+        double f = drop_factor(&p, 0, i, 0, k);
+        kept += f > 0;
+        sum += f;
+    }
+    CHECK(fabs((double)kept - 0.7 * (double)n) < 5 * sqrt(0.21 * (double)n));
+    CHECK(fabs(sum / (double)n - 1) < 0.02);
+}
+
+/* -------------------------------------------------------------------------- L0 */
+/* Keys in three pieces, folded forward and backward piece by piece, against the oracle. */
+TEST(blocks_of_keys)
+{
+    enum { T = 170, D = 20, HQ = 2, N = T * HQ * D, M = T * D };
+    static const int64_t cut[4] = { 0, 64, 128, T };
+    static float q[N], k[M], v[M], o[N], lse[T * HQ], m[T * HQ], l[T * HQ], acc[N], delta[T * HQ];
+    static float d_o[N], d_q[N], d_k[M], d_v[M];
+    h_rng r = h_case_rng(0);
+    ra_run run;
+    ra_desc d;
+    ra_tensors t;
+    ra_state state;
+    ra_grads g;
+    problem p;
+    slopes s;
+    size_t bytes;
+    uint8_t *mem, *work;
+    int i, turn;
+    problem_shape(&p, T, HQ, 1, D, D);
+    p.mask.kind = RA_MASK_CAUSAL;
+    problem_data(&p, &r);
+    problem_cotangent(&p, &r);
+    memcpy(q, p.q, sizeof q); memcpy(k, p.k, sizeof k); memcpy(v, p.v, sizeof v);
+    memcpy(d_o, p.d_o, sizeof d_o);
+    memset(&d, 0, sizeof d);
+    memset(&t, 0, sizeof t);
+    d.tokens = T; d.q_heads = HQ; d.kv_heads = 1; d.k_dim = d.v_dim = D;
+    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+    d.mask.kind = RA_MASK_CAUSAL;
+    d.op = RA_OP_TRAIN;
+    t.q.data = q; t.o.data = o; t.lse.data = lse; t.d_o.data = d_o;
+    state.m = m; state.l = l; state.acc = acc;
+    bytes = ra_attention_backward_bytes(&d, 1);
+    mem = (uint8_t *)malloc(bytes + 64);
+    work = mem + (64 - (uintptr_t)mem % 64) % 64;
+    CHECK_EQ(ra_state_clear(&d, &state), RA_OK);
+    memset(&run, 0, sizeof run);
+    for (turn = 0; turn < 2; turn++) {
+        for (i = 0; i < 3; i++) {
+            run.first = cut[i];
+            d.kv_tokens = run.count = cut[i + 1] - cut[i];
+            t.k.data = k + cut[i] * D;
+            t.v.data = v + cut[i] * D;
+            t.k_pos.runs = &run;
+            t.k_pos.count = 1;
+            g.d_q = d_q;
+            g.d_k = d_k + cut[i] * D;
+            g.d_v = d_v + cut[i] * D;
+            if (turn == 0) CHECK_EQ(ra_fold(&d, &state, &t, NULL, 0), RA_OK);
+            else CHECK_EQ(ra_fold_backward(&d, &t, delta, &g, work, bytes), RA_OK);
+        }
+        d.kv_tokens = 0;
+        if (turn == 0) CHECK_EQ(ra_state_finish(&d, &state, &t), RA_OK);
+        CHECK_EQ(ra_delta(&d, &t, delta), RA_OK);
+    }
+    s = oracle_slopes(&p, 0);
+    CHECK_CLOSE(d_q, s.q, N, 4e-6, 2e-6);
+    CHECK_CLOSE(d_k, s.k, M, 4e-6, 2e-6);
+    CHECK_CLOSE(d_v, s.v, M, 4e-6, 2e-6);
+    slopes_free(&s);
+    problem_free(&p);
+    free(mem);
+}
+
+/* -------------------------------------------------------------------------- refusals */
+static struct { float x[64], o[64], lse[8], g[4][64]; ra_desc d; ra_tensors t; ra_error e; } sane;
+static uint64_t room[1 << 16];
+
+static void sane_make(void)
+{
+    memset(&sane, 0, sizeof sane);
+    sane.d.tokens = 2; sane.d.q_heads = 2; sane.d.kv_heads = 1; sane.d.k_dim = sane.d.v_dim = 4;
+    sane.d.q_dtype = sane.d.k_dtype = sane.d.v_dtype = sane.d.o_dtype = RA_F32;
+    sane.d.mask.kind = RA_MASK_NONE;
+    sane.d.op = RA_OP_TRAIN;
+    sane.d.error = &sane.e;
+    sane.t.q.data = sane.t.k.data = sane.t.v.data = sane.x;
+    sane.t.o.data = sane.o; sane.t.lse.data = sane.lse; sane.t.d_o.data = sane.g[0];
+    sane.t.d_q.data = sane.g[1]; sane.t.d_k.data = sane.g[2]; sane.t.d_v.data = sane.g[3];
+}
+
+static void refused(ra_status want_status, const char *field, int line)
+{
+    size_t bytes = ra_attention_backward_bytes(&sane.d, 1);
+    uint8_t *work = (uint8_t *)room + (64 - (uintptr_t)room % 64) % 64;
+    ra_status got = ra_attention_backward(&sane.d, &sane.t, work, sizeof room - 64, 0, 1);
+    (void)bytes;
+    if (!CHECK_EQ(got, want_status) || (field[0] && !CHECK(!strcmp(sane.e.field, field)))) {
+        printf("    line %d: %s: %s\n", line, sane.e.field, sane.e.text);
+    }
+    sane_make();
+}
+#define REFUSED(status, field) refused(status, field, __LINE__)
+
+TEST(refusals)
+{
+    float other[4] = { 0, 0, 0, 0 };
+    sane_make();
+    if (!CHECK(ra_attention_backward_bytes(&sane.d, 1) < sizeof room - 64)) return;
+    REFUSED(RA_OK, "");
+    sane.d.op = RA_OP_FORWARD;      REFUSED(RA_E_SHAPE, "op");
+    sane.d.op = 2;                  REFUSED(RA_E_RANGE, "op");
+    sane.d.grad_dtype = 4;          REFUSED(RA_E_ENUM, "grad_dtype");
+    sane.d.dropout = 1.0f;          REFUSED(RA_E_RANGE, "dropout");
+    sane.d.dropout = -0.1f;         REFUSED(RA_E_RANGE, "dropout");
+    sane.d.dropout = (float)NAN;    REFUSED(RA_E_RANGE, "dropout");
+    sane.t.lse.data = NULL;         REFUSED(RA_E_NULL, "t.lse");
+    sane.t.o.data = NULL;           REFUSED(RA_E_NULL, "t.o");
+    sane.t.d_o.data = NULL;         REFUSED(RA_E_NULL, "t.d_o");
+    sane.t.d_o.token_stride = 4;    REFUSED(RA_E_STRIDE, "t.d_o.token_stride");
+    sane.t.d_q.token_stride = 4;    REFUSED(RA_E_STRIDE, "t.d_q");
+    sane.t.d_k.data = sane.x;       REFUSED(RA_E_SHAPE, "t.d_k");
+    sane.t.d_q.data = sane.g[0];    REFUSED(RA_E_SHAPE, "t.d_q");
+    sane.t.d_v.data = sane.g[2];    REFUSED(RA_E_SHAPE, "t.d_v");
+    sane.t.d_v.data = (char *)sane.g[3] + 2; REFUSED(RA_E_ALIGN, "t.d_v");
+    sane.t.d_sinks = other;         REFUSED(RA_E_SHAPE, "t.d_sinks");
+    sane.t.d_bias.data = other;     REFUSED(RA_E_SHAPE, "t.d_bias");
+    sane.t.d_q.data = sane.t.d_k.data = sane.t.d_v.data = NULL; REFUSED(RA_E_NULL, "t.d_q");
+    sane.d.v_in_k = 1; sane.t.v.data = NULL; REFUSED(RA_E_SHAPE, "t.d_v");
+    sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
+    sane.t.d_bias.data = sane.x + 32; REFUSED(RA_E_RANGE, "t.d_bias.keys");
+    sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
+    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_stride = 2;
+    REFUSED(RA_E_STRIDE, "t.d_bias");
+    sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
+    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_stride = 4;
+    REFUSED(RA_E_SHAPE, "t.d_bias.head_stride");
+    sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
+    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.head_stride = 4;
+    REFUSED(RA_E_SHAPE, "t.d_bias.key_stride");
+    sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
+    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_stride = 4;
+    sane.t.d_bias.head_stride = 8; sane.d.sequences = 2;
+    REFUSED(RA_E_SHAPE, "t.d_bias.batch_stride");
+}
+
+TEST(refusals_beside_the_tensors)
+{
+    ra_grads g;
+    uint8_t *work = (uint8_t *)room + (64 - (uintptr_t)room % 64) % 64;
+    size_t bytes;
+    memset(&g, 0, sizeof g);
+    sane_make();
+    bytes = ra_attention_backward_bytes(&sane.d, 1);
+    CHECK_EQ(ra_attention_backward(NULL, &sane.t, work, bytes, 0, 1), RA_E_NULL);
+    CHECK_EQ(ra_attention_backward(&sane.d, NULL, work, bytes, 0, 1), RA_E_NULL);
+    CHECK_EQ(ra_attention_backward(&sane.d, &sane.t, NULL, bytes, 0, 1), RA_E_NULL);
+    CHECK_EQ(ra_attention_backward(&sane.d, &sane.t, work + 8, bytes, 0, 1), RA_E_ALIGN);
+    CHECK_EQ(ra_attention_backward(&sane.d, &sane.t, work, bytes - 1, 0, 1), RA_E_WORKSPACE);
+    CHECK_EQ(ra_attention_backward(&sane.d, &sane.t, work, bytes, 1, 1), RA_E_RANGE);
+    CHECK_EQ(ra_attention_backward(&sane.d, &sane.t, work, bytes, 0, 0), RA_E_RANGE);
+    CHECK_EQ(ra_fold_backward(NULL, &sane.t, sane.x, &g, work, bytes), RA_E_NULL);
+    CHECK_EQ(ra_fold_backward(&sane.d, NULL, sane.x, &g, work, bytes), RA_E_NULL);
+    CHECK_EQ(ra_fold_backward(&sane.d, &sane.t, NULL, &g, work, bytes), RA_E_NULL);
+    CHECK_EQ(ra_fold_backward(&sane.d, &sane.t, sane.x, NULL, work, bytes), RA_E_NULL);
+    CHECK_EQ(ra_fold_backward(&sane.d, &sane.t, sane.x, &g, NULL, bytes), RA_E_NULL);
+    CHECK_EQ(ra_fold_backward(&sane.d, &sane.t, sane.x, &g, work, bytes), RA_OK);
+    CHECK_EQ(ra_delta(NULL, &sane.t, sane.x), RA_E_NULL);
+    CHECK_EQ(ra_delta(&sane.d, NULL, sane.x), RA_E_NULL);
+    CHECK_EQ(ra_delta(&sane.d, &sane.t, NULL), RA_E_NULL);
+    sane.d.v_in_k = 1;
+    sane.t.v.data = NULL;
+    sane.t.d_v.data = NULL;
+    g.d_v = sane.x + 32;
+    CHECK_EQ(ra_fold_backward(&sane.d, &sane.t, sane.x, &g, work, bytes), RA_E_SHAPE);
+    sane_make();
+    sane.d.op = RA_OP_FORWARD;
+    CHECK_EQ(ra_attention_backward_bytes(&sane.d, 1), 0);
+    sane.d.dropout = 0.5f;
+    CHECK_EQ(ra_attention(&sane.d, &sane.t, NULL, 0, 0, 1), RA_E_SHAPE);
+    sane.d.dropout = 0;
+    sane.d.grad_dtype = RA_F16;
+    CHECK_EQ(ra_attention(&sane.d, &sane.t, NULL, 0, 0, 1), RA_E_SHAPE);
+}
+
 static const h_test tests[] = {
-    ENTRY(masks_and_layouts),
+    ENTRY(masks_and_layouts), ENTRY(everything_at_random), ENTRY(shapes_on_every_instruction_set),
+    ENTRY(long_sequence), ENTRY(oracle_against_finite_differences),
+    ENTRY(threads_do_not_change_bits), ENTRY(gradients_one_by_one),
+    ENTRY(nan_stays_where_it_is_seen), ENTRY(unseen_is_zero),
+    ENTRY(dropout_keeps_what_it_promises), ENTRY(blocks_of_keys), ENTRY(refusals),
+    ENTRY(refusals_beside_the_tensors),
 };
 
 int main(int argc, char **argv)
 {
-    (void)quick_isa;
     return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }
