@@ -7437,9 +7437,15 @@ static void ra__ring_release(ra_ring *r) {
     }
 }
 
-/* Ops that may be pending for chunks: what words may need is kept free. */
+/* Ops that may be pending for what comes home, and for chunks between neighbours: what words may
+ * need is kept free. */
+static int64_t ra__ring_home_ops(const ra_ring *r) {
+    int64_t all = (int64_t)r->tp.max_ops - (r->shared ? 2 * ((int64_t)r->ranks - 1) : 0);
+    return r->route->backward ? ra__max(1, all / 4) : 0;
+}
 static int64_t ra__ring_ops(const ra_ring *r) {
-    return (int64_t)r->tp.max_ops - (r->shared ? 2 * ((int64_t)r->ranks - 1) : 0);
+    return (int64_t)r->tp.max_ops - (r->shared ? 2 * ((int64_t)r->ranks - 1) : 0) -
+           ra__ring_home_ops(r);
 }
 
 /* Puts receives that have a free buffer on the list; returns how many. */
@@ -7509,7 +7515,8 @@ static int ra__ring_more_homes(ra_ring *r) {
     while (r->home_done < r->home_received &&
            way->home_fold[r->home_done] < ra__load_i64(&r->folded))
         ra__store_i64(&r->home_done, r->home_done + 1);
-    while (r->home_posted < way->homes && r->home_posted - r->home_done < r->home_slots) {
+    while (r->home_posted < way->homes && r->home_posted - r->home_done < r->home_slots &&
+           r->home_posted - r->home_received < ra__ring_home_ops(r)) {
         int64_t slot = r->home_posted % r->home_slots, c = way->home[r->home_posted];
         int32_t last = ra__back_stations(r->plan, &r->plan->chunk[c]);
         ra_op *op = &r->home_op[slot];
@@ -8103,6 +8110,8 @@ static void ra__ring_fold_back(ra_ring *r, const ra__claim *claim, ra_event *e, 
     g.bias = r->work.t->d_bias.row_stride == 0 ? s.want_k : s.want_q;
     g.edge = (way->fold_index[f] == 0 ? RA__FIRST : 0) | (way->fold_last[f] ? RA__LAST : 0);
     ra__ring_share_fold(r, &s, &item, way->fold_phase[f], &g, &x);
+    if (!s.want_q || (way->fold[f] >= 0 && !ra__needs(r->plan, way->fold[f], r->rank)))
+        memset(&x.tally, 0, sizeof x.tally); /* counted with dQ, or as unvisited */
     if (own >= 0 && s.want_k && (way->own_home[own] < 0 || way->fold_phase[f] == RA__BEFORE))
         ra__ring_hand_over(r, &item.c, s.t.kv_head, &g);
     if (f == 0 && r->t.d_sinks && s.want_q && s.part == 0)

@@ -50,6 +50,7 @@ typedef struct net_config {            /* what the transport is like; chances in
     int lend;                          /* chance that a receive lends a private copy, */
     int lend_sender;                   /* or the sender's memory, which then stays pending */
     int any_peer, any_thread, shared;  /* RA_CAP_* */
+    int train;                         /* 1: two channels and an op more, for gradients */
     int reg;                           /* 0: no callback, 1: works, 2: fails */
     int bare;                          /* 1: neither abort nor quiesce */
     int told;                          /* 1: an abort reaches the others as RA_E_ABORTED,
@@ -219,7 +220,7 @@ static inline void net_check_op(net_rank *r, const ra_op *op)
     uint32_t bits = w->c.tag_bits ? w->c.tag_bits : 15;
     size_t align = w->c.align ? w->c.align : 64;
     if (op->kind != RA_OP_SEND && op->kind != RA_OP_RECV) net_breach(w, "op kind %d", op->kind);
-    if (op->channel >= (w->c.shared ? 2 : 1)) net_breach(w, "channel %d", op->channel);
+    if (op->channel >= (w->c.shared || w->c.train ? 2 : 1)) net_breach(w, "channel %d", op->channel);
     if (op->flags & ~RA_OPF_LOAN_OK) net_breach(w, "op flags %d", op->flags);
     if (op->flags && !(w->c.lend || w->c.lend_sender)) net_breach(w, "asks for a loan unasked");
     if (op->flags && op->kind == RA_OP_SEND) net_breach(w, "a send with RA_OPF_LOAN_OK");
@@ -705,7 +706,7 @@ static inline net *net_create(const net_config *c)
                              (c->any_peer ? RA_CAP_ANY_PEER : 0) |
                              (c->lend || c->lend_sender ? RA_CAP_LOAN : 0) |
                              (c->shared ? RA_CAP_SHARED : 0));
-        t->channels = c->shared ? 2 : 0;
+        t->channels = c->shared || c->train ? 2 : 0;
         t->tag_bits = c->tag_bits;
         t->max_ops = c->max_ops;
         t->max_msg = c->max_msg;

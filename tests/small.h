@@ -169,6 +169,7 @@ typedef struct small {
     int64_t q_cell_count, k_cell_count;
     int shared_cells;                  /* ARRAY: all sequences share the first one's cells */
     float *q, *k, *v;                  /* [B][T][H][D], q from q_offset; as stored */
+    float *d_o;                        /* of a problem with op RA_OP_TRAIN: like o, from q_offset */
     float *alibi, *sinks;
     uint64_t bias_seed;
     int bias_batch, bias_head, bias_row, bias_key; /* 0: broadcast */
@@ -395,8 +396,20 @@ static inline void small_make(small *s, int ranks, int most, int threads)
     small_data(s);
 }
 
+/* Makes it a problem with gradients, which go home by the ring if they must. */
+static inline void small_train(small *s, int by_ring)
+{
+    ra_desc *d = &s->d;
+    int64_t B = d->sequences ? d->sequences : 1;
+    d->op = RA_OP_TRAIN;
+    d->grad_home = by_ring ? RA_HOME_RING : RA_HOME_DIRECT;
+    if (small_chance(20)) d->dropout = 0.25f;
+    s->d_o = small_fill(B * d->tokens * d->q_heads * d->v_dim, 1.0f, d->o_dtype);
+}
+
 static inline void small_free(small *s)
 {
+    free(s->d_o);
     free(s->lo);
     free(s->hi);
     free(s->q_cells);
@@ -503,7 +516,7 @@ typedef struct small_part {
     int32_t rank;
     int64_t q_rows, k_rows;            /* of the longest sequence */
     int32_t *q_pos, *k_pos;            /* [B][rows]; -1: empty cell, or no such row */
-    small_view q, k, v, o, lse;
+    small_view q, k, v, o, lse, d_o, d_q, d_k, d_v; /* the last ones only with gradients */
     float *bias;
     ra_tensors t;
 } small_part;
@@ -625,6 +638,38 @@ static inline void small_part_bias(small_part *part)
     x->batch_stride = s->bias_batch ? nh * nr * nk * 4 : 0;
 }
 
+static inline void small_set_out(ra_out *out, void *data, const int64_t *strides)
+{
+    out->data = data;
+    out->batch_stride = strides[0];
+    out->token_stride = strides[1];
+    out->head_stride = strides[2];
+}
+
+/* Gradients that are added to start at 0, in the gaps too. */
+static inline void small_part_grad(ra_out *out, small_view *w, int64_t rows, const int64_t *shape)
+{
+    int64_t st[3];
+    small_set_out(out, small_view_make(w, shape[0], rows, shape[1], shape[2], 4, st), st);
+    memset(w->base, 0, w->bytes);
+}
+
+static inline void small_part_train(small_part *p, const int64_t *qs, const int64_t *ks,
+                                    const int64_t *vs)
+{
+    const ra_desc *d = &p->s->d;
+    int64_t os[3], st[3];
+    os[0] = qs[0]; os[1] = qs[1]; os[2] = vs[2];
+    small_set_in(&p->t.d_o, small_view_make(&p->d_o, os[0], p->q_rows, os[1], os[2],
+                                            small_size(d->o_dtype), st), st);
+    small_copy_rows(&p->d_o, p->s->d_o, p->q_pos, p->q_rows, d->q_offset, d->tokens, os,
+                    d->o_dtype);
+    small_part_grad(&p->t.d_q, &p->d_q, p->q_rows, qs);
+    small_part_grad(&p->t.d_k, &p->d_k, p->k_rows, ks);
+    if (!d->v_in_k) small_part_grad(&p->t.d_v, &p->d_v, p->k_rows, vs);
+    p->t.seed = 1234567890123u;
+}
+
 static inline void small_part_make(small_part *p, const small *s, const ra_plan *plan, int rank)
 {
     const ra_desc *d = &s->d;
@@ -655,7 +700,8 @@ static inline void small_part_make(small_part *p, const small *s, const ra_plan 
     p->t.o.batch_stride = st[0];
     p->t.o.token_stride = st[1];
     p->t.o.head_stride = st[2];
-    if (small_chance(80)) {
+    if (d->op == RA_OP_TRAIN) small_part_train(p, qs, ks, vs);
+    if (d->op == RA_OP_TRAIN || small_chance(80)) {
         p->t.lse.data = small_view_make(&p->lse, B, p->q_rows, qs[1], 1, 4, st);
         p->t.lse.batch_stride = st[0];
         p->t.lse.token_stride = st[1];
@@ -680,6 +726,10 @@ static inline void small_part_free(small_part *p)
     small_view_free(&p->v);
     small_view_free(&p->o);
     small_view_free(&p->lse);
+    small_view_free(&p->d_o);
+    small_view_free(&p->d_q);
+    small_view_free(&p->d_k);
+    small_view_free(&p->d_v);
     free(p->bias);
     free(p->q_pos);
     free(p->k_pos);
@@ -691,6 +741,7 @@ static inline void small_part_poison(small_part *p)
     memset(p->q.base, SMALL_GAP, p->q.bytes);
     memset(p->k.base, SMALL_GAP, p->k.bytes);
     if (p->v.base) memset(p->v.base, SMALL_GAP, p->v.bytes);
+    if (p->d_o.base) memset(p->d_o.base, SMALL_GAP, p->d_o.bytes);
 }
 
 /* Compares up to `most` values of (b, row, head) with the exact result. Returns null, or what is

@@ -26,7 +26,8 @@ typedef struct seat {                  /* one rank */
     small_heap heap;
     uint8_t *workspace;                /* the caller's, with a margin behind it; or null */
     size_t workspace_bytes;
-    int pass, begun, over;             /* passes that are through; over: no more steps */
+    int pass, begun, over;             /* problems that are through; over: no more steps */
+    int back, ran;                     /* the backward half of a problem; passes that are through */
     ra_status end;
     int64_t trace_failures;
     int64_t progress_done, progress_all;
@@ -111,6 +112,8 @@ static void random_net(net_config *c, int ranks)
     if (!c->shared && small_chance(15)) c->lend_sender = small_range(20, 100);
     c->reg = small_chance(40) ? small_range(1, 2) : 0;
     c->max_ops = c->shared ? 64 : small_chance(40) ? 0 : (uint32_t)small_range(2, 40);
+    c->train = small_chance(40);
+    if (c->train && c->max_ops < 3) c->max_ops = 3;
     c->tag_bits = small_chance(50) ? 0 : (uint32_t)small_range(8, 64);
     c->align = small_chance(50) ? 0 : (size_t)1 << small_rand(10);
     c->told = small_range(0, 2);
@@ -192,6 +195,12 @@ static void make_whole(world *w, int pass)
     w->whole[pass].s = &w->problem[pass];
     st = ra_attend(&one.d, NULL, &w->whole[pass].t, RA_NO_DEADLINE);
     SOUND(w, st == RA_OK);
+    if (rep.back_bits_any_ranks) {
+        ra_ring *ring = NULL;
+        SOUND(w, ra_ring_create(&ring, plan, NULL, NULL) == RA_OK);
+        SOUND(w, ra_backward(plan, ring, &w->whole[pass].t, RA_NO_DEADLINE) == RA_OK);
+        ra_ring_destroy(ring);
+    }
     ra_plan_destroy(plan);
 }
 
@@ -205,7 +214,10 @@ static world *make_world(int ranks, int passes, int most, const net_config *c)
     w->threads = small_chance(50) ? 1 : small_range(1, 5);
     w->join = small_chance(40);
     w->silent = w->first_failed = -1;
-    for (int i = 0; i < passes; i++) small_make(&w->problem[i], ranks, most, w->threads);
+    for (int i = 0; i < passes; i++) {
+        small_make(&w->problem[i], ranks, most, w->threads);
+        if (c->train) small_train(&w->problem[i], ranks > 2 && !c->any_peer);
+    }
     describe(w);
     return w;
 }
@@ -237,11 +249,36 @@ static void free_world(world *w)
 
 /* -------------------------------------------------------------------------- results */
 
-static int row_of(const small_part *p, int64_t b, int32_t pos)
+static int row_of(const int32_t *of, int64_t rows, int64_t b, int32_t pos)
 {
-    for (int64_t i = 0; i < p->q_rows; i++)
-        if (p->q_pos[b * p->q_rows + i] == pos) return (int)i;
+    for (int64_t i = 0; i < rows; i++) if (of[b * rows + i] == pos) return (int)i;
     return -1;
+}
+
+/* Rows of a gradient of this rank have the bits that one rank computes. */
+static int same_grads(const small_part *p, const small_part *whole, int keys)
+{
+    const ra_desc *d = &p->s->d;
+    const int32_t *pos = keys ? p->k_pos : p->q_pos, *all = keys ? whole->k_pos : whole->q_pos;
+    int64_t B = d->sequences ? d->sequences : 1, rows = keys ? p->k_rows : p->q_rows;
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t i = 0; i < rows; i++) {
+            int at;
+            if (pos[b * rows + i] < 0) continue;
+            at = row_of(all, keys ? whole->k_rows : whole->q_rows, b, pos[b * rows + i]);
+            if (at < 0) return 0;
+            for (int64_t n = 0; n < (keys ? d->kv_heads : d->q_heads); n++) {
+                const small_view *x = keys ? &p->d_k : &p->d_q;
+                const small_view *y = keys ? &whole->d_k : &whole->d_q;
+                if (memcmp(small_at(x, b, i, n), small_at(y, b, at, n), (size_t)d->k_dim * 4))
+                    return 0;
+                if (keys && !d->v_in_k &&
+                    memcmp(small_at(&p->d_v, b, i, n), small_at(&whole->d_v, b, at, n),
+                           (size_t)d->v_dim * 4))
+                    return 0;
+            }
+        }
+    return 1;
 }
 
 /* Rows of this rank have the bits that one rank computes. */
@@ -257,7 +294,7 @@ static int same_bits(const small_part *p, const small_part *whole)
             if (pos < 0) continue;
             at++;
             if (at >= whole->q_rows || whole->q_pos[b * whole->q_rows + at] != pos)
-                at = row_of(whole, b, pos);
+                at = row_of(whole->q_pos, whole->q_rows, b, pos);
             if (at < 0) return 0;
             for (int64_t n = 0; n < d->q_heads; n++) {
                 if (memcmp(small_at(&p->o, b, i, n), small_at(&whole->o, b, at, n), bytes))
@@ -281,15 +318,22 @@ static void check_counters(world *w, int r)
     ra_ring_query(s->ring, &c);
     if (!SOUND(w, ra_plan_query(w->plan[s->pass][r], r, &p) == RA_OK)) return;
     SOUND(w, c.state == RA_RING_IDLE);
-    SOUND(w, c.pass == s->pass + 1);
+    SOUND(w, c.pass == s->ran + 1);
     SOUND(w, c.tiles_empty == p.tiles_empty);
     SOUND(w, c.tiles_partial == p.tiles_partial);
     SOUND(w, c.tiles_full == p.tiles_full);
     SOUND(w, c.tiles_all == p.tiles_partial + p.tiles_full);
-    SOUND(w, c.chunks_in == p.chunks_in);
-    SOUND(w, c.chunks_out == p.chunks_out);
-    SOUND(w, c.bytes_in == (shared ? p.shared_bytes_in : p.bytes_in));
-    SOUND(w, c.bytes_out == (shared ? p.shared_bytes_out : p.bytes_out));
+    if (s->back) {
+        SOUND(w, c.chunks_in == p.back_chunks_in);
+        SOUND(w, c.chunks_out == p.back_chunks_out);
+        SOUND(w, c.bytes_in == (shared ? p.back_shared_bytes_in : p.back_bytes_in));
+        SOUND(w, c.bytes_out == (shared ? p.back_shared_bytes_out : p.back_bytes_out));
+    } else {
+        SOUND(w, c.chunks_in == p.chunks_in);
+        SOUND(w, c.chunks_out == p.chunks_out);
+        SOUND(w, c.bytes_in == (shared ? p.shared_bytes_in : p.bytes_in));
+        SOUND(w, c.bytes_out == (shared ? p.shared_bytes_out : p.bytes_out));
+    }
     SOUND(w, c.peak_bytes <= (shared ? p.shared_workspace_bytes : p.workspace_bytes) ||
              w->passes > 1 || w->net->c.align > 64);
     SOUND(w, s->progress_all == c.tiles_all || c.tiles_all == 0);
@@ -306,29 +350,45 @@ static void check_traffic(world *w, int r)
         (void)ra_plan_query(w->plan[i][r], r, &p);
         chunks[0] += p.chunks_in;
         chunks[1] += p.chunks_out;
-        bytes[0] += w->net->c.shared ? p.shared_bytes_in : p.bytes_in;
-        bytes[1] += w->net->c.shared ? p.shared_bytes_out : p.bytes_out;
+        bytes[0] += w->net->c.shared ? p.shared_bytes_in + p.back_shared_bytes_in
+                                     : p.bytes_in + p.back_bytes_in;
+        bytes[1] += w->net->c.shared ? p.shared_bytes_out + p.back_shared_bytes_out
+                                     : p.bytes_out + p.back_bytes_out;
     }
     for (int i = 0; i < 2; i++) {
-        SOUND(w, n->messages[i] == chunks[i]);
+        if (!w->net->c.train) SOUND(w, n->messages[i] == chunks[i]);
         SOUND(w, n->bytes[i] + n->word_bytes[i] == bytes[i]);
     }
+}
+
+static int bits_of_grads(const world *w, int pass)
+{
+    ra_plan_report p;
+    return ra_plan_query(w->plan[pass][0], 0, &p) == RA_OK && p.back_bits_any_ranks;
 }
 
 /* A pass that ended well is right, and nobody looks at its tensors any more. */
 static void end_pass(world *w, int r)
 {
     seat *s = &w->seat[r];
-    const char *why = small_part_check(&s->part, 24);
+    const small_part *whole = w->whole[s->pass].s ? &w->whole[s->pass] : NULL;
+    int exact = !s->back && !(w->problem[s->pass].d.dropout > 0.0f);   /* what small_exact knows */
+    const char *why = exact ? small_part_check(&s->part, 24) : NULL;
     if (!SOUND(w, why == NULL)) printf("    %s\n", why);
-    if (w->whole[s->pass].s) SOUND(w, same_bits(&s->part, &w->whole[s->pass]));
+    if (!s->back && whole) SOUND(w, same_bits(&s->part, whole));
+    if (s->back && whole && whole->s->d.op == RA_OP_TRAIN && bits_of_grads(w, s->pass))
+        SOUND(w, same_grads(&s->part, whole, 0) && same_grads(&s->part, whole, 1));
     check_counters(w, r);
+    s->ran++;
+    s->begun = 0;
+    s->progress_done = s->progress_all = 0;
+    s->back = !s->back && w->problem[s->pass].d.op == RA_OP_TRAIN;
+    if (s->back) return;
     small_part_poison(&s->part);
     if (small_chance(20)) SOUND(w, !small_part_spills(&s->part));
     w->checked++;
     small_part_free(&s->part);
     memset(&s->part, 0, sizeof s->part);
-    s->begun = 0;
     if (++s->pass == w->passes) s->over = 1;
 }
 
@@ -363,8 +423,9 @@ static ra_status call(world *w, int r, int ith)
     job.plan = w->plan[s->pass][r];
     job.tensors = &s->given;
     job.deadline_ns = w->deadline;
+    job.pass = s->back ? RA_PASS_BACKWARD : RA_PASS_FORWARD;
     if (w->join) {
-        job.ticket = 7u + (uint64_t)s->pass * 3u;
+        job.ticket = 7u + (uint64_t)s->ran * 3u;
         st = ra_join(s->ring, &job, ith, nth);
     } else if (!s->begun) {
         st = ra_begin(s->ring, &job);
@@ -529,7 +590,7 @@ static void check_failure(world *w, int r)
     SOUND(w, c.state == RA_RING_FAILED);
     SOUND(w, f.status == s->end);
     SOUND(w, f.rank == r);
-    SOUND(w, f.pass == s->pass + 1 || f.pass == s->pass);      /* cancelled between two */
+    SOUND(w, f.pass == s->ran + 1 || f.pass == s->ran);        /* cancelled between two */
     SOUND(w, f.text[0] != 0 && memchr(f.text, 0, sizeof f.text) != NULL);
     SOUND(w, f.sending >= -1 && f.sending <= 1 && f.peer >= -1 && f.peer < w->ranks);
     SOUND(w, f.reserved == 0);
@@ -732,7 +793,8 @@ TEST(silence)
                 SOUND(w, f.sending == 0 || f.sending == 1);
                 SOUND(w, f.peer >= 0 && f.peer != w->first_failed);
                 if (!w->net->c.shared)
-                    SOUND(w, net_is_neighbour(w->net, f.peer, w->first_failed) && f.chunk >= 0);
+                    SOUND(w, f.chunk >= 0 &&
+                             (net_is_neighbour(w->net, f.peer, w->first_failed) || s->back));
                 if (w->ranks == 2) SOUND(w, f.peer == w->silent);
             }
             if (s->end == RA_E_PEER) SOUND(w, f.since_progress_ns >= WATCHDOG);
