@@ -5839,6 +5839,25 @@ static void ra__back_task(const ra__back *b, const ra__task *t, const ra__item *
     ra__fp_leave(mode);
 }
 
+/* Hands the sums of a chunk's keys, of one kv head, to the caller's d_k and d_v. */
+static void ra__grads_finish(const ra__back *b, const ra__chunk *c, int32_t kv_head,
+                             const ra__view out[2], const ra__grads *g) {
+    const ra_desc *d = b->w->d;
+    for (int32_t i = 0; i < c->segs; i++)
+        for (int64_t j = 0; j < c->seg[i].rows; j++) {
+            int64_t row = c->seg[i].row + j;
+            void *dk = (void *)(uintptr_t)ra__view_at(out[0], c->sequence, row, kv_head).data;
+            void *dv = (void *)(uintptr_t)ra__view_at(out[1], c->sequence, row, kv_head).data;
+            ra__view k = ra__view_at(g->dk[i], 0, j, 0), v = ra__view_at(g->dv[i], 0, j, 0);
+            if (dk)
+                b->kernel->put_grad(dk, (const float *)(const void *)k.data, d->grad_dtype,
+                                    d->k_dim);
+            if (dv)
+                b->kernel->put_grad(dv, (const float *)(const void *)v.data, d->grad_dtype,
+                                    d->v_dim);
+        }
+}
+
 /* Gradient of the sinks of one head: - sum over rows of exp(sink - LSE) delta, of this rank's rows,
  * sequence by sequence, added once. */
 static void ra__back_sink(const ra__back *b, int32_t head, ra__back_scratch *x) {
@@ -7709,21 +7728,10 @@ static void ra__ring_grad_views(const ra_desc *d, const ra__chunk *c, const uint
 /* Adds the gradients of an own chunk, of one kv head, to the caller's. */
 static void ra__ring_hand_over(const ra_ring *r, const ra__chunk *c, int32_t kv_head,
                                const ra__grads *g) {
-    const ra_desc *d = &r->plan->d;
-    for (int32_t i = 0; i < c->segs; i++)
-        for (int64_t j = 0; j < c->seg[i].rows; j++) {
-            int64_t row = c->seg[i].row + j;
-            ra__view k = ra__view_at(r->d_k, c->sequence, row, kv_head);
-            ra__view v = ra__view_at(r->d_v, c->sequence, row, kv_head);
-            if (k.data)
-                ra__grad_put((void *)(uintptr_t)k.data, d->grad_dtype,
-                             (const float *)(const void *)(g->dk[i].data + j * g->dk[i].token),
-                             d->k_dim);
-            if (v.data)
-                ra__grad_put((void *)(uintptr_t)v.data, d->grad_dtype,
-                             (const float *)(const void *)(g->dv[i].data + j * g->dv[i].token),
-                             d->v_dim);
-        }
+    ra__view out[2];
+    out[0] = r->d_k;
+    out[1] = r->d_v;
+    ra__grads_finish(&r->back, c, kv_head, out, g);
 }
 
 /* The same for all heads of the i-th chunk that came home. */
@@ -9050,20 +9058,10 @@ static void ra__back_keys_clear(const ra_desc *d, const ra__item *item, const ra
 
 static void ra__back_keys_finish(const ra__back_local *l, const ra__back_piece *p,
                                  const ra__item *item, const ra__grads *g) {
-    const ra_desc *d = &l->c.d;
-    for (int32_t i = 0; i < item->c.segs; i++)
-        for (int64_t r = 0; r < item->c.seg[i].rows; r++) {
-            int64_t row = item->c.seg[i].row + r;
-            void *dk = (void *)(uintptr_t)ra__view_at(l->d_k, p->sequence, row, p->kv_head).data;
-            void *dv = (void *)(uintptr_t)ra__view_at(l->d_v, p->sequence, row, p->kv_head).data;
-            ra__view sum_k = ra__view_at(g->dk[i], 0, r, 0), sum_v = ra__view_at(g->dv[i], 0, r, 0);
-            if (dk)
-                l->b.kernel->put_grad(dk, (const float *)(const void *)sum_k.data, d->grad_dtype,
-                                      d->k_dim);
-            if (dv)
-                l->b.kernel->put_grad(dv, (const float *)(const void *)sum_v.data, d->grad_dtype,
-                                      d->v_dim);
-        }
+    ra__view out[2];
+    out[0] = l->d_k;
+    out[1] = l->d_v;
+    ra__grads_finish(&l->b, &item->c, p->kv_head, out, g);
 }
 
 /* Does the piece own sums of the bias' gradient? Those of a key go with dK, others with dQ. */
