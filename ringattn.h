@@ -1475,8 +1475,8 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  * RA__NT (vectors of a slab), RA__NI (keys, or dims, of a tile), RA__OP and RA__FN (attributes),
  * RA__F (adds the suffix to a name) and the operations that the body calls; + - * / on RA__V are
  * the compiler's. A slab with few rows left is worked on in tiles of 8 keys and fewer vectors. */
-enum { RA__DEPTH = 128, RA__PIECE = 64, RA__AHEAD = 1024, RA__ALIAS = 4096 };
-/* Elements of one chain of products; of a row packed at once; to ask for ahead in decode; bytes
+enum { RA__DEPTH = 128, RA__AHEAD = 1024, RA__ALIAS = 4096 };
+/* Elements of one chain of products; to ask for ahead in decode; bytes
  * between rows that compete for cache sets. */
 
 static const float ra__log2e = 1.44269504f;
@@ -1947,19 +1947,26 @@ RA__FN void RA__F(fold)(const ra__panel *p, const ra__keys *keys, const int8_t *
     }
 }
 
+/* RA__W elements of dtype, of any alignment. */
+RA__OP RA__V RA__F(convert)(const uint8_t *src, int32_t dtype) {
+    if (dtype == RA_F16) return RA__F(of_f16)(src);
+    if (dtype == RA_BF16) return RA__F(of_bf16)(src);
+    return RA__F(load)((const float *)(const void *)src);
+}
+
 /* n elements of dtype to and from floats. Any alignment of the 16-bit side. */
 RA__FN void RA__F(read)(float *dst, const uint8_t *src, int32_t dtype, int32_t n) {
+    const int32_t size = dtype == RA_F32 ? 4 : 2;
     int32_t i = 0;
     uint16_t h;
-    if (dtype == RA_F32) {
-        memcpy(dst, src, (size_t)n * sizeof *dst);
-        return;
-    }
     for (; n - i >= RA__W; i += RA__W)
-        RA__F(store)(dst + i, dtype == RA_F16 ? RA__F(of_f16)(src + 2 * i)
-                                              : RA__F(of_bf16)(src + 2 * i));
+        RA__F(store)(dst + i, RA__F(convert)(src + (int64_t)i * size, dtype));
     for (; i < n; i++) {
-        memcpy(&h, src + 2 * i, sizeof h);
+        if (dtype == RA_F32) {
+            memcpy(dst + i, src + (int64_t)i * 4, sizeof *dst);
+            continue;
+        }
+        memcpy(&h, src + (int64_t)i * 2, sizeof h);
         dst[i] = dtype == RA_F16 ? ra__f32_of_f16(h) : ra__f32_of_bf16(h);
     }
 }
@@ -2034,39 +2041,49 @@ RA__OP float *RA__F(panel_row)(float *base, int32_t row, int32_t dim) {
     return base + (int64_t)(row / RA__SLAB) * RA__SLAB * dim + row % RA__SLAB;
 }
 
-/* Transposes four lines of n elements to `to`, in a panel's array. */
-RA__OP void RA__F(pack)(float *to, float (*line)[RA__PIECE], int32_t n) {
-    int32_t e, i;
-    for (e = 0; n - e >= 4; e += 4)
-        ra__transpose4(to + e * RA__SLAB, RA__SLAB, line[0] + e, RA__PIECE);
-    for (; e < n; e++)
-        for (i = 0; i < 4; i++) to[e * RA__SLAB + i] = line[i][e];
+/* Elements src[n] of dtype, n <= RA__W, the rest 0. */
+RA__OP RA__V RA__F(read_vector)(const uint8_t *src, int32_t dtype, int32_t n) {
+    float x[RA__W] = {0};
+    if (n == RA__W) return RA__F(convert)(src, dtype);
+    RA__F(read)(x, src, dtype, n);
+    return RA__F(load)(x);
 }
 
-/* x[n] *= factor, up to a whole vector. */
-RA__OP void RA__F(scale)(float *x, float factor, int32_t n) {
-    int32_t i;
-    for (i = 0; i < n; i += RA__W)
-        RA__F(store)(x + i, RA__F(load)(x + i) * RA__F(set)(factor));
+RA__OP void RA__F(write_vector)(uint8_t *dst, RA__V v, int32_t dtype, int32_t n) {
+    float x[RA__W];
+    if (n == RA__W && dtype == RA_F32) RA__F(store)((float *)(void *)dst, v);
+    else if (n == RA__W && dtype == RA_F16) RA__F(to_f16)(dst, v);
+    else if (n == RA__W) RA__F(to_bf16)(dst, v);
+    else {
+        RA__F(store)(x, v);
+        RA__F(write)(dst, x, dtype, n);
+    }
 }
 
-/* Rows of the last slab beyond the panel's are zero, as far as fold works on them. */
+/* Rows of the last slab beyond the panel's are zero, as far as fold works on them.
+ * PERF: from memory to registers and transposed there: a row written to a buffer with stores of one
+ * width and read with loads of another waits for the first. Zen 5, N = 1024, causal, D 64 / 128:
+ * this and store_o 13 / 20 to 2 / 3 % of the whole. */
 RA__FN void RA__F(load_q)(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
                           int32_t dim) {
     const int32_t size = dtype == RA_F32 ? 4 : 2, last = (p->rows - 1) / RA__SLAB * RA__SLAB;
     const int32_t rows = last + RA__F(vectors)(p->rows - last) * RA__W;
-    float line[4][RA__PIECE] = {{0}};
+    const RA__V factor = RA__F(set)(p->factor);
     int32_t row, d, i;
-    for (row = 0; row < rows; row += 4)
-        for (d = 0; d < dim; d += RA__PIECE) {
-            const int32_t n = dim - d < RA__PIECE ? dim - d : RA__PIECE;
-            const uint8_t *from = (const uint8_t *)src + row * stride + d * size;
-            for (i = 0; i < 4; i++, from += stride) {
-                if (row + i < p->rows) RA__F(read)(line[i], from, dtype, n);
-                else memset(line[i], 0, sizeof line[i]);
-                if (p->factor != 1.0f) RA__F(scale)(line[i], p->factor, n);
+    for (row = 0; row < rows; row += RA__W)
+        for (d = 0; d < dim; d += RA__W) {
+            const int32_t n = dim - d < RA__W ? dim - d : RA__W;
+            const uint8_t *from = (const uint8_t *)src + row * stride + (int64_t)d * size;
+            float *to = RA__F(panel_row)(p->q, row, dim) + d * RA__SLAB;
+            RA__V v[RA__W];
+            RA__UNROLL for (i = 0; i < RA__W; i++) {
+                v[i] = RA__F(set)(0.0f);
+                if (row + i < p->rows)
+                    v[i] = RA__F(read_vector)(from + i * stride, dtype, n) * factor;
             }
-            RA__F(pack)(RA__F(panel_row)(p->q, row, dim) + d * RA__SLAB, line, n);
+            RA__F(transpose)(v);
+            RA__UNROLL for (i = 0; i < RA__W; i++)
+                if (i < n) RA__F(store)(to + i * RA__SLAB, v[i]);
         }
 }
 
@@ -2083,20 +2100,22 @@ RA__FN void RA__F(load_acc)(const ra__panel *p, const float *src, int64_t stride
 RA__FN void RA__F(store_o)(const ra__panel *p, void *dst, int64_t stride, int32_t dtype,
                            int32_t dim, const float *factor) {
     const int32_t size = dtype == RA_F32 ? 4 : 2;
-    float line[4][RA__PIECE] = {{0}};
-    int32_t row, d, e, i;
-    for (row = 0; row < p->rows; row += 4)
-        for (d = 0; d < dim; d += RA__PIECE) {
-            const int32_t n = dim - d < RA__PIECE ? dim - d : RA__PIECE;
+    int32_t row, d, i;
+    for (row = 0; row < p->rows; row += RA__W)
+        for (d = 0; d < dim; d += RA__W) {
+            const int32_t n = dim - d < RA__W ? dim - d : RA__W;
             const float *acc = RA__F(panel_row)(p->acc, row, dim) + d * RA__SLAB;
-            uint8_t *to = (uint8_t *)dst + row * stride + d * size;
-            for (e = 0; n - e >= 4; e += 4)
-                ra__transpose4(line[0] + e, RA__PIECE, acc + e * RA__SLAB, RA__SLAB);
-            for (; e < n; e++)
-                for (i = 0; i < 4; i++) line[i][e] = acc[e * RA__SLAB + i];
-            for (i = 0; i < 4 && row + i < p->rows; i++, to += stride) {
-                if (factor) RA__F(scale)(line[i], factor[row + i], n);
-                RA__F(write)(to, line[i], dtype, n);
+            uint8_t *to = (uint8_t *)dst + row * stride + (int64_t)d * size;
+            RA__V v[RA__W];
+            RA__UNROLL for (i = 0; i < RA__W; i++) {
+                v[i] = RA__F(set)(0.0f);
+                if (i < n) v[i] = RA__F(load)(acc + i * RA__SLAB);
+            }
+            RA__F(transpose)(v);
+            RA__UNROLL for (i = 0; i < RA__W; i++) {
+                if (row + i >= p->rows) break;
+                if (factor) v[i] = v[i] * RA__F(set)(factor[row + i]);
+                RA__F(write_vector)(to + i * stride, v[i], dtype, n);
             }
         }
 }
@@ -2799,6 +2818,13 @@ RA__OP ra__v4f ra__exp2_scalar(ra__v4f x) {
     RA__UNROLL for (i = 5; i >= 0; i--) p = ra__fma_scalar(p, f, ra__set_scalar(ra__exp2_near[i]));
     return p * (ra__v4f)((ra__v4u)n << 23);
 }
+/* v[c][r] = v[r][c] */
+RA__OP void ra__transpose_scalar(ra__v4f *v) {
+    float x[4][4], y[4][4];
+    memcpy(x, v, sizeof x);
+    ra__transpose4(y[0], 4, x[0], 4);
+    memcpy(v, y, sizeof y);
+}
 RA__OP float ra__sum_scalar(ra__v4f v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 RA__OP int32_t ra__bad_scalar(ra__v4f v) {
     ra__v4i e = ra__set_int_scalar(0x7f800000), b = (ra__v4i)(((ra__v4i)v & e) == e);
@@ -2921,6 +2947,26 @@ RA__OP __m256 ra__exp2_avx2(__m256 x) {
         p = _mm256_fmadd_ps(p, f, ra__set_avx2(ra__exp2_near[i]));
     return p * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(n), 23));
 }
+/* v[c][r] = v[r][c]: pairs, then fours, then halves. */
+RA__OP void ra__transpose_avx2(__m256 *v) {
+    __m256 a[8];
+    int32_t i;
+    RA__UNROLL for (i = 0; i < 8; i += 2) {
+        a[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
+        a[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
+    }
+    RA__UNROLL for (i = 0; i < 8; i += 4) {
+        v[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+        v[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+        v[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+        v[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+    }
+    RA__UNROLL for (i = 0; i < 4; i++) {
+        a[i] = _mm256_permute2f128_ps(v[i], v[i + 4], 0x20);
+        a[i + 4] = _mm256_permute2f128_ps(v[i], v[i + 4], 0x31);
+    }
+    RA__UNROLL for (i = 0; i < 8; i++) v[i] = a[i];
+}
 RA__OP float ra__sum_avx2(__m256 v) {
     __m128 a = _mm256_castps256_ps128(v) + _mm256_extractf128_ps(v, 1);
     a = a + _mm_movehl_ps(a, a);
@@ -3037,6 +3083,31 @@ RA__OP __m512 ra__exp2_avx512(__m512 x) {
     RA__UNROLL for (i = 5; i >= 0; i--)
         p = _mm512_fmadd_ps(p, f, ra__set_avx512(ra__exp2_floor[i]));
     return _mm512_scalef_ps(p, x);
+}
+/* v[c][r] = v[r][c]: pairs, fours, then quarters of vectors twice. */
+RA__OP void ra__transpose_avx512(__m512 *v) {
+    __m512 a[16];
+    int32_t i;
+    RA__UNROLL for (i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
+        a[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
+    }
+    RA__UNROLL for (i = 0; i < 16; i += 4) {
+        v[i] = _mm512_shuffle_ps(a[i], a[i + 2], 0x44);
+        v[i + 1] = _mm512_shuffle_ps(a[i], a[i + 2], 0xee);
+        v[i + 2] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+        v[i + 3] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+    }
+    RA__UNROLL for (i = 0; i < 4; i++) {
+        a[i] = _mm512_shuffle_f32x4(v[i], v[i + 4], 0x88);
+        a[i + 4] = _mm512_shuffle_f32x4(v[i], v[i + 4], 0xdd);
+        a[i + 8] = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0x88);
+        a[i + 12] = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0xdd);
+    }
+    RA__UNROLL for (i = 0; i < 8; i++) {
+        v[i] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
+        v[i + 8] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
+    }
 }
 RA__OP float ra__sum_avx512(__m512 v) {
     __m256 b = _mm512_castps512_ps256(v) + _mm512_extractf32x8_ps(v, 1);
