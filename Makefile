@@ -28,7 +28,7 @@ endif
 
 B        := build/$(config)
 LOG      := $(B)/log
-BUILD     = $(CC) -std=c99 $(WARN) $(FLAGS_$(config)) $(CFLAGS) -pthread -I. $(LDFLAGS)
+BUILD     = $(CC) -std=c99 $(WARN) $(FLAGS_$(config)) $(CFLAGS) $(TOLD) -pthread -I. $(LDFLAGS)
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 EXAMPLES := $(filter-out demo,$(patsubst examples/%.c,%,$(wildcard examples/*.c)))
 HEADERS  := ringattn.h $(wildcard tests/*.h examples/*.h bench/*.h)
@@ -67,6 +67,8 @@ help: ## lists the targets
 $(B)/%: %.c $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	@$(BUILD) -o $@ $< -lm
+
+$(B)/bench/bench: TOLD = -DBENCH_FLAGS='"-std=c99 $(FLAGS_$(config)) $(CFLAGS)"'
 
 demo: $(B)/examples/demo ## exact attention over real text on 4 ranks; TEXT=FILE TOKENS=N
 	@$(B)/examples/demo $(if $(TEXT),--text '$(TEXT)') $(if $(TOKENS),--tokens $(TOKENS)) \

@@ -1,9 +1,10 @@
 /* How fast the library is on this machine, against what this machine can do.
  *
  *   make bench                    all of it, in less than four minutes
- *   make bench ONLY="decode f32"  rows with all of these words: a name (forward, masks, decode,
- *                                 small, ring, loop), an instruction set, a dtype, a mask, D128,
- *                                 Tq4096, Tk4096, Hq32, threads2, ranks4
+ *   make bench ONLY="decode f32"  rows with all of these words: a name (forward, mask, alibi,
+ *                                 bias_key, bias_full, sinks, softcap, tails, strides, dims,
+ *                                 decode, short, ring, small, simple, loop), an instruction set, a
+ *                                 dtype, a mask, D128, Tq4096, Tk4096, Hq32, threads2, ranks4
  *   bench --only WORDS --json FILE --chunk N --long --processor-time
  *                                 --long adds 8192 tokens and 16-bit storage on every instruction
  *                                 set; --processor-time counts the time that a thread had a
@@ -14,10 +15,15 @@
  * You will see one line a kernel and shape: the median time of a call, its spread, (p90 - p10) over
  * the median, the rate it makes, the peak measured before and after every single call, and which
  * fraction of that it reached. The peak is multiply-adds from registers of the same instruction set
- * on as many threads, or for decoding a loop that reads the same keys and values. Machines change
- * their clock and are shared: the fraction is the figure to trust. "0.97 x plain" in the last
- * column is the speed beside something else that ran in turn too. Data are random, K and V lie in
- * huge pages where the system grants them.
+ * on as many threads (for bf16 dot products or tiles, on random data), or for decoding a loop that
+ * reads the same keys and values. Machines change their clock and are shared: the fraction is the
+ * figure to trust. "0.97 x plain" in the last column is the speed beside something else that ran in
+ * turn too. Data are random, K and V lie in huge pages where the system grants them.
+ *
+ * Rings of 1, 2 and 4 ranks do the same work with the same number of threads, 4. What bits that do
+ * not depend on ranks cost is their distance from one rank that computes the same ("0.99 x one
+ * rank"), with all else that a ring costs; of it the fixed order of chunks has at most what the
+ * processors are idle, for no order lets them do more than always compute.
  *
  * A FLOP is one of 2 (Dk + Dv) for every visible pair of query and key and every query head. */
 #define _GNU_SOURCE
@@ -44,31 +50,32 @@
 #endif
 #endif
 
-enum { MAX_THREADS = 4, MAX_ROWS = 200, MIN_REPS = 5, MAX_REPS = 41 };
+enum { MAX_THREADS = 4, MAX_ROWS = 300, MIN_REPS = 5, MAX_REPS = 41 };
 
 /* What is timed in turn with the kernel, besides the peak. */
-enum { VERSUS_NONE, VERSUS_PLAIN, VERSUS_ONE_RANK, VERSUS_LOOP };
-static const char *const versus_text[] = { "", "plain", "one rank", "a loop" };
+enum { VERSUS_NONE, VERSUS_PLAIN, VERSUS_ONE_RANK, VERSUS_LOOP, VERSUS_ONE_QUERY };
+static const char *const versus_text[] = { "", "plain", "one rank", "a loop",
+                                           "the time of Tq 1" };
 
 /* What a row asks for beyond none or causal. The masks come first and go with causal. */
 enum { V_PLAIN, V_WINDOW, V_DOCUMENTS, V_PREFIX, V_BLOCK, V_INTERVALS, V_ALIBI, V_BIAS_KEY,
-       V_BIAS_FULL, V_SINKS, V_SOFTCAP, V_SIMPLE };
+       V_BIAS_FULL, V_SINKS, V_SOFTCAP, V_TAILS, V_STRIDES };
 static const char *const variant_text[] = { "", "window", "documents", "prefix", "block",
-                                            "intervals", "alibi", "bias-key", "bias-full", "sinks",
-                                            "softcap", "simple" };
+                                            "intervals", "alibi", "bias_key", "bias_full", "sinks",
+                                            "softcap", "tails", "strides" };
 
 typedef struct row {
     const char *name;
     int32_t isa, dtype, mask, variant, versus, layout;
-    int32_t dim, q_heads, kv_heads;
+    int32_t dim, v_dim, q_heads, kv_heads;
     int64_t tokens, kv_tokens;         /* of all ranks together */
     int32_t threads, ranks;            /* threads of all ranks together */
 } row;
 
 typedef struct result {
     int32_t done, reps;
-    double median_s, spread, rate, peak, fraction, relative, extra_s;
-    const char *unit;
+    double median_s, spread, rate, peak, fraction, relative, extra_s, idle;
+    const char *unit;                  /* rate and peak are per second, not yet in units of it */
 } result;
 
 static row rows[MAX_ROWS];
@@ -76,12 +83,16 @@ static result results[MAX_ROWS];
 static int row_count, failed_rows;
 static int runs_in_all, runs_disturbed; /* see op_seconds */
 static int processor_time, chunk_tokens;
+static double patience;                /* until when a row may run disturbed calls again */
 
 static double now_s(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
+
+/* 1 if products of bf16 have an instruction of their own there. */
+static int bf16_isa(int32_t isa) { return isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX; }
 
 static const char *dtype_text(int32_t dtype) {
     return dtype == RA_F16 ? "f16" : dtype == RA_BF16 ? "bf16" : "f32";
@@ -101,8 +112,11 @@ static struct {
     part_fn fn;
     void *ctx;
     double end[MAX_THREADS], used[MAX_THREADS], share[MAX_THREADS];
+    double idle;                       /* of the processors that the last job could have had */
 } pool = { PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0, 0, 0, NULL, NULL, { 0 },
-           { 0 }, { 0 } };
+           { 0 }, { 0 }, 0 };
+
+static int processors(void) { return (int)sysconf(_SC_NPROCESSORS_ONLN); }
 
 static double processor_s(void) {
     struct timespec t;
@@ -155,7 +169,8 @@ static int pool_start(void) {
 
 /* Seconds of fn(ctx, ith, nth) on threads ith = 0..nth-1; the caller is thread 0. */
 static double pool_run(part_fn fn, void *ctx, int nth) {
-    double begin, end = 0;
+    const int width = nth < processors() ? nth : processors();
+    double begin, end = 0, used = 0;
     pthread_mutex_lock(&pool.lock);
     pool.fn = fn;
     pool.ctx = ctx;
@@ -173,7 +188,11 @@ static double pool_run(part_fn fn, void *ctx, int nth) {
     __atomic_store_n(&pool.go, 1, __ATOMIC_RELEASE);
     pool_part(0);
     if (nth > 1) spin_until(&pool.done, nth - 1);
-    for (int i = 0; i < nth; i++) end = pool.end[i] > end ? pool.end[i] : end;
+    for (int i = 0; i < nth; i++) {
+        end = pool.end[i] > end ? pool.end[i] : end;
+        used += pool.used[i];
+    }
+    pool.idle = 1 - used / ((end - begin) * width);
     return end - begin;
 }
 
@@ -252,15 +271,18 @@ typedef struct data { void *q, *k, *v, *o; int64_t kv_bytes; } data;
 
 static int64_t element_bytes(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
 
+static int v_in_k(const row *r) { return r->kv_heads == 1 && r->v_dim < r->dim; }
+
+/* Tokens are rounded up to whole blocks, so that a row without a tail finds its data too. V that
+ * is narrower than K and has one head is columns of K (MLA). */
 static data data_make(const row *r) {
-    const int64_t kv = r->kv_tokens * r->kv_heads * r->dim;
-    const int64_t q = r->tokens * r->q_heads * r->dim;
+    const int64_t tokens = (r->tokens + 63) / 64 * 64, keys = (r->kv_tokens + 63) / 64 * 64;
     data x;
-    x.q = map_random(q, r->dtype, 1);
-    x.k = map_random(kv, r->dtype, 2);
-    x.v = map_random(kv, r->dtype, 3);
-    x.o = map((size_t)(q * 4));
-    x.kv_bytes = kv * element_bytes(r->dtype);
+    x.q = map_random(tokens * r->q_heads * r->dim, r->dtype, 1);
+    x.k = map_random(keys * r->kv_heads * r->dim, r->dtype, 2);
+    x.v = v_in_k(r) ? x.k : map_random(keys * r->kv_heads * r->v_dim, r->dtype, 3);
+    x.o = map((size_t)(tokens * r->q_heads * r->v_dim * 4));
+    x.kv_bytes = r->kv_tokens * r->kv_heads * r->dim * element_bytes(r->dtype);
     return x;
 }
 
@@ -272,7 +294,8 @@ static ra_desc desc_make(const row *r) {
     d.q_offset = r->mask == RA_MASK_CAUSAL ? r->kv_tokens - r->tokens : 0;
     d.q_heads = r->q_heads;
     d.kv_heads = r->kv_heads;
-    d.k_dim = d.v_dim = r->dim;
+    d.k_dim = r->dim;
+    d.v_dim = r->v_dim;
     d.q_dtype = d.k_dtype = d.v_dtype = r->dtype;
     d.o_dtype = RA_F32;
     d.mask.kind = r->mask;
@@ -323,6 +346,16 @@ static void variant_scores(const row *r, ra_desc *d, ra_tensors *t) {
     }
 }
 
+/* Head after head, as many caches have it. */
+static void head_major(const row *r, ra_tensors *t) {
+    const int64_t k = r->dim * element_bytes(r->dtype), v = r->v_dim * element_bytes(r->dtype);
+    t->q.token_stride = t->k.token_stride = k;
+    t->v.token_stride = v;
+    t->q.head_stride = k * r->tokens;
+    t->k.head_stride = k * r->kv_tokens;
+    t->v.head_stride = v * r->kv_tokens;
+}
+
 static void load_make(const row *r, const data *x, load *l) {
     ra_plan *plan = NULL;
     memset(l, 0, sizeof *l);
@@ -332,6 +365,8 @@ static void load_make(const row *r, const data *x, load *l) {
     l->t.k.data = x->k;
     l->t.v.data = x->v;
     l->t.o.data = x->o;
+    if (v_in_k(r)) l->t.v.token_stride = r->dim * element_bytes(r->dtype);
+    if (r->variant == V_STRIDES) head_major(r, &l->t);
     variant_mask(r, &l->d.mask);
     variant_scores(r, &l->d, &l->t);
     l->status = ra_plan_create(&plan, &l->d, NULL);
@@ -443,13 +478,15 @@ static void loop_part(void *ctx, int ith, int nth) {
 }
 
 /* ---------------------------------------------------------------------------- rings
- * Ranks as threads of the pool, over the bundled world, a plan and a ring each. */
+ * Ranks as threads of the pool, over the bundled world, a plan and a ring each. Thread i works for
+ * rank i % ranks. */
 typedef struct ring_load {
     ra_world *world;
     ra_plan *plan[MAX_THREADS];
     ra_ring *ring[MAX_THREADS];
     ra_tensors t[MAX_THREADS];
     int32_t ranks;
+    uint64_t pass[MAX_THREADS];        /* of each thread */
     ra_error error;
     ra_status status;
 } ring_load;
@@ -475,13 +512,13 @@ static void ring_make(const row *r, const data *x, ring_load *l) {
         ra_desc d = desc_make(r);
         d.ranks = r->ranks;
         d.rank = i;
-        d.threads = 1;
+        d.threads = r->threads / r->ranks;
         d.chunk_tokens = chunk_tokens;
         d.error = &l->error;
         l->t[i].q.data = (char *)x->q + first * r->q_heads * row_bytes;
         l->t[i].k.data = (char *)x->k + first * r->kv_heads * row_bytes;
         l->t[i].v.data = (char *)x->v + first * r->kv_heads * row_bytes;
-        l->t[i].o.data = (char *)x->o + first * r->q_heads * r->dim * 4;
+        l->t[i].o.data = (char *)x->o + first * r->q_heads * r->v_dim * 4;
         l->status = ra_plan_create(&l->plan[i], &d, NULL);
         if (l->status != RA_OK) return;
         first += rows_of(l->plan[i], i);
@@ -497,8 +534,18 @@ static void ring_free(ring_load *l) {
 
 static void ring_part(void *ctx, int ith, int nth) {
     ring_load *l = (ring_load *)ctx;
-    const ra_status s = ra_forward(l->plan[ith], l->ring[ith], &l->t[ith], ra_deadline_ms(60000));
-    (void)nth;
+    const int rank = ith % l->ranks;
+    ra_status s = RA_AGAIN;
+    ra_job job;
+    memset(&job, 0, sizeof job);
+    job.ticket = ++l->pass[ith];
+    job.plan = l->plan[rank];
+    job.tensors = &l->t[rank];
+    job.deadline_ns = ra_deadline_ms(60000);
+    while (s == RA_AGAIN || s == RA_WAIT) {
+        s = ra_join(l->ring[rank], &job, ith / l->ranks, nth / l->ranks);
+        if (s == RA_WAIT) ra_step_wait(l->ring[rank], job.deadline_ns);
+    }
     if (s != RA_OK) __atomic_store_n(&l->status, s, __ATOMIC_RELAXED);
 }
 
@@ -541,16 +588,16 @@ static double pool_processor_s(int nth) {
 }
 
 /* Seconds of a call. While another program takes more than a fiftieth of a processor from it, it is
- * run again, up to 4 times; then the least disturbed run counts. Not where threads outnumber the
- * processors. */
+ * run again, up to 4 times and while the row has time for that; then the least disturbed run
+ * counts. Not where threads outnumber the processors. */
 static double op_seconds(const op *o) {
     double best = 0, best_share = -1;
-    for (int i = 0; i < 5 && best_share < 0.98; i++) {
+    for (int i = 0; i < 5 && best_share < 0.98 && (i == 0 || now_s() < patience); i++) {
         const double t = pool_run(o->fn, o->ctx, o->nth);
         double share = 1;
         if (processor_time && !o->once) return pool_processor_s(o->nth) / o->calls;
         for (int k = 0; k < o->nth; k++) share = pool.share[k] < share ? pool.share[k] : share;
-        if (o->once || o->nth > sysconf(_SC_NPROCESSORS_ONLN)) share = 1;
+        if (o->once || o->nth > processors()) share = 1;
         if (share > best_share) { best_share = share; best = t; }
     }
     runs_in_all++;
@@ -558,14 +605,15 @@ static double op_seconds(const op *o) {
     return best / o->calls;
 }
 
-/* Multiply-adds for about `seconds` on nth threads. */
-static op fma_op(peak_load *p, int32_t isa, int nth, double seconds) {
-    const double flops_turn = peak_fma(isa, 1);
+/* Multiply-adds for about 10 ms on nth threads: those that the kernel of isa and dtype does. */
+static op fma_op(peak_load *p, int32_t isa, int32_t dtype, int nth) {
     op o = { fma_part, p, nth, 1, 0, 0 };
-    p->isa = isa;
+    double flops_turn;
+    p->isa = dtype != RA_BF16 && bf16_isa(isa) ? RA_ISA_AVX512 : isa;
+    flops_turn = peak_fma(p->isa, 1);
     p->turns = 20000;
     for (int i = 0; i < 3; i++) {
-        p->turns = (long)((double)p->turns * seconds / op_seconds(&o)) + 1000;
+        p->turns = (long)((double)p->turns * 0.01 / op_seconds(&o)) + 1000;
     }
     o.work = flops_turn * (double)p->turns * nth;
     return o;
@@ -594,24 +642,26 @@ static double quantile(double *x, int n, double p) {
 }
 
 /* Runs peak, kernel, versus, peak, kernel, versus, ..., peak for about `budget` seconds. A kernel
- * is held against the mean of the peaks on both sides. versus and peak may be null. */
+ * is held against the mean of the peaks on both sides. versus may be null. */
 static void measure(const op *kernel, const op *versus, const op *peak, double budget, result *r) {
     double t[MAX_REPS], rate[MAX_REPS], fraction[MAX_REPS], relative[MAX_REPS], extra[MAX_REPS];
-    double turn = op_seconds(kernel) * kernel->calls;
-    double before = 0, after;
+    double idle[MAX_REPS], turn, before, after;
     int n;
+    patience = now_s() + 2 * budget;
+    turn = op_seconds(kernel) * kernel->calls;
     if (versus) turn += op_seconds(versus) * versus->calls;
-    if (peak) turn += op_seconds(peak);
+    turn += op_seconds(peak);
     n = (int)(budget / turn);
     n = n < MIN_REPS ? MIN_REPS : n > MAX_REPS ? MAX_REPS : n;
-    if (peak) before = peak->work / op_seconds(peak);
+    before = peak->work / op_seconds(peak);
     for (int i = 0; i < n; i++) {
         double other = 0;
         t[i] = op_seconds(kernel);
+        idle[i] = pool.idle;
         if (versus) other = op_seconds(versus);
-        after = peak ? peak->work / op_seconds(peak) : 0;
+        after = peak->work / op_seconds(peak);
         rate[i] = (before + after) / 2;
-        fraction[i] = peak ? kernel->work / t[i] / rate[i] : 0;
+        fraction[i] = kernel->work / t[i] / rate[i];
         relative[i] = versus ? other / t[i] * (kernel->work / versus->work) : 0;
         extra[i] = t[i] - other;
         before = after;
@@ -620,10 +670,11 @@ static void measure(const op *kernel, const op *versus, const op *peak, double b
     r->median_s = quantile(t, n, 0.5);
     r->spread = (quantile(t, n, 0.9) - quantile(t, n, 0.1)) / r->median_s;
     r->rate = kernel->work / r->median_s;
-    r->peak = peak ? quantile(rate, n, 0.5) : 0;
+    r->peak = quantile(rate, n, 0.5);
     r->fraction = quantile(fraction, n, 0.5);
     r->relative = quantile(relative, n, 0.5);
     r->extra_s = quantile(extra, n, 0.5);
+    r->idle = quantile(idle, n, 0.5);
 }
 
 /* ---------------------------------------------------------------------------- rows */
@@ -632,37 +683,43 @@ static void complain(const row *r, ra_status s, const ra_error *e) {
     failed_rows++;
 }
 
-/* A plain one-rank row and rows against plain. In `relative` work is counted in tiles that are not
- * empty: a mask that hides more does not count as slower. */
+/* The plain row that a row with a variant is held against. */
+static row plain_of(const row *r) {
+    row base = *r;
+    base.variant = V_PLAIN;
+    if (r->variant == V_TAILS) base.tokens = base.kv_tokens = (r->tokens + 63) / 64 * 64;
+    return base;
+}
+
+/* A row on one rank. Beside plain work is counted in tiles that are not empty, for masks that hide
+ * more are not slower for that; for tails in FLOPs, for there the emptier tiles are the cost. */
 static void run_attention(const row *r, result *out) {
     static load l, plain;
     static peak_load p;
+    const row base = plain_of(r);
     const data x = data_make(r);
-    row base = *r;
     op kernel, versus, peak;
     load_make(r, &x, &l);
     kernel = (op){ attention_part, &l, r->threads, 1, (double)l.report.flops, 0 };
+    versus = (op){ loop_part, &l, 1, 1, kernel.work, 0 };
     if (l.status == RA_OK) pool_run(attention_part, &l, r->threads);
     if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
-    peak = fma_op(&p, r->isa, r->threads, 0.01);
-    out->unit = "GFLOP/s";
-    if (r->versus != VERSUS_PLAIN) {
-        versus = (op){ loop_part, &l, 1, 1, kernel.work, 0 };
-        measure(&kernel, r->versus == VERSUS_LOOP ? &versus : NULL, &peak, 1.3, out);
-    } else {
-        double tiles, plain_tiles;
-        base.variant = V_PLAIN;
+    if (r->versus == VERSUS_PLAIN) {
+        double share = 1;
         load_make(&base, &x, &plain);
-        tiles = (double)(l.report.tiles_partial + l.report.tiles_full);
-        plain_tiles = (double)(plain.report.tiles_partial + plain.report.tiles_full);
-        versus = (op){ attention_part, &plain, r->threads, 1, kernel.work / tiles * plain_tiles,
-                       0 };
-        measure(&kernel, &versus, &peak, 1.8, out);
+        if (r->variant == V_TAILS) share = (double)plain.report.flops / (double)l.report.flops;
+        else share = (double)(plain.report.tiles_partial + plain.report.tiles_full) /
+                     (double)(l.report.tiles_partial + l.report.tiles_full);
+        versus = (op){ attention_part, &plain, r->threads, 1, kernel.work * share, 0 };
     }
+    peak = fma_op(&p, r->isa, r->dtype, r->threads);
+    out->unit = "GFLOP/s";
+    measure(&kernel, r->versus ? &versus : NULL, &peak, r->versus ? 1.4 : 1.0, out);
     out->done = l.status == RA_OK;
     if (!out->done) complain(r, l.status, &l.error);
 }
 
+/* Decoding, against a loop that reads the same keys and values. */
 static void run_decode(const row *r, result *out) {
     static load l;
     static peak_load p;
@@ -678,20 +735,47 @@ static void run_decode(const row *r, result *out) {
     out->done = 1;
 }
 
-/* A call too short to be timed alone, against a loop. No peak. */
+/* A few queries over a long cache, against one query over it. */
+static void run_short(const row *r, result *out) {
+    static load l, one;
+    static peak_load p;
+    const data x = data_make(r);
+    row base = *r;
+    op kernel, versus, peak;
+    base.tokens = 1;
+    load_make(r, &x, &l);
+    load_make(&base, &x, &one);
+    kernel = (op){ attention_part, &l, r->threads, 1, (double)l.report.flops, 0 };
+    versus = (op){ attention_part, &one, r->threads, 1, kernel.work, 0 };
+    if (l.status == RA_OK) pool_run(attention_part, &l, r->threads);
+    if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
+    peak = fma_op(&p, r->isa, r->dtype, r->threads);
+    out->unit = "GFLOP/s";
+    measure(&kernel, &versus, &peak, 0.8, out);
+    out->done = 1;
+}
+
+static int is_small(const row *r) {
+    return strcmp(r->name, "small") == 0 || strcmp(r->name, "simple") == 0;
+}
+
+/* A call too short to be timed alone, against a loop. */
 static void run_small(const row *r, result *out) {
     static load l;
+    static peak_load p;
     const data x = data_make(r);
-    const part_fn fn = r->variant == V_SIMPLE ? small_simple_part : small_attention_part;
-    op kernel, versus;
+    const int simple = strcmp(r->name, "simple") == 0;
+    const part_fn fn = simple ? small_simple_part : small_attention_part;
+    op kernel, versus, peak;
     load_make(r, &x, &l);
     l.calls = 2000;
-    kernel = (op){ fn, &l, 1, l.calls, 1, 0 };
-    versus = (op){ loop_part, &l, 1, l.calls, 1, 0 };
+    kernel = (op){ fn, &l, 1, l.calls, (double)l.report.flops, 0 };
+    versus = (op){ loop_part, &l, 1, l.calls, kernel.work, 0 };
     if (l.status == RA_OK) pool_run(fn, &l, 1);
     if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
-    out->unit = "calls/s";
-    measure(&kernel, &versus, NULL, 0.5, out);
+    peak = fma_op(&p, r->isa, r->dtype, 1);
+    out->unit = "GFLOP/s";
+    measure(&kernel, &versus, &peak, 0.5, out);
     out->done = 1;
 }
 
@@ -704,14 +788,14 @@ static void run_ring(const row *r, result *out) {
     op kernel, versus, peak;
     load_make(r, &x, &one);
     ring_make(r, &x, &ring);
-    kernel = (op){ ring_part, &ring, r->ranks, 1, (double)one.report.flops, 1 };
+    kernel = (op){ ring_part, &ring, r->threads, 1, (double)one.report.flops, 1 };
     versus = (op){ attention_part, &one, r->threads, 1, kernel.work, 1 };
-    if (ring.status == RA_OK) pool_run(ring_part, &ring, r->ranks);
+    if (ring.status == RA_OK) pool_run(ring_part, &ring, r->threads);
     if (ring.status == RA_OK && one.status == RA_OK) {
-        peak = fma_op(&p, r->isa, r->threads, 0.01);
+        peak = fma_op(&p, r->isa, r->dtype, r->threads);
         peak.once = 1;
         out->unit = "GFLOP/s";
-        measure(&kernel, &versus, &peak, 3.0, out);
+        measure(&kernel, &versus, &peak, 2.5, out);
     }
     out->done = ring.status == RA_OK && one.status == RA_OK;
     if (ring.status != RA_OK) complain(r, ring.status, &ring.error);
@@ -721,7 +805,8 @@ static void run_ring(const row *r, result *out) {
 
 static void run_row(const row *r, result *out) {
     if (strcmp(r->name, "decode") == 0) run_decode(r, out);
-    else if (strcmp(r->name, "small") == 0) run_small(r, out);
+    else if (strcmp(r->name, "short") == 0) run_short(r, out);
+    else if (is_small(r)) run_small(r, out);
     else if (strcmp(r->name, "ring") == 0) run_ring(r, out);
     else run_attention(r, out);
     unmap_all();
@@ -736,7 +821,7 @@ static row row_make(const char *name, int32_t isa, int32_t dtype, int32_t mask, 
     r.isa = isa;
     r.dtype = dtype;
     r.mask = mask;
-    r.dim = dim;
+    r.dim = r.v_dim = dim;
     r.q_heads = r.kv_heads = 8;
     r.tokens = r.kv_tokens = tokens;
     r.threads = r.ranks = 1;
@@ -748,65 +833,106 @@ static void add(row r) {
     if (row_count < MAX_ROWS && ra_isa_available(r.isa)) rows[row_count++] = r;
 }
 
+/* What multiplies f32 here. */
+static int32_t best_f32(void) {
+    const int32_t best = ra_isa_best();
+    return bf16_isa(best) ? RA_ISA_AVX512 : best;
+}
+
+/* Full and causal, D 64 and 128, of `tokens` tokens. */
+static void add_squares(int32_t isa, int32_t dtype, int64_t tokens) {
+    for (int32_t dim = 64; dim <= 128; dim *= 2) {
+        add(row_make("forward", isa, dtype, RA_MASK_NONE, dim, tokens));
+        add(row_make("forward", isa, dtype, RA_MASK_CAUSAL, dim, tokens));
+    }
+}
+
+/* The best instruction set of each arithmetic up to 8192 tokens, the others up to 4096. */
 static void add_forward(int large) {
-    static const int32_t isas[] = { RA_ISA_AVX512, RA_ISA_AVX2, RA_ISA_SCALAR };
-    for (int i = 0; i < 3; i++) {
-        for (int64_t n = 1024; n <= (large ? 8192 : 4096); n *= n == 1024 ? 4 : 2) {
-            for (int32_t dim = 64; dim <= 128; dim *= 2) {
-                if (isas[i] == RA_ISA_SCALAR && n > 1024) continue;
-                add(row_make("forward", isas[i], RA_F32, RA_MASK_NONE, dim, n));
-                add(row_make("forward", isas[i], RA_F32, RA_MASK_CAUSAL, dim, n));
-            }
+    static const int32_t isas[] = { RA_ISA_AVX512, RA_ISA_AVX2, RA_ISA_NEON, RA_ISA_SCALAR };
+    for (int i = 0; i < 4; i++) {
+        add_squares(isas[i], RA_F32, 1024);
+        if (isas[i] != RA_ISA_SCALAR) add_squares(isas[i], RA_F32, 4096);
+        if (isas[i] != RA_ISA_SCALAR && (large || isas[i] == best_f32())) {
+            add_squares(isas[i], RA_F32, 8192);
         }
+    }
+    for (int32_t isa = RA_ISA_AVX512_BF16; isa <= RA_ISA_AMX; isa++) {
+        for (int64_t n = 1024; n <= 8192; n *= n == 1024 ? 4 : 2) add_squares(isa, RA_BF16, n);
     }
 }
 
-static void add_storage(int32_t best, int large) {
-    for (int32_t isa = best; isa >= (large ? RA_ISA_SCALAR : best); isa--) {
-        for (int32_t dtype = RA_F16; dtype <= RA_BF16; dtype++) {
-            const int64_t n = isa == RA_ISA_SCALAR ? 1024 : 4096;
-            for (int32_t dim = 64; dim <= 128; dim *= 2) {
-                add(row_make("forward", isa, dtype, RA_MASK_NONE, dim, n));
-                add(row_make("forward", isa, dtype, RA_MASK_CAUSAL, dim, n));
-            }
-        }
+/* 16-bit storage, f32 arithmetic. */
+static void add_storage(int large) {
+    static const int32_t isas[] = { RA_ISA_AVX512, RA_ISA_AVX2, RA_ISA_NEON, RA_ISA_SCALAR };
+    for (int i = 0; i < 4; i++) {
+        if (isas[i] != best_f32() && !large) continue;
+        add_squares(isas[i], RA_F16, isas[i] == RA_ISA_SCALAR ? 1024 : 4096);
+        add_squares(isas[i], RA_BF16, isas[i] == RA_ISA_SCALAR ? 1024 : 4096);
     }
 }
 
-static void add_gqa_and_threads(int32_t best) {
+static void add_gqa_and_threads(int32_t isa, int32_t dtype) {
     for (int32_t mask = RA_MASK_NONE; mask <= RA_MASK_CAUSAL; mask++) {
-        row r = row_make("forward", best, RA_F32, mask, 128, 2048);
+        row r = row_make("forward", isa, dtype, mask, 128, 2048);
         r.q_heads = 32;
         add(r);
     }
     for (int32_t mask = RA_MASK_NONE; mask <= RA_MASK_CAUSAL; mask++) {
         for (int32_t dim = 64; dim <= 128; dim *= 2) {
-            row r = row_make("forward", best, RA_F32, mask, dim, 4096);
+            row r = row_make("forward", isa, dtype, mask, dim, 4096);
             r.threads = 2;
             add(r);
         }
     }
 }
 
-static void add_masks(int32_t best) {
-    for (int32_t v = V_WINDOW; v <= V_SOFTCAP; v++) {
-        row r = row_make("masks", best, RA_F32, v <= V_ALIBI ? RA_MASK_CAUSAL : RA_MASK_NONE, 128,
-                         2048);
+/* Masks, score changes, tails and strides beside plain. */
+static void add_variants(int32_t isa, int32_t dtype) {
+    for (int32_t v = V_WINDOW; v <= V_STRIDES; v++) {
+        row r = row_make(v <= V_INTERVALS ? "mask" : variant_text[v], isa, dtype,
+                         v <= V_ALIBI ? RA_MASK_CAUSAL : RA_MASK_NONE, 128, 2048);
+        if (v == V_TAILS) r.tokens = r.kv_tokens = 2048 - 23;
         r.variant = v;
         r.versus = VERSUS_PLAIN;
         add(r);
     }
 }
 
-static void add_decode(int32_t best) {
+/* Head dimensions beside 64 and 128; the last is MLA. */
+static void add_dims(int32_t isa, int32_t dtype) {
+    static const int32_t dims[][2] = { { 16, 16 }, { 32, 32 }, { 60, 60 }, { 80, 80 }, { 96, 96 },
+                                       { 192, 128 }, { 256, 256 }, { 576, 512 } };
+    for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
+        row r = row_make("dims", isa, dtype, RA_MASK_NONE, dims[i][0], 2048);
+        r.v_dim = dims[i][1];
+        if (r.dim == 576) r.kv_heads = 1;
+        add(r);
+    }
+}
+
+static row cache_row(const char *name, int32_t isa, int32_t dtype, int64_t tokens) {
+    row r = row_make(name, isa, dtype, RA_MASK_CAUSAL, 128, tokens);
+    r.q_heads = 32;
+    r.kv_tokens = 32768;
+    return r;
+}
+
+static void add_decode(void) {
     for (int32_t dtype = RA_F32; dtype <= RA_BF16; dtype++) {
         for (int32_t threads = 1; threads <= 2; threads++) {
-            row r = row_make("decode", best, dtype, RA_MASK_CAUSAL, 128, 1);
-            r.q_heads = 32;
-            r.kv_tokens = 32768;
+            row r = cache_row("decode", dtype == RA_BF16 ? ra_isa_best() : best_f32(), dtype, 1);
             r.threads = threads;
             add(r);
         }
+    }
+}
+
+static void add_short(int32_t isa, int32_t dtype) {
+    for (int64_t n = 2; n <= 32; n *= 2) {
+        row r = cache_row("short", isa, dtype, n);
+        r.versus = VERSUS_ONE_QUERY;
+        add(r);
     }
 }
 
@@ -816,24 +942,43 @@ static void add_small_and_loop(int32_t best) {
     r.q_heads = r.kv_heads = 1;
     r.versus = VERSUS_LOOP;
     add(r);
-    r.variant = V_SIMPLE;
+    r.name = "simple";
     add(r);
     r = row_make("loop", best, RA_F32, RA_MASK_CAUSAL, 128, 1024);
     r.versus = VERSUS_LOOP;
     add(r);
 }
 
-static void add_ring(int32_t best) {
+static void add_ring(int32_t isa, int32_t dtype) {
     for (int32_t mask = RA_MASK_NONE; mask <= RA_MASK_CAUSAL; mask++) {
         for (int32_t ranks = 1; ranks <= MAX_THREADS; ranks *= 2) {
-            row r = row_make("ring", best, RA_F32, mask, 128, 8192);
+            row r = row_make("ring", isa, dtype, mask, 128, 8192);
             r.q_heads = r.kv_heads = 4;
             r.layout = mask == RA_MASK_CAUSAL ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
-            r.threads = r.ranks = ranks;
+            r.threads = MAX_THREADS;
+            r.ranks = ranks;
             r.versus = VERSUS_ONE_RANK;
             add(r);
         }
     }
+}
+
+static void add_all(int large) {
+    const int32_t best = ra_isa_best(), f32 = best_f32();
+    add_forward(large);
+    add_storage(large);
+    add_gqa_and_threads(f32, RA_F32);
+    if (bf16_isa(best)) add_gqa_and_threads(best, RA_BF16);
+    add_variants(f32, RA_F32);
+    if (bf16_isa(best)) add_variants(best, RA_BF16);
+    add_dims(f32, RA_F32);
+    if (bf16_isa(best)) add_dims(best, RA_BF16);
+    add_decode();
+    add_short(f32, RA_F32);
+    add_short(best, RA_BF16);
+    add_small_and_loop(f32);
+    add_ring(f32, RA_F32);
+    if (bf16_isa(best)) add_ring(best, RA_BF16);
 }
 
 static const char *mask_text(const row *r) {
@@ -841,17 +986,13 @@ static const char *mask_text(const row *r) {
     return r->mask == RA_MASK_CAUSAL ? "causal" : "none";
 }
 
-static const char *score_text(const row *r) {
-    return r->variant >= V_ALIBI ? variant_text[r->variant] : "";
-}
-
 /* 1 if all words (by spaces or commas) stand in the description of r. */
 static int wanted(const row *r, const char *words) {
     char text[256], word[64];
-    snprintf(text, sizeof text, " %s %s %s %s %s D%d Tq%lld Tk%lld Hq%d threads%d ranks%d ",
-             r->name, ra_isa_name(r->isa), dtype_text(r->dtype), mask_text(r), score_text(r),
-             (int)r->dim, (long long)r->tokens, (long long)r->kv_tokens, (int)r->q_heads,
-             (int)r->threads, (int)r->ranks);
+    snprintf(text, sizeof text, " %s %s %s %s D%d Tq%lld Tk%lld Hq%d threads%d ranks%d ",
+             r->name, ra_isa_name(r->isa), dtype_text(r->dtype), mask_text(r), (int)r->dim,
+             (long long)r->tokens, (long long)r->kv_tokens, (int)r->q_heads, (int)r->threads,
+             (int)r->ranks);
     while (*words) {
         const size_t n = strcspn(words, " ,");
         if (n + 3 > sizeof word) return 0;
@@ -906,59 +1047,93 @@ static void print_machine(void) {
            (ra_version() >> 8) & 255, ra_version() & 255, ra_isa_name(ra_isa_best()));
 }
 
-/* Each loop of multiply-adds beside the clock, which shows that it is limited by the units alone:
- * 2 FMA instructions a cycle wherever there are two units. */
+#if defined(__x86_64__)
+/* Cycles a second. */
+static double clock_hz(void) {
+    double hz = 0;
+    for (int i = 0; i < 5; i++) {
+        const double start = processor_s(), cycles = peak_clock(500000);
+        const double one = cycles / (processor_s() - start);
+        hz = one > hz ? one : hz;
+    }
+    return hz;
+}
+#endif
+
+/* Each peak beside the clock, which shows that it is limited by the units alone, and beside what
+ * the processor is known to issue. */
 static void print_peaks(void) {
-    for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_AVX512; isa++) {
-        static peak_load p;
+    static const int32_t isas[] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16,
+                                    RA_ISA_AMX, RA_ISA_NEON };
+    static peak_load p;
+#if defined(__x86_64__)
+    double hz;
+#endif
+    for (size_t i = 0; i < sizeof isas / sizeof *isas; i++) {
+        const int32_t isa = isas[i];
         double best = 0;
         op o;
         if (!ra_isa_available(isa)) continue;
-        o = fma_op(&p, isa, 1, 0.02);
-        for (int i = 0; i < 5; i++) {
+        o = fma_op(&p, isa, RA_BF16, 1);
+        for (int k = 0; k < 7; k++) {
             const double rate = o.work / op_seconds(&o);
             best = rate > best ? rate : best;
         }
-        printf("peak      %-8s %6.1f GFLOP/s a thread", ra_isa_name(isa), best / 1e9);
+        printf("peak      %-11s %7.1f GFLOP/s a thread", ra_isa_name(isa), best / 1e9);
 #if defined(__x86_64__)
-        {
-            double hz = 0;
-            for (int i = 0; i < 5; i++) {
-                const double start = processor_s(), cycles = peak_clock(500000);
-                const double one = cycles / (processor_s() - start);
-                hz = one > hz ? one : hz;
-            }
-            printf(": %.2f %s a cycle at %.2f GHz", best / hz / peak_flops_instruction(isa),
-                   isa == RA_ISA_SCALAR ? "SSE multiplies and adds" : "FMA instructions", hz / 1e9);
-        }
+        hz = clock_hz();
+        printf(": %.3f %s a cycle at %.2f GHz", best / hz / peak_flops_instruction(isa),
+               peak_text(isa), hz / 1e9);
+        if (peak_nominal(isa) > 0) printf(", nominally %.4g", peak_nominal(isa));
 #endif
         printf("\n");
     }
 }
 
+static void print_read_peak(void) {
+    const row r = cache_row("decode", best_f32(), RA_F32, 1);
+    const data x = data_make(&r);
+    static peak_load p;
+    for (int threads = 1; threads <= 2 && threads <= processors(); threads++) {
+        double best = 0;
+        op o = read_op(&p, &x, threads);
+        for (int i = 0; i < 7; i++) {
+            const double rate = o.work / op_seconds(&o);
+            best = rate > best ? rate : best;
+        }
+        printf("peak      reading     %7.1f GB/s on %d thread%s\n", best / 1e9, threads,
+               threads > 1 ? "s" : "");
+    }
+    unmap_all();
+}
+
 static void print_header(void) {
-    printf("\n%-42s %4s %5s %6s %6s %3s %12s %7s %14s %8s %6s\n", "kernel", "D", "Tq", "Tk",
+    printf("\n%-42s %7s %5s %6s %6s %3s %12s %7s %14s %8s %6s\n", "kernel", "D", "Tq", "Tk",
            "heads", "thr", "median", "spread", "rate", "peak", "of it");
 }
 
 static void print_row(const row *r, const result *x) {
-    char label[64], heads[24], time[24];
-    const double scale = strcmp(x->unit, "calls/s") == 0 ? 1 : 1e9;
-    snprintf(label, sizeof label, "%s %s %s %s %s", r->name, ra_isa_name(r->isa),
-             dtype_text(r->dtype), mask_text(r), score_text(r));
+    char label[64], heads[24], time[24], dims[24];
+    snprintf(label, sizeof label, "%s %s %s %s", r->name, ra_isa_name(r->isa),
+             dtype_text(r->dtype), mask_text(r));
     if (strcmp(r->name, "ring") == 0) {
         snprintf(label, sizeof label, "ring %s %s %s ranks %d", ra_isa_name(r->isa),
                  dtype_text(r->dtype), mask_text(r), (int)r->ranks);
     }
     snprintf(heads, sizeof heads, "%d/%d", (int)r->q_heads, (int)r->kv_heads);
+    snprintf(dims, sizeof dims, r->dim == r->v_dim ? "%d" : "%d/%d", (int)r->dim, (int)r->v_dim);
     if (x->median_s < 1e-3) snprintf(time, sizeof time, "%.3f us", x->median_s * 1e6);
     else snprintf(time, sizeof time, "%.2f ms", x->median_s * 1e3);
-    printf("%-42s %4d %5lld %6lld %6s %3d %12s %5.1f %% %6.*f %-7s", label, (int)r->dim,
+    printf("%-42s %7s %5lld %6lld %6s %3d %12s %5.1f %% %6.1f %-7s", label, dims,
            (long long)r->tokens, (long long)r->kv_tokens, heads, (int)r->threads, time,
-           x->spread * 100, scale == 1 ? 0 : 1, x->rate / scale, x->unit);
-    if (x->peak > 0) printf(" %8.1f %4.1f %%", x->peak / scale, x->fraction * 100);
-    if (r->versus) printf("  %.2f x %s", x->relative, versus_text[r->versus]);
-    if (strcmp(r->name, "small") == 0) printf(" (%+.3f us)", x->extra_s * 1e6);
+           x->spread * 100, x->rate / 1e9, x->unit);
+    printf(" %8.1f %4.1f %%", x->peak / 1e9, x->fraction * 100);
+    if (r->versus) {
+        printf("  %.2f x %s", r->versus == VERSUS_ONE_QUERY ? 1 / x->relative : x->relative,
+               versus_text[r->versus]);
+    }
+    if (is_small(r)) printf(" (%+.3f us)", x->extra_s * 1e6);
+    if (strcmp(r->name, "ring") == 0) printf(", idle %.1f %%", x->idle * 100);
     printf("\n");
     fflush(stdout);
 }
@@ -971,27 +1146,17 @@ static int write_json(const char *path) {
     for (int i = 0; i < row_count; i++) {
         const row *r = &rows[i];
         const result *x = &results[i];
-        const double scale = !x->unit || strcmp(x->unit, "calls/s") == 0 ? 1 : 1e9;
         if (!x->done) continue;
-        fprintf(f, "%s\n{\"name\": \"%s\", \"isa\": \"%s\", \"dtype\": \"%s\", \"mask\": \"%s\", "
-                "\"score\": \"%s\",", first ? "" : ",", r->name, ra_isa_name(r->isa),
-                dtype_text(r->dtype), mask_text(r), score_text(r));
-        fprintf(f, " \"Dk\": %d, \"Dv\": %d, \"Tq\": %lld, \"Tk\": %lld, \"Hq\": %d, \"Hkv\": %d,",
-                (int)r->dim, (int)r->dim, (long long)r->tokens, (long long)r->kv_tokens,
-                (int)r->q_heads, (int)r->kv_heads);
-        fprintf(f, " \"threads\": %d, \"ranks\": %d, \"reps\": %d, \"median_s\": %.9g,"
-                " \"spread\": %.4f, \"rate\": %.6g, \"unit\": \"%s\"", (int)r->threads,
-                (int)r->ranks, (int)x->reps, x->median_s, x->spread, x->rate / scale, x->unit);
-        if (x->peak > 0) {
-            fprintf(f, ", \"peak\": %.6g, \"fraction\": %.4f", x->peak / scale, x->fraction);
-        } else {
-            fprintf(f, ", \"peak\": null, \"fraction\": null");
-        }
-        if (r->versus) {
-            fprintf(f, ", \"versus\": \"%s\", \"relative\": %.4f, \"extra_s\": %.4g",
-                    versus_text[r->versus], x->relative, x->extra_s);
-        }
-        fprintf(f, "}");
+        fprintf(f, "%s\n{\"name\": \"%s\", \"isa\": \"%s\", \"dtype\": \"%s\","
+                " \"mask\": \"%s\",", first ? "" : ",", r->name, ra_isa_name(r->isa),
+                dtype_text(r->dtype), mask_text(r));
+        fprintf(f, " \"Dk\": %d, \"Dv\": %d, \"Tq\": %lld, \"Tk\": %lld, \"Hq\": %d,"
+                " \"Hkv\": %d,", (int)r->dim, (int)r->v_dim, (long long)r->tokens,
+                (long long)r->kv_tokens, (int)r->q_heads, (int)r->kv_heads);
+        fprintf(f, " \"threads\": %d, \"ranks\": %d, \"median_s\": %.9g, \"spread\": %.4f,",
+                (int)r->threads, (int)r->ranks, x->median_s, x->spread);
+        fprintf(f, " \"rate\": %.6g, \"unit\": \"%s\", \"peak\": %.6g, \"fraction\": %.4f}",
+                x->rate / 1e9, x->unit, x->peak / 1e9, x->fraction);
         first = 0;
     }
     fprintf(f, "\n]\n");
@@ -1016,7 +1181,6 @@ int main(int argc, char **argv) {
     char words[512] = "";
     const char *json = "build/bench.json";
     int large = 0, kept = 0;
-    int32_t best = ra_isa_best();
     double begin;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--json") == 0 && i + 1 < argc) json = argv[++i];
@@ -1028,13 +1192,7 @@ int main(int argc, char **argv) {
             strncat(words, argv[i], sizeof words - strlen(words) - 1);
         }
     }
-    add_forward(large);
-    add_storage(best, large);
-    add_gqa_and_threads(best);
-    add_masks(best);
-    add_decode(best);
-    add_small_and_loop(best);
-    add_ring(best);
+    add_all(large);
     for (int i = 0; i < row_count; i++) {
         if (wanted(&rows[i], words + strspn(words, " "))) rows[kept++] = rows[i];
     }
@@ -1042,6 +1200,9 @@ int main(int argc, char **argv) {
     if (pool_start() != 0) { fprintf(stderr, "cannot start threads\n"); return 1; }
     print_machine();
     print_peaks();
+    for (int i = 0; i < row_count; i++) {
+        if (strcmp(rows[i].name, "decode") == 0) { print_read_peak(); break; }
+    }
     print_header();
     begin = now_s();
     for (int i = 0; i < row_count; i++) {

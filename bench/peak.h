@@ -2,21 +2,28 @@
  *
  *   peak_fma    multiply-adds of one instruction set, from registers, in inline assembly: a loop in
  *               C with that many accumulators is spilled by some compilers and then understates
- *               the peak, which would flatter the kernels.
+ *               the peak, which would flatter the kernels. For bf16 these are dot products of
+ *               pairs, on random data, for power and with it the clock depend on the data.
+ *               For AMX these are products of tiles.
  *   peak_read   reads two arrays once, as decoding reads K and V.
  *   peak_clock  a chain of dependent multiplications, 3 cycles each on every x86-64 processor since
  *               2008, from which the clock follows, so that it can be shown that peak_fma issues as
  *               many instructions a cycle as the processor has units.
  *
  * "scalar" is the baseline of x86-64, SSE2, which a compiler may use without flags: one multiply
- * and one add, no FMA. Elsewhere it is a loop in C. */
+ * and one add, no FMA. On AArch64 it is NEON's FMA, elsewhere a loop in C. */
 #if !defined(BENCH_PEAK_H)
 #define BENCH_PEAK_H
 
 #include <stddef.h>
 #include <stdint.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <unistd.h>
+#include <sys/syscall.h>
+#endif
 
-enum { PEAK_SCALAR = 1, PEAK_AVX2, PEAK_AVX512 };
+enum { PEAK_SCALAR = 1, PEAK_AVX2, PEAK_AVX512, PEAK_AVX512_BF16, PEAK_AMX, PEAK_NEON };
 
 #if defined(__x86_64__)
 /* 16 chains: a latency of 4 cycles and two units need 8. Returns FLOPs. */
@@ -52,6 +59,59 @@ __attribute__((target("avx512f"))) static double peak_fma_avx512(long turns) {
         : "cc", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",
           "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "xmm16", "xmm17");
     return (double)turns * 16.0 * 16.0 * 2.0;
+}
+
+/* 64 bytes of random bf16 between 1/2 and 2, either sign, three times. */
+static const uint16_t *peak_random_bf16(void) {
+    static uint16_t x[96];
+    uint32_t state = 1;
+    for (int i = 0; i < 96; i++) {
+        state = state * 1664525u + 1013904223u;
+        x[i] = (uint16_t)(0x3f00u + (state >> 16 & 0x80ffu));
+    }
+    return x;
+}
+
+/* 16 chains as in the kernels, latency 6 cycles on Zen 5. */
+__attribute__((target("avx512f,avx512bf16"))) static double peak_dot_bf16(long turns) {
+    const uint16_t *x = peak_random_bf16();
+    long n = turns;
+    __asm__ volatile(
+        "vmovups (%1), %%zmm29\n\t" "vmovups 64(%1), %%zmm30\n\t" "vmovups 128(%1), %%zmm31\n\t"
+        "vpxord %%zmm0, %%zmm0, %%zmm0\n\t" "vpxord %%zmm1, %%zmm1, %%zmm1\n\t"
+        "vpxord %%zmm2, %%zmm2, %%zmm2\n\t" "vpxord %%zmm3, %%zmm3, %%zmm3\n\t"
+        "vpxord %%zmm4, %%zmm4, %%zmm4\n\t" "vpxord %%zmm5, %%zmm5, %%zmm5\n\t"
+        "vpxord %%zmm6, %%zmm6, %%zmm6\n\t" "vpxord %%zmm7, %%zmm7, %%zmm7\n\t"
+        "vpxord %%zmm8, %%zmm8, %%zmm8\n\t" "vpxord %%zmm9, %%zmm9, %%zmm9\n\t"
+        "vpxord %%zmm10, %%zmm10, %%zmm10\n\t" "vpxord %%zmm11, %%zmm11, %%zmm11\n\t"
+        "vpxord %%zmm12, %%zmm12, %%zmm12\n\t" "vpxord %%zmm13, %%zmm13, %%zmm13\n\t"
+        "vpxord %%zmm14, %%zmm14, %%zmm14\n\t" "vpxord %%zmm15, %%zmm15, %%zmm15\n\t"
+        ".p2align 5\n"
+        "1:\n\t"
+        "vdpbf16ps %%zmm30, %%zmm31, %%zmm0\n\t" "vdpbf16ps %%zmm30, %%zmm31, %%zmm1\n\t"
+        "vdpbf16ps %%zmm30, %%zmm31, %%zmm2\n\t" "vdpbf16ps %%zmm30, %%zmm31, %%zmm3\n\t"
+        "vdpbf16ps %%zmm30, %%zmm31, %%zmm4\n\t" "vdpbf16ps %%zmm30, %%zmm31, %%zmm5\n\t"
+        "vdpbf16ps %%zmm30, %%zmm31, %%zmm6\n\t" "vdpbf16ps %%zmm30, %%zmm31, %%zmm7\n\t"
+        "vdpbf16ps %%zmm30, %%zmm31, %%zmm8\n\t" "vdpbf16ps %%zmm30, %%zmm31, %%zmm9\n\t"
+        "vdpbf16ps %%zmm30, %%zmm31, %%zmm10\n\t" "vdpbf16ps %%zmm30, %%zmm31, %%zmm11\n\t"
+        "vdpbf16ps %%zmm30, %%zmm31, %%zmm12\n\t" "vdpbf16ps %%zmm30, %%zmm31, %%zmm13\n\t"
+        "vdpbf16ps %%zmm30, %%zmm31, %%zmm14\n\t" "vdpbf16ps %%zmm30, %%zmm31, %%zmm15\n\t"
+        "vdpbf16ps %%zmm29, %%zmm31, %%zmm0\n\t" "vdpbf16ps %%zmm29, %%zmm31, %%zmm1\n\t"
+        "vdpbf16ps %%zmm29, %%zmm31, %%zmm2\n\t" "vdpbf16ps %%zmm29, %%zmm31, %%zmm3\n\t"
+        "vdpbf16ps %%zmm29, %%zmm31, %%zmm4\n\t" "vdpbf16ps %%zmm29, %%zmm31, %%zmm5\n\t"
+        "vdpbf16ps %%zmm29, %%zmm31, %%zmm6\n\t" "vdpbf16ps %%zmm29, %%zmm31, %%zmm7\n\t"
+        "vdpbf16ps %%zmm29, %%zmm31, %%zmm8\n\t" "vdpbf16ps %%zmm29, %%zmm31, %%zmm9\n\t"
+        "vdpbf16ps %%zmm29, %%zmm31, %%zmm10\n\t" "vdpbf16ps %%zmm29, %%zmm31, %%zmm11\n\t"
+        "vdpbf16ps %%zmm29, %%zmm31, %%zmm12\n\t" "vdpbf16ps %%zmm29, %%zmm31, %%zmm13\n\t"
+        "vdpbf16ps %%zmm29, %%zmm31, %%zmm14\n\t" "vdpbf16ps %%zmm29, %%zmm31, %%zmm15\n\t"
+        "dec %0\n\t"
+        "jnz 1b\n\t"
+        "vzeroupper"
+        : "+&r"(n)
+        : "r"(x)
+        : "cc", "memory", "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8",
+          "xmm9", "xmm10", "xmm11", "xmm12", "xmm13", "xmm14", "xmm15", "xmm29", "xmm30", "xmm31");
+    return (double)turns * 32.0 * 64.0;
 }
 
 /* 14 chains of 8 lanes, the two remaining registers hold the factor and the term. */
@@ -133,16 +193,120 @@ static double peak_clock(long turns) {
     return (double)turns * 8.0 * 3.0;
 }
 
+/* Products of tiles of 16 x 32 bf16, four accumulators, 8 a turn. Permission for tile data is asked
+ * of Linux, arch_prctl ARCH_REQ_XCOMP_PERM; 0 if it is refused. */
+__attribute__((target("amx-tile,amx-bf16"))) static double peak_tiles_amx(long turns) {
+    static uint16_t data[4][512];
+    uint8_t config[64] = { 1 };
+    uint32_t state = 1;
+    long n = turns;
+    if (syscall(SYS_arch_prctl, 0x1023, 18) != 0) return 0;
+    for (int i = 0; i < 8; i++) {
+        config[16 + 2 * i] = 64;       /* bytes a row */
+        config[48 + i] = 16;           /* rows */
+    }
+    for (int i = 0; i < 4 * 512; i++) {
+        state = state * 1664525u + 1013904223u;
+        data[i / 512][i % 512] = (uint16_t)(0x3f00u + (state >> 16 & 0x80ffu));
+    }
+    __asm__ volatile(
+        "ldtilecfg (%2)\n\t"
+        "tilezero %%tmm0\n\t" "tilezero %%tmm1\n\t" "tilezero %%tmm2\n\t" "tilezero %%tmm3\n\t"
+        "tileloadd (%1,%3,1), %%tmm4\n\t"     "tileloadd 1024(%1,%3,1), %%tmm5\n\t"
+        "tileloadd 2048(%1,%3,1), %%tmm6\n\t" "tileloadd 3072(%1,%3,1), %%tmm7\n\t"
+        ".p2align 5\n"
+        "1:\n\t"
+        "tdpbf16ps %%tmm6, %%tmm4, %%tmm0\n\t" "tdpbf16ps %%tmm7, %%tmm4, %%tmm1\n\t"
+        "tdpbf16ps %%tmm6, %%tmm5, %%tmm2\n\t" "tdpbf16ps %%tmm7, %%tmm5, %%tmm3\n\t"
+        "tdpbf16ps %%tmm7, %%tmm5, %%tmm0\n\t" "tdpbf16ps %%tmm6, %%tmm5, %%tmm1\n\t"
+        "tdpbf16ps %%tmm7, %%tmm4, %%tmm2\n\t" "tdpbf16ps %%tmm6, %%tmm4, %%tmm3\n\t"
+        "dec %0\n\t"
+        "jnz 1b\n\t"
+        "tilerelease"
+        : "+&r"(n)
+        : "r"(data), "r"(config), "r"((size_t)64)
+        : "cc", "memory");
+    return (double)turns * 8.0 * 16384.0;
+}
+
 /* FLOPs an instruction of peak_fma does. */
 static double peak_flops_instruction(int32_t isa) {
-    return isa == PEAK_AVX512 ? 32.0 : isa == PEAK_AVX2 ? 16.0 : 4.0;
+    static const double flops[] = { 1, 4, 16, 32, 64, 16384, 8 };
+    return flops[isa];
+}
+
+static const char *peak_text(int32_t isa) {
+    static const char *const text[] = { "", "SSE multiplies and adds", "FMA instructions",
+                                        "FMA instructions", "dot products", "tile products",
+                                        "FMA instructions" };
+    return text[isa];
 }
 
 static double peak_fma(int32_t isa, long turns) {
+    if (isa == PEAK_AMX) return peak_tiles_amx(turns);
+    if (isa == PEAK_AVX512_BF16) return peak_dot_bf16(turns);
     if (isa == PEAK_AVX512) return peak_fma_avx512(turns);
     if (isa == PEAK_AVX2) return peak_fma_avx2(turns);
     return peak_fma_scalar(turns);
 }
+
+/* Family and model of the processor; 0 for a maker that peak_nominal does not know. */
+static uint32_t peak_model(int32_t *amd) {
+    uint32_t a = 0, b = 0, c = 0, d = 0, family, model;
+    if (!__get_cpuid(0, &a, &b, &c, &d)) return 0;
+    *amd = b == 0x68747541u;           /* "Auth"enticAMD; "Genu"ineIntel */
+    if (!*amd && b != 0x756e6547u) return 0;
+    __get_cpuid(1, &a, &b, &c, &d);
+    family = (a >> 8 & 15) + (a >> 20 & 255);
+    model = (a >> 4 & 15) | (a >> 12 & 0xf0);
+    return family << 8 | model;
+}
+
+/* Instructions of peak_fma that the processor is known to start in a cycle, 0 if not known here.
+ * AMD's optimisation guides for families 17h, 19h and 1Ah; Intel's manual, throughput of FMA (two
+ * units of 512 bits on servers) and of TDPBF16PS (16 cycles). */
+static double peak_nominal(int32_t isa) {
+    int32_t amd = 0;
+    const uint32_t id = peak_model(&amd), family = id >> 8, model = id & 255;
+    const int server = !amd && (model == 0x55 || model == 0x6a || model == 0x8f || model == 0xcf ||
+                                model == 0xad);
+    if (id == 0) return 0;
+    if (isa == PEAK_AMX) return 1.0 / 16.0;
+    if (amd && (family < 0x17 || (family == 0x17 && model < 0x30))) return 0;
+    if (isa == PEAK_SCALAR) return amd ? 4 : 0;
+    if (isa == PEAK_AVX2) return 2;
+    if (amd && family == 0x1a) return model >> 4 & 2 ? 1 : 2; /* 1: models for laptops */
+    if (amd) return 1;                 /* Zen 4: 512 bits in two halves */
+    return isa == PEAK_AVX512 && server ? 2 : 0;
+}
+#elif defined(__aarch64__)
+/* 24 chains of 4 lanes. */
+static double peak_fma_neon(long turns) {
+    long n = turns;
+    __asm__ volatile(
+        "fmov v30.4s, #0.5\n\t" "fmov v31.4s, #0.25\n"
+        "1:\n\t"
+        "fmla v0.4s, v30.4s, v31.4s\n\t"  "fmla v1.4s, v30.4s, v31.4s\n\t"
+        "fmla v2.4s, v30.4s, v31.4s\n\t"  "fmla v3.4s, v30.4s, v31.4s\n\t"
+        "fmla v4.4s, v30.4s, v31.4s\n\t"  "fmla v5.4s, v30.4s, v31.4s\n\t"
+        "fmla v6.4s, v30.4s, v31.4s\n\t"  "fmla v7.4s, v30.4s, v31.4s\n\t"
+        "fmla v8.4s, v30.4s, v31.4s\n\t"  "fmla v9.4s, v30.4s, v31.4s\n\t"
+        "fmla v10.4s, v30.4s, v31.4s\n\t" "fmla v11.4s, v30.4s, v31.4s\n\t"
+        "fmla v12.4s, v30.4s, v31.4s\n\t" "fmla v13.4s, v30.4s, v31.4s\n\t"
+        "fmla v14.4s, v30.4s, v31.4s\n\t" "fmla v15.4s, v30.4s, v31.4s\n\t"
+        "fmla v16.4s, v30.4s, v31.4s\n\t" "fmla v17.4s, v30.4s, v31.4s\n\t"
+        "fmla v18.4s, v30.4s, v31.4s\n\t" "fmla v19.4s, v30.4s, v31.4s\n\t"
+        "fmla v20.4s, v30.4s, v31.4s\n\t" "fmla v21.4s, v30.4s, v31.4s\n\t"
+        "fmla v22.4s, v30.4s, v31.4s\n\t" "fmla v23.4s, v30.4s, v31.4s\n\t"
+        "subs %0, %0, #1\n\t"
+        "b.ne 1b"
+        : "+&r"(n) : : "cc", "v0", "v1", "v2", "v3", "v4", "v5", "v6", "v7", "v8", "v9", "v10",
+          "v11", "v12", "v13", "v14", "v15", "v16", "v17", "v18", "v19", "v20", "v21", "v22", "v23",
+          "v30", "v31");
+    return (double)turns * 24.0 * 8.0;
+}
+
+static double peak_fma(int32_t isa, long turns) { return (void)isa, peak_fma_neon(turns); }
 #else
 static float peak_sink;
 
