@@ -1,8 +1,8 @@
 /* How fast the library is on this machine, against what this machine can do.
  *
  *   make bench                    all of it, in less than four minutes
- *   make bench ONLY="decode f32"  rows with all of these words: a name (forward, mask, alibi,
- *                                 bias_key, bias_full, sinks, softcap, tails, strides, dims,
+ *   make bench ONLY="decode f32"  rows with all of these words: a name (forward, backward, mask,
+ *                                 alibi, bias_key, bias_full, sinks, softcap, tails, strides, dims,
  *                                 decode, short, ring, small, simple, loop), an instruction set, a
  *                                 dtype, a mask, D128, Tq4096, Tk4096, Hq32, threads2, ranks4
  *   bench --only WORDS --json FILE --chunk N --long --processor-time
@@ -25,7 +25,8 @@
  * rank"), with all else that a ring costs; of it the fixed order of chunks has at most what the
  * processors are idle, for no order lets them do more than always compute.
  *
- * A FLOP is one of 2 (Dk + Dv) for every visible pair of query and key and every query head. */
+ * A FLOP is one of 2 (Dk + Dv) for every visible pair of query and key and every query head;
+ * backward one of 2 (3 Dk + 2 Dv). */
 #define _GNU_SOURCE
 #include <math.h>
 #include <pthread.h>
@@ -382,6 +383,13 @@ static void attention_part(void *ctx, int ith, int nth) {
     if (s != RA_OK) __atomic_store_n(&l->status, s, __ATOMIC_RELAXED);
 }
 
+static void backward_part(void *ctx, int ith, int nth) {
+    load *l = (load *)ctx;
+    const ra_status s = ra_attention_backward(&l->d, &l->t, l->workspace, l->workspace_bytes, ith,
+                                              nth);
+    if (s != RA_OK) __atomic_store_n(&l->status, s, __ATOMIC_RELAXED);
+}
+
 static void small_attention_part(void *ctx, int ith, int nth) {
     const load *l = (const load *)ctx;
     for (int32_t i = 0; i < l->calls; i++) attention_part(ctx, ith, nth);
@@ -719,6 +727,33 @@ static void run_attention(const row *r, result *out) {
     if (!out->done) complain(r, l.status, &l.error);
 }
 
+/* Five products where forward has two; dQ, dK, dV are f32 and added to. */
+static void run_backward(const row *r, result *out) {
+    static load l;
+    static peak_load p;
+    const int64_t q = r->tokens * r->q_heads * r->dim, kv = r->kv_tokens * r->kv_heads * r->dim;
+    const data x = data_make(r);
+    op kernel, peak;
+    load_make(r, &x, &l);
+    l.t.lse.data = map((size_t)(r->tokens * r->q_heads * 4));
+    if (l.status == RA_OK) pool_run(attention_part, &l, r->threads);
+    l.d.op = RA_OP_TRAIN;
+    l.t.d_o.data = map_random(q, RA_F32, 5);
+    l.t.d_q.data = map((size_t)q * 4);
+    l.t.d_k.data = map((size_t)kv * 4);
+    l.t.d_v.data = map((size_t)kv * 4);
+    l.workspace_bytes = ra_attention_backward_bytes(&l.d, r->threads);
+    l.workspace = map(l.workspace_bytes + 64);
+    if (l.status == RA_OK) pool_run(backward_part, &l, r->threads);
+    if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
+    kernel = (op){ backward_part, &l, r->threads, 1, 2.5 * (double)l.report.flops, 0 };
+    peak = fma_op(&p, r->isa, r->dtype, r->threads);
+    out->unit = "GFLOP/s";
+    measure(&kernel, NULL, &peak, 1.0, out);
+    out->done = l.status == RA_OK;
+    if (!out->done) complain(r, l.status, &l.error);
+}
+
 /* Decoding, against a loop that reads the same keys and values. */
 static void run_decode(const row *r, result *out) {
     static load l;
@@ -808,6 +843,7 @@ static void run_row(const row *r, result *out) {
     else if (strcmp(r->name, "short") == 0) run_short(r, out);
     else if (is_small(r)) run_small(r, out);
     else if (strcmp(r->name, "ring") == 0) run_ring(r, out);
+    else if (strcmp(r->name, "backward") == 0) run_backward(r, out);
     else run_attention(r, out);
     unmap_all();
 }
@@ -869,6 +905,16 @@ static void add_storage(int large) {
         if (isas[i] != best_f32() && !large) continue;
         add_squares(isas[i], RA_F16, isas[i] == RA_ISA_SCALAR ? 1024 : 4096);
         add_squares(isas[i], RA_BF16, isas[i] == RA_ISA_SCALAR ? 1024 : 4096);
+    }
+}
+
+static void add_backward(int32_t isa, int32_t dtype, int large) {
+    const int64_t n = isa == RA_ISA_SCALAR ? 1024 : 4096;
+    for (int i = 0; i < 12; i++) {
+        row r = row_make("backward", isa, dtype, i % 2 ? RA_MASK_CAUSAL : RA_MASK_NONE,
+                         i / 2 % 2 ? 128 : 64, i < 8 ? n : 8192);
+        if (i >= 4 && i < 8) r.threads = 2;
+        if (i < 4 || (i < 8 && isa != RA_ISA_AVX2 && r.dim == 128) || large) add(r);
     }
 }
 
@@ -967,6 +1013,9 @@ static void add_all(int large) {
     const int32_t best = ra_isa_best(), f32 = best_f32();
     add_forward(large);
     add_storage(large);
+    add_backward(f32, RA_F32, large);
+    if (f32 == RA_ISA_AVX512) add_backward(RA_ISA_AVX2, RA_F32, 0);
+    if (bf16_isa(best)) add_backward(best, RA_BF16, large);
     add_gqa_and_threads(f32, RA_F32);
     if (bf16_isa(best)) add_gqa_and_threads(best, RA_BF16);
     add_variants(f32, RA_F32);
