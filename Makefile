@@ -57,7 +57,7 @@ REPORT   := :
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check check-full lint bench clean all-programs
+.PHONY: help demo check check-full lint bench bench-peers clean all-programs
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -106,6 +106,13 @@ lint: ## what a script can check of the house style
 
 bench: $(B)/bench/bench ## speed of the kernels and of the ring; ONLY="decode f32"
 	@$(B)/bench/bench $(if $(ONLY),--only '$(ONLY)') --json build/bench.json
+
+$(B)/bench/peers.so: bench/peers.c ringattn.h Makefile
+	@mkdir -p $(@D)
+	@$(BUILD) -shared -fPIC -o $@ $<
+
+bench-peers: $(B)/bench/peers.so ## against PyTorch, ONNX Runtime, OpenVINO; ONLY="decode bf16"
+	@python3 bench/peers.py --lib $(B)/bench/peers.so $(if $(ONLY),--only '$(ONLY)') $(ARGS)
 
 clean: ## removes build/
 	rm -rf build

@@ -193,7 +193,8 @@ length($0) > 100 && !/https?:/ { finding("columns", length($0) " of 100") }
 
 lint() {
     cd "$1" || exit 1
-    for f in ringattn.h Makefile tests/*.sh tests/*.[ch] examples/*.[ch] bench/*.[ch] .ci/run; do
+    for f in ringattn.h Makefile tests/*.sh tests/*.[ch] examples/*.[ch] bench/*.[ch] bench/*.py \
+        .ci/run; do
         [ -f "$f" ] && awk -v name="$f" "$lines" "$f"
     done
     for f in tests/*.[ch] bench/*.[ch] examples/*.[ch]; do

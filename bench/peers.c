@@ -1,0 +1,169 @@
+/* The library as a shared object for bench/peers.py, which calls it beside other people's.
+ *
+ *   cc -O2 -shared -fPIC -I. bench/peers.c -o build/release/bench/peers.so -lpthread
+ *
+ * A call is made once from a shape and addresses and then run any number of times, on threads that
+ * wait for work between the calls as those of the others do. Tensors lie head after head,
+ * [H][T][D], which PyTorch and OpenVINO have too. */
+#define _POSIX_C_SOURCE 200112L         /* posix_memalign */
+#include <stdlib.h>
+
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+
+enum { MAX_THREADS = 8 };
+
+/* Fields of `shape` and of `data`, by index: bench/peers.py has the same lists. */
+enum { S_DTYPE, S_CAUSAL, S_TQ, S_TK, S_HQ, S_HKV, S_DIM, S_THREADS, S_BACKWARD };
+enum { P_Q, P_K, P_V, P_O, P_LSE, P_DO, P_DQ, P_DK, P_DV };
+
+typedef struct peers_call {
+    ra_desc d;
+    ra_tensors t;
+    ra_error error;
+    void *workspace;
+    size_t bytes;
+    int threads, backward;
+    ra_status status;
+} peers_call;
+
+peers_call *peers_create(const int64_t *shape, void *const *data);
+int peers_run(peers_call *c);
+const char *peers_error(const peers_call *c);
+const char *peers_isa(void);
+void peers_destroy(peers_call *c);
+
+/* ---------------------------------------------------------------------------- threads */
+static struct {
+    pthread_mutex_t lock;
+    pthread_cond_t wake;
+    int started, turn, nth, done;
+    peers_call *call;
+} pool = { PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0, 0, NULL };
+
+static void part(peers_call *c, int ith) {
+    const ra_status s = c->backward
+        ? ra_attention_backward(&c->d, &c->t, c->workspace, c->bytes, ith, c->threads)
+        : ra_attention(&c->d, &c->t, c->workspace, c->bytes, ith, c->threads);
+    if (s != RA_OK) __atomic_store_n(&c->status, s, __ATOMIC_RELAXED);
+}
+
+static void *worker(void *arg) {
+    const int ith = (int)(intptr_t)arg;
+    int turn = 0;
+    for (;;) {
+        peers_call *c;
+        pthread_mutex_lock(&pool.lock);
+        while (pool.turn == turn) pthread_cond_wait(&pool.wake, &pool.lock);
+        turn = pool.turn;
+        c = ith < pool.nth ? pool.call : NULL;
+        pthread_mutex_unlock(&pool.lock);
+        if (!c) continue;
+        part(c, ith);
+        __atomic_add_fetch(&pool.done, 1, __ATOMIC_ACQ_REL);
+    }
+    return NULL;
+}
+
+static int start_threads(int nth) {
+    for (; pool.started < nth; pool.started++) {
+        pthread_t thread;
+        if (pool.started > 0) {        /* number 0 is the caller */
+            void *arg = (void *)(intptr_t)pool.started;
+            if (pthread_create(&thread, NULL, worker, arg) != 0) return -1;
+            pthread_detach(thread);
+        }
+    }
+    return 0;
+}
+
+/* 0, or the library's status. */
+int peers_run(peers_call *c) {
+    c->status = RA_OK;
+    if (c->threads > 1) {
+        pthread_mutex_lock(&pool.lock);
+        pool.call = c;
+        pool.nth = c->threads;
+        pool.done = 0;
+        pool.turn++;
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    part(c, 0);
+    if (c->threads > 1) {
+        while (__atomic_load_n(&pool.done, __ATOMIC_ACQUIRE) != c->threads - 1) sched_yield();
+    }
+    return c->status;
+}
+
+/* ---------------------------------------------------------------------------- calls */
+static ra_in view(const void *data, int64_t row_bytes, int64_t rows) {
+    ra_in x;
+    x.data = data;
+    x.token_stride = row_bytes;
+    x.head_stride = row_bytes * rows;
+    x.batch_stride = 0;
+    return x;
+}
+
+static ra_out view_out(void *data, int64_t row_bytes, int64_t rows) {
+    const ra_in in = view(data, row_bytes, rows);
+    ra_out x;
+    x.data = data;
+    x.token_stride = in.token_stride;
+    x.head_stride = in.head_stride;
+    x.batch_stride = 0;
+    return x;
+}
+
+static void set_desc(ra_desc *d, const int64_t *shape) {
+    d->tokens = shape[S_TQ];
+    d->kv_tokens = shape[S_TK];
+    d->q_heads = (int32_t)shape[S_HQ];
+    d->kv_heads = (int32_t)shape[S_HKV];
+    d->k_dim = d->v_dim = (int32_t)shape[S_DIM];
+    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = shape[S_DTYPE] ? RA_BF16 : RA_F32;
+    d->mask.kind = shape[S_CAUSAL] ? RA_MASK_CAUSAL : RA_MASK_NONE;
+    d->q_offset = shape[S_CAUSAL] ? shape[S_TK] - shape[S_TQ] : 0;
+    d->threads = (int32_t)shape[S_THREADS];
+}
+
+/* data[P_LSE] from a call that keeps it (backward needs it), else null; P_DO and so on only for
+ * backward. Null: out of memory. */
+peers_call *peers_create(const int64_t *shape, void *const *data) {
+    const int64_t row = shape[S_DIM] * (shape[S_DTYPE] ? 2 : 4), tq = shape[S_TQ], tk = shape[S_TK];
+    peers_call *c = (peers_call *)calloc(1, sizeof *c);
+    if (!c || start_threads((int)shape[S_THREADS]) != 0) return NULL;
+    set_desc(&c->d, shape);
+    c->d.error = &c->error;
+    c->threads = (int)shape[S_THREADS];
+    c->t.q = view(data[P_Q], row, tq);
+    c->t.k = view(data[P_K], row, tk);
+    c->t.v = view(data[P_V], row, tk);
+    c->t.o = view_out(data[P_O], row, tq);
+    if (data[P_LSE]) {
+        c->t.lse = view_out(data[P_LSE], 4, tq);
+        c->d.op = RA_OP_TRAIN;
+        c->d.grad_dtype = c->d.o_dtype;
+    }
+    c->backward = shape[S_BACKWARD] != 0;
+    if (c->backward) {
+        c->t.d_o = view(data[P_DO], row, tq);
+        c->t.d_q = view_out(data[P_DQ], row, tq);
+        c->t.d_k = view_out(data[P_DK], row, tk);
+        c->t.d_v = view_out(data[P_DV], row, tk);
+    }
+    c->bytes = c->backward ? ra_attention_backward_bytes(&c->d, c->threads)
+                           : ra_attention_bytes(&c->d, c->threads);
+    if (c->bytes && posix_memalign(&c->workspace, 64, c->bytes) != 0) return NULL;
+    return c;
+}
+
+void peers_destroy(peers_call *c) {
+    if (c) free(c->workspace);
+    free(c);
+}
+
+const char *peers_error(const peers_call *c) { return c->error.text; }
+
+const char *peers_isa(void) { return ra_isa_name(ra_isa_best()); }
