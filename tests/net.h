@@ -220,7 +220,8 @@ static inline void net_check_op(net_rank *r, const ra_op *op)
     uint32_t bits = w->c.tag_bits ? w->c.tag_bits : 15;
     size_t align = w->c.align ? w->c.align : 64;
     if (op->kind != RA_OP_SEND && op->kind != RA_OP_RECV) net_breach(w, "op kind %d", op->kind);
-    if (op->channel >= (w->c.shared || w->c.train ? 2 : 1)) net_breach(w, "channel %d", op->channel);
+    if (op->channel >= (w->c.shared || w->c.train ? 2 : 1))
+        net_breach(w, "channel %d", op->channel);
     if (op->flags & ~RA_OPF_LOAN_OK) net_breach(w, "op flags %d", op->flags);
     if (op->flags && !(w->c.lend || w->c.lend_sender)) net_breach(w, "asks for a loan unasked");
     if (op->flags && op->kind == RA_OP_SEND) net_breach(w, "a send with RA_OPF_LOAN_OK");
