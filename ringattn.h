@@ -48,6 +48,7 @@
  *   SCALAR       its operations in plain C
  *   AVX2         its operations on 8 floats
  *   AVX512       its operations on 16 floats
+ *   AVX512 BF16  a body of its own for bf16, by dot products of pairs
  *   NEON         its operations on 4 floats
  *   DISPATCH     which instruction sets this processor has
  *   GEOMETRY     positions and masks: who sees whom
@@ -82,7 +83,8 @@
  *            nothing is printed, nothing aborts, nothing waits without a watchdog (but a
  *            sendrecv of yours that takes no deadline).
  *   Numbers  Scores, softmax and sums are f32 with two-level summation; f32 results are within 2e-6
- *            of double precision on unit-scale data for any number of ranks. Bits do not depend on
+ *            of double precision on unit-scale data for any number of ranks; bf16 arithmetic rounds
+ *            the weights of the softmax to bf16, above and below the line. Bits do not depend on
  *            threads, chunks, timing or transport, and with shards cut on the grid of 64 tokens
  *            (contiguous and zigzag) not on the number of ranks. Rows without keys give 0 and LSE
  *            -inf. NaN in Q stays in its row; NaN in K or V reaches the rows that see it, no other.
@@ -97,7 +99,7 @@
  *   GQA, Dk != Dv, MLA    +      +      +      +
  *   decode form           +      +      +      +   ra_attention up to 4 query rows
  *   gradients, dropout    +      +      +      +   ra_attention_backward
- *   bf16 arithmetic       -      -      -      -
+ *   bf16 arithmetic       -      -      +      -   forward of q, k, v in bf16, by AVX512_BF16
  *
  * SPDX-License-Identifier: MIT OR Unlicense (both texts at the end)
  */
@@ -211,6 +213,8 @@ typedef struct ra_allocator {          /* all zero: malloc and free. Else both a
 /* -------------------------------------------------------------------------- constants
  * Held in int32_t fields. Where a wrong default would give wrong numbers, 0 is UNSET, refused. */
 enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16 };
+/* AVX512_BF16 and AMX multiply bf16 where q, k and v all are bf16 (not in decode form, backward or
+ * under dropout), else they are AVX512. AUTO is what is fastest here. */
 enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16, RA_ISA_AMX,
        RA_ISA_NEON };
 enum { RA_MASK_UNSET, RA_MASK_NONE, RA_MASK_CAUSAL, RA_MASK_INTERVALS };
@@ -399,8 +403,9 @@ typedef struct ra_tensors {
 
 /* ========================================================================== L0: block mathematics
  * No threads, no network, no allocation. A state is one online softmax a query row and head,
- * unnormalised, f32, packed: m the running maximum of the scores times log2(e) (the kernels work in
- * powers of two), l the sum of 2^(score log2(e) - m), acc the same sum times V. Empty: m = -inf,
+ * unnormalised, f32, packed: m a maximum of the scores times log2(e) (the kernels work in powers of
+ * two; the running one, or in bf16 arithmetic that of an earlier block, with l at most 2^60), l the
+ * sum of 2^(score log2(e) - m), acc the same sum times V. Empty: m = -inf,
  * l = 0, acc = 0. Milakov and Gimelshein, arXiv 1805.02867, algorithm 3. */
 typedef struct ra_state {
     float *m, *l;                      /* [B][tokens][Hq] */
@@ -3217,9 +3222,6 @@ RA__OP void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
 
 #include RINGATTN_SELF
 
-#if !defined(__clang__)
-#pragma GCC diagnostic pop
-#endif
 #undef RA__F
 #undef RA__ISA
 #undef RA__TARGET
@@ -3231,6 +3233,535 @@ RA__OP void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
 #undef RA__W
 #undef RA__NT
 #undef RA__NI
+
+/* ========================================================================== AVX512 BF16
+ * Forward where q, k and v are bf16, by vdpbf16ps: c += a1 b1, then c += a0 b0, of pairs of bf16,
+ * each step rounded to f32, denormals taken as zero. Panels and lanes are those of KERNEL, with two
+ * elements to a lane: q [Dk / 2][64] pairs of dims, against which K is broadcast by pairs of dims
+ * where it lies; p [32][64] pairs of keys, against which V is broadcast by pairs of keys, packed
+ * once for the panels of a task; acc [Dv][64], Dv rounded up to 8.
+ *
+ * The maximum is stale: m is that of the first block in which the row saw a key, and stays. Then
+ * p = 2^(s - m) may exceed 1, which is no harm: softmax does not change under shifts, and bf16 has
+ * the exponents of f32. So scores become p while they are still in registers, and acc is continued
+ * without rescaling, from key to key in one chain. A row whose l passes 2^60 in a block gets a new
+ * m, its sums are rescaled, and the block is done again; rows beside it keep their bits.
+ * PERF: Zen 5, D 64 and 128: a maximum of each block costs 2.5 and 1.5 % of the peak.
+ *
+ * p is rounded to nearest, and l sums it as rounded, by a product with ones, so that numerator and
+ * denominator agree. Q stays as it is, for q * scale rounded once more would lose half a bit: the
+ * scale is in the multiply-add in front of 2^x. */
+#define RA__BF_TARGET                                                                            \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")))
+#define RA__BF_FN RA__UNUSED RA__BF_TARGET static
+#define RA__BF_OP RA__INLINE RA__BF_TARGET
+
+/* 2^f for f in [0, 1] to 7.5e-5, plus half a step of bf16: cut off after 16 bits it is rounded. */
+static const float ra__bf_exp2[4] = {0.999925219f + 0.00390625f, 0.69583354f, 0.226067155f,
+                                     0.0780245227f};
+
+/* Rows [row, row + 16 nt) of a panel against one block. */
+typedef struct ra__bf_work {
+    const ra__panel *p;
+    const ra__keys *keys;
+    int32_t k_dim, v_dim;
+    float *s;                          /* [64 keys][64 rows] scores, if they are stored */
+    float *pairs;                      /* [32][64] pairs of p */
+    int32_t row, nt;
+    int32_t first, last;               /* keys that some of these rows see; both even, or last n */
+    int32_t masked;                    /* 0: all rows see all keys, and seen is not there */
+    uint64_t seen[64];                 /* bit r: row r sees this key */
+    uint64_t any;                      /* rows that see a key */
+    float factor;                      /* of s, to base 2 */
+    int32_t stored;                    /* 1: s is wanted, 0: p at once */
+    float use[64], old_l[64], top[64]; /* m, 0 for -inf; l before; the block's maximum of s */
+} ra__bf_work;
+
+RA__BF_OP __m512 ra__bf_dot(__m512 c, __m512i a, __m512i b) {
+    return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
+}
+/* In a register from here on: gcc 12 loads an operand again for each use. */
+RA__BF_OP __m512i ra__bf_load(const float *p) {
+    __m512i v = _mm512_loadu_si512(p);
+    __asm__("" : "+v"(v));
+    return v;
+}
+RA__BF_OP __m512i ra__bf_broadcast(const uint8_t *p) {
+    int32_t pair;
+    memcpy(&pair, p, sizeof pair);
+    return _mm512_set1_epi32(pair);
+}
+
+/* 16 x 16 lanes of 32 bits. */
+RA__BF_OP void ra__bf_transpose(__m512i r[16]) {
+    __m512i t[16];
+    int32_t i;
+    RA__UNROLL for (i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+    }
+    RA__UNROLL for (i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    RA__UNROLL for (i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    RA__UNROLL for (i = 0; i < 8; i++) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+    }
+}
+
+/* 2^x, of which the upper 16 bits are meant. */
+RA__BF_OP __m512 ra__bf_exp(__m512 x) {
+    __m512 f = _mm512_reduce_ps(x, 1), p = _mm512_set1_ps(ra__bf_exp2[3]);
+    int32_t i;
+    RA__UNROLL for (i = 2; i >= 0; i--)
+        p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(ra__bf_exp2[i]));
+    return _mm512_scalef_ps(p, x);
+}
+
+/* Pairs of p of two keys; l += both. */
+RA__BF_OP __m512i ra__bf_exp_pair(__m512 x0, __m512 x1, __m512 *l) {
+    __m512i low = _mm512_srli_epi32(_mm512_castps_si512(ra__bf_exp(x0)), 16);
+    __m512i high = _mm512_castps_si512(ra__bf_exp(x1));
+    __m512i pair = _mm512_mask_blend_epi16(0xaaaaaaaau, low, high);
+    *l = ra__bf_dot(*l, pair, _mm512_set1_epi16(0x3f80));
+    return pair;
+}
+
+/* The rows of vector t that see key j, as lanes. */
+RA__BF_OP __mmask16 ra__bf_lanes(const ra__bf_work *w, int32_t j, int32_t t) {
+    return (__mmask16)(w->seen[j] >> (w->row + 16 * t));
+}
+
+/* c[i][t] = K Q^T of ni keys from j on; keys beyond the last are the last once more. */
+RA__BF_OP void ra__bf_dots(const ra__bf_work *w, int32_t j, __m512 (*c)[4], const int32_t ni,
+                           const int32_t nt) {
+    const uint8_t *k[8];
+    const float *q = w->p->q + w->row;
+    int32_t d, i, t;
+    RA__UNROLL for (i = 0; i < ni; i++) {
+        const int32_t key = j + i < w->keys->n ? j + i : w->keys->n - 1;
+        k[i] = w->keys->k + key * w->keys->k_stride;
+        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_setzero_ps();
+    }
+    RA__UNROLL_2 for (d = 0; d + 1 < w->k_dim; d += 2, q += 64) {
+        __m512i x[4];
+        RA__UNROLL for (t = 0; t < nt; t++) x[t] = ra__bf_load(q + 16 * t);
+        RA__UNROLL for (i = 0; i < ni; i++) {
+            __m512i y = ra__bf_broadcast(k[i] + 2 * d);
+            RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = ra__bf_dot(c[i][t], x[t], y);
+        }
+    }
+    if (d == w->k_dim) return;
+    RA__UNROLL for (i = 0; i < ni; i++) {
+        uint16_t y;
+        memcpy(&y, k[i] + 2 * d, sizeof y);
+        RA__UNROLL for (t = 0; t < nt; t++)
+            c[i][t] = ra__bf_dot(c[i][t], ra__bf_load(q + 16 * t), _mm512_set1_epi32(y));
+    }
+}
+
+/* ni keys from j on: their scores to s, or straight to p. */
+RA__BF_OP void ra__bf_score_tile(ra__bf_work *w, int32_t j, const int32_t ni, const int32_t nt,
+                                 const int32_t masked) {
+    const __m512 low = _mm512_set1_ps(ra__neg_inf());
+    __m512 c[8][4], factor = _mm512_set1_ps(w->factor);
+    int32_t i, t;
+    ra__bf_dots(w, j, c, ni, nt);
+    if (w->stored) {
+        float *s = w->s + j * 64 + w->row;
+        RA__UNROLL for (i = 0; i < ni; i++)
+            RA__UNROLL for (t = 0; t < nt; t++) _mm512_storeu_ps(s + i * 64 + t * 16, c[i][t]);
+        return;
+    }
+    RA__UNROLL for (t = 0; t < nt; t++) {
+        __m512 use = _mm512_loadu_ps(w->use + w->row + 16 * t);
+        __m512 l = _mm512_loadu_ps(w->p->l + w->row + 16 * t);
+        float *pairs = w->pairs + j / 2 * 64 + w->row + 16 * t;
+        RA__UNROLL for (i = 0; i < ni; i += 2) {
+            __m512 x = _mm512_fmsub_ps(c[i][t], factor, use);
+            __m512 y = _mm512_fmsub_ps(c[i + 1][t], factor, use);
+            if (masked) x = _mm512_mask_blend_ps(ra__bf_lanes(w, j + i, t), low, x);
+            if (masked) y = _mm512_mask_blend_ps(ra__bf_lanes(w, j + i + 1, t), low, y);
+            _mm512_storeu_si512(pairs + i / 2 * 64, ra__bf_exp_pair(x, y, &l));
+        }
+        _mm512_storeu_ps(w->p->l + w->row + 16 * t, l);
+    }
+}
+
+RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_work *w, int32_t stored) {
+    int32_t j;
+    w->stored = stored;
+    if (w->nt == 4) for (j = w->first; j < w->last; j += 4) ra__bf_score_tile(w, j, 4, 4, 0);
+    else if (w->nt == 2) for (j = w->first; j < w->last; j += 8) ra__bf_score_tile(w, j, 8, 2, 1);
+    else for (j = w->first; j < w->last; j += 8) ra__bf_score_tile(w, j, 8, 1, 1);
+}
+
+/* Stored scores of vector t: modified, masked, their maximum. */
+RA__BF_FN void ra__bf_adjust(ra__bf_work *w, int32_t t) {
+    const ra__score *score = &w->p->score;
+    const int32_t row = w->row + 16 * t, modified = ra__score_is_modified(score);
+    __m512 bias = _mm512_setzero_ps(), top = _mm512_set1_ps(ra__neg_inf()), x;
+    int32_t j;
+    for (j = w->first; j < w->last; j++) {
+        x = _mm512_loadu_ps(w->s + j * 64 + row);
+        if (modified && j < w->keys->n) {
+            const int32_t pos = w->keys->pos ? w->keys->pos[j] : 0;
+            if (score->bias) bias = ra__vector_bias_avx512(w->p, row, pos);
+            x = _mm512_mul_ps(x, _mm512_set1_ps(w->p->factor));
+            x = ra__modify_avx512(score, x, ra__distance_avx512(w->p->geo->pos + row, pos), bias);
+        }
+        if (w->masked)
+            x = _mm512_mask_blend_ps(ra__bf_lanes(w, j, t), _mm512_set1_ps(ra__neg_inf()), x);
+        top = _mm512_max_ps(x, top);
+        _mm512_storeu_ps(w->s + j * 64 + row, x);
+    }
+    _mm512_storeu_ps(w->top + row, top);
+}
+
+/* New m of vector t: the block's maximum for rows without one; for those of `over`, whose l passes
+ * the limit, at least so much higher that l as it was becomes about 1; their sums are rescaled. */
+RA__BF_FN void ra__bf_raise(ra__bf_work *w, int32_t t, __mmask16 over) {
+    const int32_t row = w->row + 16 * t;
+    float *acc = w->p->acc + row;
+    __m512 m = _mm512_loadu_ps(w->p->m + row), l = _mm512_loadu_ps(w->old_l + row), alpha;
+    __m512 top = _mm512_mul_ps(_mm512_loadu_ps(w->top + row), _mm512_set1_ps(w->factor));
+    const __mmask16 fresh = _mm512_mask_cmpeq_ps_mask(
+        _mm512_cmpeq_ps_mask(m, _mm512_set1_ps(ra__neg_inf())), l, _mm512_setzero_ps());
+    __m512 more = _mm512_max_ps(top, _mm512_add_ps(m, _mm512_getexp_ps(l)));
+    int32_t d;
+    more = _mm512_mask_blend_ps(fresh, _mm512_mask_blend_ps(over, m, more), top);
+    _mm512_storeu_ps(w->p->m + row, more);
+    _mm512_storeu_ps(w->use + row, ra__base_avx512(more));
+    if (over) {
+        alpha = ra__exp2_avx512(_mm512_sub_ps(m, more));
+        l = _mm512_mask_mul_ps(l, over, l, alpha);
+        for (d = 0; d < w->v_dim; d++, acc += 64) {
+            m = _mm512_loadu_ps(acc);
+            _mm512_storeu_ps(acc, _mm512_mask_mul_ps(m, over, m, alpha));
+        }
+    }
+    _mm512_storeu_ps(w->p->l + row, l);
+}
+
+/* p of vector t from stored scores. */
+RA__BF_FN void ra__bf_exps(const ra__bf_work *w, int32_t t) {
+    const int32_t row = w->row + 16 * t;
+    const __m512 use = _mm512_loadu_ps(w->use + row), factor = _mm512_set1_ps(w->factor);
+    __m512 l = _mm512_loadu_ps(w->p->l + row);
+    int32_t j;
+    for (j = w->first; j < w->last; j += 2) {
+        const float *s = w->s + j * 64 + row;
+        __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(s), factor, use);
+        __m512 y = _mm512_fmsub_ps(_mm512_loadu_ps(s + 64), factor, use);
+        _mm512_storeu_si512(w->pairs + j / 2 * 64 + row, ra__bf_exp_pair(x, y, &l));
+    }
+    _mm512_storeu_ps(w->p->l + row, l);
+}
+
+/* Rows of vector t that the panel has. */
+RA__BF_OP __mmask16 ra__bf_live(const ra__bf_work *w, int32_t t) {
+    const int32_t n = w->p->rows - (w->row + 16 * t);
+    return n >= 16 ? 0xffff : n > 0 ? ra__first_avx512(n) : 0;
+}
+
+/* 1 if some row has no maximum yet; notes l and m. */
+RA__BF_OP int32_t ra__bf_begin(ra__bf_work *w) {
+    int32_t t, fresh = 0;
+    for (t = 0; t < w->nt; t++) {
+        const int32_t row = w->row + 16 * t;
+        __m512 m = _mm512_loadu_ps(w->p->m + row), l = _mm512_loadu_ps(w->p->l + row);
+        _mm512_storeu_ps(w->old_l + row, l);
+        _mm512_storeu_ps(w->use + row, ra__base_avx512(m));
+        fresh |= _mm512_mask_cmpeq_ps_mask(
+            _mm512_mask_cmpeq_ps_mask(ra__bf_live(w, t), m, _mm512_set1_ps(ra__neg_inf())), l,
+            _mm512_setzero_ps());
+    }
+    return fresh;
+}
+
+/* Scores of the block to s. */
+RA__BF_FN void ra__bf_keep(ra__bf_work *w) {
+    int32_t t;
+    ra__bf_scores(w, 1);
+    for (t = 0; t < w->nt; t++) ra__bf_adjust(w, t);
+    if (ra__score_is_modified(&w->p->score)) w->factor = 1.0f;
+}
+
+/* p, m and l from scores in s; rows in `over` get a new maximum. */
+RA__BF_FN void ra__bf_from_s(ra__bf_work *w, const __mmask16 over[4]) {
+    int32_t t;
+    for (t = 0; t < w->nt; t++) {
+        ra__bf_raise(w, t, over[t]);
+        ra__bf_exps(w, t);
+    }
+}
+
+/* Rows whose l has passed the limit; 1 if there are any. */
+RA__BF_OP int32_t ra__bf_over(const ra__bf_work *w, __mmask16 over[4]) {
+    const __m512 limit = _mm512_set1_ps(1152921504606846976.0f);
+    int32_t t, any = 0;
+    for (t = 0; t < w->nt; t++) {
+        over[t] = _mm512_mask_cmp_ps_mask(
+            ra__bf_live(w, t), _mm512_loadu_ps(w->p->l + w->row + 16 * t), limit, _CMP_GT_OQ);
+        any |= over[t];
+    }
+    return any;
+}
+
+/* p, m and l of the block. */
+RA__BF_FN void ra__bf_softmax(ra__bf_work *w) {
+    const int32_t fresh = ra__bf_begin(w), kept = fresh || ra__score_is_modified(&w->p->score);
+    __mmask16 over[4] = {0, 0, 0, 0};
+    w->factor = w->p->factor;
+    if (kept) {
+        ra__bf_keep(w);
+        ra__bf_from_s(w, over);
+    } else {
+        ra__bf_scores(w, 0);
+    }
+    if (!ra__bf_over(w, over)) return;
+    if (!kept) ra__bf_keep(w);
+    ra__bf_from_s(w, over);
+}
+
+/* Pairs of keys that PV goes through: [from, to). */
+RA__BF_OP int32_t ra__bf_to(const ra__bf_work *w) {
+    return ((w->last < w->keys->n ? w->last : w->keys->n) + 1) / 2;
+}
+
+/* acc of ni dims from d on += V^T p; rows that see nothing keep theirs to the bit. */
+RA__BF_OP void ra__bf_value_tile(const ra__bf_work *w, int32_t d, const int32_t ni,
+                                 const int32_t nt, const int32_t masked) {
+    float *acc = w->p->acc + d * 64 + w->row;
+    const float *x = w->pairs + w->first / 2 * 64 + w->row;
+    const uint8_t *v = w->keys->v + w->first / 2 * w->keys->v_stride + 4 * d;
+    const int32_t n = ra__bf_to(w) - w->first / 2;
+    __m512 c[8][4];
+    int32_t i, t, j;
+    RA__UNROLL for (i = 0; i < ni; i++)
+        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_loadu_ps(acc + i * 64 + t * 16);
+    RA__UNROLL_2 for (j = 0; j < n; j++, x += 64, v += w->keys->v_stride) {
+        __m512i y[4];
+        RA__UNROLL for (t = 0; t < nt; t++) y[t] = ra__bf_load(x + 16 * t);
+        RA__UNROLL for (i = 0; i < ni; i++) {
+            __m512i z = ra__bf_broadcast(v + 4 * i);
+            RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
+        }
+    }
+    RA__UNROLL for (t = 0; t < nt; t++) {
+        const __mmask16 any = (__mmask16)(w->any >> (w->row + 16 * t));
+        RA__UNROLL for (i = 0; i < ni; i++) {
+            if (masked) _mm512_mask_storeu_ps(acc + i * 64 + t * 16, any, c[i][t]);
+            else _mm512_storeu_ps(acc + i * 64 + t * 16, c[i][t]);
+        }
+    }
+}
+
+RA__NOINLINE RA__BF_TARGET void ra__bf_values(const ra__bf_work *w) {
+    int32_t d;
+    if (w->nt == 4) for (d = 0; d < w->v_dim; d += 4) ra__bf_value_tile(w, d, 4, 4, 0);
+    else if (w->nt == 2) for (d = 0; d < w->v_dim; d += 8) ra__bf_value_tile(w, d, 8, 2, 1);
+    else for (d = 0; d < w->v_dim; d += 8) ra__bf_value_tile(w, d, 8, 1, 1);
+}
+
+/* As ra__bf_values, for V that holds NaN or infinities which not every row sees: key by key, in the
+ * order in which vdpbf16ps takes them, the product selected by row. */
+RA__BF_FN void ra__bf_values_dirty(const ra__bf_work *w) {
+    const __m512i half = _mm512_set1_epi32((int32_t)0xffff0000u);
+    int32_t d, t, j;
+    for (d = 0; d < w->v_dim; d++)
+        for (t = 0; t < w->nt; t++) {
+            float *acc = w->p->acc + d * 64 + w->row + 16 * t;
+            __m512 c = _mm512_loadu_ps(acc), x;
+            for (j = w->first / 2; j < ra__bf_to(w); j++) {
+                __m512i v = ra__bf_broadcast(w->keys->v + j * w->keys->v_stride + 4 * d);
+                __m512i p = ra__bf_load(w->pairs + j * 64 + w->row + 16 * t);
+                x = ra__bf_dot(c, p, _mm512_and_si512(v, half));
+                c = _mm512_mask_blend_ps(ra__bf_lanes(w, 2 * j + 1, t), c, x);
+                x = ra__bf_dot(c, p, _mm512_andnot_si512(half, v));
+                c = _mm512_mask_blend_ps(ra__bf_lanes(w, 2 * j, t), c, x);
+            }
+            _mm512_storeu_ps(acc, c);
+        }
+}
+
+/* Notes who sees what; nobody sees keys beyond the last. */
+RA__BF_FN void ra__bf_see(ra__bf_work *w, int32_t partial) {
+    const ra__rows *geo = w->p->geo;
+    int32_t j, t;
+    for (j = 0; j < 64; j++) w->seen[j] = !partial && j < w->keys->n ? ~(uint64_t)0 : 0;
+    for (t = 0; t < 64 && partial; t += 16) {
+        __m512i lo = ra__load_int_avx512(geo->lo + t), hi = ra__load_int_avx512(geo->hi + t);
+        __m512i doc = ra__load_int_avx512(geo->doc + t), end = ra__load_int_avx512(geo->keep + t);
+        for (j = 0; j < w->keys->n; j++) {
+            const int32_t pos = w->keys->pos[j];
+            const __mmask16 m = ra__either_avx512(ra__within_avx512(lo, hi, pos),
+                                                  ra__within_avx512(doc, end, pos));
+            if (pos >= 0) w->seen[j] |= (uint64_t)m << t;
+        }
+    }
+}
+
+/* Narrows a block to the keys that the rows of w see, by eights; 0 if there is none. */
+RA__BF_FN int32_t ra__bf_narrow(ra__bf_work *w) {
+    const uint64_t rows = (uint64_t)(w->nt == 1 ? 0xffffu : 0xffffffffu) << w->row;
+    int32_t j;
+    w->any = 0;
+    w->first = 64;
+    w->last = 0;
+    for (j = 0; j < 64; j++) {
+        if (!(w->seen[j] & rows)) continue;
+        w->any |= w->seen[j];
+        if (w->first > j) w->first = j / 8 * 8;
+        w->last = j / 8 * 8 + 8;
+    }
+    return w->last > 0;
+}
+
+/* One block: all rows at once if they see all keys, else 32 rows and 16 rows with the keys that
+ * these see, so that of a block on the diagonal only three quarters are computed. */
+RA__BF_FN void ra__bf_block(ra__bf_work *w, int32_t partial) {
+    w->row = 0;
+    w->masked = partial || w->p->rows <= 32 || w->keys->n % 4;
+    if (!w->masked) {
+        w->nt = 4;
+        w->first = 0;
+        w->last = w->keys->n;
+        ra__bf_softmax(w);
+        ra__bf_values(w);
+        return;
+    }
+    ra__bf_see(w, partial);
+    for (; w->row < w->p->rows; w->row += 32) {
+        w->nt = w->p->rows - w->row > 16 ? 2 : 1;
+        if (!ra__bf_narrow(w)) continue;
+        ra__bf_softmax(w);
+        if (partial && !w->keys->v_clean) ra__bf_values_dirty(w);
+        else ra__bf_values(w);
+    }
+}
+
+RA__BF_FN void ra__fold_bf16(const ra__panel *p, const ra__keys *keys, const int8_t *kind,
+                             int32_t count, const ra_desc *d, float *s) {
+    ra__bf_work w;
+    int32_t i;
+    w.p = p;
+    w.k_dim = d->k_dim;
+    w.v_dim = d->v_dim;
+    w.s = s;
+    w.pairs = s + 64 * 64;
+    for (i = 0; i < count; i++) {
+        if (kind[i] == RA__EMPTY) continue;
+        w.keys = keys + i;
+        ra__bf_block(&w, kind[i] == RA__PARTIAL);
+    }
+}
+
+/* Elements of a row from d on that a vector of n takes, as a mask. */
+RA__BF_OP uint32_t ra__bf_first(int32_t dim, int32_t d, int32_t n) {
+    return dim - d >= n ? (uint32_t)(((uint64_t)1 << n) - 1) : ((uint32_t)1 << (dim - d)) - 1;
+}
+
+/* Pairs of dims of 16 rows to lanes; rows that are not there are zero. */
+RA__BF_FN void ra__load_q_bf16(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
+                               int32_t dim) {
+    const uint8_t *from = (const uint8_t *)src;
+    __m512i r[16];
+    int32_t row, d, i;
+    (void)dtype;
+    for (row = 0; row < RA_BLOCK_TOKENS; row += 16)
+        for (d = 0; d < dim; d += 32) {
+            for (i = 0; i < 16; i++)
+                r[i] = row + i < p->rows
+                           ? _mm512_maskz_loadu_epi16(ra__bf_first(dim, d, 32),
+                                                      from + (row + i) * stride + 2 * d)
+                           : _mm512_setzero_si512();
+            ra__bf_transpose(r);
+            for (i = 0; i < 16 && d + 2 * i < dim; i++)
+                _mm512_storeu_si512(p->q + (d / 2 + i) * 64 + row, r[i]);
+        }
+}
+
+RA__BF_OP int32_t ra__bf_up(int32_t dim, int32_t to) { return (dim + to - 1) / to * to; }
+
+RA__BF_FN void ra__load_acc_bf16(const ra__panel *p, const float *src, int64_t stride,
+                                 int32_t dim) {
+    ra__load_acc_avx512(p, src, stride, dim);
+    memset(p->acc + dim * 64, 0, (size_t)(ra__bf_up(dim, 8) - dim) * 64 * sizeof *p->acc);
+}
+
+RA__BF_FN void ra__sizes_bf16(ra__bytes *out, const ra_desc *d, int32_t shared) {
+    const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
+    out->q = lane * ((d->k_dim + 1) / 2);
+    out->acc = lane * ra__bf_up(d->v_dim, 8);
+    out->s = lane * (64 + 32);
+    out->batch = 1;
+    out->k = shared ? lane / 2 * d->k_dim : 0;
+    out->v = lane / 2 * ra__bf_up(d->v_dim, 16);
+}
+
+/* Pairs of keys [n / 2][dim up to 16]; returns 0 if there is a NaN or an infinity. */
+RA__BF_FN int32_t ra__bf_pack_v(uint8_t *to, const ra__keys *keys, int32_t dim) {
+    const int64_t row = 4 * (int64_t)ra__bf_up(dim, 16);
+    const __m256i e = _mm256_set1_epi16(0x7f80);
+    uint32_t bad = 0;
+    int32_t j, d;
+    for (j = 0; j < keys->n; j += 2, to += row) {
+        const uint8_t *v = keys->v + j * keys->v_stride;
+        for (d = 0; d < dim; d += 16) {
+            const __mmask16 m = (__mmask16)ra__bf_first(dim, d, 16);
+            __m256i a = _mm256_maskz_loadu_epi16(m, v + 2 * d), b = _mm256_setzero_si256();
+            if (j + 1 < keys->n) b = _mm256_maskz_loadu_epi16(m, v + keys->v_stride + 2 * d);
+            bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(a, e), e);
+            bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(b, e), e);
+            _mm512_storeu_si512(to + 4 * d,
+                                _mm512_or_si512(_mm512_cvtepu16_epi32(a),
+                                                _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16)));
+        }
+    }
+    return !bad;
+}
+
+RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__store *store,
+                                int32_t partial) {
+    int32_t j;
+    (void)partial;
+    if (d->v_in_k) {
+        keys->v = keys->k + 2 * (int64_t)d->v_column;
+        keys->v_stride = keys->k_stride;
+    }
+    keys->v_clean = ra__bf_pack_v(store->v, keys, d->v_dim);
+    keys->v = store->v;
+    keys->v_stride = 4 * (int64_t)ra__bf_up(d->v_dim, 16);
+    if (!store->shared || keys->k_stride % 64) return;
+    for (j = 0; j < keys->n; j++)
+        memcpy(store->k + 2 * (int64_t)j * d->k_dim, keys->k + j * keys->k_stride,
+               2 * (size_t)d->k_dim);
+    keys->k = store->k;
+    keys->k_stride = 2 * (int64_t)d->k_dim;
+}
+
+static const ra__kernel ra__kernel_bf16 = {
+    RA_ISA_AVX512_BF16, ra__sizes_bf16, ra__widen_avx512, ra__prepare_bf16, ra__load_q_bf16,
+    ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_bf16, ra__store_o_avx512,
+    NULL, NULL, NULL, NULL, NULL, NULL};
+
+#undef RA__BF_TARGET
+#undef RA__BF_FN
+#undef RA__BF_OP
+
+#if !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
 #endif /* RA__X86 */
 
 #if RA__NEON
@@ -3347,6 +3878,19 @@ RA__OP void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
  * global. A feature counts only if the operating system saves its registers (XCR0). Also the
  * floating-point environment of the kernels. */
 #if RA__X86
+enum { RA__BF16_FAST = 1 << 30 };      /* among the bits of what is found */
+
+/* 1 if vdpbf16ps issues as often as a multiply-add, so that it does twice the work: AMD from Zen 4
+ * on; Intel has a quarter of it, which is less than f32 arithmetic on widened values. */
+static int32_t ra__isa_bf16_fast(void) {
+    uint32_t a = 0, b = 0, c = 0, d = 0, family, model;
+    if (!__get_cpuid(0, &a, &b, &c, &d) || b != 0x68747541u) return 0; /* "Auth" of AMD */
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
+    family = (a >> 8 & 15u) + (a >> 20 & 255u);
+    model = (a >> 4 & 15u) | (a >> 12 & 0xf0u);
+    return family >= 0x1au || (family == 0x19u && model >= 0x10u);
+}
+
 /* Bit `isa` for each available set. CPUID: Intel SDM volume 2A; XCR0: volume 1, 13.3. */
 static uint32_t ra__isa_probe(void) {
     const uint32_t fma_f16c_osxsave = 1u << 12 | 1u << 29 | 1u << 27;
@@ -3357,7 +3901,11 @@ static uint32_t ra__isa_probe(void) {
     __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
     if ((xcr0 & 6u) != 6u) return found;
     found |= 1u << RA_ISA_AVX2;
-    if ((xcr0 & 0xe6u) == 0xe6u && (b7 & avx512) == avx512) found |= 1u << RA_ISA_AVX512;
+    if ((xcr0 & 0xe6u) != 0xe6u || (b7 & avx512) != avx512) return found;
+    found |= 1u << RA_ISA_AVX512;
+    if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1u)) return found;
+    found |= 1u << RA_ISA_AVX512_BF16;
+    if (ra__isa_bf16_fast()) found |= RA__BF16_FAST;
     return found;
 }
 
@@ -3382,6 +3930,7 @@ RA__INLINE void ra__fp_leave(uint32_t before) {
     __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)before));
 }
 #else
+enum { RA__BF16_FAST = 0 };
 static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR; }
 RA__INLINE uint32_t ra__fp_enter(void) { return 0; }
 RA__INLINE void ra__fp_leave(uint32_t before) { (void)before; }
@@ -3414,17 +3963,19 @@ static const ra__kernel *ra__kernel_f32(int32_t isa) {
 /* The kernels of a resolved descriptor. The form depends on instruction set, dtypes and dims alone,
  * not on the number of rows. Those for f32 alone know dropout. */
 static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
+#if RA__X86
+    if (d->q_dtype == RA_BF16 && d->k_dtype == RA_BF16 && d->v_dtype == RA_BF16)
+        if (d->isa == RA_ISA_AVX512_BF16 && d->dropout <= 0.0f) return &ra__kernel_bf16;
+#endif
     return ra__kernel_f32(d->isa);
 }
 
-/* The last of this list that is here. */
 RINGATTN_API int32_t ra_isa_best(void) {
-    static const int32_t order[] = { RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_NEON };
     const uint32_t found = ra__isa_detect();
-    int32_t best = RA_ISA_SCALAR;
-    for (size_t i = 0; i < sizeof order / sizeof order[0]; i++)
-        if (found >> order[i] & 1) best = order[i];
-    return best;
+    if (found & (uint32_t)RA__BF16_FAST) return RA_ISA_AVX512_BF16;
+    if (found >> RA_ISA_AVX512 & 1) return RA_ISA_AVX512;
+    if (found >> RA_ISA_NEON & 1) return RA_ISA_NEON;
+    return found >> RA_ISA_AVX2 & 1 ? RA_ISA_AVX2 : RA_ISA_SCALAR;
 }
 
 RINGATTN_API int32_t ra_isa_available(int32_t isa) {

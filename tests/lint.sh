@@ -142,7 +142,7 @@ FNR == 1 && $0 !~ /^\/\*/ { finding(1, "head", "the file starts with a comment")
 }
 /^[ \t]*#[ \t]*(if|ifdef|ifndef|elif)/ {
     conditionals++
-    if (where !~ /PLATFORM|DISPATCH|KERNEL|CLOCK|ATOMIC|SCALAR|AVX/) outside++
+    if (where !~ /PLATFORM|DISPATCH|KERNEL|CLOCK|ATOMIC|SCALAR|AVX|AMX/) outside++
     line = $0
     while (match(line, /RINGATTN_[A-Z0-9_]+/)) {
         m = substr(line, RSTART, RLENGTH)

@@ -37,6 +37,8 @@ typedef struct truth {
     double *o, *lse;                   /* [B][q_max][Hq][Dv], [B][q_max][Hq] */
     double *slack;                     /* [B][q_max][Hq] error that one f32 rounding of each score
                                         * explains, of O (of L where V is below 1) */
+    double *rough;                     /* [B][q_max][Hq][Dv] bf16 problems: error of O that rounding
+                                        * the weights to bf16, each by 2^-8 of it, can make */
 } truth;
 
 /* -------------------------------------------------------------------------- number formats */
@@ -218,6 +220,13 @@ static inline double score_of(const problem *p, int b, int64_t i, int head, int6
     return s;
 }
 
+/* q, k and v all bf16: the kernels may round the weights to bf16 too. */
+static inline int is_bf16(const problem *p)
+{
+    return p->q_dtype == RA_BF16 && p->k_dtype == RA_BF16 &&
+           (p->v_in_k || p->v_dtype == RA_BF16);
+}
+
 /* One row: keys [n] are the visible ones; s, size [n] is scratch. */
 static inline void oracle_row(const problem *p, const truth *t, int b, int64_t i, int head,
                               const int32_t *keys, int64_t n, double *s, double *size)
@@ -246,6 +255,11 @@ static inline void oracle_row(const problem *p, const truth *t, int b, int64_t i
         }
     }
     for (d = 0; d < p->Dv && n; d++) o[d] /= sum;
+    for (j = 0; j < n && is_bf16(p); j++) {
+        const float *v = v_row(p, b, keys[j], head / (p->Hq / p->Hkv));
+        double w = exp(s[j] - top) / sum / 256;
+        for (d = 0; d < p->Dv; d++) t->rough[at * p->Dv + d] += w * fabs((double)v[d] - o[d]);
+    }
     t->lse[at] = sum == 0 ? -HUGE_VAL : top + log(sum);
     t->slack[at] = sum == 0 || slack != slack ? 0 : slack / sum * big * 1.2e-7;
 }
@@ -262,6 +276,7 @@ static inline truth oracle(const problem *p)
     t.o = (double *)calloc(rows * (size_t)p->Dv + 1, sizeof(double));
     t.lse = (double *)calloc(rows + 1, sizeof(double));
     t.slack = (double *)calloc(rows + 1, sizeof(double));
+    t.rough = (double *)calloc(rows * (size_t)p->Dv + 1, sizeof(double));
     for (b = 0; b < p->B; b++) {
         for (i = 0; i < p->tq[b]; i += step) {
             for (n = k = 0; k < p->tk[b]; k++) {
@@ -279,7 +294,10 @@ static inline truth oracle(const problem *p)
     return t;
 }
 
-static inline void truth_free(truth *t) { free(t->o); free(t->lse); free(t->slack); }
+static inline void truth_free(truth *t)
+{
+    free(t->o); free(t->lse); free(t->slack); free(t->rough);
+}
 
 /* -------------------------------------------------------------------------- gradients
  * Of sum(d_o * o), and for each the error that f32 arithmetic may make: `bar` counts what goes into

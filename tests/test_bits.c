@@ -1,6 +1,7 @@
 /* The promise on bits: with shards on the grid of blocks O and LSE do not depend on the number of
  * ranks, on where the cuts lie, on chunks, buffers, threads, transport or calls, and ra_attention
- * with the same layout gives them too. For every mask, contiguous and zigzag, on every ISA. */
+ * with the same layout gives them too. For every mask, contiguous and zigzag, on every ISA; those
+ * for bf16 in bf16. */
 #include "harness.h"
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -8,7 +9,7 @@
 #include "world.h"
 
 /* A problem of `blocks` blocks (the last one short) with everything else at random. */
-static void bits_problem(problem *p, h_rng *r, int mask, int64_t blocks)
+static void bits_problem(problem *p, h_rng *r, int mask, int64_t blocks, int32_t isa)
 {
     static const int32_t heads[4][2] = { { 2, 1 }, { 1, 1 }, { 3, 3 }, { 4, 2 } };
     int i = (int)h_range(r, 0, 3);
@@ -32,6 +33,9 @@ static void bits_problem(problem *p, h_rng *r, int mask, int64_t blocks)
     if (h_one_in(r, 3)) {
         problem_dtypes(p, (int32_t)h_range(r, 1, 3), (int32_t)h_range(r, 1, 3),
                        (int32_t)h_range(r, 1, 3), (int32_t)h_range(r, 1, 3));
+    }
+    if (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX) {
+        problem_dtypes(p, RA_BF16, RA_BF16, RA_BF16, (int32_t)h_range(r, 1, 3));
     }
     problem_data(p, r);
 }
@@ -90,7 +94,7 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
     setup s;
     outcome first;
     if (!h_case(index)) return;
-    bits_problem(&p, &r, mask, 2 * most + h_range(&r, 0, 3));
+    bits_problem(&p, &r, mask, 2 * most + h_range(&r, 0, 3), isa);
     memset(&s, 0, sizeof s);
     s.layout = layout;
     s.isa = isa;
@@ -135,6 +139,7 @@ static void every_mask(int32_t isa)
 TEST(every_mask_scalar) { every_mask(RA_ISA_SCALAR); }
 TEST(every_mask_avx2)   { every_mask(RA_ISA_AVX2); }
 TEST(every_mask_avx512) { every_mask(RA_ISA_AVX512); }
+TEST(every_mask_avx512_bf16) { every_mask(RA_ISA_AVX512_BF16); }
 TEST(every_mask_neon)   { every_mask(RA_ISA_NEON); }
 
 /* Any shape and layout at all: whatever says bits_any_ranks must keep to it. */
@@ -236,6 +241,7 @@ TEST(no_promise_off_the_grid)
 
 static const h_test tests[] = {
     ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
+    ENTRY(every_mask_avx512_bf16),
     ENTRY(every_mask_neon), ENTRY(whoever_promises_keeps), ENTRY(other_orders_differ),
     ENTRY(no_promise_off_the_grid)
 };

@@ -629,6 +629,7 @@ static void check_finish(const problem *p, const ra_desc *d, const ra_state *s)
     t.sinks = p->scores & RA_SCORE_SINKS ? p->sinks : NULL;
     t.alibi = p->scores & RA_SCORE_ALIBI ? p->alibi : NULL;
     CHECK_EQ(ra_state_finish(d, s, &t), RA_OK);
+    r.rough = rounds_weights(d);
     w = outcome_judge(&r, p, &want_);
     CHECK(w.o_ratio <= 1);
     CHECK(w.lse_ratio <= 1);
