@@ -63,10 +63,21 @@ help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
 	@sed -n 's/^#   /      /p' Makefile
 
-# Each program includes the header with its implementation, as its users do.
-$(B)/%: %.c $(HEADERS) Makefile
+# A program includes the header with its implementation, as its users do. To compile that only once,
+# most tests and examples skip it (RA__IMPLEMENTED: it has been seen) and are linked with it.
+WHOLE    := tests/test_sim examples/minimal examples/demo bench/bench
+
+$(WHOLE:%=$(B)/%): $(B)/%: %.c $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	@$(BUILD) -o $@ $< -lm
+
+$(B)/tests/ringattn.o: tests/lang_impl.c $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	@$(BUILD) -c -o $@ $<
+
+$(B)/%: %.c $(B)/tests/ringattn.o $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	@$(BUILD) -DRA__IMPLEMENTED -o $@ $< $(B)/tests/ringattn.o -lm
 
 $(B)/bench/bench: TOLD = -DBENCH_FLAGS='"-std=c99 $(FLAGS_$(config)) $(CFLAGS)"'
 

@@ -30,11 +30,10 @@
  * others only include. Link with -lpthread (not with RINGATTN_NO_THREADS). No -m flags are needed:
  * kernels are compiled for every instruction set and chosen when the program runs.
  *
- * What it does not do: it computes attention, forward and, on one rank, backward; no projections,
- * no RoPE (rotate before you cache), no tensor or pipeline parallelism (they go on around it), no
- * networking of its own beyond threads. Below about 8K tokens a shard per rank gains nothing. Rings
- * and worlds made before a fork() are not for the child; not from signal handlers, not under thread
- * cancellation.
+ * What it does not do: it computes attention, forward and backward; no projections, no RoPE (rotate
+ * before you cache), no tensor or pipeline parallelism (they go on around it), no networking of its
+ * own beyond threads. Below about 8K tokens a shard per rank gains nothing. Rings and worlds made
+ * before a fork() are not for the child; not from signal handlers, not under thread cancellation.
  *
  * Contents. Each room uses only rooms above it.
  *   API          types, descriptors, functions, the transport's contract; ends with a stop sign
@@ -75,7 +74,7 @@
  *
  * Promises
  *   Memory   A plan is one allocation, a ring is one or none (your workspace); nothing allocates in
- *            a pass. Beyond the running state of the local queries (which lives in an f32 output) a
+ *            a pass. Beyond the running state of the local queries (forward it lives in an f32 o) a
  *            rank needs a few chunks, not a second shard. The plan tells every byte beforehand.
  *   Threads  Plans may be shared. A ring runs one pass, stepped by any number of your threads; the
  *            library starts none of its own except in ra_world_run.
@@ -98,7 +97,7 @@
  *     bias, sinks
  *   GQA, Dk != Dv, MLA    +      +      +      +
  *   decode form           +      +      +      +   ra_attention up to 4 query rows
- *   gradients, dropout    +      +      +      +   ra_attention_backward
+ *   gradients, dropout    +      +      +      +   arithmetic f32
  *   bf16 arithmetic       -      -      +      -   forward of q, k, v in bf16, by AVX512_BF16
  *
  * SPDX-License-Identifier: MIT OR Unlicense (both texts at the end)
@@ -130,8 +129,8 @@ extern "C" {
  *             failure if there was one. One pass at a time. Serves any number of plans.
  *   ra_world  ranks as threads of this process; owns one transport a rank. Optional.
  *
- * They die in the order rings, transports (worlds), plans. A pass is one ra_forward on all ranks of
- * a ring; ranks start the same passes in the same order, which is all that matches them up.
+ * They die in the order rings, transports (worlds), plans. A pass is one forward or backward on all
+ * ranks of a ring. Ranks start the same passes in the same order, and nothing else matches them up.
  *
  * AGREED fields must be equal on every rank. They are hashed, field by field as given (0, not the
  * default it stands for), into the 64-byte frame in front of every chunk: a difference is
@@ -6712,6 +6711,7 @@ static ra_status ra__check_enums(const ra_desc *d, ra_error *e) {
         { "mask.kind", d->mask.kind, RA_MASK_NONE, RA_MASK_INTERVALS },
         { "layout.kind", d->layout.kind, 0, RA_LAYOUT_ARRAY },
         { "grad_dtype", d->grad_dtype, 0, RA_BF16 },
+        { "grad_home", d->grad_home, RA_HOME_DIRECT, RA_HOME_RING },
         { "isa", d->isa, RA_ISA_AUTO, RA_ISA_NEON },
     };
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
@@ -6758,6 +6758,8 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
         return ra__refuse(e, RA_E_SHAPE, "v_in_k", "is 0, but v_column is #", d->v_column);
     if (d->v_in_k && d->v_column + d->v_dim > d->k_dim)
         return ra__refuse(e, RA_E_SHAPE, "v_column", "# + v_dim exceeds k_dim", d->v_column);
+    if (d->op != RA_OP_TRAIN && d->grad_home)
+        return ra__refuse(e, RA_E_SHAPE, "grad_home", "# needs RA_OP_TRAIN", d->grad_home);
     if (d->op != RA_OP_TRAIN && d->grad_dtype)
         return ra__refuse(e, RA_E_SHAPE, "grad_dtype", "# needs RA_OP_TRAIN", d->grad_dtype);
     if (d->op != RA_OP_TRAIN && d->dropout > 0.0f)
@@ -6956,8 +6958,8 @@ static ra_status ra__check_engine(const ra_desc *d, ra_error *e) {
         return ra__refuse(e, RA_E_SHAPE, "engine.block_queries",
                           "# is no multiple of RA_BLOCK_TOKENS", engine->block_queries);
     if (!engine->fold) return ra__refuse(e, RA_E_NULL, "engine.fold", "is required", 0);
-    if (d->dropout > 0.0f)
-        return ra__refuse(e, RA_E_UNSUPPORTED, "dropout", "engines do not know it", 0);
+    if (d->op == RA_OP_TRAIN)
+        return ra__refuse(e, RA_E_UNSUPPORTED, "op", "engines know no gradients; it is #", d->op);
     return RA_OK;
 }
 
@@ -7040,6 +7042,7 @@ static uint64_t ra__hash_desc(const ra_desc *d, const ra_desc *full) {
         d->tokens, d->kv_tokens, d->q_offset, d->chunk_tokens, d->buffers, d->mask.kind,
         d->mask.causal_block, d->mask.window, d->mask.window_right, d->mask.prefix, d->mask.keep,
         d->mask.doc_count, d->mask.interval_count, d->layout.kind, d->op, d->grad_dtype,
+        d->grad_home,
     };
     const ra_layout *l = &d->layout;
     uint64_t h = 14695981039346656037u;

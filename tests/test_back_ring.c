@@ -244,9 +244,99 @@ TEST(sixty_four_ranks)
     problem_free(&p);
 }
 
+/* -------------------------------------------------------------------------- refusals */
+static int no_ops(void *ctx, ra_op *const *ops, int n) { (void)ctx; (void)ops; (void)n; return 0; }
+static int no_engine(void *ctx, const ra_block *b) { (void)ctx; (void)b; return 0; }
+
+static void train_desc(ra_desc *d, ra_error *e)
+{
+    memset(d, 0, sizeof *d);
+    d->ranks = 3;
+    d->tokens = 640;
+    d->q_heads = d->kv_heads = 1;
+    d->k_dim = d->v_dim = 8;
+    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
+    d->mask.kind = RA_MASK_CAUSAL;
+    d->layout.kind = RA_LAYOUT_ZIGZAG;
+    d->op = RA_OP_TRAIN;
+    d->error = e;
+}
+
+static void refused(ra_status got, const ra_error *e, ra_status status, const char *field)
+{
+    CHECK_EQ(got, status);
+    CHECK_EQ(e->status, status);
+    CHECK(strcmp(e->field, field) == 0);
+    if (strcmp(e->field, field)) printf("    %s, not %s: %s\n", e->field, field, e->text);
+}
+
+TEST(refusals)
+{
+    ra_error e;
+    ra_desc d;
+    ra_engine engine;
+    ra_plan *plan = NULL;
+    ra_ring *ring = NULL;
+    ra_ring_desc rd;
+    ra_transport tp;
+    ra_job job;
+    ra_tensors t;
+    memset(&rd, 0, sizeof rd);
+    memset(&tp, 0, sizeof tp);
+    memset(&t, 0, sizeof t);
+    rd.error = &e;
+    train_desc(&d, &e);
+    d.grad_home = 2;
+    refused(ra_plan_create(&plan, &d, NULL), &e, RA_E_ENUM, "grad_home");
+    d.grad_home = RA_HOME_RING;
+    d.op = RA_OP_FORWARD;
+    refused(ra_plan_create(&plan, &d, NULL), &e, RA_E_SHAPE, "grad_home");
+    train_desc(&d, &e);
+    memset(&engine, 0, sizeof engine);
+    engine.size = sizeof engine;
+    engine.abi = RA_ENGINE_ABI;
+    engine.fold = no_engine;
+    d.engine = &engine;
+    refused(ra_plan_create(&plan, &d, NULL), &e, RA_E_UNSUPPORTED, "op");
+    d.engine = NULL;
+    CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
+    tp.size = sizeof tp;
+    tp.abi = RA_TRANSPORT_ABI;
+    tp.post = tp.poll = no_ops;
+    tp.channels = 1;
+    tp.max_ops = 3;
+    tp.caps = RA_CAP_ANY_PEER;
+    refused(ra_ring_create(&ring, plan, &tp, &rd), &e, RA_E_TRANSPORT, "transport.channels");
+    tp.channels = 2;
+    tp.max_ops = 2;
+    refused(ra_ring_create(&ring, plan, &tp, &rd), &e, RA_E_TRANSPORT, "transport.max_ops");
+    tp.max_ops = 3;
+    tp.caps = 0;
+    refused(ra_ring_create(&ring, plan, &tp, &rd), &e, RA_E_TRANSPORT, "transport.caps");
+    tp.caps = RA_CAP_ANY_PEER;
+    CHECK_EQ(ra_ring_create(&ring, plan, &tp, &rd), RA_OK);
+    memset(&job, 0, sizeof job);
+    job.plan = plan;
+    job.tensors = &t;
+    job.pass = 2;
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_ENUM, "job.pass");
+    job.pass = RA_PASS_BACKWARD;
+    job.reserved = 1;
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_RESERVED, "job.reserved");
+    ra_plan_destroy(plan);
+    ra_ring_destroy(ring);
+    d.op = RA_OP_FORWARD;
+    CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
+    CHECK_EQ(ra_ring_create(&ring, plan, &tp, &rd), RA_OK);
+    refused(ra_backward(plan, ring, &t, RA_NO_DEADLINE), ra_ring_error(ring), RA_E_SHAPE,
+            "job.pass");
+    ra_ring_destroy(ring);
+    ra_plan_destroy(plan);
+}
+
 static const h_test tests[] = {
     ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
-    ENTRY(layouts), ENTRY(sixty_four_ranks)
+    ENTRY(layouts), ENTRY(sixty_four_ranks), ENTRY(refusals)
 };
 
 int main(int argc, char **argv)
