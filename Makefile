@@ -64,8 +64,10 @@ help: ## lists the targets
 	@sed -n 's/^#   /      /p' Makefile
 
 # A program includes the header with its implementation, as its users do. To compile that only once,
-# most tests and examples skip it (RA__IMPLEMENTED: it has been seen) and are linked with it.
-WHOLE    := tests/test_sim examples/minimal examples/demo bench/bench
+# most tests and examples skip it (RA__IMPLEMENTED: it has been seen) and are linked with it. Not
+# those that hook into it, or are fast only if compiled with it.
+WHOLE    := tests/test_sim tests/test_clients tests/test_refuse tests/test_plan examples/minimal \
+            examples/demo bench/bench
 
 $(WHOLE:%=$(B)/%): $(B)/%: %.c $(HEADERS) Makefile
 	@mkdir -p $(@D)

@@ -7,6 +7,8 @@
 #include "ringattn.h"
 
 #include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
 
 enum { LAYERS = 6, TOKENS = 1024, HEADS = 4, DIM = 32, N = TOKENS * HEADS * DIM };
 
