@@ -3585,11 +3585,30 @@ RA__BF_OP void ra__bf_dots(const ra__bf_work *w, int32_t j, __m512 (*c)[4], cons
     }
 }
 
-/* ni keys from j on: their scores to s, or straight to p. */
+/* p and l of ni keys and vector t. */
+RA__BF_OP void ra__bf_tile_exps(const ra__bf_work *w, int32_t j, __m512 (*c)[4], const int32_t ni,
+                                const int32_t t, const int32_t masked) {
+    const __m512 low = _mm512_set1_ps(ra__neg_inf()), factor = _mm512_set1_ps(w->factor);
+    const int32_t row = w->row + 16 * t;
+    const __m512 use = _mm512_loadu_ps(w->use + row);
+    __m512 l = _mm512_loadu_ps(w->p->l + row);
+    float *pairs = w->pairs + j / 2 * 64 + row;
+    int32_t i;
+    RA__UNROLL for (i = 0; i < ni; i += 2) {
+        __m512 x = _mm512_fmsub_ps(c[i][t], factor, use);
+        __m512 y = _mm512_fmsub_ps(c[i + 1][t], factor, use);
+        if (masked) x = _mm512_mask_blend_ps(ra__bf_lanes(w, j + i, t), low, x);
+        if (masked) y = _mm512_mask_blend_ps(ra__bf_lanes(w, j + i + 1, t), low, y);
+        _mm512_storeu_si512(pairs + i / 2 * 64, ra__bf_exp_pair(x, y, &l));
+    }
+    _mm512_storeu_ps(w->p->l + row, l);
+}
+
+/* ni keys from j on: their scores to s, or straight to p. clang 14 keeps c in memory if the vectors
+ * are a loop. */
 RA__BF_OP void ra__bf_score_tile(ra__bf_work *w, int32_t j, const int32_t ni, const int32_t nt,
                                  const int32_t masked) {
-    const __m512 low = _mm512_set1_ps(ra__neg_inf());
-    __m512 c[8][4], factor = _mm512_set1_ps(w->factor);
+    __m512 c[8][4];
     int32_t i, t;
     ra__bf_dots(w, j, c, ni, nt);
     if (w->stored) {
@@ -3598,27 +3617,22 @@ RA__BF_OP void ra__bf_score_tile(ra__bf_work *w, int32_t j, const int32_t ni, co
             RA__UNROLL for (t = 0; t < nt; t++) _mm512_storeu_ps(s + i * 64 + t * 16, c[i][t]);
         return;
     }
-    RA__UNROLL for (t = 0; t < nt; t++) {
-        __m512 use = _mm512_loadu_ps(w->use + w->row + 16 * t);
-        __m512 l = _mm512_loadu_ps(w->p->l + w->row + 16 * t);
-        float *pairs = w->pairs + j / 2 * 64 + w->row + 16 * t;
-        RA__UNROLL for (i = 0; i < ni; i += 2) {
-            __m512 x = _mm512_fmsub_ps(c[i][t], factor, use);
-            __m512 y = _mm512_fmsub_ps(c[i + 1][t], factor, use);
-            if (masked) x = _mm512_mask_blend_ps(ra__bf_lanes(w, j + i, t), low, x);
-            if (masked) y = _mm512_mask_blend_ps(ra__bf_lanes(w, j + i + 1, t), low, y);
-            _mm512_storeu_si512(pairs + i / 2 * 64, ra__bf_exp_pair(x, y, &l));
-        }
-        _mm512_storeu_ps(w->p->l + w->row + 16 * t, l);
-    }
+    ra__bf_tile_exps(w, j, c, ni, 0, masked);
+    if (nt > 1) ra__bf_tile_exps(w, j, c, ni, 1, masked);
+    if (nt > 2) ra__bf_tile_exps(w, j, c, ni, 2, masked);
+    if (nt > 3) ra__bf_tile_exps(w, j, c, ni, 3, masked);
 }
 
 RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_work *w, int32_t stored) {
+    const int32_t ni = w->nt == 4 ? 4 : 8;
     int32_t j;
     w->stored = stored;
-    if (w->nt == 4) for (j = w->first; j < w->last; j += 4) ra__bf_score_tile(w, j, 4, 4, 0);
-    else if (w->nt == 2) for (j = w->first; j < w->last; j += 8) ra__bf_score_tile(w, j, 8, 2, 1);
-    else for (j = w->first; j < w->last; j += 8) ra__bf_score_tile(w, j, 8, 1, 1);
+    for (j = w->first; j < w->last; j += ni) {
+        if (w->nt == 4) ra__bf_score_tile(w, j, 4, 4, 0);
+        else if (w->nt == 2) ra__bf_score_tile(w, j, 8, 2, 1);
+        else ra__bf_score_tile(w, j, 8, 1, 1);
+        ra__ask(w->p->ahead);
+    }
 }
 
 /* Stored scores of vector t: modified, masked, their maximum. */
@@ -3783,10 +3797,14 @@ RA__BF_OP void ra__bf_value_tile(const ra__bf_work *w, int32_t d, const int32_t 
 }
 
 RA__NOINLINE RA__BF_TARGET void ra__bf_values(const ra__bf_work *w) {
+    const int32_t ni = w->nt == 4 ? 4 : 8;
     int32_t d;
-    if (w->nt == 4) for (d = 0; d < w->v_dim; d += 4) ra__bf_value_tile(w, d, 4, 4, 0);
-    else if (w->nt == 2) for (d = 0; d < w->v_dim; d += 8) ra__bf_value_tile(w, d, 8, 2, 1);
-    else for (d = 0; d < w->v_dim; d += 8) ra__bf_value_tile(w, d, 8, 1, 1);
+    for (d = 0; d < w->v_dim; d += ni) {
+        if (w->nt == 4) ra__bf_value_tile(w, d, 4, 4, 0);
+        else if (w->nt == 2) ra__bf_value_tile(w, d, 8, 2, 1);
+        else ra__bf_value_tile(w, d, 8, 1, 1);
+        ra__ask(w->p->ahead);
+    }
 }
 
 /* As ra__bf_values, for V that holds NaN or infinities which not every row sees: key by key, in the
@@ -3958,7 +3976,7 @@ RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__stor
     keys->v_clean = ra__bf_pack_v(store->v, keys, d->v_dim);
     keys->v = store->v;
     keys->v_stride = 4 * (int64_t)ra__bf_up(d->v_dim, 16);
-    if (!store->shared || keys->k_stride % 64) return;
+    if (!store->shared || keys->k_stride == 2 * (int64_t)d->k_dim) return;
     for (j = 0; j < keys->n; j++)
         memcpy(store->k + 2 * (int64_t)j * d->k_dim, keys->k + j * keys->k_stride,
                2 * (size_t)d->k_dim);
