@@ -68,6 +68,8 @@ races() {
         ARGS=whoever_promises_keeps
     step tsan-forward "$@" make check config=tsan werror=1 CC=gcc TESTS=test_forward EXAMPLES= \
         ARGS=threads
+    step tsan-back "$@" make check config=tsan werror=1 CC=gcc TESTS=test_back_ring EXAMPLES= \
+        ARGS=threads
 }
 
 tsan() {

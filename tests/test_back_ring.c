@@ -244,6 +244,33 @@ TEST(sixty_four_ranks)
     problem_free(&p);
 }
 
+/* More threads than kv heads: dQ and dK, dV apart; few enough for a race detector. */
+TEST(threads)
+{
+    int64_t i;
+    for (i = 0; i < 6; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        if (!h_case(i)) continue;
+        problem_shape(&p, 500, 2, 1, 8, 8);
+        p.mask.kind = i % 2 ? RA_MASK_CAUSAL : RA_MASK_NONE;
+        problem_data(&p, &r);
+        problem_cotangent(&p, &r);
+        memset(&s, 0, sizeof s);
+        s.layout = i < 3 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        s.ranks = 3;
+        s.seed = h_next(&r) | 1u << 8;         /* any thread may call the transport */
+        s.wire = i % 3 ? WIRE_SHARED : WIRE_POST;
+        s.call = i % 2 ? CALL_STEP : CALL_JOIN;
+        s.threads = 3;
+        s.chunk_tokens = 64;
+        s.train = 1;
+        as_the_oracle(&p, &s);
+        problem_free(&p);
+    }
+}
+
 /* -------------------------------------------------------------------------- refusals */
 static int no_ops(void *ctx, ra_op *const *ops, int n) { (void)ctx; (void)ops; (void)n; return 0; }
 static int no_engine(void *ctx, const ra_block *b) { (void)ctx; (void)b; return 0; }
@@ -336,7 +363,8 @@ TEST(refusals)
 
 static const h_test tests[] = {
     ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
-    ENTRY(layouts), ENTRY(sixty_four_ranks), ENTRY(refusals)
+    ENTRY(layouts), ENTRY(sixty_four_ranks), ENTRY(threads),
+    ENTRY(refusals)
 };
 
 int main(int argc, char **argv)
