@@ -462,7 +462,7 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
  * another, each returns when its share is done, o is complete when all have returned. Bits do not
  * depend on nth. Of the threads only ith 0 writes d->error. layout.kind names the order of
  * summation (see ra_plan_report.order), so that a ring of the same layout gives the same bits; only
- * tokens * Hq / Hkv <= 8 without dropout takes a form of its own, made for decoding, which widens
+ * tokens * Hq / Hkv <= 16 without dropout takes a form of its own, made for decoding, which widens
  * 16-bit elements in registers and does all arithmetic in f32. It is fastest where all heads of a
  * token, or all tokens of a head, lie side by side; threads share out sequences and kv heads, not
  * keys. d.engine must be null. workspace: ra_attention_bytes(d, nth) bytes aligned to 64, need not
@@ -9709,7 +9709,13 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
  * In: a descriptor and tensors. Out: a state, or O and LSE. No plan, no ring, no allocation. */
 
 /* A call on one rank: the work, the side of the keys, and where they are. */
-typedef struct ra__local { ra_desc d; ra__work w; ra__side k_side; ra__view kv[2]; } ra__local;
+typedef struct ra__local {
+    ra_desc d;
+    ra__work w;
+    ra__side k_side;
+    ra__view kv[2];
+    int32_t pairs;                     /* 1: lanes of panels are (token, head) pairs */
+} ra__local;
 
 /* Positions given with the call replace the layout's. */
 static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int keys, ra__side *side,
@@ -9780,6 +9786,7 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
         return ra__refuse(e, RA_E_UNSUPPORTED, "layout.kind",
                           "# on one rank: positions come with the call", c->d.layout.kind);
     memset(&c->w, 0, sizeof c->w);
+    c->pairs = 0;
     c->w.d = &c->d;
     c->w.t = t;
     c->w.kernel = ra__kernel_of(&c->d);
@@ -9795,8 +9802,98 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     return s;
 }
 
+/* -------------------------------------------------------------------------- short queries
+ * Where tokens are few and several query heads read a kv head, panels of 64 tokens of one head would
+ * be mostly empty: lanes are (token, head) pairs instead, pair i being token i / group, head
+ * i % group of the group. A row's bits do not depend on its lane, so they are those of the other
+ * form. Their queries are gathered into rows that follow one another, their outputs scattered. */
+RA__INLINE int ra__is_short(const ra_desc *d) {
+    return d->q_heads > d->kv_heads && d->tokens < RA_BLOCK_TOKENS && d->dropout <= 0.0f &&
+           !(d->scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS));
+}
+
+/* Bytes of the rows of one panel. */
+static int64_t ra__short_bytes(const ra_desc *d) {
+    return RA_BLOCK_TOKENS * ra__max(ra__row_bytes(d->q_dtype, d->k_dim),
+                                     ra__row_bytes(d->o_dtype, d->v_dim));
+}
+
+/* Position of a query row of this rank. */
+static int64_t ra__query_position(const ra__local *c, int32_t b, int64_t row) {
+    const int32_t *array = c->w.q_side.array;
+    ra__seg s;
+    if (array) return array[b * c->w.q_side.array_stride + row];
+    for (int64_t j = 0; ra__side_seg(&c->w.q_side, b, ra__q_len(&c->d, b), j, &s); j++)
+        if (row >= s.row && row < s.row + s.rows) return s.pos + (row - s.row) * s.stride;
+    return 0;
+}
+
+/* Panel i of a task: pairs from `pair` on. */
+static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x, int32_t i,
+                           uint8_t *gather) {
+    const ra_desc *d = &c->d;
+    const int32_t group = d->q_heads / d->kv_heads;
+    const int64_t pair = (t->panel0 + i) * RA_BLOCK_TOKENS;
+    const int64_t size = ra__row_bytes(d->q_dtype, d->k_dim);
+    int32_t pos[RA_BLOCK_TOKENS];
+    ra__panel *p = &x->panel[i];
+    ra__seg s = { 0, 0, 0, 1 };
+    s.rows = ra__min(RA_BLOCK_TOKENS, ra__q_len(d, t->sequence) * group - pair);
+    for (int64_t r = 0; r < s.rows; r++) {
+        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
+        pos[r] = (int32_t)ra__query_position(c, t->sequence, row);
+        memcpy(gather + r * size, ra__view_at(c->w.q, t->sequence, row, head).data, (size_t)size);
+    }
+    x->bounds[i] = ra__rows_fill(&d->mask, ra__key_end(d, t->sequence, c->w.any_position), &s, pos,
+                                 x->rows[i]);
+    p->geo = x->rows[i];
+    p->rows = (int32_t)s.rows;
+    p->score = ra__score_of(&c->w, t->sequence, 0, 0);
+    p->ahead = &x->ahead;
+    p->factor = ra__q_factor(d);
+    p->drop = ra__drop_of(&c->w, t->sequence, 0);
+    c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
+    for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
+        p->m[r] = ra__neg_inf();
+        p->l[r] = 0.0f;
+    }
+    c->w.kernel->load_acc(p, NULL, 0, d->v_dim);
+}
+
+static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scratch *x, int32_t i,
+                           uint8_t *gather) {
+    const ra_desc *d = &c->d;
+    const int32_t group = d->q_heads / d->kv_heads;
+    const int64_t pair = (t->panel0 + i) * RA_BLOCK_TOKENS;
+    const int64_t size = ra__row_bytes(d->o_dtype, d->v_dim);
+    const ra__panel *p = &x->panel[i];
+    float factor[RA_BLOCK_TOKENS] = { 0 }, sum;
+    for (int32_t r = 0; r < p->rows; r++) {
+        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
+        ra__view lse = ra__view_at(c->w.lse, t->sequence, row, head);
+        factor[r] = ra__row_finish(p->m[r], p->l[r],
+                                   d->scores & RA_SCORE_SINKS ? c->w.t->sinks + head : NULL, &sum);
+        if (lse.data) memcpy((void *)(uintptr_t)lse.data, &sum, sizeof sum);
+    }
+    c->w.kernel->store_o(p, gather, size, d->o_dtype, d->v_dim, factor);
+    for (int64_t r = 0; r < p->rows; r++) {
+        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
+        memcpy((void *)(uintptr_t)ra__view_at(c->w.o, t->sequence, row, head).data,
+               gather + r * size, (size_t)size);
+    }
+}
+
+/* Panels of one kv head of a sequence. */
+static int64_t ra__local_blocks(const ra__local *c, int32_t b) {
+    int64_t group = c->d.q_heads / c->d.kv_heads, tokens = ra__q_len(&c->d, b);
+    if (c->pairs) return ra__ceil_div(tokens * group, RA_BLOCK_TOKENS);
+    return ra__side_blocks(&c->w.q_side, b, tokens) * group;
+}
+
+/* -------------------------------------------------------------------------- tasks */
 /* One task against all keys of its sequence, segment by segment; zigzag's two are one chunk. */
-static void ra__local_task(const ra__local *c, const ra__task *t, ra__scratch *x) {
+static void ra__local_task(const ra__local *c, const ra__task *t, ra__scratch *x,
+                           uint8_t *gather) {
     int64_t tokens = ra__k_len(&c->d, t->sequence);
     uint32_t mode = ra__fp_enter();
     ra__tally tally = { 0, 0, 0 };
@@ -9804,7 +9901,8 @@ static void ra__local_task(const ra__local *c, const ra__task *t, ra__scratch *x
     ra__item item;
     memset(&item, 0, sizeof item);
     if (array) array += t->sequence * c->k_side.array_stride;
-    ra__task_load(&c->w, t, x, 1);
+    for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_load(c, t, x, i, gather);
+    if (!c->pairs) ra__task_load(&c->w, t, x, 1);
     for (int64_t i = 0; ra__side_seg(&c->k_side, t->sequence, tokens, i, &item.c.seg[0]); i++) {
         item.c.segs = 1;
         if (c->k_side.layout == RA_LAYOUT_ZIGZAG &&
@@ -9816,39 +9914,43 @@ static void ra__local_task(const ra__local *c, const ra__task *t, ra__scratch *x
         ra__item_owned(&item, c->kv, array);
         ra__task_fold(&c->w, t, &item, x, &tally);
     }
-    ra__task_save(&c->w, t, x, 1);
+    for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_save(c, t, x, i, gather);
+    if (!c->pairs) ra__task_save(&c->w, t, x, 1);
     ra__fp_leave(mode);
 }
 
-/* Thread ith's share: every nth task, forwards and backwards in turn, for causal rows cost more
- * towards the end. */
 /* Panels of a task: fewer if threads would else stand idle. */
 static int32_t ra__local_panels(const ra__local *c, int nth) {
     int32_t panels = ra__panels(&c->d);
     for (; nth > 1 && panels > 1; panels /= 2) {
         int64_t tasks = 0;
         for (int32_t b = 0; b < c->d.sequences; b++)
-            tasks += ra__tasks(&c->d, ra__side_blocks(&c->w.q_side, b, ra__q_len(&c->d, b)),
-                               panels);
+            tasks += c->d.kv_heads * ra__ceil_div(ra__local_blocks(c, b), panels);
         if (tasks >= 8 * (int64_t)nth) break;
     }
     return panels;
 }
 
+/* Thread ith's share: every nth task, forwards and backwards in turn, for causal rows cost more
+ * towards the end. */
 static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, int ith, int nth) {
     ra__arena a = { NULL, 0 };
     ra__scratch x;
     int64_t index = 0;
     a.base = memory;
     ra__scratch_carve(&a, &c->d, panels, &x);
+    uint8_t *gather = c->pairs ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
     for (int32_t b = 0; b < c->d.sequences; b++) {
-        int64_t blocks = ra__side_blocks(&c->w.q_side, b, ra__q_len(&c->d, b));
-        int64_t tasks = ra__tasks(&c->d, blocks, panels);
-        for (int64_t i = 0; i < tasks; i++, index++) {
+        int64_t all = ra__local_blocks(c, b), a_head = ra__ceil_div(all, panels);
+        for (int64_t i = 0; i < c->d.kv_heads * a_head; i++, index++) {
             int64_t turn = index / nth, place = index % nth;
+            ra__task t;
             if ((turn % 2 ? nth - 1 - place : place) != ith) continue;
-            ra__task t = ra__task_of(&c->d, b, blocks, panels, i);
-            ra__local_task(c, &t, &x);
+            t.sequence = b;
+            t.kv_head = (int32_t)(i / a_head);
+            t.panel0 = i % a_head * panels;
+            t.count = (int32_t)ra__min(panels, all - t.panel0);
+            ra__local_task(c, &t, &x, gather);
         }
     }
 }
@@ -9859,7 +9961,7 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, i
  * sequence, and a stretch of tokens is read for all of them before the next one: where the heads of
  * a token lie side by side, memory is read and asked for in the order of its addresses.
  * PERF: Zen 5, rows of 512 bytes every 4 KB: 17 GB/s head by head, 33 in the order of addresses. */
-enum { RA__DECODE_PAIRS = 8, RA__DECODE_HEADS = 8, RA__DECODE_BYTES = 2048,
+enum { RA__DECODE_PAIRS = 16, RA__DECODE_HEADS = 8, RA__DECODE_BYTES = 2048,
        RA__DECODE_AHEAD = 4096 };
 
 /* One thread's state, and the task under way. */
@@ -9920,15 +10022,10 @@ static int32_t ra__decode_heads(const ra_desc *d, int nth) {
 
 /* Position of row i and what it sees. */
 static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
-    const int32_t *array = c->w.q_side.array;
-    int64_t tokens = ra__q_len(&c->d, x->sequence), p = 0;
+    int64_t p = ra__query_position(c, x->sequence, i);
     int64_t end = ra__key_end(&c->d, x->sequence, c->w.any_position);
     const ra__bounds none = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN,
                               INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX };
-    ra__seg s;
-    for (int64_t j = 0; ra__side_seg(&c->w.q_side, x->sequence, tokens, j, &s); j++)
-        if (i >= s.row && i < s.row + s.rows) p = s.pos + (i - s.row) * s.stride;
-    if (array) p = array[x->sequence * c->w.q_side.array_stride + i];
     ra__mask_row(&c->d.mask, p, end, x->sees[i]);
     x->bounds[i] = none;
     ra__bounds_row(&x->bounds[i], x->sees[i]);
@@ -9993,9 +10090,9 @@ static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *
     return any;
 }
 
-/* Keys [j, j + n) of the block as four `four` sees them; 0: none of them. Rows that are not there
- * see all. */
-static int ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__stretch *t) {
+/* Keys [j, j + n) of the block as four `four` sees them; seen 0: none of them. Rows that are not
+ * there see all. */
+static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__stretch *t) {
     const uint32_t all = 0xffffu >> (RA__FEW_KEYS - t->n);
     uint32_t bits[RA__FEW_ROWS], some = 0, every = all;
     for (int32_t r = 0; r < RA__FEW_ROWS; r++) {
@@ -10008,11 +10105,11 @@ static int ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__
     }
     t->partial = every != all;
     t->seen = ~(uint64_t)0 >> (64 - RA__FEW_ROWS * t->n);
-    if (!t->partial) return 1;
+    if (!t->partial) return;
     t->seen = 0;
+    if (!some) return;
     for (int32_t i = 0; i < 4 * t->n; i++)
         t->seen |= (uint64_t)(bits[i % RA__FEW_ROWS] >> i / RA__FEW_ROWS & 1) << i;
-    return some != 0;
 }
 
 /* Points a stream at the rows of all heads of the task, some 4 KB beyond token row `row`. */
@@ -10023,36 +10120,45 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
     a->jump = v->token - (int64_t)a->lines * 64;
 }
 
-/* Keys [j, j + t->n) of a block, for all heads and the four g. */
-static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t g,
+/* A stretch of a block for all heads, each with all its fours: t[g] is how the four g sees it. */
+static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row,
                             ra__stretch *t, ra__decode *x) {
     ra__stream a[2];
     for (int i = 0; i < 2; i++) ra__decode_ahead(&a[i], x, &kv[i], row);
-    t->ahead = x->count > 1 && g == 0 ? a : NULL;
     for (int32_t h = 0; h < x->count; h++) {
-        t->k = ra__view_at(kv[0], 0, row, h).data;
-        t->v = ra__view_at(kv[1], 0, row, h).data;
-        t->k_ahead = x->count > 1 || a[0].jump ? (uintptr_t)t->k : a[0].at;
-        t->v_ahead = x->count > 1 || a[1].jump ? (uintptr_t)t->v : a[1].at;
+        const uint8_t *k = ra__view_at(kv[0], 0, row, h).data;
+        const uint8_t *v = ra__view_at(kv[1], 0, row, h).data;
+        int first = 1;
         for (int i = 0; i < 2; i++)
             a[i].todo = (int32_t)ra__ceil_div(t->n * a[i].lines, x->count);
         if (c->d.v_in_k) a[1].todo = 0;
-        c->w.kernel->few_fold(&x->few[h * x->fours + g], t);
+        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
+            if (!t[g].seen) continue;
+            t[g].k = k;
+            t[g].v = v;
+            t[g].ahead = first && x->count > 1 ? a : NULL;
+            t[g].k_ahead = !first || x->count > 1 || a[0].jump ? (uintptr_t)k : a[0].at;
+            t[g].v_ahead = !first || x->count > 1 || a[1].jump ? (uintptr_t)v : a[1].at;
+            c->w.kernel->few_fold(&x->few[h * x->fours + g], &t[g]);
+            first = 0;
+        }
     }
 }
 
 /* One block of keys for all pairs and heads of the task. */
 static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra__seg *s,
                              const int32_t *pos, ra__decode *x) {
-    ra__stretch t;
+    ra__stretch t[RA__DECODE_PAIRS / RA__FEW_ROWS];
     if (!ra__decode_sees(x, s, pos)) return;
-    t.k_stride = kv[0].token;
-    t.v_stride = kv[1].token;
     for (int32_t j = 0; j < s->rows; j += x->keys) {
-        t.n = (int32_t)ra__min(x->keys, s->rows - j);
-        t.pos = x->pos + j;
-        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++)
-            if (ra__decode_stretch(x, g, j, &t)) ra__decode_fold(c, kv, s->row + j, g, &t, x);
+        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
+            t[g].n = (int32_t)ra__min(x->keys, s->rows - j);
+            t[g].pos = x->pos + j;
+            t[g].k_stride = kv[0].token;
+            t[g].v_stride = kv[1].token;
+            ra__decode_stretch(x, g, j, &t[g]);
+        }
+        ra__decode_fold(c, kv, s->row + j, t, x);
     }
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++)
@@ -10100,7 +10206,7 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, i
     ra__decode_carve(&a, &c->d, heads, &x);
     if (!ra__decode_beside(c)) x.heads = 1;
     x.keys = RA__FEW_KEYS;
-    while (x.keys > 4 && x.keys * row > RA__DECODE_BYTES) x.keys /= 2;
+    while (x.fours == 1 && x.keys > 4 && x.keys * row > RA__DECODE_BYTES) x.keys /= 2;
     for (x.sequence = 0; x.sequence < c->d.sequences; x.sequence++)
         for (x.head = 0; x.head < c->d.kv_heads; x.head += x.heads, index++) {
             if (index % nth != ith) continue;
@@ -10431,7 +10537,7 @@ enum { RA__STACK_BYTES = 192 * 1024, RA__STACK_DECODE = 32 * 1024 };
 /* Of one of nth threads; serves ra_fold too, which never decodes. */
 static int64_t ra__local_bytes(const ra_desc *d, int nth) {
     int64_t bytes = ra__scratch_bytes(d, ra__panels(d));
-    if (!ra__decodes(d)) return bytes;
+    if (!ra__decodes(d)) return bytes + (ra__is_short(d) ? ra__short_bytes(d) : 0);
     return ra__max(bytes, ra__decode_bytes(d, ra__decode_heads(d, nth)));
 }
 
@@ -10507,6 +10613,8 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     who[0] = ith;
     who[1] = nth;
     const int decode = ra__decodes(&c.d);
+    c.pairs = !decode && ra__is_short(&c.d) &&
+              (workspace || ra__scratch_bytes(&c.d, 1) + ra__short_bytes(&c.d) <= RA__STACK_BYTES);
     if (decode) c.w.kernel = ra__kernel_f32(c.d.isa);
     return ra__local_go(&c, workspace, bytes, who, decode);
 }
@@ -10620,8 +10728,8 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     ra__simple_view(&c.kv[0], k, n_kv_heads, head_dim);
     ra__simple_view(&c.kv[1], v, n_kv_heads, head_dim);
     c.w.acc = c.w.o;
-    if (ra__decodes(&c.d)) ra__decode_on_stack(&c);
-    else ra__local_on_stack(&c, 0);
+    if (ra__decodes(&c.d) && ra__decode_bytes(&c.d, 1) <= RA__STACK_DECODE) ra__decode_on_stack(&c);
+    else ra__local_on_stack(&c, ra__decodes(&c.d));
     return RA_OK;
 }
 
