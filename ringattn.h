@@ -4156,8 +4156,9 @@ RA__OP void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
  * Which kernels this processor runs, asked once and remembered in one atomic word, the only mutable
  * global. A feature counts only if the operating system saves its registers (XCR0). Also the
  * floating-point environment of the kernels. */
-#if RA__X86
 enum { RA__BF16_FAST = 1 << 30 };      /* among the bits of what is found */
+
+#if RA__X86
 
 /* 1 if vdpbf16ps issues as often as a multiply-add, so that it does twice the work: AMD from Zen 4
  * on; Intel has a quarter of it, which is less than f32 arithmetic on widened values. */
@@ -4209,7 +4210,6 @@ RA__INLINE void ra__fp_leave(uint32_t before) {
     __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)before));
 }
 #else
-enum { RA__BF16_FAST = 0 };
 static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR; }
 RA__INLINE uint32_t ra__fp_enter(void) { return 0; }
 RA__INLINE void ra__fp_leave(uint32_t before) { (void)before; }

@@ -87,7 +87,7 @@ tsan() {
 }
 
 # The NEON kernel and, forced, the scalar one, on a machine that orders memory weakly in name at
-# least. Three to five minutes.
+# least. Five to ten minutes.
 aarch64() {
     cross="aarch64-linux-gnu-gcc -std=c99 -O2 $warn -static -pthread -I."
     step -x aarch64-build $cross tests/lang_main.c -o "$work/aarch64-main" -lm
@@ -99,9 +99,19 @@ aarch64() {
                 rows_without_keys one_nan nan_in_everything_unseen fold_merge_finish decoding; do
         step "aarch64-$test" qemu-aarch64 "$work/aarch64-forward" "$test"
     done
+    step -x aarch64-backward-build $cross tests/test_backward.c -o "$work/aarch64-backward" -lm
+    for test in masks_and_layouts shapes_on_every_instruction_set nan_stays_where_it_is_seen \
+                unseen_is_zero blocks_of_keys; do
+        step "aarch64-$test-back" qemu-aarch64 "$work/aarch64-backward" "$test"
+    done
     step -x aarch64-bits-build $cross tests/test_bits.c -o "$work/aarch64-bits" -lm
     step aarch64-bits-neon qemu-aarch64 "$work/aarch64-bits" every_mask_neon
     step aarch64-bits-scalar qemu-aarch64 "$work/aarch64-bits" every_mask_scalar
+    step -x aarch64-back-bits-build $cross tests/test_back_ring.c -o "$work/aarch64-back-bits" -lm
+    for case in 1 7 14; do             # of 2 layouts x all masks, which would take ten minutes more
+        step "aarch64-back-bits-$case" qemu-aarch64 "$work/aarch64-back-bits" every_mask_neon \
+            --case "$case"
+    done
 }
 
 windows() {

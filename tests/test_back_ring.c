@@ -161,6 +161,7 @@ static void every_mask(int32_t isa)
 TEST(every_mask_scalar) { every_mask(RA_ISA_SCALAR); }
 TEST(every_mask_avx2)   { every_mask(RA_ISA_AVX2); }
 TEST(every_mask_avx512) { every_mask(RA_ISA_AVX512); }
+TEST(every_mask_neon)   { every_mask(RA_ISA_NEON); }
 
 /* -------------------------------------------------------------------------- the oracle */
 /* Worst |got - real| over the bar. */
@@ -363,7 +364,7 @@ TEST(refusals)
 
 static const h_test tests[] = {
     ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
-    ENTRY(layouts), ENTRY(sixty_four_ranks), ENTRY(threads),
+    ENTRY(every_mask_neon), ENTRY(layouts), ENTRY(sixty_four_ranks), ENTRY(threads),
     ENTRY(refusals)
 };
 
