@@ -97,8 +97,9 @@
  *     bias, sinks
  *   GQA, Dk != Dv, MLA    +      +      +      +
  *   decode form           +      +      +      +   ra_attention of few query rows
- *   gradients, dropout    +      +      +      +   arithmetic f32
- *   bf16 arithmetic       -      -      +      -   forward of q, k, v in bf16, by AVX512_BF16
+ *   gradients, dropout    +      +      +      +
+ *   bf16 arithmetic       -      -      +      -   where q, k, v are bf16, by AVX512_BF16; not
+ *                                                  under dropout
  *
  * SPDX-License-Identifier: MIT OR Unlicense (both texts at the end)
  */
@@ -1083,6 +1084,8 @@ typedef struct ra__tile {
     int64_t dk_stride, dv_stride;      /* floats from row to row */
     float *p, *ds;                     /* weights, and the gradient of scores */
     float *cap, *drop;                 /* 1 - tanh^2 under a softcap; factors of dropout */
+    float *form;                       /* 24 KB for the kernel */
+    const void *k_form;                /* the store of K, as prepare_back left it */
 } ra__tile;
 
 /* Asks for one stream of memory before it is read, in the order of its addresses: stretches of
@@ -1146,12 +1149,15 @@ typedef struct ra__kernel {
     void (*few_fold)(ra__few *f, const ra__stretch *x);
     void (*few_close)(ra__few *f);
     void (*few_store)(const ra__few *f, int32_t r, void *dst, float factor);
+    /* Backward's store for the copies of 64 keys, and prepare, which returns 0 if K has a NaN or an
+     * infinity (or may have, in blocks without partial tiles). */
+    void (*sizes_back)(ra__bytes *out, const ra_desc *d);
+    int32_t (*prepare_back)(ra__keys *keys, const ra_desc *d, const ra__store *store,
+                            int32_t partial);
     /* Packs p.rows rows of Q and dO. q_rows and g_rows hold 64 rows of dims rounded up to 64. */
     void (*load_back)(ra__back_panel *x, const ra__source *q, const ra__source *g);
     /* delta[row] = sum of o[row] g[row] for `rows` rows. */
     void (*deltas)(float *delta, const ra__source *o, const ra__source *g, int32_t rows);
-    /* 1 if rows x dim floats (stride in floats) hold no NaN and no infinity. */
-    int32_t (*finite)(const float *src, int64_t stride, int32_t rows, int32_t dim);
     void (*fold_back)(const ra__tile *x);
     /* A row of sums to the caller's gradient: added if dtype is RA_F32, else written. */
     void (*put_grad)(void *to, const float *x, int32_t dtype, int32_t n);
@@ -2897,8 +2903,10 @@ RA__FN void RA__F(fold_back)(const ra__tile *x) {
     o.x = x;
     RA__F(back_scores)(x, general);
     for (row = 0; general && row < p->rows; row += RA__W) RA__F(back_weights)(x, row);
-    RA__F(back_slopes)(x, general);
-    if (general) RA__F(back_general)(x);
+    if (x->want_q || x->dk || x->x->d_bias || p->drop.least) {
+        RA__F(back_slopes)(x, general);
+        if (general) RA__F(back_general)(x);
+    }
     if (x->want_q && x->partial && !x->k_clean) RA__F(back_queries_dirty)(x);
     else if (x->want_q) RA__F(back_queries)(x);
     if (x->dv) {
@@ -2926,6 +2934,14 @@ RA__FN int32_t RA__F(finite)(const float *src, int64_t stride, int32_t rows, int
         for (; i < dim; i++) bad |= !ra__is_finite(src[i]);
     }
     return !bad;
+}
+
+RA__FN void RA__F(sizes_back)(ra__bytes *out, const ra_desc *d) { RA__F(sizes)(out, d, 1); }
+
+RA__FN int32_t RA__F(prepare_back)(ra__keys *keys, const ra_desc *d, const ra__store *store,
+                                   int32_t partial) {
+    RA__F(prepare)(keys, d, store, 0);
+    return partial && RA__F(finite)(ra__key_row(keys, 0), keys->k_stride / 4, keys->n, d->k_dim);
 }
 
 RA__FN void RA__F(put_grad)(void *to, const float *x, int32_t dtype, int32_t n) {
@@ -3006,7 +3022,8 @@ static const ra__kernel RA__F(kernel) = {
     RA__ISA,          RA__F(sizes),     RA__F(widen),    RA__F(prepare), RA__F(load_q),
     RA__F(load_acc),  RA__F(store_acc), RA__F(fold),     RA__F(store_o),
     RA__F(few_load),  RA__F(few_fold),  RA__F(few_close), RA__F(few_store),
-    RA__F(load_back), RA__F(deltas),    RA__F(finite),   RA__F(fold_back), RA__F(put_grad)};
+    RA__F(sizes_back), RA__F(prepare_back), RA__F(load_back), RA__F(deltas),
+    RA__F(fold_back), RA__F(put_grad)};
 
 #undef RA__SLAB
 #undef RA__PART
@@ -4022,10 +4039,390 @@ RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__stor
     keys->k_stride = 2 * (int64_t)d->k_dim;
 }
 
+/* ---- backward: KERNEL's, of pairs. S and dP are what forward's scores are. P and dS leave the
+ * registers as rows of bf16 [keys][64 rows], whose pairs of rows are broadcast against pairs of
+ * rows of dO and Q [Dv or Dk by 64s][32][64]; and dS as pairs of keys [32][64], for dQ^T what p is
+ * for O^T. So nothing is transposed. Tiles that need more than the products go through f32 and the
+ * passes of AVX-512. */
+
+/* One panel against one block. */
+typedef struct ra__bf_back {
+    const ra__tile *x;
+    ra__panel g;                       /* dO and V as ra__bf_dots takes Q and K */
+    ra__keys v;
+    ra__bf_work s, dp;
+    uint16_t *p, *ds;                  /* rows */
+    float *pairs;                      /* of ds */
+} ra__bf_back;
+
+/* Asks for n bytes, which need not exist. */
+RA__BF_OP void ra__bf_ask(const void *p, int32_t n) {
+    int32_t i;
+    for (i = 0; i < n; i += 64) __builtin_prefetch((const void *)((uintptr_t)p + (uintptr_t)i));
+}
+
+/* 2^x to 7.5e-5, far below half a step of bf16. */
+RA__BF_OP __m512 ra__bf_back_exp(__m512 x) {
+    __m512 f = _mm512_reduce_ps(x, 1), p = _mm512_set1_ps(0.0780245227f);
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.226067155f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.69583354f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.999925219f));
+    return _mm512_scalef_ps(p, x);
+}
+
+/* 32 numbers as bf16, those of a first. */
+RA__BF_OP __m512i ra__bf_round(__m512 a, __m512 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
+
+/* Rows r[0], r[1] of two keys, 32 query rows: kept, and as pairs of keys. */
+RA__BF_OP void ra__bf_put_ds(const ra__bf_back *b, int32_t j, int32_t row, const __m512i r[2]) {
+    static const uint16_t order[32] = { 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8,
+                                        40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47 };
+    const __m512i low = _mm512_loadu_si512(order);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    float *to = b->pairs + j / 2 * 64 + row;
+    _mm512_storeu_si512(b->ds + j * 64 + row, r[0]);
+    _mm512_storeu_si512(b->ds + (j + 1) * 64 + row, r[1]);
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi16(r[0], low, r[1]));
+    _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(r[0], high, r[1]));
+}
+
+/* P and dS of 4 keys from j on, of which those from n on are nobody's. */
+RA__BF_OP void ra__bf_back_tile(const ra__bf_back *b, int32_t j, int32_t n) {
+    const ra__panel *p = &b->x->x->p;
+    const __m512 factor = _mm512_set1_ps(p->factor), scale = _mm512_set1_ps(b->x->scale);
+    __m512 c[8][4], w[4][4];
+    __m512i r[2];
+    int32_t i, t;
+    ra__bf_ask(b->s.keys->k + (j + 4) * b->s.keys->k_stride, 8 * b->x->k_dim);
+    ra__bf_ask(b->v.k + (j + 4) * b->v.k_stride, 8 * b->x->v_dim);
+    ra__bf_dots(&b->s, j, c, 4, 4);
+    RA__UNROLL for (t = 0; t < 4; t++) {
+        __m512 lse = _mm512_loadu_ps(p->m + 16 * t);
+        RA__UNROLL for (i = 0; i < 4; i++) {
+            w[i][t] = ra__bf_back_exp(_mm512_fmsub_ps(c[i][t], factor, lse));
+            if (j + i >= n) w[i][t] = _mm512_setzero_ps();
+        }
+    }
+    RA__UNROLL for (i = 0; i < 4; i++) {
+        _mm512_storeu_si512(b->p + (j + i) * 64, ra__bf_round(w[i][0], w[i][1]));
+        _mm512_storeu_si512(b->p + (j + i) * 64 + 32, ra__bf_round(w[i][2], w[i][3]));
+        RA__UNROLL for (t = 0; t < 4; t++)
+            _mm512_storeu_ps(b->x->p + i * 64 + t * 16, _mm512_mul_ps(w[i][t], scale));
+    }
+    ra__bf_dots(&b->dp, j, c, 4, 4);
+    RA__UNROLL for (t = 0; t < 4; t++) {
+        __m512 delta = _mm512_loadu_ps(p->l + 16 * t);
+        RA__UNROLL for (i = 0; i < 4; i++)
+            c[i][t] = _mm512_mul_ps(_mm512_sub_ps(c[i][t], delta),
+                                    _mm512_loadu_ps(b->x->p + i * 64 + t * 16));
+    }
+    RA__UNROLL for (i = 0; i < 4; i += 2)
+        RA__UNROLL for (t = 0; t < 4; t += 2) {
+            r[0] = ra__bf_round(c[i][t], c[i][t + 1]);
+            r[1] = ra__bf_round(c[i + 1][t], c[i + 1][t + 1]);
+            ra__bf_put_ds(b, j + i, 16 * t, r);
+        }
+}
+
+RA__NOINLINE RA__BF_TARGET void ra__bf_back_tiles(const ra__bf_back *b) {
+    const int32_t n = b->x->keys->n;
+    int32_t j;
+    for (j = 0; j < n; j += 4) ra__bf_back_tile(b, j, n);
+}
+
+/* Dot products times factor as f32, to [keys][64]. */
+RA__BF_FN void ra__bf_back_store(const ra__bf_work *w, float factor, float *to) {
+    __m512 c[8][4], f = _mm512_set1_ps(factor);
+    int32_t i, j, t;
+    for (j = 0; j < w->keys->n; j += 4) {
+        ra__bf_dots(w, j, c, 4, 4);
+        RA__UNROLL for (i = 0; i < 4; i++)
+            RA__UNROLL for (t = 0; t < 4; t++)
+                _mm512_storeu_ps(to + (j + i) * 64 + t * 16, _mm512_mul_ps(c[i][t], f));
+    }
+}
+
+/* 32 numbers of row j of [keys][64] from `row` on as bf16; 0 for what is not there. */
+RA__BF_OP __m512i ra__bf_back_row(const ra__tile *x, const float *from, int32_t j, int32_t row) {
+    const __m512 none = _mm512_setzero_ps();
+    const int32_t rows = j < x->keys->n ? x->x->p.rows : 0;
+    from += j * 64 + row;
+    return ra__bf_round(row < rows ? _mm512_loadu_ps(from) : none,
+                        row + 16 < rows ? _mm512_loadu_ps(from + 16) : none);
+}
+
+/* As ra__bf_back_tiles, with masks, changes of scores, dropout and the gradient of the bias. */
+RA__BF_FN void ra__bf_back_general(const ra__bf_back *b) {
+    const ra__tile *x = b->x;
+    __m512i r[2];
+    int32_t row, j;
+    ra__bf_back_store(&b->s, x->x->p.factor, x->p);
+    for (row = 0; row < x->x->p.rows; row += 16) ra__back_weights_avx512(x, row);
+    ra__bf_back_store(&b->dp, 1.0f, x->ds);
+    ra__back_general_avx512(x);
+    for (j = 0; j < x->keys->n; j += 2)
+        for (row = 0; row < 64; row += 32) {
+            _mm512_storeu_si512(b->p + j * 64 + row, ra__bf_back_row(x, x->p, j, row));
+            _mm512_storeu_si512(b->p + (j + 1) * 64 + row, ra__bf_back_row(x, x->p, j + 1, row));
+            r[0] = ra__bf_back_row(x, x->ds, j, row);
+            r[1] = ra__bf_back_row(x, x->ds, j + 1, row);
+            ra__bf_put_ds(b, j, row, r);
+        }
+}
+
+/* dQ of 4 dims from d on. */
+RA__BF_OP void ra__bf_query_tile(const ra__bf_back *b, int32_t d) {
+    const int64_t row = 4 * (int64_t)ra__bf_up(b->x->k_dim, 16);
+    const uint8_t *k = (const uint8_t *)b->x->k_form + 4 * d;
+    const float *ds = b->pairs;
+    float *acc = b->x->x->p.acc + d * 64;
+    __m512 c[4][4];
+    int32_t i, j, t;
+    ra__bf_ask(acc + 4 * 64, 1024);
+    RA__UNROLL for (i = 0; i < 4; i++)
+        RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = _mm512_setzero_ps();
+    RA__UNROLL_2 for (j = 0; j < b->x->keys->n; j += 2, k += row, ds += 64) {
+        __m512i y[4];
+        RA__UNROLL for (t = 0; t < 4; t++) y[t] = ra__bf_load(ds + 16 * t);
+        RA__UNROLL for (i = 0; i < 4; i++) {
+            __m512i z = ra__bf_broadcast(k + 4 * i);
+            RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
+        }
+    }
+    RA__UNROLL for (i = 0; i < 4; i++)
+        RA__UNROLL for (t = 0; t < 4; t++) {
+            float *to = acc + i * 64 + t * 16;
+            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), c[i][t]));
+        }
+}
+
+RA__NOINLINE RA__BF_TARGET void ra__bf_queries(const ra__bf_back *b) {
+    int32_t d;
+    for (d = 0; d < b->x->k_dim; d += 4) ra__bf_query_tile(b, d);
+}
+
+/* As ra__bf_queries, for K that holds NaN or infinities which not every row sees. */
+RA__BF_FN void ra__bf_queries_dirty(const ra__bf_back *b) {
+    const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
+    const ra__tile *x = b->x;
+    int32_t d, t, j, odd;
+    for (d = 0; d < x->k_dim; d++)
+        for (t = 0; t < 64; t += 16) {
+            float *acc = x->x->p.acc + d * 64 + t;
+            __m512 c = _mm512_setzero_ps(), y;
+            for (j = 0; j < x->keys->n; j += 2) {
+                const int64_t at = j / 2 * (int64_t)ra__bf_up(x->k_dim, 16) + d;
+                __m512i k = ra__bf_broadcast((const uint8_t *)x->k_form + 4 * at);
+                __m512i ds = ra__bf_load(b->pairs + j / 2 * 64 + t);
+                for (odd = 1; odd >= 0; odd--) {
+                    if (j + odd >= x->keys->n) continue;
+                    y = ra__bf_dot(c, ds, odd ? _mm512_and_si512(high, k)
+                                              : _mm512_andnot_si512(high, k));
+                    c = _mm512_mask_blend_ps(
+                        ra__sees_avx512(x->x->p.geo, t, x->keys->pos[j + odd]), c, y);
+                }
+            }
+            _mm512_storeu_ps(acc, _mm512_add_ps(_mm512_loadu_ps(acc), c));
+        }
+}
+
+/* What dK and dV have in common, as in KERNEL: a [keys][64], rows as ra__bf_pack_rows has them. */
+typedef struct ra__bf_outer {
+    const ra__tile *x;
+    const uint16_t *a;
+    const float *rows;
+    float *to;
+    int64_t stride;
+    int32_t dim;
+} ra__bf_outer;
+
+/* 4 keys from j on, 64 columns from d on. */
+RA__BF_OP void ra__bf_key_tile(const ra__bf_outer *o, int32_t d, int32_t j) {
+    const uint8_t *a = (const uint8_t *)(o->a + j * 64);
+    const float *b = o->rows + d * 32;
+    __m512 c[4][4];
+    int32_t i, r, t;
+    ra__bf_ask(a + 4 * 128, 512);
+    RA__UNROLL for (i = 0; i < 4; i++) {
+        ra__bf_ask(o->to + (j + 4 + i) * o->stride + d, 256);
+        RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = _mm512_setzero_ps();
+    }
+    RA__UNROLL_2 for (r = 0; r < o->x->x->p.rows; r += 2, a += 4, b += 64) {
+        __m512i y[4];
+        RA__UNROLL for (t = 0; t < 4; t++) y[t] = ra__bf_load(b + 16 * t);
+        RA__UNROLL for (i = 0; i < 4; i++) {
+            __m512i z = ra__bf_broadcast(a + 128 * i);
+            RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
+        }
+    }
+    RA__UNROLL for (i = 0; i < 4; i++)
+        if (j + i < o->x->keys->n)
+            ra__back_add_avx512(o->to + (j + i) * o->stride + d, c[i], o->dim - d);
+}
+
+RA__NOINLINE RA__BF_TARGET void ra__bf_keys(const ra__bf_outer *o) {
+    int32_t d, j;
+    for (d = 0; d < o->dim; d += 64)
+        for (j = 0; j < o->x->keys->n; j += 4) ra__bf_key_tile(o, d, j);
+}
+
+/* As ra__bf_keys, for Q or dO with NaN or infinities in rows that do not see every key: of a pair
+ * of rows what does not see the key is taken as 0. */
+RA__BF_FN void ra__bf_keys_dirty(const ra__bf_outer *o) {
+    const ra__panel *p = &o->x->x->p;
+    int32_t d, j, r, t;
+    for (d = 0; d < o->dim; d += 64)
+        for (j = 0; j < o->x->keys->n; j++) {
+            const int32_t pos = o->x->keys->pos[j];
+            __m512 c[4];
+            for (t = 0; t < 4; t++) c[t] = _mm512_setzero_ps();
+            for (r = 0; r < p->rows; r += 2) {
+                const uint32_t low = ra__row_sees(p->geo, r, pos) ? 0xffffu : 0;
+                const uint32_t high = ra__row_sees(p->geo, r + 1, pos) ? 0xffff0000u : 0;
+                const __m512i seen = _mm512_set1_epi32((int32_t)(low | high));
+                __m512i z = ra__bf_broadcast((const uint8_t *)(o->a + j * 64 + r));
+                for (t = 0; t < 4; t++) {
+                    __m512i y = ra__bf_load(o->rows + d * 32 + r / 2 * 64 + t * 16);
+                    c[t] = ra__bf_dot(c[t], _mm512_and_si512(y, seen), _mm512_and_si512(z, seen));
+                }
+            }
+            ra__back_add_avx512(o->to + j * o->stride + d, c, o->dim - d);
+        }
+}
+
+RA__BF_FN void ra__bf_outers(const ra__bf_outer *o) {
+    if (o->x->partial && !o->x->x->clean) ra__bf_keys_dirty(o);
+    else ra__bf_keys(o);
+}
+
+RA__BF_FN void ra__fold_back_bf16(const ra__tile *x) {
+    const ra__back_panel *p = x->x;
+    ra__bf_outer o;
+    ra__bf_back b;
+    b.x = x;
+    b.p = (uint16_t *)(void *)x->form;
+    b.ds = b.p + 64 * 64;
+    b.pairs = x->form + 64 * 64;
+    b.g = p->p;
+    b.g.q = p->g;
+    b.v = *x->keys;
+    b.v.k = x->keys->v;
+    b.v.k_stride = x->keys->v_stride;
+    b.s.p = &p->p;
+    b.s.keys = x->keys;
+    b.s.k_dim = x->k_dim;
+    b.dp.p = &b.g;
+    b.dp.keys = &b.v;
+    b.dp.k_dim = x->v_dim;
+    b.s.row = b.dp.row = 0;
+    if (x->partial || ra__score_is_modified(&p->p.score) || p->p.drop.least || p->d_bias)
+        ra__bf_back_general(&b);
+    else ra__bf_back_tiles(&b);
+    if (x->want_q && x->partial && !x->k_clean) ra__bf_queries_dirty(&b);
+    else if (x->want_q) ra__bf_queries(&b);
+    o.x = x;
+    o.a = b.p;
+    o.rows = p->g_rows;
+    o.to = x->dv;
+    o.stride = x->dv_stride;
+    o.dim = x->v_dim;
+    if (x->dv) ra__bf_outers(&o);
+    o.a = b.ds;
+    o.rows = p->q_rows;
+    o.to = x->dk;
+    o.stride = x->dk_stride;
+    o.dim = x->k_dim;
+    if (x->dk) ra__bf_outers(&o);
+}
+
+/* Rows of bf16 as pairs of rows, [dim by 64s][32][64 columns]; what is not there is 0. Returns 0 if
+ * there is a NaN or an infinity. */
+RA__BF_FN int32_t ra__bf_pack_rows(float *to, const ra__source *s, int32_t rows) {
+    const __m256i e = _mm256_set1_epi16(0x7f80);
+    uint32_t bad = 0;
+    int32_t d, r;
+    for (d = 0; d < ra__bf_up(s->dim, 64); d += 16)
+        for (r = 0; r < 64; r += 2) {
+            const uint8_t *from = s->data + r * s->stride + 2 * d;
+            const __mmask16 m = d < s->dim ? (__mmask16)ra__bf_first(s->dim, d, 16) : 0;
+            __m256i a = _mm256_setzero_si256(), b = a;
+            if (r < rows) a = _mm256_maskz_loadu_epi16(m, from);
+            if (r + 1 < rows) b = _mm256_maskz_loadu_epi16(m, from + s->stride);
+            bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(a, e), e);
+            bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(b, e), e);
+            _mm512_storeu_si512(to + d / 64 * 64 * 32 + r / 2 * 64 + d % 64,
+                                _mm512_or_si512(_mm512_cvtepu16_epi32(a),
+                                                _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16)));
+        }
+    return !bad;
+}
+
+/* dO of another dtype is rounded to bf16, in the half of g_rows that the pairs leave. */
+RA__BF_FN void ra__load_back_bf16(ra__back_panel *x, const ra__source *q, const ra__source *g) {
+    ra__panel as_q = x->p;
+    ra__source bf = *g;
+    int32_t row, d;
+    as_q.q = x->g;
+    if (g->dtype != RA_BF16) {
+        bf.stride = 2 * (int64_t)g->dim;
+        bf.data = (const uint8_t *)(x->g_rows + 32 * ra__bf_up(g->dim, 64));
+        for (row = 0; row < x->p.rows; row++)
+            for (d = 0; d < g->dim; d += RA__PIECE) {
+                const int32_t n = g->dim - d < RA__PIECE ? g->dim - d : RA__PIECE;
+                float line[RA__PIECE];
+                ra__read_avx512(line, g->data + row * g->stride + d * (g->dtype == RA_F32 ? 4 : 2),
+                                g->dtype, n);
+                ra__write_avx512((uint8_t *)(uintptr_t)bf.data + row * bf.stride + 2 * d, line,
+                                 RA_BF16, n);
+            }
+    }
+    ra__load_q_bf16(&x->p, q->data, q->stride, RA_BF16, q->dim);
+    ra__load_q_bf16(&as_q, bf.data, bf.stride, RA_BF16, g->dim);
+    x->clean = ra__bf_pack_rows(x->q_rows, q, x->p.rows);
+    x->clean &= ra__bf_pack_rows(x->g_rows, &bf, x->p.rows);
+}
+
+/* Pairs of keys of K, then copies of K and V without gaps. */
+RA__BF_FN void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
+    ra__sizes_avx512(out, d, 1);
+    out->k = 128 * (int64_t)(ra__bf_up(d->k_dim, 16) + d->k_dim);
+    out->v = d->v_in_k ? 0 : 128 * (int64_t)d->v_dim;
+}
+
+RA__BF_FN void ra__bf_copy(uint8_t *to, const uint8_t *from, int64_t stride, int32_t rows,
+                           int32_t dim) {
+    int32_t j;
+    for (j = 0; j < rows; j++) {
+        ra__bf_ask((const void *)((uintptr_t)from + (uintptr_t)((j + 64) * stride)), 2 * dim);
+        ra__bf_ask((const void *)((uintptr_t)from + (uintptr_t)((j - 64) * stride)), 2 * dim);
+        memcpy(to + 2 * (int64_t)j * dim, from + j * stride, 2 * (size_t)dim);
+    }
+}
+
+RA__BF_FN int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d, const ra__store *store,
+                                        int32_t partial) {
+    uint8_t *k = store->k + 128 * (int64_t)ra__bf_up(d->k_dim, 16);
+    ra__keys as_v = *keys;
+    int32_t clean;
+    (void)partial;
+    as_v.v = keys->k;
+    as_v.v_stride = keys->k_stride;
+    clean = ra__bf_pack_v(store->k, &as_v, d->k_dim);
+    ra__bf_copy(k, keys->k, keys->k_stride, keys->n, d->k_dim);
+    if (!d->v_in_k) ra__bf_copy(store->v, keys->v, keys->v_stride, keys->n, d->v_dim);
+    keys->v = d->v_in_k ? k + 2 * (int64_t)d->v_column : store->v;
+    keys->v_stride = 2 * (int64_t)(d->v_in_k ? d->k_dim : d->v_dim);
+    keys->k = k;
+    keys->k_stride = 2 * (int64_t)d->k_dim;
+    return clean;
+}
+
 static const ra__kernel ra__kernel_bf16 = {
     RA_ISA_AVX512_BF16, ra__sizes_bf16, ra__widen_avx512, ra__prepare_bf16, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_bf16, ra__store_o_avx512,
-    NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL};
+    NULL, NULL, NULL, NULL,
+    ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_avx512,
+    ra__fold_back_bf16, ra__put_grad_avx512};
 
 #undef RA__BF_TARGET
 #undef RA__BF_FN
@@ -4197,6 +4594,7 @@ RA__INLINE uint32_t ra__fp_enter(void) {
 }
 RA__INLINE void ra__fp_leave(uint32_t before) { _mm_setcsr(before); }
 #elif RA__NEON
+enum { RA__BF16_FAST = 0 };
 static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR | 1u << RA_ISA_NEON; }
 
 /* Flushes denormals (FPCR.FZ), returns what was set before. */
@@ -6606,12 +7004,12 @@ typedef struct ra__back_scratch {
 static void ra__back_carve(ra__arena *a, const ra_desc *d, ra__back_scratch *x) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float), tile = lane * RA_BLOCK_TOKENS;
     ra__bytes size;
-    ra__kernel_f32(d->isa)->sizes(&size, d, 1);
+    ra__kernel_of(d)->sizes_back(&size, d);
     memset(x, 0, sizeof *x);
     for (int32_t i = 0; i < RA__BACK_PANELS; i++) {
         ra__back_panel *p = &x->panel[i];
         p->p.q = (float *)ra__carve(a, lane * d->k_dim);
-        p->p.acc = (float *)ra__carve(a, lane * d->k_dim);
+        p->p.acc = (float *)ra__carve(a, lane * ra__round_up(d->k_dim, 8));
         p->p.m = (float *)ra__carve(a, lane);
         p->p.l = (float *)ra__carve(a, lane);
         p->g = (float *)ra__carve(a, lane * d->v_dim);
@@ -6621,6 +7019,7 @@ static void ra__back_carve(ra__arena *a, const ra_desc *d, ra__back_scratch *x) 
     }
     x->tile.p = (float *)ra__carve(a, tile);
     x->tile.ds = (float *)ra__carve(a, tile);
+    x->tile.form = (float *)ra__carve(a, lane * 96);
     x->tile.cap = (float *)ra__carve(a, d->softcap > 0.0f ? tile : 0);
     x->tile.drop = (float *)ra__carve(a, d->dropout > 0.0f ? tile : 0);
     ra__store_carve(a, &size, 1, &x->store);
@@ -6818,15 +7217,13 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     if (any == RA__EMPTY) return;
     ra__seg_positions(&s, pos, x->pos);
     keys = ra__block_keys(item, which, &s, t->kv_head, x->pos);
-    b->kernel->prepare(&keys, d, &x->store, 0);
+    tile->k_clean = b->kernel->prepare_back(&keys, d, &x->store, any == RA__PARTIAL);
+    tile->k_form = x->store.k;
     tile->keys = &keys;
     tile->k_dim = d->k_dim;
     tile->v_dim = d->v_dim;
     tile->scale = d->scale;
     tile->want_q = g->dq.data != NULL;
-    tile->k_clean = any != RA__PARTIAL || !tile->want_q ||
-                    b->kernel->finite((const float *)(const void *)keys.k, keys.k_stride / 4,
-                                      keys.n, d->k_dim);
     tile->dk = (float *)(uintptr_t)dk.data;
     tile->dv = (float *)(uintptr_t)dv.data;
     tile->dk_stride = dk.token / 4;
@@ -10435,7 +10832,7 @@ static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_
     s = ra__check_grads(&l->c.d, t, rows, view);
     if (s) return s;
     l->b.w = &l->c.w;
-    l->b.kernel = ra__kernel_f32(l->c.d.isa);
+    l->b.kernel = ra__kernel_of(&l->c.d);
     l->b.d_o = view[0];
     l->b.d_q = view[1];
     l->d_k = view[2];
@@ -11191,7 +11588,7 @@ static ra_status ra__begin_grads(ra_ring *r, const ra_plan *p, const ra_tensors 
     if (s) return s;
     memset(&r->back, 0, sizeof r->back);
     r->back.w = &r->work;
-    r->back.kernel = ra__kernel_f32(d.isa);
+    r->back.kernel = ra__kernel_of(&r->plan->d);
     r->back.d_o = view[0];
     r->back.d_q = view[1];
     r->back.square = p->square && p->q_cut;

@@ -235,7 +235,7 @@ static void compare(const problem *p, const setup *s, int32_t dtype, int bias)
     g.bias_key = bias != 2;
     if (!opened(&w, p, s, dtype) || !ran(e, seat_gradients(e, &g, s->threads))) return;
     real = oracle_slopes(p, g.bias != NULL);
-    rough = rounds_weights(&e->d) && e->d.dropout <= 0 ? 2048 : 1;
+    rough = rounds_weights(&e->d) && e->d.dropout <= 0 ? 4096 : 1;
     CHECK(judge_view(&g.q, e, real.q, real.q_bar, 0) <= 1);
     CHECK(judge_view(&g.k, e, real.k, real.k_bar, 1) <= 1);
     if (!p->v_in_k) CHECK(judge_view(&g.v, e, real.v, real.v_bar, 1) <= 1);
