@@ -10357,7 +10357,8 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, i
  * products over Dk instead of lanes of rows. Memory is all here, so a task is several kv heads of a
  * sequence, and a stretch of tokens is read for all of them before the next one: where the heads of
  * a token lie side by side, memory is read and asked for in the order of its addresses.
- * PERF: Zen 5, rows of 512 bytes every 4 KB: 17 GB/s head by head, 33 in the order of addresses. */
+ * PERF: Zen 5, rows of 512 bytes every 4 KB: 17 GB/s head by head, 33 in the order of addresses;
+ * head after head, [Hkv][T][D], 13 without asking ahead along the rows of one head, 32 with it. */
 enum { RA__DECODE_PAIRS = 16, RA__DECODE_HEADS = 8, RA__DECODE_BYTES = 2048,
        RA__DECODE_AHEAD = 4096 };
 
@@ -10511,7 +10512,8 @@ static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra_
 
 /* Points a stream at the rows of all heads of the task, some 4 KB beyond token row `row`. */
 static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view *v, int64_t row) {
-    const int64_t all = x->count * v->head, far = ra__max(x->keys, RA__DECODE_AHEAD / all);
+    const int64_t all = x->count > 1 ? x->count * v->head : ra__min(v->token, v->head);
+    const int64_t far = ra__max(x->keys, RA__DECODE_AHEAD / all);
     a->at = (uintptr_t)v->data + (uintptr_t)((row + far) * v->token);
     a->lines = a->left = (int32_t)ra__ceil_div(all, 64);
     a->jump = v->token - (int64_t)a->lines * 64;
