@@ -91,7 +91,8 @@
  *
  *                       scalar  AVX2  AVX-512  NEON
  *   f32                   +      +      +      +
- *   f16, bf16 storage     +      +      +      +   arithmetic f32, widened block by block
+ *   f16, bf16 storage,    +      +      +      +   arithmetic f32, widened block by block
+ *     q8_0 of K and V
  *   every mask            +      +      +      +
  *   softcap, ALiBi,       +      +      +      +
  *     bias, sinks
@@ -212,7 +213,7 @@ typedef struct ra_allocator {          /* all zero: malloc and free. Else both a
 
 /* -------------------------------------------------------------------------- constants
  * Held in int32_t fields. Where a wrong default would give wrong numbers, 0 is UNSET, refused. */
-enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16 };
+enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
 /* AVX512_BF16 and AMX multiply bf16 where q, k and v all are bf16 (not in decode form, backward or
  * under dropout), else they are AVX512. AUTO is what is fastest here. */
 enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16, RA_ISA_AMX,
@@ -317,7 +318,8 @@ typedef struct ra_desc {
     int32_t q_heads, kv_heads;         /* required; Hq a multiple of Hkv: query head h reads kv
                                         * head h / (Hq / Hkv). MHA, GQA, MQA */
     int32_t k_dim, v_dim;              /* required; Dk (of Q and K) and Dv (of V and O), 1..1024 */
-    int32_t q_dtype, k_dtype, v_dtype, o_dtype; /* required; RA_F32, RA_F16, RA_BF16, any mix */
+    int32_t q_dtype, k_dtype, v_dtype, o_dtype; /* required; RA_F32, RA_F16, RA_BF16, any mix; of K
+                                        * and V also RA_Q8_0, see ra_convert; no gradients then */
     int32_t v_in_k, v_column;          /* 1: V is columns [v_column, v_column + Dv) of K's rows
                                         * (MLA): t.v stays {0}, v_dtype = k_dtype or 0, only K
                                         * travels */
@@ -446,6 +448,12 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
  * The order of calls fixes the bits. No aliasing. A row may be a (token, head) pair. */
 RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
                            int32_t dim);
+
+/* n elements of one dtype to another, to nearest. RA_Q8_0 is ggml's: blocks of 34 bytes, a scale in
+ * f16 and 32 int8, element = scale * int8; a row of dim elements is dim / 32 blocks, so n, k_dim,
+ * v_dim and v_column are multiples of 32 there; alignment 2. Made from x: scale = max |x| / 127. */
+RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
+                                  int64_t n);
 
 /* ========================================================================== L1: one rank, one call
  * The argument list of the small engines. All f32; q, out [seq_q][n_heads][head_dim], k, v
@@ -1436,6 +1444,66 @@ RA__INLINE uint16_t ra__f16_of_f32(float x) {
     return (uint16_t)(sign | r);
 }
 
+/* 32 elements of dtype; q: a block. */
+static void ra__block_load(float x[32], const uint8_t *p, int32_t dtype) {
+    uint16_t h;
+    int32_t i;
+    if (dtype == RA_F32) memcpy(x, p, 128);
+    for (i = 0; i < 32 && dtype != RA_F32; i++) {
+        memcpy(&h, p + (dtype == RA_Q8_0 ? 0 : 2 * i), sizeof h);
+        x[i] = dtype == RA_BF16 ? ra__f32_of_bf16(h) : ra__f32_of_f16(h);
+        if (dtype == RA_Q8_0) x[i] *= (float)(int8_t)p[2 + i];
+    }
+}
+
+static void ra__block_store(uint8_t *p, const float x[32], int32_t dtype) {
+    float most = 0.0f, inverse, y;
+    uint16_t h;
+    int32_t i;
+    if (dtype == RA_F32) memcpy(p, x, 128);
+    for (i = 0; i < 32 && (dtype == RA_F16 || dtype == RA_BF16); i++) {
+        h = dtype == RA_F16 ? ra__f16_of_f32(x[i]) : ra__bf16_of_f32(x[i]);
+        memcpy(p + 2 * i, &h, sizeof h);
+    }
+    if (dtype != RA_Q8_0) return;
+    for (i = 0; i < 32; i++) {
+        y = x[i] < 0.0f ? -x[i] : x[i];
+        most = y > most ? y : most;
+    }
+    h = ra__f16_of_f32(most / 127.0f);
+    memcpy(p, &h, sizeof h);
+    inverse = most > 0.0f ? 127.0f / most : 0.0f;
+    for (i = 0; i < 32; i++) {
+        y = x[i] * inverse;
+        p[2 + i] = (uint8_t)(int8_t)(y < 0.0f ? y - 0.5f : y + 0.5f);
+    }
+}
+
+RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
+                                  int64_t n) {
+    static const uint8_t size[] = {0, 4, 2, 2}; /* bytes of an element */
+    uint8_t *to = (uint8_t *)dst;
+    const uint8_t *from = (const uint8_t *)src;
+    if (dst_dtype < RA_F32 || dst_dtype > RA_Q8_0 || src_dtype < RA_F32 || src_dtype > RA_Q8_0)
+        return RA_E_ENUM;
+    if (n < 0) return RA_E_RANGE;
+    if ((dst_dtype == RA_Q8_0 || src_dtype == RA_Q8_0) && n % 32) return RA_E_SHAPE;
+    if (n > 0 && (!dst || !src)) return RA_E_NULL;
+    for (; n > 0; n -= 32) {
+        const size_t in = src_dtype == RA_Q8_0 ? 34 : (size_t)(n < 32 ? n : 32) * size[src_dtype];
+        const size_t out = dst_dtype == RA_Q8_0 ? 34 : (size_t)(n < 32 ? n : 32) * size[dst_dtype];
+        uint8_t block[2][128] = {{0}};
+        float x[32];
+        memcpy(block[0], from, in);
+        ra__block_load(x, block[0], src_dtype);
+        ra__block_store(block[1], x, dst_dtype);
+        memcpy(to, block[1], out);
+        from += in;
+        to += out;
+    }
+    return RA_OK;
+}
+
 /* exp(x), relative error below 1e-15; 0 below -708, infinity above 709.7. With n the integer next
  * to x / ln 2 and r = x - n ln 2, |r| <= 0.347: exp(x) = 2^n sum r^k / k!, k to 13. ln 2 comes in
  * two parts, the first with zeros at its end, so that n * part is exact. */
@@ -1732,6 +1800,14 @@ RA__INLINE int32_t ra__score_is_modified(const ra__score *score) {
 #define RA__SLAB (RA__NT * RA__W)
 #define RA__PART __attribute__((noinline)) RA__FN /* a phase: registers of its own */
 
+/* RA__W elements from i on, a multiple of RA__W, of a row of blocks. Of the halves that are
+ * converted the first is the scale. */
+RA__OP RA__V RA__F(of_q8_0)(const uint8_t *row, int32_t i) {
+    const uint8_t *block = row + (int64_t)(i / 32) * 34;
+    RA__V scale = RA__F(of_f16)(block);
+    return RA__F(of_i8)(block + 2 + i % 32) * RA__F(set)(scale[0]);
+}
+
 /* RA__W elements of dtype, of any alignment. */
 RA__OP RA__V RA__F(convert)(const uint8_t *src, int32_t dtype) {
     if (dtype == RA_F16) return RA__F(of_f16)(src);
@@ -1744,6 +1820,8 @@ RA__FN void RA__F(read)(float *dst, const uint8_t *src, int32_t dtype, int32_t n
     const int32_t size = dtype == RA_F32 ? 4 : 2;
     int32_t i = 0;
     uint16_t h;
+    for (; dtype == RA_Q8_0 && i < n; i += RA__W)
+        RA__F(store)(dst + i, RA__F(of_q8_0)(src, i));
     for (; n - i >= RA__W; i += RA__W)
         RA__F(store)(dst + i, RA__F(convert)(src + (int64_t)i * size, dtype));
     for (; i < n; i++) {
@@ -2315,7 +2393,8 @@ RA__OP void RA__F(pair)(RA__V *out, const uint8_t *row, int32_t d, const int32_t
     RA__UNROLL for (i = 0; i < 2; i++, d += RA__W) {
         if (dtype == RA_F32) out[i] = RA__F(load)((const float *)(const void *)row + d);
         else if (dtype == RA_F16) out[i] = RA__F(of_f16)(row + 2 * (int64_t)d);
-        else out[i] = RA__F(of_bf16)(row + 2 * (int64_t)d);
+        else if (dtype == RA_BF16) out[i] = RA__F(of_bf16)(row + 2 * (int64_t)d);
+        else out[i] = RA__F(of_q8_0)(row, d);
     }
 }
 
@@ -2342,7 +2421,8 @@ RA__OP void RA__F(few_products)(RA__V *c, RA__V (*k)[2], const float *q) {
 /* Scores of RA__DK keys from key j on; beyond the last it is computed again. */
 RA__OP void RA__F(few_dots)(const ra__few *f, const ra__stretch *x, int32_t j, float *s,
                             const int32_t dtype) {
-    const int32_t dim = f->d->k_dim, bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : 2);
+    const int32_t dim = f->d->k_dim;
+    const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
     uintptr_t ahead = x->k_ahead + (uintptr_t)(j * (dim / RA__CHUNK) * bytes);
     const uint8_t *row[RA__DK];
     RA__V c[4 * RA__DK], k[RA__DK][2];
@@ -2378,7 +2458,8 @@ RA__PART void RA__F(few_scores)(const ra__few *f, const ra__stretch *x, float *s
     for (j = 0; j < x->n; j += RA__DK) {
         if (dtype == RA_F32) RA__F(few_dots)(f, x, j, s, RA_F32);
         else if (dtype == RA_F16) RA__F(few_dots)(f, x, j, s, RA_F16);
-        else RA__F(few_dots)(f, x, j, s, RA_BF16);
+        else if (dtype == RA_BF16) RA__F(few_dots)(f, x, j, s, RA_BF16);
+        else RA__F(few_dots)(f, x, j, s, RA_Q8_0);
     }
 }
 
@@ -2456,7 +2537,7 @@ RA__PART void RA__F(few_softmax)(ra__few *f, const ra__stretch *x, float *s) {
 RA__OP void RA__F(few_value_tile)(const ra__few *f, const ra__stretch *x, const float *p,
                                   int32_t d, const int32_t nc, const int32_t form) {
     const int32_t dtype = form & 7, partial = form & RA__FEW_PARTIAL, tail = form & RA__FEW_TAIL;
-    const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : 2);
+    const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
     uintptr_t ahead = x->v_ahead + (uintptr_t)(d / RA__CHUNK * x->n * bytes);
     const uint8_t *row = x->v;
     float *to = f->sum + 4 * d;
@@ -2502,7 +2583,8 @@ RA__PART void RA__F(few_values)(const ra__few *f, const ra__stretch *x, const fl
     const int32_t dtype = f->d->v_dtype;
     if (dtype == RA_F32) RA__F(few_value_tiles)(f, x, p, RA_F32);
     else if (dtype == RA_F16) RA__F(few_value_tiles)(f, x, p, RA_F16);
-    else RA__F(few_value_tiles)(f, x, p, RA_BF16);
+    else if (dtype == RA_BF16) RA__F(few_value_tiles)(f, x, p, RA_BF16);
+    else RA__F(few_value_tiles)(f, x, p, RA_Q8_0);
 }
 
 /* Steps at which few_fold asks for memory. */
@@ -3155,6 +3237,11 @@ RA__OP ra__v4f ra__of_f16_scalar(const uint8_t *p) {
         return v;
     }
 }
+RA__OP ra__v4f ra__of_i8_scalar(const uint8_t *p) {
+    ra__v4f v = {(float)(int8_t)p[0], (float)(int8_t)p[1], (float)(int8_t)p[2],
+                 (float)(int8_t)p[3]};
+    return v;
+}
 RA__OP ra__v4f ra__of_bf16_scalar(const uint8_t *p) {
     uint16_t h[4];
     memcpy(h, p, sizeof h);
@@ -3307,6 +3394,10 @@ RA__OP __m128i ra__load_half_avx2(const uint8_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
 RA__OP __m256 ra__of_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(ra__load_half_avx2(p)); }
+RA__OP __m256 ra__of_i8_avx2(const uint8_t *p) {
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
+}
 RA__OP __m256 ra__of_bf16_avx2(const uint8_t *p) {
     return _mm256_castsi256_ps(
         _mm256_slli_epi32(_mm256_cvtepu16_epi32(ra__load_half_avx2(p)), 16));
@@ -3469,6 +3560,10 @@ RA__OP __m256i ra__load_half_avx512(const uint8_t *p) {
 }
 RA__OP __m512 ra__of_f16_avx512(const uint8_t *p) {
     return _mm512_cvtph_ps(ra__load_half_avx512(p));
+}
+RA__OP __m512 ra__of_i8_avx512(const uint8_t *p) {
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
 }
 RA__OP __m512 ra__of_bf16_avx512(const uint8_t *p) {
     return _mm512_castsi512_ps(
@@ -4514,6 +4609,11 @@ RA__OP int32_t ra__bad_neon(float32x4_t v) {
 RA__OP float32x4_t ra__of_f16_neon(const uint8_t *p) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 }
+RA__OP float32x4_t ra__of_i8_neon(const uint8_t *p) {
+    uint32_t u;
+    memcpy(&u, p, sizeof u);
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(u)))));
+}
 RA__OP float32x4_t ra__of_bf16_neon(const uint8_t *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
 }
@@ -5121,10 +5221,13 @@ RA__INLINE int64_t ra__chunk_rows(const ra__chunk *c) {
     return c->seg[0].rows + (c->segs > 1 ? c->seg[1].rows : 0);
 }
 
+/* Bytes of which addresses and strides of a dtype are multiples. */
 RA__INLINE int32_t ra__element(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
 
 /* Bytes of dim elements that lie side by side. */
-RA__INLINE int64_t ra__row_bytes(int32_t dtype, int64_t dim) { return dim * ra__element(dtype); }
+RA__INLINE int64_t ra__row_bytes(int32_t dtype, int64_t dim) {
+    return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * ra__element(dtype);
+}
 
 /* Where the parts of a segment lie in a message: offsets of positions, K and V. */
 typedef struct ra__parts { int64_t pos, k, v; } ra__parts;
@@ -5135,10 +5238,10 @@ static int64_t ra__message_keys(const ra_desc *d, const ra__seg *s, int64_t at, 
     part->pos = at;
     if (d->layout.kind == RA_LAYOUT_ARRAY) at += ra__round_up(4 * s->rows, 64);
     part->k = part->v = at;
-    at += ra__round_up(heads * d->k_dim * ra__element(d->k_dtype), 64);
+    at += ra__round_up(heads * ra__row_bytes(d->k_dtype, d->k_dim), 64);
     if (d->v_in_k) return at;
     part->v = at;
-    return at + ra__round_up(heads * d->v_dim * ra__element(d->v_dtype), 64);
+    return at + ra__round_up(heads * ra__row_bytes(d->v_dtype, d->v_dim), 64);
 }
 
 /* Lays out the message of a chunk on its way to the rank `hop` ranks after its owner: the segments
@@ -6692,8 +6795,8 @@ static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item 
         a->n[a->count++] = keys.n;
     }
     a->step = 2 * RA_BLOCK_TOKENS * a->count / (32 * t->count * x->size.batch) + 1;
-    a->k_bytes = w->d->k_dim * ra__element(w->d->k_dtype);
-    a->v_bytes = w->d->v_in_k ? 0 : w->d->v_dim * ra__element(w->d->v_dtype);
+    a->k_bytes = (int32_t)ra__row_bytes(w->d->k_dtype, w->d->k_dim);
+    a->v_bytes = w->d->v_in_k ? 0 : (int32_t)ra__row_bytes(w->d->v_dtype, w->d->v_dim);
 }
 
 /* One block of keys, to be folded into the panels of a task that see any of it. */
@@ -6898,7 +7001,7 @@ static int ra__engine_call(const ra__work *w, const ra__item *item, const ra__se
     call.k = k.data; call.k_token_stride = k.token; call.k_head_stride = k.head;
     call.v = v.data; call.v_token_stride = v.token; call.v_head_stride = v.head;
     if (d->v_in_k) {
-        call.v = k.data + (int64_t)d->v_column * ra__element(d->k_dtype);
+        call.v = k.data + ra__row_bytes(d->k_dtype, d->v_column);
         call.v_token_stride = k.token; call.v_head_stride = k.head;
     }
     call.q_pos = x->q_pos; call.k_pos = x->k_pos; call.lo = x->lo; call.hi = x->hi;
@@ -7386,8 +7489,8 @@ static ra_status ra__check_required(const ra_desc *d, ra_error *e) {
 
 static ra_status ra__check_enums(const ra_desc *d, ra_error *e) {
     const ra__range list[] = {
-        { "q_dtype", d->q_dtype, RA_F32, RA_BF16 }, { "k_dtype", d->k_dtype, RA_F32, RA_BF16 },
-        { "v_dtype", d->v_dtype, 0, RA_BF16 },      { "o_dtype", d->o_dtype, RA_F32, RA_BF16 },
+        { "q_dtype", d->q_dtype, RA_F32, RA_Q8_0 }, { "k_dtype", d->k_dtype, RA_F32, RA_Q8_0 },
+        { "v_dtype", d->v_dtype, 0, RA_Q8_0 },      { "o_dtype", d->o_dtype, RA_F32, RA_Q8_0 },
         { "mask.kind", d->mask.kind, RA_MASK_NONE, RA_MASK_INTERVALS },
         { "layout.kind", d->layout.kind, 0, RA_LAYOUT_ARRAY },
         { "grad_dtype", d->grad_dtype, 0, RA_BF16 },
@@ -7419,6 +7522,24 @@ static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
         return ra__refuse(e, RA_E_RANGE, "softcap", "must be finite and not negative", 0);
     if (!(d->dropout >= 0.0f && d->dropout < 1.0f))
         return ra__refuse(e, RA_E_RANGE, "dropout", "must lie in [0, 1)", 0);
+    return RA_OK;
+}
+
+/* RA_Q8_0 comes in blocks of 32 elements, and for keys and values alone. */
+static ra_status ra__check_blocks(const ra_desc *d, ra_error *e) {
+    const int k = d->k_dtype == RA_Q8_0, v = d->v_in_k ? k : d->v_dtype == RA_Q8_0;
+    const int32_t dims[3] = { k ? d->k_dim : 0, v ? d->v_dim : 0, v ? d->v_column : 0 };
+    static const char *const name[3] = { "k_dim", "v_dim", "v_column" };
+    if (d->q_dtype == RA_Q8_0 || d->o_dtype == RA_Q8_0)
+        return ra__refuse(e, RA_E_UNSUPPORTED, d->q_dtype == RA_Q8_0 ? "q_dtype" : "o_dtype",
+                          "# is RA_Q8_0, which serves K and V only", RA_Q8_0);
+    if (d->op == RA_OP_TRAIN && (k || v))
+        return ra__refuse(e, RA_E_UNSUPPORTED, k ? "k_dtype" : "v_dtype",
+                          "# is RA_Q8_0, which has no gradients", RA_Q8_0);
+    for (int i = 0; i < 3; i++)
+        if (dims[i] % 32)
+            return ra__refuse(e, i < 2 ? RA_E_SHAPE : RA_E_ALIGN, name[i],
+                              "# is no multiple of 32, as RA_Q8_0 needs", dims[i]);
     return RA_OK;
 }
 
@@ -7676,6 +7797,7 @@ static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
     if (!s) s = ra__check_enums(d, e);
     if (!s) s = ra__check_reserved(d, e);
     if (!s) s = ra__check_floats(d, e);
+    if (!s) s = ra__check_blocks(d, e);
     if (!s) s = ra__check_shape(d, e);
     if (!s) s = ra__check_mask(d, e);
     if (!s) s = ra__check_layout(d, e);
@@ -8199,11 +8321,11 @@ static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r)
         r->k_rows = ra__max(r->k_rows, nk);
     }
     r->resident_bytes = q_rows * d->q_heads *
-                            ((int64_t)d->k_dim * ra__element(d->q_dtype) +
-                             (int64_t)d->v_dim * ra__element(d->o_dtype) + 4) +
-                        k_rows * d->kv_heads * (int64_t)d->k_dim * ra__element(d->k_dtype);
+                            (ra__row_bytes(d->q_dtype, d->k_dim) +
+                             ra__row_bytes(d->o_dtype, d->v_dim) + 4) +
+                        k_rows * d->kv_heads * ra__row_bytes(d->k_dtype, d->k_dim);
     if (!d->v_in_k)
-        r->resident_bytes += k_rows * d->kv_heads * (int64_t)d->v_dim * ra__element(d->v_dtype);
+        r->resident_bytes += k_rows * d->kv_heads * ra__row_bytes(d->v_dtype, d->v_dim);
 }
 
 static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report *r) {
@@ -8715,7 +8837,7 @@ static int32_t ra__ring_kind(const ra_ring *r) {
 static ra__view ra__view_packed(const uint8_t *data, int32_t heads, int32_t dim, int32_t dtype) {
     ra__view v;
     v.data = data;
-    v.head = (int64_t)dim * ra__element(dtype);
+    v.head = ra__row_bytes(dtype, dim);
     v.token = v.head * heads;
     v.batch = 0;
     return v;
@@ -8855,10 +8977,10 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *mes
         if (d->layout.kind == RA_LAYOUT_ARRAY)
             memcpy(message + part[i].pos, pos + s->row, (size_t)s->rows * 4);
         ra__pack_rows(message + part[i].k, k, s, d->kv_heads,
-                      (int64_t)d->k_dim * ra__element(d->k_dtype));
+                      ra__row_bytes(d->k_dtype, d->k_dim));
         if (!d->v_in_k)
             ra__pack_rows(message + part[i].v, v, s, d->kv_heads,
-                          (int64_t)d->v_dim * ra__element(d->v_dtype));
+                          ra__row_bytes(d->v_dtype, d->v_dim));
     }
 }
 
@@ -9893,7 +10015,7 @@ static ra__shape ra__shape_of(const char *field, const ra_desc *d, int64_t rows,
 static ra_status ra__view_check(const void *data, const int64_t stride[3], const ra__shape *s,
                                 int writable, ra__view *out, ra_error *e) {
     static const char *const part[3] = { ".batch_stride", ".token_stride", ".head_stride" };
-    int64_t element = ra__element(s->dtype), row = s->dim * element, span = row;
+    int64_t element = ra__element(s->dtype), row = ra__row_bytes(s->dtype, s->dim), span = row;
     int64_t step[3], count[3] = { s->batch, s->rows, s->heads };
     const char *name[2];
     name[0] = s->field;
@@ -10200,8 +10322,8 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
 }
 
 /* -------------------------------------------------------------------------- short queries
- * Where tokens are few and several query heads read a kv head, panels of 64 tokens of one head would
- * be mostly empty: lanes are (token, head) pairs instead, pair i being token i / group, head
+ * Where tokens are few and several query heads read a kv head, panels of 64 tokens of one head
+ * would be mostly empty: lanes are (token, head) pairs instead, pair i being token i / group, head
  * i % group of the group. A row's bits do not depend on its lane, so they are those of the other
  * form. Their queries are gathered into rows that follow one another, their outputs scattered. */
 RA__INLINE int ra__is_short(const ra_desc *d) {

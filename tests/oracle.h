@@ -44,6 +44,13 @@ typedef struct truth {
 /* -------------------------------------------------------------------------- number formats */
 static inline int element_bytes(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
 
+/* q8_0 of problems has one scale, 1/32, so that what a number is rounded to depends on it alone. */
+enum { Q8_SCALE = 32, Q8_SCALE_BITS = 0x2800, Q8_NAN_BITS = 0x7e00 };
+static inline int64_t row_bytes(int32_t dtype, int64_t dim)
+{
+    return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * element_bytes(dtype);
+}
+
 /* The distance of neighbouring numbers of a 16-bit dtype around x. */
 static inline double dtype_ulp(double x, int32_t dtype)
 {
@@ -57,6 +64,10 @@ static inline float dtype_round(float x, int32_t dtype)
 {
     double ulp, r;
     if (dtype == RA_F32 || x != x || x - x != 0 || x == 0) return x;
+    if (dtype == RA_Q8_0) {
+        r = nearbyint((double)x * Q8_SCALE);
+        return (float)((r > 127 ? 127 : r < -127 ? -127 : r) / Q8_SCALE);
+    }
     ulp = dtype_ulp((double)x, dtype);
     r = nearbyint((double)x / ulp) * ulp;
     if (dtype == RA_F16 && fabs(r) > 65504) r = x > 0 ? HUGE_VAL : -HUGE_VAL;
@@ -81,6 +92,17 @@ static inline void dtype_store(void *dst, float x, int32_t dtype)
         else if (x != 0) w = (uint16_t)(w | (uint16_t)((e + 14) * 1024 + (int)ldexp(m, 11) - 1024));
     }
     memcpy(dst, &w, 2);
+}
+
+/* Element d of a row; a NaN makes the scale of a block of q8_0 one. */
+static inline void row_store(uint8_t *row, int d, float x, int32_t dtype)
+{
+    uint8_t *block = row + d / 32 * 34;
+    uint16_t scale = Q8_SCALE_BITS, bad = Q8_NAN_BITS;
+    if (dtype != RA_Q8_0) { dtype_store(row + d * element_bytes(dtype), x, dtype); return; }
+    if (d % 32 == 0) memcpy(block, &scale, 2);
+    if (x != x) memcpy(block, &bad, 2);
+    block[2 + d % 32] = x == x ? (uint8_t)(int8_t)(x * Q8_SCALE) : 0;
 }
 
 static inline float dtype_load(const void *src, int32_t dtype)

@@ -851,6 +851,75 @@ TEST(attention_workspace)
 
 /* Decoding: 1 to 4 queries (in a form of their own), or 5 (which have not), after many keys, from
  * any dtypes, with NaN in every key that nobody sees and sometimes in one that is seen. */
+/* K or V or both of some problems in q8_0. */
+static void random_q8_0(problem *p, h_rng *r)
+{
+    int which = (int)h_range(r, 0, 8);
+    if (which >= 4 || which == 0) return;
+    if (which & 1) { p->k_dtype = RA_Q8_0; p->Dk = (p->Dk + 31) / 32 * 32; }
+    if (which & 2) { p->v_dtype = RA_Q8_0; p->Dv = (p->Dv + 31) / 32 * 32; }
+}
+
+/* Every layout, transport and way to call, with K and V of q8_0, and with V a part of K. */
+TEST(q8_0_everywhere)
+{
+    want w = { -1, 0, 0, -1, 2e6 };
+    int64_t i;
+    for (i = 0; i < (h_run.large ? 1000 : 40); i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        if (!h_case(i)) continue;
+        random_problem(&p, &r, &w);
+        random_setup(&s, &p, &r, &w);
+        p.v_in_k = i % 4 == 0;
+        p.Dk = 32 * (int32_t)h_range(&r, 1, 5);
+        p.Dv = p.v_in_k ? p.Dk : 32 * (int32_t)h_range(&r, 1, 4);
+        if (p.v_in_k) p.Dv = 32 * (int32_t)h_range(&r, 1, p.Dk / 32);
+        p.v_column = p.v_in_k ? (p.Dk - p.Dv) / 2 / 32 * 32 : 0;
+        p.k_dtype = p.v_dtype = RA_Q8_0;
+        if (!p.v_in_k && i % 4 == 1) p.v_dtype = RA_F16;
+        problem_data(&p, &r);
+        compare(&p, &s);
+        setup_free(&s);
+        problem_free(&p);
+    }
+}
+
+/* To q8_0 and back: within half a step of the scale. 16-bit numbers and f32 are kept to the bit. */
+TEST(convert)
+{
+    enum { N = 320 };
+    static float x[N], y[N], z[N];
+    static uint8_t packed[N / 32 * 34], half[2 * N];
+    h_rng r = h_case_rng(0);
+    int i, j;
+    for (i = 0; i < N; i++) x[i] = h_normal(&r) * (i < 32 ? 0 : i < 64 ? 1e-3f : 30);
+    CHECK_EQ(ra_convert(packed, RA_Q8_0, x, RA_F32, N), RA_OK);
+    CHECK_EQ(ra_convert(y, RA_F32, packed, RA_Q8_0, N), RA_OK);
+    for (i = 0; i < N; i += 32) {
+        float most = 0, scale;
+        for (j = i; j < i + 32; j++) most = fabsf(x[j]) > most ? fabsf(x[j]) : most;
+        scale = dtype_load(packed + i / 32 * 34, RA_F16);
+        CHECK(fabs((double)(scale - most / 127)) <= (double)most / 127 * 0.0005 + 6e-8);
+        for (j = i; j < i + 32; j++)
+            CHECK(fabs((double)(y[j] - x[j])) <= (double)most * (0.5 / 127 + 0.0006) + 8e-6);
+    }
+    for (i = RA_F16; i <= RA_BF16; i++) {
+        for (j = 0; j < N; j++) z[j] = dtype_round(x[j], i);
+        CHECK_EQ(ra_convert(half, i, x, RA_F32, N - 5), RA_OK);
+        CHECK_EQ(ra_convert(y, RA_F32, half, i, N - 5), RA_OK);
+        CHECK_BITS(y, z, (N - 5) * 4);
+    }
+    CHECK_EQ(ra_convert(y, RA_F32, x, RA_F32, N), RA_OK);
+    CHECK_BITS(y, x, sizeof x);
+    CHECK_EQ(ra_convert(packed, RA_Q8_0, x, RA_F32, 33), RA_E_SHAPE);
+    CHECK_EQ(ra_convert(packed, 5, x, RA_F32, 32), RA_E_ENUM);
+    CHECK_EQ(ra_convert(NULL, RA_F16, x, RA_F32, 1), RA_E_NULL);
+    CHECK_EQ(ra_convert(packed, RA_F16, x, RA_F32, -1), RA_E_RANGE);
+    CHECK_EQ(ra_convert(NULL, RA_F16, NULL, RA_F32, 0), RA_OK);
+}
+
 TEST(decoding)
 {
     int64_t i, k, q, n = h_run.large ? 2000 : 126;
@@ -861,7 +930,8 @@ TEST(decoding)
         int nth;
         outcome first, got;
         if (!h_case(i)) continue;
-        problem_shape(&p, h_range(&r, 1, 5), 4, i % 2 ? 2 : 1, random_dim(&r), random_dim(&r));
+        problem_shape(&p, h_range(&r, 1, i % 4 ? 5 : 40), 4, i % 2 ? 2 : 1, random_dim(&r),
+                      random_dim(&r));
         p.q_offset = i % 3 ? h_range(&r, 0, 200) : h_range(&r, 1000, 5000);
         p.tk[0] = p.k_max = p.q_offset + p.q_max;
         problem_mask(&p, &r, (int)(i % MASKS));
@@ -870,12 +940,13 @@ TEST(decoding)
             problem_dtypes(&p, (int32_t)h_range(&r, 1, 3), (int32_t)h_range(&r, 1, 3),
                            (int32_t)h_range(&r, 1, 3), (int32_t)h_range(&r, 1, 3));
         }
+        random_q8_0(&p, &r);
         problem_data(&p, &r);
         for (k = 0; k < p.k_max; k++) {
             int seen = h_one_in(&r, 4000);
             for (q = 0; q < p.q_max; q++) seen += visible(&p.mask, p.q_offset + q, k) ? 2 : 0;
             if (seen < 2) p.k[k * p.Hkv * p.Dk] = p.v[(k * p.Hkv + 1) * p.Dv - 1] = (float)NAN;
-            if (seen & 1) p.v[k * p.Hkv * p.Dv] = (float)NAN;
+            if ((seen & 1) && p.v_dtype != RA_Q8_0) p.v[k * p.Hkv * p.Dv] = (float)NAN;
         }
         setup_plain(&s, 1, RA_LAYOUT_CONTIGUOUS + (int32_t)h_range(&r, 0, 2));
         s.call = CALL_ATTENTION;
@@ -1079,7 +1150,7 @@ static const h_test tests[] = {
     ENTRY(bias_of_minus_infinity), ENTRY(one_key_gives_its_value),
     ENTRY(positions_near_the_limit), ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials),
     ENTRY(merge_corners), ENTRY(attention_threads), ENTRY(attention_workspace),
-    ENTRY(decoding), ENTRY(attention_at_positions),
+    ENTRY(q8_0_everywhere), ENTRY(convert), ENTRY(decoding), ENTRY(attention_at_positions),
     ENTRY(ring_buffer_cache), ENTRY(a_ring_serves_several_plans), ENTRY(simple_signature)
 };
 

@@ -191,12 +191,14 @@ static const row desc_rows[] = {
     { ONE, D(v_dim), I32, -1, RA_E_RANGE, "v_dim" },
     { ONE, D(v_dim), I32, 1025, RA_E_RANGE, "v_dim" },
     { ONE, D(q_dtype), I32, 0, RA_E_UNSET, "q_dtype" },
-    { ONE, D(q_dtype), I32, 4, RA_E_ENUM, "q_dtype" },
+    { ONE, D(q_dtype), I32, 5, RA_E_ENUM, "q_dtype" },
+    { ONE, D(q_dtype), I32, RA_Q8_0, RA_E_UNSUPPORTED, "q_dtype" },
+    { ONE, D(o_dtype), I32, RA_Q8_0, RA_E_UNSUPPORTED, "o_dtype" },
     { ONE, D(q_dtype), I32, -1, RA_E_ENUM, "q_dtype" },
     { ONE, D(k_dtype), I32, 0, RA_E_UNSET, "k_dtype" },
     { ONE, D(k_dtype), I32, 17, RA_E_ENUM, "k_dtype" },
     { ONE, D(v_dtype), I32, 0, RA_E_UNSET, "v_dtype" },
-    { ONE, D(v_dtype), I32, 4, RA_E_ENUM, "v_dtype" },
+    { ONE, D(v_dtype), I32, 5, RA_E_ENUM, "v_dtype" },
     { ONE, D(o_dtype), I32, 0, RA_E_UNSET, "o_dtype" },
     { ONE, D(o_dtype), I32, -7, RA_E_ENUM, "o_dtype" },
     { ONE, D(v_column), I32, 1, RA_E_SHAPE, "v_in_k" },
@@ -461,6 +463,28 @@ TEST(desc_resolved)
         CHECK_BITS(&r[1], &r[0], sizeof r[0]);
         for (int i = 0; i < 2; i++) ra_plan_destroy(plan[i]);
     }
+}
+
+TEST(blocks_of_q8_0)
+{
+    ra_desc d;
+    base_desc(&d, ONE);
+    d.k_dtype = RA_Q8_0;
+    refuse_desc(&d, RA_E_SHAPE, "k_dim", 8);
+    d.k_dim = 64;
+    d.op = RA_OP_TRAIN;
+    refuse_desc(&d, RA_E_UNSUPPORTED, "k_dtype", RA_Q8_0);
+    d.k_dtype = RA_F32;
+    d.v_dtype = RA_Q8_0;
+    refuse_desc(&d, RA_E_UNSUPPORTED, "v_dtype", RA_Q8_0);
+    d.op = 0;
+    refuse_desc(&d, RA_E_SHAPE, "v_dim", 8);
+    base_desc(&d, MLA);
+    d.k_dtype = RA_Q8_0;
+    d.k_dim = 96;
+    d.v_dim = 64;
+    d.v_column = 8;
+    refuse_desc(&d, RA_E_ALIGN, "v_column", 8);
 }
 
 TEST(isa)
@@ -2027,7 +2051,7 @@ int main(int argc, char **argv)
 {
     static const h_test tests[] = {
         ENTRY(desc_fields), ENTRY(desc_contents), ENTRY(desc_runs), ENTRY(desc_floats),
-        ENTRY(desc_resolved),
+        ENTRY(desc_resolved), ENTRY(blocks_of_q8_0),
         ENTRY(isa), ENTRY(engine), ENTRY(transport), ENTRY(ring_desc), ENTRY(plan_arguments),
         ENTRY(rates), ENTRY(world), ENTRY(estimate), ENTRY(tensors), ENTRY(tensor_alignment),
         ENTRY(tensor_scores), ENTRY(tensor_positions), ENTRY(jobs), ENTRY(order_of_calls),

@@ -64,7 +64,7 @@ static inline uint8_t *view_at(const view *v, int b, int64_t t, int head)
 /* Strides for [B][rows][heads][dim]; slot: which third of an interleaved token is this tensor's. */
 static inline void view_shape(view *v, int kind, int B, int slot)
 {
-    int64_t e = element_bytes(v->dtype), row = v->dim * e;
+    int64_t e = element_bytes(v->dtype), row = row_bytes(v->dtype, v->dim);
     v->packed = kind == STRIDES_PACKED;
     v->base = 0;
     v->head = row;
@@ -124,11 +124,10 @@ static inline ra_out view_out(const view *v)
 
 static inline void view_put(const view *v, int b, int64_t t, const float *rows)
 {
-    int64_t e = element_bytes(v->dtype);
     int head, d;
     for (head = 0; head < v->heads; head++) {
         uint8_t *at = view_at(v, b, t, head);
-        for (d = 0; d < v->dim; d++) dtype_store(at + d * e, *rows++, v->dtype);
+        for (d = 0; d < v->dim; d++) row_store(at, d, *rows++, v->dtype);
     }
 }
 
@@ -1448,7 +1447,7 @@ static inline int mask_text(const ra_mask *m, char *out, size_t room)
 static inline void describe_case(const problem *p, const setup *s)
 {
     static const char *const wires[5] = { "shared", "post", "sendrecv", "null", "loopback" };
-    static const char dtypes[] = "?fhb";
+    static const char dtypes[] = "?fhbq";
     static const char *const calls[5] = { "attend", "forward", "step", "join", "attention" };
     static const char *const kinds[6] = { "unset", "contiguous", "zigzag", "striped", "runs",
                                           "array" };
