@@ -66,8 +66,8 @@ help: ## lists the targets
 # A program includes the header with its implementation, as its users do. To compile that only once,
 # most tests and examples skip it (RA__IMPLEMENTED: it has been seen) and are linked with it. Not
 # those that hook into it, or are fast only if compiled with it.
-WHOLE    := tests/test_sim tests/test_clients tests/test_refuse tests/test_plan examples/minimal \
-            examples/demo bench/bench
+WHOLE    := tests/test_sim tests/test_clients tests/test_refuse tests/test_plan tests/test_bf16 \
+            examples/minimal examples/demo bench/bench
 
 $(WHOLE:%=$(B)/%): $(B)/%: %.c $(HEADERS) Makefile
 	@mkdir -p $(@D)

@@ -48,6 +48,7 @@
  *   AVX2         its operations on 8 floats
  *   AVX512       its operations on 16 floats
  *   AVX512 BF16  a body of its own for bf16, by dot products of pairs
+ *   AMX          the same by tiles
  *   NEON         its operations on 4 floats
  *   DISPATCH     which instruction sets this processor has
  *   GEOMETRY     positions and masks: who sees whom
@@ -99,8 +100,8 @@
  *   GQA, Dk != Dv, MLA    +      +      +      +
  *   decode form           +      +      +      +   ra_attention of few query rows
  *   gradients, dropout    +      +      +      +
- *   bf16 arithmetic       -      -      +      -   where q, k, v are bf16, by AVX512_BF16; not
- *                                                  under dropout
+ *   bf16 arithmetic       -      -      +      -   where q, k, v are bf16, by AVX512_BF16 or, only
+ *                                                  forward, AMX; not under dropout
  *
  * SPDX-License-Identifier: MIT OR Unlicense (both texts at the end)
  */
@@ -4055,32 +4056,42 @@ RA__BF_OP uint32_t ra__bf_first(int32_t dim, int32_t d, int32_t n) {
     return dim - d >= n ? (uint32_t)(((uint64_t)1 << n) - 1) : ((uint32_t)1 << (dim - d)) - 1;
 }
 
-/* Pairs of dims of 16 rows to lanes; rows that are not there are zero. */
-RA__BF_FN void ra__load_q_bf16(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
-                               int32_t dim) {
-    const uint8_t *from = (const uint8_t *)src;
+RA__BF_OP int32_t ra__bf_up(int32_t dim, int32_t to) { return (dim + to - 1) / to * to; }
+
+/* Pairs of dims of 16 rows to lanes; rows that are not there, and dims from dim to up, are zero. */
+RA__BF_FN void ra__bf_load_q(const ra__panel *p, const uint8_t *from, int64_t stride, int32_t dim,
+                             int32_t up) {
     __m512i r[16];
     int32_t row, d, i;
-    (void)dtype;
     for (row = 0; row < RA_BLOCK_TOKENS; row += 16)
-        for (d = 0; d < dim; d += 32) {
+        for (d = 0; d < up; d += 32) {
             for (i = 0; i < 16; i++)
                 r[i] = row + i < p->rows
                            ? _mm512_maskz_loadu_epi16(ra__bf_first(dim, d, 32),
                                                       from + (row + i) * stride + 2 * d)
                            : _mm512_setzero_si512();
             ra__bf_transpose(r);
-            for (i = 0; i < 16 && d + 2 * i < dim; i++)
+            for (i = 0; i < 16 && d + 2 * i < up; i++)
                 _mm512_storeu_si512(p->q + (d / 2 + i) * 64 + row, r[i]);
         }
 }
 
-RA__BF_OP int32_t ra__bf_up(int32_t dim, int32_t to) { return (dim + to - 1) / to * to; }
+RA__BF_FN void ra__load_q_bf16(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
+                               int32_t dim) {
+    (void)dtype;
+    ra__bf_load_q(p, (const uint8_t *)src, stride, dim, ra__bf_up(dim, 2));
+}
+
+/* acc of dims from dim to up is zero. */
+RA__BF_FN void ra__bf_load_acc(const ra__panel *p, const float *src, int64_t stride, int32_t dim,
+                               int32_t up) {
+    ra__load_acc_avx512(p, src, stride, dim);
+    memset(p->acc + dim * 64, 0, (size_t)(up - dim) * 64 * sizeof *p->acc);
+}
 
 RA__BF_FN void ra__load_acc_bf16(const ra__panel *p, const float *src, int64_t stride,
                                  int32_t dim) {
-    ra__load_acc_avx512(p, src, stride, dim);
-    memset(p->acc + dim * 64, 0, (size_t)(ra__bf_up(dim, 8) - dim) * 64 * sizeof *p->acc);
+    ra__bf_load_acc(p, src, stride, dim, ra__bf_up(dim, 8));
 }
 
 RA__BF_FN void ra__sizes_bf16(ra__bytes *out, const ra_desc *d, int32_t shared) {
@@ -4093,25 +4104,30 @@ RA__BF_FN void ra__sizes_bf16(ra__bytes *out, const ra_desc *d, int32_t shared) 
     out->v = lane / 2 * ra__bf_up(d->v_dim, 16);
 }
 
+/* Pairs of keys j and j + 1, dims d to d + 15; zero beyond the last of either. Notes NaN and
+ * infinities in bad. */
+RA__BF_OP __m512i ra__bf_pair_v(const ra__keys *keys, int32_t j, int32_t dim, int32_t d,
+                                uint32_t *bad) {
+    const __m256i e = _mm256_set1_epi16(0x7f80);
+    const __mmask16 m = dim > d ? (__mmask16)ra__bf_first(dim, d, 16) : 0;
+    const uint8_t *v = keys->v + j * keys->v_stride + 2 * d;
+    __m256i a = _mm256_setzero_si256(), b = a;
+    if (j < keys->n) a = _mm256_maskz_loadu_epi16(m, v);
+    if (j + 1 < keys->n) b = _mm256_maskz_loadu_epi16(m, v + keys->v_stride);
+    *bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(a, e), e);
+    *bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(b, e), e);
+    return _mm512_or_si512(_mm512_cvtepu16_epi32(a),
+                           _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
+}
+
 /* Pairs of keys [n / 2][dim up to 16]; returns 0 if there is a NaN or an infinity. */
 RA__BF_FN int32_t ra__bf_pack_v(uint8_t *to, const ra__keys *keys, int32_t dim) {
     const int64_t row = 4 * (int64_t)ra__bf_up(dim, 16);
-    const __m256i e = _mm256_set1_epi16(0x7f80);
     uint32_t bad = 0;
     int32_t j, d;
-    for (j = 0; j < keys->n; j += 2, to += row) {
-        const uint8_t *v = keys->v + j * keys->v_stride;
-        for (d = 0; d < dim; d += 16) {
-            const __mmask16 m = (__mmask16)ra__bf_first(dim, d, 16);
-            __m256i a = _mm256_maskz_loadu_epi16(m, v + 2 * d), b = _mm256_setzero_si256();
-            if (j + 1 < keys->n) b = _mm256_maskz_loadu_epi16(m, v + keys->v_stride + 2 * d);
-            bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(a, e), e);
-            bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(b, e), e);
-            _mm512_storeu_si512(to + 4 * d,
-                                _mm512_or_si512(_mm512_cvtepu16_epi32(a),
-                                                _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16)));
-        }
-    }
+    for (j = 0; j < keys->n; j += 2, to += row)
+        for (d = 0; d < dim; d += 16)
+            _mm512_storeu_si512(to + 4 * d, ra__bf_pair_v(keys, j, dim, d, &bad));
     return !bad;
 }
 
@@ -4519,6 +4535,416 @@ static const ra__kernel ra__kernel_bf16 = {
     ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_avx512,
     ra__fold_back_bf16, ra__put_grad_avx512};
 
+/* ========================================================================== AMX
+ * The same forward by tiles of 16 rows of 64 bytes: C[16][16] f32 += A B, A being 16 rows of 32
+ * bf16, B 16 rows of 16 pairs. q, p, acc and s are laid out as in AVX512 BF16, so that
+ *   S^T: A = K as stored, 16 keys x 32 dims;   B = q, 16 pairs of dims x 16 query rows
+ *   O^T: A = V^T, 16 dims x 32 keys, packed;   B = p, 16 pairs of keys x 16 query rows
+ * and C is a piece of s or acc, rows 256 bytes apart. Dk and Dv are rounded up to 32, keys to 32.
+ *
+ * An item is 64 keys against 32 query rows. In one stage the products K Q of item i, 2^x of item
+ * i - 1 and the products V P of item i - 2 run beside one another, a few vectors after each tile
+ * product. What is known of Granite Rapids: a store of C right behind its last product
+ * stalls, so it is done among the first products of the next group; K and V^T come by TILELOADDT1,
+ * or they drive s, p and acc out of the L1 cache; vdpbf16ps and vcvtne2ps2pbh beside tile products
+ * cost a third, so l is summed from p by masks and additions.
+ *
+ * All tiles go through six operations. With RA__AMX_SOFT these are vector code on an array, with
+ * which tests run this room on machines without AMX. Their own assembly: gcc 12's _tile_loadconfig
+ * lets the stores to its operand vanish, and its tile numbers must be literals. */
+#if defined(RA__AMX_SOFT)
+#define RA__AMX_TARGET RA__BF_TARGET
+#else
+#define RA__AMX_TARGET                                                                           \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,"         \
+                          "amx-tile,amx-bf16")))
+#endif
+#define RA__AMX_FN RA__UNUSED RA__AMX_TARGET static
+#define RA__AMX_OP RA__INLINE RA__AMX_TARGET
+
+/* Three items under way, and the sums in tiles 0..3 that are not yet stored. */
+typedef struct ra__amx {
+    ra__bf_work item[3];
+    float *sums;                       /* where tiles 0..3 belong, or null */
+    const ra__bf_work *exps;           /* the item whose p is being made */
+    int32_t piece, pieces, each;       /* next one, how many, and after each product */
+#if defined(RA__AMX_SOFT)
+    uint8_t tile[8][1024];
+#endif
+} ra__amx;
+
+#if defined(RA__AMX_SOFT)
+RA__AMX_FN void ra__tile_begin(ra__amx *x) { memset(x->tile, 0, sizeof x->tile); }
+RA__AMX_FN void ra__tile_end(void) {}
+RA__AMX_FN void ra__tile_zero(ra__amx *x, int32_t c) { memset(x->tile[c], 0, 1024); }
+RA__AMX_FN void ra__tile_load(ra__amx *x, int32_t i, const void *p, int64_t stride) {
+    int32_t r;
+    for (r = 0; r < 16; r++) memcpy(x->tile[i] + 64 * r, (const uint8_t *)p + r * stride, 64);
+}
+RA__AMX_FN void ra__tile_stream(ra__amx *x, int32_t i, const void *p, int64_t stride) {
+    ra__tile_load(x, i, p, stride);
+}
+RA__AMX_FN void ra__tile_store(ra__amx *x, int32_t c, void *p, int64_t stride) {
+    int32_t r;
+    for (r = 0; r < 16; r++) memcpy((uint8_t *)p + r * stride, x->tile[c] + 64 * r, 64);
+}
+/* tile[c] += tile[4 + c / 2] tile[6 + c % 2] */
+RA__AMX_FN void ra__tile_dot(ra__amx *x, int32_t c) {
+    const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
+    int32_t r, k;
+    for (r = 0; r < 16; r++) {
+        __m512 sum = _mm512_loadu_ps((const float *)(const void *)(x->tile[c] + 64 * r));
+        for (k = 0; k < 16; k++) {
+            __m512i a = ra__bf_broadcast(x->tile[4 + c / 2] + 64 * r + 4 * k);
+            __m512i b = _mm512_loadu_si512(x->tile[6 + c % 2] + 64 * k);
+            sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
+                                  _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), sum);
+            sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)),
+                                  _mm512_castsi512_ps(_mm512_and_si512(b, high)), sum);
+        }
+        _mm512_storeu_ps((float *)(void *)(x->tile[c] + 64 * r), sum);
+    }
+}
+#else
+/* Palette 1: eight tiles of 16 rows of 64 bytes. All tile state is the caller's to lose: nothing
+ * is left behind. */
+RA__AMX_OP void ra__tile_begin(ra__amx *x) {
+    struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } c;
+    int32_t i;
+    (void)x;
+    memset(&c, 0, sizeof c);
+    c.palette = 1;
+    for (i = 0; i < 8; i++) {
+        c.bytes[i] = 64;
+        c.rows[i] = 16;
+    }
+    __asm__ volatile("ldtilecfg %0" : : "m"(c));
+}
+RA__AMX_OP void ra__tile_end(void) { __asm__ volatile("tilerelease"); }
+RA__AMX_OP void ra__tile_zero(ra__amx *x, int32_t c) {
+    (void)x;
+    switch (c) {
+    case 0: __asm__ volatile("tilezero %%tmm0" : :); break;
+    case 1: __asm__ volatile("tilezero %%tmm1" : :); break;
+    case 2: __asm__ volatile("tilezero %%tmm2" : :); break;
+    default: __asm__ volatile("tilezero %%tmm3" : :); break;
+    }
+}
+/* Tiles 0 to 3, 6 and 7. */
+RA__AMX_OP void ra__tile_load(ra__amx *x, int32_t i, const void *p, int64_t n) {
+    (void)x;
+    switch (i) {
+    case 0: __asm__ volatile("tileloadd (%0,%1), %%tmm0" : : "r"(p), "r"(n) : "memory"); break;
+    case 1: __asm__ volatile("tileloadd (%0,%1), %%tmm1" : : "r"(p), "r"(n) : "memory"); break;
+    case 2: __asm__ volatile("tileloadd (%0,%1), %%tmm2" : : "r"(p), "r"(n) : "memory"); break;
+    case 3: __asm__ volatile("tileloadd (%0,%1), %%tmm3" : : "r"(p), "r"(n) : "memory"); break;
+    case 6: __asm__ volatile("tileloadd (%0,%1), %%tmm6" : : "r"(p), "r"(n) : "memory"); break;
+    default: __asm__ volatile("tileloadd (%0,%1), %%tmm7" : : "r"(p), "r"(n) : "memory"); break;
+    }
+}
+/* Tiles 4 and 5, past the L1 cache. */
+RA__AMX_OP void ra__tile_stream(ra__amx *x, int32_t i, const void *p, int64_t n) {
+    (void)x;
+    if (i == 4) __asm__ volatile("tileloaddt1 (%0,%1), %%tmm4" : : "r"(p), "r"(n) : "memory");
+    else __asm__ volatile("tileloaddt1 (%0,%1), %%tmm5" : : "r"(p), "r"(n) : "memory");
+}
+RA__AMX_OP void ra__tile_store(ra__amx *x, int32_t c, void *p, int64_t n) {
+    (void)x;
+    switch (c) {
+    case 0: __asm__ volatile("tilestored %%tmm0, (%0,%1)" : : "r"(p), "r"(n) : "memory"); break;
+    case 1: __asm__ volatile("tilestored %%tmm1, (%0,%1)" : : "r"(p), "r"(n) : "memory"); break;
+    case 2: __asm__ volatile("tilestored %%tmm2, (%0,%1)" : : "r"(p), "r"(n) : "memory"); break;
+    default: __asm__ volatile("tilestored %%tmm3, (%0,%1)" : : "r"(p), "r"(n) : "memory"); break;
+    }
+}
+/* tile[c] += tile[4 + c / 2] tile[6 + c % 2] */
+RA__AMX_OP void ra__tile_dot(ra__amx *x, int32_t c) {
+    (void)x;
+    switch (c) {
+    case 0: __asm__ volatile("tdpbf16ps %%tmm6, %%tmm4, %%tmm0" : :); break;
+    case 1: __asm__ volatile("tdpbf16ps %%tmm7, %%tmm4, %%tmm1" : :); break;
+    case 2: __asm__ volatile("tdpbf16ps %%tmm6, %%tmm5, %%tmm2" : :); break;
+    default: __asm__ volatile("tdpbf16ps %%tmm7, %%tmm5, %%tmm3" : :); break;
+    }
+}
+#endif
+
+/* p and l of two keys and one vector of rows. */
+RA__AMX_OP void ra__amx_piece(const ra__bf_work *w, int32_t piece) {
+    const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
+    const __m512 factor = _mm512_set1_ps(w->factor);
+    const int32_t j = piece / 2, row = w->row + piece % 2 * 16;
+    const float *s = w->s + j * 128 + row;
+    const __m512 use = _mm512_loadu_ps(w->use + row);
+    __m512 x = ra__bf_exp(_mm512_fmsub_ps(_mm512_loadu_ps(s), factor, use));
+    __m512 y = ra__bf_exp(_mm512_fmsub_ps(_mm512_loadu_ps(s + 64), factor, use));
+    __m512i a = _mm512_and_si512(_mm512_castps_si512(x), high);
+    __m512i b = _mm512_and_si512(_mm512_castps_si512(y), high);
+    __m512 sum = _mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b));
+    sum = _mm512_add_ps(_mm512_loadu_ps(w->p->l + row), sum);
+    _mm512_storeu_ps(w->p->l + row, sum);
+    _mm512_storeu_si512(w->pairs + j * 64 + row, _mm512_or_si512(_mm512_srli_epi32(a, 16), b));
+}
+
+/* The next few pieces. */
+RA__AMX_OP void ra__amx_some(ra__amx *x, int32_t n) {
+    for (; n > 0 && x->piece < x->pieces; n--) ra__amx_piece(x->exps, x->piece++);
+}
+
+/* One group of four sums c[32][32], rows 64 floats apart, over n steps of 32: A is two tiles of 16
+ * rows, `far` bytes apart, B two of 16 columns side by side. */
+typedef struct ra__amx_group {
+    const uint8_t *a, *b;
+    int64_t a_stride, far, a_step, b_step;
+    int32_t n;
+    float *c;
+} ra__amx_group;
+
+RA__AMX_OP float *ra__amx_at(float *c, int32_t i) { return c + i / 2 * 16 * 64 + i % 2 * 16; }
+
+/* The sums of the group before leave tile i, and those of this one enter: zero, or as they are. */
+RA__AMX_OP void ra__amx_turn(ra__amx *x, float *c, int32_t i, const int32_t fresh) {
+    if (x->sums) ra__tile_store(x, i, ra__amx_at(x->sums, i), 256);
+    if (fresh) ra__tile_zero(x, i);
+    else ra__tile_load(x, i, ra__amx_at(c, i), 256);
+}
+
+RA__AMX_OP void ra__amx_multiply(ra__amx *x, const ra__amx_group *g, const int32_t fresh) {
+    const uint8_t *a = g->a, *b = g->b;
+    int32_t k, i;
+    for (k = 0; k < g->n; k++, a += g->a_step, b += g->b_step) {
+        ra__tile_stream(x, 4, a, g->a_stride);
+        ra__tile_load(x, 6, b, 256);
+        RA__UNROLL for (i = 0; i < 4; i++) {
+            if (i == 1) ra__tile_load(x, 7, b + 64, 256);
+            if (i == 2) ra__tile_stream(x, 5, a + g->far, g->a_stride);
+            if (k == 0) ra__amx_turn(x, g->c, i, fresh);
+            ra__tile_dot(x, i);
+            ra__amx_some(x, x->each);
+        }
+    }
+    x->sums = g->c;
+}
+
+RA__AMX_OP void ra__amx_flush(ra__amx *x) {
+    int32_t i;
+    if (!x->sums) return;
+    RA__UNROLL for (i = 0; i < 4; i++) ra__tile_store(x, i, ra__amx_at(x->sums, i), 256);
+    x->sums = NULL;
+}
+
+/* s of an item. */
+RA__AMX_OP void ra__amx_scores(ra__amx *x, const ra__bf_work *w) {
+    ra__amx_group g;
+    int32_t j;
+    g.a_stride = w->keys->k_stride;
+    g.far = 16 * g.a_stride;
+    g.a_step = 64;
+    g.b = (const uint8_t *)(w->p->q + w->row);
+    g.b_step = 16 * 256;
+    g.n = ra__bf_up(w->k_dim, 32) / 32;
+    for (j = w->first; j < w->last; j += 32) {
+        g.a = w->keys->k + j * g.a_stride;
+        g.c = w->s + j * 64 + w->row;
+        ra__amx_multiply(x, &g, 1);
+        ra__ask(w->p->ahead);
+    }
+}
+
+/* acc += V^T p of an item. */
+RA__AMX_OP void ra__amx_values(ra__amx *x, const ra__bf_work *w) {
+    const int32_t dims = ra__bf_up(w->v_dim, 32);
+    ra__amx_group g;
+    int32_t d;
+    g.a_stride = 64;
+    g.far = 16 * 64;
+    g.a_step = 64 * dims;
+    g.b = (const uint8_t *)(w->pairs + w->first / 2 * 64 + w->row);
+    g.b_step = 16 * 256;
+    g.n = (w->last - w->first) / 32;
+    for (d = 0; d < dims; d += 32) {
+        g.a = w->keys->v + w->first / 32 * g.a_step + d * 64;
+        g.c = w->p->acc + d * 64 + w->row;
+        ra__amx_multiply(x, &g, 0);
+        ra__ask(w->p->ahead);
+    }
+}
+
+/* As values, for V that holds NaN or infinities which not every row sees. */
+RA__AMX_FN void ra__amx_values_dirty(const ra__bf_work *w) {
+    const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
+    const int64_t step = 64 * (int64_t)ra__bf_up(w->v_dim, 32);
+    int32_t d, t, j;
+    for (d = 0; d < w->v_dim; d++)
+        for (t = 0; t < 2; t++) {
+            float *acc = w->p->acc + d * 64 + w->row + 16 * t;
+            __m512 c = _mm512_loadu_ps(acc);
+            for (j = w->first; j < w->last; j++) {
+                __m512i p = _mm512_loadu_si512(w->pairs + j / 2 * 64 + w->row + 16 * t);
+                uint16_t v;
+                memcpy(&v, w->keys->v + j / 32 * step + 64 * d + 2 * (j % 32), sizeof v);
+                p = j % 2 ? _mm512_and_si512(p, high) : _mm512_slli_epi32(p, 16);
+                c = _mm512_mask3_fmadd_ps(_mm512_castsi512_ps(p),
+                                          _mm512_set1_ps(ra__f32_of_bf16(v)), c,
+                                          ra__bf_lanes(w, j, t));
+            }
+            _mm512_storeu_ps(acc, c);
+        }
+}
+
+/* Before p of an item is made: modifies and masks s, finds a maximum for rows without one. */
+RA__AMX_FN void ra__amx_ready(ra__bf_work *w) {
+    const int32_t fresh = ra__bf_begin(w), modified = ra__score_is_modified(&w->p->score);
+    int32_t t;
+    w->factor = modified ? 1.0f : w->p->factor;
+    w->stored = fresh || modified || w->masked;
+    for (t = 0; t < 2 && w->stored; t++) ra__bf_adjust(w, t);
+    for (t = 0; t < 2 && fresh; t++) ra__bf_raise(w, t, 0);
+}
+
+/* After p of an item was made: rows whose l has passed the limit do it again. */
+RA__AMX_FN void ra__amx_check(ra__amx *x, ra__bf_work *w) {
+    __mmask16 over[4] = {0, 0, 0, 0};
+    int32_t t, piece;
+    if (!ra__bf_over(w, over)) return;
+    ra__amx_flush(x);
+    for (t = 0; t < 2; t++) {
+        if (!w->stored) ra__bf_adjust(w, t);
+        ra__bf_raise(w, t, over[t]);
+    }
+    for (piece = w->first; piece < w->last; piece++) ra__amx_piece(w, piece);
+}
+
+/* One stage: scores of item a, p of item b, values of item c; each may be missing (null). */
+RA__AMX_FN void ra__amx_stage(ra__amx *x, ra__bf_work *a, ra__bf_work *b, ra__bf_work *c) {
+    int32_t products = 0;
+    const int32_t dirty = c && c->masked && !c->keys->v_clean;
+    if (a) products += (a->last - a->first) / 8 * (ra__bf_up(a->k_dim, 32) / 32);
+    if (c && !dirty) products += (c->last - c->first) / 8 * (ra__bf_up(c->v_dim, 32) / 32);
+    if (b) ra__amx_ready(b);
+    x->exps = b;
+    x->piece = b ? b->first : 0;
+    x->pieces = b ? b->last : 0;
+    x->each = products ? (x->pieces - x->piece + products - 1) / products : 0;
+    if (a) ra__amx_scores(x, a);
+    if (c && !dirty) ra__amx_values(x, c);
+    if (b) ra__amx_some(x, 64);
+    if (!c || dirty) ra__amx_flush(x);
+    if (dirty) ra__amx_values_dirty(c);
+    if (b) ra__amx_check(x, b);
+}
+
+/* The next item from (*block, *row) on; 0 if there is none. */
+RA__AMX_FN int32_t ra__amx_next(ra__bf_work *w, const ra__keys *keys, const int8_t *kind,
+                                int32_t count, int32_t *block, int32_t *row) {
+    for (; *block < count; ++*block, *row = 0) {
+        if (kind[*block] == RA__EMPTY) continue;
+        w->keys = keys + *block;
+        w->masked = kind[*block] == RA__PARTIAL || w->keys->n % 32;
+        w->first = 0;
+        w->last = w->keys->n;
+        w->nt = 2;
+        if (w->masked && *row < w->p->rows) ra__bf_see(w, kind[*block] == RA__PARTIAL);
+        for (; *row < w->p->rows; *row += 32) {
+            w->row = *row;
+            if (w->masked && !ra__bf_narrow(w)) continue;
+            *row += 32;
+            w->first = w->first / 32 * 32;
+            w->last = ra__bf_up(w->last, 32);
+            return 1;
+        }
+    }
+    return 0;
+}
+
+RA__AMX_FN void ra__fold_amx(const ra__panel *p, const ra__keys *keys, const int8_t *kind,
+                             int32_t count, const ra_desc *d, float *s) {
+    ra__amx x;
+    ra__bf_work *before[2] = {NULL, NULL};
+    int32_t i, block = 0, row = 0;
+    x.sums = NULL;
+    ra__tile_begin(&x);
+    for (i = 0; i == 0 || before[0] || before[1]; i++) {
+        ra__bf_work *w = &x.item[i % 3];
+        w->p = p;
+        w->k_dim = d->k_dim;
+        w->v_dim = d->v_dim;
+        w->s = s + i % 2 * 64 * 64;
+        w->pairs = s + 2 * 64 * 64 + i % 2 * 32 * 64;
+        if (!ra__amx_next(w, keys, kind, count, &block, &row)) w = NULL;
+        ra__amx_stage(&x, w, before[0], before[1]);
+        before[1] = before[0];
+        before[0] = w;
+    }
+    ra__amx_flush(&x);
+    ra__tile_end();
+}
+
+RA__AMX_FN void ra__load_q_amx(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
+                               int32_t dim) {
+    (void)dtype;
+    ra__bf_load_q(p, (const uint8_t *)src, stride, dim, ra__bf_up(dim, 32));
+}
+
+RA__AMX_FN void ra__load_acc_amx(const ra__panel *p, const float *src, int64_t stride,
+                                 int32_t dim) {
+    ra__bf_load_acc(p, src, stride, dim, ra__bf_up(dim, 32));
+}
+
+RA__AMX_FN void ra__sizes_amx(ra__bytes *out, const ra_desc *d, int32_t shared) {
+    const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
+    out->q = lane / 2 * ra__bf_up(d->k_dim, 32);
+    out->acc = lane * ra__bf_up(d->v_dim, 32);
+    out->s = 2 * lane * (64 + 32);
+    out->batch = shared ? RA__BATCH : 1;
+    out->k = lane / 2 * ra__bf_up(d->k_dim, 32);
+    out->v = lane / 2 * ra__bf_up(d->v_dim, 32);
+}
+
+/* V^T [2][dim up to 32][32 keys], zero beyond the last; returns 0 if there is a NaN or infinity. */
+RA__AMX_FN int32_t ra__amx_pack_v(uint8_t *to, const ra__keys *keys, int32_t dim) {
+    uint32_t bad = 0;
+    int32_t j, d, i;
+    for (j = 0; j < 64; j += 32)
+        for (d = 0; d < ra__bf_up(dim, 32); d += 16, to += 16 * 64) {
+            __m512i r[16];
+            for (i = 0; i < 16; i++) r[i] = ra__bf_pair_v(keys, j + 2 * i, dim, d, &bad);
+            ra__bf_transpose(r);
+            for (i = 0; i < 16; i++) _mm512_storeu_si512(to + 64 * i, r[i]);
+        }
+    return !bad;
+}
+
+RA__AMX_FN void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__store *store,
+                                int32_t partial) {
+    const int64_t row = 2 * (int64_t)ra__bf_up(d->k_dim, 32);
+    int32_t j;
+    (void)partial;
+    if (d->v_in_k) {
+        keys->v = keys->k + 2 * (int64_t)d->v_column;
+        keys->v_stride = keys->k_stride;
+    }
+    keys->v_clean = ra__amx_pack_v(store->v, keys, d->v_dim);
+    keys->v = store->v;
+    if (d->k_dim % 32 == 0 && keys->n % 32 == 0 && (!store->shared || keys->k_stride == row))
+        return;
+    memset(store->k, 0, 64 * (size_t)row);
+    for (j = 0; j < keys->n; j++)
+        memcpy(store->k + j * row, keys->k + j * keys->k_stride, 2 * (size_t)d->k_dim);
+    keys->k = store->k;
+    keys->k_stride = row;
+}
+
+static const ra__kernel ra__kernel_amx = {
+    RA_ISA_AMX, ra__sizes_amx, ra__widen_avx512, ra__prepare_amx, ra__load_q_amx,
+    ra__load_acc_amx, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
+    NULL, NULL, NULL, NULL,
+    ra__sizes_back_avx512, ra__prepare_back_avx512, ra__load_back_avx512, ra__deltas_avx512,
+    ra__fold_back_avx512, ra__put_grad_avx512};
+
+#undef RA__AMX_TARGET
+#undef RA__AMX_FN
+#undef RA__AMX_OP
 #undef RA__BF_TARGET
 #undef RA__BF_FN
 #undef RA__BF_OP
@@ -4668,13 +5094,35 @@ static int32_t ra__isa_bf16_fast(void) {
     return family >= 0x1au || (family == 0x19u && model >= 0x10u);
 }
 
+/* 1 if there are tiles with bf16 products and this process may use them: Linux wants to be asked,
+ * by arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA); asking again is no harm. */
+static int32_t ra__isa_amx(uint32_t d7, uint32_t xcr0) {
+#if defined(RA__AMX_SOFT)
+    (void)d7;
+    (void)xcr0;
+    return 1;
+#elif defined(__linux__)
+    long result;
+    if ((d7 & (1u << 22 | 1u << 24)) != (1u << 22 | 1u << 24)) return 0;
+    if ((xcr0 & 0x60000u) != 0x60000u) return 0;
+    __asm__ volatile("syscall" : "=a"(result) : "a"(158L), "D"(0x1023L), "S"(18L)
+                     : "rcx", "r11", "memory");
+    return result == 0;
+#else
+    (void)d7;
+    (void)xcr0;
+    return 0;
+#endif
+}
+
 /* Bit `isa` for each available set. CPUID: Intel SDM volume 2A; XCR0: volume 1, 13.3. */
 static uint32_t ra__isa_probe(void) {
     const uint32_t fma_f16c_osxsave = 1u << 12 | 1u << 29 | 1u << 27;
     const uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
-    uint32_t a = 0, b = 0, c = 0, d = 0, b7 = 0, xcr0 = 0, high = 0, found = 1u << RA_ISA_SCALAR;
+    uint32_t a = 0, b = 0, c = 0, d = 0, b7 = 0, d7 = 0, xcr0 = 0, high = 0;
+    uint32_t found = 1u << RA_ISA_SCALAR;
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & fma_f16c_osxsave) != fma_f16c_osxsave) return found;
-    if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d) || !(b7 >> 5 & 1u)) return found;
+    if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d7) || !(b7 >> 5 & 1u)) return found;
     __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
     if ((xcr0 & 6u) != 6u) return found;
     found |= 1u << RA_ISA_AVX2;
@@ -4683,6 +5131,7 @@ static uint32_t ra__isa_probe(void) {
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1u)) return found;
     found |= 1u << RA_ISA_AVX512_BF16;
     if (ra__isa_bf16_fast()) found |= RA__BF16_FAST;
+    if (ra__isa_amx(d7, xcr0)) found |= 1u << RA_ISA_AMX;
     return found;
 }
 
@@ -4742,13 +5191,15 @@ static const ra__kernel *ra__kernel_f32(int32_t isa) {
 static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
 #if RA__X86
     if (d->q_dtype == RA_BF16 && d->k_dtype == RA_BF16 && d->v_dtype == RA_BF16)
-        if (d->isa == RA_ISA_AVX512_BF16 && d->dropout <= 0.0f) return &ra__kernel_bf16;
+        if (d->isa >= RA_ISA_AVX512_BF16 && d->dropout <= 0.0f)
+            return d->isa == RA_ISA_AMX ? &ra__kernel_amx : &ra__kernel_bf16;
 #endif
     return ra__kernel_f32(d->isa);
 }
 
 RINGATTN_API int32_t ra_isa_best(void) {
     const uint32_t found = ra__isa_detect();
+    if (found >> RA_ISA_AMX & 1) return RA_ISA_AMX;
     if (found & (uint32_t)RA__BF16_FAST) return RA_ISA_AVX512_BF16;
     if (found >> RA_ISA_AVX512 & 1) return RA_ISA_AVX512;
     if (found >> RA_ISA_NEON & 1) return RA_ISA_NEON;

@@ -140,6 +140,7 @@ TEST(every_mask_scalar) { every_mask(RA_ISA_SCALAR); }
 TEST(every_mask_avx2)   { every_mask(RA_ISA_AVX2); }
 TEST(every_mask_avx512) { every_mask(RA_ISA_AVX512); }
 TEST(every_mask_avx512_bf16) { every_mask(RA_ISA_AVX512_BF16); }
+TEST(every_mask_amx)    { every_mask(RA_ISA_AMX); }
 TEST(every_mask_neon)   { every_mask(RA_ISA_NEON); }
 
 /* Any shape and layout at all: whatever says bits_any_ranks must keep to it. */
@@ -241,7 +242,7 @@ TEST(no_promise_off_the_grid)
 
 static const h_test tests[] = {
     ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
-    ENTRY(every_mask_avx512_bf16),
+    ENTRY(every_mask_avx512_bf16), ENTRY(every_mask_amx),
     ENTRY(every_mask_neon), ENTRY(whoever_promises_keeps), ENTRY(other_orders_differ),
     ENTRY(no_promise_off_the_grid)
 };

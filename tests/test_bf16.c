@@ -1,0 +1,288 @@
+/* Arithmetic in bf16, which rounds weights and keeps a stale maximum: every mask against the oracle
+ * on each of its instruction sets, error bars by a plain low-precision softmax, the same bits for
+ * any cut, and rows whose sums grow past the limit. AMX runs by software tiles, so that its room is
+ * tested wherever there is AVX-512. */
+#define RA__AMX_SOFT
+#include "harness.h"
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+#include "oracle.h"
+#include "world.h"
+
+static const int32_t isas[2] = { RA_ISA_AVX512_BF16, RA_ISA_AMX };
+
+/* Names why a test cannot be, once a test. */
+static int machine_lacks(void)
+{
+    if (ra_isa_available(RA_ISA_AMX)) return 0;
+    h_skip("this machine has no AVX-512 with bf16");
+    return 1;
+}
+
+static verdict compare(const problem *p, const setup *s)
+{
+    verdict w = { 0, 0, 0, 0 };
+    outcome r;
+    truth t;
+    describe_case(p, s);
+    r = world_run(p, s);
+    if (outcome_whole(&r)) {
+        t = oracle(p);
+        w = outcome_judge(&r, p, &t);
+        CHECK(w.o_ratio <= 1);
+        CHECK(w.lse_ratio <= 1);
+        truth_free(&t);
+    }
+    outcome_free(&r);
+    return w;
+}
+
+/* Every mask, score change and layout, tails, odd and unequal dims, NaN in what nobody sees. */
+TEST(masks_and_layouts)
+{
+    want w = { 0, 0, 0, -1, 2e6 };
+    int64_t i, n = h_run.large ? 20 : 1;
+    if (machine_lacks()) return;
+    for (i = 0; i < n * MASKS * LAYOUTS; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        if (!h_case(i)) continue;
+        w.mask = (int)(i % MASKS);
+        w.layout = (int)(i / MASKS % LAYOUTS);
+        random_problem(&p, &r, &w);
+        random_setup(&s, &p, &r, &w);
+        problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, (int32_t)h_range(&r, RA_F32, RA_BF16));
+        s.isa = isas[h_one_in(&r, 3) ? 0 : 1];
+        s.any_isa = 0;
+        problem_data(&p, &r);
+        compare(&p, &s);
+        setup_free(&s);
+        problem_free(&p);
+    }
+}
+
+/* NaN in one row of Q, K or V: the oracle says where it must appear and nowhere else. */
+TEST(one_nan)
+{
+    int64_t i;
+    if (machine_lacks()) return;
+    for (i = 0; i < 6 * MASKS; i++) {
+        h_rng r = h_case_rng(i);
+        int64_t row = h_range(&r, 0, 139);
+        problem p;
+        setup s;
+        float *x;
+        if (!h_case(i)) continue;
+        problem_shape(&p, 140, 2, 1, 35, 37);
+        problem_mask(&p, &r, (int)(i / 6));
+        problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
+        problem_data(&p, &r);
+        x = i % 3 == 0 ? p.q + (row * 2 + 1) * 35 + h_range(&r, 0, 34)
+          : i % 3 == 1 ? p.k + row * 35 + h_range(&r, 0, 34) : p.v + row * 37 + h_range(&r, 0, 36);
+        *x = h_one_in(&r, 2) ? (float)NAN : HUGE_VALF;
+        if (i % 3 < 2) *x = (float)NAN;
+        memset(&s, 0, sizeof s);
+        s.ranks = (int32_t)h_range(&r, 1, 4);
+        s.layout = RA_LAYOUT_CONTIGUOUS + (int32_t)h_range(&r, 0, 2);
+        s.call = CALL_FORWARD;
+        s.isa = isas[i / 3 % 2];
+        s.chunk_tokens = 64;
+        compare(&p, &s);
+        problem_free(&p);
+    }
+}
+
+/* The largest errors of O that come of rounding, in double precision otherwise: the weights to
+ * bf16 before they are summed and multiplied, and the result to bf16. */
+static double plain_error(const problem *p)
+{
+    double *w = (double *)malloc((size_t)p->k_max * sizeof *w), worst = 0, size;
+    int64_t i, k;
+    int d;
+    for (i = 0; i < p->q_max; i++) {
+        double top = -HUGE_VAL, sum = 0, rounded = 0;
+        int64_t n = p->mask.kind == RA_MASK_CAUSAL ? i + 1 : p->k_max;
+        for (k = 0; k < n; k++) {
+            w[k] = score_of(p, 0, i, 0, k, &size);
+            if (w[k] > top) top = w[k];
+        }
+        for (k = 0; k < n; k++) {
+            w[k] = exp(w[k] - top);
+            sum += w[k];
+            rounded += (double)dtype_round((float)w[k], RA_BF16);
+        }
+        for (d = 0; d < p->Dv; d++) {
+            double x = 0, y = 0;
+            for (k = 0; k < n; k++) {
+                x += w[k] * (double)v_row(p, 0, k, 0)[d];
+                y += (double)dtype_round((float)w[k], RA_BF16) * (double)v_row(p, 0, k, 0)[d];
+            }
+            x /= sum;
+            y = fabs(y / rounded - x) + fabs((double)dtype_round((float)x, RA_BF16) - x);
+            if (y > worst) worst = y;
+        }
+    }
+    free(w);
+    return worst;
+}
+
+/* With O in bf16: at most twice the error of that plain form. */
+TEST(error_of_rounding)
+{
+    static const int32_t dims[3] = { 64, 128, 80 };
+    int64_t i;
+    if (machine_lacks()) return;
+    for (i = 0; i < 12; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        verdict w;
+        double plain;
+        if (!h_case(i)) continue;
+        problem_shape(&p, i < 6 ? 300 : 520, 1, 1, dims[i % 3], dims[i % 3]);
+        p.mask.kind = i % 2 ? RA_MASK_CAUSAL : RA_MASK_NONE;
+        problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_BF16);
+        problem_data(&p, &r);
+        plain = plain_error(&p);
+        memset(&s, 0, sizeof s);
+        s.layout = RA_LAYOUT_CONTIGUOUS;
+        s.call = CALL_FORWARD;
+        s.ranks = 2;
+        s.isa = isas[i / 6];
+        w = compare(&p, &s);
+        if (w.o_error > 2 * plain) printf("    %.3g, plain %.3g\n", w.o_error, plain);
+        CHECK(w.o_error <= 2 * plain);
+        problem_free(&p);
+    }
+}
+
+/* Scores are exact: those of block b are rise b and one more, or 0 for every third query. */
+static void rising(problem *p, float rise, h_rng *r)
+{
+    int64_t i, d;
+    p->scale = 1;
+    p->loose = 1;
+    problem_data(p, r);
+    for (i = 0; i < p->q_max; i++)
+        for (d = 0; d < p->Dk; d++) p->q[i * p->Dk + d] = d == 0 && i % 3 ? 1.0f : 0.0f;
+    for (i = 0; i < p->k_max; i++)
+        for (d = 0; d < p->Dk; d++)
+            p->k[i * p->Dk + d] = d ? 0.0f
+                                    : dtype_round(rise * (float)(i / 64) + (float)(i % 2), RA_BF16);
+}
+
+/* m of a state after all keys: the first block's maximum while l stays below the limit, else a
+ * later one; rows beside those keep theirs. O and LSE are right in any case. */
+TEST(sums_past_the_limit)
+{
+    static const float rises[4] = { 8, 24, 48, 200 };  /* natural: 2^60 is 41.6 */
+    enum { T = 230, D = 40 };
+    int64_t i, j;
+    if (machine_lacks()) return;
+    for (i = 0; i < 8; i++) {
+        static uint16_t q[T * D], k[T * D], v[T * D];
+        static float m[T], l[T], acc[T * D];
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        ra_desc d;
+        ra_tensors t;
+        ra_state state;
+        size_t bytes;
+        uint8_t *work;
+        int raised = 0, kept = 0;
+        if (!h_case(i)) continue;
+        problem_shape(&p, T, 1, 1, D, D);
+        problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
+        rising(&p, rises[i % 4], &r);
+        memset(&s, 0, sizeof s);
+        s.ranks = 1;
+        s.layout = RA_LAYOUT_CONTIGUOUS;
+        s.call = CALL_FORWARD;
+        s.isa = isas[i / 4];
+        compare(&p, &s);
+        for (j = 0; j < T * D; j++) {
+            dtype_store(q + j, p.q[j], RA_BF16);
+            dtype_store(k + j, p.k[j], RA_BF16);
+            dtype_store(v + j, p.v[j], RA_BF16);
+        }
+        memset(&d, 0, sizeof d);
+        d.q_heads = d.kv_heads = 1; d.k_dim = d.v_dim = D; d.tokens = T; d.scale = 1;
+        d.q_dtype = d.k_dtype = d.v_dtype = RA_BF16; d.o_dtype = RA_F32;
+        d.mask.kind = RA_MASK_NONE;
+        d.isa = s.isa;
+        memset(&t, 0, sizeof t);
+        t.q.data = q; t.k.data = k; t.v.data = v;
+        state.m = m; state.l = l; state.acc = acc;
+        bytes = ra_attention_bytes(&d, 1);
+        work = (uint8_t *)malloc(bytes + 64);
+        CHECK_EQ(ra_state_clear(&d, &state), RA_OK);
+        CHECK_EQ(ra_fold(&d, &state, &t, work + (64 - (uintptr_t)work % 64) % 64, bytes), RA_OK);
+        for (j = 0; j < T; j++) {
+            float first = j % 3 ? 1.4427f : 0;
+            CHECK(l[j] > 0 && l[j] <= 1.2e18f);
+            if (fabsf(m[j] - first) < 0.01f) kept++;
+            else raised += j % 3 != 0;
+        }
+        CHECK_EQ(kept, rises[i % 4] > 10 ? T / 3 + 1 : T);
+        CHECK_EQ(kept + raised, T);
+        free(work);
+        problem_free(&p);
+    }
+}
+
+/* O and LSE do not depend on ranks, chunks and threads. */
+TEST(same_bits)
+{
+    int64_t i;
+    if (machine_lacks()) return;
+    for (i = 0; i < 2 * MASKS; i++) {
+        static const int32_t chunks[3] = { 64, 192, 0 };
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        outcome first, next;
+        int j;
+        if (!h_case(i)) continue;
+        problem_shape(&p, 16 * 64 + h_range(&r, 1, 64), 2, 1, (int32_t)h_range(&r, 1, 70),
+                      (int32_t)h_range(&r, 1, 70));
+        problem_mask(&p, &r, (int)(i % MASKS));
+        problem_options(&p, &r, h_one_in(&r, 2) ? (int)h_range(&r, 0, 31) : 0);
+        problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
+        problem_data(&p, &r);
+        memset(&s, 0, sizeof s);
+        s.layout = i / MASKS ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        s.isa = RA_ISA_AMX;
+        s.ranks = 1;
+        s.call = CALL_FORWARD;
+        describe_case(&p, &s);
+        first = world_run(&p, &s);
+        for (j = 0; j < 3 && outcome_whole(&first); j++) {
+            s.ranks = (int32_t)h_range(&r, 2, 4);
+            s.chunk_tokens = chunks[j];
+            s.call = (int32_t)h_range(&r, CALL_FORWARD, CALL_JOIN);
+            s.threads = s.call >= CALL_STEP ? (int32_t)h_range(&r, 1, 3) : 0;
+            s.seed = h_next(&r);
+            describe_case(&p, &s);
+            next = world_run(&p, &s);
+            if (outcome_whole(&next)) {
+                CHECK_BITS(next.o, first.o, p.q_max * p.Hq * p.Dv * 4);
+                CHECK_BITS(next.lse, first.lse, p.q_max * p.Hq * 4);
+            }
+            outcome_free(&next);
+        }
+        outcome_free(&first);
+        problem_free(&p);
+    }
+}
+
+static const h_test tests[] = {
+    ENTRY(masks_and_layouts), ENTRY(one_nan), ENTRY(error_of_rounding),
+    ENTRY(sums_past_the_limit), ENTRY(same_bits)
+};
+
+int main(int argc, char **argv)
+{
+    return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+}
