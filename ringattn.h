@@ -215,8 +215,8 @@ typedef struct ra_allocator {          /* all zero: malloc and free. Else both a
 /* -------------------------------------------------------------------------- constants
  * Held in int32_t fields. Where a wrong default would give wrong numbers, 0 is UNSET, refused. */
 enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
-/* AVX512_BF16 and AMX multiply bf16 where q, k and v all are bf16 (not in decode form, backward or
- * under dropout), else they are AVX512. AUTO is what is fastest here. */
+/* AVX512_BF16 and AMX multiply bf16 where q, k and v all are bf16 (not in decode form nor under
+ * dropout; backward AVX512_BF16 alone), else they are AVX512. AUTO is what is fastest here. */
 enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16, RA_ISA_AMX,
        RA_ISA_NEON };
 enum { RA_MASK_UNSET, RA_MASK_NONE, RA_MASK_CAUSAL, RA_MASK_INTERVALS };
