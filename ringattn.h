@@ -226,6 +226,7 @@ enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };
 enum { RA_ORDER_DESC = 1, RA_ORDER_TURN = 2 };
 enum { RA_OP_FORWARD = 0, RA_OP_TRAIN = 1 };
 enum { RA_HOME_DIRECT, RA_HOME_RING };
+enum { RA_WAY_AUTO, RA_WAY_KV, RA_WAY_Q };
 enum { RA_PASS_FORWARD, RA_PASS_BACKWARD };
 
 /* -------------------------------------------------------------------------- views
@@ -351,6 +352,11 @@ typedef struct ra_desc {
     int32_t grad_home;                 /* backward: from the last rank that needs a chunk its
                                         * gradient goes home in one message (RA_HOME_DIRECT, needs
                                         * RA_CAP_ANY_PEER) or on round the ring (RA_HOME_RING) */
+    int32_t backward_way;              /* what travels backward: K, V and f32 dK, dV (RA_WAY_KV), or
+                                        * Q, dO, LSE, delta and f32 dQ (RA_WAY_Q; not with bias, not
+                                        * with ARRAY). AUTO: the one with fewer bytes a token, so Q
+                                        * if there are about as many kv heads as query heads. Each
+                                        * has its own order of sums, on one rank too */
     int32_t threads;                   /* local: most threads that ever step; 0: 1 */
     int32_t isa;                       /* local: RA_ISA_*; 0: the best of this machine */
     const struct ra_engine *engine;    /* local: null: our kernels. Read until the plan dies. */
@@ -681,6 +687,9 @@ typedef struct ra_plan_report {
     int64_t back_bytes_in, back_bytes_out, back_shared_bytes_in, back_shared_bytes_out;
     int64_t back_state_bytes;          /* f32 sums of dQ of the local queries */
     int64_t back_chunk_bytes;
+    int64_t back_tiles_empty, back_tiles_partial, back_tiles_full; /* of chunks that come by; with
+                                        * RA_WAY_KV like the tiles above, with RA_WAY_Q those of
+                                        * this rank's keys */
     int32_t order;                     /* RA_ORDER_DESC: a row sums blocks of keys from its own
                                         * downwards. RA_ORDER_TURN: from the first to the last
                                         * (zigzag: the mirrored pairs of blocks {k, n-1-k}) */
@@ -690,7 +699,9 @@ typedef struct ra_plan_report {
                                         * depend on threads, chunks, timing or transport; with an
                                         * engine, on chunks.) */
     int32_t back_bits_any_ranks;       /* the same of d_q, d_k, d_v */
+    int32_t back_way;                  /* RA_WAY_* */
     int32_t chunk_tokens, buffers;     /* as resolved */
+    int32_t reserved;
 } ra_plan_report;
 RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_report *out);
 
@@ -5580,12 +5591,13 @@ typedef struct ra__route {
     int32_t *home, *home_own, *home_fold; /* own chunks that come home; indices in own and fold, -1:
                                         * nothing is folded at home */
     int64_t owns, homes;
+    const ra__chunk *chunk;            /* of the list that the pass works on */
 } ra__route;
 
 /* Counts that size a rank's workspace. words: small messages that end a shared pass. */
 typedef struct ra__counts { int64_t tasks, recvs, sends, own, stays; } ra__counts; /* own: leave */
 typedef struct ra__sizes {
-    int64_t rows, words_in, words_out;
+    int64_t rows, key_rows, words_in, words_out;
     int32_t panels, back_parts;
     ra__counts forward, back;
 } ra__sizes;
@@ -5607,6 +5619,10 @@ struct ra_plan {
     ra__route forward, back;           /* back: if d.op is TRAIN */
     int32_t square;                    /* queries and keys are the same positions everywhere */
     int32_t split;                     /* backward: owners fold twice, see ra__back_lists */
+    int32_t back_direction;
+    ra__chunk *q_chunk;                /* of queries, for RA_WAY_Q; with its need */
+    uint8_t *q_need;
+    int64_t q_chunks;
     int64_t *task0, *back_task0;       /* [B + 1] first task of a sequence */
     ra__sizes sizes;                   /* of d.rank */
     int32_t *readers, *sources;        /* ranks that read this rank's keys, and whose it reads */
@@ -5614,7 +5630,7 @@ struct ra_plan {
     int64_t reader_count, source_count;
     int64_t chunk_bytes;               /* longest message */
     void *scratch;                     /* of ra__prove and ra__prove_back, unused afterwards */
-    int64_t unvisited;                 /* empty tiles of chunks that this rank never folds */
+    int64_t unvisited, back_unvisited; /* empty tiles of chunks that this rank never folds */
     ra_plan_report report;             /* of d.rank */
 };
 
@@ -5625,6 +5641,14 @@ RA__INLINE int32_t ra__rank_up(const ra_plan *p, int32_t rank, int32_t steps) {
 }
 RA__INLINE int32_t ra__ranks_up(const ra_plan *p, int32_t from, int32_t to) {
     return to < from ? to - from + p->d.ranks : to - from;
+}
+
+/* The same along the way of chunks in a backward pass. */
+RA__INLINE int32_t ra__back_apart(const ra_plan *p, int32_t from, int32_t to) {
+    return p->back_direction > 0 ? ra__ranks_up(p, from, to) : ra__ranks_up(p, to, from);
+}
+RA__INLINE int32_t ra__back_rank(const ra_plan *p, int32_t rank, int32_t steps) {
+    return ra__rank_up(p, rank, steps * p->back_direction);
 }
 
 /* The same along the way of chunks in a forward pass. */
@@ -5715,12 +5739,15 @@ static int64_t ra__message_bytes(const ra_desc *d, const ra__chunk *c, int32_t h
 RA__INLINE int32_t ra__chunk_reach(const ra__chunk *c) { return c->hops[c->lead]; }
 
 /* The f32 gradients of a chunk: offsets of dK and dV of each segment, all heads packed, from `at`
- * on; returns where they end. Under v_in_k dK has both. */
+ * on; returns where they end. Under v_in_k dK has both. RA_WAY_Q: dQ of both segments together. */
 static int64_t ra__grad_parts(const ra_desc *d, const ra__chunk *c, int64_t at,
                               ra__parts grad[2]) {
+    memset(grad, 0, 2 * sizeof *grad);
+    grad[0].k = at;
+    if (d->backward_way == RA_WAY_Q)
+        return at + ra__round_up(ra__chunk_rows(c) * d->q_heads * d->k_dim * 4, 64);
     for (int32_t i = 0; i < c->segs; i++) {
         int64_t heads = c->seg[i].rows * d->kv_heads;
-        grad[i].pos = at;
         grad[i].k = grad[i].v = at;
         at += ra__round_up(heads * d->k_dim * 4, 64);
         if (d->v_in_k) continue;
@@ -5730,11 +5757,21 @@ static int64_t ra__grad_parts(const ra_desc *d, const ra__chunk *c, int64_t at,
     return at;
 }
 
-/* Backward: the message of a chunk on its way to the rank `hop` above its owner: gradients, then
- * keys of the segments that are still needed there. hop = ranks: on its way home. */
+/* Backward: the message of a chunk on its way to the rank `hop` after its owner: gradients, then
+ * keys of the segments that are still needed there. hop = ranks: on its way home. RA_WAY_Q: dQ, and
+ * part[0].k, .v, .pos are Q, dO, and LSE and delta [2][Hq][rows], of both segments together. */
 static int64_t ra__back_message(const ra_desc *d, const ra__chunk *c, int32_t hop,
                                 ra__parts part[2], ra__parts grad[2]) {
-    int64_t at = ra__grad_parts(d, c, RA__FRAME_BYTES, grad);
+    int64_t rows = ra__chunk_rows(c), at = ra__grad_parts(d, c, RA__FRAME_BYTES, grad);
+    if (d->backward_way == RA_WAY_Q) {
+        if (c->back_hops[c->back_lead] < hop) return at;
+        part[0].k = at;
+        at += ra__round_up(rows * d->q_heads * ra__row_bytes(d->q_dtype, d->k_dim), 64);
+        part[0].v = at;
+        at += ra__round_up(rows * d->q_heads * ra__row_bytes(d->o_dtype, d->v_dim), 64);
+        part[0].pos = at;
+        return at + ra__round_up(2 * rows * d->q_heads * 4, 64);
+    }
     for (int32_t i = 0; i < c->segs; i++) {
         int32_t s = i ? 1 - c->back_lead : c->back_lead;
         if (c->back_hops[s] < hop) break;
@@ -5822,19 +5859,19 @@ static int64_t ra__chunk_shard(const ra__side *side, int32_t b, int64_t tokens,
     return count;
 }
 
-/* Writes all chunks in global order; returns how many. */
-static int64_t ra__chunk_all(ra_plan *p) {
+/* Writes all chunks of keys, or of queries, in global order; returns how many. down: owners and
+ * chunks descend. */
+static int64_t ra__chunk_all(const ra_plan *p, int keys, int down, ra__chunk *out) {
     int64_t n = 0;
     for (int32_t b = 0; b < p->d.sequences; b++) {
         for (int32_t i = 0; i < p->d.ranks; i++) {
-            int32_t owner = p->order == RA_ORDER_DESC ? p->d.ranks - 1 - i : i;
-            ra__side side = ra__plan_side(p, 1, owner);
-            int64_t k = ra__chunk_shard(&side, b, ra__k_len(&p->d, b), p->d.chunk_tokens,
-                                        p->chunk + n);
-            for (int64_t j = 0; p->order == RA_ORDER_DESC && j < k / 2; j++) {
-                ra__chunk t = p->chunk[n + j];
-                p->chunk[n + j] = p->chunk[n + k - 1 - j];
-                p->chunk[n + k - 1 - j] = t;
+            ra__side side = ra__plan_side(p, keys, down ? p->d.ranks - 1 - i : i);
+            int64_t k = ra__chunk_shard(&side, b, keys ? ra__k_len(&p->d, b) : ra__q_len(&p->d, b),
+                                        p->d.chunk_tokens, out + n);
+            for (int64_t j = 0; down && j < k / 2; j++) {
+                ra__chunk t = out[n + j];
+                out[n + j] = out[n + k - 1 - j];
+                out[n + k - 1 - j] = t;
             }
             n += k;
         }
@@ -5898,9 +5935,43 @@ static int32_t ra__seg_hops(const ra_plan *p, int64_t c, int32_t i, int32_t dire
 static void ra__chunk_back_hops(ra_plan *p) {
     for (int64_t c = 0; c < p->chunks; c++) {
         ra__chunk *chunk = &p->chunk[c];
-        for (int32_t i = 0; i < 2; i++) chunk->back_hops[i] = ra__seg_hops(p, c, i, 1);
+        for (int32_t i = 0; i < 2; i++)
+            chunk->back_hops[i] = ra__seg_hops(p, c, i, p->back_direction);
         chunk->back_lead = chunk->back_hops[1] > chunk->back_hops[0];
     }
+}
+
+/* Marks which ranks have keys that rows of a chunk of queries may see. */
+static void ra__chunk_q_needs(ra_plan *p, int64_t c, int32_t rank) {
+    const ra__chunk *chunk = &p->q_chunk[c];
+    ra__side side = ra__plan_side(p, 1, rank);
+    int64_t keys = ra__k_len(&p->d, chunk->sequence), first, last;
+    for (int32_t i = 0; i < chunk->segs; i++)
+        for (int64_t j = 0; j < ra__ceil_div(chunk->seg[i].rows, RA_BLOCK_TOKENS); j++) {
+            ra__seg rows = ra__seg_block(&chunk->seg[i], j), s;
+            ra__bounds bounds = ra__rows_fill(&p->d.mask, ra__key_end(&p->d, chunk->sequence, 0),
+                                              &rows, NULL, NULL);
+            for (int64_t k = 0; ra__side_seg(&side, chunk->sequence, keys, k, &s); k++) {
+                if (!s.rows) continue;
+                ra__seg_span(&s, NULL, &first, &last);
+                if (ra__classify(&bounds, first, last) != RA__EMPTY)
+                    p->q_need[(2 * c + i) * p->need_row + rank / 8] |= (uint8_t)(1 << (rank % 8));
+            }
+        }
+}
+
+RA__INLINE int ra__needs_q(const ra_plan *p, int64_t chunk, int32_t rank) {
+    const uint8_t *need = p->q_need + 2 * chunk * p->need_row + rank / 8;
+    return ((need[0] | need[p->need_row]) >> (rank % 8)) & 1;
+}
+
+/* The plan with the list of chunks that travels backward in place of forward's. */
+static void ra__back_plan(const ra_plan *p, ra_plan *out) {
+    *out = *p;
+    if (p->d.backward_way != RA_WAY_Q) return;
+    out->chunk = p->q_chunk;
+    out->chunks = p->q_chunks;
+    out->need = p->q_need;
 }
 
 /* Sets hops of every segment in the current direction; returns bytes on all links together. */
@@ -6017,7 +6088,7 @@ RA__INLINE int64_t ra__back_lag(const ra_plan *p) {
 
 /* Chunk c comes by a rank that is not its owner. */
 RA__INLINE int ra__back_arrives(const ra_plan *p, int64_t c, int32_t rank) {
-    int32_t n = ra__ranks_up(p, p->chunk[c].owner, rank);
+    int32_t n = ra__back_apart(p, p->chunk[c].owner, rank);
     return n > 0 && n <= ra__back_stations(p, &p->chunk[c]);
 }
 
@@ -6027,12 +6098,12 @@ RA__INLINE int ra__back_leaves(const ra_plan *p, int64_t c, int32_t rank) {
     return ra__back_arrives(p, c, rank);
 }
 
-/* Where chunk c goes from a rank, and as a message of which hop. */
-RA__INLINE int32_t ra__back_to(const ra_plan *p, int64_t c, int32_t rank, int32_t *hop) {
-    int32_t n = ra__ranks_up(p, p->chunk[c].owner, rank);
-    int home = n == ra__back_stations(p, &p->chunk[c]);
+/* Where a chunk goes from a rank, and as a message of which hop. */
+RA__INLINE int32_t ra__back_to(const ra_plan *p, const ra__chunk *c, int32_t rank, int32_t *hop) {
+    int32_t n = ra__back_apart(p, c->owner, rank);
+    int home = n == ra__back_stations(p, c);
     *hop = home ? p->d.ranks : n + 1;
-    return home ? p->chunk[c].owner : ra__rank_up(p, rank, 1);
+    return home ? c->owner : ra__back_rank(p, rank, 1);
 }
 
 /* One rank in the lock-step run of a backward pass. Chunks by their place in the list; `chunks` is
@@ -6074,7 +6145,7 @@ RA__INLINE void ra__stop_start(const ra_plan *p, ra__stop *s, int64_t c) {
 
 /* Folds whatever can be folded at a rank, in the order of its fold list. */
 static void ra__stop_fold(const ra_plan *p, ra__stop *s, int32_t rank) {
-    int32_t below = ra__rank_up(p, rank, -1);
+    int32_t below = ra__back_rank(p, rank, -1);
     for (;;) {
         ra__stop *me = &s[rank];
         int64_t c = me->visit;
@@ -6109,7 +6180,7 @@ static int ra__stop_decide(const ra_plan *p, ra__stop *s) {
             int64_t c = s[r].at;
             int32_t to;
             if (c == p->chunks || s[r].visit <= c || s[r].moves) continue;
-            to = ra__back_to(p, c, r, &hop);
+            to = ra__back_to(p, &p->chunk[c], r, &hop);
             if ((hop == p->d.ranks) != (way == 2) || s[to].hears) continue;
             if (way == 2 ? s[to].home != c || s[to].came - s[to].ended >= RA__HOME_SLOTS
                          : s[to].used >= p->d.buffers)
@@ -7516,6 +7587,8 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
  * meets the query blocks of its own unit and later ones first (RA__AFTER), the earlier ones last
  * (RA__BEFORE); in a ring its sums start at its owner with the first, travel, and come home to the
  * second. Within both, query blocks ascend outside and key blocks are in forward's order inside.
+ * With RA_WAY_Q it is the other way round: dK and dV take query blocks from the first on, and dQ
+ * takes keys by unit cyclically from the row's own on, so RA__AFTER is query units up to the key's.
  * Where queries and keys are not the same positions all is RA__AFTER. */
 
 enum { RA__BACK_PANELS = 4 };          /* panels that share a block of keys and its sums */
@@ -7528,6 +7601,7 @@ typedef struct ra__back {
     const float *delta;                /* [B][rows][Hq], strides of m and l in w; null: from O and
                                         * dO whenever a panel is loaded */
     int32_t square;                    /* 1: queries and keys are the same positions of the grid */
+    const ra__chunk *rows;             /* RA_WAY_Q: the query rows of the views; null: the side's */
 } ra__back;
 
 /* Where the sums of one task are, f32, strides in bytes; data null: not wanted. */
@@ -7595,11 +7669,16 @@ static int64_t ra__unit(const ra_desc *d, int32_t b, int64_t pos) {
 }
 
 /* Query block i of sequence b by unit, ascending: zigzag's two segments in turn, as keys are. */
-static void ra__back_block(const ra__work *w, int32_t b, int64_t i, ra__seg *out) {
+static void ra__back_block(const ra__back *x, int32_t b, int64_t i, ra__seg *out) {
+    const ra__work *w = x->w;
     int64_t tokens = ra__q_len(w->d, b);
     int32_t which;
     ra__chunk c;
     memset(&c, 0, sizeof c);
+    if (x->rows) {
+        *out = ra__chunk_block(x->rows, RA_ORDER_TURN, i, &which);
+        return;
+    }
     if (w->q_side.layout != RA_LAYOUT_ZIGZAG) {
         (void)ra__side_block(&w->q_side, b, tokens, i, out);
         return;
@@ -7671,7 +7750,7 @@ static void ra__back_geometry(const ra__back *b, const ra__task *t, ra__back_scr
             x->bounds[i] = x->bounds[i - 1];
             p->geo = x->panel[i - 1].p.geo;
         } else {
-            ra__back_block(w, t->sequence, block, &x->seg[i]);
+            ra__back_block(b, t->sequence, block, &x->seg[i]);
             x->bounds[i] = ra__rows_fill(&w->d->mask, end, &x->seg[i], array, x->rows[i]);
             p->geo = x->rows[i];
         }
@@ -7740,10 +7819,10 @@ static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s
     int any = 0, partial = 0;
     ra__seg_span(s, pos, &first, &last);
     for (int32_t j = 0; j < t->count; j++) {
+        int64_t q = ra__unit(b->w->d, t->sequence, x->seg[j].pos);
+        int64_t k = ra__unit(b->w->d, t->sequence, s->pos);
         int32_t own = RA__AFTER;
-        if (b->square && ra__unit(b->w->d, t->sequence, x->seg[j].pos) <
-                             ra__unit(b->w->d, t->sequence, s->pos))
-            own = RA__BEFORE;
+        if (b->square && (b->w->d->backward_way == RA_WAY_Q ? q > k : q < k)) own = RA__BEFORE;
         x->kind[j] = RA__EMPTY;
         if (!(x->phase & own)) continue;
         x->kind[j] = pos ? RA__PARTIAL : ra__classify(&x->bounds[j], first, last);
@@ -7862,7 +7941,7 @@ static void ra__back_sink(const ra__back *b, int32_t head, ra__back_scratch *x) 
         if (pos) pos += t.sequence * b->w->q_side.array_stride;
         for (int64_t i = 0; i < blocks; i++) {
             const ra__panel *p = &x->panel[0].p;
-            ra__back_block(b->w, t.sequence, i, &x->seg[0]);
+            ra__back_block(b, t.sequence, i, &x->seg[0]);
             x->head[0] = head;
             x->panel[0].p.rows = (int32_t)x->seg[0].rows;
             ra__back_stats(b, &t, x, 0);
@@ -7946,6 +8025,7 @@ static ra_status ra__check_enums(const ra_desc *d, ra_error *e) {
         { "layout.kind", d->layout.kind, 0, RA_LAYOUT_ARRAY },
         { "grad_dtype", d->grad_dtype, 0, RA_BF16 },
         { "grad_home", d->grad_home, RA_HOME_DIRECT, RA_HOME_RING },
+        { "backward_way", d->backward_way, RA_WAY_AUTO, RA_WAY_Q },
         { "isa", d->isa, RA_ISA_AUTO, RA_ISA_NEON },
     };
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
@@ -7994,6 +8074,22 @@ static ra_status ra__check_blocks(const ra_desc *d, ra_error *e) {
     return RA_OK;
 }
 
+/* Rows of a bias, and positions of an array, are known to their owner alone. */
+static int ra__q_may_travel(const ra_desc *d) {
+    return !(d->scores & RA_SCORE_BIAS) && d->layout.kind != RA_LAYOUT_ARRAY;
+}
+
+/* What has fewer bytes a token and hop, with f32 gradients on the way (SCHEDULE: the Q side wins
+ * for Hq / Hkv below 1.49 with 16-bit rows, 1.33 with f32). Rows must be set. */
+static int32_t ra__cheaper_way(const ra_desc *d) {
+    int64_t v = d->v_in_k ? 0 : d->v_dim;
+    int64_t keys = d->kv_heads * (4 * (d->k_dim + v) + ra__row_bytes(d->k_dtype, d->k_dim) +
+                                  ra__row_bytes(d->v_dtype, v));
+    int64_t queries = d->q_heads * (4 * (int64_t)d->k_dim + ra__row_bytes(d->q_dtype, d->k_dim) +
+                                    ra__row_bytes(d->o_dtype, d->v_dim) + 8);
+    return ra__q_may_travel(d) && queries < keys ? RA_WAY_Q : RA_WAY_KV;
+}
+
 static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
     int64_t bytes, rows = ra__max(d->tokens, ra__k_most(d));
     int64_t width = ra__max(d->k_dim, d->v_dim) * (int64_t)sizeof(float);
@@ -8010,6 +8106,12 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
         return ra__refuse(e, RA_E_SHAPE, "v_in_k", "is 0, but v_column is #", d->v_column);
     if (d->v_in_k && d->v_column + d->v_dim > d->k_dim)
         return ra__refuse(e, RA_E_SHAPE, "v_column", "# + v_dim exceeds k_dim", d->v_column);
+    if (d->op != RA_OP_TRAIN && d->backward_way)
+        return ra__refuse(e, RA_E_SHAPE, "backward_way", "# needs RA_OP_TRAIN", d->backward_way);
+    if (d->backward_way == RA_WAY_Q && !ra__q_may_travel(d))
+        return ra__refuse(e, RA_E_UNSUPPORTED, "backward_way",
+                          "# (RA_WAY_Q) goes neither with bias nor with RA_LAYOUT_ARRAY",
+                          d->backward_way);
     if (d->op != RA_OP_TRAIN && d->grad_home)
         return ra__refuse(e, RA_E_SHAPE, "grad_home", "# needs RA_OP_TRAIN", d->grad_home);
     if (d->op != RA_OP_TRAIN && d->grad_dtype)
@@ -8221,6 +8323,7 @@ static void ra__defaults(ra_desc *d) {
     if (!d->layout.kind) d->layout.kind = RA_LAYOUT_CONTIGUOUS;
     if (d->v_in_k) d->v_dtype = d->k_dtype;
     if (d->op == RA_OP_TRAIN && !d->grad_dtype) d->grad_dtype = RA_F32;
+    if (d->op == RA_OP_TRAIN && !d->backward_way) d->backward_way = ra__cheaper_way(d);
     if (d->scale == 0.0f) d->scale = (float)(1.0 / ra__sqrt((double)d->k_dim));
     if (!d->mask.causal_block) d->mask.causal_block = 1;
     if (!d->buffers) d->buffers = 3;
@@ -8295,7 +8398,7 @@ static uint64_t ra__hash_desc(const ra_desc *d, const ra_desc *full) {
         d->tokens, d->kv_tokens, d->q_offset, d->chunk_tokens, d->buffers, d->mask.kind,
         d->mask.causal_block, d->mask.window, d->mask.window_right, d->mask.prefix, d->mask.keep,
         d->mask.doc_count, d->mask.interval_count, d->layout.kind, d->op, d->grad_dtype,
-        d->grad_home,
+        d->grad_home, d->backward_way,
     };
     const ra_layout *l = &d->layout;
     uint64_t h = 14695981039346656037u;
@@ -8405,7 +8508,8 @@ static void ra__plan_cuts(ra_plan *p) {
 
 /* Lists of a backward pass: an own chunk may stand twice in the list of folds. */
 static void ra__plan_back_carve(ra__arena *a, ra_plan *p) {
-    int64_t n = p->chunks, folds = 2 * n + p->d.sequences;
+    int64_t queries = p->d.backward_way == RA_WAY_Q ? p->q_chunks : 0;
+    int64_t n = queries ? queries : p->chunks, folds = 2 * n + p->d.sequences;
     ra__route *w = &p->back;
     int32_t **list[12];
     list[0] = &w->recv; list[1] = &w->recv_fold; list[2] = &w->recv_send; list[3] = &w->send;
@@ -8420,6 +8524,8 @@ static void ra__plan_back_carve(ra__arena *a, ra_plan *p) {
     w->fold_last = (uint8_t *)ra__carve(a, folds);
     w->fold_phase = (uint8_t *)ra__carve(a, folds);
     w->exchange = (ra__exchange *)ra__carve(a, 3 * n * (int64_t)sizeof(ra__exchange));
+    p->q_chunk = (ra__chunk *)ra__carve(a, queries * (int64_t)sizeof(ra__chunk));
+    p->q_need = (uint8_t *)ra__carve(a, 2 * queries * p->need_row);
 }
 
 /* Carves what depends on the number of chunks. */
@@ -8561,12 +8667,14 @@ static void ra__plan_back_lists(ra_plan *p) {
     }
 }
 
-/* Longest gradients of a chunk. */
+/* Longest gradients of a chunk; RA_WAY_Q: longest message, for its rows are packed beside them. */
 static int64_t ra__plan_grad_bytes(const ra_plan *p) {
-    ra__parts grad[2];
+    ra__parts part[2], grad[2];
     int64_t most = 0;
-    for (int64_t c = 0; c < p->chunks; c++)
+    for (int64_t c = 0; c < p->chunks && p->d.backward_way != RA_WAY_Q; c++)
         most = ra__max(most, ra__grad_parts(&p->d, &p->chunk[c], 0, grad));
+    for (int64_t c = 0; c < p->q_chunks && p->d.backward_way == RA_WAY_Q; c++)
+        most = ra__max(most, ra__back_message(&p->d, &p->q_chunk[c], 0, part, grad));
     return most;
 }
 
@@ -8741,22 +8849,64 @@ static void ra__report_words(const ra_plan *p, int32_t rank, ra_plan_report *r) 
 /* Messages and bytes of a backward pass at one rank. */
 static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     const int64_t address = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
-    for (int64_t c = 0; p->d.op == RA_OP_TRAIN && c < p->chunks; c++) {
-        const ra__chunk *chunk = &p->chunk[c];
-        int32_t hop = ra__ranks_up(p, chunk->owner, rank);
-        if (ra__back_leaves(p, c, rank)) {
-            (void)ra__back_to(p, c, rank, &hop);
+    ra_plan v;
+    if (p->d.op != RA_OP_TRAIN) return;
+    ra__back_plan(p, &v);
+    for (int64_t c = 0; c < v.chunks; c++) {
+        const ra__chunk *chunk = &v.chunk[c];
+        int own = chunk->owner == rank;
+        int32_t hop;
+        if (ra__back_leaves(&v, c, rank)) {
+            (void)ra__back_to(&v, chunk, rank, &hop);
             r->back_chunks_out++;
             r->back_bytes_out += ra__back_length(&p->d, chunk, hop);
             r->back_shared_bytes_out += address;
         }
-        hop = chunk->owner == rank ? p->d.ranks : ra__ranks_up(p, chunk->owner, rank);
-        if (chunk->owner == rank ? !ra__back_leaves(p, c, rank) : !ra__back_arrives(p, c, rank))
-            continue;
+        if (own ? !ra__back_leaves(&v, c, rank) : !ra__back_arrives(&v, c, rank)) continue;
+        hop = own ? p->d.ranks : ra__back_apart(p, chunk->owner, rank);
         r->back_chunks_in++;
         r->back_bytes_in += ra__back_length(&p->d, chunk, hop);
         r->back_shared_bytes_in += address;
     }
+    r->back_flops = 2 * (3 * (int64_t)p->d.k_dim + 2 * p->d.v_dim) * p->d.q_heads * r->pairs;
+    r->back_chunk_bytes = p->back.chunk_bytes;
+    r->back_bits_any_ranks = p->on_grid && p->square;
+    r->back_way = p->d.backward_way;
+}
+
+/* RA_WAY_Q: the tiles of all chunks of queries against this rank's keys. */
+static void ra__report_q_tiles(const ra_plan *p, int32_t rank, int64_t tally[3]) {
+    ra__side side = ra__plan_side(p, 1, rank);
+    ra__seg s;
+    for (int64_t c = 0; c < p->q_chunks; c++) {
+        const ra__chunk *chunk = &p->q_chunk[c];
+        int64_t keys = ra__k_len(&p->d, chunk->sequence);
+        for (int64_t i = 0; i < ra__chunk_blocks(chunk); i++) {
+            int32_t which;
+            ra__chunk k;
+            ra__seg rows = ra__chunk_block(chunk, RA_ORDER_TURN, i, &which);
+            ra__bounds bounds = ra__rows_fill(&p->d.mask, ra__key_end(&p->d, chunk->sequence, 0),
+                                              &rows, NULL, NULL);
+            memset(&k, 0, sizeof k);
+            for (int64_t j = 0; ra__side_seg(&side, chunk->sequence, keys, j, &s); j++) {
+                k.seg[0] = s;
+                if (s.rows) ra__tally_seg(p, &k, 0, &bounds, tally);
+            }
+        }
+    }
+}
+
+static void ra__report_back_tiles(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    int64_t tally[3] = { 0, 0, 0 };
+    if (p->d.op != RA_OP_TRAIN) return;
+    r->back_tiles_empty = r->tiles_empty;
+    r->back_tiles_partial = r->tiles_partial;
+    r->back_tiles_full = r->tiles_full;
+    if (p->d.backward_way != RA_WAY_Q) return;
+    ra__report_q_tiles(p, rank, tally);
+    r->back_tiles_empty = tally[RA__EMPTY] * p->d.q_heads;
+    r->back_tiles_partial = tally[RA__PARTIAL] * p->d.q_heads;
+    r->back_tiles_full = tally[RA__FULL] * p->d.q_heads;
 }
 
 static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r) {
@@ -8790,11 +8940,7 @@ static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report 
     ra__report_wire(p, rank, r);
     ra__report_words(p, rank, r);
     ra__report_back(p, rank, r);
-    if (p->d.op == RA_OP_TRAIN) {
-        r->back_flops = 2 * (3 * (int64_t)p->d.k_dim + 2 * p->d.v_dim) * p->d.q_heads * r->pairs;
-        r->back_chunk_bytes = p->back.chunk_bytes;
-        r->back_bits_any_ranks = p->on_grid && p->square;
-    }
+    ra__report_back_tiles(p, rank, r);
     r->chunk_bytes = p->chunk_bytes;
     r->order = p->order;
     r->direction = p->direction;
@@ -8956,7 +9102,8 @@ struct ra_ring {
     uint8_t *recv_buf, *pack_buf, *word_buf;
     ra__back back;                     /* backward from here on */
     ra__view d_k, d_v;                 /* the caller's */
-    float *dq;                         /* [B][rows][Hq][Dk] sums */
+    float *dq;                         /* RA_WAY_KV: [B][rows][Hq][Dk] sums */
+    float *dk, *dv;                    /* RA_WAY_Q: [B][key rows][Hkv][Dk], [Dv] sums */
     int64_t home_slots, home_bytes, grad_slots, grad_bytes;
     int64_t home_posted, home_received, home_done;
     ra_op *home_op;
@@ -8986,6 +9133,21 @@ static int64_t ra__plan_tasks(const ra_plan *p, int32_t rank, int32_t panels, in
 }
 
 /* Counts of one rank; panels: fewer if threads would else stand idle, bits do not depend on it. */
+static void ra__plan_back_sizes(const ra_plan *p, int32_t rank, ra__sizes *s) {
+    ra__side side = ra__plan_side(p, 1, rank);
+    ra_plan v;
+    ra__back_plan(p, &v);
+    for (int32_t b = 0; b < p->d.sequences; b++)
+        s->key_rows = ra__max(s->key_rows, ra__side_rows(&side, b, ra__k_len(&p->d, b)));
+    for (int64_t c = 0; c < v.chunks; c++) {
+        int own = v.chunk[c].owner == rank, leaves = ra__back_leaves(&v, c, rank);
+        s->back.recvs += ra__back_arrives(&v, c, rank);
+        s->back.sends += leaves;
+        s->back.own += leaves && own;
+        s->back.stays += !leaves && own;
+    }
+}
+
 static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task0) {
     ra__side side = ra__plan_side(p, 0, rank);
     ra__sizes s;
@@ -9003,13 +9165,8 @@ static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task0) 
         s.forward.recvs += ra__arrives(p, c, rank);
         s.forward.sends += leaves;
         s.forward.own += leaves && own;
-        if (p->d.op != RA_OP_TRAIN) continue;
-        leaves = ra__back_leaves(p, c, rank);
-        s.back.recvs += ra__back_arrives(p, c, rank);
-        s.back.sends += leaves;
-        s.back.own += leaves && own;
-        s.back.stays += !leaves && own;
     }
+    if (p->d.op == RA_OP_TRAIN) ra__plan_back_sizes(p, rank, &s);
     for (int32_t r = 0; r < p->d.ranks; r++) {
         int in = 0, out = 0;
         for (int64_t c = 0; r != rank && c < p->chunks; c++) {
@@ -9082,14 +9239,22 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     int64_t align = ra__max(64, (int64_t)r->tp.align), own = n->back.own + n->back.stays;
     (void)ra__carve(a, (int64_t)sizeof *r);
     before = a->used;
-    r->dq = (float *)ra__carve(a, heads * d->k_dim * 4);
+    r->dq = r->dk = r->dv = NULL;
+    if (d->backward_way == RA_WAY_Q) {
+        int64_t keys = d->sequences * n->key_rows * d->kv_heads;
+        r->dk = (float *)ra__carve(a, keys * d->k_dim * 4);
+        r->dv = (float *)ra__carve(a, d->v_in_k ? 0 : keys * d->v_dim * 4);
+    } else {
+        r->dq = (float *)ra__carve(a, heads * d->k_dim * 4);
+    }
     r->done = (int32_t *)ra__carve(a, n->back.tasks * d->sequences * 4);
     state = a->used - before;
     ra__ring_carve_links(a, p, &n->back, p->back.chunk_bytes, r);
     r->home_slots = ra__min(n->back.own, RA__HOME_SLOTS);
     if (r->shared) r->home_slots = ra__min(n->back.own, RA__SHARED_BUFFERS);
-    r->home_bytes = ra__round_up(r->shared ? RA__FRAME_BYTES + RA__ADDRESS_BYTES
-                                           : p->back.home_bytes, align);
+    r->home_bytes = d->backward_way == RA_WAY_Q ? p->back.chunk_bytes : p->back.home_bytes;
+    if (r->shared) r->home_bytes = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
+    r->home_bytes = ra__round_up(r->home_bytes, align);
     r->home_op = (ra_op *)ra__carve(a, r->home_slots * (int64_t)sizeof(ra_op));
     r->home_buf = ra__carve_aligned(a, r->home_bytes * r->home_slots, align);
     r->grad_slots = n->back.stays ? ra__min(own, RA__PACK_SLOTS) : 0;
@@ -9263,7 +9428,7 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due) {
 /* -------------------------------------------------------------------------- where chunks are */
 /* Length of chunk c's message to the rank `hop` ranks after its owner. */
 static int64_t ra__ring_length(const ra_ring *r, int64_t c, int32_t hop) {
-    const ra__chunk *chunk = &r->plan->chunk[c];
+    const ra__chunk *chunk = &r->route->chunk[c];
     if (r->shared) return RA__FRAME_BYTES + RA__ADDRESS_BYTES;
     return r->route->backward ? ra__back_length(&r->plan->d, chunk, hop)
                               : ra__message_bytes(&r->plan->d, chunk, hop);
@@ -9276,7 +9441,7 @@ static int32_t ra__ring_peer(const ra_ring *r, int32_t steps) {
 
 /* How many ranks after its owner chunk c is here. */
 static int32_t ra__ring_hop(const ra_ring *r, int64_t c) {
-    int32_t owner = r->plan->chunk[c].owner;
+    int32_t owner = r->route->chunk[c].owner;
     return r->route->direction > 0 ? ra__ranks_up(r->plan, owner, r->rank)
                                    : ra__ranks_up(r->plan, r->rank, owner);
 }
@@ -9326,7 +9491,6 @@ static void ra__item_address(const uint8_t *message, ra__item *out) {
 
 /* Entry f of the fold list as the compute rooms want it; 0: a sequence without keys. */
 static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
-    const ra_plan *p = r->plan;
     const int32_t *array = r->t.k_pos.array;
     ra__view kv[2];
     int32_t recv = r->route->fold_recv[f];
@@ -9335,7 +9499,7 @@ static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
         out->c.sequence = -1 - r->route->fold[f];
         return 0;
     }
-    out->c = p->chunk[r->route->fold[f]];
+    out->c = r->route->chunk[r->route->fold[f]];
     if (recv >= 0) {
         const uint8_t *message = (const uint8_t *)r->recv_op[recv % r->recv_slots].buf;
         if (r->shared) ra__item_address(message, out);
@@ -9351,7 +9515,8 @@ static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
 
 /* Place of own chunk `own`'s gradients where they do not travel in its messages. */
 static uint8_t *ra__ring_grads(const ra_ring *r, int64_t own) {
-    return r->grad_buf + own % r->grad_slots * r->grad_bytes;
+    return r->grad_buf + own % r->grad_slots * r->grad_bytes +
+           (r->plan->d.backward_way == RA_WAY_Q ? RA__FRAME_BYTES : 0);
 }
 
 /* Buffer of own chunk i of those that leave. */
@@ -9395,12 +9560,40 @@ static void ra__pack_rows(uint8_t *to, ra__view from, const ra__seg *s, int32_t 
     }
 }
 
+/* RA_WAY_Q: own rows of queries into the message that will carry them, beside their sums. */
+static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *message) {
+    const ra_desc *d = &r->plan->d;
+    int64_t rows = ra__chunk_rows(chunk), at = 0;
+    int64_t q_row = ra__row_bytes(d->q_dtype, d->k_dim);
+    int64_t o_row = ra__row_bytes(d->o_dtype, d->v_dim);
+    ra__parts part[2], grad[2];
+    (void)ra__back_message(d, chunk, 0, part, grad);
+    for (int32_t i = 0; i < chunk->segs; at += chunk->seg[i++].rows) {
+        const ra__seg *s = &chunk->seg[i];
+        float *stats = (float *)(void *)(message + part[0].pos) + at;
+        ra__pack_rows(message + part[0].k + at * d->q_heads * q_row,
+                      ra__view_at(r->work.q, chunk->sequence, 0, 0), s, d->q_heads, q_row);
+        ra__pack_rows(message + part[0].v + at * d->q_heads * o_row,
+                      ra__view_at(r->back.d_o, chunk->sequence, 0, 0), s, d->q_heads, o_row);
+        for (int32_t h = 0; h < d->q_heads; h++, stats += rows) {
+            ra__view lse = ra__view_at(r->work.lse, chunk->sequence, s->row, h);
+            ra__source o = ra__source_of(ra__view_at(r->work.o, chunk->sequence, s->row, h),
+                                         d->o_dtype, d->v_dim);
+            ra__source g = ra__source_of(ra__view_at(r->back.d_o, chunk->sequence, s->row, h),
+                                         d->o_dtype, d->v_dim);
+            for (int64_t j = 0; j < s->rows; j++, lse.data += lse.token)
+                memcpy(stats + j, lse.data, sizeof *stats);
+            r->back.kernel->deltas(stats + d->q_heads * rows, &o, &g, (int32_t)s->rows);
+        }
+    }
+}
+
 /* Own chunk c, or its address, as a message: the one numbered `own` of those that leave. Backward
  * its gradients are there already. */
 static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *message) {
     const ra_plan *p = r->plan;
     const ra_desc *d = &p->d;
-    const ra__chunk *chunk = &p->chunk[c];
+    const ra__chunk *chunk = &r->route->chunk[c];
     ra__view k = ra__view_at(r->k, chunk->sequence, 0, 0);
     ra__view v = ra__view_at(r->v, chunk->sequence, 0, 0);
     const int32_t *pos = r->t.k_pos.array;
@@ -9422,6 +9615,7 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *mes
     }
     if (r->route->backward) (void)ra__back_message(d, chunk, 1, part, grad);
     else (void)ra__message(d, chunk, 1, part);
+    if (r->route->backward && d->backward_way == RA_WAY_Q) return; /* packed when it started */
     for (int32_t i = 0; i < chunk->segs; i++) {
         const ra__seg *s = &chunk->seg[i];
         if (hops[i] < 1) continue;
@@ -9518,7 +9712,7 @@ static int ra__ring_more_sends(ra_ring *r) {
         int32_t recv = way->send_recv[r->send_posted], to = ra__ring_peer(r, 1);
         int32_t hop = 1 + ra__ring_hop(r, c);
         ra_op *op = &r->send_op[slot];
-        if (way->backward) to = ra__back_to(r->plan, c, r->rank, &hop);
+        if (way->backward) to = ra__back_to(r->plan, &way->chunk[c], r->rank, &hop);
         ra__op_set(op, RA_OP_SEND, way->backward && hop == r->ranks, to, ra__ring_tag(r, c));
         op->mr = r->mr;
         op->len = (size_t)ra__ring_length(r, c, hop);
@@ -9548,9 +9742,9 @@ static int ra__ring_more_homes(ra_ring *r) {
     while (r->home_posted < way->homes && r->home_posted - r->home_done < r->home_slots &&
            r->home_posted - r->home_received < ra__ring_home_ops(r)) {
         int64_t slot = r->home_posted % r->home_slots, c = way->home[r->home_posted];
-        int32_t last = ra__back_stations(r->plan, &r->plan->chunk[c]);
+        int32_t last = ra__back_stations(r->plan, &r->route->chunk[c]);
         ra_op *op = &r->home_op[slot];
-        ra__op_set(op, RA_OP_RECV, 1, ra__rank_up(r->plan, r->rank, last), ra__ring_tag(r, c));
+        ra__op_set(op, RA_OP_RECV, 1, ra__ring_peer(r, last), ra__ring_tag(r, c));
         op->buf = r->home_buf + slot * r->home_bytes;
         op->len = (size_t)ra__ring_length(r, c, r->ranks);
         op->mr = r->mr;
@@ -9679,8 +9873,8 @@ static void ra__ring_trace_op(const ra_ring *r, int32_t kind, const ra_op *op, i
     if (!r->rd.trace) return;
     e.peer = op->peer;
     e.chunk = c;
-    e.origin = r->plan->chunk[c].owner;
-    e.sequence = r->plan->chunk[c].sequence;
+    e.origin = r->route->chunk[c].owner;
+    e.sequence = r->route->chunk[c].sequence;
     e.begin_ns = begin_ns;
     e.bytes = (int64_t)op->len;
     ra__ring_event(r, kind, -1, &e);
@@ -9705,11 +9899,11 @@ static int ra__ring_take_receives(ra_ring *r) {
         ra__frame due;
         ra_status s;
         if ((done = ra__ring_op_done(r, op, c)) <= 0) return done < 0 ? done : n;
-        due = ra__ring_frame(r, ra__ring_kind(r), r->plan->chunk[c].owner, c,
+        due = ra__ring_frame(r, ra__ring_kind(r), r->route->chunk[c].owner, c,
                              ra__ring_length(r, c, 1));
         s = ra__frame_check(op->buf, &due);
         if (s) return ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c));
-        if (r->words) ra__ring_listen(r, op, r->plan->chunk[c].owner);
+        if (r->words) ra__ring_listen(r, op, r->route->chunk[c].owner);
         (void)ra__add_i64(&r->counters.chunks_in, 1);
         (void)ra__add_i64(&r->counters.bytes_in, (int64_t)op->len);
         ra__ring_trace_op(r, RA_EV_RECV, op, c, r->recv_ns[slot]);
@@ -9745,11 +9939,35 @@ static void ra__ring_hand_over(const ra_ring *r, const ra__chunk *c, int32_t kv_
     ra__grads_finish(&r->back, c, kv_head, out, g);
 }
 
+/* RA_WAY_Q: blocks [from, to) of an own chunk, of the heads of one kv head, from packed sums. */
+static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t kv_head,
+                                 const int64_t block[2], const uint8_t *sums) {
+    const ra_desc *d = &r->plan->d;
+    int32_t group = d->q_heads / d->kv_heads, which;
+    ra__view from = ra__view_packed(sums, d->q_heads, d->k_dim, RA_F32);
+    for (int64_t i = block[0]; i < block[1] && r->back.d_q.data; i++) {
+        ra__seg s = ra__chunk_block(c, RA_ORDER_TURN, i, &which);
+        int64_t row = s.row - c->seg[which].row + (which ? c->seg[0].rows : 0);
+        for (int64_t j = 0; j < s.rows; j++)
+            for (int32_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
+                ra__view q = ra__view_at(r->back.d_q, c->sequence, s.row + j, h);
+                ra__view x = ra__view_at(from, 0, row + j, h);
+                r->back.kernel->put_grad((void *)(uintptr_t)q.data,
+                                         (const float *)(const void *)x.data, d->grad_dtype,
+                                         d->k_dim);
+            }
+    }
+}
+
 /* The same for all heads of the i-th chunk that came home. */
 static void ra__ring_home_over(const ra_ring *r, int64_t i) {
-    const ra__chunk *c = &r->plan->chunk[r->route->home[i]];
+    const ra__chunk *c = &r->route->chunk[r->route->home[i]];
     uint8_t *message = r->home_buf + i % r->home_slots * r->home_bytes;
+    const int64_t all[2] = { 0, ra__chunk_blocks(c) };
     ra__grads g;
+    for (int32_t h = 0; r->plan->d.backward_way == RA_WAY_Q && h < r->plan->d.kv_heads; h++)
+        ra__ring_hand_over_q(r, c, h, all, ra__ring_message_grads(r, message));
+    if (r->plan->d.backward_way == RA_WAY_Q) return;
     for (int32_t h = 0; h < r->plan->d.kv_heads; h++) {
         ra__ring_grad_views(&r->plan->d, c, ra__ring_message_grads(r, message), h, &g);
         ra__ring_hand_over(r, c, h, &g);
@@ -9769,6 +9987,8 @@ static int ra__ring_take_homes(ra_ring *r) {
         s = ra__frame_check(op->buf, &due);
         if (s) return ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c));
         if (way->home_fold[r->home_received] < 0) ra__ring_home_over(r, r->home_received);
+        else if (r->plan->d.backward_way == RA_WAY_Q && !r->shared)
+            ra__ring_pack_q(r, &way->chunk[c], (uint8_t *)op->buf);
         (void)ra__add_i64(&r->counters.chunks_in, 1);
         (void)ra__add_i64(&r->counters.bytes_in, (int64_t)op->len);
         ra__ring_trace_op(r, RA_EV_RECV, op, c, r->begin_ns);
@@ -9871,7 +10091,7 @@ static int ra__ring_quiet(const ra_ring *r) {
 /* -------------------------------------------------------------------------- compute */
 static int32_t ra__fold_sequence(const ra_ring *r, int64_t f) {
     int32_t chunk = r->route->fold[f];
-    return chunk < 0 ? -1 - chunk : r->plan->chunk[chunk].sequence;
+    return chunk < 0 ? -1 - chunk : r->route->chunk[chunk].sequence;
 }
 
 static int64_t ra__fold_tasks(const ra_ring *r, int64_t f) {
@@ -9909,6 +10129,15 @@ static int ra__ring_here(const ra_ring *r, int64_t f) {
     return way->own_home[way->fold_own[f]] < ra__load_i64(&r->home_received);
 }
 
+/* RA_WAY_Q: an own chunk of queries that starts is packed, by the first thread that folds it. */
+static void ra__ring_start_q(const ra_ring *r, int64_t f) {
+    const ra__route *way = r->route;
+    if (!way->backward || r->plan->d.backward_way != RA_WAY_Q || way->fold[f] < 0 ||
+        way->fold_own[f] < 0 || way->fold_phase[f] == RA__BEFORE)
+        return;
+    ra__ring_pack_q(r, &way->chunk[way->fold[f]], ra__ring_fold_grads(r, f) - RA__FRAME_BYTES);
+}
+
 /* A task and the entry of the fold list that it takes next. */
 typedef struct ra__claim { int64_t fold, task; } ra__claim;
 
@@ -9926,6 +10155,7 @@ static int ra__ring_claim(ra_ring *r, ra__claim *out) {
         before = r->route->fold_index[f];
         done = ra__load_i32(&r->done[out->task]);
         if (done < before) return 0;
+        if (r->claim_task == 0) ra__ring_start_q(r, f);
         if (++r->claim_task == r->task0[b + 1] - r->task0[b]) {
             r->claim_task = 0;
             r->claim_fold++;
@@ -9955,9 +10185,8 @@ static void ra__ring_progress(ra_ring *r) {
 
 /* Accounts for entry f of the fold list, folded by one task. */
 static void ra__ring_folded(ra_ring *r, int64_t f, const ra__tally *n, ra_event *e) {
-    const ra_plan *p = r->plan;
     e->chunk = r->route->fold[f] < 0 ? -1 : r->route->fold[f];
-    e->origin = r->route->fold[f] < 0 ? -1 : p->chunk[r->route->fold[f]].owner;
+    e->origin = r->route->fold[f] < 0 ? -1 : r->route->chunk[r->route->fold[f]].owner;
     e->tiles = n->partial + n->full;
     ra__ring_count(r, n, ra__ring_now(r) - e->begin_ns);
     ra__ring_event(r, RA_EV_TILE, e->thread, e);
@@ -9993,7 +10222,7 @@ static int64_t ra__ring_fold(ra_ring *r, const ra__claim *claim, ra_event *e, ui
         ra__ring_folded(r, f, &n, e);
         f++;
     } while (f < end && !r->route->fold_last[f - 1] && ra__ring_here(r, f) &&
-             keys + ra__chunk_rows(&p->chunk[r->route->fold[f]]) <= RA__GROUP_KEYS);
+             keys + ra__chunk_rows(&r->route->chunk[r->route->fold[f]]) <= RA__GROUP_KEYS);
     if (!r->route->fold_last[f - 1]) ra__task_save(&r->work, &t, &x, 0);
     ra__fp_leave(mode);
     return f;
@@ -10068,11 +10297,11 @@ typedef struct ra__share {
     int32_t want_q, want_k, part, parts;
 } ra__share;
 
-static ra__share ra__ring_share(const ra_ring *r, int32_t b, int64_t task) {
+static ra__share ra__ring_share(const ra_ring *r, int32_t b, int64_t task, int64_t blocks) {
     const ra_desc *d = &r->plan->d;
     int32_t parts = r->plan->sizes.back_parts, group = d->q_heads / d->kv_heads;
     int32_t a_head = parts > 1 ? 2 * parts : 1, index = (int32_t)(task % a_head);
-    int64_t blocks = ra__side_blocks(&r->work.q_side, b, ra__q_len(d, b)), from = 0, to = blocks;
+    int64_t from = 0, to = blocks;
     ra__share s;
     s.want_q = parts == 1 || index < parts;
     s.want_k = parts == 1 || index >= parts;
@@ -10087,6 +10316,138 @@ static ra__share ra__ring_share(const ra_ring *r, int32_t b, int64_t task) {
     s.t.panel0 = from * group;
     s.t.count = (int32_t)((to - from) * group);
     return s;
+}
+
+/* RA_WAY_Q: item i of this rank's keys of a sequence, with the sums of one kv head; zigzag's two
+ * segments are one. 0: there is none. */
+static int ra__ring_key_item(const ra_ring *r, const ra__share *s, int64_t i, ra__item *item,
+                             ra__grads *g) {
+    const ra_desc *d = &r->plan->d;
+    ra__side side = ra__plan_side(r->plan, 1, r->rank);
+    int64_t tokens = ra__k_len(d, s->t.sequence);
+    int zigzag = d->layout.kind == RA_LAYOUT_ZIGZAG;
+    ra__view kv[2], dk, dv;
+    memset(item, 0, sizeof *item);
+    item->c.sequence = s->t.sequence;
+    item->c.segs = 1 + zigzag;
+    if ((zigzag && i > 0) ||
+        !ra__side_seg(&side, s->t.sequence, tokens, i, &item->c.seg[0])) return 0;
+    if (zigzag) (void)ra__side_seg(&side, s->t.sequence, tokens, 1, &item->c.seg[1]);
+    kv[0] = r->k;
+    kv[1] = r->v;
+    ra__item_owned(item, kv, NULL);
+    dk = ra__view_packed((const uint8_t *)r->dk, d->kv_heads, d->k_dim, RA_F32);
+    dv = ra__view_packed((const uint8_t *)r->dv, d->kv_heads, d->v_dim, RA_F32);
+    dk.batch = r->plan->sizes.key_rows * dk.token;
+    dv.batch = r->plan->sizes.key_rows * dv.token;
+    for (int32_t j = 0; j < item->c.segs; j++) {
+        g->dk[j] = ra__view_at(dk, s->t.sequence, item->c.seg[j].row, s->t.kv_head);
+        g->dv[j] = ra__view_at(dv, s->t.sequence, item->c.seg[j].row, s->t.kv_head);
+        if (!d->v_in_k) continue;
+        g->dv[j] = g->dk[j];
+        g->dv[j].data += (int64_t)d->v_column * 4;
+    }
+    if (!s->want_q) ra__item_part(item, g, s->part, s->parts);
+    return 1;
+}
+
+/* Where the rows of a packed chunk of queries are: renumbered, one segment after the other. */
+typedef struct ra__packed { ra__work w; ra__back b; ra__chunk c; uint8_t *sums; } ra__packed;
+
+static void ra__ring_unpack_q(const ra_ring *r, int64_t f, ra__packed *x) {
+    const ra_desc *d = &r->plan->d;
+    uint8_t *message = ra__ring_fold_grads(r, f) - RA__FRAME_BYTES;
+    int64_t rows;
+    ra__parts part[2], grad[2];
+    x->w = r->work;
+    x->b = r->back;
+    x->c = r->route->chunk[r->route->fold[f]];
+    rows = ra__chunk_rows(&x->c);
+    (void)ra__back_message(d, &x->c, 0, part, grad);
+    x->sums = message + grad[0].k;
+    x->w.q = ra__view_packed(message + part[0].k, d->q_heads, d->k_dim, d->q_dtype);
+    x->w.lse = ra__view_packed(message + part[0].pos, 1, 1, RA_F32);
+    x->w.lse.head = rows * 4;
+    x->w.ml_batch = 0;
+    x->w.ml_row = 1;
+    x->w.ml_head = rows;
+    x->b.d_o = ra__view_packed(message + part[0].v, d->q_heads, d->v_dim, d->o_dtype);
+    x->b.delta = (const float *)(const void *)(message + part[0].pos) + d->q_heads * rows;
+    x->b.w = &x->w;
+    x->b.rows = &x->c;
+    x->c.seg[0].row = 0;
+    x->c.seg[1].row = x->c.seg[0].rows;
+}
+
+/* All keys of this rank against a packed chunk of queries, in one phase. */
+static void ra__ring_q_phase(const ra_ring *r, const ra__share *s, const ra__packed *p,
+                             ra__grads *g, ra__back_scratch *x) {
+    ra__item item;
+    int64_t i = 0;
+    for (; ra__ring_key_item(r, s, i, &item, g); i++) {
+        if (!s->want_k) memset(g->dk, 0, sizeof g->dk), memset(g->dv, 0, sizeof g->dv);
+        ra__back_task(&p->b, &s->t, &item, g, x);
+        g->edge = 0;
+    }
+    if (i) return;
+    memset(&item, 0, sizeof item);
+    ra__back_task(&p->b, &s->t, &item, g, x);
+    g->edge = 0;
+}
+
+/* Sums of dK and dV of one kv head begin at 0, or go to the caller. */
+static void ra__ring_q_keys(const ra_ring *r, const ra__share *s, int last) {
+    ra__item item;
+    ra__grads g;
+    memset(&g, 0, sizeof g);
+    for (int64_t i = 0; s->want_k && ra__ring_key_item(r, s, i, &item, &g); i++) {
+        if (last) ra__ring_hand_over(r, &item.c, s->t.kv_head, &g);
+        else ra__ring_grads_clear(&r->plan->d, &item.c, &g);
+    }
+}
+
+/* Folds the claimed chunk of queries of a backward pass. */
+static void ra__ring_fold_q(ra_ring *r, const ra__claim *claim, ra_event *e, uint8_t *memory) {
+    const ra__route *way = r->route;
+    const ra_desc *d = &r->plan->d;
+    int64_t f = claim->fold, block[2] = { 0, 0 };
+    int32_t own = way->fold_own[f], b = e->sequence, group = d->q_heads / d->kv_heads;
+    int32_t phase = way->fold_phase[f];
+    ra__share s;
+    ra__arena a = { NULL, 0 };
+    ra__back_scratch x;
+    ra__packed p;
+    ra__grads g;
+    a.base = memory;
+    ra__back_carve(&a, d, &x);
+    memset(&g, 0, sizeof g);
+    if (way->fold[f] >= 0) ra__ring_unpack_q(r, f, &p);
+    s = ra__ring_share(r, b, claim->task - r->task0[b],
+                       way->fold[f] >= 0 ? ra__chunk_blocks(&p.c) : 0);
+    if (way->fold_index[f] == 0) ra__ring_q_keys(r, &s, 0);
+    if (way->fold[f] >= 0) {
+        ra__view dq = ra__view_packed(p.sums, d->q_heads, d->k_dim, RA_F32);
+        if (s.want_q) g.dq = ra__view_at(dq, 0, 0, s.t.kv_head * group);
+        g.edge = own >= 0 && (phase & RA__AFTER) ? RA__FIRST : 0;
+        x.phase = r->plan->split && phase == RA__BOTH ? RA__AFTER : phase;
+        ra__ring_q_phase(r, &s, &p, &g, &x);
+        x.phase = RA__BEFORE;
+        if (r->plan->split && phase == RA__BOTH) ra__ring_q_phase(r, &s, &p, &g, &x);
+        block[0] = s.t.panel0 / group;
+        block[1] = block[0] + s.t.count / group;
+        if (own >= 0 && s.want_q && (way->own_home[own] < 0 || phase == RA__BEFORE))
+            ra__ring_hand_over_q(r, &way->chunk[way->fold[f]], s.t.kv_head, block, p.sums);
+        e->q_row = p.c.seg[0].pos;
+        e->q_rows = ra__chunk_rows(&p.c);
+        if (!s.want_q || !ra__needs_q(r->plan, way->fold[f], r->rank))
+            memset(&x.tally, 0, sizeof x.tally); /* counted with dQ, or as unvisited */
+    }
+    if (way->fold_last[f]) ra__ring_q_keys(r, &s, 1);
+    if (f == 0 && r->t.d_sinks && s.want_q && s.part == 0)
+        for (int32_t h = 0; h < group; h++)
+            ra__back_sink(&r->back, s.t.kv_head * group + h, &x);
+    e->head = s.t.kv_head * group;
+    ra__ring_folded(r, f, &x.tally, e);
 }
 
 /* Tiles of a share in one phase after the other, with the edges of the running sums of dQ. */
@@ -10108,7 +10469,8 @@ static void ra__ring_fold_back(ra_ring *r, const ra__claim *claim, ra_event *e, 
     const ra_desc *d = &r->plan->d;
     int64_t f = claim->fold;
     int32_t own, b = e->sequence, group = d->q_heads / d->kv_heads;
-    ra__share s = ra__ring_share(r, b, claim->task - r->task0[b]);
+    ra__share s = ra__ring_share(r, b, claim->task - r->task0[b],
+                                 ra__side_blocks(&r->work.q_side, b, ra__q_len(d, b)));
     ra__arena a = { NULL, 0 };
     ra__back_scratch x;
     ra__item item;
@@ -10154,6 +10516,8 @@ static ra_status ra__ring_compute(ra_ring *r, int ith, const ra__claim *claim) {
         int code = ra__ring_engine(r, claim, &e, memory);
         if (code)
             return ra__ring_fail(r, RA_E_ENGINE, ra__blame_of(-1, -1, code, r->route->fold[f]));
+    } else if (r->route->backward && p->d.backward_way == RA_WAY_Q) {
+        ra__ring_fold_q(r, claim, &e, memory);
     } else if (r->route->backward) {
         ra__ring_fold_back(r, claim, &e, memory);
     } else {
@@ -10188,7 +10552,7 @@ static ra__blame ra__ring_awaits(const ra_ring *r) {
     if (out < way->sends) return ra__blame_of(ra__ring_peer(r, 1), 1, 0, way->send[out]);
     if (way->backward && ra__load_i64(&r->home_received) < way->homes) {
         int32_t c = way->home[ra__load_i64(&r->home_received)];
-        return ra__blame_of(ra__rank_up(p, r->rank, ra__back_stations(p, &p->chunk[c])), 0, 0, c);
+        return ra__blame_of(ra__ring_peer(r, ra__back_stations(p, &way->chunk[c])), 0, 0, c);
     }
     if (r->words) return ra__blame_of(ra__load_i32(&r->silent), 0, 0, -1);
     return ra__blame_of(-1, -1, 0, -1);
@@ -11817,12 +12181,32 @@ RINGATTN_API const char *ra_status_text(ra_status status) {
 RINGATTN_API int32_t ra_version(void) { return RINGATTN_VERSION; }
 
 /* -------------------------------------------------------------------------- plans
- * The backward half of ra__plan_fill. */
+ * What travels backward, and how far. */
+static void ra__plan_back_chunks(ra_plan *p) {
+    ra_plan v;
+    int down = p->order == RA_ORDER_DESC && p->d.backward_way == RA_WAY_Q;
+    p->back_direction = down ? -1 : 1;
+    if (p->d.backward_way == RA_WAY_Q) {
+        p->q_chunks = ra__chunk_all(p, 0, 0, p->q_chunk);
+        memset(p->q_need, 0, (size_t)(2 * p->q_chunks * p->need_row));
+        for (int64_t c = 0; c < p->q_chunks; c++)
+            for (int32_t r = 0; r < p->d.ranks; r++) ra__chunk_q_needs(p, c, r);
+    }
+    ra__back_plan(p, &v);
+    ra__chunk_back_hops(&v);
+}
+
+/* The lists of a backward pass. */
 static ra_status ra__plan_fill_back(ra_plan *p) {
+    ra_plan v;
     p->split = ra__back_split(p);
-    ra__plan_back_lists(p);
-    ra__plan_back_bytes(p);
-    p->back.exchanges = ra__prove_back(p, (ra__stop *)p->scratch, p->back.exchange);
+    ra__back_plan(p, &v);
+    ra__plan_back_lists(&v);
+    ra__plan_back_bytes(&v);
+    v.back.direction = v.back_direction;
+    v.back.chunk = v.chunk;
+    v.back.exchanges = ra__prove_back(&v, (ra__stop *)v.scratch, v.back.exchange);
+    p->back = v.back;
     if (p->back.exchanges < 0)
         return ra__refuse(p->d.error, RA_E_UNSUPPORTED, "buffers",
                           "# receive buffers cannot carry the backward schedule", p->d.buffers);
@@ -11836,7 +12220,7 @@ static ra_status ra__plan_fill(ra_plan *p) {
     for (int32_t r = 0; r < p->d.ranks; r++)
         for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
     ra__plan_direction(p);
-    ra__chunk_back_hops(p);
+    if (p->d.op == RA_OP_TRAIN) ra__plan_back_chunks(p);
     p->chunk_bytes = 0;
     for (int64_t c = 0; c < p->chunks; c++)
         if (ra__chunk_reach(&p->chunk[c]))
@@ -11854,6 +12238,7 @@ static ra_status ra__plan_fill(ra_plan *p) {
         return ra__refuse(p->d.error, RA_E_UNSUPPORTED, "buffers",
                           "# receive buffers cannot carry this schedule", p->d.buffers);
     p->forward.direction = p->direction;
+    p->forward.chunk = p->chunk;
     p->forward.chunk_bytes = p->chunk_bytes;
     return p->d.op == RA_OP_TRAIN ? ra__plan_fill_back(p) : RA_OK;
 }
@@ -11870,6 +12255,17 @@ static int64_t ra__plan_unvisited(const ra_plan *p) {
     return n * p->d.q_heads;
 }
 
+static int64_t ra__plan_unvisited_q(const ra_plan *p) {
+    ra__side side = ra__plan_side(p, 1, p->d.rank);
+    int64_t n = 0;
+    for (int64_t c = 0; c < p->q_chunks; c++) {
+        int32_t b = p->q_chunk[c].sequence;
+        if (!ra__needs_q(p, c, p->d.rank))
+            n += ra__side_blocks(&side, b, ra__k_len(&p->d, b)) * ra__chunk_blocks(&p->q_chunk[c]);
+    }
+    return n * p->d.q_heads;
+}
+
 static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     ra__sizes n = rank == p->d.rank ? p->sizes : ra__plan_sizes(p, rank, NULL);
     ra__plan_report_rank(p, rank, r);
@@ -11882,13 +12278,13 @@ static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report 
 
 /* At least as many chunks as there will be: each of the pieces that a layout cuts a sequence into
  * adds one to tokens / chunk_tokens. */
-static int64_t ra__plan_most_chunks(const ra_desc *d) {
+static int64_t ra__plan_most_chunks(const ra_desc *d, int keys) {
     const ra_layout *l = &d->layout;
-    const int64_t *rows = l->k_rows ? l->k_rows : l->q_rows;
-    const int32_t *count = l->k_run_count ? l->k_run_count : l->q_run_count;
+    const int64_t *rows = keys && l->k_rows ? l->k_rows : l->q_rows;
+    const int32_t *count = keys && l->k_run_count ? l->k_run_count : l->q_run_count;
     int64_t n = 0;
     for (int32_t b = 0; b < d->sequences; b++) {
-        n += ra__k_len(d, b) / d->chunk_tokens + d->ranks;
+        n += (keys ? ra__k_len(d, b) : ra__q_len(d, b)) / d->chunk_tokens + d->ranks;
         for (int32_t r = 0; r < d->ranks; r++) {
             if (l->kind == RA_LAYOUT_RUNS) n += count[r];
             if (l->kind == RA_LAYOUT_ARRAY) n += rows[r] / d->chunk_tokens;
@@ -11918,8 +12314,9 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
         return ra__refuse(d->error, RA_E_NULL, a->alloc ? "allocator.free" : "allocator.alloc",
                           "needed beside the other", 0);
     memset(&probe, 0, sizeof probe);
-    probe.chunks = ra__plan_most_chunks(&full);
-    if (probe.chunks > INT32_MAX / 2)
+    probe.chunks = ra__plan_most_chunks(&full, 1);
+    probe.q_chunks = ra__plan_most_chunks(&full, 0);
+    if (probe.chunks > INT32_MAX / 2 || probe.q_chunks > INT32_MAX / 2)
         return ra__refuse(d->error, RA_E_OVERFLOW, "chunk_tokens",
                           "# tokens make too many chunks", full.chunk_tokens);
     ra__plan_carve(&arena, &probe, &full);
@@ -11931,12 +12328,13 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     p = (ra_plan *)(void *)arena.base;
     memset(p, 0, sizeof *p);
     p->chunks = probe.chunks;
+    p->q_chunks = probe.q_chunks;
     p->bytes = bytes;
     if (a) p->allocator = *a;
     ra__plan_carve(&arena, p, &full);
     p->hash = ra__hash_desc(d, &full);
     ra__plan_cuts(p);
-    p->chunks = ra__chunk_all(p);
+    p->chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESC, p->chunk);
     RINGATTN_ASSERT(p->chunks <= probe.chunks);
     s = ra__plan_fill(p);
     if (s) {
@@ -11944,6 +12342,7 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
         return s;
     }
     p->unvisited = ra__plan_unvisited(p);
+    p->back_unvisited = p->d.backward_way == RA_WAY_Q ? ra__plan_unvisited_q(p) : p->unvisited;
     ra__plan_full_report(p, p->d.rank, &p->report);
     p->d.error = NULL;
     *out = p;
@@ -12261,8 +12660,10 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     int64_t *zero[] = { &c->tiles_partial, &c->tiles_full, &c->chunks_in, &c->chunks_out,
                         &c->bytes_in, &c->bytes_out, &c->compute_ns, &c->wait_ns };
     for (size_t i = 0; i < sizeof zero / sizeof zero[0]; i++) ra__store_i64(zero[i], 0);
-    ra__store_i64(&c->tiles_empty, p->unvisited);
-    ra__store_i64(&c->tiles_all, p->report.tiles_partial + p->report.tiles_full);
+    int back = r->route->backward;
+    ra__store_i64(&c->tiles_empty, back ? p->back_unvisited : p->unvisited);
+    ra__store_i64(&c->tiles_all, back ? p->report.back_tiles_partial + p->report.back_tiles_full
+                                      : p->report.tiles_partial + p->report.tiles_full);
     ra__store_i64(&c->peak_bytes, r->used);
     ra__store_i32(&c->waiting_peer,
                   r->route->recvs ? ra__ring_peer(r, -1) : -1);

@@ -404,6 +404,9 @@ static inline void small_train(small *s, int by_ring)
     d->op = RA_OP_TRAIN;
     d->grad_home = by_ring ? RA_HOME_RING : RA_HOME_DIRECT;
     if (small_chance(20)) d->dropout = 0.25f;
+    if (small_chance(60)) d->backward_way = RA_WAY_KV;
+    if (!(d->scores & RA_SCORE_BIAS) && d->layout.kind != RA_LAYOUT_ARRAY && small_chance(50))
+        d->backward_way = RA_WAY_Q;
     s->d_o = small_fill(B * d->tokens * d->q_heads * d->v_dim, 1.0f, d->o_dtype);
 }
 

@@ -319,10 +319,10 @@ static void check_counters(world *w, int r)
     if (!SOUND(w, ra_plan_query(w->plan[s->pass][r], r, &p) == RA_OK)) return;
     SOUND(w, c.state == RA_RING_IDLE);
     SOUND(w, c.pass == s->ran + 1);
-    SOUND(w, c.tiles_empty == p.tiles_empty);
-    SOUND(w, c.tiles_partial == p.tiles_partial);
-    SOUND(w, c.tiles_full == p.tiles_full);
-    SOUND(w, c.tiles_all == p.tiles_partial + p.tiles_full);
+    SOUND(w, c.tiles_empty == (s->back ? p.back_tiles_empty : p.tiles_empty));
+    SOUND(w, c.tiles_partial == (s->back ? p.back_tiles_partial : p.tiles_partial));
+    SOUND(w, c.tiles_full == (s->back ? p.back_tiles_full : p.tiles_full));
+    SOUND(w, c.tiles_all == c.tiles_partial + c.tiles_full);
     if (s->back) {
         SOUND(w, c.chunks_in == p.back_chunks_in);
         SOUND(w, c.chunks_out == p.back_chunks_out);
@@ -611,7 +611,7 @@ static void close_failed(world *w)
     for (int r = 0; r < w->ranks; r++) {
         seat *s = &w->seat[r];
         net_rank *n = &w->net->rank[r];
-        int failed = s->end < 0, under_way = s->begun || s->part.s, unsafe, pending = n->pending;
+        int failed = s->end < 0, under_way = s->begun, unsafe, pending = n->pending;
         ra_status st;
         if (!s->ring) continue;
         w->net->thread = 0;

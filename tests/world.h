@@ -22,7 +22,7 @@ typedef struct setup {
     int32_t no_lse;                    /* 1: LSE is not asked for */
     int32_t any_isa;                   /* 1: every rank another instruction set */
     int32_t train;                     /* 1: a backward pass follows, problem.d_o is there */
-    int32_t grad_home;
+    int32_t grad_home, way;            /* RA_HOME_*, RA_WAY_* */
     int64_t shift;                     /* RUNS, ARRAY: all positions are so much higher than the
                                         * oracle's; for masks that only see differences */
     uint32_t seed;                     /* of strides, delays, orders of threads */
@@ -472,6 +472,7 @@ static inline ra_desc describe(const problem *p, const setup *s, int rank)
     d.op = s->train ? RA_OP_TRAIN : RA_OP_FORWARD;
     if (s->train) d.dropout = p->dropout;
     d.grad_home = s->grad_home;
+    d.backward_way = s->way;
     d.isa = s->isa;
     if (s->any_isa) d.isa = RA_ISA_SCALAR + rank % RA_ISA_NEON;
     if (s->any_isa && !ra_isa_available(d.isa)) d.isa = RA_ISA_SCALAR;
