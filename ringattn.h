@@ -12562,7 +12562,7 @@ static ra_status ra__begin_grads(ra_ring *r, const ra_plan *p, const ra_tensors 
     if (s) return s;
     memset(&r->back, 0, sizeof r->back);
     r->back.w = &r->work;
-    r->back.kernel = ra__kernel_of(&r->plan->d);
+    r->back.kernel = ra__kernel_of(&p->d);
     r->back.d_o = view[0];
     r->back.d_q = view[1];
     r->back.square = p->square && p->q_cut;
