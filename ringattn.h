@@ -3447,11 +3447,13 @@ RA__OP void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
 
 /* ========================================================================== AVX512
  * AVX-512 F, BW, DQ, VL: 32 registers of 16 lanes, tiles of 4 keys and 64 rows. gcc 12
- * warns of its own intrinsics that they read something unset (its bug 105593). */
+ * warns of its own intrinsics: that they read something unset (its bug 105593) and, at -O0, of
+ * masks whose sign changes. */
 #if !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wsign-conversion"
 #endif
 #define RA__F(name)  ra__##name##_avx512
 #define RA__ISA      RA_ISA_AVX512
