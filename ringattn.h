@@ -5095,7 +5095,6 @@ RA__OP void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
 enum { RA__BF16_FAST = 1 << 30 };      /* among the bits of what is found */
 
 #if RA__X86
-
 /* 1 if vdpbf16ps issues as often as a multiply-add, so that it does twice the work: AMD from Zen 4
  * on; Intel has a quarter of it, which is less than f32 arithmetic on widened values. */
 static int32_t ra__isa_bf16_fast(void) {
@@ -5156,7 +5155,6 @@ RA__INLINE uint32_t ra__fp_enter(void) {
 }
 RA__INLINE void ra__fp_leave(uint32_t before) { _mm_setcsr(before); }
 #elif RA__NEON
-enum { RA__BF16_FAST = 0 };
 static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR | 1u << RA_ISA_NEON; }
 
 /* Flushes denormals (FPCR.FZ), returns what was set before. */
