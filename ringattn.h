@@ -1169,8 +1169,9 @@ typedef struct ra__kernel {
     void (*few_fold)(ra__few *f, const ra__stretch *x);
     void (*few_close)(ra__few *f);
     void (*few_store)(const ra__few *f, int32_t r, void *dst, float factor);
-    /* Backward's store for the copies of 64 keys, and prepare, which returns 0 if K has a NaN or an
-     * infinity (or may have, in blocks without partial tiles). */
+    /* Backward's store for the copies of 64 keys (batch: how many panels are to share them, at most
+     * RA__BACK_PANELS), and prepare, which returns 0 if K has a NaN or an infinity (or may have, in
+     * blocks without partial tiles). */
     void (*sizes_back)(ra__bytes *out, const ra_desc *d);
     int32_t (*prepare_back)(ra__keys *keys, const ra_desc *d, const ra__store *store,
                             int32_t partial);
@@ -3030,7 +3031,10 @@ RA__FN int32_t RA__F(finite)(const float *src, int64_t stride, int32_t rows, int
     return !bad;
 }
 
-RA__FN void RA__F(sizes_back)(ra__bytes *out, const ra_desc *d) { RA__F(sizes)(out, d, 1); }
+RA__FN void RA__F(sizes_back)(ra__bytes *out, const ra_desc *d) {
+    RA__F(sizes)(out, d, 1);
+    out->batch = 4;
+}
 
 RA__FN int32_t RA__F(prepare_back)(ra__keys *keys, const ra_desc *d, const ra__store *store,
                                    int32_t partial) {
@@ -4509,6 +4513,7 @@ RA__BF_FN void ra__load_back_bf16(ra__back_panel *x, const ra__source *q, const 
 /* Pairs of keys of K, then copies of K and V without gaps. */
 RA__BF_FN void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
     ra__sizes_avx512(out, d, 1);
+    out->batch = d->k_dim + d->v_dim <= 160 ? 8 : 4; /* 48 KB each at D 64: they stay in L2 */
     out->k = 128 * (int64_t)(ra__bf_up(d->k_dim, 16) + d->k_dim);
     out->v = d->v_in_k ? 0 : 128 * (int64_t)d->v_dim;
 }
@@ -7591,7 +7596,7 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
  * takes keys by unit cyclically from the row's own on, so RA__AFTER is query units up to the key's.
  * Where queries and keys are not the same positions all is RA__AFTER. */
 
-enum { RA__BACK_PANELS = 4 };          /* panels that share a block of keys and its sums */
+enum { RA__BACK_PANELS = 8 };          /* most panels that share a block of keys and its sums */
 
 /* What all tasks of a call share. */
 typedef struct ra__back {
@@ -7624,6 +7629,7 @@ typedef struct ra__back_scratch {
     ra__tile tile;
     ra__store store;
     int32_t *pos;
+    int32_t panels;                    /* as many as the kernel likes */
     int32_t phase;                     /* RA__AFTER | RA__BEFORE: which tiles of a chunk count */
     int kind[RA__BACK_PANELS];         /* classes of the tiles of one block of keys */
     ra__tally tally;
@@ -7634,7 +7640,9 @@ static void ra__back_carve(ra__arena *a, const ra_desc *d, ra__back_scratch *x) 
     ra__bytes size;
     ra__kernel_of(d)->sizes_back(&size, d);
     memset(x, 0, sizeof *x);
-    for (int32_t i = 0; i < RA__BACK_PANELS; i++) {
+    x->panels = size.batch;
+    size.batch = 1;
+    for (int32_t i = 0; i < x->panels; i++) {
         ra__back_panel *p = &x->panel[i];
         p->p.q = (float *)ra__carve(a, lane * d->k_dim);
         p->p.acc = (float *)ra__carve(a, lane * ra__round_up(d->k_dim, 8));
@@ -7895,7 +7903,7 @@ static void ra__back_task(const ra__back *b, const ra__task *t, const ra__item *
     ra__task part = *t;
     for (int64_t done = 0; done < t->count; done += part.count) {
         part.panel0 = t->panel0 + done;
-        part.count = (int32_t)ra__min(RA__BACK_PANELS, t->count - done);
+        part.count = (int32_t)ra__min(x->panels, t->count - done);
         ra__back_geometry(b, &part, x);
         int used = ra__back_any(b, &part, item, x);
         if (!used && !(g->edge && g->dq.data)) continue;
@@ -7916,6 +7924,8 @@ static void ra__grads_finish(const ra__back *b, const ra__chunk *c, int32_t kv_h
             void *dk = (void *)(uintptr_t)ra__view_at(out[0], c->sequence, row, kv_head).data;
             void *dv = (void *)(uintptr_t)ra__view_at(out[1], c->sequence, row, kv_head).data;
             ra__view k = ra__view_at(g->dk[i], 0, j, 0), v = ra__view_at(g->dv[i], 0, j, 0);
+            ra__prefetch_row((const float *)dk, out[0].token, d->k_dim * 4);
+            ra__prefetch_row((const float *)dv, out[1].token, d->v_dim * 4);
             if (dk)
                 b->kernel->put_grad(dk, (const float *)(const void *)k.data, d->grad_dtype,
                                     d->k_dim);
