@@ -4221,8 +4221,10 @@ RA__BF_OP void ra__bf_back_tile(const ra__bf_back *b, int32_t j, int32_t n) {
     __m512 c[8][4], w[4][4];
     __m512i r[2];
     int32_t i, t;
-    ra__bf_ask(b->s.keys->k + (j + 4) * b->s.keys->k_stride, 8 * b->x->k_dim);
-    ra__bf_ask(b->v.k + (j + 4) * b->v.k_stride, 8 * b->x->v_dim);
+    RA__UNROLL for (i = 4; i < 8; i++) {
+        ra__bf_ask(b->s.keys->k + (j + i) * b->s.keys->k_stride, 2 * b->x->k_dim);
+        ra__bf_ask(b->v.k + (j + i) * b->v.k_stride, 2 * b->x->v_dim);
+    }
     ra__bf_dots(&b->s, j, c, 4, 4);
     RA__UNROLL for (t = 0; t < 4; t++) {
         __m512 lse = _mm512_loadu_ps(p->m + 16 * t);
@@ -4518,31 +4520,40 @@ RA__BF_FN void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
     out->v = d->v_in_k ? 0 : 128 * (int64_t)d->v_dim;
 }
 
-RA__BF_FN void ra__bf_copy(uint8_t *to, const uint8_t *from, int64_t stride, int32_t rows,
+/* Rows that lie badly for the cache are copied. */
+RA__BF_FN void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *stride, int32_t rows,
                            int32_t dim) {
     int32_t j;
-    for (j = 0; j < rows; j++) {
-        ra__bf_ask((const void *)((uintptr_t)from + (uintptr_t)((j + 64) * stride)), 2 * dim);
-        ra__bf_ask((const void *)((uintptr_t)from + (uintptr_t)((j - 64) * stride)), 2 * dim);
-        memcpy(to + 2 * (int64_t)j * dim, from + j * stride, 2 * (size_t)dim);
-    }
+    if (*stride % RA__ALIAS) return;
+    for (j = 0; j < rows; j++)
+        memcpy(to + 2 * (int64_t)j * dim, *from + j * *stride, 2 * (size_t)dim);
+    *from = to;
+    *stride = 2 * (int64_t)dim;
 }
 
+/* Asks for the blocks before and after this one: either may be the next. */
 RA__BF_FN int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d, const ra__store *store,
                                         int32_t partial) {
-    uint8_t *k = store->k + 128 * (int64_t)ra__bf_up(d->k_dim, 16);
+    const uintptr_t k = (uintptr_t)keys->k, block = (uintptr_t)(64 * keys->k_stride);
     ra__keys as_v = *keys;
-    int32_t clean;
+    int32_t clean, j;
     (void)partial;
+    for (j = 0; j < keys->n; j++) {
+        const uintptr_t row = k + (uintptr_t)(j * keys->k_stride);
+        ra__bf_ask((const void *)(row + block), 2 * d->k_dim);
+        ra__bf_ask((const void *)(row - block), 2 * d->k_dim);
+    }
     as_v.v = keys->k;
     as_v.v_stride = keys->k_stride;
     clean = ra__bf_pack_v(store->k, &as_v, d->k_dim);
-    ra__bf_copy(k, keys->k, keys->k_stride, keys->n, d->k_dim);
-    if (!d->v_in_k) ra__bf_copy(store->v, keys->v, keys->v_stride, keys->n, d->v_dim);
-    keys->v = d->v_in_k ? k + 2 * (int64_t)d->v_column : store->v;
-    keys->v_stride = 2 * (int64_t)(d->v_in_k ? d->k_dim : d->v_dim);
-    keys->k = k;
-    keys->k_stride = 2 * (int64_t)d->k_dim;
+    ra__bf_copy(store->k + 128 * (int64_t)ra__bf_up(d->k_dim, 16), &keys->k, &keys->k_stride,
+                keys->n, d->k_dim);
+    if (d->v_in_k) {
+        keys->v = keys->k + 2 * (int64_t)d->v_column;
+        keys->v_stride = keys->k_stride;
+    } else {
+        ra__bf_copy(store->v, &keys->v, &keys->v_stride, keys->n, d->v_dim);
+    }
     return clean;
 }
 
