@@ -2402,12 +2402,15 @@ RA__FN void RA__F(store_acc)(const ra__panel *p, float *dst, int64_t stride, int
 
 /* Elements d .. d + RA__CHUNK of a row. d: a multiple of RA__CHUNK. */
 RA__OP void RA__F(pair)(RA__V *out, const uint8_t *row, int32_t d, const int32_t dtype) {
+    const uint8_t *block = row + (int64_t)(d / 32) * 34;
+    RA__V scale = RA__F(set)(0.0f);
     int32_t i;
+    if (dtype == RA_Q8_0) scale = RA__F(set)(RA__F(of_f16)(block)[0]);
     RA__UNROLL for (i = 0; i < 2; i++, d += RA__W) {
         if (dtype == RA_F32) out[i] = RA__F(load)((const float *)(const void *)row + d);
         else if (dtype == RA_F16) out[i] = RA__F(of_f16)(row + 2 * (int64_t)d);
         else if (dtype == RA_BF16) out[i] = RA__F(of_bf16)(row + 2 * (int64_t)d);
-        else out[i] = RA__F(of_q8_0)(row, d);
+        else out[i] = RA__F(of_i8)(block + 2 + d % 32) * scale;
     }
 }
 
@@ -2513,6 +2516,10 @@ RA__PART void RA__F(few_rise)(ra__few *f, const float *s, int32_t n) {
         float top = ra__neg_inf();
         for (i = r; i < n; i += 4) top = s[i] > top ? s[i] : top;
         if (!(top > f->m[r] + ra__few_slack)) continue;
+        if (ra__is_neg_inf(f->m[r])) {
+            for (i = r; i < 16; i += 4) f->m[i] = top;
+            continue;                  /* sums are 0 or NaN */
+        }
         RA__F(store)(alpha, RA__F(exp2)(RA__F(set)(f->m[r] - top)));
         RA__F(few_scale)(f->acc, r, f->d->v_dim, RA__F(set)(alpha[0]));
         if (f->live) RA__F(few_scale)(f->sum, r, f->d->v_dim, RA__F(set)(alpha[0]));
@@ -11400,7 +11407,8 @@ static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int
     memset(f->part, 0, sizeof f->part);
     memset(f->score, 0, sizeof f->score);
     memset(f->l, 0, sizeof f->l);
-    for (int32_t i = 0; i < 16; i++) f->m[i] = ra__neg_inf();
+    for (int32_t i = 0; i < 16; i++)
+        f->m[i] = pair + i % RA__FEW_ROWS < x->pairs ? ra__neg_inf() : 0.0f;
     f->live = f->modified = 0;
     for (int32_t r = 0; r < RA__FEW_ROWS && pair + r < x->pairs; r++) {
         int32_t row = x->row[pair + r], q_head = (x->head + head) * group + (pair + r) % group;
