@@ -75,8 +75,9 @@
  *
  * Promises
  *   Memory   A plan is one allocation, a ring is one or none (your workspace); nothing allocates in
- *            a pass. Beyond the running state of the local queries (forward it lives in an f32 o) a
- *            rank needs a few chunks, not a second shard. The plan tells every byte beforehand.
+ *            a pass. Beyond the running state of the local queries (forward it lives in an f32 o;
+ *            backward it is the f32 sums of dQ, or of dK and dV) a rank needs a few chunks, not a
+ *            second shard. The plan tells every byte beforehand.
  *   Threads  Plans may be shared. A ring runs one pass, stepped by any number of your threads; the
  *            library starts none of its own except in ra_world_run.
  *   Errors   Every call that can fail returns a status; refusals name the field and say why;
@@ -350,8 +351,9 @@ typedef struct ra_desc {
                                         * pairs) */
     int32_t buffers;                   /* receive buffers, 1..64; 0: 3 */
     int32_t grad_home;                 /* backward: from the last rank that needs a chunk its
-                                        * gradient goes home in one message (RA_HOME_DIRECT, needs
-                                        * RA_CAP_ANY_PEER) or on round the ring (RA_HOME_RING) */
+                                        * gradient goes home in one message (RA_HOME_DIRECT; with
+                                        * more than 2 ranks refused without RA_CAP_ANY_PEER) or on
+                                        * round the ring (RA_HOME_RING) */
     int32_t backward_way;              /* what travels backward: K, V and f32 dK, dV (RA_WAY_KV), or
                                         * Q, dO, LSE, delta and f32 dQ (RA_WAY_Q; not with bias, not
                                         * with ARRAY). AUTO: the one with fewer bytes a token, so Q
@@ -400,13 +402,14 @@ typedef struct ra_tensors {
     const float *sinks;                /* [Hq] one logit a head, in the denominator once a row */
     ra_bias bias;
     uint64_t seed;                     /* of dropout: the same forward and backward, on all ranks */
-    /* Of backward calls alone, which also read o and lse as forward left them. A gradient that is
-     * not wanted is {0} or null, and saves its share of the work. */
+    /* Of backward calls alone, which also read o and lse as forward left them: lse must be given
+     * there. A gradient that is not wanted is {0} or null; on one rank, and d_q in a ring, that
+     * saves its share of the work. */
     ra_in  d_o;                        /* [B][rows][Hq][Dv], of o_dtype: the gradient of o */
     ra_out d_q, d_k, d_v;              /* as q, k, v, of grad_dtype. v_in_k: d_v stays {0} and d_k
                                         * receives both */
     float *d_sinks;                    /* [Hq] added to: the part of this rank's rows */
-    ra_bias_out d_bias;
+    ra_bias_out d_bias;                /* the same; add up ranks where rows share an element */
     int64_t reserved;
 } ra_tensors;
 
@@ -514,12 +517,15 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
  * Level 0 is sendrecv alone; level 1 is post and poll; all else is optional.
  *
  * Messages. The n-th send matches the n-th receive per (peer, channel). Channel 0 carries chunks
- * from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan says); channel 1 exists only
- * with RA_CAP_SHARED. A message is a 64-byte frame and the chunk: for each of its stretches of
+ * from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan says). Channel 1 is there with
+ * RA_CAP_SHARED and for backward passes, in which gradients come home on it: from any rank, which
+ * needs RA_CAP_ANY_PEER, or with RA_HOME_RING from a neighbour. So a plan with RA_OP_TRAIN needs two
+ * channels and max_ops of 3 of a transport with post. A forward message is a 64-byte frame and the chunk: for each of its stretches of
  * positions (zigzag chunks have two) the positions if the layout is ARRAY, K rows, V rows, each
  * part on a multiple of 64; the stretch that travels farther comes first, and the other is left off
  * where nobody needs it any more. Lengths are computed alike by both sides, exact, and at most
- * max_msg; nothing is split. Keep message boundaries: another length is RA_E_TRUNC. */
+ * max_msg; nothing is split. Keep message boundaries: another length is RA_E_TRUNC. Backward the f32
+ * sums of gradients stand between frame and chunk, and alone on the way home. */
 #define RA_TRANSPORT_ABI 1u
 enum { RA_OP_SEND = 1, RA_OP_RECV = 2 };                            /* ra_op.kind */
 enum { RA_OP_IDLE = 0, RA_OP_PENDING = 1, RA_OP_DONE = 2 };         /* ra_op.state; else RA_E_* */
@@ -553,9 +559,10 @@ typedef struct ra_op {                 /* the library's; stays at its address wh
 typedef struct ra_transport {
     uint32_t size, abi;                /* sizeof(ra_transport), RA_TRANSPORT_ABI: first for ever */
     uint32_t caps;                     /* RA_CAP_* */
-    uint32_t channels;                 /* 0: 1 */
+    uint32_t channels;                 /* 0: 1; SHARED and RA_OP_TRAIN (with post) need 2 */
     uint32_t tag_bits;                 /* 0: 15 */
-    uint32_t max_ops;                  /* most PENDING at once; 0: 2, one send and one receive */
+    uint32_t max_ops;                  /* most PENDING at once; 0: 2, one send and one receive.
+                                        * RA_OP_TRAIN (with post) needs 3 */
     int32_t  rank, ranks;              /* 0, 0: not told; else checked against the plan */
     size_t   max_msg;                  /* 0: 1 GiB; larger chunks are refused by ra_ring_create */
     size_t   align;                    /* of buffers for chunks, a power of two; 0: 64. More costs
@@ -707,7 +714,7 @@ RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_
 
 /* How long that takes, for given rates: the schedule played through with every transfer and every
  * chunk's tiles (those not empty, counted whole) in order, buffers included. A model, not a
- * measurement. */
+ * measurement. Of a forward pass. */
 typedef struct ra_rates {              /* all required and > 0, but latency may be 0 */
     double flops_per_s;                /* of one rank, all its threads */
     double link_bytes_per_s;           /* of one direction of one link */
@@ -736,6 +743,9 @@ typedef struct ra_event {              /* one event each, sent when it ends */
     int64_t begin_ns, end_ns;
     int64_t bytes;                     /* SEND, RECV: of the message */
     int64_t tiles;                     /* TILE: tiles that were not empty */
+    int32_t backward, reserved;        /* 1: of a backward pass, whose TILE is one kv head (head is
+                                        * its first query head) of all rows, or with RA_WAY_Q of
+                                        * the chunk's rows, against this rank's keys */
 } ra_event;
 
 typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
@@ -777,7 +787,7 @@ RINGATTN_API ra_status ra_forward(const ra_plan *plan, ra_ring *ring, const ra_t
                                   int64_t deadline_ns);
 /* The same for gradients: t as in forward, with o and lse as forward left them (or as the same
  * forward makes them again), d_o, and where gradients go. Collective like ra_forward. On a failure
- * d_q, d_k and d_v may have been added to in part. */
+ * gradients may have been added to in part. */
 RINGATTN_API ra_status ra_backward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
                                    int64_t deadline_ns);
 /* Plan, ring, forward, and both destroyed: for programs that attend once. Allocates. */
@@ -9322,6 +9332,7 @@ static void ra__ring_event(const ra_ring *r, int32_t kind, int32_t ith, const ra
     e.rank = r->rank;
     e.thread = ith;
     e.pass = ra__load_i64(&r->counters.pass);
+    e.backward = r->route ? r->route->backward : 0;
     e.end_ns = ra__ring_now(r);
     r->rd.trace(r->rd.trace_ctx, &e);
 }

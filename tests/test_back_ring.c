@@ -14,7 +14,7 @@ static void problem_cotangent(problem *p, h_rng *r)
 }
 
 /* A square problem of `blocks` blocks (the last one short) with everything else at random. */
-static void train_problem(problem *p, h_rng *r, int mask, int64_t blocks)
+static void train_problem(problem *p, h_rng *r, int mask, int64_t blocks, int32_t isa)
 {
     static const int32_t heads[4][2] = { { 2, 1 }, { 1, 1 }, { 3, 3 }, { 4, 2 } };
     int i = (int)h_range(r, 0, 3);
@@ -34,6 +34,9 @@ static void train_problem(problem *p, h_rng *r, int mask, int64_t blocks)
     if (h_one_in(r, 3)) {
         problem_dtypes(p, (int32_t)h_range(r, 1, 3), (int32_t)h_range(r, 1, 3),
                        (int32_t)h_range(r, 1, 3), (int32_t)h_range(r, 1, 3));
+    }
+    if (isa == RA_ISA_AVX512_BF16) {
+        problem_dtypes(p, RA_BF16, RA_BF16, RA_BF16, (int32_t)h_range(r, 1, 3));
     }
     problem_data(p, r);
     problem_cotangent(p, r);
@@ -124,7 +127,7 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
     setup s;
     outcome first;
     if (!h_case(index)) return;
-    train_problem(&p, &r, mask, 2 * most + h_range(&r, 0, 3));
+    train_problem(&p, &r, mask, 2 * most + h_range(&r, 0, 3), isa);
     memset(&s, 0, sizeof s);
     s.layout = layout;
     s.isa = isa;
@@ -171,16 +174,19 @@ static void every_mask(int32_t isa)
 TEST(every_mask_scalar) { every_mask(RA_ISA_SCALAR); }
 TEST(every_mask_avx2)   { every_mask(RA_ISA_AVX2); }
 TEST(every_mask_avx512) { every_mask(RA_ISA_AVX512); }
+TEST(every_mask_avx512_bf16) { every_mask(RA_ISA_AVX512_BF16); }
 TEST(every_mask_neon)   { every_mask(RA_ISA_NEON); }
 
 /* -------------------------------------------------------------------------- the oracle */
-/* Worst |got - real| over the bar. */
-static double worst_of(const float *got, const double *real, const double *bar, int64_t n)
+/* Worst |got - real| over the bar; rough: P, dS and dO are rounded to bf16. */
+static double worst_of(const float *got, const double *real, const double *bar, int64_t n,
+                       int rough)
 {
     double worst = 0;
     int64_t i;
     for (i = 0; i < n; i++) {
-        double x = fabs((double)got[i] - real[i]) / (3e-7 + bar[i] + 1.2e-7 * fabs(real[i]));
+        double tol = 3e-7 + (rough ? 4096 : 1) * bar[i] + 1.2e-7 * fabs(real[i]);
+        double x = fabs((double)got[i] - real[i]) / tol;
         if (!(x <= worst)) worst = x;
     }
     return worst;
@@ -194,14 +200,16 @@ static void as_the_oracle(const problem *p, const setup *s)
     describe_case(p, s);
     r = world_run(p, s);
     if (outcome_whole(&r)) {
-        real = oracle_slopes(p, 0);
-        CHECK(worst_of(r.d_q, real.q, real.q_bar, p->B * p->q_max * p->Hq * p->Dk) <= 1);
-        CHECK(worst_of(r.d_k, real.k, real.k_bar, p->B * p->k_max * p->Hkv * p->Dk) <= 1);
-        if (!p->v_in_k)
-            CHECK(worst_of(r.d_v, real.v, real.v_bar, p->B * p->k_max * p->Hkv * p->Dv) <= 1);
+        const int64_t nq = p->B * p->q_max * p->Hq, nk = p->B * p->k_max * p->Hkv;
+        real = oracle_slopes(p, r.d_bias != NULL);
+        CHECK(worst_of(r.d_q, real.q, real.q_bar, nq * p->Dk, r.rough) <= 1);
+        CHECK(worst_of(r.d_k, real.k, real.k_bar, nk * p->Dk, r.rough) <= 1);
+        if (!p->v_in_k) CHECK(worst_of(r.d_v, real.v, real.v_bar, nk * p->Dv, r.rough) <= 1);
+        if (r.d_bias)
+            CHECK(worst_of(r.d_bias, real.bias, real.bias_bar, nq * p->k_max, r.rough) <= 1);
         for (i = 0; i < p->Hq && (p->scores & RA_SCORE_SINKS); i++)
             CHECK(fabs(r.d_sinks[i] - real.sinks[i]) <=
-                  3e-6 + real.sinks_bar[i] + 1e-6 * fabs(real.sinks[i]));
+                  3e-6 + (r.rough ? 4096 : 1) * real.sinks_bar[i] + 1e-6 * fabs(real.sinks[i]));
         counters_agree(s, &r);
         slopes_free(&real);
     }
@@ -379,6 +387,7 @@ TEST(refusals)
 
 static const h_test tests[] = {
     ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
+    ENTRY(every_mask_avx512_bf16),
     ENTRY(every_mask_neon), ENTRY(layouts), ENTRY(sixty_four_ranks), ENTRY(threads),
     ENTRY(refusals)
 };

@@ -38,6 +38,7 @@ typedef struct outcome {
     float *o, *lse;                    /* [B][q_max][Hq][Dv], [B][q_max][Hq] */
     float *d_q, *d_k, *d_v;            /* train: as Q, K, V by position; 0 where nobody has them */
     double d_sinks[64];                /* sums over ranks */
+    float *d_bias;                     /* [B][Hq][q_max][k_max], if there is a bias; else null */
     int64_t guard_broken;              /* bytes written outside of rows, inputs changed */
     int64_t missing;                   /* query rows held by no rank or by two */
     int64_t empty_wrong;               /* empty query cells whose o is not 0 */
@@ -391,7 +392,7 @@ typedef struct seat {
     int32_t *q_pos, *k_pos;            /* [B][rows] the oracle's; -1: empty cell or no row */
     int32_t *q_given, *k_given;        /* ARRAY: the same as the library gets them */
     view q, k, v, o, lse, bias, d_o, d_q, d_k, d_v;
-    float d_sinks[64];
+    float d_sinks[64], *d_bias;        /* d_bias: [B][Hq][q_rows + 1][k_max] */
     uint64_t hash;                     /* of the inputs */
     hub_end end;
     uint8_t *workspace, *workspace_end; /* what was allocated, and where the guard begins */
@@ -670,6 +671,16 @@ static inline void seat_tensors(seat *e)
     if (s->train) {
         e->t.seed = p->seed;
         if (p->scores & RA_SCORE_SINKS) e->t.d_sinks = e->d_sinks;
+        if (p->scores & RA_SCORE_BIAS) {
+            ra_bias_out *bias = &e->t.d_bias;
+            bias->keys = p->k_max + s->shift;
+            bias->key_stride = 4;
+            bias->row_stride = 4 * bias->keys;
+            bias->head_stride = (e->q_rows + 1) * bias->row_stride;
+            bias->batch_stride = p->Hq * bias->head_stride;
+            e->d_bias = (float *)calloc((size_t)(p->B * bias->batch_stride) + 4, 1);
+            bias->data = e->d_bias;
+        }
         e->t.d_o = view_in(&e->d_o);
         e->t.d_q = view_out(&e->d_q);
         e->t.d_k = view_out(&e->d_k);
@@ -867,7 +878,24 @@ static inline ra_status seat_attention(seat *e)
 }
 
 /* -------------------------------------------------------------------------- the whole way
- * Rows of a gradient to their positions. */
+ * The same for the gradient of the bias, keys and rows. */
+static inline void outcome_bias(outcome *r, const seat *e)
+{
+    const problem *p = e->world->p;
+    int64_t shift = e->world->s->shift, keys = p->k_max + shift, t;
+    int b, head;
+    for (b = 0; b < p->B; b++) for (t = 0; t < e->q_len[b]; t++) {
+        int64_t pos = e->q_pos[b * e->q_rows + t];
+        for (head = 0; head < p->Hq && pos >= 0; head++) {
+            int64_t row = (b * p->Hq + head) * p->q_max + pos - p->q_offset;
+            memcpy(r->d_bias + row * p->k_max,
+                   e->d_bias + ((b * p->Hq + head) * (e->q_rows + 1) + t) * keys + shift,
+                   (size_t)p->k_max * 4);
+        }
+    }
+}
+
+/* Rows of a gradient to their positions. */
 static inline void outcome_grad(float *to, const view *v, const seat *e, int keys)
 {
     const problem *p = e->world->p;
@@ -909,6 +937,7 @@ static inline void outcome_take(outcome *r, seat *e, uint8_t *seen)
         outcome_grad(r->d_k, &e->d_k, e, 1);
         if (!p->v_in_k) outcome_grad(r->d_v, &e->d_v, e, 1);
         for (b = 0; b < p->Hq; b++) r->d_sinks[b] += (double)e->d_sinks[b];
+        if (e->d_bias) outcome_bias(r, e);
     }
     r->report[e->rank] = e->report;
     r->counters[e->rank] = e->counters;
@@ -918,6 +947,7 @@ static inline void outcome_take(outcome *r, seat *e, uint8_t *seen)
 static inline void seat_free(seat *e)
 {
     view_free(&e->q); view_free(&e->k); view_free(&e->v); view_free(&e->o); view_free(&e->lse);
+    free(e->d_bias);
     view_free(&e->d_o); view_free(&e->d_q); view_free(&e->d_k); view_free(&e->d_v);
     free(e->bias.mem);
     free(e->workspace);
@@ -988,6 +1018,9 @@ static inline outcome outcome_gather(world *w)
     r.d_q = (float *)calloc(rows * (size_t)(p->Hq * p->Dk) + 1, sizeof *r.d_q);
     r.d_k = (float *)calloc((size_t)(p->B * p->k_max * p->Hkv * p->Dk) + 1, sizeof *r.d_k);
     r.d_v = (float *)calloc((size_t)(p->B * p->k_max * p->Hkv * p->Dv) + 1, sizeof *r.d_v);
+    if (s->train && (p->scores & RA_SCORE_BIAS)) {
+        r.d_bias = (float *)calloc(rows * (size_t)(p->Hq * p->k_max) + 1, sizeof *r.d_bias);
+    }
     for (rank = 0; rank < s->ranks; rank++) {
         if (w->seats[rank].status != RA_OK) outcome_blame(&r, &w->seats[rank]);
     }
@@ -1022,7 +1055,7 @@ static inline outcome world_run(const problem *p, const setup *s)
 static inline void outcome_free(outcome *r)
 {
     free(r->o); free(r->lse);
-    free(r->d_q); free(r->d_k); free(r->d_v);
+    free(r->d_q); free(r->d_k); free(r->d_v); free(r->d_bias);
 }
 
 /* CHECKs that a run ended well and kept to its memory. */
