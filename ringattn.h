@@ -7673,7 +7673,7 @@ static void ra__back_carve(ra__arena *a, const ra_desc *d, ra__back_scratch *x) 
     for (int32_t i = 0; i < x->panels; i++) {
         ra__back_panel *p = &x->panel[i];
         p->p.q = (float *)ra__carve(a, lane * d->k_dim);
-        p->p.acc = (float *)ra__carve(a, lane * ra__round_up(d->k_dim, 8));
+        p->p.acc = (float *)ra__carve(a, lane * ra__round_up(d->k_dim, 32)); /* as AMX pads */
         p->p.m = (float *)ra__carve(a, lane);
         p->p.l = (float *)ra__carve(a, lane);
         p->g = (float *)ra__carve(a, lane * d->v_dim);
