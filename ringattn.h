@@ -1558,7 +1558,7 @@ RA__NOINLINE double ra__log(double x) {
         n++;
     }
     t = (f - 1.0) / (f + 1.0);
-    for (k = 21; k > 0; k -= 2) p = p * t * t + 2.0 / (double)k;
+    for (k = 21; k > 0; k -= 2) p = p * (t * t) + 2.0 / (double)k;
     return (double)n * 0.69314718055994531 + p * t;
 }
 
@@ -7218,21 +7218,24 @@ static void ra__panel_store(const ra__work *w, const ra__task *t, const ra__scra
 }
 
 /* Final factor of a row's sums and its LSE, from (m, l) in powers of two and an optional sink: one
- * more score in the denominator, once a row. A row without keys: factor 0, LSE -inf or the sink. */
+ * more score in the denominator, once a row. A row without keys: factor 0, LSE -inf or the sink.
+ * lse may be null.
+ * PERF: logarithms that nobody wants: Zen 5, bf16, causal, 1024 tokens, D 64: 59 to 62 % of the
+ * vdpbf16ps peak without them. */
 static float ra__row_finish(float m, float l, const float *sink, float *lse) {
     const double ln2 = 0.69314718055994530942, log2e = 1.4426950408889634074;
     if (l == 0.0f) {
-        *lse = sink ? *sink : ra__neg_inf();
+        if (lse) *lse = sink ? *sink : ra__neg_inf();
         return 0.0f;
     }
     if (!sink || ra__is_neg_inf(*sink)) {
-        *lse = (float)((double)m * ln2 + ra__log((double)l));
+        if (lse) *lse = (float)((double)m * ln2 + ra__log((double)l));
         return 1.0f / l;
     }
     double s = (double)*sink * log2e, top = s > (double)m ? s : (double)m;
     double keep = ra__exp(((double)m - top) * ln2);
     double sum = (double)l * keep + ra__exp((s - top) * ln2);
-    *lse = (float)(top * ln2 + ra__log(sum));
+    if (lse) *lse = (float)(top * ln2 + ra__log(sum));
     return (float)(keep / sum);
 }
 
@@ -7245,7 +7248,7 @@ static void ra__panel_finish(const ra__work *w, const ra__task *t, const ra__scr
     const float *sink = w->d->scores & RA_SCORE_SINKS ? w->t->sinks + x->head[i] : NULL;
     float factor[RA_BLOCK_TOKENS], sum;
     for (int32_t r = 0; r < p->rows; r++) {
-        factor[r] = ra__row_finish(p->m[r], p->l[r], sink, &sum);
+        factor[r] = ra__row_finish(p->m[r], p->l[r], sink, lse.data ? &sum : NULL);
         if (lse.data) memcpy((void *)(uintptr_t)(lse.data + r * lse.token), &sum, sizeof sum);
     }
     for (int32_t r = p->rows; r < RA_BLOCK_TOKENS; r++) factor[r] = 0.0f;
