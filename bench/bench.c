@@ -97,7 +97,8 @@ static double now_s(void) {
 static int bf16_isa(int32_t isa) { return isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX; }
 
 static const char *dtype_text(int32_t dtype) {
-    return dtype == RA_F16 ? "f16" : dtype == RA_BF16 ? "bf16" : "f32";
+    static const char *const text[] = { "", "f32", "f16", "bf16", "q8_0" };
+    return text[dtype];
 }
 
 /* ---------------------------------------------------------------------------- threads
@@ -235,10 +236,20 @@ static float random_unit(uint32_t *state) {
     return (float)((int32_t)*state >> 8) * (1.7320508f / 8388608.0f);
 }
 
+/* Bytes of n elements. */
+static int64_t row_bytes(int32_t dtype, int64_t n) {
+    return dtype == RA_Q8_0 ? n / 32 * 34 : n * (dtype == RA_F32 ? 4 : 2);
+}
+
 /* n random elements; 16-bit ones are truncated. */
 static void *map_random(int64_t n, int32_t dtype, uint32_t seed) {
     uint32_t state = seed * 2654435761u + 1;
     uint16_t *narrow;
+    if (dtype == RA_Q8_0) {
+        void *x = map((size_t)row_bytes(dtype, n));
+        ra_convert(x, dtype, map_random(n, RA_F32, seed), RA_F32, n);
+        return x;
+    }
     if (dtype == RA_F32) {
         float *x = (float *)map((size_t)n * sizeof *x);
         for (int64_t i = 0; i < n; i++) x[i] = random_unit(&state);
@@ -271,7 +282,8 @@ typedef struct load {
 
 typedef struct data { void *q, *k, *v, *o; int64_t kv_bytes; } data;
 
-static int64_t element_bytes(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
+/* Of the queries of a row. */
+static int32_t q_dtype(const row *r) { return r->dtype == RA_Q8_0 ? RA_F32 : r->dtype; }
 
 static int v_in_k(const row *r) { return r->kv_heads == 1 && r->v_dim < r->dim; }
 
@@ -280,11 +292,11 @@ static int v_in_k(const row *r) { return r->kv_heads == 1 && r->v_dim < r->dim; 
 static data data_make(const row *r) {
     const int64_t tokens = (r->tokens + 63) / 64 * 64, keys = (r->kv_tokens + 63) / 64 * 64;
     data x;
-    x.q = map_random(tokens * r->q_heads * r->dim, r->dtype, 1);
+    x.q = map_random(tokens * r->q_heads * r->dim, q_dtype(r), 1);
     x.k = map_random(keys * r->kv_heads * r->dim, r->dtype, 2);
     x.v = v_in_k(r) ? x.k : map_random(keys * r->kv_heads * r->v_dim, r->dtype, 3);
     x.o = map((size_t)(tokens * r->q_heads * r->v_dim * 4));
-    x.kv_bytes = r->kv_tokens * r->kv_heads * r->dim * element_bytes(r->dtype);
+    x.kv_bytes = row_bytes(r->dtype, r->kv_tokens * r->kv_heads * r->dim);
     return x;
 }
 
@@ -298,7 +310,8 @@ static ra_desc desc_make(const row *r) {
     d.kv_heads = r->kv_heads;
     d.k_dim = r->dim;
     d.v_dim = r->v_dim;
-    d.q_dtype = d.k_dtype = d.v_dtype = r->dtype;
+    d.q_dtype = q_dtype(r);
+    d.k_dtype = d.v_dtype = r->dtype;
     d.o_dtype = RA_F32;
     d.mask.kind = r->mask;
     d.layout.kind = r->layout;
@@ -350,7 +363,7 @@ static void variant_scores(const row *r, ra_desc *d, ra_tensors *t) {
 
 /* Head after head, as many caches have it. */
 static void head_major(const row *r, ra_tensors *t) {
-    const int64_t k = r->dim * element_bytes(r->dtype), v = r->v_dim * element_bytes(r->dtype);
+    const int64_t k = row_bytes(r->dtype, r->dim), v = row_bytes(r->dtype, r->v_dim);
     t->q.token_stride = t->k.token_stride = k;
     t->v.token_stride = v;
     t->q.head_stride = k * r->tokens;
@@ -367,7 +380,7 @@ static void load_make(const row *r, const data *x, load *l) {
     l->t.k.data = x->k;
     l->t.v.data = x->v;
     l->t.o.data = x->o;
-    if (v_in_k(r)) l->t.v.token_stride = r->dim * element_bytes(r->dtype);
+    if (v_in_k(r)) l->t.v.token_stride = row_bytes(r->dtype, r->dim);
     if (r->variant == V_STRIDES) head_major(r, &l->t);
     variant_mask(r, &l->d.mask);
     variant_scores(r, &l->d, &l->t);
@@ -509,7 +522,7 @@ static int64_t rows_of(const ra_plan *plan, int rank) {
 }
 
 static void ring_make(const row *r, const data *x, ring_load *l) {
-    const int64_t row_bytes = r->dim * element_bytes(r->dtype);
+    const int64_t bytes = row_bytes(r->dtype, r->dim);
     ra_world_desc wd;
     int64_t first = 0;
     memset(l, 0, sizeof *l);
@@ -524,9 +537,9 @@ static void ring_make(const row *r, const data *x, ring_load *l) {
         d.threads = r->threads / r->ranks;
         d.chunk_tokens = chunk_tokens;
         d.error = &l->error;
-        l->t[i].q.data = (char *)x->q + first * r->q_heads * row_bytes;
-        l->t[i].k.data = (char *)x->k + first * r->kv_heads * row_bytes;
-        l->t[i].v.data = (char *)x->v + first * r->kv_heads * row_bytes;
+        l->t[i].q.data = (char *)x->q + first * r->q_heads * bytes;
+        l->t[i].k.data = (char *)x->k + first * r->kv_heads * bytes;
+        l->t[i].v.data = (char *)x->v + first * r->kv_heads * bytes;
         l->t[i].o.data = (char *)x->o + first * r->q_heads * r->v_dim * 4;
         l->status = ra_plan_create(&l->plan[i], &d, NULL);
         if (l->status != RA_OK) return;
@@ -901,7 +914,7 @@ static void add_forward(int large) {
     }
 }
 
-/* 16-bit storage, f32 arithmetic. */
+/* 16-bit and 8-bit storage, f32 arithmetic. */
 static void add_storage(int large) {
     static const int32_t isas[] = { RA_ISA_AVX512, RA_ISA_AVX2, RA_ISA_NEON, RA_ISA_SCALAR };
     for (int i = 0; i < 4; i++) {
@@ -909,6 +922,7 @@ static void add_storage(int large) {
         add_squares(isas[i], RA_F16, isas[i] == RA_ISA_SCALAR ? 1024 : 4096);
         add_squares(isas[i], RA_BF16, isas[i] == RA_ISA_SCALAR ? 1024 : 4096);
     }
+    add(row_make("forward", best_f32(), RA_Q8_0, RA_MASK_CAUSAL, 128, 4096));
 }
 
 static void add_backward(int32_t isa, int32_t dtype, int large) {
@@ -968,7 +982,7 @@ static row cache_row(const char *name, int32_t isa, int32_t dtype, int64_t token
 }
 
 static void add_decode(void) {
-    for (int32_t dtype = RA_F32; dtype <= RA_BF16; dtype++) {
+    for (int32_t dtype = RA_F32; dtype <= RA_Q8_0; dtype++) {
         for (int32_t threads = 1; threads <= 2; threads++) {
             row r = cache_row("decode", dtype == RA_BF16 ? ra_isa_best() : best_f32(), dtype, 1);
             r.threads = threads;
