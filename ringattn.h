@@ -518,14 +518,15 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
  *
  * Messages. The n-th send matches the n-th receive per (peer, channel). Channel 0 carries chunks
  * from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan says). Channel 1 is there with
- * RA_CAP_SHARED and for backward passes, in which gradients come home on it: from any rank, which
- * needs RA_CAP_ANY_PEER, or with RA_HOME_RING from a neighbour. So a plan with RA_OP_TRAIN needs two
- * channels and max_ops of 3 of a transport with post. A forward message is a 64-byte frame and the chunk: for each of its stretches of
- * positions (zigzag chunks have two) the positions if the layout is ARRAY, K rows, V rows, each
- * part on a multiple of 64; the stretch that travels farther comes first, and the other is left off
- * where nobody needs it any more. Lengths are computed alike by both sides, exact, and at most
- * max_msg; nothing is split. Keep message boundaries: another length is RA_E_TRUNC. Backward the f32
- * sums of gradients stand between frame and chunk, and alone on the way home. */
+ * RA_CAP_SHARED, and for backward passes, in which gradients come home on it: from any rank, which
+ * needs RA_CAP_ANY_PEER, or with RA_HOME_RING from a neighbour. So with RA_OP_TRAIN a transport that
+ * has post needs two channels and max_ops of 3. A forward message is a 64-byte frame and the chunk:
+ * for each of its stretches of positions (zigzag chunks have two) the positions if the layout is
+ * ARRAY, K rows, V rows, each part on a multiple of 64; the stretch that travels farther comes
+ * first, and the other is left off where nobody needs it any more. Backward the f32 sums of
+ * gradients stand between frame and chunk, and alone on the way home. Lengths are computed alike by
+ * both sides, exact, and at most max_msg; nothing is split. Keep message boundaries: another length
+ * is RA_E_TRUNC. */
 #define RA_TRANSPORT_ABI 1u
 enum { RA_OP_SEND = 1, RA_OP_RECV = 2 };                            /* ra_op.kind */
 enum { RA_OP_IDLE = 0, RA_OP_PENDING = 1, RA_OP_DONE = 2 };         /* ra_op.state; else RA_E_* */
@@ -7949,6 +7950,7 @@ static void ra__back_task(const ra__back *b, const ra__task *t, const ra__item *
 static void ra__grads_finish(const ra__back *b, const ra__chunk *c, int32_t kv_head,
                              const ra__view out[2], const ra__grads *g) {
     const ra_desc *d = b->w->d;
+    uint32_t mode = ra__fp_enter();
     for (int32_t i = 0; i < c->segs; i++)
         for (int64_t j = 0; j < c->seg[i].rows; j++) {
             int64_t row = c->seg[i].row + j;
@@ -7964,6 +7966,7 @@ static void ra__grads_finish(const ra__back *b, const ra__chunk *c, int32_t kv_h
                 b->kernel->put_grad(dv, (const float *)(const void *)v.data, d->grad_dtype,
                                     d->v_dim);
         }
+    ra__fp_leave(mode);
 }
 
 /* Gradient of the sinks of one head: - sum over rows of exp(sink - LSE) delta, of this rank's rows,
@@ -8031,7 +8034,6 @@ static ra_status ra__check_numbers(const ra_desc *d, ra_error *e) {
         { "chunk_tokens", d->chunk_tokens, 0, 1 << 24 },
         { "buffers", d->buffers, 0, 64 },
         { "threads", d->threads, 0, 4096 },
-        { "op", d->op, RA_OP_FORWARD, RA_OP_TRAIN },
         { "mask.causal_block", d->mask.causal_block, 0, 1 << 30 },
         { "mask.window", d->mask.window, 0, top },
         { "mask.window_right", d->mask.window_right, 0, top },
@@ -8064,6 +8066,7 @@ static ra_status ra__check_enums(const ra_desc *d, ra_error *e) {
         { "v_dtype", d->v_dtype, 0, RA_Q8_0 },      { "o_dtype", d->o_dtype, RA_F32, RA_Q8_0 },
         { "mask.kind", d->mask.kind, RA_MASK_NONE, RA_MASK_INTERVALS },
         { "layout.kind", d->layout.kind, 0, RA_LAYOUT_ARRAY },
+        { "op", d->op, RA_OP_FORWARD, RA_OP_TRAIN },
         { "grad_dtype", d->grad_dtype, 0, RA_BF16 },
         { "grad_home", d->grad_home, RA_HOME_DIRECT, RA_HOME_RING },
         { "backward_way", d->backward_way, RA_WAY_AUTO, RA_WAY_Q },
@@ -9987,6 +9990,7 @@ static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t k
     const ra_desc *d = &r->plan->d;
     int32_t group = d->q_heads / d->kv_heads, which;
     ra__view from = ra__view_packed(sums, d->q_heads, d->k_dim, RA_F32);
+    uint32_t mode = ra__fp_enter();
     for (int64_t i = block[0]; i < block[1] && r->back.d_q.data; i++) {
         ra__seg s = ra__chunk_block(c, RA_ORDER_TURN, i, &which);
         int64_t row = s.row - c->seg[which].row + (which ? c->seg[0].rows : 0);
@@ -9999,6 +10003,7 @@ static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t k
                                          d->k_dim);
             }
     }
+    ra__fp_leave(mode);
 }
 
 /* The same for all heads of the i-th chunk that came home. */
@@ -11027,8 +11032,22 @@ static ra_status ra__check_grad(const ra_desc *d, const ra_out *out, ra__shape s
     return ra__out_check(out, shape, d->grad_dtype, view, d->error);
 }
 
-static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t) {
+/* Two elements of a tensor with these strides and counts are one in memory; strides of 0 are meant
+ * so. */
+static int ra__strides_overlap(const int64_t stride[4], const int64_t count[4]) {
+    for (int i = 0; i < 4; i++) {
+        int64_t inner = 4;
+        for (int j = 0; j < 4; j++)
+            if (j != i && count[j] > 1 && stride[j] <= stride[i])
+                inner += stride[j] * (count[j] - 1);
+        if (count[i] > 1 && stride[i] && stride[i] < inner) return 1;
+    }
+    return 0;
+}
+
+static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64_t rows) {
     const ra_bias_out *b = &t->d_bias;
+    const int64_t counts[4] = { d->sequences, d->q_heads, rows, b->keys };
     const int64_t strides[4] = { b->batch_stride, b->head_stride, b->row_stride, b->key_stride };
     ra_error *e = d->error;
     if (!b->data) return RA_OK;
@@ -11040,14 +11059,22 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t) {
         if (strides[i] < 0 || strides[i] % 4)
             return ra__refuse(e, RA_E_STRIDE, "t.d_bias",
                               "stride # is negative or no multiple of 4", strides[i]);
-    if (!b->batch_stride && d->sequences > 1)
+    if (!b->batch_stride && d->sequences > 1 && rows)
         return ra__refuse(e, RA_E_SHAPE, "t.d_bias.batch_stride",
                           "is 0: # sequences would be added up", d->sequences);
-    if (!b->head_stride && d->q_heads > 1)
+    if (!b->head_stride && d->q_heads > 1 && rows)
         return ra__refuse(e, RA_E_SHAPE, "t.d_bias.head_stride",
                           "is 0: # heads would be added up", d->q_heads);
     if (!b->row_stride && !b->key_stride)
         return ra__refuse(e, RA_E_SHAPE, "t.d_bias.key_stride", "is #, and so is row_stride", 0);
+    if ((uintptr_t)b->data % 4)
+        return ra__refuse(e, RA_E_ALIGN, "t.d_bias", "data must be aligned to # bytes", 4);
+    if (b->data == t->bias.data || b->data == t->d_sinks)
+        return ra__refuse(e, RA_E_SHAPE, "t.d_bias",
+                          "is the memory of another tensor; it has # rows", rows);
+    if (ra__strides_overlap(strides, counts))
+        return ra__refuse(e, RA_E_STRIDE, "t.d_bias", "strides make elements overlap; it has # rows",
+                          rows);
     return RA_OK;
 }
 
@@ -11066,7 +11093,7 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
     if (t->d_sinks && !(d->scores & RA_SCORE_SINKS))
         return ra__refuse(e, RA_E_SHAPE, "t.d_sinks", "needs RA_SCORE_SINKS; scores is #",
                           d->scores);
-    s = ra__check_bias_out(d, t);
+    s = ra__check_bias_out(d, t, rows[0]);
     if (!s) s = ra__in_check(&t->d_o, ra__shape_of("t.d_o", d, rows[0], d->q_heads, d->v_dim),
                              d->o_dtype, &view[0], e);
     if (!s) s = ra__check_grad(d, &t->d_q, ra__shape_of("t.d_q", d, rows[0], d->q_heads, d->k_dim),

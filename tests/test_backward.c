@@ -748,7 +748,7 @@ TEST(refusals)
     if (!CHECK(ra_attention_backward_bytes(&sane.d, 1) < sizeof room - 64)) return;
     REFUSED(RA_OK, "");
     sane.d.op = RA_OP_FORWARD;      REFUSED(RA_E_SHAPE, "op");
-    sane.d.op = 2;                  REFUSED(RA_E_RANGE, "op");
+    sane.d.op = 2;                  REFUSED(RA_E_ENUM, "op");
     sane.d.grad_dtype = 4;          REFUSED(RA_E_ENUM, "grad_dtype");
     sane.d.dropout = 1.0f;          REFUSED(RA_E_RANGE, "dropout");
     sane.d.dropout = -0.1f;         REFUSED(RA_E_RANGE, "dropout");
@@ -781,6 +781,14 @@ TEST(refusals)
     sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_stride = 4;
     sane.t.d_bias.head_stride = 8; sane.d.sequences = 2;
     REFUSED(RA_E_SHAPE, "t.d_bias.batch_stride");
+    sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
+    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_stride = 4;
+    sane.t.d_bias.head_stride = 4;  /* the heads' elements overlap */
+    REFUSED(RA_E_STRIDE, "t.d_bias");
+    sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
+    sane.t.d_bias.data = (float *)(void *)((uint8_t *)(sane.x + 32) + 2);
+    sane.t.d_bias.keys = 2; sane.t.d_bias.key_stride = 4; sane.t.d_bias.head_stride = 8;
+    REFUSED(RA_E_ALIGN, "t.d_bias");
 }
 
 TEST(refusals_beside_the_tensors)
