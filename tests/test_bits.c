@@ -219,6 +219,50 @@ TEST(other_orders_differ)
     problem_free(&p);
 }
 
+/* ra_attention of few tokens and grouped heads, whose lanes are (token, head) pairs, gives the bits
+ * of a ring of one, whose lanes are tokens. */
+TEST(lanes_of_pairs)
+{
+    enum { T = 63, HQ = 8, HKV = 2, D = 40, K = 264 };
+    static float q[T * HQ * D], k[K * HKV * D], v[K * HKV * D], o[2][T * HQ * D], lse[2][T * HQ];
+    static uint16_t half[3][T * HQ * D + K * HKV * D];
+    static uint8_t memory[(8 << 20) + 64];
+    uint8_t *workspace = memory + (64 - (uintptr_t)memory % 64) % 64;
+    int64_t i, j;
+    h_rng r = h_case_rng(0);
+    for (i = 0; i < T * HQ * D; i++) q[i] = h_normal(&r);
+    for (i = 0; i < K * HKV * D; i++) { k[i] = h_normal(&r); v[i] = h_normal(&r); }
+    ra_convert(half[0], RA_BF16, q, RA_F32, T * HQ * D);
+    ra_convert(half[1], RA_BF16, k, RA_F32, K * HKV * D);
+    ra_convert(half[2], RA_BF16, v, RA_F32, K * HKV * D);
+    for (i = 0; i < 2 * 3 * (RA_ISA_NEON + 1); i++) {
+        ra_desc d;
+        ra_tensors t;
+        memset(&d, 0, sizeof d);
+        memset(&t, 0, sizeof t);
+        d.isa = (int32_t)(i / 6);
+        if (!h_case(i) || !ra_isa_available(d.isa)) continue;
+        d.tokens = h_range(&r, 5, T);
+        d.q_offset = K - T;
+        d.q_heads = HQ; d.kv_heads = HKV; d.k_dim = d.v_dim = D;
+        d.q_dtype = d.k_dtype = d.v_dtype = i % 2 ? RA_BF16 : RA_F32;
+        d.o_dtype = RA_F32;
+        d.mask.kind = RA_MASK_CAUSAL;
+        d.mask.window = i % 3 ? 70 : 0;
+        t.q.data = i % 2 ? (void *)half[0] : q;
+        t.k.data = i % 2 ? (void *)half[1] : k;
+        t.v.data = i % 2 ? (void *)half[2] : v;
+        for (j = 0; j < 2; j++) {
+            t.o.data = o[j];
+            t.lse.data = lse[j];
+            CHECK_EQ(j ? ra_attend(&d, NULL, &t, 0)
+                       : ra_attention(&d, &t, workspace, 8 << 20, 0, 1), RA_OK);
+        }
+        CHECK_BITS(o[0], o[1], d.tokens * HQ * D * 4);
+        CHECK_BITS(lse[0], lse[1], d.tokens * HQ * 4);
+    }
+}
+
 /* One block that the cut at a power of two would split: nothing is promised off the grid. */
 TEST(no_promise_off_the_grid)
 {
@@ -244,7 +288,7 @@ static const h_test tests[] = {
     ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
     ENTRY(every_mask_avx512_bf16), ENTRY(every_mask_amx),
     ENTRY(every_mask_neon), ENTRY(whoever_promises_keeps), ENTRY(other_orders_differ),
-    ENTRY(no_promise_off_the_grid)
+    ENTRY(lanes_of_pairs), ENTRY(no_promise_off_the_grid)
 };
 
 int main(int argc, char **argv)
