@@ -461,7 +461,8 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
 
 /* n elements of one dtype to another, to nearest. RA_Q8_0 is ggml's: blocks of 34 bytes, a scale in
  * f16 and 32 int8, element = scale * int8; a row of dim elements is dim / 32 blocks, so n, k_dim,
- * v_dim and v_column are multiples of 32 there; alignment 2. Made from x: scale = max |x| / 127. */
+ * v_dim and v_column are multiples of 32 there; alignment 2. Made from x: scale = max |x| / 127,
+ * with 0 for NaN and at most 127 * 65504. */
 RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
                                   int64_t n);
 
@@ -518,15 +519,16 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
  *
  * Messages. The n-th send matches the n-th receive per (peer, channel). Channel 0 carries chunks
  * from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan says). Channel 1 is there with
- * RA_CAP_SHARED, and for backward passes, in which gradients come home on it: from any rank, which
- * needs RA_CAP_ANY_PEER, or with RA_HOME_RING from a neighbour. So with RA_OP_TRAIN a transport that
- * has post needs two channels and max_ops of 3. A forward message is a 64-byte frame and the chunk:
- * for each of its stretches of positions (zigzag chunks have two) the positions if the layout is
- * ARRAY, K rows, V rows, each part on a multiple of 64; the stretch that travels farther comes
- * first, and the other is left off where nobody needs it any more. Backward the f32 sums of
- * gradients stand between frame and chunk, and alone on the way home. Lengths are computed alike by
- * both sides, exact, and at most max_msg; nothing is split. Keep message boundaries: another length
- * is RA_E_TRUNC. */
+ * RA_CAP_SHARED, and for backward passes, in which gradients come home on it: from any rank, for
+ * which the transport needs RA_CAP_ANY_PEER, or with RA_HOME_RING from a neighbour. So a plan with
+ * RA_OP_TRAIN needs two channels and max_ops of 3 of a transport that has post.
+ *
+ * A forward message is a 64-byte frame and the chunk: for each of its stretches of positions (zigzag
+ * chunks have two) the positions if the layout is ARRAY, K rows, V rows, each part on a multiple of
+ * 64; the stretch that travels farther comes first, and the other is left off where nobody needs it
+ * any more. Backward the f32 sums of gradients stand between frame and chunk, and alone on the way
+ * home. Lengths are computed alike by both sides, exact, and at most max_msg; nothing is split. Keep
+ * message boundaries: another length is RA_E_TRUNC. */
 #define RA_TRANSPORT_ABI 1u
 enum { RA_OP_SEND = 1, RA_OP_RECV = 2 };                            /* ra_op.kind */
 enum { RA_OP_IDLE = 0, RA_OP_PENDING = 1, RA_OP_DONE = 2 };         /* ra_op.state; else RA_E_* */
@@ -1480,8 +1482,11 @@ static void ra__block_load(float x[32], const uint8_t *p, int32_t dtype) {
     }
 }
 
+/* The same back. RA_Q8_0: the scale is 1/127 of the largest magnitude of the block; NaN becomes 0,
+ * and what no f16 scale reaches the largest number that one does. */
 static void ra__block_store(uint8_t *p, const float x[32], int32_t dtype) {
-    float most = 0.0f, inverse, y;
+    const float reach = 127.0f * 65504.0f;
+    float most = 0.0f, inverse, y[32];
     uint16_t h;
     int32_t i;
     if (dtype == RA_F32) memcpy(p, x, 128);
@@ -1491,16 +1496,15 @@ static void ra__block_store(uint8_t *p, const float x[32], int32_t dtype) {
     }
     if (dtype != RA_Q8_0) return;
     for (i = 0; i < 32; i++) {
-        y = x[i] < 0.0f ? -x[i] : x[i];
-        most = y > most ? y : most;
+        y[i] = (ra__f32_bits(x[i]) & 0x7fffffffu) > 0x7f800000u ? 0.0f : x[i];
+        y[i] = y[i] > reach ? reach : y[i] < -reach ? -reach : y[i];
+        if (y[i] > most || -y[i] > most) most = y[i] < 0.0f ? -y[i] : y[i];
     }
     h = ra__f16_of_f32(most / 127.0f);
     memcpy(p, &h, sizeof h);
-    inverse = most > 0.0f ? 127.0f / most : 0.0f;
-    for (i = 0; i < 32; i++) {
-        y = x[i] * inverse;
-        p[2 + i] = (uint8_t)(int8_t)(y < 0.0f ? y - 0.5f : y + 0.5f);
-    }
+    inverse = h ? 127.0f / most : 0.0f;
+    for (i = 0; i < 32; i++)
+        p[2 + i] = (uint8_t)(int8_t)(y[i] * inverse + (y[i] < 0.0f ? -0.5f : 0.5f));
 }
 
 RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
@@ -11073,8 +11077,8 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
         return ra__refuse(e, RA_E_SHAPE, "t.d_bias",
                           "is the memory of another tensor; it has # rows", rows);
     if (ra__strides_overlap(strides, counts))
-        return ra__refuse(e, RA_E_STRIDE, "t.d_bias", "strides make elements overlap; it has # rows",
-                          rows);
+        return ra__refuse(e, RA_E_STRIDE, "t.d_bias",
+                          "strides make elements of its # rows overlap", rows);
     return RA_OK;
 }
 
@@ -11445,6 +11449,7 @@ static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int
     wide = (size_t)ra__round_up(c->d.v_dim, RA__FEW_DIMS) * sizeof(float);
     memset(f->acc, 0, RA__FEW_ROWS * wide);
     memset(f->slope, 0, sizeof f->slope);
+    memset(f->pos, 0, sizeof f->pos);
     memset(f->part, 0, sizeof f->part);
     memset(f->score, 0, sizeof f->score);
     memset(f->l, 0, sizeof f->l);

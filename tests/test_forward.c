@@ -914,6 +914,16 @@ TEST(convert)
     }
     CHECK_EQ(ra_convert(y, RA_F32, x, RA_F32, N), RA_OK);
     CHECK_BITS(y, x, sizeof x);
+    for (i = 0; i < 32; i++) x[i] = i ? (float)i : NAN;  /* numbers that q8_0 has not */
+    x[1] = HUGE_VALF;
+    x[2] = -1e30f;
+    CHECK_EQ(ra_convert(packed, RA_Q8_0, x, RA_F32, 32), RA_OK);
+    CHECK_EQ(ra_convert(y, RA_F32, packed, RA_Q8_0, 32), RA_OK);
+    CHECK(y[0] == 0 && y[1] == 127.0f * 65504.0f && y[2] == -127.0f * 65504.0f && y[3] == 0);
+    for (i = 0; i < 32; i++) x[i] = i ? 0 : 1e-38f;
+    CHECK_EQ(ra_convert(packed, RA_Q8_0, x, RA_F32, 32), RA_OK);
+    CHECK_EQ(ra_convert(y, RA_F32, packed, RA_Q8_0, 32), RA_OK);
+    for (i = 0; i < 32; i++) CHECK(y[i] == 0);
     CHECK_EQ(ra_convert(packed, RA_Q8_0, x, RA_F32, 33), RA_E_SHAPE);
     CHECK_EQ(ra_convert(packed, 5, x, RA_F32, 32), RA_E_ENUM);
     CHECK_EQ(ra_convert(NULL, RA_F16, x, RA_F32, 1), RA_E_NULL);
