@@ -518,17 +518,17 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
  * Level 0 is sendrecv alone; level 1 is post and poll; all else is optional.
  *
  * Messages. The n-th send matches the n-th receive per (peer, channel). Channel 0 carries chunks
- * from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan says). Channel 1 is there with
- * RA_CAP_SHARED, and for backward passes, in which gradients come home on it: from any rank, for
- * which the transport needs RA_CAP_ANY_PEER, or with RA_HOME_RING from a neighbour. So a plan with
- * RA_OP_TRAIN needs two channels and max_ops of 3 of a transport that has post.
+ * from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan says). Channel 1 is there
+ * with RA_CAP_SHARED, and for backward passes, in which gradients come home on it: from any rank,
+ * for which the transport needs RA_CAP_ANY_PEER, or with RA_HOME_RING from a neighbour. So a plan
+ * with RA_OP_TRAIN needs two channels and max_ops of 3 of a transport that has post.
  *
- * A forward message is a 64-byte frame and the chunk: for each of its stretches of positions (zigzag
- * chunks have two) the positions if the layout is ARRAY, K rows, V rows, each part on a multiple of
- * 64; the stretch that travels farther comes first, and the other is left off where nobody needs it
- * any more. Backward the f32 sums of gradients stand between frame and chunk, and alone on the way
- * home. Lengths are computed alike by both sides, exact, and at most max_msg; nothing is split. Keep
- * message boundaries: another length is RA_E_TRUNC. */
+ * A forward message is a 64-byte frame and the chunk: for each of its stretches of positions
+ * (zigzag chunks have two) the positions if the layout is ARRAY, K rows, V rows, each part on a
+ * multiple of 64; the stretch that travels farther comes first, and the other is left off where
+ * nobody needs it any more. Backward the f32 sums of gradients stand between frame and chunk, and
+ * alone on the way home. Lengths are computed alike by both sides, exact, and at most max_msg;
+ * nothing is split. Keep message boundaries: another length is RA_E_TRUNC. */
 #define RA_TRANSPORT_ABI 1u
 enum { RA_OP_SEND = 1, RA_OP_RECV = 2 };                            /* ra_op.kind */
 enum { RA_OP_IDLE = 0, RA_OP_PENDING = 1, RA_OP_DONE = 2 };         /* ra_op.state; else RA_E_* */

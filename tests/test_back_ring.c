@@ -141,6 +141,7 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
     if (outcome_whole(&first)) {
         CHECK(first.report[0].back_bits_any_ranks == 1);
         for (i = 0; i < 6 && worlds[i] <= most; i++) {
+            if (!h_run.large && i % 3 != index % 3) continue;          /* two of them a case */
             variant(&s, &r, worlds[i]);
             same_gradients(&p, &s, &first);
         }
@@ -168,7 +169,7 @@ static void every_mask(int32_t isa)
         all_the_same(i, (int)(i % MASKS),
                      i / MASKS % 2 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS, isa);
     }
-    if (h_run.only_case < 0) CHECK(kept > 3 * MASKS && kept_q > MASKS);
+    if (h_run.only_case < 0) CHECK(kept > 2 * MASKS && kept_q > MASKS / 2);
 }
 
 TEST(every_mask_scalar) { every_mask(RA_ISA_SCALAR); }
