@@ -69,6 +69,11 @@ help: ## lists the targets
 WHOLE    := tests/test_sim tests/test_clients tests/test_refuse tests/test_plan tests/test_bf16 \
             examples/minimal examples/demo bench/bench
 
+# In tests what is whole need not be fast.
+ifeq ($(config),release)
+$(patsubst %,$(B)/%,$(filter tests/%,$(WHOLE))): TOLD = -O1
+endif
+
 $(WHOLE:%=$(B)/%): $(B)/%: %.c $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	@$(BUILD) -o $@ $< -lm
