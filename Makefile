@@ -64,14 +64,12 @@ help: ## lists the targets
 	@sed -n 's/^#   /      /p' Makefile
 
 # A program includes the header with its implementation, as its users do. To compile that only once,
-# most tests and examples skip it (RA__IMPLEMENTED: it has been seen) and are linked with it. Not
-# those that hook into it, or are fast only if compiled with it.
-WHOLE    := tests/test_sim tests/test_clients tests/test_refuse tests/test_plan tests/test_bf16 \
-            examples/minimal examples/demo bench/bench
-
-# In tests what is whole need not be fast.
+# most programs here skip it (RA__IMPLEMENTED: it has been seen) and are linked with it. Not tests
+# that hook into it; of those only one need be fast.
+WHOLE    := tests/test_sim tests/test_clients tests/test_refuse tests/test_plan tests/test_bf16
 ifeq ($(config),release)
-$(patsubst %,$(B)/%,$(filter tests/%,$(WHOLE))): TOLD = -O1
+$(B)/tests/test_sim $(B)/tests/test_bf16: TOLD = -O1
+$(B)/tests/test_clients $(B)/tests/test_refuse $(B)/tests/test_plan: TOLD = -O0
 endif
 
 $(WHOLE:%=$(B)/%): $(B)/%: %.c $(HEADERS) Makefile

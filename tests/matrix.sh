@@ -143,7 +143,6 @@ have() {
 quick() {
     cc=${CC:-cc}
     runs "$cc" -O0 c99
-    runs "$cc" -O2 c11
     runs "$cc" -Ofast gnu99
     ways "$cc" c99
     runs "$cc" -O0 c99 -D_GNU_SOURCE
