@@ -117,8 +117,8 @@ if grep -Ev '^($allowed)(@.*)?\$' wanted; then echo 'error: wanted above'; exit 
 ! nm -u impl.o | grep pthread"
 }
 
-# printed COMPILER DIALECT LEVEL: the program in the head comment does what it says, as it is printed; and
-# so does every program in the README.
+# printed COMPILER DIALECT LEVEL: the program in the head comment does what it says, as it is
+# printed; and so does every program in the README.
 printed() {
     cell "$1 $2 the program in the head comment" "sed -n \
 '/^ \*   #define RINGATTN_IMPLEMENTATION/,/^ \*   int main/s/^ \*   //p' '$root/ringattn.h' > main.c
