@@ -84,9 +84,10 @@
  *            nothing is printed, nothing aborts, nothing waits without a watchdog (but a
  *            sendrecv of yours that takes no deadline).
  *   Numbers  Scores, softmax and sums are f32 with two-level summation; f32 results are within 2e-6
- *            of double precision on unit-scale data for any number of ranks; bf16 arithmetic rounds
- *            the weights of the softmax to bf16, above and below the line. Bits do not depend on
- *            threads, chunks, timing or transport, and with shards cut on the grid of 64 tokens
+ *            of double precision on unit-scale data for any number of ranks, gradients within a few
+ *            1e-6. bf16 arithmetic (see RA_ISA_*) rounds the weights of the softmax to bf16, above
+ *            and below the line, backward also dO and the gradients of scores. Bits do not depend
+ *            on threads, chunks, timing or transport, and with shards cut on the grid of 64 tokens
  *            (contiguous and zigzag) not on the number of ranks. Rows without keys give 0 and LSE
  *            -inf. NaN in Q stays in its row; NaN in K or V reaches the rows that see it, no other.
  *            All this also if your program is compiled with -Ofast.
@@ -249,7 +250,8 @@ typedef struct ra_run { int64_t first, count, stride; } ra_run;
 typedef struct ra_positions {
     const ra_run  *runs;               /* one after the other, or */
     const int32_t *array;              /* one entry a row, any order, -1: an empty cell that
-                                        * nobody sees and that sees nothing */
+                                        * nobody sees and that sees nothing. Where d_bias is
+                                        * asked for, no position twice among a sequence's keys */
     int64_t count;                     /* entries of runs, or of array (rows of a sequence) */
     int64_t batch_stride;              /* array: entries from one sequence to the next; 0: all
                                         * sequences share one */
@@ -485,7 +487,8 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
  * tokens * Hq / Hkv <= 16 without dropout takes a form of its own, made for decoding, which widens
  * 16-bit elements in registers and does all arithmetic in f32. It is fastest where all heads of a
  * token, or all tokens of a head, lie side by side; threads share out sequences and kv heads, not
- * keys. d.engine must be null. workspace: ra_attention_bytes(d, nth) bytes aligned to 64, need not
+ * keys. In that form alone a row's bits may depend on how many rows the call has. d.engine must be
+ * null. workspace: ra_attention_bytes(d, nth) bytes aligned to 64, need not
  * be cleared; with nth = 1 it may be null: the stack then serves if rows are short (Dk + Dv up to
  * about 512, or 256 if K and V are 16 bits wide). */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
