@@ -11032,7 +11032,7 @@ static ra_status ra__check_grad(const ra_desc *d, const ra_out *out, ra__shape s
                                 const void *const *taken, int32_t n, ra__view *view) {
     memset(view, 0, sizeof *view);
     if (!out->data) return RA_OK;
-    for (int32_t i = 0; i < n; i++)
+    for (int32_t i = 0; i < n && shape.rows; i++)
         if (out->data == taken[i])
             return ra__refuse(d->error, RA_E_SHAPE, shape.field,
                               "is the memory of another tensor; # rows are written", shape.rows);
