@@ -110,7 +110,8 @@ nm -g --defined-only impl.o | awk 'NF == 3 { print \$3 }' > defined
 nm -u impl.o | awk '{ print \$NF }' > wanted
 grep -q '^ra_plan_create\$' defined
 test -s wanted
-if grep -Ev '^(ra_[a-z]|DW\.ref\.__gxx_personality_v0\$)' defined; then echo 'error: defined above'; exit 1; fi
+sed -i '/^DW\.ref\.__gxx_personality_v0\$/d' defined
+if grep -v '^ra_[a-z]' defined; then echo 'error: defined above'; exit 1; fi
 if grep -Ev '^($allowed)(@.*)?\$' wanted; then echo 'error: wanted above'; exit 1; fi"
     done
     cell "$1 $2 RINGATTN_STATIC defines nothing" "$f -O0 -DRINGATTN_STATIC -o impl.o
