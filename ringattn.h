@@ -84,12 +84,13 @@
  *            nothing is printed, nothing aborts, nothing waits without a watchdog (but a
  *            sendrecv of yours that takes no deadline).
  *   Numbers  Scores, softmax and sums are f32 with two-level summation; f32 results are within 2e-6
- *            of double precision on unit-scale data for any number of ranks, gradients within a few
- *            1e-6. bf16 arithmetic (see RA_ISA_*) rounds the weights of the softmax to bf16, above
- *            and below the line, backward also dO and the gradients of scores. Bits do not depend
- *            on threads, chunks, timing or transport, and with shards cut on the grid of 64 tokens
- *            (contiguous and zigzag) not on the number of ranks. Rows without keys give 0 and LSE
- *            -inf. NaN in Q stays in its row; NaN in K or V reaches the rows that see it, no other.
+ *            of double precision on unit-scale data for any number of ranks; gradients are summed
+ *            the same way. bf16 arithmetic (see RA_ISA_*) rounds the weights of the softmax to
+ *            bf16, above and below the line, backward also dO and the gradients of scores. Bits do
+ *            not depend on threads, chunks, timing or transport, and with shards cut on the grid of
+ *            64 tokens (contiguous and zigzag) not on the number of ranks. Rows without keys give 0
+ *            and LSE -inf. NaN in Q stays in its row; NaN in K or V reaches the rows that see it,
+ *            no other.
  *            All this also if your program is compiled with -Ofast.
  *
  *                       scalar  AVX2  AVX-512  NEON
@@ -1683,11 +1684,15 @@ RA__INLINE void ra__transpose4(float *dst, int32_t dst_stride, const float *src,
 #endif
 }
 
+/* Asks for the lines of 64 bytes of [at, at + bytes), which need not exist. */
+RA__INLINE void ra__prefetch(uintptr_t at, const int32_t bytes) {
+    int32_t i;
+    for (i = 0; i < bytes; i += 64) __builtin_prefetch((const void *)(at + (uintptr_t)i));
+}
+
 /* Asks for the row of `bytes` bytes at p + offset floats, which need not exist. */
 RA__INLINE void ra__prefetch_row(const float *p, int64_t offset, int32_t bytes) {
-    uintptr_t from = (uintptr_t)p + (uintptr_t)(offset * 4);
-    int32_t i;
-    for (i = 0; i < bytes; i += 64) __builtin_prefetch((const void *)(from + (uintptr_t)i));
+    ra__prefetch((uintptr_t)p + (uintptr_t)(offset * 4), bytes);
 }
 
 /* Asks for some of the rows to come, first those of K.
@@ -1704,12 +1709,6 @@ RA__NOINLINE void ra__ask(ra__ahead *x) {
         x->row = 0;
         x->block++;
     }
-}
-
-/* Asks for the lines of 64 bytes of [at, at + bytes), which need not exist. */
-RA__INLINE void ra__prefetch(uintptr_t at, const int32_t bytes) {
-    int32_t i;
-    for (i = 0; i < bytes; i += 64) __builtin_prefetch((const void *)(at + (uintptr_t)i));
 }
 
 /* Asks for the next few lines of a stream.
@@ -2317,11 +2316,10 @@ RA__FN void RA__F(widen)(float *dst, const void *src, int64_t stride, int32_t dt
         RA__F(read)(dst + (int64_t)row * dim, (const uint8_t *)src + row * stride, dtype, dim);
 }
 
-/* 1 if the V rows hold no NaN and no infinity. */
-RA__FN int32_t RA__F(clean)(const ra__keys *keys, int32_t dim) {
+/* 1 if rows x dim floats (stride in floats) hold no NaN and no infinity. */
+RA__FN int32_t RA__F(finite)(const float *src, int64_t stride, int32_t rows, int32_t dim) {
     int32_t row, i, bad = 0;
-    for (row = 0; row < keys->n && !bad; row++) {
-        const float *src = ra__value_row(keys, row);
+    for (row = 0; row < rows && !bad; row++, src += stride) {
         for (i = 0; dim - i >= RA__W; i += RA__W) bad |= RA__F(bad)(RA__F(load)(src + i));
         for (; i < dim; i++) bad |= !ra__is_finite(src[i]);
     }
@@ -2355,7 +2353,8 @@ RA__FN void RA__F(prepare)(ra__keys *keys, const ra_desc *d, const ra__store *st
         keys->v = store->v;
         keys->v_stride = (int64_t)d->v_dim * 4;
     }
-    keys->v_clean = partial ? RA__F(clean)(keys, d->v_dim) : 1;
+    keys->v_clean = !partial || RA__F(finite)(ra__value_row(keys, 0), keys->v_stride / 4, keys->n,
+                                              d->v_dim);
 }
 
 /* Rows of the last slab beyond the panel's are zero, as far as fold works on them.
@@ -3045,15 +3044,6 @@ RA__FN void RA__F(fold_back)(const ra__tile *x) {
         o.dim = x->k_dim;
         RA__F(back_outer)(&o);
     }
-}
-
-RA__FN int32_t RA__F(finite)(const float *src, int64_t stride, int32_t rows, int32_t dim) {
-    int32_t row, i, bad = 0;
-    for (row = 0; row < rows && !bad; row++, src += stride) {
-        for (i = 0; dim - i >= RA__W; i += RA__W) bad |= RA__F(bad)(RA__F(load)(src + i));
-        for (; i < dim; i++) bad |= !ra__is_finite(src[i]);
-    }
-    return !bad;
 }
 
 RA__FN void RA__F(sizes_back)(ra__bytes *out, const ra_desc *d) {
@@ -4208,12 +4198,6 @@ typedef struct ra__bf_back {
     float *pairs;                      /* of ds */
 } ra__bf_back;
 
-/* Asks for n bytes, which need not exist. */
-RA__BF_OP void ra__bf_ask(const void *p, int32_t n) {
-    int32_t i;
-    for (i = 0; i < n; i += 64) __builtin_prefetch((const void *)((uintptr_t)p + (uintptr_t)i));
-}
-
 /* 2^x to 7.5e-5, far below half a step of bf16. */
 RA__BF_OP __m512 ra__bf_back_exp(__m512 x) {
     __m512 f = _mm512_reduce_ps(x, 1), p = _mm512_set1_ps(0.0780245227f);
@@ -4247,8 +4231,8 @@ RA__BF_OP void ra__bf_back_tile(const ra__bf_back *b, int32_t j, int32_t n) {
     __m512i r[2];
     int32_t i, t;
     RA__UNROLL for (i = 4; i < 8; i++) {
-        ra__bf_ask(b->s.keys->k + (j + i) * b->s.keys->k_stride, 2 * b->x->k_dim);
-        ra__bf_ask(b->v.k + (j + i) * b->v.k_stride, 2 * b->x->v_dim);
+        ra__prefetch((uintptr_t)(b->s.keys->k + (j + i) * b->s.keys->k_stride), 2 * b->x->k_dim);
+        ra__prefetch((uintptr_t)(b->v.k + (j + i) * b->v.k_stride), 2 * b->x->v_dim);
     }
     ra__bf_dots(&b->s, j, c, 4, 4);
     RA__UNROLL for (t = 0; t < 4; t++) {
@@ -4333,7 +4317,7 @@ RA__BF_OP void ra__bf_query_tile(const ra__bf_back *b, int32_t d) {
     float *acc = b->x->x->p.acc + d * 64;
     __m512 c[4][4];
     int32_t i, j, t;
-    ra__bf_ask(acc + 4 * 64, 1024);
+    ra__prefetch((uintptr_t)(acc + 4 * 64), 1024);
     RA__UNROLL for (i = 0; i < 4; i++)
         RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = _mm512_setzero_ps();
     RA__UNROLL_2 for (j = 0; j < b->x->keys->n; j += 2, k += row, ds += 64) {
@@ -4397,9 +4381,9 @@ RA__BF_OP void ra__bf_key_tile(const ra__bf_outer *o, int32_t d, int32_t j) {
     const float *b = o->rows + d * 32;
     __m512 c[4][4];
     int32_t i, r, t;
-    ra__bf_ask(a + 4 * 128, 512);
+    ra__prefetch((uintptr_t)(a + 4 * 128), 512);
     RA__UNROLL for (i = 0; i < 4; i++) {
-        ra__bf_ask(o->to + (j + 4 + i) * o->stride + d, 256);
+        ra__prefetch((uintptr_t)(o->to + (j + 4 + i) * o->stride + d), 256);
         RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = _mm512_setzero_ps();
     }
     RA__UNROLL_2 for (r = 0; r < o->x->x->p.rows; r += 2, a += 4, b += 64) {
@@ -4565,8 +4549,8 @@ RA__BF_FN int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d, const 
     (void)partial;
     for (j = 0; j < keys->n; j++) {
         const uintptr_t row = k + (uintptr_t)(j * keys->k_stride);
-        ra__bf_ask((const void *)(row + block), 2 * d->k_dim);
-        ra__bf_ask((const void *)(row - block), 2 * d->k_dim);
+        ra__prefetch(row + block, 2 * d->k_dim);
+        ra__prefetch(row - block, 2 * d->k_dim);
     }
     as_v.v = keys->k;
     as_v.v_stride = keys->k_stride;
@@ -5281,7 +5265,6 @@ RINGATTN_API const char *ra_isa_name(int32_t isa) {
  * runs of rows, blocks of at most 64 rows, intervals per row, bounds per block, and the class of a
  * pair of blocks (empty, partial, full). All comparisons of positions happen here and in the
  * kernels. */
-
 
 /* Rows [row, row + rows) of a shard hold positions pos, pos + stride, ...; with positions from an
  * array pos is unused. */
@@ -7953,6 +7936,17 @@ static void ra__back_task(const ra__back *b, const ra__task *t, const ra__item *
     ra__fp_leave(mode);
 }
 
+/* The sums of a chunk's keys, of one kv head, begin at 0. Under v_in_k dV is part of dK. */
+static void ra__grads_clear(const ra_desc *d, const ra__chunk *c, const ra__grads *g) {
+    for (int32_t i = 0; i < c->segs; i++)
+        for (int64_t j = 0; j < c->seg[i].rows; j++) {
+            ra__view k = ra__view_at(g->dk[i], 0, j, 0), v = ra__view_at(g->dv[i], 0, j, 0);
+            if (k.data) memset((void *)(uintptr_t)k.data, 0, (size_t)d->k_dim * 4);
+            if (v.data && !d->v_in_k)
+                memset((void *)(uintptr_t)v.data, 0, (size_t)d->v_dim * 4);
+        }
+}
+
 /* Hands the sums of a chunk's keys, of one kv head, to the caller's d_k and d_v. */
 static void ra__grads_finish(const ra__back *b, const ra__chunk *c, int32_t kv_head,
                              const ra__view out[2], const ra__grads *g) {
@@ -10332,18 +10326,6 @@ static void ra__item_part(ra__item *item, ra__grads *g, int32_t part, int32_t pa
     }
 }
 
-/* Zeroes the gradients of an own chunk that starts. */
-static void ra__ring_grads_clear(const ra_desc *d, const ra__chunk *c, const ra__grads *g) {
-    for (int32_t i = 0; i < c->segs; i++)
-        for (int64_t j = 0; j < c->seg[i].rows; j++) {
-            memset((void *)(uintptr_t)(g->dk[i].data + j * g->dk[i].token), 0,
-                   (size_t)d->k_dim * 4);
-            if (!d->v_in_k)
-                memset((void *)(uintptr_t)(g->dv[i].data + j * g->dv[i].token), 0,
-                       (size_t)d->v_dim * 4);
-        }
-}
-
 /* What one task of a backward pass does with a chunk: a kv head whole, or if there are more threads
  * than kv heads, dQ of some query blocks or dK and dV of some blocks of keys. */
 typedef struct ra__share {
@@ -10456,7 +10438,7 @@ static void ra__ring_q_keys(const ra_ring *r, const ra__share *s, int last) {
     memset(&g, 0, sizeof g);
     for (int64_t i = 0; s->want_k && ra__ring_key_item(r, s, i, &item, &g); i++) {
         if (last) ra__ring_hand_over(r, &item.c, s->t.kv_head, &g);
-        else ra__ring_grads_clear(&r->plan->d, &item.c, &g);
+        else ra__grads_clear(&r->plan->d, &item.c, &g);
     }
 }
 
@@ -10539,7 +10521,7 @@ static void ra__ring_fold_back(ra_ring *r, const ra__claim *claim, ra_event *e, 
         ra__ring_grad_views(d, &item.c, ra__ring_fold_grads(r, f), s.t.kv_head, &g);
     if (!s.want_q) ra__item_part(&item, &g, s.part, s.parts);
     if (own >= 0 && s.want_k && (way->fold_phase[f] & RA__AFTER))
-        ra__ring_grads_clear(d, &item.c, &g);
+        ra__grads_clear(d, &item.c, &g);
     if (!s.want_k) memset(g.dk, 0, sizeof g.dk), memset(g.dv, 0, sizeof g.dv);
     if (s.want_q && r->back.d_q.data) g.dq = ra__view_at(dq, b, 0, s.t.kv_head * group);
     g.bias = r->work.t->d_bias.row_stride == 0 ? s.want_k : s.want_q;
@@ -11019,7 +11001,7 @@ static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_
                                 d->o_dtype, &w->o, e);
     memset(&w->lse, 0, sizeof w->lse);
     if (!s && rows && (t->o.data == t->q.data || t->o.data == t->k.data || t->o.data == t->v.data))
-        return ra__refuse(e, RA_E_SHAPE, "t.o", "is the memory of an input; # rows are written",
+        return ra__refuse(e, RA_E_SHAPE, "t.o", "is the memory of q, k or v; it has # rows",
                           rows);
     if (!s && t->lse.data)
         s = ra__out_check(&t->lse, ra__shape_of("t.lse", d, rows, d->q_heads, 1), RA_F32, &w->lse,
@@ -11669,7 +11651,7 @@ typedef struct ra__back_piece {
 } ra__back_piece;
 
 /* Where the sums of rows [c->seg[i].row, ...) of a chunk lie in arrays [rows of the shard][dim]
- * that begin at row `row0`; v_in_k: dV is part of dK. dims 0: not wanted. */
+ * that begin at row 0; v_in_k: dV is part of dK. dk, dv null: not wanted. */
 static void ra__grads_point(const ra_desc *d, const ra__chunk *c, float *dk, float *dv,
                             ra__grads *g) {
     memset(g->dk, 0, sizeof g->dk);
@@ -11716,17 +11698,6 @@ static int ra__back_item(const ra__back_local *l, const ra__back_piece *p, int64
     return 1;
 }
 
-/* Clears the sums of an item's keys, or hands them over. */
-static void ra__back_keys_clear(const ra_desc *d, const ra__item *item, const ra__grads *g) {
-    for (int32_t i = 0; i < item->c.segs; i++) {
-        size_t rows = (size_t)item->c.seg[i].rows;
-        if (g->dk[i].data)
-            memset((void *)(uintptr_t)g->dk[i].data, 0, rows * (size_t)d->k_dim * 4);
-        if (g->dv[i].data && !d->v_in_k)
-            memset((void *)(uintptr_t)g->dv[i].data, 0, rows * (size_t)d->v_dim * 4);
-    }
-}
-
 static void ra__back_keys_finish(const ra__back_local *l, const ra__back_piece *p,
                                  const ra__item *item, const ra__grads *g) {
     ra__view out[2];
@@ -11742,7 +11713,7 @@ static int32_t ra__back_has_bias(const ra__back_local *l, const ra__back_piece *
     return bias->row_stride == 0 ? p->want_k : p->want_q;
 }
 
-/* All items of a piece in one phase; *edge loses RA__FIRST when the sums of dQ have begun. */
+/* All items of a piece in one phase; g->edge loses RA__FIRST when the sums of dQ have begun. */
 static void ra__back_pass(const ra__back_local *l, const ra__back_piece *p, ra__grads *g,
                           int last, ra__back_memory *m) {
     const ra_desc *d = &l->c.d;
@@ -11782,7 +11753,7 @@ static void ra__back_run_piece(const ra__back_local *l, const ra__back_piece *p,
         g.dq = ra__view_packed((const uint8_t *)m->dq, group, d->k_dim, RA_F32);
     for (int64_t i = 0; p->want_k && ra__back_item(l, p, i, &item); i++) {
         ra__grads_point(d, &item.c, dk, dv, &g);
-        ra__back_keys_clear(d, &item, &g);
+        ra__grads_clear(d, &item.c, &g);
     }
     if (l->b.square && l->c.w.order != RA_ORDER_DESC) {
         m->x.phase = RA__AFTER;

@@ -7,12 +7,6 @@
 #include "oracle.h"
 #include "world.h"
 
-static void problem_cotangent(problem *p, h_rng *r)
-{
-    p->d_o = normal_rows(p->B * p->q_max, p->Hq * p->Dv, p->o_dtype, r);
-    p->seed = (uint64_t)h_next(r) << 32 | h_next(r);
-}
-
 /* A square problem of `blocks` blocks (the last one short) with everything else at random. */
 static void train_problem(problem *p, h_rng *r, int mask, int64_t blocks, int32_t isa)
 {
@@ -91,28 +85,10 @@ static int32_t some_way(const problem *p, const setup *s, h_rng *r)
     return h_one_in(r, 3) || !possible ? RA_WAY_KV : RA_WAY_Q;
 }
 
-static void uneven(setup *s, const problem *p, h_rng *r)
+/* Another way home too. */
+static void train_variant(setup *s, h_rng *r, int ranks)
 {
-    int64_t units = (p->k_max + 63) / 64;
-    int i;
-    if (s->layout == RA_LAYOUT_ZIGZAG) units = (units + 1) / 2;
-    s->weighted = 1;
-    memset(s->weights, 0, sizeof s->weights);
-    for (i = 0; i < units; i++) s->weights[h_range(r, 0, s->ranks - 1)]++;
-}
-
-static void variant(setup *s, h_rng *r, int ranks)
-{
-    static const int32_t chunks[5] = { 64, 128, 192, 320, 0 };
-    s->ranks = ranks;
-    s->weighted = 0;
-    s->seed = h_next(r);
-    s->chunk_tokens = chunks[h_range(r, 0, 4)];
-    s->buffers = (int32_t)h_range(r, 0, 4);
-    s->wire = h_one_in(r, 2) ? WIRE_SHARED : (int32_t)h_range(r, WIRE_POST, WIRE_SENDRECV);
-    s->call = (int32_t)h_range(r, CALL_FORWARD, CALL_JOIN);
-    s->threads = s->call >= CALL_STEP ? (int32_t)h_range(r, 1, 3) : 0;
-    s->strides = (int32_t)h_range(r, STRIDES_PACKED, STRIDES_MIXED);
+    variant(s, r, ranks);
     s->grad_home = h_one_in(r, 3) ? RA_HOME_RING : RA_HOME_DIRECT;
     s->exact = h_one_in(r, 2);
 }
@@ -142,13 +118,13 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
         CHECK(first.report[0].back_bits_any_ranks == 1);
         for (i = 0; i < 6 && worlds[i] <= most; i++) {
             if (!h_run.large && i % 3 != index % 3) continue;          /* two of them a case */
-            variant(&s, &r, worlds[i]);
+            train_variant(&s, &r, worlds[i]);
             same_gradients(&p, &s, &first);
         }
-        variant(&s, &r, (int)h_range(&r, 2, most));
+        train_variant(&s, &r, (int)h_range(&r, 2, most));
         uneven(&s, &p, &r);
         same_gradients(&p, &s, &first);
-        variant(&s, &r, 1);
+        train_variant(&s, &r, 1);
         s.call = CALL_ATTENTION;
         s.threads = (int32_t)h_range(&r, 1, 4);
         same_gradients(&p, &s, &first);

@@ -40,17 +40,6 @@ static void bits_problem(problem *p, h_rng *r, int mask, int64_t blocks, int32_t
     problem_data(p, r);
 }
 
-/* Shares of the units of cuts (blocks, or mirrored pairs of blocks) by lot; some ranks get none. */
-static void uneven(setup *s, const problem *p, h_rng *r)
-{
-    int64_t units = (p->k_max + 63) / 64;
-    int i;
-    if (s->layout == RA_LAYOUT_ZIGZAG) units = (units + 1) / 2;
-    s->weighted = 1;
-    memset(s->weights, 0, sizeof s->weights);
-    for (i = 0; i < units; i++) s->weights[h_range(r, 0, s->ranks - 1)]++;
-}
-
 static void same_bits(const problem *p, const setup *s, const outcome *first, int promised)
 {
     outcome r;
@@ -68,20 +57,6 @@ static void same_bits(const problem *p, const setup *s, const outcome *first, in
         }
     }
     outcome_free(&r);
-}
-
-static void variant(setup *s, h_rng *r, int ranks)
-{
-    static const int32_t chunks[5] = { 64, 128, 192, 320, 0 };
-    s->ranks = ranks;
-    s->weighted = 0;
-    s->seed = h_next(r);
-    s->chunk_tokens = chunks[h_range(r, 0, 4)];
-    s->buffers = (int32_t)h_range(r, 0, 4);
-    s->wire = h_one_in(r, 2) ? WIRE_SHARED : (int32_t)h_range(r, WIRE_POST, WIRE_SENDRECV);
-    s->call = (int32_t)h_range(r, CALL_FORWARD, CALL_JOIN);
-    s->threads = s->call >= CALL_STEP ? (int32_t)h_range(r, 1, 3) : 0;
-    s->strides = (int32_t)h_range(r, STRIDES_PACKED, STRIDES_MIXED);
 }
 
 /* One problem on 1 rank, then on other numbers of ranks, then with uneven cuts, then by L1. */

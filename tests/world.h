@@ -992,13 +992,19 @@ static inline ra_status world_open(world *w, const problem *p, const setup *s)
     return status;
 }
 
-/* Does the library compute d in bf16? Up to 4 queries ra_attention has another form. */
+/* Does the library compute d in bf16? Not under dropout, and not in the decode form of
+ * ra_attention: see decodes. */
 static inline int rounds_weights(const ra_desc *d)
 {
     int32_t isa = d->isa ? d->isa : ra_isa_best();
     return d->q_dtype == RA_BF16 && d->k_dtype == RA_BF16 &&
            (d->v_in_k || d->v_dtype == RA_BF16) &&
-           (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX);
+           (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX) && d->dropout <= 0;
+}
+
+static inline int decodes(const setup *s, const ra_desc *d)
+{
+    return s->call == CALL_ATTENTION && d->tokens * (d->q_heads / d->kv_heads) <= 16;
 }
 
 /* Collects what all ranks wrote and frees their tensors. */
@@ -1026,7 +1032,7 @@ static inline outcome outcome_gather(world *w)
     }
     for (rank = 0; rank < s->ranks; rank++) {
         if (r.status == RA_OK) outcome_take(&r, &w->seats[rank], seen);
-        r.rough |= rounds_weights(&w->seats[rank].d);
+        r.rough |= rounds_weights(&w->seats[rank].d) && !decodes(s, &w->seats[rank].d);
         seat_free(&w->seats[rank]);
     }
     for (b = 0; b < p->B; b++) for (i = 0; i < p->tq[b]; i++) {
@@ -1457,6 +1463,39 @@ static inline void setup_free(setup *s)
     free(s->q_runs);
     free(s->k_runs);
     for (i = 0; i < s->ranks; i++) { free(s->q_cells[i]); free(s->k_cells[i]); }
+}
+
+/* Shares of the units of cuts (blocks, or mirrored pairs of blocks) by lot; some ranks get none. */
+static inline void uneven(setup *s, const problem *p, h_rng *r)
+{
+    int64_t units = (p->k_max + 63) / 64;
+    int i;
+    if (s->layout == RA_LAYOUT_ZIGZAG) units = (units + 1) / 2;
+    s->weighted = 1;
+    memset(s->weights, 0, sizeof s->weights);
+    for (i = 0; i < units; i++) s->weights[h_range(r, 0, s->ranks - 1)]++;
+}
+
+/* The gradient of O, and the seed of dropout. */
+static inline void problem_cotangent(problem *p, h_rng *r)
+{
+    p->d_o = normal_rows(p->B * p->q_max, p->Hq * p->Dv, p->o_dtype, r);
+    p->seed = (uint64_t)h_next(r) << 32 | h_next(r);
+}
+
+/* The same problem on so many ranks in another way. */
+static inline void variant(setup *s, h_rng *r, int ranks)
+{
+    static const int32_t chunks[5] = { 64, 128, 192, 320, 0 };
+    s->ranks = ranks;
+    s->weighted = 0;
+    s->seed = h_next(r);
+    s->chunk_tokens = chunks[h_range(r, 0, 4)];
+    s->buffers = (int32_t)h_range(r, 0, 4);
+    s->wire = h_one_in(r, 2) ? WIRE_SHARED : (int32_t)h_range(r, WIRE_POST, WIRE_SENDRECV);
+    s->call = (int32_t)h_range(r, CALL_FORWARD, CALL_JOIN);
+    s->threads = s->call >= CALL_STEP ? (int32_t)h_range(r, 1, 3) : 0;
+    s->strides = (int32_t)h_range(r, STRIDES_PACKED, STRIDES_MIXED);
 }
 
 /* -------------------------------------------------------------------------- one line a case */
