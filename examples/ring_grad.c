@@ -60,7 +60,13 @@ static void project_back(float *d_x, float *d_w, const float *d_out, const float
     multiply(d_w, x, d_out, to_w, 1, 0);
 }
 
-static float *floats(int64_t n) { return (float *)calloc((size_t)n, sizeof(float)); }
+static float *floats(int64_t n)
+{
+    float *x = (float *)calloc((size_t)n, sizeof *x);
+    if (x) return x;
+    fprintf(stderr, "no memory\n");
+    exit(1);
+}
 
 static ra_tensors tensors_of(const layer *l)
 {
@@ -141,7 +147,11 @@ static ra_status on_rank(ra_world *world, int rank, void *user)
     d.error = &error;
     s = ra_plan_create(&e.plan, &d, NULL);
     if (!s) s = ra_ring_create(&e.ring, e.plan, ra_world_transport(world, rank), NULL);
-    if (s) return s;
+    if (s) {
+        fprintf(stderr, "rank %d: %s\n", rank, ra_status_text(s));
+        ra_plan_destroy(e.plan);
+        return s;
+    }
     (void)ra_plan_query(e.plan, rank, &report);
     e.rows = report.q_rows;
     for (int i = 0; i <= LAYERS; i++) l[i].x = floats(e.rows * C);
@@ -193,6 +203,7 @@ int main(void)
     double apart = 0, size = 0, slope, sum = 0;
     const int probe = WQ + 17;                             /* a weight of layer 0's Wk */
     uint32_t x = 1;
+    int rank;
     for (int i = 0; i < LAYERS * WEIGHTS; i++) {
         x = x * 1664525u + 1013904223u;
         w[i] = ((float)(x >> 8) / 8388608.0f - 1.0f) * 0.15f;
@@ -203,7 +214,8 @@ int main(void)
     }
     for (int i = 0; i < LAYERS * WEIGHTS; i++) {
         const double alone = (double)one.d_w[0][i / WEIGHTS][i % WEIGHTS];
-        for (sum = 0, x = 0; x < RANKS; x++) sum += (double)four.d_w[x][i / WEIGHTS][i % WEIGHTS];
+        for (sum = 0, rank = 0; rank < RANKS; rank++)
+            sum += (double)four.d_w[rank][i / WEIGHTS][i % WEIGHTS];
         apart = fmax(apart, fabs(sum - alone));
         size = fmax(size, fabs(alone));
     }
@@ -212,7 +224,7 @@ int main(void)
     w[probe] -= 0.02f;
     if (train(&less, RANKS, w)) return 1;
     slope = (loss_of(&more) - loss_of(&less)) / 0.02;
-    for (sum = 0, x = 0; x < RANKS; x++) sum += (double)four.d_w[x][0][probe];
+    for (sum = 0, rank = 0; rank < RANKS; rank++) sum += (double)four.d_w[rank][0][probe];
     printf("%d layers, %d tokens, %d/%d heads of %d, causal, zigzag\n", LAYERS, T, H, HKV, D);
     printf("loss                    1 rank %.9f   %d ranks %.9f\n", loss_of(&one), RANKS,
            loss_of(&four));
