@@ -763,6 +763,107 @@ static void refused(ra_status want_status, const char *field, int line)
 }
 #define REFUSED(status, field) refused(status, field, __LINE__)
 
+/* The loss of a merge of two rows: sum(d_o * o) + d_lse * lse. */
+static double merged_loss(const float *o1, float lse1, const float *o2, float lse2,
+                          const float *d_o, float d_lse)
+{
+    float o[12], lse = lse1;
+    double sum;
+    int i;
+    memcpy(o, o1, sizeof o);
+    ra_merge(o, &lse, o2, &lse2, 1, 12);
+    sum = (double)d_lse * (double)lse;
+    for (i = 0; i < 12; i++) sum += (double)d_o[i] * (double)o[i];
+    return sum;
+}
+
+/* The gradient of a merge against differences of ra_merge: with w = exp(lse1 - lse) it hands on
+ * d_o1 = w d_o and d_lse1 = w (d_o (o1 - o) + d_lse). */
+static void merge_by_differences(h_rng *r)
+{
+    float o1[12], o2[12], d_o[12], o[12];
+    const float lse1 = h_normal(r), lse2 = h_normal(r), d_lse = h_normal(r);
+    const float above = lse1 + 0.01f, below = lse1 - 0.01f;
+    float lse = lse1;
+    double w, inner = (double)d_lse, slope;
+    int i;
+    for (i = 0; i < 12; i++) o1[i] = h_normal(r), o2[i] = h_normal(r), d_o[i] = h_normal(r);
+    memcpy(o, o1, sizeof o);
+    ra_merge(o, &lse, o2, &lse2, 1, 12);
+    w = exp((double)lse1 - (double)lse);
+    for (i = 0; i < 12; i++) inner += (double)d_o[i] * ((double)o1[i] - (double)o[i]);
+    slope = merged_loss(o1, above, o2, lse2, d_o, d_lse);
+    slope -= merged_loss(o1, below, o2, lse2, d_o, d_lse);
+    CHECK(fabs(slope / (double)(above - below) - w * inner) < 1e-3);
+    for (i = 0; i < 12; i++) {
+        const float there = o1[i];
+        o1[i] = there + 0.1f;
+        slope = merged_loss(o1, lse1, o2, lse2, d_o, d_lse);
+        o1[i] = there - 0.1f;
+        slope -= merged_loss(o1, lse1, o2, lse2, d_o, d_lse);
+        o1[i] = there;
+        CHECK(fabs(slope / 0.2 - w * (double)d_o[i]) < 1e-3);
+    }
+}
+
+/* Why a block of keys needs nothing but the LSE and delta of all keys: with the gradient of the
+ * merge, p1 (d_o1 v - d_o1 o1 + d_lse1) is p (d_o v - d_o o), what backward computes for each of
+ * two blocks whose results were merged, here against the oracle. */
+TEST(gradient_of_the_merge)
+{
+    enum { T = 150, D = 12, N = T * D };
+    static float o[N], o2[N], lse[T], lse2[T], delta[T], d_q[N], d_k[N], d_v[N];
+    const int64_t cut[3] = { 0, 64, T };
+    h_rng r = h_case_rng(0);
+    ra_run run;
+    ra_desc d;
+    ra_tensors t;
+    ra_grads g;
+    problem p;
+    slopes s;
+    size_t bytes;
+    uint8_t *mem, *work;
+    int j;
+    for (j = 0; j < 50; j++) merge_by_differences(&r);
+    problem_shape(&p, T, 1, 1, D, D);
+    p.mask.kind = RA_MASK_CAUSAL;
+    problem_data(&p, &r);
+    problem_cotangent(&p, &r);
+    memset(&d, 0, sizeof d);
+    memset(&t, 0, sizeof t);
+    memset(&run, 0, sizeof run);
+    d.tokens = T; d.q_heads = d.kv_heads = 1; d.k_dim = d.v_dim = D;
+    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+    d.mask.kind = RA_MASK_CAUSAL;
+    d.op = RA_OP_TRAIN;
+    bytes = ra_attention_backward_bytes(&d, 1);
+    mem = (uint8_t *)malloc(bytes + 64);
+    work = mem + (64 - (uintptr_t)mem % 64) % 64;
+    t.q.data = p.q; t.d_o.data = p.d_o;
+    t.k_pos.runs = &run;
+    t.k_pos.count = 1;
+    for (j = 0; j < 4; j++) {                  /* forward of both blocks, then backward */
+        run.first = cut[j % 2];
+        d.kv_tokens = run.count = cut[j % 2 + 1] - cut[j % 2];
+        t.k.data = p.k + run.first * D;
+        t.v.data = p.v + run.first * D;
+        t.o.data = j == 1 ? o2 : o;
+        t.lse.data = j == 1 ? lse2 : lse;
+        g.d_q = d_q; g.d_k = d_k + run.first * D; g.d_v = d_v + run.first * D;
+        if (j == 2) ra_merge(o, lse, o2, lse2, T, D);
+        if (j == 2) CHECK_EQ(ra_delta(&d, &t, delta), RA_OK);
+        if (j < 2) CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
+        else CHECK_EQ(ra_fold_backward(&d, &t, delta, &g, work, bytes), RA_OK);
+    }
+    s = oracle_slopes(&p, 0);
+    CHECK_CLOSE(d_q, s.q, N, 4e-6, 2e-6);
+    CHECK_CLOSE(d_k, s.k, N, 4e-6, 2e-6);
+    CHECK_CLOSE(d_v, s.v, N, 4e-6, 2e-6);
+    slopes_free(&s);
+    problem_free(&p);
+    free(mem);
+}
+
 TEST(refusals)
 {
     float other[4] = { 0, 0, 0, 0 };
@@ -857,8 +958,8 @@ static const h_test tests[] = {
     ENTRY(long_sequence), ENTRY(oracle_against_finite_differences),
     ENTRY(threads_do_not_change_bits), ENTRY(gradients_one_by_one),
     ENTRY(nan_stays_where_it_is_seen), ENTRY(unseen_is_zero),
-    ENTRY(dropout_keeps_what_it_promises), ENTRY(blocks_of_keys), ENTRY(refusals),
-    ENTRY(refusals_beside_the_tensors),
+    ENTRY(dropout_keeps_what_it_promises), ENTRY(gradient_of_the_merge), ENTRY(blocks_of_keys),
+    ENTRY(refusals), ENTRY(refusals_beside_the_tensors),
 };
 
 int main(int argc, char **argv)
