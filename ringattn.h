@@ -103,8 +103,8 @@
  *   GQA, Dk != Dv, MLA    +      +      +      +
  *   decode form           +      +      +      +   ra_attention of few query rows
  *   gradients, dropout    +      +      +      +
- *   bf16 arithmetic       -      -      +      -   where q, k, v are bf16, by AVX512_BF16 or, only
- *                                                  forward, AMX; not under dropout
+ *   bf16 arithmetic       -      -      +      -   where q, k, v are bf16, by AVX512_BF16 or AMX;
+ *                                                  not under dropout
  *
  * SPDX-License-Identifier: MIT OR Unlicense (both texts at the end)
  */
@@ -219,7 +219,7 @@ typedef struct ra_allocator {          /* all zero: malloc and free. Else both a
  * Held in int32_t fields. Where a wrong default would give wrong numbers, 0 is UNSET, refused. */
 enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
 /* AVX512_BF16 and AMX multiply bf16 where q, k and v all are bf16 (not in decode form nor under
- * dropout; backward AVX512_BF16 alone), else they are AVX512. AUTO is what is fastest here. */
+ * dropout), else they are AVX512. AUTO is what is fastest here. */
 enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16, RA_ISA_AMX,
        RA_ISA_NEON };
 enum { RA_MASK_UNSET, RA_MASK_NONE, RA_MASK_CAUSAL, RA_MASK_INTERVALS };
@@ -1116,12 +1116,13 @@ typedef struct ra__tile {
     int32_t k_dim, v_dim, partial;
     int32_t k_clean;                   /* 1: no NaN or infinity in K; used in partial tiles */
     int32_t want_q;                    /* 1: add to dQ */
+    int32_t v_in_k;                    /* 1: dv are columns of dk */
     float scale;
     float *dk, *dv;                    /* sums of these keys' rows; null: not wanted */
     int64_t dk_stride, dv_stride;      /* floats from row to row */
     float *p, *ds;                     /* weights, and the gradient of scores */
     float *cap, *drop;                 /* 1 - tanh^2 under a softcap; factors of dropout */
-    float *form;                       /* 24 KB for the kernel */
+    float *form;                       /* the store's s, for the kernel */
     const void *k_form;                /* the store of K, as prepare_back left it */
 } ra__tile;
 
@@ -1187,8 +1188,8 @@ typedef struct ra__kernel {
     void (*few_close)(ra__few *f);
     void (*few_store)(const ra__few *f, int32_t r, void *dst, float factor);
     /* Backward's store for the copies of 64 keys (batch: how many panels are to share them, at most
-     * RA__BACK_PANELS), and prepare, which returns 0 if K has a NaN or an infinity (or may have, in
-     * blocks without partial tiles). */
+     * RA__BACK_PANELS; s: for whatever the kernel likes), and prepare, which returns 0 if K has a
+     * NaN or an infinity (or may have, in blocks without partial tiles). */
     void (*sizes_back)(ra__bytes *out, const ra_desc *d);
     int32_t (*prepare_back)(ra__keys *keys, const ra_desc *d, const ra__store *store,
                             int32_t partial);
@@ -1196,7 +1197,8 @@ typedef struct ra__kernel {
     void (*load_back)(ra__back_panel *x, const ra__source *q, const ra__source *g);
     /* delta[row] = sum of o[row] g[row] for `rows` rows. */
     void (*deltas)(float *delta, const ra__source *o, const ra__source *g, int32_t rows);
-    void (*fold_back)(const ra__tile *x);
+    /* Tiles of one block of keys, their panels in order. */
+    void (*fold_back)(const ra__tile *x, int32_t count);
     /* A row of sums to the caller's gradient: added if dtype is RA_F32, else written. */
     void (*put_grad)(void *to, const float *x, int32_t dtype, int32_t n);
 } ra__kernel;
@@ -3013,7 +3015,7 @@ RA__FN void RA__F(back_general)(const ra__tile *x) {
     RA__F(back_scale)(x);
 }
 
-RA__FN void RA__F(fold_back)(const ra__tile *x) {
+RA__FN void RA__F(fold_back_tile)(const ra__tile *x) {
     const ra__panel *p = &x->x->p;
     const int32_t general = x->partial || ra__score_is_modified(&p->score) || p->drop.least ||
                             x->x->d_bias;
@@ -3046,9 +3048,15 @@ RA__FN void RA__F(fold_back)(const ra__tile *x) {
     }
 }
 
+RA__FN void RA__F(fold_back)(const ra__tile *x, int32_t count) {
+    int32_t i;
+    for (i = 0; i < count; i++) RA__F(fold_back_tile)(x + i);
+}
+
 RA__FN void RA__F(sizes_back)(ra__bytes *out, const ra_desc *d) {
     RA__F(sizes)(out, d, 1);
     out->batch = 4;
+    out->s = 0;
 }
 
 RA__FN int32_t RA__F(prepare_back)(ra__keys *keys, const ra_desc *d, const ra__store *store,
@@ -3740,16 +3748,15 @@ RA__BF_OP __mmask16 ra__bf_lanes(const ra__bf_work *w, int32_t j, int32_t t) {
     return (__mmask16)(w->seen[j] >> (w->row + 16 * t));
 }
 
-/* c[i][t] = K Q^T of ni keys from j on; keys beyond the last are the last once more. */
-RA__BF_OP void ra__bf_dots(const ra__bf_work *w, int32_t j, __m512 (*c)[4], const int32_t ni,
-                           const int32_t nt) {
+/* c[i][t] += K Q^T of ni keys from j on; keys beyond the last are the last once more. */
+RA__BF_OP void ra__bf_dots_on(const ra__bf_work *w, int32_t j, __m512 (*c)[4], const int32_t ni,
+                              const int32_t nt) {
     const uint8_t *k[8];
     const float *q = w->p->q + w->row;
     int32_t d, i, t;
     RA__UNROLL for (i = 0; i < ni; i++) {
         const int32_t key = j + i < w->keys->n ? j + i : w->keys->n - 1;
         k[i] = w->keys->k + key * w->keys->k_stride;
-        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_setzero_ps();
     }
     RA__UNROLL_2 for (d = 0; d + 1 < w->k_dim; d += 2, q += 64) {
         __m512i x[4];
@@ -3766,6 +3773,14 @@ RA__BF_OP void ra__bf_dots(const ra__bf_work *w, int32_t j, __m512 (*c)[4], cons
         RA__UNROLL for (t = 0; t < nt; t++)
             c[i][t] = ra__bf_dot(c[i][t], ra__bf_load(q + 16 * t), _mm512_set1_epi32(y));
     }
+}
+
+RA__BF_OP void ra__bf_dots(const ra__bf_work *w, int32_t j, __m512 (*c)[4], const int32_t ni,
+                           const int32_t nt) {
+    int32_t i, t;
+    RA__UNROLL for (i = 0; i < ni; i++)
+        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_setzero_ps();
+    ra__bf_dots_on(w, j, c, ni, nt);
 }
 
 /* p and l of ni keys and vector t. */
@@ -4185,18 +4200,46 @@ RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__stor
 /* ---- backward: KERNEL's, of pairs. S and dP are what forward's scores are. P and dS leave the
  * registers as rows of bf16 [keys][64 rows], whose pairs of rows are broadcast against pairs of
  * rows of dO and Q [Dv or Dk by 64s][32][64]; and dS as pairs of keys [32][64], for dQ^T what p is
- * for O^T. So nothing is transposed. Tiles that need more than the products go through f32 and the
- * passes of AVX-512. */
+ * for O^T. So nothing is transposed. Sums go on from tile to tile in one chain, so that it does not
+ * matter how many panels dK and dV take at a time: two. Scores that need more than their products
+ * go through f32 and the passes of AVX-512. */
+enum { RA__BF_SLOT = 2 * 64 * 64 };    /* numbers of P and dS of a tile, which lie together */
 
 /* One panel against one block. */
 typedef struct ra__bf_back {
     const ra__tile *x;
     ra__panel g;                       /* dO and V as ra__bf_dots takes Q and K */
     ra__keys v;
-    ra__bf_work s, dp;
+    ra__bf_work s, dp;                 /* their `use`: LSE, and what dP starts at */
     uint16_t *p, *ds;                  /* rows */
     float *pairs;                      /* of ds */
 } ra__bf_back;
+
+/* Points b at a tile, whose P and dS become those in `slot` of `slots`. */
+RA__BF_FN void ra__bf_back_open(ra__bf_back *b, const ra__tile *x, int32_t slot, int32_t slots) {
+    b->x = x;
+    b->p = (uint16_t *)(void *)x->form + slot * RA__BF_SLOT;
+    b->ds = b->p + RA__BF_SLOT / 2;
+    b->pairs = x->form + slots * (RA__BF_SLOT / 2);
+    b->g = x->x->p;
+    b->g.q = x->x->g;
+    b->v = *x->keys;
+    b->v.k = x->keys->v;
+    b->v.k_stride = x->keys->v_stride;
+    b->s.p = &x->x->p;
+    b->s.keys = x->keys;
+    b->s.k_dim = x->k_dim;
+    b->dp.p = &b->g;
+    b->dp.keys = &b->v;
+    b->dp.k_dim = x->v_dim;
+    b->s.row = b->dp.row = 0;
+    ra__bf_see(&b->s, x->partial);
+}
+
+/* 1 if P and dS need more than products and a mask. */
+RA__BF_OP int32_t ra__bf_back_is_general(const ra__tile *x) {
+    return ra__score_is_modified(&x->x->p.score) || x->x->d_bias;
+}
 
 /* 2^x to 7.5e-5, far below half a step of bf16. */
 RA__BF_OP __m512 ra__bf_back_exp(__m512 x) {
@@ -4223,8 +4266,8 @@ RA__BF_OP void ra__bf_put_ds(const ra__bf_back *b, int32_t j, int32_t row, const
     _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(r[0], high, r[1]));
 }
 
-/* P and dS of 4 keys from j on, of which those from n on are nobody's. */
-RA__BF_OP void ra__bf_back_tile(const ra__bf_back *b, int32_t j, int32_t n) {
+/* P and dS of 4 keys from j on; masked: some rows do not see some of them. */
+RA__BF_OP void ra__bf_back_tile(const ra__bf_back *b, int32_t j, const int32_t masked) {
     const ra__panel *p = &b->x->x->p;
     const __m512 factor = _mm512_set1_ps(p->factor), scale = _mm512_set1_ps(b->x->scale);
     __m512 c[8][4], w[4][4];
@@ -4239,7 +4282,7 @@ RA__BF_OP void ra__bf_back_tile(const ra__bf_back *b, int32_t j, int32_t n) {
         __m512 lse = _mm512_loadu_ps(p->m + 16 * t);
         RA__UNROLL for (i = 0; i < 4; i++) {
             w[i][t] = ra__bf_back_exp(_mm512_fmsub_ps(c[i][t], factor, lse));
-            if (j + i >= n) w[i][t] = _mm512_setzero_ps();
+            if (masked) w[i][t] = _mm512_maskz_mov_ps(ra__bf_lanes(&b->s, j + i, t), w[i][t]);
         }
     }
     RA__UNROLL for (i = 0; i < 4; i++) {
@@ -4248,13 +4291,16 @@ RA__BF_OP void ra__bf_back_tile(const ra__bf_back *b, int32_t j, int32_t n) {
         RA__UNROLL for (t = 0; t < 4; t++)
             _mm512_storeu_ps(b->x->p + i * 64 + t * 16, _mm512_mul_ps(w[i][t], scale));
     }
-    ra__bf_dots(&b->dp, j, c, 4, 4);
     RA__UNROLL for (t = 0; t < 4; t++) {
-        __m512 delta = _mm512_loadu_ps(p->l + 16 * t);
-        RA__UNROLL for (i = 0; i < 4; i++)
-            c[i][t] = _mm512_mul_ps(_mm512_sub_ps(c[i][t], delta),
-                                    _mm512_loadu_ps(b->x->p + i * 64 + t * 16));
+        __m512 delta = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(p->l + 16 * t));
+        RA__UNROLL for (i = 0; i < 4; i++) c[i][t] = delta;
     }
+    ra__bf_dots_on(&b->dp, j, c, 4, 4);
+    RA__UNROLL for (t = 0; t < 4; t++)
+        RA__UNROLL for (i = 0; i < 4; i++) {
+            c[i][t] = _mm512_mul_ps(c[i][t], _mm512_loadu_ps(b->x->p + i * 64 + t * 16));
+            if (masked) c[i][t] = _mm512_maskz_mov_ps(ra__bf_lanes(&b->s, j + i, t), c[i][t]);
+        }
     RA__UNROLL for (i = 0; i < 4; i += 2)
         RA__UNROLL for (t = 0; t < 4; t += 2) {
             r[0] = ra__bf_round(c[i][t], c[i][t + 1]);
@@ -4266,18 +4312,21 @@ RA__BF_OP void ra__bf_back_tile(const ra__bf_back *b, int32_t j, int32_t n) {
 RA__NOINLINE RA__BF_TARGET void ra__bf_back_tiles(const ra__bf_back *b) {
     const int32_t n = b->x->keys->n;
     int32_t j;
-    for (j = 0; j < n; j += 4) ra__bf_back_tile(b, j, n);
+    if (b->x->partial || n % 4)
+        for (j = 0; j < n; j += 4) ra__bf_back_tile(b, j, 1);
+    else
+        for (j = 0; j < n; j += 4) ra__bf_back_tile(b, j, 0);
 }
 
-/* Dot products times factor as f32, to [keys][64]. */
-RA__BF_FN void ra__bf_back_store(const ra__bf_work *w, float factor, float *to) {
-    __m512 c[8][4], f = _mm512_set1_ps(factor);
+/* Dot products as f32, to [keys][64]. */
+RA__BF_FN void ra__bf_back_store(const ra__bf_work *w, float *to) {
+    __m512 c[8][4];
     int32_t i, j, t;
     for (j = 0; j < w->keys->n; j += 4) {
         ra__bf_dots(w, j, c, 4, 4);
         RA__UNROLL for (i = 0; i < 4; i++)
             RA__UNROLL for (t = 0; t < 4; t++)
-                _mm512_storeu_ps(to + (j + i) * 64 + t * 16, _mm512_mul_ps(c[i][t], f));
+                _mm512_storeu_ps(to + (j + i) * 64 + t * 16, c[i][t]);
     }
 }
 
@@ -4290,16 +4339,17 @@ RA__BF_OP __m512i ra__bf_back_row(const ra__tile *x, const float *from, int32_t 
                         row + 16 < rows ? _mm512_loadu_ps(from + 16) : none);
 }
 
-/* As ra__bf_back_tiles, with masks, changes of scores, dropout and the gradient of the bias. */
+/* P and dS from the products in x->p and x->ds, with all that can be done to them. */
 RA__BF_FN void ra__bf_back_general(const ra__bf_back *b) {
     const ra__tile *x = b->x;
+    const __m512 factor = _mm512_set1_ps(x->x->p.factor);
     __m512i r[2];
     int32_t row, j;
-    ra__bf_back_store(&b->s, x->x->p.factor, x->p);
+    for (j = 0; j < x->keys->n * 64; j += 16)
+        _mm512_storeu_ps(x->p + j, _mm512_mul_ps(_mm512_loadu_ps(x->p + j), factor));
     for (row = 0; row < x->x->p.rows; row += 16) ra__back_weights_avx512(x, row);
-    ra__bf_back_store(&b->dp, 1.0f, x->ds);
     ra__back_general_avx512(x);
-    for (j = 0; j < x->keys->n; j += 2)
+    for (j = 0; j < 64; j += 2)
         for (row = 0; row < 64; row += 32) {
             _mm512_storeu_si512(b->p + j * 64 + row, ra__bf_back_row(x, x->p, j, row));
             _mm512_storeu_si512(b->p + (j + 1) * 64 + row, ra__bf_back_row(x, x->p, j + 1, row));
@@ -4319,7 +4369,7 @@ RA__BF_OP void ra__bf_query_tile(const ra__bf_back *b, int32_t d) {
     int32_t i, j, t;
     ra__prefetch((uintptr_t)(acc + 4 * 64), 1024);
     RA__UNROLL for (i = 0; i < 4; i++)
-        RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = _mm512_setzero_ps();
+        RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = _mm512_loadu_ps(acc + i * 64 + t * 16);
     RA__UNROLL_2 for (j = 0; j < b->x->keys->n; j += 2, k += row, ds += 64) {
         __m512i y[4];
         RA__UNROLL for (t = 0; t < 4; t++) y[t] = ra__bf_load(ds + 16 * t);
@@ -4329,10 +4379,7 @@ RA__BF_OP void ra__bf_query_tile(const ra__bf_back *b, int32_t d) {
         }
     }
     RA__UNROLL for (i = 0; i < 4; i++)
-        RA__UNROLL for (t = 0; t < 4; t++) {
-            float *to = acc + i * 64 + t * 16;
-            _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), c[i][t]));
-        }
+        RA__UNROLL for (t = 0; t < 4; t++) _mm512_storeu_ps(acc + i * 64 + t * 16, c[i][t]);
 }
 
 RA__NOINLINE RA__BF_TARGET void ra__bf_queries(const ra__bf_back *b) {
@@ -4340,63 +4387,77 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_queries(const ra__bf_back *b) {
     for (d = 0; d < b->x->k_dim; d += 4) ra__bf_query_tile(b, d);
 }
 
-/* As ra__bf_queries, for K that holds NaN or infinities which not every row sees. */
-RA__BF_FN void ra__bf_queries_dirty(const ra__bf_back *b) {
-    const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
+/* As ra__bf_queries, of rows from `from` up to `to`, for K that holds NaN or infinities which not
+ * every row sees: key by key, in the order in which vdpbf16ps takes them. */
+RA__BF_FN void ra__bf_queries_dirty(const ra__bf_back *b, int32_t from, int32_t to) {
     const ra__tile *x = b->x;
     int32_t d, t, j, odd;
     for (d = 0; d < x->k_dim; d++)
-        for (t = 0; t < 64; t += 16) {
+        for (t = from; t < to; t += 16) {
             float *acc = x->x->p.acc + d * 64 + t;
-            __m512 c = _mm512_setzero_ps(), y;
+            __m512 c = _mm512_loadu_ps(acc), y;
             for (j = 0; j < x->keys->n; j += 2) {
-                const int64_t at = j / 2 * (int64_t)ra__bf_up(x->k_dim, 16) + d;
-                __m512i k = ra__bf_broadcast((const uint8_t *)x->k_form + 4 * at);
                 __m512i ds = ra__bf_load(b->pairs + j / 2 * 64 + t);
                 for (odd = 1; odd >= 0; odd--) {
+                    uint16_t k;
                     if (j + odd >= x->keys->n) continue;
-                    y = ra__bf_dot(c, ds, odd ? _mm512_and_si512(high, k)
-                                              : _mm512_andnot_si512(high, k));
-                    c = _mm512_mask_blend_ps(
-                        ra__sees_avx512(x->x->p.geo, t, x->keys->pos[j + odd]), c, y);
+                    memcpy(&k, x->keys->k + (j + odd) * x->keys->k_stride + 2 * d, sizeof k);
+                    y = ra__bf_dot(c, ds, _mm512_set1_epi32((int32_t)((uint32_t)k << 16 * odd)));
+                    c = _mm512_mask_blend_ps((__mmask16)(b->s.seen[j + odd] >> t), c, y);
                 }
             }
-            _mm512_storeu_ps(acc, _mm512_add_ps(_mm512_loadu_ps(acc), c));
+            _mm512_storeu_ps(acc, c);
         }
 }
 
-/* What dK and dV have in common, as in KERNEL: a [keys][64], rows as ra__bf_pack_rows has them. */
+/* What dK and dV of one block have in common, as in KERNEL, of one panel or two. */
 typedef struct ra__bf_outer {
-    const ra__tile *x;
-    const uint16_t *a;
-    const float *rows;
+    const ra__tile *x;                 /* [panels] */
+    int32_t panels, dim;
+    const uint16_t *a;                 /* [keys][64], the second panel's RA__BF_SLOT further on */
+    const float *rows[2];              /* as ra__bf_pack_rows has them */
     float *to;
     int64_t stride;
-    int32_t dim;
 } ra__bf_outer;
+
+/* Lanes of 16 columns from d on. */
+RA__BF_OP __mmask16 ra__bf_columns(const ra__bf_outer *o, int32_t d) {
+    const int32_t n = o->dim - d;
+    return n >= 16 ? 0xffff : n > 0 ? ra__first_avx512(n) : 0;
+}
 
 /* 4 keys from j on, 64 columns from d on. */
 RA__BF_OP void ra__bf_key_tile(const ra__bf_outer *o, int32_t d, int32_t j) {
-    const uint8_t *a = (const uint8_t *)(o->a + j * 64);
-    const float *b = o->rows + d * 32;
+    float *to = o->to + j * o->stride + d;
     __m512 c[4][4];
-    int32_t i, r, t;
-    ra__prefetch((uintptr_t)(a + 4 * 128), 512);
+    int32_t e, i, r, t;
     RA__UNROLL for (i = 0; i < 4; i++) {
-        ra__prefetch((uintptr_t)(o->to + (j + 4 + i) * o->stride + d), 256);
-        RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = _mm512_setzero_ps();
+        ra__prefetch((uintptr_t)(to + (4 + i) * o->stride), 256);
+        RA__UNROLL for (t = 0; t < 4; t++) {
+            c[i][t] = _mm512_setzero_ps();
+            if (j + i < o->x->keys->n)
+                c[i][t] = _mm512_maskz_loadu_ps(ra__bf_columns(o, d + 16 * t),
+                                                to + i * o->stride + 16 * t);
+        }
     }
-    RA__UNROLL_2 for (r = 0; r < o->x->x->p.rows; r += 2, a += 4, b += 64) {
-        __m512i y[4];
-        RA__UNROLL for (t = 0; t < 4; t++) y[t] = ra__bf_load(b + 16 * t);
-        RA__UNROLL for (i = 0; i < 4; i++) {
-            __m512i z = ra__bf_broadcast(a + 128 * i);
-            RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
+    for (e = 0; e < o->panels; e++) {
+        const uint8_t *a = (const uint8_t *)(o->a + e * RA__BF_SLOT + j * 64);
+        const float *b = o->rows[e] + d * 32;
+        ra__prefetch((uintptr_t)(a + 4 * 128), 512);
+        RA__UNROLL_2 for (r = 0; r < o->x[e].x->p.rows; r += 2, a += 4, b += 64) {
+            __m512i y[4];
+            RA__UNROLL for (t = 0; t < 4; t++) y[t] = ra__bf_load(b + 16 * t);
+            RA__UNROLL for (i = 0; i < 4; i++) {
+                __m512i z = ra__bf_broadcast(a + 128 * i);
+                RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
+            }
         }
     }
     RA__UNROLL for (i = 0; i < 4; i++)
-        if (j + i < o->x->keys->n)
-            ra__back_add_avx512(o->to + (j + i) * o->stride + d, c[i], o->dim - d);
+        RA__UNROLL for (t = 0; t < 4; t++)
+            if (j + i < o->x->keys->n)
+                _mm512_mask_storeu_ps(to + i * o->stride + 16 * t,
+                                      ra__bf_columns(o, d + 16 * t), c[i][t]);
 }
 
 RA__NOINLINE RA__BF_TARGET void ra__bf_keys(const ra__bf_outer *o) {
@@ -4405,73 +4466,83 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_keys(const ra__bf_outer *o) {
         for (j = 0; j < o->x->keys->n; j += 4) ra__bf_key_tile(o, d, j);
 }
 
-/* As ra__bf_keys, for Q or dO with NaN or infinities in rows that do not see every key: of a pair
- * of rows what does not see the key is taken as 0. */
+/* As ra__bf_keys, for one panel whose Q or dO has NaN or infinities in rows that do not see every
+ * key: of a pair of rows what does not see the key is taken as 0. */
 RA__BF_FN void ra__bf_keys_dirty(const ra__bf_outer *o) {
     const ra__panel *p = &o->x->x->p;
-    int32_t d, j, r, t;
-    for (d = 0; d < o->dim; d += 64)
+    int32_t d, j, r;
+    for (d = 0; d < o->dim; d += 16)
         for (j = 0; j < o->x->keys->n; j++) {
+            float *to = o->to + j * o->stride + d;
             const int32_t pos = o->x->keys->pos[j];
-            __m512 c[4];
-            for (t = 0; t < 4; t++) c[t] = _mm512_setzero_ps();
+            __m512 c = _mm512_maskz_loadu_ps(ra__bf_columns(o, d), to);
             for (r = 0; r < p->rows; r += 2) {
                 const uint32_t low = ra__row_sees(p->geo, r, pos) ? 0xffffu : 0;
                 const uint32_t high = ra__row_sees(p->geo, r + 1, pos) ? 0xffff0000u : 0;
                 const __m512i seen = _mm512_set1_epi32((int32_t)(low | high));
                 __m512i z = ra__bf_broadcast((const uint8_t *)(o->a + j * 64 + r));
-                for (t = 0; t < 4; t++) {
-                    __m512i y = ra__bf_load(o->rows + d * 32 + r / 2 * 64 + t * 16);
-                    c[t] = ra__bf_dot(c[t], _mm512_and_si512(y, seen), _mm512_and_si512(z, seen));
-                }
+                __m512i y = ra__bf_load(o->rows[0] + d / 64 * 64 * 32 + r / 2 * 64 + d % 64);
+                c = ra__bf_dot(c, _mm512_and_si512(y, seen), _mm512_and_si512(z, seen));
             }
-            ra__back_add_avx512(o->to + j * o->stride + d, c, o->dim - d);
+            _mm512_mask_storeu_ps(to, ra__bf_columns(o, d), c);
         }
 }
 
-RA__BF_FN void ra__bf_outers(const ra__bf_outer *o) {
-    if (o->x->partial && !o->x->x->clean) ra__bf_keys_dirty(o);
-    else ra__bf_keys(o);
+RA__BF_OP int32_t ra__bf_is_dirty(const ra__tile *x) { return x->partial && !x->x->clean; }
+
+/* 1 if two tiles must go one after the other: some sum would meet its terms in another order. */
+RA__BF_OP int32_t ra__bf_in_turn(const ra__tile *x) {
+    return x->v_in_k || ra__bf_is_dirty(x) || ra__bf_is_dirty(x + 1);
 }
 
-RA__BF_FN void ra__fold_back_bf16(const ra__tile *x) {
-    const ra__back_panel *p = x->x;
+/* dV of n tiles, of which P of the first is p; dk: dK, of which dS is. */
+RA__BF_OP ra__bf_outer ra__bf_outer_of(const ra__tile *x, int32_t n, const uint16_t *p,
+                                       int32_t dk) {
     ra__bf_outer o;
-    ra__bf_back b;
-    b.x = x;
-    b.p = (uint16_t *)(void *)x->form;
-    b.ds = b.p + 64 * 64;
-    b.pairs = x->form + 64 * 64;
-    b.g = p->p;
-    b.g.q = p->g;
-    b.v = *x->keys;
-    b.v.k = x->keys->v;
-    b.v.k_stride = x->keys->v_stride;
-    b.s.p = &p->p;
-    b.s.keys = x->keys;
-    b.s.k_dim = x->k_dim;
-    b.dp.p = &b.g;
-    b.dp.keys = &b.v;
-    b.dp.k_dim = x->v_dim;
-    b.s.row = b.dp.row = 0;
-    if (x->partial || ra__score_is_modified(&p->p.score) || p->p.drop.least || p->d_bias)
-        ra__bf_back_general(&b);
-    else ra__bf_back_tiles(&b);
-    if (x->want_q && x->partial && !x->k_clean) ra__bf_queries_dirty(&b);
-    else if (x->want_q) ra__bf_queries(&b);
+    int32_t e;
     o.x = x;
-    o.a = b.p;
-    o.rows = p->g_rows;
-    o.to = x->dv;
-    o.stride = x->dv_stride;
-    o.dim = x->v_dim;
-    if (x->dv) ra__bf_outers(&o);
-    o.a = b.ds;
-    o.rows = p->q_rows;
-    o.to = x->dk;
-    o.stride = x->dk_stride;
-    o.dim = x->k_dim;
-    if (x->dk) ra__bf_outers(&o);
+    o.panels = n;
+    o.a = dk ? p + RA__BF_SLOT / 2 : p;
+    for (e = 0; e < n; e++) o.rows[e] = dk ? x[e].x->q_rows : x[e].x->g_rows;
+    o.to = dk ? x->dk : x->dv;
+    o.stride = dk ? x->dk_stride : x->dv_stride;
+    o.dim = dk ? x->k_dim : x->v_dim;
+    return o;
+}
+
+/* dK and dV of n tiles, one or two, whose P and dS begin at p. */
+RA__BF_FN void ra__bf_outers(const ra__tile *x, int32_t n, const uint16_t *p) {
+    int32_t dk;
+    if (n == 2 && ra__bf_in_turn(x)) {
+        ra__bf_outers(x, 1, p);
+        ra__bf_outers(x + 1, 1, p + RA__BF_SLOT);
+        return;
+    }
+    for (dk = 0; dk < 2; dk++) {
+        const ra__bf_outer o = ra__bf_outer_of(x, n, p, dk);
+        if (!o.to) continue;
+        if (ra__bf_is_dirty(x)) ra__bf_keys_dirty(&o);
+        else ra__bf_keys(&o);
+    }
+}
+
+RA__BF_FN void ra__fold_back_bf16(const ra__tile *x, int32_t count) {
+    ra__bf_back b;
+    int32_t i;
+    for (i = 0; i < count; i++) {
+        ra__bf_back_open(&b, x + i, i % 2, 2);
+        if (ra__bf_back_is_general(b.x)) {
+            ra__bf_back_store(&b.s, b.x->p);
+            ra__bf_back_store(&b.dp, b.x->ds);
+            ra__bf_back_general(&b);
+        } else {
+            ra__bf_back_tiles(&b);
+        }
+        if (x->want_q && x[i].partial && !x->k_clean) ra__bf_queries_dirty(&b, 0, 64);
+        else if (x->want_q) ra__bf_queries(&b);
+        if (i % 2) ra__bf_outers(x + i - 1, 2, b.p - RA__BF_SLOT);
+        else if (i == count - 1) ra__bf_outers(x + i, 1, b.p);
+    }
 }
 
 /* Rows of bf16 as pairs of rows, [dim by 64s][32][64 columns]; what is not there is 0. Returns 0 if
@@ -4496,8 +4567,10 @@ RA__BF_FN int32_t ra__bf_pack_rows(float *to, const ra__source *s, int32_t rows)
     return !bad;
 }
 
-/* dO of another dtype is rounded to bf16, in the half of g_rows that the pairs leave. */
-RA__BF_FN void ra__load_back_bf16(ra__back_panel *x, const ra__source *q, const ra__source *g) {
+/* Dims of Q and dO are padded to `up`. dO of another dtype is rounded to bf16, in the half of
+ * g_rows that the pairs leave. */
+RA__BF_FN void ra__bf_load_back(ra__back_panel *x, const ra__source *q, const ra__source *g,
+                                int32_t up) {
     ra__panel as_q = x->p;
     ra__source bf = *g;
     int32_t row, d;
@@ -4515,15 +4588,20 @@ RA__BF_FN void ra__load_back_bf16(ra__back_panel *x, const ra__source *q, const 
                                  RA_BF16, n);
             }
     }
-    ra__load_q_bf16(&x->p, q->data, q->stride, RA_BF16, q->dim);
-    ra__load_q_bf16(&as_q, bf.data, bf.stride, RA_BF16, g->dim);
+    ra__bf_load_q(&x->p, q->data, q->stride, q->dim, ra__bf_up(q->dim, up));
+    ra__bf_load_q(&as_q, bf.data, bf.stride, g->dim, ra__bf_up(g->dim, up));
     x->clean = ra__bf_pack_rows(x->q_rows, q, x->p.rows);
     x->clean &= ra__bf_pack_rows(x->g_rows, &bf, x->p.rows);
+}
+
+RA__BF_FN void ra__load_back_bf16(ra__back_panel *x, const ra__source *q, const ra__source *g) {
+    ra__bf_load_back(x, q, g, 2);
 }
 
 /* Pairs of keys of K, then copies of K and V without gaps. */
 RA__BF_FN void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
     ra__sizes_avx512(out, d, 1);
+    out->s = 4 * RA__BF_SLOT + 128 * 64;
     out->batch = d->k_dim + d->v_dim <= 160 ? 8 : 4; /* 48 KB each at D 64: they stay in L2 */
     out->k = 128 * (int64_t)(ra__bf_up(d->k_dim, 16) + d->k_dim);
     out->v = d->v_in_k ? 0 : 128 * (int64_t)d->v_dim;
@@ -4574,7 +4652,7 @@ static const ra__kernel ra__kernel_bf16 = {
     ra__fold_back_bf16, ra__put_grad_avx512};
 
 /* ========================================================================== AMX
- * The same forward by tiles of 16 rows of 64 bytes: C[16][16] f32 += A B, A being 16 rows of 32
+ * The same by tiles of 16 rows of 64 bytes: C[16][16] f32 += A B, A being 16 rows of 32
  * bf16, B 16 rows of 16 pairs. q, p, acc and s are laid out as in AVX512 BF16, so that
  *   S^T: A = K as stored, 16 keys x 32 dims;   B = q, 16 pairs of dims x 16 query rows
  *   O^T: A = V^T, 16 dims x 32 keys, packed;   B = p, 16 pairs of keys x 16 query rows
@@ -4604,8 +4682,12 @@ static const ra__kernel ra__kernel_bf16 = {
 typedef struct ra__amx {
     ra__bf_work item[3];
     float *sums;                       /* where tiles 0..3 belong, or null */
-    const ra__bf_work *exps;           /* the item whose p is being made */
-    int32_t piece, pieces, each;       /* next one, how many, and after each product */
+    int64_t stride;                    /* of their rows, bytes */
+    const ra__bf_work *exps;           /* the item whose p is being made, in backward */
+    const ra__bf_back *back;           /* this one's P and dS, */
+    int32_t row;                       /* rows from here on */
+    int32_t piece, pieces, each;       /* next one, how many, and after each product: in backward */
+    int32_t wait;                      /* `each` products go by from one to the next */
 #if defined(RA__AMX_SOFT)
     uint8_t tile[8][1024];
 #endif
@@ -4668,7 +4750,6 @@ RA__AMX_OP void ra__tile_zero(ra__amx *x, int32_t c) {
     default: __asm__ volatile("tilezero %%tmm3" : :); break;
     }
 }
-/* Tiles 0 to 3, 6 and 7. */
 RA__AMX_OP void ra__tile_load(ra__amx *x, int32_t i, const void *p, int64_t n) {
     (void)x;
     switch (i) {
@@ -4676,6 +4757,8 @@ RA__AMX_OP void ra__tile_load(ra__amx *x, int32_t i, const void *p, int64_t n) {
     case 1: __asm__ volatile("tileloadd (%0,%1), %%tmm1" : : "r"(p), "r"(n) : "memory"); break;
     case 2: __asm__ volatile("tileloadd (%0,%1), %%tmm2" : : "r"(p), "r"(n) : "memory"); break;
     case 3: __asm__ volatile("tileloadd (%0,%1), %%tmm3" : : "r"(p), "r"(n) : "memory"); break;
+    case 4: __asm__ volatile("tileloadd (%0,%1), %%tmm4" : : "r"(p), "r"(n) : "memory"); break;
+    case 5: __asm__ volatile("tileloadd (%0,%1), %%tmm5" : : "r"(p), "r"(n) : "memory"); break;
     case 6: __asm__ volatile("tileloadd (%0,%1), %%tmm6" : : "r"(p), "r"(n) : "memory"); break;
     default: __asm__ volatile("tileloadd (%0,%1), %%tmm7" : : "r"(p), "r"(n) : "memory"); break;
     }
@@ -4724,87 +4807,147 @@ RA__AMX_OP void ra__amx_piece(const ra__bf_work *w, int32_t piece) {
     _mm512_storeu_si512(w->pairs + j * 64 + row, _mm512_or_si512(_mm512_srli_epi32(a, 16), b));
 }
 
+/* P and dS of two keys and 32 rows, from products; rounded by half a step, for conversions to bf16
+ * are slow beside tile products. */
+RA__NOINLINE RA__AMX_TARGET void ra__amx_back_piece(const ra__bf_back *b, int32_t row, int32_t j) {
+    static const uint16_t upper[32] = {
+        1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+        33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63 };
+    const __m512i order = _mm512_loadu_si512(upper), half = _mm512_set1_epi32(0x8000);
+    const __m512 factor = _mm512_set1_ps(b->x->x->p.factor), scale = _mm512_set1_ps(b->x->scale);
+    __m512i p[2], ds[2][2];
+    int32_t i, t;
+    RA__UNROLL for (i = 0; i < 2; i++) {
+        RA__UNROLL for (t = 0; t < 2; t++) {
+            const int32_t to = row + 16 * t, at = (j + i) * 64 + to;
+            const __mmask16 m = (__mmask16)(b->s.seen[j + i] >> to);
+            __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(b->x->p + at), factor,
+                                       _mm512_loadu_ps(b->s.use + to));
+            __m512 y = _mm512_fmsub_ps(_mm512_loadu_ps(b->x->ds + at), scale,
+                                       _mm512_loadu_ps(b->dp.use + to));
+            x = _mm512_maskz_mov_ps(m, ra__bf_back_exp(x));
+            y = _mm512_maskz_mul_ps(m, x, y);
+            p[t] = _mm512_add_epi32(_mm512_castps_si512(x), half);
+            ds[i][t] = _mm512_add_epi32(_mm512_castps_si512(y), half);
+        }
+        _mm512_storeu_si512(b->p + (j + i) * 64 + row,
+                            _mm512_permutex2var_epi16(p[0], order, p[1]));
+        _mm512_storeu_si512(b->ds + (j + i) * 64 + row,
+                            _mm512_permutex2var_epi16(ds[i][0], order, ds[i][1]));
+    }
+    RA__UNROLL for (t = 0; t < 2; t++)
+        _mm512_storeu_si512(b->pairs + j / 2 * 64 + row + 16 * t,
+                            _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(ds[0][t], 16),
+                                                    ds[1][t]));
+}
+
 /* The next few pieces. */
 RA__AMX_OP void ra__amx_some(ra__amx *x, int32_t n) {
     for (; n > 0 && x->piece < x->pieces; n--) ra__amx_piece(x->exps, x->piece++);
 }
 
-/* One group of four sums c[32][32], rows 64 floats apart, over n steps of 32: A is two tiles of 16
- * rows, `far` bytes apart, B two of 16 columns side by side. */
+RA__AMX_OP void ra__amx_back_some(ra__amx *x) {
+    if (x->piece == x->pieces || ++x->wait < x->each) return;
+    ra__amx_back_piece(x->back, x->row, 2 * x->piece++);
+    x->wait = 0;
+}
+
+/* One group of four sums c[32][32], over `runs` runs of n steps of 32: A is two tiles of 16 rows,
+ * `far` bytes apart, B two of 16 columns side by side, rows 256 bytes apart. */
 typedef struct ra__amx_group {
     const uint8_t *a, *b;
     int64_t a_stride, far, a_step, b_step;
-    int32_t n;
+    int64_t a_run, b_run;              /* from run to run */
+    int32_t n, runs;
     float *c;
+    int64_t c_stride;                  /* bytes */
 } ra__amx_group;
 
-RA__AMX_OP float *ra__amx_at(float *c, int32_t i) { return c + i / 2 * 16 * 64 + i % 2 * 16; }
-
-/* The sums of the group before leave tile i, and those of this one enter: zero, or as they are. */
-RA__AMX_OP void ra__amx_turn(ra__amx *x, float *c, int32_t i, const int32_t fresh) {
-    if (x->sums) ra__tile_store(x, i, ra__amx_at(x->sums, i), 256);
-    if (fresh) ra__tile_zero(x, i);
-    else ra__tile_load(x, i, ra__amx_at(c, i), 256);
+/* What most groups have: one run; sums [32][64]. */
+RA__AMX_OP void ra__amx_group_clear(ra__amx_group *g) {
+    memset(g, 0, sizeof *g);
+    g->runs = 1;
+    g->c_stride = 256;
+    g->b_step = 16 * 256;
 }
 
-RA__AMX_OP void ra__amx_multiply(ra__amx *x, const ra__amx_group *g, const int32_t fresh) {
+RA__AMX_OP void *ra__amx_at(float *c, int64_t stride, int32_t i) {
+    return (uint8_t *)c + i / 2 * 16 * stride + i % 2 * 64;
+}
+
+/* The sums of the group before leave tile i, and those of this one enter: zero, or as they are. */
+RA__AMX_OP void ra__amx_turn(ra__amx *x, const ra__amx_group *g, int32_t i, const int32_t fresh) {
+    if (x->sums) ra__tile_store(x, i, ra__amx_at(x->sums, x->stride, i), x->stride);
+    if (fresh) ra__tile_zero(x, i);
+    else ra__tile_load(x, i, ra__amx_at(g->c, g->c_stride, i), g->c_stride);
+}
+
+enum { RA__AMX_FRESH = 1, RA__AMX_BACK = 2, RA__AMX_NEAR = 4 }; /* NEAR: A is in the L1 cache */
+
+RA__AMX_OP void ra__amx_multiply(ra__amx *x, const ra__amx_group *g, const int32_t form) {
     const uint8_t *a = g->a, *b = g->b;
-    int32_t k, i;
-    for (k = 0; k < g->n; k++, a += g->a_step, b += g->b_step) {
-        ra__tile_stream(x, 4, a, g->a_stride);
-        ra__tile_load(x, 6, b, 256);
-        RA__UNROLL for (i = 0; i < 4; i++) {
-            if (i == 1) ra__tile_load(x, 7, b + 64, 256);
-            if (i == 2) ra__tile_stream(x, 5, a + g->far, g->a_stride);
-            if (k == 0) ra__amx_turn(x, g->c, i, fresh);
-            ra__tile_dot(x, i);
-            ra__amx_some(x, x->each);
+    int32_t run, k, i, first = 1;
+    for (run = 0; run < g->runs; run++, a = g->a + run * g->a_run, b = g->b + run * g->b_run)
+        for (k = 0; k < g->n; k++, a += g->a_step, b += g->b_step, first = 0) {
+            if (form & RA__AMX_NEAR) ra__tile_load(x, 4, a, g->a_stride);
+            else ra__tile_stream(x, 4, a, g->a_stride);
+            ra__tile_load(x, 6, b, 256);
+            RA__UNROLL for (i = 0; i < 4; i++) {
+                if (i == 1) ra__tile_load(x, 7, b + 64, 256);
+                if (i == 2 && form & RA__AMX_NEAR) ra__tile_load(x, 5, a + g->far, g->a_stride);
+                else if (i == 2) ra__tile_stream(x, 5, a + g->far, g->a_stride);
+                if (first) ra__amx_turn(x, g, i, form & RA__AMX_FRESH);
+                ra__tile_dot(x, i);
+                if (form & RA__AMX_BACK) ra__amx_back_some(x);
+                else ra__amx_some(x, x->each);
+            }
         }
-    }
     x->sums = g->c;
+    x->stride = g->c_stride;
 }
 
 RA__AMX_OP void ra__amx_flush(ra__amx *x) {
     int32_t i;
     if (!x->sums) return;
-    RA__UNROLL for (i = 0; i < 4; i++) ra__tile_store(x, i, ra__amx_at(x->sums, i), 256);
+    RA__UNROLL for (i = 0; i < 4; i++)
+        ra__tile_store(x, i, ra__amx_at(x->sums, x->stride, i), x->stride);
     x->sums = NULL;
 }
 
 /* s of an item. */
-RA__AMX_OP void ra__amx_scores(ra__amx *x, const ra__bf_work *w) {
+RA__AMX_OP void ra__amx_scores(ra__amx *x, const ra__bf_work *w, const int32_t form) {
     ra__amx_group g;
     int32_t j;
+    ra__amx_group_clear(&g);
     g.a_stride = w->keys->k_stride;
     g.far = 16 * g.a_stride;
     g.a_step = 64;
     g.b = (const uint8_t *)(w->p->q + w->row);
-    g.b_step = 16 * 256;
     g.n = ra__bf_up(w->k_dim, 32) / 32;
     for (j = w->first; j < w->last; j += 32) {
         g.a = w->keys->k + j * g.a_stride;
         g.c = w->s + j * 64 + w->row;
-        ra__amx_multiply(x, &g, 1);
-        ra__ask(w->p->ahead);
+        ra__amx_multiply(x, &g, form | RA__AMX_FRESH);
+        if (!(form & RA__AMX_BACK)) ra__ask(w->p->ahead);
     }
 }
 
 /* acc += V^T p of an item. */
-RA__AMX_OP void ra__amx_values(ra__amx *x, const ra__bf_work *w) {
+RA__AMX_OP void ra__amx_values(ra__amx *x, const ra__bf_work *w, const int32_t form) {
     const int32_t dims = ra__bf_up(w->v_dim, 32);
     ra__amx_group g;
     int32_t d;
+    ra__amx_group_clear(&g);
     g.a_stride = 64;
     g.far = 16 * 64;
     g.a_step = 64 * dims;
     g.b = (const uint8_t *)(w->pairs + w->first / 2 * 64 + w->row);
-    g.b_step = 16 * 256;
     g.n = (w->last - w->first) / 32;
     for (d = 0; d < dims; d += 32) {
         g.a = w->keys->v + w->first / 32 * g.a_step + d * 64;
         g.c = w->p->acc + d * 64 + w->row;
-        ra__amx_multiply(x, &g, 0);
-        ra__ask(w->p->ahead);
+        ra__amx_multiply(x, &g, form);
+        if (!(form & RA__AMX_BACK)) ra__ask(w->p->ahead);
     }
 }
 
@@ -4864,8 +5007,8 @@ RA__AMX_FN void ra__amx_stage(ra__amx *x, ra__bf_work *a, ra__bf_work *b, ra__bf
     x->piece = b ? b->first : 0;
     x->pieces = b ? b->last : 0;
     x->each = products ? (x->pieces - x->piece + products - 1) / products : 0;
-    if (a) ra__amx_scores(x, a);
-    if (c && !dirty) ra__amx_values(x, c);
+    if (a) ra__amx_scores(x, a, 0);
+    if (c && !dirty) ra__amx_values(x, c, 0);
     if (b) ra__amx_some(x, 64);
     if (!c || dirty) ra__amx_flush(x);
     if (dirty) ra__amx_values_dirty(c);
@@ -4953,10 +5096,20 @@ RA__AMX_FN int32_t ra__amx_pack_v(uint8_t *to, const ra__keys *keys, int32_t dim
     return !bad;
 }
 
+/* Copies rows to where tiles may read: zeros up to 32 dims and in all 64 rows. */
+RA__AMX_FN void ra__amx_pad(uint8_t *to, const uint8_t **from, int64_t *stride, int32_t rows,
+                            int32_t dim) {
+    const int64_t row = 2 * (int64_t)ra__bf_up(dim, 32);
+    int32_t j;
+    memset(to, 0, 64 * (size_t)row);
+    for (j = 0; j < rows; j++) memcpy(to + j * row, *from + j * *stride, 2 * (size_t)dim);
+    *from = to;
+    *stride = row;
+}
+
 RA__AMX_FN void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__store *store,
                                 int32_t partial) {
     const int64_t row = 2 * (int64_t)ra__bf_up(d->k_dim, 32);
-    int32_t j;
     (void)partial;
     if (d->v_in_k) {
         keys->v = keys->k + 2 * (int64_t)d->v_column;
@@ -4964,21 +5117,215 @@ RA__AMX_FN void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__stor
     }
     keys->v_clean = ra__amx_pack_v(store->v, keys, d->v_dim);
     keys->v = store->v;
-    if (d->k_dim % 32 == 0 && keys->n % 32 == 0 && (!store->shared || keys->k_stride == row))
+    if (d->k_dim % 32 || keys->n % 32 || (store->shared && keys->k_stride != row))
+        ra__amx_pad(store->k, &keys->k, &keys->k_stride, keys->n, d->k_dim);
+}
+
+/* ---- backward: the products of AVX512 BF16's in tiles, of
+ *   S^T, dP^T: A = K, V as stored, 16 keys x 32 dims;   B = q, g, 16 pairs of dims x 16 query rows
+ *   dQ^T:      A = K^T, 16 dims x 32 keys, packed;      B = dS, 16 pairs of keys x 16 query rows
+ *   dV, dK:    A = P, dS, 16 keys x 32 query rows;      B = dO, Q, 16 pairs of rows x 16 columns
+ * An item is 32 rows of a panel against 64 keys. In one stage the products that lead to S and dP of
+ * item i, P and dS of item i - 1 and dQ of item i - 2 run beside one another, and then dV and dK of
+ * two panels, if those are through: fewer would load and store sums too often. */
+typedef struct ra__amx_back {
+    ra__amx x;
+    const ra__tile *tiles;
+    int32_t count;
+    ra__bf_back of[2];                 /* tiles under way, by parity */
+} ra__amx_back;
+enum { RA__AMX_SLOTS = 4 };            /* P and dS of two pairs of panels: one is made, one used */
+
+/* Numbers without the payloads of NaN, which could be lost in rounding. */
+RA__AMX_OP __m512 ra__amx_quiet(__m512 x) {
+    return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q),
+                              _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
+}
+
+RA__AMX_FN void ra__amx_back_open(ra__bf_back *b, const ra__tile *x, int32_t i) {
+    const __m512 scale = _mm512_set1_ps(x->scale);
+    int32_t row;
+    ra__bf_back_open(b, x, i % RA__AMX_SLOTS, RA__AMX_SLOTS);
+    b->s.s = x->p;
+    b->dp.s = x->ds;
+    b->s.first = b->dp.first = 0;
+    b->s.last = b->dp.last = ra__bf_up(x->keys->n, 32);
+    for (row = 0; row < 64; row += 16) {
+        __m512 delta = _mm512_mul_ps(scale, _mm512_loadu_ps(x->x->p.l + row));
+        _mm512_storeu_ps(b->s.use + row, ra__amx_quiet(_mm512_loadu_ps(x->x->p.m + row)));
+        _mm512_storeu_ps(b->dp.use + row, ra__amx_quiet(delta));
+    }
+}
+
+/* dQ of an item. */
+RA__AMX_FN void ra__amx_back_queries(ra__amx *x, const ra__bf_back *b, int32_t row) {
+    ra__keys keys = *b->x->keys;
+    ra__bf_work w;
+    keys.v = (const uint8_t *)b->x->k_form;
+    w.p = &b->x->x->p;
+    w.keys = &keys;
+    w.pairs = b->pairs;
+    w.v_dim = b->x->k_dim;
+    w.row = row;
+    w.first = 0;
+    w.last = b->s.last;
+    ra__amx_values(x, &w, RA__AMX_BACK);
+}
+
+/* Sums of dK or dV that are short of 32 keys or columns: from memory to [32][32], or back. */
+RA__AMX_FN void ra__amx_edge(const ra__bf_outer *o, int32_t d, int32_t j, float *c, int32_t back) {
+    int32_t i, t;
+    for (i = 0; i < 32; i++)
+        for (t = 0; t < 32; t += 16) {
+            const __mmask16 m = j + i < o->x->keys->n ? ra__bf_columns(o, d + t) : 0;
+            float *at = o->to + (j + i) * o->stride + d + t;
+            if (back) _mm512_mask_storeu_ps(at, m, _mm512_loadu_ps(c + i * 32 + t));
+            else _mm512_storeu_ps(c + i * 32 + t, _mm512_maskz_loadu_ps(m, at));
+        }
+}
+
+/* dK or dV, as ra__bf_keys. */
+RA__AMX_FN void ra__amx_keys(ra__amx *x, const ra__bf_outer *o) {
+    float edge[32 * 32];
+    ra__amx_group g;
+    int32_t d, j;
+    ra__amx_group_clear(&g);
+    g.a_stride = 128;
+    g.far = 16 * 128;
+    g.a_step = 64;
+    g.a_run = 2 * RA__BF_SLOT;
+    g.n = 2;
+    g.runs = o->panels;
+    if (o->panels == 2) g.b_run = (const uint8_t *)o->rows[1] - (const uint8_t *)o->rows[0];
+    for (d = 0; d < o->dim; d += 32)
+        for (j = 0; j < o->x->keys->n; j += 32) {
+            const int32_t whole = o->dim - d >= 32 && o->x->keys->n - j >= 32;
+            g.a = (const uint8_t *)(o->a + j * 64);
+            g.b = (const uint8_t *)(o->rows[0] + d / 64 * 64 * 32 + d % 64);
+            g.c = whole ? o->to + j * o->stride + d : edge;
+            g.c_stride = whole ? o->stride * 4 : 128;
+            if (!whole) ra__amx_edge(o, d, j, edge, 0);
+            ra__amx_multiply(x, &g, RA__AMX_BACK | RA__AMX_NEAR);
+            if (whole) continue;
+            ra__amx_flush(x);
+            ra__amx_edge(o, d, j, edge, 1);
+        }
+}
+
+/* dV and dK of n tiles, as ra__bf_outers. */
+RA__AMX_FN void ra__amx_outers(ra__amx *x, const ra__tile *t, int32_t n, const uint16_t *p) {
+    int32_t dk;
+    if (n == 2 && ra__bf_in_turn(t)) {
+        ra__amx_outers(x, t, 1, p);
+        ra__amx_outers(x, t + 1, 1, p + RA__BF_SLOT);
         return;
-    memset(store->k, 0, 64 * (size_t)row);
-    for (j = 0; j < keys->n; j++)
-        memcpy(store->k + j * row, keys->k + j * keys->k_stride, 2 * (size_t)d->k_dim);
-    keys->k = store->k;
-    keys->k_stride = row;
+    }
+    for (dk = 0; dk < 2; dk++) {
+        const ra__bf_outer o = ra__bf_outer_of(t, n, p, dk);
+        const int32_t dirty = ra__bf_is_dirty(t);
+        if (!o.to) continue;
+        if (t->v_in_k || dirty) ra__amx_flush(x);
+        if (dirty) ra__bf_keys_dirty(&o);
+        else ra__amx_keys(x, &o);
+    }
+}
+
+/* Products that use item k: dQ, and dV and dK behind the last item of two panels. */
+RA__AMX_FN void ra__amx_back_use(ra__amx_back *s, int32_t k) {
+    const int32_t i = k / 2, n = i % 2 + 1;
+    const ra__bf_back *b = &s->of[i % 2];
+    if (b->x->want_q && b->x->partial && !b->x->k_clean) {
+        ra__amx_flush(&s->x);
+        ra__bf_queries_dirty(b, k % 2 * 32, k % 2 * 32 + 32);
+    } else if (b->x->want_q) {
+        ra__amx_back_queries(&s->x, b, k % 2 * 32);
+    }
+    if (k % 2 && (n == 2 || i == s->count - 1))
+        ra__amx_outers(&s->x, s->tiles + i + 1 - n, n, b->p - (n - 1) * RA__BF_SLOT);
+}
+
+/* P and dS of item k are to be made, spread over S, dP and dQ of the other items. */
+RA__AMX_FN void ra__amx_back_begin(ra__amx_back *s, int32_t k) {
+    const int32_t dims = 2 * ra__bf_up(s->tiles->k_dim, 32) + ra__bf_up(s->tiles->v_dim, 32);
+    ra__amx *x = &s->x;
+    x->back = &s->of[k / 2 % 2];
+    x->row = k % 2 * 32;
+    x->piece = x->wait = 0;
+    x->pieces = x->back->s.last / 2;
+    x->each = dims / 128;              /* 64 keys: 2 dims / 8 products, 32 pieces */
+    if (!ra__bf_back_is_general(x->back->x)) return;
+    x->pieces = 0;
+    if (k % 2) ra__bf_back_general(x->back);
+}
+
+/* Stage k: the products of item k, P and dS of item k - 1, the products of item k - 2. */
+RA__AMX_FN void ra__amx_back_stage(ra__amx_back *s, int32_t k) {
+    const int32_t items = 2 * s->count;
+    ra__amx *x = &s->x;
+    ra__bf_back *b = &s->of[k / 2 % 2];
+    x->piece = x->pieces = 0;
+    if (k < items && k % 2 == 0) ra__amx_back_open(b, s->tiles + k / 2, k / 2);
+    if (k > 0 && k <= items) ra__amx_back_begin(s, k - 1);
+    if (k < items) {
+        b->s.row = b->dp.row = k % 2 * 32;
+        ra__amx_scores(x, &b->s, RA__AMX_BACK);
+        ra__amx_scores(x, &b->dp, RA__AMX_BACK);
+    }
+    if (k > 1) ra__amx_back_use(s, k - 2);
+    if (k < 2 || !s->tiles->want_q) ra__amx_flush(x);
+    while (x->piece < x->pieces) ra__amx_back_piece(x->back, x->row, 2 * x->piece++);
+}
+
+RA__AMX_FN void ra__fold_back_amx(const ra__tile *tiles, int32_t count) {
+    ra__amx_back s;
+    int32_t k;
+    s.tiles = tiles;
+    s.count = count;
+    s.x.sums = NULL;
+    ra__tile_begin(&s.x);
+    for (k = 0; k < 2 * count + 2; k++) ra__amx_back_stage(&s, k);
+    ra__amx_flush(&s.x);
+    ra__tile_end();
+}
+
+RA__AMX_FN void ra__load_back_amx(ra__back_panel *x, const ra__source *q, const ra__source *g) {
+    ra__bf_load_back(x, q, g, 32);
+}
+
+/* K^T, then K and V as tiles may read them. */
+RA__AMX_FN void ra__sizes_back_amx(ra__bytes *out, const ra_desc *d) {
+    ra__sizes_back_bf16(out, d);
+    out->s = RA__AMX_SLOTS * 2 * RA__BF_SLOT + 128 * 64;
+    out->k = 2 * 128 * (int64_t)ra__bf_up(d->k_dim, 32);
+    out->v = 128 * (int64_t)ra__bf_up(d->v_dim, 32);
+}
+
+RA__AMX_FN int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d, const ra__store *store,
+                                        int32_t partial) {
+    ra__keys as_v = *keys;
+    int32_t clean;
+    (void)partial;
+    as_v.v = keys->k;
+    as_v.v_stride = keys->k_stride;
+    clean = ra__amx_pack_v(store->k, &as_v, d->k_dim);
+    if (d->v_in_k) {
+        keys->v = keys->k + 2 * (int64_t)d->v_column;
+        keys->v_stride = keys->k_stride;
+    }
+    if (d->k_dim % 32 || keys->n % 32 || keys->k_stride % RA__ALIAS == 0)
+        ra__amx_pad(store->k + 128 * (int64_t)ra__bf_up(d->k_dim, 32), &keys->k, &keys->k_stride,
+                    keys->n, d->k_dim);
+    if (d->v_dim % 32 || keys->n % 32 || keys->v_stride % RA__ALIAS == 0)
+        ra__amx_pad(store->v, &keys->v, &keys->v_stride, keys->n, d->v_dim);
+    return clean;
 }
 
 static const ra__kernel ra__kernel_amx = {
     RA_ISA_AMX, ra__sizes_amx, ra__widen_avx512, ra__prepare_amx, ra__load_q_amx,
     ra__load_acc_amx, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
     NULL, NULL, NULL, NULL,
-    ra__sizes_back_avx512, ra__prepare_back_avx512, ra__load_back_avx512, ra__deltas_avx512,
-    ra__fold_back_avx512, ra__put_grad_avx512};
+    ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_amx, ra__deltas_avx512,
+    ra__fold_back_amx, ra__put_grad_avx512};
 
 #undef RA__AMX_TARGET
 #undef RA__AMX_FN
@@ -7648,7 +7995,7 @@ typedef struct ra__back_scratch {
     ra__seg seg[RA__BACK_PANELS];
     ra__bounds bounds[RA__BACK_PANELS];
     int32_t head[RA__BACK_PANELS];
-    ra__tile tile;
+    ra__tile tile[RA__BACK_PANELS];
     ra__store store;
     int32_t *pos;
     int32_t panels;                    /* as many as the kernel likes */
@@ -7659,6 +8006,7 @@ typedef struct ra__back_scratch {
 
 static void ra__back_carve(ra__arena *a, const ra_desc *d, ra__back_scratch *x) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float), tile = lane * RA_BLOCK_TOKENS;
+    const int64_t k_dim = ra__round_up(d->k_dim, 32); /* as AMX pads */
     ra__bytes size;
     ra__kernel_of(d)->sizes_back(&size, d);
     memset(x, 0, sizeof *x);
@@ -7666,21 +8014,21 @@ static void ra__back_carve(ra__arena *a, const ra_desc *d, ra__back_scratch *x) 
     size.batch = 1;
     for (int32_t i = 0; i < x->panels; i++) {
         ra__back_panel *p = &x->panel[i];
-        p->p.q = (float *)ra__carve(a, lane * d->k_dim);
-        p->p.acc = (float *)ra__carve(a, lane * ra__round_up(d->k_dim, 32)); /* as AMX pads */
+        p->p.q = (float *)ra__carve(a, lane * k_dim);
+        p->p.acc = (float *)ra__carve(a, lane * k_dim);
         p->p.m = (float *)ra__carve(a, lane);
         p->p.l = (float *)ra__carve(a, lane);
-        p->g = (float *)ra__carve(a, lane * d->v_dim);
+        p->g = (float *)ra__carve(a, lane * ra__round_up(d->v_dim, 32));
         p->q_rows = (float *)ra__carve(a, lane * ra__round_up(d->k_dim, RA_BLOCK_TOKENS));
         p->g_rows = (float *)ra__carve(a, lane * ra__round_up(d->v_dim, RA_BLOCK_TOKENS));
         x->rows[i] = (ra__rows *)ra__carve(a, (int64_t)sizeof(ra__rows));
     }
-    x->tile.p = (float *)ra__carve(a, tile);
-    x->tile.ds = (float *)ra__carve(a, tile);
-    x->tile.form = (float *)ra__carve(a, lane * 96);
-    x->tile.cap = (float *)ra__carve(a, d->softcap > 0.0f ? tile : 0);
-    x->tile.drop = (float *)ra__carve(a, d->dropout > 0.0f ? tile : 0);
+    x->tile->p = (float *)ra__carve(a, tile);
+    x->tile->ds = (float *)ra__carve(a, tile);
+    x->tile->cap = (float *)ra__carve(a, d->softcap > 0.0f ? tile : 0);
+    x->tile->drop = (float *)ra__carve(a, d->dropout > 0.0f ? tile : 0);
     ra__store_carve(a, &size, 1, &x->store);
+    x->tile->form = x->store.s;
     x->pos = (int32_t *)ra__carve(a, lane);
 }
 
@@ -7874,8 +8222,9 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     int64_t row = s.row - item->c.seg[which].row;
     const int32_t *pos = item->pos[which] ? item->pos[which] + row : NULL;
     ra__view dk = ra__view_at(g->dk[which], 0, row, 0), dv = ra__view_at(g->dv[which], 0, row, 0);
-    ra__tile *tile = &x->tile;
+    ra__tile *tile = x->tile;
     ra__keys keys;
+    int32_t count = 0;
     int any = ra__back_kinds(b, t, &s, pos, x);
     if (any == RA__EMPTY) return;
     ra__seg_positions(&s, pos, x->pos);
@@ -7887,15 +8236,18 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     tile->v_dim = d->v_dim;
     tile->scale = d->scale;
     tile->want_q = g->dq.data != NULL;
+    tile->v_in_k = d->v_in_k;
     tile->dk = (float *)(uintptr_t)dk.data;
     tile->dv = (float *)(uintptr_t)dv.data;
     tile->dk_stride = dk.token / 4;
     tile->dv_stride = dv.token / 4;
     for (int32_t j = 0; j < t->count; j++) {
-        tile->x = &x->panel[j];
-        tile->partial = x->kind[j] == RA__PARTIAL;
-        if (x->kind[j] != RA__EMPTY) b->kernel->fold_back(tile);
+        if (x->kind[j] == RA__EMPTY) continue;
+        tile[count] = tile[0];
+        tile[count].x = &x->panel[j];
+        tile[count++].partial = x->kind[j] == RA__PARTIAL;
     }
+    b->kernel->fold_back(tile, count);
 }
 
 /* Does any tile of a group and the item's chunk count in this phase? If not, all are counted. */

@@ -1,7 +1,7 @@
 /* Arithmetic in bf16, which rounds weights and keeps a stale maximum: every mask against the oracle
- * on each of its instruction sets, error bars by a plain low-precision softmax, the same bits for
- * any cut, and rows whose sums grow past the limit. AMX runs by software tiles, so that its room is
- * tested wherever there is AVX-512. */
+ * on each of its instruction sets, forward and backward, error bars by a plain low-precision
+ * softmax, the same bits for any cut, and rows whose sums grow past the limit. AMX runs by software
+ * tiles, so that its room is tested wherever there is AVX-512. */
 #define RA__AMX_SOFT
 #include "harness.h"
 #define RINGATTN_IMPLEMENTATION
@@ -35,6 +35,23 @@ static verdict compare(const problem *p, const setup *s)
     }
     outcome_free(&r);
     return w;
+}
+
+static void judge_gradients(const problem *p, const setup *s)
+{
+    outcome r = world_run(p, s);
+    if (outcome_whole(&r)) CHECK(outcome_gradients(&r, p) <= 1);
+    outcome_free(&r);
+}
+
+/* A NaN in one of the inputs. A row that sees a sink alone hands it a NaN in dO: not here. */
+static void spoil(problem *p, h_rng *r)
+{
+    const int64_t nq = p->B * p->q_max * p->Hq, nk = p->B * p->k_max * p->Hkv;
+    const int which = (int)h_range(r, 0, p->v_in_k ? 2 : 3);
+    float *x = which == 0 ? p->q : which == 1 ? p->k : which == 2 ? p->d_o : p->v;
+    p->scores &= ~RA_SCORE_SINKS;
+    x[h_range(r, 0, (which % 2 ? nk : nq) * (which < 2 ? p->Dk : p->Dv) - 1)] = (float)NAN;
 }
 
 /* Every mask, score change and layout, tails, odd and unequal dims, NaN in what nobody sees. */
@@ -89,6 +106,38 @@ TEST(one_nan)
         s.isa = isas[i / 3 % 2];
         s.chunk_tokens = 64;
         compare(&p, &s);
+        problem_free(&p);
+    }
+}
+
+/* Gradients of every mask and layout, of tails, odd and unequal dims, grouped heads, every change
+ * of scores and the gradient of the bias, against the oracle; in a third of the cases with a NaN
+ * in a row of Q, K, V or dO, which must appear where the oracle has it and nowhere else. */
+TEST(gradients)
+{
+    want w = { 0, 0, 0, -1, 3e5 };
+    int64_t i, n = h_run.large ? 20 : 2;
+    if (machine_lacks()) return;
+    for (i = 0; i < n * MASKS * LAYOUTS; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        if (!h_case(i)) continue;
+        w.mask = (int)(i % MASKS);
+        w.layout = (int)(i / MASKS % LAYOUTS);
+        random_problem(&p, &r, &w);
+        random_setup(&s, &p, &r, &w);
+        problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, (int32_t)h_range(&r, RA_F32, RA_BF16));
+        if (s.call == CALL_ATTEND || s.call == CALL_ATTENTION) s.call = CALL_FORWARD;
+        s.train = 1;
+        s.no_lse = s.any_isa = s.passes = 0;
+        s.isa = isas[h_one_in(&r, 3) ? 0 : 1];
+        problem_data(&p, &r);
+        problem_cotangent(&p, &r);
+        if (h_one_in(&r, 3)) spoil(&p, &r);
+        describe_case(&p, &s);
+        judge_gradients(&p, &s);
+        setup_free(&s);
         problem_free(&p);
     }
 }
@@ -232,7 +281,7 @@ TEST(sums_past_the_limit)
     }
 }
 
-/* O and LSE do not depend on ranks, chunks and threads. */
+/* O, LSE and gradients do not depend on ranks, chunks and threads. */
 TEST(same_bits)
 {
     int64_t i;
@@ -251,11 +300,13 @@ TEST(same_bits)
         problem_options(&p, &r, h_one_in(&r, 2) ? (int)h_range(&r, 0, 31) : 0);
         problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
         problem_data(&p, &r);
+        problem_cotangent(&p, &r);
         memset(&s, 0, sizeof s);
         s.layout = i / MASKS ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
         s.isa = RA_ISA_AMX;
         s.ranks = 1;
         s.call = CALL_FORWARD;
+        s.train = 1;
         describe_case(&p, &s);
         first = world_run(&p, &s);
         for (j = 0; j < 3 && outcome_whole(&first); j++) {
@@ -269,6 +320,9 @@ TEST(same_bits)
             if (outcome_whole(&next)) {
                 CHECK_BITS(next.o, first.o, p.q_max * p.Hq * p.Dv * 4);
                 CHECK_BITS(next.lse, first.lse, p.q_max * p.Hq * 4);
+                CHECK_BITS(next.d_q, first.d_q, p.q_max * p.Hq * p.Dk * 4);
+                CHECK_BITS(next.d_k, first.d_k, p.k_max * p.Hkv * p.Dk * 4);
+                CHECK_BITS(next.d_v, first.d_v, p.k_max * p.Hkv * p.Dv * 4);
             }
             outcome_free(&next);
         }
@@ -278,7 +332,7 @@ TEST(same_bits)
 }
 
 static const h_test tests[] = {
-    ENTRY(masks_and_layouts), ENTRY(one_nan), ENTRY(error_of_rounding),
+    ENTRY(masks_and_layouts), ENTRY(one_nan), ENTRY(gradients), ENTRY(error_of_rounding),
     ENTRY(sums_past_the_limit), ENTRY(same_bits)
 };
 

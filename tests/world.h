@@ -1058,6 +1058,46 @@ static inline outcome world_run(const problem *p, const setup *s)
     return r;
 }
 
+/* Worst |got - real| over the bar; rough: P, dS and dO are rounded to bf16. Where the oracle has a
+ * NaN there must be one. */
+static inline double worst_gradient(const float *got, const double *real, const double *bar,
+                                    int64_t n, int rough)
+{
+    double worst = 0;
+    int64_t i;
+    for (i = 0; i < n; i++) {
+        double tol = 3e-7 + (rough ? 8192 : 1) * bar[i] + 1.2e-7 * fabs(real[i]);
+        double x = fabs((double)got[i] - real[i]) / tol;
+        if (real[i] != real[i]) x = got[i] != got[i] ? 0 : HUGE_VAL;
+        if (!(x <= worst)) worst = x;
+    }
+    return worst;
+}
+
+/* The worst of all gradients of a training pass. */
+static inline double outcome_gradients(const outcome *r, const problem *p)
+{
+    const int64_t nq = p->B * p->q_max * p->Hq, nk = p->B * p->k_max * p->Hkv;
+    slopes real = oracle_slopes(p, r->d_bias != NULL);
+    double worst[5] = { 0 };
+    int i;
+    worst[0] = worst_gradient(r->d_q, real.q, real.q_bar, nq * p->Dk, r->rough);
+    worst[1] = worst_gradient(r->d_k, real.k, real.k_bar, nk * p->Dk, r->rough);
+    if (!p->v_in_k) worst[2] = worst_gradient(r->d_v, real.v, real.v_bar, nk * p->Dv, r->rough);
+    if (r->d_bias)
+        worst[3] = worst_gradient(r->d_bias, real.bias, real.bias_bar, nq * p->k_max, r->rough);
+    for (i = 0; i < p->Hq && (p->scores & RA_SCORE_SINKS); i++) {
+        double tol = 3e-6 + (r->rough ? 4096 : 1) * real.sinks_bar[i];
+        double x = fabs(r->d_sinks[i] - real.sinks[i]) / (tol + 1e-6 * fabs(real.sinks[i]));
+        if (real.sinks[i] != real.sinks[i]) x = r->d_sinks[i] != r->d_sinks[i] ? 0 : HUGE_VAL;
+        if (!(x <= worst[4])) worst[4] = x;
+    }
+    slopes_free(&real);
+    for (i = 1; i < 5; i++) if (!(worst[i] <= worst[0])) worst[0] = worst[i];
+    if (!(worst[0] <= 1)) printf("    %.3g times the bar\n", worst[0]);
+    return worst[0];
+}
+
 static inline void outcome_free(outcome *r)
 {
     free(r->o); free(r->lse);
