@@ -3648,11 +3648,12 @@ RA__OP void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
  * where it lies; p [32][64] pairs of keys, against which V is broadcast by pairs of keys, packed
  * once for the panels of a task; acc [Dv][64], Dv rounded up to 8.
  *
- * The maximum is stale: m is that of the first block in which the row saw a key, and stays. Then
- * p = 2^(s - m) may exceed 1, which is no harm: softmax does not change under shifts, and bf16 has
- * the exponents of f32. So scores become p while they are still in registers, and acc is continued
- * without rescaling, from key to key in one chain. A row whose l passes 2^60 in a block gets a new
- * m, its sums are rescaled, and the block is done again; rows beside it keep their bits.
+ * The maximum is stale: m is that of the first block in which the row saw a key, and stays. Then p
+ * = 2^(s - m) may exceed 1, which is no harm: softmax does not change under shifts, and bf16 has
+ * the exponents of f32. So scores become p a few keys later, while the next ones are summed, and
+ * acc is continued without rescaling, from key to key in one chain. A row whose l passes 2^60 in a
+ * block gets a new m, its sums are rescaled, and the block is done again; rows beside it keep their
+ * bits.
  * PERF: Zen 5, D 64 and 128: a maximum of each block costs 2.5 and 1.5 % of the peak.
  *
  * p is rounded to nearest, and l sums it as rounded, by a product with ones, so that numerator and
@@ -3680,7 +3681,9 @@ typedef struct ra__bf_work {
     uint64_t seen[64];                 /* bit r: row r sees this key */
     uint64_t any;                      /* rows that see a key */
     float factor;                      /* of s, to base 2 */
-    int32_t stored;                    /* 1: s is wanted, 0: p at once */
+    int32_t ring;                      /* key j has row j & ring of s */
+    int32_t stored;                    /* AMX: 1: s has been changed and masked */
+    float *bias;                       /* [64 keys], or [4][64 keys][16 rows] */
     float use[64], old_l[64], top[64]; /* m, 0 for -inf; l before; the block's maximum of s */
 } ra__bf_work;
 
@@ -3748,105 +3751,175 @@ RA__BF_OP __mmask16 ra__bf_lanes(const ra__bf_work *w, int32_t j, int32_t t) {
     return (__mmask16)(w->seen[j] >> (w->row + 16 * t));
 }
 
-/* c[i][t] += K Q^T of ni keys from j on; keys beyond the last are the last once more. */
-RA__BF_OP void ra__bf_dots_on(const ra__bf_work *w, int32_t j, __m512 (*c)[4], const int32_t ni,
-                              const int32_t nt) {
-    const uint8_t *k[8];
-    const float *q = w->p->q + w->row;
-    int32_t d, i, t;
+/* The rows of ni keys from j on; keys beyond the last are the last once more. */
+RA__BF_OP void ra__bf_rows(const ra__bf_work *w, int32_t j, const uint8_t **k, const int32_t ni) {
+    int32_t i;
     RA__UNROLL for (i = 0; i < ni; i++) {
         const int32_t key = j + i < w->keys->n ? j + i : w->keys->n - 1;
         k[i] = w->keys->k + key * w->keys->k_stride;
     }
-    RA__UNROLL_2 for (d = 0; d + 1 < w->k_dim; d += 2, q += 64) {
-        __m512i x[4];
-        RA__UNROLL for (t = 0; t < nt; t++) x[t] = ra__bf_load(q + 16 * t);
-        RA__UNROLL for (i = 0; i < ni; i++) {
-            __m512i y = ra__bf_broadcast(k[i] + 2 * d);
-            RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = ra__bf_dot(c[i][t], x[t], y);
-        }
+}
+
+/* c[i][t] += K Q^T of dims d and d + 1. */
+RA__BF_OP void ra__bf_step(const float *q, const uint8_t *const *k, int32_t d, __m512 (*c)[4],
+                           const int32_t ni, const int32_t nt) {
+    __m512i x[4];
+    int32_t i, t;
+    RA__UNROLL for (t = 0; t < nt; t++) x[t] = ra__bf_load(q + d * 32 + 16 * t);
+    RA__UNROLL for (i = 0; i < ni; i++) {
+        __m512i y = ra__bf_broadcast(k[i] + 2 * d);
+        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = ra__bf_dot(c[i][t], x[t], y);
     }
+}
+
+/* The same of what is left from d on: pairs, and an odd last dim, which has no partner in K. */
+RA__BF_OP void ra__bf_steps(const ra__bf_work *w, const uint8_t *const *k, int32_t d,
+                            __m512 (*c)[4], const int32_t ni, const int32_t nt) {
+    const float *q = w->p->q + w->row;
+    int32_t i, t;
+    RA__UNROLL_2 for (; d + 1 < w->k_dim; d += 2) ra__bf_step(q, k, d, c, ni, nt);
     if (d == w->k_dim) return;
     RA__UNROLL for (i = 0; i < ni; i++) {
         uint16_t y;
         memcpy(&y, k[i] + 2 * d, sizeof y);
         RA__UNROLL for (t = 0; t < nt; t++)
-            c[i][t] = ra__bf_dot(c[i][t], ra__bf_load(q + 16 * t), _mm512_set1_epi32(y));
+            c[i][t] = ra__bf_dot(c[i][t], ra__bf_load(q + d * 32 + 16 * t), _mm512_set1_epi32(y));
     }
+}
+
+/* c[i][t] += K Q^T of ni keys from j on. */
+RA__BF_OP void ra__bf_dots_on(const ra__bf_work *w, int32_t j, __m512 (*c)[4], const int32_t ni,
+                              const int32_t nt) {
+    const uint8_t *k[8];
+    ra__bf_rows(w, j, k, ni);
+    ra__bf_steps(w, k, 0, c, ni, nt);
+}
+
+RA__BF_OP void ra__bf_zero(__m512 (*c)[4], const int32_t ni, const int32_t nt) {
+    int32_t i, t;
+    RA__UNROLL for (i = 0; i < ni; i++)
+        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_setzero_ps();
 }
 
 RA__BF_OP void ra__bf_dots(const ra__bf_work *w, int32_t j, __m512 (*c)[4], const int32_t ni,
                            const int32_t nt) {
-    int32_t i, t;
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_setzero_ps();
+    ra__bf_zero(c, ni, nt);
     ra__bf_dots_on(w, j, c, ni, nt);
 }
 
-/* p and l of ni keys and vector t. */
-RA__BF_OP void ra__bf_tile_exps(const ra__bf_work *w, int32_t j, __m512 (*c)[4], const int32_t ni,
-                                const int32_t t, const int32_t masked) {
-    const __m512 low = _mm512_set1_ps(ra__neg_inf()), factor = _mm512_set1_ps(w->factor);
+/* The bias of these rows and keys to where ra__bf_change finds it. */
+RA__BF_FN void ra__bf_load_bias(const ra__bf_work *w) {
+    const ra__score *score = &w->p->score;
+    ra__work_avx512 x;
+    int32_t j, t;
+    x.p = w->p;
+    x.keys = w->keys;
+    x.first = w->first;
+    x.last = w->last < w->keys->n ? w->last : w->keys->n;
+    for (t = w->row / 16; t < w->row / 16 + w->nt && score->bias_row_stride; t++)
+        ra__load_bias_avx512(&x, 16 * t, (float (*)[16])(w->bias + (t * 64 + x.first) * 16));
+    for (j = x.first; j < x.last && !score->bias_row_stride; j++)
+        w->bias[j] = ra__bias_at(score, 0, w->keys->pos[j]);
+}
+
+/* The score of key j and 16 rows from `row` on to base 2, x being the sum of products. */
+RA__BF_OP __m512 ra__bf_change(const ra__bf_work *w, const ra__score *score, int32_t j, int32_t row,
+                               __m512 x) {
+    const int32_t pos = w->keys->pos ? w->keys->pos[j] : 0;
+    __m512 bias = _mm512_setzero_ps();
+    if (score->bias && !score->bias_row_stride) bias = _mm512_set1_ps(w->bias[j]);
+    else if (score->bias) bias = _mm512_loadu_ps(w->bias + (row / 16 * 64 + j) * 16);
+    x = _mm512_mul_ps(x, _mm512_set1_ps(w->p->factor));
+    return ra__modify_avx512(score, x, ra__distance_avx512(w->p->geo->pos + row, pos), bias);
+}
+
+/* p of key j and vector t is 2 to the power of this. changed: by ALiBi or a bias. */
+RA__BF_OP __m512 ra__bf_power(const ra__bf_work *w, int32_t j, int32_t t, const int32_t masked,
+                              const int32_t changed) {
     const int32_t row = w->row + 16 * t;
-    const __m512 use = _mm512_loadu_ps(w->use + row);
-    __m512 l = _mm512_loadu_ps(w->p->l + row);
-    float *pairs = w->pairs + j / 2 * 64 + row;
-    int32_t i;
-    RA__UNROLL for (i = 0; i < ni; i += 2) {
-        __m512 x = _mm512_fmsub_ps(c[i][t], factor, use);
-        __m512 y = _mm512_fmsub_ps(c[i + 1][t], factor, use);
-        if (masked) x = _mm512_mask_blend_ps(ra__bf_lanes(w, j + i, t), low, x);
-        if (masked) y = _mm512_mask_blend_ps(ra__bf_lanes(w, j + i + 1, t), low, y);
-        _mm512_storeu_si512(pairs + i / 2 * 64, ra__bf_exp_pair(x, y, &l));
-    }
-    _mm512_storeu_ps(w->p->l + row, l);
+    const __m512 use = _mm512_loadu_ps(w->use + row), factor = _mm512_set1_ps(w->factor);
+    __m512 x = _mm512_loadu_ps(w->s + (j & w->ring) * 64 + row);
+    ra__score score = w->p->score;
+    score.softcap = 0.0f;
+    if (changed) x = _mm512_sub_ps(ra__bf_change(w, &score, j, row, x), use);
+    else x = _mm512_fmsub_ps(x, factor, use);
+    if (!masked) return x;
+    return _mm512_mask_blend_ps(ra__bf_lanes(w, j, t), _mm512_set1_ps(ra__neg_inf()), x);
 }
 
-/* ni keys from j on: their scores to s, or straight to p. clang 14 keeps c in memory if the vectors
- * are a loop. */
-RA__BF_OP void ra__bf_score_tile(ra__bf_work *w, int32_t j, const int32_t ni, const int32_t nt,
-                                 const int32_t masked) {
+/* p and l of keys j and j + 1 and vector t, from their scores in s. */
+RA__BF_OP void ra__bf_piece(const ra__bf_work *w, int32_t j, int32_t t, const int32_t masked,
+                            const int32_t changed) {
+    float *l = w->p->l + w->row + 16 * t;
+    __m512 sum = _mm512_loadu_ps(l);
+    __m512 x = ra__bf_power(w, j, t, masked, changed);
+    __m512 y = ra__bf_power(w, j + 1, t, masked, changed);
+    _mm512_storeu_si512(w->pairs + j / 2 * 64 + w->row + 16 * t, ra__bf_exp_pair(x, y, &sum));
+    _mm512_storeu_ps(l, sum);
+}
+
+/* Scores of ni keys from j on to s, and meanwhile `pieces` pieces of p of the tile before. (Empty
+ * assembly: clang 14 moves products past the piece, but not their operands.) */
+RA__BF_OP void ra__bf_score_tile(const ra__bf_work *w, int32_t j, int32_t pieces, const int32_t ni,
+                                 const int32_t nt, const int32_t changed) {
     __m512 c[8][4];
-    int32_t i, t;
-    ra__bf_dots(w, j, c, ni, nt);
-    if (w->stored) {
-        float *s = w->s + j * 64 + w->row;
+    const uint8_t *k[8];
+    const float *q = w->p->q + w->row;
+    float *s = w->s + (j & w->ring) * 64 + w->row;
+    int32_t i, t, d, n = 0;
+    ra__bf_rows(w, j, k, ni);
+    ra__bf_zero(c, ni, nt);
+    for (d = 0; n < pieces && d + 8 <= w->k_dim; d += 8, n++) {
+        ra__bf_step(q, k, d, c, ni, nt);
+        ra__bf_step(q, k, d + 2, c, ni, nt);
+        ra__bf_step(q, k, d + 4, c, ni, nt);
+        ra__bf_step(q, k, d + 6, c, ni, nt);
         RA__UNROLL for (i = 0; i < ni; i++)
-            RA__UNROLL for (t = 0; t < nt; t++) _mm512_storeu_ps(s + i * 64 + t * 16, c[i][t]);
-        return;
+            RA__UNROLL for (t = 0; t < nt; t++) __asm__ volatile("" : "+v"(c[i][t]));
+        ra__bf_piece(w, j - ni + n / nt * 2, n % nt, nt < 4, changed);
     }
-    ra__bf_tile_exps(w, j, c, ni, 0, masked);
-    if (nt > 1) ra__bf_tile_exps(w, j, c, ni, 1, masked);
-    if (nt > 2) ra__bf_tile_exps(w, j, c, ni, 2, masked);
-    if (nt > 3) ra__bf_tile_exps(w, j, c, ni, 3, masked);
+    ra__bf_steps(w, k, d, c, ni, nt);
+    RA__UNROLL for (i = 0; i < ni; i++)
+        RA__UNROLL for (t = 0; t < nt; t++) _mm512_storeu_ps(s + i * 64 + t * 16, c[i][t]);
+    for (; n < pieces; n++) ra__bf_piece(w, j - ni + n / nt * 2, n % nt, nt < 4, changed);
 }
 
-RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_work *w, int32_t stored) {
-    const int32_t ni = w->nt == 4 ? 4 : 8;
-    int32_t j;
-    w->stored = stored;
+/* PERF: 2^x is a long chain, which leaves multipliers idle unless there are products beside it. Zen
+ * 5, 4096 tokens, D 64 and 128, p made of scores in registers at the end of each tile: 81 and 85 %
+ * of the peak, beside the products of the next tile: 82.5 and 86.5 %. ALiBi or a bias, which was
+ * a pass over the block: D 128, 2048 tokens, 0.90 to 0.95 (ALiBi), 0.56 to 0.97 (a bias per key),
+ * 0.41 to 0.71 (full) of the rate without. */
+RA__BF_OP void ra__bf_score_tiles(const ra__bf_work *w, const int32_t ni, const int32_t nt,
+                                  const int32_t changed) {
+    int32_t j, n, pieces = 0;
     for (j = w->first; j < w->last; j += ni) {
-        if (w->nt == 4) ra__bf_score_tile(w, j, 4, 4, 0);
-        else if (w->nt == 2) ra__bf_score_tile(w, j, 8, 2, 1);
-        else ra__bf_score_tile(w, j, 8, 1, 1);
+        ra__bf_score_tile(w, j, pieces, ni, nt, changed);
+        pieces = w->ring == 63 ? 0 : ni / 2 * nt;
         ra__ask(w->p->ahead);
     }
+    for (n = 0; n < pieces; n++) ra__bf_piece(w, j - ni + n / nt * 2, n % nt, nt < 4, changed);
+}
+
+/* All scores to s; or p and l of them, when s holds the latest tiles. */
+RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_work *w, int32_t stored) {
+    const int32_t changed = !stored && ra__score_is_modified(&w->p->score);
+    w->ring = stored ? 63 : 15;
+    if (w->nt == 4 && changed) ra__bf_score_tiles(w, 4, 4, 1);
+    else if (w->nt == 4) ra__bf_score_tiles(w, 4, 4, 0);
+    else if (w->nt == 2 && changed) ra__bf_score_tiles(w, 8, 2, 1);
+    else if (w->nt == 2) ra__bf_score_tiles(w, 8, 2, 0);
+    else if (changed) ra__bf_score_tiles(w, 8, 1, 1);
+    else ra__bf_score_tiles(w, 8, 1, 0);
 }
 
 /* Stored scores of vector t: modified, masked, their maximum. */
 RA__BF_FN void ra__bf_adjust(ra__bf_work *w, int32_t t) {
-    const ra__score *score = &w->p->score;
-    const int32_t row = w->row + 16 * t, modified = ra__score_is_modified(score);
-    __m512 bias = _mm512_setzero_ps(), top = _mm512_set1_ps(ra__neg_inf()), x;
+    const int32_t row = w->row + 16 * t, modified = ra__score_is_modified(&w->p->score);
+    __m512 top = _mm512_set1_ps(ra__neg_inf()), x;
     int32_t j;
     for (j = w->first; j < w->last; j++) {
         x = _mm512_loadu_ps(w->s + j * 64 + row);
-        if (modified && j < w->keys->n) {
-            const int32_t pos = w->keys->pos ? w->keys->pos[j] : 0;
-            if (score->bias) bias = ra__vector_bias_avx512(w->p, row, pos);
-            x = _mm512_mul_ps(x, _mm512_set1_ps(w->p->factor));
-            x = ra__modify_avx512(score, x, ra__distance_avx512(w->p->geo->pos + row, pos), bias);
-        }
+        if (modified) x = ra__bf_change(w, &w->p->score, j, row, x);
         if (w->masked)
             x = _mm512_mask_blend_ps(ra__bf_lanes(w, j, t), _mm512_set1_ps(ra__neg_inf()), x);
         top = _mm512_max_ps(x, top);
@@ -3876,21 +3949,6 @@ RA__BF_FN void ra__bf_raise(ra__bf_work *w, int32_t t, __mmask16 over) {
             m = _mm512_loadu_ps(acc);
             _mm512_storeu_ps(acc, _mm512_mask_mul_ps(m, over, m, alpha));
         }
-    }
-    _mm512_storeu_ps(w->p->l + row, l);
-}
-
-/* p of vector t from stored scores. */
-RA__BF_FN void ra__bf_exps(const ra__bf_work *w, int32_t t) {
-    const int32_t row = w->row + 16 * t;
-    const __m512 use = _mm512_loadu_ps(w->use + row), factor = _mm512_set1_ps(w->factor);
-    __m512 l = _mm512_loadu_ps(w->p->l + row);
-    int32_t j;
-    for (j = w->first; j < w->last; j += 2) {
-        const float *s = w->s + j * 64 + row;
-        __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(s), factor, use);
-        __m512 y = _mm512_fmsub_ps(_mm512_loadu_ps(s + 64), factor, use);
-        _mm512_storeu_si512(w->pairs + j / 2 * 64 + row, ra__bf_exp_pair(x, y, &l));
     }
     _mm512_storeu_ps(w->p->l + row, l);
 }
@@ -3926,10 +3984,10 @@ RA__BF_FN void ra__bf_keep(ra__bf_work *w) {
 
 /* p, m and l from scores in s; rows in `over` get a new maximum. */
 RA__BF_FN void ra__bf_from_s(ra__bf_work *w, const __mmask16 over[4]) {
-    int32_t t;
+    int32_t t, j;
     for (t = 0; t < w->nt; t++) {
         ra__bf_raise(w, t, over[t]);
-        ra__bf_exps(w, t);
+        for (j = w->first; j < w->last; j += 2) ra__bf_piece(w, j, t, 0, 0);
     }
 }
 
@@ -3947,9 +4005,10 @@ RA__BF_OP int32_t ra__bf_over(const ra__bf_work *w, __mmask16 over[4]) {
 
 /* p, m and l of the block. */
 RA__BF_FN void ra__bf_softmax(ra__bf_work *w) {
-    const int32_t fresh = ra__bf_begin(w), kept = fresh || ra__score_is_modified(&w->p->score);
+    const int32_t kept = ra__bf_begin(w) || w->p->score.softcap != 0.0f;
     __mmask16 over[4] = {0, 0, 0, 0};
     w->factor = w->p->factor;
+    if (w->p->score.bias) ra__bf_load_bias(w);
     if (kept) {
         ra__bf_keep(w);
         ra__bf_from_s(w, over);
@@ -4091,6 +4150,7 @@ RA__BF_FN void ra__fold_bf16(const ra__panel *p, const ra__keys *keys, const int
     w.v_dim = d->v_dim;
     w.s = s;
     w.pairs = s + 64 * 64;
+    w.bias = w.pairs + 32 * 64;
     for (i = 0; i < count; i++) {
         if (kind[i] == RA__EMPTY) continue;
         w.keys = keys + i;
@@ -4145,7 +4205,7 @@ RA__BF_FN void ra__sizes_bf16(ra__bytes *out, const ra_desc *d, int32_t shared) 
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
     out->q = lane * ((d->k_dim + 1) / 2);
     out->acc = lane * ra__bf_up(d->v_dim, 8);
-    out->s = lane * (64 + 32);
+    out->s = lane * (64 + 32 + (d->scores & RA_SCORE_BIAS ? 64 : 0));
     out->batch = 1;
     out->k = shared ? lane / 2 * d->k_dim : 0;
     out->v = lane / 2 * ra__bf_up(d->v_dim, 16);
@@ -4979,6 +5039,7 @@ RA__AMX_FN void ra__amx_ready(ra__bf_work *w) {
     int32_t t;
     w->factor = modified ? 1.0f : w->p->factor;
     w->stored = fresh || modified || w->masked;
+    if (w->p->score.bias) ra__bf_load_bias(w);
     for (t = 0; t < 2 && w->stored; t++) ra__bf_adjust(w, t);
     for (t = 0; t < 2 && fresh; t++) ra__bf_raise(w, t, 0);
 }
@@ -5052,6 +5113,7 @@ RA__AMX_FN void ra__fold_amx(const ra__panel *p, const ra__keys *keys, const int
         w->v_dim = d->v_dim;
         w->s = s + i % 2 * 64 * 64;
         w->pairs = s + 2 * 64 * 64 + i % 2 * 32 * 64;
+        w->bias = s + 3 * 64 * 64;
         if (!ra__amx_next(w, keys, kind, count, &block, &row)) w = NULL;
         ra__amx_stage(&x, w, before[0], before[1]);
         before[1] = before[0];
@@ -5076,7 +5138,7 @@ RA__AMX_FN void ra__sizes_amx(ra__bytes *out, const ra_desc *d, int32_t shared) 
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
     out->q = lane / 2 * ra__bf_up(d->k_dim, 32);
     out->acc = lane * ra__bf_up(d->v_dim, 32);
-    out->s = 2 * lane * (64 + 32);
+    out->s = lane * (2 * (64 + 32) + (d->scores & RA_SCORE_BIAS ? 64 : 0));
     out->batch = shared ? RA__BATCH : 1;
     out->k = lane / 2 * ra__bf_up(d->k_dim, 32);
     out->v = lane / 2 * ra__bf_up(d->v_dim, 32);
