@@ -1621,11 +1621,16 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  *
  * A panel consists of slabs of RA__SLAB rows: q [slab][Dk][RA__SLAB], acc [slab][Dv][RA__SLAB].
  * Per slab and block, with scores in base 2 (q carries scale * log2 e):
- *   s = K q  (modified, masked to -inf);  m' = max(m, max s);  u = m', but 0 where m' = -inf
- *   p = 2^(s - u);  alpha = 2^(m - u);  l = l alpha + sum p;  acc = acc alpha + V^T p
+ *   s = K q  (modified, masked to -inf);  u = m, but 0 where m = -inf
+ *   p = 2^(s - u);  l = l + sum p;  acc = acc + V^T p
  * with the sums over the block started at 0: errors of a long sequence grow with the number of
- * blocks, not of keys. A row that sees none of the keys keeps m, l, acc to the bit: it is left out
- * by selection, for even x + 0 changes the bits of -0. A NaN reaches only rows that see it, since
+ * blocks, not of keys. The maximum m is stale: that of the first block in which the row saw a key.
+ * p may then exceed 1, which is no harm: softmax does not change under shifts, and floats have
+ * exponents to spare. So scores become p while they are still in registers, and acc is added to as
+ * it is. A row whose l would pass 2^32 gets a new m, its l and acc are rescaled, and the block is
+ * done again for the strip; rows beside it keep m, and so their bits. A row that sees none of the
+ * keys keeps m, l, acc to the bit: acc is left out by selection, for even x + 0 changes the bits of
+ * -0. A NaN reaches only rows that see it, since
  * scores are masked after they are computed and unseen values come in as p = 0; where such a value
  * is itself NaN or infinite (v_clean 0) each product is selected instead.
  * The online softmax is Milakov and Gimelshein's, arXiv 1805.02867; blocks and rescaling are those
@@ -1643,6 +1648,7 @@ enum { RA__DEPTH = 128, RA__PIECE = 64, RA__ALIAS = 4096 };
  * compete for cache sets. */
 
 static const float ra__log2e = 1.44269504f;
+static const float ra__l_limit = 4294967296.0f;
 static const float ra__few_slack = 16.0f; /* decode: scores may exceed m by so much */
 enum { RA__FEW_PARTIAL = 8, RA__FEW_TAIL = 16 }; /* beside a dtype: forms of a tile of values */
 
@@ -1921,7 +1927,9 @@ typedef struct RA__F(work) {
     int32_t nt;                        /* vectors of the strip: 1, RA__NT / 2 or RA__NT */
     int32_t first, last;               /* the other keys are seen by no row */
     int32_t partial;
-    float max[RA__SLAB], alpha[RA__SLAB];
+    int32_t stored;                    /* 1: scores are wanted, and their maximum; 0: p at once */
+    float max[RA__SLAB];
+    float use[RA__SLAB], sum[RA__SLAB]; /* u above; of the block's p */
     RA__M seen[RA__NT];                /* rows that see a key of the block; if partial */
 } RA__F(work);
 
@@ -1955,8 +1963,34 @@ RA__OP float *RA__F(panel_row)(float *base, int32_t row, int32_t dim) {
     return base + (int64_t)(row / RA__SLAB) * RA__SLAB * dim + row % RA__SLAB;
 }
 
-/* Scores of ni keys from key j on, and their maximum. Rows longer than RA__DEPTH are summed in
- * pieces: a chain of 576 products would lose one digit more. */
+/* p of ni keys and vector t, from their scores, to s. */
+RA__OP void RA__F(tile_weights)(RA__F(work) *w, float *s, RA__V (*c)[RA__NT], const int32_t ni,
+                                const int32_t t) {
+    const RA__V use = RA__F(load)(w->use + t * RA__W);
+    RA__V sum = RA__F(load)(w->sum + t * RA__W);
+    int32_t i;
+    RA__UNROLL for (i = 0; i < ni; i++) {
+        RA__V e = RA__F(exp2)(c[i][t] - use);
+        RA__F(store)(s + i * RA__SLAB + t * RA__W, e);
+        sum = sum + e;
+    }
+    RA__F(store)(w->sum + t * RA__W, sum);
+}
+
+/* Scores of ni keys and vector t to s. */
+RA__OP void RA__F(tile_scores)(RA__F(work) *w, float *s, RA__V (*c)[RA__NT], const int32_t ni,
+                               const int32_t t) {
+    RA__V top = RA__F(load)(w->max + t * RA__W);
+    int32_t i;
+    RA__UNROLL for (i = 0; i < ni; i++) {
+        RA__F(store)(s + i * RA__SLAB + t * RA__W, c[i][t]);
+        top = RA__F(max)(top, c[i][t]);
+    }
+    RA__F(store)(w->max + t * RA__W, top);
+}
+
+/* Scores, or p, of ni keys from key j on. Rows longer than RA__DEPTH are summed in pieces: a chain
+ * of 576 products would lose one digit more. */
 RA__OP void RA__F(score_tile)(RA__F(work) *w, int32_t k_dim, int32_t j, const int32_t ni,
                               const int32_t nt) {
     RA__F(product) x;
@@ -1970,6 +2004,7 @@ RA__OP void RA__F(score_tile)(RA__F(work) *w, int32_t k_dim, int32_t j, const in
     do {
         x.depth = k_dim - d < RA__DEPTH ? k_dim - d : RA__DEPTH;
         RA__F(multiply)(&x, c, ni, nt);
+        if (k_dim <= RA__DEPTH) break;
         RA__UNROLL for (i = 0; i < ni; i++)
             RA__UNROLL for (t = 0; t < nt; t++) {
                 float *to = s + i * RA__SLAB + t * RA__W;
@@ -1980,11 +2015,14 @@ RA__OP void RA__F(score_tile)(RA__F(work) *w, int32_t k_dim, int32_t j, const in
         x.b += RA__DEPTH * RA__SLAB;
         d += RA__DEPTH;
     } while (d < k_dim);
-    RA__UNROLL for (t = 0; t < nt; t++) {
-        RA__V top = RA__F(load)(w->max + t * RA__W);
-        RA__UNROLL for (i = 0; i < ni; i++) top = RA__F(max)(top, c[i][t]);
-        RA__F(store)(w->max + t * RA__W, top);
+    if (w->stored) {
+        RA__UNROLL for (t = 0; t < nt; t++) RA__F(tile_scores)(w, s, c, ni, t);
+        return;
     }
+    RA__F(tile_weights)(w, s, c, ni, 0);
+    if (nt > 1) RA__F(tile_weights)(w, s, c, ni, 1);
+    if (nt > 2) RA__F(tile_weights)(w, s, c, ni, 2);
+    if (nt > 3) RA__F(tile_weights)(w, s, c, ni, 3);
 }
 
 /* All keys, the last few in smaller tiles. */
@@ -2143,19 +2181,14 @@ RA__PART void RA__F(adjust)(RA__F(work) *w) {
     }
 }
 
-/* s becomes p; new m, l and alpha. */
-RA__OP void RA__F(softmax_vectors)(RA__F(work) *w, const int32_t nt) {
+/* Scores become p. */
+RA__OP void RA__F(weigh_vectors)(RA__F(work) *w, const int32_t nt) {
     RA__V use[RA__NT], sum[RA__NT];
-    float *m = w->p->m + w->row, *l = w->p->l + w->row, *s = w->s + w->first * RA__SLAB;
+    float *s = w->s + w->first * RA__SLAB;
     const int32_t n = w->last - w->first;
     int32_t j, t;
     RA__UNROLL for (t = 0; t < nt; t++) {
-        RA__V old = RA__F(load)(m + t * RA__W);
-        RA__V top = RA__F(max)(old, RA__F(load)(w->max + t * RA__W));
-        use[t] = RA__F(base)(top);
-        RA__F(store)(w->alpha + t * RA__W, RA__F(exp2)(old - use[t]));
-        if (w->partial) top = RA__F(pick)(w->seen[t], top, old);
-        RA__F(store)(m + t * RA__W, top);
+        use[t] = RA__F(load)(w->use + t * RA__W);
         sum[t] = RA__F(set)(0.0f);
     }
     for (j = 0; j < n; j++, s += RA__SLAB)
@@ -2164,24 +2197,91 @@ RA__OP void RA__F(softmax_vectors)(RA__F(work) *w, const int32_t nt) {
             RA__F(store)(s + t * RA__W, e);
             sum[t] = sum[t] + e;
         }
-    RA__UNROLL for (t = 0; t < nt; t++) {
-        RA__V old = RA__F(load)(l + t * RA__W);
-        sum[t] = RA__F(fma)(old, RA__F(load)(w->alpha + t * RA__W), sum[t]);
-        if (w->partial) sum[t] = RA__F(pick)(w->seen[t], sum[t], old);
-        RA__F(store)(l + t * RA__W, sum[t]);
+    RA__UNROLL for (t = 0; t < nt; t++) RA__F(store)(w->sum + t * RA__W, sum[t]);
+}
+
+RA__PART void RA__F(weigh)(RA__F(work) *w) {
+    if (w->nt == RA__NT) RA__F(weigh_vectors)(w, RA__NT);
+    else if (w->nt > 1) RA__F(weigh_vectors)(w, RA__NT / 2);
+    else RA__F(weigh_vectors)(w, 1);
+}
+
+/* Notes m; 1 if some row has none yet. */
+RA__PART int32_t RA__F(begin)(RA__F(work) *w) {
+    int32_t t, fresh = 0;
+    for (t = 0; t < w->nt; t++) {
+        RA__V m = RA__F(load)(w->p->m + w->row + t * RA__W);
+        fresh |= RA__F(bad)(m);
+        RA__F(store)(w->use + t * RA__W, RA__F(base)(m));
+        RA__F(store)(w->sum + t * RA__W, RA__F(set)(0.0f));
+    }
+    return fresh;
+}
+
+/* Rows of vector t whose l passes the limit. */
+RA__OP RA__M RA__F(over)(const RA__F(work) *w, int32_t t) {
+    RA__V l = RA__F(load)(w->p->l + w->row + t * RA__W) + RA__F(load)(w->sum + t * RA__W);
+    return RA__F(less)(RA__F(set)(ra__l_limit), l);
+}
+
+/* 1 if there are any. */
+RA__PART int32_t RA__F(any_over)(const RA__F(work) *w) {
+    const RA__V none = RA__F(set)(0.0f), inf = RA__F(set)(-ra__neg_inf());
+    int32_t t, any = 0;
+    for (t = 0; t < w->nt; t++)
+        any |= RA__F(bad)(RA__F(pick)(RA__F(over)(w, t), inf, none));
+    return any;
+}
+
+/* The block's maximum becomes m of rows without one; and, if `again`, of those that are over,
+ * where it is at least 2^24 higher than the old: their sums are rescaled. */
+RA__PART void RA__F(raise)(RA__F(work) *w, int32_t v_dim, int32_t again) {
+    int32_t d, t;
+    for (t = 0; t < w->nt; t++) {
+        float *acc = RA__F(panel_row)(w->p->acc, w->row, v_dim) + t * RA__W;
+        float *m = w->p->m + w->row + t * RA__W, *l = w->p->l + w->row + t * RA__W;
+        RA__V old = RA__F(load)(m), top = RA__F(load)(w->max + t * RA__W), one, alpha;
+        RA__V next = RA__F(pick)(RA__F(less)(old, RA__F(set)(-3e38f)), top, old);
+        if (again) {
+            one = RA__F(set)(1.0f);
+            top = RA__F(max)(top, old + RA__F(set)(24.0f));
+            next = RA__F(pick)(RA__F(over)(w, t), top, next);
+            alpha = RA__F(pick)(RA__F(over)(w, t), RA__F(exp2)(old - next), one);
+            RA__F(store)(l, RA__F(load)(l) * alpha);
+            for (d = 0; d < v_dim; d++, acc += RA__SLAB)
+                RA__F(store)(acc, RA__F(load)(acc) * alpha);
+        }
+        RA__F(store)(m, next);
+        RA__F(store)(w->use + t * RA__W, RA__F(base)(next));
     }
 }
 
-RA__PART void RA__F(softmax)(RA__F(work) *w) {
-    if (w->nt == RA__NT) RA__F(softmax_vectors)(w, RA__NT);
-    else if (w->nt > 1) RA__F(softmax_vectors)(w, RA__NT / 2);
-    else RA__F(softmax_vectors)(w, 1);
+/* p of the block from its scores. */
+RA__FN void RA__F(from_scores)(RA__F(work) *w, const ra_desc *d, int32_t again) {
+    w->stored = 1;
+    RA__F(scores)(w, d->k_dim);
+    if (w->partial || ra__score_is_modified(&w->p->score)) RA__F(adjust)(w);
+    RA__F(raise)(w, d->v_dim, again);
+    RA__F(weigh)(w);
 }
 
-/* acc of one dim and vector t = acc alpha + sum, rows that see nothing excepted. */
+/* p, m and l of the block. */
+RA__FN void RA__F(softmax)(RA__F(work) *w, const ra_desc *d) {
+    int32_t t;
+    w->stored = RA__F(begin)(w) || w->partial || ra__score_is_modified(&w->p->score);
+    if (w->stored) RA__F(from_scores)(w, d, 0);
+    else RA__F(scores)(w, d->k_dim);
+    if (RA__F(any_over)(w)) RA__F(from_scores)(w, d, 1);
+    for (t = 0; t < w->nt; t++) {
+        float *l = w->p->l + w->row + t * RA__W;
+        RA__F(store)(l, RA__F(load)(l) + RA__F(load)(w->sum + t * RA__W));
+    }
+}
+
+/* acc of one dim and vector t += sum, rows that see nothing excepted. */
 RA__OP void RA__F(accumulate)(const RA__F(work) *w, float *acc, int32_t t, RA__V sum) {
     RA__V old = RA__F(load)(acc + t * RA__W);
-    sum = RA__F(fma)(old, RA__F(load)(w->alpha + t * RA__W), sum);
+    sum = old + sum;
     if (w->partial) sum = RA__F(pick)(w->seen[t], sum, old);
     RA__F(store)(acc + t * RA__W, sum);
 }
@@ -2281,19 +2381,17 @@ RA__FN void RA__F(limits)(RA__F(work) *w) {
 
 /* Strips are slabs, in partial tiles no more than half of one where a slab is wide: so less is
  * computed in vain. */
-RA__FN void RA__F(fold_block)(RA__F(work) *w, int32_t k_dim, int32_t v_dim) {
+RA__FN void RA__F(fold_block)(RA__F(work) *w, const ra_desc *d) {
     for (w->row = 0; w->row < w->p->rows; w->row += w->nt * RA__W) {
         w->nt = RA__F(vectors)(w->p->rows - w->row);
         if (w->partial && RA__NT > 2 && w->nt == RA__NT) w->nt = RA__NT / 2;
         RA__F(limits)(w);
         if (w->first == w->last) continue;
-        RA__F(scores)(w, k_dim);
-        if (w->partial || ra__score_is_modified(&w->p->score)) RA__F(adjust)(w);
-        RA__F(softmax)(w);
+        RA__F(softmax)(w, d);
         if (w->p->drop.least)
             ra__drop_apply(w->p, w->keys, w->row, w->nt * RA__W, w->s, RA__SLAB);
-        if (w->partial && !w->keys->v_clean) RA__F(values_dirty)(w, v_dim);
-        else RA__F(values)(w, v_dim);
+        if (w->partial && !w->keys->v_clean) RA__F(values_dirty)(w, d->v_dim);
+        else RA__F(values)(w, d->v_dim);
     }
 }
 
@@ -2307,7 +2405,7 @@ RA__FN void RA__F(fold)(const ra__panel *p, const ra__keys *keys, const int8_t *
         if (kind[i] == RA__EMPTY) continue;
         w.keys = keys + i;
         w.partial = kind[i] == RA__PARTIAL;
-        RA__F(fold_block)(&w, d->k_dim, d->v_dim);
+        RA__F(fold_block)(&w, d);
     }
 }
 
@@ -3238,12 +3336,14 @@ RA__OP ra__v4f ra__distance_scalar(const int32_t *p, int32_t k) {
 RA__OP ra__v4f ra__base_scalar(ra__v4f m) {
     return (ra__v4f)((ra__v4i)m & ((ra__v4i)m != ra__set_int_scalar(-0x800000)));
 }
-/* 2^x for x <= 127, 0 below -126.5. Adding 1.5 * 2^23 + 127 leaves the rounded x, biased, in the
- * low bits, from where a shift makes it an exponent. */
+/* 2^x, 0 below -126.5, infinite from 127.5 on. Adding 1.5 * 2^23 + 127 leaves the rounded x,
+ * biased, in the low bits, from where a shift makes it an exponent. */
 RA__OP ra__v4f ra__exp2_scalar(ra__v4f x) {
     ra__v4f magic = ra__set_scalar(12583039.0f), low = ra__set_scalar(-127.0f), n, f, p;
+    ra__v4f high = ra__set_scalar(128.0f);
     int32_t i;
     x = ra__pick_scalar(x < low, low, x);
+    x = ra__pick_scalar(high < x, high, x);
     n = x + magic;
     f = x - (n - magic);
     p = ra__set_scalar(ra__exp2_near[6]);
@@ -3381,11 +3481,11 @@ RA__OP __m256 ra__base_avx2(__m256 m) {
     return _mm256_castsi256_ps(
         _mm256_andnot_si256(_mm256_cmpeq_epi32(u, _mm256_set1_epi32(-0x800000)), u));
 }
-/* As ra__exp2_scalar; of max's operands the second is returned if one is a NaN. */
+/* As ra__exp2_scalar; of max's and min's operands the second is returned if one is a NaN. */
 RA__OP __m256 ra__exp2_avx2(__m256 x) {
     __m256 magic = ra__set_avx2(12583039.0f), n, f, p;
     int32_t i;
-    x = _mm256_max_ps(ra__set_avx2(-127.0f), x);
+    x = _mm256_min_ps(ra__set_avx2(128.0f), _mm256_max_ps(ra__set_avx2(-127.0f), x));
     n = x + magic;
     f = x - (n - magic);
     p = ra__set_avx2(ra__exp2_near[6]);
@@ -5453,11 +5553,11 @@ RA__OP float32x4_t ra__base_neon(float32x4_t m) {
     uint32x4_t u = vreinterpretq_u32_f32(m);
     return vreinterpretq_f32_u32(vbicq_u32(u, vceqq_u32(u, vdupq_n_u32(0xff800000u))));
 }
-/* As ra__exp2_scalar; FMAX returns a NaN if one of its operands is one. */
+/* As ra__exp2_scalar; FMAX and FMIN return a NaN if one of their operands is one. */
 RA__OP float32x4_t ra__exp2_neon(float32x4_t x) {
     float32x4_t magic = vdupq_n_f32(12583039.0f), n, f, p;
     int32_t i;
-    x = vmaxq_f32(x, vdupq_n_f32(-127.0f));
+    x = vminq_f32(vmaxq_f32(x, vdupq_n_f32(-127.0f)), vdupq_n_f32(128.0f));
     n = x + magic;
     f = x - (n - magic);
     p = vdupq_n_f32(ra__exp2_near[6]);
@@ -7598,7 +7698,7 @@ static void ra__panel_load(const ra__work *w, const ra__task *t, ra__scratch *x,
     int clear = first && w->clear;
     for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
         int live = !clear && r < p->rows;
-        p->m[r] = live ? w->m[at + r * w->ml_row] : ra__neg_inf();
+        p->m[r] = live ? w->m[at + r * w->ml_row] : r < p->rows ? ra__neg_inf() : 0.0f;
         p->l[r] = live ? w->l[at + r * w->ml_row] : 0.0f;
     }
     w->kernel->load_acc(p, clear ? NULL : (const float *)(const void *)acc.data, acc.token / 4,
@@ -11660,7 +11760,7 @@ static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x
     p->drop = ra__drop_of(&c->w, t->sequence, 0);
     c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
     for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
-        p->m[r] = ra__neg_inf();
+        p->m[r] = r < p->rows ? ra__neg_inf() : 0.0f;
         p->l[r] = 0.0f;
     }
     c->w.kernel->load_acc(p, NULL, 0, d->v_dim);

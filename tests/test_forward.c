@@ -324,6 +324,30 @@ TEST(huge_scores)
 }
 
 /* Rows whose interval is empty: exactly 0 and -inf, with a sink 0 and the sink. */
+/* 2^32 is 22.2 in natural logarithms. */
+TEST(sums_past_the_limit)
+{
+    static const int32_t isas[4] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_NEON };
+    static const float rises[3] = { 5, 16, 200 };
+    int64_t i;
+    for (i = 0; i < 12; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        if (!h_case(i) || !ra_isa_available(isas[i / 3])) continue;
+        problem_shape(&p, 230, 1, 1, 40, 40);
+        problem_rises(&p, rises[i % 3], &r);
+        memset(&s, 0, sizeof s);
+        s.ranks = 1;
+        s.layout = RA_LAYOUT_CONTIGUOUS;
+        s.call = CALL_FORWARD;
+        s.isa = isas[i / 3];
+        compare(&p, &s);
+        stale_maxima(&p, s.isa, rises[i % 3] > 10, 4.3e9f);
+        problem_free(&p);
+    }
+}
+
 TEST(rows_without_keys)
 {
     int64_t i, t;
@@ -1157,12 +1181,12 @@ static const h_test tests[] = {
     ENTRY(world_sizes), ENTRY(long_sequences_5_heads_of_128), ENTRY(packed_documents),
     ENTRY(grouped_heads), ENTRY(unequal_and_large_dims), ENTRY(windows_of_512),
     ENTRY(softcap_sinks_alibi), ENTRY(cross_attention), ENTRY(error_over_1_to_64_ranks),
-    ENTRY(huge_scores), ENTRY(rows_without_keys), ENTRY(one_nan), ENTRY(nan_in_everything_unseen),
-    ENTRY(bias_of_minus_infinity), ENTRY(one_key_gives_its_value),
+    ENTRY(huge_scores), ENTRY(sums_past_the_limit), ENTRY(rows_without_keys), ENTRY(one_nan),
+    ENTRY(nan_in_everything_unseen), ENTRY(bias_of_minus_infinity), ENTRY(one_key_gives_its_value),
     ENTRY(positions_near_the_limit), ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials),
     ENTRY(merge_corners), ENTRY(attention_threads), ENTRY(attention_workspace),
     ENTRY(q8_0_everywhere), ENTRY(convert), ENTRY(decoding), ENTRY(attention_at_positions),
-    ENTRY(ring_buffer_cache), ENTRY(a_ring_serves_several_plans), ENTRY(simple_signature)
+    ENTRY(ring_buffer_cache), ENTRY(a_ring_serves_several_plans), ENTRY(simple_signature),
 };
 
 int main(int argc, char **argv)

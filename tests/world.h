@@ -1602,4 +1602,63 @@ static inline void describe_case(const problem *p, const setup *s)
     }
 }
 
+/* Scores are exact: those of block b are b times the rise and one more for odd keys, or 0 for every
+ * third query. */
+static inline void problem_rises(problem *p, float rise, h_rng *r)
+{
+    int64_t i, d;
+    p->scale = 1;
+    p->loose = 1;
+    problem_data(p, r);
+    for (i = 0; i < p->q_max; i++)
+        for (d = 0; d < p->Dk; d++) p->q[i * p->Dk + d] = d == 0 && i % 3 ? 1.0f : 0.0f;
+    for (i = 0; i < p->k_max; i++)
+        for (d = 0; d < p->Dk; d++)
+            p->k[i * p->Dk + d] = d ? 0.0f
+                                    : dtype_round(rise * (float)(i / 64) + (float)(i % 2), RA_BF16);
+}
+
+/* m of such a problem's state after all keys: the first block's maximum, but for rows whose scores
+ * `rise` so far that l would pass the limit. */
+static inline void stale_maxima(const problem *p, int32_t isa, int rise, float limit)
+{
+    const int64_t rows = p->q_max, n = rows * p->Dk;
+    const int32_t size = (int32_t)element_bytes(p->q_dtype);
+    uint8_t *data[3];
+    float *m = (float *)malloc((size_t)(rows * 2 + n) * sizeof *m);
+    int64_t i, j, kept = 0, raised = 0;
+    ra_desc d;
+    ra_tensors t;
+    ra_state state;
+    size_t bytes;
+    uint8_t *work;
+    for (i = 0; i < 3; i++) {
+        const float *from = i == 0 ? p->q : i == 1 ? p->k : p->v;
+        data[i] = (uint8_t *)malloc((size_t)(n * size));
+        for (j = 0; j < n; j++) dtype_store(data[i] + j * size, from[j], p->q_dtype);
+    }
+    memset(&d, 0, sizeof d);
+    d.q_heads = d.kv_heads = 1; d.k_dim = d.v_dim = p->Dk; d.tokens = rows; d.scale = 1;
+    d.q_dtype = d.k_dtype = d.v_dtype = p->q_dtype; d.o_dtype = RA_F32;
+    d.mask.kind = RA_MASK_NONE;
+    d.isa = isa;
+    memset(&t, 0, sizeof t);
+    t.q.data = data[0]; t.k.data = data[1]; t.v.data = data[2];
+    state.m = m; state.l = m + rows; state.acc = m + 2 * rows;
+    bytes = ra_attention_bytes(&d, 1);
+    work = (uint8_t *)malloc(bytes + 64);
+    CHECK_EQ(ra_state_clear(&d, &state), RA_OK);
+    CHECK_EQ(ra_fold(&d, &state, &t, work + (64 - (uintptr_t)work % 64) % 64, bytes), RA_OK);
+    for (i = 0; i < rows; i++) {
+        CHECK(state.l[i] > 0 && state.l[i] <= limit);
+        if (fabsf(m[i] - (i % 3 ? 1.4427f : 0)) < 0.01f) kept++;
+        else raised += i % 3 != 0;
+    }
+    CHECK_EQ(kept, rise ? (rows + 2) / 3 : rows);
+    CHECK_EQ(kept + raised, rows);
+    for (i = 0; i < 3; i++) free(data[i]);
+    free(work);
+    free(m);
+}
+
 #endif
