@@ -218,8 +218,8 @@ typedef struct ra_allocator {          /* all zero: malloc and free. Else both a
 /* -------------------------------------------------------------------------- constants
  * Held in int32_t fields. Where a wrong default would give wrong numbers, 0 is UNSET, refused. */
 enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
-/* AVX512_BF16 and AMX multiply bf16 where q, k and v all are bf16 (not in decode form nor under
- * dropout), else they are AVX512. AUTO is what is fastest here. */
+/* AVX512_BF16 and AMX multiply bf16 where q, k and v all are bf16 (not under dropout, nor AMX in
+ * decode form), else they are AVX512. AUTO is what is fastest here. */
 enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16, RA_ISA_AMX,
        RA_ISA_NEON };
 enum { RA_MASK_UNSET, RA_MASK_NONE, RA_MASK_CAUSAL, RA_MASK_INTERVALS };
@@ -486,12 +486,12 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
  * depend on nth. Of the threads only ith 0 writes d->error. layout.kind names the order of
  * summation (see ra_plan_report.order), so that a ring of the same layout gives the same bits; only
  * tokens * Hq / Hkv <= 16 without dropout takes a form of its own, made for decoding, which widens
- * 16-bit elements in registers and does all arithmetic in f32. It is fastest where all heads of a
- * token, or all tokens of a head, lie side by side; threads share out sequences and kv heads, not
- * keys. In that form alone a row's bits may depend on how many rows the call has. d.engine must be
- * null. workspace: ra_attention_bytes(d, nth) bytes aligned to 64, need not
- * be cleared; with nth = 1 it may be null: the stack then serves if rows are short (Dk + Dv up to
- * about 512, or 256 if K and V are 16 bits wide). */
+ * what is not f32 in registers (AVX512_BF16 multiplies bf16 as it is). It is fastest if all heads
+ * of a token, or all tokens of a head, lie side by side; threads share out sequences and kv heads,
+ * not keys. In that form alone a row's bits may depend on how many rows the call has. d.engine must
+ * be null. workspace: ra_attention_bytes(d, nth) bytes aligned to 64, need not be cleared; with
+ * nth = 1 it may be null: the stack then serves if rows are short (Dk + Dv up to about 512, or 256
+ * if K and V are 16 bits wide). */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
@@ -1126,13 +1126,12 @@ typedef struct ra__tile {
     const void *k_form;                /* the store of K, as prepare_back left it */
 } ra__tile;
 
-/* Asks for one stream of memory before it is read, in the order of its addresses: stretches of
- * `lines` lines of 64 bytes, `jump` bytes from the end of one to the next. */
+/* Memory to ask for before it is read, in the order of its addresses: stretches of `lines` lines of
+ * 64 bytes, `jump` bytes from the end of one to the next. */
 typedef struct ra__stream {
     uintptr_t at;
     int64_t jump;
     int32_t left, lines;               /* of this stretch, of each */
-    int32_t todo, burst;               /* lines to ask for in this call, in a step of it */
 } ra__stream;
 
 /* Decode form: up to 4 query rows that read the same kv head, in the kernel's own order of dims.
@@ -1144,6 +1143,7 @@ typedef struct ra__few {
     float m[16], part[16], slope[16], l[4];
     ra__score score[4];                /* of a row: bias at its row 0 */
     int32_t pos[4];
+    float factor;                      /* of q k */
     int32_t modified, live;            /* live: bit r: row r has seen keys of the block */
 } ra__few;
 
@@ -1154,8 +1154,7 @@ typedef struct ra__stretch {
     const int32_t *pos;                /* [n] needed only where scores are modified */
     uint64_t seen;                     /* bit 4 j + r: row r sees key j */
     int32_t n, partial;                /* partial: some row does not see some key */
-    uintptr_t k_ahead, v_ahead;        /* memory to ask for, as long as these rows together, if */
-    ra__stream *ahead;                  /* null; else [2], streams that other heads share */
+    ra__stream *ahead;                 /* [2] or null: as much as these rows of K, V to ask for */
 } ra__stretch;
 enum { RA__FEW_ROWS = 4, RA__FEW_KEYS = 16, RA__FEW_DIMS = 32 };
 
@@ -1719,19 +1718,43 @@ RA__NOINLINE void ra__ask(ra__ahead *x) {
     }
 }
 
-/* Asks for the next few lines of a stream.
- * PERF: addresses that go through memory keep the pace. Zen 5, 8 heads of 512 bytes side by side:
- * 77 % of the read bandwidth, 55 % with addresses that are known at once. */
-RA__INLINE void ra__stream_step(ra__stream *a) {
-    int32_t i = a->burst < a->todo ? a->burst : a->todo;
-    a->todo -= i;
-    for (; i > 0; i--) {
-        __builtin_prefetch((const void *)a->at);
-        a->at += 64;
-        if (--a->left > 0) continue;
-        a->at += (uintptr_t)a->jump;
-        a->left = a->lines;
+/* At the end of a stretch a stream goes on to the next. */
+RA__INLINE void ra__stream_turn(ra__stream *a, const int32_t n) {
+    a->left -= n;
+    if (a->left > 0) return;
+    a->at += (uintptr_t)(a->jump + 64 * (int64_t)a->left);
+    a->left = a->lines;
+}
+
+/* x, some 9 cycles later. */
+RA__INLINE uintptr_t ra__later(uintptr_t x) {
+    uintptr_t one = 1;
+    int32_t i;
+    __asm__("" : "+r"(one));
+    for (i = 0; i < 3; i++) {
+        x *= one;
+        __asm__("" : "+r"(x));
     }
+    return x;
+}
+
+/* Asks for the next n lines of two streams; at the end of a stretch maybe for some beyond it.
+ * PERF: a processor drops requests that come faster than memory can serve them, and those after a
+ * wait come all at once: each address waits for the one before. Zen 5, 8 heads of 512 bytes side
+ * by side: 80 % of the read bandwidth, 54 % with addresses that are known at once; bf16 75, 55. */
+RA__INLINE void ra__stream_ask(ra__stream *a, const int32_t n) {
+    uintptr_t k = a[0].at, v = a[1].at;
+    int32_t i;
+    for (i = 0; i < n; i++) {
+        ra__prefetch(k, 64);
+        ra__prefetch(v, 64);
+        k = ra__later(k + 64);
+        v = ra__later(v + 64);
+    }
+    a[0].at = k;
+    a[1].at = v;
+    ra__stream_turn(&a[0], n);
+    ra__stream_turn(&a[1], n);
 }
 
 /* Row j of f32 keys and values. */
@@ -2556,7 +2579,6 @@ RA__OP void RA__F(few_dots)(const ra__few *f, const ra__stretch *x, int32_t j, f
                             const int32_t dtype) {
     const int32_t dim = f->d->k_dim;
     const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
-    uintptr_t ahead = x->k_ahead + (uintptr_t)(j * (dim / RA__CHUNK) * bytes);
     const uint8_t *row[RA__DK];
     RA__V c[4 * RA__DK], k[RA__DK][2];
     int32_t d, i;
@@ -2569,13 +2591,7 @@ RA__OP void RA__F(few_dots)(const ra__few *f, const ra__stretch *x, int32_t j, f
     for (d = 0; dim - d >= RA__CHUNK; d += RA__CHUNK) {
         RA__UNROLL for (i = 0; i < RA__DK; i++) RA__F(pair)(k[i], row[i], d, dtype);
         RA__F(few_products)(c, k, f->q + 4 * d);
-        if (x->ahead) {
-            ra__stream_step(&x->ahead[0]);
-            ra__stream_step(&x->ahead[1]);
-        } else {
-            ra__prefetch(ahead, RA__DK * bytes);
-            ahead += (uintptr_t)(RA__DK * bytes);
-        }
+        if (x->ahead) ra__stream_ask(x->ahead, (RA__DK * bytes + 127) / 128);
     }
     if (d < dim) {
         RA__UNROLL for (i = 0; i < RA__DK; i++) RA__F(pair_tail)(k[i], row[i], d, dim, dtype);
@@ -2675,7 +2691,6 @@ RA__OP void RA__F(few_value_tile)(const ra__few *f, const ra__stretch *x, const 
                                   int32_t d, const int32_t nc, const int32_t form) {
     const int32_t dtype = form & 7, partial = form & RA__FEW_PARTIAL, tail = form & RA__FEW_TAIL;
     const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
-    uintptr_t ahead = x->v_ahead + (uintptr_t)(d / RA__CHUNK * x->n * bytes);
     const uint8_t *row = x->v;
     float *to = f->sum + 4 * d;
     RA__V c[8 * RA__DC], v[2 * RA__DC];
@@ -2692,13 +2707,7 @@ RA__OP void RA__F(few_value_tile)(const ra__few *f, const ra__stretch *x, const 
             RA__UNROLL for (i = 0; i < 2 * nc; i++)
                 c[i / 2 * 8 + 2 * r + i % 2] = RA__F(fma)(y, v[i], c[i / 2 * 8 + 2 * r + i % 2]);
         }
-        if (x->ahead) {
-            ra__stream_step(&x->ahead[0]);
-            ra__stream_step(&x->ahead[1]);
-        } else {
-            ra__prefetch(ahead, nc * bytes);
-            ahead += (uintptr_t)(nc * bytes);
-        }
+        if (x->ahead) ra__stream_ask(x->ahead, (nc * bytes + 127) / 128);
     }
     RA__UNROLL for (i = 0; i < 8 * nc; i++) RA__F(store)(to + i * RA__W, c[i]);
 }
@@ -2724,20 +2733,10 @@ RA__PART void RA__F(few_values)(const ra__few *f, const ra__stretch *x, const fl
     else RA__F(few_value_tiles)(f, x, p, RA_Q8_0);
 }
 
-/* Steps at which few_fold asks for memory. */
-RA__OP void RA__F(few_ahead)(const ra__few *f, const ra__stretch *x) {
-    const int32_t dots = (x->n + RA__DK - 1) / RA__DK * (f->d->k_dim / RA__CHUNK);
-    const int32_t tiles = (f->d->v_dim / RA__CHUNK + RA__DC - 1) / RA__DC;
-    const int32_t steps = dots + tiles * x->n + 1;
-    x->ahead[0].burst = (x->ahead[0].todo + steps - 1) / steps;
-    x->ahead[1].burst = (x->ahead[1].todo + steps - 1) / steps;
-}
-
 RA__FN void RA__F(few_fold)(ra__few *f, const ra__stretch *x) {
     const uint64_t every_fourth = 0x1111111111111111u;
     float s[4 * RA__FEW_KEYS];
     int32_t r;
-    if (x->ahead) RA__F(few_ahead)(f, x);
     RA__F(few_scores)(f, x, s);
     RA__F(few_softmax)(f, x, s);
     RA__F(few_values)(f, x, s);
@@ -4357,6 +4356,166 @@ RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__stor
     keys->k_stride = 2 * (int64_t)d->k_dim;
 }
 
+/* ---- decode: lanes are dims, as in KERNEL, by dot products of pairs: of dims for scores, of keys
+ * for values. q: bf16 [chunk of 32 dims][4 rows][32]. Keys come in eights, the first four beside
+ * the last four, so that two vectors of scores [4 keys][4 rows] are the pairs of p. The two vectors
+ * of a chunk of values hold fours of dims in turn, as interleaving of keys leaves them. */
+enum { RA__BF_FEW = 8 };
+
+/* c[4 key + row] += the products of a chunk of four keys; elements not in m count as zero. */
+RA__BF_OP void ra__bf_few_products(__m512 *c, const float *q, const uint8_t *const *row,
+                                   int64_t at, const uint32_t m) {
+    __m512i y[4], k;
+    int32_t i, r;
+    RA__UNROLL for (r = 0; r < 4; r++) y[r] = ra__bf_load(q + 16 * r);
+    RA__UNROLL for (i = 0; i < 4; i++) {
+        if (m == ~0u) k = _mm512_loadu_si512(row[i] + at);
+        else k = _mm512_maskz_loadu_epi16(m, row[i] + at);
+        RA__UNROLL for (r = 0; r < 4; r++) c[4 * i + r] = ra__bf_dot(c[4 * i + r], k, y[r]);
+    }
+}
+
+/* Scores of keys j to j + 3, [key][4 rows]; keys beyond the last are the last once more. */
+RA__BF_OP __m512 ra__bf_few_dots(const ra__few *f, const ra__stretch *x, int32_t j) {
+    const int32_t full = f->d->k_dim / 32, rest = f->d->k_dim % 32;
+    const uint8_t *row[4];
+    const float *q = f->q;
+    __m512 c[16];
+    int32_t d, i;
+    RA__UNROLL for (i = 0; i < 4; i++)
+        row[i] = x->k + (j + i < x->n ? j + i : x->n - 1) * x->k_stride;
+    RA__UNROLL for (i = 0; i < 16; i++) c[i] = _mm512_setzero_ps();
+    for (d = 0; d < full; d++, q += 64) {
+        ra__bf_few_products(c, q, row, 64 * d, ~0u);
+        if (x->ahead) ra__stream_ask(x->ahead, 2);
+    }
+    if (rest) ra__bf_few_products(c, q, row, 64 * full, ((uint32_t)1 << rest) - 1);
+    return _mm512_mul_ps(ra__sums_avx512(c), _mm512_set1_ps(f->factor));
+}
+
+RA__NOINLINE RA__BF_TARGET void ra__bf_few_scores(const ra__few *f, const ra__stretch *x,
+                                                  float *s) {
+    int32_t j;
+    for (j = 0; j < x->n; j += 4) _mm512_storeu_ps(s + 4 * j, ra__bf_few_dots(f, x, j));
+}
+
+/* p of eights of keys, [4 pairs of keys][4 rows] each, with m and part. */
+RA__BF_OP void ra__bf_few_softmax(ra__few *f, const ra__stretch *x, float *s, float *pairs) {
+    const __m512 low = _mm512_set1_ps(ra__neg_inf());
+    const int32_t n = (x->n + RA__BF_FEW - 1) / RA__BF_FEW * RA__BF_FEW * 4;
+    const int32_t masked = x->partial || n > 4 * x->n;
+    __m512 top = low, part, use;
+    int32_t i;
+    if (f->modified) ra__few_modify_avx512(f, x, s, 4 * x->n);
+    for (i = 0; i < n; i += 16) {
+        __m512 y = _mm512_loadu_ps(s + i);
+        if (masked) y = _mm512_mask_blend_ps((__mmask16)(x->seen >> i), low, y);
+        _mm512_storeu_ps(s + i, y);
+        top = _mm512_max_ps(y, top);
+    }
+    use = _mm512_add_ps(_mm512_loadu_ps(f->m), _mm512_set1_ps(ra__few_slack));
+    if (_mm512_cmp_ps_mask(use, top, _CMP_LT_OQ)) ra__few_rise_avx512(f, s, n);
+    use = ra__base_avx512(_mm512_loadu_ps(f->m));
+    part = _mm512_loadu_ps(f->part);
+    for (i = 0; i < n; i += 32) {
+        __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + i), use);
+        __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + i + 16), use);
+        _mm512_storeu_si512(pairs + i / 2, ra__bf_exp_pair(a, b, &part));
+    }
+    _mm512_storeu_ps(f->part, part);
+}
+
+/* All bits of those of keys j and j + 4 that row r sees. */
+RA__BF_OP __m512i ra__bf_few_seen(const ra__stretch *x, int32_t j, int32_t r) {
+    const uint32_t low = x->seen >> (4 * j + r) & 1 ? 0xffffu : 0;
+    const uint32_t high = x->seen >> (4 * j + 16 + r) & 1 ? 0xffff0000u : 0;
+    return _mm512_set1_epi32((int32_t)(low | high));
+}
+
+/* Pairs of a chunk of two keys; elements not in m are zero. */
+RA__BF_OP void ra__bf_few_pair(__m512i *v, const uint8_t *a, const uint8_t *b, const uint32_t m) {
+    const __m512i y = m == ~0u ? _mm512_loadu_si512(a) : _mm512_maskz_loadu_epi16(m, a);
+    const __m512i z = m == ~0u ? _mm512_loadu_si512(b) : _mm512_maskz_loadu_epi16(m, b);
+    v[0] = _mm512_unpacklo_epi16(y, z);
+    v[1] = _mm512_unpackhi_epi16(y, z);
+}
+
+/* sum += p V in nc chunks of dims from d on; nc = 2: eights of keys that all rows see. */
+RA__BF_OP void ra__bf_few_tile(const ra__few *f, const ra__stretch *x, const float *pairs,
+                               int32_t d, const int32_t nc) {
+    const int32_t dim = f->d->v_dim, last = x->n - 1;
+    const uint32_t m = nc > 1 || dim - d >= 32 ? ~0u : ((uint32_t)1 << (dim - d)) - 1;
+    const uint8_t *v0 = x->v + 2 * (int64_t)d;
+    float *to = f->sum + 4 * d;
+    __m512 c[16];
+    int32_t i, j, r, t;
+    RA__UNROLL for (i = 0; i < 8 * nc; i++)
+        c[i] = f->live ? _mm512_loadu_ps(to + i * 16) : _mm512_setzero_ps();
+    for (j = 0; j < x->n; j += j % 4 < 3 ? 1 : 5) {
+        const uint8_t *a = v0 + (nc > 1 || j < last ? j : last) * x->v_stride;
+        const uint8_t *b = v0 + (nc > 1 || j + 4 < last ? j + 4 : last) * x->v_stride;
+        const float *p = pairs + j / 8 * 16 + j % 4 * 4;
+        __m512i v[4];
+        RA__UNROLL for (i = 0; i < nc; i++)
+            ra__bf_few_pair(v + 2 * i, a + 64 * i, b + 64 * i, nc > 1 ? ~0u : m);
+        RA__UNROLL for (r = 0; r < 4; r++) {
+            const __m512i y = ra__bf_broadcast((const uint8_t *)(p + r));
+            RA__UNROLL for (t = 0; t < 2 * nc; t++) {
+                const int32_t at = t / 2 * 8 + 2 * r + t % 2;
+                __m512i z = v[t];
+                if (nc == 1) z = _mm512_and_si512(z, ra__bf_few_seen(x, j, r));
+                c[at] = ra__bf_dot(c[at], z, y);
+            }
+        }
+        if (x->ahead) ra__stream_ask(x->ahead, nc);
+    }
+    RA__UNROLL for (i = 0; i < 8 * nc; i++) _mm512_storeu_ps(to + i * 16, c[i]);
+}
+
+RA__NOINLINE RA__BF_TARGET void ra__bf_few_values(const ra__few *f, const ra__stretch *x,
+                                                  const float *pairs) {
+    const int32_t dim = f->d->v_dim, whole = !x->partial && x->n % RA__BF_FEW == 0;
+    int32_t d = 0;
+    for (; whole && dim - d >= 64; d += 64) ra__bf_few_tile(f, x, pairs, d, 2);
+    for (; d < dim; d += 32) ra__bf_few_tile(f, x, pairs, d, 1);
+}
+
+RA__BF_FN void ra__few_fold_bf16(ra__few *f, const ra__stretch *x) {
+    const uint64_t every_fourth = 0x1111111111111111u;
+    float s[4 * RA__FEW_KEYS], pairs[2 * RA__FEW_KEYS];
+    int32_t i;
+    ra__bf_few_scores(f, x, s);
+    ra__bf_few_softmax(f, x, s, pairs);
+    ra__bf_few_values(f, x, pairs);
+    for (i = 0; i < 4; i++)
+        if (x->seen >> i & every_fourth) f->live |= 1 << i;
+}
+
+/* The factor is in f, for Q stays as it is. */
+RA__BF_FN void ra__few_load_bf16(const ra__few *f, int32_t r, const void *src, float factor) {
+    const int32_t dim = f->d->k_dim;
+    int32_t d;
+    (void)factor;
+    for (d = 0; d < dim; d += 32)
+        _mm512_storeu_si512(f->q + 2 * d + 16 * r,
+                            _mm512_maskz_loadu_epi16(ra__bf_first(dim, d, 32),
+                                                     (const uint8_t *)src + 2 * d));
+}
+
+/* Puts the dims of a row in order and stores it. */
+RA__BF_FN void ra__few_store_bf16(const ra__few *f, int32_t r, void *dst, float factor) {
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    int32_t d;
+    for (d = 0; d < f->d->v_dim; d += 32) {
+        float *at = f->acc + 4 * d + 32 * r;
+        const __m512 a = _mm512_loadu_ps(at), b = _mm512_loadu_ps(at + 16);
+        _mm512_storeu_ps(at, _mm512_permutex2var_ps(a, low, b));
+        _mm512_storeu_ps(at + 16, _mm512_permutex2var_ps(a, high, b));
+    }
+    ra__few_store_avx512(f, r, dst, factor);
+}
+
 /* ---- backward: KERNEL's, of pairs. S and dP are what forward's scores are. P and dS leave the
  * registers as rows of bf16 [keys][64 rows], whose pairs of rows are broadcast against pairs of
  * rows of dO and Q [Dv or Dk by 64s][32][64]; and dS as pairs of keys [32][64], for dQ^T what p is
@@ -4807,7 +4966,7 @@ RA__BF_FN int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d, const 
 static const ra__kernel ra__kernel_bf16 = {
     RA_ISA_AVX512_BF16, ra__sizes_bf16, ra__widen_avx512, ra__prepare_bf16, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_bf16, ra__store_o_avx512,
-    NULL, NULL, NULL, NULL,
+    ra__few_load_bf16, ra__few_fold_bf16, ra__few_close_avx512, ra__few_store_bf16,
     ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_avx512,
     ra__fold_back_bf16, ra__put_grad_avx512};
 
@@ -5740,6 +5899,12 @@ static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
             return d->isa == RA_ISA_AMX ? &ra__kernel_amx : &ra__kernel_bf16;
 #endif
     return ra__kernel_f32(d->isa);
+}
+
+/* In decode form: AMX has none of its own. */
+static RA__UNUSED const ra__kernel *ra__kernel_decode(const ra_desc *d) {
+    const ra__kernel *kernel = ra__kernel_of(d);
+    return kernel->few_fold ? kernel : ra__kernel_f32(d->isa);
 }
 
 RINGATTN_API int32_t ra_isa_best(void) {
@@ -11877,11 +12042,12 @@ typedef struct ra__decode {
     int32_t *pos;                      /* [64] of a block */
     int32_t heads;                     /* most of a task */
     int32_t sequence, head, count;     /* kv heads [head, head + count) */
-    int32_t pairs, fours, rows, keys;  /* keys: of a stretch */
+    int32_t pairs, fours, rows, keys, run; /* keys: of a stretch; of one head at once */
     int32_t row[RA__DECODE_PAIRS];     /* of a pair */
     int32_t at[RA__DECODE_PAIRS], sees[RA__DECODE_PAIRS][4]; /* of a row: position, ra__mask_row */
     ra__bounds bounds[RA__DECODE_PAIRS];
     uint64_t seen[RA__DECODE_PAIRS];   /* of a row: keys of the block */
+    ra__stretch stretch[RA_BLOCK_TOKENS / 4][RA__DECODE_PAIRS / RA__FEW_ROWS]; /* of the block */
 } ra__decode;
 
 /* 1 if a call takes the decode form. */
@@ -11955,6 +12121,7 @@ static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int
     for (int32_t i = 0; i < 16; i++)
         f->m[i] = pair + i % RA__FEW_ROWS < x->pairs ? ra__neg_inf() : 0.0f;
     f->live = f->modified = 0;
+    f->factor = ra__q_factor(&c->d);
     for (int32_t r = 0; r < RA__FEW_ROWS && pair + r < x->pairs; r++) {
         int32_t row = x->row[pair + r], q_head = (x->head + head) * group + (pair + r) % group;
         f->score[r] = ra__score_of(&c->w, x->sequence, row, q_head);
@@ -11962,7 +12129,7 @@ static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int
         for (int32_t i = r; i < 16; i += RA__FEW_ROWS) f->slope[i] = f->score[r].slope;
         f->pos[r] = x->at[row];
         c->w.kernel->few_load(f, r, ra__view_at(c->w.q, x->sequence, row, q_head).data,
-                              ra__q_factor(&c->d));
+                              f->factor);
     }
 }
 
@@ -11974,7 +12141,7 @@ static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t he
     ra__view o = ra__view_at(c->w.o, x->sequence, x->row[pair], q_head);
     ra__view lse = ra__view_at(c->w.lse, x->sequence, x->row[pair], q_head);
     int32_t r = pair % RA__FEW_ROWS;
-    float sum, factor = ra__row_finish(f->m[r], f->l[r], sink, &sum);
+    float sum, factor = ra__row_finish(f->m[r], f->l[r], sink, lse.data ? &sum : NULL);
     c->w.kernel->few_store(f, r, (void *)(uintptr_t)o.data, factor);
     if (lse.data) memcpy((void *)(uintptr_t)lse.data, &sum, sizeof sum);
 }
@@ -12024,52 +12191,47 @@ static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra_
 /* Points a stream at the rows of all heads of the task, some 4 KB beyond token row `row`. */
 static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view *v, int64_t row) {
     const int64_t all = x->count > 1 ? x->count * v->head : ra__min(v->token, v->head);
-    const int64_t far = ra__max(x->keys, RA__DECODE_AHEAD / all);
+    const int64_t far = ra__max(x->run, RA__DECODE_AHEAD / all);
     a->at = (uintptr_t)v->data + (uintptr_t)((row + far) * v->token);
     a->lines = a->left = (int32_t)ra__ceil_div(all, 64);
     a->jump = v->token - (int64_t)a->lines * 64;
 }
 
-/* A stretch of a block for all heads, each with all its fours: t[g] is how the four g sees it. */
-static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row,
-                            ra__stretch *t, ra__decode *x) {
+/* Keys [from, to) of a block, whose first is token row `row`, for all heads and fours. */
+static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
+                            int32_t to, ra__decode *x) {
     ra__stream a[2];
-    for (int i = 0; i < 2; i++) ra__decode_ahead(&a[i], x, &kv[i], row);
-    for (int32_t h = 0; h < x->count; h++) {
-        const uint8_t *k = ra__view_at(kv[0], 0, row, h).data;
-        const uint8_t *v = ra__view_at(kv[1], 0, row, h).data;
-        int first = 1;
-        for (int i = 0; i < 2; i++)
-            a[i].todo = (int32_t)ra__ceil_div(t->n * a[i].lines, x->count);
-        if (c->d.v_in_k) a[1].todo = 0;
-        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
-            if (!t[g].seen) continue;
-            t[g].k = k;
-            t[g].v = v;
-            t[g].ahead = first && x->count > 1 ? a : NULL;
-            t[g].k_ahead = !first || x->count > 1 || a[0].jump ? (uintptr_t)k : a[0].at;
-            t[g].v_ahead = !first || x->count > 1 || a[1].jump ? (uintptr_t)v : a[1].at;
-            c->w.kernel->few_fold(&x->few[h * x->fours + g], &t[g]);
-            first = 0;
+    for (int i = 0; i < 2; i++) ra__decode_ahead(&a[i], x, &kv[i], row + from);
+    for (int32_t h = 0; h < x->count; h++)
+        for (int32_t j = from; j < to; j += x->keys) {
+            ra__stretch *t = x->stretch[j / x->keys];
+            int first = 1;
+            for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
+                if (!t[g].seen) continue;
+                t[g].k = ra__view_at(kv[0], 0, row + j, h).data;
+                t[g].v = ra__view_at(kv[1], 0, row + j, h).data;
+                t[g].ahead = first ? a : NULL;
+                c->w.kernel->few_fold(&x->few[h * x->fours + g], &t[g]);
+                first = 0;
+            }
         }
-    }
 }
 
 /* One block of keys for all pairs and heads of the task. */
 static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra__seg *s,
                              const int32_t *pos, ra__decode *x) {
-    ra__stretch t[RA__DECODE_PAIRS / RA__FEW_ROWS];
     if (!ra__decode_sees(x, s, pos)) return;
-    for (int32_t j = 0; j < s->rows; j += x->keys) {
+    for (int32_t j = 0; j < s->rows; j += x->keys)
         for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
-            t[g].n = (int32_t)ra__min(x->keys, s->rows - j);
-            t[g].pos = x->pos + j;
-            t[g].k_stride = kv[0].token;
-            t[g].v_stride = kv[1].token;
-            ra__decode_stretch(x, g, j, &t[g]);
+            ra__stretch *t = &x->stretch[j / x->keys][g];
+            t->n = (int32_t)ra__min(x->keys, s->rows - j);
+            t->pos = x->pos + j;
+            t->k_stride = kv[0].token;
+            t->v_stride = kv[1].token;
+            ra__decode_stretch(x, g, j, t);
         }
-        ra__decode_fold(c, kv, s->row + j, t, x);
-    }
+    for (int32_t j = 0; j < s->rows; j += x->run)
+        ra__decode_fold(c, kv, s->row, j, (int32_t)ra__min(j + x->run, s->rows), x);
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++)
             if (x->few[h * x->fours + g].live) c->w.kernel->few_close(&x->few[h * x->fours + g]);
@@ -12117,6 +12279,7 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, i
     if (!ra__decode_beside(c)) x.heads = 1;
     x.keys = RA__FEW_KEYS;
     while (x.fours == 1 && x.keys > 4 && x.keys * row > RA__DECODE_BYTES) x.keys /= 2;
+    x.run = 2 * x.keys;
     for (x.sequence = 0; x.sequence < c->d.sequences; x.sequence++)
         for (x.head = 0; x.head < c->d.kv_heads; x.head += x.heads, index++) {
             if (index % nth != ith) continue;
@@ -12514,7 +12677,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     const int decode = ra__decodes(&c.d);
     c.pairs = !decode && ra__is_short(&c.d) &&
               (workspace || ra__scratch_bytes(&c.d, 1) + ra__short_bytes(&c.d) <= RA__STACK_BYTES);
-    if (decode) c.w.kernel = ra__kernel_f32(c.d.isa);
+    if (decode) c.w.kernel = ra__kernel_decode(&c.d);
     return ra__local_go(&c, workspace, bytes, who, decode);
 }
 

@@ -231,6 +231,61 @@ TEST(sums_past_the_limit)
     }
 }
 
+/* The decode form: 1 to 16 query rows a kv head after many keys, of any dims, strides and masks,
+ * scores that grow, NaN in every key that nobody sees and sometimes in one that is seen; the
+ * same bits on any number of threads. */
+TEST(decoding)
+{
+    int64_t i, k, q, n = h_run.large ? 2000 : 150;
+    if (machine_lacks()) return;
+    for (i = 0; i < n; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        outcome first, got;
+        int32_t group = 1 << h_range(&r, 0, 4), heads = (int32_t)h_range(&r, 1, 3), nth;
+        int32_t dims[2];
+        if (!h_case(i)) continue;
+        for (k = 0; k < 2; k++)
+            dims[k] = (int32_t)(i % 9 == k ? h_range(&r, 300, 576) : h_one_in(&r, 2)
+                                ? 32 * h_range(&r, 1, 4) : h_range(&r, 1, 140));
+        problem_shape(&p, h_range(&r, 1, 16 / group), heads * group, heads, dims[0], dims[1]);
+        p.q_offset = h_range(&r, 0, i % 3 ? 200 : 3000);
+        p.tk[0] = p.k_max = p.q_offset + p.q_max;
+        problem_mask(&p, &r, (int)(i % MASKS));
+        if (h_one_in(&r, 3)) problem_options(&p, &r, (int)h_range(&r, 0, 31));
+        problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, (int32_t)h_range(&r, RA_F32, RA_BF16));
+        problem_data(&p, &r);
+        if (i % 8 == 0) p.loose = 1;
+        for (k = 0; i % 8 == 0 && k < p.k_max * heads * p.Dk; k++)
+            p.k[k] = dtype_round(p.k[k] * (float)(k / (heads * p.Dk)) * 0.04f, RA_BF16);
+        for (k = 0; k < p.k_max; k++) {
+            int seen = h_one_in(&r, 4000);
+            for (q = 0; q < p.q_max; q++) seen += visible(&p.mask, p.q_offset + q, k) ? 2 : 0;
+            if (seen < 2) p.k[k * heads * p.Dk] = p.v[(k + 1) * heads * p.Dv - 1] = (float)NAN;
+            if (seen & 1) p.v[k * heads * p.Dv] = (float)NAN;
+        }
+        memset(&s, 0, sizeof s);
+        s.ranks = 1;
+        s.layout = RA_LAYOUT_CONTIGUOUS + (int32_t)h_range(&r, 0, 2);
+        s.call = CALL_ATTENTION;
+        s.threads = 1;
+        s.isa = isas[h_one_in(&r, 8)];
+        s.strides = (int32_t)h_range(&r, STRIDES_PACKED, STRIDES_MIXED);
+        compare(&p, &s);
+        first = world_run(&p, &s);
+        for (nth = 2; nth <= 3; nth++) {
+            s.threads = nth;
+            got = world_run(&p, &s);
+            CHECK_BITS(got.o, first.o, p.q_max * p.Hq * p.Dv * 4);
+            CHECK_BITS(got.lse, first.lse, p.q_max * p.Hq * 4);
+            outcome_free(&got);
+        }
+        outcome_free(&first);
+        problem_free(&p);
+    }
+}
+
 /* O, LSE and gradients do not depend on ranks, chunks and threads. */
 TEST(same_bits)
 {
@@ -283,7 +338,7 @@ TEST(same_bits)
 
 static const h_test tests[] = {
     ENTRY(masks_and_layouts), ENTRY(one_nan), ENTRY(gradients), ENTRY(error_of_rounding),
-    ENTRY(sums_past_the_limit), ENTRY(same_bits)
+    ENTRY(sums_past_the_limit), ENTRY(decoding), ENTRY(same_bits)
 };
 
 int main(int argc, char **argv)

@@ -992,8 +992,8 @@ static inline ra_status world_open(world *w, const problem *p, const setup *s)
     return status;
 }
 
-/* Does the library compute d in bf16? Not under dropout, and not in the decode form of
- * ra_attention: see decodes. */
+/* Does the library compute d in bf16? Not under dropout, and by AMX not in the decode
+ * form of ra_attention: see decodes_in_f32. */
 static inline int rounds_weights(const ra_desc *d)
 {
     int32_t isa = d->isa ? d->isa : ra_isa_best();
@@ -1002,9 +1002,10 @@ static inline int rounds_weights(const ra_desc *d)
            (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX) && d->dropout <= 0;
 }
 
-static inline int decodes(const setup *s, const ra_desc *d)
+static inline int decodes_in_f32(const setup *s, const ra_desc *d)
 {
-    return s->call == CALL_ATTENTION && d->tokens * (d->q_heads / d->kv_heads) <= 16;
+    return s->call == CALL_ATTENTION && d->tokens * (d->q_heads / d->kv_heads) <= 16 &&
+           (d->isa ? d->isa : ra_isa_best()) != RA_ISA_AVX512_BF16;
 }
 
 /* Collects what all ranks wrote and frees their tensors. */
@@ -1032,7 +1033,7 @@ static inline outcome outcome_gather(world *w)
     }
     for (rank = 0; rank < s->ranks; rank++) {
         if (r.status == RA_OK) outcome_take(&r, &w->seats[rank], seen);
-        r.rough |= rounds_weights(&w->seats[rank].d) && !decodes(s, &w->seats[rank].d);
+        r.rough |= rounds_weights(&w->seats[rank].d) && !decodes_in_f32(s, &w->seats[rank].d);
         seat_free(&w->seats[rank]);
     }
     for (b = 0; b < p->B; b++) for (i = 0; i < p->tq[b]; i++) {
