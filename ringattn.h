@@ -4264,18 +4264,21 @@ RA__BF_OP uint32_t ra__bf_first(int32_t dim, int32_t d, int32_t n) {
 
 RA__BF_OP int32_t ra__bf_up(int32_t dim, int32_t to) { return (dim + to - 1) / to * to; }
 
-/* Pairs of dims of 16 rows to lanes; rows that are not there, and dims from dim to up, are zero. */
+/* Pairs of dims of 16 rows to lanes; rows that are not there, and dims from dim to up, are zero.
+ * PERF: all rows are asked for first. Zen 5, causal, 1024 tokens, D 64 and 128: 64.3 to 65.4 and
+ * 71.5 to 73 % of the peak. */
 RA__BF_FN void ra__bf_load_q(const ra__panel *p, const uint8_t *from, int64_t stride, int32_t dim,
                              int32_t up) {
     __m512i r[16];
     int32_t row, d, i;
+    for (row = 0; row < p->rows; row++)
+        ra__prefetch((uintptr_t)(from + row * stride), 2 * dim);
     for (row = 0; row < RA_BLOCK_TOKENS; row += 16)
         for (d = 0; d < up; d += 32) {
-            for (i = 0; i < 16; i++)
-                r[i] = row + i < p->rows
-                           ? _mm512_maskz_loadu_epi16(ra__bf_first(dim, d, 32),
-                                                      from + (row + i) * stride + 2 * d)
-                           : _mm512_setzero_si512();
+            const uint32_t first = ra__bf_first(dim, d, 32);
+            const uint8_t *at = from + row * stride + 2 * d;
+            RA__UNROLL for (i = 0; i < 16; i++)
+                r[i] = _mm512_maskz_loadu_epi16(row + i < p->rows ? first : 0, at + i * stride);
             ra__bf_transpose(r);
             for (i = 0; i < 16 && d + 2 * i < up; i++)
                 _mm512_storeu_si512(p->q + (d / 2 + i) * 64 + row, r[i]);
@@ -4326,15 +4329,33 @@ RA__BF_OP __m512i ra__bf_pair_v(const ra__keys *keys, int32_t j, int32_t dim, in
                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
 }
 
-/* Pairs of keys [n / 2][dim up to 16]; returns 0 if there is a NaN or an infinity. */
+/* Pairs of keys [n / 2][dim up to 16]; returns 0 if there is a NaN or an infinity. top: the largest
+ * of all without their signs, as integers.
+ * PERF: by 32 dims, not 16: Zen 5, causal, 1024 tokens, D 64 and 128: 65.4 to 66.2 and 73 to 74 %
+ * of the peak. */
 RA__BF_FN int32_t ra__bf_pack_v(uint8_t *to, const ra__keys *keys, int32_t dim) {
+    const __m512i index = _mm512_add_epi32(
+        _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                           _mm512_set1_epi32(0x00010001)), _mm512_set1_epi32(0x00200000));
+    const __m512i next = _mm512_add_epi16(index, _mm512_set1_epi16(16));
+    const __m512i size = _mm512_set1_epi16(0x7fff);
     const int64_t row = 4 * (int64_t)ra__bf_up(dim, 16);
-    uint32_t bad = 0;
+    __m512i top = _mm512_setzero_si512();
     int32_t j, d;
     for (j = 0; j < keys->n; j += 2, to += row)
-        for (d = 0; d < dim; d += 16)
-            _mm512_storeu_si512(to + 4 * d, ra__bf_pair_v(keys, j, dim, d, &bad));
-    return !bad;
+        for (d = 0; d < dim; d += 32) {
+            const uint32_t m = ra__bf_first(dim, d, 32);
+            const uint8_t *v = keys->v + j * keys->v_stride + 2 * d;
+            const __m512i a = _mm512_maskz_loadu_epi16(m, v);
+            const __m512i b = _mm512_maskz_loadu_epi16(j + 1 < keys->n ? m : 0,
+                                                       v + keys->v_stride);
+            top = _mm512_max_epu16(top, _mm512_and_si512(a, size));
+            top = _mm512_max_epu16(top, _mm512_and_si512(b, size));
+            _mm512_storeu_si512(to + 4 * d, _mm512_permutex2var_epi16(a, index, b));
+            if (dim - d <= 16) continue;
+            _mm512_storeu_si512(to + 4 * d + 64, _mm512_permutex2var_epi16(a, next, b));
+        }
+    return !_mm512_cmpge_epu16_mask(top, _mm512_set1_epi16(0x7f80));
 }
 
 RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__store *store,
