@@ -487,11 +487,11 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
  * summation (see ra_plan_report.order), so that a ring of the same layout gives the same bits; only
  * tokens * Hq / Hkv <= 16 without dropout takes a form of its own, made for decoding, which widens
  * what is not f32 in registers (AVX512_BF16 multiplies bf16 as it is). It is fastest if all heads
- * of a token, or all tokens of a head, lie side by side; threads share out sequences and kv heads,
- * not keys. In that form alone a row's bits may depend on how many rows the call has. d.engine must
- * be null. workspace: ra_attention_bytes(d, nth) bytes aligned to 64, need not be cleared; with
- * nth = 1 it may be null: the stack then serves if rows are short (Dk + Dv up to about 512, or 256
- * if K and V are 16 bits wide). */
+ * of a token, or all tokens of a head, lie side by side. In that form alone a row's bits may depend
+ * on how many rows the call has. d.engine must be null. workspace: ra_attention_bytes(d, nth)
+ * bytes aligned to 64. With nth > 1 its first 64 bytes must be zero, and are again when all threads
+ * have returned; the rest need not be cleared. With nth = 1 it may be null: the stack then serves
+ * if rows are short (Dk + Dv up to about 512, or 256 if K and V are 16 bits wide). */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
@@ -1186,6 +1186,9 @@ typedef struct ra__kernel {
     void (*few_fold)(ra__few *f, const ra__stretch *x);
     void (*few_close)(ra__few *f);
     void (*few_store)(const ra__few *f, int32_t r, void *dst, float factor);
+    /* m, l and acc of other keys, [4], [4] and like f->acc, come to those of f; whichever is first,
+     * the bits are the same. */
+    void (*few_merge)(ra__few *f, const float *other);
     /* Backward's store for the copies of 64 keys (batch: how many panels are to share them, at most
      * RA__BACK_PANELS; s: for whatever the kernel likes), and prepare, which returns 0 if K has a
      * NaN or an infinity (or may have, in blocks without partial tiles). */
@@ -2798,6 +2801,30 @@ RA__FN void RA__F(few_store)(const ra__few *f, int32_t r, void *dst, float facto
                      dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
     }
 }
+
+/* Sums are in units of 2^m; a row without keys has l = 0. */
+RA__FN void RA__F(few_merge)(ra__few *f, const float *other) {
+    float alpha[RA__W], beta[RA__W];
+    int32_t r, i, d;
+    for (r = 0; r < 4; r++) {
+        const int32_t fresh = f->l[r] == 0.0f;
+        const float top = fresh || other[r] > f->m[r] ? other[r] : f->m[r];
+        const RA__V a = RA__F(exp2)(RA__F(set)(f->m[r] - top));
+        const RA__V b = RA__F(exp2)(RA__F(set)(other[r] - top));
+        if (other[4 + r] == 0.0f) continue;
+        RA__F(store)(alpha, a);
+        RA__F(store)(beta, b);
+        f->l[r] = fresh ? other[4 + r] : f->l[r] * alpha[0] + other[4 + r] * beta[0];
+        for (i = r; i < 16; i += 4) f->m[i] = top;
+        for (d = 0; d < f->d->v_dim; d += RA__CHUNK)
+            for (i = 0; i < RA__CHUNK; i += RA__W) {
+                const int32_t at = 4 * d + r * RA__CHUNK + i;
+                RA__V x = RA__F(load)(other + 8 + at);
+                if (!fresh) x = RA__F(load)(f->acc + at) * a + x * b;
+                RA__F(store)(f->acc + at, x);
+            }
+    }
+}
 #undef RA__CHUNK
 
 /* ---- backward: lanes are query rows for S, dP and dQ, columns for dK and dV.
@@ -3260,6 +3287,7 @@ static const ra__kernel RA__F(kernel) = {
     RA__ISA,          RA__F(sizes),     RA__F(widen),    RA__F(prepare), RA__F(load_q),
     RA__F(load_acc),  RA__F(store_acc), RA__F(fold),     RA__F(store_o),
     RA__F(few_load),  RA__F(few_fold),  RA__F(few_close), RA__F(few_store),
+    RA__F(few_merge),
     RA__F(sizes_back), RA__F(prepare_back), RA__F(load_back), RA__F(deltas),
     RA__F(fold_back), RA__F(put_grad)};
 
@@ -5008,6 +5036,7 @@ static const ra__kernel ra__kernel_bf16 = {
     RA_ISA_AVX512_BF16, ra__sizes_bf16, ra__widen_avx512, ra__prepare_bf16, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_bf16, ra__store_o_avx512,
     ra__few_load_bf16, ra__few_fold_bf16, ra__few_close_avx512, ra__few_store_bf16,
+    ra__few_merge_avx512,
     ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_avx512,
     ra__fold_back_bf16, ra__put_grad_avx512};
 
@@ -5685,7 +5714,7 @@ RA__AMX_FN int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d, const 
 static const ra__kernel ra__kernel_amx = {
     RA_ISA_AMX, ra__sizes_amx, ra__widen_avx512, ra__prepare_amx, ra__load_q_amx,
     ra__load_acc_amx, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
-    NULL, NULL, NULL, NULL,
+    NULL, NULL, NULL, NULL, NULL,
     ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_amx, ra__deltas_avx512,
     ra__fold_back_amx, ra__put_grad_avx512};
 
@@ -12075,14 +12104,17 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, i
  * PERF: Zen 5, rows of 512 bytes every 4 KB: 17 GB/s head by head, 33 in the order of addresses;
  * head after head, [Hkv][T][D], 13 without asking ahead along the rows of one head, 32 with it. */
 enum { RA__DECODE_PAIRS = 16, RA__DECODE_HEADS = 8, RA__DECODE_BYTES = 2048,
-       RA__DECODE_AHEAD = 4096 };
+       RA__DECODE_AHEAD = 4096, RA__DECODE_PART = 16, RA__DECODE_PARTS = 32 };
 
 /* One thread's state, and the task under way. */
 typedef struct ra__decode {
     ra__few *few;                      /* [heads][fours] */
     int32_t *pos;                      /* [64] of a block */
+    float *slot;                       /* [heads][fours] sums of the parts before, if any */
     int32_t heads;                     /* most of a task */
     int32_t sequence, head, count;     /* kv heads [head, head + count) */
+    int32_t part, parts;               /* of the blocks [first, last) that some row sees */
+    int64_t first, last;
     int32_t pairs, fours, rows, keys, run; /* keys: of a stretch; of one head at once */
     int32_t row[RA__DECODE_PAIRS];     /* of a pair */
     int32_t at[RA__DECODE_PAIRS], sees[RA__DECODE_PAIRS][4]; /* of a row: position, ra__mask_row */
@@ -12096,6 +12128,18 @@ RA__INLINE int ra__decodes(const ra_desc *d) {
     return d->tokens * (d->q_heads / d->kv_heads) <= RA__DECODE_PAIRS && d->dropout <= 0.0f;
 }
 
+/* Most parts of the keys of a sequence: RA__DECODE_PARTS in all, of RA__DECODE_PART blocks or more.
+ * The problem alone decides, for the cuts show in the bits. */
+RA__INLINE int64_t ra__decode_limit(const ra_desc *d) {
+    int64_t parts = ra__ceil_div(ra__k_most(d), RA__DECODE_PART * RA_BLOCK_TOKENS);
+    return ra__max(1, ra__min(parts, RA__DECODE_PARTS / d->sequences));
+}
+
+/* Floats of m, l and acc of a four. */
+RA__INLINE int64_t ra__slot_floats(const ra_desc *d) {
+    return RA__FEW_ROWS * (2 + ra__round_up(d->v_dim, RA__FEW_DIMS));
+}
+
 static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__decode *x) {
     int64_t k = ra__round_up(d->k_dim, RA__FEW_DIMS) * RA__FEW_ROWS * (int64_t)sizeof(float);
     int64_t v = ra__round_up(d->v_dim, RA__FEW_DIMS) * RA__FEW_ROWS * (int64_t)sizeof(float);
@@ -12104,6 +12148,9 @@ static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__
     x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__DECODE_PAIRS), RA__FEW_ROWS);
     x->few = (ra__few *)ra__carve(a, heads * x->fours * (int64_t)sizeof *x->few);
     x->pos = (int32_t *)ra__carve(a, RA_BLOCK_TOKENS * (int64_t)sizeof *x->pos);
+    x->slot = NULL;
+    if (ra__decode_limit(d) > 1)
+        x->slot = (float *)ra__carve(a, heads * x->fours * ra__slot_floats(d) * 4);
     for (int32_t i = 0; i < heads * x->fours; i++) {
         float *q = (float *)ra__carve(a, k), *acc = (float *)ra__carve(a, v);
         float *sum = (float *)ra__carve(a, v);
@@ -12122,10 +12169,19 @@ static int64_t ra__decode_bytes(const ra_desc *d, int32_t heads) {
     return a.used;
 }
 
-/* kv heads of a task: as many as nth threads can share evenly. */
+/* Bytes of the sums of all parts of all sequences, where several threads share out keys. */
+static int64_t ra__decode_slots(const ra_desc *d) {
+    const int64_t pairs = d->tokens * (d->q_heads / d->kv_heads), limit = ra__decode_limit(d);
+    if (limit == 1) return 0;
+    return ra__round_up(d->sequences * limit * d->kv_heads *
+                        ra__ceil_div(pairs, RA__FEW_ROWS) * ra__slot_floats(d) * 4, 64);
+}
+
+/* kv heads of a task: as many as nth threads can share evenly, or all if they share out keys. */
 static int32_t ra__decode_heads(const ra_desc *d, int nth) {
     int32_t best = 1, most = (int32_t)ra__min(d->kv_heads, RA__DECODE_HEADS);
     int64_t least = INT64_MAX;
+    if (ra__decode_limit(d) > 1) nth = 1;
     for (int32_t n = most; n > 0; n--) {
         int64_t tasks = d->sequences * ra__ceil_div(d->kv_heads, n);
         int64_t turns = ra__ceil_div(tasks, nth) * n;
@@ -12278,28 +12334,108 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
             if (x->few[h * x->fours + g].live) c->w.kernel->few_close(&x->few[h * x->fours + g]);
 }
 
-/* kv heads [x->head, x->head + x->count) of a sequence. */
-static void ra__decode_task(const ra__local *c, ra__decode *x) {
-    int64_t tokens = ra__k_len(&c->d, x->sequence);
-    const int32_t *array = c->k_side.array, group = c->d.q_heads / c->d.kv_heads;
-    ra__view kv[2];
-    ra__seg seg, block;
+/* Rows of a sequence, and the parts of the blocks of keys that they see. */
+static void ra__decode_begin(const ra__local *c, ra__decode *x) {
+    const int64_t tokens = ra__k_len(&c->d, x->sequence), limit = ra__decode_limit(&c->d);
+    const int32_t group = c->d.q_heads / c->d.kv_heads;
+    int64_t block = 0, first, last;
+    ra__seg seg, s;
     x->rows = (int32_t)ra__q_len(&c->d, x->sequence);
     x->pairs = x->rows * group;
-    if (array) array += x->sequence * c->k_side.array_stride;
     for (int32_t i = 0; i < x->rows; i++) ra__decode_row(c, x, i);
     for (int32_t i = 0; i < x->pairs; i++) x->row[i] = i / group;
+    x->first = limit > 1 ? INT64_MAX : 0;
+    x->last = limit > 1 ? 0 : INT64_MAX;
+    x->parts = 1;
+    for (int64_t i = 0; limit > 1 && ra__side_seg(&c->k_side, x->sequence, tokens, i, &seg); i++)
+        for (int64_t j = 0; j * RA_BLOCK_TOKENS < seg.rows; j++, block++) {
+            int seen = c->k_side.array != NULL;
+            s = ra__seg_block(&seg, j);
+            ra__seg_span(&s, NULL, &first, &last);
+            for (int32_t r = 0; r < x->rows && !seen; r++)
+                seen = ra__classify(&x->bounds[r], first, last) != RA__EMPTY;
+            if (!seen) continue;
+            x->first = ra__min(x->first, block);
+            x->last = block + 1;
+        }
+    if (x->first < x->last && limit > 1)
+        x->parts = (int32_t)ra__min(limit, ra__ceil_div(x->last - x->first, RA__DECODE_PART));
+}
+
+/* Sums of a four from and to a slot. */
+static void ra__slot_load(ra__few *f, const float *slot) {
+    memcpy(f->l, slot + RA__FEW_ROWS, sizeof f->l);
+    for (int32_t i = 0; i < 16; i++) f->m[i] = slot[i % RA__FEW_ROWS];
+    memcpy(f->acc, slot + 2 * RA__FEW_ROWS,
+           (size_t)(ra__slot_floats(f->d) - 2 * RA__FEW_ROWS) * sizeof *slot);
+}
+static void ra__slot_save(const ra__few *f, float *slot) {
+    memcpy(slot, f->m, RA__FEW_ROWS * sizeof *slot);
+    memcpy(slot + RA__FEW_ROWS, f->l, sizeof f->l);
+    memcpy(slot + 2 * RA__FEW_ROWS, f->acc,
+           (size_t)(ra__slot_floats(f->d) - 2 * RA__FEW_ROWS) * sizeof *slot);
+}
+
+/* Slot of a part, kv head and four among those of all threads. */
+static float *ra__slot_at(const ra__local *c, const ra__decode *x, float *slots, int32_t part,
+                          int32_t head, int32_t four) {
+    int64_t at = x->sequence * ra__decode_limit(&c->d) + part;
+    return slots + ((at * c->d.kv_heads + head) * x->fours + four) * ra__slot_floats(&c->d);
+}
+
+/* What comes of the sums of a part: O if it is the only one or the last; else they go to slots, of
+ * all threads or, these being null, of this one, and to those of the parts before. */
+static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
+    const int last = x->parts == 1 || (!slots && x->part + 1 == x->parts);
+    for (int32_t h = 0; h < x->count; h++) {
+        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs && x->parts > 1; g++) {
+            ra__few *f = &x->few[h * x->fours + g];
+            float *to = slots ? ra__slot_at(c, x, slots, x->part, x->head + h, g)
+                              : x->slot + (h * x->fours + g) * ra__slot_floats(&c->d);
+            if (!slots && x->part) c->w.kernel->few_merge(f, to);
+            if (!last) ra__slot_save(f, to);
+        }
+        for (int32_t i = 0; i < x->pairs && last; i++) ra__decode_store(c, x, h, i);
+    }
+}
+
+/* Part x->part of the keys, for kv heads [x->head, x->head + x->count) of a sequence. */
+static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
+    const int64_t tokens = ra__k_len(&c->d, x->sequence);
+    const int64_t size = x->parts > 1 ? ra__ceil_div(x->last - x->first, x->parts) : INT64_MAX;
+    const int64_t from = x->parts > 1 ? x->first + x->part * size : 0;
+    const int32_t *array = c->k_side.array;
+    int64_t at = 0;
+    ra__view kv[2];
+    ra__seg seg, block;
+    if (array) array += x->sequence * c->k_side.array_stride;
     for (int i = 0; i < 2; i++) kv[i] = ra__view_at(c->kv[i], x->sequence, 0, x->head);
     if (c->d.v_in_k) kv[1].data += ra__row_bytes(c->d.k_dtype, c->d.v_column);
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t i = 0; i < x->pairs; i += RA__FEW_ROWS) ra__decode_load(c, x, h, i);
     for (int64_t i = 0; ra__side_seg(&c->k_side, x->sequence, tokens, i, &seg); i++)
-        for (int64_t j = 0; j * RA_BLOCK_TOKENS < seg.rows; j++) {
+        for (int64_t j = 0; j * RA_BLOCK_TOKENS < seg.rows; j++, at++) {
+            if (at < from || at - from >= size) continue;
             block = ra__seg_block(&seg, j);
             ra__decode_block(c, kv, &block, array ? array + block.row : NULL, x);
         }
-    for (int32_t h = 0; h < x->count; h++)
-        for (int32_t i = 0; i < x->pairs; i++) ra__decode_store(c, x, h, i);
+    ra__decode_end(c, x, slots);
+}
+
+/* O from the parts of all threads. */
+static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
+    x->count = 1;
+    for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++) {
+        ra__decode_begin(c, x);
+        for (x->head = 0; x->head < c->d.kv_heads && x->parts > 1; x->head++) {
+            for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
+                ra__slot_load(&x->few[g], ra__slot_at(c, x, slots, 0, x->head, g));
+                for (int32_t i = 1; i < x->parts; i++)
+                    c->w.kernel->few_merge(&x->few[g], ra__slot_at(c, x, slots, i, x->head, g));
+            }
+            for (int32_t i = 0; i < x->pairs; i++) ra__decode_store(c, x, 0, i);
+        }
+    }
 }
 
 /* Heads of one token lie side by side in K and in V. */
@@ -12309,24 +12445,45 @@ static int ra__decode_beside(const ra__local *c) {
            (d->v_in_k || c->kv[1].head == ra__row_bytes(d->v_dtype, d->v_dim));
 }
 
-static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, int ith, int nth) {
-    ra__arena a = { NULL, 0 };
-    int64_t index = 0, row = ra__max(ra__row_bytes(c->d.k_dtype, c->d.k_dim),
-                                     ra__row_bytes(c->d.v_dtype, c->d.v_dim));
+/* Tasks of all sequences; runs those of [from, to). */
+static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots, int64_t from,
+                                int64_t to) {
+    int64_t index = 0;
+    for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++) {
+        ra__decode_begin(c, x);
+        for (x->head = 0; x->head < c->d.kv_heads; x->head += x->heads)
+            for (x->part = 0; x->part < x->parts; x->part++, index++) {
+                if (index < from || index >= to) continue;
+                x->count = (int32_t)ra__min(x->heads, c->d.kv_heads - x->head);
+                ra__decode_task(c, x, slots);
+            }
+    }
+    return index;
+}
+
+/* shared, of several threads: a counter in 64 bytes, and slots. */
+static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, uint8_t *shared,
+                           const int who[2]) {
+    const int64_t row = ra__max(ra__row_bytes(c->d.k_dtype, c->d.k_dim),
+                                ra__row_bytes(c->d.v_dtype, c->d.v_dim));
+    float *slots = who[1] > 1 ? (float *)(void *)(shared + 64) : NULL;
+    int32_t *done = (int32_t *)(void *)shared;
     uint32_t mode = ra__fp_enter();
+    ra__arena a = { NULL, 0 };
     ra__decode x;
+    int64_t n = INT32_MAX;
     a.base = memory;
     ra__decode_carve(&a, &c->d, heads, &x);
     if (!ra__decode_beside(c)) x.heads = 1;
     x.keys = RA__FEW_KEYS;
     while (x.fours == 1 && x.keys > 4 && x.keys * row > RA__DECODE_BYTES) x.keys /= 2;
     x.run = 2 * x.keys;
-    for (x.sequence = 0; x.sequence < c->d.sequences; x.sequence++)
-        for (x.head = 0; x.head < c->d.kv_heads; x.head += x.heads, index++) {
-            if (index % nth != ith) continue;
-            x.count = (int32_t)ra__min(x.heads, c->d.kv_heads - x.head);
-            ra__decode_task(c, &x);
-        }
+    if (who[1] > 1) n = ra__decode_tasks(c, &x, slots, 0, 0);
+    ra__decode_tasks(c, &x, slots, n * who[0] / who[1], n * (who[0] + 1) / who[1]);
+    if (slots && ra__decode_limit(&c->d) > 1 && ra__add_i32(done, 1) == who[1] - 1) {
+        ra__decode_finish(c, &x, slots);
+        ra__store_i32(done, 0);
+    }
     ra__fp_leave(mode);
 }
 
@@ -12637,6 +12794,12 @@ static ra_status ra__back_workspace(const ra_desc *d, void *workspace, size_t by
 /* -------------------------------------------------------------------------- L1 and L0 calls */
 enum { RA__STACK_BYTES = 192 * 1024, RA__STACK_DECODE = 32 * 1024 };
 
+/* Bytes that nth threads share, before those of each. */
+static int64_t ra__local_shared(const ra_desc *d, int nth) {
+    if (nth == 1) return 0;
+    return 64 + (ra__decodes(d) ? ra__decode_slots(d) : 0);
+}
+
 /* Of one of nth threads; serves ra_fold too, which never decodes. */
 static int64_t ra__local_bytes(const ra_desc *d, int nth) {
     int64_t bytes = ra__scratch_bytes(d, ra__panels(d));
@@ -12647,13 +12810,14 @@ static int64_t ra__local_bytes(const ra_desc *d, int nth) {
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
     ra__local c;
     if (nth < 1 || nth > 4096 || ra__local_check(d, NULL, &c)) return 0;
-    return (size_t)(ra__local_bytes(&c.d, nth) * nth);
+    return (size_t)(ra__local_shared(&c.d, nth) + ra__local_bytes(&c.d, nth) * nth);
 }
 
 RA__NOINLINE void ra__local_on_stack(const ra__local *c, int decode) {
     uint8_t memory[RA__STACK_BYTES + 64];
     uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
-    if (decode) ra__decode_run(c, 1, (uint8_t *)at, 0, 1);
+    const int who[2] = { 0, 1 };
+    if (decode) ra__decode_run(c, 1, (uint8_t *)at, NULL, who);
     else ra__local_run(c, 1, (uint8_t *)at, 0, 1);
 }
 
@@ -12662,15 +12826,16 @@ RA__NOINLINE void ra__decode_on_stack(const ra__local *c) {
     uint8_t memory[RA__STACK_DECODE + 64];
     uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
     int32_t heads = ra__decode_heads(&c->d, 1);
+    const int who[2] = { 0, 1 };
     while (heads > 1 && ra__decode_bytes(&c->d, heads) > RA__STACK_DECODE) heads--;
-    ra__decode_run(c, heads, (uint8_t *)at, 0, 1);
+    ra__decode_run(c, heads, (uint8_t *)at, NULL, who);
 }
 
 /* Runs a checked call in the workspace, or on the stack if there is none. */
 static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes, const int who[2],
                               int decode) {
     ra_error *e = c->d.error;
-    int64_t need;
+    int64_t need, shared;
     if (who[1] < 1 || who[1] > 4096)
         return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", who[1]);
     if (who[0] < 0 || who[0] >= who[1])
@@ -12688,11 +12853,13 @@ static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes,
     }
     if ((uintptr_t)workspace % 64)
         return ra__refuse(e, RA_E_ALIGN, "workspace", "must be aligned to #", 64);
+    shared = ra__local_shared(&c->d, who[1]);
     need = ra__local_bytes(&c->d, who[1]);
-    if ((int64_t)(bytes / (size_t)who[1]) < need)
-        return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes", need * who[1]);
-    uint8_t *memory = (uint8_t *)workspace + need * who[0];
-    if (decode) ra__decode_run(c, ra__decode_heads(&c->d, who[1]), memory, who[0], who[1]);
+    if (bytes < (size_t)shared || (int64_t)((bytes - (size_t)shared) / (size_t)who[1]) < need)
+        return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes", need * who[1] + shared);
+    uint8_t *memory = (uint8_t *)workspace + shared + need * who[0];
+    const int32_t heads = ra__decode_heads(&c->d, who[1]);
+    if (decode) ra__decode_run(c, heads, memory, (uint8_t *)workspace, who);
     else ra__local_run(c, ra__local_panels(c, who[1]), memory, who[0], who[1]);
     return RA_OK;
 }
