@@ -1049,13 +1049,14 @@ typedef struct ra__drop {
 enum { RA__EMPTY, RA__PARTIAL, RA__FULL };
 enum { RA__BATCH = 8 };                /* most blocks of keys that a kernel takes at once */
 
-/* Rows of K and V that will be wanted next: kernels ask for them while they compute. */
+/* Rows that will be wanted next: kernels ask for them while they compute. */
+enum { RA__AHEAD = 2 * RA__BATCH };
 typedef struct ra__ahead {
-    const uint8_t *k[RA__BATCH], *v[RA__BATCH];
-    int64_t k_stride, v_stride;
-    int32_t n[RA__BATCH], count;       /* rows of a block; blocks */
-    int32_t k_bytes, v_bytes;          /* of a row */
-    int32_t block, row;                /* what to ask for next */
+    const uint8_t *at[RA__AHEAD];      /* tensors one after the other, */
+    int64_t stride[RA__AHEAD];
+    int32_t rows[RA__AHEAD], bytes[RA__AHEAD]; /* rows of so many bytes */
+    int32_t count;
+    int32_t which, row;                /* what to ask for next */
     int32_t step;                      /* rows to ask for at once */
 } ra__ahead;
 
@@ -1705,19 +1706,26 @@ RA__INLINE void ra__prefetch_row(const float *p, int64_t offset, int32_t bytes) 
     ra__prefetch((uintptr_t)p + (uintptr_t)(offset * 4), bytes);
 }
 
-/* Asks for some of the rows to come, first those of K.
+RA__INLINE void ra__ahead_add(ra__ahead *x, const uint8_t *at, int64_t stride, int64_t rows,
+                              int64_t bytes) {
+    x->at[x->count] = at;
+    x->stride[x->count] = stride;
+    x->bytes[x->count] = (int32_t)bytes;
+    x->rows[x->count] = (int32_t)rows;
+    x->count += bytes > 0 && rows > 0;
+}
+
+/* Asks for some of the rows to come.
  * PERF: a few at a time, for a processor drops requests that come all at once. Zen 5, 4096 tokens
  * of 8 heads: AVX-512 D 64 80 to 83, D 128 83 to 86 % of the FMA peak. */
 RA__NOINLINE void ra__ask(ra__ahead *x) {
-    int32_t i, at;
-    for (i = 0; i < x->step && x->block < x->count; i++) {
-        const int32_t b = x->block, n = x->n[b], v = x->row >= n;
-        const uint8_t *from = v ? x->v[b] + (x->row - n) * x->v_stride
-                                : x->k[b] + x->row * x->k_stride;
-        for (at = 0; at < (v ? x->v_bytes : x->k_bytes); at += 64) __builtin_prefetch(from + at);
-        if (++x->row < 2 * n) continue;
+    int32_t i, n;
+    for (i = 0; i < x->step && x->which < x->count; i++) {
+        const uint8_t *from = x->at[x->which] + x->row * x->stride[x->which];
+        for (n = 0; n < x->bytes[x->which]; n += 64) __builtin_prefetch(from + n);
+        if (++x->row < x->rows[x->which]) continue;
         x->row = 0;
-        x->block++;
+        x->which++;
     }
 }
 
@@ -4328,8 +4336,8 @@ RA__BF_FN void ra__bf_load_q(const ra__panel *p, const uint8_t *from, int64_t st
             RA__UNROLL for (i = 0; i < 16; i++)
                 r[i] = _mm512_maskz_loadu_epi16(row + i < p->rows ? first : 0, at + i * stride);
             ra__bf_transpose(r);
-            for (i = 0; i < 16 && d + 2 * i < up; i++)
-                _mm512_storeu_si512(p->q + (d / 2 + i) * 64 + row, r[i]);
+            RA__UNROLL for (i = 0; i < 16; i++)
+                if (d + 2 * i < up) _mm512_storeu_si512(p->q + (d / 2 + i) * 64 + row, r[i]);
         }
 }
 
@@ -4654,56 +4662,95 @@ RA__BF_OP void ra__bf_put_ds(const ra__bf_back *b, int32_t j, int32_t row, const
     _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(r[0], high, r[1]));
 }
 
-/* P and dS of 4 keys from j on; masked: some rows do not see some of them. */
-RA__BF_OP void ra__bf_back_tile(const ra__bf_back *b, int32_t j, const int32_t masked) {
+/* P of key j and 32 rows from vector t on, from its scores in x->p, where P * scale stays. */
+RA__BF_OP void ra__bf_back_weights(const ra__bf_back *b, int32_t j, int32_t t,
+                                   const int32_t masked) {
     const ra__panel *p = &b->x->x->p;
     const __m512 factor = _mm512_set1_ps(p->factor), scale = _mm512_set1_ps(b->x->scale);
-    __m512 c[8][4], w[4][4];
+    float *at = b->x->p + j % 4 * 64 + 16 * t;
+    __m512 w[2];
+    int32_t i;
+    RA__UNROLL for (i = 0; i < 2; i++) {
+        __m512 lse = _mm512_loadu_ps(p->m + 16 * (t + i));
+        w[i] = ra__bf_back_exp(_mm512_fmsub_ps(_mm512_loadu_ps(at + 16 * i), factor, lse));
+        if (masked) w[i] = _mm512_maskz_mov_ps(ra__bf_lanes(&b->s, j, t + i), w[i]);
+        _mm512_storeu_ps(at + 16 * i, _mm512_mul_ps(w[i], scale));
+    }
+    _mm512_storeu_si512(b->p + j * 64 + 16 * t, ra__bf_round(w[0], w[1]));
+}
+
+/* dS of keys j and j + 1, 32 rows from vector t on, from P * scale and dP of the tile. */
+RA__BF_OP void ra__bf_back_slopes(const ra__bf_back *b, int32_t j, int32_t t,
+                                  const int32_t masked) {
+    const int32_t at = j % 4 * 64 + 16 * t;
     __m512i r[2];
-    int32_t i, t;
-    RA__UNROLL for (i = 4; i < 8; i++) {
-        ra__prefetch((uintptr_t)(b->s.keys->k + (j + i) * b->s.keys->k_stride), 2 * b->x->k_dim);
-        ra__prefetch((uintptr_t)(b->v.k + (j + i) * b->v.k_stride), 2 * b->x->v_dim);
-    }
-    ra__bf_dots(&b->s, j, c, 4, 4);
-    RA__UNROLL for (t = 0; t < 4; t++) {
-        __m512 lse = _mm512_loadu_ps(p->m + 16 * t);
-        RA__UNROLL for (i = 0; i < 4; i++) {
-            w[i][t] = ra__bf_back_exp(_mm512_fmsub_ps(c[i][t], factor, lse));
-            if (masked) w[i][t] = _mm512_maskz_mov_ps(ra__bf_lanes(&b->s, j + i, t), w[i][t]);
+    int32_t i, e;
+    RA__UNROLL for (i = 0; i < 2; i++) {
+        __m512 y[2];
+        RA__UNROLL for (e = 0; e < 2; e++) {
+            y[e] = _mm512_mul_ps(_mm512_loadu_ps(b->x->p + at + i * 64 + e * 16),
+                                 _mm512_loadu_ps(b->x->ds + at + i * 64 + e * 16));
+            if (masked) y[e] = _mm512_maskz_mov_ps(ra__bf_lanes(&b->s, j + i, t + e), y[e]);
         }
+        r[i] = ra__bf_round(y[0], y[1]);
     }
-    RA__UNROLL for (i = 0; i < 4; i++) {
-        _mm512_storeu_si512(b->p + (j + i) * 64, ra__bf_round(w[i][0], w[i][1]));
-        _mm512_storeu_si512(b->p + (j + i) * 64 + 32, ra__bf_round(w[i][2], w[i][3]));
-        RA__UNROLL for (t = 0; t < 4; t++)
-            _mm512_storeu_ps(b->x->p + i * 64 + t * 16, _mm512_mul_ps(w[i][t], scale));
+    ra__bf_put_ds(b, j, 16 * t, r);
+}
+
+/* Piece n of what is left to do with the tile of 4 keys from j on: slopes 0: P, of 8 pieces; 1: dS,
+ * of 4. */
+RA__BF_OP void ra__bf_back_piece(const ra__bf_back *b, int32_t j, int32_t n, const int32_t slopes,
+                                 const int32_t masked) {
+    if (slopes) ra__bf_back_slopes(b, j + n / 2 * 2, n % 2 * 2, masked);
+    else ra__bf_back_weights(b, j + n / 2, n % 2 * 2, masked);
+}
+
+/* c[i][t] += products of w with 4 keys from j on, beside the pieces of the tile at j - 4 (dS) or j
+ * (P); then to x->p or x->ds. */
+RA__BF_OP void ra__bf_back_dots(const ra__bf_back *b, const ra__bf_work *w, int32_t j,
+                                __m512 (*c)[4], const int32_t slopes, const int32_t masked) {
+    const int32_t pieces = !slopes ? 8 : j > 0 ? 4 : 0, of = slopes ? j - 4 : j;
+    float *to = slopes ? b->x->p : b->x->ds;
+    const float *q = w->p->q;
+    const uint8_t *k[8];
+    int32_t i, t, d, n = 0;
+    ra__bf_rows(w, j, k, 4);
+    for (d = 0; n < pieces && d + 8 <= w->k_dim; d += 8, n++) {
+        ra__bf_step(q, k, d, c, 4, 4);
+        ra__bf_step(q, k, d + 2, c, 4, 4);
+        ra__bf_step(q, k, d + 4, c, 4, 4);
+        ra__bf_step(q, k, d + 6, c, 4, 4);
+        RA__UNROLL for (i = 0; i < 4; i++)
+            RA__UNROLL for (t = 0; t < 4; t++) __asm__ volatile("" : "+v"(c[i][t]));
+        ra__bf_back_piece(b, of, n, slopes, masked);
     }
-    RA__UNROLL for (t = 0; t < 4; t++) {
-        __m512 delta = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(p->l + 16 * t));
-        RA__UNROLL for (i = 0; i < 4; i++) c[i][t] = delta;
-    }
-    ra__bf_dots_on(&b->dp, j, c, 4, 4);
-    RA__UNROLL for (t = 0; t < 4; t++)
-        RA__UNROLL for (i = 0; i < 4; i++) {
-            c[i][t] = _mm512_mul_ps(c[i][t], _mm512_loadu_ps(b->x->p + i * 64 + t * 16));
-            if (masked) c[i][t] = _mm512_maskz_mov_ps(ra__bf_lanes(&b->s, j + i, t), c[i][t]);
+    ra__bf_steps(w, k, d, c, 4, 4);
+    for (; n < pieces; n++) ra__bf_back_piece(b, of, n, slopes, masked);
+    RA__UNROLL for (i = 0; i < 4; i++)
+        RA__UNROLL for (t = 0; t < 4; t++) _mm512_storeu_ps(to + i * 64 + t * 16, c[i][t]);
+}
+
+/* P and dS of a block; masked: some rows do not see some keys. dP starts at - delta. */
+RA__BF_OP void ra__bf_back_block(const ra__bf_back *b, const int32_t masked) {
+    const ra__panel *p = &b->x->x->p;
+    __m512 c[8][4];
+    int32_t i, j, t;
+    for (j = 0; j < b->x->keys->n; j += 4) {
+        ra__bf_zero(c, 4, 4);
+        ra__bf_back_dots(b, &b->s, j, c, 1, masked);
+        RA__UNROLL for (t = 0; t < 4; t++) {
+            c[0][t] = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(p->l + 16 * t));
+            RA__UNROLL for (i = 1; i < 4; i++) c[i][t] = c[0][t];
         }
-    RA__UNROLL for (i = 0; i < 4; i += 2)
-        RA__UNROLL for (t = 0; t < 4; t += 2) {
-            r[0] = ra__bf_round(c[i][t], c[i][t + 1]);
-            r[1] = ra__bf_round(c[i + 1][t], c[i + 1][t + 1]);
-            ra__bf_put_ds(b, j + i, 16 * t, r);
-        }
+        ra__bf_back_dots(b, &b->dp, j, c, 0, masked);
+        ra__ask(p->ahead);
+    }
+    for (i = 0; i < 4; i++) ra__bf_back_piece(b, j - 4, i, 1, masked);
 }
 
 RA__NOINLINE RA__BF_TARGET void ra__bf_back_tiles(const ra__bf_back *b) {
-    const int32_t n = b->x->keys->n;
-    int32_t j;
-    if (b->x->partial || n % 4)
-        for (j = 0; j < n; j += 4) ra__bf_back_tile(b, j, 1);
-    else
-        for (j = 0; j < n; j += 4) ra__bf_back_tile(b, j, 0);
+    if (b->x->partial || b->x->keys->n % 4) ra__bf_back_block(b, 1);
+    else ra__bf_back_block(b, 0);
 }
 
 /* Dot products as f32, to [keys][64]. */
@@ -4814,19 +4861,22 @@ RA__BF_OP __mmask16 ra__bf_columns(const ra__bf_outer *o, int32_t d) {
     return n >= 16 ? 0xffff : n > 0 ? ra__first_avx512(n) : 0;
 }
 
-/* 4 keys from j on, 64 columns from d on. */
-RA__BF_OP void ra__bf_key_tile(const ra__bf_outer *o, int32_t d, int32_t j) {
+/* Sums of key j + i, columns d + 16 t to d + 16 t + 15: what of them there is. */
+RA__BF_OP __m512 ra__bf_sums(const ra__bf_outer *o, int32_t d, int32_t j, int32_t whole) {
+    const float *to = o->to + j * o->stride + d;
+    if (whole) return _mm512_loadu_ps(to);
+    if (j >= o->x->keys->n) return _mm512_setzero_ps();
+    return _mm512_maskz_loadu_ps(ra__bf_columns(o, d), to);
+}
+
+/* 4 keys from j on, 64 columns from d on; whole: they all are there. */
+RA__BF_OP void ra__bf_key_tile(const ra__bf_outer *o, int32_t d, int32_t j, const int32_t whole) {
     float *to = o->to + j * o->stride + d;
     __m512 c[4][4];
     int32_t e, i, r, t;
     RA__UNROLL for (i = 0; i < 4; i++) {
         ra__prefetch((uintptr_t)(to + (4 + i) * o->stride), 256);
-        RA__UNROLL for (t = 0; t < 4; t++) {
-            c[i][t] = _mm512_setzero_ps();
-            if (j + i < o->x->keys->n)
-                c[i][t] = _mm512_maskz_loadu_ps(ra__bf_columns(o, d + 16 * t),
-                                                to + i * o->stride + 16 * t);
-        }
+        RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = ra__bf_sums(o, d + 16 * t, j + i, whole);
     }
     for (e = 0; e < o->panels; e++) {
         const uint8_t *a = (const uint8_t *)(o->a + e * RA__BF_SLOT + j * 64);
@@ -4841,17 +4891,21 @@ RA__BF_OP void ra__bf_key_tile(const ra__bf_outer *o, int32_t d, int32_t j) {
             }
         }
     }
-    RA__UNROLL for (i = 0; i < 4; i++)
-        RA__UNROLL for (t = 0; t < 4; t++)
-            if (j + i < o->x->keys->n)
-                _mm512_mask_storeu_ps(to + i * o->stride + 16 * t,
-                                      ra__bf_columns(o, d + 16 * t), c[i][t]);
+    RA__UNROLL for (i = 0; i < 4; i++, to += o->stride)
+        RA__UNROLL for (t = 0; t < 4; t++) {
+            if (whole) _mm512_storeu_ps(to + 16 * t, c[i][t]);
+            else if (j + i < o->x->keys->n)
+                _mm512_mask_storeu_ps(to + 16 * t, ra__bf_columns(o, d + 16 * t), c[i][t]);
+        }
 }
 
 RA__NOINLINE RA__BF_TARGET void ra__bf_keys(const ra__bf_outer *o) {
-    int32_t d, j;
+    int32_t d, j, n = o->x->keys->n;
     for (d = 0; d < o->dim; d += 64)
-        for (j = 0; j < o->x->keys->n; j += 4) ra__bf_key_tile(o, d, j);
+        for (j = 0; j < n; j += 4) {
+            if (o->dim - d >= 64 && n - j >= 4) ra__bf_key_tile(o, d, j, 1);
+            else ra__bf_key_tile(o, d, j, 0);
+        }
 }
 
 /* As ra__bf_keys, for one panel whose Q or dO has NaN or infinities in rows that do not see every
@@ -4986,6 +5040,34 @@ RA__BF_FN void ra__load_back_bf16(ra__back_panel *x, const ra__source *q, const 
     ra__bf_load_back(x, q, g, 2);
 }
 
+/* PERF: 16 rows at a time. Zen 5, 2048 tokens of 8 heads, D 64 and 128: 74 to 77 and 75 to 78 % of
+ * the peak for all of backward, compared with rows one by one, widened. */
+RA__BF_FN void ra__deltas_bf16(float *delta, const ra__source *o, const ra__source *g,
+                               int32_t rows) {
+    int32_t row, d, i;
+    if (o->dtype != RA_BF16) {
+        ra__deltas_avx512(delta, o, g, rows);
+        return;
+    }
+    for (row = 0; row < rows; row += 16) {
+        const int32_t n = rows - row < 16 ? rows - row : 16;
+        __m512 sum[16];
+        RA__UNROLL for (i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
+        for (d = 0; d < o->dim; d += 32) {
+            const uint32_t m = ra__bf_first(o->dim, d, 32);
+            RA__UNROLL for (i = 0; i < 16; i++) {
+                const uint32_t some = i < n ? m : 0;
+                __m512i x = _mm512_maskz_loadu_epi16(some,
+                                                     o->data + (row + i) * o->stride + 2 * d);
+                __m512i y = _mm512_maskz_loadu_epi16(some,
+                                                     g->data + (row + i) * g->stride + 2 * d);
+                sum[i] = ra__bf_dot(sum[i], x, y);
+            }
+        }
+        ra__store_n_avx512(delta + row, ra__sums_avx512(sum), n);
+    }
+}
+
 /* Pairs of keys of K, then copies of K and V without gaps. */
 RA__BF_FN void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
     ra__sizes_avx512(out, d, 1);
@@ -4995,29 +5077,22 @@ RA__BF_FN void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
     out->v = d->v_in_k ? 0 : 128 * (int64_t)d->v_dim;
 }
 
-/* Rows that lie badly for the cache are copied. */
+/* Copies rows, unless they lie without gaps, for all panels of a group will read them. */
 RA__BF_FN void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *stride, int32_t rows,
                            int32_t dim) {
     int32_t j;
-    if (*stride % RA__ALIAS) return;
+    if (*stride == 2 * (int64_t)dim) return;
     for (j = 0; j < rows; j++)
         memcpy(to + 2 * (int64_t)j * dim, *from + j * *stride, 2 * (size_t)dim);
     *from = to;
     *stride = 2 * (int64_t)dim;
 }
 
-/* Asks for the blocks before and after this one: either may be the next. */
 RA__BF_FN int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d, const ra__store *store,
                                         int32_t partial) {
-    const uintptr_t k = (uintptr_t)keys->k, block = (uintptr_t)(64 * keys->k_stride);
     ra__keys as_v = *keys;
-    int32_t clean, j;
+    int32_t clean;
     (void)partial;
-    for (j = 0; j < keys->n; j++) {
-        const uintptr_t row = k + (uintptr_t)(j * keys->k_stride);
-        ra__prefetch(row + block, 2 * d->k_dim);
-        ra__prefetch(row - block, 2 * d->k_dim);
-    }
     as_v.v = keys->k;
     as_v.v_stride = keys->k_stride;
     clean = ra__bf_pack_v(store->k, &as_v, d->k_dim);
@@ -5037,7 +5112,7 @@ static const ra__kernel ra__kernel_bf16 = {
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_bf16, ra__store_o_avx512,
     ra__few_load_bf16, ra__few_fold_bf16, ra__few_close_avx512, ra__few_store_bf16,
     ra__few_merge_avx512,
-    ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_avx512,
+    ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_bf16,
     ra__fold_back_bf16, ra__put_grad_avx512};
 
 /* ========================================================================== AMX
@@ -5317,7 +5392,7 @@ RA__AMX_OP void ra__amx_scores(ra__amx *x, const ra__bf_work *w, const int32_t f
         g.a = w->keys->k + j * g.a_stride;
         g.c = w->s + j * 64 + w->row;
         ra__amx_multiply(x, &g, form | RA__AMX_FRESH);
-        if (!(form & RA__AMX_BACK)) ra__ask(w->p->ahead);
+        ra__ask(w->p->ahead);
     }
 }
 
@@ -5336,7 +5411,7 @@ RA__AMX_OP void ra__amx_values(ra__amx *x, const ra__bf_work *w, const int32_t f
         g.a = w->keys->v + w->first / 32 * g.a_step + d * 64;
         g.c = w->p->acc + d * 64 + w->row;
         ra__amx_multiply(x, &g, form);
-        if (!(form & RA__AMX_BACK)) ra__ask(w->p->ahead);
+        ra__ask(w->p->ahead);
     }
 }
 
@@ -5715,7 +5790,7 @@ static const ra__kernel ra__kernel_amx = {
     RA_ISA_AMX, ra__sizes_amx, ra__widen_avx512, ra__prepare_amx, ra__load_q_amx,
     ra__load_acc_amx, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
     NULL, NULL, NULL, NULL, NULL,
-    ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_amx, ra__deltas_avx512,
+    ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_amx, ra__deltas_bf16,
     ra__fold_back_amx, ra__put_grad_avx512};
 
 #undef RA__AMX_TARGET
@@ -8072,24 +8147,23 @@ static int ra__task_kinds(const ra__task *t, const ra__scratch *x, const ra__seg
 static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item *item, int64_t i,
                            ra__scratch *x) {
     int64_t blocks = ra__chunk_blocks(&item->c);
+    int64_t k_bytes = ra__row_bytes(w->d->k_dtype, w->d->k_dim);
+    int64_t v_bytes = w->d->v_in_k ? 0 : ra__row_bytes(w->d->v_dtype, w->d->v_dim);
+    int32_t n = 0;
     ra__ahead *a = &x->ahead;
     memset(a, 0, sizeof *a);
-    for (; i < blocks && a->count < x->size.batch; i++) {
+    for (; i < blocks && n < x->size.batch; i++) {
         int8_t kind[RA__PANELS];
         int32_t which;
         const int32_t *pos;
         ra__seg s = ra__item_block(w, item, i, &which, &pos);
         if (!ra__task_kinds(t, x, &s, pos, kind)) continue;
         ra__keys keys = ra__block_keys(item, which, &s, t->kv_head, NULL);
-        a->k[a->count] = keys.k;
-        a->v[a->count] = keys.v;
-        a->k_stride = keys.k_stride;
-        a->v_stride = keys.v_stride;
-        a->n[a->count++] = keys.n;
+        ra__ahead_add(a, keys.k, keys.k_stride, keys.n, k_bytes);
+        ra__ahead_add(a, keys.v, keys.v_stride, keys.n, v_bytes);
+        n++;
     }
-    a->step = 2 * RA_BLOCK_TOKENS * a->count / (32 * t->count * x->size.batch) + 1;
-    a->k_bytes = (int32_t)ra__row_bytes(w->d->k_dtype, w->d->k_dim);
-    a->v_bytes = w->d->v_in_k ? 0 : (int32_t)ra__row_bytes(w->d->v_dtype, w->d->v_dim);
+    a->step = 2 * RA_BLOCK_TOKENS * n / (32 * t->count * x->size.batch) + 1;
 }
 
 /* One block of keys, to be folded into the panels of a task that see any of it. */
@@ -8393,6 +8467,8 @@ typedef struct ra__back_scratch {
     ra__bounds bounds[RA__BACK_PANELS];
     int32_t head[RA__BACK_PANELS];
     ra__tile tile[RA__BACK_PANELS];
+    ra__ahead ahead;
+    int32_t next, asked;               /* panels of the next group; how many were asked for */
     ra__store store;
     int32_t *pos;
     int32_t panels;                    /* as many as the kernel likes */
@@ -8533,6 +8609,7 @@ static void ra__back_geometry(const ra__back *b, const ra__task *t, ra__back_scr
         p->score = ra__score_of(w, t->sequence, x->seg[i].row, x->head[i]);
         p->drop = ra__drop_of(w, t->sequence, x->head[i]);
         p->factor = ra__q_factor(w->d);
+        p->ahead = &x->ahead;
     }
 }
 
@@ -8610,6 +8687,42 @@ static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s
     return partial ? RA__PARTIAL : any ? RA__FULL : RA__EMPTY;
 }
 
+/* Notes what will be wanted next: the keys of block i and, in a group's last blocks, one after the
+ * other the panels of the next group. */
+static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item *item, int64_t i,
+                           ra__back_scratch *x) {
+    const ra_desc *d = b->w->d;
+    const int32_t group = d->q_heads / d->kv_heads;
+    const int64_t left = ra__chunk_blocks(&item->c) - i, panel = t->panel0 + t->count + x->asked;
+    ra__ahead *a = &x->ahead;
+    memset(a, 0, sizeof *a);
+    if (left > 0) {
+        int32_t which;
+        ra__seg s = ra__chunk_block(&item->c, b->w->order, i, &which);
+        ra__keys keys = ra__block_keys(item, which, &s, t->kv_head, NULL);
+        ra__ahead_add(a, keys.k, keys.k_stride, keys.n, ra__row_bytes(d->k_dtype, d->k_dim));
+        if (!d->v_in_k)
+            ra__ahead_add(a, keys.v, keys.v_stride, keys.n, ra__row_bytes(d->v_dtype, d->v_dim));
+    }
+    if (x->asked < x->next && left < x->next - x->asked) {
+        const int64_t o_bytes = ra__row_bytes(d->o_dtype, d->v_dim);
+        const int32_t head = t->kv_head * group + (int32_t)(panel % group);
+        ra__view q, o, d_o, lse;
+        ra__seg s;
+        ra__back_block(b, t->sequence, panel / group, &s);
+        q = ra__view_at(b->w->q, t->sequence, s.row, head);
+        o = ra__view_at(b->w->o, t->sequence, s.row, head);
+        d_o = ra__view_at(b->d_o, t->sequence, s.row, head);
+        lse = ra__view_at(b->w->lse, t->sequence, s.row, head);
+        ra__ahead_add(a, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
+        ra__ahead_add(a, d_o.data, d_o.token, s.rows, o_bytes);
+        ra__ahead_add(a, lse.data, lse.token, s.rows, 4);
+        if (!b->delta) ra__ahead_add(a, o.data, o.token, s.rows, o_bytes);
+        x->asked++;
+    }
+    a->step = (int32_t)ra__ceil_div(a->count * RA_BLOCK_TOKENS, 16 * t->count);
+}
+
 /* One block of keys against the panels of a group. */
 static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item *item, int64_t i,
                            const ra__grads *g, ra__back_scratch *x) {
@@ -8624,6 +8737,7 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     int32_t count = 0;
     int any = ra__back_kinds(b, t, &s, pos, x);
     if (any == RA__EMPTY) return;
+    ra__back_ahead(b, t, item, i + 1, x);
     ra__seg_positions(&s, pos, x->pos);
     keys = ra__block_keys(item, which, &s, t->kv_head, x->pos);
     tile->k_clean = b->kernel->prepare_back(&keys, d, &x->store, any == RA__PARTIAL);
@@ -8678,6 +8792,8 @@ static void ra__back_task(const ra__back *b, const ra__task *t, const ra__item *
         ra__back_geometry(b, &part, x);
         int used = ra__back_any(b, &part, item, x);
         if (!used && !(g->edge && g->dq.data)) continue;
+        x->next = (int32_t)ra__min(x->panels, t->count - done - part.count);
+        x->asked = 0;
         ra__back_load(b, &part, g, used, x);
         for (int64_t i = 0; i < blocks && used; i++) ra__back_tiles(b, &part, item, i, g, x);
         ra__back_save(b, &part, g, x);
