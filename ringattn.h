@@ -3811,9 +3811,9 @@ RA__OP void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
  * bits.
  * PERF: Zen 5, D 64 and 128: a maximum of each block costs 2.5 and 1.5 % of the peak.
  *
- * p is rounded to nearest, and l sums it as rounded, by a product with ones, so that numerator and
- * denominator agree. Q stays as it is, for q * scale rounded once more would lose half a bit: the
- * scale is in the multiply-add in front of 2^x. */
+ * p is rounded to nearest, and l sums it as rounded, so that numerator and denominator agree. Q
+ * stays as it is, for q * scale rounded once more would lose half a bit: the scale is in the
+ * multiply-add in front of 2^x. */
 #define RA__BF_TARGET                                                                            \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")))
 #define RA__BF_FN RA__UNUSED RA__BF_TARGET static
@@ -3894,11 +3894,11 @@ RA__BF_OP __m512 ra__bf_exp(__m512 x) {
 
 /* Pairs of p of two keys; l += both. */
 RA__BF_OP __m512i ra__bf_exp_pair(__m512 x0, __m512 x1, __m512 *l) {
-    __m512i low = _mm512_srli_epi32(_mm512_castps_si512(ra__bf_exp(x0)), 16);
-    __m512i high = _mm512_castps_si512(ra__bf_exp(x1));
-    __m512i pair = _mm512_mask_blend_epi16(0xaaaaaaaau, low, high);
-    *l = ra__bf_dot(*l, pair, _mm512_set1_epi16(0x3f80));
-    return pair;
+    const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
+    const __m512i a = _mm512_and_si512(_mm512_castps_si512(ra__bf_exp(x0)), high);
+    const __m512i b = _mm512_and_si512(_mm512_castps_si512(ra__bf_exp(x1)), high);
+    *l = _mm512_add_ps(*l, _mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)));
+    return _mm512_or_si512(_mm512_srli_epi32(a, 16), b);
 }
 
 /* The rows of vector t that see key j, as lanes. */
@@ -5256,19 +5256,7 @@ RA__AMX_OP void ra__tile_dot(ra__amx *x, int32_t c) {
 
 /* p and l of two keys and one vector of rows. */
 RA__AMX_OP void ra__amx_piece(const ra__bf_work *w, int32_t piece) {
-    const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
-    const __m512 factor = _mm512_set1_ps(w->factor);
-    const int32_t j = piece / 2, row = w->row + piece % 2 * 16;
-    const float *s = w->s + j * 128 + row;
-    const __m512 use = _mm512_loadu_ps(w->use + row);
-    __m512 x = ra__bf_exp(_mm512_fmsub_ps(_mm512_loadu_ps(s), factor, use));
-    __m512 y = ra__bf_exp(_mm512_fmsub_ps(_mm512_loadu_ps(s + 64), factor, use));
-    __m512i a = _mm512_and_si512(_mm512_castps_si512(x), high);
-    __m512i b = _mm512_and_si512(_mm512_castps_si512(y), high);
-    __m512 sum = _mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b));
-    sum = _mm512_add_ps(_mm512_loadu_ps(w->p->l + row), sum);
-    _mm512_storeu_ps(w->p->l + row, sum);
-    _mm512_storeu_si512(w->pairs + j * 64 + row, _mm512_or_si512(_mm512_srli_epi32(a, 16), b));
+    ra__bf_piece(w, piece / 2 * 2, piece % 2, 0, 0);
 }
 
 /* P and dS of two keys and 32 rows, from products; rounded by half a step, for conversions to bf16
@@ -5442,6 +5430,7 @@ RA__AMX_FN void ra__amx_ready(ra__bf_work *w) {
     const int32_t fresh = ra__bf_begin(w), modified = ra__score_is_modified(&w->p->score);
     int32_t t;
     w->factor = modified ? 1.0f : w->p->factor;
+    w->ring = 63;
     w->stored = fresh || modified || w->masked;
     if (w->p->score.bias) ra__bf_load_bias(w);
     for (t = 0; t < 2 && w->stored; t++) ra__bf_adjust(w, t);
