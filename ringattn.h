@@ -139,9 +139,11 @@ extern "C" {
  * ranks of a ring. Ranks start the same passes in the same order, and nothing else matches them up.
  *
  * AGREED fields must be equal on every rank. They are hashed, field by field as given (0, not the
- * default it stands for), into the 64-byte frame in front of every chunk: a difference is
- * RA_E_MISMATCH, or, where it changes who sends how much to whom, RA_E_TRUNC or a wait that ends
- * with RA_E_PEER; never a wrong number. All other fields are local.
+ * default it stands for), into the 64-byte frame in front of every chunk, and so are a call's
+ * alibi, sinks and, under dropout, seed: a difference is RA_E_MISMATCH, and ra_failure.text says
+ * whether it is in sizes, dtypes, mask, layout, scores, training or messages; or, where it changes
+ * who sends how much to whom, RA_E_TRUNC or a wait that ends with RA_E_PEER or RA_E_TIMEOUT; never
+ * a wrong number. All other fields are local.
  *
  * Units: strides are bytes, dims are elements, positions and tokens are tokens, *_ns nanoseconds.
  * B sequences, Hq and Hkv heads, Tq and Tk tokens, Dk and Dv elements of a row of K and of V. */
@@ -237,8 +239,9 @@ enum { RA_PASS_FORWARD, RA_PASS_BACKWARD };
  * Rows are contiguous. Strides are bytes: keys in a cache of kv_dim floats a token have
  * token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one row, token = all
  * heads, batch = all rows of the longest sequence on this rank. The dtype stands in the descriptor.
- * Memory stays the caller's and must stay put and, for inputs, unchanged until the pass is done.
- * Any alignment that suits the element will do. q, k and v may overlap each other, no output. */
+ * (q8_0: blocks of 34 bytes.) Memory stays the caller's and must stay put and, for inputs, unchanged
+ * until the pass is done. Any alignment that suits the element will do. q, k and v may overlap each
+ * other, and an input's sequences too, else no two rows of a tensor and no output. */
 typedef struct ra_in  { const void *data; int64_t batch_stride, token_stride, head_stride; } ra_in;
 typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, head_stride; } ra_out;
 
@@ -342,7 +345,8 @@ typedef struct ra_desc {
     float scale;                       /* a score is scaled, 0: 1/sqrt(Dk), else positive; */
     float softcap;                     /* then capped: s = cap * tanh(s / cap); 0: off; then ALiBi
                                         * and bias are added */
-    int32_t op;                        /* RA_OP_*: TRAIN if backward calls are to come */
+    int32_t op;                        /* RA_OP_*: TRAIN if backward calls are to come (o and lse
+                                        * have the same bits either way, but for dropout) */
     int32_t grad_dtype;                /* TRAIN: 0, RA_F32: t.d_q, d_k, d_v are f32 and added to;
                                         * RA_F16, RA_BF16: of this dtype and written */
     float dropout;                     /* TRAIN: probability in [0, 1) that a weight of the softmax
@@ -402,17 +406,19 @@ typedef struct ra_tensors {
                                         * sink included; -inf for a row without keys. May be {0}. */
     ra_positions q_pos, k_pos;         /* see ra_positions; else {0} */
     const float *alibi;                /* [Hq] slope: score - slope * |p - key position| */
-    const float *sinks;                /* [Hq] one logit a head, in the denominator once a row */
+    const float *sinks;                /* [Hq] one logit a head, natural, in the denominator once a
+                                        * row: not scaled, capped or dropped. alibi, sinks and seed
+                                        * are to be the same on all ranks */
     ra_bias bias;
-    uint64_t seed;                     /* of dropout: the same forward and backward, on all ranks */
+    uint64_t seed;                     /* of dropout: the same forward and backward */
     /* Of backward calls alone, which also read o and lse as forward left them: lse must be given
      * there. A gradient that is not wanted is {0} or null; on one rank, and d_q in a ring, that
      * saves its share of the work. */
     ra_in  d_o;                        /* [B][rows][Hq][Dv], of o_dtype: the gradient of o */
-    ra_out d_q, d_k, d_v;              /* as q, k, v, of grad_dtype. v_in_k: d_v stays {0} and d_k
-                                        * receives both */
-    float *d_sinks;                    /* [Hq] added to: the part of this rank's rows */
-    ra_bias_out d_bias;                /* the same; add up ranks where rows share an element */
+    ra_out d_q, d_k, d_v;              /* shapes of q, k, v, strides of their own, of grad_dtype.
+                                        * v_in_k: d_v stays {0} and d_k receives both */
+    float *d_sinks;                    /* [Hq] added to: the part of this rank's rows; add up ranks */
+    ra_bias_out d_bias;                /* the same where rows of ranks share an element */
     int64_t reserved;
 } ra_tensors;
 
@@ -6434,11 +6440,16 @@ typedef struct ra__sizes {
     ra__counts forward, back;
 } ra__sizes;
 
+/* Hashes of AGREED values as given, by what they concern. */
+enum { RA__AGREE_SIZES, RA__AGREE_DTYPES, RA__AGREE_MASK, RA__AGREE_LAYOUT, RA__AGREE_SCORES,
+       RA__AGREE_TRAINING, RA__AGREE_MESSAGES, RA__AGREE_PARTS };
+typedef struct ra__agreed { uint64_t part[RA__AGREE_PARTS]; } ra__agreed;
+
 struct ra_plan {
     ra_desc d;                         /* resolved; its arrays are copies in this plan */
     ra_allocator allocator;
     int64_t bytes;                     /* of this allocation */
-    uint64_t hash;                     /* of all AGREED values as given */
+    ra__agreed agreed;
     int32_t order, direction;
     int32_t on_grid;                   /* 1: all cuts lie on the block grid */
     int32_t dense;                     /* 1: key positions [0, kv_tokens) are all held */
@@ -9294,39 +9305,73 @@ static uint64_t ra__hash_array(uint64_t h, const void *data, int64_t n, size_t e
     return data ? ra__hash(h, data, (size_t)n * element) : h;
 }
 
-/* All AGREED fields as given; full: the same resolved, for the lengths of arrays. */
-static uint64_t ra__hash_desc(const ra_desc *d, const ra_desc *full) {
-    const int64_t fields[] = {
-        RINGATTN_VERSION, d->sequences, d->ranks, d->q_heads, d->kv_heads, d->k_dim, d->v_dim,
-        d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype, d->v_in_k, d->v_column, d->scores,
-        d->tokens, d->kv_tokens, d->q_offset, d->chunk_tokens, d->buffers, d->mask.kind,
-        d->mask.causal_block, d->mask.window, d->mask.window_right, d->mask.prefix, d->mask.keep,
-        d->mask.doc_count, d->mask.interval_count, d->layout.kind, d->op, d->grad_dtype,
-        d->grad_home, d->backward_way,
-    };
-    const ra_layout *l = &d->layout;
+static uint64_t ra__hash_fields(const int64_t *fields, size_t n) {
     uint64_t h = 14695981039346656037u;
-    for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) h = ra__hash_i64(h, fields[i]);
-    h = ra__hash(h, &d->scale, sizeof d->scale);
-    h = ra__hash(h, &d->softcap, sizeof d->softcap);
-    h = ra__hash(h, &d->dropout, sizeof d->dropout);
-    h = ra__hash_array(h, d->tokens_of, full->sequences, 8);
-    h = ra__hash_array(h, d->kv_tokens_of, full->sequences, 8);
-    h = ra__hash_array(h, d->mask.doc_first, d->mask.doc_count, 8);
-    h = ra__hash_array(h, d->mask.lo, d->mask.interval_count, 4);
-    h = ra__hash_array(h, d->mask.hi, d->mask.interval_count, 4);
-    h = ra__hash_array(h, l->weights, full->ranks, 4);
-    h = ra__hash_array(h, l->q_rows, full->ranks, 8);
-    h = ra__hash_array(h, l->k_rows, full->ranks, 8);
-    h = ra__hash_array(h, l->q_run_count, full->ranks, 4);
-    h = ra__hash_array(h, l->k_run_count, full->ranks, 4);
+    for (size_t i = 0; i < n; i++) h = ra__hash_i64(h, fields[i]);
+    return h;
+}
+
+/* AGREED fields as given but mask and layout. */
+static void ra__agree_plain(const ra_desc *d, uint64_t *part) {
+    const int64_t sizes[] = { RINGATTN_VERSION, d->sequences, d->ranks, d->q_heads, d->kv_heads,
+                              d->k_dim, d->v_dim, d->v_in_k, d->v_column, d->tokens, d->kv_tokens,
+                              d->q_offset };
+    const int64_t dtypes[] = { d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype };
+    const int64_t scores[] = { d->scores };
+    const int64_t training[] = { d->op, d->grad_dtype, d->grad_home, d->backward_way };
+    const int64_t messages[] = { d->chunk_tokens, d->buffers };
+    part[RA__AGREE_SIZES] = ra__hash_fields(sizes, sizeof sizes / sizeof *sizes);
+    part[RA__AGREE_DTYPES] = ra__hash_fields(dtypes, sizeof dtypes / sizeof *dtypes);
+    part[RA__AGREE_SCORES] = ra__hash_fields(scores, 1);
+    part[RA__AGREE_TRAINING] = ra__hash_fields(training, sizeof training / sizeof *training);
+    part[RA__AGREE_MESSAGES] = ra__hash_fields(messages, 2);
+    part[RA__AGREE_SCORES] = ra__hash(part[RA__AGREE_SCORES], &d->scale, sizeof d->scale);
+    part[RA__AGREE_SCORES] = ra__hash(part[RA__AGREE_SCORES], &d->softcap, sizeof d->softcap);
+    part[RA__AGREE_TRAINING] = ra__hash(part[RA__AGREE_TRAINING], &d->dropout, sizeof d->dropout);
+}
+
+static uint64_t ra__agree_layout(const ra_layout *l, int32_t ranks) {
+    uint64_t h = ra__hash_i64(14695981039346656037u, l->kind);
+    h = ra__hash_array(h, l->weights, ranks, 4);
+    h = ra__hash_array(h, l->q_rows, ranks, 8);
+    h = ra__hash_array(h, l->k_rows, ranks, 8);
+    h = ra__hash_array(h, l->q_run_count, ranks, 4);
+    h = ra__hash_array(h, l->k_run_count, ranks, 4);
     for (int32_t keys = 0; keys < 2; keys++) {
         const int32_t *count = keys ? l->k_run_count : l->q_run_count;
         int64_t n = 0;
-        for (int32_t r = 0; count && r < full->ranks; r++) n += count[r];
+        for (int32_t r = 0; count && r < ranks; r++) n += count[r];
         h = ra__hash_array(h, keys ? l->k_runs : l->q_runs, n, sizeof(ra_run));
     }
     return h;
+}
+
+/* All AGREED fields as given; full: the same resolved, for the lengths of arrays. */
+static void ra__agree(const ra_desc *d, const ra_desc *full, ra__agreed *out) {
+    const ra_mask *m = &d->mask;
+    const int64_t mask[] = { m->kind, m->causal_block, m->window, m->window_right, m->prefix,
+                             m->keep, m->doc_count, m->interval_count };
+    uint64_t h = ra__hash_fields(mask, sizeof mask / sizeof *mask);
+    h = ra__hash_array(h, m->doc_first, m->doc_count, 8);
+    h = ra__hash_array(h, m->lo, m->interval_count, 4);
+    ra__agree_plain(d, out->part);
+    out->part[RA__AGREE_MASK] = ra__hash_array(h, m->hi, m->interval_count, 4);
+    h = ra__hash_array(out->part[RA__AGREE_SIZES], d->tokens_of, full->sequences, 8);
+    out->part[RA__AGREE_SIZES] = ra__hash_array(h, d->kv_tokens_of, full->sequences, 8);
+    out->part[RA__AGREE_LAYOUT] = ra__agree_layout(&d->layout, full->ranks);
+}
+
+/* With what is to be equal in every rank's tensors of a call. */
+static ra__agreed ra__agree_call(const ra_plan *p, const ra_tensors *t) {
+    const ra_desc *d = &p->d;
+    ra__agreed a = p->agreed;
+    uint64_t h = a.part[RA__AGREE_SCORES];
+    if (d->scores & RA_SCORE_ALIBI) h = ra__hash_array(h, t->alibi, d->q_heads, 4);
+    if (d->scores & RA_SCORE_SINKS) h = ra__hash_array(h, t->sinks, d->q_heads, 4);
+    a.part[RA__AGREE_SCORES] = h;
+    if (d->dropout > 0.0f)
+        a.part[RA__AGREE_TRAINING] = ra__hash(a.part[RA__AGREE_TRAINING], &t->seed, sizeof t->seed);
+    return a;
 }
 
 /* Copies n elements into the arena; null stays null. */
@@ -9949,7 +9994,7 @@ typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chun
     uint64_t hash;                     /* of all agreed values */
     int64_t length;                    /* of the message that left the owner */
     int32_t origin, chunk, kind, zero;
-    uint64_t spare, check;             /* check: hash of the fields before it */
+    uint64_t parts, check;             /* a byte of each part of the hash; hash of all before */
 } ra__frame;
 
 typedef struct ra__address {           /* instead of the chunk, where memory is shared */
@@ -9973,6 +10018,7 @@ struct ra_ring {
     const ra__route *route;            /* of the plan, for this kind of pass */
     const int64_t *task0;              /* [B + 1] first task of a sequence */
     ra_tensors t;
+    ra__agreed agreed;                 /* of plan and call */
     ra__work work;
     ra__view k, v;                     /* this rank's keys */
     int64_t pass, deadline, begin_ns;
@@ -9999,6 +10045,8 @@ struct ra_ring {
     int64_t recv_posted, received, released, send_posted, sent, own_posted, own_sent, exchanged;
     int64_t words_posted, words_in, words_out;
     int32_t words;                     /* this pass ends with words: shared, forward */
+    int32_t met;                       /* some rank's frame was as it should be */
+    uint64_t differ;                   /* parts in which the frame that failed differs */
     int32_t silent;                    /* a reader whose word is still to come */
     ra_op *recv_op, *send_op, *word_op;
     ra_op **list;
@@ -10223,6 +10271,25 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
     return b;
 }
 
+/* What ranks disagree about; or, where nothing has come yet, that they may. */
+static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
+    static const char *const name[RA__AGREE_PARTS] = {
+        "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
+        "op, gradients, dropout or seed", "chunk_tokens or buffers" };
+    const size_t cap = sizeof f->text;
+    const int silent = f->status == RA_E_TRUNC || f->status == RA_E_TIMEOUT ||
+                       f->status == RA_E_PEER;
+    const char *comma = ": ";
+    for (int i = 0; i < RA__AGREE_PARTS && f->status == RA_E_MISMATCH; i++) {
+        if (!(r->differ >> 8 * i & 255)) continue;
+        ra__put(f->text, cap, at, comma);
+        ra__put(f->text, cap, at, name[i]);
+        comma = "; ";
+    }
+    if (silent && f->peer >= 0 && !r->met)
+        ra__put(f->text, cap, at, "; nothing has come yet: do all ranks have equal descriptors?");
+}
+
 static void ra__failure_text(const ra_ring *r, ra_failure *f) {
     size_t at = 0, cap = sizeof f->text;
     const char *why = NULL;
@@ -10235,6 +10302,7 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f) {
     ra__put_i64(f->text, cap, &at, f->pass);
     ra__put(f->text, cap, &at, ": ");
     ra__put(f->text, cap, &at, ra_status_text(f->status));
+    ra__failure_hint(r, f, &at);
     if (f->peer >= 0) {
         ra__put(f->text, cap, &at, f->sending == 1 ? "; sending to rank "
                                                    : "; receiving from rank ");
@@ -10310,7 +10378,11 @@ static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, 
     f.magic = RA__MAGIC;
     f.abi = RA_TRANSPORT_ABI;
     f.pass = r->pass;
-    f.hash = r->plan->hash;
+    f.hash = ra__hash(14695981039346656037u, &r->agreed, sizeof r->agreed);
+    for (int i = 0; i < RA__AGREE_PARTS; i++) {
+        uint64_t h = r->agreed.part[i] ^ r->agreed.part[i] >> 29;
+        f.parts |= h * 0x9e3779b97f4a7c15u >> 56 << 8 * i;
+    }
     f.length = length;
     f.origin = origin;
     f.chunk = (int32_t)chunk;
@@ -10320,14 +10392,22 @@ static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, 
 }
 
 /* A frame is whole, of an equal plan, and the one that is due. */
-static ra_status ra__frame_check(const void *message, const ra__frame *due) {
+static ra_status ra__frame_check(const void *message, const ra__frame *due, uint64_t *differ) {
     ra__frame f;
     memcpy(&f, message, sizeof f);
     if (f.magic != due->magic || f.abi != due->abi) return RA_E_PROTO;
     if (f.check != ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check)))
         return RA_E_PROTO;
+    *differ = f.parts ^ due->parts;
     if (f.hash != due->hash) return RA_E_MISMATCH;
     return memcmp(&f, due, sizeof f) ? RA_E_PROTO : RA_OK;
+}
+
+/* The message that op received, chunk c, begins with the frame that is due; else the pass fails. */
+static ra_status ra__ring_check(ra_ring *r, const ra_op *op, const ra__frame *due, int64_t c) {
+    ra_status s = ra__frame_check(op->buf, due, &r->differ);
+    r->met |= s == RA_OK;
+    return s ? ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c)) : RA_OK;
 }
 
 /* -------------------------------------------------------------------------- where chunks are */
@@ -10806,8 +10886,7 @@ static int ra__ring_take_receives(ra_ring *r) {
         if ((done = ra__ring_op_done(r, op, c)) <= 0) return done < 0 ? done : n;
         due = ra__ring_frame(r, ra__ring_kind(r), r->route->chunk[c].owner, c,
                              ra__ring_length(r, c, 1));
-        s = ra__frame_check(op->buf, &due);
-        if (s) return ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c));
+        if ((s = ra__ring_check(r, op, &due, c)) != RA_OK) return s;
         if (r->words) ra__ring_listen(r, op, r->route->chunk[c].owner);
         (void)ra__add_i64(&r->counters.chunks_in, 1);
         (void)ra__add_i64(&r->counters.bytes_in, (int64_t)op->len);
@@ -10891,8 +10970,7 @@ static int ra__ring_take_homes(ra_ring *r) {
         ra__frame due = ra__ring_frame(r, ra__ring_kind(r), r->rank, c, ra__ring_length(r, c, 1));
         ra_status s;
         if ((done = ra__ring_op_done(r, op, c)) <= 0) return done < 0 ? done : n;
-        s = ra__frame_check(op->buf, &due);
-        if (s) return ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c));
+        if ((s = ra__ring_check(r, op, &due, c)) != RA_OK) return s;
         if (way->home_fold[r->home_received] < 0) ra__ring_home_over(r, r->home_received);
         else if (r->plan->d.backward_way == RA_WAY_Q && !r->shared)
             ra__ring_pack_q(r, &way->chunk[c], (uint8_t *)op->buf);
@@ -10932,8 +11010,8 @@ static int ra__ring_take_words(ra_ring *r) {
         if (!done) continue;
         if (i < p->reader_count) {
             ra__frame due = ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES);
-            ra_status s = ra__frame_check(op->buf, &due);
-            if (s) return ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, -1));
+            ra_status s = ra__ring_check(r, op, &due, -1);
+            if (s) return s;
             r->words_in++;
             (void)ra__add_i64(&r->counters.bytes_in, (int64_t)op->len);
         } else {
@@ -11721,7 +11799,8 @@ static ra__shape ra__shape_of(const char *field, const ra_desc *d, int64_t rows,
     return s;
 }
 
-/* Fills in default strides and checks a view; writable: distinct rows may not overlap. */
+/* Fills in default strides and checks a view: distinct rows may not overlap, but inputs of different
+ * sequences. */
 static ra_status ra__view_check(const void *data, const int64_t stride[3], const ra__shape *s,
                                 int writable, ra__view *out, ra_error *e) {
     static const char *const part[3] = { ".batch_stride", ".token_stride", ".head_stride" };
@@ -11747,12 +11826,13 @@ static ra_status ra__view_check(const void *data, const int64_t stride[3], const
             return ra__refuse_part(e, RA_E_STRIDE, name,
                                    "# is less than one row; strides are bytes", step[i]);
     }
-    for (int i = 2; writable && i >= 0; i--) {             /* what lies inside fits the step */
+    for (int i = 2; i >= !writable; i--) {                 /* what lies inside fits the step */
         int64_t inner = row;
-        for (int j = 0; j < 3; j++)
+        for (int j = !writable; j < 3; j++)
             if (j != i && count[j] > 1 && step[j] <= step[i]) inner += step[j] * (count[j] - 1);
         if (count[i] > 1 && step[i] < inner && s->rows)
-            return ra__refuse(e, RA_E_STRIDE, s->field, "stride # makes rows overlap", step[i]);
+            return ra__refuse(e, RA_E_STRIDE, s->field,
+                              "stride # makes rows overlap; strides are bytes", step[i]);
     }
     out->data = (const uint8_t *)data;
     out->batch = step[0];
@@ -13376,7 +13456,7 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     p->bytes = bytes;
     if (a) p->allocator = *a;
     ra__plan_carve(&arena, p, &full);
-    p->hash = ra__hash_desc(d, &full);
+    ra__agree(d, &full, &p->agreed);
     ra__plan_cuts(p);
     p->chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESC, p->chunk);
     RINGATTN_ASSERT(p->chunks <= probe.chunks);
@@ -13747,6 +13827,8 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ring->task0 = job->pass == RA_PASS_BACKWARD ? job->plan->back_task0 : job->plan->task0;
     ring->words = ring->shared && job->pass == RA_PASS_FORWARD;
     ring->t = *job->tensors;
+    ring->agreed = ra__agree_call(job->plan, job->tensors);
+    ring->met = 0;
     ring->k = kv[0];
     ring->v = kv[1];
     ring->deadline = job->deadline_ns;

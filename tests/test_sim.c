@@ -847,7 +847,17 @@ enum {
     DIFF_INTERVALS, DIFF_INTERVAL_COUNT, DIFF_TOKENS_OF, DIFF_CHUNK, DIFF_BUFFERS, DIFF_WEIGHTS,
     DIFF_COLUMN, DIFF_DOCUMENTS, DIFF_DOC_COUNT, DIFF_SEQUENCES, DIFF_KV_TOKENS, DIFF_Q_OFFSET,
     DIFF_CAUSAL, DIFF_CAUSAL_BLOCK, DIFF_PREFIX, DIFF_Q_RUNS, DIFF_KV_TOKENS_OF, DIFF_Q_DTYPE,
-    DIFF_Q_HEADS, DIFF_LAYOUT, DIFF_ISA, DIFF_THREADS, DIFFS
+    DIFF_Q_HEADS, DIFF_LAYOUT, DIFF_ALIBI, DIFF_SINK, DIFF_SEED, DIFF_ISA, DIFF_THREADS, DIFFS
+};
+
+static int diff_named, diff_seen;
+
+/* What the text of the failure says; one in 256 times a byte of hash does not tell. */
+static const char *const diff_text[DIFFS] = {
+    ": scale", ": scale", ": scale", ": dtypes", ": mask", ": mask", ": mask", ": mask", ": mask",
+    ": sizes", ": chunk_tokens", ": chunk_tokens", ": layout", ": sizes", ": mask", ": mask",
+    ": sizes", ": sizes", ": sizes", ": mask", ": mask", ": mask", ": layout", ": sizes",
+    ": dtypes", ": sizes", ": layout", ": scale", ": scale", ": op", "", ""
 };
 
 /* A problem in which every rank sends something to every other, in messages whose number and length
@@ -904,7 +914,9 @@ static void agree(small *s, int ranks, int diff)
         d->layout.k_run_count = s->k_count;
     }
     small_data(s);
-    d->scores = 0;
+    if (diff == DIFF_SEED) small_train(s, 1);
+    if (diff == DIFF_SEED) d->dropout = 0.25f;
+    d->scores = diff == DIFF_ALIBI ? RA_SCORE_ALIBI : diff == DIFF_SINK ? RA_SCORE_SINKS : 0;
 }
 
 /* What the odd rank has instead. x: room for its own arrays. */
@@ -967,11 +979,14 @@ static void one_difference(int64_t i)
     net_config c;
     world *w;
     ra_plan *plan = NULL;
+    static const float other[2] = { 0.5f, 0.25f };
     if (!x) abort();
     small_seed(rng.state);
     ranks = small_range(2, 5);
     odd = small_range(0, ranks - 1);
     random_net(&c, ranks);
+    c.train = diff == DIFF_SEED;
+    if (c.train && c.max_ops < 3) c.max_ops = 3;
     w = make_world(ranks, 1, 2, &c);
     small_free(&w->problem[0]);
     agree(&w->problem[0], ranks, diff);
@@ -986,6 +1001,9 @@ static void one_difference(int64_t i)
         ra_plan_destroy(w->plan[0][odd]);
         w->plan[0][odd] = plan;
         small_part_make(&w->seat[odd].part, x, plan, odd);
+        if (diff == DIFF_ALIBI) w->seat[odd].part.t.alibi = other;
+        if (diff == DIFF_SINK) w->seat[odd].part.t.sinks = other;
+        if (diff == DIFF_SEED) w->seat[odd].part.t.seed++;
         for (int r = 0; r < ranks; r++) (void)make_ring(w, r);
         run_world(w);
     }
@@ -995,6 +1013,10 @@ static void one_difference(int64_t i)
         memset(&f, 0, sizeof f);
         (void)ra_ring_failure(w->seat[w->first_failed].ring, &f);
         SOUND(w, f.status == RA_E_MISMATCH);
+        SOUND(w, strstr(f.text, diff_text[diff]) || strstr(f.text, "value;"));
+        SOUND(w, !strchr(f.text, '?'));
+        diff_named += strstr(f.text, diff_text[diff]) != NULL;
+        diff_seen++;
         SOUND(w, (w->first_failed == odd) != (f.peer == odd));
         for (int r = 0; r < ranks; r++)
             SOUND(w, w->seat[r].end == RA_E_MISMATCH || is_echo(w, w->seat[r].end) ||
@@ -1010,6 +1032,7 @@ static void one_difference(int64_t i)
 TEST(differences)
 {
     for (int64_t i = 0; i < (h_run.large ? 100 : 12) * DIFFS; i++) if (h_case(i)) one_difference(i);
+    CHECK(diff_named >= diff_seen * 15 / 16);
     CHECK_EQ(assert_failures, 0);
 }
 
