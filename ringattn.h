@@ -239,9 +239,9 @@ enum { RA_PASS_FORWARD, RA_PASS_BACKWARD };
  * Rows are contiguous. Strides are bytes: keys in a cache of kv_dim floats a token have
  * token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one row, token = all
  * heads, batch = all rows of the longest sequence on this rank. The dtype stands in the descriptor.
- * (q8_0: blocks of 34 bytes.) Memory stays the caller's and must stay put and, for inputs, unchanged
- * until the pass is done. Any alignment that suits the element will do. q, k and v may overlap each
- * other, and an input's sequences too, else no two rows of a tensor and no output. */
+ * (q8_0: blocks of 34 bytes.) Memory stays the caller's and must stay put and, for inputs,
+ * unchanged until the pass is done. Any alignment that suits the element will do. q, k and v may
+ * overlap each other, and an input's sequences too, else no two rows of a tensor and no output. */
 typedef struct ra_in  { const void *data; int64_t batch_stride, token_stride, head_stride; } ra_in;
 typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, head_stride; } ra_out;
 
@@ -417,7 +417,7 @@ typedef struct ra_tensors {
     ra_in  d_o;                        /* [B][rows][Hq][Dv], of o_dtype: the gradient of o */
     ra_out d_q, d_k, d_v;              /* shapes of q, k, v, strides of their own, of grad_dtype.
                                         * v_in_k: d_v stays {0} and d_k receives both */
-    float *d_sinks;                    /* [Hq] added to: the part of this rank's rows; add up ranks */
+    float *d_sinks;                    /* [Hq] added to: this rank's rows' part; add up ranks */
     ra_bias_out d_bias;                /* the same where rows of ranks share an element */
     int64_t reserved;
 } ra_tensors;
@@ -494,10 +494,10 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
  * tokens * Hq / Hkv <= 16 without dropout takes a form of its own, made for decoding, which widens
  * what is not f32 in registers (AVX512_BF16 multiplies bf16 as it is). It is fastest if all heads
  * of a token, or all tokens of a head, lie side by side. In that form alone a row's bits may depend
- * on how many rows the call has. d.engine must be null. workspace: ra_attention_bytes(d, nth)
- * bytes aligned to 64. With nth > 1 its first 64 bytes must be zero, and are again when all threads
- * have returned; the rest need not be cleared. With nth = 1 it may be null: the stack then serves
- * if rows are short (Dk + Dv up to about 512, or 256 if K and V are 16 bits wide). */
+ * on how many rows the call has (by some 1e-8 on unit data). d.engine must be null. workspace:
+ * ra_attention_bytes(d, nth) bytes aligned to 64, need not be cleared. With nth = 1 it may be null:
+ * the stack then serves if rows are short (Dk + Dv up to about 512, or 256 if K and V are 16 bits
+ * wide) and takes up to 256 KiB, or 384 in a program compiled without optimisation. */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
@@ -1320,6 +1320,10 @@ RA__INLINE int64_t ra__add_i64(int64_t *p, int64_t v) {
 
 /* 1: *p was `from` and is now `to`; 0: it was something else and stays. Never fails by chance. */
 RA__INLINE int32_t ra__cas_i32(int32_t *p, int32_t from, int32_t to) {
+    return __atomic_compare_exchange_n(p, &from, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) ? 1 : 0;
+}
+
+RA__INLINE int32_t ra__cas_i64(int64_t *p, int64_t from, int64_t to) {
     return __atomic_compare_exchange_n(p, &from, to, 0, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST) ? 1 : 0;
 }
 
@@ -11799,8 +11803,8 @@ static ra__shape ra__shape_of(const char *field, const ra_desc *d, int64_t rows,
     return s;
 }
 
-/* Fills in default strides and checks a view: distinct rows may not overlap, but inputs of different
- * sequences. */
+/* Fills in default strides and checks a view: distinct rows may not overlap, but inputs of
+ * different sequences. */
 static ra_status ra__view_check(const void *data, const int64_t stride[3], const ra__shape *s,
                                 int writable, ra__view *out, ra_error *e) {
     static const char *const part[3] = { ".batch_stride", ".token_stride", ".head_stride" };
@@ -12651,13 +12655,24 @@ static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots,
     return index;
 }
 
+/* 1 for the last of nth threads. *done is memory that nobody has cleared: what does not bear the
+ * mark is a count of 0, and so it is left behind. */
+static int ra__decode_last(int64_t *done, int nth) {
+    const int64_t mark = (int64_t)0x52a77e9d31 << 24, most = ((int64_t)1 << 24) - 1;
+    for (;;) {
+        int64_t seen = ra__load_i64(done), count = (seen & ~most) == mark ? seen & most : 0;
+        int last = ++count == nth;
+        if (ra__cas_i64(done, seen, mark | (last ? 0 : count))) return last;
+    }
+}
+
 /* shared, of several threads: a counter in 64 bytes, and slots. */
 static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, uint8_t *shared,
                            const int who[2]) {
     const int64_t row = ra__max(ra__row_bytes(c->d.k_dtype, c->d.k_dim),
                                 ra__row_bytes(c->d.v_dtype, c->d.v_dim));
     float *slots = who[1] > 1 ? (float *)(void *)(shared + 64) : NULL;
-    int32_t *done = (int32_t *)(void *)shared;
+    int64_t *done = (int64_t *)(void *)shared;
     uint32_t mode = ra__fp_enter();
     ra__arena a = { NULL, 0 };
     ra__decode x;
@@ -12670,10 +12685,8 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     x.run = 2 * x.keys;
     if (who[1] > 1) n = ra__decode_tasks(c, &x, slots, 0, 0);
     ra__decode_tasks(c, &x, slots, n * who[0] / who[1], n * (who[0] + 1) / who[1]);
-    if (slots && ra__decode_limit(&c->d) > 1 && ra__add_i32(done, 1) == who[1] - 1) {
+    if (slots && ra__decode_limit(&c->d) > 1 && ra__decode_last(done, who[1]))
         ra__decode_finish(c, &x, slots);
-        ra__store_i32(done, 0);
-    }
     ra__fp_leave(mode);
 }
 

@@ -156,7 +156,6 @@ peers_call *peers_create(const int64_t *shape, void *const *data) {
     c->bytes = c->backward ? ra_attention_backward_bytes(&c->d, c->threads)
                            : ra_attention_bytes(&c->d, c->threads);
     if (c->bytes && posix_memalign(&c->workspace, 64, c->bytes) != 0) return NULL;
-    if (c->bytes) memset(c->workspace, 0, 64);
     return c;
 }
 

@@ -493,7 +493,6 @@ static int64_t attend(const ra_desc *d, const ra_tensors *t, int nth) {
     int started = 1;
     size_t bytes = ra_attention_bytes(d, nth);
     void *workspace = get(bytes, 1);
-    memset(workspace, 0, bytes < 64 ? bytes : 64);
     int64_t begin = ra_now_ns();
     for (int i = 0; i < nth; i++) {
         caller one = {d, t, workspace, bytes, i, nth, RA_OK};

@@ -844,7 +844,7 @@ static ra_status seat_run(ra_world *library_world, int rank, void *user)
 }
 
 /* Without ranks: the threads of ra_attention one after the other in a random order, over a
- * workspace full of rubbish but for its first 64 bytes. */
+ * workspace full of rubbish. */
 static inline ra_status seat_attention(seat *e)
 {
     const setup *s = e->world->s;
@@ -854,7 +854,6 @@ static inline ra_status seat_attention(seat *e)
     uint8_t *mem = (uint8_t *)malloc(bytes + 64), *work = mem + (64 - (uintptr_t)mem % 64) % 64;
     ra_status status = bytes ? RA_OK : e->error.status;
     memset(mem, 0xA5, bytes + 64);
-    if (nth > 1 && bytes) memset(work, 0, 64);
     for (i = 0; i < nth; i++) order[i] = i;
     for (i = nth - 1; i > 0; i--) {
         int swap = order[i];
@@ -865,7 +864,6 @@ static inline ra_status seat_attention(seat *e)
     for (i = 0; i < nth && status == RA_OK; i++) {
         status = ra_attention(&e->d, &e->t, work, bytes, order[i], nth);
     }
-    for (i = 0; i < 64 && nth > 1 && status == RA_OK; i++) CHECK(work[i] == 0);
     free(mem);
     if (!s->train || status != RA_OK) return status;
     bytes = ra_attention_backward_bytes(&e->d, nth);
