@@ -133,7 +133,9 @@ static ra_status on_rank(ra_world *world, int rank, void *user)
     run *r = (run *)user;
     seat e = { NULL, NULL, 0 };
     ra_plan_report report;
-    ra_error error;
+    ra_error error = {0};
+    ra_ring_desc rd = {0};
+    ra_failure failure;
     ra_desc d;
     layer l[LAYERS + 1];
     ra_status s;
@@ -144,11 +146,11 @@ static ra_status on_rank(ra_world *world, int rank, void *user)
     d.layout.kind = RA_LAYOUT_ZIGZAG; d.mask.kind = RA_MASK_CAUSAL;
     d.q_heads = H; d.kv_heads = HKV; d.k_dim = d.v_dim = D;
     d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-    d.error = &error;
+    d.error = rd.error = &error;
     s = ra_plan_create(&e.plan, &d, NULL);
-    if (!s) s = ra_ring_create(&e.ring, e.plan, ra_world_transport(world, rank), NULL);
+    if (!s) s = ra_ring_create(&e.ring, e.plan, ra_world_transport(world, rank), &rd);
     if (s) {
-        fprintf(stderr, "rank %d: %s\n", rank, ra_status_text(s));
+        fprintf(stderr, "rank %d: %s: %s %s\n", rank, ra_status_text(s), error.field, error.text);
         ra_plan_destroy(e.plan);
         return s;
     }
@@ -169,6 +171,8 @@ static ra_status on_rank(ra_world *world, int rank, void *user)
     for (int i = 0; i <= LAYERS; i++) {
         free(l[i].x); free(l[i].q); free(l[i].k); free(l[i].v); free(l[i].o); free(l[i].lse);
     }
+    if (s && ra_ring_failure(e.ring, &failure) == RA_OK) fprintf(stderr, "%s\n", failure.text);
+    else if (s) fprintf(stderr, "rank %d: %s\n", rank, ra_ring_error(e.ring)->text);
     ra_ring_destroy(e.ring);
     ra_plan_destroy(e.plan);
     return s;
