@@ -931,7 +931,9 @@ static void add_backward(int32_t isa, int32_t dtype, int large) {
         row r = row_make("backward", isa, dtype, i % 2 ? RA_MASK_CAUSAL : RA_MASK_NONE,
                          i / 2 % 2 ? 128 : 64, i < 8 ? n : 8192);
         if (i >= 4 && i < 8) r.threads = 2;
-        if (i < 4 || (i < 8 && isa != RA_ISA_AVX2 && r.dim == 128) || large) add(r);
+        if (i >= 8) r.q_heads = r.kv_heads = 2;
+        if (i < 4 || large) add(r);
+        else if (isa != RA_ISA_AVX2 && r.dim == 128 && (i < 8 || r.mask == RA_MASK_NONE)) add(r);
     }
 }
 
