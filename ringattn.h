@@ -1586,13 +1586,14 @@ RA__NOINLINE double ra__log(double x) {
     return (double)n * 0.69314718055994531 + p * t;
 }
 
-/* Square root of x >= 0 by Newton's iteration from a guess that is 4 % off. */
+/* Square root of x >= 0 by Newton's iteration from a guess that is 4 % off; each step halves the
+ * square of that. */
 RA__NOINLINE double ra__sqrt(double x) {
     double y;
     int32_t i;
     if (!(x > 0.0)) return 0.0;
     y = ra__f64_of((ra__f64_bits(x) >> 1) + 0x1ff7a3bea91d9b1bu);
-    for (i = 0; i < 5; i++) y = 0.5 * (y + x / y);
+    for (i = 0; i < 4; i++) y = 0.5 * (y + x / y);
     return y;
 }
 
@@ -6192,6 +6193,11 @@ static int ra__side_seg(const ra__side *s, int32_t b, int64_t tokens, int64_t i,
         out->rows = tokens > s->rank ? ra__ceil_div(tokens - s->rank, s->ranks) : 0;
         out->pos = s->offset + s->rank;
         out->stride = s->ranks;
+        return i == 0;
+    }
+    if (!cut && s->layout != RA_LAYOUT_ZIGZAG && s->ranks == 1) {
+        out->rows = tokens;
+        out->pos = s->offset;
         return i == 0;
     }
     if (cut) {
@@ -11814,7 +11820,7 @@ static ra_status ra__view_check(const void *data, const int64_t stride[3], const
     name[0] = s->field;
     for (int i = 2; i >= 0; i--) {                         /* packed: extent of what is inside */
         name[1] = part[i];
-        if (stride[i] < 0 || stride[i] % element)
+        if (stride[i] < 0 || (stride[i] && stride[i] % element))
             return ra__refuse_part(e, RA_E_STRIDE, name,
                                    "# is negative or no multiple of the element", stride[i]);
         step[i] = stride[i] ? stride[i] : span;
@@ -11822,7 +11828,7 @@ static ra_status ra__view_check(const void *data, const int64_t stride[3], const
             return ra__refuse_part(e, RA_E_OVERFLOW, name, "# overflows", step[i]);
     }
     if (s->rows && !data) return ra__refuse(e, RA_E_NULL, s->field, "data is required", 0);
-    if ((uintptr_t)data % (uintptr_t)element)
+    if ((uintptr_t)data & (uintptr_t)(element - 1))
         return ra__refuse(e, RA_E_ALIGN, s->field, "data must be aligned to # bytes", element);
     for (int i = 2; !writable && i > 0; i--) {
         name[1] = part[i];
@@ -12325,8 +12331,9 @@ RA__INLINE int ra__decodes(const ra_desc *d) {
 /* Most parts of the keys of a sequence: RA__DECODE_PARTS in all, of RA__DECODE_PART blocks or more.
  * The problem alone decides, for the cuts show in the bits. */
 RA__INLINE int64_t ra__decode_limit(const ra_desc *d) {
-    int64_t parts = ra__ceil_div(ra__k_most(d), RA__DECODE_PART * RA_BLOCK_TOKENS);
-    return ra__max(1, ra__min(parts, RA__DECODE_PARTS / d->sequences));
+    const int64_t keys = ra__k_most(d), least = RA__DECODE_PART * RA_BLOCK_TOKENS;
+    if (keys <= least) return 1;
+    return ra__max(1, ra__min(ra__ceil_div(keys, least), RA__DECODE_PARTS / d->sequences));
 }
 
 /* Floats of m, l and acc of a four. */
@@ -12373,9 +12380,10 @@ static int64_t ra__decode_slots(const ra_desc *d) {
 
 /* kv heads of a task: as many as nth threads can share evenly, or all if they share out keys. */
 static int32_t ra__decode_heads(const ra_desc *d, int nth) {
-    int32_t best = 1, most = (int32_t)ra__min(d->kv_heads, RA__DECODE_HEADS);
+    const int64_t turns_least = ra__ceil_div(d->kv_heads, RA__DECODE_HEADS);
+    int32_t best = 1, most = (int32_t)ra__ceil_div(d->kv_heads, turns_least);
     int64_t least = INT64_MAX;
-    if (ra__decode_limit(d) > 1) nth = 1;
+    if (nth == 1 || ra__decode_limit(d) > 1) return most;
     for (int32_t n = most; n > 0; n--) {
         int64_t tasks = d->sequences * ra__ceil_div(d->kv_heads, n);
         int64_t turns = ra__ceil_div(tasks, nth) * n;
@@ -12491,12 +12499,13 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
 /* Keys [from, to) of a block, whose first is token row `row`, for all heads and fours. */
 static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
                             int32_t to, ra__decode *x) {
+    const int more = row + from + x->run < ra__k_len(&c->d, x->sequence);
     ra__stream a[2];
-    for (int i = 0; i < 2; i++) ra__decode_ahead(&a[i], x, &kv[i], row + from);
+    for (int i = 0; i < 2 && more; i++) ra__decode_ahead(&a[i], x, &kv[i], row + from);
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t j = from; j < to; j += x->keys) {
             ra__stretch *t = x->stretch[j / x->keys];
-            int first = 1;
+            int first = more;
             for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
                 if (!t[g].seen) continue;
                 t[g].k = ra__view_at(kv[0], 0, row + j, h).data;
