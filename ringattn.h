@@ -1147,6 +1147,8 @@ typedef struct ra__stream {
 typedef struct ra__few {
     const ra_desc *d;
     float *q, *acc, *sum;              /* [4][Dk], [4][Dv]; dims rounded up to RA__FEW_DIMS */
+    float *wide;                       /* q of up to 16 rows that these share, or null */
+    int32_t lane;                      /* of row 0 among the 16 */
     float m[16], part[16], slope[16], l[4];
     ra__score score[4];                /* of a row: bias at its row 0 */
     int32_t pos[4];
@@ -1187,10 +1189,10 @@ typedef struct ra__kernel {
     /* dst row i = acc row i * factor[i], converted (stride in bytes). */
     void (*store_o)(const ra__panel *p, void *dst, int64_t stride, int32_t dtype, int32_t dim,
                     const float *factor);
-    /* Decode form. Row r of q, times factor; folds keys into the block under way; ends the block;
-     * writes row r of acc times factor. */
+    /* Decode form. Row r of q, times factor; folds keys into the block under way of f[0] to
+     * f[n - 1], x[i] being how f[i] sees them; ends the block; writes row r of acc times factor. */
     void (*few_load)(const ra__few *f, int32_t r, const void *src, float factor);
-    void (*few_fold)(ra__few *f, const ra__stretch *x);
+    void (*few_fold)(ra__few *f, const ra__stretch *x, int32_t n);
     void (*few_close)(ra__few *f);
     void (*few_store)(const ra__few *f, int32_t r, void *dst, float factor);
     /* m, l and acc of other keys, [4], [4] and like f->acc, come to those of f; whichever is first,
@@ -2768,15 +2770,18 @@ RA__PART void RA__F(few_values)(const ra__few *f, const ra__stretch *x, const fl
     else RA__F(few_value_tiles)(f, x, p, RA_Q8_0);
 }
 
-RA__FN void RA__F(few_fold)(ra__few *f, const ra__stretch *x) {
+RA__FN void RA__F(few_fold)(ra__few *f, const ra__stretch *x, int32_t n) {
     const uint64_t every_fourth = 0x1111111111111111u;
     float s[4 * RA__FEW_KEYS];
     int32_t r;
-    RA__F(few_scores)(f, x, s);
-    RA__F(few_softmax)(f, x, s);
-    RA__F(few_values)(f, x, s);
-    for (r = 0; r < 4; r++)
-        if (x->seen >> r & every_fourth) f->live |= 1 << r;
+    for (; n > 0; n--, f++, x++) {
+        if (!x->seen) continue;
+        RA__F(few_scores)(f, x, s);
+        RA__F(few_softmax)(f, x, s);
+        RA__F(few_values)(f, x, s);
+        for (r = 0; r < 4; r++)
+            if (x->seen >> r & every_fourth) f->live |= 1 << r;
+    }
 }
 
 RA__FN void RA__F(few_close)(ra__few *f) {
@@ -4444,47 +4449,82 @@ RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__stor
     keys->k_stride = 2 * (int64_t)d->k_dim;
 }
 
-/* ---- decode: lanes are dims, as in KERNEL, by dot products of pairs: of dims for scores, of keys
- * for values. q: bf16 [chunk of 32 dims][4 rows][32]. Keys come in eights, the first four beside
- * the last four, so that two vectors of scores [4 keys][4 rows] are the pairs of p. The two vectors
- * of a chunk of values hold fours of dims in turn, as interleaving of keys leaves them. */
-enum { RA__BF_FEW = 8 };
+/* ---- decode, by dot products of pairs: of dims for scores, of keys for values.
+ *
+ * Scores: lanes are 4 rows of 4 pairs of dims, q [Dk / 8][4 rows][8], and K is broadcast by eights;
+ * or 16 rows of up to four ra__few, wide [Dk / 2][16 rows][2], and K is broadcast by pairs, as in
+ * panels. Few sums across lanes, or none. Values: lanes are dims, as in KERNEL. Keys come in
+ * eights, the first four beside the last four, so that two vectors of scores [4 keys][4 rows] are
+ * the pairs of p. The two vectors of a chunk of values hold fours of dims in turn, as interleaving
+ * of keys leaves them. */
+enum { RA__BF_FEW = 8, RA__BF_WIDE = 2 }; /* dims of a step of scores */
 
-/* c[4 key + row] += the products of a chunk of four keys; elements not in m count as zero. */
-RA__BF_OP void ra__bf_few_products(__m512 *c, const float *q, const uint8_t *const *row,
-                                   int64_t at, const uint32_t m) {
-    __m512i y[4], k;
-    int32_t i, r;
-    RA__UNROLL for (r = 0; r < 4; r++) y[r] = ra__bf_load(q + 16 * r);
-    RA__UNROLL for (i = 0; i < 4; i++) {
-        if (m == ~0u) k = _mm512_loadu_si512(row[i] + at);
-        else k = _mm512_maskz_loadu_epi16(m, row[i] + at);
-        RA__UNROLL for (r = 0; r < 4; r++) c[4 * i + r] = ra__bf_dot(c[4 * i + r], k, y[r]);
-    }
+/* Dims of a step, as often as there are rows. */
+RA__BF_OP __m512i ra__bf_few_spread(const uint8_t *k, const int32_t step) {
+    if (step == RA__BF_WIDE) return ra__bf_broadcast(k);
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)k));
 }
 
-/* Scores of keys j to j + 3, [key][4 rows]; keys beyond the last are the last once more. */
-RA__BF_OP __m512 ra__bf_few_dots(const ra__few *f, const ra__stretch *x, int32_t j) {
-    const int32_t full = f->d->k_dim / 32, rest = f->d->k_dim % 32;
-    const uint8_t *row[4];
-    const float *q = f->q;
-    __m512 c[16];
-    int32_t d, i;
-    RA__UNROLL for (i = 0; i < 4; i++)
-        row[i] = x->k + (j + i < x->n ? j + i : x->n - 1) * x->k_stride;
-    RA__UNROLL for (i = 0; i < 16; i++) c[i] = _mm512_setzero_ps();
-    for (d = 0; d < full; d++, q += 64) {
-        ra__bf_few_products(c, q, row, 64 * d, ~0u);
-        if (x->ahead) ra__stream_ask(x->ahead, 2);
+/* c[i] = products of key j + i, i < 8, not yet summed over the pairs of dims of a row; keys beyond
+ * the last are the last once more. Two chains a key. */
+RA__BF_OP void ra__bf_few_dots(const ra__few *f, const ra__stretch *x, int32_t j, __m512 *c,
+                               const int32_t step) {
+    const int32_t dim = f->d->k_dim, last = x->n - 1;
+    const float *q = step == RA__BF_WIDE ? f->wide : f->q;
+    const uint8_t *k[8];
+    __m512 odd[8];
+    int32_t i, d, e;
+    RA__UNROLL for (i = 0; i < 8; i++) {
+        k[i] = x->k + (j + i < last ? j + i : last) * x->k_stride;
+        c[i] = odd[i] = _mm512_setzero_ps();
     }
-    if (rest) ra__bf_few_products(c, q, row, 64 * full, ((uint32_t)1 << rest) - 1);
-    return _mm512_mul_ps(ra__sums_avx512(c), _mm512_set1_ps(f->factor));
+    for (d = 0; dim - d >= 4 * step; d += 4 * step) {
+        RA__UNROLL for (e = 0; e < 4; e++, q += 16) {
+            const __m512i y = ra__bf_load(q);
+            RA__UNROLL for (i = 0; i < 8; i++) {
+                const __m512i z = ra__bf_few_spread(k[i] + 2 * d + 2 * e * step, step);
+                if (e % 2) odd[i] = ra__bf_dot(odd[i], y, z);
+                else c[i] = ra__bf_dot(c[i], y, z);
+            }
+        }
+        if (x->ahead) ra__stream_ask(x->ahead, step / 2);
+    }
+    for (; d < dim; d += step, q += 16)
+        RA__UNROLL for (i = 0; i < 8; i++) {
+            uint8_t rest[16] = {0};
+            memcpy(rest, k[i] + 2 * d, 2 * (size_t)(dim - d < step ? dim - d : step));
+            c[i] = ra__bf_dot(c[i], ra__bf_load(q), ra__bf_few_spread(rest, step));
+        }
+    RA__UNROLL for (i = 0; i < 8; i++) c[i] = _mm512_add_ps(c[i], odd[i]);
 }
 
+/* Scores [key][4 rows]. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_few_scores(const ra__few *f, const ra__stretch *x,
                                                   float *s) {
-    int32_t j;
-    for (j = 0; j < x->n; j += 4) _mm512_storeu_ps(s + 4 * j, ra__bf_few_dots(f, x, j));
+    const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512 factor = _mm512_set1_ps(f->factor);
+    __m512 c[8];
+    int32_t i, j;
+    for (j = 0; j < x->n; j += 8) {
+        ra__bf_few_dots(f, x, j, c, RA__BF_FEW);
+        RA__UNROLL for (i = 0; i < 8; i += 4) {
+            const __m512 y = _mm512_permutexvar_ps(turn, ra__sums_4_avx512(c + i));
+            _mm512_storeu_ps(s + 4 * (j + i), _mm512_mul_ps(y, factor));
+        }
+    }
+}
+
+/* Scores [key][16 rows]. */
+RA__NOINLINE RA__BF_TARGET void ra__bf_wide_scores(const ra__few *f, const ra__stretch *x,
+                                                   float *s) {
+    const __m512 factor = _mm512_set1_ps(f->factor);
+    __m512 c[8];
+    int32_t i, j;
+    for (j = 0; j < x->n; j += 8) {
+        ra__bf_few_dots(f, x, j, c, RA__BF_WIDE);
+        RA__UNROLL for (i = 0; i < 8; i++)
+            _mm512_storeu_ps(s + 16 * (j + i), _mm512_mul_ps(c[i], factor));
+    }
 }
 
 /* p of eights of keys, [4 pairs of keys][4 rows] each, with m and part. */
@@ -4528,35 +4568,43 @@ RA__BF_OP void ra__bf_few_pair(__m512i *v, const uint8_t *a, const uint8_t *b, c
     v[1] = _mm512_unpackhi_epi16(y, z);
 }
 
-/* sum += p V in nc chunks of dims from d on; nc = 2: eights of keys that all rows see. */
+/* c += p of keys j and j + 4 times their pairs v; nc = 2: all rows see both. */
+RA__BF_OP void ra__bf_few_step(const ra__stretch *x, __m512 *c, int32_t j, const __m512i *v,
+                               const float *p, const int32_t nc) {
+    int32_t r, t;
+    RA__UNROLL for (r = 0; r < 4; r++) {
+        const __m512i y = ra__bf_broadcast((const uint8_t *)(p + r));
+        RA__UNROLL for (t = 0; t < 2 * nc; t++) {
+            const int32_t at = t / 2 * 8 + 2 * r + t % 2;
+            __m512i z = v[t];
+            if (nc == 1) z = _mm512_and_si512(z, ra__bf_few_seen(x, j, r));
+            c[at] = ra__bf_dot(c[at], z, y);
+        }
+    }
+    if (x->ahead) ra__stream_ask(x->ahead, nc);
+}
+
+/* sum += p V in nc chunks of dims from d on; nc = 2: eights of keys that all rows see. pairs: rows
+ * of 4, or of 16 if these are shared. */
 RA__BF_OP void ra__bf_few_tile(const ra__few *f, const ra__stretch *x, const float *pairs,
-                               int32_t d, const int32_t nc) {
+                               int32_t d, const int32_t nc, const int32_t row) {
     const int32_t dim = f->d->v_dim, last = x->n - 1;
     const uint32_t m = nc > 1 || dim - d >= 32 ? ~0u : ((uint32_t)1 << (dim - d)) - 1;
     const uint8_t *v0 = x->v + 2 * (int64_t)d;
     float *to = f->sum + 4 * d;
     __m512 c[16];
-    int32_t i, j, r, t;
+    int32_t i, j, t;
     RA__UNROLL for (i = 0; i < 8 * nc; i++)
         c[i] = f->live ? _mm512_loadu_ps(to + i * 16) : _mm512_setzero_ps();
-    for (j = 0; j < x->n; j += j % 4 < 3 ? 1 : 5) {
-        const uint8_t *a = v0 + (nc > 1 || j < last ? j : last) * x->v_stride;
-        const uint8_t *b = v0 + (nc > 1 || j + 4 < last ? j + 4 : last) * x->v_stride;
-        const float *p = pairs + j / 8 * 16 + j % 4 * 4;
-        __m512i v[4];
-        RA__UNROLL for (i = 0; i < nc; i++)
-            ra__bf_few_pair(v + 2 * i, a + 64 * i, b + 64 * i, nc > 1 ? ~0u : m);
-        RA__UNROLL for (r = 0; r < 4; r++) {
-            const __m512i y = ra__bf_broadcast((const uint8_t *)(p + r));
-            RA__UNROLL for (t = 0; t < 2 * nc; t++) {
-                const int32_t at = t / 2 * 8 + 2 * r + t % 2;
-                __m512i z = v[t];
-                if (nc == 1) z = _mm512_and_si512(z, ra__bf_few_seen(x, j, r));
-                c[at] = ra__bf_dot(c[at], z, y);
-            }
+    for (j = 0; j < x->n; j += 8)
+        for (i = j; i < j + 4; i++, pairs += row) {
+            const uint8_t *a = v0 + (nc > 1 || i < last ? i : last) * x->v_stride;
+            const uint8_t *b = v0 + (nc > 1 || i + 4 < last ? i + 4 : last) * x->v_stride;
+            __m512i v[4];
+            RA__UNROLL for (t = 0; t < nc; t++)
+                ra__bf_few_pair(v + 2 * t, a + 64 * t, b + 64 * t, nc > 1 ? ~0u : m);
+            ra__bf_few_step(x, c, i, v, pairs, nc);
         }
-        if (x->ahead) ra__stream_ask(x->ahead, nc);
-    }
     RA__UNROLL for (i = 0; i < 8 * nc; i++) _mm512_storeu_ps(to + i * 16, c[i]);
 }
 
@@ -4564,11 +4612,11 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_few_values(const ra__few *f, const ra__st
                                                   const float *pairs) {
     const int32_t dim = f->d->v_dim, whole = !x->partial && x->n % RA__BF_FEW == 0;
     int32_t d = 0;
-    for (; whole && dim - d >= 64; d += 64) ra__bf_few_tile(f, x, pairs, d, 2);
-    for (; d < dim; d += 32) ra__bf_few_tile(f, x, pairs, d, 1);
+    for (; whole && dim - d >= 64; d += 64) ra__bf_few_tile(f, x, pairs, d, 2, 4);
+    for (; d < dim; d += 32) ra__bf_few_tile(f, x, pairs, d, 1, 4);
 }
 
-RA__BF_FN void ra__few_fold_bf16(ra__few *f, const ra__stretch *x) {
+RA__BF_FN void ra__bf_few_one(ra__few *f, const ra__stretch *x) {
     const uint64_t every_fourth = 0x1111111111111111u;
     float s[4 * RA__FEW_KEYS], pairs[2 * RA__FEW_KEYS];
     int32_t i;
@@ -4579,15 +4627,77 @@ RA__BF_FN void ra__few_fold_bf16(ra__few *f, const ra__stretch *x) {
         if (x->seen >> i & every_fourth) f->live |= 1 << i;
 }
 
+/* p of n fours, [pair of keys][16], and part. 0: a score is far above m, and nothing is done. */
+RA__BF_FN int32_t ra__bf_wide_softmax(ra__few *f, const ra__stretch *x, int32_t n, const float *s,
+                                      float *pairs) {
+    __m512 top = _mm512_set1_ps(ra__neg_inf()), use, part;
+    float m[16] = {0}, l[16] = {0};
+    int32_t i, j;
+    for (i = 0; i < n; i++) {
+        memcpy(m + 4 * i, f[i].m, 4 * sizeof *m);
+        memcpy(l + 4 * i, f[i].part, 4 * sizeof *l);
+    }
+    for (j = 0; j < x->n; j++) top = _mm512_max_ps(_mm512_loadu_ps(s + 16 * j), top);
+    use = _mm512_loadu_ps(m);
+    part = _mm512_loadu_ps(l);
+    if (_mm512_cmp_ps_mask(_mm512_add_ps(use, _mm512_set1_ps(ra__few_slack)), top, _CMP_LT_OQ))
+        return 0;
+    use = ra__base_avx512(use);
+    for (j = 0; j < x->n; j += j % 4 < 3 ? 1 : 5, pairs += 16) {
+        const __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j), use);
+        const __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j + 64), use);
+        _mm512_storeu_si512(pairs, ra__bf_exp_pair(a, b, &part));
+    }
+    _mm512_storeu_ps(l, part);
+    for (i = 0; i < n; i++) memcpy(f[i].part, l + 4 * i, 4 * sizeof *l);
+    return 1;
+}
+
+RA__NOINLINE RA__BF_TARGET void ra__bf_wide_values(const ra__few *f, const ra__stretch *x,
+                                                   const float *pairs) {
+    const int32_t dim = f->d->v_dim;
+    int32_t d = 0;
+    for (; dim - d >= 64; d += 64) ra__bf_few_tile(f, x, pairs + f->lane, d, 2, 16);
+    for (; d < dim; d += 32) ra__bf_few_tile(f, x, pairs + f->lane, d, 1, 16);
+}
+
+/* Eights of keys that all rows of all fours see, and scores that nothing changes. */
+RA__BF_OP int32_t ra__bf_is_wide(const ra__few *f, const ra__stretch *x, int32_t n) {
+    int32_t i, wide = f->wide && x->n % RA__BF_FEW == 0;
+    for (i = 0; i < n; i++) wide &= !x[i].partial && !f[i].modified;
+    return wide;
+}
+
+RA__BF_FN void ra__few_fold_bf16(ra__few *f, const ra__stretch *x, int32_t n) {
+    float s[16 * RA__FEW_KEYS], pairs[8 * RA__FEW_KEYS];
+    int32_t i;
+    if (ra__bf_is_wide(f, x, n)) {
+        ra__bf_wide_scores(f, x, s);
+        if (ra__bf_wide_softmax(f, x, n, s, pairs)) {
+            for (i = 0; i < n; i++) {
+                ra__bf_wide_values(&f[i], &x[i], pairs);
+                f[i].live = 15;
+            }
+            return;
+        }
+    }
+    for (i = 0; i < n; i++)
+        if (x[i].seen) ra__bf_few_one(&f[i], &x[i]);
+}
+
 /* The factor is in f, for Q stays as it is. */
 RA__BF_FN void ra__few_load_bf16(const ra__few *f, int32_t r, const void *src, float factor) {
     const int32_t dim = f->d->k_dim;
+    const uint8_t *from = (const uint8_t *)src;
     int32_t d;
     (void)factor;
-    for (d = 0; d < dim; d += 32)
-        _mm512_storeu_si512(f->q + 2 * d + 16 * r,
-                            _mm512_maskz_loadu_epi16(ra__bf_first(dim, d, 32),
-                                                     (const uint8_t *)src + 2 * d));
+    for (d = 0; d < dim; d += 8) {
+        float *to = f->q + 2 * d + 4 * r;
+        memset(to, 0, 16);
+        memcpy(to, from + 2 * d, 2 * (size_t)(dim - d < 8 ? dim - d : 8));
+    }
+    for (d = 0; f->wide && d < dim; d += 2)
+        memcpy(f->wide + 8 * d + f->lane + r, from + 2 * d, dim - d > 1 ? 4 : 2);
 }
 
 /* Puts the dims of a row in order and stores it. */
@@ -12345,6 +12455,7 @@ static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__
     int64_t k = ra__round_up(d->k_dim, RA__FEW_DIMS) * RA__FEW_ROWS * (int64_t)sizeof(float);
     int64_t v = ra__round_up(d->v_dim, RA__FEW_DIMS) * RA__FEW_ROWS * (int64_t)sizeof(float);
     int64_t pairs = d->tokens * (d->q_heads / d->kv_heads);
+    float *wide = NULL;
     x->heads = heads;
     x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__DECODE_PAIRS), RA__FEW_ROWS);
     x->few = (ra__few *)ra__carve(a, heads * x->fours * (int64_t)sizeof *x->few);
@@ -12355,7 +12466,10 @@ static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__
     for (int32_t i = 0; i < heads * x->fours; i++) {
         float *q = (float *)ra__carve(a, k), *acc = (float *)ra__carve(a, v);
         float *sum = (float *)ra__carve(a, v);
+        if (x->fours > 2 && i % x->fours == 0) wide = (float *)ra__carve(a, 2 * k);
         if (!a->base) continue;
+        x->few[i].wide = wide;
+        x->few[i].lane = i % x->fours * RA__FEW_ROWS;
         x->few[i].d = d;
         x->few[i].q = q;
         x->few[i].acc = acc;
@@ -12410,6 +12524,7 @@ static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int
     ra__few *f = &x->few[head * x->fours + pair / RA__FEW_ROWS];
     size_t wide = (size_t)ra__round_up(c->d.k_dim, RA__FEW_DIMS) * sizeof(float);
     if (x->pairs - pair < RA__FEW_ROWS) memset(f->q, 0, RA__FEW_ROWS * wide);
+    if (f->wide && pair == 0) memset(f->wide, 0, 8 * wide);
     wide = (size_t)ra__round_up(c->d.v_dim, RA__FEW_DIMS) * sizeof(float);
     memset(f->acc, 0, RA__FEW_ROWS * wide);
     memset(f->slope, 0, sizeof f->slope);
@@ -12499,6 +12614,7 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
 /* Keys [from, to) of a block, whose first is token row `row`, for all heads and fours. */
 static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
                             int32_t to, ra__decode *x) {
+    const int32_t fours = (int32_t)ra__ceil_div(x->pairs, RA__FEW_ROWS);
     const int more = row + from + x->run < ra__k_len(&c->d, x->sequence);
     ra__stream a[2];
     for (int i = 0; i < 2 && more; i++) ra__decode_ahead(&a[i], x, &kv[i], row + from);
@@ -12511,9 +12627,9 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
                 t[g].k = ra__view_at(kv[0], 0, row + j, h).data;
                 t[g].v = ra__view_at(kv[1], 0, row + j, h).data;
                 t[g].ahead = first ? a : NULL;
-                c->w.kernel->few_fold(&x->few[h * x->fours + g], &t[g]);
                 first = 0;
             }
+            c->w.kernel->few_fold(&x->few[h * x->fours], t, fours);
         }
 }
 
