@@ -1056,7 +1056,7 @@ enum { RA__EMPTY, RA__PARTIAL, RA__FULL };
 enum { RA__BATCH = 8 };                /* most blocks of keys that a kernel takes at once */
 
 /* Rows that will be wanted next: kernels ask for them while they compute. */
-enum { RA__AHEAD = 2 * RA__BATCH };
+enum { RA__AHEAD = 2 * RA__BATCH + 1 };
 typedef struct ra__ahead {
     const uint8_t *at[RA__AHEAD];      /* tensors one after the other, */
     int64_t stride[RA__AHEAD];
@@ -8051,6 +8051,8 @@ typedef struct ra__scratch {
     int8_t kind[RA__PANELS][RA__BATCH];
     int32_t waiting;
     ra__ahead ahead;
+    ra__task next;                     /* of this thread; count 0: not known */
+    int32_t asked;                     /* panels of it whose queries were asked for */
 } ra__scratch;
 
 /* Query blocks of a task, which share each block of K and V: as many as fit in half of a level 2
@@ -8085,6 +8087,7 @@ static void ra__scratch_carve(ra__arena *a, const ra_desc *d, int32_t panels, ra
     ra__store_carve(a, &x->size, panels > 1, &x->store);
     x->pos = (int32_t *)ra__carve(a, lane * x->size.batch);
     x->waiting = 0;
+    x->next.count = x->asked = 0;
 }
 
 static int64_t ra__scratch_bytes(const ra_desc *d, int32_t panels) {
@@ -8275,6 +8278,23 @@ static int ra__task_kinds(const ra__task *t, const ra__scratch *x, const ra__seg
     return any;
 }
 
+/* Notes the queries of one more panel of the next task.
+ * PERF: Zen 5, bf16, D 128, 2048 tokens: a window of 256 57.4 to 58.4, documents of 512 61.7 to
+ * 62.8 % of the peak. */
+static void ra__next_ahead(const ra__work *w, ra__scratch *x) {
+    const ra_desc *d = w->d;
+    const int32_t group = d->q_heads / d->kv_heads;
+    const int64_t panel = x->next.panel0 + x->asked;
+    ra__seg s;
+    if (x->asked == x->next.count) return;
+    x->asked++;
+    (void)ra__side_block(&w->q_side, x->next.sequence, ra__q_len(d, x->next.sequence),
+                         panel / group, &s);
+    ra__view q = ra__view_at(w->q, x->next.sequence, s.row,
+                             x->next.kv_head * group + panel % group);
+    ra__ahead_add(&x->ahead, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
+}
+
 /* Notes the next blocks from block i on that will be wanted. */
 static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item *item, int64_t i,
                            ra__scratch *x) {
@@ -8295,6 +8315,7 @@ static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item 
         ra__ahead_add(a, keys.v, keys.v_stride, keys.n, v_bytes);
         n++;
     }
+    ra__next_ahead(w, x);
     a->step = 2 * RA_BLOCK_TOKENS * n / (32 * t->count * x->size.batch) + 1;
 }
 
@@ -12398,19 +12419,24 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, i
     a.base = memory;
     ra__scratch_carve(&a, &c->d, panels, &x);
     uint8_t *gather = c->pairs ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
+    ra__task t;
+    t.count = 0;
     for (int32_t b = 0; b < c->d.sequences; b++) {
         int64_t all = ra__local_blocks(c, b), a_head = ra__ceil_div(all, panels);
         for (int64_t i = 0; i < c->d.kv_heads * a_head; i++, index++) {
             int64_t turn = index / nth, place = index % nth;
-            ra__task t;
             if ((turn % 2 ? nth - 1 - place : place) != ith) continue;
-            t.sequence = b;
-            t.kv_head = (int32_t)(i / a_head);
-            t.panel0 = i % a_head * panels;
-            t.count = (int32_t)ra__min(panels, all - t.panel0);
-            ra__local_task(c, &t, &x, gather);
+            x.next.sequence = b;
+            x.next.kv_head = (int32_t)(i / a_head);
+            x.next.panel0 = i % a_head * panels;
+            x.next.count = (int32_t)ra__min(panels, all - x.next.panel0);
+            x.asked = c->pairs ? x.next.count : 0;
+            if (t.count) ra__local_task(c, &t, &x, gather);
+            t = x.next;
         }
     }
+    x.next.count = x.asked = 0;
+    if (t.count) ra__local_task(c, &t, &x, gather);
 }
 
 /* -------------------------------------------------------------------------- decoding
