@@ -219,6 +219,31 @@ TEST(sixty_four_ranks)
     problem_free(&p);
 }
 
+/* One rank by itself keeps the first blocks of 16-bit keys in the form of its kernels; a ring does
+ * not. */
+TEST(more_blocks_than_are_kept)
+{
+    h_rng r = h_case_rng(0);
+    problem p;
+    setup s;
+    outcome first;
+    problem_shape(&p, 258 * 64 + 3, 1, 1, 8, 8);
+    problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_BF16);
+    problem_data(&p, &r);
+    problem_cotangent(&p, &r);
+    memset(&s, 0, sizeof s);
+    s.layout = RA_LAYOUT_CONTIGUOUS;
+    s.ranks = 1;
+    s.call = CALL_FORWARD;
+    s.train = 1;
+    first = world_run(&p, &s);
+    s.call = CALL_ATTENTION;
+    s.threads = 1;
+    if (outcome_whole(&first)) same_gradients(&p, &s, &first);
+    outcome_free(&first);
+    problem_free(&p);
+}
+
 /* More threads than kv heads: dQ and dK, dV apart; few enough for a race detector. */
 TEST(threads)
 {
@@ -339,7 +364,8 @@ TEST(refusals)
 static const h_test tests[] = {
     ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
     ENTRY(every_mask_avx512_bf16),
-    ENTRY(every_mask_neon), ENTRY(layouts), ENTRY(sixty_four_ranks), ENTRY(threads),
+    ENTRY(every_mask_neon), ENTRY(layouts), ENTRY(sixty_four_ranks),
+    ENTRY(more_blocks_than_are_kept), ENTRY(threads),
     ENTRY(refusals)
 };
 

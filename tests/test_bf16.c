@@ -292,7 +292,7 @@ TEST(same_bits)
     int64_t i;
     if (machine_lacks()) return;
     for (i = 0; i < 2 * MASKS; i++) {
-        static const int32_t chunks[3] = { 64, 192, 0 };
+        static const int32_t chunks[4] = { 64, 192, 0, 64 };
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
@@ -314,11 +314,11 @@ TEST(same_bits)
         s.train = 1;
         describe_case(&p, &s);
         first = world_run(&p, &s);
-        for (j = 0; j < 3 && outcome_whole(&first); j++) {
-            s.ranks = (int32_t)h_range(&r, 2, 4);
+        for (j = 0; j < 4 && outcome_whole(&first); j++) {
+            s.ranks = j < 3 ? (int32_t)h_range(&r, 2, 4) : 1;
             s.chunk_tokens = chunks[j];
-            s.call = (int32_t)h_range(&r, CALL_FORWARD, CALL_JOIN);
-            s.threads = s.call >= CALL_STEP ? (int32_t)h_range(&r, 1, 3) : 0;
+            s.call = j < 3 ? (int32_t)h_range(&r, CALL_FORWARD, CALL_JOIN) : CALL_ATTENTION;
+            s.threads = s.call >= CALL_STEP || j == 3 ? (int32_t)h_range(&r, 1, 3) : 0;
             s.seed = h_next(&r);
             describe_case(&p, &s);
             next = world_run(&p, &s);
