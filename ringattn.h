@@ -2935,8 +2935,7 @@ RA__OP void RA__F(back_score_tile)(const ra__tile *x, int32_t row, int32_t j, in
     chain.a = ra__key_row(x->keys, j);
     chain.row = x->keys->k_stride / 4;
     chain.b = p->q + (int64_t)row * x->k_dim;
-    for (i = 0; i < ni; i++)
-        ra__prefetch_row(chain.a, (i + 8) * chain.row, x->k_dim * 4);
+    ra__ask(p->ahead);
     RA__F(back_dots)(&chain, x->k_dim, to, c, ni);
     RA__UNROLL for (t = 0; t < RA__NT; t++) {
         lse = RA__F(load)(p->m + row + t * RA__W);
@@ -2969,8 +2968,6 @@ RA__OP void RA__F(back_slope_tile)(const ra__tile *x, int32_t row, int32_t j, in
     chain.a = ra__value_row(x->keys, j);
     chain.row = x->keys->v_stride / 4;
     chain.b = x->x->g + (int64_t)row * x->v_dim;
-    for (i = 0; i < ni; i++)
-        ra__prefetch_row(chain.a, (i + 8) * chain.row, x->v_dim * 4);
     RA__F(back_dots)(&chain, x->v_dim, to, c, ni);
     RA__UNROLL for (t = 0; t < RA__NT; t++) {
         delta = RA__F(load)(p->l + row + t * RA__W);
