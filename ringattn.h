@@ -12134,7 +12134,8 @@ static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_
     return s;
 }
 
-/* A gradient's view, if it is wanted; no output may be one of the n pointers at `taken`. */
+/* A gradient's view, if it is wanted; no output may be one of the n pointers at `taken`, which are
+ * those of tensors that have rows. */
 static ra_status ra__check_grad(const ra_desc *d, const ra_out *out, ra__shape shape,
                                 const void *const *taken, int32_t n, ra__view *view) {
     memset(view, 0, sizeof *view);
@@ -12195,12 +12196,13 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
 /* What backward calls need besides: view [0..3] are d_o, d_q, d_k, d_v. rows: of queries, keys. */
 static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                  ra__view view[4]) {
-    const void *taken[9];
+    const int64_t nq = rows[0], nk = rows[1];
+    const void *taken[8] = { nq ? t->q.data : NULL, nk ? t->k.data : NULL, nk ? t->v.data : NULL,
+                             nq ? t->o.data : NULL, nq ? t->lse.data : NULL,
+                             nq ? t->d_o.data : NULL, nq ? t->d_q.data : NULL,
+                             nk ? t->d_k.data : NULL };
     ra_error *e = d->error;
     ra_status s = RA_OK;
-    taken[0] = t->q.data; taken[1] = t->k.data; taken[2] = t->v.data; taken[3] = t->o.data;
-    taken[4] = t->lse.data; taken[5] = t->d_o.data; taken[6] = t->d_q.data;
-    taken[7] = t->d_k.data;
     if (d->op != RA_OP_TRAIN)
         return ra__refuse(e, RA_E_SHAPE, "op", "# must be RA_OP_TRAIN for gradients", d->op);
     if (rows[0] && !t->lse.data) return ra__refuse(e, RA_E_NULL, "t.lse", "is required", 0);
