@@ -90,7 +90,7 @@
  *            not depend on threads, chunks, timing or transport, and with shards cut on the grid of
  *            64 tokens (contiguous and zigzag) not on the number of ranks. Rows without keys give 0
  *            and LSE -inf. NaN in Q stays in its row; NaN in K or V reaches the rows that see it,
- *            no other.
+ *            no other. V up to 1e28 stays finite (weights are up to 2^32 until they are divided).
  *            All this also if your program is compiled with -Ofast.
  *
  *                       scalar  AVX2  AVX-512  NEON
@@ -425,9 +425,9 @@ typedef struct ra_tensors {
 /* ========================================================================== L0: block mathematics
  * No threads, no network, no allocation. A state is one online softmax a query row and head,
  * unnormalised, f32, packed: m a maximum of the scores times log2(e) (the kernels work in powers of
- * two; the running one, or in bf16 arithmetic that of an earlier block, with l at most 2^60), l the
- * sum of 2^(score log2(e) - m), acc the same sum times V. Empty: m = -inf,
- * l = 0, acc = 0. Milakov and Gimelshein, arXiv 1805.02867, algorithm 3. */
+ * two; that of an earlier block as long as l is at most 2^32), l the sum of 2^(score log2(e) - m),
+ * acc the same sum times V. Empty: m = -inf, l = 0, acc = 0. Milakov and Gimelshein, arXiv
+ * 1805.02867, algorithm 3. */
 typedef struct ra_state {
     float *m, *l;                      /* [B][tokens][Hq] */
     float *acc;                        /* [B][tokens][Hq][Dv] */
@@ -479,8 +479,8 @@ RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src,
  * The argument list of the small engines. All f32; q, out [seq_q][n_heads][head_dim], k, v
  * [seq_k][n_kv_heads][head_dim]. Causal, query i at position q_offset + i, key j at j; window <= 0
  * is off, else the last `window` keys count, the query's own included; scale 0: 1/sqrt(head_dim).
- * One thread, no allocation, at most 200 KiB of stack (34 KiB where seq_q * n_heads / n_kv_heads is
- * at most 8); head_dim <= 256. */
+ * One thread, no allocation, at most 208 KiB of stack (52 KiB where seq_q * n_heads / n_kv_heads is
+ * at most 8), twice that without optimisation; head_dim <= 256. */
 RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const float *k,
                                            const float *v, int seq_q, int seq_k, int n_heads,
                                            int n_kv_heads, int head_dim, float scale, int window,
@@ -494,10 +494,12 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
  * tokens * Hq / Hkv <= 16 without dropout takes a form of its own, made for decoding, which widens
  * what is not f32 in registers (AVX512_BF16 multiplies bf16 as it is). It is fastest if all heads
  * of a token, or all tokens of a head, lie side by side. In that form alone a row's bits may depend
- * on how many rows the call has (by some 1e-8 on unit data). d.engine must be null. workspace:
- * ra_attention_bytes(d, nth) bytes aligned to 64, need not be cleared. With nth = 1 it may be null:
- * the stack then serves if rows are short (Dk + Dv up to about 512, or 256 if K and V are 16 bits
- * wide) and takes up to 256 KiB, or 384 in a program compiled without optimisation. */
+ * on the call's other rows (by some 1e-8 on unit data). d.engine must be null. workspace:
+ * ra_attention_bytes(d, nth) bytes aligned to 64, need not be cleared; one call at a time: all nth
+ * threads have returned before any begins the next with it. (After a call that not all of them made
+ * its first 8 bytes must be cleared.) With nth = 1 it may be null: the stack then serves if rows
+ * are short (Dk + Dv up to about 512, or 256 if K and V are 16 bits wide) and takes up to 256 KiB,
+ * or 384 in a program compiled without optimisation. */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
@@ -1144,7 +1146,7 @@ typedef struct ra__stream {
 
 /* Decode form: up to 4 query rows that read the same kv head, in the kernel's own order of dims.
  * Per row r the sums so far are acc, l in units of 2^m, and beside them those of the block under
- * way, sum and part. Numbers of row r stand at r, r + 4, ... A row's bits depend on it alone. */
+ * way, sum and part. Numbers of row r stand at r, r + 4, ... */
 typedef struct ra__few {
     const ra_desc *d;
     float *q, *acc, *sum;              /* [4][Dk], [4][Dv]; dims rounded up to RA__FEW_DIMS */
@@ -1647,9 +1649,9 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  * it is. A row whose l would pass 2^32 gets a new m, its l and acc are rescaled, and the block is
  * done again for the strip; rows beside it keep m, and so their bits. A row that sees none of the
  * keys keeps m, l, acc to the bit: acc is left out by selection, for even x + 0 changes the bits of
- * -0. A NaN reaches only rows that see it, since
- * scores are masked after they are computed and unseen values come in as p = 0; where such a value
- * is itself NaN or infinite (v_clean 0) each product is selected instead.
+ * -0. A NaN reaches only rows that see it, since scores are masked after they are computed and
+ * unseen values come in as p = 0; where such a value is itself NaN or infinite (v_clean 0) each
+ * product is selected instead.
  * The online softmax is Milakov and Gimelshein's, arXiv 1805.02867; blocks and rescaling are those
  * of FlashAttention-2, arXiv 2307.08691, section 3.1.
  *
@@ -2290,14 +2292,14 @@ RA__PART int32_t RA__F(any_over)(const RA__F(work) *w) {
 }
 
 /* The block's maximum becomes m of rows without one; and, if `again`, of those that are over,
- * where it is at least 2^24 higher than the old: their sums are rescaled. */
+ * but at least their old one and 24: their sums are rescaled. */
 RA__PART void RA__F(raise)(RA__F(work) *w, int32_t v_dim, int32_t again) {
     int32_t d, t;
     for (t = 0; t < w->nt; t++) {
         float *acc = RA__F(panel_row)(w->p->acc, w->row, v_dim) + t * RA__W;
         float *m = w->p->m + w->row + t * RA__W, *l = w->p->l + w->row + t * RA__W;
         RA__V old = RA__F(load)(m), top = RA__F(load)(w->max + t * RA__W), one, alpha;
-        RA__V next = RA__F(pick)(RA__F(less)(old, RA__F(set)(-3e38f)), top, old);
+        RA__V next = RA__F(pick)(RA__F(less)(old, RA__F(set)(-3.40282347e38f)), top, old);
         if (again) {
             one = RA__F(set)(1.0f);
             top = RA__F(max)(top, old + RA__F(set)(24.0f));
@@ -3831,7 +3833,7 @@ RA__OP void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
  * The maximum is stale: m is that of the first block in which the row saw a key, and stays. Then p
  * = 2^(s - m) may exceed 1, which is no harm: softmax does not change under shifts, and bf16 has
  * the exponents of f32. So scores become p a few keys later, while the next ones are summed, and
- * acc is continued without rescaling, from key to key in one chain. A row whose l passes 2^60 in a
+ * acc is continued without rescaling, from key to key in one chain. A row whose l passes 2^32 in a
  * block gets a new m, its sums are rescaled, and the block is done again; rows beside it keep their
  * bits.
  * PERF: Zen 5, D 64 and 128: a maximum of each block costs 2.5 and 1.5 % of the peak.
@@ -4173,7 +4175,7 @@ RA__BF_FN void ra__bf_from_s(ra__bf_work *w, const __mmask16 over[4]) {
 
 /* Rows whose l has passed the limit; 1 if there are any. */
 RA__BF_OP int32_t ra__bf_over(const ra__bf_work *w, __mmask16 over[4]) {
-    const __m512 limit = _mm512_set1_ps(1152921504606846976.0f);
+    const __m512 limit = _mm512_set1_ps(ra__l_limit);
     int32_t t, any = 0;
     for (t = 0; t < w->nt; t++) {
         over[t] = _mm512_mask_cmp_ps_mask(

@@ -323,7 +323,6 @@ TEST(huge_scores)
     }
 }
 
-/* Rows whose interval is empty: exactly 0 and -inf, with a sink 0 and the sink. */
 /* 2^32 is 22.2 in natural logarithms. */
 TEST(sums_past_the_limit)
 {
@@ -348,6 +347,37 @@ TEST(sums_past_the_limit)
     }
 }
 
+/* A bias takes the scores of the first block close to the lowest float: that is a maximum, and no
+ * weight is left of it. */
+TEST(scores_near_the_lowest)
+{
+    static const int32_t isas[4] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_NEON };
+    enum { ROWS = 20, KEYS = 128, D = 8 };
+    static float q[ROWS * D], k[KEYS * D], v[KEYS * D], o[ROWS * D], lse[ROWS], bias[KEYS];
+    ra_desc d;
+    ra_tensors t;
+    int i, j;
+    memset(&d, 0, sizeof d);
+    memset(&t, 0, sizeof t);
+    for (j = 0; j < KEYS; j++) bias[j] = j < 64 ? -2.2e38f : 0.0f;
+    for (j = 0; j < KEYS * D; j++) v[j] = j < 64 * D ? 2.0f : 3.0f;
+    d.tokens = ROWS; d.kv_tokens = KEYS;
+    d.q_heads = d.kv_heads = 1; d.k_dim = d.v_dim = D;
+    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+    d.mask.kind = RA_MASK_NONE;
+    d.scores = RA_SCORE_BIAS;
+    t.q.data = q; t.k.data = k; t.v.data = v; t.o.data = o; t.lse.data = lse;
+    t.bias.data = bias; t.bias.key_stride = 4; t.bias.keys = KEYS;
+    for (i = 0; i < 4; i++) {
+        if (!ra_isa_available(isas[i])) continue;
+        d.isa = isas[i];
+        CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
+        for (j = 0; j < ROWS * D; j++) CHECK(fabsf(o[j] - 3.0f) < 1e-6f);
+        for (j = 0; j < ROWS; j++) CHECK(fabsf(lse[j] - 4.15888308f) < 1e-5f);
+    }
+}
+
+/* Rows whose interval is empty: exactly 0 and -inf, with a sink 0 and the sink. */
 TEST(rows_without_keys)
 {
     int64_t i, t;
@@ -1181,12 +1211,13 @@ static const h_test tests[] = {
     ENTRY(world_sizes), ENTRY(long_sequences_5_heads_of_128), ENTRY(packed_documents),
     ENTRY(grouped_heads), ENTRY(unequal_and_large_dims), ENTRY(windows_of_512),
     ENTRY(softcap_sinks_alibi), ENTRY(cross_attention), ENTRY(error_over_1_to_64_ranks),
-    ENTRY(huge_scores), ENTRY(sums_past_the_limit), ENTRY(rows_without_keys), ENTRY(one_nan),
-    ENTRY(nan_in_everything_unseen), ENTRY(bias_of_minus_infinity), ENTRY(one_key_gives_its_value),
-    ENTRY(positions_near_the_limit), ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials),
-    ENTRY(merge_corners), ENTRY(attention_threads), ENTRY(attention_workspace),
-    ENTRY(q8_0_everywhere), ENTRY(convert), ENTRY(decoding), ENTRY(attention_at_positions),
-    ENTRY(ring_buffer_cache), ENTRY(a_ring_serves_several_plans), ENTRY(simple_signature),
+    ENTRY(huge_scores), ENTRY(sums_past_the_limit), ENTRY(scores_near_the_lowest),
+    ENTRY(rows_without_keys), ENTRY(one_nan), ENTRY(nan_in_everything_unseen),
+    ENTRY(bias_of_minus_infinity), ENTRY(one_key_gives_its_value), ENTRY(positions_near_the_limit),
+    ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials), ENTRY(merge_corners),
+    ENTRY(attention_threads), ENTRY(attention_workspace), ENTRY(q8_0_everywhere), ENTRY(convert),
+    ENTRY(decoding), ENTRY(attention_at_positions), ENTRY(ring_buffer_cache),
+    ENTRY(a_ring_serves_several_plans), ENTRY(simple_signature),
 };
 
 int main(int argc, char **argv)
