@@ -57,17 +57,6 @@ ways() {
     f="$1 $(flags "$1" "$2") -O0"
     cell "$1 $2 header before everything else" "$f -DLANG_FIRST -I'$root' '$main' -o main $link
 ./main"
-    cell "$1 $2 included twice" "$f -DLANG_TWICE -I'$root' '$main' -o main $link
-./main"
-    cell "$1 $2 header renamed" "cp '$root/ringattn.h' other_name.h
-$f -DLANG_HEADER='\"other_name.h\"' -I. '$main' -o main $link
-./main"
-    cell "$1 $2 built from elsewhere, included by path" "mkdir -p tree/vendor tree/src elsewhere
-cp '$root/ringattn.h' tree/vendor
-cp '$main' tree/src
-cd elsewhere
-$f -DLANG_HEADER='\"../vendor/ringattn.h\"' ../tree/src/lang_main.c -o main $link
-./main"
     cell "$1 $2 two translation units" "$f -c -I'$root' '$impl' -o impl.o
 $f -c -DLANG_ELSEWHERE -I'$root' '$main' -o main.o
 $1 main.o impl.o -o main $link
@@ -80,6 +69,22 @@ $1 main.o impl.o -o main $link
     cell "$1 $2 RINGATTN_NO_THREADS" "$f -DRINGATTN_NO_THREADS -I'$root' '$main' -o main -lm
 ./main"
     cell "$1 $2 RINGATTN_SCALAR" "$f -DRINGATTN_SCALAR -I'$root' '$main' -o main $link
+./main"
+}
+
+# odd_ways COMPILER DIALECT: the rarer ones.
+odd_ways() {
+    f="$1 $(flags "$1" "$2") -O0"
+    cell "$1 $2 included twice" "$f -DLANG_TWICE -I'$root' '$main' -o main $link
+./main"
+    cell "$1 $2 header renamed" "cp '$root/ringattn.h' other_name.h
+$f -DLANG_HEADER='\"other_name.h\"' -I. '$main' -o main $link
+./main"
+    cell "$1 $2 built from elsewhere, included by path" "mkdir -p tree/vendor tree/src elsewhere
+cp '$root/ringattn.h' tree/vendor
+cp '$main' tree/src
+cd elsewhere
+$f -DLANG_HEADER='\"../vendor/ringattn.h\"' ../tree/src/lang_main.c -o main $link
 ./main"
     cell "$1 $2 asserts on" "$f -DRINGATTN_ASSERT=assert -include assert.h -I'$root' '$main' \
 -o main $link
@@ -148,7 +153,6 @@ quick() {
     runs "$cc" -O0 c99
     runs "$cc" -Ofast gnu99
     ways "$cc" c99
-    runs "$cc" -O0 c99 -D_GNU_SOURCE
     symbols "$cc" c99
     printed "$cc" c99 -O0
     for other in g++ clang clang++; do
@@ -183,6 +187,7 @@ full() {
             runs "$cc" -O3 "$d"
         done
         ways "$cc" "$std"
+        odd_ways "$cc" "$std"
         macros "$cc" "$std"
         symbols "$cc" "$std"
     done

@@ -237,7 +237,7 @@ TEST(sums_past_the_limit)
  * same bits on any number of threads. */
 TEST(decoding)
 {
-    int64_t i, k, q, n = h_run.large ? 2000 : 150;
+    int64_t i, k, q, n = h_run.large ? 2000 : 80;
     if (machine_lacks()) return;
     for (i = 0; i < n; i++) {
         h_rng r = h_case_rng(i);
