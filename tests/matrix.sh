@@ -98,7 +98,7 @@ macros() {
     done
 }
 
-# symbols COMPILER DIALECT: the object defines ra_ names alone, and wants from the system nothing
+# symbols COMPILER DIALECT LEVELS: the object defines ra_ names alone, and wants from the system nothing
 # but memory, threads and clocks: no printing, no way out, no environment, no mathematics. (Without
 # optimisation g++ 12 adds what unwinding through blocks with arrays would need.)
 symbols() {
@@ -108,7 +108,7 @@ symbols() {
     allowed="$allowed|pthread_[a-z_]+|clock_gettime|nanosleep|sched_yield"
     allowed="$allowed|_GLOBAL_OFFSET_TABLE_|__stack_chk_fail|__tls_get_addr"
     case $2 in *++*) allowed="$allowed|__gxx_personality_v0|_Unwind_Resume" ;; esac
-    for level in -O0 -O2; do
+    for level in $3; do
         cell "$1 $2 $level defines only ra_*, wants only memory, threads and clocks" \
             "$f $level -o impl.o
 nm -g --defined-only impl.o | awk 'NF == 3 { print \$3 }' > defined
@@ -151,9 +151,8 @@ have() {
 quick() {
     cc=${CC:-cc}
     runs "$cc" -O0 c99
-    runs "$cc" -Ofast gnu99
     ways "$cc" c99
-    symbols "$cc" c99
+    symbols "$cc" c99 -O0
     printed "$cc" c99 -O0
     for other in g++ clang clang++; do
         case $other in
@@ -189,7 +188,7 @@ full() {
         ways "$cc" "$std"
         odd_ways "$cc" "$std"
         macros "$cc" "$std"
-        symbols "$cc" "$std"
+        symbols "$cc" "$std" "-O0 -O2"
     done
     printed gcc c99 -O2
     printed gcc c11 -O2
