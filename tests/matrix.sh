@@ -99,8 +99,8 @@ macros() {
 }
 
 # symbols COMPILER DIALECT LEVELS: the object defines ra_ names alone, and wants from the system
-# nothing but memory, threads and clocks: no printing, no way out, no environment, no mathematics. (Without
-# optimisation g++ 12 adds what unwinding through blocks with arrays would need.)
+# nothing but memory, threads and clocks: no printing, no way out, no environment, no mathematics.
+# (Without optimisation g++ 12 adds what unwinding through blocks with arrays would need.)
 symbols() {
     f="$1 $(flags "$1" "$2") -I'$root' -DRINGATTN_IMPLEMENTATION -c '$root/tests/lang_empty.c'"
     allowed='mem(cpy|set|move|cmp)|bcmp|strlen|strcmp'
