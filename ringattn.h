@@ -3969,24 +3969,19 @@ RA__BF_OP void ra__bf_steps(const ra__bf_work *w, const uint8_t *const *k, int32
     }
 }
 
-/* c[i][t] += K Q^T of ni keys from j on. */
-RA__BF_OP void ra__bf_dots_on(const ra__bf_work *w, int32_t j, __m512 (*c)[4], const int32_t ni,
-                              const int32_t nt) {
-    const uint8_t *k[8];
-    ra__bf_rows(w, j, k, ni);
-    ra__bf_steps(w, k, 0, c, ni, nt);
-}
-
 RA__BF_OP void ra__bf_zero(__m512 (*c)[4], const int32_t ni, const int32_t nt) {
     int32_t i, t;
     RA__UNROLL for (i = 0; i < ni; i++)
         RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_setzero_ps();
 }
 
+/* c[i][t] = K Q^T of ni keys from j on. */
 RA__BF_OP void ra__bf_dots(const ra__bf_work *w, int32_t j, __m512 (*c)[4], const int32_t ni,
                            const int32_t nt) {
+    const uint8_t *k[8];
+    ra__bf_rows(w, j, k, ni);
     ra__bf_zero(c, ni, nt);
-    ra__bf_dots_on(w, j, c, ni, nt);
+    ra__bf_steps(w, k, 0, c, ni, nt);
 }
 
 /* The bias of these rows and keys to where ra__bf_change finds it. */

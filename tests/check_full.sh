@@ -96,7 +96,8 @@ aarch64() {
         -c tests/lang_main.c -o "$work/aarch64-clang.o"
     step -x aarch64-forward-build $cross tests/test_forward.c -o "$work/aarch64-forward" -lm
     for test in masks_and_layouts dtypes score_changes everything_at_random unequal_and_large_dims \
-                rows_without_keys one_nan nan_in_everything_unseen fold_merge_finish decoding; do
+                rows_without_keys one_nan nan_in_everything_unseen fold_merge_finish decoding \
+                sums_past_the_limit scores_near_the_limits; do
         step "aarch64-$test" qemu-aarch64 "$work/aarch64-forward" "$test"
     done
     step -x aarch64-backward-build $cross tests/test_backward.c -o "$work/aarch64-backward" -lm
