@@ -1738,10 +1738,10 @@ RA__INLINE void ra__ahead_add(ra__ahead *x, const uint8_t *at, int64_t stride, i
  * PERF: a few at a time, for a processor drops requests that come all at once. Zen 5, 4096 tokens
  * of 8 heads: AVX-512 D 64 80 to 83, D 128 83 to 86 % of the FMA peak. */
 RA__NOINLINE void ra__ask(ra__ahead *x) {
-    int32_t i, n;
+    int32_t i;
     for (i = 0; i < x->step && x->which < x->count; i++) {
-        const uint8_t *from = x->at[x->which] + x->row * x->stride[x->which];
-        for (n = 0; n < x->bytes[x->which]; n += 64) __builtin_prefetch(from + n);
+        const int64_t offset = x->row * x->stride[x->which];
+        ra__prefetch((uintptr_t)x->at[x->which] + (uintptr_t)offset, x->bytes[x->which]);
         if (++x->row < x->rows[x->which]) continue;
         x->row = 0;
         x->which++;
