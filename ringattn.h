@@ -238,8 +238,9 @@ enum { RA_PASS_FORWARD, RA_PASS_BACKWARD };
  * Element (b, t, h, d) lies at data + b*batch_stride + t*token_stride + h*head_stride + d*element.
  * Rows are contiguous. Strides are bytes: keys in a cache of kv_dim floats a token have
  * token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one row, token = all
- * heads, batch = all rows of the longest sequence on this rank. The dtype stands in the descriptor.
- * (q8_0: blocks of 34 bytes.) Memory stays the caller's and must stay put and, for inputs,
+ * heads, batch = all rows of the longest sequence on this rank. That is the rule of every call; on
+ * one rank those rows are the largest of tokens_of and of kv_tokens_of, whatever tokens and
+ * kv_tokens are. The dtype stands in the descriptor. (q8_0: blocks of 34 bytes.) Memory stays the caller's and must stay put and, for inputs,
  * unchanged until the pass is done. Any alignment that suits the element will do. q, k and v may
  * overlap each other, and an input's sequences too, else no two rows of a tensor and no output. */
 typedef struct ra_in  { const void *data; int64_t batch_stride, token_stride, head_stride; } ra_in;
@@ -429,7 +430,8 @@ typedef struct ra_tensors {
  * acc the same sum times V. Empty: m = -inf, l = 0, acc = 0. Milakov and Gimelshein, arXiv
  * 1805.02867, algorithm 3. */
 typedef struct ra_state {
-    float *m, *l;                      /* [B][tokens][Hq] */
+    float *m, *l;                      /* [B][tokens][Hq], tokens being d.tokens even where every
+                                        * sequence is shorter, here and in ra_grads and delta */
     float *acc;                        /* [B][tokens][Hq][Dv] */
 } ra_state;
 
@@ -6227,9 +6229,18 @@ RA__INLINE int64_t ra__k_len(const ra_desc *d, int32_t b) {
     return d->kv_tokens ? d->kv_tokens : ra__q_len(d, b) + d->q_offset;
 }
 
-/* Keys of the longest sequence. */
+/* Most keys that a sequence may have. */
 RA__INLINE int64_t ra__k_most(const ra_desc *d) {
     return d->kv_tokens ? d->kv_tokens : d->tokens + d->q_offset;
+}
+
+/* Queries, or keys, of the longest sequence: what packed tensors of one rank are cut by. */
+static int64_t ra__longest(const ra_desc *d, int keys) {
+    int64_t most = 0;
+    if (!d->tokens_of && !d->kv_tokens_of) return keys ? ra__k_most(d) : d->tokens;
+    for (int32_t b = 0; b < d->sequences; b++)
+        most = ra__max(most, keys ? ra__k_len(d, b) : ra__q_len(d, b));
+    return most;
 }
 
 /* Tokens of a unit of cuts: the block grid if there are 2 blocks a rank, else single tokens. */
@@ -12230,6 +12241,7 @@ typedef struct ra__local {
     ra__work w;
     ra__side k_side;
     ra__view kv[2];
+    int64_t rows[2];                   /* of queries and keys in the longest sequence: views */
     int32_t pairs;                     /* 1: lanes of panels are (token, head) pairs */
 } ra__local;
 
@@ -12292,7 +12304,6 @@ static int ra__local_square(const ra__local *c) {
 /* Resolves and checks a call on one rank. t null: descriptor only. */
 static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__local *c) {
     ra_error *e = d ? d->error : NULL;
-    int64_t rows[2];
     ra_status s;
     if (d && d->ranks > 1)
         return ra__refuse(e, RA_E_SHAPE, "ranks", "# must be 0 or 1 on one rank", d->ranks);
@@ -12306,12 +12317,12 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     c->w.d = &c->d;
     c->w.t = t;
     c->w.kernel = ra__kernel_of(&c->d);
+    c->rows[0] = ra__longest(&c->d, 0);
+    c->rows[1] = ra__longest(&c->d, 1);
     if (!t) return RA_OK;
     s = ra__local_side(&c->d, &t->q_pos, 0, &c->w.q_side, e);
     if (!s) s = ra__local_side(&c->d, &t->k_pos, 1, &c->k_side, e);
-    rows[0] = c->d.tokens;
-    rows[1] = ra__k_most(&c->d);
-    if (!s) s = ra__check_tensors(&c->d, t, rows, &c->w, c->kv, e);
+    if (!s) s = ra__check_tensors(&c->d, t, c->rows, &c->w, c->kv, e);
     c->w.any_position = ra__positions_set(&t->k_pos);
     c->w.order = ra__desc_order(&c->d, ra__local_square(c) && !ra__positions_set(&t->q_pos) &&
                                            !ra__positions_set(&t->k_pos));
@@ -13079,7 +13090,6 @@ static void ra__back_run(const ra__back_local *l, uint8_t *memory, int ith, int 
 /* Points a checked call at the gradients. */
 static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_local *l) {
     ra__view view[4];
-    int64_t rows[2];
     ra_error *e = d->error;
     ra_status s;
     if (!t) return ra__refuse(e, RA_E_NULL, "t", "is required", 0);
@@ -13087,10 +13097,8 @@ static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_
     s = ra__local_check(d, t, &l->c);
     if (s) return s;
     if (l->c.d.engine) return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
-    rows[0] = l->c.d.tokens;
-    rows[1] = ra__k_most(&l->c.d);
     l->c.d.error = e;
-    s = ra__check_grads(&l->c.d, t, rows, view);
+    s = ra__check_grads(&l->c.d, t, l->c.rows, view);
     if (s) return s;
     l->b.w = &l->c.w;
     l->b.kernel = ra__kernel_of(&l->c.d);
@@ -13275,7 +13283,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     s = ra__local_check(&mine, t, &c);
     if (!s && c.d.engine)
         s = ra__refuse(mine.error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
-    if (!s) s = ra__check_outputs(&c.d, t, c.d.tokens, &c.w, mine.error);
+    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, mine.error);
     if (s) return s;
     c.w.clear = c.w.finish = 1;
     who[0] = ith;
@@ -13306,7 +13314,7 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
     mine = *d;
     if (ith > 0 && ith < nth) mine.error = NULL; /* as in ra_attention */
     s = ra__back_check(&mine, t, &l);
-    if (!s) s = ra__check_outputs(&l.c.d, t, l.c.d.tokens, &l.c.w, mine.error);
+    if (!s) s = ra__check_outputs(&l.c.d, t, l.c.rows[0], &l.c.w, mine.error);
     if (!s && !t->d_q.data && !t->d_k.data && !t->d_v.data && !t->d_sinks && !t->d_bias.data)
         s = ra__refuse(mine.error, RA_E_NULL, "t.d_q", "and all other gradients are null", 0);
     if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, ith, nth);
@@ -13324,8 +13332,8 @@ RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *de
     if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
     s = ra__local_check(d, NULL, &c);
-    if (!s) s = ra__check_outputs(&c.d, t, c.d.tokens, &c.w, d->error);
-    if (!s) s = ra__in_check(&t->d_o, ra__shape_of("t.d_o", &c.d, c.d.tokens, c.d.q_heads,
+    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
+    if (!s) s = ra__in_check(&t->d_o, ra__shape_of("t.d_o", &c.d, c.rows[0], c.d.q_heads,
                                                    c.d.v_dim), c.d.o_dtype, &d_o, d->error);
     if (s) return s;
     ra__delta_rows(&c.w, d_o, ra__kernel_f32(c.d.isa), delta);
@@ -13343,7 +13351,7 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
     if (!s && l.c.d.v_in_k && g->d_v)
         s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null, for v_in_k is #", 1);
     if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, 0, 1);
-    if (!s) s = ra__out_check(&t->lse, ra__shape_of("t.lse", &l.c.d, l.c.d.tokens, l.c.d.q_heads,
+    if (!s) s = ra__out_check(&t->lse, ra__shape_of("t.lse", &l.c.d, l.c.rows[0], l.c.d.q_heads,
                                                     1), RA_F32, &l.c.w.lse, d->error);
     if (s) return s;
     l.b.delta = delta;
@@ -13488,7 +13496,7 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
     if ((c.d.scores & RA_SCORE_SINKS) && !t->sinks)
         return ra__refuse(d->error, RA_E_NULL, "t.sinks", "scores is #", c.d.scores);
     c.w.t = t;
-    status = ra__check_outputs(&c.d, t, c.d.tokens, &c.w, d->error);
+    status = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
     if (status) return status;
     for (int32_t b = 0; b < c.d.sequences; b++) {
         all.rows = ra__q_len(&c.d, b);

@@ -25,6 +25,8 @@ typedef struct setup {
     int32_t grad_home, way;            /* RA_HOME_*, RA_WAY_* */
     int64_t shift;                     /* RUNS, ARRAY: all positions are so much higher than the
                                         * oracle's; for masks that only see differences */
+    int64_t spare;                     /* tokens and kv_tokens are so far above the lengths of the
+                                        * longest sequence, where layout and mask allow it */
     uint32_t seed;                     /* of strides, delays, orders of threads */
     ra_run *q_runs, *k_runs;           /* RUNS; k_runs null: as q_runs */
     int32_t q_run_count[MAX_RANKS], k_run_count[MAX_RANKS];
@@ -432,11 +434,18 @@ static inline void describe_layout(const setup *s, ra_layout *l)
     }
 }
 
+static inline int64_t tokens_to_spare(const problem *p, const setup *s)
+{
+    if (s->shift || s->layout > RA_LAYOUT_STRIPED) return 0;
+    return p->mask.kind == RA_MASK_INTERVALS ? 0 : s->spare;
+}
+
 /* The descriptor of one rank. Fields that may be left 0 are left 0 where the seed says so. */
 static inline ra_desc describe(const problem *p, const setup *s, int rank)
 {
     ra_desc d;
     int r, self = 1, b;
+    int64_t spare = tokens_to_spare(p, s);
     memset(&d, 0, sizeof d);
     d.sequences = p->B == 1 && (s->seed & 1) ? 0 : p->B;
     d.ranks = s->ranks;
@@ -459,7 +468,9 @@ static inline ra_desc describe(const problem *p, const setup *s, int rank)
         int32_t n = s->k_runs ? s->k_run_count[0] : s->q_run_count[0];
         const ra_run *k = s->k_runs ? s->k_runs : s->q_runs;
         for (d.kv_tokens = r = 0; r < n; r++) d.kv_tokens += k[r].count;
-    } else if (lengths_differ(p)) {
+    } else if (lengths_differ(p) || spare) {
+        d.tokens += spare;
+        d.kv_tokens += d.kv_tokens ? spare : 0;
         d.tokens_of = p->tq;
         d.kv_tokens_of = d.kv_tokens ? p->tk : NULL;
     }
@@ -1478,6 +1489,7 @@ static inline void random_setup(setup *s, problem *p, h_rng *r, const want *w)
     int layout = w->layout >= 0 ? w->layout : (int)h_range(r, 0, LAYOUTS - 1);
     memset(s, 0, sizeof *s);
     s->seed = h_next(r);
+    if ((s->seed >> 20) % 4 == 0) s->spare = 1 + (s->seed >> 22) % 90;
     s->ranks = w->ranks > 0 ? w->ranks : worlds[h_range(r, 0, 6)];
     random_layout(s, p, r, layout);
     s->chunk_tokens = chunks[h_range(r, 0, 5)];

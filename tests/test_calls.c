@@ -1,0 +1,282 @@
+/* What the API section says of calls on one rank and of the memory of a call, sentence by sentence:
+ * packing, sharing of memory, corners of numbers. */
+#include "harness.h"
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+#include "oracle.h"
+#include "world.h"
+
+/* Memory aligned to 64, full of `fill`. */
+typedef struct block { void *raw; uint8_t *at; size_t bytes; } block;
+static block block_new(size_t bytes, int fill)
+{
+    block x;
+    x.bytes = bytes;
+    x.raw = malloc(bytes + 64);
+    x.at = (uint8_t *)x.raw + (64 - (uintptr_t)x.raw % 64) % 64;
+    memset(x.raw, fill, bytes + 64);
+    return x;
+}
+
+static float *floats(int64_t n, float value)
+{
+    float *x = (float *)malloc((size_t)(n + 1) * sizeof *x);
+    for (int64_t i = 0; i <= n; i++) x[i] = value;
+    return x;
+}
+
+/* The descriptor of a problem on one rank in f32, for gradients if there is a d_o. */
+static ra_desc desc_of(const problem *p)
+{
+    ra_desc d;
+    memset(&d, 0, sizeof d);
+    d.sequences = p->B;
+    d.q_heads = p->Hq; d.kv_heads = p->Hkv; d.k_dim = p->Dk; d.v_dim = p->Dv;
+    d.q_dtype = p->q_dtype; d.k_dtype = p->k_dtype; d.v_dtype = p->v_dtype;
+    d.o_dtype = p->o_dtype;
+    d.tokens = p->q_max; d.kv_tokens = p->k_max; d.q_offset = p->q_offset;
+    d.scores = p->scores;
+    d.mask = p->mask;
+    if (p->d_o) d.op = RA_OP_TRAIN;
+    return d;
+}
+
+/* -------------------------------------------------------------------------- packing
+ * A call with all tensors packed by the longest sequence, f32, exactly as long as that. */
+typedef struct packed {
+    problem p;
+    ra_desc d;
+    ra_tensors t;
+    ra_error e;
+    float *o, *lse, *d_q, *d_k, *d_v, *bias, *d_bias;
+    int64_t nq, nk, nb;                /* rows of d_q and d_k times heads; elements of the bias */
+} packed;
+
+static void packed_clear(packed *x)
+{
+    memset(x->o, 0xCC, (size_t)(x->nq * x->p.Dv) * 4);
+    memset(x->lse, 0xCC, (size_t)x->nq * 4);
+    memset(x->d_q, 0, (size_t)(x->nq * x->p.Dk) * 4);
+    memset(x->d_k, 0, (size_t)(x->nk * x->p.Dk) * 4);
+    memset(x->d_v, 0, (size_t)(x->nk * x->p.Dv) * 4);
+    memset(x->d_bias, 0, (size_t)x->nb * 4);
+}
+
+static void packed_bias(packed *x)
+{
+    problem *p = &x->p;
+    ra_bias *b = &x->t.bias;
+    ra_bias_out *g = &x->t.d_bias;
+    p->scores = RA_SCORE_BIAS;
+    p->bias_b = p->bias_h = p->bias_r = p->bias_k = 1;
+    p->bias_keys = p->k_max;
+    p->loose = 1;
+    x->nb = p->B * p->Hq * p->q_max * p->k_max;
+    x->bias = floats(x->nb, 0);
+    x->d_bias = floats(x->nb, 0);
+    b->data = x->bias;
+    g->data = x->d_bias;
+    b->key_stride = g->key_stride = 4;
+    b->row_stride = g->row_stride = p->k_max * 4;
+    b->head_stride = g->head_stride = p->q_max * b->row_stride;
+    b->batch_stride = g->batch_stride = p->Hq * b->head_stride;
+    b->keys = g->keys = p->k_max;
+}
+
+/* tokens_of {64, 40} and keys {90, 70} of 128 and 200: 64 and 90 count, nothing else does. */
+static void packed_open(packed *x, int32_t layout, int self, h_rng *r)
+{
+    problem *p = &x->p;
+    memset(x, 0, sizeof *x);
+    problem_shape(p, 64, 4, 2, 16, 24);
+    p->B = 2;
+    p->tq[1] = 40;
+    p->q_max = 64;
+    p->k_max = self ? 64 : 90;
+    p->tk[0] = p->k_max;
+    p->tk[1] = self ? 40 : 70;
+    x->nq = p->B * p->q_max * p->Hq;
+    x->nk = p->B * p->k_max * p->Hkv;
+    p->mask.kind = self ? RA_MASK_CAUSAL : RA_MASK_NONE;
+    problem_data(p, r);
+    problem_cotangent(p, r);
+    x->o = floats(x->nq * p->Dv, 0); x->lse = floats(x->nq, 0);
+    x->d_q = floats(x->nq * p->Dk, 0);
+    x->d_k = floats(x->nk * p->Dk, 0); x->d_v = floats(x->nk * p->Dv, 0);
+    packed_bias(x);
+    p->bias_seed = h_next(r);
+    for (int64_t i = 0; i < x->nb; i++) {
+        int64_t row = i / p->k_max % p->q_max, pair = i / p->k_max / p->q_max;
+        x->bias[i] = bias_value(p, (int)(pair / p->Hq), (int)(pair % p->Hq), row, i % p->k_max);
+    }
+    x->t.q.data = p->q; x->t.k.data = p->k; x->t.v.data = p->v; x->t.d_o.data = p->d_o;
+    x->t.o.data = x->o; x->t.lse.data = x->lse;
+    x->t.d_q.data = x->d_q; x->t.d_k.data = x->d_k; x->t.d_v.data = x->d_v;
+    x->d = desc_of(p);
+    x->d.tokens = 128;
+    x->d.tokens_of = p->tq;
+    x->d.kv_tokens = self ? 0 : 200;
+    x->d.kv_tokens_of = self ? NULL : p->tk;
+    x->d.layout.kind = layout;
+    x->d.backward_way = RA_WAY_KV;
+    x->d.error = &x->e;
+}
+
+static void packed_close(packed *x)
+{
+    free(x->o); free(x->lse); free(x->d_q); free(x->d_k); free(x->d_v);
+    free(x->bias); free(x->d_bias);
+    problem_free(&x->p);
+}
+
+/* Elements [B][most][width] of got, [B][stride][width], against right in rows that exist. */
+static void check_rows(const float *got, int64_t stride, const double *right, const double *bar,
+                       const int64_t *len, int64_t most, int64_t width)
+{
+    double worst = 0;
+    for (int b = 0; b < 2; b++)
+        for (int64_t i = 0; i < len[b] * width; i++) {
+            int64_t at = b * most * width + i;
+            double far = fabs((double)got[b * stride * width + i] - right[at]);
+            far /= bar ? bar[at] + 4e-6 : 1e-5;
+            if (!(far <= worst)) worst = far;
+        }
+    CHECK(worst <= 1);
+}
+
+static void packed_forward(packed *x, const truth *right)
+{
+    const problem *p = &x->p;
+    check_rows(x->o, p->q_max, right->o, NULL, p->tq, p->q_max, p->Hq * p->Dv);
+    check_rows(x->lse, p->q_max, right->lse, NULL, p->tq, p->q_max, p->Hq);
+}
+
+/* Gradients of sums with these many rows a sequence. */
+static void packed_backward(packed *x, const slopes *right, const float *const *g, int64_t tokens,
+                            int64_t keys)
+{
+    const problem *p = &x->p;
+    const int64_t all[2] = { p->Hq * p->q_max, p->Hq * p->q_max };
+    check_rows(g[0], tokens, right->q, right->q_bar, p->tq, p->q_max, p->Hq * p->Dk);
+    check_rows(g[1], keys, right->k, right->k_bar, p->tk, p->k_max, p->Hkv * p->Dk);
+    check_rows(g[2], keys, right->v, right->v_bar, p->tk, p->k_max, p->Hkv * p->Dv);
+    check_rows(x->d_bias, p->Hq * p->q_max, right->bias, right->bias_bar, all, p->Hq * p->q_max,
+               p->k_max);
+}
+
+/* Block mathematics: states and sums are cut by tokens and kv_tokens, tensors are not. */
+static void packed_fold(packed *x, const truth *right, const slopes *slope)
+{
+    const problem *p = &x->p;
+    const int64_t tokens = 128, keys = x->d.kv_tokens ? 200 : 128, n = p->B * tokens * p->Hq;
+    block w = block_new(ra_attention_backward_bytes(&x->d, 1) + ra_attention_bytes(&x->d, 1), 0xA5);
+    float *delta = floats(n, 0), *g[3];
+    ra_state s;
+    ra_grads sums;
+    s.m = floats(n, 0); s.l = floats(n, 0); s.acc = floats(n * p->Dv, 0);
+    sums.d_q = g[0] = floats(n * p->Dk, 0);
+    sums.d_k = g[1] = floats(p->B * keys * p->Hkv * p->Dk, 0);
+    sums.d_v = g[2] = floats(p->B * keys * p->Hkv * p->Dv, 0);
+    packed_clear(x);
+    CHECK_EQ(ra_state_clear(&x->d, &s), RA_OK);
+    CHECK_EQ(ra_fold(&x->d, &s, &x->t, w.at, w.bytes), RA_OK);
+    CHECK_EQ(ra_state_finish(&x->d, &s, &x->t), RA_OK);
+    packed_forward(x, right);
+    CHECK_EQ(ra_delta(&x->d, &x->t, delta), RA_OK);
+    CHECK_EQ(ra_fold_backward(&x->d, &x->t, delta, &sums, w.at, w.bytes), RA_OK);
+    packed_backward(x, slope, (const float *const *)g, tokens, keys);
+    free(s.m); free(s.l); free(s.acc); free(delta); free(w.raw);
+    for (int i = 0; i < 3; i++) free(g[i]);
+}
+
+static void packed_ring(packed *x, const truth *right, const slopes *slope)
+{
+    const problem *p = &x->p;
+    const float *g[3];
+    ra_plan *plan = NULL;
+    ra_ring *ring = NULL;
+    g[0] = x->d_q; g[1] = x->d_k; g[2] = x->d_v;
+    packed_clear(x);
+    CHECK_EQ(ra_plan_create(&plan, &x->d, NULL), RA_OK);
+    CHECK_EQ(ra_ring_create(&ring, plan, NULL, NULL), RA_OK);
+    CHECK_EQ(ra_forward(plan, ring, &x->t, RA_NO_DEADLINE), RA_OK);
+    packed_forward(x, right);
+    CHECK_EQ(ra_backward(plan, ring, &x->t, RA_NO_DEADLINE), RA_OK);
+    packed_backward(x, slope, g, p->q_max, p->k_max);
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    ra_plan_destroy(plan);
+}
+
+static void packed_attention(packed *x, const truth *right, const slopes *slope)
+{
+    const problem *p = &x->p;
+    const float *g[3];
+    block w = block_new(ra_attention_backward_bytes(&x->d, 1) + ra_attention_bytes(&x->d, 1), 0xA5);
+    g[0] = x->d_q; g[1] = x->d_k; g[2] = x->d_v;
+    packed_clear(x);
+    CHECK_EQ(ra_attention(&x->d, &x->t, w.at, w.bytes, 0, 1), RA_OK);
+    packed_forward(x, right);
+    CHECK_EQ(ra_attention_backward(&x->d, &x->t, w.at, w.bytes, 0, 1), RA_OK);
+    packed_backward(x, slope, g, p->q_max, p->k_max);
+    free(w.raw);
+}
+
+/* A stride of 0 means rows of the longest sequence in every call, not d.tokens or d.kv_tokens. */
+TEST(packed_by_the_longest)
+{
+    for (int64_t i = 0; i < 6; i++) {
+        h_rng r = h_case_rng(i);
+        packed x;
+        truth right;
+        slopes slope;
+        if (!h_case(i)) continue;
+        packed_open(&x, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 3), i > 2, &r);
+        right = oracle(&x.p);
+        slope = oracle_slopes(&x.p, 1);
+        packed_attention(&x, &right, &slope);
+        packed_fold(&x, &right, &slope);
+        packed_ring(&x, &right, &slope);
+        slopes_free(&slope);
+        truth_free(&right);
+        packed_close(&x);
+    }
+}
+
+/* Strides that leave room for the longest sequence are valid, smaller ones are not. */
+TEST(strides_of_the_longest)
+{
+    h_rng r = h_case_rng(0);
+    packed x;
+    ra_ring *ring = NULL;
+    ra_plan *plan = NULL;
+    block w;
+    packed_open(&x, RA_LAYOUT_CONTIGUOUS, 0, &r);
+    CHECK_EQ(ra_plan_create(&plan, &x.d, NULL), RA_OK);
+    CHECK_EQ(ra_ring_create(&ring, plan, NULL, NULL), RA_OK);
+    w = block_new(ra_attention_backward_bytes(&x.d, 1) + ra_attention_bytes(&x.d, 1), 0xA5);
+    for (int less = 0; less < 2; less++) {
+        const ra_status status = less ? RA_E_STRIDE : RA_OK;
+        packed_clear(&x);
+        x.t.o.batch_stride = (64 * 4 - less) * 24 * 4;
+        CHECK_EQ(ra_attention(&x.d, &x.t, w.at, w.bytes, 0, 1), status);
+        CHECK_EQ(ra_forward(plan, ring, &x.t, RA_NO_DEADLINE), status);
+        x.t.o.batch_stride = 0;
+        x.t.d_k.batch_stride = (90 * 2 - less) * 16 * 4;
+        CHECK_EQ(ra_attention_backward(&x.d, &x.t, w.at, w.bytes, 0, 1), status);
+        CHECK_EQ(ra_backward(plan, ring, &x.t, RA_NO_DEADLINE), status);
+        x.t.d_k.batch_stride = 0;
+    }
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    ra_plan_destroy(plan);
+    free(w.raw);
+    packed_close(&x);
+}
+
+static const h_test tests[] = {
+    ENTRY(packed_by_the_longest), ENTRY(strides_of_the_longest),
+};
+
+int main(int argc, char **argv)
+{
+    return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+}
