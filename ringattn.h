@@ -382,7 +382,12 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
 /* -------------------------------------------------------------------------- tensors. Local.
  * Bias, f32: the score of the query in row `row` of this rank and of the key at position p gets
  * data[batch + head + row * row_stride + p * key_stride] added. By the key's POSITION, for keys
- * come from other ranks. A stride of 0 broadcasts: with row_stride 0 it is one bias a key. */
+ * come from other ranks. A stride of 0 broadcasts: with row_stride 0 it is one bias a key.
+ * Scores are f32 in powers of two: a bias of -2.36e38 or less, so also -FLT_MAX, acts as -inf, and
+ * the row does not see the key. A row of which a mask of -1e9 hides every key still sees them all
+ * and has an O. Its gradients are 0, for backward makes the weights again from the f32 LSE: they are
+ * off by a factor of at most exp(|LSE| / 2^23), and a row with |LSE| of 2^23 or more counts there as
+ * one without keys. */
 typedef struct ra_bias {
     const float *data;
     int64_t batch_stride, head_stride, row_stride, key_stride;       /* bytes, multiples of 4 */
@@ -8722,7 +8727,15 @@ static ra__source ra__source_of(ra__view v, int32_t dtype, int32_t dim) {
     return s;
 }
 
-/* LSE in powers of two and delta of a panel's rows. A row without keys has weights 0 then. */
+/* Weights can be made again from this LSE: half an ulp of it and half an ulp of it times log2(e)
+ * change them by a factor of at most e. A row of larger scores, such as one of which -1e9 masks every
+ * key, has an LSE that says nothing of the number of its keys. */
+RA__INLINE int ra__lse_serves(float lse) {
+    return !(lse <= -8388608.0f) && !(lse >= 8388608.0f && lse <= 3.40282347e38f);
+}
+
+/* LSE in powers of two and delta of a panel's rows. A row without keys has weights 0 then, as has
+ * one whose LSE does not serve. */
 static void ra__back_stats(const ra__back *b, const ra__task *t, ra__back_scratch *x, int32_t i) {
     const ra__work *w = b->w;
     const ra__panel *p = &x->panel[i].p;
@@ -8738,8 +8751,8 @@ static void ra__back_stats(const ra__back *b, const ra__task *t, ra__back_scratc
         if (r < p->rows) memcpy(&sum, lse.data + r * lse.token, sizeof sum);
         if (b->delta && r < p->rows) p->l[r] = b->delta[at + r * w->ml_row];
         p->m[r] = (float)((double)sum * 1.4426950408889634074);
-        if (!ra__is_neg_inf(sum)) continue;
-        p->m[r] = -sum;
+        if (ra__lse_serves(sum)) continue;
+        p->m[r] = -ra__neg_inf();
         p->l[r] = 0.0f;
     }
 }

@@ -9,7 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { MAX_B = 3 };
+enum { MAX_B = 3, LSE_LIMIT = 1 << 23 };       /* rows with an LSE beyond it give no gradients */
 
 typedef struct problem {
     int32_t B, Hq, Hkv, Dk, Dv, v_in_k, v_column;
@@ -24,6 +24,7 @@ typedef struct problem {
     int32_t bias_b, bias_h, bias_r, bias_k; /* 1: bias differs by sequence, head, row, key */
     int64_t bias_keys;
     uint32_t bias_seed;
+    float *bias_of;                    /* [q_max][k_max] the bias; null: see bias_value */
     float *q, *k, *v;                  /* [B][q_max][Hq][Dk], [B][k_max][Hkv][Dk], [..][Dv] */
     uint8_t *absent;                   /* [B][k_max] 1: a key that nobody holds */
     int32_t loose;                     /* 1: scores are large: the tolerance follows them */
@@ -145,6 +146,7 @@ static inline float bias_value(const problem *p, int b, int head, int64_t row, i
 {
     uint32_t x = p->bias_seed;
     if (key >= p->bias_keys) return 0;
+    if (p->bias_of) return p->bias_of[row * p->k_max + key];
     x = (x ^ (p->bias_b ? (uint32_t)b + 1 : 0)) * 0x85EBCA6Bu;
     x = (x ^ (x >> 13) ^ (p->bias_h ? (uint32_t)head + 1 : 0)) * 0xC2B2AE35u;
     x = (x ^ (x >> 15) ^ (p->bias_r ? (uint32_t)row + 1 : 0)) * 0x27D4EB2Fu;
@@ -364,6 +366,11 @@ static inline double slope_weights(const problem *p, const int64_t at[3], const 
     if ((p->scores & RA_SCORE_SINKS) && (double)p->sinks[head] > top) top = (double)p->sinks[head];
     if (p->scores & RA_SCORE_SINKS) sum = exp((double)p->sinks[head] - top);
     for (j = 0; j < n; j++) sum += exp(x[j].score - top);
+    if (fabs(top + log(sum)) >= LSE_LIMIT) {           /* counts as a row without keys */
+        for (j = 0; j < n; j++) x[j].w = x[j].drop = x[j].ds = x[j].rounding = x[j].bar = 0;
+        *bar = 0;
+        return 0;
+    }
     for (*bar = 0, d = 0; d < p->Dv; d++) *bar += o_least * fabs((double)g[d]);
     for (j = 0; j < n; j++) {
         const float *v = v_row(p, b, keys[j], kv);
@@ -448,7 +455,7 @@ static inline void slopes_free(slopes *s) { free(s->q); free(s->k); free(s->v); 
 
 static inline void problem_free(problem *p)
 {
-    free(p->d_o);
+    free(p->d_o); free(p->bias_of);
     free(p->lo); free(p->hi); free(p->q); free(p->k); free(p->v); free(p->absent);
 }
 

@@ -529,6 +529,32 @@ TEST(gradients_one_by_one)
 }
 
 /* -------------------------------------------------------------------------- hostile numbers */
+/* Masks of huge finite values: weights are those of forward as far as an f32 LSE can hold them, and
+ * 0 in rows where it cannot; never above 1 by much, never NaN. */
+TEST(huge_bias)
+{
+    int64_t i = 0;
+    int32_t isa, turn;
+    for (isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) for (turn = 0; turn < 12; turn++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        if (!ra_isa_available(isa) || !h_case(i++)) continue;
+        problem_shape(&p, 100 + 7 * turn, 2, 1 + turn % 2, 32, 48);
+        if (turn % 3) p.mask.kind = RA_MASK_CAUSAL;
+        if (turn % 4 == 3) problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
+        p.scores = RA_SCORE_BIAS;
+        if (turn >= 8) p.scores |= RA_SCORE_SINKS;
+        hand_setup(&s, turn % 2 ? RA_LAYOUT_CONTIGUOUS : RA_LAYOUT_ZIGZAG, isa, 1 + turn % 2);
+        problem_data(&p, &r);
+        problem_huge_bias(&p, &r);
+        problem_cotangent(&p, &r);
+        describe_case(&p, &s);
+        compare(&p, &s, 0, 0);
+        problem_free(&p);
+    }
+}
+
 /* A window of 20 over 200 tokens: NaN in one row of one tensor reaches what saw it, no more. */
 TEST(nan_stays_where_it_is_seen)
 {
@@ -955,7 +981,7 @@ TEST(refusals_beside_the_tensors)
 
 static const h_test tests[] = {
     ENTRY(masks_and_layouts), ENTRY(everything_at_random), ENTRY(shapes_on_every_instruction_set),
-    ENTRY(long_sequence), ENTRY(oracle_against_finite_differences),
+    ENTRY(long_sequence), ENTRY(huge_bias), ENTRY(oracle_against_finite_differences),
     ENTRY(threads_do_not_change_bits), ENTRY(gradients_one_by_one),
     ENTRY(nan_stays_where_it_is_seen), ENTRY(unseen_is_zero),
     ENTRY(dropout_keeps_what_it_promises), ENTRY(gradient_of_the_merge), ENTRY(blocks_of_keys),

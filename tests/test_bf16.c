@@ -146,6 +146,45 @@ TEST(gradients)
     }
 }
 
+/* Masks of huge finite values, in rings and on one rank. */
+TEST(huge_bias)
+{
+    if (machine_lacks()) return;
+    for (int64_t i = 0; i < 24; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        want w = { M_CAUSAL, L_CONTIGUOUS, 0, 0, 1e5 };
+        if (!h_case(i)) continue;
+        random_problem(&p, &r, &w);
+        p.scores = RA_SCORE_BIAS | (i % 3 ? 0 : RA_SCORE_SINKS);
+        random_setup(&s, &p, &r, &w);
+        s.ranks = 1 + (int32_t)(i % 3);
+        s.layout = i % 2 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        s.wire = WIRE_POST;
+        s.call = CALL_FORWARD;
+        s.threads = 0;
+        s.train = 1;
+        s.no_lse = s.any_isa = 0;
+        s.passes = 1;
+        s.isa = isas[i / 2 % 2];
+        problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
+        if (i >= 16) {                 /* in a ring of f32 too */
+            problem_dtypes(&p, RA_F32, RA_F32, RA_F32, RA_F32);
+            s.isa = RA_ISA_AUTO;
+        }
+        problem_data(&p, &r);
+        problem_huge_bias(&p, &r);
+        problem_cotangent(&p, &r);
+        for (int64_t k = 0; k < p.B * p.q_max * p.Hq * p.Dv; k++)
+            p.d_o[k] = dtype_round(p.d_o[k], RA_BF16);
+        describe_case(&p, &s);
+        judge_gradients(&p, &s);
+        setup_free(&s);
+        problem_free(&p);
+    }
+}
+
 /* The largest errors of O that come of rounding, in double precision otherwise: the weights to
  * bf16 before they are summed and multiplied, and the result to bf16. */
 static double plain_error(const problem *p)
@@ -333,7 +372,7 @@ TEST(same_bits)
 }
 
 static const h_test tests[] = {
-    ENTRY(masks_and_layouts), ENTRY(one_nan), ENTRY(gradients), ENTRY(error_of_rounding),
+    ENTRY(masks_and_layouts), ENTRY(one_nan), ENTRY(gradients), ENTRY(huge_bias), ENTRY(error_of_rounding),
     ENTRY(sums_past_the_limit), ENTRY(decoding), ENTRY(same_bits)
 };
 

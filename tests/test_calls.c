@@ -272,7 +272,56 @@ TEST(strides_of_the_longest)
     packed_close(&x);
 }
 
+/* -------------------------------------------------------------------------- scores
+ * Dims of 1 and scores that are the bias. */
+typedef struct tiny {
+    float q[4], k[64], v[64], o[4], lse[4], bias[64], sinks[1];
+    ra_desc d;
+    ra_tensors t;
+    ra_error e;
+} tiny;
+
+static void tiny_make(tiny *x, int64_t tokens, int64_t keys)
+{
+    memset(x, 0, sizeof *x);
+    x->d.q_heads = x->d.kv_heads = x->d.k_dim = x->d.v_dim = 1;
+    x->d.q_dtype = x->d.k_dtype = x->d.v_dtype = x->d.o_dtype = RA_F32;
+    x->d.tokens = tokens;
+    x->d.kv_tokens = keys;
+    x->d.mask.kind = RA_MASK_NONE;
+    x->d.scores = RA_SCORE_BIAS;
+    x->d.error = &x->e;
+    x->t.q.data = x->q; x->t.k.data = x->k; x->t.v.data = x->v;
+    x->t.o.data = x->o; x->t.lse.data = x->lse;
+    x->t.bias.data = x->bias;
+    x->t.bias.key_stride = 4;
+    x->t.bias.keys = keys;
+    for (int i = 0; i < 64; i++) x->v[i] = 1 + (float)i;
+}
+
+/* Where a finite bias acts as -inf, and where it does not yet. */
+TEST(bias_at_the_end_of_f32)
+{
+    static const float masks[3] = { -3.4028234e38f, -2.4e38f, -2.3e38f };
+    for (int i = 0; i < 3; i++) for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) {
+        for (int64_t tokens = 1; tokens <= 4; tokens += 3) {
+            tiny x;
+            if (!ra_isa_available(isa)) continue;
+            tiny_make(&x, tokens, 60);
+            x.d.isa = isa;
+            for (int j = 0; j < 60; j++) x.bias[j] = masks[i];
+            CHECK_EQ(ra_attention(&x.d, &x.t, NULL, 0, 0, 1), RA_OK);
+            if (i < 2) CHECK(x.o[0] == 0 && x.lse[0] == -HUGE_VALF);
+            else CHECK(fabsf(x.o[0] - 30.5f) < 1e-4f && fabsf(x.lse[0] + 2.3e38f) < 1e32f);
+            x.bias[7] = 0;
+            CHECK_EQ(ra_attention(&x.d, &x.t, NULL, 0, 0, 1), RA_OK);
+            CHECK(x.o[0] == 8 && x.lse[0] == 0);
+        }
+    }
+}
+
 static const h_test tests[] = {
+    ENTRY(bias_at_the_end_of_f32),
     ENTRY(packed_by_the_longest), ENTRY(strides_of_the_longest),
 };
 

@@ -1224,6 +1224,21 @@ static inline void problem_data(problem *p, h_rng *r)
     p->bias_seed = h_next(r);
 }
 
+/* A bias with huge values, whose kind goes by the row. Scores must have RA_SCORE_BIAS; lengths and
+ * mask must be set. */
+static inline void problem_huge_bias(problem *p, h_rng *r)
+{
+    static const float most[8] = { -1e9f, -1e8f, -1e8f, 0, 0, -1e4f, 0, -1e6f };
+    static const float other[8] = { -1e9f, -1e8f, -1e9f, -1e9f, 1e9f, -1e4f, -3.4e38f, -1e9f };
+    p->bias_r = p->bias_k = p->loose = 1;
+    p->bias_keys = p->k_max;
+    p->bias_of = (float *)malloc((size_t)(p->q_max * p->k_max) * sizeof *p->bias_of);
+    for (int64_t i = 0; i < p->q_max * p->k_max; i++) {
+        const int kind = (int)(i / p->k_max % 8);
+        p->bias_of[i] = h_one_in(r, kind == 4 ? 50 : 3) ? other[kind] : most[kind];
+    }
+}
+
 static inline void mask_docs(problem *p, h_rng *r, int64_t span)
 {
     int64_t at = 0;
