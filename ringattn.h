@@ -83,12 +83,16 @@
  *   Errors   Every call that can fail returns a status; refusals name the field and say why;
  *            nothing is printed, nothing aborts, nothing waits without a watchdog (but a
  *            sendrecv of yours that takes no deadline).
- *   Numbers  Scores, softmax and sums are f32 with two-level summation; f32 results are within 2e-6
- *            of double precision on unit-scale data for any number of ranks; gradients are summed
- *            the same way. bf16 arithmetic (see RA_ISA_*) rounds the weights of the softmax to
- *            bf16, above and below the line, backward also dO and the gradients of scores. Bits do
- *            not depend on threads, chunks, timing or transport, and with shards cut on the grid of
- *            64 tokens (contiguous and zigzag) not on the number of ranks. Rows without keys give 0
+ *   Numbers  Scores, softmax and sums are f32 with two-level summation. On any number of ranks an
+ *            element of an f32 O is within 2^-23 (1 + scale |q| |k| + sqrt(keys) / 8) max |V| of
+ *            double precision. |q| and |k| are Euclidean norms; keys, the largest |k| and max |V|
+ *            are those that the row sees; what ALiBi and bias add to a score counts like
+ *            scale |q| |k|. On unit-normal data of up to 128 dims all rows measured were within
+ *            3e-6, and all but 1 of 100,000 within 2e-6. Gradients are summed the same way. bf16
+ *            arithmetic (see RA_ISA_*) rounds the weights of the softmax to bf16, above and below
+ *            the line, backward also dO and the gradients of scores. Bits do not depend on
+ *            threads, chunks, timing or transport, and with shards cut on the grid of 64 tokens
+ *            (contiguous and zigzag) not on the number of ranks. Rows without keys give 0
  *            and LSE -inf. NaN in Q stays in its row; NaN in K or V reaches the rows that see it,
  *            no other. V up to 1e28 stays finite (weights are up to 2^32 until they are divided).
  *            All this also if your program is compiled with -Ofast.
@@ -240,9 +244,10 @@ enum { RA_PASS_FORWARD, RA_PASS_BACKWARD };
  * token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one row, token = all
  * heads, batch = all rows of the longest sequence on this rank. That is the rule of every call; on
  * one rank those rows are the largest of tokens_of and of kv_tokens_of, whatever tokens and
- * kv_tokens are. The dtype stands in the descriptor. (q8_0: blocks of 34 bytes.) Memory stays the caller's and must stay put and, for inputs,
- * unchanged until the pass is done. Any alignment that suits the element will do. q, k and v may
- * overlap each other, and an input's sequences too, else no two rows of a tensor and no output. */
+ * kv_tokens are. The dtype stands in the descriptor. (q8_0: blocks of 34 bytes.) Memory stays the
+ * caller's and must stay put and, for inputs, unchanged until the pass is done. Any alignment that
+ * suits the element will do. q, k and v may overlap each other, and an input's sequences too, else
+ * no two rows of a tensor and no output. */
 typedef struct ra_in  { const void *data; int64_t batch_stride, token_stride, head_stride; } ra_in;
 typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, head_stride; } ra_out;
 
@@ -8728,8 +8733,8 @@ static ra__source ra__source_of(ra__view v, int32_t dtype, int32_t dim) {
 }
 
 /* Weights can be made again from this LSE: half an ulp of it and half an ulp of it times log2(e)
- * change them by a factor of at most e. A row of larger scores, such as one of which -1e9 masks every
- * key, has an LSE that says nothing of the number of its keys. */
+ * change them by a factor of at most e. A row of larger scores, such as one of which -1e9 masks
+ * every key, has an LSE that says nothing of the number of its keys. */
 RA__INLINE int ra__lse_serves(float lse) {
     return !(lse <= -8388608.0f) && !(lse >= 8388608.0f && lse <= 3.40282347e38f);
 }

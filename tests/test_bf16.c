@@ -372,8 +372,8 @@ TEST(same_bits)
 }
 
 static const h_test tests[] = {
-    ENTRY(masks_and_layouts), ENTRY(one_nan), ENTRY(gradients), ENTRY(huge_bias), ENTRY(error_of_rounding),
-    ENTRY(sums_past_the_limit), ENTRY(decoding), ENTRY(same_bits)
+    ENTRY(masks_and_layouts), ENTRY(one_nan), ENTRY(gradients), ENTRY(huge_bias),
+    ENTRY(error_of_rounding), ENTRY(sums_past_the_limit), ENTRY(decoding), ENTRY(same_bits)
 };
 
 int main(int argc, char **argv)

@@ -320,8 +320,62 @@ TEST(bias_at_the_end_of_f32)
     }
 }
 
+/* The error of O of one row against the formula of the promise. */
+static double promised(const problem *p, const truth *t, const float *o, int64_t row)
+{
+    double top = 0, k = 0, worst = 0, q = sqrt(dot_product(q_row(p, 0, row, 0), q_row(p, 0, row, 0),
+                                                           p->Dk));
+    for (int64_t j = 0; j < p->k_max; j++) {
+        k = fmax(k, sqrt(dot_product(k_row(p, 0, j, 0), k_row(p, 0, j, 0), p->Dk)));
+        for (int d = 0; d < p->Dv; d++) top = fmax(top, fabs((double)v_row(p, 0, j, 0)[d]));
+    }
+    for (int d = 0; d < p->Dv; d++)
+        worst = fmax(worst, fabs((double)o[row * p->Dv + d] - t->o[row * p->Dv + d]));
+    return worst / (ldexp(top, -23) * (1 + problem_scale(p) * q * k + sqrt((double)p->k_max) / 8));
+}
+
+/* Chains of scores of 128, large and small norms, many keys of about the same value. */
+TEST(error_of_f32)
+{
+    static const int64_t shapes[7][3] = { { 256, 24, 128 }, { 256, 24, 112 }, { 64, 300, 300 },
+                                          { 64, 24, 1 }, { 64, 3, 16 }, { 64, 64, 64 },
+                                          { 4, 60000, 8 } };
+    int64_t i = 0;
+    for (int32_t at = 0; at < 14 * RA_ISA_NEON; at++) {
+        const int32_t isa = RA_ISA_SCALAR + at / 14, turn = at % 14;
+        h_rng r = h_case_rng(i);
+        const int64_t *shape = shapes[turn % 7];
+        problem p;
+        ra_desc d;
+        ra_tensors t;
+        truth right;
+        block w;
+        float *o;
+        if (!ra_isa_available(isa) || !h_case(i++)) continue;
+        problem_shape(&p, shape[0], 1, 1, (int32_t)shape[2], (int32_t)shape[2]);
+        p.k_max = p.tk[0] = shape[1];
+        problem_data(&p, &r);
+        for (int64_t j = 0; turn > 6 && j < p.q_max * p.Dk; j++) p.q[j] *= 8;
+        for (int64_t j = 0; turn % 7 == 6 && j < p.k_max * p.Dv; j++) p.v[j] = 0.7f + p.v[j] / 99;
+        d = desc_of(&p);
+        d.isa = isa;
+        o = floats(p.q_max * p.Dv, 0);
+        memset(&t, 0, sizeof t);
+        t.q.data = p.q; t.k.data = p.k; t.v.data = p.v; t.o.data = o;
+        w = block_new(ra_attention_bytes(&d, 1), 0xA5);
+        CHECK_EQ(ra_attention(&d, &t, w.at, w.bytes, 0, 1), RA_OK);
+        right = oracle(&p);
+        for (int64_t j = 0; j < p.q_max; j++) CHECK(promised(&p, &right, o, j) <= 1);
+        if (turn < 6) CHECK_CLOSE(o, right.o, p.q_max * p.Dv, 3e-6, 0);
+        truth_free(&right);
+        problem_free(&p);
+        free(o);
+        free(w.raw);
+    }
+}
+
 static const h_test tests[] = {
-    ENTRY(bias_at_the_end_of_f32),
+    ENTRY(error_of_f32), ENTRY(bias_at_the_end_of_f32),
     ENTRY(packed_by_the_longest), ENTRY(strides_of_the_longest),
 };
 
