@@ -92,10 +92,10 @@
  *            arithmetic (see RA_ISA_*) rounds the weights of the softmax to bf16, above and below
  *            the line, backward also dO and the gradients of scores. Bits do not depend on
  *            threads, chunks, timing or transport, and with shards cut on the grid of 64 tokens
- *            (contiguous and zigzag) not on the number of ranks. Rows without keys give 0
- *            and LSE -inf. NaN in Q stays in its row; NaN in K or V reaches the rows that see it,
- *            no other. V up to 1e28 stays finite (weights are up to 2^32 until they are divided).
- *            All this also if your program is compiled with -Ofast.
+ *            (contiguous and zigzag) not on the number of ranks. Rows without keys give 0 and LSE
+ *            -inf, or the sink as LSE where sinks are given. NaN in Q stays in its row; NaN in K or
+ *            V reaches the rows that see it, no other. V up to 1e28 stays finite (weights are up to
+ *            2^32 until they are divided). All this also if your program is compiled with -Ofast.
  *
  *                       scalar  AVX2  AVX-512  NEON
  *   f32                   +      +      +      +
@@ -244,10 +244,16 @@ enum { RA_PASS_FORWARD, RA_PASS_BACKWARD };
  * token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one row, token = all
  * heads, batch = all rows of the longest sequence on this rank. That is the rule of every call; on
  * one rank those rows are the largest of tokens_of and of kv_tokens_of, whatever tokens and
- * kv_tokens are. The dtype stands in the descriptor. (q8_0: blocks of 34 bytes.) Memory stays the
- * caller's and must stay put and, for inputs, unchanged until the pass is done. Any alignment that
- * suits the element will do. q, k and v may overlap each other, and an input's sequences too, else
- * no two rows of a tensor and no output. */
+ * kv_tokens are. All heads and all rows are as far apart as the strides beside a 0 say, in [Hq][T]
+ * order too; memory with room for more rows, such as a cache, needs its own batch_stride. The dtype
+ * stands in the descriptor. (q8_0: blocks of 34 bytes.) Memory stays the caller's and must stay put
+ * and, for inputs, unchanged until the pass is done. Any alignment that suits the element will do.
+ * q, k and v may overlap each other, and an input's sequences too. Otherwise no two rows of a
+ * tensor overlap, and no output overlaps anything; but rows of several tensors may alternate in one
+ * buffer, as q, k and v do, or d_q, d_k and d_v, in (B, T, 3C). A rank's shard of a tensor that all
+ * ranks share is a view of it if the layout is CONTIGUOUS (data at its first row) or STRIPED (data
+ * at row `rank`, token_stride of `ranks` rows); the two stretches of a ZIGZAG shard are no view and
+ * must be copied together. */
 typedef struct ra_in  { const void *data; int64_t batch_stride, token_stride, head_stride; } ra_in;
 typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, head_stride; } ra_out;
 
@@ -304,8 +310,8 @@ typedef struct ra_mask {
  *   ARRAY       the caller's int32 positions, given with each call (t.q_pos, t.k_pos) and known to
  *               their owner alone; they travel with the keys, and nothing is pruned by position.
  *               As many rows for all sequences; fill shorter ones up with -1. tokens must be set
- *               but says nothing: rows come from q_rows and k_rows. (For ra_attention leave the
- *               layout zero: arrays of the call work with it.)
+ *               but nothing follows from it: rows come from q_rows and k_rows. (For ra_attention
+ *               leave the layout zero: arrays of the call work with it.)
  * For causal work without a window take ZIGZAG: all ranks have the same to do. With a window take
  * CONTIGUOUS: it is balanced by itself, and chunks travel one or two hops.
  * CONTIGUOUS and ZIGZAG cut on the grid of RA_BLOCK_TOKENS if there are at least 2 * ranks blocks,
@@ -372,7 +378,9 @@ typedef struct ra_desc {
                                         * with ARRAY). AUTO: the one with fewer bytes a token, so Q
                                         * if there are about as many kv heads as query heads. Each
                                         * has its own order of sums, on one rank too */
-    int32_t threads;                   /* local: most threads that ever step; 0: 1 */
+    int32_t threads;                   /* local: most threads that compute a pass of a ring at the
+                                        * same time; 0: 1. Set it to the engine's threads: those
+                                        * beyond it find no work. No limit to ra_attention's nth */
     int32_t isa;                       /* local: RA_ISA_*; 0: the best of this machine */
     const struct ra_engine *engine;    /* local: null: our kernels. Read until the plan dies. */
     ra_error *error;                   /* local: may be null; written on refusal, and by ra_attend
@@ -390,9 +398,9 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
  * come from other ranks. A stride of 0 broadcasts: with row_stride 0 it is one bias a key.
  * Scores are f32 in powers of two: a bias of -2.36e38 or less, so also -FLT_MAX, acts as -inf, and
  * the row does not see the key. A row of which a mask of -1e9 hides every key still sees them all
- * and has an O. Its gradients are 0, for backward makes the weights again from the f32 LSE: they are
- * off by a factor of at most exp(|LSE| / 2^23), and a row with |LSE| of 2^23 or more counts there as
- * one without keys. */
+ * and has an O. Its gradients are 0: backward makes weights again from the f32 LSE, which puts them
+ * off by a factor of at most exp(|LSE| / 2^23), and a row with |LSE| of 2^23 or more counts there
+ * as one without keys. */
 typedef struct ra_bias {
     const float *data;
     int64_t batch_stride, head_stride, row_stride, key_stride;       /* bytes, multiples of 4 */
@@ -414,7 +422,8 @@ typedef struct ra_tensors {
                                         * live in it: undefined until the pass is done */
     ra_out lse;                        /* f32 [B][rows][Hq] (strides as in a view with rows of one
                                         * element), natural log of the sum of exp of final scores,
-                                        * sink included; -inf for a row without keys. May be {0}. */
+                                        * sink included. Of a row without keys it is the sink, or
+                                        * -inf where there are no sinks. May be {0}. */
     ra_positions q_pos, k_pos;         /* see ra_positions; else {0} */
     const float *alibi;                /* [Hq] slope: score - slope * |p - key position| */
     const float *sinks;                /* [Hq] one logit a head, natural, in the denominator once a
@@ -491,6 +500,9 @@ RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src,
  * The argument list of the small engines. All f32; q, out [seq_q][n_heads][head_dim], k, v
  * [seq_k][n_kv_heads][head_dim]. Causal, query i at position q_offset + i, key j at j; window <= 0
  * is off, else the last `window` keys count, the query's own included; scale 0: 1/sqrt(head_dim).
+ * It has no ra_error for a sentence. RA_E_RANGE: a count or q_offset is negative, heads or head_dim
+ * are below 1, head_dim is above 256, positions reach RA_MAX_POSITION, or scale is negative or not
+ * finite. RA_E_SHAPE: n_heads is no multiple of n_kv_heads. RA_E_NULL: a pointer to rows is null.
  * One thread, no allocation, at most 208 KiB of stack (52 KiB where seq_q * n_heads / n_kv_heads is
  * at most 8), twice that without optimisation; head_dim <= 256. */
 RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const float *k,
@@ -500,7 +512,8 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
 
 /* Everything on one rank: tokens and kv_tokens rows at t->q_pos and t->k_pos. Called by nth threads
  * with equal arguments and ith = 0..nth-1, in any order, at any time, no barrier: none waits for
- * another, each returns when its share is done, o is complete when all have returned. Bits do not
+ * another, each returns when its share is done, o is complete when all have returned: nth is the
+ * number of threads that do call, in OpenMP omp_get_num_threads() inside the region. Bits do not
  * depend on nth. Of the threads only ith 0 writes d->error. layout.kind names the order of
  * summation (see ra_plan_report.order), so that a ring of the same layout gives the same bits; only
  * tokens * Hq / Hkv <= 16 without dropout takes a form of its own, made for decoding, which widens
@@ -510,8 +523,8 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
  * ra_attention_bytes(d, nth) bytes aligned to 64, need not be cleared; one call at a time: all nth
  * threads have returned before any begins the next with it. (After a call that not all of them made
  * its first 8 bytes must be cleared.) With nth = 1 it may be null: the stack then serves if rows
- * are short (Dk + Dv up to about 512, or 256 if K and V are 16 bits wide) and takes up to 256 KiB,
- * or 384 in a program compiled without optimisation. */
+ * are short (Dk + Dv up to about 512, or 256 if K or V is not f32 and so is widened there) and
+ * takes up to 256 KiB, or 384 in a program compiled without optimisation. */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
@@ -520,9 +533,10 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
  * another, bits do not depend on nth. Each gradient is summed in f32 from 0 in the workspace and
  * added once to the caller's, or written. Rows without keys give zeros. d.op must be RA_OP_TRAIN;
  * dropout with the seed of forward. workspace: ra_attention_backward_bytes(d, nth) bytes aligned to
- * 64, required; it is about nth (tokens Hq / Hkv Dk + kv_tokens (Dk + Dv)) floats, and as much
- * again for up to 16384 keys of 16 bits, which a thread keeps in its kernel's form. Sequences times
- * kv heads are shared among threads first; where they do not go round, some work is done twice. */
+ * 64, required, and it may be the one of ra_attention if that is as large; it is about nth (tokens
+ * Hq / Hkv Dk + kv_tokens (Dk + Dv)) floats, and as much again for up to 16384 keys of 16 bits,
+ * which a thread keeps in its kernel's form. Sequences times kv heads are shared among threads
+ * first; where they do not go round, some work is done twice. */
 RINGATTN_API size_t    ra_attention_backward_bytes(const ra_desc *d, int nth); /* 0: d is refused */
 RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors *t,
                                              void *workspace, size_t bytes, int ith, int nth);
@@ -779,7 +793,8 @@ typedef struct ra_event {              /* one event each, sent when it ends */
 typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
     void   *workspace;                 /* aligned to 64, the caller's, until destroy; null: from
                                         * the allocator */
-    size_t  workspace_bytes;           /* 0: what the first plan needs; else room for later plans */
+    size_t  workspace_bytes;           /* of workspace: required beside it. Without it 0 is what the
+                                        * first plan needs; more leaves room for later plans */
     ra_allocator allocator;
     int64_t watchdog_ns;               /* waiting for a peer without progress: RA_E_PEER. The first
                                         * ranks of a contiguous causal ring wait about as long as
@@ -842,8 +857,9 @@ typedef struct ra_job {                /* copied by begin, with *tensors, withou
  * it was. */
 RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job);
 /* One bounded piece of work: some tiles, or a round of communication. Never blocks (but in a
- * level-0 sendrecv), never spins, waits for no thread. 0 <= ith < threads of the plan, unique among
- * the threads inside; nth >= 1 is a hint and may change. Any thread may stay away or leave, but
+ * level-0 sendrecv), never spins, waits for no thread. 0 <= ith < nth, unique among the threads
+ * inside; nth >= 1 is a hint and may change. Threads with an ith from d.threads of the plan on get
+ * RA_WAIT until the pass is done, and compute nothing. Any thread may stay away or leave, but
  * without RA_CAP_ANY_THREAD ith 0 must keep coming. RA_AGAIN: more may be there. RA_WAIT: nothing
  * now. RA_OK: the whole pass is done on this rank, all its outputs visible to this thread. */
 RINGATTN_API ra_status ra_step(ra_ring *ring, int ith, int nth);
@@ -9157,7 +9173,7 @@ static ra_status ra__check_enums(const ra_desc *d, ra_error *e) {
     };
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
         if (list[i].value < list[i].low || list[i].value > list[i].high)
-            return ra__refuse(e, RA_E_ENUM, list[i].field, "# is no known constant",
+            return ra__refuse(e, RA_E_ENUM, list[i].field, "# is not one of its constants",
                               list[i].value);
     return RA_OK;
 }
@@ -9444,6 +9460,16 @@ static ra_status ra__check_engine(const ra_desc *d, ra_error *e) {
     return RA_OK;
 }
 
+/* Keys of an average shard. The tables of the layout have not been checked yet. */
+static int64_t ra__shard_tokens(const ra_desc *d) {
+    const int64_t *rows = d->layout.k_rows ? d->layout.k_rows : d->layout.q_rows;
+    int64_t sum = 0;
+    if (d->layout.kind != RA_LAYOUT_ARRAY) return ra__ceil_div(ra__k_most(d), d->ranks);
+    for (int32_t r = 0; r < d->ranks; r++)
+        sum += ra__max(0, ra__min(rows[r], RA_MAX_POSITION));
+    return ra__ceil_div(sum, d->ranks);
+}
+
 static void ra__defaults(ra_desc *d) {
     if (!d->sequences) d->sequences = 1;
     if (!d->ranks) d->ranks = 1;
@@ -9457,7 +9483,7 @@ static void ra__defaults(ra_desc *d) {
     if (!d->threads) d->threads = 1;
     if (d->isa == RA_ISA_AUTO) d->isa = ra_isa_best();
     if (!d->chunk_tokens) {
-        int64_t part = ra__ceil_div(ra__ceil_div(ra__k_most(d), d->ranks), 32);
+        int64_t part = ra__ceil_div(ra__shard_tokens(d), 32);
         d->chunk_tokens = (int32_t)ra__max(1024, ra__min(4096, part));
     }
     d->chunk_tokens = (int32_t)ra__round_up(d->chunk_tokens,
@@ -11789,6 +11815,10 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
         ra__store_i32(&r->comm, 0);
         if (moved < 0) return moved;
     }
+    if (ith >= ra__load_i32(&r->threads)) {            /* the plan has no memory for it */
+        if (ra__load_i32(&r->state) == RA_RING_IDLE) return RA_OK;
+        return moved ? RA_AGAIN : RA_WAIT;
+    }
     if (!ra__cas_i32(&r->sched, 0, 1)) return RA_AGAIN;
     if (ra__load_i32(&r->state) == RA_RING_RUNNING) {
         int64_t before = r->folded;
@@ -12017,7 +12047,7 @@ static ra_status ra__view_check(const void *data, const int64_t stride[3], const
                                 int writable, ra__view *out, ra_error *e) {
     static const char *const part[3] = { ".batch_stride", ".token_stride", ".head_stride" };
     int64_t element = ra__element(s->dtype), row = ra__row_bytes(s->dtype, s->dim), span = row;
-    int64_t step[3], count[3] = { s->batch, s->rows, s->heads };
+    int64_t step[3], extent, count[3] = { s->batch, s->rows, s->heads };
     const char *name[2];
     name[0] = s->field;
     for (int i = 2; i >= 0; i--) {                         /* packed: extent of what is inside */
@@ -12026,8 +12056,9 @@ static ra_status ra__view_check(const void *data, const int64_t stride[3], const
             return ra__refuse_part(e, RA_E_STRIDE, name,
                                    "# is negative or no multiple of the element", stride[i]);
         step[i] = stride[i] ? stride[i] : span;
-        if (!ra__mul(ra__max(count[i], 1), step[i], &span))
+        if (!ra__mul(ra__max(count[i], 1), step[i], &extent))
             return ra__refuse_part(e, RA_E_OVERFLOW, name, "# overflows", step[i]);
+        span = ra__max(span, extent);
     }
     if (s->rows && !data) return ra__refuse(e, RA_E_NULL, s->field, "data is required", 0);
     if ((uintptr_t)data & (uintptr_t)(element - 1))
@@ -12177,18 +12208,21 @@ static ra_status ra__check_grad(const ra_desc *d, const ra_out *out, ra__shape s
  * so. */
 static int ra__strides_overlap(const int64_t stride[4], const int64_t count[4]) {
     for (int i = 0; i < 4; i++) {
-        int64_t inner = 4;
-        for (int j = 0; j < 4; j++)
-            if (j != i && count[j] > 1 && stride[j] <= stride[i])
-                inner += stride[j] * (count[j] - 1);
-        if (count[i] > 1 && stride[i] && stride[i] < inner) return 1;
+        int64_t space = stride[i] - 4, inner;
+        if (count[i] <= 1 || !stride[i]) continue;
+        for (int j = 0; j < 4; j++) {
+            if (j == i || count[j] <= 1 || stride[j] > stride[i]) continue;
+            if (!ra__mul(stride[j], count[j] - 1, &inner) || inner > space) return 1;
+            space -= inner;
+        }
     }
     return 0;
 }
 
 static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64_t rows) {
     const ra_bias_out *b = &t->d_bias;
-    const int64_t counts[4] = { d->sequences, d->q_heads, rows, b->keys };
+    const int64_t keys = ra__min(b->keys, RA_MAX_POSITION); /* positions are below it */
+    const int64_t counts[4] = { d->sequences, d->q_heads, rows, keys };
     const int64_t strides[4] = { b->batch_stride, b->head_stride, b->row_stride, b->key_stride };
     ra_error *e = d->error;
     if (!b->data) return RA_OK;
@@ -13389,8 +13423,8 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     ra__local c;
     ra_tensors t;
     if (seq_q < 0 || seq_k < 0 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || q_offset < 0 ||
-        head_dim > 256 || seq_q > RA_MAX_POSITION - q_offset || !ra__is_finite(scale) ||
-        scale < 0.0f)
+        head_dim > 256 || seq_q > RA_MAX_POSITION - q_offset || seq_k > RA_MAX_POSITION ||
+        !ra__is_finite(scale) || scale < 0.0f)
         return RA_E_RANGE;
     if (n_heads % n_kv_heads) return RA_E_SHAPE;
     if ((seq_q && (!out || !q)) || (seq_k && (!k || !v))) return RA_E_NULL;
@@ -14099,9 +14133,9 @@ RINGATTN_API ra_status ra_step(ra_ring *ring, int ith, int nth) {
     if (ra__load_i32(&ring->state) == RA_RING_IDLE)
         s = ra__load_i64(&ring->counters.pass)
                 ? RA_OK : ra__refuse(&ring->refusal, RA_E_STATE, "ring.pass", "is none yet", 0);
-    else if (ith < 0 || ith >= ring->plan->d.threads)
-        s = ra__refuse(&ring->refusal, RA_E_RANGE, "ith", "# is not below threads of the plan",
-                       ith);
+    else if (ith < 0 || (ith >= nth && ith >= ring->plan->d.threads))
+        s = ra__refuse(&ring->refusal, RA_E_RANGE, "ith",
+                       "# is below neither nth nor threads of the plan", ith);
     else
         s = ra__ring_settle(ring, ra__ring_step(ring, ith));
     ra__ring_out(ring);
@@ -14133,8 +14167,9 @@ static ra_status ra__join_check(const ra_job *job, int ith, int nth, ra_error *e
     if (!job->ticket || job->ticket > INT64_MAX)
         return ra__refuse(e, RA_E_RANGE, "job.ticket", "must be 1 or more; as signed it is #",
                           (int64_t)job->ticket);
-    if (ith < 0 || ith >= job->plan->d.threads)
-        return ra__refuse(e, RA_E_RANGE, "ith", "# is not below threads of the plan", ith);
+    if (ith < 0 || (ith >= nth && ith >= job->plan->d.threads))
+        return ra__refuse(e, RA_E_RANGE, "ith", "# is below neither nth nor threads of the plan",
+                          ith);
     if (nth < 1) return ra__refuse(e, RA_E_RANGE, "nth", "# is below 1", nth);
     return RA_OK;
 }

@@ -938,6 +938,18 @@ TEST(refusals)
     sane.t.d_bias.data = (float *)(void *)((uint8_t *)(sane.x + 32) + 2);
     sane.t.d_bias.keys = 2; sane.t.d_bias.key_stride = 4; sane.t.d_bias.head_stride = 8;
     REFUSED(RA_E_ALIGN, "t.d_bias");
+    sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
+    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = INT64_MAX;
+    sane.t.d_bias.key_stride = 4; sane.t.d_bias.head_stride = 16;
+    REFUSED(RA_E_STRIDE, "t.d_bias");
+    sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = INT64_MAX;
+    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = INT64_MAX;
+    sane.t.d_bias.head_stride = INT64_MAX - 3; sane.t.d_bias.key_stride = INT64_MAX / 8 * 4;
+    REFUSED(RA_E_STRIDE, "t.d_bias");
+    sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = INT64_MAX;
+    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = INT64_MAX;
+    sane.t.d_bias.head_stride = 4; sane.t.d_bias.key_stride = 8;
+    REFUSED(RA_OK, "");             /* keys inside, heads within a key */
 }
 
 TEST(refusals_beside_the_tensors)

@@ -374,7 +374,344 @@ TEST(error_of_f32)
     }
 }
 
+/* A row without keys: the sink is its LSE, or -inf where there are none; in every form. */
+TEST(lse_without_keys)
+{
+    for (int i = 0; i < 8; i++) {
+        static const int32_t lo[4] = { 9, 9, 9, 9 }, hi[4] = { 9, 9, 9, 9 };
+        tiny x;
+        block w;
+        ra_state s;
+        float m[4], l[4], acc[4];
+        const int sinks = i & 1;
+        tiny_make(&x, i & 2 ? 4 : 1, 4);
+        x.d.mask.kind = RA_MASK_INTERVALS;
+        x.d.mask.lo = lo;
+        x.d.mask.hi = hi;
+        x.d.mask.interval_count = 4;
+        x.d.scores = sinks ? RA_SCORE_SINKS : 0;
+        x.t.bias.data = NULL;
+        x.sinks[0] = 0.75f;
+        x.t.sinks = sinks ? x.sinks : NULL;
+        s.m = m; s.l = l; s.acc = acc;
+        w = block_new(ra_attention_bytes(&x.d, 1), 0xA5);
+        if (i & 4) {
+            CHECK_EQ(ra_state_clear(&x.d, &s), RA_OK);
+            CHECK_EQ(ra_fold(&x.d, &s, &x.t, w.at, w.bytes), RA_OK);
+            CHECK_EQ(ra_state_finish(&x.d, &s, &x.t), RA_OK);
+        } else {
+            CHECK_EQ(ra_attention(&x.d, &x.t, w.at, w.bytes, 0, 1), RA_OK);
+        }
+        CHECK(x.o[0] == 0 && x.lse[0] == (sinks ? 0.75f : -HUGE_VALF));
+        x.lse[0] = 5;
+        CHECK_EQ(ra_attend(&x.d, NULL, &x.t, RA_NO_DEADLINE), RA_OK);
+        CHECK(x.o[0] == 0 && x.lse[0] == (sinks ? 0.75f : -HUGE_VALF));
+        free(w.raw);
+    }
+}
+
+/* -------------------------------------------------------------------------- memory of a call */
+/* No workspace: 512 elements of K and V in f32, 256 if either has to be widened. */
+TEST(rows_that_fit_the_stack)
+{
+    static const int32_t dtypes[5][2] = { { RA_F32, RA_F32 }, { RA_F16, RA_F16 },
+                                          { RA_Q8_0, RA_Q8_0 }, { RA_F32, RA_Q8_0 },
+                                          { RA_BF16, RA_F32 } };
+    static uint8_t room[32 * 256 * 4];
+    static float q[32 * 256], o[32 * 256];
+    for (int i = 0; i < 5; i++) for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) {
+        ra_desc d;
+        ra_tensors t;
+        if (!ra_isa_available(isa)) continue;
+        memset(&d, 0, sizeof d);
+        memset(&t, 0, sizeof t);
+        d.tokens = 32;
+        d.q_heads = d.kv_heads = 1;
+        d.k_dim = d.v_dim = i ? 128 : 256;
+        d.q_dtype = d.o_dtype = RA_F32;
+        d.k_dtype = dtypes[i][0];
+        d.v_dtype = dtypes[i][1];
+        d.mask.kind = RA_MASK_CAUSAL;
+        d.isa = isa;
+        t.q.data = q; t.k.data = t.v.data = room; t.o.data = o;
+        CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_OK);
+        d.k_dim = d.v_dim = 1024;
+        CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_E_WORKSPACE);
+    }
+}
+
+/* ARRAY: rows come from the tables; tokens and kv_tokens change nothing, chunks neither. */
+TEST(array_tokens_say_nothing)
+{
+    static const int64_t rows[2] = { 200000, 60000 };
+    static const int64_t tokens[3] = { 1, 260000, 2000000000 };
+    ra_plan_report first[2], report;
+    memset(first, 0, sizeof first);
+    for (int i = 0; i < 6; i++) {
+        ra_desc d;
+        ra_plan *plan = NULL;
+        memset(&d, 0, sizeof d);
+        d.ranks = 2;
+        d.rank = i & 1;
+        d.tokens = tokens[i / 2];
+        d.q_heads = d.kv_heads = d.k_dim = d.v_dim = 1;
+        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+        d.mask.kind = RA_MASK_CAUSAL;
+        d.layout.kind = RA_LAYOUT_ARRAY;
+        d.layout.q_rows = rows;
+        CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
+        CHECK_EQ(ra_plan_query(plan, d.rank, &report), RA_OK);
+        if (i < 2) first[i] = report;
+        CHECK_BITS(&report, &first[i & 1], sizeof report);
+        CHECK_EQ(report.chunk_tokens, 4096);
+        ra_plan_destroy(plan);
+    }
+}
+
+/* One problem of two sequences, its O and gradients by packed tensors. */
+typedef struct shared {
+    problem p;
+    ra_desc d;
+    ra_tensors t;
+    block w;
+    float *o, *lse, *g[3];
+    int64_t n[3];                      /* floats of the gradients */
+} shared;
+
+static void shared_open(shared *x, int32_t heads, int64_t tokens, h_rng *r)
+{
+    problem *p = &x->p;
+    memset(x, 0, sizeof *x);
+    problem_shape(p, tokens, heads, heads, 8, 8);
+    p->B = 2;
+    p->tq[1] = p->tk[1] = tokens;
+    p->mask.kind = RA_MASK_CAUSAL;
+    problem_data(p, r);
+    problem_cotangent(p, r);
+    x->d = desc_of(p);
+    x->w = block_new(ra_attention_bytes(&x->d, 3) + ra_attention_backward_bytes(&x->d, 3), 0xA5);
+    x->n[0] = x->n[1] = x->n[2] = 2 * tokens * heads * 8;
+    x->o = floats(x->n[0], 0);
+    x->lse = floats(x->n[0], 0);
+    for (int i = 0; i < 3; i++) x->g[i] = floats(x->n[i], 0);
+    x->t.q.data = p->q; x->t.k.data = p->k; x->t.v.data = p->v; x->t.d_o.data = p->d_o;
+    x->t.o.data = x->o; x->t.lse.data = x->lse;
+    x->t.d_q.data = x->g[0]; x->t.d_k.data = x->g[1]; x->t.d_v.data = x->g[2];
+    CHECK_EQ(ra_attention(&x->d, &x->t, x->w.at, x->w.bytes, 0, 1), RA_OK);
+    CHECK_EQ(ra_attention_backward(&x->d, &x->t, x->w.at, x->w.bytes, 0, 1), RA_OK);
+}
+
+static void shared_close(shared *x)
+{
+    free(x->o); free(x->lse); free(x->w.raw);
+    for (int i = 0; i < 3; i++) free(x->g[i]);
+    problem_free(&x->p);
+}
+
+/* [B][T][H][8] as [B][H][T][8] and back: the strides of heads and tokens say how far sequences are
+ * apart, so batch_stride may stay 0. */
+TEST(batch_stride_beside_others)
+{
+    enum { T = 50, H = 3, N = 2 * T * H * 8 };
+    h_rng r = h_case_rng(0);
+    shared x;
+    static float turned[3][N], o[N], back[N];
+    ra_tensors t;
+    ra_in *in[3];
+    shared_open(&x, H, T, &r);
+    t = x.t;
+    in[0] = &t.q; in[1] = &t.k; in[2] = &t.v;
+    for (int k = 0; k < 3; k++) {
+        const float *from = k == 0 ? x.p.q : k == 1 ? x.p.k : x.p.v;
+        for (int i = 0; i < N; i++) {
+            const int b = i / (T * H * 8), row = i / (H * 8) % T, head = i / 8 % H;
+            turned[k][((b * H + head) * T + row) * 8 + i % 8] = from[i];
+        }
+        in[k]->data = turned[k];
+        in[k]->token_stride = 8 * 4;
+        in[k]->head_stride = T * 8 * 4;
+    }
+    t.o.data = o;
+    t.o.token_stride = 8 * 4;
+    t.o.head_stride = T * 8 * 4;
+    CHECK_EQ(ra_attention(&x.d, &t, x.w.at, x.w.bytes, 0, 1), RA_OK);
+    for (int i = 0; i < N; i++) {
+        const int b = i / (T * H * 8), row = i / (H * 8) % T, head = i / 8 % H;
+        back[i] = o[((b * H + head) * T + row) * 8 + i % 8];
+    }
+    CHECK_BITS(back, x.o, sizeof back);
+    shared_close(&x);
+}
+
+/* Q, K and V in one buffer, and their gradients in another, (B, T, 3C); the strides of sequences
+ * follow from those of tokens. */
+TEST(gradients_in_one_buffer)
+{
+    enum { T = 50, H = 3, C = H * 8, N = 2 * T * C };
+    h_rng r = h_case_rng(0);
+    shared x;
+    static float all[3 * N], grads[3 * N], part[N];
+    ra_tensors t;
+    ra_in *in[3];
+    ra_out *out[3];
+    shared_open(&x, H, T, &r);
+    t = x.t;
+    in[0] = &t.q; in[1] = &t.k; in[2] = &t.v;
+    out[0] = &t.d_q; out[1] = &t.d_k; out[2] = &t.d_v;
+    for (int k = 0; k < 3; k++) {
+        const float *from = k == 0 ? x.p.q : k == 1 ? x.p.k : x.p.v;
+        for (int i = 0; i < N; i++) all[i / C * 3 * C + k * C + i % C] = from[i];
+        in[k]->data = all + k * C;
+        out[k]->data = grads + k * C;
+        in[k]->token_stride = out[k]->token_stride = 3 * C * 4;
+    }
+    for (int ring = 0; ring < 2; ring++) {
+        memset(grads, 0, sizeof grads);
+        if (ring) {
+            ra_plan *plan = NULL;
+            ra_ring *one = NULL;
+            CHECK_EQ(ra_plan_create(&plan, &x.d, NULL), RA_OK);
+            CHECK_EQ(ra_ring_create(&one, plan, NULL, NULL), RA_OK);
+            CHECK_EQ(ra_backward(plan, one, &t, RA_NO_DEADLINE), RA_OK);
+            CHECK_EQ(ra_ring_destroy(one), RA_OK);
+            ra_plan_destroy(plan);
+        } else {
+            CHECK_EQ(ra_attention_backward(&x.d, &t, x.w.at, x.w.bytes, 0, 1), RA_OK);
+        }
+        for (int k = 0; k < 3; k++) {
+            for (int i = 0; i < N; i++) part[i] = grads[i / C * 3 * C + k * C + i % C];
+            CHECK_BITS(part, x.g[k], sizeof part);
+        }
+    }
+    shared_close(&x);
+}
+
+/* One workspace serves forward, in both forms and with several threads, and backward in turn. */
+TEST(one_workspace_for_both)
+{
+    for (int i = 0; i < 2; i++) {
+        h_rng r = h_case_rng(i);
+        shared x;
+        float *o, *g[3];
+        ra_tensors t;
+        shared_open(&x, 2, i ? 2300 : 70, &r);
+        if (i) {                       /* one query after 2299 keys: threads share out the keys */
+            x.d.tokens = 1;
+            x.d.q_offset = 2299;
+            CHECK_EQ(ra_attention(&x.d, &x.t, x.w.at, x.w.bytes, 0, 1), RA_OK);
+            for (int k = 0; k < 3; k++) memset(x.g[k], 0, (size_t)x.n[k] * 4);
+            CHECK_EQ(ra_attention_backward(&x.d, &x.t, x.w.at, x.w.bytes, 0, 1), RA_OK);
+        }
+        t = x.t;
+        o = floats(x.n[0], 0);
+        t.o.data = o;
+        for (int k = 0; k < 3; k++) g[k] = floats(x.n[k], 0);
+        t.d_q.data = g[0]; t.d_k.data = g[1]; t.d_v.data = g[2];
+        for (int turn = 0; turn < 3; turn++) {
+            memset(o, 0, (size_t)x.n[0] * 4);
+            for (int k = 0; k < 3; k++) memset(g[k], 0, (size_t)x.n[k] * 4);
+            for (int ith = 0; ith < 3; ith++)
+                CHECK_EQ(ra_attention(&x.d, &t, x.w.at, x.w.bytes, ith, 3), RA_OK);
+            for (int ith = 0; ith < 3; ith++)
+                CHECK_EQ(ra_attention_backward(&x.d, &t, x.w.at, x.w.bytes, ith, 3), RA_OK);
+            CHECK_BITS(o, x.o, x.p.B * x.d.tokens * x.p.Hq * x.p.Dv * 4);
+            for (int k = 0; k < 3; k++) CHECK_BITS(g[k], x.g[k], x.n[k] * 4);
+        }
+        free(o);
+        for (int k = 0; k < 3; k++) free(g[k]);
+        shared_close(&x);
+    }
+}
+
+/* Three ranks on tensors that they share: shards of CONTIGUOUS and STRIPED are views. */
+typedef struct hall { shared x; int32_t layout; float *o; } hall;
+static ra_status hall_rank(ra_world *of, int rank, void *user)
+{
+    const hall *h = (const hall *)user;
+    const int striped = h->layout == RA_LAYOUT_STRIPED;
+    const int64_t row = h->x.p.Hq * 8 * 4, batch = h->x.p.q_max * row;
+    ra_desc d = h->x.d;
+    ra_tensors t;
+    ra_plan *plan = NULL;
+    ra_run run = { 0, 0, 0 };
+    ra_in *in[3];
+    ra_status s;
+    int64_t first;
+    memset(&t, 0, sizeof t);
+    d.ranks = 3;
+    d.rank = rank;
+    d.layout.kind = h->layout;
+    s = ra_plan_create(&plan, &d, NULL);
+    if (s) return s;
+    s = ra_plan_q_runs(plan, rank, 0, &run, 1) == 1 ? RA_OK : RA_E_SHAPE;
+    ra_plan_destroy(plan);
+    t.q.data = h->x.p.q; t.k.data = h->x.p.k; t.v.data = h->x.p.v;
+    in[0] = &t.q; in[1] = &t.k; in[2] = &t.v;
+    first = striped ? rank : run.first;
+    for (int i = 0; i < 3; i++) {
+        in[i]->data = (const uint8_t *)in[i]->data + first * row;
+        in[i]->token_stride = striped ? 3 * row : 0;
+        in[i]->batch_stride = batch;
+    }
+    t.o.data = (uint8_t *)h->o + first * row;
+    t.o.token_stride = t.q.token_stride;
+    t.o.batch_stride = batch;
+    return s ? s : ra_attend(&d, ra_world_transport(of, rank), &t, RA_NO_DEADLINE);
+}
+
+TEST(shards_of_a_shared_tensor)
+{
+    for (int64_t i = 0; i < 2; i++) {
+        h_rng r = h_case_rng(i);
+        hall h;
+        ra_plan *plan = NULL;
+        ra_run runs[2];
+        shared_open(&h.x, 2, 700, &r);
+        h.o = floats(h.x.n[0], 0);
+        h.layout = i ? RA_LAYOUT_STRIPED : RA_LAYOUT_CONTIGUOUS;
+        CHECK_EQ(ra_world_run(3, hall_rank, &h, NULL), RA_OK);
+        for (int64_t j = 0; j < h.x.n[0]; j++)
+            if (!(fabsf(h.o[j] - h.x.o[j]) < 2e-6f)) { CHECK(!"the same O"); break; }
+        h.x.d.ranks = 3;               /* of ZIGZAG they are two stretches */
+        h.x.d.layout.kind = RA_LAYOUT_ZIGZAG;
+        CHECK_EQ(ra_plan_create(&plan, &h.x.d, NULL), RA_OK);
+        CHECK_EQ(ra_plan_q_runs(plan, 0, 0, runs, 2), 2);
+        ra_plan_destroy(plan);
+        free(h.o);
+        shared_close(&h.x);
+    }
+}
+
+/* The statuses of ra_attention_simple, one by one. */
+TEST(refusals_of_simple)
+{
+    static float x[64];
+    static const struct { int32_t a[6]; float scale; int null; ra_status status; } rows[16] = {
+        { { 2, 2, 2, 1, 4, 0 }, 0, 0, RA_OK },
+        { { -1, 2, 2, 1, 4, 0 }, 0, 0, RA_E_RANGE }, { { 2, -1, 2, 1, 4, 0 }, 0, 0, RA_E_RANGE },
+        { { 2, 2, 0, 1, 4, 0 }, 0, 0, RA_E_RANGE }, { { 2, 2, 2, 0, 4, 0 }, 0, 0, RA_E_RANGE },
+        { { 2, 2, 2, 1, 0, 0 }, 0, 0, RA_E_RANGE }, { { 2, 2, 2, 1, 257, 0 }, 0, 0, RA_E_RANGE },
+        { { 2, 2, 2, 1, 4, -1 }, 0, 0, RA_E_RANGE },
+        { { 2, 2, 2, 1, 4, RA_MAX_POSITION - 1 }, 0, 0, RA_E_RANGE },
+        { { 2, RA_MAX_POSITION + 1, 2, 1, 4, 0 }, 0, 0, RA_E_RANGE },
+        { { 2, 2, 2, 1, 4, 0 }, -1, 0, RA_E_RANGE },
+        { { 2, 2, 2, 1, 4, 0 }, HUGE_VALF, 0, RA_E_RANGE },
+        { { 2, 2, 3, 2, 4, 0 }, 0, 0, RA_E_SHAPE },
+        { { 2, 2, 2, 1, 4, 0 }, 0, 1, RA_E_NULL }, { { 2, 2, 2, 1, 4, 0 }, 0, 2, RA_E_NULL },
+        { { 0, 0, 2, 1, 4, 0 }, 0, 3, RA_OK } };
+    for (int i = 0; i < 16; i++) {
+        const int32_t *a = rows[i].a;
+        float o[64];
+        const float *q = rows[i].null & 1 ? NULL : x, *k = rows[i].null & 2 ? NULL : x;
+        CHECK_EQ(ra_attention_simple(o, q, k, k, a[0], a[1], a[2], a[3], a[4], rows[i].scale, 0,
+                                     a[5]), rows[i].status);
+    }
+}
+
 static const h_test tests[] = {
+    ENTRY(lse_without_keys), ENTRY(rows_that_fit_the_stack), ENTRY(array_tokens_say_nothing),
+    ENTRY(batch_stride_beside_others), ENTRY(gradients_in_one_buffer),
+    ENTRY(one_workspace_for_both), ENTRY(shards_of_a_shared_tensor), ENTRY(refusals_of_simple),
     ENTRY(error_of_f32), ENTRY(bias_at_the_end_of_f32),
     ENTRY(packed_by_the_longest), ENTRY(strides_of_the_longest),
 };

@@ -727,6 +727,8 @@ TEST(ring_desc)
     rd.workspace = room;
     rd.workspace_bytes = (size_t)need - 1;
     refuse_ring(plan, &t, &rd, RA_E_WORKSPACE, "ring.workspace_bytes", need);
+    rd.workspace_bytes = 0;
+    refuse_ring(plan, &t, &rd, RA_E_WORKSPACE, "ring.workspace_bytes", need);
     rd.workspace_bytes = (size_t)need;
     CHECK_EQ(ra_ring_create(&ring, plan, &t, &rd), RA_OK);
     CHECK_EQ(ra_ring_destroy(ring), RA_OK);
@@ -1245,7 +1247,8 @@ TEST(order_of_calls)
     refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_BUSY, "ring", 0);
     CHECK_EQ(ra_forward(ring_plan, ring, &t, RA_NO_DEADLINE), RA_E_BUSY);
     refused(ra_step(ring, -1, 1), ra_ring_error(ring), RA_E_RANGE, "ith", -1);
-    refused(ra_step(ring, 1, 2), ra_ring_error(ring), RA_E_RANGE, "ith", 1);
+    refused(ra_step(ring, 1, 1), ra_ring_error(ring), RA_E_RANGE, "ith", 1);
+    CHECK_EQ(ra_step(ring, 1, 2), RA_WAIT);            /* one more than the plan has memory for */
     refused(ra_step(ring, 0, 0), ra_ring_error(ring), RA_E_RANGE, "nth", 0);
     ra_ring_query(ring, &c);
     CHECK_EQ(c.state, RA_RING_RUNNING);
