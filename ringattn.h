@@ -552,9 +552,11 @@ enum {
     RA_CAP_LOAN = 4,                   /* honours RA_OPF_LOAN_OK; release is there */
     RA_CAP_DEADLINE = 8,               /* sendrecv and wait return by deadline_ns even if the peer
                                         * is dead */
-    RA_CAP_SHARED = 16                 /* all ranks share one address space: messages carry
-                                        * addresses, nothing is packed. Needs ANY_PEER, post, two
-                                        * channels, and max_ops of at least 2 ranks + 2 */
+    RA_CAP_SHARED = 16                 /* all ranks are threads of one process: messages carry
+                                        * addresses, nothing is packed. Needs ANY_PEER, post,
+                                        * quiesce, two channels, and max_ops of at least
+                                        * 2 ranks + 2. A message from another process is
+                                        * RA_E_MISMATCH before any address in it is used */
 };
 
 typedef struct ra_op {                 /* the library's; stays at its address while PENDING */
@@ -971,6 +973,16 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);     /* "avx512"; never null *
 #include <sched.h>
 #ifndef RINGATTN_NO_THREADS
 #include <pthread.h>
+#endif
+#if defined(_WIN32)
+#include <process.h>
+#define RA__PROCESS_ID() _getpid()
+#else
+#include <unistd.h>
+#define RA__PROCESS_ID() getpid()
+#endif
+#if defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 #if defined(__x86_64__) && !defined(RINGATTN_SCALAR)
@@ -10176,7 +10188,9 @@ typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chun
     int64_t pass;
     uint64_t hash;                     /* of all agreed values */
     int64_t length;                    /* of the message that left the owner */
-    int32_t origin, chunk, kind, zero;
+    int32_t origin, chunk, kind;
+    uint32_t space;                    /* where messages carry addresses: whose addresses these are;
+                                        * else 0 */
     uint64_t parts, check;             /* a byte of each part of the hash; hash of all before */
 } ra__frame;
 
@@ -10201,7 +10215,9 @@ struct ra_ring {
     const ra__route *route;            /* of the plan, for this kind of pass */
     const int64_t *task0;              /* [B + 1] first task of a sequence */
     ra_tensors t;
-    ra__agreed agreed;                 /* of plan and call */
+    ra__agreed agreed;                 /* of plan and call; under comm, as the next two */
+    uint32_t space;                    /* see ra__frame */
+    int32_t agreed_known;              /* 1: this pass has set both */
     ra__work work;
     ra__view k, v;                     /* this rank's keys */
     int64_t pass, deadline, begin_ns;
@@ -10456,14 +10472,15 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
 
 /* What ranks disagree about; or, where nothing has come yet, that they may. */
 static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
-    static const char *const name[RA__AGREE_PARTS] = {
+    static const char *const name[RA__AGREE_PARTS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
-        "op, gradients, dropout or seed", "chunk_tokens or buffers" };
+        "op, gradients, dropout or seed", "chunk_tokens or buffers",
+        "the address space, although the transport declares RA_CAP_SHARED" };
     const size_t cap = sizeof f->text;
     const int silent = f->status == RA_E_TRUNC || f->status == RA_E_TIMEOUT ||
                        f->status == RA_E_PEER;
     const char *comma = ": ";
-    for (int i = 0; i < RA__AGREE_PARTS && f->status == RA_E_MISMATCH; i++) {
+    for (int i = 0; i <= RA__AGREE_PARTS && f->status == RA_E_MISMATCH; i++) {
         if (!(r->differ >> 8 * i & 255)) continue;
         ra__put(f->text, cap, at, comma);
         ra__put(f->text, cap, at, name[i]);
@@ -10554,6 +10571,30 @@ static void ra__ring_moved(ra_ring *r) {
 }
 
 /* -------------------------------------------------------------------------- frames */
+/* Names the address space of the caller, never 0: the same for all threads of a process. A forked
+ * child differs by its process id, a process started elsewhere by what the system draws at random
+ * for each start: on Linux 16 bytes for this very use, otherwise where the C library is. */
+static uint32_t ra__address_space(void) {
+    uint64_t h = ra__hash_i64(14695981039346656037u, (int64_t)RA__PROCESS_ID());
+#if defined(__linux__)
+    const void *drawn = (const void *)(uintptr_t)getauxval(AT_RANDOM);
+    if (drawn) h = ra__hash(h, drawn, 16);
+#else
+    h = ra__hash_i64(h, (int64_t)(uintptr_t)&malloc);
+#endif
+    h ^= h >> 32;
+    return (uint32_t)h ? (uint32_t)h : 1u;
+}
+
+/* What frames say of this pass. Under `comm`, in its first round of communication: ra_begin reads
+ * no data, and some of these values are data. */
+static void ra__ring_agree(ra_ring *r) {
+    if (r->agreed_known) return;
+    r->agreed = ra__agree_call(r->plan, &r->t);
+    r->space = r->shared ? ra__address_space() : 0;
+    r->agreed_known = 1;
+}
+
 static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, int64_t chunk,
                                 int64_t length) {
     ra__frame f;
@@ -10570,6 +10611,7 @@ static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, 
     f.origin = origin;
     f.chunk = (int32_t)chunk;
     f.kind = kind;
+    f.space = r->space;
     f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
     return f;
 }
@@ -10582,7 +10624,8 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due, uint
     if (f.check != ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check)))
         return RA_E_PROTO;
     *differ = f.parts ^ due->parts;
-    if (f.hash != due->hash) return RA_E_MISMATCH;
+    if (f.space != due->space) *differ |= (uint64_t)1 << 8 * RA__AGREE_PARTS;
+    if (f.hash != due->hash || f.space != due->space) return RA_E_MISMATCH;
     return memcmp(&f, due, sizeof f) ? RA_E_PROTO : RA_OK;
 }
 
@@ -11225,6 +11268,7 @@ static void ra__ring_pulse(ra_ring *r) {
 static int ra__ring_comm(ra_ring *r) {
     int n, moved;
     ra_status s;
+    ra__ring_agree(r);
     ra__ring_release(r);
     if (r->words) ra__ring_pulse(r);
     moved = ra__ring_more_receives(r);
@@ -14035,7 +14079,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ring->task0 = job->pass == RA_PASS_BACKWARD ? job->plan->back_task0 : job->plan->task0;
     ring->words = ring->shared && job->pass == RA_PASS_FORWARD;
     ring->t = *job->tensors;
-    ring->agreed = ra__agree_call(job->plan, job->tensors);
+    ring->agreed_known = 0;
     ring->met = 0;
     ring->k = kv[0];
     ring->v = kv[1];
@@ -14302,6 +14346,7 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
 #elif defined(__x86_64__)
 #pragma float_control(pop)
 #endif
+#undef RA__PROCESS_ID
 #undef RA__X86
 #undef RA__NEON
 #undef RA__INLINE
