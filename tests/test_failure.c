@@ -338,10 +338,152 @@ TEST(begin_reads_no_sinks)
     rig_free(g);
 }
 
+/* -------------------------------------------------------------------------- clocks
+ * The ring's clock stands still at a time of the test's choice. What a callback of the transport
+ * gets is held against ra_now_ns() before and after the call. */
+static const int64_t YEARS = (int64_t)10 * 365 * 86400 * 1000000000, SECOND = 1000000000;
+
+static int64_t still_clock(void *ctx) { return *(const int64_t *)ctx; }
+
+typedef struct alarm_call { int64_t until; int calls; } alarm_call;
+
+static int expire_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
+                           size_t r_len, uint64_t tag, int64_t deadline_ns)
+{
+    alarm_call *a = (alarm_call *)ctx;
+    (void)to, (void)s, (void)s_len, (void)from, (void)r, (void)r_len, (void)tag;
+    a->until = deadline_ns;
+    a->calls++;
+    return RA_E_TIMEOUT;
+}
+
+static int late_quiesce(void *ctx, int64_t deadline_ns)
+{
+    alarm_call *a = (alarm_call *)ctx;
+    a->until = deadline_ns;
+    a->calls++;
+    return RA_OK;
+}
+
+/* until is `left` after a time between `before` and now; saturated. */
+static int is_left(int64_t until, int64_t before, int64_t left)
+{
+    int64_t now = ra_now_ns();
+    int64_t least = left > INT64_MAX - before ? INT64_MAX : before + left;
+    int64_t most = left > INT64_MAX - now ? INT64_MAX : now + left;
+    if (left < 0 && until <= now) return 1;        /* how long ago does not matter */
+    return until >= (least > 0 ? least : 1) && until <= (most > 0 ? most : 1);
+}
+
+/* One pass at level 0 that times out in its first exchange: RA_E_PEER if that is the watchdog's
+ * time, RA_E_TIMEOUT if it is the call's; then ra_finish. left: of the two, in ns. */
+static void one_clock(const rig *g, int64_t *clock, const ra_ring_desc *times, int64_t deadline)
+{
+    alarm_call a = { 0, 0 };
+    ra_ring_desc rd = *times;
+    ra_ring *ring = NULL;
+    ra_transport net;
+    ra_job job = rig_job(g, 0);
+    int64_t before, left = rd.watchdog_ns, now = clock ? *clock : ra_now_ns();
+    ra_status s;
+    rd.clock_ns = clock ? still_clock : NULL;
+    rd.clock_ctx = clock;
+    memset(&net, 0, sizeof net);
+    net.size = (uint32_t)sizeof net;
+    net.abi = RA_TRANSPORT_ABI;
+    net.caps = RA_CAP_DEADLINE;
+    net.ctx = &a;
+    net.sendrecv = expire_sendrecv;
+    net.abort = nothing_abort;
+    net.quiesce = late_quiesce;
+    job.deadline_ns = deadline;
+    if (deadline && deadline - now < left) left = deadline - now;
+    CHECK_EQ(ra_ring_create(&ring, g->plan[0], &net, &rd), RA_OK);
+    CHECK_EQ(ra_begin(ring, &job), RA_OK);
+    before = clock ? ra_now_ns() : now;
+    while ((s = ra_step(ring, 0, 1)) > 0) { }
+    CHECK_EQ(s, left == rd.watchdog_ns ? RA_E_PEER : RA_E_TIMEOUT);
+    CHECK_EQ(a.calls, 1);
+    CHECK(is_left(a.until, before, left));
+    before = ra_now_ns();
+    CHECK_EQ(ra_finish(ring, RA_NO_DEADLINE), s);
+    CHECK_EQ(a.calls, 2);
+    CHECK(is_left(a.until, before, rd.quiesce_ns));
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+}
+
+/* A ring on a clock that is years off, either way, negative or at the end of its numbers. */
+TEST(deadlines_on_another_clock)
+{
+    rig *g = rig_new(2, 256, 1);
+    static const int64_t longest[3] = { 5000000000, 1, INT64_MAX };
+    for (int i = 0; i < 3; i++) {
+        int64_t clock[6] = { 0, 1, 0, INT64_MAX - 5, -5, INT64_MIN };
+        ra_ring_desc rd;
+        memset(&rd, 0, sizeof rd);
+        rd.watchdog_ns = rd.quiesce_ns = longest[i];
+        clock[0] = ra_now_ns() + YEARS;
+        clock[2] = ra_now_ns() - YEARS;
+        if (longest[i] > 1) one_clock(g, NULL, &rd, RA_NO_DEADLINE);
+        for (int k = 0; k < 6; k++) {
+            one_clock(g, &clock[k], &rd, RA_NO_DEADLINE);
+            if (clock[k] > 0 && clock[k] < INT64_MAX - 5)
+                one_clock(g, &clock[k], &rd, clock[k] + 3 * SECOND);
+        }
+    }
+    rig_free(g);
+}
+
+static void *leave_later(void *arg)
+{
+    sched_yield();
+    ra_world_leave((ra_world *)arg, 1, RA_OK);
+    return NULL;
+}
+
+/* The bundled world waits in quiesce on its own clock: not for ever with one that is ahead, and
+ * long enough with one that is behind. */
+TEST(quiesce_of_the_world_on_another_clock)
+{
+    rig *g = rig_new(2, 256, 1);
+    for (int i = 0; i < 4; i++) {
+        int64_t clock = ra_now_ns() + (i % 2 ? YEARS : -YEARS);
+        ra_world *world = NULL;
+        ra_world_desc wd;
+        ra_ring_desc rd;
+        ra_ring *ring = NULL;
+        ra_job job = rig_job(g, 0);
+        pthread_t id;
+        memset(&wd, 0, sizeof wd);
+        memset(&rd, 0, sizeof rd);
+        wd.ranks = 2;
+        rd.clock_ns = still_clock;
+        rd.clock_ctx = &clock;
+        rd.quiesce_ns = i < 2 ? 1 : INT64_MAX;
+        CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+        CHECK_EQ(ra_ring_create(&ring, g->plan[0], ra_world_transport(world, 0), &rd), RA_OK);
+        CHECK_EQ(ra_begin(ring, &job), RA_OK);
+        CHECK_EQ(ra_step(ring, 0, 1), RA_AGAIN);
+        ra_ring_cancel(ring);
+        CHECK_EQ(ra_step(ring, 0, 1), RA_E_CANCELLED);
+        if (i < 2) {
+            CHECK_EQ(ra_finish(ring, RA_NO_DEADLINE), RA_E_UNSAFE);
+            continue;                  /* ring and world are leaked on purpose */
+        }
+        if (pthread_create(&id, NULL, leave_later, world)) abort();
+        CHECK_EQ(ra_finish(ring, RA_NO_DEADLINE), RA_E_CANCELLED);
+        pthread_join(id, NULL);
+        CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+        ra_world_destroy(world);
+    }
+    rig_free(g);
+}
+
 int main(int argc, char **argv)
 {
     static const h_test tests[] = {
         ENTRY(shared_between_processes), ENTRY(shared_in_one_process), ENTRY(begin_reads_no_sinks),
+        ENTRY(deadlines_on_another_clock), ENTRY(quiesce_of_the_world_on_another_clock),
     };
     int failed = h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
     if (assert_failures) printf("%d assertions failed\n", assert_failures);
