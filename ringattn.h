@@ -211,7 +211,8 @@ typedef struct ra_error {
 } ra_error;
 
 /* -------------------------------------------------------------------------- time and memory
- * The library's monotonic clock. Deadlines everywhere are absolute on it; 0 is none. */
+ * The library's monotonic clock. Deadlines are absolute times on it; 0 is none. A ring may have a
+ * clock of its own: see ra_ring_desc.clock_ns. */
 RINGATTN_API int64_t ra_now_ns(void);
 RINGATTN_API int64_t ra_deadline_ms(int64_t ms);                     /* ra_now_ns() + ms */
 
@@ -567,7 +568,10 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
  * multiple of 64; the stretch that travels farther comes first, and the other is left off where
  * nobody needs it any more. Backward the f32 sums of gradients stand between frame and chunk, and
  * alone on the way home. Lengths are computed alike by both sides, exact, and at most max_msg;
- * nothing is split. Keep message boundaries: another length is RA_E_TRUNC. */
+ * nothing is split. Keep message boundaries: another length is RA_E_TRUNC.
+ *
+ * Time. deadline_ns of a callback is an absolute time on ra_now_ns(), whatever the ring's clock;
+ * RA_NO_DEADLINE does not occur. INT64_MAX does: subtract, do not add. */
 #define RA_TRANSPORT_ABI 1u
 enum { RA_OP_SEND = 1, RA_OP_RECV = 2 };                            /* ra_op.kind */
 enum { RA_OP_IDLE = 0, RA_OP_PENDING = 1, RA_OP_DONE = 2 };         /* ra_op.state; else RA_E_* */
@@ -578,9 +582,11 @@ enum {
     RA_CAP_LOAN = 4,                   /* honours RA_OPF_LOAN_OK; release is there */
     RA_CAP_DEADLINE = 8,               /* sendrecv and wait return by deadline_ns even if the peer
                                         * is dead */
-    RA_CAP_SHARED = 16                 /* all ranks share one address space: messages carry
-                                        * addresses, nothing is packed. Needs ANY_PEER, post, two
-                                        * channels, and max_ops of at least 2 ranks + 2 */
+    RA_CAP_SHARED = 16                 /* all ranks are threads of one process: messages carry
+                                        * addresses, nothing is packed. Needs ANY_PEER, post,
+                                        * quiesce, two channels, and max_ops of at least
+                                        * 2 ranks + 2. A message from another process is
+                                        * RA_E_MISMATCH before any address in it is used */
 };
 
 typedef struct ra_op {                 /* the library's; stays at its address while PENDING */
@@ -801,7 +807,10 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
                                         * the last one computes: allow for that. 0: 60 s more than
                                         * twice such a wait at the speed seen here */
     int64_t quiesce_ns;                /* patience with quiesce after a failure; 0: 30 s */
-    int64_t (*clock_ns)(void *ctx);    /* null: ra_now_ns. Deadlines are then on this clock. */
+    int64_t (*clock_ns)(void *ctx);    /* null: ra_now_ns. The ring measures all its times on this
+                                        * clock: deadlines of calls on it, watchdog, events. It may
+                                        * start anywhere and run at any speed, but never back. A
+                                        * transport gets the time left, on ra_now_ns() */
     void   *clock_ctx;
     void  (*trace)(void *ctx, const ra_event *e);  /* any stepping thread; must not block */
     void   *trace_ctx;
@@ -999,6 +1008,16 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);     /* "avx512"; never null *
 #include <sched.h>
 #ifndef RINGATTN_NO_THREADS
 #include <pthread.h>
+#endif
+#if defined(_WIN32)
+#include <process.h>
+#define RA__PROCESS_ID() _getpid()
+#else
+#include <unistd.h>
+#define RA__PROCESS_ID() getpid()
+#endif
+#if defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 #if defined(__x86_64__) && !defined(RINGATTN_SCALAR)
@@ -1269,6 +1288,19 @@ RINGATTN_API int64_t ra_deadline_ms(int64_t ms) {
     if (ms > (INT64_MAX - now) / 1000000) return INT64_MAX;
     if (ms <= -now / 1000000) return 1;
     return now + ms * 1000000;
+}
+
+/* Sums and differences of times saturate. */
+RA__INLINE int64_t ra__time_add(int64_t a, int64_t b) {
+    int64_t sum;
+    if (!__builtin_add_overflow(a, b, &sum)) return sum;
+    return b < 0 ? INT64_MIN : INT64_MAX;
+}
+
+RA__INLINE int64_t ra__time_since(int64_t now, int64_t then) {
+    int64_t ns;
+    if (!__builtin_sub_overflow(now, then, &ns)) return ns;
+    return now < then ? INT64_MIN : INT64_MAX;
 }
 
 /* Gives the processor's other hyperthread a chance; nanoseconds. */
@@ -7529,7 +7561,7 @@ static int ra__shm_doze(ra__shm_seat *seat, int64_t seen, int64_t deadline_ns) {
     while (ra__shm_eventless(seat, seen)) {
         int64_t ns = RA__SHM_SLICE_NS;
         if (deadline_ns != RA_NO_DEADLINE) {
-            int64_t left = deadline_ns - ra_now_ns();
+            int64_t left = ra__time_since(deadline_ns, ra_now_ns());
             if (left <= 0) return 0;
             if (left < ns) ns = left;
         }
@@ -10231,7 +10263,9 @@ typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chun
     int64_t pass;
     uint64_t hash;                     /* of all agreed values */
     int64_t length;                    /* of the message that left the owner */
-    int32_t origin, chunk, kind, zero;
+    int32_t origin, chunk, kind;
+    uint32_t space;                    /* where messages carry addresses: whose addresses these are;
+                                        * else 0 */
     uint64_t parts, check;             /* a byte of each part of the hash; hash of all before */
 } ra__frame;
 
@@ -10256,7 +10290,9 @@ struct ra_ring {
     const ra__route *route;            /* of the plan, for this kind of pass */
     const int64_t *task0;              /* [B + 1] first task of a sequence */
     ra_tensors t;
-    ra__agreed agreed;                 /* of plan and call */
+    ra__agreed agreed;                 /* of plan and call; under comm, as the next two */
+    uint32_t space;                    /* see ra__frame */
+    int32_t agreed_known;              /* 1: this pass has set both */
     ra__work work;
     ra__view k, v;                     /* this rank's keys */
     int64_t pass, deadline, begin_ns;
@@ -10476,6 +10512,15 @@ static int64_t ra__ring_now(const ra_ring *r) {
     return r->rd.clock_ns ? r->rd.clock_ns(r->rd.clock_ctx) : ra_now_ns();
 }
 
+/* What is left of `most` ns if a call has a deadline on the ring's clock, or none. */
+static int64_t ra__ring_left(const ra_ring *r, int64_t deadline_ns, int64_t most) {
+    if (!deadline_ns) return most;
+    return ra__min(most, ra__max(0, ra__time_since(deadline_ns, ra__ring_now(r))));
+}
+
+/* A time left, as the deadline that transports get. */
+static int64_t ra__ring_until(int64_t left_ns) { return ra__time_add(ra_now_ns(), left_ns); }
+
 static void ra__ring_event(const ra_ring *r, int32_t kind, int32_t ith, const ra_event *more) {
     ra_event e;
     if (!r->rd.trace) return;
@@ -10511,14 +10556,15 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
 
 /* What ranks disagree about; or, where nothing has come yet, that they may. */
 static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
-    static const char *const name[RA__AGREE_PARTS] = {
+    static const char *const name[RA__AGREE_PARTS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
-        "op, gradients, dropout or seed", "chunk_tokens or buffers" };
+        "op, gradients, dropout or seed", "chunk_tokens or buffers",
+        "the address space, although the transport declares RA_CAP_SHARED" };
     const size_t cap = sizeof f->text;
     const int silent = f->status == RA_E_TRUNC || f->status == RA_E_TIMEOUT ||
                        f->status == RA_E_PEER;
     const char *comma = ": ";
-    for (int i = 0; i < RA__AGREE_PARTS && f->status == RA_E_MISMATCH; i++) {
+    for (int i = 0; i <= RA__AGREE_PARTS && f->status == RA_E_MISMATCH; i++) {
         if (!(r->differ >> 8 * i & 255)) continue;
         ra__put(f->text, cap, at, comma);
         ra__put(f->text, cap, at, name[i]);
@@ -10584,7 +10630,7 @@ static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
         f->code = why.code;
         f->chunk = why.chunk;
         f->pass = r->pass;
-        f->since_progress_ns = ra__ring_now(r) - ra__load_i64(&r->progress_ns);
+        f->since_progress_ns = ra__time_since(ra__ring_now(r), ra__load_i64(&r->progress_ns));
         ra__failure_text(r, f);
         ra__store_i32(&r->failed, s);
         ra__store_i32(&r->state, RA_RING_FAILED);
@@ -10609,6 +10655,30 @@ static void ra__ring_moved(ra_ring *r) {
 }
 
 /* -------------------------------------------------------------------------- frames */
+/* Names the address space of the caller, never 0: the same for all threads of a process. A forked
+ * child differs by its process id, a process started elsewhere by what the system draws at random
+ * for each start: on Linux 16 bytes for this very use, otherwise where the C library is. */
+static uint32_t ra__address_space(void) {
+    uint64_t h = ra__hash_i64(14695981039346656037u, (int64_t)RA__PROCESS_ID());
+#if defined(__linux__)
+    const void *drawn = (const void *)(uintptr_t)getauxval(AT_RANDOM);
+    if (drawn) h = ra__hash(h, drawn, 16);
+#else
+    h = ra__hash_i64(h, (int64_t)(uintptr_t)&malloc);
+#endif
+    h ^= h >> 32;
+    return (uint32_t)h ? (uint32_t)h : 1u;
+}
+
+/* What frames say of this pass. Under `comm`, in its first round of communication: ra_begin reads
+ * no data, and some of these values are data. */
+static void ra__ring_agree(ra_ring *r) {
+    if (r->agreed_known) return;
+    r->agreed = ra__agree_call(r->plan, &r->t);
+    r->space = r->shared ? ra__address_space() : 0;
+    r->agreed_known = 1;
+}
+
 static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, int64_t chunk,
                                 int64_t length) {
     ra__frame f;
@@ -10625,6 +10695,7 @@ static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, 
     f.origin = origin;
     f.chunk = (int32_t)chunk;
     f.kind = kind;
+    f.space = r->space;
     f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
     return f;
 }
@@ -10637,7 +10708,8 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due, uint
     if (f.check != ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check)))
         return RA_E_PROTO;
     *differ = f.parts ^ due->parts;
-    if (f.hash != due->hash) return RA_E_MISMATCH;
+    if (f.space != due->space) *differ |= (uint64_t)1 << 8 * RA__AGREE_PARTS;
+    if (f.hash != due->hash || f.space != due->space) return RA_E_MISMATCH;
     return memcmp(&f, due, sizeof f) ? RA_E_PROTO : RA_OK;
 }
 
@@ -11038,7 +11110,7 @@ static ra_status ra__ring_exchange(ra_ring *r) {
     while (r->exchanged < way->exchanges) {
         const ra__exchange *x = &way->exchange[r->exchanged];
         ra_op *in = NULL, *out = NULL;
-        int64_t deadline = ra__ring_now(r) + ra__ring_patience(r);
+        int64_t patience = ra__ring_patience(r), left = ra__ring_left(r, r->deadline, patience);
         int code;
         if (x->recv >= r->recv_posted || x->send >= r->send_posted ||
             (x->recv < -1 && -2 - x->recv >= r->home_posted))
@@ -11046,13 +11118,11 @@ static ra_status ra__ring_exchange(ra_ring *r) {
         if (x->recv >= 0) in = &r->recv_op[x->recv % r->recv_slots];
         if (x->recv < -1) in = &r->home_op[(-2 - x->recv) % r->home_slots];
         if (x->send >= 0) out = &r->send_op[x->send % r->send_slots];
-        if (r->deadline && r->deadline < deadline) deadline = r->deadline;
         code = r->tp.sendrecv(r->tp.ctx, out ? out->peer : RA_NO_PEER, out ? out->buf : NULL,
                               out ? out->len : 0, in ? in->peer : RA_NO_PEER,
                               in ? in->buf : NULL, in ? in->len : 0, ra__ring_tag(r, x->step),
-                              deadline);
-        if (code == RA_E_TIMEOUT && (!r->deadline || ra__ring_now(r) < r->deadline))
-            code = RA_E_PEER;          /* it was the watchdog's time */
+                              ra__ring_until(left));
+        if (code == RA_E_TIMEOUT && left == patience) code = RA_E_PEER; /* the watchdog's time */
         if (code)
             return ra__ring_fail(r, ra__ring_code(code),
                                  ra__blame_of(in ? in->peer : out->peer, !in, code,
@@ -11280,6 +11350,7 @@ static void ra__ring_pulse(ra_ring *r) {
 static int ra__ring_comm(ra_ring *r) {
     int n, moved;
     ra_status s;
+    ra__ring_agree(r);
     ra__ring_release(r);
     if (r->words) ra__ring_pulse(r);
     moved = ra__ring_more_receives(r);
@@ -11411,7 +11482,7 @@ static void ra__ring_folded(ra_ring *r, int64_t f, const ra__tally *n, ra_event 
     e->chunk = r->route->fold[f] < 0 ? -1 : r->route->fold[f];
     e->origin = r->route->fold[f] < 0 ? -1 : r->route->chunk[r->route->fold[f]].owner;
     e->tiles = n->partial + n->full;
-    ra__ring_count(r, n, ra__ring_now(r) - e->begin_ns);
+    ra__ring_count(r, n, ra__time_since(ra__ring_now(r), e->begin_ns));
     ra__ring_event(r, RA_EV_TILE, e->thread, e);
     e->begin_ns = ra__ring_now(r);
 }
@@ -11777,11 +11848,12 @@ static ra_status ra__ring_alarm(ra_ring *r) {
         return ra__ring_fail(r, RA_E_CANCELLED, ra__blame_of(-1, -1, 0, -1));
     now = ra__ring_now(r);
     patience = ra__ring_patience(r);
-    if (now - ra__load_i64(&r->looked_ns) > patience) ra__store_i64(&r->progress_ns, now);
+    if (ra__time_since(now, ra__load_i64(&r->looked_ns)) > patience)
+        ra__store_i64(&r->progress_ns, now);
     ra__store_i64(&r->looked_ns, now); /* nobody waited while nobody looked */
     if (r->deadline && now > r->deadline)
         return ra__ring_fail(r, RA_E_TIMEOUT, ra__ring_awaits(r));
-    if (r->has_transport && now - ra__load_i64(&r->progress_ns) > patience)
+    if (r->has_transport && ra__time_since(now, ra__load_i64(&r->progress_ns)) > patience)
         return ra__ring_fail(r, RA_E_PEER, ra__ring_awaits(r));
     return RA_OK;
 }
@@ -14095,7 +14167,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ring->task0 = job->pass == RA_PASS_BACKWARD ? job->plan->back_task0 : job->plan->task0;
     ring->words = ring->shared && job->pass == RA_PASS_FORWARD;
     ring->t = *job->tensors;
-    ring->agreed = ra__agree_call(job->plan, job->tensors);
+    ring->agreed_known = 0;
     ring->met = 0;
     ring->k = kv[0];
     ring->v = kv[1];
@@ -14205,15 +14277,14 @@ RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nt
     return s;
 }
 
-/* Sleeps in the transport if that is possible, else for a moment. */
+/* Sleeps in the transport if that is possible, otherwise for a moment. */
 static void ra__wait_slice(ra_ring *r, int64_t deadline_ns) {
-    int64_t until = ra__ring_now(r) + (ra__load_i32(&r->threads) > 1 ? 200000 : 2000000);
-    if (deadline_ns && deadline_ns < until) until = deadline_ns;
-    if (r->has_transport && r->tp.wait && !r->rd.clock_ns && (r->tp.caps & RA_CAP_ANY_THREAD) &&
+    int64_t slice = ra__ring_left(r, deadline_ns, ra__load_i32(&r->threads) > 1 ? 200000 : 2000000);
+    if (r->has_transport && r->tp.wait && (r->tp.caps & RA_CAP_ANY_THREAD) &&
         ra__cas_i32(&r->comm, 0, 1)) {
         int live = ra__load_i32(&r->state) == RA_RING_RUNNING;     /* as long as comm is held */
         int n = live ? ra__ring_list(r) : 0;
-        int code = n ? r->tp.wait(r->tp.ctx, r->list, n, until) : RA_OK;
+        int code = n ? r->tp.wait(r->tp.ctx, r->list, n, ra__ring_until(slice)) : RA_OK;
         if (code < 0) (void)ra__ring_fail(r, ra__ring_code(code), ra__blame_of(-1, -1, code, -1));
         ra__store_i32(&r->comm, 0);
         if (n || !live) return;
@@ -14233,23 +14304,22 @@ RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns) {
     if (ra__load_i64(&ring->events) == seen && ra__load_i32(&ring->state) == RA_RING_RUNNING)
         ra__wait_slice(ring, deadline_ns);
     e.begin_ns = begin;
-    (void)ra__add_i64(&ring->counters.wait_ns, ra__ring_now(ring) - begin);
+    (void)ra__add_i64(&ring->counters.wait_ns, ra__time_since(ra__ring_now(ring), begin));
     ra__ring_event(ring, RA_EV_WAIT, -1, &e);
     return RA_OK;
 }
 
 RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns) {
-    int64_t until;
+    int64_t left;
     ra_status s;
     if (!ring) return RA_E_NULL;
     if (ra__load_i32(&ring->state) == RA_RING_IDLE) return RA_OK;
     s = ra__load_i32(&ring->failed);
     if (!s) s = ra__ring_fail(ring, RA_E_CANCELLED, ra__blame_of(-1, -1, 0, -1));
     if (!ring->has_transport || ring->quiet) return ring->unsafe && ring->shared ? RA_E_UNSAFE : s;
-    until = ra__ring_now(ring) + ring->rd.quiesce_ns;
-    if (deadline_ns && deadline_ns < until) until = deadline_ns;
+    left = ra__ring_left(ring, deadline_ns, ring->rd.quiesce_ns);
     ring->quiet = 1;
-    if (ring->tp.quiesce ? ring->tp.quiesce(ring->tp.ctx, until) != RA_OK
+    if (ring->tp.quiesce ? ring->tp.quiesce(ring->tp.ctx, ra__ring_until(left)) != RA_OK
                          : ra__ring_list(ring) > 0 && ring->tp.post != NULL)
         ring->unsafe = 1;
     return ring->unsafe && ring->shared ? RA_E_UNSAFE : s;
@@ -14363,6 +14433,7 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
 #elif defined(__x86_64__)
 #pragma float_control(pop)
 #endif
+#undef RA__PROCESS_ID
 #undef RA__X86
 #undef RA__NEON
 #undef RA__INLINE

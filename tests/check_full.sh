@@ -63,7 +63,7 @@ warn="-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Wdouble-promotion -Wundef 
 
 # Programs that can show a race: worlds of threads in every kind of call.
 races() {
-    step tsan-clients "$@" make check config=tsan werror=1 CC=gcc TESTS=test_clients
+    step tsan-clients "$@" make check config=tsan werror=1 CC=gcc TESTS='test_clients test_failure'
     step tsan-bits "$@" make check config=tsan werror=1 CC=gcc TESTS=test_bits EXAMPLES= \
         ARGS=whoever_promises_keeps
     step tsan-forward "$@" make check config=tsan werror=1 CC=gcc TESTS=test_forward EXAMPLES= \
