@@ -6266,14 +6266,30 @@ RINGATTN_API const char *ra_isa_name(int32_t isa) {
  * array pos is unused. */
 typedef struct ra__seg { int64_t row, rows, pos, stride; } ra__seg;
 
+/* What comes before a run in its list: rows, blocks, and calls of a block engine. */
+enum { RA__ROWS, RA__BLOCKS, RA__CALLS };
+typedef struct ra__before { int64_t n[3]; } ra__before;
+
+/* A run that was looked up, and what comes before it. Calls are not counted. */
+typedef struct ra__cursor { int64_t run; ra__before at; } ra__cursor;
+
+/* Runs of consecutive rows. A plan has sums of what comes before each and finds a row or a block by
+ * bisection. A call on one rank has no memory for them: its cursor walks from the run that was
+ * looked up last, so that going through rows or blocks in order is linear in the runs. */
+typedef struct ra__run_list {
+    const ra_run *run;                 /* null: positions are not given as runs */
+    int64_t count;
+    const ra__before *before;          /* [count + 1], or */
+    ra__cursor *cursor;                /* of one thread */
+} ra__run_list;
+
 /* The rows of one rank, of the queries or of the keys. */
 typedef struct ra__side {
     int32_t layout, rank, ranks;
     int32_t batch_cuts;                /* 1: cut has an entry for each sequence */
     int64_t offset;                    /* position of the first token of a sequence */
     const int64_t *cut;                /* [B][2 ranks + 1] see ra__cut; null: one rank */
-    const ra_run *runs;                /* RUNS: of this rank */
-    int64_t run_count;
+    ra__run_list list;                 /* RUNS: of this rank */
     const int32_t *array;              /* ARRAY: of this rank, if known */
     int64_t array_stride, array_rows;
 } ra__side;
@@ -6356,6 +6372,81 @@ static void ra__cut(int64_t tokens, int32_t ranks, const int32_t *weights, int z
     }
 }
 
+RA__INLINE int64_t ra__run_step(const ra_run *run) { return run->stride ? run->stride : 1; }
+
+/* Position of the last row of a run. */
+RA__INLINE int64_t ra__run_last(const ra_run *run) {
+    return run->first + (run->count - 1) * ra__run_step(run);
+}
+
+RA__INLINE int64_t ra__run_blocks(const ra_run *run) {
+    return ra__ceil_div(run->count, RA_BLOCK_TOKENS);
+}
+
+/* Moves a cursor one run on or back. */
+static void ra__cursor_step(const ra__run_list *l, int back) {
+    ra__cursor *c = l->cursor;
+    const ra_run *run = &l->run[c->run - back];
+    int64_t sign = back ? -1 : 1;
+    RINGATTN_ASSERT(c->run - back >= 0 && c->run - back < l->count);
+    c->run += sign;
+    c->at.n[RA__ROWS] += sign * run->count;
+    c->at.n[RA__BLOCKS] += sign * ra__run_blocks(run);
+}
+
+/* The last run with at most `value` rows, blocks or calls before it, hence the run of that row,
+ * block or call; list.count for the end. Writes what comes before it. */
+static int64_t ra__list_find(const ra__run_list *l, int what, int64_t value, ra__before *at) {
+    int64_t low = 0, high = l->count;
+    if (!l->before) {
+        ra__cursor *c = l->cursor;
+        while (c->run > 0 && value < c->at.n[what]) ra__cursor_step(l, 1);
+        while (c->run < l->count &&
+               value >= c->at.n[what] + (what == RA__ROWS ? l->run[c->run].count
+                                                          : ra__run_blocks(&l->run[c->run])))
+            ra__cursor_step(l, 0);
+        *at = c->at;
+        return c->run;
+    }
+    while (low < high) {
+        int64_t mid = low + (high - low + 1) / 2;
+        RINGATTN_ASSERT(mid <= l->count);
+        if (l->before[mid].n[what] <= value) low = mid;
+        else high = mid - 1;
+    }
+    *at = l->before[low];
+    return low;
+}
+
+/* All rows of run i. */
+static ra__seg ra__list_run(const ra__run_list *l, int64_t i) {
+    ra__seg s;
+    while (!l->before && l->cursor->run != i) ra__cursor_step(l, l->cursor->run > i);
+    s.row = l->before ? l->before[i].n[RA__ROWS] : l->cursor->at.n[RA__ROWS];
+    s.rows = l->run[i].count;
+    s.pos = l->run[i].first;
+    s.stride = ra__run_step(&l->run[i]);
+    return s;
+}
+
+/* The row that a block starts with; of the block behind the last one: the number of rows. */
+static int64_t ra__list_row(const ra__run_list *l, int64_t block) {
+    ra__before at;
+    (void)ra__list_find(l, RA__BLOCKS, block, &at);
+    return at.n[RA__ROWS] + (block - at.n[RA__BLOCKS]) * RA_BLOCK_TOKENS;
+}
+
+/* Rows and blocks of all runs. */
+static ra__before ra__list_all(const ra__run_list *l) {
+    ra__before all = { { 0, 0, 0 } };
+    if (l->before) return l->before[l->count];
+    for (int64_t i = 0; i < l->count; i++) {
+        all.n[RA__ROWS] += l->run[i].count;
+        all.n[RA__BLOCKS] += ra__run_blocks(&l->run[i]);
+    }
+    return all;
+}
+
 /* Segment i of the rank's rows of sequence b with `tokens` tokens; 0 if there is none. */
 static int ra__side_seg(const ra__side *s, int32_t b, int64_t tokens, int64_t i, ra__seg *out) {
     int64_t own[3];
@@ -6367,12 +6458,9 @@ static int ra__side_seg(const ra__side *s, int32_t b, int64_t tokens, int64_t i,
         out->pos = 0;
         return i == 0;
     }
-    if (s->runs || s->layout == RA_LAYOUT_RUNS) {
-        if (i >= s->run_count) return 0;
-        for (int64_t j = 0; j < i; j++) out->row += s->runs[j].count;
-        out->rows = s->runs[i].count;
-        out->pos = s->runs[i].first;
-        out->stride = s->runs[i].stride ? s->runs[i].stride : 1;
+    if (s->layout == RA_LAYOUT_RUNS) {
+        if (i >= s->list.count) return 0;
+        *out = ra__list_run(&s->list, i);
         return 1;
     }
     if (s->layout == RA_LAYOUT_STRIPED) {
@@ -6404,6 +6492,7 @@ static int ra__side_seg(const ra__side *s, int32_t b, int64_t tokens, int64_t i,
 static int64_t ra__side_rows(const ra__side *s, int32_t b, int64_t tokens) {
     ra__seg seg;
     int64_t rows = 0;
+    if (s->layout == RA_LAYOUT_RUNS) return ra__list_all(&s->list).n[RA__ROWS];
     for (int64_t i = 0; ra__side_seg(s, b, tokens, i, &seg); i++) rows += seg.rows;
     return rows;
 }
@@ -6412,6 +6501,7 @@ static int64_t ra__side_rows(const ra__side *s, int32_t b, int64_t tokens) {
 static int64_t ra__side_blocks(const ra__side *s, int32_t b, int64_t tokens) {
     ra__seg seg;
     int64_t n = 0;
+    if (s->layout == RA_LAYOUT_RUNS) return ra__list_all(&s->list).n[RA__BLOCKS];
     for (int64_t i = 0; ra__side_seg(s, b, tokens, i, &seg); i++)
         n += ra__ceil_div(seg.rows, RA_BLOCK_TOKENS);
     return n;
@@ -6432,10 +6522,20 @@ RA__INLINE ra__seg ra__seg_block(const ra__seg *s, int64_t i) {
     return ra__seg_part(s, first, ra__min(RA_BLOCK_TOKENS, s->rows - first));
 }
 
+/* A block of a list, which must have it. */
+static ra__seg ra__list_block(const ra__run_list *l, int64_t block) {
+    ra__before at;
+    int64_t i = ra__list_find(l, RA__BLOCKS, block, &at);
+    ra__seg s = ra__list_run(l, i);
+    return ra__seg_block(&s, block - at.n[RA__BLOCKS]);
+}
+
+/* A block of the rank's rows of sequence b; 0 if there is none, but of RUNS it must be there. */
 static int ra__side_block(const ra__side *s, int32_t b, int64_t tokens, int64_t block,
                           ra__seg *out) {
     ra__seg seg;
     memset(out, 0, sizeof *out);
+    if (s->layout == RA_LAYOUT_RUNS) { *out = ra__list_block(&s->list, block); return 1; }
     for (int64_t i = 0; ra__side_seg(s, b, tokens, i, &seg); i++) {
         int64_t n = ra__ceil_div(seg.rows, RA_BLOCK_TOKENS);
         if (block < n) { *out = ra__seg_block(&seg, block); return 1; }
@@ -6586,7 +6686,9 @@ RA__INLINE int64_t ra__pairs_row(const int32_t v[4]) {
 
 enum { RA__FRAME_BYTES = 64, RA__ADDRESS_BYTES = 128, RA__SHARED_BUFFERS = 16 };
 
-/* Keys of one owner that travel together: one segment, or for zigzag two, mirrored. */
+/* Keys of one owner that travel together: one segment, or for zigzag two, mirrored. Of RUNS the
+ * segment is rows of several runs that follow one another, whole blocks of a list: pos and stride
+ * are those of its first row. */
 typedef struct ra__chunk {
     int32_t sequence, owner;
     int32_t segs;
@@ -6594,6 +6696,10 @@ typedef struct ra__chunk {
     int32_t hops[2];                   /* ranks that a segment visits after its owner */
     int32_t back_lead, back_hops[2];   /* the same in a backward pass, which goes up */
     ra__seg seg[2];
+    ra__run_list list;                 /* RUNS: the runs of the segment, the first and the last one
+                                        * perhaps in part; list.run null: no runs */
+    int64_t block, blocks, row;        /* which blocks of the list; its row where they begin */
+    int64_t low, high;                 /* smallest and largest position; in a plan */
 } ra__chunk;
 
 typedef struct ra__exchange {          /* one step of the lock-step run with this rank in it */
@@ -6641,6 +6747,14 @@ enum { RA__AGREE_SIZES, RA__AGREE_DTYPES, RA__AGREE_MASK, RA__AGREE_LAYOUT, RA__
        RA__AGREE_TRAINING, RA__AGREE_MESSAGES, RA__AGREE_PARTS };
 typedef struct ra__agreed { uint64_t part[RA__AGREE_PARTS]; } ra__agreed;
 
+/* A run among all runs of a table, by first position. */
+typedef struct ra__held {
+    ra_run run;
+    int64_t rows;                      /* of all entries before it */
+    int64_t group;                     /* entries [group, it) may reach beyond its first position,
+                                        * those before do not */
+} ra__held;
+
 struct ra_plan {
     ra_desc d;                         /* resolved; its arrays are copies in this plan */
     ra_allocator allocator;
@@ -6651,6 +6765,9 @@ struct ra_plan {
     int32_t dense;                     /* 1: key positions [0, kv_tokens) are all held */
     int64_t *q_cut, *k_cut;            /* [B][2 ranks + 1], null for STRIPED, RUNS, ARRAY */
     int64_t *q_run0, *k_run0;          /* RUNS: [ranks + 1] first entry in the tables */
+    ra__before *q_before, *k_before;   /* RUNS: of rank r from entry run0[r] + r on */
+    ra__held *held;                    /* RUNS: all runs of keys by their first position */
+    int64_t held_count;
     int64_t chunks;
     ra__chunk *chunk;
     uint8_t *need;                     /* [chunks][2][need_row] bit r: rank r folds the segment */
@@ -6719,8 +6836,9 @@ static ra__side ra__plan_side(const ra_plan *p, int keys, int32_t rank) {
     s.offset = keys ? 0 : p->d.q_offset;
     s.cut = keys ? p->k_cut : p->q_cut;
     if (l->kind == RA_LAYOUT_RUNS) {
-        s.runs = (keys ? l->k_runs : l->q_runs) + run0[rank];
-        s.run_count = run0[rank + 1] - run0[rank];
+        s.list.run = (keys ? l->k_runs : l->q_runs) + run0[rank];
+        s.list.count = run0[rank + 1] - run0[rank];
+        s.list.before = (keys ? p->k_before : p->q_before) + run0[rank] + rank;
     }
     if (l->kind == RA_LAYOUT_ARRAY) s.array_rows = (keys ? l->k_rows : l->q_rows)[rank];
     return s;
@@ -6830,10 +6948,53 @@ RA__INLINE int32_t ra__back_stations(const ra_plan *p, const ra__chunk *c) {
     return reach && p->d.grad_home == RA_HOME_RING ? p->d.ranks - 1 : reach;
 }
 
+/* Blocks of segment i of a chunk. */
+RA__INLINE int64_t ra__seg_blocks(const ra__chunk *c, int32_t i) {
+    return c->list.run ? c->blocks : ra__ceil_div(c->seg[i].rows, RA_BLOCK_TOKENS);
+}
+
+/* Block j of segment i, from the front. */
+static ra__seg ra__seg_block_at(const ra__chunk *c, int32_t i, int64_t j) {
+    ra__seg s;
+    if (!c->list.run) return ra__seg_block(&c->seg[i], j);
+    s = ra__list_block(&c->list, c->block + j);
+    s.row += c->seg[0].row - c->row;
+    return s;
+}
+
+/* Run i of a chunk of runs, as far as it belongs to the chunk; in a plan. */
+static ra__seg ra__chunk_run(const ra__chunk *c, int64_t i) {
+    ra__seg s = ra__list_run(&c->list, i);
+    int64_t from = ra__max(0, c->row - s.row);
+    int64_t to = ra__min(s.rows, c->row + c->seg[0].rows - s.row);
+    s = ra__seg_part(&s, from, to - from);
+    s.row += c->seg[0].row - c->row;
+    return s;
+}
+
+/* Smallest and largest position of segment i of a chunk in a plan; not known of ARRAY. */
+static void ra__chunk_span(const ra__chunk *c, int32_t i, int64_t *first, int64_t *last) {
+    if (!c->list.run) {
+        ra__seg_span(&c->seg[i], NULL, first, last);
+        return;
+    }
+    *first = c->low;
+    *last = c->high;
+}
+
+/* Positions of the rows of segment i of a chunk in a plan; array as in ra__seg_positions. */
+static void ra__chunk_positions(const ra__chunk *c, int32_t i, const int32_t *array,
+                                int32_t *pos) {
+    if (!c->list.run) ra__seg_positions(&c->seg[i], array, pos);
+    for (int64_t j = 0; c->list.run && j < c->list.count; j++) {
+        ra__seg s = ra__chunk_run(c, j);
+        ra__seg_positions(&s, NULL, pos + s.row - c->seg[0].row);
+    }
+}
+
 /* Blocks of a chunk, in the order in which a row folds them. */
 RA__INLINE int64_t ra__chunk_blocks(const ra__chunk *c) {
-    int64_t n = ra__ceil_div(c->seg[0].rows, RA_BLOCK_TOKENS);
-    return c->segs > 1 ? n + ra__ceil_div(c->seg[1].rows, RA_BLOCK_TOKENS) : n;
+    return c->segs > 1 ? ra__seg_blocks(c, 0) + ra__seg_blocks(c, 1) : ra__seg_blocks(c, 0);
 }
 
 /* Block i of chunk c in folding order: DESC downwards; zigzag the pairs {k, n - 1 - k}, front block
@@ -6841,6 +7002,7 @@ RA__INLINE int64_t ra__chunk_blocks(const ra__chunk *c) {
 static ra__seg ra__chunk_block(const ra__chunk *c, int32_t order, int64_t i, int32_t *which) {
     int64_t n0 = ra__ceil_div(c->seg[0].rows, RA_BLOCK_TOKENS), n1, pair;
     *which = 0;
+    if (c->list.run) return ra__seg_block_at(c, 0, i);
     if (c->segs < 2) return ra__seg_block(&c->seg[0], order == RA_ORDER_DESC ? n0 - 1 - i : i);
     n1 = ra__ceil_div(c->seg[1].rows, RA_BLOCK_TOKENS);
     pair = ra__min(n0, n1);
@@ -6867,35 +7029,110 @@ static void ra__chunk_zigzag(ra__chunk *c, const ra__seg s[2], int64_t n, int64_
     if (g1 > g0) c->seg[c->segs++] = ra__seg_part(&s[1], g0, g1 - g0);
 }
 
+/* Makes a chunk blocks [from, to) of a list. */
+static void ra__chunk_of_list(ra__chunk *c, const ra__run_list *l, int64_t from, int64_t to) {
+    ra__seg s = { 0, 0, 0, 1 };
+    if (to > from) s = ra__list_block(l, from);
+    c->segs = 1;
+    c->list = *l;
+    c->block = from;
+    c->blocks = to - from;
+    c->row = s.row;
+    c->seg[0] = s;
+    c->seg[0].rows = to > from ? ra__list_row(l, to) - s.row : 0;
+}
+
+/* Leaves of segment i of a chunk blocks [from, to), as far as there are so many; returns the rows
+ * before them. */
+static int64_t ra__seg_cut(ra__chunk *c, int32_t i, int64_t from, int64_t to) {
+    int64_t n = ra__seg_blocks(c, i), row = c->row, first = c->seg[i].row;
+    from = ra__min(from, n);
+    to = ra__min(to, n);
+    if (c->list.run) {
+        ra__run_list l = c->list;
+        ra__chunk_of_list(c, &l, c->block + from, c->block + to);
+        if (from == to) c->row = row;  /* no rows, at some place */
+        c->seg[0].row = first + c->row - row;
+        return c->row - row;
+    }
+    from *= RA_BLOCK_TOKENS;
+    to = ra__min(to * RA_BLOCK_TOKENS, c->seg[i].rows);
+    from = ra__min(from, to);
+    c->seg[i] = ra__seg_part(&c->seg[i], from, to - from);
+    return from;
+}
+
+/* All rows of a side as one chunk. */
+static void ra__chunk_side(const ra__side *side, int32_t b, int64_t tokens, ra__chunk *c) {
+    memset(c, 0, sizeof *c);
+    c->sequence = b;
+    c->owner = side->rank;
+    if (side->layout == RA_LAYOUT_RUNS) {
+        ra__chunk_of_list(c, &side->list, 0, ra__side_blocks(side, b, tokens));
+        return;
+    }
+    c->segs = 1 + (side->layout == RA_LAYOUT_ZIGZAG);
+    for (int32_t i = 0; i < c->segs; i++) (void)ra__side_seg(side, b, tokens, i, &c->seg[i]);
+}
+
+/* The chunks of a list, cut between blocks so that they have nearly equally many rows. */
+static int64_t ra__chunk_runs(const ra__side *side, int32_t b, int64_t chunk_tokens,
+                              ra__chunk *out) {
+    const ra__run_list *l = &side->list;
+    int64_t rows = ra__list_all(l).n[RA__ROWS], n = ra__ceil_div(rows, chunk_tokens), count = 0;
+    int64_t from = 0;
+    for (int64_t j = 1; j <= n; j++) {
+        int64_t cut = rows * j / n, to, i, first, last;
+        ra__chunk *c = &out[count];
+        ra__before at;
+        (void)ra__list_find(l, RA__ROWS, cut, &at);
+        to = at.n[RA__BLOCKS] + ra__ceil_div(cut - at.n[RA__ROWS], RA_BLOCK_TOKENS);
+        if (to == from) continue;
+        memset(c, 0, sizeof *c);
+        c->sequence = b;
+        c->owner = side->rank;
+        ra__chunk_of_list(c, l, from, to);
+        first = ra__list_find(l, RA__BLOCKS, from, &at);
+        last = ra__list_find(l, RA__BLOCKS, to - 1, &at);
+        c->list.run += first;
+        c->list.before += first;
+        c->list.count = last + 1 - first;
+        c->low = INT64_MAX;
+        for (i = 0; i < c->list.count; i++) {
+            ra__seg s = ra__chunk_run(c, i);
+            c->low = ra__min(c->low, s.pos);
+            c->high = ra__max(c->high, s.pos + (s.rows - 1) * s.stride);
+        }
+        from = to;
+        count++;
+    }
+    return count;
+}
+
 /* Writes the chunks of one shard, ascending; returns how many. */
 static int64_t ra__chunk_shard(const ra__side *side, int32_t b, int64_t tokens,
                                int64_t chunk_tokens, ra__chunk *out) {
-    int64_t count = 0;
-    ra__seg s[2];
-    memset(s, 0, sizeof s);
-    for (int64_t i = 0; ra__side_seg(side, b, tokens, i, &s[0]); i++) {
-        int zigzag = side->layout == RA_LAYOUT_ZIGZAG;
-        int64_t rows = s[0].rows, blocks = ra__ceil_div(rows, RA_BLOCK_TOKENS);
-        if (zigzag) {
-            (void)ra__side_seg(side, b, tokens, ++i, &s[1]);
-            rows += s[1].rows;
-            blocks = ra__max(blocks, ra__ceil_div(s[1].rows, RA_BLOCK_TOKENS));
-        }
-        int64_t n = ra__min(blocks, ra__ceil_div(rows, chunk_tokens));
-        for (int64_t j = 0; j < n; j++, count++) {
-            ra__chunk c;
-            int64_t from = ra__part(blocks, n, j) * RA_BLOCK_TOKENS;
-            int64_t to = ra__min(ra__part(blocks, n, j + 1) * RA_BLOCK_TOKENS, s[0].rows);
-            memset(&c, 0, sizeof c);
-            c.sequence = b;
-            c.owner = side->rank;
-            c.segs = 1;
-            if (zigzag) ra__chunk_zigzag(&c, s, n, j);
-            else c.seg[0] = ra__seg_part(&s[0], from, to - from);
-            out[count] = c;
-        }
+    int zigzag = side->layout == RA_LAYOUT_ZIGZAG;
+    int64_t rows, blocks, n;
+    ra__chunk all;
+    if (side->layout == RA_LAYOUT_RUNS) return ra__chunk_runs(side, b, chunk_tokens, out);
+    ra__chunk_side(side, b, tokens, &all);
+    rows = ra__chunk_rows(&all);
+    blocks = ra__seg_blocks(&all, 0);
+    if (zigzag) blocks = ra__max(blocks, ra__seg_blocks(&all, 1));
+    n = ra__min(blocks, ra__ceil_div(rows, chunk_tokens));
+    for (int64_t j = 0; j < n; j++) {
+        ra__chunk *c = &out[j];
+        int64_t from = ra__part(blocks, n, j) * RA_BLOCK_TOKENS;
+        int64_t to = ra__min(ra__part(blocks, n, j + 1) * RA_BLOCK_TOKENS, all.seg[0].rows);
+        memset(c, 0, sizeof *c);
+        c->sequence = b;
+        c->owner = side->rank;
+        c->segs = 1;
+        if (zigzag) ra__chunk_zigzag(c, all.seg, n, j);
+        else c->seg[0] = ra__seg_part(&all.seg[0], from, to - from);
     }
-    return count;
+    return n;
 }
 
 /* Writes all chunks of keys, or of queries, in global order; returns how many. down: owners and
@@ -6921,9 +7158,17 @@ static int64_t ra__chunk_all(const ra_plan *p, int keys, int down, ra__chunk *ou
 /* Class of segment i of a chunk for the rows of b; positions of ARRAY are not known here. */
 static int ra__seg_class(const ra_plan *p, const ra__chunk *c, int32_t i, const ra__bounds *b) {
     int64_t first, last;
+    int kind;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) return RA__PARTIAL;
-    ra__seg_span(&c->seg[i], NULL, &first, &last);
-    return ra__classify(b, first, last);
+    ra__chunk_span(c, i, &first, &last);
+    kind = ra__classify(b, first, last);
+    if (!c->list.run || kind != RA__PARTIAL) return kind;
+    for (int64_t j = 0; j < c->list.count; j++) {
+        ra__seg s = ra__chunk_run(c, j);
+        ra__seg_span(&s, NULL, &first, &last);
+        if (ra__classify(b, first, last) != RA__EMPTY) return RA__PARTIAL;
+    }
+    return RA__EMPTY;
 }
 
 /* Chunks [*first, *end) of sequence b: the list is sorted by sequence. */
@@ -6986,8 +7231,8 @@ static void ra__chunk_q_needs(ra_plan *p, int64_t c, int32_t rank) {
     ra__side side = ra__plan_side(p, 1, rank);
     int64_t keys = ra__k_len(&p->d, chunk->sequence), first, last;
     for (int32_t i = 0; i < chunk->segs; i++)
-        for (int64_t j = 0; j < ra__ceil_div(chunk->seg[i].rows, RA_BLOCK_TOKENS); j++) {
-            ra__seg rows = ra__seg_block(&chunk->seg[i], j), s;
+        for (int64_t j = 0; j < ra__seg_blocks(chunk, i); j++) {
+            ra__seg rows = ra__seg_block_at(chunk, i, j), s;
             ra__bounds bounds = ra__rows_fill(&p->d.mask, ra__key_end(&p->d, chunk->sequence, 0),
                                               &rows, NULL, NULL);
             for (int64_t k = 0; ra__side_seg(&side, chunk->sequence, keys, k, &s); k++) {
@@ -8476,7 +8721,13 @@ static void ra__engine_carve(ra__arena *a, const ra_desc *d, int64_t chunk_rows,
 static int ra__engine_task(const ra__work *w, int32_t b, int64_t index, ra__seg *out) {
     int64_t rows = ra__engine_rows(w->d), tokens = ra__q_len(w->d, b);
     ra__seg s;
-    for (int64_t i = 0; ra__side_seg(&w->q_side, b, tokens, i, &s); i++) {
+    ra__before at;
+    int64_t from = 0;
+    if (w->q_side.layout == RA_LAYOUT_RUNS) {
+        from = ra__list_find(&w->q_side.list, RA__CALLS, index, &at);
+        index -= at.n[RA__CALLS];
+    }
+    for (int64_t i = from; ra__side_seg(&w->q_side, b, tokens, i, &s); i++) {
         int64_t n = ra__ceil_div(s.rows, rows);
         if (index < n) {
             *out = ra__seg_part(&s, index * rows, ra__min(rows, s.rows - index * rows));
@@ -8490,6 +8741,7 @@ static int ra__engine_task(const ra__work *w, int32_t b, int64_t index, ra__seg 
 static int64_t ra__engine_tasks(const ra_desc *d, const ra__side *side, int32_t b) {
     ra__seg s;
     int64_t n = 0;
+    if (side->layout == RA_LAYOUT_RUNS) return ra__list_all(&side->list).n[RA__CALLS];
     for (int64_t i = 0; ra__side_seg(side, b, ra__q_len(d, b), i, &s); i++)
         n += ra__ceil_div(s.rows, ra__engine_rows(d));
     return n;
@@ -8576,10 +8828,10 @@ static int ra__engine_call(const ra__work *w, const ra__item *item, const ra__se
     ra_block call;
     int64_t first, last;
     if (!item->k[i].data) return 0;    /* left off: no block of rows sees it, only their union */
-    ra__seg_span(&keys, NULL, &first, &last);
+    ra__chunk_span(&item->c, i, &first, &last);
     int kind = item->pos[i] ? RA__PARTIAL : ra__classify(&bounds, first, last);
     if (kind == RA__EMPTY) return 0;
-    ra__seg_positions(&keys, item->pos[i], x->k_pos);
+    ra__chunk_positions(&item->c, i, item->pos[i], x->k_pos);
     k = item->k[i];
     v = item->v[i];
     memset(&call, 0, sizeof call);
@@ -8756,7 +9008,6 @@ static void ra__back_block(const ra__back *x, int32_t b, int64_t i, ra__seg *out
     int64_t tokens = ra__q_len(w->d, b);
     int32_t which;
     ra__chunk c;
-    memset(&c, 0, sizeof c);
     if (x->rows) {
         *out = ra__chunk_block(x->rows, RA_ORDER_TURN, i, &which);
         return;
@@ -8765,9 +9016,7 @@ static void ra__back_block(const ra__back *x, int32_t b, int64_t i, ra__seg *out
         (void)ra__side_block(&w->q_side, b, tokens, i, out);
         return;
     }
-    (void)ra__side_seg(&w->q_side, b, tokens, 0, &c.seg[0]);
-    (void)ra__side_seg(&w->q_side, b, tokens, 1, &c.seg[1]);
-    c.segs = 2;
+    ra__chunk_side(&w->q_side, b, tokens, &c);
     *out = ra__chunk_block(&c, RA_ORDER_TURN, i, &which);
 }
 
@@ -9397,19 +9646,100 @@ static ra_status ra__check_layout(const ra_desc *d, ra_error *e) {
     return RA_OK;
 }
 
-/* First common position of two runs, or -1: solves first_a + i s_a = first_b + j s_b by walking the
- * shorter run over at most s_other steps, after which residues repeat. */
+/* First common position of two runs, or -1. With strides s and t and g = gcd(s, t) the positions
+ * a.first + i s of run a are also b.first + j t where i s = b.first - a.first mod t, hence for
+ * i = (b.first - a.first) / g * (s / g)^-1 mod t / g, the inverse by Euclid's algorithm, and then
+ * every lcm(s, t). Strides are below 2^31: see ra__runs_sort. */
 static int64_t ra__runs_meet(const ra_run *a, const ra_run *b) {
-    int64_t sa = a->stride ? a->stride : 1, sb = b->stride ? b->stride : 1;
-    int64_t end_a = a->first + (a->count - 1) * sa, end_b = b->first + (b->count - 1) * sb;
-    int64_t low = ra__max(a->first, b->first), high = ra__min(end_a, end_b);
-    int64_t p = a->first + ra__max(0, ra__ceil_div(low - a->first, sa)) * sa;
-    for (int64_t i = 0; i < sb && p <= high; i++, p += sa)
-        if ((p - b->first) % sb == 0) return p;
-    return -1;
+    int64_t g = a->stride, rest = b->stride, x = 1, y = 0, step, i, p;
+    int64_t low = ra__max(a->first, b->first);
+    while (rest) {                     /* g = x s mod t, rest = y s mod t */
+        int64_t q = g / rest, t = g - q * rest;
+        g = rest;
+        rest = t;
+        t = x - q * y;
+        x = y;
+        y = t;
+    }
+    if ((b->first - a->first) % g) return -1;
+    step = b->stride / g;
+    i = (b->first - a->first) / g % step * (x % step) % step;
+    p = a->first + (i < 0 ? i + step : i) * a->stride;
+    step *= a->stride;
+    if (p < low) p += ra__ceil_div(low - p, step) * step;
+    return p <= ra__min(ra__run_last(a), ra__run_last(b)) ? p : -1;
 }
 
-/* One table of runs: entries in range, no position twice. `names` are the fields to blame. */
+/* Sifts entry i of a heap of n entries down: none is above its children. */
+static void ra__held_sift(ra__held *h, int64_t i, int64_t n) {
+    ra__held x = h[i];
+    for (int64_t child; (child = 2 * i + 1) < n; i = child) {
+        if (child + 1 < n && h[child + 1].run.first > h[child].run.first) child++;
+        if (h[child].run.first <= x.run.first) break;
+        h[i] = h[child];
+    }
+    h[i] = x;
+}
+
+/* Sorts n runs in range by first position; strides of single rows become 1. */
+static void ra__runs_sort(const ra_run *runs, int64_t n, ra__held *h) {
+    for (int64_t i = 0; i < n; i++) {
+        h[i].run = runs[i];
+        h[i].run.stride = runs[i].count > 1 ? ra__run_step(&runs[i]) : 1;
+    }
+    for (int64_t i = n / 2 - 1; i >= 0; i--) ra__held_sift(h, i, n);
+    for (int64_t i = n - 1; i > 0; i--) {
+        ra__held top = h[0];
+        h[0] = h[i];
+        h[i] = top;
+        ra__held_sift(h, 0, i);
+    }
+}
+
+/* Sorts runs and refuses a position that two of them hold: only runs of one group are compared. */
+static ra_status ra__check_held(const ra_run *runs, int64_t n, const char *field, ra__held *h,
+                                ra_error *e) {
+    int64_t reach = -1, group = 0, rows = 0;
+    ra__runs_sort(runs, n, h);
+    for (int64_t i = 0; i < n; rows += h[i++].run.count) {
+        if (h[i].run.first > reach) group = i;
+        h[i].rows = rows;
+        h[i].group = group;
+        for (int64_t j = group; j < i; j++) {
+            int64_t p = -1;
+            if (ra__run_last(&h[j].run) >= h[i].run.first) p = ra__runs_meet(&h[j].run, &h[i].run);
+            if (p >= 0) return ra__refuse(e, RA_E_POSITIONS, field, "position # is held twice", p);
+        }
+        reach = ra__max(reach, ra__run_last(&h[i].run));
+    }
+    return RA_OK;
+}
+
+/* Runs of all ranks together. */
+static int64_t ra__runs_count(const ra_desc *d, int keys) {
+    const int32_t *count = keys ? d->layout.k_run_count : d->layout.q_run_count;
+    int64_t n = 0;
+    for (int32_t r = 0; count && r < d->ranks; r++) n += count[r];
+    return n;
+}
+
+/* Entries of the memory that ra__check_tables_held wants. */
+static int64_t ra__held_most(const ra_desc *d) {
+    if (d->layout.kind != RA_LAYOUT_RUNS) return 0;
+    return ra__max(ra__runs_count(d, 0), ra__runs_count(d, 1));
+}
+
+/* No position twice in a table of a resolved descriptor; leaves those of keys sorted in h. */
+static ra_status ra__check_tables_held(const ra_desc *d, ra__held *h) {
+    const ra_layout *l = &d->layout;
+    ra_status s;
+    if (l->kind != RA_LAYOUT_RUNS) return RA_OK;
+    s = ra__check_held(l->q_runs, ra__runs_count(d, 0), "layout.q_runs", h, d->error);
+    if (s || !l->k_runs || l->k_runs == l->q_runs) return s;
+    return ra__check_held(l->k_runs, ra__runs_count(d, 1), "layout.k_runs", h, d->error);
+}
+
+/* One table of runs: entries in range. `names` are the fields to blame. */
 static ra_status ra__check_runs(const ra_run *runs, const int32_t *count, int32_t ranks,
                                 const int64_t range[2], const char *const names[2], ra_error *e) {
     int64_t n = 0;
@@ -9419,16 +9749,12 @@ static ra_status ra__check_runs(const ra_run *runs, const int32_t *count, int32_
         n += count[r];
     }
     for (int64_t i = 0; i < n; i++) {
-        int64_t stride = runs[i].stride ? runs[i].stride : 1, last;
+        int64_t stride = ra__run_step(&runs[i]), last;
         if (runs[i].count < 1 || stride < 1 || runs[i].first < range[0] ||
             runs[i].first >= range[1] || !ra__mul(runs[i].count - 1, stride, &last) ||
             runs[i].first + last >= range[1])
             return ra__refuse(e, RA_E_RANGE, names[0],
                               "entry # has no rows, or steps back, or leaves the tokens", i);
-        for (int64_t j = 0; j < i; j++)
-            if (ra__runs_meet(&runs[i], &runs[j]) >= 0)
-                return ra__refuse(e, RA_E_POSITIONS, names[0], "position # is held twice",
-                                  ra__runs_meet(&runs[i], &runs[j]));
     }
     return RA_OK;
 }
@@ -9465,8 +9791,7 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
         s = ra__check_runs(l->k_runs, l->k_run_count, d->ranks, range, k_names, e);
     for (int32_t r = 0, at = 0; !s && !l->k_runs && r < d->ranks; r++)
         for (int32_t i = 0; i < l->q_run_count[r]; i++, at++)
-            if (l->q_runs[at].first + (l->q_runs[at].count - 1) *
-                    (l->q_runs[at].stride ? l->q_runs[at].stride : 1) >= ra__k_most(d))
+            if (ra__run_last(&l->q_runs[at]) >= ra__k_most(d))
                 return ra__refuse(e, RA_E_POSITIONS, "kv_tokens",
                                   "does not reach entry # of q_runs, which are k_runs too", at);
     return s;
@@ -9554,6 +9879,14 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out) {
     ra_desc full;
     ra_status s = ra__resolve(d, &full);
     if (!s) s = ra__check_intervals(&full, d->error);
+    if (!s && full.layout.kind == RA_LAYOUT_RUNS) {
+        const size_t bytes = (size_t)ra__held_most(&full) * sizeof(ra__held);
+        ra__held *h = (ra__held *)ra__alloc(NULL, bytes, 64);
+        if (h) s = ra__check_tables_held(&full, h);
+        else s = ra__refuse(d->error, RA_E_NOMEM, "layout.q_runs", "no # bytes to sort them",
+                            (int64_t)bytes);
+        ra__free(NULL, h, bytes);
+    }
     if (s) return s;
     if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
     if (!full.tokens_of) full.kv_tokens = ra__k_most(&full);
@@ -9653,17 +9986,33 @@ static void *ra__carve_copy(ra__arena *a, const void *from, int64_t n, size_t el
     return to;
 }
 
-/* Runs of all ranks and the first entry of each. */
-static void ra__carve_runs(ra__arena *a, int32_t ranks, const ra_run **runs, const int32_t **count,
-                           int64_t **run0) {
-    int64_t n = 0;
-    *run0 = (int64_t *)ra__carve(a, ((int64_t)ranks + 1) * 8);
-    for (int32_t r = 0; r <= ranks; r++) {
-        if (a->base) (*run0)[r] = n;
-        if (r < ranks) n += (*count)[r];
-    }
+/* Runs of all ranks, the first entry of each, and what comes before each run of a rank. */
+static void ra__carve_runs(ra__arena *a, ra_plan *p, int keys) {
+    ra_layout *l = &p->d.layout;
+    const ra_run **runs = keys ? &l->k_runs : &l->q_runs;
+    const int32_t **count = keys ? &l->k_run_count : &l->q_run_count;
+    const int32_t ranks = p->d.ranks;
+    const int64_t n = ra__runs_count(&p->d, keys);
+    const int64_t call = p->d.engine ? ra__engine_rows(&p->d) : RA_BLOCK_TOKENS;
+    int64_t *run0 = (int64_t *)ra__carve(a, ((int64_t)ranks + 1) * 8);
+    ra__before *before = (ra__before *)ra__carve(a, (n + ranks) * (int64_t)sizeof *before);
+    *(keys ? &p->k_run0 : &p->q_run0) = run0;
+    *(keys ? &p->k_before : &p->q_before) = before;
     *runs = (const ra_run *)ra__carve_copy(a, *runs, n, sizeof(ra_run));
     *count = (const int32_t *)ra__carve_copy(a, *count, ranks, 4);
+    if (!a->base) return;
+    run0[0] = 0;
+    for (int32_t r = 0; r < ranks; r++) {
+        const ra_run *run = *runs + run0[r];
+        run0[r + 1] = run0[r] + (*count)[r];
+        memset(before, 0, sizeof *before);
+        for (int32_t i = 0; i < (*count)[r]; i++, before++) {
+            before[1].n[RA__ROWS] = before->n[RA__ROWS] + run[i].count;
+            before[1].n[RA__BLOCKS] = before->n[RA__BLOCKS] + ra__run_blocks(&run[i]);
+            before[1].n[RA__CALLS] = before->n[RA__CALLS] + ra__ceil_div(run[i].count, call);
+        }
+        before++;
+    }
 }
 
 /* Carves the arrays of the descriptor (copies) and of cuts. Counting only if a->base is null. */
@@ -9676,10 +10025,14 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     d->kv_tokens_of = (const int64_t *)ra__carve_copy(a, d->kv_tokens_of, B, 8);
     l->weights = (const int32_t *)ra__carve_copy(a, l->weights, d->ranks, 4);
     p->q_run0 = p->k_run0 = NULL;
+    p->q_before = p->k_before = NULL;
+    p->held = NULL;
     if (l->kind == RA_LAYOUT_RUNS) {
         if (!l->k_runs) { l->k_runs = l->q_runs; l->k_run_count = l->q_run_count; }
-        ra__carve_runs(a, d->ranks, &l->q_runs, &l->q_run_count, &p->q_run0);
-        ra__carve_runs(a, d->ranks, &l->k_runs, &l->k_run_count, &p->k_run0);
+        p->held_count = ra__runs_count(d, 1);
+        p->held = (ra__held *)ra__carve(a, ra__held_most(d) * (int64_t)sizeof(ra__held));
+        ra__carve_runs(a, p, 0);
+        ra__carve_runs(a, p, 1);
     }
     if (l->kind == RA_LAYOUT_ARRAY) {
         if (!l->k_rows) l->k_rows = l->q_rows;
@@ -9952,14 +10305,14 @@ static void ra__plan_direction(ra_plan *p) {
  * Adds the blocks of one segment to tally[class]. */
 static void ra__tally_seg(const ra_plan *p, const ra__chunk *c, int32_t i, const ra__bounds *bounds,
                           int64_t tally[3]) {
-    int64_t blocks = ra__ceil_div(c->seg[i].rows, RA_BLOCK_TOKENS), first, last;
+    int64_t blocks = ra__seg_blocks(c, i), first, last;
     int kind = ra__seg_class(p, c, i, bounds);
     if (kind != RA__PARTIAL || p->d.layout.kind == RA_LAYOUT_ARRAY) {
         tally[kind] += blocks;
         return;
     }
     for (int64_t j = 0; j < blocks; j++) {
-        ra__seg k = ra__seg_block(&c->seg[i], j);
+        ra__seg k = ra__seg_block_at(c, i, j);
         ra__seg_span(&k, NULL, &first, &last);
         tally[ra__classify(bounds, first, last)]++;
     }
@@ -9988,17 +10341,26 @@ static void ra__report_tiles(const ra_plan *p, int32_t rank, int32_t b, ra_plan_
     r->tiles_full += tally[RA__FULL] * p->d.q_heads;
 }
 
-/* Keys among those that somebody holds in [lo, hi). */
-static int64_t ra__keys_held(const ra_plan *p, int64_t lo, int64_t hi) {
-    const ra_layout *l = &p->d.layout;
-    int64_t n = 0;
-    for (int64_t i = 0; i < p->k_run0[p->d.ranks]; i++) {
-        int64_t first = l->k_runs[i].first, step = l->k_runs[i].stride ? l->k_runs[i].stride : 1;
-        int64_t a = ra__ceil_div(ra__max(lo - first, 0), step);
-        int64_t b = ra__min(l->k_runs[i].count, hi > first ? ra__ceil_div(hi - first, step) : 0);
-        n += ra__max(0, b - a);
+/* Keys that somebody holds below position p. */
+static int64_t ra__keys_below(const ra_plan *p, int64_t pos) {
+    int64_t low = 0, high = p->held_count, n;
+    while (low < high) {               /* entries that begin below it */
+        int64_t mid = low + (high - low) / 2;
+        if (p->held[mid].run.first < pos) low = mid + 1;
+        else high = mid;
+    }
+    if (low == 0) return 0;
+    n = p->held[p->held[low - 1].group].rows;
+    for (int64_t i = p->held[low - 1].group; i < low; i++) {
+        const ra_run *run = &p->held[i].run;
+        n += ra__min(run->count, ra__ceil_div(pos - run->first, run->stride));
     }
     return n;
+}
+
+/* Keys that somebody holds in [lo, hi). */
+static int64_t ra__keys_held(const ra_plan *p, int64_t lo, int64_t hi) {
+    return lo < hi ? ra__keys_below(p, hi) - ra__keys_below(p, lo) : 0;
 }
 
 static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
@@ -11550,20 +11912,16 @@ static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint
 static void ra__item_part(ra__item *item, ra__grads *g, int32_t part, int32_t parts) {
     ra__chunk *c = &item->c;
     int64_t n = 0, most = 0;
-    for (int32_t i = 0; i < c->segs; i++)
-        most = ra__max(most, ra__ceil_div(c->seg[i].rows, RA_BLOCK_TOKENS));
+    for (int32_t i = 0; i < c->segs; i++) most = ra__max(most, ra__seg_blocks(c, i));
     for (int32_t i = 0; i < c->segs; i++) {
         int64_t from = ra__part(most, parts, part), to = ra__part(most, parts, part + 1), rest;
-        n = ra__ceil_div(c->seg[i].rows, RA_BLOCK_TOKENS);
+        n = ra__seg_blocks(c, i);
         if (i == 1) {                  /* zigzag's second segment pairs up from its end */
             rest = from;
             from = ra__max(n - to, 0);
             to = ra__max(n - rest, 0);
         }
-        from = ra__min(from, n) * RA_BLOCK_TOKENS;
-        to = ra__min(ra__min(to, n) * RA_BLOCK_TOKENS, c->seg[i].rows);
-        from = ra__min(from, to);
-        c->seg[i] = ra__seg_part(&c->seg[i], from, to - from);
+        from = ra__seg_cut(c, i, from, to);
         item->k[i] = ra__view_at(item->k[i], 0, from, 0);
         item->v[i] = ra__view_at(item->v[i], 0, from, 0);
         if (item->pos[i]) item->pos[i] += from;
@@ -11600,21 +11958,13 @@ static ra__share ra__ring_share(const ra_ring *r, int32_t b, int64_t task, int64
     return s;
 }
 
-/* RA_WAY_Q: item i of this rank's keys of a sequence, with the sums of one kv head; zigzag's two
- * segments are one. 0: there is none. */
-static int ra__ring_key_item(const ra_ring *r, const ra__share *s, int64_t i, ra__item *item,
-                             ra__grads *g) {
+/* RA_WAY_Q: this rank's keys of a sequence, with the sums of one kv head. */
+static void ra__ring_key_item(const ra_ring *r, const ra__share *s, ra__item *item, ra__grads *g) {
     const ra_desc *d = &r->plan->d;
     ra__side side = ra__plan_side(r->plan, 1, r->rank);
-    int64_t tokens = ra__k_len(d, s->t.sequence);
-    int zigzag = d->layout.kind == RA_LAYOUT_ZIGZAG;
     ra__view kv[2], dk, dv;
     memset(item, 0, sizeof *item);
-    item->c.sequence = s->t.sequence;
-    item->c.segs = 1 + zigzag;
-    if ((zigzag && i > 0) ||
-        !ra__side_seg(&side, s->t.sequence, tokens, i, &item->c.seg[0])) return 0;
-    if (zigzag) (void)ra__side_seg(&side, s->t.sequence, tokens, 1, &item->c.seg[1]);
+    ra__chunk_side(&side, s->t.sequence, ra__k_len(d, s->t.sequence), &item->c);
     kv[0] = r->k;
     kv[1] = r->v;
     ra__item_owned(item, kv, NULL);
@@ -11630,7 +11980,6 @@ static int ra__ring_key_item(const ra_ring *r, const ra__share *s, int64_t i, ra
         g->dv[j].data += (int64_t)d->v_column * 4;
     }
     if (!s->want_q) ra__item_part(item, g, s->part, s->parts);
-    return 1;
 }
 
 /* Where the rows of a packed chunk of queries are: renumbered, one segment after the other. */
@@ -11665,14 +12014,8 @@ static void ra__ring_unpack_q(const ra_ring *r, int64_t f, ra__packed *x) {
 static void ra__ring_q_phase(const ra_ring *r, const ra__share *s, const ra__packed *p,
                              ra__grads *g, ra__back_scratch *x) {
     ra__item item;
-    int64_t i = 0;
-    for (; ra__ring_key_item(r, s, i, &item, g); i++) {
-        if (!s->want_k) memset(g->dk, 0, sizeof g->dk), memset(g->dv, 0, sizeof g->dv);
-        ra__back_task(&p->b, &s->t, &item, g, x);
-        g->edge = 0;
-    }
-    if (i) return;
-    memset(&item, 0, sizeof item);
+    ra__ring_key_item(r, s, &item, g);
+    if (!s->want_k) memset(g->dk, 0, sizeof g->dk), memset(g->dv, 0, sizeof g->dv);
     ra__back_task(&p->b, &s->t, &item, g, x);
     g->edge = 0;
 }
@@ -11682,10 +12025,10 @@ static void ra__ring_q_keys(const ra_ring *r, const ra__share *s, int last) {
     ra__item item;
     ra__grads g;
     memset(&g, 0, sizeof g);
-    for (int64_t i = 0; s->want_k && ra__ring_key_item(r, s, i, &item, &g); i++) {
-        if (last) ra__ring_hand_over(r, &item.c, s->t.kv_head, &g);
-        else ra__grads_clear(&r->plan->d, &item.c, &g);
-    }
+    if (!s->want_k) return;
+    ra__ring_key_item(r, s, &item, &g);
+    if (last) ra__ring_hand_over(r, &item.c, s->t.kv_head, &g);
+    else ra__grads_clear(&r->plan->d, &item.c, &g);
 }
 
 /* Folds the claimed chunk of queries of a backward pass. */
@@ -12364,6 +12707,7 @@ typedef struct ra__local {
     ra_desc d;
     ra__work w;
     ra__side k_side;
+    ra__cursor q_cursor, k_cursor;     /* of the sides, if they are runs: a call is one thread's */
     ra__view kv[2];
     int64_t rows[2];                   /* of queries and keys in the longest sequence: views */
     int32_t pairs;                     /* 1: lanes of panels are (token, head) pairs */
@@ -12371,7 +12715,8 @@ typedef struct ra__local {
 
 /* Positions given with the call replace the layout's. */
 static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int keys, ra__side *side,
-                                ra_error *e) {
+                                ra__cursor *cursor) {
+    ra_error *e = d->error;
     int64_t rows = keys ? ra__k_most(d) : d->tokens, sum = 0;
     memset(side, 0, sizeof *side);
     side->layout = d->layout.kind == RA_LAYOUT_STRIPED ? RA_LAYOUT_CONTIGUOUS : d->layout.kind;
@@ -12392,8 +12737,10 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
         return ra__check_array(d, p, rows, keys, e);
     }
     side->layout = RA_LAYOUT_RUNS;
-    side->runs = p->runs;
-    side->run_count = p->count;
+    side->list.run = p->runs;
+    side->list.count = p->count;
+    side->list.cursor = cursor;
+    memset(cursor, 0, sizeof *cursor);
     if (p->count < 0)
         return ra__refuse(e, RA_E_RANGE, keys ? "t.k_pos.count" : "t.q_pos.count",
                           "# is negative", p->count);
@@ -12404,7 +12751,7 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
         return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos.batch_stride" : "t.q_pos.batch_stride",
                           "# needs an array", p->batch_stride);
     for (int64_t i = 0; i < p->count; i++) {
-        int64_t last, step = p->runs[i].stride ? p->runs[i].stride : 1;
+        int64_t last, step = ra__run_step(&p->runs[i]);
         int64_t top = ra__position_top(d, keys);
         if (p->runs[i].count < 0 || p->runs[i].first < 0 || p->runs[i].first >= top || step < 0 ||
             !ra__mul(ra__max(p->runs[i].count - 1, 0), step, &last) ||
@@ -12444,8 +12791,8 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     c->rows[0] = ra__longest(&c->d, 0);
     c->rows[1] = ra__longest(&c->d, 1);
     if (!t) return RA_OK;
-    s = ra__local_side(&c->d, &t->q_pos, 0, &c->w.q_side, e);
-    if (!s) s = ra__local_side(&c->d, &t->k_pos, 1, &c->k_side, e);
+    s = ra__local_side(&c->d, &t->q_pos, 0, &c->w.q_side, &c->q_cursor);
+    if (!s) s = ra__local_side(&c->d, &t->k_pos, 1, &c->k_side, &c->k_cursor);
     if (!s) s = ra__check_tensors(&c->d, t, c->rows, &c->w, c->kv, e);
     c->w.any_position = ra__positions_set(&t->k_pos);
     c->w.order = ra__desc_order(&c->d, ra__local_square(c) && !ra__positions_set(&t->q_pos) &&
@@ -12474,6 +12821,11 @@ static int64_t ra__query_position(const ra__local *c, int32_t b, int64_t row) {
     const int32_t *array = c->w.q_side.array;
     ra__seg s;
     if (array) return array[b * c->w.q_side.array_stride + row];
+    if (c->w.q_side.layout == RA_LAYOUT_RUNS) {
+        ra__before at;
+        s = ra__list_run(&c->w.q_side.list, ra__list_find(&c->w.q_side.list, RA__ROWS, row, &at));
+        return s.pos + (row - s.row) * s.stride;
+    }
     for (int64_t j = 0; ra__side_seg(&c->w.q_side, b, ra__q_len(&c->d, b), j, &s); j++)
         if (row >= s.row && row < s.row + s.rows) return s.pos + (row - s.row) * s.stride;
     return 0;
@@ -12542,10 +12894,9 @@ static int64_t ra__local_blocks(const ra__local *c, int32_t b) {
 }
 
 /* -------------------------------------------------------------------------- tasks */
-/* One task against all keys of its sequence, segment by segment; zigzag's two are one chunk. */
+/* One task against all keys of its sequence. */
 static void ra__local_task(const ra__local *c, const ra__task *t, ra__scratch *x,
                            uint8_t *gather) {
-    int64_t tokens = ra__k_len(&c->d, t->sequence);
     uint32_t mode = ra__fp_enter();
     ra__tally tally = { 0, 0, 0 };
     const int32_t *array = c->k_side.array;
@@ -12554,17 +12905,9 @@ static void ra__local_task(const ra__local *c, const ra__task *t, ra__scratch *x
     if (array) array += t->sequence * c->k_side.array_stride;
     for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_load(c, t, x, i, gather);
     if (!c->pairs) ra__task_load(&c->w, t, x, 1);
-    for (int64_t i = 0; ra__side_seg(&c->k_side, t->sequence, tokens, i, &item.c.seg[0]); i++) {
-        item.c.segs = 1;
-        if (c->k_side.layout == RA_LAYOUT_ZIGZAG &&
-            ra__side_seg(&c->k_side, t->sequence, tokens, i + 1, &item.c.seg[1])) {
-            item.c.segs = item.c.seg[1].rows ? 2 : 1;
-            i++;
-        }
-        item.c.sequence = t->sequence;
-        ra__item_owned(&item, c->kv, array);
-        ra__task_fold(&c->w, t, &item, x, &tally);
-    }
+    ra__chunk_side(&c->k_side, t->sequence, ra__k_len(&c->d, t->sequence), &item.c);
+    ra__item_owned(&item, c->kv, array);
+    ra__task_fold(&c->w, t, &item, x, &tally);
     for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_save(c, t, x, i, gather);
     if (!c->pairs) ra__task_save(&c->w, t, x, 1);
     ra__fp_leave(mode);
@@ -12629,7 +12972,7 @@ typedef struct ra__decode {
     int32_t heads;                     /* most of a task */
     int32_t sequence, head, count;     /* kv heads [head, head + count) */
     int32_t part, parts;               /* of the blocks [first, last) that some row sees */
-    int64_t first, last;
+    int64_t first, last, blocks;       /* blocks: of all keys */
     int32_t pairs, fours, rows, keys, run; /* keys: of a stretch; of one head at once */
     int32_t row[RA__DECODE_PAIRS];     /* of a pair */
     int32_t at[RA__DECODE_PAIRS], sees[RA__DECODE_PAIRS][4]; /* of a row: position, ra__mask_row */
@@ -12862,26 +13205,26 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
 static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     const int64_t tokens = ra__k_len(&c->d, x->sequence), limit = ra__decode_limit(&c->d);
     const int32_t group = c->d.q_heads / c->d.kv_heads;
-    int64_t block = 0, first, last;
-    ra__seg seg, s;
+    int64_t first, last;
+    ra__seg s;
     x->rows = (int32_t)ra__q_len(&c->d, x->sequence);
     x->pairs = x->rows * group;
     for (int32_t i = 0; i < x->rows; i++) ra__decode_row(c, x, i);
     for (int32_t i = 0; i < x->pairs; i++) x->row[i] = i / group;
+    x->blocks = ra__side_blocks(&c->k_side, x->sequence, tokens);
     x->first = limit > 1 ? INT64_MAX : 0;
-    x->last = limit > 1 ? 0 : INT64_MAX;
+    x->last = limit > 1 ? 0 : x->blocks;
     x->parts = 1;
-    for (int64_t i = 0; limit > 1 && ra__side_seg(&c->k_side, x->sequence, tokens, i, &seg); i++)
-        for (int64_t j = 0; j * RA_BLOCK_TOKENS < seg.rows; j++, block++) {
-            int seen = c->k_side.array != NULL;
-            s = ra__seg_block(&seg, j);
-            ra__seg_span(&s, NULL, &first, &last);
-            for (int32_t r = 0; r < x->rows && !seen; r++)
-                seen = ra__classify(&x->bounds[r], first, last) != RA__EMPTY;
-            if (!seen) continue;
-            x->first = ra__min(x->first, block);
-            x->last = block + 1;
-        }
+    for (int64_t i = 0; limit > 1 && i < x->blocks; i++) {
+        int seen = c->k_side.array != NULL;
+        (void)ra__side_block(&c->k_side, x->sequence, tokens, i, &s);
+        ra__seg_span(&s, NULL, &first, &last);
+        for (int32_t r = 0; r < x->rows && !seen; r++)
+            seen = ra__classify(&x->bounds[r], first, last) != RA__EMPTY;
+        if (!seen) continue;
+        x->first = ra__min(x->first, i);
+        x->last = i + 1;
+    }
     if (x->first < x->last && limit > 1)
         x->parts = (int32_t)ra__min(limit, ra__ceil_div(x->last - x->first, RA__DECODE_PART));
 }
@@ -12926,23 +13269,20 @@ static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
 /* Part x->part of the keys, for kv heads [x->head, x->head + x->count) of a sequence. */
 static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     const int64_t tokens = ra__k_len(&c->d, x->sequence);
-    const int64_t size = x->parts > 1 ? ra__ceil_div(x->last - x->first, x->parts) : INT64_MAX;
+    const int64_t size = x->parts > 1 ? ra__ceil_div(x->last - x->first, x->parts) : x->blocks;
     const int64_t from = x->parts > 1 ? x->first + x->part * size : 0;
     const int32_t *array = c->k_side.array;
-    int64_t at = 0;
     ra__view kv[2];
-    ra__seg seg, block;
+    ra__seg block;
     if (array) array += x->sequence * c->k_side.array_stride;
     for (int i = 0; i < 2; i++) kv[i] = ra__view_at(c->kv[i], x->sequence, 0, x->head);
     if (c->d.v_in_k) kv[1].data += ra__row_bytes(c->d.k_dtype, c->d.v_column);
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t i = 0; i < x->pairs; i += RA__FEW_ROWS) ra__decode_load(c, x, h, i);
-    for (int64_t i = 0; ra__side_seg(&c->k_side, x->sequence, tokens, i, &seg); i++)
-        for (int64_t j = 0; j * RA_BLOCK_TOKENS < seg.rows; j++, at++) {
-            if (at < from || at - from >= size) continue;
-            block = ra__seg_block(&seg, j);
-            ra__decode_block(c, kv, &block, array ? array + block.row : NULL, x);
-        }
+    for (int64_t i = from; i < ra__min(from + size, x->blocks); i++) {
+        (void)ra__side_block(&c->k_side, x->sequence, tokens, i, &block);
+        ra__decode_block(c, kv, &block, array ? array + block.row : NULL, x);
+    }
     ra__decode_end(c, x, slots);
 }
 
@@ -13077,33 +13417,24 @@ static void ra__grads_point(const ra_desc *d, const ra__chunk *c, float *dk, flo
     }
 }
 
-/* Item i of a sequence's keys, cut down to `part` of `parts`; 0: there is none. Zigzag's two
- * segments are one item. */
-static int ra__back_item(const ra__back_local *l, const ra__back_piece *p, int64_t i,
-                         ra__item *item) {
+/* A sequence's keys, or of a piece without queries its part of them. */
+static void ra__back_item(const ra__back_local *l, const ra__back_piece *p, ra__item *item) {
     const ra__local *c = &l->c;
-    int64_t tokens = ra__k_len(&c->d, p->sequence), n;
     const int32_t *array = c->k_side.array;
-    ra__seg s[2];
     memset(item, 0, sizeof *item);
-    memset(s, 0, sizeof s);
-    item->c.sequence = p->sequence;
     if (array) array += p->sequence * c->k_side.array_stride;
-    if (c->k_side.layout == RA_LAYOUT_ZIGZAG) {
-        if (i > 0) return 0;
-        (void)ra__side_seg(&c->k_side, p->sequence, tokens, 0, &s[0]);
-        (void)ra__side_seg(&c->k_side, p->sequence, tokens, 1, &s[1]);
+    ra__chunk_side(&c->k_side, p->sequence, ra__k_len(&c->d, p->sequence), &item->c);
+    if (item->c.segs > 1) {
+        ra__seg s[2];
+        memcpy(s, item->c.seg, sizeof s);
+        memset(item->c.seg, 0, sizeof s);
         ra__chunk_zigzag(&item->c, s, p->want_q ? 1 : p->parts, p->want_q ? 0 : p->part);
-    } else {
-        if (!ra__side_seg(&c->k_side, p->sequence, tokens, i, &s[0])) return 0;
-        n = ra__ceil_div(s[0].rows, RA_BLOCK_TOKENS);
-        int64_t from = p->want_q ? 0 : ra__part(n, p->parts, p->part) * RA_BLOCK_TOKENS;
-        int64_t to = p->want_q ? s[0].rows : ra__part(n, p->parts, p->part + 1) * RA_BLOCK_TOKENS;
-        item->c.seg[0] = ra__seg_part(&s[0], from, ra__min(to, s[0].rows) - from);
-        item->c.segs = 1;
+    } else if (!p->want_q) {
+        int64_t n = ra__seg_blocks(&item->c, 0);
+        (void)ra__seg_cut(&item->c, 0, ra__part(n, p->parts, p->part),
+                          ra__part(n, p->parts, p->part + 1));
     }
     ra__item_owned(item, c->kv, array);
-    return 1;
 }
 
 static void ra__back_keys_finish(const ra__back_local *l, const ra__back_piece *p,
@@ -13121,7 +13452,7 @@ static int32_t ra__back_has_bias(const ra__back_local *l, const ra__back_piece *
     return bias->row_stride == 0 ? p->want_k : p->want_q;
 }
 
-/* All items of a piece in one phase; g->edge loses RA__FIRST when the sums of dQ have begun. */
+/* A piece in one phase; g->edge loses RA__FIRST when the sums of dQ have begun. */
 static void ra__back_pass(const ra__back_local *l, const ra__back_piece *p, ra__grads *g,
                           int last, ra__back_memory *m) {
     const ra_desc *d = &l->c.d;
@@ -13130,20 +13461,17 @@ static void ra__back_pass(const ra__back_local *l, const ra__back_piece *p, ra__
     int64_t from = p->want_k ? 0 : ra__part(blocks, p->parts, p->part);
     int64_t to = p->want_k ? blocks : ra__part(blocks, p->parts, p->part + 1);
     ra__task t;
-    ra__item item, next;
+    ra__item item;
     t.sequence = p->sequence;
     t.kv_head = p->kv_head;
     t.panel0 = from * group;
     t.count = (int32_t)((to - from) * group);
-    if (!ra__back_item(l, p, 0, &item)) memset(&item, 0, sizeof item);
-    for (int64_t i = 0, more = 1; more; i++, item = next) {
-        more = ra__back_item(l, p, i + 1, &next);
-        ra__grads_point(d, &item.c, p->want_k && l->d_k.data ? m->dk : NULL,
-                        p->want_k && l->d_v.data ? m->dv : NULL, g);
-        if (last && !more) g->edge |= RA__LAST;
-        ra__back_task(&l->b, &t, &item, g, &m->x);
-        g->edge &= ~RA__FIRST;
-    }
+    ra__back_item(l, p, &item);
+    ra__grads_point(d, &item.c, p->want_k && l->d_k.data ? m->dk : NULL,
+                    p->want_k && l->d_v.data ? m->dv : NULL, g);
+    if (last) g->edge |= RA__LAST;
+    ra__back_task(&l->b, &t, &item, g, &m->x);
+    g->edge &= ~RA__FIRST;
 }
 
 static void ra__back_run_piece(const ra__back_local *l, const ra__back_piece *p,
@@ -13159,7 +13487,8 @@ static void ra__back_run_piece(const ra__back_local *l, const ra__back_piece *p,
     if (!(p->want_q && l->b.d_q.data) && !(p->want_k && (dk || dv)) && !g.bias) return;
     if (p->want_q && l->b.d_q.data)
         g.dq = ra__view_packed((const uint8_t *)m->dq, group, d->k_dim, RA_F32);
-    for (int64_t i = 0; p->want_k && ra__back_item(l, p, i, &item); i++) {
+    if (p->want_k) {
+        ra__back_item(l, p, &item);
         ra__grads_point(d, &item.c, dk, dv, &g);
         ra__grads_clear(d, &item.c, &g);
     }
@@ -13172,7 +13501,8 @@ static void ra__back_run_piece(const ra__back_local *l, const ra__back_piece *p,
         m->x.phase = RA__AFTER | RA__BEFORE;
         ra__back_pass(l, p, &g, 1, m);
     }
-    for (int64_t i = 0; p->want_k && ra__back_item(l, p, i, &item); i++) {
+    if (p->want_k) {
+        ra__back_item(l, p, &item);
         ra__grads_point(d, &item.c, dk, dv, &g);
         ra__back_keys_finish(l, p, &item, &g);
     }
@@ -13299,10 +13629,9 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
             g.dq.batch = d->tokens * g.dq.token;
             g.dq = ra__view_at(g.dq, p.sequence, 0, p.kv_head * group);
         }
-        for (int64_t j = 0; ra__back_item(l, &p, j, &item); j++) {
-            ra__fold_back_point(d, &item.c, into, p.kv_head, keys, &g);
-            ra__back_task(&l->b, &t, &item, &g, &m.x);
-        }
+        ra__back_item(l, &p, &item);
+        ra__fold_back_point(d, &item.c, into, p.kv_head, keys, &g);
+        ra__back_task(&l->b, &t, &item, &g, &m.x);
     }
 }
 
@@ -13740,19 +14069,16 @@ static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report 
     r->back_state_bytes = state[1];
 }
 
-/* At least as many chunks as there will be: each of the pieces that a layout cuts a sequence into
- * adds one to tokens / chunk_tokens. */
+/* At least as many chunks as there will be: each shard of a sequence adds one to tokens /
+ * chunk_tokens. */
 static int64_t ra__plan_most_chunks(const ra_desc *d, int keys) {
     const ra_layout *l = &d->layout;
     const int64_t *rows = keys && l->k_rows ? l->k_rows : l->q_rows;
-    const int32_t *count = keys && l->k_run_count ? l->k_run_count : l->q_run_count;
     int64_t n = 0;
     for (int32_t b = 0; b < d->sequences; b++) {
         n += (keys ? ra__k_len(d, b) : ra__q_len(d, b)) / d->chunk_tokens + d->ranks;
-        for (int32_t r = 0; r < d->ranks; r++) {
-            if (l->kind == RA_LAYOUT_RUNS) n += count[r];
-            if (l->kind == RA_LAYOUT_ARRAY) n += rows[r] / d->chunk_tokens;
-        }
+        for (int32_t r = 0; l->kind == RA_LAYOUT_ARRAY && r < d->ranks; r++)
+            n += rows[r] / d->chunk_tokens;
     }
     return n;
 }
@@ -13796,11 +14122,14 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     p->bytes = bytes;
     if (a) p->allocator = *a;
     ra__plan_carve(&arena, p, &full);
-    ra__agree(d, &full, &p->agreed);
-    ra__plan_cuts(p);
-    p->chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESC, p->chunk);
-    RINGATTN_ASSERT(p->chunks <= probe.chunks);
-    s = ra__plan_fill(p);
+    s = ra__check_tables_held(&p->d, p->held);
+    if (!s) {
+        ra__agree(d, &full, &p->agreed);
+        ra__plan_cuts(p);
+        p->chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESC, p->chunk);
+        RINGATTN_ASSERT(p->chunks <= probe.chunks);
+        s = ra__plan_fill(p);
+    }
     if (s) {
         ra__free(a, p, (size_t)bytes);
         return s;
