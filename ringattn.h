@@ -777,8 +777,9 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
     ra_allocator allocator;
     int64_t watchdog_ns;               /* waiting for a peer without progress: RA_E_PEER. The first
                                         * ranks of a contiguous causal ring wait about as long as
-                                        * the last one computes: allow for that. 0: 60 s more than
-                                        * twice such a wait at the speed seen here */
+                                        * the last one computes: allow for that. 0: 60 s, and the
+                                        * time that the rank with most tiles needs for a whole
+                                        * pass at the speed and with the threads of this rank */
     int64_t quiesce_ns;                /* patience with quiesce after a failure; 0: 30 s */
     int64_t (*clock_ns)(void *ctx);    /* null: ra_now_ns. The ring measures all its times on this
                                         * clock: deadlines of calls on it, watchdog, events. It may
@@ -10202,6 +10203,7 @@ static void ra__model_chunk(const ra_plan *p, const ra_rates *rates, int64_t c, 
 enum { RA__GROUP_KEYS = 4096 };        /* keys that one step folds at most, if chunks are smaller */
 enum { RA__WINDOW = 64, RA__SEND_SLOTS = 8, RA__MAGIC = 0x31464152 };
 enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3 };
+#define RA__QUIET_NS ((int64_t)60 * 1000000000)        /* silence that is never a failure */
 
 typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chunk */
     uint32_t magic, abi;
@@ -10251,6 +10253,7 @@ struct ra_ring {
     int64_t ticket, refused_ticket;
     int32_t join_status, refused_status; /* of the ticket; of the last one that was refused */
     int64_t progress_ns, looked_ns, events;
+    int64_t most_tiles;                /* see ra__ring_patience; 0: not counted in this pass */
     int64_t alive, alive_seen;         /* shared: readers of this rank's keys count alive up */
     int64_t computed, computed_seen;   /* tasks done here, and when readers' owners last heard */
     int64_t **owner_alive;             /* [sources] under comm: `alive` of an owner read here */
@@ -11035,18 +11038,81 @@ static int ra__ring_list(const ra_ring *r) {
     return n;
 }
 
-/* How long nothing may move while this rank waits. By default 60 s, and twice the time that a rank
- * would need for all tiles of a pass at the speed seen here: the back-pressure of a slow last rank
- * holds up the first ones that long, and that is no failure. */
-static int64_t ra__ring_patience(const ra_ring *r) {
-    const ra_plan_report *all = &r->plan->report;
+/* Upper bounds for one rank in a pass: tiles that are not empty, by the spans of positions that its
+ * query blocks see, and tiles of all its query blocks with all keys. */
+typedef struct ra__load { int64_t seen, all; } ra__load;
+
+/* Blocks of keys of a sequence, of all ranks, at most: each piece of the layout has a short one. */
+static int64_t ra__load_keys(const ra_plan *p, int32_t b) {
+    int64_t n = 2 * (int64_t)p->d.ranks;
+    int loose = p->d.layout.kind == RA_LAYOUT_ARRAY || p->d.layout.kind == RA_LAYOUT_RUNS;
+    for (int32_t r = 0; loose && r < p->d.ranks; r++) {
+        ra__side side = ra__plan_side(p, 1, r);
+        n += side.run_count + side.array_rows / RA_BLOCK_TOKENS;
+    }
+    return p->d.layout.kind == RA_LAYOUT_ARRAY
+               ? n : n + ra__ceil_div(ra__k_len(&p->d, b), RA_BLOCK_TOKENS);
+}
+
+/* keys: blocks of keys of the sequence, of all ranks. loose: how many of them may be in a span only
+ * in part. */
+static void ra__load_block(const ra_plan *p, int32_t b, const ra__seg *rows, int64_t keys,
+                           ra__load *n) {
+    int64_t loose = p->d.layout.kind == RA_LAYOUT_STRIPED ? p->d.ranks : 1, seen = 0;
+    ra__bounds x = ra__rows_fill(&p->d.mask, ra__key_end(&p->d, b, 0), rows, NULL, NULL);
+    if (x.lo_min < x.hi_max)
+        seen += ra__ceil_div((int64_t)x.hi_max - x.lo_min, RA_BLOCK_TOKENS) + loose;
+    if (x.doc_min < x.keep_max)
+        seen += ra__ceil_div((int64_t)x.keep_max - x.doc_min, RA_BLOCK_TOKENS) + loose;
+    n->seen += ra__min(seen, keys);
+}
+
+static void ra__load_rank(const ra_plan *p, int32_t rank, int32_t b, int64_t keys, ra__load *n) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    ra__seg s;
+    for (int64_t i = 0; ra__side_seg(&side, b, ra__q_len(&p->d, b), i, &s); i++) {
+        int64_t blocks = ra__ceil_div(s.rows, RA_BLOCK_TOKENS);
+        n->all += blocks * keys;
+        if (p->d.layout.kind == RA_LAYOUT_ARRAY) n->seen += blocks * keys;
+        for (int64_t k = 0; k < blocks && p->d.layout.kind != RA_LAYOUT_ARRAY; k++) {
+            ra__seg rows = ra__seg_block(&s, k);
+            ra__load_block(p, b, &rows, keys, n);
+        }
+    }
+}
+
+/* Tiles that are not empty on the rank with most of them, at most. Under RA_WAY_Q a rank computes
+ * what all queries see of its keys: no more than is seen in all, nor than all tiles of one rank. */
+static int64_t ra__load_most(const ra_plan *p, int backward) {
+    ra__load most = { 0, 0 };
+    int64_t total = 0, tiles;
+    for (int32_t r = 0; r < p->d.ranks; r++) {
+        ra__load n = { 0, 0 };
+        for (int32_t b = 0; b < p->d.sequences; b++)
+            ra__load_rank(p, r, b, ra__load_keys(p, b), &n);
+        most.seen = ra__max(most.seen, n.seen);
+        most.all = ra__max(most.all, n.all);
+        total += n.seen;
+    }
+    tiles = backward && p->d.backward_way == RA_WAY_Q ? ra__min(total, most.all) : most.seen;
+    return ra__mul(tiles, p->d.q_heads, &tiles) ? tiles : INT64_MAX;
+}
+
+/* How long nothing may move while this rank waits: 60 s, and as long as a healthy neighbour may
+ * compute. That is the most that any rank has to do in a pass, at the speed of the threads here.
+ * The back-pressure of a slow last rank can hold up the first ones that long, and is no failure. */
+static int64_t ra__ring_patience(ra_ring *r) {
+    const ra_desc *d = &r->plan->d;
     const ra_ring_counters *c = &r->counters;
-    int64_t tiles, done;
+    int64_t done = ra__load_i64(&c->tiles_partial) + ra__load_i64(&c->tiles_full), ns;
     if (r->rd.watchdog_ns) return r->rd.watchdog_ns;
-    tiles = all->tiles_empty + all->tiles_partial + all->tiles_full;
-    done = ra__load_i64(&c->tiles_partial) + ra__load_i64(&c->tiles_full);
-    return (int64_t)60 * 1000000000 +
-           2 * tiles * (done ? ra__load_i64(&c->compute_ns) / done : 100000);
+    if (!ra__load_i64(&r->most_tiles))
+        ra__store_i64(&r->most_tiles, ra__max(1, ra__load_most(r->plan, r->route->backward)));
+    ns = (int64_t)400 * (d->k_dim + d->v_dim);         /* a tile at 20 GFLOP/s */
+    if (r->route->backward) ns *= 3;
+    if (done) ns = ra__load_i64(&c->compute_ns) / done;
+    if (!ra__mul(ra__load_i64(&r->most_tiles), ns, &ns)) return INT64_MAX;
+    return ra__time_add(RA__QUIET_NS, ns / d->threads);
 }
 
 /* Level 0: the next exchange of the lock-step run, if both its halves are on the list. */
@@ -11787,18 +11853,22 @@ static ra__blame ra__ring_awaits(const ra_ring *r) {
 
 /* Time, cancellation, and failures that others noticed. */
 static ra_status ra__ring_alarm(ra_ring *r) {
-    int64_t now, patience;
+    int64_t now, looked, quiet, patience;
     if (ra__load_i32(&r->failed)) return ra__load_i32(&r->failed);
     if (ra__load_i32(&r->cancelled))
         return ra__ring_fail(r, RA_E_CANCELLED, ra__blame_of(-1, -1, 0, -1));
     now = ra__ring_now(r);
-    patience = ra__ring_patience(r);
-    if (ra__time_since(now, ra__load_i64(&r->looked_ns)) > patience)
-        ra__store_i64(&r->progress_ns, now);
-    ra__store_i64(&r->looked_ns, now); /* nobody waited while nobody looked */
+    looked = ra__load_i64(&r->looked_ns);
+    ra__store_i64(&r->looked_ns, now);
     if (r->deadline && now > r->deadline)
         return ra__ring_fail(r, RA_E_TIMEOUT, ra__ring_awaits(r));
-    if (r->has_transport && ra__time_since(now, ra__load_i64(&r->progress_ns)) > patience)
+    quiet = ra__time_since(now, ra__load_i64(&r->progress_ns));
+    if (!r->has_transport || quiet <= (r->rd.watchdog_ns ? r->rd.watchdog_ns : RA__QUIET_NS))
+        return RA_OK;
+    patience = ra__ring_patience(r);
+    if (ra__time_since(now, looked) > patience)
+        ra__store_i64(&r->progress_ns, now);   /* nobody waited while nobody looked */
+    else if (quiet > patience)
         return ra__ring_fail(r, RA_E_PEER, ra__ring_awaits(r));
     return RA_OK;
 }
@@ -14116,6 +14186,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__begin_work(ring, job->plan);
     ra__begin_reset(ring, job->plan);
     ring->begin_ns = ra__ring_now(ring);
+    ra__store_i64(&ring->most_tiles, 0);
     ra__store_i64(&ring->progress_ns, ring->begin_ns);
     ra__store_i64(&ring->looked_ns, ring->begin_ns);
     ra__store_i32(&ring->threads, job->plan->d.threads);
@@ -14373,6 +14444,7 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
 #pragma float_control(pop)
 #endif
 #undef RA__PROCESS_ID
+#undef RA__QUIET_NS
 #undef RA__X86
 #undef RA__NEON
 #undef RA__INLINE

@@ -479,11 +479,98 @@ TEST(quiesce_of_the_world_on_another_clock)
     rig_free(g);
 }
 
+/* -------------------------------------------------------------------------- patience */
+
+/* A plan of rank 0, and the most tiles that are not empty which any rank's report has. */
+static int64_t most_tiles(const ra_plan *plan, int backward)
+{
+    ra_plan_report rep;
+    int64_t most = 0;
+    for (int r = 0; ra_plan_query(plan, r, &rep) == RA_OK; r++) {
+        int64_t n = backward ? rep.back_tiles_partial + rep.back_tiles_full
+                             : rep.tiles_partial + rep.tiles_full;
+        if (n > most) most = n;
+    }
+    return most;
+}
+
+/* What the default watchdog waits if `tiles` tiles here have taken `ns` each, beyond 60 s. */
+static int64_t patience_of(const ra_plan *plan, int pass, int64_t tiles, int64_t ns)
+{
+    ra_ring ring;
+    memset(&ring, 0, sizeof ring);
+    ring.plan = plan;
+    ring.route = pass == RA_PASS_BACKWARD ? &plan->back : &plan->forward;
+    ring.counters.tiles_full = tiles;
+    ring.counters.compute_ns = tiles * ns;
+    return ra__ring_patience(&ring) - 60 * SECOND;
+}
+
+/* Beyond 60 s the default watchdog waits for no more than the longest computation of any rank. */
+TEST(default_watchdog)
+{
+    static const int layouts[3] = { RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPED };
+    static const int64_t sizes[4] = { 1000, 8192, 40000, 131072 };
+    for (int64_t i = 0; i < 4 * 3 * 4; i++) {
+        static const int64_t documents[3] = { 0, 300, 700 };
+        ra_plan *plan = NULL;
+        ra_desc d;
+        int64_t most, got;
+        if (!h_case(i)) continue;
+        rig_desc(&d, i % 2 ? 8 : 5, sizes[i % 4], 16);
+        d.chunk_tokens = 1024;
+        d.op = RA_OP_TRAIN;
+        d.layout.kind = layouts[i / 4 % 3];
+        d.mask.kind = i / 12 ? RA_MASK_CAUSAL : RA_MASK_NONE;
+        if (i / 12 == 2) d.mask.window = 512;
+        if (i / 12 == 3) { d.mask.doc_first = documents; d.mask.doc_count = 3; d.mask.keep = 64; }
+        if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) continue;
+        for (int back = 0; back < 2; back++) {
+            most = most_tiles(plan, back);
+            got = patience_of(plan, back ? RA_PASS_BACKWARD : RA_PASS_FORWARD, 10, 32000) / 2000;
+            snprintf(h_run.context, sizeof h_run.context, "%lld tokens, %d ranks, layout %d, mask "
+                     "%d: most %lld tiles, patience of %lld", (long long)d.tokens, d.ranks,
+                     d.layout.kind, (int)(i / 12), (long long)most, (long long)got);
+            CHECK(got >= most);
+            if (plan->d.backward_way == RA_WAY_Q && back) continue;
+            /* A block of a stripe is as long as `ranks` blocks of positions. */
+            CHECK(got <= most + most / 20 + plan->report.q_rows / 64 * HEADS * 4 *
+                         (d.layout.kind == RA_LAYOUT_STRIPED ? d.ranks : 1) + 100);
+        }
+        ra_plan_destroy(plan);
+    }
+}
+
+/* 1M tokens, 32 heads, 8 ranks, 16 threads at 20 us a tile: 671 s of computing at most, not days;
+ * the most is INT64_MAX. */
+TEST(default_watchdog_of_a_million_tokens)
+{
+    ra_plan *plan = NULL;
+    ra_desc d;
+    int64_t tiles, ns;
+    rig_desc(&d, 8, 1 << 20, 16);
+    d.q_heads = 32;
+    d.kv_heads = 8;
+    d.chunk_tokens = 8192;
+    d.mask.kind = RA_MASK_CAUSAL;
+    d.layout.kind = RA_LAYOUT_ZIGZAG;
+    if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) return;
+    tiles = plan->report.tiles_partial + plan->report.tiles_full;
+    ns = patience_of(plan, RA_PASS_FORWARD, 1000, 20000);
+    printf("    %lld tiles, 60 s and %.1f s\n", (long long)tiles, (double)ns * 1e-9);
+    CHECK(ns >= tiles * 20000 / 16);
+    CHECK(ns <= tiles * 20000 / 16 / 100 * 101);
+    CHECK_EQ(patience_of(plan, RA_PASS_FORWARD, 1, INT64_MAX / 2), INT64_MAX - 60 * SECOND);
+    CHECK(patience_of(plan, RA_PASS_FORWARD, 0, 0) > 0);
+    ra_plan_destroy(plan);
+}
+
 int main(int argc, char **argv)
 {
     static const h_test tests[] = {
         ENTRY(shared_between_processes), ENTRY(shared_in_one_process), ENTRY(begin_reads_no_sinks),
         ENTRY(deadlines_on_another_clock), ENTRY(quiesce_of_the_world_on_another_clock),
+        ENTRY(default_watchdog), ENTRY(default_watchdog_of_a_million_tokens),
     };
     int failed = h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
     if (assert_failures) printf("%d assertions failed\n", assert_failures);
