@@ -157,7 +157,8 @@ extern "C" {
 /* -------------------------------------------------------------------------- status
  * 0 is done, positive is "not done, nothing wrong", negative is an error. Errors above
  * RA_E_MISMATCH are refusals: nothing was done, everything is as it was. From RA_E_MISMATCH on a
- * pass has failed, and its ring stays failed (ra_ring_failure says how). */
+ * pass has failed, and its ring stays failed: later calls return the same status (ra_ring_failure
+ * says more). */
 #define RA_STATUS_LIST(X)                                                                        \
     X(RA_OK,             0, "done")                                                              \
     X(RA_AGAIN,          1, "something was done, call again")                                    \
@@ -633,9 +634,10 @@ typedef struct ra_transport {
      * frees nothing. `why` is the RA_E_* of this rank. */
     int (*abort)(void *ctx, int why);
 
-    /* After abort. RA_OK: no buffer of the ring, and with RA_CAP_SHARED no tensor of this rank,
-     * will be touched again. Anything else: that cannot be said. May block until deadline_ns; may
-     * be called again, and first with a deadline that has passed, which is only to say so. */
+    /* Required with RA_CAP_SHARED. After abort. RA_OK: no buffer of the ring, and with
+     * RA_CAP_SHARED no tensor of this rank, will be touched again. Anything else: that cannot be
+     * said. May block until deadline_ns; may be called again, and first with a deadline that has
+     * passed, which is only to say so. */
     int (*quiesce)(void *ctx, int64_t deadline_ns);
 
     /* Text for a code that a callback returned; may return null. */
@@ -847,7 +849,8 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job);
 RINGATTN_API ra_status ra_step(ra_ring *ring, int ith, int nth);
 /* Begin, if this thread is the first to bring this ticket, then ra_step. RA_OK at once for tickets
  * that are through; RA_WAIT while a thread is still inside the pass before. A refused begin is what
- * every thread then gets. */
+ * every thread then gets for that ticket, however late; a thread that is more than 32 refusals late
+ * gets RA_E_STATE. */
 RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nth);
 /* After RA_WAIT, if there is nothing better to do: spins a little, yields, then sleeps until there
  * may be work (RA_OK) or deadline_ns (RA_E_TIMEOUT, of this call alone). */
@@ -7290,6 +7293,9 @@ static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
     if (shared && !t->post)
         return ra__refuse(e, RA_E_TRANSPORT, "transport.post",
                           "is null, but RA_CAP_SHARED is in caps (#)", (int64_t)t->caps);
+    if (shared && !t->quiesce)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.quiesce",
+                          "is null, but RA_CAP_SHARED is in caps (#)", (int64_t)t->caps);
     if (shared && !(t->caps & RA_CAP_ANY_PEER))
         return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
                           "RA_CAP_SHARED needs RA_CAP_ANY_PEER, is #", (int64_t)t->caps);
@@ -7635,7 +7641,11 @@ static void ra__shm_post_one(ra__shm_seat *seat, ra_op *op) {
     bucket = ra__shm_bucket_of(inbox, op);
     pthread_mutex_lock(&inbox->inbox_lock);
     other = ra__shm_first(bucket, op);
-    if (ra__load_i32(&peer->gone)) {
+    if (ra__load_i32(&seat->why)) {    /* set before ra__shm_purge takes this lock: nothing may be
+                                        * queued behind it */
+        ra__shm_close(op, ra__load_i32(&seat->why));
+        other = NULL;
+    } else if (ra__load_i32(&peer->gone)) {
         ra__shm_close(op, ra__shm_why_gone(seat));
         other = NULL;
     } else if (other && other->kind != op->kind) {
@@ -10202,6 +10212,8 @@ static void ra__model_chunk(const ra_plan *p, const ra_rates *rates, int64_t c, 
 
 enum { RA__GROUP_KEYS = 4096 };        /* keys that one step folds at most, if chunks are smaller */
 enum { RA__WINDOW = 64, RA__SEND_SLOTS = 8, RA__MAGIC = 0x31464152 };
+enum { RA__REFUSALS = 32 };            /* refused tickets that are remembered */
+enum { RA__RING_ENDING = 3 };          /* a pass that went well, while its last callbacks run */
 enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3 };
 #define RA__QUIET_NS ((int64_t)60 * 1000000000)        /* silence that is never a failure */
 
@@ -10245,13 +10257,18 @@ struct ra_ring {
     int64_t pass, deadline, begin_ns;
 
     int32_t unsafe, quiet;             /* of ra_finish: buffers are leaked; it has run */
-    int32_t parted;                    /* see ra__ring_out */
-    int32_t state, cancelled, aborted; /* state: RA_RING_*; from here on threads share */
-    int32_t threads;                   /* of the plan of the pass */
-    int32_t fail_claimed, failed;      /* failed: status, set once `failure` is complete */
+    int32_t parted;                    /* under comm: see ra__ring_part */
+    int32_t state, cancelled, aborted; /* state: RA_RING_*, RA__RING_ENDING; from here on threads
+                                        * share. RUNNING is left once, by whoever swaps it first */
+    int32_t threads, backward;         /* of the plan of the pass; 1: a backward pass */
+    int32_t failed;                    /* status, set once `failure` is complete */
     int32_t comm, sched, join, progress, inside;
-    int64_t ticket, refused_ticket;
-    int32_t join_status, refused_status; /* of the ticket; of the last one that was refused */
+    int64_t ticket;
+    int32_t join_status;               /* of the ticket */
+    int64_t refusals, forgotten;       /* tickets refused so far; the last that is not kept. Under
+                                        * join, as the next two, and refusals is atomic */
+    int64_t refused_ticket[RA__REFUSALS];
+    ra_status refused_status[RA__REFUSALS];
     int64_t progress_ns, looked_ns, events;
     int64_t most_tiles;                /* see ra__ring_patience; 0: not counted in this pass */
     int64_t alive, alive_seen;         /* shared: readers of this rank's keys count alive up */
@@ -10259,6 +10276,8 @@ struct ra_ring {
     int64_t **owner_alive;             /* [sources] under comm: `alive` of an owner read here */
 
     int64_t claim_fold, claim_task;    /* under sched */
+    int64_t packing, packed;           /* RA_WAY_Q: own chunks of queries up to this entry of fold
+                                        * are packed by somebody (under sched), are packed */
     int64_t folded;                    /* chunks folded by all tasks: a prefix of plan->fold */
     int32_t left[RA__WINDOW];          /* tasks that still have to fold chunk f, at f mod WINDOW */
     int32_t *done;                     /* [tasks] chunks folded by a task */
@@ -10267,7 +10286,9 @@ struct ra_ring {
     int64_t recv_posted, received, released, send_posted, sent, own_posted, own_sent, exchanged;
     int64_t words_posted, words_in, words_out;
     int32_t words;                     /* this pass ends with words: shared, forward */
-    int32_t met;                       /* some rank's frame was as it should be */
+    int32_t met;                       /* some rank's frame was as it should be, or a pass with a
+                                        * descriptor that agrees went well */
+    ra__agreed met_with;               /* of the plan of the pass */
     uint64_t differ;                   /* parts in which the frame that failed differs */
     int32_t silent;                    /* a reader whose word is still to come */
     ra_op *recv_op, *send_op, *word_op;
@@ -10477,7 +10498,7 @@ static void ra__ring_event(const ra_ring *r, int32_t kind, int32_t ith, const ra
     e.rank = r->rank;
     e.thread = ith;
     e.pass = ra__load_i64(&r->counters.pass);
-    e.backward = r->route ? r->route->backward : 0;
+    e.backward = ra__load_i32(&r->backward);
     e.end_ns = ra__ring_now(r);
     r->rd.trace(r->rd.trace_ctx, &e);
 }
@@ -10518,7 +10539,7 @@ static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
         ra__put(f->text, cap, at, name[i]);
         comma = "; ";
     }
-    if (silent && f->peer >= 0 && !r->met)
+    if (silent && f->peer >= 0 && !ra__load_i32(&r->met))
         ra__put(f->text, cap, at, "; nothing has come yet: do all ranks have equal descriptors?");
 }
 
@@ -10564,12 +10585,12 @@ static void ra__ring_abort(ra_ring *r, ra_status why) {
         (void)r->tp.abort(r->tp.ctx, why);
 }
 
-/* The first failure wins, is recorded whole, and tells the transport. Returns the status of the
- * ring, which may be an earlier one. */
+/* The first failure of a pass that has not ended wins, is recorded whole, and tells the transport.
+ * Returns the status of the ring, which may be an earlier one; s if there is none (yet). */
 static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
     ra_event e = ra__event_none();
     if (ra__load_i32(&r->cancelled)) s = RA_E_CANCELLED;   /* whatever that made the network say */
-    if (ra__cas_i32(&r->fail_claimed, 0, 1)) {
+    if (ra__cas_i32(&r->state, RA_RING_RUNNING, RA_RING_FAILED)) {
         ra_failure *f = &r->failure;
         f->status = s;
         f->rank = r->rank;
@@ -10581,7 +10602,6 @@ static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
         f->since_progress_ns = ra__time_since(ra__ring_now(r), ra__load_i64(&r->progress_ns));
         ra__failure_text(r, f);
         ra__store_i32(&r->failed, s);
-        ra__store_i32(&r->state, RA_RING_FAILED);
         ra__ring_abort(r, s);
         e.peer = why.peer;
         e.chunk = why.chunk;
@@ -10664,7 +10684,7 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due, uint
 /* The message that op received, chunk c, begins with the frame that is due; else the pass fails. */
 static ra_status ra__ring_check(ra_ring *r, const ra_op *op, const ra__frame *due, int64_t c) {
     ra_status s = ra__frame_check(op->buf, due, &r->differ);
-    r->met |= s == RA_OK;
+    if (s == RA_OK) ra__store_i32(&r->met, 1);
     return s ? ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c)) : RA_OK;
 }
 
@@ -10806,6 +10826,7 @@ static void ra__pack_rows(uint8_t *to, ra__view from, const ra__seg *s, int32_t 
 /* RA_WAY_Q: own rows of queries into the message that will carry them, beside their sums. */
 static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *message) {
     const ra_desc *d = &r->plan->d;
+    uint32_t mode = ra__fp_enter();
     int64_t rows = ra__chunk_rows(chunk), at = 0;
     int64_t q_row = ra__row_bytes(d->q_dtype, d->k_dim);
     int64_t o_row = ra__row_bytes(d->o_dtype, d->v_dim);
@@ -10829,6 +10850,7 @@ static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *m
             r->back.kernel->deltas(stats + d->q_heads * rows, &o, &g, (int32_t)s->rows);
         }
     }
+    ra__fp_leave(mode);
 }
 
 /* Own chunk c, or its address, as a message: the one numbered `own` of those that leave. Backward
@@ -11434,16 +11456,14 @@ static int ra__ring_here(const ra_ring *r, int64_t f) {
     return way->own_home[way->fold_own[f]] < ra__load_i64(&r->home_received);
 }
 
-/* RA_WAY_Q: an own chunk of queries that starts is packed, by the first thread that folds it. */
-static void ra__ring_start_q(const ra_ring *r, int64_t f) {
+/* RA_WAY_Q: entry f starts an own chunk of queries, which is packed before anybody folds it. */
+static int ra__ring_packs(const ra_ring *r, int64_t f) {
     const ra__route *way = r->route;
-    if (!way->backward || r->plan->d.backward_way != RA_WAY_Q || way->fold[f] < 0 ||
-        way->fold_own[f] < 0 || way->fold_phase[f] == RA__BEFORE)
-        return;
-    ra__ring_pack_q(r, &way->chunk[way->fold[f]], ra__ring_fold_grads(r, f) - RA__FRAME_BYTES);
+    return way->backward && r->plan->d.backward_way == RA_WAY_Q && way->fold[f] >= 0 &&
+           way->fold_own[f] >= 0 && way->fold_phase[f] != RA__BEFORE;
 }
 
-/* A task and the entry of the fold list that it takes next. */
+/* A task and the entry of the fold list that it takes next; task -1: that entry is to be packed. */
 typedef struct ra__claim { int64_t fold, task; } ra__claim;
 
 /* Hands out the next task if its chunk is here and the task has folded the chunk before; passes
@@ -11454,13 +11474,18 @@ static int ra__ring_claim(ra_ring *r, ra__claim *out) {
         int64_t f = r->claim_fold;
         int32_t b, before, done;
         if (f >= r->route->folds || f >= r->folded + RA__WINDOW || !ra__ring_here(r, f)) return 0;
-        b = ra__fold_sequence(r, f);
         out->fold = f;
+        if (ra__ring_packs(r, f) && ra__load_i64(&r->packed) <= f) {
+            if (r->packing > f) return 0;
+            r->packing = f + 1;
+            out->task = -1;
+            return 1;
+        }
+        b = ra__fold_sequence(r, f);
         out->task = r->task0[b] + r->claim_task;
         before = r->route->fold_index[f];
         done = ra__load_i32(&r->done[out->task]);
         if (done < before) return 0;
-        if (r->claim_task == 0) ra__ring_start_q(r, f);
         if (++r->claim_task == r->task0[b + 1] - r->task0[b]) {
             r->claim_task = 0;
             r->claim_fold++;
@@ -11796,6 +11821,15 @@ static void ra__ring_fold_back(ra_ring *r, const ra__claim *claim, ra_event *e, 
     ra__ring_folded(r, f, &x.tally, e);
 }
 
+/* Packs what was claimed; the tasks that fold it wait for that. */
+static ra_status ra__ring_start_q(ra_ring *r, int64_t f) {
+    ra__ring_pack_q(r, &r->route->chunk[r->route->fold[f]],
+                    ra__ring_fold_grads(r, f) - RA__FRAME_BYTES);
+    ra__store_i64(&r->packed, f + 1);
+    ra__ring_moved(r);
+    return RA_AGAIN;
+}
+
 /* Computes what was claimed and hands the task on. */
 static ra_status ra__ring_compute(ra_ring *r, int ith, const ra__claim *claim) {
     const ra_plan *p = r->plan;
@@ -11824,14 +11858,15 @@ static ra_status ra__ring_compute(ra_ring *r, int ith, const ra__claim *claim) {
     return RA_AGAIN;
 }
 
-/* The end of a pass that went well, once. Under `comm`. */
+/* The end of a pass that went well, unless it has failed. Under `comm`. */
 static void ra__ring_complete(ra_ring *r) {
     ra_event e = ra__event_none();
-    if (ra__load_i32(&r->state) != RA_RING_RUNNING) return;
+    if (!ra__cas_i32(&r->state, RA_RING_RUNNING, RA__RING_ENDING)) return;
+    ra__store_i32(&r->met, 1);
     e.begin_ns = r->begin_ns;
     ra__ring_event(r, RA_EV_PASS, -1, &e);
     ra__ring_progress(r);
-    (void)ra__cas_i32(&r->state, RA_RING_RUNNING, RA_RING_IDLE);
+    ra__store_i32(&r->state, RA_RING_IDLE);
     (void)ra__add_i64(&r->events, 1);
 }
 
@@ -11879,11 +11914,19 @@ static ra_status ra__ring_settle(const ra_ring *r, ra_status s) {
     return s >= 0 ? s : failed ? failed : RA_AGAIN;
 }
 
-/* A thread leaves the ring. The last one out of a failed pass says that nothing is read here any
- * more, without waiting for the others: they need not wait for this rank's ra_finish. */
+/* Says that nothing is read here any more once no thread is inside a failed pass, without waiting
+ * for the others: they need not wait for this rank's ra_finish. Whoever leaves last comes by, and
+ * so does a thread that held `comm` without being inside. */
+static void ra__ring_part(ra_ring *r) {
+    if (ra__add_i32(&r->inside, 0) || !ra__load_i32(&r->failed) || !r->shared) return;
+    if (!ra__cas_i32(&r->comm, 0, 1)) return;
+    if (!r->parted) (void)r->tp.quiesce(r->tp.ctx, 1);
+    r->parted = 1;
+    ra__store_i32(&r->comm, 0);
+}
+
 static void ra__ring_out(ra_ring *r) {
-    if (ra__add_i32(&r->inside, -1) != 1 || !ra__load_i32(&r->failed) || !r->shared) return;
-    if (r->tp.quiesce && ra__cas_i32(&r->parted, 0, 1)) (void)r->tp.quiesce(r->tp.ctx, 1);
+    if (ra__add_i32(&r->inside, -1) == 1) ra__ring_part(r);
 }
 
 /* ra_step without the argument checks. */
@@ -11909,6 +11952,7 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
         moved |= r->folded != before;
     }
     ra__store_i32(&r->sched, 0);
+    if (claimed && claim.task < 0) return ra__ring_start_q(r, claim.fold);
     if (claimed) return ra__ring_compute(r, ith, &claim);
     if (ra__load_i32(&r->state) == RA_RING_IDLE) return RA_OK;
     return moved ? RA_AGAIN : RA_WAIT;
@@ -14065,9 +14109,9 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
     if (job->pass == RA_PASS_BACKWARD && p->d.op != RA_OP_TRAIN)
         return ra__refuse(e, RA_E_SHAPE, "job.pass", "backward needs op RA_OP_TRAIN, not #",
                           p->d.op);
-    if (ra__load_i32(&r->state) == RA_RING_FAILED)
-        return ra__refuse(e, RA_E_STATE, "ring", "its pass # failed: make a new one", r->pass);
-    if (ra__load_i32(&r->state) == RA_RING_RUNNING)
+    s = ra__load_i32(&r->failed);
+    if (s) return ra__refuse(e, s, "ring", "its pass # failed: make a new one", r->pass);
+    if (ra__load_i32(&r->state) != RA_RING_IDLE)
         return ra__refuse(e, RA_E_BUSY, "ring", "its pass # is under way", r->pass);
     if (p->d.rank != r->rank || p->d.ranks != r->ranks)
         return ra__refuse(e, RA_E_SHAPE, "job.plan", "is for another rank or number of ranks: #",
@@ -14142,7 +14186,8 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     ra__store_i32(&c->waiting_peer,
                   r->route->recvs ? ra__ring_peer(r, -1) : -1);
     ra__store_i64(&c->pass, r->pass);
-    r->claim_fold = r->claim_task = 0;
+    r->claim_fold = r->claim_task = r->packing = 0;
+    ra__store_i64(&r->packed, 0);
     r->recv_posted = r->released = r->send_posted = r->own_posted = 0;
     ra__store_i64(&r->own_sent, 0);
     r->exchanged = r->words_posted = r->words_in = r->words_out = 0;
@@ -14178,7 +14223,9 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ring->words = ring->shared && job->pass == RA_PASS_FORWARD;
     ring->t = *job->tensors;
     ring->agreed_known = 0;
-    ring->met = 0;
+    if (memcmp(&ring->met_with, &job->plan->agreed, sizeof ring->met_with))
+        ra__store_i32(&ring->met, 0);
+    ring->met_with = job->plan->agreed;
     ring->k = kv[0];
     ring->v = kv[1];
     ring->deadline = job->deadline_ns;
@@ -14190,6 +14237,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__store_i64(&ring->progress_ns, ring->begin_ns);
     ra__store_i64(&ring->looked_ns, ring->begin_ns);
     ra__store_i32(&ring->threads, job->plan->d.threads);
+    ra__store_i32(&ring->backward, ring->route->backward);
     ra__store_i32(&ring->state, RA_RING_RUNNING);
     return RA_OK;
 }
@@ -14200,7 +14248,7 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
     if (job && job->ticket)
         return ra__refuse(&ring->refusal, RA_E_SHAPE, "job.ticket", "# is for ra_join alone",
                           (int64_t)job->ticket);
-    inside = ra__load_i32(&ring->inside);
+    inside = ra__add_i32(&ring->inside, 0);
     if (inside)
         return ra__refuse(&ring->refusal, RA_E_BUSY, "ring.threads",
                           "# threads are still inside ra_step", inside);
@@ -14225,6 +14273,15 @@ RINGATTN_API ra_status ra_step(ra_ring *ring, int ith, int nth) {
     return s;
 }
 
+/* Under `join`: a ticket that was refused stays so. */
+static void ra__join_refused(ra_ring *r, int64_t ticket, ra_status s) {
+    int64_t n = r->refusals, i = n % RA__REFUSALS;
+    if (n >= RA__REFUSALS) r->forgotten = r->refused_ticket[i];
+    r->refused_ticket[i] = ticket;
+    r->refused_status[i] = s;
+    ra__store_i64(&r->refusals, n + 1);
+}
+
 /* The first thread with a new ticket begins, if nobody is inside the pass before: this one says
  * `join` and looks at `inside`, the others say `inside` and look at `join`. */
 static ra_status ra__join_begin(ra_ring *r, const ra_job *job) {
@@ -14232,13 +14289,12 @@ static ra_status ra__join_begin(ra_ring *r, const ra_job *job) {
     if (!ra__cas_i32(&r->join, 0, 1)) return RA_WAIT;
     if (ra__load_i64(&r->ticket) >= (int64_t)job->ticket) {
         s = RA_AGAIN;
-    } else if (!ra__add_i32(&r->inside, 0) && ra__load_i32(&r->state) != RA_RING_RUNNING) {
+    } else if (ra__load_i32(&r->failed)) {
+        s = ra__load_i32(&r->failed);
+    } else if (!ra__add_i32(&r->inside, 0) && ra__load_i32(&r->state) == RA_RING_IDLE) {
         s = ra__ring_begin(r, job);
         ra__store_i32(&r->join_status, s);
-        if (s) {
-            ra__store_i32(&r->refused_status, s);
-            ra__store_i64(&r->refused_ticket, (int64_t)job->ticket);
-        }
+        if (s) ra__join_refused(r, (int64_t)job->ticket, s);
         ra__store_i64(&r->ticket, (int64_t)job->ticket);
     }
     ra__store_i32(&r->join, 0);
@@ -14257,9 +14313,17 @@ static ra_status ra__join_check(const ra_job *job, int ith, int nth, ra_error *e
 }
 
 /* How the pass of an earlier ticket ended. */
-static ra_status ra__join_late(const ra_ring *r, int64_t ticket) {
-    if (ticket == ra__load_i64(&r->refused_ticket)) return ra__load_i32(&r->refused_status);
-    return ra__load_i32(&r->failed);
+static ra_status ra__join_late(ra_ring *r, int64_t ticket) {
+    ra_status s = ra__load_i32(&r->failed);
+    if (s || !ra__load_i64(&r->refusals)) return s;
+    if (!ra__cas_i32(&r->join, 0, 1)) return RA_WAIT;
+    if (ticket <= r->forgotten)
+        s = ra__refuse(&r->refusal, RA_E_STATE, "job.ticket",
+                       "# is too late: too many tickets were refused since", ticket);
+    for (int64_t i = 0; i < ra__min(r->refusals, RA__REFUSALS); i++)
+        if (r->refused_ticket[i] == ticket) s = r->refused_status[i];
+    ra__store_i32(&r->join, 0);
+    return s;
 }
 
 RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nth) {
@@ -14296,7 +14360,8 @@ static void ra__wait_slice(ra_ring *r, int64_t deadline_ns) {
         int n = live ? ra__ring_list(r) : 0;
         int code = n ? r->tp.wait(r->tp.ctx, r->list, n, ra__ring_until(slice)) : RA_OK;
         if (code < 0) (void)ra__ring_fail(r, ra__ring_code(code), ra__blame_of(-1, -1, code, -1));
-        ra__store_i32(&r->comm, 0);
+        (void)ra__add_i32(&r->comm, -1); /* before it looks who is inside */
+        ra__ring_part(r);
         if (n || !live) return;
     }
     ra__sleep_ns(100000);
@@ -14407,6 +14472,8 @@ RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out) {
     if (!ring) return;
     c = &ring->counters;
     out->state = ra__load_i32(&ring->state);
+    if (out->state != RA_RING_IDLE)
+        out->state = ra__load_i32(&ring->failed) ? RA_RING_FAILED : RA_RING_RUNNING;
     out->bounded = !ring->has_transport || ring->tp.post || (ring->tp.caps & RA_CAP_DEADLINE);
     out->pass = ra__load_i64(&c->pass);
     out->tiles_empty = ra__load_i64(&c->tiles_empty);
