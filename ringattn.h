@@ -7641,8 +7641,7 @@ static void ra__shm_post_one(ra__shm_seat *seat, ra_op *op) {
     bucket = ra__shm_bucket_of(inbox, op);
     pthread_mutex_lock(&inbox->inbox_lock);
     other = ra__shm_first(bucket, op);
-    if (ra__load_i32(&seat->why)) {    /* set before ra__shm_purge takes this lock: nothing may be
-                                        * queued behind it */
+    if (ra__load_i32(&seat->why)) {    /* see ra__shm_purge */
         ra__shm_close(op, ra__load_i32(&seat->why));
         other = NULL;
     } else if (ra__load_i32(&peer->gone)) {
@@ -7766,11 +7765,12 @@ static int ra__shm_abort(void *ctx, int why) {
     return RA_OK;
 }
 
-/* Takes back what this rank has queued anywhere, and waits for copies under way. */
+/* Takes back what this rank has queued anywhere, and waits for copies under way. The `why` of its
+ * seat is set: a post at the same time has queued its op before this takes the lock of its inbox,
+ * or sees `why` under that lock and queues nothing. */
 static void ra__shm_purge(ra__shm_seat *seat) {
     int32_t r;
     int b;
-    if (!ra__load_i32(&seat->open)) return;
     for (r = 0; r < seat->world->ranks; r++) {
         ra__shm_seat *inbox = &seat->world->seats[r];
         pthread_mutex_lock(&inbox->inbox_lock);
