@@ -161,7 +161,8 @@ extern "C" {
 /* -------------------------------------------------------------------------- status
  * 0 is done, positive is "not done, nothing wrong", negative is an error. Errors above
  * RA_E_MISMATCH are refusals: nothing was done, everything is as it was. From RA_E_MISMATCH on a
- * pass has failed, and its ring stays failed (ra_ring_failure says how). */
+ * pass has failed, and its ring stays failed: later calls return the same status (ra_ring_failure
+ * says more). */
 #define RA_STATUS_LIST(X)                                                                        \
     X(RA_OK,             0, "done")                                                              \
     X(RA_AGAIN,          1, "something was done, call again")                                    \
@@ -659,9 +660,10 @@ typedef struct ra_transport {
      * frees nothing. `why` is the RA_E_* of this rank. */
     int (*abort)(void *ctx, int why);
 
-    /* After abort. RA_OK: no buffer of the ring, and with RA_CAP_SHARED no tensor of this rank,
-     * will be touched again. Anything else: that cannot be said. May block until deadline_ns; may
-     * be called again, and first with a deadline that has passed, which is only to say so. */
+    /* Required with RA_CAP_SHARED. After abort. RA_OK: no buffer of the ring, and with
+     * RA_CAP_SHARED no tensor of this rank, will be touched again. Anything else: that cannot be
+     * said. May block until deadline_ns; may be called again, and first with a deadline that has
+     * passed, which is only to say so. */
     int (*quiesce)(void *ctx, int64_t deadline_ns);
 
     /* Text for a code that a callback returned; may return null. */
@@ -804,8 +806,9 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
     ra_allocator allocator;
     int64_t watchdog_ns;               /* waiting for a peer without progress: RA_E_PEER. The first
                                         * ranks of a contiguous causal ring wait about as long as
-                                        * the last one computes: allow for that. 0: 60 s more than
-                                        * twice such a wait at the speed seen here */
+                                        * the last one computes: allow for that. 0: 60 s, and the
+                                        * time that the rank with most tiles needs for a whole
+                                        * pass at the speed and with the threads of this rank */
     int64_t quiesce_ns;                /* patience with quiesce after a failure; 0: 30 s */
     int64_t (*clock_ns)(void *ctx);    /* null: ra_now_ns. The ring measures all its times on this
                                         * clock: deadlines of calls on it, watchdog, events. It may
@@ -874,7 +877,8 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job);
 RINGATTN_API ra_status ra_step(ra_ring *ring, int ith, int nth);
 /* Begin, if this thread is the first to bring this ticket, then ra_step. RA_OK at once for tickets
  * that are through; RA_WAIT while a thread is still inside the pass before. A refused begin is what
- * every thread then gets. */
+ * every thread then gets for that ticket, however late; a thread that is more than 32 refusals late
+ * gets RA_E_STATE. */
 RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nth);
 /* After RA_WAIT, if there is nothing better to do: spins a little, yields, then sleeps until there
  * may be work (RA_OK) or deadline_ns (RA_E_TIMEOUT, of this call alone). */
@@ -7571,6 +7575,9 @@ static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
     if (shared && !t->post)
         return ra__refuse(e, RA_E_TRANSPORT, "transport.post",
                           "is null, but RA_CAP_SHARED is in caps (#)", (int64_t)t->caps);
+    if (shared && !t->quiesce)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.quiesce",
+                          "is null, but RA_CAP_SHARED is in caps (#)", (int64_t)t->caps);
     if (shared && !(t->caps & RA_CAP_ANY_PEER))
         return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
                           "RA_CAP_SHARED needs RA_CAP_ANY_PEER, is #", (int64_t)t->caps);
@@ -7916,7 +7923,10 @@ static void ra__shm_post_one(ra__shm_seat *seat, ra_op *op) {
     bucket = ra__shm_bucket_of(inbox, op);
     pthread_mutex_lock(&inbox->inbox_lock);
     other = ra__shm_first(bucket, op);
-    if (ra__load_i32(&peer->gone)) {
+    if (ra__load_i32(&seat->why)) {    /* see ra__shm_purge */
+        ra__shm_close(op, ra__load_i32(&seat->why));
+        other = NULL;
+    } else if (ra__load_i32(&peer->gone)) {
         ra__shm_close(op, ra__shm_why_gone(seat));
         other = NULL;
     } else if (other && other->kind != op->kind) {
@@ -8037,11 +8047,12 @@ static int ra__shm_abort(void *ctx, int why) {
     return RA_OK;
 }
 
-/* Takes back what this rank has queued anywhere, and waits for copies under way. */
+/* Takes back what this rank has queued anywhere, and waits for copies under way. The `why` of its
+ * seat is set: a post at the same time has queued its op before this takes the lock of its inbox,
+ * or sees `why` under that lock and queues nothing. */
 static void ra__shm_purge(ra__shm_seat *seat) {
     int32_t r;
     int b;
-    if (!ra__load_i32(&seat->open)) return;
     for (r = 0; r < seat->world->ranks; r++) {
         ra__shm_seat *inbox = &seat->world->seats[r];
         pthread_mutex_lock(&inbox->inbox_lock);
@@ -10618,7 +10629,10 @@ static void ra__model_chunk(const ra_plan *p, const ra_rates *rates, int64_t c, 
 
 enum { RA__GROUP_KEYS = 4096 };        /* keys that one step folds at most, if chunks are smaller */
 enum { RA__WINDOW = 64, RA__SEND_SLOTS = 8, RA__MAGIC = 0x31464152 };
+enum { RA__REFUSALS = 32 };            /* refused tickets that are remembered */
+enum { RA__RING_ENDING = 3 };          /* a pass that went well, while its last callbacks run */
 enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3 };
+#define RA__QUIET_NS ((int64_t)60 * 1000000000)        /* silence that is never a failure */
 
 typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chunk */
     uint32_t magic, abi;
@@ -10660,19 +10674,27 @@ struct ra_ring {
     int64_t pass, deadline, begin_ns;
 
     int32_t unsafe, quiet;             /* of ra_finish: buffers are leaked; it has run */
-    int32_t parted;                    /* see ra__ring_out */
-    int32_t state, cancelled, aborted; /* state: RA_RING_*; from here on threads share */
-    int32_t threads;                   /* of the plan of the pass */
-    int32_t fail_claimed, failed;      /* failed: status, set once `failure` is complete */
+    int32_t parted;                    /* under comm: see ra__ring_part */
+    int32_t state, cancelled, aborted; /* state: RA_RING_*, RA__RING_ENDING; from here on threads
+                                        * share. RUNNING is left once, by whoever swaps it first */
+    int32_t threads, backward;         /* of the plan of the pass; 1: a backward pass */
+    int32_t failed;                    /* status, set once `failure` is complete */
     int32_t comm, sched, join, progress, inside;
-    int64_t ticket, refused_ticket;
-    int32_t join_status, refused_status; /* of the ticket; of the last one that was refused */
+    int64_t ticket;
+    int32_t join_status;               /* of the ticket */
+    int64_t refusals, forgotten;       /* tickets refused so far; the last that is not kept. Under
+                                        * join, as the next two, and refusals is atomic */
+    int64_t refused_ticket[RA__REFUSALS];
+    ra_status refused_status[RA__REFUSALS];
     int64_t progress_ns, looked_ns, events;
+    int64_t most_tiles;                /* see ra__ring_patience; 0: not counted in this pass */
     int64_t alive, alive_seen;         /* shared: readers of this rank's keys count alive up */
     int64_t computed, computed_seen;   /* tasks done here, and when readers' owners last heard */
     int64_t **owner_alive;             /* [sources] under comm: `alive` of an owner read here */
 
     int64_t claim_fold, claim_task;    /* under sched */
+    int64_t packing, packed;           /* RA_WAY_Q: own chunks of queries up to this entry of fold
+                                        * are packed by somebody (under sched), are packed */
     int64_t folded;                    /* chunks folded by all tasks: a prefix of plan->fold */
     int32_t left[RA__WINDOW];          /* tasks that still have to fold chunk f, at f mod WINDOW */
     int32_t *done;                     /* [tasks] chunks folded by a task */
@@ -10681,7 +10703,9 @@ struct ra_ring {
     int64_t recv_posted, received, released, send_posted, sent, own_posted, own_sent, exchanged;
     int64_t words_posted, words_in, words_out;
     int32_t words;                     /* this pass ends with words: shared, forward */
-    int32_t met;                       /* some rank's frame was as it should be */
+    int32_t met;                       /* some rank's frame was as it should be, or a pass with a
+                                        * descriptor that agrees went well */
+    ra__agreed met_with;               /* of the plan of the pass */
     uint64_t differ;                   /* parts in which the frame that failed differs */
     int32_t silent;                    /* a reader whose word is still to come */
     ra_op *recv_op, *send_op, *word_op;
@@ -10891,7 +10915,7 @@ static void ra__ring_event(const ra_ring *r, int32_t kind, int32_t ith, const ra
     e.rank = r->rank;
     e.thread = ith;
     e.pass = ra__load_i64(&r->counters.pass);
-    e.backward = r->route ? r->route->backward : 0;
+    e.backward = ra__load_i32(&r->backward);
     e.end_ns = ra__ring_now(r);
     r->rd.trace(r->rd.trace_ctx, &e);
 }
@@ -10932,7 +10956,7 @@ static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
         ra__put(f->text, cap, at, name[i]);
         comma = "; ";
     }
-    if (silent && f->peer >= 0 && !r->met)
+    if (silent && f->peer >= 0 && !ra__load_i32(&r->met))
         ra__put(f->text, cap, at, "; nothing has come yet: do all ranks have equal descriptors?");
 }
 
@@ -10978,12 +11002,12 @@ static void ra__ring_abort(ra_ring *r, ra_status why) {
         (void)r->tp.abort(r->tp.ctx, why);
 }
 
-/* The first failure wins, is recorded whole, and tells the transport. Returns the status of the
- * ring, which may be an earlier one. */
+/* The first failure of a pass that has not ended wins, is recorded whole, and tells the transport.
+ * Returns the status of the ring, which may be an earlier one; s if there is none (yet). */
 static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
     ra_event e = ra__event_none();
     if (ra__load_i32(&r->cancelled)) s = RA_E_CANCELLED;   /* whatever that made the network say */
-    if (ra__cas_i32(&r->fail_claimed, 0, 1)) {
+    if (ra__cas_i32(&r->state, RA_RING_RUNNING, RA_RING_FAILED)) {
         ra_failure *f = &r->failure;
         f->status = s;
         f->rank = r->rank;
@@ -10995,7 +11019,6 @@ static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
         f->since_progress_ns = ra__time_since(ra__ring_now(r), ra__load_i64(&r->progress_ns));
         ra__failure_text(r, f);
         ra__store_i32(&r->failed, s);
-        ra__store_i32(&r->state, RA_RING_FAILED);
         ra__ring_abort(r, s);
         e.peer = why.peer;
         e.chunk = why.chunk;
@@ -11078,7 +11101,7 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due, uint
 /* The message that op received, chunk c, begins with the frame that is due; else the pass fails. */
 static ra_status ra__ring_check(ra_ring *r, const ra_op *op, const ra__frame *due, int64_t c) {
     ra_status s = ra__frame_check(op->buf, due, &r->differ);
-    r->met |= s == RA_OK;
+    if (s == RA_OK) ra__store_i32(&r->met, 1);
     return s ? ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c)) : RA_OK;
 }
 
@@ -11220,6 +11243,7 @@ static void ra__pack_rows(uint8_t *to, ra__view from, const ra__seg *s, int32_t 
 /* RA_WAY_Q: own rows of queries into the message that will carry them, beside their sums. */
 static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *message) {
     const ra_desc *d = &r->plan->d;
+    uint32_t mode = ra__fp_enter();
     int64_t rows = ra__chunk_rows(chunk), at = 0;
     int64_t q_row = ra__row_bytes(d->q_dtype, d->k_dim);
     int64_t o_row = ra__row_bytes(d->o_dtype, d->v_dim);
@@ -11243,6 +11267,7 @@ static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *m
             r->back.kernel->deltas(stats + d->q_heads * rows, &o, &g, (int32_t)s->rows);
         }
     }
+    ra__fp_leave(mode);
 }
 
 /* Own chunk c, or its address, as a message: the one numbered `own` of those that leave. Backward
@@ -11452,18 +11477,81 @@ static int ra__ring_list(const ra_ring *r) {
     return n;
 }
 
-/* How long nothing may move while this rank waits. By default 60 s, and twice the time that a rank
- * would need for all tiles of a pass at the speed seen here: the back-pressure of a slow last rank
- * holds up the first ones that long, and that is no failure. */
-static int64_t ra__ring_patience(const ra_ring *r) {
-    const ra_plan_report *all = &r->plan->report;
+/* Upper bounds for one rank in a pass: tiles that are not empty, by the spans of positions that its
+ * query blocks see, and tiles of all its query blocks with all keys. */
+typedef struct ra__load { int64_t seen, all; } ra__load;
+
+/* Blocks of keys of a sequence, of all ranks, at most: each piece of the layout has a short one. */
+static int64_t ra__load_keys(const ra_plan *p, int32_t b) {
+    int64_t n = 2 * (int64_t)p->d.ranks;
+    int loose = p->d.layout.kind == RA_LAYOUT_ARRAY || p->d.layout.kind == RA_LAYOUT_RUNS;
+    for (int32_t r = 0; loose && r < p->d.ranks; r++) {
+        ra__side side = ra__plan_side(p, 1, r);
+        n += side.run_count + side.array_rows / RA_BLOCK_TOKENS;
+    }
+    return p->d.layout.kind == RA_LAYOUT_ARRAY
+               ? n : n + ra__ceil_div(ra__k_len(&p->d, b), RA_BLOCK_TOKENS);
+}
+
+/* keys: blocks of keys of the sequence, of all ranks. loose: how many of them may be in a span only
+ * in part. */
+static void ra__load_block(const ra_plan *p, int32_t b, const ra__seg *rows, int64_t keys,
+                           ra__load *n) {
+    int64_t loose = p->d.layout.kind == RA_LAYOUT_STRIPED ? p->d.ranks : 1, seen = 0;
+    ra__bounds x = ra__rows_fill(&p->d.mask, ra__key_end(&p->d, b, 0), rows, NULL, NULL);
+    if (x.lo_min < x.hi_max)
+        seen += ra__ceil_div((int64_t)x.hi_max - x.lo_min, RA_BLOCK_TOKENS) + loose;
+    if (x.doc_min < x.keep_max)
+        seen += ra__ceil_div((int64_t)x.keep_max - x.doc_min, RA_BLOCK_TOKENS) + loose;
+    n->seen += ra__min(seen, keys);
+}
+
+static void ra__load_rank(const ra_plan *p, int32_t rank, int32_t b, int64_t keys, ra__load *n) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    ra__seg s;
+    for (int64_t i = 0; ra__side_seg(&side, b, ra__q_len(&p->d, b), i, &s); i++) {
+        int64_t blocks = ra__ceil_div(s.rows, RA_BLOCK_TOKENS);
+        n->all += blocks * keys;
+        if (p->d.layout.kind == RA_LAYOUT_ARRAY) n->seen += blocks * keys;
+        for (int64_t k = 0; k < blocks && p->d.layout.kind != RA_LAYOUT_ARRAY; k++) {
+            ra__seg rows = ra__seg_block(&s, k);
+            ra__load_block(p, b, &rows, keys, n);
+        }
+    }
+}
+
+/* Tiles that are not empty on the rank with most of them, at most. Under RA_WAY_Q a rank computes
+ * what all queries see of its keys: no more than is seen in all, nor than all tiles of one rank. */
+static int64_t ra__load_most(const ra_plan *p, int backward) {
+    ra__load most = { 0, 0 };
+    int64_t total = 0, tiles;
+    for (int32_t r = 0; r < p->d.ranks; r++) {
+        ra__load n = { 0, 0 };
+        for (int32_t b = 0; b < p->d.sequences; b++)
+            ra__load_rank(p, r, b, ra__load_keys(p, b), &n);
+        most.seen = ra__max(most.seen, n.seen);
+        most.all = ra__max(most.all, n.all);
+        total += n.seen;
+    }
+    tiles = backward && p->d.backward_way == RA_WAY_Q ? ra__min(total, most.all) : most.seen;
+    return ra__mul(tiles, p->d.q_heads, &tiles) ? tiles : INT64_MAX;
+}
+
+/* How long nothing may move while this rank waits: 60 s, and as long as a healthy neighbour may
+ * compute. That is the most that any rank has to do in a pass, at the speed of the threads here.
+ * The back-pressure of a slow last rank can hold up the first ones that long, and is no failure. */
+static int64_t ra__ring_patience(ra_ring *r) {
+    const ra_desc *d = &r->plan->d;
     const ra_ring_counters *c = &r->counters;
-    int64_t tiles, done;
+    int64_t done = ra__load_i64(&c->tiles_partial) + ra__load_i64(&c->tiles_full), ns;
     if (r->rd.watchdog_ns) return r->rd.watchdog_ns;
-    tiles = all->tiles_empty + all->tiles_partial + all->tiles_full;
-    done = ra__load_i64(&c->tiles_partial) + ra__load_i64(&c->tiles_full);
-    return (int64_t)60 * 1000000000 +
-           2 * tiles * (done ? ra__load_i64(&c->compute_ns) / done : 100000);
+    if (!ra__load_i64(&r->most_tiles))
+        ra__store_i64(&r->most_tiles, ra__max(1, ra__load_most(r->plan, r->route->backward)));
+    ns = (int64_t)400 * (d->k_dim + d->v_dim);         /* a tile at 20 GFLOP/s */
+    if (r->route->backward) ns *= 3;
+    if (done) ns = ra__load_i64(&c->compute_ns) / done;
+    if (!ra__mul(ra__load_i64(&r->most_tiles), ns, &ns)) return INT64_MAX;
+    return ra__time_add(RA__QUIET_NS, ns / d->threads);
 }
 
 /* Level 0: the next exchange of the lock-step run, if both its halves are on the list. */
@@ -11785,16 +11873,14 @@ static int ra__ring_here(const ra_ring *r, int64_t f) {
     return way->own_home[way->fold_own[f]] < ra__load_i64(&r->home_received);
 }
 
-/* RA_WAY_Q: an own chunk of queries that starts is packed, by the first thread that folds it. */
-static void ra__ring_start_q(const ra_ring *r, int64_t f) {
+/* RA_WAY_Q: entry f starts an own chunk of queries, which is packed before anybody folds it. */
+static int ra__ring_packs(const ra_ring *r, int64_t f) {
     const ra__route *way = r->route;
-    if (!way->backward || r->plan->d.backward_way != RA_WAY_Q || way->fold[f] < 0 ||
-        way->fold_own[f] < 0 || way->fold_phase[f] == RA__BEFORE)
-        return;
-    ra__ring_pack_q(r, &way->chunk[way->fold[f]], ra__ring_fold_grads(r, f) - RA__FRAME_BYTES);
+    return way->backward && r->plan->d.backward_way == RA_WAY_Q && way->fold[f] >= 0 &&
+           way->fold_own[f] >= 0 && way->fold_phase[f] != RA__BEFORE;
 }
 
-/* A task and the entry of the fold list that it takes next. */
+/* A task and the entry of the fold list that it takes next; task -1: that entry is to be packed. */
 typedef struct ra__claim { int64_t fold, task; } ra__claim;
 
 /* Hands out the next task if its chunk is here and the task has folded the chunk before; passes
@@ -11805,13 +11891,18 @@ static int ra__ring_claim(ra_ring *r, ra__claim *out) {
         int64_t f = r->claim_fold;
         int32_t b, before, done;
         if (f >= r->route->folds || f >= r->folded + RA__WINDOW || !ra__ring_here(r, f)) return 0;
-        b = ra__fold_sequence(r, f);
         out->fold = f;
+        if (ra__ring_packs(r, f) && ra__load_i64(&r->packed) <= f) {
+            if (r->packing > f) return 0;
+            r->packing = f + 1;
+            out->task = -1;
+            return 1;
+        }
+        b = ra__fold_sequence(r, f);
         out->task = r->task0[b] + r->claim_task;
         before = r->route->fold_index[f];
         done = ra__load_i32(&r->done[out->task]);
         if (done < before) return 0;
-        if (r->claim_task == 0) ra__ring_start_q(r, f);
         if (++r->claim_task == r->task0[b + 1] - r->task0[b]) {
             r->claim_task = 0;
             r->claim_fold++;
@@ -12128,6 +12219,15 @@ static void ra__ring_fold_back(ra_ring *r, const ra__claim *claim, ra_event *e, 
     ra__ring_folded(r, f, &x.tally, e);
 }
 
+/* Packs what was claimed; the tasks that fold it wait for that. */
+static ra_status ra__ring_start_q(ra_ring *r, int64_t f) {
+    ra__ring_pack_q(r, &r->route->chunk[r->route->fold[f]],
+                    ra__ring_fold_grads(r, f) - RA__FRAME_BYTES);
+    ra__store_i64(&r->packed, f + 1);
+    ra__ring_moved(r);
+    return RA_AGAIN;
+}
+
 /* Computes what was claimed and hands the task on. */
 static ra_status ra__ring_compute(ra_ring *r, int ith, const ra__claim *claim) {
     const ra_plan *p = r->plan;
@@ -12156,14 +12256,15 @@ static ra_status ra__ring_compute(ra_ring *r, int ith, const ra__claim *claim) {
     return RA_AGAIN;
 }
 
-/* The end of a pass that went well, once. Under `comm`. */
+/* The end of a pass that went well, unless it has failed. Under `comm`. */
 static void ra__ring_complete(ra_ring *r) {
     ra_event e = ra__event_none();
-    if (ra__load_i32(&r->state) != RA_RING_RUNNING) return;
+    if (!ra__cas_i32(&r->state, RA_RING_RUNNING, RA__RING_ENDING)) return;
+    ra__store_i32(&r->met, 1);
     e.begin_ns = r->begin_ns;
     ra__ring_event(r, RA_EV_PASS, -1, &e);
     ra__ring_progress(r);
-    (void)ra__cas_i32(&r->state, RA_RING_RUNNING, RA_RING_IDLE);
+    ra__store_i32(&r->state, RA_RING_IDLE);
     (void)ra__add_i64(&r->events, 1);
 }
 
@@ -12185,18 +12286,22 @@ static ra__blame ra__ring_awaits(const ra_ring *r) {
 
 /* Time, cancellation, and failures that others noticed. */
 static ra_status ra__ring_alarm(ra_ring *r) {
-    int64_t now, patience;
+    int64_t now, looked, quiet, patience;
     if (ra__load_i32(&r->failed)) return ra__load_i32(&r->failed);
     if (ra__load_i32(&r->cancelled))
         return ra__ring_fail(r, RA_E_CANCELLED, ra__blame_of(-1, -1, 0, -1));
     now = ra__ring_now(r);
-    patience = ra__ring_patience(r);
-    if (ra__time_since(now, ra__load_i64(&r->looked_ns)) > patience)
-        ra__store_i64(&r->progress_ns, now);
-    ra__store_i64(&r->looked_ns, now); /* nobody waited while nobody looked */
+    looked = ra__load_i64(&r->looked_ns);
+    ra__store_i64(&r->looked_ns, now);
     if (r->deadline && now > r->deadline)
         return ra__ring_fail(r, RA_E_TIMEOUT, ra__ring_awaits(r));
-    if (r->has_transport && ra__time_since(now, ra__load_i64(&r->progress_ns)) > patience)
+    quiet = ra__time_since(now, ra__load_i64(&r->progress_ns));
+    if (!r->has_transport || quiet <= (r->rd.watchdog_ns ? r->rd.watchdog_ns : RA__QUIET_NS))
+        return RA_OK;
+    patience = ra__ring_patience(r);
+    if (ra__time_since(now, looked) > patience)
+        ra__store_i64(&r->progress_ns, now);   /* nobody waited while nobody looked */
+    else if (quiet > patience)
         return ra__ring_fail(r, RA_E_PEER, ra__ring_awaits(r));
     return RA_OK;
 }
@@ -12207,11 +12312,19 @@ static ra_status ra__ring_settle(const ra_ring *r, ra_status s) {
     return s >= 0 ? s : failed ? failed : RA_AGAIN;
 }
 
-/* A thread leaves the ring. The last one out of a failed pass says that nothing is read here any
- * more, without waiting for the others: they need not wait for this rank's ra_finish. */
+/* Says that nothing is read here any more once no thread is inside a failed pass, without waiting
+ * for the others: they need not wait for this rank's ra_finish. Whoever leaves last comes by, and
+ * so does a thread that held `comm` without being inside. */
+static void ra__ring_part(ra_ring *r) {
+    if (ra__add_i32(&r->inside, 0) || !ra__load_i32(&r->failed) || !r->shared) return;
+    if (!ra__cas_i32(&r->comm, 0, 1)) return;
+    if (!r->parted) (void)r->tp.quiesce(r->tp.ctx, 1);
+    r->parted = 1;
+    ra__store_i32(&r->comm, 0);
+}
+
 static void ra__ring_out(ra_ring *r) {
-    if (ra__add_i32(&r->inside, -1) != 1 || !ra__load_i32(&r->failed) || !r->shared) return;
-    if (r->tp.quiesce && ra__cas_i32(&r->parted, 0, 1)) (void)r->tp.quiesce(r->tp.ctx, 1);
+    if (ra__add_i32(&r->inside, -1) == 1) ra__ring_part(r);
 }
 
 /* ra_step without the argument checks. */
@@ -12241,6 +12354,7 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
         moved |= r->folded != before;
     }
     ra__store_i32(&r->sched, 0);
+    if (claimed && claim.task < 0) return ra__ring_start_q(r, claim.fold);
     if (claimed) return ra__ring_compute(r, ith, &claim);
     if (ra__load_i32(&r->state) == RA_RING_IDLE) return RA_OK;
     return moved ? RA_AGAIN : RA_WAIT;
@@ -14384,9 +14498,9 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
     if (job->pass == RA_PASS_BACKWARD && p->d.op != RA_OP_TRAIN)
         return ra__refuse(e, RA_E_SHAPE, "job.pass", "backward needs op RA_OP_TRAIN, not #",
                           p->d.op);
-    if (ra__load_i32(&r->state) == RA_RING_FAILED)
-        return ra__refuse(e, RA_E_STATE, "ring", "its pass # failed: make a new one", r->pass);
-    if (ra__load_i32(&r->state) == RA_RING_RUNNING)
+    s = ra__load_i32(&r->failed);
+    if (s) return ra__refuse(e, s, "ring", "its pass # failed: make a new one", r->pass);
+    if (ra__load_i32(&r->state) != RA_RING_IDLE)
         return ra__refuse(e, RA_E_BUSY, "ring", "its pass # is under way", r->pass);
     if (p->d.rank != r->rank || p->d.ranks != r->ranks)
         return ra__refuse(e, RA_E_SHAPE, "job.plan", "is for another rank or number of ranks: #",
@@ -14461,7 +14575,8 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     ra__store_i32(&c->waiting_peer,
                   r->route->recvs ? ra__ring_peer(r, -1) : -1);
     ra__store_i64(&c->pass, r->pass);
-    r->claim_fold = r->claim_task = 0;
+    r->claim_fold = r->claim_task = r->packing = 0;
+    ra__store_i64(&r->packed, 0);
     r->recv_posted = r->released = r->send_posted = r->own_posted = 0;
     ra__store_i64(&r->own_sent, 0);
     r->exchanged = r->words_posted = r->words_in = r->words_out = 0;
@@ -14497,7 +14612,9 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ring->words = ring->shared && job->pass == RA_PASS_FORWARD;
     ring->t = *job->tensors;
     ring->agreed_known = 0;
-    ring->met = 0;
+    if (memcmp(&ring->met_with, &job->plan->agreed, sizeof ring->met_with))
+        ra__store_i32(&ring->met, 0);
+    ring->met_with = job->plan->agreed;
     ring->k = kv[0];
     ring->v = kv[1];
     ring->deadline = job->deadline_ns;
@@ -14505,9 +14622,11 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__begin_work(ring, job->plan);
     ra__begin_reset(ring, job->plan);
     ring->begin_ns = ra__ring_now(ring);
+    ra__store_i64(&ring->most_tiles, 0);
     ra__store_i64(&ring->progress_ns, ring->begin_ns);
     ra__store_i64(&ring->looked_ns, ring->begin_ns);
     ra__store_i32(&ring->threads, job->plan->d.threads);
+    ra__store_i32(&ring->backward, ring->route->backward);
     ra__store_i32(&ring->state, RA_RING_RUNNING);
     return RA_OK;
 }
@@ -14518,7 +14637,7 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
     if (job && job->ticket)
         return ra__refuse(&ring->refusal, RA_E_SHAPE, "job.ticket", "# is for ra_join alone",
                           (int64_t)job->ticket);
-    inside = ra__load_i32(&ring->inside);
+    inside = ra__add_i32(&ring->inside, 0);
     if (inside)
         return ra__refuse(&ring->refusal, RA_E_BUSY, "ring.threads",
                           "# threads are still inside ra_step", inside);
@@ -14543,6 +14662,15 @@ RINGATTN_API ra_status ra_step(ra_ring *ring, int ith, int nth) {
     return s;
 }
 
+/* Under `join`: a ticket that was refused stays so. */
+static void ra__join_refused(ra_ring *r, int64_t ticket, ra_status s) {
+    int64_t n = r->refusals, i = n % RA__REFUSALS;
+    if (n >= RA__REFUSALS) r->forgotten = r->refused_ticket[i];
+    r->refused_ticket[i] = ticket;
+    r->refused_status[i] = s;
+    ra__store_i64(&r->refusals, n + 1);
+}
+
 /* The first thread with a new ticket begins, if nobody is inside the pass before: this one says
  * `join` and looks at `inside`, the others say `inside` and look at `join`. */
 static ra_status ra__join_begin(ra_ring *r, const ra_job *job) {
@@ -14550,13 +14678,12 @@ static ra_status ra__join_begin(ra_ring *r, const ra_job *job) {
     if (!ra__cas_i32(&r->join, 0, 1)) return RA_WAIT;
     if (ra__load_i64(&r->ticket) >= (int64_t)job->ticket) {
         s = RA_AGAIN;
-    } else if (!ra__add_i32(&r->inside, 0) && ra__load_i32(&r->state) != RA_RING_RUNNING) {
+    } else if (ra__load_i32(&r->failed)) {
+        s = ra__load_i32(&r->failed);
+    } else if (!ra__add_i32(&r->inside, 0) && ra__load_i32(&r->state) == RA_RING_IDLE) {
         s = ra__ring_begin(r, job);
         ra__store_i32(&r->join_status, s);
-        if (s) {
-            ra__store_i32(&r->refused_status, s);
-            ra__store_i64(&r->refused_ticket, (int64_t)job->ticket);
-        }
+        if (s) ra__join_refused(r, (int64_t)job->ticket, s);
         ra__store_i64(&r->ticket, (int64_t)job->ticket);
     }
     ra__store_i32(&r->join, 0);
@@ -14576,9 +14703,17 @@ static ra_status ra__join_check(const ra_job *job, int ith, int nth, ra_error *e
 }
 
 /* How the pass of an earlier ticket ended. */
-static ra_status ra__join_late(const ra_ring *r, int64_t ticket) {
-    if (ticket == ra__load_i64(&r->refused_ticket)) return ra__load_i32(&r->refused_status);
-    return ra__load_i32(&r->failed);
+static ra_status ra__join_late(ra_ring *r, int64_t ticket) {
+    ra_status s = ra__load_i32(&r->failed);
+    if (s || !ra__load_i64(&r->refusals)) return s;
+    if (!ra__cas_i32(&r->join, 0, 1)) return RA_WAIT;
+    if (ticket <= r->forgotten)
+        s = ra__refuse(&r->refusal, RA_E_STATE, "job.ticket",
+                       "# is too late: too many tickets were refused since", ticket);
+    for (int64_t i = 0; i < ra__min(r->refusals, RA__REFUSALS); i++)
+        if (r->refused_ticket[i] == ticket) s = r->refused_status[i];
+    ra__store_i32(&r->join, 0);
+    return s;
 }
 
 RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nth) {
@@ -14615,7 +14750,8 @@ static void ra__wait_slice(ra_ring *r, int64_t deadline_ns) {
         int n = live ? ra__ring_list(r) : 0;
         int code = n ? r->tp.wait(r->tp.ctx, r->list, n, ra__ring_until(slice)) : RA_OK;
         if (code < 0) (void)ra__ring_fail(r, ra__ring_code(code), ra__blame_of(-1, -1, code, -1));
-        ra__store_i32(&r->comm, 0);
+        (void)ra__add_i32(&r->comm, -1); /* before it looks who is inside */
+        ra__ring_part(r);
         if (n || !live) return;
     }
     ra__sleep_ns(100000);
@@ -14726,6 +14862,8 @@ RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out) {
     if (!ring) return;
     c = &ring->counters;
     out->state = ra__load_i32(&ring->state);
+    if (out->state != RA_RING_IDLE)
+        out->state = ra__load_i32(&ring->failed) ? RA_RING_FAILED : RA_RING_RUNNING;
     out->bounded = !ring->has_transport || ring->tp.post || (ring->tp.caps & RA_CAP_DEADLINE);
     out->pass = ra__load_i64(&c->pass);
     out->tiles_empty = ra__load_i64(&c->tiles_empty);
@@ -14763,6 +14901,7 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
 #pragma float_control(pop)
 #endif
 #undef RA__PROCESS_ID
+#undef RA__QUIET_NS
 #undef RA__X86
 #undef RA__NEON
 #undef RA__INLINE

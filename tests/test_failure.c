@@ -16,8 +16,22 @@ static int assert_failed(const char *what, int line)
     return 0;
 }
 #define RINGATTN_ASSERT(x) ((x) ? (void)0 : (void)assert_failed(#x, __LINE__))
+
+/* What another thread does just before the library takes a lock, once. */
+static void (*before_lock)(void);
+static int hooked_lock(pthread_mutex_t *lock)
+{
+    void (*hook)(void) = before_lock;
+    if (hook) {
+        before_lock = NULL;
+        hook();
+    }
+    return pthread_mutex_lock(lock);
+}
+#define pthread_mutex_lock hooked_lock
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
+#undef pthread_mutex_lock
 
 /* -------------------------------------------------------------------------- a problem
  * Every rank needs keys of every other; the values are any. `want` is what one rank computes. */
@@ -479,11 +493,623 @@ TEST(quiesce_of_the_world_on_another_clock)
     rig_free(g);
 }
 
+/* -------------------------------------------------------------------------- patience */
+
+/* A plan of rank 0, and the most tiles that are not empty which any rank's report has. */
+static int64_t most_tiles(const ra_plan *plan, int backward)
+{
+    ra_plan_report rep;
+    int64_t most = 0;
+    for (int r = 0; ra_plan_query(plan, r, &rep) == RA_OK; r++) {
+        int64_t n = backward ? rep.back_tiles_partial + rep.back_tiles_full
+                             : rep.tiles_partial + rep.tiles_full;
+        if (n > most) most = n;
+    }
+    return most;
+}
+
+/* What the default watchdog waits if `tiles` tiles here have taken `ns` each, beyond 60 s. */
+static int64_t patience_of(const ra_plan *plan, int pass, int64_t tiles, int64_t ns)
+{
+    ra_ring ring;
+    memset(&ring, 0, sizeof ring);
+    ring.plan = plan;
+    ring.route = pass == RA_PASS_BACKWARD ? &plan->back : &plan->forward;
+    ring.counters.tiles_full = tiles;
+    ring.counters.compute_ns = tiles * ns;
+    return ra__ring_patience(&ring) - 60 * SECOND;
+}
+
+/* Beyond 60 s the default watchdog waits for no more than the longest computation of any rank. */
+TEST(default_watchdog)
+{
+    static const int layouts[3] = { RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPED };
+    static const int64_t sizes[4] = { 1000, 8192, 40000, 131072 };
+    for (int64_t i = 0; i < 4 * 3 * 4; i++) {
+        static const int64_t documents[3] = { 0, 300, 700 };
+        ra_plan *plan = NULL;
+        ra_desc d;
+        int64_t most, got;
+        if (!h_case(i)) continue;
+        rig_desc(&d, i % 2 ? 8 : 5, sizes[i % 4], 16);
+        d.chunk_tokens = 1024;
+        d.op = RA_OP_TRAIN;
+        d.layout.kind = layouts[i / 4 % 3];
+        d.mask.kind = i / 12 ? RA_MASK_CAUSAL : RA_MASK_NONE;
+        if (i / 12 == 2) d.mask.window = 512;
+        if (i / 12 == 3) { d.mask.doc_first = documents; d.mask.doc_count = 3; d.mask.keep = 64; }
+        if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) continue;
+        for (int back = 0; back < 2; back++) {
+            most = most_tiles(plan, back);
+            got = patience_of(plan, back ? RA_PASS_BACKWARD : RA_PASS_FORWARD, 10, 32000) / 2000;
+            snprintf(h_run.context, sizeof h_run.context, "%lld tokens, %d ranks, layout %d, mask "
+                     "%d: most %lld tiles, patience of %lld", (long long)d.tokens, d.ranks,
+                     d.layout.kind, (int)(i / 12), (long long)most, (long long)got);
+            CHECK(got >= most);
+            if (plan->d.backward_way == RA_WAY_Q && back) continue;
+            /* A block of a stripe is as long as `ranks` blocks of positions. */
+            CHECK(got <= most + most / 20 + plan->report.q_rows / 64 * HEADS * 4 *
+                         (d.layout.kind == RA_LAYOUT_STRIPED ? d.ranks : 1) + 100);
+        }
+        ra_plan_destroy(plan);
+    }
+}
+
+/* 1M tokens, 32 heads, 8 ranks, 16 threads at 20 us a tile: 671 s of computing at most, not days;
+ * the most is INT64_MAX. */
+TEST(default_watchdog_of_a_million_tokens)
+{
+    ra_plan *plan = NULL;
+    ra_desc d;
+    int64_t tiles, ns;
+    rig_desc(&d, 8, 1 << 20, 16);
+    d.q_heads = 32;
+    d.kv_heads = 8;
+    d.chunk_tokens = 8192;
+    d.mask.kind = RA_MASK_CAUSAL;
+    d.layout.kind = RA_LAYOUT_ZIGZAG;
+    if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) return;
+    tiles = plan->report.tiles_partial + plan->report.tiles_full;
+    ns = patience_of(plan, RA_PASS_FORWARD, 1000, 20000);
+    printf("    %lld tiles, 60 s and %.1f s\n", (long long)tiles, (double)ns * 1e-9);
+    CHECK(ns >= tiles * 20000 / 16);
+    CHECK(ns <= tiles * 20000 / 16 / 100 * 101);
+    CHECK_EQ(patience_of(plan, RA_PASS_FORWARD, 1, INT64_MAX / 2), INT64_MAX - 60 * SECOND);
+    CHECK(patience_of(plan, RA_PASS_FORWARD, 0, 0) > 0);
+    ra_plan_destroy(plan);
+}
+
+/* -------------------------------------------------------------------------- tickets */
+
+/* Brings a ticket from one thread until it is through. */
+static ra_status bring(ra_ring *ring, ra_job *job, int64_t ticket, const ra_tensors *t)
+{
+    ra_status s = RA_AGAIN;
+    job->ticket = (uint64_t)ticket;
+    job->tensors = t;
+    while (s > 0) s = ra_join(ring, job, 0, 1);
+    return s;
+}
+
+/* A thread may bring a ticket long after others: what was refused is never RA_OK. */
+TEST(refused_tickets_stay_refused)
+{
+    rig *g = rig_new(1, 64, 1);
+    ra_ring *ring = NULL;
+    ra_tensors none = g->t[0], odd = g->t[0];
+    ra_job job = rig_job(g, 0);
+    none.q.data = NULL;
+    odd.q.token_stride = 1;
+    CHECK_EQ(ra_ring_create(&ring, g->plan[0], NULL, NULL), RA_OK);
+    CHECK_EQ(bring(ring, &job, 1, &none), RA_E_NULL);
+    CHECK_EQ(bring(ring, &job, 2, &odd), RA_E_STRIDE);
+    CHECK_EQ(bring(ring, &job, 1, &g->t[0]), RA_E_NULL);
+    CHECK_EQ(bring(ring, &job, 3, &g->t[0]), RA_OK);
+    CHECK_EQ(bring(ring, &job, 2, &g->t[0]), RA_E_STRIDE);
+    CHECK_EQ(bring(ring, &job, 1, &g->t[0]), RA_E_NULL);
+    for (int i = 4; i < 50; i++)
+        CHECK_EQ(bring(ring, &job, i, i == 30 ? &g->t[0] : i % 2 ? &none : &odd),
+                 i == 30 ? RA_OK : i % 2 ? RA_E_NULL : RA_E_STRIDE);
+    for (int i = 20; i < 50; i++)
+        CHECK_EQ(bring(ring, &job, i, &g->t[0]),
+                 i == 30 ? RA_OK : i % 2 ? RA_E_NULL : RA_E_STRIDE);
+    CHECK_EQ(bring(ring, &job, 1, &g->t[0]), RA_E_STATE);      /* forgotten, but not RA_OK */
+    CHECK_EQ(bring(ring, &job, 50, &g->t[0]), RA_OK);
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    rig_check(g);
+    rig_free(g);
+}
+
+/* Two rings on a network in memory, stepped here, by a clock that stands still. */
+typedef struct pair {
+    rig *g;
+    boxes *all;
+    box_end end[2];
+    ra_transport net[2];
+    ra_ring *ring[2];
+    int64_t clock;
+} pair;
+
+static void pair_open(pair *x, const ra_ring_desc *more)
+{
+    x->all = boxes_new();
+    x->clock = 1;
+    for (int r = 0; r < 2; r++) {
+        ra_ring_desc rd = *more;
+        rd.clock_ns = still_clock;
+        rd.clock_ctx = &x->clock;
+        x->net[r] = box_transport(&x->end[r], x->all, r, 0);
+        CHECK_EQ(ra_ring_create(&x->ring[r], x->g->plan[r], &x->net[r], &rd), RA_OK);
+    }
+}
+
+static void pair_close(pair *x)
+{
+    for (int r = 0; r < 2; r++) CHECK_EQ(ra_ring_destroy(x->ring[r]), RA_OK);
+    munmap(x->all, sizeof *x->all);
+    rig_free(x->g);
+}
+
+static void pair_pass(pair *x, int pass)
+{
+    ra_status s[2];
+    for (int r = 0; r < 2; r++) {
+        ra_job job = rig_job(x->g, r);
+        job.pass = pass;
+        CHECK_EQ(ra_begin(x->ring[r], &job), RA_OK);
+    }
+    step_all(x->ring, 2, s);
+    CHECK(s[0] == RA_OK && s[1] == RA_OK);
+}
+
+/* After a failure every call gives the same status, and its text knows what went well before. */
+TEST(first_failure_stays)
+{
+    for (int passes = 0; passes < 3; passes++) {
+        pair x;
+        ra_ring_desc rd;
+        ra_failure f;
+        ra_job job;
+        ra_status s;
+        memset(&rd, 0, sizeof rd);
+        x.g = rig_new(2, 256, 1);
+        pair_open(&x, &rd);
+        for (int i = 0; i < passes; i++) pair_pass(&x, RA_PASS_FORWARD);
+        job = rig_job(x.g, 0);
+        job.ticket = 7;
+        do {
+            x.clock += 50 * SECOND;
+            s = ra_join(x.ring[0], &job, 0, 1);
+        } while (s > 0);
+        CHECK_EQ(s, RA_E_PEER);
+        CHECK_EQ(ra_ring_failure(x.ring[0], &f), RA_OK);
+        CHECK_EQ(strstr(f.text, "nothing has come yet") != NULL, passes == 0);
+        CHECK_EQ(ra_join(x.ring[0], &job, 0, 1), RA_E_PEER);
+        job.ticket = 9;
+        CHECK_EQ(ra_join(x.ring[0], &job, 0, 1), RA_E_PEER);
+        job.ticket = 3;
+        CHECK_EQ(ra_join(x.ring[0], &job, 0, 1), RA_E_PEER);
+        job.ticket = 0;
+        CHECK_EQ(ra_begin(x.ring[0], &job), RA_E_PEER);
+        CHECK_EQ(ra_step(x.ring[0], 0, 1), RA_E_PEER);
+        CHECK_EQ(ra_forward(x.g->plan[0], x.ring[0], &x.g->t[0], RA_NO_DEADLINE), RA_E_PEER);
+        CHECK_EQ(ra_finish(x.ring[0], RA_NO_DEADLINE), RA_E_PEER);
+        pair_close(&x);
+    }
+}
+
+/* -------------------------------------------------------------------------- calls that overlap
+ * In front of a rank's transport of the bundled world: counts calls that begin while another has
+ * not returned, and makes poll fail when its time has come. */
+typedef struct guard {
+    const ra_transport *world;
+    int inside, fail_at, polls;        /* atomics */
+    int64_t overlaps, calls;
+    void (*in_wait)(struct guard *);   /* once, during a call of wait */
+    ra_ring *ring;
+} guard;
+
+static void guard_enter(guard *x)
+{
+    __atomic_fetch_add(&x->calls, 1, __ATOMIC_SEQ_CST);
+    if (__atomic_exchange_n(&x->inside, 1, __ATOMIC_SEQ_CST))
+        __atomic_fetch_add(&x->overlaps, 1, __ATOMIC_SEQ_CST);
+}
+
+static void guard_leave(guard *x) { __atomic_store_n(&x->inside, 0, __ATOMIC_SEQ_CST); }
+
+static int guard_post(void *ctx, ra_op *const *ops, int n)
+{
+    guard *x = (guard *)ctx;
+    int code;
+    guard_enter(x);
+    code = x->world->post(x->world->ctx, ops, n);
+    guard_leave(x);
+    return code;
+}
+
+static int guard_poll(void *ctx, ra_op *const *ops, int n)
+{
+    guard *x = (guard *)ctx;
+    int code, failing = __atomic_add_fetch(&x->polls, 1, __ATOMIC_SEQ_CST) == x->fail_at;
+    guard_enter(x);
+    code = x->world->poll(x->world->ctx, ops, n);
+    guard_leave(x);
+    return failing ? RA_E_IO : code;
+}
+
+static int guard_wait(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns)
+{
+    guard *x = (guard *)ctx;
+    void (*hook)(guard *) = x->in_wait;
+    int code;
+    guard_enter(x);
+    x->in_wait = NULL;
+    if (hook) hook(x);
+    code = x->world->wait(x->world->ctx, ops, n, deadline_ns);
+    guard_leave(x);
+    return code;
+}
+
+static int guard_quiesce(void *ctx, int64_t deadline_ns)
+{
+    guard *x = (guard *)ctx;
+    int code;
+    guard_enter(x);
+    code = x->world->quiesce(x->world->ctx, deadline_ns);
+    guard_leave(x);
+    return code;
+}
+
+static int guard_abort(void *ctx, int why)
+{
+    guard *x = (guard *)ctx;
+    return x->world->abort(x->world->ctx, why);
+}
+
+static ra_transport guard_transport(guard *x, const ra_transport *world)
+{
+    ra_transport t = *world;
+    x->world = world;
+    t.ctx = x;
+    t.post = guard_post;
+    t.poll = guard_poll;
+    t.wait = guard_wait;
+    t.quiesce = guard_quiesce;
+    t.abort = guard_abort;
+    return t;
+}
+
+static void fail_beside(guard *x)
+{
+    ra_ring_cancel(x->ring);
+    CHECK_EQ(ra_step(x->ring, 1, 2), RA_E_CANCELLED);
+}
+
+/* While one thread sleeps in the transport, another finds the failure and is the last inside: the
+ * transport is told by the one that sleeps, once it is back. */
+TEST(quiesce_waits_for_wait)
+{
+    rig *g = rig_new(2, 256, 2);
+    guard x;
+    ra_world *world = NULL;
+    ra_world_desc wd;
+    ra_ring *ring = NULL;
+    ra_transport net;
+    ra_job job = rig_job(g, 0);
+    memset(&wd, 0, sizeof wd);
+    memset(&x, 0, sizeof x);
+    wd.ranks = 2;
+    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+    net = guard_transport(&x, ra_world_transport(world, 0));
+    CHECK_EQ(ra_ring_create(&ring, g->plan[0], &net, NULL), RA_OK);
+    x.ring = ring;
+    x.in_wait = fail_beside;
+    CHECK_EQ(ra_begin(ring, &job), RA_OK);
+    while (ra_step(ring, 0, 2) == RA_AGAIN) { }
+    CHECK_EQ(ra_step_wait(ring, RA_NO_DEADLINE), RA_OK);
+    CHECK(x.in_wait == NULL);
+    CHECK_EQ(x.overlaps, 0);
+    CHECK_EQ(ring->parted, 1);         /* rank 1 need not wait for ra_finish here */
+    ra_world_leave(world, 1, RA_OK);
+    CHECK_EQ(ra_finish(ring, RA_NO_DEADLINE), RA_E_CANCELLED);
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    ra_world_destroy(world);
+    rig_free(g);
+}
+
+enum { CREW = 3 };
+typedef struct crew {
+    rig *g;
+    guard x[2];
+    ra_ring *ring[2];
+    int passes, how;                   /* how: 0 none fails, 1 poll fails, 2 a cancel */
+    int64_t events;
+} crew;
+typedef struct hand { crew *c; int rank, ith; ra_status end; } hand;
+
+static void crew_event(void *ctx, const ra_event *e)
+{
+    crew *c = (crew *)ctx;
+    if (e->backward == 0) __atomic_fetch_add(&c->events, 1, __ATOMIC_RELAXED);
+}
+
+static void *hand_main(void *arg)
+{
+    hand *x = (hand *)arg;
+    crew *c = x->c;
+    ra_ring *ring = c->ring[x->rank];
+    ra_job job = rig_job(c->g, x->rank);
+    x->end = RA_OK;
+    for (int i = 1; i <= c->passes && !x->end; i++) {
+        ra_status s = RA_AGAIN;
+        job.ticket = (uint64_t)i;
+        while (s > 0) {
+            s = ra_join(ring, &job, x->ith, CREW);
+            if (s == RA_WAIT) (void)ra_step_wait(ring, RA_NO_DEADLINE);
+        }
+        x->end = s;
+        if (c->how == 2 && i == 3 && x->rank == 0 && x->ith == 1) ra_ring_cancel(ring);
+    }
+    return NULL;
+}
+
+static void crew_run(crew *c)
+{
+    pthread_t id[2 * CREW];
+    hand hands[2 * CREW];
+    ra_world *world = NULL;
+    ra_world_desc wd;
+    ra_transport net[2];
+    memset(&wd, 0, sizeof wd);
+    wd.ranks = 2;
+    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+    for (int r = 0; r < 2; r++) {
+        ra_ring_desc rd;
+        memset(&rd, 0, sizeof rd);
+        rd.trace = crew_event;
+        rd.trace_ctx = c;
+        net[r] = guard_transport(&c->x[r], ra_world_transport(world, r));
+        CHECK_EQ(ra_ring_create(&c->ring[r], c->g->plan[r], &net[r], &rd), RA_OK);
+    }
+    for (int i = 0; i < 2 * CREW; i++) {
+        hands[i].c = c; hands[i].rank = i / CREW; hands[i].ith = i % CREW;
+        if (pthread_create(&id[i], NULL, hand_main, &hands[i])) abort();
+    }
+    for (int i = 0; i < 2 * CREW; i++) pthread_join(id[i], NULL);
+    for (int i = 0; i < 2 * CREW; i++) {
+        if (!c->how) CHECK_EQ(hands[i].end, RA_OK);
+        CHECK_EQ(hands[i].end, hands[i / CREW * CREW].end);    /* all threads get the same */
+    }
+    /* The other rank has parted as its last thread left: this one need not wait for its end. */
+    for (int r = 0; r < 2; r++) CHECK_EQ(ra_ring_destroy(c->ring[r]), RA_OK);
+    for (int r = 0; r < 2; r++) CHECK_EQ(c->x[r].overlaps, 0);
+    ra_world_destroy(world);
+}
+
+/* Several threads a rank, in steps and in waits, with failures at every place. */
+TEST(calls_never_overlap)
+{
+    for (int64_t i = 0; i < 120; i++) {
+        crew c;
+        if (!h_case(i)) continue;
+        memset(&c, 0, sizeof c);
+        c.g = rig_new(2, 256, CREW);
+        c.passes = 6;
+        c.how = i % 10 == 0 ? 0 : i % 10 == 9 ? 2 : 1;
+        if (c.how == 1) c.x[i % 2].fail_at = (int)(1 + i % 40);
+        crew_run(&c);
+        CHECK(c.events > 0 && c.x[0].calls > 0);
+        rig_free(c.g);
+    }
+}
+
+/* -------------------------------------------------------------------------- the end of a pass */
+
+typedef struct late_clock { ra_ring *ring; int64_t now; int armed; } late_clock;
+
+/* While one thread reads the time, another ends the pass. */
+static int64_t late_now(void *ctx)
+{
+    late_clock *x = (late_clock *)ctx;
+    ra_status s = RA_AGAIN;
+    if (!x->armed) return x->now;
+    x->armed = 0;
+    while (s > 0) s = ra_step(x->ring, 1, 2);
+    CHECK_EQ(s, RA_OK);
+    return x->now += 1000;
+}
+
+/* A thread that finds the deadline passed after the pass has ended fails nothing. */
+TEST(no_failure_after_the_end)
+{
+    rig *g = rig_new(1, 256, 2);
+    ra_ring *ring = NULL;
+    ra_ring_desc rd;
+    ra_failure f;
+    late_clock x;
+    ra_job job = rig_job(g, 0);
+    ra_status s;
+    memset(&rd, 0, sizeof rd);
+    memset(&x, 0, sizeof x);
+    x.now = 1;
+    rd.clock_ns = late_now;
+    rd.clock_ctx = &x;
+    CHECK_EQ(ra_ring_create(&ring, g->plan[0], NULL, &rd), RA_OK);
+    x.ring = ring;
+    job.deadline_ns = 500;
+    CHECK_EQ(ra_begin(ring, &job), RA_OK);
+    x.armed = 1;
+    s = ra_step(ring, 0, 2);
+    CHECK(s >= 0 && !x.armed && x.now > 500);
+    CHECK_EQ(ra_step(ring, 0, 2), RA_OK);
+    CHECK_EQ(ra_ring_failure(ring, &f), RA_E_STATE);
+    rig_check(g);
+    job.deadline_ns = 0;
+    CHECK_EQ(ra_begin(ring, &job), RA_OK);
+    while ((s = ra_step(ring, 0, 2)) > 0) { }
+    CHECK_EQ(s, RA_OK);
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    rig_free(g);
+}
+
+/* -------------------------------------------------------------------------- leaving a world */
+
+static ra_world *left_world;
+static void leave_rank_0(void) { ra_world_leave(left_world, 0, RA_OK); }
+
+/* A rank leaves between the moment a call of its own looks for failures and the moment it queues an
+ * op: nothing may be queued behind the leaving thread, which waits until nothing is. */
+TEST(leave_beside_a_post)
+{
+    for (int kind = RA_OP_SEND; kind <= RA_OP_RECV; kind++) {
+        const ra_transport *t;
+        ra_world_desc wd;
+        ra_op op[2], *list[1];
+        char bytes[2][64];
+        memset(&wd, 0, sizeof wd);
+        memset(bytes, 0, sizeof bytes);
+        wd.ranks = 2;
+        CHECK_EQ(ra_world_create(&left_world, &wd), RA_OK);
+        t = ra_world_transport(left_world, 0);
+        for (int i = 0; i < 2; i++) {
+            memset(&op[i], 0, sizeof op[i]);
+            op[i].kind = (uint8_t)kind;
+            op[i].peer = 1;
+            op[i].buf = bytes[i];
+            op[i].len = sizeof bytes[i];
+            list[0] = &op[i];
+            if (i) before_lock = leave_rank_0;
+            (void)t->post(t->ctx, list, 1);
+        }
+        CHECK(before_lock == NULL);
+        CHECK(op[1].state < 0);
+        CHECK_EQ(((ra__shm_seat *)t->ctx)->open, 0);
+        ra_world_leave(left_world, 1, RA_OK);
+        ra_world_destroy(left_world);
+    }
+}
+
+/* -------------------------------------------------------------------------- queries that travel */
+
+typedef struct grads { float *all, *d_o, *lse, *d_q, *d_k, *d_v; int64_t n; } grads;
+
+/* A pair whose backward pass sends queries. O and dO are small enough for the products of their
+ * elements to be denormal, weights are nearly 0 or 1, and K is large enough to show it in dQ. */
+static void q_pair(pair *x, grads *y, int threads)
+{
+    int64_t row = HEADS * DIM;
+    ra_ring_desc rd;
+    memset(&rd, 0, sizeof rd);
+    memset(x, 0, sizeof *x);
+    x->g = rig_new(2, 256, threads);
+    y->n = x->g->d.tokens * row;
+    y->all = (float *)calloc((size_t)y->n * 5, sizeof(float));
+    if (!y->all) abort();
+    y->d_o = y->all;
+    y->lse = y->d_o + y->n;
+    y->d_q = y->lse + y->n;
+    y->d_k = y->d_q + y->n;
+    y->d_v = y->d_k + y->n;
+    for (int64_t i = 0; i < y->n; i++) {
+        x->g->q[i] *= 1e-28f;
+        x->g->k[i] *= 1e30f;
+        x->g->v[i] = 1.05e-19f;
+        y->d_o[i] = 1.05e-19f;
+    }
+    for (int r = 0; r < 2; r++) {
+        ra_tensors *t = &x->g->t[r];
+        int64_t at = r * x->g->rows * row;
+        t->d_o.data = y->d_o + at;
+        t->lse.data = y->lse + at;
+        t->d_q.data = y->d_q + at;
+        t->d_k.data = y->d_k + at;
+        t->d_v.data = y->d_v + at;
+        ra_plan_destroy(x->g->plan[r]);
+    }
+    x->g->d.op = RA_OP_TRAIN;
+    x->g->d.backward_way = RA_WAY_Q;
+    rig_plans(x->g);
+    pair_open(x, &rd);
+    pair_pass(x, RA_PASS_FORWARD);
+}
+
+#if defined(__x86_64__)
+/* The caller's FTZ and DAZ change no bit of a gradient. */
+TEST(flushing_callers)
+{
+    uint32_t mode = __builtin_ia32_stmxcsr();
+    grads y[2];
+    for (int i = 0; i < 2; i++) {
+        pair x;
+        q_pair(&x, &y[i], 1);
+        if (i) __builtin_ia32_ldmxcsr(mode | 0x8040u);
+        pair_pass(&x, RA_PASS_BACKWARD);
+        __builtin_ia32_ldmxcsr(mode);
+        pair_close(&x);
+    }
+    CHECK_BITS(y[0].d_q, y[1].d_q, y[0].n * 4);
+    CHECK_BITS(y[0].d_k, y[1].d_k, y[0].n * 4);
+    CHECK_BITS(y[0].d_v, y[1].d_v, y[0].n * 4);
+    free(y[0].all);
+    free(y[1].all);
+}
+#else
+TEST(flushing_callers) { h_run.skipped = 1; }
+#endif
+
+static ra_ring *packing_ring;
+static const ra__kernel *packing_kernel;
+static int packing_calls, packing_depth;
+
+/* While one thread packs queries, another steps until it is told to wait. */
+static void packing_deltas(float *delta, const ra__source *o, const ra__source *g, int32_t rows)
+{
+    int again = 0;
+    if (!packing_depth++) {
+        while (ra_step(packing_ring, 1, 2) == RA_AGAIN && again < 1000) again++;
+        CHECK(again < 1000);
+        packing_calls++;
+    }
+    packing_depth--;
+    packing_kernel->deltas(delta, o, g, rows);
+}
+
+/* Nobody spins while a chunk is packed: RA_AGAIN means that something was done. */
+TEST(packing_lets_others_wait)
+{
+    pair x;
+    grads y;
+    ra__kernel slow;
+    ra_status s[2];
+    q_pair(&x, &y, 2);
+    for (int r = 0; r < 2; r++) {
+        ra_job job = rig_job(x.g, r);
+        job.pass = RA_PASS_BACKWARD;
+        CHECK_EQ(ra_begin(x.ring[r], &job), RA_OK);
+    }
+    packing_ring = x.ring[0];
+    packing_kernel = packing_ring->back.kernel;
+    packing_calls = 0;
+    slow = *packing_kernel;
+    slow.deltas = packing_deltas;
+    packing_ring->back.kernel = &slow;
+    step_all(x.ring, 2, s);
+    CHECK(s[0] == RA_OK && s[1] == RA_OK);
+    CHECK(packing_calls > 0);
+    pair_close(&x);
+    free(y.all);
+}
+
 int main(int argc, char **argv)
 {
     static const h_test tests[] = {
         ENTRY(shared_between_processes), ENTRY(shared_in_one_process), ENTRY(begin_reads_no_sinks),
         ENTRY(deadlines_on_another_clock), ENTRY(quiesce_of_the_world_on_another_clock),
+        ENTRY(default_watchdog), ENTRY(default_watchdog_of_a_million_tokens),
+        ENTRY(refused_tickets_stay_refused), ENTRY(first_failure_stays),
+        ENTRY(quiesce_waits_for_wait), ENTRY(calls_never_overlap), ENTRY(no_failure_after_the_end),
+        ENTRY(leave_beside_a_post), ENTRY(flushing_callers), ENTRY(packing_lets_others_wait),
     };
     int failed = h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
     if (assert_failures) printf("%d assertions failed\n", assert_failures);

@@ -613,6 +613,7 @@ static const row transport_rows[] = {
     { 1, T(poll), PTR, 0, RA_E_TRANSPORT, "transport.poll" },
     { 2, T(dereg), PTR, 0, RA_E_TRANSPORT, "transport.dereg" },
     { 2, T(release), PTR, 0, RA_E_TRANSPORT, "transport.release" },
+    { 2, T(quiesce), PTR, 0, RA_E_TRANSPORT, "transport.quiesce" },
     { 2, T(caps), I32, RA_CAP_SHARED, RA_E_TRANSPORT, "transport.caps" },
     { 2, T(channels), I32, 1, RA_E_TRANSPORT, "transport.channels" },
     { 2, T(max_ops), I32, 9, RA_E_TRANSPORT, "transport.max_ops" },
@@ -1282,7 +1283,7 @@ TEST(failed_ring)
     CHECK_EQ(ra_forward(plan, ring, &t, RA_NO_DEADLINE), RA_E_IO);
     CHECK_EQ(ra_ring_failure(ring, &f), RA_OK);
     CHECK(f.status == RA_E_IO && f.code == RA_E_IO && f.rank == 0 && f.pass == 1 && f.text[0]);
-    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_STATE, "ring", 1);
+    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_IO, "ring", 1);
     CHECK_EQ(ra_ring_destroy(ring), RA_OK);
     ra_plan_destroy(plan);
 }
