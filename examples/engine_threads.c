@@ -3,7 +3,7 @@
  * You will see that each gives the bits of one thread, and what happens if threads come that were
  * not planned for. Exits with 1 if something differs.
  *
- *   cc -O2 -std=c99 -pthread -I. -o engine_threads examples/engine_threads.c -lm && ./engine_threads
+ *   cc -O2 -pthread -I. -o engine_threads examples/engine_threads.c -lm && ./engine_threads
  *
  * with -fopenmp for the OpenMP part. */
 #define _POSIX_C_SOURCE 200809L
@@ -81,7 +81,13 @@ static void set_views(call *c, const tensor *a, tensor *dst) {
     c->t.o.batch_stride = (int64_t)dst->nb[3];
 }
 
-typedef struct task { custom1 fn; tensor *dst; const tensor *a; int ith, nth; void *userdata; } task;
+typedef struct task {
+    custom1 fn;
+    tensor *dst;
+    const tensor *a;
+    int ith, nth;
+    void *userdata;
+} task;
 
 static void *task_main(void *arg) {
     task *x = (task *)arg;
