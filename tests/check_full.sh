@@ -136,5 +136,8 @@ step asan make check config=asan werror=1 CC=gcc
 tsan
 aarch64
 windows
+step -x openmp-build gcc -std=c99 -O2 $warn -fopenmp -pthread -I. examples/engine_threads.c \
+    -o "$work/engine_threads" -lm
+step -x openmp "$work/engine_threads"
 step -x demo make demo TOKENS=2048
 sh tests/run.sh -s $sums

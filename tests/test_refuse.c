@@ -1255,6 +1255,7 @@ TEST(order_of_calls)
     CHECK_EQ(c.state, RA_RING_RUNNING);
     while (s == RA_AGAIN) s = ra_step(ring, 0, 1);
     CHECK_EQ(s, RA_OK);
+    CHECK_EQ(ra_step(ring, 1, 2), RA_OK);
     ra_ring_query(ring, &c);
     CHECK(c.state == RA_RING_IDLE && c.pass == 1);
     CHECK_EQ(ra_finish(ring, RA_NO_DEADLINE), RA_OK);
