@@ -11487,7 +11487,7 @@ static int64_t ra__load_keys(const ra_plan *p, int32_t b) {
     int loose = p->d.layout.kind == RA_LAYOUT_ARRAY || p->d.layout.kind == RA_LAYOUT_RUNS;
     for (int32_t r = 0; loose && r < p->d.ranks; r++) {
         ra__side side = ra__plan_side(p, 1, r);
-        n += side.run_count + side.array_rows / RA_BLOCK_TOKENS;
+        n += side.list.count + side.array_rows / RA_BLOCK_TOKENS;
     }
     return p->d.layout.kind == RA_LAYOUT_ARRAY
                ? n : n + ra__ceil_div(ra__k_len(&p->d, b), RA_BLOCK_TOKENS);
