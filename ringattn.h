@@ -308,7 +308,10 @@ typedef struct ra_mask {
  *   STRIPED     rank r holds positions r, r + ranks, ...
  *   RUNS        the caller's table, complete on every rank, the same for all sequences (tokens_of
  *               and kv_tokens_of stay null); a position held by nobody is an absent key, none may
- *               be held twice.
+ *               be held twice. Runs that follow one another travel together, up to chunk_tokens
+ *               rows, as far as one of them is needed: packed documents, each cut like ZIGZAG,
+ *               list all front pieces of a rank before the back pieces. Tiles end with a run:
+ *               runs of RA_BLOCK_TOKENS and more are as fast as CONTIGUOUS, shorter ones slower.
  *   ARRAY       the caller's int32 positions, given with each call (t.q_pos, t.k_pos) and known to
  *               their owner alone; they travel with the keys, and nothing is pruned by position.
  *               As many rows for all sequences; fill shorter ones up with -1. tokens must be set
@@ -369,7 +372,7 @@ typedef struct ra_desc {
                                         * positions alone; LSE is of all of them. */
     int32_t chunk_tokens;              /* keys a message; 0: 1/32 of a shard, at least 1024, at
                                         * most 4096. Rounded up to blocks (zigzag: to mirrored
-                                        * pairs) */
+                                        * pairs; RUNS: the last block may go beyond it) */
     int32_t buffers;                   /* receive buffers, 1..64; 0: 3 */
     int32_t grad_home;                 /* backward: from the last rank that needs a chunk its
                                         * gradient goes home in one message (RA_HOME_DIRECT; with
@@ -922,9 +925,10 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring); /* the last ref
 /* ========================================================================== block engines
  * Somebody else's arithmetic; plan, pruning, ring, order and merge stay here. fold gets query rows
  * of one sequence, all heads, against some keys of one chunk, and writes the normalised partial
- * result, which the library merges. Calls for the same rows come one at a time in the order that
- * fixes the bits; calls for others may come at the same time from other stepping threads. Returns
- * RA_OK or a negative code: the pass fails with RA_E_ENGINE and that code. */
+ * result, which the library merges. (RUNS: the keys are those of several runs, the rows of one.)
+ * Calls for the same rows come one at a time in the order that fixes the bits; calls for others may
+ * come at the same time from other stepping threads. Returns RA_OK or a negative code: the pass
+ * fails with RA_E_ENGINE and that code. */
 #define RA_ENGINE_ABI 1u
 typedef struct ra_block {
     const ra_desc *desc;               /* resolved */
@@ -7229,23 +7233,22 @@ static void ra__chunk_back_hops(ra_plan *p) {
     }
 }
 
-/* Marks which ranks have keys that rows of a chunk of queries may see. */
+/* Marks if a rank has keys that rows of a chunk of queries may see. */
 static void ra__chunk_q_needs(ra_plan *p, int64_t c, int32_t rank) {
     const ra__chunk *chunk = &p->q_chunk[c];
-    ra__side side = ra__plan_side(p, 1, rank);
-    int64_t keys = ra__k_len(&p->d, chunk->sequence), first, last;
-    for (int32_t i = 0; i < chunk->segs; i++)
-        for (int64_t j = 0; j < ra__seg_blocks(chunk, i); j++) {
-            ra__seg rows = ra__seg_block_at(chunk, i, j), s;
-            ra__bounds bounds = ra__rows_fill(&p->d.mask, ra__key_end(&p->d, chunk->sequence, 0),
-                                              &rows, NULL, NULL);
-            for (int64_t k = 0; ra__side_seg(&side, chunk->sequence, keys, k, &s); k++) {
-                if (!s.rows) continue;
-                ra__seg_span(&s, NULL, &first, &last);
-                if (ra__classify(&bounds, first, last) != RA__EMPTY)
-                    p->q_need[(2 * c + i) * p->need_row + rank / 8] |= (uint8_t)(1 << (rank % 8));
-            }
+    int64_t end = ra__key_end(&p->d, chunk->sequence, 0), first, last;
+    ra__chunk_range(p, chunk->sequence, &first, &last);
+    for (int32_t i = 0; i < chunk->segs; i++) {
+        int any = 0;
+        for (int64_t j = 0; j < ra__seg_blocks(chunk, i) && !any; j++) {
+            ra__seg rows = ra__seg_block_at(chunk, i, j);
+            ra__bounds bounds = ra__rows_fill(&p->d.mask, end, &rows, NULL, NULL);
+            for (int64_t k = first; k < last && !any; k++)
+                for (int32_t n = 0; n < p->chunk[k].segs && p->chunk[k].owner == rank; n++)
+                    any |= ra__seg_class(p, &p->chunk[k], n, &bounds) != RA__EMPTY;
         }
+        if (any) p->q_need[(2 * c + i) * p->need_row + rank / 8] |= (uint8_t)(1 << (rank % 8));
+    }
 }
 
 RA__INLINE int ra__needs_q(const ra_plan *p, int64_t chunk, int32_t rank) {
@@ -10468,22 +10471,17 @@ static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
 
 /* RA_WAY_Q: the tiles of all chunks of queries against this rank's keys. */
 static void ra__report_q_tiles(const ra_plan *p, int32_t rank, int64_t tally[3]) {
-    ra__side side = ra__plan_side(p, 1, rank);
-    ra__seg s;
     for (int64_t c = 0; c < p->q_chunks; c++) {
         const ra__chunk *chunk = &p->q_chunk[c];
-        int64_t keys = ra__k_len(&p->d, chunk->sequence);
+        int64_t end = ra__key_end(&p->d, chunk->sequence, 0), first, last;
+        ra__chunk_range(p, chunk->sequence, &first, &last);
         for (int64_t i = 0; i < ra__chunk_blocks(chunk); i++) {
             int32_t which;
-            ra__chunk k;
             ra__seg rows = ra__chunk_block(chunk, RA_ORDER_TURN, i, &which);
-            ra__bounds bounds = ra__rows_fill(&p->d.mask, ra__key_end(&p->d, chunk->sequence, 0),
-                                              &rows, NULL, NULL);
-            memset(&k, 0, sizeof k);
-            for (int64_t j = 0; ra__side_seg(&side, chunk->sequence, keys, j, &s); j++) {
-                k.seg[0] = s;
-                if (s.rows) ra__tally_seg(p, &k, 0, &bounds, tally);
-            }
+            ra__bounds bounds = ra__rows_fill(&p->d.mask, end, &rows, NULL, NULL);
+            for (int64_t k = first; k < last; k++)
+                for (int32_t n = 0; n < p->chunk[k].segs && p->chunk[k].owner == rank; n++)
+                    ra__tally_seg(p, &p->chunk[k], n, &bounds, tally);
         }
     }
 }

@@ -78,6 +78,22 @@ static void same_gradients(const problem *p, const setup *s, const outcome *firs
     outcome_free(&r);
 }
 
+/* A second world of RUNS that differs in the length of its messages alone has the same bits. */
+static void same_sums(const problem *p, const setup *s, const outcome *first)
+{
+    outcome r;
+    describe_case(p, s);
+    r = world_run(p, s);
+    if (outcome_whole(&r)) {
+        CHECK_BITS(r.o, first->o, p->B * p->q_max * p->Hq * p->Dv * 4);
+        CHECK_BITS(r.d_q, first->d_q, p->B * p->q_max * p->Hq * p->Dk * 4);
+        CHECK_BITS(r.d_k, first->d_k, p->B * p->k_max * p->Hkv * p->Dk * 4);
+        CHECK_BITS(r.d_v, first->d_v, p->B * p->k_max * p->Hkv * p->Dv * 4);
+        counters_agree(s, &r);
+    }
+    outcome_free(&r);
+}
+
 /* What travels: Q where that is possible, in two of three cases. */
 static int32_t some_way(const problem *p, const setup *s, h_rng *r)
 {
@@ -189,6 +205,38 @@ TEST(layouts)
         if (h_one_in(&r, 4)) p.dropout = 0.5f;
         s.way = some_way(&p, &s, &r);
         as_the_oracle(&p, &s);
+        setup_free(&s);
+        problem_free(&p);
+    }
+}
+
+/* Chunks of many short runs, of keys and of queries; the length of messages changes no bit. */
+TEST(many_short_runs)
+{
+    want w = { -1, L_RUNS, -1, -1, 3e5 };
+    int64_t i, n = h_run.large ? 2000 : 60;
+    for (i = 0; i < n; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        outcome first;
+        if (!h_case(i)) continue;
+        random_problem(&p, &r, &w);
+        random_setup(&s, &p, &r, &w);
+        short_layout(&s, &p, &r);
+        s.call = CALL_FORWARD;
+        s.train = 1;
+        s.threads = 0;
+        s.no_lse = s.any_isa = s.passes = 0;
+        problem_data(&p, &r);
+        problem_cotangent(&p, &r);
+        s.way = some_way(&p, &s, &r);
+        s.chunk_tokens = 4096;
+        as_the_oracle(&p, &s);
+        first = world_run(&p, &s);
+        s.chunk_tokens = 64;
+        if (outcome_whole(&first)) same_sums(&p, &s, &first);
+        outcome_free(&first);
         setup_free(&s);
         problem_free(&p);
     }
@@ -364,7 +412,7 @@ TEST(refusals)
 static const h_test tests[] = {
     ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
     ENTRY(every_mask_avx512_bf16),
-    ENTRY(every_mask_neon), ENTRY(layouts), ENTRY(sixty_four_ranks),
+    ENTRY(every_mask_neon), ENTRY(layouts), ENTRY(many_short_runs), ENTRY(sixty_four_ranks),
     ENTRY(more_blocks_than_are_kept), ENTRY(threads),
     ENTRY(refusals)
 };

@@ -252,6 +252,7 @@ static void random_case(int64_t i, const want *w, int32_t dtypes)
     if (!h_case(i)) return;
     random_problem(&p, &r, w);
     random_setup(&s, &p, &r, w);
+    if (w->layout == L_RUNS && i % 2) short_layout(&s, &p, &r);
     s.call = CALL_ATTENTION;
     s.wire = 0;
     s.no_lse = 0;

@@ -1053,6 +1053,81 @@ TEST(attention_at_positions)
     }
 }
 
+/* Chunks and tasks of many short runs, over rings and on one rank. */
+TEST(many_short_runs)
+{
+    want w = { -1, L_RUNS, 1, -1, 1.5e6 };
+    int64_t i, n = h_run.large ? 2000 : 80;
+    for (i = 0; i < n; i++) {
+        problem p;
+        setup s;
+        h_rng r = h_case_rng(i);
+        if (!h_case(i)) continue;
+        w.ranks = i % 4 ? -1 : 1;
+        random_problem(&p, &r, &w);
+        random_setup(&s, &p, &r, &w);
+        short_layout(&s, &p, &r);
+        problem_data(&p, &r);
+        if (i % 4 == 0) s.call = CALL_ATTENTION;
+        if (i % 4 == 0) s.threads = (int32_t)h_range(&r, 1, 4);
+        compare(&p, &s);
+        setup_free(&s);
+        problem_free(&p);
+    }
+}
+
+/* Runs of whole blocks in order hold the rows of CONTIGUOUS: the same bits without a mask, with
+ * every length of messages, in every call, and of keys alone for a few query rows. */
+TEST(runs_of_whole_blocks_keep_the_bits)
+{
+    enum { N = 21, T = 64 * 70 };
+    static const int64_t lengths[N] = { 64, 64, 128, 64, 64, 64, 256, 64, 64, 512, 64, 64, 64, 128,
+                                        640, 1024, 64, 64, 64, 64, 896 };
+    int64_t i, at = 0;
+    ra_run runs[N];
+    for (i = 0; i < N; i++) {
+        runs[i].first = at;
+        runs[i].count = lengths[i];
+        runs[i].stride = i % 2;
+        at += lengths[i];
+    }
+    CHECK_EQ(at, T);
+    for (i = 0; i < 8; i++) {
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        outcome plain, listed;
+        if (!h_case(i)) continue;
+        problem_shape(&p, i % 4 == 3 ? 3 : T, 2, 1, 16, 16);
+        p.k_max = p.tk[0] = T;
+        problem_data(&p, &r);
+        memset(&s, 0, sizeof s);
+        s.ranks = 1;
+        s.layout = RA_LAYOUT_CONTIGUOUS;
+        s.call = i % 4 < 2 ? CALL_FORWARD : CALL_ATTENTION;
+        s.threads = 1;
+        describe_case(&p, &s);
+        plain = world_run(&p, &s);
+        s.layout = RA_LAYOUT_RUNS;
+        s.chunk_tokens = i % 4 ? 64 : 1000;
+        s.q_runs = s.k_runs = runs;
+        s.q_run_count[0] = s.k_run_count[0] = N;
+        if (i % 4 == 3) {
+            static ra_run three = { 0, 3, 1 };
+            s.q_runs = &three;
+            s.q_run_count[0] = 1;
+        }
+        listed = world_run(&p, &s);
+        if (outcome_whole(&plain) && outcome_whole(&listed)) {
+            CHECK_BITS(listed.o, plain.o, p.q_max * 32 * 4);
+            CHECK_BITS(listed.lse, plain.lse, p.q_max * 2 * 4);
+        }
+        outcome_free(&plain);
+        outcome_free(&listed);
+        problem_free(&p);
+    }
+}
+
 /* A ring-buffer cache: key p in cell p mod cells, so out of order, with cells not yet filled, and a
  * kept prefix that is never overwritten. */
 TEST(ring_buffer_cache)
@@ -1215,7 +1290,8 @@ static const h_test tests[] = {
     ENTRY(bias_of_minus_infinity), ENTRY(one_key_gives_its_value), ENTRY(positions_near_the_limit),
     ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials), ENTRY(merge_corners),
     ENTRY(attention_threads), ENTRY(attention_workspace), ENTRY(q8_0_everywhere), ENTRY(convert),
-    ENTRY(decoding), ENTRY(attention_at_positions), ENTRY(ring_buffer_cache),
+    ENTRY(decoding), ENTRY(attention_at_positions), ENTRY(many_short_runs),
+    ENTRY(runs_of_whole_blocks_keep_the_bits), ENTRY(ring_buffer_cache),
     ENTRY(a_ring_serves_several_plans), ENTRY(simple_signature),
 };
 

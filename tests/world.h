@@ -1491,6 +1491,62 @@ static inline void random_layout(setup *s, problem *p, h_rng *r, int layout)
     }
 }
 
+/* A table of hundreds of runs over [from, from + tokens): of 1, 63, 64, 65 and other lengths, one
+ * after the other or one position each in turn, ascending or descending; the last of several ranks
+ * has none. */
+static inline ra_run *short_runs(h_rng *r, int ranks, const int64_t *span, int32_t *count,
+                                 uint8_t *absent)
+{
+    static const int64_t lengths[9] = { 1, 2, 16, 31, 63, 64, 64, 65, 130 };
+    const int64_t end = span[0] + span[1];
+    ra_run *made = (ra_run *)malloc((size_t)(span[1] + 4) * sizeof *made);
+    ra_run *out = (ra_run *)malloc((size_t)(span[1] + 4) * sizeof *out);
+    int *owner = (int *)malloc((size_t)(span[1] + 4) * sizeof *owner);
+    int64_t at = span[0], n = 0, total = 0, i, k, s, len;
+    int rank;
+    while (at < end) {
+        len = lengths[h_range(r, 0, 8)];
+        s = h_one_in(r, 3) ? h_range(r, 2, 4) : 1;
+        len = len * s < end - at ? len * s : end - at;
+        for (k = 0; k < s && k < len; k++, n++) {
+            made[n].first = at + k;
+            made[n].count = (len - k + s - 1) / s;
+            made[n].stride = s;
+            owner[n] = (int)h_range(r, 0, ranks > 2 ? ranks - 2 : ranks - 1);
+            if (absent && h_one_in(r, 9)) owner[n] = -1;
+            for (i = 0; owner[n] < 0 && i < made[n].count; i++) absent[made[n].first + i * s] = 1;
+        }
+        at += len;
+    }
+    for (rank = 0; rank < ranks; rank++) {
+        int back = h_one_in(r, 4);
+        for (count[rank] = 0, i = 0; i < n; i++) {
+            int64_t j = back ? n - 1 - i : i;
+            if (owner[j] == rank) { out[total++] = made[j]; count[rank]++; }
+        }
+    }
+    free(made);
+    free(owner);
+    return out;
+}
+
+/* Replaces the tables of a setup of RUNS by such ones. */
+static inline void short_layout(setup *s, const problem *p, h_rng *r)
+{
+    int64_t q[2], k[2];
+    int b, own = p->q_offset || p->q_max != p->k_max || h_one_in(r, 2), holes = h_one_in(r, 3);
+    q[0] = p->q_offset;
+    q[1] = p->q_max;
+    k[0] = 0;
+    k[1] = p->k_max;
+    free(s->q_runs);
+    free(s->k_runs);
+    memset(p->absent, 0, (size_t)(p->B * p->k_max));
+    s->q_runs = short_runs(r, s->ranks, q, s->q_run_count, NULL);
+    s->k_runs = own ? short_runs(r, s->ranks, k, s->k_run_count, holes ? p->absent : NULL) : NULL;
+    for (b = 1; b < p->B; b++) memcpy(p->absent + b * p->k_max, p->absent, (size_t)p->k_max);
+}
+
 static inline int32_t random_isa(h_rng *r)
 {
     int32_t isa = (int32_t)h_range(r, RA_ISA_AUTO, RA_ISA_NEON);
