@@ -76,8 +76,14 @@
  * Promises
  *   Memory   A plan is one allocation, a ring is one or none (your workspace); nothing allocates in
  *            a pass. Beyond the running state of the local queries (forward it lives in an f32 o;
- *            backward it is the f32 sums of dQ, or of dK and dV) a rank needs a few chunks, not a
- *            second shard. The plan tells every byte beforehand.
+ *            backward it is the f32 sums of dQ, or of dK and dV) a rank needs scratch for each
+ *            thread and a few chunks: forward `buffers` + 2 messages. A backward message carries
+ *            the chunk and its f32 gradients: `buffers` + 2 of them and 4 chunks of gradients, or
+ *            with RA_CAP_SHARED ranks + 3 chunks of gradients, for so many of a rank's own chunks
+ *            are under way at once. (With RA_WAY_Q these too are whole messages.) Where messages
+ *            are copied, default chunks make that less than K and V (RA_WAY_Q: Q and O) of a shard
+ *            of 32K tokens or more. A shorter one has larger parts: at least 1024 tokens, because
+ *            smaller chunks cost time. The plan reports every byte beforehand.
  *   Threads  Plans may be shared. A ring runs one pass, stepped by any number of your threads; the
  *            library starts none of its own except in ra_world_run.
  *   Errors   Every call that can fail returns a status; refusals name the field and say why;
