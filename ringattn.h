@@ -8023,6 +8023,16 @@ RA__INLINE ra__view ra__view_at(ra__view v, int32_t b, int64_t row, int64_t head
     return v;
 }
 
+/* Rows of `heads` heads side by side; one sequence. */
+static ra__view ra__view_packed(const uint8_t *data, int32_t heads, int32_t dim, int32_t dtype) {
+    ra__view v;
+    v.data = data;
+    v.head = ra__row_bytes(dtype, dim);
+    v.token = v.head * heads;
+    v.batch = 0;
+    return v;
+}
+
 /* What all tasks of a call share. */
 typedef struct ra__work {
     const ra_desc *d;                  /* resolved */
@@ -8119,6 +8129,7 @@ static void ra__scratch_carve(ra__arena *a, const ra_desc *d, int32_t panels, ra
     }
     ra__store_carve(a, &x->size, panels > 1, &x->store);
     x->pos = (int32_t *)ra__carve(a, lane * x->size.batch);
+    memset(&x->ahead, 0, sizeof x->ahead);
     x->waiting = 0;
     x->block = x->folded = 0;
     x->next.count = x->asked = 0;
@@ -8677,6 +8688,31 @@ typedef struct ra__grads {
                                         * goes to the caller's d_q, dq is not written */
     int32_t bias;                      /* 1: add to the caller's d_bias */
 } ra__grads;
+
+/* What one task of a backward pass does with its keys: a kv head whole (both wanted, one part), or
+ * with more threads than kv heads dQ of some query blocks or dK and dV of some blocks of keys: part
+ * `part` of `parts`. */
+typedef struct ra__share {
+    ra__task t;
+    int32_t want_q, want_k, part, parts;
+} ra__share;
+
+/* Points g at the sums of a chunk's keys, of one head, in arrays of all the shard's rows:
+ * sums[0] of dK, sums[1] of dV, data null if they are not wanted. Under v_in_k dV is part of dK. */
+static void ra__grads_at(const ra_desc *d, const ra__chunk *c, const ra__view sums[2],
+                         int32_t head, ra__grads *g) {
+    ra__view dk = sums[0], dv = sums[1];
+    if (d->v_in_k) {
+        dv = dk;
+        if (dv.data) dv.data += (int64_t)d->v_column * 4;
+    }
+    memset(g->dk, 0, sizeof g->dk);
+    memset(g->dv, 0, sizeof g->dv);
+    for (int32_t i = 0; i < c->segs; i++) {
+        g->dk[i] = ra__view_at(dk, c->sequence, c->seg[i].row, head);
+        g->dv[i] = ra__view_at(dv, c->sequence, c->seg[i].row, head);
+    }
+}
 
 /* A block of keys in the kernel's form, keys.n 0: not yet. */
 typedef struct ra__ready { ra__keys keys; int32_t clean; } ra__ready;
@@ -10361,13 +10397,6 @@ typedef struct ra__turn {
     int32_t begun;                     /* forward: its running state is in memory */
 } ra__turn;
 
-/* What one task of a backward pass does with a chunk: a kv head whole, or if there are more threads
- * than kv heads, dQ of some query blocks or dK and dV of some blocks of keys. */
-typedef struct ra__share {
-    ra__task t;
-    int32_t want_q, want_k, part, parts;
-} ra__share;
-
 /* Where the rows of a packed chunk of queries are: renumbered, one segment after the other. */
 typedef struct ra__packed { ra__work w; ra__back b; ra__chunk c; uint8_t *sums; } ra__packed;
 
@@ -10848,15 +10877,6 @@ static int32_t ra__ring_hop(const ra_ring *r, int64_t c) {
 
 static int32_t ra__ring_kind(const ra_ring *r) {
     return r->route->backward ? RA__FRAME_GRAD : RA__FRAME_CHUNK;
-}
-
-static ra__view ra__view_packed(const uint8_t *data, int32_t heads, int32_t dim, int32_t dtype) {
-    ra__view v;
-    v.data = data;
-    v.head = ra__row_bytes(dtype, dim);
-    v.token = v.head * heads;
-    v.batch = 0;
-    return v;
 }
 
 /* The segments that came in a message `hop` ranks away from their owner. */
@@ -11786,7 +11806,7 @@ static int ra__ring_key_item(const ra_ring *r, const ra__share *s, int64_t i, ra
     ra__side side = ra__plan_side(r->plan, 1, r->rank);
     int64_t tokens = ra__k_len(d, s->t.sequence);
     int zigzag = d->layout.kind == RA_LAYOUT_ZIGZAG;
-    ra__view kv[2], dk, dv;
+    ra__view kv[2], sums[2];
     memset(item, 0, sizeof *item);
     item->c.sequence = s->t.sequence;
     item->c.segs = 1 + zigzag;
@@ -11796,17 +11816,10 @@ static int ra__ring_key_item(const ra_ring *r, const ra__share *s, int64_t i, ra
     kv[0] = r->k;
     kv[1] = r->v;
     ra__item_owned(item, kv, NULL);
-    dk = ra__view_packed((const uint8_t *)r->dk, d->kv_heads, d->k_dim, RA_F32);
-    dv = ra__view_packed((const uint8_t *)r->dv, d->kv_heads, d->v_dim, RA_F32);
-    dk.batch = r->plan->sizes.key_rows * dk.token;
-    dv.batch = r->plan->sizes.key_rows * dv.token;
-    for (int32_t j = 0; j < item->c.segs; j++) {
-        g->dk[j] = ra__view_at(dk, s->t.sequence, item->c.seg[j].row, s->t.kv_head);
-        g->dv[j] = ra__view_at(dv, s->t.sequence, item->c.seg[j].row, s->t.kv_head);
-        if (!d->v_in_k) continue;
-        g->dv[j] = g->dk[j];
-        g->dv[j].data += (int64_t)d->v_column * 4;
-    }
+    sums[0] = ra__view_packed((const uint8_t *)r->dk, d->kv_heads, d->k_dim, RA_F32);
+    sums[1] = ra__view_packed((const uint8_t *)r->dv, d->kv_heads, d->v_dim, RA_F32);
+    for (int32_t j = 0; j < 2; j++) sums[j].batch = r->plan->sizes.key_rows * sums[j].token;
+    ra__grads_at(d, &item->c, sums, s->t.kv_head, g);
     if (!s->want_q) ra__item_part(item, g, s->part, s->parts);
     return 1;
 }
@@ -13369,51 +13382,25 @@ static int64_t ra__back_bytes(const ra_desc *d) {
     return a.used;
 }
 
-/* A pair, or a piece of it. */
-typedef struct ra__back_piece {
-    int32_t sequence, kv_head;
-    int32_t want_q, want_k;            /* whole: both */
-    int32_t part, parts;               /* of the query blocks if want_q, else of the key blocks */
-} ra__back_piece;
-
-/* Where the sums of rows [c->seg[i].row, ...) of a chunk lie in arrays [rows of the shard][dim]
- * that begin at row 0; v_in_k: dV is part of dK. dk, dv null: not wanted. */
-static void ra__grads_point(const ra_desc *d, const ra__chunk *c, float *dk, float *dv,
-                            ra__grads *g) {
-    memset(g->dk, 0, sizeof g->dk);
-    memset(g->dv, 0, sizeof g->dv);
-    for (int32_t i = 0; i < c->segs; i++) {
-        int64_t row = c->seg[i].row;
-        if (dk) g->dk[i] = ra__view_packed((const uint8_t *)(dk + row * d->k_dim), 1, d->k_dim,
-                                           RA_F32);
-        if (dv) g->dv[i] = ra__view_packed((const uint8_t *)(dv + row * d->v_dim), 1, d->v_dim,
-                                           RA_F32);
-        if (d->v_in_k && dk) {
-            g->dv[i] = g->dk[i];
-            g->dv[i].data += (int64_t)d->v_column * 4;
-        }
-    }
-}
-
 /* Item i of a sequence's keys, cut down to `part` of `parts`; 0: there is none. Zigzag's two
  * segments are one item. */
-static int ra__back_item(const ra__back_local *l, const ra__back_piece *p, int64_t i,
+static int ra__back_item(const ra__back_local *l, const ra__share *p, int64_t i,
                          ra__item *item) {
     const ra__local *c = &l->c;
-    int64_t tokens = ra__k_len(&c->d, p->sequence), n;
+    int64_t tokens = ra__k_len(&c->d, p->t.sequence), n;
     const int32_t *array = c->k_side.array;
     ra__seg s[2];
     memset(item, 0, sizeof *item);
     memset(s, 0, sizeof s);
-    item->c.sequence = p->sequence;
-    if (array) array += p->sequence * c->k_side.array_stride;
+    item->c.sequence = p->t.sequence;
+    if (array) array += p->t.sequence * c->k_side.array_stride;
     if (c->k_side.layout == RA_LAYOUT_ZIGZAG) {
         if (i > 0) return 0;
-        (void)ra__side_seg(&c->k_side, p->sequence, tokens, 0, &s[0]);
-        (void)ra__side_seg(&c->k_side, p->sequence, tokens, 1, &s[1]);
+        (void)ra__side_seg(&c->k_side, p->t.sequence, tokens, 0, &s[0]);
+        (void)ra__side_seg(&c->k_side, p->t.sequence, tokens, 1, &s[1]);
         ra__chunk_zigzag(&item->c, s, p->want_q ? 1 : p->parts, p->want_q ? 0 : p->part);
     } else {
-        if (!ra__side_seg(&c->k_side, p->sequence, tokens, i, &s[0])) return 0;
+        if (!ra__side_seg(&c->k_side, p->t.sequence, tokens, i, &s[0])) return 0;
         n = ra__ceil_div(s[0].rows, RA_BLOCK_TOKENS);
         int64_t from = p->want_q ? 0 : ra__part(n, p->parts, p->part) * RA_BLOCK_TOKENS;
         int64_t to = p->want_q ? s[0].rows : ra__part(n, p->parts, p->part + 1) * RA_BLOCK_TOKENS;
@@ -13424,61 +13411,71 @@ static int ra__back_item(const ra__back_local *l, const ra__back_piece *p, int64
     return 1;
 }
 
-static void ra__back_keys_finish(const ra__back_local *l, const ra__back_piece *p,
+static void ra__back_keys_finish(const ra__back_local *l, const ra__share *p,
                                  const ra__item *item, const ra__grads *g) {
     ra__view out[2];
     out[0] = l->d_k;
     out[1] = l->d_v;
-    ra__grads_finish(&l->b, &item->c, p->kv_head, out, g);
+    ra__grads_finish(&l->b, &item->c, p->t.kv_head, out, g);
 }
 
 /* Does the piece own sums of the bias' gradient? Those of a key go with dK, others with dQ. */
-static int32_t ra__back_has_bias(const ra__back_local *l, const ra__back_piece *p) {
+static int32_t ra__back_has_bias(const ra__back_local *l, const ra__share *p) {
     const ra_bias_out *bias = &l->c.w.t->d_bias;
     if (!bias->data) return 0;
     return bias->row_stride == 0 ? p->want_k : p->want_q;
 }
 
+/* Points g at the sums of a chunk's keys in the memory of a thread, where they are wanted. */
+static void ra__back_point(const ra__back_local *l, const ra__share *p, const ra__chunk *c,
+                           const ra__back_memory *m, ra__grads *g) {
+    const float *dk = p->want_k && l->d_k.data ? m->dk : NULL;
+    const float *dv = p->want_k && l->d_v.data ? m->dv : NULL;
+    ra__view sums[2];
+    sums[0] = ra__view_packed((const uint8_t *)dk, 1, l->c.d.k_dim, RA_F32);
+    sums[1] = ra__view_packed((const uint8_t *)dv, 1, l->c.d.v_dim, RA_F32);
+    ra__grads_at(&l->c.d, c, sums, 0, g);
+}
+
 /* All items of a piece in one phase; g->edge loses RA__FIRST when the sums of dQ have begun. */
-static void ra__back_pass(const ra__back_local *l, const ra__back_piece *p, ra__grads *g,
+static void ra__back_pass(const ra__back_local *l, const ra__share *p, ra__grads *g,
                           int last, ra__back_memory *m) {
     const ra_desc *d = &l->c.d;
     int32_t group = d->q_heads / d->kv_heads;
-    int64_t blocks = ra__side_blocks(&l->c.w.q_side, p->sequence, ra__q_len(d, p->sequence));
+    int64_t blocks = ra__side_blocks(&l->c.w.q_side, p->t.sequence, ra__q_len(d, p->t.sequence));
     int64_t from = p->want_k ? 0 : ra__part(blocks, p->parts, p->part);
     int64_t to = p->want_k ? blocks : ra__part(blocks, p->parts, p->part + 1);
     ra__task t;
     ra__item item, next;
-    t.sequence = p->sequence;
-    t.kv_head = p->kv_head;
+    t.sequence = p->t.sequence;
+    t.kv_head = p->t.kv_head;
     t.panel0 = from * group;
     t.count = (int32_t)((to - from) * group);
     if (!ra__back_item(l, p, 0, &item)) memset(&item, 0, sizeof item);
     for (int64_t i = 0, more = 1; more; i++, item = next) {
         more = ra__back_item(l, p, i + 1, &next);
-        ra__grads_point(d, &item.c, p->want_k && l->d_k.data ? m->dk : NULL,
-                        p->want_k && l->d_v.data ? m->dv : NULL, g);
+        ra__back_point(l, p, &item.c, m, g);
         if (last && !more) g->edge |= RA__LAST;
         ra__back_task(&l->b, &t, &item, g, &m->x);
         g->edge &= ~RA__FIRST;
     }
 }
 
-static void ra__back_run_piece(const ra__back_local *l, const ra__back_piece *p,
+static void ra__back_run_piece(const ra__back_local *l, const ra__share *p,
                                ra__back_memory *m) {
     const ra_desc *d = &l->c.d;
     int32_t group = d->q_heads / d->kv_heads;
-    float *dk = l->d_k.data ? m->dk : NULL, *dv = l->d_v.data ? m->dv : NULL;
     ra__grads g;
     ra__item item;
     memset(&g, 0, sizeof g);
     g.edge = RA__FIRST;
     g.bias = ra__back_has_bias(l, p);
-    if (!(p->want_q && l->b.d_q.data) && !(p->want_k && (dk || dv)) && !g.bias) return;
+    if (!(p->want_q && l->b.d_q.data) && !(p->want_k && (l->d_k.data || l->d_v.data)) && !g.bias)
+        return;
     if (p->want_q && l->b.d_q.data)
         g.dq = ra__view_packed((const uint8_t *)m->dq, group, d->k_dim, RA_F32);
     for (int64_t i = 0; p->want_k && ra__back_item(l, p, i, &item); i++) {
-        ra__grads_point(d, &item.c, dk, dv, &g);
+        ra__back_point(l, p, &item.c, m, &g);
         ra__grads_clear(d, &item.c, &g);
     }
     if (l->b.square && l->c.w.order != RA_ORDER_DESC) {
@@ -13491,7 +13488,7 @@ static void ra__back_run_piece(const ra__back_local *l, const ra__back_piece *p,
         ra__back_pass(l, p, &g, 1, m);
     }
     for (int64_t i = 0; p->want_k && ra__back_item(l, p, i, &item); i++) {
-        ra__grads_point(d, &item.c, dk, dv, &g);
+        ra__back_point(l, p, &item.c, m, &g);
         ra__back_keys_finish(l, p, &item, &g);
     }
 }
@@ -13503,19 +13500,19 @@ static void ra__back_run(const ra__back_local *l, uint8_t *memory, int ith, int 
     int64_t whole = rest * 7 < (int64_t)nth * 5 ? pairs - rest : pairs, index = 0;
     ra__arena a = { NULL, 0 };
     ra__back_memory m;
-    ra__back_piece p;
+    ra__share p;
     a.base = memory;
     ra__back_memory_carve(&a, d, &m);
     for (int64_t i = ith; i < whole; i += nth) {
-        p.sequence = (int32_t)(i / d->kv_heads);
-        p.kv_head = (int32_t)(i % d->kv_heads);
+        p.t.sequence = (int32_t)(i / d->kv_heads);
+        p.t.kv_head = (int32_t)(i % d->kv_heads);
         p.want_q = p.want_k = p.parts = 1;
         p.part = 0;
         ra__back_run_piece(l, &p, &m);
     }
     for (int64_t i = whole; i < pairs; i++) {
-        p.sequence = (int32_t)(i / d->kv_heads);
-        p.kv_head = (int32_t)(i % d->kv_heads);
+        p.t.sequence = (int32_t)(i / d->kv_heads);
+        p.t.kv_head = (int32_t)(i % d->kv_heads);
         p.parts = 4 * nth;
         for (p.want_k = 0; p.want_k < 2; p.want_k++)
             for (p.part = 0; p.part < p.parts; p.part++, index++) {
@@ -13556,21 +13553,11 @@ static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_
     return RA_OK;
 }
 
-/* Where the caller's packed sums of a chunk's keys lie. */
-static void ra__fold_back_point(const ra_desc *d, const ra__chunk *c, const ra_grads *into,
-                                int32_t kv_head, int64_t keys, ra__grads *g) {
-    ra__view dk = ra__view_packed((const uint8_t *)into->d_k, d->kv_heads, d->k_dim, RA_F32);
-    ra__view dv = ra__view_packed((const uint8_t *)into->d_v, d->kv_heads, d->v_dim, RA_F32);
-    dk.batch = keys * dk.token;
-    dv.batch = keys * dv.token;
-    if (d->v_in_k) {
-        dv = dk;
-        if (dv.data) dv.data += (int64_t)d->v_column * 4;
-    }
-    for (int32_t i = 0; i < c->segs; i++) {
-        g->dk[i] = ra__view_at(dk, c->sequence, c->seg[i].row, kv_head);
-        g->dv[i] = ra__view_at(dv, c->sequence, c->seg[i].row, kv_head);
-    }
+/* The caller's packed sums of all keys. */
+static void ra__fold_back_sums(const ra_desc *d, const ra_grads *into, ra__view sums[2]) {
+    sums[0] = ra__view_packed((const uint8_t *)into->d_k, d->kv_heads, d->k_dim, RA_F32);
+    sums[1] = ra__view_packed((const uint8_t *)into->d_v, d->kv_heads, d->v_dim, RA_F32);
+    for (int32_t i = 0; i < 2; i++) sums[i].batch = ra__k_most(d) * sums[i].token;
 }
 
 /* delta of all rows. */
@@ -13592,10 +13579,10 @@ static void ra__delta_rows(const ra__work *w, ra__view d_o, const ra__kernel *ke
 static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *memory) {
     const ra_desc *d = &l->c.d;
     const int32_t group = d->q_heads / d->kv_heads;
-    const int64_t keys = ra__k_most(d);
     ra__arena a = { NULL, 0 };
     ra__back_memory m;
-    ra__back_piece p;
+    ra__share p;
+    ra__view sums[2];
     ra__grads g;
     ra__task t;
     ra__item item;
@@ -13608,20 +13595,21 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
     p.want_q = p.want_k = p.parts = 1;
     p.part = 0;
     memset(&g, 0, sizeof g);
+    ra__fold_back_sums(d, into, sums);
     g.bias = 1;
     for (int32_t i = 0; i < d->sequences * d->kv_heads; i++) {
-        p.sequence = t.sequence = i / d->kv_heads;
-        p.kv_head = t.kv_head = i % d->kv_heads;
+        p.t.sequence = t.sequence = i / d->kv_heads;
+        p.t.kv_head = t.kv_head = i % d->kv_heads;
         t.panel0 = 0;
-        t.count = (int32_t)ra__side_blocks(&l->c.w.q_side, p.sequence,
-                                           ra__q_len(d, p.sequence)) * group;
+        t.count = (int32_t)ra__side_blocks(&l->c.w.q_side, p.t.sequence,
+                                           ra__q_len(d, p.t.sequence)) * group;
         if (into->d_q) {
             g.dq = ra__view_packed((const uint8_t *)into->d_q, d->q_heads, d->k_dim, RA_F32);
             g.dq.batch = d->tokens * g.dq.token;
-            g.dq = ra__view_at(g.dq, p.sequence, 0, p.kv_head * group);
+            g.dq = ra__view_at(g.dq, p.t.sequence, 0, p.t.kv_head * group);
         }
         for (int64_t j = 0; ra__back_item(l, &p, j, &item); j++) {
-            ra__fold_back_point(d, &item.c, into, p.kv_head, keys, &g);
+            ra__grads_at(d, &item.c, sums, t.kv_head, &g);
             ra__back_task(&l->b, &t, &item, &g, &m.x);
         }
     }
