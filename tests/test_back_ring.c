@@ -319,6 +319,63 @@ TEST(threads)
     }
 }
 
+/* -------------------------------------------------------------------------- memory */
+static ra_plan_report report_of(const ra_desc *d)
+{
+    ra_plan *plan = NULL;
+    ra_plan_report g;
+    memset(&g, 0, sizeof g);
+    if (CHECK_EQ(ra_plan_create(&plan, d, NULL), RA_OK)) {
+        CHECK_EQ(ra_plan_query(plan, d->rank, &g), RA_OK);
+    }
+    ra_plan_destroy(plan);
+    return g;
+}
+
+/* Beyond its state and the scratch of threads a rank has the chunks that the promise on memory
+ * counts, whatever the ranks, shards, layouts and ways; copying, with shards of 32K tokens or more,
+ * that is less than a second shard. */
+TEST(memory_as_promised)
+{
+    int64_t i;
+    for (i = 0; i < 2 * 2 * 2 * 4 * 3; i++) {
+        int64_t shard = (int64_t)4096 << i % 3 * 3 / 2, gradients, thread, forward, back, lists, kv;
+        ra_plan_report one, two;
+        ra_desc d;
+        if (!h_case(i)) continue;
+        memset(&d, 0, sizeof d);
+        d.ranks = 2 << i / 3 % 4;
+        d.rank = d.ranks / 2;
+        d.layout.kind = i / 12 % 2 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        d.backward_way = i / 24 % 2 ? RA_WAY_KV : RA_WAY_Q;
+        d.tokens = shard * d.ranks;
+        d.q_heads = 4;
+        d.kv_heads = 2;
+        d.k_dim = 128;
+        d.v_dim = 64;
+        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = i / 48 ? RA_BF16 : RA_F32;
+        d.mask.kind = RA_MASK_CAUSAL;
+        d.op = RA_OP_TRAIN;
+        one = report_of(&d);
+        d.threads = 2;
+        two = report_of(&d);
+        thread = two.workspace_bytes - one.workspace_bytes;
+        gradients = one.chunk_tokens * 2 * (128 + 64) * 4 + 4096;
+        if (d.backward_way == RA_WAY_Q) gradients = one.back_chunk_bytes + 4096;
+        kv = shard * (128 + 64) * (i / 48 ? 2 : 4);
+        kv *= d.backward_way == RA_WAY_Q ? d.q_heads : d.kv_heads;
+        lists = 65536;
+        forward = one.state_bytes + (one.buffers + 2) * one.chunk_bytes + thread + lists;
+        back = one.back_state_bytes + (one.buffers + 2) * one.back_chunk_bytes + 4 * gradients +
+               thread + lists;
+        CHECK(one.workspace_bytes <= (forward > back ? forward : back));
+        if (shard >= 32768) CHECK(back - one.back_state_bytes - thread < kv);
+        forward = one.state_bytes + thread + lists;
+        back = one.back_state_bytes + (d.ranks + 3) * gradients + thread + lists;
+        CHECK(one.shared_workspace_bytes <= (forward > back ? forward : back));
+    }
+}
+
 /* -------------------------------------------------------------------------- refusals */
 static int no_ops(void *ctx, ra_op *const *ops, int n) { (void)ctx; (void)ops; (void)n; return 0; }
 static int no_engine(void *ctx, const ra_block *b) { (void)ctx; (void)b; return 0; }
@@ -413,7 +470,7 @@ static const h_test tests[] = {
     ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
     ENTRY(every_mask_avx512_bf16),
     ENTRY(every_mask_neon), ENTRY(layouts), ENTRY(many_short_runs), ENTRY(sixty_four_ranks),
-    ENTRY(more_blocks_than_are_kept), ENTRY(threads),
+    ENTRY(more_blocks_than_are_kept), ENTRY(threads), ENTRY(memory_as_promised),
     ENTRY(refusals)
 };
 

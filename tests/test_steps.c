@@ -1,0 +1,294 @@
+/* One ra_step is a bounded piece of work whatever the length of a sequence, counted in tiles and in
+ * panels that are loaded. The next step, of this thread or of another, goes on with what it leaves
+ * half done, and no bit of the outputs depends on that. */
+#include "harness.h"
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+
+enum { STEP_WORK = 1 << 26, PANELS = 16 };     /* as ra_step says; most panels of a task */
+
+/* A ring of one, its tensors and what its callbacks saw. */
+typedef struct rig {
+    ra_desc d;
+    ra_tensors t;
+    ra_plan *plan;
+    ra_ring *ring;
+    int64_t most;                      /* tiles of one step */
+    int64_t events, event_most, tiles, calls, cancel_at, clock;
+    float *memory;
+} rig;
+
+static void watch(void *ctx, const ra_event *e)
+{
+    rig *g = (rig *)ctx;
+    if (e->kind != RA_EV_TILE) return;
+    g->events++;
+    g->tiles += e->tiles;
+    if (e->tiles > g->event_most) g->event_most = e->tiles;
+}
+
+static void count_calls(void *ctx, int64_t done, int64_t all)
+{
+    rig *g = (rig *)ctx;
+    (void)done;
+    (void)all;
+    if (++g->calls == g->cancel_at) ra_ring_cancel(g->ring);
+}
+
+/* A clock that goes on by 1 with every step that computes. */
+static int64_t calls_clock(void *ctx) { return ((rig *)ctx)->calls + 1; }
+
+/* Random tensors of a rig whose descriptor stands, and its plan and ring. */
+static void rig_open(rig *g, int own_clock)
+{
+    const ra_desc *d = &g->d;
+    int64_t q = d->tokens * d->q_heads, k = d->tokens * d->kv_heads, n = 0, i;
+    int64_t dims = d->op == RA_OP_TRAIN ? 3 * d->k_dim + 2 * d->v_dim : d->k_dim + d->v_dim;
+    h_rng r = h_case_rng(d->tokens);
+    ra_ring_desc rd;
+    float *at;
+    int64_t size[9];
+    memset(&rd, 0, sizeof rd);
+    size[0] = size[5] = q * d->k_dim;
+    size[1] = size[6] = k * d->k_dim;
+    size[2] = size[7] = k * d->v_dim;
+    size[3] = size[4] = q * d->v_dim;
+    size[8] = q;
+    for (i = 0; i < 9; i++) n += size[i];
+    at = g->memory = (float *)malloc((size_t)n * sizeof *at);
+    for (i = 0; i < n; i++) at[i] = (float)h_range(&r, -1000, 1000) * 1e-3f;
+    g->t.q.data = at; at += size[0];
+    g->t.k.data = at; at += size[1];
+    g->t.v.data = at; at += size[2];
+    g->t.o.data = at; at += size[3];
+    g->t.d_o.data = at; at += size[4];
+    g->t.d_q.data = at; at += size[5];
+    g->t.d_k.data = at; at += size[6];
+    g->t.d_v.data = at; at += size[7];
+    g->t.lse.data = at;
+    for (i = 0; i < q; i++) at[i] = 5.0f + (float)(i % 7);
+    g->most = STEP_WORK / (64 * 64 * dims) + PANELS;
+    rd.trace = watch;
+    rd.progress = count_calls;
+    rd.trace_ctx = rd.progress_ctx = rd.clock_ctx = g;
+    if (own_clock) rd.clock_ns = calls_clock;
+    CHECK_EQ(ra_plan_create(&g->plan, d, NULL), RA_OK);
+    CHECK_EQ(ra_ring_create(&g->ring, g->plan, NULL, &rd), RA_OK);
+}
+
+static void rig_close(rig *g)
+{
+    ra_ring_destroy(g->ring);
+    ra_plan_destroy(g->plan);
+    free(g->memory);
+}
+
+static void rig_desc(rig *g, int64_t tokens, int heads, int dim, int train)
+{
+    memset(g, 0, sizeof *g);
+    g->d.tokens = tokens;
+    g->d.q_heads = heads;
+    g->d.kv_heads = (heads + 1) / 2;
+    g->d.k_dim = g->d.v_dim = dim;
+    g->d.q_dtype = g->d.k_dtype = g->d.v_dtype = g->d.o_dtype = RA_F32;
+    g->d.mask.kind = RA_MASK_CAUSAL;
+    g->d.op = train ? RA_OP_TRAIN : RA_OP_FORWARD;
+}
+
+static ra_job rig_job(const rig *g)
+{
+    ra_job job;
+    memset(&job, 0, sizeof job);
+    job.plan = g->plan;
+    job.tensors = &g->t;
+    job.pass = g->d.op == RA_OP_TRAIN ? RA_PASS_BACKWARD : RA_PASS_FORWARD;
+    return job;
+}
+
+static int64_t tiles_done(const rig *g)
+{
+    ra_ring_counters c;
+    ra_ring_query(g->ring, &c);
+    return c.tiles_partial + c.tiles_full;
+}
+
+/* Steps of one thread to the end of a pass; no step does more tiles than `most`. */
+static int64_t walk(rig *g)
+{
+    int64_t steps = 0, before = 0;
+    ra_job job = rig_job(g);
+    ra_status s = ra_begin(g->ring, &job);
+    CHECK_EQ(s, RA_OK);
+    if (s) return 0;
+    do {
+        int64_t now;
+        s = ra_step(g->ring, 0, 1);
+        now = tiles_done(g);
+        if (now - before > g->most) CHECK_EQ(now - before, g->most);
+        before = now;
+        steps++;
+    } while (s > 0);
+    CHECK_EQ(s, RA_OK);
+    return steps;
+}
+
+/* Long chunks, both passes, both ways: the work of one task and chunk is spread over steps, and
+ * traces and progress come with each. */
+TEST(steps_are_bounded)
+{
+    int i;
+    for (i = 0; i < 12; i++) {
+        rig g;
+        ra_ring_counters c;
+        if (!h_case(i)) continue;
+        rig_desc(&g, 3000, 2, 64, i % 3 > 0);
+        g.d.layout.kind = i / 3 % 2 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        g.d.backward_way = i % 3;
+        g.d.threads = i / 6 ? 3 : 1;
+        g.d.chunk_tokens = 4096;
+        rig_open(&g, 0);
+        CHECK(walk(&g) >= tiles_done(&g) / g.most);
+        ra_ring_query(g.ring, &c);
+        CHECK_EQ(tiles_done(&g), c.tiles_all);
+        CHECK_EQ(g.tiles, c.tiles_all);
+        CHECK(g.event_most <= g.most);
+        CHECK(g.calls >= c.tiles_all / g.most);
+        rig_close(&g);
+    }
+}
+
+/* Work without tiles is bounded too: sums begin at 0 and go to the caller, and those of sinks. */
+TEST(rows_are_bounded)
+{
+    int way;
+    for (way = RA_WAY_KV; way <= RA_WAY_Q; way++) {
+        rig g;
+        float d_sinks[2] = { 0, 0 }, sinks[2] = { 0, 0 };
+        int32_t *none = (int32_t *)calloc(1 << 15, sizeof *none);
+        rig_desc(&g, 1 << 15, 2, 64, 1);
+        g.d.mask.kind = RA_MASK_INTERVALS;
+        g.d.mask.lo = g.d.mask.hi = none;
+        g.d.mask.interval_count = 1 << 15;
+        g.d.backward_way = way;
+        g.d.chunk_tokens = 1 << 15;
+        g.d.scores = RA_SCORE_SINKS;
+        g.t.sinks = sinks;
+        g.t.d_sinks = d_sinks;
+        rig_open(&g, 0);
+        CHECK(walk(&g) >= (1 << 15) / 64 * 2 / g.most);
+        CHECK_EQ(tiles_done(&g), 0);
+        rig_close(&g);
+        free(none);
+    }
+}
+
+/* 64K rows in one chunk: cancelled, or late, after some steps, a call computes no further. */
+TEST(cancel_and_deadline)
+{
+    int i;
+    for (i = 0; i < 6; i++) {
+        rig g;
+        ra_status s;
+        if (!h_case(i)) continue;
+        rig_desc(&g, 65536, 1, 16, i % 3 > 0);
+        g.d.backward_way = i % 3;
+        g.d.chunk_tokens = 65536;
+        rig_open(&g, i / 3);
+        if (i < 3) g.cancel_at = 3;
+        s = i % 3 ? ra_backward(g.plan, g.ring, &g.t, i / 3 ? 4 : RA_NO_DEADLINE)
+                  : ra_forward(g.plan, g.ring, &g.t, i / 3 ? 4 : RA_NO_DEADLINE);
+        CHECK_EQ(s, i < 3 ? RA_E_CANCELLED : RA_E_TIMEOUT);
+        CHECK_EQ(g.calls, i < 3 ? 3 : 4);
+        CHECK(g.tiles <= 4 * g.most);
+        rig_close(&g);
+    }
+}
+
+/* A thread leaves with a task in hand and never comes back: another one finishes it, with the same
+ * bits. */
+TEST(another_thread_goes_on)
+{
+    int i;
+    for (i = 0; i < 6; i++) {
+        rig a, b;
+        ra_job job;
+        ra_status s;
+        int64_t n;
+        if (!h_case(i)) continue;
+        rig_desc(&a, 1500, 3, 64, i % 3 > 0);
+        a.d.q_heads = a.d.kv_heads = 2;
+        a.d.backward_way = i % 3;
+        a.d.threads = 3;
+        a.d.layout.kind = i / 3 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        b = a;
+        rig_open(&a, 0);
+        rig_open(&b, 0);
+        (void)walk(&a);
+        job = rig_job(&b);
+        CHECK_EQ(ra_begin(b.ring, &job), RA_OK);
+        for (n = 0; n < 4; n++) CHECK_EQ(ra_step(b.ring, (int)(n % 2), 2), RA_AGAIN);
+        for (n = 0; (s = ra_step(b.ring, 2, 1)) > 0 && n < 10000;) n++;
+        CHECK_EQ(s, RA_OK);
+        n = b.d.tokens * b.d.q_heads * b.d.k_dim * 4;
+        CHECK_BITS(b.t.o.data, a.t.o.data, n);
+        CHECK_BITS(b.t.d_q.data, a.t.d_q.data, n);
+        CHECK_BITS(b.t.d_k.data, a.t.d_k.data, n);
+        CHECK_BITS(b.t.d_v.data, a.t.d_v.data, n);
+        rig_close(&a);
+        rig_close(&b);
+    }
+}
+
+/* -------------------------------------------------------------------------- rows that are read */
+static int64_t loads;                  /* panels of queries that were loaded */
+static const ra__kernel *real;
+
+static void counting_load_q(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
+                            int32_t dim)
+{
+    loads++;
+    real->load_q(p, src, stride, dtype, dim);
+}
+
+/* A window over many chunks: every row of queries and of O is loaded for the chunks that it sees
+ * and no other. */
+TEST(unseen_chunks_cost_no_rows)
+{
+    int i;
+    for (i = 0; i < 6; i++) {
+        rig g;
+        ra__kernel counting;
+        ra_job job;
+        ra_status s;
+        int64_t panels;
+        if (!h_case(i)) continue;
+        rig_desc(&g, 8192, 1 + i % 3, 16, 0);
+        g.d.mask.window = 200;
+        g.d.chunk_tokens = 256;
+        g.d.layout.kind = i / 3 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        g.d.kv_heads = 1;
+        rig_open(&g, 0);
+        job = rig_job(&g);
+        CHECK_EQ(ra_begin(g.ring, &job), RA_OK);
+        real = g.ring->work.kernel;
+        counting = *real;
+        counting.load_q = counting_load_q;
+        g.ring->work.kernel = &counting;
+        loads = 0;
+        while ((s = ra_step(g.ring, 0, 1)) > 0) continue;
+        CHECK_EQ(s, RA_OK);
+        panels = g.d.tokens / 64 * g.d.q_heads;
+        CHECK_EQ(loads, panels);
+        rig_close(&g);
+    }
+}
+
+static const h_test tests[] = {
+    ENTRY(steps_are_bounded), ENTRY(rows_are_bounded), ENTRY(cancel_and_deadline),
+    ENTRY(another_thread_goes_on), ENTRY(unseen_chunks_cost_no_rows)
+};
+
+int main(int argc, char **argv)
+{
+    return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+}
