@@ -6803,7 +6803,7 @@ struct ra_plan {
     int64_t *q_run0, *k_run0;          /* RUNS: [ranks + 1] first entry in the tables */
     ra__before *q_before, *k_before;   /* RUNS: of rank r from entry run0[r] + r on */
     ra__held *held;                    /* RUNS: all runs of keys by their first position */
-    int64_t held_count;
+    int64_t *held_order, held_count;   /* entries of k_runs in that order */
     int64_t chunks;
     ra__chunk *chunk;
     uint8_t *need;                     /* [chunks][2][need_row] bit r: rank r folds the segment */
@@ -9852,9 +9852,10 @@ static ra_status ra__check_layout(const ra_desc *d, ra_error *e) {
 /* First common position of two runs, or -1. With strides s and t and g = gcd(s, t) the positions
  * a.first + i s of run a are also b.first + j t where i s = b.first - a.first mod t, hence for
  * i = (b.first - a.first) / g * (s / g)^-1 mod t / g, the inverse by Euclid's algorithm, and then
- * every lcm(s, t). Strides are below 2^31: see ra__runs_sort. */
+ * every lcm(s, t). Strides of more than one row are below 2^31. */
 static int64_t ra__runs_meet(const ra_run *a, const ra_run *b) {
-    int64_t g = a->stride, rest = b->stride, x = 1, y = 0, step, i, p;
+    const int64_t sa = a->count > 1 ? ra__run_step(a) : 1, sb = b->count > 1 ? ra__run_step(b) : 1;
+    int64_t g = sa, rest = sb, x = 1, y = 0, step, i, p;
     int64_t low = ra__max(a->first, b->first);
     while (rest) {                     /* g = x s mod t, rest = y s mod t */
         int64_t q = g / rest, t = g - q * rest;
@@ -9865,55 +9866,93 @@ static int64_t ra__runs_meet(const ra_run *a, const ra_run *b) {
         y = t;
     }
     if ((b->first - a->first) % g) return -1;
-    step = b->stride / g;
+    step = sb / g;
     i = (b->first - a->first) / g % step * (x % step) % step;
-    p = a->first + (i < 0 ? i + step : i) * a->stride;
-    step *= a->stride;
+    p = a->first + (i < 0 ? i + step : i) * sa;
+    step *= sa;
     if (p < low) p += ra__ceil_div(low - p, step) * step;
     return p <= ra__min(ra__run_last(a), ra__run_last(b)) ? p : -1;
 }
 
-/* Sifts entry i of a heap of n entries down: none is above its children. */
-static void ra__held_sift(ra__held *h, int64_t i, int64_t n) {
-    ra__held x = h[i];
+/* Run i comes before run j by first position. */
+RA__INLINE int ra__run_before(const ra_run *runs, int64_t i, int64_t j) {
+    return runs[i].first < runs[j].first || (runs[i].first == runs[j].first && i < j);
+}
+
+/* Sifts entry i of a heap of n runs down: none comes after those above it. */
+static void ra__order_sift(const ra_run *runs, int64_t *at, int64_t i, int64_t n) {
+    int64_t x = at[i];
     for (int64_t child; (child = 2 * i + 1) < n; i = child) {
-        if (child + 1 < n && h[child + 1].run.first > h[child].run.first) child++;
-        if (h[child].run.first <= x.run.first) break;
-        h[i] = h[child];
+        if (child + 1 < n && ra__run_before(runs, at[child], at[child + 1])) child++;
+        if (ra__run_before(runs, at[child], x)) break;
+        at[i] = at[child];
     }
-    h[i] = x;
+    at[i] = x;
 }
 
-/* Sorts n runs in range by first position; strides of single rows become 1. */
-static void ra__runs_sort(const ra_run *runs, int64_t n, ra__held *h) {
-    for (int64_t i = 0; i < n; i++) {
-        h[i].run = runs[i];
-        h[i].run.stride = runs[i].count > 1 ? ra__run_step(&runs[i]) : 1;
-    }
-    for (int64_t i = n / 2 - 1; i >= 0; i--) ra__held_sift(h, i, n);
+static void ra__order_heap(const ra_run *runs, int64_t *at, int64_t n) {
+    for (int64_t i = n / 2 - 1; i >= 0; i--) ra__order_sift(runs, at, i, n);
+}
+
+/* Sorts n runs of a table by first position. */
+static void ra__order_sort(const ra_run *runs, int64_t *at, int64_t n) {
+    ra__order_heap(runs, at, n);
     for (int64_t i = n - 1; i > 0; i--) {
-        ra__held top = h[0];
-        h[0] = h[i];
-        h[i] = top;
-        ra__held_sift(h, 0, i);
+        int64_t top = at[0];
+        at[0] = at[i];
+        at[i] = top;
+        ra__order_sift(runs, at, 0, i);
     }
 }
 
-/* Sorts runs and refuses a position that two of them hold: only runs of one group are compared. */
-static ra_status ra__check_held(const ra_run *runs, int64_t n, const char *field, ra__held *h,
-                                ra_error *e) {
-    int64_t reach = -1, group = 0, rows = 0;
-    ra__runs_sort(runs, n, h);
-    for (int64_t i = 0; i < n; rows += h[i++].run.count) {
-        if (h[i].run.first > reach) group = i;
-        h[i].rows = rows;
-        h[i].group = group;
-        for (int64_t j = group; j < i; j++) {
-            int64_t p = -1;
-            if (ra__run_last(&h[j].run) >= h[i].run.first) p = ra__runs_meet(&h[j].run, &h[i].run);
-            if (p >= 0) return ra__refuse(e, RA_E_POSITIONS, field, "position # is held twice", p);
+/* The first runs of a table of n after run `after` (-1: at all), sorted; returns how many. What is
+ * refused allocates nothing, so a large table is sorted in windows of as many. */
+enum { RA__ORDER = 2048 };
+static int64_t ra__order_next(const ra_run *runs, int64_t n, int64_t after,
+                              int64_t at[RA__ORDER]) {
+    int64_t m = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (after >= 0 && !ra__run_before(runs, after, i)) continue;
+        if (m < RA__ORDER) {
+            at[m++] = i;
+            if (m == RA__ORDER) ra__order_heap(runs, at, m);
+        } else if (ra__run_before(runs, i, at[0])) {
+            at[0] = i;
+            ra__order_sift(runs, at, 0, m);
         }
-        reach = ra__max(reach, ra__run_last(&h[i].run));
+    }
+    ra__order_sort(runs, at, m);
+    return m;
+}
+
+/* A position that one of m sorted runs has in common with another one, or with a run up to `after`,
+ * which all come before them; or -1. Runs that end before another begins are not compared. */
+static int64_t ra__order_meet(const ra_run *runs, int64_t n, int64_t after, const int64_t *at,
+                              int64_t m) {
+    int64_t reach = -1, group = 0, p = -1;
+    for (int64_t i = 0; i < m && p < 0; i++) {
+        const ra_run *run = &runs[at[i]];
+        if (run->first > reach) group = i;
+        for (int64_t j = group; j < i && p < 0; j++)
+            if (ra__run_last(&runs[at[j]]) >= run->first) p = ra__runs_meet(&runs[at[j]], run);
+        reach = ra__max(reach, ra__run_last(run));
+    }
+    for (int64_t i = 0; after >= 0 && i < n && p < 0; i++) {
+        const int64_t last = ra__run_last(&runs[i]);
+        if (last < runs[at[0]].first || ra__run_before(runs, after, i)) continue;
+        for (int64_t j = 0; j < m && p < 0 && runs[at[j]].first <= last; j++)
+            p = ra__runs_meet(&runs[i], &runs[at[j]]);
+    }
+    return p;
+}
+
+/* No position is in two runs of a table whose entries are in range. */
+static ra_status ra__check_held(const ra_run *runs, int64_t n, const char *field, ra_error *e) {
+    int64_t at[RA__ORDER], after = -1, m;
+    for (int64_t done = 0; done < n; done += m, after = at[m - 1]) {
+        m = ra__order_next(runs, n, after, at);
+        int64_t p = ra__order_meet(runs, n, after, at, m);
+        if (p >= 0) return ra__refuse(e, RA_E_POSITIONS, field, "position # is held twice", p);
     }
     return RA_OK;
 }
@@ -9926,23 +9965,7 @@ static int64_t ra__runs_count(const ra_desc *d, int keys) {
     return n;
 }
 
-/* Entries of the memory that ra__check_tables_held wants. */
-static int64_t ra__held_most(const ra_desc *d) {
-    if (d->layout.kind != RA_LAYOUT_RUNS) return 0;
-    return ra__max(ra__runs_count(d, 0), ra__runs_count(d, 1));
-}
-
-/* No position twice in a table of a resolved descriptor; leaves those of keys sorted in h. */
-static ra_status ra__check_tables_held(const ra_desc *d, ra__held *h) {
-    const ra_layout *l = &d->layout;
-    ra_status s;
-    if (l->kind != RA_LAYOUT_RUNS) return RA_OK;
-    s = ra__check_held(l->q_runs, ra__runs_count(d, 0), "layout.q_runs", h, d->error);
-    if (s || !l->k_runs || l->k_runs == l->q_runs) return s;
-    return ra__check_held(l->k_runs, ra__runs_count(d, 1), "layout.k_runs", h, d->error);
-}
-
-/* One table of runs: entries in range. `names` are the fields to blame. */
+/* One table of runs: entries in range, no position twice. `names` are the fields to blame. */
 static ra_status ra__check_runs(const ra_run *runs, const int32_t *count, int32_t ranks,
                                 const int64_t range[2], const char *const names[2], ra_error *e) {
     int64_t n = 0;
@@ -9959,7 +9982,7 @@ static ra_status ra__check_runs(const ra_run *runs, const int32_t *count, int32_
             return ra__refuse(e, RA_E_RANGE, names[0],
                               "entry # has no rows, or steps back, or leaves the tokens", i);
     }
-    return RA_OK;
+    return ra__check_held(runs, n, names[0], e);
 }
 
 static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
@@ -10082,14 +10105,6 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out) {
     ra_desc full;
     ra_status s = ra__resolve(d, &full);
     if (!s) s = ra__check_intervals(&full, d->error);
-    if (!s && full.layout.kind == RA_LAYOUT_RUNS) {
-        const size_t bytes = (size_t)ra__held_most(&full) * sizeof(ra__held);
-        ra__held *h = (ra__held *)ra__alloc(NULL, bytes, 64);
-        if (h) s = ra__check_tables_held(&full, h);
-        else s = ra__refuse(d->error, RA_E_NOMEM, "layout.q_runs", "no # bytes to sort them",
-                            (int64_t)bytes);
-        ra__free(NULL, h, bytes);
-    }
     if (s) return s;
     if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
     if (!full.tokens_of) full.kv_tokens = ra__k_most(&full);
@@ -10218,6 +10233,23 @@ static void ra__carve_runs(ra__arena *a, ra_plan *p, int keys) {
     }
 }
 
+/* Sorts the runs of keys. */
+static void ra__plan_held(ra_plan *p) {
+    const ra_run *runs = p->d.layout.k_runs;
+    int64_t reach = -1, group = 0, rows = 0;
+    for (int64_t i = 0; i < p->held_count; i++) p->held_order[i] = i;
+    ra__order_sort(runs, p->held_order, p->held_count);
+    for (int64_t i = 0; i < p->held_count; i++) {
+        ra__held *h = &p->held[i];
+        h->run = runs[p->held_order[i]];
+        if (h->run.first > reach) group = i;
+        h->rows = rows;
+        h->group = group;
+        rows += h->run.count;
+        reach = ra__max(reach, ra__run_last(&h->run));
+    }
+}
+
 /* Carves the arrays of the descriptor (copies) and of cuts. Counting only if a->base is null. */
 static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     ra_desc *d = &p->d;
@@ -10233,9 +10265,11 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     if (l->kind == RA_LAYOUT_RUNS) {
         if (!l->k_runs) { l->k_runs = l->q_runs; l->k_run_count = l->q_run_count; }
         p->held_count = ra__runs_count(d, 1);
-        p->held = (ra__held *)ra__carve(a, ra__held_most(d) * (int64_t)sizeof(ra__held));
+        p->held = (ra__held *)ra__carve(a, p->held_count * (int64_t)sizeof(ra__held));
+        p->held_order = (int64_t *)ra__carve(a, p->held_count * 8);
         ra__carve_runs(a, p, 0);
         ra__carve_runs(a, p, 1);
+        if (a->base) ra__plan_held(p);
     }
     if (l->kind == RA_LAYOUT_ARRAY) {
         if (!l->k_rows) l->k_rows = l->q_rows;
@@ -10556,7 +10590,7 @@ static int64_t ra__keys_below(const ra_plan *p, int64_t pos) {
     n = p->held[p->held[low - 1].group].rows;
     for (int64_t i = p->held[low - 1].group; i < low; i++) {
         const ra_run *run = &p->held[i].run;
-        n += ra__min(run->count, ra__ceil_div(pos - run->first, run->stride));
+        n += ra__min(run->count, ra__ceil_div(pos - run->first, ra__run_step(run)));
     }
     return n;
 }
@@ -14688,14 +14722,11 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     p->bytes = bytes;
     if (a) p->allocator = *a;
     ra__plan_carve(&arena, p, &full);
-    s = ra__check_tables_held(&p->d, p->held);
-    if (!s) {
-        ra__agree(d, &full, &p->agreed);
-        ra__plan_cuts(p);
-        p->chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESC, p->chunk);
-        RINGATTN_ASSERT(p->chunks <= probe.chunks);
-        s = ra__plan_fill(p);
-    }
+    ra__agree(d, &full, &p->agreed);
+    ra__plan_cuts(p);
+    p->chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESC, p->chunk);
+    RINGATTN_ASSERT(p->chunks <= probe.chunks);
+    s = ra__plan_fill(p);
     if (s) {
         ra__free(a, p, (size_t)bytes);
         return s;

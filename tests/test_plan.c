@@ -9,6 +9,10 @@ static void counted_free(void *p);
 #include <pthread.h>
 #include <sched.h>
 #include <time.h>
+static int64_t lookups;                /* the invariants of a step of a walk or of a bisection */
+static int assert_broken;
+#define RINGATTN_ASSERT(x) \
+    (__atomic_fetch_add(&lookups, 1, __ATOMIC_RELAXED), assert_broken |= !(x))
 #define RINGATTN_IMPLEMENTATION
 #define malloc  counted_malloc
 #define calloc  no_calloc              /* neither is used: they would not link */
@@ -403,6 +407,267 @@ TEST(counters_of_random_runs)
     }
 }
 
+/* -------------------------------------------------------------------------- lists of runs */
+/* Packed documents of `length` tokens, each cut over 8 ranks like ZIGZAG. sorted: a rank lists the
+ * front pieces of all documents first, then the back pieces. */
+typedef struct packed {
+    int64_t *first;
+    ra_run *runs;
+    int32_t count[8];
+    ra_desc d;
+} packed;
+
+static void packed_make(packed *x, int docs, int64_t length, int sorted, int32_t way)
+{
+    int64_t piece = length / 16, n = 0;
+    int rank, i;
+    memset(x, 0, sizeof *x);
+    x->first = (int64_t *)malloc((size_t)docs * sizeof *x->first);
+    x->runs = (ra_run *)malloc((size_t)docs * 16 * sizeof *x->runs);
+    for (i = 0; i < docs; i++) x->first[i] = i * length;
+    for (rank = 0; rank < 8; rank++) {
+        x->count[rank] = 2 * docs;
+        for (i = 0; i < 2 * docs; i++, n++) {
+            int back = sorted ? i >= docs : i % 2, doc = sorted ? i % docs : i / 2;
+            x->runs[n].first = x->first[doc] + piece * (back ? 15 - rank : rank);
+            x->runs[n].count = piece;
+            x->runs[n].stride = 1;
+        }
+    }
+    x->d.ranks = 8;
+    x->d.q_heads = x->d.kv_heads = 1;
+    x->d.k_dim = x->d.v_dim = 16;
+    x->d.q_dtype = x->d.k_dtype = x->d.v_dtype = x->d.o_dtype = RA_F32;
+    x->d.tokens = docs * length;
+    x->d.mask.kind = RA_MASK_CAUSAL;
+    x->d.mask.doc_first = x->first;
+    x->d.mask.doc_count = docs;
+    x->d.layout.kind = RA_LAYOUT_RUNS;
+    x->d.layout.q_runs = x->runs;
+    x->d.layout.q_run_count = x->count;
+    x->d.op = way ? RA_OP_TRAIN : RA_OP_FORWARD;
+    x->d.backward_way = way;
+}
+
+static void packed_free(packed *x)
+{
+    free(x->first);
+    free(x->runs);
+}
+
+/* As few messages as if the shards were CONTIGUOUS; where pieces that are needed alike stand side
+ * by side, each travels as far as those of ZIGZAG: 3P(P-1)/4 shards in all. Lookups grow no faster
+ * than n log n with the documents. */
+TEST(packed_documents)
+{
+    enum { LENGTH = 1024 };
+    int sorted, way, half, rank;
+    for (way = 0; way <= RA_WAY_Q; way++) for (sorted = 0; sorted < 2; sorted++) {
+        int64_t tokens = 0, seen[2] = { 0, 0 };
+        for (half = 1; half >= 0; half--) {
+            const int docs = half ? 128 : 256;
+            const int64_t most = docs * LENGTH / 8 / 4096;
+            ra_plan *plan = NULL;
+            packed x;
+            packed_make(&x, docs, LENGTH, sorted, way);
+            x.d.chunk_tokens = 4096;
+            seen[half] = lookups;
+            if (!CHECK_EQ(ra_plan_create(&plan, &x.d, NULL), RA_OK)) return;
+            seen[half] = lookups - seen[half];
+            for (tokens = rank = 0; rank < 8; rank++) {
+                ra_plan_report g;
+                CHECK_EQ(ra_plan_query(plan, rank, &g), RA_OK);
+                CHECK(g.chunks_in <= 7 * most && g.chunks_out <= 7 * most);
+                CHECK(g.back_chunks_in <= 8 * most && g.back_chunks_out <= 8 * most);
+                CHECK_EQ(g.bits_any_ranks, 0);
+                tokens += (g.bytes_in - 64 * g.chunks_in) / (2 * 16 * 4);
+            }
+            if (sorted) CHECK_EQ(4 * tokens, 3 * 8 * 7 * (docs * LENGTH / 8));
+            ra_plan_destroy(plan);
+            packed_free(&x);
+        }
+        CHECK(seen[1] > 0 && seen[0] <= 3 * seen[1]);
+    }
+}
+
+/* A call on one rank walks its runs in order: lookups are linear in runs for one token, and in
+ * tiles for many. */
+TEST(walks_are_linear)
+{
+    enum { MOST = 8192, DIM = 4 };
+    static ra_run runs[MOST];
+    static float q[MOST * DIM], o[MOST * DIM];
+    int64_t n, before, i, k;
+    int nth, ith;
+    for (nth = 1; nth <= 3; nth++) for (n = 64; n <= MOST; n *= 2) {
+        ra_desc d;
+        ra_tensors t;
+        void *memory;
+        size_t bytes;
+        int many = n <= 512;           /* queries too */
+        memset(&d, 0, sizeof d);
+        memset(&t, 0, sizeof t);
+        for (i = 0; i < n; i++) {
+            runs[i].first = i * 3 * RA_BLOCK_TOKENS;
+            runs[i].count = 1;
+            runs[i].stride = 7;
+        }
+        d.q_heads = d.kv_heads = 2;
+        d.k_dim = d.v_dim = DIM / 2;
+        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+        d.tokens = many ? n : 1;
+        d.kv_tokens = n;
+        d.mask.kind = RA_MASK_NONE;
+        t.q.data = t.k.data = t.v.data = q;
+        t.o.data = o;
+        t.k_pos.runs = runs;
+        t.k_pos.count = n;
+        if (many) t.q_pos = t.k_pos;
+        bytes = ra_attention_bytes(&d, nth);
+        if (!CHECK_EQ(posix_memalign(&memory, 64, bytes + 1), 0)) return;
+        before = lookups;
+        for (ith = 0; ith < nth; ith++)
+            CHECK_EQ(ra_attention(&d, &t, memory, bytes, ith, nth), RA_OK);
+        k = many ? n * n : n;
+        CHECK(2 * (lookups - before) >= n && lookups - before <= 12 * nth * k);
+        free(memory);
+    }
+    CHECK_EQ(assert_broken, 0);
+}
+
+/* Positions of a run. */
+static int run_has(const ra_run *run, int64_t p)
+{
+    int64_t at = p - run->first;
+    return at >= 0 && at % run->stride == 0 && at / run->stride < run->count;
+}
+
+TEST(runs_that_meet)
+{
+    static const int64_t top = (int64_t)RA_MAX_POSITION - 1;
+    ra_run hostile[2];
+    int64_t i, p;
+    for (i = 0; i < 20000; i++) {
+        h_rng r = h_case_rng(i);
+        ra_run run[2];
+        int k;
+        if (!h_case(i)) continue;
+        for (k = 0; k < 2; k++) {
+            run[k].first = h_range(&r, 0, 60);
+            run[k].stride = h_range(&r, 1, i % 2 ? 40 : 6);
+            run[k].count = h_range(&r, 1, 20);
+        }
+        for (p = 0; p < 1000 && !(run_has(&run[0], p) && run_has(&run[1], p)); p++) {}
+        CHECK_EQ(ra__runs_meet(&run[0], &run[1]), p < 1000 ? p : -1);
+        CHECK_EQ(ra__runs_meet(&run[1], &run[0]), p < 1000 ? p : -1);
+    }
+    for (i = 0; i < 2; i++) {          /* walking would take 2^30 steps */
+        hostile[i].first = i;
+        hostile[i].stride = 2;
+        hostile[i].count = top / 2;
+    }
+    CHECK_EQ(ra__runs_meet(&hostile[0], &hostile[1]), -1);
+    hostile[1].stride = top - 1;       /* odd: two rows, the second one even */
+    hostile[1].count = 2;
+    CHECK_EQ(ra__runs_meet(&hostile[0], &hostile[1]), top % 2 ? -1 : top);
+    hostile[0].first = 5;
+    hostile[0].stride = 1 << 30;
+    hostile[0].count = 2;
+    hostile[1].first = 6;
+    hostile[1].stride = (1 << 30) - 1;
+    CHECK_EQ(ra__runs_meet(&hostile[0], &hostile[1]), 5 + (1 << 30));
+}
+
+/* A table of runs is refused if and only if it has a position twice, and the sentence names one. */
+TEST(positions_held_twice)
+{
+    int64_t i;
+    int refused = 0;
+    for (i = 0; i < 400; i++) {
+        h_rng r = h_case_rng(i);
+        ra_run run[40];
+        uint8_t held[400];
+        int32_t count[4] = { 0, 0, 0, 0 };
+        ra_error e;
+        ra_desc d;
+        int n = (int)h_range(&r, 1, i % 4 ? 6 : 40), twice = 0, k;
+        int64_t j, p;
+        if (!h_case(i)) continue;
+        memset(&d, 0, sizeof d);
+        memset(held, 0, sizeof held);
+        for (k = 0; k < n; k++) {
+            run[k].first = h_range(&r, 0, 299);
+            run[k].count = h_range(&r, 1, 8);
+            run[k].stride = h_range(&r, 1, 12);
+            count[h_range(&r, 0, 3)]++;
+            for (j = 0; j < run[k].count; j++) twice |= held[run[k].first + j * run[k].stride]++;
+        }
+        d.ranks = 4;
+        d.q_heads = d.kv_heads = d.k_dim = d.v_dim = 1;
+        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+        d.tokens = 400;
+        d.mask.kind = RA_MASK_CAUSAL;
+        d.layout.kind = RA_LAYOUT_RUNS;
+        d.layout.q_runs = run;
+        d.layout.q_run_count = count;
+        d.error = &e;
+        CHECK_EQ(ra_desc_resolve(&d, &d), twice ? RA_E_POSITIONS : RA_OK);
+        refused += twice;
+        if (!twice) continue;
+        for (p = 0; e.text[p] && (e.text[p] < '0' || e.text[p] > '9'); p++) {}
+        p = strtoll(e.text + p, NULL, 10);
+        CHECK(p >= 0 && p < 400 && held[p] > 1);
+    }
+    if (h_run.only_case < 0) CHECK(refused > 100 && refused < 390);
+}
+
+/* The same in a table of more runs than are sorted at once, in any order: one more run, at any
+ * place, that holds a position of one of the others or of none. */
+TEST(positions_held_twice_among_many)
+{
+    enum { MANY = 5000 };
+    static ra_run run[MANY + 1];
+    int64_t i;
+    for (i = 0; i < 40; i++) {
+        h_rng r = h_case_rng(i);
+        int32_t count = MANY + 1;
+        int64_t k, j, far = h_range(&r, 1, MANY - 1);
+        ra_error e;
+        ra_desc d, full;
+        if (!h_case(i)) continue;
+        for (k = 0; k < MANY; k++) {               /* the even positions of a hundred each */
+            run[k].first = 100 * k;
+            run[k].stride = 2;
+            run[k].count = 50;
+        }
+        for (k = MANY - 1; k > 0; k--) {
+            ra_run x = run[k];
+            j = h_range(&r, 0, k);
+            run[k] = run[j];
+            run[j] = x;
+        }
+        run[MANY].first = 2 * h_range(&r, 0, 10) + 1;  /* odd, and a position of a late run */
+        run[MANY].count = 2;
+        run[MANY].stride = 100 * far + (i % 2 ? 50 : 51) - run[MANY].first;
+        j = h_range(&r, 0, MANY);
+        {
+            ra_run x = run[j];
+            run[j] = run[MANY];
+            run[MANY] = x;
+        }
+        memset(&d, 0, sizeof d);
+        d.q_heads = d.kv_heads = d.k_dim = d.v_dim = 1;
+        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+        d.tokens = 100 * MANY + 1000;
+        d.mask.kind = RA_MASK_CAUSAL;
+        d.layout.kind = RA_LAYOUT_RUNS;
+        d.layout.q_runs = run;
+        d.layout.q_run_count = &count;
+        d.error = &e;
+        CHECK_EQ(ra_desc_resolve(&d, &full), i % 2 ? RA_E_POSITIONS : RA_OK);
+    }
+}
+
 /* -------------------------------------------------------------------------- layouts */
 /* The rules of ra_layout, where they say exactly which positions a rank holds. */
 TEST(positions_of_layouts)
@@ -787,6 +1052,8 @@ TEST(every_allocation_may_fail)
 static const h_test tests[] = {
     ENTRY(travel_of_causal_masks), ENTRY(travel_without_a_mask), ENTRY(travel_of_windows),
     ENTRY(bytes_to_the_byte), ENTRY(tiles_by_brute_force), ENTRY(pairs_by_brute_force),
+    ENTRY(packed_documents), ENTRY(walks_are_linear), ENTRY(runs_that_meet),
+    ENTRY(positions_held_twice), ENTRY(positions_held_twice_among_many),
     ENTRY(counters_of_random_runs), ENTRY(positions_of_layouts), ENTRY(prediction_by_hand),
     ENTRY(prediction_of_imbalance), ENTRY(workspace_to_the_byte),
     ENTRY(memory_is_a_few_chunks), ENTRY(nothing_allocates_in_a_pass),

@@ -1513,7 +1513,7 @@ static inline ra_run *short_runs(h_rng *r, int ranks, const int64_t *span, int32
             made[n].count = (len - k + s - 1) / s;
             made[n].stride = s;
             owner[n] = (int)h_range(r, 0, ranks > 2 ? ranks - 2 : ranks - 1);
-            if (absent && h_one_in(r, 9)) owner[n] = -1;
+            if (absent && n && h_one_in(r, 9)) owner[n] = -1;
             for (i = 0; owner[n] < 0 && i < made[n].count; i++) absent[made[n].first + i * s] = 1;
         }
         at += len;
