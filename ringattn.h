@@ -713,7 +713,9 @@ RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; n
 typedef struct ra_plan ra_plan;
 
 /* Makes the schedule of d->rank, proves that it cannot deadlock, or refuses with d->error filled.
- * One allocation from a (null: malloc). d is copied. */
+ * One allocation from a (null: malloc). d is copied. Takes time and memory in
+ * proportion to tokens / RA_BLOCK_TOKENS + chunks * ranks (of INTERVALS, to tokens): a few bytes of
+ * memory for each rank and 16 chunks, and some hundred for each chunk. */
 RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a);
 RINGATTN_API void      ra_plan_destroy(ra_plan *plan);               /* null is fine */
 
@@ -731,7 +733,7 @@ RINGATTN_API int32_t ra_plan_k_runs(const ra_plan *plan, int32_t rank, int32_t s
 typedef struct ra_plan_report {
     int64_t q_rows, k_rows;            /* rows of the longest sequence on this rank */
     int64_t pairs;                     /* visible (query, key) pairs of one head */
-    int64_t flops;                     /* 2 (Dk + Dv) Hq pairs: multiply and add count 2 */
+    double flops;                      /* 2 (Dk + Dv) Hq pairs: multiply and add count 2 */
     int64_t tiles_empty, tiles_partial, tiles_full; /* ARRAY: all partial, positions unknown */
     int64_t hops, hops_skipped;        /* other ranks (counted a sequence) whose keys come by here,
                                         * and whose do not, because nobody from here on needs
@@ -747,7 +749,7 @@ typedef struct ra_plan_report {
     int64_t workspace_bytes;           /* of a ring that copies, to the byte; with RA_OP_TRAIN what
                                         * the larger of both passes needs */
     int64_t shared_workspace_bytes;    /* of a ring with RA_CAP_SHARED, to the byte */
-    int64_t back_flops;                /* 2 (3 Dk + 2 Dv) Hq pairs */
+    double back_flops;                 /* 2 (3 Dk + 2 Dv) Hq pairs */
     int64_t back_chunks_in, back_chunks_out; /* chunks with their gradients, or gradients that go
                                         * home */
     int64_t back_bytes_in, back_bytes_out, back_shared_bytes_in, back_shared_bytes_out;
@@ -769,11 +771,14 @@ typedef struct ra_plan_report {
     int32_t chunk_tokens, buffers;     /* as resolved */
     int32_t reserved;
 } ra_plan_report;
+/* Counts stop at INT64_MAX. The plan's own rank costs nothing; another costs what is in proportion
+ * to its rows and to all chunks. */
 RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_report *out);
 
 /* How long that takes, for given rates: the schedule played through with every transfer and every
  * chunk's tiles (those not empty, counted whole) in order, buffers included. A model, not a
- * measurement. Of a forward pass. */
+ * measurement. Of a forward pass. Takes as long as ra_plan_create, and 8 bytes for each rank and
+ * chunk while it runs. */
 typedef struct ra_rates {              /* all required and > 0, but latency may be 0 */
     double flops_per_s;                /* of one rank, all its threads */
     double link_bytes_per_s;           /* of one direction of one link */
@@ -1473,11 +1478,22 @@ RA__INLINE int64_t ra__max(int64_t a, int64_t b) { return a > b ? a : b; }
 RA__INLINE int64_t ra__ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 RA__INLINE int64_t ra__round_up(int64_t a, int64_t b) { return ra__ceil_div(a, b) * b; }
 
-/* align: a power of two up to 4096. The default allocator keeps malloc's pointer just below. */
-static void *ra__alloc(const ra_allocator *a, size_t bytes, size_t align) {
-    if (a && a->alloc) return a->alloc(a->ctx, bytes, align);
-    if (bytes > SIZE_MAX - align - sizeof(void *)) return NULL;
-    unsigned char *base = (unsigned char *)malloc(bytes + align + sizeof(void *));
+/* a + b and a * b for figures, a, b >= 0: INT64_MAX if that overflows. */
+RA__INLINE int64_t ra__add_sat(int64_t a, int64_t b) {
+    int64_t sum;
+    return __builtin_add_overflow(a, b, &sum) ? INT64_MAX : sum;
+}
+RA__INLINE int64_t ra__mul_sat(int64_t a, int64_t b) {
+    int64_t product;
+    return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
+}
+
+/* align: a power of two up to 4096. The default allocator keeps malloc's pointer just below. bytes
+ * is of 64 bits everywhere: null if a size_t does not hold it. */
+static void *ra__alloc(const ra_allocator *a, int64_t bytes, size_t align) {
+    if ((uint64_t)bytes > SIZE_MAX - align - sizeof(void *)) return NULL;
+    if (a && a->alloc) return a->alloc(a->ctx, (size_t)bytes, align);
+    unsigned char *base = (unsigned char *)malloc((size_t)bytes + align + sizeof(void *));
     if (!base) return NULL;
     uintptr_t at = ((uintptr_t)base + sizeof(void *) + align - 1) & ~(uintptr_t)(align - 1);
     memcpy((void *)(at - sizeof(void *)), &base, sizeof base);
@@ -6568,35 +6584,30 @@ static void ra__seg_positions(const ra__seg *s, const int32_t *array, int32_t *p
         pos[i] = array ? array[i] : (int32_t)(s->pos + i * s->stride);
 }
 
-/* First and end position of the document that holds p; the last one ends at `end`. */
-static void ra__document(const ra_mask *m, int64_t p, int64_t end, int64_t *first, int64_t *last) {
-    int64_t a = 0, b = m->doc_count;
-    *first = 0;
-    *last = end;
-    if (!b) return;
-    while (b - a > 1) {
-        int64_t mid = a + (b - a) / 2;
-        if (m->doc_first[mid] <= p) a = mid;
-        else b = mid;
+/* The document in [from, to) that holds p, which is not below its first position. */
+static int64_t ra__document_of(const ra_mask *m, int64_t p, int64_t from, int64_t to) {
+    while (to - from > 1) {
+        int64_t mid = from + (to - from) / 2;
+        if (m->doc_first[mid] <= p) from = mid;
+        else to = mid;
     }
-    *first = m->doc_first[a];
-    if (a + 1 < m->doc_count) *last = ra__min(end, m->doc_first[a + 1]);
+    return from;
 }
 
-/* What the query at position p sees, by the three steps of ra_mask: [v[0], v[1]) and [v[2], v[3]).
- * end: keys from this position on do not exist. p = -1 sees nothing. */
-static void ra__mask_row(const ra_mask *m, int64_t p, int64_t end, int32_t v[4]) {
-    int64_t lo, hi, doc = 0, last = end, keep;
-    v[0] = v[1] = v[2] = v[3] = 0;
-    if (p < 0) return;
-    if (m->kind == RA_MASK_INTERVALS) {
-        v[0] = (int32_t)ra__max(m->lo[p], 0);
-        v[1] = (int32_t)ra__min(m->hi[p], end);
-        return;
+/* The document that holds p, from document `from` on: near it if p is. */
+static int64_t ra__document_after(const ra_mask *m, int64_t p, int64_t from) {
+    int64_t step = 1;
+    while (from + step < m->doc_count && m->doc_first[from + step] <= p) {
+        from += step;
+        step *= 2;
     }
-    ra__document(m, p, end, &doc, &last);
-    lo = doc;
-    hi = last;
+    return ra__document_of(m, p, from, ra__min(from + step, m->doc_count));
+}
+
+/* What the query at position p >= 0 sees in its document, whose keys are [doc, last), by the three
+ * steps of ra_mask: [v[0], v[1]) and [v[2], v[3]). Not for INTERVALS. */
+RA__INLINE void ra__mask_in(const ra_mask *m, int64_t p, int64_t doc, int64_t last, int32_t v[4]) {
+    int64_t lo = doc, hi = last;
     if (m->kind == RA_MASK_CAUSAL) {
         hi = p + 1;
         if (m->causal_block > 1) hi = doc + ra__round_up(hi - doc, m->causal_block);
@@ -6605,11 +6616,28 @@ static void ra__mask_row(const ra_mask *m, int64_t p, int64_t end, int32_t v[4])
     hi = ra__min(hi, last);
     if (m->window) lo = ra__max(lo, p - m->window + 1);
     if (m->window_right) hi = ra__min(hi, p + m->window_right + 1);
-    keep = m->keep ? ra__min(doc + m->keep, hi) : doc;
     v[0] = (int32_t)lo;
     v[1] = (int32_t)hi;
     v[2] = (int32_t)doc;
-    v[3] = (int32_t)keep;
+    v[3] = (int32_t)(m->keep ? ra__min(doc + m->keep, hi) : doc);
+}
+
+/* The same of any mask. end: keys from this position on do not exist. p = -1 sees nothing. */
+static void ra__mask_row(const ra_mask *m, int64_t p, int64_t end, int32_t v[4]) {
+    int64_t doc = 0, last = end;
+    v[0] = v[1] = v[2] = v[3] = 0;
+    if (p < 0) return;
+    if (m->kind == RA_MASK_INTERVALS) {
+        v[0] = (int32_t)ra__max(m->lo[p], 0);
+        v[1] = (int32_t)ra__min(m->hi[p], end);
+        return;
+    }
+    if (m->doc_count) {
+        int64_t i = ra__document_of(m, p, 0, m->doc_count);
+        doc = m->doc_first[i];
+        if (i + 1 < m->doc_count) last = ra__min(end, m->doc_first[i + 1]);
+    }
+    ra__mask_in(m, p, doc, last, v);
 }
 
 /* Bounds over the rows of one query block: of [lo, hi) and of [doc, keep), each over the rows where
@@ -6674,6 +6702,54 @@ static ra__bounds ra__rows_fill(const ra_mask *m, int64_t end, const ra__seg *s,
     return b;
 }
 
+/* Rows of a segment that lie in one document. */
+typedef struct ra__doc_rows {
+    int64_t from, rows;                /* rows [from, from + rows) of the segment */
+    int64_t doc, last;                 /* keys of the document; last as in ra__mask_in */
+    int64_t index;                     /* of the document */
+} ra__doc_rows;
+
+/* Moves on to the next document of a segment, from {0}; 0 if there is none. */
+static int ra__doc_next(const ra_mask *m, int64_t end, const ra__seg *s, ra__doc_rows *at) {
+    int64_t p, next;
+    at->from += at->rows;
+    if (at->from >= s->rows) return 0;
+    at->rows = s->rows - at->from;
+    at->doc = 0;
+    at->last = end;
+    if (!m->doc_count) return 1;
+    p = s->pos + at->from * s->stride;
+    at->index = ra__document_after(m, p, at->index);
+    at->doc = m->doc_first[at->index];
+    if (at->index + 1 == m->doc_count) return 1;
+    next = m->doc_first[at->index + 1];
+    at->last = ra__min(end, next);
+    at->rows = ra__min(at->rows, ra__ceil_div(next - p, s->stride));
+    return 1;
+}
+
+/* The bounds of ra__rows_fill, at the cost of two rows a document: in a document lo, hi and keep
+ * never fall from a row to the next, and if the last row sees something, all do. */
+static ra__bounds ra__seg_bounds(const ra_mask *m, int64_t end, const ra__seg *s) {
+    ra__bounds b = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN,
+                     INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX };
+    ra__doc_rows at = { 0, 0, 0, 0, 0 };
+    int32_t v[4];
+    if (m->kind == RA_MASK_INTERVALS) return ra__rows_fill(m, end, s, NULL, NULL);
+    while (ra__doc_next(m, end, s, &at)) {
+        int64_t first = s->pos + at.from * s->stride;
+        int64_t others = at.rows - 1;
+        ra__mask_in(m, first + others * s->stride, at.doc, at.last, v);
+        ra__bounds_row(&b, v);
+        if (v[0] < v[1]) others = ra__min(others, 1);
+        for (int64_t i = 0; i < others; i++) {
+            ra__mask_in(m, first + i * s->stride, at.doc, at.last, v);
+            ra__bounds_row(&b, v);
+        }
+    }
+    return b;
+}
+
 /* Class of keys whose positions lie in [first, last] for the rows of b. Empty and full are certain,
  * partial may be either. */
 RA__INLINE int ra__classify(const ra__bounds *b, int64_t first, int64_t last) {
@@ -6703,6 +6779,89 @@ RA__INLINE int64_t ra__pairs_row(const int32_t v[4]) {
     return v[1] - v[0] + ra__max(0, ra__min(v[3], v[0]) - v[2]);
 }
 
+/* Sum of floor((a i + b) / m) over i in [0, n), for a, b >= 0 and m > 0, by Euclid's algorithm:
+ * what is left of a and b below m counts points under a line, which is the same sum with the axes
+ * exchanged. */
+static int64_t ra__floor_sum(int64_t n, int64_t a, int64_t b, int64_t m) {
+    int64_t sum = 0;
+    while (n > 0) {
+        int64_t top, t;
+        sum += (a / m) * (n * (n - 1) / 2) + (b / m) * n;
+        a %= m;
+        b %= m;
+        top = a * n + b;
+        n = top / m;
+        b = top % m;
+        t = m;
+        m = a;
+        a = t;
+    }
+    return sum;
+}
+
+/* Visible pairs of n rows at p, p + step, ... of one document, none of which is beyond an edge of
+ * ra__pairs_edges that the first is not: all counts grow evenly, but for causal blocks. */
+static int64_t ra__pairs_piece(const ra_mask *m, int64_t p, int64_t step, int64_t n, int64_t doc,
+                               int64_t last) {
+    int32_t v[4], w[4];
+    int64_t c = m->causal_block, a, z, flat;
+    ra__mask_in(m, p, doc, last, v);
+    ra__mask_in(m, p + (n - 1) * step, doc, last, w);
+    a = ra__pairs_row(v);
+    z = ra__pairs_row(w);
+    if (c <= 1 || v[0] >= v[1] || v[1] != doc + ra__round_up(p + 1 - doc, c) ||
+        w[1] != doc + ra__round_up(p + (n - 1) * step + 1 - doc, c))
+        return (a + z) * n / 2;
+    flat = (a - v[1] + z - w[1]) * n / 2;      /* without hi, which is doc + c + c floor(./c) */
+    return flat + n * (doc + c) + c * ra__floor_sum(n, step, p - doc, c);
+}
+
+/* Positions of a document at which the number of keys that a row sees starts to grow in another
+ * way: ascending, six. */
+static void ra__pairs_edges(const ra_mask *m, int64_t doc, int64_t last, int64_t edge[6]) {
+    int64_t c = m->kind == RA_MASK_CAUSAL ? ra__max(1, m->causal_block) : 1;
+    int64_t w = m->window ? m->window : 2 * (int64_t)RA_MAX_POSITION;
+    edge[0] = m->prefix ? doc + (m->prefix - 1) / c * c : doc; /* causal passes the prefix */
+    edge[1] = doc + (last - doc) / c * c;                      /* causal passes the last key */
+    edge[2] = doc + w - 1;                                     /* the window leaves the start, */
+    edge[3] = doc + w - 1 + m->keep;                           /* the kept keys, */
+    edge[4] = last + w - 1;                                    /* and all keys */
+    edge[5] = last - m->window_right - 1;                      /* the right side is cut */
+    for (int32_t i = 1; i < 6; i++)
+        for (int32_t j = i; j > 0 && edge[j] < edge[j - 1]; j--) {
+            int64_t t = edge[j];
+            edge[j] = edge[j - 1];
+            edge[j - 1] = t;
+        }
+}
+
+/* Visible pairs of the rows of a segment with the dense positions [0, end). */
+static int64_t ra__pairs_seg(const ra_mask *m, int64_t end, const ra__seg *s) {
+    ra__doc_rows at = { 0, 0, 0, 0, 0 };
+    int64_t n = 0;
+    if (m->kind == RA_MASK_INTERVALS) {
+        for (int64_t i = 0; i < s->rows; i++) {
+            int32_t v[4];
+            ra__mask_row(m, s->pos + i * s->stride, end, v);
+            n += ra__pairs_row(v);
+        }
+        return n;
+    }
+    while (ra__doc_next(m, end, s, &at)) {
+        int64_t p = s->pos + at.from * s->stride, edge[6], from = 0;
+        if (at.last <= at.doc) continue;
+        ra__pairs_edges(m, at.doc, at.last, edge);
+        for (int32_t i = 0; i <= 6 && from < at.rows; i++) {
+            int64_t to = at.rows;
+            if (i < 6) to = edge[i] > p ? ra__min(to, ra__ceil_div(edge[i] - p, s->stride)) : 0;
+            if (to <= from) continue;
+            n += ra__pairs_piece(m, p + from * s->stride, s->stride, to - from, at.doc, at.last);
+            from = to;
+        }
+    }
+    return n;
+}
+
 /* ========================================================================== SCHEDULE
  * Chunks, their order, and how far each travels. In: a resolved descriptor. Out: one list of chunks
  * in the order in which every row folds them and every link carries them, and for one rank the
@@ -6716,11 +6875,20 @@ RA__INLINE int64_t ra__pairs_row(const int32_t v[4]) {
  *
  * No deadlock. All links carry chunks in the order of the one list. The first chunk of the list
  * that is not home yet is at the head of its link, and the receiver's buffers hold only chunks
- * before it, which are done: so with one buffer or more something always moves. ra__prove runs the
- * ring in lock step once to show it, and numbers the exchanges for transports that know only
- * sendrecv. */
+ * before it, which are done: so with one buffer or more something always moves. ra__tour_steps
+ * shows it: it gives every message a step, and what a message waits for has an earlier one. The
+ * steps number the exchanges for transports that know only sendrecv.
+ *
+ * Time. With two buffers or more a forward pass of C chunks on P ranks takes less than
+ * C + (sequences + 1) P steps, whatever mask and layout: going up, chunk c of the list may leave
+ * its owner o in step c + o + P * sequence and never stop, for a chunk of a later owner then stays
+ * behind those before it, all the way round; DESC, where nobody is above the last owner, needs
+ * C + P. The steps that are chosen are never later, and another direction is taken only where it
+ * needs fewer. A backward pass has the same bound unless an owner's chunks differ in how far they
+ * travel (windows to both sides, zigzag windows): gradients come home in the order of the list. */
 
 enum { RA__FRAME_BYTES = 64, RA__ADDRESS_BYTES = 128, RA__SHARED_BUFFERS = 16 };
+enum { RA__MOST_RANKS = 4096 };
 
 /* Keys of one owner that travel together: one segment, or for zigzag two, mirrored. Of RUNS the
  * segment is rows of several runs that follow one another, whole blocks of a list: pos and stride
@@ -6730,13 +6898,34 @@ typedef struct ra__chunk {
     int32_t segs;
     int32_t lead;                      /* the segment that travels farther: first in a message */
     int32_t hops[2];                   /* ranks that a segment visits after its owner */
-    int32_t back_lead, back_hops[2];   /* the same in a backward pass, which goes up */
+    int32_t back_lead, back_hops[2];   /* the same in a backward pass */
+    int32_t up[2], down[2];            /* ranks that a segment would visit upwards, downwards */
     ra__seg seg[2];
     ra__run_list list;                 /* RUNS: the runs of the segment, the first and the last one
                                         * perhaps in part; list.run null: no runs */
     int64_t block, blocks, row;        /* which blocks of the list; its row where they begin */
     int64_t low, high;                 /* smallest and largest position; in a plan */
 } ra__chunk;
+
+/* What travels in a pass: chunks of keys, or of queries, in global order. */
+typedef struct ra__travel {
+    ra__chunk *chunk;
+    int64_t chunks;
+    uint8_t *need;                     /* [ranks][need_row] bit 2 c + i: the rank folds segment i of
+                                        * chunk c */
+    int64_t need_row;                  /* bytes */
+} ra__travel;
+
+/* A segment of a chunk of keys among all of its sequence, which are sorted by `first`. */
+typedef struct ra__place {
+    int64_t first;                     /* smallest position */
+    int64_t top;                       /* largest position up to here */
+    int64_t blocks;                    /* of all places before this one */
+    int32_t chunk, seg;
+} ra__place;
+
+/* Keys of a rank that lie side by side: smallest and largest position. */
+typedef struct ra__span { int64_t first, last; int32_t rank; } ra__span;
 
 typedef struct ra__exchange {          /* one step of the lock-step run with this rank in it */
     int32_t send, recv;                /* index in the send and receive list, -1: none; recv from
@@ -6804,24 +6993,24 @@ struct ra_plan {
     ra__before *q_before, *k_before;   /* RUNS: of rank r from entry run0[r] + r on */
     ra__held *held;                    /* RUNS: all runs of keys by their first position */
     int64_t *held_order, held_count;   /* entries of k_runs in that order */
-    int64_t chunks;
-    ra__chunk *chunk;
-    uint8_t *need;                     /* [chunks][2][need_row] bit r: rank r folds the segment */
-    int64_t need_row;
+    ra__travel keys, queries;          /* queries: RA_WAY_Q */
+    ra__place *place;                  /* all segments of keys, and one entry that ends them; not
+                                        * of ARRAY */
+    int64_t *place0;                   /* [B + 1] first place of a sequence */
     ra__route forward, back;           /* back: if d.op is TRAIN */
     int32_t square;                    /* queries and keys are the same positions everywhere */
     int32_t split;                     /* backward: owners fold twice, see ra__back_lists */
     int32_t back_direction;
-    ra__chunk *q_chunk;                /* of queries, for RA_WAY_Q; with its need */
-    uint8_t *q_need;
-    int64_t q_chunks;
     int64_t *task0, *back_task0;       /* [B + 1] first task of a sequence */
     ra__sizes sizes;                   /* of d.rank */
     int32_t *readers, *sources;        /* ranks that read this rank's keys, and whose it reads */
     int64_t *source_end;               /* entries of fold after which a source is not read again */
     int64_t reader_count, source_count;
     int64_t chunk_bytes;               /* longest message */
-    void *scratch;                     /* of ra__prove and ra__prove_back, unused afterwards */
+    int64_t *start;                    /* [chunks] scratch: the step in which a chunk leaves its
+                                        * owner, see ra__tour_steps */
+    int64_t *line;                     /* [2 ranks] scratch of ra__tour_steps */
+    ra__span *span;                    /* RA_WAY_Q: scratch of ra__key_spans */
     int64_t unvisited, back_unvisited; /* empty tiles of chunks that this rank never folds */
     ra_plan_report report;             /* of d.rank */
 };
@@ -6835,28 +7024,24 @@ RA__INLINE int32_t ra__ranks_up(const ra_plan *p, int32_t from, int32_t to) {
     return to < from ? to - from + p->d.ranks : to - from;
 }
 
-/* The same along the way of chunks in a backward pass. */
-RA__INLINE int32_t ra__back_apart(const ra_plan *p, int32_t from, int32_t to) {
-    return p->back_direction > 0 ? ra__ranks_up(p, from, to) : ra__ranks_up(p, to, from);
-}
-RA__INLINE int32_t ra__back_rank(const ra_plan *p, int32_t rank, int32_t steps) {
-    return ra__rank_up(p, rank, steps * p->back_direction);
+/* What travels backward. */
+RA__INLINE const ra__travel *ra__back_travel(const ra_plan *p) {
+    return p->d.backward_way == RA_WAY_Q ? &p->queries : &p->keys;
 }
 
-/* The same along the way of chunks in a forward pass. */
-RA__INLINE int32_t ra__ranks_apart(const ra_plan *p, int32_t from, int32_t to) {
-    return p->direction > 0 ? ra__ranks_up(p, from, to) : ra__ranks_up(p, to, from);
+/* The rank needs segment i of chunk c, needs any of the chunk. */
+RA__INLINE int ra__need_seg(const ra__travel *t, int64_t c, int32_t i, int32_t rank) {
+    int64_t bit = 2 * c + i;
+    return (t->need[rank * t->need_row + bit / 8] >> (bit % 8)) & 1;
 }
-RA__INLINE int32_t ra__next_rank(const ra_plan *p, int32_t rank, int32_t step) {
-    return ra__rank_up(p, rank, step * p->direction);
+RA__INLINE int ra__need(const ra__travel *t, int64_t c, int32_t rank) {
+    return ((t->need[rank * t->need_row + c / 4] >> (2 * c % 8)) & 3) != 0;
 }
-
-RA__INLINE int ra__needs_seg(const ra_plan *p, int64_t chunk, int32_t seg, int32_t rank) {
-    return (p->need[(2 * chunk + seg) * p->need_row + rank / 8] >> (rank % 8)) & 1;
-}
-
 RA__INLINE int ra__needs(const ra_plan *p, int64_t chunk, int32_t rank) {
-    return ra__needs_seg(p, chunk, 0, rank) | ra__needs_seg(p, chunk, 1, rank);
+    return ra__need(&p->keys, chunk, rank);
+}
+RA__INLINE int ra__needs_q(const ra_plan *p, int64_t chunk, int32_t rank) {
+    return ra__need(&p->queries, chunk, rank);
 }
 
 /* Rows of the queries (keys = 0) or keys of a rank. ARRAY positions are filled in by the pass. */
@@ -7006,6 +7191,14 @@ static ra__seg ra__chunk_run(const ra__chunk *c, int64_t i) {
     s = ra__seg_part(&s, from, to - from);
     s.row += c->seg[0].row - c->row;
     return s;
+}
+
+/* Pieces of a chunk in a plan, whose positions are one run each: its segments, or its runs. */
+RA__INLINE int32_t ra__chunk_pieces(const ra__chunk *c) {
+    return c->list.run ? (int32_t)c->list.count : c->segs;
+}
+static ra__seg ra__chunk_piece(const ra__chunk *c, int32_t i) {
+    return c->list.run ? ra__chunk_run(c, i) : c->seg[i];
 }
 
 /* Smallest and largest position of segment i of a chunk in a plan; not known of ARRAY. */
@@ -7191,30 +7384,67 @@ static int64_t ra__chunk_all(const ra_plan *p, int keys, int down, ra__chunk *ou
     return n;
 }
 
-/* Class of segment i of a chunk for the rows of b; positions of ARRAY are not known here. */
-static int ra__seg_class(const ra_plan *p, const ra__chunk *c, int32_t i, const ra__bounds *b) {
-    int64_t first, last;
-    int kind;
-    if (p->d.layout.kind == RA_LAYOUT_ARRAY) return RA__PARTIAL;
-    ra__chunk_span(c, i, &first, &last);
-    kind = ra__classify(b, first, last);
-    if (!c->list.run || kind != RA__PARTIAL) return kind;
-    for (int64_t j = 0; j < c->list.count; j++) {
-        ra__seg s = ra__chunk_run(c, j);
-        ra__seg_span(&s, NULL, &first, &last);
-        if (ra__classify(b, first, last) != RA__EMPTY) return RA__PARTIAL;
+/* -------------------------------------------------------------------------- who needs what
+ * Positions that some rows may see: disjoint spans [at[0], at[1]) in ascending order. */
+enum { RA__SPANS = 256 };
+typedef struct ra__spans { int64_t at[RA__SPANS][2]; int32_t n; } ra__spans;
+
+/* Adds [from, to); 0 if there is no room for one more. */
+static int ra__spans_add(ra__spans *s, int64_t from, int64_t to) {
+    int32_t i = s->n, end;
+    if (from >= to) return 1;
+    while (i > 0 && s->at[i - 1][1] >= from) i--;      /* [i, end): what it touches */
+    for (end = i; end < s->n && s->at[end][0] <= to; end++) {
+        from = ra__min(from, s->at[end][0]);
+        to = ra__max(to, s->at[end][1]);
     }
-    return RA__EMPTY;
+    if (end == i) {
+        if (s->n == RA__SPANS) return 0;
+        memmove(s->at[i + 1], s->at[i], (size_t)(s->n - i) * sizeof s->at[0]);
+        s->n++;
+    } else {
+        memmove(s->at[i + 1], s->at[end], (size_t)(s->n - end) * sizeof s->at[0]);
+        s->n -= end - i - 1;
+    }
+    s->at[i][0] = from;
+    s->at[i][1] = to;
+    return 1;
+}
+
+/* Adds what rows with these bounds may see: where ra__classify does not say empty. */
+static int ra__spans_bounds(ra__spans *s, const ra__bounds *b) {
+    return ra__spans_add(s, b->lo_min, b->hi_max) && ra__spans_add(s, b->doc_min, b->keep_max);
+}
+
+/* One of the spans reaches into the positions [first, last]. */
+RA__INLINE int ra__spans_meet(const ra__spans *s, int64_t first, int64_t last) {
+    int32_t from = 0, to = s->n;
+    while (from < to) {                                /* the first span that ends behind `first` */
+        int32_t mid = (from + to) / 2;
+        if (s->at[mid][1] > first) to = mid;
+        else from = mid + 1;
+    }
+    return from < s->n && s->at[from][0] <= last;
+}
+
+static void ra__need_set(const ra_plan *p, const ra__travel *t, int64_t c, int32_t i,
+                         int32_t rank) {
+    ra__chunk *chunk = &t->chunk[c];
+    int64_t bit = 2 * c + i;
+    int32_t up = ra__ranks_up(p, chunk->owner, rank);
+    t->need[rank * t->need_row + bit / 8] |= (uint8_t)(1 << (bit % 8));
+    if (up > chunk->up[i]) chunk->up[i] = up;
+    if (up && p->d.ranks - up > chunk->down[i]) chunk->down[i] = p->d.ranks - up;
 }
 
 /* Chunks [*first, *end) of sequence b: the list is sorted by sequence. */
-static void ra__chunk_range(const ra_plan *p, int32_t b, int64_t *first, int64_t *end) {
+static void ra__chunk_range(const ra__travel *t, int32_t b, int64_t *first, int64_t *end) {
     int64_t edge[2];
     for (int32_t i = 0; i < 2; i++) {
-        int64_t lo = 0, hi = p->chunks;
+        int64_t lo = 0, hi = t->chunks;
         while (lo < hi) {
             int64_t mid = lo + (hi - lo) / 2;
-            if (p->chunk[mid].sequence < b + i) lo = mid + 1;
+            if (t->chunk[mid].sequence < b + i) lo = mid + 1;
             else hi = mid;
         }
         edge[i] = lo;
@@ -7223,165 +7453,263 @@ static void ra__chunk_range(const ra_plan *p, int32_t b, int64_t *first, int64_t
     *end = edge[1];
 }
 
-/* Marks who needs which chunk: rank r if a block of its queries may see one of the keys. */
-static void ra__chunk_needs(ra_plan *p, int32_t rank, int32_t b) {
-    ra__side side = ra__plan_side(p, 0, rank);
-    int64_t tokens = ra__q_len(&p->d, b), blocks = ra__side_blocks(&side, b, tokens), first, end;
-    int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
-    ra__chunk_range(p, b, &first, &end);
-    for (int64_t i = 0; i < blocks; i++) {
-        ra__seg s;
-        ra__bounds bounds;
-        memset(&bounds, 0, sizeof bounds);
-        if (!ra__side_block(&side, b, tokens, i, &s)) break;
-        if (!array)
-            bounds = ra__rows_fill(&p->d.mask, ra__key_end(&p->d, b, 0), &s, NULL, NULL);
-        for (int64_t c = first; c < end; c++)
-            for (int32_t j = 0; j < p->chunk[c].segs; j++)
-                if (!ra__needs_seg(p, c, j, rank) &&
-                    ra__seg_class(p, &p->chunk[c], j, &bounds) != RA__EMPTY)
-                    p->need[(2 * c + j) * p->need_row + rank / 8] |= (uint8_t)(1 << (rank % 8));
+/* One of the runs of a chunk has keys in one of the spans; 1 for chunks without runs. */
+static int ra__pieces_meet(const ra__chunk *c, const ra__spans *s) {
+    int64_t first, last;
+    if (!c->list.run) return 1;
+    for (int64_t i = 0; i < c->list.count; i++) {
+        ra__seg run = ra__chunk_run(c, i);
+        ra__seg_span(&run, NULL, &first, &last);
+        if (ra__spans_meet(s, first, last)) return 1;
     }
-}
-
-/* Hops of segment i of chunk c upwards (direction +1) or downwards. */
-static int32_t ra__seg_hops(const ra_plan *p, int64_t c, int32_t i, int32_t direction) {
-    for (int32_t n = p->d.ranks - 1; n > 0; n--)
-        if (ra__needs_seg(p, c, i, ra__rank_up(p, p->chunk[c].owner, n * direction))) return n;
     return 0;
 }
 
-/* Hops in a backward pass. */
-static void ra__chunk_back_hops(ra_plan *p) {
-    for (int64_t c = 0; c < p->chunks; c++) {
-        ra__chunk *chunk = &p->chunk[c];
-        for (int32_t i = 0; i < 2; i++)
-            chunk->back_hops[i] = ra__seg_hops(p, c, i, p->back_direction);
-        chunk->back_lead = chunk->back_hops[1] > chunk->back_hops[0];
-    }
-}
-
-/* Marks if a rank has keys that rows of a chunk of queries may see. */
-static void ra__chunk_q_needs(ra_plan *p, int64_t c, int32_t rank) {
-    const ra__chunk *chunk = &p->q_chunk[c];
-    int64_t end = ra__key_end(&p->d, chunk->sequence, 0), first, last;
-    ra__chunk_range(p, chunk->sequence, &first, &last);
-    for (int32_t i = 0; i < chunk->segs; i++) {
-        int any = 0;
-        for (int64_t j = 0; j < ra__seg_blocks(chunk, i) && !any; j++) {
-            ra__seg rows = ra__seg_block_at(chunk, i, j);
-            ra__bounds bounds = ra__rows_fill(&p->d.mask, end, &rows, NULL, NULL);
-            for (int64_t k = first; k < last && !any; k++)
-                for (int32_t n = 0; n < p->chunk[k].segs && p->chunk[k].owner == rank; n++)
-                    any |= ra__seg_class(p, &p->chunk[k], n, &bounds) != RA__EMPTY;
+/* Marks the chunks of keys [first, end) that lie where a rank's rows see something. */
+static void ra__needs_mark(const ra_plan *p, int32_t rank, int64_t first, int64_t end,
+                           const ra__spans *s) {
+    for (int64_t c = first; c < end; c++)
+        for (int32_t i = 0; i < p->keys.chunk[c].segs; i++) {
+            int64_t low, high;
+            ra__chunk_span(&p->keys.chunk[c], i, &low, &high);
+            if (ra__spans_meet(s, low, high) && ra__pieces_meet(&p->keys.chunk[c], s))
+                ra__need_set(p, &p->keys, c, i, rank);
         }
-        if (any) p->q_need[(2 * c + i) * p->need_row + rank / 8] |= (uint8_t)(1 << (rank % 8));
+}
+
+/* Marks who needs which chunk of keys: rank r if a block of its queries may see one of the keys. */
+static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    int64_t tokens = ra__q_len(&p->d, b), first, end;
+    ra__spans spans;
+    ra__seg s;
+    spans.n = 0;
+    ra__chunk_range(&p->keys, b, &first, &end);
+    if (first == end) return;
+    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
+        if (p->d.layout.kind == RA_LAYOUT_ARRAY) {
+            if (s.rows) (void)ra__spans_add(&spans, 0, RA_MAX_POSITION);
+            continue;
+        }
+        for (int64_t j = 0; j < ra__ceil_div(s.rows, RA_BLOCK_TOKENS); j++) {
+            ra__seg block = ra__seg_block(&s, j);
+            ra__bounds bounds = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, b, 0), &block);
+            if (ra__spans_bounds(&spans, &bounds)) continue;
+            ra__needs_mark(p, rank, first, end, &spans);
+            spans.n = 0;
+            (void)ra__spans_bounds(&spans, &bounds);
+        }
+    }
+    ra__needs_mark(p, rank, first, end, &spans);
+}
+
+/* Marks the ranks with keys of the chunk's sequence where segment i of a chunk of queries sees
+ * something. */
+static void ra__q_needs_mark(const ra_plan *p, int64_t c, int32_t i, const ra__span *span,
+                             int64_t spans, const ra__spans *s) {
+    for (int64_t k = 0; k < spans; k++)
+        if (ra__spans_meet(s, span[k].first, span[k].last))
+            ra__need_set(p, &p->queries, c, i, span[k].rank);
+}
+
+/* Marks which ranks have keys that rows of a chunk of queries may see. */
+static void ra__chunk_q_needs(const ra_plan *p, int64_t c, const ra__span *span,
+                              int64_t spans) {
+    const ra__chunk *chunk = &p->queries.chunk[c];
+    int64_t keys = ra__key_end(&p->d, chunk->sequence, 0);
+    for (int32_t i = 0; i < chunk->segs; i++) {
+        ra__spans s;
+        s.n = 0;
+        for (int64_t j = 0; j < ra__seg_blocks(chunk, i); j++) {
+            ra__seg rows = ra__seg_block_at(chunk, i, j);
+            ra__bounds bounds = ra__seg_bounds(&p->d.mask, keys, &rows);
+            if (ra__spans_bounds(&s, &bounds)) continue;
+            ra__q_needs_mark(p, c, i, span, spans, &s);
+            s.n = 0;
+            (void)ra__spans_bounds(&s, &bounds);
+        }
+        ra__q_needs_mark(p, c, i, span, spans, &s);
     }
 }
 
-RA__INLINE int ra__needs_q(const ra_plan *p, int64_t chunk, int32_t rank) {
-    const uint8_t *need = p->q_need + 2 * chunk * p->need_row + rank / 8;
-    return ((need[0] | need[p->need_row]) >> (rank % 8)) & 1;
+/* Writes the keys of sequence b on all ranks; returns how many spans. */
+static int64_t ra__key_spans(const ra_plan *p, int32_t b, ra__span *span) {
+    int64_t n = 0, keys = ra__k_len(&p->d, b);
+    for (int32_t r = 0; r < p->d.ranks; r++) {
+        ra__side side = ra__plan_side(p, 1, r);
+        ra__seg s;
+        for (int64_t i = 0; ra__side_seg(&side, b, keys, i, &s); i++) {
+            if (!s.rows) continue;
+            ra__seg_span(&s, NULL, &span[n].first, &span[n].last);
+            span[n++].rank = r;
+        }
+    }
+    return n;
 }
 
-/* The plan with the list of chunks that travels backward in place of forward's. */
-static void ra__back_plan(const ra_plan *p, ra_plan *out) {
-    *out = *p;
-    if (p->d.backward_way != RA_WAY_Q) return;
-    out->chunk = p->q_chunk;
-    out->chunks = p->q_chunks;
-    out->need = p->q_need;
+/* -------------------------------------------------------------------------- tours
+ * All chunks of one kind of pass on their way round. Backward a chunk that leaves goes home from
+ * the last rank that it visits. */
+typedef struct ra__tour {
+    const ra_plan *p;
+    const ra__travel *t;
+    int32_t back, direction;
+} ra__tour;
+
+static ra__tour ra__tour_of(const ra_plan *p, int back) {
+    ra__tour w;
+    w.p = p;
+    w.t = back ? ra__back_travel(p) : &p->keys;
+    w.back = back;
+    w.direction = back ? p->back_direction : p->direction;
+    return w;
 }
 
-/* Sets hops of every segment in the current direction; returns bytes on all links together. */
-static int64_t ra__chunk_hops(ra_plan *p) {
+/* Steps from one rank to another along the way; ranks that a chunk visits after its owner. */
+RA__INLINE int32_t ra__tour_apart(const ra__tour *w, int32_t from, int32_t to) {
+    return w->direction > 0 ? ra__ranks_up(w->p, from, to) : ra__ranks_up(w->p, to, from);
+}
+RA__INLINE int32_t ra__tour_stations(const ra__tour *w, int64_t c) {
+    return w->back ? ra__back_stations(w->p, &w->t->chunk[c]) : ra__chunk_reach(&w->t->chunk[c]);
+}
+
+/* Chunk c comes by a rank that is not its owner; it leaves the rank, for the next one or for home.
+ * */
+RA__INLINE int ra__tour_arrives(const ra__tour *w, int64_t c, int32_t rank) {
+    int32_t n = ra__tour_apart(w, w->t->chunk[c].owner, rank);
+    return n > 0 && n <= ra__tour_stations(w, c);
+}
+RA__INLINE int ra__tour_leaves(const ra__tour *w, int64_t c, int32_t rank) {
+    int32_t n = ra__tour_apart(w, w->t->chunk[c].owner, rank), stations = ra__tour_stations(w, c);
+    return n < stations || (w->back && stations && n == stations);
+}
+
+/* Sets how far every segment travels; returns bytes on all links together, forward. */
+static int64_t ra__tour_hops(const ra__tour *w) {
     int64_t bytes = 0;
-    for (int64_t c = 0; c < p->chunks; c++) {
-        ra__chunk *chunk = &p->chunk[c];
-        for (int32_t i = 0; i < 2; i++) chunk->hops[i] = ra__seg_hops(p, c, i, p->direction);
-        chunk->lead = chunk->hops[1] > chunk->hops[0];
-        for (int32_t h = 1; h <= ra__chunk_reach(chunk); h++)
-            bytes += ra__message_bytes(&p->d, chunk, h);
+    for (int64_t c = 0; c < w->t->chunks; c++) {
+        ra__chunk *chunk = &w->t->chunk[c];
+        int32_t *hops = w->back ? chunk->back_hops : chunk->hops;
+        for (int32_t i = 0; i < 2; i++)
+            hops[i] = w->direction > 0 ? chunk->up[i] : chunk->down[i];
+        *(w->back ? &chunk->back_lead : &chunk->lead) = hops[1] > hops[0];
+        for (int32_t h = 0; !w->back && h < ra__chunk_reach(chunk);) {
+            int32_t on = hops[0] > h && (hops[0] < hops[1] || hops[1] <= h) ? hops[0] : hops[1];
+            int64_t length = ra__message_bytes(&w->p->d, chunk, h + 1);
+            bytes = ra__add_sat(bytes, (on - h) * length);     /* as long up to hop `on` */
+            h = on;
+        }
     }
     return bytes;
 }
 
-/* Chunk c arrives at this rank, leaves it. */
-RA__INLINE int ra__arrives(const ra_plan *p, int64_t c, int32_t rank) {
-    int32_t n = ra__ranks_apart(p, p->chunk[c].owner, rank);
-    return n > 0 && n <= ra__chunk_reach(&p->chunk[c]);
-}
-RA__INLINE int ra__leaves(const ra_plan *p, int64_t c, int32_t rank) {
-    return ra__ranks_apart(p, p->chunk[c].owner, rank) < ra__chunk_reach(&p->chunk[c]);
+/* A chunk leaves its owner in some step and each rank after it one step later; backward it goes
+ * home in the step after it came to its last rank. In the first half of a step chunks move on, in
+ * the second half they come home. Steps are counted along the way of a chunk, less the place of a
+ * rank on the way: it leaves all its ranks in the same count, those beyond the end of the ring
+ * `ranks` later. free[x]: the first count in which a chunk may leave place x. Returns the first
+ * count in which one may leave `leaves` places from `place` on. */
+static int64_t ra__line_least(const int64_t *free, int32_t ranks, int32_t place, int32_t leaves) {
+    int64_t least = free[place];
+    int32_t over = place + leaves - ranks;
+    for (int32_t x = place + 1; x < place + leaves && x < ranks; x++)
+        least = free[x] > least ? free[x] : least;
+    for (int32_t x = 0; x < over; x++)
+        least = free[x] - ranks > least ? free[x] - ranks : least;
+    return least;
 }
 
-/* One link of the lock-step run: the rank's next chunk to send, or `chunks` at the end. */
-static int64_t ra__prove_next(const ra_plan *p, int32_t rank, int64_t c) {
-    while (c < p->chunks && !ra__leaves(p, c, rank)) c++;
-    return c;
+static void ra__line_set(int64_t *free, int32_t ranks, int32_t place, int32_t leaves,
+                         int64_t next) {
+    int32_t over = place + leaves - ranks;
+    for (int32_t x = place; x < place + leaves && x < ranks; x++) free[x] = next;
+    for (int32_t x = 0; x < over; x++) free[x] = next + ranks;
 }
 
-/* State of the lock-step run. at: next chunk on a rank's outgoing link; kept: first chunk whose
- * buffer at the rank is not free again (buffers are freed in order, as the ring does); used:
- * buffers that hold a chunk. All [ranks]. */
-typedef struct ra__lockstep {
-    int64_t *at, *kept;
-    int32_t *used, *moves;
-} ra__lockstep;
-
-static void ra__prove_free(const ra_plan *p, ra__lockstep *s, int32_t rank) {
-    int32_t prev = ra__next_rank(p, rank, -1);
-    for (; s->kept[rank] < p->chunks; s->kept[rank]++) {
-        int64_t c = s->kept[rank];
-        if (!ra__arrives(p, c, rank)) continue;
-        if (s->at[prev] <= c || (ra__leaves(p, c, rank) && s->at[rank] <= c)) return;
-        s->used[rank]--;
+/* Lets every chunk start, in the order of the list, in the first step from which it can go all its
+ * way without a stop. start[c]: that step, -1: it stays. Returns the number of steps.
+ *
+ * A rank sends, and receives, in the order of the list. A chunk that comes in one step goes on in
+ * the next, so a rank keeps at most one while another comes: that takes two buffers, and with one
+ * buffer a rank is free in every other step. Own chunks come home in order, one per step. If owners
+ * fold twice, own chunks are home before the rank folds one that stays, one of another rank, or one
+ * of another sequence.
+ *
+ * Cost: chunks x ranks. */
+static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) {
+    const ra_plan *p = w->p;
+    int32_t ranks = p->d.ranks, gap = p->d.buffers > 1 ? 1 : 2, last = 0;
+    int64_t *free = line, *home = line + ranks, steps = 0;
+    for (int32_t x = 0; x < ranks; x++) {
+        free[x] = -x;
+        home[x] = -1;
     }
+    for (int64_t c = 0; c < w->t->chunks; c++) {
+        const ra__chunk *chunk = &w->t->chunk[c];
+        int32_t n = ra__tour_stations(w, c), leaves = n + w->back;
+        int32_t place = w->direction > 0 ? chunk->owner : ranks - 1 - chunk->owner;
+        int64_t least;
+        if (c && w->back && p->split &&
+            (!n || place != last || chunk->sequence != chunk[-1].sequence))
+            free[last] = ra__max(free[last], home[last] + 1 - last);
+        last = place;
+        start[c] = -1;
+        if (!n) continue;
+        least = ra__line_least(free, ranks, place, leaves);
+        if (w->back) least = ra__max(least, home[place] + 1 - n - place);
+        ra__line_set(free, ranks, place, leaves, least + gap);
+        start[c] = least + place;
+        home[place] = start[c] + n;
+        steps = ra__max(steps, start[c] + leaves);
+    }
+    return steps;
 }
 
-/* Decides one step: a link moves its next chunk if the sender has it and the receiver has room. */
-static int32_t ra__prove_step(const ra_plan *p, ra__lockstep *s) {
-    int32_t any = 0;
-    for (int32_t r = 0; r < p->d.ranks; r++) {
-        int64_t c = s->at[r];
-        s->moves[r] = c < p->chunks && s->used[ra__next_rank(p, r, 1)] < p->d.buffers &&
-                      (p->chunk[c].owner == r || s->at[ra__next_rank(p, r, -1)] > c);
-        any |= s->moves[r];
+/* One kind of message of a rank in the order of the list, see ra__tour_exchanges. */
+enum { RA__LEAVES, RA__ARRIVES, RA__COMES_HOME };
+typedef struct ra__next { int64_t c, index, when; } ra__next;
+
+/* Moves on to the first message at or after chunk c; when: twice its step, and 1 for the second
+ * half; INT64_MAX: there is none. */
+static void ra__next_find(const ra__tour *w, const int64_t *start, int32_t kind, ra__next *n) {
+    int32_t me = w->p->d.rank;
+    for (; n->c < w->t->chunks; n->c++) {
+        int64_t c = n->c;
+        int32_t hop = ra__tour_apart(w, w->t->chunk[c].owner, me), all = ra__tour_stations(w, c);
+        if (kind == RA__LEAVES && !ra__tour_leaves(w, c, me)) continue;
+        if (kind == RA__ARRIVES && !ra__tour_arrives(w, c, me)) continue;
+        if (kind == RA__COMES_HOME && (hop || !all || !w->back)) continue;
+        if (kind == RA__LEAVES) n->when = 2 * (start[c] + hop) + (hop == all);
+        if (kind == RA__ARRIVES) n->when = 2 * (start[c] + hop - 1);
+        if (kind == RA__COMES_HOME) n->when = 2 * (start[c] + all) + 1;
+        return;
     }
-    return any;
+    n->when = INT64_MAX;
 }
 
-/* Runs the ring once in lock step. Writes this rank's exchanges (null: counts) and returns their
- * number, or -1 if the run stops early. */
-static int64_t ra__prove(const ra_plan *p, ra__lockstep *s, ra__exchange *out) {
-    int32_t me = p->d.rank, from = ra__next_rank(p, me, -1);
-    int64_t count = 0, sent = 0, received = 0, open = 0;
-    for (int32_t r = 0; r < p->d.ranks; r++) {
-        s->at[r] = ra__prove_next(p, r, 0);
-        s->kept[r] = s->used[r] = 0;
-        open += s->at[r] < p->chunks;
-    }
-    for (int64_t step = 0; open > 0; step++) {
-        if (!ra__prove_step(p, s)) return -1;
-        if (s->moves[me] || s->moves[from]) {
-            if (out) {
-                out[count].step = step;
-                out[count].send = s->moves[me] ? (int32_t)sent : -1;
-                out[count].recv = s->moves[from] ? (int32_t)received : -1;
-            }
-            count++;
-            sent += s->moves[me];
-            received += s->moves[from];
+/* Writes this rank's exchanges, by steps and halves; returns how many. */
+static int64_t ra__tour_exchanges(const ra__tour *w, const int64_t *start, ra__exchange *out) {
+    ra__next next[3];
+    int64_t count = 0;
+    memset(next, 0, sizeof next);
+    for (int32_t i = 0; i < 3; i++) ra__next_find(w, start, i, &next[i]);
+    for (;;) {
+        int64_t when = ra__min(next[0].when, ra__min(next[1].when, next[2].when));
+        ra__exchange *x = &out[count];
+        if (when == INT64_MAX) return count;
+        x->step = when / 2;
+        x->send = x->recv = -1;
+        for (int32_t i = 0; i < 3; i++) {
+            int32_t index = (int32_t)next[i].index;
+            if (next[i].when != when) continue;
+            if (i == RA__LEAVES) x->send = index;
+            else x->recv = i == RA__ARRIVES ? index : -2 - index;
+            next[i].index++;
+            next[i].c++;
+            ra__next_find(w, start, i, &next[i]);
         }
-        for (int32_t r = 0; r < p->d.ranks; r++) {
-            if (!s->moves[r]) continue;
-            s->used[ra__next_rank(p, r, 1)]++;
-            s->at[r] = ra__prove_next(p, r, s->at[r] + 1);
-            open -= s->at[r] == p->chunks;
-        }
-        for (int32_t r = 0; r < p->d.ranks; r++) ra__prove_free(p, s, r);
+        count++;
     }
-    return count;
 }
 
 /* -------------------------------------------------------------------------- backward
@@ -7392,163 +7720,26 @@ static int64_t ra__prove(const ra_plan *p, ra__lockstep *s, ra__exchange *out) {
  * upwards from its own, cyclically, and dQ sums keys as forward does, for every number of ranks
  * alike. DESC has nothing before, and layouts without units do all at the first visit.
  *
- * Own chunks that come home are folded between those that start: after the start of own chunk i
- * comes the end of chunk i - lag, and before chunks of others, those that never leave, or the next
- * sequence all own ones are done. What comes home has buffers of its own. So the first chunk of the
- * list that is not home can always move: ranks ahead of it hold only chunks before it.
- * ra__prove_back shows it by a run. */
+ * Own chunks that come home are folded between those that start: the end of a chunk before the
+ * first start that comes two steps or more after it is home, and before chunks of others, those
+ * that never leave, or the next sequence all own ones are done. What comes home has buffers of its
+ * own. */
 /* Tiles whose query unit is not below the key's, and the others. */
 enum { RA__AFTER = 1, RA__BEFORE = 2, RA__BOTH = 3 };
 enum { RA__PACK_SLOTS = 2, RA__HOME_SLOTS = 2 };
 
+/* Own chunks that have started and are not home yet, at most. */
 RA__INLINE int64_t ra__back_lag(const ra_plan *p) {
     return p->d.ranks + (p->d.buffers > 1);
 }
 
-/* Chunk c comes by a rank that is not its owner. */
-RA__INLINE int ra__back_arrives(const ra_plan *p, int64_t c, int32_t rank) {
-    int32_t n = ra__back_apart(p, p->chunk[c].owner, rank);
-    return n > 0 && n <= ra__back_stations(p, &p->chunk[c]);
-}
-
-/* It leaves the rank, for the next one or for home. */
-RA__INLINE int ra__back_leaves(const ra_plan *p, int64_t c, int32_t rank) {
-    if (p->chunk[c].owner == rank) return ra__back_stations(p, &p->chunk[c]) > 0;
-    return ra__back_arrives(p, c, rank);
-}
-
 /* Where a chunk goes from a rank, and as a message of which hop. */
 RA__INLINE int32_t ra__back_to(const ra_plan *p, const ra__chunk *c, int32_t rank, int32_t *hop) {
-    int32_t n = ra__back_apart(p, c->owner, rank);
+    int32_t n = p->back_direction > 0 ? ra__ranks_up(p, c->owner, rank)
+                                      : ra__ranks_up(p, rank, c->owner);
     int home = n == ra__back_stations(p, c);
     *hop = home ? p->d.ranks : n + 1;
-    return home ? c->owner : ra__back_rank(p, rank, 1);
-}
-
-/* One rank in the lock-step run of a backward pass. Chunks by their place in the list; `chunks` is
- * the end. */
-typedef struct ra__stop {
-    int64_t at, visit;                 /* the next to leave, the next to fold or pass on */
-    int64_t kept, home;                /* the first in a buffer; the next to come home */
-    int64_t started, gone, came, ended; /* own chunks: phase 1 done, left, home, phase 2 done */
-    int32_t used;                      /* buffers with a chunk of others */
-    int32_t sequence;                  /* of the own chunk that started last */
-    int32_t moves, hears;              /* of this step: 1 on, 2 home; 1 from below, 2 own */
-} ra__stop;
-
-static int64_t ra__stop_leaving(const ra_plan *p, int32_t rank, int64_t c) {
-    while (c < p->chunks && !ra__back_leaves(p, c, rank)) c++;
-    return c;
-}
-static int64_t ra__stop_visit(const ra_plan *p, int32_t rank, int64_t c) {
-    while (c < p->chunks && p->chunk[c].owner != rank && !ra__back_arrives(p, c, rank)) c++;
-    return c;
-}
-static int64_t ra__stop_home(const ra_plan *p, int32_t rank, int64_t c) {
-    while (c < p->chunks && (p->chunk[c].owner != rank || !ra__back_leaves(p, c, rank))) c++;
-    return c;
-}
-
-/* The next entry of a rank's fold list is the end of an own chunk, not the visit of chunk c. */
-RA__INLINE int ra__stop_late(const ra_plan *p, const ra__stop *s, int32_t rank, int64_t c) {
-    int more = c < p->chunks && p->chunk[c].owner == rank && ra__back_leaves(p, c, rank) &&
-               p->chunk[c].sequence == s->sequence;
-    return p->split && s->ended < s->started - (more ? ra__back_lag(p) : 0);
-}
-
-/* Own chunk c starts its travels. */
-RA__INLINE void ra__stop_start(const ra_plan *p, ra__stop *s, int64_t c) {
-    s->started++;
-    s->sequence = p->chunk[c].sequence;
-}
-
-/* Folds whatever can be folded at a rank, in the order of its fold list. */
-static void ra__stop_fold(const ra_plan *p, ra__stop *s, int32_t rank) {
-    int32_t below = ra__back_rank(p, rank, -1);
-    for (;;) {
-        ra__stop *me = &s[rank];
-        int64_t c = me->visit;
-        int own = c < p->chunks && p->chunk[c].owner == rank;
-        int travels = own && ra__back_leaves(p, c, rank);
-        if (ra__stop_late(p, me, rank, c)) {
-            if (me->ended == me->came) break;
-            me->ended++;
-            continue;
-        }
-        if (c == p->chunks || (!own && s[below].at <= c) ||
-            (travels && me->started - me->gone >= RA__PACK_SLOTS))
-            break;
-        if (travels) ra__stop_start(p, me, c);
-        me->visit = ra__stop_visit(p, rank, c + 1);
-    }
-    if (!p->split) s[rank].ended = s[rank].came;
-    for (; s[rank].kept < s[rank].visit; s[rank].kept++) {
-        if (!ra__back_arrives(p, s[rank].kept, rank)) continue;
-        if (s[rank].at <= s[rank].kept) return;
-        s[rank].used--;
-    }
-}
-
-/* Decides one step: who comes home goes first, then a rank hears one message at most. */
-static int ra__stop_decide(const ra_plan *p, ra__stop *s) {
-    int any = 0;
-    int32_t hop;
-    for (int32_t r = 0; r < p->d.ranks; r++) s[r].moves = s[r].hears = 0;
-    for (int32_t way = 2; way > 0; way--) {
-        for (int32_t r = 0; r < p->d.ranks; r++) {
-            int64_t c = s[r].at;
-            int32_t to;
-            if (c == p->chunks || s[r].visit <= c || s[r].moves) continue;
-            to = ra__back_to(p, &p->chunk[c], r, &hop);
-            if ((hop == p->d.ranks) != (way == 2) || s[to].hears) continue;
-            if (way == 2 ? s[to].home != c || s[to].came - s[to].ended >= RA__HOME_SLOTS
-                         : s[to].used >= p->d.buffers)
-                continue;
-            s[r].moves = s[to].hears = way;
-            any = 1;
-        }
-    }
-    return any;
-}
-
-/* Runs the backward ring once in lock step. Writes this rank's exchanges (null: counts) and returns
- * their number, or -1 if the run stops early. */
-static int64_t ra__prove_back(const ra_plan *p, ra__stop *s, ra__exchange *out) {
-    int64_t count = 0, sent = 0, heard[3] = { 0, 0, 0 }, open = 0;
-    for (int32_t r = 0; r < p->d.ranks; r++) {
-        memset(&s[r], 0, sizeof s[r]);
-        s[r].at = ra__stop_leaving(p, r, 0);
-        s[r].visit = ra__stop_visit(p, r, 0);
-        s[r].home = ra__stop_home(p, r, 0);
-        open += s[r].at < p->chunks;
-    }
-    for (int32_t r = 0; r < p->d.ranks; r++) ra__stop_fold(p, s, r);
-    for (int64_t step = 0; open > 0; step++) {
-        const ra__stop *me = &s[p->d.rank];
-        if (!ra__stop_decide(p, s)) return -1;
-        if (me->moves || me->hears) {
-            int32_t i = (int32_t)heard[me->hears];
-            if (out) {
-                out[count].step = step;
-                out[count].send = me->moves ? (int32_t)sent : -1;
-                out[count].recv = me->hears == 1 ? i : me->hears ? -2 - i : -1;
-            }
-            count++;
-            sent += me->moves > 0;
-            heard[me->hears]++;
-        }
-        for (int32_t r = 0; r < p->d.ranks; r++) {
-            if (s[r].hears == 1) s[r].used++;
-            if (s[r].hears == 2) s[r].came++;
-            if (s[r].hears == 2) s[r].home = ra__stop_home(p, r, s[r].home + 1);
-            if (!s[r].moves) continue;
-            s[r].gone += p->chunk[s[r].at].owner == r;
-            s[r].at = ra__stop_leaving(p, r, s[r].at + 1);
-            open -= s[r].at == p->chunks;
-        }
-        for (int32_t r = 0; r < p->d.ranks; r++) ra__stop_fold(p, s, r);
-    }
-    return count;
+    return home ? c->owner : ra__rank_up(p, rank, p->back_direction);
 }
 
 /* ========================================================================== TRANSPORT
@@ -8200,7 +8391,7 @@ static ra_status ra__shm_check(const ra_world_desc *wd, int32_t ranks, ra_error 
 /* wd is checked; only its allocator counts here. Null: no memory, or no locks. */
 static ra_world *ra__shm_create(const ra_world_desc *wd, int32_t ranks) {
     size_t bytes = sizeof(ra_world) + (size_t)ranks * sizeof(ra__shm_seat);
-    ra_world *world = (ra_world *)ra__alloc(wd ? &wd->allocator : NULL, bytes, 128);
+    ra_world *world = (ra_world *)ra__alloc(wd ? &wd->allocator : NULL, (int64_t)bytes, 128);
     int32_t r;
     if (!world) return NULL;
     memset((void *)world, 0, bytes);
@@ -8313,7 +8504,7 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
     run.user = user;
     run.world = ra__shm_create(wd, ranks);
     if (!run.world) return ra__shm_no_memory(e, ranks);
-    threads = (ra__shm_thread *)ra__alloc(a, (size_t)ranks * sizeof *threads, 64);
+    threads = (ra__shm_thread *)ra__alloc(a, ranks * (int64_t)sizeof *threads, 64);
     if (!threads) {
         ra_world_destroy(run.world);
         return ra__shm_no_memory(e, ranks);
@@ -9602,7 +9793,7 @@ static ra_status ra__check_numbers(const ra_desc *d, ra_error *e) {
     const int64_t top = RA_MAX_POSITION;
     const ra__range list[] = {
         { "sequences", d->sequences, 0, 1 << 20 },
-        { "ranks", d->ranks, 0, 4096 },
+        { "ranks", d->ranks, 0, RA__MOST_RANKS },
         { "rank", d->rank, 0, d->ranks > 1 ? d->ranks - 1 : 0 },
         { "q_heads", d->q_heads, 0, 1 << 16 },
         { "kv_heads", d->kv_heads, 0, 1 << 16 },
@@ -10315,10 +10506,18 @@ static void ra__plan_cuts(ra_plan *p) {
     p->dense = d->layout.kind != RA_LAYOUT_RUNS && d->layout.kind != RA_LAYOUT_ARRAY;
 }
 
+/* Chunks of a list with need bits. Rows of bits of different ranks lie in different lines and sets
+ * of a cache, for a chunk sets a bit in each. */
+static void ra__travel_carve(ra__arena *a, const ra_plan *p, ra__travel *t, int64_t chunks) {
+    t->chunks = chunks;
+    t->chunk = (ra__chunk *)ra__carve(a, chunks * (int64_t)sizeof(ra__chunk));
+    t->need_row = (ra__ceil_div(chunks, 256) | 1) * 64;
+    t->need = (uint8_t *)ra__carve(a, p->d.ranks * t->need_row);
+}
+
 /* Lists of a backward pass: an own chunk may stand twice in the list of folds. */
 static void ra__plan_back_carve(ra__arena *a, ra_plan *p) {
-    int64_t queries = p->d.backward_way == RA_WAY_Q ? p->q_chunks : 0;
-    int64_t n = queries ? queries : p->chunks, folds = 2 * n + p->d.sequences;
+    int64_t n = ra__back_travel(p)->chunks, folds = 2 * n + p->d.sequences;
     ra__route *w = &p->back;
     int32_t **list[12];
     list[0] = &w->recv; list[1] = &w->recv_fold; list[2] = &w->recv_send; list[3] = &w->send;
@@ -10333,28 +10532,37 @@ static void ra__plan_back_carve(ra__arena *a, ra_plan *p) {
     w->fold_last = (uint8_t *)ra__carve(a, folds);
     w->fold_phase = (uint8_t *)ra__carve(a, folds);
     w->exchange = (ra__exchange *)ra__carve(a, 3 * n * (int64_t)sizeof(ra__exchange));
-    p->q_chunk = (ra__chunk *)ra__carve(a, queries * (int64_t)sizeof(ra__chunk));
-    p->q_need = (uint8_t *)ra__carve(a, 2 * queries * p->need_row);
 }
 
-/* Carves what depends on the number of chunks. */
-static void ra__plan_lists(ra__arena *a, ra_plan *p) {
-    int64_t n = p->chunks, list = (n + p->d.sequences) * 4;
+/* At most so many segments of keys of a sequence, on all ranks together. */
+static int64_t ra__most_spans(const ra_plan *p) {
+    return p->d.layout.kind == RA_LAYOUT_RUNS ? p->held_count : 2 * (int64_t)p->d.ranks;
+}
+
+/* Carves what depends on the number of chunks: at most `keys` of keys, `queries` of queries. */
+static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queries) {
+    int64_t list = (keys + p->d.sequences) * 4, places = 2 * keys + 1;
+    if (p->d.layout.kind == RA_LAYOUT_RUNS) places += p->held_count;
+    int q = p->d.op == RA_OP_TRAIN && p->d.backward_way == RA_WAY_Q;
     ra__route *w = &p->forward;
-    p->chunk = (ra__chunk *)ra__carve(a, n * (int64_t)sizeof(ra__chunk));
-    p->need_row = ra__ceil_div(p->d.ranks, 8);
-    p->need = (uint8_t *)ra__carve(a, 2 * n * p->need_row);
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY) places = 0;
+    ra__travel_carve(a, p, &p->keys, keys);
+    ra__travel_carve(a, p, &p->queries, q ? queries : 0);
+    p->place = (ra__place *)ra__carve(a, places * (int64_t)sizeof(ra__place));
+    p->place0 = (int64_t *)ra__carve(a, ((int64_t)p->d.sequences + 1) * 8);
+    p->start = (int64_t *)ra__carve(a, ra__max(keys, p->queries.chunks) * 8);
+    p->line = (int64_t *)ra__carve(a, 2 * (int64_t)p->d.ranks * 8);
+    p->span = (ra__span *)ra__carve(a, q ? ra__most_spans(p) * (int64_t)sizeof(ra__span) : 0);
     w->fold = (int32_t *)ra__carve(a, list);
     w->fold_recv = (int32_t *)ra__carve(a, list);
     w->fold_index = (int32_t *)ra__carve(a, list);
-    w->fold_last = (uint8_t *)ra__carve(a, n + p->d.sequences);
-    w->recv = (int32_t *)ra__carve(a, n * 4);
-    w->recv_fold = (int32_t *)ra__carve(a, n * 4);
-    w->recv_send = (int32_t *)ra__carve(a, n * 4);
-    w->send = (int32_t *)ra__carve(a, n * 4);
-    w->send_recv = (int32_t *)ra__carve(a, n * 4);
-    w->exchange = (ra__exchange *)ra__carve(a, 2 * n * (int64_t)sizeof(ra__exchange));
-    p->scratch = ra__carve(a, (int64_t)p->d.ranks * (int64_t)sizeof(ra__stop));
+    w->fold_last = (uint8_t *)ra__carve(a, keys + p->d.sequences);
+    w->recv = (int32_t *)ra__carve(a, keys * 4);
+    w->recv_fold = (int32_t *)ra__carve(a, keys * 4);
+    w->recv_send = (int32_t *)ra__carve(a, keys * 4);
+    w->send = (int32_t *)ra__carve(a, keys * 4);
+    w->send_recv = (int32_t *)ra__carve(a, keys * 4);
+    w->exchange = (ra__exchange *)ra__carve(a, 2 * keys * (int64_t)sizeof(ra__exchange));
     if (p->d.op == RA_OP_TRAIN) ra__plan_back_carve(a, p);
 }
 
@@ -10369,15 +10577,16 @@ static void ra__plan_add_fold(ra__route *w, int32_t entry, int32_t recv, int64_t
 /* What this rank folds, receives and sends, in the order of the one list. */
 static void ra__plan_own_lists(ra_plan *p) {
     int32_t me = p->d.rank;
+    const ra__tour tour = ra__tour_of(p, 0);
     ra__route *w = &p->forward;
     int64_t c = 0;
     w->folds = w->recvs = w->sends = 0;
     for (int32_t b = 0; b < p->d.sequences; b++) {
         int64_t before = w->folds;
-        for (; c < p->chunks && p->chunk[c].sequence == b; c++) {
-            int32_t recv = ra__arrives(p, c, me) ? (int32_t)w->recvs : -1;
+        for (; c < p->keys.chunks && p->keys.chunk[c].sequence == b; c++) {
+            int32_t recv = ra__tour_arrives(&tour, c, me) ? (int32_t)w->recvs : -1;
             int32_t fold = ra__needs(p, c, me) ? (int32_t)w->folds : -1;
-            int32_t send = ra__leaves(p, c, me) ? (int32_t)w->sends : -1;
+            int32_t send = ra__tour_leaves(&tour, c, me) ? (int32_t)w->sends : -1;
             if (fold >= 0) ra__plan_add_fold(w, (int32_t)c, recv, before);
             if (send >= 0) { w->send[w->sends] = (int32_t)c; w->send_recv[w->sends++] = recv; }
             if (recv < 0) continue;
@@ -10400,101 +10609,127 @@ static void ra__back_add(ra__route *w, int32_t entry, int32_t phase, int32_t ind
     w->fold_last[w->folds++] = 0;
 }
 
+/* The lists of a backward pass while they are made. */
+typedef struct ra__back_lists {
+    const ra__tour *w;
+    const int64_t *start;              /* of ra__tour_steps */
+    int64_t ended;                     /* own chunks that have come home and been folded again */
+    int32_t sequence;                  /* of the own chunk that started last */
+} ra__back_lists;
+
+/* The next entry of this rank's fold list is the end of an own chunk, not the visit of chunk c. */
+static int ra__back_late(const ra__back_lists *l, const ra__route *r, int64_t c) {
+    const ra__tour *w = l->w;
+    int32_t me = w->p->d.rank;
+    int64_t home;
+    if (!w->p->split || l->ended == r->homes) return 0;
+    if (c == w->t->chunks || w->t->chunk[c].owner != me || !ra__tour_leaves(w, c, me) ||
+        w->t->chunk[c].sequence != l->sequence)
+        return 1;
+    home = r->home[l->ended];
+    return l->start[home] + ra__tour_stations(w, home) + 2 <= l->start[c];
+}
+
 /* Ends own chunks that are home before the visit of chunk c; returns how many. */
-static int32_t ra__back_ends(const ra_plan *p, ra__route *w, ra__stop *s, int64_t c,
-                             int32_t index) {
+static int32_t ra__back_ends(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
     int32_t n = 0;
-    while (ra__stop_late(p, s, p->d.rank, c)) {
-        int32_t own = w->home_own[s->ended];
-        w->home_fold[s->ended++] = (int32_t)w->folds;
-        ra__back_add(w, w->own[own], RA__BEFORE, index + n++);
-        w->fold_own[w->folds - 1] = own;
+    while (ra__back_late(l, r, c)) {
+        int32_t own = r->home_own[l->ended];
+        r->home_fold[l->ended++] = (int32_t)r->folds;
+        ra__back_add(r, r->own[own], RA__BEFORE, index + n++);
+        r->fold_own[r->folds - 1] = own;
     }
     return n;
 }
 
 /* This rank's own chunk c: its first visit. */
-static void ra__back_own(const ra_plan *p, ra__route *w, ra__stop *s, int64_t c, int32_t index) {
-    int travels = ra__back_leaves(p, c, p->d.rank);
-    ra__back_add(w, (int32_t)c, travels && p->split ? RA__AFTER : RA__BOTH, index);
-    w->fold_own[w->folds - 1] = (int32_t)w->owns;
-    w->own_fold[w->owns] = (int32_t)w->folds - 1;
-    w->own_home[w->owns] = travels ? (int32_t)w->homes : -1;
+static void ra__back_own(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
+    int travels = ra__tour_leaves(l->w, c, l->w->p->d.rank);
+    ra__back_add(r, (int32_t)c, travels && l->w->p->split ? RA__AFTER : RA__BOTH, index);
+    r->fold_own[r->folds - 1] = (int32_t)r->owns;
+    r->own_fold[r->owns] = (int32_t)r->folds - 1;
+    r->own_home[r->owns] = travels ? (int32_t)r->homes : -1;
     if (travels) {
-        w->home[w->homes] = (int32_t)c;
-        w->home_own[w->homes] = (int32_t)w->owns;
-        w->home_fold[w->homes++] = -1;
-        ra__stop_start(p, s, c);
+        r->home[r->homes] = (int32_t)c;
+        r->home_own[r->homes] = (int32_t)r->owns;
+        r->home_fold[r->homes++] = -1;
+        l->sequence = l->w->t->chunk[c].sequence;
     }
-    w->own[w->owns++] = (int32_t)c;
+    r->own[r->owns++] = (int32_t)c;
 }
 
 /* Visits of chunk c: received, folded, sent, in the order of the one list. Returns folds. */
-static int32_t ra__back_visit(const ra_plan *p, ra__route *w, ra__stop *s, int64_t c,
-                              int32_t index) {
-    int32_t me = p->d.rank, before = index, recv = -1, fold = -1;
-    int own = p->chunk[c].owner == me, arrives = ra__back_arrives(p, c, me);
+static int32_t ra__back_visit(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
+    const ra__tour *w = l->w;
+    int32_t me = w->p->d.rank, before = index, recv = -1, fold = -1;
+    int own = w->t->chunk[c].owner == me, arrives = ra__tour_arrives(w, c, me);
+    int needs = ra__need(w->t, c, me);
     if (!own && !arrives) return 0;
-    index += ra__back_ends(p, w, s, c, index);
-    if (own) ra__back_own(p, w, s, c, index);
-    else if (ra__needs(p, c, me)) ra__back_add(w, (int32_t)c, RA__BOTH, index);
-    if (own || ra__needs(p, c, me)) {
-        fold = (int32_t)w->folds - 1;
+    index += ra__back_ends(l, r, c, index);
+    if (own) ra__back_own(l, r, c, index);
+    else if (needs) ra__back_add(r, (int32_t)c, RA__BOTH, index);
+    if (own || needs) {
+        fold = (int32_t)r->folds - 1;
         index++;
     }
     if (arrives) {
-        recv = (int32_t)w->recvs;
-        if (fold >= 0) w->fold_recv[fold] = recv;
-        w->recv[recv] = (int32_t)c;
-        w->recv_fold[recv] = fold;
-        w->recv_send[w->recvs++] = (int32_t)w->sends;
+        recv = (int32_t)r->recvs;
+        if (fold >= 0) r->fold_recv[fold] = recv;
+        r->recv[recv] = (int32_t)c;
+        r->recv_fold[recv] = fold;
+        r->recv_send[r->recvs++] = (int32_t)r->sends;
     }
-    if (ra__back_leaves(p, c, me)) {
-        w->send[w->sends] = (int32_t)c;
-        w->send_recv[w->sends] = recv;
-        w->send_fold[w->sends++] = fold;
+    if (ra__tour_leaves(w, c, me)) {
+        r->send[r->sends] = (int32_t)c;
+        r->send_recv[r->sends] = recv;
+        r->send_fold[r->sends++] = fold;
     }
     return index - before;
 }
 
 /* What this rank does in a backward pass. Where own chunks are folded twice, all of those end
  * before the list of their sequence does. */
-static void ra__plan_back_lists(ra_plan *p) {
-    ra__route *w = &p->back;
-    ra__stop s;
+static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__route *r) {
+    ra__back_lists l;
     int64_t c = 0;
-    memset(&s, 0, sizeof s);
-    w->backward = w->direction = 1;
-    w->folds = w->recvs = w->sends = w->owns = w->homes = 0;
-    for (int32_t b = 0; b < p->d.sequences; b++) {
+    memset(&l, 0, sizeof l);
+    l.w = w;
+    l.start = start;
+    r->backward = 1;
+    r->direction = w->direction;
+    r->chunk = w->t->chunk;
+    r->folds = r->recvs = r->sends = r->owns = r->homes = 0;
+    for (int32_t b = 0; b < w->p->d.sequences; b++) {
         int32_t index = 0;
-        for (; c < p->chunks && p->chunk[c].sequence == b; c++)
-            index += ra__back_visit(p, w, &s, c, index);
-        index += ra__back_ends(p, w, &s, p->chunks, index);
-        if (!index) ra__back_add(w, -1 - b, 0, 0);
-        w->fold_last[w->folds - 1] = 1;
+        for (; c < w->t->chunks && w->t->chunk[c].sequence == b; c++)
+            index += ra__back_visit(&l, r, c, index);
+        index += ra__back_ends(&l, r, w->t->chunks, index);
+        if (!index) ra__back_add(r, -1 - b, 0, 0);
+        r->fold_last[r->folds - 1] = 1;
     }
 }
 
 /* Longest gradients of a chunk; RA_WAY_Q: longest message, for its rows are packed beside them. */
 static int64_t ra__plan_grad_bytes(const ra_plan *p) {
+    const ra__travel *t = ra__back_travel(p);
     ra__parts part[2], grad[2];
     int64_t most = 0;
-    for (int64_t c = 0; c < p->chunks && p->d.backward_way != RA_WAY_Q; c++)
-        most = ra__max(most, ra__grad_parts(&p->d, &p->chunk[c], 0, grad));
-    for (int64_t c = 0; c < p->q_chunks && p->d.backward_way == RA_WAY_Q; c++)
-        most = ra__max(most, ra__back_message(&p->d, &p->q_chunk[c], 0, part, grad));
+    for (int64_t c = 0; c < t->chunks; c++)
+        most = ra__max(most, p->d.backward_way == RA_WAY_Q
+                                 ? ra__back_message(&p->d, &t->chunk[c], 0, part, grad)
+                                 : ra__grad_parts(&p->d, &t->chunk[c], 0, grad));
     return most;
 }
 
 /* Longest messages of a backward pass. */
 static void ra__plan_back_bytes(ra_plan *p) {
+    const ra__travel *t = ra__back_travel(p);
     ra__route *w = &p->back;
     w->chunk_bytes = w->home_bytes = 0;
-    for (int64_t c = 0; c < p->chunks; c++) {
-        if (!ra__back_stations(p, &p->chunk[c])) continue;
-        w->chunk_bytes = ra__max(w->chunk_bytes, ra__back_length(&p->d, &p->chunk[c], 1));
-        w->home_bytes = ra__max(w->home_bytes, ra__back_length(&p->d, &p->chunk[c], p->d.ranks));
+    for (int64_t c = 0; c < t->chunks; c++) {
+        if (!ra__back_stations(p, &t->chunk[c])) continue;
+        w->chunk_bytes = ra__max(w->chunk_bytes, ra__back_length(&p->d, &t->chunk[c], 1));
+        w->home_bytes = ra__max(w->home_bytes, ra__back_length(&p->d, &t->chunk[c], p->d.ranks));
     }
 }
 
@@ -10504,78 +10739,223 @@ static int ra__back_split(const ra_plan *p) {
     return p->square && p->q_cut != NULL && p->order == RA_ORDER_TURN;
 }
 
+/* reads[r]: 1 if another rank r needs one of the rank's chunks of keys; read[r]: if the rank needs
+ * one of r's. */
+typedef struct ra__readers { uint8_t reads[RA__MOST_RANKS], read[RA__MOST_RANKS]; } ra__readers;
+
+static void ra__readers_of(const ra_plan *p, int32_t rank, ra__readers *out) {
+    memset(out, 0, sizeof *out);
+    for (int64_t c = 0; c < p->keys.chunks; c++) {
+        int32_t owner = p->keys.chunk[c].owner;
+        if (owner != rank) {
+            out->read[owner] |= (uint8_t)ra__needs(p, c, rank);
+            continue;
+        }
+        for (int32_t r = 0; r < p->d.ranks; r++)
+            out->reads[r] |= (uint8_t)(r != rank && ra__needs(p, c, r));
+    }
+}
+
 /* Ranks that read this rank's keys, and ranks whose keys it reads: with addresses instead of
  * copies a pass ends when the former have said so. */
 static void ra__plan_readers(ra_plan *p) {
-    int32_t me = p->d.rank;
+    ra__readers all;
     p->reader_count = p->source_count = 0;
+    ra__readers_of(p, p->d.rank, &all);
+    memset(p->source_end, 0, (size_t)p->d.ranks * sizeof *p->source_end);
+    for (int64_t f = 0; f < p->forward.folds; f++)
+        if (p->forward.fold[f] >= 0)
+            p->source_end[p->keys.chunk[p->forward.fold[f]].owner] = f + 1;
     for (int32_t r = 0; r < p->d.ranks; r++) {
-        int reads = 0, read = 0;
-        if (r == me) continue;
-        for (int64_t c = 0; c < p->chunks; c++) {
-            reads |= p->chunk[c].owner == me && ra__needs(p, c, r);
-            read |= p->chunk[c].owner == r && ra__needs(p, c, me);
-        }
-        if (reads) p->readers[p->reader_count++] = r;
-        if (read) p->sources[p->source_count++] = r;
+        if (all.reads[r]) p->readers[p->reader_count++] = r;
+        if (!all.read[r]) continue;
+        p->source_end[p->source_count] = p->source_end[r];
+        p->sources[p->source_count++] = r;
     }
-    for (int64_t i = 0; i < p->source_count; i++)
-        for (int64_t f = 0; f < p->forward.folds; f++)
-            if (p->forward.fold[f] >= 0 && p->chunk[p->forward.fold[f]].owner == p->sources[i])
-                p->source_end[i] = f + 1;
 }
 
-/* The direction with fewer bytes on the links; DESC goes up by nature. */
+/* The direction in which a pass takes fewer steps, then the one with fewer bytes on the links; DESC
+ * goes up by nature. */
 static void ra__plan_direction(ra_plan *p) {
-    int64_t up, down;
+    int64_t steps[2], bytes[2];
+    for (int32_t down = 0; down < 2; down++) {
+        ra__tour w;
+        p->direction = down ? -1 : 1;
+        w = ra__tour_of(p, 0);
+        bytes[down] = ra__tour_hops(&w);
+        steps[down] = ra__tour_steps(&w, p->line, p->start);
+        if (p->order == RA_ORDER_DESC || p->d.ranks < 3) return;
+    }
+    if (steps[1] < steps[0] || (steps[1] == steps[0] && bytes[1] < bytes[0])) return;
     p->direction = 1;
-    up = ra__chunk_hops(p);
-    if (p->order == RA_ORDER_DESC || p->d.ranks < 3) return;
-    p->direction = -1;
-    down = ra__chunk_hops(p);
-    if (down < up) return;
-    p->direction = 1;
-    (void)ra__chunk_hops(p);
+    ra__tour up = ra__tour_of(p, 0);
+    (void)ra__tour_hops(&up);
+    (void)ra__tour_steps(&up, p->line, p->start);
 }
 
-/* -------------------------------------------------------------------------- figures of one rank
- * Adds the blocks of one segment to tally[class]. */
-static void ra__tally_seg(const ra_plan *p, const ra__chunk *c, int32_t i, const ra__bounds *bounds,
-                          int64_t tally[3]) {
-    int64_t blocks = ra__seg_blocks(c, i), first, last;
-    int kind = ra__seg_class(p, c, i, bounds);
-    if (kind != RA__PARTIAL || p->d.layout.kind == RA_LAYOUT_ARRAY) {
-        tally[kind] += blocks;
-        return;
+/* Whether `place` of the heap [0, n) sorts behind a child; by first position. */
+static void ra__place_sift(ra__place *heap, int64_t i, int64_t n) {
+    ra__place moved = heap[i];
+    for (int64_t child; (child = 2 * i + 1) < n; i = child) {
+        if (child + 1 < n && heap[child + 1].first > heap[child].first) child++;
+        if (heap[child].first <= moved.first) break;
+        heap[i] = heap[child];
     }
-    for (int64_t j = 0; j < blocks; j++) {
-        ra__seg k = ra__seg_block_at(c, i, j);
-        ra__seg_span(&k, NULL, &first, &last);
-        tally[ra__classify(bounds, first, last)]++;
+    heap[i] = moved;
+}
+
+/* Sorts n places by their first positions. */
+static void ra__place_sort(ra__place *place, int64_t n) {
+    for (int64_t i = n / 2; i-- > 0;) ra__place_sift(place, i, n);
+    for (int64_t i = n; i-- > 1;) {
+        ra__place top = place[0];
+        place[0] = place[i];
+        place[i] = top;
+        ra__place_sift(place, 0, i);
     }
 }
 
-static void ra__report_tiles(const ra_plan *p, int32_t rank, int32_t b, ra_plan_report *r) {
-    ra__side side = ra__plan_side(p, 0, rank);
-    int64_t tokens = ra__q_len(&p->d, b), n = ra__side_blocks(&side, b, tokens), first, end;
-    int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
-    int64_t tally[3] = { 0, 0, 0 };
-    ra__chunk_range(p, b, &first, &end);
-    for (int64_t i = 0; i < n; i++) {
-        ra__seg s;
-        ra__bounds bounds;
-        memset(&bounds, 0, sizeof bounds);
-        (void)ra__side_block(&side, b, tokens, i, &s);
-        if (!array)
-            bounds = ra__rows_fill(&p->d.mask, ra__key_end(&p->d, b, 0), &s, NULL, NULL);
-        for (int64_t c = first; c < end; c++) {
-            for (int32_t j = 0; j < p->chunk[c].segs; j++)
-                ra__tally_seg(p, &p->chunk[c], j, &bounds, tally);
+/* Fills in the places of all segments of keys. */
+static void ra__plan_places(ra_plan *p) {
+    int64_t n = 0, c = 0, blocks = 0, last;
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY) return;
+    for (int32_t b = 0; b < p->d.sequences; b++) {
+        int64_t from = n, top = -1;
+        p->place0[b] = n;
+        for (; c < p->keys.chunks && p->keys.chunk[c].sequence == b; c++)
+            for (int32_t i = 0; i < ra__chunk_pieces(&p->keys.chunk[c]); i++) {
+                p->place[n].first = ra__chunk_piece(&p->keys.chunk[c], i).pos;
+                p->place[n].chunk = (int32_t)c;
+                p->place[n++].seg = i;
+            }
+        ra__place_sort(p->place + from, n - from);
+        for (int64_t i = from; i < n; i++) {
+            ra__seg s = ra__chunk_piece(&p->keys.chunk[p->place[i].chunk], p->place[i].seg);
+            ra__seg_span(&s, NULL, &p->place[i].first, &last);
+            top = p->place[i].top = ra__max(top, last);
+            p->place[i].blocks = blocks;
+            blocks += ra__ceil_div(s.rows, RA_BLOCK_TOKENS);
         }
     }
-    r->tiles_empty += tally[RA__EMPTY] * p->d.q_heads;
-    r->tiles_partial += tally[RA__PARTIAL] * p->d.q_heads;
-    r->tiles_full += tally[RA__FULL] * p->d.q_heads;
+    p->place0[p->d.sequences] = n;
+    memset(&p->place[n], 0, sizeof p->place[n]);
+    p->place[n].blocks = blocks;
+}
+
+/* -------------------------------------------------------------------------- blocks against chunks
+ * The class of a position for a block of queries changes at eight edges at most. Keys with no edge
+ * among them are all of one class, and so are all their blocks: that leaves few segments to look
+ * into, and few blocks of those. An edge x lies among the keys of [first, last] if
+ * first < x <= last. */
+typedef struct ra__edges { int64_t at[8]; int32_t n; } ra__edges;
+
+static ra__edges ra__edges_of(const ra__bounds *b) {
+    const int32_t all[8] = { b->lo_min, b->lo_max, b->hi_min, b->hi_max,
+                             b->doc_min, b->doc_max, b->keep_min, b->keep_max };
+    int32_t n = b->doc_min < b->keep_max ? 8 : 4;      /* nobody keeps anything */
+    ra__edges e;
+    e.n = 0;
+    for (int32_t i = 0; i < n; i++) {
+        int32_t j = e.n++;
+        for (; j > 0 && e.at[j - 1] > all[i]; j--) e.at[j] = e.at[j - 1];
+        e.at[j] = all[i];
+    }
+    return e;
+}
+
+/* Adds the blocks of a run of keys to tally[class]. */
+static void ra__tally_run(const ra__seg *s, const ra__bounds *b, const ra__edges *e,
+                          int64_t tally[3]) {
+    int64_t n = ra__ceil_div(s->rows, RA_BLOCK_TOKENS), step = RA_BLOCK_TOKENS * s->stride;
+    int64_t end = s->pos + (s->rows - 1) * s->stride, i = 0, first, last;
+    for (int32_t k = 0; k < e->n; k++) {
+        int64_t j = (e->at[k] - 1 - s->pos) / step;    /* the block with the edge, if any */
+        if (e->at[k] <= s->pos || e->at[k] > end || j < i) continue;
+        ra__seg block = ra__seg_block(s, j);
+        if (j > i) tally[ra__classify(b, s->pos + i * step, s->pos + i * step)] += j - i;
+        ra__seg_span(&block, NULL, &first, &last);
+        tally[ra__classify(b, first, last)]++;
+        i = j + 1;
+    }
+    if (n > i) tally[ra__classify(b, s->pos + i * step, s->pos + i * step)] += n - i;
+}
+
+/* The same of piece i of a chunk. */
+static void ra__tally_seg(const ra__chunk *c, int32_t i, const ra__bounds *b, const ra__edges *e,
+                          int64_t tally[3]) {
+    ra__seg s = ra__chunk_piece(c, i);
+    ra__tally_run(&s, b, e, tally);
+}
+
+/* A walk over the places [next, end) of a sequence for one block of queries: each step is places
+ * [from, to) whose blocks are all of class `kind`, or one with kind -1 to be looked into. */
+typedef struct ra__walk {
+    const ra__place *place;
+    const ra__bounds *bounds;
+    ra__edges edges;
+    int64_t next, end, from, to;
+    int32_t edge, kind;
+} ra__walk;
+
+static ra__walk ra__walk_start(const ra_plan *p, int32_t b, const ra__bounds *bounds) {
+    ra__walk w;
+    memset(&w, 0, sizeof w);
+    w.place = p->place;
+    w.bounds = bounds;
+    w.edges = ra__edges_of(bounds);
+    w.next = p->place0[b];
+    w.end = p->place0[b + 1];
+    return w;
+}
+
+static int ra__walk_next(ra__walk *w) {
+    w->from = w->next;
+    w->to = w->end;
+    w->kind = -1;
+    if (w->next >= w->end) return 0;
+    for (; w->edge < w->edges.n; w->edge++) {
+        int64_t x = w->edges.at[w->edge], to = w->end;
+        while (w->next < to && w->place[w->next].top < x) {    /* find the first that reaches x */
+            int64_t mid = w->next + (to - w->next) / 2;
+            if (w->place[mid].top < x) w->next = mid + 1;
+            else to = mid;
+        }
+        if (w->next > w->from) break;
+        if (w->place[w->from].first >= x) continue;
+        w->next = w->to = w->from + 1;
+        return 1;
+    }
+    if (w->edge < w->edges.n) w->to = w->next;
+    else w->next = w->end;
+    w->kind = ra__classify(w->bounds, w->place[w->from].first, w->place[w->from].first);
+    return 1;
+}
+
+/* -------------------------------------------------------------------------- figures of one rank */
+static void ra__report_tiles(const ra_plan *p, int32_t rank, int32_t b, int64_t tally[3]) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    int64_t tokens = ra__q_len(&p->d, b), end = ra__key_end(&p->d, b, 0);
+    ra__seg s;
+    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
+        for (int64_t j = 0; j < ra__ceil_div(s.rows, RA_BLOCK_TOKENS); j++) {
+            ra__seg block = ra__seg_block(&s, j);
+            ra__bounds bounds = ra__seg_bounds(&p->d.mask, end, &block);
+            ra__walk w = ra__walk_start(p, b, &bounds);
+            while (ra__walk_next(&w)) {
+                const ra__place *at = &p->place[w.from];
+                if (w.kind >= 0) tally[w.kind] += p->place[w.to].blocks - at->blocks;
+                else ra__tally_seg(&p->keys.chunk[at->chunk], at->seg, &bounds, &w.edges, tally);
+            }
+        }
+    }
+}
+
+/* ARRAY: all tiles may be partial. */
+static int64_t ra__report_array_tiles(const ra_plan *p, int32_t rank) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    int64_t blocks = 0;
+    for (int64_t c = 0; c < p->keys.chunks; c++) blocks += ra__chunk_blocks(&p->keys.chunk[c]);
+    return ra__mul_sat(blocks, ra__side_blocks(&side, 0, ra__q_len(&p->d, 0)));
 }
 
 /* Keys that somebody holds below position p. */
@@ -10606,14 +10986,14 @@ static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
     ra__seg s;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) {
         for (int32_t r = 0; r < p->d.ranks; r++) n += p->d.layout.k_rows[r];
-        return n * p->d.layout.q_rows[rank];
+        return ra__mul_sat(n, p->d.layout.q_rows[rank]);
     }
     for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
-        for (int64_t j = 0; j < s.rows; j++) {
+        if (p->dense) n += ra__pairs_seg(&p->d.mask, end, &s);
+        for (int64_t j = 0; !p->dense && j < s.rows; j++) {
             int32_t v[4];
             ra__mask_row(&p->d.mask, s.pos + j * s.stride, end, v);
-            if (p->dense) n += ra__pairs_row(v);
-            else if (v[0] >= v[1]) n += ra__keys_held(p, v[2], v[3]);
+            if (v[0] >= v[1]) n += ra__keys_held(p, v[2], v[3]);
             else n += ra__keys_held(p, v[0], v[1]) + ra__keys_held(p, v[2], ra__min(v[3], v[0]));
         }
     }
@@ -10623,70 +11003,65 @@ static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
 /* Messages, bytes and hops at one rank. */
 static void ra__report_wire(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     const int64_t address = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
-    int32_t seen = -1, seen_sequence = -1;
-    int64_t origins = 0;
-    for (int64_t c = 0; c < p->chunks; c++) {
-        int32_t hop = ra__ranks_apart(p, p->chunk[c].owner, rank);
-        if (ra__leaves(p, c, rank)) {
+    const ra__tour w = ra__tour_of(p, 0);
+    int32_t seen = -1, seen_sequence = -1, came = 0;
+    for (int64_t c = 0; c < w.t->chunks; c++) {
+        const ra__chunk *chunk = &w.t->chunk[c];
+        int32_t hop = ra__tour_apart(&w, chunk->owner, rank);
+        if (ra__tour_leaves(&w, c, rank)) {
             r->chunks_out++;
-            r->bytes_out += ra__message_bytes(&p->d, &p->chunk[c], hop + 1);
+            r->bytes_out += ra__message_bytes(&p->d, chunk, hop + 1);
             r->shared_bytes_out += address;
         }
-        if (p->chunk[c].owner != rank &&
-            (p->chunk[c].owner != seen || p->chunk[c].sequence != seen_sequence)) {
-            int arrives = 0;
-            seen = p->chunk[c].owner;
-            seen_sequence = p->chunk[c].sequence;
-            for (int64_t k = c; k < p->chunks && p->chunk[k].owner == seen &&
-                                p->chunk[k].sequence == seen_sequence; k++)
-                arrives |= ra__arrives(p, k, rank);
-            r->hops += arrives;
-            origins++;
+        if (chunk->owner != rank && (chunk->owner != seen || chunk->sequence != seen_sequence)) {
+            seen = chunk->owner;
+            seen_sequence = chunk->sequence;
+            came = 0;
+            r->hops_skipped++;
         }
-        if (!ra__arrives(p, c, rank)) continue;
+        if (!ra__tour_arrives(&w, c, rank)) continue;
+        r->hops += !came;
+        r->hops_skipped -= !came;
+        came = 1;
         r->chunks_in++;
-        r->bytes_in += ra__message_bytes(&p->d, &p->chunk[c], hop);
+        r->bytes_in += ra__message_bytes(&p->d, chunk, hop);
         r->shared_bytes_in += address;
     }
-    r->hops_skipped = origins - r->hops;
 }
 
 /* The words that end a shared pass: one from each reader, one to each source. */
-static void ra__report_words(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    for (int32_t other = 0; other < p->d.ranks; other++) {
-        int in = 0, out = 0;
-        for (int64_t c = 0; other != rank && c < p->chunks; c++) {
-            in |= p->chunk[c].owner == rank && ra__needs(p, c, other);
-            out |= p->chunk[c].owner == other && ra__needs(p, c, rank);
-        }
-        r->shared_bytes_in += in * RA__FRAME_BYTES;
-        r->shared_bytes_out += out * RA__FRAME_BYTES;
+static void ra__report_words(const ra_plan *p, int32_t rank, int64_t *in, int64_t *out) {
+    ra__readers all;
+    ra__readers_of(p, rank, &all);
+    *in = *out = 0;
+    for (int32_t r = 0; r < p->d.ranks; r++) {
+        *in += all.reads[r];
+        *out += all.read[r];
     }
 }
 
 /* Messages and bytes of a backward pass at one rank. */
 static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     const int64_t address = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
-    ra_plan v;
+    const ra__tour w = ra__tour_of(p, 1);
     if (p->d.op != RA_OP_TRAIN) return;
-    ra__back_plan(p, &v);
-    for (int64_t c = 0; c < v.chunks; c++) {
-        const ra__chunk *chunk = &v.chunk[c];
-        int own = chunk->owner == rank;
+    for (int64_t c = 0; c < w.t->chunks; c++) {
+        const ra__chunk *chunk = &w.t->chunk[c];
+        int own = chunk->owner == rank, leaves = ra__tour_leaves(&w, c, rank);
         int32_t hop;
-        if (ra__back_leaves(&v, c, rank)) {
-            (void)ra__back_to(&v, chunk, rank, &hop);
+        if (leaves) {
+            (void)ra__back_to(p, chunk, rank, &hop);
             r->back_chunks_out++;
             r->back_bytes_out += ra__back_length(&p->d, chunk, hop);
             r->back_shared_bytes_out += address;
         }
-        if (own ? !ra__back_leaves(&v, c, rank) : !ra__back_arrives(&v, c, rank)) continue;
-        hop = own ? p->d.ranks : ra__back_apart(p, chunk->owner, rank);
+        if (own ? !leaves : !ra__tour_arrives(&w, c, rank)) continue;
+        hop = own ? p->d.ranks : ra__tour_apart(&w, chunk->owner, rank);
         r->back_chunks_in++;
         r->back_bytes_in += ra__back_length(&p->d, chunk, hop);
         r->back_shared_bytes_in += address;
     }
-    r->back_flops = 2 * (3 * (int64_t)p->d.k_dim + 2 * p->d.v_dim) * p->d.q_heads * r->pairs;
+    r->back_flops = 2.0 * (3 * p->d.k_dim + 2 * p->d.v_dim) * p->d.q_heads * (double)r->pairs;
     r->back_chunk_bytes = p->back.chunk_bytes;
     r->back_bits_any_ranks = p->on_grid && p->square;
     r->back_way = p->d.backward_way;
@@ -10694,32 +11069,37 @@ static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
 
 /* RA_WAY_Q: the tiles of all chunks of queries against this rank's keys. */
 static void ra__report_q_tiles(const ra_plan *p, int32_t rank, int64_t tally[3]) {
-    for (int64_t c = 0; c < p->q_chunks; c++) {
-        const ra__chunk *chunk = &p->q_chunk[c];
-        int64_t end = ra__key_end(&p->d, chunk->sequence, 0), first, last;
-        ra__chunk_range(p, chunk->sequence, &first, &last);
+    ra__side side = ra__plan_side(p, 1, rank);
+    ra__seg s;
+    for (int64_t c = 0; c < p->queries.chunks; c++) {
+        const ra__chunk *chunk = &p->queries.chunk[c];
+        int64_t keys = ra__k_len(&p->d, chunk->sequence);
         for (int64_t i = 0; i < ra__chunk_blocks(chunk); i++) {
             int32_t which;
             ra__seg rows = ra__chunk_block(chunk, RA_ORDER_TURN, i, &which);
-            ra__bounds bounds = ra__rows_fill(&p->d.mask, end, &rows, NULL, NULL);
-            for (int64_t k = first; k < last; k++)
-                for (int32_t n = 0; n < p->chunk[k].segs && p->chunk[k].owner == rank; n++)
-                    ra__tally_seg(p, &p->chunk[k], n, &bounds, tally);
+            ra__bounds bounds = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, chunk->sequence, 0),
+                                               &rows);
+            ra__edges edges = ra__edges_of(&bounds);
+            for (int64_t j = 0; ra__side_seg(&side, chunk->sequence, keys, j, &s); j++)
+                if (s.rows) ra__tally_run(&s, &bounds, &edges, tally);
         }
     }
 }
 
-static void ra__report_back_tiles(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    int64_t tally[3] = { 0, 0, 0 };
+static void ra__report_all_tiles(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    int64_t tally[2][3] = { { 0, 0, 0 }, { 0, 0, 0 } }, *back = tally[0];
+    for (int32_t b = 0; b < p->d.sequences && p->d.layout.kind != RA_LAYOUT_ARRAY; b++)
+        ra__report_tiles(p, rank, b, tally[0]);
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY)
+        tally[0][RA__PARTIAL] = ra__report_array_tiles(p, rank);
+    r->tiles_empty = ra__mul_sat(tally[0][RA__EMPTY], p->d.q_heads);
+    r->tiles_partial = ra__mul_sat(tally[0][RA__PARTIAL], p->d.q_heads);
+    r->tiles_full = ra__mul_sat(tally[0][RA__FULL], p->d.q_heads);
     if (p->d.op != RA_OP_TRAIN) return;
-    r->back_tiles_empty = r->tiles_empty;
-    r->back_tiles_partial = r->tiles_partial;
-    r->back_tiles_full = r->tiles_full;
-    if (p->d.backward_way != RA_WAY_Q) return;
-    ra__report_q_tiles(p, rank, tally);
-    r->back_tiles_empty = tally[RA__EMPTY] * p->d.q_heads;
-    r->back_tiles_partial = tally[RA__PARTIAL] * p->d.q_heads;
-    r->back_tiles_full = tally[RA__FULL] * p->d.q_heads;
+    if (p->d.backward_way == RA_WAY_Q) ra__report_q_tiles(p, rank, back = tally[1]);
+    r->back_tiles_empty = ra__mul_sat(back[RA__EMPTY], p->d.q_heads);
+    r->back_tiles_partial = ra__mul_sat(back[RA__PARTIAL], p->d.q_heads);
+    r->back_tiles_full = ra__mul_sat(back[RA__FULL], p->d.q_heads);
 }
 
 static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r) {
@@ -10743,17 +11123,18 @@ static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r)
 }
 
 static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    int64_t in, out;
     memset(r, 0, sizeof *r);
     ra__report_memory(p, rank, r);
-    for (int32_t b = 0; b < p->d.sequences; b++) {
-        ra__report_tiles(p, rank, b, r);
-        r->pairs += ra__report_pairs(p, rank, b);
-    }
-    r->flops = 2 * (int64_t)(p->d.k_dim + p->d.v_dim) * p->d.q_heads * r->pairs;
+    ra__report_all_tiles(p, rank, r);
+    for (int32_t b = 0; b < p->d.sequences; b++)
+        r->pairs = ra__add_sat(r->pairs, ra__report_pairs(p, rank, b));
+    r->flops = 2.0 * (p->d.k_dim + p->d.v_dim) * p->d.q_heads * (double)r->pairs;
     ra__report_wire(p, rank, r);
-    ra__report_words(p, rank, r);
+    ra__report_words(p, rank, &in, &out);
+    r->shared_bytes_in += in * RA__FRAME_BYTES;
+    r->shared_bytes_out += out * RA__FRAME_BYTES;
     ra__report_back(p, rank, r);
-    ra__report_back_tiles(p, rank, r);
     r->chunk_bytes = p->chunk_bytes;
     r->order = p->order;
     r->direction = p->direction;
@@ -10763,11 +11144,12 @@ static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report 
 }
 
 /* -------------------------------------------------------------------------- prediction
- * Scratch of the model, all [ranks] but freed and work; seconds. */
+ * Scratch of the model, all [ranks] except freed, work and step; seconds. */
 typedef struct ra__model {
     double *link_free, *busy, *compute, *folded, *idle;
     double *freed;                     /* [ranks][buffers] when a receive buffer is free again */
-    double *work;                      /* [chunks][ranks] computing */
+    double *work;                      /* [ranks][chunks] computing */
+    double *step;                      /* [places + 1] of one rank */
     int64_t *received;
 } ra__model;
 
@@ -10778,42 +11160,65 @@ static void ra__model_carve(ra__arena *a, const ra_plan *p, ra__model *m) {
     list[4] = &m->idle;
     for (int32_t i = 0; i < 5; i++) *list[i] = (double *)ra__carve(a, ranks * 8);
     m->freed = (double *)ra__carve(a, ranks * p->d.buffers * 8);
-    m->work = (double *)ra__carve(a, ranks * p->chunks * 8);
+    m->work = (double *)ra__carve(a, ranks * p->keys.chunks * 8);
+    m->step = (double *)ra__carve(a, (p->place0 ? p->place0[p->d.sequences] + 1 : 1) * 8);
     m->received = (int64_t *)ra__carve(a, ranks * 8);
 }
 
-/* Seconds of a rank's rows against every chunk: tiles that are not empty, counted whole. */
+/* Seconds of a rank's rows against every chunk: tiles that are not empty, counted whole. For places
+ * without an edge only the first and the end are noted, as steps of the seconds a block. */
 static void ra__model_work(const ra_plan *p, int32_t rank, int32_t b, double pair_s,
                            ra__model *m) {
     ra__side side = ra__plan_side(p, 0, rank);
-    int64_t tokens = ra__q_len(&p->d, b), n = ra__side_blocks(&side, b, tokens), first, end;
-    ra__chunk_range(p, b, &first, &end);
-    for (int64_t i = 0; i < n; i++) {
-        ra__seg q;
-        ra__bounds bounds;
-        memset(&bounds, 0, sizeof bounds);
-        (void)ra__side_block(&side, b, tokens, i, &q);
-        if (p->d.layout.kind != RA_LAYOUT_ARRAY)
-            bounds = ra__rows_fill(&p->d.mask, ra__key_end(&p->d, b, 0), &q, NULL, NULL);
-        for (int64_t c = first; c < end; c++) {
-            int64_t tally[3] = { 0, 0, 0 };
-            for (int32_t j = 0; j < p->chunk[c].segs; j++)
-                ra__tally_seg(p, &p->chunk[c], j, &bounds, tally);
-            m->work[c * p->d.ranks + rank] += (double)q.rows * RA_BLOCK_TOKENS * pair_s *
-                                              (double)(tally[RA__PARTIAL] + tally[RA__FULL]);
+    int64_t tokens = ra__q_len(&p->d, b), end = ra__key_end(&p->d, b, 0);
+    double *work = m->work + rank * p->keys.chunks, block_s = 0;
+    ra__seg s;
+    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
+        for (int64_t j = 0; j < ra__ceil_div(s.rows, RA_BLOCK_TOKENS); j++) {
+            ra__seg block = ra__seg_block(&s, j);
+            ra__bounds bounds = ra__seg_bounds(&p->d.mask, end, &block);
+            ra__walk w = ra__walk_start(p, b, &bounds);
+            while (ra__walk_next(&w)) {
+                const ra__place *at = &p->place[w.from];
+                int64_t tally[3] = { 0, 0, 0 };
+                if (w.kind == RA__EMPTY) continue;
+                if (w.kind >= 0) {
+                    m->step[w.from] += (double)block.rows;
+                    m->step[w.to] -= (double)block.rows;
+                    continue;
+                }
+                ra__tally_seg(&p->keys.chunk[at->chunk], at->seg, &bounds, &w.edges, tally);
+                work[at->chunk] += (double)block.rows * RA_BLOCK_TOKENS * pair_s *
+                                   (double)(tally[RA__PARTIAL] + tally[RA__FULL]);
+            }
         }
     }
+    for (int64_t i = p->place0[b]; i < p->place0[b + 1]; i++) {
+        block_s += m->step[i];
+        work[p->place[i].chunk] += block_s * RA_BLOCK_TOKENS * pair_s *
+                                   (double)(p->place[i + 1].blocks - p->place[i].blocks);
+    }
+    memset(m->step + p->place0[b], 0, (size_t)(p->place0[b + 1] + 1 - p->place0[b]) * 8);
+}
+
+/* The same of ARRAY: every tile may have something. */
+static void ra__model_array(const ra_plan *p, int32_t rank, double pair_s, ra__model *m) {
+    double rows = (double)p->d.layout.q_rows[rank];
+    for (int64_t c = 0; c < p->keys.chunks; c++)
+        m->work[rank * p->keys.chunks + c] =
+            rows * RA_BLOCK_TOKENS * pair_s * (double)ra__chunk_blocks(&p->keys.chunk[c]);
 }
 
 /* Plays one chunk round the ring: it arrives, is folded in order, and goes on when the link is free
  * and the next rank has a buffer. */
 static void ra__model_chunk(const ra_plan *p, const ra_rates *rates, int64_t c, ra__model *m) {
-    const ra__chunk *chunk = &p->chunk[c];
+    const ra__chunk *chunk = &p->keys.chunk[c];
     int32_t buffers = p->d.buffers;
     double here = 0;
     for (int32_t h = 0; h < p->d.ranks; h++) {
-        int32_t rank = ra__next_rank(p, chunk->owner, h), next = ra__next_rank(p, rank, 1);
-        double sent = here, work = m->work[c * p->d.ranks + rank], folded = here;
+        int32_t rank = ra__rank_up(p, chunk->owner, h * p->direction);
+        int32_t next = ra__rank_up(p, rank, p->direction);
+        double sent = here, work = m->work[rank * p->keys.chunks + c], folded = here;
         if (work > 0) {
             m->idle[rank] += here > m->folded[rank] ? here - m->folded[rank] : 0;
             folded = m->folded[rank] = work + (here > m->folded[rank] ? here : m->folded[rank]);
@@ -11028,23 +11433,19 @@ static int64_t ra__plan_tasks(const ra_plan *p, int32_t rank, int32_t panels, in
 }
 
 /* Counts of one rank; panels: fewer if threads would else stand idle, bits do not depend on it. */
-static void ra__plan_back_sizes(const ra_plan *p, int32_t rank, ra__sizes *s) {
-    ra__side side = ra__plan_side(p, 1, rank);
-    ra_plan v;
-    ra__back_plan(p, &v);
-    for (int32_t b = 0; b < p->d.sequences; b++)
-        s->key_rows = ra__max(s->key_rows, ra__side_rows(&side, b, ra__k_len(&p->d, b)));
-    for (int64_t c = 0; c < v.chunks; c++) {
-        int own = v.chunk[c].owner == rank, leaves = ra__back_leaves(&v, c, rank);
-        s->back.recvs += ra__back_arrives(&v, c, rank);
-        s->back.sends += leaves;
-        s->back.own += leaves && own;
-        s->back.stays += !leaves && own;
+static void ra__plan_pass_sizes(const ra__tour *w, int32_t rank, ra__counts *s) {
+    for (int64_t c = 0; c < w->t->chunks; c++) {
+        int own = w->t->chunk[c].owner == rank, leaves = ra__tour_leaves(w, c, rank);
+        s->recvs += ra__tour_arrives(w, c, rank);
+        s->sends += leaves;
+        s->own += leaves && own;
+        s->stays += !leaves && own;
     }
 }
 
 static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task0) {
-    ra__side side = ra__plan_side(p, 0, rank);
+    ra__side side = ra__plan_side(p, 0, rank), keys = ra__plan_side(p, 1, rank);
+    ra__tour forward = ra__tour_of(p, 0), back = ra__tour_of(p, 1);
     ra__sizes s;
     memset(&s, 0, sizeof s);
     for (int32_t b = 0; b < p->d.sequences; b++)
@@ -11055,22 +11456,12 @@ static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task0) 
     while ((s.forward.tasks = ra__plan_tasks(p, rank, s.panels, task0)) <
                8 * (int64_t)p->d.threads && s.panels > 1)
         s.panels /= 2;
-    for (int64_t c = 0; c < p->chunks; c++) {
-        int own = p->chunk[c].owner == rank, leaves = ra__leaves(p, c, rank);
-        s.forward.recvs += ra__arrives(p, c, rank);
-        s.forward.sends += leaves;
-        s.forward.own += leaves && own;
-    }
-    if (p->d.op == RA_OP_TRAIN) ra__plan_back_sizes(p, rank, &s);
-    for (int32_t r = 0; r < p->d.ranks; r++) {
-        int in = 0, out = 0;
-        for (int64_t c = 0; r != rank && c < p->chunks; c++) {
-            in |= p->chunk[c].owner == rank && ra__needs(p, c, r);
-            out |= p->chunk[c].owner == r && ra__needs(p, c, rank);
-        }
-        s.words_in += in;
-        s.words_out += out;
-    }
+    ra__plan_pass_sizes(&forward, rank, &s.forward);
+    ra__report_words(p, rank, &s.words_in, &s.words_out);
+    if (p->d.op != RA_OP_TRAIN) return s;
+    ra__plan_pass_sizes(&back, rank, &s.back);
+    for (int32_t b = 0; b < p->d.sequences; b++)
+        s.key_rows = ra__max(s.key_rows, ra__side_rows(&keys, b, ra__k_len(&p->d, b)));
     return s;
 }
 
@@ -14573,90 +14964,76 @@ RINGATTN_API const char *ra_status_text(ra_status status) {
 
 RINGATTN_API int32_t ra_version(void) { return RINGATTN_VERSION; }
 
-/* -------------------------------------------------------------------------- plans
- * What travels backward, and how far. */
-static void ra__plan_back_chunks(ra_plan *p) {
-    ra_plan v;
-    int down = p->order == RA_ORDER_DESC && p->d.backward_way == RA_WAY_Q;
-    p->back_direction = down ? -1 : 1;
-    if (p->d.backward_way == RA_WAY_Q) {
-        p->q_chunks = ra__chunk_all(p, 0, 0, p->q_chunk);
-        memset(p->q_need, 0, (size_t)(2 * p->q_chunks * p->need_row));
-        for (int64_t c = 0; c < p->q_chunks; c++)
-            for (int32_t r = 0; r < p->d.ranks; r++) ra__chunk_q_needs(p, c, r);
+/* -------------------------------------------------------------------------- plans */
+static void ra__need_none(const ra_plan *p, const ra__travel *t) {
+    memset(t->need, 0, (size_t)(p->d.ranks * t->need_row));
+}
+
+/* Chunks of queries and who needs them. */
+static void ra__plan_queries(ra_plan *p) {
+    int64_t spans = 0;
+    p->queries.chunks = ra__chunk_all(p, 0, 0, p->queries.chunk);
+    ra__need_none(p, &p->queries);
+    for (int64_t c = 0; c < p->queries.chunks; c++) {
+        int32_t b = p->queries.chunk[c].sequence;
+        if (!c || b != p->queries.chunk[c - 1].sequence) spans = ra__key_spans(p, b, p->span);
+        ra__chunk_q_needs(p, c, p->span, spans);
     }
-    ra__back_plan(p, &v);
-    ra__chunk_back_hops(&v);
 }
 
 /* The lists of a backward pass. */
-static ra_status ra__plan_fill_back(ra_plan *p) {
-    ra_plan v;
+static void ra__plan_fill_back(ra_plan *p) {
+    int q = p->d.backward_way == RA_WAY_Q;
+    ra__tour w;
+    if (q) ra__plan_queries(p);
     p->split = ra__back_split(p);
-    ra__back_plan(p, &v);
-    ra__plan_back_lists(&v);
-    ra__plan_back_bytes(&v);
-    v.back.direction = v.back_direction;
-    v.back.chunk = v.chunk;
-    v.back.exchanges = ra__prove_back(&v, (ra__stop *)v.scratch, v.back.exchange);
-    p->back = v.back;
-    if (p->back.exchanges < 0)
-        return ra__refuse(p->d.error, RA_E_UNSUPPORTED, "buffers",
-                          "# receive buffers cannot carry the backward schedule", p->d.buffers);
-    return RA_OK;
+    p->back_direction = p->order == RA_ORDER_DESC && q ? -1 : 1;
+    w = ra__tour_of(p, 1);
+    (void)ra__tour_hops(&w);
+    (void)ra__tour_steps(&w, p->line, p->start);
+    ra__plan_back_lists(&w, p->start, &p->back);
+    ra__plan_back_bytes(p);
+    p->back.exchanges = ra__tour_exchanges(&w, p->start, p->back.exchange);
 }
 
 /* Everything between the list of chunks and the figures. */
-static ra_status ra__plan_fill(ra_plan *p) {
-    ra__lockstep run;
-    memset(p->need, 0, (size_t)(2 * p->chunks * p->need_row));
+static void ra__plan_fill(ra_plan *p) {
+    ra__tour w;
+    ra__need_none(p, &p->keys);
     for (int32_t r = 0; r < p->d.ranks; r++)
         for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
+    ra__plan_places(p);
     ra__plan_direction(p);
-    if (p->d.op == RA_OP_TRAIN) ra__plan_back_chunks(p);
     p->chunk_bytes = 0;
-    for (int64_t c = 0; c < p->chunks; c++)
-        if (ra__chunk_reach(&p->chunk[c]))
-            p->chunk_bytes = ra__max(p->chunk_bytes, ra__message_bytes(&p->d, &p->chunk[c], 1));
+    for (int64_t c = 0; c < p->keys.chunks; c++)
+        if (ra__chunk_reach(&p->keys.chunk[c]))
+            p->chunk_bytes =
+                ra__max(p->chunk_bytes, ra__message_bytes(&p->d, &p->keys.chunk[c], 1));
+    w = ra__tour_of(p, 0);
+    p->forward.exchanges = ra__tour_exchanges(&w, p->start, p->forward.exchange);
+    p->forward.direction = p->direction;
+    p->forward.chunk = p->keys.chunk;
+    p->forward.chunk_bytes = p->chunk_bytes;
+    if (p->d.op == RA_OP_TRAIN) ra__plan_fill_back(p);
     p->sizes = ra__plan_sizes(p, p->d.rank, p->task0);
     for (int32_t b = 0; b <= p->d.sequences; b++) p->back_task0[b] = b * p->sizes.back.tasks;
     ra__plan_own_lists(p);
     ra__plan_readers(p);
-    run.at = (int64_t *)p->scratch;
-    run.kept = run.at + p->d.ranks;
-    run.used = (int32_t *)(void *)(run.kept + p->d.ranks);
-    run.moves = run.used + p->d.ranks;
-    p->forward.exchanges = ra__prove(p, &run, p->forward.exchange);
-    if (p->forward.exchanges < 0)
-        return ra__refuse(p->d.error, RA_E_UNSUPPORTED, "buffers",
-                          "# receive buffers cannot carry this schedule", p->d.buffers);
-    p->forward.direction = p->direction;
-    p->forward.chunk = p->chunk;
-    p->forward.chunk_bytes = p->chunk_bytes;
-    return p->d.op == RA_OP_TRAIN ? ra__plan_fill_back(p) : RA_OK;
 }
 
 /* Empty tiles of chunks that never come here: a pass counts them without looking. */
-static int64_t ra__plan_unvisited(const ra_plan *p) {
-    ra__side side = ra__plan_side(p, 0, p->d.rank);
-    int64_t n = 0;
-    for (int64_t c = 0; c < p->chunks; c++) {
-        int32_t b = p->chunk[c].sequence;
-        if (ra__needs(p, c, p->d.rank)) continue;
-        n += ra__side_blocks(&side, b, ra__q_len(&p->d, b)) * ra__chunk_blocks(&p->chunk[c]);
+static int64_t ra__plan_unvisited(const ra_plan *p, const ra__travel *t) {
+    int keys = t == &p->queries;                       /* what stays here */
+    ra__side side = ra__plan_side(p, keys, p->d.rank);
+    int64_t n = 0, blocks = 0;
+    for (int64_t c = 0; c < t->chunks; c++) {
+        int32_t b = t->chunk[c].sequence;
+        if (!c || b != t->chunk[c - 1].sequence)
+            blocks = ra__side_blocks(&side, b, keys ? ra__k_len(&p->d, b) : ra__q_len(&p->d, b));
+        if (!ra__need(t, c, p->d.rank))
+            n = ra__add_sat(n, ra__mul_sat(blocks, ra__chunk_blocks(&t->chunk[c])));
     }
-    return n * p->d.q_heads;
-}
-
-static int64_t ra__plan_unvisited_q(const ra_plan *p) {
-    ra__side side = ra__plan_side(p, 1, p->d.rank);
-    int64_t n = 0;
-    for (int64_t c = 0; c < p->q_chunks; c++) {
-        int32_t b = p->q_chunk[c].sequence;
-        if (!ra__needs_q(p, c, p->d.rank))
-            n += ra__side_blocks(&side, b, ra__k_len(&p->d, b)) * ra__chunk_blocks(&p->q_chunk[c]);
-    }
-    return n * p->d.q_heads;
+    return ra__mul_sat(n, p->d.q_heads);
 }
 
 static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
@@ -14683,17 +15060,18 @@ static int64_t ra__plan_most_chunks(const ra_desc *d, int keys) {
     return n;
 }
 
-static void ra__plan_carve(ra__arena *a, ra_plan *p, const ra_desc *full) {
+static void ra__plan_carve(ra__arena *a, ra_plan *p, const ra_desc *full, int64_t keys,
+                           int64_t queries) {
     (void)ra__carve(a, (int64_t)sizeof *p);
     ra__plan_arrays(a, p, full);
-    ra__plan_lists(a, p);
+    ra__plan_lists(a, p, keys, queries);
 }
 
 RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a) {
     ra_desc full;
     ra_plan *p, probe;
     ra__arena arena = { NULL, 0 };
-    int64_t bytes;
+    int64_t bytes, keys, queries;
     ra_status s;
     if (out) *out = NULL;
     s = ra__resolve(d, &full);
@@ -14704,35 +15082,29 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
         return ra__refuse(d->error, RA_E_NULL, a->alloc ? "allocator.free" : "allocator.alloc",
                           "needed beside the other", 0);
     memset(&probe, 0, sizeof probe);
-    probe.chunks = ra__plan_most_chunks(&full, 1);
-    probe.q_chunks = ra__plan_most_chunks(&full, 0);
-    if (probe.chunks > INT32_MAX / 2 || probe.q_chunks > INT32_MAX / 2)
+    keys = ra__plan_most_chunks(&full, 1);
+    queries = ra__plan_most_chunks(&full, 0);
+    if (keys > INT32_MAX / 2 || queries > INT32_MAX / 2)
         return ra__refuse(d->error, RA_E_OVERFLOW, "chunk_tokens",
                           "# tokens make too many chunks", full.chunk_tokens);
-    ra__plan_carve(&arena, &probe, &full);
+    ra__plan_carve(&arena, &probe, &full, keys, queries);
     bytes = arena.used;
-    arena.base = (uint8_t *)ra__alloc(a, (size_t)bytes, 64);
+    arena.base = (uint8_t *)ra__alloc(a, bytes, 64);
     if (!arena.base)
         return ra__refuse(d->error, RA_E_NOMEM, "allocator", "no # bytes for the plan", bytes);
     arena.used = 0;
     p = (ra_plan *)(void *)arena.base;
     memset(p, 0, sizeof *p);
-    p->chunks = probe.chunks;
-    p->q_chunks = probe.q_chunks;
     p->bytes = bytes;
     if (a) p->allocator = *a;
-    ra__plan_carve(&arena, p, &full);
+    ra__plan_carve(&arena, p, &full, keys, queries);
     ra__agree(d, &full, &p->agreed);
     ra__plan_cuts(p);
-    p->chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESC, p->chunk);
-    RINGATTN_ASSERT(p->chunks <= probe.chunks);
-    s = ra__plan_fill(p);
-    if (s) {
-        ra__free(a, p, (size_t)bytes);
-        return s;
-    }
-    p->unvisited = ra__plan_unvisited(p);
-    p->back_unvisited = p->d.backward_way == RA_WAY_Q ? ra__plan_unvisited_q(p) : p->unvisited;
+    p->keys.chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESC, p->keys.chunk);
+    RINGATTN_ASSERT(p->keys.chunks <= keys);
+    ra__plan_fill(p);
+    p->unvisited = ra__plan_unvisited(p, &p->keys);
+    p->back_unvisited = ra__plan_unvisited(p, ra__back_travel(p));
     ra__plan_full_report(p, p->d.rank, &p->report);
     p->d.error = NULL;
     *out = p;
@@ -14793,6 +15165,7 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
     ra__arena arena = { NULL, 0 };
     ra__model m;
     int64_t bytes;
+    double pair_s;
     if (!plan || !rates || !out) return RA_E_NULL;
     if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
     if (!(rates->flops_per_s > 0) || !(rates->link_bytes_per_s > 0) ||
@@ -14800,16 +15173,19 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
         return RA_E_RANGE;
     ra__model_carve(&arena, plan, &m);
     bytes = arena.used;
-    arena.base = (uint8_t *)ra__alloc(&plan->allocator, (size_t)bytes, 64);
+    arena.base = (uint8_t *)ra__alloc(&plan->allocator, bytes, 64);
     if (!arena.base) return RA_E_NOMEM;
     memset(arena.base, 0, (size_t)bytes);
     arena.used = 0;
     ra__model_carve(&arena, plan, &m);
-    for (int32_t r = 0; r < plan->d.ranks; r++)
-        for (int32_t b = 0; b < plan->d.sequences; b++)
-            ra__model_work(plan, r, b, 2.0 * (plan->d.k_dim + plan->d.v_dim) * plan->d.q_heads /
-                                           rates->flops_per_s, &m);
-    for (int64_t c = 0; c < plan->chunks; c++) ra__model_chunk(plan, rates, c, &m);
+    pair_s = 2.0 * (plan->d.k_dim + plan->d.v_dim) * plan->d.q_heads / rates->flops_per_s;
+    for (int32_t r = 0; r < plan->d.ranks; r++) {
+        if (plan->d.layout.kind == RA_LAYOUT_ARRAY)
+            ra__model_array(plan, r, pair_s, &m);
+        for (int32_t b = 0; b < plan->d.sequences && plan->d.layout.kind != RA_LAYOUT_ARRAY; b++)
+            ra__model_work(plan, r, b, pair_s, &m);
+    }
+    for (int64_t c = 0; c < plan->keys.chunks; c++) ra__model_chunk(plan, rates, c, &m);
     memset(out, 0, sizeof *out);
     out->compute_s = m.compute[rank];
     out->transfer_s = m.busy[rank];
@@ -14871,7 +15247,7 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     if (bytes < need)
         return ra__refuse(e, RA_E_WORKSPACE, "ring.workspace_bytes", "this plan needs # bytes",
                           need);
-    if (!base) base = (uint8_t *)ra__alloc(&rd->allocator, (size_t)bytes, 64);
+    if (!base) base = (uint8_t *)ra__alloc(&rd->allocator, bytes, 64);
     if (!base)
         return ra__refuse(e, RA_E_NOMEM, "ring.allocator", "no # bytes for the workspace", bytes);
     r = (ra_ring *)(void *)base;

@@ -1,0 +1,602 @@
+/* The schedule of plans against slow models: who needs which chunk, by looking at every pair; how
+ * many steps a pass takes, against the bound that SCHEDULE states; and the lists of all ranks,
+ * played through with zero-capacity messages under the rules of a ring, until all is done. */
+#include "harness.h"
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+#include <math.h>
+
+enum { MOST = 16 };
+
+/* A descriptor with its arrays. */
+typedef struct shape {
+    ra_desc d;
+    ra_error e;
+    int64_t docs[256], of[4];
+    int32_t lo[2600], hi[2600], weights[MOST], count[MOST];
+    int64_t rows[MOST];
+    ra_run runs[256];
+} shape;
+
+static void shape_plain(shape *s, int64_t tokens, int ranks, int32_t layout, int32_t mask)
+{
+    memset(s, 0, sizeof *s);
+    s->d.tokens = tokens;
+    s->d.ranks = ranks;
+    s->d.layout.kind = layout;
+    s->d.mask.kind = mask;
+    s->d.q_heads = 4;
+    s->d.kv_heads = 2;
+    s->d.k_dim = s->d.v_dim = 8;
+    s->d.q_dtype = s->d.k_dtype = s->d.v_dtype = s->d.o_dtype = RA_F32;
+    s->d.op = RA_OP_TRAIN;
+    s->d.chunk_tokens = 64;
+    s->d.error = &s->e;
+}
+
+static void shape_documents(shape *s, int64_t tokens)
+{
+    int64_t p = 0, n = 0;
+    while (p < s->d.tokens + s->d.q_offset && n < 256) { s->docs[n++] = p; p += tokens; }
+    s->d.mask.doc_first = s->docs;
+    s->d.mask.doc_count = n;
+}
+
+static void random_mask(shape *s, h_rng *r)
+{
+    ra_mask *m = &s->d.mask;
+    int i, w = (int)h_range(r, 1, 600);
+    if (m->kind == RA_MASK_INTERVALS) {
+        for (i = 0; i < 2600; i++) {
+            s->lo[i] = (int32_t)(h_one_in(r, 3) ? h_range(r, 0, 2000) : i - w);
+            s->hi[i] = (int32_t)(h_one_in(r, 5) ? h_range(r, 0, 2000) : i + h_range(r, 0, w));
+        }
+        m->lo = s->lo;
+        m->hi = s->hi;
+        m->interval_count = 2600;
+        return;
+    }
+    if (h_one_in(r, 3)) shape_documents(s, h_range(r, 10, 700));
+    if (h_one_in(r, 2)) m->window = h_range(r, 1, h_one_in(r, 2) ? 50 : 900);
+    if (h_one_in(r, 3)) m->prefix = h_range(r, 1, 300);
+    if (h_one_in(r, 3)) m->keep = h_range(r, 1, h_one_in(r, 2) ? 5 : 300);
+    if (m->kind == RA_MASK_NONE && h_one_in(r, 2)) m->window_right = h_range(r, 1, 600);
+    if (m->kind == RA_MASK_CAUSAL && h_one_in(r, 3)) m->causal_block = (int32_t)h_range(r, 2, 300);
+}
+
+/* Positions dealt out in pieces, some of them interleaved. */
+static void random_runs(shape *s, h_rng *r)
+{
+    int64_t p = 0, step = h_one_in(r, 3) ? h_range(r, 2, 5) : 1;
+    int n = 0, rank, left, i;
+    while (p < s->d.tokens && n < 200) {
+        int64_t length = n >= 190 ? s->d.tokens - p : h_range(r, 1, 200), by = step;
+        if (n >= 190 || p + length * by > s->d.tokens) by = 1;
+        if (p + length * by > s->d.tokens) length = s->d.tokens - p;
+        for (i = 0; i < by; i++) {
+            s->runs[n].first = p + i;
+            s->runs[n].count = length;
+            s->runs[n++].stride = by;
+        }
+        p += length * by;
+    }
+    for (i = n - 1; i > 0; i--) {
+        int j = (int)h_range(r, 0, i);
+        ra_run t = s->runs[i];
+        s->runs[i] = s->runs[j];
+        s->runs[j] = t;
+    }
+    for (rank = 0, left = n; rank < s->d.ranks; rank++) {
+        s->count[rank] = rank == s->d.ranks - 1 ? left : (int32_t)h_range(r, 0, left);
+        left -= s->count[rank];
+    }
+    s->d.layout.q_runs = s->runs;
+    s->d.layout.q_run_count = s->count;
+}
+
+static void random_shape(shape *s, h_rng *r, int32_t layout)
+{
+    int i, free = layout <= RA_LAYOUT_STRIPED;
+    shape_plain(s, h_range(r, 1, h_one_in(r, 2) ? 2000 : 300), (int)h_range(r, 1, 9), layout,
+                (int32_t)h_range(r, RA_MASK_NONE, RA_MASK_INTERVALS));
+    s->d.sequences = h_one_in(r, 4) ? (int32_t)h_range(r, 2, 4) : 1;
+    s->d.kv_heads = h_one_in(r, 2) ? 4 : 2;
+    s->d.op = h_one_in(r, 4) ? RA_OP_FORWARD : RA_OP_TRAIN;
+    s->d.chunk_tokens = (int32_t)h_range(r, 1, 300);
+    s->d.buffers = (int32_t)h_range(r, 1, 4);
+    if (s->d.op == RA_OP_TRAIN) s->d.grad_home = (int32_t)h_range(r, 0, RA_HOME_RING);
+    if (free && h_one_in(r, 3)) s->d.q_offset = h_range(r, 0, 400);
+    if (free && h_one_in(r, 4)) s->d.kv_tokens = h_range(r, 1, s->d.tokens + s->d.q_offset);
+    if (free && s->d.sequences > 1 && !s->d.kv_tokens && h_one_in(r, 2)) {
+        for (i = 0; i < s->d.sequences; i++) s->of[i] = h_range(r, 0, s->d.tokens);
+        s->d.tokens_of = s->of;
+    }
+    random_mask(s, r);
+    if (layout <= RA_LAYOUT_ZIGZAG && h_one_in(r, 3)) {
+        for (i = 0; i < s->d.ranks; i++) s->weights[i] = (int32_t)h_range(r, 0, 5);
+        s->weights[h_range(r, 0, s->d.ranks - 1)] = 1;
+        s->d.layout.weights = s->weights;
+    }
+    if (layout == RA_LAYOUT_RUNS) random_runs(s, r);
+    for (i = 0; i < s->d.ranks; i++) s->rows[i] = h_range(r, 0, 300);
+    if (layout == RA_LAYOUT_ARRAY) s->d.layout.q_rows = s->rows;
+}
+
+static ra_plan *plan_of(shape *s, int rank)
+{
+    ra_plan *plan = NULL;
+    s->d.rank = rank;
+    if (!CHECK_EQ(ra_plan_create(&plan, &s->d, NULL), RA_OK))
+        printf("    %s: %s\n", s->e.field, s->e.text);
+    return plan;
+}
+
+/* -------------------------------------------------------------------------- geometry */
+/* Bounds and pairs by formula against every row, for positions even and odd. */
+TEST(bounds_and_pairs_of_rows)
+{
+    static shape s;
+    int64_t i;
+    for (i = 0; i < (h_run.large ? 200000 : 8000); i++) {
+        h_rng r = h_case_rng(i);
+        int64_t end = h_range(&r, 0, 2400), pairs = 0, k;
+        ra__bounds a, b;
+        ra__seg seg;
+        if (!h_case(i)) continue;
+        shape_plain(&s, 2500, 1, RA_LAYOUT_CONTIGUOUS, (int32_t)h_range(&r, 1, i % 16 ? 2 : 3));
+        random_mask(&s, &r);
+        seg.row = 0;
+        seg.rows = h_range(&r, 1, h_one_in(&r, 2) ? 64 : 700);
+        seg.stride = h_one_in(&r, 2) ? 1 : h_range(&r, 2, 2500 / seg.rows + 2);
+        seg.pos = h_range(&r, 0, 2500);
+        while (seg.pos + (seg.rows - 1) * seg.stride >= 2500) {
+            seg.pos /= 2;
+            if (!seg.pos) seg.rows = (seg.rows + 1) / 2;
+        }
+        for (k = 0; k < seg.rows; k++) {
+            int32_t v[4];
+            ra__mask_row(&s.d.mask, seg.pos + k * seg.stride, end, v);
+            pairs += ra__pairs_row(v);
+        }
+        CHECK_EQ(ra__pairs_seg(&s.d.mask, end, &seg), pairs);
+        if (seg.rows > 64) seg.rows = 64;
+        a = ra__seg_bounds(&s.d.mask, end, &seg);
+        b = ra__rows_fill(&s.d.mask, end, &seg, NULL, NULL);
+        CHECK_BITS(&a, &b, sizeof a);
+    }
+}
+
+/* -------------------------------------------------------------------------- needs and tiles */
+static ra__bounds bounds_of(const ra_plan *p, int32_t b, const ra__seg *rows)
+{
+    ra__bounds none;
+    memset(&none, 0, sizeof none);
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY) return none;
+    return ra__rows_fill(&p->d.mask, ra__key_end(&p->d, b, 0), rows, NULL, NULL);
+}
+
+static int class_of(const ra_plan *p, const ra__seg *keys, const ra__bounds *b)
+{
+    int64_t first, last;
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY) return RA__PARTIAL;
+    ra__seg_span(keys, NULL, &first, &last);
+    return ra__classify(b, first, last);
+}
+
+/* Whether rows of `stay` see keys of `go` (queries = 0), or rows of `go` keys of `stay`. */
+static int meets(const ra_plan *p, int32_t b, const ra__seg *stay, const ra__seg *go, int queries)
+{
+    const ra__seg *rows = queries ? go : stay, *keys = queries ? stay : go;
+    int64_t i, n = (rows->rows + 63) / 64;
+    for (i = 0; i < n; i++) {
+        ra__seg block = ra__seg_block(rows, i);
+        ra__bounds bounds = bounds_of(p, b, &block);
+        if (class_of(p, keys, &bounds) != RA__EMPTY) return 1;
+    }
+    return 0;
+}
+
+static void check_needs(const ra_plan *p, const ra__travel *t, int queries)
+{
+    int64_t c, i;
+    int rank;
+    for (c = 0; c < t->chunks; c++) for (rank = 0; rank < p->d.ranks; rank++) {
+        const ra__chunk *chunk = &t->chunk[c];
+        int32_t b = chunk->sequence, part;
+        ra__side side = ra__plan_side(p, queries, rank);
+        ra__seg s;
+        for (part = 0; part < chunk->segs; part++) {
+            int need = 0;
+            for (i = 0; ra__side_seg(&side, b, queries ? ra__k_len(&p->d, b) : ra__q_len(&p->d, b),
+                                     i, &s); i++)
+                need |= s.rows && meets(p, b, &s, &chunk->seg[part], queries);
+            CHECK_EQ(ra__need_seg(t, c, part, rank), need);
+        }
+    }
+}
+
+/* Tiles of a rank's rows, and its seconds a chunk as tiles that are not empty times rows. */
+static void slow_tiles(const ra_plan *p, int rank, int64_t tally[3], double *weight)
+{
+    int32_t b, part;
+    int64_t i, j, k, c;
+    ra__side side = ra__plan_side(p, 0, rank);
+    ra__seg s;
+    for (b = 0; b < p->d.sequences; b++)
+        for (i = 0; ra__side_seg(&side, b, ra__q_len(&p->d, b), i, &s); i++)
+            for (j = 0; j < (s.rows + 63) / 64; j++) {
+                ra__seg rows = ra__seg_block(&s, j);
+                ra__bounds bounds = bounds_of(p, b, &rows);
+                for (c = 0; c < p->keys.chunks; c++)
+                    for (part = 0; part < p->keys.chunk[c].segs; part++)
+                        for (k = 0; p->keys.chunk[c].sequence == b &&
+                                    k < (p->keys.chunk[c].seg[part].rows + 63) / 64; k++) {
+                            ra__seg keys = ra__seg_block(&p->keys.chunk[c].seg[part], k);
+                            int kind = class_of(p, &keys, &bounds);
+                            tally[kind]++;
+                            if (kind != RA__EMPTY) *weight += (double)rows.rows;
+                        }
+            }
+}
+
+/* Who needs what, the tiles of every rank, and what predictions count, against block by block. */
+TEST(needs_and_tiles_by_blocks)
+{
+    static shape s;
+    int64_t i;
+    for (i = 0; i < (h_run.large ? 3000 : 250); i++) {
+        h_rng r = h_case_rng(i);
+        ra_plan *p;
+        int rank;
+        if (!h_case(i)) continue;
+        random_shape(&s, &r, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 5));
+        if (!(p = plan_of(&s, 0))) continue;
+        check_needs(p, &p->keys, 0);
+        if (s.d.op == RA_OP_TRAIN && p->d.backward_way == RA_WAY_Q)
+            check_needs(p, &p->queries, 1);
+        for (rank = 0; rank < s.d.ranks; rank++) {
+            int64_t tally[3] = { 0, 0, 0 };
+            double weight = 0, seconds;
+            ra_plan_report g;
+            ra_rates rates = { 1e9, 1e9, 0 };
+            ra_prediction x;
+            slow_tiles(p, rank, tally, &weight);
+            CHECK_EQ(ra_plan_query(p, rank, &g), RA_OK);
+            CHECK_EQ(g.tiles_empty, tally[RA__EMPTY] * p->d.q_heads);
+            CHECK_EQ(g.tiles_partial, tally[RA__PARTIAL] * p->d.q_heads);
+            CHECK_EQ(g.tiles_full, tally[RA__FULL] * p->d.q_heads);
+            CHECK_EQ(ra_plan_predict(p, rank, &rates, &x), RA_OK);
+            seconds = weight * 64 * 2 * 16 * p->d.q_heads / 1e9;
+            CHECK(fabs(x.compute_s - seconds) <= 1e-9 * seconds);
+        }
+        ra_plan_destroy(p);
+    }
+}
+
+/* -------------------------------------------------------------------------- steps */
+static int64_t steps_of(const ra_plan *p, int back)
+{
+    ra__tour w = ra__tour_of(p, back);
+    int64_t *line = (int64_t *)malloc((size_t)p->d.ranks * 16);
+    int64_t *start = (int64_t *)malloc((size_t)(w.t->chunks + 1) * 8), steps;
+    steps = ra__tour_steps(&w, line, start);
+    free(line);
+    free(start);
+    return steps;
+}
+
+/* Masks of the test below: the last two hide what lies far to both sides. */
+static void some_mask(shape *s, int m, int64_t shard)
+{
+    s->d.mask.kind = m == 0 || m == 7 ? RA_MASK_NONE : RA_MASK_CAUSAL;
+    if (m == 2) s->d.mask.window = shard / 2 + 1;
+    if (m == 3) s->d.mask.window = 3 * shard;
+    if (m == 4) s->d.mask.prefix = shard;
+    if (m == 5) shape_documents(s, s->d.tokens / 3 + 1);
+    if (m == 6) s->d.mask.causal_block = 32;
+    if (m == 7) s->d.mask.window = s->d.mask.window_right = shard / 2 + 1;
+}
+
+/* Every layout, mask and number of ranks: less than chunks + (sequences + 1) P steps forward. The
+ * same backward, where an owner's chunks travel equally far; else the gradients of an owner come
+ * home in order, which costs up to a round an owner. One chunk a shard is the hardest. */
+TEST(steps_are_chunks_and_two_rounds)
+{
+    static const int worlds[12] = { 1, 2, 3, 4, 5, 7, 8, 16, 33, 64, 128, 256 };
+    static shape s;
+    int64_t i;
+    for (i = 0; i < 12 * 3 * 8 * 3; i++) {
+        int P = worlds[i % 12], m = (int)(i / 36 % 8), n = 1 << (i / 288 * 2), q;
+        int32_t layout = RA_LAYOUT_CONTIGUOUS + (int32_t)(i / 12 % 3);
+        int uneven = (m >= 2 && layout == RA_LAYOUT_ZIGZAG) || m == 5 || m == 7;
+        if (!h_case(i)) continue;
+        for (q = 0; q < 2; q++) {
+            int64_t shard = 64 * n * (layout == RA_LAYOUT_ZIGZAG ? 2 : 1), bound;
+            ra_plan *p;
+            shape_plain(&s, shard * P, P, layout, RA_MASK_CAUSAL);
+            if (layout == RA_LAYOUT_ZIGZAG) s.d.chunk_tokens = 128;
+            s.d.kv_heads = q ? 4 : 2;
+            s.d.sequences = i % 5 == 0 && P < 64 ? 3 : 1;
+            some_mask(&s, m, shard);
+            if (!(p = plan_of(&s, P / 2))) continue;
+            bound = p->keys.chunks + ((int64_t)s.d.sequences + 1) * P;
+            CHECK(steps_of(p, 0) < bound + (P == 1));
+            if (!uneven) CHECK(steps_of(p, 1) < bound + (P == 1));
+            CHECK(steps_of(p, 1) <= bound * 3 + P * (int64_t)P * s.d.sequences);
+            if (p->forward.exchanges)
+                CHECK(p->forward.exchange[p->forward.exchanges - 1].step < bound);
+            ra_plan_destroy(p);
+        }
+    }
+}
+
+/* -------------------------------------------------------------------------- playing through */
+/* A rank of a world whose messages have no capacity: a send is over when its receive is posted. */
+typedef struct player {
+    const ra_plan *plan;
+    const ra__route *way;
+    int64_t posted, received, released, folded, ready, sent, own_sent, own_posted;
+    int64_t home_posted, home_received, home_done, at;
+    int64_t slots, packs, homes, grads;
+    int shared;
+} player;
+
+static void player_open(player *y, const ra_plan *p, int back, int shared)
+{
+    const ra__counts *n = back ? &p->sizes.back : &p->sizes.forward;
+    int64_t own = n->own + n->stays;
+    memset(y, 0, sizeof *y);
+    y->plan = p;
+    y->way = back ? &p->back : &p->forward;
+    y->shared = shared;
+    y->slots = shared ? RA__SHARED_BUFFERS : p->d.buffers;
+    y->packs = ra__min(n->own, shared ? RA__SEND_SLOTS : RA__PACK_SLOTS);
+    y->homes = ra__min(n->own, shared ? RA__SHARED_BUFFERS : RA__HOME_SLOTS);
+    y->grads = n->stays ? ra__min(own, RA__PACK_SLOTS) : 0;
+    if (shared) y->grads = ra__min(own, ra__back_lag(p) + 2);
+}
+
+/* There is a place for the gradient of an own chunk. */
+static int player_room(const player *y, int64_t own)
+{
+    const ra__route *w = y->way;
+    int64_t home = w->own_home[own], before = own - y->grads;
+    if (home >= 0 && !y->shared && home - y->own_sent >= y->packs) return 0;
+    if (before < 0 || (home >= 0 && !y->shared)) return 1;
+    home = w->own_home[before];
+    if (y->shared && home >= 0) return home < y->home_done;
+    return w->own_fold[before] < y->folded;
+}
+
+static int player_folds(const player *y)
+{
+    const ra__route *w = y->way;
+    int64_t f = y->folded;
+    if (f == w->folds) return 0;
+    if (w->fold_recv[f] >= 0) return w->fold_recv[f] < y->received;
+    if (!w->backward || w->fold_own[f] < 0) return 1;
+    if (w->fold_phase[f] != RA__BEFORE) return player_room(y, w->fold_own[f]);
+    return w->own_home[w->fold_own[f]] < y->home_received;
+}
+
+static int player_sends(const player *y)
+{
+    const ra__route *w = y->way;
+    int64_t i = y->ready;
+    if (i == w->sends) return 0;
+    if (w->backward && w->send_fold[i] >= 0 && w->send_fold[i] >= y->folded) return 0;
+    if (w->send_recv[i] >= 0) return w->send_recv[i] < y->received;
+    return y->own_posted - y->own_sent < y->packs;
+}
+
+/* All that a rank does on its own. Returns how much that was. */
+static int player_moves(player *y)
+{
+    const ra__route *w = y->way;
+    int any = 0;
+    for (;;) {
+        int64_t i = y->released;
+        int did = 0;
+        while (player_folds(y)) { y->folded++; did = 1; }
+        while (player_sends(y)) { y->own_posted += w->send_recv[y->ready++] < 0; did = 1; }
+        for (; i < y->received && (w->recv_fold[i] < 0 || w->recv_fold[i] < y->folded) &&
+               (w->recv_send[i] < 0 || w->recv_send[i] < y->sent); i = ++y->released) did = 1;
+        for (; y->posted < w->recvs && y->posted - y->released < y->slots; y->posted++) did = 1;
+        for (; w->backward && y->home_done < y->home_received &&
+               w->home_fold[y->home_done] < y->folded; y->home_done++) did = 1;
+        for (; w->backward && y->home_posted < w->homes &&
+               y->home_posted - y->home_done < y->homes; y->home_posted++) did = 1;
+        any += did;
+        if (!did) return any;
+    }
+}
+
+/* Whom the next send of a rank goes to, and whether home. */
+static int player_to(const player *y, int *home)
+{
+    const ra_plan *p = y->plan;
+    int32_t hop = 0;
+    *home = 0;
+    if (!y->way->backward) return ra__rank_up(p, p->d.rank, y->way->direction);
+    int to = ra__back_to(p, &y->way->chunk[y->way->send[y->sent]], p->d.rank, &hop);
+    *home = hop == p->d.ranks;
+    return to;
+}
+
+/* Whether an exchange of the rank may begin: as ra__ring_exchange sees it. */
+static const ra__exchange *player_exchange(const player *y)
+{
+    const ra__exchange *x = &y->way->exchange[y->at];
+    if (y->at == y->way->exchanges || x->send >= y->ready || x->recv >= y->posted ||
+        (x->recv < -1 && -2 - x->recv >= y->home_posted))
+        return NULL;
+    return x;
+}
+
+/* The next send of rank `from`, if its receive is posted. level0: and both are the exchange that
+ * the ranks are at; those end together, so each half only marks (done). */
+static int pass_message(player *all, int from, int level0, int *done)
+{
+    player *a = &all[from], *b;
+    const ra__exchange *x = level0 ? player_exchange(a) : NULL, *z;
+    int64_t i;
+    int home, to;
+    if (a->sent == a->ready || (level0 && (!x || x->send != a->sent || (done[from] & 1)))) return 0;
+    to = player_to(a, &home);
+    b = &all[to];
+    if (level0 && (done[to] & 2)) return 0;
+    i = home ? b->home_received : b->received;
+    if (i == (home ? b->home_posted : b->posted)) return 0;
+    if (home && a->way->send[a->sent] != b->way->home[i]) return 0;    /* another comes first */
+    if (!home) CHECK_EQ(a->way->send[a->sent], b->way->recv[i]);
+    z = level0 ? player_exchange(b) : NULL;
+    if (level0) {
+        if (!z || z->recv != (home ? -2 - i : i)) return 0;
+        CHECK_EQ(z->step, x->step);
+        done[from] |= 1;
+        done[to] |= 2;
+        return 1;
+    }
+    a->own_sent += a->way->send_recv[a->sent++] < 0;
+    if (home) b->home_received++;
+    else b->received++;
+    return 1;
+}
+
+/* Ends exchanges of which both halves are over. */
+static int end_exchanges(player *all, int ranks, int *done)
+{
+    int i, any = 0;
+    for (i = 0; i < ranks; i++) {
+        player *y = &all[i];
+        const ra__exchange *x = player_exchange(y);
+        if (!x || done[i] != (x->send >= 0 ? 1 : 0) + (x->recv != -1 ? 2 : 0)) continue;
+        if (x->send >= 0) y->own_sent += y->way->send_recv[y->sent++] < 0;
+        if (x->recv >= 0) y->received++;
+        if (x->recv < -1) y->home_received++;
+        y->at++;
+        done[i] = 0;
+        any = 1;
+    }
+    return any;
+}
+
+/* Plays a pass of all ranks in some order; every list must come to its end. */
+static void play(ra_plan **plans, int ranks, int back, int shared, int level0, h_rng *r)
+{
+    static player all[256];
+    static int done[256];
+    int i, any = 1;
+    for (i = 0; i < ranks; i++) player_open(&all[i], plans[i], back, shared);
+    memset(done, 0, sizeof done);
+    while (any) {
+        int from = (int)h_range(r, 0, ranks - 1);
+        any = 0;
+        for (i = 0; i < ranks; i++) any |= player_moves(&all[(from + i) % ranks]);
+        for (i = 0; i < ranks; i++) {
+            if (h_one_in(r, 3)) { any = 1; continue; }         /* late */
+            any |= pass_message(all, (from + i) % ranks, level0, done);
+        }
+        if (level0) any |= end_exchanges(all, ranks, done);
+    }
+    for (i = 0; i < ranks; i++) {
+        const player *y = &all[i];
+        CHECK_EQ(y->folded, y->way->folds);
+        CHECK_EQ(y->received, y->way->recvs);
+        CHECK_EQ(y->sent, y->way->sends);
+        if (back) CHECK_EQ(y->home_done, y->way->homes);
+        if (level0) CHECK_EQ(y->at, y->way->exchanges);
+    }
+}
+
+static void play_all(shape *s, h_rng *r)
+{
+    static ra_plan *plans[256];
+    int i, ok = 1;
+    for (i = 0; i < s->d.ranks; i++) ok &= (plans[i] = plan_of(s, i)) != NULL;
+    for (i = 0; ok && i < 6; i++) {                    /* shared needs a transport that posts */
+        if ((i & 1) && s->d.op != RA_OP_TRAIN) continue;
+        play(plans, s->d.ranks, i & 1, i >> 1 == 1, i >> 1 == 2, r);
+    }
+    for (i = 0; i < s->d.ranks; i++) ra_plan_destroy(plans[i]);
+}
+
+/* Random plans: no interleaving stops, posted or by exchanges, copying or shared. */
+TEST(lists_play_through)
+{
+    static shape s;
+    int64_t i;
+    for (i = 0; i < (h_run.large ? 5000 : 400); i++) {
+        h_rng r = h_case_rng(i);
+        if (!h_case(i)) continue;
+        random_shape(&s, &r, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 5));
+        play_all(&s, &r);
+    }
+}
+
+/* Masks that hide much on many ranks: chunks of one owner that travel near and far, and some that
+ * stay. */
+TEST(sparse_masks_play_through)
+{
+    static shape s;
+    int64_t i;
+    for (i = 0; i < 8 * 3 * 8; i++) {
+        h_rng r = h_case_rng(i);
+        int P = 6 + (int)(i % 8) * 2, n = 1 << (i / 8 % 3 + 1), m = (int)(i / 24);
+        int32_t layout = m & 1 ? RA_LAYOUT_CONTIGUOUS : RA_LAYOUT_ZIGZAG;
+        if (!h_case(i)) continue;
+        shape_plain(&s, (int64_t)P * 128 * n, P, layout, m & 2 ? RA_MASK_NONE : RA_MASK_CAUSAL);
+        s.d.chunk_tokens = 128;
+        s.d.buffers = (int32_t)h_range(&r, 1, 4);
+        s.d.kv_heads = h_one_in(&r, 2) ? 4 : 2;
+        if (m & 4) s.d.mask.window = 64 * n;
+        if (m & 4 && m & 2) s.d.mask.window_right = 64 * n;
+        if (!(m & 4)) shape_documents(&s, 1024);
+        play_all(&s, &r);
+    }
+}
+
+/* -------------------------------------------------------------------------- large figures */
+/* 64 million tokens on 16 ranks: more than 2^63 operations. */
+TEST(figures_of_long_sequences)
+{
+    static shape s;
+    ra_plan *p;
+    ra_plan_report g;
+    double pairs;
+    shape_plain(&s, (int64_t)1 << 26, 16, RA_LAYOUT_CONTIGUOUS, RA_MASK_CAUSAL);
+    s.d.q_heads = 64;
+    s.d.kv_heads = 8;
+    s.d.k_dim = s.d.v_dim = 128;
+    s.d.chunk_tokens = 0;
+    if (!(p = plan_of(&s, 15))) return;
+    CHECK_EQ(ra_plan_query(p, 15, &g), RA_OK);
+    pairs = 4194304.0 * 15 * 4194304.0 + 4194304.0 * 4194305.0 / 2;
+    CHECK((double)g.pairs == pairs);
+    CHECK(g.flops == 2.0 * 256 * 64 * pairs);
+    CHECK(g.back_flops == 2.0 * 640 * 64 * pairs && g.back_flops > 9.3e18);
+    CHECK_EQ(g.tiles_full, ((int64_t)65536 * 15 * 65536 + (int64_t)65536 * 65535 / 2) * 64);
+    CHECK_EQ(g.tiles_partial, 65536 * 64);
+    ra_plan_destroy(p);
+}
+
+/* Sums and products of figures stop at INT64_MAX. */
+TEST(figures_saturate)
+{
+    CHECK_EQ(ra__mul_sat((int64_t)1 << 40, (int64_t)1 << 40), INT64_MAX);
+    CHECK_EQ(ra__mul_sat((int64_t)1 << 40, 4), (int64_t)1 << 42);
+    CHECK_EQ(ra__add_sat(INT64_MAX - 3, 4), INT64_MAX);
+    CHECK_EQ(ra__add_sat(INT64_MAX - 4, 4), INT64_MAX);
+    CHECK_EQ(ra__add_sat(3, 4), 7);
+}
+
+static const h_test tests[] = {
+    ENTRY(bounds_and_pairs_of_rows), ENTRY(needs_and_tiles_by_blocks),
+    ENTRY(steps_are_chunks_and_two_rounds), ENTRY(lists_play_through),
+    ENTRY(sparse_masks_play_through), ENTRY(figures_of_long_sequences), ENTRY(figures_saturate)
+};
+
+int main(int argc, char **argv)
+{
+    return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+}
