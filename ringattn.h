@@ -11161,7 +11161,8 @@ static void ra__model_carve(ra__arena *a, const ra_plan *p, ra__model *m) {
     for (int32_t i = 0; i < 5; i++) *list[i] = (double *)ra__carve(a, ranks * 8);
     m->freed = (double *)ra__carve(a, ranks * p->d.buffers * 8);
     m->work = (double *)ra__carve(a, ranks * p->keys.chunks * 8);
-    m->step = (double *)ra__carve(a, (p->place0 ? p->place0[p->d.sequences] + 1 : 1) * 8);
+    m->step = (double *)ra__carve(a, p->d.layout.kind == RA_LAYOUT_ARRAY ? 0
+                                           : (p->place0[p->d.sequences] + 1) * 8);
     m->received = (int64_t *)ra__carve(a, ranks * 8);
 }
 

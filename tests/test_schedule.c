@@ -209,7 +209,11 @@ static void check_needs(const ra_plan *p, const ra__travel *t, int queries)
             int need = 0;
             for (i = 0; ra__side_seg(&side, b, queries ? ra__k_len(&p->d, b) : ra__q_len(&p->d, b),
                                      i, &s); i++)
-                need |= s.rows && meets(p, b, &s, &chunk->seg[part], queries);
+                for (int32_t k = 0; s.rows && k < ra__chunk_pieces(chunk); k++) {
+                    ra__seg piece = ra__chunk_piece(chunk, k);
+                    if (!chunk->list.run && k != part) continue;
+                    need |= meets(p, b, &s, &piece, queries);
+                }
             CHECK_EQ(ra__need_seg(t, c, part, rank), need);
         }
     }
@@ -230,8 +234,8 @@ static void slow_tiles(const ra_plan *p, int rank, int64_t tally[3], double *wei
                 for (c = 0; c < p->keys.chunks; c++)
                     for (part = 0; part < p->keys.chunk[c].segs; part++)
                         for (k = 0; p->keys.chunk[c].sequence == b &&
-                                    k < (p->keys.chunk[c].seg[part].rows + 63) / 64; k++) {
-                            ra__seg keys = ra__seg_block(&p->keys.chunk[c].seg[part], k);
+                                    k < ra__seg_blocks(&p->keys.chunk[c], part); k++) {
+                            ra__seg keys = ra__seg_block_at(&p->keys.chunk[c], part, k);
                             int kind = class_of(p, &keys, &bounds);
                             tally[kind]++;
                             if (kind != RA__EMPTY) *weight += (double)rows.rows;
