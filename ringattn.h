@@ -670,9 +670,9 @@ RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; n
 typedef struct ra_plan ra_plan;
 
 /* Makes the schedule of d->rank, proves that it cannot deadlock, or refuses with d->error filled.
- * One allocation from a (null: malloc). d is copied. Takes time and memory in
- * proportion to tokens / RA_BLOCK_TOKENS + chunks * ranks (of INTERVALS, to tokens): a few bytes of
- * memory for each rank and 16 chunks, and some hundred for each chunk. */
+ * One allocation from a (null: malloc). d is copied. Takes time and memory in proportion to
+ * tokens / RA_BLOCK_TOKENS + chunks * ranks (time: of INTERVALS, to tokens): 2 bits of memory for
+ * each rank and chunk, and some hundred bytes for each chunk. */
 RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a);
 RINGATTN_API void      ra_plan_destroy(ra_plan *plan);               /* null is fine */
 
@@ -6735,6 +6735,7 @@ typedef struct ra__route {
     int32_t *send_fold;                /* backward: index in fold, after which it may go; or -1 */
     int64_t folds, recvs, sends, exchanges;
     ra__exchange *exchange;
+    int64_t steps;                     /* of the lock-step run on all ranks */
     int32_t backward, direction;       /* +1: chunks go to rank + 1 */
     int64_t chunk_bytes;               /* longest message; backward: but those home */
     int64_t home_bytes;                /* backward from here on: longest message home */
@@ -10108,13 +10109,14 @@ static void ra__plan_direction(ra_plan *p) {
         w = ra__tour_of(p, 0);
         bytes[down] = ra__tour_hops(&w);
         steps[down] = ra__tour_steps(&w, p->line, p->start);
+        p->forward.steps = steps[down];
         if (p->order == RA_ORDER_DESC || p->d.ranks < 3) return;
     }
     if (steps[1] < steps[0] || (steps[1] == steps[0] && bytes[1] < bytes[0])) return;
     p->direction = 1;
     ra__tour up = ra__tour_of(p, 0);
     (void)ra__tour_hops(&up);
-    (void)ra__tour_steps(&up, p->line, p->start);
+    p->forward.steps = ra__tour_steps(&up, p->line, p->start);
 }
 
 /* Whether `place` of the heap [0, n) sorts behind a child; by first position. */
@@ -13924,7 +13926,7 @@ static void ra__plan_fill_back(ra_plan *p) {
     p->back_direction = p->order == RA_ORDER_DESC && q ? -1 : 1;
     w = ra__tour_of(p, 1);
     (void)ra__tour_hops(&w);
-    (void)ra__tour_steps(&w, p->line, p->start);
+    p->back.steps = ra__tour_steps(&w, p->line, p->start);
     ra__plan_back_lists(&w, p->start, &p->back);
     ra__plan_back_bytes(p);
     p->back.exchanges = ra__tour_exchanges(&w, p->start, p->back.exchange);
