@@ -713,9 +713,9 @@ RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; n
 typedef struct ra_plan ra_plan;
 
 /* Makes the schedule of d->rank, proves that it cannot deadlock, or refuses with d->error filled.
- * One allocation from a (null: malloc). d is copied. Takes time and memory in
- * proportion to tokens / RA_BLOCK_TOKENS + chunks * ranks (of INTERVALS, to tokens): a few bytes of
- * memory for each rank and 16 chunks, and some hundred for each chunk. */
+ * One allocation from a (null: malloc). d is copied. Takes time and memory in proportion to
+ * tokens / RA_BLOCK_TOKENS + chunks * ranks (time: of INTERVALS, to tokens): 2 bits of memory for
+ * each rank and chunk, and some hundred bytes for each chunk. */
 RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a);
 RINGATTN_API void      ra_plan_destroy(ra_plan *plan);               /* null is fine */
 
@@ -1763,7 +1763,7 @@ enum { RA__DEPTH = 128, RA__PIECE = 64, RA__ALIAS = 4096 };
 static const float ra__log2e = 1.44269504f;
 static const float ra__l_limit = 4294967296.0f;
 static const float ra__few_slack = 16.0f; /* decode: scores may exceed m by so much */
-enum { RA__FEW_PARTIAL = 8, RA__FEW_TAIL = 16 }; /* beside a dtype: forms of a tile of values */
+enum { RA__FEW_REST = 8 };             /* beside a dtype: a tile of values of any keys and dims */
 
 /* 2^x: coefficients of 2^f by powers of f, minimax in relative error with c0 = 1, so that 2^0 is 1
  * exactly; for f in [-1/2, 1/2] 4e-9, for f in [0, 1] 3e-8, before rounding. */
@@ -2181,20 +2181,13 @@ RA__OP void RA__F(score_tiles)(RA__F(work) *w, int32_t k_dim, const int32_t ni, 
         RA__F(score_tile)(w, k_dim, j, ni, nt);
         ra__ask(w->p->ahead);
     }
-    if (ni > 4 && w->last - j >= 4) {
-        RA__F(score_tile)(w, k_dim, j, 4, nt);
-        j += 4;
-    }
-    if (w->last - j >= 2) {
-        RA__F(score_tile)(w, k_dim, j, 2, nt);
-        j += 2;
-    }
-    if (w->last - j >= 1) RA__F(score_tile)(w, k_dim, j, 1, nt);
+    for (; ni > 4 && w->last - j >= 4; j += 4) RA__F(score_tile)(w, k_dim, j, 4, nt);
+    for (; j < w->last; j++) RA__F(score_tile)(w, k_dim, j, 1, nt);
 }
 
 RA__PART void RA__F(scores)(RA__F(work) *w, int32_t k_dim) {
     if (w->nt == RA__NT) RA__F(score_tiles)(w, k_dim, RA__NI, RA__NT);
-    else if (w->nt > 1) RA__F(score_tiles)(w, k_dim, 8, RA__NT / 2);
+    else if (RA__NT > 2 && w->nt > 1) RA__F(score_tiles)(w, k_dim, 8, RA__NT / 2);
     else RA__F(score_tiles)(w, k_dim, 8, 1);
 }
 
@@ -2354,7 +2347,7 @@ RA__OP void RA__F(weigh_vectors)(RA__F(work) *w, const int32_t nt) {
 
 RA__PART void RA__F(weigh)(RA__F(work) *w) {
     if (w->nt == RA__NT) RA__F(weigh_vectors)(w, RA__NT);
-    else if (w->nt > 1) RA__F(weigh_vectors)(w, RA__NT / 2);
+    else if (RA__NT > 2 && w->nt > 1) RA__F(weigh_vectors)(w, RA__NT / 2);
     else RA__F(weigh_vectors)(w, 1);
 }
 
@@ -2463,20 +2456,14 @@ RA__OP void RA__F(value_tiles)(const RA__F(work) *w, int32_t v_dim, const int32_
         RA__F(value_tile)(w, acc, d, ni, nt);
         ra__ask(w->p->ahead);
     }
-    if (ni > 4 && v_dim - d >= 4) {
-        RA__F(value_tile)(w, acc, d, 4, nt);
-        d += 4;
-    }
-    if (v_dim - d >= 2) {
-        RA__F(value_tile)(w, acc, d, 2, nt);
-        d += 2;
-    }
-    if (v_dim - d >= 1) RA__F(value_tile)(w, acc, d, 1, nt);
+    for (; ni % 4 && v_dim - d >= 4; d += 4) RA__F(value_tile)(w, acc, d, 4, nt);
+    for (; ni % 4 && v_dim - d >= 2; d += 2) RA__F(value_tile)(w, acc, d, 2, nt);
+    for (; d < v_dim; d++) RA__F(value_tile)(w, acc, d, 1, nt);
 }
 
 RA__PART void RA__F(values)(const RA__F(work) *w, int32_t v_dim) {
     if (w->nt == RA__NT) RA__F(value_tiles)(w, v_dim, RA__NI, RA__NT);
-    else if (w->nt > 1) RA__F(value_tiles)(w, v_dim, 8, RA__NT / 2);
+    else if (RA__NT > 2 && w->nt > 1) RA__F(value_tiles)(w, v_dim, 8, RA__NT / 2);
     else RA__F(value_tiles)(w, v_dim, 8, 1);
 }
 
@@ -2504,8 +2491,9 @@ RA__OP int32_t RA__F(vectors)(int32_t rows) {
     return RA__NT > 2 && rows <= RA__W * (RA__NT / 2) ? RA__NT / 2 : RA__NT;
 }
 
-/* The keys that rows of the strip see, and whatever lies between: leaving out the others, whose p
- * would be 0, changes no bit but the sign of a zero, which store_o takes away. */
+/* The keys that rows of the strip see and those between them, in whole fours, which tiles divide.
+ * The p of other keys would be 0: leaving them out changes nothing except the sign of a zero, which
+ * store_o removes. */
 RA__FN void RA__F(limits)(RA__F(work) *w) {
     const ra__rows *geo = w->p->geo;
     const int32_t *pos = w->keys->pos, end = w->row + w->nt * RA__W;
@@ -2526,9 +2514,10 @@ RA__FN void RA__F(limits)(RA__F(work) *w) {
     w->last = 0;
     for (i = w->keys->n - 1; i >= 0; i--) {
         if ((lo > pos[i] || pos[i] >= hi) && (doc > pos[i] || pos[i] >= keep)) continue;
-        w->first = i;
-        if (w->last == 0) w->last = i + 1;
+        w->first = i / 4 * 4;
+        if (w->last == 0) w->last = i / 4 * 4 + 4;
     }
+    if (w->last > w->keys->n) w->last = w->keys->n;
 }
 
 /* Strips are slabs, in partial tiles no more than half of one where a slab is wide: so less is
@@ -2698,13 +2687,18 @@ RA__OP void RA__F(pair)(RA__V *out, const uint8_t *row, int32_t d, const int32_t
     }
 }
 
-/* The same for the last elements, fewer than RA__CHUNK, and zeros. */
-RA__OP void RA__F(pair_tail)(RA__V *out, const uint8_t *row, int32_t d, int32_t dim,
-                             const int32_t dtype) {
+/* The same for any dtype and the last elements of a row, perhaps fewer than RA__CHUNK: zeros. */
+RA__PART void RA__F(pair_rest)(RA__V *out, const uint8_t *row, int32_t d, int32_t dim,
+                               int32_t dtype) {
     const int32_t size = dtype == RA_F32 ? 4 : 2;
-    float copy[RA__CHUNK] = {0};
-    memcpy(copy, row + (int64_t)d * size, (size_t)((dim - d) * size));
-    RA__F(pair)(out, (const uint8_t *)(const void *)copy, 0, dtype);
+    float copy[RA__CHUNK];
+    if (dim - d < RA__CHUNK) {
+        memset(copy, 0, sizeof copy);
+        memcpy(copy, row + (int64_t)d * size, (size_t)((dim - d) * size));
+        row = (const uint8_t *)(const void *)copy;
+        d = 0;
+    }
+    RA__F(pair)(out, row, d, dtype);
 }
 
 /* c[4 key + row] += the products of a chunk. */
@@ -2738,7 +2732,7 @@ RA__OP void RA__F(few_dots)(const ra__few *f, const ra__stretch *x, int32_t j, f
         if (x->ahead) ra__stream_ask(x->ahead, (RA__DK * bytes + 127) / 128);
     }
     if (d < dim) {
-        RA__UNROLL for (i = 0; i < RA__DK; i++) RA__F(pair_tail)(k[i], row[i], d, dim, dtype);
+        for (i = 0; i < RA__DK; i++) RA__F(pair_rest)(k[i], row[i], d, dim, dtype);
         RA__F(few_products)(c, k, f->q + 4 * d);
     }
     RA__UNROLL for (i = 0; i < 4 * RA__DK; i += RA__W)
@@ -2830,52 +2824,64 @@ RA__PART void RA__F(few_softmax)(ra__few *f, const ra__stretch *x, float *s) {
     RA__F(store)(f->part, sum);
 }
 
-/* sum += p V in nc chunks of dims from d on. */
+/* c += p of one key, [4 rows], times nc chunks v of its row. Where `masked`, only rows whose bit of
+ * `seen` is set. */
+RA__OP void RA__F(few_value_step)(RA__V *c, const RA__V *v, const float *p, const int32_t nc,
+                                  const int32_t masked, uint64_t seen) {
+    int32_t i, r;
+    RA__UNROLL for (r = 0; r < 4; r++) {
+        RA__V y = RA__F(set)(p[r]);
+        if (masked && !(seen >> r & 1)) continue;
+        RA__UNROLL for (i = 0; i < 2 * nc; i++)
+            c[i / 2 * 8 + 2 * r + i % 2] = RA__F(fma)(y, v[i], c[i / 2 * 8 + 2 * r + i % 2]);
+    }
+}
+
+/* sum += p V in nc chunks of dims from d on. form: a dtype, and RA__FEW_REST for keys that not all
+ * rows see and chunks that are not whole. */
 RA__OP void RA__F(few_value_tile)(const ra__few *f, const ra__stretch *x, const float *p,
                                   int32_t d, const int32_t nc, const int32_t form) {
-    const int32_t dtype = form & 7, partial = form & RA__FEW_PARTIAL, tail = form & RA__FEW_TAIL;
+    const int32_t dtype = form & 7, rest = form & RA__FEW_REST;
     const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
     const uint8_t *row = x->v;
     float *to = f->sum + 4 * d;
     RA__V c[8 * RA__DC], v[2 * RA__DC];
-    int32_t i, j, r;
+    int32_t i, j;
     RA__UNROLL for (i = 0; i < 8 * nc; i++)
         c[i] = f->live ? RA__F(load)(to + i * RA__W) : RA__F(set)(0.0f);
-    for (j = 0; j < x->n; j++, row += x->v_stride) {
-        if (tail) RA__F(pair_tail)(v, row, d, f->d->v_dim, dtype);
+    for (j = 0; j < x->n; j++, row += x->v_stride, p += 4) {
+        if (rest) RA__F(pair_rest)(v, row, d, f->d->v_dim, dtype);
         else RA__UNROLL for (i = 0; i < nc; i++)
             RA__F(pair)(v + 2 * i, row, d + i * RA__CHUNK, dtype);
-        RA__UNROLL for (r = 0; r < 4; r++) {
-            RA__V y = RA__F(set)(p[4 * j + r]);
-            if (partial && !(x->seen >> (4 * j + r) & 1)) continue;
-            RA__UNROLL for (i = 0; i < 2 * nc; i++)
-                c[i / 2 * 8 + 2 * r + i % 2] = RA__F(fma)(y, v[i], c[i / 2 * 8 + 2 * r + i % 2]);
-        }
+        RA__F(few_value_step)(c, v, p, nc, rest, x->seen >> 4 * j);
         if (x->ahead && (nc * bytes >= 128 || j % 2 == 0))
             ra__stream_ask(x->ahead, (nc * bytes + 127) / 128);
     }
     RA__UNROLL for (i = 0; i < 8 * nc; i++) RA__F(store)(to + i * RA__W, c[i]);
 }
 
-RA__OP void RA__F(few_value_tiles)(const ra__few *f, const ra__stretch *x, const float *p,
-                                   const int32_t dtype) {
-    const int32_t dim = f->d->v_dim, none = RA__FEW_PARTIAL;
+/* Whole chunks of keys that all rows see; returns the first dim that is left. */
+RA__OP int32_t RA__F(few_value_tiles)(const ra__few *f, const ra__stretch *x, const float *p,
+                                      const int32_t dtype) {
+    const int32_t dim = f->d->v_dim;
     int32_t d = 0;
-    for (; !x->partial && dim - d >= RA__DC * RA__CHUNK; d += RA__DC * RA__CHUNK)
+    for (; dim - d >= RA__DC * RA__CHUNK; d += RA__DC * RA__CHUNK)
         RA__F(few_value_tile)(f, x, p, d, RA__DC, dtype);
-    for (; !x->partial && RA__DC > 1 && dim - d >= RA__CHUNK; d += RA__CHUNK)
+    for (; RA__DC > 1 && dim - d >= RA__CHUNK; d += RA__CHUNK)
         RA__F(few_value_tile)(f, x, p, d, 1, dtype);
-    for (; dim - d >= RA__CHUNK; d += RA__CHUNK)
-        RA__F(few_value_tile)(f, x, p, d, 1, dtype | none);
-    if (d < dim) RA__F(few_value_tile)(f, x, p, d, 1, dtype | none | RA__FEW_TAIL);
+    return d;
 }
 
 RA__PART void RA__F(few_values)(const ra__few *f, const ra__stretch *x, const float *p) {
     const int32_t dtype = f->d->v_dtype;
-    if (dtype == RA_F32) RA__F(few_value_tiles)(f, x, p, RA_F32);
-    else if (dtype == RA_F16) RA__F(few_value_tiles)(f, x, p, RA_F16);
-    else if (dtype == RA_BF16) RA__F(few_value_tiles)(f, x, p, RA_BF16);
-    else RA__F(few_value_tiles)(f, x, p, RA_Q8_0);
+    int32_t d = 0;
+    if (x->partial) d = 0;             /* all chunks are a rest */
+    else if (dtype == RA_F32) d = RA__F(few_value_tiles)(f, x, p, RA_F32);
+    else if (dtype == RA_F16) d = RA__F(few_value_tiles)(f, x, p, RA_F16);
+    else if (dtype == RA_BF16) d = RA__F(few_value_tiles)(f, x, p, RA_BF16);
+    else d = RA__F(few_value_tiles)(f, x, p, RA_Q8_0);
+    for (; d < f->d->v_dim; d += RA__CHUNK)
+        RA__F(few_value_tile)(f, x, p, d, 1, dtype | RA__FEW_REST);
 }
 
 RA__FN void RA__F(few_fold)(ra__few *f, const ra__stretch *x, int32_t n) {
@@ -3543,14 +3549,21 @@ RA__OP int32_t ra__bad_scalar(ra__v4f v) {
     ra__v4i e = ra__set_int_scalar(0x7f800000), b = (ra__v4i)(((ra__v4i)v & e) == e);
     return b[0] | b[1] | b[2] | b[3];
 }
-RA__OP ra__v4f ra__of_f16_scalar(const uint8_t *p) {
+RA__OP ra__v4i ra__load_half_scalar(const uint8_t *p) {
     uint16_t h[4];
     memcpy(h, p, sizeof h);
-    {
-        ra__v4f v = {ra__f32_of_f16(h[0]), ra__f32_of_f16(h[1]), ra__f32_of_f16(h[2]),
-                     ra__f32_of_f16(h[3])};
-        return v;
-    }
+    ra__v4i v = {h[0], h[1], h[2], h[3]};
+    return v;
+}
+/* As ra__f32_of_f16, all branches at once. */
+RA__OP ra__v4f ra__of_f16_scalar(const uint8_t *p) {
+    const ra__v4i h = ra__load_half_scalar(p), a = h & 0x7fff;
+    const ra__v4f tiny = __builtin_convertvector(a, ra__v4f) * (1.0f / 16777216.0f);
+    ra__v4i u = (a << 13) + (112 << 23);
+    u = (ra__v4i)ra__pick_scalar(a < 0x400, tiny, (ra__v4f)u);
+    u |= (a >= 0x7c00) & 0x7f800000;
+    u |= (a > 0x7c00) & 0x400000;
+    return (ra__v4f)((ra__v4u)u | (ra__v4u)(h & 0x8000) << 16);
 }
 RA__OP ra__v4f ra__of_i8_scalar(const uint8_t *p) {
     ra__v4f v = {(float)(int8_t)p[0], (float)(int8_t)p[1], (float)(int8_t)p[2],
@@ -3558,13 +3571,7 @@ RA__OP ra__v4f ra__of_i8_scalar(const uint8_t *p) {
     return v;
 }
 RA__OP ra__v4f ra__of_bf16_scalar(const uint8_t *p) {
-    uint16_t h[4];
-    memcpy(h, p, sizeof h);
-    {
-        ra__v4f v = {ra__f32_of_bf16(h[0]), ra__f32_of_bf16(h[1]), ra__f32_of_bf16(h[2]),
-                     ra__f32_of_bf16(h[3])};
-        return v;
-    }
+    return (ra__v4f)((ra__v4u)ra__load_half_scalar(p) << 16);
 }
 RA__OP void ra__to_f16_scalar(uint8_t *p, ra__v4f v) {
     uint16_t h[4];
@@ -4129,6 +4136,12 @@ RA__BF_OP void ra__bf_piece(const ra__bf_work *w, int32_t j, int32_t t, const in
     _mm512_storeu_ps(l, sum);
 }
 
+/* Pieces [n, pieces) of p of a tile of keys from j on, beside nothing. */
+RA__NOINLINE RA__BF_TARGET void ra__bf_pieces(const ra__bf_work *w, int32_t j, int32_t n,
+                                              int32_t pieces, int32_t changed) {
+    for (; n < pieces; n++) ra__bf_piece(w, j + n / w->nt * 2, n % w->nt, w->nt < 4, changed);
+}
+
 /* Scores of ni keys from j on to s, and meanwhile `pieces` pieces of p of the tile before. (Empty
  * assembly: clang 14 moves products past the piece, but not their operands.) */
 RA__BF_OP void ra__bf_score_tile(const ra__bf_work *w, int32_t j, int32_t pieces, const int32_t ni,
@@ -4152,7 +4165,7 @@ RA__BF_OP void ra__bf_score_tile(const ra__bf_work *w, int32_t j, int32_t pieces
     ra__bf_steps(w, k, d, c, ni, nt);
     RA__UNROLL for (i = 0; i < ni; i++)
         RA__UNROLL for (t = 0; t < nt; t++) _mm512_storeu_ps(s + i * 64 + t * 16, c[i][t]);
-    for (; n < pieces; n++) ra__bf_piece(w, j - ni + n / nt * 2, n % nt, nt < 4, changed);
+    if (n < pieces) ra__bf_pieces(w, j - ni, n, pieces, changed);
 }
 
 /* PERF: 2^x is a long chain, which leaves multipliers idle unless there are products beside it. Zen
@@ -4162,13 +4175,13 @@ RA__BF_OP void ra__bf_score_tile(const ra__bf_work *w, int32_t j, int32_t pieces
  * 0.41 to 0.71 (full) of the rate without. */
 RA__BF_OP void ra__bf_score_tiles(const ra__bf_work *w, const int32_t ni, const int32_t nt,
                                   const int32_t changed) {
-    int32_t j, n, pieces = 0;
+    int32_t j, pieces = 0;
     for (j = w->first; j < w->last; j += ni) {
         ra__bf_score_tile(w, j, pieces, ni, nt, changed);
         pieces = w->ring == 63 ? 0 : ni / 2 * nt;
         ra__ask(w->p->ahead);
     }
-    for (n = 0; n < pieces; n++) ra__bf_piece(w, j - ni + n / nt * 2, n % nt, nt < 4, changed);
+    ra__bf_pieces(w, j - ni, 0, pieces, changed);
 }
 
 /* All scores to s; or p and l of them, when s holds the latest tiles. */
@@ -4177,10 +4190,8 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_work *w, int32_t stored) {
     w->ring = stored ? 63 : 15;
     if (w->nt == 4 && changed) ra__bf_score_tiles(w, 4, 4, 1);
     else if (w->nt == 4) ra__bf_score_tiles(w, 4, 4, 0);
-    else if (w->nt == 2 && changed) ra__bf_score_tiles(w, 8, 2, 1);
-    else if (w->nt == 2) ra__bf_score_tiles(w, 8, 2, 0);
-    else if (changed) ra__bf_score_tiles(w, 8, 1, 1);
-    else ra__bf_score_tiles(w, 8, 1, 0);
+    else if (w->nt == 2) ra__bf_score_tiles(w, 8, 2, changed);
+    else ra__bf_score_tiles(w, 8, 1, changed);
 }
 
 /* Stored scores of vector t: modified, masked, their maximum. */
@@ -4687,7 +4698,7 @@ RA__BF_OP void ra__bf_few_step(const ra__stretch *x, __m512 *c, int32_t j, const
 /* sum += p V in nc chunks of dims from d on; nc = 2: eights of keys that all rows see. pairs: rows
  * of 4, or of 16 if these are shared. */
 RA__BF_OP void ra__bf_few_tile(const ra__few *f, const ra__stretch *x, const float *pairs,
-                               int32_t d, const int32_t nc, const int32_t row) {
+                               int32_t d, const int32_t nc, int32_t row) {
     const int32_t dim = f->d->v_dim, last = x->n - 1;
     const uint32_t m = nc > 1 || dim - d >= 32 ? ~0u : ((uint32_t)1 << (dim - d)) - 1;
     const uint8_t *v0 = x->v + 2 * (int64_t)d;
@@ -4709,11 +4720,11 @@ RA__BF_OP void ra__bf_few_tile(const ra__few *f, const ra__stretch *x, const flo
 }
 
 RA__NOINLINE RA__BF_TARGET void ra__bf_few_values(const ra__few *f, const ra__stretch *x,
-                                                  const float *pairs) {
+                                                  const float *pairs, int32_t row) {
     const int32_t dim = f->d->v_dim, whole = !x->partial && x->n % RA__BF_FEW == 0;
     int32_t d = 0;
-    for (; whole && dim - d >= 64; d += 64) ra__bf_few_tile(f, x, pairs, d, 2, 4);
-    for (; d < dim; d += 32) ra__bf_few_tile(f, x, pairs, d, 1, 4);
+    for (; whole && dim - d >= 64; d += 64) ra__bf_few_tile(f, x, pairs, d, 2, row);
+    for (; d < dim; d += 32) ra__bf_few_tile(f, x, pairs, d, 1, row);
 }
 
 RA__BF_FN void ra__bf_few_one(ra__few *f, const ra__stretch *x) {
@@ -4722,7 +4733,7 @@ RA__BF_FN void ra__bf_few_one(ra__few *f, const ra__stretch *x) {
     int32_t i;
     ra__bf_few_scores(f, x, s);
     ra__bf_few_softmax(f, x, s, pairs);
-    ra__bf_few_values(f, x, pairs);
+    ra__bf_few_values(f, x, pairs, 4);
     for (i = 0; i < 4; i++)
         if (x->seen >> i & every_fourth) f->live |= 1 << i;
 }
@@ -4753,14 +4764,6 @@ RA__BF_FN int32_t ra__bf_wide_softmax(ra__few *f, const ra__stretch *x, int32_t 
     return 1;
 }
 
-RA__NOINLINE RA__BF_TARGET void ra__bf_wide_values(const ra__few *f, const ra__stretch *x,
-                                                   const float *pairs) {
-    const int32_t dim = f->d->v_dim;
-    int32_t d = 0;
-    for (; dim - d >= 64; d += 64) ra__bf_few_tile(f, x, pairs + f->lane, d, 2, 16);
-    for (; d < dim; d += 32) ra__bf_few_tile(f, x, pairs + f->lane, d, 1, 16);
-}
-
 /* Eights of keys that all rows of all fours see, and scores that nothing changes. */
 RA__BF_OP int32_t ra__bf_is_wide(const ra__few *f, const ra__stretch *x, int32_t n) {
     int32_t i, wide = f->wide && x->n % RA__BF_FEW == 0;
@@ -4775,7 +4778,7 @@ RA__BF_FN void ra__few_fold_bf16(ra__few *f, const ra__stretch *x, int32_t n) {
         ra__bf_wide_scores(f, x, s);
         if (ra__bf_wide_softmax(f, x, n, s, pairs)) {
             for (i = 0; i < n; i++) {
-                ra__bf_wide_values(&f[i], &x[i], pairs);
+                ra__bf_few_values(&f[i], &x[i], pairs + f[i].lane, 16);
                 f[i].live = 15;
             }
             return;
@@ -4925,6 +4928,13 @@ RA__BF_OP void ra__bf_back_piece(const ra__bf_back *b, int32_t j, int32_t n, con
     else ra__bf_back_weights(b, j + n / 2, n % 2 * 2, masked);
 }
 
+/* Pieces [n, pieces), beside nothing. */
+RA__NOINLINE RA__BF_TARGET void ra__bf_back_rest(const ra__bf_back *b, int32_t j, int32_t n,
+                                                 int32_t pieces, int32_t slopes) {
+    const int32_t masked = b->x->partial || b->x->keys->n % 4;
+    for (; n < pieces; n++) ra__bf_back_piece(b, j, n, slopes, masked);
+}
+
 /* c[i][t] += products of w with 4 keys from j on, beside the pieces of the tile at j - 4 (dS) or j
  * (P); then to x->p or x->ds. */
 RA__BF_OP void ra__bf_back_dots(const ra__bf_back *b, const ra__bf_work *w, int32_t j,
@@ -4945,7 +4955,7 @@ RA__BF_OP void ra__bf_back_dots(const ra__bf_back *b, const ra__bf_work *w, int3
         ra__bf_back_piece(b, of, n, slopes, masked);
     }
     ra__bf_steps(w, k, d, c, 4, 4);
-    for (; n < pieces; n++) ra__bf_back_piece(b, of, n, slopes, masked);
+    if (n < pieces) ra__bf_back_rest(b, of, n, pieces, slopes);
     RA__UNROLL for (i = 0; i < 4; i++)
         RA__UNROLL for (t = 0; t < 4; t++) _mm512_storeu_ps(to + i * 64 + t * 16, c[i][t]);
 }
@@ -4965,7 +4975,7 @@ RA__BF_OP void ra__bf_back_block(const ra__bf_back *b, const int32_t masked) {
         ra__bf_back_dots(b, &b->dp, j, c, 0, masked);
         ra__ask(p->ahead);
     }
-    for (i = 0; i < 4; i++) ra__bf_back_piece(b, j - 4, i, 1, masked);
+    ra__bf_back_rest(b, j - 4, 0, 4, 1);
 }
 
 RA__NOINLINE RA__BF_TARGET void ra__bf_back_tiles(const ra__bf_back *b) {
@@ -6946,6 +6956,7 @@ typedef struct ra__route {
     int32_t *send_fold;                /* backward: index in fold, after which it may go; or -1 */
     int64_t folds, recvs, sends, exchanges;
     ra__exchange *exchange;
+    int64_t steps;                     /* of the lock-step run on all ranks */
     int32_t backward, direction;       /* +1: chunks go to rank + 1 */
     int64_t chunk_bytes;               /* longest message; backward: but those home */
     int64_t home_bytes;                /* backward from here on: longest message home */
@@ -10784,13 +10795,14 @@ static void ra__plan_direction(ra_plan *p) {
         w = ra__tour_of(p, 0);
         bytes[down] = ra__tour_hops(&w);
         steps[down] = ra__tour_steps(&w, p->line, p->start);
+        p->forward.steps = steps[down];
         if (p->order == RA_ORDER_DESC || p->d.ranks < 3) return;
     }
     if (steps[1] < steps[0] || (steps[1] == steps[0] && bytes[1] < bytes[0])) return;
     p->direction = 1;
     ra__tour up = ra__tour_of(p, 0);
     (void)ra__tour_hops(&up);
-    (void)ra__tour_steps(&up, p->line, p->start);
+    p->forward.steps = ra__tour_steps(&up, p->line, p->start);
 }
 
 /* Whether `place` of the heap [0, n) sorts behind a child; by first position. */
@@ -14991,7 +15003,7 @@ static void ra__plan_fill_back(ra_plan *p) {
     p->back_direction = p->order == RA_ORDER_DESC && q ? -1 : 1;
     w = ra__tour_of(p, 1);
     (void)ra__tour_hops(&w);
-    (void)ra__tour_steps(&w, p->line, p->start);
+    p->back.steps = ra__tour_steps(&w, p->line, p->start);
     ra__plan_back_lists(&w, p->start, &p->back);
     ra__plan_back_bytes(p);
     p->back.exchanges = ra__tour_exchanges(&w, p->start, p->back.exchange);

@@ -5,6 +5,7 @@
  *                                 alibi, bias_key, bias_full, sinks, softcap, tails, strides, dims,
  *                                 decode, short, ring, small, simple, loop), an instruction set, a
  *                                 dtype, a mask, D128, Tq4096, Tk4096, Hq32, threads2, ranks4
+ *   make bench ONLY=plan          seconds to make plans, from 1M to 64M tokens
  *   bench --only WORDS --json FILE --chunk N --long --processor-time
  *                                 --long adds 8192 tokens and 16-bit storage on every instruction
  *                                 set; --processor-time counts the time that a thread had a
@@ -1206,6 +1207,74 @@ static void print_row(const row *r, const result *x) {
     fflush(stdout);
 }
 
+/* ---------------------------------------------------------------------------- plans */
+typedef struct plan_case { int64_t tokens; int32_t ranks, layout, kv_heads, mask; } plan_case;
+
+static void *plan_alloc(void *ctx, size_t bytes, size_t align) {
+    void *p = NULL;
+    *(size_t *)ctx += bytes;
+    return posix_memalign(&p, align, bytes) == 0 ? p : NULL;
+}
+
+static void plan_free(void *ctx, void *p, size_t bytes) {
+    (void)ctx, (void)bytes;
+    free(p);
+}
+
+/* Seconds to make a plan for training, D 128, 32 query heads, and for its figures of another rank;
+ * and its size. The masks are causal; documents have 8192
+ * tokens, a window a 16th of all. */
+static void print_plan(const plan_case *c) {
+    static const char *const masks[3] = { "causal", "documents", "window" };
+    static const char *const layouts[4] = { "", "contiguous", "zigzag", "striped" };
+    static int64_t docs[8192];
+    ra_plan *plan = NULL;
+    ra_plan_report report;
+    ra_allocator memory = { plan_alloc, plan_free, NULL };
+    ra_desc d;
+    size_t bytes = 0;
+    double begin, made;
+    memset(&d, 0, sizeof d);
+    memory.ctx = &bytes;
+    d.tokens = c->tokens;
+    d.ranks = c->ranks;
+    d.rank = c->ranks / 2;
+    d.layout.kind = c->layout;
+    d.q_heads = 32;
+    d.kv_heads = c->kv_heads;
+    d.k_dim = d.v_dim = 128;
+    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_BF16;
+    d.op = RA_OP_TRAIN;
+    d.mask.kind = RA_MASK_CAUSAL;
+    for (int i = 0; i < 8192; i++) docs[i] = (int64_t)8192 * i;
+    if (c->mask == 1) d.mask.doc_first = docs;
+    if (c->mask == 1) d.mask.doc_count = c->tokens / 8192;
+    if (c->mask == 2) d.mask.window = c->tokens / 16;
+    begin = now_s();
+    if (ra_plan_create(&plan, &d, &memory) != RA_OK) { failed_rows++; return; }
+    made = now_s() - begin;
+    begin = now_s();
+    (void)ra_plan_query(plan, 0, &report);
+    printf("plan %4lldM tokens %5d ranks %-10s %-9s Hq32/%-2d %8.3f s, another rank %6.3f s, "
+           "%5.1f MB\n", (long long)(c->tokens >> 20), (int)c->ranks,
+           layouts[c->layout], masks[c->mask], (int)c->kv_heads, made, now_s() - begin,
+           (double)bytes / 1e6);
+    fflush(stdout);
+    ra_plan_destroy(plan);
+}
+
+static void print_plans(void) {
+    static const plan_case list[] = {
+        { 1 << 20, 16, RA_LAYOUT_ZIGZAG, 8, 0 },     { 1 << 20, 1024, RA_LAYOUT_ZIGZAG, 8, 0 },
+        { 1 << 20, 1024, RA_LAYOUT_ZIGZAG, 32, 0 },  { 1 << 20, 1024, RA_LAYOUT_STRIPED, 8, 0 },
+        { 1 << 24, 1024, RA_LAYOUT_ZIGZAG, 8, 0 },   { 1 << 24, 4096, RA_LAYOUT_ZIGZAG, 8, 0 },
+        { 1 << 24, 4096, RA_LAYOUT_ZIGZAG, 32, 0 },  { 1 << 26, 16, RA_LAYOUT_CONTIGUOUS, 8, 0 },
+        { 1 << 26, 16, RA_LAYOUT_ZIGZAG, 8, 1 },     { 1 << 26, 16, RA_LAYOUT_ZIGZAG, 32, 0 },
+        { 1 << 26, 16, RA_LAYOUT_CONTIGUOUS, 8, 2 }, { 1 << 26, 1024, RA_LAYOUT_ZIGZAG, 8, 0 },
+    };
+    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) print_plan(&list[i]);
+}
+
 static int write_json(const char *path) {
     FILE *f = fopen(path, "w");
     int first = 1;
@@ -1248,7 +1317,7 @@ static void clear_progress(void) {
 int main(int argc, char **argv) {
     char words[512] = "";
     const char *json = "build/bench.json";
-    int large = 0, kept = 0;
+    int large = 0, kept = 0, plans;
     double begin;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--json") == 0 && i + 1 < argc) json = argv[++i];
@@ -1260,6 +1329,7 @@ int main(int argc, char **argv) {
             strncat(words, argv[i], sizeof words - strlen(words) - 1);
         }
     }
+    plans = !words[0] || strcmp(words + strspn(words, " "), "plan") == 0;
     add_all(large);
     for (int i = 0; i < row_count; i++) {
         if (wanted(&rows[i], words + strspn(words, " "))) rows[kept++] = rows[i];
@@ -1281,11 +1351,12 @@ int main(int argc, char **argv) {
         if (results[i].done) print_row(&rows[i], &results[i]);
     }
     printf("%d rows in %.0f s%s\n", row_count, now_s() - begin,
-           row_count ? "" : ": nothing matches");
+           row_count || plans ? "" : ": nothing matches");
+    if (plans) print_plans();
     if (runs_disturbed * 20 > runs_in_all) {
         printf("Other programs disturbed %d of %d timed runs: trust no figure of this table.\n",
                runs_disturbed, runs_in_all);
     }
     if (write_json(json) != 0) return 1;
-    return failed_rows != 0 || row_count == 0;
+    return failed_rows != 0 || (row_count == 0 && !plans);
 }
