@@ -10553,7 +10553,7 @@ static int64_t ra__most_spans(const ra_plan *p) {
 /* Carves what depends on the number of chunks: at most `keys` of keys, `queries` of queries. */
 static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queries) {
     int64_t list = (keys + p->d.sequences) * 4, places = 2 * keys + 1;
-    if (p->d.layout.kind == RA_LAYOUT_RUNS) places += p->held_count;
+    if (p->d.layout.kind == RA_LAYOUT_RUNS) places += p->held_count * p->d.sequences;
     int q = p->d.op == RA_OP_TRAIN && p->d.backward_way == RA_WAY_Q;
     ra__route *w = &p->forward;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) places = 0;
@@ -11079,21 +11079,39 @@ static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     r->back_way = p->d.backward_way;
 }
 
+/* Adds the blocks of a rank's keys of sequence b for one block of queries. */
+static void ra__tally_rank(const ra_plan *p, int32_t rank, int32_t b, const ra__bounds *bounds,
+                           int64_t tally[3]) {
+    ra__side side = ra__plan_side(p, 1, rank);
+    ra__edges edges = ra__edges_of(bounds);
+    int64_t c, end, first, last;
+    ra__seg s;
+    ra__chunk_range(&p->keys, b, &c, &end);
+    for (; side.layout == RA_LAYOUT_RUNS && c < end; c++) {    /* chunks first: runs may be many */
+        const ra__chunk *chunk = &p->keys.chunk[c];
+        int kind;
+        if (chunk->owner != rank) continue;
+        ra__chunk_span(chunk, 0, &first, &last);
+        kind = ra__classify(bounds, first, last);
+        if (kind != RA__PARTIAL) tally[kind] += ra__chunk_blocks(chunk);
+        for (int32_t i = 0; kind == RA__PARTIAL && i < ra__chunk_pieces(chunk); i++)
+            ra__tally_seg(chunk, i, bounds, &edges, tally);
+    }
+    for (int64_t j = 0; side.layout != RA_LAYOUT_RUNS &&
+                        ra__side_seg(&side, b, ra__k_len(&p->d, b), j, &s); j++)
+        if (s.rows) ra__tally_run(&s, bounds, &edges, tally);
+}
+
 /* RA_WAY_Q: the tiles of all chunks of queries against this rank's keys. */
 static void ra__report_q_tiles(const ra_plan *p, int32_t rank, int64_t tally[3]) {
-    ra__side side = ra__plan_side(p, 1, rank);
-    ra__seg s;
     for (int64_t c = 0; c < p->queries.chunks; c++) {
         const ra__chunk *chunk = &p->queries.chunk[c];
-        int64_t keys = ra__k_len(&p->d, chunk->sequence);
         for (int64_t i = 0; i < ra__chunk_blocks(chunk); i++) {
             int32_t which;
             ra__seg rows = ra__chunk_block(chunk, RA_ORDER_TURN, i, &which);
             ra__bounds bounds = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, chunk->sequence, 0),
                                                &rows);
-            ra__edges edges = ra__edges_of(&bounds);
-            for (int64_t j = 0; ra__side_seg(&side, chunk->sequence, keys, j, &s); j++)
-                if (s.rows) ra__tally_run(&s, &bounds, &edges, tally);
+            ra__tally_rank(p, rank, chunk->sequence, &bounds, tally);
         }
     }
 }
