@@ -22,7 +22,7 @@ typedef struct ch_seat {
     int32_t why, joined, purged;       /* why, joined: atomic */
     int polls, pending, slow;
     ra_op *after;                      /* a receive that was done in the last poll */
-    uint8_t *last;                     /* buffer of the last large receive */
+    uint8_t *last;                     /* buffer of the last large receive, or of a loan */
     ra_transport t;
 } ch_seat;
 
@@ -231,6 +231,7 @@ static void ch_tell(ch_seat *s, ra_op *op, int status)
     op->state = status;
     s->pending--;
     if (op->kind == RA_OP_RECV) s->after = op;
+    if (wrong == CH_LOAN_KEEPS && op->scratch[CH_LENT]) s->last = (uint8_t *)op->buf;
 }
 
 /* Moves what has met, and what has failed. Returns how many ops are still PENDING. */
@@ -261,16 +262,17 @@ static void ch_mischief(ch_seat *s, ra_op *const *ops, int n)
     int wrong = s->world->wrong;
     for (int i = 0; i < n; i++) {
         ra_op *op = ops[i];
-        int lent = wrong == CH_LOAN_KEEPS && op->scratch[CH_LENT];
         if (wrong == CH_REUSE && op->kind == RA_OP_SEND && op->state == RA_OP_DONE &&
             !op->scratch[CH_MET]) {
             ch_capture(op);
             op->scratch[CH_MET] = op;
         }
         if (wrong == CH_STATES && op->state == RA_OP_IDLE) ch_accept(s, op);
-        if ((wrong == CH_RECV_AFTER || lent) && op == s->after && op->state == RA_OP_DONE)
+        if (wrong == CH_RECV_AFTER && op == s->after && op->state == RA_OP_DONE)
             ((uint8_t *)op->buf)[0] ^= 2;
     }
+    if (wrong == CH_LOAN_KEEPS && s->last) s->last[0] ^= 2;
+    if (wrong == CH_LOAN_KEEPS) s->last = NULL;
     s->after = NULL;
 }
 
@@ -374,6 +376,7 @@ static int ch_quiesce(void *ctx, int64_t deadline_ns)
 static int ch_release(void *ctx, ra_op *op)
 {
     ch_seat *s = (ch_seat *)ctx;
+    if (s->last == (uint8_t *)op->buf) s->last = NULL;
     free((uint8_t *)op->buf - (s->world->wrong == CH_LOAN_ALIGN ? 8 : 0));
     return RA_OK;
 }
@@ -607,17 +610,15 @@ TEST(every_broken_rule_is_found)
         cf_maker m = chaos(&kind, rule, level);
         cf_report rep;
         m.patience_ms = CH_PATIENCE_MS;
-        m.most_ranks = rule == CF_ANY_PEER ? 5 : 3;
+        m.most_ranks = rule == CF_ANY_PEER ? 5 : h_run.large ? 3 : 2;
         m.tells_peers = rule != CF_ABORT_PENDING;
         if (!h_case(rule)) continue;
         snprintf(h_run.context, sizeof h_run.context, "a transport that breaks %s",
                  cf_rule_name[rule]);
-        int64_t begin = ra_now_ns();
         rep = cf_judge(&m, NULL, 1, h_run.verbose ? stdout : NULL);
         if (rep.first != rule)
             printf("    broken: %s, found: %s\n", cf_rule_name[rule],
                    rep.first < 0 ? "nothing" : cf_rule_name[rep.first]);
-        printf("T %s %d\n", cf_rule_name[rule], (int)((ra_now_ns()-begin)/1000000));
         CHECK_EQ(rep.first, rule);
     }
 }
