@@ -674,7 +674,8 @@ static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_hello *h, int dial
                     (int)t->ranks);
         return again;
     }
-    if (h->to != t->rank || h->from >= t->ranks || (dialed ? h->from != peer : h->from <= t->rank)) {
+    if (h->to != t->rank || h->from >= t->ranks ||
+        (dialed ? h->from != peer : h->from <= t->rank)) {
         ra_tcp_note(t, "rank %d takes this one for rank %d, which is %d", (int)h->from, (int)h->to,
                     (int)t->rank);
         return RA_AGAIN;
@@ -883,7 +884,8 @@ static RA_TCP_UNUSED ra_status ra_tcp_connect(ra_tcp *t)
         code = ra_tcp_round(t, list);
         if (code >= 0 && ra_now_ns() > until) code = RA_E_TIMEOUT;
         if (code == RA_E_TIMEOUT)
-            (void)ra_tcp_refuse(&t->d, code, "connect_ns", "%lld ms have passed without rank %d%s%s",
+            (void)ra_tcp_refuse(&t->d, code, "connect_ns",
+                                "%lld ms have passed without rank %d%s%s",
                                 (long long)(t->d.connect_ns / RA_TCP_MS), missing,
                                 t->note[0] ? "; " : "", t->note);
         else if (code < 0) (void)ra_tcp_refuse(&t->d, code, "handshake", "%s", t->note);

@@ -1062,7 +1062,8 @@ static inline void cf_t_loans(cf_rank *r)
         if (in[j].lent) (void)r->t[0]->release(r->t[0]->ctx, &in[j].op);
         cf_op_free(&in[j]);
     }
-    if (!lent && r->rank == 0) snprintf(r->shared->note, sizeof r->shared->note, "nothing was ever lent");
+    if (!lent && r->rank == 0)
+        snprintf(r->shared->note, sizeof r->shared->note, "nothing was ever lent");
 }
 
 static inline void cf_t_reg(cf_rank *r)

@@ -34,7 +34,8 @@ typedef struct ch_world {
     int64_t begin_ns;
     uint64_t random;
     ch_seat seat[CH_MOST_RINGS][CH_MOST_RANKS];
-    ch_queue sends[CH_MOST_RINGS][CH_MOST_RANKS][CH_MOST_RANKS][2], recvs[CH_MOST_RINGS][CH_MOST_RANKS][CH_MOST_RANKS][2];
+    ch_queue sends[CH_MOST_RINGS][CH_MOST_RANKS][CH_MOST_RANKS][2];
+    ch_queue recvs[CH_MOST_RINGS][CH_MOST_RANKS][CH_MOST_RANKS][2];
 } ch_world;
 
 /* Words of ra_op.scratch: the next of its queue; 1 + status once it has met, negated errors as they
@@ -316,7 +317,8 @@ static int ch_wait(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns)
         if (wrong == CH_WAIT_DEADLINE) deadline_ns = RA_NO_DEADLINE;
         if (deadline_ns && ra_now_ns() >= deadline_ns) break;
         cf_sleep_us(100);
-        if ((wrong == CH_WAIT_WAKES && before) || (wrong == CH_ABORT_WAKES && ch_failure(s))) continue;
+        if (wrong == CH_WAIT_WAKES && before) continue;
+        if (wrong == CH_ABORT_WAKES && ch_failure(s)) continue;
         if (code || (left == 0 && wrong != CH_WAIT_IDLE) || left < before) return code;
     }
     if (wrong == CH_WAIT_TIMEOUT && left && left == before) return RA_E_TIMEOUT;
