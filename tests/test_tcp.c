@@ -312,7 +312,7 @@ static int tn_message(ra_tcp *zero, ra_tcp *one)
     return op[0].state;
 }
 
-/* Opens two ranks with the given differences. Expected statuses, and a word of rank 1's sentence. */
+/* Opens two ranks that differ. Expected: statuses, and a word of the sentences. */
 static void tn_refused(const ra_tcp_desc *zero, const ra_tcp_desc *one, int want_zero, int want_one,
                        const char *word)
 {

@@ -85,8 +85,10 @@ typedef struct ra_tcp_desc {
     ra_error *error;                   /* may be null */
 } ra_tcp_desc;
 
-enum { RA_TCP_VERSION = 1, RA_TCP_CHANNELS = 2, RA_TCP_OPS = 256, RA_TCP_STRANGERS = 32 };
-enum { RA_TCP_HEAD = 24, RA_TCP_HELLO = 96, RA_TCP_PLAIN = 262144, RA_TCP_SEALED = 65536 };
+enum { RA_TCP_VERSION = 1, RA_TCP_CHANNELS = 2, RA_TCP_OPS = 256, RA_TCP_STRANGERS = 128 };
+/* Bytes of a head, of a hello, at most of a handshake; most bytes of a body, plain and sealed. */
+enum { RA_TCP_HEAD = 24, RA_TCP_HELLO = 96, RA_TCP_TALK = 512 };
+enum { RA_TCP_PLAIN = 262144, RA_TCP_SEALED = 65536 };
 #define RA_TCP_MS ((int64_t)1000000)
 #define RA_TCP_SHAKE_NS (5000 * RA_TCP_MS)     /* a handshake takes no longer */
 #define RA_TCP_DRAIN_NS (50 * RA_TCP_MS)
@@ -802,16 +804,20 @@ static RA_TCP_UNUSED void ra_tcp_callers(ra_tcp *t)
     }
 }
 
-/* A caller that has shown who it is takes its place; an earlier connection of it is of no use. */
+/* A caller that has shown who it is takes its place, whose buffers are those for messages; an
+ * earlier connection of it is of no use. */
 static RA_TCP_UNUSED void ra_tcp_seat(ra_tcp *t, ra_tcp_conn *c)
 {
     ra_tcp_conn *seat = &t->conn[c->peer_hello.from], old;
     ra_tcp_reset(seat);
+    memcpy(seat->out_buf, c->out_buf, c->out_len);
     old = *seat;
     *seat = *c;
     seat->peer = c->peer_hello.from;
-    *c = old;
-    c->peer = -1;
+    seat->out_buf = old.out_buf;
+    seat->in_buf = old.in_buf;
+    c->fd = -1;
+    ra_tcp_reset(c);
 }
 
 /* One look at a connection that is not open yet. Negative: the ring cannot be. */
@@ -1015,14 +1021,10 @@ static RA_TCP_UNUSED int ra_tcp_poll(void *ctx, ra_op *const *ops, int n)
     return failure;
 }
 
-/* Sleeps until a socket can move, an abort, or the deadline. */
-static RA_TCP_UNUSED void ra_tcp_sleep(ra_tcp *t, int64_t deadline_ns)
+/* What wait sleeps on: sockets that could move, and the pipe as the last. Under `busy`. */
+static RA_TCP_UNUSED int ra_tcp_watch(ra_tcp *t)
 {
-    int64_t left = deadline_ns ? deadline_ns - ra_now_ns() : 1000 * RA_TCP_MS;
-    int64_t ms = (left + RA_TCP_MS - 1) / RA_TCP_MS;
-    char drain[64];
     int n = 0;
-    if (left <= 0) return;
     for (int r = 0; r < t->ranks; r++) {
         const ra_tcp_conn *c = &t->conn[r];
         int writes = !c->hush && c->out_at < c->out_len + c->out_body;
@@ -1034,24 +1036,36 @@ static RA_TCP_UNUSED void ra_tcp_sleep(ra_tcp *t, int64_t deadline_ns)
     t->fds[n].fd = t->wake[0];
     t->fds[n].events = POLLIN;
     t->fds[n].revents = 0;
-    if (poll(t->fds, (nfds_t)n + 1, ms > 1000 ? 1000 : (int)ms) > 0 && t->fds[n].revents)
+    return n;
+}
+
+/* Sleeps until one of them moves, an abort, or the deadline; a second at most. */
+static RA_TCP_UNUSED void ra_tcp_sleep(ra_tcp *t, int n, int64_t deadline_ns)
+{
+    int64_t left = deadline_ns ? deadline_ns - ra_now_ns() : 1000 * RA_TCP_MS;
+    char drain[64];
+    if (left <= 0) return;
+    if (left > 1000 * RA_TCP_MS) left = 1000 * RA_TCP_MS;
+    left = (left + RA_TCP_MS - 1) / RA_TCP_MS;
+    if (poll(t->fds, (nfds_t)n + 1, (int)left) > 0 && t->fds[n].revents)
         while (read(t->wake[0], drain, sizeof drain) == (ssize_t)sizeof drain) {}
 }
 
 static RA_TCP_UNUSED int ra_tcp_wait(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns)
 {
     ra_tcp *t = (ra_tcp *)ctx;
-    int before = 0, left, failure;
+    int before = 0, left, failure, sockets;
     for (int i = 0; i < n; i++) before += ops[i]->state == RA_OP_PENDING;
     for (;;) {
         ra_tcp_enter(t);
         ra_tcp_move(t);
         left = ra_tcp_settle(t, ops, n);
         failure = ra_tcp_failure(t);
+        sockets = ra_tcp_watch(t);
         ra_tcp_leave(t);
         if (failure || left == 0 || left < before) return failure;
         if (deadline_ns && ra_now_ns() >= deadline_ns) return RA_OK;
-        ra_tcp_sleep(t, deadline_ns);
+        ra_tcp_sleep(t, sockets, deadline_ns);
     }
 }
 
@@ -1085,7 +1099,7 @@ static RA_TCP_UNUSED void ra_tcp_drain(ra_tcp *t, int64_t deadline_ns)
             else open = 1;
         }
         if (open && ra_now_ns() >= deadline_ns) return;
-        if (open) ra_tcp_sleep(t, deadline_ns);
+        if (open) ra_tcp_sleep(t, ra_tcp_watch(t), deadline_ns);
     }
 }
 
@@ -1196,7 +1210,7 @@ static RA_TCP_UNUSED void ra_tcp_fill(ra_tcp *t)
 /* Allocates, opens the pipe and the listening socket. */
 static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t)
 {
-    size_t bytes = t->sealed ? (size_t)RA_TCP_SEALED + RA_TCP_HEAD + 2 * RA_TCP_A + 512 : 512;
+    size_t bytes = t->sealed ? (size_t)RA_TCP_SEALED + RA_TCP_HEAD + RA_TCP_TALK : RA_TCP_TALK;
     int port = 0;
     t->conn = (ra_tcp_conn *)calloc((size_t)t->ranks, sizeof *t->conn);
     t->stranger = (ra_tcp_conn *)calloc(RA_TCP_STRANGERS, sizeof *t->stranger);
@@ -1204,7 +1218,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t)
     t->waste = (uint8_t *)malloc(RA_TCP_PLAIN);
     if (!t->conn || !t->stranger || !t->fds || !t->waste ||
         !ra_tcp_conns(t->conn, t->ranks, t, bytes) ||
-        !ra_tcp_conns(t->stranger, RA_TCP_STRANGERS, t, bytes))
+        !ra_tcp_conns(t->stranger, RA_TCP_STRANGERS, t, RA_TCP_TALK))
         return ra_tcp_refuse(&t->d, RA_E_NOMEM, "ranks", "no memory for %d connections", t->ranks);
     if (pipe(t->wake) || ra_tcp_prepare(t->wake[0]) || ra_tcp_prepare(t->wake[1]))
         return ra_tcp_refuse(&t->d, RA_E_IO, "wake", "no pipe: %s", strerror(errno));
