@@ -1210,7 +1210,7 @@ static RA_TCP_UNUSED void ra_tcp_fill(ra_tcp *t)
 /* Allocates, opens the pipe and the listening socket. */
 static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t)
 {
-    size_t bytes = t->sealed ? (size_t)RA_TCP_SEALED + RA_TCP_HEAD + RA_TCP_TALK : RA_TCP_TALK;
+    size_t bytes = RA_TCP_TALK + (t->sealed ? (size_t)RA_TCP_SEALED + RA_TCP_HEAD : (size_t)0);
     int port = 0;
     t->conn = (ra_tcp_conn *)calloc((size_t)t->ranks, sizeof *t->conn);
     t->stranger = (ra_tcp_conn *)calloc(RA_TCP_STRANGERS, sizeof *t->stranger);

@@ -40,7 +40,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { CF_MOST_RANKS = 8, CF_MOST_RINGS = 2, CF_FLAGS = 8, CF_GUARD = 64 };
+enum { CF_MOST_RANKS = 8, CF_MOST_RINGS = 2, CF_FLAGS = 8 };
 enum { CF_TOKENS = 1024, CF_HEADS = 2, CF_DIM = 16, CF_ROW = CF_HEADS * CF_DIM };
 
 /* What the author of a transport provides. Calls of one rank come from that rank's thread. */
@@ -273,7 +273,7 @@ static inline size_t cf_align(const cf_rank *r, int ring)
 /* Prepares op to send or receive message m of n bytes; memory is the op's until cf_op_free. */
 static inline void cf_op_make(cf_rank *r, cf_op *o, int kind, cf_id m, size_t n)
 {
-    size_t align = cf_align(r, m.ring), guard = align < CF_GUARD ? CF_GUARD : align;
+    size_t align = cf_align(r, m.ring), guard = align < 64 ? 64 : align;
     uint32_t bits = r->t[m.ring]->tag_bits ? r->t[m.ring]->tag_bits : 15;
     void *p = NULL;
     memset(o, 0, sizeof *o);
@@ -1013,7 +1013,7 @@ static inline void cf_t_trunc(cf_rank *r)
         if (!ends)
             cf_break(r, CF_TRUNC, "a receive of %zu bytes met a message of 1000, has state %d, done"
                      " %zu, and poll returned %d", want, o.op.state, o.op.done, code);
-        else if (!cf_all(o.own + want, CF_GUARD, CF_POISON_GUARD))
+        else if (!cf_all(o.own + want, 64, CF_POISON_GUARD))
             cf_break(r, CF_BOUNDS, "a message that is too long was written beyond the buffer");
         cf_store(&r->shared->flag[1][0], 1);
     }
