@@ -13,6 +13,7 @@ enum { TN_RINGS = 2, TN_RANKS = 8 };
 /* Listening sockets of all ranks, made before the ranks start, so that ports are free ones. */
 typedef struct tn_world {
     int ranks, rings, fd[TN_RINGS][TN_RANKS];
+    uint32_t first;                    /* number of its first ring */
     char text[TN_RINGS][TN_RANKS][32];
     const char *at[TN_RINGS][TN_RANKS];
     ra_tcp *tcp[TN_RINGS][TN_RANKS];
@@ -51,7 +52,7 @@ static ra_tcp_desc tn_desc(tn_world *w, int ring, int rank)
     d.ranks = w->ranks;
     d.addresses = w->at[ring];
     d.world = 77;
-    d.ring = (uint32_t)ring;
+    d.ring = w->first + (uint32_t)ring;
     d.listen_fd = w->fd[ring][rank];
     d.connect_ns = 10000 * TN_MS;
     d.key = w->key;
@@ -87,14 +88,14 @@ static void tn_end(void *world)
 {
     tn_world *w = (tn_world *)world;
     for (int i = 0; i < w->rings; i++)
-        for (int r = 0; r < w->ranks; r++) if (w->fd[i][r] >= 0) close(w->fd[i][r]);
+        for (int r = 0; r < w->ranks; r++) if (w->fd[i][r] > 0) close(w->fd[i][r]);
     free(w);
 }
 
 static cf_maker tn_maker(const char *host, int processes)
 {
     static char name[80];
-    cf_maker m = { "tcp", NULL, tn_maker_make, tn_join, tn_leave, tn_end, 0, 1, 0, 0 };
+    cf_maker m = { "tcp", NULL, tn_maker_make, tn_join, tn_leave, tn_end, 0, 1, 0, 0, NULL };
     m.user = (void *)(uintptr_t)host;
     m.processes = processes;
     snprintf(name, sizeof name, "tcp, %s, ranks are %s", host, processes ? "processes" : "threads");
@@ -132,6 +133,60 @@ TEST(conformance_v6)
     m.most_ranks = h_run.large ? 0 : 3;
     if (!tn_has_v6()) h_skip("no ::1 here");
     else CHECK_EQ(cf_judge(&m, h_run.large ? NULL : "es", 0, stdout).failed, 0);
+}
+
+/* Processes that the suite did not start, as under mpirun; every world on the same ports, told
+ * apart by the number of its ring. */
+static void *tn_outside_make(void *user, int ranks, int rings)
+{
+    static uint32_t count;
+    const tn_world *ports = (const tn_world *)user;
+    tn_world *w = (tn_world *)calloc(1, sizeof *w);
+    if (!w) abort();
+    *w = *ports;
+    w->ranks = ranks;
+    w->rings = rings;
+    w->first = count;
+    count += 2;
+    return w;
+}
+
+TEST(conformance_from_outside)
+{
+    enum { RANKS = 3 };
+    tn_world *ports = tn_make("127.0.0.1", RANKS, 2);
+    cf_maker m = tn_maker("127.0.0.1", 1);
+    char file[] = "/tmp/ra_conformance_XXXXXX";
+    int fd = mkstemp(file), status;
+    cf_outside o;
+    pid_t pid[RANKS];
+    CHECK(fd >= 0);
+    close(fd);
+    for (int i = 0; i < 2; i++)
+        for (int r = 0; r < RANKS; r++) {
+            close(ports->fd[i][r]);
+            ports->fd[i][r] = 0;
+        }
+    m.make = tn_outside_make;
+    m.user = ports;
+    m.outside = &o;
+    fflush(NULL);
+    for (int r = 0; r < RANKS; r++) {
+        pid[r] = fork();
+        if (pid[r] == 0) {
+            alarm(200);
+            o.rank = r;
+            o.ranks = RANKS;
+            o.file = file;
+            exit(cf_judge(&m, h_run.large ? NULL : "es", 0, r ? NULL : stdout).failed);
+        }
+    }
+    for (int r = 0; r < RANKS; r++) {
+        CHECK(waitpid(pid[r], &status, 0) > 0);
+        CHECK_EQ(status, 0);
+    }
+    remove(file);
+    free(ports);
 }
 
 /* -------------------------------------------------------------------------- a peer that is gone */
@@ -629,6 +684,7 @@ int main(int argc, char **argv)
 {
     static const h_test tests[] = {
         ENTRY(conformance_threads), ENTRY(conformance_processes), ENTRY(conformance_v6),
+        ENTRY(conformance_from_outside),
         ENTRY(killed_rank), ENTRY(stopped_rank), ENTRY(ranks_that_disagree),
         ENTRY(another_byte_order), ENTRY(nobody_there), ENTRY(listens_on_its_own_address_alone),
         ENTRY(strangers), ENTRY(spoilt_on_the_way),

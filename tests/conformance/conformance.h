@@ -14,7 +14,7 @@
  *   static void end(void *world);
  *
  *   int main(void) {
- *       cf_maker m = { "mine", NULL, make, join, leave, end, 0, 0, 0, 0 };
+ *       cf_maker m = { "mine", NULL, make, join, leave, end, 0, 0, 0, 0, NULL };
  *       return cf_suite(&m, stdout) != 0;
  *   }
  *
@@ -43,6 +43,12 @@
 enum { CF_MOST_RANKS = 8, CF_MOST_RINGS = 2, CF_FLAGS = 8 };
 enum { CF_TOKENS = 1024, CF_HEADS = 2, CF_DIM = 16, CF_ROW = CF_HEADS * CF_DIM };
 
+/* For processes that run already, as under mpirun: each calls cf_suite, each makes every world, in
+ * which those from its number of ranks on have no part. They share a file that is new for the run.
+ * A test that hangs then hangs the run, which should have a timeout of its own, and after a breach
+ * nothing more is judged. */
+typedef struct cf_outside { int rank, ranks; const char *file; } cf_outside;
+
 /* What the author of a transport provides. Calls of one rank come from that rank's thread. */
 typedef struct cf_maker {
     const char *name;
@@ -57,6 +63,7 @@ typedef struct cf_maker {
     int tells_peers;                    /* 1: abort also fails what other ranks have pending */
     int most_ranks;                     /* 0: 8 */
     int64_t patience_ms;                /* how long the suite waits for what must come; 0: 5000 */
+    const cf_outside *outside;          /* null: the suite starts the ranks */
 } cf_maker;
 
 /* Every rule: name, and the sentence of the contract. */
@@ -1486,31 +1493,48 @@ static inline void cf_world(cf_rank *ranks, int n)
     }
 }
 
-static inline void cf_child(const cf_maker *m, const cf_test *test, cf_shared *shared, int n,
-                            int variant)
+/* One test: which, for how many ranks, and where they meet. */
+typedef struct cf_job {
+    const cf_maker *maker;
+    const cf_test *test;
+    cf_shared *shared;
+    int ranks, variant;
+} cf_job;
+
+static inline void cf_rank_make(cf_rank *r, const cf_job *job, void *world, int rank)
+{
+    const cf_maker *m = job->maker;
+    memset(r, 0, sizeof *r);
+    r->shared = job->shared;
+    r->maker = m;
+    r->test = job->test;
+    r->world = world;
+    r->rank = rank;
+    r->ranks = job->ranks;
+    r->next = (rank + 1) % job->ranks;
+    r->prev = (rank + job->ranks - 1) % job->ranks;
+    r->variant = job->variant;
+    r->patience = (m->patience_ms ? m->patience_ms : 5000) * 1000000;
+    r->random = cf_mix((uint64_t)(rank * 64 + job->variant) + 77) | 1;
+}
+
+static inline void *cf_make(const cf_job *job)
+{
+    int rings = job->test->flags & CF_TWO_RINGS ? 2 : 1;
+    void *world = job->maker->make(job->maker->user, job->ranks, rings);
+    if (!world) cf_store(&job->shared->unclaimed, 2);
+    return world;
+}
+
+static inline void cf_child(const cf_job *job)
 {
     static cf_rank ranks[CF_MOST_RANKS];
-    int rings = test->flags & CF_TWO_RINGS ? 2 : 1;
-    void *world = m->make(m->user, n, rings);
-    if (!world) {
-        cf_store(&shared->unclaimed, rings == 2 ? 2 : 3);
-        exit(0);
-    }
-    for (int i = 0; i < n; i++) {
-        cf_rank *r = &ranks[i];
-        r->shared = shared;
-        r->maker = m;
-        r->test = test;
-        r->world = world;
-        r->rank = i;
-        r->ranks = n;
-        r->next = (i + 1) % n;
-        r->prev = (i + n - 1) % n;
-        r->variant = variant;
-        r->patience = (m->patience_ms ? m->patience_ms : 5000) * 1000000;
-        r->random = cf_mix((uint64_t)(i * 64 + variant) + 77) | 1;
-    }
-    cf_world(ranks, n);
+    const cf_maker *m = job->maker;
+    cf_shared *shared = job->shared;
+    void *world = cf_make(job);
+    if (!world) exit(0);
+    for (int i = 0; i < job->ranks; i++) cf_rank_make(&ranks[i], job, world, i);
+    cf_world(ranks, job->ranks);
     m->end(world);
     if (cf_load(&shared->over)) _exit(0);          /* what a broken test left is not judged */
     exit(0);
@@ -1539,40 +1563,106 @@ typedef struct cf_result {
     char text[400], note[160];
 } cf_result;
 
+static inline void *cf_map(FILE *file, size_t bytes)
+{
+    void *p = MAP_FAILED;
+    if (file && !ftruncate(fileno(file), (off_t)bytes))
+        p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fileno(file), 0);
+    if (p != MAP_FAILED) return p;
+    fprintf(stderr, "conformance: no shared memory for a test\n");
+    exit(2);
+}
+
+static inline cf_result cf_result_of(const cf_shared *s)
+{
+    cf_result out;
+    memset(&out, 0, sizeof out);
+    out.rule = s->rule;
+    out.unclaimed = s->unclaimed;
+    memcpy(out.text, s->text, sizeof out.text);
+    memcpy(out.note, s->note, sizeof out.note);
+    return out;
+}
+
+/* All processes of a run from outside meet. */
+typedef struct cf_gate { int32_t arrived, round; cf_shared shared; } cf_gate;
+static inline void cf_pass_gate(cf_gate *g, int ranks)
+{
+    int32_t round = cf_load(&g->round);
+    if (__atomic_add_fetch(&g->arrived, 1, __ATOMIC_ACQ_REL) == ranks) {
+        cf_store(&g->arrived, 0);
+        cf_store(&g->round, round + 1);
+    }
+    while (cf_load(&g->round) == round) cf_sleep_us(200);
+}
+
+static inline cf_result cf_run_outside(const cf_maker *m, const cf_test *test, int n, int variant)
+{
+    static cf_gate *gate;
+    const cf_outside *o = m->outside;
+    cf_result out;
+    cf_rank r;
+    cf_job job;
+    void *world;
+    if (!gate) {
+        FILE *file = fopen(o->file, "ab+");        /* whoever comes first makes it, of zeros */
+        gate = (cf_gate *)cf_map(file, sizeof *gate);
+        fclose(file);
+    }
+    job.maker = m;
+    job.test = test;
+    job.shared = &gate->shared;
+    job.ranks = n;
+    job.variant = variant;
+    cf_pass_gate(gate, o->ranks);
+    if (o->rank == 0) {
+        memset(&gate->shared, 0, sizeof gate->shared);
+        gate->shared.rule = -1;
+    }
+    cf_pass_gate(gate, o->ranks);
+    world = cf_make(&job);
+    if (world && o->rank < n) {
+        cf_rank_make(&r, &job, world, o->rank);
+        (void)cf_rank_main(&r);
+    }
+    if (world) m->end(world);
+    cf_pass_gate(gate, o->ranks);
+    out = cf_result_of(&gate->shared);
+    cf_pass_gate(gate, o->ranks);
+    return out;
+}
+
 /* One test with n ranks in a process of its own. */
 static inline cf_result cf_run_test(const cf_maker *m, const cf_test *test, int n, int variant)
 {
-    FILE *file = tmpfile();
-    cf_shared *s = NULL;
+    FILE *file;
+    cf_shared *s;
     cf_result out;
+    cf_job job;
     int64_t limit = 6 * (m->patience_ms ? m->patience_ms : 5000) + 3000;
     int status = -1;
     pid_t pid;
-    memset(&out, 0, sizeof out);
-    if (file && !ftruncate(fileno(file), (off_t)sizeof *s)) {
-        void *p = mmap(NULL, sizeof *s, PROT_READ | PROT_WRITE, MAP_SHARED, fileno(file), 0);
-        if (p != MAP_FAILED) s = (cf_shared *)p;
-    }
-    if (!s) {
-        fprintf(stderr, "conformance: no shared memory for a test\n");
-        exit(2);
-    }
+    if (m->outside) return cf_run_outside(m, test, n, variant);
+    file = tmpfile();
+    s = (cf_shared *)cf_map(file, sizeof *s);
     s->rule = -1;
+    job.maker = m;
+    job.test = test;
+    job.shared = s;
+    job.ranks = n;
+    job.variant = variant;
     fflush(NULL);
     pid = fork();
     if (pid == 0) {
         setpgid(0, 0);
-        cf_child(m, test, s, n, variant);
+        cf_child(&job);
     }
     if (pid > 0) {
         setpgid(pid, pid);
         status = cf_reap(pid, s, limit);
         kill(-pid, SIGKILL);           /* processes of ranks that outlived it */
     }
-    out.rule = s->rule;
-    out.unclaimed = s->unclaimed;
-    memcpy(out.text, s->text, sizeof out.text);
-    memcpy(out.note, s->note, sizeof out.note);
+    out = cf_result_of(s);
     if (out.rule < 0 && status == -1) {
         out.rule = test->hangs;
         snprintf(out.text, sizeof out.text, "the test does not end; it was killed after %lld ms",
@@ -1600,6 +1690,7 @@ static inline void cf_line(const cf_maker *m, const cf_test *test, cf_report *re
     int ran = 0, most = m->most_ranks ? m->most_ranks : CF_MOST_RANKS;
     char done[64] = "", note[160] = "";
     cf_result res;
+    if (m->outside && m->outside->ranks < most) most = m->outside->ranks;
     memset(&res, 0, sizeof res);
     res.rule = -1;
     for (int i = 0; i < 5 && res.rule < 0; i++) {
@@ -1643,7 +1734,7 @@ static inline cf_report cf_judge(const cf_maker *m, const char *only, int first,
     for (int i = 0; i < CF_TEST_COUNT; i++) {
         const cf_test *test = &cf_tests[i];
         if (only && !strstr(test->name, only)) continue;
-        if (first && rep.failed) break;
+        if ((first || m->outside) && rep.failed) break;
         if ((test->flags & CF_PASSES) && rep.failed) {
             if (to) fprintf(to, "-     %-18s not judged: what it builds on is broken\n",
                             test->name);

@@ -569,7 +569,7 @@ static void bundled_end(void *world)
 /* -------------------------------------------------------------------------- tests */
 static cf_maker chaos(ch_kind *kind, int wrong, int level)
 {
-    cf_maker m = { "chaos", NULL, ch_make, ch_join, ch_leave, ch_end, 0, 1, 0, 0 };
+    cf_maker m = { "chaos", NULL, ch_make, ch_join, ch_leave, ch_end, 0, 1, 0, 0, NULL };
     kind->wrong = wrong;
     kind->level = level;
     m.user = kind;
@@ -580,7 +580,7 @@ static cf_maker chaos(ch_kind *kind, int wrong, int level)
 TEST(bundled_world)
 {
     cf_maker m = { "the bundled world", NULL, bundled_make, bundled_join, bundled_leave,
-                   bundled_end, 0, 1, 0, 0 };
+                   bundled_end, 0, 1, 0, 0, NULL };
     CHECK_EQ(cf_suite(&m, stdout), 0);
 }
 
