@@ -670,21 +670,23 @@ static inline int cf_other_channel(cf_rank *r)
 /* ... and not another peer. */
 static inline int cf_other_peer(cf_rank *r)
 {
-    int last = r->ranks - 1;
+    int last = r->ranks - 1, n = r->rank == 0 ? 2 : r->rank == 1 || r->rank == last ? 1 : 0;
     cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
     if (r->ranks < 3) return 1;
     if (r->rank == 0) {
         cf_op_make(r, &ops[0], RA_OP_SEND, cf_message(0, 1, 0, 0, 9), 900001);
         cf_op_make(r, &ops[1], RA_OP_SEND, cf_message(0, last, 0, 0, 9), 3001);
         if (!cf_finish(r, 0, list, 2, CF_PROGRESS)) return 0;
-    } else if (r->rank == 1 || r->rank == last) {
+    } else if (n) {
         if (r->rank == 1 && !cf_await(r, &r->shared->flag[0][0], 1, 2 * r->patience)) return 0;
         cf_op_make(r, &ops[0], RA_OP_RECV, cf_message(0, r->rank, 0, 0, 9),
                    r->rank == 1 ? 900001 : 3001);
         if (!cf_finish(r, 0, list, 1, CF_PROGRESS)) return 0;
         if (r->rank == last) cf_store(&r->shared->flag[0][0], 1);
     }
-    return cf_meet(r);
+    if (!cf_meet(r)) return 0;
+    cf_free_all(ops, n);
+    return 1;
 }
 
 static inline void cf_t_progress(cf_rank *r)
@@ -1172,6 +1174,7 @@ static inline void cf_t_sendrecv_deadline(cf_rank *r)
         code = cf_sendrecv(r, NULL, &in, ra_deadline_ms(60));
         if (code != RA_E_TIMEOUT && code != RA_E_PEER)
             cf_break(r, CF_SENDRECV_DEADLINE, "it returned %d (%s)", code, ra_status_text(code));
+        cf_op_free(&in);
         cf_store(flag, 1);
     } else if (r->rank == 1 && !cf_await(r, flag, 1, r->patience / 2 + 70000000)) {
         cf_break(r, CF_SENDRECV_DEADLINE, "rank 0 is still inside, long after 60 ms");

@@ -8,7 +8,8 @@
 #include "tests/harness.h"
 #include "tests/conformance/conformance.h"
 
-enum { CH_MOST_RINGS = 2, CH_MOST_RANKS = 8, CH_OPS = 64, CH_PATIENCE_MS = 700 };
+enum { CH_MOST_RINGS = 2, CH_MOST_RANKS = 8, CH_OPS = 64, CH_LOANS = 512,
+       CH_PATIENCE_MS = 700 };
 
 /* What is wrong with a transport, named after the rule that it breaks; RIGHT: nothing. */
 #define CH_ENUM(name, text) CH_##name,
@@ -34,6 +35,7 @@ typedef struct ch_world {
     int64_t begin_ns;
     uint64_t random;
     ch_seat seat[CH_MOST_RINGS][CH_MOST_RANKS];
+    void *loan[CH_LOANS];              /* under the lock; null: given back */
     ch_queue sends[CH_MOST_RINGS][CH_MOST_RANKS][CH_MOST_RANKS][2];
     ch_queue recvs[CH_MOST_RINGS][CH_MOST_RANKS][CH_MOST_RANKS][2];
 } ch_world;
@@ -88,7 +90,11 @@ static void ch_met(ch_world *w, ra_op *op, int status)
 static void ch_lend(ch_world *w, ra_op *in)
 {
     void *p = NULL;
+    int i = 0;
+    while (i < CH_LOANS && w->loan[i]) i++;
+    if (i == CH_LOANS) return;
     if (posix_memalign(&p, 64, in->len + 64)) abort();
+    w->loan[i] = p;
     in->buf = (uint8_t *)p + (w->wrong == CH_LOAN_ALIGN ? 8 : 0);
     in->scratch[CH_LENT] = p;
 }
@@ -379,7 +385,15 @@ static int ch_release(void *ctx, ra_op *op)
 {
     ch_seat *s = (ch_seat *)ctx;
     if (s->last == (uint8_t *)op->buf) s->last = NULL;
-    free((uint8_t *)op->buf - (s->world->wrong == CH_LOAN_ALIGN ? 8 : 0));
+    pthread_mutex_lock(&s->world->lock);
+    for (int i = 0; i < CH_LOANS; i++) {
+        uint8_t *p = (uint8_t *)s->world->loan[i];
+        if (!p || p + (s->world->wrong == CH_LOAN_ALIGN ? 8 : 0) != (uint8_t *)op->buf) continue;
+        free(p);
+        s->world->loan[i] = NULL;
+        break;
+    }
+    pthread_mutex_unlock(&s->world->lock);
     return RA_OK;
 }
 
@@ -530,6 +544,7 @@ static void ch_leave(void *world, int ring, int rank, int why)
 static void ch_end(void *world)
 {
     ch_world *w = (ch_world *)world;
+    for (int i = 0; i < CH_LOANS; i++) free(w->loan[i]);       /* after an abort they are ours */
     pthread_mutex_destroy(&w->lock);
     free(w);
 }
