@@ -398,7 +398,7 @@ static inline int cf_check_fields(cf_rank *r, const cf_op *o)
     const ra_op *a = &o->op, *b = &o->was;
     if (a->kind == b->kind && a->channel == b->channel && a->flags == b->flags &&
         a->peer == b->peer && a->tag == b->tag && a->len == b->len && a->mr == b->mr &&
-        (a->buf == b->buf || b->kind == RA_OP_RECV))
+        (b->kind == RA_OP_RECV || a->buf == b->buf))
         return 1;
     return cf_break(r, CF_FIELDS, "an op to rank %d, channel %d, is not as it was posted: len %zu,"
                     " was %zu; tag %llu, was %llu", b->peer, b->channel, a->len, b->len,
