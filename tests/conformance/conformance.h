@@ -930,7 +930,7 @@ static inline int cf_quiesce(cf_rank *r, int64_t wait_ns)
 /* variant 0: nothing is pending; 1: receives; 2: sends; 3: much of both; 4: in wait. */
 static inline void cf_t_abort(cf_rank *r)
 {
-    cf_op ops[8], later[2], *list[8];
+    cf_op ops[8], later[2], *list[8] = { NULL };
     int n = 0, depth = cf_depth(r, 8), aborts = r->rank == 0;
     if (!r->t[0]->abort || (r->variant == 4 && !r->t[0]->wait)) {
         cf_unclaimed(r);
@@ -966,7 +966,7 @@ static inline void cf_t_abort(cf_rank *r)
 /* After quiesce has said RA_OK the buffers are used for something else and must stay that. */
 static inline void cf_t_quiesce(cf_rank *r)
 {
-    cf_op ops[8], *list[8];
+    cf_op ops[8], *list[8] = { NULL };
     int n = 0, depth = cf_depth(r, 8), touched = 0, code;
     if (!r->t[0]->abort || !r->t[0]->quiesce) {
         cf_unclaimed(r);
