@@ -31,9 +31,11 @@ LOG      := $(B)/log
 BUILD     = $(CC) -std=c99 $(WARN) $(FLAGS_$(config)) $(CFLAGS) $(TOLD) -pthread -I. $(LDFLAGS)
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 EXAMPLES := $(filter-out demo,$(patsubst examples/%.c,%,$(wildcard examples/*.c)))
-HEADERS  := ringattn.h $(wildcard tests/*.h examples/*.h bench/*.h)
+HEADERS  := ringattn.h $(wildcard tests/*.h tests/conformance/*.h examples/*.h \
+            examples/transports/*.h bench/*.h)
+SUITES   := test_conformance
 OTHERS   := $(if $(filter release,$(config)),matrix)
-SUMS      = $(patsubst %,$(LOG)/%.sum,$(TESTS) $(EXAMPLES) $(OTHERS))
+SUMS      = $(patsubst %,$(LOG)/%.sum,$(TESTS) $(SUITES) $(EXAMPLES) $(OTHERS))
 
 # One job a core unless the caller has said -j or this make has its jobs from another.
 CORES    := $(shell nproc 2>/dev/null || echo 2)
@@ -57,7 +59,7 @@ REPORT   := :
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check check-full lint bench bench-peers clean all-programs
+.PHONY: help demo check check-full conformance lint bench bench-peers clean all-programs
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -105,6 +107,9 @@ all-programs: $(SUMS) $(LOG)/demo.sum $(LOG)/bench.sum
 $(TESTS:%=$(LOG)/%.sum): $(LOG)/%.sum: $(B)/tests/%
 	@sh tests/run.sh $(LOG)/$* $* $< $(ARGS)
 
+$(SUITES:%=$(LOG)/%.sum): $(LOG)/%.sum: $(B)/tests/conformance/%
+	@sh tests/run.sh $(LOG)/$* $* $< $(ARGS)
+
 $(EXAMPLES:%=$(LOG)/%.sum): $(LOG)/%.sum: $(B)/examples/%
 	@sh tests/run.sh -x $(LOG)/$* $* $<
 
@@ -119,6 +124,18 @@ $(LOG)/matrix.sum: ringattn.h $(wildcard tests/lang_*) tests/matrix.sh
 
 check-full: ## installs what is missing; all compilers, sanitizers, other machines; 20 minutes
 	@sh tests/check_full.sh
+
+# libsodium is no part of the plain build: what needs it is built only where its header is.
+SODIUM   := $(if $(wildcard /usr/include/sodium.h /usr/local/include/sodium.h),test_tcp_sealed)
+
+$(B)/tests/test_tcp_sealed: tests/test_tcp.c $(B)/tests/ringattn.o $(HEADERS) Makefile
+	@mkdir -p $(@D)
+	@$(BUILD) -DRA__IMPLEMENTED -DRA_TCP_SODIUM -o $@ $< $(B)/tests/ringattn.o -lm -lsodium
+
+CONFORM  := $(SUITES:%=$(B)/tests/conformance/%) $(B)/tests/test_tcp $(SODIUM:%=$(B)/tests/%)
+conformance: $(CONFORM) ## the contract of transports, on all that are installed here
+	@for t in $^; do $$t --long || exit 1; done
+	@$(if $(SODIUM),:,echo 'skipped: TCP with a key (no libsodium-dev)')
 
 lint: ## what a script can check of the house style
 	@sh tests/lint.sh

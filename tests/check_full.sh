@@ -26,6 +26,7 @@ install() {
     need /usr/lib/wine/wine64 wine64
     need aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu libc6-dev-arm64-cross
     need qemu-aarch64 qemu-user
+    [ -f /usr/include/sodium.h ] || packages="$packages libsodium-dev"
     [ -n "$packages" ] || return 0
     sudo=
     [ "$(id -u)" = 0 ] || sudo="sudo -n"
@@ -63,13 +64,13 @@ warn="-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Wdouble-promotion -Wundef 
 
 # Programs that can show a race: worlds of threads in every kind of call.
 races() {
-    step tsan-clients "$@" make check config=tsan werror=1 CC=gcc TESTS='test_clients test_failure'
-    step tsan-bits "$@" make check config=tsan werror=1 CC=gcc TESTS=test_bits EXAMPLES= \
-        ARGS=whoever_promises_keeps
-    step tsan-forward "$@" make check config=tsan werror=1 CC=gcc TESTS=test_forward EXAMPLES= \
-        ARGS=threads
-    step tsan-back "$@" make check config=tsan werror=1 CC=gcc TESTS=test_back_ring EXAMPLES= \
-        ARGS=threads
+    only="make check config=tsan werror=1 CC=gcc SUITES="
+    step tsan-clients "$@" $only TESTS='test_clients test_failure'
+    step tsan-bits "$@" $only TESTS=test_bits EXAMPLES= ARGS=whoever_promises_keeps
+    step tsan-forward "$@" $only TESTS=test_forward EXAMPLES= ARGS=threads
+    step tsan-back "$@" $only TESTS=test_back_ring EXAMPLES= ARGS=threads
+    step tsan-tcp "$@" $only TESTS=test_tcp EXAMPLES=
+    step tsan-conformance "$@" make check config=tsan werror=1 CC=gcc TESTS= EXAMPLES= ARGS=world
 }
 
 tsan() {
@@ -115,6 +116,24 @@ aarch64() {
     done
 }
 
+# Transports at length: all numbers of ranks, more kills, and TCP with a key.
+transports() {
+    step -x conformance-build make build/release/tests/conformance/test_conformance \
+        build/release/tests/test_tcp
+    step conformance build/release/tests/conformance/test_conformance --long
+    step tcp build/release/tests/test_tcp --long
+    if [ -f /usr/include/sodium.h ]; then
+        step -x tcp-sealed-build make build/release/tests/test_tcp_sealed werror=1
+        step tcp-sealed build/release/tests/test_tcp_sealed --long
+        step -x ring-tcp-sealed-build gcc -std=c99 -O2 $warn -DRA_TCP_SODIUM -pthread -I. \
+            -o "$work/ring_tcp" examples/ring_tcp.c -lm -lsodium
+        head -c 32 /dev/urandom > "$work/key"
+        step -x ring-tcp-sealed "$work/ring_tcp" --local 3 --key "$work/key"
+    else
+        skip tcp-sealed "no libsodium-dev"
+    fi
+}
+
 windows() {
     step -x mingw-build x86_64-w64-mingw32-gcc -std=c99 -O2 $warn -static -I. \
         tests/lang_main.c -o "$work/main.exe" -lm -pthread
@@ -134,6 +153,7 @@ step clang make check CC=clang werror=1 B=build/clang OTHERS=
 step scalar make check config=scalar werror=1
 step asan make check config=asan werror=1 CC=gcc
 tsan
+transports
 aarch64
 windows
 step -x openmp-build gcc -std=c99 -O2 $warn -fopenmp -pthread -I. examples/engine_threads.c \

@@ -1,0 +1,1286 @@
+#ifndef RA_TCP_H
+#define RA_TCP_H
+
+/* Ring attention over TCP: plain sockets, one process per rank, one file to copy.
+ *
+ *   #define _POSIX_C_SOURCE 200809L         before the first include; not needed with -std=gnu99
+ *   #define RINGATTN_IMPLEMENTATION
+ *   #include "ringattn.h"
+ *   #include "ra_tcp.h"
+ *
+ *   const char *at[] = { "10.0.0.1:4000", "10.0.0.2:4000", "[fd00::3]:4000" };
+ *   ra_tcp_desc d; ra_tcp *tcp; ra_error why;
+ *   memset(&d, 0, sizeof d);
+ *   d.rank = rank; d.ranks = 3; d.addresses = at; d.world = job_number; d.error = &why;
+ *   if (ra_tcp_open(&tcp, &d)) fprintf(stderr, "%s: %s\n", why.field, why.text);
+ *   ra_ring_create(&ring, plan, ra_tcp_transport(tcp), NULL);    ... passes ...
+ *   ra_ring_destroy(ring); ra_tcp_close(tcp);
+ *
+ *   cc -O2 -I. program.c -pthread -lm                            plain
+ *   cc -O2 -I. -DRA_TCP_SODIUM program.c -pthread -lm -lsodium   with a key (libsodium-dev)
+ *
+ * Trust. Without a key this is for trusted networks only: whoever reaches the port while the ring
+ * connects can take a rank's place, and whoever is on the path can read and change everything. With
+ * RA_TCP_SODIUM and a key of 32 bytes both sides of a connection prove that they have it, every
+ * frame is encrypted and authenticated, and who has no key can neither join the ring nor stall or
+ * crash it: strangers hold a place for some seconds at most, in bounded memory, and once the ring
+ * stands its port is closed. (Who can cut the wire can of course cut the ring.)
+ *
+ * Connections. A rank listens on its own address and on no other, connects to all ranks below it
+ * and is called by those above; there is one connection per pair, so any rank reaches any other.
+ * Ranks may start in any order until connect_ns has passed. Both sides check version, byte order,
+ * world, ring, number of ranks, rank and shape, and say which of them differs. Rings follow one
+ * another on the same addresses if `ring` counts them; rings at the same time need ports of their
+ * own.
+ *
+ * On the wire. A message goes in frames of at most 256 KiB, behind a head of 24 bytes with kind,
+ * channel, tag and length. A receiver first grants a message, when its receive is posted, so
+ * nothing is ever stored for a receive that is not there, no channel holds up another, and memory
+ * is bounded by the ring's own buffers. Where heads are nonsense the connection is closed.
+ *
+ * Failure. abort reaches the peers at once, in a frame if that can be sent without waiting, else by
+ * closing: they get RA_E_ABORTED or RA_E_PEER. A peer that dies closes its connections: what is
+ * pending with it fails with RA_E_PEER. A peer that is stopped or cut off is silent: deadlines and
+ * the ring's watchdog end the wait, and keep-alive probes find it later. No call here blocks but
+ * wait, until its deadline, ra_tcp_open, until connect_ns, and quiesce, for at most 50 ms.
+ *
+ * Limits: names are looked up once, in ra_tcp_open, which may block for as long as DNS does. Hosts
+ * of different byte order refuse each other. gcc or clang, POSIX.
+ *
+ * SPDX-License-Identifier: MIT OR Unlicense */
+#include <errno.h>
+#include <fcntl.h>
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/socket.h>
+#include <sys/types.h>
+#include <sys/uio.h>
+#include <unistd.h>
+#ifdef RA_TCP_SODIUM
+#include <sodium.h>
+#endif
+
+#define RA_TCP_UNUSED __attribute__((unused))
+
+/* Zero it first. All ranks give equal values but for rank, listen_fd and error. */
+typedef struct ra_tcp_desc {
+    int32_t rank, ranks;
+    const char *const *addresses;      /* [ranks] "host:port" or "[v6]:port"; a rank listens on its
+                                        * own */
+    uint64_t world;                    /* number of the run, so that runs do not meet */
+    uint32_t ring;                     /* number of the ring in the run */
+    int32_t  listen_fd;                /* a socket of ra_tcp_listen, taken over; 0: none */
+    uint64_t shape;                    /* a digest of whatever else must be equal; 0 is one too */
+    int64_t  connect_ns;               /* patience with ranks that are not there yet; 0: 60 s */
+    size_t   max_msg;                  /* 0: 1 GiB */
+    const void *key;                   /* 32 secret bytes, copied; null: no encryption. Needs
+                                        * RA_TCP_SODIUM */
+    ra_error *error;                   /* may be null */
+} ra_tcp_desc;
+
+enum { RA_TCP_VERSION = 1, RA_TCP_CHANNELS = 2, RA_TCP_OPS = 256, RA_TCP_STRANGERS = 128 };
+/* Bytes of a head, of a hello, at most of a handshake; most bytes of a body, plain and sealed. */
+enum { RA_TCP_HEAD = 24, RA_TCP_HELLO = 96, RA_TCP_TALK = 512 };
+enum { RA_TCP_PLAIN = 262144, RA_TCP_SEALED = 65536 };
+#define RA_TCP_MS ((int64_t)1000000)
+#define RA_TCP_SHAKE_NS (5000 * RA_TCP_MS)     /* a handshake takes no longer */
+#define RA_TCP_DRAIN_NS (50 * RA_TCP_MS)
+#ifdef RA_TCP_SODIUM
+enum { RA_TCP_A = (int)crypto_secretstream_xchacha20poly1305_ABYTES,
+       RA_TCP_START = (int)crypto_secretstream_xchacha20poly1305_HEADERBYTES };
+#else
+enum { RA_TCP_A = 0, RA_TCP_START = 0 };
+#endif
+
+/* The first bytes of a connection, from both sides, in the sender's byte order. */
+typedef struct ra_tcp_hello {
+    char     magic[8];                 /* "ra_tcp\r\n" */
+    uint32_t order, version;           /* 0x01020304, RA_TCP_VERSION */
+    uint64_t world, shape;
+    uint32_t ring;
+    int32_t  ranks, from, to;
+    uint32_t sealed, reserved[3];
+    uint8_t  public_key[32];           /* of this connection alone; 0 without a key */
+} ra_tcp_hello;
+
+enum { RA_TCP_READY = 1,               /* the first frame: the hello is accepted */
+       RA_TCP_GRANT,                   /* tag: receives that were posted */
+       RA_TCP_DATA,                    /* a piece of a message, which is in `body` bytes */
+       RA_TCP_ABORT };                 /* tag: why, negated */
+typedef struct ra_tcp_head {
+    uint32_t body;                     /* bytes that follow */
+    uint8_t  kind, channel;
+    uint16_t zero;
+    uint64_t tag, length;              /* of the whole message */
+} ra_tcp_head;
+
+typedef struct ra_tcp_queue { ra_op *first, *last; } ra_tcp_queue;
+
+/* Words of ra_op.scratch: the next op of its queue; bytes moved so far; how it ended. */
+enum { RA_TCP_NEXT, RA_TCP_MOVED, RA_TCP_END };
+
+/* One connection. Input and output are each a frame under way. */
+typedef struct ra_tcp_conn {
+    int fd, peer;                      /* -1: none */
+    int dead;                          /* 0, or why nothing moves any more */
+    int stage;                         /* of the handshake, RA_TCP_AT_* */
+    int hush;                          /* 1: nothing more may be written */
+    int dialed;                        /* 1: this side connected */
+    int64_t since_ns;                  /* of the handshake */
+    ra_tcp_hello hello, peer_hello;
+    ra_tcp_queue send[RA_TCP_CHANNELS], recv[RA_TCP_CHANNELS];
+    uint32_t granted[RA_TCP_CHANNELS]; /* sends that the peer has granted and are not done */
+    uint32_t to_grant[RA_TCP_CHANNELS];/* receives posted that the peer does not know of */
+    uint32_t awaited[RA_TCP_CHANNELS]; /* receives granted to the peer that are not done */
+    size_t skip[RA_TCP_CHANNELS];      /* bytes of a message that did not fit, still to come */
+    int turn;                          /* channel that sends next */
+    /* out: `out` bytes of out_buf, then (plain) out_body bytes of a send's buffer */
+    size_t out_at, out_len, out_body;
+    const uint8_t *out_data;
+    ra_op *out_op;                     /* whose piece is under way */
+    size_t in_at, in_need;             /* bytes of the head, or of the body, that are here */
+    int in_body;                       /* 1: the body of `head` is coming */
+    ra_tcp_head head;
+    uint8_t *out_buf, *in_buf;         /* sealed: whole frames; plain: heads */
+#ifdef RA_TCP_SODIUM
+    uint8_t secret_key[32];
+    crypto_secretstream_xchacha20poly1305_state push, pull;
+#endif
+} ra_tcp_conn;
+
+enum { RA_TCP_AT_NONE, RA_TCP_AT_DIAL, RA_TCP_AT_HELLO, RA_TCP_AT_START, RA_TCP_AT_READY,
+       RA_TCP_AT_OPEN };
+
+typedef struct ra_tcp {
+    int32_t rank, ranks, sealed;
+    int32_t busy;                      /* atomic: 1 while a call or an abort is inside */
+    int32_t why, told;                 /* atomic: of this rank's abort; the peers know */
+    int32_t heard;                     /* failure that a peer told of */
+    int32_t wake[2];                   /* a pipe: abort writes, wait reads */
+    ra_tcp_desc d;
+    uint8_t key[32];
+    ra_tcp_conn *conn;                 /* [ranks] by rank */
+    ra_tcp_conn *stranger;             /* [RA_TCP_STRANGERS] accepted, not known yet */
+    struct pollfd *fds;                /* [ranks + RA_TCP_STRANGERS + 2] */
+    uint8_t *waste;                    /* RA_TCP_PLAIN bytes for what nobody wants */
+    int listener;
+    char note[216], text[216];         /* the last refusal of a handshake; for error_text */
+    ra_transport transport;
+} ra_tcp;
+
+/* -------------------------------------------------------------------------- sentences */
+static RA_TCP_UNUSED ra_status ra_tcp_refuse(const ra_tcp_desc *d, ra_status s, const char *field,
+                                             const char *format, ...)
+{
+    va_list args;
+    if (!d->error) return s;
+    d->error->status = s;
+    snprintf(d->error->field, sizeof d->error->field, "tcp.%s", field);
+    va_start(args, format);
+    vsnprintf(d->error->text, sizeof d->error->text, format, args);
+    va_end(args);
+    return s;
+}
+
+static RA_TCP_UNUSED void ra_tcp_note(ra_tcp *t, const char *format, ...)
+{
+    va_list args;
+    va_start(args, format);
+    vsnprintf(t->note, sizeof t->note, format, args);
+    va_end(args);
+}
+
+/* -------------------------------------------------------------------------- sockets */
+static RA_TCP_UNUSED void ra_tcp_option(int fd, int level, int name, int value)
+{
+    (void)setsockopt(fd, level, name, &value, sizeof value);
+}
+
+static RA_TCP_UNUSED int ra_tcp_prepare(int fd)
+{
+    int flags = fcntl(fd, F_GETFL, 0);
+    if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) return -1;
+    (void)fcntl(fd, F_SETFD, FD_CLOEXEC);
+    ra_tcp_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+    ra_tcp_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+#ifdef TCP_KEEPIDLE
+    ra_tcp_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, 10);
+    ra_tcp_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, 5);
+    ra_tcp_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 4);
+#endif
+    return 0;
+}
+
+/* "host:port" or "[v6]:port" as addresses; null: not one, or not known. */
+static RA_TCP_UNUSED struct addrinfo *ra_tcp_resolve(const char *address, int listens)
+{
+    struct addrinfo hints, *out = NULL;
+    const char *colon = strrchr(address, ':');
+    char host[256];
+    size_t n = colon ? (size_t)(colon - address) : 0;
+    if (!colon || n == 0 || n >= sizeof host || !colon[1]) return NULL;
+    memcpy(host, address, n);
+    host[n] = 0;
+    if (host[0] == '[' && host[n - 1] == ']') {
+        memmove(host, host + 1, n - 2);
+        host[n - 2] = 0;
+    } else if (strchr(host, ':')) return NULL;
+    memset(&hints, 0, sizeof hints);
+    hints.ai_socktype = SOCK_STREAM;
+    hints.ai_flags = listens ? AI_PASSIVE : 0;
+    return getaddrinfo(host, colon + 1, &hints, &out) ? NULL : out;
+}
+
+/* A socket that listens on this address alone; port 0 takes a free one. *port: which. -1: errno. */
+static RA_TCP_UNUSED int ra_tcp_listen(const char *address, int *port)
+{
+    struct addrinfo *list = ra_tcp_resolve(address, 1), *a;
+    struct sockaddr_storage at;
+    socklen_t n = sizeof at;
+    int fd = -1, kept = EADDRNOTAVAIL;
+    for (a = list; a && fd < 0; a = a->ai_next) {
+        fd = socket(a->ai_family, SOCK_STREAM, 0);
+        if (fd < 0) continue;
+        ra_tcp_option(fd, SOL_SOCKET, SO_REUSEADDR, 1);
+        if (a->ai_family == AF_INET6) ra_tcp_option(fd, IPPROTO_IPV6, IPV6_V6ONLY, 1);
+        if (!bind(fd, a->ai_addr, a->ai_addrlen) && !listen(fd, 128) && !ra_tcp_prepare(fd)) break;
+        kept = errno;
+        close(fd);
+        fd = -1;
+    }
+    if (list) freeaddrinfo(list);
+    if (fd < 0) errno = kept;
+    if (fd >= 0 && port && !getsockname(fd, (struct sockaddr *)&at, &n))
+        *port = ntohs(at.ss_family == AF_INET6 ? ((struct sockaddr_in6 *)&at)->sin6_port
+                                               : ((struct sockaddr_in *)&at)->sin_port);
+    return fd;
+}
+
+/* -------------------------------------------------------------------------- a connection's end */
+static RA_TCP_UNUSED void ra_tcp_drop(ra_tcp_conn *c, int why)
+{
+    if (c->fd >= 0) close(c->fd);
+    c->fd = -1;
+    c->dead = why;
+    c->stage = RA_TCP_AT_NONE;
+    c->out_op = NULL;
+    c->out_at = c->out_len = c->out_body = 0;
+}
+
+static RA_TCP_UNUSED void ra_tcp_reset(ra_tcp_conn *c)
+{
+    uint8_t *out = c->out_buf, *in = c->in_buf;
+    int peer = c->peer;
+    ra_tcp_drop(c, 0);
+    memset(c, 0, sizeof *c);
+    c->out_buf = out;
+    c->in_buf = in;
+    c->peer = peer;
+    c->fd = -1;
+    c->in_need = RA_TCP_HELLO;
+}
+
+/* An op has ended; its state is written when the library asks for it. */
+static RA_TCP_UNUSED void ra_tcp_end(ra_tcp_queue *q, int state)
+{
+    ra_op *op = q->first;
+    q->first = (ra_op *)op->scratch[RA_TCP_NEXT];
+    if (!q->first) q->last = NULL;
+    op->scratch[RA_TCP_END] = (void *)(intptr_t)state;
+}
+
+/* -------------------------------------------------------------------------- frames out */
+static RA_TCP_UNUSED size_t ra_tcp_piece(const ra_tcp *t)
+{
+    return t->sealed ? (size_t)RA_TCP_SEALED : (size_t)RA_TCP_PLAIN;
+}
+
+/* Makes a frame the one under way. data: of a send's buffer, `h->body` bytes. */
+static RA_TCP_UNUSED void ra_tcp_stage(ra_tcp *t, ra_tcp_conn *c, const ra_tcp_head *h,
+                                       const uint8_t *data)
+{
+    c->out_at = 0;
+    if (!t->sealed) {
+        memcpy(c->out_buf, h, RA_TCP_HEAD);
+        c->out_len = RA_TCP_HEAD;
+        c->out_data = data;
+        c->out_body = h->body;
+        return;
+    }
+#ifdef RA_TCP_SODIUM
+    (void)crypto_secretstream_xchacha20poly1305_push(&c->push, c->out_buf, NULL,
+                                                     (const unsigned char *)h, RA_TCP_HEAD, NULL, 0,
+                                                     0);
+    c->out_len = RA_TCP_HEAD + RA_TCP_A;
+    if (!h->body) return;
+    (void)crypto_secretstream_xchacha20poly1305_push(&c->push, c->out_buf + c->out_len, NULL, data,
+                                                     h->body, NULL, 0, 0);
+    c->out_len += h->body + RA_TCP_A;
+#endif
+}
+
+static RA_TCP_UNUSED ra_tcp_head ra_tcp_head_of(int kind, int channel, uint64_t tag)
+{
+    ra_tcp_head h;
+    memset(&h, 0, sizeof h);
+    h.kind = (uint8_t)kind;
+    h.channel = (uint8_t)channel;
+    h.tag = tag;
+    return h;
+}
+
+/* The next frame that is due: grants first, for they let the peer go on; then pieces of messages,
+ * channels in turns. 0: none. */
+static RA_TCP_UNUSED int ra_tcp_next(ra_tcp *t, ra_tcp_conn *c)
+{
+    for (int i = 0; i < RA_TCP_CHANNELS; i++) {
+        ra_tcp_head h = ra_tcp_head_of(RA_TCP_GRANT, i, c->to_grant[i]);
+        if (!c->to_grant[i]) continue;
+        c->awaited[i] += c->to_grant[i];
+        c->to_grant[i] = 0;
+        ra_tcp_stage(t, c, &h, NULL);
+        return 1;
+    }
+    for (int i = 0; i < RA_TCP_CHANNELS; i++) {
+        int channel = (c->turn + i) % RA_TCP_CHANNELS;
+        ra_op *op = c->send[channel].first;
+        size_t moved, left;
+        ra_tcp_head h;
+        if (!op || !c->granted[channel]) continue;
+        moved = (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED];
+        left = op->len - moved;
+        h = ra_tcp_head_of(RA_TCP_DATA, channel, op->tag);
+        h.length = op->len;
+        h.body = (uint32_t)(left < ra_tcp_piece(t) ? left : ra_tcp_piece(t));
+        ra_tcp_stage(t, c, &h, (const uint8_t *)op->buf + moved);
+        op->scratch[RA_TCP_MOVED] = (void *)(uintptr_t)(moved + h.body);
+        c->out_op = op;
+        c->turn = (channel + 1) % RA_TCP_CHANNELS;
+        return 1;
+    }
+    return 0;
+}
+
+/* Writes what is staged. 1: all of it; 0: the socket is full; -1: the connection is gone. */
+static RA_TCP_UNUSED int ra_tcp_write(ra_tcp_conn *c)
+{
+    while (c->out_at < c->out_len + c->out_body) {
+        size_t head = c->out_at < c->out_len ? c->out_len - c->out_at : 0;
+        size_t past = head ? 0 : c->out_at - c->out_len;
+        struct iovec part[2];
+        struct msghdr m;
+        ssize_t n;
+        part[0].iov_base = c->out_buf + (head ? c->out_at : 0);
+        part[0].iov_len = head;
+        part[1].iov_base = (void *)(uintptr_t)(c->out_body ? c->out_data + past : c->out_buf);
+        part[1].iov_len = c->out_body - past;
+        memset(&m, 0, sizeof m);
+        m.msg_iov = part;
+        m.msg_iovlen = 2;
+        n = sendmsg(c->fd, &m, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0) return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : -1;
+        c->out_at += (size_t)n;
+    }
+    c->out_at = c->out_len = c->out_body = 0;
+    return 1;
+}
+
+/* A piece of a send is with the system; the whole send, perhaps. */
+static RA_TCP_UNUSED void ra_tcp_sent(ra_tcp_conn *c)
+{
+    ra_op *op = c->out_op;
+    c->out_op = NULL;
+    if (!op || (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED] < op->len) return;
+    c->granted[op->channel]--;
+    ra_tcp_end(&c->send[op->channel], RA_OP_DONE);
+}
+
+static RA_TCP_UNUSED void ra_tcp_flush(ra_tcp *t, ra_tcp_conn *c)
+{
+    while (c->fd >= 0 && !c->hush) {
+        int done = ra_tcp_write(c);
+        if (done < 0) {
+            c->hush = 1;               /* what the peer has sent may still be read */
+            return;
+        }
+        if (done == 0) return;
+        ra_tcp_sent(c);
+        if (!ra_tcp_next(t, c)) return;
+    }
+}
+
+/* -------------------------------------------------------------------------- frames in */
+/* Bytes to read for a head or for a body of n bytes. */
+static RA_TCP_UNUSED size_t ra_tcp_on_wire(const ra_tcp *t, size_t n)
+{
+    return n + (t->sealed ? (size_t)RA_TCP_A : 0);
+}
+
+/* Where the body of c->head belongs: a receive's buffer, or nowhere. */
+static RA_TCP_UNUSED uint8_t *ra_tcp_target(ra_tcp *t, const ra_tcp_conn *c)
+{
+    int channel = c->head.channel;
+    const ra_op *op = c->recv[channel].first;
+    if (c->skip[channel] || !op) return t->waste;
+    return (uint8_t *)op->buf + (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED];
+}
+
+/* A head has come. 0, or what is wrong with the connection. */
+static RA_TCP_UNUSED int ra_tcp_take_head(ra_tcp *t, ra_tcp_conn *c)
+{
+    const ra_tcp_head *h = &c->head;
+    int channel = h->channel;
+    ra_op *op;
+    size_t moved;
+    if (h->zero || channel >= RA_TCP_CHANNELS || h->body > ra_tcp_piece(t)) return RA_E_PROTO;
+    if (h->kind == RA_TCP_ABORT) {
+        t->heard = RA_E_ABORTED;
+        snprintf(t->text, sizeof t->text, "rank %d aborted: %s", c->peer,
+                 ra_status_text(-(int)(h->tag & 255)));
+        return RA_E_ABORTED;
+    }
+    if (h->kind == RA_TCP_GRANT) {
+        if (h->body || h->tag > RA_TCP_OPS || c->granted[channel] + h->tag > RA_TCP_OPS)
+            return RA_E_PROTO;
+        c->granted[channel] += (uint32_t)h->tag;
+        return RA_OK;
+    }
+    op = c->recv[channel].first;
+    if (h->kind != RA_TCP_DATA) return RA_E_PROTO;
+    if (c->skip[channel]) return h->body > c->skip[channel] ? RA_E_PROTO : RA_OK;
+    if (!c->awaited[channel] || !op || !h->body) return RA_E_PROTO;
+    moved = (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED];
+    if (moved == 0 && (h->length != op->len || h->tag != op->tag)) {
+        if (h->length > t->d.max_msg || h->body > h->length) return RA_E_PROTO;
+        c->skip[channel] = (size_t)h->length;
+        c->awaited[channel]--;
+        op->done = (size_t)h->length;
+        ra_tcp_end(&c->recv[channel], h->length != op->len ? RA_E_TRUNC : RA_E_PROTO);
+        return RA_OK;
+    }
+    return h->length != op->len || h->body > op->len - moved ? RA_E_PROTO : RA_OK;
+}
+
+/* The body of c->head is where it belongs. */
+static RA_TCP_UNUSED void ra_tcp_take_body(ra_tcp_conn *c)
+{
+    int channel = c->head.channel;
+    ra_op *op = c->recv[channel].first;
+    size_t moved;
+    if (c->head.kind != RA_TCP_DATA) return;
+    if (c->skip[channel]) {
+        c->skip[channel] -= c->head.body;
+        return;
+    }
+    if (!op) return;
+    moved = (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED] + c->head.body;
+    op->scratch[RA_TCP_MOVED] = (void *)(uintptr_t)moved;
+    if (moved < op->len) return;
+    c->awaited[channel]--;
+    op->done = op->len;
+    ra_tcp_end(&c->recv[channel], RA_OP_DONE);
+}
+
+/* Opens the n sealed bytes of in_buf into `to`; 0: they are no frame of this connection. */
+static RA_TCP_UNUSED int ra_tcp_unseal(ra_tcp_conn *c, uint8_t *to, size_t n)
+{
+#ifdef RA_TCP_SODIUM
+    unsigned char tag;
+    return crypto_secretstream_xchacha20poly1305_pull(&c->pull, to, NULL, &tag, c->in_buf, n, NULL,
+                                                      0) == 0;
+#else
+    (void)c, (void)to, (void)n;
+    return 0;
+#endif
+}
+
+/* in_need bytes have come: a head, or a body. 0, or what is wrong. */
+static RA_TCP_UNUSED int ra_tcp_take(ra_tcp *t, ra_tcp_conn *c)
+{
+    int code = RA_OK;
+    if (!c->in_body) {
+        if (t->sealed && !ra_tcp_unseal(c, (uint8_t *)&c->head, c->in_need)) return RA_E_PROTO;
+        if (!t->sealed) memcpy(&c->head, c->in_buf, RA_TCP_HEAD);
+        if (c->stage == RA_TCP_AT_READY) {
+            if (c->head.kind != RA_TCP_READY || c->head.body) return RA_E_PROTO;
+            c->stage = RA_TCP_AT_OPEN;
+        } else code = ra_tcp_take_head(t, c);
+        if (code) return code;
+        c->in_body = c->head.body > 0;
+        if (!c->in_body) ra_tcp_take_body(c);
+    } else {
+        if (t->sealed && !ra_tcp_unseal(c, ra_tcp_target(t, c), c->in_need)) return RA_E_PROTO;
+        ra_tcp_take_body(c);
+        c->in_body = 0;
+    }
+    c->in_at = 0;
+    c->in_need = ra_tcp_on_wire(t, c->in_body ? c->head.body : (size_t)RA_TCP_HEAD);
+    return RA_OK;
+}
+
+/* Reads towards in_need bytes. 1: they are here; 0: not yet; negative: the connection is gone. */
+static RA_TCP_UNUSED int ra_tcp_read(ra_tcp *t, ra_tcp_conn *c)
+{
+    while (c->in_at < c->in_need) {
+        uint8_t *to = c->in_body && !t->sealed && c->stage == RA_TCP_AT_OPEN
+                          ? ra_tcp_target(t, c) : c->in_buf;
+        ssize_t n = recv(c->fd, to + c->in_at, c->in_need - c->in_at, MSG_DONTWAIT);
+        if (n < 0 && errno == EINTR) continue;
+        if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
+        if (n <= 0) return RA_E_PEER;
+        c->in_at += (size_t)n;
+    }
+    return 1;
+}
+
+/* Reads what is there of an open connection, some MiB at most: other connections want a turn. */
+static RA_TCP_UNUSED void ra_tcp_drink(ra_tcp *t, ra_tcp_conn *c)
+{
+    for (int frames = 0; c->fd >= 0 && frames < 32; frames++) {
+        int code = ra_tcp_read(t, c);
+        if (code == 0) return;
+        if (code > 0) code = ra_tcp_take(t, c);
+        if (code >= 0) continue;
+        if (code == RA_E_PROTO)
+            snprintf(t->text, sizeof t->text, "rank %d sent what is no frame", c->peer);
+        else if (code == RA_E_PEER)
+            snprintf(t->text, sizeof t->text, "rank %d has closed its connection", c->peer);
+        ra_tcp_drop(c, code);
+    }
+}
+
+/* -------------------------------------------------------------------------- handshake */
+static RA_TCP_UNUSED ra_tcp_hello ra_tcp_hello_of(const ra_tcp *t, int to)
+{
+    ra_tcp_hello h;
+    memset(&h, 0, sizeof h);
+    memcpy(h.magic, "ra_tcp\r\n", 8);
+    h.order = 0x01020304;
+    h.version = RA_TCP_VERSION;
+    h.world = t->d.world;
+    h.shape = t->d.shape;
+    h.ring = t->d.ring;
+    h.ranks = t->ranks;
+    h.from = t->rank;
+    h.to = to;
+    h.sealed = (uint32_t)t->sealed;
+    return h;
+}
+
+/* More bytes behind those that are to be written; only the few of a handshake. */
+static RA_TCP_UNUSED void ra_tcp_append(ra_tcp_conn *c, const void *data, size_t n)
+{
+    memcpy(c->out_buf + c->out_len, data, n);
+    c->out_len += n;
+}
+
+/* Keys of both directions from the shared key, keys of this connection alone, and all that both
+ * sides have said. 0: a public key is not one. */
+static RA_TCP_UNUSED int ra_tcp_agree(ra_tcp *t, ra_tcp_conn *c, uint8_t *start)
+{
+#ifdef RA_TCP_SODIUM
+    uint8_t said[32 + 2 * RA_TCP_HELLO], rx[32], tx[32], key[32];
+    const ra_tcp_hello *first = c->dialed ? &c->hello : &c->peer_hello;
+    const ra_tcp_hello *second = c->dialed ? &c->peer_hello : &c->hello;
+    int bad = c->dialed ? crypto_kx_client_session_keys(rx, tx, c->hello.public_key, c->secret_key,
+                                                        c->peer_hello.public_key)
+                        : crypto_kx_server_session_keys(rx, tx, c->hello.public_key, c->secret_key,
+                                                        c->peer_hello.public_key);
+    if (bad) return 0;
+    memcpy(said + 32, first, RA_TCP_HELLO);
+    memcpy(said + 32 + RA_TCP_HELLO, second, RA_TCP_HELLO);
+    memcpy(said, rx, 32);
+    (void)crypto_generichash(c->pull.k, 32, said, sizeof said, t->key, 32);
+    memcpy(key, c->pull.k, 32);
+    memcpy(c->secret_key, key, 32);    /* of what comes, until its start is here */
+    memcpy(said, tx, 32);
+    (void)crypto_generichash(key, 32, said, sizeof said, t->key, 32);
+    (void)crypto_secretstream_xchacha20poly1305_init_push(&c->push, start, key);
+    sodium_memzero(said, sizeof said);
+    sodium_memzero(key, sizeof key);
+    sodium_memzero(rx, sizeof rx);
+    sodium_memzero(tx, sizeof tx);
+    return 1;
+#else
+    (void)t, (void)c, (void)start;
+    return 0;
+#endif
+}
+
+/* This side is content: says so in its first frame, and waits for the other's. */
+static RA_TCP_UNUSED int ra_tcp_accept_hello(ra_tcp *t, ra_tcp_conn *c)
+{
+    uint8_t start[64], frame[RA_TCP_HEAD + 64];
+    ra_tcp_head h = ra_tcp_head_of(RA_TCP_READY, 0, 0);
+    if (t->sealed && !ra_tcp_agree(t, c, start)) return RA_E_PROTO;
+    memcpy(frame, &h, RA_TCP_HEAD);
+#ifdef RA_TCP_SODIUM
+    if (t->sealed) {
+        ra_tcp_append(c, start, RA_TCP_START);
+        (void)crypto_secretstream_xchacha20poly1305_push(
+            &c->push, frame, NULL, (const unsigned char *)&h, RA_TCP_HEAD, NULL, 0, 0);
+    }
+#endif
+    ra_tcp_append(c, frame, ra_tcp_on_wire(t, RA_TCP_HEAD));
+    c->stage = t->sealed ? RA_TCP_AT_START : RA_TCP_AT_READY;
+    c->in_at = 0;
+    c->in_need = t->sealed ? (size_t)RA_TCP_START : ra_tcp_on_wire(t, RA_TCP_HEAD);
+    return RA_OK;
+}
+
+/* This side's hello becomes what is to be written. */
+static RA_TCP_UNUSED void ra_tcp_say_hello(ra_tcp *t, ra_tcp_conn *c, int to)
+{
+    c->hello = ra_tcp_hello_of(t, to);
+#ifdef RA_TCP_SODIUM
+    if (t->sealed) (void)crypto_kx_keypair(c->hello.public_key, c->secret_key);
+#endif
+    c->out_at = c->out_len = c->out_body = 0;
+    ra_tcp_append(c, &c->hello, sizeof c->hello);
+}
+
+/* What a hello says that this rank cannot agree to: RA_OK; RA_AGAIN: not this one, but the right
+ * one may come; negative: the ring cannot be. The sentence goes to t->note. */
+static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_hello *h, int dialed, int peer)
+{
+    int again = t->sealed ? RA_AGAIN : RA_E_MISMATCH;    /* who has no key decides nothing */
+    if (h->order != 0x01020304) {
+        ra_tcp_note(t, "a rank has another byte order, which this transport does not convert");
+        return again;
+    }
+    if (h->version != RA_TCP_VERSION) {
+        ra_tcp_note(t, "a rank has version %u of this transport, here it is %d",
+                    (unsigned)h->version, RA_TCP_VERSION);
+        return again;
+    }
+    if (h->world != t->d.world) {
+        ra_tcp_note(t, "rank %d is in world %llu, this rank in %llu", (int)h->from,
+                    (unsigned long long)h->world, (unsigned long long)t->d.world);
+        return dialed ? again : RA_AGAIN;
+    }
+    if (h->ring != t->d.ring) {
+        ra_tcp_note(t, "rank %d is in ring %u, this rank in %u", (int)h->from, (unsigned)h->ring,
+                    (unsigned)t->d.ring);
+        return RA_AGAIN;
+    }
+    if (h->ranks != t->ranks) {
+        ra_tcp_note(t, "rank %d counts %d ranks, this rank %d", (int)h->from, (int)h->ranks,
+                    (int)t->ranks);
+        return again;
+    }
+    if (h->to != t->rank || h->from >= t->ranks ||
+        (dialed ? h->from != peer : h->from <= t->rank)) {
+        ra_tcp_note(t, "rank %d takes this one for rank %d, which is %d", (int)h->from, (int)h->to,
+                    (int)t->rank);
+        return RA_AGAIN;
+    }
+    if (h->sealed != (uint32_t)t->sealed) {
+        ra_tcp_note(t, "rank %d has %s key, this rank has %s", (int)h->from, h->sealed ? "a" : "no",
+                    t->sealed ? "one" : "none");
+        return again;
+    }
+    if (h->shape != t->d.shape) {
+        ra_tcp_note(t, "rank %d has shape %llx, this rank %llx", (int)h->from,
+                    (unsigned long long)h->shape, (unsigned long long)t->d.shape);
+        return again;
+    }
+    return RA_OK;
+}
+
+/* The peer's hello is here. */
+static RA_TCP_UNUSED int ra_tcp_heard_hello(ra_tcp *t, ra_tcp_conn *c)
+{
+    int code;
+    memcpy(&c->peer_hello, c->in_buf, sizeof c->peer_hello);
+    if (memcmp(c->peer_hello.magic, "ra_tcp\r\n", 8)) {
+        ra_tcp_note(t, "something else than a rank %s", c->dialed ? "listens there" : "called");
+        return RA_AGAIN;
+    }
+    if (!c->dialed) ra_tcp_say_hello(t, c, c->peer_hello.from);
+    code = ra_tcp_judge(t, &c->peer_hello, c->dialed, c->peer);
+    if (code != RA_OK) {
+        (void)ra_tcp_write(c);         /* so that the other side can say why */
+        return code;
+    }
+    return ra_tcp_accept_hello(t, c) ? RA_AGAIN : RA_OK;
+}
+
+/* Moves a handshake on. RA_OK, RA_AGAIN (this connection is of no use), or negative (the ring). */
+static RA_TCP_UNUSED int ra_tcp_shake(ra_tcp *t, ra_tcp_conn *c)
+{
+    for (;;) {
+        int code;
+        if (ra_tcp_write(c) < 0) return RA_AGAIN;
+        if (c->stage == RA_TCP_AT_OPEN) return RA_OK;
+        code = ra_tcp_read(t, c);
+        if (code < 0) {
+            if (c->stage != RA_TCP_AT_HELLO || c->in_at)
+                ra_tcp_note(t, "rank %d closed the connection in the handshake%s", c->peer,
+                            t->sealed ? ": is its key another one?" : "");
+            return RA_AGAIN;
+        }
+        if (code == 0) return RA_OK;
+        if (c->stage == RA_TCP_AT_HELLO) {
+            code = ra_tcp_heard_hello(t, c);
+            if (code != RA_OK) return code;
+        } else if (c->stage == RA_TCP_AT_START) {
+#ifdef RA_TCP_SODIUM
+            if (crypto_secretstream_xchacha20poly1305_init_pull(&c->pull, c->in_buf,
+                                                                c->secret_key))
+                return RA_AGAIN;
+            sodium_memzero(c->secret_key, sizeof c->secret_key);
+#endif
+            c->stage = RA_TCP_AT_READY;
+            c->in_at = 0;
+            c->in_need = ra_tcp_on_wire(t, RA_TCP_HEAD);
+        } else if (ra_tcp_take(t, c)) {
+            ra_tcp_note(t, "rank %d does not have this rank's key", (int)c->peer_hello.from);
+            return RA_AGAIN;
+        }
+    }
+}
+
+/* -------------------------------------------------------------------------- connecting */
+static RA_TCP_UNUSED void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct addrinfo *list)
+{
+    int count = 0, pick, fd;
+    const struct addrinfo *a;
+    for (a = list; a; a = a->ai_next) count++;
+    pick = (int)(ra_now_ns() / (60 * RA_TCP_MS) % count);  /* another address at another time */
+    for (a = list; pick; a = a->ai_next) pick--;
+    ra_tcp_reset(c);
+    c->since_ns = ra_now_ns();
+    c->dialed = 1;
+    fd = socket(a->ai_family, SOCK_STREAM, 0);
+    if (fd < 0) return;
+    if (ra_tcp_prepare(fd) || (connect(fd, a->ai_addr, a->ai_addrlen) && errno != EINPROGRESS)) {
+        ra_tcp_note(t, "rank %d at %s: %s", c->peer, t->d.addresses[c->peer], strerror(errno));
+        close(fd);
+        return;
+    }
+    c->fd = fd;
+    c->stage = RA_TCP_AT_DIAL;
+}
+
+/* A call that was answered: now the hello. */
+static RA_TCP_UNUSED int ra_tcp_dialed(ra_tcp *t, ra_tcp_conn *c)
+{
+    int error = 0;
+    socklen_t n = sizeof error;
+    if (getsockopt(c->fd, SOL_SOCKET, SO_ERROR, &error, &n) || error) {
+        ra_tcp_note(t, "rank %d at %s: %s", c->peer, t->d.addresses[c->peer], strerror(error));
+        return RA_AGAIN;
+    }
+    c->stage = RA_TCP_AT_HELLO;
+    ra_tcp_say_hello(t, c, c->peer);
+    return RA_OK;
+}
+
+/* Takes in callers; if there are too many, the one that has been here longest has to go. */
+static RA_TCP_UNUSED void ra_tcp_callers(ra_tcp *t)
+{
+    for (int n = 0; n < RA_TCP_STRANGERS; n++) {
+        ra_tcp_conn *c = &t->stranger[0];
+        int fd = accept(t->listener, NULL, NULL);
+        if (fd < 0) return;
+        for (int i = 0; i < RA_TCP_STRANGERS && c->fd >= 0; i++)
+            if (t->stranger[i].fd < 0 || t->stranger[i].since_ns < c->since_ns)
+                c = &t->stranger[i];
+        ra_tcp_reset(c);
+        if (ra_tcp_prepare(fd)) close(fd);
+        else {
+            c->fd = fd;
+            c->stage = RA_TCP_AT_HELLO;
+            c->since_ns = ra_now_ns();
+        }
+    }
+}
+
+/* A caller that has shown who it is takes its place, whose buffers are those for messages; an
+ * earlier connection of it is of no use. */
+static RA_TCP_UNUSED void ra_tcp_seat(ra_tcp *t, ra_tcp_conn *c)
+{
+    ra_tcp_conn *seat = &t->conn[c->peer_hello.from], old;
+    ra_tcp_reset(seat);
+    memcpy(seat->out_buf, c->out_buf, c->out_len);
+    old = *seat;
+    *seat = *c;
+    seat->peer = c->peer_hello.from;
+    seat->out_buf = old.out_buf;
+    seat->in_buf = old.in_buf;
+    c->fd = -1;
+    ra_tcp_reset(c);
+}
+
+/* One look at a connection that is not open yet. Negative: the ring cannot be. */
+static RA_TCP_UNUSED int ra_tcp_attend(ra_tcp *t, ra_tcp_conn *c, short events)
+{
+    int code = RA_OK;
+    if (events && c->stage == RA_TCP_AT_DIAL) code = ra_tcp_dialed(t, c);
+    if (code == RA_OK && events && c->stage != RA_TCP_AT_DIAL) code = ra_tcp_shake(t, c);
+    if (code == RA_OK && c->stage != RA_TCP_AT_OPEN && ra_now_ns() > c->since_ns + RA_TCP_SHAKE_NS)
+        code = RA_AGAIN;
+    if (code < 0) return code;
+    if (code == RA_AGAIN) {
+        int64_t since = c->since_ns;
+        ra_tcp_reset(c);
+        c->since_ns = since;
+        c->dialed = 1;
+    } else if (c->stage == RA_TCP_AT_OPEN && c->peer < 0) ra_tcp_seat(t, c);
+    return RA_OK;
+}
+
+static RA_TCP_UNUSED int ra_tcp_missing(const ra_tcp *t)
+{
+    for (int r = 0; r < t->ranks; r++)
+        if (r != t->rank && t->conn[r].stage != RA_TCP_AT_OPEN) return r;
+    return -1;
+}
+
+/* One round of connecting. `list`: addresses of the ranks below. */
+static RA_TCP_UNUSED int ra_tcp_round(ra_tcp *t, struct addrinfo *const *list)
+{
+    int n = 0, code = RA_OK;
+    for (int r = 0; r < t->rank; r++) {
+        ra_tcp_conn *c = &t->conn[r];
+        if (c->fd < 0 && ra_now_ns() - c->since_ns > 50 * RA_TCP_MS) ra_tcp_dial(t, c, list[r]);
+    }
+    for (int i = 0; i < t->ranks + RA_TCP_STRANGERS; i++) {
+        const ra_tcp_conn *c = i < t->ranks ? &t->conn[i] : &t->stranger[i - t->ranks];
+        int writes = c->stage == RA_TCP_AT_DIAL || c->out_at < c->out_len;
+        t->fds[n].fd = c->stage == RA_TCP_AT_OPEN ? -1 : c->fd;
+        t->fds[n].events = (short)(c->stage == RA_TCP_AT_DIAL ? POLLOUT
+                                                              : writes ? POLLIN | POLLOUT : POLLIN);
+        t->fds[n++].revents = 0;
+    }
+    t->fds[n].fd = t->listener;
+    t->fds[n].events = POLLIN;
+    t->fds[n].revents = 0;
+    if (poll(t->fds, (nfds_t)n + 1, 20) < 0 && errno != EINTR) return RA_E_IO;
+    for (int i = 0; i < n && code >= 0; i++) {
+        ra_tcp_conn *c = i < t->ranks ? &t->conn[i] : &t->stranger[i - t->ranks];
+        if (t->fds[i].fd < 0 || t->fds[i].fd != c->fd) continue;
+        code = ra_tcp_attend(t, c, t->fds[i].revents);
+    }
+    if (code >= 0 && t->fds[n].revents) ra_tcp_callers(t);
+    return code;
+}
+
+static RA_TCP_UNUSED ra_status ra_tcp_connect(ra_tcp *t)
+{
+    struct addrinfo **list = (struct addrinfo **)calloc((size_t)t->ranks, sizeof *list);
+    int64_t until = ra_now_ns() + t->d.connect_ns;
+    int code = list ? RA_OK : RA_E_NOMEM, missing = -1;
+    for (int r = 0; r < t->rank && code == RA_OK; r++) {
+        list[r] = ra_tcp_resolve(t->d.addresses[r], 0);
+        if (!list[r])
+            code = ra_tcp_refuse(&t->d, RA_E_RANGE, "addresses",
+                                 "of rank %d is no \"host:port\" that is known here: %s", r,
+                                 t->d.addresses[r]);
+    }
+    while (code >= 0 && (missing = ra_tcp_missing(t)) >= 0) {
+        code = ra_tcp_round(t, list);
+        if (code >= 0 && ra_now_ns() > until) code = RA_E_TIMEOUT;
+        if (code == RA_E_TIMEOUT)
+            (void)ra_tcp_refuse(&t->d, code, "connect_ns",
+                                "%lld ms have passed without rank %d%s%s",
+                                (long long)(t->d.connect_ns / RA_TCP_MS), missing,
+                                t->note[0] ? "; " : "", t->note);
+        else if (code < 0) (void)ra_tcp_refuse(&t->d, code, "handshake", "%s", t->note);
+    }
+    for (int r = 0; list && r < t->rank; r++) if (list[r]) freeaddrinfo(list[r]);
+    free(list);
+    return code < 0 ? code : RA_OK;
+}
+
+/* -------------------------------------------------------------------------- one call at a time
+ * A call holds `busy`, but not while it sleeps. abort never waits for it: who finds it held leaves
+ * the telling to the holder, which looks for that after letting go. */
+static RA_TCP_UNUSED void ra_tcp_tell(ra_tcp *t)
+{
+    int why = __atomic_load_n(&t->why, __ATOMIC_SEQ_CST);
+    if (!why || t->told) return;
+    __atomic_store_n(&t->told, 1, __ATOMIC_SEQ_CST);
+    for (int r = 0; r < t->ranks; r++) {
+        ra_tcp_conn *c = &t->conn[r];
+        ra_tcp_head h = ra_tcp_head_of(RA_TCP_ABORT, 0, (uint64_t)-(int64_t)why & 255);
+        if (c->fd < 0) continue;
+        if (!c->hush && ra_tcp_write(c) == 1) {
+            ra_tcp_stage(t, c, &h, NULL);
+            (void)ra_tcp_write(c);
+        }
+        c->hush = 1;
+        c->out_op = NULL;
+        (void)shutdown(c->fd, SHUT_WR);
+    }
+}
+
+static RA_TCP_UNUSED void ra_tcp_enter(ra_tcp *t)
+{
+    while (__atomic_exchange_n(&t->busy, 1, __ATOMIC_SEQ_CST)) sched_yield();
+}
+
+static RA_TCP_UNUSED void ra_tcp_leave(ra_tcp *t)
+{
+    do {
+        ra_tcp_tell(t);
+        __atomic_store_n(&t->busy, 0, __ATOMIC_SEQ_CST);
+    } while (__atomic_load_n(&t->why, __ATOMIC_SEQ_CST) &&
+             !__atomic_load_n(&t->told, __ATOMIC_SEQ_CST) &&
+             !__atomic_exchange_n(&t->busy, 1, __ATOMIC_SEQ_CST));
+}
+
+static RA_TCP_UNUSED int ra_tcp_failure(const ra_tcp *t)
+{
+    int why = __atomic_load_n(&t->why, __ATOMIC_SEQ_CST);
+    return why ? why : t->heard;
+}
+
+/* -------------------------------------------------------------------------- callbacks
+ * Six facts a callback: who calls, does it block, whose are the buffers, order, errors, required;
+ * as ra_transport says where nothing is said. */
+static RA_TCP_UNUSED void ra_tcp_move(ra_tcp *t)
+{
+    for (int r = 0; r < t->ranks && !ra_tcp_failure(t); r++) {
+        ra_tcp_conn *c = &t->conn[r];
+        if (c->fd >= 0) ra_tcp_drink(t, c);
+        if (c->fd >= 0) ra_tcp_flush(t, c);
+    }
+}
+
+/* Tells the library what has ended of its ops. Returns how many are PENDING. */
+static RA_TCP_UNUSED int ra_tcp_settle(ra_tcp *t, ra_op *const *ops, int n)
+{
+    int failure = ra_tcp_failure(t), left = 0;
+    for (int i = 0; i < n; i++) {
+        ra_op *op = ops[i];
+        int end = (int)(intptr_t)op->scratch[RA_TCP_END];
+        if (op->state != RA_OP_PENDING) continue;
+        if (!end) end = failure ? failure : t->conn[op->peer].dead;
+        if (!end) left++;
+        else op->state = end;
+    }
+    return left;
+}
+
+static RA_TCP_UNUSED void ra_tcp_queue_op(ra_tcp *t, ra_op *op)
+{
+    ra_tcp_conn *c;
+    ra_tcp_queue *q;
+    int good = op->peer >= 0 && op->peer < t->ranks && op->peer != t->rank && op->len > 0 &&
+               op->channel < RA_TCP_CHANNELS;
+    c = good ? &t->conn[op->peer] : NULL;
+    op->state = !good ? RA_E_IO : c->dead ? c->dead : (int)RA_OP_PENDING;
+    if (op->state != RA_OP_PENDING) return;
+    q = op->kind == RA_OP_SEND ? &c->send[op->channel] : &c->recv[op->channel];
+    op->scratch[RA_TCP_NEXT] = NULL;
+    if (q->last) q->last->scratch[RA_TCP_NEXT] = op;
+    else q->first = op;
+    q->last = op;
+    if (op->kind == RA_OP_RECV) c->to_grant[op->channel]++;
+}
+
+/* Accepts everything; bytes begin to move at once. */
+static RA_TCP_UNUSED int ra_tcp_post(void *ctx, ra_op *const *ops, int n)
+{
+    ra_tcp *t = (ra_tcp *)ctx;
+    int failure;
+    ra_tcp_enter(t);
+    failure = ra_tcp_failure(t);
+    for (int kind = RA_OP_RECV; kind >= RA_OP_SEND; kind--)
+        for (int i = 0; i < n; i++) {
+            if (ops[i]->kind != kind || ops[i]->state != RA_OP_IDLE) continue;
+            if (failure) ops[i]->state = failure;
+            else ra_tcp_queue_op(t, ops[i]);
+        }
+    for (int r = 0; r < t->ranks && !failure; r++) {
+        ra_tcp_conn *c = &t->conn[r];
+        if (c->fd >= 0) ra_tcp_flush(t, c);
+    }
+    ra_tcp_leave(t);
+    return failure;
+}
+
+static RA_TCP_UNUSED int ra_tcp_poll(void *ctx, ra_op *const *ops, int n)
+{
+    ra_tcp *t = (ra_tcp *)ctx;
+    int failure;
+    ra_tcp_enter(t);
+    ra_tcp_move(t);
+    (void)ra_tcp_settle(t, ops, n);
+    failure = ra_tcp_failure(t);
+    ra_tcp_leave(t);
+    return failure;
+}
+
+/* What wait sleeps on: sockets that could move, and the pipe as the last. Under `busy`. */
+static RA_TCP_UNUSED int ra_tcp_watch(ra_tcp *t)
+{
+    int n = 0;
+    for (int r = 0; r < t->ranks; r++) {
+        const ra_tcp_conn *c = &t->conn[r];
+        int writes = !c->hush && c->out_at < c->out_len + c->out_body;
+        if (c->fd < 0) continue;
+        t->fds[n].fd = c->fd;
+        t->fds[n].events = (short)(writes ? POLLIN | POLLOUT : POLLIN);
+        t->fds[n++].revents = 0;
+    }
+    t->fds[n].fd = t->wake[0];
+    t->fds[n].events = POLLIN;
+    t->fds[n].revents = 0;
+    return n;
+}
+
+/* Sleeps until one of them moves, an abort, or the deadline; a second at most. */
+static RA_TCP_UNUSED void ra_tcp_sleep(ra_tcp *t, int n, int64_t deadline_ns)
+{
+    int64_t left = deadline_ns ? deadline_ns - ra_now_ns() : 1000 * RA_TCP_MS;
+    char drain[64];
+    if (left <= 0) return;
+    if (left > 1000 * RA_TCP_MS) left = 1000 * RA_TCP_MS;
+    left = (left + RA_TCP_MS - 1) / RA_TCP_MS;
+    if (poll(t->fds, (nfds_t)n + 1, (int)left) > 0 && t->fds[n].revents)
+        while (read(t->wake[0], drain, sizeof drain) == (ssize_t)sizeof drain) {}
+}
+
+static RA_TCP_UNUSED int ra_tcp_wait(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns)
+{
+    ra_tcp *t = (ra_tcp *)ctx;
+    int before = 0, left, failure, sockets;
+    for (int i = 0; i < n; i++) before += ops[i]->state == RA_OP_PENDING;
+    for (;;) {
+        ra_tcp_enter(t);
+        ra_tcp_move(t);
+        left = ra_tcp_settle(t, ops, n);
+        failure = ra_tcp_failure(t);
+        sockets = ra_tcp_watch(t);
+        ra_tcp_leave(t);
+        if (failure || left == 0 || left < before) return failure;
+        if (deadline_ns && ra_now_ns() >= deadline_ns) return RA_OK;
+        ra_tcp_sleep(t, sockets, deadline_ns);
+    }
+}
+
+static RA_TCP_UNUSED int ra_tcp_abort(void *ctx, int why)
+{
+    ra_tcp *t = (ra_tcp *)ctx;
+    int32_t none = 0;
+    ssize_t n;
+    (void)__atomic_compare_exchange_n(&t->why, &none, why < 0 ? why : RA_E_ABORTED, 0,
+                                      __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    n = write(t->wake[1], "", 1);      /* full: the sleeper is awake already */
+    (void)n;
+    if (!__atomic_exchange_n(&t->busy, 1, __ATOMIC_SEQ_CST)) ra_tcp_leave(t);
+    return RA_OK;
+}
+
+/* Reads what the peers still send, into nowhere, until they have closed too or the deadline: what
+ * is unread when a socket closes makes the system forget what is still to be sent. */
+static RA_TCP_UNUSED void ra_tcp_drain(ra_tcp *t, int64_t deadline_ns)
+{
+    int open = 1;
+    while (open) {
+        open = 0;
+        for (int r = 0; r < t->ranks; r++) {
+            ra_tcp_conn *c = &t->conn[r];
+            ssize_t n = 1;
+            while (c->fd >= 0 && n > 0) n = recv(c->fd, t->waste, RA_TCP_PLAIN, MSG_DONTWAIT);
+            if (c->fd < 0) continue;
+            if (n == 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR))
+                ra_tcp_drop(c, RA_E_PEER);
+            else open = 1;
+        }
+        if (open && ra_now_ns() >= deadline_ns) return;
+        if (open) ra_tcp_sleep(t, ra_tcp_watch(t), deadline_ns);
+    }
+}
+
+/* Nobody but the calls of this rank touches its buffers, and from here on they do not. Blocks for
+ * 50 ms at most, for the peers to close as well. */
+static RA_TCP_UNUSED int ra_tcp_quiesce(void *ctx, int64_t deadline_ns)
+{
+    ra_tcp *t = (ra_tcp *)ctx;
+    int64_t until = ra_now_ns() + RA_TCP_DRAIN_NS;
+    (void)ra_tcp_abort(t, RA_E_ABORTED);
+    ra_tcp_enter(t);
+    ra_tcp_drain(t, deadline_ns && deadline_ns < until ? deadline_ns : until);
+    ra_tcp_leave(t);
+    return RA_OK;
+}
+
+static RA_TCP_UNUSED const char *ra_tcp_error_text(void *ctx, int code)
+{
+    const ra_tcp *t = (const ra_tcp *)ctx;
+    if (code == RA_E_TRUNC) return "send and receive differ in length";
+    if (code == RA_E_IO) return "an op has no bytes, an unknown channel, or no peer of the ring";
+    return t->text[0] && (code == RA_E_PEER || code == RA_E_ABORTED || code == RA_E_PROTO)
+               ? t->text : NULL;
+}
+
+/* -------------------------------------------------------------------------- life */
+static RA_TCP_UNUSED void ra_tcp_free(ra_tcp *t)
+{
+    if (!t) return;
+    for (int r = 0; t->conn && r < t->ranks; r++) {
+        ra_tcp_drop(&t->conn[r], RA_E_PEER);
+        free(t->conn[r].out_buf);
+        free(t->conn[r].in_buf);
+    }
+    for (int i = 0; t->stranger && i < RA_TCP_STRANGERS; i++) {
+        ra_tcp_drop(&t->stranger[i], RA_E_PEER);
+        free(t->stranger[i].out_buf);
+        free(t->stranger[i].in_buf);
+    }
+    if (t->listener >= 0) close(t->listener);
+    for (int i = 0; i < 2; i++) if (t->wake[i] >= 0) close(t->wake[i]);
+#ifdef RA_TCP_SODIUM
+    sodium_memzero(t->key, sizeof t->key);
+#endif
+    free(t->conn);
+    free(t->stranger);
+    free(t->fds);
+    free(t->waste);
+    free(t);
+}
+
+static RA_TCP_UNUSED ra_status ra_tcp_check(const ra_tcp_desc *d)
+{
+    if (d->ranks < 1 || d->ranks > 1024)
+        return ra_tcp_refuse(d, RA_E_RANGE, "ranks", "must be 1 to 1024, is %d", (int)d->ranks);
+    if (d->rank < 0 || d->rank >= d->ranks)
+        return ra_tcp_refuse(d, RA_E_RANGE, "rank", "must be 0 to %d, is %d", (int)d->ranks - 1,
+                             (int)d->rank);
+    for (int r = 0; r < d->ranks && d->ranks > 1; r++)
+        if (!d->addresses || !d->addresses[r])
+            return ra_tcp_refuse(d, RA_E_NULL, "addresses", "of rank %d is not given", r);
+    if (d->connect_ns < 0)
+        return ra_tcp_refuse(d, RA_E_RANGE, "connect_ns", "%lld is negative",
+                             (long long)d->connect_ns);
+#ifndef RA_TCP_SODIUM
+    if (d->key)
+        return ra_tcp_refuse(d, RA_E_UNSUPPORTED, "key",
+                             "is given, but this program was compiled without RA_TCP_SODIUM");
+#endif
+    return RA_OK;
+}
+
+static RA_TCP_UNUSED int ra_tcp_conns(ra_tcp_conn *c, int n, const ra_tcp *t, size_t bytes)
+{
+    for (int i = 0; i < n; i++) {
+        c[i].fd = -1;
+        c[i].peer = t->conn == c ? i : -1;
+        c[i].out_buf = (uint8_t *)malloc(bytes);
+        c[i].in_buf = (uint8_t *)malloc(bytes);
+        c[i].in_need = RA_TCP_HELLO;
+        if (!c[i].out_buf || !c[i].in_buf) return 0;
+    }
+    return 1;
+}
+
+static RA_TCP_UNUSED void ra_tcp_fill(ra_tcp *t)
+{
+    ra_transport *tp = &t->transport;
+    tp->size = (uint32_t)sizeof *tp;
+    tp->abi = RA_TRANSPORT_ABI;
+    tp->caps = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_DEADLINE;
+    tp->channels = RA_TCP_CHANNELS;
+    tp->tag_bits = 64;
+    tp->max_ops = RA_TCP_OPS;
+    tp->rank = t->rank;
+    tp->ranks = t->ranks;
+    tp->max_msg = t->d.max_msg;
+    tp->name = t->sealed ? "tcp, sealed" : "tcp";
+    tp->ctx = t;
+    tp->post = ra_tcp_post;
+    tp->poll = ra_tcp_poll;
+    tp->wait = ra_tcp_wait;
+    tp->abort = ra_tcp_abort;
+    tp->quiesce = ra_tcp_quiesce;
+    tp->error_text = ra_tcp_error_text;
+}
+
+/* Allocates, opens the pipe and the listening socket. */
+static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t)
+{
+    size_t bytes = RA_TCP_TALK + (t->sealed ? (size_t)RA_TCP_SEALED + RA_TCP_HEAD : (size_t)0);
+    int port = 0;
+    t->conn = (ra_tcp_conn *)calloc((size_t)t->ranks, sizeof *t->conn);
+    t->stranger = (ra_tcp_conn *)calloc(RA_TCP_STRANGERS, sizeof *t->stranger);
+    t->fds = (struct pollfd *)calloc((size_t)t->ranks + RA_TCP_STRANGERS + 2, sizeof *t->fds);
+    t->waste = (uint8_t *)malloc(RA_TCP_PLAIN);
+    if (!t->conn || !t->stranger || !t->fds || !t->waste ||
+        !ra_tcp_conns(t->conn, t->ranks, t, bytes) ||
+        !ra_tcp_conns(t->stranger, RA_TCP_STRANGERS, t, RA_TCP_TALK))
+        return ra_tcp_refuse(&t->d, RA_E_NOMEM, "ranks", "no memory for %d connections", t->ranks);
+    if (pipe(t->wake) || ra_tcp_prepare(t->wake[0]) || ra_tcp_prepare(t->wake[1]))
+        return ra_tcp_refuse(&t->d, RA_E_IO, "wake", "no pipe: %s", strerror(errno));
+    if (t->listener < 0 && t->ranks > 1 && t->rank < t->ranks - 1)
+        t->listener = ra_tcp_listen(t->d.addresses[t->rank], &port);
+    if (t->listener < 0 && t->rank < t->ranks - 1)
+        return ra_tcp_refuse(&t->d, RA_E_IO, "addresses", "cannot listen on %s: %s",
+                             t->d.addresses[t->rank], strerror(errno));
+    return RA_OK;
+}
+
+/* Meets the other ranks, which takes until the last of them has come or connect_ns has passed. */
+static RA_TCP_UNUSED ra_status ra_tcp_open(ra_tcp **out, const ra_tcp_desc *d)
+{
+    ra_status s = ra_tcp_check(d);
+    ra_tcp *t = NULL;
+    *out = NULL;
+    if (s == RA_OK) t = (ra_tcp *)calloc(1, sizeof *t);
+    if (s == RA_OK && !t) s = ra_tcp_refuse(d, RA_E_NOMEM, "ranks", "no memory");
+    if (s != RA_OK) {
+        if (d->listen_fd > 0) close(d->listen_fd);
+        return s;
+    }
+    t->d = *d;
+    if (!t->d.connect_ns) t->d.connect_ns = 60000 * RA_TCP_MS;
+    if (!t->d.max_msg) t->d.max_msg = (size_t)1 << 30;
+    t->rank = d->rank;
+    t->ranks = d->ranks;
+    t->listener = d->listen_fd > 0 ? d->listen_fd : -1;
+    t->wake[0] = t->wake[1] = -1;
+    t->sealed = d->key != NULL;
+    if (d->key) memcpy(t->key, d->key, sizeof t->key);
+#ifdef RA_TCP_SODIUM
+    if (sodium_init() < 0) s = ra_tcp_refuse(d, RA_E_IO, "key", "libsodium does not start");
+#endif
+    if (s == RA_OK) s = ra_tcp_begin(t);
+    if (s == RA_OK) s = ra_tcp_connect(t);
+    if (s != RA_OK) {
+        ra_tcp_free(t);
+        return s;
+    }
+    for (int i = 0; i < RA_TCP_STRANGERS; i++) ra_tcp_drop(&t->stranger[i], RA_E_PEER);
+    if (t->listener >= 0) close(t->listener);
+    t->listener = -1;
+    ra_tcp_fill(t);
+    *out = t;
+    return RA_OK;
+}
+
+static RA_TCP_UNUSED const ra_transport *ra_tcp_transport(ra_tcp *t) { return &t->transport; }
+
+/* After the rings on it. null is fine. */
+static RA_TCP_UNUSED void ra_tcp_close(ra_tcp *t)
+{
+    if (!t) return;
+    for (int r = 0; r < t->ranks; r++)
+        if (t->conn[r].fd >= 0) (void)shutdown(t->conn[r].fd, SHUT_WR);
+    ra_tcp_drain(t, ra_now_ns() + RA_TCP_DRAIN_NS);
+    ra_tcp_free(t);
+}
+
+#undef RA_TCP_MS
+#undef RA_TCP_SHAKE_NS
+#undef RA_TCP_DRAIN_NS
+#endif

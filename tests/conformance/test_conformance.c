@@ -1,0 +1,667 @@
+/* The conformance suite on the bundled world, on a transport that is as unpleasant as the contract
+ * allows, inline at level 0, and on one broken transport per rule, of which it must find just that
+ * rule. The chaos transport holds no message: one lock, queues of ops, bytes copied when a send
+ * meets its receive, in whatever call that happens. It accepts only some of what is posted, meets
+ * late, tells late and in another order that ops are done, and lends memory. */
+#define _POSIX_C_SOURCE 200809L
+#include "ringattn.h"
+#include "tests/harness.h"
+#include "tests/conformance/conformance.h"
+
+enum { CH_MOST_RINGS = 2, CH_MOST_RANKS = 8, CH_OPS = 64, CH_LOANS = 512,
+       CH_PATIENCE_MS = 700 };
+
+/* What is wrong with a transport, named after the rule that it breaks; RIGHT: nothing. */
+#define CH_ENUM(name, text) CH_##name,
+enum { CF_RULES(CH_ENUM) CH_RIGHT };
+#undef CH_ENUM
+
+struct ch_world;
+typedef struct ch_seat {
+    struct ch_world *world;
+    int ring, rank;
+    int32_t why, joined, purged;       /* why, joined: atomic */
+    int polls, pending, slow;
+    ra_op *after;                      /* a receive that was done in the last poll */
+    uint8_t *last;                     /* buffer of the last large receive, or of a loan */
+    ra_transport t;
+} ch_seat;
+
+typedef struct ch_queue { ra_op *first, *last; } ch_queue;
+typedef struct ch_world {
+    pthread_mutex_t lock;
+    int ranks, wrong, level, refuses;
+    int32_t aborted[CH_MOST_RINGS];         /* atomic */
+    int64_t begin_ns;
+    uint64_t random;
+    ch_seat seat[CH_MOST_RINGS][CH_MOST_RANKS];
+    void *loan[CH_LOANS];              /* under the lock; null: given back */
+    ch_queue sends[CH_MOST_RINGS][CH_MOST_RANKS][CH_MOST_RANKS][2];
+    ch_queue recvs[CH_MOST_RINGS][CH_MOST_RANKS][CH_MOST_RANKS][2];
+} ch_world;
+
+/* Words of ra_op.scratch: the next of its queue; 1 + status once it has met, negated errors as they
+ * are; polls until its owner is told; what a broken transport took of a send; lent memory. */
+enum { CH_NEXT, CH_MET, CH_DELAY, CH_COPY, CH_LENT };
+
+static uint32_t ch_random(ch_world *w, uint32_t below)
+{
+    w->random = cf_mix(w->random + 0x9E3779B97F4A7C15u);
+    return (uint32_t)(w->random >> 33) % below;
+}
+
+static void ch_append(ch_queue *q, ra_op *op)
+{
+    op->scratch[CH_NEXT] = NULL;
+    if (q->last) q->last->scratch[CH_NEXT] = op;
+    else q->first = op;
+    q->last = op;
+}
+
+static void ch_remove(ch_queue *q, ra_op *op)
+{
+    ra_op *before = NULL, *at = q->first;
+    while (at && at != op) {
+        before = at;
+        at = (ra_op *)at->scratch[CH_NEXT];
+    }
+    if (!at) return;
+    if (before) before->scratch[CH_NEXT] = op->scratch[CH_NEXT];
+    else q->first = (ra_op *)op->scratch[CH_NEXT];
+    if (q->last == op) q->last = before;
+}
+
+static ch_queue *ch_queue_of(ch_seat *s, const ra_op *op)
+{
+    ch_world *w = s->world;
+    int ring = w->wrong == CH_RINGS ? 0 : s->ring;
+    int channel = w->wrong == CH_CHANNELS ? 0 : op->channel;
+    if (op->kind == RA_OP_SEND) return &w->sends[ring][s->rank][op->peer][channel];
+    return &w->recvs[ring][op->peer][s->rank][channel];
+}
+
+static void ch_met(ch_world *w, ra_op *op, int status)
+{
+    op->scratch[CH_MET] = (void *)(intptr_t)(status < 0 ? status : 1);
+    op->scratch[CH_DELAY] = (void *)(uintptr_t)(w->wrong == CH_RIGHT ? ch_random(w, 4) : 0);
+}
+
+/* Memory on loan: a copy of its own. */
+static void ch_lend(ch_world *w, ra_op *in)
+{
+    void *p = NULL;
+    int i = 0;
+    while (i < CH_LOANS && w->loan[i]) i++;
+    if (i == CH_LOANS) return;
+    if (posix_memalign(&p, 64, in->len + 64)) abort();
+    w->loan[i] = p;
+    in->buf = (uint8_t *)p + (w->wrong == CH_LOAN_ALIGN ? 8 : 0);
+    in->scratch[CH_LENT] = p;
+}
+
+static void ch_copy(ch_world *w, const ra_op *out, ra_op *in)
+{
+    const uint8_t *from = (const uint8_t *)(out->scratch[CH_COPY] ? out->scratch[CH_COPY]
+                                                                   : out->buf);
+    size_t n = in->len < out->len ? in->len : out->len;
+    int asked = in->flags & RA_OPF_LOAN_OK || w->wrong == CH_LOAN_ASKED;
+    uint8_t *to;
+    if (w->level == 1 && asked && ch_random(w, 3)) ch_lend(w, in);
+    to = (uint8_t *)in->buf;
+    memcpy(to, from, n);
+    if (w->wrong == CH_BYTES && n > 1000) to[n / 2] ^= 4;
+    if (w->wrong == CH_PASS && n > 4096 && n % 64 == 0 && n < 1000000) to[n - 2] ^= 1;
+    if (w->wrong == CH_BOUNDS) to[n] = 1;
+}
+
+/* The first send of a flow meets its first receive. */
+static void ch_meet(ch_world *w, ch_queue *sends, ch_queue *recvs)
+{
+    while (sends->first && recvs->first) {
+        ra_op *out = sends->first, *in = recvs->first, *second;
+        int fits;
+        if (w->wrong == CH_RIGHT && ch_random(w, 3) == 0) return;
+        second = (ra_op *)out->scratch[CH_NEXT];
+        if (w->wrong == CH_ORDER && second && second->len == out->len) out = second;
+        fits = out->len == in->len || w->wrong == CH_TRUNC;
+        ch_remove(sends, out);
+        ch_remove(recvs, in);
+        if (w->wrong == CH_VISIBLE) in->scratch[CH_COPY] = NULL;
+        else if (fits) ch_copy(w, out, in);
+        ch_met(w, in, fits ? RA_OK : RA_E_TRUNC);
+        if (w->wrong != CH_REUSE) ch_met(w, out, fits ? RA_OK : RA_E_TRUNC);
+        free(out->scratch[CH_COPY]);
+        out->scratch[CH_COPY] = NULL;
+    }
+}
+
+static void ch_meet_all(ch_seat *s)
+{
+    ch_world *w = s->world;
+    for (int other = 0; other < w->ranks; other++)
+        for (int i = 0; i < 2; i++)
+            for (int way = 0; way < 2; way++) {
+                int from = way ? other : s->rank, to = way ? s->rank : other;
+                int ring = w->wrong == CH_RINGS ? 0 : s->ring;
+                if (w->wrong == CH_PROGRESS && i && w->sends[ring][from][to][0].first) continue;
+                ch_meet(w, &w->sends[ring][from][to][i], &w->recvs[ring][from][to][i]);
+            }
+}
+
+static int ch_failure(const ch_seat *s)
+{
+    int why = cf_load(&s->why);
+    if (why) return why;
+    return cf_load(&s->world->aborted[s->ring]) ? RA_E_ABORTED : RA_OK;
+}
+
+/* Takes a copy of a send at once, or (REUSE) when it is too late. */
+static void ch_capture(ra_op *op)
+{
+    if (op->scratch[CH_COPY]) return;
+    op->scratch[CH_COPY] = malloc(op->len);
+    if (!op->scratch[CH_COPY]) abort();
+    memcpy(op->scratch[CH_COPY], op->buf, op->len);
+}
+
+static void ch_accept(ch_seat *s, ra_op *op)
+{
+    ch_world *w = s->world;
+    int far = (op->peer - s->rank + w->ranks) % w->ranks;
+    if (w->wrong == CH_CRASH && op->len == 127) raise(SIGSEGV);
+    if ((w->wrong == CH_ANY_PEER && far > 1 && far < w->ranks - 1) ||
+        (w->wrong == CH_LARGEST && op->len > 2000000)) {
+        op->state = RA_E_IO;
+        return;
+    }
+    if (w->wrong == CH_READ_ONLY && op->kind == RA_OP_SEND) {
+        ch_capture(op);
+        ((uint8_t *)op->buf)[op->len - 1] ^= 8;
+    }
+    if (op->kind == RA_OP_RECV && op->len == 500009) s->last = (uint8_t *)op->buf;
+    ch_append(ch_queue_of(s, op), op);
+    s->pending++;
+    op->state = RA_OP_PENDING;
+    if (w->wrong == CH_REUSE && op->kind == RA_OP_SEND) {
+        op->done = op->len;
+        op->state = RA_OP_DONE;
+        s->pending--;
+    }
+}
+
+/* Receives first, of each flow a prefix. Returns how many are left idle. Under the lock. */
+static int ch_accept_some(ch_seat *s, ra_op *const *ops, int n)
+{
+    ch_world *w = s->world;
+    int left = 0, refuses = w->refuses;
+    uint8_t closed[2][CH_MOST_RANKS][2];
+    memset(closed, 0, sizeof closed);
+    for (int kind = RA_OP_RECV; kind >= RA_OP_SEND; kind--)
+        for (int i = 0; i < n; i++) {
+            ra_op *op = ops[i];
+            uint8_t *shut = &closed[kind - 1][op->peer][op->channel];
+            if (op->kind != kind || op->state != RA_OP_IDLE) continue;
+            if (w->wrong == CH_PREFIX) *shut = 0;
+            if (s->pending >= CH_OPS || (refuses && ch_random(w, 4) == 0)) *shut = 1;
+            if (*shut) left++;
+            else ch_accept(s, op);
+        }
+    return left;
+}
+
+static int ch_post(void *ctx, ra_op *const *ops, int n)
+{
+    ch_seat *s = (ch_seat *)ctx;
+    ch_world *w = s->world;
+    int failure = ch_failure(s), left = 0;
+    if (w->wrong == CH_ABORT_LATER && s->purged) failure = RA_OK;
+    pthread_mutex_lock(&w->lock);
+    for (int i = 0; i < n && failure; i++)
+        if (ops[i]->state == RA_OP_IDLE) ops[i]->state = failure;
+    if (!failure) left = ch_accept_some(s, ops, n);
+    if (!failure) ch_meet_all(s);
+    pthread_mutex_unlock(&w->lock);
+    for (int i = 0; i < n && w->wrong == CH_POST_BLOCKS; i++)
+        while (ops[i]->kind == RA_OP_SEND && ops[i]->state == RA_OP_PENDING &&
+               !__atomic_load_n(&ops[i]->scratch[CH_MET], __ATOMIC_ACQUIRE) && !ch_failure(s))
+            cf_sleep_us(100);
+    if (failure) return w->wrong == CH_ABORT_PENDING ? RA_OK : failure;
+    return left && w->wrong != CH_AGAIN ? RA_AGAIN : RA_OK;
+}
+
+static void ch_tell(ch_seat *s, ra_op *op, int status)
+{
+    int wrong = s->world->wrong;
+    op->done = status == RA_OP_DONE && ch_random(s->world, 2) ? op->len : 0;
+    if (wrong == CH_DONE_BYTES) op->done = op->len - 1;
+    if (wrong == CH_FIELDS) op->tag++;
+    op->state = status;
+    s->pending--;
+    if (op->kind == RA_OP_RECV) s->after = op;
+    if (wrong == CH_LOAN_KEEPS && op->scratch[CH_LENT]) s->last = (uint8_t *)op->buf;
+}
+
+/* Moves what has met, and what has failed. Returns how many ops are still PENDING. */
+static int ch_settle(ch_seat *s, ra_op *const *ops, int n, int failure)
+{
+    int left = 0;
+    for (int i = 0; i < n; i++) {
+        ra_op *op = ops[i];
+        int met = (int)(intptr_t)op->scratch[CH_MET];
+        if (op->state != RA_OP_PENDING) continue;
+        if (failure) {
+            if (!met) ch_remove(ch_queue_of(s, op), op);
+            free(op->scratch[CH_COPY]);
+            op->scratch[CH_COPY] = NULL;
+            ch_tell(s, op, failure);
+        } else if (met && op->scratch[CH_DELAY]) {
+            op->scratch[CH_DELAY] = (void *)((uintptr_t)op->scratch[CH_DELAY] - 1);
+            left++;
+        } else if (met) ch_tell(s, op, met < 0 ? met : (int)RA_OP_DONE);
+        else left++;
+    }
+    return left;
+}
+
+/* What some broken transports do besides. Under the lock. */
+static void ch_mischief(ch_seat *s, ra_op *const *ops, int n)
+{
+    int wrong = s->world->wrong;
+    for (int i = 0; i < n; i++) {
+        ra_op *op = ops[i];
+        if (wrong == CH_REUSE && op->kind == RA_OP_SEND && op->state == RA_OP_DONE &&
+            !op->scratch[CH_MET]) {
+            ch_capture(op);
+            op->scratch[CH_MET] = op;
+        }
+        if (wrong == CH_STATES && op->state == RA_OP_IDLE) ch_accept(s, op);
+        if (wrong == CH_RECV_AFTER && op == s->after && op->state == RA_OP_DONE)
+            ((uint8_t *)op->buf)[0] ^= 2;
+    }
+    if (wrong == CH_LOAN_KEEPS && s->last) s->last[0] ^= 2;
+    if (wrong == CH_LOAN_KEEPS) s->last = NULL;
+    s->after = NULL;
+}
+
+static int ch_look(ch_seat *s, ra_op *const *ops, int n, int *left)
+{
+    ch_world *w = s->world;
+    int failure = ch_failure(s), shown;
+    if (w->wrong == CH_ABORT_LATER && s->purged) failure = RA_OK;
+    shown = w->wrong == CH_ABORT_PENDING ? RA_OK : failure;
+    if (failure && w->wrong == CH_PASS_ENDS && n && ops[0]->len > 4096 && ops[0]->len % 64 == 0 &&
+        !s->slow++)
+        cf_sleep_us(2300 * CH_PATIENCE_MS);
+    pthread_mutex_lock(&w->lock);
+    ch_mischief(s, ops, n);
+    if (!failure && (w->wrong != CH_VISIBLE || s->polls++ % 50 == 49)) ch_meet_all(s);
+    *left = ch_settle(s, ops, n, shown);
+    pthread_mutex_unlock(&w->lock);
+    if (failure) s->purged = 1;
+    return shown;
+}
+
+static int ch_poll(void *ctx, ra_op *const *ops, int n)
+{
+    ch_seat *s = (ch_seat *)ctx;
+    int left, code = ch_look(s, ops, n, &left), wrong = s->world->wrong, before = left;
+    while (wrong == CH_POLL_BLOCKS && !code && left && left == before) {
+        code = ch_look(s, ops, n, &left);
+        cf_sleep_us(100);
+    }
+    if (wrong == CH_CODES && !code) return RA_AGAIN;
+    return wrong == CH_ABORT_LATER ? RA_OK : code;
+}
+
+static int ch_wait(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns)
+{
+    ch_seat *s = (ch_seat *)ctx;
+    int wrong = s->world->wrong, before = 0, left = 0, code = RA_OK;
+    for (int i = 0; i < n; i++) before += ops[i]->state == RA_OP_PENDING;
+    for (;;) {
+        if (wrong != CH_ABORT_WAKES || !ch_failure(s)) code = ch_look(s, ops, n, &left);
+        if (wrong == CH_WAIT_DEADLINE) deadline_ns = RA_NO_DEADLINE;
+        if (deadline_ns && ra_now_ns() >= deadline_ns) break;
+        cf_sleep_us(100);
+        if (wrong == CH_WAIT_WAKES && before) continue;
+        if (wrong == CH_ABORT_WAKES && ch_failure(s)) continue;
+        if (code || (left == 0 && wrong != CH_WAIT_IDLE) || left < before) return code;
+    }
+    if (wrong == CH_WAIT_TIMEOUT && left && left == before) return RA_E_TIMEOUT;
+    return wrong == CH_ABORT_LATER ? RA_OK : code;
+}
+
+static int ch_abort(void *ctx, int why)
+{
+    ch_seat *s = (ch_seat *)ctx;
+    int twice = cf_load(&s->why) != 0;
+    if (s->world->wrong == CH_ABORT_BLOCKS) cf_sleep_us(700 * CH_PATIENCE_MS);
+    if (s->world->wrong != CH_ABORT_PEERS) cf_store(&s->world->aborted[s->ring], 1);
+    cf_store(&s->why, why);
+    if (twice && s->world->wrong == CH_ABORT_TWICE) {
+        cf_store(&s->why, 0);
+        cf_store(&s->world->aborted[s->ring], 0);
+    }
+    return RA_OK;
+}
+
+/* Takes back what this rank has queued. */
+static void ch_purge(ch_seat *s)
+{
+    ch_world *w = s->world;
+    pthread_mutex_lock(&w->lock);
+    for (int other = 0; other < w->ranks; other++)
+        for (int i = 0; i < 2; i++) {
+            ch_queue *out = &w->sends[s->ring][s->rank][other][i];
+            ch_queue *in = &w->recvs[s->ring][other][s->rank][i];
+            memset(out, 0, sizeof *out);
+            memset(in, 0, sizeof *in);
+        }
+    pthread_mutex_unlock(&w->lock);
+}
+
+static void *ch_late_write(void *buf)
+{
+    cf_sleep_us(30000);
+    *(volatile uint8_t *)buf = 0x77;
+    return NULL;
+}
+
+static int ch_quiesce(void *ctx, int64_t deadline_ns)
+{
+    ch_seat *s = (ch_seat *)ctx;
+    pthread_t id;
+    (void)deadline_ns;
+    ch_purge(s);
+    cf_store(&s->why, cf_load(&s->why) ? cf_load(&s->why) : RA_E_ABORTED);
+    if (s->world->wrong == CH_QUIESCE_DEADLINE) cf_sleep_us(700 * CH_PATIENCE_MS);
+    if (s->world->wrong == CH_QUIET && s->last &&
+        !pthread_create(&id, NULL, ch_late_write, s->last))
+        pthread_detach(id);
+    return RA_OK;
+}
+
+static int ch_release(void *ctx, ra_op *op)
+{
+    ch_seat *s = (ch_seat *)ctx;
+    if (s->last == (uint8_t *)op->buf) s->last = NULL;
+    pthread_mutex_lock(&s->world->lock);
+    for (int i = 0; i < CH_LOANS; i++) {
+        uint8_t *p = (uint8_t *)s->world->loan[i];
+        if (!p || p + (s->world->wrong == CH_LOAN_ALIGN ? 8 : 0) != (uint8_t *)op->buf) continue;
+        free(p);
+        s->world->loan[i] = NULL;
+        break;
+    }
+    pthread_mutex_unlock(&s->world->lock);
+    return RA_OK;
+}
+
+static int ch_reg(void *ctx, void *p, size_t n, void **mr)
+{
+    (void)ctx, (void)n;
+    *mr = p;
+    return RA_OK;
+}
+
+static int ch_dereg(void *ctx, void *mr)
+{
+    ch_seat *s = (ch_seat *)ctx;
+    (void)mr;
+    return s->world->wrong == CH_REG ? RA_E_IO : RA_OK;
+}
+
+/* One op until it is done, in turn with another. */
+static int ch_level_0(ch_seat *s, ra_op *const *ops, int n, int64_t deadline_ns)
+{
+    int code = RA_OK, left = n;
+    while (left && code >= 0) {
+        code = ch_post(s, ops, n);
+        if (code >= 0) code = ch_look(s, ops, n, &left);
+        left = 0;
+        for (int i = 0; i < n; i++) {
+            if (ops[i]->state < 0) code = ops[i]->state;
+            left += ops[i]->state == RA_OP_IDLE || ops[i]->state == RA_OP_PENDING;
+        }
+        if (!left || code < 0) break;
+        if (deadline_ns && ra_now_ns() > deadline_ns &&
+            s->world->wrong != CH_SENDRECV_DEADLINE) {
+            ch_purge(s);
+            return RA_E_TIMEOUT;
+        }
+        cf_sleep_us(30);
+    }
+    return code < 0 ? code : RA_OK;
+}
+
+static int ch_sendrecv(void *ctx, int to, const void *sbuf, size_t slen, int from, void *rbuf,
+                       size_t rlen, uint64_t tag, int64_t deadline_ns)
+{
+    ch_seat *s = (ch_seat *)ctx;
+    ra_op op[2], *list[2] = { &op[0], &op[1] };
+    int n = 0, code;
+    memset(op, 0, sizeof op);
+    if (s->world->wrong == CH_ONE_SIDE && (to == RA_NO_PEER || from == RA_NO_PEER)) return RA_E_IO;
+    if (to != RA_NO_PEER) {
+        op[n].kind = RA_OP_SEND;
+        op[n].peer = to;
+        op[n].buf = (void *)(uintptr_t)sbuf;
+        op[n].len = slen;
+        op[n++].tag = tag;
+    }
+    if (from != RA_NO_PEER) {
+        op[n].kind = RA_OP_RECV;
+        op[n].peer = from;
+        op[n].buf = rbuf;
+        op[n].len = rlen;
+        op[n++].tag = tag;
+    }
+    if (s->world->wrong == CH_BOTH_WAYS && n == 2) {
+        code = ch_level_0(s, &list[0], 1, deadline_ns);
+        return code ? code : ch_level_0(s, &list[1], 1, deadline_ns);
+    }
+    return ch_level_0(s, list, n, deadline_ns);
+}
+
+/* -------------------------------------------------------------------------- makers */
+typedef struct ch_kind { int wrong, level; } ch_kind;
+
+static void ch_fill(ch_seat *s, int level)
+{
+    ra_transport *t = &s->t;
+    t->size = sizeof *t;
+    t->abi = RA_TRANSPORT_ABI;
+    t->caps = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_DEADLINE;
+    t->rank = s->rank;
+    t->ranks = s->world->ranks;
+    if (s->world->wrong == CH_STRUCT) t->rank = (s->rank + 1) % s->world->ranks;
+    if (s->world->wrong == CH_LONE && s->world->ranks == 1) t->ranks = 2;
+    t->name = "chaos";
+    t->ctx = s;
+    t->abort = ch_abort;
+    t->quiesce = ch_quiesce;
+    if (level == 0) {
+        t->sendrecv = ch_sendrecv;
+        return;
+    }
+    t->caps |= RA_CAP_LOAN;
+    t->channels = 2;
+    t->max_ops = CH_OPS;
+    t->post = ch_post;
+    t->poll = ch_poll;
+    t->wait = ch_wait;
+    t->release = ch_release;
+    t->reg = ch_reg;
+    t->dereg = ch_dereg;
+}
+
+static void *ch_make(void *user, int ranks, int rings)
+{
+    const ch_kind *kind = (const ch_kind *)user;
+    ch_world *w = (ch_world *)calloc(1, sizeof *w);
+    if (!w || pthread_mutex_init(&w->lock, NULL)) abort();
+    w->ranks = ranks;
+    w->wrong = kind->wrong;
+    w->level = kind->level;
+    w->refuses = kind->level == 1 && (kind->wrong == CH_RIGHT || kind->wrong == CH_PREFIX ||
+                                      kind->wrong == CH_AGAIN || kind->wrong == CH_STATES);
+    w->begin_ns = ra_now_ns();
+    w->random = (uint64_t)(ranks * 8 + rings) + 4711;
+    for (int i = 0; i < rings; i++)
+        for (int r = 0; r < ranks; r++) {
+            ch_seat *s = &w->seat[i][r];
+            s->world = w;
+            s->ring = i;
+            s->rank = r;
+            ch_fill(s, kind->level);
+        }
+    return w;
+}
+
+/* LATE: what was sent to a rank before it came is lost. */
+static const ra_transport *ch_join(void *world, int ring, int rank)
+{
+    ch_world *w = (ch_world *)world;
+    if (w->wrong == CH_LATE && ra_now_ns() - w->begin_ns > 90000000) {
+        pthread_mutex_lock(&w->lock);
+        for (int other = 0; other < w->ranks; other++)
+            for (int i = 0; i < 2; i++) {
+                ch_queue *q = &w->sends[ring][other][rank][i];
+                for (; q->first; ch_remove(q, q->first)) ch_met(w, q->first, RA_OK);
+            }
+        pthread_mutex_unlock(&w->lock);
+    }
+    return &w->seat[ring][rank].t;
+}
+
+static void ch_leave(void *world, int ring, int rank, int why)
+{
+    ch_world *w = (ch_world *)world;
+    if (why) cf_store(&w->aborted[ring], 1);
+    ch_purge(&w->seat[ring][rank]);
+}
+
+static void ch_end(void *world)
+{
+    ch_world *w = (ch_world *)world;
+    for (int i = 0; i < CH_LOANS; i++) free(w->loan[i]);       /* after an abort they are ours */
+    pthread_mutex_destroy(&w->lock);
+    free(w);
+}
+
+/* The bundled world: one per ring. */
+typedef struct bundled { ra_world *ring[CF_MOST_RINGS]; int rings; } bundled;
+
+static void *bundled_make(void *user, int ranks, int rings)
+{
+    bundled *b = (bundled *)calloc(1, sizeof *b);
+    ra_world_desc wd;
+    (void)user;
+    memset(&wd, 0, sizeof wd);
+    wd.ranks = ranks;
+    b->rings = rings;
+    for (int i = 0; i < rings; i++) if (ra_world_create(&b->ring[i], &wd)) abort();
+    return b;
+}
+
+static const ra_transport *bundled_join(void *world, int ring, int rank)
+{
+    return ra_world_transport(((bundled *)world)->ring[ring], rank);
+}
+
+static void bundled_leave(void *world, int ring, int rank, int why)
+{
+    ra_world_leave(((bundled *)world)->ring[ring], rank, why);
+}
+
+static void bundled_end(void *world)
+{
+    bundled *b = (bundled *)world;
+    for (int i = 0; i < b->rings; i++) ra_world_destroy(b->ring[i]);
+    free(b);
+}
+
+/* -------------------------------------------------------------------------- tests */
+static cf_maker chaos(ch_kind *kind, int wrong, int level)
+{
+    cf_maker m = { "chaos", NULL, ch_make, ch_join, ch_leave, ch_end, 0, 1, 0, 0, NULL };
+    kind->wrong = wrong;
+    kind->level = level;
+    m.user = kind;
+    m.name = level ? "chaos, level 1" : "chaos, level 0 inline";
+    return m;
+}
+
+TEST(bundled_world)
+{
+    cf_maker m = { "the bundled world", NULL, bundled_make, bundled_join, bundled_leave,
+                   bundled_end, 0, 1, 0, 0, NULL };
+    CHECK_EQ(cf_suite(&m, stdout), 0);
+}
+
+TEST(chaos_level_1)
+{
+    ch_kind kind;
+    cf_maker m = chaos(&kind, CH_RIGHT, 1);
+    cf_report rep = cf_judge(&m, NULL, 0, stdout);
+    CHECK_EQ(rep.failed, 0);
+    CHECK_EQ(rep.unclaimed, 3);            /* those of sendrecv */
+}
+
+TEST(chaos_level_0)
+{
+    ch_kind kind;
+    cf_maker m = chaos(&kind, CH_RIGHT, 0);
+    cf_report rep = cf_judge(&m, NULL, 0, stdout);
+    CHECK_EQ(rep.failed, 0);
+    CHECK(rep.passed >= 6);
+}
+
+/* The first rule that a transport breaks which should break `rule`; -1: none. */
+static int found_in(int rule)
+{
+    int level = rule == CF_BOTH_WAYS || rule == CF_ONE_SIDE || rule == CF_SENDRECV_DEADLINE ? 0 : 1;
+    ch_kind kind;
+    cf_maker m = chaos(&kind, rule, level);
+    m.patience_ms = CH_PATIENCE_MS;
+    m.most_ranks = rule == CF_ANY_PEER ? 5 : h_run.large ? 3 : 2;
+    m.tells_peers = rule != CF_ABORT_PENDING;
+    return cf_judge(&m, NULL, 1, h_run.verbose ? stdout : NULL).first;
+}
+
+/* Of every broken transport the suite names the rule that it breaks, and first. They mostly wait:
+ * some are judged at a time, each in a process whose exit status is what was found. */
+TEST(every_broken_rule_is_found)
+{
+    enum { AT_ONCE = 6 };
+    int at_once = h_run.verbose ? 1 : AT_ONCE;
+    for (int base = 0; base < CF_RULE_COUNT; base += at_once) {
+        pid_t pid[AT_ONCE];
+        int end = base + at_once < CF_RULE_COUNT ? base + at_once : CF_RULE_COUNT, status;
+        fflush(NULL);
+        for (int rule = base; rule < end; rule++) {
+            pid[rule - base] = h_case(rule) ? fork() : -1;
+            if (pid[rule - base] == 0) {
+                status = found_in(rule);
+                fflush(NULL);
+                _exit(status + 1);
+            }
+        }
+        for (int rule = base; rule < end; rule++) {
+            if (!h_case(rule) || !CHECK(waitpid(pid[rule - base], &status, 0) > 0)) continue;
+            int found = WIFEXITED(status) ? WEXITSTATUS(status) - 1 : -1;
+            snprintf(h_run.context, sizeof h_run.context, "it should break %s, found: %s",
+                     cf_rule_name[rule], found < 0 ? "nothing" : cf_rule_name[found]);
+            CHECK_EQ(found, rule);
+        }
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static const h_test tests[] = {
+        ENTRY(bundled_world), ENTRY(chaos_level_1), ENTRY(chaos_level_0),
+        ENTRY(every_broken_rule_is_found),
+    };
+    return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
+}

@@ -1,0 +1,700 @@
+/* examples/transports/ra_tcp.h: conformance over loopback addresses, peers that are killed,
+ * stopped or strangers, and handshakes that must be refused. Compiled with RA_TCP_SODIUM it tests
+ * the sealed form: the same, and who has no key. All traffic stays on 127.0.0.1 and ::1. */
+#define _POSIX_C_SOURCE 200809L
+#include "ringattn.h"
+#include "examples/transports/ra_tcp.h"
+#include "tests/harness.h"
+#include "tests/conformance/conformance.h"
+
+enum { TN_RINGS = 2, TN_RANKS = 8 };
+#define TN_MS ((int64_t)1000000)
+
+/* Listening sockets of all ranks, made before the ranks start, so that ports are free ones. */
+typedef struct tn_world {
+    int ranks, rings, fd[TN_RINGS][TN_RANKS];
+    uint32_t first;                    /* number of its first ring */
+    char text[TN_RINGS][TN_RANKS][32];
+    const char *at[TN_RINGS][TN_RANKS];
+    ra_tcp *tcp[TN_RINGS][TN_RANKS];
+    const void *key;
+} tn_world;
+
+static const char tn_key[32] = "thirty-two bytes of test secret";
+
+static tn_world *tn_make(const char *host, int ranks, int rings)
+{
+    tn_world *w = (tn_world *)calloc(1, sizeof *w);
+    if (!w) abort();
+    w->ranks = ranks;
+    w->rings = rings;
+#ifdef RA_TCP_SODIUM
+    w->key = tn_key;
+#endif
+    for (int i = 0; i < rings; i++)
+        for (int r = 0; r < ranks; r++) {
+            int port = 0;
+            char any[32];
+            snprintf(any, sizeof any, "%s:0", host);
+            w->fd[i][r] = ra_tcp_listen(any, &port);
+            if (w->fd[i][r] < 0) abort();
+            snprintf(w->text[i][r], sizeof w->text[i][r], "%s:%d", host, port);
+            w->at[i][r] = w->text[i][r];
+        }
+    return w;
+}
+
+static ra_tcp_desc tn_desc(tn_world *w, int ring, int rank)
+{
+    ra_tcp_desc d;
+    memset(&d, 0, sizeof d);
+    d.rank = rank;
+    d.ranks = w->ranks;
+    d.addresses = w->at[ring];
+    d.world = 77;
+    d.ring = w->first + (uint32_t)ring;
+    d.listen_fd = w->fd[ring][rank];
+    d.connect_ns = 10000 * TN_MS;
+    d.key = w->key;
+    w->fd[ring][rank] = -1;
+    return d;
+}
+
+static void *tn_maker_make(void *user, int ranks, int rings)
+{
+    return tn_make((const char *)user, ranks, rings);
+}
+
+/* In a process of its own a rank lets go of the others' sockets. */
+static const ra_transport *tn_join(void *world, int ring, int rank)
+{
+    tn_world *w = (tn_world *)world;
+    ra_error why;
+    ra_tcp_desc d = tn_desc(w, ring, rank);
+    d.error = &why;
+    if (ra_tcp_open(&w->tcp[ring][rank], &d) == RA_OK) return ra_tcp_transport(w->tcp[ring][rank]);
+    printf("rank %d: %s %s\n", rank, why.field, why.text);
+    return NULL;
+}
+
+static void tn_leave(void *world, int ring, int rank, int why)
+{
+    tn_world *w = (tn_world *)world;
+    (void)why;
+    ra_tcp_close(w->tcp[ring][rank]);
+}
+
+static void tn_end(void *world)
+{
+    tn_world *w = (tn_world *)world;
+    for (int i = 0; i < w->rings; i++)
+        for (int r = 0; r < w->ranks; r++) if (w->fd[i][r] > 0) close(w->fd[i][r]);
+    free(w);
+}
+
+static cf_maker tn_maker(const char *host, int processes)
+{
+    static char name[80];
+    cf_maker m = { "tcp", NULL, tn_maker_make, tn_join, tn_leave, tn_end, 0, 1, 0, 0, NULL };
+    m.user = (void *)(uintptr_t)host;
+    m.processes = processes;
+    snprintf(name, sizeof name, "tcp, %s, ranks are %s", host, processes ? "processes" : "threads");
+    m.name = name;
+    return m;
+}
+
+static int tn_has_v6(void)
+{
+    int port = 0, fd = ra_tcp_listen("[::1]:0", &port);
+    if (fd >= 0) close(fd);
+    return fd >= 0;
+}
+
+TEST(conformance_threads)
+{
+    cf_maker m = tn_maker("127.0.0.1", 0);
+    cf_report rep;
+    m.most_ranks = h_run.large ? 0 : 3;
+    rep = cf_judge(&m, NULL, 0, stdout);
+    CHECK_EQ(rep.failed, 0);
+    CHECK_EQ(rep.unclaimed, 5);            /* loans, registration, and those of sendrecv */
+}
+
+TEST(conformance_processes)
+{
+    cf_maker m = tn_maker("127.0.0.1", 1);
+    m.most_ranks = h_run.large ? 0 : 3;
+    CHECK_EQ(cf_judge(&m, h_run.large ? NULL : "pass", 0, stdout).failed, 0);
+}
+
+TEST(conformance_v6)
+{
+    cf_maker m = tn_maker("[::1]", 0);
+    m.most_ranks = h_run.large ? 0 : 3;
+    if (!tn_has_v6()) h_skip("no ::1 here");
+    else CHECK_EQ(cf_judge(&m, h_run.large ? NULL : "es", 0, stdout).failed, 0);
+}
+
+/* Processes that the suite did not start, as under mpirun; every world on the same ports, told
+ * apart by the number of its ring. */
+static void *tn_outside_make(void *user, int ranks, int rings)
+{
+    static uint32_t count;
+    const tn_world *ports = (const tn_world *)user;
+    tn_world *w = (tn_world *)calloc(1, sizeof *w);
+    if (!w) abort();
+    *w = *ports;
+    w->ranks = ranks;
+    w->rings = rings;
+    w->first = count;
+    count += 2;
+    return w;
+}
+
+TEST(conformance_from_outside)
+{
+    enum { RANKS = 3 };
+    tn_world *ports = tn_make("127.0.0.1", RANKS, 2);
+    cf_maker m = tn_maker("127.0.0.1", 1);
+    char file[] = "/tmp/ra_conformance_XXXXXX";
+    int fd = mkstemp(file), status;
+    cf_outside o;
+    pid_t pid[RANKS];
+    CHECK(fd >= 0);
+    close(fd);
+    for (int i = 0; i < 2; i++)
+        for (int r = 0; r < RANKS; r++) {
+            close(ports->fd[i][r]);
+            ports->fd[i][r] = 0;
+        }
+    m.make = tn_outside_make;
+    m.user = ports;
+    m.outside = &o;
+    fflush(NULL);
+    for (int r = 0; r < RANKS; r++) {
+        pid[r] = fork();
+        if (pid[r] == 0) {
+            alarm(200);
+            o.rank = r;
+            o.ranks = RANKS;
+            o.file = file;
+            exit(cf_judge(&m, h_run.large ? NULL : "es", 0, r ? NULL : stdout).failed);
+        }
+    }
+    for (int r = 0; r < RANKS; r++) {
+        CHECK(waitpid(pid[r], &status, 0) > 0);
+        CHECK_EQ(status, 0);
+    }
+    remove(file);
+    free(ports);
+}
+
+/* -------------------------------------------------------------------------- a peer that is gone */
+typedef struct tn_watch { int32_t passes[TN_RANKS], status[TN_RANKS], late_ms[TN_RANKS]; } tn_watch;
+
+static tn_watch *tn_watch_new(void)
+{
+    FILE *f = tmpfile();
+    void *p = MAP_FAILED;
+    if (f && !ftruncate(fileno(f), (off_t)sizeof(tn_watch)))
+        p = mmap(NULL, sizeof(tn_watch), PROT_READ | PROT_WRITE, MAP_SHARED, fileno(f), 0);
+    if (p == MAP_FAILED) abort();
+    fclose(f);
+    return (tn_watch *)p;
+}
+
+/* Passes until one fails: how it ended, and how long after its deadline it came back. */
+static void tn_passes(tn_world *w, tn_watch *seen, int rank, int64_t ms)
+{
+    static cf_shared shared;
+    cf_maker m = tn_maker("", 1);
+    cf_rank r;
+    cf_pass p;
+    ra_error e;
+    int64_t deadline = 0;
+    memset(&r, 0, sizeof r);
+    r.shared = &shared;
+    r.maker = &m;
+    r.rank = rank;
+    r.ranks = w->ranks;
+    r.patience = 5000 * TN_MS;
+    for (int i = 0; i < w->ranks; i++)
+        if (i != rank) {
+            close(w->fd[0][i]);
+            w->fd[0][i] = -1;
+        }
+    r.t[0] = tn_join(w, 0, rank);
+    if (!r.t[0] || cf_pass_open(&r, &p, rank, w->ranks, r.t[0], &e)) exit(1);
+    while (!cf_load(&seen->status[rank])) {
+        deadline = ra_deadline_ms(ms);
+        cf_store(&seen->status[rank], cf_pass_run(&p, deadline));
+        __atomic_add_fetch(&seen->passes[rank], 1, __ATOMIC_ACQ_REL);
+    }
+    cf_store(&seen->late_ms[rank], (int32_t)((ra_now_ns() - deadline) / TN_MS));
+    cf_pass_close(&p);
+    tn_leave(w, 0, rank, RA_OK);
+    tn_end(w);
+    exit(0);
+}
+
+static int tn_reap(pid_t pid, int64_t limit_ms)
+{
+    int64_t until = ra_deadline_ms(limit_ms);
+    int status = -1;
+    while (waitpid(pid, &status, WNOHANG) == 0) {
+        if (ra_now_ns() > until) {
+            kill(pid, SIGKILL);
+            waitpid(pid, &status, 0);
+            return -1;
+        }
+        cf_sleep_us(500);
+    }
+    return status;
+}
+
+/* Rank 1 of three gets a signal at a random moment; the others must come back. */
+static void tn_lose_a_rank(int signal_number, int rounds)
+{
+    enum { RANKS = 3 };
+    tn_watch *seen = tn_watch_new();
+    for (int round = 0; round < rounds; round++) {
+        h_rng rng = h_case_rng(round);
+        tn_world *w;
+        pid_t pid[RANKS];
+        if (!h_case(round)) continue;
+        w = tn_make("127.0.0.1", RANKS, 1);
+        memset(seen, 0, sizeof *seen);
+        fflush(NULL);
+        for (int r = 0; r < RANKS; r++) {
+            pid[r] = fork();
+            if (pid[r] == 0) {
+                alarm(60);
+                tn_passes(w, seen, r, signal_number == SIGKILL ? 8000 : 1500);
+            }
+        }
+        for (int i = 0; i < 20000 && cf_load(&seen->passes[0]) < 2; i++) cf_sleep_us(500);
+        CHECK(cf_load(&seen->passes[0]) >= 2);
+        cf_sleep_us((long)h_range(&rng, 0, 20000));
+        kill(pid[1], signal_number);
+        for (int r = 0; r < RANKS; r += 2) CHECK_EQ(tn_reap(pid[r], 10000), 0);
+        kill(pid[1], SIGKILL);
+        (void)tn_reap(pid[1], 1000);
+        for (int r = 0; r < RANKS; r += 2) {
+            int s = seen->status[r];
+            CHECK(s == RA_E_PEER || s == RA_E_ABORTED || (signal_number == SIGSTOP &&
+                                                          s == RA_E_TIMEOUT));
+            if (h_run.verbose) printf("rank %d: %s, %d ms after its deadline\n", r,
+                                      ra_status_text(s), seen->late_ms[r]);
+            CHECK(seen->late_ms[r] <= (h_run.large ? 100 : 1000));
+        }
+        tn_end(w);
+    }
+    munmap(seen, sizeof *seen);
+}
+
+TEST(killed_rank) { tn_lose_a_rank(SIGKILL, h_run.large ? 30 : 3); }
+TEST(stopped_rank) { tn_lose_a_rank(SIGSTOP, h_run.large ? 10 : 1); }
+
+/* -------------------------------------------------------------------------- handshakes */
+typedef struct tn_opening {            /* ra_tcp_open on a thread of its own */
+    ra_tcp_desc d;
+    ra_tcp *tcp;
+    ra_error why;
+    int32_t status, done;
+    pthread_t id;
+} tn_opening;
+
+static void *tn_open_main(void *arg)
+{
+    tn_opening *o = (tn_opening *)arg;
+    o->d.error = &o->why;
+    o->status = ra_tcp_open(&o->tcp, &o->d);
+    cf_store(&o->done, 1);
+    return NULL;
+}
+
+static void tn_start(tn_opening *o, const ra_tcp_desc *d)
+{
+    memset(o, 0, sizeof *o);
+    o->d = *d;
+    if (pthread_create(&o->id, NULL, tn_open_main, o)) abort();
+}
+
+static int tn_join_open(tn_opening *o)
+{
+    pthread_join(o->id, NULL);
+    return o->status;
+}
+
+/* A raw connection to a rank's port; -1: refused. */
+static int tn_call(const char *address)
+{
+    struct addrinfo *a = ra_tcp_resolve(address, 0);
+    int fd = a ? socket(a->ai_family, SOCK_STREAM, 0) : -1;
+    if (fd >= 0 && connect(fd, a->ai_addr, a->ai_addrlen)) {
+        close(fd);
+        fd = -1;
+    }
+    if (a) freeaddrinfo(a);
+    return fd;
+}
+
+/* One message from rank 1 to rank 0 through two opened transports; what rank 0's receive became. */
+static int tn_message(ra_tcp *zero, ra_tcp *one)
+{
+    uint8_t in[3000], out[3000];
+    ra_op op[2], *list[2] = { &op[0], &op[1] };
+    int64_t until = ra_deadline_ms(5000);
+    memset(op, 0, sizeof op);
+    memset(out, 7, sizeof out);
+    memset(in, 0, sizeof in);
+    op[0].kind = RA_OP_RECV;
+    op[0].peer = 1;
+    op[0].buf = in;
+    op[1].kind = RA_OP_SEND;
+    op[1].peer = 0;
+    op[1].buf = out;
+    op[0].len = op[1].len = sizeof in;
+    (void)ra_tcp_post(zero, &list[0], 1);
+    (void)ra_tcp_post(one, &list[1], 1);
+    while (op[0].state == RA_OP_PENDING && ra_now_ns() < until) {
+        (void)ra_tcp_poll(zero, &list[0], 1);
+        (void)ra_tcp_poll(one, &list[1], 1);
+    }
+    (void)ra_tcp_abort(zero, RA_E_CANCELLED);
+    (void)ra_tcp_abort(one, RA_E_CANCELLED);
+    (void)ra_tcp_quiesce(zero, ra_now_ns());
+    (void)ra_tcp_quiesce(one, ra_now_ns());
+    if (op[0].state == RA_OP_DONE && memcmp(in, out, sizeof in)) return RA_E_IO;
+    return op[0].state;
+}
+
+/* Opens two ranks that differ. Expected: statuses, and a word of the sentences. */
+static void tn_refused(const ra_tcp_desc *zero, const ra_tcp_desc *one, int want_zero, int want_one,
+                       const char *word)
+{
+    tn_opening o[2];
+    tn_start(&o[0], zero);
+    tn_start(&o[1], one);
+    CHECK_EQ(tn_join_open(&o[0]), want_zero);
+    CHECK_EQ(tn_join_open(&o[1]), want_one);
+    if (!CHECK(strstr(o[1].why.text, word) != NULL))
+        printf("    rank 1 says: %s: %s\n", o[1].why.field, o[1].why.text);
+    if (!CHECK(want_zero != RA_E_MISMATCH || strstr(o[0].why.text, word) != NULL))
+        printf("    rank 0 says: %s: %s\n", o[0].why.field, o[0].why.text);
+    ra_tcp_close(o[0].tcp);
+    ra_tcp_close(o[1].tcp);
+}
+
+/* What differs is named. Without a key at once; with one, who has not shown it decides nothing, and
+ * it is at the end of connect_ns. */
+TEST(ranks_that_disagree)
+{
+    for (int i = 0; i < 4; i++) {
+        static const char *const word[] = { "world", "ring", "ranks", "shape" };
+        tn_world *w = tn_make("127.0.0.1", 2, 1);
+        ra_tcp_desc zero = tn_desc(w, 0, 0), one = tn_desc(w, 0, 1);
+        int at_once = w->key ? RA_E_TIMEOUT : RA_E_MISMATCH;
+        const char *at[3];
+        if (!h_case(i)) { tn_end(w); continue; }
+        at[0] = w->at[0][0];
+        at[1] = w->at[0][1];
+        at[2] = w->at[0][1];
+        zero.connect_ns = one.connect_ns = 300 * TN_MS;
+        if (i == 0) one.world = 78;
+        if (i == 1) one.ring = 1;
+        if (i == 2) { one.ranks = 3; one.addresses = at; }
+        if (i == 3) one.shape = 5;
+        tn_refused(&zero, &one, i < 2 ? RA_E_TIMEOUT : at_once, i == 1 ? RA_E_TIMEOUT : at_once,
+                   word[i]);
+        tn_end(w);
+    }
+}
+
+TEST(another_byte_order)
+{
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    ra_tcp_desc d = tn_desc(w, 0, 0);
+    ra_tcp_hello hello;
+    tn_opening o;
+    int fd;
+    d.connect_ns = 300 * TN_MS;
+    tn_start(&o, &d);
+    fd = tn_call(w->at[0][0]);
+    memset(&hello, 0, sizeof hello);
+    memcpy(hello.magic, "ra_tcp\r\n", 8);
+    hello.order = 0x04030201;
+    CHECK(fd >= 0 && send(fd, &hello, sizeof hello, MSG_NOSIGNAL) == (ssize_t)sizeof hello);
+    CHECK_EQ(tn_join_open(&o), w->key ? RA_E_TIMEOUT : RA_E_MISMATCH);
+    CHECK(strstr(o.why.text, "byte order") != NULL);
+    close(fd);
+    tn_end(w);
+}
+
+TEST(nobody_there)
+{
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    ra_tcp_desc d = tn_desc(w, 0, 1);
+    ra_tcp *tcp = NULL;
+    ra_error why;
+    close(w->fd[0][0]);
+    w->fd[0][0] = -1;
+    d.error = &why;
+    d.connect_ns = 200 * TN_MS;
+    CHECK_EQ(ra_tcp_open(&tcp, &d), RA_E_TIMEOUT);
+    CHECK(strstr(why.text, "without rank 0") != NULL);
+    d.rank = 2;
+    CHECK_EQ(ra_tcp_open(&tcp, &d), RA_E_RANGE);
+    d.rank = d.ranks = 0;
+    CHECK_EQ(ra_tcp_open(&tcp, &d), RA_E_RANGE);
+    d.ranks = 2;
+    d.connect_ns = -1;
+    CHECK_EQ(ra_tcp_open(&tcp, &d), RA_E_RANGE);
+    d.addresses = NULL;
+    CHECK_EQ(ra_tcp_open(&tcp, &d), RA_E_NULL);
+    tn_end(w);
+}
+
+TEST(listens_on_its_own_address_alone)
+{
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    char other[40];
+    int fd;
+    snprintf(other, sizeof other, "127.0.0.2%s", strchr(w->at[0][0], ':'));
+    fd = tn_call(w->at[0][0]);
+    CHECK(fd >= 0);
+    if (fd >= 0) close(fd);
+    CHECK(tn_call(other) < 0);
+    tn_end(w);
+}
+
+/* Strangers call first: silent ones, more than there are places for, one that talks nonsense, one
+ * that begins like a rank and goes on byte by byte. The ring stands all the same, and then nobody
+ * can call any more. */
+TEST(strangers)
+{
+    enum { SILENT = 2 * RA_TCP_STRANGERS };
+    static const char nonsense[] = "GET / HTTP/1.1\r\nHost: the ring, please, and a lot of bytes "
+                                   "so that a whole hello is here: 0123456789 0123456789 012345";
+    static const char like_a_rank[] = "ra_tcp\r\n\4\3\2\1";
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    ra_tcp_desc zero = tn_desc(w, 0, 0), one = tn_desc(w, 0, 1);
+    int fd[SILENT + 2], again;
+    tn_opening o[2];
+    tn_start(&o[0], &zero);
+    for (int i = 0; i < SILENT + 2; i++) CHECK((fd[i] = tn_call(w->at[0][0])) >= 0);
+    CHECK(send(fd[SILENT], nonsense, sizeof nonsense, MSG_NOSIGNAL) > 0);
+    for (int i = 0; i < 10; i++) {
+        (void)send(fd[SILENT + 1], &like_a_rank[i], 1, MSG_NOSIGNAL);
+        cf_sleep_us(2000);
+    }
+    CHECK(!cf_load(&o[0].done));
+    tn_start(&o[1], &one);
+    CHECK_EQ(tn_join_open(&o[0]), RA_OK);
+    CHECK_EQ(tn_join_open(&o[1]), RA_OK);
+    again = tn_call(w->at[0][0]);
+    CHECK(again < 0);
+    if (o[0].tcp && o[1].tcp) CHECK_EQ(tn_message(o[0].tcp, o[1].tcp), RA_OP_DONE);
+    for (int i = 0; i < SILENT + 2; i++) close(fd[i]);
+    ra_tcp_close(o[0].tcp);
+    ra_tcp_close(o[1].tcp);
+    tn_end(w);
+}
+
+/* -------------------------------------------------------------------------- in between
+ * Somebody on the path of rank 1 to rank 0: passes bytes on, keeps a copy of what rank 1 says, and
+ * from byte `spoil` on changes it. */
+typedef struct tn_path {
+    int listener, stop;                /* stop: atomic */
+    const char *to;
+    size_t spoil, kept;                /* 0: never */
+    uint8_t copy[20000];
+    pthread_t id;
+} tn_path;
+
+static int tn_relay(tn_path *p, int from, int to, int keeps)
+{
+    uint8_t buf[4096];
+    ssize_t n = recv(from, buf, sizeof buf, MSG_DONTWAIT);
+    if (n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK)) return 0;
+    for (ssize_t i = 0; i < n && keeps && p->kept < sizeof p->copy; i++) {
+        if (p->spoil && p->kept >= p->spoil) buf[i] ^= 0x10;
+        p->copy[p->kept++] = buf[i];
+    }
+    return n < 0 || send(to, buf, (size_t)n, MSG_NOSIGNAL) == n;
+}
+
+static void *tn_path_main(void *arg)
+{
+    tn_path *p = (tn_path *)arg;
+    int a = -1, b = -1, open = 1;
+    while (!cf_load(&p->stop) && a < 0) {
+        a = accept(p->listener, NULL, NULL);
+        cf_sleep_us(500);
+    }
+    if (a >= 0) b = tn_call(p->to);
+    while (!cf_load(&p->stop) && b >= 0 && open) {
+        open = tn_relay(p, a, b, 1) && tn_relay(p, b, a, 0);
+        cf_sleep_us(100);
+    }
+    if (a >= 0) close(a);
+    if (b >= 0) close(b);
+    return NULL;
+}
+
+/* Two ranks, rank 1 by way of p; its address goes to `at`. Returns what became of a message. */
+static int tn_by_way_of(tn_path *p, tn_world *w)
+{
+    ra_tcp_desc zero = tn_desc(w, 0, 0), one = tn_desc(w, 0, 1);
+    const char *at[2];
+    char text[32];
+    tn_opening o[2];
+    int port = 0, got = RA_E_PEER;
+    p->listener = ra_tcp_listen("127.0.0.1:0", &port);
+    snprintf(text, sizeof text, "127.0.0.1:%d", port);
+    at[0] = text;
+    at[1] = w->at[0][1];
+    p->to = w->at[0][0];
+    one.addresses = at;
+    zero.connect_ns = one.connect_ns = 3000 * TN_MS;
+    if (pthread_create(&p->id, NULL, tn_path_main, p)) abort();
+    tn_start(&o[0], &zero);
+    tn_start(&o[1], &one);
+    (void)tn_join_open(&o[0]);
+    (void)tn_join_open(&o[1]);
+    if (o[0].tcp && o[1].tcp) got = tn_message(o[0].tcp, o[1].tcp);
+    ra_tcp_close(o[0].tcp);
+    ra_tcp_close(o[1].tcp);
+    cf_store(&p->stop, 1);
+    pthread_join(p->id, NULL);
+    close(p->listener);
+    return got;
+}
+
+/* Bytes that change on the way: nonsense in a head closes the connection, and sealed, so does any
+ * change; nothing is written where it does not belong. */
+TEST(spoilt_on_the_way)
+{
+    for (int i = 0; i < 8; i++) {
+        size_t shake = RA_TCP_HELLO + RA_TCP_START + RA_TCP_HEAD + RA_TCP_A;
+        tn_world *w = tn_make("127.0.0.1", 2, 1);
+        tn_path p;
+        int got;
+        if (!h_case(i)) continue;
+        memset(&p, 0, sizeof p);
+        p.spoil = i ? shake + (size_t)i : 0;
+        got = tn_by_way_of(&p, w);
+        CHECK(p.kept > shake);
+        if (i == 0) CHECK_EQ(got, RA_OP_DONE);
+        else if (w->key || i < 5) CHECK_EQ(got, RA_E_PROTO);   /* plain: body, kind, channel */
+        else CHECK(got != RA_OP_PENDING);
+        tn_end(w);
+    }
+}
+
+#ifdef RA_TCP_SODIUM
+/* Rank 1 with another key does not get in, nor does one without; the right one then does. */
+TEST(wrong_key)
+{
+    static const char wrong[32] = "thirty-two bytes of test secreT";
+    for (int i = 0; i < 2; i++) {
+        tn_world *w = tn_make("127.0.0.1", 2, 1);
+        ra_tcp_desc zero = tn_desc(w, 0, 0), one = tn_desc(w, 0, 1);
+        tn_opening o[2], right;
+        if (!h_case(i)) continue;
+        tn_start(&o[0], &zero);
+        one.listen_fd = 0;
+        one.connect_ns = 300 * TN_MS;
+        one.key = i ? NULL : wrong;
+        tn_start(&o[1], &one);
+        CHECK_EQ(tn_join_open(&o[1]), i ? RA_E_MISMATCH : RA_E_TIMEOUT);
+        CHECK(strstr(o[1].why.text, "key") != NULL);
+        CHECK(!cf_load(&o[0].done));
+        one.key = tn_key;
+        one.connect_ns = 5000 * TN_MS;
+        tn_start(&right, &one);
+        CHECK_EQ(tn_join_open(&right), RA_OK);
+        CHECK_EQ(tn_join_open(&o[0]), RA_OK);
+        if (o[0].tcp && right.tcp) CHECK_EQ(tn_message(o[0].tcp, right.tcp), RA_OP_DONE);
+        ra_tcp_close(o[0].tcp);
+        ra_tcp_close(right.tcp);
+        tn_end(w);
+    }
+}
+
+/* Everything that rank 1 said in a good run, said again by somebody else, opens nothing. */
+TEST(replayed_handshake)
+{
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    ra_tcp_desc zero, one;
+    tn_opening o[2];
+    tn_path p;
+    int fd;
+    memset(&p, 0, sizeof p);
+    CHECK_EQ(tn_by_way_of(&p, w), RA_OP_DONE);
+    tn_end(w);
+    w = tn_make("127.0.0.1", 2, 1);
+    zero = tn_desc(w, 0, 0);
+    one = tn_desc(w, 0, 1);
+    tn_start(&o[0], &zero);
+    fd = tn_call(w->at[0][0]);
+    CHECK(fd >= 0 && send(fd, p.copy, p.kept, MSG_NOSIGNAL) == (ssize_t)p.kept);
+    cf_sleep_us(100000);
+    CHECK(!cf_load(&o[0].done));
+    tn_start(&o[1], &one);
+    CHECK_EQ(tn_join_open(&o[1]), RA_OK);
+    CHECK_EQ(tn_join_open(&o[0]), RA_OK);
+    if (o[0].tcp && o[1].tcp) CHECK_EQ(tn_message(o[0].tcp, o[1].tcp), RA_OP_DONE);
+    ra_tcp_close(o[0].tcp);
+    ra_tcp_close(o[1].tcp);
+    close(fd);
+    tn_end(w);
+}
+
+/* What goes over the wire does not show what is sent. */
+TEST(nothing_in_the_clear)
+{
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    int run = 0, longest = 0;
+    tn_path p;
+    memset(&p, 0, sizeof p);
+    CHECK_EQ(tn_by_way_of(&p, w), RA_OP_DONE);
+    for (size_t i = 0; i < p.kept; i++) {
+        run = p.copy[i] == 7 ? run + 1 : 0;
+        if (run > longest) longest = run;
+    }
+    CHECK(p.kept > 3000);
+    CHECK(longest < 8);
+    tn_end(w);
+}
+#else
+TEST(a_key_needs_sodium)
+{
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    ra_tcp_desc d = tn_desc(w, 0, 0);
+    ra_tcp *tcp = NULL;
+    ra_error why;
+    d.error = &why;
+    d.key = tn_key;
+    CHECK_EQ(ra_tcp_open(&tcp, &d), RA_E_UNSUPPORTED);
+    CHECK(strstr(why.text, "RA_TCP_SODIUM") != NULL);
+    tn_end(w);
+}
+#endif
+
+int main(int argc, char **argv)
+{
+    static const h_test tests[] = {
+        ENTRY(conformance_threads), ENTRY(conformance_processes), ENTRY(conformance_v6),
+        ENTRY(conformance_from_outside),
+        ENTRY(killed_rank), ENTRY(stopped_rank), ENTRY(ranks_that_disagree),
+        ENTRY(another_byte_order), ENTRY(nobody_there), ENTRY(listens_on_its_own_address_alone),
+        ENTRY(strangers), ENTRY(spoilt_on_the_way),
+#ifdef RA_TCP_SODIUM
+        ENTRY(wrong_key), ENTRY(replayed_handshake), ENTRY(nothing_in_the_clear),
+#else
+        ENTRY(a_key_needs_sodium),
+#endif
+    };
+    return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
+}
