@@ -30,8 +30,8 @@ B        := build/$(config)
 LOG      := $(B)/log
 BUILD     = $(CC) -std=c99 $(WARN) $(FLAGS_$(config)) $(CFLAGS) $(TOLD) -pthread -I. $(LDFLAGS)
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
-EXAMPLES := $(filter-out demo,$(patsubst examples/%.c,%,$(wildcard examples/*.c)))
-HEADERS  := ringattn.h $(wildcard tests/*.h examples/*.h bench/*.h)
+EXAMPLES := $(filter-out demo ring_mpi,$(patsubst examples/%.c,%,$(wildcard examples/*.c)))
+HEADERS  := ringattn.h $(wildcard tests/*.h examples/*.h examples/transports/*.h bench/*.h)
 OTHERS   := $(if $(filter release,$(config)),matrix)
 SUMS      = $(patsubst %,$(LOG)/%.sum,$(TESTS) $(EXAMPLES) $(OTHERS))
 

@@ -193,11 +193,11 @@ length($0) > 100 && !/https?:/ { finding("columns", length($0) " of 100") }
 
 lint() {
     cd "$1" || exit 1
-    for f in ringattn.h Makefile tests/*.sh tests/*.[ch] examples/*.[ch] bench/*.[ch] bench/*.py \
-        .ci/run; do
+    for f in ringattn.h Makefile tests/*.sh tests/*.[ch] examples/*.[ch] examples/transports/*.h \
+        bench/*.[ch] bench/*.py .ci/run; do
         [ -f "$f" ] && awk -v name="$f" "$lines" "$f"
     done
-    for f in tests/*.[ch] bench/*.[ch] examples/*.[ch]; do
+    for f in tests/*.[ch] bench/*.[ch] examples/*.[ch] examples/transports/*.h; do
         mode="test"
         [ "${f%%/*}" = examples ] && mode="example"
         [ -f "$f" ] && awk -v name="$f" -v mode="$mode" "$walk" "$f" | grep -v '^figure'
