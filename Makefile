@@ -84,6 +84,10 @@ $(B)/%: %.c $(B)/tests/ringattn.o $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	@$(BUILD) -DRA__IMPLEMENTED -o $@ $< $(B)/tests/ringattn.o -lm
 
+# By an MPI's compiler, and only when asked for: make build/release/examples/ring_mpi MPICC=...
+MPICC ?= mpicc
+$(B)/examples/ring_mpi $(B)/tests/mpi_ring: private CC = $(MPICC)
+
 $(B)/bench/bench: TOLD = -DBENCH_FLAGS='"-std=c99 $(FLAGS_$(config)) $(CFLAGS)"'
 
 demo: $(B)/examples/demo ## exact attention over real text on 4 ranks; TEXT=FILE TOKENS=N
