@@ -76,13 +76,14 @@ struct ra_mpi {
     int64_t patience_ns;
     int32_t why;                       /* abort was called: RA_E_*; any thread */
     int32_t said;                      /* goodbye: 1 is being said, 2 was said; any thread */
-    int32_t heard_why, heard_from;     /* the first goodbye that came; 0, -1 */
+    int32_t heard_why;                 /* of the first goodbye that came; read by any thread */
     int pending;                       /* requests of ops, side by side with the ops */
     MPI_Request request[RA_MPI__OPS];
     ra_op *op[RA_MPI__OPS];
     MPI_Request goodbye, *goodbyes;    /* the one that may come; those that went, [ranks] */
     int32_t coming[2], going[2];       /* their bytes: why, rank */
     ra_mpi__counts *sent, *due, *got;  /* [ranks] by this rank; to this rank: in all, so far */
+    int broken;                        /* 1: MPI_Testsome failed as a whole */
     int parting;                       /* 1: counts are under way, 2: known, 3: all is over */
     MPI_Request counting, draining;
     void *drain;                       /* buffer of a message that nobody wants */
@@ -130,9 +131,48 @@ static size_t ra_mpi__bytes(const MPI_Status *s) {
     return n < 0 ? 0 : (size_t)n;
 }
 
+/* ========================================================================== errors of requests
+ * MPI_Testsome has no communicator. MPICH raises its errors on MPI_COMM_WORLD, MPI-4 on
+ * MPI_COMM_SELF, where a message that is too long would end the job. So where errors of these are
+ * fatal, they get a handler which is fatal as well, except while Testsome is called from here. */
+static __thread int ra_mpi__inside;
+static int ra_mpi__guards;
+static int ra_mpi__guarded[2];
+static MPI_Errhandler ra_mpi__handler;
+
+static void ra_mpi__on_error(MPI_Comm *comm, int *code, ...) {
+    char text[MPI_MAX_ERROR_STRING + 1] = "";
+    int length = 0;
+    if (ra_mpi__inside) return;
+    (void)MPI_Error_string(*code, text, &length);
+    fprintf(stderr, "fatal error of MPI: %s\n", text);
+    (void)MPI_Abort(*comm, *code);
+}
+
+static void ra_mpi__guard(void) {
+    MPI_Comm comm[2] = { MPI_COMM_WORLD, MPI_COMM_SELF };
+    if (ra_mpi__guards++ > 0) return;
+    (void)MPI_Comm_create_errhandler(ra_mpi__on_error, &ra_mpi__handler);
+    for (int i = 0; i < 2; i++) {
+        MPI_Errhandler now;
+        ra_mpi__guarded[i] = !MPI_Comm_get_errhandler(comm[i], &now) &&
+                             now == MPI_ERRORS_ARE_FATAL &&
+                             !MPI_Comm_set_errhandler(comm[i], ra_mpi__handler);
+    }
+}
+
+static void ra_mpi__unguard(void) {
+    MPI_Comm comm[2] = { MPI_COMM_WORLD, MPI_COMM_SELF };
+    if (--ra_mpi__guards > 0) return;
+    for (int i = 0; i < 2; i++)
+        if (ra_mpi__guarded[i]) (void)MPI_Comm_set_errhandler(comm[i], MPI_ERRORS_ARE_FATAL);
+    (void)MPI_Errhandler_free(&ra_mpi__handler);
+}
+
 /* ========================================================================== goodbyes */
 static void ra_mpi__say_goodbye(ra_mpi *m, int why) {
     int32_t zero = 0;
+    if (__atomic_load_n(&m->heard_why, __ATOMIC_ACQUIRE)) return;    /* all have heard that one */
     if (!__atomic_compare_exchange_n(&m->said, &zero, 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
         return;
     m->going[0] = why;
@@ -161,8 +201,8 @@ static int ra_mpi__listen(ra_mpi *m) {
     from = m->coming[1];
     m->got[from].n[RA_MPI__CHANNELS]++;
     if (m->heard_why) return m->heard_why;
-    m->heard_why = m->coming[0] < 0 ? m->coming[0] : RA_E_ABORTED;
-    m->heard_from = from;
+    __atomic_store_n(&m->heard_why, m->coming[0] < 0 ? m->coming[0] : RA_E_ABORTED,
+                     __ATOMIC_RELEASE);
     m->text_code = RA_E_ABORTED;
     snprintf(m->text, sizeof m->text, "rank %d failed first: %s", from,
              ra_status_text(m->heard_why));
@@ -193,7 +233,7 @@ static void ra_mpi__done(ra_mpi *m, int i, const MPI_Status *s, int code) {
     size_t bytes = op->len;
     int32_t state = code ? ra_mpi__error(m, code, receives ? "MPI_Irecv" : "MPI_Isend")
                          : RA_OP_DONE;
-    if (receives) (void)MPI_Test_cancelled(s, &cancelled);
+    if (receives && !code) (void)MPI_Test_cancelled(s, &cancelled);
     if (cancelled) {
         state = RA_E_ABORTED;
         bytes = 0;
@@ -204,26 +244,32 @@ static void ra_mpi__done(ra_mpi *m, int i, const MPI_Status *s, int code) {
     }
     op->done = bytes;
     op->state = state;
-    m->op[i] = NULL;
 }
 
 /* Ends what has ended. */
-static int ra_mpi__test(ra_mpi *m) {
+static void ra_mpi__test(ra_mpi *m) {
     MPI_Status status[RA_MPI__OPS];
     int index[RA_MPI__OPS], n = 0, left = 0, code, kind = 0;
-    if (!m->pending) return RA_OK;
+    if (!m->pending) return;
+    ra_mpi__inside = 1;
     code = MPI_Testsome(m->pending, m->request, &n, index, status);
+    ra_mpi__inside = 0;
     if (code) (void)MPI_Error_class(code, &kind);
-    if (code && kind != MPI_ERR_IN_STATUS) return ra_mpi__error(m, code, "MPI_Testsome");
-    for (int k = 0; n != MPI_UNDEFINED && k < n; k++)
+    if (code && kind != MPI_ERR_IN_STATUS) {
+        (void)ra_mpi__error(m, code, "MPI_Testsome");
+        m->broken = 1;
+        return;
+    }
+    for (int k = 0; n != MPI_UNDEFINED && k < n; k++) {
         ra_mpi__done(m, index[k], &status[k], code ? status[k].MPI_ERROR : MPI_SUCCESS);
+        m->op[index[k]] = NULL;
+    }
     for (int i = 0; i < m->pending; i++) {
         if (!m->op[i]) continue;
         m->op[left] = m->op[i];
         m->request[left++] = m->request[i];
     }
     m->pending = left;
-    return RA_OK;
 }
 
 static void ra_mpi__start(ra_mpi *m, ra_op *op) {
@@ -265,8 +311,9 @@ static int ra_mpi__post(void *ctx, ra_op *const *ops, int n) {
 static int ra_mpi__poll(void *ctx, ra_op *const *ops, int n) {
     ra_mpi *m = (ra_mpi *)ctx;
     int code = ra_mpi__verdict(m);
-    if (!code) return ra_mpi__test(m);
-    for (int i = 0; i < n; i++)        /* their requests stay for quiesce to end */
+    if (!code) ra_mpi__test(m);
+    if (m->broken) code = RA_E_IO;
+    for (int i = 0; code && i < n; i++) /* their requests stay for quiesce to end */
         if (ops[i]->state == RA_OP_PENDING) ops[i]->state = code;
     return code;
 }
@@ -336,7 +383,7 @@ static int ra_mpi__all_here(const ra_mpi *m) {
 static void ra_mpi__part_begin(ra_mpi *m) {
     for (int i = 0; i < m->pending; i++)
         if (m->op[i]->kind == RA_OP_RECV) (void)MPI_Cancel(&m->request[i]);
-    (void)ra_mpi__test(m);
+    ra_mpi__test(m);
     m->parting = 1;
     if (MPI_Ialltoall(m->sent, RA_MPI__COUNTS, MPI_INT, m->due, RA_MPI__COUNTS, MPI_INT,
                       m->control, &m->counting))
@@ -349,7 +396,7 @@ static int ra_mpi__part_step(ra_mpi *m) {
     if (!m->parting && !ra_mpi__said(m)) return 0;
     if (!m->parting) ra_mpi__part_begin(m);
     if (m->parting == 3) return 1;
-    (void)ra_mpi__test(m);
+    ra_mpi__test(m);
     ra_mpi__drain(m);
     (void)ra_mpi__listen(m);
     if (m->goodbye == MPI_REQUEST_NULL)  /* one of several: the next */
@@ -388,7 +435,7 @@ static int ra_mpi__quiesce(void *ctx, int64_t deadline_ns) {
     int64_t until = ra_now_ns() + m->patience_ns;
     int why = __atomic_load_n(&m->why, __ATOMIC_ACQUIRE);
     if (deadline_ns && deadline_ns < until) until = deadline_ns;
-    if (!m->heard_why) ra_mpi__say_goodbye(m, why ? why : RA_E_ABORTED);
+    ra_mpi__say_goodbye(m, why ? why : RA_E_ABORTED);
     if (ra_mpi__part(m, until)) return RA_OK;
     return m->pending ? RA_E_UNSAFE : RA_OK;
 }
@@ -439,8 +486,8 @@ static void ra_mpi__free(ra_mpi *m) {
     free(m);
 }
 
-/* Collective over comm, which stays yours. patience_ns: see the top, 0: 80 ms. error may be
- * null. */
+/* Collective over comm, which stays yours; no two threads at once here or in ra_mpi_close.
+ * patience_ns: see the top, 0: 80 ms. error may be null. */
 RA_MPI_API ra_status ra_mpi_open(ra_mpi **out, MPI_Comm comm, int64_t patience_ns,
                                  ra_error *error) {
     int there = 0, over = 0, level = 0;
@@ -455,7 +502,6 @@ RA_MPI_API ra_status ra_mpi_open(ra_mpi **out, MPI_Comm comm, int64_t patience_n
     m = (ra_mpi *)calloc(1, sizeof *m);
     if (!m) return ra_mpi__refuse(error, RA_E_NOMEM, "memory", "malloc returned null");
     m->level = level;
-    m->heard_from = -1;
     m->patience_ns = patience_ns > 0 ? patience_ns : (int64_t)RA_MPI__PATIENCE_MS * 1000000;
     (void)MPI_Comm_rank(comm, &m->rank);
     (void)MPI_Comm_size(comm, &m->ranks);
@@ -476,24 +522,25 @@ RA_MPI_API ra_status ra_mpi_open(ra_mpi **out, MPI_Comm comm, int64_t patience_n
     (void)MPI_Comm_set_errhandler(m->data, MPI_ERRORS_RETURN);
     (void)MPI_Comm_set_errhandler(m->control, MPI_ERRORS_RETURN);
     (void)MPI_Irecv(m->coming, 2, MPI_INT32_T, MPI_ANY_SOURCE, 0, m->control, &m->goodbye);
+    ra_mpi__guard();
     ra_mpi__fill(m);
     *out = m;
     return RA_OK;
 }
 
-/* Collective; null is fine. Waits up to 10 s for ranks that have neither come to it nor failed.
+/* Collective; null is fine. Waits up to 10 s for ranks that have not come to it or to quiesce.
  * RA_E_UNSAFE: a rank did not come or is dead. What MPI may still touch is leaked, and MPI_Finalize
  * may wait for that rank: call MPI_Abort instead. */
 RA_MPI_API ra_status ra_mpi_close(ra_mpi *mpi) {
     int why;
     if (!mpi) return RA_OK;
     why = __atomic_load_n(&mpi->why, __ATOMIC_ACQUIRE);
-    if (why && !mpi->heard_why) ra_mpi__say_goodbye(mpi, why);
-    if (!ra_mpi__part(mpi, mpi->parting ? 0 : ra_deadline_ms(RA_MPI__CLOSE_MS)))
-        return RA_E_UNSAFE;
+    if (why) ra_mpi__say_goodbye(mpi, why);
+    if (!ra_mpi__part(mpi, ra_deadline_ms(RA_MPI__CLOSE_MS))) return RA_E_UNSAFE;
     (void)MPI_Comm_free(&mpi->data);
     (void)MPI_Comm_free(&mpi->control);
     ra_mpi__free(mpi);
+    ra_mpi__unguard();
     return RA_OK;
 }
 
