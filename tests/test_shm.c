@@ -301,6 +301,82 @@ TEST(loans_are_counted)
     }
 }
 
+/* Many forward passes on one ring: every slot comes back, so nothing is ever copied out. */
+static void attend_often(const world *w, int rank)
+{
+    ra_plan *plan = plan_of(w, rank);
+    ra_shm *shm = open_shm(w, plan, rank, "");
+    ra_ring *ring = NULL;
+    ring_rows rows;
+    ra_tensors x;
+    ra_status s;
+    if (!shm || ring_rows_make(&rows, &w->task, plan, rank)) _exit(5);
+    s = ra_ring_create(&ring, plan, ra_shm_transport(shm), NULL);
+    x = tensors_of(&rows);
+    for (int pass = 0; pass < 20 && !s; pass++) {
+        s = ra_forward(plan, ring, &x, ra_deadline_ms(20000));
+        ring_counted(ring, &w->s->figures[rank].pass[0]);
+    }
+    w->s->status[rank] = s;
+    w->s->count[rank] = ra_shm_query(shm);
+    (void)ra_ring_destroy(ring);
+    ra_shm_close(shm);
+    free(rows.all);
+    ra_plan_destroy(plan);
+}
+
+TEST(loans_come_back)
+{
+    world w = world_of(3);
+    w.slots = 16;
+    start(&w, attend_often);
+    for (int r = 0; r < w.ranks; r++) {
+        CHECK_EQ(reap(w.pid[r], 60000), 0);
+        CHECK_EQ(w.s->status[r], RA_OK);
+        CHECK_EQ(w.s->count[r].loans, 20 * w.s->figures[r].pass[0].messages_in);
+        CHECK_EQ(w.s->count[r].copies_out, 0);
+    }
+    world_free(&w);
+}
+
+/* The contract by hand, one rank that sends to itself: of two slots one is never lent, so messages
+ * arrive however many loans are held. */
+TEST(one_slot_is_never_lent)
+{
+    char from[3][64], to[3][64];
+    ra_op op[6], *ops[6];
+    ra_shm *shm = NULL;
+    ra_shm_desc d;
+    memset(&d, 0, sizeof d);
+    memset(op, 0, sizeof op);
+    d.name = "one";
+    d.ranks = 1;
+    d.slots = 2;
+    d.slot_bytes = 64;
+    CHECK_EQ(ra_shm_open(&shm, &d), RA_OK);
+    if (!shm) return;
+    const ra_transport *t = ra_shm_transport(shm);
+    for (int i = 0; i < 6; i++) {
+        int sends = i >= 3;
+        ops[i] = &op[i];
+        op[i].kind = (uint8_t)(sends ? RA_OP_SEND : RA_OP_RECV);
+        op[i].flags = sends ? 0 : RA_OPF_LOAN_OK;
+        op[i].buf = sends ? from[i - 3] : to[i];
+        op[i].len = 64;
+        if (sends) memset(from[i - 3], 'a' + i - 3, 64);
+    }
+    CHECK_EQ(t->post(t->ctx, ops, 6), RA_OK);
+    for (int i = 0; i < 10; i++) CHECK_EQ(t->poll(t->ctx, ops, 6), RA_OK);
+    for (int i = 0; i < 6; i++) CHECK_EQ(op[i].state, RA_OP_DONE);
+    for (int i = 0; i < 3; i++) CHECK_BITS(op[i].buf, from[i], 64);
+    CHECK_EQ(ra_shm_query(shm).loans, 1);
+    CHECK_EQ(ra_shm_query(shm).copies_out, 2);
+    CHECK(op[0].buf != to[0] && op[1].buf == to[1] && op[2].buf == to[2]);
+    CHECK_EQ(t->release(t->ctx, &op[0]), RA_OK);
+    CHECK_EQ(t->release(t->ctx, &op[1]), RA_E_STATE);
+    ra_shm_close(shm);
+}
+
 /* With two slots a lane, of which one is never lent, most receives have to copy; all are counted,
  * and numbers stay the same. */
 TEST(where_loans_cannot_hold_it_copies)
@@ -683,6 +759,8 @@ int main(int argc, char **argv)
     static const h_test tests[] = {
         ENTRY(numbers_are_those_of_one_rank),
         ENTRY(loans_are_counted),
+        ENTRY(loans_come_back),
+        ENTRY(one_slot_is_never_lent),
         ENTRY(where_loans_cannot_hold_it_copies),
         ENTRY(two_rings_at_once),
         ENTRY(killed),
