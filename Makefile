@@ -86,7 +86,7 @@ $(B)/%: %.c $(B)/tests/ringattn.o $(HEADERS) Makefile
 
 # By an MPI's compiler, and only when asked for: make build/release/examples/ring_mpi MPICC=...
 MPICC ?= mpicc
-$(B)/examples/ring_mpi $(B)/tests/mpi_ring: private CC = $(MPICC)
+$(B)/examples/ring_mpi $(B)/tests/mpi_ring: private override CC = $(MPICC)
 
 $(B)/bench/bench: TOLD = -DBENCH_FLAGS='"-std=c99 $(FLAGS_$(config)) $(CFLAGS)"'
 
