@@ -30,10 +30,10 @@ B        := build/$(config)
 LOG      := $(B)/log
 BUILD     = $(CC) -std=c99 $(WARN) $(FLAGS_$(config)) $(CFLAGS) $(TOLD) -pthread -I. $(LDFLAGS)
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
-EXAMPLES := $(filter-out demo,$(patsubst examples/%.c,%,$(wildcard examples/*.c)))
+EXAMPLES := $(filter-out demo ring_mpi,$(patsubst examples/%.c,%,$(wildcard examples/*.c)))
 HEADERS  := ringattn.h $(wildcard tests/*.h tests/conformance/*.h examples/*.h \
             examples/transports/*.h bench/*.h)
-SUITES   := test_conformance
+SUITES   := test_conformance test_conform_shm
 OTHERS   := $(if $(filter release,$(config)),matrix)
 SUMS      = $(patsubst %,$(LOG)/%.sum,$(TESTS) $(SUITES) $(EXAMPLES) $(OTHERS))
 
@@ -88,6 +88,10 @@ $(B)/tests/ringattn.o: tests/lang_impl.c $(HEADERS) Makefile
 $(B)/%: %.c $(B)/tests/ringattn.o $(HEADERS) Makefile
 	@mkdir -p $(@D)
 	@$(BUILD) -DRA__IMPLEMENTED -o $@ $< $(B)/tests/ringattn.o -lm
+
+# By an MPI's compiler, and only when asked for: make build/release/examples/ring_mpi MPICC=...
+MPICC ?= mpicc
+$(B)/examples/ring_mpi $(B)/tests/mpi_ring: private override CC = $(MPICC)
 
 $(B)/bench/bench: TOLD = -DBENCH_FLAGS='"-std=c99 $(FLAGS_$(config)) $(CFLAGS)"'
 

@@ -27,6 +27,8 @@ install() {
     need aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu libc6-dev-arm64-cross
     need qemu-aarch64 qemu-user
     [ -f /usr/include/sodium.h ] || packages="$packages libsodium-dev"
+    need mpirun.openmpi openmpi-bin libopenmpi-dev
+    need mpirun.mpich mpich libmpich-dev
     [ -n "$packages" ] || return 0
     sudo=
     [ "$(id -u)" = 0 ] || sudo="sudo -n"
@@ -146,6 +148,34 @@ windows() {
     fi
 }
 
+# Processes over shared memory, killed and stopped at many random moments; ranks that were started
+# one by one.
+shm() {
+    step -x shm-build make build/release/tests/test_shm build/release/examples/ring_shm
+    step shm build/release/tests/test_shm --long
+    step -x shm-by-name sh -c 'n=0 p=
+        for r in 2 0 1; do
+            build/release/examples/ring_shm -n 3 --name "full.$$" --rank $r & p="$p $!"
+        done
+        for q in $p; do wait $q || n=1; done
+        exit $n'
+}
+
+# Rings over both MPIs, always with a limit: a job of MPI that hangs ends by itself only if told to.
+mpi() {
+    for m in openmpi mpich; do
+        b=build/$m run="timeout -k 10 600 mpirun.$m"
+        [ $m = mpich ] || run="$run --allow-run-as-root --oversubscribe"
+        step -x $m-build make werror=1 CC=gcc B=$b MPICC=mpicc.$m $b/tests/mpi_ring \
+            $b/examples/ring_mpi
+        step $m-ring $run -n 4 $b/tests/mpi_ring 60
+        step $m-single $run -n 2 $b/tests/mpi_ring single
+        step -x $m-example $run -n 4 $b/examples/ring_mpi
+        step -x $m-level-0 $run -n 4 $b/examples/ring_mpi --level 0
+        step -x $m-mesh $run -n 4 $b/examples/ring_mpi --mesh 2x2
+    done
+}
+
 install
 step -x lint sh tests/lint.sh
 step matrix sh tests/matrix.sh full "$work/matrix"
@@ -159,5 +189,7 @@ windows
 step -x openmp-build gcc -std=c99 -O2 $warn -fopenmp -pthread -I. examples/engine_threads.c \
     -o "$work/engine_threads" -lm
 step -x openmp "$work/engine_threads"
+shm
+mpi
 step -x demo make demo TOKENS=2048
 sh tests/run.sh -s $sums

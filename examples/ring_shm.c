@@ -1,0 +1,147 @@
+/* Ring attention over processes of one machine, through shared memory: transports/ra_shm.h. You
+ * will see what every rank sent and received in a forward and a backward pass, how much of that was
+ * lent instead of copied, and that all numbers are those of one rank, bit for bit. Exits with 1 if
+ * not.
+ *
+ *   cc -O2 -std=c99 -I. -o ring_shm examples/ring_shm.c -lpthread -lm && ./ring_shm -n 4
+ *
+ * It starts n processes. Or start each rank yourself, in any order; each then holds its own rows
+ * against those of one rank:
+ *
+ *   for r in 0 1 2; do ./ring_shm -n 3 --name job-1 --rank $r & done; wait
+ *
+ * --tokens N --heads N --kv-heads N --dim N --chunk N --full --seconds N change the task. */
+#define RINGATTN_IMPLEMENTATION
+#include "transports/ra_shm.h"
+#include "transports/ring_check.h"
+
+#include <sys/wait.h>
+
+enum { MOST_RANKS = 64 };
+
+typedef struct board {                 /* in memory that all ranks share */
+    ring_figures figures[MOST_RANKS];
+    ra_shm_counters loans[MOST_RANKS];
+} board;
+
+/* One rank, in this process. Returns its exit code. */
+static int on_rank(const ring_task *t, const char *name, int rank, int ranks, board *b,
+                   float *all) {
+    ra_plan *plan = NULL;
+    ra_shm *shm = NULL;
+    ra_shm_desc sd;
+    ra_error why;
+    ra_desc d;
+    ra_status s;
+    memset(&sd, 0, sizeof sd);
+    memset(&why, 0, sizeof why);
+    ring_describe(&d, t, rank, ranks, &why);
+    s = ra_plan_create(&plan, &d, NULL);
+    if (!s) {
+        sd.name = name;
+        sd.rank = rank;
+        sd.ranks = ranks;
+        sd.slot_bytes = ra_shm_slot_bytes(plan, ranks);
+        sd.deadline_ns = ra_deadline_ms(1000 * t->seconds);
+        sd.error = &why;
+        s = ra_shm_open(&shm, &sd);
+    }
+    if (s) fprintf(stderr, "rank %d: %s: %s %s\n", rank, ra_status_text(s), why.field, why.text);
+    else s = ring_attend(t, plan, ra_shm_transport(shm), rank, all, &b->figures[rank]);
+    if (shm) b->loans[rank] = ra_shm_query(shm);
+    b->figures[rank].status = s;
+    ra_shm_close(shm);
+    ra_plan_destroy(plan);
+    return s != RA_OK;
+}
+
+static void *shared_memory(size_t bytes) {
+    void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (at != MAP_FAILED) return at;
+    perror("mmap");
+    exit(1);
+}
+
+static void print_loans(const board *b, int ranks) {
+    printf("%-4s %10s %10s %10s %10s %8s %8s\n", "rank", "copied in", "copied out", "lent",
+           "lent on", "sleeps", "wakes");
+    for (int r = 0; r < ranks; r++) {
+        const ra_shm_counters *c = &b->loans[r];
+        printf("%-4d %10lld %10lld %10lld %10lld %8lld %8lld\n", r, (long long)c->copies_in,
+               (long long)c->copies_out, (long long)c->loans, (long long)c->forwards,
+               (long long)c->sleeps, (long long)c->wakes);
+    }
+    printf("forward a chunk is copied once, by its owner, and lent from rank to rank\n");
+}
+
+/* Processes of our own: all ranks write their rows into one array. */
+static int run_all(const ring_task *t, int ranks) {
+    board *b = (board *)shared_memory(sizeof *b);
+    float *all = (float *)shared_memory(ring_floats(t) * sizeof *all);
+    pid_t pid[MOST_RANKS];
+    char name[40];
+    int bad = 0;
+    snprintf(name, sizeof name, "ring_shm.%ld", (long)getpid());
+    fflush(stdout);
+    for (int r = 0; r < ranks; r++) {
+        pid[r] = fork();
+        if (pid[r] == 0) _exit(on_rank(t, name, r, ranks, b, all));
+        if (pid[r] < 0) perror("fork");
+    }
+    for (int r = 0; r < ranks; r++) {
+        int status = 0;
+        bad |= pid[r] < 0 || waitpid(pid[r], &status, 0) < 0 || status != 0;
+    }
+    if (bad) {
+        printf("a rank failed\n");
+        return 1;
+    }
+    print_loans(b, ranks);
+    return ring_judge(t, b->figures, ranks, all);
+}
+
+/* One rank of many: holds its own rows against those of one rank, which it computes itself. */
+static int run_one(const ring_task *t, const char *name, int rank, int ranks) {
+    static board b;
+    size_t n = ring_floats(t), differ = 0;
+    float *all = (float *)calloc(2 * n, sizeof *all), *one = all + n;
+    memset(&b, 0, sizeof b);
+    if (!all || on_rank(t, name, rank, ranks, &b, all) || ring_alone(t, one)) {
+        free(all);
+        return 1;
+    }
+    for (size_t i = 0; i < n; i++)     /* rows of other ranks are zero */
+        differ += (all[i] > 0 || all[i] < 0) && memcmp(&all[i], &one[i], sizeof *one) != 0;
+    ring_table(&b.figures[rank], 1);
+    printf("rank %d: %llu of its numbers have other bits than those of one rank\n", rank,
+           (unsigned long long)differ);
+    free(all);
+    return differ > 0 && b.figures[rank].bits_promised;
+}
+
+int main(int argc, char **argv) {
+    ring_task t = ring_task_default();
+    const char *name = NULL;
+    int ranks = 4, rank = -1;
+    for (int i = 1, took; i < argc; i += took) {
+        took = ring_option(&t, argc, argv, i);
+        if (took) continue;
+        took = 2;
+        if (!strcmp(argv[i], "-n") && i + 1 < argc) ranks = atoi(argv[i + 1]);
+        else if (!strcmp(argv[i], "--name") && i + 1 < argc) name = argv[i + 1];
+        else if (!strcmp(argv[i], "--rank") && i + 1 < argc) rank = atoi(argv[i + 1]);
+        else {
+            fprintf(stderr, "unknown argument %s, see the top of examples/ring_shm.c\n", argv[i]);
+            return 2;
+        }
+    }
+    if (ranks < 1 || ranks > MOST_RANKS || t.tokens < 1 || t.heads < 1 || t.kv_heads < 1 ||
+        t.dim < 1 || (name && (rank < 0 || rank >= ranks))) {
+        fprintf(stderr, "1 to %d ranks, at least one token, --rank with --name\n", MOST_RANKS);
+        return 2;
+    }
+    if (!name || rank <= 0)
+        printf("%lld tokens, %d/%d heads of %d, %s, zigzag, %d processes\n", (long long)t.tokens,
+               t.heads, t.kv_heads, t.dim, t.full ? "full" : "causal", ranks);
+    return name ? run_one(&t, name, rank, ranks) : run_all(&t, ranks);
+}

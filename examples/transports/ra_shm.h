@@ -1,0 +1,902 @@
+/* ra_shm.h - a transport of ringattn.h for processes of one machine, through shared memory
+ *
+ * Copy this file beside ringattn.h. It needs 64-bit Linux 5.3 or later and no library. Include it
+ * before any system header, or compile with -D_DEFAULT_SOURCE (gnu99 and C++ have that anyway).
+ *
+ *   #define RINGATTN_IMPLEMENTATION
+ *   #include "ra_shm.h"               // includes ringattn.h
+ *
+ *   ra_shm_desc sd; ra_shm *shm; ra_error why;
+ *   memset(&sd, 0, sizeof sd);
+ *   sd.name = "job-4711"; sd.rank = rank; sd.ranks = 4;
+ *   sd.slot_bytes = ra_shm_slot_bytes(plan, 4);
+ *   sd.error = &why;
+ *   if (ra_shm_open(&shm, &sd)) { fprintf(stderr, "%s: %s\n", why.field, why.text); exit(1); }
+ *   ra_ring_create(&ring, plan, ra_shm_transport(shm), NULL);
+ *   ... ra_forward, ra_backward ...
+ *   ra_ring_destroy(ring);
+ *   ra_shm_close(shm);
+ *
+ * and cc -O2 program.c -lpthread -lm. examples/ring_shm.c is a complete program.
+ *
+ * Memory. Rank 0 creates a memfd, a file without a name, and hands it to the other ranks over a
+ * socket in Linux's abstract name space. So there is never anything in /dev/shm or in any other
+ * directory: whichever ranks crash, and whenever, the kernel frees all of it with the last process.
+ * The name exists only while ranks meet in ra_shm_open, and it dies with rank 0. Only processes of
+ * the same user can join.
+ *
+ * Messages. Each ordered pair of ranks has two lanes, one per channel: a queue of descriptors and
+ * `slots` slots of slot_bytes each. A send copies the message into a slot of its lane; that is the
+ * only copy that a forward chunk ever sees. Its receiver is lent the slot (RA_CAP_LOAN), and when
+ * the engine forwards lent memory, a descriptor of the same slot goes to the next rank. A slot is
+ * free when its last reader has given it back. One slot of each lane is never lent: while all
+ * others are, a receive copies from it instead. So loans can delay a lane, and never block it.
+ * Backward messages are changed by each rank and are copied out.
+ * The file is sparse: memory is used for slots that were used, `slots` * slot_bytes per lane.
+ *
+ * Waiting. ra_step_wait spins briefly, yields, then sleeps in a futex until a peer rings this
+ * rank's bell. The bell is one word with a counter and the bit "asleep": whoever publishes adds to
+ * it and learns from the old value whether somebody sleeps, so that no wake-up is lost and no fence
+ * is needed.
+ *
+ * Failure. Each rank has a pidfd of every other one. When a process is gone, its peers' operations
+ * with it fail with RA_E_PEER, within about 2 ms; when it has called ra_shm_close, only once there
+ * is no message left from it. A stopped process looks like a slow one: deadlines end the wait.
+ * abort sets one word in shared memory and rings all bells: the other ranks' calls fail with
+ * RA_E_ABORTED, or RA_E_PEER where a process is gone. Nobody writes into the memory of another
+ * process, so quiesce is always RA_OK. A context that has failed stays failed: open another one.
+ *
+ * Two rings at once are two contexts of two names. Tags are not looked at: the n-th send of a lane
+ * is the n-th receive. Ranks that are threads of one process work too.
+ *
+ * SPDX-License-Identifier: MIT OR Unlicense */
+#if !defined(RA_SHM_H)
+#define RA_SHM_H
+
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE 1
+#endif
+#include "ringattn.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <sys/un.h>
+#include <time.h>
+#include <unistd.h>
+
+#if !defined(__linux__) || !defined(__LP64__)
+#error "ra_shm.h needs 64-bit Linux"
+#endif
+#if defined(__GLIBC__) && !defined(__USE_MISC)
+#error "include ra_shm.h before system headers, or compile with -D_DEFAULT_SOURCE"
+#endif
+
+/* ========================================================================== what you call */
+typedef struct ra_shm ra_shm;
+
+typedef struct ra_shm_desc {           /* zero it first; all but rank and deadline agreed */
+    const char *name;                  /* required: 1 to 64 characters, the same on all ranks of
+                                        * this ring, of no other ring of this user that is being set
+                                        * up at the same time */
+    int32_t rank, ranks;               /* ranks: 1 to RA_SHM_MAX_RANKS */
+    size_t  slot_bytes;                /* required: the largest message, see ra_shm_slot_bytes */
+    int32_t slots;                     /* of each lane, 2 to 16; 0: 8 */
+    int32_t reserved;
+    int64_t deadline_ns;               /* for all ranks to meet; 0: 60 s from now */
+    ra_error *error;                   /* may be null; why ra_shm_open refused */
+} ra_shm_desc;
+
+typedef struct ra_shm_counters {       /* of this rank, since ra_shm_open */
+    int64_t copies_in, copies_out;     /* messages copied into a slot, and out of one */
+    int64_t loans, forwards;           /* receives that lent a slot; sends of lent memory */
+    int64_t sleeps, wakes;             /* futex calls */
+} ra_shm_counters;
+
+enum { RA_SHM_MAX_RANKS = 128 };
+
+#define RA_SHM_API static __attribute__((unused))
+
+/* ========================================================================== layout
+ * Everything in the file is zero at first, and zero is the right start of every word. What several
+ * processes write stands in words of its own 128 bytes. */
+enum { RA_SHM__CHANNELS = 2, RA_SHM__QUEUE = 16, RA_SHM__SLOTS = 16, RA_SHM__VERSION = 1 };
+enum { RA_SHM__MAGIC = 0x68735261, RA_SHM__HERE = 1, RA_SHM__LEFT = 2 };
+
+typedef struct ra_shm__word { uint32_t v, spare[31]; } ra_shm__word;
+
+typedef struct ra_shm__entry {         /* one message */
+    uint64_t at, len, tag, spare;      /* at: bytes from the first slot of all lanes */
+} ra_shm__entry;
+
+typedef struct ra_shm__slot {
+    uint32_t refs;                     /* readers, and one for the queue; 0: free */
+    uint32_t lent;                     /* its first receiver has lent it; cleared before refs is
+                                        * set */
+    uint32_t spare[30];
+} ra_shm__slot;
+
+typedef struct ra_shm__lane {
+    ra_shm__word head, tail;           /* messages sent, written by the sender; taken, by the
+                                        * receiver */
+    ra_shm__entry entry[RA_SHM__QUEUE];
+    ra_shm__slot slot[RA_SHM__SLOTS];  /* taken by the sender alone, given back by anybody */
+} ra_shm__lane;
+
+typedef struct ra_shm__seat {
+    ra_shm__word bell;                 /* 2 per ring of the bell, 1: asleep */
+    ra_shm__word state;                /* RA_SHM__HERE, RA_SHM__LEFT */
+} ra_shm__seat;
+
+typedef struct ra_shm__head {
+    ra_shm__word abort;                /* 0, or (rank + 1) << 8 | -why of the first that failed */
+    ra_shm__seat seat[RA_SHM_MAX_RANKS];
+} ra_shm__head;
+
+typedef struct ra_shm__fifo { ra_op *first, *last; } ra_shm__fifo;   /* linked by scratch[0] */
+
+struct ra_shm {
+    ra_transport tp;
+    int32_t rank, ranks, slots, gone;  /* gone: some process is dead that has not left */
+    uint32_t aborted;                  /* abort was called here; any thread */
+    int32_t pending;                   /* ops in all FIFOs */
+    size_t slot_bytes, stride, total, data_bytes;
+    ra_shm__head *head;                /* the file: head, lanes, slots */
+    ra_shm__lane *lane;                /* [sender][receiver][channel] */
+    uint8_t *data;                     /* [lane][slots][stride] */
+    int64_t looked_ns;                 /* at the other processes */
+    struct pollfd pidfd[RA_SHM_MAX_RANKS]; /* fd -1: known to be gone, or this rank */
+    uint8_t dead[RA_SHM_MAX_RANKS];
+    ra_shm__fifo in[RA_SHM_MAX_RANKS][RA_SHM__CHANNELS], out[RA_SHM_MAX_RANKS][RA_SHM__CHANNELS];
+    ra_shm_counters count;
+    int text_code;
+    char text[160];
+};
+
+/* ========================================================================== words and bells */
+static uint32_t ra_shm__load(const uint32_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+
+static void ra_shm__store(uint32_t *p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+
+static uint32_t ra_shm__add(uint32_t *p, uint32_t v) {               /* gives the old value */
+    return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
+}
+
+static void ra_shm__pause(void) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+/* Rings after something was published. A sleeper sets its bit in the same word and then looks once
+ * more: either this addition sees the bit, or that look sees what was published. */
+static void ra_shm__ring(ra_shm *s, int rank) {
+    uint32_t *bell = &s->head->seat[rank].bell.v;
+    if ((ra_shm__add(bell, 2) & 1) == 0) return;
+    (void)__atomic_fetch_and(bell, ~1u, __ATOMIC_ACQ_REL);
+    (void)syscall(SYS_futex, bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/* Sleeps until the bell is no longer as it was, at most ns. */
+static void ra_shm__sleep(ra_shm *s, uint32_t seen, int64_t ns) {
+    struct timespec t;
+    t.tv_sec = 0;
+    t.tv_nsec = (long)ns;
+    s->count.sleeps++;
+    (void)syscall(SYS_futex, &s->head->seat[s->rank].bell.v, FUTEX_WAIT, seen, &t, NULL, 0);
+}
+
+static void ra_shm__nap(int64_t ns) {
+    struct timespec t;
+    t.tv_sec = (time_t)(ns / 1000000000);
+    t.tv_nsec = (long)(ns % 1000000000);
+    (void)nanosleep(&t, NULL);
+}
+
+/* ========================================================================== lanes and slots */
+static size_t ra_shm__lane_index(const ra_shm *s, int from, int to, int channel) {
+    return ((size_t)from * (size_t)s->ranks + (size_t)to) * RA_SHM__CHANNELS + (size_t)channel;
+}
+
+static ra_shm__lane *ra_shm__lane_of(const ra_shm *s, int from, int to, int channel) {
+    return &s->lane[ra_shm__lane_index(s, from, to, channel)];
+}
+
+/* The slot at an offset of the data, and the rank that owns it. */
+static ra_shm__slot *ra_shm__slot_at(const ra_shm *s, uint64_t at, int *owner) {
+    size_t number = (size_t)at / s->stride, lane = number / (size_t)s->slots;
+    *owner = (int)(lane / RA_SHM__CHANNELS / (size_t)s->ranks);
+    return &s->lane[lane].slot[number % (size_t)s->slots];
+}
+
+/* One reader less; the owner may wait for the slot. */
+static void ra_shm__drop(ra_shm *s, uint64_t at) {
+    int owner;
+    ra_shm__slot *slot = ra_shm__slot_at(s, at, &owner);
+    if (ra_shm__add(&slot->refs, (uint32_t)-1) == 1 && owner != s->rank) ra_shm__ring(s, owner);
+}
+
+/* A message that has come to this rank by `lane` from its owner may be lent as long as another slot
+ * of the lane is not; one that came on by reference is lent already. */
+static int ra_shm__lend(ra_shm *s, ra_shm__lane *lane, uint64_t at) {
+    int owner, lent = 0;
+    ra_shm__slot *slot = ra_shm__slot_at(s, at, &owner);
+    if (slot < lane->slot || slot >= lane->slot + s->slots) return 1;
+    for (int i = 0; i < s->slots; i++)
+        lent += ra_shm__load(&lane->slot[i].refs) > 0 && ra_shm__load(&lane->slot[i].lent);
+    if (lent >= s->slots - 1) return 0;
+    ra_shm__store(&slot->lent, 1);
+    return 1;
+}
+
+/* A free slot of a lane of this rank, or -1. The lowest one: its memory is likely to be in use. */
+static int ra_shm__free_slot(const ra_shm *s, const ra_shm__lane *lane) {
+    for (int i = 0; i < s->slots; i++)
+        if (ra_shm__load(&lane->slot[i].refs) == 0) return i;
+    return -1;
+}
+
+/* ========================================================================== ops */
+static void ra_shm__push(ra_shm *s, ra_shm__fifo *f, ra_op *op) {
+    op->scratch[0] = NULL;
+    op->state = RA_OP_PENDING;
+    if (f->last) f->last->scratch[0] = op;
+    else f->first = op;
+    f->last = op;
+    s->pending++;
+}
+
+static void ra_shm__pop(ra_shm *s, ra_shm__fifo *f, int32_t state, size_t done) {
+    ra_op *op = f->first;
+    f->first = (ra_op *)op->scratch[0];
+    if (!f->first) f->last = NULL;
+    s->pending--;
+    op->done = done;
+    op->state = state;
+}
+
+/* The first send of a FIFO: 1 if it went, 0 if queue or slots are full. */
+static int ra_shm__send(ra_shm *s, ra_shm__fifo *f, int channel) {
+    ra_op *op = f->first;
+    int to = op->peer, owner, i;
+    ra_shm__lane *lane = ra_shm__lane_of(s, s->rank, to, channel);
+    uint32_t head = ra_shm__load(&lane->head.v);
+    const uint8_t *from = (const uint8_t *)op->buf;
+    ra_shm__entry *e = &lane->entry[head % RA_SHM__QUEUE];
+    if (head - ra_shm__load(&lane->tail.v) >= RA_SHM__QUEUE) return 0;
+    if (op->len > 0 && from >= s->data && from < s->data + s->data_bytes) {
+        e->at = (uint64_t)(from - s->data);
+        (void)ra_shm__add(&ra_shm__slot_at(s, e->at, &owner)->refs, 1);
+        s->count.forwards++;
+    } else {
+        i = ra_shm__free_slot(s, lane);
+        if (i < 0) return 0;
+        e->at = ((uint64_t)(lane - s->lane) * (uint64_t)s->slots + (uint64_t)i) * s->stride;
+        if (op->len) memcpy(s->data + e->at, from, op->len);
+        ra_shm__store(&lane->slot[i].lent, 0);
+        ra_shm__store(&lane->slot[i].refs, 1);
+        s->count.copies_in++;
+    }
+    e->len = op->len;
+    e->tag = op->tag;
+    ra_shm__store(&lane->head.v, head + 1);
+    ra_shm__pop(s, f, RA_OP_DONE, op->len);
+    ra_shm__ring(s, to);
+    return 1;
+}
+
+/* The first receive of a FIFO: 1 if it is over, 0 if nothing has come. */
+static int ra_shm__receive(ra_shm *s, ra_shm__fifo *f, int channel) {
+    ra_op *op = f->first;
+    int from = op->peer;
+    ra_shm__lane *lane = ra_shm__lane_of(s, from, s->rank, channel);
+    uint32_t tail = ra_shm__load(&lane->tail.v);
+    int32_t state = RA_OP_DONE;
+    int lent = 0;
+    ra_shm__entry e;
+    if (ra_shm__load(&lane->head.v) == tail) return 0;
+    e = lane->entry[tail % RA_SHM__QUEUE];
+    if (e.at >= s->data_bytes || e.len > s->stride - e.at % s->stride) {
+        state = RA_E_PROTO;
+    } else if (e.len != op->len) {
+        state = RA_E_TRUNC;
+    } else if ((op->flags & RA_OPF_LOAN_OK) && e.len && ra_shm__lend(s, lane, e.at)) {
+        op->buf = s->data + e.at;
+        s->count.loans++;
+        lent = 1;
+    } else {
+        if (e.len) memcpy(op->buf, s->data + e.at, (size_t)e.len);
+        s->count.copies_out++;
+    }
+    if (state != RA_E_PROTO && !lent) ra_shm__drop(s, e.at);
+    ra_shm__store(&lane->tail.v, tail + 1);
+    ra_shm__pop(s, f, state, (size_t)e.len);
+    ra_shm__ring(s, from);
+    return 1;
+}
+
+/* ========================================================================== other processes */
+/* Looks, at most once a millisecond, whose process has ended. */
+static void ra_shm__look(ra_shm *s, int now) {
+    int64_t t = ra_now_ns();
+    if (!now && t - s->looked_ns < 1000000) return;
+    s->looked_ns = t;
+    if (poll(s->pidfd, (nfds_t)s->ranks, 0) <= 0) return;
+    for (int r = 0; r < s->ranks; r++) {
+        if (s->pidfd[r].fd < 0 || !s->pidfd[r].revents) continue;
+        close(s->pidfd[r].fd);
+        s->pidfd[r].fd = -1;
+        s->dead[r] = 1;
+        if (ra_shm__load(&s->head->seat[r].state.v) == RA_SHM__LEFT || s->gone) continue;
+        s->gone = 1;
+        s->text_code = RA_E_PEER;
+        snprintf(s->text, sizeof s->text, "the process of rank %d has ended", r);
+    }
+}
+
+static int ra_shm__is_gone(const ra_shm *s, int rank) {
+    return s->dead[rank] || ra_shm__load(&s->head->seat[rank].state.v) == RA_SHM__LEFT;
+}
+
+static void ra_shm__drop_ops(ra_shm *s, int32_t state) {
+    for (int r = 0; s->pending && r < s->ranks; r++)
+        for (int c = 0; c < RA_SHM__CHANNELS; c++) {
+            while (s->in[r][c].first) ra_shm__pop(s, &s->in[r][c], state, 0);
+            while (s->out[r][c].first) ra_shm__pop(s, &s->out[r][c], state, 0);
+        }
+}
+
+/* RA_OK, or what the context has come to: an abort, here or elsewhere. */
+static int ra_shm__verdict(ra_shm *s) {
+    uint32_t abort = ra_shm__load(&s->head->abort.v);
+    int code = RA_E_ABORTED, why = -(int)(abort & 255), rank = (int)(abort >> 8) - 1;
+    if (!abort) return RA_OK;
+    ra_shm__look(s, 1);
+    if (s->gone && !ra_shm__load(&s->aborted)) {
+        code = RA_E_PEER;
+    } else if (!s->gone) {
+        s->text_code = code;
+        snprintf(s->text, sizeof s->text, "rank %d failed first: %s", rank, ra_status_text(why));
+    }
+    ra_shm__drop_ops(s, code);
+    return code;
+}
+
+/* Everything that can move now. A peer is looked at before its lane: what it had sent before it
+ * ended still arrives. */
+static int ra_shm__move(ra_shm *s) {
+    int code = ra_shm__verdict(s);
+    if (code || !s->pending) return code;
+    ra_shm__look(s, 0);
+    for (int r = 0; r < s->ranks; r++) {
+        int gone = ra_shm__is_gone(s, r);
+        for (int c = 0; c < RA_SHM__CHANNELS; c++) {
+            ra_shm__fifo *in = &s->in[r][c], *out = &s->out[r][c];
+            while (in->first && ra_shm__receive(s, in, c)) {}
+            while (in->first && gone) ra_shm__pop(s, in, RA_E_PEER, 0);
+            while (out->first && !gone && ra_shm__send(s, out, c)) {}
+            while (out->first && gone) ra_shm__pop(s, out, RA_E_PEER, 0);
+        }
+    }
+    return RA_OK;
+}
+
+/* ========================================================================== the callbacks */
+static int ra_shm__post(void *ctx, ra_op *const *ops, int n) {
+    ra_shm *s = (ra_shm *)ctx;
+    int code = ra_shm__verdict(s);
+    for (int i = 0; i < n; i++) {
+        ra_op *op = ops[i];
+        int receives = op->kind == RA_OP_RECV;
+        if (op->state != RA_OP_IDLE) continue;
+        if (code) op->state = code;
+        else if (op->peer < 0 || op->peer >= s->ranks || op->channel >= RA_SHM__CHANNELS)
+            op->state = RA_E_IO;
+        else if (op->len > s->slot_bytes) op->state = RA_E_TRUNC;
+        else ra_shm__push(s, receives ? &s->in[op->peer][op->channel]
+                                      : &s->out[op->peer][op->channel], op);
+    }
+    return code ? code : ra_shm__move(s);
+}
+
+static int ra_shm__poll(void *ctx, ra_op *const *ops, int n) {
+    (void)ops, (void)n;                /* all accepted ops move, not only these */
+    return ra_shm__move((ra_shm *)ctx);
+}
+
+/* 1: none of ops is PENDING, or fewer than `before` are. */
+static int ra_shm__fewer(ra_op *const *ops, int n, int *before) {
+    int pending = 0;
+    for (int i = 0; i < n; i++) pending += ops[i]->state == RA_OP_PENDING;
+    if (*before < 0) *before = pending;
+    return pending == 0 || pending < *before;
+}
+
+static int ra_shm__wait(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns) {
+    ra_shm *s = (ra_shm *)ctx;
+    uint32_t *bell = &s->head->seat[s->rank].bell.v;
+    int code, before = -1;
+    if (ra_shm__fewer(ops, n, &before)) return RA_OK;
+    for (int round = 0;; round++) {
+        uint32_t seen = round < 204 ? 0 : __atomic_fetch_or(bell, 1, __ATOMIC_ACQ_REL) | 1;
+        int64_t left;
+        code = ra_shm__move(s);
+        if (code || ra_shm__fewer(ops, n, &before)) break;
+        if (round < 200) {
+            ra_shm__pause();
+            continue;
+        }
+        left = deadline_ns ? deadline_ns - ra_now_ns() : INT64_MAX;
+        if (left <= 0) break;
+        if (round < 204) (void)sched_yield();
+        else ra_shm__sleep(s, seen, left < 2000000 ? left : 2000000);
+    }
+    (void)__atomic_fetch_and(bell, ~1u, __ATOMIC_ACQ_REL);
+    return code;
+}
+
+static int ra_shm__release(void *ctx, ra_op *op) {
+    ra_shm *s = (ra_shm *)ctx;
+    const uint8_t *at = (const uint8_t *)op->buf;
+    if (at < s->data || at >= s->data + s->data_bytes) return RA_E_STATE;
+    ra_shm__drop(s, (uint64_t)(at - s->data));
+    return RA_OK;
+}
+
+static int ra_shm__abort(void *ctx, int why) {
+    ra_shm *s = (ra_shm *)ctx;
+    uint32_t zero = 0, word = (uint32_t)(s->rank + 1) << 8 | (uint32_t)(why < 0 ? -why & 255 : 0);
+    ra_shm__store(&s->aborted, 1);
+    (void)__atomic_compare_exchange_n(&s->head->abort.v, &zero, word, 0, __ATOMIC_ACQ_REL,
+                                      __ATOMIC_ACQUIRE);
+    for (int r = 0; r < s->ranks; r++) ra_shm__ring(s, r);
+    return RA_OK;
+}
+
+/* Buffers of this rank are touched only in its own calls: once the ops are dropped, never again. */
+static int ra_shm__quiesce(void *ctx, int64_t deadline_ns) {
+    (void)deadline_ns;
+    ra_shm__drop_ops((ra_shm *)ctx, RA_E_ABORTED);
+    return RA_OK;
+}
+
+static const char *ra_shm__error_text(void *ctx, int code) {
+    ra_shm *s = (ra_shm *)ctx;
+    return s->text_code == code ? s->text : NULL;
+}
+
+/* ========================================================================== meeting
+ * Over a socket of packets at an abstract address: a rank says hello, rank 0 answers with a refusal
+ * or with the file, the rank says that it has mapped it, and when all have, rank 0 sends everybody
+ * a pidfd of every process, which it opened while the process was connected. */
+typedef struct ra_shm__hello {
+    uint32_t magic, version, abi, head_bytes;
+    int32_t rank, ranks, slots, reserved;
+    uint64_t slot_bytes;
+} ra_shm__hello;
+
+typedef struct ra_shm__answer { int32_t status; char text[216]; } ra_shm__answer;
+
+static ra_status ra_shm__refuse(const ra_shm_desc *d, ra_status status, const char *field,
+                                const char *text) {
+    if (!d->error) return status;
+    d->error->status = status;
+    snprintf(d->error->field, sizeof d->error->field, "%s", field);
+    snprintf(d->error->text, sizeof d->error->text, "%s", text);
+    return status;
+}
+
+static ra_status ra_shm__refuse_errno(const ra_shm_desc *d, const char *what, int number) {
+    char text[216];
+    snprintf(text, sizeof text, "%s failed: %s", what, strerror(number));
+    return ra_shm__refuse(d, RA_E_IO, "system", text);
+}
+
+static socklen_t ra_shm__address(const ra_shm_desc *d, struct sockaddr_un *a) {
+    int n;
+    memset(a, 0, sizeof *a);
+    a->sun_family = AF_UNIX;           /* sun_path[0] is 0: abstract, no file */
+    n = snprintf(a->sun_path + 1, sizeof a->sun_path - 1, "ra_shm.%u.%s", (unsigned)geteuid(),
+                 d->name);
+    return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)n);
+}
+
+/* Sends a packet with file descriptors. */
+static int ra_shm__give(int to, const void *packet, size_t bytes, const int *fds, int count) {
+    union { struct cmsghdr align; char room[CMSG_SPACE(sizeof(int) * RA_SHM_MAX_RANKS)]; } c;
+    struct msghdr m;
+    struct iovec v;
+    memset(&m, 0, sizeof m);
+    memset(&c, 0, sizeof c);
+    memcpy(&v.iov_base, &packet, sizeof packet);
+    v.iov_len = bytes;
+    m.msg_iov = &v;
+    m.msg_iovlen = 1;
+    if (count) {
+        size_t length = sizeof(int) * (size_t)count;
+        m.msg_control = &c;
+        m.msg_controllen = CMSG_SPACE(length);
+        c.align.cmsg_level = SOL_SOCKET;
+        c.align.cmsg_type = SCM_RIGHTS;
+        c.align.cmsg_len = CMSG_LEN(length);
+        memcpy(CMSG_DATA(&c.align), fds, length);
+    }
+    return sendmsg(to, &m, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)bytes ? 0 : -1;
+}
+
+/* Takes a packet and up to `most` descriptors by the deadline; returns how many came, -1 if the
+ * other side has ended, -2 at the deadline. */
+static int ra_shm__take(int from, ra_shm__answer *packet, int *fds, int most, int64_t deadline_ns) {
+    union { struct cmsghdr align; char room[CMSG_SPACE(sizeof(int) * RA_SHM_MAX_RANKS)]; } c;
+    struct pollfd p;
+    struct msghdr m;
+    struct iovec v;
+    int count;
+    p.fd = from;
+    p.events = POLLIN;
+    for (;;) {
+        int64_t left = (deadline_ns - ra_now_ns()) / 1000000 + 1;
+        if (left <= 0) return -2;
+        if (poll(&p, 1, left > 1000 ? 1000 : (int)left) > 0) break;
+    }
+    memset(&m, 0, sizeof m);
+    v.iov_base = packet;
+    v.iov_len = sizeof *packet;
+    m.msg_iov = &v;
+    m.msg_iovlen = 1;
+    m.msg_control = &c;
+    m.msg_controllen = sizeof c;
+    if (recvmsg(from, &m, MSG_CMSG_CLOEXEC) != (ssize_t)sizeof *packet) return -1;
+    if (m.msg_controllen < CMSG_LEN(0) || c.align.cmsg_type != SCM_RIGHTS) return 0;
+    count = (int)((c.align.cmsg_len - CMSG_LEN(0)) / sizeof(int));
+    if (count > most) count = most;
+    memcpy(fds, CMSG_DATA(&c.align), sizeof(int) * (size_t)count);
+    return count;
+}
+
+/* What rank 0 has against a hello; text stays empty if nothing. */
+static void ra_shm__judge(const ra_shm *s, const ra_shm__hello *h, const int *seat, char *text,
+                          size_t room) {
+    text[0] = 0;
+    if (h->magic != RA_SHM__MAGIC || h->version != RA_SHM__VERSION ||
+        h->abi != RA_TRANSPORT_ABI || h->head_bytes != sizeof(ra_shm__head))
+        snprintf(text, room, "another version of ra_shm.h or ringattn.h than rank 0 has");
+    else if (h->ranks != s->ranks)
+        snprintf(text, room, "ranks is %d here, but %d at rank 0", h->ranks, s->ranks);
+    else if (h->slot_bytes != s->slot_bytes)
+        snprintf(text, room, "slot_bytes is %llu here, but %llu at rank 0",
+                 (unsigned long long)h->slot_bytes, (unsigned long long)s->slot_bytes);
+    else if (h->slots != s->slots)
+        snprintf(text, room, "slots is %d here, but %d at rank 0", h->slots, s->slots);
+    else if (h->rank < 1 || h->rank >= s->ranks)
+        snprintf(text, room, "rank is %d, but ranks is %d", h->rank, s->ranks);
+    else if (seat[h->rank] >= 0)
+        snprintf(text, room, "rank %d has come already, from another process", h->rank);
+}
+
+static int ra_shm__pidfd(int pid) {
+#ifdef SYS_pidfd_open
+    return (int)syscall(SYS_pidfd_open, pid, 0);
+#else
+    return (int)syscall(434, pid, 0);
+#endif
+}
+
+/* Rank 0, somebody has connected: hears the hello and answers. `last` keeps the last refusal. */
+static void ra_shm__admit(ra_shm *s, int listener, int file, int *seat, char *last) {
+    struct { int32_t pid; uint32_t uid, gid; } who;                  /* struct ucred */
+    socklen_t size = sizeof who;
+    ra_shm__answer answer;
+    ra_shm__hello hello;
+    struct pollfd p;
+    int c = accept(listener, NULL, NULL);
+    if (c < 0) return;
+    (void)fcntl(c, F_SETFD, FD_CLOEXEC);
+    p.fd = c;
+    p.events = POLLIN;
+    memset(&answer, 0, sizeof answer);
+    if (getsockopt(c, SOL_SOCKET, SO_PEERCRED, &who, &size) || who.uid != geteuid() ||
+        poll(&p, 1, 200) <= 0 || recv(c, &hello, sizeof hello, 0) != (ssize_t)sizeof hello) {
+        close(c);
+        return;
+    }
+    ra_shm__judge(s, &hello, seat, answer.text, sizeof answer.text);
+    if (!answer.text[0]) {
+        s->pidfd[hello.rank].fd = ra_shm__pidfd(who.pid);
+        if (s->pidfd[hello.rank].fd >= 0 && !ra_shm__give(c, &answer, sizeof answer, &file, 1)) {
+            seat[hello.rank] = c;
+            return;
+        }
+        snprintf(answer.text, sizeof answer.text, "pidfd_open failed: %s", strerror(errno));
+    }
+    answer.status = RA_E_SHAPE;
+    snprintf(last, 216, "%s", answer.text);
+    (void)ra_shm__give(c, &answer, sizeof answer, NULL, 0);
+    close(c);
+}
+
+/* Rank 0: waits until all other ranks have mapped the file. seat: their connections, -1. */
+static ra_status ra_shm__gather(ra_shm *s, const ra_shm_desc *d, int listener, int file,
+                                int *seat) {
+    struct pollfd p[RA_SHM_MAX_RANKS];
+    char mapped[RA_SHM_MAX_RANKS] = { 1 }, last[216] = "", text[216];
+    for (int missing = s->ranks - 1; missing;) {
+        int64_t left = (d->deadline_ns - ra_now_ns()) / 1000000 + 1;
+        int ready;
+        p[0].fd = listener;
+        for (int r = 1; r < s->ranks; r++) p[r].fd = seat[r];
+        for (int r = 0; r < s->ranks; r++) p[r].events = POLLIN;
+        ready = left > 0 ? poll(p, (nfds_t)s->ranks, left > 1000 ? 1000 : (int)left) : 0;
+        for (int r = 1; ready > 0 && r < s->ranks; r++) {
+            char c;
+            if (p[r].fd < 0 || !p[r].revents) continue;
+            if (mapped[r] || recv(seat[r], &c, 1, 0) != 1) {
+                snprintf(text, sizeof text, "rank %d went away while the ring was set up", r);
+                return ra_shm__refuse(d, RA_E_PEER, "ranks", text);
+            }
+            mapped[r] = 1;
+            missing--;
+        }
+        if (ready > 0 && p[0].revents) ra_shm__admit(s, listener, file, seat, last);
+        if (left <= 0) {
+            int r = 1;
+            while (mapped[r]) r++;
+            snprintf(text, sizeof text, "rank %d has not come by the deadline%s%.130s", r,
+                     last[0] ? "; refused was: " : "", last);
+            return ra_shm__refuse(d, RA_E_TIMEOUT, "deadline_ns", text);
+        }
+    }
+    return RA_OK;
+}
+
+static ra_status ra_shm__map(ra_shm *s, const ra_shm_desc *d, int file) {
+    void *at = mmap(NULL, s->total, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (at == MAP_FAILED) return ra_shm__refuse_errno(d, "mmap of the shared file", errno);
+    s->head = (ra_shm__head *)at;
+    s->lane = (ra_shm__lane *)(void *)((uint8_t *)at + sizeof(ra_shm__head));
+    s->data = (uint8_t *)at + (s->total - s->data_bytes);
+    ra_shm__store(&s->head->seat[s->rank].state.v, RA_SHM__HERE);
+    return RA_OK;
+}
+
+/* Rank 0: the file, then the others. */
+static ra_status ra_shm__host(ra_shm *s, const ra_shm_desc *d) {
+    int seat[RA_SHM_MAX_RANKS], fds[RA_SHM_MAX_RANKS];
+    int file = (int)syscall(SYS_memfd_create, "ra_shm", 1u /* MFD_CLOEXEC */), listener = -1;
+    ra_status status = RA_OK;
+    struct sockaddr_un a;
+    socklen_t length = ra_shm__address(d, &a);
+    ra_shm__answer go;
+    memset(&go, 0, sizeof go);
+    for (int r = 0; r < s->ranks; r++) seat[r] = -1;
+    if (file < 0) return ra_shm__refuse_errno(d, "memfd_create", errno);
+    if (ftruncate(file, (off_t)s->total))
+        status = ra_shm__refuse_errno(d, "ftruncate of the shared file", errno);
+    if (!status) status = ra_shm__map(s, d, file);
+    if (!status && s->ranks > 1) {
+        s->pidfd[0].fd = ra_shm__pidfd((int)getpid());
+        listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+        if (s->pidfd[0].fd < 0) status = ra_shm__refuse_errno(d, "pidfd_open", errno);
+        else if (listener < 0) status = ra_shm__refuse_errno(d, "socket", errno);
+        else if (bind(listener, (struct sockaddr *)(void *)&a, length))
+            status = errno == EADDRINUSE
+                         ? ra_shm__refuse(d, RA_E_BUSY, "name", "another ring of this name is "
+                                                                "being set up at this moment")
+                         : ra_shm__refuse_errno(d, "bind", errno);
+        else if (listen(listener, s->ranks)) status = ra_shm__refuse_errno(d, "listen", errno);
+        else status = ra_shm__gather(s, d, listener, file, seat);
+    }
+    if (listener >= 0) close(listener); /* first: the name is free before anybody goes on */
+    go.status = status;
+    if (d->error && status) snprintf(go.text, sizeof go.text, "%s", d->error->text);
+    for (int r = 0; r < s->ranks; r++) fds[r] = s->pidfd[r].fd;
+    for (int r = 1; r < s->ranks; r++) {
+        if (seat[r] < 0) continue;
+        (void)ra_shm__give(seat[r], &go, sizeof go, fds, status ? 0 : s->ranks);
+        close(seat[r]);
+    }
+    close(file);
+    return status;
+}
+
+/* An answer that is no go; 0 goes on. */
+static ra_status ra_shm__heard(const ra_shm_desc *d, int got, int want,
+                               const ra_shm__answer *answer) {
+    if (got == -2)
+        return ra_shm__refuse(d, RA_E_TIMEOUT, "deadline_ns",
+                              "not all ranks have come by the deadline");
+    if (got == -1)
+        return ra_shm__refuse(d, RA_E_PEER, "ranks", "rank 0 went away while the ring was set up");
+    if (answer->status)
+        return ra_shm__refuse(d, answer->status, answer->status == RA_E_SHAPE ? "hello" : "ranks",
+                              answer->text);
+    return got == want ? RA_OK : ra_shm__refuse(d, RA_E_IO, "system",
+                                                "no descriptors came: too many open files?");
+}
+
+/* The other ranks: connect, as soon as rank 0 is there. */
+static ra_status ra_shm__connect(const ra_shm_desc *d, int *out) {
+    struct sockaddr_un a;
+    socklen_t length = ra_shm__address(d, &a);
+    for (;;) {
+        int number, c = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+        if (c < 0) return ra_shm__refuse_errno(d, "socket", errno);
+        *out = c;
+        if (!connect(c, (struct sockaddr *)(void *)&a, length)) return RA_OK;
+        number = errno;
+        close(c);
+        if (number != ECONNREFUSED && number != EINTR && number != EAGAIN)
+            return ra_shm__refuse_errno(d, "connect", number);
+        if (ra_now_ns() > d->deadline_ns)
+            return ra_shm__refuse(d, RA_E_TIMEOUT, "deadline_ns",
+                                  "rank 0 has not opened a ring of this name by the deadline");
+        ra_shm__nap(2000000);
+    }
+}
+
+static ra_status ra_shm__join(ra_shm *s, const ra_shm_desc *d) {
+    int fds[RA_SHM_MAX_RANKS], c = -1, got;
+    ra_shm__answer answer;
+    ra_shm__hello h;
+    int64_t late;
+    ra_status status = ra_shm__connect(d, &c);
+    if (status) return status;
+    memset(&h, 0, sizeof h);
+    h.magic = RA_SHM__MAGIC;
+    h.version = RA_SHM__VERSION;
+    h.abi = RA_TRANSPORT_ABI;
+    h.head_bytes = (uint32_t)sizeof(ra_shm__head);
+    h.rank = s->rank;
+    h.ranks = s->ranks;
+    h.slots = s->slots;
+    h.slot_bytes = s->slot_bytes;
+    late = d->deadline_ns + 80000000;  /* so that rank 0 can say who is missing */
+    got = ra_shm__give(c, &h, sizeof h, NULL, 0) ? -1 : ra_shm__take(c, &answer, fds, 1, late);
+    status = ra_shm__heard(d, got, 1, &answer);
+    if (!status) {
+        status = ra_shm__map(s, d, fds[0]);
+        close(fds[0]);
+    }
+    if (!status) {
+        got = send(c, "m", 1, MSG_NOSIGNAL) == 1
+                  ? ra_shm__take(c, &answer, fds, s->ranks, late) : -1;
+        status = ra_shm__heard(d, got, s->ranks, &answer);
+    }
+    else got = 0;
+    for (int r = 0; r < got; r++) {
+        if (status) close(fds[r]);
+        else s->pidfd[r].fd = fds[r];
+    }
+    close(c);
+    return status;
+}
+
+static ra_status ra_shm__check(const ra_shm_desc *d) {
+    size_t length = d->name ? strlen(d->name) : 0;
+    if (length < 1 || length > 64)
+        return ra_shm__refuse(d, RA_E_RANGE, "name", "must have 1 to 64 characters");
+    if (d->ranks < 1 || d->ranks > RA_SHM_MAX_RANKS)
+        return ra_shm__refuse(d, RA_E_RANGE, "ranks", "must be 1 to 128");
+    if (d->rank < 0 || d->rank >= d->ranks)
+        return ra_shm__refuse(d, RA_E_RANGE, "rank", "must be 0 to ranks - 1");
+    if (d->slots && (d->slots < 2 || d->slots > RA_SHM__SLOTS))
+        return ra_shm__refuse(d, RA_E_RANGE, "slots", "must be 0 (8) or 2 to 16");
+    if (d->slot_bytes < 1 || d->slot_bytes > (size_t)1 << 36)
+        return ra_shm__refuse(d, d->slot_bytes ? RA_E_RANGE : RA_E_UNSET, "slot_bytes",
+                              "must be the bytes of the largest message, up to 64 GiB");
+    if (d->reserved)
+        return ra_shm__refuse(d, RA_E_RESERVED, "reserved", "is not 0: was the struct zeroed?");
+    return RA_OK;
+}
+
+static void ra_shm__fill(ra_shm *s) {
+    ra_transport *t = &s->tp;
+    t->size = (uint32_t)sizeof *t;
+    t->abi = RA_TRANSPORT_ABI;
+    t->caps = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_LOAN | RA_CAP_DEADLINE;
+    t->channels = RA_SHM__CHANNELS;
+    t->tag_bits = 64;
+    t->max_ops = 64;
+    t->rank = s->rank;
+    t->ranks = s->ranks;
+    t->max_msg = s->slot_bytes;
+    t->align = 64;
+    t->name = "shared memory";
+    t->ctx = s;
+    t->post = ra_shm__post;
+    t->poll = ra_shm__poll;
+    t->wait = ra_shm__wait;
+    t->release = ra_shm__release;
+    t->abort = ra_shm__abort;
+    t->quiesce = ra_shm__quiesce;
+    t->error_text = ra_shm__error_text;
+}
+
+/* ========================================================================== what you call */
+/* This rank makes no more calls; null is fine. Peers that still wait for it get RA_E_PEER. */
+RA_SHM_API void ra_shm_close(ra_shm *shm) {
+    if (!shm) return;
+    for (int r = 0; r < shm->ranks; r++)
+        if (shm->pidfd[r].fd >= 0) close(shm->pidfd[r].fd);
+    if (shm->head) {
+        ra_shm__store(&shm->head->seat[shm->rank].state.v, RA_SHM__LEFT);
+        for (int r = 0; r < shm->ranks; r++)
+            if (r != shm->rank) ra_shm__ring(shm, r);
+        (void)munmap(shm->head, shm->total);
+    }
+    free(shm);
+}
+
+/* Collective: returns when all ranks are there, or refuses by the deadline with d->error filled. A
+ * rank with other figures than rank 0 is refused with a sentence; rank 0 goes on waiting for the
+ * right one. */
+RA_SHM_API ra_status ra_shm_open(ra_shm **out, const ra_shm_desc *d) {
+    ra_shm_desc full;
+    ra_status status;
+    ra_shm *s;
+    size_t lanes, head;
+    if (!out || !d) return RA_E_NULL;
+    *out = NULL;
+    full = *d;
+    if (!full.slots) full.slots = 8;
+    if (!full.deadline_ns) full.deadline_ns = ra_deadline_ms(60000);
+    status = ra_shm__check(&full);
+    if (status) return status;
+    s = (ra_shm *)calloc(1, sizeof *s);
+    if (!s) return ra_shm__refuse(d, RA_E_NOMEM, "memory", "malloc returned null");
+    s->rank = full.rank;
+    s->ranks = full.ranks;
+    s->slots = full.slots;
+    s->slot_bytes = full.slot_bytes;
+    s->stride = (full.slot_bytes + 4095) / 4096 * 4096;
+    lanes = (size_t)s->ranks * (size_t)s->ranks * RA_SHM__CHANNELS;
+    head = (sizeof(ra_shm__head) + lanes * sizeof(ra_shm__lane) + 4095) / 4096 * 4096;
+    s->data_bytes = lanes * (size_t)s->slots * s->stride;
+    s->total = head + s->data_bytes;
+    for (int r = 0; r < s->ranks; r++) {
+        s->pidfd[r].fd = -1;
+        s->pidfd[r].events = POLLIN;
+    }
+    ra_shm__fill(s);
+    status = s->rank ? ra_shm__join(s, &full) : ra_shm__host(s, &full);
+    if (status) {
+        ra_shm_close(s);
+        return status;
+    }
+    if (s->pidfd[s->rank].fd >= 0) {   /* of this rank itself */
+        close(s->pidfd[s->rank].fd);
+        s->pidfd[s->rank].fd = -1;
+    }
+    *out = s;
+    return RA_OK;
+}
+
+/* Lives as long as shm. */
+RA_SHM_API const ra_transport *ra_shm_transport(const ra_shm *shm) { return &shm->tp; }
+
+RA_SHM_API ra_shm_counters ra_shm_query(const ra_shm *shm) { return shm->count; }
+
+/* The largest message of any rank of a plan; 0: bad argument. */
+RA_SHM_API size_t ra_shm_slot_bytes(const ra_plan *plan, int32_t ranks) {
+    int64_t most = 0;
+    for (int32_t r = 0; r < ranks; r++) {
+        ra_plan_report report;
+        if (ra_plan_query(plan, r, &report)) return 0;
+        if (report.chunk_bytes > most) most = report.chunk_bytes;
+        if (report.back_chunk_bytes > most) most = report.back_chunk_bytes;
+    }
+    return most > 0 ? (size_t)most : 64;
+}
+
+#endif

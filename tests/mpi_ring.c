@@ -1,0 +1,387 @@
+/* examples/transports/ra_mpi.h on a world of 3 ranks or more: bits, sub-communicators, and ranks
+ * that fail while the others wait for them. Started by check_full.sh, under both MPIs:
+ *
+ *   mpirun -n 4 mpi_ring [seeds]      mpirun -n 2 mpi_ring single (without threads of MPI)
+ *
+ * Every rank checks; rank 0 prints the closing line. */
+#include "examples/transports/ra_mpi.h"
+#include "examples/transports/ring_check.h"
+
+#include <pthread.h>
+
+typedef struct mpi_run { int rank, ranks, checks, bad, passed, failed; const char *test; } mpi_run;
+static mpi_run g;
+
+/* Failed checks are told by each rank as they happen. */
+static int check(int ok, const char *what, int line) {
+    g.checks++;
+    if (ok) return 1;
+    g.bad++;
+    printf("tests/mpi_ring.c:%d: %s: rank %d: %s is false\n", line, g.test, g.rank, what);
+    fflush(stdout);
+    return 0;
+}
+#define CHECK(x) check((x) ? 1 : 0, #x, __LINE__)
+
+static void end_test(void) {
+    int bad = 0;
+    MPI_Allreduce(&g.bad, &bad, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD);
+    g.passed += !bad;
+    g.failed += bad > 0;
+    if (g.rank == 0) printf("%s %s\n", bad ? "FAIL" : "ok", g.test);
+    fflush(stdout);
+    g.bad = 0;
+}
+
+/* -------------------------------------------------------------------------- a seat in a ring */
+typedef struct seat {                  /* of this rank; the task may differ from the others' */
+    ring_task task;
+    int64_t window, patience_ns;
+    ra_mpi *mpi;
+    ra_plan *plan;
+    ra_ring *ring;
+    ring_rows rows;
+    ra_tensors x;
+    int64_t stall_at, stall_ns, events; /* the trace sleeps so long at that event */
+    ra_failure failure;
+} seat;
+
+static void stall(void *ctx, const ra_event *e) {
+    seat *s = (seat *)ctx;
+    (void)e;
+    if (s->stall_ns && s->events++ == s->stall_at) {
+        struct timespec t;
+        t.tv_sec = (time_t)(s->stall_ns / 1000000000);
+        t.tv_nsec = (long)(s->stall_ns % 1000000000);
+        (void)nanosleep(&t, NULL);
+    }
+}
+
+static void seat_open(seat *s, MPI_Comm comm) {
+    int rank, ranks;
+    ra_error why;
+    ra_ring_desc rd;
+    ra_desc d;
+    MPI_Comm_rank(comm, &rank);
+    MPI_Comm_size(comm, &ranks);
+    memset(&rd, 0, sizeof rd);
+    rd.trace = stall;
+    rd.trace_ctx = s;
+    ring_describe(&d, &s->task, rank, ranks, &why);
+    d.mask.window = s->window;
+    if (ra_plan_create(&s->plan, &d, NULL) || ra_mpi_open(&s->mpi, comm, s->patience_ns, &why) ||
+        ring_rows_make(&s->rows, &s->task, s->plan, rank) ||
+        ra_ring_create(&s->ring, s->plan, ra_mpi_transport(s->mpi), &rd)) {
+        printf("%s: rank %d: cannot open: %s %s\n", g.test, rank, why.field, why.text);
+        MPI_Abort(MPI_COMM_WORLD, 1);
+    }
+    s->x.q.data = s->rows.q; s->x.k.data = s->rows.k; s->x.v.data = s->rows.v;
+    s->x.o.data = s->rows.o; s->x.lse.data = s->rows.lse; s->x.d_o.data = s->rows.d_o;
+    s->x.d_q.data = s->rows.d_q; s->x.d_k.data = s->rows.d_k; s->x.d_v.data = s->rows.d_v;
+}
+
+/* Destroys and closes; ring_ok: destroying it must be RA_OK. */
+static void seat_close(seat *s, int ring_ok) {
+    ra_status end = ra_ring_destroy(s->ring);
+    CHECK(end == RA_OK || !ring_ok);
+    CHECK(ra_mpi_close(s->mpi) == RA_OK);
+    ra_plan_destroy(s->plan);
+    if (end == RA_OK) free(s->rows.all);
+}
+
+static ring_task small_task(void) {
+    ring_task t = ring_task_default();
+    t.tokens = 1024;
+    t.heads = 2;
+    t.kv_heads = 1;
+    t.dim = 64;
+    t.chunk_tokens = 64;
+    t.full = 1;
+    return t;
+}
+
+static seat seat_of(void) {
+    seat s;
+    memset(&s, 0, sizeof s);
+    s.task = small_task();
+    return s;
+}
+
+/* Pass after pass until one fails; ns: how long after its deadline that one came back. */
+static ra_status pass_until_failure(seat *s, int64_t deadline_ms, int64_t *late_ns) {
+    ra_status status = RA_OK;
+    for (int pass = 0; !status && pass < 100000; pass++) {
+        int64_t deadline = ra_deadline_ms(deadline_ms);
+        status = pass & 1 ? ra_backward(s->plan, s->ring, &s->x, deadline)
+                          : ra_forward(s->plan, s->ring, &s->x, deadline);
+        *late_ns = ra_now_ns() - deadline;
+    }
+    (void)ra_ring_failure(s->ring, &s->failure);
+    return status;
+}
+
+/* -------------------------------------------------------------------------- right numbers */
+/* A ring on a communicator, against one rank on its first. */
+static void right_on(MPI_Comm comm) {
+    ring_task t = small_task();
+    size_t n = ring_floats(&t);
+    float *all = (float *)calloc(2 * n, sizeof *all);
+    int rank, ranks;
+    ra_plan *plan = NULL;
+    ra_mpi *mpi = NULL;
+    ring_figures f;
+    ra_desc d;
+    MPI_Comm_rank(comm, &rank);
+    MPI_Comm_size(comm, &ranks);
+    memset(&f, 0, sizeof f);
+    ring_describe(&d, &t, rank, ranks, NULL);
+    CHECK(all && !ra_plan_create(&plan, &d, NULL) && !ra_mpi_open(&mpi, comm, 0, NULL));
+    CHECK(ring_attend(&t, plan, ra_mpi_transport(mpi), rank, all, &f) == RA_OK);
+    CHECK(ra_mpi_close(mpi) == RA_OK);
+    MPI_Reduce(all, all + n, (int)n, MPI_UINT32_T, MPI_BOR, 0, comm);
+    if (rank == 0) CHECK(ring_compare(&t, all + n) == 0);
+    ra_plan_destroy(plan);
+    free(all);
+}
+
+static void numbers(void) {
+    g.test = "numbers_are_those_of_one_rank";
+    for (int i = 0; i < 3; i++) right_on(MPI_COMM_WORLD);
+    end_test();
+}
+
+/* The world without rank 0, backwards. */
+static void sub_communicators(void) {
+    MPI_Comm part;
+    g.test = "sub_communicators";
+    MPI_Comm_split(MPI_COMM_WORLD, g.rank ? 1 : MPI_UNDEFINED, -g.rank, &part);
+    if (part != MPI_COMM_NULL) {
+        right_on(part);
+        MPI_Comm_free(&part);
+    }
+    end_test();
+}
+
+/* -------------------------------------------------------------------------- faults */
+/* After any of them: a new context on the same communicator works. */
+static void and_then(void) {
+    right_on(MPI_COMM_WORLD);
+    end_test();
+}
+
+/* One rank has other sizes, or another window. The first is told at once. The second changes who
+ * sends what: one rank is told, or waits for its deadline, and the others end with it. */
+static void mismatch(int what) {
+    seat s = seat_of();
+    int64_t late = 0, begin;
+    ra_status status;
+    int any, told;
+    g.test = what ? "another_window" : "another_dim";
+    if (g.rank == 1 && !what) s.task.dim = 32;
+    s.window = what && g.rank == 1 ? 100 : 0;
+    s.task.full = !what;
+    seat_open(&s, MPI_COMM_WORLD);
+    begin = ra_now_ns();
+    status = pass_until_failure(&s, what && g.rank == 1 ? 500 : 10000, &late);
+    CHECK(ra_now_ns() - begin < (int64_t)5000000000);
+    told = status == RA_E_MISMATCH || status == RA_E_TRUNC || (what && status == RA_E_TIMEOUT);
+    CHECK(told || status == RA_E_ABORTED);
+    MPI_Allreduce(&told, &any, 1, MPI_INT, MPI_MAX, MPI_COMM_WORLD);
+    CHECK(any);
+    seat_close(&s, 1);
+    and_then();
+}
+
+/* Rank 0 cancels while the others sleep in their pass. */
+static void cancel(void) {
+    seat s = seat_of();
+    int64_t late = 0, begin;
+    g.test = "cancel_reaches_all";
+    seat_open(&s, MPI_COMM_WORLD);
+    MPI_Barrier(MPI_COMM_WORLD);
+    begin = ra_now_ns();
+    if (g.rank == 0) {
+        ra_mpi__nap(200000000);
+        ra_ring_cancel(s.ring);
+        CHECK(ra_now_ns() - begin < (int64_t)1000000000);
+    } else {
+        ra_status status = pass_until_failure(&s, 20000, &late);
+        CHECK(status == RA_E_ABORTED);
+        CHECK(strstr(s.failure.text, "rank 0 failed first") != NULL);
+        CHECK(ra_now_ns() - begin < (int64_t)5000000000);
+    }
+    seat_close(&s, 1);
+    and_then();
+}
+
+/* Each time another rank has a deadline of its own of some ms, others of 20 s. */
+static void own_deadline(int seeds) {
+    int64_t worst = 0, all = 0;
+    g.test = "own_deadline_reaches_all";
+    for (int i = 0; i < seeds; i++) {
+        seat s = seat_of();
+        int64_t late = 0, begin = ra_now_ns(), took;
+        uint32_t random = (uint32_t)i * 2654435761u;
+        int victim = (int)(random >> 8) % g.ranks;
+        ra_status status = RA_OK;
+        s.patience_ns = 2000000000;    /* of a busy machine */
+        seat_open(&s, MPI_COMM_WORLD);
+        if (g.rank == victim) {
+            int64_t until = ra_now_ns() + random % 20000000;
+            for (int pass = 0; !status; pass++)
+                status = pass & 1 ? ra_backward(s.plan, s.ring, &s.x, until)
+                                  : ra_forward(s.plan, s.ring, &s.x, until);
+            CHECK(status == RA_E_TIMEOUT);
+            took = ra_now_ns() - until;
+        } else {
+            status = pass_until_failure(&s, 20000, &late);
+            CHECK(status == RA_E_ABORTED);
+            took = 0;
+        }
+        if (took > worst) worst = took;
+        CHECK(ra_now_ns() - begin < (int64_t)10000000000);
+        seat_close(&s, 1);
+    }
+    MPI_Reduce(&worst, &all, 1, MPI_INT64_T, MPI_MAX, 0, MPI_COMM_WORLD);
+    if (g.rank == 0) printf("own deadline: at most %.1f ms late\n", (double)all / 1e6);
+    and_then();
+}
+
+/* A rank stops for 1 s in the middle of a pass, which is more than the others' deadlines and
+ * patience. They are out 100 ms after their deadline (here with time to spare, for a busy machine),
+ * though a send to it may be pending for ever; it learns of that when it goes on. */
+static void stopped(int seeds) {
+    int64_t worst = 0, all = 0;
+    g.test = "stopped";
+    for (int i = 0; i < seeds; i++) {
+        seat s = seat_of();
+        int64_t late = 0;
+        int victim = i % g.ranks;
+        ra_status status;
+        seat_open(&s, MPI_COMM_WORLD);
+        if (g.rank == victim) {
+            s.stall_at = 20 + 37 * i;
+            s.stall_ns = 1000000000;
+        }
+        status = pass_until_failure(&s, 300, &late);
+        CHECK(status == RA_E_TIMEOUT || status == RA_E_ABORTED);
+        if (g.rank != victim && late > worst) worst = late;
+        CHECK(g.rank == victim || late < 500000000);
+        seat_close(&s, 0);
+    }
+    MPI_Reduce(&worst, &all, 1, MPI_INT64_T, MPI_MAX, 0, MPI_COMM_WORLD);
+    if (g.rank == 0) printf("stopped: survivors at most %.1f ms late\n", (double)all / 1e6);
+    and_then();
+}
+
+/* -------------------------------------------------------------------------- ops by hand */
+static ra_op op_of(int kind, int peer, void *buf, size_t len) {
+    ra_op op;
+    memset(&op, 0, sizeof op);
+    op.kind = (uint8_t)kind;
+    op.peer = peer;
+    op.buf = buf;
+    op.len = len;
+    return op;
+}
+
+/* A longer and a shorter message than is received: RA_E_TRUNC, and the job goes on. */
+static void lengths(void) {
+    ra_mpi *m = NULL;
+    g.test = "other_lengths";
+    for (int sent = 50; sent <= 200; sent += 150) {
+        char bytes[200] = "";
+        CHECK(ra_mpi_open(&m, MPI_COMM_WORLD, 0, NULL) == RA_OK);
+        if (g.rank < 2) {
+            const ra_transport *t = ra_mpi_transport(m);
+            ra_op op = op_of(g.rank ? RA_OP_RECV : RA_OP_SEND, !g.rank, bytes,
+                             g.rank ? 100 : (size_t)sent);
+            ra_op *one = &op;
+            int64_t until = ra_deadline_ms(10000);
+            int code = t->post(t->ctx, &one, 1);
+            while (!code && op.state == RA_OP_PENDING && ra_now_ns() < until)
+                code = t->poll(t->ctx, &one, 1);
+            CHECK(code == RA_OK);
+            CHECK(op.state == (g.rank ? RA_E_TRUNC : RA_OP_DONE));
+        }
+        CHECK(ra_mpi_close(m) == RA_OK);
+    }
+    end_test();
+}
+
+/* Chunks above 2 GiB: refused where MPI has no counts for them. */
+static void large_chunks(void) {
+    ra_mpi *m = NULL;
+    g.test = "chunks_above_2_GiB";
+    CHECK(ra_mpi_open(&m, MPI_COMM_WORLD, 0, NULL) == RA_OK);
+    if (MPI_VERSION < 4) {
+        ra_plan *plan = NULL;
+        ra_ring *ring = NULL;
+        ra_ring_desc rd;
+        ra_error why;
+        ra_desc d;
+        ring_task t = small_task();
+        t.tokens = (int64_t)1 << 24;
+        t.dim = 256;
+        t.chunk_tokens = 1 << 21;
+        memset(&rd, 0, sizeof rd);
+        memset(&why, 0, sizeof why);
+        rd.error = &why;
+        ring_describe(&d, &t, g.rank, g.ranks, NULL);
+        CHECK(ra_plan_create(&plan, &d, NULL) == RA_OK);
+        CHECK(ra_ring_create(&ring, plan, ra_mpi_transport(m), &rd) == RA_E_TRANSPORT);
+        CHECK(!strcmp(why.field, "transport.max_msg"));
+        ra_plan_destroy(plan);
+    } else {
+        CHECK(ra_mpi_transport(m)->max_msg > (size_t)INT_MAX);
+    }
+    CHECK(ra_mpi_close(m) == RA_OK);
+    end_test();
+}
+
+static void *call_from_thread(void *ctx) {
+    const ra_transport *t = (const ra_transport *)ctx;
+    CHECK(t->poll(t->ctx, NULL, 0) == RA_E_IO);
+    CHECK(t->error_text(t->ctx, RA_E_IO) && strstr(t->error_text(t->ctx, RA_E_IO), "thread"));
+    return NULL;
+}
+
+/* Below MPI_THREAD_SERIALIZED only the main thread may call, and the library is told so. */
+static void one_thread(void) {
+    ra_mpi *m = NULL;
+    pthread_t thread;
+    g.test = "only_the_main_thread";
+    CHECK(ra_mpi_open(&m, MPI_COMM_WORLD, 0, NULL) == RA_OK);
+    if (m->level < MPI_THREAD_SERIALIZED) {
+        CHECK(!(ra_mpi_transport(m)->caps & RA_CAP_ANY_THREAD));
+        CHECK(!pthread_create(&thread, NULL, call_from_thread, (void *)(uintptr_t)&m->tp) &&
+              !pthread_join(thread, NULL));
+    }
+    CHECK(ra_mpi_close(m) == RA_OK);
+    right_on(MPI_COMM_WORLD);
+    end_test();
+}
+
+int main(int argc, char **argv) {
+    int single = argc > 1 && !strcmp(argv[1], "single"), level = 0;
+    int seeds = argc > 1 && !single ? atoi(argv[1]) : 20;
+    MPI_Init_thread(&argc, &argv, single ? MPI_THREAD_SINGLE : MPI_THREAD_MULTIPLE, &level);
+    MPI_Comm_rank(MPI_COMM_WORLD, &g.rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &g.ranks);
+    if (single) {
+        one_thread();
+    } else {
+        numbers();
+        sub_communicators();
+        lengths();
+        large_chunks();
+        mismatch(0);
+        mismatch(1);
+        cancel();
+        own_deadline(seeds);
+        stopped(3);
+    }
+    if (g.rank == 0) printf("%d passed, %d failed\n", g.passed, g.failed);
+    MPI_Finalize();
+    return g.failed != 0;
+}

@@ -1,0 +1,776 @@
+/* examples/transports/ra_shm.h: rings of processes over shared memory. Bits against one rank, loans
+ * counted, ranks killed and stopped at random moments, refusals while ranks meet, and that nothing
+ * is left behind. --long: many more random moments, and the times of the contract (a few may be
+ * late, for a busy machine). */
+#include "examples/transports/ra_shm.h"
+#include "examples/transports/ring_check.h"
+#include "tests/harness.h"
+
+#include <dirent.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <sys/wait.h>
+
+enum { MOST = 8 };
+
+typedef struct shared {                /* by all processes of a test */
+    int32_t arrived, go;
+    int32_t status[MOST], passes[MOST];
+    int64_t began_ns[MOST], ended_ns[MOST]; /* of the pass that failed */
+    int64_t fault_ns, cancel_ns;
+    ra_shm_counters count[MOST];
+    ring_figures figures[MOST];
+    char field[MOST][40], text[MOST][216];
+    float all[1 << 20];
+} shared;
+
+typedef struct world {
+    int ranks;
+    ring_task task;
+    int32_t slots;                     /* of the descriptor; in open_with what differs */
+    int64_t deadline_ms;               /* of each pass */
+    char name[64];
+    shared *s;
+    pid_t pid[MOST];
+    void (*fn)(const struct world *w, int rank);
+} world;
+
+static int32_t get(const int32_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+static void put(int32_t *p, int32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
+
+/* How late things were: none by a second, and with --long nine in ten within the bound. */
+typedef struct lateness { int64_t worst; int many, late; } lateness;
+
+static void was_late(lateness *l, int64_t ns, int64_t bound_ns)
+{
+    CHECK(ns < bound_ns + 1000000000);
+    l->many++;
+    l->late += ns >= bound_ns;
+    if (ns > l->worst) l->worst = ns;
+}
+
+static void judge_lateness(const lateness *l, const char *what)
+{
+    printf("%s: at most %.2f ms, %d of %d late\n", what, (double)l->worst / 1e6, l->late, l->many);
+    if (h_run.large) CHECK(l->late * 10 <= l->many);
+}
+
+/* -------------------------------------------------------------------------- processes */
+static world world_of(int ranks)
+{
+    static int number;
+    world w;
+    memset(&w, 0, sizeof w);
+    w.ranks = ranks;
+    w.task = ring_task_default();
+    w.task.tokens = 512;
+    w.task.heads = 2;
+    w.task.kv_heads = 1;
+    w.task.dim = 32;
+    w.task.chunk_tokens = 64;
+    w.deadline_ms = 20000;
+    snprintf(w.name, sizeof w.name, "test_shm.%ld.%d", (long)getpid(), number++);
+    w.s = (shared *)mmap(NULL, sizeof *w.s, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
+                         0);
+    if (w.s == MAP_FAILED) {
+        perror("mmap");
+        exit(2);
+    }
+    return w;
+}
+
+static void world_free(world *w) { (void)munmap(w->s, sizeof *w->s); }
+
+static void start(world *w, void (*fn)(const world *w, int rank))
+{
+    pid_t parent = getpid();
+    w->fn = fn;
+    fflush(stdout);
+    for (int r = 0; r < w->ranks; r++) {
+        w->pid[r] = fork();
+        if (w->pid[r]) continue;
+        (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
+        if (getppid() != parent) _exit(3);
+        fn(w, r);
+        _exit(0);
+    }
+}
+
+/* Waits for a process, at most ms; kills it then. The wait status, -1: it had to be killed. */
+static int reap(pid_t pid, int64_t ms)
+{
+    int64_t until = ra_deadline_ms(ms);
+    int status = 0;
+    while (waitpid(pid, &status, WNOHANG) == 0) {
+        if (ra_now_ns() > until) {
+            kill(pid, SIGKILL);
+            (void)waitpid(pid, &status, 0);
+            return -1;
+        }
+        ra_shm__nap(200000);
+    }
+    return status;
+}
+
+static void await_all(const world *w)
+{
+    int64_t until = ra_deadline_ms(20000);
+    while (get(&w->s->arrived) < w->ranks && ra_now_ns() < until) ra_shm__nap(50000);
+    CHECK_EQ(get(&w->s->arrived), w->ranks);
+}
+
+static void barrier(const world *w, int32_t all)
+{
+    (void)__atomic_fetch_add(&w->s->arrived, 1, __ATOMIC_ACQ_REL);
+    while (get(&w->s->arrived) < all) ra_shm__nap(50000);
+}
+
+/* Entries of a directory, and of /dev/shm. */
+static int entries(const char *path)
+{
+    DIR *d = opendir(path);
+    int n = 0;
+    if (!d) return 0;
+    while (readdir(d)) n++;
+    closedir(d);
+    return n;
+}
+
+/* No child of this process is left, nor anything in /dev/shm that was not there before. */
+static void nothing_left(int before)
+{
+    CHECK(waitpid(-1, NULL, WNOHANG) < 0);
+    CHECK(entries("/dev/shm") <= before);
+}
+
+/* -------------------------------------------------------------------------- what ranks do */
+static ra_plan *plan_of(const world *w, int rank)
+{
+    ra_plan *plan = NULL;
+    ra_error error;
+    ra_desc d;
+    ring_describe(&d, &w->task, rank, w->ranks, &error);
+    if (ra_plan_create(&plan, &d, NULL)) {
+        fprintf(stderr, "plan: %s %s\n", error.field, error.text);
+        _exit(4);
+    }
+    return plan;
+}
+
+static ra_shm *open_shm(const world *w, const ra_plan *plan, int rank, const char *suffix)
+{
+    char name[64];
+    ra_shm *shm = NULL;
+    ra_shm_desc sd;
+    ra_error why;
+    memset(&sd, 0, sizeof sd);
+    memset(&why, 0, sizeof why);
+    snprintf(name, sizeof name, "%.50s%s", w->name, suffix);
+    sd.name = name;
+    sd.rank = rank;
+    sd.ranks = w->ranks;
+    sd.slots = w->slots;
+    sd.slot_bytes = ra_shm_slot_bytes(plan, w->ranks);
+    sd.deadline_ns = ra_deadline_ms(20000);
+    sd.error = &why;
+    w->s->status[rank] = ra_shm_open(&shm, &sd);
+    memcpy(w->s->field[rank], why.field, sizeof why.field);
+    memcpy(w->s->text[rank], why.text, sizeof why.text);
+    return shm;
+}
+
+/* One forward and one backward pass, their numbers and counters into the shared block. */
+static void attend_once(const world *w, int rank)
+{
+    ra_plan *plan = plan_of(w, rank);
+    ra_shm *shm = open_shm(w, plan, rank, "");
+    if (shm) {
+        w->s->status[rank] = ring_attend(&w->task, plan, ra_shm_transport(shm), rank, w->s->all,
+                                         &w->s->figures[rank]);
+        w->s->count[rank] = ra_shm_query(shm);
+    }
+    ra_shm_close(shm);
+    ra_plan_destroy(plan);
+}
+
+static ra_tensors tensors_of(const ring_rows *r)
+{
+    ra_tensors x;
+    memset(&x, 0, sizeof x);
+    x.q.data = r->q; x.k.data = r->k; x.v.data = r->v; x.o.data = r->o; x.lse.data = r->lse;
+    x.d_o.data = r->d_o; x.d_q.data = r->d_q; x.d_k.data = r->d_k; x.d_v.data = r->d_v;
+    return x;
+}
+
+/* Pass after pass, forward and backward in turn, until one fails. */
+static void attend_for_ever(const world *w, int rank)
+{
+    ra_plan *plan = plan_of(w, rank);
+    ra_shm *shm = open_shm(w, plan, rank, "");
+    ra_ring *ring = NULL;
+    ring_rows rows;
+    ra_tensors x;
+    ra_failure f;
+    ra_status s = w->s->status[rank];
+    if (!shm || ring_rows_make(&rows, &w->task, plan, rank)) _exit(5);
+    if (!s) s = ra_ring_create(&ring, plan, ra_shm_transport(shm), NULL);
+    x = tensors_of(&rows);
+    barrier(w, w->ranks);
+    for (int pass = 0; !s; pass++) {
+        int64_t deadline = ra_deadline_ms(w->deadline_ms);
+        w->s->began_ns[rank] = ra_now_ns();
+        w->s->passes[rank] = pass;
+        s = pass & 1 ? ra_backward(plan, ring, &x, deadline) : ra_forward(plan, ring, &x, deadline);
+    }
+    w->s->ended_ns[rank] = ra_now_ns();
+    if (ra_ring_failure(ring, &f) == RA_OK) memcpy(w->s->text[rank], f.text, sizeof f.text);
+    put(&w->s->status[rank], s);
+    if (ra_ring_destroy(ring) != RA_OK) put(&w->s->status[rank], RA_E_UNSAFE);
+    ra_shm_close(shm);
+    free(rows.all);
+    ra_plan_destroy(plan);
+}
+
+/* Runs attend_once on all ranks; 1 if all ended well. */
+static int run_once(world *w)
+{
+    int ok = 1;
+    start(w, attend_once);
+    for (int r = 0; r < w->ranks; r++) {
+        ok &= CHECK_EQ(reap(w->pid[r], 60000), 0);
+        ok &= CHECK_EQ(w->s->status[r], RA_OK);
+        if (w->s->text[r][0]) printf("rank %d: %s\n", r, w->s->text[r]);
+    }
+    return ok;
+}
+
+/* -------------------------------------------------------------------------- right numbers */
+TEST(numbers_are_those_of_one_rank)
+{
+    static const int ranks[] = { 1, 2, 3, 5, 8 };
+    static const int64_t tokens[] = { 1024, 1100 };
+    int before = entries("/dev/shm"), fds = entries("/proc/self/fd");
+    for (int i = 0; i < 5 * 2 * 2; i++) {
+        world w = world_of(ranks[i % 5]);
+        if (!h_case(i)) {
+            world_free(&w);
+            continue;
+        }
+        w.task.tokens = tokens[i / 5 % 2];
+        w.task.full = i / 10;
+        w.task.chunk_tokens = i % 3 ? 64 : 0;
+        w.slots = i % 4 == 3 ? 2 : 0;
+        snprintf(h_run.context, sizeof h_run.context, "%d ranks, %lld tokens, full %d, slots %d",
+                 w.ranks, (long long)w.task.tokens, w.task.full, w.slots);
+        CHECK(ring_floats(&w.task) <= sizeof w.s->all / sizeof w.s->all[0]);
+        if (run_once(&w)) {
+            int64_t differ = ring_compare(&w.task, w.s->all);
+            CHECK(differ >= 0);
+            if (w.s->figures[0].bits_promised) CHECK_EQ(differ, 0);
+            else CHECK(w.ranks == 8 || w.task.tokens == 1100);
+        }
+        world_free(&w);
+    }
+    CHECK_EQ(entries("/proc/self/fd"), fds);
+    nothing_left(before);
+}
+
+/* Forward: own chunks are copied once, all that comes is lent, all that goes on goes on lent. The
+ * backward pass lends nothing. */
+TEST(loans_are_counted)
+{
+    for (int i = 0; i < 6; i++) {
+        world w = world_of(2 + i % 3);
+        if (!h_case(i)) {
+            world_free(&w);
+            continue;
+        }
+        w.task.full = i / 3;
+        w.slots = 16;
+        if (run_once(&w))
+            for (int r = 0; r < w.ranks; r++) {
+                const ring_part *f = &w.s->figures[r].pass[0], *b = &w.s->figures[r].pass[1];
+                const ra_shm_counters *c = &w.s->count[r];
+                CHECK(f->messages_in > 0 && f->messages_out > 0);
+                CHECK_EQ(c->loans, f->messages_in);
+                CHECK_EQ(c->copies_out, b->messages_in);
+                CHECK_EQ(c->copies_in + c->forwards, f->messages_out + b->messages_out);
+                CHECK(w.ranks == 2 ? c->forwards == 0 : c->forwards > 0);
+            }
+        world_free(&w);
+    }
+}
+
+/* Many forward passes on one ring: every slot comes back, so nothing is ever copied out. */
+static void attend_often(const world *w, int rank)
+{
+    ra_plan *plan = plan_of(w, rank);
+    ra_shm *shm = open_shm(w, plan, rank, "");
+    ra_ring *ring = NULL;
+    ring_rows rows;
+    ra_tensors x;
+    ra_status s;
+    if (!shm || ring_rows_make(&rows, &w->task, plan, rank)) _exit(5);
+    s = ra_ring_create(&ring, plan, ra_shm_transport(shm), NULL);
+    x = tensors_of(&rows);
+    for (int pass = 0; pass < 20 && !s; pass++) {
+        s = ra_forward(plan, ring, &x, ra_deadline_ms(20000));
+        ring_counted(ring, &w->s->figures[rank].pass[0]);
+    }
+    w->s->status[rank] = s;
+    w->s->count[rank] = ra_shm_query(shm);
+    (void)ra_ring_destroy(ring);
+    ra_shm_close(shm);
+    free(rows.all);
+    ra_plan_destroy(plan);
+}
+
+TEST(loans_come_back)
+{
+    world w = world_of(3);
+    w.slots = 16;
+    start(&w, attend_often);
+    for (int r = 0; r < w.ranks; r++) {
+        CHECK_EQ(reap(w.pid[r], 60000), 0);
+        CHECK_EQ(w.s->status[r], RA_OK);
+        CHECK_EQ(w.s->count[r].loans, 20 * w.s->figures[r].pass[0].messages_in);
+        CHECK_EQ(w.s->count[r].copies_out, 0);
+    }
+    world_free(&w);
+}
+
+/* The contract by hand, one rank that sends to itself: of two slots one is never lent, so messages
+ * arrive however many loans are held. */
+TEST(one_slot_is_never_lent)
+{
+    char from[3][64], to[3][64];
+    ra_op op[6], *ops[6];
+    ra_shm *shm = NULL;
+    ra_shm_desc d;
+    memset(&d, 0, sizeof d);
+    memset(op, 0, sizeof op);
+    d.name = "one";
+    d.ranks = 1;
+    d.slots = 2;
+    d.slot_bytes = 64;
+    CHECK_EQ(ra_shm_open(&shm, &d), RA_OK);
+    if (!shm) return;
+    const ra_transport *t = ra_shm_transport(shm);
+    for (int i = 0; i < 6; i++) {
+        int sends = i >= 3;
+        ops[i] = &op[i];
+        op[i].kind = (uint8_t)(sends ? RA_OP_SEND : RA_OP_RECV);
+        op[i].flags = sends ? 0 : RA_OPF_LOAN_OK;
+        op[i].buf = sends ? from[i - 3] : to[i];
+        op[i].len = 64;
+        if (sends) memset(from[i - 3], 'a' + i - 3, 64);
+    }
+    CHECK_EQ(t->post(t->ctx, ops, 6), RA_OK);
+    for (int i = 0; i < 10; i++) CHECK_EQ(t->poll(t->ctx, ops, 6), RA_OK);
+    for (int i = 0; i < 6; i++) CHECK_EQ(op[i].state, RA_OP_DONE);
+    for (int i = 0; i < 3; i++) CHECK_BITS(op[i].buf, from[i], 64);
+    CHECK_EQ(ra_shm_query(shm).loans, 1);
+    CHECK_EQ(ra_shm_query(shm).copies_out, 2);
+    CHECK(op[0].buf != to[0] && op[1].buf == to[1] && op[2].buf == to[2]);
+    CHECK_EQ(t->release(t->ctx, &op[0]), RA_OK);
+    CHECK_EQ(t->release(t->ctx, &op[1]), RA_E_STATE);
+    ra_shm_close(shm);
+}
+
+/* With two slots a lane, of which one is never lent, most receives have to copy; all are counted,
+ * and numbers stay the same. */
+TEST(where_loans_cannot_hold_it_copies)
+{
+    world w = world_of(4);
+    w.task.tokens = 2048;
+    w.task.heads = w.task.kv_heads = 1;
+    w.task.full = 1;
+    w.slots = 2;
+    if (run_once(&w)) {
+        int64_t loans = 0;
+        for (int r = 0; r < w.ranks; r++) {
+            loans += w.s->count[r].loans;
+            CHECK_EQ(w.s->count[r].loans + w.s->count[r].copies_out,
+                     w.s->figures[r].pass[0].messages_in + w.s->figures[r].pass[1].messages_in);
+        }
+        CHECK(loans > 0);
+        CHECK_EQ(ring_compare(&w.task, w.s->all), 0);
+    }
+    world_free(&w);
+}
+
+/* Two contexts per process, a pass on each stepped in turn by one thread. */
+static void two_rings(const world *w, int rank)
+{
+    ra_plan *plan = plan_of(w, rank);
+    ra_shm *shm[2];
+    ra_ring *ring[2];
+    ra_tensors x[2];
+    ring_rows rows[2];
+    ra_status s[2] = { RA_AGAIN, RA_AGAIN };
+    for (int i = 0; i < 2; i++) {
+        ra_job job;
+        ring_task t = w->task;
+        t.seed = (uint32_t)(1 + i);
+        shm[i] = open_shm(w, plan, rank, i ? "b" : "a");
+        if (!shm[i] || ring_rows_make(&rows[i], &t, plan, rank) ||
+            ra_ring_create(&ring[i], plan, ra_shm_transport(shm[i]), NULL)) _exit(5);
+        x[i] = tensors_of(&rows[i]);
+        memset(&job, 0, sizeof job);
+        job.plan = plan;
+        job.tensors = &x[i];
+        job.deadline_ns = ra_deadline_ms(20000);
+        if (ra_begin(ring[i], &job)) _exit(6);
+    }
+    while (s[0] > 0 || s[1] > 0)
+        for (int i = 0; i < 2; i++)
+            if (s[i] > 0 && (s[i] = ra_step(ring[i], 0, 1)) == RA_WAIT)
+                (void)ra_step_wait(ring[i], ra_now_ns() + 100000);
+    w->s->status[rank] = s[0] ? s[0] : s[1];
+    for (int i = 0; i < 2; i++) {
+        size_t at = (size_t)i * (size_t)(w->task.tokens * w->task.heads * w->task.dim);
+        ring_rows_place(&rows[i], rows[i].o, w->s->all + at, w->task.heads * w->task.dim);
+        if (ra_ring_destroy(ring[i])) _exit(7);
+        ra_shm_close(shm[i]);
+        free(rows[i].all);
+    }
+    ra_plan_destroy(plan);
+}
+
+TEST(two_rings_at_once)
+{
+    world w = world_of(3);
+    size_t n = (size_t)(w.task.tokens * w.task.heads * w.task.dim);
+    float *one = (float *)calloc(ring_floats(&w.task), sizeof *one);
+    start(&w, two_rings);
+    for (int r = 0; r < w.ranks; r++) {
+        CHECK_EQ(reap(w.pid[r], 60000), 0);
+        CHECK_EQ(w.s->status[r], RA_OK);
+    }
+    for (int i = 0; one && i < 2; i++) {
+        ring_task t = w.task;
+        t.seed = (uint32_t)(1 + i);
+        CHECK_EQ(ring_alone(&t, one), RA_OK);
+        CHECK_BITS(w.s->all + (size_t)i * n, one, n * sizeof *one);
+    }
+    free(one);
+    world_free(&w);
+}
+
+/* -------------------------------------------------------------------------- faults */
+/* A rank is killed at a random moment: all others' passes end with RA_E_PEER, long before their
+ * deadline. */
+TEST(killed)
+{
+    int before = entries("/dev/shm"), cases = h_run.large ? 500 : 48;
+    lateness late = { 0, 0, 0 };
+    for (int i = 0; i < cases; i++) {
+        h_rng rng = h_case_rng(i);
+        world w = world_of((int)h_range(&rng, 2, 5));
+        int victim = (int)h_range(&rng, 0, w.ranks - 1);
+        int64_t wait_us = h_range(&rng, 0, 12000);
+        w.task.full = h_one_in(&rng, 2);
+        if (!h_case(i)) {
+            world_free(&w);
+            continue;
+        }
+        snprintf(h_run.context, sizeof h_run.context, "rank %d of %d killed after %lld us", victim,
+                 w.ranks, (long long)wait_us);
+        start(&w, attend_for_ever);
+        await_all(&w);
+        ra_shm__nap(wait_us * 1000);
+        kill(w.pid[victim], SIGKILL);
+        w.s->fault_ns = ra_now_ns();
+        for (int r = 0; r < w.ranks; r++) {
+            CHECK_EQ(reap(w.pid[r], 30000), r == victim ? SIGKILL : 0);
+            if (r == victim) continue;
+            CHECK_EQ(w.s->status[r], RA_E_PEER);
+            was_late(&late, w.s->ended_ns[r] - w.s->fault_ns, 100000000);
+        }
+        world_free(&w);
+    }
+    nothing_left(before);
+    judge_lateness(&late, "survivors of a killed rank are out after");
+}
+
+/* A rank is stopped at a random moment: all others are out by their deadline + 100 ms, and so is it
+ * when it goes on. */
+TEST(stopped)
+{
+    int before = entries("/dev/shm"), cases = h_run.large ? 100 : 8;
+    lateness late = { 0, 0, 0 };
+    for (int i = 0; i < cases; i++) {
+        h_rng rng = h_case_rng(i);
+        world w = world_of((int)h_range(&rng, 2, 4));
+        int victim = (int)h_range(&rng, 0, w.ranks - 1);
+        int64_t wait_us = h_range(&rng, 0, 8000);
+        w.task.full = h_one_in(&rng, 2);
+        w.deadline_ms = 120;
+        if (!h_case(i)) {
+            world_free(&w);
+            continue;
+        }
+        snprintf(h_run.context, sizeof h_run.context, "rank %d of %d stopped after %lld us",
+                 victim, w.ranks, (long long)wait_us);
+        start(&w, attend_for_ever);
+        await_all(&w);
+        ra_shm__nap(wait_us * 1000);
+        kill(w.pid[victim], SIGSTOP);
+        for (int k = 0; k < 2; k++)    /* the others first */
+            for (int r = 0; r < w.ranks; r++) {
+                int64_t ns;
+                if ((r == victim) != k) continue;
+                if (k) kill(w.pid[r], SIGCONT);
+                CHECK_EQ(reap(w.pid[r], 30000), 0);
+                ns = w.s->ended_ns[r] - w.s->began_ns[r] - w.deadline_ms * 1000000;
+                CHECK(w.s->status[r] == RA_E_TIMEOUT || w.s->status[r] == RA_E_ABORTED);
+                if (!k) was_late(&late, ns, 100000000);
+            }
+        world_free(&w);
+    }
+    nothing_left(before);
+    judge_lateness(&late, "peers of a stopped rank are out after their deadline +");
+}
+
+/* All ranks at once: nobody is left who could clean up, and nothing has to be. */
+TEST(all_killed)
+{
+    int before = entries("/dev/shm");
+    for (int i = 0; i < 6; i++) {
+        h_rng rng = h_case_rng(i);
+        world w = world_of(4);
+        int64_t wait_us = h_range(&rng, 0, 6000);
+        if (!h_case(i)) {
+            world_free(&w);
+            continue;
+        }
+        start(&w, attend_for_ever);
+        if (i % 2) await_all(&w);      /* otherwise while they meet */
+        ra_shm__nap(wait_us * 1000);
+        for (int r = 0; r < w.ranks; r++) kill(w.pid[r], SIGKILL);
+        for (int r = 0; r < w.ranks; r++) {
+            int status = reap(w.pid[r], 10000);                      /* 5: could not open, as the */
+            CHECK(status == SIGKILL || (i % 2 == 0 && status == 5 << 8)); /* first were gone */
+        }
+        world_free(&w);
+    }
+    nothing_left(before);
+}
+
+static int64_t processor_ns(void)      /* of this thread: who else runs here does not matter */
+{
+    struct timespec t;
+    (void)clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+
+/* Rank 0 never joins the pass but cancels, while the others sleep in theirs. */
+static void cancel_or_wait(const world *w, int rank)
+{
+    ra_plan *plan = plan_of(w, rank);
+    ra_shm *shm = open_shm(w, plan, rank, "");
+    ra_ring *ring = NULL;
+    ring_rows rows;
+    ra_tensors x;
+    if (!shm || ring_rows_make(&rows, &w->task, plan, rank)) _exit(5);
+    if (ra_ring_create(&ring, plan, ra_shm_transport(shm), NULL)) _exit(5);
+    x = tensors_of(&rows);
+    barrier(w, w->ranks);
+    if (rank == 0) {
+        ra_shm__nap(30000000);
+        w->s->fault_ns = ra_now_ns();
+        w->s->cancel_ns = -processor_ns();
+        ra_ring_cancel(ring);
+        w->s->cancel_ns += processor_ns();
+    } else {
+        w->s->status[rank] = ra_forward(plan, ring, &x, ra_deadline_ms(20000));
+        w->s->ended_ns[rank] = ra_now_ns();
+    }
+    w->s->count[rank] = ra_shm_query(shm);
+    (void)ra_ring_destroy(ring);
+    ra_shm_close(shm);
+    free(rows.all);
+    ra_plan_destroy(plan);
+}
+
+TEST(abort_wakes_all_ranks)
+{
+    lateness late = { 0, 0, 0 };
+    int64_t longest = 0;
+    for (int i = 0; i < (h_run.large ? 40 : 4); i++) {
+        world w = world_of(2 + i % 4);
+        w.task.full = 1;
+        start(&w, cancel_or_wait);
+        for (int r = 0; r < w.ranks; r++) CHECK_EQ(reap(w.pid[r], 30000), 0);
+        for (int r = 1; r < w.ranks; r++) {
+            int64_t ns = w.s->ended_ns[r] - w.s->fault_ns;
+            CHECK_EQ(w.s->status[r], RA_E_ABORTED);
+            CHECK(w.s->count[r].sleeps > 0);
+            was_late(&late, ns, 10000000);
+        }
+        if (w.s->cancel_ns > longest) longest = w.s->cancel_ns;
+        CHECK(w.s->cancel_ns < 1000000);
+        world_free(&w);
+    }
+    printf("abort: takes at most %.3f ms\n", (double)longest / 1e6);
+    judge_lateness(&late, "sleepers are out after");
+}
+
+/* -------------------------------------------------------------------------- meeting */
+/* Opens once with a descriptor in which one value of one rank differs. */
+static void open_with(const world *w, int rank)
+{
+    ra_shm *shm = NULL;
+    ra_shm_desc sd;
+    ra_error why;
+    memset(&sd, 0, sizeof sd);
+    memset(&why, 0, sizeof why);
+    sd.name = w->name;
+    sd.rank = rank;
+    sd.ranks = w->ranks;
+    sd.slot_bytes = 4096;
+    sd.deadline_ns = ra_deadline_ms(w->deadline_ms);
+    sd.error = &why;
+    if (rank == 1 && w->slots == 1) sd.slot_bytes = 8192;
+    if (rank == 1 && w->slots == 2) sd.ranks = 4;
+    if (rank == 1 && w->slots == 3) sd.slots = 4;
+    if (rank == 1 && w->slots == 4) sd.rank = 2;
+    if (rank == 1 && w->slots == 5) ra_shm__nap(400000000);          /* comes late */
+    if (rank == 1 && w->slots == 6) raise(SIGKILL);
+    if (w->slots == 7 && rank == 0) raise(SIGKILL);
+    w->s->status[rank] = ra_shm_open(&shm, &sd);
+    memcpy(w->s->field[rank], why.field, sizeof why.field);
+    memcpy(w->s->text[rank], why.text, sizeof why.text);
+    ra_shm_close(shm);
+}
+
+typedef struct meeting { int what, sign, status0, status1; const char *text0, *text1; } meeting;
+
+TEST(ranks_that_do_not_fit_are_told)
+{
+    static const meeting m[] = {
+        { 0, 0, RA_OK, RA_OK, "", "" },
+        { 1, 0, RA_E_TIMEOUT, RA_E_SHAPE, "refused was: slot_bytes is 8192 here, but 4096",
+          "slot_bytes is 8192 here, but 4096 at rank 0" },
+        { 2, 0, RA_E_TIMEOUT, RA_E_SHAPE, "has not come", "ranks is 4 here, but 3 at rank 0" },
+        { 3, 0, RA_E_TIMEOUT, RA_E_SHAPE, "has not come", "slots is 4 here, but 8 at rank 0" },
+        { 5, 0, RA_E_TIMEOUT, RA_E_TIMEOUT, "rank 1 has not come by the deadline",
+          "rank 0 has not opened a ring of this name" },
+        { 6, SIGKILL, RA_E_TIMEOUT, 0, "rank 1 has not come by the deadline", "" },
+    };
+    int before = entries("/dev/shm");
+    for (size_t i = 0; i < sizeof m / sizeof m[0]; i++) {
+        world w = world_of(3);
+        w.slots = m[i].what;
+        w.deadline_ms = m[i].what ? 150 : 20000;
+        snprintf(h_run.context, sizeof h_run.context, "meeting %d", m[i].what);
+        start(&w, open_with);
+        CHECK_EQ(reap(w.pid[0], 10000), 0);
+        CHECK_EQ(reap(w.pid[1], 10000), m[i].sign);
+        CHECK_EQ(reap(w.pid[2], 10000), 0);
+        for (int r = 0; r < 3; r++) {
+            int due = r == 1 ? m[i].status1 : m[i].status0, got = w.s->status[r];
+            const char *text = r == 1 ? m[i].text1 : m[i].text0;
+            if (r != 1 && due && got == RA_E_PEER) continue;         /* one gave up earlier */
+            CHECK_EQ(got, due);
+            CHECK(strstr(w.s->text[r], text) != NULL);
+            if (!strstr(w.s->text[r], text)) printf("rank %d: %s\n", r, w.s->text[r]);
+        }
+        world_free(&w);
+    }
+    nothing_left(before);
+}
+
+/* The same rank twice: one of the two is refused. Rank 0 twice: the second is refused at once. */
+TEST(a_rank_comes_twice)
+{
+    world w = world_of(3);
+    int refused;
+    w.slots = 4;
+    w.deadline_ms = 150;
+    start(&w, open_with);
+    for (int r = 0; r < 3; r++) CHECK_EQ(reap(w.pid[r], 10000), 0);
+    refused = w.s->status[1] == RA_E_SHAPE ? 1 : 2;
+    CHECK_EQ(w.s->status[refused], RA_E_SHAPE);
+    CHECK(strstr(w.s->text[refused], "rank 2 has come already") != NULL);
+    CHECK_EQ(w.s->status[3 - refused], RA_E_TIMEOUT);
+    world_free(&w);
+}
+
+/* Rank 0 of two rings under one name: the second is refused while the first waits; once the first
+ * was killed the name is free, and nothing stale is in the way. */
+TEST(names_collide_and_are_free_again)
+{
+    world a = world_of(2), b = world_of(2);
+    int64_t until = ra_deadline_ms(10000);
+    ra_shm *shm = NULL;
+    ra_shm_desc sd;
+    ra_error why;
+    memset(&sd, 0, sizeof sd);
+    a.slots = 5;                       /* rank 1 comes late */
+    a.deadline_ms = 20000;
+    start(&a, open_with);
+    sd.name = a.name;
+    sd.ranks = 2;
+    sd.slot_bytes = 64;
+    sd.error = &why;
+    do {                               /* until the other is listening */
+        sd.deadline_ns = ra_deadline_ms(1);
+        ra_shm__nap(1000000);
+    } while (ra_shm_open(&shm, &sd) != RA_E_BUSY && ra_now_ns() < until);
+    CHECK_EQ(why.status, RA_E_BUSY);
+    CHECK(strstr(why.text, "another ring of this name") != NULL);
+    for (int r = 0; r < 2; r++) kill(a.pid[r], SIGKILL);
+    for (int r = 0; r < 2; r++) CHECK_EQ(reap(a.pid[r], 10000), SIGKILL);
+    memcpy(b.name, a.name, sizeof b.name);
+    start(&b, open_with);
+    for (int r = 0; r < 2; r++) CHECK_EQ(reap(b.pid[r], 30000), 0);
+    CHECK_EQ(b.s->status[0], RA_OK);
+    CHECK_EQ(b.s->status[1], RA_OK);
+    world_free(&a);
+    world_free(&b);
+}
+
+/* Each field of the descriptor. */
+TEST(bad_descriptors)
+{
+    ra_shm *shm = NULL;
+    ra_error why;
+    for (int i = 0; i < 9; i++) {
+        static const int status[9] = { RA_E_RANGE, RA_E_RANGE, RA_E_RANGE, RA_E_RANGE, RA_E_UNSET,
+                                       RA_E_RANGE, RA_E_RESERVED, RA_E_RANGE, RA_OK };
+        ra_shm_desc d;
+        memset(&d, 0, sizeof d);
+        d.name = i == 0 ? "" : "x";
+        d.ranks = i == 1 ? 0 : i == 7 ? 129 : 1;
+        d.rank = i == 2 ? 1 : 0;
+        d.slots = i == 3 ? 17 : 0;
+        d.slot_bytes = i == 4 ? 0 : i == 5 ? (size_t)-1 : 64;
+        d.reserved = i == 6;
+        d.error = &why;
+        CHECK_EQ(ra_shm_open(&shm, &d), status[i]);
+        if (status[i]) CHECK(why.status == status[i] && why.field[0] && why.text[0]);
+        ra_shm_close(shm);
+    }
+}
+
+int main(int argc, char **argv)
+{
+    static const h_test tests[] = {
+        ENTRY(numbers_are_those_of_one_rank),
+        ENTRY(loans_are_counted),
+        ENTRY(loans_come_back),
+        ENTRY(one_slot_is_never_lent),
+        ENTRY(where_loans_cannot_hold_it_copies),
+        ENTRY(two_rings_at_once),
+        ENTRY(killed),
+        ENTRY(stopped),
+        ENTRY(all_killed),
+        ENTRY(abort_wakes_all_ranks),
+        ENTRY(ranks_that_do_not_fit_are_told),
+        ENTRY(a_rank_comes_twice),
+        ENTRY(names_collide_and_are_free_again),
+        ENTRY(bad_descriptors),
+    };
+    return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+}
