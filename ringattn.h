@@ -20,7 +20,7 @@
  *       d.q_heads = 8; d.kv_heads = 2; d.k_dim = d.v_dim = 64;
  *       d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32; d.error = &why;
  *       t.q.data = q[rank]; t.k.data = k[rank]; t.v.data = v[rank]; t.o.data = o[rank];
- *       ra_status s = ra_attend(&d, ra_world_transport(world, rank), &t, RA_NO_DEADLINE);
+ *       ra_status s = ra_ring_once(&d, ra_world_transport(world, rank), &t, RA_NO_DEADLINE);
  *       if (s) fprintf(stderr, "rank %d: %s: %s\n", rank, why.field, why.text);
  *       return s;
  *   }
@@ -80,8 +80,8 @@
  *            thread and a few chunks: forward `buffers` + 2 messages. A backward message carries
  *            the chunk and its f32 gradients: `buffers` + 2 of them and 4 chunks of gradients, or
  *            with RA_CAP_SHARED ranks + 3 chunks of gradients, for so many of a rank's own chunks
- *            are under way at once. (With RA_WAY_Q these too are whole messages.) Where messages
- *            are copied, default chunks make that less than K and V (RA_WAY_Q: Q and O) of a shard
+ *            are under way at once. (With RA_TRAVEL_Q these too are whole messages.) Where messages
+ *            are copied, default chunks make that less than K and V (RA_TRAVEL_Q: Q and O) of a shard
  *            of 32K tokens or more. A shorter one has larger parts: at least 1024 tokens, because
  *            smaller chunks cost time. The plan reports every byte beforehand.
  *   Threads  Plans may be shared. A ring runs one pass, stepped by any number of your threads; the
@@ -240,10 +240,9 @@ enum { RA_MASK_UNSET, RA_MASK_NONE, RA_MASK_CAUSAL, RA_MASK_INTERVALS };
 enum { RA_LAYOUT_UNSET, RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPED, RA_LAYOUT_RUNS,
        RA_LAYOUT_ARRAY };
 enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };
-enum { RA_ORDER_DESC = 1, RA_ORDER_TURN = 2 };
-enum { RA_OP_FORWARD = 0, RA_OP_TRAIN = 1 };
-enum { RA_HOME_DIRECT, RA_HOME_RING };
-enum { RA_WAY_AUTO, RA_WAY_KV, RA_WAY_Q };
+enum { RA_ORDER_DESCENDING = 1, RA_ORDER_ASCENDING = 2 };
+enum { RA_RETURN_DIRECT, RA_RETURN_RING };
+enum { RA_TRAVEL_AUTO, RA_TRAVEL_KV, RA_TRAVEL_Q };
 enum { RA_PASS_FORWARD, RA_PASS_BACKWARD };
 
 /* -------------------------------------------------------------------------- views
@@ -277,7 +276,7 @@ typedef struct ra_positions {
                                         * nobody sees and that sees nothing. Where d_bias is
                                         * asked for, no position twice among a sequence's keys */
     int64_t count;                     /* entries of runs, or of array (rows of a sequence) */
-    int64_t batch_stride;              /* array: entries from one sequence to the next; 0: all
+    int64_t batch_step;                /* array: entries from one sequence to the next; 0: all
                                         * sequences share one */
 } ra_positions;
 
@@ -287,14 +286,14 @@ typedef struct ra_positions {
  *   1 lo = d.  NONE: hi = e.  CAUSAL: hi = p + 1, with causal_block c > 1 rounded up so that hi - d
  *     is a multiple of c (a query sees its whole block).
  *   2 hi = max(hi, d + prefix); hi = min(hi, e).
- *   3 window: lo = max(lo, p - window + 1).  window_right: hi = min(hi, p + window_right + 1).
+ *   3 window: lo = max(lo, p - window + 1).  right_limit: hi = min(hi, p + right_limit + 1).
  * INTERVALS: lo and hi come from the caller, entry p for position p; nothing else may be set. */
 typedef struct ra_mask {
     int32_t kind;                      /* RA_MASK_*; required */
     int32_t causal_block;              /* CAUSAL: tokens a block; 0, 1: plain causal */
     int64_t window;                    /* last keys seen, the query's own included; 0: no limit.
                                         * (window_left elsewhere is window - 1) */
-    int64_t window_right;              /* NONE: keys seen after the own; 0: no limit (to see
+    int64_t right_limit;              /* NONE: keys seen after the own; 0: no limit (to see
                                         * none is CAUSAL) */
     int64_t prefix;                    /* prefix-LM: first tokens of a document, which all of it
                                         * sees */
@@ -342,7 +341,7 @@ typedef struct ra_layout {
 struct ra_engine;
 
 /* -------------------------------------------------------------------------- the one descriptor
- * of ra_attention and ra_fold (one rank: leave ranks and rank zero), ra_attend and ra_plan_create.
+ * of ra_attention and ra_fold (one rank: leave ranks and rank zero), ra_ring_once and ra_plan_create.
  * Zero it first. AGREED unless marked local. */
 typedef struct ra_desc {
     int32_t sequences;                 /* B; 0: 1 */
@@ -368,7 +367,7 @@ typedef struct ra_desc {
     float scale;                       /* a score is scaled, 0: 1/sqrt(Dk), else positive; */
     float softcap;                     /* then capped: s = cap * tanh(s / cap); 0: off; then ALiBi
                                         * and bias are added */
-    int32_t op;                        /* RA_OP_*: TRAIN if backward calls are to come (o and lse
+    int32_t train;                     /* RA_OP_*: TRAIN if backward calls are to come (o and lse
                                         * have the same bits either way, but for dropout) */
     int32_t grad_dtype;                /* TRAIN: 0, RA_F32: t.d_q, d_k, d_v are f32 and added to;
                                         * RA_F16, RA_BF16: of this dtype and written */
@@ -380,12 +379,12 @@ typedef struct ra_desc {
                                         * most 4096. Rounded up to blocks (zigzag: to mirrored
                                         * pairs; RUNS: the last block may go beyond it) */
     int32_t buffers;                   /* receive buffers, 1..64; 0: 3 */
-    int32_t grad_home;                 /* backward: from the last rank that needs a chunk its
-                                        * gradient goes home in one message (RA_HOME_DIRECT; with
+    int32_t grad_return;                 /* backward: from the last rank that needs a chunk its
+                                        * gradient goes home in one message (RA_RETURN_DIRECT; with
                                         * more than 2 ranks refused without RA_CAP_ANY_PEER) or on
-                                        * round the ring (RA_HOME_RING) */
-    int32_t backward_way;              /* what travels backward: K, V and f32 dK, dV (RA_WAY_KV), or
-                                        * Q, dO, LSE, delta and f32 dQ (RA_WAY_Q; not with bias, not
+                                        * round the ring (RA_RETURN_RING) */
+    int32_t backward_travel;              /* what travels backward: K, V and f32 dK, dV (RA_TRAVEL_KV), or
+                                        * Q, dO, LSE, delta and f32 dQ (RA_TRAVEL_Q; not with bias, not
                                         * with ARRAY). AUTO: the one with fewer bytes a token, so Q
                                         * if there are about as many kv heads as query heads. Each
                                         * has its own order of sums, on one rank too */
@@ -394,7 +393,7 @@ typedef struct ra_desc {
                                         * beyond it find no work. No limit to ra_attention's nth */
     int32_t isa;                       /* local: RA_ISA_*; 0: the best of this machine */
     const struct ra_engine *engine;    /* local: null: our kernels. Read until the plan dies. */
-    ra_error *error;                   /* local: may be null; written on refusal, and by ra_attend
+    ra_error *error;                   /* local: may be null; written on refusal, and by ra_ring_once
                                         * when the pass failed */
     int64_t reserved[4];
 } ra_desc;
@@ -405,8 +404,8 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
 
 /* -------------------------------------------------------------------------- tensors. Local.
  * Bias, f32: the score of the query in row `row` of this rank and of the key at position p gets
- * data[batch + head + row * row_stride + p * key_stride] added. By the key's POSITION, for keys
- * come from other ranks. A stride of 0 broadcasts: with row_stride 0 it is one bias a key.
+ * data[batch + head + row * row_step + p * key_step] added. By the key's POSITION, for keys
+ * come from other ranks. A stride of 0 broadcasts: with row_step 0 it is one bias a key.
  * Scores are f32 in powers of two: a bias of -2.36e38 or less, so also -FLT_MAX, acts as -inf, and
  * the row does not see the key. A row of which a mask of -1e9 hides every key still sees them all
  * and has an O. Its gradients are 0: backward makes weights again from the f32 LSE, which puts them
@@ -414,16 +413,16 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
  * as one without keys. */
 typedef struct ra_bias {
     const float *data;
-    int64_t batch_stride, head_stride, row_stride, key_stride;       /* bytes, multiples of 4 */
+    int64_t batch_step, head_step, row_step, key_step;       /* bytes, multiples of 4 */
     int64_t keys;                      /* required: positions from here on have bias 0 */
 } ra_bias;
 
 /* Gradient of the bias, f32, added to: laid out as ra_bias, with strides of its own. With
- * row_stride 0 it is summed over rows, with key_stride 0 over keys, not with both. Sequences and
+ * row_step 0 it is summed over rows, with key_step 0 over keys, not with both. Sequences and
  * heads must lie apart (if there are several): sum over those yourself. */
 typedef struct ra_bias_out {
     float *data;
-    int64_t batch_stride, head_stride, row_stride, key_stride;       /* bytes, multiples of 4 */
+    int64_t batch_step, head_step, row_step, key_step;       /* bytes, multiples of 4 */
     int64_t keys;                      /* required: keys from this position on are left out */
 } ra_bias_out;
 
@@ -542,7 +541,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
 /* Gradients of t->q, t->k, t->v, t->sinks and t->bias, as far as asked for, from t->d_o and from
  * t->o and t->lse as ra_attention (or a ring) left them. Threads as in ra_attention: none waits for
  * another, bits do not depend on nth. Each gradient is summed in f32 from 0 in the workspace and
- * added once to the caller's, or written. Rows without keys give zeros. d.op must be RA_OP_TRAIN;
+ * added once to the caller's, or written. Rows without keys give zeros. d.train must be 1;
  * dropout with the seed of forward. workspace: ra_attention_backward_bytes(d, nth) bytes aligned to
  * 64, required, and it may be the one of ra_attention if that is as large; it is about nth (tokens
  * Hq / Hkv Dk + kv_tokens (Dk + Dv)) floats, and as much again for up to 16384 keys of 16 bits,
@@ -570,8 +569,8 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
  * Messages. The n-th send matches the n-th receive per (peer, channel). Channel 0 carries chunks
  * from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan says). Channel 1 is there
  * with RA_CAP_SHARED, and for backward passes, in which gradients come home on it: from any rank,
- * for which the transport needs RA_CAP_ANY_PEER, or with RA_HOME_RING from a neighbour. So a plan
- * with RA_OP_TRAIN needs two channels and max_ops of 3 of a transport that has post.
+ * for which the transport needs RA_CAP_ANY_PEER, or with RA_RETURN_RING from a neighbour. So a plan
+ * with train = 1 needs two channels and max_ops of 3 of a transport that has post.
  *
  * A forward message is a 64-byte frame and the chunk: for each of its stretches of positions
  * (zigzag chunks have two) the positions if the layout is ARRAY, K rows, V rows, each part on a
@@ -583,13 +582,13 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
  * Time. deadline_ns of a callback is an absolute time on ra_now_ns(), whatever the ring's clock;
  * RA_NO_DEADLINE does not occur. INT64_MAX does: subtract, do not add. */
 #define RA_TRANSPORT_ABI 1u
-enum { RA_OP_SEND = 1, RA_OP_RECV = 2 };                            /* ra_op.kind */
-enum { RA_OP_IDLE = 0, RA_OP_PENDING = 1, RA_OP_DONE = 2 };         /* ra_op.state; else RA_E_* */
-enum { RA_OPF_LOAN_OK = 1 };           /* ra_op.flags: a receive may point buf to lent memory */
+enum { RA_MSG_SEND = 1, RA_MSG_RECV = 2 };                            /* ra_transport_op.kind */
+enum { RA_MSG_IDLE = 0, RA_MSG_PENDING = 1, RA_MSG_DONE = 2 };         /* ra_transport_op.state; else RA_E_* */
+enum { RA_MSG_LOAN_OK = 1 };           /* ra_transport_op.flags: a receive may point buf to lent memory */
 enum {
     RA_CAP_ANY_THREAD = 1,             /* calls may come from any thread, one at a time */
     RA_CAP_ANY_PEER = 2,               /* not only rank +- 1 */
-    RA_CAP_LOAN = 4,                   /* honours RA_OPF_LOAN_OK; release is there */
+    RA_CAP_LOAN = 4,                   /* honours RA_MSG_LOAN_OK; release is there */
     RA_CAP_DEADLINE = 8,               /* sendrecv and wait return by deadline_ns even if the peer
                                         * is dead */
     RA_CAP_SHARED = 16                 /* all ranks are threads of one process: messages carry
@@ -599,7 +598,7 @@ enum {
                                         * RA_E_MISMATCH before any address in it is used */
 };
 
-typedef struct ra_op {                 /* the library's; stays at its address while PENDING */
+typedef struct ra_transport_op {                 /* the library's; stays at its address while PENDING */
     uint8_t  kind, channel;
     uint16_t flags;
     int32_t  peer;
@@ -608,19 +607,19 @@ typedef struct ra_op {                 /* the library's; stays at its address wh
                                         * until DONE */
     size_t   len;                      /* exact */
     void    *mr;                       /* from reg, or null */
-    int32_t  state;                    /* RA_OP_IDLE when posted; written by post and poll */
+    int32_t  state;                    /* RA_MSG_IDLE when posted; written by post and poll */
     uint32_t reserved;
     size_t   done;                     /* bytes moved, written before DONE; 0 counts as len */
     void    *scratch[8];               /* yours while PENDING; zero when posted */
-} ra_op;
+} ra_transport_op;
 
 typedef struct ra_transport {
     uint32_t size, abi;                /* sizeof(ra_transport), RA_TRANSPORT_ABI: first for ever */
     uint32_t caps;                     /* RA_CAP_* */
-    uint32_t channels;                 /* 0: 1; SHARED and RA_OP_TRAIN (with post) need 2 */
+    uint32_t channels;                 /* 0: 1; SHARED and train = 1 (with post) need 2 */
     uint32_t tag_bits;                 /* 0: 15 */
     uint32_t max_ops;                  /* most PENDING at once; 0: 2, one send and one receive.
-                                        * RA_OP_TRAIN (with post) needs 3 */
+                                        * train = 1 (with post) needs 3 */
     int32_t  rank, ranks;              /* 0, 0: not told; else checked against the plan */
     size_t   max_msg;                  /* 0: 1 GiB; larger chunks are refused by ra_ring_create */
     size_t   align;                    /* of buffers for chunks, a power of two; 0: 64. More costs
@@ -638,22 +637,22 @@ typedef struct ra_transport {
     int (*sendrecv)(void *ctx, int to, const void *s, size_t s_len, int from, void *r, size_t r_len,
                     uint64_t tag, int64_t deadline_ns);
 
-    /* Level 1. Never blocks. Looks at ops[0..n) that are RA_OP_IDLE, accepts a prefix of them per
+    /* Level 1. Never blocks. Looks at ops[0..n) that are RA_MSG_IDLE, accepts a prefix of them per
      * (peer, channel, direction), receives first, and sets each accepted op PENDING or at once
      * DONE. RA_OK: none is left IDLE. RA_AGAIN: some are; the library polls and posts them again.
      * All accepted ops make progress at the same time, whatever the order at the peers. Buffers are
-     * as said at ra_op.buf. Errors: as poll. */
-    int (*post)(void *ctx, ra_op *const *ops, int n);
+     * as said at ra_transport_op.buf. Errors: as poll. */
+    int (*post)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* Required with post. Drives progress, also with n = 0; never blocks; moves PENDING ops among
      * ops[0..n) to DONE or to a negative status. Returns RA_OK, or an RA_E_* of the context itself:
      * the ring is then failed. */
-    int (*poll)(void *ctx, ra_op *const *ops, int n);
+    int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* Optional from here on. wait: as poll, but may block until one of ops leaves PENDING, until
      * abort, or until deadline_ns; returns at once if none is PENDING. Called without any lock that
      * post or poll needs. Without it the library polls, yields and sleeps. */
-    int (*wait)(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns);
+    int (*wait)(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns);
 
     /* Registers n bytes of the ring's buffers once, in ra_ring_create; dereg in ra_ring_destroy.
      * *mr then stands in every op on them. An error other than RA_OK: the library does without. */
@@ -663,7 +662,7 @@ typedef struct ra_transport {
     /* Required with RA_CAP_LOAN. Gives back op->buf of a receive that lent memory (buf was changed
      * by the transport), after its last use and its last onward send. Lent memory is aligned as
      * buffers are. After abort what is lent is yours again without it. */
-    int (*release)(void *ctx, ra_op *op);
+    int (*release)(void *ctx, ra_transport_op *op);
 
     /* Any thread, any time, wait-free, idempotent: makes pending and later ops fail and wakes wait;
      * frees nothing. `why` is the RA_E_* of this rank. */
@@ -727,7 +726,7 @@ RINGATTN_API int32_t ra_plan_k_runs(const ra_plan *plan, int32_t rank, int32_t s
                                     ra_run *runs, int32_t max_runs);
 
 /* What one forward pass does on one rank, and what a backward pass (back_*, all 0 without
- * RA_OP_TRAIN) does differently: its tiles are the same. A tile is RA_BLOCK_TOKENS x
+ * train = 1) does differently: its tiles are the same. A tile is RA_BLOCK_TOKENS x
  * RA_BLOCK_TOKENS tokens (fewer at the end of a run) of one head. Tiles are empty, partial or full
  * by the bounds of their rows. Counters of a run (ra_ring_counters) equal these figures. */
 typedef struct ra_plan_report {
@@ -746,7 +745,7 @@ typedef struct ra_plan_report {
     int64_t state_bytes;               /* of workspace_bytes: running m and l, and the sums of
                                         * the local queries unless they live in an f32 o */
     int64_t chunk_bytes;               /* largest message; receive and pack buffers are so large */
-    int64_t workspace_bytes;           /* of a ring that copies, to the byte; with RA_OP_TRAIN what
+    int64_t workspace_bytes;           /* of a ring that copies, to the byte; with train = 1 what
                                         * the larger of both passes needs */
     int64_t shared_workspace_bytes;    /* of a ring with RA_CAP_SHARED, to the byte */
     double back_flops;                 /* 2 (3 Dk + 2 Dv) Hq pairs */
@@ -756,10 +755,10 @@ typedef struct ra_plan_report {
     int64_t back_state_bytes;          /* f32 sums of dQ of the local queries */
     int64_t back_chunk_bytes;
     int64_t back_tiles_empty, back_tiles_partial, back_tiles_full; /* of chunks that come by; with
-                                        * RA_WAY_KV like the tiles above, with RA_WAY_Q those of
+                                        * RA_TRAVEL_KV like the tiles above, with RA_TRAVEL_Q those of
                                         * this rank's keys */
-    int32_t order;                     /* RA_ORDER_DESC: a row sums blocks of keys from its own
-                                        * downwards. RA_ORDER_TURN: from the first to the last
+    int32_t order;                     /* RA_ORDER_DESCENDING: a row sums blocks of keys from its own
+                                        * downwards. RA_ORDER_ASCENDING: from the first to the last
                                         * (zigzag: the mirrored pairs of blocks {k, n-1-k}) */
     int32_t direction;                 /* +1: chunks go to rank + 1; -1: to rank - 1 */
     int32_t bits_any_ranks;            /* 1: o and lse have the same bits for every number of ranks
@@ -767,7 +766,7 @@ typedef struct ra_plan_report {
                                         * depend on threads, chunks, timing or transport; with an
                                         * engine, on chunks.) */
     int32_t back_bits_any_ranks;       /* the same of d_q, d_k, d_v */
-    int32_t back_way;                  /* RA_WAY_* */
+    int32_t back_travel;                  /* RA_TRAVEL_* */
     int32_t chunk_tokens, buffers;     /* as resolved */
     int32_t reserved;
 } ra_plan_report;
@@ -809,7 +808,7 @@ typedef struct ra_event {              /* one event each, sent when it ends */
     int64_t tiles;                     /* TILE: tiles of this step that were not empty */
     int32_t backward, reserved;        /* 1: of a backward pass, whose TILE is one step of the work
                                         * on one kv head (head is its first query head) of all
-                                        * rows, or with RA_WAY_Q of the chunk's rows, against this
+                                        * rows, or with RA_TRAVEL_Q of the chunk's rows, against this
                                         * rank's keys */
 } ra_event;
 
@@ -861,7 +860,7 @@ RINGATTN_API ra_status ra_forward(const ra_plan *plan, ra_ring *ring, const ra_t
 RINGATTN_API ra_status ra_backward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
                                    int64_t deadline_ns);
 /* Plan, ring, forward, and both destroyed: for programs that attend once. Allocates. */
-RINGATTN_API ra_status ra_attend(const ra_desc *d, const ra_transport *transport,
+RINGATTN_API ra_status ra_ring_once(const ra_desc *d, const ra_transport *transport,
                                  const ra_tensors *t, int64_t deadline_ns);
 
 /* -------------------------------------------------------------------------- engines with threads
@@ -875,7 +874,7 @@ typedef struct ra_job {                /* copied by begin, with *tensors, withou
     const ra_plan *plan;
     const ra_tensors *tensors;
     int64_t deadline_ns;
-    int32_t pass;                      /* RA_PASS_*; backward needs a plan with op RA_OP_TRAIN */
+    int32_t pass;                      /* RA_PASS_*; backward needs a plan with train = 1 */
     int32_t reserved;
 } ra_job;
 
@@ -6625,7 +6624,7 @@ RA__INLINE void ra__mask_in(const ra_mask *m, int64_t p, int64_t doc, int64_t la
     if (m->prefix) hi = ra__max(hi, doc + m->prefix);
     hi = ra__min(hi, last);
     if (m->window) lo = ra__max(lo, p - m->window + 1);
-    if (m->window_right) hi = ra__min(hi, p + m->window_right + 1);
+    if (m->right_limit) hi = ra__min(hi, p + m->right_limit + 1);
     v[0] = (int32_t)lo;
     v[1] = (int32_t)hi;
     v[2] = (int32_t)doc;
@@ -6836,7 +6835,7 @@ static void ra__pairs_edges(const ra_mask *m, int64_t doc, int64_t last, int64_t
     edge[2] = doc + w - 1;                                     /* the window leaves the start, */
     edge[3] = doc + w - 1 + m->keep;                           /* the kept keys, */
     edge[4] = last + w - 1;                                    /* and all keys */
-    edge[5] = last - m->window_right - 1;                      /* the right side is cut */
+    edge[5] = last - m->right_limit - 1;                      /* the right side is cut */
     for (int32_t i = 1; i < 6; i++)
         for (int32_t j = i; j > 0 && edge[j] < edge[j - 1]; j--) {
             int64_t t = edge[j];
@@ -7004,11 +7003,11 @@ struct ra_plan {
     ra__before *q_before, *k_before;   /* RUNS: of rank r from entry run0[r] + r on */
     ra__held *held;                    /* RUNS: all runs of keys by their first position */
     int64_t *held_order, held_count;   /* entries of k_runs in that order */
-    ra__travel keys, queries;          /* queries: RA_WAY_Q */
+    ra__travel keys, queries;          /* queries: RA_TRAVEL_Q */
     ra__place *place;                  /* all segments of keys, and one entry that ends them; not
                                         * of ARRAY */
     int64_t *place0;                   /* [B + 1] first place of a sequence */
-    ra__route forward, back;           /* back: if d.op is TRAIN */
+    ra__route forward, back;           /* back: if d.train is 1 */
     int32_t square;                    /* queries and keys are the same positions everywhere */
     int32_t split;                     /* backward: owners fold twice, see ra__back_lists */
     int32_t back_direction;
@@ -7021,7 +7020,7 @@ struct ra_plan {
     int64_t *start;                    /* [chunks] scratch: the step in which a chunk leaves its
                                         * owner, see ra__tour_steps */
     int64_t *line;                     /* [2 ranks] scratch of ra__tour_steps */
-    ra__span *span;                    /* RA_WAY_Q: scratch of ra__key_spans */
+    ra__span *span;                    /* RA_TRAVEL_Q: scratch of ra__key_spans */
     int64_t unvisited, back_unvisited; /* empty tiles of chunks that this rank never folds */
     ra_plan_report report;             /* of d.rank */
 };
@@ -7037,7 +7036,7 @@ RA__INLINE int32_t ra__ranks_up(const ra_plan *p, int32_t from, int32_t to) {
 
 /* What travels backward. */
 RA__INLINE const ra__travel *ra__back_travel(const ra_plan *p) {
-    return p->d.backward_way == RA_WAY_Q ? &p->queries : &p->keys;
+    return p->d.backward_travel == RA_TRAVEL_Q ? &p->queries : &p->keys;
 }
 
 /* The rank needs segment i of chunk c, needs any of the chunk. */
@@ -7128,12 +7127,12 @@ static int64_t ra__message_bytes(const ra_desc *d, const ra__chunk *c, int32_t h
 RA__INLINE int32_t ra__chunk_reach(const ra__chunk *c) { return c->hops[c->lead]; }
 
 /* The f32 gradients of a chunk: offsets of dK and dV of each segment, all heads packed, from `at`
- * on; returns where they end. Under v_in_k dK has both. RA_WAY_Q: dQ of both segments together. */
+ * on; returns where they end. Under v_in_k dK has both. RA_TRAVEL_Q: dQ of both segments together. */
 static int64_t ra__grad_parts(const ra_desc *d, const ra__chunk *c, int64_t at,
                               ra__parts grad[2]) {
     memset(grad, 0, 2 * sizeof *grad);
     grad[0].k = at;
-    if (d->backward_way == RA_WAY_Q)
+    if (d->backward_travel == RA_TRAVEL_Q)
         return at + ra__round_up(ra__chunk_rows(c) * d->q_heads * d->k_dim * 4, 64);
     for (int32_t i = 0; i < c->segs; i++) {
         int64_t heads = c->seg[i].rows * d->kv_heads;
@@ -7147,12 +7146,12 @@ static int64_t ra__grad_parts(const ra_desc *d, const ra__chunk *c, int64_t at,
 }
 
 /* Backward: the message of a chunk on its way to the rank `hop` after its owner: gradients, then
- * keys of the segments that are still needed there. hop = ranks: on its way home. RA_WAY_Q: dQ, and
+ * keys of the segments that are still needed there. hop = ranks: on its way home. RA_TRAVEL_Q: dQ, and
  * part[0].k, .v, .pos are Q, dO, and LSE and delta [2][Hq][rows], of both segments together. */
 static int64_t ra__back_message(const ra_desc *d, const ra__chunk *c, int32_t hop,
                                 ra__parts part[2], ra__parts grad[2]) {
     int64_t rows = ra__chunk_rows(c), at = ra__grad_parts(d, c, RA__FRAME_BYTES, grad);
-    if (d->backward_way == RA_WAY_Q) {
+    if (d->backward_travel == RA_TRAVEL_Q) {
         if (c->back_hops[c->back_lead] < hop) return at;
         part[0].k = at;
         at += ra__round_up(rows * d->q_heads * ra__row_bytes(d->q_dtype, d->k_dim), 64);
@@ -7177,7 +7176,7 @@ static int64_t ra__back_length(const ra_desc *d, const ra__chunk *c, int32_t hop
 /* Ranks that a chunk visits after its owner in a backward pass, before it goes home. */
 RA__INLINE int32_t ra__back_stations(const ra_plan *p, const ra__chunk *c) {
     int32_t reach = c->back_hops[c->back_lead];
-    return reach && p->d.grad_home == RA_HOME_RING ? p->d.ranks - 1 : reach;
+    return reach && p->d.grad_return == RA_RETURN_RING ? p->d.ranks - 1 : reach;
 }
 
 /* Blocks of segment i of a chunk. */
@@ -7243,7 +7242,7 @@ static ra__seg ra__chunk_block(const ra__chunk *c, int32_t order, int64_t i, int
     int64_t n0 = ra__ceil_div(c->seg[0].rows, RA_BLOCK_TOKENS), n1, pair;
     *which = 0;
     if (c->list.run) return ra__seg_block_at(c, 0, i);
-    if (c->segs < 2) return ra__seg_block(&c->seg[0], order == RA_ORDER_DESC ? n0 - 1 - i : i);
+    if (c->segs < 2) return ra__seg_block(&c->seg[0], order == RA_ORDER_DESCENDING ? n0 - 1 - i : i);
     n1 = ra__ceil_div(c->seg[1].rows, RA_BLOCK_TOKENS);
     pair = ra__min(n0, n1);
     *which = i < 2 * pair ? (int32_t)(i % 2) : n0 <= n1;
@@ -7860,7 +7859,7 @@ static int ra__tp_lone_sendrecv(void *ctx, int to, const void *s, size_t s_len, 
     return RA_E_IO;
 }
 
-static int ra__tp_lone_ops(void *ctx, ra_op *const *ops, int n) {
+static int ra__tp_lone_ops(void *ctx, ra_transport_op *const *ops, int n) {
     int i;
     (void)ctx;
     for (i = 0; i < n; i++) ops[i]->state = RA_E_IO;
@@ -7966,14 +7965,14 @@ enum { RA__SHM_SPINS = 200, RA__SHM_YIELDS = 8 };
 #define RA__SHM_EVENT 65536            /* event word: events times this plus sleepers */
 #define RA__SHM_LINE __attribute__((aligned(128))) /* two lines: processors fetch pairs */
 
-/* Words of ra_op.scratch of a PENDING op. All but the report are read and written under the lock
+/* Words of ra_transport_op.scratch of a PENDING op. All but the report are read and written under the lock
  * of the inbox that queues the op. */
 enum { RA__SHM_NEXT, RA__SHM_PREV,     /* in its bucket */
        RA__SHM_OWNER, RA__SHM_SOURCE,  /* seats: who posted it, from where the bytes come */
        RA__SHM_REPORT };               /* atomic: RA__SHM_QUEUED, or as follows, or RA_E_TRUNC */
 enum { RA__SHM_QUEUED = 0, RA__SHM_TAKEN = 1, RA__SHM_MOVED = 2 };
 
-typedef struct ra__shm_bucket { ra_op *head, *tail; } ra__shm_bucket;
+typedef struct ra__shm_bucket { ra_transport_op *head, *tail; } ra__shm_bucket;
 
 typedef struct ra__shm_seat {
     RA__SHM_LINE int64_t event;        /* others write */
@@ -8057,38 +8056,38 @@ static int ra__shm_doze(ra__shm_seat *seat, int64_t seen, int64_t deadline_ns) {
 
 /* ---- queues; the inbox is locked */
 
-static ra_op *ra__shm_op(const ra_op *op, int word) {
-    return (ra_op *)op->scratch[word];
+static ra_transport_op *ra__shm_op(const ra_transport_op *op, int word) {
+    return (ra_transport_op *)op->scratch[word];
 }
 
-static void ra__shm_report(ra_op *op, int32_t report) {
+static void ra__shm_report(ra_transport_op *op, int32_t report) {
     ra__store_ptr(&op->scratch[RA__SHM_REPORT], (void *)(intptr_t)report);
 }
 
-static int32_t ra__shm_reported(const ra_op *op) {
+static int32_t ra__shm_reported(const ra_transport_op *op) {
     return (int32_t)(intptr_t)ra__load_ptr(&op->scratch[RA__SHM_REPORT]);
 }
 
-static ra__shm_seat *ra__shm_inbox(ra__shm_seat *seat, const ra_op *op) {
-    return op->kind == RA_OP_RECV ? seat : &seat->world->seats[op->peer];
+static ra__shm_seat *ra__shm_inbox(ra__shm_seat *seat, const ra_transport_op *op) {
+    return op->kind == RA_MSG_RECV ? seat : &seat->world->seats[op->peer];
 }
 
-static ra__shm_bucket *ra__shm_bucket_of(ra__shm_seat *inbox, const ra_op *op) {
+static ra__shm_bucket *ra__shm_bucket_of(ra__shm_seat *inbox, const ra_transport_op *op) {
     const ra__shm_seat *source = (const ra__shm_seat *)op->scratch[RA__SHM_SOURCE];
     return &inbox->bucket[(source->rank * RA__SHM_CHANNELS + op->channel) % RA__SHM_BUCKETS];
 }
 
 /* First op of the flow of `op`, or null. Ops of other flows come before it only if their sources
  * share the bucket. */
-static ra_op *ra__shm_first(const ra__shm_bucket *b, const ra_op *op) {
-    ra_op *at = b->head;
+static ra_transport_op *ra__shm_first(const ra__shm_bucket *b, const ra_transport_op *op) {
+    ra_transport_op *at = b->head;
     while (at && (at->scratch[RA__SHM_SOURCE] != op->scratch[RA__SHM_SOURCE]
                   || at->channel != op->channel))
         at = ra__shm_op(at, RA__SHM_NEXT);
     return at;
 }
 
-static void ra__shm_append(ra__shm_bucket *b, ra_op *op) {
+static void ra__shm_append(ra__shm_bucket *b, ra_transport_op *op) {
     op->scratch[RA__SHM_NEXT] = NULL;
     op->scratch[RA__SHM_PREV] = b->tail;
     if (b->tail) b->tail->scratch[RA__SHM_NEXT] = op;
@@ -8096,8 +8095,8 @@ static void ra__shm_append(ra__shm_bucket *b, ra_op *op) {
     b->tail = op;
 }
 
-static void ra__shm_unlink(ra__shm_bucket *b, const ra_op *op) {
-    ra_op *next = ra__shm_op(op, RA__SHM_NEXT), *prev = ra__shm_op(op, RA__SHM_PREV);
+static void ra__shm_unlink(ra__shm_bucket *b, const ra_transport_op *op) {
+    ra_transport_op *next = ra__shm_op(op, RA__SHM_NEXT), *prev = ra__shm_op(op, RA__SHM_PREV);
     if (prev) prev->scratch[RA__SHM_NEXT] = next;
     else b->head = next;
     if (next) next->scratch[RA__SHM_PREV] = prev;
@@ -8121,29 +8120,29 @@ static int32_t ra__shm_why_gone(const ra__shm_seat *seat) {
 }
 
 /* state is stored last and released: an engine may load it on another thread of the rank. */
-static void ra__shm_close(ra_op *op, int32_t state) {
-    op->done = state == RA_OP_DONE ? op->len : 0;
+static void ra__shm_close(ra_transport_op *op, int32_t state) {
+    op->done = state == RA_MSG_DONE ? op->len : 0;
     ra__store_i32(&op->state, state);
 }
 
 /* `other` was taken out of its inbox by this thread, which posts `op`. Nothing of `other` may be
  * touched after its report: the owner may use it again. */
-static void ra__shm_move(ra_op *op, ra_op *other) {
+static void ra__shm_move(ra_transport_op *op, ra_transport_op *other) {
     ra__shm_seat *owner = (ra__shm_seat *)other->scratch[RA__SHM_OWNER];
-    ra_op *to = op->kind == RA_OP_RECV ? op : other;
-    const ra_op *from = op->kind == RA_OP_RECV ? other : op;
+    ra_transport_op *to = op->kind == RA_MSG_RECV ? op : other;
+    const ra_transport_op *from = op->kind == RA_MSG_RECV ? other : op;
     int fits = to->len == from->len;
     if (fits && to->len) memcpy(to->buf, from->buf, to->len);
-    ra__shm_close(op, fits ? (int32_t)RA_OP_DONE : (int32_t)RA_E_TRUNC);
+    ra__shm_close(op, fits ? (int32_t)RA_MSG_DONE : (int32_t)RA_E_TRUNC);
     ra__shm_report(other, fits ? (int32_t)RA__SHM_MOVED : (int32_t)RA_E_TRUNC);
     ra__add_i32(&owner->open, -1);
     ra__shm_notify(owner);
 }
 
-static void ra__shm_post_one(ra__shm_seat *seat, ra_op *op) {
+static void ra__shm_post_one(ra__shm_seat *seat, ra_transport_op *op) {
     ra__shm_seat *peer, *inbox;
     ra__shm_bucket *bucket;
-    ra_op *other;
+    ra_transport_op *other;
     if (op->channel >= RA__SHM_CHANNELS || op->peer < 0 || op->peer >= seat->world->ranks) {
         ra__shm_close(op, RA_E_IO);
         return;
@@ -8151,7 +8150,7 @@ static void ra__shm_post_one(ra__shm_seat *seat, ra_op *op) {
     peer = &seat->world->seats[op->peer];
     inbox = ra__shm_inbox(seat, op);
     op->scratch[RA__SHM_OWNER] = seat;
-    op->scratch[RA__SHM_SOURCE] = op->kind == RA_OP_RECV ? peer : seat;
+    op->scratch[RA__SHM_SOURCE] = op->kind == RA_MSG_RECV ? peer : seat;
     ra__shm_report(op, RA__SHM_QUEUED);
     bucket = ra__shm_bucket_of(inbox, op);
     pthread_mutex_lock(&inbox->inbox_lock);
@@ -8166,7 +8165,7 @@ static void ra__shm_post_one(ra__shm_seat *seat, ra_op *op) {
         ra__shm_unlink(bucket, other);
         ra__shm_report(other, RA__SHM_TAKEN);
     } else {
-        ra__store_i32(&op->state, RA_OP_PENDING);
+        ra__store_i32(&op->state, RA_MSG_PENDING);
         ra__add_i32(&seat->open, 1);
         ra__shm_append(bucket, op);
         other = NULL;
@@ -8177,7 +8176,7 @@ static void ra__shm_post_one(ra__shm_seat *seat, ra_op *op) {
 
 /* Takes a queued op back. Returns the report, RA__SHM_QUEUED if it was still queued, never
  * RA__SHM_TAKEN: a copy that has begun is waited for, which takes no longer than its memcpy. */
-static int32_t ra__shm_withdraw(ra__shm_seat *seat, ra_op *op) {
+static int32_t ra__shm_withdraw(ra__shm_seat *seat, ra_transport_op *op) {
     ra__shm_seat *inbox = ra__shm_inbox(seat, op);
     int32_t report;
     pthread_mutex_lock(&inbox->inbox_lock);
@@ -8195,7 +8194,7 @@ static int32_t ra__shm_withdraw(ra__shm_seat *seat, ra_op *op) {
 }
 
 /* Moves one PENDING op on, if its time has come. failure: of the seat. */
-static void ra__shm_settle(ra__shm_seat *seat, ra_op *op, int32_t failure) {
+static void ra__shm_settle(ra__shm_seat *seat, ra_transport_op *op, int32_t failure) {
     int32_t report = ra__shm_reported(op);
     if (failure) {
         if (report == RA__SHM_QUEUED || report == RA__SHM_TAKEN) ra__shm_withdraw(seat, op);
@@ -8207,48 +8206,48 @@ static void ra__shm_settle(ra__shm_seat *seat, ra_op *op, int32_t failure) {
         report = ra__shm_withdraw(seat, op);
         if (report == RA__SHM_QUEUED) report = ra__shm_why_gone(seat);
     }
-    if (report == RA__SHM_MOVED) ra__shm_close(op, RA_OP_DONE);
+    if (report == RA__SHM_MOVED) ra__shm_close(op, RA_MSG_DONE);
     else if (report < 0) ra__shm_close(op, report);
 }
 
 /* Settles ops[0..n). pending: how many were PENDING before and are after. */
-static void ra__shm_sweep(ra__shm_seat *seat, ra_op *const *ops, int n, int32_t failure,
+static void ra__shm_sweep(ra__shm_seat *seat, ra_transport_op *const *ops, int n, int32_t failure,
                           int *pending) {
     int i;
     pending[0] = pending[1] = 0;
     for (i = 0; i < n; i++) {
-        if (ra__load_i32(&ops[i]->state) != RA_OP_PENDING) continue;
+        if (ra__load_i32(&ops[i]->state) != RA_MSG_PENDING) continue;
         pending[0]++;
         ra__shm_settle(seat, ops[i], failure);
-        if (ra__load_i32(&ops[i]->state) == RA_OP_PENDING) pending[1]++;
+        if (ra__load_i32(&ops[i]->state) == RA_MSG_PENDING) pending[1]++;
     }
 }
 
 /* ---- callbacks */
 
-/* Who: the owner. Blocks: no; copies the bytes of ops that match at once. Buffers: as ra_op.buf
+/* Who: the owner. Blocks: no; copies the bytes of ops that match at once. Buffers: as ra_transport_op.buf
  * says. Order: receives first, each flow in the order of ops; all are accepted, RA_AGAIN never
  * comes. Errors: see above; after one every idle op has it too. Required. */
-static int ra__shm_post(void *ctx, ra_op *const *ops, int n) {
+static int ra__shm_post(void *ctx, ra_transport_op *const *ops, int n) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
     int32_t failure = ra__shm_failure(seat);
     int i, kind;
-    for (kind = RA_OP_RECV; kind >= RA_OP_SEND; kind--) {
+    for (kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--) {
         for (i = 0; i < n; i++) {
-            if (ops[i]->kind != kind || ra__load_i32(&ops[i]->state) != RA_OP_IDLE) continue;
+            if (ops[i]->kind != kind || ra__load_i32(&ops[i]->state) != RA_MSG_IDLE) continue;
             if (failure) ra__shm_close(ops[i], failure);
             else ra__shm_post_one(seat, ops[i]);
         }
     }
     for (i = 0; i < n; i++)
-        if (ra__load_i32(&ops[i]->state) == RA_OP_IDLE) ra__shm_close(ops[i], RA_E_IO);
+        if (ra__load_i32(&ops[i]->state) == RA_MSG_IDLE) ra__shm_close(ops[i], RA_E_IO);
     return failure;
 }
 
 /* Who: the owner. Blocks: no, but for a copy under way after a failure. Buffers: free again as ops
  * leave PENDING. Order: ops of a flow may be found done in any order. Errors: see above. Required
  * with post. */
-static int ra__shm_poll(void *ctx, ra_op *const *ops, int n) {
+static int ra__shm_poll(void *ctx, ra_transport_op *const *ops, int n) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
     int32_t failure = ra__shm_failure(seat);
     int pending[2];
@@ -8258,7 +8257,7 @@ static int ra__shm_poll(void *ctx, ra_op *const *ops, int n) {
 
 /* As poll. Blocks until one of ops leaves PENDING, abort, or deadline_ns (then RA_OK: nothing is
  * wrong with the transport). Optional. */
-static int ra__shm_wait(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns) {
+static int ra__shm_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
     for (;;) {
         int64_t seen = ra__load_i64(&seat->event) / RA__SHM_EVENT;
@@ -8290,7 +8289,7 @@ static void ra__shm_purge(ra__shm_seat *seat) {
         ra__shm_seat *inbox = &seat->world->seats[r];
         pthread_mutex_lock(&inbox->inbox_lock);
         for (b = 0; b < RA__SHM_BUCKETS; b++) {
-            ra_op *op = inbox->bucket[b].head, *next;
+            ra_transport_op *op = inbox->bucket[b].head, *next;
             for (; op; op = next) {
                 next = ra__shm_op(op, RA__SHM_NEXT);
                 if (op->scratch[RA__SHM_OWNER] != seat) continue;
@@ -8687,10 +8686,10 @@ static ra__score ra__score_of(const ra__work *w, int32_t b, int64_t row, int32_t
     s.softcap = w->d->softcap;
     if (w->d->scores & RA_SCORE_ALIBI) s.slope = w->t->alibi[head];
     if (w->d->scores & RA_SCORE_BIAS) {
-        s.bias = (const uint8_t *)bias->data + b * bias->batch_stride + head * bias->head_stride +
-                 row * bias->row_stride;
-        s.bias_row_stride = bias->row_stride;
-        s.bias_key_stride = bias->key_stride;
+        s.bias = (const uint8_t *)bias->data + b * bias->batch_step + head * bias->head_step +
+                 row * bias->row_step;
+        s.bias_row_stride = bias->row_step;
+        s.bias_key_stride = bias->key_step;
         s.bias_keys = bias->keys;
     }
     return s;
@@ -9194,7 +9193,7 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
  * meets the query blocks of its own unit and later ones first (RA__AFTER), the earlier ones last
  * (RA__BEFORE); in a ring its sums start at its owner with the first, travel, and come home to the
  * second. Within both, query blocks ascend outside and key blocks are in forward's order inside.
- * With RA_WAY_Q it is the other way round: dK and dV take query blocks from the first on, and dQ
+ * With RA_TRAVEL_Q it is the other way round: dK and dV take query blocks from the first on, and dQ
  * takes keys by unit cyclically from the row's own on, so RA__AFTER is query units up to the key's.
  * Where queries and keys are not the same positions all is RA__AFTER. */
 
@@ -9209,7 +9208,7 @@ typedef struct ra__back {
     const float *delta;                /* [B][rows][Hq], strides of m and l in w; null: from O and
                                         * dO whenever a panel is loaded */
     int32_t square;                    /* 1: queries and keys are the same positions of the grid */
-    const ra__chunk *rows;             /* RA_WAY_Q: the query rows of the views; null: the side's */
+    const ra__chunk *rows;             /* RA_TRAVEL_Q: the query rows of the views; null: the side's */
     const ra__bounds *stripe;          /* [stripes] what each `stripe_blocks` query blocks of a
                                         * sequence see together, by unit; null: not known */
     int64_t stripe_blocks, stripes;
@@ -9332,7 +9331,7 @@ static void ra__back_block(const ra__back *x, int32_t b, int64_t i, ra__seg *out
     int32_t which;
     ra__chunk c;
     if (x->rows) {
-        *out = ra__chunk_block(x->rows, RA_ORDER_TURN, i, &which);
+        *out = ra__chunk_block(x->rows, RA_ORDER_ASCENDING, i, &which);
         return;
     }
     if (w->q_side.layout != RA_LAYOUT_ZIGZAG) {
@@ -9340,7 +9339,7 @@ static void ra__back_block(const ra__back *x, int32_t b, int64_t i, ra__seg *out
         return;
     }
     ra__chunk_side(&w->q_side, b, tokens, &c);
-    *out = ra__chunk_block(&c, RA_ORDER_TURN, i, &which);
+    *out = ra__chunk_block(&c, RA_ORDER_ASCENDING, i, &which);
 }
 
 static ra__source ra__source_of(ra__view v, int32_t dtype, int32_t dim) {
@@ -9389,10 +9388,10 @@ static void ra__back_bias(const ra__back *b, const ra__task *t, ra__back_scratch
     ra__back_panel *p = &x->panel[i];
     p->d_bias = NULL;
     if (!wanted || !bias->data) return;
-    p->d_bias = (uint8_t *)bias->data + t->sequence * bias->batch_stride +
-                x->head[i] * bias->head_stride + x->seg[i].row * bias->row_stride;
-    p->d_bias_row_stride = bias->row_stride;
-    p->d_bias_key_stride = bias->key_stride;
+    p->d_bias = (uint8_t *)bias->data + t->sequence * bias->batch_step +
+                x->head[i] * bias->head_step + x->seg[i].row * bias->row_step;
+    p->d_bias_row_stride = bias->row_step;
+    p->d_bias_key_stride = bias->key_step;
     p->d_bias_keys = bias->keys;
 }
 
@@ -9485,7 +9484,7 @@ static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s
         int64_t q = ra__unit(b->w->d, t->sequence, x->seg[j].pos);
         int64_t k = ra__unit(b->w->d, t->sequence, s->pos);
         int32_t own = RA__AFTER;
-        if (b->square && (b->w->d->backward_way == RA_WAY_Q ? q > k : q < k)) own = RA__BEFORE;
+        if (b->square && (b->w->d->backward_travel == RA_TRAVEL_Q ? q > k : q < k)) own = RA__BEFORE;
         x->kind[j] = RA__EMPTY;
         if (!(x->phase & own)) continue;
         x->kind[j] = pos ? RA__PARTIAL : ra__classify(&x->bounds[j], first, last);
@@ -9821,7 +9820,7 @@ static ra_status ra__check_numbers(const ra_desc *d, ra_error *e) {
         { "threads", d->threads, 0, 4096 },
         { "mask.causal_block", d->mask.causal_block, 0, 1 << 30 },
         { "mask.window", d->mask.window, 0, top },
-        { "mask.window_right", d->mask.window_right, 0, top },
+        { "mask.right_limit", d->mask.right_limit, 0, top },
         { "mask.prefix", d->mask.prefix, 0, top },
         { "mask.keep", d->mask.keep, 0, top },
         { "mask.doc_count", d->mask.doc_count, 0, top },
@@ -9851,10 +9850,10 @@ static ra_status ra__check_enums(const ra_desc *d, ra_error *e) {
         { "v_dtype", d->v_dtype, 0, RA_Q8_0 },      { "o_dtype", d->o_dtype, RA_F32, RA_Q8_0 },
         { "mask.kind", d->mask.kind, RA_MASK_NONE, RA_MASK_INTERVALS },
         { "layout.kind", d->layout.kind, 0, RA_LAYOUT_ARRAY },
-        { "op", d->op, RA_OP_FORWARD, RA_OP_TRAIN },
+        { "train", d->train, 0, 1 },
         { "grad_dtype", d->grad_dtype, 0, RA_BF16 },
-        { "grad_home", d->grad_home, RA_HOME_DIRECT, RA_HOME_RING },
-        { "backward_way", d->backward_way, RA_WAY_AUTO, RA_WAY_Q },
+        { "grad_return", d->grad_return, RA_RETURN_DIRECT, RA_RETURN_RING },
+        { "backward_travel", d->backward_travel, RA_TRAVEL_AUTO, RA_TRAVEL_Q },
         { "isa", d->isa, RA_ISA_AUTO, RA_ISA_NEON },
     };
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
@@ -9893,7 +9892,7 @@ static ra_status ra__check_blocks(const ra_desc *d, ra_error *e) {
     if (d->q_dtype == RA_Q8_0 || d->o_dtype == RA_Q8_0)
         return ra__refuse(e, RA_E_UNSUPPORTED, d->q_dtype == RA_Q8_0 ? "q_dtype" : "o_dtype",
                           "# is RA_Q8_0, which serves K and V only", RA_Q8_0);
-    if (d->op == RA_OP_TRAIN && (k || v))
+    if (d->train && (k || v))
         return ra__refuse(e, RA_E_UNSUPPORTED, k ? "k_dtype" : "v_dtype",
                           "# is RA_Q8_0, which has no gradients", RA_Q8_0);
     for (int i = 0; i < 3; i++)
@@ -9916,7 +9915,7 @@ static int32_t ra__cheaper_way(const ra_desc *d) {
                                   ra__row_bytes(d->v_dtype, v));
     int64_t queries = d->q_heads * (4 * (int64_t)d->k_dim + ra__row_bytes(d->q_dtype, d->k_dim) +
                                     ra__row_bytes(d->o_dtype, d->v_dim) + 8);
-    return ra__q_may_travel(d) && queries < keys ? RA_WAY_Q : RA_WAY_KV;
+    return ra__q_may_travel(d) && queries < keys ? RA_TRAVEL_Q : RA_TRAVEL_KV;
 }
 
 static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
@@ -9935,18 +9934,18 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
         return ra__refuse(e, RA_E_SHAPE, "v_in_k", "is 0, but v_column is #", d->v_column);
     if (d->v_in_k && d->v_column + d->v_dim > d->k_dim)
         return ra__refuse(e, RA_E_SHAPE, "v_column", "# + v_dim exceeds k_dim", d->v_column);
-    if (d->op != RA_OP_TRAIN && d->backward_way)
-        return ra__refuse(e, RA_E_SHAPE, "backward_way", "# needs RA_OP_TRAIN", d->backward_way);
-    if (d->backward_way == RA_WAY_Q && !ra__q_may_travel(d))
-        return ra__refuse(e, RA_E_UNSUPPORTED, "backward_way",
-                          "# (RA_WAY_Q) goes neither with bias nor with RA_LAYOUT_ARRAY",
-                          d->backward_way);
-    if (d->op != RA_OP_TRAIN && d->grad_home)
-        return ra__refuse(e, RA_E_SHAPE, "grad_home", "# needs RA_OP_TRAIN", d->grad_home);
-    if (d->op != RA_OP_TRAIN && d->grad_dtype)
-        return ra__refuse(e, RA_E_SHAPE, "grad_dtype", "# needs RA_OP_TRAIN", d->grad_dtype);
-    if (d->op != RA_OP_TRAIN && d->dropout > 0.0f)
-        return ra__refuse(e, RA_E_SHAPE, "dropout", "needs RA_OP_TRAIN; op is #", d->op);
+    if (!d->train && d->backward_travel)
+        return ra__refuse(e, RA_E_SHAPE, "backward_travel", "# needs train = 1", d->backward_travel);
+    if (d->backward_travel == RA_TRAVEL_Q && !ra__q_may_travel(d))
+        return ra__refuse(e, RA_E_UNSUPPORTED, "backward_travel",
+                          "# (RA_TRAVEL_Q) goes neither with bias nor with RA_LAYOUT_ARRAY",
+                          d->backward_travel);
+    if (!d->train && d->grad_return)
+        return ra__refuse(e, RA_E_SHAPE, "grad_return", "# needs train = 1", d->grad_return);
+    if (!d->train && d->grad_dtype)
+        return ra__refuse(e, RA_E_SHAPE, "grad_dtype", "# needs train = 1", d->grad_dtype);
+    if (!d->train && d->dropout > 0.0f)
+        return ra__refuse(e, RA_E_SHAPE, "dropout", "needs train = 1; train is #", d->train);
     if (d->v_in_k && d->v_dtype && d->v_dtype != d->k_dtype)
         return ra__refuse(e, RA_E_SHAPE, "v_dtype", "# differs from k_dtype under v_in_k",
                           d->v_dtype);
@@ -9960,9 +9959,9 @@ static ra_status ra__check_mask(const ra_desc *d, ra_error *e) {
     if (m->causal_block > 1 && m->kind != RA_MASK_CAUSAL)
         return ra__refuse(e, RA_E_SHAPE, "mask.causal_block", "# needs RA_MASK_CAUSAL",
                           m->causal_block);
-    if (m->window_right && m->kind != RA_MASK_NONE)
-        return ra__refuse(e, RA_E_SHAPE, "mask.window_right", "# needs RA_MASK_NONE",
-                          m->window_right);
+    if (m->right_limit && m->kind != RA_MASK_NONE)
+        return ra__refuse(e, RA_E_SHAPE, "mask.right_limit", "# needs RA_MASK_NONE",
+                          m->right_limit);
     if (intervals && m->window)
         return ra__refuse(e, RA_E_SHAPE, "mask.window", "# beside RA_MASK_INTERVALS", m->window);
     if (intervals && m->prefix)
@@ -10240,8 +10239,8 @@ static ra_status ra__check_engine(const ra_desc *d, ra_error *e) {
         return ra__refuse(e, RA_E_SHAPE, "engine.block_queries",
                           "# is no multiple of RA_BLOCK_TOKENS", engine->block_queries);
     if (!engine->fold) return ra__refuse(e, RA_E_NULL, "engine.fold", "is required", 0);
-    if (d->op == RA_OP_TRAIN)
-        return ra__refuse(e, RA_E_UNSUPPORTED, "op", "engines know no gradients; it is #", d->op);
+    if (d->train)
+        return ra__refuse(e, RA_E_UNSUPPORTED, "op", "engines know no gradients; it is #", d->train);
     return RA_OK;
 }
 
@@ -10260,8 +10259,8 @@ static void ra__defaults(ra_desc *d) {
     if (!d->ranks) d->ranks = 1;
     if (!d->layout.kind) d->layout.kind = RA_LAYOUT_CONTIGUOUS;
     if (d->v_in_k) d->v_dtype = d->k_dtype;
-    if (d->op == RA_OP_TRAIN && !d->grad_dtype) d->grad_dtype = RA_F32;
-    if (d->op == RA_OP_TRAIN && !d->backward_way) d->backward_way = ra__cheaper_way(d);
+    if (d->train && !d->grad_dtype) d->grad_dtype = RA_F32;
+    if (d->train && !d->backward_travel) d->backward_travel = ra__cheaper_way(d);
     if (d->scale == 0.0f) d->scale = (float)(1.0 / ra__sqrt((double)d->k_dim));
     if (!d->mask.causal_block) d->mask.causal_block = 1;
     if (!d->buffers) d->buffers = 3;
@@ -10341,7 +10340,7 @@ static void ra__agree_plain(const ra_desc *d, uint64_t *part) {
                               d->q_offset };
     const int64_t dtypes[] = { d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype };
     const int64_t scores[] = { d->scores };
-    const int64_t training[] = { d->op, d->grad_dtype, d->grad_home, d->backward_way };
+    const int64_t training[] = { d->train, d->grad_dtype, d->grad_return, d->backward_travel };
     const int64_t messages[] = { d->chunk_tokens, d->buffers };
     part[RA__AGREE_SIZES] = ra__hash_fields(sizes, sizeof sizes / sizeof *sizes);
     part[RA__AGREE_DTYPES] = ra__hash_fields(dtypes, sizeof dtypes / sizeof *dtypes);
@@ -10372,7 +10371,7 @@ static uint64_t ra__agree_layout(const ra_layout *l, int32_t ranks) {
 /* All AGREED fields as given; full: the same resolved, for the lengths of arrays. */
 static void ra__agree(const ra_desc *d, const ra_desc *full, ra__agreed *out) {
     const ra_mask *m = &d->mask;
-    const int64_t mask[] = { m->kind, m->causal_block, m->window, m->window_right, m->prefix,
+    const int64_t mask[] = { m->kind, m->causal_block, m->window, m->right_limit, m->prefix,
                              m->keep, m->doc_count, m->interval_count };
     uint64_t h = ra__hash_fields(mask, sizeof mask / sizeof *mask);
     h = ra__hash_array(h, m->doc_first, m->doc_count, 8);
@@ -10495,7 +10494,7 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
 static int32_t ra__desc_order(const ra_desc *d, int square) {
     return square && !d->q_offset && d->layout.kind == RA_LAYOUT_CONTIGUOUS &&
                    d->mask.kind == RA_MASK_CAUSAL && d->mask.causal_block <= 1 && !d->mask.prefix
-               ? RA_ORDER_DESC : RA_ORDER_TURN;
+               ? RA_ORDER_DESCENDING : RA_ORDER_ASCENDING;
 }
 
 /* Cuts of every sequence, order, and whether the promise on bits holds. */
@@ -10554,7 +10553,7 @@ static int64_t ra__most_spans(const ra_plan *p) {
 static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queries) {
     int64_t list = (keys + p->d.sequences) * 4, places = 2 * keys + 1;
     if (p->d.layout.kind == RA_LAYOUT_RUNS) places += p->held_count * p->d.sequences;
-    int q = p->d.op == RA_OP_TRAIN && p->d.backward_way == RA_WAY_Q;
+    int q = p->d.train && p->d.backward_travel == RA_TRAVEL_Q;
     ra__route *w = &p->forward;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) places = 0;
     ra__travel_carve(a, p, &p->keys, keys);
@@ -10574,7 +10573,7 @@ static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queri
     w->send = (int32_t *)ra__carve(a, keys * 4);
     w->send_recv = (int32_t *)ra__carve(a, keys * 4);
     w->exchange = (ra__exchange *)ra__carve(a, 2 * keys * (int64_t)sizeof(ra__exchange));
-    if (p->d.op == RA_OP_TRAIN) ra__plan_back_carve(a, p);
+    if (p->d.train) ra__plan_back_carve(a, p);
 }
 
 static void ra__plan_add_fold(ra__route *w, int32_t entry, int32_t recv, int64_t sequence_first) {
@@ -10720,13 +10719,13 @@ static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__rou
     }
 }
 
-/* Longest gradients of a chunk; RA_WAY_Q: longest message, for its rows are packed beside them. */
+/* Longest gradients of a chunk; RA_TRAVEL_Q: longest message, for its rows are packed beside them. */
 static int64_t ra__plan_grad_bytes(const ra_plan *p) {
     const ra__travel *t = ra__back_travel(p);
     ra__parts part[2], grad[2];
     int64_t most = 0;
     for (int64_t c = 0; c < t->chunks; c++)
-        most = ra__max(most, p->d.backward_way == RA_WAY_Q
+        most = ra__max(most, p->d.backward_travel == RA_TRAVEL_Q
                                  ? ra__back_message(&p->d, &t->chunk[c], 0, part, grad)
                                  : ra__grad_parts(&p->d, &t->chunk[c], 0, grad));
     return most;
@@ -10747,7 +10746,7 @@ static void ra__plan_back_bytes(ra_plan *p) {
 /* Order of a backward pass: units of a contiguous or zigzag layout, if queries and keys are the
  * same positions; DESC has no row before its key. */
 static int ra__back_split(const ra_plan *p) {
-    return p->square && p->q_cut != NULL && p->order == RA_ORDER_TURN;
+    return p->square && p->q_cut != NULL && p->order == RA_ORDER_ASCENDING;
 }
 
 /* reads[r]: 1 if another rank r needs one of the rank's chunks of keys; read[r]: if the rank needs
@@ -10796,7 +10795,7 @@ static void ra__plan_direction(ra_plan *p) {
         bytes[down] = ra__tour_hops(&w);
         steps[down] = ra__tour_steps(&w, p->line, p->start);
         p->forward.steps = steps[down];
-        if (p->order == RA_ORDER_DESC || p->d.ranks < 3) return;
+        if (p->order == RA_ORDER_DESCENDING || p->d.ranks < 3) return;
     }
     if (steps[1] < steps[0] || (steps[1] == steps[0] && bytes[1] < bytes[0])) return;
     p->direction = 1;
@@ -11056,7 +11055,7 @@ static void ra__report_words(const ra_plan *p, int32_t rank, int64_t *in, int64_
 static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     const int64_t address = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
     const ra__tour w = ra__tour_of(p, 1);
-    if (p->d.op != RA_OP_TRAIN) return;
+    if (!p->d.train) return;
     for (int64_t c = 0; c < w.t->chunks; c++) {
         const ra__chunk *chunk = &w.t->chunk[c];
         int own = chunk->owner == rank, leaves = ra__tour_leaves(&w, c, rank);
@@ -11076,7 +11075,7 @@ static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     r->back_flops = 2.0 * (3 * p->d.k_dim + 2 * p->d.v_dim) * p->d.q_heads * (double)r->pairs;
     r->back_chunk_bytes = p->back.chunk_bytes;
     r->back_bits_any_ranks = p->on_grid && p->square;
-    r->back_way = p->d.backward_way;
+    r->back_travel = p->d.backward_travel;
 }
 
 /* Adds the blocks of a rank's keys of sequence b for one block of queries. */
@@ -11102,13 +11101,13 @@ static void ra__tally_rank(const ra_plan *p, int32_t rank, int32_t b, const ra__
         if (s.rows) ra__tally_run(&s, bounds, &edges, tally);
 }
 
-/* RA_WAY_Q: the tiles of all chunks of queries against this rank's keys. */
+/* RA_TRAVEL_Q: the tiles of all chunks of queries against this rank's keys. */
 static void ra__report_q_tiles(const ra_plan *p, int32_t rank, int64_t tally[3]) {
     for (int64_t c = 0; c < p->queries.chunks; c++) {
         const ra__chunk *chunk = &p->queries.chunk[c];
         for (int64_t i = 0; i < ra__chunk_blocks(chunk); i++) {
             int32_t which;
-            ra__seg rows = ra__chunk_block(chunk, RA_ORDER_TURN, i, &which);
+            ra__seg rows = ra__chunk_block(chunk, RA_ORDER_ASCENDING, i, &which);
             ra__bounds bounds = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, chunk->sequence, 0),
                                                &rows);
             ra__tally_rank(p, rank, chunk->sequence, &bounds, tally);
@@ -11125,8 +11124,8 @@ static void ra__report_all_tiles(const ra_plan *p, int32_t rank, ra_plan_report 
     r->tiles_empty = ra__mul_sat(tally[0][RA__EMPTY], p->d.q_heads);
     r->tiles_partial = ra__mul_sat(tally[0][RA__PARTIAL], p->d.q_heads);
     r->tiles_full = ra__mul_sat(tally[0][RA__FULL], p->d.q_heads);
-    if (p->d.op != RA_OP_TRAIN) return;
-    if (p->d.backward_way == RA_WAY_Q) ra__report_q_tiles(p, rank, back = tally[1]);
+    if (!p->d.train) return;
+    if (p->d.backward_travel == RA_TRAVEL_Q) ra__report_q_tiles(p, rank, back = tally[1]);
     r->back_tiles_empty = ra__mul_sat(back[RA__EMPTY], p->d.q_heads);
     r->back_tiles_partial = ra__mul_sat(back[RA__PARTIAL], p->d.q_heads);
     r->back_tiles_full = ra__mul_sat(back[RA__FULL], p->d.q_heads);
@@ -11337,8 +11336,8 @@ typedef struct ra__packed { ra__work w; ra__back b; ra__chunk c; uint8_t *sums; 
 typedef struct ra__back_hand {
     ra__back_scratch x;
     ra__share s;
-    ra__packed p;                      /* RA_WAY_Q: the chunk */
-    ra__bounds seen;                   /* RA_WAY_Q: of all its rows */
+    ra__packed p;                      /* RA_TRAVEL_Q: the chunk */
+    ra__bounds seen;                   /* RA_TRAVEL_Q: of all its rows */
     ra__item item;                     /* keys in hand, with their gradients */
     ra__grads g;
     int32_t keys_first, keys_last;     /* dK and dV begin at 0, go to the caller */
@@ -11410,7 +11409,7 @@ struct ra_ring {
     int64_t **owner_alive;             /* [sources] under comm: `alive` of an owner read here */
 
     int64_t claim_fold, claim_task;    /* under sched */
-    int64_t packing, packed;           /* RA_WAY_Q: own chunks of queries up to this entry of fold
+    int64_t packing, packed;           /* RA_TRAVEL_Q: own chunks of queries up to this entry of fold
                                         * are packed by somebody (under sched), are packed */
     int64_t folded;                    /* chunks folded by all tasks: a prefix of plan->fold */
     ra__turn *turn;                    /* [tasks] */
@@ -11427,17 +11426,17 @@ struct ra_ring {
     ra__agreed met_with;               /* of the plan of the pass */
     uint64_t differ;                   /* parts in which the frame that failed differs */
     int32_t silent;                    /* a reader whose word is still to come */
-    ra_op *recv_op, *send_op, *word_op;
-    ra_op **list;
+    ra_transport_op *recv_op, *send_op, *word_op;
+    ra_transport_op **list;
     int64_t *recv_ns, *send_ns;
     uint8_t *recv_buf, *pack_buf, *word_buf;
     ra__back back;                     /* backward from here on */
     ra__view d_k, d_v;                 /* the caller's */
-    float *dq;                         /* RA_WAY_KV: [B][rows][Hq][Dk] sums */
-    float *dk, *dv;                    /* RA_WAY_Q: [B][key rows][Hkv][Dk], [Dv] sums */
+    float *dq;                         /* RA_TRAVEL_KV: [B][rows][Hq][Dk] sums */
+    float *dk, *dv;                    /* RA_TRAVEL_Q: [B][key rows][Hkv][Dk], [Dv] sums */
     int64_t home_slots, home_bytes, grad_slots, grad_bytes;
     int64_t home_posted, home_received, home_done;
-    ra_op *home_op;
+    ra_transport_op *home_op;
     uint8_t *home_buf;
     uint8_t *grad_buf;                 /* gradients of own chunks that stay, or all if shared */
     void *mr;                          /* of the whole workspace */
@@ -11489,7 +11488,7 @@ static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task0) 
         s.panels /= 2;
     ra__plan_pass_sizes(&forward, rank, &s.forward);
     ra__report_words(p, rank, &s.words_in, &s.words_out);
-    if (p->d.op != RA_OP_TRAIN) return s;
+    if (!p->d.train) return s;
     ra__plan_pass_sizes(&back, rank, &s.back);
     for (int32_t b = 0; b < p->d.sequences; b++)
         s.key_rows = ra__max(s.key_rows, ra__side_rows(&keys, b, ra__k_len(&p->d, b)));
@@ -11514,8 +11513,8 @@ static void ra__ring_carve_links(ra__arena *a, const ra_plan *p, const ra__count
     r->send_slots = ra__min(RA__SEND_SLOTS, n->sends);
     r->pack_slots = ra__min(n->own, RA__PACK_SLOTS);
     if (r->shared) r->pack_slots = ra__min(n->own, RA__SEND_SLOTS);
-    r->recv_op = (ra_op *)ra__carve(a, r->recv_slots * (int64_t)sizeof(ra_op));
-    r->send_op = (ra_op *)ra__carve(a, r->send_slots * (int64_t)sizeof(ra_op));
+    r->recv_op = (ra_transport_op *)ra__carve(a, r->recv_slots * (int64_t)sizeof(ra_transport_op));
+    r->send_op = (ra_transport_op *)ra__carve(a, r->send_slots * (int64_t)sizeof(ra_transport_op));
     r->recv_ns = (int64_t *)ra__carve(a, r->recv_slots * 8);
     r->send_ns = (int64_t *)ra__carve(a, r->send_slots * 8);
     r->recv_buf = ra__carve_aligned(a, r->slot_bytes * r->recv_slots, align);
@@ -11543,11 +11542,11 @@ static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n
     state = a->used - before;
     ra__ring_carve_links(a, p, &n->forward, p->chunk_bytes, r);
     if (r->shared) {
-        r->word_op = (ra_op *)ra__carve(a, words * (int64_t)sizeof(ra_op));
+        r->word_op = (ra_transport_op *)ra__carve(a, words * (int64_t)sizeof(ra_transport_op));
         r->word_buf = (uint8_t *)ra__carve(a, words * RA__FRAME_BYTES);
         r->owner_alive = (int64_t **)ra__carve(a, n->words_out * 8);
     }
-    r->list = (ra_op **)ra__carve(a, (r->recv_slots + r->send_slots + words) * 8);
+    r->list = (ra_transport_op **)ra__carve(a, (r->recv_slots + r->send_slots + words) * 8);
     r->desk = (ra__desk *)ra__carve(a, d->threads * (int64_t)sizeof *r->desk);
     r->scratch_bytes = ra__thread_bytes(p, n->panels);
     r->scratch = (uint8_t *)ra__carve(a, r->scratch_bytes * d->threads);
@@ -11563,7 +11562,7 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     (void)ra__carve(a, (int64_t)sizeof *r);
     before = a->used;
     r->dq = r->dk = r->dv = NULL;
-    if (d->backward_way == RA_WAY_Q) {
+    if (d->backward_travel == RA_TRAVEL_Q) {
         int64_t keys = d->sequences * n->key_rows * d->kv_heads;
         r->dk = (float *)ra__carve(a, keys * d->k_dim * 4);
         r->dv = (float *)ra__carve(a, d->v_in_k ? 0 : keys * d->v_dim * 4);
@@ -11575,16 +11574,16 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     ra__ring_carve_links(a, p, &n->back, p->back.chunk_bytes, r);
     r->home_slots = ra__min(n->back.own, RA__HOME_SLOTS);
     if (r->shared) r->home_slots = ra__min(n->back.own, RA__SHARED_BUFFERS);
-    r->home_bytes = d->backward_way == RA_WAY_Q ? p->back.chunk_bytes : p->back.home_bytes;
+    r->home_bytes = d->backward_travel == RA_TRAVEL_Q ? p->back.chunk_bytes : p->back.home_bytes;
     if (r->shared) r->home_bytes = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
     r->home_bytes = ra__round_up(r->home_bytes, align);
-    r->home_op = (ra_op *)ra__carve(a, r->home_slots * (int64_t)sizeof(ra_op));
+    r->home_op = (ra_transport_op *)ra__carve(a, r->home_slots * (int64_t)sizeof(ra_transport_op));
     r->home_buf = ra__carve_aligned(a, r->home_bytes * r->home_slots, align);
     r->grad_slots = n->back.stays ? ra__min(own, RA__PACK_SLOTS) : 0;
     if (r->shared) r->grad_slots = ra__min(own, ra__back_lag(p) + 2);
     r->grad_bytes = ra__plan_grad_bytes(p);
     r->grad_buf = (uint8_t *)ra__carve(a, r->grad_slots * r->grad_bytes);
-    r->list = (ra_op **)ra__carve(a, (r->recv_slots + r->send_slots + r->home_slots) * 8);
+    r->list = (ra_transport_op **)ra__carve(a, (r->recv_slots + r->send_slots + r->home_slots) * 8);
     r->stripe = (ra__bounds *)ra__carve(a, d->sequences * ra__ring_stripes(d) *
                                                (int64_t)sizeof *r->stripe);
     r->desk = (ra__desk *)ra__carve(a, d->threads * (int64_t)sizeof *r->desk);
@@ -11603,7 +11602,7 @@ static int64_t ra__ring_bytes(const ra_plan *p, const ra__sizes *n, int shared, 
     r.tp.align = align;
     r.shared = shared;
     state[0] = ra__ring_carve(&a, p, n, &r);
-    state[1] = p->d.op == RA_OP_TRAIN ? ra__ring_carve_back(&b, p, n, &r) : 0;
+    state[1] = p->d.train ? ra__ring_carve_back(&b, p, n, &r) : 0;
     return ra__max(a.used, b.used);
 }
 
@@ -11813,7 +11812,7 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due, uint
 }
 
 /* The message that op received, chunk c, begins with the frame that is due; else the pass fails. */
-static ra_status ra__ring_check(ra_ring *r, const ra_op *op, const ra__frame *due, int64_t c) {
+static ra_status ra__ring_check(ra_ring *r, const ra_transport_op *op, const ra__frame *due, int64_t c) {
     ra_status s = ra__frame_check(op->buf, due, &r->differ);
     if (s == RA_OK) ra__store_i32(&r->met, 1);
     return s ? ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c)) : RA_OK;
@@ -11893,7 +11892,7 @@ static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
     }
     kv[0] = r->k;
     kv[1] = r->v;
-    if (array) array += out->c.sequence * r->t.k_pos.batch_stride;
+    if (array) array += out->c.sequence * r->t.k_pos.batch_step;
     ra__item_owned(out, kv, array);
     return 1;
 }
@@ -11901,7 +11900,7 @@ static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
 /* Place of own chunk `own`'s gradients where they do not travel in its messages. */
 static uint8_t *ra__ring_grads(const ra_ring *r, int64_t own) {
     return r->grad_buf + own % r->grad_slots * r->grad_bytes +
-           (r->plan->d.backward_way == RA_WAY_Q ? RA__FRAME_BYTES : 0);
+           (r->plan->d.backward_travel == RA_TRAVEL_Q ? RA__FRAME_BYTES : 0);
 }
 
 /* Buffer of own chunk i of those that leave. */
@@ -11945,7 +11944,7 @@ static void ra__pack_rows(uint8_t *to, ra__view from, const ra__seg *s, int32_t 
     }
 }
 
-/* RA_WAY_Q: own rows of queries into the message that will carry them, beside their sums. */
+/* RA_TRAVEL_Q: own rows of queries into the message that will carry them, beside their sums. */
 static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *message) {
     const ra_desc *d = &r->plan->d;
     uint32_t mode = ra__fp_enter();
@@ -11988,7 +11987,7 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *mes
     const int32_t *hops = r->route->backward ? chunk->back_hops : chunk->hops;
     ra__parts part[2], grad[2];
     memcpy(message, &f, sizeof f);
-    if (pos) pos += chunk->sequence * r->t.k_pos.batch_stride;
+    if (pos) pos += chunk->sequence * r->t.k_pos.batch_step;
     if (r->shared) {
         ra__address a;
         memset(&a, 0, sizeof a);
@@ -12002,7 +12001,7 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *mes
     }
     if (r->route->backward) (void)ra__back_message(d, chunk, 1, part, grad);
     else (void)ra__message(d, chunk, 1, part);
-    if (r->route->backward && d->backward_way == RA_WAY_Q) return; /* packed when it started */
+    if (r->route->backward && d->backward_travel == RA_TRAVEL_Q) return; /* packed when it started */
     for (int32_t i = 0; i < chunk->segs; i++) {
         const ra__seg *s = &chunk->seg[i];
         if (hops[i] < 1) continue;
@@ -12017,7 +12016,7 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *mes
 }
 
 /* -------------------------------------------------------------------------- communication */
-static void ra__op_set(ra_op *op, int kind, int channel, int32_t peer, uint64_t tag) {
+static void ra__op_set(ra_transport_op *op, int kind, int channel, int32_t peer, uint64_t tag) {
     memset(op, 0, sizeof *op);
     op->kind = (uint8_t)kind;
     op->channel = (uint8_t)channel;
@@ -12040,7 +12039,7 @@ static int ra__ring_free(const ra_ring *r, int64_t i) {
 /* Gives back lent memory of receives that are free, in order. */
 static void ra__ring_release(ra_ring *r) {
     while (r->released < r->received && ra__ring_free(r, r->released)) {
-        ra_op *op = &r->recv_op[r->released % r->recv_slots];
+        ra_transport_op *op = &r->recv_op[r->released % r->recv_slots];
         void *own = r->recv_buf + r->released % r->recv_slots * r->slot_bytes;
         if (op->buf != own && (r->tp.caps & RA_CAP_LOAN)) (void)r->tp.release(r->tp.ctx, op);
         op->buf = own;
@@ -12067,12 +12066,12 @@ static int ra__ring_more_receives(ra_ring *r) {
     while (r->recv_posted < way->recvs && r->recv_posted - r->released < r->recv_slots &&
            r->recv_posted - r->received < most) {
         int64_t slot = r->recv_posted % r->recv_slots, c = way->recv[r->recv_posted];
-        ra_op *op = &r->recv_op[slot];
-        ra__op_set(op, RA_OP_RECV, 0, ra__ring_peer(r, -1), ra__ring_tag(r, c));
+        ra_transport_op *op = &r->recv_op[slot];
+        ra__op_set(op, RA_MSG_RECV, 0, ra__ring_peer(r, -1), ra__ring_tag(r, c));
         op->buf = r->recv_buf + slot * r->slot_bytes;
         op->len = (size_t)ra__ring_length(r, c, ra__ring_hop(r, c));
         op->mr = r->mr;
-        if ((r->tp.caps & RA_CAP_LOAN) && !way->backward) op->flags = RA_OPF_LOAN_OK;
+        if ((r->tp.caps & RA_CAP_LOAN) && !way->backward) op->flags = RA_MSG_LOAN_OK;
         r->recv_ns[slot] = ra__ring_now(r);
         r->recv_posted++;
         n++;
@@ -12098,9 +12097,9 @@ static int ra__ring_more_sends(ra_ring *r) {
         int64_t slot = r->send_posted % r->send_slots, c = way->send[r->send_posted];
         int32_t recv = way->send_recv[r->send_posted], to = ra__ring_peer(r, 1);
         int32_t hop = 1 + ra__ring_hop(r, c);
-        ra_op *op = &r->send_op[slot];
+        ra_transport_op *op = &r->send_op[slot];
         if (way->backward) to = ra__back_to(r->plan, &way->chunk[c], r->rank, &hop);
-        ra__op_set(op, RA_OP_SEND, way->backward && hop == r->ranks, to, ra__ring_tag(r, c));
+        ra__op_set(op, RA_MSG_SEND, way->backward && hop == r->ranks, to, ra__ring_tag(r, c));
         op->mr = r->mr;
         op->len = (size_t)ra__ring_length(r, c, hop);
         if (recv >= 0) {
@@ -12130,8 +12129,8 @@ static int ra__ring_more_homes(ra_ring *r) {
            r->home_posted - r->home_received < ra__ring_home_ops(r)) {
         int64_t slot = r->home_posted % r->home_slots, c = way->home[r->home_posted];
         int32_t last = ra__back_stations(r->plan, &r->route->chunk[c]);
-        ra_op *op = &r->home_op[slot];
-        ra__op_set(op, RA_OP_RECV, 1, ra__ring_peer(r, last), ra__ring_tag(r, c));
+        ra_transport_op *op = &r->home_op[slot];
+        ra__op_set(op, RA_MSG_RECV, 1, ra__ring_peer(r, last), ra__ring_tag(r, c));
         op->buf = r->home_buf + slot * r->home_bytes;
         op->len = (size_t)ra__ring_length(r, c, r->ranks);
         op->mr = r->mr;
@@ -12151,11 +12150,11 @@ static int ra__ring_more_words(ra_ring *r) {
          i < p->reader_count + p->source_count; i++) {
         int in = i < p->reader_count;
         int32_t peer = in ? p->readers[i] : p->sources[i - p->reader_count];
-        ra_op *op = &r->word_op[i];
+        ra_transport_op *op = &r->word_op[i];
         ra__frame f;
         if (op->kind) continue;
         if (!in && ra__load_i64(&r->folded) < p->source_end[i - p->reader_count]) continue;
-        ra__op_set(op, in ? RA_OP_RECV : RA_OP_SEND, 1, peer, ra__ring_tag(r, r->pass));
+        ra__op_set(op, in ? RA_MSG_RECV : RA_MSG_SEND, 1, peer, ra__ring_tag(r, r->pass));
         op->buf = r->word_buf + i * RA__FRAME_BYTES;
         op->len = RA__FRAME_BYTES;
         if (!in) r->owner_alive[i - p->reader_count] = NULL;
@@ -12177,7 +12176,7 @@ static int ra__ring_list(const ra_ring *r) {
     for (int64_t i = r->home_received; r->route->backward && i < r->home_posted; i++)
         r->list[n++] = &r->home_op[i % r->home_slots];
     for (int64_t i = 0; r->words && i < r->plan->reader_count + r->plan->source_count; i++)
-        if (r->word_op[i].kind && r->word_op[i].state != RA_OP_DONE)
+        if (r->word_op[i].kind && r->word_op[i].state != RA_MSG_DONE)
             r->list[n++] = &r->word_op[i];
     return n;
 }
@@ -12225,7 +12224,7 @@ static void ra__load_rank(const ra_plan *p, int32_t rank, int32_t b, int64_t key
     }
 }
 
-/* Tiles that are not empty on the rank with most of them, at most. Under RA_WAY_Q a rank computes
+/* Tiles that are not empty on the rank with most of them, at most. Under RA_TRAVEL_Q a rank computes
  * what all queries see of its keys: no more than is seen in all, nor than all tiles of one rank. */
 static int64_t ra__load_most(const ra_plan *p, int backward) {
     ra__load most = { 0, 0 };
@@ -12238,7 +12237,7 @@ static int64_t ra__load_most(const ra_plan *p, int backward) {
         most.all = ra__max(most.all, n.all);
         total += n.seen;
     }
-    tiles = backward && p->d.backward_way == RA_WAY_Q ? ra__min(total, most.all) : most.seen;
+    tiles = backward && p->d.backward_travel == RA_TRAVEL_Q ? ra__min(total, most.all) : most.seen;
     return ra__mul(tiles, p->d.q_heads, &tiles) ? tiles : INT64_MAX;
 }
 
@@ -12264,7 +12263,7 @@ static ra_status ra__ring_exchange(ra_ring *r) {
     const ra__route *way = r->route;
     while (r->exchanged < way->exchanges) {
         const ra__exchange *x = &way->exchange[r->exchanged];
-        ra_op *in = NULL, *out = NULL;
+        ra_transport_op *in = NULL, *out = NULL;
         int64_t patience = ra__ring_patience(r), left = ra__ring_left(r, r->deadline, patience);
         int code;
         if (x->recv >= r->recv_posted || x->send >= r->send_posted ||
@@ -12284,8 +12283,8 @@ static ra_status ra__ring_exchange(ra_ring *r) {
                                               x->send >= 0 ? way->send[x->send] :
                                               x->recv >= 0 ? way->recv[x->recv]
                                                            : way->home[-2 - x->recv]));
-        if (in) in->state = RA_OP_DONE;
-        if (out) out->state = RA_OP_DONE;
+        if (in) in->state = RA_MSG_DONE;
+        if (out) out->state = RA_MSG_DONE;
         r->exchanged++;
         return RA_OK;                  /* one at a time: what came may have to go on in the next */
     }
@@ -12296,7 +12295,7 @@ static ra_status ra__ring_exchange(ra_ring *r) {
 static ra_status ra__ring_drive(ra_ring *r) {
     int n = ra__ring_list(r), idle = 0, code = RA_OK;
     if (!r->tp.post) return ra__ring_exchange(r);
-    for (int i = 0; i < n; i++) idle |= r->list[i]->state == RA_OP_IDLE;
+    for (int i = 0; i < n; i++) idle |= r->list[i]->state == RA_MSG_IDLE;
     if (idle) code = r->tp.post(r->tp.ctx, r->list, n);
     if (code >= 0) code = r->tp.poll(r->tp.ctx, r->list, n);
     if (code < 0) return ra__ring_fail(r, ra__ring_code(code), ra__blame_of(-1, -1, code, -1));
@@ -12304,18 +12303,18 @@ static ra_status ra__ring_drive(ra_ring *r) {
 }
 
 /* Looks at one op; 1 done, 0 not yet, negative: the pass has failed. */
-static int ra__ring_op_done(ra_ring *r, const ra_op *op, int64_t chunk) {
-    int sending = op->kind == RA_OP_SEND;
+static int ra__ring_op_done(ra_ring *r, const ra_transport_op *op, int64_t chunk) {
+    int sending = op->kind == RA_MSG_SEND;
     if (op->state < 0)
         return ra__ring_fail(r, ra__ring_code(op->state),
                              ra__blame_of(op->peer, sending, op->state, chunk));
-    if (op->state != RA_OP_DONE) return 0;
+    if (op->state != RA_MSG_DONE) return 0;
     if (op->done && op->done != op->len)
         return ra__ring_fail(r, RA_E_TRUNC, ra__blame_of(op->peer, sending, (int)op->done, chunk));
     return 1;
 }
 
-static void ra__ring_trace_op(const ra_ring *r, int32_t kind, const ra_op *op, int64_t c,
+static void ra__ring_trace_op(const ra_ring *r, int32_t kind, const ra_transport_op *op, int64_t c,
                               int64_t begin_ns) {
     ra_event e = ra__event_none();
     if (!r->rd.trace) return;
@@ -12329,7 +12328,7 @@ static void ra__ring_trace_op(const ra_ring *r, int32_t kind, const ra_op *op, i
 }
 
 /* Shared memory: notes where an owner listens for signs of life, for as long as it is read here. */
-static void ra__ring_listen(ra_ring *r, const ra_op *op, int32_t owner) {
+static void ra__ring_listen(ra_ring *r, const ra_transport_op *op, int32_t owner) {
     const ra_plan *p = r->plan;
     ra__address a;
     memcpy(&a, (const uint8_t *)op->buf + RA__FRAME_BYTES, sizeof a);
@@ -12343,7 +12342,7 @@ static int ra__ring_take_receives(ra_ring *r) {
     int n = 0, done;
     while (r->received < r->recv_posted) {
         int64_t slot = r->received % r->recv_slots, c = r->route->recv[r->received];
-        const ra_op *op = &r->recv_op[slot];
+        const ra_transport_op *op = &r->recv_op[slot];
         ra__frame due;
         ra_status s;
         if ((done = ra__ring_op_done(r, op, c)) <= 0) return done < 0 ? done : n;
@@ -12386,7 +12385,7 @@ static void ra__ring_hand_over(const ra_ring *r, const ra__chunk *c, int32_t kv_
     ra__grads_finish(&r->back, c, kv_head, out, g);
 }
 
-/* RA_WAY_Q: blocks [from, to) of an own chunk, of the heads of one kv head, from packed sums. */
+/* RA_TRAVEL_Q: blocks [from, to) of an own chunk, of the heads of one kv head, from packed sums. */
 static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t kv_head,
                                  const int64_t block[2], const uint8_t *sums) {
     const ra_desc *d = &r->plan->d;
@@ -12394,7 +12393,7 @@ static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t k
     ra__view from = ra__view_packed(sums, d->q_heads, d->k_dim, RA_F32);
     uint32_t mode = ra__fp_enter();
     for (int64_t i = block[0]; i < block[1] && r->back.d_q.data; i++) {
-        ra__seg s = ra__chunk_block(c, RA_ORDER_TURN, i, &which);
+        ra__seg s = ra__chunk_block(c, RA_ORDER_ASCENDING, i, &which);
         int64_t row = s.row - c->seg[which].row + (which ? c->seg[0].rows : 0);
         for (int64_t j = 0; j < s.rows; j++)
             for (int32_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
@@ -12414,9 +12413,9 @@ static void ra__ring_home_over(const ra_ring *r, int64_t i) {
     uint8_t *message = r->home_buf + i % r->home_slots * r->home_bytes;
     const int64_t all[2] = { 0, ra__chunk_blocks(c) };
     ra__grads g;
-    for (int32_t h = 0; r->plan->d.backward_way == RA_WAY_Q && h < r->plan->d.kv_heads; h++)
+    for (int32_t h = 0; r->plan->d.backward_travel == RA_TRAVEL_Q && h < r->plan->d.kv_heads; h++)
         ra__ring_hand_over_q(r, c, h, all, ra__ring_message_grads(r, message));
-    if (r->plan->d.backward_way == RA_WAY_Q) return;
+    if (r->plan->d.backward_travel == RA_TRAVEL_Q) return;
     for (int32_t h = 0; h < r->plan->d.kv_heads; h++) {
         ra__ring_grad_views(&r->plan->d, c, ra__ring_message_grads(r, message), h, &g);
         ra__ring_hand_over(r, c, h, &g);
@@ -12429,13 +12428,13 @@ static int ra__ring_take_homes(ra_ring *r) {
     int n = 0, done;
     while (way->backward && r->home_received < r->home_posted) {
         int64_t slot = r->home_received % r->home_slots, c = way->home[r->home_received];
-        const ra_op *op = &r->home_op[slot];
+        const ra_transport_op *op = &r->home_op[slot];
         ra__frame due = ra__ring_frame(r, ra__ring_kind(r), r->rank, c, ra__ring_length(r, c, 1));
         ra_status s;
         if ((done = ra__ring_op_done(r, op, c)) <= 0) return done < 0 ? done : n;
         if ((s = ra__ring_check(r, op, &due, c)) != RA_OK) return s;
         if (way->home_fold[r->home_received] < 0) ra__ring_home_over(r, r->home_received);
-        else if (r->plan->d.backward_way == RA_WAY_Q && !r->shared)
+        else if (r->plan->d.backward_travel == RA_TRAVEL_Q && !r->shared)
             ra__ring_pack_q(r, &way->chunk[c], (uint8_t *)op->buf);
         (void)ra__add_i64(&r->counters.chunks_in, 1);
         (void)ra__add_i64(&r->counters.bytes_in, (int64_t)op->len);
@@ -12450,7 +12449,7 @@ static int ra__ring_take_sends(ra_ring *r) {
     int n = 0, done;
     while (r->sent < r->send_posted) {
         int64_t slot = r->sent % r->send_slots, c = r->route->send[r->sent];
-        const ra_op *op = &r->send_op[slot];
+        const ra_transport_op *op = &r->send_op[slot];
         if ((done = ra__ring_op_done(r, op, c)) <= 0) return done < 0 ? done : n;
         (void)ra__add_i64(&r->counters.chunks_out, 1);
         (void)ra__add_i64(&r->counters.bytes_out, (int64_t)op->len);
@@ -12467,7 +12466,7 @@ static int ra__ring_take_words(ra_ring *r) {
     const ra_plan *p = r->plan;
     int n = 0, done;
     for (int64_t i = 0; r->words && i < p->reader_count + p->source_count; i++) {
-        ra_op *op = &r->word_op[i];
+        ra_transport_op *op = &r->word_op[i];
         if (!op->kind || op->done == SIZE_MAX) continue;
         if ((done = ra__ring_op_done(r, op, -1)) < 0) return done;
         if (!done) continue;
@@ -12572,10 +12571,10 @@ static int ra__ring_here(const ra_ring *r, int64_t f) {
     return way->own_home[way->fold_own[f]] < ra__load_i64(&r->home_received);
 }
 
-/* RA_WAY_Q: entry f starts an own chunk of queries, which is packed before anybody folds it. */
+/* RA_TRAVEL_Q: entry f starts an own chunk of queries, which is packed before anybody folds it. */
 static int ra__ring_packs(const ra_ring *r, int64_t f) {
     const ra__route *way = r->route;
-    return way->backward && r->plan->d.backward_way == RA_WAY_Q && way->fold[f] >= 0 &&
+    return way->backward && r->plan->d.backward_travel == RA_TRAVEL_Q && way->fold[f] >= 0 &&
            way->fold_own[f] >= 0 && way->fold_phase[f] != RA__BEFORE;
 }
 
@@ -12828,7 +12827,7 @@ static ra__share ra__ring_share(const ra_ring *r, int32_t b, int64_t task, int64
     return s;
 }
 
-/* RA_WAY_Q: this rank's keys of a sequence, with the sums of one kv head. */
+/* RA_TRAVEL_Q: this rank's keys of a sequence, with the sums of one kv head. */
 static void ra__ring_key_item(const ra_ring *r, const ra__share *s, ra__item *item, ra__grads *g) {
     const ra_desc *d = &r->plan->d;
     ra__side side = ra__plan_side(r->plan, 1, r->rank);
@@ -12876,7 +12875,7 @@ static void ra__ring_stripe(ra_ring *r) {
     const ra__side *side = &r->work.q_side;
     int64_t most = 1;
     r->back.stripe = NULL;
-    if (r->work.any_position || d->backward_way == RA_WAY_Q) return;
+    if (r->work.any_position || d->backward_travel == RA_TRAVEL_Q) return;
     for (int32_t b = 0; b < d->sequences; b++)
         most = ra__max(most, ra__side_blocks(side, b, ra__q_len(d, b)));
     r->back.stripe = r->stripe;
@@ -12907,14 +12906,14 @@ static ra__bounds ra__packed_bounds(const ra_desc *d, const ra__chunk *c) {
     return all;
 }
 
-/* Item i of the keys of a task, with the sums of its kv head: the chunk, or with RA_WAY_Q this
+/* Item i of the keys of a task, with the sums of its kv head: the chunk, or with RA_TRAVEL_Q this
  * rank's. 0: there is none. */
 static int ra__ring_keys(const ra_ring *r, const ra__desk *desk, int64_t i, ra__item *item,
                          ra__grads *g) {
     const ra__share *s = &desk->hand.back.s;
     const int64_t f = desk->claim.fold;
     if (i > 0) return 0;
-    if (r->plan->d.backward_way == RA_WAY_Q) {
+    if (r->plan->d.backward_travel == RA_TRAVEL_Q) {
         ra__ring_key_item(r, s, item, g);
         return 1;
     }
@@ -12961,12 +12960,12 @@ static int ra__back_keys(const ra_ring *r, ra__desk *desk, int last) {
     return 1;
 }
 
-/* RA_WAY_Q: sums of dQ of an own chunk go to the caller. 1: all of them. */
+/* RA_TRAVEL_Q: sums of dQ of an own chunk go to the caller. 1: all of them. */
 static int ra__back_queries(const ra_ring *r, ra__desk *desk) {
     ra__back_hand *h = &desk->hand.back;
     const int32_t group = r->plan->d.q_heads / r->plan->d.kv_heads;
     const ra__task *t = &h->s.t;
-    if (r->plan->d.backward_way != RA_WAY_Q || !h->q_last) return 1;
+    if (r->plan->d.backward_travel != RA_TRAVEL_Q || !h->q_last) return 1;
     for (; h->at < t->count / group; h->at++) {
         int64_t block[2];
         if (h->x.left <= 0) return 0;
@@ -12983,7 +12982,7 @@ static int ra__back_queries(const ra_ring *r, ra__desk *desk) {
  * empty item, for dQ has to begin and end. */
 static int ra__back_item_open(const ra_ring *r, ra__desk *desk, int begins, int ends) {
     ra__back_hand *h = &desk->hand.back;
-    const int q = r->plan->d.backward_way == RA_WAY_Q;
+    const int q = r->plan->d.backward_travel == RA_TRAVEL_Q;
     int any = ra__ring_keys(r, desk, h->index, &h->item, &h->g);
     if (!any && h->index) return 0;
     if (!any) memset(&h->item, 0, sizeof h->item);
@@ -13008,7 +13007,7 @@ static int ra__back_item_open(const ra_ring *r, ra__desk *desk, int begins, int 
 static int ra__back_pass_some(const ra_ring *r, ra__desk *desk, int32_t phase, int begins,
                               int ends) {
     ra__back_hand *h = &desk->hand.back;
-    const ra__back *b = r->plan->d.backward_way == RA_WAY_Q ? &h->p.b : &r->back;
+    const ra__back *b = r->plan->d.backward_travel == RA_TRAVEL_Q ? &h->p.b : &r->back;
     h->x.phase = phase;
     for (; h->opened || ra__back_item_open(r, desk, begins, ends); h->index++, h->opened = 0)
         if (!ra__back_some(b, &h->s.t, &h->item, &h->g, &h->x)) return 0;
@@ -13036,7 +13035,7 @@ static int ra__back_stage(const ra_ring *r, ra__desk *desk) {
     ra__back_hand *h = &desk->hand.back;
     const int32_t phase = way->fold_phase[desk->claim.fold];
     const int twice = r->plan->split && phase == RA__BOTH;
-    const int tiles = r->plan->d.backward_way != RA_WAY_Q || way->fold[desk->claim.fold] >= 0;
+    const int tiles = r->plan->d.backward_travel != RA_TRAVEL_Q || way->fold[desk->claim.fold] >= 0;
     switch (h->stage) {
     case RA__STAGE_CLEAR: return ra__back_keys(r, desk, 0);
     case RA__STAGE_TILES:
@@ -13056,7 +13055,7 @@ static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory
     const int64_t f = desk->claim.fold;
     const int32_t own = way->fold_own[f], b = ra__fold_sequence(r, f);
     const int32_t group = d->q_heads / d->kv_heads, any = way->fold[f] >= 0;
-    const int q = d->backward_way == RA_WAY_Q;
+    const int q = d->backward_travel == RA_TRAVEL_Q;
     const int travel_first = own >= 0 && (way->fold_phase[f] & RA__AFTER);
     const int travel_last = own >= 0 && (way->own_home[own] < 0 ||
                                          way->fold_phase[f] == RA__BEFORE);
@@ -13078,7 +13077,7 @@ static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory
     if (q) dq = ra__view_packed(h->p.sums, d->q_heads, d->k_dim, RA_F32);
     if (h->s.want_q && (q || r->back.d_q.data))
         h->g.dq = ra__view_at(dq, q ? 0 : b, 0, h->s.t.kv_head * group);
-    h->g.bias = r->work.t->d_bias.row_stride == 0 ? h->s.want_k : h->s.want_q;
+    h->g.bias = r->work.t->d_bias.row_step == 0 ? h->s.want_k : h->s.want_q;
     h->keys_first = h->s.want_k && (q ? stay_first : travel_first);
     h->keys_last = h->s.want_k && (q ? stay_last : travel_last);
     h->q_first = q ? travel_first : stay_first;
@@ -13091,7 +13090,7 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     const ra_plan *p = r->plan;
     const int64_t f = desk->claim.fold;
     const int32_t chunk = r->route->fold[f];
-    const int q = p->d.backward_way == RA_WAY_Q;
+    const int q = p->d.backward_travel == RA_TRAVEL_Q;
     ra__back_hand *h = &desk->hand.back;
     int done;
     if (!desk->open) ra__back_hand_open(r, desk, memory);
@@ -13563,7 +13562,7 @@ static ra_status ra__out_check(const ra_out *o, ra__shape s, int32_t dtype, ra__
 /* Pointers of score changes are there if and only if the descriptor says so. */
 static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, ra_error *e) {
     const ra_bias *b = &t->bias;
-    const int64_t strides[4] = { b->batch_stride, b->head_stride, b->row_stride, b->key_stride };
+    const int64_t strides[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
     if (!(d->scores & RA_SCORE_ALIBI) != !t->alibi)
         return ra__refuse(e, t->alibi ? RA_E_SHAPE : RA_E_NULL, "t.alibi",
                           "must be given exactly if scores has RA_SCORE_ALIBI; scores is #",
@@ -13595,7 +13594,7 @@ static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_
                                  ra_error *e) {
     int64_t top = ra__position_top(d, keys);
     if (p->batch_stride < 0)
-        return ra__refuse(e, RA_E_STRIDE, keys ? "t.k_pos.batch_stride" : "t.q_pos.batch_stride",
+        return ra__refuse(e, RA_E_STRIDE, keys ? "t.k_pos.batch_step" : "t.q_pos.batch_step",
                           "# is negative", p->batch_stride);
     if (p->count != rows)
         return ra__refuse(e, RA_E_POSITIONS, keys ? "t.k_pos.count" : "t.q_pos.count",
@@ -13685,7 +13684,7 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
     const ra_bias_out *b = &t->d_bias;
     const int64_t keys = ra__min(b->keys, RA_MAX_POSITION); /* positions are below it */
     const int64_t counts[4] = { d->sequences, d->q_heads, rows, keys };
-    const int64_t strides[4] = { b->batch_stride, b->head_stride, b->row_stride, b->key_stride };
+    const int64_t strides[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
     ra_error *e = d->error;
     if (!b->data) return RA_OK;
     if (!(d->scores & RA_SCORE_BIAS))
@@ -13697,13 +13696,13 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
             return ra__refuse(e, RA_E_STRIDE, "t.d_bias",
                               "stride # is negative or no multiple of 4", strides[i]);
     if (!b->batch_stride && d->sequences > 1 && rows)
-        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.batch_stride",
+        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.batch_step",
                           "is 0: # sequences would be added up", d->sequences);
     if (!b->head_stride && d->q_heads > 1 && rows)
-        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.head_stride",
+        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.head_step",
                           "is 0: # heads would be added up", d->q_heads);
-    if (!b->row_stride && !b->key_stride)
-        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.key_stride", "is #, and so is row_stride", 0);
+    if (!b->row_step && !b->key_step)
+        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.key_step", "is #, and so is row_step", 0);
     if ((uintptr_t)b->data % 4)
         return ra__refuse(e, RA_E_ALIGN, "t.d_bias", "data must be aligned to # bytes", 4);
     if (b->data == t->bias.data || b->data == t->d_sinks)
@@ -13725,8 +13724,8 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
                              nk ? t->d_k.data : NULL };
     ra_error *e = d->error;
     ra_status s = RA_OK;
-    if (d->op != RA_OP_TRAIN)
-        return ra__refuse(e, RA_E_SHAPE, "op", "# must be RA_OP_TRAIN for gradients", d->op);
+    if (!d->train)
+        return ra__refuse(e, RA_E_SHAPE, "train", "must be 1 for gradients, is #", d->train);
     if (rows[0] && !t->lse.data) return ra__refuse(e, RA_E_NULL, "t.lse", "is required", 0);
     if (t->d_sinks && !(d->scores & RA_SCORE_SINKS))
         return ra__refuse(e, RA_E_SHAPE, "t.d_sinks", "needs RA_SCORE_SINKS; scores is #",
@@ -13795,7 +13794,7 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
         return ra__refuse(e, RA_E_NULL, keys ? "t.k_pos.runs" : "t.q_pos.runs",
                           "are null, but count is #", p->count);
     if (p->batch_stride)
-        return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos.batch_stride" : "t.q_pos.batch_stride",
+        return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos.batch_step" : "t.q_pos.batch_step",
                           "# needs an array", p->batch_stride);
     for (int64_t i = 0; i < p->count; i++) {
         int64_t last, step = ra__run_step(&p->runs[i]);
@@ -14470,7 +14469,7 @@ static void ra__back_keys_finish(const ra__back_local *l, const ra__share *p,
 static int32_t ra__back_has_bias(const ra__back_local *l, const ra__share *p) {
     const ra_bias_out *bias = &l->c.w.t->d_bias;
     if (!bias->data) return 0;
-    return bias->row_stride == 0 ? p->want_k : p->want_q;
+    return bias->row_step == 0 ? p->want_k : p->want_q;
 }
 
 /* Points g at the sums of a chunk's keys in the memory of a thread, where they are wanted. */
@@ -14523,7 +14522,7 @@ static void ra__back_run_piece(const ra__back_local *l, const ra__share *p,
         ra__back_point(l, p, &item.c, m, &g);
         ra__grads_clear(d, &item.c, &g);
     }
-    if (l->b.square && l->c.w.order != RA_ORDER_DESC) {
+    if (l->b.square && l->c.w.order != RA_ORDER_DESCENDING) {
         m->x.phase = RA__AFTER;
         ra__back_pass(l, p, &g, 0, m);
         m->x.phase = RA__BEFORE;
@@ -14773,8 +14772,8 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
 RINGATTN_API size_t ra_attention_backward_bytes(const ra_desc *d, int nth) {
     ra__local c;
     if (nth < 1 || nth > 4096 || ra__local_check(d, NULL, &c)) return 0;
-    if (c.d.op != RA_OP_TRAIN) {
-        ra__refuse(d->error, RA_E_SHAPE, "op", "# must be RA_OP_TRAIN for gradients", c.d.op);
+    if (!c.d.train) {
+        ra__refuse(d->error, RA_E_SHAPE, "train", "must be 1 for gradients, is #", c.d.train);
         return 0;
     }
     return (size_t)(ra__back_bytes(&c.d) * nth);
@@ -14872,7 +14871,7 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     c.w.kernel = ra__kernel_of(&c.d);
     c.w.q_side.ranks = c.k_side.ranks = 1;
     c.w.q_side.offset = q_offset;
-    c.w.order = RA_ORDER_TURN;
+    c.w.order = RA_ORDER_ASCENDING;
     c.w.clear = c.w.finish = 1;
     ra__simple_view(&c.w.q, q, n_heads, head_dim);
     ra__simple_view(&c.w.o, out, n_heads, head_dim);
@@ -15014,11 +15013,11 @@ static void ra__plan_queries(ra_plan *p) {
 
 /* The lists of a backward pass. */
 static void ra__plan_fill_back(ra_plan *p) {
-    int q = p->d.backward_way == RA_WAY_Q;
+    int q = p->d.backward_travel == RA_TRAVEL_Q;
     ra__tour w;
     if (q) ra__plan_queries(p);
     p->split = ra__back_split(p);
-    p->back_direction = p->order == RA_ORDER_DESC && q ? -1 : 1;
+    p->back_direction = p->order == RA_ORDER_DESCENDING && q ? -1 : 1;
     w = ra__tour_of(p, 1);
     (void)ra__tour_hops(&w);
     p->back.steps = ra__tour_steps(&w, p->line, p->start);
@@ -15045,7 +15044,7 @@ static void ra__plan_fill(ra_plan *p) {
     p->forward.direction = p->direction;
     p->forward.chunk = p->keys.chunk;
     p->forward.chunk_bytes = p->chunk_bytes;
-    if (p->d.op == RA_OP_TRAIN) ra__plan_fill_back(p);
+    if (p->d.train) ra__plan_fill_back(p);
     p->sizes = ra__plan_sizes(p, p->d.rank, p->task0);
     for (int32_t b = 0; b <= p->d.sequences; b++) p->back_task0[b] = b * p->sizes.back.tasks;
     ra__plan_own_lists(p);
@@ -15131,7 +15130,7 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     ra__plan_carve(&arena, p, &full, keys, queries);
     ra__agree(d, &full, &p->agreed);
     ra__plan_cuts(p);
-    p->keys.chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESC, p->keys.chunk);
+    p->keys.chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESCENDING, p->keys.chunk);
     RINGATTN_ASSERT(p->keys.chunks <= keys);
     ra__plan_fill(p);
     p->unvisited = ra__plan_unvisited(p, &p->keys);
@@ -15302,16 +15301,16 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
 
 /* What backward asks of a transport beyond forward: gradients go home on a channel of their own. */
 static ra_status ra__tp_check_back(const ra_transport *t, const ra_plan *p, ra_error *e) {
-    if (p->d.op != RA_OP_TRAIN || p->d.ranks < 2) return RA_OK;
+    if (!p->d.train || p->d.ranks < 2) return RA_OK;
     if (t->post && t->channels < 2)
         return ra__refuse(e, RA_E_TRANSPORT, "transport.channels",
                           "is #, backward passes need at least 2", (int64_t)t->channels);
     if (t->post && t->max_ops < 3)
         return ra__refuse(e, RA_E_TRANSPORT, "transport.max_ops",
                           "is # (0: 2), backward passes need at least 3", (int64_t)t->max_ops);
-    if (p->d.ranks > 2 && p->d.grad_home == RA_HOME_DIRECT && !(t->caps & RA_CAP_ANY_PEER))
+    if (p->d.ranks > 2 && p->d.grad_return == RA_RETURN_DIRECT && !(t->caps & RA_CAP_ANY_PEER))
         return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
-                          "# lacks RA_CAP_ANY_PEER: set grad_home of the plan to RA_HOME_RING",
+                          "# lacks RA_CAP_ANY_PEER: set grad_return of the plan to RA_RETURN_RING",
                           (int64_t)t->caps);
     return RA_OK;
 }
@@ -15385,9 +15384,9 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
         return ra__refuse(e, RA_E_ENUM, "job.pass", "# is no RA_PASS_*", job->pass);
     if (job->reserved)
         return ra__refuse(e, RA_E_RESERVED, "job.reserved", "must be 0, not #", job->reserved);
-    if (job->pass == RA_PASS_BACKWARD && p->d.op != RA_OP_TRAIN)
-        return ra__refuse(e, RA_E_SHAPE, "job.pass", "backward needs op RA_OP_TRAIN, not #",
-                          p->d.op);
+    if (job->pass == RA_PASS_BACKWARD && !p->d.train)
+        return ra__refuse(e, RA_E_SHAPE, "job.pass", "backward needs train = 1, not #",
+                          p->d.train);
     s = ra__load_i32(&r->failed);
     if (s) return ra__refuse(e, s, "ring", "its pass # failed: make a new one", r->pass);
     if (ra__load_i32(&r->state) != RA_RING_IDLE)
@@ -15434,7 +15433,7 @@ static void ra__begin_work(ra_ring *r, const ra_plan *p) {
     w->any_position = p->d.layout.kind == RA_LAYOUT_ARRAY;
     if (w->any_position) {
         w->q_side.array = r->t.q_pos.array;
-        w->q_side.array_stride = r->t.q_pos.batch_stride;
+        w->q_side.array_stride = r->t.q_pos.batch_step;
     }
     w->order = p->order;
     w->clear = w->finish = 1;
@@ -15483,10 +15482,10 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     }
     r->step_work = ra__step_work(&p->d, back);
     if (back) ra__ring_stripe(r);
-    for (int64_t i = 0; i < words; i++) memset(&r->word_op[i], 0, sizeof(ra_op));
+    for (int64_t i = 0; i < words; i++) memset(&r->word_op[i], 0, sizeof(ra_transport_op));
     for (int64_t i = 0; r->words && i < p->source_count; i++) r->owner_alive[i] = NULL;
     ra__store_i32(&r->silent, p->reader_count ? p->readers[0] : -1);
-    for (int64_t i = 0; i < r->recv_slots; i++) memset(&r->recv_op[i], 0, sizeof(ra_op));
+    for (int64_t i = 0; i < r->recv_slots; i++) memset(&r->recv_op[i], 0, sizeof(ra_transport_op));
 }
 
 /* ra_begin, and ra_join for the thread that holds `join`: others may look in, and go again. */
@@ -15695,7 +15694,7 @@ RINGATTN_API void ra_ring_cancel(ra_ring *ring) {
 static ra_status ra__ring_pass(ra_ring *ring, const ra_job *job) {
     ra_status end, s = ra_begin(ring, job);
     if (s) return s;
-    while ((s = ra_step(ring, 0, 1)) > 0)
+    while ((s = ra_step(ring, 0)) > 0)
         if (s == RA_WAIT) (void)ra_step_wait(ring, job->deadline_ns);
     if (!s) return RA_OK;
     end = ra_finish(ring, RA_NO_DEADLINE);
@@ -15723,7 +15722,7 @@ RINGATTN_API ra_status ra_backward(const ra_plan *plan, ra_ring *ring, const ra_
     return ra__ring_pass(ring, &job);
 }
 
-RINGATTN_API ra_status ra_attend(const ra_desc *d, const ra_transport *transport,
+RINGATTN_API ra_status ra_ring_once(const ra_desc *d, const ra_transport *transport,
                                  const ra_tensors *t, int64_t deadline_ns) {
     ra_plan *plan = NULL;
     ra_ring *ring = NULL;

@@ -355,9 +355,9 @@ static void variant_scores(const row *r, ra_desc *d, ra_tensors *t) {
         const int64_t n = r->kv_tokens * (full ? r->tokens * r->q_heads : 1);
         d->scores = RA_SCORE_BIAS;
         t->bias.data = (float *)map_random(n, RA_F32, 4);
-        t->bias.key_stride = 4;
-        t->bias.row_stride = full ? 4 * r->kv_tokens : 0;
-        t->bias.head_stride = full ? 4 * r->kv_tokens * r->tokens : 0;
+        t->bias.key_step = 4;
+        t->bias.row_step = full ? 4 * r->kv_tokens : 0;
+        t->bias.head_step = full ? 4 * r->kv_tokens * r->tokens : 0;
         t->bias.keys = r->kv_tokens;
     }
 }
@@ -566,7 +566,7 @@ static void ring_part(void *ctx, int ith, int nth) {
     job.tensors = &l->t[rank];
     job.deadline_ns = ra_deadline_ms(60000);
     while (s == RA_AGAIN || s == RA_WAIT) {
-        s = ra_join(l->ring[rank], &job, ith / l->ranks, nth / l->ranks);
+        s = ra_join(l->ring[rank], &job, ith / l->ranks);
         if (s == RA_WAIT) ra_step_wait(l->ring[rank], job.deadline_ns);
     }
     if (s != RA_OK) __atomic_store_n(&l->status, s, __ATOMIC_RELAXED);
@@ -754,7 +754,7 @@ static void run_backward(const row *r, result *out) {
     load_make(r, &x, &l);
     l.t.lse.data = map((size_t)(r->tokens * r->q_heads * 4));
     if (l.status == RA_OK) pool_run(attention_part, &l, r->threads);
-    l.d.op = RA_OP_TRAIN;
+    l.d.train = 1;
     l.t.d_o.data = map_random(q, RA_F32, 5);
     l.t.d_q.data = map((size_t)q * 4);
     l.t.d_k.data = map((size_t)kv * 4);
@@ -1244,7 +1244,7 @@ static void print_plan(const plan_case *c) {
     d.kv_heads = c->kv_heads;
     d.k_dim = d.v_dim = 128;
     d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_BF16;
-    d.op = RA_OP_TRAIN;
+    d.train = 1;
     d.mask.kind = RA_MASK_CAUSAL;
     for (int i = 0; i < 8192; i++) docs[i] = (int64_t)8192 * i;
     if (c->mask == 1) d.mask.doc_first = docs;

@@ -143,7 +143,7 @@ peers_call *peers_create(const int64_t *shape, void *const *data) {
     c->t.o = view_out(data[P_O], row, tq);
     if (data[P_LSE]) {
         c->t.lse = view_out(data[P_LSE], 4, tq);
-        c->d.op = RA_OP_TRAIN;
+        c->d.train = 1;
         c->d.grad_dtype = c->d.o_dtype;
     }
     c->backward = shape[S_BACKWARD] != 0;

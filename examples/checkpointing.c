@@ -19,7 +19,7 @@ static void *workspace;
 
 static ra_desc layer(void) {
     ra_desc d = {0};
-    d.op = RA_OP_TRAIN;
+    d.train = 1;
     d.tokens = TOKENS; d.q_heads = d.kv_heads = HEADS; d.k_dim = d.v_dim = DIM;
     d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
     d.mask.kind = RA_MASK_CAUSAL;

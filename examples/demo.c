@@ -340,7 +340,7 @@ typedef struct worker { ra_ring *ring; const ra_job *job; int ith, nth; ra_statu
 /* A thread of a rank that has several: no main thread, whoever comes first begins the pass. */
 static void *work(void *arg) {
     worker *w = (worker *)arg;
-    while ((w->status = ra_join(w->ring, w->job, w->ith, w->nth)) > 0)
+    while ((w->status = ra_join(w->ring, w->job, w->ith)) > 0)
         if (w->status == RA_WAIT) ra_step_wait(w->ring, ra_deadline_ms(100));
     return NULL;
 }

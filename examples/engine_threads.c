@@ -49,7 +49,7 @@ static void attend_in_ring(call *c, int ith, int nth) {
     job.ticket = c->ticket;
     job.plan = c->plan;
     job.tensors = &c->t;
-    while ((s = ra_join(c->ring, &job, ith, nth)) > 0)
+    while ((s = ra_join(c->ring, &job, ith)) > 0)
         if (s == RA_WAIT) (void)ra_step_wait(c->ring, RA_NO_DEADLINE);
     c->status[ith] = s;
 }
@@ -175,7 +175,7 @@ static void pool_run(pool *p, void (*fn)(call *c, int ith, int nth), call *c) {
 
 static void step_ring(call *c, int ith, int nth) {
     ra_status s;
-    while ((s = ra_step(c->ring, ith, nth)) > 0)
+    while ((s = ra_step(c->ring, ith)) > 0)
         if (s == RA_WAIT) (void)ra_step_wait(c->ring, RA_NO_DEADLINE);
     c->status[ith] = s;
 }

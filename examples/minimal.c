@@ -32,7 +32,7 @@ static ra_status on_rank(ra_world *world, int rank, void *user) {   /* on a thre
     fill(&q[rank][0][0][0], sizeof q[rank] / sizeof(float), 3 * (uint32_t)rank);
     fill(&k[rank][0][0][0], sizeof k[rank] / sizeof(float), 3 * (uint32_t)rank + 1);
     fill(&v[rank][0][0][0], sizeof v[rank] / sizeof(float), 3 * (uint32_t)rank + 2);
-    ra_status status = ra_attend(&d, ra_world_transport(world, rank), &t, RA_NO_DEADLINE);
+    ra_status status = ra_ring_once(&d, ra_world_transport(world, rank), &t, RA_NO_DEADLINE);
     if (status != RA_OK)
         fprintf(stderr, "rank %d: %s %s\n", rank, ra_status_text(status), why.text);
     return status;

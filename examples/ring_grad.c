@@ -141,7 +141,7 @@ static ra_status on_rank(ra_world *world, int rank, void *user)
     ra_status s;
     memset(&d, 0, sizeof d);
     memset(l, 0, sizeof l);
-    d.op = RA_OP_TRAIN;
+    d.train = 1;
     d.ranks = r->ranks; d.rank = rank; d.tokens = T;
     d.layout.kind = RA_LAYOUT_ZIGZAG; d.mask.kind = RA_MASK_CAUSAL;
     d.q_heads = H; d.kv_heads = HKV; d.k_dim = d.v_dim = D;

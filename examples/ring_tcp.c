@@ -97,7 +97,7 @@ static ra_status part_open(part *p, int rank, int ranks, int64_t tokens, const r
     d.kv_heads = KV_HEADS;
     d.k_dim = d.v_dim = DIM;
     d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-    d.op = RA_OP_TRAIN;
+    d.train = 1;
     d.error = rd.error = &why;
     rd.trace = on_event;
     rd.trace_ctx = &p->link;

@@ -275,8 +275,8 @@ static void stopped(int seeds) {
 }
 
 /* -------------------------------------------------------------------------- ops by hand */
-static ra_op op_of(int kind, int peer, void *buf, size_t len) {
-    ra_op op;
+static ra_transport_op op_of(int kind, int peer, void *buf, size_t len) {
+    ra_transport_op op;
     memset(&op, 0, sizeof op);
     op.kind = (uint8_t)kind;
     op.peer = peer;
@@ -294,15 +294,15 @@ static void lengths(void) {
         CHECK(ra_mpi_open(&m, MPI_COMM_WORLD, 0, NULL) == RA_OK);
         if (g.rank < 2) {
             const ra_transport *t = ra_mpi_transport(m);
-            ra_op op = op_of(g.rank ? RA_OP_RECV : RA_OP_SEND, !g.rank, bytes,
+            ra_transport_op op = op_of(g.rank ? RA_MSG_RECV : RA_MSG_SEND, !g.rank, bytes,
                              g.rank ? 100 : (size_t)sent);
-            ra_op *one = &op;
+            ra_transport_op *one = &op;
             int64_t until = ra_deadline_ms(10000);
             int code = t->post(t->ctx, &one, 1);
-            while (!code && op.state == RA_OP_PENDING && ra_now_ns() < until)
+            while (!code && op.state == RA_MSG_PENDING && ra_now_ns() < until)
                 code = t->poll(t->ctx, &one, 1);
             CHECK(code == RA_OK);
-            CHECK(op.state == (g.rank ? RA_E_TRUNC : RA_OP_DONE));
+            CHECK(op.state == (g.rank ? RA_E_TRUNC : RA_MSG_DONE));
         }
         CHECK(ra_mpi_close(m) == RA_OK);
     }

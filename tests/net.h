@@ -75,8 +75,8 @@ typedef struct net_message {
 
 enum { NET_FREE, NET_WAITS, NET_READY, NET_LENT };
 typedef struct net_slot {              /* an op that was accepted */
-    ra_op *op;
-    ra_op copy;                        /* as it was then: the library must not change it */
+    ra_transport_op *op;
+    ra_transport_op copy;                        /* as it was then: the library must not change it */
     int use;                           /* NET_FREE ... */
     int status;                        /* what the op becomes, when READY */
     net_message *message;              /* receive: what arrived */
@@ -195,7 +195,7 @@ static inline int net_has_loan(const net *w, int rank, const void *ptr, size_t l
 }
 
 /* Every op must lie in registered memory and say so, lent memory and shared words apart. */
-static inline void net_check_mr(net_rank *r, const ra_op *op)
+static inline void net_check_mr(net_rank *r, const ra_transport_op *op)
 {
     net *w = r->net;
     if (w->c.reg != 1) {
@@ -213,18 +213,18 @@ static inline void net_check_mr(net_rank *r, const ra_op *op)
     net_breach(w, "rank %d: a buffer that was not registered", net_rank_of(r));
 }
 
-static inline void net_check_op(net_rank *r, const ra_op *op)
+static inline void net_check_op(net_rank *r, const ra_transport_op *op)
 {
     net *w = r->net;
     int me = net_rank_of(r);
     uint32_t bits = w->c.tag_bits ? w->c.tag_bits : 15;
     size_t align = w->c.align ? w->c.align : 64;
-    if (op->kind != RA_OP_SEND && op->kind != RA_OP_RECV) net_breach(w, "op kind %d", op->kind);
+    if (op->kind != RA_MSG_SEND && op->kind != RA_MSG_RECV) net_breach(w, "op kind %d", op->kind);
     if (op->channel >= (w->c.shared || w->c.train ? 2 : 1))
         net_breach(w, "channel %d", op->channel);
-    if (op->flags & ~RA_OPF_LOAN_OK) net_breach(w, "op flags %d", op->flags);
+    if (op->flags & ~RA_MSG_LOAN_OK) net_breach(w, "op flags %d", op->flags);
     if (op->flags && !(w->c.lend || w->c.lend_sender)) net_breach(w, "asks for a loan unasked");
-    if (op->flags && op->kind == RA_OP_SEND) net_breach(w, "a send with RA_OPF_LOAN_OK");
+    if (op->flags && op->kind == RA_MSG_SEND) net_breach(w, "a send with RA_MSG_LOAN_OK");
     if (op->peer < 0 || op->peer >= w->c.ranks || op->peer == me)
         net_breach(w, "rank %d: peer %d of %d", me, op->peer, w->c.ranks);
     else if (!w->c.any_peer && !net_is_neighbour(w, me, op->peer))
@@ -233,9 +233,9 @@ static inline void net_check_op(net_rank *r, const ra_op *op)
     if (!op->buf || !op->len) net_breach(w, "an op without bytes");
     if (op->channel == 0 && op->len < 64) net_breach(w, "a chunk of %zu bytes", op->len);
     if (w->c.max_msg && op->len > w->c.max_msg) net_breach(w, "%zu bytes in a message", op->len);
-    if (op->kind == RA_OP_RECV && op->channel == 0 && (uintptr_t)op->buf % align)
+    if (op->kind == RA_MSG_RECV && op->channel == 0 && (uintptr_t)op->buf % align)
         net_breach(w, "a receive buffer off by %d", (int)((uintptr_t)op->buf % align));
-    if (op->kind == RA_OP_SEND && op->channel == 0 && (uintptr_t)op->buf % align &&
+    if (op->kind == RA_MSG_SEND && op->channel == 0 && (uintptr_t)op->buf % align &&
         !net_has_loan(w, me, op->buf, op->len))
         net_breach(w, "a send buffer off by %d", (int)((uintptr_t)op->buf % align));
     if (op->reserved || op->done) net_breach(w, "reserved or done not zero when posted");
@@ -273,7 +273,7 @@ static inline void net_message_free(net_message *m)
     free(m);
 }
 
-static inline net_message *net_message_new(net *w, const ra_op *op, int slot)
+static inline net_message *net_message_new(net *w, const ra_transport_op *op, int slot)
 {
     net_message *m = (net_message *)calloc(1, sizeof *m);
     if (!m) abort();
@@ -293,7 +293,7 @@ static inline int net_fault_here(net_rank *r, int64_t count, int first, int last
 }
 
 /* Puts a copy of the message on its link and applies the fault if this is its message. */
-static inline void net_send(net_rank *r, ra_op *op, int slot)
+static inline void net_send(net_rank *r, ra_transport_op *op, int slot)
 {
     net *w = r->net;
     net_fault *f = &w->c.fault;
@@ -309,7 +309,7 @@ static inline void net_send(net_rank *r, ra_op *op, int slot)
     }
     if (hit && (f->kind == NET_DROP || f->kind == NET_SEND_FAILS)) {
         r->slots[slot].use = NET_READY;
-        r->slots[slot].status = f->kind == NET_DROP ? RA_OP_DONE : f->value;
+        r->slots[slot].status = f->kind == NET_DROP ? RA_MSG_DONE : f->value;
         net_message_free(m);
         return;
     }
@@ -328,7 +328,7 @@ static inline void net_send(net_rank *r, ra_op *op, int slot)
         l->held++;
         m->slot = -1;
         r->slots[slot].use = NET_READY;
-        r->slots[slot].status = RA_OP_DONE;
+        r->slots[slot].status = RA_MSG_DONE;
     }
 }
 
@@ -351,18 +351,18 @@ static inline void net_match(net *w, int from, int to, int channel)
         in->use = NET_READY;
         in->message = m;
         in->from_slot = m->slot;
-        in->status = RA_OP_DONE;
+        in->status = RA_MSG_DONE;
         if (m->fault == NET_TRUNC) in->status = RA_E_TRUNC;
         if (m->fault == NET_RECV_FAILS) in->status = w->c.fault.value;
         if (m->slot < 0) {
             if (l->held > 0) l->held--;
-        } else if (in->status == RA_OP_DONE && m->len == in->op->len && m->fault == NET_FINE &&
-                   (in->op->flags & RA_OPF_LOAN_OK) && net_chance(w, w->c.lend_sender)) {
+        } else if (in->status == RA_MSG_DONE && m->len == in->op->len && m->fault == NET_FINE &&
+                   (in->op->flags & RA_MSG_LOAN_OK) && net_chance(w, w->c.lend_sender)) {
             s->slots[m->slot].use = NET_LENT;
         } else {
             in->from_slot = -1;
             s->slots[m->slot].use = NET_READY;
-            s->slots[m->slot].status = RA_OP_DONE;
+            s->slots[m->slot].status = RA_MSG_DONE;
         }
         m->slot = -1;
     }
@@ -389,15 +389,15 @@ static inline void net_finish_recv(net_rank *r, net_slot *slot)
 {
     net *w = r->net;
     net_message *m = slot->message;
-    ra_op *op = slot->op;
+    ra_transport_op *op = slot->op;
     size_t n = m->len < op->len ? m->len : op->len, done = m->len;
     int from = op->peer;
     if (!net_is(op->buf, op->len, NET_POISON))
         net_breach(w, "rank %d: wrote into a receive buffer while PENDING", net_rank_of(r));
-    if (slot->status == RA_OP_DONE && slot->from_slot >= 0) {
+    if (slot->status == RA_MSG_DONE && slot->from_slot >= 0) {
         net_lend(w, net_rank_of(r), slot, (void *)w->rank[from].slots[slot->from_slot].copy.buf,
                  from);
-    } else if (slot->status == RA_OP_DONE && (op->flags & RA_OPF_LOAN_OK) && m->len == op->len &&
+    } else if (slot->status == RA_MSG_DONE && (op->flags & RA_MSG_LOAN_OK) && m->len == op->len &&
                net_chance(w, w->c.lend)) {
         net_lend(w, net_rank_of(r), slot, m->bytes, -1);
         m->bytes = NULL;
@@ -408,10 +408,10 @@ static inline void net_finish_recv(net_rank *r, net_slot *slot)
     if (m->fault == NET_LONG) done += (size_t)w->c.fault.value;
     if (done == op->len && net_chance(w, w->c.quiet_done)) done = 0;
     op->done = done;
-    if (slot->status == RA_OP_DONE && op->channel == 0) {
+    if (slot->status == RA_MSG_DONE && op->channel == 0) {
         r->messages[0]++;
         r->bytes[0] += (int64_t)op->len;
-    } else if (slot->status == RA_OP_DONE) {
+    } else if (slot->status == RA_MSG_DONE) {
         r->words[0]++;
         r->word_bytes[0] += (int64_t)op->len;
     }
@@ -422,14 +422,14 @@ static inline void net_finish_recv(net_rank *r, net_slot *slot)
 static inline void net_finish_send(net_rank *r, net_slot *slot)
 {
     net *w = r->net;
-    ra_op *op = slot->op;
+    ra_transport_op *op = slot->op;
     if (memcmp(op->buf, slot->bytes, op->len))
         net_breach(w, "rank %d: changed a send buffer while PENDING", net_rank_of(r));
     op->done = net_chance(w, w->c.quiet_done) ? 0 : op->len;
-    if (slot->status == RA_OP_DONE && op->channel == 0) {
+    if (slot->status == RA_MSG_DONE && op->channel == 0) {
         r->messages[1]++;
         r->bytes[1] += (int64_t)op->len;
-    } else if (slot->status == RA_OP_DONE) {
+    } else if (slot->status == RA_MSG_DONE) {
         r->words[1]++;
         r->word_bytes[1] += (int64_t)op->len;
     }
@@ -439,16 +439,16 @@ static inline void net_finish_send(net_rank *r, net_slot *slot)
 
 static inline void net_complete(net_rank *r, net_slot *slot)
 {
-    ra_op *op = slot->op;
-    const ra_op *was = &slot->copy;
+    ra_transport_op *op = slot->op;
+    const ra_transport_op *was = &slot->copy;
     if (op->kind != was->kind || op->channel != was->channel || op->peer != was->peer ||
         op->flags != was->flags || op->tag != was->tag || op->buf != was->buf ||
-        op->len != was->len || op->mr != was->mr || op->state != RA_OP_PENDING)
+        op->len != was->len || op->mr != was->mr || op->state != RA_MSG_PENDING)
         net_breach(r->net, "rank %d: changed an op while PENDING", net_rank_of(r));
     for (int i = 0; i < 8; i++)
         if (op->scratch[i] != (void *)slot)
             net_breach(r->net, "rank %d: changed the scratch of an op", net_rank_of(r));
-    if (op->kind == RA_OP_RECV) net_finish_recv(r, slot);
+    if (op->kind == RA_MSG_RECV) net_finish_recv(r, slot);
     else net_finish_send(r, slot);
     op->state = slot->status;
     slot->use = NET_FREE;
@@ -457,7 +457,7 @@ static inline void net_complete(net_rank *r, net_slot *slot)
 
 /* -------------------------------------------------------------------------- callbacks */
 
-static inline void net_accept(net_rank *r, ra_op *op)
+static inline void net_accept(net_rank *r, ra_transport_op *op)
 {
     net *w = r->net;
     int me = net_rank_of(r), at = 0;
@@ -471,12 +471,12 @@ static inline void net_accept(net_rank *r, ra_op *op)
     slot = &r->slots[at];
     memset(slot, 0, sizeof *slot);
     for (int i = 0; i < 8; i++) op->scratch[i] = slot;
-    op->state = RA_OP_PENDING;
+    op->state = RA_MSG_PENDING;
     slot->op = op;
     slot->copy = *op;
     slot->use = NET_WAITS;
     slot->from_slot = slot->next = -1;
-    if (op->kind == RA_OP_SEND) {
+    if (op->kind == RA_MSG_SEND) {
         slot->bytes = (uint8_t *)net_memory(op->len, 64);
         memcpy(slot->bytes, op->buf, op->len);
         net_send(r, op, at);
@@ -502,7 +502,7 @@ static inline int net_told(net_rank *r)
     return RA_OK;
 }
 
-static inline int net_post(void *ctx, ra_op *const *ops, int n)
+static inline int net_post(void *ctx, ra_transport_op *const *ops, int n)
 {
     net_rank *r = (net_rank *)ctx;
     net *w = r->net;
@@ -516,14 +516,14 @@ static inline int net_post(void *ctx, ra_op *const *ops, int n)
         w->c.fault.fired++;
         return w->c.fault.value;
     }
-    for (int kind = RA_OP_RECV; kind >= RA_OP_SEND; kind--) {
+    for (int kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--) {
         for (int i = 0; i < n; i++) {
-            ra_op *op = ops[i];
+            ra_transport_op *op = ops[i];
             uint8_t *closed;
-            if (op->state != RA_OP_IDLE || op->kind != kind) continue;
+            if (op->state != RA_MSG_IDLE || op->kind != kind) continue;
             net_check_op(r, op);
             if (w->breaches) return RA_E_IO;           /* do not follow what is broken */
-            closed = &shut[(op->peer * NET_CHANNELS + op->channel) * 2 + (kind == RA_OP_RECV)];
+            closed = &shut[(op->peer * NET_CHANNELS + op->channel) * 2 + (kind == RA_MSG_RECV)];
             if (!*closed && net_chance(w, w->c.refuse)) *closed = 1;
             if (*closed) idle++;
             else net_accept(r, op);
@@ -540,7 +540,7 @@ static inline void net_fail_ops(net_rank *r)
         net_slot *slot = &r->slots[i];
         net_link *l;
         if (slot->use != NET_WAITS || !w->rank[slot->op->peer].aborts) continue;
-        if (slot->op->kind == RA_OP_SEND) {
+        if (slot->op->kind == RA_MSG_SEND) {
             l = net_link_of(w, net_rank_of(r), slot->op->peer, slot->op->channel);
             for (net_message *m = l->first; m; m = m->next) if (m->slot == i) m->slot = -1;
         } else {
@@ -556,7 +556,7 @@ static inline void net_fail_ops(net_rank *r)
     }
 }
 
-static inline int net_poll(void *ctx, ra_op *const *ops, int n)
+static inline int net_poll(void *ctx, ra_transport_op *const *ops, int n)
 {
     net_rank *r = (net_rank *)ctx;
     net *w = r->net;
@@ -571,13 +571,13 @@ static inline int net_poll(void *ctx, ra_op *const *ops, int n)
     for (int i = 0; i < NET_SLOTS; i++) {
         net_slot *slot = &r->slots[i];
         if (slot->use != NET_WAITS) continue;
-        if (slot->op->kind == RA_OP_RECV) net_match(w, slot->op->peer, me, slot->op->channel);
+        if (slot->op->kind == RA_MSG_RECV) net_match(w, slot->op->peer, me, slot->op->channel);
         else net_match(w, me, slot->op->peer, slot->op->channel);
     }
     net_fail_ops(r);
     for (int i = 0; i < n; i++) {
         int at = 0;
-        if (ops[i]->state != RA_OP_PENDING) continue;
+        if (ops[i]->state != RA_MSG_PENDING) continue;
         while (at < NET_SLOTS && (r->slots[at].use == NET_FREE || r->slots[at].op != ops[i])) at++;
         if (at == NET_SLOTS) net_breach(w, "rank %d: polls an op that was never accepted", me);
         else if (r->slots[at].use == NET_READY) net_complete(r, &r->slots[at]);
@@ -613,7 +613,7 @@ static inline int net_dereg(void *ctx, void *mr)
     return RA_OK;
 }
 
-static inline int net_release(void *ctx, ra_op *op)
+static inline int net_release(void *ctx, ra_transport_op *op)
 {
     net_rank *r = (net_rank *)ctx;
     net *w = r->net;
@@ -630,7 +630,7 @@ static inline int net_release(void *ctx, ra_op *op)
     loan->back = 1;
     if (net_sum(loan->ptr, loan->len) != loan->sum) net_breach(w, "wrote into lent memory");
     for (int i = 0; i < NET_SLOTS; i++)
-        if (r->slots[i].use != NET_FREE && r->slots[i].op->kind == RA_OP_SEND &&
+        if (r->slots[i].use != NET_FREE && r->slots[i].op->kind == RA_MSG_SEND &&
             r->slots[i].copy.buf == loan->ptr)
             net_breach(w, "rank %d: releases lent memory before its onward send is done", me);
     if (loan->from_rank < 0) {
@@ -639,7 +639,7 @@ static inline int net_release(void *ctx, ra_op *op)
     } else {
         net_slot *slot = &w->rank[loan->from_rank].slots[loan->from_slot];
         slot->use = NET_READY;
-        slot->status = RA_OP_DONE;
+        slot->status = RA_MSG_DONE;
     }
     return RA_OK;
 }
@@ -666,7 +666,7 @@ static inline int net_quiesce(void *ctx, int64_t deadline_ns)
     for (int i = 0; i < NET_SLOTS; i++) {
         net_slot *slot = &r->slots[i];
         if (slot->use == NET_FREE) continue;
-        if (slot->op->kind == RA_OP_SEND) {
+        if (slot->op->kind == RA_MSG_SEND) {
             net_link *l = net_link_of(w, me, slot->op->peer, slot->op->channel);
             for (net_message *m = l->first; m; m = m->next) if (m->slot == i) m->slot = -1;
         } else if (slot->use == NET_WAITS) {

@@ -136,7 +136,7 @@ static inline int visible(const ra_mask *m, int64_t p, int64_t k)
     if (m->kind == RA_MASK_CAUSAL && k - doc >= m->prefix && (k - doc) / c > (p - doc) / c) {
         return 0;
     }
-    if (m->window_right && k > p + m->window_right) return 0;
+    if (m->right_limit && k > p + m->right_limit) return 0;
     if (m->window && p - k >= m->window && k - doc >= m->keep) return 0;
     return 1;
 }

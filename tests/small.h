@@ -169,7 +169,7 @@ typedef struct small {
     int64_t q_cell_count, k_cell_count;
     int shared_cells;                  /* ARRAY: all sequences share the first one's cells */
     float *q, *k, *v;                  /* [B][T][H][D], q from q_offset; as stored */
-    float *d_o;                        /* of a problem with op RA_OP_TRAIN: like o, from q_offset */
+    float *d_o;                        /* of a problem with op train = 1: like o, from q_offset */
     float *alibi, *sinks;
     uint64_t bias_seed;
     int bias_batch, bias_head, bias_row, bias_key; /* 0: broadcast */
@@ -210,7 +210,7 @@ static inline void small_mask(small *s)
     if (m->kind == RA_MASK_CAUSAL && small_chance(20)) m->causal_block = small_range(1, 70);
     if (m->kind == RA_MASK_CAUSAL && small_chance(20)) m->prefix = small_range(1, (int)all + 5);
     if (small_chance(30)) m->window = small_range(1, (int)all + 5);
-    if (m->kind == RA_MASK_NONE && small_chance(30)) m->window_right = small_range(1, (int)all + 5);
+    if (m->kind == RA_MASK_NONE && small_chance(30)) m->right_limit = small_range(1, (int)all + 5);
     if (m->window && small_chance(40)) m->keep = small_range(1, 40);
     if (small_chance(25)) {
         int64_t at = 0;
@@ -401,12 +401,12 @@ static inline void small_train(small *s, int by_ring)
 {
     ra_desc *d = &s->d;
     int64_t B = d->sequences ? d->sequences : 1;
-    d->op = RA_OP_TRAIN;
-    d->grad_home = by_ring ? RA_HOME_RING : RA_HOME_DIRECT;
+    d->train = 1;
+    d->grad_return = by_ring ? RA_RETURN_RING : RA_RETURN_DIRECT;
     if (small_chance(20)) d->dropout = 0.25f;
-    if (small_chance(60)) d->backward_way = RA_WAY_KV;
+    if (small_chance(60)) d->backward_travel = RA_TRAVEL_KV;
     if (!(d->scores & RA_SCORE_BIAS) && d->layout.kind != RA_LAYOUT_ARRAY && small_chance(50))
-        d->backward_way = RA_WAY_Q;
+        d->backward_travel = RA_TRAVEL_Q;
     s->d_o = small_fill(B * d->tokens * d->q_heads * d->v_dim, 1.0f, d->o_dtype);
 }
 
@@ -442,7 +442,7 @@ static inline int small_sees(const small *s, int b, int64_t p, int64_t k)
     if (hi < d + m->prefix) hi = d + m->prefix;
     if (hi > e) hi = e;
     if (m->window && lo < p - m->window + 1) lo = p - m->window + 1;
-    if (m->window_right && hi > p + m->window_right + 1) hi = p + m->window_right + 1;
+    if (m->right_limit && hi > p + m->right_limit + 1) hi = p + m->right_limit + 1;
     return (k >= lo || (k >= d && k < d + m->keep)) && k < hi;
 }
 
@@ -635,10 +635,10 @@ static inline void small_part_bias(small_part *part)
             }
     x->data = part->bias;
     x->keys = s->bias_keys;
-    x->key_stride = s->bias_key ? 4 : 0;
-    x->row_stride = s->bias_row ? nk * 4 : 0;
-    x->head_stride = s->bias_head ? nr * nk * 4 : 0;
-    x->batch_stride = s->bias_batch ? nh * nr * nk * 4 : 0;
+    x->key_step = s->bias_key ? 4 : 0;
+    x->row_step = s->bias_row ? nk * 4 : 0;
+    x->head_step = s->bias_head ? nr * nk * 4 : 0;
+    x->batch_step = s->bias_batch ? nh * nr * nk * 4 : 0;
 }
 
 static inline void small_set_out(ra_out *out, void *data, const int64_t *strides)
@@ -703,8 +703,8 @@ static inline void small_part_make(small_part *p, const small *s, const ra_plan 
     p->t.o.batch_stride = st[0];
     p->t.o.token_stride = st[1];
     p->t.o.head_stride = st[2];
-    if (d->op == RA_OP_TRAIN) small_part_train(p, qs, ks, vs);
-    if (d->op == RA_OP_TRAIN || small_chance(80)) {
+    if (d->train) small_part_train(p, qs, ks, vs);
+    if (d->train || small_chance(80)) {
         p->t.lse.data = small_view_make(&p->lse, B, p->q_rows, qs[1], 1, 4, st);
         p->t.lse.batch_stride = st[0];
         p->t.lse.token_stride = st[1];
@@ -716,10 +716,10 @@ static inline void small_part_make(small_part *p, const small *s, const ra_plan 
     if (d->layout.kind != RA_LAYOUT_ARRAY) return;
     p->t.q_pos.array = p->q_pos;
     p->t.q_pos.count = p->q_rows;
-    p->t.q_pos.batch_stride = s->shared_cells ? 0 : p->q_rows;
+    p->t.q_pos.batch_step = s->shared_cells ? 0 : p->q_rows;
     p->t.k_pos.array = p->k_pos;
     p->t.k_pos.count = p->k_rows;
-    p->t.k_pos.batch_stride = s->shared_cells ? 0 : p->k_rows;
+    p->t.k_pos.batch_step = s->shared_cells ? 0 : p->k_rows;
 }
 
 static inline void small_part_free(small_part *p)

@@ -55,7 +55,7 @@ static void counters_agree(const setup *s, const outcome *r)
     }
 }
 
-static int kept, kept_q;               /* comparisons that the plan had promised; by RA_WAY_Q */
+static int kept, kept_q;               /* comparisons that the plan had promised; by RA_TRAVEL_Q */
 
 static void same_gradients(const problem *p, const setup *s, const outcome *first)
 {
@@ -68,7 +68,7 @@ static void same_gradients(const problem *p, const setup *s, const outcome *firs
             any &= r.report[i].back_bits_any_ranks;
         }
         if (any) kept++;
-        if (any && r.report[0].back_way == RA_WAY_Q) kept_q++;
+        if (any && r.report[0].back_travel == RA_TRAVEL_Q) kept_q++;
         if (!any) first = &r;                      /* a sequence too short for the grid */
         CHECK_BITS(r.d_q, first->d_q, p->B * p->q_max * p->Hq * p->Dk * 4);
         CHECK_BITS(r.d_k, first->d_k, p->B * p->k_max * p->Hkv * p->Dk * 4);
@@ -98,14 +98,14 @@ static void same_sums(const problem *p, const setup *s, const outcome *first)
 static int32_t some_way(const problem *p, const setup *s, h_rng *r)
 {
     int possible = !(p->scores & RA_SCORE_BIAS) && s->layout != RA_LAYOUT_ARRAY;
-    return h_one_in(r, 3) || !possible ? RA_WAY_KV : RA_WAY_Q;
+    return h_one_in(r, 3) || !possible ? RA_TRAVEL_KV : RA_TRAVEL_Q;
 }
 
 /* Another way home too. */
 static void train_variant(setup *s, h_rng *r, int ranks)
 {
     variant(s, r, ranks);
-    s->grad_home = h_one_in(r, 3) ? RA_HOME_RING : RA_HOME_DIRECT;
+    s->grad_return = h_one_in(r, 3) ? RA_RETURN_RING : RA_RETURN_DIRECT;
     s->exact = h_one_in(r, 2);
 }
 
@@ -199,7 +199,7 @@ TEST(layouts)
         if (s.call == CALL_ATTEND || s.call == CALL_ATTENTION) s.call = CALL_FORWARD;
         s.train = 1;
         s.no_lse = s.any_isa = s.passes = 0;
-        s.grad_home = h_one_in(&r, 3) ? RA_HOME_RING : RA_HOME_DIRECT;
+        s.grad_return = h_one_in(&r, 3) ? RA_RETURN_RING : RA_RETURN_DIRECT;
         problem_data(&p, &r);
         problem_cotangent(&p, &r);
         if (h_one_in(&r, 4)) p.dropout = 0.5f;
@@ -260,7 +260,7 @@ TEST(sixty_four_ranks)
     as_the_oracle(&p, &s);
     s.layout = RA_LAYOUT_STRIPED;
     as_the_oracle(&p, &s);
-    s.way = RA_WAY_Q;
+    s.way = RA_TRAVEL_Q;
     as_the_oracle(&p, &s);
     s.layout = RA_LAYOUT_ZIGZAG;
     as_the_oracle(&p, &s);
@@ -347,7 +347,7 @@ TEST(memory_as_promised)
         d.ranks = 2 << i / 3 % 4;
         d.rank = d.ranks / 2;
         d.layout.kind = i / 12 % 2 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
-        d.backward_way = i / 24 % 2 ? RA_WAY_KV : RA_WAY_Q;
+        d.backward_travel = i / 24 % 2 ? RA_TRAVEL_KV : RA_TRAVEL_Q;
         d.tokens = shard * d.ranks;
         d.q_heads = 4;
         d.kv_heads = 2;
@@ -355,15 +355,15 @@ TEST(memory_as_promised)
         d.v_dim = 64;
         d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = i / 48 ? RA_BF16 : RA_F32;
         d.mask.kind = RA_MASK_CAUSAL;
-        d.op = RA_OP_TRAIN;
+        d.train = 1;
         one = report_of(&d);
         d.threads = 2;
         two = report_of(&d);
         thread = two.workspace_bytes - one.workspace_bytes;
         gradients = one.chunk_tokens * 2 * (128 + 64) * 4 + 4096;
-        if (d.backward_way == RA_WAY_Q) gradients = one.back_chunk_bytes + 4096;
+        if (d.backward_travel == RA_TRAVEL_Q) gradients = one.back_chunk_bytes + 4096;
         kv = shard * (128 + 64) * (i / 48 ? 2 : 4);
-        kv *= d.backward_way == RA_WAY_Q ? d.q_heads : d.kv_heads;
+        kv *= d.backward_travel == RA_TRAVEL_Q ? d.q_heads : d.kv_heads;
         lists = 65536;
         forward = one.state_bytes + (one.buffers + 2) * one.chunk_bytes + thread + lists;
         back = one.back_state_bytes + (one.buffers + 2) * one.back_chunk_bytes + 4 * gradients +
@@ -377,7 +377,7 @@ TEST(memory_as_promised)
 }
 
 /* -------------------------------------------------------------------------- refusals */
-static int no_ops(void *ctx, ra_op *const *ops, int n) { (void)ctx; (void)ops; (void)n; return 0; }
+static int no_ops(void *ctx, ra_transport_op *const *ops, int n) { (void)ctx; (void)ops; (void)n; return 0; }
 static int no_engine(void *ctx, const ra_block *b) { (void)ctx; (void)b; return 0; }
 
 static void train_desc(ra_desc *d, ra_error *e)
@@ -390,7 +390,7 @@ static void train_desc(ra_desc *d, ra_error *e)
     d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
     d->mask.kind = RA_MASK_CAUSAL;
     d->layout.kind = RA_LAYOUT_ZIGZAG;
-    d->op = RA_OP_TRAIN;
+    d->train = 1;
     d->error = e;
 }
 
@@ -418,11 +418,11 @@ TEST(refusals)
     memset(&t, 0, sizeof t);
     rd.error = &e;
     train_desc(&d, &e);
-    d.grad_home = 2;
-    refused(ra_plan_create(&plan, &d, NULL), &e, RA_E_ENUM, "grad_home");
-    d.grad_home = RA_HOME_RING;
-    d.op = RA_OP_FORWARD;
-    refused(ra_plan_create(&plan, &d, NULL), &e, RA_E_SHAPE, "grad_home");
+    d.grad_return = 2;
+    refused(ra_plan_create(&plan, &d, NULL), &e, RA_E_ENUM, "grad_return");
+    d.grad_return = RA_RETURN_RING;
+    d.train = 0;
+    refused(ra_plan_create(&plan, &d, NULL), &e, RA_E_SHAPE, "grad_return");
     train_desc(&d, &e);
     memset(&engine, 0, sizeof engine);
     engine.size = sizeof engine;
@@ -457,7 +457,7 @@ TEST(refusals)
     refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_RESERVED, "job.reserved");
     ra_plan_destroy(plan);
     ra_ring_destroy(ring);
-    d.op = RA_OP_FORWARD;
+    d.train = 0;
     CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
     CHECK_EQ(ra_ring_create(&ring, plan, &tp, &rd), RA_OK);
     refused(ra_backward(plan, ring, &t, RA_NO_DEADLINE), ra_ring_error(ring), RA_E_SHAPE,

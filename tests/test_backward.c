@@ -55,11 +55,11 @@ static void grads_open(grads *g, seat *e)
     g->bias = NULL;
     if (!(p->scores & RA_SCORE_BIAS)) return;
     g->bias_keys = bias->keys = p->bias_keys;
-    bias->key_stride = g->bias_key ? 4 : 0;
-    bias->row_stride = !g->bias_row ? 0 : g->bias_key ? 4 * p->bias_keys : 4;
-    bias->head_stride = 4 * (g->bias_key ? p->bias_keys : 1) * (g->bias_row ? e->q_rows : 1);
-    bias->batch_stride = p->Hq * bias->head_stride;
-    g->bias_n = p->B * bias->batch_stride / 4;
+    bias->key_step = g->bias_key ? 4 : 0;
+    bias->row_step = !g->bias_row ? 0 : g->bias_key ? 4 * p->bias_keys : 4;
+    bias->head_step = 4 * (g->bias_key ? p->bias_keys : 1) * (g->bias_row ? e->q_rows : 1);
+    bias->batch_step = p->Hq * bias->head_step;
+    g->bias_n = p->B * bias->batch_step / 4;
     g->bias = bias->data = (float *)malloc((size_t)g->bias_n * 4 + 4);
     for (i = 0; i < g->bias_n; i++) g->bias[i] = before(i);
 }
@@ -142,8 +142,8 @@ static double judge_bias(const grads *g, const seat *e, const slopes *real)
             int64_t pos = e->q_pos[b * e->q_rows + t], pair;
             if (pos < 0) continue;
             pair = ((b * p->Hq + head) * p->q_max + pos - p->q_offset) * p->k_max + k;
-            i = (b * bias->batch_stride + head * bias->head_stride + t * bias->row_stride +
-                 k * bias->key_stride) / 4;
+            i = (b * bias->batch_step + head * bias->head_step + t * bias->row_step +
+                 k * bias->key_step) / 4;
             x[i] += real->bias[pair];
             bar[i] += real->bias_bar[pair];
         }
@@ -202,7 +202,7 @@ static int opened(world *w, const problem *p, const setup *s, int32_t dtype)
         seat_free(e);
         return 0;
     }
-    e->d.op = RA_OP_TRAIN;
+    e->d.train = 1;
     e->d.grad_dtype = dtype;
     e->d.dropout = p->dropout;
     e->t.seed = p->seed;
@@ -504,7 +504,7 @@ TEST(gradients_one_by_one)
     d.tokens = T; d.q_heads = HQ; d.kv_heads = HK; d.k_dim = d.v_dim = D;
     d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
     d.mask.kind = RA_MASK_CAUSAL;
-    d.op = RA_OP_TRAIN;
+    d.train = 1;
     for (i = 0; i < Q; i++) { q[i] = h_normal(&r); d_o[i] = h_normal(&r); }
     for (i = 0; i < K; i++) { k[i] = h_normal(&r); v[i] = h_normal(&r); }
     t.q.data = q; t.k.data = k; t.v.data = v; t.o.data = o; t.lse.data = lse; t.d_o.data = d_o;
@@ -672,7 +672,7 @@ TEST(dropout_keeps_what_it_promises)
     d.v_dim = N;
     d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
     d.mask.kind = RA_MASK_NONE;
-    d.op = RA_OP_TRAIN;
+    d.train = 1;
     t.q.data = q; t.k.data = k; t.v.data = v;
     t.seed = h_next(&r);
     bytes = ra_attention_bytes(&d, 1);
@@ -725,7 +725,7 @@ TEST(blocks_of_keys)
     d.tokens = T; d.q_heads = HQ; d.kv_heads = 1; d.k_dim = d.v_dim = D;
     d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
     d.mask.kind = RA_MASK_CAUSAL;
-    d.op = RA_OP_TRAIN;
+    d.train = 1;
     t.q.data = q; t.o.data = o; t.lse.data = lse; t.d_o.data = d_o;
     state.m = m; state.l = l; state.acc = acc;
     bytes = ra_attention_backward_bytes(&d, 1);
@@ -770,7 +770,7 @@ static void sane_make(void)
     sane.d.tokens = 2; sane.d.q_heads = 2; sane.d.kv_heads = 1; sane.d.k_dim = sane.d.v_dim = 4;
     sane.d.q_dtype = sane.d.k_dtype = sane.d.v_dtype = sane.d.o_dtype = RA_F32;
     sane.d.mask.kind = RA_MASK_NONE;
-    sane.d.op = RA_OP_TRAIN;
+    sane.d.train = 1;
     sane.d.error = &sane.e;
     sane.t.q.data = sane.t.k.data = sane.t.v.data = sane.x;
     sane.t.o.data = sane.o; sane.t.lse.data = sane.lse; sane.t.d_o.data = sane.g[0];
@@ -862,7 +862,7 @@ TEST(gradient_of_the_merge)
     d.tokens = T; d.q_heads = d.kv_heads = 1; d.k_dim = d.v_dim = D;
     d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
     d.mask.kind = RA_MASK_CAUSAL;
-    d.op = RA_OP_TRAIN;
+    d.train = 1;
     bytes = ra_attention_backward_bytes(&d, 1);
     mem = (uint8_t *)malloc(bytes + 64);
     work = mem + (64 - (uintptr_t)mem % 64) % 64;
@@ -897,8 +897,8 @@ TEST(refusals)
     sane_make();
     if (!CHECK(ra_attention_backward_bytes(&sane.d, 1) < sizeof room - 64)) return;
     REFUSED(RA_OK, "");
-    sane.d.op = RA_OP_FORWARD;      REFUSED(RA_E_SHAPE, "op");
-    sane.d.op = 2;                  REFUSED(RA_E_ENUM, "op");
+    sane.d.train = 0;      REFUSED(RA_E_SHAPE, "train");
+    sane.d.train = 2;                  REFUSED(RA_E_ENUM, "op");
     sane.d.grad_dtype = 4;          REFUSED(RA_E_ENUM, "grad_dtype");
     sane.d.dropout = 1.0f;          REFUSED(RA_E_RANGE, "dropout");
     sane.d.dropout = -0.1f;         REFUSED(RA_E_RANGE, "dropout");
@@ -919,37 +919,37 @@ TEST(refusals)
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
     sane.t.d_bias.data = sane.x + 32; REFUSED(RA_E_RANGE, "t.d_bias.keys");
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
-    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_stride = 2;
+    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_step = 2;
     REFUSED(RA_E_STRIDE, "t.d_bias");
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
-    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_stride = 4;
-    REFUSED(RA_E_SHAPE, "t.d_bias.head_stride");
+    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_step = 4;
+    REFUSED(RA_E_SHAPE, "t.d_bias.head_step");
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
-    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.head_stride = 4;
-    REFUSED(RA_E_SHAPE, "t.d_bias.key_stride");
+    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.head_step = 4;
+    REFUSED(RA_E_SHAPE, "t.d_bias.key_step");
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
-    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_stride = 4;
-    sane.t.d_bias.head_stride = 8; sane.d.sequences = 2;
-    REFUSED(RA_E_SHAPE, "t.d_bias.batch_stride");
+    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_step = 4;
+    sane.t.d_bias.head_step = 8; sane.d.sequences = 2;
+    REFUSED(RA_E_SHAPE, "t.d_bias.batch_step");
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
-    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_stride = 4;
-    sane.t.d_bias.head_stride = 4;  /* the heads' elements overlap */
+    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 2; sane.t.d_bias.key_step = 4;
+    sane.t.d_bias.head_step = 4;  /* the heads' elements overlap */
     REFUSED(RA_E_STRIDE, "t.d_bias");
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
     sane.t.d_bias.data = (float *)(void *)((uint8_t *)(sane.x + 32) + 2);
-    sane.t.d_bias.keys = 2; sane.t.d_bias.key_stride = 4; sane.t.d_bias.head_stride = 8;
+    sane.t.d_bias.keys = 2; sane.t.d_bias.key_step = 4; sane.t.d_bias.head_step = 8;
     REFUSED(RA_E_ALIGN, "t.d_bias");
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = 1;
     sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = INT64_MAX;
-    sane.t.d_bias.key_stride = 4; sane.t.d_bias.head_stride = 16;
+    sane.t.d_bias.key_step = 4; sane.t.d_bias.head_step = 16;
     REFUSED(RA_E_STRIDE, "t.d_bias");
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = INT64_MAX;
     sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = INT64_MAX;
-    sane.t.d_bias.head_stride = INT64_MAX - 3; sane.t.d_bias.key_stride = INT64_MAX / 8 * 4;
+    sane.t.d_bias.head_step = INT64_MAX - 3; sane.t.d_bias.key_step = INT64_MAX / 8 * 4;
     REFUSED(RA_E_STRIDE, "t.d_bias");
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = INT64_MAX;
     sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = INT64_MAX;
-    sane.t.d_bias.head_stride = 4; sane.t.d_bias.key_stride = 8;
+    sane.t.d_bias.head_step = 4; sane.t.d_bias.key_step = 8;
     REFUSED(RA_OK, "");             /* keys inside, heads within a key */
 }
 
@@ -983,7 +983,7 @@ TEST(refusals_beside_the_tensors)
     g.d_v = sane.x + 32;
     CHECK_EQ(ra_fold_backward(&sane.d, &sane.t, sane.x, &g, work, bytes), RA_E_SHAPE);
     sane_make();
-    sane.d.op = RA_OP_FORWARD;
+    sane.d.train = 0;
     CHECK_EQ(ra_attention_backward_bytes(&sane.d, 1), 0);
     sane.d.dropout = 0.5f;
     CHECK_EQ(ra_attention(&sane.d, &sane.t, NULL, 0, 0, 1), RA_E_SHAPE);

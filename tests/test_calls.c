@@ -37,7 +37,7 @@ static ra_desc desc_of(const problem *p)
     d.tokens = p->q_max; d.kv_tokens = p->k_max; d.q_offset = p->q_offset;
     d.scores = p->scores;
     d.mask = p->mask;
-    if (p->d_o) d.op = RA_OP_TRAIN;
+    if (p->d_o) d.train = 1;
     return d;
 }
 
@@ -118,7 +118,7 @@ static void packed_open(packed *x, int32_t layout, int self, h_rng *r)
     x->d.kv_tokens = self ? 0 : 200;
     x->d.kv_tokens_of = self ? NULL : p->tk;
     x->d.layout.kind = layout;
-    x->d.backward_way = RA_WAY_KV;
+    x->d.backward_travel = RA_TRAVEL_KV;
     x->d.error = &x->e;
 }
 
@@ -294,7 +294,7 @@ static void tiny_make(tiny *x, int64_t tokens, int64_t keys)
     x->t.q.data = x->q; x->t.k.data = x->k; x->t.v.data = x->v;
     x->t.o.data = x->o; x->t.lse.data = x->lse;
     x->t.bias.data = x->bias;
-    x->t.bias.key_stride = 4;
+    x->t.bias.key_step = 4;
     x->t.bias.keys = keys;
     for (int i = 0; i < 64; i++) x->v[i] = 1 + (float)i;
 }
@@ -404,7 +404,7 @@ TEST(lse_without_keys)
         }
         CHECK(x.o[0] == 0 && x.lse[0] == (sinks ? 0.75f : -HUGE_VALF));
         x.lse[0] = 5;
-        CHECK_EQ(ra_attend(&x.d, NULL, &x.t, RA_NO_DEADLINE), RA_OK);
+        CHECK_EQ(ra_ring_once(&x.d, NULL, &x.t, RA_NO_DEADLINE), RA_OK);
         CHECK(x.o[0] == 0 && x.lse[0] == (sinks ? 0.75f : -HUGE_VALF));
         free(w.raw);
     }
@@ -656,7 +656,7 @@ static ra_status hall_rank(ra_world *of, int rank, void *user)
     t.o.data = (uint8_t *)h->o + first * row;
     t.o.token_stride = t.q.token_stride;
     t.o.batch_stride = batch;
-    return s ? s : ra_attend(&d, ra_world_transport(of, rank), &t, RA_NO_DEADLINE);
+    return s ? s : ra_ring_once(&d, ra_world_transport(of, rank), &t, RA_NO_DEADLINE);
 }
 
 TEST(shards_of_a_shared_tensor)

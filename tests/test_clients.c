@@ -113,7 +113,7 @@ static void *step_to_the_end(void *arg)
 {
     stepper *s = (stepper *)arg;
     int nth = s->t->stepping;
-    while ((s->status = ra_step(s->ring, s->ith, nth)) > 0)
+    while ((s->status = ra_step(s->ring, s->ith)) > 0)
         if (s->status == RA_WAIT) (void)ra_step_wait(s->ring, ra_deadline_ms(20));
     return NULL;
 }
@@ -173,7 +173,7 @@ static ra_status attend_in_world(ra_world *world, int rank, void *user)
     team *t = (team *)user;
     ra_desc d = t->s.d;
     d.rank = rank;
-    return t->status[rank] = ra_attend(&d, ra_world_transport(world, rank), &t->part[rank].t,
+    return t->status[rank] = ra_ring_once(&d, ra_world_transport(world, rank), &t->part[rank].t,
                                        RA_NO_DEADLINE);
 }
 
@@ -741,23 +741,23 @@ TEST(network_level0)
     }
 }
 
-static int office_post(void *ctx, ra_op *const *ops, int n)
+static int office_post(void *ctx, ra_transport_op *const *ops, int n)
 {
     window *w = (window *)ctx;
     pthread_mutex_lock(&w->office->lock);
-    for (int kind = RA_OP_RECV; kind >= RA_OP_SEND; kind--)
+    for (int kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--)
         for (int i = 0; i < n; i++) {
-            ra_op *op = ops[i];
+            ra_transport_op *op = ops[i];
             parcel *x;
-            if (op->kind != kind || op->state != RA_OP_IDLE) continue;
+            if (op->kind != kind || op->state != RA_MSG_IDLE) continue;
             x = (parcel *)calloc(1, sizeof *x);
             if (!x) abort();
             x->buf = op->buf;
             x->len = op->len;
             x->tag = op->tag;
             op->scratch[0] = x;
-            op->state = RA_OP_PENDING;
-            if (kind == RA_OP_RECV) office_add(w->office, x, 1, op->peer, w->rank);
+            op->state = RA_MSG_PENDING;
+            if (kind == RA_MSG_RECV) office_add(w->office, x, 1, op->peer, w->rank);
             else office_add(w->office, x, 0, w->rank, op->peer);
         }
     w->office->calls++;
@@ -766,22 +766,22 @@ static int office_post(void *ctx, ra_op *const *ops, int n)
 }
 
 /* Locked. */
-static int office_test(post_office *p, ra_op *const *ops, int n)
+static int office_test(post_office *p, ra_transport_op *const *ops, int n)
 {
     int moved = 0;
     (void)p;
     for (int i = 0; i < n; i++) {
         parcel *x = (parcel *)ops[i]->scratch[0];
-        if (ops[i]->state != RA_OP_PENDING || !x->done) continue;
+        if (ops[i]->state != RA_MSG_PENDING || !x->done) continue;
         free(x);
         ops[i]->done = ops[i]->len;
-        ops[i]->state = RA_OP_DONE;
+        ops[i]->state = RA_MSG_DONE;
         moved++;
     }
     return moved;
 }
 
-static int office_poll(void *ctx, ra_op *const *ops, int n)
+static int office_poll(void *ctx, ra_transport_op *const *ops, int n)
 {
     window *w = (window *)ctx;
     pthread_mutex_lock(&w->office->lock);
@@ -790,11 +790,11 @@ static int office_poll(void *ctx, ra_op *const *ops, int n)
     return RA_OK;
 }
 
-static int office_wait_ops(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns)
+static int office_wait_ops(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns)
 {
     window *w = (window *)ctx;
     int pending = 0;
-    for (int i = 0; i < n; i++) pending |= ops[i]->state == RA_OP_PENDING;
+    for (int i = 0; i < n; i++) pending |= ops[i]->state == RA_MSG_PENDING;
     pthread_mutex_lock(&w->office->lock);
     while (pending && !office_test(w->office, ops, n)) {
         if (deadline_ns && ra_now_ns() > deadline_ns) break;
@@ -892,8 +892,8 @@ static double kernel_score(const ra_block *b, int64_t r, int n, int64_t j)
     if ((d->scores & RA_SCORE_BIAS) && b->k_pos[j] < b->tensors->bias.keys) {
         const ra_bias *x = &b->tensors->bias;
         const uint8_t *at = (const uint8_t *)x->data + b->sequence * x->batch_stride +
-                            n * x->head_stride + (b->q_row + r) * x->row_stride +
-                            b->k_pos[j] * x->key_stride;
+                            n * x->head_step + (b->q_row + r) * x->row_step +
+                            b->k_pos[j] * x->key_step;
         s += (double)small_read(at, RA_F32);
     }
     return s;
@@ -1150,9 +1150,9 @@ static ra_status misbehave(ra_world *world, int rank, void *user)
         if (ra_ring_create(&ring, t->plan[rank], ra_world_transport(world, rank), NULL))
             return RA_E_NOMEM;
         s = ra_begin(ring, &job);
-        for (int i = 0; i < 3 && s >= 0; i++) s = ra_step(ring, 0, 1);   /* far from done */
+        for (int i = 0; i < 3 && s >= 0; i++) s = ra_step(ring, 0);   /* far from done */
         ra_ring_cancel(ring);
-        while (s >= 0) s = ra_step(ring, 0, 1);
+        while (s >= 0) s = ra_step(ring, 0);
         (void)ra_ring_destroy(ring);
         return t->status[rank] = s;
     }

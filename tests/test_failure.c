@@ -96,7 +96,7 @@ static rig *rig_new(int ranks, int64_t tokens, int threads)
     t.q.data = g->q; t.k.data = g->k; t.v.data = g->v; t.o.data = g->want;
     one = g->d;
     one.ranks = 1;
-    CHECK_EQ(ra_attend(&one, NULL, &t, RA_NO_DEADLINE), RA_OK);
+    CHECK_EQ(ra_ring_once(&one, NULL, &t, RA_NO_DEADLINE), RA_OK);
     memset(g->o, 0xFF, (size_t)n * sizeof(float));
     rig_plans(g);
     return g;
@@ -136,10 +136,10 @@ typedef struct boxes { box to[RANKS][RANKS][2]; int64_t end[RANKS]; } boxes;  /*
 typedef struct box_end {
     boxes *all;
     int rank, waiting;
-    ra_op *ops[BOX_OPS];               /* accepted receives, oldest first */
+    ra_transport_op *ops[BOX_OPS];               /* accepted receives, oldest first */
 } box_end;
 
-static int box_put(box *b, const ra_op *op)
+static int box_put(box *b, const ra_transport_op *op)
 {
     int64_t in = __atomic_load_n(&b->in, __ATOMIC_ACQUIRE);
     if (in - __atomic_load_n(&b->out, __ATOMIC_ACQUIRE) == BOX_SLOTS) return 0;
@@ -150,30 +150,30 @@ static int box_put(box *b, const ra_op *op)
     return 1;
 }
 
-static int box_take(box *b, ra_op *op)
+static int box_take(box *b, ra_transport_op *op)
 {
     int64_t out = __atomic_load_n(&b->out, __ATOMIC_ACQUIRE);
     if (out == __atomic_load_n(&b->in, __ATOMIC_ACQUIRE)) return 0;
-    op->state = b->slot[out % BOX_SLOTS].len == op->len ? RA_OP_DONE : RA_E_TRUNC;
-    if (op->state == RA_OP_DONE) memcpy(op->buf, b->slot[out % BOX_SLOTS].bytes, op->len);
+    op->state = b->slot[out % BOX_SLOTS].len == op->len ? RA_MSG_DONE : RA_E_TRUNC;
+    if (op->state == RA_MSG_DONE) memcpy(op->buf, b->slot[out % BOX_SLOTS].bytes, op->len);
     __atomic_store_n(&b->out, out + 1, __ATOMIC_RELEASE);
     return 1;
 }
 
-static int box_post(void *ctx, ra_op *const *ops, int n)
+static int box_post(void *ctx, ra_transport_op *const *ops, int n)
 {
     box_end *e = (box_end *)ctx;
     int left = 0, full[RANKS][2] = { { 0 } };
     for (int i = 0; i < n; i++) {
-        ra_op *op = ops[i];
-        if (op->state != RA_OP_IDLE) continue;
-        if (op->kind == RA_OP_RECV) {
+        ra_transport_op *op = ops[i];
+        if (op->state != RA_MSG_IDLE) continue;
+        if (op->kind == RA_MSG_RECV) {
             if (e->waiting == BOX_OPS) abort();
-            op->state = RA_OP_PENDING;
+            op->state = RA_MSG_PENDING;
             e->ops[e->waiting++] = op;
         } else if (!full[op->peer][op->channel] &&
                    box_put(&e->all->to[e->rank][op->peer][op->channel], op)) {
-            op->state = RA_OP_DONE;
+            op->state = RA_MSG_DONE;
         } else {
             left = full[op->peer][op->channel] = 1;
         }
@@ -181,13 +181,13 @@ static int box_post(void *ctx, ra_op *const *ops, int n)
     return left ? RA_AGAIN : RA_OK;
 }
 
-static int box_poll(void *ctx, ra_op *const *ops, int n)
+static int box_poll(void *ctx, ra_transport_op *const *ops, int n)
 {
     box_end *e = (box_end *)ctx;
     int keep = 0, behind[RANKS][2] = { { 0 } };
     (void)ops, (void)n;
     for (int i = 0; i < e->waiting; i++) {
-        ra_op *op = e->ops[i];
+        ra_transport_op *op = e->ops[i];
         if (!behind[op->peer][op->channel] &&
             box_take(&e->all->to[op->peer][e->rank][op->channel], op)) continue;
         behind[op->peer][op->channel] = 1;
@@ -235,7 +235,7 @@ static void step_all(ra_ring *const *ring, int ranks, ra_status *status)
     while (left > 0) {
         left = 0;
         for (int r = 0; r < ranks; r++) {
-            if (status[r] > 0) status[r] = ra_step(ring[r], 0, 1);
+            if (status[r] > 0) status[r] = ra_step(ring[r], 0);
             left += status[r] > 0;
         }
     }
@@ -415,7 +415,7 @@ static void one_clock(const rig *g, int64_t *clock, const ra_ring_desc *times, i
     CHECK_EQ(ra_ring_create(&ring, g->plan[0], &net, &rd), RA_OK);
     CHECK_EQ(ra_begin(ring, &job), RA_OK);
     before = clock ? ra_now_ns() : now;
-    while ((s = ra_step(ring, 0, 1)) > 0) { }
+    while ((s = ra_step(ring, 0)) > 0) { }
     CHECK_EQ(s, left == rd.watchdog_ns ? RA_E_PEER : RA_E_TIMEOUT);
     CHECK_EQ(a.calls, 1);
     CHECK(is_left(a.until, before, left));
@@ -477,9 +477,9 @@ TEST(quiesce_of_the_world_on_another_clock)
         CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
         CHECK_EQ(ra_ring_create(&ring, g->plan[0], ra_world_transport(world, 0), &rd), RA_OK);
         CHECK_EQ(ra_begin(ring, &job), RA_OK);
-        CHECK_EQ(ra_step(ring, 0, 1), RA_AGAIN);
+        CHECK_EQ(ra_step(ring, 0), RA_AGAIN);
         ra_ring_cancel(ring);
-        CHECK_EQ(ra_step(ring, 0, 1), RA_E_CANCELLED);
+        CHECK_EQ(ra_step(ring, 0), RA_E_CANCELLED);
         if (i < 2) {
             CHECK_EQ(ra_finish(ring, RA_NO_DEADLINE), RA_E_UNSAFE);
             continue;                  /* ring and world are leaked on purpose */
@@ -533,7 +533,7 @@ TEST(default_watchdog)
         if (!h_case(i)) continue;
         rig_desc(&d, i % 2 ? 8 : 5, sizes[i % 4], 16);
         d.chunk_tokens = 1024;
-        d.op = RA_OP_TRAIN;
+        d.train = 1;
         d.layout.kind = layouts[i / 4 % 3];
         d.mask.kind = i / 12 ? RA_MASK_CAUSAL : RA_MASK_NONE;
         if (i / 12 == 2) d.mask.window = 512;
@@ -546,7 +546,7 @@ TEST(default_watchdog)
                      "%d: most %lld tiles, patience of %lld", (long long)d.tokens, d.ranks,
                      d.layout.kind, (int)(i / 12), (long long)most, (long long)got);
             CHECK(got >= most);
-            if (plan->d.backward_way == RA_WAY_Q && back) continue;
+            if (plan->d.backward_travel == RA_TRAVEL_Q && back) continue;
             /* A block of a stripe is as long as `ranks` blocks of positions. */
             CHECK(got <= most + most / 20 + plan->report.q_rows / 64 * HEADS * 4 *
                          (d.layout.kind == RA_LAYOUT_STRIPED ? d.ranks : 1) + 100);
@@ -587,7 +587,7 @@ static ra_status bring(ra_ring *ring, ra_job *job, int64_t ticket, const ra_tens
     ra_status s = RA_AGAIN;
     job->ticket = (uint64_t)ticket;
     job->tensors = t;
-    while (s > 0) s = ra_join(ring, job, 0, 1);
+    while (s > 0) s = ra_join(ring, job, 0);
     return s;
 }
 
@@ -679,19 +679,19 @@ TEST(first_failure_stays)
         job.ticket = 7;
         do {
             x.clock += 50 * SECOND;
-            s = ra_join(x.ring[0], &job, 0, 1);
+            s = ra_join(x.ring[0], &job, 0);
         } while (s > 0);
         CHECK_EQ(s, RA_E_PEER);
         CHECK_EQ(ra_ring_failure(x.ring[0], &f), RA_OK);
         CHECK_EQ(strstr(f.text, "nothing has come yet") != NULL, passes == 0);
-        CHECK_EQ(ra_join(x.ring[0], &job, 0, 1), RA_E_PEER);
+        CHECK_EQ(ra_join(x.ring[0], &job, 0), RA_E_PEER);
         job.ticket = 9;
-        CHECK_EQ(ra_join(x.ring[0], &job, 0, 1), RA_E_PEER);
+        CHECK_EQ(ra_join(x.ring[0], &job, 0), RA_E_PEER);
         job.ticket = 3;
-        CHECK_EQ(ra_join(x.ring[0], &job, 0, 1), RA_E_PEER);
+        CHECK_EQ(ra_join(x.ring[0], &job, 0), RA_E_PEER);
         job.ticket = 0;
         CHECK_EQ(ra_begin(x.ring[0], &job), RA_E_PEER);
-        CHECK_EQ(ra_step(x.ring[0], 0, 1), RA_E_PEER);
+        CHECK_EQ(ra_step(x.ring[0], 0), RA_E_PEER);
         CHECK_EQ(ra_forward(x.g->plan[0], x.ring[0], &x.g->t[0], RA_NO_DEADLINE), RA_E_PEER);
         CHECK_EQ(ra_finish(x.ring[0], RA_NO_DEADLINE), RA_E_PEER);
         pair_close(&x);
@@ -718,7 +718,7 @@ static void guard_enter(guard *x)
 
 static void guard_leave(guard *x) { __atomic_store_n(&x->inside, 0, __ATOMIC_SEQ_CST); }
 
-static int guard_post(void *ctx, ra_op *const *ops, int n)
+static int guard_post(void *ctx, ra_transport_op *const *ops, int n)
 {
     guard *x = (guard *)ctx;
     int code;
@@ -728,7 +728,7 @@ static int guard_post(void *ctx, ra_op *const *ops, int n)
     return code;
 }
 
-static int guard_poll(void *ctx, ra_op *const *ops, int n)
+static int guard_poll(void *ctx, ra_transport_op *const *ops, int n)
 {
     guard *x = (guard *)ctx;
     int code, failing = __atomic_add_fetch(&x->polls, 1, __ATOMIC_SEQ_CST) == x->fail_at;
@@ -738,7 +738,7 @@ static int guard_poll(void *ctx, ra_op *const *ops, int n)
     return failing ? RA_E_IO : code;
 }
 
-static int guard_wait(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns)
+static int guard_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns)
 {
     guard *x = (guard *)ctx;
     void (*hook)(guard *) = x->in_wait;
@@ -783,7 +783,7 @@ static ra_transport guard_transport(guard *x, const ra_transport *world)
 static void fail_beside(guard *x)
 {
     ra_ring_cancel(x->ring);
-    CHECK_EQ(ra_step(x->ring, 1, 2), RA_E_CANCELLED);
+    CHECK_EQ(ra_step(x->ring, 1), RA_E_CANCELLED);
 }
 
 /* While one thread sleeps in the transport, another finds the failure and is the last inside: the
@@ -806,7 +806,7 @@ TEST(quiesce_waits_for_wait)
     x.ring = ring;
     x.in_wait = fail_beside;
     CHECK_EQ(ra_begin(ring, &job), RA_OK);
-    while (ra_step(ring, 0, 2) == RA_AGAIN) { }
+    while (ra_step(ring, 0) == RA_AGAIN) { }
     CHECK_EQ(ra_step_wait(ring, RA_NO_DEADLINE), RA_OK);
     CHECK(x.in_wait == NULL);
     CHECK_EQ(x.overlaps, 0);
@@ -845,7 +845,7 @@ static void *hand_main(void *arg)
         ra_status s = RA_AGAIN;
         job.ticket = (uint64_t)i;
         while (s > 0) {
-            s = ra_join(ring, &job, x->ith, CREW);
+            s = ra_join(ring, &job, x->ith);
             if (s == RA_WAIT) (void)ra_step_wait(ring, RA_NO_DEADLINE);
         }
         x->end = s;
@@ -915,7 +915,7 @@ static int64_t late_now(void *ctx)
     ra_status s = RA_AGAIN;
     if (!x->armed) return x->now;
     x->armed = 0;
-    while (s > 0) s = ra_step(x->ring, 1, 2);
+    while (s > 0) s = ra_step(x->ring, 1);
     CHECK_EQ(s, RA_OK);
     return x->now += 1000;
 }
@@ -940,14 +940,14 @@ TEST(no_failure_after_the_end)
     job.deadline_ns = 500;
     CHECK_EQ(ra_begin(ring, &job), RA_OK);
     x.armed = 1;
-    s = ra_step(ring, 0, 2);
+    s = ra_step(ring, 0);
     CHECK(s >= 0 && !x.armed && x.now > 500);
-    CHECK_EQ(ra_step(ring, 0, 2), RA_OK);
+    CHECK_EQ(ra_step(ring, 0), RA_OK);
     CHECK_EQ(ra_ring_failure(ring, &f), RA_E_STATE);
     rig_check(g);
     job.deadline_ns = 0;
     CHECK_EQ(ra_begin(ring, &job), RA_OK);
-    while ((s = ra_step(ring, 0, 2)) > 0) { }
+    while ((s = ra_step(ring, 0)) > 0) { }
     CHECK_EQ(s, RA_OK);
     CHECK_EQ(ra_ring_destroy(ring), RA_OK);
     rig_free(g);
@@ -962,10 +962,10 @@ static void leave_rank_0(void) { ra_world_leave(left_world, 0, RA_OK); }
  * op: nothing may be queued behind the leaving thread, which waits until nothing is. */
 TEST(leave_beside_a_post)
 {
-    for (int kind = RA_OP_SEND; kind <= RA_OP_RECV; kind++) {
+    for (int kind = RA_MSG_SEND; kind <= RA_MSG_RECV; kind++) {
         const ra_transport *t;
         ra_world_desc wd;
-        ra_op op[2], *list[1];
+        ra_transport_op op[2], *list[1];
         char bytes[2][64];
         memset(&wd, 0, sizeof wd);
         memset(bytes, 0, sizeof bytes);
@@ -1027,8 +1027,8 @@ static void q_pair(pair *x, grads *y, int threads)
         t->d_v.data = y->d_v + at;
         ra_plan_destroy(x->g->plan[r]);
     }
-    x->g->d.op = RA_OP_TRAIN;
-    x->g->d.backward_way = RA_WAY_Q;
+    x->g->d.train = 1;
+    x->g->d.backward_travel = RA_TRAVEL_Q;
     rig_plans(x->g);
     pair_open(x, &rd);
     pair_pass(x, RA_PASS_FORWARD);
@@ -1067,7 +1067,7 @@ static void packing_deltas(float *delta, const ra__source *o, const ra__source *
 {
     int again = 0;
     if (!packing_depth++) {
-        while (ra_step(packing_ring, 1, 2) == RA_AGAIN && again < 1000) again++;
+        while (ra_step(packing_ring, 1) == RA_AGAIN && again < 1000) again++;
         CHECK(again < 1000);
         packing_calls++;
     }

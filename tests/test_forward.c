@@ -209,7 +209,7 @@ TEST(windows_of_512)
         problem_shape(&p, 1500, 2, 2, 32, 32);
         p.mask.kind = i % 2 ? RA_MASK_NONE : RA_MASK_CAUSAL;
         p.mask.window = 513;
-        p.mask.window_right = i % 2 ? 512 : 0;
+        p.mask.right_limit = i % 2 ? 512 : 0;
         p.row_step = 11;
         compare_on(&p, 5, i < 2 ? RA_LAYOUT_CONTIGUOUS : RA_LAYOUT_STRIPED);
     }
@@ -368,7 +368,7 @@ TEST(scores_near_the_limits)
     d.mask.kind = RA_MASK_NONE;
     d.scores = RA_SCORE_BIAS;
     t.q.data = q; t.k.data = k; t.v.data = v; t.o.data = o; t.lse.data = lse;
-    t.bias.data = bias; t.bias.key_stride = 4; t.bias.keys = KEYS;
+    t.bias.data = bias; t.bias.key_step = 4; t.bias.keys = KEYS;
     for (i = 0; i < 4; i++) {
         if (!ra_isa_available(isas[i])) continue;
         d.isa = isas[i];
@@ -506,7 +506,7 @@ TEST(bias_of_minus_infinity)
     memset(&t, 0, sizeof t);
     t.q.data = q; t.k.data = k; t.v.data = v; t.o.data = o; t.lse.data = lse;
     t.bias.data = bias;
-    t.bias.key_stride = 4;
+    t.bias.key_step = 4;
     t.bias.keys = T;
     memset(&d, 0, sizeof d);
     d.q_heads = d.kv_heads = 1; d.k_dim = d.v_dim = 8; d.tokens = T;

@@ -108,7 +108,7 @@ TEST(travel_of_causal_masks)
         CHECK_EQ(2 * t.tokens, P * (P - 1) * shard);
         CHECK_EQ(t.hops, P * (P - 1) / 2);
         CHECK_EQ(t.last.direction, 1);
-        CHECK_EQ(t.last.order, RA_ORDER_DESC);
+        CHECK_EQ(t.last.order, RA_ORDER_DESCENDING);
         CHECK_EQ(t.bytes, t.chunks * (64 + 64 * 64 + 64 * 48));
         CHECK_EQ(2 * t.chunks, P * (P - 1) * n);
         s.layout = RA_LAYOUT_ZIGZAG;
@@ -116,7 +116,7 @@ TEST(travel_of_causal_masks)
         up = P == 2 || P > 6;                          /* few chunks a shard: down takes longer */
         CHECK_EQ(t.last.direction, up ? 1 : -1);
         CHECK_EQ(4 * t.tokens, (up ? 2 * (2 * P - 1) : 3 * P) * (P - 1) * shard);
-        CHECK_EQ(t.last.order, RA_ORDER_TURN);
+        CHECK_EQ(t.last.order, RA_ORDER_ASCENDING);
         s.layout = RA_LAYOUT_STRIPED;
         t = plan_totals(&p, &s);
         CHECK_EQ(t.tokens, P * (P - 1) * shard);
@@ -446,8 +446,8 @@ static void packed_make(packed *x, int docs, int64_t length, int sorted, int32_t
     x->d.layout.kind = RA_LAYOUT_RUNS;
     x->d.layout.q_runs = x->runs;
     x->d.layout.q_run_count = x->count;
-    x->d.op = way ? RA_OP_TRAIN : RA_OP_FORWARD;
-    x->d.backward_way = way;
+    x->d.train = way ? train = 1 : RA_OP_FORWARD;
+    x->d.backward_travel = way;
 }
 
 static void packed_free(packed *x)
@@ -463,7 +463,7 @@ TEST(packed_documents)
 {
     enum { LENGTH = 1024 };
     int sorted, way, half, rank;
-    for (way = 0; way <= RA_WAY_Q; way++) for (sorted = 0; sorted < 2; sorted++) {
+    for (way = 0; way <= RA_TRAVEL_Q; way++) for (sorted = 0; sorted < 2; sorted++) {
         int64_t tokens = 0, seen[2] = { 0, 0 };
         for (half = 1; half >= 0; half--) {
             const int docs = half ? 128 : 256;

@@ -228,9 +228,9 @@ static const row desc_rows[] = {
     { ONE, D(mask.window), I64, -1, RA_E_RANGE, "mask.window" },
     { ONE, D(mask.window), I64, INT64_MIN, RA_E_RANGE, "mask.window" },
     { INTERVALS, D(mask.window), I64, 5, RA_E_SHAPE, "mask.window" },
-    { ONE, D(mask.window_right), I64, -1, RA_E_RANGE, "mask.window_right" },
-    { ONE, D(mask.window_right), I64, 7, RA_E_SHAPE, "mask.window_right" },
-    { INTERVALS, D(mask.window_right), I64, 7, RA_E_SHAPE, "mask.window_right" },
+    { ONE, D(mask.right_limit), I64, -1, RA_E_RANGE, "mask.right_limit" },
+    { ONE, D(mask.right_limit), I64, 7, RA_E_SHAPE, "mask.right_limit" },
+    { INTERVALS, D(mask.right_limit), I64, 7, RA_E_SHAPE, "mask.right_limit" },
     { ONE, D(mask.prefix), I64, -1, RA_E_RANGE, "mask.prefix" },
     { INTERVALS, D(mask.prefix), I64, 3, RA_E_SHAPE, "mask.prefix" },
     { ONE, D(mask.keep), I64, -1, RA_E_RANGE, "mask.keep" },
@@ -305,7 +305,7 @@ static void refuse_desc(const ra_desc *bad, int status, const char *field, int64
     if (d.ranks <= 1) CHECK_EQ((int64_t)ra_attention_bytes(&d, 1), 0);
     d.error = NULL;
     CHECK_EQ(ra_desc_resolve(&d, &out), status);
-    CHECK_EQ(ra_attend(&d, NULL, NULL, RA_NO_DEADLINE) < 0, 1);
+    CHECK_EQ(ra_ring_once(&d, NULL, NULL, RA_NO_DEADLINE) < 0, 1);
 }
 
 TEST(desc_fields)
@@ -472,12 +472,12 @@ TEST(blocks_of_q8_0)
     d.k_dtype = RA_Q8_0;
     refuse_desc(&d, RA_E_SHAPE, "k_dim", 8);
     d.k_dim = 64;
-    d.op = RA_OP_TRAIN;
+    d.train = 1;
     refuse_desc(&d, RA_E_UNSUPPORTED, "k_dtype", RA_Q8_0);
     d.k_dtype = RA_F32;
     d.v_dtype = RA_Q8_0;
     refuse_desc(&d, RA_E_UNSUPPORTED, "v_dtype", RA_Q8_0);
-    d.op = 0;
+    d.train = 0;
     refuse_desc(&d, RA_E_SHAPE, "v_dim", 8);
     base_desc(&d, MLA);
     d.k_dtype = RA_Q8_0;
@@ -558,7 +558,7 @@ static int stand_in_sendrecv(void *ctx, int to, const void *s, size_t s_len, int
     return RA_E_IO;
 }
 
-static int stand_in_ops(void *ctx, ra_op *const *ops, int n)
+static int stand_in_ops(void *ctx, ra_transport_op *const *ops, int n)
 {
     (void)ctx, (void)ops, (void)n;
     return RA_E_IO;
@@ -573,7 +573,7 @@ static int stand_in_reg(void *ctx, void *p, size_t n, void **mr)
 static int stand_in_dereg(void *ctx, void *mr) { (void)ctx, (void)mr; return RA_OK; }
 static int stand_in_abort(void *ctx, int why) { (void)ctx, (void)why; return RA_OK; }
 static int stand_in_quiesce(void *ctx, int64_t until) { (void)ctx, (void)until; return RA_OK; }
-static int stand_in_release(void *ctx, ra_op *op) { (void)ctx, (void)op; return RA_OK; }
+static int stand_in_release(void *ctx, ra_transport_op *op) { (void)ctx, (void)op; return RA_OK; }
 
 /* level 0, 1, or 2: all that there is but wait */
 static void base_transport(ra_transport *t, int level)
@@ -1024,8 +1024,8 @@ static void refuse_begin(ra_ring *ring, const ra_tensors *t, int status, const c
     CHECK_EQ(ra_ring_failure(ring, &f), RA_E_STATE);
     CHECK_EQ(ra_forward(ring_plan, ring, t, RA_NO_DEADLINE), status);
     job.ticket = ++ticket;
-    CHECK_EQ(ra_join(ring, &job, 0, 1), status);
-    CHECK_EQ(ra_join(ring, &job, 0, 1), status);       /* what every thread then gets */
+    CHECK_EQ(ra_join(ring, &job, 0), status);
+    CHECK_EQ(ra_join(ring, &job, 0), status);       /* what every thread then gets */
 }
 
 #define X(f) offsetof(ra_tensors, f)
@@ -1059,7 +1059,7 @@ static const row tensor_rows[] = {
     { ARRAY, X(k_pos.array), PTR, 0, RA_E_NULL, "t.k_pos.array" },
     { ARRAY, X(q_pos.count), I64, 74, RA_E_POSITIONS, "t.q_pos.count" },
     { ARRAY, X(k_pos.count), I64, 76, RA_E_POSITIONS, "t.k_pos.count" },
-    { ARRAY, X(q_pos.batch_stride), I64, -3, RA_E_STRIDE, "t.q_pos.batch_stride" },
+    { ARRAY, X(q_pos.batch_step), I64, -3, RA_E_STRIDE, "t.q_pos.batch_step" },
 };
 
 TEST(tensors)
@@ -1119,8 +1119,8 @@ TEST(tensor_scores)
         base_tensors(&t, ONE);
         t.alibi = t.sinks = t.bias.data = (const float *)(void *)pool;
         t.bias.keys = 300;
-        stride[0] = &t.bias.batch_stride; stride[1] = &t.bias.head_stride;
-        stride[2] = &t.bias.row_stride; stride[3] = &t.bias.key_stride;
+        stride[0] = &t.bias.batch_step; stride[1] = &t.bias.head_step;
+        stride[2] = &t.bias.row_step; stride[3] = &t.bias.key_step;
         if (i == 0) { t.alibi = NULL; refuse_begin(ring, &t, RA_E_NULL, "t.alibi", 0); }
         if (i == 1) { t.sinks = NULL; refuse_begin(ring, &t, RA_E_NULL, "t.sinks", 0); }
         if (i == 2) { t.bias.data = NULL; refuse_begin(ring, &t, RA_E_NULL, "t.bias", 0); }
@@ -1195,12 +1195,12 @@ TEST(jobs)
     job.ticket = 23;
     refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_SHAPE, "job.ticket", 23);
     job.ticket = 0;
-    CHECK_EQ(ra_join(ring, &job, 0, 1), RA_E_RANGE);   /* ticket 0 */
-    CHECK_EQ(ra_join(ring, NULL, 0, 1), RA_E_NULL);
+    CHECK_EQ(ra_join(ring, &job, 0), RA_E_RANGE);   /* ticket 0 */
+    CHECK_EQ(ra_join(ring, NULL, 0), RA_E_NULL);
     job.ticket = 1;
-    CHECK_EQ(ra_join(ring, &job, -1, 1), RA_E_RANGE);
-    CHECK_EQ(ra_join(ring, &job, 1, 1), RA_E_RANGE);
-    CHECK_EQ(ra_join(ring, &job, 0, 0), RA_E_RANGE);
+    CHECK_EQ(ra_join(ring, &job, -1), RA_E_RANGE);
+    CHECK_EQ(ra_join(ring, &job, 1), RA_E_RANGE);
+    CHECK_EQ(ra_join(ring, &job, 0), RA_E_RANGE);
     job.ticket = 0;
     refused(ra_begin(ring, NULL), ra_ring_error(ring), RA_E_NULL, "job", 0);
     job.plan = other;
@@ -1212,8 +1212,8 @@ TEST(jobs)
     job.plan = large;
     refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_WORKSPACE, "ring.workspace_bytes", 0);
     CHECK_EQ(ra_begin(NULL, &job), RA_E_NULL);
-    CHECK_EQ(ra_join(NULL, &job, 0, 1), RA_E_NULL);
-    CHECK_EQ(ra_step(NULL, 0, 1), RA_E_NULL);
+    CHECK_EQ(ra_join(NULL, &job, 0), RA_E_NULL);
+    CHECK_EQ(ra_step(NULL, 0), RA_E_NULL);
     CHECK_EQ(ra_step_wait(NULL, 1), RA_E_NULL);
     CHECK_EQ(ra_finish(NULL, 1), RA_E_NULL);
     CHECK_EQ(ra_forward(ring_plan, NULL, &t, 0), RA_E_NULL);
@@ -1243,19 +1243,19 @@ TEST(order_of_calls)
     memset(&job, 0, sizeof job);
     job.plan = ring_plan;
     job.tensors = &t;
-    refused(ra_step(ring, 0, 1), ra_ring_error(ring), RA_E_STATE, "ring.pass", 0);
+    refused(ra_step(ring, 0), ra_ring_error(ring), RA_E_STATE, "ring.pass", 0);
     CHECK_EQ(ra_begin(ring, &job), RA_OK);
     refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_BUSY, "ring", 0);
     CHECK_EQ(ra_forward(ring_plan, ring, &t, RA_NO_DEADLINE), RA_E_BUSY);
-    refused(ra_step(ring, -1, 1), ra_ring_error(ring), RA_E_RANGE, "ith", -1);
-    refused(ra_step(ring, 1, 1), ra_ring_error(ring), RA_E_RANGE, "ith", 1);
-    CHECK_EQ(ra_step(ring, 1, 2), RA_WAIT);            /* one more than the plan has memory for */
-    refused(ra_step(ring, 0, 0), ra_ring_error(ring), RA_E_RANGE, "nth", 0);
+    refused(ra_step(ring, -1), ra_ring_error(ring), RA_E_RANGE, "ith", -1);
+    refused(ra_step(ring, 1), ra_ring_error(ring), RA_E_RANGE, "ith", 1);
+    CHECK_EQ(ra_step(ring, 1), RA_WAIT);            /* one more than the plan has memory for */
+    refused(ra_step(ring, 0), ra_ring_error(ring), RA_E_RANGE, "nth", 0);
     ra_ring_query(ring, &c);
     CHECK_EQ(c.state, RA_RING_RUNNING);
-    while (s == RA_AGAIN) s = ra_step(ring, 0, 1);
+    while (s == RA_AGAIN) s = ra_step(ring, 0);
     CHECK_EQ(s, RA_OK);
-    CHECK_EQ(ra_step(ring, 1, 2), RA_OK);
+    CHECK_EQ(ra_step(ring, 1), RA_OK);
     ra_ring_query(ring, &c);
     CHECK(c.state == RA_RING_IDLE && c.pass == 1);
     CHECK_EQ(ra_finish(ring, RA_NO_DEADLINE), RA_OK);
@@ -1384,7 +1384,7 @@ TEST(attention_positions)
         const char *runs_field = keys ? "t.k_pos.runs" : "t.q_pos.runs";
         const char *array_field = keys ? "t.k_pos.array" : "t.q_pos.array";
         const char *count_field = keys ? "t.k_pos.count" : "t.q_pos.count";
-        const char *step_field = keys ? "t.k_pos.batch_stride" : "t.q_pos.batch_stride";
+        const char *step_field = keys ? "t.k_pos.batch_step" : "t.q_pos.batch_step";
         ra_positions *p;
         base_tensors(&t, ONE);
         of[0] = &t.q_pos;
@@ -1718,7 +1718,7 @@ static void random_fields(ra_desc *d)
         &d->scores, &d->chunk_tokens, &d->buffers, &d->threads, &d->isa, &d->mask.kind,
         &d->mask.causal_block, &d->layout.kind, &d->layout.reserved };
     int64_t *wide[] = { &d->tokens, &d->kv_tokens, &d->q_offset, &d->mask.window,
-        &d->mask.window_right, &d->mask.prefix, &d->mask.keep, &d->mask.doc_count,
+        &d->mask.right_limit, &d->mask.prefix, &d->mask.keep, &d->mask.doc_count,
         &d->mask.interval_count, &d->reserved[0], &d->reserved[1], &d->reserved[2],
         &d->reserved[3] };
     int chance = small_chance(60) ? 1 : small_chance(60) ? 5 : 60;
@@ -1807,10 +1807,10 @@ static void random_tensors(ra_tensors *t, const ra_desc *d)
     if ((d->scores & RA_SCORE_SINKS) || small_chance(3)) t->sinks = (const float *)(void *)pool;
     if ((d->scores & RA_SCORE_BIAS) || small_chance(3)) t->bias.data = (const float *)(void *)pool;
     t->bias.keys = t->bias.data ? small_or_absurd(some_number(), 1000, INT64_MAX - 1) : 0;
-    t->bias.key_stride = small_chance(50) ? 4 : small_or_absurd(small_stride(), 400, INT64_MAX - 1);
-    t->bias.row_stride = small_stride();
-    t->bias.head_stride = small_stride();
-    t->bias.batch_stride = small_stride();
+    t->bias.key_step = small_chance(50) ? 4 : small_or_absurd(small_stride(), 400, INT64_MAX - 1);
+    t->bias.row_step = small_stride();
+    t->bias.head_step = small_stride();
+    t->bias.batch_step = small_stride();
     random_positions(&t->q_pos);
     random_positions(&t->k_pos);
     if (small_chance(2)) t->reserved = some_number();
@@ -1998,18 +1998,18 @@ TEST(late_tickets)
     job.plan = plan;
     job.ticket = 1;
     job.tensors = &bad;
-    CHECK_EQ(ra_join(ring, &job, 0, 2), RA_E_NULL);
+    CHECK_EQ(ra_join(ring, &job, 0), RA_E_NULL);
     job.ticket = 2;
     job.tensors = &good;
-    while ((s = ra_join(ring, &job, 0, 2)) > 0) { }
+    while ((s = ra_join(ring, &job, 0)) > 0) { }
     CHECK_EQ(s, RA_OK);
     job.ticket = 1;
-    CHECK_EQ(ra_join(ring, &job, 1, 2), RA_E_NULL);
+    CHECK_EQ(ra_join(ring, &job, 1), RA_E_NULL);
     job.ticket = 3;
-    while ((s = ra_join(ring, &job, 0, 2)) > 0) { }
+    while ((s = ra_join(ring, &job, 0)) > 0) { }
     CHECK_EQ(s, RA_OK);
     job.ticket = 2;
-    CHECK_EQ(ra_join(ring, &job, 1, 2), RA_OK);
+    CHECK_EQ(ra_join(ring, &job, 1), RA_OK);
     ra_ring_destroy(ring);
     ra_plan_destroy(plan);
 }

@@ -29,7 +29,7 @@ static void shape_plain(shape *s, int64_t tokens, int ranks, int32_t layout, int
     s->d.kv_heads = 2;
     s->d.k_dim = s->d.v_dim = 8;
     s->d.q_dtype = s->d.k_dtype = s->d.v_dtype = s->d.o_dtype = RA_F32;
-    s->d.op = RA_OP_TRAIN;
+    s->d.train = 1;
     s->d.chunk_tokens = 64;
     s->d.error = &s->e;
 }
@@ -60,7 +60,7 @@ static void random_mask(shape *s, h_rng *r)
     if (h_one_in(r, 2)) m->window = h_range(r, 1, h_one_in(r, 2) ? 50 : 900);
     if (h_one_in(r, 3)) m->prefix = h_range(r, 1, 300);
     if (h_one_in(r, 3)) m->keep = h_range(r, 1, h_one_in(r, 2) ? 5 : 300);
-    if (m->kind == RA_MASK_NONE && h_one_in(r, 2)) m->window_right = h_range(r, 1, 600);
+    if (m->kind == RA_MASK_NONE && h_one_in(r, 2)) m->right_limit = h_range(r, 1, 600);
     if (m->kind == RA_MASK_CAUSAL && h_one_in(r, 3)) m->causal_block = (int32_t)h_range(r, 2, 300);
 }
 
@@ -101,10 +101,10 @@ static void random_shape(shape *s, h_rng *r, int32_t layout)
                 (int32_t)h_range(r, RA_MASK_NONE, RA_MASK_INTERVALS));
     s->d.sequences = h_one_in(r, 4) ? (int32_t)h_range(r, 2, 4) : 1;
     s->d.kv_heads = h_one_in(r, 2) ? 4 : 2;
-    s->d.op = h_one_in(r, 4) ? RA_OP_FORWARD : RA_OP_TRAIN;
+    s->d.train = h_one_in(r, 4) ? RA_OP_FORWARD : train = 1;
     s->d.chunk_tokens = (int32_t)h_range(r, 1, 300);
     s->d.buffers = (int32_t)h_range(r, 1, 4);
-    if (s->d.op == RA_OP_TRAIN) s->d.grad_home = (int32_t)h_range(r, 0, RA_HOME_RING);
+    if (s->d.train) s->d.grad_return = (int32_t)h_range(r, 0, RA_RETURN_RING);
     if (free && h_one_in(r, 3)) s->d.q_offset = h_range(r, 0, 400);
     if (free && h_one_in(r, 4)) s->d.kv_tokens = h_range(r, 1, s->d.tokens + s->d.q_offset);
     if (free && s->d.sequences > 1 && !s->d.kv_tokens && h_one_in(r, 2)) {
@@ -256,7 +256,7 @@ TEST(needs_and_tiles_by_blocks)
         random_shape(&s, &r, RA_LAYOUT_CONTIGUOUS + (int32_t)(i % 5));
         if (!(p = plan_of(&s, 0))) continue;
         check_needs(p, &p->keys, 0);
-        if (s.d.op == RA_OP_TRAIN && p->d.backward_way == RA_WAY_Q)
+        if (s.d.train && p->d.backward_travel == RA_TRAVEL_Q)
             check_needs(p, &p->queries, 1);
         for (rank = 0; rank < s.d.ranks; rank++) {
             int64_t tally[3] = { 0, 0, 0 };
@@ -299,7 +299,7 @@ static void some_mask(shape *s, int m, int64_t shard)
     if (m == 4) s->d.mask.prefix = shard;
     if (m == 5) shape_documents(s, s->d.tokens / 3 + 1);
     if (m == 6) s->d.mask.causal_block = 32;
-    if (m == 7) s->d.mask.window = s->d.mask.window_right = shard / 2 + 1;
+    if (m == 7) s->d.mask.window = s->d.mask.right_limit = shard / 2 + 1;
 }
 
 /* Every layout, mask and number of ranks: less than chunks + (sequences + 1) P steps forward. The
@@ -520,7 +520,7 @@ static void play_all(shape *s, h_rng *r)
     int i, ok = 1;
     for (i = 0; i < s->d.ranks; i++) ok &= (plans[i] = plan_of(s, i)) != NULL;
     for (i = 0; ok && i < 6; i++) {                    /* shared needs a transport that posts */
-        if ((i & 1) && s->d.op != RA_OP_TRAIN) continue;
+        if ((i & 1) && !s->d.train) continue;
         play(plans, s->d.ranks, i & 1, i >> 1 == 1, i >> 1 == 2, r);
     }
     for (i = 0; i < s->d.ranks; i++) ra_plan_destroy(plans[i]);
@@ -555,7 +555,7 @@ TEST(sparse_masks_play_through)
         s.d.buffers = (int32_t)h_range(&r, 1, 4);
         s.d.kv_heads = h_one_in(&r, 2) ? 4 : 2;
         if (m & 4) s.d.mask.window = 64 * n;
-        if (m & 4 && m & 2) s.d.mask.window_right = 64 * n;
+        if (m & 4 && m & 2) s.d.mask.right_limit = 64 * n;
         if (!(m & 4)) shape_documents(&s, 1024);
         play_all(&s, &r);
     }

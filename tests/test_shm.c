@@ -344,7 +344,7 @@ TEST(loans_come_back)
 TEST(one_slot_is_never_lent)
 {
     char from[3][64], to[3][64];
-    ra_op op[6], *ops[6];
+    ra_transport_op op[6], *ops[6];
     ra_shm *shm = NULL;
     ra_shm_desc d;
     memset(&d, 0, sizeof d);
@@ -359,15 +359,15 @@ TEST(one_slot_is_never_lent)
     for (int i = 0; i < 6; i++) {
         int sends = i >= 3;
         ops[i] = &op[i];
-        op[i].kind = (uint8_t)(sends ? RA_OP_SEND : RA_OP_RECV);
-        op[i].flags = sends ? 0 : RA_OPF_LOAN_OK;
+        op[i].kind = (uint8_t)(sends ? RA_MSG_SEND : RA_MSG_RECV);
+        op[i].flags = sends ? 0 : RA_MSG_LOAN_OK;
         op[i].buf = sends ? from[i - 3] : to[i];
         op[i].len = 64;
         if (sends) memset(from[i - 3], 'a' + i - 3, 64);
     }
     CHECK_EQ(t->post(t->ctx, ops, 6), RA_OK);
     for (int i = 0; i < 10; i++) CHECK_EQ(t->poll(t->ctx, ops, 6), RA_OK);
-    for (int i = 0; i < 6; i++) CHECK_EQ(op[i].state, RA_OP_DONE);
+    for (int i = 0; i < 6; i++) CHECK_EQ(op[i].state, RA_MSG_DONE);
     for (int i = 0; i < 3; i++) CHECK_BITS(op[i].buf, from[i], 64);
     CHECK_EQ(ra_shm_query(shm).loans, 1);
     CHECK_EQ(ra_shm_query(shm).copies_out, 2);
@@ -424,7 +424,7 @@ static void two_rings(const world *w, int rank)
     }
     while (s[0] > 0 || s[1] > 0)
         for (int i = 0; i < 2; i++)
-            if (s[i] > 0 && (s[i] = ra_step(ring[i], 0, 1)) == RA_WAIT)
+            if (s[i] > 0 && (s[i] = ra_step(ring[i], 0)) == RA_WAIT)
                 (void)ra_step_wait(ring[i], ra_now_ns() + 100000);
     w->s->status[rank] = s[0] ? s[0] : s[1];
     for (int i = 0; i < 2; i++) {

@@ -193,7 +193,7 @@ static void make_whole(world *w, int pass)
     if (!SOUND(w, ra_plan_create(&plan, &one.d, NULL) == RA_OK)) return;
     small_part_make(&w->whole[pass], &one, plan, 0);
     w->whole[pass].s = &w->problem[pass];
-    st = ra_attend(&one.d, NULL, &w->whole[pass].t, RA_NO_DEADLINE);
+    st = ra_ring_once(&one.d, NULL, &w->whole[pass].t, RA_NO_DEADLINE);
     SOUND(w, st == RA_OK);
     if (rep.back_bits_any_ranks) {
         ra_ring *ring = NULL;
@@ -376,13 +376,13 @@ static void end_pass(world *w, int r)
     const char *why = exact ? small_part_check(&s->part, 24) : NULL;
     if (!SOUND(w, why == NULL)) printf("    %s\n", why);
     if (!s->back && whole) SOUND(w, same_bits(&s->part, whole));
-    if (s->back && whole && whole->s->d.op == RA_OP_TRAIN && bits_of_grads(w, s->pass))
+    if (s->back && whole && whole->s->d.train && bits_of_grads(w, s->pass))
         SOUND(w, same_grads(&s->part, whole, 0) && same_grads(&s->part, whole, 1));
     check_counters(w, r);
     s->ran++;
     s->begun = 0;
     s->progress_done = s->progress_all = 0;
-    s->back = !s->back && w->problem[s->pass].d.op == RA_OP_TRAIN;
+    s->back = !s->back && w->problem[s->pass].d.train;
     if (s->back) return;
     small_part_poison(&s->part);
     if (small_chance(20)) SOUND(w, !small_part_spills(&s->part));
@@ -426,7 +426,7 @@ static ra_status call(world *w, int r, int ith)
     job.pass = s->back ? RA_PASS_BACKWARD : RA_PASS_FORWARD;
     if (w->join) {
         job.ticket = 7u + (uint64_t)s->ran * 3u;
-        st = ra_join(s->ring, &job, ith, nth);
+        st = ra_join(s->ring, &job, ith);
     } else if (!s->begun) {
         st = ra_begin(s->ring, &job);
         if (st == RA_OK) {
@@ -434,7 +434,7 @@ static ra_status call(world *w, int r, int ith)
             st = RA_AGAIN;
         }
     } else {
-        st = ra_step(s->ring, ith, nth);
+        st = ra_step(s->ring, ith);
     }
     memset(&s->given, 0xFF, sizeof s->given);
     return st;
@@ -454,7 +454,7 @@ static void step_world(world *w)
     if (st == RA_AGAIN) w->idle = 0;
     if (st == RA_OK) {
         w->idle = 0;
-        if (!w->join && small_chance(30)) SOUND(w, ra_step(s->ring, ith, 1) == RA_OK);
+        if (!w->join && small_chance(30)) SOUND(w, ra_step(s->ring, ith) == RA_OK);
         end_pass(w, r);
     } else if (st < 0) {
         fail_pass(w, r, st);
@@ -595,7 +595,7 @@ static void check_failure(world *w, int r)
     SOUND(w, f.sending >= -1 && f.sending <= 1 && f.peer >= -1 && f.peer < w->ranks);
     SOUND(w, f.reserved == 0);
     SOUND(w, s->trace_failures == 1);
-    SOUND(w, ra_step(s->ring, 0, 1) == s->end);
+    SOUND(w, ra_step(s->ring, 0) == s->end);
     memset(&job, 0, sizeof job);
     job.plan = w->plan[0][r];
     job.tensors = &s->part.t;
@@ -929,7 +929,7 @@ static void disagree(small *x, int diff)
     case DIFF_SINKS: d->scores = RA_SCORE_SINKS; break;
     case DIFF_O_DTYPE: d->o_dtype = RA_BF16; break;
     case DIFF_WINDOW: d->mask.window = d->tokens + 1; break;
-    case DIFF_WINDOW_RIGHT: d->mask.window_right = d->tokens + 1; break;
+    case DIFF_WINDOW_RIGHT: d->mask.right_limit = d->tokens + 1; break;
     case DIFF_KEEP: d->mask.keep = 2; break;
     case DIFF_INTERVALS: {
         int32_t *lo = (int32_t *)small_memory((size_t)(d->tokens + 1) * 4);

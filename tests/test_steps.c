@@ -43,7 +43,7 @@ static void rig_open(rig *g, int own_clock)
 {
     const ra_desc *d = &g->d;
     int64_t q = d->tokens * d->q_heads, k = d->tokens * d->kv_heads, n = 0, i;
-    int64_t dims = d->op == RA_OP_TRAIN ? 3 * d->k_dim + 2 * d->v_dim : d->k_dim + d->v_dim;
+    int64_t dims = d->train ? 3 * d->k_dim + 2 * d->v_dim : d->k_dim + d->v_dim;
     h_rng r = h_case_rng(d->tokens);
     ra_ring_desc rd;
     float *at;
@@ -92,7 +92,7 @@ static void rig_desc(rig *g, int64_t tokens, int heads, int dim, int train)
     g->d.k_dim = g->d.v_dim = dim;
     g->d.q_dtype = g->d.k_dtype = g->d.v_dtype = g->d.o_dtype = RA_F32;
     g->d.mask.kind = RA_MASK_CAUSAL;
-    g->d.op = train ? RA_OP_TRAIN : RA_OP_FORWARD;
+    g->d.train = train ? train = 1 : RA_OP_FORWARD;
 }
 
 static ra_job rig_job(const rig *g)
@@ -101,7 +101,7 @@ static ra_job rig_job(const rig *g)
     memset(&job, 0, sizeof job);
     job.plan = g->plan;
     job.tensors = &g->t;
-    job.pass = g->d.op == RA_OP_TRAIN ? RA_PASS_BACKWARD : RA_PASS_FORWARD;
+    job.pass = g->d.train ? RA_PASS_BACKWARD : RA_PASS_FORWARD;
     return job;
 }
 
@@ -122,7 +122,7 @@ static int64_t walk(rig *g)
     if (s) return 0;
     do {
         int64_t now;
-        s = ra_step(g->ring, 0, 1);
+        s = ra_step(g->ring, 0);
         now = tiles_done(g);
         if (now - before > g->most) CHECK_EQ(now - before, g->most);
         before = now;
@@ -143,7 +143,7 @@ TEST(steps_are_bounded)
         if (!h_case(i)) continue;
         rig_desc(&g, 3000, 2, 64, i % 3 > 0);
         g.d.layout.kind = i / 3 % 2 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
-        g.d.backward_way = i % 3;
+        g.d.backward_travel = i % 3;
         g.d.threads = i / 6 ? 3 : 1;
         g.d.chunk_tokens = 4096;
         rig_open(&g, 0);
@@ -161,7 +161,7 @@ TEST(steps_are_bounded)
 TEST(rows_are_bounded)
 {
     int way;
-    for (way = RA_WAY_KV; way <= RA_WAY_Q; way++) {
+    for (way = RA_TRAVEL_KV; way <= RA_TRAVEL_Q; way++) {
         rig g;
         float d_sinks[2] = { 0, 0 }, sinks[2] = { 0, 0 };
         int32_t *none = (int32_t *)calloc(1 << 15, sizeof *none);
@@ -169,7 +169,7 @@ TEST(rows_are_bounded)
         g.d.mask.kind = RA_MASK_INTERVALS;
         g.d.mask.lo = g.d.mask.hi = none;
         g.d.mask.interval_count = 1 << 15;
-        g.d.backward_way = way;
+        g.d.backward_travel = way;
         g.d.chunk_tokens = 1 << 15;
         g.d.scores = RA_SCORE_SINKS;
         g.t.sinks = sinks;
@@ -191,7 +191,7 @@ TEST(cancel_and_deadline)
         ra_status s;
         if (!h_case(i)) continue;
         rig_desc(&g, 65536, 1, 16, i % 3 > 0);
-        g.d.backward_way = i % 3;
+        g.d.backward_travel = i % 3;
         g.d.chunk_tokens = 65536;
         rig_open(&g, i / 3);
         if (i < 3) g.cancel_at = 3;
@@ -217,7 +217,7 @@ TEST(another_thread_goes_on)
         if (!h_case(i)) continue;
         rig_desc(&a, 1500, 3, 64, i % 3 > 0);
         a.d.q_heads = a.d.kv_heads = 2;
-        a.d.backward_way = i % 3;
+        a.d.backward_travel = i % 3;
         a.d.threads = 3;
         a.d.layout.kind = i / 3 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
         b = a;
@@ -227,7 +227,7 @@ TEST(another_thread_goes_on)
         job = rig_job(&b);
         CHECK_EQ(ra_begin(b.ring, &job), RA_OK);
         for (n = 0; n < 4; n++) CHECK_EQ(ra_step(b.ring, (int)(n % 2), 2), RA_AGAIN);
-        for (n = 0; (s = ra_step(b.ring, 2, 1)) > 0 && n < 10000;) n++;
+        for (n = 0; (s = ra_step(b.ring, 2)) > 0 && n < 10000;) n++;
         CHECK_EQ(s, RA_OK);
         n = b.d.tokens * b.d.q_heads * b.d.k_dim * 4;
         CHECK_BITS(b.t.o.data, a.t.o.data, n);
@@ -275,7 +275,7 @@ TEST(unseen_chunks_cost_no_rows)
         counting.load_q = counting_load_q;
         g.ring->work.kernel = &counting;
         loads = 0;
-        while ((s = ra_step(g.ring, 0, 1)) > 0) continue;
+        while ((s = ra_step(g.ring, 0)) > 0) continue;
         CHECK_EQ(s, RA_OK);
         panels = g.d.tokens / 64 * g.d.q_heads;
         CHECK_EQ(loads, panels);

@@ -343,21 +343,21 @@ static int tn_call(const char *address)
 static int tn_message(ra_tcp *zero, ra_tcp *one)
 {
     uint8_t in[3000], out[3000];
-    ra_op op[2], *list[2] = { &op[0], &op[1] };
+    ra_transport_op op[2], *list[2] = { &op[0], &op[1] };
     int64_t until = ra_deadline_ms(5000);
     memset(op, 0, sizeof op);
     memset(out, 7, sizeof out);
     memset(in, 0, sizeof in);
-    op[0].kind = RA_OP_RECV;
+    op[0].kind = RA_MSG_RECV;
     op[0].peer = 1;
     op[0].buf = in;
-    op[1].kind = RA_OP_SEND;
+    op[1].kind = RA_MSG_SEND;
     op[1].peer = 0;
     op[1].buf = out;
     op[0].len = op[1].len = sizeof in;
     (void)ra_tcp_post(zero, &list[0], 1);
     (void)ra_tcp_post(one, &list[1], 1);
-    while (op[0].state == RA_OP_PENDING && ra_now_ns() < until) {
+    while (op[0].state == RA_MSG_PENDING && ra_now_ns() < until) {
         (void)ra_tcp_poll(zero, &list[0], 1);
         (void)ra_tcp_poll(one, &list[1], 1);
     }
@@ -365,7 +365,7 @@ static int tn_message(ra_tcp *zero, ra_tcp *one)
     (void)ra_tcp_abort(one, RA_E_CANCELLED);
     (void)ra_tcp_quiesce(zero, ra_now_ns());
     (void)ra_tcp_quiesce(one, ra_now_ns());
-    if (op[0].state == RA_OP_DONE && memcmp(in, out, sizeof in)) return RA_E_IO;
+    if (op[0].state == RA_MSG_DONE && memcmp(in, out, sizeof in)) return RA_E_IO;
     return op[0].state;
 }
 
@@ -494,7 +494,7 @@ TEST(strangers)
     CHECK_EQ(tn_join_open(&o[1]), RA_OK);
     again = tn_call(w->at[0][0]);
     CHECK(again < 0);
-    if (o[0].tcp && o[1].tcp) CHECK_EQ(tn_message(o[0].tcp, o[1].tcp), RA_OP_DONE);
+    if (o[0].tcp && o[1].tcp) CHECK_EQ(tn_message(o[0].tcp, o[1].tcp), RA_MSG_DONE);
     for (int i = 0; i < SILENT + 2; i++) close(fd[i]);
     ra_tcp_close(o[0].tcp);
     ra_tcp_close(o[1].tcp);
@@ -585,9 +585,9 @@ TEST(spoilt_on_the_way)
         p.spoil = i ? shake + (size_t)i : 0;
         got = tn_by_way_of(&p, w);
         CHECK(p.kept > shake);
-        if (i == 0) CHECK_EQ(got, RA_OP_DONE);
+        if (i == 0) CHECK_EQ(got, RA_MSG_DONE);
         else if (w->key || i < 5) CHECK_EQ(got, RA_E_PROTO);   /* plain: body, kind, channel */
-        else CHECK(got != RA_OP_PENDING);
+        else CHECK(got != RA_MSG_PENDING);
         tn_end(w);
     }
 }
@@ -615,7 +615,7 @@ TEST(wrong_key)
         tn_start(&right, &one);
         CHECK_EQ(tn_join_open(&right), RA_OK);
         CHECK_EQ(tn_join_open(&o[0]), RA_OK);
-        if (o[0].tcp && right.tcp) CHECK_EQ(tn_message(o[0].tcp, right.tcp), RA_OP_DONE);
+        if (o[0].tcp && right.tcp) CHECK_EQ(tn_message(o[0].tcp, right.tcp), RA_MSG_DONE);
         ra_tcp_close(o[0].tcp);
         ra_tcp_close(right.tcp);
         tn_end(w);
@@ -631,7 +631,7 @@ TEST(replayed_handshake)
     tn_path p;
     int fd;
     memset(&p, 0, sizeof p);
-    CHECK_EQ(tn_by_way_of(&p, w), RA_OP_DONE);
+    CHECK_EQ(tn_by_way_of(&p, w), RA_MSG_DONE);
     tn_end(w);
     w = tn_make("127.0.0.1", 2, 1);
     zero = tn_desc(w, 0, 0);
@@ -644,7 +644,7 @@ TEST(replayed_handshake)
     tn_start(&o[1], &one);
     CHECK_EQ(tn_join_open(&o[1]), RA_OK);
     CHECK_EQ(tn_join_open(&o[0]), RA_OK);
-    if (o[0].tcp && o[1].tcp) CHECK_EQ(tn_message(o[0].tcp, o[1].tcp), RA_OP_DONE);
+    if (o[0].tcp && o[1].tcp) CHECK_EQ(tn_message(o[0].tcp, o[1].tcp), RA_MSG_DONE);
     ra_tcp_close(o[0].tcp);
     ra_tcp_close(o[1].tcp);
     close(fd);
@@ -658,7 +658,7 @@ TEST(nothing_in_the_clear)
     int run = 0, longest = 0;
     tn_path p;
     memset(&p, 0, sizeof p);
-    CHECK_EQ(tn_by_way_of(&p, w), RA_OP_DONE);
+    CHECK_EQ(tn_by_way_of(&p, w), RA_MSG_DONE);
     for (size_t i = 0; i < p.kept; i++) {
         run = p.copy[i] == 7 ? run + 1 : 0;
         if (run > longest) longest = run;

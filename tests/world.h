@@ -22,7 +22,7 @@ typedef struct setup {
     int32_t no_lse;                    /* 1: LSE is not asked for */
     int32_t any_isa;                   /* 1: every rank another instruction set */
     int32_t train;                     /* 1: a backward pass follows, problem.d_o is there */
-    int32_t grad_home, way;            /* RA_HOME_*, RA_WAY_* */
+    int32_t grad_return, way;            /* RA_RETURN_*, RA_TRAVEL_* */
     int64_t shift;                     /* RUNS, ARRAY: all positions are so much higher than the
                                         * oracle's; for masks that only see differences */
     int64_t spare;                     /* tokens and kv_tokens are so far above the lengths of the
@@ -172,7 +172,7 @@ typedef struct hub_end {               /* of one rank */
     hub *hub;
     int rank, waiting, inside, any_thread;
     pthread_t owner;                   /* the thread of ith 0 */
-    ra_op *ops[64];
+    ra_transport_op *ops[64];
 } hub_end;
 
 /* Takes the lock; the rules are that calls of one ring never overlap and come from ith 0 alone. */
@@ -246,14 +246,14 @@ static inline void hub_deliver(hub_end *e)
 {
     int i, j, k, keep = 0;
     for (i = 0; i < e->waiting; i++) {
-        ra_op *op = e->ops[i];
+        ra_transport_op *op = e->ops[i];
         int earlier = 0, got = 0;
         mail_queue *q = hub_queue(e->hub, op->peer, e->rank, op->channel);
         for (j = 0; j < keep; j++) {
             earlier |= e->ops[j]->peer == op->peer && e->ops[j]->channel == op->channel;
         }
         if (!earlier) got = hub_take(e->hub, q, op->buf, op->len, op->tag);
-        if (got == 1) { op->done = op->len; op->state = RA_OP_DONE; }
+        if (got == 1) { op->done = op->len; op->state = RA_MSG_DONE; }
         else if (got < 0) op->state = got;
         else e->ops[keep++] = op;
     }
@@ -262,26 +262,26 @@ static inline void hub_deliver(hub_end *e)
 }
 
 /* Accepts a random prefix of each direction: nothing after the first that was refused. */
-static int hub_post(void *ctx, ra_op *const *ops, int n)
+static int hub_post(void *ctx, ra_transport_op *const *ops, int n)
 {
     hub_end *e = (hub_end *)ctx;
     int i, kind, left = 0;
     hub_enter(e);
-    for (kind = RA_OP_RECV; kind >= RA_OP_SEND; kind--) {
+    for (kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--) {
         int closed = 0;
         for (i = 0; i < n; i++) {
-            ra_op *op = ops[i];
-            if (op->state != RA_OP_IDLE || op->kind != kind) continue;
-            closed |= h_one_in(&e->hub->rng, 8) || (kind == RA_OP_RECV && e->waiting == 64);
+            ra_transport_op *op = ops[i];
+            if (op->state != RA_MSG_IDLE || op->kind != kind) continue;
+            closed |= h_one_in(&e->hub->rng, 8) || (kind == RA_MSG_RECV && e->waiting == 64);
             if (closed) { left = 1; continue; }
-            if (kind == RA_OP_RECV) {
-                op->state = RA_OP_PENDING;
+            if (kind == RA_MSG_RECV) {
+                op->state = RA_MSG_PENDING;
                 e->ops[e->waiting++] = op;
             } else {
                 hub_send(e->hub, hub_queue(e->hub, e->rank, op->peer, op->channel), op->buf,
                          op->len, op->tag);
                 op->done = op->len;
-                op->state = RA_OP_DONE;
+                op->state = RA_MSG_DONE;
             }
         }
     }
@@ -289,7 +289,7 @@ static int hub_post(void *ctx, ra_op *const *ops, int n)
     return left ? RA_AGAIN : RA_OK;
 }
 
-static int hub_poll(void *ctx, ra_op *const *ops, int n)
+static int hub_poll(void *ctx, ra_transport_op *const *ops, int n)
 {
     hub_end *e = (hub_end *)ctx;
     int dead;
@@ -373,7 +373,7 @@ static inline ra_transport hub_transport(hub_end *e, const setup *s)
             t.channels = 2;
         }
     }
-    if (s->train && s->grad_home == RA_HOME_DIRECT) t.caps |= RA_CAP_ANY_PEER;
+    if (s->train && s->grad_return == RA_RETURN_DIRECT) t.caps |= RA_CAP_ANY_PEER;
     e->any_thread = (t.caps & RA_CAP_ANY_THREAD) != 0;
     e->owner = pthread_self();
     t.abort = hub_abort;
@@ -481,10 +481,10 @@ static inline ra_desc describe(const problem *p, const setup *s, int rank)
     d.chunk_tokens = s->chunk_tokens;
     d.buffers = s->buffers;
     d.threads = s->threads;
-    d.op = s->train ? RA_OP_TRAIN : RA_OP_FORWARD;
+    d.train = s->train;
     if (s->train) d.dropout = p->dropout;
-    d.grad_home = s->grad_home;
-    d.backward_way = s->way;
+    d.grad_return = s->grad_return;
+    d.backward_travel = s->way;
     d.isa = s->isa;
     if (s->any_isa) d.isa = RA_ISA_SCALAR + rank % RA_ISA_NEON;
     if (s->any_isa && !ra_isa_available(d.isa)) d.isa = RA_ISA_SCALAR;
@@ -563,15 +563,15 @@ static inline void seat_bias(seat *e)
     memset(data, 0xFF, (size_t)(n + 1) * sizeof *data);
     bias->data = data;
     bias->keys = p->bias_keys;
-    bias->batch_stride = p->bias_b ? nh * nr * nk * 4 : 0;
-    bias->head_stride = p->bias_h ? nr * nk * 4 : 0;
-    bias->row_stride = p->bias_r ? (swap ? 4 : nk * 4) : 0;
-    bias->key_stride = p->bias_k ? (swap ? nr * 4 : 4) : 0;
+    bias->batch_step = p->bias_b ? nh * nr * nk * 4 : 0;
+    bias->head_step = p->bias_h ? nr * nk * 4 : 0;
+    bias->row_step = p->bias_r ? (swap ? 4 : nk * 4) : 0;
+    bias->key_step = p->bias_k ? (swap ? nr * 4 : 4) : 0;
     for (b = 0; b < nb; b++) for (head = 0; head < nh; head++) for (i = 0; i < nr; i++) {
         int64_t row = p->bias_r ? (int64_t)e->q_pos[b * e->q_rows + i] - p->q_offset : 0;
         for (k = 0; k < nk; k++) {
-            data[(b * bias->batch_stride + head * bias->head_stride + i * bias->row_stride +
-                  k * bias->key_stride) / 4] = bias_value(p, b, head, row, k);
+            data[(b * bias->batch_step + head * bias->head_step + i * bias->row_step +
+                  k * bias->key_step) / 4] = bias_value(p, b, head, row, k);
         }
     }
     e->bias.mem = (uint8_t *)data;
@@ -685,11 +685,11 @@ static inline void seat_tensors(seat *e)
         if (p->scores & RA_SCORE_BIAS) {
             ra_bias_out *bias = &e->t.d_bias;
             bias->keys = p->k_max + s->shift;
-            bias->key_stride = 4;
-            bias->row_stride = 4 * bias->keys;
-            bias->head_stride = (e->q_rows + 1) * bias->row_stride;
-            bias->batch_stride = p->Hq * bias->head_stride;
-            e->d_bias = (float *)calloc((size_t)(p->B * bias->batch_stride) + 4, 1);
+            bias->key_step = 4;
+            bias->row_step = 4 * bias->keys;
+            bias->head_step = (e->q_rows + 1) * bias->row_step;
+            bias->batch_step = p->Hq * bias->head_step;
+            e->d_bias = (float *)calloc((size_t)(p->B * bias->batch_step) + 4, 1);
             bias->data = e->d_bias;
         }
         e->t.d_o = view_in(&e->d_o);
@@ -701,9 +701,9 @@ static inline void seat_tensors(seat *e)
         e->q_given = positions_given(e->q_pos, p->B * e->q_rows, s->shift);
         e->k_given = positions_given(e->k_pos, p->B * e->k_rows, s->shift);
         e->t.q_pos.array = e->q_given;
-        e->t.q_pos.count = e->t.q_pos.batch_stride = e->q_rows;
+        e->t.q_pos.count = e->t.q_pos.batch_step = e->q_rows;
         e->t.k_pos.array = e->k_given;
-        e->t.k_pos.count = e->t.k_pos.batch_stride = e->k_rows;
+        e->t.k_pos.count = e->t.k_pos.batch_step = e->k_rows;
     }
     if (s->layout == RA_LAYOUT_RUNS && s->call == CALL_ATTENTION) {
         e->t.q_pos.runs = s->q_runs;
@@ -743,8 +743,8 @@ static void *step_thread(void *user)
         ra_status status;
         do {
             int nth = y->ith + 1 + turn++ % (s->threads - y->ith);
-            status = y->join ? ra_join(y->seat->ring, &job, y->ith, nth)
-                             : ra_step(y->seat->ring, y->ith, nth);
+            status = y->join ? ra_join(y->seat->ring, &job, y->ith)
+                             : ra_step(y->seat->ring, y->ith);
             if (status == RA_WAIT) ra_step_wait(y->seat->ring, ra_deadline_ms(2));
         } while (status > 0);
         y->status = status;
@@ -846,7 +846,7 @@ static ra_status seat_run(ra_world *library_world, int rank, void *user)
         transport = &copying;
     }
     if (w->s->call == CALL_ATTEND) {
-        e->status = ra_attend(&e->d, transport, &e->t, ra_deadline_ms(60000));
+        e->status = ra_ring_once(&e->d, transport, &e->t, ra_deadline_ms(60000));
     } else {
         e->status = seat_forward(e, transport);
     }
@@ -1288,7 +1288,7 @@ static inline void problem_mask(problem *p, h_rng *r, int m)
         m == M_PREFIX_WINDOW || m == M_PREFIX_KEEP || m == M_BLOCK_KEEP || m == M_DOCS_KEEP ||
         m == M_DOCS_ALL || m == M_DOCS_BOTH) k->window = h_range(r, 1, most);
     if (m == M_RIGHT || m == M_BOTH || m == M_BOTH_KEEP || m == M_DOCS_BOTH) {
-        k->window_right = h_range(r, 1, most);
+        k->right_limit = h_range(r, 1, most);
     }
     if (m == M_WINDOW_KEEP || m == M_BOTH_KEEP || m == M_PREFIX_KEEP || m == M_BLOCK_KEEP ||
         m == M_DOCS_KEEP || m == M_DOCS_ALL || m == M_DOCS_BOTH) k->keep = h_range(r, 1, most);
@@ -1629,8 +1629,8 @@ static inline int mask_text(const ra_mask *m, char *out, size_t room)
     int n = snprintf(out, room, "mask %s", kinds[m->kind & 3]), i;
     if (m->causal_block) n += snprintf(out + n, room - (size_t)n, " block %d", m->causal_block);
     if (m->window) n += snprintf(out + n, room - (size_t)n, " window %lld", (long long)m->window);
-    if (m->window_right) {
-        n += snprintf(out + n, room - (size_t)n, " right %lld", (long long)m->window_right);
+    if (m->right_limit) {
+        n += snprintf(out + n, room - (size_t)n, " right %lld", (long long)m->right_limit);
     }
     if (m->prefix) n += snprintf(out + n, room - (size_t)n, " prefix %lld", (long long)m->prefix);
     if (m->keep) n += snprintf(out + n, room - (size_t)n, " keep %lld", (long long)m->keep);

@@ -79,7 +79,7 @@ struct ra_mpi {
     int32_t heard_why;                 /* of the first goodbye that came; read by any thread */
     int pending;                       /* requests of ops, side by side with the ops */
     MPI_Request request[RA_MPI__OPS];
-    ra_op *op[RA_MPI__OPS];
+    ra_transport_op *op[RA_MPI__OPS];
     MPI_Request goodbye, *goodbyes;    /* the one that may come; those that went, [ranks] */
     int32_t coming[2], going[2];       /* their bytes: why, rank */
     ra_mpi__counts *sent, *due, *got;  /* [ranks] by this rank; to this rank: in all, so far */
@@ -104,7 +104,7 @@ static int ra_mpi__error(ra_mpi *m, int mpi_code, const char *call) {
     return m->text_code;
 }
 
-static int ra_mpi__isend(ra_mpi *m, const ra_op *op, MPI_Request *r) {
+static int ra_mpi__isend(ra_mpi *m, const ra_transport_op *op, MPI_Request *r) {
 #if MPI_VERSION >= 4
     return MPI_Isend_c(op->buf, (MPI_Count)op->len, MPI_BYTE, op->peer, op->channel, m->data, r);
 #else
@@ -112,7 +112,7 @@ static int ra_mpi__isend(ra_mpi *m, const ra_op *op, MPI_Request *r) {
 #endif
 }
 
-static int ra_mpi__irecv(ra_mpi *m, const ra_op *op, MPI_Request *r) {
+static int ra_mpi__irecv(ra_mpi *m, const ra_transport_op *op, MPI_Request *r) {
 #if MPI_VERSION >= 4
     return MPI_Irecv_c(op->buf, (MPI_Count)op->len, MPI_BYTE, op->peer, op->channel, m->data, r);
 #else
@@ -228,11 +228,11 @@ static int ra_mpi__verdict(ra_mpi *m) {
 
 /* ========================================================================== ops */
 static void ra_mpi__done(ra_mpi *m, int i, const MPI_Status *s, int code) {
-    ra_op *op = m->op[i];
-    int receives = op->kind == RA_OP_RECV, cancelled = 0;
+    ra_transport_op *op = m->op[i];
+    int receives = op->kind == RA_MSG_RECV, cancelled = 0;
     size_t bytes = op->len;
     int32_t state = code ? ra_mpi__error(m, code, receives ? "MPI_Irecv" : "MPI_Isend")
-                         : RA_OP_DONE;
+                         : RA_MSG_DONE;
     if (receives && !code) (void)MPI_Test_cancelled(s, &cancelled);
     if (cancelled) {
         state = RA_E_ABORTED;
@@ -272,8 +272,8 @@ static void ra_mpi__test(ra_mpi *m) {
     m->pending = left;
 }
 
-static void ra_mpi__start(ra_mpi *m, ra_op *op) {
-    int receives = op->kind == RA_OP_RECV, i = m->pending, code;
+static void ra_mpi__start(ra_mpi *m, ra_transport_op *op) {
+    int receives = op->kind == RA_MSG_RECV, i = m->pending, code;
     if (op->peer < 0 || op->peer >= m->ranks || op->channel >= RA_MPI__CHANNELS) {
         op->state = RA_E_IO;
         return;
@@ -283,7 +283,7 @@ static void ra_mpi__start(ra_mpi *m, ra_op *op) {
         return;
     }
     m->op[i] = op;
-    op->state = RA_OP_PENDING;
+    op->state = RA_MSG_PENDING;
     code = receives ? ra_mpi__irecv(m, op, &m->request[i]) : ra_mpi__isend(m, op, &m->request[i]);
     if (code) {
         op->state = ra_mpi__error(m, code, receives ? "MPI_Irecv" : "MPI_Isend");
@@ -294,12 +294,12 @@ static void ra_mpi__start(ra_mpi *m, ra_op *op) {
 }
 
 /* Receives first: what is sent to oneself, or at once, then has its place. */
-static int ra_mpi__post(void *ctx, ra_op *const *ops, int n) {
+static int ra_mpi__post(void *ctx, ra_transport_op *const *ops, int n) {
     ra_mpi *m = (ra_mpi *)ctx;
     int code = ra_mpi__verdict(m), left = 0;
-    for (int kind = RA_OP_RECV; kind >= RA_OP_SEND; kind--)
+    for (int kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--)
         for (int i = 0; i < n; i++) {
-            if (ops[i]->kind != kind || ops[i]->state != RA_OP_IDLE) continue;
+            if (ops[i]->kind != kind || ops[i]->state != RA_MSG_IDLE) continue;
             if (code) ops[i]->state = code;
             else if (m->pending == RA_MPI__OPS) left++;
             else ra_mpi__start(m, ops[i]);
@@ -308,13 +308,13 @@ static int ra_mpi__post(void *ctx, ra_op *const *ops, int n) {
 }
 
 /* All accepted ops are tested, not only these. */
-static int ra_mpi__poll(void *ctx, ra_op *const *ops, int n) {
+static int ra_mpi__poll(void *ctx, ra_transport_op *const *ops, int n) {
     ra_mpi *m = (ra_mpi *)ctx;
     int code = ra_mpi__verdict(m);
     if (!code) ra_mpi__test(m);
     if (m->broken) code = RA_E_IO;
     for (int i = 0; code && i < n; i++) /* their requests stay for quiesce to end */
-        if (ops[i]->state == RA_OP_PENDING) ops[i]->state = code;
+        if (ops[i]->state == RA_MSG_PENDING) ops[i]->state = code;
     return code;
 }
 
@@ -326,11 +326,11 @@ static void ra_mpi__nap(long ns) {
 }
 
 /* MPI cannot sleep until a deadline: polls, yields, naps. */
-static int ra_mpi__wait(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns) {
+static int ra_mpi__wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns) {
     int before = -1;
     for (int round = 0;; round++) {
         int pending = 0, code;
-        for (int i = 0; i < n; i++) pending += ops[i]->state == RA_OP_PENDING;
+        for (int i = 0; i < n; i++) pending += ops[i]->state == RA_MSG_PENDING;
         if (before < 0) before = pending;
         if (pending == 0 || pending < before) return RA_OK;
         code = ra_mpi__poll(ctx, ops, n);
@@ -382,7 +382,7 @@ static int ra_mpi__all_here(const ra_mpi *m) {
 
 static void ra_mpi__part_begin(ra_mpi *m) {
     for (int i = 0; i < m->pending; i++)
-        if (m->op[i]->kind == RA_OP_RECV) (void)MPI_Cancel(&m->request[i]);
+        if (m->op[i]->kind == RA_MSG_RECV) (void)MPI_Cancel(&m->request[i]);
     ra_mpi__test(m);
     m->parting = 1;
     if (MPI_Ialltoall(m->sent, RA_MPI__COUNTS, MPI_INT, m->due, RA_MPI__COUNTS, MPI_INT,

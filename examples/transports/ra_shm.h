@@ -142,7 +142,7 @@ typedef struct ra_shm__head {
     ra_shm__seat seat[RA_SHM_MAX_RANKS];
 } ra_shm__head;
 
-typedef struct ra_shm__fifo { ra_op *first, *last; } ra_shm__fifo;   /* linked by scratch[0] */
+typedef struct ra_shm__fifo { ra_transport_op *first, *last; } ra_shm__fifo;   /* linked by scratch[0] */
 
 struct ra_shm {
     ra_transport tp;
@@ -248,9 +248,9 @@ static int ra_shm__free_slot(const ra_shm *s, const ra_shm__lane *lane) {
 }
 
 /* ========================================================================== ops */
-static void ra_shm__push(ra_shm *s, ra_shm__fifo *f, ra_op *op) {
+static void ra_shm__push(ra_shm *s, ra_shm__fifo *f, ra_transport_op *op) {
     op->scratch[0] = NULL;
-    op->state = RA_OP_PENDING;
+    op->state = RA_MSG_PENDING;
     if (f->last) f->last->scratch[0] = op;
     else f->first = op;
     f->last = op;
@@ -258,8 +258,8 @@ static void ra_shm__push(ra_shm *s, ra_shm__fifo *f, ra_op *op) {
 }
 
 static void ra_shm__pop(ra_shm *s, ra_shm__fifo *f, int32_t state, size_t done) {
-    ra_op *op = f->first;
-    f->first = (ra_op *)op->scratch[0];
+    ra_transport_op *op = f->first;
+    f->first = (ra_transport_op *)op->scratch[0];
     if (!f->first) f->last = NULL;
     s->pending--;
     op->done = done;
@@ -268,7 +268,7 @@ static void ra_shm__pop(ra_shm *s, ra_shm__fifo *f, int32_t state, size_t done) 
 
 /* The first send of a FIFO: 1 if it went, 0 if queue or slots are full. */
 static int ra_shm__send(ra_shm *s, ra_shm__fifo *f, int channel) {
-    ra_op *op = f->first;
+    ra_transport_op *op = f->first;
     int to = op->peer, owner, i;
     ra_shm__lane *lane = ra_shm__lane_of(s, s->rank, to, channel);
     uint32_t head = ra_shm__load(&lane->head.v);
@@ -291,18 +291,18 @@ static int ra_shm__send(ra_shm *s, ra_shm__fifo *f, int channel) {
     e->len = op->len;
     e->tag = op->tag;
     ra_shm__store(&lane->head.v, head + 1);
-    ra_shm__pop(s, f, RA_OP_DONE, op->len);
+    ra_shm__pop(s, f, RA_MSG_DONE, op->len);
     ra_shm__ring(s, to);
     return 1;
 }
 
 /* The first receive of a FIFO: 1 if it is over, 0 if nothing has come. */
 static int ra_shm__receive(ra_shm *s, ra_shm__fifo *f, int channel) {
-    ra_op *op = f->first;
+    ra_transport_op *op = f->first;
     int from = op->peer;
     ra_shm__lane *lane = ra_shm__lane_of(s, from, s->rank, channel);
     uint32_t tail = ra_shm__load(&lane->tail.v);
-    int32_t state = RA_OP_DONE;
+    int32_t state = RA_MSG_DONE;
     int lent = 0;
     ra_shm__entry e;
     if (ra_shm__load(&lane->head.v) == tail) return 0;
@@ -311,7 +311,7 @@ static int ra_shm__receive(ra_shm *s, ra_shm__fifo *f, int channel) {
         state = RA_E_PROTO;
     } else if (e.len != op->len) {
         state = RA_E_TRUNC;
-    } else if ((op->flags & RA_OPF_LOAN_OK) && e.len && ra_shm__lend(s, lane, e.at)) {
+    } else if ((op->flags & RA_MSG_LOAN_OK) && e.len && ra_shm__lend(s, lane, e.at)) {
         op->buf = s->data + e.at;
         s->count.loans++;
         lent = 1;
@@ -393,13 +393,13 @@ static int ra_shm__move(ra_shm *s) {
 }
 
 /* ========================================================================== the callbacks */
-static int ra_shm__post(void *ctx, ra_op *const *ops, int n) {
+static int ra_shm__post(void *ctx, ra_transport_op *const *ops, int n) {
     ra_shm *s = (ra_shm *)ctx;
     int code = ra_shm__verdict(s);
     for (int i = 0; i < n; i++) {
-        ra_op *op = ops[i];
-        int receives = op->kind == RA_OP_RECV;
-        if (op->state != RA_OP_IDLE) continue;
+        ra_transport_op *op = ops[i];
+        int receives = op->kind == RA_MSG_RECV;
+        if (op->state != RA_MSG_IDLE) continue;
         if (code) op->state = code;
         else if (op->peer < 0 || op->peer >= s->ranks || op->channel >= RA_SHM__CHANNELS)
             op->state = RA_E_IO;
@@ -410,20 +410,20 @@ static int ra_shm__post(void *ctx, ra_op *const *ops, int n) {
     return code ? code : ra_shm__move(s);
 }
 
-static int ra_shm__poll(void *ctx, ra_op *const *ops, int n) {
+static int ra_shm__poll(void *ctx, ra_transport_op *const *ops, int n) {
     (void)ops, (void)n;                /* all accepted ops move, not only these */
     return ra_shm__move((ra_shm *)ctx);
 }
 
 /* 1: none of ops is PENDING, or fewer than `before` are. */
-static int ra_shm__fewer(ra_op *const *ops, int n, int *before) {
+static int ra_shm__fewer(ra_transport_op *const *ops, int n, int *before) {
     int pending = 0;
-    for (int i = 0; i < n; i++) pending += ops[i]->state == RA_OP_PENDING;
+    for (int i = 0; i < n; i++) pending += ops[i]->state == RA_MSG_PENDING;
     if (*before < 0) *before = pending;
     return pending == 0 || pending < *before;
 }
 
-static int ra_shm__wait(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns) {
+static int ra_shm__wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns) {
     ra_shm *s = (ra_shm *)ctx;
     uint32_t *bell = &s->head->seat[s->rank].bell.v;
     int code, before = -1;
@@ -446,7 +446,7 @@ static int ra_shm__wait(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns
     return code;
 }
 
-static int ra_shm__release(void *ctx, ra_op *op) {
+static int ra_shm__release(void *ctx, ra_transport_op *op) {
     ra_shm *s = (ra_shm *)ctx;
     const uint8_t *at = (const uint8_t *)op->buf;
     if (at < s->data || at >= s->data + s->data_bytes) return RA_E_STATE;

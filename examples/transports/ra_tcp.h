@@ -121,9 +121,9 @@ typedef struct ra_tcp_head {
     uint64_t tag, length;              /* of the whole message */
 } ra_tcp_head;
 
-typedef struct ra_tcp_queue { ra_op *first, *last; } ra_tcp_queue;
+typedef struct ra_tcp_queue { ra_transport_op *first, *last; } ra_tcp_queue;
 
-/* Words of ra_op.scratch: the next op of its queue; bytes moved so far; how it ended. */
+/* Words of ra_transport_op.scratch: the next op of its queue; bytes moved so far; how it ended. */
 enum { RA_TCP_NEXT, RA_TCP_MOVED, RA_TCP_END };
 
 /* One connection. Input and output are each a frame under way. */
@@ -144,7 +144,7 @@ typedef struct ra_tcp_conn {
     /* out: `out` bytes of out_buf, then (plain) out_body bytes of a send's buffer */
     size_t out_at, out_len, out_body;
     const uint8_t *out_data;
-    ra_op *out_op;                     /* whose piece is under way */
+    ra_transport_op *out_op;                     /* whose piece is under way */
     size_t in_at, in_need;             /* bytes of the head, or of the body, that are here */
     int in_body;                       /* 1: the body of `head` is coming */
     ra_tcp_head head;
@@ -290,8 +290,8 @@ static RA_TCP_UNUSED void ra_tcp_reset(ra_tcp_conn *c)
 /* An op has ended; its state is written when the library asks for it. */
 static RA_TCP_UNUSED void ra_tcp_end(ra_tcp_queue *q, int state)
 {
-    ra_op *op = q->first;
-    q->first = (ra_op *)op->scratch[RA_TCP_NEXT];
+    ra_transport_op *op = q->first;
+    q->first = (ra_transport_op *)op->scratch[RA_TCP_NEXT];
     if (!q->first) q->last = NULL;
     op->scratch[RA_TCP_END] = (void *)(intptr_t)state;
 }
@@ -350,7 +350,7 @@ static RA_TCP_UNUSED int ra_tcp_next(ra_tcp *t, ra_tcp_conn *c)
     }
     for (int i = 0; i < RA_TCP_CHANNELS; i++) {
         int channel = (c->turn + i) % RA_TCP_CHANNELS;
-        ra_op *op = c->send[channel].first;
+        ra_transport_op *op = c->send[channel].first;
         size_t moved, left;
         ra_tcp_head h;
         if (!op || !c->granted[channel]) continue;
@@ -396,11 +396,11 @@ static RA_TCP_UNUSED int ra_tcp_write(ra_tcp_conn *c)
 /* A piece of a send is with the system; the whole send, perhaps. */
 static RA_TCP_UNUSED void ra_tcp_sent(ra_tcp_conn *c)
 {
-    ra_op *op = c->out_op;
+    ra_transport_op *op = c->out_op;
     c->out_op = NULL;
     if (!op || (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED] < op->len) return;
     c->granted[op->channel]--;
-    ra_tcp_end(&c->send[op->channel], RA_OP_DONE);
+    ra_tcp_end(&c->send[op->channel], RA_MSG_DONE);
 }
 
 static RA_TCP_UNUSED void ra_tcp_flush(ra_tcp *t, ra_tcp_conn *c)
@@ -428,7 +428,7 @@ static RA_TCP_UNUSED size_t ra_tcp_on_wire(const ra_tcp *t, size_t n)
 static RA_TCP_UNUSED uint8_t *ra_tcp_target(ra_tcp *t, const ra_tcp_conn *c)
 {
     int channel = c->head.channel;
-    const ra_op *op = c->recv[channel].first;
+    const ra_transport_op *op = c->recv[channel].first;
     if (c->skip[channel] || !op) return t->waste;
     return (uint8_t *)op->buf + (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED];
 }
@@ -438,7 +438,7 @@ static RA_TCP_UNUSED int ra_tcp_take_head(ra_tcp *t, ra_tcp_conn *c)
 {
     const ra_tcp_head *h = &c->head;
     int channel = h->channel;
-    ra_op *op;
+    ra_transport_op *op;
     size_t moved;
     if (h->zero || channel >= RA_TCP_CHANNELS || h->body > ra_tcp_piece(t)) return RA_E_PROTO;
     if (h->kind == RA_TCP_ABORT) {
@@ -473,7 +473,7 @@ static RA_TCP_UNUSED int ra_tcp_take_head(ra_tcp *t, ra_tcp_conn *c)
 static RA_TCP_UNUSED void ra_tcp_take_body(ra_tcp_conn *c)
 {
     int channel = c->head.channel;
-    ra_op *op = c->recv[channel].first;
+    ra_transport_op *op = c->recv[channel].first;
     size_t moved;
     if (c->head.kind != RA_TCP_DATA) return;
     if (c->skip[channel]) {
@@ -486,7 +486,7 @@ static RA_TCP_UNUSED void ra_tcp_take_body(ra_tcp_conn *c)
     if (moved < op->len) return;
     c->awaited[channel]--;
     op->done = op->len;
-    ra_tcp_end(&c->recv[channel], RA_OP_DONE);
+    ra_tcp_end(&c->recv[channel], RA_MSG_DONE);
 }
 
 /* Opens the n sealed bytes of in_buf into `to`; 0: they are no frame of this connection. */
@@ -957,13 +957,13 @@ static RA_TCP_UNUSED void ra_tcp_move(ra_tcp *t)
 }
 
 /* Tells the library what has ended of its ops. Returns how many are PENDING. */
-static RA_TCP_UNUSED int ra_tcp_settle(ra_tcp *t, ra_op *const *ops, int n)
+static RA_TCP_UNUSED int ra_tcp_settle(ra_tcp *t, ra_transport_op *const *ops, int n)
 {
     int failure = ra_tcp_failure(t), left = 0;
     for (int i = 0; i < n; i++) {
-        ra_op *op = ops[i];
+        ra_transport_op *op = ops[i];
         int end = (int)(intptr_t)op->scratch[RA_TCP_END];
-        if (op->state != RA_OP_PENDING) continue;
+        if (op->state != RA_MSG_PENDING) continue;
         if (!end) end = failure ? failure : t->conn[op->peer].dead;
         if (!end) left++;
         else op->state = end;
@@ -971,33 +971,33 @@ static RA_TCP_UNUSED int ra_tcp_settle(ra_tcp *t, ra_op *const *ops, int n)
     return left;
 }
 
-static RA_TCP_UNUSED void ra_tcp_queue_op(ra_tcp *t, ra_op *op)
+static RA_TCP_UNUSED void ra_tcp_queue_op(ra_tcp *t, ra_transport_op *op)
 {
     ra_tcp_conn *c;
     ra_tcp_queue *q;
     int good = op->peer >= 0 && op->peer < t->ranks && op->peer != t->rank && op->len > 0 &&
                op->channel < RA_TCP_CHANNELS;
     c = good ? &t->conn[op->peer] : NULL;
-    op->state = !good ? RA_E_IO : c->dead ? c->dead : (int)RA_OP_PENDING;
-    if (op->state != RA_OP_PENDING) return;
-    q = op->kind == RA_OP_SEND ? &c->send[op->channel] : &c->recv[op->channel];
+    op->state = !good ? RA_E_IO : c->dead ? c->dead : (int)RA_MSG_PENDING;
+    if (op->state != RA_MSG_PENDING) return;
+    q = op->kind == RA_MSG_SEND ? &c->send[op->channel] : &c->recv[op->channel];
     op->scratch[RA_TCP_NEXT] = NULL;
     if (q->last) q->last->scratch[RA_TCP_NEXT] = op;
     else q->first = op;
     q->last = op;
-    if (op->kind == RA_OP_RECV) c->to_grant[op->channel]++;
+    if (op->kind == RA_MSG_RECV) c->to_grant[op->channel]++;
 }
 
 /* Accepts everything; bytes begin to move at once. */
-static RA_TCP_UNUSED int ra_tcp_post(void *ctx, ra_op *const *ops, int n)
+static RA_TCP_UNUSED int ra_tcp_post(void *ctx, ra_transport_op *const *ops, int n)
 {
     ra_tcp *t = (ra_tcp *)ctx;
     int failure;
     ra_tcp_enter(t);
     failure = ra_tcp_failure(t);
-    for (int kind = RA_OP_RECV; kind >= RA_OP_SEND; kind--)
+    for (int kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--)
         for (int i = 0; i < n; i++) {
-            if (ops[i]->kind != kind || ops[i]->state != RA_OP_IDLE) continue;
+            if (ops[i]->kind != kind || ops[i]->state != RA_MSG_IDLE) continue;
             if (failure) ops[i]->state = failure;
             else ra_tcp_queue_op(t, ops[i]);
         }
@@ -1009,7 +1009,7 @@ static RA_TCP_UNUSED int ra_tcp_post(void *ctx, ra_op *const *ops, int n)
     return failure;
 }
 
-static RA_TCP_UNUSED int ra_tcp_poll(void *ctx, ra_op *const *ops, int n)
+static RA_TCP_UNUSED int ra_tcp_poll(void *ctx, ra_transport_op *const *ops, int n)
 {
     ra_tcp *t = (ra_tcp *)ctx;
     int failure;
@@ -1051,11 +1051,11 @@ static RA_TCP_UNUSED void ra_tcp_sleep(ra_tcp *t, int n, int64_t deadline_ns)
         while (read(t->wake[0], drain, sizeof drain) == (ssize_t)sizeof drain) {}
 }
 
-static RA_TCP_UNUSED int ra_tcp_wait(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns)
+static RA_TCP_UNUSED int ra_tcp_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns)
 {
     ra_tcp *t = (ra_tcp *)ctx;
     int before = 0, left, failure, sockets;
-    for (int i = 0; i < n; i++) before += ops[i]->state == RA_OP_PENDING;
+    for (int i = 0; i < n; i++) before += ops[i]->state == RA_MSG_PENDING;
     for (;;) {
         ra_tcp_enter(t);
         ra_tcp_move(t);

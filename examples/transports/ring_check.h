@@ -49,7 +49,7 @@ static inline ring_numbers ring_numbers_in(const ring_task *t, float *all) {
 static inline void ring_describe(ra_desc *d, const ring_task *t, int rank, int ranks,
                                  ra_error *error) {
     memset(d, 0, sizeof *d);
-    d->op = RA_OP_TRAIN;
+    d->train = 1;
     d->rank = rank;
     d->ranks = ranks;
     d->tokens = t->tokens;

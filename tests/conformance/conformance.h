@@ -106,7 +106,7 @@ typedef struct cf_maker {
     X(ABORT_PEERS, "this transport's abort reaches the peers")                                    \
     X(QUIET, "after quiesce has returned RA_OK no buffer of the ring is touched")                 \
     X(QUIESCE_DEADLINE, "quiesce returns by deadline_ns, at once if that has passed")             \
-    X(LOAN_ASKED, "only a receive with RA_OPF_LOAN_OK gets lent memory")                          \
+    X(LOAN_ASKED, "only a receive with RA_MSG_LOAN_OK gets lent memory")                          \
     X(LOAN_KEEPS, "lent memory keeps its bytes until release")                                    \
     X(LOAN_ALIGN, "lent memory is aligned as buffers are")                                        \
     X(REG, "reg and dereg work in pairs, and ops with and without mr are carried")                \
@@ -227,7 +227,7 @@ static inline int cf_meet(cf_rank *r)
 /* -------------------------------------------------------------------------- ops and messages */
 typedef struct cf_id { int from, to, ring, channel, seq; } cf_id;
 typedef struct cf_op {
-    ra_op op, was;                     /* was: as it was posted */
+    ra_transport_op op, was;                     /* was: as it was posted */
     uint8_t *mem, *own;                /* own: the buffer between two guards */
     cf_id id;
     int checked, failed;               /* DONE and looked at; ended with an error */
@@ -288,12 +288,12 @@ static inline void cf_op_make(cf_rank *r, cf_op *o, int kind, cf_id m, size_t n)
     o->mem = (uint8_t *)p;
     o->own = o->mem + guard;
     memset(o->mem, CF_POISON_GUARD, n + 2 * guard);
-    if (kind == RA_OP_SEND) (void)cf_pattern(o->own, n, m, 0);
+    if (kind == RA_MSG_SEND) (void)cf_pattern(o->own, n, m, 0);
     else memset(o->own, CF_POISON_RECV, n);
     o->id = m;
     o->op.kind = (uint8_t)kind;
     o->op.channel = (uint8_t)m.channel;
-    o->op.peer = kind == RA_OP_SEND ? m.to : m.from;
+    o->op.peer = kind == RA_MSG_SEND ? m.to : m.from;
     o->op.tag = cf_key(m) & (bits >= 64 ? ~(uint64_t)0 : ((uint64_t)1 << bits) - 1);
     o->op.buf = o->own;
     o->op.len = n;
@@ -347,8 +347,8 @@ static inline int cf_check_received(cf_rank *r, cf_op *o)
 {
     uint8_t *at = (uint8_t *)o->op.buf;
     if (at != o->own) {
-        if (!(o->was.flags & RA_OPF_LOAN_OK))
-            return cf_break(r, CF_LOAN_ASKED, "buf of a receive without RA_OPF_LOAN_OK changed");
+        if (!(o->was.flags & RA_MSG_LOAN_OK))
+            return cf_break(r, CF_LOAN_ASKED, "buf of a receive without RA_MSG_LOAN_OK changed");
         if ((uintptr_t)at % cf_align(r, o->id.ring))
             return cf_break(r, CF_LOAN_ALIGN, "lent memory at %p, align is %zu", (void *)at,
                             cf_align(r, o->id.ring));
@@ -371,7 +371,7 @@ static inline int cf_check_done(cf_rank *r, cf_op *o)
         !cf_all(o->own + o->op.len, guard, CF_POISON_GUARD))
         return cf_break(r, CF_BOUNDS, "bytes beside the buffer of an op of %zu bytes were written",
                         o->op.len);
-    if (o->op.kind == RA_OP_RECV) return cf_check_received(r, o);
+    if (o->op.kind == RA_MSG_RECV) return cf_check_received(r, o);
     if (cf_pattern(o->own, o->op.len, o->id, 1))
         return cf_break(r, CF_READ_ONLY, "the buffer of a send of %zu bytes has changed",
                         o->op.len);
@@ -384,7 +384,7 @@ static inline int cf_check_kept(cf_rank *r, cf_op *const *ops, int n)
 {
     for (int i = 0; i < n; i++) {
         cf_op *o = ops[i];
-        if (o->op.kind != RA_OP_RECV || !o->checked || o->failed) continue;
+        if (o->op.kind != RA_MSG_RECV || !o->checked || o->failed) continue;
         if (!cf_pattern((uint8_t *)o->op.buf, o->op.len, o->id, 1)) continue;
         return cf_break(r, o->lent ? CF_LOAN_KEEPS : CF_RECV_AFTER,
                         "%zu bytes from rank %d changed after the receive was DONE", o->op.len,
@@ -395,10 +395,10 @@ static inline int cf_check_kept(cf_rank *r, cf_op *const *ops, int n)
 
 static inline int cf_check_fields(cf_rank *r, const cf_op *o)
 {
-    const ra_op *a = &o->op, *b = &o->was;
+    const ra_transport_op *a = &o->op, *b = &o->was;
     if (a->kind == b->kind && a->channel == b->channel && a->flags == b->flags &&
         a->peer == b->peer && a->tag == b->tag && a->len == b->len && a->mr == b->mr &&
-        (b->kind == RA_OP_RECV || a->buf == b->buf))
+        (b->kind == RA_MSG_RECV || a->buf == b->buf))
         return 1;
     return cf_break(r, CF_FIELDS, "an op to rank %d, channel %d, is not as it was posted: len %zu,"
                     " was %zu; tag %llu, was %llu", b->peer, b->channel, a->len, b->len,
@@ -413,15 +413,15 @@ static inline int cf_check_states(cf_rank *r, cf_op *const *ops, int n, const in
         cf_op *o = ops[i];
         int32_t s = o->op.state;
         if (!cf_check_fields(r, o)) return 0;
-        if (s > RA_OP_DONE || (s < 0 && (s > RA_E_MISMATCH || s < RA_E_UNSAFE)))
+        if (s > RA_MSG_DONE || (s < 0 && (s > RA_E_MISMATCH || s < RA_E_UNSAFE)))
             return cf_break(r, CF_STATES, "an op has state %d, which is none", s);
-        if (s != before[i] && before[i] != RA_OP_PENDING && !posting)
+        if (s != before[i] && before[i] != RA_MSG_PENDING && !posting)
             return cf_break(r, CF_STATES, "poll moved an op from state %d to %d", before[i], s);
-        if (s != before[i] && (before[i] == RA_OP_DONE || before[i] < 0 || s == RA_OP_IDLE))
+        if (s != before[i] && (before[i] == RA_MSG_DONE || before[i] < 0 || s == RA_MSG_IDLE))
             return cf_break(r, CF_STATES, "an op went from state %d to %d", before[i], s);
         if (s < 0 && !r->breaks && s == RA_E_TRUNC)
             return cf_break(r, CF_TRUNC, "%s of %zu bytes, rank %d, ended with RA_E_TRUNC though"
-                            " lengths are equal", o->op.kind == RA_OP_SEND ? "a send" : "a receive",
+                            " lengths are equal", o->op.kind == RA_MSG_SEND ? "a send" : "a receive",
                             o->op.len, o->op.peer);
         if (s < 0 && !r->breaks)
             return cf_break(r, r->test->hangs == CF_LARGEST || r->test->hangs == CF_ANY_PEER
@@ -429,7 +429,7 @@ static inline int cf_check_states(cf_rank *r, cf_op *const *ops, int n, const in
                             "an op of %zu bytes, rank %d, channel %d ended with %s", o->op.len,
                             o->op.peer, o->op.channel, ra_status_text(s));
         if (s < 0) o->failed = o->checked = 1;
-        if (s == RA_OP_DONE && !o->checked && !cf_check_done(r, o)) return 0;
+        if (s == RA_MSG_DONE && !o->checked && !cf_check_done(r, o)) return 0;
     }
     return 1;
 }
@@ -438,20 +438,20 @@ static inline int cf_check_states(cf_rank *r, cf_op *const *ops, int n, const in
 static inline int cf_check_prefix(cf_rank *r, cf_op *const *ops, int n, const int32_t *before)
 {
     for (int i = 0; i < n; i++)
-        for (int j = i + 1; j < n && ops[i]->op.state == RA_OP_IDLE; j++) {
-            const ra_op *a = &ops[i]->op, *b = &ops[j]->op;
+        for (int j = i + 1; j < n && ops[i]->op.state == RA_MSG_IDLE; j++) {
+            const ra_transport_op *a = &ops[i]->op, *b = &ops[j]->op;
             if (a->kind != b->kind || a->peer != b->peer || a->channel != b->channel ||
-                before[j] != RA_OP_IDLE || b->state == RA_OP_IDLE)
+                before[j] != RA_MSG_IDLE || b->state == RA_MSG_IDLE)
                 continue;
             return cf_break(r, CF_PREFIX, "of the %ss of channel %d, rank %d, one was accepted and"
-                            " an earlier one was not", a->kind == RA_OP_SEND ? "send" : "receive",
+                            " an earlier one was not", a->kind == RA_MSG_SEND ? "send" : "receive",
                             a->channel, a->peer);
         }
     return 1;
 }
 
 enum { CF_MOST = 64 };
-static inline void cf_list(cf_op *const *ops, int n, ra_op **list, int32_t *before)
+static inline void cf_list(cf_op *const *ops, int n, ra_transport_op **list, int32_t *before)
 {
     for (int i = 0; i < n; i++) {
         list[i] = &ops[i]->op;
@@ -462,7 +462,7 @@ static inline void cf_list(cf_op *const *ops, int n, ra_op **list, int32_t *befo
 /* 1: fine; 0: the test is over; negative: an error, which the test expects (r->breaks). */
 static inline int cf_post(cf_rank *r, int ring, cf_op *const *ops, int n)
 {
-    ra_op *list[CF_MOST];
+    ra_transport_op *list[CF_MOST];
     int32_t before[CF_MOST];
     int code, idle = 0;
     cf_list(ops, n, list, before);
@@ -471,7 +471,7 @@ static inline int cf_post(cf_rank *r, int ring, cf_op *const *ops, int n)
     if (code < 0 && r->breaks) return code;
     if (code != RA_OK && code != RA_AGAIN)
         return cf_break(r, CF_CODES, "post returned %d (%s)", code, ra_status_text(code));
-    for (int i = 0; i < n; i++) idle += ops[i]->op.state == RA_OP_IDLE;
+    for (int i = 0; i < n; i++) idle += ops[i]->op.state == RA_MSG_IDLE;
     if (code == RA_OK && idle)
         return cf_break(r, CF_AGAIN, "post returned RA_OK and left %d ops idle", idle);
     return cf_check_prefix(r, ops, n, before);
@@ -481,7 +481,7 @@ static inline int cf_post(cf_rank *r, int ring, cf_op *const *ops, int n)
 static inline int cf_poll(cf_rank *r, int ring, cf_op *const *ops, int n, int64_t deadline)
 {
     const ra_transport *t = r->t[ring];
-    ra_op *list[CF_MOST];
+    ra_transport_op *list[CF_MOST];
     int32_t before[CF_MOST];
     int code;
     cf_list(ops, n, list, before);
@@ -500,7 +500,7 @@ static inline int cf_unfinished(cf_op *const *ops, int n)
 {
     int left = 0;
     for (int i = 0; i < n; i++)
-        left += ops[i]->op.state == RA_OP_IDLE || ops[i]->op.state == RA_OP_PENDING;
+        left += ops[i]->op.state == RA_MSG_IDLE || ops[i]->op.state == RA_MSG_PENDING;
     return left;
 }
 
@@ -510,7 +510,7 @@ static inline int cf_drive(cf_rank *r, int ring, cf_op *const *ops, int n, int64
     int64_t until = ra_now_ns() + ns;
     while (cf_unfinished(ops, n)) {
         int idle = 0, code = 1, left = cf_unfinished(ops, n);
-        for (int i = 0; i < n; i++) idle |= ops[i]->op.state == RA_OP_IDLE;
+        for (int i = 0; i < n; i++) idle |= ops[i]->op.state == RA_MSG_IDLE;
         if (idle) code = cf_post(r, ring, ops, n);
         if (code == 1) code = cf_poll(r, ring, ops, n, -1);
         if (code != 1) return code;
@@ -529,7 +529,7 @@ static inline int cf_accept(cf_rank *r, cf_op *const *ops, int n)
     int64_t until = ra_now_ns() + r->patience;
     for (;;) {
         int idle = 0;
-        for (int i = 0; i < n; i++) idle |= ops[i]->op.state == RA_OP_IDLE;
+        for (int i = 0; i < n; i++) idle |= ops[i]->op.state == RA_MSG_IDLE;
         if (!idle) return 1;
         if (ra_now_ns() > until)
             return cf_break(r, CF_PROGRESS, "an op is not accepted after %lld ms",
@@ -544,12 +544,12 @@ static inline int cf_finish(cf_rank *r, int ring, cf_op *const *ops, int n, int 
     int code = cf_drive(r, ring, ops, n, r->patience);
     if (code != 2) return code == 1;
     for (int i = 0; i < n; i++)
-        if (ops[i]->op.state == RA_OP_IDLE || ops[i]->op.state == RA_OP_PENDING)
+        if (ops[i]->op.state == RA_MSG_IDLE || ops[i]->op.state == RA_MSG_PENDING)
             return cf_break(r, rule, "%s of %zu bytes, rank %d, channel %d is %s after %lld ms, and"
                             " the other side is there",
-                            ops[i]->op.kind == RA_OP_SEND ? "a send" : "a receive",
+                            ops[i]->op.kind == RA_MSG_SEND ? "a send" : "a receive",
                             ops[i]->op.len, ops[i]->op.peer, ops[i]->op.channel,
-                            ops[i]->op.state == RA_OP_IDLE ? "not accepted" : "PENDING",
+                            ops[i]->op.state == RA_MSG_IDLE ? "not accepted" : "PENDING",
                             (long long)(r->patience / 1000000));
     return 0;
 }
@@ -580,9 +580,9 @@ static inline int cf_swap(cf_rank *r, int ring, int seq, size_t n, int rule)
     for (int way = 0; way < 2 * cf_channels(r); way++) {
         int to = way & 1 ? r->prev : r->next, from = way & 1 ? r->next : r->prev;
         cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
-        cf_op_make(r, &ops[0], RA_OP_SEND, cf_message(r->rank, to, ring, way >> 1, seq + (way & 1)),
+        cf_op_make(r, &ops[0], RA_MSG_SEND, cf_message(r->rank, to, ring, way >> 1, seq + (way & 1)),
                    n);
-        cf_op_make(r, &ops[1], RA_OP_RECV,
+        cf_op_make(r, &ops[1], RA_MSG_RECV,
                    cf_message(from, r->rank, ring, way >> 1, seq + (way & 1)), n);
         if (!cf_finish(r, ring, list, 2, rule)) return 0;
         cf_free_all(ops, 2);
@@ -638,8 +638,8 @@ static inline void cf_t_order(cf_rank *r)
                 int to = way ? r->prev : r->next, from = way ? r->next : r->prev;
                 int s = r->ranks == 2 ? seq[channel] + 2 * i + way : seq[channel] + i;
                 if (ways == 1) s = seq[channel] + i;
-                cf_op_make(r, &ops[n++], RA_OP_SEND, cf_message(r->rank, to, 0, channel, s), len);
-                cf_op_make(r, &ops[n++], RA_OP_RECV, cf_message(from, r->rank, 0, channel, s), len);
+                cf_op_make(r, &ops[n++], RA_MSG_SEND, cf_message(r->rank, to, 0, channel, s), len);
+                cf_op_make(r, &ops[n++], RA_MSG_RECV, cf_message(from, r->rank, 0, channel, s), len);
             }
         for (int i = 0; i < n; i++) list[i] = &ops[i];
         if (!cf_finish(r, 0, list, n, CF_PROGRESS)) return;
@@ -653,7 +653,7 @@ static inline int cf_other_channel(cf_rank *r)
 {
     for (int first = 0; first < 2 && cf_channels(r) == 2; first++) {
         cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
-        int kind = r->rank == 0 ? RA_OP_SEND : RA_OP_RECV;
+        int kind = r->rank == 0 ? RA_MSG_SEND : RA_MSG_RECV;
         if (r->rank < 2)
             for (int i = 0; i < 2; i++)
                 cf_op_make(r, &ops[i], kind, cf_message(0, 1, 0, i ^ first, first), 900001);
@@ -674,12 +674,12 @@ static inline int cf_other_peer(cf_rank *r)
     cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
     if (r->ranks < 3) return 1;
     if (r->rank == 0) {
-        cf_op_make(r, &ops[0], RA_OP_SEND, cf_message(0, 1, 0, 0, 9), 900001);
-        cf_op_make(r, &ops[1], RA_OP_SEND, cf_message(0, last, 0, 0, 9), 3001);
+        cf_op_make(r, &ops[0], RA_MSG_SEND, cf_message(0, 1, 0, 0, 9), 900001);
+        cf_op_make(r, &ops[1], RA_MSG_SEND, cf_message(0, last, 0, 0, 9), 3001);
         if (!cf_finish(r, 0, list, 2, CF_PROGRESS)) return 0;
     } else if (n) {
         if (r->rank == 1 && !cf_await(r, &r->shared->flag[0][0], 1, 2 * r->patience)) return 0;
-        cf_op_make(r, &ops[0], RA_OP_RECV, cf_message(0, r->rank, 0, 0, 9),
+        cf_op_make(r, &ops[0], RA_MSG_RECV, cf_message(0, r->rank, 0, 0, 9),
                    r->rank == 1 ? 900001 : 3001);
         if (!cf_finish(r, 0, list, 1, CF_PROGRESS)) return 0;
         if (r->rank == last) cf_store(&r->shared->flag[0][0], 1);
@@ -695,10 +695,10 @@ static inline void cf_t_progress(cf_rank *r)
     cf_op ops[4], *list[4] = { &ops[0], &ops[1], &ops[2], &ops[3] };
     if (!cf_other_channel(r) || !cf_other_peer(r)) return;
     for (int way = 0; way < ways; way++)           /* everybody sends before anybody receives */
-        cf_op_make(r, &ops[n++], RA_OP_SEND,
+        cf_op_make(r, &ops[n++], RA_MSG_SEND,
                    cf_message(r->rank, way ? r->prev : r->next, 0, 0, 20 + way), 700001);
     for (int way = 0; way < ways; way++)
-        cf_op_make(r, &ops[n++], RA_OP_RECV,
+        cf_op_make(r, &ops[n++], RA_MSG_RECV,
                    cf_message(way ? r->next : r->prev, r->rank, 0, 0, 20 + way), 700001);
     if (cf_post(r, 0, list, ways) != 1 || !cf_meet(r)) return;
     if (cf_finish(r, 0, list, n, CF_PROGRESS) && cf_meet(r)) cf_free_all(ops, n);
@@ -710,7 +710,7 @@ static inline void cf_t_blocks(cf_rank *r)
     cf_op op, *list[1] = { &op };
     for (int way = 0; way < 2; way++) {            /* way 0: rank 0 first; 1: the receiver first */
         int32_t *flag = &r->shared->flag[way][0];
-        int kind = r->rank == 0 ? RA_OP_SEND : RA_OP_RECV;
+        int kind = r->rank == 0 ? RA_MSG_SEND : RA_MSG_RECV;
         if (r->rank < 2) cf_op_make(r, &op, kind, cf_message(0, 1, 0, 0, way), 600001);
         if (r->rank == way) {
             if (cf_post(r, 0, list, 1) != 1) return;
@@ -745,8 +745,8 @@ static inline void cf_t_any_peer(cf_rank *r)
         for (int d = 1, n = 0; d < r->ranks; d++) {
             int to = (r->rank + d) % r->ranks, from = (r->rank + r->ranks - d) % r->ranks;
             int channel = (round + d) % cf_channels(r);
-            cf_op_make(r, &ops[n++], RA_OP_SEND, cf_message(r->rank, to, 0, channel, seq), 5003);
-            cf_op_make(r, &ops[n++], RA_OP_RECV, cf_message(from, r->rank, 0, channel, seq), 5003);
+            cf_op_make(r, &ops[n++], RA_MSG_SEND, cf_message(r->rank, to, 0, channel, seq), 5003);
+            cf_op_make(r, &ops[n++], RA_MSG_RECV, cf_message(from, r->rank, 0, channel, seq), 5003);
             if (n + 2 <= depth && d < r->ranks - 1) continue;
             for (int i = 0; i < n; i++) list[i] = &ops[i];
             if (!cf_finish(r, 0, list, n, CF_ANY_PEER)) return;
@@ -760,8 +760,8 @@ static inline void cf_t_any_peer(cf_rank *r)
 static inline void cf_t_late(cf_rank *r)
 {
     cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
-    cf_op_make(r, &ops[0], RA_OP_SEND, cf_message(r->rank, r->next, 0, 0, 0), 20011);
-    cf_op_make(r, &ops[1], RA_OP_RECV, cf_message(r->prev, r->rank, 0, 0, 0), 20011);
+    cf_op_make(r, &ops[0], RA_MSG_SEND, cf_message(r->rank, r->next, 0, 0, 0), 20011);
+    cf_op_make(r, &ops[1], RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, 0), 20011);
     if (cf_finish(r, 0, list, 2, CF_LATE)) cf_free_all(ops, 2);
 }
 
@@ -772,8 +772,8 @@ static inline void cf_t_rings(cf_rank *r)
         cf_op ops[4];
         for (int ring = 0; ring < 2; ring++) {
             cf_op *list[2] = { &ops[2 * ring], &ops[2 * ring + 1] };
-            cf_op_make(r, list[0], RA_OP_SEND, cf_message(r->rank, r->next, ring, 0, round), 2003);
-            cf_op_make(r, list[1], RA_OP_RECV, cf_message(r->prev, r->rank, ring, 0, round), 2003);
+            cf_op_make(r, list[0], RA_MSG_SEND, cf_message(r->rank, r->next, ring, 0, round), 2003);
+            cf_op_make(r, list[1], RA_MSG_RECV, cf_message(r->prev, r->rank, ring, 0, round), 2003);
         }
         for (int i = 0; i < 2; i++) {              /* odd ranks and rounds: ring 1 first */
             int ring = i ^ ((r->rank + round) & 1);
@@ -832,15 +832,15 @@ static inline void cf_t_wait(cf_rank *r)
         return;
     }
     if (!cf_wait_idle(r)) return;
-    if (r->rank == 0) cf_op_make(r, &op, RA_OP_RECV, cf_message(1, 0, 0, 0, 0), 7001);
+    if (r->rank == 0) cf_op_make(r, &op, RA_MSG_RECV, cf_message(1, 0, 0, 0, 0), 7001);
     if (!cf_wait_deadline(r, list) || !cf_meet(r)) return;
     begin = ra_now_ns();
     if (r->rank == 1) {
         cf_sleep_us(30000);
-        cf_op_make(r, &op, RA_OP_SEND, cf_message(1, 0, 0, 0, 0), 7001);
+        cf_op_make(r, &op, RA_MSG_SEND, cf_message(1, 0, 0, 0, 0), 7001);
         if (!cf_finish(r, 0, list, 1, CF_PROGRESS)) return;
     }
-    while (r->rank == 0 && op.op.state == RA_OP_PENDING) {
+    while (r->rank == 0 && op.op.state == RA_MSG_PENDING) {
         if (cf_poll(r, 0, list, 1, begin + r->patience) != 1) return;
         if (ra_now_ns() - begin < r->patience * 3 / 4) continue;
         cf_break(r, CF_WAIT_WAKES, "what was awaited came after 30 ms, and wait slept %lld ms",
@@ -880,7 +880,7 @@ static inline int cf_fails(cf_rank *r, cf_op *const *ops, int n, int rule, const
 static inline int cf_later_fails(cf_rank *r, cf_op *op, int rule)
 {
     cf_op *list[1] = { op };
-    cf_op_make(r, op, RA_OP_RECV, cf_message(r->prev, r->rank, 0, 0, 50), 1009);
+    cf_op_make(r, op, RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, 50), 1009);
     return cf_fails(r, list, 1, rule, "receives posted after it");
 }
 
@@ -937,12 +937,12 @@ static inline void cf_t_abort(cf_rank *r)
         return;
     }
     if (r->variant == 1 || r->variant == 4)
-        cf_op_make(r, &ops[n++], RA_OP_RECV, cf_message(r->prev, r->rank, 0, 0, 0), 5009);
+        cf_op_make(r, &ops[n++], RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, 0), 5009);
     if (r->variant == 2)
-        cf_op_make(r, &ops[n++], RA_OP_SEND, cf_message(r->rank, r->next, 0, 0, 0), 5009);
+        cf_op_make(r, &ops[n++], RA_MSG_SEND, cf_message(r->rank, r->next, 0, 0, 0), 5009);
     for (int i = 0; r->variant == 3 && n + 2 <= depth; i++) {
-        cf_op_make(r, &ops[n++], RA_OP_RECV, cf_message(r->prev, r->rank, 0, 0, i), 400009);
-        cf_op_make(r, &ops[n++], RA_OP_SEND, cf_message(r->rank, r->next, 0, 0, i), 400009);
+        cf_op_make(r, &ops[n++], RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, i), 400009);
+        cf_op_make(r, &ops[n++], RA_MSG_SEND, cf_message(r->rank, r->next, 0, 0, i), 400009);
     }
     for (int i = 0; i < n; i++) list[i] = &ops[i];
     r->breaks = r->variant == 3;
@@ -974,8 +974,8 @@ static inline void cf_t_quiesce(cf_rank *r)
     }
     r->breaks = 1;
     for (int i = 0; n + 2 <= depth; i++) {
-        cf_op_make(r, &ops[n++], RA_OP_RECV, cf_message(r->prev, r->rank, 0, 0, i), 500009);
-        cf_op_make(r, &ops[n++], RA_OP_SEND, cf_message(r->rank, r->next, 0, 0, i), 500009);
+        cf_op_make(r, &ops[n++], RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, i), 500009);
+        cf_op_make(r, &ops[n++], RA_MSG_SEND, cf_message(r->rank, r->next, 0, 0, i), 500009);
     }
     for (int i = 0; i < n; i++) list[i] = &ops[i];
     if (cf_post(r, 0, list, n) == 0 || cf_poll(r, 0, list, n, -1) == 0) return;
@@ -1004,21 +1004,21 @@ static inline void cf_t_trunc(cf_rank *r)
     const ra_transport *t = r->t[0];
     int code = RA_OK;
     cf_op o;
-    ra_op *list[1] = { &o.op };
+    ra_transport_op *list[1] = { &o.op };
     r->breaks = 1;
     if (r->rank < 2)
-        cf_op_make(r, &o, r->rank ? RA_OP_RECV : RA_OP_SEND, cf_message(0, 1, 0, 0, 0),
+        cf_op_make(r, &o, r->rank ? RA_MSG_RECV : RA_MSG_SEND, cf_message(0, 1, 0, 0, 0),
                    r->rank ? want : 1000);
     while (r->rank < 2 && code >= 0 && ra_now_ns() < until && !cf_over(r)) {
-        if (o.op.state == RA_OP_IDLE) code = t->post(t->ctx, list, 1);
+        if (o.op.state == RA_MSG_IDLE) code = t->post(t->ctx, list, 1);
         if (code >= 0) code = t->poll(t->ctx, list, 1);
-        if (o.op.state != RA_OP_IDLE && o.op.state != RA_OP_PENDING) break;
+        if (o.op.state != RA_MSG_IDLE && o.op.state != RA_MSG_PENDING) break;
         if (r->rank == 0 && cf_load(&r->shared->flag[1][0])) break;  /* the receiver has seen it */
         cf_sleep_us(100);
     }
     if (r->rank == 1) {
         int ends = o.op.state == RA_E_TRUNC || code == RA_E_TRUNC ||
-                   (o.op.state == RA_OP_DONE && o.op.done == 1000);
+                   (o.op.state == RA_MSG_DONE && o.op.done == 1000);
         if (!ends)
             cf_break(r, CF_TRUNC, "a receive of %zu bytes met a message of 1000, has state %d, done"
                      " %zu, and poll returned %d", want, o.op.state, o.op.done, code);
@@ -1051,12 +1051,12 @@ static inline void cf_t_loans(cf_rank *r)
             }
             cf_op_free(i);
         }
-        cf_op_make(r, i, RA_OP_RECV, cf_message((origin + r->ranks - 1) % r->ranks, 60, 0, 0,
+        cf_op_make(r, i, RA_MSG_RECV, cf_message((origin + r->ranks - 1) % r->ranks, 60, 0, 0,
                                                 round / r->ranks), 30011);
-        cf_op_make(r, &out, RA_OP_SEND, cf_message(origin, 60, 0, 0, round / r->ranks), 30011);
+        cf_op_make(r, &out, RA_MSG_SEND, cf_message(origin, 60, 0, 0, round / r->ranks), 30011);
         i->op.peer = i->was.peer = r->prev;
         out.op.peer = out.was.peer = r->next;
-        i->op.flags = i->was.flags = round % 4 == 3 ? 0 : RA_OPF_LOAN_OK;
+        i->op.flags = i->was.flags = round % 4 == 3 ? 0 : RA_MSG_LOAN_OK;
         if (round % r->ranks) out.op.buf = out.was.buf = in[(round + hold - 1) % hold].op.buf;
         if (!cf_finish(r, 0, list, 2, CF_PROGRESS)) return;
         lent += i->lent != NULL;
@@ -1085,8 +1085,8 @@ static inline void cf_t_reg(cf_rank *r)
         return;
     }
     for (int round = 0; round < 3; round++) {
-        cf_op_make(r, &ops[0], RA_OP_SEND, cf_message(r->rank, r->next, 0, 0, round), 50021);
-        cf_op_make(r, &ops[1], RA_OP_RECV, cf_message(r->prev, r->rank, 0, 0, round), 50021);
+        cf_op_make(r, &ops[0], RA_MSG_SEND, cf_message(r->rank, r->next, 0, 0, round), 50021);
+        cf_op_make(r, &ops[1], RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, round), 50021);
         for (int i = 0; i < 2 && round; i++) {
             if (t->reg(t->ctx, ops[i].own, ops[i].op.len, &mr[i])) mr[i] = NULL;
             ops[i].op.mr = ops[i].was.mr = mr[i];
@@ -1121,8 +1121,8 @@ static inline void cf_t_both_ways(cf_rank *r)
         int to = i & 1 ? r->prev : r->next, from = i & 1 ? r->next : r->prev, code;
         size_t n = (size_t)size[i / 2];
         cf_op out, in;
-        cf_op_make(r, &out, RA_OP_SEND, cf_message(r->rank, to, 0, 0, i), n);
-        cf_op_make(r, &in, RA_OP_RECV, cf_message(from, r->rank, 0, 0, i), n);
+        cf_op_make(r, &out, RA_MSG_SEND, cf_message(r->rank, to, 0, 0, i), n);
+        cf_op_make(r, &in, RA_MSG_RECV, cf_message(from, r->rank, 0, 0, i), n);
         in.op.tag = out.op.tag = (uint64_t)i;
         code = cf_sendrecv(r, &out, &in, ra_now_ns() + r->patience);
         if (cf_over(r)) return;
@@ -1143,8 +1143,8 @@ static inline void cf_t_one_side(cf_rank *r)
     for (int i = 0; i < 4; i++) {
         int sends = r->rank < r->ranks - 1, receives = r->rank > 0, code;
         cf_op out, in;
-        cf_op_make(r, &out, RA_OP_SEND, cf_message(r->rank, r->next, 0, 0, i), 60013);
-        cf_op_make(r, &in, RA_OP_RECV, cf_message(r->prev, r->rank, 0, 0, i), 60013);
+        cf_op_make(r, &out, RA_MSG_SEND, cf_message(r->rank, r->next, 0, 0, i), 60013);
+        cf_op_make(r, &in, RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, i), 60013);
         in.op.tag = out.op.tag = (uint64_t)i;
         code = cf_sendrecv(r, sends ? &out : NULL, receives ? &in : NULL,
                            ra_now_ns() + r->patience);
@@ -1170,7 +1170,7 @@ static inline void cf_t_sendrecv_deadline(cf_rank *r)
     if (r->rank == 0) {
         cf_op in;
         int code;
-        cf_op_make(r, &in, RA_OP_RECV, cf_message(1, 0, 0, 0, 0), 60013);
+        cf_op_make(r, &in, RA_MSG_RECV, cf_message(1, 0, 0, 0, 0), 60013);
         code = cf_sendrecv(r, NULL, &in, ra_deadline_ms(60));
         if (code != RA_E_TIMEOUT && code != RA_E_PEER)
             cf_break(r, CF_SENDRECV_DEADLINE, "it returned %d (%s)", code, ra_status_text(code));
@@ -1229,8 +1229,8 @@ static inline ra_status cf_pass_open(cf_rank *r, cf_pass *p, int rank, int ranks
     d.q_heads = CF_HEADS; d.kv_heads = 1; d.k_dim = d.v_dim = CF_DIM;
     d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
     d.chunk_tokens = 128;
-    d.op = p->train ? RA_OP_TRAIN : RA_OP_FORWARD;
-    d.grad_home = r->t[0]->caps & RA_CAP_ANY_PEER ? RA_HOME_DIRECT : RA_HOME_RING;
+    d.train = p->train ? train = 1 : RA_OP_FORWARD;
+    d.grad_return = r->t[0]->caps & RA_CAP_ANY_PEER ? RA_RETURN_DIRECT : RA_RETURN_RING;
     s = ra_plan_create(&p->plan, &d, NULL);
     if (!s) s = ra_ring_create(&p->ring, p->plan, t, &rd);
     if (s) return s;
@@ -1369,12 +1369,12 @@ static inline void cf_t_cancel(cf_rank *r)
         job.deadline_ns = deadline;
         s = ra_begin(p.ring, &job);
         for (int i = 0; i < steps[r->variant] && s >= 0; i++) {
-            s = ra_step(p.ring, 0, 1);
+            s = ra_step(p.ring, 0);
             if (s == RA_OK) break;
             if (s == RA_WAIT) (void)ra_step_wait(p.ring, ra_deadline_ms(1));
         }
         ra_ring_cancel(p.ring);
-        if (s > 0) s = ra_step(p.ring, 0, 1);
+        if (s > 0) s = ra_step(p.ring, 0);
         if (s < 0) (void)ra_finish(p.ring, ra_now_ns() + r->patience / 2);
         cf_store(&r->shared->flag[0][0], 1);
     } else {

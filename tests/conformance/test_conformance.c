@@ -22,12 +22,12 @@ typedef struct ch_seat {
     int ring, rank;
     int32_t why, joined, purged;       /* why, joined: atomic */
     int polls, pending, slow;
-    ra_op *after;                      /* a receive that was done in the last poll */
+    ra_transport_op *after;                      /* a receive that was done in the last poll */
     uint8_t *last;                     /* buffer of the last large receive, or of a loan */
     ra_transport t;
 } ch_seat;
 
-typedef struct ch_queue { ra_op *first, *last; } ch_queue;
+typedef struct ch_queue { ra_transport_op *first, *last; } ch_queue;
 typedef struct ch_world {
     pthread_mutex_t lock;
     int ranks, wrong, level, refuses;
@@ -40,7 +40,7 @@ typedef struct ch_world {
     ch_queue recvs[CH_MOST_RINGS][CH_MOST_RANKS][CH_MOST_RANKS][2];
 } ch_world;
 
-/* Words of ra_op.scratch: the next of its queue; 1 + status once it has met, negated errors as they
+/* Words of ra_transport_op.scratch: the next of its queue; 1 + status once it has met, negated errors as they
  * are; polls until its owner is told; what a broken transport took of a send; lent memory. */
 enum { CH_NEXT, CH_MET, CH_DELAY, CH_COPY, CH_LENT };
 
@@ -50,7 +50,7 @@ static uint32_t ch_random(ch_world *w, uint32_t below)
     return (uint32_t)(w->random >> 33) % below;
 }
 
-static void ch_append(ch_queue *q, ra_op *op)
+static void ch_append(ch_queue *q, ra_transport_op *op)
 {
     op->scratch[CH_NEXT] = NULL;
     if (q->last) q->last->scratch[CH_NEXT] = op;
@@ -58,36 +58,36 @@ static void ch_append(ch_queue *q, ra_op *op)
     q->last = op;
 }
 
-static void ch_remove(ch_queue *q, ra_op *op)
+static void ch_remove(ch_queue *q, ra_transport_op *op)
 {
-    ra_op *before = NULL, *at = q->first;
+    ra_transport_op *before = NULL, *at = q->first;
     while (at && at != op) {
         before = at;
-        at = (ra_op *)at->scratch[CH_NEXT];
+        at = (ra_transport_op *)at->scratch[CH_NEXT];
     }
     if (!at) return;
     if (before) before->scratch[CH_NEXT] = op->scratch[CH_NEXT];
-    else q->first = (ra_op *)op->scratch[CH_NEXT];
+    else q->first = (ra_transport_op *)op->scratch[CH_NEXT];
     if (q->last == op) q->last = before;
 }
 
-static ch_queue *ch_queue_of(ch_seat *s, const ra_op *op)
+static ch_queue *ch_queue_of(ch_seat *s, const ra_transport_op *op)
 {
     ch_world *w = s->world;
     int ring = w->wrong == CH_RINGS ? 0 : s->ring;
     int channel = w->wrong == CH_CHANNELS ? 0 : op->channel;
-    if (op->kind == RA_OP_SEND) return &w->sends[ring][s->rank][op->peer][channel];
+    if (op->kind == RA_MSG_SEND) return &w->sends[ring][s->rank][op->peer][channel];
     return &w->recvs[ring][op->peer][s->rank][channel];
 }
 
-static void ch_met(ch_world *w, ra_op *op, int status)
+static void ch_met(ch_world *w, ra_transport_op *op, int status)
 {
     op->scratch[CH_MET] = (void *)(intptr_t)(status < 0 ? status : 1);
     op->scratch[CH_DELAY] = (void *)(uintptr_t)(w->wrong == CH_RIGHT ? ch_random(w, 4) : 0);
 }
 
 /* Memory on loan: a copy of its own. */
-static void ch_lend(ch_world *w, ra_op *in)
+static void ch_lend(ch_world *w, ra_transport_op *in)
 {
     void *p = NULL;
     int i = 0;
@@ -99,12 +99,12 @@ static void ch_lend(ch_world *w, ra_op *in)
     in->scratch[CH_LENT] = p;
 }
 
-static void ch_copy(ch_world *w, const ra_op *out, ra_op *in)
+static void ch_copy(ch_world *w, const ra_transport_op *out, ra_transport_op *in)
 {
     const uint8_t *from = (const uint8_t *)(out->scratch[CH_COPY] ? out->scratch[CH_COPY]
                                                                    : out->buf);
     size_t n = in->len < out->len ? in->len : out->len;
-    int asked = in->flags & RA_OPF_LOAN_OK || w->wrong == CH_LOAN_ASKED;
+    int asked = in->flags & RA_MSG_LOAN_OK || w->wrong == CH_LOAN_ASKED;
     uint8_t *to;
     if (w->level == 1 && asked && ch_random(w, 3)) ch_lend(w, in);
     to = (uint8_t *)in->buf;
@@ -118,10 +118,10 @@ static void ch_copy(ch_world *w, const ra_op *out, ra_op *in)
 static void ch_meet(ch_world *w, ch_queue *sends, ch_queue *recvs)
 {
     while (sends->first && recvs->first) {
-        ra_op *out = sends->first, *in = recvs->first, *second;
+        ra_transport_op *out = sends->first, *in = recvs->first, *second;
         int fits;
         if (w->wrong == CH_RIGHT && ch_random(w, 3) == 0) return;
-        second = (ra_op *)out->scratch[CH_NEXT];
+        second = (ra_transport_op *)out->scratch[CH_NEXT];
         if (w->wrong == CH_ORDER && second && second->len == out->len) out = second;
         fits = out->len == in->len || w->wrong == CH_TRUNC;
         ch_remove(sends, out);
@@ -156,7 +156,7 @@ static int ch_failure(const ch_seat *s)
 }
 
 /* Takes a copy of a send at once, or (REUSE) when it is too late. */
-static void ch_capture(ra_op *op)
+static void ch_capture(ra_transport_op *op)
 {
     if (op->scratch[CH_COPY]) return;
     op->scratch[CH_COPY] = malloc(op->len);
@@ -164,7 +164,7 @@ static void ch_capture(ra_op *op)
     memcpy(op->scratch[CH_COPY], op->buf, op->len);
 }
 
-static void ch_accept(ch_seat *s, ra_op *op)
+static void ch_accept(ch_seat *s, ra_transport_op *op)
 {
     ch_world *w = s->world;
     int far = (op->peer - s->rank + w->ranks) % w->ranks;
@@ -174,33 +174,33 @@ static void ch_accept(ch_seat *s, ra_op *op)
         op->state = RA_E_IO;
         return;
     }
-    if (w->wrong == CH_READ_ONLY && op->kind == RA_OP_SEND) {
+    if (w->wrong == CH_READ_ONLY && op->kind == RA_MSG_SEND) {
         ch_capture(op);
         ((uint8_t *)op->buf)[op->len - 1] ^= 8;
     }
-    if (op->kind == RA_OP_RECV && op->len == 500009) s->last = (uint8_t *)op->buf;
+    if (op->kind == RA_MSG_RECV && op->len == 500009) s->last = (uint8_t *)op->buf;
     ch_append(ch_queue_of(s, op), op);
     s->pending++;
-    op->state = RA_OP_PENDING;
-    if (w->wrong == CH_REUSE && op->kind == RA_OP_SEND) {
+    op->state = RA_MSG_PENDING;
+    if (w->wrong == CH_REUSE && op->kind == RA_MSG_SEND) {
         op->done = op->len;
-        op->state = RA_OP_DONE;
+        op->state = RA_MSG_DONE;
         s->pending--;
     }
 }
 
 /* Receives first, of each flow a prefix. Returns how many are left idle. Under the lock. */
-static int ch_accept_some(ch_seat *s, ra_op *const *ops, int n)
+static int ch_accept_some(ch_seat *s, ra_transport_op *const *ops, int n)
 {
     ch_world *w = s->world;
     int left = 0, refuses = w->refuses;
     uint8_t closed[2][CH_MOST_RANKS][2];
     memset(closed, 0, sizeof closed);
-    for (int kind = RA_OP_RECV; kind >= RA_OP_SEND; kind--)
+    for (int kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--)
         for (int i = 0; i < n; i++) {
-            ra_op *op = ops[i];
+            ra_transport_op *op = ops[i];
             uint8_t *shut = &closed[kind - 1][op->peer][op->channel];
-            if (op->kind != kind || op->state != RA_OP_IDLE) continue;
+            if (op->kind != kind || op->state != RA_MSG_IDLE) continue;
             if (w->wrong == CH_PREFIX) *shut = 0;
             if (s->pending >= CH_OPS || (refuses && ch_random(w, 4) == 0)) *shut = 1;
             if (*shut) left++;
@@ -209,7 +209,7 @@ static int ch_accept_some(ch_seat *s, ra_op *const *ops, int n)
     return left;
 }
 
-static int ch_post(void *ctx, ra_op *const *ops, int n)
+static int ch_post(void *ctx, ra_transport_op *const *ops, int n)
 {
     ch_seat *s = (ch_seat *)ctx;
     ch_world *w = s->world;
@@ -217,38 +217,38 @@ static int ch_post(void *ctx, ra_op *const *ops, int n)
     if (w->wrong == CH_ABORT_LATER && s->purged) failure = RA_OK;
     pthread_mutex_lock(&w->lock);
     for (int i = 0; i < n && failure; i++)
-        if (ops[i]->state == RA_OP_IDLE) ops[i]->state = failure;
+        if (ops[i]->state == RA_MSG_IDLE) ops[i]->state = failure;
     if (!failure) left = ch_accept_some(s, ops, n);
     if (!failure) ch_meet_all(s);
     pthread_mutex_unlock(&w->lock);
     for (int i = 0; i < n && w->wrong == CH_POST_BLOCKS; i++)
-        while (ops[i]->kind == RA_OP_SEND && ops[i]->state == RA_OP_PENDING &&
+        while (ops[i]->kind == RA_MSG_SEND && ops[i]->state == RA_MSG_PENDING &&
                !__atomic_load_n(&ops[i]->scratch[CH_MET], __ATOMIC_ACQUIRE) && !ch_failure(s))
             cf_sleep_us(100);
     if (failure) return w->wrong == CH_ABORT_PENDING ? RA_OK : failure;
     return left && w->wrong != CH_AGAIN ? RA_AGAIN : RA_OK;
 }
 
-static void ch_tell(ch_seat *s, ra_op *op, int status)
+static void ch_tell(ch_seat *s, ra_transport_op *op, int status)
 {
     int wrong = s->world->wrong;
-    op->done = status == RA_OP_DONE && ch_random(s->world, 2) ? op->len : 0;
+    op->done = status == RA_MSG_DONE && ch_random(s->world, 2) ? op->len : 0;
     if (wrong == CH_DONE_BYTES) op->done = op->len - 1;
     if (wrong == CH_FIELDS) op->tag++;
     op->state = status;
     s->pending--;
-    if (op->kind == RA_OP_RECV) s->after = op;
+    if (op->kind == RA_MSG_RECV) s->after = op;
     if (wrong == CH_LOAN_KEEPS && op->scratch[CH_LENT]) s->last = (uint8_t *)op->buf;
 }
 
 /* Moves what has met, and what has failed. Returns how many ops are still PENDING. */
-static int ch_settle(ch_seat *s, ra_op *const *ops, int n, int failure)
+static int ch_settle(ch_seat *s, ra_transport_op *const *ops, int n, int failure)
 {
     int left = 0;
     for (int i = 0; i < n; i++) {
-        ra_op *op = ops[i];
+        ra_transport_op *op = ops[i];
         int met = (int)(intptr_t)op->scratch[CH_MET];
-        if (op->state != RA_OP_PENDING) continue;
+        if (op->state != RA_MSG_PENDING) continue;
         if (failure) {
             if (!met) ch_remove(ch_queue_of(s, op), op);
             free(op->scratch[CH_COPY]);
@@ -257,25 +257,25 @@ static int ch_settle(ch_seat *s, ra_op *const *ops, int n, int failure)
         } else if (met && op->scratch[CH_DELAY]) {
             op->scratch[CH_DELAY] = (void *)((uintptr_t)op->scratch[CH_DELAY] - 1);
             left++;
-        } else if (met) ch_tell(s, op, met < 0 ? met : (int)RA_OP_DONE);
+        } else if (met) ch_tell(s, op, met < 0 ? met : (int)RA_MSG_DONE);
         else left++;
     }
     return left;
 }
 
 /* What some broken transports do besides. Under the lock. */
-static void ch_mischief(ch_seat *s, ra_op *const *ops, int n)
+static void ch_mischief(ch_seat *s, ra_transport_op *const *ops, int n)
 {
     int wrong = s->world->wrong;
     for (int i = 0; i < n; i++) {
-        ra_op *op = ops[i];
-        if (wrong == CH_REUSE && op->kind == RA_OP_SEND && op->state == RA_OP_DONE &&
+        ra_transport_op *op = ops[i];
+        if (wrong == CH_REUSE && op->kind == RA_MSG_SEND && op->state == RA_MSG_DONE &&
             !op->scratch[CH_MET]) {
             ch_capture(op);
             op->scratch[CH_MET] = op;
         }
-        if (wrong == CH_STATES && op->state == RA_OP_IDLE) ch_accept(s, op);
-        if (wrong == CH_RECV_AFTER && op == s->after && op->state == RA_OP_DONE)
+        if (wrong == CH_STATES && op->state == RA_MSG_IDLE) ch_accept(s, op);
+        if (wrong == CH_RECV_AFTER && op == s->after && op->state == RA_MSG_DONE)
             ((uint8_t *)op->buf)[0] ^= 2;
     }
     if (wrong == CH_LOAN_KEEPS && s->last) s->last[0] ^= 2;
@@ -283,7 +283,7 @@ static void ch_mischief(ch_seat *s, ra_op *const *ops, int n)
     s->after = NULL;
 }
 
-static int ch_look(ch_seat *s, ra_op *const *ops, int n, int *left)
+static int ch_look(ch_seat *s, ra_transport_op *const *ops, int n, int *left)
 {
     ch_world *w = s->world;
     int failure = ch_failure(s), shown;
@@ -301,7 +301,7 @@ static int ch_look(ch_seat *s, ra_op *const *ops, int n, int *left)
     return shown;
 }
 
-static int ch_poll(void *ctx, ra_op *const *ops, int n)
+static int ch_poll(void *ctx, ra_transport_op *const *ops, int n)
 {
     ch_seat *s = (ch_seat *)ctx;
     int left, code = ch_look(s, ops, n, &left), wrong = s->world->wrong, before = left;
@@ -313,11 +313,11 @@ static int ch_poll(void *ctx, ra_op *const *ops, int n)
     return wrong == CH_ABORT_LATER ? RA_OK : code;
 }
 
-static int ch_wait(void *ctx, ra_op *const *ops, int n, int64_t deadline_ns)
+static int ch_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns)
 {
     ch_seat *s = (ch_seat *)ctx;
     int wrong = s->world->wrong, before = 0, left = 0, code = RA_OK;
-    for (int i = 0; i < n; i++) before += ops[i]->state == RA_OP_PENDING;
+    for (int i = 0; i < n; i++) before += ops[i]->state == RA_MSG_PENDING;
     for (;;) {
         if (wrong != CH_ABORT_WAKES || !ch_failure(s)) code = ch_look(s, ops, n, &left);
         if (wrong == CH_WAIT_DEADLINE) deadline_ns = RA_NO_DEADLINE;
@@ -381,7 +381,7 @@ static int ch_quiesce(void *ctx, int64_t deadline_ns)
     return RA_OK;
 }
 
-static int ch_release(void *ctx, ra_op *op)
+static int ch_release(void *ctx, ra_transport_op *op)
 {
     ch_seat *s = (ch_seat *)ctx;
     if (s->last == (uint8_t *)op->buf) s->last = NULL;
@@ -412,7 +412,7 @@ static int ch_dereg(void *ctx, void *mr)
 }
 
 /* One op until it is done, in turn with another. */
-static int ch_level_0(ch_seat *s, ra_op *const *ops, int n, int64_t deadline_ns)
+static int ch_level_0(ch_seat *s, ra_transport_op *const *ops, int n, int64_t deadline_ns)
 {
     int code = RA_OK, left = n;
     while (left && code >= 0) {
@@ -421,7 +421,7 @@ static int ch_level_0(ch_seat *s, ra_op *const *ops, int n, int64_t deadline_ns)
         left = 0;
         for (int i = 0; i < n; i++) {
             if (ops[i]->state < 0) code = ops[i]->state;
-            left += ops[i]->state == RA_OP_IDLE || ops[i]->state == RA_OP_PENDING;
+            left += ops[i]->state == RA_MSG_IDLE || ops[i]->state == RA_MSG_PENDING;
         }
         if (!left || code < 0) break;
         if (deadline_ns && ra_now_ns() > deadline_ns &&
@@ -438,19 +438,19 @@ static int ch_sendrecv(void *ctx, int to, const void *sbuf, size_t slen, int fro
                        size_t rlen, uint64_t tag, int64_t deadline_ns)
 {
     ch_seat *s = (ch_seat *)ctx;
-    ra_op op[2], *list[2] = { &op[0], &op[1] };
+    ra_transport_op op[2], *list[2] = { &op[0], &op[1] };
     int n = 0, code;
     memset(op, 0, sizeof op);
     if (s->world->wrong == CH_ONE_SIDE && (to == RA_NO_PEER || from == RA_NO_PEER)) return RA_E_IO;
     if (to != RA_NO_PEER) {
-        op[n].kind = RA_OP_SEND;
+        op[n].kind = RA_MSG_SEND;
         op[n].peer = to;
         op[n].buf = (void *)(uintptr_t)sbuf;
         op[n].len = slen;
         op[n++].tag = tag;
     }
     if (from != RA_NO_PEER) {
-        op[n].kind = RA_OP_RECV;
+        op[n].kind = RA_MSG_RECV;
         op[n].peer = from;
         op[n].buf = rbuf;
         op[n].len = rlen;
