@@ -123,7 +123,7 @@ $(LOG)/demo.sum: $(B)/examples/demo
 $(LOG)/bench.sum: $(B)/bench/bench
 	@sh tests/run.sh -x $(LOG)/bench 'bench (builds)' true
 
-$(LOG)/matrix.sum: ringattn.h $(wildcard tests/lang_*) tests/matrix.sh
+$(LOG)/matrix.sum: $(B)/tests/ringattn.o ringattn.h $(wildcard tests/lang_*) tests/matrix.sh
 	@CC='$(CC)' sh tests/run.sh $(LOG)/matrix matrix sh tests/matrix.sh quick $(B)/matrix
 
 check-full: ## installs what is missing; all compilers, sanitizers, other machines; 20 minutes

@@ -1,11 +1,77 @@
-/* ringattn.h - v0.1.0 - exact attention over a sequence sharded across ranks, in one header
+/* ringattn.h - v0.2.0 - exact attention for sequences that do not fit one machine
  *
- * Ring attention (Liu, Zaharia, Abbeel, arXiv 2310.01889): every rank holds a part of a long
- * sequence, keys and values travel round, an online softmax adds them up, and the result is that of
- * ordinary attention, not an approximation. This file has the block arithmetic, the schedule, a
- * ring of threads in one process, and a table of callbacks for networks of your own.
+ * One C header for CPUs, without dependencies. It computes attention, forward and backward, on one
+ * machine or on a sequence sharded across ranks (ring attention: Liu, Zaharia, Abbeel, arXiv
+ * 2310.01889). The result is that of ordinary attention, not an approximation, and with the usual
+ * layouts it has the same bits for every number of ranks.
  *
- * Four ranks in one process, 4096 tokens, causal (cc -O2 this.c -lpthread):
+ *   You want                                             Call
+ *   one call with the arguments small engines share     ra_attention_simple
+ *   prefill or decode over a cache, any dtype or mask   ra_attention
+ *   gradients on one machine                            ra_attention_backward
+ *   one pass over a sharded sequence                    ra_ring_once
+ *   the same for every layer and step                   ra_plan_create, ra_ring_create, ra_forward
+ *   gradients of a sharded sequence                     ra_backward
+ *   passes on your own threads, without blocking        ra_begin and ra_step, or ra_join
+ *   ranks as threads of one process                     ra_world_run
+ *   your own network                                    ra_transport
+ *   FLOPs, bytes, memory and time in advance            ra_plan_query, ra_plan_predict, ra_estimate
+ *
+ * In one C or C++ file of a program define RINGATTN_IMPLEMENTATION before the include; everywhere
+ * else only include the header. Link with -lpthread (not with RINGATTN_NO_THREADS). No -m flags are
+ * needed: kernels for every instruction set are compiled in and chosen at run time. C++ compilers
+ * may warn about `= {0}`; write `= {}` there.
+ *
+ * Program 1: decode over a cache (cc -O2 decode.c -lpthread).
+ *
+ *   #define RINGATTN_IMPLEMENTATION
+ *   #include "ringattn.h"
+ *   static float q[8][64], o[8][64], keys[4096][2][64], values[4096][2][64];   // the cache
+ *
+ *   int main(void) {
+ *       ra_desc d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);   // 8 query heads, 2 KV heads
+ *       ra_tensors t = {0};
+ *       t.q.data = q; t.k.data = keys; t.v.data = values; t.o.data = o;
+ *       d.tokens = 1;                             // one new token per call
+ *       for (int n = 0; n < 100; n++) {           // n tokens are cached already
+ *           keys[n][0][0] = values[n][0][0] = q[0][0] = 1;   // your model: q, row n of k, v
+ *           d.q_offset = n;                       // the new token sees rows 0..n
+ *           if (ra_attention(&d, &t, NULL, 0, 0, 1)) return 1;
+ *       }
+ *       return 0;
+ *   }
+ *
+ * Program 2: a prompt in pieces of 512 tokens over a cache in f16, on four threads of the engine.
+ *
+ *   #define RINGATTN_IMPLEMENTATION
+ *   #include "ringattn.h"
+ *   #include <pthread.h>
+ *   #include <stdlib.h>
+ *   static ra_desc d; static ra_tensors t; static void *memory; static size_t bytes;
+ *   static float q[512][8][64], o[512][8][64];
+ *   static uint16_t keys[4096][2][64], values[4096][2][64];
+ *
+ *   static void *work(void *ith) {                // every thread makes the same call
+ *       if (ra_attention(&d, &t, memory, bytes, (int)(intptr_t)ith, 4)) abort();
+ *       return NULL;
+ *   }
+ *   int main(void) {
+ *       d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
+ *       d.k_dtype = d.v_dtype = RA_F16;
+ *       t.q.data = q; t.k.data = keys; t.v.data = values; t.o.data = o;
+ *       d.tokens = 512; d.q_offset = 4096 - 512;  // the largest call sizes the workspace
+ *       bytes = ra_attention_bytes(&d, 4);
+ *       memory = malloc(bytes);
+ *       for (d.q_offset = 0; d.q_offset < 4096; d.q_offset += 512) {   // your model: q, 512 keys
+ *           pthread_t id[4];
+ *           for (int i = 0; i < 4; i++) pthread_create(&id[i], NULL, work, (void *)(intptr_t)i);
+ *           for (int i = 0; i < 4; i++) pthread_join(id[i], NULL);
+ *       }
+ *       free(memory);
+ *       return 0;
+ *   }
+ *
+ * Program 3: four ranks in one process, 4096 tokens, causal.
  *
  *   #define RINGATTN_IMPLEMENTATION
  *   #include "ringattn.h"
@@ -13,27 +79,77 @@
  *   static float q[4][1024][8][64], k[4][1024][2][64], v[4][1024][2][64], o[4][1024][8][64];
  *
  *   static ra_status on_rank(ra_world *world, int rank, void *user) {
- *       ra_error why; ra_desc d; ra_tensors t;
- *       memset(&d, 0, sizeof d); memset(&t, 0, sizeof t); (void)user;
- *       d.ranks = 4; d.rank = rank; d.tokens = 4096;
- *       d.layout.kind = RA_LAYOUT_ZIGZAG; d.mask.kind = RA_MASK_CAUSAL;
- *       d.q_heads = 8; d.kv_heads = 2; d.k_dim = d.v_dim = 64;
- *       d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32; d.error = &why;
+ *       ra_desc d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
+ *       ra_tensors t = {0};
+ *       ra_error why;
+ *       d.tokens = 4096; d.ranks = 4; d.rank = rank; d.layout.kind = RA_LAYOUT_ZIGZAG;
+ *       d.error = &why;
  *       t.q.data = q[rank]; t.k.data = k[rank]; t.v.data = v[rank]; t.o.data = o[rank];
  *       ra_status s = ra_ring_once(&d, ra_world_transport(world, rank), &t, RA_NO_DEADLINE);
  *       if (s) fprintf(stderr, "rank %d: %s: %s\n", rank, why.field, why.text);
- *       return s;
+ *       return user ? RA_E_STATE : s;
  *   }
  *   int main(void) { return ra_world_run(4, on_rank, NULL, NULL) ? 1 : 0; }
  *
- * In one C or C++ file of a program define RINGATTN_IMPLEMENTATION before the include; in all
- * others only include. Link with -lpthread (not with RINGATTN_NO_THREADS). No -m flags are needed:
- * kernels are compiled for every instruction set and chosen when the program runs.
+ * Program 4: one plan and one ring for all layers, over a network of yours. send_receive sends s
+ * and receives r at the same time and returns 0 when both are done.
  *
- * What it does not do: it computes attention, forward and backward; no projections, no RoPE (rotate
- * before you cache), no tensor or pipeline parallelism (they go on around it), no networking of its
- * own beyond threads. Below about 8K tokens a shard per rank gains nothing. Rings and worlds made
- * before a fork() are not for the child; not from signal handlers, not under thread cancellation.
+ *   #define RINGATTN_IMPLEMENTATION
+ *   #include "ringattn.h"
+ *   int send_receive(int to, const void *s, size_t s_len, int from, void *r, size_t r_len);
+ *
+ *   static int exchange(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
+ *                       size_t r_len, uint64_t tag, int64_t deadline_ns) {
+ *       (void)ctx; (void)tag; (void)deadline_ns;  // a peer of RA_NO_PEER has length 0
+ *       return send_receive(to, s, s_len, from, r, r_len) ? RA_E_IO : RA_OK;
+ *   }
+ *   int attend_layers(int rank, int ranks, int layers, const ra_tensors *layer) {
+ *       ra_plan *plan = NULL; ra_ring *ring = NULL; ra_transport net = {0};
+ *       ra_desc d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
+ *       d.tokens = 4096; d.ranks = ranks; d.rank = rank; d.layout.kind = RA_LAYOUT_ZIGZAG;
+ *       net.size = sizeof net; net.abi = RA_TRANSPORT_ABI; net.sendrecv = exchange;
+ *       ra_status s = ra_plan_create(&plan, &d, NULL);
+ *       if (!s) s = ra_ring_create(&ring, plan, &net, NULL);
+ *       for (int i = 0; i < layers && !s; i++)
+ *           s = ra_forward(plan, ring, &layer[i], RA_NO_DEADLINE);
+ *       ra_ring_destroy(ring);
+ *       ra_plan_destroy(plan);
+ *       return s;
+ *   }
+ *
+ * What the library does not do: projections, RoPE (rotate before you cache), tensor or pipeline
+ * parallelism (they work around it), GPUs, networking of its own except threads. Sharding a
+ * sequence of fewer than about 8K tokens gains nothing. A forked child must not use rings or worlds
+ * created before fork(). Do not call the library from signal handlers or with thread cancellation
+ * enabled. It needs gcc or clang, on Linux or mingw; x86-64 and AArch64 have kernels of their own.
+ *
+ * Words that this file uses
+ *   rank      one participant of a ring: a process, or a thread of the bundled world
+ *   shard     the tokens of the sequence that one rank stores
+ *   run       rows at positions first, first + stride, ...
+ *   block     up to RA_BLOCK_TOKENS (64) consecutive rows of a run: the grid of cuts and sums
+ *   tile      one block of queries against one block of keys, of one head
+ *   chunk     consecutive blocks of one rank's shard that travel in one message
+ *   hop       the way of a chunk from one rank to the next
+ *   pass      one forward or backward, on all ranks of a ring
+ *   plan      the schedule of a rank for passes of one shape: knowledge only
+ *   ring      a rank's memory, its transport and the pass in progress
+ *   world     ranks as threads of this process, with their transports
+ *   task      inside: up to 256 query rows of one head group that one thread works on
+ *   panel     inside: the rows of a task that one call of a kernel holds in registers and cache
+ *   segment   inside: a piece of a run
+ * and LSE is the natural log of the sum of exp of a row's scores.
+ *
+ * How a call runs
+ *   ra_attention   checks the descriptor and tensors (ra__local_check), picks a form and runs it:
+ *                  few (token, head) pairs per KV head by ra__decode_run (DECODE), everything else
+ *                  by ra__local_run (LOCAL), which gives each thread its tasks. A task loads query
+ *                  rows (ra__task_load), folds one block of keys after the other through the table
+ *                  of kernels (ra__task_fold, FORWARD; KERNEL), divides and writes o.
+ *   ra_forward     is ra_begin, then ra_step until done. A step either moves messages or claims a
+ *                  task and folds the next chunk for it by the same ra__task_fold (RING). Which
+ *                  chunks, in which order, from and to whom: ra_plan_create wrote those lists
+ *                  (SCHEDULE, PLAN).
  *
  * Contents. Each room uses only rooms above it.
  *   API          types, descriptors, functions, the transport's contract; ends with a stop sign
@@ -53,7 +169,7 @@
  *   DISPATCH     which instruction sets this processor has
  *   GEOMETRY     positions and masks: who sees whom
  *   SCHEDULE     chunks, their order and how far they travel; proof against deadlock
- *   TRANSPORT    checks and defaults of transports; the ring of one
+ *   TRANSPORT    checks and defaults of transports
  *   SHM          the bundled world: ranks as threads
  *   FORWARD      query rows against one chunk, with our kernels or somebody else's
  *   BACKWARD     gradients of query rows and of the keys of one chunk
@@ -66,60 +182,67 @@
  *
  * Configuration, defined before the include that has the implementation:
  *   RINGATTN_IMPLEMENTATION   this is the one file with the code
- *   RINGATTN_STATIC           all functions static (define it wherever the header is included)
- *   RINGATTN_API              what stands before every public function instead of `extern`
- *   RINGATTN_ASSERT(x)        checks of the library's own invariants; default: nothing
- *   RINGATTN_NO_THREADS       no pthreads: no ra_world; one ring per thread of yours still works
+ *   RINGATTN_STATIC           makes all functions static (define it wherever you include the file)
+ *   RINGATTN_API              replaces `extern` before every public function
+ *   RINGATTN_ASSERT(x)        checks the library's own invariants; default: nothing
+ *   RINGATTN_NO_THREADS       no pthreads: no ra_world; rings on your own threads still work
  *   RINGATTN_SCALAR           only the scalar kernels, on any processor
- *   RINGATTN_SELF             how the file includes itself, if the compiler gives no __FILE_NAME__
+ *   RINGATTN_SELF             the name by which the file includes itself, where the compiler has
+ *                             no __FILE_NAME__
  *
  * Promises
- *   Memory   A plan is one allocation, a ring is one or none (your workspace); nothing allocates in
- *            a pass. Beyond the running state of the local queries (forward it lives in an f32 o;
- *            backward it is the f32 sums of dQ, or of dK and dV) a rank needs scratch for each
- *            thread and a few chunks: forward `buffers` + 2 messages. A backward message carries
- *            the chunk and its f32 gradients: `buffers` + 2 of them and 4 chunks of gradients, or
- *            with RA_CAP_SHARED ranks + 3 chunks of gradients, for so many of a rank's own chunks
- *            are under way at once. (With RA_TRAVEL_Q these too are whole messages.) Where messages
- *            are copied, default chunks make that less than K and V (RA_TRAVEL_Q: Q and O) of a shard
- *            of 32K tokens or more. A shorter one has larger parts: at least 1024 tokens, because
- *            smaller chunks cost time. The plan reports every byte beforehand.
- *   Threads  Plans may be shared. A ring runs one pass, stepped by any number of your threads; the
- *            library starts none of its own except in ra_world_run.
- *   Errors   Every call that can fail returns a status; refusals name the field and say why;
- *            nothing is printed, nothing aborts, nothing waits without a watchdog (but a
- *            sendrecv of yours that takes no deadline).
- *   Numbers  Scores, softmax and sums are f32 with two-level summation. On any number of ranks an
- *            element of an f32 O is within 2^-23 (1 + scale |q| |k| + sqrt(keys) / 8) max |V| of
+ *   Memory   A plan is one allocation, a ring is one or none (your workspace); nothing allocates
+ *            during a pass. The plan reports every byte in advance. Beside the running state of the
+ *            local queries (forward it is kept in an f32 o; backward it is the f32 sums of dQ, or
+ *            of dK and dV) a rank needs scratch for each thread and a few chunks: forward `buffers`
+ *            + 2 messages. A backward message carries the chunk and its f32 gradients: `buffers` +
+ *            2 of them and 4 chunks of gradients, or with RA_CAP_SHARED ranks + 3 chunks of
+ *            gradients, because that many of a rank's own chunks are on their way at once. (With
+ *            RA_TRAVEL_Q these too are whole messages.) Where messages are copied, default chunks
+ *            make that less than K and V (RA_TRAVEL_Q: Q and O) of a shard of 32K tokens or more.
+ *            A shorter shard has relatively larger chunks, at least 1024 tokens, because smaller
+ *            chunks cost time.
+ *   Threads  Plans may be shared. A ring runs one pass at a time, stepped by any number of your
+ *            threads. The library starts threads only in ra_world_run.
+ *   Errors   Every call that can fail returns a status; refusals name the field and say why.
+ *            Nothing is printed, nothing aborts, and no wait is unbounded, except inside a sendrecv
+ *            callback of yours that ignores its deadline.
+ *   Numbers  Scores, softmax and sums are f32 with two-level summation. For any number of ranks an
+ *            element of an f32 o is within 2^-23 (1 + scale |q| |k| + sqrt(keys) / 8) max |V| of
  *            double precision. |q| and |k| are Euclidean norms; keys, the largest |k| and max |V|
  *            are those that the row sees; what ALiBi and bias add to a score counts like
- *            scale |q| |k|. On unit-normal data of up to 128 dims all rows measured were within
- *            3e-6, and all but 1 of 100,000 within 2e-6. Gradients are summed the same way. bf16
- *            arithmetic (see RA_ISA_*) rounds the weights of the softmax to bf16, above and below
- *            the line, backward also dO and the gradients of scores. Bits do not depend on
- *            threads, chunks, timing or transport, and with shards cut on the grid of 64 tokens
- *            (contiguous and zigzag) not on the number of ranks. Rows without keys give 0 and LSE
- *            -inf, or the sink as LSE where sinks are given. NaN in Q stays in its row; NaN in K or
- *            V reaches the rows that see it, no other. V up to 1e28 stays finite (weights are up to
- *            2^32 until they are divided). All this also if your program is compiled with -Ofast.
+ *            scale |q| |k|. On unit-normal data of up to 128 dims every row measured was within
+ *            3e-6, and all but 1 in 100,000 within 2e-6. Gradients are summed in the same way.
+ *            With bf16 arithmetic (see RA_ISA_*) the softmax weights are rounded to bf16, in the
+ *            numerator and in the denominator; the backward pass also rounds dO and the score
+ *            gradients. Bits do not depend on threads, chunks, timing or transport, and with shards
+ *            cut on the grid of 64 tokens (contiguous and zigzag) they do not depend on the number
+ *            of ranks. A row without keys gives 0, and its LSE is -inf, or the sink where sinks are
+ *            given. NaN in Q stays in its row; NaN in K or V reaches the rows that see it and no
+ *            others. V up to 1e28 stays finite (weights are as large as 2^32 until they are
+ *            divided). All this also holds if your program is compiled with -Ofast.
  *
  *                       scalar  AVX2  AVX-512  NEON
  *   f32                   +      +      +      +
- *   f16, bf16 storage,    +      +      +      +   arithmetic f32, widened block by block
- *     q8_0 of K and V
+ *   f16, bf16 storage,    +      +      +      +   arithmetic in f32, widened block by block
+ *     q8_0 for K and V
  *   every mask            +      +      +      +
  *   softcap, ALiBi,       +      +      +      +
  *     bias, sinks
  *   GQA, Dk != Dv, MLA    +      +      +      +
- *   decode form           +      +      +      +   ra_attention of few query rows
+ *   decoding form         +      +      +      +   ra_attention with few query rows
  *   gradients, dropout    +      +      +      +
- *   bf16 arithmetic       -      -      +      -   where q, k, v are bf16, by AVX512_BF16 or AMX;
- *                                                  not under dropout
+ *   bf16 arithmetic       -      -      +      -   where q, k and v are bf16, by AVX512_BF16 or
+ *                                                  AMX; not under dropout
  *
  * SPDX-License-Identifier: MIT OR Unlicense (both texts at the end)
  */
 #if !defined(RINGATTN_H)
 #define RINGATTN_H
+
+#if !defined(__GNUC__)
+#error "ringattn.h needs gcc 12 or later, or clang 14 or later"
+#endif
 
 #include <stddef.h>
 #include <stdint.h>
@@ -137,38 +260,34 @@ extern "C" {
 #endif
 
 /* ========================================================================== API
- * The objects, who owns what, who may touch them when:
+ * Zero. Every struct works from {0}, and every field that is 0 has its default, which is given at
+ * the field. Where a default could give wrong numbers (dtypes, mask.kind, head counts, tokens) 0 is
+ * refused. The word "step" in a name marks the few distances whose 0 means "the same for all".
  *
- *   ra_plan   knowledge. Made from one ra_desc for one rank; needs no network and no workspace,
- *             owns only its schedule, never changes. Threads, rings and layers share it.
- *   ra_ring   a seat: this rank's workspace, its binding to one transport, the pass under way, the
- *             failure if there was one. One pass at a time. Serves any number of plans.
- *   ra_world  ranks as threads of this process; owns one transport a rank. Optional.
+ * Agreed and local fields. AGREED fields must be equal on every rank. Every message carries a
+ * 64-byte frame with a hash of these fields as you set them (0 is hashed as 0, not as the default)
+ * and of the call's alibi, sinks and, with dropout, seed. If ranks disagree the pass fails; it
+ * never gives a wrong result. Usually the status is RA_E_MISMATCH and ra_failure.text names the
+ * group of fields. If the disagreement changes message sizes or peers, the status is RA_E_TRUNC,
+ * RA_E_PEER or RA_E_TIMEOUT instead. All other fields are local.
  *
- * They die in the order rings, transports (worlds), plans. A pass is one forward or backward on all
- * ranks of a ring. Ranks start the same passes in the same order, and nothing else matches them up.
+ * Units. Strides are bytes, dims are elements, positions and tokens are tokens, *_ns nanoseconds,
+ * *_s seconds. B sequences, Hq and Hkv heads, Tq and Tk tokens, Dk and Dv elements per row of K, V.
  *
- * AGREED fields must be equal on every rank. They are hashed, field by field as given (0, not the
- * default it stands for), into the 64-byte frame in front of every chunk, and so are a call's
- * alibi, sinks and, under dropout, seed: a difference is RA_E_MISMATCH, and ra_failure.text says
- * whether it is in sizes, dtypes, mask, layout, scores, training or messages; or, where it changes
- * who sends how much to whom, RA_E_TRUNC or a wait that ends with RA_E_PEER or RA_E_TIMEOUT; never
- * a wrong number. All other fields are local.
- *
- * Units: strides are bytes, dims are elements, positions and tokens are tokens, *_ns nanoseconds.
- * B sequences, Hq and Hkv heads, Tq and Tk tokens, Dk and Dv elements of a row of K and of V. */
+ * Lifetimes. Arrays of a descriptor are copied by ra_plan_create; one call on one rank reads them
+ * during the call. Destroy rings first, then transports (worlds), then plans. */
 
-#define RINGATTN_VERSION 0x000100      /* major << 16 | minor << 8 | patch */
-#define RA_MAX_POSITION  2147483632    /* positions are below it: int32 in arrays and kernels */
-#define RA_BLOCK_TOKENS  64            /* the grid of tiles, cuts and sums: 64 tokens a block */
+#define RINGATTN_VERSION 0x000200      /* major << 16 | minor << 8 | patch */
+#define RA_MAX_POSITION  2147483632    /* positions are below it: they are int32 in the kernels */
+#define RA_BLOCK_TOKENS  64            /* the grid of tiles, cuts and sums: 64 tokens per block */
 #define RA_NO_DEADLINE   0             /* deadlines are absolute: see ra_deadline_ms */
 #define RA_NO_PEER       (-1)
 
 /* -------------------------------------------------------------------------- status
  * 0 is done, positive is "not done, nothing wrong", negative is an error. Errors above
  * RA_E_MISMATCH are refusals: nothing was done, everything is as it was. From RA_E_MISMATCH on a
- * pass has failed, and its ring stays failed: later calls return the same status (ra_ring_failure
- * says more). */
+ * pass has failed, and its ring stays failed: later calls return the same status
+ * (ra_ring_failure has the details). */
 #define RA_STATUS_LIST(X)                                                                        \
     X(RA_OK,             0, "done")                                                              \
     X(RA_AGAIN,          1, "something was done, call again")                                    \
@@ -190,7 +309,6 @@ extern "C" {
     X(RA_E_ABI,        -15, "struct size or ABI number of a vtable is not known here")           \
     X(RA_E_BUSY,       -16, "a pass is under way in this ring")                                  \
     X(RA_E_STATE,      -17, "call out of order")                                                 \
-    X(RA_E_RESERVED,   -18, "a reserved field is not zero: was the struct zeroed?")              \
     X(RA_E_MISMATCH,   -30, "ranks disagree on an agreed value")                                 \
     X(RA_E_IO,         -31, "the transport failed")                                              \
     X(RA_E_PEER,       -32, "a peer is gone or silent")                                          \
@@ -210,57 +328,70 @@ enum { RA_STATUS_LIST(RA__ENUM) RA__STATUS_END = 99 };
 RINGATTN_API const char *ra_status_text(ra_status status);           /* never null */
 RINGATTN_API int32_t     ra_version(void);                           /* RINGATTN_VERSION */
 
-/* Why something was refused. status and field together name one check. */
+/* Why something was refused. Status and field together identify one check. */
 typedef struct ra_error {
     ra_status status;
     char field[40];                    /* "mask.window" */
-    char text[216];                    /* a sentence with the offending value and what would do */
+    char text[216];                    /* a sentence with the offending value and what is allowed */
 } ra_error;
 
 /* -------------------------------------------------------------------------- time and memory
- * The library's monotonic clock. Deadlines are absolute times on it; 0 is none. A ring may have a
- * clock of its own: see ra_ring_desc.clock_ns. */
+ * The library's monotonic clock. Deadlines are absolute times on it; 0 is none. (A ring may have a
+ * clock of its own: see ra_ring_desc.clock_ns.) */
 RINGATTN_API int64_t ra_now_ns(void);
 RINGATTN_API int64_t ra_deadline_ms(int64_t ms);                     /* ra_now_ns() + ms */
 
-typedef struct ra_allocator {          /* all zero: malloc and free. Else both are required. */
+typedef struct ra_allocator {          /* all zero: malloc and free; otherwise set both callbacks */
     void *(*alloc)(void *ctx, size_t bytes, size_t align);           /* may return null */
     void  (*free)(void *ctx, void *ptr, size_t bytes);
     void  *ctx;
 } ra_allocator;
 
 /* -------------------------------------------------------------------------- constants
- * Held in int32_t fields. Where a wrong default would give wrong numbers, 0 is UNSET, refused. */
+ * Stored in int32_t fields. */
 enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
-/* AVX512_BF16 and AMX multiply bf16 where q, k and v all are bf16 (not under dropout, nor AMX in
- * decode form), else they are AVX512. AUTO is what is fastest here. */
+/* Instruction sets. AVX512_BF16 and AMX multiply bf16 where q, k and v are all bf16 (not under
+ * dropout; AMX not in the decoding form); otherwise they are the same as AVX512. AUTO is the
+ * fastest that this processor has. */
 enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16, RA_ISA_AMX,
        RA_ISA_NEON };
 enum { RA_MASK_UNSET, RA_MASK_NONE, RA_MASK_CAUSAL, RA_MASK_INTERVALS };
 enum { RA_LAYOUT_UNSET, RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPED, RA_LAYOUT_RUNS,
        RA_LAYOUT_ARRAY };
-enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };
+enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };  /* flags */
+/* The order in which a row sums blocks of keys. DESCENDING: from its own block downwards.
+ * ASCENDING: from the first to the last (zigzag: the mirrored pairs of blocks {k, n - 1 - k}). */
 enum { RA_ORDER_DESCENDING = 1, RA_ORDER_ASCENDING = 2 };
-enum { RA_RETURN_DIRECT, RA_RETURN_RING };
+/* What travels in a backward pass: K and V with their gradients, or Q, dO, LSE and delta with
+ * dQ. */
 enum { RA_TRAVEL_AUTO, RA_TRAVEL_KV, RA_TRAVEL_Q };
+/* How a gradient returns to its owner: in one message from the last rank that used the chunk, or on
+ * around the ring from neighbour to neighbour. */
+enum { RA_RETURN_DIRECT, RA_RETURN_RING };
 enum { RA_PASS_FORWARD, RA_PASS_BACKWARD };
+RINGATTN_API int32_t     ra_isa_best(void);             /* what RA_ISA_AUTO selects here */
+RINGATTN_API int32_t     ra_isa_available(int32_t isa); /* 1: can be forced here */
+RINGATTN_API const char *ra_isa_name(int32_t isa);      /* "avx512"; never null */
 
 /* -------------------------------------------------------------------------- views
- * Element (b, t, h, d) lies at data + b*batch_stride + t*token_stride + h*head_stride + d*element.
- * Rows are contiguous. Strides are bytes: keys in a cache of kv_dim floats a token have
+ * Element (b, t, h, d) is at data + b*batch_stride + t*token_stride + h*head_stride + d*element.
+ * Rows are contiguous. Strides are bytes: keys in a cache of kv_dim floats per token have
  * token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one row, token = all
- * heads, batch = all rows of the longest sequence on this rank. That is the rule of every call; on
+ * heads, batch = all rows of the longest sequence on this rank. That is the rule of every call. (On
  * one rank those rows are the largest of tokens_of and of kv_tokens_of, whatever tokens and
- * kv_tokens are. All heads and all rows are as far apart as the strides beside a 0 say, in [Hq][T]
- * order too; memory with room for more rows, such as a cache, needs its own batch_stride. The dtype
- * stands in the descriptor. (q8_0: blocks of 34 bytes.) Memory stays the caller's and must stay put
- * and, for inputs, unchanged until the pass is done. Any alignment that suits the element will do.
- * q, k and v may overlap each other, and an input's sequences too. Otherwise no two rows of a
- * tensor overlap, and no output overlaps anything; but rows of several tensors may alternate in one
- * buffer, as q, k and v do, or d_q, d_k and d_v, in (B, T, 3C). A rank's shard of a tensor that all
- * ranks share is a view of it if the layout is CONTIGUOUS (data at its first row) or STRIPED (data
- * at row `rank`, token_stride of `ranks` rows); the two stretches of a ZIGZAG shard are no view and
- * must be copied together. */
+ * kv_tokens are.) Memory with room for more rows, such as a cache, needs its own batch_stride, also
+ * where the token_stride is set. The dtype is in the descriptor. (q8_0 rows consist of blocks of 34
+ * bytes.)
+ *
+ * The memory stays yours. It must stay where it is and, for inputs, unchanged until the pass is
+ * done. Any alignment that suits the element will do. Inputs may overlap one another, and the
+ * sequences of one input may share memory. Otherwise the rows of a tensor must not overlap, and
+ * outputs must overlap nothing; but rows of several tensors may alternate in one buffer, as q, k
+ * and v or d_q, d_k and d_v do in (B, T, 3C).
+ *
+ * A rank's shard is a view into a tensor of the whole sequence if the layout is CONTIGUOUS (data at
+ * its first row) or STRIPED (data at row `rank`, token_stride of `ranks` rows). The two pieces of a
+ * ZIGZAG shard are no view: copy them together. */
 typedef struct ra_in  { const void *data; int64_t batch_stride, token_stride, head_stride; } ra_in;
 typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, head_stride; } ra_out;
 
@@ -268,207 +399,218 @@ typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, he
  * A run is `count` rows at positions first, first + stride, ... (stride 0: 1). */
 typedef struct ra_run { int64_t first, count, stride; } ra_run;
 
-/* Positions of the rows of one tensor; {0} means: rows follow one another from position 0 (keys)
- * or d.q_offset (queries). Used by ra_attention, ra_fold and RA_LAYOUT_ARRAY. */
+/* Positions of the rows of one tensor. {0}: rows follow one another from position 0 (keys) or
+ * d.q_offset (queries). Used by ra_attention, ra_fold and RA_LAYOUT_ARRAY. */
 typedef struct ra_positions {
     const ra_run  *runs;               /* one after the other, or */
-    const int32_t *array;              /* one entry a row, any order, -1: an empty cell that
-                                        * nobody sees and that sees nothing. Where d_bias is
-                                        * asked for, no position twice among a sequence's keys */
-    int64_t count;                     /* entries of runs, or of array (rows of a sequence) */
+    const int32_t *array;              /* one entry per row, in any order. -1 marks an empty cell:
+                                        * it is masked as a key, and its output row is 0. If you
+                                        * request d_bias, no position may occur twice among the keys
+                                        * of a sequence */
+    int64_t count;                     /* number of runs, or of array entries (rows of a
+                                        * sequence) */
     int64_t batch_step;                /* array: entries from one sequence to the next; 0: all
-                                        * sequences share one */
+                                        * sequences share one array */
 } ra_positions;
 
 /* -------------------------------------------------------------------------- mask. AGREED.
  * The query at position p, in the document [d, e), sees the keys k with lo <= k < hi, and those
- * with d <= k < d + keep that lie below hi:
+ * with d <= k < d + keep that are below hi:
  *   1 lo = d.  NONE: hi = e.  CAUSAL: hi = p + 1, with causal_block c > 1 rounded up so that hi - d
  *     is a multiple of c (a query sees its whole block).
  *   2 hi = max(hi, d + prefix); hi = min(hi, e).
  *   3 window: lo = max(lo, p - window + 1).  right_limit: hi = min(hi, p + right_limit + 1).
- * INTERVALS: lo and hi come from the caller, entry p for position p; nothing else may be set. */
+ * INTERVALS: lo and hi come from you, entry p for position p; nothing else may be set. */
 typedef struct ra_mask {
     int32_t kind;                      /* RA_MASK_*; required */
-    int32_t causal_block;              /* CAUSAL: tokens a block; 0, 1: plain causal */
-    int64_t window;                    /* last keys seen, the query's own included; 0: no limit.
-                                        * (window_left elsewhere is window - 1) */
-    int64_t right_limit;              /* NONE: keys seen after the own; 0: no limit (to see
-                                        * none is CAUSAL) */
-    int64_t prefix;                    /* prefix-LM: first tokens of a document, which all of it
-                                        * sees */
+    int32_t causal_block;              /* CAUSAL: tokens per block; 0, 1: plain causal */
+    int64_t window;                    /* number of latest keys seen, the query's own included;
+                                        * 0: no limit. (window_left elsewhere is window - 1) */
+    int64_t right_limit;               /* NONE: number of keys seen after the query's own; 0: no
+                                        * limit. (For none, which other libraries write as
+                                        * window_right 0, use CAUSAL) */
+    int64_t prefix;                    /* prefix-LM: queries of the document see these first tokens
+                                        * even if they come later; a window still applies (use keep
+                                        * for tokens that no window hides) */
     int64_t keep;                      /* first tokens of a document that no window hides */
     const int64_t *doc_first;          /* [doc_count] packed documents: ascending first positions,
                                         * the first 0 (cu_seqlens without its last entry) */
     int64_t doc_count;                 /* 0: one document */
     const int32_t *lo, *hi;            /* [interval_count] INTERVALS, by the query's position */
     int64_t interval_count;            /* positions of queries are below it */
-} ra_mask;                             /* arrays are read until the plan dies */
+} ra_mask;
 
 /* -------------------------------------------------------------------------- layout. AGREED.
  * Who holds which positions: of the queries [q_offset, q_offset + tokens) and, cut in the same way,
- * of the keys [0, kv_tokens). Any length, empty shards, more ranks than tokens; no padding.
- *   CONTIGUOUS  rank r holds the r-th stretch.
+ * of the keys [0, kv_tokens). Any length, empty shards, more ranks than tokens; nothing is padded.
+ *   CONTIGUOUS  rank r holds the r-th piece.
  *   ZIGZAG      rank r holds two: the r-th from the front, then the r-th from the back.
  *   STRIPED     rank r holds positions r, r + ranks, ...
- *   RUNS        the caller's table, complete on every rank, the same for all sequences (tokens_of
- *               and kv_tokens_of stay null); a position held by nobody is an absent key, none may
- *               be held twice. Runs that follow one another travel together, up to chunk_tokens
- *               rows, as far as one of them is needed: packed documents, each cut like ZIGZAG,
- *               list all front pieces of a rank before the back pieces. Tiles end with a run:
- *               runs of RA_BLOCK_TOKENS and more are as fast as CONTIGUOUS, shorter ones slower.
- *   ARRAY       the caller's int32 positions, given with each call (t.q_pos, t.k_pos) and known to
- *               their owner alone; they travel with the keys, and nothing is pruned by position.
- *               As many rows for all sequences; fill shorter ones up with -1. tokens must be set
- *               but nothing follows from it: rows come from q_rows and k_rows. (For ra_attention
- *               leave the layout zero: arrays of the call work with it.)
- * For causal work without a window take ZIGZAG: all ranks have the same to do. With a window take
- * CONTIGUOUS: it is balanced by itself, and chunks travel one or two hops.
- * CONTIGUOUS and ZIGZAG cut on the grid of RA_BLOCK_TOKENS if there are at least 2 * ranks blocks,
- * else as evenly as possible. */
+ *   RUNS        your table, complete on every rank, the same for all sequences (tokens_of and
+ *               kv_tokens_of stay null). A position held by nobody is an absent key; none may be
+ *               held twice. Runs that follow one another travel together, up to chunk_tokens rows,
+ *               as far as one of them is needed: for packed documents, each cut like ZIGZAG, list
+ *               all front pieces of a rank before the back pieces. Tiles end with a run: runs of
+ *               RA_BLOCK_TOKENS and more are as fast as CONTIGUOUS, shorter ones slower.
+ *   ARRAY       your int32 positions, given with each call (t.q_pos, t.k_pos) and known only to
+ *               their owner. They travel with the keys, and nothing is pruned by position. Every
+ *               sequence has the same number of rows; pad shorter ones with -1. Set tokens to any
+ *               positive value: the counts are q_rows and k_rows. (ra_attention takes arrays with
+ *               layout 0.)
+ * For causal work without a window take ZIGZAG: it gives all ranks the same work. With a window
+ * take CONTIGUOUS: it is balanced by itself, and chunks travel one or two hops. CONTIGUOUS and
+ * ZIGZAG cut on the grid of RA_BLOCK_TOKENS if there are at least 2 * ranks blocks, otherwise as
+ * evenly as possible. */
 typedef struct ra_layout {
     int32_t kind;                      /* RA_LAYOUT_*; required if ranks > 1; 0: CONTIGUOUS */
-    int32_t reserved;
-    const int32_t *weights;            /* [ranks] CONTIGUOUS, ZIGZAG: relative speeds, >= 0, not
-                                        * all 0; null: equal. Shares of blocks, largest remainder
-                                        * first, so weights that are block counts cut exactly
-                                        * there (ZIGZAG: counts of mirrored pairs of blocks) */
+    const int32_t *weights;            /* [ranks] CONTIGUOUS, ZIGZAG: relative speeds, >= 0, not all
+                                        * 0; null: equal. Shares of blocks, largest remainder first,
+                                        * so weights that are block counts cut exactly there
+                                        * (ZIGZAG: counts of mirrored pairs of blocks) */
     const ra_run  *q_runs, *k_runs;    /* RUNS: of rank 0, rank 1, ...; k_runs null: as q_runs */
     const int32_t *q_run_count, *k_run_count; /* RUNS: [ranks] */
     const int64_t *q_rows, *k_rows;    /* ARRAY: [ranks] rows of a sequence; k_rows null: q_rows */
-} ra_layout;                           /* arrays are copied */
+} ra_layout;
 
 struct ra_engine;
 
-/* -------------------------------------------------------------------------- the one descriptor
- * of ra_attention and ra_fold (one rank: leave ranks and rank zero), ra_ring_once and ra_plan_create.
- * Zero it first. AGREED unless marked local. */
+/* -------------------------------------------------------------------------- the descriptor
+ * One struct describes every computation. AGREED unless marked local. For one rank leave the part
+ * `ranks` zero, for inference the part `training`. */
 typedef struct ra_desc {
-    int32_t sequences;                 /* B; 0: 1 */
-    int32_t ranks, rank;               /* ranks 0: 1. rank is local. */
-    int32_t q_heads, kv_heads;         /* required; Hq a multiple of Hkv: query head h reads kv
+    /* What to compute */
+    int32_t q_heads, kv_heads;         /* required; Hq is a multiple of Hkv: query head h reads KV
                                         * head h / (Hq / Hkv). MHA, GQA, MQA */
     int32_t k_dim, v_dim;              /* required; Dk (of Q and K) and Dv (of V and O), 1..1024 */
-    int32_t q_dtype, k_dtype, v_dtype, o_dtype; /* required; RA_F32, RA_F16, RA_BF16, any mix; of K
-                                        * and V also RA_Q8_0, see ra_convert; no gradients then */
+    int32_t q_dtype, k_dtype, v_dtype, o_dtype; /* required; RA_F32, RA_F16, RA_BF16 in any mix; K
+                                        * and V may be RA_Q8_0 (see ra_convert), without
+                                        * gradients */
     int32_t v_in_k, v_column;          /* 1: V is columns [v_column, v_column + Dv) of K's rows
-                                        * (MLA): t.v stays {0}, v_dtype = k_dtype or 0, only K
+                                        * (MLA): t.v stays {0}, v_dtype = k_dtype or 0, and only K
                                         * travels */
-    int32_t scores;                    /* RA_SCORE_* that come with each call, else 0 */
+    int32_t scores;                    /* RA_SCORE_* of what comes with each call; 0: none */
+    int32_t sequences;                 /* B; 0: 1 */
     int64_t tokens;                    /* required; queries of a sequence, all ranks together */
     int64_t kv_tokens;                 /* keys of a sequence; 0: tokens + q_offset */
     int64_t q_offset;                  /* position of the first query (keys start at 0): a decode
                                         * token after n cached ones has tokens 1, q_offset n */
-    const int64_t *tokens_of;          /* [B] if sequences differ, each <= tokens; copied */
+    const int64_t *tokens_of;          /* [B] if sequences differ, each <= tokens */
     const int64_t *kv_tokens_of;       /* [B] the same for keys; null: kv_tokens, or tokens_of +
-                                        * q_offset if kv_tokens is 0; copied */
+                                        * q_offset if kv_tokens is 0 */
     ra_mask mask;
-    ra_layout layout;
-    float scale;                       /* a score is scaled, 0: 1/sqrt(Dk), else positive; */
-    float softcap;                     /* then capped: s = cap * tanh(s / cap); 0: off; then ALiBi
+    float scale;                       /* a score is scaled (0: 1/sqrt(Dk), otherwise positive), */
+    float softcap;                     /* then capped: s = cap * tanh(s / cap), 0: not; then ALiBi
                                         * and bias are added */
-    int32_t train;                     /* RA_OP_*: TRAIN if backward calls are to come (o and lse
-                                        * have the same bits either way, but for dropout) */
-    int32_t grad_dtype;                /* TRAIN: 0, RA_F32: t.d_q, d_k, d_v are f32 and added to;
-                                        * RA_F16, RA_BF16: of this dtype and written */
-    float dropout;                     /* TRAIN: probability in [0, 1) that a weight of the softmax
-                                        * is dropped, others are times 1 / (1 - dropout). 0: off.
-                                        * Which ones follows from t.seed, sequence, head and
-                                        * positions alone; LSE is of all of them. */
-    int32_t chunk_tokens;              /* keys a message; 0: 1/32 of a shard, at least 1024, at
+    /* Ranks */
+    int32_t ranks, rank;               /* ranks 0: 1. rank is local */
+    ra_layout layout;
+    int32_t chunk_tokens;              /* keys per message; 0: 1/32 of a shard, at least 1024, at
                                         * most 4096. Rounded up to blocks (zigzag: to mirrored
                                         * pairs; RUNS: the last block may go beyond it) */
     int32_t buffers;                   /* receive buffers, 1..64; 0: 3 */
-    int32_t grad_return;                 /* backward: from the last rank that needs a chunk its
-                                        * gradient goes home in one message (RA_RETURN_DIRECT; with
-                                        * more than 2 ranks refused without RA_CAP_ANY_PEER) or on
-                                        * round the ring (RA_RETURN_RING) */
-    int32_t backward_travel;              /* what travels backward: K, V and f32 dK, dV (RA_TRAVEL_KV), or
-                                        * Q, dO, LSE, delta and f32 dQ (RA_TRAVEL_Q; not with bias, not
-                                        * with ARRAY). AUTO: the one with fewer bytes a token, so Q
-                                        * if there are about as many kv heads as query heads. Each
-                                        * has its own order of sums, on one rank too */
-    int32_t threads;                   /* local: most threads that compute a pass of a ring at the
-                                        * same time; 0: 1. Set it to the engine's threads: those
-                                        * beyond it find no work. No limit to ra_attention's nth */
-    int32_t isa;                       /* local: RA_ISA_*; 0: the best of this machine */
-    const struct ra_engine *engine;    /* local: null: our kernels. Read until the plan dies. */
-    ra_error *error;                   /* local: may be null; written on refusal, and by ra_ring_once
-                                        * when the pass failed */
-    int64_t reserved[4];
+    /* Training */
+    int32_t train;                     /* 1: backward passes will follow. o and lse have the same
+                                        * bits either way, except under dropout */
+    int32_t grad_dtype;                /* 0, RA_F32: t.d_q, d_k, d_v are f32 and added to; RA_F16,
+                                        * RA_BF16: of this dtype and overwritten */
+    float dropout;                     /* probability in [0, 1) that a softmax weight is set to 0;
+                                        * the others are multiplied by 1 / (1 - dropout). The choice
+                                        * follows from t.seed, sequence, head and positions alone.
+                                        * The LSE is computed before dropout */
+    int32_t backward_travel;           /* RA_TRAVEL_*. Q not with bias, not with ARRAY. AUTO: the
+                                        * one with fewer bytes per token, which is Q if there are
+                                        * about as many KV heads as query heads. Each has its own
+                                        * order of sums, also on one rank */
+    int32_t grad_return;               /* RA_RETURN_*. With more than 2 ranks DIRECT needs
+                                        * RA_CAP_ANY_PEER */
+    /* This machine. Local. */
+    int32_t threads;                   /* rings: how many threads may compute a pass at the same
+                                        * time; 0: 1. Set it to the number of your engine's threads:
+                                        * any beyond it find no work. ra_attention takes nth instead
+                                        * and ignores this */
+    int32_t isa;                       /* RA_ISA_*; 0: the fastest of this machine */
+    const struct ra_engine *engine;    /* null: our kernels. Read until the plan is destroyed */
+    ra_error *error;                   /* may be null; written on refusal, and by ra_ring_once when
+                                        * the pass failed */
 } ra_desc;
 
-/* Fills in the defaults, or says what ra_plan_create would say. out may be d. (kv_tokens stays 0 if
- * it follows from tokens_of.) */
+/* The common descriptor: all four dtypes alike, Dk = Dv = dim. Set tokens, and for a cache
+ * q_offset, and what else differs. It checks nothing; the call that takes it does. */
+RINGATTN_API ra_desc ra_desc_make(int32_t q_heads, int32_t kv_heads, int32_t dim, int32_t dtype,
+                                  int32_t mask);
+/* Fills in the defaults, or refuses what ra_plan_create would refuse. out may be d. (kv_tokens
+ * stays 0 if it follows from tokens_of.) */
 RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
 
 /* -------------------------------------------------------------------------- tensors. Local.
- * Bias, f32: the score of the query in row `row` of this rank and of the key at position p gets
- * data[batch + head + row * row_step + p * key_step] added. By the key's POSITION, for keys
- * come from other ranks. A stride of 0 broadcasts: with row_step 0 it is one bias a key.
- * Scores are f32 in powers of two: a bias of -2.36e38 or less, so also -FLT_MAX, acts as -inf, and
- * the row does not see the key. A row of which a mask of -1e9 hides every key still sees them all
- * and has an O. Its gradients are 0: backward makes weights again from the f32 LSE, which puts them
- * off by a factor of at most exp(|LSE| / 2^23), and a row with |LSE| of 2^23 or more counts there
- * as one without keys. */
+ * Bias, f32: data[batch + head + row * row_step + p * key_step] is added to the score of the query
+ * in row `row` of this rank and the key at position p. It is indexed by the key's POSITION, because
+ * keys come from other ranks. A step of 0 means the same bias for all: with row_step 0 it is one
+ * per key.
+ *
+ * A bias of -inf, or of -2.36e38 or less (so also -FLT_MAX), hides the key from the row. A finite
+ * mask value such as -1e9 does so only beside keys without it: a row of which -1e9 hides every key
+ * still sees them all, and has an output. Its gradients are 0: backward computes weights again from
+ * the f32 LSE, which puts them off by a factor of at most exp(|LSE| / 2^23), and a row whose |LSE|
+ * is 2^23 or more counts there as one without keys. */
 typedef struct ra_bias {
     const float *data;
-    int64_t batch_step, head_step, row_step, key_step;       /* bytes, multiples of 4 */
+    int64_t batch_step, head_step, row_step, key_step;               /* bytes, multiples of 4 */
     int64_t keys;                      /* required: positions from here on have bias 0 */
 } ra_bias;
 
-/* Gradient of the bias, f32, added to: laid out as ra_bias, with strides of its own. With
- * row_step 0 it is summed over rows, with key_step 0 over keys, not with both. Sequences and
- * heads must lie apart (if there are several): sum over those yourself. */
+/* Gradient of the bias, f32, added to: shaped as ra_bias, with steps of its own. With row_step 0 it
+ * is summed over rows, with key_step 0 over keys, but not with both. The elements of different
+ * sequences and heads must not overlap: sum over those yourself. */
 typedef struct ra_bias_out {
     float *data;
-    int64_t batch_step, head_step, row_step, key_step;       /* bytes, multiples of 4 */
+    int64_t batch_step, head_step, row_step, key_step;               /* bytes, multiples of 4 */
     int64_t keys;                      /* required: keys from this position on are left out */
 } ra_bias_out;
 
 typedef struct ra_tensors {
     ra_in  q, k, v;                    /* [B][rows of this rank][Hq or Hkv][Dk or Dv] */
-    ra_out o;                          /* [B][rows][Hq][Dv], written whole. If f32 the running sums
-                                        * live in it: undefined until the pass is done */
+    ra_out o;                          /* [B][rows][Hq][Dv], every row is written. If it is f32 the
+                                        * running sums are kept in it: undefined until the pass is
+                                        * done */
     ra_out lse;                        /* f32 [B][rows][Hq] (strides as in a view with rows of one
-                                        * element), natural log of the sum of exp of final scores,
-                                        * sink included. Of a row without keys it is the sink, or
-                                        * -inf where there are no sinks. May be {0}. */
-    ra_positions q_pos, k_pos;         /* see ra_positions; else {0} */
+                                        * element), natural log of the sum of exp of the final
+                                        * scores, sink included. A row without keys: the sink, or
+                                        * -inf without sinks. May be {0} */
+    ra_positions q_pos, k_pos;         /* see ra_positions; usually {0} */
     const float *alibi;                /* [Hq] slope: score - slope * |p - key position| */
-    const float *sinks;                /* [Hq] one logit a head, natural, in the denominator once a
-                                        * row: not scaled, capped or dropped. alibi, sinks and seed
-                                        * are to be the same on all ranks */
+    const float *sinks;                /* [Hq] one logit per head, natural, in the denominator once
+                                        * per row: not scaled, capped or dropped. alibi, sinks and
+                                        * seed must be equal on all ranks */
     ra_bias bias;
     uint64_t seed;                     /* of dropout: the same forward and backward */
-    /* Of backward calls alone, which also read o and lse as forward left them: lse must be given
-     * there. A gradient that is not wanted is {0} or null; on one rank, and d_q in a ring, that
-     * saves its share of the work. */
+    /* Only for backward calls, which also read o and lse as forward left them: lse is required
+     * there. A gradient that you do not want is {0} or null; on one rank, and for d_q in a ring,
+     * that saves its share of the work. */
     ra_in  d_o;                        /* [B][rows][Hq][Dv], of o_dtype: the gradient of o */
     ra_out d_q, d_k, d_v;              /* shapes of q, k, v, strides of their own, of grad_dtype.
-                                        * v_in_k: d_v stays {0} and d_k receives both */
-    float *d_sinks;                    /* [Hq] added to: this rank's rows' part; add up ranks */
-    ra_bias_out d_bias;                /* the same where rows of ranks share an element */
-    int64_t reserved;
+                                        * They may be interleaved in one buffer. v_in_k: d_v stays
+                                        * {0} and d_k receives both */
+    float *d_sinks;                    /* [Hq] added to: the part of this rank's rows; sum the
+                                        * ranks */
+    ra_bias_out d_bias;                /* the same where rows of several ranks share an element */
 } ra_tensors;
 
 /* ========================================================================== L0: block mathematics
- * No threads, no network, no allocation. A state is one online softmax a query row and head,
- * unnormalised, f32, packed: m a maximum of the scores times log2(e) (the kernels work in powers of
- * two; that of an earlier block as long as l is at most 2^32), l the sum of 2^(score log2(e) - m),
- * acc the same sum times V. Empty: m = -inf, l = 0, acc = 0. Milakov and Gimelshein, arXiv
+ * No threads, no network, no allocation. A state is one online softmax per query row and head,
+ * unnormalised, f32, packed. m is a running maximum of score * log2(e). It may lag behind the true
+ * maximum: it is raised only when l would exceed 2^32. l is the sum of 2^(score log2(e) - m), acc
+ * the same sum weighted by V. Empty: m = -inf, l = 0, acc = 0. Milakov and Gimelshein, arXiv
  * 1805.02867, algorithm 3. */
 typedef struct ra_state {
-    float *m, *l;                      /* [B][tokens][Hq], tokens being d.tokens even where every
-                                        * sequence is shorter, here and in ra_grads and delta */
+    float *m, *l;                      /* [B][tokens][Hq]; here, in ra_grads and in delta it is
+                                        * d.tokens even where every sequence is shorter */
     float *acc;                        /* [B][tokens][Hq][Dv] */
 } ra_state;
 
-/* 0: d is refused. For ra_fold and ra_attention of d on nth threads. */
-RINGATTN_API size_t    ra_attention_bytes(const ra_desc *d, int nth);
 RINGATTN_API ra_status ra_state_clear(const ra_desc *d, const ra_state *s);
-/* Folds the keys t->k, t->v at t->k_pos for the queries t->q at t->q_pos into s. t->o and t->lse
- * are not used. workspace as in ra_attention with nth = 1. */
+/* Folds the keys t->k, t->v at t->k_pos into s for the queries t->q at t->q_pos. t->o and t->lse
+ * are not used. The workspace is that of ra_attention with nth = 1. */
 RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_tensors *t,
                                void *workspace, size_t bytes);
 /* into = into and from together; from is unchanged. */
@@ -486,235 +628,89 @@ typedef struct ra_grads {
     float *d_k;                        /* [B][kv_tokens][Hkv][Dk]; v_in_k: receives both */
     float *d_v;                        /* [B][kv_tokens][Hkv][Dv]; v_in_k: null */
 } ra_grads;
-/* Adds to g what the keys t->k, t->v at t->k_pos contribute, for the queries t->q at t->q_pos with
- * the gradient t->d_o and the LSE t->lse of all keys together; and to t->d_bias if given. t->o,
- * t->d_q, t->d_k, t->d_v and t->d_sinks are not used. Order fixes the bits: call in the order in
- * which forward folded. workspace as in ra_attention_backward with nth = 1. */
+/* Adds to g, and to t->d_bias if given, what the keys t->k, t->v at t->k_pos contribute for the
+ * queries t->q at t->q_pos. t->d_o is the gradient of the output and t->lse the LSE of all keys
+ * together. t->o, t->d_q, t->d_k, t->d_v and t->d_sinks are not used. The order of calls fixes the
+ * bits: use the order in which forward folded. The workspace is that of ra_attention_backward with
+ * nth = 1. */
 RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, const float *delta,
                                         const ra_grads *g, void *workspace, size_t bytes);
 
 /* Merges normalised partial results of two sets of keys, (o, lse) = (o, lse) + (o2, lse2): o
- * [rows][dim], lse [rows], natural log. (anything, -inf) is neutral; on both sides: (0, -inf).
- * The order of calls fixes the bits. No aliasing. A row may be a (token, head) pair. */
+ * [rows][dim], lse [rows], natural log. (anything, -inf) is neutral; on both sides it gives (0,
+ * -inf). The order of calls fixes the bits. No aliasing. A row may be a (token, head) pair. */
 RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
                            int32_t dim);
 
-/* n elements of one dtype to another, to nearest. RA_Q8_0 is ggml's: blocks of 34 bytes, a scale in
- * f16 and 32 int8, element = scale * int8; a row of dim elements is dim / 32 blocks, so n, k_dim,
- * v_dim and v_column are multiples of 32 there; alignment 2. Made from x: scale = max |x| / 127,
- * with 0 for NaN and at most 127 * 65504. */
+/* Converts n elements of one dtype to another, rounding to nearest. RA_Q8_0 is ggml's: blocks of 34
+ * bytes, a scale in f16 and 32 int8, element = scale * int8. A row of dim elements is dim / 32
+ * blocks, so n, k_dim, v_dim and v_column are multiples of 32 there; alignment 2. Converting to it:
+ * scale = max |x| / 127; NaN becomes 0, and magnitudes are limited to 127 * 65504. */
 RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src, int32_t src_dtype,
                                   int64_t n);
 
 /* ========================================================================== L1: one rank, one call
- * The argument list of the small engines. All f32; q, out [seq_q][n_heads][head_dim], k, v
- * [seq_k][n_kv_heads][head_dim]. Causal, query i at position q_offset + i, key j at j; window <= 0
- * is off, else the last `window` keys count, the query's own included; scale 0: 1/sqrt(head_dim).
- * It has no ra_error for a sentence. RA_E_RANGE: a count or q_offset is negative, heads or head_dim
- * are below 1, head_dim is above 256, positions reach RA_MAX_POSITION, or scale is negative or not
- * finite. RA_E_SHAPE: n_heads is no multiple of n_kv_heads. RA_E_NULL: a pointer to rows is null.
- * One thread, no allocation, at most 208 KiB of stack (52 KiB where seq_q * n_heads / n_kv_heads is
- * at most 8), twice that without optimisation; head_dim <= 256. */
+ * The argument list that small engines share. All f32; q, out [seq_q][n_heads][head_dim], k, v
+ * [seq_k][n_kv_heads][head_dim]. Causal, query i at position q_offset + i, key j at j. window <= 0
+ * is off; otherwise a query sees the last `window` keys, its own included. scale 0:
+ * 1/sqrt(head_dim). One thread, no allocation, at most 208 KiB of stack (52 KiB where seq_q *
+ * n_heads / n_kv_heads is at most 8), twice that without optimisation; head_dim <= 256. It has no
+ * ra_error for a sentence. RA_E_RANGE: a count or q_offset is negative, heads or head_dim are below
+ * 1, head_dim is above 256, positions reach RA_MAX_POSITION, or scale is negative or not finite.
+ * RA_E_SHAPE: n_heads is not a multiple of n_kv_heads. RA_E_NULL: a pointer to rows is null. */
 RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const float *k,
                                            const float *v, int seq_q, int seq_k, int n_heads,
                                            int n_kv_heads, int head_dim, float scale, int window,
                                            int q_offset);
 
+/* Bytes of workspace for ra_attention and ra_fold on nth threads; 0: d is refused. They are enough
+ * for every call with the same heads, dims, dtypes, scores, mask, layout and dropout on at most nth
+ * threads, with at most as many sequences, tokens and kv_tokens: ask once for the largest. */
+RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
+
 /* Everything on one rank: tokens and kv_tokens rows at t->q_pos and t->k_pos. Called by nth threads
- * with equal arguments and ith = 0..nth-1, in any order, at any time, no barrier: none waits for
- * another, each returns when its share is done, o is complete when all have returned: nth is the
- * number of threads that do call, in OpenMP omp_get_num_threads() inside the region. Bits do not
- * depend on nth. Of the threads only ith 0 writes d->error. layout.kind names the order of
- * summation (see ra_plan_report.order), so that a ring of the same layout gives the same bits; only
- * tokens * Hq / Hkv <= 16 without dropout takes a form of its own, made for decoding, which widens
- * what is not f32 in registers (AVX512_BF16 multiplies bf16 as it is). It is fastest if all heads
- * of a token, or all tokens of a head, lie side by side. In that form alone a row's bits may depend
- * on the call's other rows (by some 1e-8 on unit data). d.engine must be null. workspace:
- * ra_attention_bytes(d, nth) bytes aligned to 64, need not be cleared; one call at a time: all nth
- * threads have returned before any begins the next with it. (After a call that not all of them made
- * its first 8 bytes must be cleared.) With nth = 1 it may be null: the stack then serves if rows
- * are short (Dk + Dv up to about 512, or 256 if K or V is not f32 and so is widened there) and
- * takes up to 256 KiB, or 384 in a program compiled without optimisation. */
+ * with equal arguments and ith = 0..nth-1, in any order, at any time, no barrier: no thread waits
+ * for another, each returns when its share is done, and o is complete when all have returned. All
+ * of them must call: with OpenMP, nth is omp_get_num_threads() inside the parallel region. Bits do
+ * not depend on nth. Only the thread with ith 0 writes d->error.
+ *
+ * layout.kind names the order of summation (see ra_plan_report.order), so that a ring of the same
+ * layout gives the same bits. Exception: calls with tokens * Hq / Hkv <= 16 and no dropout use a
+ * separate decoding form. Only there may the last bits of a row depend on the other rows of the
+ * call (about 1e-8 on unit-scale data). It is fastest if all heads of a token, or all tokens of a
+ * head, are contiguous. d.engine must be null.
+ *
+ * workspace: ra_attention_bytes(d, nth) bytes aligned to 64, which need not be cleared. One call at
+ * a time: all nth threads must have returned before any of them begins the next one with it. If
+ * some of the nth threads did not make a call, zero the workspace before the next. One workspace
+ * may serve forward and backward. With nth = 1 it may be null: the stack then serves if rows are
+ * short (Dk + Dv up to about 512, or 256 if K or V is not f32) and takes up to 256 KiB, or
+ * 384 in a program compiled without optimisation. */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
-/* Gradients of t->q, t->k, t->v, t->sinks and t->bias, as far as asked for, from t->d_o and from
- * t->o and t->lse as ra_attention (or a ring) left them. Threads as in ra_attention: none waits for
- * another, bits do not depend on nth. Each gradient is summed in f32 from 0 in the workspace and
- * added once to the caller's, or written. Rows without keys give zeros. d.train must be 1;
- * dropout with the seed of forward. workspace: ra_attention_backward_bytes(d, nth) bytes aligned to
- * 64, required, and it may be the one of ra_attention if that is as large; it is about nth (tokens
- * Hq / Hkv Dk + kv_tokens (Dk + Dv)) floats, and as much again for up to 16384 keys of 16 bits,
- * which a thread keeps in its kernel's form. Sequences times kv heads are shared among threads
- * first; where they do not go round, some work is done twice. */
+/* Gradients of t->q, t->k, t->v, t->sinks and t->bias, as far as you request them, from t->d_o and
+ * from t->o and t->lse as ra_attention (or a ring) left them. Threads as in ra_attention. Each
+ * gradient is summed in f32 from 0 in the workspace and added once to yours, or written. Rows
+ * without keys give zeros. d.train must be 1; dropout takes the seed of forward. workspace:
+ * ra_attention_backward_bytes(d, nth) bytes aligned to 64, required, sufficient in the same sense
+ * as above; it is about nth (tokens Hq / Hkv Dk + kv_tokens (Dk + Dv)) floats, and as much again
+ * for up to 16384 keys of 16 bits, which a thread keeps in the form of its kernel. Work is divided
+ * into (sequence, KV head) pairs. If their number is not a multiple of nth, the remaining pairs are
+ * split further, which repeats part of the work. */
 RINGATTN_API size_t    ra_attention_backward_bytes(const ra_desc *d, int nth); /* 0: d is refused */
 RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors *t,
                                              void *workspace, size_t bytes, int ith, int nth);
 
-/* ========================================================================== L3: transports
- * (declared before L2, which takes one; skip to L2 if the bundled world is enough)
- *
- * Life of a transport, seen by its author:
- *  1 You fill an ra_transport; it and ctx are yours and outlive the ring. Peers are ring ranks
- *    0..ranks-1: map them to your communicator inside ctx.
- *  2 ra_ring_create copies the struct and may call reg for its buffers. No message travels.
- *  3 A pass: the library posts batches of ops, polls, waits. Calls of one ring never overlap; they
- *    come from whichever thread steps, without RA_CAP_ANY_THREAD only from steps with ith = 0.
- *    abort alone may come from any thread beside any other call.
- *  4 A failure: the library calls abort once, posts no more, calls quiesce.
- *  5 ra_ring_destroy: quiesce if a pass failed, then dereg. Your resources are yours to free.
- *
- * Level 0 is sendrecv alone; level 1 is post and poll; all else is optional.
- *
- * Messages. The n-th send matches the n-th receive per (peer, channel). Channel 0 carries chunks
- * from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan says). Channel 1 is there
- * with RA_CAP_SHARED, and for backward passes, in which gradients come home on it: from any rank,
- * for which the transport needs RA_CAP_ANY_PEER, or with RA_RETURN_RING from a neighbour. So a plan
- * with train = 1 needs two channels and max_ops of 3 of a transport that has post.
- *
- * A forward message is a 64-byte frame and the chunk: for each of its stretches of positions
- * (zigzag chunks have two) the positions if the layout is ARRAY, K rows, V rows, each part on a
- * multiple of 64; the stretch that travels farther comes first, and the other is left off where
- * nobody needs it any more. Backward the f32 sums of gradients stand between frame and chunk, and
- * alone on the way home. Lengths are computed alike by both sides, exact, and at most max_msg;
- * nothing is split. Keep message boundaries: another length is RA_E_TRUNC.
- *
- * Time. deadline_ns of a callback is an absolute time on ra_now_ns(), whatever the ring's clock;
- * RA_NO_DEADLINE does not occur. INT64_MAX does: subtract, do not add. */
-#define RA_TRANSPORT_ABI 1u
-enum { RA_MSG_SEND = 1, RA_MSG_RECV = 2 };                            /* ra_transport_op.kind */
-enum { RA_MSG_IDLE = 0, RA_MSG_PENDING = 1, RA_MSG_DONE = 2 };         /* ra_transport_op.state; else RA_E_* */
-enum { RA_MSG_LOAN_OK = 1 };           /* ra_transport_op.flags: a receive may point buf to lent memory */
-enum {
-    RA_CAP_ANY_THREAD = 1,             /* calls may come from any thread, one at a time */
-    RA_CAP_ANY_PEER = 2,               /* not only rank +- 1 */
-    RA_CAP_LOAN = 4,                   /* honours RA_MSG_LOAN_OK; release is there */
-    RA_CAP_DEADLINE = 8,               /* sendrecv and wait return by deadline_ns even if the peer
-                                        * is dead */
-    RA_CAP_SHARED = 16                 /* all ranks are threads of one process: messages carry
-                                        * addresses, nothing is packed. Needs ANY_PEER, post,
-                                        * quiesce, two channels, and max_ops of at least
-                                        * 2 ranks + 2. A message from another process is
-                                        * RA_E_MISMATCH before any address in it is used */
-};
-
-typedef struct ra_transport_op {                 /* the library's; stays at its address while PENDING */
-    uint8_t  kind, channel;
-    uint16_t flags;
-    int32_t  peer;
-    uint64_t tag;                      /* below 2^tag_bits; equal on both sides */
-    void    *buf;                      /* send: read-only for all while PENDING; receive: yours
-                                        * until DONE */
-    size_t   len;                      /* exact */
-    void    *mr;                       /* from reg, or null */
-    int32_t  state;                    /* RA_MSG_IDLE when posted; written by post and poll */
-    uint32_t reserved;
-    size_t   done;                     /* bytes moved, written before DONE; 0 counts as len */
-    void    *scratch[8];               /* yours while PENDING; zero when posted */
-} ra_transport_op;
-
-typedef struct ra_transport {
-    uint32_t size, abi;                /* sizeof(ra_transport), RA_TRANSPORT_ABI: first for ever */
-    uint32_t caps;                     /* RA_CAP_* */
-    uint32_t channels;                 /* 0: 1; SHARED and train = 1 (with post) need 2 */
-    uint32_t tag_bits;                 /* 0: 15 */
-    uint32_t max_ops;                  /* most PENDING at once; 0: 2, one send and one receive.
-                                        * train = 1 (with post) needs 3 */
-    int32_t  rank, ranks;              /* 0, 0: not told; else checked against the plan */
-    size_t   max_msg;                  /* 0: 1 GiB; larger chunks are refused by ra_ring_create */
-    size_t   align;                    /* of buffers for chunks, a power of two; 0: 64. More costs
-                                        * more workspace than the plan says */
-    const char *name;                  /* for messages; may be null */
-    void    *ctx;                      /* handed to every callback */
-
-    /* Level 0, required if post is null. Sends to `to` and receives from `from` at the same time;
-     * returns when both are done. A side with nothing to move has RA_NO_PEER and length 0 (MPI:
-     * map it to MPI_PROC_NULL). May block until deadline_ns, the call's deadline or the watchdog's,
-     * and then returns RA_E_TIMEOUT; without RA_CAP_DEADLINE it may block for ever, and a dead peer
-     * hangs this rank. Both buffers are yours until you return. Both sides of a message use the
-     * same tag. Returns RA_OK, or an RA_E_* from RA_E_MISMATCH on (others count as RA_E_IO), after
-     * which the ring is failed. */
-    int (*sendrecv)(void *ctx, int to, const void *s, size_t s_len, int from, void *r, size_t r_len,
-                    uint64_t tag, int64_t deadline_ns);
-
-    /* Level 1. Never blocks. Looks at ops[0..n) that are RA_MSG_IDLE, accepts a prefix of them per
-     * (peer, channel, direction), receives first, and sets each accepted op PENDING or at once
-     * DONE. RA_OK: none is left IDLE. RA_AGAIN: some are; the library polls and posts them again.
-     * All accepted ops make progress at the same time, whatever the order at the peers. Buffers are
-     * as said at ra_transport_op.buf. Errors: as poll. */
-    int (*post)(void *ctx, ra_transport_op *const *ops, int n);
-
-    /* Required with post. Drives progress, also with n = 0; never blocks; moves PENDING ops among
-     * ops[0..n) to DONE or to a negative status. Returns RA_OK, or an RA_E_* of the context itself:
-     * the ring is then failed. */
-    int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
-
-    /* Optional from here on. wait: as poll, but may block until one of ops leaves PENDING, until
-     * abort, or until deadline_ns; returns at once if none is PENDING. Called without any lock that
-     * post or poll needs. Without it the library polls, yields and sleeps. */
-    int (*wait)(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns);
-
-    /* Registers n bytes of the ring's buffers once, in ra_ring_create; dereg in ra_ring_destroy.
-     * *mr then stands in every op on them. An error other than RA_OK: the library does without. */
-    int (*reg)(void *ctx, void *p, size_t n, void **mr);
-    int (*dereg)(void *ctx, void *mr);
-
-    /* Required with RA_CAP_LOAN. Gives back op->buf of a receive that lent memory (buf was changed
-     * by the transport), after its last use and its last onward send. Lent memory is aligned as
-     * buffers are. After abort what is lent is yours again without it. */
-    int (*release)(void *ctx, ra_transport_op *op);
-
-    /* Any thread, any time, wait-free, idempotent: makes pending and later ops fail and wakes wait;
-     * frees nothing. `why` is the RA_E_* of this rank. */
-    int (*abort)(void *ctx, int why);
-
-    /* Required with RA_CAP_SHARED. After abort. RA_OK: no buffer of the ring, and with
-     * RA_CAP_SHARED no tensor of this rank, will be touched again. Anything else: that cannot be
-     * said. May block until deadline_ns; may be called again, and first with a deadline that has
-     * passed, which is only to say so. */
-    int (*quiesce)(void *ctx, int64_t deadline_ns);
-
-    /* Text for a code that a callback returned; may return null. */
-    const char *(*error_text)(void *ctx, int code);
-    /* v1 ends here; append only */
-} ra_transport;
-
-/* The transport of a ring of one: never called; a null pointer does the same. */
-RINGATTN_API const ra_transport *ra_transport_loopback(void);
-
-/* -------------------------------------------------------------------------- bundled world
- * Ranks as threads of this process; a hop is a pointer. With RINGATTN_NO_THREADS all of it is
- * RA_E_UNSUPPORTED. Waiting spins briefly, then yields, then sleeps. */
-typedef struct ra_world ra_world;
-typedef ra_status (*ra_rank_fn)(ra_world *world, int rank, void *user);
-
-typedef struct ra_world_desc {         /* {0} or a null pointer: all defaults */
-    int32_t ranks;                     /* ra_world_create: required, 1..4096 */
-    int32_t reserved;
-    ra_allocator allocator;
-    ra_error *error;
-} ra_world_desc;
-
-/* Creates a world, runs fn on `ranks` threads, joins, destroys. When fn of one rank returns an
- * error, every other rank's pending and later calls fail with RA_E_ABORTED instead of hanging; when
- * it returns RA_OK while others still wait for it, they get RA_E_PEER. Returns the first cause. */
-RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const ra_world_desc *wd);
-
-/* The same in parts, for those who have threads of their own. */
-RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd);
-RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank); /* lives as world;
-                                        * null: no such rank */
-RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why); /* this rank makes no
-                                        * more calls; an error aborts the others. Any thread. */
-RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; null is fine */
-
 /* ========================================================================== L2: plan */
 typedef struct ra_plan ra_plan;
+typedef struct ra_transport ra_transport;
 
-/* Makes the schedule of d->rank, proves that it cannot deadlock, or refuses with d->error filled.
- * One allocation from a (null: malloc). d is copied. Takes time and memory in proportion to
- * tokens / RA_BLOCK_TOKENS + chunks * ranks (time: of INTERVALS, to tokens): 2 bits of memory for
- * each rank and chunk, and some hundred bytes for each chunk. */
+/* Makes the schedule of d->rank and proves that it cannot deadlock, or refuses with d->error
+ * filled. One allocation from a (null: malloc). It takes time in proportion to tokens /
+ * RA_BLOCK_TOKENS + chunks * ranks (INTERVALS: tokens + chunks * ranks), and memory of 2 bits per
+ * rank and chunk and some hundred bytes per chunk. It needs no network and no workspace. d and its
+ * arrays are copied. A plan never changes: threads, rings and layers may share it. */
 RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a);
 RINGATTN_API void      ra_plan_destroy(ra_plan *plan);               /* null is fine */
 
@@ -725,60 +721,52 @@ RINGATTN_API int32_t ra_plan_q_runs(const ra_plan *plan, int32_t rank, int32_t s
 RINGATTN_API int32_t ra_plan_k_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
                                     ra_run *runs, int32_t max_runs);
 
-/* What one forward pass does on one rank, and what a backward pass (back_*, all 0 without
- * train = 1) does differently: its tiles are the same. A tile is RA_BLOCK_TOKENS x
- * RA_BLOCK_TOKENS tokens (fewer at the end of a run) of one head. Tiles are empty, partial or full
- * by the bounds of their rows. Counters of a run (ra_ring_counters) equal these figures. */
-typedef struct ra_plan_report {
-    int64_t q_rows, k_rows;            /* rows of the longest sequence on this rank */
-    int64_t pairs;                     /* visible (query, key) pairs of one head */
-    double flops;                      /* 2 (Dk + Dv) Hq pairs: multiply and add count 2 */
-    int64_t tiles_empty, tiles_partial, tiles_full; /* ARRAY: all partial, positions unknown */
-    int64_t hops, hops_skipped;        /* other ranks (counted a sequence) whose keys come by here,
-                                        * and whose do not, because nobody from here on needs
-                                        * them */
+/* One pass of one rank. A tile is RA_BLOCK_TOKENS x RA_BLOCK_TOKENS tokens (fewer at the end of a
+ * run) of one head; tiles are empty, partial or full by the bounds of their rows. */
+typedef struct ra_pass_figures {
+    double  flops;                     /* multiply and add count 2: forward 2 (Dk + Dv) Hq pairs,
+                                        * backward 2 (3 Dk + 2 Dv) Hq pairs */
+    int64_t tiles_empty, tiles_partial, tiles_full; /* ARRAY: all partial, positions are unknown */
     int64_t chunks_in, chunks_out;     /* messages */
     int64_t bytes_in, bytes_out;       /* on the wire, frames included, where messages are copied */
     int64_t shared_bytes_in, shared_bytes_out; /* the same with RA_CAP_SHARED: addresses only, and
-                                        * the words that end the pass */
-    int64_t resident_bytes;            /* the caller's q, k, v, o and lse of this rank, packed */
-    int64_t state_bytes;               /* of workspace_bytes: running m and l, and the sums of
-                                        * the local queries unless they live in an f32 o */
-    int64_t chunk_bytes;               /* largest message; receive and pack buffers are so large */
-    int64_t workspace_bytes;           /* of a ring that copies, to the byte; with train = 1 what
-                                        * the larger of both passes needs */
-    int64_t shared_workspace_bytes;    /* of a ring with RA_CAP_SHARED, to the byte */
-    double back_flops;                 /* 2 (3 Dk + 2 Dv) Hq pairs */
-    int64_t back_chunks_in, back_chunks_out; /* chunks with their gradients, or gradients that go
-                                        * home */
-    int64_t back_bytes_in, back_bytes_out, back_shared_bytes_in, back_shared_bytes_out;
-    int64_t back_state_bytes;          /* f32 sums of dQ of the local queries */
-    int64_t back_chunk_bytes;
-    int64_t back_tiles_empty, back_tiles_partial, back_tiles_full; /* of chunks that come by; with
-                                        * RA_TRAVEL_KV like the tiles above, with RA_TRAVEL_Q those of
-                                        * this rank's keys */
-    int32_t order;                     /* RA_ORDER_DESCENDING: a row sums blocks of keys from its own
-                                        * downwards. RA_ORDER_ASCENDING: from the first to the last
-                                        * (zigzag: the mirrored pairs of blocks {k, n-1-k}) */
+                                        * the notices that end the pass */
+    int64_t state_bytes;               /* of workspace_bytes: forward the running m and l, and the
+                                        * sums of the local queries unless an f32 o holds them;
+                                        * backward the f32 sums of dQ */
+    int64_t chunk_bytes;               /* largest message, which is the size of a buffer */
+    int32_t travel;                    /* RA_TRAVEL_KV or RA_TRAVEL_Q */
     int32_t direction;                 /* +1: chunks go to rank + 1; -1: to rank - 1 */
-    int32_t bits_any_ranks;            /* 1: o and lse have the same bits for every number of ranks
-                                        * with this property, this layout.kind and mask. (They never
-                                        * depend on threads, chunks, timing or transport; with an
-                                        * engine, on chunks.) */
-    int32_t back_bits_any_ranks;       /* the same of d_q, d_k, d_v */
-    int32_t back_travel;                  /* RA_TRAVEL_* */
+    int32_t bits_any_ranks;            /* 1: forward o and lse, backward d_q, d_k and d_v have the
+                                        * same bits for every number of ranks with this property,
+                                        * this layout.kind and mask. (They never depend on threads,
+                                        * chunks, timing or transport; with an engine, on chunks) */
+} ra_pass_figures;
+
+/* What passes of a plan do on one rank. Counters of a run (ra_ring_counters) equal these figures;
+ * counts stop at INT64_MAX. For the plan's own rank the answer is stored; for another it takes time
+ * in proportion to that rank's rows and all chunks. */
+typedef struct ra_plan_report {
+    ra_pass_figures forward, backward; /* backward: all 0 without d.train */
+    int64_t q_rows, k_rows;            /* rows of the longest sequence on this rank */
+    int64_t pairs;                     /* visible (query, key) pairs of one head */
+    int64_t hops, hops_skipped;        /* forward: other ranks (counted per sequence) whose keys
+                                        * pass through here, and those whose keys do not, because no
+                                        * rank from here on needs them */
+    int64_t resident_bytes;            /* your q, k, v, o and lse of this rank, packed */
+    int64_t workspace_bytes;           /* of a ring that copies, to the byte; with d.train the
+                                        * larger of both passes */
+    int64_t shared_workspace_bytes;    /* of a ring with RA_CAP_SHARED, to the byte */
+    int32_t order;                     /* RA_ORDER_* */
     int32_t chunk_tokens, buffers;     /* as resolved */
-    int32_t reserved;
 } ra_plan_report;
-/* Counts stop at INT64_MAX. The plan's own rank costs nothing; another costs what is in proportion
- * to its rows and to all chunks. */
 RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_report *out);
 
-/* How long that takes, for given rates: the schedule played through with every transfer and every
- * chunk's tiles (those not empty, counted whole) in order, buffers included. A model, not a
- * measurement. Of a forward pass. Takes as long as ra_plan_create, and 8 bytes for each rank and
- * chunk while it runs. */
-typedef struct ra_rates {              /* all required and > 0, but latency may be 0 */
+/* How long a forward pass takes at given rates: the schedule played through with every transfer and
+ * every chunk's tiles (those not empty, each counted whole) in order, buffers included. A model,
+ * not a measurement. It takes as long as ra_plan_create, and 8 bytes per rank and chunk while it
+ * runs. */
+typedef struct ra_rates {              /* all required and > 0, except latency, which may be 0 */
     double flops_per_s;                /* of one rank, all its threads */
     double link_bytes_per_s;           /* of one direction of one link */
     double link_latency_s;
@@ -787,14 +775,17 @@ typedef struct ra_prediction {         /* seconds */
     double compute_s;                  /* this rank computes */
     double transfer_s;                 /* the link into this rank is busy */
     double wait_s;                     /* this rank has nothing to compute before its last tile */
-    double hidden_s;                   /* of transfer_s, what went on beside computing */
-    double done_s;                     /* this rank is done */
-    double all_done_s;                 /* the last rank is done */
+    double hidden_s;                   /* the part of transfer_s during which this rank computes */
+    double done_s;                     /* until this rank is done */
+    double all_done_s;                 /* until the last rank is done */
 } ra_prediction;
 RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const ra_rates *rates,
                                        ra_prediction *out);
 
-/* ========================================================================== L2: ring */
+/* ========================================================================== L2: ring
+ * A ring is a rank's workspace, its binding to one transport, the pass in progress and, after a
+ * failure, the failure. It runs one pass at a time and serves any number of plans. Ranks start the
+ * same passes in the same order; nothing else matches them up. */
 typedef struct ra_ring ra_ring;
 
 enum { RA_EV_TILE = 1, RA_EV_SEND, RA_EV_RECV, RA_EV_WAIT, RA_EV_PASS, RA_EV_FAIL };
@@ -806,67 +797,70 @@ typedef struct ra_event {              /* one event each, sent when it ends */
     int64_t begin_ns, end_ns;
     int64_t bytes;                     /* SEND, RECV: of the message */
     int64_t tiles;                     /* TILE: tiles of this step that were not empty */
-    int32_t backward, reserved;        /* 1: of a backward pass, whose TILE is one step of the work
-                                        * on one kv head (head is its first query head) of all
-                                        * rows, or with RA_TRAVEL_Q of the chunk's rows, against this
+    int32_t backward;                  /* 1: of a backward pass, whose TILE is one step of the work
+                                        * on one KV head (head is its first query head) of all rows,
+                                        * or with RA_TRAVEL_Q of the chunk's rows, against this
                                         * rank's keys */
 } ra_event;
 
 typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
-    void   *workspace;                 /* aligned to 64, the caller's, until destroy; null: from
-                                        * the allocator */
+    void   *workspace;                 /* aligned to 64, yours, until destroy; null: from the
+                                        * allocator */
     size_t  workspace_bytes;           /* of workspace: required beside it. Without it 0 is what the
                                         * first plan needs; more leaves room for later plans */
     ra_allocator allocator;
-    int64_t watchdog_ns;               /* waiting for a peer without progress: RA_E_PEER. The first
-                                        * ranks of a contiguous causal ring wait about as long as
-                                        * the last one computes: allow for that. 0: 60 s, and the
-                                        * time that the rank with most tiles needs for a whole
-                                        * pass at the speed and with the threads of this rank */
+    int64_t watchdog_ns;               /* fail with RA_E_PEER after this long without progress. 0:
+                                        * 60 s plus the time that the rank with most tiles needs for
+                                        * a whole pass, at the speed and with the threads of this
+                                        * rank. If you set it, remember that in a contiguous causal
+                                        * ring the first ranks finish early and wait for the last */
     int64_t quiesce_ns;                /* patience with quiesce after a failure; 0: 30 s */
     int64_t (*clock_ns)(void *ctx);    /* null: ra_now_ns. The ring measures all its times on this
                                         * clock: deadlines of calls on it, watchdog, events. It may
-                                        * start anywhere and run at any speed, but never back. A
-                                        * transport gets the time left, on ra_now_ns() */
+                                        * start anywhere and run at any speed, but never backwards.
+                                        * A transport gets the time left, on ra_now_ns() */
     void   *clock_ctx;
-    void  (*trace)(void *ctx, const ra_event *e);  /* any stepping thread; must not block */
+    void  (*trace)(void *ctx, const ra_event *e);  /* from any stepping thread; must not block */
     void   *trace_ctx;
-    void  (*progress)(void *ctx, int64_t tiles_done, int64_t tiles_all); /* any stepping thread,
-                                        * one at a time; not-empty tiles */
+    void  (*progress)(void *ctx, int64_t tiles_done, int64_t tiles_all); /* from any stepping
+                                        * thread, one at a time; tiles that are not empty */
     void   *progress_ctx;
     ra_error *error;                   /* of ra_ring_create */
-    int64_t reserved[4];
 } ra_ring_desc;
 
 /* Binds a transport (null: a ring of one) and memory. Sends nothing, so ranks need not meet here.
- * `first` sizes the workspace; later plans must have its rank and ranks and fit. */
+ * `first` sizes the workspace; later plans must have its rank and ranks, and fit. */
 RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
                                       const ra_transport *transport, const ra_ring_desc *rd);
-/* No thread inside. After a failed pass with RA_CAP_SHARED it may wait, up to quiesce_ns, until the
- * other ranks have noticed, in ra_step or by ending. RA_E_UNSAFE: a pass failed and the transport
- * cannot promise to leave the buffers alone: they were leaked (a workspace of yours: do not free
- * it). null is fine. */
+/* No thread may be inside a call. After a failed pass with RA_CAP_SHARED it may wait, up to
+ * quiesce_ns, until the other ranks have noticed, in ra_step or by ending. RA_E_UNSAFE: a pass
+ * failed and the transport cannot promise to leave the buffers alone. They were leaked (do not free
+ * a workspace of yours). null is fine. */
 RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring);
 
 /* One blocking pass on the calling thread. Collective. On a refusal nothing has moved and the ring
  * is whole (the other ranks wait for this one until it comes, their deadline or ra_ring_cancel). On
- * a failure o is undefined, the ring stays failed, and nobody reads this rank's tensors any more;
- * with RA_CAP_SHARED, if that could not be had, the status is RA_E_UNSAFE. */
+ * a failure o is undefined, the ring stays failed, and no rank reads this rank's tensors any more;
+ * with RA_CAP_SHARED, if that could not be achieved, the status is RA_E_UNSAFE. */
 RINGATTN_API ra_status ra_forward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
                                   int64_t deadline_ns);
 /* The same for gradients: t as in forward, with o and lse as forward left them (or as the same
- * forward makes them again), d_o, and where gradients go. Collective like ra_forward. On a failure
- * gradients may have been added to in part. */
+ * forward makes them again), d_o, and the gradients that you want. Collective like ra_forward. On a
+ * failure gradients may have been added to in part. */
 RINGATTN_API ra_status ra_backward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
                                    int64_t deadline_ns);
 /* Plan, ring, forward, and both destroyed: for programs that attend once. Allocates. */
 RINGATTN_API ra_status ra_ring_once(const ra_desc *d, const ra_transport *transport,
-                                 const ra_tensors *t, int64_t deadline_ns);
+                                    const ra_tensors *t, int64_t deadline_ns);
+
+/* The sentence of the ring's failure if it has failed, otherwise of the last refusal by one of its
+ * calls, otherwise "". It is valid until the next call on the ring. */
+RINGATTN_API const char *ra_ring_explain(const ra_ring *ring);
 
 /* -------------------------------------------------------------------------- engines with threads
- * Two ways into a pass. With a main thread: ra_begin on it, then ra_step on any until RA_OK or an
- * error. Without one (ggml): every thread calls ra_join with equal jobs until RA_OK or an error.
- * ra_finish is needed only to leave early and after an error. */
+ * Two ways into a pass. With a main thread: ra_begin on it, then ra_step on any thread until RA_OK
+ * or an error. Without one (ggml): every thread calls ra_join with equal jobs until RA_OK or an
+ * error. ra_finish is needed only to leave early and after an error. */
 typedef struct ra_job {                /* copied by begin, with *tensors, without data */
     uint64_t ticket;                   /* ra_join: number of the pass, from 1, rising, gaps are
                                         * fine; each thread brings the tickets in this order.
@@ -875,46 +869,45 @@ typedef struct ra_job {                /* copied by begin, with *tensors, withou
     const ra_tensors *tensors;
     int64_t deadline_ns;
     int32_t pass;                      /* RA_PASS_*; backward needs a plan with train = 1 */
-    int32_t reserved;
 } ra_job;
 
-/* Checks and copies. Reads no data (positions of ARRAY excepted), sends nothing. No thread may be
- * inside ra_step (RA_E_BUSY): one has RA_OK before the others are out. A refusal leaves the ring as
- * it was. */
+/* Checks and copies. Reads no data (except the positions of ARRAY), sends nothing. Call it only
+ * after every thread has returned from ra_step (otherwise RA_E_BUSY): one thread may get RA_OK
+ * while others are still inside. A refusal leaves the ring as it was. */
 RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job);
-/* One bounded piece of work: a round of communication, then tiles of at most 2^26 multiply-adds
- * (64 * 64 * (Dk + Dv) each, backward 64 * 64 * (3 Dk + 2 Dv)) and one block of keys more,
- * whatever the length of chunks and shards; with an engine, one of its tasks against one chunk.
- * Cancellation, deadline and failures are noticed between two steps; progress is reported after
- * each. Never blocks (except in a level-0 sendrecv), never spins, waits for no thread. 0 <= ith
- * < threads of the plan, unique among the threads inside; nth >= 1 is a hint and may change. Any
- * thread may stay away or leave (others finish what it has begun), but without RA_CAP_ANY_THREAD
- * ith 0 must keep coming. RA_AGAIN: more may be there. RA_WAIT: nothing now. RA_OK: the whole
- * pass is done on this rank, all its outputs visible to this thread. */
-RINGATTN_API ra_status ra_step(ra_ring *ring, int ith, int nth);
-/* Begin, if this thread is the first to bring this ticket, then ra_step. RA_OK at once for tickets
- * that are through; RA_WAIT while a thread is still inside the pass before. A refused begin is what
- * every thread then gets for that ticket, however late; a thread that is more than 32 refusals late
- * gets RA_E_STATE. */
-RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nth);
+/* One bounded piece of work: a round of communication, then tiles of at most 2^26 multiply-adds (64
+ * * 64 * (Dk + Dv) each, backward 64 * 64 * (3 Dk + 2 Dv)) and one block of keys more, whatever the
+ * length of chunks and shards; with an engine, one of its tasks against one chunk. Cancellation,
+ * deadline and failures are noticed between two steps; progress is reported after each. Never
+ * blocks (except in a level-0 sendrecv), never spins, waits for no thread. ith >= 0, unique among
+ * the threads inside; threads with an ith from d.threads of the plan on get RA_WAIT until the pass
+ * is done, and compute nothing. Any thread may stay away or leave (others finish what it has
+ * begun), but without RA_CAP_ANY_THREAD ith 0 must keep coming. RA_AGAIN: there may be more to do.
+ * RA_WAIT: nothing to do now. RA_OK: the whole pass is done on this rank, and all its outputs are
+ * visible to this thread. */
+RINGATTN_API ra_status ra_step(ra_ring *ring, int ith);
+/* Begins the pass, if this thread is the first to bring this ticket, then ra_step. RA_OK at once
+ * for tickets whose pass is done; RA_WAIT while a thread is still inside the pass before. If begin
+ * is refused, every thread gets that refusal for that ticket, however late; a thread that is more
+ * than 32 refusals late gets RA_E_STATE. */
+RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith);
 /* After RA_WAIT, if there is nothing better to do: spins a little, yields, then sleeps until there
  * may be work (RA_OK) or deadline_ns (RA_E_TIMEOUT, of this call alone). */
 RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns);
-/* One thread, none in ra_step or ra_step_wait. After a pass that ended well nothing; else aborts
- * and quiesces. Returns how the pass ended. */
+/* One thread, none in ra_step or ra_step_wait. After a pass that ended well it does nothing;
+ * otherwise it aborts and quiesces. Returns how the pass ended. */
 RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns);
 /* Any thread, any time, wait-free: calls on this ring end with RA_E_CANCELLED after the step in
- * hand, the peers' with RA_E_ABORTED or RA_E_PEER. An emergency brake: the ring is failed. To stop
- * politely stop between passes, on all ranks at the same one. */
+ * progress, the peers' calls with RA_E_ABORTED or RA_E_PEER. An emergency brake: the ring has then
+ * failed. To stop politely stop between passes, on all ranks at the same one. */
 RINGATTN_API void ra_ring_cancel(ra_ring *ring);
 
 enum { RA_RING_IDLE, RA_RING_RUNNING, RA_RING_FAILED };
-typedef struct ra_ring_counters {      /* of the pass under way or the last one; any thread */
+typedef struct ra_ring_counters {      /* of the pass in progress or the last one; any thread */
     int32_t state;                     /* RA_RING_* */
     int32_t waiting_peer;              /* neighbour that still has chunks to send, -1: none */
-    int32_t bounded;                   /* 0: a dead peer may block a call for ever (sendrecv
-                                        * without RA_CAP_DEADLINE) */
-    int32_t reserved;
+    int32_t bounded;                   /* 0: a dead peer may block a call for ever (sendrecv without
+                                        * RA_CAP_DEADLINE) */
     int64_t pass;                      /* number of the pass, from 1 */
     int64_t tiles_empty, tiles_partial, tiles_full, tiles_all; /* done; all: not empty, in all */
     int64_t chunks_in, chunks_out, bytes_in, bytes_out; /* with RA_CAP_SHARED: shared_bytes_* of the
@@ -926,30 +919,183 @@ RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out);
 
 typedef struct ra_failure {            /* the first failure of the ring */
     ra_status status;
-    int32_t rank, peer;                /* this rank; whom it waited for or who differs; -1 */
+    int32_t rank, peer;                /* this rank; the peer it waited for or that differs; -1 */
     int32_t sending;                   /* 1 sending, 0 receiving, -1 neither */
     int32_t code;                      /* what the transport or engine returned */
-    int32_t reserved;
     int64_t pass, chunk, since_progress_ns;
     char    text[216];
 } ra_failure;
 RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out); /* RA_E_STATE: none */
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring); /* the last refusal; never null */
 
+/* ========================================================================== L3: transports
+ * Life of a transport, seen by its author:
+ *  1 You fill an ra_transport; it and ctx are yours and outlive the ring. Peers are ring ranks
+ *    0..ranks-1: map them to your communicator inside ctx.
+ *  2 ra_ring_create copies the struct and may call reg for its buffers. No message travels.
+ *  3 A pass: the library posts batches of ops, polls, waits. Calls of one ring never overlap. They
+ *    come from whichever thread steps, without RA_CAP_ANY_THREAD only from steps with ith = 0. Only
+ *    abort may come from any thread beside any other call.
+ *  4 A failure: the library calls abort once, posts no more, calls quiesce.
+ *  5 ra_ring_destroy: quiesce if a pass failed, then dereg. Your resources are yours to free.
+ *
+ * Level 0 is sendrecv alone; level 1 is post and poll; everything else is optional.
+ *
+ * Messages. The n-th send matches the n-th receive per (peer, channel). Channel 0 carries chunks
+ * from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan says). Channel 1 is used with
+ * RA_CAP_SHARED, and in backward passes, where gradients return on it: from any rank, for which the
+ * transport needs RA_CAP_ANY_PEER, or with RA_RETURN_RING from a neighbour. So a plan with train =
+ * 1 needs two channels and max_ops of 3 of a transport that has post.
+ *
+ * A forward message is a 64-byte frame and the chunk: for each of its pieces of positions (zigzag
+ * chunks have two) the positions if the layout is ARRAY, K rows, V rows, each part on a multiple of
+ * 64. The piece that travels farther comes first, and the other is left off where no rank needs it
+ * any more. Backward the f32 sums of gradients are between frame and chunk; on the return they are
+ * alone.
+ * Lengths are computed in the same way by both sides, exact, and at most max_msg; nothing is split.
+ * Keep message boundaries: another length is RA_E_TRUNC.
+ *
+ * Time. deadline_ns of a callback is an absolute time on ra_now_ns(), whatever the ring's clock is.
+ * RA_NO_DEADLINE does not occur. INT64_MAX does: subtract, do not add. */
+#define RA_TRANSPORT_ABI 1u
+enum { RA_MSG_SEND = 1, RA_MSG_RECV = 2 };                          /* ra_transport_op.kind */
+enum { RA_MSG_IDLE = 0, RA_MSG_PENDING = 1, RA_MSG_DONE = 2 };      /* ra_transport_op.state;
+                                                                     * otherwise RA_E_* */
+enum { RA_MSG_LOAN_OK = 1 };           /* ra_transport_op.flags: a receive may point buf to lent
+                                        * memory */
+enum {
+    RA_CAP_ANY_THREAD = 1,             /* calls may come from any thread, one at a time */
+    RA_CAP_ANY_PEER = 2,               /* not only rank +- 1 */
+    RA_CAP_LOAN = 4,                   /* honours RA_MSG_LOAN_OK and has release */
+    RA_CAP_DEADLINE = 8,               /* sendrecv and wait return by deadline_ns even if the peer
+                                        * is dead */
+    RA_CAP_SHARED = 16                 /* all ranks are threads of one process: messages carry
+                                        * addresses, nothing is packed. Needs ANY_PEER, post,
+                                        * quiesce, two channels, and max_ops of at least
+                                        * 2 ranks + 2. A message from another process is
+                                        * RA_E_MISMATCH before any address in it is used */
+};
+
+typedef struct ra_transport_op {       /* the library's; stays at its address while PENDING */
+    uint8_t  kind, channel;
+    uint16_t flags;
+    int32_t  peer;
+    uint64_t tag;                      /* below 2^tag_bits; equal on both sides */
+    void    *buf;                      /* send: read-only for everyone while PENDING; receive: yours
+                                        * until DONE */
+    size_t   len;                      /* exact */
+    void    *mr;                       /* from reg, or null */
+    int32_t  state;                    /* RA_MSG_IDLE when posted; written by post and poll */
+    size_t   done;                     /* bytes moved, written before DONE; 0 counts as len */
+    void    *scratch[8];               /* yours while PENDING; zero when posted */
+} ra_transport_op;
+
+struct ra_transport {
+    uint32_t size, abi;                /* sizeof(ra_transport), RA_TRANSPORT_ABI: always first */
+    uint32_t caps;                     /* RA_CAP_* */
+    uint32_t channels;                 /* 0: 1; SHARED and train = 1 (with post) need 2 */
+    uint32_t tag_bits;                 /* 0: 15 */
+    uint32_t max_ops;                  /* most PENDING at once; 0: 2, one send and one receive.
+                                        * train = 1 (with post) needs 3 */
+    int32_t  rank, ranks;              /* 0, 0: not told; otherwise checked against the plan */
+    size_t   max_msg;                  /* 0: 1 GiB; larger chunks are refused by ra_ring_create */
+    size_t   align;                    /* of buffers for chunks, a power of two; 0: 64. More costs
+                                        * more workspace than the plan says */
+    const char *name;                  /* for messages; may be null */
+    void    *ctx;                      /* passed to every callback */
+
+    /* Level 0, required if post is null. Sends to `to` and receives from `from` at the same time;
+     * returns when both are done. A side with nothing to move has RA_NO_PEER and length 0 (MPI: map
+     * it to MPI_PROC_NULL). May block until deadline_ns, the call's deadline or the watchdog's, and
+     * then returns RA_E_TIMEOUT; without RA_CAP_DEADLINE it may block for ever, and a dead peer
+     * hangs this rank. Both buffers are yours until you return. Both sides of a message use the
+     * same tag. Returns RA_OK, or an RA_E_* from RA_E_MISMATCH on (others count as RA_E_IO), after
+     * which the ring has failed. */
+    int (*sendrecv)(void *ctx, int to, const void *s, size_t s_len, int from, void *r, size_t r_len,
+                    uint64_t tag, int64_t deadline_ns);
+
+    /* Level 1. Never blocks. Looks at ops[0..n) that are RA_MSG_IDLE, accepts a prefix of them per
+     * (peer, channel, direction), receives first, and sets each accepted op PENDING or at once
+     * DONE. RA_OK: none is left IDLE. RA_AGAIN: some are; the library polls and posts them again.
+     * All accepted ops make progress at the same time, whatever the order at the peers. Buffers are
+     * as described at ra_transport_op.buf. Errors: as poll. */
+    int (*post)(void *ctx, ra_transport_op *const *ops, int n);
+
+    /* Required with post. Drives progress, also with n = 0; never blocks; moves PENDING ops among
+     * ops[0..n) to DONE or to a negative status. Returns RA_OK, or an RA_E_* of the context itself:
+     * the ring has then failed. */
+    int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
+
+    /* The callbacks from here on are optional. wait: as poll, but may block until one of ops leaves
+     * PENDING, until abort, or until deadline_ns; returns at once if none is PENDING. Without it
+     * the library polls, yields and sleeps. */
+    int (*wait)(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns);
+
+    /* Registers n bytes of the ring's buffers once, in ra_ring_create; dereg in ra_ring_destroy.
+     * The handle you store in *mr is passed in every op that uses these buffers. If reg fails, the
+     * library goes on without registration. */
+    int (*reg)(void *ctx, void *p, size_t n, void **mr);
+    int (*dereg)(void *ctx, void *mr);
+
+    /* Required with RA_CAP_LOAN. Gives back op->buf of a receive that lent memory (the transport
+     * changed buf), after its last use and its last onward send. Lent memory is aligned as buffers
+     * are. After abort lent memory is yours again without it. */
+    int (*release)(void *ctx, ra_transport_op *op);
+
+    /* Any thread, any time, wait-free, idempotent: makes pending and later ops fail and wakes wait;
+     * frees nothing. `why` is the RA_E_* of this rank. */
+    int (*abort)(void *ctx, int why);
+
+    /* Required with RA_CAP_SHARED. After abort. RA_OK: no buffer of the ring, and with
+     * RA_CAP_SHARED no tensor of this rank, will be touched again. Return anything else if you
+     * cannot guarantee that. You may block until deadline_ns. It may be called several times; the
+     * first call may come with a deadline already passed, and then only announces that this rank
+     * has stopped. */
+    int (*quiesce)(void *ctx, int64_t deadline_ns);
+
+    /* Text for a code that a callback returned; may return null. */
+    const char *(*error_text)(void *ctx, int code);
+    /* v1 ends here; append only */
+};
+
+/* -------------------------------------------------------------------------- bundled world
+ * Ranks as threads of this process; a hop is a pointer. With RINGATTN_NO_THREADS all of it is
+ * RA_E_UNSUPPORTED. Waiting spins briefly, then yields, then sleeps. */
+typedef struct ra_world ra_world;
+typedef ra_status (*ra_rank_fn)(ra_world *world, int rank, void *user);
+typedef struct ra_world_desc {         /* {0} or a null pointer: all defaults */
+    int32_t ranks;                     /* ra_world_create: required, 1..4096 */
+    ra_allocator allocator;
+    ra_error *error;
+} ra_world_desc;
+
+/* Creates a world, runs fn on `ranks` threads, joins, destroys. When fn of one rank returns an
+ * error, pending and later calls of every other rank fail with RA_E_ABORTED instead of hanging.
+ * When it returns RA_OK while others still wait for it, they get RA_E_PEER. Returns the first
+ * cause. */
+RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const ra_world_desc *wd);
+
+/* The same in parts, for programs with threads of their own. */
+RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd);
+RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank); /* lives as long as
+                                        * world; null: no such rank */
+RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why); /* this rank makes no
+                                        * more calls; an error aborts the others. Any thread. */
+RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; null is fine */
+
 /* ========================================================================== block engines
- * Somebody else's arithmetic; plan, pruning, ring, order and merge stay here. fold gets query rows
- * of one sequence, all heads, against some keys of one chunk, and writes the normalised partial
+ * User-supplied arithmetic; plan, pruning, ring, order and merge stay here. fold gets query rows of
+ * one sequence, all heads, against some keys of one chunk, and writes the normalised partial
  * result, which the library merges. (RUNS: the keys are those of several runs, the rows of one.)
- * Calls for the same rows come one at a time in the order that fixes the bits; calls for others may
- * come at the same time from other stepping threads. Returns RA_OK or a negative code: the pass
- * fails with RA_E_ENGINE and that code. */
+ * Calls for the same rows come one at a time in the order that fixes the bits; calls for other rows
+ * may come at the same time from other stepping threads. Returns RA_OK or a negative code: the pass
+ * then fails with RA_E_ENGINE and that code. */
 #define RA_ENGINE_ABI 1u
 typedef struct ra_block {
     const ra_desc *desc;               /* resolved */
-    const ra_tensors *tensors;         /* of the call: alibi and bias (sinks are the library's) */
+    const ra_tensors *tensors;         /* of the call: alibi and bias (the library applies sinks) */
     int32_t sequence, thread;
     int32_t partial;                   /* 0: every row sees every key, ignore the intervals */
-    int32_t reserved;
     int64_t q_row, q_rows, k_rows;     /* q_row: first row among this rank's (for bias) */
     const uint8_t *q, *k, *v;          /* row 0, head 0 */
     int64_t q_token_stride, q_head_stride, k_token_stride, k_head_stride, v_token_stride,
@@ -957,8 +1103,8 @@ typedef struct ra_block {
     const int32_t *q_pos, *k_pos;      /* [q_rows], [k_rows]; -1: empty cell */
     const int32_t *lo, *hi;            /* [q_rows] row sees lo <= key position < hi, */
     const int32_t *doc, *keep_end;     /* [q_rows] and doc <= key position < keep_end (<= hi) */
-    float *o, *lse;                    /* write here: [q_rows][Hq][Dv], [q_rows][Hq] natural log;
-                                        * a row that sees none of these keys: lse -inf */
+    float *o, *lse;                    /* write here: [q_rows][Hq][Dv], [q_rows][Hq] natural log; a
+                                        * row that sees none of these keys: lse -inf */
 } ra_block;
 typedef struct ra_engine {
     uint32_t size, abi;                /* sizeof(ra_engine), RA_ENGINE_ABI */
@@ -969,12 +1115,12 @@ typedef struct ra_engine {
     /* v1 ends here; append only */
 } ra_engine;
 
-/* ========================================================================== asking before buying
- * Formulas of Liu, Zaharia, Abbeel, arXiv 2310.01889, section 3 and tables 2 and 3, generalised to
- * GQA and balanced causal work. Presets are published figures. */
+/* ========================================================================== estimates
+ * How long a context fits and how large a block hides a hop, before anything is bought. Formulas of
+ * Liu, Zaharia, Abbeel, arXiv 2310.01889, section 3 and tables 2 and 3, generalised to GQA and
+ * balanced causal work. Presets are published figures. */
 enum { RA_HW_NONE, RA_HW_A100_NVLINK, RA_HW_A100_IB, RA_HW_TPU_V3, RA_HW_TPU_V4, RA_HW_TPU_V5E };
 enum { RA_NET_NONE, RA_NET_NVLINK4, RA_NET_PCIE4_X16, RA_NET_IB_HDR };
-
 typedef struct ra_hardware {           /* of one device */
     double  flops_per_s, memory_bytes, link_bytes_per_s, link_latency_s;
     int64_t devices;                   /* in the ring */
@@ -990,13 +1136,13 @@ typedef struct ra_model {
     ra_error *error;
 } ra_model;
 typedef struct ra_estimate_result {
-    double  block_min;                 /* tokens: smallest block a device that hides a hop,
+    double  block_min;                 /* tokens: smallest block per device that hides a hop,
                                         * (F/W) e Hkv / (2 f Hq), f = 1/2 if causal */
     double  device_tokens_min;         /* six such blocks: Q; K, V in use; K, V arriving; output */
-    double  activation_bytes_token;    /* a layer, token and device: 6 b h e */
+    double  activation_bytes_token;    /* per layer, token and device: 6 b h e */
     double  cache_bytes_token;         /* K and V of all layers: 2 layers Hkv D e */
-    int64_t context_max;               /* tokens over all devices whose activations of one layer
-                                        * and K, V of all layers fit beside the weights */
+    int64_t context_max;               /* tokens over all devices whose activations of one layer and
+                                        * K, V of all layers fit beside the weights */
     double  cache_bytes;               /* of context_max, all devices together */
     double  hop_compute_s, hop_transfer_s; /* of blocks of hw->block_tokens, or block_min */
     double  hidden_fraction;           /* min(1, compute / transfer) */
@@ -1009,10 +1155,6 @@ RINGATTN_API ra_status ra_estimate(const ra_hardware *hw, const ra_model *model,
 /* Bytes of K and V of `tokens` tokens: 2 tokens layers Hkv D e. 0: bad argument or overflow. */
 RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_heads,
                                     int64_t head_dim, int64_t element_bytes);
-
-RINGATTN_API int32_t     ra_isa_best(void);            /* what RA_ISA_AUTO takes here */
-RINGATTN_API int32_t     ra_isa_available(int32_t isa); /* 1: can be forced here */
-RINGATTN_API const char *ra_isa_name(int32_t isa);     /* "avx512"; never null */
 
 #ifdef __cplusplus
 }
@@ -1520,6 +1662,13 @@ static void *ra__carve(ra__arena *a, int64_t bytes) {
 static uint8_t *ra__carve_aligned(ra__arena *a, int64_t bytes, int64_t align) {
     uint8_t *p = (uint8_t *)ra__carve(a, align - 64 + bytes);
     return p ? p + ((0 - (uintptr_t)p) & (uintptr_t)(align - 1)) : NULL;
+}
+
+/* The part of a workspace that starts on a multiple of 64; *bytes becomes its length. */
+static uint8_t *ra__workspace_align(void *workspace, size_t *bytes) {
+    const size_t skip = (64 - (size_t)((uintptr_t)workspace % 64)) % 64;
+    *bytes = *bytes < skip ? 0 : *bytes - skip;
+    return (uint8_t *)workspace + skip;
 }
 
 /* ========================================================================== MATH
@@ -7127,7 +7276,8 @@ static int64_t ra__message_bytes(const ra_desc *d, const ra__chunk *c, int32_t h
 RA__INLINE int32_t ra__chunk_reach(const ra__chunk *c) { return c->hops[c->lead]; }
 
 /* The f32 gradients of a chunk: offsets of dK and dV of each segment, all heads packed, from `at`
- * on; returns where they end. Under v_in_k dK has both. RA_TRAVEL_Q: dQ of both segments together. */
+ * on; returns where they end. Under v_in_k dK has both. RA_TRAVEL_Q: dQ of both segments
+ * together. */
 static int64_t ra__grad_parts(const ra_desc *d, const ra__chunk *c, int64_t at,
                               ra__parts grad[2]) {
     memset(grad, 0, 2 * sizeof *grad);
@@ -7146,8 +7296,8 @@ static int64_t ra__grad_parts(const ra_desc *d, const ra__chunk *c, int64_t at,
 }
 
 /* Backward: the message of a chunk on its way to the rank `hop` after its owner: gradients, then
- * keys of the segments that are still needed there. hop = ranks: on its way home. RA_TRAVEL_Q: dQ, and
- * part[0].k, .v, .pos are Q, dO, and LSE and delta [2][Hq][rows], of both segments together. */
+ * keys of the segments that are still needed there. hop = ranks: on its way home. RA_TRAVEL_Q: dQ,
+ * and part[0].k, .v, .pos are Q, dO, and LSE and delta [2][Hq][rows], of both segments together. */
 static int64_t ra__back_message(const ra_desc *d, const ra__chunk *c, int32_t hop,
                                 ra__parts part[2], ra__parts grad[2]) {
     int64_t rows = ra__chunk_rows(c), at = ra__grad_parts(d, c, RA__FRAME_BYTES, grad);
@@ -7242,7 +7392,8 @@ static ra__seg ra__chunk_block(const ra__chunk *c, int32_t order, int64_t i, int
     int64_t n0 = ra__ceil_div(c->seg[0].rows, RA_BLOCK_TOKENS), n1, pair;
     *which = 0;
     if (c->list.run) return ra__seg_block_at(c, 0, i);
-    if (c->segs < 2) return ra__seg_block(&c->seg[0], order == RA_ORDER_DESCENDING ? n0 - 1 - i : i);
+    if (c->segs < 2)
+        return ra__seg_block(&c->seg[0], order == RA_ORDER_DESCENDING ? n0 - 1 - i : i);
     n1 = ra__ceil_div(c->seg[1].rows, RA_BLOCK_TOKENS);
     pair = ra__min(n0, n1);
     *which = i < 2 * pair ? (int32_t)(i % 2) : n0 <= n1;
@@ -7852,49 +8003,10 @@ static ra_status ra__tp_check(const ra_transport *t, int32_t rank, int32_t ranks
     return RA_OK;
 }
 
-static int ra__tp_lone_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
-                                size_t r_len, uint64_t tag, int64_t deadline_ns) {
-    (void)ctx, (void)to, (void)s, (void)s_len, (void)from, (void)r, (void)r_len, (void)tag;
-    (void)deadline_ns;
-    return RA_E_IO;
-}
-
-static int ra__tp_lone_ops(void *ctx, ra_transport_op *const *ops, int n) {
-    int i;
-    (void)ctx;
-    for (i = 0; i < n; i++) ops[i]->state = RA_E_IO;
-    return RA_E_IO;
-}
-
-/* Nothing was ever posted, so nothing needs stopping and no buffer will be touched. */
-static int ra__tp_lone_abort(void *ctx, int why) {
-    (void)ctx, (void)why;
-    return RA_OK;
-}
-
-static int ra__tp_lone_quiesce(void *ctx, int64_t deadline_ns) {
-    (void)ctx, (void)deadline_ns;
-    return RA_OK;
-}
-
-static const ra_transport ra__tp_loopback = {
-    (uint32_t)sizeof(ra_transport), RA_TRANSPORT_ABI,
-    RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_DEADLINE,
-    1, 15, 2,                          /* channels, tag_bits, max_ops */
-    0, 1,                              /* rank, ranks */
-    RA__TP_MAX_MSG, 64, "loopback", NULL,
-    ra__tp_lone_sendrecv, ra__tp_lone_ops, ra__tp_lone_ops, NULL,
-    NULL, NULL, NULL, ra__tp_lone_abort, ra__tp_lone_quiesce, NULL
-};
-
-RINGATTN_API const ra_transport *ra_transport_loopback(void) {
-    return &ra__tp_loopback;
-}
-
-/* A copy without zeroes where zero stands for a default; null gives the loopback. t has passed
- * ra__tp_check. What a later version appends is not copied: nobody here would call it. */
+/* A copy with the defaults in place of zeros. t has passed ra__tp_check. What a later version
+ * appends is not copied: nothing here would call it. */
 static ra_transport ra__tp_resolved(const ra_transport *t) {
-    ra_transport r = t ? *t : ra__tp_loopback;
+    ra_transport r = *t;
     r.size = (uint32_t)sizeof r;
     if (!r.channels) r.channels = 1;
     if (!r.tag_bits) r.tag_bits = 15;
@@ -7965,8 +8077,8 @@ enum { RA__SHM_SPINS = 200, RA__SHM_YIELDS = 8 };
 #define RA__SHM_EVENT 65536            /* event word: events times this plus sleepers */
 #define RA__SHM_LINE __attribute__((aligned(128))) /* two lines: processors fetch pairs */
 
-/* Words of ra_transport_op.scratch of a PENDING op. All but the report are read and written under the lock
- * of the inbox that queues the op. */
+/* Words of ra_transport_op.scratch of a PENDING op. All but the report are read and written under
+ * the lock of the inbox that queues the op. */
 enum { RA__SHM_NEXT, RA__SHM_PREV,     /* in its bucket */
        RA__SHM_OWNER, RA__SHM_SOURCE,  /* seats: who posted it, from where the bytes come */
        RA__SHM_REPORT };               /* atomic: RA__SHM_QUEUED, or as follows, or RA_E_TRUNC */
@@ -8225,9 +8337,9 @@ static void ra__shm_sweep(ra__shm_seat *seat, ra_transport_op *const *ops, int n
 
 /* ---- callbacks */
 
-/* Who: the owner. Blocks: no; copies the bytes of ops that match at once. Buffers: as ra_transport_op.buf
- * says. Order: receives first, each flow in the order of ops; all are accepted, RA_AGAIN never
- * comes. Errors: see above; after one every idle op has it too. Required. */
+/* Who: the owner. Blocks: no; copies the bytes of ops that match at once. Buffers: as
+ * ra_transport_op.buf says. Order: receives first, each flow in the order of ops; all are accepted,
+ * RA_AGAIN never comes. Errors: see above; after one every idle op has it too. Required. */
 static int ra__shm_post(void *ctx, ra_transport_op *const *ops, int n) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
     int32_t failure = ra__shm_failure(seat);
@@ -8387,8 +8499,6 @@ static ra_status ra__shm_check(const ra_world_desc *wd, int32_t ranks, ra_error 
     if (ranks < 1 || ranks > 4096)
         return ra__refuse(e, RA_E_RANGE, "ranks", "must be 1 to 4096, is #", ranks);
     if (!wd) return RA_OK;
-    if (wd->reserved)
-        return ra__refuse(e, RA_E_RESERVED, "reserved", "must be 0, is #", wd->reserved);
     if (wd->allocator.alloc && !wd->allocator.free)
         return ra__refuse(e, RA_E_NULL, "allocator.free",
                           "is null, but alloc is there and needs it", 0);
@@ -9208,7 +9318,8 @@ typedef struct ra__back {
     const float *delta;                /* [B][rows][Hq], strides of m and l in w; null: from O and
                                         * dO whenever a panel is loaded */
     int32_t square;                    /* 1: queries and keys are the same positions of the grid */
-    const ra__chunk *rows;             /* RA_TRAVEL_Q: the query rows of the views; null: the side's */
+    const ra__chunk *rows;             /* RA_TRAVEL_Q: the query rows of the views; null: the
+                                        * side's */
     const ra__bounds *stripe;          /* [stripes] what each `stripe_blocks` query blocks of a
                                         * sequence see together, by unit; null: not known */
     int64_t stripe_blocks, stripes;
@@ -9484,7 +9595,8 @@ static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s
         int64_t q = ra__unit(b->w->d, t->sequence, x->seg[j].pos);
         int64_t k = ra__unit(b->w->d, t->sequence, s->pos);
         int32_t own = RA__AFTER;
-        if (b->square && (b->w->d->backward_travel == RA_TRAVEL_Q ? q > k : q < k)) own = RA__BEFORE;
+        if (b->square && (b->w->d->backward_travel == RA_TRAVEL_Q ? q > k : q < k))
+            own = RA__BEFORE;
         x->kind[j] = RA__EMPTY;
         if (!(x->phase & own)) continue;
         x->kind[j] = pos ? RA__PARTIAL : ra__classify(&x->bounds[j], first, last);
@@ -9784,7 +9896,7 @@ static void ra__back_sink(const ra__back *b, int32_t head, ra__back_scratch *x) 
 
 /* ========================================================================== PLAN
  * From one descriptor everything that can be known before a pass: checks, defaults, the schedule of
- * a rank, and the figures of ra_plan_report. Enums, ranges, sizes and reserved fields are checked
+ * a rank, and the figures of ra_plan_report. Enums, ranges and sizes are checked
  * before any pointer is followed. */
 
 typedef struct ra__range { const char *field; int64_t value, low, high; } ra__range;
@@ -9863,16 +9975,6 @@ static ra_status ra__check_enums(const ra_desc *d, ra_error *e) {
     return RA_OK;
 }
 
-static ra_status ra__check_reserved(const ra_desc *d, ra_error *e) {
-    for (int32_t i = 0; i < 4; i++)
-        if (d->reserved[i])
-            return ra__refuse(e, RA_E_RESERVED, "reserved", "must be 0, not #", d->reserved[i]);
-    if (d->layout.reserved)
-        return ra__refuse(e, RA_E_RESERVED, "layout.reserved", "must be 0, not #",
-                          d->layout.reserved);
-    return RA_OK;
-}
-
 /* NaN, infinity and negative numbers where none can be meant. */
 static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
     if (!ra__is_finite(d->scale) || d->scale < 0.0f)
@@ -9935,7 +10037,8 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
     if (d->v_in_k && d->v_column + d->v_dim > d->k_dim)
         return ra__refuse(e, RA_E_SHAPE, "v_column", "# + v_dim exceeds k_dim", d->v_column);
     if (!d->train && d->backward_travel)
-        return ra__refuse(e, RA_E_SHAPE, "backward_travel", "# needs train = 1", d->backward_travel);
+        return ra__refuse(e, RA_E_SHAPE, "backward_travel", "# needs train = 1",
+                          d->backward_travel);
     if (d->backward_travel == RA_TRAVEL_Q && !ra__q_may_travel(d))
         return ra__refuse(e, RA_E_UNSUPPORTED, "backward_travel",
                           "# (RA_TRAVEL_Q) goes neither with bias nor with RA_LAYOUT_ARRAY",
@@ -10240,7 +10343,8 @@ static ra_status ra__check_engine(const ra_desc *d, ra_error *e) {
                           "# is no multiple of RA_BLOCK_TOKENS", engine->block_queries);
     if (!engine->fold) return ra__refuse(e, RA_E_NULL, "engine.fold", "is required", 0);
     if (d->train)
-        return ra__refuse(e, RA_E_UNSUPPORTED, "op", "engines know no gradients; it is #", d->train);
+        return ra__refuse(e, RA_E_UNSUPPORTED, "train", "must be 0 with an engine, is #",
+                          d->train);
     return RA_OK;
 }
 
@@ -10286,7 +10390,6 @@ static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
     s = ra__check_numbers(d, e);
     if (!s) s = ra__check_required(d, e);
     if (!s) s = ra__check_enums(d, e);
-    if (!s) s = ra__check_reserved(d, e);
     if (!s) s = ra__check_floats(d, e);
     if (!s) s = ra__check_blocks(d, e);
     if (!s) s = ra__check_shape(d, e);
@@ -10300,6 +10403,18 @@ static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
     if (!s) s = ra__check_lengths(out, e);
     if (!s) s = ra__check_tables(out, e);
     return s ? s : ra__check_engine(out, e);
+}
+
+RINGATTN_API ra_desc ra_desc_make(int32_t q_heads, int32_t kv_heads, int32_t dim, int32_t dtype,
+                                  int32_t mask) {
+    ra_desc d;
+    memset(&d, 0, sizeof d);
+    d.q_heads = q_heads;
+    d.kv_heads = kv_heads;
+    d.k_dim = d.v_dim = dim;
+    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = dtype;
+    d.mask.kind = mask;
+    return d;
 }
 
 RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out) {
@@ -10455,10 +10570,14 @@ static void ra__plan_held(ra_plan *p) {
 static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     ra_desc *d = &p->d;
     ra_layout *l = &d->layout;
+    ra_mask *m = &d->mask;
     int64_t B = full->sequences, cuts = B * (2 * (int64_t)full->ranks + 1) * 8;
     *d = *full;
     d->tokens_of = (const int64_t *)ra__carve_copy(a, d->tokens_of, B, 8);
     d->kv_tokens_of = (const int64_t *)ra__carve_copy(a, d->kv_tokens_of, B, 8);
+    m->doc_first = (const int64_t *)ra__carve_copy(a, m->doc_first, m->doc_count, 8);
+    m->lo = (const int32_t *)ra__carve_copy(a, m->lo, m->interval_count, 4);
+    m->hi = (const int32_t *)ra__carve_copy(a, m->hi, m->interval_count, 4);
     l->weights = (const int32_t *)ra__carve_copy(a, l->weights, d->ranks, 4);
     p->q_run0 = p->k_run0 = NULL;
     p->q_before = p->k_before = NULL;
@@ -10719,7 +10838,8 @@ static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__rou
     }
 }
 
-/* Longest gradients of a chunk; RA_TRAVEL_Q: longest message, for its rows are packed beside them. */
+/* Longest gradients of a chunk; RA_TRAVEL_Q: longest message, for its rows are packed beside
+ * them. */
 static int64_t ra__plan_grad_bytes(const ra_plan *p) {
     const ra__travel *t = ra__back_travel(p);
     ra__parts part[2], grad[2];
@@ -11020,9 +11140,9 @@ static void ra__report_wire(const ra_plan *p, int32_t rank, ra_plan_report *r) {
         const ra__chunk *chunk = &w.t->chunk[c];
         int32_t hop = ra__tour_apart(&w, chunk->owner, rank);
         if (ra__tour_leaves(&w, c, rank)) {
-            r->chunks_out++;
-            r->bytes_out += ra__message_bytes(&p->d, chunk, hop + 1);
-            r->shared_bytes_out += address;
+            r->forward.chunks_out++;
+            r->forward.bytes_out += ra__message_bytes(&p->d, chunk, hop + 1);
+            r->forward.shared_bytes_out += address;
         }
         if (chunk->owner != rank && (chunk->owner != seen || chunk->sequence != seen_sequence)) {
             seen = chunk->owner;
@@ -11034,9 +11154,9 @@ static void ra__report_wire(const ra_plan *p, int32_t rank, ra_plan_report *r) {
         r->hops += !came;
         r->hops_skipped -= !came;
         came = 1;
-        r->chunks_in++;
-        r->bytes_in += ra__message_bytes(&p->d, chunk, hop);
-        r->shared_bytes_in += address;
+        r->forward.chunks_in++;
+        r->forward.bytes_in += ra__message_bytes(&p->d, chunk, hop);
+        r->forward.shared_bytes_in += address;
     }
 }
 
@@ -11062,20 +11182,21 @@ static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
         int32_t hop;
         if (leaves) {
             (void)ra__back_to(p, chunk, rank, &hop);
-            r->back_chunks_out++;
-            r->back_bytes_out += ra__back_length(&p->d, chunk, hop);
-            r->back_shared_bytes_out += address;
+            r->backward.chunks_out++;
+            r->backward.bytes_out += ra__back_length(&p->d, chunk, hop);
+            r->backward.shared_bytes_out += address;
         }
         if (own ? !leaves : !ra__tour_arrives(&w, c, rank)) continue;
         hop = own ? p->d.ranks : ra__tour_apart(&w, chunk->owner, rank);
-        r->back_chunks_in++;
-        r->back_bytes_in += ra__back_length(&p->d, chunk, hop);
-        r->back_shared_bytes_in += address;
+        r->backward.chunks_in++;
+        r->backward.bytes_in += ra__back_length(&p->d, chunk, hop);
+        r->backward.shared_bytes_in += address;
     }
-    r->back_flops = 2.0 * (3 * p->d.k_dim + 2 * p->d.v_dim) * p->d.q_heads * (double)r->pairs;
-    r->back_chunk_bytes = p->back.chunk_bytes;
-    r->back_bits_any_ranks = p->on_grid && p->square;
-    r->back_travel = p->d.backward_travel;
+    r->backward.flops = 2.0 * (3 * p->d.k_dim + 2 * p->d.v_dim) * p->d.q_heads * (double)r->pairs;
+    r->backward.chunk_bytes = p->back.chunk_bytes;
+    r->backward.bits_any_ranks = p->on_grid && p->square;
+    r->backward.travel = p->d.backward_travel;
+    r->backward.direction = p->back_direction;
 }
 
 /* Adds the blocks of a rank's keys of sequence b for one block of queries. */
@@ -11121,14 +11242,14 @@ static void ra__report_all_tiles(const ra_plan *p, int32_t rank, ra_plan_report 
         ra__report_tiles(p, rank, b, tally[0]);
     if (p->d.layout.kind == RA_LAYOUT_ARRAY)
         tally[0][RA__PARTIAL] = ra__report_array_tiles(p, rank);
-    r->tiles_empty = ra__mul_sat(tally[0][RA__EMPTY], p->d.q_heads);
-    r->tiles_partial = ra__mul_sat(tally[0][RA__PARTIAL], p->d.q_heads);
-    r->tiles_full = ra__mul_sat(tally[0][RA__FULL], p->d.q_heads);
+    r->forward.tiles_empty = ra__mul_sat(tally[0][RA__EMPTY], p->d.q_heads);
+    r->forward.tiles_partial = ra__mul_sat(tally[0][RA__PARTIAL], p->d.q_heads);
+    r->forward.tiles_full = ra__mul_sat(tally[0][RA__FULL], p->d.q_heads);
     if (!p->d.train) return;
     if (p->d.backward_travel == RA_TRAVEL_Q) ra__report_q_tiles(p, rank, back = tally[1]);
-    r->back_tiles_empty = ra__mul_sat(back[RA__EMPTY], p->d.q_heads);
-    r->back_tiles_partial = ra__mul_sat(back[RA__PARTIAL], p->d.q_heads);
-    r->back_tiles_full = ra__mul_sat(back[RA__FULL], p->d.q_heads);
+    r->backward.tiles_empty = ra__mul_sat(back[RA__EMPTY], p->d.q_heads);
+    r->backward.tiles_partial = ra__mul_sat(back[RA__PARTIAL], p->d.q_heads);
+    r->backward.tiles_full = ra__mul_sat(back[RA__FULL], p->d.q_heads);
 }
 
 static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r) {
@@ -11158,16 +11279,17 @@ static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report 
     ra__report_all_tiles(p, rank, r);
     for (int32_t b = 0; b < p->d.sequences; b++)
         r->pairs = ra__add_sat(r->pairs, ra__report_pairs(p, rank, b));
-    r->flops = 2.0 * (p->d.k_dim + p->d.v_dim) * p->d.q_heads * (double)r->pairs;
+    r->forward.flops = 2.0 * (p->d.k_dim + p->d.v_dim) * p->d.q_heads * (double)r->pairs;
     ra__report_wire(p, rank, r);
     ra__report_words(p, rank, &in, &out);
-    r->shared_bytes_in += in * RA__FRAME_BYTES;
-    r->shared_bytes_out += out * RA__FRAME_BYTES;
+    r->forward.shared_bytes_in += in * RA__FRAME_BYTES;
+    r->forward.shared_bytes_out += out * RA__FRAME_BYTES;
     ra__report_back(p, rank, r);
-    r->chunk_bytes = p->chunk_bytes;
+    r->forward.chunk_bytes = p->chunk_bytes;
     r->order = p->order;
-    r->direction = p->direction;
-    r->bits_any_ranks = p->on_grid && !p->d.engine;
+    r->forward.direction = p->direction;
+    r->forward.travel = RA_TRAVEL_KV;
+    r->forward.bits_any_ranks = p->on_grid && !p->d.engine;
     r->chunk_tokens = p->d.chunk_tokens;
     r->buffers = p->d.buffers;
 }
@@ -11409,8 +11531,8 @@ struct ra_ring {
     int64_t **owner_alive;             /* [sources] under comm: `alive` of an owner read here */
 
     int64_t claim_fold, claim_task;    /* under sched */
-    int64_t packing, packed;           /* RA_TRAVEL_Q: own chunks of queries up to this entry of fold
-                                        * are packed by somebody (under sched), are packed */
+    int64_t packing, packed;           /* RA_TRAVEL_Q: own chunks of queries up to this entry of
+                                        * fold are packed by somebody (under sched), are packed */
     int64_t folded;                    /* chunks folded by all tasks: a prefix of plan->fold */
     ra__turn *turn;                    /* [tasks] */
     ra__desk *desk;                    /* [threads of the plan] */
@@ -11812,7 +11934,8 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due, uint
 }
 
 /* The message that op received, chunk c, begins with the frame that is due; else the pass fails. */
-static ra_status ra__ring_check(ra_ring *r, const ra_transport_op *op, const ra__frame *due, int64_t c) {
+static ra_status ra__ring_check(ra_ring *r, const ra_transport_op *op, const ra__frame *due,
+                                int64_t c) {
     ra_status s = ra__frame_check(op->buf, due, &r->differ);
     if (s == RA_OK) ra__store_i32(&r->met, 1);
     return s ? ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c)) : RA_OK;
@@ -12001,7 +12124,8 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *mes
     }
     if (r->route->backward) (void)ra__back_message(d, chunk, 1, part, grad);
     else (void)ra__message(d, chunk, 1, part);
-    if (r->route->backward && d->backward_travel == RA_TRAVEL_Q) return; /* packed when it started */
+    if (r->route->backward && d->backward_travel == RA_TRAVEL_Q) return; /* packed when it
+                                        * started */
     for (int32_t i = 0; i < chunk->segs; i++) {
         const ra__seg *s = &chunk->seg[i];
         if (hops[i] < 1) continue;
@@ -12224,8 +12348,9 @@ static void ra__load_rank(const ra_plan *p, int32_t rank, int32_t b, int64_t key
     }
 }
 
-/* Tiles that are not empty on the rank with most of them, at most. Under RA_TRAVEL_Q a rank computes
- * what all queries see of its keys: no more than is seen in all, nor than all tiles of one rank. */
+/* Tiles that are not empty on the rank with most of them, at most. Under RA_TRAVEL_Q a rank
+ * computes what all queries see of its keys: no more than is seen in all, nor than all tiles of one
+ * rank. */
 static int64_t ra__load_most(const ra_plan *p, int backward) {
     ra__load most = { 0, 0 };
     int64_t total = 0, tiles;
@@ -13593,17 +13718,17 @@ static int64_t ra__position_top(const ra_desc *d, int keys) {
 static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_t rows, int keys,
                                  ra_error *e) {
     int64_t top = ra__position_top(d, keys);
-    if (p->batch_stride < 0)
+    if (p->batch_step < 0)
         return ra__refuse(e, RA_E_STRIDE, keys ? "t.k_pos.batch_step" : "t.q_pos.batch_step",
-                          "# is negative", p->batch_stride);
+                          "# is negative", p->batch_step);
     if (p->count != rows)
         return ra__refuse(e, RA_E_POSITIONS, keys ? "t.k_pos.count" : "t.q_pos.count",
                           "# is not the number of rows", p->count);
     if (!p->array && rows)
         return ra__refuse(e, RA_E_NULL, keys ? "t.k_pos.array" : "t.q_pos.array", "is required", 0);
-    for (int32_t b = 0; b < (p->batch_stride ? d->sequences : 1); b++)
+    for (int32_t b = 0; b < (p->batch_step ? d->sequences : 1); b++)
         for (int64_t i = 0; i < rows; i++) {
-            int32_t v = p->array[b * p->batch_stride + i];
+            int32_t v = p->array[b * p->batch_step + i];
             if (v < -1 || v >= RA_MAX_POSITION)
                 return ra__refuse(e, RA_E_RANGE, keys ? "t.k_pos.array" : "t.q_pos.array",
                                   "position # is out of range", v);
@@ -13615,15 +13740,13 @@ static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_
 }
 
 static int ra__positions_set(const ra_positions *p) {
-    return p->runs || p->array || p->count || p->batch_stride;
+    return p->runs || p->array || p->count || p->batch_step;
 }
 
 /* Views and score pointers of a call with these numbers of rows. */
 static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                    ra__work *w, ra__view kv[2], ra_error *e) {
     ra_status s;
-    if (t->reserved) return ra__refuse(e, RA_E_RESERVED, "t.reserved", "must be 0, not #",
-                                       t->reserved);
     s = ra__check_scores(d, t, e);
     if (!s) s = ra__in_check(&t->q, ra__shape_of("t.q", d, rows[0], d->q_heads, d->k_dim),
                              d->q_dtype, &w->q, e);
@@ -13695,10 +13818,10 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
         if (strides[i] < 0 || strides[i] % 4)
             return ra__refuse(e, RA_E_STRIDE, "t.d_bias",
                               "stride # is negative or no multiple of 4", strides[i]);
-    if (!b->batch_stride && d->sequences > 1 && rows)
+    if (!b->batch_step && d->sequences > 1 && rows)
         return ra__refuse(e, RA_E_SHAPE, "t.d_bias.batch_step",
                           "is 0: # sequences would be added up", d->sequences);
-    if (!b->head_stride && d->q_heads > 1 && rows)
+    if (!b->head_step && d->q_heads > 1 && rows)
         return ra__refuse(e, RA_E_SHAPE, "t.d_bias.head_step",
                           "is 0: # heads would be added up", d->q_heads);
     if (!b->row_step && !b->key_step)
@@ -13775,7 +13898,7 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
     if (p->array) {
         side->layout = RA_LAYOUT_ARRAY;
         side->array = p->array;
-        side->array_stride = p->batch_stride;
+        side->array_stride = p->batch_step;
         side->array_rows = rows;
         if (p->runs)
             return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos.runs" : "t.q_pos.runs",
@@ -13793,9 +13916,9 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
     if (!p->runs)
         return ra__refuse(e, RA_E_NULL, keys ? "t.k_pos.runs" : "t.q_pos.runs",
                           "are null, but count is #", p->count);
-    if (p->batch_stride)
+    if (p->batch_step)
         return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos.batch_step" : "t.q_pos.batch_step",
-                          "# needs an array", p->batch_stride);
+                          "# needs an array", p->batch_step);
     for (int64_t i = 0; i < p->count; i++) {
         int64_t last, step = ra__run_step(&p->runs[i]);
         int64_t top = ra__position_top(d, keys);
@@ -13846,14 +13969,13 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     return s;
 }
 
-/* -------------------------------------------------------------------------- short queries
- * Where tokens are few and several query heads read a kv head, panels of 64 tokens of one head
- * would be mostly empty: lanes are (token, head) pairs instead, pair i being token i / group, head
- * i % group of the group. A row's bits do not depend on its lane, so they are those of the other
- * form. Their queries are gathered into rows that follow one another, their outputs scattered. */
-RA__INLINE int ra__is_short(const ra_desc *d) {
-    return d->q_heads > d->kv_heads && d->tokens < RA_BLOCK_TOKENS && d->dropout <= 0.0f &&
+RA__INLINE int ra__may_be_short(const ra_desc *d) {
+    return d->q_heads > d->kv_heads && d->dropout <= 0.0f &&
            !(d->scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS));
+}
+
+RA__INLINE int ra__is_short(const ra_desc *d) {
+    return d->tokens < RA_BLOCK_TOKENS && ra__may_be_short(d);
 }
 
 /* Bytes of the rows of one panel. */
@@ -14027,9 +14149,14 @@ typedef struct ra__decode {
     ra__stretch stretch[RA_BLOCK_TOKENS / 4][RA__DECODE_PAIRS / RA__FEW_ROWS]; /* of the block */
 } ra__decode;
 
-/* 1 if a call takes the decode form. */
+/* 1 if calls like this, with few enough tokens, take the decoding form. */
+RA__INLINE int ra__may_decode(const ra_desc *d) {
+    return d->q_heads / d->kv_heads <= RA__DECODE_PAIRS && d->dropout <= 0.0f;
+}
+
+/* 1 if this call does. */
 RA__INLINE int ra__decodes(const ra_desc *d) {
-    return d->tokens * (d->q_heads / d->kv_heads) <= RA__DECODE_PAIRS && d->dropout <= 0.0f;
+    return d->tokens * (d->q_heads / d->kv_heads) <= RA__DECODE_PAIRS && ra__may_decode(d);
 }
 
 /* Most parts of the keys of a sequence: RA__DECODE_PARTS in all, of RA__DECODE_PART blocks or more.
@@ -14055,7 +14182,7 @@ static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__
     x->few = (ra__few *)ra__carve(a, heads * x->fours * (int64_t)sizeof *x->few);
     x->pos = (int32_t *)ra__carve(a, RA_BLOCK_TOKENS * (int64_t)sizeof *x->pos);
     x->slot = NULL;
-    if (ra__decode_limit(d) > 1)
+    if (ra__k_most(d) > RA__DECODE_PART * RA_BLOCK_TOKENS)
         x->slot = (float *)ra__carve(a, heads * x->fours * ra__slot_floats(d) * 4);
     for (int32_t i = 0; i < heads * x->fours; i++) {
         float *q = (float *)ra__carve(a, k), *acc = (float *)ra__carve(a, v);
@@ -14078,11 +14205,14 @@ static int64_t ra__decode_bytes(const ra_desc *d, int32_t heads) {
     return a.used;
 }
 
-/* Bytes of the sums of all parts of all sequences, where several threads share out keys. */
+/* Bytes of the sums of all parts of all sequences, where several threads share out keys: enough for
+ * every call with fewer tokens, keys or sequences. */
 static int64_t ra__decode_slots(const ra_desc *d) {
-    const int64_t pairs = d->tokens * (d->q_heads / d->kv_heads), limit = ra__decode_limit(d);
-    if (limit == 1) return 0;
-    return ra__round_up(d->sequences * limit * d->kv_heads *
+    const int64_t group = d->q_heads / d->kv_heads;
+    const int64_t pairs = ra__min(d->tokens * group, RA__DECODE_PAIRS);
+    const int64_t parts = ra__ceil_div(ra__k_most(d), RA__DECODE_PART * RA_BLOCK_TOKENS);
+    if (parts < 2 || !ra__may_decode(d)) return 0;
+    return ra__round_up(ra__min(d->sequences * parts, RA__DECODE_PARTS) * d->kv_heads *
                         ra__ceil_div(pairs, RA__FEW_ROWS) * ra__slot_floats(d) * 4, 64);
 }
 
@@ -14656,41 +14786,44 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
     }
 }
 
+/* Points *memory at the part of thread ith, or refuses. */
 static ra_status ra__back_workspace(const ra_desc *d, void *workspace, size_t bytes, int ith,
-                                    int nth) {
+                                    int nth, uint8_t **memory) {
     int64_t need = ra__back_bytes(d);
     ra_error *e = d->error;
     if (nth < 1 || nth > 4096) return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", nth);
     if (ith < 0 || ith >= nth)
         return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", ith);
     if (!workspace) return ra__refuse(e, RA_E_NULL, "workspace", "is required", 0);
-    if ((uintptr_t)workspace % 64)
-        return ra__refuse(e, RA_E_ALIGN, "workspace", "must be aligned to #", 64);
+    *memory = ra__workspace_align(workspace, &bytes) + need * ith;
     if ((int64_t)(bytes / (size_t)nth) < need)
-        return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes", need * nth);
+        return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes", 64 + need * nth);
     return RA_OK;
 }
 
 /* -------------------------------------------------------------------------- L1 and L0 calls */
 enum { RA__STACK_BYTES = 192 * 1024, RA__STACK_DECODE = 32 * 1024 };
 
+/* Sizes of workspaces. Each grows with tokens, keys, sequences and threads, and counts the forms
+ * that smaller calls may take: so the workspace of the largest call serves all. */
+
 /* Bytes that nth threads share, before those of each. */
 static int64_t ra__local_shared(const ra_desc *d, int nth) {
-    if (nth == 1) return 0;
-    return 64 + (ra__decodes(d) ? ra__decode_slots(d) : 0);
+    return nth == 1 ? 0 : 64 + ra__decode_slots(d);
 }
 
-/* Of one of nth threads; serves ra_fold too, which never decodes. */
-static int64_t ra__local_bytes(const ra_desc *d, int nth) {
+/* Bytes of each thread. */
+static int64_t ra__local_bytes(const ra_desc *d) {
     int64_t bytes = ra__scratch_bytes(d, ra__panels(d));
-    if (!ra__decodes(d)) return bytes + (ra__is_short(d) ? ra__short_bytes(d) : 0);
-    return ra__max(bytes, ra__decode_bytes(d, ra__decode_heads(d, nth)));
+    if (ra__may_be_short(d)) bytes += ra__short_bytes(d);
+    if (ra__may_decode(d)) bytes = ra__max(bytes, ra__decode_bytes(d, ra__decode_heads(d, 1)));
+    return bytes;
 }
 
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
     ra__local c;
     if (nth < 1 || nth > 4096 || ra__local_check(d, NULL, &c)) return 0;
-    return (size_t)(ra__local_shared(&c.d, nth) + ra__local_bytes(&c.d, nth) * nth);
+    return (size_t)(64 + ra__local_shared(&c.d, nth) + ra__local_bytes(&c.d) * nth);
 }
 
 RA__NOINLINE void ra__local_on_stack(const ra__local *c, int decode) {
@@ -14731,15 +14864,15 @@ static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes,
         else ra__local_on_stack(c, decode);
         return RA_OK;
     }
-    if ((uintptr_t)workspace % 64)
-        return ra__refuse(e, RA_E_ALIGN, "workspace", "must be aligned to #", 64);
+    uint8_t *base = ra__workspace_align(workspace, &bytes);
     shared = ra__local_shared(&c->d, who[1]);
-    need = ra__local_bytes(&c->d, who[1]);
+    need = ra__local_bytes(&c->d);
     if (bytes < (size_t)shared || (int64_t)((bytes - (size_t)shared) / (size_t)who[1]) < need)
-        return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes", need * who[1] + shared);
-    uint8_t *memory = (uint8_t *)workspace + shared + need * who[0];
+        return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes",
+                          64 + shared + need * who[1]);
+    uint8_t *memory = base + shared + need * who[0];
     const int32_t heads = ra__decode_heads(&c->d, who[1]);
-    if (decode) ra__decode_run(c, heads, memory, (uint8_t *)workspace, who);
+    if (decode) ra__decode_run(c, heads, memory, base, who);
     else ra__local_run(c, ra__local_panels(c, who[1]), memory, who[0], who[1]);
     return RA_OK;
 }
@@ -14776,12 +14909,13 @@ RINGATTN_API size_t ra_attention_backward_bytes(const ra_desc *d, int nth) {
         ra__refuse(d->error, RA_E_SHAPE, "train", "must be 1 for gradients, is #", c.d.train);
         return 0;
     }
-    return (size_t)(ra__back_bytes(&c.d) * nth);
+    return (size_t)(64 + ra__back_bytes(&c.d) * nth);
 }
 
 RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors *t,
                                              void *workspace, size_t bytes, int ith, int nth) {
     ra__back_local l;
+    uint8_t *memory = NULL;
     ra_desc mine;
     ra_status s;
     if (!d) return RA_E_NULL;
@@ -14791,10 +14925,10 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
     if (!s) s = ra__check_outputs(&l.c.d, t, l.c.rows[0], &l.c.w, mine.error);
     if (!s && !t->d_q.data && !t->d_k.data && !t->d_v.data && !t->d_sinks && !t->d_bias.data)
         s = ra__refuse(mine.error, RA_E_NULL, "t.d_q", "and all other gradients are null", 0);
-    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, ith, nth);
+    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, ith, nth, &memory);
     if (s) return s;
     l.c.w.ml_head = 1;
-    ra__back_run(&l, (uint8_t *)workspace + ra__back_bytes(&l.c.d) * ith, ith, nth);
+    ra__back_run(&l, memory, ith, nth);
     return RA_OK;
 }
 
@@ -14817,6 +14951,7 @@ RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *de
 RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, const float *delta,
                                         const ra_grads *g, void *workspace, size_t bytes) {
     ra__back_local l;
+    uint8_t *memory = NULL;
     ra_status s;
     if (!d) return RA_E_NULL;
     if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
@@ -14824,12 +14959,12 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
     s = ra__back_check(d, t, &l);
     if (!s && l.c.d.v_in_k && g->d_v)
         s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null, for v_in_k is #", 1);
-    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, 0, 1);
+    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, 0, 1, &memory);
     if (!s) s = ra__out_check(&t->lse, ra__shape_of("t.lse", &l.c.d, l.c.rows[0], l.c.d.q_heads,
                                                     1), RA_F32, &l.c.w.lse, d->error);
     if (s) return s;
     l.b.delta = delta;
-    ra__fold_back_run(&l, g, (uint8_t *)workspace);
+    ra__fold_back_run(&l, g, memory);
     return RA_OK;
 }
 
@@ -15072,8 +15207,8 @@ static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report 
     int64_t state[2];
     r->workspace_bytes = ra__ring_bytes(p, &n, 0, 64, state);
     r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64, state);
-    r->state_bytes = state[0];
-    r->back_state_bytes = state[1];
+    r->forward.state_bytes = state[0];
+    r->backward.state_bytes = state[1];
 }
 
 /* At least as many chunks as there will be: each shard of a sequence adds one to tokens /
@@ -15230,10 +15365,6 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
 
 /* -------------------------------------------------------------------------- rings */
 static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
-    for (int i = 0; i < 4; i++)
-        if (rd->reserved[i])
-            return ra__refuse(e, RA_E_RESERVED, "ring.reserved", "must be 0, not #",
-                              rd->reserved[i]);
     if (rd->watchdog_ns < 0)
         return ra__refuse(e, RA_E_RANGE, "ring.watchdog_ns", "# is negative", rd->watchdog_ns);
     if (rd->quiesce_ns < 0)
@@ -15336,7 +15467,8 @@ RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
 RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring) {
     ra_allocator a;
     if (!ring) return RA_OK;
-    if (ra__load_i32(&ring->state) != RA_RING_IDLE) (void)ra_finish(ring, RA_NO_DEADLINE);
+    if (ra__load_i32(&ring->state) != RA_RING_IDLE || ra__load_i32(&ring->cancelled))
+        (void)ra_finish(ring, RA_NO_DEADLINE);
     if (ring->unsafe) return RA_E_UNSAFE;
     if (ring->mr && ring->tp.dereg) (void)ring->tp.dereg(ring->tp.ctx, ring->mr);
     a = ring->allocator;
@@ -15382,8 +15514,6 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
         return ra__refuse(e, RA_E_RANGE, "job.deadline_ns", "# is negative", job->deadline_ns);
     if (job->pass != RA_PASS_FORWARD && job->pass != RA_PASS_BACKWARD)
         return ra__refuse(e, RA_E_ENUM, "job.pass", "# is no RA_PASS_*", job->pass);
-    if (job->reserved)
-        return ra__refuse(e, RA_E_RESERVED, "job.reserved", "must be 0, not #", job->reserved);
     if (job->pass == RA_PASS_BACKWARD && !p->d.train)
         return ra__refuse(e, RA_E_SHAPE, "job.pass", "backward needs train = 1, not #",
                           p->d.train);
@@ -15458,8 +15588,9 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     for (size_t i = 0; i < sizeof zero / sizeof zero[0]; i++) ra__store_i64(zero[i], 0);
     int back = r->route->backward;
     ra__store_i64(&c->tiles_empty, back ? p->back_unvisited : p->unvisited);
-    ra__store_i64(&c->tiles_all, back ? p->report.back_tiles_partial + p->report.back_tiles_full
-                                      : p->report.tiles_partial + p->report.tiles_full);
+    ra__store_i64(&c->tiles_all,
+                  back ? p->report.backward.tiles_partial + p->report.backward.tiles_full
+                       : p->report.forward.tiles_partial + p->report.forward.tiles_full);
     ra__store_i64(&c->peak_bytes, r->used);
     ra__store_i32(&c->waiting_peer,
                   r->route->recvs ? ra__ring_peer(r, -1) : -1);
@@ -15538,17 +15669,15 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
 }
 
 /* Counts itself in before it looks at the pass: ra_begin waits for nobody, it refuses. */
-RINGATTN_API ra_status ra_step(ra_ring *ring, int ith, int nth) {
+RINGATTN_API ra_status ra_step(ra_ring *ring, int ith) {
     ra_status s;
     if (!ring) return RA_E_NULL;
-    if (nth < 1) return ra__refuse(&ring->refusal, RA_E_RANGE, "nth", "# is below 1", nth);
     (void)ra__add_i32(&ring->inside, 1);
     if (ra__load_i32(&ring->state) == RA_RING_IDLE)
         s = ra__load_i64(&ring->counters.pass)
                 ? RA_OK : ra__refuse(&ring->refusal, RA_E_STATE, "ring.pass", "is none yet", 0);
-    else if (ith < 0 || (ith >= nth && ith >= ring->plan->d.threads))
-        s = ra__refuse(&ring->refusal, RA_E_RANGE, "ith",
-                       "# is below neither nth nor threads of the plan", ith);
+    else if (ith < 0)
+        s = ra__refuse(&ring->refusal, RA_E_RANGE, "ith", "# is negative", ith);
     else
         s = ra__ring_settle(ring, ra__ring_step(ring, ith));
     ra__ring_out(ring);
@@ -15583,15 +15712,12 @@ static ra_status ra__join_begin(ra_ring *r, const ra_job *job) {
     return s;
 }
 
-static ra_status ra__join_check(const ra_job *job, int ith, int nth, ra_error *e) {
+static ra_status ra__join_check(const ra_job *job, int ith, ra_error *e) {
     if (!job->plan) return ra__refuse(e, RA_E_NULL, "job.plan", "is required", 0);
     if (!job->ticket || job->ticket > INT64_MAX)
         return ra__refuse(e, RA_E_RANGE, "job.ticket", "must be 1 or more; as signed it is #",
                           (int64_t)job->ticket);
-    if (ith < 0 || (ith >= nth && ith >= job->plan->d.threads))
-        return ra__refuse(e, RA_E_RANGE, "ith", "# is below neither nth nor threads of the plan",
-                          ith);
-    if (nth < 1) return ra__refuse(e, RA_E_RANGE, "nth", "# is below 1", nth);
+    if (ith < 0) return ra__refuse(e, RA_E_RANGE, "ith", "# is negative", ith);
     return RA_OK;
 }
 
@@ -15609,11 +15735,11 @@ static ra_status ra__join_late(ra_ring *r, int64_t ticket) {
     return s;
 }
 
-RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith, int nth) {
+RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith) {
     ra_status s;
     int64_t ticket;
     if (!ring || !job) return RA_E_NULL;
-    s = ra__join_check(job, ith, nth, &ring->refusal);
+    s = ra__join_check(job, ith, &ring->refusal);
     if (s) return s;
     ticket = ra__load_i64(&ring->ticket);
     if ((int64_t)job->ticket < ticket) return ra__join_late(ring, (int64_t)job->ticket);
@@ -15671,7 +15797,8 @@ RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns) {
     int64_t left;
     ra_status s;
     if (!ring) return RA_E_NULL;
-    if (ra__load_i32(&ring->state) == RA_RING_IDLE) return RA_OK;
+    if (ra__load_i32(&ring->state) == RA_RING_IDLE && !ra__load_i32(&ring->cancelled))
+        return RA_OK;
     s = ra__load_i32(&ring->failed);
     if (!s) s = ra__ring_fail(ring, RA_E_CANCELLED, ra__blame_of(-1, -1, 0, -1));
     if (!ring->has_transport || ring->quiet) return ring->unsafe && ring->shared ? RA_E_UNSAFE : s;
@@ -15778,6 +15905,11 @@ RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out) {
     if (!ra__load_i32(&ring->failed)) return RA_E_STATE;
     *out = ring->failure;
     return RA_OK;
+}
+
+RINGATTN_API const char *ra_ring_explain(const ra_ring *ring) {
+    if (!ring) return "";
+    return ra__load_i32(&ring->failed) ? ring->failure.text : ring->refusal.text;
 }
 
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {

@@ -725,16 +725,18 @@ static void run_attention(const row *r, result *out) {
     const data x = data_make(r);
     op kernel, versus, peak;
     load_make(r, &x, &l);
-    kernel = (op){ attention_part, &l, r->threads, 1, (double)l.report.flops, 0 };
+    kernel = (op){ attention_part, &l, r->threads, 1, (double)l.report.forward.flops, 0 };
     versus = (op){ loop_part, &l, 1, 1, kernel.work, 0 };
     if (l.status == RA_OK) pool_run(attention_part, &l, r->threads);
     if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
     if (r->versus == VERSUS_PLAIN) {
         double share = 1;
         load_make(&base, &x, &plain);
-        if (r->variant == V_TAILS) share = (double)plain.report.flops / (double)l.report.flops;
-        else share = (double)(plain.report.tiles_partial + plain.report.tiles_full) /
-                     (double)(l.report.tiles_partial + l.report.tiles_full);
+        if (r->variant == V_TAILS)
+            share = (double)plain.report.forward.flops / (double)l.report.forward.flops;
+        else
+            share = (double)(plain.report.forward.tiles_partial + plain.report.forward.tiles_full) /
+                    (double)(l.report.forward.tiles_partial + l.report.forward.tiles_full);
         versus = (op){ attention_part, &plain, r->threads, 1, kernel.work * share, 0 };
     }
     peak = fma_op(&p, r->isa, r->dtype, r->threads);
@@ -763,7 +765,7 @@ static void run_backward(const row *r, result *out) {
     l.workspace = map(l.workspace_bytes + 64);
     if (l.status == RA_OK) pool_run(backward_part, &l, r->threads);
     if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
-    kernel = (op){ backward_part, &l, r->threads, 1, 2.5 * (double)l.report.flops, 0 };
+    kernel = (op){ backward_part, &l, r->threads, 1, 2.5 * (double)l.report.forward.flops, 0 };
     peak = fma_op(&p, r->isa, r->dtype, r->threads);
     out->unit = "GFLOP/s";
     measure(&kernel, NULL, &peak, 1.0, out);
@@ -797,7 +799,7 @@ static void run_short(const row *r, result *out) {
     base.tokens = 1;
     load_make(r, &x, &l);
     load_make(&base, &x, &one);
-    kernel = (op){ attention_part, &l, r->threads, 1, (double)l.report.flops, 0 };
+    kernel = (op){ attention_part, &l, r->threads, 1, (double)l.report.forward.flops, 0 };
     versus = (op){ attention_part, &one, r->threads, 1, kernel.work, 0 };
     if (l.status == RA_OK) pool_run(attention_part, &l, r->threads);
     if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
@@ -821,7 +823,7 @@ static void run_small(const row *r, result *out) {
     op kernel, versus, peak;
     load_make(r, &x, &l);
     l.calls = 2000;
-    kernel = (op){ fn, &l, 1, l.calls, (double)l.report.flops, 0 };
+    kernel = (op){ fn, &l, 1, l.calls, (double)l.report.forward.flops, 0 };
     versus = (op){ loop_part, &l, 1, l.calls, kernel.work, 0 };
     if (l.status == RA_OK) pool_run(fn, &l, 1);
     if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
@@ -840,7 +842,7 @@ static void run_ring(const row *r, result *out) {
     op kernel, versus, peak;
     load_make(r, &x, &one);
     ring_make(r, &x, &ring);
-    kernel = (op){ ring_part, &ring, r->threads, 1, (double)one.report.flops, 1 };
+    kernel = (op){ ring_part, &ring, r->threads, 1, (double)one.report.forward.flops, 1 };
     versus = (op){ attention_part, &one, r->threads, 1, kernel.work, 1 };
     if (ring.status == RA_OK) pool_run(ring_part, &ring, r->threads);
     if (ring.status == RA_OK && one.status == RA_OK) {

@@ -152,7 +152,7 @@ static void walk(const ra_plan_report plan[RANKS], rows state[RANKS]) {
             }
             if (step)
                 printf("  rank %d: receives k%d, v%d (%lld bytes on a network)\n", rank, origin,
-                       origin, (long long)plan[rank].bytes_in);
+                       origin, (long long)plan[rank].forward.bytes_in);
             printf("  rank %d: q%d x k%d, %s\n", rank, rank, origin,
                    step ? "full: every query sees every key" : "causal: the lower triangle");
             fold(&state[rank], rank, origin, seen);
@@ -195,10 +195,10 @@ static void run(const ra_plan_report plan[RANKS], const rows state[RANKS]) {
         const ra_ring_counters *c = &out[rank].count;
         printf("  rank %d: %lld chunk in, %lld out; planned %lld in, %lld out; hops %lld, skipped "
                "%lld\n", rank, (long long)c->chunks_in, (long long)c->chunks_out,
-               (long long)plan[rank].chunks_in, (long long)plan[rank].chunks_out,
+               (long long)plan[rank].forward.chunks_in, (long long)plan[rank].forward.chunks_out,
                (long long)plan[rank].hops, (long long)plan[rank].hops_skipped);
-        expect("chunks in", (double)c->chunks_in, (double)plan[rank].chunks_in, 0);
-        expect("chunks out", (double)c->chunks_out, (double)plan[rank].chunks_out, 0);
+        expect("chunks in", (double)c->chunks_in, (double)plan[rank].forward.chunks_in, 0);
+        expect("chunks out", (double)c->chunks_out, (double)plan[rank].forward.chunks_out, 0);
         for (int i = 0; i < SHARD; i++)
             for (int d = 0; d < DIM; d++)
                 expect("a number of the ring", (double)out[rank].o[i][d],

@@ -796,9 +796,10 @@ static int as_planned(const pass *p) {
     for (int r = 0; r < p->ranks; r++) {
         const ra_plan_report *q = &p->seats[r].plan;
         const ra_ring_counters *c = &p->seats[r].count;
-        if (c->tiles_empty != q->tiles_empty || c->tiles_partial != q->tiles_partial ||
-            c->tiles_full != q->tiles_full || c->chunks_in != q->chunks_in ||
-            c->bytes_in != q->shared_bytes_in || c->peak_bytes != q->shared_workspace_bytes)
+        if (c->tiles_empty != q->forward.tiles_empty ||
+            c->tiles_partial != q->forward.tiles_partial ||
+            c->tiles_full != q->forward.tiles_full || c->chunks_in != q->forward.chunks_in ||
+            c->bytes_in != q->forward.shared_bytes_in || c->peak_bytes != q->shared_workspace_bytes)
             return 0;
     }
     return 1;
@@ -821,7 +822,7 @@ static void table_ranks(const pass *p, FILE *page) {
         snprintf(row, sizeof row, "%d|%s|%s|%s|%lld|%lld|%s|%s|%s / %s / %s|%.2f s|%.2f s", r,
                  tl_count(q->q_rows), mib(q->resident_bytes), mib(c->peak_bytes),
                  (long long)q->hops, (long long)q->hops_skipped, mib(c->bytes_in),
-                 mib(q->bytes_in), tl_count(c->tiles_empty), tl_count(c->tiles_partial),
+                 mib(q->forward.bytes_in), tl_count(c->tiles_empty), tl_count(c->tiles_partial),
                  tl_count(c->tiles_full), (double)c->compute_ns * 1e-9, (double)c->wait_ns * 1e-9);
         table_row(&t, row);
     }
@@ -895,7 +896,7 @@ static void compare(const text *x, const pass *ring, const pass *one, error_of e
         HEADS, e.o, e.lse);
     say(page, "The same on 1 rank with %d thread%s: %s of %s numbers have other bits.",
         one->threads, s_of(one->threads), tl_count(d), tl_count(n));
-    if (!ring->seats[0].plan.bits_any_ranks)
+    if (!ring->seats[0].plan.forward.bits_any_ranks)
         say(page, "(This text is too short for the grid of blocks on which the bits are equal.)");
     say(page, "%d rank%s: %.2f s, %.3g GFLOP/s. 1 rank: %.2f s, %.3g GFLOP/s.", ring->ranks,
         s_of(ring->ranks), a, work / a, b, work / b);

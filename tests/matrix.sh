@@ -61,11 +61,6 @@ ways() {
 $f -c -DLANG_ELSEWHERE -I'$root' '$main' -o main.o
 $1 main.o impl.o -o main $link
 ./main"
-    cell "$1 $2 RINGATTN_STATIC in two translation units" \
-        "$f -DRINGATTN_STATIC -c -I'$root' '$impl' -o impl.o
-$f -DRINGATTN_STATIC -DLANG_STATIC_TWO -c -I'$root' '$main' -o main.o
-$1 main.o impl.o -o main $link
-./main"
     cell "$1 $2 RINGATTN_NO_THREADS" "$f -DRINGATTN_NO_THREADS -I'$root' '$main' -o main -lm
 ./main"
     cell "$1 $2 RINGATTN_SCALAR" "$f -DRINGATTN_SCALAR -I'$root' '$main' -o main $link
@@ -75,6 +70,11 @@ $1 main.o impl.o -o main $link
 # odd_ways COMPILER DIALECT: the rarer ones.
 odd_ways() {
     f="$1 $(flags "$1" "$2") -O0"
+    cell "$1 $2 RINGATTN_STATIC in two translation units" \
+        "$f -DRINGATTN_STATIC -c -I'$root' '$impl' -o impl.o
+$f -DRINGATTN_STATIC -DLANG_STATIC_TWO -c -I'$root' '$main' -o main.o
+$1 main.o impl.o -o main $link
+./main"
     cell "$1 $2 included twice" "$f -DLANG_TWICE -I'$root' '$main' -o main $link
 ./main"
     cell "$1 $2 header renamed" "cp '$root/ringattn.h' other_name.h
@@ -105,7 +105,7 @@ symbols() {
     f="$1 $(flags "$1" "$2") -I'$root' -DRINGATTN_IMPLEMENTATION -c '$root/tests/lang_empty.c'"
     allowed='mem(cpy|set|move|cmp)|bcmp|strlen|strcmp'
     allowed="$allowed|malloc|calloc|free|posix_memalign|aligned_alloc"
-    allowed="$allowed|pthread_[a-z_]+|clock_gettime|nanosleep|sched_yield"
+    allowed="$allowed|pthread_[a-z_]+|getpid|getauxval|clock_gettime|nanosleep|sched_yield"
     allowed="$allowed|_GLOBAL_OFFSET_TABLE_|__stack_chk_fail|__tls_get_addr"
     case $2 in *++*) allowed="$allowed|__gxx_personality_v0|_Unwind_Resume" ;; esac
     for level in $3; do
@@ -125,13 +125,22 @@ if grep -Ev '^($allowed)(@.*)?\$' wanted; then echo 'error: wanted above'; exit 
 ! nm -u impl.o | grep pthread"
 }
 
-# printed COMPILER DIALECT LEVEL: the program in the head comment does what it says, as it is
-# printed; and so does every program in the README.
+# printed COMPILER DIALECT LEVEL: each program in the head comment does what it says, as it is
+# printed; so does every program in the README.
 printed() {
-    cell "$1 $2 the program in the head comment" "sed -n \
-'/^ \*   #define RINGATTN_IMPLEMENTATION/,/^ \*   int main/s/^ \*   //p' '$root/ringattn.h' > main.c
-grep -q '^int main' main.c
-$1 -std=$2 -Wall -Wextra -Werror $3 -I'$root' main.c -o main -pthread
+    cell "$1 $2 the programs in the head comment" "awk '/^ \* Program [0-9]/ { n++; on = 0 }
+/^ \*   #define RINGATTN_IMPLEMENTATION/ { on = 1 }
+/^ \* [^ ]/ { on = 0 }
+on { sub(/^ \*( {3})?/, \"\"); print > (n \".c\") }' '$root/ringattn.h'
+test \"\$(ls [0-9].c | wc -l)\" = 4
+if [ -f '$dir/../tests/ringattn.o' ]; then cp '$dir/../tests/ringattn.o' impl.o
+else $1 -std=$2 -O1 -I'$root' -c '$root/tests/lang_impl.c' -o impl.o; fi
+for p in 1 2 3; do
+    $1 -std=$2 -Wall -Wextra -Werror $3 -DRA__IMPLEMENTED -I'$root' \$p.c impl.o -o main -pthread
+    ./main
+done
+$1 -std=$2 -Wall -Wextra -Werror $3 -DRA__IMPLEMENTED -I'$root' 4.c '$root/tests/lang_network.c' \
+impl.o -o main -pthread
 ./main"
     [ -f "$root/README.md" ] || return 0
     cell "$1 $2 the programs in README.md" "awk '/^\`\`\`/ { if (on) close(f); on = 0 }

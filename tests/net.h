@@ -76,7 +76,8 @@ typedef struct net_message {
 enum { NET_FREE, NET_WAITS, NET_READY, NET_LENT };
 typedef struct net_slot {              /* an op that was accepted */
     ra_transport_op *op;
-    ra_transport_op copy;                        /* as it was then: the library must not change it */
+    ra_transport_op copy;                        /* as it was then: the library must not change
+                                        * it */
     int use;                           /* NET_FREE ... */
     int status;                        /* what the op becomes, when READY */
     net_message *message;              /* receive: what arrived */
@@ -238,7 +239,7 @@ static inline void net_check_op(net_rank *r, const ra_transport_op *op)
     if (op->kind == RA_MSG_SEND && op->channel == 0 && (uintptr_t)op->buf % align &&
         !net_has_loan(w, me, op->buf, op->len))
         net_breach(w, "a send buffer off by %d", (int)((uintptr_t)op->buf % align));
-    if (op->reserved || op->done) net_breach(w, "reserved or done not zero when posted");
+    if (op->done) net_breach(w, "done not zero when posted");
     for (int i = 0; i < 8; i++) if (op->scratch[i]) net_breach(w, "scratch not zero when posted");
     net_check_mr(r, op);
 }

@@ -45,13 +45,13 @@ static void counters_agree(const setup *s, const outcome *r)
     for (i = 0; i < s->ranks; i++) {
         const ra_plan_report *plan = &r->report[i];
         const ra_ring_counters *c = &r->counters[i];
-        CHECK_EQ(c->chunks_in, plan->back_chunks_in);
-        CHECK_EQ(c->chunks_out, plan->back_chunks_out);
-        CHECK_EQ(c->bytes_in, shared ? plan->back_shared_bytes_in : plan->back_bytes_in);
-        CHECK_EQ(c->bytes_out, shared ? plan->back_shared_bytes_out : plan->back_bytes_out);
-        CHECK_EQ(c->tiles_full, plan->back_tiles_full);
-        CHECK_EQ(c->tiles_partial, plan->back_tiles_partial);
-        CHECK_EQ(c->tiles_empty, plan->back_tiles_empty);
+        CHECK_EQ(c->chunks_in, plan->backward.chunks_in);
+        CHECK_EQ(c->chunks_out, plan->backward.chunks_out);
+        CHECK_EQ(c->bytes_in, shared ? plan->backward.shared_bytes_in : plan->backward.bytes_in);
+        CHECK_EQ(c->bytes_out, shared ? plan->backward.shared_bytes_out : plan->backward.bytes_out);
+        CHECK_EQ(c->tiles_full, plan->backward.tiles_full);
+        CHECK_EQ(c->tiles_partial, plan->backward.tiles_partial);
+        CHECK_EQ(c->tiles_empty, plan->backward.tiles_empty);
     }
 }
 
@@ -65,10 +65,10 @@ static void same_gradients(const problem *p, const setup *s, const outcome *firs
     r = world_run(p, s);
     if (outcome_whole(&r)) {
         for (i = 0; i < s->ranks && s->call != CALL_ATTENTION; i++) {
-            any &= r.report[i].back_bits_any_ranks;
+            any &= r.report[i].backward.bits_any_ranks;
         }
         if (any) kept++;
-        if (any && r.report[0].back_travel == RA_TRAVEL_Q) kept_q++;
+        if (any && r.report[0].backward.travel == RA_TRAVEL_Q) kept_q++;
         if (!any) first = &r;                      /* a sequence too short for the grid */
         CHECK_BITS(r.d_q, first->d_q, p->B * p->q_max * p->Hq * p->Dk * 4);
         CHECK_BITS(r.d_k, first->d_k, p->B * p->k_max * p->Hkv * p->Dk * 4);
@@ -131,7 +131,7 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
     describe_case(&p, &s);
     first = world_run(&p, &s);
     if (outcome_whole(&first)) {
-        CHECK(first.report[0].back_bits_any_ranks == 1);
+        CHECK(first.report[0].backward.bits_any_ranks == 1);
         for (i = 0; i < 6 && worlds[i] <= most; i++) {
             if (!h_run.large && i % 3 != index % 3) continue;          /* two of them a case */
             train_variant(&s, &r, worlds[i]);
@@ -361,23 +361,29 @@ TEST(memory_as_promised)
         two = report_of(&d);
         thread = two.workspace_bytes - one.workspace_bytes;
         gradients = one.chunk_tokens * 2 * (128 + 64) * 4 + 4096;
-        if (d.backward_travel == RA_TRAVEL_Q) gradients = one.back_chunk_bytes + 4096;
+        if (d.backward_travel == RA_TRAVEL_Q) gradients = one.backward.chunk_bytes + 4096;
         kv = shard * (128 + 64) * (i / 48 ? 2 : 4);
         kv *= d.backward_travel == RA_TRAVEL_Q ? d.q_heads : d.kv_heads;
         lists = 65536;
-        forward = one.state_bytes + (one.buffers + 2) * one.chunk_bytes + thread + lists;
-        back = one.back_state_bytes + (one.buffers + 2) * one.back_chunk_bytes + 4 * gradients +
-               thread + lists;
+        forward =
+            one.forward.state_bytes + (one.buffers + 2) * one.forward.chunk_bytes + thread + lists;
+        back = one.backward.state_bytes + (one.buffers + 2) * one.backward.chunk_bytes +
+               4 * gradients + thread + lists;
         CHECK(one.workspace_bytes <= (forward > back ? forward : back));
-        if (shard >= 32768) CHECK(back - one.back_state_bytes - thread < kv);
-        forward = one.state_bytes + thread + lists;
-        back = one.back_state_bytes + (d.ranks + 3) * gradients + thread + lists;
+        if (shard >= 32768) CHECK(back - one.backward.state_bytes - thread < kv);
+        forward = one.forward.state_bytes + thread + lists;
+        back = one.backward.state_bytes + (d.ranks + 3) * gradients + thread + lists;
         CHECK(one.shared_workspace_bytes <= (forward > back ? forward : back));
     }
 }
 
 /* -------------------------------------------------------------------------- refusals */
-static int no_ops(void *ctx, ra_transport_op *const *ops, int n) { (void)ctx; (void)ops; (void)n; return 0; }
+static int no_ops(void *ctx, ra_transport_op *const *ops, int n) {
+    (void)ctx;
+    (void)ops;
+    (void)n;
+    return 0;
+}
 static int no_engine(void *ctx, const ra_block *b) { (void)ctx; (void)b; return 0; }
 
 static void train_desc(ra_desc *d, ra_error *e)
@@ -429,7 +435,7 @@ TEST(refusals)
     engine.abi = RA_ENGINE_ABI;
     engine.fold = no_engine;
     d.engine = &engine;
-    refused(ra_plan_create(&plan, &d, NULL), &e, RA_E_UNSUPPORTED, "op");
+    refused(ra_plan_create(&plan, &d, NULL), &e, RA_E_UNSUPPORTED, "train");
     d.engine = NULL;
     CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
     tp.size = sizeof tp;
@@ -453,8 +459,6 @@ TEST(refusals)
     job.pass = 2;
     refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_ENUM, "job.pass");
     job.pass = RA_PASS_BACKWARD;
-    job.reserved = 1;
-    refused(ra_begin(ring, &job), ra_ring_error(ring), RA_E_RESERVED, "job.reserved");
     ra_plan_destroy(plan);
     ra_ring_destroy(ring);
     d.train = 0;

@@ -48,7 +48,7 @@ static void same_bits(const problem *p, const setup *s, const outcome *first, in
     r = world_run(p, s);
     if (outcome_whole(&r)) {
         for (i = 0; i < s->ranks && s->call >= CALL_FORWARD && s->call <= CALL_JOIN; i++) {
-            any &= r.report[i].bits_any_ranks;
+            any &= r.report[i].forward.bits_any_ranks;
         }
         if (promised) CHECK(any);
         if (any) {
@@ -79,7 +79,7 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
     describe_case(&p, &s);
     first = world_run(&p, &s);
     if (outcome_whole(&first)) {
-        CHECK(first.report[0].bits_any_ranks == 1);
+        CHECK(first.report[0].forward.bits_any_ranks == 1);
         for (i = 0; i < 5 && worlds[i] <= most; i++) {
             variant(&s, &r, worlds[i]);
             same_bits(&p, &s, &first, 1);
@@ -144,7 +144,7 @@ TEST(whoever_promises_keeps)
         s.call = CALL_FORWARD;
         describe_case(&p, &one);
         first = world_run(&p, &one);
-        if (outcome_whole(&first) && first.report[0].bits_any_ranks) {
+        if (outcome_whole(&first) && first.report[0].forward.bits_any_ranks) {
             same_bits(&p, &s, &first, 0);
             for (j = 2; j <= 3; j++) {
                 variant(&s, &r, j);
@@ -186,10 +186,10 @@ TEST(other_orders_differ)
     CHECK(outcome_whole(&a) && outcome_whole(&b) && outcome_whole(&c) && outcome_whole(&d));
     CHECK(memcmp(a.o, b.o, bytes) != 0);
     CHECK(memcmp(c.o, d.o, bytes) != 0);
-    CHECK_EQ(a.report[0].bits_any_ranks, 1);
-    CHECK_EQ(b.report[0].bits_any_ranks, 1);
-    CHECK_EQ(c.report[2].bits_any_ranks, 0);
-    CHECK_EQ(d.report[3].bits_any_ranks, 0);
+    CHECK_EQ(a.report[0].forward.bits_any_ranks, 1);
+    CHECK_EQ(b.report[0].forward.bits_any_ranks, 1);
+    CHECK_EQ(c.report[2].forward.bits_any_ranks, 0);
+    CHECK_EQ(d.report[3].forward.bits_any_ranks, 0);
     outcome_free(&a); outcome_free(&b); outcome_free(&c); outcome_free(&d);
     problem_free(&p);
 }
@@ -254,7 +254,7 @@ TEST(no_promise_off_the_grid)
     s.layout = RA_LAYOUT_CONTIGUOUS;
     a = world_run(&p, &s);
     CHECK(outcome_whole(&a));
-    CHECK_EQ(a.report[0].bits_any_ranks, 0);
+    CHECK_EQ(a.report[0].forward.bits_any_ranks, 0);
     outcome_free(&a);
     problem_free(&p);
 }

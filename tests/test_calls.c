@@ -76,10 +76,10 @@ static void packed_bias(packed *x)
     x->d_bias = floats(x->nb, 0);
     b->data = x->bias;
     g->data = x->d_bias;
-    b->key_stride = g->key_stride = 4;
-    b->row_stride = g->row_stride = p->k_max * 4;
-    b->head_stride = g->head_stride = p->q_max * b->row_stride;
-    b->batch_stride = g->batch_stride = p->Hq * b->head_stride;
+    b->key_step = g->key_step = 4;
+    b->row_step = g->row_step = p->k_max * 4;
+    b->head_step = g->head_step = p->q_max * b->row_step;
+    b->batch_step = g->batch_step = p->Hq * b->head_step;
     b->keys = g->keys = p->k_max;
 }
 
@@ -623,6 +623,65 @@ TEST(one_workspace_for_both)
     }
 }
 
+/* The workspace of the largest call serves every smaller one, at any address, uncleared. */
+TEST(one_workspace_for_smaller_calls)
+{
+    static const int32_t heads[6][2] = {{1, 1}, {4, 4}, {8, 2}, {16, 1}, {24, 1}, {32, 8}};
+    for (int i = 0; i < 600 && h_case(i); i++) {
+        h_rng r = h_case_rng(i);
+        const int32_t *h = heads[h_range(&r, 0, 5)];
+        const int32_t nth = (int32_t)h_range(&r, 1, 9);
+        ra_desc most = ra_desc_make(h[0], h[1], (int32_t)h_range(&r, 1, 160), RA_F32,
+                                    RA_MASK_CAUSAL);
+        most.sequences = (int32_t)h_range(&r, 1, h_one_in(&r, 2) ? 3 : 40);
+        most.tokens = h_range(&r, 1, h_one_in(&r, 2) ? 20 : 300);
+        most.kv_tokens = most.tokens + h_range(&r, 0, h_one_in(&r, 2) ? 200 : 40000);
+        most.train = h_one_in(&r, 2);
+        if (most.train && h_one_in(&r, 4)) most.dropout = 0.5f;
+        if (h_one_in(&r, 4)) most.scores = RA_SCORE_ALIBI;
+        for (int k = 0; k < 12; k++) {
+            ra_desc d = most;
+            const int32_t n = (int32_t)h_range(&r, 1, nth);
+            d.sequences = (int32_t)h_range(&r, 1, most.sequences);
+            d.tokens = h_one_in(&r, 2) ? h_range(&r, 1, most.tokens < 16 ? most.tokens : 16)
+                                       : h_range(&r, 1, most.tokens);
+            d.kv_tokens = h_range(&r, d.tokens, most.kv_tokens);
+            CHECK(ra_attention_bytes(&d, n) > 0 &&
+                  ra_attention_bytes(&d, n) <= ra_attention_bytes(&most, nth));
+            if (!d.train) continue;
+            CHECK(ra_attention_backward_bytes(&d, n) > 0 &&
+                  ra_attention_backward_bytes(&d, n) <= ra_attention_backward_bytes(&most, nth));
+        }
+    }
+    for (int i = 0; i < 3; i++) {
+        h_rng r = h_case_rng(i);
+        shared x;
+        uint8_t *odd;
+        size_t bytes;
+        ra_desc most;
+        shared_open(&x, 2, 40 + 30 * i, &r);
+        most = x.d;
+        most.tokens += 500;
+        most.kv_tokens = most.tokens + 3000;
+        bytes = ra_attention_bytes(&most, 3);
+        odd = (uint8_t *)malloc(bytes + 1);
+        memset(odd, 0xA5, bytes + 1);
+        memset(x.o, 0, (size_t)x.n[0] * 4);
+        CHECK_EQ(ra_attention(&x.d, &x.t, x.w.at, x.w.bytes, 0, 1), RA_OK);
+        {
+            float *o = floats(x.n[0], 0);
+            ra_tensors t = x.t;
+            t.o.data = o;
+            for (int ith = 0; ith < 3; ith++)
+                CHECK_EQ(ra_attention(&x.d, &t, odd + 1, bytes, 2 - ith, 3), RA_OK);
+            CHECK_BITS(o, x.o, x.p.B * x.d.tokens * x.p.Hq * x.p.Dv * 4);
+            free(o);
+        }
+        free(odd);
+        shared_close(&x);
+    }
+}
+
 /* Three ranks on tensors that they share: shards of CONTIGUOUS and STRIPED are views. */
 typedef struct hall { shared x; int32_t layout; float *o; } hall;
 static ra_status hall_rank(ra_world *of, int rank, void *user)
@@ -711,7 +770,8 @@ TEST(refusals_of_simple)
 static const h_test tests[] = {
     ENTRY(lse_without_keys), ENTRY(rows_that_fit_the_stack), ENTRY(array_tokens_say_nothing),
     ENTRY(batch_stride_beside_others), ENTRY(gradients_in_one_buffer),
-    ENTRY(one_workspace_for_both), ENTRY(shards_of_a_shared_tensor), ENTRY(refusals_of_simple),
+    ENTRY(one_workspace_for_both), ENTRY(one_workspace_for_smaller_calls),
+    ENTRY(shards_of_a_shared_tensor), ENTRY(refusals_of_simple),
     ENTRY(error_of_f32), ENTRY(bias_at_the_end_of_f32),
     ENTRY(packed_by_the_longest), ENTRY(strides_of_the_longest),
 };

@@ -112,7 +112,6 @@ typedef struct stepper { team *t; ra_ring *ring; int rank, ith; ra_status status
 static void *step_to_the_end(void *arg)
 {
     stepper *s = (stepper *)arg;
-    int nth = s->t->stepping;
     while ((s->status = ra_step(s->ring, s->ith)) > 0)
         if (s->status == RA_WAIT) (void)ra_step_wait(s->ring, ra_deadline_ms(20));
     return NULL;
@@ -469,7 +468,7 @@ static void *hand_main(void *arg)
         job.tensors = &tensors;
         if (hand_rand(x, 6) == 0) sched_yield();
         while (s > 0 && !(x->ith && hand_rand(x, 50) == 0)) {      /* or leaves */
-            s = ra_join(c->ring[x->rank], &job, x->ith, 1 + (int)hand_rand(x, CREW));
+            s = ra_join(c->ring[x->rank], &job, x->ith);
             if (s == RA_WAIT && hand_rand(x, 4)) sched_yield();
             else if (s == RA_WAIT) (void)ra_step_wait(c->ring[x->rank], ra_deadline_ms(2));
         }
@@ -714,9 +713,9 @@ static void office_run(team *t, uint32_t caps, void (*make)(ra_transport *, wind
     for (int r = 0; r < t->s.d.ranks; r++) {
         ra_plan_report rep;
         CHECK_EQ(ra_plan_query(t->plan[r], r, &rep), RA_OK);
-        CHECK_EQ(t->counters[r].bytes_in, rep.bytes_in);
-        CHECK_EQ(t->counters[r].chunks_out, rep.chunks_out);
-        bytes += rep.bytes_out;
+        CHECK_EQ(t->counters[r].bytes_in, rep.forward.bytes_in);
+        CHECK_EQ(t->counters[r].chunks_out, rep.forward.chunks_out);
+        bytes += rep.forward.bytes_out;
     }
     CHECK_EQ(p->bytes, bytes);
     if (t->s.d.ranks == 1) CHECK_EQ(p->calls, 0);
@@ -891,7 +890,7 @@ static double kernel_score(const ra_block *b, int64_t r, int n, int64_t j)
         s -= (double)b->tensors->alibi[n] * fabs((double)(b->q_pos[r] - b->k_pos[j]));
     if ((d->scores & RA_SCORE_BIAS) && b->k_pos[j] < b->tensors->bias.keys) {
         const ra_bias *x = &b->tensors->bias;
-        const uint8_t *at = (const uint8_t *)x->data + b->sequence * x->batch_stride +
+        const uint8_t *at = (const uint8_t *)x->data + b->sequence * x->batch_step +
                             n * x->head_step + (b->q_row + r) * x->row_step +
                             b->k_pos[j] * x->key_step;
         s += (double)small_read(at, RA_F32);
@@ -1051,14 +1050,14 @@ TEST(trace_and_progress)
             const ra_ring_counters *c = &t->counters[r];
             ra_plan_report rep;
             CHECK_EQ(ra_plan_query(t->plan[r], r, &rep), RA_OK);
-            CHECK_EQ(w->tiles, rep.tiles_partial + rep.tiles_full);
+            CHECK_EQ(w->tiles, rep.forward.tiles_partial + rep.forward.tiles_full);
             CHECK_EQ(w->tiles, c->tiles_all);
             CHECK_EQ(w->count[RA_EV_PASS], 1);
             CHECK_EQ(w->count[RA_EV_FAIL], 0);
-            CHECK_EQ(w->count[RA_EV_RECV], rep.chunks_in);
-            CHECK_EQ(w->count[RA_EV_SEND], rep.chunks_out);
-            CHECK_EQ(c->chunks_in, rep.chunks_in);
-            CHECK_EQ(c->bytes_in, rep.shared_bytes_in);
+            CHECK_EQ(w->count[RA_EV_RECV], rep.forward.chunks_in);
+            CHECK_EQ(w->count[RA_EV_SEND], rep.forward.chunks_out);
+            CHECK_EQ(c->chunks_in, rep.forward.chunks_in);
+            CHECK_EQ(c->bytes_in, rep.forward.shared_bytes_in);
             CHECK_EQ(w->odd, 0);
             CHECK_EQ(w->backwards, 0);
             CHECK(w->last_done == w->last_all && w->last_all == c->tiles_all);

@@ -501,8 +501,8 @@ static int64_t most_tiles(const ra_plan *plan, int backward)
     ra_plan_report rep;
     int64_t most = 0;
     for (int r = 0; ra_plan_query(plan, r, &rep) == RA_OK; r++) {
-        int64_t n = backward ? rep.back_tiles_partial + rep.back_tiles_full
-                             : rep.tiles_partial + rep.tiles_full;
+        int64_t n = backward ? rep.backward.tiles_partial + rep.backward.tiles_full
+                             : rep.forward.tiles_partial + rep.forward.tiles_full;
         if (n > most) most = n;
     }
     return most;
@@ -569,7 +569,7 @@ TEST(default_watchdog_of_a_million_tokens)
     d.mask.kind = RA_MASK_CAUSAL;
     d.layout.kind = RA_LAYOUT_ZIGZAG;
     if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) return;
-    tiles = plan->report.tiles_partial + plan->report.tiles_full;
+    tiles = plan->report.forward.tiles_partial + plan->report.forward.tiles_full;
     ns = patience_of(plan, RA_PASS_FORWARD, 1000, 20000);
     printf("    %lld tiles, 60 s and %.1f s\n", (long long)tiles, (double)ns * 1e-9);
     CHECK(ns >= tiles * 20000 / 16);

@@ -905,8 +905,8 @@ TEST(attention_workspace)
         w = scratch_for(&d, nth);
         CHECK(w.bytes > 0);
         CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, nth), RA_OK);
-        CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes - 1, 0, nth), RA_E_WORKSPACE);
-        CHECK_EQ(ra_attention(&d, &t, (uint8_t *)w.mem + 4, w.bytes, 0, nth), RA_E_ALIGN);
+        CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes - 65, 0, nth), RA_E_WORKSPACE);
+        CHECK_EQ(ra_attention(&d, &t, (uint8_t *)w.mem + 1, w.bytes - 2, 0, nth), RA_E_WORKSPACE);
         free(w.raw);
     }
     d.tokens = 0;

@@ -67,11 +67,11 @@ static totals plan_totals(const problem *p, const setup *s)
     }
     for (rank = 0; rank < s->ranks; rank++) {
         CHECK_EQ(ra_plan_query(plan, rank, &r), RA_OK);
-        t.bytes += r.bytes_in;
-        t.chunks += r.chunks_in;
+        t.bytes += r.forward.bytes_in;
+        t.chunks += r.forward.chunks_in;
         t.hops += r.hops;
         t.skipped += r.hops_skipped;
-        out += r.bytes_out;
+        out += r.forward.bytes_out;
         t.last = r;
     }
     CHECK_EQ(out, t.bytes);
@@ -107,14 +107,14 @@ TEST(travel_of_causal_masks)
         t = plan_totals(&p, &s);
         CHECK_EQ(2 * t.tokens, P * (P - 1) * shard);
         CHECK_EQ(t.hops, P * (P - 1) / 2);
-        CHECK_EQ(t.last.direction, 1);
+        CHECK_EQ(t.last.forward.direction, 1);
         CHECK_EQ(t.last.order, RA_ORDER_DESCENDING);
         CHECK_EQ(t.bytes, t.chunks * (64 + 64 * 64 + 64 * 48));
         CHECK_EQ(2 * t.chunks, P * (P - 1) * n);
         s.layout = RA_LAYOUT_ZIGZAG;
         t = plan_totals(&p, &s);
         up = P == 2 || P > 6;                          /* few chunks a shard: down takes longer */
-        CHECK_EQ(t.last.direction, up ? 1 : -1);
+        CHECK_EQ(t.last.forward.direction, up ? 1 : -1);
         CHECK_EQ(4 * t.tokens, (up ? 2 * (2 * P - 1) : 3 * P) * (P - 1) * shard);
         CHECK_EQ(t.last.order, RA_ORDER_ASCENDING);
         s.layout = RA_LAYOUT_STRIPED;
@@ -186,18 +186,18 @@ TEST(bytes_to_the_byte)
     a = 64 + (67 * row_k + 63) / 64 * 64 + (67 * row_v + 63) / 64 * 64;
     b = a;
     CHECK_EQ(r[0].q_rows, 67); CHECK_EQ(r[1].k_rows, 67); CHECK_EQ(r[2].q_rows, 66);
-    CHECK_EQ(r[0].bytes_in, 0);
-    CHECK_EQ(r[0].bytes_out, a);
-    CHECK_EQ(r[1].bytes_in, a);
-    CHECK_EQ(r[1].bytes_out, a + b);
-    CHECK_EQ(r[2].bytes_in, a + b);
-    CHECK_EQ(r[2].bytes_out, 0);
-    CHECK_EQ(r[2].chunks_in, 2);
+    CHECK_EQ(r[0].forward.bytes_in, 0);
+    CHECK_EQ(r[0].forward.bytes_out, a);
+    CHECK_EQ(r[1].forward.bytes_in, a);
+    CHECK_EQ(r[1].forward.bytes_out, a + b);
+    CHECK_EQ(r[2].forward.bytes_in, a + b);
+    CHECK_EQ(r[2].forward.bytes_out, 0);
+    CHECK_EQ(r[2].forward.chunks_in, 2);
     CHECK_EQ(r[2].hops, 2);
     CHECK_EQ(r[0].hops_skipped, 2);
-    CHECK_EQ(r[1].chunk_bytes, a);
+    CHECK_EQ(r[1].forward.chunk_bytes, a);
     CHECK_EQ(r[0].pairs, 67 * 68 / 2);
-    CHECK_EQ(r[2].flops, 2 * (5 + 3) * 4 * r[2].pairs);
+    CHECK_EQ(r[2].forward.flops, 2 * (5 + 3) * 4 * r[2].pairs);
     CHECK_EQ(r[1].resident_bytes, 67 * (4 * (5 * f32 + 3 * f32 + 4) + row_k + row_v));
     ra_plan_destroy(plan);
 }
@@ -290,14 +290,14 @@ TEST(tiles_by_brute_force)
                 ra_plan_report g;
                 CHECK_EQ(ra_plan_query(plan, rank, &g), RA_OK);
                 CHECK_EQ(g.pairs, t.pairs);
-                CHECK_EQ(g.flops, 2 * (p.Dk + p.Dv) * p.Hq * t.pairs);
-                CHECK_EQ(g.tiles_empty + g.tiles_partial + g.tiles_full,
+                CHECK_EQ(g.forward.flops, 2 * (p.Dk + p.Dv) * p.Hq * t.pairs);
+                CHECK_EQ(g.forward.tiles_empty + g.forward.tiles_partial + g.forward.tiles_full,
                          t.empty + t.partial + t.full);
-                CHECK(g.tiles_empty <= t.empty);
-                CHECK(g.tiles_full <= t.full);
+                CHECK(g.forward.tiles_empty <= t.empty);
+                CHECK(g.forward.tiles_full <= t.full);
                 if (bounds_are_exact(m) && s.layout != RA_LAYOUT_STRIPED) {
-                    CHECK_EQ(g.tiles_empty, t.empty);
-                    CHECK_EQ(g.tiles_full, t.full);
+                    CHECK_EQ(g.forward.tiles_empty, t.empty);
+                    CHECK_EQ(g.forward.tiles_full, t.full);
                 }
             }
         }
@@ -349,16 +349,16 @@ static void check_counters(const setup *s, const outcome *o)
     for (rank = 0; rank < s->ranks; rank++) {
         const ra_plan_report *r = &o->report[rank];
         const ra_ring_counters *c = &o->counters[rank];
-        CHECK_EQ(c->tiles_empty, r->tiles_empty);
-        CHECK_EQ(c->tiles_partial, r->tiles_partial);
-        CHECK_EQ(c->tiles_full, r->tiles_full);
-        CHECK_EQ(c->tiles_all, r->tiles_partial + r->tiles_full);
+        CHECK_EQ(c->tiles_empty, r->forward.tiles_empty);
+        CHECK_EQ(c->tiles_partial, r->forward.tiles_partial);
+        CHECK_EQ(c->tiles_full, r->forward.tiles_full);
+        CHECK_EQ(c->tiles_all, r->forward.tiles_partial + r->forward.tiles_full);
         if (s->ranks > 1) {
-            CHECK_EQ(c->bytes_in, shared ? r->shared_bytes_in : r->bytes_in);
-            CHECK_EQ(c->bytes_out, shared ? r->shared_bytes_out : r->bytes_out);
+            CHECK_EQ(c->bytes_in, shared ? r->forward.shared_bytes_in : r->forward.bytes_in);
+            CHECK_EQ(c->bytes_out, shared ? r->forward.shared_bytes_out : r->forward.bytes_out);
         }
-        CHECK_EQ(c->chunks_in, r->chunks_in);
-        CHECK_EQ(c->chunks_out, r->chunks_out);
+        CHECK_EQ(c->chunks_in, r->forward.chunks_in);
+        CHECK_EQ(c->chunks_out, r->forward.chunks_out);
         CHECK_EQ(c->state, RA_RING_IDLE);
         CHECK(c->peak_bytes > 0);
         CHECK(c->peak_bytes <= (shared ? r->shared_workspace_bytes : r->workspace_bytes));
@@ -446,7 +446,7 @@ static void packed_make(packed *x, int docs, int64_t length, int sorted, int32_t
     x->d.layout.kind = RA_LAYOUT_RUNS;
     x->d.layout.q_runs = x->runs;
     x->d.layout.q_run_count = x->count;
-    x->d.train = way ? train = 1 : RA_OP_FORWARD;
+    x->d.train = way != 0;
     x->d.backward_travel = way;
 }
 
@@ -478,10 +478,10 @@ TEST(packed_documents)
             for (tokens = rank = 0; rank < 8; rank++) {
                 ra_plan_report g;
                 CHECK_EQ(ra_plan_query(plan, rank, &g), RA_OK);
-                CHECK(g.chunks_in <= 7 * most && g.chunks_out <= 7 * most);
-                CHECK(g.back_chunks_in <= 8 * most && g.back_chunks_out <= 8 * most);
-                CHECK_EQ(g.bits_any_ranks, 0);
-                tokens += (g.bytes_in - 64 * g.chunks_in) / (2 * 16 * 4);
+                CHECK(g.forward.chunks_in <= 7 * most && g.forward.chunks_out <= 7 * most);
+                CHECK(g.backward.chunks_in <= 8 * most && g.backward.chunks_out <= 8 * most);
+                CHECK_EQ(g.forward.bits_any_ranks, 0);
+                tokens += (g.forward.bytes_in - 64 * g.forward.chunks_in) / (2 * 16 * 4);
             }
             if (sorted) CHECK_EQ(4 * tokens, 3 * 8 * 7 * (docs * LENGTH / 8));
             ra_plan_destroy(plan);
@@ -755,8 +755,8 @@ TEST(prediction_by_hand)
         ra_prediction slow, fast, late;
         double w, x;
         CHECK_EQ(ra_plan_query(plan, rank, &r), RA_OK);
-        w = (double)r.flops / 4 / 1e12;
-        x = (double)r.chunk_bytes / 1e9;
+        w = (double)r.forward.flops / 4 / 1e12;
+        x = (double)r.forward.chunk_bytes / 1e9;
         fast = predicted(plan, rank, 1e12, 1e30, 0);       /* the network costs nothing */
         CHECK(near(fast.compute_s, 4 * w) && near(fast.done_s, 4 * w) && fast.wait_s < 1e-12);
         CHECK(near(fast.all_done_s, 4 * w));
@@ -887,11 +887,11 @@ TEST(memory_is_a_few_chunks)
                 CHECK_EQ(ra_plan_query(plan, 1, &g), RA_OK);
                 ra_plan_destroy(plan);
                 state = rows * 4 * (f16 ? 2 + 64 : 2) * 4;
-                CHECK(g.state_bytes >= state && g.state_bytes <= state + 4096);
-                CHECK(g.chunk_bytes <= 64 + 256 * 2 * (64 + 64) * 4);
-                extra[i] = g.workspace_bytes - g.state_bytes;
-                shared[i] = g.shared_workspace_bytes - g.state_bytes;
-                CHECK(extra[i] <= (g.buffers + 4) * g.chunk_bytes + 400000);
+                CHECK(g.forward.state_bytes >= state && g.forward.state_bytes <= state + 4096);
+                CHECK(g.forward.chunk_bytes <= 64 + 256 * 2 * (64 + 64) * 4);
+                extra[i] = g.workspace_bytes - g.forward.state_bytes;
+                shared[i] = g.shared_workspace_bytes - g.forward.state_bytes;
+                CHECK(extra[i] <= (g.buffers + 4) * g.forward.chunk_bytes + 400000);
                 CHECK(shared[i] <= extra[i]);
             }
             CHECK_EQ(extra[1], extra[0]);

@@ -186,7 +186,7 @@ static void make_whole(world *w, int pass)
     small one = w->problem[pass];
     ra_plan *plan = NULL;
     ra_status st;
-    if (ra_plan_query(w->plan[pass][0], 0, &rep) != RA_OK || !rep.bits_any_ranks) return;
+    if (ra_plan_query(w->plan[pass][0], 0, &rep) != RA_OK || !rep.forward.bits_any_ranks) return;
     one.d.ranks = 1;
     one.d.layout.weights = NULL;
     if (one.d.layout.kind != RA_LAYOUT_CONTIGUOUS && one.d.layout.kind != RA_LAYOUT_ZIGZAG) return;
@@ -195,7 +195,7 @@ static void make_whole(world *w, int pass)
     w->whole[pass].s = &w->problem[pass];
     st = ra_ring_once(&one.d, NULL, &w->whole[pass].t, RA_NO_DEADLINE);
     SOUND(w, st == RA_OK);
-    if (rep.back_bits_any_ranks) {
+    if (rep.backward.bits_any_ranks) {
         ra_ring *ring = NULL;
         SOUND(w, ra_ring_create(&ring, plan, NULL, NULL) == RA_OK);
         SOUND(w, ra_backward(plan, ring, &w->whole[pass].t, RA_NO_DEADLINE) == RA_OK);
@@ -319,20 +319,20 @@ static void check_counters(world *w, int r)
     if (!SOUND(w, ra_plan_query(w->plan[s->pass][r], r, &p) == RA_OK)) return;
     SOUND(w, c.state == RA_RING_IDLE);
     SOUND(w, c.pass == s->ran + 1);
-    SOUND(w, c.tiles_empty == (s->back ? p.back_tiles_empty : p.tiles_empty));
-    SOUND(w, c.tiles_partial == (s->back ? p.back_tiles_partial : p.tiles_partial));
-    SOUND(w, c.tiles_full == (s->back ? p.back_tiles_full : p.tiles_full));
+    SOUND(w, c.tiles_empty == (s->back ? p.backward.tiles_empty : p.forward.tiles_empty));
+    SOUND(w, c.tiles_partial == (s->back ? p.backward.tiles_partial : p.forward.tiles_partial));
+    SOUND(w, c.tiles_full == (s->back ? p.backward.tiles_full : p.forward.tiles_full));
     SOUND(w, c.tiles_all == c.tiles_partial + c.tiles_full);
     if (s->back) {
-        SOUND(w, c.chunks_in == p.back_chunks_in);
-        SOUND(w, c.chunks_out == p.back_chunks_out);
-        SOUND(w, c.bytes_in == (shared ? p.back_shared_bytes_in : p.back_bytes_in));
-        SOUND(w, c.bytes_out == (shared ? p.back_shared_bytes_out : p.back_bytes_out));
+        SOUND(w, c.chunks_in == p.backward.chunks_in);
+        SOUND(w, c.chunks_out == p.backward.chunks_out);
+        SOUND(w, c.bytes_in == (shared ? p.backward.shared_bytes_in : p.backward.bytes_in));
+        SOUND(w, c.bytes_out == (shared ? p.backward.shared_bytes_out : p.backward.bytes_out));
     } else {
-        SOUND(w, c.chunks_in == p.chunks_in);
-        SOUND(w, c.chunks_out == p.chunks_out);
-        SOUND(w, c.bytes_in == (shared ? p.shared_bytes_in : p.bytes_in));
-        SOUND(w, c.bytes_out == (shared ? p.shared_bytes_out : p.bytes_out));
+        SOUND(w, c.chunks_in == p.forward.chunks_in);
+        SOUND(w, c.chunks_out == p.forward.chunks_out);
+        SOUND(w, c.bytes_in == (shared ? p.forward.shared_bytes_in : p.forward.bytes_in));
+        SOUND(w, c.bytes_out == (shared ? p.forward.shared_bytes_out : p.forward.bytes_out));
     }
     SOUND(w, c.peak_bytes <= (shared ? p.shared_workspace_bytes : p.workspace_bytes) ||
              w->passes > 1 || w->net->c.align > 64);
@@ -348,12 +348,12 @@ static void check_traffic(world *w, int r)
     for (int i = 0; i < w->passes; i++) {
         ra_plan_report p;
         (void)ra_plan_query(w->plan[i][r], r, &p);
-        chunks[0] += p.chunks_in;
-        chunks[1] += p.chunks_out;
-        bytes[0] += w->net->c.shared ? p.shared_bytes_in + p.back_shared_bytes_in
-                                     : p.bytes_in + p.back_bytes_in;
-        bytes[1] += w->net->c.shared ? p.shared_bytes_out + p.back_shared_bytes_out
-                                     : p.bytes_out + p.back_bytes_out;
+        chunks[0] += p.forward.chunks_in;
+        chunks[1] += p.forward.chunks_out;
+        bytes[0] += w->net->c.shared ? p.forward.shared_bytes_in + p.backward.shared_bytes_in
+                                     : p.forward.bytes_in + p.backward.bytes_in;
+        bytes[1] += w->net->c.shared ? p.forward.shared_bytes_out + p.backward.shared_bytes_out
+                                     : p.forward.bytes_out + p.backward.bytes_out;
     }
     for (int i = 0; i < 2; i++) {
         if (!w->net->c.train) SOUND(w, n->messages[i] == chunks[i]);
@@ -364,7 +364,7 @@ static void check_traffic(world *w, int r)
 static int bits_of_grads(const world *w, int pass)
 {
     ra_plan_report p;
-    return ra_plan_query(w->plan[pass][0], 0, &p) == RA_OK && p.back_bits_any_ranks;
+    return ra_plan_query(w->plan[pass][0], 0, &p) == RA_OK && p.backward.bits_any_ranks;
 }
 
 /* A pass that ended well is right, and nobody looks at its tensors any more. */
@@ -593,7 +593,6 @@ static void check_failure(world *w, int r)
     SOUND(w, f.pass == s->ran + 1 || f.pass == s->ran);        /* cancelled between two */
     SOUND(w, f.text[0] != 0 && memchr(f.text, 0, sizeof f.text) != NULL);
     SOUND(w, f.sending >= -1 && f.sending <= 1 && f.peer >= -1 && f.peer < w->ranks);
-    SOUND(w, f.reserved == 0);
     SOUND(w, s->trace_failures == 1);
     SOUND(w, ra_step(s->ring, 0) == s->end);
     memset(&job, 0, sizeof job);
@@ -675,7 +674,7 @@ static int some_sender(const world *w, int64_t *messages)
         for (int k = 0; k < w->passes; k++) {
             ra_plan_report p;
             (void)ra_plan_query(w->plan[k][r], r, &p);
-            *messages += p.chunks_out;
+            *messages += p.forward.chunks_out;
         }
         if (*messages) return r;
     }

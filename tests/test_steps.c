@@ -92,7 +92,7 @@ static void rig_desc(rig *g, int64_t tokens, int heads, int dim, int train)
     g->d.k_dim = g->d.v_dim = dim;
     g->d.q_dtype = g->d.k_dtype = g->d.v_dtype = g->d.o_dtype = RA_F32;
     g->d.mask.kind = RA_MASK_CAUSAL;
-    g->d.train = train ? train = 1 : RA_OP_FORWARD;
+    g->d.train = train;
 }
 
 static ra_job rig_job(const rig *g)
@@ -226,7 +226,7 @@ TEST(another_thread_goes_on)
         (void)walk(&a);
         job = rig_job(&b);
         CHECK_EQ(ra_begin(b.ring, &job), RA_OK);
-        for (n = 0; n < 4; n++) CHECK_EQ(ra_step(b.ring, (int)(n % 2), 2), RA_AGAIN);
+        for (n = 0; n < 4; n++) CHECK_EQ(ra_step(b.ring, (int)(n % 2)), RA_AGAIN);
         for (n = 0; (s = ra_step(b.ring, 2)) > 0 && n < 10000;) n++;
         CHECK_EQ(s, RA_OK);
         n = b.d.tokens * b.d.q_heads * b.d.k_dim * 4;

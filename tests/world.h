@@ -9,7 +9,7 @@
 enum { MAX_RANKS = 64, GUARD = 0xCB };
 enum { STRIDES_PACKED, STRIDES_PADDED, STRIDES_INTERLEAVED, STRIDES_PERMUTED, STRIDES_BATCH_INNER,
        STRIDES_MIXED };
-enum { WIRE_SHARED, WIRE_POST, WIRE_SENDRECV, WIRE_NULL, WIRE_LOOPBACK }; /* last two: one rank */
+enum { WIRE_SHARED, WIRE_POST, WIRE_SENDRECV, WIRE_NULL }; /* the last: one rank */
 enum { CALL_ATTEND, CALL_FORWARD, CALL_STEP, CALL_JOIN, CALL_ATTENTION };
 
 typedef struct setup {
@@ -732,17 +732,16 @@ static inline ra_job seat_job(seat *e, uint64_t ticket, int32_t pass)
     return j;
 }
 
-/* One thread of a rank: steps, or joins `passes` tickets with gaps, nth changing all the time. */
+/* One thread of a rank: steps, or joins `passes` tickets with gaps. */
 static void *step_thread(void *user)
 {
     stepper *y = (stepper *)user;
     const setup *s = y->seat->world->s;
-    int pass, passes = y->join && s->passes > 1 ? s->passes : 1, turn = 0;
+    int pass, passes = y->join && s->passes > 1 ? s->passes : 1;
     for (pass = 1; pass <= passes; pass++) {
         ra_job job = seat_job(y->seat, (uint64_t)(3 * pass + 1000 * y->pass), y->pass);
         ra_status status;
         do {
-            int nth = y->ith + 1 + turn++ % (s->threads - y->ith);
             status = y->join ? ra_join(y->seat->ring, &job, y->ith)
                              : ra_step(y->seat->ring, y->ith);
             if (status == RA_WAIT) ra_step_wait(y->seat->ring, ra_deadline_ms(2));
@@ -840,7 +839,6 @@ static ra_status seat_run(ra_world *library_world, int rank, void *user)
     e->end.hub = &w->hub;
     e->end.rank = rank;
     if (w->s->wire == WIRE_NULL) transport = NULL;
-    if (w->s->wire == WIRE_LOOPBACK) transport = ra_transport_loopback();
     if (w->s->wire == WIRE_POST || w->s->wire == WIRE_SENDRECV) {
         copying = hub_transport(&e->end, w->s);
         transport = &copying;
@@ -1573,7 +1571,7 @@ static inline void random_setup(setup *s, problem *p, h_rng *r, const want *w)
     s->exact = h_one_in(r, 2);
     s->no_lse = h_one_in(r, 8);
     s->any_isa = h_one_in(r, 6);
-    if (s->ranks == 1 && h_one_in(r, 2)) s->wire = (int32_t)h_range(r, WIRE_NULL, WIRE_LOOPBACK);
+    if (s->ranks == 1 && h_one_in(r, 2)) s->wire = WIRE_NULL;
     s->threads = s->call >= CALL_STEP ? (int32_t)h_range(r, 1, 3) : 0;
     if (s->ranks == 1 && layout <= L_ARRAY && h_one_in(r, 2)) {
         s->call = CALL_ATTENTION;
@@ -1643,7 +1641,7 @@ static inline int mask_text(const ra_mask *m, char *out, size_t room)
 
 static inline void describe_case(const problem *p, const setup *s)
 {
-    static const char *const wires[5] = { "shared", "post", "sendrecv", "null", "loopback" };
+    static const char *const wires[4] = { "shared", "post", "sendrecv", "null" };
     static const char dtypes[] = "?fhbq";
     static const char *const calls[5] = { "attend", "forward", "step", "join", "attention" };
     static const char *const kinds[6] = { "unset", "contiguous", "zigzag", "striped", "runs",

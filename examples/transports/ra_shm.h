@@ -91,7 +91,6 @@ typedef struct ra_shm_desc {           /* zero it first; all but rank and deadli
     int32_t rank, ranks;               /* ranks: 1 to RA_SHM_MAX_RANKS */
     size_t  slot_bytes;                /* required: the largest message, see ra_shm_slot_bytes */
     int32_t slots;                     /* of each lane, 2 to 16; 0: 8 */
-    int32_t reserved;
     int64_t deadline_ns;               /* for all ranks to meet; 0: 60 s from now */
     ra_error *error;                   /* may be null; why ra_shm_open refused */
 } ra_shm_desc;
@@ -142,7 +141,8 @@ typedef struct ra_shm__head {
     ra_shm__seat seat[RA_SHM_MAX_RANKS];
 } ra_shm__head;
 
-typedef struct ra_shm__fifo { ra_transport_op *first, *last; } ra_shm__fifo;   /* linked by scratch[0] */
+typedef struct ra_shm__fifo { ra_transport_op *first, *last; } ra_shm__fifo;   /* linked by
+                                        * scratch[0] */
 
 struct ra_shm {
     ra_transport tp;
@@ -795,8 +795,6 @@ static ra_status ra_shm__check(const ra_shm_desc *d) {
     if (d->slot_bytes < 1 || d->slot_bytes > (size_t)1 << 36)
         return ra_shm__refuse(d, d->slot_bytes ? RA_E_RANGE : RA_E_UNSET, "slot_bytes",
                               "must be the bytes of the largest message, up to 64 GiB");
-    if (d->reserved)
-        return ra_shm__refuse(d, RA_E_RESERVED, "reserved", "is not 0: was the struct zeroed?");
     return RA_OK;
 }
 
@@ -893,8 +891,8 @@ RA_SHM_API size_t ra_shm_slot_bytes(const ra_plan *plan, int32_t ranks) {
     for (int32_t r = 0; r < ranks; r++) {
         ra_plan_report report;
         if (ra_plan_query(plan, r, &report)) return 0;
-        if (report.chunk_bytes > most) most = report.chunk_bytes;
-        if (report.back_chunk_bytes > most) most = report.back_chunk_bytes;
+        if (report.forward.chunk_bytes > most) most = report.forward.chunk_bytes;
+        if (report.backward.chunk_bytes > most) most = report.backward.chunk_bytes;
     }
     return most > 0 ? (size_t)most : 64;
 }

@@ -1051,8 +1051,8 @@ static RA_TCP_UNUSED void ra_tcp_sleep(ra_tcp *t, int n, int64_t deadline_ns)
         while (read(t->wake[0], drain, sizeof drain) == (ssize_t)sizeof drain) {}
 }
 
-static RA_TCP_UNUSED int ra_tcp_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns)
-{
+static RA_TCP_UNUSED int ra_tcp_wait(void *ctx, ra_transport_op *const *ops, int n,
+                                     int64_t deadline_ns) {
     ra_tcp *t = (ra_tcp *)ctx;
     int before = 0, left, failure, sockets;
     for (int i = 0; i < n; i++) before += ops[i]->state == RA_MSG_PENDING;

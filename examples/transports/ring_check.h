@@ -239,7 +239,7 @@ static inline ra_status ring_attend(const ring_task *t, const ra_plan *plan,
     if (s) ring_complain(ring, rank, s);
     (void)ra_plan_query(plan, rank, &report);
     f->pass[0].hops = f->pass[1].hops = report.hops;
-    f->bits_promised = report.bits_any_ranks && report.back_bits_any_ranks;
+    f->bits_promised = report.forward.bits_any_ranks && report.backward.bits_any_ranks;
     f->status = s;
     ring_rows_place(&r, r.o, n.o, t->heads * t->dim);
     ring_rows_place(&r, r.lse, n.lse, t->heads);

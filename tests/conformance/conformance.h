@@ -420,9 +420,11 @@ static inline int cf_check_states(cf_rank *r, cf_op *const *ops, int n, const in
         if (s != before[i] && (before[i] == RA_MSG_DONE || before[i] < 0 || s == RA_MSG_IDLE))
             return cf_break(r, CF_STATES, "an op went from state %d to %d", before[i], s);
         if (s < 0 && !r->breaks && s == RA_E_TRUNC)
-            return cf_break(r, CF_TRUNC, "%s of %zu bytes, rank %d, ended with RA_E_TRUNC though"
-                            " lengths are equal", o->op.kind == RA_MSG_SEND ? "a send" : "a receive",
-                            o->op.len, o->op.peer);
+            return cf_break(r, CF_TRUNC,
+                            "%s of %zu bytes, rank %d, ended with RA_E_TRUNC though"
+                            " lengths are equal",
+                            o->op.kind == RA_MSG_SEND ? "a send" : "a receive", o->op.len,
+                            o->op.peer);
         if (s < 0 && !r->breaks)
             return cf_break(r, r->test->hangs == CF_LARGEST || r->test->hangs == CF_ANY_PEER
                                    ? r->test->hangs : CF_CODES,
@@ -580,8 +582,8 @@ static inline int cf_swap(cf_rank *r, int ring, int seq, size_t n, int rule)
     for (int way = 0; way < 2 * cf_channels(r); way++) {
         int to = way & 1 ? r->prev : r->next, from = way & 1 ? r->next : r->prev;
         cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
-        cf_op_make(r, &ops[0], RA_MSG_SEND, cf_message(r->rank, to, ring, way >> 1, seq + (way & 1)),
-                   n);
+        cf_op_make(r, &ops[0], RA_MSG_SEND,
+                   cf_message(r->rank, to, ring, way >> 1, seq + (way & 1)), n);
         cf_op_make(r, &ops[1], RA_MSG_RECV,
                    cf_message(from, r->rank, ring, way >> 1, seq + (way & 1)), n);
         if (!cf_finish(r, ring, list, 2, rule)) return 0;
@@ -639,7 +641,8 @@ static inline void cf_t_order(cf_rank *r)
                 int s = r->ranks == 2 ? seq[channel] + 2 * i + way : seq[channel] + i;
                 if (ways == 1) s = seq[channel] + i;
                 cf_op_make(r, &ops[n++], RA_MSG_SEND, cf_message(r->rank, to, 0, channel, s), len);
-                cf_op_make(r, &ops[n++], RA_MSG_RECV, cf_message(from, r->rank, 0, channel, s), len);
+                cf_op_make(r, &ops[n++], RA_MSG_RECV, cf_message(from, r->rank, 0, channel, s),
+                           len);
             }
         for (int i = 0; i < n; i++) list[i] = &ops[i];
         if (!cf_finish(r, 0, list, n, CF_PROGRESS)) return;
@@ -1229,7 +1232,7 @@ static inline ra_status cf_pass_open(cf_rank *r, cf_pass *p, int rank, int ranks
     d.q_heads = CF_HEADS; d.kv_heads = 1; d.k_dim = d.v_dim = CF_DIM;
     d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
     d.chunk_tokens = 128;
-    d.train = p->train ? train = 1 : RA_OP_FORWARD;
+    d.train = p->train;
     d.grad_return = r->t[0]->caps & RA_CAP_ANY_PEER ? RA_RETURN_DIRECT : RA_RETURN_RING;
     s = ra_plan_create(&p->plan, &d, NULL);
     if (!s) s = ra_ring_create(&p->ring, p->plan, t, &rd);
