@@ -71,10 +71,9 @@ help: ## lists the targets
 WHOLE    := tests/test_sim tests/test_clients tests/test_refuse tests/test_plan tests/test_bf16 \
             tests/test_failure tests/test_steps tests/test_schedule
 ifeq ($(config),release)
-$(B)/tests/test_sim $(B)/tests/test_bf16 $(B)/tests/test_steps $(B)/tests/test_schedule: \
-    TOLD = -O1
-$(B)/tests/test_clients $(B)/tests/test_refuse $(B)/tests/test_plan \
-$(B)/tests/test_failure: TOLD = -O0
+$(B)/tests/test_sim $(B)/tests/test_bf16 $(B)/tests/test_steps: TOLD = -O1
+$(B)/tests/test_clients $(B)/tests/test_refuse $(B)/tests/test_plan $(B)/tests/test_failure \
+$(B)/tests/test_schedule: TOLD = -O0
 endif
 
 $(WHOLE:%=$(B)/%): $(B)/%: %.c $(HEADERS) Makefile

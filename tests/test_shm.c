@@ -614,7 +614,7 @@ TEST(abort_wakes_all_ranks)
         world_free(&w);
     }
     printf("abort: takes at most %.3f ms\n", (double)longest / 1e6);
-    CHECK(asleep > 0);
+    if (h_run.large) CHECK(asleep > 0);
     judge_lateness(&late, "sleepers are out after");
 }
 
@@ -716,7 +716,8 @@ TEST(names_collide_and_are_free_again)
     sd.ranks = 2;
     sd.slot_bytes = 64;
     sd.error = &why;
-    do {                               /* until the other is listening */
+    ra_shm__nap(100000000);            /* the other must be the first to listen */
+    do {
         sd.deadline_ns = ra_deadline_ms(1);
         ra_shm__nap(1000000);
     } while (ra_shm_open(&shm, &sd) != RA_E_BUSY && ra_now_ns() < until);
