@@ -9264,7 +9264,7 @@ static void ra__engine_tally(const ra__work *w, int32_t b, const ra__seg *rows,
     for (int64_t i = 0; i < ra__ceil_div(rows->rows, RA_BLOCK_TOKENS); i++) {
         ra__seg block = ra__seg_block(rows, i);
         ra__bounds bounds = { 0, 0, 0, 0, 0, 0, 0, 0 };
-        if (!item->pos[0]) bounds = ra__rows_fill(&w->d->mask, end, &block, NULL, NULL);
+        if (!item->pos[0]) bounds = ra__seg_bounds(&w->d->mask, end, &block);
         for (int64_t j = 0; j < ra__chunk_blocks(&item->c); j++) {
             ra__seg s = ra__chunk_block(&item->c, w->order, j, &which);
             int64_t first, last;
@@ -12326,7 +12326,7 @@ static int64_t ra__load_keys(const ra_plan *p, int32_t b) {
 static void ra__load_block(const ra_plan *p, int32_t b, const ra__seg *rows, int64_t keys,
                            ra__load *n) {
     int64_t loose = p->d.layout.kind == RA_LAYOUT_STRIPED ? p->d.ranks : 1, seen = 0;
-    ra__bounds x = ra__rows_fill(&p->d.mask, ra__key_end(&p->d, b, 0), rows, NULL, NULL);
+    ra__bounds x = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, b, 0), rows);
     if (x.lo_min < x.hi_max)
         seen += ra__ceil_div((int64_t)x.hi_max - x.lo_min, RA_BLOCK_TOKENS) + loose;
     if (x.doc_min < x.keep_max)
@@ -13013,7 +13013,7 @@ static void ra__ring_stripe(ra_ring *r) {
             ra__seg s;
             ra__bounds bounds;
             ra__back_block(&r->back, b, i, &s);
-            bounds = ra__rows_fill(&d->mask, ra__key_end(d, b, 0), &s, NULL, NULL);
+            bounds = ra__seg_bounds(&d->mask, ra__key_end(d, b, 0), &s);
             ra__bounds_join(&r->stripe[b * r->back.stripes + i / r->back.stripe_blocks], &bounds);
         }
     }
@@ -13025,7 +13025,7 @@ static ra__bounds ra__packed_bounds(const ra_desc *d, const ra__chunk *c) {
     for (int32_t i = 0; i < c->segs; i++)
         for (int64_t j = 0; j < ra__seg_blocks(c, i); j++) {
             ra__seg s = ra__seg_block_at(c, i, j);
-            ra__bounds b = ra__rows_fill(&d->mask, ra__key_end(d, c->sequence, 0), &s, NULL, NULL);
+            ra__bounds b = ra__seg_bounds(&d->mask, ra__key_end(d, c->sequence, 0), &s);
             ra__bounds_join(&all, &b);
         }
     return all;

@@ -4,6 +4,7 @@
  * 4K, 16K and 64K bytes, beside gzip and xz; one passage it foresaw, and where it had looked; what
  * each of 4 ranks held, received, computed and waited for; that the numbers agree with double
  * precision, and with one rank bit for bit; and a timeline to open in a browser.
+ * It is a show, not a program to copy: for that see minimal.c, decode.c and engine_threads.c.
  *
  *   cc -O2 -std=c99 -pthread -I. -o demo examples/demo.c -lm && ./demo
  *   ./demo [--text FILE] [--tokens N] [--ranks R] [--out FILE.html|FILE.svg] [[--] FILE ...] [N]
