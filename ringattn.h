@@ -1017,6 +1017,27 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);     /* "avx512"; never null *
 #pragma GCC optimize("no-fast-math", "fp-contract=off")
 #endif
 
+/* gcc spends a quarter of -O2 on passes that find little here. Kernels are unrolled and vectorised
+ * by hand; only those between RA__RANGES_BEGIN and RA__RANGES_END gain from value ranges. Rooms
+ * between RA__ONCE_BEGIN and RA__ONCE_END run per plan or message, not per tile. Clients that do
+ * not optimise get none of this. */
+#if !defined(__clang__) && defined(__OPTIMIZE__) && !defined(__OPTIMIZE_SIZE__)
+#pragma GCC optimize("no-tree-vrp", "no-tree-pre", "no-gcse", "no-tree-slp-vectorize")
+#define RA__ONCE_BEGIN                                                                           \
+    _Pragma("GCC push_options")                                                                  \
+    _Pragma("GCC optimize(\"O1\", \"no-fast-math\", \"fp-contract=off\")")
+#define RA__ONCE_END _Pragma("GCC pop_options")
+#define RA__RANGES_BEGIN                                                                         \
+    _Pragma("GCC push_options")                                                                  \
+    _Pragma("GCC optimize(\"tree-vrp\")")
+#define RA__RANGES_END _Pragma("GCC pop_options")
+#else
+#define RA__ONCE_BEGIN
+#define RA__ONCE_END
+#define RA__RANGES_BEGIN
+#define RA__RANGES_END
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #elif defined(__STRICT_ANSI__) && !defined(_WIN32)
@@ -2638,8 +2659,9 @@ RA__OP void RA__F(few_dots)(const ra__few *f, const ra__stretch *x, int32_t j, f
         if (x->ahead) ra__stream_ask(x->ahead, (RA__DK * bytes + 127) / 128);
     }
     if (d < dim) {
-        for (i = 0; i < RA__DK; i++) RA__F(pair_rest)(k[i], row[i], d, dim, dtype);
-        RA__F(few_products)(c, k, f->q + 4 * d);
+        RA__V rest[RA__DK][2];         /* not k, which would then be memory everywhere */
+        for (i = 0; i < RA__DK; i++) RA__F(pair_rest)(rest[i], row[i], d, dim, dtype);
+        RA__F(few_products)(c, rest, f->q + 4 * d);
     }
     RA__UNROLL for (i = 0; i < 4 * RA__DK; i += RA__W)
         RA__F(store)(s + 4 * j + i, RA__F(sums)(c + i));
@@ -3829,6 +3851,8 @@ RA__OP void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
 #undef RA__NI
 #undef RA__DK
 #undef RA__DC
+
+RA__RANGES_BEGIN
 
 /* ========================================================================== AVX512 BF16
  * Forward where q, k and v are bf16, by vdpbf16ps: c += a1 b1, then c += a0 b0, of pairs of bf16,
@@ -5926,6 +5950,7 @@ static const ra__kernel ra__kernel_amx = {
 #undef RA__BF_TARGET
 #undef RA__BF_FN
 #undef RA__BF_OP
+RA__RANGES_END
 
 #if !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -6507,6 +6532,8 @@ RA__INLINE int64_t ra__pairs_row(const int32_t v[4]) {
     if (v[0] >= v[1]) return ra__max(0, v[3] - v[2]);
     return v[1] - v[0] + ra__max(0, ra__min(v[3], v[0]) - v[2]);
 }
+
+RA__ONCE_BEGIN
 
 /* ========================================================================== SCHEDULE
  * Chunks, their order, and how far each travels. In: a resolved descriptor. Out: one list of chunks
@@ -7986,6 +8013,8 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
 #undef RA__SHM_LINE
 #endif
 
+RA__ONCE_END
+
 /* ========================================================================== FORWARD
  * Computes: some query rows against the keys of one chunk. In: the call's tensors and where the
  * keys are. Out: running (m, l, acc), or O and LSE after the last chunk. Every row meets the blocks
@@ -9061,6 +9090,8 @@ static void ra__back_sink(const ra__back *b, int32_t head, ra__back_scratch *x) 
     b->w->t->d_sinks[head] += (float)sum;
     ra__fp_leave(mode);
 }
+
+RA__ONCE_BEGIN
 
 /* ========================================================================== PLAN
  * From one descriptor everything that can be known before a pass: checks, defaults, the schedule of
@@ -12230,6 +12261,8 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
     return s;
 }
 
+RA__ONCE_END
+
 /* ========================================================================== LOCAL
  * One rank, one call: block mathematics on a state, attention with (ith, nth), and the decode form.
  * In: a descriptor and tensors. Out: a state, or O and LSE. No plan, no ring, no allocation. */
@@ -13507,6 +13540,8 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
     return RA_OK;
 }
 
+RA__ONCE_BEGIN
+
 /* ========================================================================== PUBLIC
  * The entry points of plans, rings and passes: they check arguments, lay out memory, and call down.
  * */
@@ -14304,6 +14339,8 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
     return ring ? &ring->refusal : &none;
 }
 
+RA__ONCE_END
+
 #ifdef __cplusplus
 }
 #endif
@@ -14312,6 +14349,10 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
 #elif defined(__x86_64__)
 #pragma float_control(pop)
 #endif
+#undef RA__ONCE_BEGIN
+#undef RA__ONCE_END
+#undef RA__RANGES_BEGIN
+#undef RA__RANGES_END
 #undef RA__X86
 #undef RA__NEON
 #undef RA__INLINE
