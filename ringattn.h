@@ -1228,6 +1228,27 @@ RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_h
 #pragma GCC optimize("no-fast-math", "fp-contract=off")
 #endif
 
+/* gcc spends a quarter of -O2 on passes that find little here. Kernels are unrolled and vectorised
+ * by hand; only those between RA__RANGES_BEGIN and RA__RANGES_END gain from value ranges. Rooms
+ * between RA__ONCE_BEGIN and RA__ONCE_END run per plan or message, not per tile. Clients that do
+ * not optimise get none of this. */
+#if !defined(__clang__) && defined(__OPTIMIZE__) && !defined(__OPTIMIZE_SIZE__)
+#pragma GCC optimize("no-tree-vrp", "no-tree-pre", "no-gcse", "no-tree-slp-vectorize")
+#define RA__ONCE_BEGIN                                                                           \
+    _Pragma("GCC push_options")                                                                  \
+    _Pragma("GCC optimize(\"O1\", \"no-fast-math\", \"fp-contract=off\")")
+#define RA__ONCE_END _Pragma("GCC pop_options")
+#define RA__RANGES_BEGIN                                                                         \
+    _Pragma("GCC push_options")                                                                  \
+    _Pragma("GCC optimize(\"tree-vrp\")")
+#define RA__RANGES_END _Pragma("GCC pop_options")
+#else
+#define RA__ONCE_BEGIN
+#define RA__ONCE_END
+#define RA__RANGES_BEGIN
+#define RA__RANGES_END
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #elif defined(__STRICT_ANSI__) && !defined(_WIN32)
@@ -2229,22 +2250,27 @@ typedef struct RA__F(work) {
     RA__M seen[RA__NT];                /* rows that see a key of the block; if partial */
 } RA__F(work);
 
-/* c[i][t] = sum over k < depth of a[i * row + k * step] b[k][t]: a broadcast, b [depth][RA__SLAB].
+/* c[i][t] += sum over k < depth of a[i * row + k * step] b[k * b_step + t]: a broadcast, b vectors.
  * The accumulators stay in registers: ni and nt are constants after inlining. */
-typedef struct RA__F(product) {
+typedef struct RA__F(chain) {
     const float *a, *b;
     int64_t row, step;
-    int32_t depth;
-} RA__F(product);
+    int32_t b_step, depth;
+} RA__F(chain);
 
-RA__OP void RA__F(multiply)(const RA__F(product) *x, RA__V (*c)[RA__NT], const int32_t ni,
-                            const int32_t nt) {
-    const float *a = x->a, *b = x->b;
-    const int64_t row = x->row, step = x->step;
-    int32_t k, i, t;
+RA__OP void RA__F(clear)(RA__V (*c)[RA__NT], const int32_t ni, const int32_t nt) {
+    int32_t i, t;
     RA__UNROLL for (i = 0; i < ni; i++)
         RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = RA__F(set)(0.0f);
-    RA__UNROLL_2 for (k = 0; k < x->depth; k++, a += step, b += RA__SLAB) {
+}
+
+RA__OP void RA__F(follow)(const RA__F(chain) *x, RA__V (*c)[RA__NT], const int32_t ni,
+                          const int32_t nt) {
+    const float *a = x->a, *b = x->b;
+    const int64_t row = x->row, step = x->step;
+    const int32_t b_step = x->b_step;
+    int32_t k, i, t;
+    RA__UNROLL_2 for (k = 0; k < x->depth; k++, a += step, b += b_step) {
         RA__V y[RA__NT];
         RA__UNROLL for (t = 0; t < nt; t++) y[t] = RA__F(hold)(RA__F(load)(b + t * RA__W));
         RA__UNROLL for (i = 0; i < ni; i++) {
@@ -2289,7 +2315,7 @@ RA__OP void RA__F(tile_scores)(RA__F(work) *w, float *s, RA__V (*c)[RA__NT], con
  * of 576 products would lose one digit more. */
 RA__OP void RA__F(score_tile)(RA__F(work) *w, int32_t k_dim, int32_t j, const int32_t ni,
                               const int32_t nt) {
-    RA__F(product) x;
+    RA__F(chain) x;
     RA__V c[8][RA__NT];
     float *s = w->s + j * RA__SLAB;
     int32_t i, t, d = 0;
@@ -2297,9 +2323,11 @@ RA__OP void RA__F(score_tile)(RA__F(work) *w, int32_t k_dim, int32_t j, const in
     x.b = RA__F(panel_row)(w->p->q, w->row, k_dim);
     x.row = w->keys->k_stride / 4;
     x.step = 1;
+    x.b_step = RA__SLAB;
     do {
         x.depth = k_dim - d < RA__DEPTH ? k_dim - d : RA__DEPTH;
-        RA__F(multiply)(&x, c, ni, nt);
+        RA__F(clear)(c, ni, nt);
+        RA__F(follow)(&x, c, ni, nt);
         if (k_dim <= RA__DEPTH) break;
         RA__UNROLL for (i = 0; i < ni; i++)
             RA__UNROLL for (t = 0; t < nt; t++) {
@@ -2582,15 +2610,17 @@ RA__OP void RA__F(accumulate)(const RA__F(work) *w, float *acc, int32_t t, RA__V
 /* ni dims of the output from dim d on. */
 RA__OP void RA__F(value_tile)(const RA__F(work) *w, float *acc, int32_t d, const int32_t ni,
                               const int32_t nt) {
-    RA__F(product) x;
+    RA__F(chain) x;
     RA__V c[8][RA__NT];
     int32_t i, t;
     x.a = ra__value_row(w->keys, w->first) + d;
     x.b = w->s + w->first * RA__SLAB;
     x.row = 1;
     x.step = w->keys->v_stride / 4;
+    x.b_step = RA__SLAB;
     x.depth = w->last - w->first;
-    RA__F(multiply)(&x, c, ni, nt);
+    RA__F(clear)(c, ni, nt);
+    RA__F(follow)(&x, c, ni, nt);
     RA__UNROLL for (i = 0; i < ni; i++)
         RA__UNROLL for (t = 0; t < nt; t++)
             RA__F(accumulate)(w, acc + (d + i) * RA__SLAB, t, c[i][t]);
@@ -2880,8 +2910,9 @@ RA__OP void RA__F(few_dots)(const ra__few *f, const ra__stretch *x, int32_t j, f
         if (x->ahead) ra__stream_ask(x->ahead, (RA__DK * bytes + 127) / 128);
     }
     if (d < dim) {
-        for (i = 0; i < RA__DK; i++) RA__F(pair_rest)(k[i], row[i], d, dim, dtype);
-        RA__F(few_products)(c, k, f->q + 4 * d);
+        RA__V rest[RA__DK][2];         /* not k, which would then be memory everywhere */
+        for (i = 0; i < RA__DK; i++) RA__F(pair_rest)(rest[i], row[i], d, dim, dtype);
+        RA__F(few_products)(c, rest, f->q + 4 * d);
     }
     RA__UNROLL for (i = 0; i < 4 * RA__DK; i += RA__W)
         RA__F(store)(s + 4 * j + i, RA__F(sums)(c + i));
@@ -3123,34 +3154,6 @@ RA__FN void RA__F(few_merge)(ra__few *f, const float *other) {
  * selection, so that what it has in dP counts for nothing; and where K, Q or dO hold a NaN or an
  * infinity each product is selected instead, as forward did for V. */
 
-/* c[i][t] += sum over k < depth of a[i * row + k * step] b[k * b_step + t]. */
-typedef struct RA__F(chain) {
-    const float *a, *b;
-    int64_t row, step;
-    int32_t b_step, depth;
-} RA__F(chain);
-
-RA__OP void RA__F(clear)(RA__V (*c)[RA__NT], const int32_t ni) {
-    int32_t i, t;
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < RA__NT; t++) c[i][t] = RA__F(set)(0.0f);
-}
-
-RA__OP void RA__F(follow)(const RA__F(chain) *x, RA__V (*c)[RA__NT], const int32_t ni) {
-    const float *a = x->a, *b = x->b;
-    const int64_t row = x->row, step = x->step;
-    const int32_t b_step = x->b_step;
-    int32_t k, i, t;
-    RA__UNROLL_2 for (k = 0; k < x->depth; k++, a += step, b += b_step) {
-        RA__V y[RA__NT];
-        RA__UNROLL for (t = 0; t < RA__NT; t++) y[t] = RA__F(hold)(RA__F(load)(b + t * RA__W));
-        RA__UNROLL for (i = 0; i < ni; i++) {
-            RA__V z = RA__F(set)(a[i * row]);
-            RA__UNROLL for (t = 0; t < RA__NT; t++) c[i][t] = RA__F(fma)(z, y[t], c[i][t]);
-        }
-    }
-}
-
 /* Products of ni rows of keys (stride in floats) with one slab of packed rows [dim][RA__SLAB], in
  * pieces of RA__DEPTH as in forward; sum [ni][64] is where the pieces meet. */
 RA__OP void RA__F(back_dots)(RA__F(chain) *x, int32_t dim, float *sum, RA__V (*c)[RA__NT],
@@ -3160,8 +3163,8 @@ RA__OP void RA__F(back_dots)(RA__F(chain) *x, int32_t dim, float *sum, RA__V (*c
     x->b_step = RA__SLAB;
     for (d = 0;; d += RA__DEPTH) {
         x->depth = dim - d < RA__DEPTH ? dim - d : RA__DEPTH;
-        RA__F(clear)(c, ni);
-        RA__F(follow)(x, c, ni);
+        RA__F(clear)(c, ni, RA__NT);
+        RA__F(follow)(x, c, ni, RA__NT);
         RA__UNROLL for (i = 0; i < ni; i++)
             RA__UNROLL for (t = 0; t < RA__NT; t++)
                 if (d > 0) c[i][t] = c[i][t] + RA__F(load)(sum + i * RA_BLOCK_TOKENS + t * RA__W);
@@ -3310,8 +3313,8 @@ RA__OP void RA__F(back_query_tile)(const ra__tile *x, int32_t row, int32_t d, co
     chain.b = x->ds + row;
     chain.b_step = RA_BLOCK_TOKENS;
     chain.depth = x->keys->n;
-    RA__F(clear)(c, ni);
-    RA__F(follow)(&chain, c, ni);
+    RA__F(clear)(c, ni, RA__NT);
+    RA__F(follow)(&chain, c, ni, RA__NT);
     RA__UNROLL for (i = 0; i < ni; i++)
         RA__UNROLL for (t = 0; t < RA__NT; t++) {
             float *to = acc + i * RA__SLAB + t * RA__W;
@@ -3384,8 +3387,8 @@ RA__OP void RA__F(back_key_tile)(const RA__F(outer) *o, int32_t d, int32_t j, co
     chain.depth = o->x->x->p.rows;
     RA__UNROLL for (i = 0; i < ni; i++)
         ra__prefetch_row(o->to + (j + ni + i) * o->stride, d, RA__SLAB * 4);
-    RA__F(clear)(c, ni);
-    RA__F(follow)(&chain, c, ni);
+    RA__F(clear)(c, ni, RA__NT);
+    RA__F(follow)(&chain, c, ni, RA__NT);
     RA__UNROLL for (i = 0; i < ni; i++)
         RA__F(back_add)(o->to + (j + i) * o->stride + d, c[i], o->dim - d);
 }
@@ -3407,7 +3410,7 @@ RA__PART void RA__F(back_keys_dirty)(const RA__F(outer) *o) {
         for (j = 0; j < o->x->keys->n; j++) {
             const float *from = o->rows + (int64_t)d * RA_BLOCK_TOKENS;
             RA__V c[1][RA__NT];
-            RA__F(clear)(c, 1);
+            RA__F(clear)(c, 1, RA__NT);
             for (r = 0; r < p->rows; r++, from += RA__SLAB) {
                 RA__V a = RA__F(set)(o->a[j * RA_BLOCK_TOKENS + r]);
                 if (!ra__row_sees(p->geo, r, o->x->keys->pos[j])) continue;
@@ -3418,9 +3421,18 @@ RA__PART void RA__F(back_keys_dirty)(const RA__F(outer) *o) {
         }
 }
 
-RA__FN void RA__F(back_outer)(const RA__F(outer) *o) {
-    if (o->x->partial && !o->x->x->clean) RA__F(back_keys_dirty)(o);
-    else RA__F(back_keys)(o);
+/* dV of a tile, or dK. */
+RA__FN void RA__F(back_outer)(const ra__tile *x, int32_t dk) {
+    RA__F(outer) o;
+    o.x = x;
+    o.a = dk ? x->ds : x->p;
+    o.rows = dk ? x->x->q_rows : x->x->g_rows;
+    o.to = dk ? x->dk : x->dv;
+    o.stride = dk ? x->dk_stride : x->dv_stride;
+    o.dim = dk ? x->k_dim : x->v_dim;
+    if (!o.to) return;
+    if (x->partial && !x->x->clean) RA__F(back_keys_dirty)(&o);
+    else RA__F(back_keys)(&o);
 }
 
 /* The passes between the products, where they are not the plain ones. */
@@ -3439,9 +3451,7 @@ RA__FN void RA__F(fold_back_tile)(const ra__tile *x) {
     const ra__panel *p = &x->x->p;
     const int32_t general = x->partial || ra__score_is_modified(&p->score) || p->drop.least ||
                             x->x->d_bias;
-    RA__F(outer) o;
     int32_t row;
-    o.x = x;
     RA__F(back_scores)(x, general);
     for (row = 0; general && row < p->rows; row += RA__W) RA__F(back_weights)(x, row);
     if (x->want_q || x->dk || x->x->d_bias || p->drop.least) {
@@ -3450,22 +3460,8 @@ RA__FN void RA__F(fold_back_tile)(const ra__tile *x) {
     }
     if (x->want_q && x->partial && !x->k_clean) RA__F(back_queries_dirty)(x);
     else if (x->want_q) RA__F(back_queries)(x);
-    if (x->dv) {
-        o.a = x->p;
-        o.rows = x->x->g_rows;
-        o.to = x->dv;
-        o.stride = x->dv_stride;
-        o.dim = x->v_dim;
-        RA__F(back_outer)(&o);
-    }
-    if (x->dk) {
-        o.a = x->ds;
-        o.rows = x->x->q_rows;
-        o.to = x->dk;
-        o.stride = x->dk_stride;
-        o.dim = x->k_dim;
-        RA__F(back_outer)(&o);
-    }
+    RA__F(back_outer)(x, 0);
+    RA__F(back_outer)(x, 1);
 }
 
 RA__FN void RA__F(fold_back)(const ra__tile *x, int32_t count) {
@@ -3576,6 +3572,20 @@ static const ra__kernel RA__F(kernel) = {
 
 #undef RA__SLAB
 #undef RA__PART
+/* What the room of the instruction set has defined. */
+#undef RA__F
+#undef RA__ISA
+#undef RA__TARGET
+#undef RA__FN
+#undef RA__OP
+#undef RA__V
+#undef RA__I
+#undef RA__M
+#undef RA__W
+#undef RA__NT
+#undef RA__NI
+#undef RA__DK
+#undef RA__DC
 #endif /* RA__BODY */
 
 #if defined(RA__MAIN)
@@ -3736,19 +3746,6 @@ RA__OP void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
 
 #include RINGATTN_SELF
 
-#undef RA__F
-#undef RA__ISA
-#undef RA__FN
-#undef RA__OP
-#undef RA__V
-#undef RA__I
-#undef RA__M
-#undef RA__W
-#undef RA__NT
-#undef RA__NI
-#undef RA__DK
-#undef RA__DC
-
 #if RA__X86
 /* ========================================================================== AVX2
  * AVX2, FMA, F16C: 16 registers of 8 lanes, tiles of 6 keys and 16 rows. */
@@ -3888,20 +3885,6 @@ RA__OP void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
 }
 
 #include RINGATTN_SELF
-
-#undef RA__F
-#undef RA__ISA
-#undef RA__TARGET
-#undef RA__FN
-#undef RA__OP
-#undef RA__V
-#undef RA__I
-#undef RA__M
-#undef RA__W
-#undef RA__NT
-#undef RA__NI
-#undef RA__DK
-#undef RA__DC
 
 /* ========================================================================== AVX512
  * AVX-512 F, BW, DQ, VL: 32 registers of 16 lanes, tiles of 4 keys and 64 rows. gcc 12
@@ -4058,19 +4041,7 @@ RA__OP void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
 
 #include RINGATTN_SELF
 
-#undef RA__F
-#undef RA__ISA
-#undef RA__TARGET
-#undef RA__FN
-#undef RA__OP
-#undef RA__V
-#undef RA__I
-#undef RA__M
-#undef RA__W
-#undef RA__NT
-#undef RA__NI
-#undef RA__DK
-#undef RA__DC
+RA__RANGES_BEGIN
 
 /* ========================================================================== AVX512 BF16
  * Forward where q, k and v are bf16, by vdpbf16ps: c += a1 b1, then c += a0 b0, of pairs of bf16,
@@ -4095,9 +4066,10 @@ RA__OP void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
 #define RA__BF_FN RA__UNUSED RA__BF_TARGET static
 #define RA__BF_OP RA__INLINE RA__BF_TARGET
 
-/* 2^f for f in [0, 1] to 7.5e-5, plus half a step of bf16: cut off after 16 bits it is rounded. */
-static const float ra__bf_exp2[4] = {0.999925219f + 0.00390625f, 0.69583354f, 0.226067155f,
-                                     0.0780245227f};
+/* 2^f for f in [0, 1] to 7.5e-5, far below half a step of bf16. Half a step more, and what is cut
+ * off after 16 bits is rounded. */
+static const float ra__bf_exp2[4] = {0.999925219f, 0.69583354f, 0.226067155f, 0.0780245227f};
+static const float ra__bf_half_step = 0.00390625f;
 
 /* Rows [row, row + 16 nt) of a panel against one block. */
 typedef struct ra__bf_work {
@@ -4133,48 +4105,30 @@ RA__BF_OP __m512i ra__bf_broadcast(const uint8_t *p) {
     return _mm512_set1_epi32(pair);
 }
 
-/* 16 x 16 lanes of 32 bits. */
-RA__BF_OP void ra__bf_transpose(__m512i r[16]) {
-    __m512i t[16];
-    int32_t i;
-    RA__UNROLL for (i = 0; i < 8; i++) {
-        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-    }
-    RA__UNROLL for (i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    RA__UNROLL for (i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    RA__UNROLL for (i = 0; i < 8; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-    }
-}
-
-/* 2^x, of which the upper 16 bits are meant. */
-RA__BF_OP __m512 ra__bf_exp(__m512 x) {
+/* 2^x, larger by `more` in relative terms where x is whole: see ra__bf_half_step. */
+RA__BF_OP __m512 ra__bf_exp(__m512 x, const float more) {
     __m512 f = _mm512_reduce_ps(x, 1), p = _mm512_set1_ps(ra__bf_exp2[3]);
     int32_t i;
-    RA__UNROLL for (i = 2; i >= 0; i--)
+    RA__UNROLL for (i = 2; i > 0; i--)
         p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(ra__bf_exp2[i]));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(ra__bf_exp2[0] + more));
     return _mm512_scalef_ps(p, x);
 }
 
 /* Pairs of p of two keys; l += both. */
 RA__BF_OP __m512i ra__bf_exp_pair(__m512 x0, __m512 x1, __m512 *l) {
     const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
-    const __m512i a = _mm512_and_si512(_mm512_castps_si512(ra__bf_exp(x0)), high);
-    const __m512i b = _mm512_and_si512(_mm512_castps_si512(ra__bf_exp(x1)), high);
+    const __m512 p0 = ra__bf_exp(x0, ra__bf_half_step), p1 = ra__bf_exp(x1, ra__bf_half_step);
+    const __m512i a = _mm512_and_si512(_mm512_castps_si512(p0), high);
+    const __m512i b = _mm512_and_si512(_mm512_castps_si512(p1), high);
     *l = _mm512_add_ps(*l, _mm512_add_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b)));
     return _mm512_or_si512(_mm512_srli_epi32(a, 16), b);
+}
+
+/* The first n of up to 32 lanes, n being any number. */
+RA__BF_OP uint32_t ra__bf_first(int32_t n, const int32_t lanes) {
+    if (n >= lanes) return 0xffffffffu >> (32 - lanes);
+    return n > 0 ? ((uint32_t)1 << n) - 1 : 0;
 }
 
 /* The rows of vector t that see key j, as lanes. */
@@ -4203,7 +4157,31 @@ RA__BF_OP void ra__bf_step(const float *q, const uint8_t *const *k, int32_t d, _
     }
 }
 
-/* The same of what is left from d on: pairs, and an odd last dim, which has no partner in K. */
+/* c[i][t] += sum over n pairs: a [i * a_row + pair * a_step] broadcast, b [pair][64]. */
+typedef struct ra__bf_chain {
+    const uint8_t *a;
+    const float *b;
+    int64_t a_row, a_step;             /* bytes */
+    int32_t n;
+} ra__bf_chain;
+
+RA__BF_OP void ra__bf_follow(const ra__bf_chain *x, __m512 (*c)[4], const int32_t ni,
+                             const int32_t nt) {
+    const uint8_t *a = x->a;
+    const float *b = x->b;
+    int32_t j, i, t;
+    RA__UNROLL_2 for (j = 0; j < x->n; j++, b += 64, a += x->a_step) {
+        __m512i y[4];
+        RA__UNROLL for (t = 0; t < nt; t++) y[t] = ra__bf_load(b + 16 * t);
+        RA__UNROLL for (i = 0; i < ni; i++) {
+            __m512i z = ra__bf_broadcast(a + x->a_row * i);
+            RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
+        }
+    }
+}
+
+/* c[i][t] += K Q^T of what is left from d on: pairs of dims, and an odd last dim, which has no
+ * partner in K. */
 RA__BF_OP void ra__bf_steps(const ra__bf_work *w, const uint8_t *const *k, int32_t d,
                             __m512 (*c)[4], const int32_t ni, const int32_t nt) {
     const float *q = w->p->q + w->row;
@@ -4385,8 +4363,7 @@ RA__BF_FN void ra__bf_raise(ra__bf_work *w, int32_t t, __mmask16 over) {
 
 /* Rows of vector t that the panel has. */
 RA__BF_OP __mmask16 ra__bf_live(const ra__bf_work *w, int32_t t) {
-    const int32_t n = w->p->rows - (w->row + 16 * t);
-    return n >= 16 ? 0xffff : n > 0 ? ra__first_avx512(n) : 0;
+    return (__mmask16)ra__bf_first(w->p->rows - w->row - 16 * t, 16);
 }
 
 /* 1 if some row has no maximum yet; notes l and m. */
@@ -4459,21 +4436,17 @@ RA__BF_OP int32_t ra__bf_to(const ra__bf_work *w) {
 RA__BF_OP void ra__bf_value_tile(const ra__bf_work *w, int32_t d, const int32_t ni,
                                  const int32_t nt, const int32_t masked) {
     float *acc = w->p->acc + d * 64 + w->row;
-    const float *x = w->pairs + w->first / 2 * 64 + w->row;
-    const uint8_t *v = w->keys->v + w->first / 2 * w->keys->v_stride + 4 * d;
-    const int32_t n = ra__bf_to(w) - w->first / 2;
+    ra__bf_chain x;
     __m512 c[8][4];
-    int32_t i, t, j;
+    int32_t i, t;
+    x.a = w->keys->v + w->first / 2 * w->keys->v_stride + 4 * d;
+    x.a_row = 4;
+    x.a_step = w->keys->v_stride;
+    x.b = w->pairs + w->first / 2 * 64 + w->row;
+    x.n = ra__bf_to(w) - w->first / 2;
     RA__UNROLL for (i = 0; i < ni; i++)
         RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_loadu_ps(acc + i * 64 + t * 16);
-    RA__UNROLL_2 for (j = 0; j < n; j++, x += 64, v += w->keys->v_stride) {
-        __m512i y[4];
-        RA__UNROLL for (t = 0; t < nt; t++) y[t] = ra__bf_load(x + 16 * t);
-        RA__UNROLL for (i = 0; i < ni; i++) {
-            __m512i z = ra__bf_broadcast(v + 4 * i);
-            RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
-        }
-    }
+    ra__bf_follow(&x, c, ni, nt);
     RA__UNROLL for (t = 0; t < nt; t++) {
         const __mmask16 any = (__mmask16)(w->any >> (w->row + 16 * t));
         RA__UNROLL for (i = 0; i < ni; i++) {
@@ -4588,11 +4561,6 @@ RA__BF_FN void ra__fold_bf16(const ra__panel *p, const ra__keys *keys, const int
     }
 }
 
-/* Elements of a row from d on that a vector of n takes, as a mask. */
-RA__BF_OP uint32_t ra__bf_first(int32_t dim, int32_t d, int32_t n) {
-    return dim - d >= n ? (uint32_t)(((uint64_t)1 << n) - 1) : ((uint32_t)1 << (dim - d)) - 1;
-}
-
 RA__BF_OP int32_t ra__bf_up(int32_t dim, int32_t to) { return (dim + to - 1) / to * to; }
 
 /* Pairs of dims of 16 rows to lanes; rows that are not there, and dims from dim to up, are zero.
@@ -4600,19 +4568,20 @@ RA__BF_OP int32_t ra__bf_up(int32_t dim, int32_t to) { return (dim + to - 1) / t
  * 71.5 to 73 % of the peak. */
 RA__BF_FN void ra__bf_load_q(const ra__panel *p, const uint8_t *from, int64_t stride, int32_t dim,
                              int32_t up) {
-    __m512i r[16];
+    __m512 r[16];
     int32_t row, d, i;
     for (row = 0; row < p->rows; row++)
         ra__prefetch((uintptr_t)(from + row * stride), 2 * dim);
     for (row = 0; row < RA_BLOCK_TOKENS; row += 16)
         for (d = 0; d < up; d += 32) {
-            const uint32_t first = ra__bf_first(dim, d, 32);
+            const uint32_t first = ra__bf_first(dim - d, 32);
             const uint8_t *at = from + row * stride + 2 * d;
             RA__UNROLL for (i = 0; i < 16; i++)
-                r[i] = _mm512_maskz_loadu_epi16(row + i < p->rows ? first : 0, at + i * stride);
-            ra__bf_transpose(r);
+                r[i] = _mm512_castsi512_ps(
+                    _mm512_maskz_loadu_epi16(row + i < p->rows ? first : 0, at + i * stride));
+            ra__transpose_avx512(r);
             RA__UNROLL for (i = 0; i < 16; i++)
-                if (d + 2 * i < up) _mm512_storeu_si512(p->q + (d / 2 + i) * 64 + row, r[i]);
+                if (d + 2 * i < up) _mm512_storeu_ps(p->q + (d / 2 + i) * 64 + row, r[i]);
         }
 }
 
@@ -4644,16 +4613,14 @@ RA__BF_FN void ra__sizes_bf16(ra__bytes *out, const ra_desc *d, int32_t shared) 
     out->v = lane / 2 * ra__bf_up(d->v_dim, 16);
 }
 
-/* Pairs of keys j and j + 1, dims d to d + 15; zero beyond the last of either. Notes NaN and
- * infinities in bad. */
-RA__BF_OP __m512i ra__bf_pair_v(const ra__keys *keys, int32_t j, int32_t dim, int32_t d,
-                                uint32_t *bad) {
+/* Pairs of the first two of `rows` rows: elements in m, others are zero. Notes NaN and infinities
+ * in bad. */
+RA__BF_OP __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int32_t rows, __mmask16 m,
+                                   uint32_t *bad) {
     const __m256i e = _mm256_set1_epi16(0x7f80);
-    const __mmask16 m = dim > d ? (__mmask16)ra__bf_first(dim, d, 16) : 0;
-    const uint8_t *v = keys->v + j * keys->v_stride + 2 * d;
     __m256i a = _mm256_setzero_si256(), b = a;
-    if (j < keys->n) a = _mm256_maskz_loadu_epi16(m, v);
-    if (j + 1 < keys->n) b = _mm256_maskz_loadu_epi16(m, v + keys->v_stride);
+    if (rows > 0) a = _mm256_maskz_loadu_epi16(m, from);
+    if (rows > 1) b = _mm256_maskz_loadu_epi16(m, from + stride);
     *bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(a, e), e);
     *bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(b, e), e);
     return _mm512_or_si512(_mm512_cvtepu16_epi32(a),
@@ -4664,7 +4631,8 @@ RA__BF_OP __m512i ra__bf_pair_v(const ra__keys *keys, int32_t j, int32_t dim, in
  * of all without their signs, as integers.
  * PERF: by 32 dims, not 16: Zen 5, causal, 1024 tokens, D 64 and 128: 65.4 to 66.2 and 73 to 74 %
  * of the peak. */
-RA__BF_FN int32_t ra__bf_pack_v(uint8_t *to, const ra__keys *keys, int32_t dim) {
+RA__BF_FN int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
+                                int32_t dim) {
     const __m512i index = _mm512_add_epi32(
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                            _mm512_set1_epi32(0x00010001)), _mm512_set1_epi32(0x00200000));
@@ -4673,13 +4641,12 @@ RA__BF_FN int32_t ra__bf_pack_v(uint8_t *to, const ra__keys *keys, int32_t dim) 
     const int64_t row = 4 * (int64_t)ra__bf_up(dim, 16);
     __m512i top = _mm512_setzero_si512();
     int32_t j, d;
-    for (j = 0; j < keys->n; j += 2, to += row)
+    for (j = 0; j < n; j += 2, to += row)
         for (d = 0; d < dim; d += 32) {
-            const uint32_t m = ra__bf_first(dim, d, 32);
-            const uint8_t *v = keys->v + j * keys->v_stride + 2 * d;
+            const uint32_t m = ra__bf_first(dim - d, 32);
+            const uint8_t *v = from + j * stride + 2 * d;
             const __m512i a = _mm512_maskz_loadu_epi16(m, v);
-            const __m512i b = _mm512_maskz_loadu_epi16(j + 1 < keys->n ? m : 0,
-                                                       v + keys->v_stride);
+            const __m512i b = _mm512_maskz_loadu_epi16(j + 1 < n ? m : 0, v + stride);
             top = _mm512_max_epu16(top, _mm512_and_si512(a, size));
             top = _mm512_max_epu16(top, _mm512_and_si512(b, size));
             _mm512_storeu_si512(to + 4 * d, _mm512_permutex2var_epi16(a, index, b));
@@ -4689,23 +4656,32 @@ RA__BF_FN int32_t ra__bf_pack_v(uint8_t *to, const ra__keys *keys, int32_t dim) 
     return !_mm512_cmpge_epu16_mask(top, _mm512_set1_epi16(0x7f80));
 }
 
+/* Copies rows, unless they are stored without gaps: all panels of a group will read them. */
+RA__BF_FN void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *stride, int32_t rows,
+                           int32_t dim) {
+    int32_t j;
+    if (*stride == 2 * (int64_t)dim) return;
+    for (j = 0; j < rows; j++)
+        memcpy(to + 2 * (int64_t)j * dim, *from + j * *stride, 2 * (size_t)dim);
+    *from = to;
+    *stride = 2 * (int64_t)dim;
+}
+
+/* V where it is part of K. */
+RA__BF_OP void ra__bf_find_v(ra__keys *keys, const ra_desc *d) {
+    if (!d->v_in_k) return;
+    keys->v = keys->k + 2 * (int64_t)d->v_column;
+    keys->v_stride = keys->k_stride;
+}
+
 RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__store *store,
                                 int32_t partial) {
-    int32_t j;
     (void)partial;
-    if (d->v_in_k) {
-        keys->v = keys->k + 2 * (int64_t)d->v_column;
-        keys->v_stride = keys->k_stride;
-    }
-    keys->v_clean = ra__bf_pack_v(store->v, keys, d->v_dim);
+    ra__bf_find_v(keys, d);
+    keys->v_clean = ra__bf_pack_v(store->v, keys->v, keys->v_stride, keys->n, d->v_dim);
     keys->v = store->v;
     keys->v_stride = 4 * (int64_t)ra__bf_up(d->v_dim, 16);
-    if (!store->shared || keys->k_stride == 2 * (int64_t)d->k_dim) return;
-    for (j = 0; j < keys->n; j++)
-        memcpy(store->k + 2 * (int64_t)j * d->k_dim, keys->k + j * keys->k_stride,
-               2 * (size_t)d->k_dim);
-    keys->k = store->k;
-    keys->k_stride = 2 * (int64_t)d->k_dim;
+    if (store->shared) ra__bf_copy(store->k, &keys->k, &keys->k_stride, keys->n, d->k_dim);
 }
 
 /* ---- decode, by dot products of pairs: of dims for scores, of keys for values.
@@ -4848,7 +4824,7 @@ RA__BF_OP void ra__bf_few_step(const ra__stretch *x, __m512 *c, int32_t j, const
 RA__BF_OP void ra__bf_few_tile(const ra__few *f, const ra__stretch *x, const float *pairs,
                                int32_t d, const int32_t nc, int32_t row) {
     const int32_t dim = f->d->v_dim, last = x->n - 1;
-    const uint32_t m = nc > 1 || dim - d >= 32 ? ~0u : ((uint32_t)1 << (dim - d)) - 1;
+    const uint32_t m = nc > 1 ? ~0u : ra__bf_first(dim - d, 32);
     const uint8_t *v0 = x->v + 2 * (int64_t)d;
     float *to = f->sum + 4 * d;
     __m512 c[16];
@@ -5008,15 +4984,6 @@ RA__BF_OP int32_t ra__bf_back_is_general(const ra__tile *x) {
     return ra__score_is_modified(&x->x->p.score) || x->x->d_bias;
 }
 
-/* 2^x to 7.5e-5, far below half a step of bf16. */
-RA__BF_OP __m512 ra__bf_back_exp(__m512 x) {
-    __m512 f = _mm512_reduce_ps(x, 1), p = _mm512_set1_ps(0.0780245227f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.226067155f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.69583354f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0.999925219f));
-    return _mm512_scalef_ps(p, x);
-}
-
 /* 32 numbers as bf16, those of a first. */
 RA__BF_OP __m512i ra__bf_round(__m512 a, __m512 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
 
@@ -5043,7 +5010,8 @@ RA__BF_OP void ra__bf_back_weights(const ra__bf_back *b, int32_t j, int32_t t,
     int32_t i;
     RA__UNROLL for (i = 0; i < 2; i++) {
         __m512 lse = _mm512_loadu_ps(p->m + 16 * (t + i));
-        w[i] = ra__bf_back_exp(_mm512_fmsub_ps(_mm512_loadu_ps(at + 16 * i), factor, lse));
+        w[i] = ra__bf_exp(
+            _mm512_fmsub_ps(_mm512_loadu_ps(at + 16 * i), factor, lse), 0.0f);
         if (masked) w[i] = _mm512_maskz_mov_ps(ra__bf_lanes(&b->s, j, t + i), w[i]);
         _mm512_storeu_ps(at + 16 * i, _mm512_mul_ps(w[i], scale));
     }
@@ -5174,23 +5142,19 @@ RA__BF_FN void ra__bf_back_general(const ra__bf_back *b) {
 
 /* dQ of 4 dims from d on. */
 RA__BF_OP void ra__bf_query_tile(const ra__bf_back *b, int32_t d) {
-    const int64_t row = 4 * (int64_t)ra__bf_up(b->x->k_dim, 16);
-    const uint8_t *k = (const uint8_t *)b->x->k_form + 4 * d;
-    const float *ds = b->pairs;
     float *acc = b->x->x->p.acc + d * 64;
+    ra__bf_chain x;
     __m512 c[4][4];
-    int32_t i, j, t;
+    int32_t i, t;
+    x.a = (const uint8_t *)b->x->k_form + 4 * d;
+    x.a_row = 4;
+    x.a_step = 4 * (int64_t)ra__bf_up(b->x->k_dim, 16);
+    x.b = b->pairs;
+    x.n = (b->x->keys->n + 1) / 2;
     ra__prefetch((uintptr_t)(acc + 4 * 64), 1024);
     RA__UNROLL for (i = 0; i < 4; i++)
         RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = _mm512_loadu_ps(acc + i * 64 + t * 16);
-    RA__UNROLL_2 for (j = 0; j < b->x->keys->n; j += 2, k += row, ds += 64) {
-        __m512i y[4];
-        RA__UNROLL for (t = 0; t < 4; t++) y[t] = ra__bf_load(ds + 16 * t);
-        RA__UNROLL for (i = 0; i < 4; i++) {
-            __m512i z = ra__bf_broadcast(k + 4 * i);
-            RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
-        }
-    }
+    ra__bf_follow(&x, c, 4, 4);
     RA__UNROLL for (i = 0; i < 4; i++)
         RA__UNROLL for (t = 0; t < 4; t++) _mm512_storeu_ps(acc + i * 64 + t * 16, c[i][t]);
 }
@@ -5235,8 +5199,7 @@ typedef struct ra__bf_outer {
 
 /* Lanes of 16 columns from d on. */
 RA__BF_OP __mmask16 ra__bf_columns(const ra__bf_outer *o, int32_t d) {
-    const int32_t n = o->dim - d;
-    return n >= 16 ? 0xffff : n > 0 ? ra__first_avx512(n) : 0;
+    return (__mmask16)ra__bf_first(o->dim - d, 16);
 }
 
 /* Sums of key j + i, columns d + 16 t to d + 16 t + 15: what of them there is. */
@@ -5250,24 +5213,21 @@ RA__BF_OP __m512 ra__bf_sums(const ra__bf_outer *o, int32_t d, int32_t j, int32_
 /* 4 keys from j on, 64 columns from d on; whole: they all are there. */
 RA__BF_OP void ra__bf_key_tile(const ra__bf_outer *o, int32_t d, int32_t j, const int32_t whole) {
     float *to = o->to + j * o->stride + d;
+    ra__bf_chain x;
     __m512 c[4][4];
-    int32_t e, i, r, t;
+    int32_t e, i, t;
+    x.a_row = 128;
+    x.a_step = 4;
     RA__UNROLL for (i = 0; i < 4; i++) {
         ra__prefetch((uintptr_t)(to + (4 + i) * o->stride), 256);
         RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = ra__bf_sums(o, d + 16 * t, j + i, whole);
     }
     for (e = 0; e < o->panels; e++) {
-        const uint8_t *a = (const uint8_t *)(o->a + e * RA__BF_SLOT + j * 64);
-        const float *b = o->rows[e] + d * 32;
-        ra__prefetch((uintptr_t)(a + 4 * 128), 512);
-        RA__UNROLL_2 for (r = 0; r < o->x[e].x->p.rows; r += 2, a += 4, b += 64) {
-            __m512i y[4];
-            RA__UNROLL for (t = 0; t < 4; t++) y[t] = ra__bf_load(b + 16 * t);
-            RA__UNROLL for (i = 0; i < 4; i++) {
-                __m512i z = ra__bf_broadcast(a + 128 * i);
-                RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
-            }
-        }
+        x.a = (const uint8_t *)(o->a + e * RA__BF_SLOT + j * 64);
+        x.b = o->rows[e] + d * 32;
+        x.n = (o->x[e].x->p.rows + 1) / 2;
+        ra__prefetch((uintptr_t)(x.a + 4 * 128), 512);
+        ra__bf_follow(&x, c, 4, 4);
     }
     RA__UNROLL for (i = 0; i < 4; i++, to += o->stride)
         RA__UNROLL for (t = 0; t < 4; t++) {
@@ -5369,22 +5329,14 @@ RA__BF_FN void ra__fold_back_bf16(const ra__tile *x, int32_t count) {
 /* Rows of bf16 as pairs of rows, [dim by 64s][32][64 columns]; what is not there is 0. Returns 0 if
  * there is a NaN or an infinity. */
 RA__BF_FN int32_t ra__bf_pack_rows(float *to, const ra__source *s, int32_t rows) {
-    const __m256i e = _mm256_set1_epi16(0x7f80);
     uint32_t bad = 0;
     int32_t d, r;
     for (d = 0; d < ra__bf_up(s->dim, 64); d += 16)
-        for (r = 0; r < 64; r += 2) {
-            const uint8_t *from = s->data + r * s->stride + 2 * d;
-            const __mmask16 m = d < s->dim ? (__mmask16)ra__bf_first(s->dim, d, 16) : 0;
-            __m256i a = _mm256_setzero_si256(), b = a;
-            if (r < rows) a = _mm256_maskz_loadu_epi16(m, from);
-            if (r + 1 < rows) b = _mm256_maskz_loadu_epi16(m, from + s->stride);
-            bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(a, e), e);
-            bad |= _mm256_cmpeq_epi16_mask(_mm256_and_si256(b, e), e);
-            _mm512_storeu_si512(to + d / 64 * 64 * 32 + r / 2 * 64 + d % 64,
-                                _mm512_or_si512(_mm512_cvtepu16_epi32(a),
-                                                _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16)));
-        }
+        for (r = 0; r < 64; r += 2)
+            _mm512_storeu_si512(
+                to + d / 64 * 64 * 32 + r / 2 * 64 + d % 64,
+                ra__bf_pair_rows(s->data + r * s->stride + 2 * d, s->stride, rows - r,
+                                 (__mmask16)ra__bf_first(s->dim - d, 16), &bad));
     return !bad;
 }
 
@@ -5433,7 +5385,7 @@ RA__BF_FN void ra__deltas_bf16(float *delta, const ra__source *o, const ra__sour
         __m512 sum[16];
         RA__UNROLL for (i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
         for (d = 0; d < o->dim; d += 32) {
-            const uint32_t m = ra__bf_first(o->dim, d, 32);
+            const uint32_t m = ra__bf_first(o->dim - d, 32);
             RA__UNROLL for (i = 0; i < 16; i++) {
                 const uint32_t some = i < n ? m : 0;
                 __m512i x = _mm512_maskz_loadu_epi16(some,
@@ -5456,33 +5408,14 @@ RA__BF_FN void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
     out->v = d->v_in_k ? 0 : 128 * (int64_t)d->v_dim;
 }
 
-/* Copies rows, unless they lie without gaps, for all panels of a group will read them. */
-RA__BF_FN void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *stride, int32_t rows,
-                           int32_t dim) {
-    int32_t j;
-    if (*stride == 2 * (int64_t)dim) return;
-    for (j = 0; j < rows; j++)
-        memcpy(to + 2 * (int64_t)j * dim, *from + j * *stride, 2 * (size_t)dim);
-    *from = to;
-    *stride = 2 * (int64_t)dim;
-}
-
 RA__BF_FN int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d, const ra__store *store,
                                         int32_t partial) {
-    ra__keys as_v = *keys;
-    int32_t clean;
+    const int32_t clean = ra__bf_pack_v(store->k, keys->k, keys->k_stride, keys->n, d->k_dim);
     (void)partial;
-    as_v.v = keys->k;
-    as_v.v_stride = keys->k_stride;
-    clean = ra__bf_pack_v(store->k, &as_v, d->k_dim);
     ra__bf_copy(store->k + 128 * (int64_t)ra__bf_up(d->k_dim, 16), &keys->k, &keys->k_stride,
                 keys->n, d->k_dim);
-    if (d->v_in_k) {
-        keys->v = keys->k + 2 * (int64_t)d->v_column;
-        keys->v_stride = keys->k_stride;
-    } else {
-        ra__bf_copy(store->v, &keys->v, &keys->v_stride, keys->n, d->v_dim);
-    }
+    if (d->v_in_k) ra__bf_find_v(keys, d);
+    else ra__bf_copy(store->v, &keys->v, &keys->v_stride, keys->n, d->v_dim);
     return clean;
 }
 
@@ -5656,7 +5589,7 @@ RA__NOINLINE RA__AMX_TARGET void ra__amx_back_piece(const ra__bf_back *b, int32_
                                        _mm512_loadu_ps(b->s.use + to));
             __m512 y = _mm512_fmsub_ps(_mm512_loadu_ps(b->x->ds + at), scale,
                                        _mm512_loadu_ps(b->dp.use + to));
-            x = _mm512_maskz_mov_ps(m, ra__bf_back_exp(x));
+            x = _mm512_maskz_mov_ps(m, ra__bf_exp(x, 0.0f));
             y = _mm512_maskz_mul_ps(m, x, y);
             p[t] = _mm512_add_epi32(_mm512_castps_si512(x), half);
             ds[i][t] = _mm512_add_epi32(_mm512_castps_si512(y), half);
@@ -5917,15 +5850,19 @@ RA__AMX_FN void ra__sizes_amx(ra__bytes *out, const ra_desc *d, int32_t shared) 
 }
 
 /* V^T [2][dim up to 32][32 keys], zero beyond the last; returns 0 if there is a NaN or infinity. */
-RA__AMX_FN int32_t ra__amx_pack_v(uint8_t *to, const ra__keys *keys, int32_t dim) {
+RA__AMX_FN int32_t ra__amx_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
+                                  int32_t dim) {
     uint32_t bad = 0;
     int32_t j, d, i;
     for (j = 0; j < 64; j += 32)
         for (d = 0; d < ra__bf_up(dim, 32); d += 16, to += 16 * 64) {
-            __m512i r[16];
-            for (i = 0; i < 16; i++) r[i] = ra__bf_pair_v(keys, j + 2 * i, dim, d, &bad);
-            ra__bf_transpose(r);
-            for (i = 0; i < 16; i++) _mm512_storeu_si512(to + 64 * i, r[i]);
+            const __mmask16 m = (__mmask16)ra__bf_first(dim - d, 16);
+            __m512 r[16];
+            for (i = 0; i < 16; i++)
+                r[i] = _mm512_castsi512_ps(ra__bf_pair_rows(
+                    from + (j + 2 * i) * stride + 2 * d, stride, n - j - 2 * i, m, &bad));
+            ra__transpose_avx512(r);
+            for (i = 0; i < 16; i++) _mm512_storeu_ps(to + 64 * i, r[i]);
         }
     return !bad;
 }
@@ -5945,11 +5882,8 @@ RA__AMX_FN void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__stor
                                 int32_t partial) {
     const int64_t row = 2 * (int64_t)ra__bf_up(d->k_dim, 32);
     (void)partial;
-    if (d->v_in_k) {
-        keys->v = keys->k + 2 * (int64_t)d->v_column;
-        keys->v_stride = keys->k_stride;
-    }
-    keys->v_clean = ra__amx_pack_v(store->v, keys, d->v_dim);
+    ra__bf_find_v(keys, d);
+    keys->v_clean = ra__amx_pack_v(store->v, keys->v, keys->v_stride, keys->n, d->v_dim);
     keys->v = store->v;
     if (d->k_dim % 32 || keys->n % 32 || (store->shared && keys->k_stride != row))
         ra__amx_pad(store->k, &keys->k, &keys->k_stride, keys->n, d->k_dim);
@@ -6137,16 +6071,9 @@ RA__AMX_FN void ra__sizes_back_amx(ra__bytes *out, const ra_desc *d) {
 
 RA__AMX_FN int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d, const ra__store *store,
                                         int32_t partial) {
-    ra__keys as_v = *keys;
-    int32_t clean;
+    const int32_t clean = ra__amx_pack_v(store->k, keys->k, keys->k_stride, keys->n, d->k_dim);
     (void)partial;
-    as_v.v = keys->k;
-    as_v.v_stride = keys->k_stride;
-    clean = ra__amx_pack_v(store->k, &as_v, d->k_dim);
-    if (d->v_in_k) {
-        keys->v = keys->k + 2 * (int64_t)d->v_column;
-        keys->v_stride = keys->k_stride;
-    }
+    ra__bf_find_v(keys, d);
     if (d->k_dim % 32 || keys->n % 32 || keys->k_stride % RA__ALIAS == 0)
         ra__amx_pad(store->k + 128 * (int64_t)ra__bf_up(d->k_dim, 32), &keys->k, &keys->k_stride,
                     keys->n, d->k_dim);
@@ -6168,6 +6095,7 @@ static const ra__kernel ra__kernel_amx = {
 #undef RA__BF_TARGET
 #undef RA__BF_FN
 #undef RA__BF_OP
+RA__RANGES_END
 
 #if !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -6277,19 +6205,6 @@ RA__OP void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
 }
 
 #include RINGATTN_SELF
-
-#undef RA__F
-#undef RA__ISA
-#undef RA__FN
-#undef RA__OP
-#undef RA__V
-#undef RA__I
-#undef RA__M
-#undef RA__W
-#undef RA__NT
-#undef RA__NI
-#undef RA__DK
-#undef RA__DC
 #endif /* RA__NEON */
 #undef RA__BODY
 #undef RA__UNROLL
@@ -7019,6 +6934,7 @@ static int64_t ra__pairs_seg(const ra_mask *m, int64_t end, const ra__seg *s) {
     }
     return n;
 }
+RA__ONCE_BEGIN
 
 /* ========================================================================== SCHEDULE
  * Chunks, their order, and how far each travels. In: a resolved descriptor. Out: one list of chunks
@@ -8643,6 +8559,8 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
 #undef RA__SHM_LINE
 #endif
 
+RA__ONCE_END
+
 /* ========================================================================== FORWARD
  * Computes: some query rows against the keys of one chunk. In: the call's tensors and where the
  * keys are. Out: running (m, l, acc), or O and LSE after the last chunk. Every row meets the blocks
@@ -9893,6 +9811,8 @@ static void ra__back_sink(const ra__back *b, int32_t head, ra__back_scratch *x) 
     x->left = INT64_MAX;
     (void)ra__back_sink_some(b, head, x);
 }
+
+RA__ONCE_BEGIN
 
 /* ========================================================================== PLAN
  * From one descriptor everything that can be known before a pass: checks, defaults, the schedule of
@@ -13867,6 +13787,8 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
     return s;
 }
 
+RA__ONCE_END
+
 /* ========================================================================== LOCAL
  * One rank, one call: block mathematics on a state, attention with (ith, nth), and the decode form.
  * In: a descriptor and tensors. Out: a state, or O and LSE. No plan, no ring, no allocation. */
@@ -15114,6 +15036,8 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
     return RA_OK;
 }
 
+RA__ONCE_BEGIN
+
 /* ========================================================================== PUBLIC
  * The entry points of plans, rings and passes: they check arguments, lay out memory, and call down.
  * */
@@ -15917,6 +15841,8 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
     return ring ? &ring->refusal : &none;
 }
 
+RA__ONCE_END
+
 #ifdef __cplusplus
 }
 #endif
@@ -15927,6 +15853,10 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
 #endif
 #undef RA__PROCESS_ID
 #undef RA__QUIET_NS
+#undef RA__ONCE_BEGIN
+#undef RA__ONCE_END
+#undef RA__RANGES_BEGIN
+#undef RA__RANGES_END
 #undef RA__X86
 #undef RA__NEON
 #undef RA__INLINE
