@@ -557,6 +557,7 @@ static void ring_free(ring_load *l) {
 
 static void ring_part(void *ctx, int ith, int nth) {
     ring_load *l = (ring_load *)ctx;
+    (void)nth;
     const int rank = ith % l->ranks;
     ra_status s = RA_AGAIN;
     ra_job job;

@@ -414,7 +414,6 @@ static void prepare(world *w, int r)
 static ra_status call(world *w, int r, int ith)
 {
     seat *s = &w->seat[r];
-    int nth = small_range(1, w->threads);
     ra_status st;
     ra_job job;
     prepare(w, r);

@@ -51,7 +51,7 @@ static void shm_end(void *world) { free(world); }
 
 static void judge(const char *name, int processes)
 {
-    cf_maker m = { name, NULL, shm_make, shm_join, shm_leave, shm_end, processes, 1, 0, 0 };
+    cf_maker m = { name, NULL, shm_make, shm_join, shm_leave, shm_end, processes, 1, 0, 0, NULL };
     cf_report rep;
     if (!h_run.large) m.most_ranks = 3;
     rep = cf_judge(&m, NULL, 0, stdout);
