@@ -6269,18 +6269,23 @@ static uint32_t ra__isa_probe(void) {
     return found;
 }
 
-/* Flushes denormals on the way in and out (MXCSR FTZ, DAZ), returns what was set before. */
-RA__INLINE uint32_t ra__fp_enter(void) {
-    uint32_t before = _mm_getcsr();
-    _mm_setcsr(before | 0x8040u);
-    return before;
-}
-RA__INLINE void ra__fp_leave(uint32_t before) { _mm_setcsr(before); }
 #elif RA__NEON
 static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR | 1u << RA_ISA_NEON; }
+#else
+static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR; }
+#endif
 
-/* Flushes denormals (FPCR.FZ), returns what was set before. */
-RA__INLINE uint32_t ra__fp_enter(void) {
+/* Denormals are flushed during a call, also in a build without the vector kernels: the numbers do
+ * not depend on the caller's mode. Returns what was set before, for ra__fp_leave. */
+#if defined(__x86_64__)
+RA__INLINE uint32_t ra__fp_enter(void) {           /* MXCSR: FTZ and DAZ */
+    uint32_t before = __builtin_ia32_stmxcsr();
+    __builtin_ia32_ldmxcsr(before | 0x8040u);
+    return before;
+}
+RA__INLINE void ra__fp_leave(uint32_t before) { __builtin_ia32_ldmxcsr(before); }
+#elif defined(__aarch64__)
+RA__INLINE uint32_t ra__fp_enter(void) {           /* FPCR: FZ */
     uint64_t before;
     __asm__ volatile("mrs %0, fpcr" : "=r"(before));
     __asm__ volatile("msr fpcr, %0" : : "r"(before | 1u << 24));
@@ -6290,7 +6295,6 @@ RA__INLINE void ra__fp_leave(uint32_t before) {
     __asm__ volatile("msr fpcr, %0" : : "r"((uint64_t)before));
 }
 #else
-static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR; }
 RA__INLINE uint32_t ra__fp_enter(void) { return 0; }
 RA__INLINE void ra__fp_leave(uint32_t before) { (void)before; }
 #endif
