@@ -167,18 +167,22 @@
  *   AMX          the same by tiles
  *   NEON         its operations on 4 floats
  *   DISPATCH     which instruction sets this processor has
- *   GEOMETRY     positions and masks: who sees whom
- *   SCHEDULE     chunks, their order and how far they travel; proof against deadlock
- *   TRANSPORT    checks and defaults of transports
- *   SHM          the bundled world: ranks as threads
+ *   GEOMETRY     positions, masks and chunks: which rows a rank holds, and who sees whom
+ *   TENSORS      views, and checks of a call's tensors
+ *   CHECK        checks of a descriptor, and its defaults
  *   FORWARD      query rows against one chunk, with our kernels or somebody else's
  *   BACKWARD     gradients of query rows and of the keys of one chunk
- *   PLAN         checks of a descriptor and the figures of a plan
+ *   LOCAL        one call on one rank, by tasks that its threads share
+ *   DECODE       the same for few query rows
+ *   ATTENTION    ra_attention and its relatives: the forward calls of one rank
+ *   LOCAL BACKWARD   gradients on one rank; what follows is needed for rings only
+ *   SCHEDULE     chunks, their order and how far they travel; proof against deadlock
+ *   WORKSPACE    the memory of a ring
+ *   PLAN         the schedule of a rank, and its figures
+ *   TRANSPORT    checks and defaults of transports
+ *   SHM          the bundled world: ranks as threads
  *   RING         one rank's pass as a state machine
  *   ESTIMATE     how long a context fits, how large a block hides a hop
- *   TENSORS      checks of a call's tensors
- *   LOCAL        one rank, one call: block mathematics, attention, decoding, gradients
- *   PUBLIC       the entry points of plans, rings and passes
  *
  * Configuration, defined before the include that has the implementation:
  *   RINGATTN_IMPLEMENTATION   this is the one file with the code
@@ -1691,6 +1695,17 @@ static uint8_t *ra__workspace_align(void *workspace, size_t *bytes) {
     *bytes = *bytes < skip ? 0 : *bytes - skip;
     return (uint8_t *)workspace + skip;
 }
+
+RINGATTN_API const char *ra_status_text(ra_status status) {
+    switch (status) {
+#define RA__TEXT(name, value, text) case name: return text;
+        RA_STATUS_LIST(RA__TEXT)
+#undef RA__TEXT
+        default: return "unknown status";
+    }
+}
+
+RINGATTN_API int32_t ra_version(void) { return RINGATTN_VERSION; }
 
 /* ========================================================================== MATH
  * Scalar arithmetic without libm: bits of floats, 16-bit formats, exp, log, sqrt, and the merge of
@@ -6938,36 +6953,6 @@ static int64_t ra__pairs_seg(const ra_mask *m, int64_t end, const ra__seg *s) {
     }
     return n;
 }
-RA__ONCE_BEGIN
-
-/* ========================================================================== SCHEDULE
- * Chunks, their order, and how far each travels. In: a resolved descriptor. Out: one list of chunks
- * in the order in which every row folds them and every link carries them, and for one rank the
- * sublists it folds, receives and sends.
- *
- * Order. DESC: sequence by sequence, owners descending, chunks descending; for contiguous causal
- * shards, where a row's keys then come from its own block downwards. TURN: owners ascending, chunks
- * ascending: owner 0 sends its whole shard round, then owner 1, and a rank folds its own keys on
- * its turn. Either way a row meets the blocks of the grid in an order that does not depend on the
- * number of ranks.
- *
- * No deadlock. All links carry chunks in the order of the one list. The first chunk of the list
- * that is not home yet is at the head of its link, and the receiver's buffers hold only chunks
- * before it, which are done: so with one buffer or more something always moves. ra__tour_steps
- * shows it: it gives every message a step, and what a message waits for has an earlier one. The
- * steps number the exchanges for transports that know only sendrecv.
- *
- * Time. With two buffers or more a forward pass of C chunks on P ranks takes less than
- * C + (sequences + 1) P steps, whatever mask and layout: going up, chunk c of the list may leave
- * its owner o in step c + o + P * sequence and never stop, for a chunk of a later owner then stays
- * behind those before it, all the way round; DESC, where nobody is above the last owner, needs
- * C + P. The steps that are chosen are never later, and another direction is taken only where it
- * needs fewer. A backward pass has the same bound unless an owner's chunks differ in how far they
- * travel (windows to both sides, zigzag windows): gradients come home in the order of the list. */
-
-enum { RA__FRAME_BYTES = 64, RA__ADDRESS_BYTES = 128, RA__SHARED_BUFFERS = 16 };
-enum { RA__MOST_RANKS = 4096 };
-
 /* Keys of one owner that travel together: one segment, or for zigzag two, mirrored. Of RUNS the
  * segment is rows of several runs that follow one another, whole blocks of a list: pos and stride
  * are those of its first row. */
@@ -6985,165 +6970,6 @@ typedef struct ra__chunk {
     int64_t low, high;                 /* smallest and largest position; in a plan */
 } ra__chunk;
 
-/* What travels in a pass: chunks of keys, or of queries, in global order. */
-typedef struct ra__travel {
-    ra__chunk *chunk;
-    int64_t chunks;
-    uint8_t *need;                     /* [ranks][need_row] bit 2 c + i: the rank folds segment i of
-                                        * chunk c */
-    int64_t need_row;                  /* bytes */
-} ra__travel;
-
-/* A segment of a chunk of keys among all of its sequence, which are sorted by `first`. */
-typedef struct ra__place {
-    int64_t first;                     /* smallest position */
-    int64_t top;                       /* largest position up to here */
-    int64_t blocks;                    /* of all places before this one */
-    int32_t chunk, seg;
-} ra__place;
-
-/* Keys of a rank that lie side by side: smallest and largest position. */
-typedef struct ra__span { int64_t first, last; int32_t rank; } ra__span;
-
-typedef struct ra__exchange {          /* one step of the lock-step run with this rank in it */
-    int32_t send, recv;                /* index in the send and receive list, -1: none; recv from
-                                        * -2 downwards: -2 - index in the list of what comes home */
-    int64_t step;
-} ra__exchange;
-
-/* One kind of pass on one rank: what it folds, receives and sends, each in the order that the plan
- * fixes. Entries of recv and send are messages between this rank and its neighbours. */
-typedef struct ra__route {
-    int32_t *fold;                     /* chunk, or -1 - b: a sequence with rows and no keys */
-    int32_t *fold_recv;                /* index in recv, -1: its own */
-    int32_t *fold_index;               /* how many entries of its sequence come before it */
-    uint8_t *fold_last;                /* 1: the last of its sequence */
-    int32_t *recv, *send;              /* chunks */
-    int32_t *send_recv;                /* index in recv, -1: its own */
-    int32_t *recv_fold, *recv_send;    /* index in fold and send, -1: neither folded nor sent on */
-    int32_t *send_fold;                /* backward: index in fold, after which it may go; or -1 */
-    int64_t folds, recvs, sends, exchanges;
-    ra__exchange *exchange;
-    int64_t steps;                     /* of the lock-step run on all ranks */
-    int32_t backward, direction;       /* +1: chunks go to rank + 1 */
-    int64_t chunk_bytes;               /* longest message; backward: but those home */
-    int64_t home_bytes;                /* backward from here on: longest message home */
-    uint8_t *fold_phase;               /* RA__AFTER, RA__BEFORE: which tiles */
-    int32_t *fold_own;                 /* index among the chunks that this rank owns, -1: not its */
-    int32_t *own, *own_fold, *own_home; /* own chunks; where they start in fold; index in home, -1:
-                                        * it never leaves */
-    int32_t *home, *home_own, *home_fold; /* own chunks that come home; indices in own and fold, -1:
-                                        * nothing is folded at home */
-    int64_t owns, homes;
-    const ra__chunk *chunk;            /* of the list that the pass works on */
-} ra__route;
-
-/* Counts that size a rank's workspace. words: small messages that end a shared pass. */
-typedef struct ra__counts { int64_t tasks, recvs, sends, own, stays; } ra__counts; /* own: leave */
-typedef struct ra__sizes {
-    int64_t rows, key_rows, words_in, words_out;
-    int32_t panels, back_parts;
-    ra__counts forward, back;
-} ra__sizes;
-
-/* Hashes of AGREED values as given, by what they concern. */
-enum { RA__AGREE_SIZES, RA__AGREE_DTYPES, RA__AGREE_MASK, RA__AGREE_LAYOUT, RA__AGREE_SCORES,
-       RA__AGREE_TRAINING, RA__AGREE_MESSAGES, RA__AGREE_PARTS };
-typedef struct ra__agreed { uint64_t part[RA__AGREE_PARTS]; } ra__agreed;
-
-/* A run among all runs of a table, by first position. */
-typedef struct ra__held {
-    ra_run run;
-    int64_t rows;                      /* of all entries before it */
-    int64_t group;                     /* entries [group, it) may reach beyond its first position,
-                                        * those before do not */
-} ra__held;
-
-struct ra_plan {
-    ra_desc d;                         /* resolved; its arrays are copies in this plan */
-    ra_allocator allocator;
-    int64_t bytes;                     /* of this allocation */
-    ra__agreed agreed;
-    int32_t order, direction;
-    int32_t on_grid;                   /* 1: all cuts lie on the block grid */
-    int32_t dense;                     /* 1: key positions [0, kv_tokens) are all held */
-    int64_t *q_cut, *k_cut;            /* [B][2 ranks + 1], null for STRIPED, RUNS, ARRAY */
-    int64_t *q_run0, *k_run0;          /* RUNS: [ranks + 1] first entry in the tables */
-    ra__before *q_before, *k_before;   /* RUNS: of rank r from entry run0[r] + r on */
-    ra__held *held;                    /* RUNS: all runs of keys by their first position */
-    int64_t *held_order, held_count;   /* entries of k_runs in that order */
-    ra__travel keys, queries;          /* queries: RA_TRAVEL_Q */
-    ra__place *place;                  /* all segments of keys, and one entry that ends them; not
-                                        * of ARRAY */
-    int64_t *place0;                   /* [B + 1] first place of a sequence */
-    ra__route forward, back;           /* back: if d.train is 1 */
-    int32_t square;                    /* queries and keys are the same positions everywhere */
-    int32_t split;                     /* backward: owners fold twice, see ra__back_lists */
-    int32_t back_direction;
-    int64_t *task0, *back_task0;       /* [B + 1] first task of a sequence */
-    ra__sizes sizes;                   /* of d.rank */
-    int32_t *readers, *sources;        /* ranks that read this rank's keys, and whose it reads */
-    int64_t *source_end;               /* entries of fold after which a source is not read again */
-    int64_t reader_count, source_count;
-    int64_t chunk_bytes;               /* longest message */
-    int64_t *start;                    /* [chunks] scratch: the step in which a chunk leaves its
-                                        * owner, see ra__tour_steps */
-    int64_t *line;                     /* [2 ranks] scratch of ra__tour_steps */
-    ra__span *span;                    /* RA_TRAVEL_Q: scratch of ra__key_spans */
-    int64_t unvisited, back_unvisited; /* empty tiles of chunks that this rank never folds */
-    ra_plan_report report;             /* of d.rank */
-};
-
-/* The rank `steps` above another, and how many steps one is above another; cyclic. */
-RA__INLINE int32_t ra__rank_up(const ra_plan *p, int32_t rank, int32_t steps) {
-    int32_t n = rank + steps;
-    return n < 0 ? n + p->d.ranks : n >= p->d.ranks ? n - p->d.ranks : n;
-}
-RA__INLINE int32_t ra__ranks_up(const ra_plan *p, int32_t from, int32_t to) {
-    return to < from ? to - from + p->d.ranks : to - from;
-}
-
-/* What travels backward. */
-RA__INLINE const ra__travel *ra__back_travel(const ra_plan *p) {
-    return p->d.backward_travel == RA_TRAVEL_Q ? &p->queries : &p->keys;
-}
-
-/* The rank needs segment i of chunk c, needs any of the chunk. */
-RA__INLINE int ra__need_seg(const ra__travel *t, int64_t c, int32_t i, int32_t rank) {
-    int64_t bit = 2 * c + i;
-    return (t->need[rank * t->need_row + bit / 8] >> (bit % 8)) & 1;
-}
-RA__INLINE int ra__need(const ra__travel *t, int64_t c, int32_t rank) {
-    return ((t->need[rank * t->need_row + c / 4] >> (2 * c % 8)) & 3) != 0;
-}
-RA__INLINE int ra__needs(const ra_plan *p, int64_t chunk, int32_t rank) {
-    return ra__need(&p->keys, chunk, rank);
-}
-RA__INLINE int ra__needs_q(const ra_plan *p, int64_t chunk, int32_t rank) {
-    return ra__need(&p->queries, chunk, rank);
-}
-
-/* Rows of the queries (keys = 0) or keys of a rank. ARRAY positions are filled in by the pass. */
-static ra__side ra__plan_side(const ra_plan *p, int keys, int32_t rank) {
-    const ra_layout *l = &p->d.layout;
-    const int64_t *run0 = keys ? p->k_run0 : p->q_run0;
-    ra__side s;
-    memset(&s, 0, sizeof s);
-    s.layout = l->kind;
-    s.rank = rank;
-    s.ranks = p->d.ranks;
-    s.batch_cuts = 1;
-    s.offset = keys ? 0 : p->d.q_offset;
-    s.cut = keys ? p->k_cut : p->q_cut;
-    if (l->kind == RA_LAYOUT_RUNS) {
-        s.list.run = (keys ? l->k_runs : l->q_runs) + run0[rank];
-        s.list.count = run0[rank + 1] - run0[rank];
-        s.list.before = (keys ? p->k_before : p->q_before) + run0[rank] + rank;
-    }
-    if (l->kind == RA_LAYOUT_ARRAY) s.array_rows = (keys ? l->k_rows : l->q_rows)[rank];
-    return s;
-}
-
 /* Positions from here on hold no key of sequence b. */
 RA__INLINE int64_t ra__key_end(const ra_desc *d, int32_t b, int array) {
     return array ? RA_MAX_POSITION : ra__k_len(d, b);
@@ -7151,102 +6977,6 @@ RA__INLINE int64_t ra__key_end(const ra_desc *d, int32_t b, int array) {
 
 RA__INLINE int64_t ra__chunk_rows(const ra__chunk *c) {
     return c->seg[0].rows + (c->segs > 1 ? c->seg[1].rows : 0);
-}
-
-/* Bytes of which addresses and strides of a dtype are multiples. */
-RA__INLINE int32_t ra__element(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
-
-/* Bytes of dim elements that lie side by side. */
-RA__INLINE int64_t ra__row_bytes(int32_t dtype, int64_t dim) {
-    return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * ra__element(dtype);
-}
-
-/* Where the parts of a segment lie in a message: offsets of positions, K and V. */
-typedef struct ra__parts { int64_t pos, k, v; } ra__parts;
-
-/* Positions, K and V of a segment from offset `at` on; returns where they end. */
-static int64_t ra__message_keys(const ra_desc *d, const ra__seg *s, int64_t at, ra__parts *part) {
-    int64_t heads = s->rows * d->kv_heads;
-    part->pos = at;
-    if (d->layout.kind == RA_LAYOUT_ARRAY) at += ra__round_up(4 * s->rows, 64);
-    part->k = part->v = at;
-    at += ra__round_up(heads * ra__row_bytes(d->k_dtype, d->k_dim), 64);
-    if (d->v_in_k) return at;
-    part->v = at;
-    return at + ra__round_up(heads * ra__row_bytes(d->v_dtype, d->v_dim), 64);
-}
-
-/* Lays out the message of a chunk on its way to the rank `hop` ranks after its owner: the segments
- * that go so far. Returns its length. Each part starts on a multiple of 64, the only padding. */
-static int64_t ra__message(const ra_desc *d, const ra__chunk *c, int32_t hop, ra__parts part[2]) {
-    int64_t at = RA__FRAME_BYTES;
-    for (int32_t i = 0; i < c->segs; i++) {
-        int32_t s = i ? 1 - c->lead : c->lead;
-        if (c->hops[s] < hop) break;
-        at = ra__message_keys(d, &c->seg[s], at, &part[s]);
-    }
-    return at;
-}
-
-static int64_t ra__message_bytes(const ra_desc *d, const ra__chunk *c, int32_t hop) {
-    ra__parts part[2];
-    return ra__message(d, c, hop, part);
-}
-
-RA__INLINE int32_t ra__chunk_reach(const ra__chunk *c) { return c->hops[c->lead]; }
-
-/* The f32 gradients of a chunk: offsets of dK and dV of each segment, all heads packed, from `at`
- * on; returns where they end. Under v_in_k dK has both. RA_TRAVEL_Q: dQ of both segments
- * together. */
-static int64_t ra__grad_parts(const ra_desc *d, const ra__chunk *c, int64_t at,
-                              ra__parts grad[2]) {
-    memset(grad, 0, 2 * sizeof *grad);
-    grad[0].k = at;
-    if (d->backward_travel == RA_TRAVEL_Q)
-        return at + ra__round_up(ra__chunk_rows(c) * d->q_heads * d->k_dim * 4, 64);
-    for (int32_t i = 0; i < c->segs; i++) {
-        int64_t heads = c->seg[i].rows * d->kv_heads;
-        grad[i].k = grad[i].v = at;
-        at += ra__round_up(heads * d->k_dim * 4, 64);
-        if (d->v_in_k) continue;
-        grad[i].v = at;
-        at += ra__round_up(heads * d->v_dim * 4, 64);
-    }
-    return at;
-}
-
-/* Backward: the message of a chunk on its way to the rank `hop` after its owner: gradients, then
- * keys of the segments that are still needed there. hop = ranks: on its way home. RA_TRAVEL_Q: dQ,
- * and part[0].k, .v, .pos are Q, dO, and LSE and delta [2][Hq][rows], of both segments together. */
-static int64_t ra__back_message(const ra_desc *d, const ra__chunk *c, int32_t hop,
-                                ra__parts part[2], ra__parts grad[2]) {
-    int64_t rows = ra__chunk_rows(c), at = ra__grad_parts(d, c, RA__FRAME_BYTES, grad);
-    if (d->backward_travel == RA_TRAVEL_Q) {
-        if (c->back_hops[c->back_lead] < hop) return at;
-        part[0].k = at;
-        at += ra__round_up(rows * d->q_heads * ra__row_bytes(d->q_dtype, d->k_dim), 64);
-        part[0].v = at;
-        at += ra__round_up(rows * d->q_heads * ra__row_bytes(d->o_dtype, d->v_dim), 64);
-        part[0].pos = at;
-        return at + ra__round_up(2 * rows * d->q_heads * 4, 64);
-    }
-    for (int32_t i = 0; i < c->segs; i++) {
-        int32_t s = i ? 1 - c->back_lead : c->back_lead;
-        if (c->back_hops[s] < hop) break;
-        at = ra__message_keys(d, &c->seg[s], at, &part[s]);
-    }
-    return at;
-}
-
-static int64_t ra__back_length(const ra_desc *d, const ra__chunk *c, int32_t hop) {
-    ra__parts part[2], grad[2];
-    return ra__back_message(d, c, hop, part, grad);
-}
-
-/* Ranks that a chunk visits after its owner in a backward pass, before it goes home. */
-RA__INLINE int32_t ra__back_stations(const ra_plan *p, const ra__chunk *c) {
-    int32_t reach = c->back_hops[c->back_lead];
-    return reach && p->d.grad_return == RA_RETURN_RING ? p->d.ranks - 1 : reach;
 }
 
 /* Blocks of segment i of a chunk. */
@@ -7271,14 +7001,6 @@ static ra__seg ra__chunk_run(const ra__chunk *c, int64_t i) {
     s = ra__seg_part(&s, from, to - from);
     s.row += c->seg[0].row - c->row;
     return s;
-}
-
-/* Pieces of a chunk in a plan, whose positions are one run each: its segments, or its runs. */
-RA__INLINE int32_t ra__chunk_pieces(const ra__chunk *c) {
-    return c->list.run ? (int32_t)c->list.count : c->segs;
-}
-static ra__seg ra__chunk_piece(const ra__chunk *c, int32_t i) {
-    return c->list.run ? ra__chunk_run(c, i) : c->seg[i];
 }
 
 /* Smallest and largest position of segment i of a chunk in a plan; not known of ARRAY. */
@@ -7385,1195 +7107,20 @@ static void ra__chunk_side(const ra__side *side, int32_t b, int64_t tokens, ra__
     for (int32_t i = 0; i < c->segs; i++) (void)ra__side_seg(side, b, tokens, i, &c->seg[i]);
 }
 
-/* The chunks of a list, cut between blocks so that they have nearly equally many rows. */
-static int64_t ra__chunk_runs(const ra__side *side, int32_t b, int64_t chunk_tokens,
-                              ra__chunk *out) {
-    const ra__run_list *l = &side->list;
-    int64_t rows = ra__list_all(l).n[RA__ROWS], n = ra__ceil_div(rows, chunk_tokens), count = 0;
-    int64_t from = 0;
-    for (int64_t j = 1; j <= n; j++) {
-        int64_t cut = rows * j / n, to, i, first, last;
-        ra__chunk *c = &out[count];
-        ra__before at;
-        (void)ra__list_find(l, RA__ROWS, cut, &at);
-        to = at.n[RA__BLOCKS] + ra__ceil_div(cut - at.n[RA__ROWS], RA_BLOCK_TOKENS);
-        if (to == from) continue;
-        memset(c, 0, sizeof *c);
-        c->sequence = b;
-        c->owner = side->rank;
-        ra__chunk_of_list(c, l, from, to);
-        first = ra__list_find(l, RA__BLOCKS, from, &at);
-        last = ra__list_find(l, RA__BLOCKS, to - 1, &at);
-        c->list.run += first;
-        c->list.before += first;
-        c->list.count = last + 1 - first;
-        c->low = INT64_MAX;
-        for (i = 0; i < c->list.count; i++) {
-            ra__seg s = ra__chunk_run(c, i);
-            c->low = ra__min(c->low, s.pos);
-            c->high = ra__max(c->high, s.pos + (s.rows - 1) * s.stride);
-        }
-        from = to;
-        count++;
-    }
-    return count;
-}
-
-/* Writes the chunks of one shard, ascending; returns how many. */
-static int64_t ra__chunk_shard(const ra__side *side, int32_t b, int64_t tokens,
-                               int64_t chunk_tokens, ra__chunk *out) {
-    int zigzag = side->layout == RA_LAYOUT_ZIGZAG;
-    int64_t rows, blocks, n;
-    ra__chunk all;
-    if (side->layout == RA_LAYOUT_RUNS) return ra__chunk_runs(side, b, chunk_tokens, out);
-    ra__chunk_side(side, b, tokens, &all);
-    rows = ra__chunk_rows(&all);
-    blocks = ra__seg_blocks(&all, 0);
-    if (zigzag) blocks = ra__max(blocks, ra__seg_blocks(&all, 1));
-    n = ra__min(blocks, ra__ceil_div(rows, chunk_tokens));
-    for (int64_t j = 0; j < n; j++) {
-        ra__chunk *c = &out[j];
-        int64_t from = ra__part(blocks, n, j) * RA_BLOCK_TOKENS;
-        int64_t to = ra__min(ra__part(blocks, n, j + 1) * RA_BLOCK_TOKENS, all.seg[0].rows);
-        memset(c, 0, sizeof *c);
-        c->sequence = b;
-        c->owner = side->rank;
-        c->segs = 1;
-        if (zigzag) ra__chunk_zigzag(c, all.seg, n, j);
-        else c->seg[0] = ra__seg_part(&all.seg[0], from, to - from);
-    }
-    return n;
-}
-
-/* Writes all chunks of keys, or of queries, in global order; returns how many. down: owners and
- * chunks descend. */
-static int64_t ra__chunk_all(const ra_plan *p, int keys, int down, ra__chunk *out) {
-    int64_t n = 0;
-    for (int32_t b = 0; b < p->d.sequences; b++) {
-        for (int32_t i = 0; i < p->d.ranks; i++) {
-            ra__side side = ra__plan_side(p, keys, down ? p->d.ranks - 1 - i : i);
-            int64_t k = ra__chunk_shard(&side, b, keys ? ra__k_len(&p->d, b) : ra__q_len(&p->d, b),
-                                        p->d.chunk_tokens, out + n);
-            for (int64_t j = 0; down && j < k / 2; j++) {
-                ra__chunk t = out[n + j];
-                out[n + j] = out[n + k - 1 - j];
-                out[n + k - 1 - j] = t;
-            }
-            n += k;
-        }
-    }
-    return n;
-}
-
-/* -------------------------------------------------------------------------- who needs what
- * Positions that some rows may see: disjoint spans [at[0], at[1]) in ascending order. */
-enum { RA__SPANS = 256 };
-typedef struct ra__spans { int64_t at[RA__SPANS][2]; int32_t n; } ra__spans;
-
-/* Adds [from, to); 0 if there is no room for one more. */
-static int ra__spans_add(ra__spans *s, int64_t from, int64_t to) {
-    int32_t i = s->n, end;
-    if (from >= to) return 1;
-    while (i > 0 && s->at[i - 1][1] >= from) i--;      /* [i, end): what it touches */
-    for (end = i; end < s->n && s->at[end][0] <= to; end++) {
-        from = ra__min(from, s->at[end][0]);
-        to = ra__max(to, s->at[end][1]);
-    }
-    if (end == i) {
-        if (s->n == RA__SPANS) return 0;
-        memmove(s->at[i + 1], s->at[i], (size_t)(s->n - i) * sizeof s->at[0]);
-        s->n++;
-    } else {
-        memmove(s->at[i + 1], s->at[end], (size_t)(s->n - end) * sizeof s->at[0]);
-        s->n -= end - i - 1;
-    }
-    s->at[i][0] = from;
-    s->at[i][1] = to;
-    return 1;
-}
-
-/* Adds what rows with these bounds may see: where ra__classify does not say empty. */
-static int ra__spans_bounds(ra__spans *s, const ra__bounds *b) {
-    return ra__spans_add(s, b->lo_min, b->hi_max) && ra__spans_add(s, b->doc_min, b->keep_max);
-}
-
-/* One of the spans reaches into the positions [first, last]. */
-RA__INLINE int ra__spans_meet(const ra__spans *s, int64_t first, int64_t last) {
-    int32_t from = 0, to = s->n;
-    while (from < to) {                                /* the first span that ends behind `first` */
-        int32_t mid = (from + to) / 2;
-        if (s->at[mid][1] > first) to = mid;
-        else from = mid + 1;
-    }
-    return from < s->n && s->at[from][0] <= last;
-}
-
-static void ra__need_set(const ra_plan *p, const ra__travel *t, int64_t c, int32_t i,
-                         int32_t rank) {
-    ra__chunk *chunk = &t->chunk[c];
-    int64_t bit = 2 * c + i;
-    int32_t up = ra__ranks_up(p, chunk->owner, rank);
-    t->need[rank * t->need_row + bit / 8] |= (uint8_t)(1 << (bit % 8));
-    if (up > chunk->up[i]) chunk->up[i] = up;
-    if (up && p->d.ranks - up > chunk->down[i]) chunk->down[i] = p->d.ranks - up;
-}
-
-/* Chunks [*first, *end) of sequence b: the list is sorted by sequence. */
-static void ra__chunk_range(const ra__travel *t, int32_t b, int64_t *first, int64_t *end) {
-    int64_t edge[2];
-    for (int32_t i = 0; i < 2; i++) {
-        int64_t lo = 0, hi = t->chunks;
-        while (lo < hi) {
-            int64_t mid = lo + (hi - lo) / 2;
-            if (t->chunk[mid].sequence < b + i) lo = mid + 1;
-            else hi = mid;
-        }
-        edge[i] = lo;
-    }
-    *first = edge[0];
-    *end = edge[1];
-}
-
-/* One of the runs of a chunk has keys in one of the spans; 1 for chunks without runs. */
-static int ra__pieces_meet(const ra__chunk *c, const ra__spans *s) {
-    int64_t first, last;
-    if (!c->list.run) return 1;
-    for (int64_t i = 0; i < c->list.count; i++) {
-        ra__seg run = ra__chunk_run(c, i);
-        ra__seg_span(&run, NULL, &first, &last);
-        if (ra__spans_meet(s, first, last)) return 1;
-    }
-    return 0;
-}
-
-/* Marks the chunks of keys [first, end) that lie where a rank's rows see something. */
-static void ra__needs_mark(const ra_plan *p, int32_t rank, int64_t first, int64_t end,
-                           const ra__spans *s) {
-    for (int64_t c = first; c < end; c++)
-        for (int32_t i = 0; i < p->keys.chunk[c].segs; i++) {
-            int64_t low, high;
-            ra__chunk_span(&p->keys.chunk[c], i, &low, &high);
-            if (ra__spans_meet(s, low, high) && ra__pieces_meet(&p->keys.chunk[c], s))
-                ra__need_set(p, &p->keys, c, i, rank);
-        }
-}
-
-/* Marks who needs which chunk of keys: rank r if a block of its queries may see one of the keys. */
-static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
-    ra__side side = ra__plan_side(p, 0, rank);
-    int64_t tokens = ra__q_len(&p->d, b), first, end;
-    ra__spans spans;
-    ra__seg s;
-    spans.n = 0;
-    ra__chunk_range(&p->keys, b, &first, &end);
-    if (first == end) return;
-    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
-        if (p->d.layout.kind == RA_LAYOUT_ARRAY) {
-            if (s.rows) (void)ra__spans_add(&spans, 0, RA_MAX_POSITION);
-            continue;
-        }
-        for (int64_t j = 0; j < ra__ceil_div(s.rows, RA_BLOCK_TOKENS); j++) {
-            ra__seg block = ra__seg_block(&s, j);
-            ra__bounds bounds = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, b, 0), &block);
-            if (ra__spans_bounds(&spans, &bounds)) continue;
-            ra__needs_mark(p, rank, first, end, &spans);
-            spans.n = 0;
-            (void)ra__spans_bounds(&spans, &bounds);
-        }
-    }
-    ra__needs_mark(p, rank, first, end, &spans);
-}
-
-/* Marks the ranks with keys of the chunk's sequence where segment i of a chunk of queries sees
- * something. */
-static void ra__q_needs_mark(const ra_plan *p, int64_t c, int32_t i, const ra__span *span,
-                             int64_t spans, const ra__spans *s) {
-    for (int64_t k = 0; k < spans; k++)
-        if (ra__spans_meet(s, span[k].first, span[k].last))
-            ra__need_set(p, &p->queries, c, i, span[k].rank);
-}
-
-/* Marks which ranks have keys that rows of a chunk of queries may see. */
-static void ra__chunk_q_needs(const ra_plan *p, int64_t c, const ra__span *span,
-                              int64_t spans) {
-    const ra__chunk *chunk = &p->queries.chunk[c];
-    int64_t keys = ra__key_end(&p->d, chunk->sequence, 0);
-    for (int32_t i = 0; i < chunk->segs; i++) {
-        ra__spans s;
-        s.n = 0;
-        for (int64_t j = 0; j < ra__seg_blocks(chunk, i); j++) {
-            ra__seg rows = ra__seg_block_at(chunk, i, j);
-            ra__bounds bounds = ra__seg_bounds(&p->d.mask, keys, &rows);
-            if (ra__spans_bounds(&s, &bounds)) continue;
-            ra__q_needs_mark(p, c, i, span, spans, &s);
-            s.n = 0;
-            (void)ra__spans_bounds(&s, &bounds);
-        }
-        ra__q_needs_mark(p, c, i, span, spans, &s);
-    }
-}
-
-/* Writes the keys of sequence b on all ranks; returns how many spans. */
-static int64_t ra__key_spans(const ra_plan *p, int32_t b, ra__span *span) {
-    int64_t n = 0, keys = ra__k_len(&p->d, b);
-    for (int32_t r = 0; r < p->d.ranks; r++) {
-        ra__side side = ra__plan_side(p, 1, r);
-        ra__seg s;
-        for (int64_t i = 0; ra__side_seg(&side, b, keys, i, &s); i++) {
-            if (!s.rows) continue;
-            ra__seg_span(&s, NULL, &span[n].first, &span[n].last);
-            span[n++].rank = r;
-        }
-    }
-    return n;
-}
-
-/* -------------------------------------------------------------------------- tours
- * All chunks of one kind of pass on their way round. Backward a chunk that leaves goes home from
- * the last rank that it visits. */
-typedef struct ra__tour {
-    const ra_plan *p;
-    const ra__travel *t;
-    int32_t back, direction;
-} ra__tour;
-
-static ra__tour ra__tour_of(const ra_plan *p, int back) {
-    ra__tour w;
-    w.p = p;
-    w.t = back ? ra__back_travel(p) : &p->keys;
-    w.back = back;
-    w.direction = back ? p->back_direction : p->direction;
-    return w;
-}
-
-/* Steps from one rank to another along the way; ranks that a chunk visits after its owner. */
-RA__INLINE int32_t ra__tour_apart(const ra__tour *w, int32_t from, int32_t to) {
-    return w->direction > 0 ? ra__ranks_up(w->p, from, to) : ra__ranks_up(w->p, to, from);
-}
-RA__INLINE int32_t ra__tour_stations(const ra__tour *w, int64_t c) {
-    return w->back ? ra__back_stations(w->p, &w->t->chunk[c]) : ra__chunk_reach(&w->t->chunk[c]);
-}
-
-/* Chunk c comes by a rank that is not its owner; it leaves the rank, for the next one or for home.
- * */
-RA__INLINE int ra__tour_arrives(const ra__tour *w, int64_t c, int32_t rank) {
-    int32_t n = ra__tour_apart(w, w->t->chunk[c].owner, rank);
-    return n > 0 && n <= ra__tour_stations(w, c);
-}
-RA__INLINE int ra__tour_leaves(const ra__tour *w, int64_t c, int32_t rank) {
-    int32_t n = ra__tour_apart(w, w->t->chunk[c].owner, rank), stations = ra__tour_stations(w, c);
-    return n < stations || (w->back && stations && n == stations);
-}
-
-/* Sets how far every segment travels; returns bytes on all links together, forward. */
-static int64_t ra__tour_hops(const ra__tour *w) {
-    int64_t bytes = 0;
-    for (int64_t c = 0; c < w->t->chunks; c++) {
-        ra__chunk *chunk = &w->t->chunk[c];
-        int32_t *hops = w->back ? chunk->back_hops : chunk->hops;
-        for (int32_t i = 0; i < 2; i++)
-            hops[i] = w->direction > 0 ? chunk->up[i] : chunk->down[i];
-        *(w->back ? &chunk->back_lead : &chunk->lead) = hops[1] > hops[0];
-        for (int32_t h = 0; !w->back && h < ra__chunk_reach(chunk);) {
-            int32_t on = hops[0] > h && (hops[0] < hops[1] || hops[1] <= h) ? hops[0] : hops[1];
-            int64_t length = ra__message_bytes(&w->p->d, chunk, h + 1);
-            bytes = ra__add_sat(bytes, (on - h) * length);     /* as long up to hop `on` */
-            h = on;
-        }
-    }
-    return bytes;
-}
-
-/* A chunk leaves its owner in some step and each rank after it one step later; backward it goes
- * home in the step after it came to its last rank. In the first half of a step chunks move on, in
- * the second half they come home. Steps are counted along the way of a chunk, less the place of a
- * rank on the way: it leaves all its ranks in the same count, those beyond the end of the ring
- * `ranks` later. free[x]: the first count in which a chunk may leave place x. Returns the first
- * count in which one may leave `leaves` places from `place` on. */
-static int64_t ra__line_least(const int64_t *free, int32_t ranks, int32_t place, int32_t leaves) {
-    int64_t least = free[place];
-    int32_t over = place + leaves - ranks;
-    for (int32_t x = place + 1; x < place + leaves && x < ranks; x++)
-        least = free[x] > least ? free[x] : least;
-    for (int32_t x = 0; x < over; x++)
-        least = free[x] - ranks > least ? free[x] - ranks : least;
-    return least;
-}
-
-static void ra__line_set(int64_t *free, int32_t ranks, int32_t place, int32_t leaves,
-                         int64_t next) {
-    int32_t over = place + leaves - ranks;
-    for (int32_t x = place; x < place + leaves && x < ranks; x++) free[x] = next;
-    for (int32_t x = 0; x < over; x++) free[x] = next + ranks;
-}
-
-/* Lets every chunk start, in the order of the list, in the first step from which it can go all its
- * way without a stop. start[c]: that step, -1: it stays. Returns the number of steps.
- *
- * A rank sends, and receives, in the order of the list. A chunk that comes in one step goes on in
- * the next, so a rank keeps at most one while another comes: that takes two buffers, and with one
- * buffer a rank is free in every other step. Own chunks come home in order, one per step. If owners
- * fold twice, own chunks are home before the rank folds one that stays, one of another rank, or one
- * of another sequence.
- *
- * Cost: chunks x ranks. */
-static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) {
-    const ra_plan *p = w->p;
-    int32_t ranks = p->d.ranks, gap = p->d.buffers > 1 ? 1 : 2, last = 0;
-    int64_t *free = line, *home = line + ranks, steps = 0;
-    for (int32_t x = 0; x < ranks; x++) {
-        free[x] = -x;
-        home[x] = -1;
-    }
-    for (int64_t c = 0; c < w->t->chunks; c++) {
-        const ra__chunk *chunk = &w->t->chunk[c];
-        int32_t n = ra__tour_stations(w, c), leaves = n + w->back;
-        int32_t place = w->direction > 0 ? chunk->owner : ranks - 1 - chunk->owner;
-        int64_t least;
-        if (c && w->back && p->split &&
-            (!n || place != last || chunk->sequence != chunk[-1].sequence))
-            free[last] = ra__max(free[last], home[last] + 1 - last);
-        last = place;
-        start[c] = -1;
-        if (!n) continue;
-        least = ra__line_least(free, ranks, place, leaves);
-        if (w->back) least = ra__max(least, home[place] + 1 - n - place);
-        ra__line_set(free, ranks, place, leaves, least + gap);
-        start[c] = least + place;
-        home[place] = start[c] + n;
-        steps = ra__max(steps, start[c] + leaves);
-    }
-    return steps;
-}
-
-/* One kind of message of a rank in the order of the list, see ra__tour_exchanges. */
-enum { RA__LEAVES, RA__ARRIVES, RA__COMES_HOME };
-typedef struct ra__next { int64_t c, index, when; } ra__next;
-
-/* Moves on to the first message at or after chunk c; when: twice its step, and 1 for the second
- * half; INT64_MAX: there is none. */
-static void ra__next_find(const ra__tour *w, const int64_t *start, int32_t kind, ra__next *n) {
-    int32_t me = w->p->d.rank;
-    for (; n->c < w->t->chunks; n->c++) {
-        int64_t c = n->c;
-        int32_t hop = ra__tour_apart(w, w->t->chunk[c].owner, me), all = ra__tour_stations(w, c);
-        if (kind == RA__LEAVES && !ra__tour_leaves(w, c, me)) continue;
-        if (kind == RA__ARRIVES && !ra__tour_arrives(w, c, me)) continue;
-        if (kind == RA__COMES_HOME && (hop || !all || !w->back)) continue;
-        if (kind == RA__LEAVES) n->when = 2 * (start[c] + hop) + (hop == all);
-        if (kind == RA__ARRIVES) n->when = 2 * (start[c] + hop - 1);
-        if (kind == RA__COMES_HOME) n->when = 2 * (start[c] + all) + 1;
-        return;
-    }
-    n->when = INT64_MAX;
-}
-
-/* Writes this rank's exchanges, by steps and halves; returns how many. */
-static int64_t ra__tour_exchanges(const ra__tour *w, const int64_t *start, ra__exchange *out) {
-    ra__next next[3];
-    int64_t count = 0;
-    memset(next, 0, sizeof next);
-    for (int32_t i = 0; i < 3; i++) ra__next_find(w, start, i, &next[i]);
-    for (;;) {
-        int64_t when = ra__min(next[0].when, ra__min(next[1].when, next[2].when));
-        ra__exchange *x = &out[count];
-        if (when == INT64_MAX) return count;
-        x->step = when / 2;
-        x->send = x->recv = -1;
-        for (int32_t i = 0; i < 3; i++) {
-            int32_t index = (int32_t)next[i].index;
-            if (next[i].when != when) continue;
-            if (i == RA__LEAVES) x->send = index;
-            else x->recv = i == RA__ARRIVES ? index : -2 - index;
-            next[i].index++;
-            next[i].c++;
-            ra__next_find(w, start, i, &next[i]);
-        }
-        count++;
-    }
-}
-
-/* -------------------------------------------------------------------------- backward
- * With a chunk of keys travels its gradient. It starts at zero on its owner, which adds the query
- * rows whose unit is not below the key's (RA__AFTER; a unit is a block, or zigzag's mirrored pair),
- * visits the ranks above up to the last that needs the chunk, and goes home, straight or on round
- * the ring; there the owner adds its rows below (RA__BEFORE). So dK and dV of a key sum query units
- * upwards from its own, cyclically, and dQ sums keys as forward does, for every number of ranks
- * alike. DESC has nothing before, and layouts without units do all at the first visit.
- *
- * Own chunks that come home are folded between those that start: the end of a chunk before the
- * first start that comes two steps or more after it is home, and before chunks of others, those
- * that never leave, or the next sequence all own ones are done. What comes home has buffers of its
- * own. */
 /* Tiles whose query unit is not below the key's, and the others. */
 enum { RA__AFTER = 1, RA__BEFORE = 2, RA__BOTH = 3 };
-enum { RA__PACK_SLOTS = 2, RA__HOME_SLOTS = 2 };
 
-/* Own chunks that have started and are not home yet, at most. */
-RA__INLINE int64_t ra__back_lag(const ra_plan *p) {
-    return p->d.ranks + (p->d.buffers > 1);
+/* ========================================================================== TENSORS
+ * Views with all defaults filled in, and the checks of a call's tensors against its descriptor. In:
+ * what the caller gave. Out: views in bytes, or a refusal. Reads no data except positions. */
+
+/* Bytes of which addresses and strides of a dtype are multiples. */
+RA__INLINE int32_t ra__element(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
+
+/* Bytes of dim elements that lie side by side. */
+RA__INLINE int64_t ra__row_bytes(int32_t dtype, int64_t dim) {
+    return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * ra__element(dtype);
 }
-
-/* Where a chunk goes from a rank, and as a message of which hop. */
-RA__INLINE int32_t ra__back_to(const ra_plan *p, const ra__chunk *c, int32_t rank, int32_t *hop) {
-    int32_t n = p->back_direction > 0 ? ra__ranks_up(p, c->owner, rank)
-                                      : ra__ranks_up(p, rank, c->owner);
-    int home = n == ra__back_stations(p, c);
-    *hop = home ? p->d.ranks : n + 1;
-    return home ? c->owner : ra__rank_up(p, rank, p->back_direction);
-}
-
-/* ========================================================================== TRANSPORT
- * Checks an ra_transport before anything of it is used, fills in its defaults, and the transport of
- * a ring of one. In: the struct as the client filled it and what the plan needs. Out: a refusal
- * whose (status, field) names one check, or nothing. Garbage is met in the order size, ABI, plain
- * numbers, pointers; no callback is called here. */
-
-enum { RA__TP_CAPS = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_LOAN | RA_CAP_DEADLINE
-                     | RA_CAP_SHARED };
-#define RA__TP_SIZE_V1 (offsetof(ra_transport, error_text) + sizeof(void *))
-#define RA__TP_SIZE_MAX 4096           /* no version will be larger: the field holds garbage */
-#define RA__TP_MAX_MSG ((size_t)1 << 30)
-
-static ra_status ra__tp_check_numbers(const ra_transport *t, ra_error *e) {
-    if (t->size < RA__TP_SIZE_V1 || t->size > RA__TP_SIZE_MAX)
-        return ra__refuse(e, RA_E_ABI, "transport.size",
-                          "must be sizeof(ra_transport), is #: was it set?", (int64_t)t->size);
-    if (t->abi != RA_TRANSPORT_ABI)
-        return ra__refuse(e, RA_E_ABI, "transport.abi",
-                          "must be RA_TRANSPORT_ABI, which is 1 here, is #", (int64_t)t->abi);
-    if (t->caps & ~(uint32_t)RA__TP_CAPS)
-        return ra__refuse(e, RA_E_ENUM, "transport.caps",
-                          "has bits that are no RA_CAP_*: #", (int64_t)t->caps);
-    if (t->channels > 64)
-        return ra__refuse(e, RA_E_RANGE, "transport.channels",
-                          "must be 0 (1) to 64, is #", (int64_t)t->channels);
-    if (t->tag_bits > 64)
-        return ra__refuse(e, RA_E_RANGE, "transport.tag_bits",
-                          "must be 0 (15) to 64, is #", (int64_t)t->tag_bits);
-    if (t->max_ops == 1)
-        return ra__refuse(e, RA_E_RANGE, "transport.max_ops",
-                          "must be 0 (2) or at least 2, a send beside a receive, is #", 1);
-    if (t->align > 4096 || (t->align & (t->align - 1)))
-        return ra__refuse(e, RA_E_RANGE, "transport.align",
-                          "must be 0 (64) or a power of two up to 4096, is #", (int64_t)t->align);
-    return RA_OK;
-}
-
-/* Each callback and property that another one calls for. */
-static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
-    int shared = (t->caps & RA_CAP_SHARED) != 0;
-    if (!t->sendrecv && !t->post)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.sendrecv",
-                          "is null and so is post: one of them must be there", 0);
-    if (t->post && !t->poll)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.poll",
-                          "is null, but post is there and needs it", 0);
-    if (t->reg && !t->dereg)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.dereg",
-                          "is null, but reg is there and needs it", 0);
-    if ((t->caps & RA_CAP_LOAN) && !t->release)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.release",
-                          "is null, but RA_CAP_LOAN is in caps (#)", (int64_t)t->caps);
-    if (shared && !t->post)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.post",
-                          "is null, but RA_CAP_SHARED is in caps (#)", (int64_t)t->caps);
-    if (shared && !t->quiesce)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.quiesce",
-                          "is null, but RA_CAP_SHARED is in caps (#)", (int64_t)t->caps);
-    if (shared && !(t->caps & RA_CAP_ANY_PEER))
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
-                          "RA_CAP_SHARED needs RA_CAP_ANY_PEER, is #", (int64_t)t->caps);
-    if (shared && t->channels < 2)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.channels",
-                          "RA_CAP_SHARED needs at least 2 channels, is #", (int64_t)t->channels);
-    return RA_OK;
-}
-
-/* rank and ranks as the plan has them; chunk_bytes is the largest message it will send. */
-static ra_status ra__tp_check(const ra_transport *t, int32_t rank, int32_t ranks,
-                              int64_t chunk_bytes, ra_error *e) {
-    ra_status s;
-    size_t max_msg;
-    if (!t && ranks == 1) return RA_OK;
-    if (!t)
-        return ra__refuse(e, RA_E_NULL, "transport",
-                          "is null, which is allowed in a ring of one, but the plan has # ranks",
-                          ranks);
-    s = ra__tp_check_numbers(t, e);
-    if (s == RA_OK) s = ra__tp_check_callbacks(t, e);
-    if (s != RA_OK) return s;
-    if (!t->ranks && t->rank)
-        return ra__refuse(e, RA_E_UNSET, "transport.ranks",
-                          "is 0, but transport.rank is #: set both or neither", t->rank);
-    if (t->ranks && t->ranks != ranks)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.ranks",
-                          "is #, but the plan has another number of ranks", t->ranks);
-    if (t->ranks && t->rank != rank)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.rank",
-                          "is #, but the plan is another rank's", t->rank);
-    if ((t->caps & RA_CAP_SHARED) && (int64_t)t->max_ops < 2 * (int64_t)ranks + 2)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.max_ops",
-                          "is #, RA_CAP_SHARED needs at least 2 ranks + 2", (int64_t)t->max_ops);
-    max_msg = t->max_msg ? t->max_msg : RA__TP_MAX_MSG;
-    if (ranks > 1 && chunk_bytes > 0 && (uint64_t)chunk_bytes > (uint64_t)max_msg)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
-                          "is less than the # bytes of a message of this plan: lower chunk_tokens",
-                          chunk_bytes);
-    return RA_OK;
-}
-
-/* A copy with the defaults in place of zeros. t has passed ra__tp_check. What a later version
- * appends is not copied: nothing here would call it. */
-static ra_transport ra__tp_resolved(const ra_transport *t) {
-    ra_transport r = *t;
-    r.size = (uint32_t)sizeof r;
-    if (!r.channels) r.channels = 1;
-    if (!r.tag_bits) r.tag_bits = 15;
-    if (!r.max_ops) r.max_ops = 2;
-    if (!r.max_msg) r.max_msg = RA__TP_MAX_MSG;
-    if (!r.align) r.align = 64;
-    if (!r.name) r.name = "unnamed";
-    return r;
-}
-
-#undef RA__TP_SIZE_V1
-#undef RA__TP_SIZE_MAX
-#undef RA__TP_MAX_MSG
-
-/* ========================================================================== SHM
- * The bundled world: ranks are threads of this process, a seat each. One world carries one ring a
- * rank at a time: quiesce speaks for the whole rank, and failure is for the life of the world.
- *
- * A send and a receive match in order per (source, destination, channel). Both look into the inbox
- * of the destination, under its lock: whoever comes second takes the other's op out, copies the
- * bytes after unlocking, and reports to its owner in scratch. Hence
- *   - in one flow only sends or only receives are ever queued, so a match is the first of its flow;
- *   - an op's state is written by calls of its owner alone;
- *   - an op that is no longer PENDING is touched by nobody else, nor is its buffer.
- * Whatever a seat may sleep for first changes the atomics that say so, then adds to its event
- * word, on which the sleeper also announces itself: one word, one order, no lost wake-up.
- *
- * Errors of the callbacks: RA_OK or the sticky failure of the seat, which is `why` on the rank
- * that aborted and RA_E_ABORTED on others. Ops alone fail with RA_E_TRUNC (both sides; nothing is
- * copied), RA_E_PEER (the peer left or quiesced) or RA_E_IO (kind, channel or peer is invalid).
- * Six facts a callback stand beside each; "owner" is the thread that makes the calls of a rank. */
-
-#ifdef RINGATTN_NO_THREADS
-
-static ra_status ra__shm_none(ra_error *e) {
-    return ra__refuse(e, RA_E_UNSUPPORTED, "RINGATTN_NO_THREADS",
-                      "is defined: this build has no world of threads", 0);
-}
-
-RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd) {
-    if (out) *out = NULL;
-    return ra__shm_none(wd ? wd->error : NULL);
-}
-
-RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const ra_world_desc *wd) {
-    (void)ranks, (void)fn, (void)user;
-    return ra__shm_none(wd ? wd->error : NULL);
-}
-
-RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank) {
-    (void)world, (void)rank;
-    return NULL;
-}
-
-RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why) {
-    (void)world, (void)rank, (void)why;
-}
-
-RINGATTN_API void ra_world_destroy(ra_world *world) {
-    (void)world;
-}
-
-#else
-
-enum { RA__SHM_BUCKETS = 16, RA__SHM_CHANNELS = 2 };
-enum { RA__SHM_SPINS = 200, RA__SHM_YIELDS = 8 };
-#define RA__SHM_SLICE_NS 10000000      /* longest sleep in one piece */
-#define RA__SHM_EVENT 65536            /* event word: events times this plus sleepers */
-#define RA__SHM_LINE __attribute__((aligned(128))) /* two lines: processors fetch pairs */
-
-/* Words of ra_transport_op.scratch of a PENDING op. All but the report are read and written under
- * the lock of the inbox that queues the op. */
-enum { RA__SHM_NEXT, RA__SHM_PREV,     /* in its bucket */
-       RA__SHM_OWNER, RA__SHM_SOURCE,  /* seats: who posted it, from where the bytes come */
-       RA__SHM_REPORT };               /* atomic: RA__SHM_QUEUED, or as follows, or RA_E_TRUNC */
-enum { RA__SHM_QUEUED = 0, RA__SHM_TAKEN = 1, RA__SHM_MOVED = 2 };
-
-typedef struct ra__shm_bucket { ra_transport_op *head, *tail; } ra__shm_bucket;
-
-typedef struct ra__shm_seat {
-    RA__SHM_LINE int64_t event;        /* others write */
-    int32_t open;                      /* ops of this rank that are queued or being copied */
-    RA__SHM_LINE int32_t why;          /* seldom written: failure of this rank, 0: none */
-    int32_t gone;                      /* 1: has quiesced or left */
-    int32_t rank;
-    struct ra_world *world;
-    RA__SHM_LINE pthread_mutex_t inbox_lock; /* guards bucket[] and the scratch of ops in it */
-    ra__shm_bucket bucket[RA__SHM_BUCKETS]; /* messages to this rank, both sides of them */
-    RA__SHM_LINE pthread_mutex_t sleep_lock;
-    pthread_cond_t wake;
-    ra_transport transport;
-} ra__shm_seat;
-
-struct ra_world {
-    RA__SHM_LINE int32_t aborted;      /* 1: some rank aborted */
-    int32_t gone;                      /* ranks that have quiesced or left */
-    int32_t ranks;
-    ra__shm_seat *seats;               /* [ranks], behind this struct */
-    size_t bytes;
-    ra_allocator allocator;
-};
-
-/* ---- waking and sleeping */
-
-static int ra__shm_eventless(const ra__shm_seat *seat, int64_t seen) {
-    return ra__load_i64(&seat->event) / RA__SHM_EVENT == seen;
-}
-
-static void ra__shm_notify(ra__shm_seat *seat) {
-    if (ra__add_i64(&seat->event, RA__SHM_EVENT) % RA__SHM_EVENT == 0) return;
-    pthread_mutex_lock(&seat->sleep_lock);
-    pthread_cond_broadcast(&seat->wake);
-    pthread_mutex_unlock(&seat->sleep_lock);
-}
-
-/* Takes no lock that another thread holds: a sleeper that is missed wakes with its slice. */
-static void ra__shm_notify_all(ra_world *world) {
-    int32_t r;
-    for (r = 0; r < world->ranks; r++) {
-        ra__shm_seat *seat = &world->seats[r];
-        if (ra__add_i64(&seat->event, RA__SHM_EVENT) % RA__SHM_EVENT == 0) continue;
-        if (pthread_mutex_trylock(&seat->sleep_lock)) continue;
-        pthread_cond_broadcast(&seat->wake);
-        pthread_mutex_unlock(&seat->sleep_lock);
-    }
-}
-
-/* One slice of sleep, unless there was an event since `seen` was taken. */
-static void ra__shm_sleep(ra__shm_seat *seat, int64_t seen, int64_t ns) {
-    pthread_mutex_lock(&seat->sleep_lock);
-    if (ra__add_i64(&seat->event, 1) / RA__SHM_EVENT == seen)
-        ra__cond_sleep(&seat->wake, &seat->sleep_lock, ns);
-    ra__add_i64(&seat->event, -1);
-    pthread_mutex_unlock(&seat->sleep_lock);
-}
-
-/* Waits for an event later than `seen`: 1; 0: the deadline came first. */
-static int ra__shm_doze(ra__shm_seat *seat, int64_t seen, int64_t deadline_ns) {
-    int i;
-    for (i = 0; i < RA__SHM_SPINS; i++) {
-        if (!ra__shm_eventless(seat, seen)) return 1;
-        ra__pause();
-    }
-    for (i = 0; i < RA__SHM_YIELDS; i++) {
-        if (!ra__shm_eventless(seat, seen)) return 1;
-        ra__yield();
-    }
-    while (ra__shm_eventless(seat, seen)) {
-        int64_t ns = RA__SHM_SLICE_NS;
-        if (deadline_ns != RA_NO_DEADLINE) {
-            int64_t left = ra__time_since(deadline_ns, ra_now_ns());
-            if (left <= 0) return 0;
-            if (left < ns) ns = left;
-        }
-        ra__shm_sleep(seat, seen, ns);
-    }
-    return 1;
-}
-
-/* ---- queues; the inbox is locked */
-
-static ra_transport_op *ra__shm_op(const ra_transport_op *op, int word) {
-    return (ra_transport_op *)op->scratch[word];
-}
-
-static void ra__shm_report(ra_transport_op *op, int32_t report) {
-    ra__store_ptr(&op->scratch[RA__SHM_REPORT], (void *)(intptr_t)report);
-}
-
-static int32_t ra__shm_reported(const ra_transport_op *op) {
-    return (int32_t)(intptr_t)ra__load_ptr(&op->scratch[RA__SHM_REPORT]);
-}
-
-static ra__shm_seat *ra__shm_inbox(ra__shm_seat *seat, const ra_transport_op *op) {
-    return op->kind == RA_MSG_RECV ? seat : &seat->world->seats[op->peer];
-}
-
-static ra__shm_bucket *ra__shm_bucket_of(ra__shm_seat *inbox, const ra_transport_op *op) {
-    const ra__shm_seat *source = (const ra__shm_seat *)op->scratch[RA__SHM_SOURCE];
-    return &inbox->bucket[(source->rank * RA__SHM_CHANNELS + op->channel) % RA__SHM_BUCKETS];
-}
-
-/* First op of the flow of `op`, or null. Ops of other flows come before it only if their sources
- * share the bucket. */
-static ra_transport_op *ra__shm_first(const ra__shm_bucket *b, const ra_transport_op *op) {
-    ra_transport_op *at = b->head;
-    while (at && (at->scratch[RA__SHM_SOURCE] != op->scratch[RA__SHM_SOURCE]
-                  || at->channel != op->channel))
-        at = ra__shm_op(at, RA__SHM_NEXT);
-    return at;
-}
-
-static void ra__shm_append(ra__shm_bucket *b, ra_transport_op *op) {
-    op->scratch[RA__SHM_NEXT] = NULL;
-    op->scratch[RA__SHM_PREV] = b->tail;
-    if (b->tail) b->tail->scratch[RA__SHM_NEXT] = op;
-    else b->head = op;
-    b->tail = op;
-}
-
-static void ra__shm_unlink(ra__shm_bucket *b, const ra_transport_op *op) {
-    ra_transport_op *next = ra__shm_op(op, RA__SHM_NEXT), *prev = ra__shm_op(op, RA__SHM_PREV);
-    if (prev) prev->scratch[RA__SHM_NEXT] = next;
-    else b->head = next;
-    if (next) next->scratch[RA__SHM_PREV] = prev;
-    else b->tail = prev;
-}
-
-/* ---- ops */
-
-/* The failure that all calls of this rank return, or RA_OK. */
-static int32_t ra__shm_failure(const ra__shm_seat *seat) {
-    int32_t why = ra__load_i32(&seat->why);
-    if (why) return why;
-    return ra__load_i32(&seat->world->aborted) ? RA_E_ABORTED : RA_OK;
-}
-
-/* For an op whose peer is gone. The failure is asked again: a rank that aborts does so before it is
- * gone, so seeing it gone means that an abort can be seen too. */
-static int32_t ra__shm_why_gone(const ra__shm_seat *seat) {
-    int32_t failure = ra__shm_failure(seat);
-    return failure ? failure : RA_E_PEER;
-}
-
-/* state is stored last and released: an engine may load it on another thread of the rank. */
-static void ra__shm_close(ra_transport_op *op, int32_t state) {
-    op->done = state == RA_MSG_DONE ? op->len : 0;
-    ra__store_i32(&op->state, state);
-}
-
-/* `other` was taken out of its inbox by this thread, which posts `op`. Nothing of `other` may be
- * touched after its report: the owner may use it again. */
-static void ra__shm_move(ra_transport_op *op, ra_transport_op *other) {
-    ra__shm_seat *owner = (ra__shm_seat *)other->scratch[RA__SHM_OWNER];
-    ra_transport_op *to = op->kind == RA_MSG_RECV ? op : other;
-    const ra_transport_op *from = op->kind == RA_MSG_RECV ? other : op;
-    int fits = to->len == from->len;
-    if (fits && to->len) memcpy(to->buf, from->buf, to->len);
-    ra__shm_close(op, fits ? (int32_t)RA_MSG_DONE : (int32_t)RA_E_TRUNC);
-    ra__shm_report(other, fits ? (int32_t)RA__SHM_MOVED : (int32_t)RA_E_TRUNC);
-    ra__add_i32(&owner->open, -1);
-    ra__shm_notify(owner);
-}
-
-static void ra__shm_post_one(ra__shm_seat *seat, ra_transport_op *op) {
-    ra__shm_seat *peer, *inbox;
-    ra__shm_bucket *bucket;
-    ra_transport_op *other;
-    if (op->channel >= RA__SHM_CHANNELS || op->peer < 0 || op->peer >= seat->world->ranks) {
-        ra__shm_close(op, RA_E_IO);
-        return;
-    }
-    peer = &seat->world->seats[op->peer];
-    inbox = ra__shm_inbox(seat, op);
-    op->scratch[RA__SHM_OWNER] = seat;
-    op->scratch[RA__SHM_SOURCE] = op->kind == RA_MSG_RECV ? peer : seat;
-    ra__shm_report(op, RA__SHM_QUEUED);
-    bucket = ra__shm_bucket_of(inbox, op);
-    pthread_mutex_lock(&inbox->inbox_lock);
-    other = ra__shm_first(bucket, op);
-    if (ra__load_i32(&seat->why)) {    /* see ra__shm_purge */
-        ra__shm_close(op, ra__load_i32(&seat->why));
-        other = NULL;
-    } else if (ra__load_i32(&peer->gone)) {
-        ra__shm_close(op, ra__shm_why_gone(seat));
-        other = NULL;
-    } else if (other && other->kind != op->kind) {
-        ra__shm_unlink(bucket, other);
-        ra__shm_report(other, RA__SHM_TAKEN);
-    } else {
-        ra__store_i32(&op->state, RA_MSG_PENDING);
-        ra__add_i32(&seat->open, 1);
-        ra__shm_append(bucket, op);
-        other = NULL;
-    }
-    pthread_mutex_unlock(&inbox->inbox_lock);
-    if (other) ra__shm_move(op, other);
-}
-
-/* Takes a queued op back. Returns the report, RA__SHM_QUEUED if it was still queued, never
- * RA__SHM_TAKEN: a copy that has begun is waited for, which takes no longer than its memcpy. */
-static int32_t ra__shm_withdraw(ra__shm_seat *seat, ra_transport_op *op) {
-    ra__shm_seat *inbox = ra__shm_inbox(seat, op);
-    int32_t report;
-    pthread_mutex_lock(&inbox->inbox_lock);
-    report = ra__shm_reported(op);
-    if (report == RA__SHM_QUEUED) {
-        ra__shm_unlink(ra__shm_bucket_of(inbox, op), op);
-        ra__add_i32(&seat->open, -1);
-    }
-    pthread_mutex_unlock(&inbox->inbox_lock);
-    while (report == RA__SHM_TAKEN) {
-        ra__yield();
-        report = ra__shm_reported(op);
-    }
-    return report;
-}
-
-/* Moves one PENDING op on, if its time has come. failure: of the seat. */
-static void ra__shm_settle(ra__shm_seat *seat, ra_transport_op *op, int32_t failure) {
-    int32_t report = ra__shm_reported(op);
-    if (failure) {
-        if (report == RA__SHM_QUEUED || report == RA__SHM_TAKEN) ra__shm_withdraw(seat, op);
-        ra__shm_close(op, failure);
-        return;
-    }
-    if (report == RA__SHM_QUEUED && ra__load_i32(&seat->world->gone)
-        && ra__load_i32(&seat->world->seats[op->peer].gone)) {
-        report = ra__shm_withdraw(seat, op);
-        if (report == RA__SHM_QUEUED) report = ra__shm_why_gone(seat);
-    }
-    if (report == RA__SHM_MOVED) ra__shm_close(op, RA_MSG_DONE);
-    else if (report < 0) ra__shm_close(op, report);
-}
-
-/* Settles ops[0..n). pending: how many were PENDING before and are after. */
-static void ra__shm_sweep(ra__shm_seat *seat, ra_transport_op *const *ops, int n, int32_t failure,
-                          int *pending) {
-    int i;
-    pending[0] = pending[1] = 0;
-    for (i = 0; i < n; i++) {
-        if (ra__load_i32(&ops[i]->state) != RA_MSG_PENDING) continue;
-        pending[0]++;
-        ra__shm_settle(seat, ops[i], failure);
-        if (ra__load_i32(&ops[i]->state) == RA_MSG_PENDING) pending[1]++;
-    }
-}
-
-/* ---- callbacks */
-
-/* Who: the owner. Blocks: no; copies the bytes of ops that match at once. Buffers: as
- * ra_transport_op.buf says. Order: receives first, each flow in the order of ops; all are accepted,
- * RA_AGAIN never comes. Errors: see above; after one every idle op has it too. Required. */
-static int ra__shm_post(void *ctx, ra_transport_op *const *ops, int n) {
-    ra__shm_seat *seat = (ra__shm_seat *)ctx;
-    int32_t failure = ra__shm_failure(seat);
-    int i, kind;
-    for (kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--) {
-        for (i = 0; i < n; i++) {
-            if (ops[i]->kind != kind || ra__load_i32(&ops[i]->state) != RA_MSG_IDLE) continue;
-            if (failure) ra__shm_close(ops[i], failure);
-            else ra__shm_post_one(seat, ops[i]);
-        }
-    }
-    for (i = 0; i < n; i++)
-        if (ra__load_i32(&ops[i]->state) == RA_MSG_IDLE) ra__shm_close(ops[i], RA_E_IO);
-    return failure;
-}
-
-/* Who: the owner. Blocks: no, but for a copy under way after a failure. Buffers: free again as ops
- * leave PENDING. Order: ops of a flow may be found done in any order. Errors: see above. Required
- * with post. */
-static int ra__shm_poll(void *ctx, ra_transport_op *const *ops, int n) {
-    ra__shm_seat *seat = (ra__shm_seat *)ctx;
-    int32_t failure = ra__shm_failure(seat);
-    int pending[2];
-    ra__shm_sweep(seat, ops, n, failure, pending);
-    return failure;
-}
-
-/* As poll. Blocks until one of ops leaves PENDING, abort, or deadline_ns (then RA_OK: nothing is
- * wrong with the transport). Optional. */
-static int ra__shm_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns) {
-    ra__shm_seat *seat = (ra__shm_seat *)ctx;
-    for (;;) {
-        int64_t seen = ra__load_i64(&seat->event) / RA__SHM_EVENT;
-        int32_t failure = ra__shm_failure(seat);
-        int pending[2];
-        ra__shm_sweep(seat, ops, n, failure, pending);
-        if (failure || pending[1] < pending[0] || pending[1] == 0) return failure;
-        if (!ra__shm_doze(seat, seen, deadline_ns)) return RA_OK;
-    }
-}
-
-/* Who: any thread, any time, beside any call. Blocks: no. Buffers: stay where they are until
- * quiesce. Order: the first of a rank counts; it holds before this returns. Errors: none.
- * Optional. */
-static int ra__shm_abort(void *ctx, int why) {
-    ra__shm_seat *seat = (ra__shm_seat *)ctx;
-    ra__cas_i32(&seat->why, 0, why < 0 ? why : RA_E_ABORTED);
-    if (ra__cas_i32(&seat->world->aborted, 0, 1)) ra__shm_notify_all(seat->world);
-    return RA_OK;
-}
-
-/* Takes back what this rank has queued anywhere, and waits for copies under way. The `why` of its
- * seat is set: a post at the same time has queued its op before this takes the lock of its inbox,
- * or sees `why` under that lock and queues nothing. */
-static void ra__shm_purge(ra__shm_seat *seat) {
-    int32_t r;
-    int b;
-    for (r = 0; r < seat->world->ranks; r++) {
-        ra__shm_seat *inbox = &seat->world->seats[r];
-        pthread_mutex_lock(&inbox->inbox_lock);
-        for (b = 0; b < RA__SHM_BUCKETS; b++) {
-            ra_transport_op *op = inbox->bucket[b].head, *next;
-            for (; op; op = next) {
-                next = ra__shm_op(op, RA__SHM_NEXT);
-                if (op->scratch[RA__SHM_OWNER] != seat) continue;
-                ra__shm_unlink(&inbox->bucket[b], op);
-                ra__shm_report(op, RA_E_ABORTED);
-                ra__add_i32(&seat->open, -1);
-            }
-        }
-        pthread_mutex_unlock(&inbox->inbox_lock);
-    }
-    while (ra__load_i32(&seat->open)) ra__yield();
-}
-
-/* From here on this rank reads nothing of others, and others get RA_E_PEER instead of waiting. */
-static void ra__shm_part(ra__shm_seat *seat) {
-    ra_world *world = seat->world;
-    int32_t failure = ra__shm_failure(seat);
-    ra__cas_i32(&seat->why, 0, failure ? failure : RA_E_STATE);
-    ra__shm_purge(seat);
-    if (!ra__cas_i32(&seat->gone, 0, 1)) return;
-    if (ra__add_i32(&world->gone, 1) + 1 == world->ranks || !ra__load_i32(&world->aborted))
-        ra__shm_notify_all(world);
-}
-
-/* Who: the owner, when no thread of the rank reads what it received. Blocks: until every rank has
- * quiesced or left, or deadline_ns. Buffers: all the rank's own again after RA_OK. Order: the rank
- * parts for good, even without an abort before: later ops fail. Errors: RA_E_UNSAFE at the
- * deadline; may be called again. Optional. */
-static int ra__shm_quiesce(void *ctx, int64_t deadline_ns) {
-    ra__shm_seat *seat = (ra__shm_seat *)ctx;
-    ra__shm_part(seat);
-    for (;;) {
-        int64_t seen = ra__load_i64(&seat->event) / RA__SHM_EVENT;
-        if (ra__load_i32(&seat->world->gone) == seat->world->ranks) return RA_OK;
-        if (!ra__shm_doze(seat, seen, deadline_ns)) return RA_E_UNSAFE;
-    }
-}
-
-/* Who: any thread. Blocks: no. The text is static; any code; null: see ra_status_text. Optional. */
-static const char *ra__shm_error_text(void *ctx, int code) {
-    (void)ctx;
-    if (code == RA_E_ABORTED) return "another rank of this world failed or was cancelled";
-    if (code == RA_E_PEER) return "the other rank has left this world";
-    if (code == RA_E_TRUNC) return "send and receive differ in length";
-    if (code == RA_E_IO) return "an op has an unknown kind or channel, or a peer outside the world";
-    if (code == RA_E_STATE) return "this rank has left this world";
-    if (code == RA_E_UNSAFE) return "some rank of this world neither left nor quiesced in time";
-    return NULL;
-}
-
-/* ---- the world */
-
-static void ra__shm_close_seats(ra_world *world, int32_t n) {
-    while (n-- > 0) {
-        pthread_cond_destroy(&world->seats[n].wake);
-        pthread_mutex_destroy(&world->seats[n].sleep_lock);
-        pthread_mutex_destroy(&world->seats[n].inbox_lock);
-    }
-}
-
-/* 1: done; 0: the system has no more locks, and nothing is left behind. */
-static int ra__shm_open_seat(ra_world *world, int32_t rank) {
-    ra__shm_seat *seat = &world->seats[rank];
-    ra_transport *t = &seat->transport;
-    seat->world = world;
-    seat->rank = rank;
-    t->size = (uint32_t)sizeof *t;
-    t->abi = RA_TRANSPORT_ABI;
-    t->caps = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_DEADLINE | RA_CAP_SHARED;
-    t->channels = RA__SHM_CHANNELS;
-    t->tag_bits = 64;
-    t->max_ops = 65536;
-    t->rank = rank;
-    t->ranks = world->ranks;
-    t->max_msg = SIZE_MAX / 2;
-    t->align = 64;
-    t->name = "world";
-    t->ctx = seat;
-    t->post = ra__shm_post;
-    t->poll = ra__shm_poll;
-    t->wait = ra__shm_wait;
-    t->abort = ra__shm_abort;
-    t->quiesce = ra__shm_quiesce;
-    t->error_text = ra__shm_error_text;
-    if (pthread_mutex_init(&seat->inbox_lock, NULL)) return 0;
-    if (!pthread_mutex_init(&seat->sleep_lock, NULL)) {
-        if (!ra__cond_init(&seat->wake)) return 1;
-        pthread_mutex_destroy(&seat->sleep_lock);
-    }
-    pthread_mutex_destroy(&seat->inbox_lock);
-    return 0;
-}
-
-static ra_status ra__shm_check(const ra_world_desc *wd, int32_t ranks, ra_error *e) {
-    if (ranks < 1 || ranks > 4096)
-        return ra__refuse(e, RA_E_RANGE, "ranks", "must be 1 to 4096, is #", ranks);
-    if (!wd) return RA_OK;
-    if (wd->allocator.alloc && !wd->allocator.free)
-        return ra__refuse(e, RA_E_NULL, "allocator.free",
-                          "is null, but alloc is there and needs it", 0);
-    if (wd->allocator.free && !wd->allocator.alloc)
-        return ra__refuse(e, RA_E_NULL, "allocator.alloc",
-                          "is null, but free is there and needs it", 0);
-    return RA_OK;
-}
-
-/* wd is checked; only its allocator counts here. Null: no memory, or no locks. */
-static ra_world *ra__shm_create(const ra_world_desc *wd, int32_t ranks) {
-    size_t bytes = sizeof(ra_world) + (size_t)ranks * sizeof(ra__shm_seat);
-    ra_world *world = (ra_world *)ra__alloc(wd ? &wd->allocator : NULL, (int64_t)bytes, 128);
-    int32_t r;
-    if (!world) return NULL;
-    memset((void *)world, 0, bytes);
-    world->ranks = ranks;
-    world->seats = (ra__shm_seat *)(world + 1);
-    world->bytes = bytes;
-    if (wd) world->allocator = wd->allocator;
-    for (r = 0; r < ranks; r++) {
-        if (ra__shm_open_seat(world, r)) continue;
-        ra__shm_close_seats(world, r);
-        ra__free(wd ? &wd->allocator : NULL, world, bytes);
-        return NULL;
-    }
-    return world;
-}
-
-static ra_status ra__shm_no_memory(ra_error *e, int32_t ranks) {
-    return ra__refuse(e, RA_E_NOMEM, "ranks", "no memory or locks for # ranks", ranks);
-}
-
-RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd) {
-    ra_error *e = wd ? wd->error : NULL;
-    ra_status s;
-    if (!out) return ra__refuse(e, RA_E_NULL, "out", "is null: where should the world go?", 0);
-    *out = NULL;
-    if (!wd || !wd->ranks)
-        return ra__refuse(e, RA_E_UNSET, "ranks", "must be given, 1 to 4096, is #", 0);
-    s = ra__shm_check(wd, wd->ranks, e);
-    if (s != RA_OK) return s;
-    *out = ra__shm_create(wd, wd->ranks);
-    return *out ? RA_OK : ra__shm_no_memory(e, wd->ranks);
-}
-
-RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank) {
-    if (!world || rank < 0 || rank >= world->ranks) return NULL;
-    return &world->seats[rank].transport;
-}
-
-RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why) {
-    if (!world || rank < 0 || rank >= world->ranks) return;
-    if (why != RA_OK) ra__shm_abort(&world->seats[rank], why);
-    ra__shm_part(&world->seats[rank]);
-}
-
-/* No call on the world may be under way. */
-RINGATTN_API void ra_world_destroy(ra_world *world) {
-    ra_allocator allocator;
-    if (!world) return;
-    allocator = world->allocator;
-    ra__shm_close_seats(world, world->ranks);
-    ra__free(&allocator, world, world->bytes);
-}
-
-typedef struct ra__shm_run {
-    ra_world *world;
-    ra_rank_fn fn;
-    void *user;
-    int32_t cause;                     /* first status but RA_OK and RA_E_ABORTED; 0: none */
-    int32_t aborted;                   /* 1: some rank returned RA_E_ABORTED */
-} ra__shm_run;
-
-typedef struct ra__shm_thread {
-    ra__shm_run *run;
-    int32_t rank;
-    pthread_t id;
-} ra__shm_thread;
-
-static void *ra__shm_main(void *arg) {
-    ra__shm_thread *thread = (ra__shm_thread *)arg;
-    ra__shm_run *run = thread->run;
-    ra_status s = run->fn(run->world, thread->rank, run->user);
-    if (s == RA_E_ABORTED) ra__store_i32(&run->aborted, 1);
-    else if (s != RA_OK) ra__cas_i32(&run->cause, 0, s);
-    ra_world_leave(run->world, thread->rank, s);
-    return NULL;
-}
-
-/* Starts threads 0..ranks-1 and joins them. Ranks whose thread does not start leave at once with
- * RA_E_NOMEM, so that the others end too. Returns how many started. */
-static int32_t ra__shm_threads(ra__shm_run *run, ra__shm_thread *threads) {
-    int32_t ranks = run->world->ranks, started = 0, r;
-    while (started < ranks) {
-        ra__shm_thread *t = &threads[started];
-        t->run = run;
-        t->rank = started;
-        if (pthread_create(&t->id, NULL, ra__shm_main, t)) break;
-        started++;
-    }
-    if (started < ranks) ra__cas_i32(&run->cause, 0, RA_E_NOMEM);
-    for (r = started; r < ranks; r++) ra_world_leave(run->world, r, RA_E_NOMEM);
-    for (r = 0; r < started; r++) pthread_join(threads[r].id, NULL);
-    return started;
-}
-
-RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const ra_world_desc *wd) {
-    ra_error *e = wd ? wd->error : NULL;
-    const ra_allocator *a = wd ? &wd->allocator : NULL;
-    ra__shm_thread *threads;
-    ra__shm_run run;
-    ra_status s;
-    int32_t started;
-    if (!fn) return ra__refuse(e, RA_E_NULL, "fn", "is null: what should the ranks run?", 0);
-    s = ra__shm_check(wd, ranks, e);
-    if (s != RA_OK) return s;
-    if (wd && wd->ranks && wd->ranks != ranks)
-        return ra__refuse(e, RA_E_SHAPE, "ranks",
-                          "of the descriptor is #, of the call another: leave it 0", wd->ranks);
-    memset(&run, 0, sizeof run);
-    run.fn = fn;
-    run.user = user;
-    run.world = ra__shm_create(wd, ranks);
-    if (!run.world) return ra__shm_no_memory(e, ranks);
-    threads = (ra__shm_thread *)ra__alloc(a, ranks * (int64_t)sizeof *threads, 64);
-    if (!threads) {
-        ra_world_destroy(run.world);
-        return ra__shm_no_memory(e, ranks);
-    }
-    started = ra__shm_threads(&run, threads);
-    ra__free(a, threads, (size_t)ranks * sizeof *threads);
-    ra_world_destroy(run.world);
-    if (started < ranks)
-        return ra__refuse(e, RA_E_NOMEM, "threads", "the thread of rank # did not start", started);
-    if (run.cause) return run.cause;
-    return run.aborted ? RA_E_ABORTED : RA_OK;
-}
-
-#undef RA__SHM_SLICE_NS
-#undef RA__SHM_EVENT
-#undef RA__SHM_LINE
-#endif
-
-RA__ONCE_END
-
-/* ========================================================================== FORWARD
- * Computes: some query rows against the keys of one chunk. In: the call's tensors and where the
- * keys are. Out: running (m, l, acc), or O and LSE after the last chunk. Every row meets the blocks
- * of the grid one by one in the order of SCHEDULE, and each block is one step of the online
- * softmax, so cutting keys into chunks and rows into tasks changes no bit. */
-
-enum { RA__PANELS = 16 };              /* most query blocks of a task */
-enum { RA__TILE_WORK = 64 };           /* work of a tile, in looks at one that turns out empty */
-enum { RA__FIRST = 1, RA__LAST = 2 };  /* a chunk among those of a task */
 
 /* Strided rows with all defaults filled in: bytes. */
 typedef struct ra__view { const uint8_t *data; int64_t batch, token, head; } ra__view;
@@ -8606,6 +7153,811 @@ typedef struct ra__work {
     int32_t clear, finish;             /* first chunk clears the state; last one writes o */
     int32_t any_position;              /* keys may be at any position, not only below kv_tokens */
 } ra__work;
+
+RA__ONCE_BEGIN
+
+/* What one view must look like. */
+typedef struct ra__shape { const char *field; int64_t batch, rows, heads, dim; int32_t dtype; }
+    ra__shape;
+
+static ra__shape ra__shape_of(const char *field, const ra_desc *d, int64_t rows, int64_t heads,
+                              int64_t dim) {
+    ra__shape s;
+    s.field = field;
+    s.batch = d->sequences;
+    s.rows = rows;
+    s.heads = heads;
+    s.dim = dim;
+    s.dtype = RA_F32;
+    return s;
+}
+
+/* Fills in default strides and checks a view: distinct rows may not overlap, but inputs of
+ * different sequences. */
+static ra_status ra__view_check(const void *data, const int64_t stride[3], const ra__shape *s,
+                                int writable, ra__view *out, ra_error *e) {
+    static const char *const part[3] = { ".batch_stride", ".token_stride", ".head_stride" };
+    int64_t element = ra__element(s->dtype), row = ra__row_bytes(s->dtype, s->dim), span = row;
+    int64_t step[3], extent, count[3] = { s->batch, s->rows, s->heads };
+    const char *name[2];
+    name[0] = s->field;
+    for (int i = 2; i >= 0; i--) {                         /* packed: extent of what is inside */
+        name[1] = part[i];
+        if (stride[i] < 0 || (stride[i] && stride[i] % element))
+            return ra__refuse_part(e, RA_E_STRIDE, name,
+                                   "# is negative or no multiple of the element", stride[i]);
+        step[i] = stride[i] ? stride[i] : span;
+        if (!ra__mul(ra__max(count[i], 1), step[i], &extent))
+            return ra__refuse_part(e, RA_E_OVERFLOW, name, "# overflows", step[i]);
+        span = ra__max(span, extent);
+    }
+    if (s->rows && !data) return ra__refuse(e, RA_E_NULL, s->field, "data is required", 0);
+    if ((uintptr_t)data & (uintptr_t)(element - 1))
+        return ra__refuse(e, RA_E_ALIGN, s->field, "data must be aligned to # bytes", element);
+    for (int i = 2; !writable && i > 0; i--) {
+        name[1] = part[i];
+        if (count[i] > 1 && step[i] < row && s->rows)
+            return ra__refuse_part(e, RA_E_STRIDE, name,
+                                   "# is less than one row; strides are bytes", step[i]);
+    }
+    for (int i = 2; i >= !writable; i--) {                 /* what lies inside fits the step */
+        int64_t inner = row;
+        for (int j = !writable; j < 3; j++)
+            if (j != i && count[j] > 1 && step[j] <= step[i]) inner += step[j] * (count[j] - 1);
+        if (count[i] > 1 && step[i] < inner && s->rows)
+            return ra__refuse(e, RA_E_STRIDE, s->field,
+                              "stride # makes rows overlap; strides are bytes", step[i]);
+    }
+    out->data = (const uint8_t *)data;
+    out->batch = step[0];
+    out->token = step[1];
+    out->head = step[2];
+    return RA_OK;
+}
+
+static ra_status ra__in_check(const ra_in *in, ra__shape s, int32_t dtype, ra__view *out,
+                              ra_error *e) {
+    int64_t stride[3] = { in->batch_stride, in->token_stride, in->head_stride };
+    s.dtype = dtype;
+    return ra__view_check(in->data, stride, &s, 0, out, e);
+}
+
+static ra_status ra__out_check(const ra_out *o, ra__shape s, int32_t dtype, ra__view *out,
+                               ra_error *e) {
+    int64_t stride[3] = { o->batch_stride, o->token_stride, o->head_stride };
+    s.dtype = dtype;
+    return ra__view_check(o->data, stride, &s, 1, out, e);
+}
+
+/* Pointers of score changes are there if and only if the descriptor says so. */
+static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, ra_error *e) {
+    const ra_bias *b = &t->bias;
+    const int64_t strides[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
+    if (!(d->scores & RA_SCORE_ALIBI) != !t->alibi)
+        return ra__refuse(e, t->alibi ? RA_E_SHAPE : RA_E_NULL, "t.alibi",
+                          "must be given exactly if scores has RA_SCORE_ALIBI; scores is #",
+                          d->scores);
+    if (!(d->scores & RA_SCORE_SINKS) != !t->sinks)
+        return ra__refuse(e, t->sinks ? RA_E_SHAPE : RA_E_NULL, "t.sinks",
+                          "must be given exactly if scores has RA_SCORE_SINKS; scores is #",
+                          d->scores);
+    if (!(d->scores & RA_SCORE_BIAS) != !b->data)
+        return ra__refuse(e, b->data ? RA_E_SHAPE : RA_E_NULL, "t.bias",
+                          "must be given exactly if scores has RA_SCORE_BIAS; scores is #",
+                          d->scores);
+    if (b->data && b->keys < 1)
+        return ra__refuse(e, RA_E_RANGE, "t.bias.keys", "# is not positive", b->keys);
+    for (int i = 0; i < 4; i++)
+        if (strides[i] < 0 || strides[i] % 4)
+            return ra__refuse(e, RA_E_STRIDE, "t.bias", "stride # is negative or no multiple of 4",
+                              strides[i]);
+    return RA_OK;
+}
+
+/* Positions are below this: those of queries have an entry in the caller's intervals. */
+static int64_t ra__position_top(const ra_desc *d, int keys) {
+    return !keys && d->mask.kind == RA_MASK_INTERVALS ? d->mask.interval_count : RA_MAX_POSITION;
+}
+
+/* A position array of `rows` entries a sequence. */
+static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_t rows, int keys,
+                                 ra_error *e) {
+    int64_t top = ra__position_top(d, keys);
+    if (p->batch_step < 0)
+        return ra__refuse(e, RA_E_STRIDE, keys ? "t.k_pos.batch_step" : "t.q_pos.batch_step",
+                          "# is negative", p->batch_step);
+    if (p->count != rows)
+        return ra__refuse(e, RA_E_POSITIONS, keys ? "t.k_pos.count" : "t.q_pos.count",
+                          "# is not the number of rows", p->count);
+    if (!p->array && rows)
+        return ra__refuse(e, RA_E_NULL, keys ? "t.k_pos.array" : "t.q_pos.array", "is required", 0);
+    for (int32_t b = 0; b < (p->batch_step ? d->sequences : 1); b++)
+        for (int64_t i = 0; i < rows; i++) {
+            int32_t v = p->array[b * p->batch_step + i];
+            if (v < -1 || v >= RA_MAX_POSITION)
+                return ra__refuse(e, RA_E_RANGE, keys ? "t.k_pos.array" : "t.q_pos.array",
+                                  "position # is out of range", v);
+            if (v >= top)
+                return ra__refuse(e, RA_E_POSITIONS, "t.q_pos.array",
+                                  "position # has no entry in mask.lo and mask.hi", v);
+        }
+    return RA_OK;
+}
+
+static int ra__positions_set(const ra_positions *p) {
+    return p->runs || p->array || p->count || p->batch_step;
+}
+
+/* Views and score pointers of a call with these numbers of rows. */
+static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                   ra__work *w, ra__view kv[2], ra_error *e) {
+    ra_status s;
+    s = ra__check_scores(d, t, e);
+    if (!s) s = ra__in_check(&t->q, ra__shape_of("t.q", d, rows[0], d->q_heads, d->k_dim),
+                             d->q_dtype, &w->q, e);
+    if (!s) s = ra__in_check(&t->k, ra__shape_of("t.k", d, rows[1], d->kv_heads, d->k_dim),
+                             d->k_dtype, &kv[0], e);
+    kv[1] = kv[0];
+    if (!s && !d->v_in_k)
+        s = ra__in_check(&t->v, ra__shape_of("t.v", d, rows[1], d->kv_heads, d->v_dim),
+                         d->v_dtype, &kv[1], e);
+    if (!s && d->v_in_k && t->v.data)
+        return ra__refuse(e, RA_E_SHAPE, "t.v", "must be {0}, for v_in_k is #", d->v_in_k);
+    return s;
+}
+
+static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_t rows,
+                                   ra__work *w, ra_error *e) {
+    ra_status s = ra__out_check(&t->o, ra__shape_of("t.o", d, rows, d->q_heads, d->v_dim),
+                                d->o_dtype, &w->o, e);
+    memset(&w->lse, 0, sizeof w->lse);
+    if (!s && rows && (t->o.data == t->q.data || t->o.data == t->k.data || t->o.data == t->v.data))
+        return ra__refuse(e, RA_E_SHAPE, "t.o", "is the memory of q, k or v; it has # rows",
+                          rows);
+    if (!s && t->lse.data)
+        s = ra__out_check(&t->lse, ra__shape_of("t.lse", d, rows, d->q_heads, 1), RA_F32, &w->lse,
+                          e);
+    return s;
+}
+
+/* A gradient's view, if it is wanted; no output may be one of the n pointers at `taken`, which are
+ * those of tensors that have rows. */
+static ra_status ra__check_grad(const ra_desc *d, const ra_out *out, ra__shape shape,
+                                const void *const *taken, int32_t n, ra__view *view) {
+    memset(view, 0, sizeof *view);
+    if (!out->data) return RA_OK;
+    for (int32_t i = 0; i < n && shape.rows; i++)
+        if (out->data == taken[i])
+            return ra__refuse(d->error, RA_E_SHAPE, shape.field,
+                              "is the memory of another tensor; # rows are written", shape.rows);
+    return ra__out_check(out, shape, d->grad_dtype, view, d->error);
+}
+
+/* Two elements of a tensor with these strides and counts are one in memory; strides of 0 are meant
+ * so. */
+static int ra__strides_overlap(const int64_t stride[4], const int64_t count[4]) {
+    for (int i = 0; i < 4; i++) {
+        int64_t space = stride[i] - 4, inner;
+        if (count[i] <= 1 || !stride[i]) continue;
+        for (int j = 0; j < 4; j++) {
+            if (j == i || count[j] <= 1 || stride[j] > stride[i]) continue;
+            if (!ra__mul(stride[j], count[j] - 1, &inner) || inner > space) return 1;
+            space -= inner;
+        }
+    }
+    return 0;
+}
+
+static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64_t rows) {
+    const ra_bias_out *b = &t->d_bias;
+    const int64_t keys = ra__min(b->keys, RA_MAX_POSITION); /* positions are below it */
+    const int64_t counts[4] = { d->sequences, d->q_heads, rows, keys };
+    const int64_t strides[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
+    ra_error *e = d->error;
+    if (!b->data) return RA_OK;
+    if (!(d->scores & RA_SCORE_BIAS))
+        return ra__refuse(e, RA_E_SHAPE, "t.d_bias", "needs RA_SCORE_BIAS; scores is #", d->scores);
+    if (b->keys < 1)
+        return ra__refuse(e, RA_E_RANGE, "t.d_bias.keys", "# is not positive", b->keys);
+    for (int i = 0; i < 4; i++)
+        if (strides[i] < 0 || strides[i] % 4)
+            return ra__refuse(e, RA_E_STRIDE, "t.d_bias",
+                              "stride # is negative or no multiple of 4", strides[i]);
+    if (!b->batch_step && d->sequences > 1 && rows)
+        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.batch_step",
+                          "is 0: # sequences would be added up", d->sequences);
+    if (!b->head_step && d->q_heads > 1 && rows)
+        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.head_step",
+                          "is 0: # heads would be added up", d->q_heads);
+    if (!b->row_step && !b->key_step)
+        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.key_step", "is #, and so is row_step", 0);
+    if ((uintptr_t)b->data % 4)
+        return ra__refuse(e, RA_E_ALIGN, "t.d_bias", "data must be aligned to # bytes", 4);
+    if (b->data == t->bias.data || b->data == t->d_sinks)
+        return ra__refuse(e, RA_E_SHAPE, "t.d_bias",
+                          "is the memory of another tensor; it has # rows", rows);
+    if (ra__strides_overlap(strides, counts))
+        return ra__refuse(e, RA_E_STRIDE, "t.d_bias",
+                          "strides make elements of its # rows overlap", rows);
+    return RA_OK;
+}
+
+/* What backward calls need besides: view [0..3] are d_o, d_q, d_k, d_v. rows: of queries, keys. */
+static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                 ra__view view[4]) {
+    const int64_t nq = rows[0], nk = rows[1];
+    const void *taken[8] = { nq ? t->q.data : NULL, nk ? t->k.data : NULL, nk ? t->v.data : NULL,
+                             nq ? t->o.data : NULL, nq ? t->lse.data : NULL,
+                             nq ? t->d_o.data : NULL, nq ? t->d_q.data : NULL,
+                             nk ? t->d_k.data : NULL };
+    ra_error *e = d->error;
+    ra_status s = RA_OK;
+    if (!d->train)
+        return ra__refuse(e, RA_E_SHAPE, "train", "must be 1 for gradients, is #", d->train);
+    if (rows[0] && !t->lse.data) return ra__refuse(e, RA_E_NULL, "t.lse", "is required", 0);
+    if (t->d_sinks && !(d->scores & RA_SCORE_SINKS))
+        return ra__refuse(e, RA_E_SHAPE, "t.d_sinks", "needs RA_SCORE_SINKS; scores is #",
+                          d->scores);
+    s = ra__check_bias_out(d, t, rows[0]);
+    if (!s) s = ra__in_check(&t->d_o, ra__shape_of("t.d_o", d, rows[0], d->q_heads, d->v_dim),
+                             d->o_dtype, &view[0], e);
+    if (!s) s = ra__check_grad(d, &t->d_q, ra__shape_of("t.d_q", d, rows[0], d->q_heads, d->k_dim),
+                               taken, 6, &view[1]);
+    if (!s) s = ra__check_grad(d, &t->d_k, ra__shape_of("t.d_k", d, rows[1], d->kv_heads, d->k_dim),
+                               taken, 7, &view[2]);
+    if (!s && d->v_in_k && t->d_v.data)
+        return ra__refuse(e, RA_E_SHAPE, "t.d_v", "must be {0}, for v_in_k is #", d->v_in_k);
+    if (!s) s = ra__check_grad(d, &t->d_v, ra__shape_of("t.d_v", d, rows[1], d->kv_heads, d->v_dim),
+                               taken, 8, &view[3]);
+    return s;
+}
+
+/* ========================================================================== CHECK
+ * Checks a descriptor and fills in its defaults. Numbers, enums and sizes are checked before any
+ * pointer is followed. */
+
+enum { RA__MOST_RANKS = 4096 };
+
+typedef struct ra__range { const char *field; int64_t value, low, high; } ra__range;
+
+static ra_status ra__check_ranges(const ra__range *list, int32_t n, ra_error *e) {
+    for (int32_t i = 0; i < n; i++) {
+        if (list[i].value < list[i].low)
+            return ra__refuse(e, RA_E_RANGE, list[i].field, "# is too small", list[i].value);
+        if (list[i].value > list[i].high)
+            return ra__refuse(e, RA_E_RANGE, list[i].field, "# is too large", list[i].value);
+    }
+    return RA_OK;
+}
+
+static ra_status ra__check_numbers(const ra_desc *d, ra_error *e) {
+    const int64_t top = RA_MAX_POSITION;
+    const ra__range list[] = {
+        { "sequences", d->sequences, 0, 1 << 20 },
+        { "ranks", d->ranks, 0, RA__MOST_RANKS },
+        { "rank", d->rank, 0, d->ranks > 1 ? d->ranks - 1 : 0 },
+        { "q_heads", d->q_heads, 0, 1 << 16 },
+        { "kv_heads", d->kv_heads, 0, 1 << 16 },
+        { "k_dim", d->k_dim, 0, 1024 },
+        { "v_dim", d->v_dim, 0, 1024 },
+        { "v_in_k", d->v_in_k, 0, 1 },
+        { "v_column", d->v_column, 0, 1024 },
+        { "scores", d->scores, 0, RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS },
+        { "tokens", d->tokens, 0, top },
+        { "kv_tokens", d->kv_tokens, 0, top },
+        { "q_offset", d->q_offset, 0, top },
+        { "chunk_tokens", d->chunk_tokens, 0, 1 << 24 },
+        { "buffers", d->buffers, 0, 64 },
+        { "threads", d->threads, 0, 4096 },
+        { "mask.causal_block", d->mask.causal_block, 0, 1 << 30 },
+        { "mask.window", d->mask.window, 0, top },
+        { "mask.right_limit", d->mask.right_limit, 0, top },
+        { "mask.prefix", d->mask.prefix, 0, top },
+        { "mask.keep", d->mask.keep, 0, top },
+        { "mask.doc_count", d->mask.doc_count, 0, top },
+        { "mask.interval_count", d->mask.interval_count, 0, top },
+    };
+    return ra__check_ranges(list, (int32_t)(sizeof list / sizeof list[0]), e);
+}
+
+static ra_status ra__check_required(const ra_desc *d, ra_error *e) {
+    const ra__range list[] = {
+        { "q_heads", d->q_heads, 0, 0 },       { "kv_heads", d->kv_heads, 0, 0 },
+        { "k_dim", d->k_dim, 0, 0 },           { "v_dim", d->v_dim, 0, 0 },
+        { "q_dtype", d->q_dtype, 0, 0 },       { "k_dtype", d->k_dtype, 0, 0 },
+        { "v_dtype", d->v_dtype, d->v_in_k, 0 }, { "o_dtype", d->o_dtype, 0, 0 },
+        { "tokens", d->tokens, 0, 0 },         { "mask.kind", d->mask.kind, 0, 0 },
+        { "layout.kind", d->layout.kind, d->ranks <= 1, 0 },
+    };
+    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
+        if (!list[i].value && !list[i].low)
+            return ra__refuse(e, RA_E_UNSET, list[i].field, "must be set; it was left 0", 0);
+    return RA_OK;
+}
+
+static ra_status ra__check_enums(const ra_desc *d, ra_error *e) {
+    const ra__range list[] = {
+        { "q_dtype", d->q_dtype, RA_F32, RA_Q8_0 }, { "k_dtype", d->k_dtype, RA_F32, RA_Q8_0 },
+        { "v_dtype", d->v_dtype, 0, RA_Q8_0 },      { "o_dtype", d->o_dtype, RA_F32, RA_Q8_0 },
+        { "mask.kind", d->mask.kind, RA_MASK_NONE, RA_MASK_INTERVALS },
+        { "layout.kind", d->layout.kind, 0, RA_LAYOUT_ARRAY },
+        { "train", d->train, 0, 1 },
+        { "grad_dtype", d->grad_dtype, 0, RA_BF16 },
+        { "grad_return", d->grad_return, RA_RETURN_DIRECT, RA_RETURN_RING },
+        { "backward_travel", d->backward_travel, RA_TRAVEL_AUTO, RA_TRAVEL_Q },
+        { "isa", d->isa, RA_ISA_AUTO, RA_ISA_NEON },
+    };
+    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
+        if (list[i].value < list[i].low || list[i].value > list[i].high)
+            return ra__refuse(e, RA_E_ENUM, list[i].field, "# is not one of its constants",
+                              list[i].value);
+    return RA_OK;
+}
+
+/* NaN, infinity and negative numbers where none can be meant. */
+static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
+    if (!ra__is_finite(d->scale) || d->scale < 0.0f)
+        return ra__refuse(e, RA_E_RANGE, "scale", "must be finite and not negative", 0);
+    if (!ra__is_finite(d->softcap) || d->softcap < 0.0f)
+        return ra__refuse(e, RA_E_RANGE, "softcap", "must be finite and not negative", 0);
+    if (!(d->dropout >= 0.0f && d->dropout < 1.0f))
+        return ra__refuse(e, RA_E_RANGE, "dropout", "must lie in [0, 1)", 0);
+    return RA_OK;
+}
+
+/* RA_Q8_0 comes in blocks of 32 elements, and for keys and values alone. */
+static ra_status ra__check_blocks(const ra_desc *d, ra_error *e) {
+    const int k = d->k_dtype == RA_Q8_0, v = d->v_in_k ? k : d->v_dtype == RA_Q8_0;
+    const int32_t dims[3] = { k ? d->k_dim : 0, v ? d->v_dim : 0, v ? d->v_column : 0 };
+    static const char *const name[3] = { "k_dim", "v_dim", "v_column" };
+    if (d->q_dtype == RA_Q8_0 || d->o_dtype == RA_Q8_0)
+        return ra__refuse(e, RA_E_UNSUPPORTED, d->q_dtype == RA_Q8_0 ? "q_dtype" : "o_dtype",
+                          "# is RA_Q8_0, which serves K and V only", RA_Q8_0);
+    if (d->train && (k || v))
+        return ra__refuse(e, RA_E_UNSUPPORTED, k ? "k_dtype" : "v_dtype",
+                          "# is RA_Q8_0, which has no gradients", RA_Q8_0);
+    for (int i = 0; i < 3; i++)
+        if (dims[i] % 32)
+            return ra__refuse(e, i < 2 ? RA_E_SHAPE : RA_E_ALIGN, name[i],
+                              "# is no multiple of 32, as RA_Q8_0 needs", dims[i]);
+    return RA_OK;
+}
+
+/* Rows of a bias, and positions of an array, are known to their owner alone. */
+static int ra__q_may_travel(const ra_desc *d) {
+    return !(d->scores & RA_SCORE_BIAS) && d->layout.kind != RA_LAYOUT_ARRAY;
+}
+
+/* What has fewer bytes a token and hop, with f32 gradients on the way (SCHEDULE: the Q side wins
+ * for Hq / Hkv below 1.49 with 16-bit rows, 1.33 with f32). Rows must be set. */
+static int32_t ra__cheaper_way(const ra_desc *d) {
+    int64_t v = d->v_in_k ? 0 : d->v_dim;
+    int64_t keys = d->kv_heads * (4 * (d->k_dim + v) + ra__row_bytes(d->k_dtype, d->k_dim) +
+                                  ra__row_bytes(d->v_dtype, v));
+    int64_t queries = d->q_heads * (4 * (int64_t)d->k_dim + ra__row_bytes(d->q_dtype, d->k_dim) +
+                                    ra__row_bytes(d->o_dtype, d->v_dim) + 8);
+    return ra__q_may_travel(d) && queries < keys ? RA_TRAVEL_Q : RA_TRAVEL_KV;
+}
+
+static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
+    int64_t bytes, rows = ra__max(d->tokens, ra__k_most(d));
+    int64_t width = ra__max(d->k_dim, d->v_dim) * (int64_t)sizeof(float);
+    if (d->q_heads % d->kv_heads)
+        return ra__refuse(e, RA_E_SHAPE, "q_heads", "# is no multiple of kv_heads", d->q_heads);
+    if (d->tokens + d->q_offset > RA_MAX_POSITION)
+        return ra__refuse(e, RA_E_OVERFLOW, "q_offset", "tokens + # reaches RA_MAX_POSITION",
+                          d->q_offset);
+    if (!ra__mul(rows, d->q_heads * width, &bytes) ||
+        !ra__mul(bytes, d->sequences ? d->sequences : 1, &bytes))
+        return ra__refuse(e, RA_E_OVERFLOW, "tokens", "# tokens of this shape overflow 62 bits",
+                          d->tokens);
+    if (!d->v_in_k && d->v_column)
+        return ra__refuse(e, RA_E_SHAPE, "v_in_k", "is 0, but v_column is #", d->v_column);
+    if (d->v_in_k && d->v_column + d->v_dim > d->k_dim)
+        return ra__refuse(e, RA_E_SHAPE, "v_column", "# + v_dim exceeds k_dim", d->v_column);
+    if (!d->train && d->backward_travel)
+        return ra__refuse(e, RA_E_SHAPE, "backward_travel", "# needs train = 1",
+                          d->backward_travel);
+    if (d->backward_travel == RA_TRAVEL_Q && !ra__q_may_travel(d))
+        return ra__refuse(e, RA_E_UNSUPPORTED, "backward_travel",
+                          "# (RA_TRAVEL_Q) goes neither with bias nor with RA_LAYOUT_ARRAY",
+                          d->backward_travel);
+    if (!d->train && d->grad_return)
+        return ra__refuse(e, RA_E_SHAPE, "grad_return", "# needs train = 1", d->grad_return);
+    if (!d->train && d->grad_dtype)
+        return ra__refuse(e, RA_E_SHAPE, "grad_dtype", "# needs train = 1", d->grad_dtype);
+    if (!d->train && d->dropout > 0.0f)
+        return ra__refuse(e, RA_E_SHAPE, "dropout", "needs train = 1; train is #", d->train);
+    if (d->v_in_k && d->v_dtype && d->v_dtype != d->k_dtype)
+        return ra__refuse(e, RA_E_SHAPE, "v_dtype", "# differs from k_dtype under v_in_k",
+                          d->v_dtype);
+    return RA_OK;
+}
+
+/* Fields of a mask that contradict each other; follows no pointer. */
+static ra_status ra__check_mask(const ra_desc *d, ra_error *e) {
+    const ra_mask *m = &d->mask;
+    int intervals = m->kind == RA_MASK_INTERVALS;
+    if (m->causal_block > 1 && m->kind != RA_MASK_CAUSAL)
+        return ra__refuse(e, RA_E_SHAPE, "mask.causal_block", "# needs RA_MASK_CAUSAL",
+                          m->causal_block);
+    if (m->right_limit && m->kind != RA_MASK_NONE)
+        return ra__refuse(e, RA_E_SHAPE, "mask.right_limit", "# needs RA_MASK_NONE",
+                          m->right_limit);
+    if (intervals && m->window)
+        return ra__refuse(e, RA_E_SHAPE, "mask.window", "# beside RA_MASK_INTERVALS", m->window);
+    if (intervals && m->prefix)
+        return ra__refuse(e, RA_E_SHAPE, "mask.prefix", "# beside RA_MASK_INTERVALS", m->prefix);
+    if (intervals && m->keep)
+        return ra__refuse(e, RA_E_SHAPE, "mask.keep", "# beside RA_MASK_INTERVALS", m->keep);
+    if (intervals && m->doc_count)
+        return ra__refuse(e, RA_E_SHAPE, "mask.doc_count", "# beside RA_MASK_INTERVALS",
+                          m->doc_count);
+    if (!intervals && m->interval_count)
+        return ra__refuse(e, RA_E_SHAPE, "mask.interval_count", "# needs RA_MASK_INTERVALS",
+                          m->interval_count);
+    if (!intervals && (m->lo || m->hi))
+        return ra__refuse(e, RA_E_SHAPE, m->lo ? "mask.lo" : "mask.hi",
+                          "needs RA_MASK_INTERVALS, not kind #", m->kind);
+    if (intervals && (!m->lo || !m->hi))
+        return ra__refuse(e, RA_E_NULL, m->lo ? "mask.hi" : "mask.lo",
+                          "RA_MASK_INTERVALS needs it", 0);
+    if (m->doc_count && !m->doc_first)
+        return ra__refuse(e, RA_E_NULL, "mask.doc_first", "doc_count is #", m->doc_count);
+    if (!m->doc_count && m->doc_first)
+        return ra__refuse(e, RA_E_SHAPE, "mask.doc_first", "is set, but doc_count is 0", 0);
+    return RA_OK;
+}
+
+/* Positions that follow from the descriptor have an entry in the caller's intervals. */
+static ra_status ra__check_intervals(const ra_desc *d, ra_error *e) {
+    if (d->mask.kind == RA_MASK_INTERVALS && d->layout.kind != RA_LAYOUT_ARRAY &&
+        d->mask.interval_count < d->q_offset + d->tokens)
+        return ra__refuse(e, RA_E_POSITIONS, "mask.interval_count",
+                          "# entries do not reach q_offset + tokens", d->mask.interval_count);
+    return RA_OK;
+}
+
+static ra_status ra__check_documents(const ra_mask *m, ra_error *e) {
+    for (int64_t i = 0; i < m->doc_count; i++) {
+        if (i ? m->doc_first[i] <= m->doc_first[i - 1] : m->doc_first[0] != 0)
+            return ra__refuse(e, RA_E_POSITIONS, "mask.doc_first",
+                              "must start with 0 and ascend; entry # does not", i);
+        if (m->doc_first[i] > RA_MAX_POSITION)
+            return ra__refuse(e, RA_E_OVERFLOW, "mask.doc_first", "# is above RA_MAX_POSITION",
+                              m->doc_first[i]);
+    }
+    return RA_OK;
+}
+
+static ra_status ra__check_lengths(const ra_desc *d, ra_error *e) {
+    for (int32_t b = 0; d->tokens_of && b < d->sequences; b++)
+        if (d->tokens_of[b] < 0 || d->tokens_of[b] > d->tokens)
+            return ra__refuse(e, RA_E_RANGE, "tokens_of", "# is negative or above tokens",
+                              d->tokens_of[b]);
+    for (int32_t b = 0; d->kv_tokens_of && b < d->sequences; b++)
+        if (d->kv_tokens_of[b] < 0 || d->kv_tokens_of[b] > ra__k_most(d))
+            return ra__refuse(e, RA_E_RANGE, "kv_tokens_of", "# is negative or above kv_tokens",
+                              d->kv_tokens_of[b]);
+    return RA_OK;
+}
+
+/* Fields of a layout that contradict each other; follows no pointer. */
+static ra_status ra__check_layout(const ra_desc *d, ra_error *e) {
+    const ra_layout *l = &d->layout;
+    int runs = l->kind == RA_LAYOUT_RUNS, array = l->kind == RA_LAYOUT_ARRAY;
+    if (l->weights && l->kind != RA_LAYOUT_CONTIGUOUS && l->kind != RA_LAYOUT_ZIGZAG)
+        return ra__refuse(e, RA_E_SHAPE, "layout.weights", "need CONTIGUOUS or ZIGZAG, not #",
+                          l->kind);
+    if (!runs && (l->q_runs || l->q_run_count || l->k_runs || l->k_run_count))
+        return ra__refuse(e, RA_E_SHAPE,
+                          l->q_runs ? "layout.q_runs" : l->q_run_count ? "layout.q_run_count"
+                          : l->k_runs ? "layout.k_runs" : "layout.k_run_count",
+                          "needs RA_LAYOUT_RUNS, not kind #", l->kind);
+    if (!array && (l->q_rows || l->k_rows))
+        return ra__refuse(e, RA_E_SHAPE, l->q_rows ? "layout.q_rows" : "layout.k_rows",
+                          "needs RA_LAYOUT_ARRAY, not kind #", l->kind);
+    if (runs && !l->q_run_count)
+        return ra__refuse(e, RA_E_NULL, "layout.q_run_count", "RA_LAYOUT_RUNS needs it", 0);
+    if (runs && !l->q_runs)
+        return ra__refuse(e, RA_E_NULL, "layout.q_runs", "RA_LAYOUT_RUNS needs it", 0);
+    if (runs && !l->k_runs != !l->k_run_count)
+        return ra__refuse(e, RA_E_NULL, l->k_runs ? "layout.k_run_count" : "layout.k_runs",
+                          "needed beside the other", 0);
+    if (array && !l->q_rows)
+        return ra__refuse(e, RA_E_NULL, "layout.q_rows", "RA_LAYOUT_ARRAY needs it", 0);
+    if ((runs || array) && (d->tokens_of || d->kv_tokens_of))
+        return ra__refuse(e, RA_E_SHAPE, d->tokens_of ? "tokens_of" : "kv_tokens_of",
+                          "RUNS and ARRAY give every sequence the same rows", 0);
+    return RA_OK;
+}
+
+/* First common position of two runs, or -1. With strides s and t and g = gcd(s, t) the positions
+ * a.first + i s of run a are also b.first + j t where i s = b.first - a.first mod t, hence for
+ * i = (b.first - a.first) / g * (s / g)^-1 mod t / g, the inverse by Euclid's algorithm, and then
+ * every lcm(s, t). Strides of more than one row are below 2^31. */
+static int64_t ra__runs_meet(const ra_run *a, const ra_run *b) {
+    const int64_t sa = a->count > 1 ? ra__run_step(a) : 1, sb = b->count > 1 ? ra__run_step(b) : 1;
+    int64_t g = sa, rest = sb, x = 1, y = 0, step, i, p;
+    int64_t low = ra__max(a->first, b->first);
+    while (rest) {                     /* g = x s mod t, rest = y s mod t */
+        int64_t q = g / rest, t = g - q * rest;
+        g = rest;
+        rest = t;
+        t = x - q * y;
+        x = y;
+        y = t;
+    }
+    if ((b->first - a->first) % g) return -1;
+    step = sb / g;
+    i = (b->first - a->first) / g % step * (x % step) % step;
+    p = a->first + (i < 0 ? i + step : i) * sa;
+    step *= sa;
+    if (p < low) p += ra__ceil_div(low - p, step) * step;
+    return p <= ra__min(ra__run_last(a), ra__run_last(b)) ? p : -1;
+}
+
+/* Run i comes before run j by first position. */
+RA__INLINE int ra__run_before(const ra_run *runs, int64_t i, int64_t j) {
+    return runs[i].first < runs[j].first || (runs[i].first == runs[j].first && i < j);
+}
+
+/* Sifts entry i of a heap of n runs down: none comes after those above it. */
+static void ra__order_sift(const ra_run *runs, int64_t *at, int64_t i, int64_t n) {
+    int64_t x = at[i];
+    for (int64_t child; (child = 2 * i + 1) < n; i = child) {
+        if (child + 1 < n && ra__run_before(runs, at[child], at[child + 1])) child++;
+        if (ra__run_before(runs, at[child], x)) break;
+        at[i] = at[child];
+    }
+    at[i] = x;
+}
+
+static void ra__order_heap(const ra_run *runs, int64_t *at, int64_t n) {
+    for (int64_t i = n / 2 - 1; i >= 0; i--) ra__order_sift(runs, at, i, n);
+}
+
+/* Sorts n runs of a table by first position. */
+static void ra__order_sort(const ra_run *runs, int64_t *at, int64_t n) {
+    ra__order_heap(runs, at, n);
+    for (int64_t i = n - 1; i > 0; i--) {
+        int64_t top = at[0];
+        at[0] = at[i];
+        at[i] = top;
+        ra__order_sift(runs, at, 0, i);
+    }
+}
+
+/* The first runs of a table of n after run `after` (-1: at all), sorted; returns how many. What is
+ * refused allocates nothing, so a large table is sorted in windows of as many. */
+enum { RA__ORDER = 2048 };
+static int64_t ra__order_next(const ra_run *runs, int64_t n, int64_t after,
+                              int64_t at[RA__ORDER]) {
+    int64_t m = 0;
+    for (int64_t i = 0; i < n; i++) {
+        if (after >= 0 && !ra__run_before(runs, after, i)) continue;
+        if (m < RA__ORDER) {
+            at[m++] = i;
+            if (m == RA__ORDER) ra__order_heap(runs, at, m);
+        } else if (ra__run_before(runs, i, at[0])) {
+            at[0] = i;
+            ra__order_sift(runs, at, 0, m);
+        }
+    }
+    ra__order_sort(runs, at, m);
+    return m;
+}
+
+/* A position that one of m sorted runs has in common with another one, or with a run up to `after`,
+ * which all come before them; or -1. Runs that end before another begins are not compared. */
+static int64_t ra__order_meet(const ra_run *runs, int64_t n, int64_t after, const int64_t *at,
+                              int64_t m) {
+    int64_t reach = -1, group = 0, p = -1;
+    for (int64_t i = 0; i < m && p < 0; i++) {
+        const ra_run *run = &runs[at[i]];
+        if (run->first > reach) group = i;
+        for (int64_t j = group; j < i && p < 0; j++)
+            if (ra__run_last(&runs[at[j]]) >= run->first) p = ra__runs_meet(&runs[at[j]], run);
+        reach = ra__max(reach, ra__run_last(run));
+    }
+    for (int64_t i = 0; after >= 0 && i < n && p < 0; i++) {
+        const int64_t last = ra__run_last(&runs[i]);
+        if (last < runs[at[0]].first || ra__run_before(runs, after, i)) continue;
+        for (int64_t j = 0; j < m && p < 0 && runs[at[j]].first <= last; j++)
+            p = ra__runs_meet(&runs[i], &runs[at[j]]);
+    }
+    return p;
+}
+
+/* No position is in two runs of a table whose entries are in range. */
+static ra_status ra__check_held(const ra_run *runs, int64_t n, const char *field, ra_error *e) {
+    int64_t at[RA__ORDER], after = -1, m;
+    for (int64_t done = 0; done < n; done += m, after = at[m - 1]) {
+        m = ra__order_next(runs, n, after, at);
+        int64_t p = ra__order_meet(runs, n, after, at, m);
+        if (p >= 0) return ra__refuse(e, RA_E_POSITIONS, field, "position # is held twice", p);
+    }
+    return RA_OK;
+}
+
+/* One table of runs: entries in range, no position twice. `names` are the fields to blame. */
+static ra_status ra__check_runs(const ra_run *runs, const int32_t *count, int32_t ranks,
+                                const int64_t range[2], const char *const names[2], ra_error *e) {
+    int64_t n = 0;
+    for (int32_t r = 0; r < ranks; r++) {
+        if (count[r] < 0)
+            return ra__refuse(e, RA_E_RANGE, names[1], "# is negative", count[r]);
+        n += count[r];
+    }
+    for (int64_t i = 0; i < n; i++) {
+        int64_t stride = ra__run_step(&runs[i]), last;
+        if (runs[i].count < 1 || stride < 1 || runs[i].first < range[0] ||
+            runs[i].first >= range[1] || !ra__mul(runs[i].count - 1, stride, &last) ||
+            runs[i].first + last >= range[1])
+            return ra__refuse(e, RA_E_RANGE, names[0],
+                              "entry # has no rows, or steps back, or leaves the tokens", i);
+    }
+    return ra__check_held(runs, n, names[0], e);
+}
+
+static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
+    static const char *const q_names[2] = { "layout.q_runs", "layout.q_run_count" };
+    static const char *const k_names[2] = { "layout.k_runs", "layout.k_run_count" };
+    const ra_layout *l = &d->layout;
+    int64_t sum = 0, rows = 0, bytes, range[2] = { d->q_offset, d->q_offset + d->tokens };
+    ra_status s = RA_OK;
+    for (int32_t r = 0; l->weights && r < d->ranks; r++) {
+        sum += l->weights[r];
+        if (l->weights[r] < 0)
+            return ra__refuse(e, RA_E_RANGE, "layout.weights", "# is negative", l->weights[r]);
+    }
+    if (l->weights && !sum)
+        return ra__refuse(e, RA_E_UNSET, "layout.weights", "are all 0", 0);
+    for (int32_t r = 0; l->kind == RA_LAYOUT_ARRAY && r < d->ranks; r++) {
+        if (l->q_rows[r] < 0 || l->q_rows[r] > RA_MAX_POSITION)
+            return ra__refuse(e, RA_E_RANGE, "layout.q_rows", "# is out of range", l->q_rows[r]);
+        if (l->k_rows && (l->k_rows[r] < 0 || l->k_rows[r] > RA_MAX_POSITION))
+            return ra__refuse(e, RA_E_RANGE, "layout.k_rows", "# is out of range", l->k_rows[r]);
+        rows += l->q_rows[r] + (l->k_rows ? l->k_rows[r] : 0);
+    }
+    if (!ra__mul(rows, d->q_heads * (4 * (int64_t)ra__max(d->k_dim, d->v_dim)), &bytes) ||
+        !ra__mul(bytes, d->sequences, &bytes))
+        return ra__refuse(e, RA_E_OVERFLOW, "layout.q_rows", "# rows in all overflow 62 bits",
+                          rows);
+    if (l->kind != RA_LAYOUT_RUNS) return RA_OK;
+    s = ra__check_runs(l->q_runs, l->q_run_count, d->ranks, range, q_names, e);
+    range[0] = 0;
+    range[1] = ra__k_most(d);
+    if (!s && l->k_runs)
+        s = ra__check_runs(l->k_runs, l->k_run_count, d->ranks, range, k_names, e);
+    for (int32_t r = 0, at = 0; !s && !l->k_runs && r < d->ranks; r++)
+        for (int32_t i = 0; i < l->q_run_count[r]; i++, at++)
+            if (ra__run_last(&l->q_runs[at]) >= ra__k_most(d))
+                return ra__refuse(e, RA_E_POSITIONS, "kv_tokens",
+                                  "does not reach entry # of q_runs, which are k_runs too", at);
+    return s;
+}
+
+static ra_status ra__check_engine(const ra_desc *d, ra_error *e) {
+    const ra_engine *engine = d->engine;
+    if (!engine) return RA_OK;
+    if (engine->size < sizeof(ra_engine))
+        return ra__refuse(e, RA_E_ABI, "engine.size", "# is smaller than ra_engine of version 1",
+                          engine->size);
+    if (engine->abi != RA_ENGINE_ABI)
+        return ra__refuse(e, RA_E_ABI, "engine.abi", "# is not RA_ENGINE_ABI", engine->abi);
+    if (engine->block_queries < 0 || engine->block_queries > 1 << 24)
+        return ra__refuse(e, RA_E_RANGE, "engine.block_queries", "# is out of range",
+                          engine->block_queries);
+    if (engine->block_queries % RA_BLOCK_TOKENS)
+        return ra__refuse(e, RA_E_SHAPE, "engine.block_queries",
+                          "# is no multiple of RA_BLOCK_TOKENS", engine->block_queries);
+    if (!engine->fold) return ra__refuse(e, RA_E_NULL, "engine.fold", "is required", 0);
+    if (d->train)
+        return ra__refuse(e, RA_E_UNSUPPORTED, "train", "must be 0 with an engine, is #",
+                          d->train);
+    return RA_OK;
+}
+
+/* Keys of an average shard. The tables of the layout have not been checked yet. */
+static int64_t ra__shard_tokens(const ra_desc *d) {
+    const int64_t *rows = d->layout.k_rows ? d->layout.k_rows : d->layout.q_rows;
+    int64_t sum = 0;
+    if (d->layout.kind != RA_LAYOUT_ARRAY) return ra__ceil_div(ra__k_most(d), d->ranks);
+    for (int32_t r = 0; r < d->ranks; r++)
+        sum += ra__max(0, ra__min(rows[r], RA_MAX_POSITION));
+    return ra__ceil_div(sum, d->ranks);
+}
+
+static void ra__defaults(ra_desc *d) {
+    if (!d->sequences) d->sequences = 1;
+    if (!d->ranks) d->ranks = 1;
+    if (!d->layout.kind) d->layout.kind = RA_LAYOUT_CONTIGUOUS;
+    if (d->v_in_k) d->v_dtype = d->k_dtype;
+    if (d->train && !d->grad_dtype) d->grad_dtype = RA_F32;
+    if (d->train && !d->backward_travel) d->backward_travel = ra__cheaper_way(d);
+    if (d->scale == 0.0f) d->scale = (float)(1.0 / ra__sqrt((double)d->k_dim));
+    if (!d->mask.causal_block) d->mask.causal_block = 1;
+    if (!d->buffers) d->buffers = 3;
+    if (!d->threads) d->threads = 1;
+    if (d->isa == RA_ISA_AUTO) d->isa = ra_isa_best();
+    if (!d->chunk_tokens) {
+        int64_t part = ra__ceil_div(ra__shard_tokens(d), 32);
+        d->chunk_tokens = (int32_t)ra__max(1024, ra__min(4096, part));
+    }
+    d->chunk_tokens = (int32_t)ra__round_up(d->chunk_tokens,
+                                            d->layout.kind == RA_LAYOUT_ZIGZAG
+                                                ? 2 * RA_BLOCK_TOKENS : RA_BLOCK_TOKENS);
+}
+
+/* Everything but what follows pointers to arrays; then those. kv_tokens may stay 0: see ra__k_len.
+ * */
+static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
+    ra_error *e;
+    ra_status s;
+    if (!d) return RA_E_NULL;
+    e = d->error;
+    *out = *d;
+    s = ra__check_numbers(d, e);
+    if (!s) s = ra__check_required(d, e);
+    if (!s) s = ra__check_enums(d, e);
+    if (!s) s = ra__check_floats(d, e);
+    if (!s) s = ra__check_blocks(d, e);
+    if (!s) s = ra__check_shape(d, e);
+    if (!s) s = ra__check_mask(d, e);
+    if (!s) s = ra__check_layout(d, e);
+    if (!s && !ra_isa_available(d->isa))
+        s = ra__refuse(e, RA_E_ISA, "isa", "# is not available on this machine", d->isa);
+    if (s) return s;
+    ra__defaults(out);
+    s = ra__check_documents(&out->mask, e);
+    if (!s) s = ra__check_lengths(out, e);
+    if (!s) s = ra__check_tables(out, e);
+    return s ? s : ra__check_engine(out, e);
+}
+
+RINGATTN_API ra_desc ra_desc_make(int32_t q_heads, int32_t kv_heads, int32_t dim, int32_t dtype,
+                                  int32_t mask) {
+    ra_desc d;
+    memset(&d, 0, sizeof d);
+    d.q_heads = q_heads;
+    d.kv_heads = kv_heads;
+    d.k_dim = d.v_dim = dim;
+    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = dtype;
+    d.mask.kind = mask;
+    return d;
+}
+
+RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out) {
+    ra_desc full;
+    ra_status s = ra__resolve(d, &full);
+    if (!s) s = ra__check_intervals(&full, d->error);
+    if (s) return s;
+    if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
+    if (!full.tokens_of) full.kv_tokens = ra__k_most(&full);
+    *out = full;
+    return RA_OK;
+}
+
+/* DESC if no row of a contiguous layout sees a key after itself; square: queries and keys are the
+ * same positions. */
+static int32_t ra__desc_order(const ra_desc *d, int square) {
+    return square && !d->q_offset && d->layout.kind == RA_LAYOUT_CONTIGUOUS &&
+                   d->mask.kind == RA_MASK_CAUSAL && d->mask.causal_block <= 1 && !d->mask.prefix
+               ? RA_ORDER_DESCENDING : RA_ORDER_ASCENDING;
+}
+
+RA__ONCE_END
+
+/* ========================================================================== FORWARD
+ * Computes: some query rows against the keys of one chunk. In: the call's tensors and where the
+ * keys are. Out: running (m, l, acc), or O and LSE after the last chunk. Every row meets the blocks
+ * of the grid one by one in the order of SCHEDULE, and each block is one step of the online
+ * softmax, so cutting keys into chunks and rows into tasks changes no bit. */
+
+enum { RA__PANELS = 16 };              /* most query blocks of a task */
+enum { RA__TILE_WORK = 64 };           /* work of a tile, in looks at one that turns out empty */
+enum { RA__FIRST = 1, RA__LAST = 2 };  /* a chunk among those of a task */
 
 /* One chunk, and where the rows of its segments are: in a message or in the owner's memory. A
  * segment that did not come along has no row that anybody here sees, and is never touched. */
@@ -9816,951 +9168,1982 @@ static void ra__back_sink(const ra__back *b, int32_t head, ra__back_scratch *x) 
     (void)ra__back_sink_some(b, head, x);
 }
 
-RA__ONCE_BEGIN
+/* ========================================================================== LOCAL
+ * One call on one rank: its checks, and attention by tasks that the threads (ith of nth) share. In:
+ * a descriptor and tensors. Out: O and LSE. No plan, no ring, no allocation. */
 
-/* ========================================================================== PLAN
- * From one descriptor everything that can be known before a pass: checks, defaults, the schedule of
- * a rank, and the figures of ra_plan_report. Enums, ranges and sizes are checked
- * before any pointer is followed. */
+/* A call on one rank: the work, the side of the keys, and where they are. */
+typedef struct ra__local {
+    ra_desc d;
+    ra__work w;
+    ra__side k_side;
+    ra__cursor q_cursor, k_cursor;     /* of the sides, if they are runs: a call is one thread's */
+    ra__view kv[2];
+    int64_t rows[2];                   /* of queries and keys in the longest sequence: views */
+    int32_t pairs;                     /* 1: lanes of panels are (token, head) pairs */
+} ra__local;
 
-typedef struct ra__range { const char *field; int64_t value, low, high; } ra__range;
-
-static ra_status ra__check_ranges(const ra__range *list, int32_t n, ra_error *e) {
-    for (int32_t i = 0; i < n; i++) {
-        if (list[i].value < list[i].low)
-            return ra__refuse(e, RA_E_RANGE, list[i].field, "# is too small", list[i].value);
-        if (list[i].value > list[i].high)
-            return ra__refuse(e, RA_E_RANGE, list[i].field, "# is too large", list[i].value);
+/* Positions given with the call replace the layout's. */
+static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int keys, ra__side *side,
+                                ra__cursor *cursor) {
+    ra_error *e = d->error;
+    int64_t rows = keys ? ra__k_most(d) : d->tokens, sum = 0;
+    memset(side, 0, sizeof *side);
+    side->layout = d->layout.kind == RA_LAYOUT_STRIPED ? RA_LAYOUT_CONTIGUOUS : d->layout.kind;
+    side->ranks = 1;
+    side->offset = keys ? 0 : d->q_offset;
+    if (!ra__positions_set(p)) return keys ? RA_OK : ra__check_intervals(d, e);
+    if (d->tokens_of || d->kv_tokens_of)
+        return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos" : "t.q_pos",
+                          "give every sequence the same rows: no tokens_of, no kv_tokens_of", 0);
+    if (p->array) {
+        side->layout = RA_LAYOUT_ARRAY;
+        side->array = p->array;
+        side->array_stride = p->batch_step;
+        side->array_rows = rows;
+        if (p->runs)
+            return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos.runs" : "t.q_pos.runs",
+                              "beside an array", 0);
+        return ra__check_array(d, p, rows, keys, e);
     }
+    side->layout = RA_LAYOUT_RUNS;
+    side->list.run = p->runs;
+    side->list.count = p->count;
+    side->list.cursor = cursor;
+    memset(cursor, 0, sizeof *cursor);
+    if (p->count < 0)
+        return ra__refuse(e, RA_E_RANGE, keys ? "t.k_pos.count" : "t.q_pos.count",
+                          "# is negative", p->count);
+    if (!p->runs)
+        return ra__refuse(e, RA_E_NULL, keys ? "t.k_pos.runs" : "t.q_pos.runs",
+                          "are null, but count is #", p->count);
+    if (p->batch_step)
+        return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos.batch_step" : "t.q_pos.batch_step",
+                          "# needs an array", p->batch_step);
+    for (int64_t i = 0; i < p->count; i++) {
+        int64_t last, step = ra__run_step(&p->runs[i]);
+        int64_t top = ra__position_top(d, keys);
+        if (p->runs[i].count < 0 || p->runs[i].first < 0 || p->runs[i].first >= top || step < 0 ||
+            !ra__mul(ra__max(p->runs[i].count - 1, 0), step, &last) ||
+            p->runs[i].first + last >= top)
+            return ra__refuse(e, RA_E_RANGE, keys ? "t.k_pos.runs" : "t.q_pos.runs",
+                              "entry # steps back or leaves the positions", i);
+        sum += p->runs[i].count;
+    }
+    if (sum != rows)
+        return ra__refuse(e, RA_E_POSITIONS, keys ? "t.k_pos.runs" : "t.q_pos.runs",
+                          "hold # rows, not as many as there are tokens", sum);
     return RA_OK;
 }
 
-static ra_status ra__check_numbers(const ra_desc *d, ra_error *e) {
-    const int64_t top = RA_MAX_POSITION;
-    const ra__range list[] = {
-        { "sequences", d->sequences, 0, 1 << 20 },
-        { "ranks", d->ranks, 0, RA__MOST_RANKS },
-        { "rank", d->rank, 0, d->ranks > 1 ? d->ranks - 1 : 0 },
-        { "q_heads", d->q_heads, 0, 1 << 16 },
-        { "kv_heads", d->kv_heads, 0, 1 << 16 },
-        { "k_dim", d->k_dim, 0, 1024 },
-        { "v_dim", d->v_dim, 0, 1024 },
-        { "v_in_k", d->v_in_k, 0, 1 },
-        { "v_column", d->v_column, 0, 1024 },
-        { "scores", d->scores, 0, RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS },
-        { "tokens", d->tokens, 0, top },
-        { "kv_tokens", d->kv_tokens, 0, top },
-        { "q_offset", d->q_offset, 0, top },
-        { "chunk_tokens", d->chunk_tokens, 0, 1 << 24 },
-        { "buffers", d->buffers, 0, 64 },
-        { "threads", d->threads, 0, 4096 },
-        { "mask.causal_block", d->mask.causal_block, 0, 1 << 30 },
-        { "mask.window", d->mask.window, 0, top },
-        { "mask.right_limit", d->mask.right_limit, 0, top },
-        { "mask.prefix", d->mask.prefix, 0, top },
-        { "mask.keep", d->mask.keep, 0, top },
-        { "mask.doc_count", d->mask.doc_count, 0, top },
-        { "mask.interval_count", d->mask.interval_count, 0, top },
-    };
-    return ra__check_ranges(list, (int32_t)(sizeof list / sizeof list[0]), e);
+static int ra__local_square(const ra__local *c) {
+    for (int32_t b = 0; b < c->d.sequences; b++)
+        if (ra__q_len(&c->d, b) != ra__k_len(&c->d, b)) return 0;
+    return 1;
 }
 
-static ra_status ra__check_required(const ra_desc *d, ra_error *e) {
-    const ra__range list[] = {
-        { "q_heads", d->q_heads, 0, 0 },       { "kv_heads", d->kv_heads, 0, 0 },
-        { "k_dim", d->k_dim, 0, 0 },           { "v_dim", d->v_dim, 0, 0 },
-        { "q_dtype", d->q_dtype, 0, 0 },       { "k_dtype", d->k_dtype, 0, 0 },
-        { "v_dtype", d->v_dtype, d->v_in_k, 0 }, { "o_dtype", d->o_dtype, 0, 0 },
-        { "tokens", d->tokens, 0, 0 },         { "mask.kind", d->mask.kind, 0, 0 },
-        { "layout.kind", d->layout.kind, d->ranks <= 1, 0 },
-    };
-    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
-        if (!list[i].value && !list[i].low)
-            return ra__refuse(e, RA_E_UNSET, list[i].field, "must be set; it was left 0", 0);
-    return RA_OK;
-}
-
-static ra_status ra__check_enums(const ra_desc *d, ra_error *e) {
-    const ra__range list[] = {
-        { "q_dtype", d->q_dtype, RA_F32, RA_Q8_0 }, { "k_dtype", d->k_dtype, RA_F32, RA_Q8_0 },
-        { "v_dtype", d->v_dtype, 0, RA_Q8_0 },      { "o_dtype", d->o_dtype, RA_F32, RA_Q8_0 },
-        { "mask.kind", d->mask.kind, RA_MASK_NONE, RA_MASK_INTERVALS },
-        { "layout.kind", d->layout.kind, 0, RA_LAYOUT_ARRAY },
-        { "train", d->train, 0, 1 },
-        { "grad_dtype", d->grad_dtype, 0, RA_BF16 },
-        { "grad_return", d->grad_return, RA_RETURN_DIRECT, RA_RETURN_RING },
-        { "backward_travel", d->backward_travel, RA_TRAVEL_AUTO, RA_TRAVEL_Q },
-        { "isa", d->isa, RA_ISA_AUTO, RA_ISA_NEON },
-    };
-    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
-        if (list[i].value < list[i].low || list[i].value > list[i].high)
-            return ra__refuse(e, RA_E_ENUM, list[i].field, "# is not one of its constants",
-                              list[i].value);
-    return RA_OK;
-}
-
-/* NaN, infinity and negative numbers where none can be meant. */
-static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
-    if (!ra__is_finite(d->scale) || d->scale < 0.0f)
-        return ra__refuse(e, RA_E_RANGE, "scale", "must be finite and not negative", 0);
-    if (!ra__is_finite(d->softcap) || d->softcap < 0.0f)
-        return ra__refuse(e, RA_E_RANGE, "softcap", "must be finite and not negative", 0);
-    if (!(d->dropout >= 0.0f && d->dropout < 1.0f))
-        return ra__refuse(e, RA_E_RANGE, "dropout", "must lie in [0, 1)", 0);
-    return RA_OK;
-}
-
-/* RA_Q8_0 comes in blocks of 32 elements, and for keys and values alone. */
-static ra_status ra__check_blocks(const ra_desc *d, ra_error *e) {
-    const int k = d->k_dtype == RA_Q8_0, v = d->v_in_k ? k : d->v_dtype == RA_Q8_0;
-    const int32_t dims[3] = { k ? d->k_dim : 0, v ? d->v_dim : 0, v ? d->v_column : 0 };
-    static const char *const name[3] = { "k_dim", "v_dim", "v_column" };
-    if (d->q_dtype == RA_Q8_0 || d->o_dtype == RA_Q8_0)
-        return ra__refuse(e, RA_E_UNSUPPORTED, d->q_dtype == RA_Q8_0 ? "q_dtype" : "o_dtype",
-                          "# is RA_Q8_0, which serves K and V only", RA_Q8_0);
-    if (d->train && (k || v))
-        return ra__refuse(e, RA_E_UNSUPPORTED, k ? "k_dtype" : "v_dtype",
-                          "# is RA_Q8_0, which has no gradients", RA_Q8_0);
-    for (int i = 0; i < 3; i++)
-        if (dims[i] % 32)
-            return ra__refuse(e, i < 2 ? RA_E_SHAPE : RA_E_ALIGN, name[i],
-                              "# is no multiple of 32, as RA_Q8_0 needs", dims[i]);
-    return RA_OK;
-}
-
-/* Rows of a bias, and positions of an array, are known to their owner alone. */
-static int ra__q_may_travel(const ra_desc *d) {
-    return !(d->scores & RA_SCORE_BIAS) && d->layout.kind != RA_LAYOUT_ARRAY;
-}
-
-/* What has fewer bytes a token and hop, with f32 gradients on the way (SCHEDULE: the Q side wins
- * for Hq / Hkv below 1.49 with 16-bit rows, 1.33 with f32). Rows must be set. */
-static int32_t ra__cheaper_way(const ra_desc *d) {
-    int64_t v = d->v_in_k ? 0 : d->v_dim;
-    int64_t keys = d->kv_heads * (4 * (d->k_dim + v) + ra__row_bytes(d->k_dtype, d->k_dim) +
-                                  ra__row_bytes(d->v_dtype, v));
-    int64_t queries = d->q_heads * (4 * (int64_t)d->k_dim + ra__row_bytes(d->q_dtype, d->k_dim) +
-                                    ra__row_bytes(d->o_dtype, d->v_dim) + 8);
-    return ra__q_may_travel(d) && queries < keys ? RA_TRAVEL_Q : RA_TRAVEL_KV;
-}
-
-static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
-    int64_t bytes, rows = ra__max(d->tokens, ra__k_most(d));
-    int64_t width = ra__max(d->k_dim, d->v_dim) * (int64_t)sizeof(float);
-    if (d->q_heads % d->kv_heads)
-        return ra__refuse(e, RA_E_SHAPE, "q_heads", "# is no multiple of kv_heads", d->q_heads);
-    if (d->tokens + d->q_offset > RA_MAX_POSITION)
-        return ra__refuse(e, RA_E_OVERFLOW, "q_offset", "tokens + # reaches RA_MAX_POSITION",
-                          d->q_offset);
-    if (!ra__mul(rows, d->q_heads * width, &bytes) ||
-        !ra__mul(bytes, d->sequences ? d->sequences : 1, &bytes))
-        return ra__refuse(e, RA_E_OVERFLOW, "tokens", "# tokens of this shape overflow 62 bits",
-                          d->tokens);
-    if (!d->v_in_k && d->v_column)
-        return ra__refuse(e, RA_E_SHAPE, "v_in_k", "is 0, but v_column is #", d->v_column);
-    if (d->v_in_k && d->v_column + d->v_dim > d->k_dim)
-        return ra__refuse(e, RA_E_SHAPE, "v_column", "# + v_dim exceeds k_dim", d->v_column);
-    if (!d->train && d->backward_travel)
-        return ra__refuse(e, RA_E_SHAPE, "backward_travel", "# needs train = 1",
-                          d->backward_travel);
-    if (d->backward_travel == RA_TRAVEL_Q && !ra__q_may_travel(d))
-        return ra__refuse(e, RA_E_UNSUPPORTED, "backward_travel",
-                          "# (RA_TRAVEL_Q) goes neither with bias nor with RA_LAYOUT_ARRAY",
-                          d->backward_travel);
-    if (!d->train && d->grad_return)
-        return ra__refuse(e, RA_E_SHAPE, "grad_return", "# needs train = 1", d->grad_return);
-    if (!d->train && d->grad_dtype)
-        return ra__refuse(e, RA_E_SHAPE, "grad_dtype", "# needs train = 1", d->grad_dtype);
-    if (!d->train && d->dropout > 0.0f)
-        return ra__refuse(e, RA_E_SHAPE, "dropout", "needs train = 1; train is #", d->train);
-    if (d->v_in_k && d->v_dtype && d->v_dtype != d->k_dtype)
-        return ra__refuse(e, RA_E_SHAPE, "v_dtype", "# differs from k_dtype under v_in_k",
-                          d->v_dtype);
-    return RA_OK;
-}
-
-/* Fields of a mask that contradict each other; follows no pointer. */
-static ra_status ra__check_mask(const ra_desc *d, ra_error *e) {
-    const ra_mask *m = &d->mask;
-    int intervals = m->kind == RA_MASK_INTERVALS;
-    if (m->causal_block > 1 && m->kind != RA_MASK_CAUSAL)
-        return ra__refuse(e, RA_E_SHAPE, "mask.causal_block", "# needs RA_MASK_CAUSAL",
-                          m->causal_block);
-    if (m->right_limit && m->kind != RA_MASK_NONE)
-        return ra__refuse(e, RA_E_SHAPE, "mask.right_limit", "# needs RA_MASK_NONE",
-                          m->right_limit);
-    if (intervals && m->window)
-        return ra__refuse(e, RA_E_SHAPE, "mask.window", "# beside RA_MASK_INTERVALS", m->window);
-    if (intervals && m->prefix)
-        return ra__refuse(e, RA_E_SHAPE, "mask.prefix", "# beside RA_MASK_INTERVALS", m->prefix);
-    if (intervals && m->keep)
-        return ra__refuse(e, RA_E_SHAPE, "mask.keep", "# beside RA_MASK_INTERVALS", m->keep);
-    if (intervals && m->doc_count)
-        return ra__refuse(e, RA_E_SHAPE, "mask.doc_count", "# beside RA_MASK_INTERVALS",
-                          m->doc_count);
-    if (!intervals && m->interval_count)
-        return ra__refuse(e, RA_E_SHAPE, "mask.interval_count", "# needs RA_MASK_INTERVALS",
-                          m->interval_count);
-    if (!intervals && (m->lo || m->hi))
-        return ra__refuse(e, RA_E_SHAPE, m->lo ? "mask.lo" : "mask.hi",
-                          "needs RA_MASK_INTERVALS, not kind #", m->kind);
-    if (intervals && (!m->lo || !m->hi))
-        return ra__refuse(e, RA_E_NULL, m->lo ? "mask.hi" : "mask.lo",
-                          "RA_MASK_INTERVALS needs it", 0);
-    if (m->doc_count && !m->doc_first)
-        return ra__refuse(e, RA_E_NULL, "mask.doc_first", "doc_count is #", m->doc_count);
-    if (!m->doc_count && m->doc_first)
-        return ra__refuse(e, RA_E_SHAPE, "mask.doc_first", "is set, but doc_count is 0", 0);
-    return RA_OK;
-}
-
-/* Positions that follow from the descriptor have an entry in the caller's intervals. */
-static ra_status ra__check_intervals(const ra_desc *d, ra_error *e) {
-    if (d->mask.kind == RA_MASK_INTERVALS && d->layout.kind != RA_LAYOUT_ARRAY &&
-        d->mask.interval_count < d->q_offset + d->tokens)
-        return ra__refuse(e, RA_E_POSITIONS, "mask.interval_count",
-                          "# entries do not reach q_offset + tokens", d->mask.interval_count);
-    return RA_OK;
-}
-
-static ra_status ra__check_documents(const ra_mask *m, ra_error *e) {
-    for (int64_t i = 0; i < m->doc_count; i++) {
-        if (i ? m->doc_first[i] <= m->doc_first[i - 1] : m->doc_first[0] != 0)
-            return ra__refuse(e, RA_E_POSITIONS, "mask.doc_first",
-                              "must start with 0 and ascend; entry # does not", i);
-        if (m->doc_first[i] > RA_MAX_POSITION)
-            return ra__refuse(e, RA_E_OVERFLOW, "mask.doc_first", "# is above RA_MAX_POSITION",
-                              m->doc_first[i]);
-    }
-    return RA_OK;
-}
-
-static ra_status ra__check_lengths(const ra_desc *d, ra_error *e) {
-    for (int32_t b = 0; d->tokens_of && b < d->sequences; b++)
-        if (d->tokens_of[b] < 0 || d->tokens_of[b] > d->tokens)
-            return ra__refuse(e, RA_E_RANGE, "tokens_of", "# is negative or above tokens",
-                              d->tokens_of[b]);
-    for (int32_t b = 0; d->kv_tokens_of && b < d->sequences; b++)
-        if (d->kv_tokens_of[b] < 0 || d->kv_tokens_of[b] > ra__k_most(d))
-            return ra__refuse(e, RA_E_RANGE, "kv_tokens_of", "# is negative or above kv_tokens",
-                              d->kv_tokens_of[b]);
-    return RA_OK;
-}
-
-/* Fields of a layout that contradict each other; follows no pointer. */
-static ra_status ra__check_layout(const ra_desc *d, ra_error *e) {
-    const ra_layout *l = &d->layout;
-    int runs = l->kind == RA_LAYOUT_RUNS, array = l->kind == RA_LAYOUT_ARRAY;
-    if (l->weights && l->kind != RA_LAYOUT_CONTIGUOUS && l->kind != RA_LAYOUT_ZIGZAG)
-        return ra__refuse(e, RA_E_SHAPE, "layout.weights", "need CONTIGUOUS or ZIGZAG, not #",
-                          l->kind);
-    if (!runs && (l->q_runs || l->q_run_count || l->k_runs || l->k_run_count))
-        return ra__refuse(e, RA_E_SHAPE,
-                          l->q_runs ? "layout.q_runs" : l->q_run_count ? "layout.q_run_count"
-                          : l->k_runs ? "layout.k_runs" : "layout.k_run_count",
-                          "needs RA_LAYOUT_RUNS, not kind #", l->kind);
-    if (!array && (l->q_rows || l->k_rows))
-        return ra__refuse(e, RA_E_SHAPE, l->q_rows ? "layout.q_rows" : "layout.k_rows",
-                          "needs RA_LAYOUT_ARRAY, not kind #", l->kind);
-    if (runs && !l->q_run_count)
-        return ra__refuse(e, RA_E_NULL, "layout.q_run_count", "RA_LAYOUT_RUNS needs it", 0);
-    if (runs && !l->q_runs)
-        return ra__refuse(e, RA_E_NULL, "layout.q_runs", "RA_LAYOUT_RUNS needs it", 0);
-    if (runs && !l->k_runs != !l->k_run_count)
-        return ra__refuse(e, RA_E_NULL, l->k_runs ? "layout.k_run_count" : "layout.k_runs",
-                          "needed beside the other", 0);
-    if (array && !l->q_rows)
-        return ra__refuse(e, RA_E_NULL, "layout.q_rows", "RA_LAYOUT_ARRAY needs it", 0);
-    if ((runs || array) && (d->tokens_of || d->kv_tokens_of))
-        return ra__refuse(e, RA_E_SHAPE, d->tokens_of ? "tokens_of" : "kv_tokens_of",
-                          "RUNS and ARRAY give every sequence the same rows", 0);
-    return RA_OK;
-}
-
-/* First common position of two runs, or -1. With strides s and t and g = gcd(s, t) the positions
- * a.first + i s of run a are also b.first + j t where i s = b.first - a.first mod t, hence for
- * i = (b.first - a.first) / g * (s / g)^-1 mod t / g, the inverse by Euclid's algorithm, and then
- * every lcm(s, t). Strides of more than one row are below 2^31. */
-static int64_t ra__runs_meet(const ra_run *a, const ra_run *b) {
-    const int64_t sa = a->count > 1 ? ra__run_step(a) : 1, sb = b->count > 1 ? ra__run_step(b) : 1;
-    int64_t g = sa, rest = sb, x = 1, y = 0, step, i, p;
-    int64_t low = ra__max(a->first, b->first);
-    while (rest) {                     /* g = x s mod t, rest = y s mod t */
-        int64_t q = g / rest, t = g - q * rest;
-        g = rest;
-        rest = t;
-        t = x - q * y;
-        x = y;
-        y = t;
-    }
-    if ((b->first - a->first) % g) return -1;
-    step = sb / g;
-    i = (b->first - a->first) / g % step * (x % step) % step;
-    p = a->first + (i < 0 ? i + step : i) * sa;
-    step *= sa;
-    if (p < low) p += ra__ceil_div(low - p, step) * step;
-    return p <= ra__min(ra__run_last(a), ra__run_last(b)) ? p : -1;
-}
-
-/* Run i comes before run j by first position. */
-RA__INLINE int ra__run_before(const ra_run *runs, int64_t i, int64_t j) {
-    return runs[i].first < runs[j].first || (runs[i].first == runs[j].first && i < j);
-}
-
-/* Sifts entry i of a heap of n runs down: none comes after those above it. */
-static void ra__order_sift(const ra_run *runs, int64_t *at, int64_t i, int64_t n) {
-    int64_t x = at[i];
-    for (int64_t child; (child = 2 * i + 1) < n; i = child) {
-        if (child + 1 < n && ra__run_before(runs, at[child], at[child + 1])) child++;
-        if (ra__run_before(runs, at[child], x)) break;
-        at[i] = at[child];
-    }
-    at[i] = x;
-}
-
-static void ra__order_heap(const ra_run *runs, int64_t *at, int64_t n) {
-    for (int64_t i = n / 2 - 1; i >= 0; i--) ra__order_sift(runs, at, i, n);
-}
-
-/* Sorts n runs of a table by first position. */
-static void ra__order_sort(const ra_run *runs, int64_t *at, int64_t n) {
-    ra__order_heap(runs, at, n);
-    for (int64_t i = n - 1; i > 0; i--) {
-        int64_t top = at[0];
-        at[0] = at[i];
-        at[i] = top;
-        ra__order_sift(runs, at, 0, i);
-    }
-}
-
-/* The first runs of a table of n after run `after` (-1: at all), sorted; returns how many. What is
- * refused allocates nothing, so a large table is sorted in windows of as many. */
-enum { RA__ORDER = 2048 };
-static int64_t ra__order_next(const ra_run *runs, int64_t n, int64_t after,
-                              int64_t at[RA__ORDER]) {
-    int64_t m = 0;
-    for (int64_t i = 0; i < n; i++) {
-        if (after >= 0 && !ra__run_before(runs, after, i)) continue;
-        if (m < RA__ORDER) {
-            at[m++] = i;
-            if (m == RA__ORDER) ra__order_heap(runs, at, m);
-        } else if (ra__run_before(runs, i, at[0])) {
-            at[0] = i;
-            ra__order_sift(runs, at, 0, m);
-        }
-    }
-    ra__order_sort(runs, at, m);
-    return m;
-}
-
-/* A position that one of m sorted runs has in common with another one, or with a run up to `after`,
- * which all come before them; or -1. Runs that end before another begins are not compared. */
-static int64_t ra__order_meet(const ra_run *runs, int64_t n, int64_t after, const int64_t *at,
-                              int64_t m) {
-    int64_t reach = -1, group = 0, p = -1;
-    for (int64_t i = 0; i < m && p < 0; i++) {
-        const ra_run *run = &runs[at[i]];
-        if (run->first > reach) group = i;
-        for (int64_t j = group; j < i && p < 0; j++)
-            if (ra__run_last(&runs[at[j]]) >= run->first) p = ra__runs_meet(&runs[at[j]], run);
-        reach = ra__max(reach, ra__run_last(run));
-    }
-    for (int64_t i = 0; after >= 0 && i < n && p < 0; i++) {
-        const int64_t last = ra__run_last(&runs[i]);
-        if (last < runs[at[0]].first || ra__run_before(runs, after, i)) continue;
-        for (int64_t j = 0; j < m && p < 0 && runs[at[j]].first <= last; j++)
-            p = ra__runs_meet(&runs[i], &runs[at[j]]);
-    }
-    return p;
-}
-
-/* No position is in two runs of a table whose entries are in range. */
-static ra_status ra__check_held(const ra_run *runs, int64_t n, const char *field, ra_error *e) {
-    int64_t at[RA__ORDER], after = -1, m;
-    for (int64_t done = 0; done < n; done += m, after = at[m - 1]) {
-        m = ra__order_next(runs, n, after, at);
-        int64_t p = ra__order_meet(runs, n, after, at, m);
-        if (p >= 0) return ra__refuse(e, RA_E_POSITIONS, field, "position # is held twice", p);
-    }
-    return RA_OK;
-}
-
-/* Runs of all ranks together. */
-static int64_t ra__runs_count(const ra_desc *d, int keys) {
-    const int32_t *count = keys ? d->layout.k_run_count : d->layout.q_run_count;
-    int64_t n = 0;
-    for (int32_t r = 0; count && r < d->ranks; r++) n += count[r];
-    return n;
-}
-
-/* One table of runs: entries in range, no position twice. `names` are the fields to blame. */
-static ra_status ra__check_runs(const ra_run *runs, const int32_t *count, int32_t ranks,
-                                const int64_t range[2], const char *const names[2], ra_error *e) {
-    int64_t n = 0;
-    for (int32_t r = 0; r < ranks; r++) {
-        if (count[r] < 0)
-            return ra__refuse(e, RA_E_RANGE, names[1], "# is negative", count[r]);
-        n += count[r];
-    }
-    for (int64_t i = 0; i < n; i++) {
-        int64_t stride = ra__run_step(&runs[i]), last;
-        if (runs[i].count < 1 || stride < 1 || runs[i].first < range[0] ||
-            runs[i].first >= range[1] || !ra__mul(runs[i].count - 1, stride, &last) ||
-            runs[i].first + last >= range[1])
-            return ra__refuse(e, RA_E_RANGE, names[0],
-                              "entry # has no rows, or steps back, or leaves the tokens", i);
-    }
-    return ra__check_held(runs, n, names[0], e);
-}
-
-static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
-    static const char *const q_names[2] = { "layout.q_runs", "layout.q_run_count" };
-    static const char *const k_names[2] = { "layout.k_runs", "layout.k_run_count" };
-    const ra_layout *l = &d->layout;
-    int64_t sum = 0, rows = 0, bytes, range[2] = { d->q_offset, d->q_offset + d->tokens };
-    ra_status s = RA_OK;
-    for (int32_t r = 0; l->weights && r < d->ranks; r++) {
-        sum += l->weights[r];
-        if (l->weights[r] < 0)
-            return ra__refuse(e, RA_E_RANGE, "layout.weights", "# is negative", l->weights[r]);
-    }
-    if (l->weights && !sum)
-        return ra__refuse(e, RA_E_UNSET, "layout.weights", "are all 0", 0);
-    for (int32_t r = 0; l->kind == RA_LAYOUT_ARRAY && r < d->ranks; r++) {
-        if (l->q_rows[r] < 0 || l->q_rows[r] > RA_MAX_POSITION)
-            return ra__refuse(e, RA_E_RANGE, "layout.q_rows", "# is out of range", l->q_rows[r]);
-        if (l->k_rows && (l->k_rows[r] < 0 || l->k_rows[r] > RA_MAX_POSITION))
-            return ra__refuse(e, RA_E_RANGE, "layout.k_rows", "# is out of range", l->k_rows[r]);
-        rows += l->q_rows[r] + (l->k_rows ? l->k_rows[r] : 0);
-    }
-    if (!ra__mul(rows, d->q_heads * (4 * (int64_t)ra__max(d->k_dim, d->v_dim)), &bytes) ||
-        !ra__mul(bytes, d->sequences, &bytes))
-        return ra__refuse(e, RA_E_OVERFLOW, "layout.q_rows", "# rows in all overflow 62 bits",
-                          rows);
-    if (l->kind != RA_LAYOUT_RUNS) return RA_OK;
-    s = ra__check_runs(l->q_runs, l->q_run_count, d->ranks, range, q_names, e);
-    range[0] = 0;
-    range[1] = ra__k_most(d);
-    if (!s && l->k_runs)
-        s = ra__check_runs(l->k_runs, l->k_run_count, d->ranks, range, k_names, e);
-    for (int32_t r = 0, at = 0; !s && !l->k_runs && r < d->ranks; r++)
-        for (int32_t i = 0; i < l->q_run_count[r]; i++, at++)
-            if (ra__run_last(&l->q_runs[at]) >= ra__k_most(d))
-                return ra__refuse(e, RA_E_POSITIONS, "kv_tokens",
-                                  "does not reach entry # of q_runs, which are k_runs too", at);
+/* Resolves and checks a call on one rank. t null: descriptor only. */
+static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__local *c) {
+    ra_error *e = d ? d->error : NULL;
+    ra_status s;
+    if (d && d->ranks > 1)
+        return ra__refuse(e, RA_E_SHAPE, "ranks", "# must be 0 or 1 on one rank", d->ranks);
+    s = ra__resolve(d, &c->d);
+    if (s) return s;
+    if (c->d.layout.kind > RA_LAYOUT_STRIPED)
+        return ra__refuse(e, RA_E_UNSUPPORTED, "layout.kind",
+                          "# on one rank: positions come with the call", c->d.layout.kind);
+    memset(&c->w, 0, sizeof c->w);
+    c->pairs = 0;
+    c->w.d = &c->d;
+    c->w.t = t;
+    c->w.kernel = ra__kernel_of(&c->d);
+    c->rows[0] = ra__longest(&c->d, 0);
+    c->rows[1] = ra__longest(&c->d, 1);
+    if (!t) return RA_OK;
+    s = ra__local_side(&c->d, &t->q_pos, 0, &c->w.q_side, &c->q_cursor);
+    if (!s) s = ra__local_side(&c->d, &t->k_pos, 1, &c->k_side, &c->k_cursor);
+    if (!s) s = ra__check_tensors(&c->d, t, c->rows, &c->w, c->kv, e);
+    c->w.any_position = ra__positions_set(&t->k_pos);
+    c->w.order = ra__desc_order(&c->d, ra__local_square(c) && !ra__positions_set(&t->q_pos) &&
+                                           !ra__positions_set(&t->k_pos));
     return s;
 }
 
-static ra_status ra__check_engine(const ra_desc *d, ra_error *e) {
-    const ra_engine *engine = d->engine;
-    if (!engine) return RA_OK;
-    if (engine->size < sizeof(ra_engine))
-        return ra__refuse(e, RA_E_ABI, "engine.size", "# is smaller than ra_engine of version 1",
-                          engine->size);
-    if (engine->abi != RA_ENGINE_ABI)
-        return ra__refuse(e, RA_E_ABI, "engine.abi", "# is not RA_ENGINE_ABI", engine->abi);
-    if (engine->block_queries < 0 || engine->block_queries > 1 << 24)
-        return ra__refuse(e, RA_E_RANGE, "engine.block_queries", "# is out of range",
-                          engine->block_queries);
-    if (engine->block_queries % RA_BLOCK_TOKENS)
-        return ra__refuse(e, RA_E_SHAPE, "engine.block_queries",
-                          "# is no multiple of RA_BLOCK_TOKENS", engine->block_queries);
-    if (!engine->fold) return ra__refuse(e, RA_E_NULL, "engine.fold", "is required", 0);
-    if (d->train)
-        return ra__refuse(e, RA_E_UNSUPPORTED, "train", "must be 0 with an engine, is #",
-                          d->train);
+RA__INLINE int ra__may_be_short(const ra_desc *d) {
+    return d->q_heads > d->kv_heads && d->dropout <= 0.0f &&
+           !(d->scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS));
+}
+
+RA__INLINE int ra__is_short(const ra_desc *d) {
+    return d->tokens < RA_BLOCK_TOKENS && ra__may_be_short(d);
+}
+
+/* Bytes of the rows of one panel. */
+static int64_t ra__short_bytes(const ra_desc *d) {
+    return RA_BLOCK_TOKENS * ra__max(ra__row_bytes(d->q_dtype, d->k_dim),
+                                     ra__row_bytes(d->o_dtype, d->v_dim));
+}
+
+/* Position of a query row of this rank. */
+static int64_t ra__query_position(const ra__local *c, int32_t b, int64_t row) {
+    const int32_t *array = c->w.q_side.array;
+    ra__seg s;
+    if (array) return array[b * c->w.q_side.array_stride + row];
+    if (c->w.q_side.layout == RA_LAYOUT_RUNS) {
+        ra__before at;
+        s = ra__list_run(&c->w.q_side.list, ra__list_find(&c->w.q_side.list, RA__ROWS, row, &at));
+        return s.pos + (row - s.row) * s.stride;
+    }
+    for (int64_t j = 0; ra__side_seg(&c->w.q_side, b, ra__q_len(&c->d, b), j, &s); j++)
+        if (row >= s.row && row < s.row + s.rows) return s.pos + (row - s.row) * s.stride;
+    return 0;
+}
+
+/* Panel i of a task: pairs from `pair` on. */
+static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x, int32_t i,
+                           uint8_t *gather) {
+    const ra_desc *d = &c->d;
+    const int32_t group = d->q_heads / d->kv_heads;
+    const int64_t pair = (t->panel0 + i) * RA_BLOCK_TOKENS;
+    const int64_t size = ra__row_bytes(d->q_dtype, d->k_dim);
+    int32_t pos[RA_BLOCK_TOKENS];
+    ra__panel *p = &x->panel[i];
+    ra__seg s = { 0, 0, 0, 1 };
+    s.rows = ra__min(RA_BLOCK_TOKENS, ra__q_len(d, t->sequence) * group - pair);
+    for (int64_t r = 0; r < s.rows; r++) {
+        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
+        pos[r] = (int32_t)ra__query_position(c, t->sequence, row);
+        memcpy(gather + r * size, ra__view_at(c->w.q, t->sequence, row, head).data, (size_t)size);
+    }
+    x->bounds[i] = ra__rows_fill(&d->mask, ra__key_end(d, t->sequence, c->w.any_position), &s, pos,
+                                 x->rows[i]);
+    p->geo = x->rows[i];
+    p->rows = (int32_t)s.rows;
+    p->score = ra__score_of(&c->w, t->sequence, 0, 0);
+    p->ahead = &x->ahead;
+    p->factor = ra__q_factor(d);
+    p->drop = ra__drop_of(&c->w, t->sequence, 0);
+    c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
+    for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
+        p->m[r] = r < p->rows ? ra__neg_inf() : 0.0f;
+        p->l[r] = 0.0f;
+    }
+    c->w.kernel->load_acc(p, NULL, 0, d->v_dim);
+}
+
+static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scratch *x, int32_t i,
+                           uint8_t *gather) {
+    const ra_desc *d = &c->d;
+    const int32_t group = d->q_heads / d->kv_heads;
+    const int64_t pair = (t->panel0 + i) * RA_BLOCK_TOKENS;
+    const int64_t size = ra__row_bytes(d->o_dtype, d->v_dim);
+    const ra__panel *p = &x->panel[i];
+    float factor[RA_BLOCK_TOKENS] = { 0 }, sum;
+    for (int32_t r = 0; r < p->rows; r++) {
+        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
+        ra__view lse = ra__view_at(c->w.lse, t->sequence, row, head);
+        factor[r] = ra__row_finish(p->m[r], p->l[r],
+                                   d->scores & RA_SCORE_SINKS ? c->w.t->sinks + head : NULL, &sum);
+        if (lse.data) memcpy((void *)(uintptr_t)lse.data, &sum, sizeof sum);
+    }
+    c->w.kernel->store_o(p, gather, size, d->o_dtype, d->v_dim, factor);
+    for (int64_t r = 0; r < p->rows; r++) {
+        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
+        memcpy((void *)(uintptr_t)ra__view_at(c->w.o, t->sequence, row, head).data,
+               gather + r * size, (size_t)size);
+    }
+}
+
+/* Panels of one kv head of a sequence. */
+static int64_t ra__local_blocks(const ra__local *c, int32_t b) {
+    int64_t group = c->d.q_heads / c->d.kv_heads, tokens = ra__q_len(&c->d, b);
+    if (c->pairs) return ra__ceil_div(tokens * group, RA_BLOCK_TOKENS);
+    return ra__side_blocks(&c->w.q_side, b, tokens) * group;
+}
+
+/* -------------------------------------------------------------------------- tasks */
+/* One task against all keys of its sequence. */
+static void ra__local_task(const ra__local *c, const ra__task *t, ra__scratch *x,
+                           uint8_t *gather) {
+    uint32_t mode = ra__fp_enter();
+    ra__tally tally = { 0, 0, 0 };
+    const int32_t *array = c->k_side.array;
+    ra__item item;
+    memset(&item, 0, sizeof item);
+    if (array) array += t->sequence * c->k_side.array_stride;
+    for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_load(c, t, x, i, gather);
+    if (!c->pairs) ra__task_load(&c->w, t, x, 1);
+    ra__chunk_side(&c->k_side, t->sequence, ra__k_len(&c->d, t->sequence), &item.c);
+    ra__item_owned(&item, c->kv, array);
+    ra__task_fold(&c->w, t, &item, x, &tally);
+    for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_save(c, t, x, i, gather);
+    if (!c->pairs) ra__task_save(&c->w, t, x, 1);
+    ra__fp_leave(mode);
+}
+
+/* Panels of a task: fewer if threads would else stand idle. */
+static int32_t ra__local_panels(const ra__local *c, int nth) {
+    int32_t panels = ra__panels(&c->d);
+    for (; nth > 1 && panels > 1; panels /= 2) {
+        int64_t tasks = 0;
+        for (int32_t b = 0; b < c->d.sequences; b++)
+            tasks += c->d.kv_heads * ra__ceil_div(ra__local_blocks(c, b), panels);
+        if (tasks >= 8 * (int64_t)nth) break;
+    }
+    return panels;
+}
+
+/* Thread ith's share: every nth task, forwards and backwards in turn, for causal rows cost more
+ * towards the end. */
+static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, int ith, int nth) {
+    ra__arena a = { NULL, 0 };
+    ra__scratch x;
+    int64_t index = 0;
+    a.base = memory;
+    ra__scratch_carve(&a, &c->d, panels, &x);
+    uint8_t *gather = c->pairs ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
+    ra__task t;
+    t.count = 0;
+    for (int32_t b = 0; b < c->d.sequences; b++) {
+        int64_t all = ra__local_blocks(c, b), a_head = ra__ceil_div(all, panels);
+        for (int64_t i = 0; i < c->d.kv_heads * a_head; i++, index++) {
+            int64_t turn = index / nth, place = index % nth;
+            if ((turn % 2 ? nth - 1 - place : place) != ith) continue;
+            x.next.sequence = b;
+            x.next.kv_head = (int32_t)(i / a_head);
+            x.next.panel0 = i % a_head * panels;
+            x.next.count = (int32_t)ra__min(panels, all - x.next.panel0);
+            x.asked = c->pairs ? x.next.count : 0;
+            if (t.count) ra__local_task(c, &t, &x, gather);
+            t = x.next;
+        }
+    }
+    x.next.count = x.asked = 0;
+    if (t.count) ra__local_task(c, &t, &x, gather);
+}
+
+/* ========================================================================== DECODE
+ * Few query rows: M = tokens * Hq / Hkv (token, head) pairs read each kv head, in fours, with dot
+ * products over Dk instead of lanes of rows. Memory is all here, so a task is several kv heads of a
+ * sequence, and a stretch of tokens is read for all of them before the next one: where the heads of
+ * a token lie side by side, memory is read and asked for in the order of its addresses.
+ * PERF: Zen 5, rows of 512 bytes every 4 KB: 17 GB/s head by head, 33 in the order of addresses;
+ * head after head, [Hkv][T][D], 13 without asking ahead along the rows of one head, 32 with it. */
+enum { RA__DECODE_PAIRS = 16, RA__DECODE_HEADS = 8, RA__DECODE_BYTES = 2304,
+       RA__DECODE_AHEAD = 4096, RA__DECODE_PART = 16, RA__DECODE_PARTS = 32 };
+
+/* One thread's state, and the task under way. */
+typedef struct ra__decode {
+    ra__few *few;                      /* [heads][fours] */
+    int32_t *pos;                      /* [64] of a block */
+    float *slot;                       /* [heads][fours] sums of the parts before, if any */
+    int32_t heads;                     /* most of a task */
+    int32_t sequence, head, count;     /* kv heads [head, head + count) */
+    int32_t part, parts;               /* of the blocks [first, last) that some row sees */
+    int64_t first, last, blocks;       /* blocks: of all keys */
+    int32_t pairs, fours, rows, keys, run; /* keys: of a stretch; of one head at once */
+    int32_t row[RA__DECODE_PAIRS];     /* of a pair */
+    int32_t at[RA__DECODE_PAIRS], sees[RA__DECODE_PAIRS][4]; /* of a row: position, ra__mask_row */
+    ra__bounds bounds[RA__DECODE_PAIRS];
+    uint64_t seen[RA__DECODE_PAIRS];   /* of a row: keys of the block */
+    ra__stretch stretch[RA_BLOCK_TOKENS / 4][RA__DECODE_PAIRS / RA__FEW_ROWS]; /* of the block */
+} ra__decode;
+
+/* 1 if calls like this, with few enough tokens, take the decoding form. */
+RA__INLINE int ra__may_decode(const ra_desc *d) {
+    return d->q_heads / d->kv_heads <= RA__DECODE_PAIRS && d->dropout <= 0.0f;
+}
+
+/* 1 if this call does. */
+RA__INLINE int ra__decodes(const ra_desc *d) {
+    return d->tokens * (d->q_heads / d->kv_heads) <= RA__DECODE_PAIRS && ra__may_decode(d);
+}
+
+/* Most parts of the keys of a sequence: RA__DECODE_PARTS in all, of RA__DECODE_PART blocks or more.
+ * The problem alone decides, for the cuts show in the bits. */
+RA__INLINE int64_t ra__decode_limit(const ra_desc *d) {
+    const int64_t keys = ra__k_most(d), least = RA__DECODE_PART * RA_BLOCK_TOKENS;
+    if (keys <= least) return 1;
+    return ra__max(1, ra__min(ra__ceil_div(keys, least), RA__DECODE_PARTS / d->sequences));
+}
+
+/* Floats of m, l and acc of a four. */
+RA__INLINE int64_t ra__slot_floats(const ra_desc *d) {
+    return RA__FEW_ROWS * (2 + ra__round_up(d->v_dim, RA__FEW_DIMS));
+}
+
+static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__decode *x) {
+    int64_t k = ra__round_up(d->k_dim, RA__FEW_DIMS) * RA__FEW_ROWS * (int64_t)sizeof(float);
+    int64_t v = ra__round_up(d->v_dim, RA__FEW_DIMS) * RA__FEW_ROWS * (int64_t)sizeof(float);
+    int64_t pairs = d->tokens * (d->q_heads / d->kv_heads);
+    float *wide = NULL;
+    x->heads = heads;
+    x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__DECODE_PAIRS), RA__FEW_ROWS);
+    x->few = (ra__few *)ra__carve(a, heads * x->fours * (int64_t)sizeof *x->few);
+    x->pos = (int32_t *)ra__carve(a, RA_BLOCK_TOKENS * (int64_t)sizeof *x->pos);
+    x->slot = NULL;
+    if (ra__k_most(d) > RA__DECODE_PART * RA_BLOCK_TOKENS)
+        x->slot = (float *)ra__carve(a, heads * x->fours * ra__slot_floats(d) * 4);
+    for (int32_t i = 0; i < heads * x->fours; i++) {
+        float *q = (float *)ra__carve(a, k), *acc = (float *)ra__carve(a, v);
+        float *sum = (float *)ra__carve(a, v);
+        if (x->fours > 2 && i % x->fours == 0) wide = (float *)ra__carve(a, 2 * k);
+        if (!a->base) continue;
+        x->few[i].wide = wide;
+        x->few[i].lane = i % x->fours * RA__FEW_ROWS;
+        x->few[i].d = d;
+        x->few[i].q = q;
+        x->few[i].acc = acc;
+        x->few[i].sum = sum;
+    }
+}
+
+static int64_t ra__decode_bytes(const ra_desc *d, int32_t heads) {
+    ra__arena a = { NULL, 0 };
+    ra__decode x;
+    ra__decode_carve(&a, d, heads, &x);
+    return a.used;
+}
+
+/* Bytes of the sums of all parts of all sequences, where several threads share out keys: enough for
+ * every call with fewer tokens, keys or sequences. */
+static int64_t ra__decode_slots(const ra_desc *d) {
+    const int64_t group = d->q_heads / d->kv_heads;
+    const int64_t pairs = ra__min(d->tokens * group, RA__DECODE_PAIRS);
+    const int64_t parts = ra__ceil_div(ra__k_most(d), RA__DECODE_PART * RA_BLOCK_TOKENS);
+    if (parts < 2 || !ra__may_decode(d)) return 0;
+    return ra__round_up(ra__min(d->sequences * parts, RA__DECODE_PARTS) * d->kv_heads *
+                        ra__ceil_div(pairs, RA__FEW_ROWS) * ra__slot_floats(d) * 4, 64);
+}
+
+/* kv heads of a task: as many as nth threads can share evenly, or all if they share out keys. */
+static int32_t ra__decode_heads(const ra_desc *d, int nth) {
+    const int64_t turns_least = ra__ceil_div(d->kv_heads, RA__DECODE_HEADS);
+    int32_t best = 1, most = (int32_t)ra__ceil_div(d->kv_heads, turns_least);
+    int64_t least = INT64_MAX;
+    if (nth == 1 || ra__decode_limit(d) > 1) return most;
+    for (int32_t n = most; n > 0; n--) {
+        int64_t tasks = d->sequences * ra__ceil_div(d->kv_heads, n);
+        int64_t turns = ra__ceil_div(tasks, nth) * n;
+        if (turns < least) { least = turns; best = n; }
+    }
+    return best;
+}
+
+/* Position of row i and what it sees. */
+static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
+    int64_t p = ra__query_position(c, x->sequence, i);
+    int64_t end = ra__key_end(&c->d, x->sequence, c->w.any_position);
+    const ra__bounds none = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN,
+                              INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX };
+    ra__mask_row(&c->d.mask, p, end, x->sees[i]);
+    x->bounds[i] = none;
+    ra__bounds_row(&x->bounds[i], x->sees[i]);
+    x->at[i] = (int32_t)p;
+}
+
+/* Queries and empty state of up to 4 pairs from `pair` on, of kv head `head` of the task. */
+static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t pair) {
+    const int32_t group = c->d.q_heads / c->d.kv_heads;
+    ra__few *f = &x->few[head * x->fours + pair / RA__FEW_ROWS];
+    size_t wide = (size_t)ra__round_up(c->d.k_dim, RA__FEW_DIMS) * sizeof(float);
+    if (x->pairs - pair < RA__FEW_ROWS) memset(f->q, 0, RA__FEW_ROWS * wide);
+    if (f->wide && pair == 0) memset(f->wide, 0, 8 * wide);
+    wide = (size_t)ra__round_up(c->d.v_dim, RA__FEW_DIMS) * sizeof(float);
+    memset(f->acc, 0, RA__FEW_ROWS * wide);
+    memset(f->slope, 0, sizeof f->slope);
+    memset(f->pos, 0, sizeof f->pos);
+    memset(f->part, 0, sizeof f->part);
+    memset(f->score, 0, sizeof f->score);
+    memset(f->l, 0, sizeof f->l);
+    for (int32_t i = 0; i < 16; i++)
+        f->m[i] = pair + i % RA__FEW_ROWS < x->pairs ? ra__neg_inf() : 0.0f;
+    f->live = f->modified = 0;
+    f->factor = ra__q_factor(&c->d);
+    for (int32_t r = 0; r < RA__FEW_ROWS && pair + r < x->pairs; r++) {
+        int32_t row = x->row[pair + r], q_head = (x->head + head) * group + (pair + r) % group;
+        f->score[r] = ra__score_of(&c->w, x->sequence, row, q_head);
+        f->modified |= ra__score_is_modified(&f->score[r]);
+        for (int32_t i = r; i < 16; i += RA__FEW_ROWS) f->slope[i] = f->score[r].slope;
+        f->pos[r] = x->at[row];
+        c->w.kernel->few_load(f, r, ra__view_at(c->w.q, x->sequence, row, q_head).data,
+                              f->factor);
+    }
+}
+
+static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head,
+                             int32_t pair) {
+    int32_t group = c->d.q_heads / c->d.kv_heads, q_head = (x->head + head) * group + pair % group;
+    const ra__few *f = &x->few[head * x->fours + pair / RA__FEW_ROWS];
+    const float *sink = c->d.scores & RA_SCORE_SINKS ? c->w.t->sinks + q_head : NULL;
+    ra__view o = ra__view_at(c->w.o, x->sequence, x->row[pair], q_head);
+    ra__view lse = ra__view_at(c->w.lse, x->sequence, x->row[pair], q_head);
+    int32_t r = pair % RA__FEW_ROWS;
+    float sum, factor = ra__row_finish(f->m[r], f->l[r], sink, lse.data ? &sum : NULL);
+    c->w.kernel->few_store(f, r, (void *)(uintptr_t)o.data, factor);
+    if (lse.data) memcpy((void *)(uintptr_t)lse.data, &sum, sizeof sum);
+}
+
+/* Which keys of a block each row sees; the union. pos: of the array, or null. */
+static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *pos) {
+    uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows), any = 0;
+    int64_t first, last;
+    ra__seg_span(s, pos, &first, &last);
+    ra__seg_positions(s, pos, x->pos);
+    for (int32_t i = 0; i < x->rows; i++) {
+        const int32_t *v = x->sees[i];
+        int kind = pos ? RA__PARTIAL : ra__classify(&x->bounds[i], first, last);
+        x->seen[i] = kind == RA__FULL ? all : 0;
+        for (int32_t j = 0; j < s->rows && kind == RA__PARTIAL; j++) {
+            int32_t k = x->pos[j];
+            if (k >= 0 && ((v[0] <= k && k < v[1]) || (v[2] <= k && k < v[3])))
+                x->seen[i] |= (uint64_t)1 << j;
+        }
+        any |= x->seen[i];
+    }
+    return any;
+}
+
+/* Keys [j, j + n) of the block as four `four` sees them; seen 0: none of them. Rows that are not
+ * there see all. */
+static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__stretch *t) {
+    const uint32_t all = 0xffffu >> (RA__FEW_KEYS - t->n);
+    uint32_t bits[RA__FEW_ROWS], some = 0, every = all;
+    for (int32_t r = 0; r < RA__FEW_ROWS; r++) {
+        int32_t pair = four * RA__FEW_ROWS + r;
+        bits[r] = all;
+        if (pair >= x->pairs) continue;
+        bits[r] = (uint32_t)(x->seen[x->row[pair]] >> j) & all;
+        some |= bits[r];
+        every &= bits[r];
+    }
+    t->partial = every != all;
+    t->seen = ~(uint64_t)0 >> (64 - RA__FEW_ROWS * t->n);
+    if (!t->partial) return;
+    t->seen = 0;
+    if (!some) return;
+    for (int32_t i = 0; i < 4 * t->n; i++)
+        t->seen |= (uint64_t)(bits[i % RA__FEW_ROWS] >> i / RA__FEW_ROWS & 1) << i;
+}
+
+/* Points a stream at the rows of all heads of the task, some 4 KB beyond token row `row`. */
+static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view *v, int64_t row) {
+    const int64_t all = x->count > 1 ? x->count * v->head : ra__min(v->token, v->head);
+    const int64_t far = ra__max(x->run, RA__DECODE_AHEAD / all);
+    a->at = (uintptr_t)v->data + (uintptr_t)((row + far) * v->token);
+    a->lines = a->left = (int32_t)ra__ceil_div(all, 64);
+    a->jump = v->token - (int64_t)a->lines * 64;
+}
+
+/* Keys [from, to) of a block, whose first is token row `row`, for all heads and fours. */
+static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
+                            int32_t to, ra__decode *x) {
+    const int32_t fours = (int32_t)ra__ceil_div(x->pairs, RA__FEW_ROWS);
+    const int more = row + from + x->run < ra__k_len(&c->d, x->sequence);
+    ra__stream a[2];
+    for (int i = 0; i < 2 && more; i++) ra__decode_ahead(&a[i], x, &kv[i], row + from);
+    for (int32_t h = 0; h < x->count; h++)
+        for (int32_t j = from; j < to; j += x->keys) {
+            ra__stretch *t = x->stretch[j / x->keys];
+            int first = more;
+            for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
+                if (!t[g].seen) continue;
+                t[g].k = ra__view_at(kv[0], 0, row + j, h).data;
+                t[g].v = ra__view_at(kv[1], 0, row + j, h).data;
+                t[g].ahead = first ? a : NULL;
+                first = 0;
+            }
+            c->w.kernel->few_fold(&x->few[h * x->fours], t, fours);
+        }
+}
+
+/* One block of keys for all pairs and heads of the task. */
+static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra__seg *s,
+                             const int32_t *pos, ra__decode *x) {
+    if (!ra__decode_sees(x, s, pos)) return;
+    for (int32_t j = 0; j < s->rows; j += x->keys)
+        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
+            ra__stretch *t = &x->stretch[j / x->keys][g];
+            t->n = (int32_t)ra__min(x->keys, s->rows - j);
+            t->pos = x->pos + j;
+            t->k_stride = kv[0].token;
+            t->v_stride = kv[1].token;
+            ra__decode_stretch(x, g, j, t);
+        }
+    for (int32_t j = 0; j < s->rows; j += x->run)
+        ra__decode_fold(c, kv, s->row, j, (int32_t)ra__min(j + x->run, s->rows), x);
+    for (int32_t h = 0; h < x->count; h++)
+        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++)
+            if (x->few[h * x->fours + g].live) c->w.kernel->few_close(&x->few[h * x->fours + g]);
+}
+
+/* Rows of a sequence, and the parts of the blocks of keys that they see. */
+static void ra__decode_begin(const ra__local *c, ra__decode *x) {
+    const int64_t tokens = ra__k_len(&c->d, x->sequence), limit = ra__decode_limit(&c->d);
+    const int32_t group = c->d.q_heads / c->d.kv_heads;
+    int64_t first, last;
+    ra__seg s;
+    x->rows = (int32_t)ra__q_len(&c->d, x->sequence);
+    x->pairs = x->rows * group;
+    for (int32_t i = 0; i < x->rows; i++) ra__decode_row(c, x, i);
+    for (int32_t i = 0; i < x->pairs; i++) x->row[i] = i / group;
+    x->blocks = ra__side_blocks(&c->k_side, x->sequence, tokens);
+    x->first = limit > 1 ? INT64_MAX : 0;
+    x->last = limit > 1 ? 0 : x->blocks;
+    x->parts = 1;
+    for (int64_t i = 0; limit > 1 && i < x->blocks; i++) {
+        int seen = c->k_side.array != NULL;
+        (void)ra__side_block(&c->k_side, x->sequence, tokens, i, &s);
+        ra__seg_span(&s, NULL, &first, &last);
+        for (int32_t r = 0; r < x->rows && !seen; r++)
+            seen = ra__classify(&x->bounds[r], first, last) != RA__EMPTY;
+        if (!seen) continue;
+        x->first = ra__min(x->first, i);
+        x->last = i + 1;
+    }
+    if (x->first < x->last && limit > 1)
+        x->parts = (int32_t)ra__min(limit, ra__ceil_div(x->last - x->first, RA__DECODE_PART));
+}
+
+/* Sums of a four from and to a slot. */
+static void ra__slot_load(ra__few *f, const float *slot) {
+    memcpy(f->l, slot + RA__FEW_ROWS, sizeof f->l);
+    for (int32_t i = 0; i < 16; i++) f->m[i] = slot[i % RA__FEW_ROWS];
+    memcpy(f->acc, slot + 2 * RA__FEW_ROWS,
+           (size_t)(ra__slot_floats(f->d) - 2 * RA__FEW_ROWS) * sizeof *slot);
+}
+static void ra__slot_save(const ra__few *f, float *slot) {
+    memcpy(slot, f->m, RA__FEW_ROWS * sizeof *slot);
+    memcpy(slot + RA__FEW_ROWS, f->l, sizeof f->l);
+    memcpy(slot + 2 * RA__FEW_ROWS, f->acc,
+           (size_t)(ra__slot_floats(f->d) - 2 * RA__FEW_ROWS) * sizeof *slot);
+}
+
+/* Slot of a part, kv head and four among those of all threads. */
+static float *ra__slot_at(const ra__local *c, const ra__decode *x, float *slots, int32_t part,
+                          int32_t head, int32_t four) {
+    int64_t at = x->sequence * ra__decode_limit(&c->d) + part;
+    return slots + ((at * c->d.kv_heads + head) * x->fours + four) * ra__slot_floats(&c->d);
+}
+
+/* What comes of the sums of a part: O if it is the only one or the last; else they go to slots, of
+ * all threads or, these being null, of this one, and to those of the parts before. */
+static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
+    const int last = x->parts == 1 || (!slots && x->part + 1 == x->parts);
+    for (int32_t h = 0; h < x->count; h++) {
+        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs && x->parts > 1; g++) {
+            ra__few *f = &x->few[h * x->fours + g];
+            float *to = slots ? ra__slot_at(c, x, slots, x->part, x->head + h, g)
+                              : x->slot + (h * x->fours + g) * ra__slot_floats(&c->d);
+            if (!slots && x->part) c->w.kernel->few_merge(f, to);
+            if (!last) ra__slot_save(f, to);
+        }
+        for (int32_t i = 0; i < x->pairs && last; i++) ra__decode_store(c, x, h, i);
+    }
+}
+
+/* Part x->part of the keys, for kv heads [x->head, x->head + x->count) of a sequence. */
+static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
+    const int64_t tokens = ra__k_len(&c->d, x->sequence);
+    const int64_t size = x->parts > 1 ? ra__ceil_div(x->last - x->first, x->parts) : x->blocks;
+    const int64_t from = x->parts > 1 ? x->first + x->part * size : 0;
+    const int32_t *array = c->k_side.array;
+    ra__view kv[2];
+    ra__seg block;
+    if (array) array += x->sequence * c->k_side.array_stride;
+    for (int i = 0; i < 2; i++) kv[i] = ra__view_at(c->kv[i], x->sequence, 0, x->head);
+    if (c->d.v_in_k) kv[1].data += ra__row_bytes(c->d.k_dtype, c->d.v_column);
+    for (int32_t h = 0; h < x->count; h++)
+        for (int32_t i = 0; i < x->pairs; i += RA__FEW_ROWS) ra__decode_load(c, x, h, i);
+    for (int64_t i = from; i < ra__min(from + size, x->blocks); i++) {
+        (void)ra__side_block(&c->k_side, x->sequence, tokens, i, &block);
+        ra__decode_block(c, kv, &block, array ? array + block.row : NULL, x);
+    }
+    ra__decode_end(c, x, slots);
+}
+
+/* O from the parts of all threads. */
+static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
+    x->count = 1;
+    for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++) {
+        ra__decode_begin(c, x);
+        for (x->head = 0; x->head < c->d.kv_heads && x->parts > 1; x->head++) {
+            for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
+                ra__slot_load(&x->few[g], ra__slot_at(c, x, slots, 0, x->head, g));
+                for (int32_t i = 1; i < x->parts; i++)
+                    c->w.kernel->few_merge(&x->few[g], ra__slot_at(c, x, slots, i, x->head, g));
+            }
+            for (int32_t i = 0; i < x->pairs; i++) ra__decode_store(c, x, 0, i);
+        }
+    }
+}
+
+/* Heads of one token lie side by side in K and in V. */
+static int ra__decode_beside(const ra__local *c) {
+    const ra_desc *d = &c->d;
+    return c->kv[0].head == ra__row_bytes(d->k_dtype, d->k_dim) &&
+           (d->v_in_k || c->kv[1].head == ra__row_bytes(d->v_dtype, d->v_dim));
+}
+
+/* Tasks of all sequences; runs those of [from, to). */
+static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots, int64_t from,
+                                int64_t to) {
+    int64_t index = 0;
+    for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++) {
+        ra__decode_begin(c, x);
+        for (x->head = 0; x->head < c->d.kv_heads; x->head += x->heads)
+            for (x->part = 0; x->part < x->parts; x->part++, index++) {
+                if (index < from || index >= to) continue;
+                x->count = (int32_t)ra__min(x->heads, c->d.kv_heads - x->head);
+                ra__decode_task(c, x, slots);
+            }
+    }
+    return index;
+}
+
+/* 1 for the last of nth threads. *done is memory that nobody has cleared: what does not bear the
+ * mark is a count of 0, and so it is left behind. */
+static int ra__decode_last(int64_t *done, int nth) {
+    const int64_t mark = (int64_t)0x52a77e9d31 << 24, most = ((int64_t)1 << 24) - 1;
+    for (;;) {
+        int64_t seen = ra__load_i64(done), count = (seen & ~most) == mark ? seen & most : 0;
+        int last = ++count == nth;
+        if (ra__cas_i64(done, seen, mark | (last ? 0 : count))) return last;
+    }
+}
+
+/* shared, of several threads: a counter in 64 bytes, and slots. */
+static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, uint8_t *shared,
+                           const int who[2]) {
+    const int64_t row = ra__max(ra__row_bytes(c->d.k_dtype, c->d.k_dim),
+                                ra__row_bytes(c->d.v_dtype, c->d.v_dim));
+    float *slots = who[1] > 1 ? (float *)(void *)(shared + 64) : NULL;
+    int64_t *done = (int64_t *)(void *)shared;
+    uint32_t mode = ra__fp_enter();
+    ra__arena a = { NULL, 0 };
+    ra__decode x;
+    int64_t n = INT32_MAX;
+    a.base = memory;
+    ra__decode_carve(&a, &c->d, heads, &x);
+    if (!ra__decode_beside(c)) x.heads = 1;
+    x.keys = RA__FEW_KEYS;
+    while (x.fours == 1 && x.keys > 4 && x.keys * row > RA__DECODE_BYTES) x.keys /= 2;
+    x.run = 2 * x.keys;
+    if (who[1] > 1) n = ra__decode_tasks(c, &x, slots, 0, 0);
+    ra__decode_tasks(c, &x, slots, n * who[0] / who[1], n * (who[0] + 1) / who[1]);
+    if (slots && ra__decode_limit(&c->d) > 1 && ra__decode_last(done, who[1]))
+        ra__decode_finish(c, &x, slots);
+    ra__fp_leave(mode);
+}
+
+/* ========================================================================== ATTENTION
+ * The calls of one rank: ra_attention, which chooses between LOCAL and DECODE, and the block
+ * mathematics on a state of the caller's. */
+
+enum { RA__STACK_BYTES = 192 * 1024, RA__STACK_DECODE = 32 * 1024 };
+
+/* Sizes of workspaces. Each grows with tokens, keys, sequences and threads, and counts the forms
+ * that smaller calls may take: so the workspace of the largest call serves all. */
+
+/* Bytes that nth threads share, before those of each. */
+static int64_t ra__local_shared(const ra_desc *d, int nth) {
+    return nth == 1 ? 0 : 64 + ra__decode_slots(d);
+}
+
+/* Bytes of each thread. */
+static int64_t ra__local_bytes(const ra_desc *d) {
+    int64_t bytes = ra__scratch_bytes(d, ra__panels(d));
+    if (ra__may_be_short(d)) bytes += ra__short_bytes(d);
+    if (ra__may_decode(d)) bytes = ra__max(bytes, ra__decode_bytes(d, ra__decode_heads(d, 1)));
+    return bytes;
+}
+
+RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
+    ra__local c;
+    if (nth < 1 || nth > 4096 || ra__local_check(d, NULL, &c)) return 0;
+    return (size_t)(64 + ra__local_shared(&c.d, nth) + ra__local_bytes(&c.d) * nth);
+}
+
+RA__NOINLINE void ra__local_on_stack(const ra__local *c, int decode) {
+    uint8_t memory[RA__STACK_BYTES + 64];
+    uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
+    const int who[2] = { 0, 1 };
+    if (decode) ra__decode_run(c, 1, (uint8_t *)at, NULL, who);
+    else ra__local_run(c, 1, (uint8_t *)at, 0, 1);
+}
+
+/* With as many kv heads at once as fit, at least one. */
+RA__NOINLINE void ra__decode_on_stack(const ra__local *c) {
+    uint8_t memory[RA__STACK_DECODE + 64];
+    uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
+    int32_t heads = ra__decode_heads(&c->d, 1);
+    const int who[2] = { 0, 1 };
+    while (heads > 1 && ra__decode_bytes(&c->d, heads) > RA__STACK_DECODE) heads--;
+    ra__decode_run(c, heads, (uint8_t *)at, NULL, who);
+}
+
+/* Runs a checked call in the workspace, or on the stack if there is none. */
+static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes, const int who[2],
+                              int decode) {
+    ra_error *e = c->d.error;
+    int64_t need, shared;
+    if (who[1] < 1 || who[1] > 4096)
+        return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", who[1]);
+    if (who[0] < 0 || who[0] >= who[1])
+        return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", who[0]);
+    if (!workspace) {
+        if (who[1] > 1)
+            return ra__refuse(e, RA_E_NULL, "workspace", "is required for # threads", who[1]);
+        if ((decode ? ra__decode_bytes(&c->d, 1) : ra__scratch_bytes(&c->d, 1)) > RA__STACK_BYTES)
+            return ra__refuse(e, RA_E_WORKSPACE, "k_dim",
+                              "rows of # elements do not fit on the stack: give a workspace",
+                              c->d.k_dim);
+        if (decode && ra__decode_bytes(&c->d, 1) <= RA__STACK_DECODE) ra__decode_on_stack(c);
+        else ra__local_on_stack(c, decode);
+        return RA_OK;
+    }
+    uint8_t *base = ra__workspace_align(workspace, &bytes);
+    shared = ra__local_shared(&c->d, who[1]);
+    need = ra__local_bytes(&c->d);
+    if (bytes < (size_t)shared || (int64_t)((bytes - (size_t)shared) / (size_t)who[1]) < need)
+        return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes",
+                          64 + shared + need * who[1]);
+    uint8_t *memory = base + shared + need * who[0];
+    const int32_t heads = ra__decode_heads(&c->d, who[1]);
+    if (decode) ra__decode_run(c, heads, memory, base, who);
+    else ra__local_run(c, ra__local_panels(c, who[1]), memory, who[0], who[1]);
     return RA_OK;
 }
 
-/* Keys of an average shard. The tables of the layout have not been checked yet. */
-static int64_t ra__shard_tokens(const ra_desc *d) {
-    const int64_t *rows = d->layout.k_rows ? d->layout.k_rows : d->layout.q_rows;
-    int64_t sum = 0;
-    if (d->layout.kind != RA_LAYOUT_ARRAY) return ra__ceil_div(ra__k_most(d), d->ranks);
-    for (int32_t r = 0; r < d->ranks; r++)
-        sum += ra__max(0, ra__min(rows[r], RA_MAX_POSITION));
-    return ra__ceil_div(sum, d->ranks);
-}
-
-static void ra__defaults(ra_desc *d) {
-    if (!d->sequences) d->sequences = 1;
-    if (!d->ranks) d->ranks = 1;
-    if (!d->layout.kind) d->layout.kind = RA_LAYOUT_CONTIGUOUS;
-    if (d->v_in_k) d->v_dtype = d->k_dtype;
-    if (d->train && !d->grad_dtype) d->grad_dtype = RA_F32;
-    if (d->train && !d->backward_travel) d->backward_travel = ra__cheaper_way(d);
-    if (d->scale == 0.0f) d->scale = (float)(1.0 / ra__sqrt((double)d->k_dim));
-    if (!d->mask.causal_block) d->mask.causal_block = 1;
-    if (!d->buffers) d->buffers = 3;
-    if (!d->threads) d->threads = 1;
-    if (d->isa == RA_ISA_AUTO) d->isa = ra_isa_best();
-    if (!d->chunk_tokens) {
-        int64_t part = ra__ceil_div(ra__shard_tokens(d), 32);
-        d->chunk_tokens = (int32_t)ra__max(1024, ra__min(4096, part));
-    }
-    d->chunk_tokens = (int32_t)ra__round_up(d->chunk_tokens,
-                                            d->layout.kind == RA_LAYOUT_ZIGZAG
-                                                ? 2 * RA_BLOCK_TOKENS : RA_BLOCK_TOKENS);
-}
-
-/* Everything but what follows pointers to arrays; then those. kv_tokens may stay 0: see ra__k_len.
- * */
-static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
-    ra_error *e;
+RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
+                                    size_t bytes, int ith, int nth) {
+    ra__local c;
+    ra_desc mine;
+    int who[2];
     ra_status s;
     if (!d) return RA_E_NULL;
-    e = d->error;
-    *out = *d;
-    s = ra__check_numbers(d, e);
-    if (!s) s = ra__check_required(d, e);
-    if (!s) s = ra__check_enums(d, e);
-    if (!s) s = ra__check_floats(d, e);
-    if (!s) s = ra__check_blocks(d, e);
-    if (!s) s = ra__check_shape(d, e);
-    if (!s) s = ra__check_mask(d, e);
-    if (!s) s = ra__check_layout(d, e);
-    if (!s && !ra_isa_available(d->isa))
-        s = ra__refuse(e, RA_E_ISA, "isa", "# is not available on this machine", d->isa);
+    mine = *d;
+    if (ith > 0 && ith < nth) mine.error = NULL; /* the threads share d->error: one writes */
+    if (!t) return ra__refuse(mine.error, RA_E_NULL, "t", "is required", 0);
+    s = ra__local_check(&mine, t, &c);
+    if (!s && c.d.engine)
+        s = ra__refuse(mine.error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
+    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, mine.error);
     if (s) return s;
-    ra__defaults(out);
-    s = ra__check_documents(&out->mask, e);
-    if (!s) s = ra__check_lengths(out, e);
-    if (!s) s = ra__check_tables(out, e);
-    return s ? s : ra__check_engine(out, e);
+    c.w.clear = c.w.finish = 1;
+    who[0] = ith;
+    who[1] = nth;
+    const int decode = ra__decodes(&c.d);
+    c.pairs = !decode && ra__is_short(&c.d) &&
+              (workspace || ra__scratch_bytes(&c.d, 1) + ra__short_bytes(&c.d) <= RA__STACK_BYTES);
+    if (decode) c.w.kernel = ra__kernel_decode(&c.d);
+    return ra__local_go(&c, workspace, bytes, who, decode);
 }
 
-RINGATTN_API ra_desc ra_desc_make(int32_t q_heads, int32_t kv_heads, int32_t dim, int32_t dtype,
-                                  int32_t mask) {
-    ra_desc d;
-    memset(&d, 0, sizeof d);
-    d.q_heads = q_heads;
-    d.kv_heads = kv_heads;
-    d.k_dim = d.v_dim = dim;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = dtype;
-    d.mask.kind = mask;
-    return d;
+static void ra__simple_view(ra__view *v, const float *data, int32_t heads, int32_t dim) {
+    *v = ra__view_packed((const uint8_t *)data, heads, dim, RA_F32);
 }
 
-RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out) {
-    ra_desc full;
-    ra_status s = ra__resolve(d, &full);
-    if (!s) s = ra__check_intervals(&full, d->error);
-    if (s) return s;
-    if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
-    if (!full.tokens_of) full.kv_tokens = ra__k_most(&full);
-    *out = full;
+RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const float *k,
+                                           const float *v, int seq_q, int seq_k, int n_heads,
+                                           int n_kv_heads, int head_dim, float scale, int window,
+                                           int q_offset) {
+    const int64_t keys = seq_k;
+    ra__local c;
+    ra_tensors t;
+    if (seq_q < 0 || seq_k < 0 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || q_offset < 0 ||
+        head_dim > 256 || seq_q > RA_MAX_POSITION - q_offset || seq_k > RA_MAX_POSITION ||
+        !ra__is_finite(scale) || scale < 0.0f)
+        return RA_E_RANGE;
+    if (n_heads % n_kv_heads) return RA_E_SHAPE;
+    if ((seq_q && (!out || !q)) || (seq_k && (!k || !v))) return RA_E_NULL;
+    memset(&c, 0, sizeof c);
+    memset(&t, 0, sizeof t);
+    c.d.sequences = c.d.ranks = 1;
+    c.d.q_heads = n_heads;
+    c.d.kv_heads = n_kv_heads;
+    c.d.k_dim = c.d.v_dim = head_dim;
+    c.d.q_dtype = c.d.k_dtype = c.d.v_dtype = c.d.o_dtype = RA_F32;
+    c.d.tokens = seq_q;
+    c.d.kv_tokens_of = &keys;
+    c.d.q_offset = q_offset;
+    c.d.scale = scale;
+    c.d.mask.kind = RA_MASK_CAUSAL;
+    c.d.mask.window = window > 0 ? window : 0;
+    c.d.isa = ra_isa_best();
+    c.d.layout.kind = c.w.q_side.layout = c.k_side.layout = RA_LAYOUT_CONTIGUOUS;
+    if (scale == 0.0f) c.d.scale = (float)(1.0 / ra__sqrt((double)head_dim));
+    c.w.d = &c.d;
+    c.w.t = &t;
+    c.w.kernel = ra__kernel_of(&c.d);
+    c.w.q_side.ranks = c.k_side.ranks = 1;
+    c.w.q_side.offset = q_offset;
+    c.w.order = RA_ORDER_ASCENDING;
+    c.w.clear = c.w.finish = 1;
+    ra__simple_view(&c.w.q, q, n_heads, head_dim);
+    ra__simple_view(&c.w.o, out, n_heads, head_dim);
+    ra__simple_view(&c.kv[0], k, n_kv_heads, head_dim);
+    ra__simple_view(&c.kv[1], v, n_kv_heads, head_dim);
+    c.w.acc = c.w.o;
+    if (ra__decodes(&c.d) && ra__decode_bytes(&c.d, 1) <= RA__STACK_DECODE) ra__decode_on_stack(&c);
+    else ra__local_on_stack(&c, ra__decodes(&c.d));
     return RA_OK;
 }
 
-/* FNV-1a over the bytes of agreed values. */
-static uint64_t ra__hash(uint64_t h, const void *data, size_t bytes) {
-    const uint8_t *p = (const uint8_t *)data;
-    for (size_t i = 0; i < bytes; i++) h = (h ^ p[i]) * 1099511628211u;
-    return h;
+/* Checks a state and points the work at it. */
+static ra_status ra__state_use(const ra_state *s, ra__local *c, ra_error *e) {
+    if (!s) return ra__refuse(e, RA_E_NULL, "state", "is required", 0);
+    if (!s->m) return ra__refuse(e, RA_E_NULL, "state.m", "is required", 0);
+    if (!s->l) return ra__refuse(e, RA_E_NULL, "state.l", "is required", 0);
+    if (!s->acc) return ra__refuse(e, RA_E_NULL, "state.acc", "is required", 0);
+    c->w.m = s->m;
+    c->w.l = s->l;
+    c->w.ml_head = 1;
+    c->w.ml_row = c->d.q_heads;
+    c->w.ml_batch = c->d.tokens * c->w.ml_row;
+    c->w.acc = ra__view_packed((const uint8_t *)s->acc, c->d.q_heads, c->d.v_dim, RA_F32);
+    c->w.acc.batch = c->d.tokens * c->w.acc.token;
+    return RA_OK;
 }
 
-static uint64_t ra__hash_i64(uint64_t h, int64_t v) { return ra__hash(h, &v, sizeof v); }
-
-static uint64_t ra__hash_array(uint64_t h, const void *data, int64_t n, size_t element) {
-    h = ra__hash_i64(h, data ? n : -1);
-    return data ? ra__hash(h, data, (size_t)n * element) : h;
+RINGATTN_API ra_status ra_state_clear(const ra_desc *d, const ra_state *s) {
+    ra__local c;
+    ra__seg all = { 0, 0, 0, 1 };
+    ra_status status = ra__local_check(d, NULL, &c);
+    if (!status) status = ra__state_use(s, &c, d->error);
+    if (status) return status;
+    all.rows = c.d.tokens;
+    for (int32_t b = 0; b < c.d.sequences; b++)
+        for (int32_t h = 0; h < c.d.q_heads; h++) ra__rows_clear(&c.w, b, &all, h);
+    return RA_OK;
 }
 
-static uint64_t ra__hash_fields(const int64_t *fields, size_t n) {
-    uint64_t h = 14695981039346656037u;
-    for (size_t i = 0; i < n; i++) h = ra__hash_i64(h, fields[i]);
-    return h;
+RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_tensors *t,
+                               void *workspace, size_t bytes) {
+    ra__local c;
+    const int who[2] = { 0, 1 };
+    ra_status status;
+    if (d && !t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
+    status = ra__local_check(d, t, &c);
+    if (!status) status = ra__state_use(s, &c, d->error);
+    if (status) return status;
+    if (c.d.engine) return ra__refuse(d->error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
+    return ra__local_go(&c, workspace, bytes, who, 0);
 }
 
-/* AGREED fields as given but mask and layout. */
-static void ra__agree_plain(const ra_desc *d, uint64_t *part) {
-    const int64_t sizes[] = { RINGATTN_VERSION, d->sequences, d->ranks, d->q_heads, d->kv_heads,
-                              d->k_dim, d->v_dim, d->v_in_k, d->v_column, d->tokens, d->kv_tokens,
-                              d->q_offset };
-    const int64_t dtypes[] = { d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype };
-    const int64_t scores[] = { d->scores };
-    const int64_t training[] = { d->train, d->grad_dtype, d->grad_return, d->backward_travel };
-    const int64_t messages[] = { d->chunk_tokens, d->buffers };
-    part[RA__AGREE_SIZES] = ra__hash_fields(sizes, sizeof sizes / sizeof *sizes);
-    part[RA__AGREE_DTYPES] = ra__hash_fields(dtypes, sizeof dtypes / sizeof *dtypes);
-    part[RA__AGREE_SCORES] = ra__hash_fields(scores, 1);
-    part[RA__AGREE_TRAINING] = ra__hash_fields(training, sizeof training / sizeof *training);
-    part[RA__AGREE_MESSAGES] = ra__hash_fields(messages, 2);
-    part[RA__AGREE_SCORES] = ra__hash(part[RA__AGREE_SCORES], &d->scale, sizeof d->scale);
-    part[RA__AGREE_SCORES] = ra__hash(part[RA__AGREE_SCORES], &d->softcap, sizeof d->softcap);
-    part[RA__AGREE_TRAINING] = ra__hash(part[RA__AGREE_TRAINING], &d->dropout, sizeof d->dropout);
-}
-
-static uint64_t ra__agree_layout(const ra_layout *l, int32_t ranks) {
-    uint64_t h = ra__hash_i64(14695981039346656037u, l->kind);
-    h = ra__hash_array(h, l->weights, ranks, 4);
-    h = ra__hash_array(h, l->q_rows, ranks, 8);
-    h = ra__hash_array(h, l->k_rows, ranks, 8);
-    h = ra__hash_array(h, l->q_run_count, ranks, 4);
-    h = ra__hash_array(h, l->k_run_count, ranks, 4);
-    for (int32_t keys = 0; keys < 2; keys++) {
-        const int32_t *count = keys ? l->k_run_count : l->q_run_count;
-        int64_t n = 0;
-        for (int32_t r = 0; count && r < ranks; r++) n += count[r];
-        h = ra__hash_array(h, keys ? l->k_runs : l->q_runs, n, sizeof(ra_run));
+/* (m, l, acc) of one row and head: rescales both sums to the larger maximum. l = 0 is empty. */
+static void ra__state_merge_row(const float from[2], const float *from_acc, float *m, float *l,
+                                float *acc, int32_t dim) {
+    const double ln2 = 0.69314718055994530942;
+    float top = from[0] > *m ? from[0] : *m, a, b;
+    if (from[1] == 0.0f) return;
+    if (*l == 0.0f) {
+        memcpy(acc, from_acc, (size_t)dim * sizeof(float));
+        *m = from[0];
+        *l = from[1];
+        return;
     }
-    return h;
+    a = (float)ra__exp(((double)*m - (double)top) * ln2);
+    b = (float)ra__exp(((double)from[0] - (double)top) * ln2);
+    for (int32_t i = 0; i < dim; i++) acc[i] = acc[i] * a + from_acc[i] * b;
+    *l = *l * a + from[1] * b;
+    *m = top;
 }
 
-/* All AGREED fields as given; full: the same resolved, for the lengths of arrays. */
-static void ra__agree(const ra_desc *d, const ra_desc *full, ra__agreed *out) {
-    const ra_mask *m = &d->mask;
-    const int64_t mask[] = { m->kind, m->causal_block, m->window, m->right_limit, m->prefix,
-                             m->keep, m->doc_count, m->interval_count };
-    uint64_t h = ra__hash_fields(mask, sizeof mask / sizeof *mask);
-    h = ra__hash_array(h, m->doc_first, m->doc_count, 8);
-    h = ra__hash_array(h, m->lo, m->interval_count, 4);
-    ra__agree_plain(d, out->part);
-    out->part[RA__AGREE_MASK] = ra__hash_array(h, m->hi, m->interval_count, 4);
-    h = ra__hash_array(out->part[RA__AGREE_SIZES], d->tokens_of, full->sequences, 8);
-    out->part[RA__AGREE_SIZES] = ra__hash_array(h, d->kv_tokens_of, full->sequences, 8);
-    out->part[RA__AGREE_LAYOUT] = ra__agree_layout(&d->layout, full->ranks);
+RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
+                                      const ra_state *from) {
+    ra__local c;
+    ra_status s = ra__local_check(d, NULL, &c);
+    if (!s) s = ra__state_use(from, &c, d->error);
+    if (!s) s = ra__state_use(into, &c, d->error);
+    if (s) return s;
+    for (int64_t i = 0; i < c.d.sequences * c.w.ml_batch; i++) {
+        float ml[2];
+        ml[0] = from->m[i];
+        ml[1] = from->l[i];
+        ra__state_merge_row(ml, from->acc + i * c.d.v_dim, into->m + i, into->l + i,
+                            into->acc + i * c.d.v_dim, c.d.v_dim);
+    }
+    return RA_OK;
 }
 
-/* With what is to be equal in every rank's tensors of a call. */
-static ra__agreed ra__agree_call(const ra_plan *p, const ra_tensors *t) {
-    const ra_desc *d = &p->d;
-    ra__agreed a = p->agreed;
-    uint64_t h = a.part[RA__AGREE_SCORES];
-    if (d->scores & RA_SCORE_ALIBI) h = ra__hash_array(h, t->alibi, d->q_heads, 4);
-    if (d->scores & RA_SCORE_SINKS) h = ra__hash_array(h, t->sinks, d->q_heads, 4);
-    a.part[RA__AGREE_SCORES] = h;
-    if (d->dropout > 0.0f)
-        a.part[RA__AGREE_TRAINING] = ra__hash(a.part[RA__AGREE_TRAINING], &t->seed, sizeof t->seed);
-    return a;
+RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, const ra_tensors *t) {
+    ra__local c;
+    ra__seg all = { 0, 0, 0, 1 };
+    ra_status status = ra__local_check(d, NULL, &c);
+    if (!status) status = ra__state_use(s, &c, d->error);
+    if (status) return status;
+    if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
+    if ((c.d.scores & RA_SCORE_SINKS) && !t->sinks)
+        return ra__refuse(d->error, RA_E_NULL, "t.sinks", "scores is #", c.d.scores);
+    c.w.t = t;
+    status = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
+    if (status) return status;
+    for (int32_t b = 0; b < c.d.sequences; b++) {
+        all.rows = ra__q_len(&c.d, b);
+        for (int32_t h = 0; h < c.d.q_heads; h++) ra__rows_finish(&c.w, b, &all, h);
+    }
+    return RA_OK;
 }
 
-/* Copies n elements into the arena; null stays null. */
-static void *ra__carve_copy(ra__arena *a, const void *from, int64_t n, size_t element) {
-    void *to;
-    if (!from) return NULL;
-    to = ra__carve(a, n * (int64_t)element);
-    if (a->base && n) memcpy(to, from, (size_t)n * element);
-    return to;
+/* ========================================================================== LOCAL BACKWARD
+ * Gradients on one rank. In: the tensors of a call, dO, and O and LSE of its forward pass. Out: dQ,
+ * dK, dV, or sums of them in a state of the caller's.
+ * Work is cut in pairs of a sequence and a kv head; a thread does whole pairs. What is left when
+ * they do not go round is cut into pieces: dQ by query blocks and dK, dV by key blocks, each of
+ * which computes S and dP for itself: 7 products instead of 5, and the same sums. */
+typedef struct ra__back_local {
+    ra__local c;
+    ra__back b;
+    ra__view d_k, d_v;
+} ra__back_local;
+
+/* Memory of one thread: sums of one pair. */
+typedef struct ra__back_memory {
+    ra__back_scratch x;
+    float *dq, *dk, *dv;               /* [Tq][group][Dk], [Tk][Dk], [Tk][Dv] */
+} ra__back_memory;
+
+static void ra__back_memory_carve(ra__arena *a, const ra_desc *d, ra__back_memory *m) {
+    int64_t group = d->q_heads / d->kv_heads, keys = ra__k_most(d);
+    ra__back_carve(a, d, ra__ceil_div(keys, RA_BLOCK_TOKENS), &m->x);
+    m->dq = (float *)ra__carve(a, d->tokens * group * d->k_dim * 4);
+    m->dk = (float *)ra__carve(a, keys * d->k_dim * 4);
+    m->dv = (float *)ra__carve(a, d->v_in_k ? 0 : keys * d->v_dim * 4);
 }
 
-/* Runs of all ranks, the first entry of each, and what comes before each run of a rank. */
-static void ra__carve_runs(ra__arena *a, ra_plan *p, int keys) {
-    ra_layout *l = &p->d.layout;
-    const ra_run **runs = keys ? &l->k_runs : &l->q_runs;
-    const int32_t **count = keys ? &l->k_run_count : &l->q_run_count;
-    const int32_t ranks = p->d.ranks;
-    const int64_t n = ra__runs_count(&p->d, keys);
-    const int64_t call = p->d.engine ? ra__engine_rows(&p->d) : RA_BLOCK_TOKENS;
-    int64_t *run0 = (int64_t *)ra__carve(a, ((int64_t)ranks + 1) * 8);
-    ra__before *before = (ra__before *)ra__carve(a, (n + ranks) * (int64_t)sizeof *before);
-    *(keys ? &p->k_run0 : &p->q_run0) = run0;
-    *(keys ? &p->k_before : &p->q_before) = before;
-    *runs = (const ra_run *)ra__carve_copy(a, *runs, n, sizeof(ra_run));
-    *count = (const int32_t *)ra__carve_copy(a, *count, ranks, 4);
-    if (!a->base) return;
-    run0[0] = 0;
-    for (int32_t r = 0; r < ranks; r++) {
-        const ra_run *run = *runs + run0[r];
-        run0[r + 1] = run0[r] + (*count)[r];
-        memset(before, 0, sizeof *before);
-        for (int32_t i = 0; i < (*count)[r]; i++, before++) {
-            before[1].n[RA__ROWS] = before->n[RA__ROWS] + run[i].count;
-            before[1].n[RA__BLOCKS] = before->n[RA__BLOCKS] + ra__run_blocks(&run[i]);
-            before[1].n[RA__CALLS] = before->n[RA__CALLS] + ra__ceil_div(run[i].count, call);
+static int64_t ra__back_bytes(const ra_desc *d) {
+    ra__arena a = { NULL, 0 };
+    ra__back_memory m;
+    ra__back_memory_carve(&a, d, &m);
+    return a.used;
+}
+
+/* A sequence's keys, or of a share without queries its part of them. */
+static void ra__back_item(const ra__back_local *l, const ra__share *p, ra__item *item) {
+    const ra__local *c = &l->c;
+    const int32_t *array = c->k_side.array;
+    memset(item, 0, sizeof *item);
+    if (array) array += p->t.sequence * c->k_side.array_stride;
+    ra__chunk_side(&c->k_side, p->t.sequence, ra__k_len(&c->d, p->t.sequence), &item->c);
+    if (item->c.segs > 1) {
+        ra__seg s[2];
+        memcpy(s, item->c.seg, sizeof s);
+        memset(item->c.seg, 0, sizeof s);
+        ra__chunk_zigzag(&item->c, s, p->want_q ? 1 : p->parts, p->want_q ? 0 : p->part);
+    } else if (!p->want_q) {
+        int64_t n = ra__seg_blocks(&item->c, 0);
+        (void)ra__seg_cut(&item->c, 0, ra__part(n, p->parts, p->part),
+                          ra__part(n, p->parts, p->part + 1));
+    }
+    ra__item_owned(item, c->kv, array);
+}
+
+static void ra__back_keys_finish(const ra__back_local *l, const ra__share *p,
+                                 const ra__item *item, const ra__grads *g) {
+    ra__view out[2];
+    out[0] = l->d_k;
+    out[1] = l->d_v;
+    ra__grads_finish(&l->b, &item->c, p->t.kv_head, out, g);
+}
+
+/* Does the piece own sums of the bias' gradient? Those of a key go with dK, others with dQ. */
+static int32_t ra__back_has_bias(const ra__back_local *l, const ra__share *p) {
+    const ra_bias_out *bias = &l->c.w.t->d_bias;
+    if (!bias->data) return 0;
+    return bias->row_step == 0 ? p->want_k : p->want_q;
+}
+
+/* Points g at the sums of a chunk's keys in the memory of a thread, where they are wanted. */
+static void ra__back_point(const ra__back_local *l, const ra__share *p, const ra__chunk *c,
+                           const ra__back_memory *m, ra__grads *g) {
+    const float *dk = p->want_k && l->d_k.data ? m->dk : NULL;
+    const float *dv = p->want_k && l->d_v.data ? m->dv : NULL;
+    ra__view sums[2];
+    sums[0] = ra__view_packed((const uint8_t *)dk, 1, l->c.d.k_dim, RA_F32);
+    sums[1] = ra__view_packed((const uint8_t *)dv, 1, l->c.d.v_dim, RA_F32);
+    ra__grads_at(&l->c.d, c, sums, 0, g);
+}
+
+/* A share in one phase; g->edge loses RA__FIRST when the sums of dQ have begun. */
+static void ra__back_pass(const ra__back_local *l, const ra__share *p, ra__grads *g,
+                          int last, ra__back_memory *m) {
+    const ra_desc *d = &l->c.d;
+    int32_t group = d->q_heads / d->kv_heads;
+    int64_t blocks = ra__side_blocks(&l->c.w.q_side, p->t.sequence, ra__q_len(d, p->t.sequence));
+    int64_t from = p->want_k ? 0 : ra__part(blocks, p->parts, p->part);
+    int64_t to = p->want_k ? blocks : ra__part(blocks, p->parts, p->part + 1);
+    ra__task t;
+    ra__item item;
+    t.sequence = p->t.sequence;
+    t.kv_head = p->t.kv_head;
+    t.panel0 = from * group;
+    t.count = (int32_t)((to - from) * group);
+    ra__back_item(l, p, &item);
+    ra__back_point(l, p, &item.c, m, g);
+    if (last) g->edge |= RA__LAST;
+    ra__back_task(&l->b, &t, &item, g, &m->x);
+    g->edge &= ~RA__FIRST;
+}
+
+static void ra__back_run_piece(const ra__back_local *l, const ra__share *p,
+                               ra__back_memory *m) {
+    const ra_desc *d = &l->c.d;
+    int32_t group = d->q_heads / d->kv_heads;
+    ra__grads g;
+    ra__item item;
+    memset(&g, 0, sizeof g);
+    g.edge = RA__FIRST;
+    g.bias = ra__back_has_bias(l, p);
+    if (!(p->want_q && l->b.d_q.data) && !(p->want_k && (l->d_k.data || l->d_v.data)) && !g.bias)
+        return;
+    if (p->want_q && l->b.d_q.data)
+        g.dq = ra__view_packed((const uint8_t *)m->dq, group, d->k_dim, RA_F32);
+    if (p->want_k) {
+        ra__back_item(l, p, &item);
+        ra__back_point(l, p, &item.c, m, &g);
+        ra__grads_clear(d, &item.c, &g);
+    }
+    if (l->b.square && l->c.w.order != RA_ORDER_DESCENDING) {
+        m->x.phase = RA__AFTER;
+        ra__back_pass(l, p, &g, 0, m);
+        m->x.phase = RA__BEFORE;
+        ra__back_pass(l, p, &g, 1, m);
+    } else {                           /* DESC: there are no others */
+        m->x.phase = RA__AFTER | RA__BEFORE;
+        ra__back_pass(l, p, &g, 1, m);
+    }
+    if (p->want_k) {
+        ra__back_item(l, p, &item);
+        ra__back_point(l, p, &item.c, m, &g);
+        ra__back_keys_finish(l, p, &item, &g);
+    }
+}
+
+/* Thread ith's share: whole pairs, then pieces of those that are left; sinks by head. */
+static void ra__back_run(const ra__back_local *l, uint8_t *memory, int ith, int nth) {
+    const ra_desc *d = &l->c.d;
+    int64_t pairs = (int64_t)d->sequences * d->kv_heads, rest = pairs % nth;
+    int64_t whole = rest * 7 < (int64_t)nth * 5 ? pairs - rest : pairs, index = 0;
+    ra__arena a = { NULL, 0 };
+    ra__back_memory m;
+    ra__share p;
+    a.base = memory;
+    ra__back_memory_carve(&a, d, &m);
+    for (int64_t i = ith; i < whole; i += nth) {
+        p.t.sequence = (int32_t)(i / d->kv_heads);
+        p.t.kv_head = (int32_t)(i % d->kv_heads);
+        p.want_q = p.want_k = p.parts = 1;
+        p.part = 0;
+        ra__back_run_piece(l, &p, &m);
+    }
+    for (int64_t i = whole; i < pairs; i++) {
+        p.t.sequence = (int32_t)(i / d->kv_heads);
+        p.t.kv_head = (int32_t)(i % d->kv_heads);
+        p.parts = 4 * nth;
+        for (p.want_k = 0; p.want_k < 2; p.want_k++)
+            for (p.part = 0; p.part < p.parts; p.part++, index++) {
+                int64_t place = index % nth;
+                if ((index / nth % 2 ? nth - 1 - place : place) != ith) continue;
+                p.want_q = !p.want_k;
+                ra__back_run_piece(l, &p, &m);
+            }
+    }
+    for (int32_t h = ith; l->c.w.t->d_sinks && h < d->q_heads; h += nth)
+        ra__back_sink(&l->b, h, &m.x);
+}
+
+/* Points a checked call at the gradients. */
+static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_local *l) {
+    ra__view view[4];
+    ra_error *e = d->error;
+    ra_status s;
+    if (!t) return ra__refuse(e, RA_E_NULL, "t", "is required", 0);
+    memset(l, 0, sizeof *l);
+    s = ra__local_check(d, t, &l->c);
+    if (s) return s;
+    if (l->c.d.engine) return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
+    l->c.d.error = e;
+    s = ra__check_grads(&l->c.d, t, l->c.rows, view);
+    if (s) return s;
+    l->b.w = &l->c.w;
+    l->b.kernel = ra__kernel_of(&l->c.d);
+    l->b.d_o = view[0];
+    l->b.d_q = view[1];
+    l->d_k = view[2];
+    l->d_v = view[3];
+    l->b.square = ra__local_square(&l->c) && !l->c.d.q_offset && !ra__positions_set(&t->q_pos) &&
+                  !ra__positions_set(&t->k_pos);
+    return RA_OK;
+}
+
+/* The caller's packed sums of all keys. */
+static void ra__fold_back_sums(const ra_desc *d, const ra_grads *into, ra__view sums[2]) {
+    sums[0] = ra__view_packed((const uint8_t *)into->d_k, d->kv_heads, d->k_dim, RA_F32);
+    sums[1] = ra__view_packed((const uint8_t *)into->d_v, d->kv_heads, d->v_dim, RA_F32);
+    for (int32_t i = 0; i < 2; i++) sums[i].batch = ra__k_most(d) * sums[i].token;
+}
+
+/* delta of all rows. */
+static void ra__delta_rows(const ra__work *w, ra__view d_o, const ra__kernel *kernel,
+                           float *delta) {
+    const ra_desc *d = w->d;
+    uint32_t mode = ra__fp_enter();
+    for (int32_t b = 0; b < d->sequences; b++)
+        for (int64_t r = 0; r < ra__q_len(d, b); r++)
+            for (int32_t h = 0; h < d->q_heads; h++) {
+                ra__source o = ra__source_of(ra__view_at(w->o, b, r, h), d->o_dtype, d->v_dim);
+                ra__source g = ra__source_of(ra__view_at(d_o, b, r, h), d->o_dtype, d->v_dim);
+                kernel->deltas(delta + (b * d->tokens + r) * d->q_heads + h, &o, &g, 1);
+            }
+    ra__fp_leave(mode);
+}
+
+/* L0: every sequence and kv head, with the caller's arrays as the sums. */
+static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *memory) {
+    const ra_desc *d = &l->c.d;
+    const int32_t group = d->q_heads / d->kv_heads;
+    ra__arena a = { NULL, 0 };
+    ra__back_memory m;
+    ra__share p;
+    ra__view sums[2];
+    ra__grads g;
+    ra__task t;
+    ra__item item;
+    a.base = memory;
+    ra__back_memory_carve(&a, d, &m);
+    m.x.phase = RA__AFTER | RA__BEFORE;
+    l->c.w.ml_head = 1;
+    l->c.w.ml_row = d->q_heads;
+    l->c.w.ml_batch = d->tokens * d->q_heads;
+    p.want_q = p.want_k = p.parts = 1;
+    p.part = 0;
+    memset(&g, 0, sizeof g);
+    ra__fold_back_sums(d, into, sums);
+    g.bias = 1;
+    for (int32_t i = 0; i < d->sequences * d->kv_heads; i++) {
+        p.t.sequence = t.sequence = i / d->kv_heads;
+        p.t.kv_head = t.kv_head = i % d->kv_heads;
+        t.panel0 = 0;
+        t.count = (int32_t)ra__side_blocks(&l->c.w.q_side, p.t.sequence,
+                                           ra__q_len(d, p.t.sequence)) * group;
+        if (into->d_q) {
+            g.dq = ra__view_packed((const uint8_t *)into->d_q, d->q_heads, d->k_dim, RA_F32);
+            g.dq.batch = d->tokens * g.dq.token;
+            g.dq = ra__view_at(g.dq, p.t.sequence, 0, p.t.kv_head * group);
         }
-        before++;
+        ra__back_item(l, &p, &item);
+        ra__grads_at(d, &item.c, sums, t.kv_head, &g);
+        ra__back_task(&l->b, &t, &item, &g, &m.x);
     }
 }
 
-/* Sorts the runs of keys. */
-static void ra__plan_held(ra_plan *p) {
-    const ra_run *runs = p->d.layout.k_runs;
-    int64_t reach = -1, group = 0, rows = 0;
-    for (int64_t i = 0; i < p->held_count; i++) p->held_order[i] = i;
-    ra__order_sort(runs, p->held_order, p->held_count);
-    for (int64_t i = 0; i < p->held_count; i++) {
-        ra__held *h = &p->held[i];
-        h->run = runs[p->held_order[i]];
-        if (h->run.first > reach) group = i;
-        h->rows = rows;
-        h->group = group;
-        rows += h->run.count;
-        reach = ra__max(reach, ra__run_last(&h->run));
-    }
+/* Points *memory at the part of thread ith, or refuses. */
+static ra_status ra__back_workspace(const ra_desc *d, void *workspace, size_t bytes, int ith,
+                                    int nth, uint8_t **memory) {
+    int64_t need = ra__back_bytes(d);
+    ra_error *e = d->error;
+    if (nth < 1 || nth > 4096) return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", nth);
+    if (ith < 0 || ith >= nth)
+        return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", ith);
+    if (!workspace) return ra__refuse(e, RA_E_NULL, "workspace", "is required", 0);
+    *memory = ra__workspace_align(workspace, &bytes) + need * ith;
+    if ((int64_t)(bytes / (size_t)nth) < need)
+        return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes", 64 + need * nth);
+    return RA_OK;
 }
 
-/* Carves the arrays of the descriptor (copies) and of cuts. Counting only if a->base is null. */
-static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
-    ra_desc *d = &p->d;
-    ra_layout *l = &d->layout;
-    ra_mask *m = &d->mask;
-    int64_t B = full->sequences, cuts = B * (2 * (int64_t)full->ranks + 1) * 8;
-    *d = *full;
-    d->tokens_of = (const int64_t *)ra__carve_copy(a, d->tokens_of, B, 8);
-    d->kv_tokens_of = (const int64_t *)ra__carve_copy(a, d->kv_tokens_of, B, 8);
-    m->doc_first = (const int64_t *)ra__carve_copy(a, m->doc_first, m->doc_count, 8);
-    m->lo = (const int32_t *)ra__carve_copy(a, m->lo, m->interval_count, 4);
-    m->hi = (const int32_t *)ra__carve_copy(a, m->hi, m->interval_count, 4);
-    l->weights = (const int32_t *)ra__carve_copy(a, l->weights, d->ranks, 4);
-    p->q_run0 = p->k_run0 = NULL;
-    p->q_before = p->k_before = NULL;
-    p->held = NULL;
+RINGATTN_API size_t ra_attention_backward_bytes(const ra_desc *d, int nth) {
+    ra__local c;
+    if (nth < 1 || nth > 4096 || ra__local_check(d, NULL, &c)) return 0;
+    if (!c.d.train) {
+        ra__refuse(d->error, RA_E_SHAPE, "train", "must be 1 for gradients, is #", c.d.train);
+        return 0;
+    }
+    return (size_t)(64 + ra__back_bytes(&c.d) * nth);
+}
+
+RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors *t,
+                                             void *workspace, size_t bytes, int ith, int nth) {
+    ra__back_local l;
+    uint8_t *memory = NULL;
+    ra_desc mine;
+    ra_status s;
+    if (!d) return RA_E_NULL;
+    mine = *d;
+    if (ith > 0 && ith < nth) mine.error = NULL; /* as in ra_attention */
+    s = ra__back_check(&mine, t, &l);
+    if (!s) s = ra__check_outputs(&l.c.d, t, l.c.rows[0], &l.c.w, mine.error);
+    if (!s && !t->d_q.data && !t->d_k.data && !t->d_v.data && !t->d_sinks && !t->d_bias.data)
+        s = ra__refuse(mine.error, RA_E_NULL, "t.d_q", "and all other gradients are null", 0);
+    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, ith, nth, &memory);
+    if (s) return s;
+    l.c.w.ml_head = 1;
+    ra__back_run(&l, memory, ith, nth);
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *delta) {
+    ra__local c;
+    ra__view d_o;
+    ra_status s;
+    if (!d) return RA_E_NULL;
+    if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
+    if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
+    s = ra__local_check(d, NULL, &c);
+    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
+    if (!s) s = ra__in_check(&t->d_o, ra__shape_of("t.d_o", &c.d, c.rows[0], c.d.q_heads,
+                                                   c.d.v_dim), c.d.o_dtype, &d_o, d->error);
+    if (s) return s;
+    ra__delta_rows(&c.w, d_o, ra__kernel_f32(c.d.isa), delta);
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, const float *delta,
+                                        const ra_grads *g, void *workspace, size_t bytes) {
+    ra__back_local l;
+    uint8_t *memory = NULL;
+    ra_status s;
+    if (!d) return RA_E_NULL;
+    if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
+    if (!g) return ra__refuse(d->error, RA_E_NULL, "grads", "is required", 0);
+    s = ra__back_check(d, t, &l);
+    if (!s && l.c.d.v_in_k && g->d_v)
+        s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null, for v_in_k is #", 1);
+    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, 0, 1, &memory);
+    if (!s) s = ra__out_check(&t->lse, ra__shape_of("t.lse", &l.c.d, l.c.rows[0], l.c.d.q_heads,
+                                                    1), RA_F32, &l.c.w.lse, d->error);
+    if (s) return s;
+    l.b.delta = delta;
+    ra__fold_back_run(&l, g, memory);
+    return RA_OK;
+}
+
+RA__ONCE_BEGIN
+
+/* ========================================================================== SCHEDULE
+ * Chunks, their order, and how far each travels. In: a resolved descriptor. Out: one list of chunks
+ * in the order in which every row folds them and every link carries them, and for one rank the
+ * sublists it folds, receives and sends.
+ *
+ * Order. DESC: sequence by sequence, owners descending, chunks descending; for contiguous causal
+ * shards, where a row's keys then come from its own block downwards. TURN: owners ascending, chunks
+ * ascending: owner 0 sends its whole shard round, then owner 1, and a rank folds its own keys on
+ * its turn. Either way a row meets the blocks of the grid in an order that does not depend on the
+ * number of ranks.
+ *
+ * No deadlock. All links carry chunks in the order of the one list. The first chunk of the list
+ * that is not home yet is at the head of its link, and the receiver's buffers hold only chunks
+ * before it, which are done: so with one buffer or more something always moves. ra__tour_steps
+ * shows it: it gives every message a step, and what a message waits for has an earlier one. The
+ * steps number the exchanges for transports that know only sendrecv.
+ *
+ * Time. With two buffers or more a forward pass of C chunks on P ranks takes less than
+ * C + (sequences + 1) P steps, whatever mask and layout: going up, chunk c of the list may leave
+ * its owner o in step c + o + P * sequence and never stop, for a chunk of a later owner then stays
+ * behind those before it, all the way round; DESC, where nobody is above the last owner, needs
+ * C + P. The steps that are chosen are never later, and another direction is taken only where it
+ * needs fewer. A backward pass has the same bound unless an owner's chunks differ in how far they
+ * travel (windows to both sides, zigzag windows): gradients come home in the order of the list. */
+
+enum { RA__FRAME_BYTES = 64, RA__ADDRESS_BYTES = 128, RA__SHARED_BUFFERS = 16 };
+
+/* Backward. The gradient of a chunk travels with the chunk. It starts at zero on the owner. The
+ * owner adds its query rows whose unit is not below the key's (RA__AFTER; a unit is a block, or
+ * with zigzag a mirrored pair of blocks). Then the chunk visits the ranks above, up to the last
+ * that needs it, and its gradient returns to the owner, directly or on around the ring. There the
+ * owner adds its rows below (RA__BEFORE). So dK and dV of a key sum query units upwards from its
+ * own, cyclically, and dQ sums keys as forward does, for any number of ranks alike.
+ * RA_ORDER_DESCENDING has nothing below, and layouts without units do everything at the first
+ * visit.
+ *
+ * Returned gradients of own chunks are folded between the own chunks that start: each before the
+ * first start that comes at least two steps after its return, and in any case before chunks of
+ * others, those that never leave, or the next sequence. Returned gradients have buffers of their
+ * own. */
+enum { RA__PACK_SLOTS = 2, RA__HOME_SLOTS = 2 };
+
+/* What travels in a pass: chunks of keys, or of queries, in global order. */
+typedef struct ra__travel {
+    ra__chunk *chunk;
+    int64_t chunks;
+    uint8_t *need;                     /* [ranks][need_row] bit 2 c + i: the rank folds segment i of
+                                        * chunk c */
+    int64_t need_row;                  /* bytes */
+} ra__travel;
+
+/* A segment of a chunk of keys among all of its sequence, which are sorted by `first`. */
+typedef struct ra__place {
+    int64_t first;                     /* smallest position */
+    int64_t top;                       /* largest position up to here */
+    int64_t blocks;                    /* of all places before this one */
+    int32_t chunk, seg;
+} ra__place;
+
+/* Keys of a rank that lie side by side: smallest and largest position. */
+typedef struct ra__span { int64_t first, last; int32_t rank; } ra__span;
+
+typedef struct ra__exchange {          /* one step of the lock-step run with this rank in it */
+    int32_t send, recv;                /* index in the send and receive list, -1: none; recv from
+                                        * -2 downwards: -2 - index in the list of what comes home */
+    int64_t step;
+} ra__exchange;
+
+/* One kind of pass on one rank: what it folds, receives and sends, each in the order that the plan
+ * fixes. Entries of recv and send are messages between this rank and its neighbours. */
+typedef struct ra__route {
+    int32_t *fold;                     /* chunk, or -1 - b: a sequence with rows and no keys */
+    int32_t *fold_recv;                /* index in recv, -1: its own */
+    int32_t *fold_index;               /* how many entries of its sequence come before it */
+    uint8_t *fold_last;                /* 1: the last of its sequence */
+    int32_t *recv, *send;              /* chunks */
+    int32_t *send_recv;                /* index in recv, -1: its own */
+    int32_t *recv_fold, *recv_send;    /* index in fold and send, -1: neither folded nor sent on */
+    int32_t *send_fold;                /* backward: index in fold, after which it may go; or -1 */
+    int64_t folds, recvs, sends, exchanges;
+    ra__exchange *exchange;
+    int64_t steps;                     /* of the lock-step run on all ranks */
+    int32_t backward, direction;       /* +1: chunks go to rank + 1 */
+    int64_t chunk_bytes;               /* longest message; backward: but those home */
+    int64_t home_bytes;                /* backward from here on: longest message home */
+    uint8_t *fold_phase;               /* RA__AFTER, RA__BEFORE: which tiles */
+    int32_t *fold_own;                 /* index among the chunks that this rank owns, -1: not its */
+    int32_t *own, *own_fold, *own_home; /* own chunks; where they start in fold; index in home, -1:
+                                        * it never leaves */
+    int32_t *home, *home_own, *home_fold; /* own chunks that come home; indices in own and fold, -1:
+                                        * nothing is folded at home */
+    int64_t owns, homes;
+    const ra__chunk *chunk;            /* of the list that the pass works on */
+} ra__route;
+
+/* Counts that size a rank's workspace. words: small messages that end a shared pass. */
+typedef struct ra__counts { int64_t tasks, recvs, sends, own, stays; } ra__counts; /* own: leave */
+typedef struct ra__sizes {
+    int64_t rows, key_rows, words_in, words_out;
+    int32_t panels, back_parts;
+    ra__counts forward, back;
+} ra__sizes;
+
+/* Hashes of AGREED values as given, by what they concern. */
+enum { RA__AGREE_SIZES, RA__AGREE_DTYPES, RA__AGREE_MASK, RA__AGREE_LAYOUT, RA__AGREE_SCORES,
+       RA__AGREE_TRAINING, RA__AGREE_MESSAGES, RA__AGREE_PARTS };
+typedef struct ra__agreed { uint64_t part[RA__AGREE_PARTS]; } ra__agreed;
+
+/* A run among all runs of a table, by first position. */
+typedef struct ra__held {
+    ra_run run;
+    int64_t rows;                      /* of all entries before it */
+    int64_t group;                     /* entries [group, it) may reach beyond its first position,
+                                        * those before do not */
+} ra__held;
+
+struct ra_plan {
+    ra_desc d;                         /* resolved; its arrays are copies in this plan */
+    ra_allocator allocator;
+    int64_t bytes;                     /* of this allocation */
+    ra__agreed agreed;
+    int32_t order, direction;
+    int32_t on_grid;                   /* 1: all cuts lie on the block grid */
+    int32_t dense;                     /* 1: key positions [0, kv_tokens) are all held */
+    int64_t *q_cut, *k_cut;            /* [B][2 ranks + 1], null for STRIPED, RUNS, ARRAY */
+    int64_t *q_run0, *k_run0;          /* RUNS: [ranks + 1] first entry in the tables */
+    ra__before *q_before, *k_before;   /* RUNS: of rank r from entry run0[r] + r on */
+    ra__held *held;                    /* RUNS: all runs of keys by their first position */
+    int64_t *held_order, held_count;   /* entries of k_runs in that order */
+    ra__travel keys, queries;          /* queries: RA_TRAVEL_Q */
+    ra__place *place;                  /* all segments of keys, and one entry that ends them; not
+                                        * of ARRAY */
+    int64_t *place0;                   /* [B + 1] first place of a sequence */
+    ra__route forward, back;           /* back: if d.train is 1 */
+    int32_t square;                    /* queries and keys are the same positions everywhere */
+    int32_t split;                     /* backward: owners fold twice, see ra__back_lists */
+    int32_t back_direction;
+    int64_t *task0, *back_task0;       /* [B + 1] first task of a sequence */
+    ra__sizes sizes;                   /* of d.rank */
+    int32_t *readers, *sources;        /* ranks that read this rank's keys, and whose it reads */
+    int64_t *source_end;               /* entries of fold after which a source is not read again */
+    int64_t reader_count, source_count;
+    int64_t chunk_bytes;               /* longest message */
+    int64_t *start;                    /* [chunks] scratch: the step in which a chunk leaves its
+                                        * owner, see ra__tour_steps */
+    int64_t *line;                     /* [2 ranks] scratch of ra__tour_steps */
+    ra__span *span;                    /* RA_TRAVEL_Q: scratch of ra__key_spans */
+    int64_t unvisited, back_unvisited; /* empty tiles of chunks that this rank never folds */
+    ra_plan_report report;             /* of d.rank */
+};
+
+/* The rank `steps` above another, and how many steps one is above another; cyclic. */
+RA__INLINE int32_t ra__rank_up(const ra_plan *p, int32_t rank, int32_t steps) {
+    int32_t n = rank + steps;
+    return n < 0 ? n + p->d.ranks : n >= p->d.ranks ? n - p->d.ranks : n;
+}
+RA__INLINE int32_t ra__ranks_up(const ra_plan *p, int32_t from, int32_t to) {
+    return to < from ? to - from + p->d.ranks : to - from;
+}
+
+/* What travels backward. */
+RA__INLINE const ra__travel *ra__back_travel(const ra_plan *p) {
+    return p->d.backward_travel == RA_TRAVEL_Q ? &p->queries : &p->keys;
+}
+
+/* The rank needs segment i of chunk c, needs any of the chunk. */
+RA__INLINE int ra__need_seg(const ra__travel *t, int64_t c, int32_t i, int32_t rank) {
+    int64_t bit = 2 * c + i;
+    return (t->need[rank * t->need_row + bit / 8] >> (bit % 8)) & 1;
+}
+RA__INLINE int ra__need(const ra__travel *t, int64_t c, int32_t rank) {
+    return ((t->need[rank * t->need_row + c / 4] >> (2 * c % 8)) & 3) != 0;
+}
+RA__INLINE int ra__needs(const ra_plan *p, int64_t chunk, int32_t rank) {
+    return ra__need(&p->keys, chunk, rank);
+}
+RA__INLINE int ra__needs_q(const ra_plan *p, int64_t chunk, int32_t rank) {
+    return ra__need(&p->queries, chunk, rank);
+}
+
+/* Rows of the queries (keys = 0) or keys of a rank. ARRAY positions are filled in by the pass. */
+static ra__side ra__plan_side(const ra_plan *p, int keys, int32_t rank) {
+    const ra_layout *l = &p->d.layout;
+    const int64_t *run0 = keys ? p->k_run0 : p->q_run0;
+    ra__side s;
+    memset(&s, 0, sizeof s);
+    s.layout = l->kind;
+    s.rank = rank;
+    s.ranks = p->d.ranks;
+    s.batch_cuts = 1;
+    s.offset = keys ? 0 : p->d.q_offset;
+    s.cut = keys ? p->k_cut : p->q_cut;
     if (l->kind == RA_LAYOUT_RUNS) {
-        if (!l->k_runs) { l->k_runs = l->q_runs; l->k_run_count = l->q_run_count; }
-        p->held_count = ra__runs_count(d, 1);
-        p->held = (ra__held *)ra__carve(a, p->held_count * (int64_t)sizeof(ra__held));
-        p->held_order = (int64_t *)ra__carve(a, p->held_count * 8);
-        ra__carve_runs(a, p, 0);
-        ra__carve_runs(a, p, 1);
-        if (a->base) ra__plan_held(p);
+        s.list.run = (keys ? l->k_runs : l->q_runs) + run0[rank];
+        s.list.count = run0[rank + 1] - run0[rank];
+        s.list.before = (keys ? p->k_before : p->q_before) + run0[rank] + rank;
     }
-    if (l->kind == RA_LAYOUT_ARRAY) {
-        if (!l->k_rows) l->k_rows = l->q_rows;
-        l->q_rows = (const int64_t *)ra__carve_copy(a, l->q_rows, d->ranks, 8);
-        l->k_rows = (const int64_t *)ra__carve_copy(a, l->k_rows, d->ranks, 8);
+    if (l->kind == RA_LAYOUT_ARRAY) s.array_rows = (keys ? l->k_rows : l->q_rows)[rank];
+    return s;
+}
+
+/* Where the parts of a segment lie in a message: offsets of positions, K and V. */
+typedef struct ra__parts { int64_t pos, k, v; } ra__parts;
+
+/* Positions, K and V of a segment from offset `at` on; returns where they end. */
+static int64_t ra__message_keys(const ra_desc *d, const ra__seg *s, int64_t at, ra__parts *part) {
+    int64_t heads = s->rows * d->kv_heads;
+    part->pos = at;
+    if (d->layout.kind == RA_LAYOUT_ARRAY) at += ra__round_up(4 * s->rows, 64);
+    part->k = part->v = at;
+    at += ra__round_up(heads * ra__row_bytes(d->k_dtype, d->k_dim), 64);
+    if (d->v_in_k) return at;
+    part->v = at;
+    return at + ra__round_up(heads * ra__row_bytes(d->v_dtype, d->v_dim), 64);
+}
+
+/* Lays out the message of a chunk on its way to the rank `hop` ranks after its owner: the segments
+ * that go so far. Returns its length. Each part starts on a multiple of 64, the only padding. */
+static int64_t ra__message(const ra_desc *d, const ra__chunk *c, int32_t hop, ra__parts part[2]) {
+    int64_t at = RA__FRAME_BYTES;
+    for (int32_t i = 0; i < c->segs; i++) {
+        int32_t s = i ? 1 - c->lead : c->lead;
+        if (c->hops[s] < hop) break;
+        at = ra__message_keys(d, &c->seg[s], at, &part[s]);
     }
-    p->q_cut = p->k_cut = NULL;
-    if (l->kind == RA_LAYOUT_CONTIGUOUS || l->kind == RA_LAYOUT_ZIGZAG) {
-        p->q_cut = (int64_t *)ra__carve(a, cuts);
-        p->k_cut = (int64_t *)ra__carve(a, cuts);
+    return at;
+}
+
+static int64_t ra__message_bytes(const ra_desc *d, const ra__chunk *c, int32_t hop) {
+    ra__parts part[2];
+    return ra__message(d, c, hop, part);
+}
+
+RA__INLINE int32_t ra__chunk_reach(const ra__chunk *c) { return c->hops[c->lead]; }
+
+/* The f32 gradients of a chunk: offsets of dK and dV of each segment, all heads packed, from `at`
+ * on; returns where they end. Under v_in_k dK has both. RA_TRAVEL_Q: dQ of both segments
+ * together. */
+static int64_t ra__grad_parts(const ra_desc *d, const ra__chunk *c, int64_t at,
+                              ra__parts grad[2]) {
+    memset(grad, 0, 2 * sizeof *grad);
+    grad[0].k = at;
+    if (d->backward_travel == RA_TRAVEL_Q)
+        return at + ra__round_up(ra__chunk_rows(c) * d->q_heads * d->k_dim * 4, 64);
+    for (int32_t i = 0; i < c->segs; i++) {
+        int64_t heads = c->seg[i].rows * d->kv_heads;
+        grad[i].k = grad[i].v = at;
+        at += ra__round_up(heads * d->k_dim * 4, 64);
+        if (d->v_in_k) continue;
+        grad[i].v = at;
+        at += ra__round_up(heads * d->v_dim * 4, 64);
     }
-    p->task0 = (int64_t *)ra__carve(a, (B + 1) * 8);
-    p->back_task0 = (int64_t *)ra__carve(a, (B + 1) * 8);
-    p->readers = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
-    p->sources = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
-    p->source_end = (int64_t *)ra__carve(a, (int64_t)d->ranks * 8);
+    return at;
 }
 
-/* DESC if no row of a contiguous layout sees a key after itself; square: queries and keys are the
- * same positions. */
-static int32_t ra__desc_order(const ra_desc *d, int square) {
-    return square && !d->q_offset && d->layout.kind == RA_LAYOUT_CONTIGUOUS &&
-                   d->mask.kind == RA_MASK_CAUSAL && d->mask.causal_block <= 1 && !d->mask.prefix
-               ? RA_ORDER_DESCENDING : RA_ORDER_ASCENDING;
-}
-
-/* Cuts of every sequence, order, and whether the promise on bits holds. */
-static void ra__plan_cuts(ra_plan *p) {
-    const ra_desc *d = &p->d;
-    int zigzag = d->layout.kind == RA_LAYOUT_ZIGZAG, square = 1;
-    int64_t stride = 2 * (int64_t)d->ranks + 1;
-    p->on_grid = p->q_cut != NULL;
-    for (int32_t b = 0; b < d->sequences; b++) {
-        int64_t tq = ra__q_len(d, b), tk = ra__k_len(d, b);
-        square &= tq == tk && !d->q_offset;
-        if (!p->q_cut) continue;
-        ra__cut(tq, d->ranks, d->layout.weights, zigzag, p->q_cut + b * stride);
-        ra__cut(tk, d->ranks, d->layout.weights, zigzag, p->k_cut + b * stride);
-        p->on_grid &= tk == 0 || ra__cut_unit(tk, d->ranks) > 1 || (d->ranks == 1 && !zigzag);
+/* Backward: the message of a chunk on its way to the rank `hop` after its owner: gradients, then
+ * keys of the segments that are still needed there. hop = ranks: on its way home. RA_TRAVEL_Q: dQ,
+ * and part[0].k, .v, .pos are Q, dO, and LSE and delta [2][Hq][rows], of both segments together. */
+static int64_t ra__back_message(const ra_desc *d, const ra__chunk *c, int32_t hop,
+                                ra__parts part[2], ra__parts grad[2]) {
+    int64_t rows = ra__chunk_rows(c), at = ra__grad_parts(d, c, RA__FRAME_BYTES, grad);
+    if (d->backward_travel == RA_TRAVEL_Q) {
+        if (c->back_hops[c->back_lead] < hop) return at;
+        part[0].k = at;
+        at += ra__round_up(rows * d->q_heads * ra__row_bytes(d->q_dtype, d->k_dim), 64);
+        part[0].v = at;
+        at += ra__round_up(rows * d->q_heads * ra__row_bytes(d->o_dtype, d->v_dim), 64);
+        part[0].pos = at;
+        return at + ra__round_up(2 * rows * d->q_heads * 4, 64);
     }
-    p->order = ra__desc_order(d, square);
-    p->square = square;
-    p->dense = d->layout.kind != RA_LAYOUT_RUNS && d->layout.kind != RA_LAYOUT_ARRAY;
+    for (int32_t i = 0; i < c->segs; i++) {
+        int32_t s = i ? 1 - c->back_lead : c->back_lead;
+        if (c->back_hops[s] < hop) break;
+        at = ra__message_keys(d, &c->seg[s], at, &part[s]);
+    }
+    return at;
 }
 
-/* Chunks of a list with need bits. Rows of bits of different ranks lie in different lines and sets
- * of a cache, for a chunk sets a bit in each. */
-static void ra__travel_carve(ra__arena *a, const ra_plan *p, ra__travel *t, int64_t chunks) {
-    t->chunks = chunks;
-    t->chunk = (ra__chunk *)ra__carve(a, chunks * (int64_t)sizeof(ra__chunk));
-    t->need_row = (ra__ceil_div(chunks, 256) | 1) * 64;
-    t->need = (uint8_t *)ra__carve(a, p->d.ranks * t->need_row);
+static int64_t ra__back_length(const ra_desc *d, const ra__chunk *c, int32_t hop) {
+    ra__parts part[2], grad[2];
+    return ra__back_message(d, c, hop, part, grad);
 }
 
-/* Lists of a backward pass: an own chunk may stand twice in the list of folds. */
-static void ra__plan_back_carve(ra__arena *a, ra_plan *p) {
-    int64_t n = ra__back_travel(p)->chunks, folds = 2 * n + p->d.sequences;
-    ra__route *w = &p->back;
-    int32_t **list[12];
-    list[0] = &w->recv; list[1] = &w->recv_fold; list[2] = &w->recv_send; list[3] = &w->send;
-    list[4] = &w->send_recv; list[5] = &w->send_fold; list[6] = &w->own; list[7] = &w->own_home;
-    list[8] = &w->home; list[9] = &w->home_own; list[10] = &w->home_fold;
-    list[11] = &w->own_fold;
-    for (int32_t i = 0; i < 12; i++) *list[i] = (int32_t *)ra__carve(a, n * 4);
-    w->fold = (int32_t *)ra__carve(a, folds * 4);
-    w->fold_recv = (int32_t *)ra__carve(a, folds * 4);
-    w->fold_index = (int32_t *)ra__carve(a, folds * 4);
-    w->fold_own = (int32_t *)ra__carve(a, folds * 4);
-    w->fold_last = (uint8_t *)ra__carve(a, folds);
-    w->fold_phase = (uint8_t *)ra__carve(a, folds);
-    w->exchange = (ra__exchange *)ra__carve(a, 3 * n * (int64_t)sizeof(ra__exchange));
+/* Ranks that a chunk visits after its owner in a backward pass, before it goes home. */
+RA__INLINE int32_t ra__back_stations(const ra_plan *p, const ra__chunk *c) {
+    int32_t reach = c->back_hops[c->back_lead];
+    return reach && p->d.grad_return == RA_RETURN_RING ? p->d.ranks - 1 : reach;
 }
 
-/* At most so many segments of keys of a sequence, on all ranks together. */
-static int64_t ra__most_spans(const ra_plan *p) {
-    return p->d.layout.kind == RA_LAYOUT_RUNS ? p->held_count : 2 * (int64_t)p->d.ranks;
+/* Pieces of a chunk in a plan, whose positions are one run each: its segments, or its runs. */
+RA__INLINE int32_t ra__chunk_pieces(const ra__chunk *c) {
+    return c->list.run ? (int32_t)c->list.count : c->segs;
+}
+static ra__seg ra__chunk_piece(const ra__chunk *c, int32_t i) {
+    return c->list.run ? ra__chunk_run(c, i) : c->seg[i];
 }
 
-/* Carves what depends on the number of chunks: at most `keys` of keys, `queries` of queries. */
-static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queries) {
-    int64_t list = (keys + p->d.sequences) * 4, places = 2 * keys + 1;
-    if (p->d.layout.kind == RA_LAYOUT_RUNS) places += p->held_count * p->d.sequences;
-    int q = p->d.train && p->d.backward_travel == RA_TRAVEL_Q;
-    ra__route *w = &p->forward;
-    if (p->d.layout.kind == RA_LAYOUT_ARRAY) places = 0;
-    ra__travel_carve(a, p, &p->keys, keys);
-    ra__travel_carve(a, p, &p->queries, q ? queries : 0);
-    p->place = (ra__place *)ra__carve(a, places * (int64_t)sizeof(ra__place));
-    p->place0 = (int64_t *)ra__carve(a, ((int64_t)p->d.sequences + 1) * 8);
-    p->start = (int64_t *)ra__carve(a, ra__max(keys, p->queries.chunks) * 8);
-    p->line = (int64_t *)ra__carve(a, 2 * (int64_t)p->d.ranks * 8);
-    p->span = (ra__span *)ra__carve(a, q ? ra__most_spans(p) * (int64_t)sizeof(ra__span) : 0);
-    w->fold = (int32_t *)ra__carve(a, list);
-    w->fold_recv = (int32_t *)ra__carve(a, list);
-    w->fold_index = (int32_t *)ra__carve(a, list);
-    w->fold_last = (uint8_t *)ra__carve(a, keys + p->d.sequences);
-    w->recv = (int32_t *)ra__carve(a, keys * 4);
-    w->recv_fold = (int32_t *)ra__carve(a, keys * 4);
-    w->recv_send = (int32_t *)ra__carve(a, keys * 4);
-    w->send = (int32_t *)ra__carve(a, keys * 4);
-    w->send_recv = (int32_t *)ra__carve(a, keys * 4);
-    w->exchange = (ra__exchange *)ra__carve(a, 2 * keys * (int64_t)sizeof(ra__exchange));
-    if (p->d.train) ra__plan_back_carve(a, p);
-}
-
-static void ra__plan_add_fold(ra__route *w, int32_t entry, int32_t recv, int64_t sequence_first) {
-    w->fold[w->folds] = entry;
-    w->fold_recv[w->folds] = recv;
-    w->fold_index[w->folds] = (int32_t)(w->folds - sequence_first);
-    w->fold_last[w->folds] = 0;
-    w->folds++;
-}
-
-/* What this rank folds, receives and sends, in the order of the one list. */
-static void ra__plan_own_lists(ra_plan *p) {
-    int32_t me = p->d.rank;
-    const ra__tour tour = ra__tour_of(p, 0);
-    ra__route *w = &p->forward;
-    int64_t c = 0;
-    w->folds = w->recvs = w->sends = 0;
-    for (int32_t b = 0; b < p->d.sequences; b++) {
-        int64_t before = w->folds;
-        for (; c < p->keys.chunks && p->keys.chunk[c].sequence == b; c++) {
-            int32_t recv = ra__tour_arrives(&tour, c, me) ? (int32_t)w->recvs : -1;
-            int32_t fold = ra__needs(p, c, me) ? (int32_t)w->folds : -1;
-            int32_t send = ra__tour_leaves(&tour, c, me) ? (int32_t)w->sends : -1;
-            if (fold >= 0) ra__plan_add_fold(w, (int32_t)c, recv, before);
-            if (send >= 0) { w->send[w->sends] = (int32_t)c; w->send_recv[w->sends++] = recv; }
-            if (recv < 0) continue;
-            w->recv[w->recvs] = (int32_t)c;
-            w->recv_fold[w->recvs] = fold;
-            w->recv_send[w->recvs++] = send;
+/* The chunks of a list, cut between blocks so that they have nearly equally many rows. */
+static int64_t ra__chunk_runs(const ra__side *side, int32_t b, int64_t chunk_tokens,
+                              ra__chunk *out) {
+    const ra__run_list *l = &side->list;
+    int64_t rows = ra__list_all(l).n[RA__ROWS], n = ra__ceil_div(rows, chunk_tokens), count = 0;
+    int64_t from = 0;
+    for (int64_t j = 1; j <= n; j++) {
+        int64_t cut = rows * j / n, to, i, first, last;
+        ra__chunk *c = &out[count];
+        ra__before at;
+        (void)ra__list_find(l, RA__ROWS, cut, &at);
+        to = at.n[RA__BLOCKS] + ra__ceil_div(cut - at.n[RA__ROWS], RA_BLOCK_TOKENS);
+        if (to == from) continue;
+        memset(c, 0, sizeof *c);
+        c->sequence = b;
+        c->owner = side->rank;
+        ra__chunk_of_list(c, l, from, to);
+        first = ra__list_find(l, RA__BLOCKS, from, &at);
+        last = ra__list_find(l, RA__BLOCKS, to - 1, &at);
+        c->list.run += first;
+        c->list.before += first;
+        c->list.count = last + 1 - first;
+        c->low = INT64_MAX;
+        for (i = 0; i < c->list.count; i++) {
+            ra__seg s = ra__chunk_run(c, i);
+            c->low = ra__min(c->low, s.pos);
+            c->high = ra__max(c->high, s.pos + (s.rows - 1) * s.stride);
         }
-        if (w->folds == before && p->task0[b + 1] > p->task0[b])
-            ra__plan_add_fold(w, -1 - b, -1, before);
-        if (w->folds > before) w->fold_last[w->folds - 1] = 1;
+        from = to;
+        count++;
     }
+    return count;
 }
 
-/* One entry of the list of folds of a backward pass: chunk c, or -1 - b. */
-static void ra__back_add(ra__route *w, int32_t entry, int32_t phase, int32_t index) {
-    w->fold[w->folds] = entry;
-    w->fold_phase[w->folds] = (uint8_t)phase;
-    w->fold_recv[w->folds] = w->fold_own[w->folds] = -1;
-    w->fold_index[w->folds] = index;
-    w->fold_last[w->folds++] = 0;
-}
-
-/* The lists of a backward pass while they are made. */
-typedef struct ra__back_lists {
-    const ra__tour *w;
-    const int64_t *start;              /* of ra__tour_steps */
-    int64_t ended;                     /* own chunks that have come home and been folded again */
-    int32_t sequence;                  /* of the own chunk that started last */
-} ra__back_lists;
-
-/* The next entry of this rank's fold list is the end of an own chunk, not the visit of chunk c. */
-static int ra__back_late(const ra__back_lists *l, const ra__route *r, int64_t c) {
-    const ra__tour *w = l->w;
-    int32_t me = w->p->d.rank;
-    int64_t home;
-    if (!w->p->split || l->ended == r->homes) return 0;
-    if (c == w->t->chunks || w->t->chunk[c].owner != me || !ra__tour_leaves(w, c, me) ||
-        w->t->chunk[c].sequence != l->sequence)
-        return 1;
-    home = r->home[l->ended];
-    return l->start[home] + ra__tour_stations(w, home) + 2 <= l->start[c];
-}
-
-/* Ends own chunks that are home before the visit of chunk c; returns how many. */
-static int32_t ra__back_ends(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
-    int32_t n = 0;
-    while (ra__back_late(l, r, c)) {
-        int32_t own = r->home_own[l->ended];
-        r->home_fold[l->ended++] = (int32_t)r->folds;
-        ra__back_add(r, r->own[own], RA__BEFORE, index + n++);
-        r->fold_own[r->folds - 1] = own;
+/* Writes the chunks of one shard, ascending; returns how many. */
+static int64_t ra__chunk_shard(const ra__side *side, int32_t b, int64_t tokens,
+                               int64_t chunk_tokens, ra__chunk *out) {
+    int zigzag = side->layout == RA_LAYOUT_ZIGZAG;
+    int64_t rows, blocks, n;
+    ra__chunk all;
+    if (side->layout == RA_LAYOUT_RUNS) return ra__chunk_runs(side, b, chunk_tokens, out);
+    ra__chunk_side(side, b, tokens, &all);
+    rows = ra__chunk_rows(&all);
+    blocks = ra__seg_blocks(&all, 0);
+    if (zigzag) blocks = ra__max(blocks, ra__seg_blocks(&all, 1));
+    n = ra__min(blocks, ra__ceil_div(rows, chunk_tokens));
+    for (int64_t j = 0; j < n; j++) {
+        ra__chunk *c = &out[j];
+        int64_t from = ra__part(blocks, n, j) * RA_BLOCK_TOKENS;
+        int64_t to = ra__min(ra__part(blocks, n, j + 1) * RA_BLOCK_TOKENS, all.seg[0].rows);
+        memset(c, 0, sizeof *c);
+        c->sequence = b;
+        c->owner = side->rank;
+        c->segs = 1;
+        if (zigzag) ra__chunk_zigzag(c, all.seg, n, j);
+        else c->seg[0] = ra__seg_part(&all.seg[0], from, to - from);
     }
     return n;
 }
 
-/* This rank's own chunk c: its first visit. */
-static void ra__back_own(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
-    int travels = ra__tour_leaves(l->w, c, l->w->p->d.rank);
-    ra__back_add(r, (int32_t)c, travels && l->w->p->split ? RA__AFTER : RA__BOTH, index);
-    r->fold_own[r->folds - 1] = (int32_t)r->owns;
-    r->own_fold[r->owns] = (int32_t)r->folds - 1;
-    r->own_home[r->owns] = travels ? (int32_t)r->homes : -1;
-    if (travels) {
-        r->home[r->homes] = (int32_t)c;
-        r->home_own[r->homes] = (int32_t)r->owns;
-        r->home_fold[r->homes++] = -1;
-        l->sequence = l->w->t->chunk[c].sequence;
+/* Writes all chunks of keys, or of queries, in global order; returns how many. down: owners and
+ * chunks descend. */
+static int64_t ra__chunk_all(const ra_plan *p, int keys, int down, ra__chunk *out) {
+    int64_t n = 0;
+    for (int32_t b = 0; b < p->d.sequences; b++) {
+        for (int32_t i = 0; i < p->d.ranks; i++) {
+            ra__side side = ra__plan_side(p, keys, down ? p->d.ranks - 1 - i : i);
+            int64_t k = ra__chunk_shard(&side, b, keys ? ra__k_len(&p->d, b) : ra__q_len(&p->d, b),
+                                        p->d.chunk_tokens, out + n);
+            for (int64_t j = 0; down && j < k / 2; j++) {
+                ra__chunk t = out[n + j];
+                out[n + j] = out[n + k - 1 - j];
+                out[n + k - 1 - j] = t;
+            }
+            n += k;
+        }
     }
-    r->own[r->owns++] = (int32_t)c;
+    return n;
 }
 
-/* Visits of chunk c: received, folded, sent, in the order of the one list. Returns folds. */
-static int32_t ra__back_visit(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
-    const ra__tour *w = l->w;
-    int32_t me = w->p->d.rank, before = index, recv = -1, fold = -1;
-    int own = w->t->chunk[c].owner == me, arrives = ra__tour_arrives(w, c, me);
-    int needs = ra__need(w->t, c, me);
-    if (!own && !arrives) return 0;
-    index += ra__back_ends(l, r, c, index);
-    if (own) ra__back_own(l, r, c, index);
-    else if (needs) ra__back_add(r, (int32_t)c, RA__BOTH, index);
-    if (own || needs) {
-        fold = (int32_t)r->folds - 1;
-        index++;
+/* -------------------------------------------------------------------------- who needs what
+ * Positions that some rows may see: disjoint spans [at[0], at[1]) in ascending order. */
+enum { RA__SPANS = 256 };
+typedef struct ra__spans { int64_t at[RA__SPANS][2]; int32_t n; } ra__spans;
+
+/* Adds [from, to); 0 if there is no room for one more. */
+static int ra__spans_add(ra__spans *s, int64_t from, int64_t to) {
+    int32_t i = s->n, end;
+    if (from >= to) return 1;
+    while (i > 0 && s->at[i - 1][1] >= from) i--;      /* [i, end): what it touches */
+    for (end = i; end < s->n && s->at[end][0] <= to; end++) {
+        from = ra__min(from, s->at[end][0]);
+        to = ra__max(to, s->at[end][1]);
     }
-    if (arrives) {
-        recv = (int32_t)r->recvs;
-        if (fold >= 0) r->fold_recv[fold] = recv;
-        r->recv[recv] = (int32_t)c;
-        r->recv_fold[recv] = fold;
-        r->recv_send[r->recvs++] = (int32_t)r->sends;
+    if (end == i) {
+        if (s->n == RA__SPANS) return 0;
+        memmove(s->at[i + 1], s->at[i], (size_t)(s->n - i) * sizeof s->at[0]);
+        s->n++;
+    } else {
+        memmove(s->at[i + 1], s->at[end], (size_t)(s->n - end) * sizeof s->at[0]);
+        s->n -= end - i - 1;
     }
-    if (ra__tour_leaves(w, c, me)) {
-        r->send[r->sends] = (int32_t)c;
-        r->send_recv[r->sends] = recv;
-        r->send_fold[r->sends++] = fold;
-    }
-    return index - before;
+    s->at[i][0] = from;
+    s->at[i][1] = to;
+    return 1;
 }
 
-/* What this rank does in a backward pass. Where own chunks are folded twice, all of those end
- * before the list of their sequence does. */
-static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__route *r) {
-    ra__back_lists l;
-    int64_t c = 0;
-    memset(&l, 0, sizeof l);
-    l.w = w;
-    l.start = start;
-    r->backward = 1;
-    r->direction = w->direction;
-    r->chunk = w->t->chunk;
-    r->folds = r->recvs = r->sends = r->owns = r->homes = 0;
-    for (int32_t b = 0; b < w->p->d.sequences; b++) {
-        int32_t index = 0;
-        for (; c < w->t->chunks && w->t->chunk[c].sequence == b; c++)
-            index += ra__back_visit(&l, r, c, index);
-        index += ra__back_ends(&l, r, w->t->chunks, index);
-        if (!index) ra__back_add(r, -1 - b, 0, 0);
-        r->fold_last[r->folds - 1] = 1;
+/* Adds what rows with these bounds may see: where ra__classify does not say empty. */
+static int ra__spans_bounds(ra__spans *s, const ra__bounds *b) {
+    return ra__spans_add(s, b->lo_min, b->hi_max) && ra__spans_add(s, b->doc_min, b->keep_max);
+}
+
+/* One of the spans reaches into the positions [first, last]. */
+RA__INLINE int ra__spans_meet(const ra__spans *s, int64_t first, int64_t last) {
+    int32_t from = 0, to = s->n;
+    while (from < to) {                                /* the first span that ends behind `first` */
+        int32_t mid = (from + to) / 2;
+        if (s->at[mid][1] > first) to = mid;
+        else from = mid + 1;
+    }
+    return from < s->n && s->at[from][0] <= last;
+}
+
+static void ra__need_set(const ra_plan *p, const ra__travel *t, int64_t c, int32_t i,
+                         int32_t rank) {
+    ra__chunk *chunk = &t->chunk[c];
+    int64_t bit = 2 * c + i;
+    int32_t up = ra__ranks_up(p, chunk->owner, rank);
+    t->need[rank * t->need_row + bit / 8] |= (uint8_t)(1 << (bit % 8));
+    if (up > chunk->up[i]) chunk->up[i] = up;
+    if (up && p->d.ranks - up > chunk->down[i]) chunk->down[i] = p->d.ranks - up;
+}
+
+/* Chunks [*first, *end) of sequence b: the list is sorted by sequence. */
+static void ra__chunk_range(const ra__travel *t, int32_t b, int64_t *first, int64_t *end) {
+    int64_t edge[2];
+    for (int32_t i = 0; i < 2; i++) {
+        int64_t lo = 0, hi = t->chunks;
+        while (lo < hi) {
+            int64_t mid = lo + (hi - lo) / 2;
+            if (t->chunk[mid].sequence < b + i) lo = mid + 1;
+            else hi = mid;
+        }
+        edge[i] = lo;
+    }
+    *first = edge[0];
+    *end = edge[1];
+}
+
+/* One of the runs of a chunk has keys in one of the spans; 1 for chunks without runs. */
+static int ra__pieces_meet(const ra__chunk *c, const ra__spans *s) {
+    int64_t first, last;
+    if (!c->list.run) return 1;
+    for (int64_t i = 0; i < c->list.count; i++) {
+        ra__seg run = ra__chunk_run(c, i);
+        ra__seg_span(&run, NULL, &first, &last);
+        if (ra__spans_meet(s, first, last)) return 1;
+    }
+    return 0;
+}
+
+/* Marks the chunks of keys [first, end) that lie where a rank's rows see something. */
+static void ra__needs_mark(const ra_plan *p, int32_t rank, int64_t first, int64_t end,
+                           const ra__spans *s) {
+    for (int64_t c = first; c < end; c++)
+        for (int32_t i = 0; i < p->keys.chunk[c].segs; i++) {
+            int64_t low, high;
+            ra__chunk_span(&p->keys.chunk[c], i, &low, &high);
+            if (ra__spans_meet(s, low, high) && ra__pieces_meet(&p->keys.chunk[c], s))
+                ra__need_set(p, &p->keys, c, i, rank);
+        }
+}
+
+/* Marks who needs which chunk of keys: rank r if a block of its queries may see one of the keys. */
+static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    int64_t tokens = ra__q_len(&p->d, b), first, end;
+    ra__spans spans;
+    ra__seg s;
+    spans.n = 0;
+    ra__chunk_range(&p->keys, b, &first, &end);
+    if (first == end) return;
+    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
+        if (p->d.layout.kind == RA_LAYOUT_ARRAY) {
+            if (s.rows) (void)ra__spans_add(&spans, 0, RA_MAX_POSITION);
+            continue;
+        }
+        for (int64_t j = 0; j < ra__ceil_div(s.rows, RA_BLOCK_TOKENS); j++) {
+            ra__seg block = ra__seg_block(&s, j);
+            ra__bounds bounds = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, b, 0), &block);
+            if (ra__spans_bounds(&spans, &bounds)) continue;
+            ra__needs_mark(p, rank, first, end, &spans);
+            spans.n = 0;
+            (void)ra__spans_bounds(&spans, &bounds);
+        }
+    }
+    ra__needs_mark(p, rank, first, end, &spans);
+}
+
+/* Marks the ranks with keys of the chunk's sequence where segment i of a chunk of queries sees
+ * something. */
+static void ra__q_needs_mark(const ra_plan *p, int64_t c, int32_t i, const ra__span *span,
+                             int64_t spans, const ra__spans *s) {
+    for (int64_t k = 0; k < spans; k++)
+        if (ra__spans_meet(s, span[k].first, span[k].last))
+            ra__need_set(p, &p->queries, c, i, span[k].rank);
+}
+
+/* Marks which ranks have keys that rows of a chunk of queries may see. */
+static void ra__chunk_q_needs(const ra_plan *p, int64_t c, const ra__span *span,
+                              int64_t spans) {
+    const ra__chunk *chunk = &p->queries.chunk[c];
+    int64_t keys = ra__key_end(&p->d, chunk->sequence, 0);
+    for (int32_t i = 0; i < chunk->segs; i++) {
+        ra__spans s;
+        s.n = 0;
+        for (int64_t j = 0; j < ra__seg_blocks(chunk, i); j++) {
+            ra__seg rows = ra__seg_block_at(chunk, i, j);
+            ra__bounds bounds = ra__seg_bounds(&p->d.mask, keys, &rows);
+            if (ra__spans_bounds(&s, &bounds)) continue;
+            ra__q_needs_mark(p, c, i, span, spans, &s);
+            s.n = 0;
+            (void)ra__spans_bounds(&s, &bounds);
+        }
+        ra__q_needs_mark(p, c, i, span, spans, &s);
     }
 }
+
+/* Writes the keys of sequence b on all ranks; returns how many spans. */
+static int64_t ra__key_spans(const ra_plan *p, int32_t b, ra__span *span) {
+    int64_t n = 0, keys = ra__k_len(&p->d, b);
+    for (int32_t r = 0; r < p->d.ranks; r++) {
+        ra__side side = ra__plan_side(p, 1, r);
+        ra__seg s;
+        for (int64_t i = 0; ra__side_seg(&side, b, keys, i, &s); i++) {
+            if (!s.rows) continue;
+            ra__seg_span(&s, NULL, &span[n].first, &span[n].last);
+            span[n++].rank = r;
+        }
+    }
+    return n;
+}
+
+/* -------------------------------------------------------------------------- tours
+ * All chunks of one kind of pass on their way round. Backward a chunk that leaves goes home from
+ * the last rank that it visits. */
+typedef struct ra__tour {
+    const ra_plan *p;
+    const ra__travel *t;
+    int32_t back, direction;
+} ra__tour;
+
+static ra__tour ra__tour_of(const ra_plan *p, int back) {
+    ra__tour w;
+    w.p = p;
+    w.t = back ? ra__back_travel(p) : &p->keys;
+    w.back = back;
+    w.direction = back ? p->back_direction : p->direction;
+    return w;
+}
+
+/* Steps from one rank to another along the way; ranks that a chunk visits after its owner. */
+RA__INLINE int32_t ra__tour_apart(const ra__tour *w, int32_t from, int32_t to) {
+    return w->direction > 0 ? ra__ranks_up(w->p, from, to) : ra__ranks_up(w->p, to, from);
+}
+RA__INLINE int32_t ra__tour_stations(const ra__tour *w, int64_t c) {
+    return w->back ? ra__back_stations(w->p, &w->t->chunk[c]) : ra__chunk_reach(&w->t->chunk[c]);
+}
+
+/* Chunk c comes by a rank that is not its owner; it leaves the rank, for the next one or for home.
+ * */
+RA__INLINE int ra__tour_arrives(const ra__tour *w, int64_t c, int32_t rank) {
+    int32_t n = ra__tour_apart(w, w->t->chunk[c].owner, rank);
+    return n > 0 && n <= ra__tour_stations(w, c);
+}
+RA__INLINE int ra__tour_leaves(const ra__tour *w, int64_t c, int32_t rank) {
+    int32_t n = ra__tour_apart(w, w->t->chunk[c].owner, rank), stations = ra__tour_stations(w, c);
+    return n < stations || (w->back && stations && n == stations);
+}
+
+/* Sets how far every segment travels; returns bytes on all links together, forward. */
+static int64_t ra__tour_hops(const ra__tour *w) {
+    int64_t bytes = 0;
+    for (int64_t c = 0; c < w->t->chunks; c++) {
+        ra__chunk *chunk = &w->t->chunk[c];
+        int32_t *hops = w->back ? chunk->back_hops : chunk->hops;
+        for (int32_t i = 0; i < 2; i++)
+            hops[i] = w->direction > 0 ? chunk->up[i] : chunk->down[i];
+        *(w->back ? &chunk->back_lead : &chunk->lead) = hops[1] > hops[0];
+        for (int32_t h = 0; !w->back && h < ra__chunk_reach(chunk);) {
+            int32_t on = hops[0] > h && (hops[0] < hops[1] || hops[1] <= h) ? hops[0] : hops[1];
+            int64_t length = ra__message_bytes(&w->p->d, chunk, h + 1);
+            bytes = ra__add_sat(bytes, (on - h) * length);     /* as long up to hop `on` */
+            h = on;
+        }
+    }
+    return bytes;
+}
+
+/* A chunk leaves its owner in some step and each rank after it one step later; backward it goes
+ * home in the step after it came to its last rank. In the first half of a step chunks move on, in
+ * the second half they come home. Steps are counted along the way of a chunk, less the place of a
+ * rank on the way: it leaves all its ranks in the same count, those beyond the end of the ring
+ * `ranks` later. free[x]: the first count in which a chunk may leave place x. Returns the first
+ * count in which one may leave `leaves` places from `place` on. */
+static int64_t ra__line_least(const int64_t *free, int32_t ranks, int32_t place, int32_t leaves) {
+    int64_t least = free[place];
+    int32_t over = place + leaves - ranks;
+    for (int32_t x = place + 1; x < place + leaves && x < ranks; x++)
+        least = free[x] > least ? free[x] : least;
+    for (int32_t x = 0; x < over; x++)
+        least = free[x] - ranks > least ? free[x] - ranks : least;
+    return least;
+}
+
+static void ra__line_set(int64_t *free, int32_t ranks, int32_t place, int32_t leaves,
+                         int64_t next) {
+    int32_t over = place + leaves - ranks;
+    for (int32_t x = place; x < place + leaves && x < ranks; x++) free[x] = next;
+    for (int32_t x = 0; x < over; x++) free[x] = next + ranks;
+}
+
+/* Lets every chunk start, in the order of the list, in the first step from which it can go all its
+ * way without a stop. start[c]: that step, -1: it stays. Returns the number of steps.
+ *
+ * A rank sends, and receives, in the order of the list. A chunk that comes in one step goes on in
+ * the next, so a rank keeps at most one while another comes: that takes two buffers, and with one
+ * buffer a rank is free in every other step. Own chunks come home in order, one per step. If owners
+ * fold twice, own chunks are home before the rank folds one that stays, one of another rank, or one
+ * of another sequence.
+ *
+ * Cost: chunks x ranks. */
+static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) {
+    const ra_plan *p = w->p;
+    int32_t ranks = p->d.ranks, gap = p->d.buffers > 1 ? 1 : 2, last = 0;
+    int64_t *free = line, *home = line + ranks, steps = 0;
+    for (int32_t x = 0; x < ranks; x++) {
+        free[x] = -x;
+        home[x] = -1;
+    }
+    for (int64_t c = 0; c < w->t->chunks; c++) {
+        const ra__chunk *chunk = &w->t->chunk[c];
+        int32_t n = ra__tour_stations(w, c), leaves = n + w->back;
+        int32_t place = w->direction > 0 ? chunk->owner : ranks - 1 - chunk->owner;
+        int64_t least;
+        if (c && w->back && p->split &&
+            (!n || place != last || chunk->sequence != chunk[-1].sequence))
+            free[last] = ra__max(free[last], home[last] + 1 - last);
+        last = place;
+        start[c] = -1;
+        if (!n) continue;
+        least = ra__line_least(free, ranks, place, leaves);
+        if (w->back) least = ra__max(least, home[place] + 1 - n - place);
+        ra__line_set(free, ranks, place, leaves, least + gap);
+        start[c] = least + place;
+        home[place] = start[c] + n;
+        steps = ra__max(steps, start[c] + leaves);
+    }
+    return steps;
+}
+
+/* One kind of message of a rank in the order of the list, see ra__tour_exchanges. */
+enum { RA__LEAVES, RA__ARRIVES, RA__COMES_HOME };
+typedef struct ra__next { int64_t c, index, when; } ra__next;
+
+/* Moves on to the first message at or after chunk c; when: twice its step, and 1 for the second
+ * half; INT64_MAX: there is none. */
+static void ra__next_find(const ra__tour *w, const int64_t *start, int32_t kind, ra__next *n) {
+    int32_t me = w->p->d.rank;
+    for (; n->c < w->t->chunks; n->c++) {
+        int64_t c = n->c;
+        int32_t hop = ra__tour_apart(w, w->t->chunk[c].owner, me), all = ra__tour_stations(w, c);
+        if (kind == RA__LEAVES && !ra__tour_leaves(w, c, me)) continue;
+        if (kind == RA__ARRIVES && !ra__tour_arrives(w, c, me)) continue;
+        if (kind == RA__COMES_HOME && (hop || !all || !w->back)) continue;
+        if (kind == RA__LEAVES) n->when = 2 * (start[c] + hop) + (hop == all);
+        if (kind == RA__ARRIVES) n->when = 2 * (start[c] + hop - 1);
+        if (kind == RA__COMES_HOME) n->when = 2 * (start[c] + all) + 1;
+        return;
+    }
+    n->when = INT64_MAX;
+}
+
+/* Writes this rank's exchanges, by steps and halves; returns how many. */
+static int64_t ra__tour_exchanges(const ra__tour *w, const int64_t *start, ra__exchange *out) {
+    ra__next next[3];
+    int64_t count = 0;
+    memset(next, 0, sizeof next);
+    for (int32_t i = 0; i < 3; i++) ra__next_find(w, start, i, &next[i]);
+    for (;;) {
+        int64_t when = ra__min(next[0].when, ra__min(next[1].when, next[2].when));
+        ra__exchange *x = &out[count];
+        if (when == INT64_MAX) return count;
+        x->step = when / 2;
+        x->send = x->recv = -1;
+        for (int32_t i = 0; i < 3; i++) {
+            int32_t index = (int32_t)next[i].index;
+            if (next[i].when != when) continue;
+            if (i == RA__LEAVES) x->send = index;
+            else x->recv = i == RA__ARRIVES ? index : -2 - index;
+            next[i].index++;
+            next[i].c++;
+            ra__next_find(w, start, i, &next[i]);
+        }
+        count++;
+    }
+}
+
+/* Own chunks that have started and are not home yet, at most. */
+RA__INLINE int64_t ra__back_lag(const ra_plan *p) {
+    return p->d.ranks + (p->d.buffers > 1);
+}
+
+/* Where a chunk goes from a rank, and as a message of which hop. */
+RA__INLINE int32_t ra__back_to(const ra_plan *p, const ra__chunk *c, int32_t rank, int32_t *hop) {
+    int32_t n = p->back_direction > 0 ? ra__ranks_up(p, c->owner, rank)
+                                      : ra__ranks_up(p, rank, c->owner);
+    int home = n == ra__back_stations(p, c);
+    *hop = home ? p->d.ranks : n + 1;
+    return home ? c->owner : ra__rank_up(p, rank, p->back_direction);
+}
+
+/* ========================================================================== WORKSPACE
+ * The memory of a ring: its structs, how they are laid out in one workspace, and how many bytes
+ * that takes. The plan reports these bytes, so they are counted here, before it. */
 
 /* Longest gradients of a chunk; RA_TRAVEL_Q: longest message, for its rows are packed beside
  * them. */
@@ -10773,24 +11156,6 @@ static int64_t ra__plan_grad_bytes(const ra_plan *p) {
                                  ? ra__back_message(&p->d, &t->chunk[c], 0, part, grad)
                                  : ra__grad_parts(&p->d, &t->chunk[c], 0, grad));
     return most;
-}
-
-/* Longest messages of a backward pass. */
-static void ra__plan_back_bytes(ra_plan *p) {
-    const ra__travel *t = ra__back_travel(p);
-    ra__route *w = &p->back;
-    w->chunk_bytes = w->home_bytes = 0;
-    for (int64_t c = 0; c < t->chunks; c++) {
-        if (!ra__back_stations(p, &t->chunk[c])) continue;
-        w->chunk_bytes = ra__max(w->chunk_bytes, ra__back_length(&p->d, &t->chunk[c], 1));
-        w->home_bytes = ra__max(w->home_bytes, ra__back_length(&p->d, &t->chunk[c], p->d.ranks));
-    }
-}
-
-/* Order of a backward pass: units of a contiguous or zigzag layout, if queries and keys are the
- * same positions; DESC has no row before its key. */
-static int ra__back_split(const ra_plan *p) {
-    return p->square && p->q_cut != NULL && p->order == RA_ORDER_ASCENDING;
 }
 
 /* reads[r]: 1 if another rank r needs one of the rank's chunks of keys; read[r]: if the rank needs
@@ -10810,280 +11175,6 @@ static void ra__readers_of(const ra_plan *p, int32_t rank, ra__readers *out) {
     }
 }
 
-/* Ranks that read this rank's keys, and ranks whose keys it reads: with addresses instead of
- * copies a pass ends when the former have said so. */
-static void ra__plan_readers(ra_plan *p) {
-    ra__readers all;
-    p->reader_count = p->source_count = 0;
-    ra__readers_of(p, p->d.rank, &all);
-    memset(p->source_end, 0, (size_t)p->d.ranks * sizeof *p->source_end);
-    for (int64_t f = 0; f < p->forward.folds; f++)
-        if (p->forward.fold[f] >= 0)
-            p->source_end[p->keys.chunk[p->forward.fold[f]].owner] = f + 1;
-    for (int32_t r = 0; r < p->d.ranks; r++) {
-        if (all.reads[r]) p->readers[p->reader_count++] = r;
-        if (!all.read[r]) continue;
-        p->source_end[p->source_count] = p->source_end[r];
-        p->sources[p->source_count++] = r;
-    }
-}
-
-/* The direction in which a pass takes fewer steps, then the one with fewer bytes on the links; DESC
- * goes up by nature. */
-static void ra__plan_direction(ra_plan *p) {
-    int64_t steps[2], bytes[2];
-    for (int32_t down = 0; down < 2; down++) {
-        ra__tour w;
-        p->direction = down ? -1 : 1;
-        w = ra__tour_of(p, 0);
-        bytes[down] = ra__tour_hops(&w);
-        steps[down] = ra__tour_steps(&w, p->line, p->start);
-        p->forward.steps = steps[down];
-        if (p->order == RA_ORDER_DESCENDING || p->d.ranks < 3) return;
-    }
-    if (steps[1] < steps[0] || (steps[1] == steps[0] && bytes[1] < bytes[0])) return;
-    p->direction = 1;
-    ra__tour up = ra__tour_of(p, 0);
-    (void)ra__tour_hops(&up);
-    p->forward.steps = ra__tour_steps(&up, p->line, p->start);
-}
-
-/* Whether `place` of the heap [0, n) sorts behind a child; by first position. */
-static void ra__place_sift(ra__place *heap, int64_t i, int64_t n) {
-    ra__place moved = heap[i];
-    for (int64_t child; (child = 2 * i + 1) < n; i = child) {
-        if (child + 1 < n && heap[child + 1].first > heap[child].first) child++;
-        if (heap[child].first <= moved.first) break;
-        heap[i] = heap[child];
-    }
-    heap[i] = moved;
-}
-
-/* Sorts n places by their first positions. */
-static void ra__place_sort(ra__place *place, int64_t n) {
-    for (int64_t i = n / 2; i-- > 0;) ra__place_sift(place, i, n);
-    for (int64_t i = n; i-- > 1;) {
-        ra__place top = place[0];
-        place[0] = place[i];
-        place[i] = top;
-        ra__place_sift(place, 0, i);
-    }
-}
-
-/* Fills in the places of all segments of keys. */
-static void ra__plan_places(ra_plan *p) {
-    int64_t n = 0, c = 0, blocks = 0, last;
-    if (p->d.layout.kind == RA_LAYOUT_ARRAY) return;
-    for (int32_t b = 0; b < p->d.sequences; b++) {
-        int64_t from = n, top = -1;
-        p->place0[b] = n;
-        for (; c < p->keys.chunks && p->keys.chunk[c].sequence == b; c++)
-            for (int32_t i = 0; i < ra__chunk_pieces(&p->keys.chunk[c]); i++) {
-                p->place[n].first = ra__chunk_piece(&p->keys.chunk[c], i).pos;
-                p->place[n].chunk = (int32_t)c;
-                p->place[n++].seg = i;
-            }
-        ra__place_sort(p->place + from, n - from);
-        for (int64_t i = from; i < n; i++) {
-            ra__seg s = ra__chunk_piece(&p->keys.chunk[p->place[i].chunk], p->place[i].seg);
-            ra__seg_span(&s, NULL, &p->place[i].first, &last);
-            top = p->place[i].top = ra__max(top, last);
-            p->place[i].blocks = blocks;
-            blocks += ra__ceil_div(s.rows, RA_BLOCK_TOKENS);
-        }
-    }
-    p->place0[p->d.sequences] = n;
-    memset(&p->place[n], 0, sizeof p->place[n]);
-    p->place[n].blocks = blocks;
-}
-
-/* -------------------------------------------------------------------------- blocks against chunks
- * The class of a position for a block of queries changes at eight edges at most. Keys with no edge
- * among them are all of one class, and so are all their blocks: that leaves few segments to look
- * into, and few blocks of those. An edge x lies among the keys of [first, last] if
- * first < x <= last. */
-typedef struct ra__edges { int64_t at[8]; int32_t n; } ra__edges;
-
-static ra__edges ra__edges_of(const ra__bounds *b) {
-    const int32_t all[8] = { b->lo_min, b->lo_max, b->hi_min, b->hi_max,
-                             b->doc_min, b->doc_max, b->keep_min, b->keep_max };
-    int32_t n = b->doc_min < b->keep_max ? 8 : 4;      /* nobody keeps anything */
-    ra__edges e;
-    e.n = 0;
-    for (int32_t i = 0; i < n; i++) {
-        int32_t j = e.n++;
-        for (; j > 0 && e.at[j - 1] > all[i]; j--) e.at[j] = e.at[j - 1];
-        e.at[j] = all[i];
-    }
-    return e;
-}
-
-/* Adds the blocks of a run of keys to tally[class]. */
-static void ra__tally_run(const ra__seg *s, const ra__bounds *b, const ra__edges *e,
-                          int64_t tally[3]) {
-    int64_t n = ra__ceil_div(s->rows, RA_BLOCK_TOKENS), step = RA_BLOCK_TOKENS * s->stride;
-    int64_t end = s->pos + (s->rows - 1) * s->stride, i = 0, first, last;
-    for (int32_t k = 0; k < e->n; k++) {
-        int64_t j = (e->at[k] - 1 - s->pos) / step;    /* the block with the edge, if any */
-        if (e->at[k] <= s->pos || e->at[k] > end || j < i) continue;
-        ra__seg block = ra__seg_block(s, j);
-        if (j > i) tally[ra__classify(b, s->pos + i * step, s->pos + i * step)] += j - i;
-        ra__seg_span(&block, NULL, &first, &last);
-        tally[ra__classify(b, first, last)]++;
-        i = j + 1;
-    }
-    if (n > i) tally[ra__classify(b, s->pos + i * step, s->pos + i * step)] += n - i;
-}
-
-/* The same of piece i of a chunk. */
-static void ra__tally_seg(const ra__chunk *c, int32_t i, const ra__bounds *b, const ra__edges *e,
-                          int64_t tally[3]) {
-    ra__seg s = ra__chunk_piece(c, i);
-    ra__tally_run(&s, b, e, tally);
-}
-
-/* A walk over the places [next, end) of a sequence for one block of queries: each step is places
- * [from, to) whose blocks are all of class `kind`, or one with kind -1 to be looked into. */
-typedef struct ra__walk {
-    const ra__place *place;
-    const ra__bounds *bounds;
-    ra__edges edges;
-    int64_t next, end, from, to;
-    int32_t edge, kind;
-} ra__walk;
-
-static ra__walk ra__walk_start(const ra_plan *p, int32_t b, const ra__bounds *bounds) {
-    ra__walk w;
-    memset(&w, 0, sizeof w);
-    w.place = p->place;
-    w.bounds = bounds;
-    w.edges = ra__edges_of(bounds);
-    w.next = p->place0[b];
-    w.end = p->place0[b + 1];
-    return w;
-}
-
-static int ra__walk_next(ra__walk *w) {
-    w->from = w->next;
-    w->to = w->end;
-    w->kind = -1;
-    if (w->next >= w->end) return 0;
-    for (; w->edge < w->edges.n; w->edge++) {
-        int64_t x = w->edges.at[w->edge], to = w->end;
-        while (w->next < to && w->place[w->next].top < x) {    /* find the first that reaches x */
-            int64_t mid = w->next + (to - w->next) / 2;
-            if (w->place[mid].top < x) w->next = mid + 1;
-            else to = mid;
-        }
-        if (w->next > w->from) break;
-        if (w->place[w->from].first >= x) continue;
-        w->next = w->to = w->from + 1;
-        return 1;
-    }
-    if (w->edge < w->edges.n) w->to = w->next;
-    else w->next = w->end;
-    w->kind = ra__classify(w->bounds, w->place[w->from].first, w->place[w->from].first);
-    return 1;
-}
-
-/* -------------------------------------------------------------------------- figures of one rank */
-static void ra__report_tiles(const ra_plan *p, int32_t rank, int32_t b, int64_t tally[3]) {
-    ra__side side = ra__plan_side(p, 0, rank);
-    int64_t tokens = ra__q_len(&p->d, b), end = ra__key_end(&p->d, b, 0);
-    ra__seg s;
-    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
-        for (int64_t j = 0; j < ra__ceil_div(s.rows, RA_BLOCK_TOKENS); j++) {
-            ra__seg block = ra__seg_block(&s, j);
-            ra__bounds bounds = ra__seg_bounds(&p->d.mask, end, &block);
-            ra__walk w = ra__walk_start(p, b, &bounds);
-            while (ra__walk_next(&w)) {
-                const ra__place *at = &p->place[w.from];
-                if (w.kind >= 0) tally[w.kind] += p->place[w.to].blocks - at->blocks;
-                else ra__tally_seg(&p->keys.chunk[at->chunk], at->seg, &bounds, &w.edges, tally);
-            }
-        }
-    }
-}
-
-/* ARRAY: all tiles may be partial. */
-static int64_t ra__report_array_tiles(const ra_plan *p, int32_t rank) {
-    ra__side side = ra__plan_side(p, 0, rank);
-    int64_t blocks = 0;
-    for (int64_t c = 0; c < p->keys.chunks; c++) blocks += ra__chunk_blocks(&p->keys.chunk[c]);
-    return ra__mul_sat(blocks, ra__side_blocks(&side, 0, ra__q_len(&p->d, 0)));
-}
-
-/* Keys that somebody holds below position p. */
-static int64_t ra__keys_below(const ra_plan *p, int64_t pos) {
-    int64_t low = 0, high = p->held_count, n;
-    while (low < high) {               /* entries that begin below it */
-        int64_t mid = low + (high - low) / 2;
-        if (p->held[mid].run.first < pos) low = mid + 1;
-        else high = mid;
-    }
-    if (low == 0) return 0;
-    n = p->held[p->held[low - 1].group].rows;
-    for (int64_t i = p->held[low - 1].group; i < low; i++) {
-        const ra_run *run = &p->held[i].run;
-        n += ra__min(run->count, ra__ceil_div(pos - run->first, ra__run_step(run)));
-    }
-    return n;
-}
-
-/* Keys that somebody holds in [lo, hi). */
-static int64_t ra__keys_held(const ra_plan *p, int64_t lo, int64_t hi) {
-    return lo < hi ? ra__keys_below(p, hi) - ra__keys_below(p, lo) : 0;
-}
-
-static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
-    ra__side side = ra__plan_side(p, 0, rank);
-    int64_t tokens = ra__q_len(&p->d, b), end = ra__k_len(&p->d, b), n = 0;
-    ra__seg s;
-    if (p->d.layout.kind == RA_LAYOUT_ARRAY) {
-        for (int32_t r = 0; r < p->d.ranks; r++) n += p->d.layout.k_rows[r];
-        return ra__mul_sat(n, p->d.layout.q_rows[rank]);
-    }
-    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
-        if (p->dense) n += ra__pairs_seg(&p->d.mask, end, &s);
-        for (int64_t j = 0; !p->dense && j < s.rows; j++) {
-            int32_t v[4];
-            ra__mask_row(&p->d.mask, s.pos + j * s.stride, end, v);
-            if (v[0] >= v[1]) n += ra__keys_held(p, v[2], v[3]);
-            else n += ra__keys_held(p, v[0], v[1]) + ra__keys_held(p, v[2], ra__min(v[3], v[0]));
-        }
-    }
-    return n;
-}
-
-/* Messages, bytes and hops at one rank. */
-static void ra__report_wire(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    const int64_t address = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
-    const ra__tour w = ra__tour_of(p, 0);
-    int32_t seen = -1, seen_sequence = -1, came = 0;
-    for (int64_t c = 0; c < w.t->chunks; c++) {
-        const ra__chunk *chunk = &w.t->chunk[c];
-        int32_t hop = ra__tour_apart(&w, chunk->owner, rank);
-        if (ra__tour_leaves(&w, c, rank)) {
-            r->forward.chunks_out++;
-            r->forward.bytes_out += ra__message_bytes(&p->d, chunk, hop + 1);
-            r->forward.shared_bytes_out += address;
-        }
-        if (chunk->owner != rank && (chunk->owner != seen || chunk->sequence != seen_sequence)) {
-            seen = chunk->owner;
-            seen_sequence = chunk->sequence;
-            came = 0;
-            r->hops_skipped++;
-        }
-        if (!ra__tour_arrives(&w, c, rank)) continue;
-        r->hops += !came;
-        r->hops_skipped -= !came;
-        came = 1;
-        r->forward.chunks_in++;
-        r->forward.bytes_in += ra__message_bytes(&p->d, chunk, hop);
-        r->forward.shared_bytes_in += address;
-    }
-}
-
 /* The words that end a shared pass: one from each reader, one to each source. */
 static void ra__report_words(const ra_plan *p, int32_t rank, int64_t *in, int64_t *out) {
     ra__readers all;
@@ -11094,240 +11185,6 @@ static void ra__report_words(const ra_plan *p, int32_t rank, int64_t *in, int64_
         *out += all.read[r];
     }
 }
-
-/* Messages and bytes of a backward pass at one rank. */
-static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    const int64_t address = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
-    const ra__tour w = ra__tour_of(p, 1);
-    if (!p->d.train) return;
-    for (int64_t c = 0; c < w.t->chunks; c++) {
-        const ra__chunk *chunk = &w.t->chunk[c];
-        int own = chunk->owner == rank, leaves = ra__tour_leaves(&w, c, rank);
-        int32_t hop;
-        if (leaves) {
-            (void)ra__back_to(p, chunk, rank, &hop);
-            r->backward.chunks_out++;
-            r->backward.bytes_out += ra__back_length(&p->d, chunk, hop);
-            r->backward.shared_bytes_out += address;
-        }
-        if (own ? !leaves : !ra__tour_arrives(&w, c, rank)) continue;
-        hop = own ? p->d.ranks : ra__tour_apart(&w, chunk->owner, rank);
-        r->backward.chunks_in++;
-        r->backward.bytes_in += ra__back_length(&p->d, chunk, hop);
-        r->backward.shared_bytes_in += address;
-    }
-    r->backward.flops = 2.0 * (3 * p->d.k_dim + 2 * p->d.v_dim) * p->d.q_heads * (double)r->pairs;
-    r->backward.chunk_bytes = p->back.chunk_bytes;
-    r->backward.bits_any_ranks = p->on_grid && p->square;
-    r->backward.travel = p->d.backward_travel;
-    r->backward.direction = p->back_direction;
-}
-
-/* Adds the blocks of a rank's keys of sequence b for one block of queries. */
-static void ra__tally_rank(const ra_plan *p, int32_t rank, int32_t b, const ra__bounds *bounds,
-                           int64_t tally[3]) {
-    ra__side side = ra__plan_side(p, 1, rank);
-    ra__edges edges = ra__edges_of(bounds);
-    int64_t c, end, first, last;
-    ra__seg s;
-    ra__chunk_range(&p->keys, b, &c, &end);
-    for (; side.layout == RA_LAYOUT_RUNS && c < end; c++) {    /* chunks first: runs may be many */
-        const ra__chunk *chunk = &p->keys.chunk[c];
-        int kind;
-        if (chunk->owner != rank) continue;
-        ra__chunk_span(chunk, 0, &first, &last);
-        kind = ra__classify(bounds, first, last);
-        if (kind != RA__PARTIAL) tally[kind] += ra__chunk_blocks(chunk);
-        for (int32_t i = 0; kind == RA__PARTIAL && i < ra__chunk_pieces(chunk); i++)
-            ra__tally_seg(chunk, i, bounds, &edges, tally);
-    }
-    for (int64_t j = 0; side.layout != RA_LAYOUT_RUNS &&
-                        ra__side_seg(&side, b, ra__k_len(&p->d, b), j, &s); j++)
-        if (s.rows) ra__tally_run(&s, bounds, &edges, tally);
-}
-
-/* RA_TRAVEL_Q: the tiles of all chunks of queries against this rank's keys. */
-static void ra__report_q_tiles(const ra_plan *p, int32_t rank, int64_t tally[3]) {
-    for (int64_t c = 0; c < p->queries.chunks; c++) {
-        const ra__chunk *chunk = &p->queries.chunk[c];
-        for (int64_t i = 0; i < ra__chunk_blocks(chunk); i++) {
-            int32_t which;
-            ra__seg rows = ra__chunk_block(chunk, RA_ORDER_ASCENDING, i, &which);
-            ra__bounds bounds = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, chunk->sequence, 0),
-                                               &rows);
-            ra__tally_rank(p, rank, chunk->sequence, &bounds, tally);
-        }
-    }
-}
-
-static void ra__report_all_tiles(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    int64_t tally[2][3] = { { 0, 0, 0 }, { 0, 0, 0 } }, *back = tally[0];
-    for (int32_t b = 0; b < p->d.sequences && p->d.layout.kind != RA_LAYOUT_ARRAY; b++)
-        ra__report_tiles(p, rank, b, tally[0]);
-    if (p->d.layout.kind == RA_LAYOUT_ARRAY)
-        tally[0][RA__PARTIAL] = ra__report_array_tiles(p, rank);
-    r->forward.tiles_empty = ra__mul_sat(tally[0][RA__EMPTY], p->d.q_heads);
-    r->forward.tiles_partial = ra__mul_sat(tally[0][RA__PARTIAL], p->d.q_heads);
-    r->forward.tiles_full = ra__mul_sat(tally[0][RA__FULL], p->d.q_heads);
-    if (!p->d.train) return;
-    if (p->d.backward_travel == RA_TRAVEL_Q) ra__report_q_tiles(p, rank, back = tally[1]);
-    r->backward.tiles_empty = ra__mul_sat(back[RA__EMPTY], p->d.q_heads);
-    r->backward.tiles_partial = ra__mul_sat(back[RA__PARTIAL], p->d.q_heads);
-    r->backward.tiles_full = ra__mul_sat(back[RA__FULL], p->d.q_heads);
-}
-
-static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    const ra_desc *d = &p->d;
-    ra__side q = ra__plan_side(p, 0, rank), k = ra__plan_side(p, 1, rank);
-    int64_t q_rows = 0, k_rows = 0;
-    for (int32_t b = 0; b < d->sequences; b++) {
-        int64_t nq = ra__side_rows(&q, b, ra__q_len(d, b));
-        int64_t nk = ra__side_rows(&k, b, ra__k_len(d, b));
-        q_rows += nq;
-        k_rows += nk;
-        r->q_rows = ra__max(r->q_rows, nq);
-        r->k_rows = ra__max(r->k_rows, nk);
-    }
-    r->resident_bytes = q_rows * d->q_heads *
-                            (ra__row_bytes(d->q_dtype, d->k_dim) +
-                             ra__row_bytes(d->o_dtype, d->v_dim) + 4) +
-                        k_rows * d->kv_heads * ra__row_bytes(d->k_dtype, d->k_dim);
-    if (!d->v_in_k)
-        r->resident_bytes += k_rows * d->kv_heads * ra__row_bytes(d->v_dtype, d->v_dim);
-}
-
-static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    int64_t in, out;
-    memset(r, 0, sizeof *r);
-    ra__report_memory(p, rank, r);
-    ra__report_all_tiles(p, rank, r);
-    for (int32_t b = 0; b < p->d.sequences; b++)
-        r->pairs = ra__add_sat(r->pairs, ra__report_pairs(p, rank, b));
-    r->forward.flops = 2.0 * (p->d.k_dim + p->d.v_dim) * p->d.q_heads * (double)r->pairs;
-    ra__report_wire(p, rank, r);
-    ra__report_words(p, rank, &in, &out);
-    r->forward.shared_bytes_in += in * RA__FRAME_BYTES;
-    r->forward.shared_bytes_out += out * RA__FRAME_BYTES;
-    ra__report_back(p, rank, r);
-    r->forward.chunk_bytes = p->chunk_bytes;
-    r->order = p->order;
-    r->forward.direction = p->direction;
-    r->forward.travel = RA_TRAVEL_KV;
-    r->forward.bits_any_ranks = p->on_grid && !p->d.engine;
-    r->chunk_tokens = p->d.chunk_tokens;
-    r->buffers = p->d.buffers;
-}
-
-/* -------------------------------------------------------------------------- prediction
- * Scratch of the model, all [ranks] except freed, work and step; seconds. */
-typedef struct ra__model {
-    double *link_free, *busy, *compute, *folded, *idle;
-    double *freed;                     /* [ranks][buffers] when a receive buffer is free again */
-    double *work;                      /* [ranks][chunks] computing */
-    double *step;                      /* [places + 1] of one rank */
-    int64_t *received;
-} ra__model;
-
-static void ra__model_carve(ra__arena *a, const ra_plan *p, ra__model *m) {
-    double **list[5];
-    int64_t ranks = p->d.ranks;
-    list[0] = &m->link_free; list[1] = &m->busy; list[2] = &m->compute; list[3] = &m->folded;
-    list[4] = &m->idle;
-    for (int32_t i = 0; i < 5; i++) *list[i] = (double *)ra__carve(a, ranks * 8);
-    m->freed = (double *)ra__carve(a, ranks * p->d.buffers * 8);
-    m->work = (double *)ra__carve(a, ranks * p->keys.chunks * 8);
-    m->step = (double *)ra__carve(a, p->d.layout.kind == RA_LAYOUT_ARRAY ? 0
-                                           : (p->place0[p->d.sequences] + 1) * 8);
-    m->received = (int64_t *)ra__carve(a, ranks * 8);
-}
-
-/* Seconds of a rank's rows against every chunk: tiles that are not empty, counted whole. For places
- * without an edge only the first and the end are noted, as steps of the seconds a block. */
-static void ra__model_work(const ra_plan *p, int32_t rank, int32_t b, double pair_s,
-                           ra__model *m) {
-    ra__side side = ra__plan_side(p, 0, rank);
-    int64_t tokens = ra__q_len(&p->d, b), end = ra__key_end(&p->d, b, 0);
-    double *work = m->work + rank * p->keys.chunks, block_s = 0;
-    ra__seg s;
-    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
-        for (int64_t j = 0; j < ra__ceil_div(s.rows, RA_BLOCK_TOKENS); j++) {
-            ra__seg block = ra__seg_block(&s, j);
-            ra__bounds bounds = ra__seg_bounds(&p->d.mask, end, &block);
-            ra__walk w = ra__walk_start(p, b, &bounds);
-            while (ra__walk_next(&w)) {
-                const ra__place *at = &p->place[w.from];
-                int64_t tally[3] = { 0, 0, 0 };
-                if (w.kind == RA__EMPTY) continue;
-                if (w.kind >= 0) {
-                    m->step[w.from] += (double)block.rows;
-                    m->step[w.to] -= (double)block.rows;
-                    continue;
-                }
-                ra__tally_seg(&p->keys.chunk[at->chunk], at->seg, &bounds, &w.edges, tally);
-                work[at->chunk] += (double)block.rows * RA_BLOCK_TOKENS * pair_s *
-                                   (double)(tally[RA__PARTIAL] + tally[RA__FULL]);
-            }
-        }
-    }
-    for (int64_t i = p->place0[b]; i < p->place0[b + 1]; i++) {
-        block_s += m->step[i];
-        work[p->place[i].chunk] += block_s * RA_BLOCK_TOKENS * pair_s *
-                                   (double)(p->place[i + 1].blocks - p->place[i].blocks);
-    }
-    memset(m->step + p->place0[b], 0, (size_t)(p->place0[b + 1] + 1 - p->place0[b]) * 8);
-}
-
-/* The same of ARRAY: every tile may have something. */
-static void ra__model_array(const ra_plan *p, int32_t rank, double pair_s, ra__model *m) {
-    double rows = (double)p->d.layout.q_rows[rank];
-    for (int64_t c = 0; c < p->keys.chunks; c++)
-        m->work[rank * p->keys.chunks + c] =
-            rows * RA_BLOCK_TOKENS * pair_s * (double)ra__chunk_blocks(&p->keys.chunk[c]);
-}
-
-/* Plays one chunk round the ring: it arrives, is folded in order, and goes on when the link is free
- * and the next rank has a buffer. */
-static void ra__model_chunk(const ra_plan *p, const ra_rates *rates, int64_t c, ra__model *m) {
-    const ra__chunk *chunk = &p->keys.chunk[c];
-    int32_t buffers = p->d.buffers;
-    double here = 0;
-    for (int32_t h = 0; h < p->d.ranks; h++) {
-        int32_t rank = ra__rank_up(p, chunk->owner, h * p->direction);
-        int32_t next = ra__rank_up(p, rank, p->direction);
-        double sent = here, work = m->work[rank * p->keys.chunks + c], folded = here;
-        if (work > 0) {
-            m->idle[rank] += here > m->folded[rank] ? here - m->folded[rank] : 0;
-            folded = m->folded[rank] = work + (here > m->folded[rank] ? here : m->folded[rank]);
-            m->compute[rank] += work;
-        }
-        if (h < ra__chunk_reach(chunk)) {
-            double bytes = (double)ra__message_bytes(&p->d, chunk, h + 1);
-            double move = rates->link_latency_s + bytes / rates->link_bytes_per_s;
-            double free = m->freed[(int64_t)next * buffers + m->received[next]++ % buffers];
-            double start = here > m->link_free[rank] ? here : m->link_free[rank];
-            sent = m->link_free[rank] = move + (free > start ? free : start);
-            m->busy[next] += move;
-        }
-        if (h > 0 && h <= ra__chunk_reach(chunk))
-            m->freed[(int64_t)rank * buffers + (m->received[rank] - 1) % buffers] =
-                sent > folded ? sent : folded;
-        here = sent;
-    }
-}
-
-/* ========================================================================== RING
- * One rank's pass as a state machine: fed with completions and time, asked for the next bounded
- * step. In: a plan, a transport, the tensors of a call. Out: outputs and counters, or one failure.
- *
- * Threads. Two try-locks, never waited for: `comm` for everything that talks to the transport,
- * `sched` for handing out tasks. Compute runs outside both. A task (query rows x heads) may fold
- * chunk f only after it has folded chunk f - 1: tasks are handed out chunk by chunk in order, so
- * each row meets the chunks in the order of the plan whoever computes it.
- *
- * Buffers. Receive i lands in buffer i mod n and is posted when receive i - n is folded by all
- * tasks and sent on. Own chunks are packed into buffers of their own, so they can never keep a
- * chunk that is on its way from landing. With RA_CAP_SHARED a message is a frame and an address
- * record, and a chunk is "folded" when its owner's memory is no longer read here. */
 
 enum { RA__GROUP_KEYS = 4096 };        /* keys after which a task that is loaded is stored again */
 enum { RA__SEND_SLOTS = 8, RA__MAGIC = 0x31464152 };
@@ -11651,6 +11508,1920 @@ static int64_t ra__ring_bytes(const ra_plan *p, const ra__sizes *n, int shared, 
     state[1] = p->d.train ? ra__ring_carve_back(&b, p, n, &r) : 0;
     return ra__max(a.used, b.used);
 }
+
+/* ========================================================================== PLAN
+ * Everything that can be known before a pass: the schedule of a rank, the hash of what ranks must
+ * agree on, and the figures of ra_plan_report. In: a checked descriptor. Out: one allocation. */
+
+/* Runs of all ranks together. */
+static int64_t ra__runs_count(const ra_desc *d, int keys) {
+    const int32_t *count = keys ? d->layout.k_run_count : d->layout.q_run_count;
+    int64_t n = 0;
+    for (int32_t r = 0; count && r < d->ranks; r++) n += count[r];
+    return n;
+}
+
+/* FNV-1a over the bytes of agreed values. */
+static uint64_t ra__hash(uint64_t h, const void *data, size_t bytes) {
+    const uint8_t *p = (const uint8_t *)data;
+    for (size_t i = 0; i < bytes; i++) h = (h ^ p[i]) * 1099511628211u;
+    return h;
+}
+
+static uint64_t ra__hash_i64(uint64_t h, int64_t v) { return ra__hash(h, &v, sizeof v); }
+
+static uint64_t ra__hash_array(uint64_t h, const void *data, int64_t n, size_t element) {
+    h = ra__hash_i64(h, data ? n : -1);
+    return data ? ra__hash(h, data, (size_t)n * element) : h;
+}
+
+static uint64_t ra__hash_fields(const int64_t *fields, size_t n) {
+    uint64_t h = 14695981039346656037u;
+    for (size_t i = 0; i < n; i++) h = ra__hash_i64(h, fields[i]);
+    return h;
+}
+
+/* AGREED fields as given but mask and layout. */
+static void ra__agree_plain(const ra_desc *d, uint64_t *part) {
+    const int64_t sizes[] = { RINGATTN_VERSION, d->sequences, d->ranks, d->q_heads, d->kv_heads,
+                              d->k_dim, d->v_dim, d->v_in_k, d->v_column, d->tokens, d->kv_tokens,
+                              d->q_offset };
+    const int64_t dtypes[] = { d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype };
+    const int64_t scores[] = { d->scores };
+    const int64_t training[] = { d->train, d->grad_dtype, d->grad_return, d->backward_travel };
+    const int64_t messages[] = { d->chunk_tokens, d->buffers };
+    part[RA__AGREE_SIZES] = ra__hash_fields(sizes, sizeof sizes / sizeof *sizes);
+    part[RA__AGREE_DTYPES] = ra__hash_fields(dtypes, sizeof dtypes / sizeof *dtypes);
+    part[RA__AGREE_SCORES] = ra__hash_fields(scores, 1);
+    part[RA__AGREE_TRAINING] = ra__hash_fields(training, sizeof training / sizeof *training);
+    part[RA__AGREE_MESSAGES] = ra__hash_fields(messages, 2);
+    part[RA__AGREE_SCORES] = ra__hash(part[RA__AGREE_SCORES], &d->scale, sizeof d->scale);
+    part[RA__AGREE_SCORES] = ra__hash(part[RA__AGREE_SCORES], &d->softcap, sizeof d->softcap);
+    part[RA__AGREE_TRAINING] = ra__hash(part[RA__AGREE_TRAINING], &d->dropout, sizeof d->dropout);
+}
+
+static uint64_t ra__agree_layout(const ra_layout *l, int32_t ranks) {
+    uint64_t h = ra__hash_i64(14695981039346656037u, l->kind);
+    h = ra__hash_array(h, l->weights, ranks, 4);
+    h = ra__hash_array(h, l->q_rows, ranks, 8);
+    h = ra__hash_array(h, l->k_rows, ranks, 8);
+    h = ra__hash_array(h, l->q_run_count, ranks, 4);
+    h = ra__hash_array(h, l->k_run_count, ranks, 4);
+    for (int32_t keys = 0; keys < 2; keys++) {
+        const int32_t *count = keys ? l->k_run_count : l->q_run_count;
+        int64_t n = 0;
+        for (int32_t r = 0; count && r < ranks; r++) n += count[r];
+        h = ra__hash_array(h, keys ? l->k_runs : l->q_runs, n, sizeof(ra_run));
+    }
+    return h;
+}
+
+/* All AGREED fields as given; full: the same resolved, for the lengths of arrays. */
+static void ra__agree(const ra_desc *d, const ra_desc *full, ra__agreed *out) {
+    const ra_mask *m = &d->mask;
+    const int64_t mask[] = { m->kind, m->causal_block, m->window, m->right_limit, m->prefix,
+                             m->keep, m->doc_count, m->interval_count };
+    uint64_t h = ra__hash_fields(mask, sizeof mask / sizeof *mask);
+    h = ra__hash_array(h, m->doc_first, m->doc_count, 8);
+    h = ra__hash_array(h, m->lo, m->interval_count, 4);
+    ra__agree_plain(d, out->part);
+    out->part[RA__AGREE_MASK] = ra__hash_array(h, m->hi, m->interval_count, 4);
+    h = ra__hash_array(out->part[RA__AGREE_SIZES], d->tokens_of, full->sequences, 8);
+    out->part[RA__AGREE_SIZES] = ra__hash_array(h, d->kv_tokens_of, full->sequences, 8);
+    out->part[RA__AGREE_LAYOUT] = ra__agree_layout(&d->layout, full->ranks);
+}
+
+/* With what is to be equal in every rank's tensors of a call. */
+static ra__agreed ra__agree_call(const ra_plan *p, const ra_tensors *t) {
+    const ra_desc *d = &p->d;
+    ra__agreed a = p->agreed;
+    uint64_t h = a.part[RA__AGREE_SCORES];
+    if (d->scores & RA_SCORE_ALIBI) h = ra__hash_array(h, t->alibi, d->q_heads, 4);
+    if (d->scores & RA_SCORE_SINKS) h = ra__hash_array(h, t->sinks, d->q_heads, 4);
+    a.part[RA__AGREE_SCORES] = h;
+    if (d->dropout > 0.0f)
+        a.part[RA__AGREE_TRAINING] = ra__hash(a.part[RA__AGREE_TRAINING], &t->seed, sizeof t->seed);
+    return a;
+}
+
+/* Copies n elements into the arena; null stays null. */
+static void *ra__carve_copy(ra__arena *a, const void *from, int64_t n, size_t element) {
+    void *to;
+    if (!from) return NULL;
+    to = ra__carve(a, n * (int64_t)element);
+    if (a->base && n) memcpy(to, from, (size_t)n * element);
+    return to;
+}
+
+/* Runs of all ranks, the first entry of each, and what comes before each run of a rank. */
+static void ra__carve_runs(ra__arena *a, ra_plan *p, int keys) {
+    ra_layout *l = &p->d.layout;
+    const ra_run **runs = keys ? &l->k_runs : &l->q_runs;
+    const int32_t **count = keys ? &l->k_run_count : &l->q_run_count;
+    const int32_t ranks = p->d.ranks;
+    const int64_t n = ra__runs_count(&p->d, keys);
+    const int64_t call = p->d.engine ? ra__engine_rows(&p->d) : RA_BLOCK_TOKENS;
+    int64_t *run0 = (int64_t *)ra__carve(a, ((int64_t)ranks + 1) * 8);
+    ra__before *before = (ra__before *)ra__carve(a, (n + ranks) * (int64_t)sizeof *before);
+    *(keys ? &p->k_run0 : &p->q_run0) = run0;
+    *(keys ? &p->k_before : &p->q_before) = before;
+    *runs = (const ra_run *)ra__carve_copy(a, *runs, n, sizeof(ra_run));
+    *count = (const int32_t *)ra__carve_copy(a, *count, ranks, 4);
+    if (!a->base) return;
+    run0[0] = 0;
+    for (int32_t r = 0; r < ranks; r++) {
+        const ra_run *run = *runs + run0[r];
+        run0[r + 1] = run0[r] + (*count)[r];
+        memset(before, 0, sizeof *before);
+        for (int32_t i = 0; i < (*count)[r]; i++, before++) {
+            before[1].n[RA__ROWS] = before->n[RA__ROWS] + run[i].count;
+            before[1].n[RA__BLOCKS] = before->n[RA__BLOCKS] + ra__run_blocks(&run[i]);
+            before[1].n[RA__CALLS] = before->n[RA__CALLS] + ra__ceil_div(run[i].count, call);
+        }
+        before++;
+    }
+}
+
+/* Sorts the runs of keys. */
+static void ra__plan_held(ra_plan *p) {
+    const ra_run *runs = p->d.layout.k_runs;
+    int64_t reach = -1, group = 0, rows = 0;
+    for (int64_t i = 0; i < p->held_count; i++) p->held_order[i] = i;
+    ra__order_sort(runs, p->held_order, p->held_count);
+    for (int64_t i = 0; i < p->held_count; i++) {
+        ra__held *h = &p->held[i];
+        h->run = runs[p->held_order[i]];
+        if (h->run.first > reach) group = i;
+        h->rows = rows;
+        h->group = group;
+        rows += h->run.count;
+        reach = ra__max(reach, ra__run_last(&h->run));
+    }
+}
+
+/* Carves the arrays of the descriptor (copies) and of cuts. Counting only if a->base is null. */
+static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
+    ra_desc *d = &p->d;
+    ra_layout *l = &d->layout;
+    ra_mask *m = &d->mask;
+    int64_t B = full->sequences, cuts = B * (2 * (int64_t)full->ranks + 1) * 8;
+    *d = *full;
+    d->tokens_of = (const int64_t *)ra__carve_copy(a, d->tokens_of, B, 8);
+    d->kv_tokens_of = (const int64_t *)ra__carve_copy(a, d->kv_tokens_of, B, 8);
+    m->doc_first = (const int64_t *)ra__carve_copy(a, m->doc_first, m->doc_count, 8);
+    m->lo = (const int32_t *)ra__carve_copy(a, m->lo, m->interval_count, 4);
+    m->hi = (const int32_t *)ra__carve_copy(a, m->hi, m->interval_count, 4);
+    l->weights = (const int32_t *)ra__carve_copy(a, l->weights, d->ranks, 4);
+    p->q_run0 = p->k_run0 = NULL;
+    p->q_before = p->k_before = NULL;
+    p->held = NULL;
+    if (l->kind == RA_LAYOUT_RUNS) {
+        if (!l->k_runs) { l->k_runs = l->q_runs; l->k_run_count = l->q_run_count; }
+        p->held_count = ra__runs_count(d, 1);
+        p->held = (ra__held *)ra__carve(a, p->held_count * (int64_t)sizeof(ra__held));
+        p->held_order = (int64_t *)ra__carve(a, p->held_count * 8);
+        ra__carve_runs(a, p, 0);
+        ra__carve_runs(a, p, 1);
+        if (a->base) ra__plan_held(p);
+    }
+    if (l->kind == RA_LAYOUT_ARRAY) {
+        if (!l->k_rows) l->k_rows = l->q_rows;
+        l->q_rows = (const int64_t *)ra__carve_copy(a, l->q_rows, d->ranks, 8);
+        l->k_rows = (const int64_t *)ra__carve_copy(a, l->k_rows, d->ranks, 8);
+    }
+    p->q_cut = p->k_cut = NULL;
+    if (l->kind == RA_LAYOUT_CONTIGUOUS || l->kind == RA_LAYOUT_ZIGZAG) {
+        p->q_cut = (int64_t *)ra__carve(a, cuts);
+        p->k_cut = (int64_t *)ra__carve(a, cuts);
+    }
+    p->task0 = (int64_t *)ra__carve(a, (B + 1) * 8);
+    p->back_task0 = (int64_t *)ra__carve(a, (B + 1) * 8);
+    p->readers = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
+    p->sources = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
+    p->source_end = (int64_t *)ra__carve(a, (int64_t)d->ranks * 8);
+}
+
+/* Cuts of every sequence, order, and whether the promise on bits holds. */
+static void ra__plan_cuts(ra_plan *p) {
+    const ra_desc *d = &p->d;
+    int zigzag = d->layout.kind == RA_LAYOUT_ZIGZAG, square = 1;
+    int64_t stride = 2 * (int64_t)d->ranks + 1;
+    p->on_grid = p->q_cut != NULL;
+    for (int32_t b = 0; b < d->sequences; b++) {
+        int64_t tq = ra__q_len(d, b), tk = ra__k_len(d, b);
+        square &= tq == tk && !d->q_offset;
+        if (!p->q_cut) continue;
+        ra__cut(tq, d->ranks, d->layout.weights, zigzag, p->q_cut + b * stride);
+        ra__cut(tk, d->ranks, d->layout.weights, zigzag, p->k_cut + b * stride);
+        p->on_grid &= tk == 0 || ra__cut_unit(tk, d->ranks) > 1 || (d->ranks == 1 && !zigzag);
+    }
+    p->order = ra__desc_order(d, square);
+    p->square = square;
+    p->dense = d->layout.kind != RA_LAYOUT_RUNS && d->layout.kind != RA_LAYOUT_ARRAY;
+}
+
+/* Chunks of a list with need bits. Rows of bits of different ranks lie in different lines and sets
+ * of a cache, for a chunk sets a bit in each. */
+static void ra__travel_carve(ra__arena *a, const ra_plan *p, ra__travel *t, int64_t chunks) {
+    t->chunks = chunks;
+    t->chunk = (ra__chunk *)ra__carve(a, chunks * (int64_t)sizeof(ra__chunk));
+    t->need_row = (ra__ceil_div(chunks, 256) | 1) * 64;
+    t->need = (uint8_t *)ra__carve(a, p->d.ranks * t->need_row);
+}
+
+/* Lists of a backward pass: an own chunk may stand twice in the list of folds. */
+static void ra__plan_back_carve(ra__arena *a, ra_plan *p) {
+    int64_t n = ra__back_travel(p)->chunks, folds = 2 * n + p->d.sequences;
+    ra__route *w = &p->back;
+    int32_t **list[12];
+    list[0] = &w->recv; list[1] = &w->recv_fold; list[2] = &w->recv_send; list[3] = &w->send;
+    list[4] = &w->send_recv; list[5] = &w->send_fold; list[6] = &w->own; list[7] = &w->own_home;
+    list[8] = &w->home; list[9] = &w->home_own; list[10] = &w->home_fold;
+    list[11] = &w->own_fold;
+    for (int32_t i = 0; i < 12; i++) *list[i] = (int32_t *)ra__carve(a, n * 4);
+    w->fold = (int32_t *)ra__carve(a, folds * 4);
+    w->fold_recv = (int32_t *)ra__carve(a, folds * 4);
+    w->fold_index = (int32_t *)ra__carve(a, folds * 4);
+    w->fold_own = (int32_t *)ra__carve(a, folds * 4);
+    w->fold_last = (uint8_t *)ra__carve(a, folds);
+    w->fold_phase = (uint8_t *)ra__carve(a, folds);
+    w->exchange = (ra__exchange *)ra__carve(a, 3 * n * (int64_t)sizeof(ra__exchange));
+}
+
+/* At most so many segments of keys of a sequence, on all ranks together. */
+static int64_t ra__most_spans(const ra_plan *p) {
+    return p->d.layout.kind == RA_LAYOUT_RUNS ? p->held_count : 2 * (int64_t)p->d.ranks;
+}
+
+/* Carves what depends on the number of chunks: at most `keys` of keys, `queries` of queries. */
+static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queries) {
+    int64_t list = (keys + p->d.sequences) * 4, places = 2 * keys + 1;
+    if (p->d.layout.kind == RA_LAYOUT_RUNS) places += p->held_count * p->d.sequences;
+    int q = p->d.train && p->d.backward_travel == RA_TRAVEL_Q;
+    ra__route *w = &p->forward;
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY) places = 0;
+    ra__travel_carve(a, p, &p->keys, keys);
+    ra__travel_carve(a, p, &p->queries, q ? queries : 0);
+    p->place = (ra__place *)ra__carve(a, places * (int64_t)sizeof(ra__place));
+    p->place0 = (int64_t *)ra__carve(a, ((int64_t)p->d.sequences + 1) * 8);
+    p->start = (int64_t *)ra__carve(a, ra__max(keys, p->queries.chunks) * 8);
+    p->line = (int64_t *)ra__carve(a, 2 * (int64_t)p->d.ranks * 8);
+    p->span = (ra__span *)ra__carve(a, q ? ra__most_spans(p) * (int64_t)sizeof(ra__span) : 0);
+    w->fold = (int32_t *)ra__carve(a, list);
+    w->fold_recv = (int32_t *)ra__carve(a, list);
+    w->fold_index = (int32_t *)ra__carve(a, list);
+    w->fold_last = (uint8_t *)ra__carve(a, keys + p->d.sequences);
+    w->recv = (int32_t *)ra__carve(a, keys * 4);
+    w->recv_fold = (int32_t *)ra__carve(a, keys * 4);
+    w->recv_send = (int32_t *)ra__carve(a, keys * 4);
+    w->send = (int32_t *)ra__carve(a, keys * 4);
+    w->send_recv = (int32_t *)ra__carve(a, keys * 4);
+    w->exchange = (ra__exchange *)ra__carve(a, 2 * keys * (int64_t)sizeof(ra__exchange));
+    if (p->d.train) ra__plan_back_carve(a, p);
+}
+
+static void ra__plan_add_fold(ra__route *w, int32_t entry, int32_t recv, int64_t sequence_first) {
+    w->fold[w->folds] = entry;
+    w->fold_recv[w->folds] = recv;
+    w->fold_index[w->folds] = (int32_t)(w->folds - sequence_first);
+    w->fold_last[w->folds] = 0;
+    w->folds++;
+}
+
+/* What this rank folds, receives and sends, in the order of the one list. */
+static void ra__plan_own_lists(ra_plan *p) {
+    int32_t me = p->d.rank;
+    const ra__tour tour = ra__tour_of(p, 0);
+    ra__route *w = &p->forward;
+    int64_t c = 0;
+    w->folds = w->recvs = w->sends = 0;
+    for (int32_t b = 0; b < p->d.sequences; b++) {
+        int64_t before = w->folds;
+        for (; c < p->keys.chunks && p->keys.chunk[c].sequence == b; c++) {
+            int32_t recv = ra__tour_arrives(&tour, c, me) ? (int32_t)w->recvs : -1;
+            int32_t fold = ra__needs(p, c, me) ? (int32_t)w->folds : -1;
+            int32_t send = ra__tour_leaves(&tour, c, me) ? (int32_t)w->sends : -1;
+            if (fold >= 0) ra__plan_add_fold(w, (int32_t)c, recv, before);
+            if (send >= 0) { w->send[w->sends] = (int32_t)c; w->send_recv[w->sends++] = recv; }
+            if (recv < 0) continue;
+            w->recv[w->recvs] = (int32_t)c;
+            w->recv_fold[w->recvs] = fold;
+            w->recv_send[w->recvs++] = send;
+        }
+        if (w->folds == before && p->task0[b + 1] > p->task0[b])
+            ra__plan_add_fold(w, -1 - b, -1, before);
+        if (w->folds > before) w->fold_last[w->folds - 1] = 1;
+    }
+}
+
+/* One entry of the list of folds of a backward pass: chunk c, or -1 - b. */
+static void ra__back_add(ra__route *w, int32_t entry, int32_t phase, int32_t index) {
+    w->fold[w->folds] = entry;
+    w->fold_phase[w->folds] = (uint8_t)phase;
+    w->fold_recv[w->folds] = w->fold_own[w->folds] = -1;
+    w->fold_index[w->folds] = index;
+    w->fold_last[w->folds++] = 0;
+}
+
+/* The lists of a backward pass while they are made. */
+typedef struct ra__back_lists {
+    const ra__tour *w;
+    const int64_t *start;              /* of ra__tour_steps */
+    int64_t ended;                     /* own chunks that have come home and been folded again */
+    int32_t sequence;                  /* of the own chunk that started last */
+} ra__back_lists;
+
+/* The next entry of this rank's fold list is the end of an own chunk, not the visit of chunk c. */
+static int ra__back_late(const ra__back_lists *l, const ra__route *r, int64_t c) {
+    const ra__tour *w = l->w;
+    int32_t me = w->p->d.rank;
+    int64_t home;
+    if (!w->p->split || l->ended == r->homes) return 0;
+    if (c == w->t->chunks || w->t->chunk[c].owner != me || !ra__tour_leaves(w, c, me) ||
+        w->t->chunk[c].sequence != l->sequence)
+        return 1;
+    home = r->home[l->ended];
+    return l->start[home] + ra__tour_stations(w, home) + 2 <= l->start[c];
+}
+
+/* Ends own chunks that are home before the visit of chunk c; returns how many. */
+static int32_t ra__back_ends(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
+    int32_t n = 0;
+    while (ra__back_late(l, r, c)) {
+        int32_t own = r->home_own[l->ended];
+        r->home_fold[l->ended++] = (int32_t)r->folds;
+        ra__back_add(r, r->own[own], RA__BEFORE, index + n++);
+        r->fold_own[r->folds - 1] = own;
+    }
+    return n;
+}
+
+/* This rank's own chunk c: its first visit. */
+static void ra__back_own(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
+    int travels = ra__tour_leaves(l->w, c, l->w->p->d.rank);
+    ra__back_add(r, (int32_t)c, travels && l->w->p->split ? RA__AFTER : RA__BOTH, index);
+    r->fold_own[r->folds - 1] = (int32_t)r->owns;
+    r->own_fold[r->owns] = (int32_t)r->folds - 1;
+    r->own_home[r->owns] = travels ? (int32_t)r->homes : -1;
+    if (travels) {
+        r->home[r->homes] = (int32_t)c;
+        r->home_own[r->homes] = (int32_t)r->owns;
+        r->home_fold[r->homes++] = -1;
+        l->sequence = l->w->t->chunk[c].sequence;
+    }
+    r->own[r->owns++] = (int32_t)c;
+}
+
+/* Visits of chunk c: received, folded, sent, in the order of the one list. Returns folds. */
+static int32_t ra__back_visit(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
+    const ra__tour *w = l->w;
+    int32_t me = w->p->d.rank, before = index, recv = -1, fold = -1;
+    int own = w->t->chunk[c].owner == me, arrives = ra__tour_arrives(w, c, me);
+    int needs = ra__need(w->t, c, me);
+    if (!own && !arrives) return 0;
+    index += ra__back_ends(l, r, c, index);
+    if (own) ra__back_own(l, r, c, index);
+    else if (needs) ra__back_add(r, (int32_t)c, RA__BOTH, index);
+    if (own || needs) {
+        fold = (int32_t)r->folds - 1;
+        index++;
+    }
+    if (arrives) {
+        recv = (int32_t)r->recvs;
+        if (fold >= 0) r->fold_recv[fold] = recv;
+        r->recv[recv] = (int32_t)c;
+        r->recv_fold[recv] = fold;
+        r->recv_send[r->recvs++] = (int32_t)r->sends;
+    }
+    if (ra__tour_leaves(w, c, me)) {
+        r->send[r->sends] = (int32_t)c;
+        r->send_recv[r->sends] = recv;
+        r->send_fold[r->sends++] = fold;
+    }
+    return index - before;
+}
+
+/* What this rank does in a backward pass. Where own chunks are folded twice, all of those end
+ * before the list of their sequence does. */
+static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__route *r) {
+    ra__back_lists l;
+    int64_t c = 0;
+    memset(&l, 0, sizeof l);
+    l.w = w;
+    l.start = start;
+    r->backward = 1;
+    r->direction = w->direction;
+    r->chunk = w->t->chunk;
+    r->folds = r->recvs = r->sends = r->owns = r->homes = 0;
+    for (int32_t b = 0; b < w->p->d.sequences; b++) {
+        int32_t index = 0;
+        for (; c < w->t->chunks && w->t->chunk[c].sequence == b; c++)
+            index += ra__back_visit(&l, r, c, index);
+        index += ra__back_ends(&l, r, w->t->chunks, index);
+        if (!index) ra__back_add(r, -1 - b, 0, 0);
+        r->fold_last[r->folds - 1] = 1;
+    }
+}
+
+/* Longest messages of a backward pass. */
+static void ra__plan_back_bytes(ra_plan *p) {
+    const ra__travel *t = ra__back_travel(p);
+    ra__route *w = &p->back;
+    w->chunk_bytes = w->home_bytes = 0;
+    for (int64_t c = 0; c < t->chunks; c++) {
+        if (!ra__back_stations(p, &t->chunk[c])) continue;
+        w->chunk_bytes = ra__max(w->chunk_bytes, ra__back_length(&p->d, &t->chunk[c], 1));
+        w->home_bytes = ra__max(w->home_bytes, ra__back_length(&p->d, &t->chunk[c], p->d.ranks));
+    }
+}
+
+/* Order of a backward pass: units of a contiguous or zigzag layout, if queries and keys are the
+ * same positions; DESC has no row before its key. */
+static int ra__back_split(const ra_plan *p) {
+    return p->square && p->q_cut != NULL && p->order == RA_ORDER_ASCENDING;
+}
+
+/* Ranks that read this rank's keys, and ranks whose keys it reads: with addresses instead of
+ * copies a pass ends when the former have said so. */
+static void ra__plan_readers(ra_plan *p) {
+    ra__readers all;
+    p->reader_count = p->source_count = 0;
+    ra__readers_of(p, p->d.rank, &all);
+    memset(p->source_end, 0, (size_t)p->d.ranks * sizeof *p->source_end);
+    for (int64_t f = 0; f < p->forward.folds; f++)
+        if (p->forward.fold[f] >= 0)
+            p->source_end[p->keys.chunk[p->forward.fold[f]].owner] = f + 1;
+    for (int32_t r = 0; r < p->d.ranks; r++) {
+        if (all.reads[r]) p->readers[p->reader_count++] = r;
+        if (!all.read[r]) continue;
+        p->source_end[p->source_count] = p->source_end[r];
+        p->sources[p->source_count++] = r;
+    }
+}
+
+/* The direction in which a pass takes fewer steps, then the one with fewer bytes on the links; DESC
+ * goes up by nature. */
+static void ra__plan_direction(ra_plan *p) {
+    int64_t steps[2], bytes[2];
+    for (int32_t down = 0; down < 2; down++) {
+        ra__tour w;
+        p->direction = down ? -1 : 1;
+        w = ra__tour_of(p, 0);
+        bytes[down] = ra__tour_hops(&w);
+        steps[down] = ra__tour_steps(&w, p->line, p->start);
+        p->forward.steps = steps[down];
+        if (p->order == RA_ORDER_DESCENDING || p->d.ranks < 3) return;
+    }
+    if (steps[1] < steps[0] || (steps[1] == steps[0] && bytes[1] < bytes[0])) return;
+    p->direction = 1;
+    ra__tour up = ra__tour_of(p, 0);
+    (void)ra__tour_hops(&up);
+    p->forward.steps = ra__tour_steps(&up, p->line, p->start);
+}
+
+/* Whether `place` of the heap [0, n) sorts behind a child; by first position. */
+static void ra__place_sift(ra__place *heap, int64_t i, int64_t n) {
+    ra__place moved = heap[i];
+    for (int64_t child; (child = 2 * i + 1) < n; i = child) {
+        if (child + 1 < n && heap[child + 1].first > heap[child].first) child++;
+        if (heap[child].first <= moved.first) break;
+        heap[i] = heap[child];
+    }
+    heap[i] = moved;
+}
+
+/* Sorts n places by their first positions. */
+static void ra__place_sort(ra__place *place, int64_t n) {
+    for (int64_t i = n / 2; i-- > 0;) ra__place_sift(place, i, n);
+    for (int64_t i = n; i-- > 1;) {
+        ra__place top = place[0];
+        place[0] = place[i];
+        place[i] = top;
+        ra__place_sift(place, 0, i);
+    }
+}
+
+/* Fills in the places of all segments of keys. */
+static void ra__plan_places(ra_plan *p) {
+    int64_t n = 0, c = 0, blocks = 0, last;
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY) return;
+    for (int32_t b = 0; b < p->d.sequences; b++) {
+        int64_t from = n, top = -1;
+        p->place0[b] = n;
+        for (; c < p->keys.chunks && p->keys.chunk[c].sequence == b; c++)
+            for (int32_t i = 0; i < ra__chunk_pieces(&p->keys.chunk[c]); i++) {
+                p->place[n].first = ra__chunk_piece(&p->keys.chunk[c], i).pos;
+                p->place[n].chunk = (int32_t)c;
+                p->place[n++].seg = i;
+            }
+        ra__place_sort(p->place + from, n - from);
+        for (int64_t i = from; i < n; i++) {
+            ra__seg s = ra__chunk_piece(&p->keys.chunk[p->place[i].chunk], p->place[i].seg);
+            ra__seg_span(&s, NULL, &p->place[i].first, &last);
+            top = p->place[i].top = ra__max(top, last);
+            p->place[i].blocks = blocks;
+            blocks += ra__ceil_div(s.rows, RA_BLOCK_TOKENS);
+        }
+    }
+    p->place0[p->d.sequences] = n;
+    memset(&p->place[n], 0, sizeof p->place[n]);
+    p->place[n].blocks = blocks;
+}
+
+/* -------------------------------------------------------------------------- blocks against chunks
+ * The class of a position for a block of queries changes at eight edges at most. Keys with no edge
+ * among them are all of one class, and so are all their blocks: that leaves few segments to look
+ * into, and few blocks of those. An edge x lies among the keys of [first, last] if
+ * first < x <= last. */
+typedef struct ra__edges { int64_t at[8]; int32_t n; } ra__edges;
+
+static ra__edges ra__edges_of(const ra__bounds *b) {
+    const int32_t all[8] = { b->lo_min, b->lo_max, b->hi_min, b->hi_max,
+                             b->doc_min, b->doc_max, b->keep_min, b->keep_max };
+    int32_t n = b->doc_min < b->keep_max ? 8 : 4;      /* nobody keeps anything */
+    ra__edges e;
+    e.n = 0;
+    for (int32_t i = 0; i < n; i++) {
+        int32_t j = e.n++;
+        for (; j > 0 && e.at[j - 1] > all[i]; j--) e.at[j] = e.at[j - 1];
+        e.at[j] = all[i];
+    }
+    return e;
+}
+
+/* Adds the blocks of a run of keys to tally[class]. */
+static void ra__tally_run(const ra__seg *s, const ra__bounds *b, const ra__edges *e,
+                          int64_t tally[3]) {
+    int64_t n = ra__ceil_div(s->rows, RA_BLOCK_TOKENS), step = RA_BLOCK_TOKENS * s->stride;
+    int64_t end = s->pos + (s->rows - 1) * s->stride, i = 0, first, last;
+    for (int32_t k = 0; k < e->n; k++) {
+        int64_t j = (e->at[k] - 1 - s->pos) / step;    /* the block with the edge, if any */
+        if (e->at[k] <= s->pos || e->at[k] > end || j < i) continue;
+        ra__seg block = ra__seg_block(s, j);
+        if (j > i) tally[ra__classify(b, s->pos + i * step, s->pos + i * step)] += j - i;
+        ra__seg_span(&block, NULL, &first, &last);
+        tally[ra__classify(b, first, last)]++;
+        i = j + 1;
+    }
+    if (n > i) tally[ra__classify(b, s->pos + i * step, s->pos + i * step)] += n - i;
+}
+
+/* The same of piece i of a chunk. */
+static void ra__tally_seg(const ra__chunk *c, int32_t i, const ra__bounds *b, const ra__edges *e,
+                          int64_t tally[3]) {
+    ra__seg s = ra__chunk_piece(c, i);
+    ra__tally_run(&s, b, e, tally);
+}
+
+/* A walk over the places [next, end) of a sequence for one block of queries: each step is places
+ * [from, to) whose blocks are all of class `kind`, or one with kind -1 to be looked into. */
+typedef struct ra__walk {
+    const ra__place *place;
+    const ra__bounds *bounds;
+    ra__edges edges;
+    int64_t next, end, from, to;
+    int32_t edge, kind;
+} ra__walk;
+
+static ra__walk ra__walk_start(const ra_plan *p, int32_t b, const ra__bounds *bounds) {
+    ra__walk w;
+    memset(&w, 0, sizeof w);
+    w.place = p->place;
+    w.bounds = bounds;
+    w.edges = ra__edges_of(bounds);
+    w.next = p->place0[b];
+    w.end = p->place0[b + 1];
+    return w;
+}
+
+static int ra__walk_next(ra__walk *w) {
+    w->from = w->next;
+    w->to = w->end;
+    w->kind = -1;
+    if (w->next >= w->end) return 0;
+    for (; w->edge < w->edges.n; w->edge++) {
+        int64_t x = w->edges.at[w->edge], to = w->end;
+        while (w->next < to && w->place[w->next].top < x) {    /* find the first that reaches x */
+            int64_t mid = w->next + (to - w->next) / 2;
+            if (w->place[mid].top < x) w->next = mid + 1;
+            else to = mid;
+        }
+        if (w->next > w->from) break;
+        if (w->place[w->from].first >= x) continue;
+        w->next = w->to = w->from + 1;
+        return 1;
+    }
+    if (w->edge < w->edges.n) w->to = w->next;
+    else w->next = w->end;
+    w->kind = ra__classify(w->bounds, w->place[w->from].first, w->place[w->from].first);
+    return 1;
+}
+
+/* -------------------------------------------------------------------------- figures of one rank */
+static void ra__report_tiles(const ra_plan *p, int32_t rank, int32_t b, int64_t tally[3]) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    int64_t tokens = ra__q_len(&p->d, b), end = ra__key_end(&p->d, b, 0);
+    ra__seg s;
+    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
+        for (int64_t j = 0; j < ra__ceil_div(s.rows, RA_BLOCK_TOKENS); j++) {
+            ra__seg block = ra__seg_block(&s, j);
+            ra__bounds bounds = ra__seg_bounds(&p->d.mask, end, &block);
+            ra__walk w = ra__walk_start(p, b, &bounds);
+            while (ra__walk_next(&w)) {
+                const ra__place *at = &p->place[w.from];
+                if (w.kind >= 0) tally[w.kind] += p->place[w.to].blocks - at->blocks;
+                else ra__tally_seg(&p->keys.chunk[at->chunk], at->seg, &bounds, &w.edges, tally);
+            }
+        }
+    }
+}
+
+/* ARRAY: all tiles may be partial. */
+static int64_t ra__report_array_tiles(const ra_plan *p, int32_t rank) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    int64_t blocks = 0;
+    for (int64_t c = 0; c < p->keys.chunks; c++) blocks += ra__chunk_blocks(&p->keys.chunk[c]);
+    return ra__mul_sat(blocks, ra__side_blocks(&side, 0, ra__q_len(&p->d, 0)));
+}
+
+/* Keys that somebody holds below position p. */
+static int64_t ra__keys_below(const ra_plan *p, int64_t pos) {
+    int64_t low = 0, high = p->held_count, n;
+    while (low < high) {               /* entries that begin below it */
+        int64_t mid = low + (high - low) / 2;
+        if (p->held[mid].run.first < pos) low = mid + 1;
+        else high = mid;
+    }
+    if (low == 0) return 0;
+    n = p->held[p->held[low - 1].group].rows;
+    for (int64_t i = p->held[low - 1].group; i < low; i++) {
+        const ra_run *run = &p->held[i].run;
+        n += ra__min(run->count, ra__ceil_div(pos - run->first, ra__run_step(run)));
+    }
+    return n;
+}
+
+/* Keys that somebody holds in [lo, hi). */
+static int64_t ra__keys_held(const ra_plan *p, int64_t lo, int64_t hi) {
+    return lo < hi ? ra__keys_below(p, hi) - ra__keys_below(p, lo) : 0;
+}
+
+static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    int64_t tokens = ra__q_len(&p->d, b), end = ra__k_len(&p->d, b), n = 0;
+    ra__seg s;
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY) {
+        for (int32_t r = 0; r < p->d.ranks; r++) n += p->d.layout.k_rows[r];
+        return ra__mul_sat(n, p->d.layout.q_rows[rank]);
+    }
+    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
+        if (p->dense) n += ra__pairs_seg(&p->d.mask, end, &s);
+        for (int64_t j = 0; !p->dense && j < s.rows; j++) {
+            int32_t v[4];
+            ra__mask_row(&p->d.mask, s.pos + j * s.stride, end, v);
+            if (v[0] >= v[1]) n += ra__keys_held(p, v[2], v[3]);
+            else n += ra__keys_held(p, v[0], v[1]) + ra__keys_held(p, v[2], ra__min(v[3], v[0]));
+        }
+    }
+    return n;
+}
+
+/* Messages, bytes and hops at one rank. */
+static void ra__report_wire(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    const int64_t address = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
+    const ra__tour w = ra__tour_of(p, 0);
+    int32_t seen = -1, seen_sequence = -1, came = 0;
+    for (int64_t c = 0; c < w.t->chunks; c++) {
+        const ra__chunk *chunk = &w.t->chunk[c];
+        int32_t hop = ra__tour_apart(&w, chunk->owner, rank);
+        if (ra__tour_leaves(&w, c, rank)) {
+            r->forward.chunks_out++;
+            r->forward.bytes_out += ra__message_bytes(&p->d, chunk, hop + 1);
+            r->forward.shared_bytes_out += address;
+        }
+        if (chunk->owner != rank && (chunk->owner != seen || chunk->sequence != seen_sequence)) {
+            seen = chunk->owner;
+            seen_sequence = chunk->sequence;
+            came = 0;
+            r->hops_skipped++;
+        }
+        if (!ra__tour_arrives(&w, c, rank)) continue;
+        r->hops += !came;
+        r->hops_skipped -= !came;
+        came = 1;
+        r->forward.chunks_in++;
+        r->forward.bytes_in += ra__message_bytes(&p->d, chunk, hop);
+        r->forward.shared_bytes_in += address;
+    }
+}
+
+/* Messages and bytes of a backward pass at one rank. */
+static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    const int64_t address = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
+    const ra__tour w = ra__tour_of(p, 1);
+    if (!p->d.train) return;
+    for (int64_t c = 0; c < w.t->chunks; c++) {
+        const ra__chunk *chunk = &w.t->chunk[c];
+        int own = chunk->owner == rank, leaves = ra__tour_leaves(&w, c, rank);
+        int32_t hop;
+        if (leaves) {
+            (void)ra__back_to(p, chunk, rank, &hop);
+            r->backward.chunks_out++;
+            r->backward.bytes_out += ra__back_length(&p->d, chunk, hop);
+            r->backward.shared_bytes_out += address;
+        }
+        if (own ? !leaves : !ra__tour_arrives(&w, c, rank)) continue;
+        hop = own ? p->d.ranks : ra__tour_apart(&w, chunk->owner, rank);
+        r->backward.chunks_in++;
+        r->backward.bytes_in += ra__back_length(&p->d, chunk, hop);
+        r->backward.shared_bytes_in += address;
+    }
+    r->backward.flops = 2.0 * (3 * p->d.k_dim + 2 * p->d.v_dim) * p->d.q_heads * (double)r->pairs;
+    r->backward.chunk_bytes = p->back.chunk_bytes;
+    r->backward.bits_any_ranks = p->on_grid && p->square;
+    r->backward.travel = p->d.backward_travel;
+    r->backward.direction = p->back_direction;
+}
+
+/* Adds the blocks of a rank's keys of sequence b for one block of queries. */
+static void ra__tally_rank(const ra_plan *p, int32_t rank, int32_t b, const ra__bounds *bounds,
+                           int64_t tally[3]) {
+    ra__side side = ra__plan_side(p, 1, rank);
+    ra__edges edges = ra__edges_of(bounds);
+    int64_t c, end, first, last;
+    ra__seg s;
+    ra__chunk_range(&p->keys, b, &c, &end);
+    for (; side.layout == RA_LAYOUT_RUNS && c < end; c++) {    /* chunks first: runs may be many */
+        const ra__chunk *chunk = &p->keys.chunk[c];
+        int kind;
+        if (chunk->owner != rank) continue;
+        ra__chunk_span(chunk, 0, &first, &last);
+        kind = ra__classify(bounds, first, last);
+        if (kind != RA__PARTIAL) tally[kind] += ra__chunk_blocks(chunk);
+        for (int32_t i = 0; kind == RA__PARTIAL && i < ra__chunk_pieces(chunk); i++)
+            ra__tally_seg(chunk, i, bounds, &edges, tally);
+    }
+    for (int64_t j = 0; side.layout != RA_LAYOUT_RUNS &&
+                        ra__side_seg(&side, b, ra__k_len(&p->d, b), j, &s); j++)
+        if (s.rows) ra__tally_run(&s, bounds, &edges, tally);
+}
+
+/* RA_TRAVEL_Q: the tiles of all chunks of queries against this rank's keys. */
+static void ra__report_q_tiles(const ra_plan *p, int32_t rank, int64_t tally[3]) {
+    for (int64_t c = 0; c < p->queries.chunks; c++) {
+        const ra__chunk *chunk = &p->queries.chunk[c];
+        for (int64_t i = 0; i < ra__chunk_blocks(chunk); i++) {
+            int32_t which;
+            ra__seg rows = ra__chunk_block(chunk, RA_ORDER_ASCENDING, i, &which);
+            ra__bounds bounds = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, chunk->sequence, 0),
+                                               &rows);
+            ra__tally_rank(p, rank, chunk->sequence, &bounds, tally);
+        }
+    }
+}
+
+static void ra__report_all_tiles(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    int64_t tally[2][3] = { { 0, 0, 0 }, { 0, 0, 0 } }, *back = tally[0];
+    for (int32_t b = 0; b < p->d.sequences && p->d.layout.kind != RA_LAYOUT_ARRAY; b++)
+        ra__report_tiles(p, rank, b, tally[0]);
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY)
+        tally[0][RA__PARTIAL] = ra__report_array_tiles(p, rank);
+    r->forward.tiles_empty = ra__mul_sat(tally[0][RA__EMPTY], p->d.q_heads);
+    r->forward.tiles_partial = ra__mul_sat(tally[0][RA__PARTIAL], p->d.q_heads);
+    r->forward.tiles_full = ra__mul_sat(tally[0][RA__FULL], p->d.q_heads);
+    if (!p->d.train) return;
+    if (p->d.backward_travel == RA_TRAVEL_Q) ra__report_q_tiles(p, rank, back = tally[1]);
+    r->backward.tiles_empty = ra__mul_sat(back[RA__EMPTY], p->d.q_heads);
+    r->backward.tiles_partial = ra__mul_sat(back[RA__PARTIAL], p->d.q_heads);
+    r->backward.tiles_full = ra__mul_sat(back[RA__FULL], p->d.q_heads);
+}
+
+static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    const ra_desc *d = &p->d;
+    ra__side q = ra__plan_side(p, 0, rank), k = ra__plan_side(p, 1, rank);
+    int64_t q_rows = 0, k_rows = 0;
+    for (int32_t b = 0; b < d->sequences; b++) {
+        int64_t nq = ra__side_rows(&q, b, ra__q_len(d, b));
+        int64_t nk = ra__side_rows(&k, b, ra__k_len(d, b));
+        q_rows += nq;
+        k_rows += nk;
+        r->q_rows = ra__max(r->q_rows, nq);
+        r->k_rows = ra__max(r->k_rows, nk);
+    }
+    r->resident_bytes = q_rows * d->q_heads *
+                            (ra__row_bytes(d->q_dtype, d->k_dim) +
+                             ra__row_bytes(d->o_dtype, d->v_dim) + 4) +
+                        k_rows * d->kv_heads * ra__row_bytes(d->k_dtype, d->k_dim);
+    if (!d->v_in_k)
+        r->resident_bytes += k_rows * d->kv_heads * ra__row_bytes(d->v_dtype, d->v_dim);
+}
+
+static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    int64_t in, out;
+    memset(r, 0, sizeof *r);
+    ra__report_memory(p, rank, r);
+    ra__report_all_tiles(p, rank, r);
+    for (int32_t b = 0; b < p->d.sequences; b++)
+        r->pairs = ra__add_sat(r->pairs, ra__report_pairs(p, rank, b));
+    r->forward.flops = 2.0 * (p->d.k_dim + p->d.v_dim) * p->d.q_heads * (double)r->pairs;
+    ra__report_wire(p, rank, r);
+    ra__report_words(p, rank, &in, &out);
+    r->forward.shared_bytes_in += in * RA__FRAME_BYTES;
+    r->forward.shared_bytes_out += out * RA__FRAME_BYTES;
+    ra__report_back(p, rank, r);
+    r->forward.chunk_bytes = p->chunk_bytes;
+    r->order = p->order;
+    r->forward.direction = p->direction;
+    r->forward.travel = RA_TRAVEL_KV;
+    r->forward.bits_any_ranks = p->on_grid && !p->d.engine;
+    r->chunk_tokens = p->d.chunk_tokens;
+    r->buffers = p->d.buffers;
+}
+
+/* -------------------------------------------------------------------------- prediction
+ * Scratch of the model, all [ranks] except freed, work and step; seconds. */
+typedef struct ra__model {
+    double *link_free, *busy, *compute, *folded, *idle;
+    double *freed;                     /* [ranks][buffers] when a receive buffer is free again */
+    double *work;                      /* [ranks][chunks] computing */
+    double *step;                      /* [places + 1] of one rank */
+    int64_t *received;
+} ra__model;
+
+static void ra__model_carve(ra__arena *a, const ra_plan *p, ra__model *m) {
+    double **list[5];
+    int64_t ranks = p->d.ranks;
+    list[0] = &m->link_free; list[1] = &m->busy; list[2] = &m->compute; list[3] = &m->folded;
+    list[4] = &m->idle;
+    for (int32_t i = 0; i < 5; i++) *list[i] = (double *)ra__carve(a, ranks * 8);
+    m->freed = (double *)ra__carve(a, ranks * p->d.buffers * 8);
+    m->work = (double *)ra__carve(a, ranks * p->keys.chunks * 8);
+    m->step = (double *)ra__carve(a, p->d.layout.kind == RA_LAYOUT_ARRAY ? 0
+                                           : (p->place0[p->d.sequences] + 1) * 8);
+    m->received = (int64_t *)ra__carve(a, ranks * 8);
+}
+
+/* Seconds of a rank's rows against every chunk: tiles that are not empty, counted whole. For places
+ * without an edge only the first and the end are noted, as steps of the seconds a block. */
+static void ra__model_work(const ra_plan *p, int32_t rank, int32_t b, double pair_s,
+                           ra__model *m) {
+    ra__side side = ra__plan_side(p, 0, rank);
+    int64_t tokens = ra__q_len(&p->d, b), end = ra__key_end(&p->d, b, 0);
+    double *work = m->work + rank * p->keys.chunks, block_s = 0;
+    ra__seg s;
+    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
+        for (int64_t j = 0; j < ra__ceil_div(s.rows, RA_BLOCK_TOKENS); j++) {
+            ra__seg block = ra__seg_block(&s, j);
+            ra__bounds bounds = ra__seg_bounds(&p->d.mask, end, &block);
+            ra__walk w = ra__walk_start(p, b, &bounds);
+            while (ra__walk_next(&w)) {
+                const ra__place *at = &p->place[w.from];
+                int64_t tally[3] = { 0, 0, 0 };
+                if (w.kind == RA__EMPTY) continue;
+                if (w.kind >= 0) {
+                    m->step[w.from] += (double)block.rows;
+                    m->step[w.to] -= (double)block.rows;
+                    continue;
+                }
+                ra__tally_seg(&p->keys.chunk[at->chunk], at->seg, &bounds, &w.edges, tally);
+                work[at->chunk] += (double)block.rows * RA_BLOCK_TOKENS * pair_s *
+                                   (double)(tally[RA__PARTIAL] + tally[RA__FULL]);
+            }
+        }
+    }
+    for (int64_t i = p->place0[b]; i < p->place0[b + 1]; i++) {
+        block_s += m->step[i];
+        work[p->place[i].chunk] += block_s * RA_BLOCK_TOKENS * pair_s *
+                                   (double)(p->place[i + 1].blocks - p->place[i].blocks);
+    }
+    memset(m->step + p->place0[b], 0, (size_t)(p->place0[b + 1] + 1 - p->place0[b]) * 8);
+}
+
+/* The same of ARRAY: every tile may have something. */
+static void ra__model_array(const ra_plan *p, int32_t rank, double pair_s, ra__model *m) {
+    double rows = (double)p->d.layout.q_rows[rank];
+    for (int64_t c = 0; c < p->keys.chunks; c++)
+        m->work[rank * p->keys.chunks + c] =
+            rows * RA_BLOCK_TOKENS * pair_s * (double)ra__chunk_blocks(&p->keys.chunk[c]);
+}
+
+/* Plays one chunk round the ring: it arrives, is folded in order, and goes on when the link is free
+ * and the next rank has a buffer. */
+static void ra__model_chunk(const ra_plan *p, const ra_rates *rates, int64_t c, ra__model *m) {
+    const ra__chunk *chunk = &p->keys.chunk[c];
+    int32_t buffers = p->d.buffers;
+    double here = 0;
+    for (int32_t h = 0; h < p->d.ranks; h++) {
+        int32_t rank = ra__rank_up(p, chunk->owner, h * p->direction);
+        int32_t next = ra__rank_up(p, rank, p->direction);
+        double sent = here, work = m->work[rank * p->keys.chunks + c], folded = here;
+        if (work > 0) {
+            m->idle[rank] += here > m->folded[rank] ? here - m->folded[rank] : 0;
+            folded = m->folded[rank] = work + (here > m->folded[rank] ? here : m->folded[rank]);
+            m->compute[rank] += work;
+        }
+        if (h < ra__chunk_reach(chunk)) {
+            double bytes = (double)ra__message_bytes(&p->d, chunk, h + 1);
+            double move = rates->link_latency_s + bytes / rates->link_bytes_per_s;
+            double free = m->freed[(int64_t)next * buffers + m->received[next]++ % buffers];
+            double start = here > m->link_free[rank] ? here : m->link_free[rank];
+            sent = m->link_free[rank] = move + (free > start ? free : start);
+            m->busy[next] += move;
+        }
+        if (h > 0 && h <= ra__chunk_reach(chunk))
+            m->freed[(int64_t)rank * buffers + (m->received[rank] - 1) % buffers] =
+                sent > folded ? sent : folded;
+        here = sent;
+    }
+}
+
+/* -------------------------------------------------------------------------- plans */
+static void ra__need_none(const ra_plan *p, const ra__travel *t) {
+    memset(t->need, 0, (size_t)(p->d.ranks * t->need_row));
+}
+
+/* Chunks of queries and who needs them. */
+static void ra__plan_queries(ra_plan *p) {
+    int64_t spans = 0;
+    p->queries.chunks = ra__chunk_all(p, 0, 0, p->queries.chunk);
+    ra__need_none(p, &p->queries);
+    for (int64_t c = 0; c < p->queries.chunks; c++) {
+        int32_t b = p->queries.chunk[c].sequence;
+        if (!c || b != p->queries.chunk[c - 1].sequence) spans = ra__key_spans(p, b, p->span);
+        ra__chunk_q_needs(p, c, p->span, spans);
+    }
+}
+
+/* The lists of a backward pass. */
+static void ra__plan_fill_back(ra_plan *p) {
+    int q = p->d.backward_travel == RA_TRAVEL_Q;
+    ra__tour w;
+    if (q) ra__plan_queries(p);
+    p->split = ra__back_split(p);
+    p->back_direction = p->order == RA_ORDER_DESCENDING && q ? -1 : 1;
+    w = ra__tour_of(p, 1);
+    (void)ra__tour_hops(&w);
+    p->back.steps = ra__tour_steps(&w, p->line, p->start);
+    ra__plan_back_lists(&w, p->start, &p->back);
+    ra__plan_back_bytes(p);
+    p->back.exchanges = ra__tour_exchanges(&w, p->start, p->back.exchange);
+}
+
+/* Everything between the list of chunks and the figures. */
+static void ra__plan_fill(ra_plan *p) {
+    ra__tour w;
+    ra__need_none(p, &p->keys);
+    for (int32_t r = 0; r < p->d.ranks; r++)
+        for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
+    ra__plan_places(p);
+    ra__plan_direction(p);
+    p->chunk_bytes = 0;
+    for (int64_t c = 0; c < p->keys.chunks; c++)
+        if (ra__chunk_reach(&p->keys.chunk[c]))
+            p->chunk_bytes =
+                ra__max(p->chunk_bytes, ra__message_bytes(&p->d, &p->keys.chunk[c], 1));
+    w = ra__tour_of(p, 0);
+    p->forward.exchanges = ra__tour_exchanges(&w, p->start, p->forward.exchange);
+    p->forward.direction = p->direction;
+    p->forward.chunk = p->keys.chunk;
+    p->forward.chunk_bytes = p->chunk_bytes;
+    if (p->d.train) ra__plan_fill_back(p);
+    p->sizes = ra__plan_sizes(p, p->d.rank, p->task0);
+    for (int32_t b = 0; b <= p->d.sequences; b++) p->back_task0[b] = b * p->sizes.back.tasks;
+    ra__plan_own_lists(p);
+    ra__plan_readers(p);
+}
+
+/* Empty tiles of chunks that never come here: a pass counts them without looking. */
+static int64_t ra__plan_unvisited(const ra_plan *p, const ra__travel *t) {
+    int keys = t == &p->queries;                       /* what stays here */
+    ra__side side = ra__plan_side(p, keys, p->d.rank);
+    int64_t n = 0, blocks = 0;
+    for (int64_t c = 0; c < t->chunks; c++) {
+        int32_t b = t->chunk[c].sequence;
+        if (!c || b != t->chunk[c - 1].sequence)
+            blocks = ra__side_blocks(&side, b, keys ? ra__k_len(&p->d, b) : ra__q_len(&p->d, b));
+        if (!ra__need(t, c, p->d.rank))
+            n = ra__add_sat(n, ra__mul_sat(blocks, ra__chunk_blocks(&t->chunk[c])));
+    }
+    return ra__mul_sat(n, p->d.q_heads);
+}
+
+static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    ra__sizes n = rank == p->d.rank ? p->sizes : ra__plan_sizes(p, rank, NULL);
+    ra__plan_report_rank(p, rank, r);
+    int64_t state[2];
+    r->workspace_bytes = ra__ring_bytes(p, &n, 0, 64, state);
+    r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64, state);
+    r->forward.state_bytes = state[0];
+    r->backward.state_bytes = state[1];
+}
+
+/* At least as many chunks as there will be: each shard of a sequence adds one to tokens /
+ * chunk_tokens. */
+static int64_t ra__plan_most_chunks(const ra_desc *d, int keys) {
+    const ra_layout *l = &d->layout;
+    const int64_t *rows = keys && l->k_rows ? l->k_rows : l->q_rows;
+    int64_t n = 0;
+    for (int32_t b = 0; b < d->sequences; b++) {
+        n += (keys ? ra__k_len(d, b) : ra__q_len(d, b)) / d->chunk_tokens + d->ranks;
+        for (int32_t r = 0; l->kind == RA_LAYOUT_ARRAY && r < d->ranks; r++)
+            n += rows[r] / d->chunk_tokens;
+    }
+    return n;
+}
+
+static void ra__plan_carve(ra__arena *a, ra_plan *p, const ra_desc *full, int64_t keys,
+                           int64_t queries) {
+    (void)ra__carve(a, (int64_t)sizeof *p);
+    ra__plan_arrays(a, p, full);
+    ra__plan_lists(a, p, keys, queries);
+}
+
+RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a) {
+    ra_desc full;
+    ra_plan *p, probe;
+    ra__arena arena = { NULL, 0 };
+    int64_t bytes, keys, queries;
+    ra_status s;
+    if (out) *out = NULL;
+    s = ra__resolve(d, &full);
+    if (!s) s = ra__check_intervals(&full, d->error);
+    if (s) return s;
+    if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
+    if (a && !a->alloc != !a->free)
+        return ra__refuse(d->error, RA_E_NULL, a->alloc ? "allocator.free" : "allocator.alloc",
+                          "needed beside the other", 0);
+    memset(&probe, 0, sizeof probe);
+    keys = ra__plan_most_chunks(&full, 1);
+    queries = ra__plan_most_chunks(&full, 0);
+    if (keys > INT32_MAX / 2 || queries > INT32_MAX / 2)
+        return ra__refuse(d->error, RA_E_OVERFLOW, "chunk_tokens",
+                          "# tokens make too many chunks", full.chunk_tokens);
+    ra__plan_carve(&arena, &probe, &full, keys, queries);
+    bytes = arena.used;
+    arena.base = (uint8_t *)ra__alloc(a, bytes, 64);
+    if (!arena.base)
+        return ra__refuse(d->error, RA_E_NOMEM, "allocator", "no # bytes for the plan", bytes);
+    arena.used = 0;
+    p = (ra_plan *)(void *)arena.base;
+    memset(p, 0, sizeof *p);
+    p->bytes = bytes;
+    if (a) p->allocator = *a;
+    ra__plan_carve(&arena, p, &full, keys, queries);
+    ra__agree(d, &full, &p->agreed);
+    ra__plan_cuts(p);
+    p->keys.chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESCENDING, p->keys.chunk);
+    RINGATTN_ASSERT(p->keys.chunks <= keys);
+    ra__plan_fill(p);
+    p->unvisited = ra__plan_unvisited(p, &p->keys);
+    p->back_unvisited = ra__plan_unvisited(p, ra__back_travel(p));
+    ra__plan_full_report(p, p->d.rank, &p->report);
+    p->d.error = NULL;
+    *out = p;
+    return RA_OK;
+}
+
+RINGATTN_API void ra_plan_destroy(ra_plan *plan) {
+    ra_allocator a;
+    if (!plan) return;
+    a = plan->allocator;
+    ra__free(&a, plan, (size_t)plan->bytes);
+}
+
+static int32_t ra__plan_runs(const ra_plan *p, int keys, int32_t rank, int32_t sequence,
+                             ra_run *runs, int32_t max_runs) {
+    ra__side side;
+    ra__seg s;
+    int64_t tokens;
+    int32_t n = 0;
+    if (!p || rank < 0 || rank >= p->d.ranks || sequence < 0 || sequence >= p->d.sequences ||
+        max_runs < 0 || (max_runs && !runs))
+        return -1;
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY) return 0;
+    side = ra__plan_side(p, keys, rank);
+    tokens = keys ? ra__k_len(&p->d, sequence) : ra__q_len(&p->d, sequence);
+    for (int64_t i = 0; ra__side_seg(&side, sequence, tokens, i, &s); i++) {
+        if (!s.rows) continue;
+        if (n < max_runs) {
+            runs[n].first = s.pos;
+            runs[n].count = s.rows;
+            runs[n].stride = s.stride;
+        }
+        n++;
+    }
+    return n;
+}
+
+RINGATTN_API int32_t ra_plan_q_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
+                                    ra_run *runs, int32_t max_runs) {
+    return ra__plan_runs(plan, 0, rank, sequence, runs, max_runs);
+}
+
+RINGATTN_API int32_t ra_plan_k_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
+                                    ra_run *runs, int32_t max_runs) {
+    return ra__plan_runs(plan, 1, rank, sequence, runs, max_runs);
+}
+
+RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_report *out) {
+    if (!plan || !out) return RA_E_NULL;
+    if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
+    if (rank == plan->d.rank) *out = plan->report;
+    else ra__plan_full_report(plan, rank, out);
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const ra_rates *rates,
+                                       ra_prediction *out) {
+    ra__arena arena = { NULL, 0 };
+    ra__model m;
+    int64_t bytes;
+    double pair_s;
+    if (!plan || !rates || !out) return RA_E_NULL;
+    if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
+    if (!(rates->flops_per_s > 0) || !(rates->link_bytes_per_s > 0) ||
+        !(rates->link_latency_s >= 0))
+        return RA_E_RANGE;
+    ra__model_carve(&arena, plan, &m);
+    bytes = arena.used;
+    arena.base = (uint8_t *)ra__alloc(&plan->allocator, bytes, 64);
+    if (!arena.base) return RA_E_NOMEM;
+    memset(arena.base, 0, (size_t)bytes);
+    arena.used = 0;
+    ra__model_carve(&arena, plan, &m);
+    pair_s = 2.0 * (plan->d.k_dim + plan->d.v_dim) * plan->d.q_heads / rates->flops_per_s;
+    for (int32_t r = 0; r < plan->d.ranks; r++) {
+        if (plan->d.layout.kind == RA_LAYOUT_ARRAY)
+            ra__model_array(plan, r, pair_s, &m);
+        for (int32_t b = 0; b < plan->d.sequences && plan->d.layout.kind != RA_LAYOUT_ARRAY; b++)
+            ra__model_work(plan, r, b, pair_s, &m);
+    }
+    for (int64_t c = 0; c < plan->keys.chunks; c++) ra__model_chunk(plan, rates, c, &m);
+    memset(out, 0, sizeof *out);
+    out->compute_s = m.compute[rank];
+    out->transfer_s = m.busy[rank];
+    out->wait_s = m.idle[rank];
+    out->done_s = m.folded[rank];
+    out->hidden_s = m.busy[rank] > m.idle[rank] ? m.busy[rank] - m.idle[rank] : 0;
+    for (int32_t r = 0; r < plan->d.ranks; r++)
+        if (m.folded[r] > out->all_done_s) out->all_done_s = m.folded[r];
+    ra__free(&plan->allocator, arena.base, (size_t)bytes);
+    return RA_OK;
+}
+
+/* ========================================================================== TRANSPORT
+ * Checks an ra_transport before anything of it is used, fills in its defaults, and the transport of
+ * a ring of one. In: the struct as the client filled it and what the plan needs. Out: a refusal
+ * whose (status, field) names one check, or nothing. Garbage is met in the order size, ABI, plain
+ * numbers, pointers; no callback is called here. */
+
+enum { RA__TP_CAPS = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_LOAN | RA_CAP_DEADLINE
+                     | RA_CAP_SHARED };
+#define RA__TP_SIZE_V1 (offsetof(ra_transport, error_text) + sizeof(void *))
+#define RA__TP_SIZE_MAX 4096           /* no version will be larger: the field holds garbage */
+#define RA__TP_MAX_MSG ((size_t)1 << 30)
+
+static ra_status ra__tp_check_numbers(const ra_transport *t, ra_error *e) {
+    if (t->size < RA__TP_SIZE_V1 || t->size > RA__TP_SIZE_MAX)
+        return ra__refuse(e, RA_E_ABI, "transport.size",
+                          "must be sizeof(ra_transport), is #: was it set?", (int64_t)t->size);
+    if (t->abi != RA_TRANSPORT_ABI)
+        return ra__refuse(e, RA_E_ABI, "transport.abi",
+                          "must be RA_TRANSPORT_ABI, which is 1 here, is #", (int64_t)t->abi);
+    if (t->caps & ~(uint32_t)RA__TP_CAPS)
+        return ra__refuse(e, RA_E_ENUM, "transport.caps",
+                          "has bits that are no RA_CAP_*: #", (int64_t)t->caps);
+    if (t->channels > 64)
+        return ra__refuse(e, RA_E_RANGE, "transport.channels",
+                          "must be 0 (1) to 64, is #", (int64_t)t->channels);
+    if (t->tag_bits > 64)
+        return ra__refuse(e, RA_E_RANGE, "transport.tag_bits",
+                          "must be 0 (15) to 64, is #", (int64_t)t->tag_bits);
+    if (t->max_ops == 1)
+        return ra__refuse(e, RA_E_RANGE, "transport.max_ops",
+                          "must be 0 (2) or at least 2, a send beside a receive, is #", 1);
+    if (t->align > 4096 || (t->align & (t->align - 1)))
+        return ra__refuse(e, RA_E_RANGE, "transport.align",
+                          "must be 0 (64) or a power of two up to 4096, is #", (int64_t)t->align);
+    return RA_OK;
+}
+
+/* Each callback and property that another one calls for. */
+static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
+    int shared = (t->caps & RA_CAP_SHARED) != 0;
+    if (!t->sendrecv && !t->post)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.sendrecv",
+                          "is null and so is post: one of them must be there", 0);
+    if (t->post && !t->poll)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.poll",
+                          "is null, but post is there and needs it", 0);
+    if (t->reg && !t->dereg)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.dereg",
+                          "is null, but reg is there and needs it", 0);
+    if ((t->caps & RA_CAP_LOAN) && !t->release)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.release",
+                          "is null, but RA_CAP_LOAN is in caps (#)", (int64_t)t->caps);
+    if (shared && !t->post)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.post",
+                          "is null, but RA_CAP_SHARED is in caps (#)", (int64_t)t->caps);
+    if (shared && !t->quiesce)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.quiesce",
+                          "is null, but RA_CAP_SHARED is in caps (#)", (int64_t)t->caps);
+    if (shared && !(t->caps & RA_CAP_ANY_PEER))
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
+                          "RA_CAP_SHARED needs RA_CAP_ANY_PEER, is #", (int64_t)t->caps);
+    if (shared && t->channels < 2)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.channels",
+                          "RA_CAP_SHARED needs at least 2 channels, is #", (int64_t)t->channels);
+    return RA_OK;
+}
+
+/* rank and ranks as the plan has them; chunk_bytes is the largest message it will send. */
+static ra_status ra__tp_check(const ra_transport *t, int32_t rank, int32_t ranks,
+                              int64_t chunk_bytes, ra_error *e) {
+    ra_status s;
+    size_t max_msg;
+    if (!t && ranks == 1) return RA_OK;
+    if (!t)
+        return ra__refuse(e, RA_E_NULL, "transport",
+                          "is null, which is allowed in a ring of one, but the plan has # ranks",
+                          ranks);
+    s = ra__tp_check_numbers(t, e);
+    if (s == RA_OK) s = ra__tp_check_callbacks(t, e);
+    if (s != RA_OK) return s;
+    if (!t->ranks && t->rank)
+        return ra__refuse(e, RA_E_UNSET, "transport.ranks",
+                          "is 0, but transport.rank is #: set both or neither", t->rank);
+    if (t->ranks && t->ranks != ranks)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.ranks",
+                          "is #, but the plan has another number of ranks", t->ranks);
+    if (t->ranks && t->rank != rank)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.rank",
+                          "is #, but the plan is another rank's", t->rank);
+    if ((t->caps & RA_CAP_SHARED) && (int64_t)t->max_ops < 2 * (int64_t)ranks + 2)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.max_ops",
+                          "is #, RA_CAP_SHARED needs at least 2 ranks + 2", (int64_t)t->max_ops);
+    max_msg = t->max_msg ? t->max_msg : RA__TP_MAX_MSG;
+    if (ranks > 1 && chunk_bytes > 0 && (uint64_t)chunk_bytes > (uint64_t)max_msg)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
+                          "is less than the # bytes of a message of this plan: lower chunk_tokens",
+                          chunk_bytes);
+    return RA_OK;
+}
+
+/* A copy with the defaults in place of zeros. t has passed ra__tp_check. What a later version
+ * appends is not copied: nothing here would call it. */
+static ra_transport ra__tp_resolved(const ra_transport *t) {
+    ra_transport r = *t;
+    r.size = (uint32_t)sizeof r;
+    if (!r.channels) r.channels = 1;
+    if (!r.tag_bits) r.tag_bits = 15;
+    if (!r.max_ops) r.max_ops = 2;
+    if (!r.max_msg) r.max_msg = RA__TP_MAX_MSG;
+    if (!r.align) r.align = 64;
+    if (!r.name) r.name = "unnamed";
+    return r;
+}
+
+#undef RA__TP_SIZE_V1
+#undef RA__TP_SIZE_MAX
+#undef RA__TP_MAX_MSG
+
+/* ========================================================================== SHM
+ * The bundled world: ranks are threads of this process, a seat each. One world carries one ring a
+ * rank at a time: quiesce speaks for the whole rank, and failure is for the life of the world.
+ *
+ * A send and a receive match in order per (source, destination, channel). Both look into the inbox
+ * of the destination, under its lock: whoever comes second takes the other's op out, copies the
+ * bytes after unlocking, and reports to its owner in scratch. Hence
+ *   - in one flow only sends or only receives are ever queued, so a match is the first of its flow;
+ *   - an op's state is written by calls of its owner alone;
+ *   - an op that is no longer PENDING is touched by nobody else, nor is its buffer.
+ * Whatever a seat may sleep for first changes the atomics that say so, then adds to its event
+ * word, on which the sleeper also announces itself: one word, one order, no lost wake-up.
+ *
+ * Errors of the callbacks: RA_OK or the sticky failure of the seat, which is `why` on the rank
+ * that aborted and RA_E_ABORTED on others. Ops alone fail with RA_E_TRUNC (both sides; nothing is
+ * copied), RA_E_PEER (the peer left or quiesced) or RA_E_IO (kind, channel or peer is invalid).
+ * Six facts a callback stand beside each; "owner" is the thread that makes the calls of a rank. */
+
+#ifdef RINGATTN_NO_THREADS
+
+static ra_status ra__shm_none(ra_error *e) {
+    return ra__refuse(e, RA_E_UNSUPPORTED, "RINGATTN_NO_THREADS",
+                      "is defined: this build has no world of threads", 0);
+}
+
+RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd) {
+    if (out) *out = NULL;
+    return ra__shm_none(wd ? wd->error : NULL);
+}
+
+RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const ra_world_desc *wd) {
+    (void)ranks, (void)fn, (void)user;
+    return ra__shm_none(wd ? wd->error : NULL);
+}
+
+RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank) {
+    (void)world, (void)rank;
+    return NULL;
+}
+
+RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why) {
+    (void)world, (void)rank, (void)why;
+}
+
+RINGATTN_API void ra_world_destroy(ra_world *world) {
+    (void)world;
+}
+
+#else
+
+enum { RA__SHM_BUCKETS = 16, RA__SHM_CHANNELS = 2 };
+enum { RA__SHM_SPINS = 200, RA__SHM_YIELDS = 8 };
+#define RA__SHM_SLICE_NS 10000000      /* longest sleep in one piece */
+#define RA__SHM_EVENT 65536            /* event word: events times this plus sleepers */
+#define RA__SHM_LINE __attribute__((aligned(128))) /* two lines: processors fetch pairs */
+
+/* Words of ra_transport_op.scratch of a PENDING op. All but the report are read and written under
+ * the lock of the inbox that queues the op. */
+enum { RA__SHM_NEXT, RA__SHM_PREV,     /* in its bucket */
+       RA__SHM_OWNER, RA__SHM_SOURCE,  /* seats: who posted it, from where the bytes come */
+       RA__SHM_REPORT };               /* atomic: RA__SHM_QUEUED, or as follows, or RA_E_TRUNC */
+enum { RA__SHM_QUEUED = 0, RA__SHM_TAKEN = 1, RA__SHM_MOVED = 2 };
+
+typedef struct ra__shm_bucket { ra_transport_op *head, *tail; } ra__shm_bucket;
+
+typedef struct ra__shm_seat {
+    RA__SHM_LINE int64_t event;        /* others write */
+    int32_t open;                      /* ops of this rank that are queued or being copied */
+    RA__SHM_LINE int32_t why;          /* seldom written: failure of this rank, 0: none */
+    int32_t gone;                      /* 1: has quiesced or left */
+    int32_t rank;
+    struct ra_world *world;
+    RA__SHM_LINE pthread_mutex_t inbox_lock; /* guards bucket[] and the scratch of ops in it */
+    ra__shm_bucket bucket[RA__SHM_BUCKETS]; /* messages to this rank, both sides of them */
+    RA__SHM_LINE pthread_mutex_t sleep_lock;
+    pthread_cond_t wake;
+    ra_transport transport;
+} ra__shm_seat;
+
+struct ra_world {
+    RA__SHM_LINE int32_t aborted;      /* 1: some rank aborted */
+    int32_t gone;                      /* ranks that have quiesced or left */
+    int32_t ranks;
+    ra__shm_seat *seats;               /* [ranks], behind this struct */
+    size_t bytes;
+    ra_allocator allocator;
+};
+
+/* ---- waking and sleeping */
+
+static int ra__shm_eventless(const ra__shm_seat *seat, int64_t seen) {
+    return ra__load_i64(&seat->event) / RA__SHM_EVENT == seen;
+}
+
+static void ra__shm_notify(ra__shm_seat *seat) {
+    if (ra__add_i64(&seat->event, RA__SHM_EVENT) % RA__SHM_EVENT == 0) return;
+    pthread_mutex_lock(&seat->sleep_lock);
+    pthread_cond_broadcast(&seat->wake);
+    pthread_mutex_unlock(&seat->sleep_lock);
+}
+
+/* Takes no lock that another thread holds: a sleeper that is missed wakes with its slice. */
+static void ra__shm_notify_all(ra_world *world) {
+    int32_t r;
+    for (r = 0; r < world->ranks; r++) {
+        ra__shm_seat *seat = &world->seats[r];
+        if (ra__add_i64(&seat->event, RA__SHM_EVENT) % RA__SHM_EVENT == 0) continue;
+        if (pthread_mutex_trylock(&seat->sleep_lock)) continue;
+        pthread_cond_broadcast(&seat->wake);
+        pthread_mutex_unlock(&seat->sleep_lock);
+    }
+}
+
+/* One slice of sleep, unless there was an event since `seen` was taken. */
+static void ra__shm_sleep(ra__shm_seat *seat, int64_t seen, int64_t ns) {
+    pthread_mutex_lock(&seat->sleep_lock);
+    if (ra__add_i64(&seat->event, 1) / RA__SHM_EVENT == seen)
+        ra__cond_sleep(&seat->wake, &seat->sleep_lock, ns);
+    ra__add_i64(&seat->event, -1);
+    pthread_mutex_unlock(&seat->sleep_lock);
+}
+
+/* Waits for an event later than `seen`: 1; 0: the deadline came first. */
+static int ra__shm_doze(ra__shm_seat *seat, int64_t seen, int64_t deadline_ns) {
+    int i;
+    for (i = 0; i < RA__SHM_SPINS; i++) {
+        if (!ra__shm_eventless(seat, seen)) return 1;
+        ra__pause();
+    }
+    for (i = 0; i < RA__SHM_YIELDS; i++) {
+        if (!ra__shm_eventless(seat, seen)) return 1;
+        ra__yield();
+    }
+    while (ra__shm_eventless(seat, seen)) {
+        int64_t ns = RA__SHM_SLICE_NS;
+        if (deadline_ns != RA_NO_DEADLINE) {
+            int64_t left = ra__time_since(deadline_ns, ra_now_ns());
+            if (left <= 0) return 0;
+            if (left < ns) ns = left;
+        }
+        ra__shm_sleep(seat, seen, ns);
+    }
+    return 1;
+}
+
+/* ---- queues; the inbox is locked */
+
+static ra_transport_op *ra__shm_op(const ra_transport_op *op, int word) {
+    return (ra_transport_op *)op->scratch[word];
+}
+
+static void ra__shm_report(ra_transport_op *op, int32_t report) {
+    ra__store_ptr(&op->scratch[RA__SHM_REPORT], (void *)(intptr_t)report);
+}
+
+static int32_t ra__shm_reported(const ra_transport_op *op) {
+    return (int32_t)(intptr_t)ra__load_ptr(&op->scratch[RA__SHM_REPORT]);
+}
+
+static ra__shm_seat *ra__shm_inbox(ra__shm_seat *seat, const ra_transport_op *op) {
+    return op->kind == RA_MSG_RECV ? seat : &seat->world->seats[op->peer];
+}
+
+static ra__shm_bucket *ra__shm_bucket_of(ra__shm_seat *inbox, const ra_transport_op *op) {
+    const ra__shm_seat *source = (const ra__shm_seat *)op->scratch[RA__SHM_SOURCE];
+    return &inbox->bucket[(source->rank * RA__SHM_CHANNELS + op->channel) % RA__SHM_BUCKETS];
+}
+
+/* First op of the flow of `op`, or null. Ops of other flows come before it only if their sources
+ * share the bucket. */
+static ra_transport_op *ra__shm_first(const ra__shm_bucket *b, const ra_transport_op *op) {
+    ra_transport_op *at = b->head;
+    while (at && (at->scratch[RA__SHM_SOURCE] != op->scratch[RA__SHM_SOURCE]
+                  || at->channel != op->channel))
+        at = ra__shm_op(at, RA__SHM_NEXT);
+    return at;
+}
+
+static void ra__shm_append(ra__shm_bucket *b, ra_transport_op *op) {
+    op->scratch[RA__SHM_NEXT] = NULL;
+    op->scratch[RA__SHM_PREV] = b->tail;
+    if (b->tail) b->tail->scratch[RA__SHM_NEXT] = op;
+    else b->head = op;
+    b->tail = op;
+}
+
+static void ra__shm_unlink(ra__shm_bucket *b, const ra_transport_op *op) {
+    ra_transport_op *next = ra__shm_op(op, RA__SHM_NEXT), *prev = ra__shm_op(op, RA__SHM_PREV);
+    if (prev) prev->scratch[RA__SHM_NEXT] = next;
+    else b->head = next;
+    if (next) next->scratch[RA__SHM_PREV] = prev;
+    else b->tail = prev;
+}
+
+/* ---- ops */
+
+/* The failure that all calls of this rank return, or RA_OK. */
+static int32_t ra__shm_failure(const ra__shm_seat *seat) {
+    int32_t why = ra__load_i32(&seat->why);
+    if (why) return why;
+    return ra__load_i32(&seat->world->aborted) ? RA_E_ABORTED : RA_OK;
+}
+
+/* For an op whose peer is gone. The failure is asked again: a rank that aborts does so before it is
+ * gone, so seeing it gone means that an abort can be seen too. */
+static int32_t ra__shm_why_gone(const ra__shm_seat *seat) {
+    int32_t failure = ra__shm_failure(seat);
+    return failure ? failure : RA_E_PEER;
+}
+
+/* state is stored last and released: an engine may load it on another thread of the rank. */
+static void ra__shm_close(ra_transport_op *op, int32_t state) {
+    op->done = state == RA_MSG_DONE ? op->len : 0;
+    ra__store_i32(&op->state, state);
+}
+
+/* `other` was taken out of its inbox by this thread, which posts `op`. Nothing of `other` may be
+ * touched after its report: the owner may use it again. */
+static void ra__shm_move(ra_transport_op *op, ra_transport_op *other) {
+    ra__shm_seat *owner = (ra__shm_seat *)other->scratch[RA__SHM_OWNER];
+    ra_transport_op *to = op->kind == RA_MSG_RECV ? op : other;
+    const ra_transport_op *from = op->kind == RA_MSG_RECV ? other : op;
+    int fits = to->len == from->len;
+    if (fits && to->len) memcpy(to->buf, from->buf, to->len);
+    ra__shm_close(op, fits ? (int32_t)RA_MSG_DONE : (int32_t)RA_E_TRUNC);
+    ra__shm_report(other, fits ? (int32_t)RA__SHM_MOVED : (int32_t)RA_E_TRUNC);
+    ra__add_i32(&owner->open, -1);
+    ra__shm_notify(owner);
+}
+
+static void ra__shm_post_one(ra__shm_seat *seat, ra_transport_op *op) {
+    ra__shm_seat *peer, *inbox;
+    ra__shm_bucket *bucket;
+    ra_transport_op *other;
+    if (op->channel >= RA__SHM_CHANNELS || op->peer < 0 || op->peer >= seat->world->ranks) {
+        ra__shm_close(op, RA_E_IO);
+        return;
+    }
+    peer = &seat->world->seats[op->peer];
+    inbox = ra__shm_inbox(seat, op);
+    op->scratch[RA__SHM_OWNER] = seat;
+    op->scratch[RA__SHM_SOURCE] = op->kind == RA_MSG_RECV ? peer : seat;
+    ra__shm_report(op, RA__SHM_QUEUED);
+    bucket = ra__shm_bucket_of(inbox, op);
+    pthread_mutex_lock(&inbox->inbox_lock);
+    other = ra__shm_first(bucket, op);
+    if (ra__load_i32(&seat->why)) {    /* see ra__shm_purge */
+        ra__shm_close(op, ra__load_i32(&seat->why));
+        other = NULL;
+    } else if (ra__load_i32(&peer->gone)) {
+        ra__shm_close(op, ra__shm_why_gone(seat));
+        other = NULL;
+    } else if (other && other->kind != op->kind) {
+        ra__shm_unlink(bucket, other);
+        ra__shm_report(other, RA__SHM_TAKEN);
+    } else {
+        ra__store_i32(&op->state, RA_MSG_PENDING);
+        ra__add_i32(&seat->open, 1);
+        ra__shm_append(bucket, op);
+        other = NULL;
+    }
+    pthread_mutex_unlock(&inbox->inbox_lock);
+    if (other) ra__shm_move(op, other);
+}
+
+/* Takes a queued op back. Returns the report, RA__SHM_QUEUED if it was still queued, never
+ * RA__SHM_TAKEN: a copy that has begun is waited for, which takes no longer than its memcpy. */
+static int32_t ra__shm_withdraw(ra__shm_seat *seat, ra_transport_op *op) {
+    ra__shm_seat *inbox = ra__shm_inbox(seat, op);
+    int32_t report;
+    pthread_mutex_lock(&inbox->inbox_lock);
+    report = ra__shm_reported(op);
+    if (report == RA__SHM_QUEUED) {
+        ra__shm_unlink(ra__shm_bucket_of(inbox, op), op);
+        ra__add_i32(&seat->open, -1);
+    }
+    pthread_mutex_unlock(&inbox->inbox_lock);
+    while (report == RA__SHM_TAKEN) {
+        ra__yield();
+        report = ra__shm_reported(op);
+    }
+    return report;
+}
+
+/* Moves one PENDING op on, if its time has come. failure: of the seat. */
+static void ra__shm_settle(ra__shm_seat *seat, ra_transport_op *op, int32_t failure) {
+    int32_t report = ra__shm_reported(op);
+    if (failure) {
+        if (report == RA__SHM_QUEUED || report == RA__SHM_TAKEN) ra__shm_withdraw(seat, op);
+        ra__shm_close(op, failure);
+        return;
+    }
+    if (report == RA__SHM_QUEUED && ra__load_i32(&seat->world->gone)
+        && ra__load_i32(&seat->world->seats[op->peer].gone)) {
+        report = ra__shm_withdraw(seat, op);
+        if (report == RA__SHM_QUEUED) report = ra__shm_why_gone(seat);
+    }
+    if (report == RA__SHM_MOVED) ra__shm_close(op, RA_MSG_DONE);
+    else if (report < 0) ra__shm_close(op, report);
+}
+
+/* Settles ops[0..n). pending: how many were PENDING before and are after. */
+static void ra__shm_sweep(ra__shm_seat *seat, ra_transport_op *const *ops, int n, int32_t failure,
+                          int *pending) {
+    int i;
+    pending[0] = pending[1] = 0;
+    for (i = 0; i < n; i++) {
+        if (ra__load_i32(&ops[i]->state) != RA_MSG_PENDING) continue;
+        pending[0]++;
+        ra__shm_settle(seat, ops[i], failure);
+        if (ra__load_i32(&ops[i]->state) == RA_MSG_PENDING) pending[1]++;
+    }
+}
+
+/* ---- callbacks */
+
+/* Who: the owner. Blocks: no; copies the bytes of ops that match at once. Buffers: as
+ * ra_transport_op.buf says. Order: receives first, each flow in the order of ops; all are accepted,
+ * RA_AGAIN never comes. Errors: see above; after one every idle op has it too. Required. */
+static int ra__shm_post(void *ctx, ra_transport_op *const *ops, int n) {
+    ra__shm_seat *seat = (ra__shm_seat *)ctx;
+    int32_t failure = ra__shm_failure(seat);
+    int i, kind;
+    for (kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--) {
+        for (i = 0; i < n; i++) {
+            if (ops[i]->kind != kind || ra__load_i32(&ops[i]->state) != RA_MSG_IDLE) continue;
+            if (failure) ra__shm_close(ops[i], failure);
+            else ra__shm_post_one(seat, ops[i]);
+        }
+    }
+    for (i = 0; i < n; i++)
+        if (ra__load_i32(&ops[i]->state) == RA_MSG_IDLE) ra__shm_close(ops[i], RA_E_IO);
+    return failure;
+}
+
+/* Who: the owner. Blocks: no, but for a copy under way after a failure. Buffers: free again as ops
+ * leave PENDING. Order: ops of a flow may be found done in any order. Errors: see above. Required
+ * with post. */
+static int ra__shm_poll(void *ctx, ra_transport_op *const *ops, int n) {
+    ra__shm_seat *seat = (ra__shm_seat *)ctx;
+    int32_t failure = ra__shm_failure(seat);
+    int pending[2];
+    ra__shm_sweep(seat, ops, n, failure, pending);
+    return failure;
+}
+
+/* As poll. Blocks until one of ops leaves PENDING, abort, or deadline_ns (then RA_OK: nothing is
+ * wrong with the transport). Optional. */
+static int ra__shm_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns) {
+    ra__shm_seat *seat = (ra__shm_seat *)ctx;
+    for (;;) {
+        int64_t seen = ra__load_i64(&seat->event) / RA__SHM_EVENT;
+        int32_t failure = ra__shm_failure(seat);
+        int pending[2];
+        ra__shm_sweep(seat, ops, n, failure, pending);
+        if (failure || pending[1] < pending[0] || pending[1] == 0) return failure;
+        if (!ra__shm_doze(seat, seen, deadline_ns)) return RA_OK;
+    }
+}
+
+/* Who: any thread, any time, beside any call. Blocks: no. Buffers: stay where they are until
+ * quiesce. Order: the first of a rank counts; it holds before this returns. Errors: none.
+ * Optional. */
+static int ra__shm_abort(void *ctx, int why) {
+    ra__shm_seat *seat = (ra__shm_seat *)ctx;
+    ra__cas_i32(&seat->why, 0, why < 0 ? why : RA_E_ABORTED);
+    if (ra__cas_i32(&seat->world->aborted, 0, 1)) ra__shm_notify_all(seat->world);
+    return RA_OK;
+}
+
+/* Takes back what this rank has queued anywhere, and waits for copies under way. The `why` of its
+ * seat is set: a post at the same time has queued its op before this takes the lock of its inbox,
+ * or sees `why` under that lock and queues nothing. */
+static void ra__shm_purge(ra__shm_seat *seat) {
+    int32_t r;
+    int b;
+    for (r = 0; r < seat->world->ranks; r++) {
+        ra__shm_seat *inbox = &seat->world->seats[r];
+        pthread_mutex_lock(&inbox->inbox_lock);
+        for (b = 0; b < RA__SHM_BUCKETS; b++) {
+            ra_transport_op *op = inbox->bucket[b].head, *next;
+            for (; op; op = next) {
+                next = ra__shm_op(op, RA__SHM_NEXT);
+                if (op->scratch[RA__SHM_OWNER] != seat) continue;
+                ra__shm_unlink(&inbox->bucket[b], op);
+                ra__shm_report(op, RA_E_ABORTED);
+                ra__add_i32(&seat->open, -1);
+            }
+        }
+        pthread_mutex_unlock(&inbox->inbox_lock);
+    }
+    while (ra__load_i32(&seat->open)) ra__yield();
+}
+
+/* From here on this rank reads nothing of others, and others get RA_E_PEER instead of waiting. */
+static void ra__shm_part(ra__shm_seat *seat) {
+    ra_world *world = seat->world;
+    int32_t failure = ra__shm_failure(seat);
+    ra__cas_i32(&seat->why, 0, failure ? failure : RA_E_STATE);
+    ra__shm_purge(seat);
+    if (!ra__cas_i32(&seat->gone, 0, 1)) return;
+    if (ra__add_i32(&world->gone, 1) + 1 == world->ranks || !ra__load_i32(&world->aborted))
+        ra__shm_notify_all(world);
+}
+
+/* Who: the owner, when no thread of the rank reads what it received. Blocks: until every rank has
+ * quiesced or left, or deadline_ns. Buffers: all the rank's own again after RA_OK. Order: the rank
+ * parts for good, even without an abort before: later ops fail. Errors: RA_E_UNSAFE at the
+ * deadline; may be called again. Optional. */
+static int ra__shm_quiesce(void *ctx, int64_t deadline_ns) {
+    ra__shm_seat *seat = (ra__shm_seat *)ctx;
+    ra__shm_part(seat);
+    for (;;) {
+        int64_t seen = ra__load_i64(&seat->event) / RA__SHM_EVENT;
+        if (ra__load_i32(&seat->world->gone) == seat->world->ranks) return RA_OK;
+        if (!ra__shm_doze(seat, seen, deadline_ns)) return RA_E_UNSAFE;
+    }
+}
+
+/* Who: any thread. Blocks: no. The text is static; any code; null: see ra_status_text. Optional. */
+static const char *ra__shm_error_text(void *ctx, int code) {
+    (void)ctx;
+    if (code == RA_E_ABORTED) return "another rank of this world failed or was cancelled";
+    if (code == RA_E_PEER) return "the other rank has left this world";
+    if (code == RA_E_TRUNC) return "send and receive differ in length";
+    if (code == RA_E_IO) return "an op has an unknown kind or channel, or a peer outside the world";
+    if (code == RA_E_STATE) return "this rank has left this world";
+    if (code == RA_E_UNSAFE) return "some rank of this world neither left nor quiesced in time";
+    return NULL;
+}
+
+/* ---- the world */
+
+static void ra__shm_close_seats(ra_world *world, int32_t n) {
+    while (n-- > 0) {
+        pthread_cond_destroy(&world->seats[n].wake);
+        pthread_mutex_destroy(&world->seats[n].sleep_lock);
+        pthread_mutex_destroy(&world->seats[n].inbox_lock);
+    }
+}
+
+/* 1: done; 0: the system has no more locks, and nothing is left behind. */
+static int ra__shm_open_seat(ra_world *world, int32_t rank) {
+    ra__shm_seat *seat = &world->seats[rank];
+    ra_transport *t = &seat->transport;
+    seat->world = world;
+    seat->rank = rank;
+    t->size = (uint32_t)sizeof *t;
+    t->abi = RA_TRANSPORT_ABI;
+    t->caps = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_DEADLINE | RA_CAP_SHARED;
+    t->channels = RA__SHM_CHANNELS;
+    t->tag_bits = 64;
+    t->max_ops = 65536;
+    t->rank = rank;
+    t->ranks = world->ranks;
+    t->max_msg = SIZE_MAX / 2;
+    t->align = 64;
+    t->name = "world";
+    t->ctx = seat;
+    t->post = ra__shm_post;
+    t->poll = ra__shm_poll;
+    t->wait = ra__shm_wait;
+    t->abort = ra__shm_abort;
+    t->quiesce = ra__shm_quiesce;
+    t->error_text = ra__shm_error_text;
+    if (pthread_mutex_init(&seat->inbox_lock, NULL)) return 0;
+    if (!pthread_mutex_init(&seat->sleep_lock, NULL)) {
+        if (!ra__cond_init(&seat->wake)) return 1;
+        pthread_mutex_destroy(&seat->sleep_lock);
+    }
+    pthread_mutex_destroy(&seat->inbox_lock);
+    return 0;
+}
+
+static ra_status ra__shm_check(const ra_world_desc *wd, int32_t ranks, ra_error *e) {
+    if (ranks < 1 || ranks > 4096)
+        return ra__refuse(e, RA_E_RANGE, "ranks", "must be 1 to 4096, is #", ranks);
+    if (!wd) return RA_OK;
+    if (wd->allocator.alloc && !wd->allocator.free)
+        return ra__refuse(e, RA_E_NULL, "allocator.free",
+                          "is null, but alloc is there and needs it", 0);
+    if (wd->allocator.free && !wd->allocator.alloc)
+        return ra__refuse(e, RA_E_NULL, "allocator.alloc",
+                          "is null, but free is there and needs it", 0);
+    return RA_OK;
+}
+
+/* wd is checked; only its allocator counts here. Null: no memory, or no locks. */
+static ra_world *ra__shm_create(const ra_world_desc *wd, int32_t ranks) {
+    size_t bytes = sizeof(ra_world) + (size_t)ranks * sizeof(ra__shm_seat);
+    ra_world *world = (ra_world *)ra__alloc(wd ? &wd->allocator : NULL, (int64_t)bytes, 128);
+    int32_t r;
+    if (!world) return NULL;
+    memset((void *)world, 0, bytes);
+    world->ranks = ranks;
+    world->seats = (ra__shm_seat *)(world + 1);
+    world->bytes = bytes;
+    if (wd) world->allocator = wd->allocator;
+    for (r = 0; r < ranks; r++) {
+        if (ra__shm_open_seat(world, r)) continue;
+        ra__shm_close_seats(world, r);
+        ra__free(wd ? &wd->allocator : NULL, world, bytes);
+        return NULL;
+    }
+    return world;
+}
+
+static ra_status ra__shm_no_memory(ra_error *e, int32_t ranks) {
+    return ra__refuse(e, RA_E_NOMEM, "ranks", "no memory or locks for # ranks", ranks);
+}
+
+RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd) {
+    ra_error *e = wd ? wd->error : NULL;
+    ra_status s;
+    if (!out) return ra__refuse(e, RA_E_NULL, "out", "is null: where should the world go?", 0);
+    *out = NULL;
+    if (!wd || !wd->ranks)
+        return ra__refuse(e, RA_E_UNSET, "ranks", "must be given, 1 to 4096, is #", 0);
+    s = ra__shm_check(wd, wd->ranks, e);
+    if (s != RA_OK) return s;
+    *out = ra__shm_create(wd, wd->ranks);
+    return *out ? RA_OK : ra__shm_no_memory(e, wd->ranks);
+}
+
+RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank) {
+    if (!world || rank < 0 || rank >= world->ranks) return NULL;
+    return &world->seats[rank].transport;
+}
+
+RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why) {
+    if (!world || rank < 0 || rank >= world->ranks) return;
+    if (why != RA_OK) ra__shm_abort(&world->seats[rank], why);
+    ra__shm_part(&world->seats[rank]);
+}
+
+/* No call on the world may be under way. */
+RINGATTN_API void ra_world_destroy(ra_world *world) {
+    ra_allocator allocator;
+    if (!world) return;
+    allocator = world->allocator;
+    ra__shm_close_seats(world, world->ranks);
+    ra__free(&allocator, world, world->bytes);
+}
+
+typedef struct ra__shm_run {
+    ra_world *world;
+    ra_rank_fn fn;
+    void *user;
+    int32_t cause;                     /* first status but RA_OK and RA_E_ABORTED; 0: none */
+    int32_t aborted;                   /* 1: some rank returned RA_E_ABORTED */
+} ra__shm_run;
+
+typedef struct ra__shm_thread {
+    ra__shm_run *run;
+    int32_t rank;
+    pthread_t id;
+} ra__shm_thread;
+
+static void *ra__shm_main(void *arg) {
+    ra__shm_thread *thread = (ra__shm_thread *)arg;
+    ra__shm_run *run = thread->run;
+    ra_status s = run->fn(run->world, thread->rank, run->user);
+    if (s == RA_E_ABORTED) ra__store_i32(&run->aborted, 1);
+    else if (s != RA_OK) ra__cas_i32(&run->cause, 0, s);
+    ra_world_leave(run->world, thread->rank, s);
+    return NULL;
+}
+
+/* Starts threads 0..ranks-1 and joins them. Ranks whose thread does not start leave at once with
+ * RA_E_NOMEM, so that the others end too. Returns how many started. */
+static int32_t ra__shm_threads(ra__shm_run *run, ra__shm_thread *threads) {
+    int32_t ranks = run->world->ranks, started = 0, r;
+    while (started < ranks) {
+        ra__shm_thread *t = &threads[started];
+        t->run = run;
+        t->rank = started;
+        if (pthread_create(&t->id, NULL, ra__shm_main, t)) break;
+        started++;
+    }
+    if (started < ranks) ra__cas_i32(&run->cause, 0, RA_E_NOMEM);
+    for (r = started; r < ranks; r++) ra_world_leave(run->world, r, RA_E_NOMEM);
+    for (r = 0; r < started; r++) pthread_join(threads[r].id, NULL);
+    return started;
+}
+
+RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const ra_world_desc *wd) {
+    ra_error *e = wd ? wd->error : NULL;
+    const ra_allocator *a = wd ? &wd->allocator : NULL;
+    ra__shm_thread *threads;
+    ra__shm_run run;
+    ra_status s;
+    int32_t started;
+    if (!fn) return ra__refuse(e, RA_E_NULL, "fn", "is null: what should the ranks run?", 0);
+    s = ra__shm_check(wd, ranks, e);
+    if (s != RA_OK) return s;
+    if (wd && wd->ranks && wd->ranks != ranks)
+        return ra__refuse(e, RA_E_SHAPE, "ranks",
+                          "of the descriptor is #, of the call another: leave it 0", wd->ranks);
+    memset(&run, 0, sizeof run);
+    run.fn = fn;
+    run.user = user;
+    run.world = ra__shm_create(wd, ranks);
+    if (!run.world) return ra__shm_no_memory(e, ranks);
+    threads = (ra__shm_thread *)ra__alloc(a, ranks * (int64_t)sizeof *threads, 64);
+    if (!threads) {
+        ra_world_destroy(run.world);
+        return ra__shm_no_memory(e, ranks);
+    }
+    started = ra__shm_threads(&run, threads);
+    ra__free(a, threads, (size_t)ranks * sizeof *threads);
+    ra_world_destroy(run.world);
+    if (started < ranks)
+        return ra__refuse(e, RA_E_NOMEM, "threads", "the thread of rank # did not start", started);
+    if (run.cause) return run.cause;
+    return run.aborted ? RA_E_ABORTED : RA_OK;
+}
+
+#undef RA__SHM_SLICE_NS
+#undef RA__SHM_EVENT
+#undef RA__SHM_LINE
+#endif
+
+/* ========================================================================== RING
+ * One rank's pass as a state machine: fed with completions and time, asked for the next bounded
+ * step. In: a plan, a transport, the tensors of a call. Out: outputs and counters, or one failure.
+ *
+ * Threads. Two try-locks, never waited for: `comm` for everything that talks to the transport,
+ * `sched` for handing out tasks. Compute runs outside both. A task (query rows x heads) may fold
+ * chunk f only after it has folded chunk f - 1: tasks are handed out chunk by chunk in order, so
+ * each row meets the chunks in the order of the plan whoever computes it.
+ *
+ * Buffers. Receive i lands in buffer i mod n and is posted when receive i - n is folded by all
+ * tasks and sent on. Own chunks are packed into buffers of their own, so they can never keep a
+ * chunk that is on its way from landing. With RA_CAP_SHARED a message is a frame and an address
+ * record, and a chunk is "folded" when its owner's memory is no longer read here. */
 
 /* -------------------------------------------------------------------------- failure and time */
 static int64_t ra__ring_now(const ra_ring *r) {
@@ -13341,1956 +15112,6 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
     return s;
 }
 
-/* ========================================================================== ESTIMATE
- * Arithmetic before any purchase: how long a context fits and whether a hop hides behind the
- * computing beside it. Takes figures of hardware and model, gives figures; touches nothing else of
- * the library but ra__refuse. With F FLOP/s and W bytes/s of a device, c tokens a block, b
- * sequences, e bytes an element and f = 1 (balanced causal: 1/2), one hop computes
- * 4 f b Hq D c^2 FLOPs and moves 2 b c Hkv D e bytes. Compute covers the transfer from
- * c = (F/W) e Hkv / (2 f Hq) on, which is F/W for MHA at 2 bytes. A device holds six blocks of
- * hidden size h: Q; K, V in use; K, V arriving; the output: 6 b c h e bytes.
- * Liu, Zaharia, Abbeel, arXiv 2310.01889v4, section 3 and table 2. The paper prints 6 b c h, which
- * is the figure for one byte an element, and for A100 with InfiniBand 24.5 and 149.5 thousand
- * tokens, 2 % below its own formula.
- * Everything is computed in doubles. The checks keep counts below 2^31, and rates and memory
- * between 1 and 1e30, so that no product overflows; only context_max must fit 64 bits. */
-
-#define RA__EST_LIMIT 1e30             /* of FLOP/s, bytes, bytes/s and seconds */
-
-/* FLOP/s, memory bytes and link bytes/s of one device, as printed in table 2 of the paper, which
- * gives neither latencies nor blocks. Indexed by RA_HW_*. */
-static const ra_hardware ra__est_devices[] = {
-    { 0.0,    0.0,   0.0,     0.0, 0, 0 },
-    { 312e12, 80e9,  300e9,   0.0, 0, 0 },   /* A100, NVLink */
-    { 312e12, 80e9,  12.5e9,  0.0, 0, 0 },   /* A100, InfiniBand */
-    { 123e12, 16e9,  112e9,   0.0, 0, 0 },   /* TPU v3 */
-    { 275e12, 32e9,  268e9,   0.0, 0, 0 },   /* TPU v4 */
-    { 196e12, 16e9,  186e9,   0.0, 0, 0 },   /* TPU v5e */
-};
-
-/* Link bytes/s, latency and a block that suits them. Indexed by RA_NET_*. InfiniBand HDR (4 lanes)
- * carries 200 Gbit/s = 25 GB/s. */
-static const ra_hardware ra__est_networks[] = {
-    { 0.0, 0.0, 0.0,   0.0,  0, 0 },
-    { 0.0, 0.0, 600e9, 1e-6, 0, 8192 },      /* NVLink 4.0 */
-    { 0.0, 0.0, 64e9,  5e-6, 0, 4096 },      /* PCIe 4.0 x16 */
-    { 0.0, 0.0, 25e9,  2e-6, 0, 8192 },      /* InfiniBand HDR */
-};
-
-/* 1 unless x is an infinity or NaN. */
-static int32_t ra__est_finite(double x) {
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return ((bits >> 52) & 0x7ff) != 0x7ff;
-}
-
-/* Refuses what is not a number between least and RA__EST_LIMIT; a zero below least is missing. */
-static ra_status ra__est_check_real(ra_error *e, const char *field, double x, double least) {
-    const int32_t finite = ra__est_finite(x);
-    int64_t about = 0;
-    if (finite && x == 0.0 && least > 0.0) {
-        return ra__refuse(e, RA_E_UNSET, field, "must be given, is #", 0);
-    }
-    if (finite && x >= least && x <= RA__EST_LIMIT) return RA_OK;
-    if (finite) about = x < -9e18 ? INT64_MIN : x > 9e18 ? INT64_MAX : (int64_t)x;
-    return ra__refuse(e, RA_E_RANGE, field,
-                      finite ? "must lie between 1 (a latency: 0) and 1e30, is about #"
-                             : "must be a finite number", about);
-}
-
-/* Refuses a count outside [0, INT32_MAX], and a zero if it is required. */
-static ra_status ra__est_check_count(ra_error *e, const char *field, int64_t n, int32_t required) {
-    if (n < 0 || n > INT32_MAX) {
-        return ra__refuse(e, RA_E_RANGE, field, "must lie between 0 and 2147483647, is #", n);
-    }
-    if (required && n == 0) {
-        return ra__refuse(e, RA_E_UNSET, field, "must be given, is #", 0);
-    }
-    return RA_OK;
-}
-
-static ra_status ra__est_check_hardware(ra_error *e, const ra_hardware *hw) {
-    ra_status s = ra__est_check_real(e, "hw.flops_per_s", hw->flops_per_s, 1.0);
-    if (!s) s = ra__est_check_real(e, "hw.memory_bytes", hw->memory_bytes, 1.0);
-    if (!s) s = ra__est_check_real(e, "hw.link_bytes_per_s", hw->link_bytes_per_s, 1.0);
-    if (!s) s = ra__est_check_real(e, "hw.link_latency_s", hw->link_latency_s, 0.0);
-    if (!s) s = ra__est_check_count(e, "hw.devices", hw->devices, 1);
-    if (!s) s = ra__est_check_count(e, "hw.block_tokens", hw->block_tokens, 0);
-    return s;
-}
-
-static ra_status ra__est_check_model(ra_error *e, const ra_model *m) {
-    ra_status s = ra__est_check_count(e, "model.layers", m->layers, 1);
-    if (!s) s = ra__est_check_count(e, "model.q_heads", m->q_heads, 1);
-    if (!s) s = ra__est_check_count(e, "model.kv_heads", m->kv_heads, 1);
-    if (!s) s = ra__est_check_count(e, "model.head_dim", m->head_dim, 1);
-    if (!s) s = ra__est_check_count(e, "model.hidden", m->hidden, 0);
-    if (!s) s = ra__est_check_count(e, "model.batch", m->batch, 0);
-    if (s) return s;
-    if (m->q_heads % m->kv_heads != 0) {
-        return ra__refuse(e, RA_E_SHAPE, "model.q_heads",
-                          "must be a multiple of kv_heads, leaves #", m->q_heads % m->kv_heads);
-    }
-    if (m->element_bytes < 0 || m->element_bytes > 8) {
-        return ra__refuse(e, RA_E_RANGE, "model.element_bytes",
-                          "must be 1 to 8, or 0 for 2, is #", m->element_bytes);
-    }
-    if (m->causal != 0 && m->causal != 1) {
-        return ra__refuse(e, RA_E_RANGE, "model.causal", "must be 0 or 1, is #", m->causal);
-    }
-    if (m->weight_bytes < 0) {
-        return ra__refuse(e, RA_E_RANGE, "model.weight_bytes", "must not be negative, is #",
-                          m->weight_bytes);
-    }
-    return RA_OK;
-}
-
-/* Whole tokens a device, times the devices, for the memory that the weights leave. RA_E_OVERFLOW
- * if they do not fit 64 bits. */
-static ra_status ra__est_context(const ra_hardware *hw, const ra_model *m, double bytes_token,
-                                 int64_t *out) {
-    const double room = hw->memory_bytes - (double)m->weight_bytes;
-    const double tokens = room > 0.0 ? room / bytes_token : 0.0;
-    if (tokens >= 9.2e18 || (int64_t)tokens > INT64_MAX / hw->devices) {
-        return ra__refuse(m->error, RA_E_OVERFLOW, "hw.memory_bytes",
-                          "gives more than 2^63 tokens on # devices", hw->devices);
-    }
-    *out = (int64_t)tokens * hw->devices;
-    return RA_OK;
-}
-
-/* The formulas of the banner on checked arguments. */
-static ra_status ra__est_compute(const ra_hardware *hw, const ra_model *m, ra_estimate_result *r) {
-    const double e = m->element_bytes ? m->element_bytes : 2;
-    const double b = m->batch ? (double)m->batch : 1.0;
-    const double f = m->causal ? 0.5 : 1.0;
-    const double q_row = (double)m->q_heads * (double)m->head_dim;     /* elements a token */
-    const double kv_row = (double)m->kv_heads * (double)m->head_dim;
-    const double hidden = m->hidden ? (double)m->hidden : q_row;
-    double c;
-    ra_status s;
-
-    r->block_min = hw->flops_per_s / hw->link_bytes_per_s * e * kv_row / (2.0 * f * q_row);
-    r->device_tokens_min = 6.0 * r->block_min;
-    r->activation_bytes_token = 6.0 * b * hidden * e;
-    r->cache_bytes_token = 2.0 * (double)m->layers * kv_row * e;
-    s = ra__est_context(hw, m, r->activation_bytes_token + b * r->cache_bytes_token,
-                        &r->context_max);
-    if (s) return s;
-    r->cache_bytes = (double)r->context_max * b * r->cache_bytes_token;
-
-    c = hw->block_tokens ? (double)hw->block_tokens : r->block_min;
-    r->hop_compute_s = 4.0 * f * b * q_row * c * c / hw->flops_per_s;
-    r->hop_transfer_s = hw->link_latency_s + 2.0 * b * kv_row * c * e / hw->link_bytes_per_s;
-    r->hidden_fraction = r->hop_compute_s < r->hop_transfer_s
-                       ? r->hop_compute_s / r->hop_transfer_s : 1.0;
-    return RA_OK;
-}
-
-RINGATTN_API ra_status ra_hardware_preset(int32_t hw, int32_t net, int64_t devices,
-                                          ra_hardware *out) {
-    ra_hardware h;
-    if (!out) return RA_E_NULL;
-    if (hw < RA_HW_NONE || hw > RA_HW_TPU_V5E) return RA_E_ENUM;
-    if (net < RA_NET_NONE || net > RA_NET_IB_HDR) return RA_E_ENUM;
-    if (devices < 1 || devices > INT32_MAX) return RA_E_RANGE;
-    h = ra__est_devices[hw];
-    if (net != RA_NET_NONE) {
-        h.link_bytes_per_s = ra__est_networks[net].link_bytes_per_s;
-        h.link_latency_s = ra__est_networks[net].link_latency_s;
-        h.block_tokens = ra__est_networks[net].block_tokens;
-    }
-    h.devices = devices;
-    *out = h;
-    return RA_OK;
-}
-
-RINGATTN_API ra_status ra_estimate(const ra_hardware *hw, const ra_model *model,
-                                   ra_estimate_result *out) {
-    ra_estimate_result r;
-    ra_status s;
-    if (!model) return RA_E_NULL;
-    if (!hw) return ra__refuse(model->error, RA_E_NULL, "hw", "must not be null", 0);
-    if (!out) return ra__refuse(model->error, RA_E_NULL, "out", "must not be null", 0);
-    s = ra__est_check_hardware(model->error, hw);
-    if (!s) s = ra__est_check_model(model->error, model);
-    if (!s) s = ra__est_compute(hw, model, &r);
-    if (!s) *out = r;
-    return s;
-}
-
-RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_heads,
-                                    int64_t head_dim, int64_t element_bytes) {
-    const int64_t factor[5] = { tokens, layers, kv_heads, head_dim, element_bytes };
-    int64_t bytes = 2;
-    for (int i = 0; i < 5; i++) {
-        if (factor[i] < 1 || bytes > INT64_MAX / factor[i]) return 0;
-        bytes *= factor[i];
-    }
-    return bytes;
-}
-#undef RA__EST_LIMIT
-
-/* ========================================================================== TENSORS
- * Checks a call's tensors against a descriptor and fills in strides. In: what the caller gave. Out:
- * views in bytes, or a refusal. Reads no data but positions. */
-
-/* What one view must look like. */
-typedef struct ra__shape { const char *field; int64_t batch, rows, heads, dim; int32_t dtype; }
-    ra__shape;
-
-static ra__shape ra__shape_of(const char *field, const ra_desc *d, int64_t rows, int64_t heads,
-                              int64_t dim) {
-    ra__shape s;
-    s.field = field;
-    s.batch = d->sequences;
-    s.rows = rows;
-    s.heads = heads;
-    s.dim = dim;
-    s.dtype = RA_F32;
-    return s;
-}
-
-/* Fills in default strides and checks a view: distinct rows may not overlap, but inputs of
- * different sequences. */
-static ra_status ra__view_check(const void *data, const int64_t stride[3], const ra__shape *s,
-                                int writable, ra__view *out, ra_error *e) {
-    static const char *const part[3] = { ".batch_stride", ".token_stride", ".head_stride" };
-    int64_t element = ra__element(s->dtype), row = ra__row_bytes(s->dtype, s->dim), span = row;
-    int64_t step[3], extent, count[3] = { s->batch, s->rows, s->heads };
-    const char *name[2];
-    name[0] = s->field;
-    for (int i = 2; i >= 0; i--) {                         /* packed: extent of what is inside */
-        name[1] = part[i];
-        if (stride[i] < 0 || (stride[i] && stride[i] % element))
-            return ra__refuse_part(e, RA_E_STRIDE, name,
-                                   "# is negative or no multiple of the element", stride[i]);
-        step[i] = stride[i] ? stride[i] : span;
-        if (!ra__mul(ra__max(count[i], 1), step[i], &extent))
-            return ra__refuse_part(e, RA_E_OVERFLOW, name, "# overflows", step[i]);
-        span = ra__max(span, extent);
-    }
-    if (s->rows && !data) return ra__refuse(e, RA_E_NULL, s->field, "data is required", 0);
-    if ((uintptr_t)data & (uintptr_t)(element - 1))
-        return ra__refuse(e, RA_E_ALIGN, s->field, "data must be aligned to # bytes", element);
-    for (int i = 2; !writable && i > 0; i--) {
-        name[1] = part[i];
-        if (count[i] > 1 && step[i] < row && s->rows)
-            return ra__refuse_part(e, RA_E_STRIDE, name,
-                                   "# is less than one row; strides are bytes", step[i]);
-    }
-    for (int i = 2; i >= !writable; i--) {                 /* what lies inside fits the step */
-        int64_t inner = row;
-        for (int j = !writable; j < 3; j++)
-            if (j != i && count[j] > 1 && step[j] <= step[i]) inner += step[j] * (count[j] - 1);
-        if (count[i] > 1 && step[i] < inner && s->rows)
-            return ra__refuse(e, RA_E_STRIDE, s->field,
-                              "stride # makes rows overlap; strides are bytes", step[i]);
-    }
-    out->data = (const uint8_t *)data;
-    out->batch = step[0];
-    out->token = step[1];
-    out->head = step[2];
-    return RA_OK;
-}
-
-static ra_status ra__in_check(const ra_in *in, ra__shape s, int32_t dtype, ra__view *out,
-                              ra_error *e) {
-    int64_t stride[3] = { in->batch_stride, in->token_stride, in->head_stride };
-    s.dtype = dtype;
-    return ra__view_check(in->data, stride, &s, 0, out, e);
-}
-
-static ra_status ra__out_check(const ra_out *o, ra__shape s, int32_t dtype, ra__view *out,
-                               ra_error *e) {
-    int64_t stride[3] = { o->batch_stride, o->token_stride, o->head_stride };
-    s.dtype = dtype;
-    return ra__view_check(o->data, stride, &s, 1, out, e);
-}
-
-/* Pointers of score changes are there if and only if the descriptor says so. */
-static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, ra_error *e) {
-    const ra_bias *b = &t->bias;
-    const int64_t strides[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
-    if (!(d->scores & RA_SCORE_ALIBI) != !t->alibi)
-        return ra__refuse(e, t->alibi ? RA_E_SHAPE : RA_E_NULL, "t.alibi",
-                          "must be given exactly if scores has RA_SCORE_ALIBI; scores is #",
-                          d->scores);
-    if (!(d->scores & RA_SCORE_SINKS) != !t->sinks)
-        return ra__refuse(e, t->sinks ? RA_E_SHAPE : RA_E_NULL, "t.sinks",
-                          "must be given exactly if scores has RA_SCORE_SINKS; scores is #",
-                          d->scores);
-    if (!(d->scores & RA_SCORE_BIAS) != !b->data)
-        return ra__refuse(e, b->data ? RA_E_SHAPE : RA_E_NULL, "t.bias",
-                          "must be given exactly if scores has RA_SCORE_BIAS; scores is #",
-                          d->scores);
-    if (b->data && b->keys < 1)
-        return ra__refuse(e, RA_E_RANGE, "t.bias.keys", "# is not positive", b->keys);
-    for (int i = 0; i < 4; i++)
-        if (strides[i] < 0 || strides[i] % 4)
-            return ra__refuse(e, RA_E_STRIDE, "t.bias", "stride # is negative or no multiple of 4",
-                              strides[i]);
-    return RA_OK;
-}
-
-/* Positions are below this: those of queries have an entry in the caller's intervals. */
-static int64_t ra__position_top(const ra_desc *d, int keys) {
-    return !keys && d->mask.kind == RA_MASK_INTERVALS ? d->mask.interval_count : RA_MAX_POSITION;
-}
-
-/* A position array of `rows` entries a sequence. */
-static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_t rows, int keys,
-                                 ra_error *e) {
-    int64_t top = ra__position_top(d, keys);
-    if (p->batch_step < 0)
-        return ra__refuse(e, RA_E_STRIDE, keys ? "t.k_pos.batch_step" : "t.q_pos.batch_step",
-                          "# is negative", p->batch_step);
-    if (p->count != rows)
-        return ra__refuse(e, RA_E_POSITIONS, keys ? "t.k_pos.count" : "t.q_pos.count",
-                          "# is not the number of rows", p->count);
-    if (!p->array && rows)
-        return ra__refuse(e, RA_E_NULL, keys ? "t.k_pos.array" : "t.q_pos.array", "is required", 0);
-    for (int32_t b = 0; b < (p->batch_step ? d->sequences : 1); b++)
-        for (int64_t i = 0; i < rows; i++) {
-            int32_t v = p->array[b * p->batch_step + i];
-            if (v < -1 || v >= RA_MAX_POSITION)
-                return ra__refuse(e, RA_E_RANGE, keys ? "t.k_pos.array" : "t.q_pos.array",
-                                  "position # is out of range", v);
-            if (v >= top)
-                return ra__refuse(e, RA_E_POSITIONS, "t.q_pos.array",
-                                  "position # has no entry in mask.lo and mask.hi", v);
-        }
-    return RA_OK;
-}
-
-static int ra__positions_set(const ra_positions *p) {
-    return p->runs || p->array || p->count || p->batch_step;
-}
-
-/* Views and score pointers of a call with these numbers of rows. */
-static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                   ra__work *w, ra__view kv[2], ra_error *e) {
-    ra_status s;
-    s = ra__check_scores(d, t, e);
-    if (!s) s = ra__in_check(&t->q, ra__shape_of("t.q", d, rows[0], d->q_heads, d->k_dim),
-                             d->q_dtype, &w->q, e);
-    if (!s) s = ra__in_check(&t->k, ra__shape_of("t.k", d, rows[1], d->kv_heads, d->k_dim),
-                             d->k_dtype, &kv[0], e);
-    kv[1] = kv[0];
-    if (!s && !d->v_in_k)
-        s = ra__in_check(&t->v, ra__shape_of("t.v", d, rows[1], d->kv_heads, d->v_dim),
-                         d->v_dtype, &kv[1], e);
-    if (!s && d->v_in_k && t->v.data)
-        return ra__refuse(e, RA_E_SHAPE, "t.v", "must be {0}, for v_in_k is #", d->v_in_k);
-    return s;
-}
-
-static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_t rows,
-                                   ra__work *w, ra_error *e) {
-    ra_status s = ra__out_check(&t->o, ra__shape_of("t.o", d, rows, d->q_heads, d->v_dim),
-                                d->o_dtype, &w->o, e);
-    memset(&w->lse, 0, sizeof w->lse);
-    if (!s && rows && (t->o.data == t->q.data || t->o.data == t->k.data || t->o.data == t->v.data))
-        return ra__refuse(e, RA_E_SHAPE, "t.o", "is the memory of q, k or v; it has # rows",
-                          rows);
-    if (!s && t->lse.data)
-        s = ra__out_check(&t->lse, ra__shape_of("t.lse", d, rows, d->q_heads, 1), RA_F32, &w->lse,
-                          e);
-    return s;
-}
-
-/* A gradient's view, if it is wanted; no output may be one of the n pointers at `taken`, which are
- * those of tensors that have rows. */
-static ra_status ra__check_grad(const ra_desc *d, const ra_out *out, ra__shape shape,
-                                const void *const *taken, int32_t n, ra__view *view) {
-    memset(view, 0, sizeof *view);
-    if (!out->data) return RA_OK;
-    for (int32_t i = 0; i < n && shape.rows; i++)
-        if (out->data == taken[i])
-            return ra__refuse(d->error, RA_E_SHAPE, shape.field,
-                              "is the memory of another tensor; # rows are written", shape.rows);
-    return ra__out_check(out, shape, d->grad_dtype, view, d->error);
-}
-
-/* Two elements of a tensor with these strides and counts are one in memory; strides of 0 are meant
- * so. */
-static int ra__strides_overlap(const int64_t stride[4], const int64_t count[4]) {
-    for (int i = 0; i < 4; i++) {
-        int64_t space = stride[i] - 4, inner;
-        if (count[i] <= 1 || !stride[i]) continue;
-        for (int j = 0; j < 4; j++) {
-            if (j == i || count[j] <= 1 || stride[j] > stride[i]) continue;
-            if (!ra__mul(stride[j], count[j] - 1, &inner) || inner > space) return 1;
-            space -= inner;
-        }
-    }
-    return 0;
-}
-
-static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64_t rows) {
-    const ra_bias_out *b = &t->d_bias;
-    const int64_t keys = ra__min(b->keys, RA_MAX_POSITION); /* positions are below it */
-    const int64_t counts[4] = { d->sequences, d->q_heads, rows, keys };
-    const int64_t strides[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
-    ra_error *e = d->error;
-    if (!b->data) return RA_OK;
-    if (!(d->scores & RA_SCORE_BIAS))
-        return ra__refuse(e, RA_E_SHAPE, "t.d_bias", "needs RA_SCORE_BIAS; scores is #", d->scores);
-    if (b->keys < 1)
-        return ra__refuse(e, RA_E_RANGE, "t.d_bias.keys", "# is not positive", b->keys);
-    for (int i = 0; i < 4; i++)
-        if (strides[i] < 0 || strides[i] % 4)
-            return ra__refuse(e, RA_E_STRIDE, "t.d_bias",
-                              "stride # is negative or no multiple of 4", strides[i]);
-    if (!b->batch_step && d->sequences > 1 && rows)
-        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.batch_step",
-                          "is 0: # sequences would be added up", d->sequences);
-    if (!b->head_step && d->q_heads > 1 && rows)
-        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.head_step",
-                          "is 0: # heads would be added up", d->q_heads);
-    if (!b->row_step && !b->key_step)
-        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.key_step", "is #, and so is row_step", 0);
-    if ((uintptr_t)b->data % 4)
-        return ra__refuse(e, RA_E_ALIGN, "t.d_bias", "data must be aligned to # bytes", 4);
-    if (b->data == t->bias.data || b->data == t->d_sinks)
-        return ra__refuse(e, RA_E_SHAPE, "t.d_bias",
-                          "is the memory of another tensor; it has # rows", rows);
-    if (ra__strides_overlap(strides, counts))
-        return ra__refuse(e, RA_E_STRIDE, "t.d_bias",
-                          "strides make elements of its # rows overlap", rows);
-    return RA_OK;
-}
-
-/* What backward calls need besides: view [0..3] are d_o, d_q, d_k, d_v. rows: of queries, keys. */
-static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                 ra__view view[4]) {
-    const int64_t nq = rows[0], nk = rows[1];
-    const void *taken[8] = { nq ? t->q.data : NULL, nk ? t->k.data : NULL, nk ? t->v.data : NULL,
-                             nq ? t->o.data : NULL, nq ? t->lse.data : NULL,
-                             nq ? t->d_o.data : NULL, nq ? t->d_q.data : NULL,
-                             nk ? t->d_k.data : NULL };
-    ra_error *e = d->error;
-    ra_status s = RA_OK;
-    if (!d->train)
-        return ra__refuse(e, RA_E_SHAPE, "train", "must be 1 for gradients, is #", d->train);
-    if (rows[0] && !t->lse.data) return ra__refuse(e, RA_E_NULL, "t.lse", "is required", 0);
-    if (t->d_sinks && !(d->scores & RA_SCORE_SINKS))
-        return ra__refuse(e, RA_E_SHAPE, "t.d_sinks", "needs RA_SCORE_SINKS; scores is #",
-                          d->scores);
-    s = ra__check_bias_out(d, t, rows[0]);
-    if (!s) s = ra__in_check(&t->d_o, ra__shape_of("t.d_o", d, rows[0], d->q_heads, d->v_dim),
-                             d->o_dtype, &view[0], e);
-    if (!s) s = ra__check_grad(d, &t->d_q, ra__shape_of("t.d_q", d, rows[0], d->q_heads, d->k_dim),
-                               taken, 6, &view[1]);
-    if (!s) s = ra__check_grad(d, &t->d_k, ra__shape_of("t.d_k", d, rows[1], d->kv_heads, d->k_dim),
-                               taken, 7, &view[2]);
-    if (!s && d->v_in_k && t->d_v.data)
-        return ra__refuse(e, RA_E_SHAPE, "t.d_v", "must be {0}, for v_in_k is #", d->v_in_k);
-    if (!s) s = ra__check_grad(d, &t->d_v, ra__shape_of("t.d_v", d, rows[1], d->kv_heads, d->v_dim),
-                               taken, 8, &view[3]);
-    return s;
-}
-
-RA__ONCE_END
-
-/* ========================================================================== LOCAL
- * One rank, one call: block mathematics on a state, attention with (ith, nth), and the decode form.
- * In: a descriptor and tensors. Out: a state, or O and LSE. No plan, no ring, no allocation. */
-
-/* A call on one rank: the work, the side of the keys, and where they are. */
-typedef struct ra__local {
-    ra_desc d;
-    ra__work w;
-    ra__side k_side;
-    ra__cursor q_cursor, k_cursor;     /* of the sides, if they are runs: a call is one thread's */
-    ra__view kv[2];
-    int64_t rows[2];                   /* of queries and keys in the longest sequence: views */
-    int32_t pairs;                     /* 1: lanes of panels are (token, head) pairs */
-} ra__local;
-
-/* Positions given with the call replace the layout's. */
-static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int keys, ra__side *side,
-                                ra__cursor *cursor) {
-    ra_error *e = d->error;
-    int64_t rows = keys ? ra__k_most(d) : d->tokens, sum = 0;
-    memset(side, 0, sizeof *side);
-    side->layout = d->layout.kind == RA_LAYOUT_STRIPED ? RA_LAYOUT_CONTIGUOUS : d->layout.kind;
-    side->ranks = 1;
-    side->offset = keys ? 0 : d->q_offset;
-    if (!ra__positions_set(p)) return keys ? RA_OK : ra__check_intervals(d, e);
-    if (d->tokens_of || d->kv_tokens_of)
-        return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos" : "t.q_pos",
-                          "give every sequence the same rows: no tokens_of, no kv_tokens_of", 0);
-    if (p->array) {
-        side->layout = RA_LAYOUT_ARRAY;
-        side->array = p->array;
-        side->array_stride = p->batch_step;
-        side->array_rows = rows;
-        if (p->runs)
-            return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos.runs" : "t.q_pos.runs",
-                              "beside an array", 0);
-        return ra__check_array(d, p, rows, keys, e);
-    }
-    side->layout = RA_LAYOUT_RUNS;
-    side->list.run = p->runs;
-    side->list.count = p->count;
-    side->list.cursor = cursor;
-    memset(cursor, 0, sizeof *cursor);
-    if (p->count < 0)
-        return ra__refuse(e, RA_E_RANGE, keys ? "t.k_pos.count" : "t.q_pos.count",
-                          "# is negative", p->count);
-    if (!p->runs)
-        return ra__refuse(e, RA_E_NULL, keys ? "t.k_pos.runs" : "t.q_pos.runs",
-                          "are null, but count is #", p->count);
-    if (p->batch_step)
-        return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos.batch_step" : "t.q_pos.batch_step",
-                          "# needs an array", p->batch_step);
-    for (int64_t i = 0; i < p->count; i++) {
-        int64_t last, step = ra__run_step(&p->runs[i]);
-        int64_t top = ra__position_top(d, keys);
-        if (p->runs[i].count < 0 || p->runs[i].first < 0 || p->runs[i].first >= top || step < 0 ||
-            !ra__mul(ra__max(p->runs[i].count - 1, 0), step, &last) ||
-            p->runs[i].first + last >= top)
-            return ra__refuse(e, RA_E_RANGE, keys ? "t.k_pos.runs" : "t.q_pos.runs",
-                              "entry # steps back or leaves the positions", i);
-        sum += p->runs[i].count;
-    }
-    if (sum != rows)
-        return ra__refuse(e, RA_E_POSITIONS, keys ? "t.k_pos.runs" : "t.q_pos.runs",
-                          "hold # rows, not as many as there are tokens", sum);
-    return RA_OK;
-}
-
-static int ra__local_square(const ra__local *c) {
-    for (int32_t b = 0; b < c->d.sequences; b++)
-        if (ra__q_len(&c->d, b) != ra__k_len(&c->d, b)) return 0;
-    return 1;
-}
-
-/* Resolves and checks a call on one rank. t null: descriptor only. */
-static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__local *c) {
-    ra_error *e = d ? d->error : NULL;
-    ra_status s;
-    if (d && d->ranks > 1)
-        return ra__refuse(e, RA_E_SHAPE, "ranks", "# must be 0 or 1 on one rank", d->ranks);
-    s = ra__resolve(d, &c->d);
-    if (s) return s;
-    if (c->d.layout.kind > RA_LAYOUT_STRIPED)
-        return ra__refuse(e, RA_E_UNSUPPORTED, "layout.kind",
-                          "# on one rank: positions come with the call", c->d.layout.kind);
-    memset(&c->w, 0, sizeof c->w);
-    c->pairs = 0;
-    c->w.d = &c->d;
-    c->w.t = t;
-    c->w.kernel = ra__kernel_of(&c->d);
-    c->rows[0] = ra__longest(&c->d, 0);
-    c->rows[1] = ra__longest(&c->d, 1);
-    if (!t) return RA_OK;
-    s = ra__local_side(&c->d, &t->q_pos, 0, &c->w.q_side, &c->q_cursor);
-    if (!s) s = ra__local_side(&c->d, &t->k_pos, 1, &c->k_side, &c->k_cursor);
-    if (!s) s = ra__check_tensors(&c->d, t, c->rows, &c->w, c->kv, e);
-    c->w.any_position = ra__positions_set(&t->k_pos);
-    c->w.order = ra__desc_order(&c->d, ra__local_square(c) && !ra__positions_set(&t->q_pos) &&
-                                           !ra__positions_set(&t->k_pos));
-    return s;
-}
-
-RA__INLINE int ra__may_be_short(const ra_desc *d) {
-    return d->q_heads > d->kv_heads && d->dropout <= 0.0f &&
-           !(d->scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS));
-}
-
-RA__INLINE int ra__is_short(const ra_desc *d) {
-    return d->tokens < RA_BLOCK_TOKENS && ra__may_be_short(d);
-}
-
-/* Bytes of the rows of one panel. */
-static int64_t ra__short_bytes(const ra_desc *d) {
-    return RA_BLOCK_TOKENS * ra__max(ra__row_bytes(d->q_dtype, d->k_dim),
-                                     ra__row_bytes(d->o_dtype, d->v_dim));
-}
-
-/* Position of a query row of this rank. */
-static int64_t ra__query_position(const ra__local *c, int32_t b, int64_t row) {
-    const int32_t *array = c->w.q_side.array;
-    ra__seg s;
-    if (array) return array[b * c->w.q_side.array_stride + row];
-    if (c->w.q_side.layout == RA_LAYOUT_RUNS) {
-        ra__before at;
-        s = ra__list_run(&c->w.q_side.list, ra__list_find(&c->w.q_side.list, RA__ROWS, row, &at));
-        return s.pos + (row - s.row) * s.stride;
-    }
-    for (int64_t j = 0; ra__side_seg(&c->w.q_side, b, ra__q_len(&c->d, b), j, &s); j++)
-        if (row >= s.row && row < s.row + s.rows) return s.pos + (row - s.row) * s.stride;
-    return 0;
-}
-
-/* Panel i of a task: pairs from `pair` on. */
-static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x, int32_t i,
-                           uint8_t *gather) {
-    const ra_desc *d = &c->d;
-    const int32_t group = d->q_heads / d->kv_heads;
-    const int64_t pair = (t->panel0 + i) * RA_BLOCK_TOKENS;
-    const int64_t size = ra__row_bytes(d->q_dtype, d->k_dim);
-    int32_t pos[RA_BLOCK_TOKENS];
-    ra__panel *p = &x->panel[i];
-    ra__seg s = { 0, 0, 0, 1 };
-    s.rows = ra__min(RA_BLOCK_TOKENS, ra__q_len(d, t->sequence) * group - pair);
-    for (int64_t r = 0; r < s.rows; r++) {
-        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
-        pos[r] = (int32_t)ra__query_position(c, t->sequence, row);
-        memcpy(gather + r * size, ra__view_at(c->w.q, t->sequence, row, head).data, (size_t)size);
-    }
-    x->bounds[i] = ra__rows_fill(&d->mask, ra__key_end(d, t->sequence, c->w.any_position), &s, pos,
-                                 x->rows[i]);
-    p->geo = x->rows[i];
-    p->rows = (int32_t)s.rows;
-    p->score = ra__score_of(&c->w, t->sequence, 0, 0);
-    p->ahead = &x->ahead;
-    p->factor = ra__q_factor(d);
-    p->drop = ra__drop_of(&c->w, t->sequence, 0);
-    c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
-    for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
-        p->m[r] = r < p->rows ? ra__neg_inf() : 0.0f;
-        p->l[r] = 0.0f;
-    }
-    c->w.kernel->load_acc(p, NULL, 0, d->v_dim);
-}
-
-static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scratch *x, int32_t i,
-                           uint8_t *gather) {
-    const ra_desc *d = &c->d;
-    const int32_t group = d->q_heads / d->kv_heads;
-    const int64_t pair = (t->panel0 + i) * RA_BLOCK_TOKENS;
-    const int64_t size = ra__row_bytes(d->o_dtype, d->v_dim);
-    const ra__panel *p = &x->panel[i];
-    float factor[RA_BLOCK_TOKENS] = { 0 }, sum;
-    for (int32_t r = 0; r < p->rows; r++) {
-        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
-        ra__view lse = ra__view_at(c->w.lse, t->sequence, row, head);
-        factor[r] = ra__row_finish(p->m[r], p->l[r],
-                                   d->scores & RA_SCORE_SINKS ? c->w.t->sinks + head : NULL, &sum);
-        if (lse.data) memcpy((void *)(uintptr_t)lse.data, &sum, sizeof sum);
-    }
-    c->w.kernel->store_o(p, gather, size, d->o_dtype, d->v_dim, factor);
-    for (int64_t r = 0; r < p->rows; r++) {
-        int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
-        memcpy((void *)(uintptr_t)ra__view_at(c->w.o, t->sequence, row, head).data,
-               gather + r * size, (size_t)size);
-    }
-}
-
-/* Panels of one kv head of a sequence. */
-static int64_t ra__local_blocks(const ra__local *c, int32_t b) {
-    int64_t group = c->d.q_heads / c->d.kv_heads, tokens = ra__q_len(&c->d, b);
-    if (c->pairs) return ra__ceil_div(tokens * group, RA_BLOCK_TOKENS);
-    return ra__side_blocks(&c->w.q_side, b, tokens) * group;
-}
-
-/* -------------------------------------------------------------------------- tasks */
-/* One task against all keys of its sequence. */
-static void ra__local_task(const ra__local *c, const ra__task *t, ra__scratch *x,
-                           uint8_t *gather) {
-    uint32_t mode = ra__fp_enter();
-    ra__tally tally = { 0, 0, 0 };
-    const int32_t *array = c->k_side.array;
-    ra__item item;
-    memset(&item, 0, sizeof item);
-    if (array) array += t->sequence * c->k_side.array_stride;
-    for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_load(c, t, x, i, gather);
-    if (!c->pairs) ra__task_load(&c->w, t, x, 1);
-    ra__chunk_side(&c->k_side, t->sequence, ra__k_len(&c->d, t->sequence), &item.c);
-    ra__item_owned(&item, c->kv, array);
-    ra__task_fold(&c->w, t, &item, x, &tally);
-    for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_save(c, t, x, i, gather);
-    if (!c->pairs) ra__task_save(&c->w, t, x, 1);
-    ra__fp_leave(mode);
-}
-
-/* Panels of a task: fewer if threads would else stand idle. */
-static int32_t ra__local_panels(const ra__local *c, int nth) {
-    int32_t panels = ra__panels(&c->d);
-    for (; nth > 1 && panels > 1; panels /= 2) {
-        int64_t tasks = 0;
-        for (int32_t b = 0; b < c->d.sequences; b++)
-            tasks += c->d.kv_heads * ra__ceil_div(ra__local_blocks(c, b), panels);
-        if (tasks >= 8 * (int64_t)nth) break;
-    }
-    return panels;
-}
-
-/* Thread ith's share: every nth task, forwards and backwards in turn, for causal rows cost more
- * towards the end. */
-static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, int ith, int nth) {
-    ra__arena a = { NULL, 0 };
-    ra__scratch x;
-    int64_t index = 0;
-    a.base = memory;
-    ra__scratch_carve(&a, &c->d, panels, &x);
-    uint8_t *gather = c->pairs ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
-    ra__task t;
-    t.count = 0;
-    for (int32_t b = 0; b < c->d.sequences; b++) {
-        int64_t all = ra__local_blocks(c, b), a_head = ra__ceil_div(all, panels);
-        for (int64_t i = 0; i < c->d.kv_heads * a_head; i++, index++) {
-            int64_t turn = index / nth, place = index % nth;
-            if ((turn % 2 ? nth - 1 - place : place) != ith) continue;
-            x.next.sequence = b;
-            x.next.kv_head = (int32_t)(i / a_head);
-            x.next.panel0 = i % a_head * panels;
-            x.next.count = (int32_t)ra__min(panels, all - x.next.panel0);
-            x.asked = c->pairs ? x.next.count : 0;
-            if (t.count) ra__local_task(c, &t, &x, gather);
-            t = x.next;
-        }
-    }
-    x.next.count = x.asked = 0;
-    if (t.count) ra__local_task(c, &t, &x, gather);
-}
-
-/* -------------------------------------------------------------------------- decoding
- * Few query rows: M = tokens * Hq / Hkv (token, head) pairs read each kv head, in fours, with dot
- * products over Dk instead of lanes of rows. Memory is all here, so a task is several kv heads of a
- * sequence, and a stretch of tokens is read for all of them before the next one: where the heads of
- * a token lie side by side, memory is read and asked for in the order of its addresses.
- * PERF: Zen 5, rows of 512 bytes every 4 KB: 17 GB/s head by head, 33 in the order of addresses;
- * head after head, [Hkv][T][D], 13 without asking ahead along the rows of one head, 32 with it. */
-enum { RA__DECODE_PAIRS = 16, RA__DECODE_HEADS = 8, RA__DECODE_BYTES = 2304,
-       RA__DECODE_AHEAD = 4096, RA__DECODE_PART = 16, RA__DECODE_PARTS = 32 };
-
-/* One thread's state, and the task under way. */
-typedef struct ra__decode {
-    ra__few *few;                      /* [heads][fours] */
-    int32_t *pos;                      /* [64] of a block */
-    float *slot;                       /* [heads][fours] sums of the parts before, if any */
-    int32_t heads;                     /* most of a task */
-    int32_t sequence, head, count;     /* kv heads [head, head + count) */
-    int32_t part, parts;               /* of the blocks [first, last) that some row sees */
-    int64_t first, last, blocks;       /* blocks: of all keys */
-    int32_t pairs, fours, rows, keys, run; /* keys: of a stretch; of one head at once */
-    int32_t row[RA__DECODE_PAIRS];     /* of a pair */
-    int32_t at[RA__DECODE_PAIRS], sees[RA__DECODE_PAIRS][4]; /* of a row: position, ra__mask_row */
-    ra__bounds bounds[RA__DECODE_PAIRS];
-    uint64_t seen[RA__DECODE_PAIRS];   /* of a row: keys of the block */
-    ra__stretch stretch[RA_BLOCK_TOKENS / 4][RA__DECODE_PAIRS / RA__FEW_ROWS]; /* of the block */
-} ra__decode;
-
-/* 1 if calls like this, with few enough tokens, take the decoding form. */
-RA__INLINE int ra__may_decode(const ra_desc *d) {
-    return d->q_heads / d->kv_heads <= RA__DECODE_PAIRS && d->dropout <= 0.0f;
-}
-
-/* 1 if this call does. */
-RA__INLINE int ra__decodes(const ra_desc *d) {
-    return d->tokens * (d->q_heads / d->kv_heads) <= RA__DECODE_PAIRS && ra__may_decode(d);
-}
-
-/* Most parts of the keys of a sequence: RA__DECODE_PARTS in all, of RA__DECODE_PART blocks or more.
- * The problem alone decides, for the cuts show in the bits. */
-RA__INLINE int64_t ra__decode_limit(const ra_desc *d) {
-    const int64_t keys = ra__k_most(d), least = RA__DECODE_PART * RA_BLOCK_TOKENS;
-    if (keys <= least) return 1;
-    return ra__max(1, ra__min(ra__ceil_div(keys, least), RA__DECODE_PARTS / d->sequences));
-}
-
-/* Floats of m, l and acc of a four. */
-RA__INLINE int64_t ra__slot_floats(const ra_desc *d) {
-    return RA__FEW_ROWS * (2 + ra__round_up(d->v_dim, RA__FEW_DIMS));
-}
-
-static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__decode *x) {
-    int64_t k = ra__round_up(d->k_dim, RA__FEW_DIMS) * RA__FEW_ROWS * (int64_t)sizeof(float);
-    int64_t v = ra__round_up(d->v_dim, RA__FEW_DIMS) * RA__FEW_ROWS * (int64_t)sizeof(float);
-    int64_t pairs = d->tokens * (d->q_heads / d->kv_heads);
-    float *wide = NULL;
-    x->heads = heads;
-    x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__DECODE_PAIRS), RA__FEW_ROWS);
-    x->few = (ra__few *)ra__carve(a, heads * x->fours * (int64_t)sizeof *x->few);
-    x->pos = (int32_t *)ra__carve(a, RA_BLOCK_TOKENS * (int64_t)sizeof *x->pos);
-    x->slot = NULL;
-    if (ra__k_most(d) > RA__DECODE_PART * RA_BLOCK_TOKENS)
-        x->slot = (float *)ra__carve(a, heads * x->fours * ra__slot_floats(d) * 4);
-    for (int32_t i = 0; i < heads * x->fours; i++) {
-        float *q = (float *)ra__carve(a, k), *acc = (float *)ra__carve(a, v);
-        float *sum = (float *)ra__carve(a, v);
-        if (x->fours > 2 && i % x->fours == 0) wide = (float *)ra__carve(a, 2 * k);
-        if (!a->base) continue;
-        x->few[i].wide = wide;
-        x->few[i].lane = i % x->fours * RA__FEW_ROWS;
-        x->few[i].d = d;
-        x->few[i].q = q;
-        x->few[i].acc = acc;
-        x->few[i].sum = sum;
-    }
-}
-
-static int64_t ra__decode_bytes(const ra_desc *d, int32_t heads) {
-    ra__arena a = { NULL, 0 };
-    ra__decode x;
-    ra__decode_carve(&a, d, heads, &x);
-    return a.used;
-}
-
-/* Bytes of the sums of all parts of all sequences, where several threads share out keys: enough for
- * every call with fewer tokens, keys or sequences. */
-static int64_t ra__decode_slots(const ra_desc *d) {
-    const int64_t group = d->q_heads / d->kv_heads;
-    const int64_t pairs = ra__min(d->tokens * group, RA__DECODE_PAIRS);
-    const int64_t parts = ra__ceil_div(ra__k_most(d), RA__DECODE_PART * RA_BLOCK_TOKENS);
-    if (parts < 2 || !ra__may_decode(d)) return 0;
-    return ra__round_up(ra__min(d->sequences * parts, RA__DECODE_PARTS) * d->kv_heads *
-                        ra__ceil_div(pairs, RA__FEW_ROWS) * ra__slot_floats(d) * 4, 64);
-}
-
-/* kv heads of a task: as many as nth threads can share evenly, or all if they share out keys. */
-static int32_t ra__decode_heads(const ra_desc *d, int nth) {
-    const int64_t turns_least = ra__ceil_div(d->kv_heads, RA__DECODE_HEADS);
-    int32_t best = 1, most = (int32_t)ra__ceil_div(d->kv_heads, turns_least);
-    int64_t least = INT64_MAX;
-    if (nth == 1 || ra__decode_limit(d) > 1) return most;
-    for (int32_t n = most; n > 0; n--) {
-        int64_t tasks = d->sequences * ra__ceil_div(d->kv_heads, n);
-        int64_t turns = ra__ceil_div(tasks, nth) * n;
-        if (turns < least) { least = turns; best = n; }
-    }
-    return best;
-}
-
-/* Position of row i and what it sees. */
-static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
-    int64_t p = ra__query_position(c, x->sequence, i);
-    int64_t end = ra__key_end(&c->d, x->sequence, c->w.any_position);
-    const ra__bounds none = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN,
-                              INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX };
-    ra__mask_row(&c->d.mask, p, end, x->sees[i]);
-    x->bounds[i] = none;
-    ra__bounds_row(&x->bounds[i], x->sees[i]);
-    x->at[i] = (int32_t)p;
-}
-
-/* Queries and empty state of up to 4 pairs from `pair` on, of kv head `head` of the task. */
-static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t pair) {
-    const int32_t group = c->d.q_heads / c->d.kv_heads;
-    ra__few *f = &x->few[head * x->fours + pair / RA__FEW_ROWS];
-    size_t wide = (size_t)ra__round_up(c->d.k_dim, RA__FEW_DIMS) * sizeof(float);
-    if (x->pairs - pair < RA__FEW_ROWS) memset(f->q, 0, RA__FEW_ROWS * wide);
-    if (f->wide && pair == 0) memset(f->wide, 0, 8 * wide);
-    wide = (size_t)ra__round_up(c->d.v_dim, RA__FEW_DIMS) * sizeof(float);
-    memset(f->acc, 0, RA__FEW_ROWS * wide);
-    memset(f->slope, 0, sizeof f->slope);
-    memset(f->pos, 0, sizeof f->pos);
-    memset(f->part, 0, sizeof f->part);
-    memset(f->score, 0, sizeof f->score);
-    memset(f->l, 0, sizeof f->l);
-    for (int32_t i = 0; i < 16; i++)
-        f->m[i] = pair + i % RA__FEW_ROWS < x->pairs ? ra__neg_inf() : 0.0f;
-    f->live = f->modified = 0;
-    f->factor = ra__q_factor(&c->d);
-    for (int32_t r = 0; r < RA__FEW_ROWS && pair + r < x->pairs; r++) {
-        int32_t row = x->row[pair + r], q_head = (x->head + head) * group + (pair + r) % group;
-        f->score[r] = ra__score_of(&c->w, x->sequence, row, q_head);
-        f->modified |= ra__score_is_modified(&f->score[r]);
-        for (int32_t i = r; i < 16; i += RA__FEW_ROWS) f->slope[i] = f->score[r].slope;
-        f->pos[r] = x->at[row];
-        c->w.kernel->few_load(f, r, ra__view_at(c->w.q, x->sequence, row, q_head).data,
-                              f->factor);
-    }
-}
-
-static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head,
-                             int32_t pair) {
-    int32_t group = c->d.q_heads / c->d.kv_heads, q_head = (x->head + head) * group + pair % group;
-    const ra__few *f = &x->few[head * x->fours + pair / RA__FEW_ROWS];
-    const float *sink = c->d.scores & RA_SCORE_SINKS ? c->w.t->sinks + q_head : NULL;
-    ra__view o = ra__view_at(c->w.o, x->sequence, x->row[pair], q_head);
-    ra__view lse = ra__view_at(c->w.lse, x->sequence, x->row[pair], q_head);
-    int32_t r = pair % RA__FEW_ROWS;
-    float sum, factor = ra__row_finish(f->m[r], f->l[r], sink, lse.data ? &sum : NULL);
-    c->w.kernel->few_store(f, r, (void *)(uintptr_t)o.data, factor);
-    if (lse.data) memcpy((void *)(uintptr_t)lse.data, &sum, sizeof sum);
-}
-
-/* Which keys of a block each row sees; the union. pos: of the array, or null. */
-static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *pos) {
-    uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows), any = 0;
-    int64_t first, last;
-    ra__seg_span(s, pos, &first, &last);
-    ra__seg_positions(s, pos, x->pos);
-    for (int32_t i = 0; i < x->rows; i++) {
-        const int32_t *v = x->sees[i];
-        int kind = pos ? RA__PARTIAL : ra__classify(&x->bounds[i], first, last);
-        x->seen[i] = kind == RA__FULL ? all : 0;
-        for (int32_t j = 0; j < s->rows && kind == RA__PARTIAL; j++) {
-            int32_t k = x->pos[j];
-            if (k >= 0 && ((v[0] <= k && k < v[1]) || (v[2] <= k && k < v[3])))
-                x->seen[i] |= (uint64_t)1 << j;
-        }
-        any |= x->seen[i];
-    }
-    return any;
-}
-
-/* Keys [j, j + n) of the block as four `four` sees them; seen 0: none of them. Rows that are not
- * there see all. */
-static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__stretch *t) {
-    const uint32_t all = 0xffffu >> (RA__FEW_KEYS - t->n);
-    uint32_t bits[RA__FEW_ROWS], some = 0, every = all;
-    for (int32_t r = 0; r < RA__FEW_ROWS; r++) {
-        int32_t pair = four * RA__FEW_ROWS + r;
-        bits[r] = all;
-        if (pair >= x->pairs) continue;
-        bits[r] = (uint32_t)(x->seen[x->row[pair]] >> j) & all;
-        some |= bits[r];
-        every &= bits[r];
-    }
-    t->partial = every != all;
-    t->seen = ~(uint64_t)0 >> (64 - RA__FEW_ROWS * t->n);
-    if (!t->partial) return;
-    t->seen = 0;
-    if (!some) return;
-    for (int32_t i = 0; i < 4 * t->n; i++)
-        t->seen |= (uint64_t)(bits[i % RA__FEW_ROWS] >> i / RA__FEW_ROWS & 1) << i;
-}
-
-/* Points a stream at the rows of all heads of the task, some 4 KB beyond token row `row`. */
-static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view *v, int64_t row) {
-    const int64_t all = x->count > 1 ? x->count * v->head : ra__min(v->token, v->head);
-    const int64_t far = ra__max(x->run, RA__DECODE_AHEAD / all);
-    a->at = (uintptr_t)v->data + (uintptr_t)((row + far) * v->token);
-    a->lines = a->left = (int32_t)ra__ceil_div(all, 64);
-    a->jump = v->token - (int64_t)a->lines * 64;
-}
-
-/* Keys [from, to) of a block, whose first is token row `row`, for all heads and fours. */
-static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
-                            int32_t to, ra__decode *x) {
-    const int32_t fours = (int32_t)ra__ceil_div(x->pairs, RA__FEW_ROWS);
-    const int more = row + from + x->run < ra__k_len(&c->d, x->sequence);
-    ra__stream a[2];
-    for (int i = 0; i < 2 && more; i++) ra__decode_ahead(&a[i], x, &kv[i], row + from);
-    for (int32_t h = 0; h < x->count; h++)
-        for (int32_t j = from; j < to; j += x->keys) {
-            ra__stretch *t = x->stretch[j / x->keys];
-            int first = more;
-            for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
-                if (!t[g].seen) continue;
-                t[g].k = ra__view_at(kv[0], 0, row + j, h).data;
-                t[g].v = ra__view_at(kv[1], 0, row + j, h).data;
-                t[g].ahead = first ? a : NULL;
-                first = 0;
-            }
-            c->w.kernel->few_fold(&x->few[h * x->fours], t, fours);
-        }
-}
-
-/* One block of keys for all pairs and heads of the task. */
-static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra__seg *s,
-                             const int32_t *pos, ra__decode *x) {
-    if (!ra__decode_sees(x, s, pos)) return;
-    for (int32_t j = 0; j < s->rows; j += x->keys)
-        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
-            ra__stretch *t = &x->stretch[j / x->keys][g];
-            t->n = (int32_t)ra__min(x->keys, s->rows - j);
-            t->pos = x->pos + j;
-            t->k_stride = kv[0].token;
-            t->v_stride = kv[1].token;
-            ra__decode_stretch(x, g, j, t);
-        }
-    for (int32_t j = 0; j < s->rows; j += x->run)
-        ra__decode_fold(c, kv, s->row, j, (int32_t)ra__min(j + x->run, s->rows), x);
-    for (int32_t h = 0; h < x->count; h++)
-        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++)
-            if (x->few[h * x->fours + g].live) c->w.kernel->few_close(&x->few[h * x->fours + g]);
-}
-
-/* Rows of a sequence, and the parts of the blocks of keys that they see. */
-static void ra__decode_begin(const ra__local *c, ra__decode *x) {
-    const int64_t tokens = ra__k_len(&c->d, x->sequence), limit = ra__decode_limit(&c->d);
-    const int32_t group = c->d.q_heads / c->d.kv_heads;
-    int64_t first, last;
-    ra__seg s;
-    x->rows = (int32_t)ra__q_len(&c->d, x->sequence);
-    x->pairs = x->rows * group;
-    for (int32_t i = 0; i < x->rows; i++) ra__decode_row(c, x, i);
-    for (int32_t i = 0; i < x->pairs; i++) x->row[i] = i / group;
-    x->blocks = ra__side_blocks(&c->k_side, x->sequence, tokens);
-    x->first = limit > 1 ? INT64_MAX : 0;
-    x->last = limit > 1 ? 0 : x->blocks;
-    x->parts = 1;
-    for (int64_t i = 0; limit > 1 && i < x->blocks; i++) {
-        int seen = c->k_side.array != NULL;
-        (void)ra__side_block(&c->k_side, x->sequence, tokens, i, &s);
-        ra__seg_span(&s, NULL, &first, &last);
-        for (int32_t r = 0; r < x->rows && !seen; r++)
-            seen = ra__classify(&x->bounds[r], first, last) != RA__EMPTY;
-        if (!seen) continue;
-        x->first = ra__min(x->first, i);
-        x->last = i + 1;
-    }
-    if (x->first < x->last && limit > 1)
-        x->parts = (int32_t)ra__min(limit, ra__ceil_div(x->last - x->first, RA__DECODE_PART));
-}
-
-/* Sums of a four from and to a slot. */
-static void ra__slot_load(ra__few *f, const float *slot) {
-    memcpy(f->l, slot + RA__FEW_ROWS, sizeof f->l);
-    for (int32_t i = 0; i < 16; i++) f->m[i] = slot[i % RA__FEW_ROWS];
-    memcpy(f->acc, slot + 2 * RA__FEW_ROWS,
-           (size_t)(ra__slot_floats(f->d) - 2 * RA__FEW_ROWS) * sizeof *slot);
-}
-static void ra__slot_save(const ra__few *f, float *slot) {
-    memcpy(slot, f->m, RA__FEW_ROWS * sizeof *slot);
-    memcpy(slot + RA__FEW_ROWS, f->l, sizeof f->l);
-    memcpy(slot + 2 * RA__FEW_ROWS, f->acc,
-           (size_t)(ra__slot_floats(f->d) - 2 * RA__FEW_ROWS) * sizeof *slot);
-}
-
-/* Slot of a part, kv head and four among those of all threads. */
-static float *ra__slot_at(const ra__local *c, const ra__decode *x, float *slots, int32_t part,
-                          int32_t head, int32_t four) {
-    int64_t at = x->sequence * ra__decode_limit(&c->d) + part;
-    return slots + ((at * c->d.kv_heads + head) * x->fours + four) * ra__slot_floats(&c->d);
-}
-
-/* What comes of the sums of a part: O if it is the only one or the last; else they go to slots, of
- * all threads or, these being null, of this one, and to those of the parts before. */
-static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
-    const int last = x->parts == 1 || (!slots && x->part + 1 == x->parts);
-    for (int32_t h = 0; h < x->count; h++) {
-        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs && x->parts > 1; g++) {
-            ra__few *f = &x->few[h * x->fours + g];
-            float *to = slots ? ra__slot_at(c, x, slots, x->part, x->head + h, g)
-                              : x->slot + (h * x->fours + g) * ra__slot_floats(&c->d);
-            if (!slots && x->part) c->w.kernel->few_merge(f, to);
-            if (!last) ra__slot_save(f, to);
-        }
-        for (int32_t i = 0; i < x->pairs && last; i++) ra__decode_store(c, x, h, i);
-    }
-}
-
-/* Part x->part of the keys, for kv heads [x->head, x->head + x->count) of a sequence. */
-static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
-    const int64_t tokens = ra__k_len(&c->d, x->sequence);
-    const int64_t size = x->parts > 1 ? ra__ceil_div(x->last - x->first, x->parts) : x->blocks;
-    const int64_t from = x->parts > 1 ? x->first + x->part * size : 0;
-    const int32_t *array = c->k_side.array;
-    ra__view kv[2];
-    ra__seg block;
-    if (array) array += x->sequence * c->k_side.array_stride;
-    for (int i = 0; i < 2; i++) kv[i] = ra__view_at(c->kv[i], x->sequence, 0, x->head);
-    if (c->d.v_in_k) kv[1].data += ra__row_bytes(c->d.k_dtype, c->d.v_column);
-    for (int32_t h = 0; h < x->count; h++)
-        for (int32_t i = 0; i < x->pairs; i += RA__FEW_ROWS) ra__decode_load(c, x, h, i);
-    for (int64_t i = from; i < ra__min(from + size, x->blocks); i++) {
-        (void)ra__side_block(&c->k_side, x->sequence, tokens, i, &block);
-        ra__decode_block(c, kv, &block, array ? array + block.row : NULL, x);
-    }
-    ra__decode_end(c, x, slots);
-}
-
-/* O from the parts of all threads. */
-static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
-    x->count = 1;
-    for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++) {
-        ra__decode_begin(c, x);
-        for (x->head = 0; x->head < c->d.kv_heads && x->parts > 1; x->head++) {
-            for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
-                ra__slot_load(&x->few[g], ra__slot_at(c, x, slots, 0, x->head, g));
-                for (int32_t i = 1; i < x->parts; i++)
-                    c->w.kernel->few_merge(&x->few[g], ra__slot_at(c, x, slots, i, x->head, g));
-            }
-            for (int32_t i = 0; i < x->pairs; i++) ra__decode_store(c, x, 0, i);
-        }
-    }
-}
-
-/* Heads of one token lie side by side in K and in V. */
-static int ra__decode_beside(const ra__local *c) {
-    const ra_desc *d = &c->d;
-    return c->kv[0].head == ra__row_bytes(d->k_dtype, d->k_dim) &&
-           (d->v_in_k || c->kv[1].head == ra__row_bytes(d->v_dtype, d->v_dim));
-}
-
-/* Tasks of all sequences; runs those of [from, to). */
-static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots, int64_t from,
-                                int64_t to) {
-    int64_t index = 0;
-    for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++) {
-        ra__decode_begin(c, x);
-        for (x->head = 0; x->head < c->d.kv_heads; x->head += x->heads)
-            for (x->part = 0; x->part < x->parts; x->part++, index++) {
-                if (index < from || index >= to) continue;
-                x->count = (int32_t)ra__min(x->heads, c->d.kv_heads - x->head);
-                ra__decode_task(c, x, slots);
-            }
-    }
-    return index;
-}
-
-/* 1 for the last of nth threads. *done is memory that nobody has cleared: what does not bear the
- * mark is a count of 0, and so it is left behind. */
-static int ra__decode_last(int64_t *done, int nth) {
-    const int64_t mark = (int64_t)0x52a77e9d31 << 24, most = ((int64_t)1 << 24) - 1;
-    for (;;) {
-        int64_t seen = ra__load_i64(done), count = (seen & ~most) == mark ? seen & most : 0;
-        int last = ++count == nth;
-        if (ra__cas_i64(done, seen, mark | (last ? 0 : count))) return last;
-    }
-}
-
-/* shared, of several threads: a counter in 64 bytes, and slots. */
-static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, uint8_t *shared,
-                           const int who[2]) {
-    const int64_t row = ra__max(ra__row_bytes(c->d.k_dtype, c->d.k_dim),
-                                ra__row_bytes(c->d.v_dtype, c->d.v_dim));
-    float *slots = who[1] > 1 ? (float *)(void *)(shared + 64) : NULL;
-    int64_t *done = (int64_t *)(void *)shared;
-    uint32_t mode = ra__fp_enter();
-    ra__arena a = { NULL, 0 };
-    ra__decode x;
-    int64_t n = INT32_MAX;
-    a.base = memory;
-    ra__decode_carve(&a, &c->d, heads, &x);
-    if (!ra__decode_beside(c)) x.heads = 1;
-    x.keys = RA__FEW_KEYS;
-    while (x.fours == 1 && x.keys > 4 && x.keys * row > RA__DECODE_BYTES) x.keys /= 2;
-    x.run = 2 * x.keys;
-    if (who[1] > 1) n = ra__decode_tasks(c, &x, slots, 0, 0);
-    ra__decode_tasks(c, &x, slots, n * who[0] / who[1], n * (who[0] + 1) / who[1]);
-    if (slots && ra__decode_limit(&c->d) > 1 && ra__decode_last(done, who[1]))
-        ra__decode_finish(c, &x, slots);
-    ra__fp_leave(mode);
-}
-
-/* -------------------------------------------------------------------------- backward
- * Work is cut in pairs of a sequence and a kv head; a thread does whole pairs. What is left when
- * they do not go round is cut into pieces: dQ by query blocks and dK, dV by key blocks, each of
- * which computes S and dP for itself: 7 products instead of 5, and the same sums. */
-typedef struct ra__back_local {
-    ra__local c;
-    ra__back b;
-    ra__view d_k, d_v;
-} ra__back_local;
-
-/* Memory of one thread: sums of one pair. */
-typedef struct ra__back_memory {
-    ra__back_scratch x;
-    float *dq, *dk, *dv;               /* [Tq][group][Dk], [Tk][Dk], [Tk][Dv] */
-} ra__back_memory;
-
-static void ra__back_memory_carve(ra__arena *a, const ra_desc *d, ra__back_memory *m) {
-    int64_t group = d->q_heads / d->kv_heads, keys = ra__k_most(d);
-    ra__back_carve(a, d, ra__ceil_div(keys, RA_BLOCK_TOKENS), &m->x);
-    m->dq = (float *)ra__carve(a, d->tokens * group * d->k_dim * 4);
-    m->dk = (float *)ra__carve(a, keys * d->k_dim * 4);
-    m->dv = (float *)ra__carve(a, d->v_in_k ? 0 : keys * d->v_dim * 4);
-}
-
-static int64_t ra__back_bytes(const ra_desc *d) {
-    ra__arena a = { NULL, 0 };
-    ra__back_memory m;
-    ra__back_memory_carve(&a, d, &m);
-    return a.used;
-}
-
-/* A sequence's keys, or of a share without queries its part of them. */
-static void ra__back_item(const ra__back_local *l, const ra__share *p, ra__item *item) {
-    const ra__local *c = &l->c;
-    const int32_t *array = c->k_side.array;
-    memset(item, 0, sizeof *item);
-    if (array) array += p->t.sequence * c->k_side.array_stride;
-    ra__chunk_side(&c->k_side, p->t.sequence, ra__k_len(&c->d, p->t.sequence), &item->c);
-    if (item->c.segs > 1) {
-        ra__seg s[2];
-        memcpy(s, item->c.seg, sizeof s);
-        memset(item->c.seg, 0, sizeof s);
-        ra__chunk_zigzag(&item->c, s, p->want_q ? 1 : p->parts, p->want_q ? 0 : p->part);
-    } else if (!p->want_q) {
-        int64_t n = ra__seg_blocks(&item->c, 0);
-        (void)ra__seg_cut(&item->c, 0, ra__part(n, p->parts, p->part),
-                          ra__part(n, p->parts, p->part + 1));
-    }
-    ra__item_owned(item, c->kv, array);
-}
-
-static void ra__back_keys_finish(const ra__back_local *l, const ra__share *p,
-                                 const ra__item *item, const ra__grads *g) {
-    ra__view out[2];
-    out[0] = l->d_k;
-    out[1] = l->d_v;
-    ra__grads_finish(&l->b, &item->c, p->t.kv_head, out, g);
-}
-
-/* Does the piece own sums of the bias' gradient? Those of a key go with dK, others with dQ. */
-static int32_t ra__back_has_bias(const ra__back_local *l, const ra__share *p) {
-    const ra_bias_out *bias = &l->c.w.t->d_bias;
-    if (!bias->data) return 0;
-    return bias->row_step == 0 ? p->want_k : p->want_q;
-}
-
-/* Points g at the sums of a chunk's keys in the memory of a thread, where they are wanted. */
-static void ra__back_point(const ra__back_local *l, const ra__share *p, const ra__chunk *c,
-                           const ra__back_memory *m, ra__grads *g) {
-    const float *dk = p->want_k && l->d_k.data ? m->dk : NULL;
-    const float *dv = p->want_k && l->d_v.data ? m->dv : NULL;
-    ra__view sums[2];
-    sums[0] = ra__view_packed((const uint8_t *)dk, 1, l->c.d.k_dim, RA_F32);
-    sums[1] = ra__view_packed((const uint8_t *)dv, 1, l->c.d.v_dim, RA_F32);
-    ra__grads_at(&l->c.d, c, sums, 0, g);
-}
-
-/* A share in one phase; g->edge loses RA__FIRST when the sums of dQ have begun. */
-static void ra__back_pass(const ra__back_local *l, const ra__share *p, ra__grads *g,
-                          int last, ra__back_memory *m) {
-    const ra_desc *d = &l->c.d;
-    int32_t group = d->q_heads / d->kv_heads;
-    int64_t blocks = ra__side_blocks(&l->c.w.q_side, p->t.sequence, ra__q_len(d, p->t.sequence));
-    int64_t from = p->want_k ? 0 : ra__part(blocks, p->parts, p->part);
-    int64_t to = p->want_k ? blocks : ra__part(blocks, p->parts, p->part + 1);
-    ra__task t;
-    ra__item item;
-    t.sequence = p->t.sequence;
-    t.kv_head = p->t.kv_head;
-    t.panel0 = from * group;
-    t.count = (int32_t)((to - from) * group);
-    ra__back_item(l, p, &item);
-    ra__back_point(l, p, &item.c, m, g);
-    if (last) g->edge |= RA__LAST;
-    ra__back_task(&l->b, &t, &item, g, &m->x);
-    g->edge &= ~RA__FIRST;
-}
-
-static void ra__back_run_piece(const ra__back_local *l, const ra__share *p,
-                               ra__back_memory *m) {
-    const ra_desc *d = &l->c.d;
-    int32_t group = d->q_heads / d->kv_heads;
-    ra__grads g;
-    ra__item item;
-    memset(&g, 0, sizeof g);
-    g.edge = RA__FIRST;
-    g.bias = ra__back_has_bias(l, p);
-    if (!(p->want_q && l->b.d_q.data) && !(p->want_k && (l->d_k.data || l->d_v.data)) && !g.bias)
-        return;
-    if (p->want_q && l->b.d_q.data)
-        g.dq = ra__view_packed((const uint8_t *)m->dq, group, d->k_dim, RA_F32);
-    if (p->want_k) {
-        ra__back_item(l, p, &item);
-        ra__back_point(l, p, &item.c, m, &g);
-        ra__grads_clear(d, &item.c, &g);
-    }
-    if (l->b.square && l->c.w.order != RA_ORDER_DESCENDING) {
-        m->x.phase = RA__AFTER;
-        ra__back_pass(l, p, &g, 0, m);
-        m->x.phase = RA__BEFORE;
-        ra__back_pass(l, p, &g, 1, m);
-    } else {                           /* DESC: there are no others */
-        m->x.phase = RA__AFTER | RA__BEFORE;
-        ra__back_pass(l, p, &g, 1, m);
-    }
-    if (p->want_k) {
-        ra__back_item(l, p, &item);
-        ra__back_point(l, p, &item.c, m, &g);
-        ra__back_keys_finish(l, p, &item, &g);
-    }
-}
-
-/* Thread ith's share: whole pairs, then pieces of those that are left; sinks by head. */
-static void ra__back_run(const ra__back_local *l, uint8_t *memory, int ith, int nth) {
-    const ra_desc *d = &l->c.d;
-    int64_t pairs = (int64_t)d->sequences * d->kv_heads, rest = pairs % nth;
-    int64_t whole = rest * 7 < (int64_t)nth * 5 ? pairs - rest : pairs, index = 0;
-    ra__arena a = { NULL, 0 };
-    ra__back_memory m;
-    ra__share p;
-    a.base = memory;
-    ra__back_memory_carve(&a, d, &m);
-    for (int64_t i = ith; i < whole; i += nth) {
-        p.t.sequence = (int32_t)(i / d->kv_heads);
-        p.t.kv_head = (int32_t)(i % d->kv_heads);
-        p.want_q = p.want_k = p.parts = 1;
-        p.part = 0;
-        ra__back_run_piece(l, &p, &m);
-    }
-    for (int64_t i = whole; i < pairs; i++) {
-        p.t.sequence = (int32_t)(i / d->kv_heads);
-        p.t.kv_head = (int32_t)(i % d->kv_heads);
-        p.parts = 4 * nth;
-        for (p.want_k = 0; p.want_k < 2; p.want_k++)
-            for (p.part = 0; p.part < p.parts; p.part++, index++) {
-                int64_t place = index % nth;
-                if ((index / nth % 2 ? nth - 1 - place : place) != ith) continue;
-                p.want_q = !p.want_k;
-                ra__back_run_piece(l, &p, &m);
-            }
-    }
-    for (int32_t h = ith; l->c.w.t->d_sinks && h < d->q_heads; h += nth)
-        ra__back_sink(&l->b, h, &m.x);
-}
-
-/* Points a checked call at the gradients. */
-static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_local *l) {
-    ra__view view[4];
-    ra_error *e = d->error;
-    ra_status s;
-    if (!t) return ra__refuse(e, RA_E_NULL, "t", "is required", 0);
-    memset(l, 0, sizeof *l);
-    s = ra__local_check(d, t, &l->c);
-    if (s) return s;
-    if (l->c.d.engine) return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
-    l->c.d.error = e;
-    s = ra__check_grads(&l->c.d, t, l->c.rows, view);
-    if (s) return s;
-    l->b.w = &l->c.w;
-    l->b.kernel = ra__kernel_of(&l->c.d);
-    l->b.d_o = view[0];
-    l->b.d_q = view[1];
-    l->d_k = view[2];
-    l->d_v = view[3];
-    l->b.square = ra__local_square(&l->c) && !l->c.d.q_offset && !ra__positions_set(&t->q_pos) &&
-                  !ra__positions_set(&t->k_pos);
-    return RA_OK;
-}
-
-/* The caller's packed sums of all keys. */
-static void ra__fold_back_sums(const ra_desc *d, const ra_grads *into, ra__view sums[2]) {
-    sums[0] = ra__view_packed((const uint8_t *)into->d_k, d->kv_heads, d->k_dim, RA_F32);
-    sums[1] = ra__view_packed((const uint8_t *)into->d_v, d->kv_heads, d->v_dim, RA_F32);
-    for (int32_t i = 0; i < 2; i++) sums[i].batch = ra__k_most(d) * sums[i].token;
-}
-
-/* delta of all rows. */
-static void ra__delta_rows(const ra__work *w, ra__view d_o, const ra__kernel *kernel,
-                           float *delta) {
-    const ra_desc *d = w->d;
-    uint32_t mode = ra__fp_enter();
-    for (int32_t b = 0; b < d->sequences; b++)
-        for (int64_t r = 0; r < ra__q_len(d, b); r++)
-            for (int32_t h = 0; h < d->q_heads; h++) {
-                ra__source o = ra__source_of(ra__view_at(w->o, b, r, h), d->o_dtype, d->v_dim);
-                ra__source g = ra__source_of(ra__view_at(d_o, b, r, h), d->o_dtype, d->v_dim);
-                kernel->deltas(delta + (b * d->tokens + r) * d->q_heads + h, &o, &g, 1);
-            }
-    ra__fp_leave(mode);
-}
-
-/* L0: every sequence and kv head, with the caller's arrays as the sums. */
-static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *memory) {
-    const ra_desc *d = &l->c.d;
-    const int32_t group = d->q_heads / d->kv_heads;
-    ra__arena a = { NULL, 0 };
-    ra__back_memory m;
-    ra__share p;
-    ra__view sums[2];
-    ra__grads g;
-    ra__task t;
-    ra__item item;
-    a.base = memory;
-    ra__back_memory_carve(&a, d, &m);
-    m.x.phase = RA__AFTER | RA__BEFORE;
-    l->c.w.ml_head = 1;
-    l->c.w.ml_row = d->q_heads;
-    l->c.w.ml_batch = d->tokens * d->q_heads;
-    p.want_q = p.want_k = p.parts = 1;
-    p.part = 0;
-    memset(&g, 0, sizeof g);
-    ra__fold_back_sums(d, into, sums);
-    g.bias = 1;
-    for (int32_t i = 0; i < d->sequences * d->kv_heads; i++) {
-        p.t.sequence = t.sequence = i / d->kv_heads;
-        p.t.kv_head = t.kv_head = i % d->kv_heads;
-        t.panel0 = 0;
-        t.count = (int32_t)ra__side_blocks(&l->c.w.q_side, p.t.sequence,
-                                           ra__q_len(d, p.t.sequence)) * group;
-        if (into->d_q) {
-            g.dq = ra__view_packed((const uint8_t *)into->d_q, d->q_heads, d->k_dim, RA_F32);
-            g.dq.batch = d->tokens * g.dq.token;
-            g.dq = ra__view_at(g.dq, p.t.sequence, 0, p.t.kv_head * group);
-        }
-        ra__back_item(l, &p, &item);
-        ra__grads_at(d, &item.c, sums, t.kv_head, &g);
-        ra__back_task(&l->b, &t, &item, &g, &m.x);
-    }
-}
-
-/* Points *memory at the part of thread ith, or refuses. */
-static ra_status ra__back_workspace(const ra_desc *d, void *workspace, size_t bytes, int ith,
-                                    int nth, uint8_t **memory) {
-    int64_t need = ra__back_bytes(d);
-    ra_error *e = d->error;
-    if (nth < 1 || nth > 4096) return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", nth);
-    if (ith < 0 || ith >= nth)
-        return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", ith);
-    if (!workspace) return ra__refuse(e, RA_E_NULL, "workspace", "is required", 0);
-    *memory = ra__workspace_align(workspace, &bytes) + need * ith;
-    if ((int64_t)(bytes / (size_t)nth) < need)
-        return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes", 64 + need * nth);
-    return RA_OK;
-}
-
-/* -------------------------------------------------------------------------- L1 and L0 calls */
-enum { RA__STACK_BYTES = 192 * 1024, RA__STACK_DECODE = 32 * 1024 };
-
-/* Sizes of workspaces. Each grows with tokens, keys, sequences and threads, and counts the forms
- * that smaller calls may take: so the workspace of the largest call serves all. */
-
-/* Bytes that nth threads share, before those of each. */
-static int64_t ra__local_shared(const ra_desc *d, int nth) {
-    return nth == 1 ? 0 : 64 + ra__decode_slots(d);
-}
-
-/* Bytes of each thread. */
-static int64_t ra__local_bytes(const ra_desc *d) {
-    int64_t bytes = ra__scratch_bytes(d, ra__panels(d));
-    if (ra__may_be_short(d)) bytes += ra__short_bytes(d);
-    if (ra__may_decode(d)) bytes = ra__max(bytes, ra__decode_bytes(d, ra__decode_heads(d, 1)));
-    return bytes;
-}
-
-RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
-    ra__local c;
-    if (nth < 1 || nth > 4096 || ra__local_check(d, NULL, &c)) return 0;
-    return (size_t)(64 + ra__local_shared(&c.d, nth) + ra__local_bytes(&c.d) * nth);
-}
-
-RA__NOINLINE void ra__local_on_stack(const ra__local *c, int decode) {
-    uint8_t memory[RA__STACK_BYTES + 64];
-    uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
-    const int who[2] = { 0, 1 };
-    if (decode) ra__decode_run(c, 1, (uint8_t *)at, NULL, who);
-    else ra__local_run(c, 1, (uint8_t *)at, 0, 1);
-}
-
-/* With as many kv heads at once as fit, at least one. */
-RA__NOINLINE void ra__decode_on_stack(const ra__local *c) {
-    uint8_t memory[RA__STACK_DECODE + 64];
-    uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
-    int32_t heads = ra__decode_heads(&c->d, 1);
-    const int who[2] = { 0, 1 };
-    while (heads > 1 && ra__decode_bytes(&c->d, heads) > RA__STACK_DECODE) heads--;
-    ra__decode_run(c, heads, (uint8_t *)at, NULL, who);
-}
-
-/* Runs a checked call in the workspace, or on the stack if there is none. */
-static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes, const int who[2],
-                              int decode) {
-    ra_error *e = c->d.error;
-    int64_t need, shared;
-    if (who[1] < 1 || who[1] > 4096)
-        return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", who[1]);
-    if (who[0] < 0 || who[0] >= who[1])
-        return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", who[0]);
-    if (!workspace) {
-        if (who[1] > 1)
-            return ra__refuse(e, RA_E_NULL, "workspace", "is required for # threads", who[1]);
-        if ((decode ? ra__decode_bytes(&c->d, 1) : ra__scratch_bytes(&c->d, 1)) > RA__STACK_BYTES)
-            return ra__refuse(e, RA_E_WORKSPACE, "k_dim",
-                              "rows of # elements do not fit on the stack: give a workspace",
-                              c->d.k_dim);
-        if (decode && ra__decode_bytes(&c->d, 1) <= RA__STACK_DECODE) ra__decode_on_stack(c);
-        else ra__local_on_stack(c, decode);
-        return RA_OK;
-    }
-    uint8_t *base = ra__workspace_align(workspace, &bytes);
-    shared = ra__local_shared(&c->d, who[1]);
-    need = ra__local_bytes(&c->d);
-    if (bytes < (size_t)shared || (int64_t)((bytes - (size_t)shared) / (size_t)who[1]) < need)
-        return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes",
-                          64 + shared + need * who[1]);
-    uint8_t *memory = base + shared + need * who[0];
-    const int32_t heads = ra__decode_heads(&c->d, who[1]);
-    if (decode) ra__decode_run(c, heads, memory, base, who);
-    else ra__local_run(c, ra__local_panels(c, who[1]), memory, who[0], who[1]);
-    return RA_OK;
-}
-
-RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
-                                    size_t bytes, int ith, int nth) {
-    ra__local c;
-    ra_desc mine;
-    int who[2];
-    ra_status s;
-    if (!d) return RA_E_NULL;
-    mine = *d;
-    if (ith > 0 && ith < nth) mine.error = NULL; /* the threads share d->error: one writes */
-    if (!t) return ra__refuse(mine.error, RA_E_NULL, "t", "is required", 0);
-    s = ra__local_check(&mine, t, &c);
-    if (!s && c.d.engine)
-        s = ra__refuse(mine.error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
-    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, mine.error);
-    if (s) return s;
-    c.w.clear = c.w.finish = 1;
-    who[0] = ith;
-    who[1] = nth;
-    const int decode = ra__decodes(&c.d);
-    c.pairs = !decode && ra__is_short(&c.d) &&
-              (workspace || ra__scratch_bytes(&c.d, 1) + ra__short_bytes(&c.d) <= RA__STACK_BYTES);
-    if (decode) c.w.kernel = ra__kernel_decode(&c.d);
-    return ra__local_go(&c, workspace, bytes, who, decode);
-}
-
-RINGATTN_API size_t ra_attention_backward_bytes(const ra_desc *d, int nth) {
-    ra__local c;
-    if (nth < 1 || nth > 4096 || ra__local_check(d, NULL, &c)) return 0;
-    if (!c.d.train) {
-        ra__refuse(d->error, RA_E_SHAPE, "train", "must be 1 for gradients, is #", c.d.train);
-        return 0;
-    }
-    return (size_t)(64 + ra__back_bytes(&c.d) * nth);
-}
-
-RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors *t,
-                                             void *workspace, size_t bytes, int ith, int nth) {
-    ra__back_local l;
-    uint8_t *memory = NULL;
-    ra_desc mine;
-    ra_status s;
-    if (!d) return RA_E_NULL;
-    mine = *d;
-    if (ith > 0 && ith < nth) mine.error = NULL; /* as in ra_attention */
-    s = ra__back_check(&mine, t, &l);
-    if (!s) s = ra__check_outputs(&l.c.d, t, l.c.rows[0], &l.c.w, mine.error);
-    if (!s && !t->d_q.data && !t->d_k.data && !t->d_v.data && !t->d_sinks && !t->d_bias.data)
-        s = ra__refuse(mine.error, RA_E_NULL, "t.d_q", "and all other gradients are null", 0);
-    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, ith, nth, &memory);
-    if (s) return s;
-    l.c.w.ml_head = 1;
-    ra__back_run(&l, memory, ith, nth);
-    return RA_OK;
-}
-
-RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *delta) {
-    ra__local c;
-    ra__view d_o;
-    ra_status s;
-    if (!d) return RA_E_NULL;
-    if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
-    if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
-    s = ra__local_check(d, NULL, &c);
-    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
-    if (!s) s = ra__in_check(&t->d_o, ra__shape_of("t.d_o", &c.d, c.rows[0], c.d.q_heads,
-                                                   c.d.v_dim), c.d.o_dtype, &d_o, d->error);
-    if (s) return s;
-    ra__delta_rows(&c.w, d_o, ra__kernel_f32(c.d.isa), delta);
-    return RA_OK;
-}
-
-RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, const float *delta,
-                                        const ra_grads *g, void *workspace, size_t bytes) {
-    ra__back_local l;
-    uint8_t *memory = NULL;
-    ra_status s;
-    if (!d) return RA_E_NULL;
-    if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
-    if (!g) return ra__refuse(d->error, RA_E_NULL, "grads", "is required", 0);
-    s = ra__back_check(d, t, &l);
-    if (!s && l.c.d.v_in_k && g->d_v)
-        s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null, for v_in_k is #", 1);
-    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, 0, 1, &memory);
-    if (!s) s = ra__out_check(&t->lse, ra__shape_of("t.lse", &l.c.d, l.c.rows[0], l.c.d.q_heads,
-                                                    1), RA_F32, &l.c.w.lse, d->error);
-    if (s) return s;
-    l.b.delta = delta;
-    ra__fold_back_run(&l, g, memory);
-    return RA_OK;
-}
-
-static void ra__simple_view(ra__view *v, const float *data, int32_t heads, int32_t dim) {
-    *v = ra__view_packed((const uint8_t *)data, heads, dim, RA_F32);
-}
-
-RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const float *k,
-                                           const float *v, int seq_q, int seq_k, int n_heads,
-                                           int n_kv_heads, int head_dim, float scale, int window,
-                                           int q_offset) {
-    const int64_t keys = seq_k;
-    ra__local c;
-    ra_tensors t;
-    if (seq_q < 0 || seq_k < 0 || n_heads < 1 || n_kv_heads < 1 || head_dim < 1 || q_offset < 0 ||
-        head_dim > 256 || seq_q > RA_MAX_POSITION - q_offset || seq_k > RA_MAX_POSITION ||
-        !ra__is_finite(scale) || scale < 0.0f)
-        return RA_E_RANGE;
-    if (n_heads % n_kv_heads) return RA_E_SHAPE;
-    if ((seq_q && (!out || !q)) || (seq_k && (!k || !v))) return RA_E_NULL;
-    memset(&c, 0, sizeof c);
-    memset(&t, 0, sizeof t);
-    c.d.sequences = c.d.ranks = 1;
-    c.d.q_heads = n_heads;
-    c.d.kv_heads = n_kv_heads;
-    c.d.k_dim = c.d.v_dim = head_dim;
-    c.d.q_dtype = c.d.k_dtype = c.d.v_dtype = c.d.o_dtype = RA_F32;
-    c.d.tokens = seq_q;
-    c.d.kv_tokens_of = &keys;
-    c.d.q_offset = q_offset;
-    c.d.scale = scale;
-    c.d.mask.kind = RA_MASK_CAUSAL;
-    c.d.mask.window = window > 0 ? window : 0;
-    c.d.isa = ra_isa_best();
-    c.d.layout.kind = c.w.q_side.layout = c.k_side.layout = RA_LAYOUT_CONTIGUOUS;
-    if (scale == 0.0f) c.d.scale = (float)(1.0 / ra__sqrt((double)head_dim));
-    c.w.d = &c.d;
-    c.w.t = &t;
-    c.w.kernel = ra__kernel_of(&c.d);
-    c.w.q_side.ranks = c.k_side.ranks = 1;
-    c.w.q_side.offset = q_offset;
-    c.w.order = RA_ORDER_ASCENDING;
-    c.w.clear = c.w.finish = 1;
-    ra__simple_view(&c.w.q, q, n_heads, head_dim);
-    ra__simple_view(&c.w.o, out, n_heads, head_dim);
-    ra__simple_view(&c.kv[0], k, n_kv_heads, head_dim);
-    ra__simple_view(&c.kv[1], v, n_kv_heads, head_dim);
-    c.w.acc = c.w.o;
-    if (ra__decodes(&c.d) && ra__decode_bytes(&c.d, 1) <= RA__STACK_DECODE) ra__decode_on_stack(&c);
-    else ra__local_on_stack(&c, ra__decodes(&c.d));
-    return RA_OK;
-}
-
-/* Checks a state and points the work at it. */
-static ra_status ra__state_use(const ra_state *s, ra__local *c, ra_error *e) {
-    if (!s) return ra__refuse(e, RA_E_NULL, "state", "is required", 0);
-    if (!s->m) return ra__refuse(e, RA_E_NULL, "state.m", "is required", 0);
-    if (!s->l) return ra__refuse(e, RA_E_NULL, "state.l", "is required", 0);
-    if (!s->acc) return ra__refuse(e, RA_E_NULL, "state.acc", "is required", 0);
-    c->w.m = s->m;
-    c->w.l = s->l;
-    c->w.ml_head = 1;
-    c->w.ml_row = c->d.q_heads;
-    c->w.ml_batch = c->d.tokens * c->w.ml_row;
-    c->w.acc = ra__view_packed((const uint8_t *)s->acc, c->d.q_heads, c->d.v_dim, RA_F32);
-    c->w.acc.batch = c->d.tokens * c->w.acc.token;
-    return RA_OK;
-}
-
-RINGATTN_API ra_status ra_state_clear(const ra_desc *d, const ra_state *s) {
-    ra__local c;
-    ra__seg all = { 0, 0, 0, 1 };
-    ra_status status = ra__local_check(d, NULL, &c);
-    if (!status) status = ra__state_use(s, &c, d->error);
-    if (status) return status;
-    all.rows = c.d.tokens;
-    for (int32_t b = 0; b < c.d.sequences; b++)
-        for (int32_t h = 0; h < c.d.q_heads; h++) ra__rows_clear(&c.w, b, &all, h);
-    return RA_OK;
-}
-
-RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_tensors *t,
-                               void *workspace, size_t bytes) {
-    ra__local c;
-    const int who[2] = { 0, 1 };
-    ra_status status;
-    if (d && !t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
-    status = ra__local_check(d, t, &c);
-    if (!status) status = ra__state_use(s, &c, d->error);
-    if (status) return status;
-    if (c.d.engine) return ra__refuse(d->error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
-    return ra__local_go(&c, workspace, bytes, who, 0);
-}
-
-/* (m, l, acc) of one row and head: rescales both sums to the larger maximum. l = 0 is empty. */
-static void ra__state_merge_row(const float from[2], const float *from_acc, float *m, float *l,
-                                float *acc, int32_t dim) {
-    const double ln2 = 0.69314718055994530942;
-    float top = from[0] > *m ? from[0] : *m, a, b;
-    if (from[1] == 0.0f) return;
-    if (*l == 0.0f) {
-        memcpy(acc, from_acc, (size_t)dim * sizeof(float));
-        *m = from[0];
-        *l = from[1];
-        return;
-    }
-    a = (float)ra__exp(((double)*m - (double)top) * ln2);
-    b = (float)ra__exp(((double)from[0] - (double)top) * ln2);
-    for (int32_t i = 0; i < dim; i++) acc[i] = acc[i] * a + from_acc[i] * b;
-    *l = *l * a + from[1] * b;
-    *m = top;
-}
-
-RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
-                                      const ra_state *from) {
-    ra__local c;
-    ra_status s = ra__local_check(d, NULL, &c);
-    if (!s) s = ra__state_use(from, &c, d->error);
-    if (!s) s = ra__state_use(into, &c, d->error);
-    if (s) return s;
-    for (int64_t i = 0; i < c.d.sequences * c.w.ml_batch; i++) {
-        float ml[2];
-        ml[0] = from->m[i];
-        ml[1] = from->l[i];
-        ra__state_merge_row(ml, from->acc + i * c.d.v_dim, into->m + i, into->l + i,
-                            into->acc + i * c.d.v_dim, c.d.v_dim);
-    }
-    return RA_OK;
-}
-
-RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, const ra_tensors *t) {
-    ra__local c;
-    ra__seg all = { 0, 0, 0, 1 };
-    ra_status status = ra__local_check(d, NULL, &c);
-    if (!status) status = ra__state_use(s, &c, d->error);
-    if (status) return status;
-    if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
-    if ((c.d.scores & RA_SCORE_SINKS) && !t->sinks)
-        return ra__refuse(d->error, RA_E_NULL, "t.sinks", "scores is #", c.d.scores);
-    c.w.t = t;
-    status = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
-    if (status) return status;
-    for (int32_t b = 0; b < c.d.sequences; b++) {
-        all.rows = ra__q_len(&c.d, b);
-        for (int32_t h = 0; h < c.d.q_heads; h++) ra__rows_finish(&c.w, b, &all, h);
-    }
-    return RA_OK;
-}
-
-RA__ONCE_BEGIN
-
-/* ========================================================================== PUBLIC
- * The entry points of plans, rings and passes: they check arguments, lay out memory, and call down.
- * */
-
-RINGATTN_API const char *ra_status_text(ra_status status) {
-    switch (status) {
-#define RA__TEXT(name, value, text) case name: return text;
-        RA_STATUS_LIST(RA__TEXT)
-#undef RA__TEXT
-        default: return "unknown status";
-    }
-}
-
-RINGATTN_API int32_t ra_version(void) { return RINGATTN_VERSION; }
-
-/* -------------------------------------------------------------------------- plans */
-static void ra__need_none(const ra_plan *p, const ra__travel *t) {
-    memset(t->need, 0, (size_t)(p->d.ranks * t->need_row));
-}
-
-/* Chunks of queries and who needs them. */
-static void ra__plan_queries(ra_plan *p) {
-    int64_t spans = 0;
-    p->queries.chunks = ra__chunk_all(p, 0, 0, p->queries.chunk);
-    ra__need_none(p, &p->queries);
-    for (int64_t c = 0; c < p->queries.chunks; c++) {
-        int32_t b = p->queries.chunk[c].sequence;
-        if (!c || b != p->queries.chunk[c - 1].sequence) spans = ra__key_spans(p, b, p->span);
-        ra__chunk_q_needs(p, c, p->span, spans);
-    }
-}
-
-/* The lists of a backward pass. */
-static void ra__plan_fill_back(ra_plan *p) {
-    int q = p->d.backward_travel == RA_TRAVEL_Q;
-    ra__tour w;
-    if (q) ra__plan_queries(p);
-    p->split = ra__back_split(p);
-    p->back_direction = p->order == RA_ORDER_DESCENDING && q ? -1 : 1;
-    w = ra__tour_of(p, 1);
-    (void)ra__tour_hops(&w);
-    p->back.steps = ra__tour_steps(&w, p->line, p->start);
-    ra__plan_back_lists(&w, p->start, &p->back);
-    ra__plan_back_bytes(p);
-    p->back.exchanges = ra__tour_exchanges(&w, p->start, p->back.exchange);
-}
-
-/* Everything between the list of chunks and the figures. */
-static void ra__plan_fill(ra_plan *p) {
-    ra__tour w;
-    ra__need_none(p, &p->keys);
-    for (int32_t r = 0; r < p->d.ranks; r++)
-        for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
-    ra__plan_places(p);
-    ra__plan_direction(p);
-    p->chunk_bytes = 0;
-    for (int64_t c = 0; c < p->keys.chunks; c++)
-        if (ra__chunk_reach(&p->keys.chunk[c]))
-            p->chunk_bytes =
-                ra__max(p->chunk_bytes, ra__message_bytes(&p->d, &p->keys.chunk[c], 1));
-    w = ra__tour_of(p, 0);
-    p->forward.exchanges = ra__tour_exchanges(&w, p->start, p->forward.exchange);
-    p->forward.direction = p->direction;
-    p->forward.chunk = p->keys.chunk;
-    p->forward.chunk_bytes = p->chunk_bytes;
-    if (p->d.train) ra__plan_fill_back(p);
-    p->sizes = ra__plan_sizes(p, p->d.rank, p->task0);
-    for (int32_t b = 0; b <= p->d.sequences; b++) p->back_task0[b] = b * p->sizes.back.tasks;
-    ra__plan_own_lists(p);
-    ra__plan_readers(p);
-}
-
-/* Empty tiles of chunks that never come here: a pass counts them without looking. */
-static int64_t ra__plan_unvisited(const ra_plan *p, const ra__travel *t) {
-    int keys = t == &p->queries;                       /* what stays here */
-    ra__side side = ra__plan_side(p, keys, p->d.rank);
-    int64_t n = 0, blocks = 0;
-    for (int64_t c = 0; c < t->chunks; c++) {
-        int32_t b = t->chunk[c].sequence;
-        if (!c || b != t->chunk[c - 1].sequence)
-            blocks = ra__side_blocks(&side, b, keys ? ra__k_len(&p->d, b) : ra__q_len(&p->d, b));
-        if (!ra__need(t, c, p->d.rank))
-            n = ra__add_sat(n, ra__mul_sat(blocks, ra__chunk_blocks(&t->chunk[c])));
-    }
-    return ra__mul_sat(n, p->d.q_heads);
-}
-
-static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    ra__sizes n = rank == p->d.rank ? p->sizes : ra__plan_sizes(p, rank, NULL);
-    ra__plan_report_rank(p, rank, r);
-    int64_t state[2];
-    r->workspace_bytes = ra__ring_bytes(p, &n, 0, 64, state);
-    r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64, state);
-    r->forward.state_bytes = state[0];
-    r->backward.state_bytes = state[1];
-}
-
-/* At least as many chunks as there will be: each shard of a sequence adds one to tokens /
- * chunk_tokens. */
-static int64_t ra__plan_most_chunks(const ra_desc *d, int keys) {
-    const ra_layout *l = &d->layout;
-    const int64_t *rows = keys && l->k_rows ? l->k_rows : l->q_rows;
-    int64_t n = 0;
-    for (int32_t b = 0; b < d->sequences; b++) {
-        n += (keys ? ra__k_len(d, b) : ra__q_len(d, b)) / d->chunk_tokens + d->ranks;
-        for (int32_t r = 0; l->kind == RA_LAYOUT_ARRAY && r < d->ranks; r++)
-            n += rows[r] / d->chunk_tokens;
-    }
-    return n;
-}
-
-static void ra__plan_carve(ra__arena *a, ra_plan *p, const ra_desc *full, int64_t keys,
-                           int64_t queries) {
-    (void)ra__carve(a, (int64_t)sizeof *p);
-    ra__plan_arrays(a, p, full);
-    ra__plan_lists(a, p, keys, queries);
-}
-
-RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a) {
-    ra_desc full;
-    ra_plan *p, probe;
-    ra__arena arena = { NULL, 0 };
-    int64_t bytes, keys, queries;
-    ra_status s;
-    if (out) *out = NULL;
-    s = ra__resolve(d, &full);
-    if (!s) s = ra__check_intervals(&full, d->error);
-    if (s) return s;
-    if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
-    if (a && !a->alloc != !a->free)
-        return ra__refuse(d->error, RA_E_NULL, a->alloc ? "allocator.free" : "allocator.alloc",
-                          "needed beside the other", 0);
-    memset(&probe, 0, sizeof probe);
-    keys = ra__plan_most_chunks(&full, 1);
-    queries = ra__plan_most_chunks(&full, 0);
-    if (keys > INT32_MAX / 2 || queries > INT32_MAX / 2)
-        return ra__refuse(d->error, RA_E_OVERFLOW, "chunk_tokens",
-                          "# tokens make too many chunks", full.chunk_tokens);
-    ra__plan_carve(&arena, &probe, &full, keys, queries);
-    bytes = arena.used;
-    arena.base = (uint8_t *)ra__alloc(a, bytes, 64);
-    if (!arena.base)
-        return ra__refuse(d->error, RA_E_NOMEM, "allocator", "no # bytes for the plan", bytes);
-    arena.used = 0;
-    p = (ra_plan *)(void *)arena.base;
-    memset(p, 0, sizeof *p);
-    p->bytes = bytes;
-    if (a) p->allocator = *a;
-    ra__plan_carve(&arena, p, &full, keys, queries);
-    ra__agree(d, &full, &p->agreed);
-    ra__plan_cuts(p);
-    p->keys.chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESCENDING, p->keys.chunk);
-    RINGATTN_ASSERT(p->keys.chunks <= keys);
-    ra__plan_fill(p);
-    p->unvisited = ra__plan_unvisited(p, &p->keys);
-    p->back_unvisited = ra__plan_unvisited(p, ra__back_travel(p));
-    ra__plan_full_report(p, p->d.rank, &p->report);
-    p->d.error = NULL;
-    *out = p;
-    return RA_OK;
-}
-
-RINGATTN_API void ra_plan_destroy(ra_plan *plan) {
-    ra_allocator a;
-    if (!plan) return;
-    a = plan->allocator;
-    ra__free(&a, plan, (size_t)plan->bytes);
-}
-
-static int32_t ra__plan_runs(const ra_plan *p, int keys, int32_t rank, int32_t sequence,
-                             ra_run *runs, int32_t max_runs) {
-    ra__side side;
-    ra__seg s;
-    int64_t tokens;
-    int32_t n = 0;
-    if (!p || rank < 0 || rank >= p->d.ranks || sequence < 0 || sequence >= p->d.sequences ||
-        max_runs < 0 || (max_runs && !runs))
-        return -1;
-    if (p->d.layout.kind == RA_LAYOUT_ARRAY) return 0;
-    side = ra__plan_side(p, keys, rank);
-    tokens = keys ? ra__k_len(&p->d, sequence) : ra__q_len(&p->d, sequence);
-    for (int64_t i = 0; ra__side_seg(&side, sequence, tokens, i, &s); i++) {
-        if (!s.rows) continue;
-        if (n < max_runs) {
-            runs[n].first = s.pos;
-            runs[n].count = s.rows;
-            runs[n].stride = s.stride;
-        }
-        n++;
-    }
-    return n;
-}
-
-RINGATTN_API int32_t ra_plan_q_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
-                                    ra_run *runs, int32_t max_runs) {
-    return ra__plan_runs(plan, 0, rank, sequence, runs, max_runs);
-}
-
-RINGATTN_API int32_t ra_plan_k_runs(const ra_plan *plan, int32_t rank, int32_t sequence,
-                                    ra_run *runs, int32_t max_runs) {
-    return ra__plan_runs(plan, 1, rank, sequence, runs, max_runs);
-}
-
-RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_report *out) {
-    if (!plan || !out) return RA_E_NULL;
-    if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
-    if (rank == plan->d.rank) *out = plan->report;
-    else ra__plan_full_report(plan, rank, out);
-    return RA_OK;
-}
-
-RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const ra_rates *rates,
-                                       ra_prediction *out) {
-    ra__arena arena = { NULL, 0 };
-    ra__model m;
-    int64_t bytes;
-    double pair_s;
-    if (!plan || !rates || !out) return RA_E_NULL;
-    if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
-    if (!(rates->flops_per_s > 0) || !(rates->link_bytes_per_s > 0) ||
-        !(rates->link_latency_s >= 0))
-        return RA_E_RANGE;
-    ra__model_carve(&arena, plan, &m);
-    bytes = arena.used;
-    arena.base = (uint8_t *)ra__alloc(&plan->allocator, bytes, 64);
-    if (!arena.base) return RA_E_NOMEM;
-    memset(arena.base, 0, (size_t)bytes);
-    arena.used = 0;
-    ra__model_carve(&arena, plan, &m);
-    pair_s = 2.0 * (plan->d.k_dim + plan->d.v_dim) * plan->d.q_heads / rates->flops_per_s;
-    for (int32_t r = 0; r < plan->d.ranks; r++) {
-        if (plan->d.layout.kind == RA_LAYOUT_ARRAY)
-            ra__model_array(plan, r, pair_s, &m);
-        for (int32_t b = 0; b < plan->d.sequences && plan->d.layout.kind != RA_LAYOUT_ARRAY; b++)
-            ra__model_work(plan, r, b, pair_s, &m);
-    }
-    for (int64_t c = 0; c < plan->keys.chunks; c++) ra__model_chunk(plan, rates, c, &m);
-    memset(out, 0, sizeof *out);
-    out->compute_s = m.compute[rank];
-    out->transfer_s = m.busy[rank];
-    out->wait_s = m.idle[rank];
-    out->done_s = m.folded[rank];
-    out->hidden_s = m.busy[rank] > m.idle[rank] ? m.busy[rank] - m.idle[rank] : 0;
-    for (int32_t r = 0; r < plan->d.ranks; r++)
-        if (m.folded[r] > out->all_done_s) out->all_done_s = m.folded[r];
-    ra__free(&plan->allocator, arena.base, (size_t)bytes);
-    return RA_OK;
-}
-
 /* -------------------------------------------------------------------------- rings */
 static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
     if (rd->watchdog_ns < 0)
@@ -15845,6 +15666,196 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
     return ring ? &ring->refusal : &none;
 }
 
+/* ========================================================================== ESTIMATE
+ * Arithmetic before any purchase: how long a context fits and whether a hop hides behind the
+ * computing beside it. Takes figures of hardware and model, gives figures; touches nothing else of
+ * the library but ra__refuse. With F FLOP/s and W bytes/s of a device, c tokens a block, b
+ * sequences, e bytes an element and f = 1 (balanced causal: 1/2), one hop computes
+ * 4 f b Hq D c^2 FLOPs and moves 2 b c Hkv D e bytes. Compute covers the transfer from
+ * c = (F/W) e Hkv / (2 f Hq) on, which is F/W for MHA at 2 bytes. A device holds six blocks of
+ * hidden size h: Q; K, V in use; K, V arriving; the output: 6 b c h e bytes.
+ * Liu, Zaharia, Abbeel, arXiv 2310.01889v4, section 3 and table 2. The paper prints 6 b c h, which
+ * is the figure for one byte an element, and for A100 with InfiniBand 24.5 and 149.5 thousand
+ * tokens, 2 % below its own formula.
+ * Everything is computed in doubles. The checks keep counts below 2^31, and rates and memory
+ * between 1 and 1e30, so that no product overflows; only context_max must fit 64 bits. */
+
+#define RA__EST_LIMIT 1e30             /* of FLOP/s, bytes, bytes/s and seconds */
+
+/* FLOP/s, memory bytes and link bytes/s of one device, as printed in table 2 of the paper, which
+ * gives neither latencies nor blocks. Indexed by RA_HW_*. */
+static const ra_hardware ra__est_devices[] = {
+    { 0.0,    0.0,   0.0,     0.0, 0, 0 },
+    { 312e12, 80e9,  300e9,   0.0, 0, 0 },   /* A100, NVLink */
+    { 312e12, 80e9,  12.5e9,  0.0, 0, 0 },   /* A100, InfiniBand */
+    { 123e12, 16e9,  112e9,   0.0, 0, 0 },   /* TPU v3 */
+    { 275e12, 32e9,  268e9,   0.0, 0, 0 },   /* TPU v4 */
+    { 196e12, 16e9,  186e9,   0.0, 0, 0 },   /* TPU v5e */
+};
+
+/* Link bytes/s, latency and a block that suits them. Indexed by RA_NET_*. InfiniBand HDR (4 lanes)
+ * carries 200 Gbit/s = 25 GB/s. */
+static const ra_hardware ra__est_networks[] = {
+    { 0.0, 0.0, 0.0,   0.0,  0, 0 },
+    { 0.0, 0.0, 600e9, 1e-6, 0, 8192 },      /* NVLink 4.0 */
+    { 0.0, 0.0, 64e9,  5e-6, 0, 4096 },      /* PCIe 4.0 x16 */
+    { 0.0, 0.0, 25e9,  2e-6, 0, 8192 },      /* InfiniBand HDR */
+};
+
+/* 1 unless x is an infinity or NaN. */
+static int32_t ra__est_finite(double x) {
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return ((bits >> 52) & 0x7ff) != 0x7ff;
+}
+
+/* Refuses what is not a number between least and RA__EST_LIMIT; a zero below least is missing. */
+static ra_status ra__est_check_real(ra_error *e, const char *field, double x, double least) {
+    const int32_t finite = ra__est_finite(x);
+    int64_t about = 0;
+    if (finite && x == 0.0 && least > 0.0) {
+        return ra__refuse(e, RA_E_UNSET, field, "must be given, is #", 0);
+    }
+    if (finite && x >= least && x <= RA__EST_LIMIT) return RA_OK;
+    if (finite) about = x < -9e18 ? INT64_MIN : x > 9e18 ? INT64_MAX : (int64_t)x;
+    return ra__refuse(e, RA_E_RANGE, field,
+                      finite ? "must lie between 1 (a latency: 0) and 1e30, is about #"
+                             : "must be a finite number", about);
+}
+
+/* Refuses a count outside [0, INT32_MAX], and a zero if it is required. */
+static ra_status ra__est_check_count(ra_error *e, const char *field, int64_t n, int32_t required) {
+    if (n < 0 || n > INT32_MAX) {
+        return ra__refuse(e, RA_E_RANGE, field, "must lie between 0 and 2147483647, is #", n);
+    }
+    if (required && n == 0) {
+        return ra__refuse(e, RA_E_UNSET, field, "must be given, is #", 0);
+    }
+    return RA_OK;
+}
+
+static ra_status ra__est_check_hardware(ra_error *e, const ra_hardware *hw) {
+    ra_status s = ra__est_check_real(e, "hw.flops_per_s", hw->flops_per_s, 1.0);
+    if (!s) s = ra__est_check_real(e, "hw.memory_bytes", hw->memory_bytes, 1.0);
+    if (!s) s = ra__est_check_real(e, "hw.link_bytes_per_s", hw->link_bytes_per_s, 1.0);
+    if (!s) s = ra__est_check_real(e, "hw.link_latency_s", hw->link_latency_s, 0.0);
+    if (!s) s = ra__est_check_count(e, "hw.devices", hw->devices, 1);
+    if (!s) s = ra__est_check_count(e, "hw.block_tokens", hw->block_tokens, 0);
+    return s;
+}
+
+static ra_status ra__est_check_model(ra_error *e, const ra_model *m) {
+    ra_status s = ra__est_check_count(e, "model.layers", m->layers, 1);
+    if (!s) s = ra__est_check_count(e, "model.q_heads", m->q_heads, 1);
+    if (!s) s = ra__est_check_count(e, "model.kv_heads", m->kv_heads, 1);
+    if (!s) s = ra__est_check_count(e, "model.head_dim", m->head_dim, 1);
+    if (!s) s = ra__est_check_count(e, "model.hidden", m->hidden, 0);
+    if (!s) s = ra__est_check_count(e, "model.batch", m->batch, 0);
+    if (s) return s;
+    if (m->q_heads % m->kv_heads != 0) {
+        return ra__refuse(e, RA_E_SHAPE, "model.q_heads",
+                          "must be a multiple of kv_heads, leaves #", m->q_heads % m->kv_heads);
+    }
+    if (m->element_bytes < 0 || m->element_bytes > 8) {
+        return ra__refuse(e, RA_E_RANGE, "model.element_bytes",
+                          "must be 1 to 8, or 0 for 2, is #", m->element_bytes);
+    }
+    if (m->causal != 0 && m->causal != 1) {
+        return ra__refuse(e, RA_E_RANGE, "model.causal", "must be 0 or 1, is #", m->causal);
+    }
+    if (m->weight_bytes < 0) {
+        return ra__refuse(e, RA_E_RANGE, "model.weight_bytes", "must not be negative, is #",
+                          m->weight_bytes);
+    }
+    return RA_OK;
+}
+
+/* Whole tokens a device, times the devices, for the memory that the weights leave. RA_E_OVERFLOW
+ * if they do not fit 64 bits. */
+static ra_status ra__est_context(const ra_hardware *hw, const ra_model *m, double bytes_token,
+                                 int64_t *out) {
+    const double room = hw->memory_bytes - (double)m->weight_bytes;
+    const double tokens = room > 0.0 ? room / bytes_token : 0.0;
+    if (tokens >= 9.2e18 || (int64_t)tokens > INT64_MAX / hw->devices) {
+        return ra__refuse(m->error, RA_E_OVERFLOW, "hw.memory_bytes",
+                          "gives more than 2^63 tokens on # devices", hw->devices);
+    }
+    *out = (int64_t)tokens * hw->devices;
+    return RA_OK;
+}
+
+/* The formulas of the banner on checked arguments. */
+static ra_status ra__est_compute(const ra_hardware *hw, const ra_model *m, ra_estimate_result *r) {
+    const double e = m->element_bytes ? m->element_bytes : 2;
+    const double b = m->batch ? (double)m->batch : 1.0;
+    const double f = m->causal ? 0.5 : 1.0;
+    const double q_row = (double)m->q_heads * (double)m->head_dim;     /* elements a token */
+    const double kv_row = (double)m->kv_heads * (double)m->head_dim;
+    const double hidden = m->hidden ? (double)m->hidden : q_row;
+    double c;
+    ra_status s;
+
+    r->block_min = hw->flops_per_s / hw->link_bytes_per_s * e * kv_row / (2.0 * f * q_row);
+    r->device_tokens_min = 6.0 * r->block_min;
+    r->activation_bytes_token = 6.0 * b * hidden * e;
+    r->cache_bytes_token = 2.0 * (double)m->layers * kv_row * e;
+    s = ra__est_context(hw, m, r->activation_bytes_token + b * r->cache_bytes_token,
+                        &r->context_max);
+    if (s) return s;
+    r->cache_bytes = (double)r->context_max * b * r->cache_bytes_token;
+
+    c = hw->block_tokens ? (double)hw->block_tokens : r->block_min;
+    r->hop_compute_s = 4.0 * f * b * q_row * c * c / hw->flops_per_s;
+    r->hop_transfer_s = hw->link_latency_s + 2.0 * b * kv_row * c * e / hw->link_bytes_per_s;
+    r->hidden_fraction = r->hop_compute_s < r->hop_transfer_s
+                       ? r->hop_compute_s / r->hop_transfer_s : 1.0;
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_hardware_preset(int32_t hw, int32_t net, int64_t devices,
+                                          ra_hardware *out) {
+    ra_hardware h;
+    if (!out) return RA_E_NULL;
+    if (hw < RA_HW_NONE || hw > RA_HW_TPU_V5E) return RA_E_ENUM;
+    if (net < RA_NET_NONE || net > RA_NET_IB_HDR) return RA_E_ENUM;
+    if (devices < 1 || devices > INT32_MAX) return RA_E_RANGE;
+    h = ra__est_devices[hw];
+    if (net != RA_NET_NONE) {
+        h.link_bytes_per_s = ra__est_networks[net].link_bytes_per_s;
+        h.link_latency_s = ra__est_networks[net].link_latency_s;
+        h.block_tokens = ra__est_networks[net].block_tokens;
+    }
+    h.devices = devices;
+    *out = h;
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_estimate(const ra_hardware *hw, const ra_model *model,
+                                   ra_estimate_result *out) {
+    ra_estimate_result r;
+    ra_status s;
+    if (!model) return RA_E_NULL;
+    if (!hw) return ra__refuse(model->error, RA_E_NULL, "hw", "must not be null", 0);
+    if (!out) return ra__refuse(model->error, RA_E_NULL, "out", "must not be null", 0);
+    s = ra__est_check_hardware(model->error, hw);
+    if (!s) s = ra__est_check_model(model->error, model);
+    if (!s) s = ra__est_compute(hw, model, &r);
+    if (!s) *out = r;
+    return s;
+}
+
+RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_heads,
+                                    int64_t head_dim, int64_t element_bytes) {
+    const int64_t factor[5] = { tokens, layers, kv_heads, head_dim, element_bytes };
+    int64_t bytes = 2;
+    for (int i = 0; i < 5; i++) {
+        if (factor[i] < 1 || bytes > INT64_MAX / factor[i]) return 0;
+        bytes *= factor[i];
+    }
+    return bytes;
+}
+#undef RA__EST_LIMIT
+
 RA__ONCE_END
 
 #ifdef __cplusplus
@@ -15903,3 +15914,4 @@ RA__ONCE_END
  * LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM, OUT OF OR IN
  * CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE SOFTWARE.
  * ------------------------------------------------------------------------------ */
+
