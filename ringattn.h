@@ -9,8 +9,9 @@
  *   one call with the arguments small engines share     ra_attention_simple
  *   prefill or decode over a cache, any dtype or mask   ra_attention
  *   gradients on one machine                            ra_attention_backward
- *   one pass over a sharded sequence                    ra_ring_once
- *   the same for every layer and step                   ra_plan_create, ra_ring_create, ra_forward
+ *   a sharded sequence: once                            ra_ring_once
+ *     for every layer and step                          ra_plan_create, ra_ring_create, ra_forward
+ *     inference over a cache that is sharded            ra_cache_create, ra_infer
  *   gradients of a sharded sequence                     ra_backward
  *   passes on your own threads, without blocking        ra_begin and ra_step, or ra_join
  *   ranks as threads of one process                     ra_world_run
@@ -134,6 +135,7 @@
  *   pass      one forward or backward, on all ranks of a ring
  *   plan      the schedule of a rank for passes of one shape: knowledge only
  *   ring      a rank's memory, its transport and the pass in progress
+ *   lane      a part of a sharded KV cache: every n-th group of 16 positions
  *   world     ranks as threads of this process, with their transports
  *   task      inside: up to 256 query rows of one head group that one thread works on
  *   panel     inside: the rows of a task that one call of a kernel holds in registers and cache
@@ -182,6 +184,7 @@
  *   TRANSPORT    checks and defaults of transports
  *   SHM          the bundled world: ranks as threads
  *   RING         one rank's pass as a state machine
+ *   CACHE        inference over a sharded KV cache
  *   ESTIMATE     how long a context fits, how large a block hides a hop
  *
  * Configuration, defined before the include that has the implementation:
@@ -931,6 +934,97 @@ typedef struct ra_failure {            /* the first failure of the ring */
 } ra_failure;
 RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out); /* RA_E_STATE: none */
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring); /* the last refusal; never null */
+
+/* ========================================================================== L2: sharded cache
+ * Inference over a KV cache that is split along the sequence over ranks: prefill in chunks, decode,
+ * verify drafts, roll back. The cache memory is yours: per layer K and V of [B][ra_cache_rows]
+ * [Hkv][Dk or Dv] on each rank. Positions belong to lanes in blocks of 16 (block i to lane i mod
+ * lanes), and every rank holds a range of lanes, so shards stay balanced while sequences grow, and
+ * no position ever changes its owner. A call says how many tokens of each sequence are cached and
+ * how many are new. It plans and allocates nothing. Rolling back is passing a smaller count.
+ *
+ * Every rank attends the queries to its own keys or receives the keys of the others, whichever
+ * moves fewer bytes, and the partial results of the lanes are merged in a fixed tree. So bits do
+ * not depend on threads, on the way, on transport, or, for an equal number of lanes, on ranks. */
+typedef struct ra_cache ra_cache;
+/* Whose queries a call has. OWN: each rank passes those of the new tokens whose positions it holds,
+ * and gets their outputs. ALL: every rank passes the queries of all new tokens and gets all
+ * outputs. */
+enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
+/* What travels (OWN): queries to all ranks and partial results back, or keys and values to the
+ * queries. AUTO: what takes fewer bytes in this call, if there is memory for it. */
+enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV };
+/* AUTO: at most 16 new (token, head) pairs per KV head take the form of decoding, more the form of
+ * prefill, which differ in the last bits. SAME: always the form of decoding (where Hq / Hkv <= 16),
+ * one token at a time, so the bits of a row depend on nothing but the row: tokens of a draft that
+ * were verified together are those of plain decoding. Prefill is then several times slower. */
+enum { RA_FORM_AUTO, RA_FORM_SAME };
+typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. AGREED: the first
+                                        * five */
+    int64_t new_tokens;                /* most new tokens of a call, all sequences together; 0:
+                                        * sequences * tokens */
+    int32_t lanes;                     /* ranks..1024; 0: ranks. A number that many numbers of ranks
+                                        * share, such as 8 or 64, gives them the same bits */
+    int32_t queries;                   /* RA_QUERIES_* */
+    int32_t way;                       /* RA_INFER_*; PASS_Q needs no buffers for keys */
+    int32_t form;                      /* RA_FORM_* */
+    void   *workspace;                 /* aligned to 64, yours, until destroy; null: from the
+                                        * allocator */
+    size_t  workspace_bytes;           /* see ra_cache_workspace */
+    ra_allocator allocator;
+    int64_t watchdog_ns;               /* RA_E_PEER after this long without progress; 0: 60 s */
+    int64_t quiesce_ns;                /* patience of ra_cache_destroy after a failure; 0: 30 s */
+} ra_cache_desc;
+
+/* d->tokens is the most new tokens of a sequence per call, d->kv_tokens the most positions of a
+ * sequence; q_offset, tokens_of, kv_tokens_of and layout.kind stay 0. layout.weights: relative
+ * sizes of the shards. d->mask is NONE or CAUSAL without documents, d->scores without bias.
+ * d->threads threads may step a call. With more than 2 ranks the transport must reach any peer;
+ * null: one rank. One cache object serves all layers of a model. */
+RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
+                                       const ra_cache_desc *cd);
+/* Bytes of workspace on this rank; 0: d or cd is refused. */
+RINGATTN_API size_t ra_cache_workspace(const ra_desc *d, const ra_cache_desc *cd);
+/* No thread may be inside a call. RA_E_UNSAFE: as ra_ring_destroy. null is fine. */
+RINGATTN_API ra_status ra_cache_destroy(ra_cache *c);
+
+/* Rows of K and of V that one sequence needs on this rank: room for d->kv_tokens positions. Which
+ * rank holds a position, and in which of its rows. -1: no such position. */
+RINGATTN_API int64_t ra_cache_rows(const ra_cache *c);
+RINGATTN_API int32_t ra_cache_owner(const ra_cache *c, int64_t position);
+RINGATTN_API int64_t ra_cache_row(const ra_cache *c, int64_t position);
+/* Converts K [Hkv][Dk] and V [Hkv][Dv] of one token from f32 and stores them in t->k and t->v, if
+ * this rank holds the position; otherwise does nothing. v_in_k: v is null. Any thread. */
+RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, int32_t sequence,
+                                      int64_t position, const float *k, const float *v);
+
+/* The attention of one layer. Collective; ranks make the same calls in the same order. Sequence s
+ * has cached[s] tokens from before and fresh[s] >= 0 new ones at the positions after them. K and V
+ * of all of them are in t->k, t->v. t->q and t->o [B][rows][Hq][..] have a row for each new token
+ * (OWN: of this rank), by ascending position, rows being the most that a sequence has here in this
+ * call; t->lse likewise, or {0}. cached and fresh are AGREED; they are copied. Blocks until done.
+ * Statuses as ra_forward. */
+RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t *cached,
+                                const int64_t *fresh, int64_t deadline_ns);
+/* The same on threads of yours: begin on one of them, then step on any, as ra_begin and ra_step. A
+ * thread that is late or stays away stalls nobody (without RA_CAP_ANY_THREAD ith 0 must come). */
+RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
+                                      const int64_t *fresh, int64_t deadline_ns);
+RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith);
+/* Any thread, any time: as ra_ring_cancel. */
+RINGATTN_API void ra_infer_cancel(ra_cache *c);
+/* The sentence of the failure, otherwise of the last refusal, otherwise "". */
+RINGATTN_API const char *ra_cache_explain(const ra_cache *c);
+
+/* What a call with these counts does on this rank; sends nothing. */
+typedef struct ra_infer_report {
+    int32_t way;                       /* RA_INFER_PASS_Q or PASS_KV; one rank: PASS_Q */
+    int64_t q_rows, keys;              /* rows of t->q, and keys held here, of all sequences */
+    int64_t messages_in, messages_out, bytes_in, bytes_out;
+    int32_t bits_any_company;          /* 1: the bits of a row depend on nothing but the row */
+} ra_infer_report;
+RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const int64_t *fresh,
+                                      ra_infer_report *out);
 
 /* ========================================================================== L3: transports
  * Life of a transport, seen by its author:
@@ -9941,6 +10035,27 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     return ra__local_go(&c, workspace, bytes, who, decode);
 }
 
+/* One call of one thread in a form that the caller has chosen, in a workspace that is large
+ * enough. */
+enum { RA__FORM_DECODE, RA__FORM_TILES };
+static ra_status ra__attend_as(const ra_desc *d, const ra_tensors *t, uint8_t *workspace,
+                               int form) {
+    const int who[2] = { 0, 1 };
+    ra__local c;
+    ra_status s = ra__local_check(d, t, &c);
+    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, c.d.error);
+    if (s) return s;
+    c.w.clear = c.w.finish = 1;
+    if (form == RA__FORM_DECODE) {
+        c.w.kernel = ra__kernel_decode(&c.d);
+        ra__decode_run(&c, ra__decode_heads(&c.d, 1), workspace, NULL, who);
+        return RA_OK;
+    }
+    c.pairs = ra__is_short(&c.d);
+    ra__local_run(&c, ra__local_panels(&c, 1), workspace, 0, 1);
+    return RA_OK;
+}
+
 static void ra__simple_view(ra__view *v, const float *data, int32_t heads, int32_t dim) {
     *v = ra__view_packed((const uint8_t *)data, heads, dim, RA_F32);
 }
@@ -15666,6 +15781,1621 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
     return ring ? &ring->refusal : &none;
 }
 
+/* ========================================================================== CACHE
+ * Inference over a sharded cache. In: queries of new tokens, and K and V of the lanes of this rank.
+ * Out: O and LSE of the queries. A call consists of stages (attend some rows to the keys of one
+ * rank; at last merge) and swaps (messages with the other ranks), in a fixed order: a stage waits
+ * for swaps, a swap for stages. Threads share out the items of the stage that is open.
+ *
+ * Order of sums. The keys of a lane are summed in ascending order: in the form of prefill block by
+ * block in one online softmax; in the form of decoding RA__LEAF keys in one, RA__SPAN such leaves
+ * merged one after the other, then spans one after the other. Lanes are merged in a binary tree
+ * over all lanes. A rank's lanes are the leaves of a few whole subtrees, and it hands on one
+ * partial result for each. Nothing of this depends on ranks, threads, counts of other rows, or the way. */
+
+enum { RA__HOLD = 16 };                /* consecutive positions of a lane */
+enum { RA__LEAF = 1024, RA__SPAN = 4 };
+enum { RA__MOST_LANES = 1024, RA__TREE_DEPTH = 11 };        /* of the tree: log2 of lanes, plus 1 */
+enum { RA__FRAME_Q = 4, RA__FRAME_KV = 5, RA__FRAME_PART = 6 };
+enum { RA__SWAP_IDLE, RA__SWAP_POSTED, RA__SWAP_DONE };
+#define RA__CLAIM_ITEMS (((int64_t)1 << 40) - 1)
+
+/* A whole subtree of the tree of lanes, held by one rank: lanes [first, last). */
+typedef struct ra__subtree { int32_t first, last; } ra__subtree;
+
+/* One message out and one in. */
+typedef struct ra__swap {
+    int32_t kind, to, from;            /* RA__FRAME_*; ranks, or RA_NO_PEER */
+    uint8_t *send, *recv;              /* frame, then payload */
+    int64_t send_len, recv_len;
+    int32_t send_after, recv_after;    /* stages that must be done before it is posted */
+    int32_t sent, received;            /* RA__SWAP_* */
+    ra_transport_op out, in;
+} ra__swap;
+
+/* Query rows, sequence by sequence: row at[b] + i is row i of sequence b. */
+typedef struct ra__query_rows {
+    ra__view v;
+    int32_t packed;                    /* 1: row at[b] + i of v; 0: row i of its sequence b */
+    const int64_t *at;                 /* [B + 1] */
+    const int32_t *pos;                /* [rows] */
+} ra__query_rows;
+
+/* Keys of one rank. */
+typedef struct ra__key_rows {
+    int32_t rank;
+    ra__view k, v;
+    const int64_t *row;                /* [B][lanes of the rank] first row; null: the caller's */
+} ra__key_rows;
+
+/* Partial results: O [rows][Hq][Dv], then LSE [rows][Hq], for each subtree of a rank. */
+typedef struct ra__partials { float *data; int64_t rows; } ra__partials;
+
+/* Memory of one thread. */
+typedef struct ra__cache_scratch { float *part[RA__TREE_DEPTH + 3]; uint8_t *workspace; }
+    ra__cache_scratch;
+
+struct ra_cache {
+    ra_desc d;                         /* resolved */
+    ra_desc tile, few;                 /* of the calls of one item: one KV head; all heads */
+    ra_cache_desc cd;
+    ra_transport tp;
+    uint8_t *base;                     /* workspace; this struct is at its start */
+    int64_t bytes;
+    int32_t owns_base, has_transport, rank, ranks, lanes, unsafe;
+    int32_t group;                     /* Hq / Hkv */
+    int32_t few_most, few_tokens;      /* most new tokens of a sequence that takes the form of
+                                        * decoding, 0: none does; most tokens of one item of it */
+    int64_t lane_rows, tile_rows;
+    int32_t *lane_first;               /* [ranks + 1] */
+    int32_t *lane_owner;               /* [lanes] */
+    int32_t *tree_first;               /* [ranks + 1] first subtree of a rank */
+    ra__subtree *tree;                 /* [lanes] */
+    int32_t *pos;                      /* [lanes][lane_rows] positions; one lane: null */
+    int64_t most_rows, most_own, most_keys; /* rows and own rows of a call; bytes of keys sent */
+    int64_t slots, slot_floats;
+    void *mr;
+
+    ra_tensors t;                      /* of the call: what begin sets */
+    ra__view q, k, v, o, lse;
+    int64_t call, deadline, rows, own_rows;
+    uint64_t agreed[2];                /* hashes of the descriptor and of the counts */
+    int64_t *cached, *fresh;           /* [B] */
+    int64_t *all_at, *own_at;          /* [B + 1] */
+    int32_t *all_pos, *own_pos;
+    int64_t *rank_rows;                /* [ranks] */
+    int64_t *slot;                     /* [B] first slot; -1: none */
+    int64_t *slot_done;                /* [B] */
+    int64_t *key_row;                  /* [B][lanes] of received keys */
+    uint8_t **result;                  /* [ranks] frame and partial results of the own rows */
+    uint8_t *q_send, **q_recv, *q_all, *kv_send, *kv_recv[2];
+    uint8_t *part_out, **part_send;
+    float *slot_data;
+    ra__swap *swap;
+    ra_transport_op **list;
+    int32_t way, swaps, stages;
+
+    ra__query_rows queries;            /* of the open stage */
+    ra__key_rows keys;
+    ra__partials out;
+    int64_t items, opened;             /* of the open stage; stages opened so far */
+    int64_t claim, finished;           /* atomic: `opened` and items that are left to claim, in one
+                                        * word, so that nobody claims an item of an earlier stage;
+                                        * items that are done */
+    int64_t packed_call;               /* the call whose messages are packed */
+    int32_t open, stage;               /* atomic: 1: a stage is open; stages that are done */
+    int32_t ran;                       /* level 0: swaps that are done */
+    int32_t state, failed, cancelled, aborted, comm, inside, parted; /* atomic but parted */
+    int64_t progress_ns;
+    ra_error why;
+    ra__cache_scratch *scratch;        /* [threads] */
+};
+
+/* -------------------------------------------------------------------------- ownership */
+/* Keys of a lane at positions below `end`, which is also the lane's row of the position `end` if it
+ * holds that. */
+static int64_t ra__lane_keys(const ra_cache *c, int32_t lane, int64_t end) {
+    const int64_t blocks = end / RA__HOLD, last = blocks % c->lanes;
+    return (blocks / c->lanes + (lane < last)) * RA__HOLD + (lane == last ? end % RA__HOLD : 0);
+}
+
+static int32_t ra__lane_of(const ra_cache *c, int64_t position) {
+    return (int32_t)(position / RA__HOLD % c->lanes);
+}
+
+/* Keys of a sequence of `tokens` tokens at a rank. */
+static int64_t ra__rank_keys(const ra_cache *c, int32_t rank, int64_t tokens) {
+    int64_t n = 0;
+    for (int32_t l = c->lane_first[rank]; l < c->lane_first[rank + 1]; l++)
+        n += ra__lane_keys(c, l, tokens);
+    return n;
+}
+
+RINGATTN_API int64_t ra_cache_rows(const ra_cache *c) {
+    return c ? (c->lane_first[c->rank + 1] - c->lane_first[c->rank]) * c->lane_rows : -1;
+}
+
+RINGATTN_API int32_t ra_cache_owner(const ra_cache *c, int64_t position) {
+    if (!c || position < 0 || position >= c->d.kv_tokens) return -1;
+    return c->lane_owner[ra__lane_of(c, position)];
+}
+
+RINGATTN_API int64_t ra_cache_row(const ra_cache *c, int64_t position) {
+    if (!c || position < 0 || position >= c->d.kv_tokens) return -1;
+    const int32_t lane = ra__lane_of(c, position);
+    return (lane - c->lane_first[c->lane_owner[lane]]) * c->lane_rows +
+           ra__lane_keys(c, lane, position);
+}
+
+/* The whole subtrees of the tree over lanes [first, last) that lie in a rank's lanes. */
+static int32_t ra__subtrees(const ra_cache *c, int32_t rank, int32_t first, int32_t last,
+                            ra__subtree *out) {
+    const int32_t from = c->lane_first[rank], to = c->lane_first[rank + 1];
+    const int32_t middle = first + (last - first + 1) / 2;
+    if (last <= from || first >= to || first >= last) return 0;
+    if (first >= from && last <= to) {
+        out->first = first;
+        out->last = last;
+        return 1;
+    }
+    const int32_t n = ra__subtrees(c, rank, first, middle, out);
+    return n + ra__subtrees(c, rank, middle, last, out + n);
+}
+
+/* Lanes of each rank: equal ranges, or in proportion to weights, at least one each. */
+static void ra__lane_ranges(ra_cache *c) {
+    const int32_t *w = c->d.layout.weights;
+    int64_t sum = 0, before = 0;
+    for (int32_t r = 0; r < c->ranks; r++) sum += w ? w[r] : 1;
+    for (int32_t r = 0; r < c->ranks; r++) {
+        const int64_t least = r ? c->lane_first[r - 1] + 1 : 0, most = c->lanes - (c->ranks - r);
+        const int64_t at = (2 * before * c->lanes + sum) / (2 * sum);
+        c->lane_first[r] = (int32_t)ra__min(ra__max(at, least), most);
+        before += w ? w[r] : 1;
+    }
+    c->lane_first[c->ranks] = c->lanes;
+    for (int32_t r = 0; r < c->ranks; r++)
+        for (int32_t l = c->lane_first[r]; l < c->lane_first[r + 1]; l++) c->lane_owner[l] = r;
+}
+
+static void ra__lane_tables(ra_cache *c) {
+    int32_t n = 0;
+    ra__lane_ranges(c);
+    for (int32_t r = 0; r < c->ranks; r++) {
+        c->tree_first[r] = n;
+        n += ra__subtrees(c, r, 0, c->lanes, c->tree + n);
+    }
+    c->tree_first[c->ranks] = n;
+    for (int32_t l = 0; c->lanes > 1 && l < c->lanes; l++)
+        for (int64_t i = 0; i < c->lane_rows; i++)
+            c->pos[l * c->lane_rows + i] =
+                (int32_t)ra__min((i / RA__HOLD * c->lanes + l) * RA__HOLD + i % RA__HOLD,
+                                 RA_MAX_POSITION - 1);
+}
+
+RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, int32_t sequence,
+                                      int64_t position, const float *k, const float *v) {
+    ra__view to[2];
+    ra_status s = RA_OK;
+    if (!c || !t || !k || (!v && !c->d.v_in_k)) return RA_E_NULL;
+    if (sequence < 0 || sequence >= c->d.sequences || position < 0 || position >= c->d.kv_tokens)
+        return RA_E_RANGE;
+    if (ra_cache_owner(c, position) != c->rank) return RA_OK;
+    memset(to, 0, sizeof to);
+    s = ra__in_check(&t->k, ra__shape_of("t.k", &c->d, ra_cache_rows(c), c->d.kv_heads,
+                                         c->d.k_dim), c->d.k_dtype, &to[0], NULL);
+    if (!s && !c->d.v_in_k)
+        s = ra__in_check(&t->v, ra__shape_of("t.v", &c->d, ra_cache_rows(c), c->d.kv_heads,
+                                             c->d.v_dim), c->d.v_dtype, &to[1], NULL);
+    for (int32_t h = 0; h < c->d.kv_heads && !s; h++) {
+        const int64_t row = ra_cache_row(c, position);
+        ra__view a = ra__view_at(to[0], sequence, row, h), b = ra__view_at(to[1], sequence, row, h);
+        s = ra_convert((void *)(uintptr_t)a.data, c->d.k_dtype, k + h * c->d.k_dim, RA_F32,
+                       c->d.k_dim);
+        if (!s && !c->d.v_in_k)
+            s = ra_convert((void *)(uintptr_t)b.data, c->d.v_dtype, v + h * c->d.v_dim, RA_F32,
+                           c->d.v_dim);
+    }
+    return s;
+}
+
+/* -------------------------------------------------------------------------- memory */
+/* Bytes of a query row, of the keys of a token, and floats of a partial result. */
+static int64_t ra__query_bytes(const ra_desc *d) {
+    return d->q_heads * ra__row_bytes(d->q_dtype, d->k_dim);
+}
+
+static int64_t ra__key_bytes(const ra_desc *d) {
+    return d->kv_heads * (ra__row_bytes(d->k_dtype, d->k_dim) +
+                          (d->v_in_k ? 0 : ra__row_bytes(d->v_dtype, d->v_dim)));
+}
+
+static int64_t ra__partial_floats(const ra_desc *d) {
+    return d->q_heads * (int64_t)(d->v_dim + 1);
+}
+
+static int32_t ra__rank_trees(const ra_cache *c, int32_t rank) {
+    return c->tree_first[rank + 1] - c->tree_first[rank];
+}
+
+/* Most rows of a call that a rank holds: whole rounds of all lanes, and for each sequence two more,
+ * of which only a part may be there. */
+static int64_t ra__own_most(const ra_cache *c, int32_t rank) {
+    const int64_t lanes = c->lane_first[rank + 1] - c->lane_first[rank];
+    const int64_t rounds = c->most_rows / (RA__HOLD * c->lanes) + 2 * (int64_t)c->d.sequences;
+    if (c->cd.queries == RA_QUERIES_ALL) return c->most_rows;
+    return ra__min(c->most_rows, ra__mul_sat(rounds, lanes * RA__HOLD));
+}
+
+/* Bytes of keys that a rank may have to send at once. AUTO: not more than what the queries of the
+ * largest call would take. */
+static int64_t ra__keys_most(const ra_cache *c) {
+    int64_t lanes = 0, full;
+    for (int32_t r = 0; r < c->ranks; r++)
+        lanes = ra__max(lanes, c->lane_first[r + 1] - c->lane_first[r]);
+    full = ra__mul_sat(c->d.sequences * lanes * c->lane_rows, ra__key_bytes(&c->d));
+    if (c->cd.way == RA_INFER_PASS_KV) return full;
+    return ra__min(full, ra__mul_sat(c->most_rows, ra__query_bytes(&c->d) +
+                                                       8 * ra__partial_floats(&c->d)));
+}
+
+static void ra__cache_carve_scratch(ra__arena *a, ra_cache *c) {
+    const int64_t tile = c->tile_rows * c->group * (c->d.v_dim + 1);
+    const int64_t few = c->few_tokens * ra__partial_floats(&c->d);
+    const int64_t bytes = (int64_t)ra__max((int64_t)ra_attention_bytes(&c->tile, 1),
+                                           (int64_t)ra_attention_bytes(&c->few, 1));
+    for (int32_t i = 0; i < c->d.threads; i++) {
+        ra__cache_scratch x;
+        for (int32_t j = 0; j < RA__TREE_DEPTH + 3; j++)
+            x.part[j] = (float *)ra__carve(a, 4 * ra__max(ra__max(tile, few),
+                                                         ra__partial_floats(&c->d)));
+        x.workspace = (uint8_t *)ra__carve(a, bytes);
+        if (a->base) c->scratch[i] = x;
+    }
+}
+
+/* Buffers of messages and of partial results. */
+static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
+    const int64_t align = ra__max(64, (int64_t)c->tp.align), q = ra__query_bytes(&c->d);
+    const int64_t part = 4 * ra__partial_floats(&c->d), own = ra__own_most(c, c->rank);
+    const int moves = c->ranks > 1 && c->cd.queries == RA_QUERIES_OWN;
+    const int64_t mine = part * ra__rank_trees(c, c->rank);
+    for (int32_t r = 0; r < c->ranks; r++) {
+        const int64_t rows = ra__own_most(c, r);
+        uint8_t *result = ra__carve_aligned(a, RA__FRAME_BYTES + part * ra__rank_trees(c, r) * own,
+                                            align);
+        uint8_t *recv = NULL, *send = NULL;
+        if (moves && r != c->rank) {
+            recv = ra__carve_aligned(a, RA__FRAME_BYTES + rows * q, align);
+            send = ra__carve_aligned(a, RA__FRAME_BYTES + rows * mine, align);
+        }
+        if (!a->base) continue;
+        c->result[r] = result;
+        c->q_recv[r] = recv;
+        c->part_send[r] = send;
+    }
+    if (!moves) return;
+    c->q_send = ra__carve_aligned(a, RA__FRAME_BYTES + own * q, align);
+    c->q_all = (uint8_t *)ra__carve(a, c->most_rows * q);
+    c->part_out = (uint8_t *)ra__carve(a, c->most_rows * mine);
+    if (c->cd.way == RA_INFER_PASS_Q) return;
+    c->most_keys = ra__keys_most(c);
+    c->kv_send = ra__carve_aligned(a, RA__FRAME_BYTES + 64 + c->most_keys, align);
+    for (int i = 0; i < 2; i++)
+        c->kv_recv[i] = ra__carve_aligned(a, RA__FRAME_BYTES + 64 + c->most_keys, align);
+}
+
+/* Slots for the spans of sequences whose keys several threads share out. */
+static void ra__cache_slots(ra_cache *c) {
+    int64_t lanes = 0;
+    for (int32_t r = 0; r < c->ranks; r++)
+        lanes = ra__max(lanes, c->lane_first[r + 1] - c->lane_first[r]);
+    c->slot_floats = c->few_tokens * ra__partial_floats(&c->d);
+    c->slots = lanes * ra__ceil_div(c->lane_rows, RA__LEAF * RA__SPAN) *
+               ra__min(c->d.sequences, 2 * c->d.threads);
+    if (c->d.threads == 1 || c->cd.form == RA_FORM_SAME) c->slots = 0;
+}
+
+/* Lays out the workspace in two rounds: tables, which the sizes of the rest follow from, and the
+ * rest. */
+static void ra__cache_carve_tables(ra__arena *a, ra_cache *c) {
+    (void)ra__carve(a, (int64_t)sizeof *c);
+    c->lane_first = (int32_t *)ra__carve(a, (c->ranks + 1) * 4);
+    c->lane_owner = (int32_t *)ra__carve(a, c->lanes * 4);
+    c->tree_first = (int32_t *)ra__carve(a, (c->ranks + 1) * 4);
+    c->tree = (ra__subtree *)ra__carve(a, c->lanes * (int64_t)sizeof(ra__subtree));
+    c->pos = c->lanes > 1 ? (int32_t *)ra__carve(a, c->lanes * c->lane_rows * 4) : NULL;
+}
+
+static void ra__cache_carve(ra__arena *a, ra_cache *c) {
+    const int64_t b = c->d.sequences, swaps = 2 * ((int64_t)c->ranks - 1);
+    c->cached = (int64_t *)ra__carve(a, b * 8);
+    c->fresh = (int64_t *)ra__carve(a, b * 8);
+    c->all_at = (int64_t *)ra__carve(a, (b + 1) * 8);
+    c->own_at = (int64_t *)ra__carve(a, (b + 1) * 8);
+    c->all_pos = (int32_t *)ra__carve(a, c->most_rows * 4);
+    c->own_pos = (int32_t *)ra__carve(a, c->most_rows * 4);
+    c->rank_rows = (int64_t *)ra__carve(a, c->ranks * 8);
+    c->slot = (int64_t *)ra__carve(a, b * 8);
+    c->slot_done = (int64_t *)ra__carve(a, b * 8);
+    c->key_row = (int64_t *)ra__carve(a, b * c->lanes * 8);
+    c->result = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
+    c->q_recv = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
+    c->part_send = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
+    c->swap = (ra__swap *)ra__carve(a, swaps * (int64_t)sizeof(ra__swap));
+    c->list = (ra_transport_op **)ra__carve(a, 2 * swaps * (int64_t)sizeof(ra_transport_op *));
+    c->scratch = (ra__cache_scratch *)ra__carve(a, c->d.threads *
+                                                       (int64_t)sizeof(ra__cache_scratch));
+    ra__cache_slots(c);
+    c->slot_data = (float *)ra__carve(a, 4 * c->slots * c->slot_floats);
+    ra__cache_carve_messages(a, c);
+    ra__cache_carve_scratch(a, c);
+}
+
+/* -------------------------------------------------------------------------- checks */
+static ra_status ra__cache_check_desc(const ra_desc *d, ra_error *e) {
+    if (d->kv_tokens < 1)
+        return ra__refuse(e, RA_E_UNSET, "kv_tokens",
+                          "the most positions of a sequence are required, is #", d->kv_tokens);
+    if (d->q_offset || d->tokens_of || d->kv_tokens_of)
+        return ra__refuse(e, RA_E_SHAPE, "q_offset",
+                          "and the counts of sequences come with each call: must be 0, is #",
+                          d->q_offset);
+    if (d->layout.kind)
+        return ra__refuse(e, RA_E_SHAPE, "layout.kind", "must be 0, is #", d->layout.kind);
+    if (d->mask.kind == RA_MASK_INTERVALS || d->mask.doc_count)
+        return ra__refuse(e, RA_E_UNSUPPORTED, "mask", "intervals and documents have no cache: #",
+                          d->mask.kind == RA_MASK_INTERVALS ? d->mask.interval_count
+                                                            : d->mask.doc_count);
+    if (d->scores & RA_SCORE_BIAS)
+        return ra__refuse(e, RA_E_UNSUPPORTED, "scores", "# has RA_SCORE_BIAS", d->scores);
+    if (d->train || d->dropout > 0.0f)
+        return ra__refuse(e, RA_E_UNSUPPORTED, "train", "and dropout must be 0, is #", d->train);
+    if (d->engine) return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
+    return RA_OK;
+}
+
+static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd, ra_error *e) {
+    const int32_t ranks = d->ranks ? d->ranks : 1;
+    const int32_t choice[3] = { cd->queries, cd->way, cd->form };
+    static const int32_t last[3] = { RA_QUERIES_ALL, RA_INFER_PASS_KV, RA_FORM_SAME };
+    static const char *const name[3] = { "cache.queries", "cache.way", "cache.form" };
+    for (int i = 0; i < 3; i++)
+        if (choice[i] < 0 || choice[i] > last[i])
+            return ra__refuse(e, RA_E_ENUM, name[i], "# is no constant of it", choice[i]);
+    if (cd->lanes && (cd->lanes < ranks || cd->lanes > RA__MOST_LANES))
+        return ra__refuse(e, RA_E_RANGE, "cache.lanes", "# is not in ranks..1024", cd->lanes);
+    if (ranks > RA__MOST_LANES)
+        return ra__refuse(e, RA_E_RANGE, "ranks", "# are more than 1024 lanes", ranks);
+    if (cd->new_tokens < 0 || cd->watchdog_ns < 0 || cd->quiesce_ns < 0)
+        return ra__refuse(e, RA_E_RANGE, "cache.new_tokens", "or a time is negative: #",
+                          ra__min(cd->new_tokens, ra__min(cd->watchdog_ns, cd->quiesce_ns)));
+    if (cd->queries == RA_QUERIES_ALL && cd->way == RA_INFER_PASS_KV && ranks > 1)
+        return ra__refuse(e, RA_E_SHAPE, "cache.way",
+                          "# needs RA_QUERIES_OWN: every rank would compute every row", cd->way);
+    if (!cd->allocator.alloc != !cd->allocator.free)
+        return ra__refuse(e, RA_E_NULL, "cache.allocator", "needs both callbacks or none", 0);
+    if (cd->workspace && !cd->workspace_bytes)
+        return ra__refuse(e, RA_E_WORKSPACE, "cache.workspace_bytes", "is # beside a workspace", 0);
+    if ((uintptr_t)cd->workspace % 64)
+        return ra__refuse(e, RA_E_ALIGN, "cache.workspace", "must be aligned to #", 64);
+    return RA_OK;
+}
+
+/* 1: the decoding kernel sums more than two fours of pairs in another way than one or two, so that
+ * items of one call may not mix both. */
+static int ra__same_few(const ra_desc *d) {
+    return d->q_dtype == RA_BF16 && d->k_dtype == RA_BF16 && d->v_dtype == RA_BF16;
+}
+
+/* Everything of a cache but its memory. */
+static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra_cache *c) {
+    ra_error *e = d ? d->error : NULL;
+    ra_desc plain;
+    ra_status s;
+    if (!d) return RA_E_NULL;
+    memset(c, 0, sizeof *c);
+    s = ra__cache_check_desc(d, e);
+    plain = *d;
+    plain.layout.kind = RA_LAYOUT_CONTIGUOUS;
+    if (!s) s = ra__resolve(&plain, &c->d);
+    if (!s && cd) c->cd = *cd;
+    if (!s) s = ra__cache_check_rest(d, &c->cd, e);
+    if (s) return s;
+    c->ranks = c->d.ranks;
+    c->rank = c->d.rank;
+    c->lanes = c->cd.lanes ? c->cd.lanes : c->ranks;
+    c->group = c->d.q_heads / c->d.kv_heads;
+    c->few_most = c->group <= RA__DECODE_PAIRS ? RA__DECODE_PAIRS / c->group : 0;
+    c->few_tokens = c->few_most;
+    if (ra__same_few(&c->d)) c->few_tokens = (int32_t)ra__max(1, 2 * RA__FEW_ROWS / c->group);
+    if (c->cd.form == RA_FORM_SAME) c->few_tokens = 1;
+    if (!c->few_most) c->few_tokens = 0;
+    c->lane_rows = ra__ceil_div(c->d.kv_tokens, RA__HOLD * (int64_t)c->lanes) * RA__HOLD;
+    c->tile_rows = RA_BLOCK_TOKENS * ra__max(1, ra__min(4, RA__PANELS / c->group));
+    c->most_rows = c->cd.new_tokens ? c->cd.new_tokens : ra__mul_sat(c->d.sequences, c->d.tokens);
+    if (c->most_rows > (int64_t)1 << 31)
+        return ra__refuse(e, RA_E_RANGE, "cache.new_tokens", "# are too many", c->most_rows);
+    c->tile = c->d;
+    c->tile.ranks = c->tile.rank = 0;
+    c->tile.sequences = 1;
+    c->tile.threads = 1;
+    c->tile.layout.weights = NULL;
+    c->tile.o_dtype = RA_F32;
+    c->tile.scores &= ~RA_SCORE_SINKS;
+    c->tile.error = NULL;
+    c->few = c->tile;
+    c->tile.q_heads = c->group;
+    c->tile.kv_heads = 1;
+    c->tile.tokens = c->tile_rows;
+    c->tile.kv_tokens = c->lane_rows;
+    c->few.tokens = ra__max(1, c->few_tokens);
+    c->few.kv_tokens = ra__min(RA__LEAF, c->lane_rows);
+    return RA_OK;
+}
+
+/* Bytes of the workspace. The tables have to exist before the rest can be sized: they are made in
+ * memory of malloc for that. */
+static int64_t ra__cache_bytes(ra_cache *c, ra_error *e) {
+    ra__arena a = { NULL, 0 };
+    int64_t bytes;
+    ra__cache_carve_tables(&a, c);
+    bytes = a.used;
+    a.base = (uint8_t *)ra__alloc(&c->cd.allocator, bytes, 64);
+    if (!a.base) {
+        (void)ra__refuse(e, RA_E_NOMEM, "cache.allocator", "no # bytes for tables", bytes);
+        return 0;
+    }
+    a.used = 0;
+    ra__cache_carve_tables(&a, c);
+    ra__lane_tables(c);
+    uint8_t *tables = a.base;
+    a.base = NULL;
+    ra__cache_carve(&a, c);
+    ra__free(&c->cd.allocator, tables, (size_t)bytes);
+    return a.used;
+}
+
+RINGATTN_API size_t ra_cache_workspace(const ra_desc *d, const ra_cache_desc *cd) {
+    ra_cache c;
+    if (ra__cache_resolve(d, cd, &c)) return 0;
+    c.tp.align = 64;
+    return (size_t)ra__cache_bytes(&c, d->error);
+}
+
+/* Longest message but those of keys. */
+static int64_t ra__cache_message(const ra_cache *c) {
+    int64_t most = 0;
+    for (int32_t r = 0; r < c->ranks; r++) {
+        const int64_t rows = ra__own_most(c, r);
+        most = ra__max(most, rows * ra__query_bytes(&c->d));
+        for (int32_t q = 0; q < c->ranks; q++)
+            most = ra__max(most, rows * 4 * ra__partial_floats(&c->d) * ra__rank_trees(c, q));
+    }
+    return RA__FRAME_BYTES + most;
+}
+
+static uint64_t ra__cache_agree(const ra_cache *c, const ra_desc *d) {
+    ra__agreed a;
+    uint64_t h;
+    memset(&a, 0, sizeof a);
+    ra__agree(d, &c->d, &a);
+    h = ra__hash(14695981039346656037u, &a, sizeof a);
+    h = ra__hash_i64(ra__hash_i64(ra__hash_i64(h, c->most_rows), c->lanes), c->cd.queries);
+    return ra__hash_i64(ra__hash_i64(h, c->cd.way), c->cd.form);
+}
+
+RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
+                                       const ra_cache_desc *cd) {
+    ra_error *e = d ? d->error : NULL;
+    ra_cache c, *made;
+    ra__arena a = { NULL, 0 };
+    int64_t need, align;
+    if (!out) return ra__refuse(e, RA_E_NULL, "out", "is required", 0);
+    *out = NULL;
+    ra_status s = ra__cache_resolve(d, cd, &c);
+    if (!s) s = ra__tp_check(net, c.rank, c.ranks, 0, e);
+    if (s) return s;
+    c.has_transport = c.ranks > 1;
+    if (c.has_transport) c.tp = ra__tp_resolved(net);
+    if (c.ranks > 2 && net->post && !(net->caps & RA_CAP_ANY_PEER))
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
+                          "# lacks RA_CAP_ANY_PEER: ranks of a cache talk to all others",
+                          (int64_t)net->caps);
+    align = ra__max(64, (int64_t)c.tp.align);
+    c.tp.align = (size_t)align;
+    need = ra__cache_bytes(&c, e);
+    if (!need) return RA_E_NOMEM;
+    c.bytes = c.cd.workspace ? (int64_t)c.cd.workspace_bytes : need;
+    if (c.bytes < need)
+        return ra__refuse(e, RA_E_WORKSPACE, "cache.workspace_bytes", "needs # bytes", need);
+    c.owns_base = !c.cd.workspace;
+    c.base = c.owns_base ? (uint8_t *)ra__alloc(&c.cd.allocator, need, 64)
+                         : (uint8_t *)c.cd.workspace;
+    if (!c.base)
+        return ra__refuse(e, RA_E_NOMEM, "cache.allocator", "no # bytes for the workspace", need);
+    a.base = c.base;
+    ra__cache_carve_tables(&a, &c);
+    ra__lane_tables(&c);
+    ra__cache_carve(&a, &c);
+    c.d.layout.weights = NULL;         /* the tables have them */
+    if (!c.cd.watchdog_ns) c.cd.watchdog_ns = RA__QUIET_NS;
+    if (!c.cd.quiesce_ns) c.cd.quiesce_ns = RA__QUIET_NS / 2;
+    c.agreed[0] = ra__cache_agree(&c, d);
+    made = (ra_cache *)(void *)c.base;
+    *made = c;
+    if (c.has_transport && ra__cache_message(made) > (int64_t)c.tp.max_msg) {
+        s = ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
+                       "is less than # bytes, of a message: lower cache.new_tokens",
+                       ra__cache_message(made));
+        (void)ra_cache_destroy(made);
+        return s;
+    }
+    if (c.has_transport && c.tp.reg && c.tp.reg(c.tp.ctx, c.base, (size_t)c.bytes, &made->mr))
+        made->mr = NULL;
+    *out = made;
+    return RA_OK;
+}
+
+/* -------------------------------------------------------------------------- a call */
+static ra_status ra__cache_check_counts(ra_cache *c, const int64_t *cached, const int64_t *fresh) {
+    int64_t sum = 0;
+    if (!cached) return ra__refuse(&c->why, RA_E_NULL, "cached", "is required", 0);
+    if (!fresh) return ra__refuse(&c->why, RA_E_NULL, "fresh", "is required", 0);
+    for (int32_t b = 0; b < c->d.sequences; b++) {
+        if (cached[b] < 0 || cached[b] > c->d.kv_tokens)
+            return ra__refuse(&c->why, RA_E_RANGE, "cached", "# is not in 0..kv_tokens", cached[b]);
+        if (fresh[b] < 0 || fresh[b] > c->d.tokens)
+            return ra__refuse(&c->why, RA_E_RANGE, "fresh", "# is not in 0..tokens", fresh[b]);
+        if (cached[b] + fresh[b] > c->d.kv_tokens)
+            return ra__refuse(&c->why, RA_E_RANGE, "fresh",
+                              "and cached tokens of a sequence are # together, above kv_tokens",
+                              cached[b] + fresh[b]);
+        sum += fresh[b];
+    }
+    if (sum > c->most_rows)
+        return ra__refuse(&c->why, RA_E_RANGE, "fresh", "has # tokens, above cache.new_tokens",
+                          sum);
+    return RA_OK;
+}
+
+/* Rows of all ranks, and which of them are here. */
+static void ra__cache_rows_of(ra_cache *c) {
+    int64_t all = 0, own = 0;
+    memset(c->rank_rows, 0, (size_t)c->ranks * sizeof *c->rank_rows);
+    for (int32_t b = 0; b < c->d.sequences; b++) {
+        c->all_at[b] = all;
+        c->own_at[b] = own;
+        for (int64_t i = 0; i < c->fresh[b]; i++) {
+            const int64_t p = c->cached[b] + i;
+            const int32_t r = c->lane_owner[ra__lane_of(c, p)];
+            c->all_pos[all++] = (int32_t)p;
+            c->rank_rows[r]++;
+            if (r == c->rank || c->cd.queries == RA_QUERIES_ALL) c->own_pos[own++] = (int32_t)p;
+        }
+    }
+    c->all_at[c->d.sequences] = c->rows = all;
+    c->own_at[c->d.sequences] = c->own_rows = own;
+}
+
+/* Rows of the longest sequence of the call on this rank. */
+static int64_t ra__cache_longest(const ra_cache *c) {
+    int64_t most = 0;
+    for (int32_t b = 0; b < c->d.sequences; b++)
+        most = ra__max(most, c->own_at[b + 1] - c->own_at[b]);
+    return most;
+}
+
+/* Bytes of the message of keys of a rank: K of all rows, then V. */
+static int64_t ra__keys_length(const ra_cache *c, int32_t rank, int64_t *rows) {
+    *rows = 0;
+    for (int32_t b = 0; b < c->d.sequences; b++)
+        *rows += ra__rank_keys(c, rank, c->fresh[b] ? c->cached[b] + c->fresh[b] : 0);
+    return RA__FRAME_BYTES + ra__round_up(*rows * ra__key_bytes(&c->d), 64) + 64;
+}
+
+/* PASS_KV if that moves fewer bytes and there is memory for it. Every rank comes to the same. */
+static int32_t ra__cache_way(const ra_cache *c) {
+    double q, part = 0, keys = 0;
+    if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL || c->cd.way == RA_INFER_PASS_Q)
+        return RA_INFER_PASS_Q;
+    if (c->cd.way == RA_INFER_PASS_KV) return RA_INFER_PASS_KV;
+    for (int32_t r = 0; r < c->ranks; r++) {
+        int64_t rows, bytes = ra__keys_length(c, r, &rows);
+        if (bytes > RA__FRAME_BYTES + 64 + c->most_keys || bytes > (int64_t)c->tp.max_msg)
+            return RA_INFER_PASS_Q;
+        keys += (double)rows;
+        part += (double)ra__rank_trees(c, r) * (double)(c->rows - c->rank_rows[r]);
+    }
+    q = (double)c->rows * (c->ranks - 1) * (double)ra__query_bytes(&c->d) +
+        part * 4.0 * (double)ra__partial_floats(&c->d);
+    keys *= (c->ranks - 1) * (double)ra__key_bytes(&c->d);
+    return keys < q ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
+}
+
+static int64_t ra__part_length(const ra_cache *c, int32_t rank, int64_t rows) {
+    return RA__FRAME_BYTES + rows * 4 * ra__partial_floats(&c->d) * ra__rank_trees(c, rank);
+}
+
+/* Adds a swap unless both its messages are empty. */
+static void ra__swap_add(ra_cache *c, ra__swap s) {
+    if (!s.send_len) s.to = RA_NO_PEER;
+    if (!s.recv_len) s.from = RA_NO_PEER;
+    if (s.to == RA_NO_PEER) s.sent = RA__SWAP_DONE;
+    if (s.from == RA_NO_PEER) s.received = RA__SWAP_DONE;
+    c->swap[c->swaps++] = s;
+}
+
+/* Messages of a call, in an order that is the same on all ranks: swap number i of one is swap
+ * number i of its peers. */
+static void ra__cache_swaps(ra_cache *c) {
+    const int own = c->cd.queries == RA_QUERIES_OWN;
+    const int64_t q = ra__query_bytes(&c->d);
+    int64_t rows;
+    c->swaps = 0;
+    for (int32_t s = 1; s < c->ranks && own; s++) {
+        ra__swap x;
+        memset(&x, 0, sizeof x);
+        x.to = (c->rank + s) % c->ranks;
+        x.from = (c->rank + c->ranks - s) % c->ranks;
+        if (c->way == RA_INFER_PASS_KV) {
+            x.kind = RA__FRAME_KV;
+            x.send = c->kv_send;
+            x.recv = c->kv_recv[s % 2];
+            x.recv_after = s > 2 ? s - 1 : 0;
+            x.send_len = ra__keys_length(c, c->rank, &rows);
+            if (!rows || !c->rank_rows[x.to]) x.send_len = 0;
+            x.recv_len = ra__keys_length(c, x.from, &rows);
+            if (!rows || !c->rank_rows[c->rank]) x.recv_len = 0;
+        } else {
+            x.kind = RA__FRAME_Q;
+            x.send = c->q_send;
+            x.recv = c->q_recv[x.from];
+            if (c->rank_rows[c->rank]) x.send_len = RA__FRAME_BYTES + c->rank_rows[c->rank] * q;
+            if (c->rank_rows[x.from]) x.recv_len = RA__FRAME_BYTES + c->rank_rows[x.from] * q;
+        }
+        ra__swap_add(c, x);
+    }
+    for (int32_t s = 1; s < c->ranks && c->way == RA_INFER_PASS_Q; s++) {
+        ra__swap x;
+        memset(&x, 0, sizeof x);
+        x.kind = RA__FRAME_PART;
+        x.to = (c->rank + c->ranks - s) % c->ranks;
+        x.from = (c->rank + s) % c->ranks;
+        x.send = own ? c->part_send[x.to] : c->result[c->rank];
+        x.recv = c->result[x.from];
+        x.send_after = 1;
+        rows = own ? c->rank_rows[x.to] : c->rows;
+        if (rows) x.send_len = ra__part_length(c, c->rank, rows);
+        if (c->own_rows) x.recv_len = ra__part_length(c, x.from, c->own_rows);
+        ra__swap_add(c, x);
+    }
+    c->stages = c->way == RA_INFER_PASS_KV ? c->ranks + 1 : 2;
+}
+
+/* 1: this sequence takes the form of decoding. */
+static int ra__cache_few(const ra_cache *c, int32_t b) {
+    if (!c->few_most) return 0;
+    return c->cd.form == RA_FORM_SAME || c->fresh[b] <= c->few_most;
+}
+
+/* Spans of the longest lane of a sequence. */
+static int64_t ra__cache_spans(const ra_cache *c, int32_t b) {
+    return ra__max(1, ra__ceil_div(ra__lane_keys(c, 0, c->cached[b] + c->fresh[b]),
+                                   RA__LEAF * RA__SPAN));
+}
+
+static int64_t ra__most_rank_lanes(const ra_cache *c) {
+    int64_t lanes = 0;
+    for (int32_t r = 0; r < c->ranks; r++)
+        lanes = ra__max(lanes, c->lane_first[r + 1] - c->lane_first[r]);
+    return lanes;
+}
+
+/* Slots for the spans of sequences in the form of decoding, as far as there are any. */
+static void ra__cache_share_slots(ra_cache *c) {
+    const int64_t lanes = ra__most_rank_lanes(c);
+    int64_t used = 0;
+    for (int32_t b = 0; b < c->d.sequences; b++) {
+        const int64_t n = lanes * ra__cache_spans(c, b);
+        c->slot[b] = -1;
+        if (!ra__cache_few(c, b) || c->fresh[b] > c->few_tokens || n < 2 || used + n > c->slots)
+            continue;
+        c->slot[b] = used;
+        used += n;
+    }
+}
+
+static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
+                                 const int64_t *fresh, int64_t deadline_ns) {
+    const ra_desc *d = &c->d;
+    ra_error *e = &c->why;
+    ra__work w;
+    ra__view kv[2];
+    int64_t rows[2], n;
+    uint64_t h = 14695981039346656037u;
+    ra_status s = ra__cache_check_counts(c, cached, fresh);
+    if (s) return s;
+    if (!t) return ra__refuse(e, RA_E_NULL, "t", "is required", 0);
+    if (deadline_ns < 0) return ra__refuse(e, RA_E_RANGE, "deadline_ns", "# is negative",
+                                           deadline_ns);
+    if (ra__positions_set(&t->q_pos) || ra__positions_set(&t->k_pos))
+        return ra__refuse(e, RA_E_SHAPE, "t.k_pos", "and q_pos must be {0}: # entries",
+                          t->k_pos.count);
+    memcpy(c->cached, cached, (size_t)d->sequences * sizeof *cached);
+    memcpy(c->fresh, fresh, (size_t)d->sequences * sizeof *fresh);
+    ra__cache_rows_of(c);
+    c->way = ra__cache_way(c);
+    if (c->way == RA_INFER_PASS_KV && ra__keys_length(c, c->rank, &n) > (int64_t)c->tp.max_msg)
+        return ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
+                          "is less than a message of # rows of keys", n);
+    memset(&w, 0, sizeof w);
+    rows[0] = ra__cache_longest(c);
+    rows[1] = ra_cache_rows(c);
+    s = ra__check_tensors(d, t, rows, &w, kv, e);
+    if (!s) s = ra__check_outputs(d, t, rows[0], &w, e);
+    if (s) return s;
+    c->t = *t;
+    c->q = w.q;
+    c->o = w.o;
+    c->lse = w.lse;
+    c->k = kv[0];
+    c->v = kv[1];
+    for (int32_t b = 0; b < d->sequences; b++)
+        h = ra__hash_i64(ra__hash_i64(h, cached[b]), fresh[b]);
+    c->agreed[1] = h;
+    c->deadline = deadline_ns;
+    c->call++;
+    ra__cache_swaps(c);
+    ra__cache_share_slots(c);
+    c->ran = 0;
+    ra__store_i32(&c->stage, 0);
+    ra__store_i32(&c->open, 0);
+    ra__store_i64(&c->progress_ns, ra_now_ns());
+    ra__store_i32(&c->state, RA_RING_RUNNING);
+    return RA_OK;
+}
+
+/* -------------------------------------------------------------------------- failure */
+static void ra__cache_abort(ra_cache *c, ra_status why) {
+    if (c->has_transport && c->tp.abort && ra__cas_i32(&c->aborted, 0, 1))
+        (void)c->tp.abort(c->tp.ctx, why);
+}
+
+/* The first failure of a call wins. Returns the status that all get. */
+static ra_status ra__cache_fail(ra_cache *c, ra_status s, const char *field, const char *text,
+                                int64_t value) {
+    if (ra__load_i32(&c->cancelled)) s = RA_E_CANCELLED;
+    if (ra__cas_i32(&c->state, RA_RING_RUNNING, RA_RING_FAILED)) {
+        (void)ra__refuse(&c->why, s, field, text, value);
+        ra__store_i32(&c->failed, s);
+        ra__cache_abort(c, s);
+    }
+    return ra__load_i32(&c->failed) ? ra__load_i32(&c->failed) : s;
+}
+
+static ra_status ra__cache_code(int code) {
+    return code <= RA_E_MISMATCH && code >= RA_E_UNSAFE ? code : RA_E_IO;
+}
+
+/* A code of the transport about a message to or from a peer. */
+static ra_status ra__cache_op_failed(ra_cache *c, int code, int32_t peer) {
+    const char *text = "the transport failed on a message of rank #";
+    if (code == RA_E_PEER) text = "rank # is gone or silent";
+    if (code == RA_E_TRUNC) text = "a message of rank # has another length: do counts agree?";
+    if (code == RA_E_ABORTED) text = "another rank failed or was cancelled; heard of rank #";
+    if (code == RA_E_TIMEOUT) text = "the deadline passed while this rank waited for rank #";
+    return ra__cache_fail(c, ra__cache_code(code), "transport", text, peer);
+}
+
+/* The peer of the first message that is due. */
+static int32_t ra__cache_awaits(const ra_cache *c) {
+    for (int32_t i = 0; i < c->swaps; i++) {
+        if (c->swap[i].received != RA__SWAP_DONE) return c->swap[i].from;
+        if (c->swap[i].sent != RA__SWAP_DONE) return c->swap[i].to;
+    }
+    return RA_NO_PEER;
+}
+
+static ra_status ra__cache_alarm(ra_cache *c) {
+    const int64_t now = ra_now_ns();
+    if (ra__load_i32(&c->failed)) return ra__load_i32(&c->failed);
+    if (ra__load_i32(&c->cancelled))
+        return ra__cache_fail(c, RA_E_CANCELLED, "cache", "ra_infer_cancel was called in call #",
+                              c->call);
+    if (c->deadline && now > c->deadline)
+        return ra__cache_op_failed(c, RA_E_TIMEOUT, ra__cache_awaits(c));
+    if (c->has_transport && !ra__load_i32(&c->open) &&
+        now - ra__load_i64(&c->progress_ns) > c->cd.watchdog_ns)
+        return ra__cache_op_failed(c, RA_E_PEER, ra__cache_awaits(c));
+    return RA_OK;
+}
+
+/* -------------------------------------------------------------------------- messages */
+static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin, int64_t length) {
+    ra__frame f;
+    memset(&f, 0, sizeof f);
+    f.magic = RA__MAGIC;
+    f.abi = RA_TRANSPORT_ABI;
+    f.pass = c->call;
+    f.hash = c->agreed[0];
+    f.parts = c->agreed[1];
+    f.length = length;
+    f.origin = origin;
+    f.kind = kind;
+    f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
+    return f;
+}
+
+static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
+    const ra__frame due = ra__cache_frame(c, x->kind, x->from, x->recv_len);
+    ra__frame f;
+    memcpy(&f, x->recv, sizeof f);
+    if (f.magic != due.magic || f.abi != due.abi ||
+        f.check != ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check)))
+        return ra__cache_fail(c, RA_E_PROTO, "transport", "a frame of rank # is damaged", x->from);
+    if (f.hash != due.hash)
+        return ra__cache_fail(c, RA_E_MISMATCH, "d",
+                              "rank # has another descriptor or ra_cache_desc", x->from);
+    if (f.parts != due.parts)
+        return ra__cache_fail(c, RA_E_MISMATCH, "cached", "and fresh of rank # differ from ours",
+                              x->from);
+    if (memcmp(&f, &due, sizeof f))
+        return ra__cache_fail(c, RA_E_PROTO, "transport", "a frame of rank # is not the one due",
+                              x->from);
+    return RA_OK;
+}
+
+static void ra__cache_put_frame(const ra_cache *c, uint8_t *message, int32_t kind, int64_t length) {
+    const ra__frame f = ra__cache_frame(c, kind, c->rank, length);
+    memcpy(message, &f, sizeof f);
+}
+
+/* Packed rows of `heads` heads. */
+static void ra__cache_pack(uint8_t *to, ra__view v, int64_t rows, int32_t heads, int64_t bytes) {
+    for (int64_t i = 0; i < rows; i++)
+        for (int32_t h = 0; h < heads; h++, to += bytes)
+            memcpy(to, v.data + i * v.token + h * v.head, (size_t)bytes);
+}
+
+static void ra__cache_pack_q(ra_cache *c) {
+    const int64_t head = ra__row_bytes(c->d.q_dtype, c->d.k_dim), row = ra__query_bytes(&c->d);
+    for (int32_t b = 0; b < c->d.sequences; b++)
+        ra__cache_pack(c->q_send + RA__FRAME_BYTES + c->own_at[b] * row,
+                       ra__view_at(c->q, b, 0, 0), c->own_at[b + 1] - c->own_at[b], c->d.q_heads,
+                       head);
+    ra__cache_put_frame(c, c->q_send, RA__FRAME_Q, RA__FRAME_BYTES + c->own_rows * row);
+}
+
+static void ra__cache_pack_keys(ra_cache *c) {
+    const ra_desc *d = &c->d;
+    const int64_t k = ra__row_bytes(d->k_dtype, d->k_dim), v = ra__row_bytes(d->v_dtype, d->v_dim);
+    uint8_t *to = c->kv_send + RA__FRAME_BYTES;
+    int64_t all, length = ra__keys_length(c, c->rank, &all);
+    uint8_t *values = to + ra__round_up(all * d->kv_heads * k, 64);
+    for (int32_t b = 0; b < d->sequences; b++)
+        for (int32_t l = c->lane_first[c->rank]; l < c->lane_first[c->rank + 1]; l++) {
+            const int64_t row = (l - c->lane_first[c->rank]) * c->lane_rows;
+            const int64_t n = ra__lane_keys(c, l, c->fresh[b] ? c->cached[b] + c->fresh[b] : 0);
+            ra__cache_pack(to, ra__view_at(c->k, b, row, 0), n, d->kv_heads, k);
+            to += n * d->kv_heads * k;
+            if (d->v_in_k) continue;
+            ra__cache_pack(values, ra__view_at(c->v, b, row, 0), n, d->kv_heads, v);
+            values += n * d->kv_heads * v;
+        }
+    ra__cache_put_frame(c, c->kv_send, RA__FRAME_KV, length);
+}
+
+/* Queries of a rank to their places among all rows. */
+static void ra__cache_place_q(ra_cache *c, int32_t rank, const uint8_t *from) {
+    const int64_t row = ra__query_bytes(&c->d);
+    for (int64_t i = 0; i < c->rows; i++) {
+        if (c->lane_owner[ra__lane_of(c, c->all_pos[i])] != rank) continue;
+        memcpy(c->q_all + i * row, from, (size_t)row);
+        from += row;
+    }
+}
+
+static float *ra__part_o(const ra_cache *c, ra__partials p, int64_t tree) {
+    return p.data + tree * p.rows * ra__partial_floats(&c->d);
+}
+
+static float *ra__part_lse(const ra_cache *c, ra__partials p, int64_t tree) {
+    return ra__part_o(c, p, tree) + p.rows * c->d.q_heads * c->d.v_dim;
+}
+
+static ra__partials ra__result_of(const ra_cache *c, int32_t rank) {
+    ra__partials p;
+    p.data = (float *)(void *)(c->result[rank] + RA__FRAME_BYTES);
+    p.rows = c->own_rows;
+    return p;
+}
+
+/* Partial results of a rank's rows, out of those of all rows. */
+static void ra__cache_pack_part(const ra_cache *c, int32_t rank, ra__partials to) {
+    const int64_t o = c->d.q_heads * c->d.v_dim, lse = c->d.q_heads;
+    ra__partials all;
+    all.data = (float *)(void *)c->part_out;
+    all.rows = c->rows;
+    for (int32_t s = 0; s < ra__rank_trees(c, c->rank); s++) {
+        int64_t n = 0;
+        for (int64_t i = 0; i < c->rows; i++) {
+            if (c->lane_owner[ra__lane_of(c, c->all_pos[i])] != rank) continue;
+            memcpy(ra__part_o(c, to, s) + n * o, ra__part_o(c, all, s) + i * o, (size_t)o * 4);
+            memcpy(ra__part_lse(c, to, s) + n * lse, ra__part_lse(c, all, s) + i * lse,
+                   (size_t)lse * 4);
+            n++;
+        }
+    }
+}
+
+/* After the only stage of PASS_Q that computes. */
+static void ra__cache_hand_out(ra_cache *c) {
+    if (c->cd.queries == RA_QUERIES_ALL) {
+        ra__cache_put_frame(c, c->result[c->rank], RA__FRAME_PART,
+                            ra__part_length(c, c->rank, c->rows));
+        return;
+    }
+    for (int32_t r = 0; r < c->ranks; r++) {
+        ra__partials to = ra__result_of(c, c->rank);
+        if (!c->rank_rows[r]) continue;
+        to.rows = c->rank_rows[r];
+        if (r != c->rank) to.data = (float *)(void *)(c->part_send[r] + RA__FRAME_BYTES);
+        ra__cache_pack_part(c, r, to);
+        if (r == c->rank) continue;
+        ra__cache_put_frame(c, c->part_send[r], RA__FRAME_PART,
+                            ra__part_length(c, c->rank, to.rows));
+    }
+}
+
+/* Under comm: a message has come. */
+static ra_status ra__swap_came(ra_cache *c, ra__swap *x) {
+    ra_status s = ra__cache_check_frame(c, x);
+    if (s) return s;
+    x->received = RA__SWAP_DONE;
+    if (x->kind == RA__FRAME_Q) ra__cache_place_q(c, x->from, x->recv + RA__FRAME_BYTES);
+    return RA_OK;
+}
+
+/* The op of one side of a swap, set when it is first listed. */
+static ra_transport_op *ra__swap_op(ra_cache *c, int32_t i, int sending) {
+    ra__swap *x = &c->swap[i];
+    ra_transport_op *op = sending ? &x->out : &x->in;
+    int32_t *state = sending ? &x->sent : &x->received;
+    const uint64_t tag = (uint64_t)(c->call * 64 + i % 64);
+    if (*state != RA__SWAP_IDLE) return op;
+    memset(op, 0, sizeof *op);
+    op->kind = sending ? RA_MSG_SEND : RA_MSG_RECV;
+    op->peer = sending ? x->to : x->from;
+    op->tag = c->tp.tag_bits >= 64 ? tag : tag & (((uint64_t)1 << c->tp.tag_bits) - 1);
+    op->buf = sending ? x->send : x->recv;
+    op->len = (size_t)(sending ? x->send_len : x->recv_len);
+    op->mr = c->mr;
+    *state = RA__SWAP_POSTED;
+    return op;
+}
+
+/* Ops that are posted or may be: receives first, at most half of max_ops of each kind. */
+static int ra__cache_list(ra_cache *c) {
+    const int32_t stage = ra__load_i32(&c->stage);
+    int n = 0;
+    for (int sending = 0; sending < 2; sending++) {
+        int room = (int)(c->tp.max_ops / 2);
+        for (int32_t i = 0; i < c->swaps && room > 0; i++) {
+            ra__swap *x = &c->swap[i];
+            const int32_t state = sending ? x->sent : x->received;
+            if (state == RA__SWAP_DONE) continue;
+            if ((sending ? x->send_after : x->recv_after) > stage) break;
+            c->list[n++] = ra__swap_op(c, i, sending);
+            room--;
+        }
+    }
+    return n;
+}
+
+/* Level 1: posts, polls, and looks at what is done. > 0 something moved, < 0 failed. */
+static int ra__cache_drive(ra_cache *c) {
+    int n = ra__cache_list(c), idle = 0, moved = 0, code = RA_OK;
+    for (int i = 0; i < n; i++) idle |= c->list[i]->state == RA_MSG_IDLE;
+    if (idle) code = c->tp.post(c->tp.ctx, c->list, n);
+    if (code >= 0) code = c->tp.poll(c->tp.ctx, c->list, n);
+    if (code < 0) return ra__cache_op_failed(c, code, ra__cache_awaits(c));
+    for (int32_t i = 0; i < c->swaps; i++) {
+        ra__swap *x = &c->swap[i];
+        for (int sending = 0; sending < 2; sending++) {
+            const ra_transport_op *op = sending ? &x->out : &x->in;
+            if ((sending ? x->sent : x->received) != RA__SWAP_POSTED) continue;
+            if (op->state < 0) return ra__cache_op_failed(c, op->state, op->peer);
+            if (op->state != RA_MSG_DONE) continue;
+            if (op->done && op->done != op->len)
+                return ra__cache_op_failed(c, RA_E_TRUNC, op->peer);
+            moved = 1;
+            if (sending) x->sent = RA__SWAP_DONE;
+            else if (ra__swap_came(c, x)) return ra__load_i32(&c->failed);
+        }
+    }
+    return moved;
+}
+
+/* Level 0: the next swap, once both sides may move. */
+static int ra__cache_exchange(ra_cache *c) {
+    ra__swap *x = &c->swap[c->ran];
+    const int32_t stage = ra__load_i32(&c->stage);
+    int64_t until = ra__add_sat(ra_now_ns(), c->cd.watchdog_ns);
+    int code, late = !c->deadline || until < c->deadline;
+    if (c->ran == c->swaps || x->send_after > stage || x->recv_after > stage) return 0;
+    c->ran++;
+    if (x->to == RA_NO_PEER && x->from == RA_NO_PEER) return 1;
+    if (!late) until = c->deadline;
+    const ra_transport_op *out = x->to == RA_NO_PEER ? NULL : ra__swap_op(c, c->ran - 1, 1);
+    const ra_transport_op *in = x->from == RA_NO_PEER ? NULL : ra__swap_op(c, c->ran - 1, 0);
+    code = c->tp.sendrecv(c->tp.ctx, x->to, out ? out->buf : NULL, out ? out->len : 0, x->from,
+                          in ? in->buf : NULL, in ? in->len : 0, in ? in->tag : out->tag, until);
+    if (code == RA_E_TIMEOUT && late) code = RA_E_PEER;
+    if (code) return ra__cache_op_failed(c, code, in ? x->from : x->to);
+    x->sent = RA__SWAP_DONE;
+    if (in && ra__swap_came(c, x)) return ra__load_i32(&c->failed);
+    return 1;
+}
+
+/* Swaps whose messages have all come: the first so many. */
+static int32_t ra__swaps_in(const ra_cache *c) {
+    int32_t n = 0;
+    while (n < c->swaps && c->swap[n].received == RA__SWAP_DONE) n++;
+    return n;
+}
+
+/* -------------------------------------------------------------------------- items
+ * An item is some rows of a sequence against lanes of one rank: in the form of prefill up to
+ * tile_rows rows of one KV head, in the form of decoding up to few_tokens rows of all heads; there
+ * also, with slots, against one span of one lane. */
+typedef struct ra__cache_item {
+    int32_t b, head, few;              /* head: KV head, 0 where all are meant */
+    int64_t row, rows;                 /* of the sequence, in `queries` */
+    int64_t lo, hi;                    /* some row may see positions lo <= p < hi */
+    int32_t lane;                      /* one span: of this lane of the rank; -1: all lanes */
+    int64_t span;
+} ra__cache_item;
+
+/* Where a partial result of an item goes: rows `step` (heads) apart. */
+typedef struct ra__partial { float *o, *lse; int64_t step; } ra__partial;
+
+static int32_t ra__item_heads(const ra_cache *c, const ra__cache_item *x) {
+    return x->few ? c->d.q_heads : c->group;
+}
+
+/* A packed one in scratch. */
+static ra__partial ra__part_packed(const ra_cache *c, const ra__cache_item *x, float *data) {
+    ra__partial p;
+    p.step = ra__item_heads(c, x);
+    p.o = data;
+    p.lse = data + x->rows * p.step * c->d.v_dim;
+    return p;
+}
+
+static void ra__part_clear(const ra_cache *c, const ra__cache_item *x, ra__partial p) {
+    const int32_t heads = ra__item_heads(c, x);
+    for (int64_t i = 0; i < x->rows; i++) {
+        memset(p.o + i * p.step * c->d.v_dim, 0, (size_t)(heads * c->d.v_dim) * sizeof(float));
+        for (int32_t h = 0; h < heads; h++) p.lse[i * p.step + h] = ra__neg_inf();
+    }
+}
+
+static void ra__part_merge(const ra_cache *c, const ra__cache_item *x, ra__partial into,
+                           ra__partial from) {
+    for (int64_t i = 0; i < x->rows; i++)
+        ra_merge(into.o + i * into.step * c->d.v_dim, into.lse + i * into.step,
+                 from.o + i * from.step * c->d.v_dim, from.lse + i * from.step,
+                 ra__item_heads(c, x), c->d.v_dim);
+}
+
+/* Rows [from, to) of a lane, in one online softmax. */
+static ra_status ra__lane_attend(const ra_cache *c, const ra__cache_scratch *y,
+                                 const ra__cache_item *x, int32_t lane, const int64_t row[2],
+                                 ra__partial out) {
+    const ra__query_rows *q = &c->queries;
+    const int32_t local = lane - c->lane_first[c->keys.rank];
+    const int64_t at = q->at[x->b] + x->row, first = (c->keys.row
+                           ? c->keys.row[x->b * c->lanes + local] : local * c->lane_rows) + row[0];
+    const ra__view qv = q->packed ? ra__view_at(q->v, 0, at, x->head * (int64_t)c->group)
+                                  : ra__view_at(q->v, x->b, x->row, x->head * (int64_t)c->group);
+    const int32_t kb = c->keys.row ? 0 : x->b;
+    const ra__view k = ra__view_at(c->keys.k, kb, first, x->head);
+    const ra__view v = ra__view_at(c->keys.v, kb, first, x->head);
+    ra_desc d = x->few ? c->few : c->tile;
+    ra_tensors t;
+    ra_run run;
+    memset(&t, 0, sizeof t);
+    d.tokens = x->rows;
+    d.kv_tokens = row[1] - row[0];
+    t.q.data = qv.data;
+    t.q.token_stride = qv.token;
+    t.q.head_stride = qv.head;
+    t.k.data = k.data;
+    t.k.token_stride = k.token;
+    t.k.head_stride = k.head;
+    if (!d.v_in_k) {
+        t.v.data = v.data;
+        t.v.token_stride = v.token;
+        t.v.head_stride = v.head;
+    }
+    t.o.data = out.o;
+    t.o.token_stride = out.step * c->d.v_dim * (int64_t)sizeof(float);
+    t.o.head_stride = c->d.v_dim * (int64_t)sizeof(float);
+    t.lse.data = out.lse;
+    t.lse.token_stride = out.step * (int64_t)sizeof(float);
+    t.lse.head_stride = (int64_t)sizeof(float);
+    t.q_pos.array = q->pos + at;
+    t.q_pos.count = x->rows;
+    t.k_pos.count = d.kv_tokens;
+    if (c->lanes > 1) {
+        t.k_pos.array = c->pos + lane * c->lane_rows + row[0];
+    } else {
+        run.first = row[0];
+        run.count = d.kv_tokens;
+        run.stride = 1;
+        t.k_pos.runs = &run;
+        t.k_pos.count = 1;
+    }
+    if (c->d.scores & RA_SCORE_ALIBI) t.alibi = c->t.alibi + x->head * c->group;
+    return ra__attend_as(&d, &t, y->workspace, x->few ? RA__FORM_DECODE : RA__FORM_TILES);
+}
+
+/* A span of a lane: its leaves one after the other. */
+static ra_status ra__span_attend(const ra_cache *c, const ra__cache_scratch *y,
+                                 const ra__cache_item *x, int32_t lane, int64_t span,
+                                 ra__partial out) {
+    const int64_t from = ra__lane_keys(c, lane, x->lo), to = ra__lane_keys(c, lane, x->hi);
+    int some = 0;
+    for (int64_t leaf = span * RA__SPAN; leaf < (span + 1) * RA__SPAN; leaf++) {
+        const int64_t row[2] = { leaf * RA__LEAF, ra__min((leaf + 1) * RA__LEAF, to) };
+        ra_status s;
+        if (row[0] >= row[1] || row[1] <= from) continue;
+        ra__partial part = some ? ra__part_packed(c, x, y->part[0]) : out;
+        s = ra__lane_attend(c, y, x, lane, row, part);
+        if (s) return s;
+        if (some) ra__part_merge(c, x, out, part);
+        some = 1;
+    }
+    if (!some) ra__part_clear(c, x, out);
+    return RA_OK;
+}
+
+static float *ra__span_slot(const ra_cache *c, int32_t b, int32_t local, int64_t span) {
+    return c->slot_data + (c->slot[b] + local * ra__cache_spans(c, b) + span) * c->slot_floats;
+}
+
+/* All keys of a lane that rows of the item see. */
+static ra_status ra__lane_sum(const ra_cache *c, const ra__cache_scratch *y,
+                              const ra__cache_item *x, int32_t lane, ra__partial out) {
+    const int64_t row[2] = {
+        ra__lane_keys(c, lane, x->lo) / RA_BLOCK_TOKENS * RA_BLOCK_TOKENS,
+        ra__lane_keys(c, lane, x->hi)
+    };
+    const int64_t spans = ra__cache_spans(c, x->b);
+    if (!x->few && row[0] < row[1]) return ra__lane_attend(c, y, x, lane, row, out);
+    if (row[0] >= row[1]) {
+        ra__part_clear(c, x, out);
+        return RA_OK;
+    }
+    for (int64_t i = 0; i < spans; i++) {
+        ra__partial part = i ? ra__part_packed(c, x, y->part[1]) : out;
+        if (c->slot[x->b] >= 0) {
+            part = ra__part_packed(c, x, ra__span_slot(c, x->b, lane - c->lane_first[c->keys.rank],
+                                                     i));
+            if (!i) {
+                ra__part_clear(c, x, out);
+                ra__part_merge(c, x, out, part);
+            }
+        } else {
+            ra_status s = ra__span_attend(c, y, x, lane, i, part);
+            if (s) return s;
+        }
+        if (i) ra__part_merge(c, x, out, part);
+    }
+    return RA_OK;
+}
+
+/* Lanes [first, last), a subtree. */
+static ra_status ra__lanes_sum(const ra_cache *c, const ra__cache_scratch *y,
+                               const ra__cache_item *x, ra__subtree lanes, int32_t depth,
+                               ra__partial out) {
+    const int32_t middle = lanes.first + (lanes.last - lanes.first + 1) / 2;
+    const ra__subtree left = { lanes.first, middle }, right = { middle, lanes.last };
+    const ra__partial part = ra__part_packed(c, x, y->part[2 + depth]);
+    ra_status s;
+    if (lanes.last - lanes.first == 1) return ra__lane_sum(c, y, x, lanes.first, out);
+    s = ra__lanes_sum(c, y, x, left, depth + 1, out);
+    if (!s) s = ra__lanes_sum(c, y, x, right, depth + 1, part);
+    if (!s) ra__part_merge(c, x, out, part);
+    return s;
+}
+
+static ra_status ra__item_trees(const ra_cache *c, const ra__cache_scratch *y,
+                                const ra__cache_item *x) {
+    const int64_t row = (c->queries.at[x->b] + x->row) * c->d.q_heads + x->head * (int64_t)c->group;
+    const int32_t rank = c->keys.rank;
+    ra_status s = RA_OK;
+    for (int32_t i = 0; i < ra__rank_trees(c, rank) && !s; i++) {
+        ra__partial out;
+        out.step = c->d.q_heads;
+        out.o = ra__part_o(c, c->out, i) + row * c->d.v_dim;
+        out.lse = ra__part_lse(c, c->out, i) + row;
+        s = ra__lanes_sum(c, y, x, c->tree[c->tree_first[rank] + i], 0, out);
+    }
+    return s;
+}
+
+/* Items of a sequence in the stage. */
+static int64_t ra__sequence_items(const ra_cache *c, int32_t b) {
+    const int64_t rows = c->queries.at[b + 1] - c->queries.at[b];
+    const int32_t rank = c->keys.rank, lanes = c->lane_first[rank + 1] - c->lane_first[rank];
+    if (!rows) return 0;
+    if (!ra__cache_few(c, b)) return ra__ceil_div(rows, c->tile_rows) * c->d.kv_heads;
+    if (c->slot[b] >= 0) return lanes * ra__cache_spans(c, b);
+    return ra__ceil_div(rows, c->few_tokens);
+}
+
+/* Item n of a sequence; the cheapest rows come last. */
+static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
+    const int64_t rows = c->queries.at[b + 1] - c->queries.at[b];
+    const int32_t *pos = c->queries.pos + c->queries.at[b];
+    int32_t first[4], last[4];
+    int64_t step = c->tile_rows, group = n;
+    ra__cache_item x;
+    memset(&x, 0, sizeof x);
+    x.b = b;
+    x.lane = -1;
+    x.few = ra__cache_few(c, b);
+    if (x.few) step = c->few_tokens;
+    else {
+        group = ra__ceil_div(rows, step) - 1 - n / c->d.kv_heads;
+        x.head = (int32_t)(n % c->d.kv_heads);
+    }
+    if (c->slot[b] >= 0) {
+        x.lane = c->lane_first[c->keys.rank] + (int32_t)(n / ra__cache_spans(c, b));
+        x.span = n % ra__cache_spans(c, b);
+        group = 0;
+    }
+    x.row = group * step;
+    x.rows = ra__min(step, rows - x.row);
+    ra__mask_row(&c->d.mask, pos[x.row], c->cached[b] + c->fresh[b], first);
+    ra__mask_row(&c->d.mask, pos[x.row + x.rows - 1], c->cached[b] + c->fresh[b], last);
+    x.lo = c->d.mask.keep ? 0 : first[0];
+    x.hi = ra__max(last[1], last[3]);
+    return x;
+}
+
+static ra_status ra__cache_compute(ra_cache *c, const ra__cache_scratch *y, int64_t n) {
+    int32_t b = 0;
+    while (n >= ra__sequence_items(c, b)) n -= ra__sequence_items(c, b++);
+    ra__cache_item x = ra__item_at(c, b, n);
+    if (x.lane < 0) return ra__item_trees(c, y, &x);
+    float *slot = ra__span_slot(c, b, x.lane - c->lane_first[c->keys.rank], x.span);
+    ra_status s = ra__span_attend(c, y, &x, x.lane, x.span, ra__part_packed(c, &x, slot));
+    if (s || ra__add_i64(&c->slot_done[b], 1) + 1 < ra__sequence_items(c, b)) return s;
+    return ra__item_trees(c, y, &x);   /* this was the last span */
+}
+
+/* -------------------------------------------------------------------------- the end of a call */
+/* Lanes [first, last) of own row n, out of the partial results of all ranks. */
+static void ra__row_sum(const ra_cache *c, const ra__cache_scratch *y, int64_t n,
+                        ra__subtree lanes, int32_t depth, float *out) {
+    const int32_t middle = lanes.first + (lanes.last - lanes.first + 1) / 2;
+    const int32_t rank = c->lane_owner[lanes.first], heads = c->d.q_heads;
+    const int64_t dims = (int64_t)heads * c->d.v_dim;
+    const ra__subtree left = { lanes.first, middle }, right = { middle, lanes.last };
+    for (int32_t i = c->tree_first[rank]; i < c->tree_first[rank + 1]; i++) {
+        const ra__partials p = ra__result_of(c, rank);
+        if (c->tree[i].first != lanes.first || c->tree[i].last != lanes.last) continue;
+        memcpy(out, ra__part_o(c, p, i - c->tree_first[rank]) + n * dims, (size_t)dims * 4);
+        memcpy(out + dims, ra__part_lse(c, p, i - c->tree_first[rank]) + n * heads,
+               (size_t)heads * 4);
+        return;
+    }
+    float *part = y->part[depth];
+    ra__row_sum(c, y, n, left, depth + 1, out);
+    ra__row_sum(c, y, n, right, depth + 1, part);
+    ra_merge(out, out + dims, part, part + dims, heads, c->d.v_dim);
+}
+
+/* Writes own row n: row i of sequence b. */
+static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, float *sum) {
+    float *lse = sum + c->d.q_heads * c->d.v_dim;
+    ra_status s = RA_OK;
+    for (int32_t h = 0; h < c->d.q_heads && !s; h++, sum += c->d.v_dim) {
+        ra__view o = ra__view_at(c->o, b, i, h), l = ra__view_at(c->lse, b, i, h);
+        if (c->d.scores & RA_SCORE_SINKS) {
+            const double sink = (double)c->t.sinks[h], was = (double)lse[h];
+            const double top = sink > was ? sink : was;
+            const double all = ra__exp(was - top) + ra__exp(sink - top);
+            const double factor = ra__is_neg_inf(lse[h]) ? 0.0 : ra__exp(was - top) / all;
+            for (int32_t j = 0; j < c->d.v_dim; j++) sum[j] = (float)((double)sum[j] * factor);
+            lse[h] = ra__is_neg_inf(lse[h]) ? c->t.sinks[h] : (float)(top + ra__log(all));
+        }
+        if (l.data) memcpy((void *)(uintptr_t)l.data, &lse[h], sizeof lse[h]);
+        s = ra_convert((void *)(uintptr_t)o.data, c->d.o_dtype, sum, RA_F32, c->d.v_dim);
+    }
+    return s;
+}
+
+enum { RA__WRITE_ROWS = 16 };
+
+static ra_status ra__cache_write(const ra_cache *c, const ra__cache_scratch *y, int64_t n) {
+    const ra__subtree all = { 0, c->lanes };
+    ra_status s = RA_OK;
+    int32_t b = 0;
+    for (int64_t i = n * RA__WRITE_ROWS; i < c->own_rows && i < (n + 1) * RA__WRITE_ROWS && !s;
+         i++) {
+        while (i >= c->own_at[b + 1]) b++;
+        ra__row_sum(c, y, i, all, 1, y->part[0]);
+        s = ra__row_write(c, b, i - c->own_at[b], y->part[0]);
+    }
+    return s;
+}
+
+/* -------------------------------------------------------------------------- stages */
+/* Under comm, before the first message: what this rank sends, and its own part of what it
+ * receives. */
+static void ra__cache_pack_all(ra_cache *c) {
+    if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL) return;
+    if (c->way == RA_INFER_PASS_KV) {
+        ra__cache_pack_keys(c);
+        return;
+    }
+    ra__cache_pack_q(c);
+    ra__cache_place_q(c, c->rank, c->q_send + RA__FRAME_BYTES);
+}
+
+/* Rows of received keys, and where they are. */
+static void ra__cache_keys_of(ra_cache *c, int32_t rank, const uint8_t *message) {
+    const ra_desc *d = &c->d;
+    int64_t rows = 0;
+    for (int32_t b = 0; b < d->sequences; b++)
+        for (int32_t l = c->lane_first[rank]; l < c->lane_first[rank + 1]; l++) {
+            c->key_row[b * c->lanes + l - c->lane_first[rank]] = rows;
+            rows += ra__lane_keys(c, l, c->fresh[b] ? c->cached[b] + c->fresh[b] : 0);
+        }
+    c->keys.row = c->key_row;
+    c->keys.k = ra__view_packed(message + RA__FRAME_BYTES, d->kv_heads, d->k_dim, d->k_dtype);
+    c->keys.v = c->keys.k;
+    if (d->v_in_k) return;
+    message += RA__FRAME_BYTES + ra__round_up(rows * c->keys.k.token, 64);
+    c->keys.v = ra__view_packed(message, d->kv_heads, d->v_dim, d->v_dtype);
+}
+
+/* Messages that a stage waits for: the first so many swaps. */
+static int32_t ra__stage_swaps(const ra_cache *c, int32_t stage) {
+    if (c->way == RA_INFER_PASS_KV) return (int32_t)ra__min(stage, c->ranks - 1);
+    return stage ? c->swaps : c->cd.queries == RA_QUERIES_OWN ? c->ranks - 1 : 0;
+}
+
+/* Under comm: sets what a stage computes and opens it. */
+static void ra__stage_open(ra_cache *c, int32_t stage) {
+    const int own = c->way == RA_INFER_PASS_KV || c->ranks == 1 ||
+                    c->cd.queries == RA_QUERIES_ALL;
+    c->items = 0;
+    if (stage == c->stages - 1) {
+        c->items = ra__ceil_div(c->own_rows, RA__WRITE_ROWS);
+    } else {
+        c->queries.v = own ? c->q : ra__view_packed(c->q_all, c->d.q_heads, c->d.k_dim,
+                                                    c->d.q_dtype);
+        c->queries.packed = !own;
+        c->queries.at = own ? c->own_at : c->all_at;
+        c->queries.pos = own ? c->own_pos : c->all_pos;
+        c->keys.rank = (c->rank + c->ranks - stage) % c->ranks;
+        c->keys.row = NULL;
+        c->keys.k = c->k;
+        c->keys.v = c->v;
+        if (stage) ra__cache_keys_of(c, c->keys.rank, c->kv_recv[stage % 2]);
+        c->out = ra__result_of(c, c->keys.rank);
+        if (!own) {
+            c->out.data = (float *)(void *)c->part_out;
+            c->out.rows = c->rows;
+        }
+        for (int32_t b = 0; b < c->d.sequences; b++) {
+            c->slot_done[b] = 0;
+            c->items += ra__sequence_items(c, b);
+        }
+    }
+    c->opened++;
+    ra__store_i64(&c->finished, 0);
+    ra__store_i32(&c->open, 1);
+    ra__store_i64(&c->claim, (c->opened & 0x3fffff) << 40 | c->items);
+}
+
+/* Under comm: ends the open stage if all its items are done, opens the next if its messages are
+ * here. 1: something changed. */
+static int ra__stage_turn(ra_cache *c) {
+    const int32_t stage = ra__load_i32(&c->stage);
+    if (ra__load_i32(&c->open)) {
+        if (ra__load_i64(&c->finished) < c->items) return 0;
+        ra__store_i32(&c->open, 0);
+        if (stage == 0 && c->way == RA_INFER_PASS_Q && c->ranks > 1) ra__cache_hand_out(c);
+        ra__store_i32(&c->stage, stage + 1);
+        return 1;
+    }
+    if (stage == c->stages || ra__swaps_in(c) < ra__stage_swaps(c, stage)) return 0;
+    ra__stage_open(c, stage);
+    return 1;
+}
+
+/* Under comm: 1 if the call has ended well. */
+static int ra__cache_complete(ra_cache *c) {
+    if (ra__load_i32(&c->stage) < c->stages) return 0;
+    for (int32_t i = 0; i < c->swaps; i++)
+        if (c->swap[i].sent != RA__SWAP_DONE || c->swap[i].received != RA__SWAP_DONE) return 0;
+    return ra__cas_i32(&c->state, RA_RING_RUNNING, RA_RING_IDLE);
+}
+
+/* A round under comm: > 0 something moved, < 0 failed. */
+static int ra__cache_round(ra_cache *c) {
+    int moved = 0;
+    if (ra__load_i32(&c->stage) == 0 && !ra__load_i32(&c->open) && c->packed_call != c->call) {
+        ra__cache_pack_all(c);
+        c->packed_call = c->call;
+    }
+    if (c->has_transport && c->swaps)
+        moved = c->tp.post ? ra__cache_drive(c) : ra__cache_exchange(c);
+    if (moved < 0) return moved;
+    while (ra__stage_turn(c)) moved = 1;
+    if (moved) ra__store_i64(&c->progress_ns, ra_now_ns());
+    return ra__cache_complete(c) ? 1 : moved;
+}
+
+/* Claims an item of the open stage: its number, or -1. */
+static int64_t ra__item_claim(ra_cache *c) {
+    for (;;) {
+        const int64_t word = ra__load_i64(&c->claim), left = word & RA__CLAIM_ITEMS;
+        if (!left) return -1;
+        if (ra__cas_i64(&c->claim, word, word - 1)) return c->items - left;
+    }
+}
+
+/* Does one item. */
+static ra_status ra__cache_item_do(ra_cache *c, int ith, int64_t n) {
+    const uint32_t mode = ra__fp_enter();
+    const int last = ra__load_i32(&c->stage) == c->stages - 1;
+    const ra_status s = last ? ra__cache_write(c, &c->scratch[ith], n)
+                             : ra__cache_compute(c, &c->scratch[ith], n);
+    ra__fp_leave(mode);
+    if (s) return ra__cache_fail(c, RA_E_ENGINE, "cache", "an item ended with status #", s);
+    (void)ra__add_i64(&c->finished, 1);
+    ra__store_i64(&c->progress_ns, ra_now_ns());
+    return RA_AGAIN;
+}
+
+static ra_status ra__cache_step(ra_cache *c, int ith) {
+    int moved = 0;
+    ra_status s;
+    if (ra__load_i32(&c->state) == RA_RING_IDLE) return RA_OK;
+    if ((s = ra__cache_alarm(c)) != RA_OK) return s;
+    if ((ith == 0 || !c->has_transport || (c->tp.caps & RA_CAP_ANY_THREAD)) &&
+        ra__cas_i32(&c->comm, 0, 1)) {
+        if (ra__load_i32(&c->state) == RA_RING_RUNNING) moved = ra__cache_round(c);
+        ra__store_i32(&c->comm, 0);
+        if (moved < 0) return moved;
+    }
+    if (ra__load_i32(&c->state) == RA_RING_IDLE) return RA_OK;
+    const int64_t n = ith < c->d.threads ? ra__item_claim(c) : -1;
+    return n >= 0 ? ra__cache_item_do(c, ith, n) : moved ? RA_AGAIN : RA_WAIT;
+}
+
+/* Once no thread is inside a failed call: tells the others, without waiting, that this rank reads
+ * nothing any more. */
+static void ra__cache_part(ra_cache *c) {
+    if (ra__add_i32(&c->inside, 0) || !ra__load_i32(&c->failed) || !c->tp.quiesce) return;
+    if (!ra__cas_i32(&c->comm, 0, 1)) return;
+    if (!c->parted) (void)c->tp.quiesce(c->tp.ctx, 1);
+    c->parted = 1;
+    ra__store_i32(&c->comm, 0);
+}
+
+RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
+                                      const int64_t *fresh, int64_t deadline_ns) {
+    if (!c) return RA_E_NULL;
+    if (ra__load_i32(&c->failed)) return ra__load_i32(&c->failed);
+    if (ra__add_i32(&c->inside, 0) || ra__load_i32(&c->state) == RA_RING_RUNNING)
+        return ra__refuse(&c->why, RA_E_BUSY, "cache", "call # is under way", c->call);
+    return ra__cache_begin(c, t, cached, fresh, deadline_ns);
+}
+
+RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith) {
+    if (!c) return RA_E_NULL;
+    if (ith < 0) return RA_E_RANGE;
+    (void)ra__add_i32(&c->inside, 1);
+    ra_status s = c->call ? ra__cache_step(c, ith) : RA_E_STATE;
+    if (s < 0 && s <= RA_E_MISMATCH) s = ra__load_i32(&c->failed) ? ra__load_i32(&c->failed)
+                                                                    : RA_AGAIN;
+    if (ra__add_i32(&c->inside, -1) == 1) ra__cache_part(c);
+    return s;
+}
+
+/* Sleeps in the transport if that is possible, otherwise for a moment. */
+static void ra__cache_wait(ra_cache *c) {
+    if (c->has_transport && c->tp.wait && c->tp.post && ra__cas_i32(&c->comm, 0, 1)) {
+        const int live = ra__load_i32(&c->state) == RA_RING_RUNNING && !ra__load_i32(&c->open);
+        const int n = live ? ra__cache_list(c) : 0;
+        const int64_t until = ra_now_ns() + (c->d.threads > 1 ? 200000 : 2000000);
+        const int code = n ? c->tp.wait(c->tp.ctx, c->list, n, until) : RA_OK;
+        if (code < 0) (void)ra__cache_op_failed(c, code, ra__cache_awaits(c));
+        ra__store_i32(&c->comm, 0);
+        if (n) return;
+    }
+    ra__sleep_ns(50000);
+}
+
+RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t *cached,
+                                const int64_t *fresh, int64_t deadline_ns) {
+    ra_status s = ra_infer_begin(c, t, cached, fresh, deadline_ns);
+    int idle = 0;
+    if (s) return s;
+    while ((s = ra_infer_step(c, 0)) > 0) {
+        idle = s == RA_AGAIN ? 0 : idle + 1;
+        if (idle > 220) ra__cache_wait(c);
+        else if (idle > 200) ra__yield();
+        else if (idle) ra__pause();
+    }
+    return s;
+}
+
+RINGATTN_API void ra_infer_cancel(ra_cache *c) {
+    if (!c) return;
+    ra__store_i32(&c->cancelled, 1);
+    ra__cache_abort(c, RA_E_CANCELLED);
+}
+
+RINGATTN_API const char *ra_cache_explain(const ra_cache *c) { return c ? c->why.text : ""; }
+
+RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const int64_t *fresh,
+                                      ra_infer_report *out) {
+    ra_status s;
+    if (!c || !out) return RA_E_NULL;
+    if (ra__add_i32(&c->inside, 0) || ra__load_i32(&c->state) == RA_RING_RUNNING)
+        return ra__refuse(&c->why, RA_E_BUSY, "cache", "call # is under way", c->call);
+    s = ra__cache_check_counts(c, cached, fresh);
+    if (s) return s;
+    memset(out, 0, sizeof *out);
+    memcpy(c->cached, cached, (size_t)c->d.sequences * sizeof *cached);
+    memcpy(c->fresh, fresh, (size_t)c->d.sequences * sizeof *fresh);
+    ra__cache_rows_of(c);
+    c->way = ra__cache_way(c);
+    ra__cache_swaps(c);
+    out->way = c->way;
+    out->q_rows = c->own_rows;
+    for (int32_t b = 0; b < c->d.sequences; b++)
+        out->keys += ra__rank_keys(c, c->rank, cached[b] + fresh[b]);
+    for (int32_t i = 0; i < c->swaps; i++) {
+        const ra__swap *x = &c->swap[i];
+        out->messages_out += x->to != RA_NO_PEER;
+        out->messages_in += x->from != RA_NO_PEER;
+        out->bytes_out += x->to == RA_NO_PEER ? 0 : x->send_len;
+        out->bytes_in += x->from == RA_NO_PEER ? 0 : x->recv_len;
+    }
+    out->bits_any_company = c->cd.form == RA_FORM_SAME || !c->few_tokens;
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
+    ra_allocator a;
+    if (!c) return RA_OK;
+    if (ra__load_i32(&c->state) == RA_RING_RUNNING || ra__load_i32(&c->cancelled)) {
+        ra__store_i32(&c->state, RA_RING_RUNNING);
+        (void)ra__cache_fail(c, RA_E_CANCELLED, "cache", "was destroyed in call #", c->call);
+    }
+    if (ra__load_i32(&c->failed) && c->has_transport && !c->unsafe) {
+        const int64_t until = ra__add_sat(ra_now_ns(), c->cd.quiesce_ns);
+        if (c->tp.quiesce ? c->tp.quiesce(c->tp.ctx, until) != RA_OK
+                          : c->tp.post && ra__cache_list(c) > 0)
+            c->unsafe = 1;
+    }
+    if (c->unsafe) return RA_E_UNSAFE;
+    if (c->mr && c->tp.dereg) (void)c->tp.dereg(c->tp.ctx, c->mr);
+    a = c->cd.allocator;
+    if (c->owns_base) ra__free(&a, c->base, (size_t)c->bytes);
+    return RA_OK;
+}
+
 /* ========================================================================== ESTIMATE
  * Arithmetic before any purchase: how long a context fits and whether a hop hides behind the
  * computing beside it. Takes figures of hardware and model, gives figures; touches nothing else of
@@ -15868,6 +17598,7 @@ RA__ONCE_END
 #endif
 #undef RA__PROCESS_ID
 #undef RA__QUIET_NS
+#undef RA__CLAIM_ITEMS
 #undef RA__ONCE_BEGIN
 #undef RA__ONCE_END
 #undef RA__RANGES_BEGIN

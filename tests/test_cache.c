@@ -1,0 +1,435 @@
+/* A KV cache sharded over ranks: ra_cache and ra_infer against a plain double-precision loop over
+ * all keys, and the bits of a row for every number of ranks, way, number of threads, transport and
+ * cut into calls. Sequences grow by random steps, with rollbacks; a rank has its own keys only. */
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+#include "harness.h"
+#include <pthread.h>
+#include <sched.h>
+
+enum { MAX_B = 4, MAX_P = 8 };
+
+static int32_t h_below(h_rng *r, int64_t n) { return (int32_t)h_range(r, 0, n - 1); }
+
+/* What is asked: a model of attention, and steps that grow its sequences. */
+typedef struct script {
+    ra_desc d;
+    ra_cache_desc cd;
+    float alibi[64], sinks[64];
+    int32_t steps;
+    int64_t cached[64][MAX_B], fresh[64][MAX_B];
+    float *q, *k, *v;                  /* [B][kv_tokens][heads][dim], by position */
+    int level_0;                       /* sendrecv alone */
+    int threads;                       /* engine threads of a rank that step */
+} script;
+
+/* What came out, by position: of the last step that computed a row. */
+typedef struct outcome { float *o, *lse; int64_t way[3]; int cut; } outcome;
+
+typedef struct run { const script *s; outcome *out; int32_t ranks; ra_status end[MAX_P]; } run;
+
+static int64_t q_size(const script *s) { return s->d.sequences * s->d.kv_tokens * s->d.q_heads; }
+
+static int64_t row_bytes(int32_t dtype, int64_t dim)
+{
+    return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * (dtype == RA_F32 ? 4 : 2);
+}
+
+static void *need(size_t bytes)
+{
+    void *p = calloc(bytes ? bytes : 1, 1);
+    if (!p) abort();
+    return p;
+}
+
+/* x as a cache of this dtype keeps it. */
+static void round_to(float *x, int64_t n, int32_t dtype)
+{
+    uint8_t *y = (uint8_t *)need((size_t)n * 4);
+    CHECK_EQ(ra_convert(y, dtype, x, RA_F32, n), RA_OK);
+    CHECK_EQ(ra_convert(x, RA_F32, y, dtype, n), RA_OK);
+    free(y);
+}
+
+static void script_fill(script *s, h_rng *r)
+{
+    int64_t n = s->d.sequences * s->d.kv_tokens;
+    s->q = (float *)need((size_t)(n * s->d.q_heads * s->d.k_dim) * 4);
+    s->k = (float *)need((size_t)(n * s->d.kv_heads * s->d.k_dim) * 4);
+    s->v = (float *)need((size_t)(n * s->d.kv_heads * s->d.v_dim) * 4);
+    for (int64_t i = 0; i < n * s->d.q_heads * s->d.k_dim; i++) s->q[i] = (float)h_normal(r);
+    for (int64_t i = 0; i < n * s->d.kv_heads * s->d.k_dim; i++) s->k[i] = (float)h_normal(r);
+    for (int64_t i = 0; i < n * s->d.kv_heads * s->d.v_dim; i++) s->v[i] = (float)h_normal(r);
+    round_to(s->q, n * s->d.q_heads * s->d.k_dim, s->d.q_dtype);
+    round_to(s->k, n * s->d.kv_heads * s->d.k_dim, s->d.k_dtype);
+    round_to(s->v, n * s->d.kv_heads * s->d.v_dim, s->d.v_dtype);
+    for (int h = 0; h < 64; h++) {
+        s->alibi[h] = 0.01f * (float)(h + 1);
+        s->sinks[h] = (float)h_normal(r);
+    }
+}
+
+static void script_free(script *s)
+{
+    free(s->q);
+    free(s->k);
+    free(s->v);
+}
+
+static outcome outcome_new(const script *s)
+{
+    outcome x;
+    memset(&x, 0, sizeof x);
+    x.o = (float *)need((size_t)(q_size(s) * s->d.v_dim) * 4);
+    x.lse = (float *)need((size_t)q_size(s) * 4);
+    return x;
+}
+
+static void outcome_free(outcome *x)
+{
+    free(x->o);
+    free(x->lse);
+}
+
+/* -------------------------------------------------------------------------- one rank */
+typedef struct engine { ra_cache *c; int ith; ra_status end; } engine;
+
+static void *engine_main(void *arg)
+{
+    engine *x = (engine *)arg;
+    while ((x->end = ra_infer_step(x->c, x->ith)) > 0) sched_yield();
+    return NULL;
+}
+
+static ra_status infer(const script *s, ra_cache *c, const ra_tensors *t, int32_t step)
+{
+    pthread_t id[8];
+    engine x[8];
+    ra_status end;
+    if (s->threads < 2)
+        return ra_infer(c, t, s->cached[step], s->fresh[step], ra_deadline_ms(60000));
+    end = ra_infer_begin(c, t, s->cached[step], s->fresh[step], ra_deadline_ms(60000));
+    if (end) return end;
+    for (int i = 0; i < s->threads; i++) {
+        x[i].c = c;
+        x[i].ith = i;
+        if (pthread_create(&id[i], NULL, engine_main, &x[i])) abort();
+    }
+    for (int i = 0; i < s->threads; i++) pthread_join(id[i], NULL);
+    for (int i = 0; i < s->threads; i++)
+        if (x[i].end) return x[i].end;
+    return RA_OK;
+}
+
+static int zero_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
+                         size_t r_len, uint64_t tag, int64_t deadline_ns)
+{
+    const ra_transport *t = (const ra_transport *)ctx;
+    ra_transport_op op[2], *list[2];
+    int n = 0, code, open = 1;
+    memset(op, 0, sizeof op);
+    if (from >= 0) {
+        op[n].kind = RA_MSG_RECV;
+        op[n].peer = from;
+        op[n].buf = r;
+        op[n].len = r_len;
+        list[n] = &op[n];
+        n++;
+    }
+    if (to >= 0) {
+        op[n].kind = RA_MSG_SEND;
+        op[n].peer = to;
+        op[n].buf = (void *)(uintptr_t)s;
+        op[n].len = s_len;
+        list[n] = &op[n];
+        n++;
+    }
+    for (int i = 0; i < n; i++) op[i].tag = tag;
+    while (open) {
+        code = t->post(t->ctx, list, n);
+        if (code < 0) return code;
+        if ((code = t->wait(t->ctx, list, n, deadline_ns)) < 0) return code;
+        open = 0;
+        for (int i = 0; i < n; i++) {
+            if (op[i].state < 0) return op[i].state;
+            open |= op[i].state != RA_MSG_DONE;
+        }
+        if (open && ra_now_ns() > deadline_ns) return RA_E_TIMEOUT;
+    }
+    return RA_OK;
+}
+
+/* Rows of this rank's queries in a step: positions and how many of each sequence. */
+static int64_t rows_here(const script *s, const ra_cache *c, int32_t step, int32_t b, int32_t rank,
+                         int64_t *pos)
+{
+    int64_t n = 0;
+    for (int64_t i = 0; i < s->fresh[step][b]; i++) {
+        int64_t p = s->cached[step][b] + i;
+        if (s->cd.queries == RA_QUERIES_ALL || ra_cache_owner(c, p) == rank) pos[n++] = p;
+    }
+    return n;
+}
+
+static ra_status steps_of(const run *x, ra_cache *c, int32_t rank)
+{
+    const script *s = x->s;
+    const ra_desc *d = &s->d;
+    const int64_t rows = ra_cache_rows(c), qrow = d->q_heads * (int64_t)d->k_dim;
+    const int64_t kb = row_bytes(d->k_dtype, d->k_dim) * d->kv_heads;
+    const int64_t vb = row_bytes(d->v_dtype, d->v_dim) * d->kv_heads;
+    uint8_t *k = (uint8_t *)need((size_t)(rows * kb * d->sequences));
+    uint8_t *v = (uint8_t *)need((size_t)(rows * vb * d->sequences));
+    float *q = (float *)need((size_t)(d->sequences * d->tokens * qrow) * 4);
+    uint8_t *qx = (uint8_t *)need((size_t)(d->sequences * d->tokens * qrow) * 4);
+    float *o = (float *)need((size_t)(d->sequences * d->tokens * d->q_heads * d->v_dim) * 4);
+    float *lse = (float *)need((size_t)(d->sequences * d->tokens * d->q_heads) * 4);
+    int64_t *pos = (int64_t *)need((size_t)d->tokens * 8);
+    ra_status end = RA_OK;
+    memset(k, 0xff, (size_t)(rows * kb * d->sequences));        /* NaN where nothing was stored */
+    memset(v, 0xff, (size_t)(rows * vb * d->sequences));
+    for (int32_t i = 0; i < s->steps && !end; i++) {
+        ra_tensors t;
+        int64_t most = 0;
+        ra_infer_report report;
+        memset(&t, 0, sizeof t);
+        t.k.data = k;
+        t.v.data = v;
+        for (int32_t b = 0; b < d->sequences; b++) {
+            int64_t n = rows_here(s, c, i, b, rank, pos);
+            most = most < n ? n : most;
+            for (int64_t j = 0; j < s->fresh[i][b]; j++) {
+                int64_t p = s->cached[i][b] + j, at = (b * d->kv_tokens + p) * d->kv_heads;
+                end = ra_cache_store(c, &t, b, p, s->k + at * d->k_dim, s->v + at * d->v_dim);
+                if (end) break;
+            }
+        }
+        for (int32_t b = 0; b < d->sequences; b++) {
+            int64_t n = rows_here(s, c, i, b, rank, pos);
+            for (int64_t j = 0; j < n; j++)
+                memcpy(q + (b * most + j) * qrow, s->q + (b * d->kv_tokens + pos[j]) * qrow,
+                       (size_t)qrow * 4);
+        }
+        if (!end) end = ra_convert(qx, d->q_dtype, q, RA_F32, d->sequences * most * qrow);
+        t.q.data = qx;
+        t.o.data = o;
+        t.lse.data = lse;
+        if (d->scores & RA_SCORE_ALIBI) t.alibi = s->alibi;
+        if (d->scores & RA_SCORE_SINKS) t.sinks = s->sinks;
+        if (!end) end = ra_infer_query(c, s->cached[i], s->fresh[i], &report);
+        if (rank == 0) x->out->way[report.way]++;
+        if (!end) end = infer(s, c, &t, i);
+        if (end) fprintf(stderr, "rank %d step %d: %s: %s\n", rank, i, ra_status_text(end),
+                         ra_cache_explain(c));
+        for (int32_t b = 0; b < d->sequences && !end; b++) {
+            int64_t n = rows_here(s, c, i, b, rank, pos);
+            if (s->cd.queries == RA_QUERIES_ALL && rank) continue;
+            for (int64_t j = 0; j < n; j++) {
+                int64_t to = (b * d->kv_tokens + pos[j]) * d->q_heads;
+                int64_t from = (b * most + j) * d->q_heads;
+                memcpy(x->out->o + to * d->v_dim, o + from * d->v_dim,
+                       (size_t)(d->q_heads * d->v_dim) * 4);
+                memcpy(x->out->lse + to, lse + from, (size_t)d->q_heads * 4);
+            }
+        }
+    }
+    free(k); free(v); free(q); free(qx); free(o); free(lse); free(pos);
+    return end;
+}
+
+static ra_status on_rank(ra_world *world, int rank, void *user)
+{
+    run *x = (run *)user;
+    ra_desc d = x->s->d;
+    ra_cache *c = NULL;
+    ra_error why;
+    ra_transport net = *ra_world_transport(world, rank), zero;
+    ra_status end;
+    memset(&why, 0, sizeof why);
+    memset(&zero, 0, sizeof zero);
+    zero.size = sizeof zero;
+    zero.abi = RA_TRANSPORT_ABI;
+    zero.ctx = &net;
+    zero.sendrecv = zero_sendrecv;
+    d.ranks = x->ranks;
+    d.rank = rank;
+    d.error = &why;
+    d.threads = x->s->threads;
+    end = ra_cache_create(&c, &d, x->s->level_0 ? &zero : &net, &x->s->cd);
+    if (end) fprintf(stderr, "%s %s\n", why.field, why.text);
+    if (!end) end = steps_of(x, c, rank);
+    x->end[rank] = end;
+    ra_status gone = ra_cache_destroy(c);
+    return end ? end : gone;
+}
+
+static outcome script_run(const script *s, int32_t ranks)
+{
+    outcome out = outcome_new(s);
+    run x;
+    memset(&x, 0, sizeof x);
+    x.s = s;
+    x.out = &out;
+    x.ranks = ranks;
+    CHECK_EQ(ra_world_run(ranks, on_rank, &x, NULL), RA_OK);
+    return out;
+}
+
+/* -------------------------------------------------------------------------- the reference */
+static int sees(const ra_mask *m, int64_t p, int64_t key, int64_t end)
+{
+    int64_t hi = m->kind == RA_MASK_CAUSAL ? p + 1 : end;
+    if (key >= hi || key >= end) return 0;
+    return !m->window || key > p - m->window || key < m->keep;
+}
+
+/* Row (b, p, h), with `end` keys in the cache. */
+static void plain_row(const script *s, int32_t b, int64_t p, int32_t h, int64_t end, double *o,
+                      double *lse)
+{
+    const ra_desc *d = &s->d;
+    const int32_t kh = h / (d->q_heads / d->kv_heads);
+    const float *q = s->q + ((b * d->kv_tokens + p) * d->q_heads + h) * d->k_dim;
+    const double scale = d->scale > 0 ? (double)d->scale : 1 / sqrt((double)d->k_dim);
+    double top = -(double)INFINITY, sum = 0, *score = (double *)need((size_t)end * 8);
+    for (int64_t j = 0; j < end; j++) {
+        const float *k = s->k + ((b * d->kv_tokens + j) * d->kv_heads + kh) * d->k_dim;
+        double x = 0;
+        for (int32_t i = 0; i < d->k_dim; i++) x += (double)q[i] * (double)k[i];
+        x *= scale;
+        if (d->softcap > 0) x = (double)d->softcap * tanh(x / (double)d->softcap);
+        if (d->scores & RA_SCORE_ALIBI) x -= (double)s->alibi[h] * fabs((double)(p - j));
+        score[j] = sees(&d->mask, p, j, end) ? x : -(double)INFINITY;
+        if (score[j] > top) top = score[j];
+    }
+    if (d->scores & RA_SCORE_SINKS && (double)s->sinks[h] > top) top = (double)s->sinks[h];
+    for (int32_t i = 0; i < d->v_dim; i++) o[i] = 0;
+    for (int64_t j = 0; j < end; j++) {
+        const float *v = s->v + ((b * d->kv_tokens + j) * d->kv_heads + kh) * d->v_dim;
+        const double w = score[j] > -(double)INFINITY ? exp(score[j] - top) : 0;
+        sum += w;
+        for (int32_t i = 0; i < d->v_dim; i++) o[i] += w * (double)v[i];
+    }
+    if (d->scores & RA_SCORE_SINKS) sum += exp((double)s->sinks[h] - top);
+    for (int32_t i = 0; i < d->v_dim; i++) o[i] = sum > 0 ? o[i] / sum : 0;
+    *lse = sum > 0 ? top + log(sum) : -(double)INFINITY;
+    free(score);
+}
+
+/* Some rows of the outcome against the reference. */
+static void compare(const script *s, const outcome *x, h_rng *r, double tol)
+{
+    const ra_desc *d = &s->d;
+    double *o = (double *)need((size_t)d->v_dim * 8), lse;
+    for (int n = 0; n < 60; n++) {
+        int32_t i = h_below(r, s->steps), b = h_below(r, d->sequences), h = h_below(r, d->q_heads);
+        int64_t p, at, end;
+        if (!s->fresh[i][b]) continue;
+        p = s->cached[i][b] + h_below(r, (int32_t)s->fresh[i][b]);
+        for (int32_t j = i; j < s->steps; j++)         /* the last step that computed it */
+            if (p >= s->cached[j][b] && p < s->cached[j][b] + s->fresh[j][b]) i = j;
+        end = s->cached[i][b] + s->fresh[i][b];
+        at = (b * d->kv_tokens + p) * d->q_heads + h;
+        plain_row(s, b, p, h, end, o, &lse);
+        CHECK_CLOSE(x->o + at * d->v_dim, o, d->v_dim, tol, tol);
+        CHECK_CLOSE(x->lse + at, &lse, 1, tol, tol);
+    }
+    free(o);
+}
+
+/* -------------------------------------------------------------------------- scripts */
+/* Sequences of different speed: prompts in pieces, then decoding, drafts and rollbacks. */
+static void grow(script *s, h_rng *r, int64_t prompt)
+{
+    int64_t at[MAX_B] = { 0 };
+    s->steps = 0;
+    while (s->steps < 24) {
+        int any = 0;
+        for (int32_t b = 0; b < s->d.sequences; b++) {
+            int64_t n = at[b] < prompt + 37 * b ? 1 + h_below(r, (int32_t)s->d.tokens)
+                                                : 1 + h_below(r, 6);
+            if (h_below(r, 8) == 0) n = 0;
+            if (at[b] > 20 && h_below(r, 6) == 0) at[b] -= h_below(r, 5);
+            if (n > s->d.kv_tokens - at[b]) n = s->d.kv_tokens - at[b];
+            s->cached[s->steps][b] = at[b];
+            s->fresh[s->steps][b] = n;
+            at[b] += n;
+            any |= n > 0;
+        }
+        s->steps += any;
+    }
+}
+
+static script script_new(int32_t hq, int32_t hkv, int32_t dim, int32_t dtype, int64_t kv_tokens)
+{
+    script s;
+    memset(&s, 0, sizeof s);
+    s.d = ra_desc_make(hq, hkv, dim, RA_F32, RA_MASK_CAUSAL);
+    s.d.k_dtype = s.d.v_dtype = dtype;
+    s.d.sequences = 1;
+    s.d.tokens = 150;
+    s.d.kv_tokens = kv_tokens;
+    s.threads = 1;
+    s.cd.lanes = 8;
+    return s;
+}
+
+static double tolerance(const script *s)
+{
+    return s->d.q_dtype == RA_BF16 ? 4e-3 : 4e-6;
+}
+
+/* Any number of ranks and either way gives the numbers of one rank, bit for bit. */
+static void everywhere(script *s, h_rng *r)
+{
+    static const int32_t ranks[] = { 2, 3, 4, 5, 8 };
+    outcome one = script_run(s, 1);
+    int64_t n = q_size(s);
+    compare(s, &one, r, tolerance(s));
+    for (size_t i = 0; i < sizeof ranks / sizeof *ranks; i++) {
+        outcome many;
+        s->cd.way = s->cd.queries == RA_QUERIES_ALL ? RA_INFER_AUTO : h_below(r, 3);
+        s->threads = 1 + h_below(r, 3);
+        s->level_0 = h_below(r, 3) == 0;
+        many = script_run(s, ranks[i]);
+        CHECK_BITS(many.o, one.o, n * s->d.v_dim * 4);
+        CHECK_BITS(many.lse, one.lse, n * 4);
+        outcome_free(&many);
+    }
+    s->cd.way = RA_INFER_AUTO;
+    s->level_0 = 0;
+    outcome_free(&one);
+}
+
+TEST(ranks_and_ways)
+{
+    for (int64_t i = 0; i < 10; i++) {
+        static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
+        h_rng r = h_case_rng(i);
+        script s;
+        if (!h_case(i)) continue;
+        s = script_new(i % 3 ? 4 : 6, i % 3 ? 2 : 6, i % 2 ? 64 : 32, dtype[i % 4], 700);
+        s.d.sequences = 1 + (int32_t)(i % 3);
+        if (i % 4 == 2) s.d.q_dtype = RA_BF16;
+        if (i == 3) s.d.mask.window = 100;
+        if (i == 4) { s.d.mask.window = 64; s.d.mask.keep = 4; }
+        if (i == 5) s.d.scores = RA_SCORE_SINKS | RA_SCORE_ALIBI;
+        if (i == 6) s.d.mask.kind = RA_MASK_NONE;
+        if (i == 7) s.d.softcap = 20.0f;
+        if (i == 8) s.cd.queries = RA_QUERIES_ALL;
+        if (i == 9) s.cd.form = RA_FORM_SAME;
+        script_fill(&s, &r);
+        grow(&s, &r, 300);
+        everywhere(&s, &r);
+        script_free(&s);
+    }
+}
+
+static const h_test tests[] = {
+    ENTRY(ranks_and_ways),
+};
+
+int main(int argc, char **argv)
+{
+    return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
+}
