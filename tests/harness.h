@@ -170,6 +170,13 @@ static inline int h_case(int64_t i)
     return (h_run.only_case < 0 || h_run.only_case == i) && h_run.bad < 5;
 }
 
+/* For tests whose cases are all of a table in two variants: 1 if this seed runs `variant`, 0 or 1,
+ * of entry i. Odd and even seeds run one variant of each entry each, --long and --case run both. */
+static inline int h_variant(int64_t i, int variant)
+{
+    return h_run.large || h_run.only_case >= 0 || (int)((i + (int64_t)h_run.seed) & 1) == variant;
+}
+
 static inline h_rng h_case_rng(int64_t i)
 {
     h_rng r;

@@ -3,20 +3,10 @@
  * else's kernel, a trace; and what happens to all of them when one part fails. Results are compared
  * with small.h's double-precision reference, or bit for bit with another way to the same. */
 #define _POSIX_C_SOURCE 200112L
-#include "harness.h"
+#include "hooks.h"
 #include <pthread.h>
 #include <sched.h>
 #include <time.h>
-
-static int assert_failures;
-static int assert_failed(const char *what, int line)
-{
-    if (assert_failures++ == 0) printf("ringattn.h:%d: assertion: %s\n", line, what);
-    return 0;
-}
-#define RINGATTN_ASSERT(x) ((x) ? (void)0 : (void)assert_failed(#x, __LINE__))
-#define RINGATTN_IMPLEMENTATION
-#include "ringattn.h"
 #include "small.h"
 
 /* -------------------------------------------------------------------------- teams
@@ -1236,7 +1226,5 @@ int main(int argc, char **argv)
         ENTRY(trace_and_progress), ENTRY(cancel_from_another_thread), ENTRY(one_rank_fails),
         ENTRY(deadline_at_level0),
     };
-    int failed = h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
-    if (assert_failures) printf("%d assertions failed\n", assert_failures);
-    return failed || assert_failures;
+    return hook_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

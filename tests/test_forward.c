@@ -996,7 +996,7 @@ TEST(convert)
 
 TEST(decoding)
 {
-    int64_t i, k, q, n = h_run.large ? 2000 : 126;
+    int64_t i, k, q, n = h_run.large ? 2000 : 63;
     for (i = 0; i < n; i++) {
         h_rng r = h_case_rng(i);
         problem p;

@@ -1,9 +1,7 @@
 /* One ra_step is a bounded piece of work whatever the length of a sequence, counted in tiles and in
  * panels that are loaded. The next step, of this thread or of another, goes on with what it leaves
  * half done, and no bit of the outputs depends on that. */
-#include "harness.h"
-#define RINGATTN_IMPLEMENTATION
-#include "ringattn.h"
+#include "hooks.h"
 
 enum { STEP_WORK = 1 << 26, PANELS = 16 };     /* as ra_step says; most panels of a task */
 
@@ -240,16 +238,6 @@ TEST(another_thread_goes_on)
 }
 
 /* -------------------------------------------------------------------------- rows that are read */
-static int64_t loads;                  /* panels of queries that were loaded */
-static const ra__kernel *real;
-
-static void counting_load_q(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
-                            int32_t dim)
-{
-    loads++;
-    real->load_q(p, src, stride, dtype, dim);
-}
-
 /* A window over many chunks: every row of queries and of O is loaded for the chunks that it sees
  * and no other. */
 TEST(unseen_chunks_cost_no_rows)
@@ -257,10 +245,9 @@ TEST(unseen_chunks_cost_no_rows)
     int i;
     for (i = 0; i < 6; i++) {
         rig g;
-        ra__kernel counting;
         ra_job job;
         ra_status s;
-        int64_t panels;
+        int64_t panels, loads = 0;
         if (!h_case(i)) continue;
         rig_desc(&g, 8192, 1 + i % 3, 16, 0);
         g.d.mask.window = 200;
@@ -270,11 +257,7 @@ TEST(unseen_chunks_cost_no_rows)
         rig_open(&g, 0);
         job = rig_job(&g);
         CHECK_EQ(ra_begin(g.ring, &job), RA_OK);
-        real = g.ring->work.kernel;
-        counting = *real;
-        counting.load_q = counting_load_q;
-        g.ring->work.kernel = &counting;
-        loads = 0;
+        hook_loads(g.ring, &loads);
         while ((s = ra_step(g.ring, 0)) > 0) continue;
         CHECK_EQ(s, RA_OK);
         panels = g.d.tokens / 64 * g.d.q_heads;
@@ -290,5 +273,5 @@ static const h_test tests[] = {
 
 int main(int argc, char **argv)
 {
-    return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+    return hook_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }
