@@ -74,7 +74,7 @@ HOOKED   := tests/test_clients tests/test_refuse tests/test_plan tests/test_bf16
 WHOLE    := tests/test_sim tests/test_schedule
 ifeq ($(config),release)
 $(B)/tests/hooks.o $(B)/tests/test_sim: TOLD = -O1
-$(B)/tests/test_schedule: TOLD = -O1
+$(B)/tests/test_schedule: TOLD = -O0
 endif
 $(B)/tests/test_schedule: TOLD += -DRINGATTN_SCALAR
 
