@@ -4,6 +4,7 @@
 #if !defined(RINGATTN_TEST_SMALL_H)
 #define RINGATTN_TEST_SMALL_H
 
+#include "harness.h"
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -12,15 +13,9 @@
 
 enum { SMALL_RANKS = 16, SMALL_SEQUENCES = 3, SMALL_DOCS = 8, SMALL_RUNS = 512 };
 
-static uint64_t small_state = 88172645463325252u;
+static h_rng small_rng;
 
-static inline uint32_t small_rand(uint32_t below)
-{
-    small_state ^= small_state << 13;
-    small_state ^= small_state >> 7;
-    small_state ^= small_state << 17;
-    return (uint32_t)((small_state >> 20) % below);
-}
+static inline uint32_t small_rand(uint32_t below) { return h_next(&small_rng) % below; }
 
 static inline int small_chance(int percent) { return (int)small_rand(100) < percent; }
 static inline int small_range(int lo, int hi)
@@ -31,8 +26,8 @@ static inline float small_float(void) { return (float)small_rand(1u << 20) / 524
 
 static inline void small_seed(uint64_t seed)
 {
-    small_state = (seed + 1) * 0x9E3779B97F4A7C15u;
-    for (int i = 0; i < 8; i++) (void)small_rand(2);
+    small_rng.state = seed;
+    (void)h_next(&small_rng);          /* the first number of a small seed is small */
 }
 
 static inline void *small_memory(size_t bytes)

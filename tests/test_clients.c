@@ -424,13 +424,7 @@ typedef struct crew {
     ra_status worst;                   /* the first error of any thread */
 } crew;
 
-typedef struct hand { crew *c; int rank, ith; uint64_t random; } hand;
-
-static uint32_t hand_rand(hand *x, uint32_t below)
-{
-    x->random = x->random * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)(x->random >> 33) % below;
-}
+typedef struct hand { crew *c; int rank, ith; h_rng rng; } hand;
 
 /* Stays away until thread 0 is through: a ticket must not be brought before the one below it. */
 static void hand_rests(const hand *x, int layer)
@@ -456,10 +450,10 @@ static void *hand_main(void *arg)
         job.ticket = 1u + (uint64_t)layer * 3u + (uint64_t)(layer / 100);
         job.plan = t->plan[x->rank];
         job.tensors = &tensors;
-        if (hand_rand(x, 6) == 0) sched_yield();
-        while (s > 0 && !(x->ith && hand_rand(x, 50) == 0)) {      /* or leaves */
+        if (h_one_in(&x->rng, 6)) sched_yield();
+        while (s > 0 && !(x->ith && h_one_in(&x->rng, 50))) {      /* or leaves */
             s = ra_join(c->ring[x->rank], &job, x->ith);
-            if (s == RA_WAIT && hand_rand(x, 4)) sched_yield();
+            if (s == RA_WAIT && !h_one_in(&x->rng, 4)) sched_yield();
             else if (s == RA_WAIT) (void)ra_step_wait(c->ring[x->rank], ra_deadline_ms(2));
         }
         if (s > 0) hand_rests(x, layer);
@@ -525,7 +519,7 @@ static void crew_run(crew *c)
     for (int r = 0; r < c->ranks; r++)
         for (int i = 0; i < c->threads && i < c->away; i++, n++) {
             hands[n].c = c; hands[n].rank = r; hands[n].ith = i;
-            hands[n].random = (uint64_t)n * 77 + h_run.seed;
+            hands[n].rng = h_case_rng(n);
             if (pthread_create(&id[n], NULL, hand_main, &hands[n])) abort();
         }
     while (n > 0) pthread_join(id[--n], NULL);
