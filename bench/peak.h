@@ -61,13 +61,19 @@ __attribute__((target("avx512f"))) static double peak_fma_avx512(long turns) {
     return (double)turns * 16.0 * 16.0 * 2.0;
 }
 
+/* Random bits by xorshift (Marsaglia, 2003). The state must not be 0. */
+static uint32_t peak_random(uint32_t *state) {
+    *state ^= *state << 13;
+    *state ^= *state >> 17;
+    return *state ^= *state << 5;
+}
+
 /* 64 bytes of random bf16 between 1/2 and 2, either sign, three times. */
 static const uint16_t *peak_random_bf16(void) {
     static uint16_t x[96];
     uint32_t state = 1;
     for (int i = 0; i < 96; i++) {
-        state = state * 1664525u + 1013904223u;
-        x[i] = (uint16_t)(0x3f00u + (state >> 16 & 0x80ffu));
+        x[i] = (uint16_t)(0x3f00u + (peak_random(&state) >> 16 & 0x80ffu));
     }
     return x;
 }
@@ -202,12 +208,11 @@ __attribute__((target("amx-tile,amx-bf16"))) static double peak_tiles_amx(long t
     long n = turns;
     if (syscall(SYS_arch_prctl, 0x1023, 18) != 0) return 0;
     for (int i = 0; i < 8; i++) {
-        config[16 + 2 * i] = 64;       /* bytes a row */
+        config[16 + 2 * i] = 64;       /* bytes per row */
         config[48 + i] = 16;           /* rows */
     }
     for (int i = 0; i < 4 * 512; i++) {
-        state = state * 1664525u + 1013904223u;
-        data[i / 512][i % 512] = (uint16_t)(0x3f00u + (state >> 16 & 0x80ffu));
+        data[i / 512][i % 512] = (uint16_t)(0x3f00u + (peak_random(&state) >> 16 & 0x80ffu));
     }
     __asm__ volatile(
         "ldtilecfg (%2)\n\t"
