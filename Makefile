@@ -138,7 +138,7 @@ $(LOG)/matrix.sum: $(B)/tests/ringattn.o ringattn.h $(wildcard tests/lang_*) tes
 check-full: ## installs what is missing; all compilers, sanitizers, other machines; 20 minutes
 	@sh tests/check_full.sh
 
-# libsodium is no part of the plain build: what needs it is built only where its header is.
+# Needs libsodium: built only where its header is installed.
 SODIUM   := $(if $(wildcard /usr/include/sodium.h /usr/local/include/sodium.h),test_tcp_sealed)
 
 $(B)/tests/test_tcp_sealed: tests/test_tcp.c $(B)/tests/ringattn.o $(HEADERS) Makefile

@@ -128,8 +128,8 @@ static void set_desc(ra_desc *d, const int64_t *shape) {
     d->threads = (int32_t)shape[S_THREADS];
 }
 
-/* data[P_LSE] from a call that keeps it (backward needs it), else null; P_DO and so on only for
- * backward. Null: out of memory. */
+/* data[P_LSE]: null, or from a call that keeps it, as backward needs it. P_DO and the following are
+ * for backward only. Returns null if out of memory. */
 peers_call *peers_create(const int64_t *shape, void *const *data) {
     const int64_t row = shape[S_DIM] * (shape[S_DTYPE] ? 2 : 4), tq = shape[S_TQ], tk = shape[S_TK];
     peers_call *c = (peers_call *)calloc(1, sizeof *c);

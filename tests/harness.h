@@ -128,7 +128,7 @@ static inline int h_check_bits(h_site at, const void *got, const void *want, siz
     return 0;
 }
 
-/* This test cannot say anything here. */
+/* This test cannot run here. */
 static inline void h_skip(const char *why)
 {
     printf("%s: skipped: %s\n", h_run.test, why);
@@ -162,7 +162,7 @@ static inline float h_normal(h_rng *r)                                 /* Marsag
     return (float)(x * sqrt(-2 * log(s) / s));
 }
 
-/* Begins case i of this test: 0 if --case asks for another one. */
+/* Begins case i of this test. 0 if --case selects another one. */
 static inline int h_case(int64_t i)
 {
     h_run.case_now = i;
@@ -216,7 +216,7 @@ static inline int h_main(int argc, char **argv, const h_test *tests, size_t n)
         h_run.case_now = -1;
         h_run.context[0] = 0;
         tests[i].run();
-        /* A test that checked nothing proves nothing; one case asked for may be of another test. */
+        /* A test that checked nothing proves nothing. With --case it may have no such case. */
         if (!h_run.checks && !h_run.skipped && h_run.only_case < 0) {
             h_fail(h_args("test", __FILE__, __LINE__), "no check ran");
         }

@@ -84,7 +84,7 @@ int64_t hook_parted(const ra_ring *ring)
 }
 
 static ra__kernel watched;             /* the kernel of the ring under watch, */
-static const ra__kernel *real;         /* and the one it stands for */
+static const ra__kernel *real;         /* and the kernel that it replaces */
 static void (*before_deltas)(void);
 static int64_t *loads_seen;
 

@@ -23,7 +23,7 @@ link="-pthread -lm"
 count=0
 skipped=0
 
-# cell NAME SHELL...: one test, a script of its own in a directory of its own.
+# cell NAME SHELL...: one test: a script in its own directory.
 cell() {
     count=$((count + 1))
     id=$(printf '%03d' "$count")

@@ -3,7 +3,7 @@
  * prefix of what is posted, holds no message or a few, lends memory, and fails on request. It also
  * watches: each breach of the contract by the library is counted, the first in words.
  *
- * Time is a counter that the test moves (now). Nothing here blocks, sleeps or asks for the time. */
+ * Time is a counter that the test moves (now). Nothing here blocks, sleeps or reads a clock. */
 #if !defined(RINGATTN_TEST_NET_H)
 #define RINGATTN_TEST_NET_H
 

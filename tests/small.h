@@ -1,5 +1,5 @@
 /* Small random problems for tests that run whole worlds: a descriptor that all ranks share, data by
- * global position, each rank's part of it in memory of its own, and the exact result of any row
+ * global position, each rank's part of it in separate memory, and the exact result of any row
  * in double precision. Written from the text of the API section alone. */
 #if !defined(RINGATTN_TEST_SMALL_H)
 #define RINGATTN_TEST_SMALL_H
@@ -38,7 +38,7 @@ static inline void *small_memory(size_t bytes)
 }
 
 /* -------------------------------------------------------------------------- allocator
- * Counts, fails on request, hands out memory full of rubbish, and knows what was not given back. */
+ * Counts, fails on request, returns memory full of garbage, and knows what was not freed. */
 typedef struct small_heap {
     int64_t live, calls, fail_at;      /* blocks; calls so far; this call fails, counted from 1 */
     int64_t bytes;                     /* of live blocks */
@@ -60,7 +60,7 @@ static inline void *small_heap_alloc(void *ctx, size_t bytes, size_t align)
     small_block *block;
     heap->calls++;
     if (heap->calls == heap->fail_at || !align || (align & (align - 1))) return NULL;
-    if (bytes > (size_t)1 << 26) return NULL;          /* what a fuzzer may ask for */
+    if (bytes > (size_t)1 << 26) return NULL;          /* the most for fuzzers */
     lead = (lead + align - 1) / align * align;
     if (posix_memalign(&base, align < 16 ? 16 : align, lead + bytes)) return NULL;
     memset(base, 0xCD, lead + bytes);
@@ -358,7 +358,7 @@ static inline void small_data(small *s)
     s->bias_keys = small_chance(70) ? n : small_range(1, (int)n);
 }
 
-/* most: tokens at the utmost. */
+/* most: the largest number of tokens. */
 static inline void small_make(small *s, int ranks, int most, int threads)
 {
     ra_desc *d = &s->d;
@@ -391,7 +391,7 @@ static inline void small_make(small *s, int ranks, int most, int threads)
     small_data(s);
 }
 
-/* Makes it a problem with gradients, which go home by the ring if they must. */
+/* Adds gradients to a problem. by_ring: they return to their owners around the ring. */
 static inline void small_train(small *s, int by_ring)
 {
     ra_desc *d = &s->d;

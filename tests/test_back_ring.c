@@ -1,13 +1,13 @@
-/* Gradients over the ring: they keep to the promise on bits for every number of ranks, cut, chunk,
- * buffer, transport, way home, call and number of threads, they are those of ra_attention_backward,
- * and what a pass moves and computes is what its plan said. */
+/* Gradients over a ring. Proves that their bits do not depend on the number of ranks, the cut, the
+ * chunks, buffers, threads, transport, return path or kind of call, that ra_attention_backward
+ * gives the same bits, and that a pass moves and computes exactly what its plan reports. */
 #include "harness.h"
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
 #include "oracle.h"
 #include "world.h"
 
-/* A square problem of `blocks` blocks (the last one short) with everything else at random. */
+/* A square problem of `blocks` blocks (the last one short) and random everything else. */
 static void train_problem(problem *p, h_rng *r, int mask, int64_t blocks, int32_t isa)
 {
     static const int32_t heads[4][2] = { { 2, 1 }, { 1, 1 }, { 3, 3 }, { 4, 2 } };

@@ -1,14 +1,14 @@
-/* Arithmetic in bf16, which rounds weights and keeps a stale maximum: every mask against the oracle
- * on each of its instruction sets, forward and backward, error bars by a plain low-precision
- * softmax, the same bits for any cut, and rows whose sums grow past the limit. AMX runs by software
- * tiles, so that its room is tested wherever there is AVX-512. */
+/* Arithmetic in bf16, which rounds weights and may keep an old maximum. Proves every mask against
+ * the oracle on both instruction sets, forward and backward, with error bars from a plain low-
+ * precision softmax; equal bits for any cut; and rows whose sums grow past the limit. AMX runs in
+ * software (hooks.h), so that its room is tested on every machine with AVX-512. */
 #include "hooks.h"
 #include "oracle.h"
 #include "world.h"
 
 static const int32_t isas[2] = { RA_ISA_AVX512_BF16, RA_ISA_AMX };
 
-/* Names why a test cannot be, once a test. */
+/* 1 if this test cannot run here; reports why. */
 static int machine_lacks(void)
 {
     if (ra_isa_available(RA_ISA_AMX)) return 0;
@@ -82,7 +82,7 @@ TEST(masks_and_layouts)
     }
 }
 
-/* NaN in one row of Q, K or V: the oracle says where it must appear and nowhere else. */
+/* NaN in one row of Q, K or V must appear where the oracle has it and nowhere else. */
 TEST(one_nan)
 {
     int64_t i;

@@ -1,7 +1,8 @@
 /* The programs that people want to write, as tests: a world in one process, a small engine on one
- * rank, engines with threads of their own, somebody else's network at levels 0 and 1, somebody
- * else's kernel, a trace; and what happens to all of them when one part fails. Results are compared
- * with small.h's double-precision reference, or bit for bit with another way to the same. */
+ * rank, engines with their own threads, a user-supplied network at levels 0 and 1, a user-supplied
+ * kernel, a trace. Proves that they work and that they end well if one part fails. Results are
+ * compared with small.h's double-precision reference, or bit for bit with another way to compute
+ * them. */
 #define _POSIX_C_SOURCE 200112L
 #include "hooks.h"
 #include <pthread.h>
@@ -21,7 +22,7 @@ typedef struct team {
     const ra_transport *net[SMALL_RANKS]; /* null: the world's */
     ra_ring_desc rd[SMALL_RANKS];
     int64_t deadline_ms;
-    int stepping;                      /* threads a rank that step */
+    int stepping;                      /* threads per rank that step */
     int broken, how;                   /* rank that misbehaves, and how */
 } team;
 
@@ -410,8 +411,8 @@ TEST(main_thread_begins)
 
 enum { CREW = 8, LAYERS = 20000, VARIANTS = 4 };
 
-/* Passes of one rank, each with memory of its own for its output, so that a late thread may still
- * look at the result of an early pass. */
+/* Passes of one rank. Each has separate memory for its output, so that a late thread may still look
+ * at the result of an early pass. */
 typedef struct crew {
     team *team[VARIANTS];
     const float *want[VARIANTS];
@@ -420,13 +421,13 @@ typedef struct crew {
     int ranks, threads, layers;
     int away;                          /* threads from this ith on never come */
     ra_ring *ring[2];
-    int64_t bad, through[2];           /* atomics: wrong results; layers that thread 0 is through */
+    int64_t bad, through[2];           /* atomics: wrong results; layers that thread 0 has ended */
     ra_status worst;                   /* the first error of any thread */
 } crew;
 
 typedef struct hand { crew *c; int rank, ith; h_rng rng; } hand;
 
-/* Stays away until thread 0 is through: a ticket must not be brought before the one below it. */
+/* Waits until thread 0 has finished: no ticket may come before the next lower one. */
 static void hand_rests(const hand *x, int layer)
 {
     const crew *c = x->c;
@@ -1055,7 +1056,7 @@ TEST(trace_and_progress)
 
 typedef struct brake { ra_ring *ring; ra_world *world; int reached, pulled; } brake;
 
-/* The pass goes on only when it has been cancelled. */
+/* The pass continues only after it has been cancelled. */
 static void brake_progress(void *ctx, int64_t done, int64_t all)
 {
     brake *b = (brake *)ctx;

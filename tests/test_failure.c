@@ -1,6 +1,6 @@
-/* How passes end: every call that a ring makes of a transport, on which thread and by which clock,
- * what a failure leaves behind, and what each thread then gets. Callbacks of the test stand between
- * the library's steps, so that an order of events is made and never waited for. */
+/* How passes end. Proves on which thread and by which clock a ring makes each call of a transport,
+ * what a failure leaves behind, and what each thread then returns. Callbacks of the test run
+ * between the library's steps: they make an order of events, so that no test waits for one. */
 #define _DEFAULT_SOURCE 1
 #include "hooks.h"
 #include <pthread.h>
@@ -14,8 +14,8 @@
 enum { RANKS = 4, HEADS = 2, DIM = 8 };
 typedef struct rig {
     ra_desc d;
-    int64_t rows;                      /* of a rank */
-    float *q, *k, *v, *o, *want;       /* [tokens][HEADS][DIM], a rank's rows together */
+    int64_t rows;                      /* per rank */
+    float *q, *k, *v, *o, *want;       /* [tokens][HEADS][DIM], one rank after another */
     float sinks[RANKS][HEADS];
     ra_plan *plan[RANKS];
     ra_tensors t[RANKS];
@@ -329,7 +329,7 @@ TEST(begin_reads_no_sinks)
 }
 
 /* -------------------------------------------------------------------------- clocks
- * The ring's clock stands still at a time of the test's choice. What a callback of the transport
+ * The ring's clock does not move from the time that the test sets. What a callback of the transport
  * gets is held against ra_now_ns() before and after the call. */
 static const int64_t YEARS = (int64_t)10 * 365 * 86400 * 1000000000, SECOND = 1000000000;
 
@@ -550,7 +550,7 @@ TEST(default_watchdog_of_a_million_tokens)
 
 /* -------------------------------------------------------------------------- tickets */
 
-/* Brings a ticket from one thread until it is through. */
+/* Joins a ticket on one thread until its pass has ended. */
 static ra_status bring(ra_ring *ring, ra_job *job, int64_t ticket, const ra_tensors *t)
 {
     ra_status s = RA_AGAIN;
@@ -589,7 +589,7 @@ TEST(refused_tickets_stay_refused)
     rig_free(g);
 }
 
-/* Two rings on a network in memory, stepped here, by a clock that stands still. */
+/* Two rings on a network in memory, stepped here, by a clock that does not move. */
 typedef struct pair {
     rig *g;
     boxes *all;
@@ -859,7 +859,7 @@ static void crew_run(crew *c)
     ra_world_destroy(world);
 }
 
-/* Several threads a rank, in steps and in waits, with failures at every place. */
+/* Several threads per rank, in steps and in waits, with failures at every place. */
 TEST(calls_never_overlap)
 {
     for (int64_t i = 0; i < 120; i++) {

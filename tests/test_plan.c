@@ -1,5 +1,6 @@
-/* The plan's figures: against formulas derived by hand, against brute force over all pairs, and
- * against the counters of runs; and memory: workspaces to the byte, no allocation in a pass. */
+/* Plans. Proves their figures by formulas derived by hand, by brute force over all pairs, and by
+ * the counters of runs; and their memory: workspaces are exact to the byte, and a pass allocates
+ * nothing. */
 #define _POSIX_C_SOURCE 200112L
 #include "hooks.h"
 #include <math.h>
@@ -112,7 +113,7 @@ TEST(travel_without_a_mask)
 }
 
 /* A window of T/16 at P = 8: 3.5 shards contiguous, 28 zigzag in either direction, 56 striped; and
- * a window of a block, or a token: what lies within a shard stays at home. */
+ * a window of a block, or a token: what is within a shard does not travel. */
 TEST(travel_of_windows)
 {
     static const int64_t windows[4] = { 64, 1, 65, 129 };
@@ -250,7 +251,7 @@ TEST(tiles_by_brute_force)
         problem_mask(&p, &r, m);
         problem_data(&p, &r);
         memset(&s, 0, sizeof s);
-        s.ranks = (int32_t)h_range(&r, 1, 3);          /* at least 2 blocks a rank: on the grid */
+        s.ranks = (int32_t)h_range(&r, 1, 3);          /* at least 2 blocks per rank: on the grid */
         s.layout = RA_LAYOUT_CONTIGUOUS + (int32_t)(index / MASKS);
         s.chunk_tokens = (int32_t)h_range(&r, 1, 200);
         describe_case(&p, &s);
@@ -427,9 +428,9 @@ static void packed_free(packed *x)
     free(x->runs);
 }
 
-/* As few messages as if the shards were CONTIGUOUS; where pieces that are needed alike stand side
- * by side, each travels as far as those of ZIGZAG: 3P(P-1)/4 shards in all. Lookups grow no faster
- * than n log n with the documents. */
+/* As few messages as if the shards were CONTIGUOUS. Where pieces that the same ranks need are
+ * adjacent, each travels as far as those of ZIGZAG: 3P(P-1)/4 shards in all. Lookups grow no faster
+ * than n log n with the number of documents. */
 TEST(packed_documents)
 {
     enum { LENGTH = 1024 };

@@ -1,7 +1,7 @@
-/* Bad input: every field of every descriptor in every way in which it can be wrong. A refusal has
- * the right status, names the field, says in a sentence what was wrong with the value itself, and
- * leaves everything as it was; one status and field is one check. Random descriptors never crash.
- * Every n-th allocation fails once. */
+/* Bad input: every field of every descriptor, wrong in every way. Proves that a refusal has the
+ * right status, names the field, quotes the wrong value in a sentence, and changes nothing. One
+ * status of one field is one check. Random descriptors never crash. Every n-th allocation fails
+ * once. */
 #define _POSIX_C_SOURCE 200112L
 #include "hooks.h"
 #include "small.h"

@@ -1,6 +1,7 @@
-/* The schedule of plans against slow models: who needs which chunk, by looking at every pair; how
- * many steps a pass takes, against the bound that SCHEDULE states; and the lists of all ranks,
- * played through with zero-capacity messages under the rules of a ring, until all is done. */
+/* The schedule of plans. Proves it by slow models: which rank needs which chunk, by looking at
+ * every pair; how many steps a pass takes, by the bound that SCHEDULE states; and the lists of all
+ * ranks, by playing them with zero-capacity messages under the rules of a ring until all is done.
+ * */
 #include "harness.h"
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"

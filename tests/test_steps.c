@@ -1,6 +1,6 @@
-/* One ra_step is a bounded piece of work whatever the length of a sequence, counted in tiles and in
- * panels that are loaded. The next step, of this thread or of another, goes on with what it leaves
- * half done, and no bit of the outputs depends on that. */
+/* ra_step. Proves that one step is a bounded amount of work for any length of sequence, counted in
+ * tiles and in loaded panels, that the next step of any thread continues an unfinished one, and
+ * that no bit of the outputs depends on that. */
 #include "hooks.h"
 
 enum { STEP_WORK = 1 << 26, PANELS = 16 };     /* as ra_step says; most panels of a task */
@@ -33,10 +33,10 @@ static void count_calls(void *ctx, int64_t done, int64_t all)
     if (++g->calls == g->cancel_at) ra_ring_cancel(g->ring);
 }
 
-/* A clock that goes on by 1 with every step that computes. */
+/* A clock that advances by 1 with every step that computes. */
 static int64_t calls_clock(void *ctx) { return ((rig *)ctx)->calls + 1; }
 
-/* Random tensors of a rig whose descriptor stands, and its plan and ring. */
+/* Fills in random tensors, the plan and the ring of a rig that has its descriptor. */
 static void rig_open(rig *g, int own_clock)
 {
     const ra_desc *d = &g->d;
