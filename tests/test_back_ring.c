@@ -342,21 +342,24 @@ TEST(memory_as_promised)
 {
     int64_t i;
     for (i = 0; i < 2 * 2 * 2 * 4 * 3; i++) {
-        int64_t shard = (int64_t)4096 << i % 3 * 3 / 2, gradients, thread, forward, back, lists, kv;
+        int64_t digits = i, shard = (int64_t)4096 << h_digit(&digits, 3) * 3 / 2;
+        int32_t ranks = 2 << h_digit(&digits, 4);
+        int zigzag = h_digit(&digits, 2), by_keys = h_digit(&digits, 2), bf16 = h_digit(&digits, 2);
+        int64_t gradients, thread, forward, back, lists, kv;
         ra_plan_report one, two;
         ra_desc d;
         if (!h_case(i)) continue;
         memset(&d, 0, sizeof d);
-        d.ranks = 2 << i / 3 % 4;
+        d.ranks = ranks;
         d.rank = d.ranks / 2;
-        d.layout.kind = i / 12 % 2 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
-        d.backward_travel = i / 24 % 2 ? RA_TRAVEL_KV : RA_TRAVEL_Q;
+        d.layout.kind = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        d.backward_travel = by_keys ? RA_TRAVEL_KV : RA_TRAVEL_Q;
         d.tokens = shard * d.ranks;
         d.q_heads = 4;
         d.kv_heads = 2;
         d.k_dim = 128;
         d.v_dim = 64;
-        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = i / 48 ? RA_BF16 : RA_F32;
+        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = bf16 ? RA_BF16 : RA_F32;
         d.mask.kind = RA_MASK_CAUSAL;
         d.train = 1;
         one = report_of(&d);
@@ -365,7 +368,7 @@ TEST(memory_as_promised)
         thread = two.workspace_bytes - one.workspace_bytes;
         gradients = one.chunk_tokens * 2 * (128 + 64) * 4 + 4096;
         if (d.backward_travel == RA_TRAVEL_Q) gradients = one.backward.chunk_bytes + 4096;
-        kv = shard * (128 + 64) * (i / 48 ? 2 : 4);
+        kv = shard * (128 + 64) * (bf16 ? 2 : 4);
         kv *= d.backward_travel == RA_TRAVEL_Q ? d.q_heads : d.kv_heads;
         lists = 65536;
         forward =

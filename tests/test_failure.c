@@ -491,18 +491,25 @@ TEST(default_watchdog)
     static const int64_t sizes[4] = { 1000, 8192, 40000, 131072 };
     for (int64_t i = 0; i < 4 * 3 * 4; i++) {
         static const int64_t documents[3] = { 0, 300, 700 };
+        enum { NONE, CAUSAL, WINDOW, DOCUMENTS };
+        int64_t digits = i, tokens = sizes[h_digit(&digits, 4)];
+        int layout = layouts[h_digit(&digits, 3)], mask = h_digit(&digits, 4);
         ra_plan *plan = NULL;
         ra_desc d, resolved;
         ra_plan_report rep;
         int64_t most, got;
         if (!h_case(i)) continue;
-        rig_desc(&d, i % 2 ? 8 : 5, sizes[i % 4], 16);
+        rig_desc(&d, i % 2 ? 8 : 5, tokens, 16);
         d.chunk_tokens = 1024;
         d.train = 1;
-        d.layout.kind = layouts[i / 4 % 3];
-        d.mask.kind = i / 12 ? RA_MASK_CAUSAL : RA_MASK_NONE;
-        if (i / 12 == 2) d.mask.window = 512;
-        if (i / 12 == 3) { d.mask.doc_first = documents; d.mask.doc_count = 3; d.mask.keep = 64; }
+        d.layout.kind = layout;
+        d.mask.kind = mask != NONE ? RA_MASK_CAUSAL : RA_MASK_NONE;
+        if (mask == WINDOW) d.mask.window = 512;
+        if (mask == DOCUMENTS) {
+            d.mask.doc_first = documents;
+            d.mask.doc_count = 3;
+            d.mask.keep = 64;
+        }
         if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) continue;
         CHECK_EQ(ra_plan_query(plan, d.rank, &rep), RA_OK);
         CHECK_EQ(ra_desc_resolve(&d, &resolved), RA_OK);
@@ -511,7 +518,7 @@ TEST(default_watchdog)
             got = hook_patience(plan, back ? RA_PASS_BACKWARD : RA_PASS_FORWARD, 10, 32000) / 2000;
             snprintf(h_run.context, sizeof h_run.context, "%lld tokens, %d ranks, layout %d, mask "
                      "%d: most %lld tiles, patience of %lld", (long long)d.tokens, d.ranks,
-                     d.layout.kind, (int)(i / 12), (long long)most, (long long)got);
+                     d.layout.kind, mask, (long long)most, (long long)got);
             CHECK(got >= most);
             if (resolved.backward_travel == RA_TRAVEL_Q && back) continue;
             /* A block of a stripe is as long as `ranks` blocks of positions. */

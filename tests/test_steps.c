@@ -130,19 +130,22 @@ static int64_t walk(rig *g)
     return steps;
 }
 
-/* Long chunks, both passes, both ways: the work of one task and chunk is spread over steps, and
- * traces and progress come with each. */
+/* Long chunks, both passes, keys or queries that travel: the work of one task and chunk is spread
+ * over steps, each with its trace and progress. way 0 is the forward pass. */
 TEST(steps_are_bounded)
 {
     int i;
     for (i = 0; i < 12; i++) {
         rig g;
         ra_ring_counters c;
+        int64_t digits = i;
+        int way = h_digit(&digits, 3), zigzag = h_digit(&digits, 2);
+        int threads = h_digit(&digits, 2) ? 3 : 1;
         if (!h_case(i)) continue;
-        rig_desc(&g, 3000, 2, 64, i % 3 > 0);
-        g.d.layout.kind = i / 3 % 2 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
-        g.d.backward_travel = i % 3;
-        g.d.threads = i / 6 ? 3 : 1;
+        rig_desc(&g, 3000, 2, 64, way > 0);
+        g.d.layout.kind = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        g.d.backward_travel = way;
+        g.d.threads = threads;
         g.d.chunk_tokens = 4096;
         rig_open(&g, 0);
         CHECK(walk(&g) >= tiles_done(&g) / g.most);
@@ -155,7 +158,7 @@ TEST(steps_are_bounded)
     }
 }
 
-/* Work without tiles is bounded too: sums begin at 0 and go to the caller, and those of sinks. */
+/* Work without tiles is bounded too: clearing sums, returning them, the sums of sinks. */
 TEST(rows_are_bounded)
 {
     int way;
@@ -187,23 +190,25 @@ TEST(cancel_and_deadline)
     for (i = 0; i < 6; i++) {
         rig g;
         ra_status s;
+        int64_t digits = i;
+        int way = h_digit(&digits, 3), late = h_digit(&digits, 2);
         if (!h_case(i)) continue;
-        rig_desc(&g, 65536, 1, 16, i % 3 > 0);
-        g.d.backward_travel = i % 3;
+        rig_desc(&g, 65536, 1, 16, way > 0);
+        g.d.backward_travel = way;
         g.d.chunk_tokens = 65536;
-        rig_open(&g, i / 3);
-        if (i < 3) g.cancel_at = 3;
-        s = i % 3 ? ra_backward(g.plan, g.ring, &g.t, i / 3 ? 4 : RA_NO_DEADLINE)
-                  : ra_forward(g.plan, g.ring, &g.t, i / 3 ? 4 : RA_NO_DEADLINE);
-        CHECK_EQ(s, i < 3 ? RA_E_CANCELLED : RA_E_TIMEOUT);
-        CHECK_EQ(g.calls, i < 3 ? 3 : 4);
+        rig_open(&g, late);
+        if (!late) g.cancel_at = 3;
+        s = way ? ra_backward(g.plan, g.ring, &g.t, late ? 4 : RA_NO_DEADLINE)
+                : ra_forward(g.plan, g.ring, &g.t, late ? 4 : RA_NO_DEADLINE);
+        CHECK_EQ(s, late ? RA_E_TIMEOUT : RA_E_CANCELLED);
+        CHECK_EQ(g.calls, late ? 4 : 3);
         CHECK(g.tiles <= 4 * g.most);
         rig_close(&g);
     }
 }
 
-/* A thread leaves with a task in hand and never comes back: another one finishes it, with the same
- * bits. */
+/* A thread leaves in the middle of a task and never comes back: another one finishes it, with the
+ * same bits. */
 TEST(another_thread_goes_on)
 {
     int i;
@@ -211,13 +216,14 @@ TEST(another_thread_goes_on)
         rig a, b;
         ra_job job;
         ra_status s;
-        int64_t n;
+        int64_t n, digits = i;
+        int way = h_digit(&digits, 3), zigzag = h_digit(&digits, 2);
         if (!h_case(i)) continue;
-        rig_desc(&a, 1500, 3, 64, i % 3 > 0);
+        rig_desc(&a, 1500, 3, 64, way > 0);
         a.d.q_heads = a.d.kv_heads = 2;
-        a.d.backward_travel = i % 3;
+        a.d.backward_travel = way;
         a.d.threads = 3;
-        a.d.layout.kind = i / 3 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        a.d.layout.kind = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
         b = a;
         rig_open(&a, 0);
         rig_open(&b, 0);
@@ -247,12 +253,13 @@ TEST(unseen_chunks_cost_no_rows)
         rig g;
         ra_job job;
         ra_status s;
-        int64_t panels, loads = 0;
+        int64_t panels, loads = 0, digits = i;
+        int heads = 1 + h_digit(&digits, 3), zigzag = h_digit(&digits, 2);
         if (!h_case(i)) continue;
-        rig_desc(&g, 8192, 1 + i % 3, 16, 0);
+        rig_desc(&g, 8192, heads, 16, 0);
         g.d.mask.window = 200;
         g.d.chunk_tokens = 256;
-        g.d.layout.kind = i / 3 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        g.d.layout.kind = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
         g.d.kv_heads = 1;
         rig_open(&g, 0);
         job = rig_job(&g);

@@ -886,8 +886,9 @@ static inline ra_status seat_attention(seat *e)
     return status;
 }
 
-/* -------------------------------------------------------------------------- the whole way
- * The same for the gradient of the bias, keys and rows. */
+/* -------------------------------------------------------------------------- outcomes */
+
+/* The gradient of the bias, by position. */
 static inline void outcome_bias(outcome *r, const seat *e)
 {
     const problem *p = e->world->p;
