@@ -1,17 +1,17 @@
-/* Loops that do nothing but what limits a kernel, to measure the kernel against, in turn with it.
+/* Loops that do only what limits a kernel. Each kernel is timed in turn with one of them.
  *
  *   peak_fma    multiply-adds of one instruction set, from registers, in inline assembly: a loop in
- *               C with that many accumulators is spilled by some compilers and then understates
- *               the peak, which would flatter the kernels. For bf16 these are dot products of
- *               pairs, on random data, for power and with it the clock depend on the data.
- *               For AMX these are products of tiles.
+ *               C with that many accumulators would be spilled by some compilers, understate the
+ *               peak and flatter the kernels. For bf16 they are dot products of pairs on random
+ *               data, because power, and so the clock, depends on the data. For AMX they are
+ *               products of tiles.
  *   peak_read   reads two arrays once, as decoding reads K and V.
  *   peak_clock  a chain of dependent multiplications, 3 cycles each on every x86-64 processor since
- *               2008, from which the clock follows, so that it can be shown that peak_fma issues as
- *               many instructions a cycle as the processor has units.
+ *               2008. The clock follows from it, and from the clock that peak_fma issues as many
+ *               instructions per cycle as the processor has units.
  *
  * "scalar" is the baseline of x86-64, SSE2, which a compiler may use without flags: one multiply
- * and one add, no FMA. On AArch64 it is NEON's FMA, elsewhere a loop in C. */
+ * and one add instead of an FMA. On AArch64 it is NEON's FMA, elsewhere a loop in C. */
 #if !defined(BENCH_PEAK_H)
 #define BENCH_PEAK_H
 

@@ -1,10 +1,10 @@
-/* The library as a shared object for bench/peers.py, which calls it beside other people's.
+/* The library as a shared object for bench/peers.py, which compares it with other libraries.
  *
  *   cc -O2 -shared -fPIC -I. bench/peers.c -o build/release/bench/peers.so -lpthread
  *
  * A call is made once from a shape and addresses and then run any number of times, on threads that
- * wait for work between the calls as those of the others do. Tensors lie head after head,
- * [H][T][D], which PyTorch and OpenVINO have too. */
+ * wait for work between calls, as in the other libraries. Tensors are stored head after head,
+ * [H][T][D], as in PyTorch and OpenVINO. */
 #define _POSIX_C_SOURCE 200112L         /* posix_memalign */
 #include <stdlib.h>
 
