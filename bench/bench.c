@@ -1,33 +1,31 @@
-/* How fast the library is on this machine, against what this machine can do.
+/* How fast the library is on this machine, compared with what this machine can do.
  *
- *   make bench                    all of it, in less than four minutes
- *   make bench ONLY="decode f32"  rows with all of these words: a name (forward, backward, mask,
- *                                 alibi, bias_key, bias_full, sinks, softcap, tails, strides, dims,
- *                                 decode, short, ring, small, simple, loop), an instruction set, a
- *                                 dtype, a mask, D128, Tq4096, Tk4096, Hq32, threads2, ranks4
- *   make bench ONLY=plan          seconds to make plans, from 1M to 64M tokens
+ *   make bench                    everything, in less than four minutes
+ *   make bench ONLY="decode f32"  the rows that match all of these words: a name (`make bench
+ *                                 ONLY=help` lists them), an instruction set, a dtype, a mask,
+ *                                 D128, Tq4096, Tk4096, Hq32, threads2, ranks4
+ *   make bench ONLY=plan          how many seconds plans take, from 1M to 64M tokens
  *   bench --only WORDS --json FILE --chunk N --long --processor-time
  *                                 --long adds 8192 tokens and 16-bit storage on every instruction
- *                                 set; --processor-time counts the time that a thread had a
- *                                 processor, for machines that are busy with other work (not for
- *                                 rings, whose waiting counts); --chunk: keys a message of rings;
- *                                 JSON goes to build/bench.json
+ *                                 set. --processor-time counts the time for which a thread had a
+ *                                 processor, for machines that are busy with other work (except for
+ *                                 rings, where waiting counts). --chunk sets the keys per message
+ *                                 of rings. The default of --json is build/bench.json.
  *
- * You will see one line a kernel and shape: the median time of a call, its spread, (p90 - p10) over
- * the median, the rate it makes, the peak measured before and after every single call, and which
- * fraction of that it reached. The peak is multiply-adds from registers of the same instruction set
- * on as many threads (for bf16 dot products or tiles, on random data), or for decoding a loop that
- * reads the same keys and values. Machines change their clock and are shared: the fraction is the
- * figure to trust. "0.97 x plain" in the last column is the speed beside something else that ran in
- * turn too. Data are random, K and V lie in huge pages where the system grants them.
+ * Output is one line per kernel and shape: the median time of a call, its spread, (p90 - p10) over
+ * the median, the rate, the peak measured before and after every call, and the fraction of the peak
+ * that the rate reaches. The peak is multiply-adds from registers with the same instruction set on
+ * as many threads (for bf16: dot products or tiles, on random data); for decoding it is a loop that
+ * reads the same keys and values. Clocks change and machines are shared, so the fraction is the
+ * figure to trust. "0.97 x plain" in the last column is the speed relative to another kernel that
+ * was timed in turn. Data are random. K and V are in huge pages if the system grants them.
  *
- * Rings of 1, 2 and 4 ranks do the same work with the same number of threads, 4. What bits that do
- * not depend on ranks cost is their distance from one rank that computes the same ("0.99 x one
- * rank"), with all else that a ring costs; of it the fixed order of chunks has at most what the
- * processors are idle, for no order lets them do more than always compute.
+ * Rings of 1, 2 and 4 ranks do the same work with the same number of threads, 4. "0.99 x one rank"
+ * compares them with one rank that computes the same. The difference is the whole cost of a ring.
+ * The part of it that the fixed order of chunks costs is at most the idle time of the processors.
  *
- * A FLOP is one of 2 (Dk + Dv) for every visible pair of query and key and every query head;
- * backward one of 2 (3 Dk + 2 Dv). */
+ * The FLOPs of a call are 2 (Dk + Dv) per visible pair of query and key and per query head;
+ * backward 2 (3 Dk + 2 Dv). */
 #define _GNU_SOURCE
 #include <math.h>
 #include <pthread.h>
@@ -44,7 +42,7 @@
 #include "ringattn.h"
 #include "peak.h"
 
-#ifndef BENCH_FLAGS                   /* the command line of the compiler, if the build tells it */
+#ifndef BENCH_FLAGS                   /* the command line of the compiler, if the build passes it */
 #if defined(__AVX2__) || defined(__FAST_MATH__) || !defined(__OPTIMIZE__)
 #define BENCH_FLAGS "unusual: -m flags, fast math or no optimisation"
 #else
@@ -59,16 +57,17 @@ enum { VERSUS_NONE, VERSUS_PLAIN, VERSUS_ONE_RANK, VERSUS_LOOP, VERSUS_ONE_QUERY
 static const char *const versus_text[] = { "", "plain", "one rank", "a loop",
                                            "the time of Tq 1" };
 
-/* What a row asks for beyond none or causal. The masks come first and go with causal. */
-enum { V_PLAIN, V_WINDOW, V_DOCUMENTS, V_PREFIX, V_BLOCK, V_INTERVALS, V_ALIBI, V_BIAS_KEY,
-       V_BIAS_FULL, V_SINKS, V_SOFTCAP, V_TAILS, V_STRIDES };
-static const char *const variant_text[] = { "", "window", "documents", "prefix", "block",
-                                            "intervals", "alibi", "bias_key", "bias_full", "sinks",
-                                            "softcap", "tails", "strides" };
+/* Masks beyond none and causal. */
+enum { MASK_PLAIN, MASK_WINDOW, MASK_DOCUMENTS, MASK_PREFIX, MASK_BLOCK, MASK_INTERVALS };
+static const char *const mask_names[] = { "", "window", "documents", "prefix", "block",
+                                          "intervals" };
+
+/* Kinds of rows: see `kinds`. */
+enum { FORWARD, BACKWARD, MASK, ALIBI, BIAS_KEY, BIAS_FULL, SINKS, SOFTCAP, TAILS, STRIDES, DIMS,
+       DECODE, SHORT, SMALL, SIMPLE, LOOP, RING, KINDS };
 
 typedef struct row {
-    const char *name;
-    int32_t isa, dtype, mask, variant, versus, layout;
+    int32_t kind, isa, dtype, mask, mask_more, versus, layout;
     int32_t dim, v_dim, q_heads, kv_heads;
     int64_t tokens, kv_tokens;         /* of all ranks together */
     int32_t threads, ranks;            /* threads of all ranks together */
@@ -103,10 +102,10 @@ static const char *dtype_text(int32_t dtype) {
 }
 
 /* ---------------------------------------------------------------------------- threads
- * A pool that sleeps between jobs. A job is one function called by nth threads at once; its time
- * runs from the moment when all of them stand ready to the moment when the last has returned. Each
- * thread also tells what it had of a processor in that time: less than all of it means that another
- * program was there, or that it waited. */
+ * A pool that sleeps between jobs. A job is one function that nth threads call at once. Its time
+ * runs from the moment when all of them are ready to the moment when the last one has returned.
+ * Each thread also reports which share of that time it had a processor: less than all of it means
+ * that another program was running or that the thread waited. */
 typedef void (*part_fn)(void *ctx, int ith, int nth);
 
 static struct {
@@ -161,7 +160,7 @@ static void *pool_worker(void *arg) {
     return NULL;
 }
 
-/* Starts the threads, which live as long as the program. */
+/* Starts the threads. They run until the program ends. */
 static int pool_start(void) {
     for (int i = 1; i < MAX_THREADS; i++) {
         pthread_t thread;
@@ -201,7 +200,7 @@ static double pool_run(part_fn fn, void *ctx, int nth) {
 }
 
 /* ---------------------------------------------------------------------------- memory
- * Of one row; given back together. */
+ * The memory of one row is released together. */
 static struct { void *p; size_t bytes; } maps[64];
 static int map_count;
 
@@ -231,10 +230,7 @@ static void unmap_all(void) {
 
 /* Uniform in +-sqrt(3): mean 0, variance 1. */
 static float random_unit(uint32_t *state) {
-    *state ^= *state << 13;
-    *state ^= *state >> 17;
-    *state ^= *state << 5;
-    return (float)((int32_t)*state >> 8) * (1.7320508f / 8388608.0f);
+    return (float)((int32_t)peak_random(state) >> 8) * (1.7320508f / 8388608.0f);
 }
 
 /* Bytes of n elements. */
@@ -244,7 +240,7 @@ static int64_t row_bytes(int32_t dtype, int64_t n) {
 
 /* n random elements; 16-bit ones are truncated. */
 static void *map_random(int64_t n, int32_t dtype, uint32_t seed) {
-    uint32_t state = seed * 2654435761u + 1;
+    uint32_t state = seed * 2654435761u + 1;       /* odd, hence not 0 */
     uint16_t *narrow;
     if (dtype == RA_Q8_0) {
         void *x = map((size_t)row_bytes(dtype, n));
@@ -269,7 +265,7 @@ static void *map_random(int64_t n, int32_t dtype, uint32_t seed) {
 }
 
 /* ---------------------------------------------------------------------------- kernels
- * One call of the library as a row wants it. */
+ * One call of the library with the tensors of a row. */
 typedef struct load {
     ra_desc d;
     ra_tensors t;
@@ -278,18 +274,17 @@ typedef struct load {
     size_t workspace_bytes;
     ra_error error;
     ra_status status;                  /* the first bad one of all calls */
-    int32_t calls;                     /* small: calls a part */
+    int32_t calls;                     /* per part; of kernels too short to be timed alone */
 } load;
 
 typedef struct data { void *q, *k, *v, *o; int64_t kv_bytes; } data;
 
-/* Of the queries of a row. */
 static int32_t q_dtype(const row *r) { return r->dtype == RA_Q8_0 ? RA_F32 : r->dtype; }
 
 static int v_in_k(const row *r) { return r->kv_heads == 1 && r->v_dim < r->dim; }
 
-/* Tokens are rounded up to whole blocks, so that a row without a tail finds its data too. V that
- * is narrower than K and has one head is columns of K (MLA). */
+/* Tokens are rounded up to whole blocks: the row without a tail that TAILS is compared with uses
+ * the same data. A V with one head that is narrower than K is columns of K (MLA). */
 static data data_make(const row *r) {
     const int64_t tokens = (r->tokens + 63) / 64 * 64, keys = (r->kv_tokens + 63) / 64 * 64;
     data x;
@@ -321,19 +316,19 @@ static ra_desc desc_make(const row *r) {
     return d;
 }
 
-/* Masks of variants: documents of 512 tokens, a window of 256, a prefix of 512, blocks of 128. */
-static void variant_mask(const row *r, ra_mask *m) {
+/* Documents of 512 tokens, a window of 256, a prefix of 512, blocks of 128. */
+static void more_mask(const row *r, ra_mask *m) {
     const int64_t n = r->kv_tokens;
-    if (r->variant == V_WINDOW) m->window = 256;
-    if (r->variant == V_PREFIX) m->prefix = 512;
-    if (r->variant == V_BLOCK) m->causal_block = 128;
-    if (r->variant == V_DOCUMENTS) {
+    if (r->mask_more == MASK_WINDOW) m->window = 256;
+    if (r->mask_more == MASK_PREFIX) m->prefix = 512;
+    if (r->mask_more == MASK_BLOCK) m->causal_block = 128;
+    if (r->mask_more == MASK_DOCUMENTS) {
         int64_t *first = (int64_t *)map((size_t)n * sizeof *first);
         m->doc_count = (n + 511) / 512;
         for (int64_t i = 0; i < m->doc_count; i++) first[i] = i * 512;
         m->doc_first = first;
     }
-    if (r->variant == V_INTERVALS) {
+    if (r->mask_more == MASK_INTERVALS) {
         int32_t *lo = (int32_t *)map((size_t)n * sizeof *lo);
         int32_t *hi = (int32_t *)map((size_t)n * sizeof *hi);
         for (int32_t i = 0; i < n; i++) hi[i] = i + 1;
@@ -344,14 +339,14 @@ static void variant_mask(const row *r, ra_mask *m) {
     }
 }
 
-static void variant_scores(const row *r, ra_desc *d, ra_tensors *t) {
+static void scores_make(const row *r, ra_desc *d, ra_tensors *t) {
     float *heads = (float *)map((size_t)r->q_heads * sizeof *heads);
     for (int32_t i = 0; i < r->q_heads; i++) heads[i] = 0.5f / (float)(i + 1);
-    if (r->variant == V_ALIBI) { d->scores = RA_SCORE_ALIBI; t->alibi = heads; }
-    if (r->variant == V_SINKS) { d->scores = RA_SCORE_SINKS; t->sinks = heads; }
-    if (r->variant == V_SOFTCAP) d->softcap = 30.0f;
-    if (r->variant == V_BIAS_KEY || r->variant == V_BIAS_FULL) {
-        const int full = r->variant == V_BIAS_FULL;
+    if (r->kind == ALIBI) { d->scores = RA_SCORE_ALIBI; t->alibi = heads; }
+    if (r->kind == SINKS) { d->scores = RA_SCORE_SINKS; t->sinks = heads; }
+    if (r->kind == SOFTCAP) d->softcap = 30.0f;
+    if (r->kind == BIAS_KEY || r->kind == BIAS_FULL) {
+        const int full = r->kind == BIAS_FULL;
         const int64_t n = r->kv_tokens * (full ? r->tokens * r->q_heads : 1);
         d->scores = RA_SCORE_BIAS;
         t->bias.data = (float *)map_random(n, RA_F32, 4);
@@ -362,7 +357,7 @@ static void variant_scores(const row *r, ra_desc *d, ra_tensors *t) {
     }
 }
 
-/* Head after head, as many caches have it. */
+/* Head after head, as in many caches. */
 static void head_major(const row *r, ra_tensors *t) {
     const int64_t k = row_bytes(r->dtype, r->dim), v = row_bytes(r->dtype, r->v_dim);
     t->q.token_stride = t->k.token_stride = k;
@@ -375,6 +370,7 @@ static void head_major(const row *r, ra_tensors *t) {
 static void load_make(const row *r, const data *x, load *l) {
     ra_plan *plan = NULL;
     memset(l, 0, sizeof *l);
+    l->calls = 1;
     l->d = desc_make(r);
     l->d.error = &l->error;
     l->t.q.data = x->q;
@@ -382,9 +378,9 @@ static void load_make(const row *r, const data *x, load *l) {
     l->t.v.data = x->v;
     l->t.o.data = x->o;
     if (v_in_k(r)) l->t.v.token_stride = row_bytes(r->dtype, r->dim);
-    if (r->variant == V_STRIDES) head_major(r, &l->t);
-    variant_mask(r, &l->d.mask);
-    variant_scores(r, &l->d, &l->t);
+    if (r->kind == STRIDES) head_major(r, &l->t);
+    more_mask(r, &l->d.mask);
+    scores_make(r, &l->d, &l->t);
     l->status = ra_plan_create(&plan, &l->d, NULL);
     if (l->status == RA_OK) l->status = ra_plan_query(plan, 0, &l->report);
     ra_plan_destroy(plan);
@@ -394,8 +390,10 @@ static void load_make(const row *r, const data *x, load *l) {
 
 static void attention_part(void *ctx, int ith, int nth) {
     load *l = (load *)ctx;
-    const ra_status s = ra_attention(&l->d, &l->t, l->workspace, l->workspace_bytes, ith, nth);
-    if (s != RA_OK) __atomic_store_n(&l->status, s, __ATOMIC_RELAXED);
+    for (int32_t i = 0; i < l->calls; i++) {
+        const ra_status s = ra_attention(&l->d, &l->t, l->workspace, l->workspace_bytes, ith, nth);
+        if (s != RA_OK) __atomic_store_n(&l->status, s, __ATOMIC_RELAXED);
+    }
 }
 
 static void backward_part(void *ctx, int ith, int nth) {
@@ -405,12 +403,7 @@ static void backward_part(void *ctx, int ith, int nth) {
     if (s != RA_OK) __atomic_store_n(&l->status, s, __ATOMIC_RELAXED);
 }
 
-static void small_attention_part(void *ctx, int ith, int nth) {
-    const load *l = (const load *)ctx;
-    for (int32_t i = 0; i < l->calls; i++) attention_part(ctx, ith, nth);
-}
-
-static void small_simple_part(void *ctx, int ith, int nth) {
+static void simple_part(void *ctx, int ith, int nth) {
     load *l = (load *)ctx;
     const int q = (int)l->d.tokens, k = (int)l->d.kv_tokens;
     (void)ith;
@@ -424,8 +417,8 @@ static void small_simple_part(void *ctx, int ith, int nth) {
 }
 
 /* ---------------------------------------------------------------------------- a loop
- * Causal attention as small engines write it, a score, softmax and weighted sum a query row, with
- * everything a compiler does for it: -Ofast, and AVX2 where it is there. */
+ * Causal attention as small engines write it: scores, softmax and a weighted sum per query row. It
+ * gets all that a compiler can do for it: -Ofast, and AVX2 if the machine has it. */
 #if !defined(__clang__)
 #pragma GCC push_options
 #pragma GCC optimize("O3", "fast-math")
@@ -497,12 +490,12 @@ static void loop_part(void *ctx, int ith, int nth) {
     const load *l = (const load *)ctx;
     (void)ith;
     (void)nth;
-    for (int32_t i = 0; i < (l->calls ? l->calls : 1); i++) loop_once(l);
+    for (int32_t i = 0; i < l->calls; i++) loop_once(l);
 }
 
 /* ---------------------------------------------------------------------------- rings
- * Ranks as threads of the pool, over the bundled world, a plan and a ring each. Thread i works for
- * rank i % ranks. */
+ * Ranks are threads of the pool, over the bundled world. Each has a plan and a ring. Thread i works
+ * for rank i % ranks. */
 typedef struct ring_load {
     ra_world *world;
     ra_plan *plan[MAX_THREADS];
@@ -578,9 +571,9 @@ typedef struct op {
     part_fn fn;
     void *ctx;
     int nth;
-    double calls;                      /* of the kernel in one fn; time is of one */
+    double calls;                      /* of the kernel per fn; times are per call */
     double work;                       /* FLOPs or bytes of a call */
-    int once;                          /* never run again: waiting is part of it */
+    int once;                          /* never repeated: waiting is part of the time */
 } op;
 
 typedef struct peak_load {
@@ -611,9 +604,9 @@ static double pool_processor_s(int nth) {
     return most;
 }
 
-/* Seconds of a call. While another program takes more than a fiftieth of a processor from it, it is
- * run again, up to 4 times and while the row has time for that; then the least disturbed run
- * counts. Not where threads outnumber the processors. */
+/* Seconds of a call. If other programs take more than a fiftieth of a processor from it, it is
+ * repeated up to 4 times, as long as the row has time for that, and the least disturbed run counts.
+ * Not if there are more threads than processors. */
 static double op_seconds(const op *o) {
     double best = 0, best_share = -1;
     for (int i = 0; i < 5 && best_share < 0.98 && (i == 0 || now_s() < patience); i++) {
@@ -629,7 +622,7 @@ static double op_seconds(const op *o) {
     return best / o->calls;
 }
 
-/* Multiply-adds for about 10 ms on nth threads: those that the kernel of isa and dtype does. */
+/* Multiply-adds for about 10 ms on nth threads, the same as in the kernel of isa and dtype. */
 static op fma_op(peak_load *p, int32_t isa, int32_t dtype, int nth) {
     op o = { fma_part, p, nth, 1, 0, 0 };
     double flops_turn;
@@ -657,7 +650,7 @@ static int compare(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* Sorts x; the value with p of n below it. */
+/* Sorts x. Returns the value that a fraction p of the n values is below. */
 static double quantile(double *x, int n, double p) {
     const double at = p * (n - 1);
     const int i = (int)at;
@@ -665,8 +658,8 @@ static double quantile(double *x, int n, double p) {
     return i + 1 < n ? x[i] + (at - i) * (x[i + 1] - x[i]) : x[i];
 }
 
-/* Runs peak, kernel, versus, peak, kernel, versus, ..., peak for about `budget` seconds. A kernel
- * is held against the mean of the peaks on both sides. versus may be null. */
+/* Runs peak, kernel, versus, peak, kernel, versus, ..., peak for about `budget` seconds. Each run
+ * of the kernel is compared with the mean of the peaks before and after it. versus may be null. */
 static void measure(const op *kernel, const op *versus, const op *peak, double budget, result *r) {
     double t[MAX_REPS], rate[MAX_REPS], fraction[MAX_REPS], relative[MAX_REPS], extra[MAX_REPS];
     double idle[MAX_REPS], turn, before, after;
@@ -703,177 +696,157 @@ static void measure(const op *kernel, const op *versus, const op *peak, double b
     r->idle = quantile(idle, n, 0.5);
 }
 
-/* ---------------------------------------------------------------------------- rows */
-static void complain(const row *r, ra_status s, const ra_error *e) {
-    printf("%-10s failed: %s: %s %s\n", r->name, ra_status_text(s), e->field, e->text);
-    failed_rows++;
-}
+/* ---------------------------------------------------------------------------- kinds of rows
+ * What a row times: the kernel, what is timed in turn with it, and all that they use. */
+typedef struct trial {
+    load l, other;
+    ring_load ring;
+    op kernel, versus;
+} trial;
 
-/* The plain row that a row with a variant is held against. */
+/* The plain row that a row of VERSUS_PLAIN is compared with. */
 static row plain_of(const row *r) {
     row base = *r;
-    base.variant = V_PLAIN;
-    if (r->variant == V_TAILS) base.tokens = base.kv_tokens = (r->tokens + 63) / 64 * 64;
+    base.kind = FORWARD;
+    base.mask_more = MASK_PLAIN;
+    if (r->kind == TAILS) base.tokens = base.kv_tokens = (r->tokens + 63) / 64 * 64;
     return base;
 }
 
-/* A row on one rank. Beside plain work is counted in tiles that are not empty, for masks that hide
- * more are not slower for that; for tails in FLOPs, for there the emptier tiles are the cost. */
-static void run_attention(const row *r, result *out) {
-    static load l, plain;
-    static peak_load p;
-    const row base = plain_of(r);
-    const data x = data_make(r);
-    op kernel, versus, peak;
-    load_make(r, &x, &l);
-    kernel = (op){ attention_part, &l, r->threads, 1, (double)l.report.forward.flops, 0 };
-    versus = (op){ loop_part, &l, 1, 1, kernel.work, 0 };
-    if (l.status == RA_OK) pool_run(attention_part, &l, r->threads);
-    if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
+/* The speed relative to plain counts work in tiles that are not empty, so that masks which hide
+ * more do not look slower; for tails in FLOPs, because emptier tiles are what tails cost. */
+static void make_attention(const row *r, const data *x, trial *t) {
+    double share = 1;
+    load_make(r, x, &t->l);
+    t->kernel = (op){ attention_part, &t->l, r->threads, 1, (double)t->l.report.forward.flops, 0 };
+    t->versus = (op){ loop_part, &t->l, 1, 1, t->kernel.work, 0 };
     if (r->versus == VERSUS_PLAIN) {
-        double share = 1;
-        load_make(&base, &x, &plain);
-        if (r->variant == V_TAILS)
-            share = (double)plain.report.forward.flops / (double)l.report.forward.flops;
-        else
-            share = (double)(plain.report.forward.tiles_partial + plain.report.forward.tiles_full) /
-                    (double)(l.report.forward.tiles_partial + l.report.forward.tiles_full);
-        versus = (op){ attention_part, &plain, r->threads, 1, kernel.work * share, 0 };
+        const row base = plain_of(r);
+        const ra_pass_figures *a = &t->l.report.forward, *b = &t->other.report.forward;
+        load_make(&base, x, &t->other);
+        share = r->kind == TAILS ? (double)b->flops / (double)a->flops
+                                 : (double)(b->tiles_partial + b->tiles_full) /
+                                       (double)(a->tiles_partial + a->tiles_full);
+        t->versus = (op){ attention_part, &t->other, r->threads, 1, t->kernel.work * share, 0 };
     }
-    peak = fma_op(&p, r->isa, r->dtype, r->threads);
-    out->unit = "GFLOP/s";
-    measure(&kernel, r->versus ? &versus : NULL, &peak, r->versus ? 1.0 : 0.8, out);
-    out->done = l.status == RA_OK;
-    if (!out->done) complain(r, l.status, &l.error);
 }
 
-/* Five products where forward has two; dQ, dK, dV are f32 and added to. */
-static void run_backward(const row *r, result *out) {
-    static load l;
-    static peak_load p;
+/* Five products instead of the two of forward. dQ, dK, dV are f32 and added to. */
+static void make_backward(const row *r, const data *x, trial *t) {
     const int64_t q = r->tokens * r->q_heads * r->dim, kv = r->kv_tokens * r->kv_heads * r->dim;
-    const data x = data_make(r);
-    op kernel, peak;
-    load_make(r, &x, &l);
-    l.t.lse.data = map((size_t)(r->tokens * r->q_heads * 4));
-    if (l.status == RA_OK) pool_run(attention_part, &l, r->threads);
-    l.d.train = 1;
-    l.t.d_o.data = map_random(q, RA_F32, 5);
-    l.t.d_q.data = map((size_t)q * 4);
-    l.t.d_k.data = map((size_t)kv * 4);
-    l.t.d_v.data = map((size_t)kv * 4);
-    l.workspace_bytes = ra_attention_backward_bytes(&l.d, r->threads);
-    l.workspace = map(l.workspace_bytes + 64);
-    if (l.status == RA_OK) pool_run(backward_part, &l, r->threads);
-    if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
-    kernel = (op){ backward_part, &l, r->threads, 1, 2.5 * (double)l.report.forward.flops, 0 };
-    peak = fma_op(&p, r->isa, r->dtype, r->threads);
-    out->unit = "GFLOP/s";
-    measure(&kernel, NULL, &peak, 1.0, out);
-    out->done = l.status == RA_OK;
-    if (!out->done) complain(r, l.status, &l.error);
+    load *l = &t->l;
+    load_make(r, x, l);
+    l->t.lse.data = map((size_t)(r->tokens * r->q_heads * 4));
+    if (l->status == RA_OK) pool_run(attention_part, l, r->threads);
+    l->d.train = 1;
+    l->t.d_o.data = map_random(q, RA_F32, 5);
+    l->t.d_q.data = map((size_t)q * 4);
+    l->t.d_k.data = map((size_t)kv * 4);
+    l->t.d_v.data = map((size_t)kv * 4);
+    l->workspace_bytes = ra_attention_backward_bytes(&l->d, r->threads);
+    l->workspace = map(l->workspace_bytes + 64);
+    t->kernel = (op){ backward_part, l, r->threads, 1, 2.5 * (double)l->report.forward.flops, 0 };
 }
 
-/* Decoding, against a loop that reads the same keys and values. */
-static void run_decode(const row *r, result *out) {
-    static load l;
-    static peak_load p;
-    const data x = data_make(r);
-    op kernel, peak;
-    load_make(r, &x, &l);
-    kernel = (op){ attention_part, &l, r->threads, 1, 2.0 * (double)x.kv_bytes, 0 };
-    if (l.status == RA_OK) pool_run(attention_part, &l, r->threads);
-    if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
-    peak = read_op(&p, &x, r->threads);
-    out->unit = "GB/s";
-    measure(&kernel, NULL, &peak, 0.6, out);
-    out->done = 1;
+static void make_decode(const row *r, const data *x, trial *t) {
+    load_make(r, x, &t->l);
+    t->kernel = (op){ attention_part, &t->l, r->threads, 1, 2.0 * (double)x->kv_bytes, 0 };
 }
 
-/* A few queries over a long cache, against one query over it. */
-static void run_short(const row *r, result *out) {
-    static load l, one;
-    static peak_load p;
-    const data x = data_make(r);
+static void make_short(const row *r, const data *x, trial *t) {
     row base = *r;
-    op kernel, versus, peak;
     base.tokens = 1;
-    load_make(r, &x, &l);
-    load_make(&base, &x, &one);
-    kernel = (op){ attention_part, &l, r->threads, 1, (double)l.report.forward.flops, 0 };
-    versus = (op){ attention_part, &one, r->threads, 1, kernel.work, 0 };
-    if (l.status == RA_OK) pool_run(attention_part, &l, r->threads);
-    if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
-    peak = fma_op(&p, r->isa, r->dtype, r->threads);
-    out->unit = "GFLOP/s";
-    measure(&kernel, &versus, &peak, 0.8, out);
-    out->done = 1;
+    load_make(r, x, &t->l);
+    load_make(&base, x, &t->other);
+    t->kernel = (op){ attention_part, &t->l, r->threads, 1, (double)t->l.report.forward.flops, 0 };
+    t->versus = (op){ attention_part, &t->other, r->threads, 1, t->kernel.work, 0 };
 }
 
-static int is_small(const row *r) {
-    return strcmp(r->name, "small") == 0 || strcmp(r->name, "simple") == 0;
+static void make_small(const row *r, const data *x, trial *t) {
+    load_make(r, x, &t->l);
+    t->l.calls = 2000;
+    t->kernel = (op){ r->kind == SIMPLE ? simple_part : attention_part, &t->l, 1, t->l.calls,
+                      (double)t->l.report.forward.flops, 0 };
+    t->versus = (op){ loop_part, &t->l, 1, t->l.calls, t->kernel.work, 0 };
 }
 
-/* A call too short to be timed alone, against a loop. */
-static void run_small(const row *r, result *out) {
-    static load l;
-    static peak_load p;
-    const data x = data_make(r);
-    const int simple = strcmp(r->name, "simple") == 0;
-    const part_fn fn = simple ? small_simple_part : small_attention_part;
-    op kernel, versus, peak;
-    load_make(r, &x, &l);
-    l.calls = 2000;
-    kernel = (op){ fn, &l, 1, l.calls, (double)l.report.forward.flops, 0 };
-    versus = (op){ loop_part, &l, 1, l.calls, kernel.work, 0 };
-    if (l.status == RA_OK) pool_run(fn, &l, 1);
-    if (l.status != RA_OK) { complain(r, l.status, &l.error); return; }
-    peak = fma_op(&p, r->isa, r->dtype, 1);
-    out->unit = "GFLOP/s";
-    measure(&kernel, &versus, &peak, 0.5, out);
-    out->done = 1;
+/* One rank is timed with as many threads as all ranks of the ring together. */
+static void make_ring(const row *r, const data *x, trial *t) {
+    load_make(r, x, &t->l);
+    ring_make(r, x, &t->ring);
+    t->kernel = (op){ ring_part, &t->ring, r->threads, 1, (double)t->l.report.forward.flops, 1 };
+    t->versus = (op){ attention_part, &t->l, r->threads, 1, t->kernel.work, 1 };
 }
 
-/* A ring against one rank with as many threads that computes the same. */
-static void run_ring(const row *r, result *out) {
-    static load one;
-    static ring_load ring;
-    static peak_load p;
-    const data x = data_make(r);
-    op kernel, versus, peak;
-    load_make(r, &x, &one);
-    ring_make(r, &x, &ring);
-    kernel = (op){ ring_part, &ring, r->threads, 1, (double)one.report.forward.flops, 1 };
-    versus = (op){ attention_part, &one, r->threads, 1, kernel.work, 1 };
-    if (ring.status == RA_OK) pool_run(ring_part, &ring, r->threads);
-    if (ring.status == RA_OK && one.status == RA_OK) {
-        peak = fma_op(&p, r->isa, r->dtype, r->threads);
-        peak.once = 1;
-        out->unit = "GFLOP/s";
-        measure(&kernel, &versus, &peak, 2.0, out);
-    }
-    out->done = ring.status == RA_OK && one.status == RA_OK;
-    if (ring.status != RA_OK) complain(r, ring.status, &ring.error);
-    else if (one.status != RA_OK) complain(r, one.status, &one.error);
-    ring_free(&ring);
+/* The kinds, in the order of the enum. seconds: to be spent on a row. reads: the peak is reading
+ * the keys and values instead of arithmetic. */
+static const struct kind {
+    const char *name, *what;
+    void (*make)(const row *r, const data *x, trial *t);
+    double seconds;
+    int reads;
+} kinds[KINDS] = {
+    { "forward", "full and causal attention of whole sequences", make_attention, 0.8, 0 },
+    { "backward", "gradients of the same", make_backward, 1.0, 0 },
+    { "mask", "other masks, next to a causal mask", make_attention, 1.0, 0 },
+    { "alibi", "ALiBi, next to none", make_attention, 1.0, 0 },
+    { "bias_key", "a bias per key, next to none", make_attention, 1.0, 0 },
+    { "bias_full", "a bias per head, query and key, next to none", make_attention, 1.0, 0 },
+    { "sinks", "sinks, next to none", make_attention, 1.0, 0 },
+    { "softcap", "a softcap, next to none", make_attention, 1.0, 0 },
+    { "tails", "a length that fills no block, next to whole blocks", make_attention, 1.0, 0 },
+    { "strides", "one head after another, next to packed tokens", make_attention, 1.0, 0 },
+    { "dims", "head dimensions other than 64 and 128", make_attention, 0.8, 0 },
+    { "decode", "one query over a long cache", make_decode, 0.6, 1 },
+    { "short", "a few queries over a long cache, next to one", make_short, 0.8, 0 },
+    { "small", "a call too short to be timed alone, next to a loop", make_small, 0.5, 0 },
+    { "simple", "the same by ra_attention_simple", make_small, 0.5, 0 },
+    { "loop", "a whole sequence, next to a loop", make_attention, 1.0, 0 },
+    { "ring", "rings of 1, 2 and 4 ranks, next to one rank without a ring", make_ring, 2.0, 0 },
+};
+
+static const char *name_of(const row *r) { return kinds[r->kind].name; }
+
+/* 1 if all calls of a trial have succeeded so far; otherwise prints why not. */
+static int trial_good(const row *r, const trial *t) {
+    const ra_error *e = &t->ring.error;
+    ra_status s = t->ring.status;
+    if (s == RA_OK) { s = t->l.status; e = &t->l.error; }
+    if (s == RA_OK) { s = t->other.status; e = &t->other.error; }
+    if (s == RA_OK) return 1;
+    printf("%-10s failed: %s: %s %s\n", name_of(r), ra_status_text(s), e->field, e->text);
+    failed_rows++;
+    return 0;
 }
 
 static void run_row(const row *r, result *out) {
-    if (strcmp(r->name, "decode") == 0) run_decode(r, out);
-    else if (strcmp(r->name, "short") == 0) run_short(r, out);
-    else if (is_small(r)) run_small(r, out);
-    else if (strcmp(r->name, "ring") == 0) run_ring(r, out);
-    else if (strcmp(r->name, "backward") == 0) run_backward(r, out);
-    else run_attention(r, out);
+    static trial t;
+    static peak_load p;
+    const struct kind *kind = &kinds[r->kind];
+    const data x = data_make(r);
+    op peak;
+    memset(&t, 0, sizeof t);
+    kind->make(r, &x, &t);
+    if (!t.l.status && !t.other.status && !t.ring.status)
+        pool_run(t.kernel.fn, t.kernel.ctx, t.kernel.nth);
+    if (trial_good(r, &t)) {
+        peak = kind->reads ? read_op(&p, &x, r->threads)
+                           : fma_op(&p, r->isa, r->dtype, r->threads);
+        peak.once = t.kernel.once;
+        out->unit = kind->reads ? "GB/s" : "GFLOP/s";
+        measure(&t.kernel, r->versus ? &t.versus : NULL, &peak, kind->seconds, out);
+        out->done = trial_good(r, &t);
+    }
+    ring_free(&t.ring);
     unmap_all();
 }
 
 /* ---------------------------------------------------------------------------- the list */
-static row row_make(const char *name, int32_t isa, int32_t dtype, int32_t mask, int32_t dim,
+static row row_make(int32_t kind, int32_t isa, int32_t dtype, int32_t mask, int32_t dim,
                     int64_t tokens) {
     row r;
     memset(&r, 0, sizeof r);
-    r.name = name;
+    r.kind = kind;
     r.isa = isa;
     r.dtype = dtype;
     r.mask = mask;
@@ -889,7 +862,7 @@ static void add(row r) {
     if (row_count < MAX_ROWS && ra_isa_available(r.isa)) rows[row_count++] = r;
 }
 
-/* What multiplies f32 here. */
+/* The instruction set that multiplies f32 here. */
 static int32_t best_f32(void) {
     const int32_t best = ra_isa_best();
     return bf16_isa(best) ? RA_ISA_AVX512 : best;
@@ -898,8 +871,8 @@ static int32_t best_f32(void) {
 /* Full and causal, D 64 and 128, of `tokens` tokens. */
 static void add_squares(int32_t isa, int32_t dtype, int64_t tokens) {
     for (int32_t dim = 64; dim <= 128; dim *= 2) {
-        add(row_make("forward", isa, dtype, RA_MASK_NONE, dim, tokens));
-        add(row_make("forward", isa, dtype, RA_MASK_CAUSAL, dim, tokens));
+        add(row_make(FORWARD, isa, dtype, RA_MASK_NONE, dim, tokens));
+        add(row_make(FORWARD, isa, dtype, RA_MASK_CAUSAL, dim, tokens));
     }
 }
 
@@ -926,13 +899,13 @@ static void add_storage(int large) {
         add_squares(isas[i], RA_F16, isas[i] == RA_ISA_SCALAR ? 1024 : 4096);
         add_squares(isas[i], RA_BF16, isas[i] == RA_ISA_SCALAR ? 1024 : 4096);
     }
-    add(row_make("forward", best_f32(), RA_Q8_0, RA_MASK_CAUSAL, 128, 4096));
+    add(row_make(FORWARD, best_f32(), RA_Q8_0, RA_MASK_CAUSAL, 128, 4096));
 }
 
 static void add_backward(int32_t isa, int32_t dtype, int large) {
     const int64_t n = isa == RA_ISA_SCALAR ? 1024 : 4096;
     for (int i = 0; i < 12; i++) {
-        row r = row_make("backward", isa, dtype, i % 2 ? RA_MASK_CAUSAL : RA_MASK_NONE,
+        row r = row_make(BACKWARD, isa, dtype, i % 2 ? RA_MASK_CAUSAL : RA_MASK_NONE,
                          i / 2 % 2 ? 128 : 64, i < 8 ? n : 8192);
         if (i >= 4 && i < 8) r.threads = 2;
         if (i >= 8) r.q_heads = r.kv_heads = 2;
@@ -943,45 +916,49 @@ static void add_backward(int32_t isa, int32_t dtype, int large) {
 
 static void add_gqa_and_threads(int32_t isa, int32_t dtype) {
     for (int32_t mask = RA_MASK_NONE; mask <= RA_MASK_CAUSAL; mask++) {
-        row r = row_make("forward", isa, dtype, mask, 128, 2048);
+        row r = row_make(FORWARD, isa, dtype, mask, 128, 2048);
         r.q_heads = 32;
         add(r);
     }
     for (int32_t mask = RA_MASK_NONE; mask <= RA_MASK_CAUSAL; mask++) {
         for (int32_t dim = 64; dim <= 128; dim *= 2) {
-            row r = row_make("forward", isa, dtype, mask, dim, 4096);
+            row r = row_make(FORWARD, isa, dtype, mask, dim, 4096);
             r.threads = 2;
             add(r);
         }
     }
 }
 
-/* Masks, score changes, tails and strides beside plain. */
+/* Masks, score changes, tails and strides, next to plain attention. */
 static void add_variants(int32_t isa, int32_t dtype) {
-    for (int32_t v = V_WINDOW; v <= V_STRIDES; v++) {
-        row r = row_make(v <= V_INTERVALS ? "mask" : variant_text[v], isa, dtype,
-                         v <= V_ALIBI ? RA_MASK_CAUSAL : RA_MASK_NONE, 128, 2048);
-        if (v == V_TAILS) r.tokens = r.kv_tokens = 2048 - 23;
-        r.variant = v;
+    for (int32_t m = MASK_WINDOW; m <= MASK_INTERVALS; m++) {
+        row r = row_make(MASK, isa, dtype, RA_MASK_CAUSAL, 128, 2048);
+        r.mask_more = m;
+        r.versus = VERSUS_PLAIN;
+        add(r);
+    }
+    for (int32_t kind = ALIBI; kind <= STRIDES; kind++) {
+        row r = row_make(kind, isa, dtype, kind == ALIBI ? RA_MASK_CAUSAL : RA_MASK_NONE, 128,
+                         kind == TAILS ? 2048 - 23 : 2048);
         r.versus = VERSUS_PLAIN;
         add(r);
     }
 }
 
-/* Head dimensions beside 64 and 128; the last is MLA. */
+/* Head dimensions other than 64 and 128. The last one is MLA. */
 static void add_dims(int32_t isa, int32_t dtype) {
     static const int32_t dims[][2] = { { 16, 16 }, { 32, 32 }, { 60, 60 }, { 80, 80 }, { 96, 96 },
                                        { 192, 128 }, { 256, 256 }, { 576, 512 } };
     for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
-        row r = row_make("dims", isa, dtype, RA_MASK_NONE, dims[i][0], 2048);
+        row r = row_make(DIMS, isa, dtype, RA_MASK_NONE, dims[i][0], 2048);
         r.v_dim = dims[i][1];
         if (r.dim == 576) r.kv_heads = 1;
         add(r);
     }
 }
 
-static row cache_row(const char *name, int32_t isa, int32_t dtype, int64_t tokens) {
-    row r = row_make(name, isa, dtype, RA_MASK_CAUSAL, 128, tokens);
+static row cache_row(int32_t kind, int32_t isa, int32_t dtype, int64_t tokens) {
+    row r = row_make(kind, isa, dtype, RA_MASK_CAUSAL, 128, tokens);
     r.q_heads = 32;
     r.kv_tokens = 32768;
     return r;
@@ -990,7 +967,7 @@ static row cache_row(const char *name, int32_t isa, int32_t dtype, int64_t token
 static void add_decode(void) {
     for (int32_t dtype = RA_F32; dtype <= RA_Q8_0; dtype++) {
         for (int32_t threads = 1; threads <= 2; threads++) {
-            row r = cache_row("decode", dtype == RA_BF16 ? ra_isa_best() : best_f32(), dtype, 1);
+            row r = cache_row(DECODE, dtype == RA_BF16 ? ra_isa_best() : best_f32(), dtype, 1);
             r.threads = threads;
             add(r);
         }
@@ -999,21 +976,21 @@ static void add_decode(void) {
 
 static void add_short(int32_t isa, int32_t dtype) {
     for (int64_t n = 2; n <= 32; n *= 2) {
-        row r = cache_row("short", isa, dtype, n);
+        row r = cache_row(SHORT, isa, dtype, n);
         r.versus = VERSUS_ONE_QUERY;
         add(r);
     }
 }
 
 static void add_small_and_loop(int32_t best) {
-    row r = row_make("small", best, RA_F32, RA_MASK_CAUSAL, 64, 1);
+    row r = row_make(SMALL, best, RA_F32, RA_MASK_CAUSAL, 64, 1);
     r.kv_tokens = 16;
     r.q_heads = r.kv_heads = 1;
     r.versus = VERSUS_LOOP;
     add(r);
-    r.name = "simple";
+    r.kind = SIMPLE;
     add(r);
-    r = row_make("loop", best, RA_F32, RA_MASK_CAUSAL, 128, 1024);
+    r = row_make(LOOP, best, RA_F32, RA_MASK_CAUSAL, 128, 1024);
     r.versus = VERSUS_LOOP;
     add(r);
 }
@@ -1021,7 +998,7 @@ static void add_small_and_loop(int32_t best) {
 static void add_ring(int32_t isa, int32_t dtype) {
     for (int32_t mask = RA_MASK_NONE; mask <= RA_MASK_CAUSAL; mask++) {
         for (int32_t ranks = 1; ranks <= MAX_THREADS; ranks *= 2) {
-            row r = row_make("ring", isa, dtype, mask, 128, 8192);
+            row r = row_make(RING, isa, dtype, mask, 128, 8192);
             r.q_heads = r.kv_heads = 4;
             r.layout = mask == RA_MASK_CAUSAL ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
             r.threads = MAX_THREADS;
@@ -1054,15 +1031,15 @@ static void add_all(int large) {
 }
 
 static const char *mask_text(const row *r) {
-    if (r->variant >= V_WINDOW && r->variant <= V_INTERVALS) return variant_text[r->variant];
+    if (r->mask_more) return mask_names[r->mask_more];
     return r->mask == RA_MASK_CAUSAL ? "causal" : "none";
 }
 
-/* 1 if all words (by spaces or commas) stand in the description of r. */
+/* 1 if the description of r has all words, which spaces or commas separate. */
 static int wanted(const row *r, const char *words) {
     char text[256], word[64];
     snprintf(text, sizeof text, " %s %s %s %s D%d Tq%lld Tk%lld Hq%d threads%d ranks%d ",
-             r->name, ra_isa_name(r->isa), dtype_text(r->dtype), mask_text(r), (int)r->dim,
+             name_of(r), ra_isa_name(r->isa), dtype_text(r->dtype), mask_text(r), (int)r->dim,
              (long long)r->tokens, (long long)r->kv_tokens, (int)r->q_heads, (int)r->threads,
              (int)r->ranks);
     while (*words) {
@@ -1114,13 +1091,13 @@ static void print_machine(void) {
     printf("compiler  gcc %s\n", __VERSION__);
 #endif
     printf("flags     %s\n", BENCH_FLAGS);
-    if (processor_time) printf("time      of the processor, but for rings\n");
-    printf("library   %d.%d.%d, takes %s by itself\n", ra_version() >> 16,
+    if (processor_time) printf("time      of the processor, except for rings\n");
+    printf("library   %d.%d.%d, default instruction set %s\n", ra_version() >> 16,
            (ra_version() >> 8) & 255, ra_version() & 255, ra_isa_name(ra_isa_best()));
 }
 
 #if defined(__x86_64__)
-/* Cycles a second. */
+/* Cycles per second. */
 static double clock_hz(void) {
     double hz = 0;
     for (int i = 0; i < 5; i++) {
@@ -1132,8 +1109,8 @@ static double clock_hz(void) {
 }
 #endif
 
-/* Each peak beside the clock, which shows that it is limited by the units alone, and beside what
- * the processor is known to issue. */
+/* Each peak next to the clock, which shows that only the units limit it, and next to what the
+ * processor is known to issue. */
 static void print_peaks(void) {
     static const int32_t isas[] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16,
                                     RA_ISA_AMX, RA_ISA_NEON };
@@ -1151,10 +1128,10 @@ static void print_peaks(void) {
             const double rate = o.work / op_seconds(&o);
             best = rate > best ? rate : best;
         }
-        printf("peak      %-11s %7.1f GFLOP/s a thread", ra_isa_name(isa), best / 1e9);
+        printf("peak      %-11s %7.1f GFLOP/s per thread", ra_isa_name(isa), best / 1e9);
 #if defined(__x86_64__)
         hz = clock_hz();
-        printf(": %.3f %s a cycle at %.2f GHz", best / hz / peak_flops_instruction(isa),
+        printf(": %.3f %s per cycle at %.2f GHz", best / hz / peak_flops_instruction(isa),
                peak_text(isa), hz / 1e9);
         if (peak_nominal(isa) > 0) printf(", nominally %.4g", peak_nominal(isa));
 #endif
@@ -1163,7 +1140,7 @@ static void print_peaks(void) {
 }
 
 static void print_read_peak(void) {
-    const row r = cache_row("decode", best_f32(), RA_F32, 1);
+    const row r = cache_row(DECODE, best_f32(), RA_F32, 1);
     const data x = data_make(&r);
     static peak_load p;
     for (int threads = 1; threads <= 2 && threads <= processors(); threads++) {
@@ -1186,9 +1163,9 @@ static void print_header(void) {
 
 static void print_row(const row *r, const result *x) {
     char label[64], heads[24], time[24], dims[24];
-    snprintf(label, sizeof label, "%s %s %s %s", r->name, ra_isa_name(r->isa),
+    snprintf(label, sizeof label, "%s %s %s %s", name_of(r), ra_isa_name(r->isa),
              dtype_text(r->dtype), mask_text(r));
-    if (strcmp(r->name, "ring") == 0) {
+    if (r->kind == RING) {
         snprintf(label, sizeof label, "ring %s %s %s ranks %d", ra_isa_name(r->isa),
                  dtype_text(r->dtype), mask_text(r), (int)r->ranks);
     }
@@ -1204,8 +1181,8 @@ static void print_row(const row *r, const result *x) {
         printf("  %.2f x %s", r->versus == VERSUS_ONE_QUERY ? 1 / x->relative : x->relative,
                versus_text[r->versus]);
     }
-    if (is_small(r)) printf(" (%+.3f us)", x->extra_s * 1e6);
-    if (strcmp(r->name, "ring") == 0) printf(", idle %.1f %%", x->idle * 100);
+    if (r->kind == SMALL || r->kind == SIMPLE) printf(" (%+.3f us)", x->extra_s * 1e6);
+    if (r->kind == RING) printf(", idle %.1f %%", x->idle * 100);
     printf("\n");
     fflush(stdout);
 }
@@ -1224,9 +1201,9 @@ static void plan_free(void *ctx, void *p, size_t bytes) {
     free(p);
 }
 
-/* Seconds to make a plan for training, D 128, 32 query heads, and for its figures of another rank;
- * and its size. The masks are causal; documents have 8192
- * tokens, a window a 16th of all. */
+/* The seconds that a plan for training takes (D 128, 32 query heads), the seconds for its figures
+ * of another rank, and its size. The masks are causal. Documents have 8192 tokens, a window has a
+ * sixteenth of all tokens. */
 static void print_plan(const plan_case *c) {
     static const char *const masks[3] = { "causal", "documents", "window" };
     static const char *const layouts[4] = { "", "contiguous", "zigzag", "striped" };
@@ -1278,6 +1255,13 @@ static void print_plans(void) {
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) print_plan(&list[i]);
 }
 
+/* The names for ONLY=. */
+static void print_kinds(void) {
+    printf("rows:\n");
+    for (int i = 0; i < KINDS; i++) printf("  %-10s %s\n", kinds[i].name, kinds[i].what);
+    printf("  %-10s %s\n", "plan", "seconds that plans take");
+}
+
 static int write_json(const char *path) {
     FILE *f = fopen(path, "w");
     int first = 1;
@@ -1288,7 +1272,7 @@ static int write_json(const char *path) {
         const result *x = &results[i];
         if (!x->done) continue;
         fprintf(f, "%s\n{\"name\": \"%s\", \"isa\": \"%s\", \"dtype\": \"%s\","
-                " \"mask\": \"%s\",", first ? "" : ",", r->name, ra_isa_name(r->isa),
+                " \"mask\": \"%s\",", first ? "" : ",", name_of(r), ra_isa_name(r->isa),
                 dtype_text(r->dtype), mask_text(r));
         fprintf(f, " \"Dk\": %d, \"Dv\": %d, \"Tq\": %lld, \"Tk\": %lld, \"Hq\": %d,"
                 " \"Hkv\": %d,", (int)r->dim, (int)r->v_dim, (long long)r->tokens,
@@ -1303,7 +1287,7 @@ static int write_json(const char *path) {
     return fclose(f);
 }
 
-/* On a terminal: which row runs and how long the rest takes. */
+/* On a terminal: the row that is running and the time that the rest will take. */
 static void progress(int done, double begin) {
     if (!isatty(STDERR_FILENO)) return;
     if (done == row_count) fprintf(stderr, "\r%40s\r", "");
@@ -1333,6 +1317,7 @@ int main(int argc, char **argv) {
         }
     }
     plans = !words[0] || strcmp(words + strspn(words, " "), "plan") == 0;
+    if (strcmp(words + strspn(words, " "), "help") == 0) { print_kinds(); return 0; }
     add_all(large);
     for (int i = 0; i < row_count; i++) {
         if (wanted(&rows[i], words + strspn(words, " "))) rows[kept++] = rows[i];
@@ -1342,7 +1327,7 @@ int main(int argc, char **argv) {
     print_machine();
     print_peaks();
     for (int i = 0; i < row_count; i++) {
-        if (strcmp(rows[i].name, "decode") == 0) { print_read_peak(); break; }
+        if (rows[i].kind == DECODE) { print_read_peak(); break; }
     }
     print_header();
     begin = now_s();
@@ -1354,10 +1339,10 @@ int main(int argc, char **argv) {
         if (results[i].done) print_row(&rows[i], &results[i]);
     }
     printf("%d rows in %.0f s%s\n", row_count, now_s() - begin,
-           row_count || plans ? "" : ": nothing matches");
+           row_count || plans ? "" : ": nothing matches, try ONLY=help");
     if (plans) print_plans();
     if (runs_disturbed * 20 > runs_in_all) {
-        printf("Other programs disturbed %d of %d timed runs: trust no figure of this table.\n",
+        printf("Other programs disturbed %d of %d timed runs: do not trust the figures above.\n",
                runs_disturbed, runs_in_all);
     }
     if (write_json(json) != 0) return 1;

@@ -1,17 +1,17 @@
-/* Loops that do nothing but what limits a kernel, to measure the kernel against, in turn with it.
+/* Loops that do only what limits a kernel. Each kernel is timed in turn with one of them.
  *
  *   peak_fma    multiply-adds of one instruction set, from registers, in inline assembly: a loop in
- *               C with that many accumulators is spilled by some compilers and then understates
- *               the peak, which would flatter the kernels. For bf16 these are dot products of
- *               pairs, on random data, for power and with it the clock depend on the data.
- *               For AMX these are products of tiles.
+ *               C with that many accumulators would be spilled by some compilers, understate the
+ *               peak and flatter the kernels. For bf16 they are dot products of pairs on random
+ *               data, because power, and so the clock, depends on the data. For AMX they are
+ *               products of tiles.
  *   peak_read   reads two arrays once, as decoding reads K and V.
  *   peak_clock  a chain of dependent multiplications, 3 cycles each on every x86-64 processor since
- *               2008, from which the clock follows, so that it can be shown that peak_fma issues as
- *               many instructions a cycle as the processor has units.
+ *               2008. The clock follows from it, and from the clock that peak_fma issues as many
+ *               instructions per cycle as the processor has units.
  *
  * "scalar" is the baseline of x86-64, SSE2, which a compiler may use without flags: one multiply
- * and one add, no FMA. On AArch64 it is NEON's FMA, elsewhere a loop in C. */
+ * and one add instead of an FMA. On AArch64 it is NEON's FMA, elsewhere a loop in C. */
 #if !defined(BENCH_PEAK_H)
 #define BENCH_PEAK_H
 
@@ -61,13 +61,19 @@ __attribute__((target("avx512f"))) static double peak_fma_avx512(long turns) {
     return (double)turns * 16.0 * 16.0 * 2.0;
 }
 
+/* Random bits by xorshift (Marsaglia, 2003). The state must not be 0. */
+static uint32_t peak_random(uint32_t *state) {
+    *state ^= *state << 13;
+    *state ^= *state >> 17;
+    return *state ^= *state << 5;
+}
+
 /* 64 bytes of random bf16 between 1/2 and 2, either sign, three times. */
 static const uint16_t *peak_random_bf16(void) {
     static uint16_t x[96];
     uint32_t state = 1;
     for (int i = 0; i < 96; i++) {
-        state = state * 1664525u + 1013904223u;
-        x[i] = (uint16_t)(0x3f00u + (state >> 16 & 0x80ffu));
+        x[i] = (uint16_t)(0x3f00u + (peak_random(&state) >> 16 & 0x80ffu));
     }
     return x;
 }
@@ -202,12 +208,11 @@ __attribute__((target("amx-tile,amx-bf16"))) static double peak_tiles_amx(long t
     long n = turns;
     if (syscall(SYS_arch_prctl, 0x1023, 18) != 0) return 0;
     for (int i = 0; i < 8; i++) {
-        config[16 + 2 * i] = 64;       /* bytes a row */
+        config[16 + 2 * i] = 64;       /* bytes per row */
         config[48 + i] = 16;           /* rows */
     }
     for (int i = 0; i < 4 * 512; i++) {
-        state = state * 1664525u + 1013904223u;
-        data[i / 512][i % 512] = (uint16_t)(0x3f00u + (state >> 16 & 0x80ffu));
+        data[i / 512][i % 512] = (uint16_t)(0x3f00u + (peak_random(&state) >> 16 & 0x80ffu));
     }
     __asm__ volatile(
         "ldtilecfg (%2)\n\t"

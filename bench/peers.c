@@ -1,10 +1,10 @@
-/* The library as a shared object for bench/peers.py, which calls it beside other people's.
+/* The library as a shared object for bench/peers.py, which compares it with other libraries.
  *
  *   cc -O2 -shared -fPIC -I. bench/peers.c -o build/release/bench/peers.so -lpthread
  *
  * A call is made once from a shape and addresses and then run any number of times, on threads that
- * wait for work between the calls as those of the others do. Tensors lie head after head,
- * [H][T][D], which PyTorch and OpenVINO have too. */
+ * wait for work between calls, as in the other libraries. Tensors are stored head after head,
+ * [H][T][D], as in PyTorch and OpenVINO. */
 #define _POSIX_C_SOURCE 200112L         /* posix_memalign */
 #include <stdlib.h>
 
@@ -128,8 +128,8 @@ static void set_desc(ra_desc *d, const int64_t *shape) {
     d->threads = (int32_t)shape[S_THREADS];
 }
 
-/* data[P_LSE] from a call that keeps it (backward needs it), else null; P_DO and so on only for
- * backward. Null: out of memory. */
+/* data[P_LSE]: null, or from a call that keeps it, as backward needs it. P_DO and the following are
+ * for backward only. Returns null if out of memory. */
 peers_call *peers_create(const int64_t *shape, void *const *data) {
     const int64_t row = shape[S_DIM] * (shape[S_DTYPE] ? 2 : 4), tq = shape[S_TQ], tk = shape[S_TK];
     peers_call *c = (peers_call *)calloc(1, sizeof *c);

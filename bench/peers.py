@@ -499,7 +499,7 @@ def measure(row, libraries, turns, budget):
     for library in libraries:
         try:
             forms += library.forms(row, data)
-        except Exception as e:             # a library that refuses a row is no reason to stop
+        except Exception as e:             # go on with the next row
             print("skipped: %s for %s: %s" % (type(library).__name__, " ".join(words_of(row)),
                                               str(e).strip().split("\n")[-1][:120]))
     wrong = errors(row, data, forms)

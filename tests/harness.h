@@ -3,7 +3,8 @@
 
 /* A test harness in plain C99. A program defines tests with TEST(name) { ... }, lists them as
  * ENTRY(name) in a table and hands that to h_main; a test left out of the table is a compiler
- * warning (unused function). Command line: [filter] [--seed N] [--case I] [--long] [--list] [-v]
+ * warning (unused function). Command line:
+ * [filter] [--seed N] [--case I] [--long] [--other] [--list] [-v]
  *
  * Whatever is random comes from h_case_rng(i), which depends on --seed, the test's name and i
  * alone, so that `filter --seed N --case I` runs one case again. A failing check prints file, line
@@ -31,11 +32,11 @@ typedef struct h_site { const char *what, *file; int line; } h_site;
 typedef struct h_globals {
     uint64_t seed;
     int64_t only_case, case_now;       /* -1: all, none */
-    int verbose, large, checks, bad, skipped;
+    int verbose, large, other, checks, bad, skipped;
     const char *test, *program, *filter;
     char context[900];
 } h_globals;
-static h_globals h_run = { 1, -1, -1, 0, 0, 0, 0, 0, "", "", "", "" };
+static h_globals h_run = { 1, -1, -1, 0, 0, 0, 0, 0, 0, "", "", "", "" };
 
 static inline h_site h_args(const char *what, const char *file, int line)
 {
@@ -128,7 +129,7 @@ static inline int h_check_bits(h_site at, const void *got, const void *want, siz
     return 0;
 }
 
-/* This test cannot say anything here. */
+/* This test cannot run here. */
 static inline void h_skip(const char *why)
 {
     printf("%s: skipped: %s\n", h_run.test, why);
@@ -162,12 +163,28 @@ static inline float h_normal(h_rng *r)                                 /* Marsag
     return (float)(x * sqrt(-2 * log(s) / s));
 }
 
-/* Begins case i of this test: 0 if --case asks for another one. */
+/* Begins case i of this test. 0 if --case selects another one. */
 static inline int h_case(int64_t i)
 {
     h_run.case_now = i;
     h_run.context[0] = 0;
     return (h_run.only_case < 0 || h_run.only_case == i) && h_run.bad < 5;
+}
+
+/* For tests whose cases are all entries of a table in two variants: 1 if this run has `variant`, 0
+ * or 1, of entry i. A run has one variant of each entry, with --other the other one, with --long or
+ * --case both. */
+static inline int h_variant(int64_t i, int variant)
+{
+    return h_run.large || h_run.only_case >= 0 || (int)((i + h_run.other) & 1) == variant;
+}
+
+/* A case number as a number of several digits: takes its lowest digit, 0 to base - 1, away. */
+static inline int h_digit(int64_t *number, int base)
+{
+    int digit = (int)(*number % base);
+    *number /= base;
+    return digit;
 }
 
 static inline h_rng h_case_rng(int64_t i)
@@ -187,6 +204,7 @@ static inline int h_arguments(int argc, char **argv)
         if (!strcmp(argv[i], "--seed") && i + 1 < argc) h_run.seed = strtoull(argv[++i], NULL, 0);
         else if (!strcmp(argv[i], "--case") && i + 1 < argc) h_run.only_case = atoll(argv[++i]);
         else if (!strcmp(argv[i], "--long")) h_run.large = 1;
+        else if (!strcmp(argv[i], "--other")) h_run.other = 1;
         else if (!strcmp(argv[i], "--list")) list = 1;
         else if (!strcmp(argv[i], "-v")) h_run.verbose = 1;
         else h_run.filter = argv[i];
@@ -209,7 +227,7 @@ static inline int h_main(int argc, char **argv, const h_test *tests, size_t n)
         h_run.case_now = -1;
         h_run.context[0] = 0;
         tests[i].run();
-        /* A test that checked nothing proves nothing; one case asked for may be of another test. */
+        /* A test that checked nothing proves nothing. With --case it may have no such case. */
         if (!h_run.checks && !h_run.skipped && h_run.only_case < 0) {
             h_fail(h_args("test", __FILE__, __LINE__), "no check ran");
         }

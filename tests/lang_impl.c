@@ -1,5 +1,5 @@
-/* The second translation unit of the language matrix: the implementation that lang_main.c lacks, or
- * with RINGATTN_STATIC a copy of its own. */
+/* The second translation unit of the language matrix: the implementation for lang_main.c, or with
+ * RINGATTN_STATIC a second copy. */
 #ifndef LANG_HEADER
 #define LANG_HEADER "ringattn.h"
 #endif

@@ -1,6 +1,6 @@
 /* The language matrix, tests/matrix.sh, compiles this file with every compiler, dialect and level
  * of optimisation, and runs it. Three ranks attend over 450 tokens, once causal in zigzag layout,
- * once with the caller's own intervals, one of them empty; results are held against a plain loop.
+ * once with the caller's own intervals, one of them empty. A plain loop checks the results.
  * The LSE of the empty row must be -inf, tested by its bits: the client may have been compiled with
  * -ffast-math, where isinf() is always 0.
  *
@@ -143,7 +143,7 @@ static int lang_check(const problem *p, const char *what) {
 
 #ifndef RINGATTN_NO_THREADS
 
-/* Copies the rows of a rank between the whole tensor and the packed one, `width` floats a row. */
+/* Copies the rows of a rank between the whole tensor and the packed one, `width` floats per row. */
 static void lang_rows(float *whole, float *mine, const ra_run *runs, int n, int width, int gather) {
     int i;
     int64_t j;

@@ -1,6 +1,5 @@
-/* The network that program 4 of the head comment asks for: three processes with a pair of sockets
- * between each two. Each rank attends two layers and compares its rows with those of a ring of one,
- * bit for bit. */
+/* The network that program 4 of the head comment needs: three processes with a pair of sockets per
+ * pair of processes. Proves that each rank attends two layers with the bits of a ring of one. */
 #define _POSIX_C_SOURCE 200809L
 #include "ringattn.h"
 

@@ -1,12 +1,12 @@
 #!/bin/sh
-# The language matrix: tests/lang_main.c compiled by every compiler in every dialect at every level
-# of optimisation, with all warnings as errors, and run; the ways a single header gets included; the
-# symbols that its object has and wants.
+# The language matrix: tests/lang_main.c compiled by every compiler, in every dialect and at every
+# level of optimisation, with all warnings as errors, and run; the ways in which a program can
+# include a single header; the symbols that its object defines and needs.
 #
-#   matrix.sh quick|full DIR     DIR takes what is built. CC is the compiler of `quick`, which adds
-#                                a cell each of g++, clang and clang++ where they are; `full` has
-#                                all of all four, each level of optimisation in one dialect and two
-#                                in the others, and fails where a compiler is missing.
+#   matrix.sh quick|full DIR     Builds in DIR. `quick` has the fewest cells that cover C99 and
+#                                C++11, gcc and clang, one and two translation units, and the
+#                                configuration macros; CC is its C compiler. `full` has all four
+#                                compilers and fails if one is missing.
 # Ends with "N passed, N failed, N skipped".
 
 mode=$1
@@ -23,7 +23,7 @@ link="-pthread -lm"
 count=0
 skipped=0
 
-# cell NAME SHELL...: one test, a script of its own in a directory of its own.
+# cell NAME SHELL...: one test: a script in its own directory.
 cell() {
     count=$((count + 1))
     id=$(printf '%03d' "$count")
@@ -52,103 +52,124 @@ runs() {
 ./main"
 }
 
-# ways COMPILER DIALECT: how a header may come into a program.
-ways() {
+# parses COMPILER DIALECT WHAT FLAGS...: the compiler accepts the program without a warning. For
+# what can only go wrong before code is generated.
+parses() {
+    name="$1 $2 $3"
+    f="$1 $(flags "$1" "$2") -O0 -fsyntax-only"
+    shift 3
+    cell "$name" "$f $*"
+}
+
+# two_units COMPILER DIALECT: the program in one translation unit, the implementation in another.
+two_units() {
     f="$1 $(flags "$1" "$2") -O0"
-    cell "$1 $2 header before everything else" "$f -DLANG_FIRST -I'$root' '$main' -o main $link
-./main"
     cell "$1 $2 two translation units" "$f -c -I'$root' '$impl' -o impl.o
 $f -c -DLANG_ELSEWHERE -I'$root' '$main' -o main.o
 $1 main.o impl.o -o main $link
 ./main"
-    cell "$1 $2 RINGATTN_NO_THREADS" "$f -DRINGATTN_NO_THREADS -I'$root' '$main' -o main -lm
-./main"
-    cell "$1 $2 RINGATTN_SCALAR" "$f -DRINGATTN_SCALAR -I'$root' '$main' -o main $link
+}
+
+# no_threads COMPILER DIALECT [MORE]: without threads, the program needs no pthread function.
+no_threads() {
+    cell "$1 $2 RINGATTN_NO_THREADS $3" \
+        "$1 $(flags "$1" "$2") -O0 -DRINGATTN_NO_THREADS $3 -c -I'$root' '$main' -o main.o
+if nm -u main.o | grep pthread; then echo 'error: needed above'; exit 1; fi
+$1 main.o -o main -lm
 ./main"
 }
 
-# odd_ways COMPILER DIALECT: the rarer ones.
-odd_ways() {
+# ways COMPILER DIALECT: how a header may come into a program.
+ways() {
+    runs "$1" -O0 "$2" -DLANG_FIRST
+    two_units "$1" "$2"
+    no_threads "$1" "$2"
+    runs "$1" -O0 "$2" -DRINGATTN_SCALAR
+    runs "$1" -O0 "$2" '-DRINGATTN_ASSERT=assert -include assert.h'
     f="$1 $(flags "$1" "$2") -O0"
     cell "$1 $2 RINGATTN_STATIC in two translation units" \
         "$f -DRINGATTN_STATIC -c -I'$root' '$impl' -o impl.o
+if nm -g --defined-only impl.o | grep ' ra_'; then echo 'error: defined above'; exit 1; fi
 $f -DRINGATTN_STATIC -DLANG_STATIC_TWO -c -I'$root' '$main' -o main.o
 $1 main.o impl.o -o main $link
 ./main"
-    cell "$1 $2 included twice" "$f -DLANG_TWICE -I'$root' '$main' -o main $link
-./main"
+    parses "$1" "$2" "included twice" -DLANG_TWICE "-I'$root' '$main'"
+    f="$f -fsyntax-only"
     cell "$1 $2 header renamed" "cp '$root/ringattn.h' other_name.h
-$f -DLANG_HEADER='\"other_name.h\"' -I. '$main' -o main $link
-./main"
+$f -DLANG_HEADER='\"other_name.h\"' -I. '$main'"
     cell "$1 $2 built from elsewhere, included by path" "mkdir -p tree/vendor tree/src elsewhere
 cp '$root/ringattn.h' tree/vendor
 cp '$main' tree/src
 cd elsewhere
-$f -DLANG_HEADER='\"../vendor/ringattn.h\"' ../tree/src/lang_main.c -o main $link
-./main"
-    cell "$1 $2 asserts on" "$f -DRINGATTN_ASSERT=assert -include assert.h -I'$root' '$main' \
--o main $link
-./main"
+$f -DLANG_HEADER='\"../vendor/ringattn.h\"' ../tree/src/lang_main.c"
 }
 
 # Feature-test macros of the client: what PLATFORM declares for itself must agree with the system.
 macros() {
     for m in _GNU_SOURCE _POSIX_C_SOURCE=200809L _XOPEN_SOURCE=700 _DEFAULT_SOURCE; do
-        runs "$1" -O0 "$2" "-D$m"
+        parses "$1" "$2" "$m" "-D$m -I'$root' '$main'"
     done
 }
 
-# symbols COMPILER DIALECT LEVELS: the object defines ra_ names alone, and wants from the system
-# nothing but memory, threads and clocks: no printing, no way out, no environment, no mathematics.
-# (Without optimisation g++ 12 adds what unwinding through blocks with arrays would need.)
+# symbols NAME DIALECT SHELL: the object impl.o that SHELL leaves defines only ra_* names and needs
+# only memory, threads and clocks from the system: no printing, no exit, no environment, no
+# mathematics. (Without optimisation g++ 12 adds what unwinding through blocks with arrays needs.)
 symbols() {
-    f="$1 $(flags "$1" "$2") -I'$root' -DRINGATTN_IMPLEMENTATION -c '$root/tests/lang_empty.c'"
     allowed='mem(cpy|set|move|cmp)|bcmp|strlen|strcmp'
     allowed="$allowed|malloc|calloc|free|posix_memalign|aligned_alloc"
     allowed="$allowed|pthread_[a-z_]+|getpid|getauxval|clock_gettime|nanosleep|sched_yield"
     allowed="$allowed|_GLOBAL_OFFSET_TABLE_|__stack_chk_fail|__tls_get_addr"
     case $2 in *++*) allowed="$allowed|__gxx_personality_v0|_Unwind_Resume" ;; esac
-    for level in $3; do
-        cell "$1 $2 $level defines only ra_*, wants only memory, threads and clocks" \
-            "$f $level -o impl.o
+    cell "$1 defines only ra_*, needs only memory, threads and clocks" "$3
 nm -g --defined-only impl.o | awk 'NF == 3 { print \$3 }' > defined
-nm -u impl.o | awk '{ print \$NF }' > wanted
+nm -u impl.o | awk '{ print \$NF }' > needed
 grep -q '^ra_plan_create\$' defined
-test -s wanted
-sed -i '/^DW\.ref\.__gxx_personality_v0\$/d' defined
+test -s needed
+sed -i '/^DW\.ref\.__gxx_personality_v0\$/d; /lang_other_version/d' defined
 if grep -v '^ra_[a-z]' defined; then echo 'error: defined above'; exit 1; fi
-if grep -Ev '^($allowed)(@.*)?\$' wanted; then echo 'error: wanted above'; exit 1; fi"
-    done
-    cell "$1 $2 RINGATTN_STATIC defines nothing" "$f -O0 -DRINGATTN_STATIC -o impl.o
-! nm -g --defined-only impl.o | grep ' ra_'"
-    cell "$1 $2 RINGATTN_NO_THREADS wants no threads" "$f -O0 -DRINGATTN_NO_THREADS -o impl.o
-! nm -u impl.o | grep pthread"
+if grep -Ev '^($allowed)(@.*)?\$' needed; then echo 'error: needed above'; exit 1; fi"
 }
 
-# printed COMPILER DIALECT LEVEL: each program in the head comment does what it says, as it is
-# printed; so does every program in the README.
+# symbols_of COMPILER DIALECT LEVEL
+symbols_of() {
+    symbols "$1 $2 $3" "$2" "$1 $(flags "$1" "$2") $3 -I'$root' -DRINGATTN_IMPLEMENTATION \
+-c '$root/tests/lang_empty.c' -o impl.o"
+}
+
+# linked COMPILER DIALECT LEVEL: how the programs of the documentation are compiled if they are
+# linked with impl.o.
+linked() {
+    echo "$1 -std=$2 -Wall -Wextra -Werror $3 -DRA__IMPLEMENTED -I'$root'"
+}
+
+# printed COMPILER DIALECT LEVEL OBJECT: each program in the head comment compiles and runs as it is
+# printed. OBJECT is the implementation.
 printed() {
+    f=$(linked "$1" "$2" "$3")
     cell "$1 $2 the programs in the head comment" "awk '/^ \* Program [0-9]/ { n++; on = 0 }
 /^ \*   #define RINGATTN_IMPLEMENTATION/ { on = 1 }
 /^ \* [^ ]/ { on = 0 }
 on { sub(/^ \*( {3})?/, \"\"); print > (n \".c\") }' '$root/ringattn.h'
 test \"\$(ls [0-9].c | wc -l)\" = 4
-if [ -f '$dir/../tests/ringattn.o' ]; then cp '$dir/../tests/ringattn.o' impl.o
-else $1 -std=$2 -O1 -I'$root' -c '$root/tests/lang_impl.c' -o impl.o; fi
 for p in 1 2 3; do
-    $1 -std=$2 -Wall -Wextra -Werror $3 -DRA__IMPLEMENTED -I'$root' \$p.c impl.o -o main -pthread
+    $f \$p.c '$4' -o main -pthread
     ./main
 done
-$1 -std=$2 -Wall -Wextra -Werror $3 -DRA__IMPLEMENTED -I'$root' 4.c '$root/tests/lang_network.c' \
-impl.o -o main -pthread
+$f 4.c '$root/tests/lang_network.c' '$4' -o main -pthread
 ./main"
+}
+
+# readme COMPILER DIALECT FLAGS...: the same of each program in README.md, which FLAGS compile.
+readme() {
     [ -f "$root/README.md" ] || return 0
-    cell "$1 $2 the programs in README.md" "awk '/^\`\`\`/ { if (on) close(f); on = 0 }
+    name="$1 $2 the programs in README.md"
+    shift 2
+    cell "$name" "awk '/^\`\`\`/ { if (on) close(f); on = 0 }
 on { print > f }
 /^\`\`\`c\$/ { on = 1; f = sprintf(\"%02d.c\", ++n) }' '$root/README.md'
 grep -l '^int main' [0-9]*.c > programs
 for p in \$(cat programs); do
-    $1 -std=$2 -Wall -Wextra -Werror $3 -I'$root' \$p -o main -pthread -lm
+    $* -o main \$p -pthread -lm
     ./main
 done"
 }
@@ -157,62 +178,75 @@ have() {
     command -v "$1" > /dev/null 2>&1
 }
 
+# object COMPILER: the implementation for the programs of the documentation; prints its path.
+object() {
+    "$1" -std=c99 -O1 -I"$root" -c "$impl" -o "$dir/impl-$1.o" && echo "$dir/impl-$1.o"
+}
+
 quick() {
     cc=${CC:-cc}
-    runs "$cc" -O0 c99
-    ways "$cc" c99
-    symbols "$cc" c99 -O0
-    printed "$cc" c99 -O0
-    for other in g++ clang clang++; do
-        case $other in
-            *++) std=c++11 ;;
-            *) std=c99 ;;
-        esac
-        if [ "$other" = "$cc" ]; then :
-        elif have "$other"; then
-            runs "$other" -O0 "$std"
-        else
-            skip "$other -O0 $std" "no $other here"
-        fi
-    done
+    made=$dir/../tests/ringattn.o      # by make, of lang_impl.c
+    [ -f "$made" ] && made=$(cd "$dir/../tests" && pwd)/ringattn.o || made=$(object "$cc")
+    runs "$cc" -O0 c99 "-DLANG_FIRST -DRINGATTN_STATIC"
+    no_threads "$cc" c99 -DRINGATTN_SCALAR
+    symbols "$cc c99" c99 "ln -s '$made' impl.o"
+    printed "$cc" c99 -O0 "$made"
+    readme "$cc" c99 "$(linked "$cc" c99 -O0) '$made'"
+    if have g++; then two_units g++ c++11; else skip "g++ c++11" "no g++ here"; fi
+    if [ "$cc" = clang ]; then :
+    elif have clang; then runs clang -O0 c99
+    else skip "clang c99" "no clang here"
+    fi
 }
 
 full() {
     for cc in gcc clang g++ clang++; do
-        case $cc in
-            *++) dialects=c++17 std=c++11 ;;
-            *) dialects="gnu99 c11 c17" std=c99 ;;
-        esac
         if ! have "$cc"; then
             skip "$cc" "no $cc here"
             continue
         fi
-        for level in -O0 -Og -O2 -O3 -Ofast "-O2 -ffast-math" "-O2 -march=native"; do
+        case $cc in
+            *++)                       # the optimiser is the one of the C compiler
+                std=c++11 levels="-O0 -O2 -Ofast"
+                runs "$cc" -O0 c++17
+                ;;
+            *)
+                std=c99 levels="-O0 -Og -O2 -O3 -Ofast"
+                runs "$cc" "-O2 -ffast-math" c99
+                runs "$cc" "-O2 -march=native" c99
+                runs "$cc" -O0 gnu99
+                runs "$cc" -O3 gnu99   # where the compiler contracts a*b + c unless told not to
+                runs "$cc" -O0 c11
+                runs "$cc" -O0 c17
+                ;;
+        esac
+        for level in $levels; do
             runs "$cc" "$level" "$std"
         done
-        for d in $dialects; do
-            runs "$cc" -O0 "$d"
-            runs "$cc" -O3 "$d"
-        done
         ways "$cc" "$std"
-        odd_ways "$cc" "$std"
         macros "$cc" "$std"
-        symbols "$cc" "$std" "-O0 -O2"
+        symbols_of "$cc" "$std" -O0
+        symbols_of "$cc" "$std" -O2
     done
-    printed gcc c99 -O2
-    printed gcc c11 -O2
-    printed clang c99 -O2
+    with_gcc=$(object gcc)
+    with_clang=$(object clang)
+    printed gcc c99 -O2 "$with_gcc"
+    printed gcc c11 -O2 "$with_gcc"
+    printed clang c99 -O2 "$with_clang"
+    readme gcc c99 "gcc -std=c99 -Wall -Wextra -Werror -O2 -I'$root'"
+    readme gcc c11 "$(linked gcc c11 -O2) '$with_gcc'"
+    readme clang c99 "$(linked clang c99 -O2) '$with_clang'"
 }
 
 if [ "$mode" = full ]; then full; else quick; fi
 
-# The cells, one a core at a time.
-ls "$dir" | xargs -P "$cores" -I ID sh -c \
+# The cells, one per core at a time.
+ls "$dir" | grep '^[0-9]*$' | xargs -P "$cores" -I ID sh -c \
     'timeout 300 sh "$0/$1/run.sh" > "$0/$1/log" 2>&1; echo $? > "$0/$1/status"' "$dir" ID
 
 passed=0
 failed=0
-for c in "$dir"/*; do
+for c in "$dir"/[0-9]*; do
     if [ "$(cat "$c/status")" = 0 ]; then
         passed=$((passed + 1))
         rm -rf "$c"

@@ -214,7 +214,7 @@ static void cancel(void) {
     and_then();
 }
 
-/* Each time another rank has a deadline of its own of some ms, others of 20 s. */
+/* Each time another rank has a deadline of a few ms. The others have 20 s. */
 static void own_deadline(int seeds) {
     int64_t worst = 0, all = 0;
     g.test = "own_deadline_reaches_all";
@@ -285,7 +285,7 @@ static ra_transport_op op_of(int kind, int peer, void *buf, size_t len) {
     return op;
 }
 
-/* A longer and a shorter message than is received: RA_E_TRUNC, and the job goes on. */
+/* A longer and a shorter message than is received: RA_E_TRUNC, and the job continues. */
 static void lengths(void) {
     ra_mpi *m = NULL;
     g.test = "other_lengths";

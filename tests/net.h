@@ -3,10 +3,11 @@
  * prefix of what is posted, holds no message or a few, lends memory, and fails on request. It also
  * watches: each breach of the contract by the library is counted, the first in words.
  *
- * Time is a counter that the test moves (now). Nothing here blocks, sleeps or asks for the time. */
+ * Time is a counter that the test moves (now). Nothing here blocks, sleeps or reads a clock. */
 #if !defined(RINGATTN_TEST_NET_H)
 #define RINGATTN_TEST_NET_H
 
+#include "harness.h"
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -118,7 +119,7 @@ typedef struct net {
     net_loan *loans;
     int loan_count;
     int64_t now;
-    uint64_t random;
+    h_rng rng;
     int thread;                        /* ith of the step under way */
     int expect_faults;                 /* 1: tags and lengths may differ, ops may be left */
     int breaches;
@@ -127,10 +128,7 @@ typedef struct net {
 
 static inline uint32_t net_rand(net *w, uint32_t below)
 {
-    w->random ^= w->random << 13;
-    w->random ^= w->random >> 7;
-    w->random ^= w->random << 17;
-    return (uint32_t)((w->random >> 20) % below);
+    return h_next(&w->rng) % below;
 }
 
 static inline int net_chance(net *w, int percent)
@@ -695,7 +693,8 @@ static inline net *net_create(const net_config *c)
     net *w = (net *)calloc(1, sizeof *w);
     if (!w || c->ranks < 1 || c->ranks > NET_RANKS) abort();
     w->c = *c;
-    w->random = c->seed * 2 + 0x9E3779B97F4A7C15u;
+    w->rng.state = c->seed;
+    (void)h_next(&w->rng);             /* the first number of a small seed is small */
     w->expect_faults = c->fault.kind != NET_FINE;
     for (size_t i = 0; i < sizeof w->link / sizeof w->link[0]; i++)
         w->link[i].recv_first = w->link[i].recv_last = -1;

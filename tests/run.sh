@@ -1,13 +1,13 @@
 #!/bin/sh
-# Runs one test program into a log, prints one line about it, or the log if something failed, and
-# leaves its figures, "passed failed skipped", in a file.
+# Runs one test program. Its output goes to a log, its figures, "passed failed skipped", to a file.
+# Prints one line about it, and the end of the log if something failed.
 #
 #   run.sh [-x] LOG NAME COMMAND...    LOG.log and LOG.sum are written; always exits 0
-#   run.sh -s NAME=SUM...              adds figures up: "N passed, N failed", exits 1 if any failed
+#   run.sh -s NAME=SUM...              adds up figures: "N passed, N failed", exits 1 if any failed
 #
 # The figures are those of the program's last line "N passed, N failed" (", N skipped" may follow).
-# A program that prints none, that crashes, or that exits non-zero although nothing failed is one
-# failure more. With -x the exit status alone counts: one passed or one failed.
+# A program that prints no such line, crashes, or exits non-zero although nothing failed counts as
+# one more failure. With -x the exit status alone counts: one passed or one failed.
 
 limit=${LIMIT:-600}
 

@@ -1,9 +1,10 @@
 /* Small random problems for tests that run whole worlds: a descriptor that all ranks share, data by
- * global position, each rank's part of it in memory of its own, and the exact result of any row
+ * global position, each rank's part of it in separate memory, and the exact result of any row
  * in double precision. Written from the text of the API section alone. */
 #if !defined(RINGATTN_TEST_SMALL_H)
 #define RINGATTN_TEST_SMALL_H
 
+#include "harness.h"
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -12,15 +13,9 @@
 
 enum { SMALL_RANKS = 16, SMALL_SEQUENCES = 3, SMALL_DOCS = 8, SMALL_RUNS = 512 };
 
-static uint64_t small_state = 88172645463325252u;
+static h_rng small_rng;
 
-static inline uint32_t small_rand(uint32_t below)
-{
-    small_state ^= small_state << 13;
-    small_state ^= small_state >> 7;
-    small_state ^= small_state << 17;
-    return (uint32_t)((small_state >> 20) % below);
-}
+static inline uint32_t small_rand(uint32_t below) { return h_next(&small_rng) % below; }
 
 static inline int small_chance(int percent) { return (int)small_rand(100) < percent; }
 static inline int small_range(int lo, int hi)
@@ -31,8 +26,8 @@ static inline float small_float(void) { return (float)small_rand(1u << 20) / 524
 
 static inline void small_seed(uint64_t seed)
 {
-    small_state = (seed + 1) * 0x9E3779B97F4A7C15u;
-    for (int i = 0; i < 8; i++) (void)small_rand(2);
+    small_rng.state = seed;
+    (void)h_next(&small_rng);          /* the first number of a small seed is small */
 }
 
 static inline void *small_memory(size_t bytes)
@@ -43,7 +38,7 @@ static inline void *small_memory(size_t bytes)
 }
 
 /* -------------------------------------------------------------------------- allocator
- * Counts, fails on request, hands out memory full of rubbish, and knows what was not given back. */
+ * Counts, fails on request, returns memory full of garbage, and knows what was not freed. */
 typedef struct small_heap {
     int64_t live, calls, fail_at;      /* blocks; calls so far; this call fails, counted from 1 */
     int64_t bytes;                     /* of live blocks */
@@ -65,7 +60,7 @@ static inline void *small_heap_alloc(void *ctx, size_t bytes, size_t align)
     small_block *block;
     heap->calls++;
     if (heap->calls == heap->fail_at || !align || (align & (align - 1))) return NULL;
-    if (bytes > (size_t)1 << 26) return NULL;          /* what a fuzzer may ask for */
+    if (bytes > (size_t)1 << 26) return NULL;          /* the most for fuzzers */
     lead = (lead + align - 1) / align * align;
     if (posix_memalign(&base, align < 16 ? 16 : align, lead + bytes)) return NULL;
     memset(base, 0xCD, lead + bytes);
@@ -363,7 +358,7 @@ static inline void small_data(small *s)
     s->bias_keys = small_chance(70) ? n : small_range(1, (int)n);
 }
 
-/* most: tokens at the utmost. */
+/* most: the largest number of tokens. */
 static inline void small_make(small *s, int ranks, int most, int threads)
 {
     ra_desc *d = &s->d;
@@ -396,7 +391,7 @@ static inline void small_make(small *s, int ranks, int most, int threads)
     small_data(s);
 }
 
-/* Makes it a problem with gradients, which go home by the ring if they must. */
+/* Adds gradients to a problem. by_ring: they return to their owners around the ring. */
 static inline void small_train(small *s, int by_ring)
 {
     ra_desc *d = &s->d;

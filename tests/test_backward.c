@@ -1,5 +1,6 @@
-/* Gradients on one rank against double precision: the oracle's formulas, those against finite
- * differences, every mask, layout, dtype and score change, threads, dropout, hostile numbers. */
+/* Gradients on one rank. Proves the oracle's formulas by finite differences and the library by the
+ * oracle, in double precision: every mask, layout, dtype and score change, threads, dropout, and
+ * inputs with NaN, infinities and huge values. */
 #include "harness.h"
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -70,7 +71,7 @@ static void grads_close(grads *g)
     free(g->bias);
 }
 
-/* Forward, then backward with the threads one after the other over rubbish. */
+/* Forward, then backward, one thread after another, in memory full of garbage. */
 static ra_status seat_gradients(seat *e, grads *g, int nth)
 {
     ra_status status = seat_attention(e);

@@ -1,5 +1,5 @@
-/* What the API section says of calls on one rank and of the memory of a call, sentence by sentence:
- * packing, sharing of memory, corners of numbers. */
+/* What the API section says about calls on one rank and about their memory. Proves it sentence by
+ * sentence: packing, shared memory, corner cases of numbers. */
 #include "harness.h"
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -83,7 +83,7 @@ static void packed_bias(packed *x)
     b->keys = g->keys = p->k_max;
 }
 
-/* tokens_of {64, 40} and keys {90, 70} of 128 and 200: 64 and 90 count, nothing else does. */
+/* tokens_of {64, 40} and keys {90, 70} of 128 and 200: only 64 and 90 count. */
 static void packed_open(packed *x, int32_t layout, int self, h_rng *r)
 {
     problem *p = &x->p;

@@ -1,22 +1,13 @@
 /* The programs that people want to write, as tests: a world in one process, a small engine on one
- * rank, engines with threads of their own, somebody else's network at levels 0 and 1, somebody
- * else's kernel, a trace; and what happens to all of them when one part fails. Results are compared
- * with small.h's double-precision reference, or bit for bit with another way to the same. */
+ * rank, engines with their own threads, a user-supplied network at levels 0 and 1, a user-supplied
+ * kernel, a trace. Proves that they work and that they end well if one part fails. Results are
+ * compared with small.h's double-precision reference, or bit for bit with another way to compute
+ * them. */
 #define _POSIX_C_SOURCE 200112L
-#include "harness.h"
+#include "hooks.h"
 #include <pthread.h>
 #include <sched.h>
 #include <time.h>
-
-static int assert_failures;
-static int assert_failed(const char *what, int line)
-{
-    if (assert_failures++ == 0) printf("ringattn.h:%d: assertion: %s\n", line, what);
-    return 0;
-}
-#define RINGATTN_ASSERT(x) ((x) ? (void)0 : (void)assert_failed(#x, __LINE__))
-#define RINGATTN_IMPLEMENTATION
-#include "ringattn.h"
 #include "small.h"
 
 /* -------------------------------------------------------------------------- teams
@@ -31,7 +22,7 @@ typedef struct team {
     const ra_transport *net[SMALL_RANKS]; /* null: the world's */
     ra_ring_desc rd[SMALL_RANKS];
     int64_t deadline_ms;
-    int stepping;                      /* threads a rank that step */
+    int stepping;                      /* threads per rank that step */
     int broken, how;                   /* rank that misbehaves, and how */
 } team;
 
@@ -420,8 +411,8 @@ TEST(main_thread_begins)
 
 enum { CREW = 8, LAYERS = 20000, VARIANTS = 4 };
 
-/* Passes of one rank, each with memory of its own for its output, so that a late thread may still
- * look at the result of an early pass. */
+/* Passes of one rank. Each has separate memory for its output, so that a late thread may still look
+ * at the result of an early pass. */
 typedef struct crew {
     team *team[VARIANTS];
     const float *want[VARIANTS];
@@ -430,19 +421,13 @@ typedef struct crew {
     int ranks, threads, layers;
     int away;                          /* threads from this ith on never come */
     ra_ring *ring[2];
-    int64_t bad, through[2];           /* atomics: wrong results; layers that thread 0 is through */
+    int64_t bad, through[2];           /* atomics: wrong results; layers that thread 0 has ended */
     ra_status worst;                   /* the first error of any thread */
 } crew;
 
-typedef struct hand { crew *c; int rank, ith; uint64_t random; } hand;
+typedef struct hand { crew *c; int rank, ith; h_rng rng; } hand;
 
-static uint32_t hand_rand(hand *x, uint32_t below)
-{
-    x->random = x->random * 6364136223846793005u + 1442695040888963407u;
-    return (uint32_t)(x->random >> 33) % below;
-}
-
-/* Stays away until thread 0 is through: a ticket must not be brought before the one below it. */
+/* Waits until thread 0 has finished: no ticket may come before the next lower one. */
 static void hand_rests(const hand *x, int layer)
 {
     const crew *c = x->c;
@@ -466,10 +451,10 @@ static void *hand_main(void *arg)
         job.ticket = 1u + (uint64_t)layer * 3u + (uint64_t)(layer / 100);
         job.plan = t->plan[x->rank];
         job.tensors = &tensors;
-        if (hand_rand(x, 6) == 0) sched_yield();
-        while (s > 0 && !(x->ith && hand_rand(x, 50) == 0)) {      /* or leaves */
+        if (h_one_in(&x->rng, 6)) sched_yield();
+        while (s > 0 && !(x->ith && h_one_in(&x->rng, 50))) {      /* or leaves */
             s = ra_join(c->ring[x->rank], &job, x->ith);
-            if (s == RA_WAIT && hand_rand(x, 4)) sched_yield();
+            if (s == RA_WAIT && !h_one_in(&x->rng, 4)) sched_yield();
             else if (s == RA_WAIT) (void)ra_step_wait(c->ring[x->rank], ra_deadline_ms(2));
         }
         if (s > 0) hand_rests(x, layer);
@@ -535,7 +520,7 @@ static void crew_run(crew *c)
     for (int r = 0; r < c->ranks; r++)
         for (int i = 0; i < c->threads && i < c->away; i++, n++) {
             hands[n].c = c; hands[n].rank = r; hands[n].ith = i;
-            hands[n].random = (uint64_t)n * 77 + h_run.seed;
+            hands[n].rng = h_case_rng(n);
             if (pthread_create(&id[n], NULL, hand_main, &hands[n])) abort();
         }
     while (n > 0) pthread_join(id[--n], NULL);
@@ -1071,7 +1056,7 @@ TEST(trace_and_progress)
 
 typedef struct brake { ra_ring *ring; ra_world *world; int reached, pulled; } brake;
 
-/* The pass goes on only when it has been cancelled. */
+/* The pass continues only after it has been cancelled. */
 static void brake_progress(void *ctx, int64_t done, int64_t all)
 {
     brake *b = (brake *)ctx;
@@ -1236,7 +1221,5 @@ int main(int argc, char **argv)
         ENTRY(trace_and_progress), ENTRY(cancel_from_another_thread), ENTRY(one_rank_fails),
         ENTRY(deadline_at_level0),
     };
-    int failed = h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
-    if (assert_failures) printf("%d assertions failed\n", assert_failures);
-    return failed || assert_failures;
+    return hook_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

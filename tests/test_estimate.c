@@ -1,6 +1,6 @@
-/* ra_estimate, ra_hardware_preset and ra_cache_bytes against published tables and figures worked
- * out by hand: table 2 of Liu, Zaharia, Abbeel, arXiv 2310.01889v4, the size of known caches, and
- * every refusal with its field. */
+/* ra_estimate, ra_hardware_preset and ra_cache_bytes. Proves them by published tables and figures
+ * worked out by hand: table 2 of Liu, Zaharia, Abbeel, arXiv 2310.01889v4, and the sizes of known
+ * caches. Every refusal names its field. */
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
 #include "harness.h"
@@ -32,7 +32,7 @@ static ra_estimate_result estimate(const ra_hardware *hw, const ra_model *m)
     return r;
 }
 
-/* Equal but for rounding in double precision. */
+/* Equal except for rounding in double precision. */
 static int near(double got, double want)
 {
     const double far = fabs(got - want), tolerance = 1e-12 * fabs(want);
@@ -234,7 +234,7 @@ TEST(hops)
     CHECK(near(r.hop_compute_s, 549755813888.0 / 1e15));
     CHECK(near(r.hidden_fraction, r.hop_compute_s / (1e-6 + 0.033554432)));
     CHECK(r.hidden_fraction < 0.02);
-    /* Batches take longer to compute and to send alike, but for the latency. */
+    /* Batches take proportionally longer to compute and to send, except for the latency. */
     m.batch = 4;
     CHECK(near(estimate(&hw, &m).hop_compute_s, 4 * r.hop_compute_s));
     CHECK(near(estimate(&hw, &m).hop_transfer_s, 1e-6 + 4 * 0.033554432));

@@ -1,45 +1,21 @@
-/* How passes end: every call that a ring makes of a transport, on which thread and by which clock,
- * what a failure leaves behind, and what each thread then gets. Callbacks of the test stand between
- * the library's steps, so that an order of events is made and never waited for. */
+/* How passes end. Proves on which thread and by which clock a ring makes each call of a transport,
+ * what a failure leaves behind, and what each thread then returns. Callbacks of the test run
+ * between the library's steps: they make an order of events, so that no test waits for one. */
 #define _DEFAULT_SOURCE 1
-#include "harness.h"
+#include "hooks.h"
 #include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
-static int assert_failures;
-static int assert_failed(const char *what, int line)
-{
-    if (assert_failures++ == 0) printf("ringattn.h:%d: assertion: %s\n", line, what);
-    return 0;
-}
-#define RINGATTN_ASSERT(x) ((x) ? (void)0 : (void)assert_failed(#x, __LINE__))
-
-/* What another thread does just before the library takes a lock, once. */
-static void (*before_lock)(void);
-static int hooked_lock(pthread_mutex_t *lock)
-{
-    void (*hook)(void) = before_lock;
-    if (hook) {
-        before_lock = NULL;
-        hook();
-    }
-    return pthread_mutex_lock(lock);
-}
-#define pthread_mutex_lock hooked_lock
-#define RINGATTN_IMPLEMENTATION
-#include "ringattn.h"
-#undef pthread_mutex_lock
-
 /* -------------------------------------------------------------------------- a problem
  * Every rank needs keys of every other; the values are any. `want` is what one rank computes. */
 enum { RANKS = 4, HEADS = 2, DIM = 8 };
 typedef struct rig {
     ra_desc d;
-    int64_t rows;                      /* of a rank */
-    float *q, *k, *v, *o, *want;       /* [tokens][HEADS][DIM], a rank's rows together */
+    int64_t rows;                      /* per rank */
+    float *q, *k, *v, *o, *want;       /* [tokens][HEADS][DIM], one rank after another */
     float sinks[RANKS][HEADS];
     ra_plan *plan[RANKS];
     ra_tensors t[RANKS];
@@ -353,7 +329,7 @@ TEST(begin_reads_no_sinks)
 }
 
 /* -------------------------------------------------------------------------- clocks
- * The ring's clock stands still at a time of the test's choice. What a callback of the transport
+ * The ring's clock does not move from the time that the test sets. What a callback of the transport
  * gets is held against ra_now_ns() before and after the call. */
 static const int64_t YEARS = (int64_t)10 * 365 * 86400 * 1000000000, SECOND = 1000000000;
 
@@ -508,18 +484,6 @@ static int64_t most_tiles(const ra_plan *plan, int backward)
     return most;
 }
 
-/* What the default watchdog waits if `tiles` tiles here have taken `ns` each, beyond 60 s. */
-static int64_t patience_of(const ra_plan *plan, int pass, int64_t tiles, int64_t ns)
-{
-    ra_ring ring;
-    memset(&ring, 0, sizeof ring);
-    ring.plan = plan;
-    ring.route = pass == RA_PASS_BACKWARD ? &plan->back : &plan->forward;
-    ring.counters.tiles_full = tiles;
-    ring.counters.compute_ns = tiles * ns;
-    return ra__ring_patience(&ring) - 60 * SECOND;
-}
-
 /* Beyond 60 s the default watchdog waits for no more than the longest computation of any rank. */
 TEST(default_watchdog)
 {
@@ -527,28 +491,38 @@ TEST(default_watchdog)
     static const int64_t sizes[4] = { 1000, 8192, 40000, 131072 };
     for (int64_t i = 0; i < 4 * 3 * 4; i++) {
         static const int64_t documents[3] = { 0, 300, 700 };
+        enum { NONE, CAUSAL, WINDOW, DOCUMENTS };
+        int64_t digits = i, tokens = sizes[h_digit(&digits, 4)];
+        int layout = layouts[h_digit(&digits, 3)], mask = h_digit(&digits, 4);
         ra_plan *plan = NULL;
-        ra_desc d;
+        ra_desc d, resolved;
+        ra_plan_report rep;
         int64_t most, got;
         if (!h_case(i)) continue;
-        rig_desc(&d, i % 2 ? 8 : 5, sizes[i % 4], 16);
+        rig_desc(&d, i % 2 ? 8 : 5, tokens, 16);
         d.chunk_tokens = 1024;
         d.train = 1;
-        d.layout.kind = layouts[i / 4 % 3];
-        d.mask.kind = i / 12 ? RA_MASK_CAUSAL : RA_MASK_NONE;
-        if (i / 12 == 2) d.mask.window = 512;
-        if (i / 12 == 3) { d.mask.doc_first = documents; d.mask.doc_count = 3; d.mask.keep = 64; }
+        d.layout.kind = layout;
+        d.mask.kind = mask != NONE ? RA_MASK_CAUSAL : RA_MASK_NONE;
+        if (mask == WINDOW) d.mask.window = 512;
+        if (mask == DOCUMENTS) {
+            d.mask.doc_first = documents;
+            d.mask.doc_count = 3;
+            d.mask.keep = 64;
+        }
         if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) continue;
+        CHECK_EQ(ra_plan_query(plan, d.rank, &rep), RA_OK);
+        CHECK_EQ(ra_desc_resolve(&d, &resolved), RA_OK);
         for (int back = 0; back < 2; back++) {
             most = most_tiles(plan, back);
-            got = patience_of(plan, back ? RA_PASS_BACKWARD : RA_PASS_FORWARD, 10, 32000) / 2000;
+            got = hook_patience(plan, back ? RA_PASS_BACKWARD : RA_PASS_FORWARD, 10, 32000) / 2000;
             snprintf(h_run.context, sizeof h_run.context, "%lld tokens, %d ranks, layout %d, mask "
                      "%d: most %lld tiles, patience of %lld", (long long)d.tokens, d.ranks,
-                     d.layout.kind, (int)(i / 12), (long long)most, (long long)got);
+                     d.layout.kind, mask, (long long)most, (long long)got);
             CHECK(got >= most);
-            if (plan->d.backward_travel == RA_TRAVEL_Q && back) continue;
+            if (resolved.backward_travel == RA_TRAVEL_Q && back) continue;
             /* A block of a stripe is as long as `ranks` blocks of positions. */
-            CHECK(got <= most + most / 20 + plan->report.q_rows / 64 * HEADS * 4 *
+            CHECK(got <= most + most / 20 + rep.q_rows / 64 * HEADS * 4 *
                          (d.layout.kind == RA_LAYOUT_STRIPED ? d.ranks : 1) + 100);
         }
         ra_plan_destroy(plan);
@@ -560,6 +534,7 @@ TEST(default_watchdog)
 TEST(default_watchdog_of_a_million_tokens)
 {
     ra_plan *plan = NULL;
+    ra_plan_report rep;
     ra_desc d;
     int64_t tiles, ns;
     rig_desc(&d, 8, 1 << 20, 16);
@@ -569,19 +544,20 @@ TEST(default_watchdog_of_a_million_tokens)
     d.mask.kind = RA_MASK_CAUSAL;
     d.layout.kind = RA_LAYOUT_ZIGZAG;
     if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) return;
-    tiles = plan->report.forward.tiles_partial + plan->report.forward.tiles_full;
-    ns = patience_of(plan, RA_PASS_FORWARD, 1000, 20000);
+    CHECK_EQ(ra_plan_query(plan, d.rank, &rep), RA_OK);
+    tiles = rep.forward.tiles_partial + rep.forward.tiles_full;
+    ns = hook_patience(plan, RA_PASS_FORWARD, 1000, 20000);
     printf("    %lld tiles, 60 s and %.1f s\n", (long long)tiles, (double)ns * 1e-9);
     CHECK(ns >= tiles * 20000 / 16);
     CHECK(ns <= tiles * 20000 / 16 / 100 * 101);
-    CHECK_EQ(patience_of(plan, RA_PASS_FORWARD, 1, INT64_MAX / 2), INT64_MAX - 60 * SECOND);
-    CHECK(patience_of(plan, RA_PASS_FORWARD, 0, 0) > 0);
+    CHECK_EQ(hook_patience(plan, RA_PASS_FORWARD, 1, INT64_MAX / 2), INT64_MAX - 60 * SECOND);
+    CHECK(hook_patience(plan, RA_PASS_FORWARD, 0, 0) > 0);
     ra_plan_destroy(plan);
 }
 
 /* -------------------------------------------------------------------------- tickets */
 
-/* Brings a ticket from one thread until it is through. */
+/* Joins a ticket on one thread until its pass has ended. */
 static ra_status bring(ra_ring *ring, ra_job *job, int64_t ticket, const ra_tensors *t)
 {
     ra_status s = RA_AGAIN;
@@ -620,7 +596,7 @@ TEST(refused_tickets_stay_refused)
     rig_free(g);
 }
 
-/* Two rings on a network in memory, stepped here, by a clock that stands still. */
+/* Two rings on a network in memory, stepped here, by a clock that does not move. */
 typedef struct pair {
     rig *g;
     boxes *all;
@@ -810,7 +786,7 @@ TEST(quiesce_waits_for_wait)
     CHECK_EQ(ra_step_wait(ring, RA_NO_DEADLINE), RA_OK);
     CHECK(x.in_wait == NULL);
     CHECK_EQ(x.overlaps, 0);
-    CHECK_EQ(ring->parted, 1);         /* rank 1 need not wait for ra_finish here */
+    CHECK_EQ(hook_parted(ring), 1);    /* rank 1 need not wait for ra_finish here */
     ra_world_leave(world, 1, RA_OK);
     CHECK_EQ(ra_finish(ring, RA_NO_DEADLINE), RA_E_CANCELLED);
     CHECK_EQ(ra_ring_destroy(ring), RA_OK);
@@ -890,7 +866,7 @@ static void crew_run(crew *c)
     ra_world_destroy(world);
 }
 
-/* Several threads a rank, in steps and in waits, with failures at every place. */
+/* Several threads per rank, in steps and in waits, with failures at every place. */
 TEST(calls_never_overlap)
 {
     for (int64_t i = 0; i < 120; i++) {
@@ -982,12 +958,12 @@ TEST(leave_beside_a_post)
             op[i].buf = bytes[i];
             op[i].len = sizeof bytes[i];
             list[0] = &op[i];
-            if (i) before_lock = leave_rank_0;
+            if (i) hook_before_lock = leave_rank_0;
             (void)t->post(t->ctx, list, 1);
         }
-        CHECK(before_lock == NULL);
+        CHECK(hook_before_lock == NULL);
         CHECK(op[1].state < 0);
-        CHECK_EQ(((ra__shm_seat *)t->ctx)->open, 0);
+        CHECK_EQ(hook_open_ops(t), 0);
         ra_world_leave(left_world, 1, RA_OK);
         ra_world_destroy(left_world);
     }
@@ -1062,11 +1038,10 @@ TEST(flushing_callers) { h_run.skipped = 1; }
 #endif
 
 static ra_ring *packing_ring;
-static const ra__kernel *packing_kernel;
 static int packing_calls, packing_depth;
 
 /* While one thread packs queries, another steps until it is told to wait. */
-static void packing_deltas(float *delta, const ra__source *o, const ra__source *g, int32_t rows)
+static void packing_deltas(void)
 {
     int again = 0;
     if (!packing_depth++) {
@@ -1075,7 +1050,6 @@ static void packing_deltas(float *delta, const ra__source *o, const ra__source *
         packing_calls++;
     }
     packing_depth--;
-    packing_kernel->deltas(delta, o, g, rows);
 }
 
 /* Nobody spins while a chunk is packed: RA_AGAIN means that something was done. */
@@ -1083,7 +1057,6 @@ TEST(packing_lets_others_wait)
 {
     pair x;
     grads y;
-    ra__kernel slow;
     ra_status s[2];
     q_pair(&x, &y, 2);
     for (int r = 0; r < 2; r++) {
@@ -1092,11 +1065,8 @@ TEST(packing_lets_others_wait)
         CHECK_EQ(ra_begin(x.ring[r], &job), RA_OK);
     }
     packing_ring = x.ring[0];
-    packing_kernel = packing_ring->back.kernel;
     packing_calls = 0;
-    slow = *packing_kernel;
-    slow.deltas = packing_deltas;
-    packing_ring->back.kernel = &slow;
+    hook_deltas(packing_ring, packing_deltas);
     step_all(x.ring, 2, s);
     CHECK(s[0] == RA_OK && s[1] == RA_OK);
     CHECK(packing_calls > 0);
@@ -1114,7 +1084,5 @@ int main(int argc, char **argv)
         ENTRY(quiesce_waits_for_wait), ENTRY(calls_never_overlap), ENTRY(no_failure_after_the_end),
         ENTRY(leave_beside_a_post), ENTRY(flushing_callers), ENTRY(packing_lets_others_wait),
     };
-    int failed = h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
-    if (assert_failures) printf("%d assertions failed\n", assert_failures);
-    return failed || assert_failures;
+    return hook_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

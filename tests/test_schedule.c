@@ -1,6 +1,7 @@
-/* The schedule of plans against slow models: who needs which chunk, by looking at every pair; how
- * many steps a pass takes, against the bound that SCHEDULE states; and the lists of all ranks,
- * played through with zero-capacity messages under the rules of a ring, until all is done. */
+/* The schedule of plans. Proves it by slow models: which rank needs which chunk, by looking at
+ * every pair; how many steps a pass takes, by the bound that SCHEDULE states; and the lists of all
+ * ranks, by playing them with zero-capacity messages under the rules of a ring until all is done.
+ * */
 #include "harness.h"
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -316,6 +317,7 @@ TEST(steps_are_chunks_and_two_rounds)
         int uneven = (m >= 2 && layout == RA_LAYOUT_ZIGZAG) || m == 5 || m == 7;
         if (!h_case(i)) continue;
         for (q = 0; q < 2; q++) {
+            if (P > 64 && !h_variant(i / 12, q)) continue;
             int64_t shard = 64 * n * (layout == RA_LAYOUT_ZIGZAG ? 2 : 1), bound;
             ra_plan *p;
             shape_plain(&s, shard * P, P, layout, RA_MASK_CAUSAL);

@@ -1,7 +1,7 @@
-/* examples/transports/ra_shm.h: rings of processes over shared memory. Bits against one rank, loans
- * counted, ranks killed and stopped at random moments, refusals while ranks meet, and that nothing
- * is left behind. --long: many more random moments, and the times of the contract (a few may be
- * late, for a busy machine). */
+/* examples/transports/ra_shm.h: rings of processes over shared memory. Proves the bits of one
+ * rank, the number of loans, the end of passes whose ranks are killed or stopped at random
+ * moments, refusals while ranks meet, and that nothing is left behind. --long: many more random
+ * moments, and the times of the contract (a few may be late, because machines are busy). */
 #include "examples/transports/ra_shm.h"
 #include "examples/transports/ring_check.h"
 #include "tests/harness.h"
@@ -275,7 +275,7 @@ TEST(numbers_are_those_of_one_rank)
     nothing_left(before);
 }
 
-/* Forward: own chunks are copied once, all that comes is lent, all that goes on goes on lent. The
+/* Forward: own chunks are copied once; what arrives or is passed on is lent. The
  * backward pass lends nothing. */
 TEST(loans_are_counted)
 {
@@ -557,7 +557,7 @@ TEST(all_killed)
     nothing_left(before);
 }
 
-static int64_t processor_ns(void)      /* of this thread: who else runs here does not matter */
+static int64_t processor_ns(void)      /* of this thread, whatever else runs here */
 {
     struct timespec t;
     (void)clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
@@ -597,7 +597,7 @@ TEST(abort_wakes_all_ranks)
 {
     lateness late = { 0, 0, 0 };
     int64_t longest = 0;
-    int asleep = 0;                    /* on a busy machine a rank may come too late to sleep */
+    int asleep = 0;                    /* on a busy machine a rank may be too late to sleep */
     for (int i = 0; i < (h_run.large ? 40 : 4); i++) {
         world w = world_of(2 + i % 4);
         w.task.full = 1;

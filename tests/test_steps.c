@@ -1,9 +1,7 @@
-/* One ra_step is a bounded piece of work whatever the length of a sequence, counted in tiles and in
- * panels that are loaded. The next step, of this thread or of another, goes on with what it leaves
- * half done, and no bit of the outputs depends on that. */
-#include "harness.h"
-#define RINGATTN_IMPLEMENTATION
-#include "ringattn.h"
+/* ra_step. Proves that one step is a bounded amount of work for any length of sequence, counted in
+ * tiles and in loaded panels, that the next step of any thread continues an unfinished one, and
+ * that no bit of the outputs depends on that. */
+#include "hooks.h"
 
 enum { STEP_WORK = 1 << 26, PANELS = 16 };     /* as ra_step says; most panels of a task */
 
@@ -35,10 +33,10 @@ static void count_calls(void *ctx, int64_t done, int64_t all)
     if (++g->calls == g->cancel_at) ra_ring_cancel(g->ring);
 }
 
-/* A clock that goes on by 1 with every step that computes. */
+/* A clock that advances by 1 with every step that computes. */
 static int64_t calls_clock(void *ctx) { return ((rig *)ctx)->calls + 1; }
 
-/* Random tensors of a rig whose descriptor stands, and its plan and ring. */
+/* Fills in random tensors, the plan and the ring of a rig that has its descriptor. */
 static void rig_open(rig *g, int own_clock)
 {
     const ra_desc *d = &g->d;
@@ -132,19 +130,22 @@ static int64_t walk(rig *g)
     return steps;
 }
 
-/* Long chunks, both passes, both ways: the work of one task and chunk is spread over steps, and
- * traces and progress come with each. */
+/* Long chunks, both passes, keys or queries that travel: the work of one task and chunk is spread
+ * over steps, each with its trace and progress. way 0 is the forward pass. */
 TEST(steps_are_bounded)
 {
     int i;
     for (i = 0; i < 12; i++) {
         rig g;
         ra_ring_counters c;
+        int64_t digits = i;
+        int way = h_digit(&digits, 3), zigzag = h_digit(&digits, 2);
+        int threads = h_digit(&digits, 2) ? 3 : 1;
         if (!h_case(i)) continue;
-        rig_desc(&g, 3000, 2, 64, i % 3 > 0);
-        g.d.layout.kind = i / 3 % 2 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
-        g.d.backward_travel = i % 3;
-        g.d.threads = i / 6 ? 3 : 1;
+        rig_desc(&g, 3000, 2, 64, way > 0);
+        g.d.layout.kind = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        g.d.backward_travel = way;
+        g.d.threads = threads;
         g.d.chunk_tokens = 4096;
         rig_open(&g, 0);
         CHECK(walk(&g) >= tiles_done(&g) / g.most);
@@ -157,7 +158,7 @@ TEST(steps_are_bounded)
     }
 }
 
-/* Work without tiles is bounded too: sums begin at 0 and go to the caller, and those of sinks. */
+/* Work without tiles is bounded too: clearing sums, returning them, the sums of sinks. */
 TEST(rows_are_bounded)
 {
     int way;
@@ -189,23 +190,25 @@ TEST(cancel_and_deadline)
     for (i = 0; i < 6; i++) {
         rig g;
         ra_status s;
+        int64_t digits = i;
+        int way = h_digit(&digits, 3), late = h_digit(&digits, 2);
         if (!h_case(i)) continue;
-        rig_desc(&g, 65536, 1, 16, i % 3 > 0);
-        g.d.backward_travel = i % 3;
+        rig_desc(&g, 65536, 1, 16, way > 0);
+        g.d.backward_travel = way;
         g.d.chunk_tokens = 65536;
-        rig_open(&g, i / 3);
-        if (i < 3) g.cancel_at = 3;
-        s = i % 3 ? ra_backward(g.plan, g.ring, &g.t, i / 3 ? 4 : RA_NO_DEADLINE)
-                  : ra_forward(g.plan, g.ring, &g.t, i / 3 ? 4 : RA_NO_DEADLINE);
-        CHECK_EQ(s, i < 3 ? RA_E_CANCELLED : RA_E_TIMEOUT);
-        CHECK_EQ(g.calls, i < 3 ? 3 : 4);
+        rig_open(&g, late);
+        if (!late) g.cancel_at = 3;
+        s = way ? ra_backward(g.plan, g.ring, &g.t, late ? 4 : RA_NO_DEADLINE)
+                : ra_forward(g.plan, g.ring, &g.t, late ? 4 : RA_NO_DEADLINE);
+        CHECK_EQ(s, late ? RA_E_TIMEOUT : RA_E_CANCELLED);
+        CHECK_EQ(g.calls, late ? 4 : 3);
         CHECK(g.tiles <= 4 * g.most);
         rig_close(&g);
     }
 }
 
-/* A thread leaves with a task in hand and never comes back: another one finishes it, with the same
- * bits. */
+/* A thread leaves in the middle of a task and never comes back: another one finishes it, with the
+ * same bits. */
 TEST(another_thread_goes_on)
 {
     int i;
@@ -213,13 +216,14 @@ TEST(another_thread_goes_on)
         rig a, b;
         ra_job job;
         ra_status s;
-        int64_t n;
+        int64_t n, digits = i;
+        int way = h_digit(&digits, 3), zigzag = h_digit(&digits, 2);
         if (!h_case(i)) continue;
-        rig_desc(&a, 1500, 3, 64, i % 3 > 0);
+        rig_desc(&a, 1500, 3, 64, way > 0);
         a.d.q_heads = a.d.kv_heads = 2;
-        a.d.backward_travel = i % 3;
+        a.d.backward_travel = way;
         a.d.threads = 3;
-        a.d.layout.kind = i / 3 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        a.d.layout.kind = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
         b = a;
         rig_open(&a, 0);
         rig_open(&b, 0);
@@ -240,16 +244,6 @@ TEST(another_thread_goes_on)
 }
 
 /* -------------------------------------------------------------------------- rows that are read */
-static int64_t loads;                  /* panels of queries that were loaded */
-static const ra__kernel *real;
-
-static void counting_load_q(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
-                            int32_t dim)
-{
-    loads++;
-    real->load_q(p, src, stride, dtype, dim);
-}
-
 /* A window over many chunks: every row of queries and of O is loaded for the chunks that it sees
  * and no other. */
 TEST(unseen_chunks_cost_no_rows)
@@ -257,24 +251,20 @@ TEST(unseen_chunks_cost_no_rows)
     int i;
     for (i = 0; i < 6; i++) {
         rig g;
-        ra__kernel counting;
         ra_job job;
         ra_status s;
-        int64_t panels;
+        int64_t panels, loads = 0, digits = i;
+        int heads = 1 + h_digit(&digits, 3), zigzag = h_digit(&digits, 2);
         if (!h_case(i)) continue;
-        rig_desc(&g, 8192, 1 + i % 3, 16, 0);
+        rig_desc(&g, 8192, heads, 16, 0);
         g.d.mask.window = 200;
         g.d.chunk_tokens = 256;
-        g.d.layout.kind = i / 3 ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        g.d.layout.kind = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
         g.d.kv_heads = 1;
         rig_open(&g, 0);
         job = rig_job(&g);
         CHECK_EQ(ra_begin(g.ring, &job), RA_OK);
-        real = g.ring->work.kernel;
-        counting = *real;
-        counting.load_q = counting_load_q;
-        g.ring->work.kernel = &counting;
-        loads = 0;
+        hook_loads(g.ring, &loads);
         while ((s = ra_step(g.ring, 0)) > 0) continue;
         CHECK_EQ(s, RA_OK);
         panels = g.d.tokens / 64 * g.d.q_heads;
@@ -290,5 +280,5 @@ static const h_test tests[] = {
 
 int main(int argc, char **argv)
 {
-    return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+    return hook_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

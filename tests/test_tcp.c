@@ -1,6 +1,7 @@
-/* examples/transports/ra_tcp.h: conformance over loopback addresses, peers that are killed,
- * stopped or strangers, and handshakes that must be refused. Compiled with RA_TCP_SODIUM it tests
- * the sealed form: the same, and who has no key. All traffic stays on 127.0.0.1 and ::1. */
+/* examples/transports/ra_tcp.h. Proves the contract over loopback addresses, the end of passes
+ * whose peers are killed, stopped or strangers, and the refusal of wrong handshakes. Compiled with
+ * RA_TCP_SODIUM it tests the sealed form in the same way, and peers without the key. All traffic
+ * stays on 127.0.0.1 and ::1. */
 #define _POSIX_C_SOURCE 200809L
 #include "ringattn.h"
 #include "examples/transports/ra_tcp.h"
@@ -65,7 +66,7 @@ static void *tn_maker_make(void *user, int ranks, int rings)
     return tn_make((const char *)user, ranks, rings);
 }
 
-/* In a process of its own a rank lets go of the others' sockets. */
+/* A rank in a separate process closes the sockets of the others. */
 static const ra_transport *tn_join(void *world, int ring, int rank)
 {
     tn_world *w = (tn_world *)world;
@@ -296,7 +297,7 @@ TEST(killed_rank) { tn_lose_a_rank(SIGKILL, h_run.large ? 30 : 3); }
 TEST(stopped_rank) { tn_lose_a_rank(SIGSTOP, h_run.large ? 10 : 1); }
 
 /* -------------------------------------------------------------------------- handshakes */
-typedef struct tn_opening {            /* ra_tcp_open on a thread of its own */
+typedef struct tn_opening {            /* ra_tcp_open on a separate thread */
     ra_tcp_desc d;
     ra_tcp *tcp;
     ra_error why;
@@ -622,7 +623,7 @@ TEST(wrong_key)
     }
 }
 
-/* Everything that rank 1 said in a good run, said again by somebody else, opens nothing. */
+/* Everything that rank 1 sent in a good run, sent again by a stranger, opens nothing. */
 TEST(replayed_handshake)
 {
     tn_world *w = tn_make("127.0.0.1", 2, 1);

@@ -16,13 +16,13 @@ typedef struct setup {
     int32_t ranks, layout, chunk_tokens, buffers, isa;
     int32_t weighted, weights[MAX_RANKS];
     int32_t strides, wire, call;
-    int32_t threads;                   /* a rank, of CALL_STEP, CALL_JOIN, CALL_ATTENTION */
+    int32_t threads;                   /* per rank, of CALL_STEP, CALL_JOIN, CALL_ATTENTION */
     int32_t passes;                    /* over one ring; 0: 1 */
     int32_t exact;                     /* 1: hand over the workspace, to the byte */
-    int32_t no_lse;                    /* 1: LSE is not asked for */
+    int32_t no_lse;                    /* 1: LSE is not requested */
     int32_t any_isa;                   /* 1: every rank another instruction set */
     int32_t train;                     /* 1: a backward pass follows, problem.d_o is there */
-    int32_t grad_return, way;            /* RA_RETURN_*, RA_TRAVEL_* */
+    int32_t grad_return, way;          /* RA_RETURN_*, RA_TRAVEL_* */
     int64_t shift;                     /* RUNS, ARRAY: all positions are so much higher than the
                                         * oracle's; for masks that only see differences */
     int64_t spare;                     /* tokens and kv_tokens are so far above the lengths of the
@@ -40,7 +40,7 @@ typedef struct outcome {
     float *o, *lse;                    /* [B][q_max][Hq][Dv], [B][q_max][Hq] */
     float *d_q, *d_k, *d_v;            /* train: as Q, K, V by position; 0 where nobody has them */
     double d_sinks[64];                /* sums over ranks */
-    float *d_bias;                     /* [B][Hq][q_max][k_max], if there is a bias; else null */
+    float *d_bias;                     /* [B][Hq][q_max][k_max], or null without a bias */
     int64_t guard_broken;              /* bytes written outside of rows, inputs changed */
     int64_t missing;                   /* query rows held by no rank or by two */
     int64_t empty_wrong;               /* empty query cells whose o is not 0 */
@@ -209,7 +209,7 @@ static inline void hub_send(hub *u, mail_queue *q, const void *s, size_t len, ui
     pthread_cond_broadcast(&u->news);
 }
 
-/* Takes the next message of a queue: 1 taken, 0 none there, else a status. */
+/* Takes the next message of a queue: 1 taken, 0 none, otherwise a status. */
 static inline int hub_take(hub *u, mail_queue *q, void *r, size_t len, uint64_t tag)
 {
     mail *m = q->first;
@@ -777,7 +777,7 @@ static inline ra_status seat_step(seat *e, int join, int32_t which)
     return status;
 }
 
-/* The workspace as small as the plan says, full of rubbish, with a guard behind it. */
+/* The smallest workspace that the plan allows, full of garbage, with a guard behind it. */
 static inline void seat_workspace(seat *e, ra_ring_desc *rd)
 {
     int shared = e->world->s->wire == WIRE_SHARED;
@@ -853,7 +853,7 @@ static ra_status seat_run(ra_world *library_world, int rank, void *user)
 }
 
 /* Without ranks: the threads of ra_attention one after the other in a random order, over a
- * workspace full of rubbish. */
+ * workspace full of garbage. */
 static inline ra_status seat_attention(seat *e)
 {
     const setup *s = e->world->s;
@@ -886,8 +886,9 @@ static inline ra_status seat_attention(seat *e)
     return status;
 }
 
-/* -------------------------------------------------------------------------- the whole way
- * The same for the gradient of the bias, keys and rows. */
+/* -------------------------------------------------------------------------- outcomes */
+
+/* The gradient of the bias, by position. */
 static inline void outcome_bias(outcome *r, const seat *e)
 {
     const problem *p = e->world->p;
@@ -1620,7 +1621,7 @@ static inline void variant(setup *s, h_rng *r, int ranks)
     s->strides = (int32_t)h_range(r, STRIDES_PACKED, STRIDES_MIXED);
 }
 
-/* -------------------------------------------------------------------------- one line a case */
+/* -------------------------------------------------------------------------- one line per case */
 static inline int mask_text(const ra_mask *m, char *out, size_t room)
 {
     static const char *const kinds[4] = { "unset", "none", "causal", "intervals" };
@@ -1713,8 +1714,8 @@ static inline void problem_rises(problem *p, float rise, h_rng *r)
                                     : dtype_round(rise * (float)(i / 64) + (float)(i % 2), RA_BF16);
 }
 
-/* m of such a problem's state after all keys: the first block's maximum, but for rows whose scores
- * `rise` so far that l would pass the limit. */
+/* m of such a problem's state after all keys is the first block's maximum, except in rows whose
+ * scores `rise` so far that l would pass the limit. */
 static inline void stale_maxima(const problem *p, int32_t isa, int rise, float limit)
 {
     const int64_t rows = p->q_max, n = rows * p->Dk;

@@ -1,0 +1,120 @@
+/* The implementation that hooks.h describes, and the functions that reach into it. */
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+int64_t hook_asserts, hook_broken, hook_allocations, hook_blocks;
+void (*hook_before_lock)(void);
+
+static void hook_assert(int ok, const char *what, int line)
+{
+    __atomic_fetch_add(&hook_asserts, 1, __ATOMIC_RELAXED);
+    if (ok || __atomic_fetch_add(&hook_broken, 1, __ATOMIC_RELAXED)) return;
+    printf("ringattn.h:%d: assertion: %s\n", line, what);
+}
+
+static void *hook_malloc(size_t bytes)
+{
+    __atomic_fetch_add(&hook_allocations, 1, __ATOMIC_RELAXED);
+    __atomic_fetch_add(&hook_blocks, 1, __ATOMIC_RELAXED);
+    return malloc(bytes);
+}
+
+static void hook_free(void *p)
+{
+    __atomic_fetch_add(&hook_allocations, 1, __ATOMIC_RELAXED);
+    if (p) __atomic_fetch_sub(&hook_blocks, 1, __ATOMIC_RELAXED);
+    free(p);
+}
+
+static int hook_lock(pthread_mutex_t *lock)
+{
+    void (*hook)(void) = hook_before_lock;
+    if (hook) {
+        hook_before_lock = NULL;
+        hook();
+    }
+    return pthread_mutex_lock(lock);
+}
+
+/* The macros rename the field `free` of ra_allocator too, in this file alone. */
+#define RINGATTN_ASSERT(x) hook_assert((x) ? 1 : 0, #x, __LINE__)
+#define RA__AMX_SOFT
+#define malloc  hook_malloc
+#define calloc  no_calloc              /* the library uses neither: they would not link */
+#define realloc no_realloc
+#define free    hook_free
+#define pthread_mutex_lock hook_lock
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+#undef malloc
+#undef calloc
+#undef realloc
+#undef free
+#undef pthread_mutex_lock
+#include "hooks.h"
+
+int64_t hook_runs_meet(const ra_run *a, const ra_run *b)
+{
+    return ra__runs_meet(a, b);
+}
+
+int64_t hook_patience(const ra_plan *plan, int pass, int64_t tiles, int64_t ns)
+{
+    const int64_t minute = 60000000000;
+    ra_ring ring;
+    memset(&ring, 0, sizeof ring);
+    ring.plan = plan;
+    ring.route = pass == RA_PASS_BACKWARD ? &plan->back : &plan->forward;
+    ring.counters.tiles_full = tiles;
+    ring.counters.compute_ns = tiles * ns;
+    return ra__ring_patience(&ring) - minute;
+}
+
+int64_t hook_open_ops(const ra_transport *t)
+{
+    return ((const ra__shm_seat *)t->ctx)->open;
+}
+
+int64_t hook_parted(const ra_ring *ring)
+{
+    return ring->parted;
+}
+
+static ra__kernel watched;             /* the kernel of the ring under watch, */
+static const ra__kernel *real;         /* and the kernel that it replaces */
+static void (*before_deltas)(void);
+static int64_t *loads_seen;
+
+static void watched_deltas(float *delta, const ra__source *o, const ra__source *g, int32_t rows)
+{
+    before_deltas();
+    real->deltas(delta, o, g, rows);
+}
+
+static void watched_load(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
+                         int32_t dim)
+{
+    __atomic_fetch_add(loads_seen, 1, __ATOMIC_RELAXED);
+    real->load_q(p, src, stride, dtype, dim);
+}
+
+void hook_deltas(ra_ring *ring, void (*before)(void))
+{
+    real = ring->back.kernel;
+    watched = *real;
+    watched.deltas = watched_deltas;
+    before_deltas = before;
+    ring->back.kernel = &watched;
+}
+
+void hook_loads(ra_ring *ring, int64_t *loads)
+{
+    real = ring->work.kernel;
+    watched = *real;
+    watched.load_q = watched_load;
+    loads_seen = loads;
+    ring->work.kernel = &watched;
+}

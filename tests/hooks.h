@@ -1,0 +1,46 @@
+#ifndef RINGATTN_TESTS_HOOKS_H
+#define RINGATTN_TESTS_HOOKS_H
+
+/* The implementation under observation. hooks.c compiles ringattn.h once, with its assertions on,
+ * with its allocations and locks routed through the test, and with AMX in software. Programs that
+ * watch what the library does are linked with that object instead of the plain one. What is not in
+ * the API is reached through the functions below, so that no test repeats a private declaration. */
+#include "harness.h"
+#include "ringattn.h"
+
+extern int64_t hook_asserts, hook_broken;      /* assertions that were evaluated, that failed */
+extern int64_t hook_allocations, hook_blocks;  /* calls of malloc and free; blocks now allocated */
+
+/* Called once, just before the library next takes a lock; null: nothing is pending. */
+extern void (*hook_before_lock)(void);
+
+/* As h_main. A failed assertion of the library fails the program. */
+static inline int hook_main(int argc, char **argv, const h_test *tests, size_t n)
+{
+    int failed = h_main(argc, argv, tests, n);
+    if (hook_broken) printf("%lld assertions failed\n", (long long)hook_broken);
+    return failed || hook_broken;
+}
+
+/* The lowest position that two runs share, or -1. */
+int64_t hook_runs_meet(const ra_run *a, const ra_run *b);
+
+/* How long the default watchdog waits beyond 60 s on a rank that has computed `tiles` tiles of
+ * `ns` each. */
+int64_t hook_patience(const ra_plan *plan, int pass, int64_t tiles, int64_t ns);
+
+/* Operations of a world's rank that are pending. */
+int64_t hook_open_ops(const ra_transport *t);
+
+/* 1 once the ring has left its transport after a failure. */
+int64_t hook_parted(const ra_ring *ring);
+
+/* From now on `before` is called before each group of rows whose dO.O the pass computes while it
+ * packs queries. One ring at a time; between begin and the first step. */
+void hook_deltas(ra_ring *ring, void (*before)(void));
+
+/* From now on *loads counts the panels of queries that the pass loads. One ring at a time; between
+ * begin and the first step. */
+void hook_loads(ra_ring *ring, int64_t *loads);
+
+#endif
