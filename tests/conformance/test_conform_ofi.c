@@ -115,7 +115,7 @@ static const form net = { "net", 1, 0 };
 
 TEST(tcp_rxm) { judge(&rxm, "libfabric tcp;ofi_rxm", 1, 3); }
 TEST(tcp_rxm_one_sided) { judge(&rxm_one_sided, "libfabric tcp;ofi_rxm, one-sided", 1, 2); }
-TEST(tcp_rxm_threads) { judge(&rxm_registered, "libfabric tcp;ofi_rxm, threads, registered", 0, 2); }
+TEST(tcp_rxm_threads) { judge(&rxm_registered, "libfabric tcp;ofi_rxm, registered", 0, 2); }
 TEST(shared_memory) { judge(&shm, "libfabric shm", 1, 3); }
 TEST(tcp_net) { judge(&net, "libfabric net", 1, 3); }
 
