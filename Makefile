@@ -30,7 +30,8 @@ B        := build/$(config)
 LOG      := $(B)/log
 BUILD     = $(CC) -std=c99 $(WARN) $(FLAGS_$(config)) $(CFLAGS) $(TOLD) -pthread -I. $(LDFLAGS)
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
-EXAMPLES := $(filter-out demo ring_mpi,$(patsubst examples/%.c,%,$(wildcard examples/*.c)))
+EXAMPLES := $(filter-out demo ring_mpi ring_ofi ring_nccl,\
+            $(patsubst examples/%.c,%,$(wildcard examples/*.c)))
 HEADERS  := ringattn.h $(wildcard tests/*.h tests/conformance/*.h examples/*.h \
             examples/transports/*.h bench/*.h)
 SUITES   := test_conformance test_conform_shm
@@ -96,11 +97,17 @@ $(B)/tests/ringattn.o: tests/lang_impl.c $(HEADERS) Makefile
 
 $(B)/%: %.c $(B)/tests/ringattn.o $(HEADERS) Makefile
 	@mkdir -p $(@D)
-	@$(BUILD) -DRA__IMPLEMENTED -o $@ $< $(B)/tests/ringattn.o -lm
+	@$(BUILD) -DRA__IMPLEMENTED -o $@ $< $(B)/tests/ringattn.o $(LIBS) -lm
 
 # By an MPI's compiler, and only when asked for: make build/release/examples/ring_mpi MPICC=...
 MPICC ?= mpicc
 $(B)/examples/ring_mpi $(B)/tests/mpi_ring: private override CC = $(MPICC)
+
+# With libfabric, and with NCCL and the CUDA runtime under $(CUDA), when asked for.
+CUDA ?= /usr/local/cuda
+$(B)/examples/ring_ofi $(B)/tests/conformance/test_conform_ofi: private LIBS = -lfabric
+$(B)/examples/ring_nccl: private LIBS = -L$(CUDA)/lib64 -Wl,-rpath,$(CUDA)/lib64 -lnccl -lcudart
+$(B)/examples/ring_nccl: private TOLD = -isystem $(CUDA)/include
 
 $(B)/bench/bench: TOLD = -DBENCH_FLAGS='"-std=c99 $(FLAGS_$(config)) $(CFLAGS)"'
 
@@ -145,10 +152,16 @@ $(B)/tests/test_tcp_sealed: tests/test_tcp.c $(B)/tests/ringattn.o $(HEADERS) Ma
 	@mkdir -p $(@D)
 	@$(BUILD) -DRA__IMPLEMENTED -DRA_TCP_SODIUM -o $@ $< $(B)/tests/ringattn.o -lm -lsodium
 
-CONFORM  := $(SUITES:%=$(B)/tests/conformance/%) $(B)/tests/test_tcp $(SODIUM:%=$(B)/tests/%)
+# Nor is libfabric.
+OFI      := $(if $(wildcard /usr/include/rdma/fabric.h /usr/local/include/rdma/fabric.h),\
+            test_conform_ofi)
+
+CONFORM  := $(SUITES:%=$(B)/tests/conformance/%) $(B)/tests/test_tcp $(SODIUM:%=$(B)/tests/%) \
+            $(OFI:%=$(B)/tests/conformance/%)
 conformance: $(CONFORM) ## the contract of transports, on all that are installed here
 	@for t in $^; do $$t --long || exit 1; done
 	@$(if $(SODIUM),:,echo 'skipped: TCP with a key (no libsodium-dev)')
+	@$(if $(OFI),:,echo 'skipped: libfabric (no libfabric-dev)')
 
 lint: ## what a script can check of the house style
 	@sh tests/lint.sh

@@ -27,6 +27,7 @@ install() {
     need aarch64-linux-gnu-gcc gcc-aarch64-linux-gnu libc6-dev-arm64-cross
     need qemu-aarch64 qemu-user
     [ -f /usr/include/sodium.h ] || packages="$packages libsodium-dev"
+    [ -f /usr/include/rdma/fabric.h ] || packages="$packages libfabric-dev libfabric-bin"
     need mpirun.openmpi openmpi-bin libopenmpi-dev
     need mpirun.mpich mpich libmpich-dev
     [ -n "$packages" ] || return 0
@@ -143,6 +144,46 @@ transports() {
     fi
 }
 
+# Processes over three providers of libfabric, which leave nothing behind. In a directory of their
+# own: a provider that catches signals writes its reports where it is.
+ofi() {
+    if [ ! -f /usr/include/rdma/fabric.h ]; then
+        skip libfabric "no libfabric-dev"
+        return
+    fi
+    ls /dev/shm > "$work/shm.before" 2> /dev/null
+    step -x ofi-build make werror=1 build/release/tests/conformance/test_conform_ofi \
+        build/release/examples/ring_ofi
+    step -x ofi-clang clang -std=c99 $warn -DRA__IMPLEMENTED -I. -c examples/ring_ofi.c \
+        -o "$work/ring_ofi.o"
+    step -x ofi-c++ g++ -x c++ -std=c++11 $warn -DRA__IMPLEMENTED -I. -c examples/ring_ofi.c \
+        -o "$work/ring_ofi.o"
+    mkdir -p "$work/ofi"
+    step ofi sh -c "cd $work/ofi && timeout -k 10 600 \
+        ../../release/tests/conformance/test_conform_ofi"
+    for how in 'tcp;ofi_rxm' 'tcp;ofi_rxm --one-sided' shm net; do
+        name=$(echo "$how" | tr -cd 'a-z')
+        step -x "ofi-$name" sh -c "cd $work/ofi && timeout -k 10 120 \
+            ../../release/examples/ring_ofi --local 3 --provider '${how%% *}' ${how#"${how%% *}"}"
+    done
+    ls /dev/shm > "$work/shm.after" 2> /dev/null
+    step -x ofi-leaves-nothing cmp "$work/shm.before" "$work/shm.after"
+}
+
+# Compiled and linked. To run it takes two GPUs.
+nccl() {
+    cuda=${CUDA:-/usr/local/cuda}
+    if [ ! -f "$cuda/include/nccl.h" ] || [ ! -f "$cuda/include/cuda_runtime_api.h" ]; then
+        skip nccl "no NCCL and CUDA runtime under $cuda"
+        return
+    fi
+    step -x nccl-build make werror=1 CUDA="$cuda" build/release/examples/ring_nccl
+    step -x nccl-clang clang -std=c99 $warn -DRA__IMPLEMENTED -I. -isystem "$cuda/include" \
+        -c examples/ring_nccl.c -o "$work/ring_nccl.o"
+    step -x nccl-c++ g++ -x c++ -std=c++11 $warn -DRA__IMPLEMENTED -I. -isystem "$cuda/include" \
+        -c examples/ring_nccl.c -o "$work/ring_nccl.o"
+}
+
 windows() {
     step -x mingw-build x86_64-w64-mingw32-gcc -std=c99 -O2 $warn -static -I. \
         tests/lang_main.c -o "$work/main.exe" -lm -pthread
@@ -204,6 +245,8 @@ step -x openmp-build gcc -std=c99 -O2 $warn -fopenmp -pthread -I. examples/engin
     -o "$work/engine_threads" -lm
 step -x openmp "$work/engine_threads"
 shm
+ofi
+nccl
 mpi
 step -x demo make demo TOKENS=2048
 sh tests/run.sh -s $(cat "$work/sums")

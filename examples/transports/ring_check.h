@@ -1,6 +1,7 @@
-/* What ring_shm.c and ring_mpi.c share: a forward and a backward pass over a given length, their
- * numbers by position so that they can be held against those of one rank bit for bit, and a table
- * of bytes, hops and hidden time. Nothing here knows which transport carries the ring. */
+/* What ring_shm.c, ring_mpi.c, ring_ofi.c and ring_nccl.c share: a forward and a backward pass over
+ * a given length, their numbers by position so that they can be held against those of one rank bit
+ * for bit, and a table of bytes, hops and hidden time. Nothing here knows which transport carries
+ * the ring. */
 #if !defined(RING_CHECK_H)
 #define RING_CHECK_H
 
