@@ -31,7 +31,7 @@ LOG      := $(B)/log
 BUILD     = $(CC) -std=c99 $(WARN) $(FLAGS_$(config)) $(CFLAGS) $(TOLD) -pthread -I. $(LDFLAGS)
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 EXAMPLES := $(filter-out demo ring_mpi,$(patsubst examples/%.c,%,$(wildcard examples/*.c)))
-HEADERS  := ringattn.h $(wildcard tests/*.h tests/conformance/*.h examples/*.h \
+HEADERS  := ringattn.h $(wildcard tests/*.h tests/conformance/*.h examples/*.h examples/infer/*.h \
             examples/transports/*.h bench/*.h)
 SUITES   := test_conformance test_conform_shm
 OTHERS   := $(if $(filter release,$(config)),matrix)
