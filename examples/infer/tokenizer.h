@@ -586,6 +586,8 @@ static inline int tokenizer_open(tokenizer *t, const gguf *g, char why[INFER_WHY
     t->eos = tokenizer_named(t, g, "tokenizer.ggml.eos_token_id");
     t->eot = tokenizer_named(t, g, "tokenizer.ggml.eot_token_id");
     t->unknown = tokenizer_named(t, g, "tokenizer.ggml.unknown_token_id");
+    for (int32_t i = 0; i < t->count && t->unknown < 0; i++)
+        if (t->type[i] == TOKEN_UNKNOWN) t->unknown = i;
     t->add_bos = tokenizer_flag(g, "tokenizer.ggml.add_bos_token",
                                 t->kind == TOKENIZER_SPM || t->words == WORDS_LLAMA3);
     t->add_space = tokenizer_flag(g, "tokenizer.ggml.add_space_prefix", 1);
