@@ -1,6 +1,6 @@
-/* examples/infer: a tiny model that this file writes as GGUF itself, run on 1, 2 and 3 ranks and held
- * against a plain forward pass in double precision; guesses, sampling, and files that are truncated
- * or damaged at every byte. */
+/* examples/infer: a tiny model that this file writes as GGUF itself, run on 1, 2 and 3 ranks and
+ * held against a plain forward pass in double precision; guesses, sampling, and files that are
+ * truncated or damaged at every byte. */
 #define _POSIX_C_SOURCE 200809L
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -204,7 +204,7 @@ static void free_file(file *f) {
     free(f->data);
 }
 
-/* -------------------------------------------------------------------------- a plain forward pass */
+/* -------------------------------------------------------------------------- a plain pass */
 static const float *exact(const file *f, int layer, const char *name) {
     char full[64];
     if (layer < 0) snprintf(full, sizeof full, "%s", name);
@@ -241,7 +241,8 @@ typedef struct plain {
     double k[LAYERS][CONTEXT][KV], v[LAYERS][CONTEXT][KV];
 } plain;
 
-static void plain_attend(const plain *c, int layer, int at, int window, const double *q, double *o) {
+static void plain_attend(const plain *c, int layer, int at, int window, const double *q,
+                         double *o) {
     const int from = window && at - window + 1 > 0 ? at - window + 1 : 0;
     for (int h = 0; h < HEADS; h++) {
         double part[CONTEXT], sum = 0;
@@ -260,7 +261,8 @@ static void plain_attend(const plain *c, int layer, int at, int window, const do
 }
 
 /* Logits of the token at position `at`. */
-static void plain_token(const file *f, const shape *s, plain *c, int token, int at, double *logits) {
+static void plain_token(const file *f, const shape *s, plain *c, int token, int at,
+                        double *logits) {
     double x[HIDDEN], y[FEED], q[Q], o[Q], z[FEED], up[FEED];
     const int halves = s->arch[0] == 'q';
     const float *w = exact(f, -1, "token_embd.weight");
@@ -545,7 +547,8 @@ TEST(damaged_at_every_byte) {
 
 TEST(sentences) {
     static const struct { shape s; const char *says; } cases[] = {
-        { { "gpt2", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, NULL }, "general.architecture is 'gpt2'" },
+        { { "gpt2", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, NULL },
+          "general.architecture is 'gpt2'" },
         { { "llama", RA_F32, 0, 0, 0, 0, "llama.rope.scaling.type", "yarn", NULL, NULL },
           "llama.rope.scaling.type is 'yarn'" },
         { { "llama", RA_F32, 0, 0, 0, 0, "llama.attention.key_length", "8", NULL, NULL },
@@ -567,7 +570,8 @@ TEST(sentences) {
     }
 }
 
-/* Pairs join by score, a blank comes first, unknown characters become bytes or the unknown token. */
+/* Pairs join by score, a blank comes first, and what no token has becomes bytes or the unknown
+ * token. */
 TEST(tokens_of_a_text) {
     static const int32_t want[] = { 3, 30, 6, 3, 34, 9, 1, 5, 2, 0 };
     file f;

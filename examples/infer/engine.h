@@ -1,7 +1,7 @@
-/* Runs a model on P ranks that share its mapped weights. The cache of keys and values is split among
- * the ranks by position, and a rank computes the tokens whose positions it owns: all of a token's
- * products happen on one rank, and ra_infer is the only place where ranks need one another. So in
- * decode one rank multiplies and the others attend over their part of the cache.
+/* Runs a model on P ranks that share its mapped weights. The cache of keys and values is split
+ * among the ranks by position, and a rank computes the tokens whose positions it owns: all of a
+ * token's products happen on one rank, and ra_infer is the only place where ranks need one another.
+ * So in decode one rank multiplies and the others attend over their part of the cache.
  *
  *   infer_run          ranks as threads: prefill in chunks, then token after token
  *   infer_forward      one call of the model for new tokens of the sequence, on one rank
@@ -126,7 +126,7 @@ static inline int32_t infer_sample(const infer_options *o, const float *logits, 
     for (int64_t i = 1; i < count; i++)
         if (logits[i] > logits[best]) best = i;
     if (!(o->temperature > 0) || !isfinite(logits[best])) return (int32_t)best;
-    for (int64_t i = 0; i < count; i++) {              /* below e^-40 of the best nothing is drawn */
+    for (int64_t i = 0; i < count; i++) {    /* what is below e^-40 of the best is not drawn */
         if (!(logits[i] >= logits[best] - 40 * o->temperature)) continue;
         choice[n].logit = logits[i];
         choice[n++].id = (int32_t)i;
@@ -497,8 +497,9 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
     else if (o->ranks < 1 || o->ranks > INFER_RANKS)
         snprintf(why, INFER_WHY, "%ld ranks; 1 to 64 are possible", (long)o->ranks);
     else if (o->predict < 0 || o->predict > INT32_MAX || o->chunk < 1 || o->context < 0)
-        snprintf(why, INFER_WHY, "%lld tokens to generate, chunks of %lld and a context of %lld are "
-                 "not possible", (long long)o->predict, (long long)o->chunk, (long long)o->context);
+        snprintf(why, INFER_WHY, "%lld tokens to generate, chunks of %lld and a context of %lld "
+                 "are not possible", (long long)o->predict, (long long)o->chunk,
+                 (long long)o->context);
     else if (!o->context && count + o->predict <= m->context) o->context = count + o->predict;
     else if (!o->context) o->context = m->context;
     if (why[0]) return 0;

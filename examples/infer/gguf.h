@@ -201,7 +201,8 @@ static inline int gguf_place_tensor(gguf_reader *r, gguf_tensor *t, uint64_t off
         if (bytes > left / (uint64_t)t->size[i]) wrong = "data beyond the end of the file";
         bytes *= (uint64_t)t->size[i];
     }
-    if (!wrong && (bytes > left || offset > left - bytes)) wrong = "data beyond the end of the file";
+    if (!wrong && (bytes > left || offset > left - bytes))
+        wrong = "data beyond the end of the file";
     if (wrong) {
         snprintf(r->why, INFER_WHY, "the tensor '%s' has %s", name, wrong);
         return 0;

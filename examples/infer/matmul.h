@@ -1,7 +1,7 @@
 /* y = W x for rows of x, with W in f32, f16, bf16 or q8_0 as the file stores it, on a pool of
  * threads that all ranks of the process share. Sums are f32, and an element of y has the same bits
- * whatever other rows are in the call: every tile below sums in one order. The kernel is one body in
- * vectors of the compiler, included once for each instruction set. */
+ * whatever other rows are in the call: every tile below sums in one order. The kernel is one body
+ * in vectors of the compiler, included once for each instruction set. */
 #if !defined(INFER_MATMUL_BODY)
 #if !defined(INFER_MATMUL_H)
 #define INFER_MATMUL_H

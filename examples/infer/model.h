@@ -1,5 +1,5 @@
-/* A model of the Llama family as a GGUF file has it: its shape, and where its matrices lie. What the
- * engine could not compute exactly is refused with a sentence, and so is every tensor it does not
+/* A model of the Llama family as a GGUF file has it: its shape, and where its matrices are. What
+ * the engine could not compute exactly is refused with a sentence, and so is every tensor it does not
  * know. */
 #if !defined(INFER_MODEL_H)
 #define INFER_MODEL_H
@@ -165,8 +165,9 @@ static inline int model_read_tensors(model_reader *r) {
     for (int32_t i = 0; i < m->layers; i++)
         if (!model_read_layer(r, i)) return 0;
     if (r->used == r->g->tensor_count) return 1;
-    snprintf(r->why, INFER_WHY, "the file has %lld tensors and the model uses %lld: it is of a kind "
-             "that this engine does not know", (long long)r->g->tensor_count, (long long)r->used);
+    snprintf(r->why, INFER_WHY, "the file has %lld tensors and the model uses %lld: it is of a "
+             "kind that this engine does not know", (long long)r->g->tensor_count,
+             (long long)r->used);
     return 0;
 }
 
@@ -195,8 +196,8 @@ static inline int model_read_rope(model_reader *r) {
     if (gguf_is(text, "linear"))
         return model_number(r, "rope.scaling.factor", 1e-3, 1e6, MODEL_REQUIRED, &m->rope_scale);
     if (!kind || gguf_is(text, "none")) return 1;
-    snprintf(r->why, INFER_WHY, "%s.rope.scaling.type is '%s'; this engine computes none and linear, "
-             "and the factors of rope_freqs.weight", m->name, name);
+    snprintf(r->why, INFER_WHY, "%s.rope.scaling.type is '%s'; this engine computes none and "
+             "linear, and the factors of rope_freqs.weight", m->name, name);
     return 0;
 }
 
@@ -215,8 +216,8 @@ static inline int model_read_values(model_reader *r) {
         return 0;
     if (layers < 1 || heads < 1 || kv_heads < 1 || heads % kv_heads || m->hidden < 1 ||
         m->feed < 1 || m->context < 1) {
-        snprintf(r->why, INFER_WHY, "%s with %lld layers, %lld heads, %lld KV heads, %lld hidden and "
-                 "%lld feed-forward dims, context %lld is no model", m->name, (long long)layers,
+        snprintf(r->why, INFER_WHY, "%s with %lld layers, %lld heads, %lld KV heads, %lld hidden "
+                 "and %lld feed-forward dims, context %lld is no model", m->name, (long long)layers,
                  (long long)heads, (long long)kv_heads, (long long)m->hidden, (long long)m->feed,
                  (long long)m->context);
         return 0;

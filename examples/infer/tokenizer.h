@@ -173,7 +173,10 @@ static inline size_t word_end_gpt2(letters t, size_t i) {
     size_t from = i;
     if (t.s[i] == ' ') {
         const int then = char_kind(t, next, &after);
-        if (then == IS_LETTER || then == IS_NUMBER || then == IS_OTHER) { from = next; kind = then; }
+        if (then == IS_LETTER || then == IS_NUMBER || then == IS_OTHER) {
+            from = next;
+            kind = then;
+        }
     }
     if (kind == IS_LETTER || kind == IS_NUMBER || kind == IS_OTHER)
         return char_run(t, from, kind, INT64_MAX);
@@ -200,7 +203,11 @@ static inline size_t word_end(const tokenizer *t, letters s, size_t i) {
 }
 
 /* -------------------------------------------------------------------------- joining pairs */
-typedef struct piece { int64_t before, after; size_t at, size; int32_t id; } piece; /* size 0: gone */
+typedef struct piece {
+    int64_t before, after;
+    size_t at, size;                   /* size 0: gone */
+    int32_t id;
+} piece;
 typedef struct join { double key; int64_t left, right; size_t size; int32_t id; } join;
 typedef struct joiner {
     const tokenizer *t;

@@ -1,5 +1,5 @@
-/* Which characters are letters and which are numbers: the categories L and N of Unicode 14, as pairs
- * of "gap since the end of the last range" and "length of this range, less one". */
+/* Which characters are letters and which are numbers: the categories L and N of Unicode 14, as
+ * pairs of "gap since the end of the last range" and "length of this range, less one". */
 #if !defined(INFER_UNICODE_H)
 #define INFER_UNICODE_H
 

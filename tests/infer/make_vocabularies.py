@@ -1,5 +1,5 @@
-"""Small vocabularies of each kind, trained on text of this repository, and texts with the tokens that
-the libraries they come from cut them into."""
+"""Small vocabularies of each kind, trained on text of this repository, and texts with the tokens
+that the libraries they come from cut them into."""
 import os
 import random
 
@@ -16,8 +16,8 @@ WORDS = {
     "qwen2": CONTRACTION + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST,
 }
 SPECIAL = ["<|begin|>", "<|end|>", "<|end|>!"]
-SNIPPETS = ["it's", "I'LL", "we'Ve", "'", " ", "  ", "   ", "\n", "\n\n", " \n ", "\t", "\r\n", "1", "12",
-            "12345", "naïve", "Straße", "Привет мир", "你好世界", "٣٤٥", "é", "e\u0301", "👍🏽",
+SNIPPETS = ["it's", "I'LL", "we'Ve", "'", " ", "  ", "   ", "\n", "\n\n", " \n ", "\t", "\r\n", "1",
+            "12", "12345", "naïve", "Straße", "Привет мир", "你好世界", "٣٤٥", "é", "e\u0301", "👍🏽",
             "\u00a0", "\u2003", "\u3000", "a", "the", "ring", "...", "!?\n", "{", "}", "->", "_x",
             "Ⅷ", "½", "नमस्ते", "<|end|>", "<|begin|>", "<|en", "0x1p-3", ",", " the", " 7"]
 
