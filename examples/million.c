@@ -14,6 +14,7 @@
 #include "timeline.h"
 
 #include <math.h>
+#include <time.h>
 #include <unistd.h>
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"     /* only its peak_fma is of use here */
@@ -30,7 +31,6 @@ typedef struct job {
     float out[ROWS][DIM];
     ra_plan_report plan[TL_RANKS];
     double flops_s[CORES];             /* peak of each core, while all of them compute */
-    double seconds;
     tl picture;
     const char *picture_path;
 } job;
@@ -79,9 +79,7 @@ static ra_status run_pass(job *j, const ra_plan *plan, ra_world *world, int rank
     rd.trace = tl_trace;
     rd.trace_ctx = &j->picture.lanes[rank];
     ra_status s = ra_ring_create(&ring, plan, ra_world_transport(world, rank), &rd);
-    const int64_t start = ra_now_ns();
     if (s == RA_OK) s = ra_forward(plan, ring, t, RA_NO_DEADLINE);
-    if (rank == 0) j->seconds = (double)(ra_now_ns() - start) * 1e-9;
     const ra_status gone = ra_ring_destroy(ring);
     return s == RA_OK ? gone : s;
 }
@@ -163,14 +161,22 @@ static double worst_error(const job *j) {
     return worst;
 }
 
-/* Multiply-adds, or dot products of bf16, for a fifth of a second on every core at once. */
+static double processor_s(clockid_t whose) {
+    struct timespec t;
+    clock_gettime(whose, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* Multiply-adds, or dot products of bf16, for a fifth of a second on every core at once. Speed is
+ * per second of processor time, so that other programs do not count. */
 static ra_status on_core(ra_world *world, int rank, void *user) {
     job *j = (job *)user;
-    const int64_t start = ra_now_ns();
-    double flops = 0;
+    const double start = processor_s(CLOCK_THREAD_CPUTIME_ID);
+    double flops = 0, used = 0;
     (void)world;
-    while (ra_now_ns() - start < 200000000) flops += peak_fma(j->isa, 10000);
-    j->flops_s[rank] = flops * 1e9 / (double)(ra_now_ns() - start);
+    for (; used < 0.2; used = processor_s(CLOCK_THREAD_CPUTIME_ID) - start)
+        flops += peak_fma(j->isa, 10000);
+    j->flops_s[rank] = flops / used;
     return RA_OK;
 }
 
@@ -185,28 +191,35 @@ static double peak_flops_s(job *j) {
 }
 
 static int run(job *j) {
-    const double bytes = j->dtype == RA_F32 ? 4 : 2, limit = j->dtype == RA_F32 ? 3e-6 : 4e-3;
-    const double peak = peak_flops_s(j), mib = 1048576;
-    double flops = 0, most = 0, error;
+    const double bytes = j->dtype == RA_F32 ? 4 : 2, mib = 1048576, peak = peak_flops_s(j);
+    /* The bound that the header states, with scale |q| |k| up to 25; bf16 rounds the weights. */
+    const double limit = j->dtype == RA_F32 ? (26 + sqrt((double)j->tokens) / 8) * 0x1p-23 * 1.74
+                                            : 4e-3;
+    double flops = 0, most = 0, used, error;
+    int64_t start;
     choose_rows(j);
     printf("%s, %lld tokens on %d ranks: about %.0f s at the peak of %d cores\n",
            j->dtype == RA_F32 ? "f32" : "bf16", (long long)j->tokens, (int)j->ranks,
            2.0 * 2 * DIM * (double)j->tokens * (double)j->tokens / 2 / peak, j->cores);
     fflush(stdout);
+    start = ra_now_ns();
+    used = processor_s(CLOCK_PROCESS_CPUTIME_ID);
     const ra_status s = ra_world_run(j->ranks, on_rank, j, NULL);
+    const double seconds = (double)(ra_now_ns() - start) * 1e-9;
+    used = processor_s(CLOCK_PROCESS_CPUTIME_ID) - used;
     if (s != RA_OK) {
         printf("%s\n", ra_status_text(s));
         return 1;
     }
-    const double after = peak_flops_s(j), roof = (peak + after) / 2;
+    const double roof = (peak + peak_flops_s(j)) / 2 / j->cores;
     for (int i = 0; i < j->ranks; i++) {
         const ra_plan_report *r = &j->plan[i];
         flops += r->forward.flops;
         most = fmax(most, (double)(r->resident_bytes + r->shared_workspace_bytes));
     }
     error = worst_error(j);
-    printf("  time    %.1f s, %.1f GFLOP/s: %.0f %% of the peak of %.1f GFLOP/s\n", j->seconds,
-           flops / j->seconds * 1e-9, 100 * flops / j->seconds / roof, roof * 1e-9);
+    printf("  time    %.1f s (of processors %.1f); of each %.1f GFLOP/s, %.0f %% of its %.1f\n",
+           seconds, used, flops / used * 1e-9, 100 * flops / used / roof, roof * 1e-9);
     printf("  memory  %.1f MiB per rank with the output in f32; 6 c h e of the paper: %.1f MiB\n",
            most / mib, 6.0 * (double)j->tokens / j->ranks * DIM * bytes / mib);
     printf("  error   %.1e in %d rows, at most %.0e\n", error, (int)ROWS, limit);

@@ -26,7 +26,7 @@ static const char usage[] =
     "  --threads T       threads of all ranks together (one per processor)\n"
     "  --cache TYPE      of the cache: f32, f16, bf16 or q8_0 (f16)\n"
     "  --context N       positions of the cache (as many as are needed)\n"
-    "  --chunk N         tokens of the prompt per call (128)\n"
+    "  --chunk N         tokens of the prompt per call (128; 1024 for more than 8 ranks)\n"
     "  --speculate N     guess by the prompt's own n-grams and verify N tokens per call\n"
     "  --temp X, --top-k N, --top-p X, --seed N   draw tokens (0: take the likeliest)\n"
     "  --logits FILE     writes the logits of every position as f32\n"

@@ -12,15 +12,17 @@
 #define INFER_ENGINE_H
 
 #include "model.h"
-#include "cache_shim.h"
+
+#include <sched.h>
 
 enum { INFER_RANKS = 64, INFER_STOPS = 4, INFER_HEAD_ROWS = 16 };
+enum { INFER_PROMPT, INFER_DECODE, INFER_CACHES };
 
 typedef struct infer_options {         /* 0 where nothing else is said */
     int32_t ranks;                     /* 1 to 64; 0: 1 */
     int32_t threads;                   /* of all ranks together; those of the ranks always run */
     int64_t context;                   /* positions of the cache; 0: prompt and predict */
-    int64_t chunk;                     /* tokens of the prompt in one call; 0: 128 */
+    int64_t chunk;                     /* tokens of the prompt in one call; 0: 16 per lane */
     int32_t cache_dtype;               /* RA_F32 (0), RA_F16, RA_BF16, RA_Q8_0 */
     int64_t predict;                   /* tokens to generate at most */
     int32_t speculate;                 /* tokens that one call verifies; 0, 1: no guesses */
@@ -50,6 +52,8 @@ typedef struct infer_engine {          /* shared by the ranks */
     const model *m;
     infer_options o;                   /* resolved */
     infer_result *result;
+    int32_t lanes;                     /* of the cache: the bits are those of this many ranks */
+    int32_t attend_threads;            /* of a rank in a call of the cache */
     pool pool;
     pthread_mutex_t lock;
     pthread_cond_t changed;
@@ -60,7 +64,7 @@ typedef struct infer_engine {          /* shared by the ranks */
 typedef struct infer_rank {
     infer_engine *e;
     int32_t rank;
-    ra_cache *cache;
+    ra_cache *cache[INFER_CACHES];     /* two forms of calls over the same memory */
     ra_tensors t;
     uint8_t *memory;                   /* K and V of all layers */
     size_t k_bytes, row_bytes;         /* of K of a layer; of a row of K or V */
@@ -73,7 +77,7 @@ typedef struct infer_rank {
     int64_t owned;
     struct infer_choice *choice;       /* [vocabulary] for sampling */
     int32_t *tokens;                   /* [context + 1] */
-    int32_t step;
+    int32_t step, decoding;            /* decoding: which of the caches the calls go through */
 } infer_rank;
 
 typedef struct infer_choice { float logit; int32_t id; } infer_choice;
@@ -202,10 +206,40 @@ static inline void infer_product(const infer_rank *r, const matrix *w, const flo
     matmul_run(&r->e->pool, w, x, y, r->owned, r->scratch);
 }
 
-/* Keys and values of this rank's tokens go into its cache, then its queries see those of all
+typedef struct infer_call { ra_cache *cache; ra_status status; } infer_call;
+
+/* One thread of a call. The first stays until the call is done; the others leave when they find
+ * nothing to do for a while. */
+static inline void infer_step(void *ctx, int64_t ith) {
+    infer_call *c = (infer_call *)ctx;
+    ra_status s;
+    for (int idle = 0; (s = ra_infer_step(c->cache, (int)ith)) > 0;) {
+        idle = s == RA_AGAIN ? 0 : idle + 1;
+        if (idle > 100 && ith) return;
+        if (idle > 20) sched_yield();
+    }
+    if (ith == 0) c->status = s;
+}
+
+/* This rank's part of a call, on its share of the threads if the call is large. */
+static inline ra_status infer_call_run(infer_rank *r, ra_cache *cache, int64_t first,
+                                       int64_t count) {
+    const model *m = r->e->m;
+    const double work = (double)(r->owned * m->heads) * (double)(first + count) * m->dim;
+    infer_call c;
+    if (r->e->attend_threads < 2 || work < 1e6)
+        return ra_infer(cache, &r->t, &first, &count, RA_NO_DEADLINE);
+    c.cache = cache;
+    c.status = ra_infer_begin(cache, &r->t, &first, &count, RA_NO_DEADLINE);
+    if (c.status == RA_OK) pool_run(&r->e->pool, infer_step, &c, r->e->attend_threads);
+    return c.status;
+}
+
+/* Keys and values of this rank's tokens go into its memory, then its queries see those of all
  * ranks. */
 static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first, int64_t count) {
     const model *m = r->e->m;
+    ra_cache *cache = r->cache[r->decoding];
     const int64_t row = (int64_t)m->kv_heads * m->dim;
     ra_status s = RA_OK;
     r->t.k.data = r->memory + (size_t)layer * 2 * r->k_bytes;
@@ -213,9 +247,9 @@ static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first
     r->t.q.data = r->q;
     r->t.o.data = r->o;
     for (int64_t i = 0; i < r->owned && s == RA_OK; i++)
-        s = ra_cache_store(r->cache, &r->t, 0, first + r->own[i], r->k + i * row, r->v + i * row);
-    if (s == RA_OK) s = ra_infer(r->cache, &r->t, &first, &count, RA_NO_DEADLINE);
-    return s;
+        s = ra_cache_store(cache, &r->t, 0, first + r->own[i], r->k + i * row, r->v + i * row);
+    if (s == RA_OK) s = infer_call_run(r, cache, first, count);
+    return s == RA_OK ? s : infer_fail(r->e, s, ra_cache_explain(cache));
 }
 
 static inline ra_status infer_layer(infer_rank *r, int32_t layer, int64_t first, int64_t count) {
@@ -288,14 +322,14 @@ static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t coun
     ra_status s = RA_OK;
     r->owned = 0;
     for (int64_t i = 0; i < count; i++) {
-        if (ra_cache_owner(r->cache, first + i) != r->rank) continue;
+        if (ra_cache_owner(r->cache[INFER_PROMPT], first + i) != r->rank) continue;
         if (i < want) from = r->owned + 1;
         r->own[r->owned++] = i;
     }
     infer_embed(r, r->tokens + first);
     infer_turns(r, first);
     for (int32_t i = 0; i < e->m->layers && s == RA_OK; i++) s = infer_layer(r, i, first, count);
-    if (s != RA_OK) return infer_fail(e, s, ra_status_text(s));
+    if (s != RA_OK) return s;
     if (from < r->owned) infer_head(r, from, first);
     *next = e->next[r->step++ & 1];
     return infer_share(e);
@@ -339,10 +373,10 @@ static inline ra_status infer_decode(infer_rank *r, int64_t *count, int64_t *cac
     const int32_t *next = NULL;
     ra_status s = RA_OK;
     int over = 0;
+    r->decoding = INFER_DECODE;
     for (int64_t steps = 1; s == RA_OK && !over; steps++) {
         const int64_t at = *count - 1;
         int64_t most = o->speculate - 1, n = 0;
-        if (most > o->chunk - 1) most = o->chunk - 1;
         if (most > o->context - *count) most = o->context - *count;
         if (most > 0) n = infer_guess(r->tokens, *count, most, r->tokens + *count);
         s = infer_forward(r, at, n + 1, 0, &next);
@@ -386,9 +420,13 @@ static inline ra_status infer_text(infer_rank *r) {
 
 /* -------------------------------------------------------------------------- memory of a rank */
 static inline void infer_close_rank(infer_rank *r) {
-    ra_cache_destroy(r->cache);
-    free(r->memory);
-    free(r->floats);
+    int unsafe = 0;
+    for (int i = 0; i < INFER_CACHES; i++)
+        unsafe |= ra_cache_destroy(r->cache[i]) == RA_E_UNSAFE;
+    if (!unsafe) {                     /* otherwise other ranks may still read it */
+        free(r->memory);
+        free(r->floats);
+    }
     free(r->own);
     free(r->choice);
     free(r->tokens);
@@ -415,27 +453,37 @@ static inline void infer_divide(infer_rank *r, const model *m, int64_t chunk, in
     r->logits = at;
 }
 
+/* Two objects over one memory. That of the prompt takes the fastest form. That of decoding gives
+ * the same bits however many tokens a call has, so that guesses never change the text. */
 static inline ra_status infer_open_cache(infer_rank *r, const ra_transport *net) {
     infer_engine *e = r->e;
     const model *m = e->m;
     ra_error why;
+    ra_cache_desc cd;
     ra_desc d = ra_desc_make(m->heads, m->kv_heads, m->dim, RA_F32, RA_MASK_CAUSAL);
+    ra_status s = RA_OK;
+    memset(&cd, 0, sizeof cd);
+    memset(&why, 0, sizeof why);
     d.k_dtype = d.v_dtype = e->o.cache_dtype;
-    d.tokens = e->o.chunk;
     d.kv_tokens = e->o.context;
     d.mask.window = m->window < e->o.context ? m->window : 0;
     d.ranks = e->o.ranks;
     d.rank = r->rank;
+    d.threads = e->attend_threads;
     d.error = &why;
-    memset(&why, 0, sizeof why);
-    const ra_status s = ra_cache_create(&r->cache, &d, net, NULL);
+    cd.lanes = e->lanes;
+    for (int i = 0; i < INFER_CACHES && s == RA_OK; i++) {
+        d.tokens = i == INFER_PROMPT ? e->o.chunk : e->o.speculate;
+        cd.form = i == INFER_DECODE && m->heads / m->kv_heads <= 16 ? RA_FORM_SAME : RA_FORM_AUTO;
+        s = ra_cache_create(&r->cache[i], &d, net, &cd);
+    }
     if (s != RA_OK) {
-        char text[INFER_WHY + 64];
-        snprintf(text, sizeof text, "the cache: %s: %s", why.field, why.text);
+        char text[INFER_WHY];
+        snprintf(text, sizeof text, "the cache: %.30s: %.200s", why.field, why.text);
         return infer_fail(e, s, text);
     }
     r->row_bytes = matmul_row_bytes(d.k_dtype, m->dim) * (size_t)m->kv_heads;
-    r->k_bytes = r->row_bytes * (size_t)ra_cache_rows(r->cache);
+    r->k_bytes = r->row_bytes * (size_t)ra_cache_rows(r->cache[INFER_PROMPT]);
     return RA_OK;
 }
 
@@ -486,7 +534,10 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
     char *why = e->result->why;
     if (!o->ranks) o->ranks = 1;
     if (!o->cache_dtype) o->cache_dtype = RA_F32;
-    if (!o->chunk) o->chunk = 128;
+    e->lanes = o->ranks <= 8 ? 8 : INFER_RANKS;
+    e->attend_threads = o->threads / (o->ranks < 1 ? 1 : o->ranks);
+    if (e->attend_threads < 1) e->attend_threads = 1;
+    if (!o->chunk) o->chunk = 16 * e->lanes;
     for (int64_t i = 0; i < count; i++) {
         if (prompt[i] >= 0 && prompt[i] < m->vocabulary) continue;
         snprintf(why, INFER_WHY, "token %lld of the prompt is %ld; the model has 0 to %lld",
@@ -511,6 +562,8 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
     }
     if (o->predict > o->context - count) o->predict = o->context - count;
     if (o->chunk > o->context) o->chunk = o->context;
+    if (o->speculate < 1) o->speculate = 1;
+    if (o->speculate > o->chunk) o->speculate = (int32_t)o->chunk;
     if (o->cache_dtype == RA_Q8_0 && m->dim % 32) {
         snprintf(why, INFER_WHY, "a cache in q8_0 needs heads of a multiple of 32 dims; the model "
                  "has %ld", (long)m->dim);

@@ -1,6 +1,6 @@
 /* A model of the Llama family as a GGUF file has it: its shape, and where its matrices are. What
- * the engine could not compute exactly is refused with a sentence, and so is every tensor it does not
- * know. */
+ * the engine could not compute exactly is refused with a sentence, and so is every tensor that it
+ * does not know. */
 #if !defined(INFER_MODEL_H)
 #define INFER_MODEL_H
 
