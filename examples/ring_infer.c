@@ -12,6 +12,7 @@
 #include "ringattn.h"
 #include "infer/engine.h"
 #include "infer/tokenizer.h"
+#include "transports/ra_tcp.h"
 
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -30,11 +31,13 @@ static const char usage[] =
     "  --speculate N     guess by the prompt's own n-grams and verify N tokens per call\n"
     "  --temp X, --top-k N, --top-p X, --seed N   draw tokens (0: take the likeliest)\n"
     "  --logits FILE     writes the logits of every position as f32\n"
-    "  --ids             prints the numbers of tokens instead of text\n";
+    "  --ids             prints the numbers of tokens instead of text\n"
+    "  --at H:P,H:P,...  with --rank R: this process is rank R, and they meet over TCP\n";
 
 typedef struct program {
-    const char *path, *prompt, *file, *tokens, *logits;
+    const char *path, *prompt, *file, *tokens, *logits, *at;
     int ids;
+    int32_t rank;                      /* of this process, -1: all of them are here */
     infer_options o;
     gguf g;
     model m;
@@ -86,7 +89,7 @@ static int option(program *p, const char *name, const char *s) {
     int64_t seed = 0;
     const struct { const char *name, **to; } texts[] = {
         { "--prompt", &p->prompt }, { "--file", &p->file }, { "--tokens", &p->tokens },
-        { "--logits", &p->logits } };
+        { "--logits", &p->logits }, { "--at", &p->at } };
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         if (strcmp(name, texts[i].name)) continue;
         *texts[i].to = s;
@@ -97,6 +100,7 @@ static int option(program *p, const char *name, const char *s) {
     if (!strcmp(name, "--context")) return whole_number(name, s, INT32_MAX, &o->context);
     if (!strcmp(name, "--chunk")) return whole_number(name, s, 1 << 20, &o->chunk);
     if (!strcmp(name, "--ranks")) return small_number(name, s, INFER_RANKS, &o->ranks);
+    if (!strcmp(name, "--rank")) return small_number(name, s, INFER_RANKS - 1, &p->rank);
     if (!strcmp(name, "--threads")) return small_number(name, s, 1024, &o->threads);
     if (!strcmp(name, "--speculate")) return small_number(name, s, 1 << 20, &o->speculate);
     if (!strcmp(name, "--top-k")) return small_number(name, s, INT32_MAX, &o->top_k);
@@ -112,6 +116,7 @@ static int arguments(program *p, int argc, char **argv) {
     const long cores = sysconf(_SC_NPROCESSORS_ONLN);
     p->path = argv[1];
     p->o.predict = 64;
+    p->rank = -1;
     p->o.cache_dtype = RA_F16;
     p->o.threads = cores > 0 && cores < 1024 ? (int32_t)cores : 1;
     for (int i = 2; i < argc; i++) {
@@ -121,6 +126,8 @@ static int arguments(program *p, int argc, char **argv) {
     }
     if (!p->prompt + !p->file + !p->tokens != 2)
         return refuse(p->path, "give one of --prompt, --file and --tokens");
+    if (!p->at != (p->rank < 0)) return refuse(p->path, "--at and --rank go together");
+    if (p->at && p->logits) return refuse("--logits", "no process has those of all positions");
     p->o.all_logits = p->logits != NULL;
     return 1;
 }
@@ -188,6 +195,34 @@ static int open_model(program *p) {
     return p->tokens ? read_ids(p) : read_text(p);
 }
 
+/* -------------------------------------------------------------------------- ranks */
+/* Runs this process as one of the ranks that --at lists. */
+static int run_over_tcp(program *p, infer_result *r) {
+    const char *at[INFER_RANKS];
+    char list[4096];
+    ra_tcp_desc d;
+    ra_tcp *tcp = NULL;
+    ra_error why;
+    int ok;
+    memset(r, 0, sizeof *r);
+    memset(&d, 0, sizeof d);
+    memset(&why, 0, sizeof why);
+    snprintf(list, sizeof list, "%s", p->at);
+    for (char *s = strtok(list, ","); s && d.ranks < INFER_RANKS; s = strtok(NULL, ","))
+        at[d.ranks++] = s;
+    d.rank = p->rank;
+    d.addresses = at;
+    d.error = &why;
+    if (ra_tcp_open(&tcp, &d) != RA_OK) {
+        snprintf(r->why, sizeof r->why, "%.40s: %.200s", why.field, why.text);
+        return 0;
+    }
+    p->o.ranks = d.ranks;
+    ok = infer_run_rank(&p->m, &p->o, p->in.data, p->in.count, ra_tcp_transport(tcp), r);
+    ra_tcp_close(tcp);
+    return ok;
+}
+
 /* -------------------------------------------------------------------------- output */
 static void show_progress(void *user, int64_t done, int64_t of) {
     static const char bar[] = "########################################";
@@ -232,13 +267,15 @@ int main(int argc, char **argv) {
         return argc < 2 ? 0 : 1;
     }
     if (!arguments(&p, argc, argv) || !open_model(&p)) return 1;
-    p.o.progress = show_progress;
-    p.o.token = show_token;
-    p.o.user = &p;
-    ok = infer_run(&p.m, &p.o, p.in.data, p.in.count, &r);
+    if (p.rank < 1) {                  /* the others compute and say nothing */
+        p.o.progress = show_progress;
+        p.o.token = show_token;
+        p.o.user = &p;
+    }
+    ok = p.at ? run_over_tcp(&p, &r) : infer_run(&p.m, &p.o, p.in.data, p.in.count, &r);
     if (!ok) (void)refuse(p.path, r.why);
     if (ok && p.logits) ok = write_logits(&p, &r);
-    if (ok) show_figures(&p, &r);
+    if (ok && p.rank < 1) show_figures(&p, &r);
     infer_free(&r);
     free(p.in.data);
     tokenizer_close(&p.t);

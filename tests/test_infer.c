@@ -1,5 +1,5 @@
-/* examples/infer: a tiny model that this file writes as GGUF itself, run on 1, 2 and 3 ranks and
- * held against a plain forward pass in double precision; guesses, sampling, and files that are
+/* examples/infer: a tiny model that this file writes as GGUF itself, run on 1 to 8 ranks and held
+ * against a plain forward pass in double precision; guesses, sampling, and files that are
  * truncated or damaged at every byte. */
 #define _POSIX_C_SOURCE 200809L
 #define RINGATTN_IMPLEMENTATION
@@ -318,11 +318,47 @@ static void prompt_of(int32_t *prompt, h_rng *r) {
     for (int i = 0; i < PROMPT; i++) prompt[i] = (int32_t)h_range(r, 0, WORDS - 1);
 }
 
-/* Logits of the whole text are those of the plain pass, for every number of ranks and chunk, and
- * the tokens are the same. */
+/* One shape with one chunk on 1 to 8 ranks: the logits have the same bits, and are those of the
+ * plain pass. Returns the last result. */
+static infer_result on_ranks(const file *f, const shape *s, const model *m, int64_t chunk,
+                             const int32_t *prompt) {
+    static plain c;
+    static const int32_t several[] = { 1, 2, 3, 4, 5, 8 };
+    enum { SEVERAL = sizeof several / sizeof *several };
+    infer_result one = { 0 }, got = { 0 };
+    for (int i = 0; i < SEVERAL; i++) {
+        const int32_t ranks = several[i];
+        infer_options o = { 0 };
+        o.ranks = ranks;
+        o.threads = 1 + ranks % 2 * 2;
+        o.chunk = chunk;
+        o.predict = 30;
+        o.all_logits = 1;
+        snprintf(h_run.context, sizeof h_run.context, "%s, %d ranks, chunks of %lld", s->arch,
+                 (int)ranks, (long long)chunk);
+        if (!CHECK(infer_run(m, &o, prompt, PROMPT, &got))) printf("%s\n", got.why);
+        CHECK_EQ(got.count, PROMPT + 30);
+        CHECK_EQ(got.cached, PROMPT + 29);
+        CHECK_EQ(got.steps, 29);
+        for (int64_t t = 0; got.logits && t < got.cached; t++) {
+            double want[WORDS];
+            plain_token(f, s, &c, got.tokens[t], (int)t, want);
+            if (!CHECK_CLOSE(got.logits + t * WORDS, want, WORDS, 1e-4, 0)) break;
+        }
+        if (one.logits && got.logits) {
+            CHECK_BITS(got.logits, one.logits, got.cached * WORDS * 4);
+            CHECK_BITS(got.tokens, one.tokens, got.count * 4);
+        }
+        if (i == 0) one = got;
+        else if (i < SEVERAL - 1) infer_free(&got);
+    }
+    infer_free(&one);
+    return got;
+}
+
+/* The tokens are the same for every number of ranks and every chunk. */
 TEST(ranks_and_chunks) {
     static const int64_t chunks[] = { 1, 7, 64 };
-    static plain c;
     for (int i = 0; i < SHAPES; i++) {
         file f;
         gguf g;
@@ -334,29 +370,12 @@ TEST(ranks_and_chunks) {
         make_file(&f, &shapes[i]);
         prompt_of(prompt, &r);
         if (open_file(&f, &g, &m)) {
-            for (int k = 0; k < 9; k++) {
-                infer_options o = { 0 };
-                infer_result got;
-                o.ranks = 1 + k % 3;
-                o.threads = 1 + k % 2;
-                o.chunk = chunks[k / 3];
-                o.predict = 30;
-                o.all_logits = 1;
-                snprintf(h_run.context, sizeof h_run.context, "%s, %d ranks, chunks of %lld",
-                         shapes[i].arch, o.ranks, (long long)o.chunk);
-                if (!CHECK(infer_run(&m, &o, prompt, PROMPT, &got))) printf("%s\n", got.why);
-                CHECK_EQ(got.count, PROMPT + 30);
-                CHECK_EQ(got.cached, PROMPT + 29);
-                CHECK_EQ(got.steps, 29);
-                if (k == 0) first = got;
-                else if (got.tokens && first.tokens)
-                    CHECK_BITS(got.tokens, first.tokens, (size_t)got.count * 4);
-                for (int64_t t = 0; got.logits && t < got.cached; t++) {
-                    double want[WORDS];
-                    plain_token(&f, &shapes[i], &c, got.tokens[t], (int)t, want);
-                    if (!CHECK_CLOSE(got.logits + t * WORDS, want, WORDS, 1e-4, 0)) break;
-                }
+            for (int k = 0; k < 3; k++) {
+                infer_result got = on_ranks(&f, &shapes[i], &m, chunks[k], prompt);
+                if (k && got.tokens && first.tokens)
+                    CHECK_BITS(got.tokens, first.tokens, got.count * 4);
                 if (k) infer_free(&got);
+                else first = got;
             }
             infer_free(&first);
             model_close(&m);
@@ -364,6 +383,48 @@ TEST(ranks_and_chunks) {
         }
         free_file(&f);
     }
+}
+
+/* Ranks that share nothing but a transport, as processes do: each gets the text of one rank. */
+typedef struct apart { const model *m; const int32_t *prompt; infer_result got[3]; } apart;
+
+static ra_status on_rank_apart(ra_world *world, int rank, void *user) {
+    apart *a = (apart *)user;
+    infer_options o = { 0 };
+    o.ranks = 3;
+    o.threads = 1 + rank;
+    o.predict = 20;
+    o.speculate = 3;
+    return infer_run_rank(a->m, &o, a->prompt, PROMPT, ra_world_transport(world, rank),
+                          &a->got[rank]) ? RA_OK : RA_E_STATE;
+}
+
+TEST(ranks_apart) {
+    file f;
+    gguf g;
+    model m;
+    int32_t prompt[PROMPT];
+    h_rng r = h_case_rng(0);
+    make_file(&f, &shapes[2]);
+    prompt_of(prompt, &r);
+    if (open_file(&f, &g, &m)) {
+        infer_options o = { 0 };
+        infer_result one;
+        apart a = { &m, prompt, { { 0 } } };
+        o.predict = 20;
+        CHECK(infer_run(&m, &o, prompt, PROMPT, &one));
+        CHECK_EQ(ra_world_run(3, on_rank_apart, &a, NULL), RA_OK);
+        for (int i = 0; i < 3; i++) {
+            CHECK_EQ(a.got[i].count, one.count);
+            if (a.got[i].count == one.count)
+                CHECK_BITS(a.got[i].tokens, one.tokens, one.count * 4);
+            infer_free(&a.got[i]);
+        }
+        infer_free(&one);
+        model_close(&m);
+        gguf_close(&g);
+    }
+    free_file(&f);
 }
 
 /* Guesses change how often the model is called, never the tokens. */
@@ -602,8 +663,8 @@ TEST(tokens_of_a_text) {
 
 int main(int argc, char **argv) {
     static const h_test tests[] = {
-        ENTRY(ranks_and_chunks), ENTRY(guesses), ENTRY(sampling), ENTRY(options),
-        ENTRY(truncated_at_every_byte), ENTRY(damaged_at_every_byte), ENTRY(sentences),
+        ENTRY(ranks_and_chunks), ENTRY(ranks_apart), ENTRY(guesses), ENTRY(sampling),
+        ENTRY(options), ENTRY(truncated_at_every_byte), ENTRY(damaged_at_every_byte), ENTRY(sentences),
         ENTRY(tokens_of_a_text) };
     return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

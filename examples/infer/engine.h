@@ -4,8 +4,9 @@
  * So in decode one rank multiplies and the others attend over their part of the cache.
  *
  *   infer_run          ranks as threads: prefill in chunks, then token after token
+ *   infer_run_rank     one rank of processes that a transport connects
  *   infer_forward      one call of the model for new tokens of the sequence, on one rank
- *   infer_share        ranks meet; after it all know the tokens that follow
+ *   infer_share        tells all ranks which tokens follow
  *
  * All ranks run the same program on the same tokens, so nothing else is ever sent. */
 #if !defined(INFER_ENGINE_H)
@@ -52,18 +53,18 @@ typedef struct infer_engine {          /* shared by the ranks */
     const model *m;
     infer_options o;                   /* resolved */
     infer_result *result;
+    int32_t reporter;                  /* the rank that calls back and writes the result */
+    int32_t apart;                     /* 1: the other ranks are in other processes */
     int32_t lanes;                     /* of the cache: the bits are those of this many ranks */
     int32_t attend_threads;            /* of a rank in a call of the cache */
     pool pool;
-    pthread_mutex_t lock;
-    pthread_cond_t changed;
-    int32_t arrived, round, failed;
-    int32_t *next[2];                  /* [chunk] the token after each new one, in turn */
+    pthread_mutex_t lock;              /* of result->why */
 } infer_engine;
 
 typedef struct infer_rank {
     infer_engine *e;
     int32_t rank;
+    const ra_transport *net;           /* null: one rank */
     ra_cache *cache[INFER_CACHES];     /* two forms of calls over the same memory */
     ra_tensors t;
     uint8_t *memory;                   /* K and V of all layers */
@@ -75,36 +76,62 @@ typedef struct infer_rank {
     float *logits;                     /* [INFER_HEAD_ROWS][vocabulary] */
     int64_t *own;                      /* [chunk] which of the new tokens are this rank's */
     int64_t owned;
+    int32_t *next, *heard;             /* [chunk] the token after each new one; -1: not known yet */
     struct infer_choice *choice;       /* [vocabulary] for sampling */
     int32_t *tokens;                   /* [context + 1] */
-    int32_t step, decoding;            /* decoding: which of the caches the calls go through */
+    int32_t decoding;                  /* which of the caches the calls go through */
 } infer_rank;
 
 typedef struct infer_choice { float logit; int32_t id; } infer_choice;
 
-/* -------------------------------------------------------------------------- ranks meet */
+/* -------------------------------------------------------------------------- between ranks */
 static inline ra_status infer_fail(infer_engine *e, ra_status s, const char *why) {
     pthread_mutex_lock(&e->lock);
-    if (!e->failed) snprintf(e->result->why, INFER_WHY, "%s", why);
-    e->failed = 1;
-    pthread_cond_broadcast(&e->changed);
+    if (!e->result->why[0]) snprintf(e->result->why, INFER_WHY, "%s", why);
     pthread_mutex_unlock(&e->lock);
     return s;
 }
 
-/* Returns when all ranks are here, or one has failed. */
-static inline ra_status infer_share(infer_engine *e) {
-    pthread_mutex_lock(&e->lock);
-    const int32_t round = e->round;
-    if (++e->arrived == e->o.ranks) {
-        e->arrived = 0;
-        e->round++;
-        pthread_cond_broadcast(&e->changed);
+/* Sends n tokens to the next rank and receives n from the one before. */
+static inline ra_status infer_hop(const ra_transport *net, int32_t ranks, const int32_t *out,
+                                  int32_t *in, size_t n) {
+    const int to = (net->rank + 1) % ranks, from = (net->rank + ranks - 1) % ranks;
+    ra_transport_op op[2], *ops[2];
+    int s = RA_AGAIN;
+    if (!net->post)
+        return net->sendrecv(net->ctx, to, out, n * 4, from, in, n * 4, 0, INT64_MAX);
+    memset(op, 0, sizeof op);
+    op[0].kind = RA_MSG_RECV;
+    op[0].peer = from;
+    op[0].buf = in;
+    op[1].kind = RA_MSG_SEND;
+    op[1].peer = to;
+    op[1].buf = (void *)(uintptr_t)out;
+    op[0].len = op[1].len = n * 4;
+    ops[0] = &op[0];
+    ops[1] = &op[1];
+    for (int idle = 0; s >= 0; idle++) {
+        if (op[0].state == RA_MSG_DONE && op[1].state == RA_MSG_DONE) return RA_OK;
+        if (op[0].state == RA_MSG_IDLE || op[1].state == RA_MSG_IDLE)
+            s = net->post(net->ctx, ops, 2);
+        if (s >= 0) s = net->poll(net->ctx, ops, 2);
+        for (int i = 0; i < 2 && s >= 0; i++)
+            if (op[i].state < 0) s = op[i].state;
+        if (idle > 100) sched_yield();
     }
-    while (e->round == round && !e->failed) pthread_cond_wait(&e->changed, &e->lock);
-    const int32_t failed = e->failed;
-    pthread_mutex_unlock(&e->lock);
-    return failed ? RA_E_ABORTED : RA_OK;
+    return s;
+}
+
+/* Around the ring, until each rank knows the tokens from `want` to `count` that others chose. */
+static inline ra_status infer_share(infer_rank *r, int64_t want, int64_t count) {
+    const int32_t ranks = r->e->o.ranks;
+    ra_status s = RA_OK;
+    for (int32_t hop = 1; hop < ranks && want < count && s == RA_OK; hop++) {
+        s = infer_hop(r->net, ranks, r->next + want, r->heard, (size_t)(count - want));
+        for (int64_t i = want; i < count && s == RA_OK; i++)
+            if (r->next[i] < 0) r->next[i] = r->heard[i - want];
+    }
+    return s == RA_OK ? s : infer_fail(r->e, s, ra_status_text(s));
 }
 
 /* -------------------------------------------------------------------------- sampling */
@@ -304,8 +331,7 @@ static inline void infer_head(infer_rank *r, int64_t from, int64_t first) {
         for (int64_t i = 0; i < n; i++) {
             const int64_t token = r->own[at + i];
             const float *row = r->logits + i * m->vocabulary;
-            e->next[r->step & 1][token] =
-                infer_sample(&e->o, row, m->vocabulary, first + token, r->choice);
+            r->next[token] = infer_sample(&e->o, row, m->vocabulary, first + token, r->choice);
             if (e->result->logits)
                 memcpy(e->result->logits + (first + token) * m->vocabulary, row,
                        (size_t)m->vocabulary * sizeof *row);
@@ -314,14 +340,14 @@ static inline void infer_head(infer_rank *r, int64_t from, int64_t first) {
 }
 
 /* The model for the tokens [first, first + count) of r->tokens; before them everything is cached.
- * From the new token `want` on, next gets the token that follows each. */
-static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t count, int64_t want,
-                                      const int32_t **next) {
+ * From the new token `want` on, r->next gets the token that follows each. */
+static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t count, int64_t want) {
     infer_engine *e = r->e;
     int64_t from = 0;
     ra_status s = RA_OK;
     r->owned = 0;
     for (int64_t i = 0; i < count; i++) {
+        r->next[i] = -1;
         if (ra_cache_owner(r->cache[INFER_PROMPT], first + i) != r->rank) continue;
         if (i < want) from = r->owned + 1;
         r->own[r->owned++] = i;
@@ -331,8 +357,7 @@ static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t coun
     for (int32_t i = 0; i < e->m->layers && s == RA_OK; i++) s = infer_layer(r, i, first, count);
     if (s != RA_OK) return s;
     if (from < r->owned) infer_head(r, from, first);
-    *next = e->next[r->step++ & 1];
-    return infer_share(e);
+    return infer_share(r, want, count);
 }
 
 /* -------------------------------------------------------------------------- a text */
@@ -357,11 +382,14 @@ static inline int infer_stops(const infer_options *o, int32_t id) {
     return 0;
 }
 
+/* The rank that calls back and writes the result: the first, or the only one of this process. */
+static inline int infer_reports(const infer_rank *r) { return r->rank == r->e->reporter; }
+
 /* Takes the token that comes next; 1: the text ends with it. */
 static inline int infer_take(infer_rank *r, int64_t *count, int32_t id) {
     const infer_options *o = &r->e->o;
     r->tokens[(*count)++] = id;
-    if (r->rank == 0 && o->token) o->token(o->user, id);
+    if (infer_reports(r) && o->token) o->token(o->user, id);
     return infer_stops(o, id) || *count - r->e->result->prompt >= o->predict;
 }
 
@@ -370,7 +398,6 @@ static inline int infer_take(infer_rank *r, int64_t *count, int32_t id) {
  * follows the one before. What is cached beyond is overwritten: fewer tokens count as cached. */
 static inline ra_status infer_decode(infer_rank *r, int64_t *count, int64_t *cached) {
     const infer_options *o = &r->e->o;
-    const int32_t *next = NULL;
     ra_status s = RA_OK;
     int over = 0;
     r->decoding = INFER_DECODE;
@@ -379,14 +406,14 @@ static inline ra_status infer_decode(infer_rank *r, int64_t *count, int64_t *cac
         int64_t most = o->speculate - 1, n = 0;
         if (most > o->context - *count) most = o->context - *count;
         if (most > 0) n = infer_guess(r->tokens, *count, most, r->tokens + *count);
-        s = infer_forward(r, at, n + 1, 0, &next);
+        s = infer_forward(r, at, n + 1, 0);
         for (int64_t i = 0; s == RA_OK && !over; i++) {
-            const int held = i < n && r->tokens[at + 1 + i] == next[i];
+            const int held = i < n && r->tokens[at + 1 + i] == r->next[i];
             *cached = at + 1 + i;
-            over = infer_take(r, count, next[i]);
+            over = infer_take(r, count, r->next[i]);
             if (!held) break;
         }
-        if (r->rank == 0) r->e->result->steps = steps;
+        if (infer_reports(r)) r->e->result->steps = steps;
     }
     return s;
 }
@@ -395,20 +422,20 @@ static inline ra_status infer_text(infer_rank *r) {
     infer_engine *e = r->e;
     infer_result *out = e->result;
     const infer_options *o = &e->o;
-    const int32_t *next = NULL;
     const int64_t start = ra_now_ns();
     int64_t at = 0, n = 0, count = out->prompt, cached = out->prompt;
     ra_status s = RA_OK;
     for (; at < out->prompt && s == RA_OK; at += n) {
         n = out->prompt - at < o->chunk ? out->prompt - at : o->chunk;
         const int64_t last = at + n == out->prompt ? n - 1 : n;
-        s = infer_forward(r, at, n, o->all_logits ? 0 : last, &next);
-        if (s == RA_OK && r->rank == 0 && o->progress) o->progress(o->user, at + n, out->prompt);
+        s = infer_forward(r, at, n, o->all_logits ? 0 : last);
+        if (s == RA_OK && infer_reports(r) && o->progress)
+            o->progress(o->user, at + n, out->prompt);
     }
     const int64_t prefilled = ra_now_ns();
-    if (s == RA_OK && o->predict > 0 && !infer_take(r, &count, next[n - 1]))
+    if (s == RA_OK && o->predict > 0 && !infer_take(r, &count, r->next[n - 1]))
         s = infer_decode(r, &count, &cached);
-    if (r->rank == 0) {
+    if (infer_reports(r)) {
         out->prefill_ns = prefilled - start;
         out->decode_ns = ra_now_ns() - prefilled;
         out->count = count;
@@ -428,6 +455,7 @@ static inline void infer_close_rank(infer_rank *r) {
         free(r->floats);
     }
     free(r->own);
+    free(r->next);
     free(r->choice);
     free(r->tokens);
 }
@@ -455,7 +483,7 @@ static inline void infer_divide(infer_rank *r, const model *m, int64_t chunk, in
 
 /* Two objects over one memory. That of the prompt takes the fastest form. That of decoding gives
  * the same bits however many tokens a call has, so that guesses never change the text. */
-static inline ra_status infer_open_cache(infer_rank *r, const ra_transport *net) {
+static inline ra_status infer_open_cache(infer_rank *r) {
     infer_engine *e = r->e;
     const model *m = e->m;
     ra_error why;
@@ -475,7 +503,7 @@ static inline ra_status infer_open_cache(infer_rank *r, const ra_transport *net)
     for (int i = 0; i < INFER_CACHES && s == RA_OK; i++) {
         d.tokens = i == INFER_PROMPT ? e->o.chunk : e->o.speculate;
         cd.form = i == INFER_DECODE && m->heads / m->kv_heads <= 16 ? RA_FORM_SAME : RA_FORM_AUTO;
-        s = ra_cache_create(&r->cache[i], &d, net, &cd);
+        s = ra_cache_create(&r->cache[i], &d, r->net, &cd);
     }
     if (s != RA_OK) {
         char text[INFER_WHY];
@@ -487,20 +515,21 @@ static inline ra_status infer_open_cache(infer_rank *r, const ra_transport *net)
     return RA_OK;
 }
 
-static inline ra_status infer_open_rank(infer_rank *r, const ra_transport *net) {
+static inline ra_status infer_open_rank(infer_rank *r) {
     infer_engine *e = r->e;
     const model *m = e->m;
     const int64_t q = (int64_t)m->heads * m->dim;
     int64_t columns = m->hidden > m->feed ? m->hidden : m->feed;
-    const ra_status s = infer_open_cache(r, net);
+    const ra_status s = infer_open_cache(r);
     if (s != RA_OK) return s;
     if (columns < q) columns = q;
     r->memory = (uint8_t *)calloc((size_t)m->layers * 2, r->k_bytes ? r->k_bytes : 1);
     r->floats = (float *)calloc(infer_floats(m, e->o.chunk, columns), sizeof *r->floats);
     r->own = (int64_t *)calloc((size_t)e->o.chunk, sizeof *r->own);
+    r->next = (int32_t *)calloc((size_t)e->o.chunk * 2, sizeof *r->next);
     r->choice = (infer_choice *)calloc((size_t)m->vocabulary, sizeof *r->choice);
     r->tokens = (int32_t *)calloc((size_t)e->o.context + 1, sizeof *r->tokens);
-    if (!r->memory || !r->floats || !r->own || !r->choice || !r->tokens) {
+    if (!r->memory || !r->floats || !r->own || !r->next || !r->choice || !r->tokens) {
         char text[INFER_WHY];
         snprintf(text, sizeof text, "no memory for %.1f MiB of cache and %.1f MiB beside it on a "
                  "rank", (double)m->layers * 2 * (double)r->k_bytes / 1048576,
@@ -509,22 +538,26 @@ static inline ra_status infer_open_rank(infer_rank *r, const ra_transport *net) 
     }
     infer_divide(r, m, e->o.chunk, columns);
     memcpy(r->tokens, e->result->tokens, (size_t)e->result->prompt * sizeof *r->tokens);
-    if (r->rank == 0) e->result->cache_bytes = (int64_t)(r->k_bytes * 2) * m->layers;
+    r->heard = r->next + e->o.chunk;
+    if (infer_reports(r)) e->result->cache_bytes = (int64_t)(r->k_bytes * 2) * m->layers;
     return RA_OK;
 }
 
-static inline ra_status infer_on_rank(ra_world *world, int rank, void *user) {
+static inline ra_status infer_rank_main(infer_engine *e, int32_t rank, const ra_transport *net) {
     infer_rank r;
     ra_status s;
     memset(&r, 0, sizeof r);
-    r.e = (infer_engine *)user;
+    r.e = e;
     r.rank = rank;
-    s = infer_open_rank(&r, ra_world_transport(world, rank));
-    if (s == RA_OK) s = infer_share(r.e);              /* now result->tokens may be written */
+    r.net = net;
+    s = infer_open_rank(&r);
     if (s == RA_OK) s = infer_text(&r);
-    if (s == RA_OK) s = infer_share(r.e);              /* nobody leaves while others still read */
     infer_close_rank(&r);
     return s;
+}
+
+static inline ra_status infer_on_rank(ra_world *world, int rank, void *user) {
+    return infer_rank_main((infer_engine *)user, rank, ra_world_transport(world, rank));
 }
 
 /* -------------------------------------------------------------------------- everything */
@@ -535,7 +568,7 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
     if (!o->ranks) o->ranks = 1;
     if (!o->cache_dtype) o->cache_dtype = RA_F32;
     e->lanes = o->ranks <= 8 ? 8 : INFER_RANKS;
-    e->attend_threads = o->threads / (o->ranks < 1 ? 1 : o->ranks);
+    e->attend_threads = e->apart || o->ranks < 1 ? o->threads : o->threads / o->ranks;
     if (e->attend_threads < 1) e->attend_threads = 1;
     if (!o->chunk) o->chunk = 16 * e->lanes;
     for (int64_t i = 0; i < count; i++) {
@@ -578,39 +611,57 @@ static inline void infer_free(infer_result *r) {
     memset(r, 0, sizeof *r);
 }
 
-/* Runs the prompt and generates what follows. 0: result->why says why not. Free the result either
- * way. */
-static inline int infer_run(const model *m, const infer_options *o, const int32_t *prompt,
-                            int64_t count, infer_result *result) {
-    infer_engine e;
+/* Runs the prompt and generates what follows, on this rank of o->ranks that net connects, or on all
+ * ranks as threads where net is null. */
+static inline int infer_run_on(infer_engine *e, const int32_t *prompt, int64_t count,
+                               const ra_transport *net) {
+    infer_result *result = e->result;
     ra_status s = RA_E_NOMEM;
-    memset(&e, 0, sizeof e);
     memset(result, 0, sizeof *result);
-    e.m = m;
-    e.o = *o;
-    e.result = result;
-    if (!infer_resolve(&e, prompt, count)) return 0;
-    result->tokens = (int32_t *)calloc((size_t)e.o.context + 1, sizeof *result->tokens);
-    e.next[0] = (int32_t *)calloc((size_t)e.o.chunk * 2, sizeof *e.next[0]);
-    if (e.o.all_logits)
-        result->logits = (float *)calloc((size_t)e.o.context * (size_t)m->vocabulary,
+    if (!infer_resolve(e, prompt, count)) return 0;
+    result->tokens = (int32_t *)calloc((size_t)e->o.context + 1, sizeof *result->tokens);
+    if (e->o.all_logits)
+        result->logits = (float *)calloc((size_t)e->o.context * (size_t)e->m->vocabulary,
                                          sizeof *result->logits);
-    if (result->tokens && e.next[0] && (result->logits || !e.o.all_logits)) {
-        e.next[1] = e.next[0] + e.o.chunk;
+    if (result->tokens && (result->logits || !e->o.all_logits)) {
         memcpy(result->tokens, prompt, (size_t)count * sizeof *prompt);
         result->prompt = result->count = count;
-        pthread_mutex_init(&e.lock, NULL);
-        pthread_cond_init(&e.changed, NULL);
-        pool_start(&e.pool, e.o.threads > 1 ? e.o.threads - 1 : 0);
-        s = ra_world_run(e.o.ranks, infer_on_rank, &e, NULL);
-        pool_stop(&e.pool);
-        pthread_cond_destroy(&e.changed);
-        pthread_mutex_destroy(&e.lock);
+        pthread_mutex_init(&e->lock, NULL);
+        pool_start(&e->pool, e->o.threads > 1 ? e->o.threads - 1 : 0);
+        s = net ? infer_rank_main(e, e->reporter, net)
+                : ra_world_run(e->o.ranks, infer_on_rank, e, NULL);
+        pool_stop(&e->pool);
+        pthread_mutex_destroy(&e->lock);
     }
-    free(e.next[0]);
     if (s != RA_OK && !result->why[0])
         snprintf(result->why, INFER_WHY, "%s", ra_status_text(s));
     return s == RA_OK;
+}
+
+/* Ranks as threads of this process. 0: result->why says why not. Free the result either way. */
+static inline int infer_run(const model *m, const infer_options *o, const int32_t *prompt,
+                            int64_t count, infer_result *result) {
+    infer_engine e;
+    memset(&e, 0, sizeof e);
+    e.m = m;
+    e.o = *o;
+    e.result = result;
+    return infer_run_on(&e, prompt, count, NULL);
+}
+
+/* One rank: every process makes the same call with its own net. All of them get the tokens; the
+ * logits are those of this rank's positions. */
+static inline int infer_run_rank(const model *m, const infer_options *o, const int32_t *prompt,
+                                 int64_t count, const ra_transport *net,
+                                 infer_result *result) {
+    infer_engine e;
+    memset(&e, 0, sizeof e);
+    e.m = m;
+    e.o = *o;
+    e.result = result;
+    e.reporter = net->rank;
+    e.apart = 1;
+    return infer_run_on(&e, prompt, count, net);
 }
 
 #endif

@@ -8,6 +8,7 @@ RING_INFER and TOKENS are the built programs, FOLDER is for models. For every fa
 kind of vocabulary: texts are cut into the tokens of tokenizers and sentencepiece.
 """
 import os
+import socket
 import subprocess
 import sys
 
@@ -63,6 +64,25 @@ def check_model(program, name, folder):
     os.remove(path)
 
 
+def check_processes(program, folder):
+    """Ranks that are processes and meet over TCP, if three ports are free."""
+    path, tokens, _ = make_models.make("qwen3", folder)
+    at, held = [], []
+    for _ in range(3):
+        held.append(socket.socket())
+        held[-1].bind(("127.0.0.1", 0))
+        at.append("127.0.0.1:%d" % held[-1].getsockname()[1])
+    for each in held:
+        each.close()
+    command = [program, path, "--ids", "--tokens", ",".join(map(str, tokens)), "--predict",
+               str(PREDICT), "--cache", "f32", "--at", ",".join(at), "--rank"]
+    others = [subprocess.Popen(["timeout", "120"] + command + [str(r)]) for r in (1, 2)]
+    got = run(command + ["0"]).stdout.split()
+    check(all(each.wait() == 0 for each in others), "processes: a rank failed")
+    check(got == [b"%d" % x for x in generate(program, path, tokens) or [-1]],
+          "processes: other tokens follow")
+
+
 def check_vocabulary(program, name, path, encode):
     texts = make_vocabularies.texts()
     stdin = b"".join(b"%d\n" % len(t.encode()) + t.encode() for t in texts)
@@ -84,6 +104,7 @@ def main():
         check_vocabulary(tokens, name, path, encode)
     for name in make_models.MODELS:
         check_model(ring_infer, name, folder)
+    check_processes(ring_infer, folder)
     print(f"{counts['passed']} passed, {counts['failed']} failed")
     return counts["failed"] > 0
 
