@@ -92,10 +92,9 @@ static inline ra_status infer_fail(infer_engine *e, ra_status s, const char *why
     return s;
 }
 
-/* Sends n tokens to the next rank and receives n from the one before. */
-static inline ra_status infer_hop(const ra_transport *net, int32_t ranks, const int32_t *out,
+/* Sends n tokens to one rank and receives n from another. */
+static inline ra_status infer_hop(const ra_transport *net, int to, const int32_t *out, int from,
                                   int32_t *in, size_t n) {
-    const int to = (net->rank + 1) % ranks, from = (net->rank + ranks - 1) % ranks;
     ra_transport_op op[2], *ops[2];
     int s = RA_AGAIN;
     if (!net->post)
@@ -117,17 +116,22 @@ static inline ra_status infer_hop(const ra_transport *net, int32_t ranks, const 
         if (s >= 0) s = net->poll(net->ctx, ops, 2);
         for (int i = 0; i < 2 && s >= 0; i++)
             if (op[i].state < 0) s = op[i].state;
-        if (idle > 100) sched_yield();
+        if (idle > 200 && s >= 0 && net->wait)
+            s = net->wait(net->ctx, ops, 2, ra_now_ns() + 2000000);
+        else if (idle > 100) sched_yield();
+        if (s == RA_E_TIMEOUT) s = RA_AGAIN;
     }
     return s;
 }
 
-/* Around the ring, until each rank knows the tokens from `want` to `count` that others chose. */
+/* Every rank hears the tokens from `want` to `count` that others chose: from the one before it what
+ * that one chose, then from the one 2 before it what those two know, then 4, and so on. */
 static inline ra_status infer_share(infer_rank *r, int64_t want, int64_t count) {
     const int32_t ranks = r->e->o.ranks;
     ra_status s = RA_OK;
-    for (int32_t hop = 1; hop < ranks && want < count && s == RA_OK; hop++) {
-        s = infer_hop(r->net, ranks, r->next + want, r->heard, (size_t)(count - want));
+    for (int32_t far = 1; far < ranks && want < count && s == RA_OK; far *= 2) {
+        const int to = (r->rank + far) % ranks, from = (r->rank + ranks - far) % ranks;
+        s = infer_hop(r->net, to, r->next + want, from, r->heard, (size_t)(count - want));
         for (int64_t i = want; i < count && s == RA_OK; i++)
             if (r->next[i] < 0) r->next[i] = r->heard[i - want];
     }
