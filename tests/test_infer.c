@@ -538,6 +538,35 @@ TEST(options) {
     free_file(&f);
 }
 
+/* A prompt that is long enough for a rank to share its attention among threads. */
+TEST(threads_of_a_rank) {
+    enum { LONG = 90 };
+    file f;
+    gguf g;
+    model m;
+    int32_t prompt[LONG];
+    h_rng r = h_case_rng(0);
+    make_file(&f, &shapes[4]);
+    for (int i = 0; i < LONG; i++) prompt[i] = (int32_t)h_range(&r, 0, WORDS - 1);
+    if (open_file(&f, &g, &m)) {
+        infer_options o = { 0 };
+        infer_result one, four;
+        o.all_logits = 1;
+        CHECK(infer_run(&m, &o, prompt, LONG, &one));
+        for (o.threads = 2; o.threads <= 6; o.threads += 2) {
+            o.ranks = o.threads / 3 + 1;
+            CHECK(infer_run(&m, &o, prompt, LONG, &four));
+            if (one.logits && four.logits)
+                CHECK_BITS(four.logits, one.logits, LONG * WORDS * 4);
+            infer_free(&four);
+        }
+        infer_free(&one);
+        model_close(&m);
+        gguf_close(&g);
+    }
+    free_file(&f);
+}
+
 /* -------------------------------------------------------------------------- wrong files */
 /* Opens a file and, if that is possible, cuts a text and runs a few tokens. Returns 1 if it could;
  * otherwise there is a sentence. The copy ends where the file ends, for the sanitizer. */
@@ -664,7 +693,7 @@ TEST(tokens_of_a_text) {
 int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(ranks_and_chunks), ENTRY(ranks_apart), ENTRY(guesses), ENTRY(sampling),
-        ENTRY(options), ENTRY(truncated_at_every_byte), ENTRY(damaged_at_every_byte), ENTRY(sentences),
-        ENTRY(tokens_of_a_text) };
+        ENTRY(options), ENTRY(threads_of_a_rank), ENTRY(truncated_at_every_byte),
+        ENTRY(damaged_at_every_byte), ENTRY(sentences), ENTRY(tokens_of_a_text) };
     return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

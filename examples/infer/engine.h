@@ -258,7 +258,7 @@ static inline ra_status infer_call_run(infer_rank *r, ra_cache *cache, int64_t f
     const model *m = r->e->m;
     const double work = (double)(r->owned * m->heads) * (double)(first + count) * m->dim;
     infer_call c;
-    if (r->e->attend_threads < 2 || work < 1e6)
+    if (r->e->attend_threads < 2 || work < 2e5)
         return ra_infer(cache, &r->t, &first, &count, RA_NO_DEADLINE);
     c.cache = cache;
     c.status = ra_infer_begin(cache, &r->t, &first, &count, RA_NO_DEADLINE);
