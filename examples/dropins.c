@@ -32,11 +32,11 @@ static ra_status llama2_attention(const Config *p, RunState *s, int64_t loff, in
 }
 
 /* -------------------------------------------------------------------------- ggml
- * A custom op for ggml_map_custom3(ctx, q, k, v, ring_op, n_tasks, &op), in place of
- * ggml_flash_attn_ext: q [D, T, H], k and v [D, KV, Hkv] in any strides, the result [D, H, T]. The
- * last T of the KV keys are those of the T queries. bytes is ra_attention_bytes for the largest
- * call. */
-struct ggml_tensor { int64_t ne[4]; size_t nb[4]; void *data; };
+ * A custom op, ggml_custom_4d(ctx, GGML_TYPE_F32, D, H, T, 1, qkv, 3, ring_op, n_tasks, &op) with
+ * qkv = { q, k, v }, in place of ggml_flash_attn_ext: q [D, T, H], k and v [D, KV, Hkv] in any
+ * strides, the result [D, H, T]. The last T of the KV keys are those of the T queries. bytes is ra_attention_bytes for the
+ * largest call. */
+struct ggml_tensor { int64_t ne[4]; size_t nb[4]; struct ggml_tensor *src[3]; void *data; };
 struct ring_op { void *workspace; size_t bytes; int32_t kv_dtype; ra_status status[64]; };
 
 static ra_in view(const struct ggml_tensor *x) {
@@ -44,10 +44,9 @@ static ra_in view(const struct ggml_tensor *x) {
     return v;
 }
 
-static void ring_op(struct ggml_tensor *dst, const struct ggml_tensor *q,
-                    const struct ggml_tensor *k, const struct ggml_tensor *v, int ith, int nth,
-                    void *userdata) {
+static void ring_op(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
     struct ring_op *op = (struct ring_op *)userdata;
+    const struct ggml_tensor *q = dst->src[0], *k = dst->src[1];
     ra_desc d = ra_desc_make((int32_t)q->ne[2], (int32_t)k->ne[2], (int32_t)q->ne[0], RA_F32,
                              RA_MASK_CAUSAL);
     ra_tensors t;
@@ -57,7 +56,7 @@ static void ring_op(struct ggml_tensor *dst, const struct ggml_tensor *q,
     d.q_offset = k->ne[1] - q->ne[1];
     t.q = view(q);
     t.k = view(k);
-    t.v = view(v);
+    t.v = view(dst->src[2]);
     t.o.data = dst->data;
     op->status[ith] = ra_attention(&d, &t, op->workspace, op->bytes, ith, nth);
 }
@@ -201,13 +200,15 @@ static int try_ggml(int tokens) {
     const int first = TEXT - tokens, nth = 3;
     struct ring_op op;
     ra_desc d = ra_desc_make(HEADS, KV_HEADS, DIM, RA_F32, RA_MASK_CAUSAL);
-    const struct ggml_tensor a = { { DIM, tokens, HEADS, 1 },
-                                   { 4, DIM * 4, TEXT * DIM * 4, sizeof heads_first },
-                                   heads_first };
-    const struct ggml_tensor b = { { DIM, TEXT, KV_HEADS, 1 },
-                                   { 2, KV_HEADS * DIM * 2, DIM * 2, sizeof half[0] }, half[0] };
-    struct ggml_tensor c = b, dst = { { DIM, HEADS, tokens, 1 },
-                                      { 4, DIM * 4, HEADS * DIM * 4, sizeof out }, out };
+    struct ggml_tensor a = { { DIM, tokens, HEADS, 1 },
+                             { 4, DIM * 4, TEXT * DIM * 4, sizeof heads_first },
+                             { NULL, NULL, NULL }, heads_first };
+    struct ggml_tensor b = { { DIM, TEXT, KV_HEADS, 1 },
+                             { 2, KV_HEADS * DIM * 2, DIM * 2, sizeof half[0] },
+                             { NULL, NULL, NULL }, half[0] };
+    struct ggml_tensor c = b;
+    struct ggml_tensor dst = { { DIM, HEADS, tokens, 1 },
+                               { 4, DIM * 4, HEADS * DIM * 4, sizeof out }, { &a, &b, &c }, out };
     char *memory;
     c.data = half[1];
     for (int i = 0; i < tokens; i++)
@@ -221,7 +222,7 @@ static int try_ggml(int tokens) {
     memory = (char *)malloc(op.bytes + 64);
     if (!memory) return 1;
     op.workspace = memory + (64 - (uintptr_t)memory % 64);
-    for (int ith = 0; ith < nth; ith++) ring_op(&dst, &a, &b, &c, ith, nth, &op);
+    for (int ith = 0; ith < nth; ith++) ring_op(&dst, ith, nth, &op);
     free(memory);
     return judged(tokens > 1 ? "ggml, f16, 20 tokens" : "ggml, f16, decode", op.status[0],
                   far_from_plain(&out[0][0][0], first, tokens), 1e-3);
