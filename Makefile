@@ -30,9 +30,9 @@ B        := build/$(config)
 LOG      := $(B)/log
 BUILD     = $(CC) -std=c99 $(WARN) $(FLAGS_$(config)) $(CFLAGS) $(TOLD) -pthread -I. $(LDFLAGS)
 TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
-EXAMPLES := $(filter-out demo ring_mpi ring_ofi ring_nccl,\
+EXAMPLES := $(filter-out demo million ring_mpi ring_ofi ring_nccl,\
             $(patsubst examples/%.c,%,$(wildcard examples/*.c)))
-HEADERS  := ringattn.h $(wildcard tests/*.h tests/conformance/*.h examples/*.h \
+HEADERS  := ringattn.h $(wildcard tests/*.h tests/conformance/*.h examples/*.h examples/infer/*.h \
             examples/transports/*.h bench/*.h)
 SUITES   := test_conformance test_conform_shm
 OTHERS   := $(if $(filter release,$(config)),matrix)
@@ -120,9 +120,9 @@ check: ## builds and runs every test, under two minutes on two cores; ARGS= for 
 	@$(MAKE) --no-print-directory -k $(JOBS) all-programs || true
 	@$(REPORT)
 	@sh tests/run.sh -s $(foreach s,$(SUMS),$(basename $(notdir $(s)))=$(s)) \
-	    demo=$(LOG)/demo.sum bench=$(LOG)/bench.sum
+	    demo=$(LOG)/demo.sum million=$(LOG)/million.sum bench=$(LOG)/bench.sum
 
-all-programs: $(SUMS) $(LOG)/demo.sum $(LOG)/bench.sum
+all-programs: $(SUMS) $(LOG)/demo.sum $(LOG)/million.sum $(LOG)/bench.sum
 
 $(TESTS:%=$(LOG)/%.sum): $(LOG)/%.sum: $(B)/tests/%
 	@sh tests/run.sh $(LOG)/$* $* $< $(ARGS)
@@ -132,6 +132,9 @@ $(SUITES:%=$(LOG)/%.sum): $(LOG)/%.sum: $(B)/tests/conformance/%
 
 $(EXAMPLES:%=$(LOG)/%.sum): $(LOG)/%.sum: $(B)/examples/%
 	@sh tests/run.sh -x $(LOG)/$* $* $<
+
+$(LOG)/million.sum: $(B)/examples/million
+	@sh tests/run.sh -x $(LOG)/million million $< --tokens 5000
 
 # These two take too long to run here: that they build is one test each.
 $(LOG)/demo.sum: $(B)/examples/demo

@@ -15791,7 +15791,7 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
  * block in one online softmax; in the form of decoding RA__LEAF keys in one, RA__SPAN such leaves
  * merged one after the other, then spans one after the other. Lanes are merged in a binary tree
  * over all lanes. A rank's lanes are the leaves of a few whole subtrees, and it hands on one
- * partial result for each. Nothing of this depends on ranks, threads, counts of other rows, or the way. */
+ * partial result for each. Nothing of this depends on ranks, threads, other rows, or the way. */
 
 enum { RA__HOLD = 16 };                /* consecutive positions of a lane */
 enum { RA__LEAF = 1024, RA__SPAN = 4 };

@@ -28,6 +28,7 @@ install() {
     need qemu-aarch64 qemu-user
     [ -f /usr/include/sodium.h ] || packages="$packages libsodium-dev"
     [ -f /usr/include/rdma/fabric.h ] || packages="$packages libfabric-dev libfabric-bin"
+    python3 -m venv -h > /dev/null 2>&1 || packages="$packages python3-venv"
     need mpirun.openmpi openmpi-bin libopenmpi-dev
     need mpirun.mpich mpich libmpich-dev
     [ -n "$packages" ] || return 0
@@ -223,6 +224,22 @@ mpi() {
     done
 }
 
+# The engine against the libraries that its models come from, in an environment that is removed
+# again: with PyTorch it takes 6 GB.
+infer() {
+    if ! timeout 600 sh -c "python3 -m venv $work/python &&
+            $work/python/bin/pip install -q torch transformers gguf sentencepiece tokenizers" \
+            > "$work/python.log" 2>&1; then
+        skip infer "no PyTorch, transformers, gguf from PyPI: $(tail -n 1 "$work/python.log")"
+    else
+        step -x infer-build make werror=1 CC=gcc build/release/examples/ring_infer \
+            build/release/tests/infer/tokens
+        step infer timeout 600 "$work/python/bin/python" tests/infer/check.py \
+            build/release/examples/ring_infer build/release/tests/infer/tokens "$work/models"
+    fi
+    rm -rf "$work/python" "$work/models"
+}
+
 install
 step -x lint sh tests/lint.sh
 step matrix sh tests/matrix.sh full "$work/matrix"
@@ -248,5 +265,6 @@ shm
 ofi
 nccl
 mpi
+infer
 step -x demo make demo TOKENS=2048
 sh tests/run.sh -s $(cat "$work/sums")

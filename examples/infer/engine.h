@@ -1,0 +1,671 @@
+/* Runs a model on P ranks that share its mapped weights. The cache of keys and values is split
+ * among the ranks by position, and a rank computes the tokens whose positions it owns: all of a
+ * token's products happen on one rank, and ra_infer is the only place where ranks need one another.
+ * So in decode one rank multiplies and the others attend over their part of the cache.
+ *
+ *   infer_run          ranks as threads: prefill in chunks, then token after token
+ *   infer_run_rank     one rank of processes that a transport connects
+ *   infer_forward      one call of the model for new tokens of the sequence, on one rank
+ *   infer_share        tells all ranks which tokens follow
+ *
+ * All ranks run the same program on the same tokens, so nothing else is ever sent. */
+#if !defined(INFER_ENGINE_H)
+#define INFER_ENGINE_H
+
+#include "model.h"
+
+#include <sched.h>
+
+enum { INFER_RANKS = 64, INFER_STOPS = 4, INFER_HEAD_ROWS = 16 };
+enum { INFER_PROMPT, INFER_DECODE, INFER_CACHES };
+
+typedef struct infer_options {         /* 0 where nothing else is said */
+    int32_t ranks;                     /* 1 to 64; 0: 1 */
+    int32_t threads;                   /* of all ranks together; those of the ranks always run */
+    int64_t context;                   /* positions of the cache; 0: prompt and predict */
+    int64_t chunk;                     /* tokens of the prompt in one call; 0: 16 per lane */
+    int32_t cache_dtype;               /* RA_F32 (0), RA_F16, RA_BF16, RA_Q8_0 */
+    int64_t predict;                   /* tokens to generate at most */
+    int32_t speculate;                 /* tokens that one call verifies; 0, 1: no guesses */
+    float temperature;                 /* 0: the likeliest token */
+    int32_t top_k;                     /* 0: all */
+    float top_p;                       /* 0: all */
+    uint64_t seed;
+    int32_t stop[INFER_STOPS], stops;  /* tokens that end the text */
+    int32_t all_logits;                /* 1: keep those of every position */
+    void (*progress)(void *user, int64_t done, int64_t of);    /* of the prompt; from one thread */
+    void (*token)(void *user, int32_t id);
+    void *user;
+} infer_options;
+
+typedef struct infer_result {
+    int32_t *tokens;                   /* the prompt and what follows; free with infer_free */
+    int64_t count, prompt;
+    int64_t steps;                     /* calls of the model after the prompt */
+    int64_t cached;                    /* positions whose logits are known */
+    float *logits;                     /* [context][vocabulary] or null */
+    int64_t cache_bytes;               /* on a rank */
+    int64_t prefill_ns, decode_ns;
+    char why[INFER_WHY];
+} infer_result;
+
+typedef struct infer_engine {          /* shared by the ranks */
+    const model *m;
+    infer_options o;                   /* resolved */
+    infer_result *result;
+    int32_t reporter;                  /* the rank that calls back and writes the result */
+    int32_t apart;                     /* 1: the other ranks are in other processes */
+    int32_t lanes;                     /* of the cache: the bits are those of this many ranks */
+    int32_t attend_threads;            /* of a rank in a call of the cache */
+    pool pool;
+    pthread_mutex_t lock;              /* of result->why */
+} infer_engine;
+
+typedef struct infer_rank {
+    infer_engine *e;
+    int32_t rank;
+    const ra_transport *net;           /* null: one rank */
+    ra_cache *cache[INFER_CACHES];     /* two forms of calls over the same memory */
+    ra_tensors t;
+    uint8_t *memory;                   /* K and V of all layers */
+    size_t k_bytes, row_bytes;         /* of K of a layer; of a row of K or V */
+    float *floats;                     /* what follows is in it */
+    float *x, *y, *q, *k, *v, *o, *gate, *up;  /* [chunk][...] */
+    float *turn;                       /* [chunk][rope_dims / 2][2] cosine and sine */
+    float *scratch;                    /* of matmul_run */
+    float *logits;                     /* [INFER_HEAD_ROWS][vocabulary] */
+    int64_t *own;                      /* [chunk] which of the new tokens are this rank's */
+    int64_t owned;
+    int32_t *next, *heard;             /* [chunk] the token after each new one; -1: not known yet */
+    struct infer_choice *choice;       /* [vocabulary] for sampling */
+    int32_t *tokens;                   /* [context + 1] */
+    int32_t decoding;                  /* which of the caches the calls go through */
+} infer_rank;
+
+typedef struct infer_choice { float logit; int32_t id; } infer_choice;
+
+/* -------------------------------------------------------------------------- between ranks */
+static inline ra_status infer_fail(infer_engine *e, ra_status s, const char *why) {
+    pthread_mutex_lock(&e->lock);
+    if (!e->result->why[0]) snprintf(e->result->why, INFER_WHY, "%s", why);
+    pthread_mutex_unlock(&e->lock);
+    return s;
+}
+
+/* Sends n tokens to one rank and receives n from another. */
+static inline ra_status infer_hop(const ra_transport *net, int to, const int32_t *out, int from,
+                                  int32_t *in, size_t n) {
+    ra_transport_op op[2], *ops[2];
+    int s = RA_AGAIN;
+    if (!net->post)
+        return net->sendrecv(net->ctx, to, out, n * 4, from, in, n * 4, 0, INT64_MAX);
+    memset(op, 0, sizeof op);
+    op[0].kind = RA_MSG_RECV;
+    op[0].peer = from;
+    op[0].buf = in;
+    op[1].kind = RA_MSG_SEND;
+    op[1].peer = to;
+    op[1].buf = (void *)(uintptr_t)out;
+    op[0].len = op[1].len = n * 4;
+    ops[0] = &op[0];
+    ops[1] = &op[1];
+    for (int idle = 0; s >= 0; idle++) {
+        if (op[0].state == RA_MSG_DONE && op[1].state == RA_MSG_DONE) return RA_OK;
+        if (op[0].state == RA_MSG_IDLE || op[1].state == RA_MSG_IDLE)
+            s = net->post(net->ctx, ops, 2);
+        if (s >= 0) s = net->poll(net->ctx, ops, 2);
+        for (int i = 0; i < 2 && s >= 0; i++)
+            if (op[i].state < 0) s = op[i].state;
+        if (idle > 200 && s >= 0 && net->wait)
+            s = net->wait(net->ctx, ops, 2, ra_now_ns() + 2000000);
+        else if (idle > 100) sched_yield();
+        if (s == RA_E_TIMEOUT) s = RA_AGAIN;
+    }
+    return s;
+}
+
+/* Every rank hears the tokens from `want` to `count` that others chose: from the one before it what
+ * that one chose, then from the one 2 before it what those two know, then 4, and so on. */
+static inline ra_status infer_share(infer_rank *r, int64_t want, int64_t count) {
+    const int32_t ranks = r->e->o.ranks;
+    ra_status s = RA_OK;
+    for (int32_t far = 1; far < ranks && want < count && s == RA_OK; far *= 2) {
+        const int to = (r->rank + far) % ranks, from = (r->rank + ranks - far) % ranks;
+        s = infer_hop(r->net, to, r->next + want, from, r->heard, (size_t)(count - want));
+        for (int64_t i = want; i < count && s == RA_OK; i++)
+            if (r->next[i] < 0) r->next[i] = r->heard[i - want];
+    }
+    return s == RA_OK ? s : infer_fail(r->e, s, ra_status_text(s));
+}
+
+/* -------------------------------------------------------------------------- sampling */
+static inline float infer_random(uint64_t seed, int64_t position) {       /* in [0, 1) */
+    uint64_t x = seed * 0x9E3779B97F4A7C15u + (uint64_t)position * 0xD1B54A32D192ED03u + 1;
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ x >> 27) * 0x94D049BB133111EBu;
+    return (float)((x ^ x >> 31) >> 40) / 16777216.0f;
+}
+
+static inline int infer_compare(const void *a, const void *b) {
+    const infer_choice *x = (const infer_choice *)a, *y = (const infer_choice *)b;
+    if (x->logit != y->logit) return x->logit < y->logit ? 1 : -1;
+    return x->id < y->id ? -1 : x->id > y->id;
+}
+
+/* The token after the one at `position`. Which one is drawn depends on the seed, the position and
+ * the logits alone, so guesses can be verified here as well. */
+static inline int32_t infer_sample(const infer_options *o, const float *logits, int64_t count,
+                                   int64_t position, infer_choice *choice) {
+    int64_t best = 0, n = 0, last;
+    double sum = 0, at, mass = 0;
+    for (int64_t i = 1; i < count; i++)
+        if (logits[i] > logits[best]) best = i;
+    if (!(o->temperature > 0) || !isfinite(logits[best])) return (int32_t)best;
+    for (int64_t i = 0; i < count; i++) {    /* what is below e^-40 of the best is not drawn */
+        if (!(logits[i] >= logits[best] - 40 * o->temperature)) continue;
+        choice[n].logit = logits[i];
+        choice[n++].id = (int32_t)i;
+    }
+    qsort(choice, (size_t)n, sizeof *choice, infer_compare);
+    if (o->top_k > 0 && n > o->top_k) n = o->top_k;
+    for (int64_t i = 0; i < n; i++)
+        sum += exp(((double)choice[i].logit - (double)logits[best]) / (double)o->temperature);
+    for (last = 0; last < n; last++) {
+        const double far = (double)choice[last].logit - (double)logits[best];
+        mass += exp(far / (double)o->temperature);
+        if (o->top_p > 0 && mass >= (double)o->top_p * sum) break;
+    }
+    at = (double)infer_random(o->seed, position) * (mass < sum ? mass : sum);
+    for (int64_t i = 0; i < n && i <= last; i++) {
+        at -= exp(((double)choice[i].logit - (double)logits[best]) / (double)o->temperature);
+        if (at < 0) return choice[i].id;
+    }
+    return choice[0].id;
+}
+
+/* -------------------------------------------------------------------------- one layer */
+/* y = x / rms(x) * weight, for rows of n floats. y may be x. */
+static inline void infer_norm(float *y, const float *x, const float *weight, int64_t rows,
+                              int64_t n, float epsilon) {
+    for (int64_t r = 0; r < rows; r++, x += n, y += n) {
+        double sum = 0;
+        for (int64_t i = 0; i < n; i++) sum += (double)x[i] * (double)x[i];
+        const float scale = (float)(1 / sqrt(sum / (double)n + (double)epsilon));
+        for (int64_t i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
+    }
+}
+
+static inline void infer_bias(float *y, const float *bias, int64_t rows, int64_t n) {
+    if (!bias) return;
+    for (int64_t r = 0; r < rows; r++, y += n)
+        for (int64_t i = 0; i < n; i++) y[i] += bias[i];
+}
+
+/* Turns the heads of this rank's rows by their positions. */
+static inline void infer_rope(const infer_rank *r, float *rows, int32_t heads) {
+    const model *m = r->e->m;
+    const int32_t half = m->rope_dims / 2, apart = m->rope_halves ? half : 1;
+    for (int64_t i = 0; i < r->owned * heads; i++) {
+        const float *turn = r->turn + i / heads * m->rope_dims;
+        float *x = rows + i * m->dim;
+        for (int32_t p = 0; p < half; p++) {
+            float *a = x + (m->rope_halves ? p : 2 * p), *b = a + apart;
+            const float c = turn[2 * p], s = turn[2 * p + 1], u = *a, w = *b;
+            *a = u * c - w * s;
+            *b = u * s + w * c;
+        }
+    }
+}
+
+/* Angles are rounded to f32, frequency and product, as in the libraries that models come from. */
+static inline void infer_turns(const infer_rank *r, int64_t first) {
+    const model *m = r->e->m;
+    for (int32_t p = 0; p < m->rope_dims / 2; p++) {
+        float frequency = (float)(1 / pow(m->rope_base, 2.0 * p / m->rope_dims));
+        frequency /= (float)m->rope_scale;
+        if (m->rope_factors) frequency /= m->rope_factors[p];
+        for (int64_t i = 0; i < r->owned; i++) {
+            float *turn = r->turn + i * m->rope_dims + 2 * p;
+            const float angle = (float)(first + r->own[i]) * frequency;
+            turn[0] = (float)cos((double)angle);
+            turn[1] = (float)sin((double)angle);
+        }
+    }
+}
+
+static inline void infer_product(const infer_rank *r, const matrix *w, const float *x, float *y) {
+    matmul_run(&r->e->pool, w, x, y, r->owned, r->scratch);
+}
+
+typedef struct infer_call { ra_cache *cache; ra_status status; } infer_call;
+
+/* One thread of a call. The first stays until the call is done; the others leave when they find
+ * nothing to do for a while. */
+static inline void infer_step(void *ctx, int64_t ith) {
+    infer_call *c = (infer_call *)ctx;
+    ra_status s;
+    for (int idle = 0; (s = ra_infer_step(c->cache, (int)ith)) > 0;) {
+        idle = s == RA_AGAIN ? 0 : idle + 1;
+        if (idle > 100 && ith) return;
+        if (idle > 20) sched_yield();
+    }
+    if (ith == 0) c->status = s;
+}
+
+/* This rank's part of a call, on its share of the threads if the call is large. */
+static inline ra_status infer_call_run(infer_rank *r, ra_cache *cache, int64_t first,
+                                       int64_t count) {
+    const model *m = r->e->m;
+    const double work = (double)(r->owned * m->heads) * (double)(first + count) * m->dim;
+    infer_call c;
+    if (r->e->attend_threads < 2 || work < 2e5)
+        return ra_infer(cache, &r->t, &first, &count, RA_NO_DEADLINE);
+    c.cache = cache;
+    c.status = ra_infer_begin(cache, &r->t, &first, &count, RA_NO_DEADLINE);
+    if (c.status == RA_OK) pool_run(&r->e->pool, infer_step, &c, r->e->attend_threads);
+    return c.status;
+}
+
+/* Keys and values of this rank's tokens go into its memory, then its queries see those of all
+ * ranks. */
+static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first, int64_t count) {
+    const model *m = r->e->m;
+    ra_cache *cache = r->cache[r->decoding];
+    const int64_t row = (int64_t)m->kv_heads * m->dim;
+    ra_status s = RA_OK;
+    r->t.k.data = r->memory + (size_t)layer * 2 * r->k_bytes;
+    r->t.v.data = r->memory + (size_t)layer * 2 * r->k_bytes + r->k_bytes;
+    r->t.q.data = r->q;
+    r->t.o.data = r->o;
+    for (int64_t i = 0; i < r->owned && s == RA_OK; i++)
+        s = ra_cache_store(cache, &r->t, 0, first + r->own[i], r->k + i * row, r->v + i * row);
+    if (s == RA_OK) s = infer_call_run(r, cache, first, count);
+    return s == RA_OK ? s : infer_fail(r->e, s, ra_cache_explain(cache));
+}
+
+static inline ra_status infer_layer(infer_rank *r, int32_t layer, int64_t first, int64_t count) {
+    const model *m = r->e->m;
+    const model_layer *l = &m->layer[layer];
+    const int64_t n = r->owned, q = (int64_t)m->heads * m->dim, kv = (int64_t)m->kv_heads * m->dim;
+    ra_status s;
+    infer_norm(r->y, r->x, l->attention_norm, n, m->hidden, m->epsilon);
+    infer_product(r, &l->q, r->y, r->q);
+    infer_product(r, &l->k, r->y, r->k);
+    infer_product(r, &l->v, r->y, r->v);
+    infer_bias(r->q, l->q_bias, n, q);
+    infer_bias(r->k, l->k_bias, n, kv);
+    infer_bias(r->v, l->v_bias, n, kv);
+    if (l->q_norm) infer_norm(r->q, r->q, l->q_norm, n * m->heads, m->dim, m->epsilon);
+    if (l->k_norm) infer_norm(r->k, r->k, l->k_norm, n * m->kv_heads, m->dim, m->epsilon);
+    infer_rope(r, r->q, m->heads);
+    infer_rope(r, r->k, m->kv_heads);
+    s = infer_attend(r, layer, first, count);
+    if (s != RA_OK) return s;
+    infer_product(r, &l->o, r->o, r->y);
+    infer_bias(r->y, l->o_bias, n, m->hidden);
+    for (int64_t i = 0; i < n * m->hidden; i++) r->x[i] += r->y[i];
+    infer_norm(r->y, r->x, l->feed_norm, n, m->hidden, m->epsilon);
+    infer_product(r, &l->gate, r->y, r->gate);
+    infer_product(r, &l->up, r->y, r->up);
+    for (int64_t i = 0; i < n * m->feed; i++)
+        r->gate[i] = r->gate[i] / (1 + expf(-r->gate[i])) * r->up[i];
+    infer_product(r, &l->down, r->gate, r->y);
+    for (int64_t i = 0; i < n * m->hidden; i++) r->x[i] += r->y[i];
+    return RA_OK;
+}
+
+/* -------------------------------------------------------------------------- the model */
+static inline void infer_embed(infer_rank *r, const int32_t *tokens) {
+    const matrix *w = &r->e->m->embedding;
+    const size_t bytes = matmul_row_bytes(w->dtype, w->columns);
+    for (int64_t i = 0; i < r->owned; i++)
+        (void)ra_convert(r->x + i * w->columns, RA_F32,
+                         w->data + (size_t)tokens[r->own[i]] * bytes, w->dtype, w->columns);
+}
+
+/* Logits and next tokens of the rows of x from `from` on; the row of new token i is position
+ * first + i. */
+static inline void infer_head(infer_rank *r, int64_t from, int64_t first) {
+    const infer_engine *e = r->e;
+    const model *m = e->m;
+    infer_norm(r->y, r->x, m->output_norm, r->owned, m->hidden, m->epsilon);
+    for (int64_t at = from; at < r->owned; at += INFER_HEAD_ROWS) {
+        const int64_t n = r->owned - at < INFER_HEAD_ROWS ? r->owned - at : INFER_HEAD_ROWS;
+        matmul_run(&r->e->pool, &m->output, r->y + at * m->hidden, r->logits, n, r->scratch);
+        for (int64_t i = 0; i < n; i++) {
+            const int64_t token = r->own[at + i];
+            const float *row = r->logits + i * m->vocabulary;
+            r->next[token] = infer_sample(&e->o, row, m->vocabulary, first + token, r->choice);
+            if (e->result->logits)
+                memcpy(e->result->logits + (first + token) * m->vocabulary, row,
+                       (size_t)m->vocabulary * sizeof *row);
+        }
+    }
+}
+
+/* The model for the tokens [first, first + count) of r->tokens; before them everything is cached.
+ * From the new token `want` on, r->next gets the token that follows each. */
+static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t count, int64_t want) {
+    infer_engine *e = r->e;
+    int64_t from = 0;
+    ra_status s = RA_OK;
+    r->owned = 0;
+    for (int64_t i = 0; i < count; i++) {
+        r->next[i] = -1;
+        if (ra_cache_owner(r->cache[INFER_PROMPT], first + i) != r->rank) continue;
+        if (i < want) from = r->owned + 1;
+        r->own[r->owned++] = i;
+    }
+    infer_embed(r, r->tokens + first);
+    infer_turns(r, first);
+    for (int32_t i = 0; i < e->m->layers && s == RA_OK; i++) s = infer_layer(r, i, first, count);
+    if (s != RA_OK) return s;
+    if (from < r->owned) infer_head(r, from, first);
+    return infer_share(r, want, count);
+}
+
+/* -------------------------------------------------------------------------- a text */
+/* Guesses what follows the tokens by what followed their last few at an earlier place: the longest
+ * match of 3, 2 or 1 tokens, the latest place. */
+static inline int64_t infer_guess(const int32_t *tokens, int64_t count, int64_t most,
+                                  int32_t *guess) {
+    for (int64_t n = 3; n >= 1; n--) {
+        for (int64_t at = count - n - 1; at >= 0; at--) {
+            int64_t k = 0;
+            if (memcmp(tokens + at, tokens + count - n, (size_t)n * sizeof *tokens)) continue;
+            for (; k < most && at + n + k < count; k++) guess[k] = tokens[at + n + k];
+            return k;
+        }
+    }
+    return 0;
+}
+
+static inline int infer_stops(const infer_options *o, int32_t id) {
+    for (int32_t i = 0; i < o->stops; i++)
+        if (o->stop[i] == id) return 1;
+    return 0;
+}
+
+/* The rank that calls back and writes the result: the first, or the only one of this process. */
+static inline int infer_reports(const infer_rank *r) { return r->rank == r->e->reporter; }
+
+/* Takes the token that comes next; 1: the text ends with it. */
+static inline int infer_take(infer_rank *r, int64_t *count, int32_t id) {
+    const infer_options *o = &r->e->o;
+    r->tokens[(*count)++] = id;
+    if (infer_reports(r) && o->token) o->token(o->user, id);
+    return infer_stops(o, id) || *count - r->e->result->prompt >= o->predict;
+}
+
+/* Token after token. `count` tokens are known, all but the last one are cached. With guesses one
+ * call computes the last token and the guessed ones; they hold as far as each is the token that
+ * follows the one before. What is cached beyond is overwritten: fewer tokens count as cached. */
+static inline ra_status infer_decode(infer_rank *r, int64_t *count, int64_t *cached) {
+    const infer_options *o = &r->e->o;
+    ra_status s = RA_OK;
+    int over = 0;
+    r->decoding = INFER_DECODE;
+    for (int64_t steps = 1; s == RA_OK && !over; steps++) {
+        const int64_t at = *count - 1;
+        int64_t most = o->speculate - 1, n = 0;
+        if (most > o->context - *count) most = o->context - *count;
+        if (most > 0) n = infer_guess(r->tokens, *count, most, r->tokens + *count);
+        s = infer_forward(r, at, n + 1, 0);
+        for (int64_t i = 0; s == RA_OK && !over; i++) {
+            const int held = i < n && r->tokens[at + 1 + i] == r->next[i];
+            *cached = at + 1 + i;
+            over = infer_take(r, count, r->next[i]);
+            if (!held) break;
+        }
+        if (infer_reports(r)) r->e->result->steps = steps;
+    }
+    return s;
+}
+
+static inline ra_status infer_text(infer_rank *r) {
+    infer_engine *e = r->e;
+    infer_result *out = e->result;
+    const infer_options *o = &e->o;
+    const int64_t start = ra_now_ns();
+    int64_t at = 0, n = 0, count = out->prompt, cached = out->prompt;
+    ra_status s = RA_OK;
+    for (; at < out->prompt && s == RA_OK; at += n) {
+        n = out->prompt - at < o->chunk ? out->prompt - at : o->chunk;
+        const int64_t last = at + n == out->prompt ? n - 1 : n;
+        s = infer_forward(r, at, n, o->all_logits ? 0 : last);
+        if (s == RA_OK && infer_reports(r) && o->progress)
+            o->progress(o->user, at + n, out->prompt);
+    }
+    const int64_t prefilled = ra_now_ns();
+    if (s == RA_OK && o->predict > 0 && !infer_take(r, &count, r->next[n - 1]))
+        s = infer_decode(r, &count, &cached);
+    if (infer_reports(r)) {
+        out->prefill_ns = prefilled - start;
+        out->decode_ns = ra_now_ns() - prefilled;
+        out->count = count;
+        out->cached = cached;
+        memcpy(out->tokens, r->tokens, (size_t)count * sizeof *out->tokens);
+    }
+    return s;
+}
+
+/* -------------------------------------------------------------------------- memory of a rank */
+static inline void infer_close_rank(infer_rank *r) {
+    int unsafe = 0;
+    for (int i = 0; i < INFER_CACHES; i++)
+        unsafe |= ra_cache_destroy(r->cache[i]) == RA_E_UNSAFE;
+    if (!unsafe) {                     /* otherwise other ranks may still read it */
+        free(r->memory);
+        free(r->floats);
+    }
+    free(r->own);
+    free(r->next);
+    free(r->choice);
+    free(r->tokens);
+}
+
+static inline size_t infer_floats(const model *m, int64_t chunk, int64_t columns) {
+    return (size_t)chunk * (size_t)(2 * m->hidden + 2 * (int64_t)(m->heads + m->kv_heads) * m->dim +
+                                    2 * m->feed + m->rope_dims) +
+           matmul_scratch(columns) + (size_t)(INFER_HEAD_ROWS * m->vocabulary);
+}
+
+static inline void infer_divide(infer_rank *r, const model *m, int64_t chunk, int64_t columns) {
+    float *at = r->floats;
+    r->x = at;                        at += chunk * m->hidden;
+    r->y = at;                        at += chunk * m->hidden;
+    r->q = at;                        at += chunk * m->heads * m->dim;
+    r->o = at;                        at += chunk * m->heads * m->dim;
+    r->k = at;                        at += chunk * m->kv_heads * m->dim;
+    r->v = at;                        at += chunk * m->kv_heads * m->dim;
+    r->gate = at;                     at += chunk * m->feed;
+    r->up = at;                       at += chunk * m->feed;
+    r->turn = at;                     at += chunk * m->rope_dims;
+    r->scratch = at;                  at += matmul_scratch(columns);
+    r->logits = at;
+}
+
+/* Two objects over one memory. That of the prompt takes the fastest form. That of decoding gives
+ * the same bits however many tokens a call has, so that guesses never change the text. */
+static inline ra_status infer_open_cache(infer_rank *r) {
+    infer_engine *e = r->e;
+    const model *m = e->m;
+    ra_error why;
+    ra_cache_desc cd;
+    ra_desc d = ra_desc_make(m->heads, m->kv_heads, m->dim, RA_F32, RA_MASK_CAUSAL);
+    ra_status s = RA_OK;
+    memset(&cd, 0, sizeof cd);
+    memset(&why, 0, sizeof why);
+    d.k_dtype = d.v_dtype = e->o.cache_dtype;
+    d.kv_tokens = e->o.context;
+    d.mask.window = m->window < e->o.context ? m->window : 0;
+    d.ranks = e->o.ranks;
+    d.rank = r->rank;
+    d.threads = e->attend_threads;
+    d.error = &why;
+    cd.lanes = e->lanes;
+    for (int i = 0; i < INFER_CACHES && s == RA_OK; i++) {
+        d.tokens = i == INFER_PROMPT ? e->o.chunk : e->o.speculate;
+        cd.form = i == INFER_DECODE && m->heads / m->kv_heads <= 16 ? RA_FORM_SAME : RA_FORM_AUTO;
+        s = ra_cache_create(&r->cache[i], &d, r->net, &cd);
+    }
+    if (s != RA_OK) {
+        char text[INFER_WHY];
+        snprintf(text, sizeof text, "the cache: %.30s: %.200s", why.field, why.text);
+        return infer_fail(e, s, text);
+    }
+    r->row_bytes = matmul_row_bytes(d.k_dtype, m->dim) * (size_t)m->kv_heads;
+    r->k_bytes = r->row_bytes * (size_t)ra_cache_rows(r->cache[INFER_PROMPT]);
+    return RA_OK;
+}
+
+static inline ra_status infer_open_rank(infer_rank *r) {
+    infer_engine *e = r->e;
+    const model *m = e->m;
+    const int64_t q = (int64_t)m->heads * m->dim;
+    int64_t columns = m->hidden > m->feed ? m->hidden : m->feed;
+    const ra_status s = infer_open_cache(r);
+    if (s != RA_OK) return s;
+    if (columns < q) columns = q;
+    r->memory = (uint8_t *)calloc((size_t)m->layers * 2, r->k_bytes ? r->k_bytes : 1);
+    r->floats = (float *)calloc(infer_floats(m, e->o.chunk, columns), sizeof *r->floats);
+    r->own = (int64_t *)calloc((size_t)e->o.chunk, sizeof *r->own);
+    r->next = (int32_t *)calloc((size_t)e->o.chunk * 2, sizeof *r->next);
+    r->choice = (infer_choice *)calloc((size_t)m->vocabulary, sizeof *r->choice);
+    r->tokens = (int32_t *)calloc((size_t)e->o.context + 1, sizeof *r->tokens);
+    if (!r->memory || !r->floats || !r->own || !r->next || !r->choice || !r->tokens) {
+        char text[INFER_WHY];
+        snprintf(text, sizeof text, "no memory for %.1f MiB of cache and %.1f MiB beside it on a "
+                 "rank", (double)m->layers * 2 * (double)r->k_bytes / 1048576,
+                 (double)infer_floats(m, e->o.chunk, columns) * 4 / 1048576);
+        return infer_fail(e, RA_E_NOMEM, text);
+    }
+    infer_divide(r, m, e->o.chunk, columns);
+    memcpy(r->tokens, e->result->tokens, (size_t)e->result->prompt * sizeof *r->tokens);
+    r->heard = r->next + e->o.chunk;
+    if (infer_reports(r)) e->result->cache_bytes = (int64_t)(r->k_bytes * 2) * m->layers;
+    return RA_OK;
+}
+
+static inline ra_status infer_rank_main(infer_engine *e, int32_t rank, const ra_transport *net) {
+    infer_rank r;
+    ra_status s;
+    memset(&r, 0, sizeof r);
+    r.e = e;
+    r.rank = rank;
+    r.net = net;
+    s = infer_open_rank(&r);
+    if (s == RA_OK) s = infer_text(&r);
+    infer_close_rank(&r);
+    return s;
+}
+
+static inline ra_status infer_on_rank(ra_world *world, int rank, void *user) {
+    return infer_rank_main((infer_engine *)user, rank, ra_world_transport(world, rank));
+}
+
+/* -------------------------------------------------------------------------- everything */
+static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t count) {
+    const model *m = e->m;
+    infer_options *o = &e->o;
+    char *why = e->result->why;
+    if (!o->ranks) o->ranks = 1;
+    if (!o->cache_dtype) o->cache_dtype = RA_F32;
+    e->lanes = o->ranks <= 8 ? 8 : INFER_RANKS;
+    e->attend_threads = e->apart || o->ranks < 1 ? o->threads : o->threads / o->ranks;
+    if (e->attend_threads < 1) e->attend_threads = 1;
+    if (!o->chunk) o->chunk = 16 * e->lanes;
+    for (int64_t i = 0; i < count; i++) {
+        if (prompt[i] >= 0 && prompt[i] < m->vocabulary) continue;
+        snprintf(why, INFER_WHY, "token %lld of the prompt is %ld; the model has 0 to %lld",
+                 (long long)i, (long)prompt[i], (long long)m->vocabulary - 1);
+        return 0;
+    }
+    if (count < 1) snprintf(why, INFER_WHY, "the prompt has no token");
+    else if (o->ranks < 1 || o->ranks > INFER_RANKS)
+        snprintf(why, INFER_WHY, "%ld ranks; 1 to 64 are possible", (long)o->ranks);
+    else if (o->predict < 0 || o->predict > INT32_MAX || o->chunk < 1 || o->context < 0)
+        snprintf(why, INFER_WHY, "%lld tokens to generate, chunks of %lld and a context of %lld "
+                 "are not possible", (long long)o->predict, (long long)o->chunk,
+                 (long long)o->context);
+    else if (!o->context && count + o->predict <= m->context) o->context = count + o->predict;
+    else if (!o->context) o->context = m->context;
+    if (why[0]) return 0;
+    if (o->context > m->context || count > o->context) {
+        snprintf(why, INFER_WHY, "a prompt of %lld tokens in a context of %lld; the model was made "
+                 "for at most %lld", (long long)count, (long long)o->context,
+                 (long long)m->context);
+        return 0;
+    }
+    if (o->predict > o->context - count) o->predict = o->context - count;
+    if (o->chunk > o->context) o->chunk = o->context;
+    if (o->speculate < 1) o->speculate = 1;
+    if (o->speculate > o->chunk) o->speculate = (int32_t)o->chunk;
+    if (o->cache_dtype == RA_Q8_0 && m->dim % 32) {
+        snprintf(why, INFER_WHY, "a cache in q8_0 needs heads of a multiple of 32 dims; the model "
+                 "has %ld", (long)m->dim);
+        return 0;
+    }
+    return 1;
+}
+
+static inline void infer_free(infer_result *r) {
+    free(r->tokens);
+    free(r->logits);
+    memset(r, 0, sizeof *r);
+}
+
+/* Runs the prompt and generates what follows, on this rank of o->ranks that net connects, or on all
+ * ranks as threads where net is null. */
+static inline int infer_run_on(infer_engine *e, const int32_t *prompt, int64_t count,
+                               const ra_transport *net) {
+    infer_result *result = e->result;
+    ra_status s = RA_E_NOMEM;
+    memset(result, 0, sizeof *result);
+    if (!infer_resolve(e, prompt, count)) return 0;
+    result->tokens = (int32_t *)calloc((size_t)e->o.context + 1, sizeof *result->tokens);
+    if (e->o.all_logits)
+        result->logits = (float *)calloc((size_t)e->o.context * (size_t)e->m->vocabulary,
+                                         sizeof *result->logits);
+    if (result->tokens && (result->logits || !e->o.all_logits)) {
+        memcpy(result->tokens, prompt, (size_t)count * sizeof *prompt);
+        result->prompt = result->count = count;
+        pthread_mutex_init(&e->lock, NULL);
+        pool_start(&e->pool, e->o.threads > 1 ? e->o.threads - 1 : 0);
+        s = net ? infer_rank_main(e, e->reporter, net)
+                : ra_world_run(e->o.ranks, infer_on_rank, e, NULL);
+        pool_stop(&e->pool);
+        pthread_mutex_destroy(&e->lock);
+    }
+    if (s != RA_OK && !result->why[0])
+        snprintf(result->why, INFER_WHY, "%s", ra_status_text(s));
+    return s == RA_OK;
+}
+
+/* Ranks as threads of this process. 0: result->why says why not. Free the result either way. */
+static inline int infer_run(const model *m, const infer_options *o, const int32_t *prompt,
+                            int64_t count, infer_result *result) {
+    infer_engine e;
+    memset(&e, 0, sizeof e);
+    e.m = m;
+    e.o = *o;
+    e.result = result;
+    return infer_run_on(&e, prompt, count, NULL);
+}
+
+/* One rank: every process makes the same call with its own net. All of them get the tokens; the
+ * logits are those of this rank's positions. */
+static inline int infer_run_rank(const model *m, const infer_options *o, const int32_t *prompt,
+                                 int64_t count, const ra_transport *net,
+                                 infer_result *result) {
+    infer_engine e;
+    memset(&e, 0, sizeof e);
+    e.m = m;
+    e.o = *o;
+    e.result = result;
+    e.reporter = net->rank;
+    e.apart = 1;
+    return infer_run_on(&e, prompt, count, net);
+}
+
+#endif

@@ -1,0 +1,337 @@
+/* Reads GGUF, versions 2 and 3: named values and named tensors of a model file that is mapped into
+ * memory. Nothing in the file is trusted: every count, length and offset is checked before it is
+ * used, and a wrong or truncated file ends in a sentence. The data stays where it is; this only
+ * notes where each value and tensor begins.
+ *
+ *   uint32 magic "GGUF", uint32 version, uint64 tensors, uint64 values
+ *   values:  string key, uint32 type, the value (array: uint32 type, uint64 count, elements)
+ *   tensors: string name, uint32 dims, uint64 size of each, uint32 type, uint64 offset
+ *   zeros up to a multiple of general.alignment, then the tensors' data
+ *
+ * All numbers are little-endian. A string is a uint64 length and its bytes. */
+#if !defined(INFER_GGUF_H)
+#define INFER_GGUF_H
+
+#include "ringattn.h"
+
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { GGUF_U8, GGUF_I8, GGUF_U16, GGUF_I16, GGUF_U32, GGUF_I32, GGUF_F32, GGUF_BOOL, GGUF_STRING,
+       GGUF_ARRAY, GGUF_U64, GGUF_I64, GGUF_F64, GGUF_TYPES };
+enum { GGUF_DIMS = 4, INFER_WHY = 256 };
+
+typedef struct gguf_text { const char *data; size_t size; } gguf_text;   /* no 0 at the end */
+
+typedef struct gguf_value {
+    gguf_text key;
+    uint32_t type;                     /* of an array: of its elements */
+    int is_array;
+    uint64_t count;                    /* elements of an array */
+    const uint8_t *data;               /* of the value, or of the first element */
+} gguf_value;
+
+typedef struct gguf_tensor {
+    gguf_text name;
+    int32_t dtype;                     /* RA_F32, RA_F16, RA_BF16, RA_Q8_0 */
+    int32_t dims;
+    int64_t size[GGUF_DIMS];           /* of each dim, the contiguous one first */
+    const uint8_t *data;
+} gguf_tensor;
+
+typedef struct gguf {
+    gguf_value *values;
+    gguf_tensor *tensors;
+    int64_t value_count, tensor_count;
+} gguf;
+
+typedef struct gguf_reader {           /* the bytes from at on are still to be read */
+    const uint8_t *data;
+    size_t at, size;
+    char *why;                         /* [INFER_WHY] */
+} gguf_reader;
+
+static inline const char *gguf_type_name(uint32_t type) {
+    static const char *const names[] = {
+        "f32", "f16", "q4_0", "q4_1", "type 4", "type 5", "q5_0", "q5_1", "q8_0", "q8_1", "q2_K",
+        "q3_K", "q4_K", "q5_K", "q6_K", "q8_K" };
+    return type < sizeof names / sizeof *names ? names[type] : type == 30 ? "bf16" : "unknown";
+}
+
+/* As much of a name as a sentence may hold, without what a terminal would act on. */
+static inline const char *gguf_show(gguf_text t, char *out, size_t bytes) {
+    size_t i, n = t.size < bytes - 1 ? t.size : bytes - 1;
+    for (i = 0; i < n; i++)
+        out[i] = t.data[i] >= 32 && t.data[i] < 127 ? t.data[i] : '?';
+    out[n] = 0;
+    return out;
+}
+
+static inline int gguf_is(gguf_text t, const char *s) {
+    return t.size == strlen(s) && memcmp(t.data, s, t.size) == 0;
+}
+
+static inline uint64_t gguf_little(const uint8_t *p, int bytes) {
+    uint64_t x = 0;
+    while (bytes-- > 0) x = x << 8 | p[bytes];
+    return x;
+}
+
+/* Where n bytes begin that `what` names in a refusal; null: they are not there. */
+static inline const uint8_t *gguf_bytes(gguf_reader *r, uint64_t n, const char *what) {
+    const uint8_t *p = r->data + r->at;
+    if (n > r->size - r->at) {
+        snprintf(r->why, INFER_WHY, "the file ends at byte %llu, inside %s at byte %llu",
+                 (unsigned long long)r->size, what, (unsigned long long)r->at);
+        return NULL;
+    }
+    r->at += (size_t)n;
+    return p;
+}
+
+static inline int gguf_number(gguf_reader *r, int bytes, const char *what, uint64_t *out) {
+    const uint8_t *p = gguf_bytes(r, (uint64_t)bytes, what);
+    if (p) *out = gguf_little(p, bytes);
+    return p != NULL;
+}
+
+static inline int gguf_string(gguf_reader *r, const char *what, gguf_text *out) {
+    uint64_t n = 0;
+    const uint8_t *p = NULL;
+    if (gguf_number(r, 8, what, &n)) p = gguf_bytes(r, n, what);
+    if (!p) return 0;
+    out->data = (const char *)p;
+    out->size = (size_t)n;
+    return 1;
+}
+
+static inline uint64_t gguf_type_bytes(uint32_t type) {       /* 0: a string or an array */
+    static const uint8_t bytes[GGUF_TYPES] = { 1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8 };
+    return bytes[type];
+}
+
+static inline int gguf_refuse_type(gguf_reader *r, const gguf_value *v) {
+    char name[64];
+    snprintf(r->why, INFER_WHY, "the value '%s' has the type %lu%s, which GGUF does not have",
+             gguf_show(v->key, name, sizeof name), (unsigned long)v->type,
+             v->is_array ? " as elements" : "");
+    return 0;
+}
+
+static inline int gguf_read_value(gguf_reader *r, gguf_value *v) {
+    uint64_t type = 0, i;
+    gguf_text element;
+    memset(v, 0, sizeof *v);
+    if (!gguf_string(r, "the key of a value", &v->key)) return 0;
+    if (!gguf_number(r, 4, "the type of a value", &type)) return 0;
+    v->count = 1;
+    v->is_array = type == GGUF_ARRAY;
+    if (v->is_array) {
+        if (!gguf_number(r, 4, "the type of an array", &type)) return 0;
+        if (!gguf_number(r, 8, "the length of an array", &v->count)) return 0;
+    }
+    v->type = (uint32_t)type;
+    if (type >= GGUF_TYPES || type == GGUF_ARRAY) return gguf_refuse_type(r, v);
+    v->data = r->data + r->at;
+    if (type == GGUF_STRING) {
+        for (i = 0; i < v->count; i++)
+            if (!gguf_string(r, "a string", &element)) return 0;
+        return 1;
+    }
+    if (v->count > r->size) {
+        snprintf(r->why, INFER_WHY, "an array at byte %llu has %llu elements, more than the file",
+                 (unsigned long long)r->at, (unsigned long long)v->count);
+        return 0;
+    }
+    return gguf_bytes(r, v->count * gguf_type_bytes(v->type), "the elements of a value") != NULL;
+}
+
+/* Sizes and type; data is the offset for now. */
+static inline int gguf_read_tensor(gguf_reader *r, gguf_tensor *t, uint64_t *offset) {
+    char name[64];
+    uint64_t dims = 0, size = 0, type = 0;
+    memset(t, 0, sizeof *t);
+    if (!gguf_string(r, "the name of a tensor", &t->name)) return 0;
+    if (!gguf_number(r, 4, "the dims of a tensor", &dims)) return 0;
+    gguf_show(t->name, name, sizeof name);
+    if (dims < 1 || dims > GGUF_DIMS) {
+        snprintf(r->why, INFER_WHY, "the tensor '%s' has %llu dims; 1 to 4 are possible", name,
+                 (unsigned long long)dims);
+        return 0;
+    }
+    for (t->dims = 0; t->dims < (int32_t)dims; t->dims++) {
+        if (!gguf_number(r, 8, "the sizes of a tensor", &size)) return 0;
+        if (size < 1 || size > INT32_MAX) {
+            snprintf(r->why, INFER_WHY, "the tensor '%s' has a dim of %llu; 1 to 2147483647 are "
+                     "possible", name, (unsigned long long)size);
+            return 0;
+        }
+        t->size[t->dims] = (int64_t)size;
+    }
+    if (!gguf_number(r, 4, "the type of a tensor", &type)) return 0;
+    if (!gguf_number(r, 8, "the offset of a tensor", offset)) return 0;
+    t->dtype = type == 0 ? RA_F32 : type == 1 ? RA_F16 : type == 8 ? RA_Q8_0
+             : type == 30 ? RA_BF16 : RA_DTYPE_UNSET;
+    if (t->dtype == RA_DTYPE_UNSET) {
+        snprintf(r->why, INFER_WHY, "the tensor '%s' is in %s (%llu); this engine reads f32, f16, "
+                 "bf16 and q8_0", name, gguf_type_name((uint32_t)type), (unsigned long long)type);
+        return 0;
+    }
+    return 1;
+}
+
+/* Bytes of n contiguous elements. */
+static inline uint64_t gguf_row_bytes(int32_t dtype, int64_t n) {
+    if (dtype == RA_Q8_0) return (uint64_t)n / 32 * 34;
+    return (uint64_t)n * (dtype == RA_F32 ? 4 : 2);
+}
+
+static inline int gguf_place_tensor(gguf_reader *r, gguf_tensor *t, uint64_t offset,
+                                    uint64_t alignment) {
+    char name[64];
+    uint64_t bytes = gguf_row_bytes(t->dtype, t->size[0]), left = r->size - r->at;
+    int32_t i;
+    const char *wrong = NULL;
+    gguf_show(t->name, name, sizeof name);
+    if (t->dtype == RA_Q8_0 && t->size[0] % 32) wrong = "rows that are not whole blocks of 32";
+    if (offset % alignment) wrong = "an offset that is not a multiple of the alignment";
+    for (i = 1; i < t->dims && !wrong; i++) {
+        if (bytes > left / (uint64_t)t->size[i]) wrong = "data beyond the end of the file";
+        bytes *= (uint64_t)t->size[i];
+    }
+    if (!wrong && (bytes > left || offset > left - bytes))
+        wrong = "data beyond the end of the file";
+    if (wrong) {
+        snprintf(r->why, INFER_WHY, "the tensor '%s' has %s", name, wrong);
+        return 0;
+    }
+    t->data = r->data + r->at + offset;
+    return 1;
+}
+
+static inline const gguf_value *gguf_find(const gguf *g, const char *key) {
+    int64_t i;
+    for (i = 0; i < g->value_count; i++)
+        if (gguf_is(g->values[i].key, key)) return &g->values[i];
+    return NULL;
+}
+
+static inline const gguf_tensor *gguf_find_tensor(const gguf *g, const char *name) {
+    int64_t i;
+    for (i = 0; i < g->tensor_count; i++)
+        if (gguf_is(g->tensors[i].name, name)) return &g->tensors[i];
+    return NULL;
+}
+
+/* Element i of an array of numbers, or a plain number, as a double; integers are exact below
+ * 2^53. */
+static inline double gguf_element(const gguf_value *v, uint64_t i) {
+    const uint8_t *p = v->data + i * gguf_type_bytes(v->type);
+    const uint64_t raw = gguf_little(p, (int)gguf_type_bytes(v->type));
+    const uint32_t half = (uint32_t)raw;
+    float f;
+    double d;
+    switch (v->type) {
+    case GGUF_I8: return (int8_t)raw;
+    case GGUF_I16: return (int16_t)raw;
+    case GGUF_I32: return (int32_t)raw;
+    case GGUF_I64: return (double)(int64_t)raw;
+    case GGUF_F32: memcpy(&f, &half, 4); return (double)f;
+    case GGUF_F64: memcpy(&d, &raw, 8); return d;
+    default: return (double)raw;
+    }
+}
+
+/* The string that begins at *p, which moves to the next one. The value was checked when it was
+ * read. */
+static inline gguf_text gguf_next_string(const uint8_t **p) {
+    gguf_text t;
+    t.size = (size_t)gguf_little(*p, 8);
+    t.data = (const char *)*p + 8;
+    *p += 8 + t.size;
+    return t;
+}
+
+static inline void gguf_close(gguf *g) {
+    free(g->values);
+    free(g->tensors);
+    memset(g, 0, sizeof *g);
+}
+
+static inline int gguf_read_head(gguf_reader *r, gguf *g) {
+    uint64_t magic = 0, version = 0, tensors = 0, values = 0;
+    if (!gguf_number(r, 4, "the magic", &magic)) return 0;
+    if (magic != 0x46554747u) {
+        snprintf(r->why, INFER_WHY, "this is not a GGUF file: it does not begin with 'GGUF'");
+        return 0;
+    }
+    if (!gguf_number(r, 4, "the version", &version)) return 0;
+    if (version != 2 && version != 3) {
+        snprintf(r->why, INFER_WHY, version & 0xffff ? "version %llu of GGUF is not 2 or 3"
+                 : "the file is big-endian (version %llu)", (unsigned long long)version);
+        return 0;
+    }
+    if (!gguf_number(r, 8, "the number of tensors", &tensors)) return 0;
+    if (!gguf_number(r, 8, "the number of values", &values)) return 0;
+    /* A value has at least 13 bytes and a tensor 32, so more than that cannot be there. */
+    if (values > r->size / 13 || tensors > r->size / 32) {
+        snprintf(r->why, INFER_WHY, "the file has %llu bytes, too few for %llu values and %llu "
+                 "tensors", (unsigned long long)r->size, (unsigned long long)values,
+                 (unsigned long long)tensors);
+        return 0;
+    }
+    g->value_count = (int64_t)values;
+    g->tensor_count = (int64_t)tensors;
+    g->values = (gguf_value *)calloc((size_t)values + 1, sizeof *g->values);
+    g->tensors = (gguf_tensor *)calloc((size_t)tensors + 1, sizeof *g->tensors);
+    if (g->values && g->tensors) return 1;
+    snprintf(r->why, INFER_WHY, "no memory for %llu values and %llu tensors",
+             (unsigned long long)values, (unsigned long long)tensors);
+    return 0;
+}
+
+static inline int gguf_read_all(gguf_reader *r, gguf *g, uint64_t *offset) {
+    const gguf_value *a;
+    uint64_t alignment = 32;
+    int64_t i;
+    for (i = 0; i < g->value_count; i++)
+        if (!gguf_read_value(r, &g->values[i])) return 0;
+    a = gguf_find(g, "general.alignment");
+    if (a) alignment = a->type == GGUF_U32 && !a->is_array ? gguf_little(a->data, 4) : 0;
+    if (alignment < 8 || alignment > 1 << 20 || (alignment & (alignment - 1))) {
+        snprintf(r->why, INFER_WHY, "general.alignment is %llu; it must be a power of two from 8 "
+                 "to 1048576", (unsigned long long)alignment);
+        return 0;
+    }
+    for (i = 0; i < g->tensor_count; i++)
+        if (!gguf_read_tensor(r, &g->tensors[i], &offset[i])) return 0;
+    if (!gguf_bytes(r, (alignment - r->at % alignment) % alignment, "the padding before the data"))
+        return 0;
+    for (i = 0; i < g->tensor_count; i++)
+        if (!gguf_place_tensor(r, &g->tensors[i], offset[i], alignment)) return 0;
+    return 1;
+}
+
+/* Opens the file that lies in data, aligned to at least 32 bytes (mapped memory is), which must
+ * stay there. 0: why says what is wrong; then there is nothing to close. */
+static inline int gguf_open(gguf *g, const void *data, size_t size, char why[INFER_WHY]) {
+    gguf_reader r;
+    uint64_t *offset = NULL;
+    int ok;
+    memset(g, 0, sizeof *g);
+    r.data = (const uint8_t *)data;
+    r.at = 0;
+    r.size = size;
+    r.why = why;
+    ok = gguf_read_head(&r, g);
+    if (ok) offset = (uint64_t *)calloc((size_t)g->tensor_count + 1, sizeof *offset);
+    if (ok && !offset) snprintf(why, INFER_WHY, "no memory");
+    ok = ok && offset && gguf_read_all(&r, g, offset);
+    free(offset);
+    if (!ok) gguf_close(g);
+    return ok;
+}
+
+#endif

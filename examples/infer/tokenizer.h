@@ -1,0 +1,604 @@
+/* Text to tokens and back, by the vocabulary in a GGUF file: byte-level BPE ("gpt2", with the word
+ * rules of GPT-2, Llama 3 and Qwen 2) and SentencePiece ("llama", with its bytes for what is in no
+ * token). Both join pairs of neighbours, the best pair first; they differ in what is best: the rank
+ * of a merge, or the score of the result. */
+#if !defined(INFER_TOKENIZER_H)
+#define INFER_TOKENIZER_H
+
+#include "gguf.h"
+#include "unicode.h"
+
+enum { TOKENIZER_NONE, TOKENIZER_BPE, TOKENIZER_SPM };
+enum { WORDS_GPT2, WORDS_LLAMA3, WORDS_QWEN2 };
+enum { TOKEN_NORMAL = 1, TOKEN_UNKNOWN, TOKEN_CONTROL, TOKEN_USER, TOKEN_UNUSED, TOKEN_BYTE };
+
+typedef struct token_ids { int32_t *data; int64_t count, room; } token_ids;
+
+typedef struct token_merge { int32_t left, right, rank, result; } token_merge;
+
+typedef struct tokenizer {
+    int kind, words;                   /* TOKENIZER_*, WORDS_* */
+    int32_t count;
+    gguf_text *text;                   /* [count] */
+    float *score;                      /* [count] SPM */
+    uint8_t *type;                     /* [count] TOKEN_* */
+    int32_t *slot;                     /* hash of texts: a token or -1 */
+    token_merge *merge;                /* hash of pairs; left -1: free */
+    uint32_t slots, merges;            /* powers of two */
+    int32_t byte[256];                 /* the token of a byte or -1 */
+    int32_t *special;                  /* tokens that stand for themselves in a text */
+    int32_t specials;
+    uint8_t special_first[256];        /* 1: a special token begins with this byte */
+    int32_t bos, eos, eot, unknown;    /* -1: none */
+    int add_bos, add_space;
+} tokenizer;
+
+static inline int token_append(token_ids *ids, int32_t id) {
+    if (ids->count == ids->room) {
+        const int64_t room = ids->room ? ids->room * 2 : 256;
+        int32_t *data = (int32_t *)realloc(ids->data, (size_t)room * sizeof *data);
+        if (!data) return 0;
+        ids->data = data;
+        ids->room = room;
+    }
+    ids->data[ids->count++] = id;
+    return 1;
+}
+
+static inline uint32_t token_hash(const char *s, size_t n) {
+    uint32_t h = 2166136261u;
+    for (size_t i = 0; i < n; i++) h = (h ^ (uint8_t)s[i]) * 16777619u;
+    return h ^ h >> 15;
+}
+
+/* The slot of a text: its token's, or the free one where it would be. */
+static inline uint32_t token_slot(const tokenizer *t, const char *s, size_t n) {
+    uint32_t at = token_hash(s, n) & (t->slots - 1);
+    while (t->slot[at] >= 0 && (t->text[t->slot[at]].size != n ||
+                                memcmp(t->text[t->slot[at]].data, s, n)))
+        at = (at + 1) & (t->slots - 1);
+    return at;
+}
+
+static inline int32_t token_find(const tokenizer *t, const char *s, size_t n) {
+    return t->slot[token_slot(t, s, n)];
+}
+
+static inline token_merge *token_pair(const tokenizer *t, int32_t left, int32_t right) {
+    uint32_t at = ((uint32_t)left * 2654435761u ^ (uint32_t)right * 2246822519u);
+    for (at ^= at >> 15; ; at++) {
+        token_merge *m = &t->merge[at & (t->merges - 1)];
+        if (m->left < 0 || (m->left == left && m->right == right)) return m;
+    }
+}
+
+/* -------------------------------------------------------------------------- characters */
+/* The character at s and its length. A byte that begins none counts as one by itself. */
+static inline int utf8_read(const char *s, size_t n, uint32_t *c) {
+    const uint8_t *p = (const uint8_t *)s;
+    const int len = p[0] < 0x80 ? 1 : p[0] < 0xC2 ? 0 : p[0] < 0xE0 ? 2 : p[0] < 0xF0 ? 3
+                  : p[0] < 0xF5 ? 4 : 0;
+    *c = len == 1 ? p[0] : 0xFFFD;
+    if (len < 2 || (size_t)len > n) return 1;
+    uint32_t x = p[0] & (0x7Fu >> len);
+    for (int i = 1; i < len; i++) {
+        if ((p[i] & 0xC0) != 0x80) return 1;
+        x = x << 6 | (p[i] & 0x3Fu);
+    }
+    if ((len == 3 && (x < 0x800 || (x >= 0xD800 && x < 0xE000))) ||
+        (len == 4 && (x < 0x10000 || x > 0x10FFFF)))
+        return 1;
+    *c = x;
+    return len;
+}
+
+static inline int utf8_write(uint32_t c, char *s) {
+    if (c < 0x80) { s[0] = (char)c; return 1; }
+    if (c < 0x800) { s[0] = (char)(0xC0 | c >> 6); s[1] = (char)(0x80 | (c & 63)); return 2; }
+    s[0] = (char)(0xE0 | c >> 12);
+    s[1] = (char)(0x80 | (c >> 6 & 63));
+    s[2] = (char)(0x80 | (c & 63));
+    return 3;
+}
+
+/* Byte-level BPE writes bytes as characters: those that print as themselves, the others from 256
+ * on, in order. */
+static inline uint32_t byte_character(int b) {
+    uint32_t others = 0;
+    for (int i = 0; i <= b; i++) {
+        if ((i >= 33 && i <= 126) || (i >= 161 && i <= 172) || i >= 174) {
+            if (i == b) return (uint32_t)b;
+        } else if (i == b) return 256 + others;
+        else others++;
+    }
+    return 0;
+}
+
+/* -------------------------------------------------------------------------- words
+ * A text is cut into words before pairs are joined. These are the regular expressions that come
+ * with the vocabularies, by hand. i is a byte that begins a character; each returns the end. */
+typedef struct letters { const char *s; size_t n; } letters;
+
+enum { IS_END, IS_LETTER, IS_NUMBER, IS_NEWLINE, IS_SPACE, IS_OTHER };
+
+static inline int char_kind(letters t, size_t i, size_t *next) {
+    uint32_t c;
+    *next = i;
+    if (i >= t.n) return IS_END;
+    *next = i + (size_t)utf8_read(t.s + i, t.n - i, &c);
+    return c == '\r' || c == '\n' ? IS_NEWLINE : unicode_space(c) ? IS_SPACE
+         : unicode_letter(c) ? IS_LETTER : unicode_number(c) ? IS_NUMBER : IS_OTHER;
+}
+
+/* The end of up to `most` characters of one kind. */
+static inline size_t char_run(letters t, size_t i, int kind, int64_t most) {
+    size_t next;
+    while (most-- > 0 && char_kind(t, i, &next) == kind) i = next;
+    return i;
+}
+
+/* 's 't 're 've 'm 'll 'd */
+static inline size_t word_contraction(letters t, size_t i, int any_case) {
+    static const char *const ends[] = { "s", "t", "re", "ve", "m", "ll", "d" };
+    if (t.s[i] != '\'') return i;
+    for (size_t e = 0; e < sizeof ends / sizeof *ends; e++) {
+        size_t k = 0;
+        for (; ends[e][k] && i + 1 + k < t.n; k++) {
+            const char c = t.s[i + 1 + k];
+            if (c != ends[e][k] && !(any_case && (c | 32) == ends[e][k])) break;
+        }
+        if (!ends[e][k]) return i + 1 + k;
+    }
+    return i;
+}
+
+/* \s*[\r\n]+ (where newlines count) or \s+(?!\S) or \s+ */
+static inline size_t word_blank(letters t, size_t i, int newlines) {
+    size_t end = i, next, last = i, newline = i;
+    for (;;) {
+        const int kind = char_kind(t, end, &next);
+        if (kind != IS_SPACE && kind != IS_NEWLINE) break;
+        last = end;
+        end = next;
+        if (kind == IS_NEWLINE) newline = end;
+    }
+    if (newlines && newline > i) return newline;
+    return end < t.n && last > i ? last : end;         /* the last blank belongs to what follows */
+}
+
+static inline size_t word_end_gpt2(letters t, size_t i) {
+    size_t next, after, end = word_contraction(t, i, 0);
+    if (end > i) return end;
+    int kind = char_kind(t, i, &next);
+    size_t from = i;
+    if (t.s[i] == ' ') {
+        const int then = char_kind(t, next, &after);
+        if (then == IS_LETTER || then == IS_NUMBER || then == IS_OTHER) {
+            from = next;
+            kind = then;
+        }
+    }
+    if (kind == IS_LETTER || kind == IS_NUMBER || kind == IS_OTHER)
+        return char_run(t, from, kind, INT64_MAX);
+    return word_blank(t, i, 0);
+}
+
+static inline size_t word_end_llama3(letters t, size_t i, int digits) {
+    size_t next, after, end = word_contraction(t, i, 1);
+    const int kind = char_kind(t, i, &next);
+    if (end > i) return end;
+    if (kind == IS_LETTER) return char_run(t, i, IS_LETTER, INT64_MAX);
+    if (kind != IS_NEWLINE && kind != IS_NUMBER && char_kind(t, next, &after) == IS_LETTER)
+        return char_run(t, next, IS_LETTER, INT64_MAX);
+    if (kind == IS_NUMBER) return char_run(t, i, IS_NUMBER, digits);
+    const size_t from = t.s[i] == ' ' ? next : i;
+    end = char_run(t, from, IS_OTHER, INT64_MAX);
+    if (end > from) return char_run(t, end, IS_NEWLINE, INT64_MAX);
+    return word_blank(t, i, 1);
+}
+
+static inline size_t word_end(const tokenizer *t, letters s, size_t i) {
+    if (t->words == WORDS_GPT2) return word_end_gpt2(s, i);
+    return word_end_llama3(s, i, t->words == WORDS_LLAMA3 ? 3 : 1);
+}
+
+/* -------------------------------------------------------------------------- joining pairs */
+typedef struct piece {
+    int64_t before, after;
+    size_t at, size;                   /* size 0: gone */
+    int32_t id;
+} piece;
+typedef struct join { double key; int64_t left, right; size_t size; int32_t id; } join;
+typedef struct joiner {
+    const tokenizer *t;
+    const char *s;
+    piece *pieces;
+    join *heap;                        /* the best join first */
+    int64_t joins;
+} joiner;
+
+static inline int join_before(const join *a, const join *b) {
+    return a->key > b->key || (a->key == b->key && a->left < b->left);
+}
+
+static inline void join_push(joiner *j, join x) {
+    int64_t at = j->joins++;
+    for (; at > 0 && join_before(&x, &j->heap[(at - 1) / 2]); at = (at - 1) / 2)
+        j->heap[at] = j->heap[(at - 1) / 2];
+    j->heap[at] = x;
+}
+
+static inline join join_pop(joiner *j) {
+    const join top = j->heap[0], x = j->heap[--j->joins];
+    int64_t at = 0, child;
+    while ((child = 2 * at + 1) < j->joins) {
+        if (child + 1 < j->joins && join_before(&j->heap[child + 1], &j->heap[child])) child++;
+        if (!join_before(&j->heap[child], &x)) break;
+        j->heap[at] = j->heap[child];
+        at = child;
+    }
+    j->heap[at] = x;
+    return top;
+}
+
+static inline void join_offer(joiner *j, int64_t left, int64_t right) {
+    join x;
+    if (left < 0 || right < 0) return;
+    const piece *a = &j->pieces[left], *b = &j->pieces[right];
+    x.left = left;
+    x.right = right;
+    x.size = a->size + b->size;
+    if (j->t->kind == TOKENIZER_BPE) {
+        const token_merge *m = token_pair(j->t, a->id, b->id);
+        if (m->left < 0) return;
+        x.id = m->result;
+        x.key = -(double)m->rank;
+    } else {
+        x.id = token_find(j->t, j->s + a->at, x.size);
+        if (x.id < 0) return;
+        x.key = (double)j->t->score[x.id];
+    }
+    join_push(j, x);
+}
+
+static inline void join_all(joiner *j, int64_t pieces) {
+    for (int64_t i = 0; i + 1 < pieces; i++) join_offer(j, i, i + 1);
+    while (j->joins > 0) {
+        const join x = join_pop(j);
+        piece *a = &j->pieces[x.left], *b = &j->pieces[x.right];
+        if (!a->size || !b->size || a->size + b->size != x.size) continue; /* of pieces now gone */
+        a->size = x.size;
+        a->id = x.id;
+        a->after = b->after;
+        b->size = 0;
+        if (a->after >= 0) j->pieces[a->after].before = x.left;
+        join_offer(j, a->before, x.left);
+        join_offer(j, x.left, a->after);
+    }
+}
+
+/* What is left of a piece that is no token: its bytes, or the unknown token. */
+static inline int join_bytes(const tokenizer *t, const char *s, size_t n, token_ids *ids) {
+    for (size_t i = 0; i < n; i++) {
+        const int32_t id = t->byte[(uint8_t)s[i]];
+        if (id < 0 && t->unknown < 0) return 0;
+        if (id < 0) return token_append(ids, t->unknown);
+        if (!token_append(ids, id)) return 0;
+    }
+    return 1;
+}
+
+/* One word of BPE, or one text of SPM. */
+static inline int tokens_of_word(const tokenizer *t, const char *s, size_t n, token_ids *ids) {
+    joiner j;
+    uint32_t c;
+    int64_t count = 0;
+    int ok = 1;
+    j.t = t;
+    j.s = s;
+    j.joins = 0;
+    j.pieces = (piece *)malloc((n + 1) * sizeof *j.pieces);
+    j.heap = (join *)malloc((3 * n + 1) * sizeof *j.heap);
+    ok = j.pieces && j.heap;
+    for (size_t i = 0; ok && i < n; count++) {
+        piece *p = &j.pieces[count];
+        p->at = i;
+        p->size = t->kind == TOKENIZER_BPE ? 1 : (size_t)utf8_read(s + i, n - i, &c);
+        p->id = t->kind == TOKENIZER_BPE ? t->byte[(uint8_t)s[i]] : token_find(t, s + i, p->size);
+        p->before = count - 1;
+        i += p->size;
+        p->after = i < n ? count + 1 : -1;
+    }
+    if (ok) join_all(&j, count);
+    for (int64_t i = 0; ok && i >= 0 && i < count; i = j.pieces[i].after) {
+        const piece *p = &j.pieces[i];
+        ok = p->id >= 0 ? token_append(ids, p->id) : join_bytes(t, s + p->at, p->size, ids);
+    }
+    free(j.pieces);
+    free(j.heap);
+    return ok;
+}
+
+static inline int tokens_of_bpe(const tokenizer *t, const char *s, size_t n, token_ids *ids) {
+    letters all;
+    all.s = s;
+    all.n = n;
+    for (size_t i = 0, end; i < n; i = end) {
+        char name[1024];
+        size_t at = 0;
+        end = word_end(t, all, i);
+        if (t->words == WORDS_LLAMA3 && end - i <= sizeof name / 2) {  /* a whole word first */
+            for (size_t k = i; k < end; k++)
+                at += (size_t)utf8_write(byte_character((uint8_t)s[k]), name + at);
+            const int32_t id = token_find(t, name, at);
+            if (id >= 0) {
+                if (!token_append(ids, id)) return 0;
+                continue;
+            }
+        }
+        if (!tokens_of_word(t, s + i, end - i, ids)) return 0;
+    }
+    return 1;
+}
+
+/* SentencePiece writes a blank as U+2581, and one before the text. */
+static inline int tokens_of_spm(const tokenizer *t, const char *s, size_t n, token_ids *ids) {
+    size_t at = 0;
+    int ok;
+    char *blanks = (char *)malloc(3 * n + 4);
+    if (!blanks) return 0;
+    if (t->add_space && n) at += (size_t)utf8_write(0x2581, blanks);
+    for (size_t i = 0; i < n; i++) {
+        if (s[i] == ' ') at += (size_t)utf8_write(0x2581, blanks + at);
+        else blanks[at++] = s[i];
+    }
+    ok = tokens_of_word(t, blanks, at, ids);
+    free(blanks);
+    return ok;
+}
+
+/* The longest special token that the text has at s, or -1. */
+static inline int32_t token_special(const tokenizer *t, const char *s, size_t n) {
+    int32_t best = -1;
+    if (!t->special_first[(uint8_t)s[0]]) return -1;
+    for (int32_t i = 0; i < t->specials; i++) {
+        const gguf_text x = t->text[t->special[i]];
+        if (x.size <= n && memcmp(x.data, s, x.size) == 0 &&
+            (best < 0 || x.size > t->text[best].size))
+            best = t->special[i];
+    }
+    return best;
+}
+
+/* Appends the tokens of a text, after the token of its beginning if the vocabulary wants one. 0: no
+ * memory, or a byte that the vocabulary lacks. */
+static inline int tokenize(const tokenizer *t, const char *s, size_t n, token_ids *ids) {
+    size_t from = 0, i = 0;
+    if (t->add_bos && t->bos >= 0 && !token_append(ids, t->bos)) return 0;
+    for (;;) {
+        const int32_t special = i < n ? token_special(t, s + i, n - i) : -1;
+        if (i < n && special < 0) { i++; continue; }
+        if (i > from && !(t->kind == TOKENIZER_BPE ? tokens_of_bpe : tokens_of_spm)
+                            (t, s + from, i - from, ids))
+            return 0;
+        if (i >= n) return 1;
+        if (!token_append(ids, special)) return 0;
+        i += t->text[special].size;
+        from = i;
+    }
+}
+
+/* -------------------------------------------------------------------------- back to text */
+/* Writes the bytes of a token that fit out, and returns how many. A control token has none. */
+static inline size_t token_bytes(const tokenizer *t, int32_t id, char *out, size_t room) {
+    size_t at = 0;
+    if (id < 0 || id >= t->count || t->type[id] == TOKEN_CONTROL) return 0;
+    const gguf_text x = t->text[id];
+    if (t->kind == TOKENIZER_SPM && t->type[id] == TOKEN_BYTE) {
+        for (int b = 0; b < 256; b++)
+            if (t->byte[b] == id && room) out[at++] = (char)b;
+        return at;
+    }
+    for (size_t i = 0; i < x.size && at + 4 <= room;) {
+        uint32_t c;
+        const int len = utf8_read(x.data + i, x.size - i, &c);
+        int b = 0;
+        while (t->kind == TOKENIZER_BPE && c < 324 && b < 256 && byte_character(b) != c) b++;
+        if (t->kind == TOKENIZER_SPM && c == 0x2581) out[at++] = ' ';
+        else if (t->kind == TOKENIZER_BPE && t->type[id] != TOKEN_USER && c < 324 && b < 256)
+            out[at++] = (char)b;
+        else for (int k = 0; k < len; k++) out[at++] = x.data[i + (size_t)k];
+        i += (size_t)len;
+    }
+    return at;
+}
+
+/* -------------------------------------------------------------------------- from a file */
+static inline void tokenizer_close(tokenizer *t) {
+    free(t->text);
+    free(t->score);
+    free(t->type);
+    free(t->slot);
+    free(t->merge);
+    free(t->special);
+    memset(t, 0, sizeof *t);
+}
+
+static inline uint32_t token_room(uint64_t n) {
+    uint32_t room = 16;
+    while (room < 2 * n) room *= 2;
+    return room;
+}
+
+static inline int tokenizer_texts(tokenizer *t, const gguf *g, char *why) {
+    const gguf_value *v = gguf_find(g, "tokenizer.ggml.tokens");
+    const gguf_value *score = gguf_find(g, "tokenizer.ggml.scores");
+    const gguf_value *type = gguf_find(g, "tokenizer.ggml.token_type");
+    const uint8_t *p;
+    if (!v || !v->is_array || v->type != GGUF_STRING || v->count < 1 || v->count > 1 << 24) {
+        snprintf(why, INFER_WHY, "tokenizer.ggml.tokens is not there, or is no list of 1 to "
+                 "16777216 texts");
+        return 0;
+    }
+    if ((score && (!score->is_array || score->type != GGUF_F32 || score->count != v->count)) ||
+        (type && (!type->is_array || type->type != GGUF_I32 || type->count != v->count))) {
+        snprintf(why, INFER_WHY, "tokenizer.ggml.scores or token_type has no number (f32, i32) for "
+                 "each of %llu tokens", (unsigned long long)v->count);
+        return 0;
+    }
+    t->count = (int32_t)v->count;
+    t->slots = token_room(v->count);
+    t->text = (gguf_text *)calloc(v->count, sizeof *t->text);
+    t->score = (float *)calloc(v->count, sizeof *t->score);
+    t->type = (uint8_t *)calloc(v->count, 1);
+    t->special = (int32_t *)calloc(v->count, sizeof *t->special);
+    t->slot = (int32_t *)malloc(t->slots * sizeof *t->slot);
+    if (!t->text || !t->score || !t->type || !t->special || !t->slot) {
+        snprintf(why, INFER_WHY, "no memory for %llu tokens", (unsigned long long)v->count);
+        return 0;
+    }
+    memset(t->slot, 0xFF, t->slots * sizeof *t->slot);
+    p = v->data;
+    for (int32_t i = 0; i < t->count; i++) {
+        const double kind = type ? gguf_element(type, (uint64_t)i) : TOKEN_NORMAL;
+        t->text[i] = gguf_next_string(&p);
+        t->score[i] = score ? (float)gguf_element(score, (uint64_t)i) : 0;
+        if (t->score[i] != t->score[i]) t->score[i] = -1e30f;
+        t->type[i] = kind >= TOKEN_NORMAL && kind <= TOKEN_BYTE ? (uint8_t)kind : TOKEN_NORMAL;
+        const uint32_t at = token_slot(t, t->text[i].data, t->text[i].size);
+        if (t->slot[at] < 0) t->slot[at] = i;
+        if ((t->type[i] != TOKEN_CONTROL && t->type[i] != TOKEN_USER) || !t->text[i].size) continue;
+        t->special[t->specials++] = i;
+        t->special_first[(uint8_t)t->text[i].data[0]] = 1;
+    }
+    return 1;
+}
+
+static inline int tokenizer_merges(tokenizer *t, const gguf *g, char *why) {
+    const gguf_value *v = gguf_find(g, "tokenizer.ggml.merges");
+    char name[64];
+    if (!v || !v->is_array || v->type != GGUF_STRING || v->count > 1 << 24) {
+        snprintf(why, INFER_WHY, "tokenizer.ggml.merges is not there, or is no list of at most "
+                 "16777216 texts");
+        return 0;
+    }
+    t->merges = token_room(v->count);
+    t->merge = (token_merge *)malloc(t->merges * sizeof *t->merge);
+    if (!t->merge) {
+        snprintf(why, INFER_WHY, "no memory for %llu merges", (unsigned long long)v->count);
+        return 0;
+    }
+    memset(t->merge, 0xFF, t->merges * sizeof *t->merge);
+    const uint8_t *p = v->data;
+    for (uint64_t i = 0; i < v->count; i++) {
+        const gguf_text x = gguf_next_string(&p);
+        const char *blank = x.size > 2 ? (const char *)memchr(x.data + 1, ' ', x.size - 2) : NULL;
+        int32_t left = -1, right = -1, result = -1;
+        char *both = blank ? (char *)malloc(x.size) : NULL;
+        if (both) {
+            const size_t first = (size_t)(blank - x.data);
+            memcpy(both, x.data, first);
+            memcpy(both + first, blank + 1, x.size - first - 1);
+            left = token_find(t, both, first);
+            right = token_find(t, both + first, x.size - first - 1);
+            result = token_find(t, both, x.size - 1);
+        }
+        free(both);
+        if (left < 0 || right < 0 || result < 0) {
+            snprintf(why, INFER_WHY, "merge %llu, '%s', does not join two tokens to a third",
+                     (unsigned long long)i, gguf_show(x, name, sizeof name));
+            return 0;
+        }
+        token_merge *m = token_pair(t, left, right);
+        if (m->left >= 0) continue;
+        m->left = left;
+        m->right = right;
+        m->rank = (int32_t)i;
+        m->result = result;
+    }
+    return 1;
+}
+
+static inline void tokenizer_bytes(tokenizer *t) {
+    for (int b = 0; b < 256; b++) {
+        char s[16];
+        const int n = t->kind == TOKENIZER_BPE ? utf8_write(byte_character(b), s)
+                                               : snprintf(s, sizeof s, "<0x%02X>", (unsigned)b);
+        t->byte[b] = token_find(t, s, (size_t)n);
+    }
+}
+
+/* A token that a value names, or -1. */
+static inline int32_t tokenizer_named(const tokenizer *t, const gguf *g, const char *key) {
+    const gguf_value *v = gguf_find(g, key);
+    if (!v || v->is_array || v->type == GGUF_STRING) return -1;
+    const double x = gguf_element(v, 0);
+    return x >= 0 && x < t->count ? (int32_t)x : -1;
+}
+
+static inline int tokenizer_flag(const gguf *g, const char *key, int otherwise) {
+    const gguf_value *v = gguf_find(g, key);
+    return v && v->type == GGUF_BOOL && !v->is_array ? v->data[0] != 0 : otherwise;
+}
+
+static inline int tokenizer_word_rule(tokenizer *t, const gguf *g, char *why) {
+    static const struct { const char *name; int words; } known[] = {
+        { "gpt-2", WORDS_GPT2 }, { "llama-bpe", WORDS_LLAMA3 }, { "llama3", WORDS_LLAMA3 },
+        { "llama-v3", WORDS_LLAMA3 }, { "qwen2", WORDS_QWEN2 } };
+    const gguf_value *v = gguf_find(g, "tokenizer.ggml.pre");
+    char name[64] = "none";
+    gguf_text pre = { NULL, 0 };
+    if (v && v->type == GGUF_STRING && !v->is_array) {
+        const uint8_t *p = v->data;
+        pre = gguf_next_string(&p);
+        gguf_show(pre, name, sizeof name);
+    }
+    for (size_t i = 0; i < sizeof known / sizeof *known; i++) {
+        t->words = known[i].words;
+        if (gguf_is(pre, known[i].name)) return 1;
+    }
+    snprintf(why, INFER_WHY, "tokenizer.ggml.pre is '%s'; this engine knows gpt-2, llama-bpe and "
+             "qwen2", name);
+    return 0;
+}
+
+/* The tokenizer of a file. The texts stay in the file. 0: why; then there is nothing to close. */
+static inline int tokenizer_open(tokenizer *t, const gguf *g, char why[INFER_WHY]) {
+    const gguf_value *v = gguf_find(g, "tokenizer.ggml.model");
+    char name[64] = "none";
+    gguf_text kind = { NULL, 0 };
+    int ok;
+    memset(t, 0, sizeof *t);
+    if (v && v->type == GGUF_STRING && !v->is_array) {
+        const uint8_t *p = v->data;
+        kind = gguf_next_string(&p);
+        gguf_show(kind, name, sizeof name);
+    }
+    t->kind = gguf_is(kind, "gpt2") ? TOKENIZER_BPE
+            : gguf_is(kind, "llama") ? TOKENIZER_SPM : TOKENIZER_NONE;
+    if (t->kind == TOKENIZER_NONE) {
+        snprintf(why, INFER_WHY, "tokenizer.ggml.model is '%s'; this engine knows gpt2 and llama",
+                 name);
+        return 0;
+    }
+    ok = tokenizer_texts(t, g, why);
+    if (ok && t->kind == TOKENIZER_BPE)
+        ok = tokenizer_word_rule(t, g, why) && tokenizer_merges(t, g, why);
+    if (!ok) {
+        tokenizer_close(t);
+        return 0;
+    }
+    tokenizer_bytes(t);
+    t->bos = tokenizer_named(t, g, "tokenizer.ggml.bos_token_id");
+    t->eos = tokenizer_named(t, g, "tokenizer.ggml.eos_token_id");
+    t->eot = tokenizer_named(t, g, "tokenizer.ggml.eot_token_id");
+    t->unknown = tokenizer_named(t, g, "tokenizer.ggml.unknown_token_id");
+    for (int32_t i = 0; i < t->count && t->unknown < 0; i++)
+        if (t->type[i] == TOKEN_UNKNOWN) t->unknown = i;
+    t->add_bos = tokenizer_flag(g, "tokenizer.ggml.add_bos_token",
+                                t->kind == TOKENIZER_SPM || t->words == WORDS_LLAMA3);
+    t->add_space = tokenizer_flag(g, "tokenizer.ggml.add_space_prefix", 1);
+    return 1;
+}
+
+#endif

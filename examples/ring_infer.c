@@ -1,0 +1,285 @@
+/* Runs a model of the Llama family (Llama, Mistral, Qwen2, Qwen3) from a GGUF file on ranks that
+ * share its weights and split its cache. You will see the text, and on stderr the progress of the
+ * prompt, tokens per second and the bytes of cache on each rank. The text is the same for every
+ * number of ranks.
+ *
+ *   cc -O2 -std=c99 -pthread -I. -o ring_infer examples/ring_infer.c -lm
+ *   ./ring_infer model.gguf --prompt "Once upon a time" --ranks 4
+ *
+ * Without arguments it lists its options. */
+#define _POSIX_C_SOURCE 200809L
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+#include "infer/engine.h"
+#include "infer/tokenizer.h"
+#include "transports/ra_tcp.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static const char usage[] =
+    "ring_infer MODEL.gguf [options]\n"
+    "  --prompt TEXT     what the model continues; or --file FILE; or --tokens 1,2,3\n"
+    "  --predict N       tokens to generate at most (64)\n"
+    "  --ranks P         ranks that split the cache (1)\n"
+    "  --threads T       threads of all ranks together (one per processor)\n"
+    "  --cache TYPE      of the cache: f32, f16, bf16 or q8_0 (f16)\n"
+    "  --context N       positions of the cache (as many as are needed)\n"
+    "  --chunk N         tokens of the prompt per call (128; 1024 for more than 8 ranks)\n"
+    "  --speculate N     guess by the prompt's own n-grams and verify N tokens per call\n"
+    "  --temp X, --top-k N, --top-p X, --seed N   draw tokens (0: take the likeliest)\n"
+    "  --logits FILE     writes the logits of every position as f32\n"
+    "  --ids             prints the numbers of tokens instead of text\n"
+    "  --at H:P,H:P,...  with --rank R: this process is rank R, and they meet over TCP\n";
+
+typedef struct program {
+    const char *path, *prompt, *file, *tokens, *logits, *at;
+    int ids;
+    int32_t rank;                      /* of this process, -1: all of them are here */
+    infer_options o;
+    gguf g;
+    model m;
+    tokenizer t;
+    token_ids in;
+} program;
+
+static int refuse(const char *what, const char *why) {
+    fprintf(stderr, "ring_infer: %s: %s\n", what, why);
+    return 0;
+}
+
+/* -------------------------------------------------------------------------- command line */
+static int whole_number(const char *name, const char *s, int64_t most, int64_t *out) {
+    char *end = NULL;
+    const long long x = s ? strtoll(s, &end, 10) : 0;
+    if (!s || end == s || *end || x < 0 || x > most) return refuse(name, "no number, or too large");
+    *out = x;
+    return 1;
+}
+
+static int small_number(const char *name, const char *s, int64_t most, int32_t *out) {
+    int64_t x = 0;
+    if (!whole_number(name, s, most, &x)) return 0;
+    *out = (int32_t)x;
+    return 1;
+}
+
+static int fraction(const char *name, const char *s, float *out) {
+    char *end = NULL;
+    *out = s ? strtof(s, &end) : 0;
+    if (!s || end == s || *end || !(*out >= 0 && *out <= 1e6f)) return refuse(name, "no number");
+    return 1;
+}
+
+static int cache_type(const char *s, int32_t *out) {
+    static const char *const names[] = { "f32", "f16", "bf16", "q8_0" };
+    for (int32_t i = 0; s && i < 4; i++) {
+        if (strcmp(s, names[i])) continue;
+        *out = RA_F32 + i;
+        return 1;
+    }
+    return refuse("--cache", "f32, f16, bf16 or q8_0");
+}
+
+/* An option and its value. */
+static int option(program *p, const char *name, const char *s) {
+    infer_options *o = &p->o;
+    int64_t seed = 0;
+    const struct { const char *name, **to; } texts[] = {
+        { "--prompt", &p->prompt }, { "--file", &p->file }, { "--tokens", &p->tokens },
+        { "--logits", &p->logits }, { "--at", &p->at } };
+    for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
+        if (strcmp(name, texts[i].name)) continue;
+        *texts[i].to = s;
+        return s ? 1 : refuse(name, "needs a value");
+    }
+    if (!strcmp(name, "--cache")) return cache_type(s, &o->cache_dtype);
+    if (!strcmp(name, "--predict")) return whole_number(name, s, INT32_MAX, &o->predict);
+    if (!strcmp(name, "--context")) return whole_number(name, s, INT32_MAX, &o->context);
+    if (!strcmp(name, "--chunk")) return whole_number(name, s, 1 << 20, &o->chunk);
+    if (!strcmp(name, "--ranks")) return small_number(name, s, INFER_RANKS, &o->ranks);
+    if (!strcmp(name, "--rank")) return small_number(name, s, INFER_RANKS - 1, &p->rank);
+    if (!strcmp(name, "--threads")) return small_number(name, s, 1024, &o->threads);
+    if (!strcmp(name, "--speculate")) return small_number(name, s, 1 << 20, &o->speculate);
+    if (!strcmp(name, "--top-k")) return small_number(name, s, INT32_MAX, &o->top_k);
+    if (!strcmp(name, "--temp")) return fraction(name, s, &o->temperature);
+    if (!strcmp(name, "--top-p")) return fraction(name, s, &o->top_p);
+    if (strcmp(name, "--seed")) return refuse(name, "no such option");
+    if (!whole_number(name, s, INT64_MAX, &seed)) return 0;
+    o->seed = (uint64_t)seed;
+    return 1;
+}
+
+static int arguments(program *p, int argc, char **argv) {
+    const long cores = sysconf(_SC_NPROCESSORS_ONLN);
+    p->path = argv[1];
+    p->o.predict = 64;
+    p->rank = -1;
+    p->o.cache_dtype = RA_F16;
+    p->o.threads = cores > 0 && cores < 1024 ? (int32_t)cores : 1;
+    for (int i = 2; i < argc; i++) {
+        if (!strcmp(argv[i], "--ids")) p->ids = 1;
+        else if (!option(p, argv[i], argv[i + 1])) return 0;
+        else i++;
+    }
+    if (!p->prompt + !p->file + !p->tokens != 2)
+        return refuse(p->path, "give one of --prompt, --file and --tokens");
+    if (!p->at != (p->rank < 0)) return refuse(p->path, "--at and --rank go together");
+    if (p->at && p->logits) return refuse("--logits", "no process has those of all positions");
+    p->o.all_logits = p->logits != NULL;
+    return 1;
+}
+
+/* -------------------------------------------------------------------------- input */
+/* Maps a whole file for reading. An empty one is refused. */
+static const void *map(const char *path, size_t *bytes) {
+    struct stat about;
+    void *data = MAP_FAILED;
+    const int fd = open(path, O_RDONLY);
+    if (fd >= 0 && !fstat(fd, &about) && about.st_size > 0 && S_ISREG(about.st_mode)) {
+        *bytes = (size_t)about.st_size;
+        data = mmap(NULL, *bytes, PROT_READ, MAP_PRIVATE, fd, 0);
+    }
+    if (fd >= 0) close(fd);
+    if (data != MAP_FAILED) return data;
+    (void)refuse(path, "cannot be opened and mapped, or is empty");
+    return NULL;
+}
+
+static int read_ids(program *p) {
+    const char *s = p->tokens;
+    for (;;) {
+        char *end = NULL;
+        const long x = strtol(s, &end, 10);
+        if (end == s || (*end && *end != ',') || x < 0 || x > INT32_MAX)
+            return refuse("--tokens", "numbers with commas between them");
+        if (!token_append(&p->in, (int32_t)x)) return refuse("--tokens", "no memory");
+        if (!*end) return 1;
+        s = end + 1;
+    }
+}
+
+static int read_text(program *p) {
+    const char *text = p->prompt;
+    size_t n = text ? strlen(text) : 0;
+    int ok;
+    if (p->file) {
+        text = (const char *)map(p->file, &n);
+        if (!text) return 0;
+    }
+    ok = tokenize(&p->t, text, n, &p->in);
+    if (p->file) munmap((void *)(uintptr_t)text, n);
+    return ok ? 1 : refuse(p->path, "no memory, or the vocabulary lacks a byte of the prompt");
+}
+
+static void add_stop(program *p, int32_t id) {
+    if (id >= 0 && p->o.stops < INFER_STOPS) p->o.stop[p->o.stops++] = id;
+}
+
+static int open_model(program *p) {
+    char why[INFER_WHY];
+    size_t bytes = 0;
+    const void *data = map(p->path, &bytes);
+    if (!data) return 0;
+    if (!gguf_open(&p->g, data, bytes, why)) return refuse(p->path, why);
+    if (!model_open(&p->m, &p->g, why)) return refuse(p->path, why);
+    if (p->tokens && p->ids) return read_ids(p);       /* needs no vocabulary */
+    if (!tokenizer_open(&p->t, &p->g, why)) {
+        fprintf(stderr, "ring_infer: %s: %s; --tokens with --ids needs none\n", p->path, why);
+        return 0;
+    }
+    add_stop(p, p->t.eos);
+    add_stop(p, p->t.eot);
+    return p->tokens ? read_ids(p) : read_text(p);
+}
+
+/* -------------------------------------------------------------------------- ranks */
+/* Runs this process as one of the ranks that --at lists. */
+static int run_over_tcp(program *p, infer_result *r) {
+    const char *at[INFER_RANKS];
+    char list[4096];
+    ra_tcp_desc d;
+    ra_tcp *tcp = NULL;
+    ra_error why;
+    int ok;
+    memset(r, 0, sizeof *r);
+    memset(&d, 0, sizeof d);
+    memset(&why, 0, sizeof why);
+    snprintf(list, sizeof list, "%s", p->at);
+    for (char *s = strtok(list, ","); s && d.ranks < INFER_RANKS; s = strtok(NULL, ","))
+        at[d.ranks++] = s;
+    d.rank = p->rank;
+    d.addresses = at;
+    d.error = &why;
+    if (ra_tcp_open(&tcp, &d) != RA_OK) {
+        snprintf(r->why, sizeof r->why, "%.40s: %.200s", why.field, why.text);
+        return 0;
+    }
+    p->o.ranks = d.ranks;
+    ok = infer_run_rank(&p->m, &p->o, p->in.data, p->in.count, ra_tcp_transport(tcp), r);
+    ra_tcp_close(tcp);
+    return ok;
+}
+
+/* -------------------------------------------------------------------------- output */
+static void show_progress(void *user, int64_t done, int64_t of) {
+    static const char bar[] = "########################################";
+    const int width = (int)(40 * done / of);
+    (void)user;
+    fprintf(stderr, "\rprompt [%-40.*s] %lld of %lld tokens%s", width, bar, (long long)done,
+            (long long)of, done == of ? "\n" : "");
+}
+
+static void show_token(void *user, int32_t id) {
+    const program *p = (const program *)user;
+    char out[1024];
+    if (p->ids) printf("%ld\n", (long)id);
+    else fwrite(out, 1, token_bytes(&p->t, id, out, sizeof out), stdout);
+    fflush(stdout);
+}
+
+static int write_logits(const program *p, const infer_result *r) {
+    FILE *f = fopen(p->logits, "wb");
+    const size_t n = (size_t)(r->cached * p->m.vocabulary);
+    int ok = f && fwrite(r->logits, sizeof *r->logits, n, f) == n;
+    if (f) ok = !fclose(f) && ok;
+    return ok ? 1 : refuse(p->logits, "cannot be written");
+}
+
+static void show_figures(const program *p, const infer_result *r) {
+    const int64_t more = r->count - r->prompt;
+    fprintf(stderr, "\nprompt  %6lld tokens, %8.1f tokens/s\n", (long long)r->prompt,
+            (double)r->prompt * 1e9 / (double)(r->prefill_ns + 1));
+    fprintf(stderr, "text    %6lld tokens, %8.1f tokens/s, %lld calls of the model\n",
+            (long long)more, (double)more * 1e9 / (double)(r->decode_ns + 1), (long long)r->steps);
+    fprintf(stderr, "cache   %6.1f MiB on each of %ld ranks\n",
+            (double)r->cache_bytes / 1048576, (long)(p->o.ranks ? p->o.ranks : 1));
+}
+
+int main(int argc, char **argv) {
+    static program p;
+    infer_result r;
+    int ok;
+    if (argc < 2 || argv[1][0] == '-') {
+        fputs(usage, argc < 2 ? stdout : stderr);
+        return argc < 2 ? 0 : 1;
+    }
+    if (!arguments(&p, argc, argv) || !open_model(&p)) return 1;
+    if (p.rank < 1) {                  /* the others compute and say nothing */
+        p.o.progress = show_progress;
+        p.o.token = show_token;
+        p.o.user = &p;
+    }
+    ok = p.at ? run_over_tcp(&p, &r) : infer_run(&p.m, &p.o, p.in.data, p.in.count, &r);
+    if (!ok) (void)refuse(p.path, r.why);
+    if (ok && p.logits) ok = write_logits(&p, &r);
+    if (ok && p.rank < 1) show_figures(&p, &r);
+    infer_free(&r);
+    free(p.in.data);
+    tokenizer_close(&p.t);
+    model_close(&p.m);
+    gguf_close(&p.g);
+    return !ok;
+}

@@ -1,0 +1,113 @@
+"""Holds examples/ring_infer.c against the libraries that the models come from.
+
+    check.py RING_INFER TOKENS FOLDER
+
+RING_INFER and TOKENS are the built programs, FOLDER is for models. For every family: the logits of
+512 tokens are those of transformers in f32 to 1e-4 for 1, 2, 3 and 5 ranks and chunks of 1, 7 and
+128 tokens, and the tokens that follow are the same for all of them, with guesses and without. For every
+kind of vocabulary: texts are cut into the tokens of tokenizers and sentencepiece.
+"""
+import os
+import socket
+import subprocess
+import sys
+
+import numpy as np
+
+import make_models
+import make_vocabularies
+
+RANKS, CHUNKS, PREDICT = (1, 2, 3, 5), (1, 7, 128), 24
+counts = {"passed": 0, "failed": 0}
+
+
+def check(ok, what):
+    counts["passed" if ok else "failed"] += 1
+    if not ok:
+        print("FAIL", what)
+
+
+def run(command, **more):
+    return subprocess.run(command, capture_output=True, timeout=120, **more)
+
+
+def generate(program, path, tokens, *options):
+    """What follows the tokens; None: it failed."""
+    got = run([program, path, "--ids", "--cache", "f32", "--tokens", ",".join(map(str, tokens)),
+               "--predict", str(PREDICT), *options])
+    if got.returncode:
+        print(got.stderr.decode()[-300:])
+        return None
+    return [int(x) for x in got.stdout.split()]
+
+
+def check_model(program, name, folder):
+    path, tokens, expected = make_models.make(name, folder)
+    logits = os.path.join(folder, "logits.bin")
+    worst, first = 0, None
+    for ranks in RANKS:
+        for chunk in CHUNKS:
+            what = f"{name}, {ranks} ranks, chunks of {chunk}"
+            follows = generate(program, path, tokens, "--ranks", str(ranks), "--chunk", str(chunk),
+                               "--logits", logits)
+            if follows is None:
+                check(False, what)
+                continue
+            got = np.fromfile(logits, np.float32).reshape(-1, expected.shape[1])[:len(tokens)]
+            far = float(np.abs(got - expected).max()) if len(got) == len(tokens) else np.inf
+            worst, first = max(worst, far), first or follows
+            check(far <= 1e-4, f"{what}: logits differ by {far:.2e}")
+            check(follows == first, f"{what}: other tokens follow")
+    guessed = generate(program, path, tokens, "--ranks", "2", "--speculate", "4")
+    check(guessed == first, f"{name}: other tokens follow with guesses")
+    print(f"{name:16} logits up to {np.abs(expected).max():.1f}, at most {worst:.1e} away")
+    os.remove(path)
+
+
+def check_processes(program, folder):
+    """Ranks that are processes and meet over TCP, if three ports are free."""
+    path, tokens, _ = make_models.make("qwen3", folder)
+    at, held = [], []
+    for _ in range(3):
+        held.append(socket.socket())
+        held[-1].bind(("127.0.0.1", 0))
+        at.append("127.0.0.1:%d" % held[-1].getsockname()[1])
+    for each in held:
+        each.close()
+    command = [program, path, "--ids", "--tokens", ",".join(map(str, tokens)), "--predict",
+               str(PREDICT), "--cache", "f32", "--at", ",".join(at), "--rank"]
+    others = [subprocess.Popen(["timeout", "120"] + command + [str(r)]) for r in (1, 2)]
+    got = run(command + ["0"]).stdout.split()
+    check(all(each.wait() == 0 for each in others), "processes: a rank failed")
+    check(got == [b"%d" % x for x in generate(program, path, tokens) or [-1]],
+          "processes: other tokens follow")
+
+
+def check_vocabulary(program, name, path, encode):
+    texts = make_vocabularies.texts()
+    stdin = b"".join(b"%d\n" % len(t.encode()) + t.encode() for t in texts)
+    lines = run([program, path], input=stdin).stdout.decode().split("\n")
+    other = back = 0
+    for i, text in enumerate(texts):
+        got = lines[2 * i] if 2 * i + 1 < len(lines) else "none"
+        other += got.split() != [str(x) for x in encode(text)]
+        special = name != "spm" and any(s in text for s in make_vocabularies.SPECIAL)
+        back += not special and lines[2 * i + 1:2 * i + 2] != ["1"]
+    check(other == 0, f"{name}: {other} of {len(texts)} texts have other tokens")
+    check(back == 0, f"{name}: {back} of {len(texts)} texts do not come back")
+
+
+def main():
+    ring_infer, tokens, folder = sys.argv[1:4]
+    os.makedirs(folder, exist_ok=True)
+    for name, (path, encode) in make_vocabularies.make_all(folder).items():
+        check_vocabulary(tokens, name, path, encode)
+    for name in make_models.MODELS:
+        check_model(ring_infer, name, folder)
+    check_processes(ring_infer, folder)
+    print(f"{counts['passed']} passed, {counts['failed']} failed")
+    return counts["failed"] > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""Small random models of each family that examples/ring_infer.c runs: made by transformers, written
+as GGUF by the gguf package, with the logits that transformers computes in f32 for 512 tokens.
+
+    make_models.py FOLDER      writes NAME.gguf and, for the caller, returns what was expected
+"""
+import os
+import sys
+
+import gguf
+import numpy as np
+import torch
+import transformers
+
+VOCABULARY, TOKENS = 320, 512
+SHAPE = dict(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+             num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024,
+             rms_norm_eps=1e-5, attn_implementation="eager", tie_word_embeddings=False)
+LLAMA3_ROPE = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=128, rope_theta=500000.0)
+
+# name: family, changes of the shape, type of the matrices in the file
+MODELS = {
+    "llama": ("Llama", {}, "F32"),
+    "llama-tied": ("Llama", dict(tie_word_embeddings=True, num_key_value_heads=1), "F32"),
+    "llama-rope3": ("Llama", dict(rope_parameters=LLAMA3_ROPE), "F32"),
+    "llama-linear": ("Llama", dict(rope_parameters=dict(
+        rope_type="linear", factor=4.0, rope_theta=10000.0)), "F32"),
+    "llama-bf16": ("Llama", {}, "BF16"),
+    "llama-f16": ("Llama", {}, "F16"),
+    "llama-q8": ("Llama", {}, "Q8_0"),
+    "mistral": ("Mistral", dict(sliding_window=None, head_dim=32), "F32"),
+    "mistral-window": ("Mistral", dict(sliding_window=100), "F32"),
+    "qwen2": ("Qwen2", dict(num_key_value_heads=4), "F32"),
+    "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=37,
+                                   max_window_layers=0, tie_word_embeddings=True), "F32"),
+    "qwen3": ("Qwen3", dict(head_dim=32), "F32"),
+}
+
+
+def random_model(name):
+    """A model with weights that make attention matter: scores of about 1, norms of about 1."""
+    family, changes, _ = MODELS[name]
+    config = getattr(transformers, family + "Config")(**{**SHAPE, **changes})
+    torch.manual_seed(len(name) * 1000 + sum(name.encode()))
+    model = getattr(transformers, family + "ForCausalLM")(config).float().eval()
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            if p.dim() == 2:
+                p.normal_(0, 1.4 / p.shape[1] ** 0.5)
+            elif "norm" in key:
+                p.uniform_(0.7, 1.5)
+            else:
+                p.normal_(0, 0.3)
+    return model, config
+
+
+def rounded(weight, kind):
+    """A matrix as the file stores it, and what that is in f32."""
+    if kind == "F32":
+        return weight, weight
+    kind = gguf.GGMLQuantizationType[kind]
+    stored = gguf.quants.quantize(weight, kind)
+    return stored, gguf.quants.dequantize(stored, kind).reshape(weight.shape)
+
+
+def interleaved(weight, heads):
+    """llama.cpp turns pairs (2 i, 2 i + 1) where transformers turns (i, i + D / 2)."""
+    shape = weight.shape
+    return (weight.reshape(heads, 2, shape[0] // heads // 2, *shape[1:]).swapaxes(1, 2)
+            .reshape(shape))
+
+
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+}
+
+
+def file_name(key):
+    if not key.startswith("model.layers."):
+        return NAMES[key]
+    layer, _, rest = key[len("model.layers."):].partition(".")
+    part, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{NAMES[part]}.{kind}"
+
+
+def write_values(out, config, arch, window):
+    heads = config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    rope = config.rope_parameters
+    out.add_block_count(config.num_hidden_layers)
+    out.add_context_length(config.max_position_embeddings)
+    out.add_embedding_length(config.hidden_size)
+    out.add_feed_forward_length(config.intermediate_size)
+    out.add_head_count(heads)
+    out.add_head_count_kv(config.num_key_value_heads)
+    out.add_layer_norm_rms_eps(config.rms_norm_eps)
+    out.add_key_length(dim)
+    out.add_value_length(dim)
+    out.add_rope_dimension_count(dim)
+    out.add_rope_freq_base(rope["rope_theta"])
+    if window:
+        out.add_sliding_window(window)
+    if rope.get("rope_type") == "linear":
+        out.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        out.add_rope_scaling_factor(rope["factor"])
+
+
+def rope_factors(model):
+    """What llama3 divides the frequencies by."""
+    rotary = model.model.rotary_emb
+    dim = rotary.inv_freq.shape[0] * 2
+    theta = model.config.rope_parameters["rope_theta"]
+    plain = 1.0 / theta ** (torch.arange(0, dim, 2).double() / dim)
+    return (plain / rotary.inv_freq.double()).float().numpy()
+
+
+def make(name, folder, vocabulary=None):
+    """Writes folder/name.gguf; returns its path, tokens and the logits expected for them."""
+    family, changes, kind = MODELS[name]
+    model, config = random_model(name)
+    arch = "llama" if family in ("Llama", "Mistral") else family.lower()
+    path = os.path.join(folder, name + ".gguf")
+    out = gguf.GGUFWriter(path, arch)
+    write_values(out, config, arch, changes.get("sliding_window"))
+    if "rope3" in name:
+        out.add_tensor("rope_freqs.weight", rope_factors(model))
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            weight = p.numpy()
+            stored = weight
+            if p.dim() == 2:
+                stored, exact = rounded(weight, kind)
+                p.copy_(torch.from_numpy(np.ascontiguousarray(exact)))
+            if arch == "llama" and ("q_proj" in key or "k_proj" in key):
+                heads = (config.num_attention_heads if "q_proj" in key
+                         else config.num_key_value_heads)
+                stored = interleaved(stored, heads)
+            raw = gguf.GGMLQuantizationType[kind] if p.dim() == 2 and kind != "F32" else None
+            out.add_tensor(file_name(key), np.ascontiguousarray(stored), raw_dtype=raw)
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    tokens = np.random.default_rng(len(name)).integers(0, VOCABULARY, TOKENS)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(tokens)[None]).logits[0].numpy()
+    return path, tokens.tolist(), logits
+
+
+if __name__ == "__main__":
+    os.makedirs(sys.argv[1], exist_ok=True)
+    for each in MODELS:
+        made, _, expected = make(each, sys.argv[1])
+        print(made, os.path.getsize(made), "bytes, logits up to", np.abs(expected).max())

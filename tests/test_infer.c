@@ -1,0 +1,699 @@
+/* examples/infer: a tiny model that this file writes as GGUF itself, run on 1 to 8 ranks and held
+ * against a plain forward pass in double precision; guesses, sampling, and files that are
+ * truncated or damaged at every byte. */
+#define _POSIX_C_SOURCE 200809L
+#define RINGATTN_IMPLEMENTATION
+#include "ringattn.h"
+#include "harness.h"
+#include "examples/infer/engine.h"
+#include "examples/infer/tokenizer.h"
+
+enum { LAYERS = 2, HIDDEN = 32, HEADS = 4, KV_HEADS = 2, DIM = 8, FEED = 64, WORDS = 48,
+       CONTEXT = 96, Q = HEADS * DIM, KV = KV_HEADS * DIM };
+
+/* -------------------------------------------------------------------------- a file */
+typedef struct shape {                 /* what differs from a plain Llama in f32 */
+    const char *arch;
+    int32_t dtype, tied, norms, biases, window;
+    const char *extra_text_key, *extra_text;           /* one value more, or null */
+    const char *extra_tensor;                          /* one tensor more, or null */
+    const char *less_tensor;                           /* one tensor fewer, or null */
+} shape;
+
+typedef struct weight { char name[40]; int32_t columns, rows, dtype; float *exact; } weight;
+
+typedef struct file {
+    uint8_t *data;
+    size_t size, room, head;           /* head: bytes before the tensors' data */
+    weight w[64];
+    int32_t weights, values;
+} file;
+
+static void put(file *f, const void *p, size_t n) {
+    if (f->size + n > f->room) {
+        f->room = 2 * (f->size + n);
+        f->data = (uint8_t *)realloc(f->data, f->room);
+        if (!f->data) abort();
+    }
+    memcpy(f->data + f->size, p, n);
+    f->size += n;
+}
+
+static void put_number(file *f, uint64_t x, int bytes) {
+    for (int i = 0; i < bytes; i++) {
+        const uint8_t b = (uint8_t)(x >> 8 * i);
+        put(f, &b, 1);
+    }
+}
+
+static void put_text(file *f, const char *s) {
+    put_number(f, strlen(s), 8);
+    put(f, s, strlen(s));
+}
+
+static void put_key(file *f, const char *arch, const char *key, int type) {
+    char full[80];
+    snprintf(full, sizeof full, "%s%s%s", arch, arch[0] ? "." : "", key);
+    put_text(f, full);
+    put_number(f, (uint64_t)type, 4);
+    f->values++;
+}
+
+static void put_u32(file *f, const char *arch, const char *key, uint32_t x) {
+    put_key(f, arch, key, GGUF_U32);
+    put_number(f, x, 4);
+}
+
+static void put_string(file *f, const char *key, const char *s) {
+    put_key(f, "", key, GGUF_STRING);
+    put_text(f, s);
+}
+
+static void put_array(file *f, const char *key, int type) {
+    put_key(f, "", key, GGUF_ARRAY);
+    put_number(f, (uint64_t)type, 4);
+    put_number(f, WORDS, 8);
+}
+
+/* Token 0 is unknown, 1 ends a text, 2 is a byte, the others are a blank, letters and pairs. */
+static void word(int i, char out[16]) {
+    if (i == 0) snprintf(out, 16, "<unk>");
+    else if (i == 1) snprintf(out, 16, "</s>");
+    else if (i == 2) snprintf(out, 16, "<0x21>");
+    else if (i == 3) snprintf(out, 16, "\xE2\x96\x81");
+    else if (i < 30) snprintf(out, 16, "%c", 'a' + i - 4);
+    else snprintf(out, 16, "%c%c", 'a' + i - 30, 'a' + i - 29);
+}
+
+static void put_values(file *f, const shape *s) {
+    char text[16];
+    const float epsilon = 1e-5f;
+    put_string(f, "general.architecture", s->arch);
+    put_u32(f, s->arch, "block_count", LAYERS);
+    put_u32(f, s->arch, "context_length", CONTEXT);
+    put_u32(f, s->arch, "embedding_length", HIDDEN);
+    put_u32(f, s->arch, "feed_forward_length", FEED);
+    put_u32(f, s->arch, "attention.head_count", HEADS);
+    put_u32(f, s->arch, "attention.head_count_kv", KV_HEADS);
+    if (s->window) put_u32(f, s->arch, "attention.sliding_window", (uint32_t)s->window);
+    put_key(f, s->arch, "attention.layer_norm_rms_epsilon", GGUF_F32);
+    put(f, &epsilon, 4);
+    if (s->extra_text) put_string(f, s->extra_text_key, s->extra_text);
+    put_string(f, "tokenizer.ggml.model", "llama");
+    put_u32(f, "tokenizer.ggml", "eos_token_id", 1);
+    put_array(f, "tokenizer.ggml.tokens", GGUF_STRING);
+    for (int i = 0; i < WORDS; i++) { word(i, text); put_text(f, text); }
+    put_array(f, "tokenizer.ggml.scores", GGUF_F32);
+    for (int i = 0; i < WORDS; i++) { const float x = (float)-i; put(f, &x, 4); }
+    put_array(f, "tokenizer.ggml.token_type", GGUF_I32);
+    for (int i = 0; i < WORDS; i++)
+        put_number(f, i == 0 ? TOKEN_UNKNOWN : i == 1 ? TOKEN_CONTROL : i == 2 ? TOKEN_BYTE : 1, 4);
+}
+
+static void add_weight(file *f, const shape *s, const char *name, int32_t columns, int32_t rows) {
+    weight *w = &f->w[f->weights];
+    const int32_t n = columns * (rows ? rows : 1);
+    h_rng r;
+    if (s->less_tensor && !strcmp(s->less_tensor, name)) return;
+    r.state = (uint64_t)(f->weights++) * 0x9E3779B97F4A7C15u + 77;
+    snprintf(w->name, sizeof w->name, "%s", name);
+    w->columns = columns;
+    w->rows = rows;
+    w->dtype = rows ? s->dtype : RA_F32;
+    w->exact = (float *)malloc((size_t)n * sizeof(float));
+    if (!w->exact) abort();
+    for (int32_t i = 0; i < n; i++) {
+        const float x = h_normal(&r);
+        w->exact[i] = rows ? 1.5f * x / sqrtf((float)columns)
+                    : strstr(name, "norm") ? 1 + 0.2f * x : 0.3f * x;
+    }
+}
+
+static void add_weights(file *f, const shape *s) {
+    static const struct { const char *name; int32_t columns, rows; } all[] = {
+        { "attn_norm.weight", HIDDEN, 0 }, { "ffn_norm.weight", HIDDEN, 0 },
+        { "attn_q.weight", HIDDEN, Q }, { "attn_k.weight", HIDDEN, KV },
+        { "attn_v.weight", HIDDEN, KV }, { "attn_output.weight", Q, HIDDEN },
+        { "ffn_gate.weight", HIDDEN, FEED }, { "ffn_up.weight", HIDDEN, FEED },
+        { "ffn_down.weight", FEED, HIDDEN }, { "attn_q_norm.weight", DIM, 0 },
+        { "attn_k_norm.weight", DIM, 0 }, { "attn_q.bias", Q, 0 }, { "attn_k.bias", KV, 0 },
+        { "attn_v.bias", KV, 0 } };
+    add_weight(f, s, "token_embd.weight", HIDDEN, WORDS);
+    add_weight(f, s, "output_norm.weight", HIDDEN, 0);
+    if (!s->tied) add_weight(f, s, "output.weight", HIDDEN, WORDS);
+    for (int i = 0; i < LAYERS; i++) {
+        for (size_t k = 0; k < sizeof all / sizeof *all; k++) {
+            char name[64];
+            if (strstr(all[k].name, "_norm.weight") && all[k].columns == DIM && !s->norms) continue;
+            if (strstr(all[k].name, "bias") && !s->biases) continue;
+            snprintf(name, sizeof name, "blk.%d.%s", i, all[k].name);
+            add_weight(f, s, name, all[k].columns, all[k].rows);
+        }
+    }
+    if (s->extra_tensor) add_weight(f, s, s->extra_tensor, DIM, 0);
+}
+
+/* Each weight is rounded to its dtype, and exact is what that is in f32. */
+static void put_weights(file *f) {
+    static const uint32_t code[] = { 0, 0, 1, 30, 8 };
+    uint64_t offset = 0;
+    for (int32_t i = 0; i < f->weights; i++) {
+        const weight *w = &f->w[i];
+        put_text(f, w->name);
+        put_number(f, w->rows ? 2 : 1, 4);
+        put_number(f, (uint64_t)w->columns, 8);
+        if (w->rows) put_number(f, (uint64_t)w->rows, 8);
+        put_number(f, code[w->dtype], 4);
+        put_number(f, offset, 8);
+        offset += gguf_row_bytes(w->dtype, (int64_t)w->columns * (w->rows ? w->rows : 1));
+        offset = (offset + 31) / 32 * 32;
+    }
+    while (f->size % 32) put_number(f, 0, 1);
+    f->head = f->size;
+    for (int32_t i = 0; i < f->weights; i++) {
+        const weight *w = &f->w[i];
+        const int64_t n = (int64_t)w->columns * (w->rows ? w->rows : 1);
+        const size_t bytes = (size_t)gguf_row_bytes(w->dtype, n);
+        uint8_t *raw = (uint8_t *)malloc(bytes);
+        if (!raw) abort();
+        CHECK_EQ(ra_convert(raw, w->dtype, w->exact, RA_F32, n), RA_OK);
+        CHECK_EQ(ra_convert(w->exact, RA_F32, raw, w->dtype, n), RA_OK);
+        put(f, raw, bytes);
+        free(raw);
+        while (f->size % 32) put_number(f, 0, 1);
+    }
+}
+
+static void make_file(file *f, const shape *s) {
+    file count;
+    memset(f, 0, sizeof *f);
+    memset(&count, 0, sizeof count);
+    add_weights(f, s);
+    put_values(&count, s);
+    put_number(f, 0x46554747u, 4);
+    put_number(f, 3, 4);
+    put_number(f, (uint64_t)f->weights, 8);
+    put_number(f, (uint64_t)count.values, 8);
+    put_values(f, s);
+    put_weights(f);
+    free(count.data);
+}
+
+static void free_file(file *f) {
+    for (int32_t i = 0; i < f->weights; i++) free(f->w[i].exact);
+    free(f->data);
+}
+
+/* -------------------------------------------------------------------------- a plain pass */
+static const float *exact(const file *f, int layer, const char *name) {
+    char full[64];
+    if (layer < 0) snprintf(full, sizeof full, "%s", name);
+    else snprintf(full, sizeof full, "blk.%d.%s", layer, name);
+    for (int32_t i = 0; i < f->weights; i++)
+        if (!strcmp(f->w[i].name, full)) return f->w[i].exact;
+    return NULL;
+}
+
+static void plain_product(double *y, const float *w, const double *x, int rows, int columns,
+                          const float *bias) {
+    for (int i = 0; i < rows; i++) {
+        y[i] = bias ? (double)bias[i] : 0;
+        for (int k = 0; k < columns; k++) y[i] += (double)w[i * columns + k] * x[k];
+    }
+}
+
+static void plain_norm(double *y, const double *x, const float *w, int n) {
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += x[i] * x[i];
+    for (int i = 0; i < n; i++) y[i] = x[i] / sqrt(sum / n + (double)1e-5f) * (double)w[i];
+}
+
+static void plain_rope(double *x, int position, int halves) {
+    for (int i = 0; i < DIM / 2; i++) {
+        const double angle = position * pow(10000, -2.0 * i / DIM);
+        double *a = x + (halves ? i : 2 * i), *b = a + (halves ? DIM / 2 : 1), u = *a;
+        *a = u * cos(angle) - *b * sin(angle);
+        *b = u * sin(angle) + *b * cos(angle);
+    }
+}
+
+typedef struct plain {
+    double k[LAYERS][CONTEXT][KV], v[LAYERS][CONTEXT][KV];
+} plain;
+
+static void plain_attend(const plain *c, int layer, int at, int window, const double *q,
+                         double *o) {
+    const int from = window && at - window + 1 > 0 ? at - window + 1 : 0;
+    for (int h = 0; h < HEADS; h++) {
+        double part[CONTEXT], sum = 0;
+        const int g = h / (HEADS / KV_HEADS) * DIM;
+        for (int j = from; j <= at; j++) {
+            double s = 0;
+            for (int d = 0; d < DIM; d++) s += q[h * DIM + d] * c->k[layer][j][g + d];
+            sum += part[j] = exp(s / sqrt(DIM));
+        }
+        for (int d = 0; d < DIM; d++) {
+            o[h * DIM + d] = 0;
+            for (int j = from; j <= at; j++)
+                o[h * DIM + d] += part[j] / sum * c->v[layer][j][g + d];
+        }
+    }
+}
+
+/* Logits of the token at position `at`. */
+static void plain_token(const file *f, const shape *s, plain *c, int token, int at,
+                        double *logits) {
+    double x[HIDDEN], y[FEED], q[Q], o[Q], z[FEED], up[FEED];
+    const int halves = s->arch[0] == 'q';
+    const float *w = exact(f, -1, "token_embd.weight");
+    for (int i = 0; i < HIDDEN; i++) x[i] = (double)w[token * HIDDEN + i];
+    for (int l = 0; l < LAYERS; l++) {
+        plain_norm(y, x, exact(f, l, "attn_norm.weight"), HIDDEN);
+        plain_product(q, exact(f, l, "attn_q.weight"), y, Q, HIDDEN, exact(f, l, "attn_q.bias"));
+        plain_product(c->k[l][at], exact(f, l, "attn_k.weight"), y, KV, HIDDEN,
+                      exact(f, l, "attn_k.bias"));
+        plain_product(c->v[l][at], exact(f, l, "attn_v.weight"), y, KV, HIDDEN,
+                      exact(f, l, "attn_v.bias"));
+        for (int h = 0; h < HEADS + KV_HEADS; h++) {
+            double *head = h < HEADS ? q + h * DIM : c->k[l][at] + (h - HEADS) * DIM;
+            if (s->norms)
+                plain_norm(head, head, exact(f, l, h < HEADS ? "attn_q_norm.weight"
+                                                             : "attn_k_norm.weight"), DIM);
+            plain_rope(head, at, halves);
+        }
+        plain_attend(c, l, at, s->window, q, o);
+        plain_product(y, exact(f, l, "attn_output.weight"), o, HIDDEN, Q, NULL);
+        for (int i = 0; i < HIDDEN; i++) x[i] += y[i];
+        plain_norm(y, x, exact(f, l, "ffn_norm.weight"), HIDDEN);
+        plain_product(z, exact(f, l, "ffn_gate.weight"), y, FEED, HIDDEN, NULL);
+        plain_product(up, exact(f, l, "ffn_up.weight"), y, FEED, HIDDEN, NULL);
+        for (int i = 0; i < FEED; i++) z[i] = z[i] / (1 + exp(-z[i])) * up[i];
+        plain_product(y, exact(f, l, "ffn_down.weight"), z, HIDDEN, FEED, NULL);
+        for (int i = 0; i < HIDDEN; i++) x[i] += y[i];
+    }
+    plain_norm(y, x, exact(f, -1, "output_norm.weight"), HIDDEN);
+    w = exact(f, -1, s->tied ? "token_embd.weight" : "output.weight");
+    plain_product(logits, w, y, WORDS, HIDDEN, NULL);
+}
+
+/* -------------------------------------------------------------------------- tests */
+static const shape shapes[] = {
+    { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, NULL },
+    { "llama", RA_BF16, 1, 0, 0, 0, NULL, NULL, NULL, NULL },
+    { "mistral", RA_F16, 0, 0, 0, 20, NULL, NULL, NULL, NULL },
+    { "qwen2", RA_Q8_0, 0, 0, 1, 0, NULL, NULL, NULL, NULL },
+    { "qwen3", RA_F32, 1, 1, 0, 33, NULL, NULL, NULL, NULL } };
+enum { SHAPES = sizeof shapes / sizeof *shapes, PROMPT = 50 };
+
+static int open_file(const file *f, gguf *g, model *m) {
+    char why[INFER_WHY] = "";
+    if (!CHECK(gguf_open(g, f->data, f->size, why))) { printf("%s\n", why); return 0; }
+    if (CHECK(model_open(m, g, why))) return 1;
+    printf("%s\n", why);
+    gguf_close(g);
+    return 0;
+}
+
+static void prompt_of(int32_t *prompt, h_rng *r) {
+    for (int i = 0; i < PROMPT; i++) prompt[i] = (int32_t)h_range(r, 0, WORDS - 1);
+}
+
+/* One shape with one chunk on the first `most` of these numbers of ranks: the logits have the same
+ * bits, and are those of the plain pass. Returns the last result. */
+static infer_result on_ranks(const file *f, const shape *s, const model *m, int64_t chunk,
+                             const int32_t *prompt, int most) {
+    static plain c;
+    static const int32_t several[] = { 1, 3, 2, 4, 5, 8 };
+    infer_result one = { 0 }, got = { 0 };
+    for (int i = 0; i < most; i++) {
+        const int32_t ranks = several[i];
+        infer_options o = { 0 };
+        o.ranks = ranks;
+        o.threads = 1 + ranks % 2 * 2;
+        o.chunk = chunk;
+        o.predict = 30;
+        o.all_logits = 1;
+        snprintf(h_run.context, sizeof h_run.context, "%s, %d ranks, chunks of %lld", s->arch,
+                 (int)ranks, (long long)chunk);
+        if (!CHECK(infer_run(m, &o, prompt, PROMPT, &got))) printf("%s\n", got.why);
+        CHECK_EQ(got.count, PROMPT + 30);
+        CHECK_EQ(got.cached, PROMPT + 29);
+        CHECK_EQ(got.steps, 29);
+        for (int64_t t = 0; got.logits && t < got.cached; t++) {
+            double want[WORDS];
+            plain_token(f, s, &c, got.tokens[t], (int)t, want);
+            if (!CHECK_CLOSE(got.logits + t * WORDS, want, WORDS, 1e-4, 0)) break;
+        }
+        if (one.logits && got.logits) {
+            CHECK_BITS(got.logits, one.logits, got.cached * WORDS * 4);
+            CHECK_BITS(got.tokens, one.tokens, got.count * 4);
+        }
+        if (i == 0) one = got;
+        else if (i < most - 1) infer_free(&got);
+    }
+    infer_free(&one);
+    return got;
+}
+
+/* The tokens are the same for every number of ranks and every chunk. */
+TEST(ranks_and_chunks) {
+    static const int64_t chunks[] = { 1, 7, 64 };
+    for (int i = 0; i < SHAPES; i++) {
+        file f;
+        gguf g;
+        model m;
+        infer_result first = { 0 };
+        int32_t prompt[PROMPT];
+        h_rng r = h_case_rng(i);
+        if (!h_case(i)) continue;
+        make_file(&f, &shapes[i]);
+        prompt_of(prompt, &r);
+        if (open_file(&f, &g, &m)) {
+            for (int k = 0; k < 3; k++) {
+                infer_result got = on_ranks(&f, &shapes[i], &m, chunks[k], prompt,
+                                             i == 0 && k == 2 ? 6 : 2);
+                if (k && got.tokens && first.tokens)
+                    CHECK_BITS(got.tokens, first.tokens, got.count * 4);
+                if (k) infer_free(&got);
+                else first = got;
+            }
+            infer_free(&first);
+            model_close(&m);
+            gguf_close(&g);
+        }
+        free_file(&f);
+    }
+}
+
+/* Ranks that share nothing but a transport, as processes do: each gets the text of one rank. */
+typedef struct apart { const model *m; const int32_t *prompt; infer_result got[3]; } apart;
+
+static ra_status on_rank_apart(ra_world *world, int rank, void *user) {
+    apart *a = (apart *)user;
+    infer_options o = { 0 };
+    o.ranks = 3;
+    o.threads = 1 + rank;
+    o.predict = 20;
+    o.speculate = 3;
+    return infer_run_rank(a->m, &o, a->prompt, PROMPT, ra_world_transport(world, rank),
+                          &a->got[rank]) ? RA_OK : RA_E_STATE;
+}
+
+TEST(ranks_apart) {
+    file f;
+    gguf g;
+    model m;
+    int32_t prompt[PROMPT];
+    h_rng r = h_case_rng(0);
+    make_file(&f, &shapes[2]);
+    prompt_of(prompt, &r);
+    if (open_file(&f, &g, &m)) {
+        infer_options o = { 0 };
+        infer_result one;
+        apart a = { &m, prompt, { { 0 } } };
+        o.predict = 20;
+        CHECK(infer_run(&m, &o, prompt, PROMPT, &one));
+        CHECK_EQ(ra_world_run(3, on_rank_apart, &a, NULL), RA_OK);
+        for (int i = 0; i < 3; i++) {
+            CHECK_EQ(a.got[i].count, one.count);
+            if (a.got[i].count == one.count)
+                CHECK_BITS(a.got[i].tokens, one.tokens, one.count * 4);
+            infer_free(&a.got[i]);
+        }
+        infer_free(&one);
+        model_close(&m);
+        gguf_close(&g);
+    }
+    free_file(&f);
+}
+
+/* Guesses change how often the model is called, never the tokens. */
+TEST(guesses) {
+    file f;
+    gguf g;
+    model m;
+    make_file(&f, &shapes[0]);
+    if (open_file(&f, &g, &m)) {
+        for (int i = 0; i < 12; i++) {
+            infer_options o = { 0 };
+            infer_result plainly, guessed;
+            int32_t prompt[PROMPT];
+            h_rng r = h_case_rng(i);
+            if (!h_case(i)) continue;
+            prompt_of(prompt, &r);
+            for (int k = 12; k < PROMPT; k++) prompt[k] = prompt[k % 12];   /* repeats itself */
+            o.predict = 40;
+            o.temperature = i % 3 == 2 ? 0.7f : 0;
+            o.seed = (uint64_t)i;
+            CHECK(infer_run(&m, &o, prompt, PROMPT, &plainly));
+            o.speculate = 2 + i % 4;
+            o.ranks = 1 + i % 3;
+            CHECK(infer_run(&m, &o, prompt, PROMPT, &guessed));
+            CHECK_EQ(plainly.count, guessed.count);
+            CHECK_BITS(plainly.tokens, guessed.tokens, (size_t)plainly.count * 4);
+            CHECK(guessed.steps <= plainly.steps);
+            if (i % 3 == 0) CHECK(guessed.steps < plainly.steps);
+            infer_free(&plainly);
+            infer_free(&guessed);
+        }
+        model_close(&m);
+        gguf_close(&g);
+    }
+    free_file(&f);
+}
+
+/* Tokens are drawn as often as softmax says, and never what top-k or top-p leaves out. */
+TEST(sampling) {
+    enum { N = 6, DRAWS = 60000 };
+    static const float logits[N] = { 0.5f, 2.0f, -1.0f, 1.0f, 1.5f, -80.0f };
+    infer_choice choice[N];
+    for (int i = 0; i < 4; i++) {
+        infer_options o = { 0 };
+        double p[N], sum = 0, keep = 0;
+        int count[N] = { 0 };
+        if (!h_case(i)) continue;
+        o.temperature = 0.8f;
+        o.seed = (uint64_t)i;
+        if (i == 1) o.top_k = 3;
+        if (i == 2) o.top_p = 0.6f;
+        if (i == 3) o.top_k = 1;
+        for (int k = 0; k < N; k++) sum += p[k] = exp((double)logits[k] / (double)o.temperature);
+        for (int k = 0; k < N; k++) p[k] /= sum;
+        /* From the likeliest on: 1, 4, 3, 0, 2, 5. */
+        if (i == 1) p[0] = p[2] = p[5] = 0;
+        if (i == 2) p[3] = p[0] = p[2] = p[5] = 0;
+        if (i == 3) p[4] = p[3] = p[0] = p[2] = p[5] = 0;
+        for (int k = 0; k < N; k++) keep += p[k];
+        for (int k = 0; k < DRAWS; k++) count[infer_sample(&o, logits, N, k, choice)]++;
+        for (int k = 0; k < N; k++) {
+            const double want = p[k] / keep;
+            CHECK(fabs(count[k] / (double)DRAWS - want) <= 5 * sqrt(want * (1 - want) / DRAWS));
+        }
+    }
+}
+
+/* A cache in fewer bits, all threads, and what a call may not ask for. */
+TEST(options) {
+    file f;
+    gguf g;
+    model m;
+    int32_t prompt[PROMPT] = { 0 };
+    h_rng r = h_case_rng(0);
+    make_file(&f, &shapes[0]);
+    prompt_of(prompt, &r);
+    if (open_file(&f, &g, &m)) {
+        infer_options o = { 0 };
+        infer_result a, b;
+        o.predict = 10;
+        o.ranks = 3;
+        CHECK(infer_run(&m, &o, prompt, PROMPT, &a));
+        o.cache_dtype = RA_F16;
+        CHECK(infer_run(&m, &o, prompt, PROMPT, &b));
+        CHECK_EQ(a.cache_bytes, 2 * b.cache_bytes);
+        infer_free(&b);
+        o.stop[0] = a.tokens[PROMPT + 2];
+        o.stops = 1;
+        o.cache_dtype = 0;
+        CHECK(infer_run(&m, &o, prompt, PROMPT, &b));
+        CHECK(b.count <= PROMPT + 3);
+        infer_free(&b);
+        prompt[3] = WORDS;
+        CHECK(!infer_run(&m, &o, prompt, PROMPT, &b));
+        CHECK(strstr(b.why, "token 3 of the prompt is 48") != NULL);
+        infer_free(&b);
+        prompt[3] = 0;
+        o.context = CONTEXT + 1;
+        CHECK(!infer_run(&m, &o, prompt, PROMPT, &b));
+        CHECK(strstr(b.why, "the model was made for at most 96") != NULL);
+        infer_free(&b);
+        o.context = 0;
+        o.cache_dtype = RA_Q8_0;
+        CHECK(!infer_run(&m, &o, prompt, PROMPT, &b));
+        CHECK(strstr(b.why, "q8_0") != NULL);
+        infer_free(&b);
+        infer_free(&a);
+        model_close(&m);
+        gguf_close(&g);
+    }
+    free_file(&f);
+}
+
+/* A prompt that is long enough for a rank to share its attention among threads. */
+TEST(threads_of_a_rank) {
+    enum { LONG = 90 };
+    file f;
+    gguf g;
+    model m;
+    int32_t prompt[LONG];
+    h_rng r = h_case_rng(0);
+    make_file(&f, &shapes[4]);
+    for (int i = 0; i < LONG; i++) prompt[i] = (int32_t)h_range(&r, 0, WORDS - 1);
+    if (open_file(&f, &g, &m)) {
+        infer_options o = { 0 };
+        infer_result one, four;
+        o.all_logits = 1;
+        CHECK(infer_run(&m, &o, prompt, LONG, &one));
+        for (o.threads = 2; o.threads <= 6; o.threads += 2) {
+            o.ranks = o.threads / 3 + 1;
+            CHECK(infer_run(&m, &o, prompt, LONG, &four));
+            if (one.logits && four.logits)
+                CHECK_BITS(four.logits, one.logits, LONG * WORDS * 4);
+            infer_free(&four);
+        }
+        infer_free(&one);
+        model_close(&m);
+        gguf_close(&g);
+    }
+    free_file(&f);
+}
+
+/* -------------------------------------------------------------------------- wrong files */
+/* Opens a file and, if that is possible, cuts a text and runs a few tokens. Returns 1 if it could;
+ * otherwise there is a sentence. The copy ends where the file ends, for the sanitizer. */
+static int try_file(const uint8_t *data, size_t size, char why[INFER_WHY]) {
+    static const int32_t prompt[] = { 4, 5, 6, 7, 8 };
+    void *copy = NULL;
+    gguf g;
+    model m;
+    tokenizer t;
+    int ok = 0;
+    why[0] = 0;
+    if (posix_memalign(&copy, 32, size ? size : 1)) abort();
+    memcpy(copy, data, size);
+    if (gguf_open(&g, copy, size, why)) {
+        if (tokenizer_open(&t, &g, why)) {
+            token_ids ids = { NULL, 0, 0 };
+            char out[64];
+            (void)tokenize(&t, "abc d!</s>\xFF zz", 14, &ids);
+            for (int64_t i = 0; i < ids.count; i++) (void)token_bytes(&t, ids.data[i], out, 64);
+            free(ids.data);
+            tokenizer_close(&t);
+        }
+        if (model_open(&m, &g, why)) {
+            infer_options o = { 0 };
+            infer_result got;
+            o.predict = 2;
+            ok = infer_run(&m, &o, prompt, 5, &got);
+            memcpy(why, got.why, INFER_WHY);
+            infer_free(&got);
+            model_close(&m);
+        }
+        gguf_close(&g);
+    }
+    free(copy);
+    if (!ok) CHECK(why[0] != 0);
+    return ok;
+}
+
+TEST(truncated_at_every_byte) {
+    file f;
+    char why[INFER_WHY];
+    make_file(&f, &shapes[0]);
+    size_t end = f.size;
+    for (size_t n = 0; n < f.size; n += n < f.head ? 1 : 61)
+        if (try_file(f.data, n, why)) { end = n; break; }
+    CHECK(f.size - end < 32);          /* nothing but padding may be missing */
+    CHECK(try_file(f.data, f.size, why));
+    free_file(&f);
+}
+
+TEST(damaged_at_every_byte) {
+    static const uint8_t flips[] = { 0x01, 0x80, 0xFF };
+    file f;
+    char why[INFER_WHY];
+    int64_t opened = 0, refused = 0;
+    make_file(&f, &shapes[3]);
+    for (size_t at = 0; at < f.head; at++) {
+        for (size_t k = 0; k < sizeof flips; k++) {
+            f.data[at] ^= flips[k];
+            if (try_file(f.data, f.size, why)) opened++;
+            else refused++;
+            f.data[at] ^= flips[k];
+        }
+    }
+    CHECK(opened > 100 && refused > 1000);
+    free_file(&f);
+}
+
+TEST(sentences) {
+    static const struct { shape s; const char *says; } cases[] = {
+        { { "gpt2", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, NULL },
+          "general.architecture is 'gpt2'" },
+        { { "llama", RA_F32, 0, 0, 0, 0, "llama.rope.scaling.type", "yarn", NULL, NULL },
+          "llama.rope.scaling.type is 'yarn'" },
+        { { "llama", RA_F32, 0, 0, 0, 0, "llama.attention.key_length", "8", NULL, NULL },
+          "llama.attention.key_length is no single number" },
+        { { "llama", RA_F32, 0, 0, 0, 0, "general.alignment", "8", NULL, NULL },
+          "general.alignment is 0" },
+        { { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, "blk.0.ffn_gate_inp.weight", NULL },
+          "of a kind that this engine does not know" },
+        { { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, "blk.1.ffn_up.weight" },
+          "the tensor 'blk.1.ffn_up.weight' is missing" } };
+    for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++) {
+        char why[INFER_WHY];
+        file f;
+        if (!h_case(i)) continue;
+        make_file(&f, &cases[i].s);
+        CHECK(!try_file(f.data, f.size, why));
+        if (!CHECK(strstr(why, cases[i].says) != NULL)) printf("%s\n", why);
+        free_file(&f);
+    }
+}
+
+/* Pairs join by score, a blank comes first, and what no token has becomes bytes or the unknown
+ * token. */
+TEST(tokens_of_a_text) {
+    static const int32_t want[] = { 3, 30, 6, 3, 34, 9, 1, 5, 2, 0 };
+    file f;
+    gguf g;
+    model m;
+    tokenizer t;
+    char why[INFER_WHY] = "";
+    token_ids ids = { NULL, 0, 0 };
+    make_file(&f, &shapes[0]);
+    if (open_file(&f, &g, &m)) {
+        if (CHECK(tokenizer_open(&t, &g, why))) {
+            t.add_bos = 0;
+            CHECK(tokenize(&t, "abc eff", 7, &ids));
+            CHECK(tokenize(&t, "</s>", 4, &ids));
+            t.add_space = 0;
+            CHECK(tokenize(&t, "b!?", 3, &ids));
+            CHECK_EQ(ids.count, sizeof want / sizeof *want);
+            if (ids.count == (int64_t)(sizeof want / sizeof *want))
+                CHECK_BITS(ids.data, want, sizeof want);
+            tokenizer_close(&t);
+        }
+        model_close(&m);
+        gguf_close(&g);
+    }
+    free(ids.data);
+    free_file(&f);
+}
+
+int main(int argc, char **argv) {
+    static const h_test tests[] = {
+        ENTRY(ranks_and_chunks), ENTRY(ranks_apart), ENTRY(guesses), ENTRY(sampling),
+        ENTRY(options), ENTRY(threads_of_a_rank), ENTRY(truncated_at_every_byte),
+        ENTRY(damaged_at_every_byte), ENTRY(sentences), ENTRY(tokens_of_a_text) };
+    return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
+}
