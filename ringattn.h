@@ -16018,11 +16018,11 @@ static int32_t ra__rank_trees(const ra_cache *c, int32_t rank) {
     return c->tree_first[rank + 1] - c->tree_first[rank];
 }
 
-/* Most rows of a call that a rank holds: whole rounds of all lanes, and for each sequence two more,
- * of which only a part may be there. */
+/* Most rows of a call that a rank holds: whole rounds of all lanes, and for each sequence three
+ * more, of which only a part may be there. */
 static int64_t ra__own_most(const ra_cache *c, int32_t rank) {
     const int64_t lanes = c->lane_first[rank + 1] - c->lane_first[rank];
-    const int64_t rounds = c->most_rows / (RA__HOLD * c->lanes) + 2 * (int64_t)c->d.sequences;
+    const int64_t rounds = c->most_rows / (RA__HOLD * c->lanes) + 3 * (int64_t)c->d.sequences;
     if (c->cd.queries == RA_QUERIES_ALL) return c->most_rows;
     return ra__min(c->most_rows, ra__mul_sat(rounds, lanes * RA__HOLD));
 }

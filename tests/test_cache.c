@@ -425,8 +425,212 @@ TEST(ranks_and_ways)
     }
 }
 
+/* Any number of lanes from the number of ranks on, shards of unequal size, and lanes of their own
+ * for each number of ranks, compared with the reference alone. */
+TEST(lanes_and_weights)
+{
+    for (int64_t i = 0; i < 12; i++) {
+        h_rng r = h_case_rng(i);
+        int32_t weights[MAX_P], ranks = 1 + h_below(&r, 6);
+        script s;
+        outcome one, many;
+        if (!h_case(i)) continue;
+        s = script_new(4, 1, 32, RA_F32, 400);
+        s.d.sequences = 1 + h_below(&r, 3);
+        s.cd.lanes = ranks + h_below(&r, 20);
+        s.threads = 1 + h_below(&r, 2);
+        s.cd.queries = h_one_in(&r, 3) ? RA_QUERIES_ALL : RA_QUERIES_OWN;
+        for (int p = 0; p < MAX_P; p++) weights[p] = h_below(&r, 5);
+        weights[0] = 3;
+        script_fill(&s, &r);
+        grow(&s, &r, 200);
+        one = script_run(&s, 1);
+        if (i % 2) s.d.layout.weights = weights;
+        many = script_run(&s, ranks);
+        compare(&s, &one, &r, tolerance(&s));
+        CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
+        CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
+        outcome_free(&many);
+        s.cd.lanes = 0;
+        many = script_run(&s, ranks);
+        compare(&s, &many, &r, tolerance(&s));
+        outcome_free(&many);
+        outcome_free(&one);
+        script_free(&s);
+    }
+}
+
+/* RA_FORM_SAME: the bits of a row are those of the row alone, however the tokens were cut into
+ * calls, and in any batch. */
+TEST(drafts_are_exact)
+{
+    for (int64_t i = 0; i < 6; i++) {
+        static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16 };
+        h_rng r = h_case_rng(i);
+        script s;
+        outcome alone, drafts;
+        if (!h_case(i)) continue;
+        s = script_new(i % 2 ? 8 : 3, i % 2 ? 2 : 3, 32, dtype[i % 3], 160);
+        if (dtype[i % 3] == RA_BF16) s.d.q_dtype = RA_BF16;
+        s.cd.form = RA_FORM_SAME;
+        script_fill(&s, &r);
+        for (s.steps = 0; s.steps < 60; s.steps++) {   /* one token at a time */
+            s.cached[s.steps][0] = s.steps;
+            s.fresh[s.steps][0] = 1;
+        }
+        alone = script_run(&s, 1);
+        s.steps = 0;
+        for (int64_t at = 0, n; at < 60; at += n, s.steps++) {
+            n = 1 + h_below(&r, 60 - at < 20 ? 60 - at : 20);
+            s.cached[s.steps][0] = at;
+            s.fresh[s.steps][0] = n;
+        }
+        drafts = script_run(&s, 1 + h_below(&r, 4));
+        CHECK_BITS(drafts.o, alone.o, 60 * s.d.q_heads * s.d.v_dim * 4);
+        CHECK_BITS(drafts.lse, alone.lse, 60 * s.d.q_heads * 4);
+        outcome_free(&drafts);
+        outcome_free(&alone);
+        script_free(&s);
+    }
+}
+
+/* -------------------------------------------------------------------------- refusals, failures */
+static ra_status create(const ra_desc *d, const ra_cache_desc *cd, ra_error *why)
+{
+    ra_desc mine = *d;
+    ra_cache *c = NULL;
+    ra_status s;
+    memset(why, 0, sizeof *why);
+    mine.error = why;
+    s = ra_cache_create(&c, &mine, NULL, cd);
+    CHECK((s == RA_OK) == (c != NULL));
+    CHECK_EQ(ra_cache_destroy(c), RA_OK);
+    return s;
+}
+
+TEST(refusals)
+{
+    script s = script_new(4, 2, 32, RA_F32, 100);
+    ra_desc d = s.d;
+    ra_cache_desc cd;
+    ra_error why;
+    ra_cache *c = NULL;
+    ra_tensors t;
+    int64_t cached = 0, fresh = 1;
+    static float room[128 * 2 * 32], q[4 * 32], o[4 * 32];
+    memset(&cd, 0, sizeof cd);
+    memset(&t, 0, sizeof t);
+    CHECK_EQ(create(&d, NULL, &why), RA_OK);
+    d.kv_tokens = 0;
+    CHECK_EQ(create(&d, NULL, &why), RA_E_UNSET);
+    CHECK(!strcmp(why.field, "kv_tokens"));
+    d = s.d; d.q_offset = 3;
+    CHECK_EQ(create(&d, NULL, &why), RA_E_SHAPE);
+    d = s.d; d.layout.kind = RA_LAYOUT_ZIGZAG;
+    CHECK_EQ(create(&d, NULL, &why), RA_E_SHAPE);
+    d = s.d; d.train = 1;
+    CHECK_EQ(create(&d, NULL, &why), RA_E_UNSUPPORTED);
+    d = s.d; d.scores = RA_SCORE_BIAS;
+    CHECK_EQ(create(&d, NULL, &why), RA_E_UNSUPPORTED);
+    d = s.d; d.ranks = 4;
+    CHECK_EQ(create(&d, NULL, &why), RA_E_NULL);
+    cd.lanes = 2000;
+    CHECK_EQ(create(&s.d, &cd, &why), RA_E_RANGE);
+    CHECK(!strcmp(why.field, "cache.lanes"));
+    cd.lanes = 0; cd.form = 7;
+    CHECK_EQ(create(&s.d, &cd, &why), RA_E_ENUM);
+    CHECK(!strcmp(why.field, "cache.form"));
+    cd.form = 0; cd.workspace_bytes = ra_cache_workspace(&s.d, &cd) - 1;
+    CHECK(cd.workspace_bytes > 1000);
+    cd.workspace = need(cd.workspace_bytes + 64);
+    void *raw = cd.workspace;
+    cd.workspace = (void *)(((uintptr_t)raw + 63) & ~(uintptr_t)63);
+    CHECK_EQ(create(&s.d, &cd, &why), RA_E_WORKSPACE);
+    free(raw);
+    CHECK_EQ(ra_cache_create(&c, &s.d, NULL, NULL), RA_OK);
+    t.q.data = q; t.o.data = o; t.k.data = room; t.v.data = room;
+    CHECK_EQ(ra_cache_rows(c), 112);
+    CHECK_EQ(ra_cache_owner(c, 100), -1);
+    CHECK_EQ(ra_cache_owner(c, 99), 0);
+    CHECK_EQ(ra_cache_row(c, 99), 99);
+    CHECK_EQ(ra_infer_step(c, 0), RA_E_STATE);
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_OK);
+    cached = 100;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_RANGE);
+    CHECK(strstr(ra_cache_explain(c), "101"));
+    cached = -1;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_RANGE);
+    cached = 0; fresh = 151;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_RANGE);
+    fresh = 0; t.q.data = NULL;        /* nothing new: nothing is needed */
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_OK);
+    fresh = 1;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_NULL);
+    CHECK_EQ(ra_cache_destroy(c), RA_OK);
+}
+
+/* Two ranks of which one does something else. */
+typedef struct clash { int what; ra_status end[2]; char text[2][216]; } clash;
+
+static ra_status clash_rank(ra_world *world, int rank, void *user)
+{
+    clash *x = (clash *)user;
+    script s = script_new(4, 2, 32, RA_F32, 200);
+    ra_cache *c = NULL;
+    ra_tensors t;
+    int64_t cached = 40, fresh = 40, until = ra_deadline_ms(20000);
+    float *room = (float *)need(200 * 2 * 32 * 4), *q = (float *)need(200 * 4 * 32 * 8);
+    ra_desc d = s.d;
+    ra_status end;
+    memset(&t, 0, sizeof t);
+    t.q.data = q; t.o.data = q + 200 * 4 * 32; t.k.data = room; t.v.data = room + 1;
+    d.ranks = 2;
+    d.rank = rank;
+    if (rank && x->what == 0) fresh = 39;
+    if (rank && x->what == 1) d.mask.window = 7;
+    end = ra_cache_create(&c, &d, ra_world_transport(world, rank), NULL);
+    if (rank && x->what == 2) ra_infer_cancel(c);
+    if (!rank && x->what == 3) until = ra_deadline_ms(100);
+    if (!(rank && x->what >= 3) && !end) end = ra_infer(c, &t, &cached, &fresh, until);
+    if (rank && x->what == 3) end = RA_OK;
+    x->end[rank] = end;
+    snprintf(x->text[rank], sizeof x->text[rank], "%s", ra_cache_explain(c));
+    if (rank && x->what == 3) while (ra_now_ns() < until - (int64_t)19000 * 1000000) sched_yield();
+    ra_world_leave(world, rank, x->what == 4 ? RA_OK : end);
+    (void)ra_cache_destroy(c);
+    free(room);
+    free(q);
+    return RA_OK;
+}
+
+TEST(failures)
+{
+    clash x;
+    for (x.what = 0; x.what < 5; x.what++) {
+        memset(x.end, 0, sizeof x.end);
+        snprintf(h_run.context, sizeof h_run.context, "what %d", x.what);
+        (void)ra_world_run(2, clash_rank, &x, NULL);
+        if (x.what == 0) CHECK(x.end[0] == RA_E_MISMATCH || x.end[1] == RA_E_MISMATCH ||
+                               x.end[0] == RA_E_TRUNC || x.end[1] == RA_E_TRUNC);
+        if (x.what == 1) {
+            int r = x.end[0] != RA_E_MISMATCH;
+            CHECK_EQ(x.end[r], RA_E_MISMATCH);
+            CHECK(strstr(x.text[r], "descriptor"));
+            CHECK(x.end[!r] < 0);
+        }
+        if (x.what == 2) {
+            CHECK_EQ(x.end[1], RA_E_CANCELLED);
+            CHECK(x.end[0] == RA_E_ABORTED || x.end[0] == RA_E_PEER);
+        }
+        if (x.what == 3) CHECK_EQ(x.end[0], RA_E_TIMEOUT);
+        if (x.what == 4) CHECK_EQ(x.end[0], RA_E_PEER);
+        CHECK(x.text[0][0] != 0);
+    }
+}
+
 static const h_test tests[] = {
-    ENTRY(ranks_and_ways),
+    ENTRY(ranks_and_ways), ENTRY(lanes_and_weights), ENTRY(drafts_are_exact), ENTRY(refusals),
+    ENTRY(failures),
 };
 
 int main(int argc, char **argv)
