@@ -391,14 +391,16 @@ static void ra_ofi__settle(ra_ofi__slot *s) {
     s->used = 0;
 }
 
+/* Own receives are cancelled only when they have ended for the library: what is cancelled before
+ * that has lost its connection. */
 static void ra_ofi__fail(ra_ofi *o, ra_ofi__slot *s, int error, const char *call) {
     int code = error == FI_ETRUNC ? RA_E_TRUNC : ra_ofi__is_absence(error) ? RA_E_PEER : RA_E_IO;
-    if (error == FI_ECANCELED) code = RA_E_ABORTED;
+    if (error == FI_ECANCELED) code = s->op ? RA_E_PEER : RA_E_ABORTED;
     if (error == FI_ECANCELED && s->receives)
         o->peer[s->token.peer].cancelled[s->channel][s->number % RA_OFI__OPS] =
             (uint64_t)s->number + 1;
     if (code == RA_E_PEER) o->peer[s->token.peer].dead = 1;
-    if (s->op && code != RA_E_ABORTED)
+    if (s->op)
         (void)ra_ofi__say(o, code, "%s, rank %d: %s", call, s->token.peer, fi_strerror(error));
     s->token.state = RA_OFI__DONE;
     ra_ofi__end(s, code, 0);
@@ -551,10 +553,21 @@ static void ra_ofi__judge(const ra_ofi *o, const ra_ofi__record *r, char *text, 
         snprintf(text, room, "another rank says that it is rank %d", r->rank);
 }
 
-/* Peers of this machine are watched by their process. */
+/* Peers of this machine are watched by their process. -1: it has ended. */
+static int ra_ofi__watch(ra_ofi *o, const ra_ofi__record *r) {
+    ra_ofi__peer *p = &o->peer[r->rank];
+    const char *name = o->reaches ? strstr((const char *)r->address, "://") : NULL;
+    if (p->pidfd >= 0 || !r->machine || r->machine != o->record.machine ||
+        r->pid == o->record.pid)
+        return 0;
+    if (name) snprintf(p->file, sizeof p->file, "%.60s", name + 3);
+    if (o->d.no_pidfd) return 0;
+    p->pidfd = (int)syscall(434 /* pidfd_open */, (int)r->pid, 0);
+    return p->pidfd < 0 && errno == ESRCH ? -1 : 0;
+}
+
 static void ra_ofi__hear_hello(ra_ofi *o, const ra_ofi__letter *l) {
     const ra_ofi__record *r = &l->record;
-    const char *name;
     ra_ofi__peer *p;
     char text[160];
     ra_ofi__judge(o, r, text, sizeof text);
@@ -566,10 +579,7 @@ static void ra_ofi__hear_hello(ra_ofi *o, const ra_ofi__letter *l) {
     p->hears |= l->why != 0;
     if (p->heard) return;
     p->heard = 1;
-    if (!r->machine || r->machine != o->record.machine || r->pid == o->record.pid) return;
-    if (!o->d.no_pidfd) p->pidfd = (int)syscall(434 /* pidfd_open */, (int)r->pid, 0);
-    name = o->reaches ? strstr((const char *)r->address, "://") : NULL;
-    if (name) snprintf(p->file, sizeof p->file, "%.60s", name + 3);
+    (void)ra_ofi__watch(o, r);
 }
 
 static void ra_ofi__hear(ra_ofi *o, const ra_ofi__letter *l, size_t bytes) {
@@ -1112,6 +1122,14 @@ static void ra_ofi__path(const ra_ofi *o, int rank, const char *more, char *path
              (unsigned long long)o->d.world, o->d.ring, rank, more);
 }
 
+/* A rank that was known has died before all have met. */
+static ra_status ra_ofi__lost(ra_ofi *o) {
+    ra_ofi__look(o, ra_now_ns());
+    for (int r = 0; r < o->ranks; r++)
+        if (o->peer[r].gone_ns) return ra_ofi__refuse(&o->d, RA_E_PEER, "ranks", "%s", o->text);
+    return RA_OK;
+}
+
 static ra_status ra_ofi__by_directory(ra_ofi *o) {
     ra_ofi__record mine = o->record;
     char path[sizeof o->path];
@@ -1138,7 +1156,9 @@ static ra_status ra_ofi__by_directory(ra_ofi *o) {
             f = open(path, O_RDONLY | O_CLOEXEC);
             if (f >= 0) got = read(f, &record, sizeof record);
             if (f >= 0) close(f);
-            if (got == (ssize_t)sizeof record) break;
+            if (got == (ssize_t)sizeof record && (record.rank != r || !ra_ofi__watch(o, &record)))
+                break;                 /* not of a process that has crashed */
+            if (ra_ofi__lost(o)) return RA_E_PEER;
             if (ra_now_ns() > o->d.deadline_ns)
                 return ra_ofi__refuse(&o->d, RA_E_TIMEOUT, "deadline_ns",
                                       "rank %d has not left a file in %.120s by the deadline", r,
@@ -1200,6 +1220,7 @@ static ra_status ra_ofi__meet(ra_ofi *o) {
         if (retry) tried = now;
         if (ra_ofi__met(o, retry)) break;
         ra_ofi__move(o);
+        if (ra_ofi__lost(o)) return RA_E_PEER;
         if (o->broken) return ra_ofi__refuse(&o->d, o->broken, "hello", "%s", o->text);
         if (now > o->d.deadline_ns) {
             while (r == o->rank || (o->peer[r].heard && o->peer[r].hears && r < o->ranks - 1)) r++;

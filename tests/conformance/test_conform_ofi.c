@@ -308,6 +308,34 @@ static void lose_a_peer(const form *f, int no_pidfd)
     CHECK_EQ(rmdir(directory), 0);
 }
 
+/* Rank 1 of three ends while rank 0 still waits for rank 2, which never comes. */
+TEST(a_process_that_dies_while_ranks_meet)
+{
+    char directory[] = "/tmp/ra_ofi.XXXXXX", path[64];
+    ra_ofi *ofi = NULL;
+    ra_error why;
+    ra_ofi_desc d;
+    pid_t pid;
+    if (!here(&rxm) || !CHECK(mkdtemp(directory) != NULL)) return;
+    fflush(NULL);
+    pid = fork();
+    d = describe(&rxm, pid == 0, 3, &why);
+    d.directory = directory;
+    if (pid == 0) {
+        alarm(2);
+        (void)ra_ofi_open(&ofi, &d);
+        _exit(1);
+    }
+    CHECK_EQ(ra_ofi_open(&ofi, &d), RA_E_PEER);
+    CHECK(strstr(why.text, "the process of rank 1 has ended") != NULL);
+    (void)waitpid(pid, NULL, 0);
+    for (int r = 0; r < 2; r++) {
+        snprintf(path, sizeof path, "%s/ra_ofi.0.0.%d", directory, r);
+        CHECK_EQ(unlink(path), 0);
+    }
+    CHECK_EQ(rmdir(directory), 0);
+}
+
 /* Rank 1 is stopped while rank 0 sends it a message and awaits one: wait ends at its deadline, and
  * quiesce when nothing has moved for a while. Where closing the endpoint is enough, buffers are
  * safe then. */
@@ -375,6 +403,7 @@ int main(int argc, char **argv)
         ENTRY(a_killed_process_of_shm), ENTRY(a_killed_process_of_net),
         ENTRY(a_peer_that_only_pings_find), ENTRY(a_stopped_process),
         ENTRY(a_stopped_process_of_shm), ENTRY(a_stopped_process_of_net),
+        ENTRY(a_process_that_dies_while_ranks_meet),
     };
     return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }
