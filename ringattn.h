@@ -152,6 +152,9 @@
  *                  task and folds the next chunk for it by the same ra__task_fold (RING). Which
  *                  chunks, in which order, from and to whom: ra_plan_create wrote those lists
  *                  (SCHEDULE, PLAN).
+ *   ra_infer       is ra_infer_begin, then ra_infer_step until done. A call has a few stages with
+ *                  messages between them: attend some rows to the keys of one rank, and at last
+ *                  merge. An item of a stage is a call on one rank, as in ra_attention (CACHE).
  *
  * Contents. Each room uses only rooms above it.
  *   API          types, descriptors, functions, the transport's contract; ends with a stop sign
@@ -467,7 +470,8 @@ typedef struct ra_mask {
  * For causal work without a window take ZIGZAG: it gives all ranks the same work. With a window
  * take CONTIGUOUS: it is balanced by itself, and chunks travel one or two hops. CONTIGUOUS and
  * ZIGZAG cut on the grid of RA_BLOCK_TOKENS if there are at least 2 * ranks blocks, otherwise as
- * evenly as possible. */
+ * evenly as possible. A sequence that grows would be cut anew at every call, and one query would
+ * have all keys sent to it: for a sharded cache use ra_cache_create and ra_infer. */
 typedef struct ra_layout {
     int32_t kind;                      /* RA_LAYOUT_*; required if ranks > 1; 0: CONTIGUOUS */
     const int32_t *weights;            /* [ranks] CONTIGUOUS, ZIGZAG: relative speeds, >= 0, not all

@@ -34,8 +34,8 @@ static ra_status llama2_attention(const Config *p, RunState *s, int64_t loff, in
 /* -------------------------------------------------------------------------- ggml
  * A custom op, ggml_custom_4d(ctx, GGML_TYPE_F32, D, H, T, 1, qkv, 3, ring_op, n_tasks, &op) with
  * qkv = { q, k, v }, in place of ggml_flash_attn_ext: q [D, T, H], k and v [D, KV, Hkv] in any
- * strides, the result [D, H, T]. The last T of the KV keys are those of the T queries. bytes is ra_attention_bytes for the
- * largest call. */
+ * strides, the result [D, H, T]. The last T of the KV keys are those of the T queries. bytes is
+ * ra_attention_bytes for the largest call. */
 struct ggml_tensor { int64_t ne[4]; size_t nb[4]; struct ggml_tensor *src[3]; void *data; };
 struct ring_op { void *workspace; size_t bytes; int32_t kv_dtype; ra_status status[64]; };
 

@@ -20,7 +20,7 @@ typedef struct model { int64_t prompt, text; float *q, *k, *v; } model;    /* by
 typedef struct result {
     const model *m;
     int32_t ranks;
-    float *o;                          /* [text][HEADS][DIM], written by the owner of each position */
+    float *o;                          /* [text][HEADS][DIM], written by each position's owner */
     double prefill_s, decode_us;       /* of rank 0: the whole prompt; a token */
     ra_infer_report prefill, decode;   /* of its last chunk; of its last token */
 } result;
