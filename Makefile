@@ -90,7 +90,7 @@ $(B)/%: %.c $(B)/tests/ringattn.o $(HEADERS) Makefile
 
 # By an MPI's compiler, and only when asked for: make build/release/examples/ring_mpi MPICC=...
 MPICC ?= mpicc
-$(B)/examples/ring_mpi $(B)/tests/mpi_ring: private override CC = $(MPICC)
+$(B)/examples/ring_mpi $(B)/tests/mpi_ring $(B)/tests/conformance/mpi_conform: private override CC = $(MPICC)
 
 $(B)/bench/bench: TOLD = -DBENCH_FLAGS='"-std=c99 $(FLAGS_$(config)) $(CFLAGS)"'
 
@@ -139,6 +139,7 @@ CONFORM  := $(SUITES:%=$(B)/tests/conformance/%) $(B)/tests/test_tcp $(SODIUM:%=
 conformance: $(CONFORM) ## the contract of transports, on all that are installed here
 	@for t in $^; do $$t --long || exit 1; done
 	@$(if $(SODIUM),:,echo 'skipped: TCP with a key (no libsodium-dev)')
+	@sh tests/conformance/mpi.sh openmpi 3 && sh tests/conformance/mpi.sh mpich 3
 
 lint: ## what a script can check of the house style
 	@sh tests/lint.sh

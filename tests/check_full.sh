@@ -168,6 +168,7 @@ mpi() {
         [ $m = mpich ] || run="$run --allow-run-as-root --oversubscribe"
         step -x $m-build make werror=1 CC=gcc B=$b MPICC=mpicc.$m $b/tests/mpi_ring \
             $b/examples/ring_mpi
+        step $m-conformance sh tests/conformance/mpi.sh $m 3
         step $m-ring $run -n 4 $b/tests/mpi_ring 60
         step $m-single $run -n 2 $b/tests/mpi_ring single
         step -x $m-example $run -n 4 $b/examples/ring_mpi
