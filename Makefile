@@ -59,7 +59,7 @@ REPORT   := :
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check check-full conformance lint bench bench-peers clean all-programs
+.PHONY: help demo check check-full conformance sim lint bench bench-peers clean all-programs
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -90,7 +90,8 @@ $(B)/%: %.c $(B)/tests/ringattn.o $(HEADERS) Makefile
 
 # By an MPI's compiler, and only when asked for: make build/release/examples/ring_mpi MPICC=...
 MPICC ?= mpicc
-$(B)/examples/ring_mpi $(B)/tests/mpi_ring $(B)/tests/conformance/mpi_conform: private override CC = $(MPICC)
+$(B)/examples/ring_mpi $(B)/tests/mpi_ring $(B)/tests/conformance/mpi_conform: \
+    private override CC = $(MPICC)
 
 $(B)/bench/bench: TOLD = -DBENCH_FLAGS='"-std=c99 $(FLAGS_$(config)) $(CFLAGS)"'
 
@@ -140,6 +141,9 @@ conformance: $(CONFORM) ## the contract of transports, on all that are installed
 	@for t in $^; do $$t --long || exit 1; done
 	@$(if $(SODIUM),:,echo 'skipped: TCP with a key (no libsodium-dev)')
 	@sh tests/conformance/mpi.sh openmpi 3 && sh tests/conformance/mpi.sh mpich 3
+
+sim: $(B)/tests/test_sim ## whole worlds in virtual time, with faults; SEEDS=n FROM=seed
+	@$(B)/tests/test_sim seeds $(if $(SEEDS),--count $(SEEDS)) $(if $(FROM),--from $(FROM))
 
 lint: ## what a script can check of the house style
 	@sh tests/lint.sh

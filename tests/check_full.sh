@@ -136,6 +136,12 @@ transports() {
     fi
 }
 
+# Whole worlds in virtual time, with faults, on all cores.
+sim() {
+    step -x sim-build make build/release/tests/test_sim
+    step sim make --no-print-directory sim SEEDS=200000
+}
+
 windows() {
     step -x mingw-build x86_64-w64-mingw32-gcc -std=c99 -O2 $warn -static -I. \
         tests/lang_main.c -o "$work/main.exe" -lm -pthread
@@ -185,6 +191,7 @@ step scalar make check config=scalar werror=1
 step asan make check config=asan werror=1 CC=gcc
 tsan
 transports
+sim
 aarch64
 windows
 step -x openmp-build gcc -std=c99 -O2 $warn -fopenmp -pthread -I. examples/engine_threads.c \

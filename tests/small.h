@@ -10,7 +10,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SMALL_RANKS = 16, SMALL_SEQUENCES = 3, SMALL_DOCS = 8, SMALL_RUNS = 512 };
+#ifndef SMALL_MOST_RANKS
+#define SMALL_MOST_RANKS 16
+#endif
+enum { SMALL_RANKS = SMALL_MOST_RANKS, SMALL_SEQUENCES = 3, SMALL_DOCS = 8, SMALL_RUNS = 512 };
 
 static uint64_t small_state = 88172645463325252u;
 

@@ -1,8 +1,8 @@
 /* The conformance suite on the bundled world, on a transport that is as unpleasant as the contract
- * allows, inline at level 0, and on broken transports: one per rule, and others that break a rule in
- * another way, of which it must find just that rule. The chaos transport holds no message: one lock,
- * queues of ops, bytes copied when a send meets its receive, in whatever call that happens. It
- * accepts only some of what is posted, meets late, tells late and in another order that ops are
+ * allows, inline at level 0, and on broken transports: one per rule, and others that break a rule
+ * in another way, of which it must find just that rule. The chaos transport holds no message: one
+ * lock, queues of ops, bytes copied when a send meets its receive, in whatever call that happens.
+ * It accepts only some of what is posted, meets late, tells late and in another order that ops are
  * done, and lends memory. */
 #define _POSIX_C_SOURCE 200809L
 #include "ringattn.h"
