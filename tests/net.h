@@ -585,7 +585,8 @@ static inline void net_fail_ops(net_rank *r)
     for (int i = 0; i < NET_SLOTS && (w->c.told == 2 || w->dead >= 0); i++) {
         net_slot *slot = &r->slots[i];
         net_link *l;
-        if (slot->use != NET_WAITS) continue;
+        if (slot->use != NET_WAITS && (slot->use != NET_LENT || slot->op->peer != w->dead))
+            continue;
         if (slot->op->peer != w->dead && (w->c.told != 2 || !w->rank[slot->op->peer].aborts))
             continue;
         if (slot->op->kind == RA_MSG_SEND) {
@@ -687,8 +688,10 @@ static inline int net_release(void *ctx, ra_transport_op *op)
         loan->sum = net_sum(loan->ptr, loan->len);
     } else {
         net_slot *slot = &w->rank[loan->from_rank].slots[loan->from_slot];
-        slot->use = NET_READY;
-        slot->status = RA_MSG_DONE;
+        if (slot->use == NET_LENT) {   /* otherwise this rank is dead */
+            slot->use = NET_READY;
+            slot->status = RA_MSG_DONE;
+        }
     }
     return RA_OK;
 }
