@@ -33,7 +33,7 @@ TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
 EXAMPLES := $(filter-out demo ring_mpi,$(patsubst examples/%.c,%,$(wildcard examples/*.c)))
 HEADERS  := ringattn.h $(wildcard tests/*.h tests/conformance/*.h examples/*.h \
             examples/transports/*.h bench/*.h)
-SUITES   := test_conformance test_conform_shm
+SUITES   := test_conformance test_conform_shm test_conform_level1
 OTHERS   := $(if $(filter release,$(config)),matrix)
 SUMS      = $(patsubst %,$(LOG)/%.sum,$(TESTS) $(SUITES) $(EXAMPLES) $(OTHERS))
 
@@ -59,7 +59,7 @@ REPORT   := :
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check check-full conformance sim lint bench bench-peers clean all-programs
+.PHONY: help demo check check-full conformance sim mutants lint bench bench-peers clean all-programs
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -143,7 +143,10 @@ conformance: $(CONFORM) ## the contract of transports, on all that are installed
 	@sh tests/conformance/mpi.sh openmpi 3 && sh tests/conformance/mpi.sh mpich 3
 
 sim: $(B)/tests/test_sim ## whole worlds in virtual time, with faults; SEEDS=n FROM=seed
-	@$(B)/tests/test_sim seeds $(if $(SEEDS),--count $(SEEDS)) $(if $(FROM),--from $(FROM))
+	@$(B)/tests/test_sim seeds --long $(if $(SEEDS),--count $(SEEDS)) $(if $(FROM),--from $(FROM))
+
+mutants: ## mistakes planted in the engine, and which test finds each
+	@sh tests/mutants.sh $(B)/mutants
 
 lint: ## what a script can check of the house style
 	@sh tests/lint.sh

@@ -123,6 +123,8 @@ transports() {
     step -x conformance-build make build/release/tests/conformance/test_conformance \
         build/release/tests/test_tcp
     step conformance build/release/tests/conformance/test_conformance --long
+    step -x level1-build make build/release/tests/conformance/test_conform_level1
+    step level1 build/release/tests/conformance/test_conform_level1 --long
     step tcp build/release/tests/test_tcp --long
     if [ -f /usr/include/sodium.h ]; then
         step -x tcp-sealed-build make build/release/tests/test_tcp_sealed werror=1
@@ -140,6 +142,7 @@ transports() {
 sim() {
     step -x sim-build make build/release/tests/test_sim
     step sim make --no-print-directory sim SEEDS=200000
+    step mutants sh tests/mutants.sh "$work/mutants" 2
 }
 
 windows() {

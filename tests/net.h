@@ -213,7 +213,11 @@ static inline void net_check_mr(net_rank *r, const ra_transport_op *op)
         if (op->mr) net_breach(w, "mr without a registration");
         return;
     }
-    if (w->c.shared || net_has_loan(w, net_rank_of(r), op->buf, op->len)) return;
+    if (w->c.shared) return;
+    if (net_has_loan(w, net_rank_of(r), op->buf, op->len)) {
+        if (op->mr) net_breach(w, "mr with memory that is lent");
+        return;
+    }
     for (int i = 0; i < NET_REGIONS; i++) {
         const uint8_t *a = (const uint8_t *)r->region[i], *b = (const uint8_t *)op->buf;
         if (a && b >= a && b + op->len <= a + r->region_bytes[i]) {
