@@ -1,9 +1,9 @@
 /* ra_level1.h - a transport of level 1 from one that has sendrecv alone, by a helper thread
  *
  * Copy this file beside ringattn.h. You have a transport of level 0, ten lines around a sendrecv
- * such as MPI_Sendrecv. Inline, the library calls it between pieces of work, and nothing moves while
- * it computes. Behind this wrapper a thread of its own makes the calls, and messages travel beside
- * the computation:
+ * such as MPI_Sendrecv. Inline, the library calls it between pieces of work, and nothing moves
+ * while it computes. Behind this wrapper a thread of its own makes the calls, and messages travel
+ * beside the computation:
  *
  *   #define RINGATTN_IMPLEMENTATION
  *   #include "ra_level1.h"                // includes ringattn.h; needs pthreads
@@ -21,9 +21,9 @@
  * must return by its deadline, and a message that was cut off by that may be lost: after it the
  * context is dead.
  *
- * How messages pair up. A ring of level 0 knows which ranks exchange what in which step, and ra_plan
- * orders the calls so that they never block one another. A transport of level 1 is not told. So this
- * one moves in rounds: each round is one exchange of a word, to the next rank and from the one
+ * How messages pair up. A ring of level 0 knows which ranks exchange what in which step, and
+ * orders the calls so that they never block one another. A transport of level 1 is not told. So
+ * this one moves in rounds. Each round is one exchange of a word, to the next rank and from the one
  * before and then the other way, that says which messages are ready and wanted on each of the
  * channels, and then one sendrecv for each message that has both its sides. Neighbours alone
  * exchange messages (no RA_CAP_ANY_PEER), so gradients return round the ring.
@@ -65,7 +65,7 @@ typedef struct ra_level1__queue { ra_transport_op *first, *last; } ra_level1__qu
 
 typedef struct ra_level1 {
     ra_transport tp, below;
-    pthread_t helper;
+    pthread_t helper;                  /* makes all calls of below */
     int rank, ranks, sides;            /* sides: 1 with two ranks, where next is previous */
     int peer[2];                       /* next, previous; RA_NO_PEER: has left */
     int32_t why;                       /* atomic: RA_E_*, the failure of this context */
@@ -109,8 +109,8 @@ static void ra_level1__end(ra_level1__queue *q, int status) {
 }
 
 /* One call of the transport below; 0: this context has failed. */
-static int ra_level1__call(ra_level1 *u, int to, const void *s, size_t s_len, int from, void *r,
-                           size_t r_len, uint64_t tag, int64_t ms) {
+static int ra_level1__sendrecv(ra_level1 *u, int to, const void *s, size_t s_len, int from,
+                               void *r, size_t r_len, uint64_t tag, int64_t ms) {
     int code;
     if (to == RA_NO_PEER && from == RA_NO_PEER) return 1;
     code = u->below.sendrecv(u->below.ctx, to, s, s_len, from, r, r_len, tag, ra_deadline_ms(ms));
@@ -126,9 +126,9 @@ static int ra_level1__words(ra_level1 *u, ra_level1__word mine[2], ra_level1__wo
     memset(theirs, 0, 2 * n);
     for (int way = 0; way < u->sides; way++) {
         int to = u->peer[way], from = u->peer[u->sides == 2 ? 1 - way : way];
-        if (!ra_level1__call(u, to, &mine[way], to == RA_NO_PEER ? 0 : n, from,
-                             &theirs[u->sides == 2 ? 1 - way : way], from == RA_NO_PEER ? 0 : n,
-                             (uint64_t)way, ms))
+        if (!ra_level1__sendrecv(u, to, &mine[way], to == RA_NO_PEER ? 0 : n, from,
+                                 &theirs[u->sides == 2 ? 1 - way : way],
+                                 from == RA_NO_PEER ? 0 : n, (uint64_t)way, ms))
             return 0;
     }
     return 1;
@@ -183,9 +183,9 @@ static int ra_level1__messages(ra_level1 *u, int channel, int way, const ra_leve
     if (in) { r = in->buf; r_len = in->len; }
     pthread_mutex_unlock(&u->lock);
     if (!s_len && !r_len) return 0;
-    good = ra_level1__call(u, s_len ? u->peer[way] : RA_NO_PEER, s, s_len,
-                           r_len ? u->peer[back] : RA_NO_PEER, r, r_len,
-                           (uint64_t)(2 + 2 * c + way), RA_LEVEL1__COMING_MS);
+    good = ra_level1__sendrecv(u, s_len ? u->peer[way] : RA_NO_PEER, s, s_len,
+                               r_len ? u->peer[back] : RA_NO_PEER, r, r_len,
+                               (uint64_t)(2 + 2 * c + way), RA_LEVEL1__COMING_MS);
     pthread_mutex_lock(&u->lock);
     if (good && !u->dead && s_len) ra_level1__end(sends, RA_MSG_DONE);
     if (good && !u->dead && r_len) ra_level1__end(recvs, RA_MSG_DONE);
