@@ -59,7 +59,7 @@ REPORT   := :
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check check-full conformance sim mutants lint bench bench-peers clean all-programs
+.PHONY: help demo check check-full conformance sim mutants spin lint bench bench-peers clean all-programs
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -147,6 +147,9 @@ sim: $(B)/tests/test_sim ## whole worlds in virtual time, with faults; SEEDS=n F
 
 mutants: ## mistakes planted in the engine, and which test finds each
 	@sh tests/mutants.sh $(B)/mutants
+
+spin: ## a model of the bundled world's protocol, all interleavings; needs Spin
+	@sh tests/spin.sh $(B)/spin
 
 lint: ## what a script can check of the house style
 	@sh tests/lint.sh

@@ -29,6 +29,7 @@ install() {
     [ -f /usr/include/sodium.h ] || packages="$packages libsodium-dev"
     need mpirun.openmpi openmpi-bin libopenmpi-dev
     need mpirun.mpich mpich libmpich-dev
+    need spin spin
     [ -n "$packages" ] || return 0
     sudo=
     [ "$(id -u)" = 0 ] || sudo="sudo -n"
@@ -143,6 +144,7 @@ sim() {
     step -x sim-build make build/release/tests/test_sim
     step sim make --no-print-directory sim SEEDS=200000
     step mutants sh tests/mutants.sh "$work/mutants" 2
+    step spin sh tests/spin.sh "$work/spin"
 }
 
 windows() {
