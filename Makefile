@@ -59,7 +59,8 @@ REPORT   := :
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check check-full conformance sim mutants spin lint bench bench-peers clean all-programs
+.PHONY: help demo check check-full conformance sim mutants spin lint bench bench-peers clean \
+        all-programs
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile

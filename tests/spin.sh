@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs the model of the bundled world's protocol (tests/shm.pml) for 2 ranks, without and with a rank
+# Runs the model of the bundled world's protocol (tests/shm.pml) for 2 ranks, without and with one
 # that dies, and with mistakes that it must find. Ends with "N passed, N failed".
 #
 #   spin.sh WORK [quick]               quick: 2 ranks, one message each
