@@ -8,8 +8,8 @@
  * quiesce, with every shared word read and written in the order of the header. Left out: bytes, and
  * how a sleeper hears of an event, which is one word that it compares: it sleeps until that differs.
  *
- * Checked: no buffer is copied from or to once its rank has quiesced with RA_OK; a message is copied
- * once, in order, and DONE only after its copy; no copy is left open; without deaths every rank
+ * Checked: no buffer is copied from or to once its rank has parted, so not after quiesce either; a
+ * message is copied once, in order, and DONE only after its copy; no copy is left open; without deaths every rank
  * comes to an end whatever is aborted when, and with them too, by its deadline. */
 /* BREAK_*: mistakes that the model must find. */
 #ifndef P
@@ -67,7 +67,7 @@ inline post(who, flow, side, other) {
                 queue[flow] = 0;
                 report[OP(flow, 1 - side)] = TAKEN;
                 UNLOCK(NEXT(flow));
-                assert(!quiet[flow] && !quiet[NEXT(flow)]);
+                assert(!quiet[flow] && !quiet[NEXT(flow)] && !gone[flow] && !gone[NEXT(flow)]);
                 assert(state[OP(flow, 1 - side)] == PENDING);
                 copies[flow]++;
                 state[OP(flow, side)] = DONE;

@@ -42,7 +42,7 @@ model() {
 model two-ranks right -DP=2 -DM=1
 model two-ranks-death right -DP=2 -DM=1 -DDEATHS
 model no-wait-for-copies wrong -DP=2 -DM=1 -DBREAK_COPIES
-model copies-wake-nobody wrong -DP=2 -DM=1 -DBREAK_WAKE
+model copies-wake-nobody wrong -DP=2 -DM=2 -DBREAK_WAKE
 [ "$quick" = quick ] || model two-messages right -DP=2 -DM=2
 echo "$passed passed, $failed failed"
 [ "$failed" = 0 ]
