@@ -34,7 +34,7 @@ EXAMPLES := $(filter-out demo million ring_mpi ring_ofi ring_nccl,\
             $(patsubst examples/%.c,%,$(wildcard examples/*.c)))
 HEADERS  := ringattn.h $(wildcard tests/*.h tests/conformance/*.h examples/*.h examples/infer/*.h \
             examples/transports/*.h bench/*.h)
-SUITES   := test_conformance test_conform_shm
+SUITES   := test_conformance test_conform_shm test_conform_level1
 OTHERS   := $(if $(filter release,$(config)),matrix)
 SUMS      = $(patsubst %,$(LOG)/%.sum,$(TESTS) $(SUITES) $(EXAMPLES) $(OTHERS))
 
@@ -60,7 +60,8 @@ REPORT   := :
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check check-full conformance lint bench bench-peers clean all-programs
+.PHONY: help demo check check-full conformance sim mutants spin lint bench bench-peers clean \
+        all-programs
 
 help: ## lists the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' Makefile
@@ -101,7 +102,8 @@ $(B)/%: %.c $(B)/tests/ringattn.o $(HEADERS) Makefile
 
 # By an MPI's compiler, and only when asked for: make build/release/examples/ring_mpi MPICC=...
 MPICC ?= mpicc
-$(B)/examples/ring_mpi $(B)/tests/mpi_ring: private override CC = $(MPICC)
+$(B)/examples/ring_mpi $(B)/tests/mpi_ring $(B)/tests/conformance/mpi_conform: \
+    private override CC = $(MPICC)
 
 # With libfabric, and with NCCL and the CUDA runtime under $(CUDA), when asked for.
 CUDA ?= /usr/local/cuda
@@ -165,6 +167,16 @@ conformance: $(CONFORM) ## the contract of transports, on all that are installed
 	@for t in $^; do $$t --long || exit 1; done
 	@$(if $(SODIUM),:,echo 'skipped: TCP with a key (no libsodium-dev)')
 	@$(if $(OFI),:,echo 'skipped: libfabric (no libfabric-dev)')
+	@sh tests/conformance/mpi.sh openmpi 3 && sh tests/conformance/mpi.sh mpich 3
+
+sim: $(B)/tests/test_sim ## whole worlds in virtual time, with faults; SEEDS=n FROM=seed
+	@$(B)/tests/test_sim seeds --long $(if $(SEEDS),--count $(SEEDS)) $(if $(FROM),--from $(FROM))
+
+mutants: ## mistakes planted in the engine, and which test finds each
+	@sh tests/mutants.sh $(B)/mutants
+
+spin: ## a model of the bundled world's protocol, all interleavings; needs Spin
+	@sh tests/spin.sh $(B)/spin
 
 lint: ## what a script can check of the house style
 	@sh tests/lint.sh

@@ -31,6 +31,7 @@ install() {
     python3 -m venv -h > /dev/null 2>&1 || packages="$packages python3-venv"
     need mpirun.openmpi openmpi-bin libopenmpi-dev
     need mpirun.mpich mpich libmpich-dev
+    need spin spin
     [ -n "$packages" ] || return 0
     sudo=
     [ "$(id -u)" = 0 ] || sudo="sudo -n"
@@ -132,6 +133,8 @@ transports() {
     step -x conformance-build make build/release/tests/conformance/test_conformance \
         build/release/tests/test_tcp
     step conformance build/release/tests/conformance/test_conformance --long
+    step -x level1-build make build/release/tests/conformance/test_conform_level1
+    step level1 build/release/tests/conformance/test_conform_level1 --long
     step tcp build/release/tests/test_tcp --long
     if [ -f /usr/include/sodium.h ]; then
         step -x tcp-sealed-build make build/release/tests/test_tcp_sealed werror=1
@@ -185,6 +188,14 @@ nccl() {
         -c examples/ring_nccl.c -o "$work/ring_nccl.o"
 }
 
+# Whole worlds in virtual time, with faults, on all cores.
+sim() {
+    step -x sim-build make build/release/tests/test_sim
+    step sim make --no-print-directory sim SEEDS=200000
+    step mutants sh tests/mutants.sh "$work/mutants" 2
+    step spin sh tests/spin.sh "$work/spin"
+}
+
 windows() {
     step -x mingw-build x86_64-w64-mingw32-gcc -std=c99 -O2 $warn -static -I. \
         tests/lang_main.c -o "$work/main.exe" -lm -pthread
@@ -216,6 +227,7 @@ mpi() {
         [ $m = mpich ] || run="$run --allow-run-as-root --oversubscribe"
         step -x $m-build make werror=1 CC=gcc B=$b MPICC=mpicc.$m $b/tests/mpi_ring \
             $b/examples/ring_mpi
+        step $m-conformance sh tests/conformance/mpi.sh $m 3
         step $m-ring $run -n 4 $b/tests/mpi_ring 60
         step $m-single $run -n 2 $b/tests/mpi_ring single
         step -x $m-example $run -n 4 $b/examples/ring_mpi
@@ -258,6 +270,7 @@ emulated &                             # on one core, as most of what tsan does
 tsan
 wait
 transports
+sim
 step -x openmp-build gcc -std=c99 -O2 $warn -fopenmp -pthread -I. examples/engine_threads.c \
     -o "$work/engine_threads" -lm
 step -x openmp "$work/engine_threads"

@@ -5,6 +5,7 @@
  * ENTRY(name) in a table and hands that to h_main; a test left out of the table is a compiler
  * warning (unused function). Command line:
  * [filter] [--seed N] [--case I] [--long] [--other] [--list] [-v]
+ * [--from N] [--count N], for tests that take seeds
  *
  * Whatever is random comes from h_case_rng(i), which depends on --seed, the test's name and i
  * alone, so that `filter --seed N --case I` runs one case again. A failing check prints file, line
@@ -32,11 +33,12 @@ typedef struct h_site { const char *what, *file; int line; } h_site;
 typedef struct h_globals {
     uint64_t seed;
     int64_t only_case, case_now;       /* -1: all, none */
+    int64_t from, count;               /* count 0: what the test thinks fit */
     int verbose, large, other, checks, bad, skipped;
     const char *test, *program, *filter;
     char context[900];
 } h_globals;
-static h_globals h_run = { 1, -1, -1, 0, 0, 0, 0, 0, 0, "", "", "", "" };
+static h_globals h_run = { 1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0, "", "", "", "" };
 
 static inline h_site h_args(const char *what, const char *file, int line)
 {
@@ -203,6 +205,8 @@ static inline int h_arguments(int argc, char **argv)
     for (i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--seed") && i + 1 < argc) h_run.seed = strtoull(argv[++i], NULL, 0);
         else if (!strcmp(argv[i], "--case") && i + 1 < argc) h_run.only_case = atoll(argv[++i]);
+        else if (!strcmp(argv[i], "--from") && i + 1 < argc) h_run.from = atoll(argv[++i]);
+        else if (!strcmp(argv[i], "--count") && i + 1 < argc) h_run.count = atoll(argv[++i]);
         else if (!strcmp(argv[i], "--long")) h_run.large = 1;
         else if (!strcmp(argv[i], "--other")) h_run.other = 1;
         else if (!strcmp(argv[i], "--list")) list = 1;

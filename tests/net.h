@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { NET_RANKS = 16, NET_CHANNELS = 2, NET_SLOTS = 80, NET_LOANS = 4096, NET_REGIONS = 64 };
+enum { NET_RANKS = 64, NET_CHANNELS = 2, NET_SLOTS = 80, NET_REGIONS = 64 };
 enum { NET_POISON = 0xFF };            /* NaN as f32, f16 and bf16, and no length or address */
 
 /* What can be made to go wrong with the message numbered `at`, counted from 0 over all sends of
@@ -28,6 +28,8 @@ enum {
     NET_DOUBLE,                        /* the message comes twice */
     NET_DROP,                          /* it never comes, the sender believes it did */
     NET_SWAP,                          /* it comes after the next one on its link */
+    NET_STALE,                         /* an earlier one of the link and its length comes instead */
+    NET_STALL,                         /* it comes `value` units of time later */
     NET_RECV_FAILS,                    /* the receive ends with `value` */
     NET_SEND_FAILS,                    /* the send ends with `value` */
     NET_POST_FAILS, NET_POLL_FAILS     /* the call returns `value` */
@@ -57,6 +59,7 @@ typedef struct net_config {            /* what the transport is like; chances in
     int told;                          /* 1: an abort reaches the others as RA_E_ABORTED,
                                         * 2: as RA_E_PEER of the ops, 0: not at all */
     int unsafe;                        /* 1: quiesce fails */
+    int keep;                          /* chance that poll keeps to itself that an op is done */
     uint32_t max_ops, tag_bits;
     size_t align, max_msg;
     net_fault fault;
@@ -110,17 +113,24 @@ typedef struct net_rank {
     size_t region_bytes[NET_REGIONS];
 } net_rank;
 
-typedef struct net_link { net_message *first, *last; int held, recv_first, recv_last; } net_link;
+typedef struct net_link {
+    net_message *first, *last;
+    net_message *past;                 /* copies of what was sent, newest first; for NET_STALE */
+    int held, recv_first, recv_last;
+} net_link;
 
 typedef struct net {
     net_config c;
-    net_rank rank[NET_RANKS];
-    net_link link[NET_RANKS * NET_RANKS * NET_CHANNELS];
+    net_rank *rank;                    /* [ranks] */
+    net_link *link;                    /* [ranks][ranks][NET_CHANNELS] */
+    int links;
     net_loan *loans;
-    int loan_count;
+    int loan_count, loan_room;
     int64_t now;
     h_rng rng;
     int thread;                        /* ith of the step under way */
+    int dead;                          /* rank whose death the others are told, -1: none */
+    FILE *log;                         /* the schedule is written to it; null: nowhere */
     int expect_faults;                 /* 1: tags and lengths may differ, ops may be left */
     int breaches;
     char why[200];
@@ -201,7 +211,11 @@ static inline void net_check_mr(net_rank *r, const ra_transport_op *op)
         if (op->mr) net_breach(w, "mr without a registration");
         return;
     }
-    if (w->c.shared || net_has_loan(w, net_rank_of(r), op->buf, op->len)) return;
+    if (w->c.shared) return;
+    if (net_has_loan(w, net_rank_of(r), op->buf, op->len)) {
+        if (op->mr) net_breach(w, "mr with memory that is lent");
+        return;
+    }
     for (int i = 0; i < NET_REGIONS; i++) {
         const uint8_t *a = (const uint8_t *)r->region[i], *b = (const uint8_t *)op->buf;
         if (a && b >= a && b + op->len <= a + r->region_bytes[i]) {
@@ -246,7 +260,7 @@ static inline void net_check_op(net_rank *r, const ra_transport_op *op)
 
 static inline net_link *net_link_of(net *w, int from, int to, int channel)
 {
-    return &w->link[(from * NET_RANKS + to) * NET_CHANNELS + channel];
+    return &w->link[(from * w->c.ranks + to) * NET_CHANNELS + channel];
 }
 
 static inline void net_enqueue(net_link *l, net_message *m)
@@ -263,6 +277,16 @@ static inline net_message *net_dequeue(net_link *l)
     l->first = m->next;
     if (!l->first) l->last = NULL;
     return m;
+}
+
+/* A line of the schedule. */
+static inline void net_log(const net *w, const char *format, ...)
+{
+    va_list args;
+    if (!w->log) return;
+    va_start(args, format);
+    vfprintf(w->log, format, args);
+    va_end(args);
 }
 
 static inline void net_message_free(net_message *m)
@@ -285,6 +309,16 @@ static inline net_message *net_message_new(net *w, const ra_transport_op *op, in
     return m;
 }
 
+/* Puts the bytes of an earlier message of this length in place of its own; 0: there is none. */
+static inline int net_stale(net_link *l, net_message *m)
+{
+    const net_message *p = l->past;
+    while (p && (p->len != m->len || !memcmp(p->bytes, m->bytes, m->len))) p = p->next;
+    if (!p) return 0;
+    memcpy(m->bytes, p->bytes, m->len);
+    return 1;
+}
+
 static inline int net_fault_here(net_rank *r, int64_t count, int first, int last)
 {
     net_fault *f = &r->net->c.fault;
@@ -300,6 +334,15 @@ static inline void net_send(net_rank *r, ra_transport_op *op, int slot)
     net_message *m = net_message_new(w, op, slot);
     int hit = net_fault_here(r, r->sends, NET_DAMAGE, NET_SEND_FAILS);
     r->sends++;
+    if (f->kind == NET_STALE && f->rank == net_rank_of(r)) {
+        net_message *past = net_message_new(w, op, -1);
+        past->next = l->past;
+        l->past = past;
+    }
+    if (hit && f->kind == NET_STALE) hit = net_stale(l, m);
+    if (hit && f->kind == NET_STALL) m->due += f->value;
+    net_log(w, "    %d -> %d channel %d: %zu bytes%s\n", net_rank_of(r), op->peer, op->channel,
+            op->len, hit ? ", the fault" : "");
     if (hit) {
         f->fired++;
         f->peer = op->peer;
@@ -372,10 +415,14 @@ static inline void net_match(net *w, int from, int to, int channel)
 static inline void net_lend(net *w, int rank, net_slot *slot, void *ptr, int from_rank)
 {
     net_loan *loan;
-    if (!w->loans) w->loans = (net_loan *)calloc(NET_LOANS, sizeof *w->loans);
-    if (!w->loans || w->loan_count == NET_LOANS) abort();
+    if (w->loan_count == w->loan_room) {
+        w->loan_room = w->loan_room ? 2 * w->loan_room : 64;
+        w->loans = (net_loan *)realloc(w->loans, (size_t)w->loan_room * sizeof *w->loans);
+        if (!w->loans) abort();
+    }
     loan = &w->loans[w->loan_count++];
     loan->ptr = ptr;
+    loan->back = 0;
     loan->len = slot->op->len;
     loan->sum = net_sum(ptr, loan->len);
     loan->rank = rank;
@@ -449,6 +496,8 @@ static inline void net_complete(net_rank *r, net_slot *slot)
             net_breach(r->net, "rank %d: changed the scratch of an op", net_rank_of(r));
     if (op->kind == RA_MSG_RECV) net_finish_recv(r, slot);
     else net_finish_send(r, slot);
+    net_log(r->net, "    %d: a %s, peer %d, channel %d, is %d\n", net_rank_of(r),
+            op->kind == RA_MSG_RECV ? "receive" : "send", op->peer, op->channel, slot->status);
     op->state = slot->status;
     slot->use = NET_FREE;
     r->pending--;
@@ -531,14 +580,17 @@ static inline int net_post(void *ctx, ra_transport_op *const *ops, int n)
     return idle ? RA_AGAIN : RA_OK;
 }
 
-/* A receive from a rank that has aborted, or a send to it, ends with RA_E_PEER. */
+/* A receive from a rank that is dead or has aborted, or a send to it, ends with RA_E_PEER. */
 static inline void net_fail_ops(net_rank *r)
 {
     net *w = r->net;
-    for (int i = 0; i < NET_SLOTS && w->c.told == 2; i++) {
+    for (int i = 0; i < NET_SLOTS && (w->c.told == 2 || w->dead >= 0); i++) {
         net_slot *slot = &r->slots[i];
         net_link *l;
-        if (slot->use != NET_WAITS || !w->rank[slot->op->peer].aborts) continue;
+        if (slot->use != NET_WAITS && (slot->use != NET_LENT || slot->op->peer != w->dead))
+            continue;
+        if (slot->op->peer != w->dead && (w->c.told != 2 || !w->rank[slot->op->peer].aborts))
+            continue;
         if (slot->op->kind == RA_MSG_SEND) {
             l = net_link_of(w, net_rank_of(r), slot->op->peer, slot->op->channel);
             for (net_message *m = l->first; m; m = m->next) if (m->slot == i) m->slot = -1;
@@ -579,7 +631,8 @@ static inline int net_poll(void *ctx, ra_transport_op *const *ops, int n)
         if (ops[i]->state != RA_MSG_PENDING) continue;
         while (at < NET_SLOTS && (r->slots[at].use == NET_FREE || r->slots[at].op != ops[i])) at++;
         if (at == NET_SLOTS) net_breach(w, "rank %d: polls an op that was never accepted", me);
-        else if (r->slots[at].use == NET_READY) net_complete(r, &r->slots[at]);
+        else if (r->slots[at].use == NET_READY && !net_chance(w, w->c.keep))
+            net_complete(r, &r->slots[at]);
     }
     return RA_OK;
 }
@@ -637,8 +690,10 @@ static inline int net_release(void *ctx, ra_transport_op *op)
         loan->sum = net_sum(loan->ptr, loan->len);
     } else {
         net_slot *slot = &w->rank[loan->from_rank].slots[loan->from_slot];
-        slot->use = NET_READY;
-        slot->status = RA_MSG_DONE;
+        if (slot->use == NET_LENT) {   /* otherwise this rank is dead */
+            slot->use = NET_READY;
+            slot->status = RA_MSG_DONE;
+        }
     }
     return RA_OK;
 }
@@ -649,6 +704,7 @@ static inline int net_abort(void *ctx, int why)
     if (r->aborts++) net_breach(r->net, "rank %d: abort called twice", net_rank_of(r));
     if (why > RA_E_MISMATCH || why < RA_E_UNSAFE) net_breach(r->net, "abort because of %d", why);
     r->why = why;
+    net_log(r->net, "    %d: aborts because of %d\n", net_rank_of(r), why);
     return RA_OK;
 }
 
@@ -695,8 +751,13 @@ static inline net *net_create(const net_config *c)
     w->c = *c;
     w->rng.state = c->seed;
     (void)h_next(&w->rng);             /* the first number of a small seed is small */
+    w->dead = -1;
+    w->links = c->ranks * c->ranks * NET_CHANNELS;
+    w->rank = (net_rank *)calloc((size_t)c->ranks, sizeof *w->rank);
+    w->link = (net_link *)calloc((size_t)w->links, sizeof *w->link);
+    if (!w->rank || !w->link) abort();
     w->expect_faults = c->fault.kind != NET_FINE;
-    for (size_t i = 0; i < sizeof w->link / sizeof w->link[0]; i++)
+    for (int i = 0; i < w->links; i++)
         w->link[i].recv_first = w->link[i].recv_last = -1;
     for (int i = 0; i < c->ranks; i++) {
         ra_transport *t = &w->rank[i].transport;
@@ -733,7 +794,7 @@ static inline void net_check_empty(net *w)
         if (r->pending) net_breach(w, "rank %d: %d ops left pending", i, r->pending);
         if (r->aborts || r->quiesces) net_breach(w, "rank %d: aborted for nothing", i);
     }
-    for (size_t i = 0; i < sizeof w->link / sizeof w->link[0]; i++)
+    for (int i = 0; i < w->links; i++)
         if (w->link[i].first) net_breach(w, "a message was never received");
     for (int i = 0; i < w->loan_count; i++)
         if (!w->loans[i].back) net_breach(w, "rank %d: a loan was not returned", w->loans[i].rank);
@@ -758,11 +819,18 @@ static inline void net_destroy(net *w)
             free(w->rank[i].slots[k].bytes);
             net_message_free(w->rank[i].slots[k].message);
         }
-    for (size_t i = 0; i < sizeof w->link / sizeof w->link[0]; i++)
+    for (int i = 0; i < w->links; i++) {
         while (w->link[i].first) net_message_free(net_dequeue(&w->link[i]));
+        for (net_message *m = w->link[i].past, *next; m; m = next) {
+            next = m->next;
+            net_message_free(m);
+        }
+    }
     for (int i = 0; i < w->loan_count; i++)
         if (w->loans[i].from_rank < 0) free(w->loans[i].ptr);
     free(w->loans);
+    free(w->rank);
+    free(w->link);
     free(w);
 }
 

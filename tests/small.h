@@ -11,7 +11,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SMALL_RANKS = 16, SMALL_SEQUENCES = 3, SMALL_DOCS = 8, SMALL_RUNS = 512 };
+#ifndef SMALL_MOST_RANKS
+#define SMALL_MOST_RANKS 16
+#endif
+enum { SMALL_RANKS = SMALL_MOST_RANKS, SMALL_SEQUENCES = 3, SMALL_DOCS = 8, SMALL_RUNS = 512 };
 
 static h_rng small_rng;
 

@@ -4,6 +4,12 @@
  * (small.h) and, where the plan promises it, bit for bit against one rank. Then with faults. */
 #define _POSIX_C_SOURCE 200112L
 #include "harness.h"
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 
 static int assert_failures;
 static int assert_failed(const char *what, int line)
@@ -14,6 +20,7 @@ static int assert_failed(const char *what, int line)
 #define RINGATTN_ASSERT(x) ((x) ? (void)0 : (void)assert_failed(#x, __LINE__))
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
+#define SMALL_MOST_RANKS 64
 #include "small.h"
 #include "net.h"
 
@@ -36,6 +43,8 @@ typedef struct seat {                  /* one rank */
 typedef struct world {
     net *net;
     int ranks, passes, threads, join, silent;
+    int stalled;                       /* rank that does not come, until `stalled_until`; -1 */
+    int64_t stalled_until;
     int patient;                       /* 1: no watchdog, for nothing is wrong */
     int few_ops;                       /* 1: a refusal because of max_ops is fine */
     int64_t deadline;                  /* of every pass, 0: none */
@@ -50,6 +59,7 @@ typedef struct world {
 } world;
 
 static int64_t seen[128];              /* how often a pass ended with -status */
+static FILE *sim_log;                  /* the schedule of every world; null: nowhere */
 
 static int64_t world_clock(void *ctx) { return ((world *)ctx)->net->now; }
 
@@ -105,8 +115,9 @@ static void random_net(net_config *c, int ranks)
     c->refuse = small_chance(50) ? 0 : small_range(5, 60);
     c->at_once = small_chance(50) ? 0 : small_range(1, 100);
     c->quiet_done = small_chance(50) ? 0 : 100;
+    c->keep = small_chance(70) ? 0 : small_range(10, 60);
     c->any_thread = small_chance(50);
-    c->shared = small_chance(20);
+    c->shared = small_chance(20) && 2 * ranks + 2 <= 64;
     c->any_peer = c->shared || small_chance(50);
     if (!c->shared && small_chance(25)) c->lend = small_range(20, 100);
     if (!c->shared && small_chance(15)) c->lend_sender = small_range(20, 100);
@@ -114,7 +125,7 @@ static void random_net(net_config *c, int ranks)
     c->max_ops = c->shared ? 64 : small_chance(40) ? 0 : (uint32_t)small_range(2, 40);
     c->train = small_chance(40);
     if (c->train && c->max_ops < 3) c->max_ops = 3;
-    c->tag_bits = small_chance(50) ? 0 : (uint32_t)small_range(8, 64);
+    c->tag_bits = small_chance(50) ? 0 : (uint32_t)small_range(1, 64);
     c->align = small_chance(50) ? 0 : (size_t)1 << small_rand(10);
     c->told = small_range(0, 2);
 }
@@ -207,14 +218,18 @@ static void make_whole(world *w, int pass)
 static world *make_world(int ranks, int passes, int most, const net_config *c)
 {
     world *w = (world *)calloc(1, sizeof *w);
+    uint64_t begin = 0;
     if (!w) abort();
     w->net = net_create(c);
     w->ranks = ranks;
     w->passes = passes;
     w->threads = small_chance(50) ? 1 : small_range(1, 5);
     w->join = small_chance(40);
-    w->silent = w->first_failed = -1;
+    w->silent = w->stalled = w->first_failed = -1;
+    w->net->log = sim_log;
     for (int i = 0; i < passes; i++) {
+        if (i == 0 || !small_chance(30)) begin = small_state;
+        else small_state = begin;      /* the same again: frames differ in the pass alone */
         small_make(&w->problem[i], ranks, most, w->threads);
         if (c->train) small_train(&w->problem[i], ranks > 2 && !c->any_peer);
     }
@@ -446,10 +461,14 @@ static void step_world(world *w)
     ra_status st;
     w->net->now += small_range(1, 8);
     if (++w->idle > 8 * w->ranks) w->net->now += 100;
-    if (w->idle > 60 * w->ranks * w->threads) w->net->now += WATCHDOG / 50;
+    if (w->idle > 60 * w->ranks * w->threads) w->net->now += WATCHDOG / (50 * w->ranks);
     if (s->over || r == w->silent) return;
+    if (r == w->stalled && w->net->now < w->stalled_until) return;
     ith = w->net->thread = small_range(0, w->threads - 1);
     st = call(w, r, ith);
+    if (st != RA_WAIT)
+        net_log(w->net, "%lld: rank %d thread %d pass %d: %s\n", (long long)w->net->now, r, ith,
+                s->ran + 1, ra_status_text(st));
     if (st == RA_AGAIN) w->idle = 0;
     if (st == RA_OK) {
         w->idle = 0;
@@ -504,7 +523,7 @@ static void close_fine(world *w)
 static int pick_ranks(void)
 {
     static const int common[8] = { 1, 2, 3, 4, 5, 6, 7, 8 };
-    return small_chance(80) ? common[small_rand(8)] : small_range(9, NET_RANKS);
+    return small_chance(80) ? common[small_rand(8)] : small_range(9, 16);
 }
 
 static int pick_size(int ranks)
@@ -514,25 +533,34 @@ static int pick_size(int ranks)
     return small_range(1, 200 * (ranks < 6 ? ranks : 6));
 }
 
+/* Nothing is wrong: every pass ends, and is right. Returns the passes of a rank. */
+static int64_t one_fair(h_rng rng, int ranks)
+{
+    net_config c;
+    world *w;
+    int64_t passes;
+    small_seed(rng.state);
+    if (!ranks) ranks = pick_ranks();
+    random_net(&c, ranks);
+    w = make_world(ranks, small_chance(60) ? 1 : small_range(2, PASSES), pick_size(ranks), &c);
+    w->patient = 1;
+    if (small_chance(10)) {            /* one rank pauses */
+        w->stalled = small_range(0, ranks - 1);
+        w->stalled_until = small_range(1, 20000);
+    }
+    if (open_world(w)) run_world(w);
+    passes = w->checked;
+    close_fine(w);
+    free_world(w);
+    return passes;
+}
+
 TEST(worlds)
 {
-    int64_t worlds = h_run.large ? 100000 : 5000, ran = 0, passes = 0;
+    int64_t worlds = h_run.large ? 20000 : 5000, ran = 0, passes = 0;
     for (int64_t i = 0; i < worlds; i++) {
-        net_config c;
-        h_rng rng;
-        world *w;
-        int ranks;
         if (!h_case(i)) continue;
-        rng = h_case_rng(i);
-        small_seed(rng.state);
-        ranks = pick_ranks();
-        random_net(&c, ranks);
-        w = make_world(ranks, small_chance(60) ? 1 : small_range(2, PASSES), pick_size(ranks), &c);
-        w->patient = 1;
-        if (open_world(w)) run_world(w);
-        passes += w->checked;
-        close_fine(w);
-        free_world(w);
+        passes += one_fair(h_case_rng(i), 0);
         ran++;
     }
     CHECK_EQ(assert_failures, 0);
@@ -647,10 +675,9 @@ static void print_ends(const world *w)
     }
 }
 
-static world *fault_world(int64_t i, int fewest)
+static world *fault_world(h_rng rng, int fewest)
 {
     net_config c;
-    h_rng rng = h_case_rng(i);
     world *w;
     int ranks;
     small_seed(rng.state);
@@ -692,6 +719,8 @@ static int fits(const world *w, int r)
     case NET_DAMAGE: return one_of(status, RA_E_PROTO, RA_E_MISMATCH, RA_E_PROTO);
     case NET_SHORT: case NET_LONG: case NET_TRUNC: return status == RA_E_TRUNC;
     case NET_DOUBLE: return disorder;
+    case NET_STALE: return disorder;
+    case NET_STALL: return 0;
     case NET_DROP: case NET_SWAP: return disorder || status == RA_E_PEER;
     case NET_SEND_FAILS: return status == code || (disorder && r != f->rank);
     default: return status == code;
@@ -711,131 +740,196 @@ static void choose_fault(world *w)
     f->at = (int64_t)small_rand((uint32_t)messages);
     f->byte = small_range(0, 63);
     f->value = kind == NET_DAMAGE ? 1 << small_rand(8) : small_range(1, 60);
+    if (kind == NET_STALL) f->value = small_range(1, WATCHDOG / 8);
     if (kind >= NET_RECV_FAILS) f->value = codes[small_rand(3)];
     f->kind = kind;
 }
 
+typedef struct fault_tally {           /* over all worlds of a test */
+    int64_t fired[NET_POLL_FAILS + 1], cut, named; /* named: failures that error_text knows */
+} fault_tally;
+
+static void check_fault(world *w, fault_tally *t)
+{
+    const net_fault *f = &w->net->c.fault;
+    ra_failure why;
+    if (f->fired) t->fired[f->kind]++;
+    if (w->wrong) return;
+    if (w->first_failed < 0) {
+        SOUND(w, !f->fired || one_of(f->kind, NET_DOUBLE, NET_DROP, NET_SWAP) ||
+                 f->kind == NET_STALL || w->net->c.shared);
+        if (f->fired) SOUND(w, f->kind != NET_DROP || w->net->c.shared);
+        return;
+    }
+    SOUND(w, f->fired > 0);
+    SOUND(w, fits(w, w->first_failed));
+    memset(&why, 0, sizeof why);
+    (void)ra_ring_failure(w->seat[w->first_failed].ring, &why);
+    if (f->kind >= NET_RECV_FAILS && why.status == RA_E_IO) {
+        SOUND(w, why.code == f->value);
+        t->cut += f->value == -1234;
+        t->named += f->value == -1234 && strstr(why.text, "the cable is cut") != NULL;
+    }
+    for (int r = 0; r < w->ranks; r++)
+        SOUND(w, w->seat[r].end == RA_OK || is_echo(w, w->seat[r].end) || fits(w, r));
+}
+
 /* One fault of the network: an error of the right kind where it happens, an end everywhere, never a
  * wrong number. */
+static void one_fault(h_rng rng, fault_tally *t)
+{
+    world *w = fault_world(rng, 2);
+    if (open_world(w)) {
+        choose_fault(w);
+        describe(w);
+        run_world(w);
+    }
+    describe(w);
+    check_fault(w, t);
+    if (w->wrong) print_ends(w);
+    close_failed(w);
+    free_world(w);
+}
+
 TEST(faults)
 {
-    int64_t fired[NET_POLL_FAILS + 1] = { 0 }, worlds = h_run.large ? 30000 : 2000;
-    int64_t cut = 0, named = 0;        /* failures with a code that error_text knows */
-    for (int64_t i = 0; i < worlds; i++) {
-        world *w;
-        const net_fault *f;
-        if (!h_case(i)) continue;
-        w = fault_world(i, 2);
-        if (open_world(w)) {
-            choose_fault(w);
-            describe(w);
-            run_world(w);
-        }
-        describe(w);
-        f = &w->net->c.fault;
-        if (f->fired) fired[f->kind]++;
-        if (w->first_failed >= 0 && !w->wrong) {
-            ra_failure why;
-            SOUND(w, f->fired > 0);
-            SOUND(w, fits(w, w->first_failed));
-            memset(&why, 0, sizeof why);
-            (void)ra_ring_failure(w->seat[w->first_failed].ring, &why);
-            if (f->kind >= NET_RECV_FAILS && why.status == RA_E_IO) {
-                SOUND(w, why.code == f->value);
-                cut += f->value == -1234;
-                named += f->value == -1234 && strstr(why.text, "the cable is cut") != NULL;
-            }
-            for (int r = 0; r < w->ranks; r++)
-                SOUND(w, w->seat[r].end == RA_OK || is_echo(w, w->seat[r].end) || fits(w, r));
-        } else {
-            SOUND(w, !f->fired || one_of(f->kind, NET_DOUBLE, NET_DROP, NET_SWAP) ||
-                     w->net->c.shared);
-            if (f->fired) SOUND(w, f->kind != NET_DROP || w->net->c.shared);
-        }
-        if (w->wrong) print_ends(w);
-        close_failed(w);
-        free_world(w);
-    }
-    for (int k = NET_DAMAGE; k <= NET_POLL_FAILS && h_run.only_case < 0; k++) CHECK(fired[k] > 10);
-    CHECK_EQ(named, cut);
+    int64_t worlds = h_run.large ? 30000 : 2000;
+    static fault_tally t;
+    for (int64_t i = 0; i < worlds; i++) if (h_case(i)) one_fault(h_case_rng(i), &t);
+    for (int k = NET_DAMAGE; k <= NET_POLL_FAILS && h_run.only_case < 0; k++)
+        CHECK(t.fired[k] > 10);
+    CHECK_EQ(t.named, t.cut);
     CHECK_EQ(assert_failures, 0);
 }
 
-/* A rank stops coming. Who waits for it says so: by the watchdog, or earlier by a deadline. */
+/* Steps the world up to some moment; a rank that is then at work. -1: there is none. */
+static int some_moment(world *w)
+{
+    int victim = small_range(0, w->ranks - 1);
+    int64_t steps = (int64_t)small_rand(60) * (int64_t)small_rand(40);
+    while (running(w) && !w->wrong && !w->net->breaches && steps-- > 0) step_world(w);
+    return w->seat[victim].over ? -1 : victim;
+}
+
+static void check_silence(world *w)
+{
+    const seat *s = &w->seat[w->first_failed];
+    ra_failure f;
+    memset(&f, 0, sizeof f);
+    (void)ra_ring_failure(s->ring, &f);
+    SOUND(w, s->end == RA_E_PEER || (s->end == RA_E_TIMEOUT && w->deadline));
+    if (f.peer >= 0 || s->end == RA_E_PEER) {
+        SOUND(w, f.sending == 0 || f.sending == 1);
+        SOUND(w, f.peer >= 0 && f.peer != w->first_failed);
+        if (!w->net->c.shared)
+            SOUND(w, f.chunk >= 0 &&
+                     (net_is_neighbour(w->net, f.peer, w->first_failed) || s->back));
+        if (w->ranks == 2) SOUND(w, f.peer == w->silent);
+    }
+    if (s->end == RA_E_PEER) SOUND(w, f.since_progress_ns >= WATCHDOG || w->net->dead >= 0);
+    if (w->net->dead >= 0) SOUND(w, f.peer == w->net->dead || s->end == RA_E_TIMEOUT);
+    for (int r = 0; r < w->ranks; r++)
+        SOUND(w, w->seat[r].end == RA_OK || is_echo(w, w->seat[r].end));
+}
+
+/* A rank stops coming. Who waits for it says so: by the watchdog, earlier by a deadline, or (told)
+ * at once, as the transport knows that it is dead. tally: ends by the watchdog or notice, by a
+ * deadline. */
+static void one_silence(h_rng rng, int told, int64_t tally[2])
+{
+    world *w = fault_world(rng, 2);
+    if (open_world(w)) {
+        w->silent = some_moment(w);
+        if (told && w->silent >= 0) {
+            w->net->dead = w->silent;
+            net_log(w->net, "rank %d is dead\n", w->silent);
+        }
+        if (small_chance(30)) w->deadline = w->net->now + small_range(1, WATCHDOG);
+        run_world(w);
+    }
+    if (w->first_failed >= 0 && !w->wrong) {
+        tally[w->seat[w->first_failed].end == RA_E_TIMEOUT]++;
+        check_silence(w);
+    }
+    if (w->wrong) print_ends(w);
+    close_failed(w);
+    free_world(w);
+}
+
 TEST(silence)
 {
-    int64_t worlds = h_run.large ? 10000 : 400, waited = 0, late = 0;
-    for (int64_t i = 0; i < worlds; i++) {
-        world *w;
-        int64_t steps;
-        int victim;
-        if (!h_case(i)) continue;
-        w = fault_world(i, 2);
-        victim = small_range(0, w->ranks - 1);
-        steps = (int64_t)small_rand(60) * (int64_t)small_rand(40);
-        if (open_world(w)) {
-            while (running(w) && !w->wrong && !w->net->breaches && steps-- > 0) step_world(w);
-            if (!w->seat[victim].over) w->silent = victim;
-            if (small_chance(30)) w->deadline = w->net->now + small_range(1, WATCHDOG);
-            run_world(w);
-        }
-        if (w->first_failed >= 0 && !w->wrong) {
-            const seat *s = &w->seat[w->first_failed];
-            ra_failure f;
-            memset(&f, 0, sizeof f);
-            (void)ra_ring_failure(s->ring, &f);
-            if (s->end == RA_E_TIMEOUT) late++;
-            else waited++;
-            SOUND(w, s->end == RA_E_PEER || (s->end == RA_E_TIMEOUT && w->deadline));
-            if (f.peer >= 0 || s->end == RA_E_PEER) {
-                SOUND(w, f.sending == 0 || f.sending == 1);
-                SOUND(w, f.peer >= 0 && f.peer != w->first_failed);
-                if (!w->net->c.shared)
-                    SOUND(w, f.chunk >= 0 &&
-                             (net_is_neighbour(w->net, f.peer, w->first_failed) || s->back));
-                if (w->ranks == 2) SOUND(w, f.peer == w->silent);
-            }
-            if (s->end == RA_E_PEER) SOUND(w, f.since_progress_ns >= WATCHDOG);
-            for (int r = 0; r < w->ranks; r++)
-                SOUND(w, w->seat[r].end == RA_OK || is_echo(w, w->seat[r].end));
-        }
-        if (w->wrong) print_ends(w);
-        close_failed(w);
-        free_world(w);
-    }
-    if (h_run.only_case < 0) CHECK(waited > 20 && late > 5);
+    int64_t worlds = h_run.large ? 10000 : 400, tally[2] = { 0, 0 };
+    for (int64_t i = 0; i < worlds; i++) if (h_case(i)) one_silence(h_case_rng(i), 0, tally);
+    if (h_run.only_case < 0) CHECK(tally[0] > 20 && tally[1] > 5);
     CHECK_EQ(assert_failures, 0);
+}
+
+TEST(notified_deaths)
+{
+    int64_t worlds = h_run.large ? 10000 : 400, tally[2] = { 0, 0 };
+    for (int64_t i = 0; i < worlds; i++) if (h_case(i)) one_silence(h_case_rng(i), 1, tally);
+    if (h_run.only_case < 0) CHECK(tally[0] > 20);
+    CHECK_EQ(assert_failures, 0);
+}
+
+/* Returns 1 if the pass of the rank that cancelled ended by that. */
+static int one_cancel(h_rng rng)
+{
+    world *w = fault_world(rng, 1);
+    int victim = -1, cancelled = 0;
+    if (open_world(w)) {
+        victim = some_moment(w);
+        if (victim >= 0) {
+            net_log(w->net, "rank %d cancels\n", victim);
+            ra_ring_cancel(w->seat[victim].ring);
+        }
+        run_world(w);
+    }
+    if (victim >= 0 && w->seat[victim].end < 0 && !w->wrong) {
+        cancelled = 1;
+        SOUND(w, w->seat[victim].end == RA_E_CANCELLED || w->seat[victim].end == RA_E_PEER);
+        SOUND(w, w->first_failed != victim || w->seat[victim].end == RA_E_CANCELLED);
+        for (int r = 0; r < w->ranks; r++)
+            SOUND(w, w->seat[r].end == RA_OK || r == victim || is_echo(w, w->seat[r].end));
+    }
+    if (w->wrong) print_ends(w);
+    close_failed(w);
+    free_world(w);
+    return cancelled;
 }
 
 TEST(cancel)
 {
     int64_t worlds = h_run.large ? 10000 : 400, cancelled = 0;
-    for (int64_t i = 0; i < worlds; i++) {
-        world *w;
-        int64_t steps;
-        int victim;
-        if (!h_case(i)) continue;
-        w = fault_world(i, 1);
-        victim = small_range(0, w->ranks - 1);
-        steps = (int64_t)small_rand(60) * (int64_t)small_rand(40);
-        if (open_world(w)) {
-            while (running(w) && !w->wrong && !w->net->breaches && steps-- > 0) step_world(w);
-            if (!w->seat[victim].over) ra_ring_cancel(w->seat[victim].ring);
-            run_world(w);
-        }
-        if (w->seat[victim].end < 0 && !w->wrong) {
-            cancelled++;
-            SOUND(w, w->seat[victim].end == RA_E_CANCELLED || w->seat[victim].end == RA_E_PEER);
-            SOUND(w, w->first_failed != victim || w->seat[victim].end == RA_E_CANCELLED);
-            for (int r = 0; r < w->ranks; r++)
-                SOUND(w, w->seat[r].end == RA_OK || r == victim || is_echo(w, w->seat[r].end));
-        }
-        if (w->wrong) print_ends(w);
-        close_failed(w);
-        free_world(w);
-    }
+    for (int64_t i = 0; i < worlds; i++) if (h_case(i)) cancelled += one_cancel(h_case_rng(i));
     if (h_run.only_case < 0) CHECK(cancelled > 50);
     CHECK_EQ(assert_failures, 0);
+}
+
+/* A fault of the network and then a rank that stops coming, dies or cancels: all end, with nothing
+ * that none of the two can be, and what ended well is right. */
+static void one_of_both(h_rng rng)
+{
+    world *w = fault_world(rng, 2);
+    if (open_world(w)) {
+        int victim, how = small_range(0, 2);
+        choose_fault(w);
+        victim = some_moment(w);
+        if (how == 2 && victim >= 0) ra_ring_cancel(w->seat[victim].ring);
+        else w->silent = victim;
+        if (how == 1) w->net->dead = victim;
+        if (small_chance(30)) w->deadline = w->net->now + small_range(1, WATCHDOG);
+        describe(w);
+        run_world(w);
+        for (int r = 0; r < w->ranks; r++) {
+            int end = w->seat[r].end;
+            SOUND(w, end == RA_OK || is_echo(w, end) || fits(w, r) ||
+                     (r == victim && end == RA_E_CANCELLED));
+        }
+    }
+    if (w->wrong) print_ends(w);
+    close_failed(w);
+    free_world(w);
 }
 
 /* -------------------------------------------------------------------------- ranks that differ */
@@ -1034,6 +1128,77 @@ TEST(differences)
     CHECK_EQ(assert_failures, 0);
 }
 
+/* -------------------------------------------------------------------------- seeds */
+
+/* What a seed stands for depends on the seed alone. Returns whether something was wrong. */
+static int one_seed(int64_t seed)
+{
+    static fault_tally faults;
+    static int64_t tally[2];
+    h_rng rng = h_case_rng(seed);
+    int bad = h_run.bad, kind = (int)h_range(&rng, 0, 999);
+    if (kind < 3) (void)one_fair(rng, (int)h_range(&rng, 17, NET_RANKS));
+    else if (kind < 300) (void)one_fair(rng, 0);
+    else if (kind < 600) one_fault(rng, &faults);
+    else if (kind < 700) one_silence(rng, 0, tally);
+    else if (kind < 800) one_silence(rng, 1, tally);
+    else if (kind < 900) (void)one_cancel(rng);
+    else one_of_both(rng);
+    if (assert_failures) CHECK_EQ(assert_failures, 0);
+    return h_run.bad > bad;
+}
+
+/* Seeds from + nth, from + nth + workers, ... Stops at the first that is wrong; if it is the only
+ * one, it is run again with its schedule in print. */
+static int some_seeds(int64_t from, int64_t seeds, int nth, int workers)
+{
+    for (int64_t i = nth; i < seeds; i += workers) {
+        h_run.case_now = -1;
+        h_run.context[0] = 0;
+        h_run.checks++;
+        if (!one_seed(from + i)) continue;
+        printf("seed %lld is wrong; again: make sim SEEDS=1 FROM=%lld\n", (long long)(from + i),
+               (long long)(from + i));
+        if (seeds > 1) return 1;
+        sim_log = stdout;
+        printf("its schedule:\n");
+        (void)one_seed(from + i);
+        sim_log = NULL;
+        return 1;
+    }
+    return 0;
+}
+
+/* make sim SEEDS=n FROM=seed. On all cores with --long. */
+TEST(seeds)
+{
+    int64_t from = h_run.from, seeds = h_run.count, begin;
+    int workers = 1, bad = 0, status;
+    if (seeds <= 0) seeds = h_run.large ? 200000 : 1000;
+    if (h_run.large && seeds > 100)
+        workers = (int)sysconf(_SC_NPROCESSORS_ONLN);
+    if (workers < 1) workers = 1;
+    begin = (int64_t)time(NULL);
+    fflush(NULL);
+    for (int i = 1; i < workers; i++) {
+        pid_t pid = fork();
+        if (pid == 0) {
+            bad = some_seeds(from, seeds, i, workers);
+            fflush(NULL);
+            _exit(bad);
+        }
+        CHECK(pid > 0);
+    }
+    bad = some_seeds(from, seeds, 0, workers);
+    for (int i = 1; i < workers; i++) {
+        CHECK(wait(&status) > 0);
+        bad |= status != 0;
+    }
+    CHECK_EQ(bad, 0);
+    printf("seeds %lld to %lld, %lld s on %d cores\n", (long long)from,
+           (long long)(from + seeds - 1), (long long)time(NULL) - (long long)begin, workers);
+}
+
 /* The tests above together produced every way in which a pass can fail, but for those of engines
  * (test_clients.c). */
 TEST(statuses)
@@ -1055,7 +1220,12 @@ int main(int argc, char **argv)
 {
     static const h_test tests[] = {
         ENTRY(worlds), ENTRY(shared_few_ops), ENTRY(faults), ENTRY(silence), ENTRY(cancel),
-        ENTRY(differences), ENTRY(statuses),
+        ENTRY(notified_deaths), ENTRY(differences), ENTRY(seeds), ENTRY(statuses),
     };
+#if defined(M_MMAP_THRESHOLD)
+    /* Worlds come and go: their memory need not go back to the system each time. */
+    (void)mallopt(M_MMAP_THRESHOLD, 1 << 28);
+    (void)mallopt(M_TRIM_THRESHOLD, 1 << 29);
+#endif
     return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

@@ -72,6 +72,7 @@ typedef struct cf_maker {
               " say, and each callback that another one needs is there")                          \
     X(ORDER, "the n-th send matches the n-th receive per (peer, channel)")                        \
     X(CHANNELS, "messages match per (peer, channel): channels do not mix")                        \
+    X(PEERS, "messages match per (peer, channel): what is sent to one rank reaches no other")      \
     X(RINGS, "rings do not mix, though the same ranks are in both")                               \
     X(BYTES, "the bytes of a message arrive as they were sent")                                   \
     X(VISIBLE, "a receive is DONE when its bytes are in the buffer, not before")                  \
@@ -84,7 +85,7 @@ typedef struct cf_maker {
     X(TRUNC, "keep message boundaries: another length is RA_E_TRUNC")                             \
     X(LARGEST, "messages up to max_msg are carried")                                              \
     X(PREFIX, "post accepts a prefix of the idle ops per (peer, channel, direction)")             \
-    X(AGAIN, "post: RA_OK means that none is left IDLE")                                          \
+    X(AGAIN, "post: RA_OK means that none is left IDLE, RA_AGAIN that some are")                  \
     X(STATES, "a state is IDLE, PENDING, DONE or RA_E_*; poll and wait move PENDING ops alone")   \
     X(CODES, "post returns RA_OK, RA_AGAIN or an error, poll and wait RA_OK or an error, and an"  \
              " error only if something went wrong")                                               \
@@ -92,6 +93,7 @@ typedef struct cf_maker {
                 " peers")                                                                         \
     X(POST_BLOCKS, "post never blocks")                                                           \
     X(POLL_BLOCKS, "poll never blocks")                                                           \
+    X(POLL_NONE, "poll drives progress, also with n = 0")                                         \
     X(ANY_PEER, "RA_CAP_ANY_PEER: not only rank +- 1")                                            \
     X(LATE, "what is sent to or awaited from a rank that has yet to come is kept until it comes") \
     X(WAIT_IDLE, "wait returns at once if no op is PENDING")                                      \
@@ -333,6 +335,14 @@ static inline int cf_wrong_bytes(cf_rank *r, const cf_op *o, uint8_t *p)
         if (!cf_pattern(p, n, m, 1))
             return cf_break(r, CF_CHANNELS, "a receive from rank %d on channel %d got a message of"
                             " channel %d", m.from, o->id.channel, m.channel);
+    for (int i = 0; n >= 8 && i < r->ranks * r->ranks; i++) {
+        m = o->id;
+        m.from = i / r->ranks;
+        m.to = i % r->ranks;
+        if (!cf_pattern(p, n, m, 1))
+            return cf_break(r, CF_PEERS, "a receive from rank %d got a message from rank %d to"
+                            " rank %d", o->id.from, m.from, m.to);
+    }
     m = o->id;
     for (m.ring = 0; n >= 8 && m.ring < CF_MOST_RINGS; m.ring++)
         if (!cf_pattern(p, n, m, 1))
@@ -465,7 +475,7 @@ static inline void cf_list(cf_op *const *ops, int n, ra_transport_op **list, int
 static inline int cf_post(cf_rank *r, int ring, cf_op *const *ops, int n)
 {
     ra_transport_op *list[CF_MOST];
-    int32_t before[CF_MOST];
+    int32_t before[CF_MOST] = { 0 };
     int code, idle = 0;
     cf_list(ops, n, list, before);
     code = r->t[ring]->post(r->t[ring]->ctx, list, n);
@@ -476,6 +486,8 @@ static inline int cf_post(cf_rank *r, int ring, cf_op *const *ops, int n)
     for (int i = 0; i < n; i++) idle += ops[i]->op.state == RA_MSG_IDLE;
     if (code == RA_OK && idle)
         return cf_break(r, CF_AGAIN, "post returned RA_OK and left %d ops idle", idle);
+    if (code == RA_AGAIN && !idle)
+        return cf_break(r, CF_AGAIN, "post returned RA_AGAIN and left no op idle");
     return cf_check_prefix(r, ops, n, before);
 }
 
@@ -484,7 +496,7 @@ static inline int cf_poll(cf_rank *r, int ring, cf_op *const *ops, int n, int64_
 {
     const ra_transport *t = r->t[ring];
     ra_transport_op *list[CF_MOST];
-    int32_t before[CF_MOST];
+    int32_t before[CF_MOST] = { 0 };
     int code;
     cf_list(ops, n, list, before);
     code = deadline < 0 ? t->poll(t->ctx, list, n) : t->wait(t->ctx, list, n, deadline);
@@ -572,6 +584,19 @@ static inline int cf_depth(const cf_rank *r, int cap)
 }
 
 static inline void cf_unclaimed(cf_rank *r) { cf_store(&r->shared->unclaimed, 1); }
+
+static inline int cf_sendrecv(cf_rank *r, cf_op *out, cf_op *in, int64_t deadline)
+{
+    const ra_transport *t = r->t[0];
+    int code = t->sendrecv(t->ctx, out ? out->op.peer : RA_NO_PEER, out ? out->own : NULL,
+                           out ? out->op.len : 0, in ? in->op.peer : RA_NO_PEER,
+                           in ? in->own : NULL, in ? in->op.len : 0,
+                           out ? out->op.tag : in->op.tag, deadline);
+    if (code != RA_OK) return code;
+    if (in && !cf_check_done(r, in)) return RA_E_IO;
+    if (out && !cf_check_done(r, out)) return RA_E_IO;
+    return RA_OK;
+}
 
 /* -------------------------------------------------------------------------- tests of level 1 */
 static inline void cf_free_all(cf_op *ops, int n) { while (n-- > 0) cf_op_free(&ops[n]); }
@@ -736,6 +761,36 @@ static inline void cf_t_blocks(cf_rank *r)
     cf_meet(r);
 }
 
+/* Rank 0 sends and then polls with no ops at all until the other side has everything. */
+static inline void cf_t_poll_none(cf_rank *r)
+{
+    int32_t *flag = &r->shared->flag[0][0];
+    cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
+    for (int i = 0; r->rank < 2 && i < 2; i++)
+        cf_op_make(r, &ops[i], r->rank ? RA_MSG_RECV : RA_MSG_SEND, cf_message(0, 1, 0, 0, i),
+                   300007);
+    if (r->rank == 0) {
+        int64_t until = ra_now_ns() + r->patience;
+        if (!cf_accept(r, list, 1)) return;
+        cf_store(&flag[1], 1);
+        while (!cf_load(flag) && !cf_over(r) && ra_now_ns() < until) {
+            if (cf_poll(r, 0, NULL, 0, -1) != 1) return;
+            cf_sleep_us(100);
+        }
+        if (!cf_load(flag)) {
+            cf_break(r, CF_POLL_NONE, "a message of %zu bytes has not come after %lld ms of poll"
+                     " without ops", ops[0].op.len, (long long)(r->patience / 1000000));
+            return;
+        }
+    } else if (r->rank == 1) {
+        if (!cf_await(r, &flag[1], 1, 2 * r->patience)) return;
+        if (!cf_finish(r, 0, list, 1, CF_POLL_NONE)) return;
+        cf_store(flag, 1);
+    }
+    if (r->rank < 2 && (!cf_finish(r, 0, list, 2, CF_PROGRESS))) return;
+    if (cf_meet(r) && r->rank < 2) cf_free_all(ops, 2);
+}
+
 static inline void cf_t_any_peer(cf_rank *r)
 {
     int depth = cf_depth(r, CF_MOST), seq = 0;
@@ -760,12 +815,19 @@ static inline void cf_t_any_peer(cf_rank *r)
     }
 }
 
+/* At level 0 a late rank holds up its neighbours, no more. */
 static inline void cf_t_late(cf_rank *r)
 {
     cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
     cf_op_make(r, &ops[0], RA_MSG_SEND, cf_message(r->rank, r->next, 0, 0, 0), 20011);
     cf_op_make(r, &ops[1], RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, 0), 20011);
-    if (cf_finish(r, 0, list, 2, CF_LATE)) cf_free_all(ops, 2);
+    if (!r->t[0]->post) {
+        int code;
+        ops[1].op.tag = ops[0].op.tag = 1;
+        code = cf_sendrecv(r, &ops[0], &ops[1], ra_now_ns() + r->patience);
+        if (code && !cf_over(r)) cf_break(r, CF_LATE, "sendrecv returned %s", ra_status_text(code));
+        if (!code) cf_free_all(ops, 2);
+    } else if (cf_finish(r, 0, list, 2, CF_LATE)) cf_free_all(ops, 2);
 }
 
 /* Two rings over the same ranks, used in turns and at the same time. */
@@ -826,6 +888,33 @@ static inline int cf_wait_deadline(cf_rank *r, cf_op *const *list)
     return 1;
 }
 
+/* Rank 0 waits with two receives, of which one comes: it is told of that one. */
+static inline void cf_wait_for_one(cf_rank *r)
+{
+    int32_t *flag = &r->shared->flag[0][2];
+    cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
+    int64_t begin = ra_now_ns();
+    for (int i = 0; r->rank < 2 && i < 2; i++)
+        cf_op_make(r, &ops[i], r->rank ? RA_MSG_SEND : RA_MSG_RECV, cf_message(1, 0, 0, 0, 5 + i),
+                   7001);
+    if (r->rank == 0 && !cf_accept(r, list, 2)) return;
+    if (r->rank == 1 && !cf_finish(r, 0, list, 1, CF_PROGRESS)) return;
+    while (r->rank == 0 && cf_unfinished(list, 2) == 2) {
+        if (cf_poll(r, 0, list, 2, begin + r->patience) != 1) return;
+        if (ra_now_ns() - begin < r->patience * 3 / 4) continue;
+        cf_break(r, CF_WAIT_WAKES, "of two receives one came, and wait slept %lld ms",
+                 (long long)((ra_now_ns() - begin) / 1000000));
+        return;
+    }
+    if (r->rank == 0) cf_store(flag, 1);
+    if (r->rank == 1) {
+        (void)cf_await(r, flag, 1, r->patience);
+        if (!cf_finish(r, 0, list + 1, 1, CF_PROGRESS)) return;
+    }
+    if (r->rank == 0 && !cf_finish(r, 0, list, 2, CF_PROGRESS)) return;
+    if (cf_meet(r) && r->rank < 2) cf_free_all(ops, 2);
+}
+
 static inline void cf_t_wait(cf_rank *r)
 {
     cf_op op, *list[1] = { &op };
@@ -850,7 +939,9 @@ static inline void cf_t_wait(cf_rank *r)
                  (long long)((ra_now_ns() - begin) / 1000000));
         return;
     }
-    if (cf_meet(r) && r->rank < 2) cf_op_free(&op);
+    if (!cf_meet(r)) return;
+    if (r->rank < 2) cf_op_free(&op);
+    cf_wait_for_one(r);
 }
 
 /* -------------------------------------------------------------------------- abort and quiesce */
@@ -880,11 +971,24 @@ static inline int cf_fails(cf_rank *r, cf_op *const *ops, int n, int rule, const
     }
 }
 
-static inline int cf_later_fails(cf_rank *r, cf_op *op, int rule)
+/* A receive and a send, one after the other: their failures are two. */
+static inline int cf_later_fails(cf_rank *r, cf_op *ops, int rule)
 {
-    cf_op *list[1] = { op };
-    cf_op_make(r, op, RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, 50), 1009);
-    return cf_fails(r, list, 1, rule, "receives posted after it");
+    cf_op *in[1] = { &ops[0] }, *out[1] = { &ops[1] };
+    cf_op_make(r, &ops[0], RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, 50), 1009);
+    cf_op_make(r, &ops[1], RA_MSG_SEND, cf_message(r->rank, r->next, 0, 0, 50), 1009);
+    return cf_fails(r, in, 1, rule, "receives posted after it") &&
+           cf_fails(r, out, 1, rule, "sends posted after it");
+}
+
+/* Goes on with the ops until `calls` calls are through: the moment of an abort. */
+static inline int cf_go_on(cf_rank *r, cf_op *const *ops, int n, int calls)
+{
+    for (int i = 0; i < calls; i++) {
+        int code = i & 1 ? cf_poll(r, 0, ops, n, -1) : cf_post(r, 0, ops, n);
+        if (code != 1) return code;
+    }
+    return 1;
 }
 
 static inline void *cf_abort_soon(void *arg)
@@ -930,11 +1034,12 @@ static inline int cf_quiesce(cf_rank *r, int64_t wait_ns)
     return code;
 }
 
-/* variant 0: nothing is pending; 1: receives; 2: sends; 3: much of both; 4: in wait. */
+/* variant 0: nothing is pending; 1: receives; 2: sends; 3: much of both; 4: in wait; from 5 on:
+ * much of both after that many calls less 5. */
 static inline void cf_t_abort(cf_rank *r)
 {
-    cf_op ops[8], later[2], *list[8] = { NULL };
-    int n = 0, depth = cf_depth(r, 8), aborts = r->rank == 0;
+    cf_op ops[8], later[4], *list[8] = { NULL };
+    int n = 0, depth = cf_depth(r, 8), aborts = r->rank == 0, amid = r->variant == 3;
     if (!r->t[0]->abort || (r->variant == 4 && !r->t[0]->wait)) {
         cf_unclaimed(r);
         return;
@@ -943,27 +1048,29 @@ static inline void cf_t_abort(cf_rank *r)
         cf_op_make(r, &ops[n++], RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, 0), 5009);
     if (r->variant == 2)
         cf_op_make(r, &ops[n++], RA_MSG_SEND, cf_message(r->rank, r->next, 0, 0, 0), 5009);
-    for (int i = 0; r->variant == 3 && n + 2 <= depth; i++) {
+    amid |= r->variant >= 5;
+    for (int i = 0; amid && n + 2 <= depth; i++) {
         cf_op_make(r, &ops[n++], RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, i), 400009);
         cf_op_make(r, &ops[n++], RA_MSG_SEND, cf_message(r->rank, r->next, 0, 0, i), 400009);
     }
     for (int i = 0; i < n; i++) list[i] = &ops[i];
-    r->breaks = r->variant == 3;
-    if (n && r->variant == 3 && cf_drive(r, 0, list, n, 0) == 0) return;
-    if (r->variant != 3 && (!cf_accept(r, list, n) || !cf_meet(r))) return;
+    r->breaks = amid;
+    if (r->variant == 3 && cf_drive(r, 0, list, n, 0) == 0) return;
+    if (r->variant >= 5 && cf_go_on(r, list, n, aborts ? r->variant - 5 : 4) == 0) return;
+    if (!amid && (!cf_accept(r, list, n) || !cf_meet(r))) return;
     r->breaks = 1;
     if (aborts && r->variant == 4 && !cf_abort_wakes(r, list, n)) return;
     if (aborts && r->variant != 4 && !cf_abort(r)) return;
-    if (!aborts && r->maker->tells_peers && n && r->variant != 3 &&
+    if (!aborts && r->maker->tells_peers && n && !amid &&
         !cf_fails(r, list, n, CF_ABORT_PEERS, "pending ops of a rank whose peer aborted"))
         return;
     if (!aborts && !cf_abort(r)) return;
     if (n && !cf_fails(r, list, n, CF_ABORT_PENDING, "pending ops")) return;
     if (!cf_later_fails(r, &later[0], CF_ABORT_LATER) || !cf_abort(r)) return;
-    if (!cf_later_fails(r, &later[1], CF_ABORT_TWICE)) return;
+    if (!cf_later_fails(r, &later[2], CF_ABORT_TWICE)) return;
     if (cf_quiesce(r, r->patience / 2) != RA_OK || !cf_meet(r)) return;
     cf_free_all(ops, n);
-    cf_free_all(later, 2);
+    cf_free_all(later, 4);
 }
 
 /* After quiesce has said RA_OK the buffers are used for something else and must stay that. */
@@ -1103,19 +1210,6 @@ static inline void cf_t_reg(cf_rank *r)
 }
 
 /* -------------------------------------------------------------------------- tests of level 0 */
-static inline int cf_sendrecv(cf_rank *r, cf_op *out, cf_op *in, int64_t deadline)
-{
-    const ra_transport *t = r->t[0];
-    int code = t->sendrecv(t->ctx, out ? out->op.peer : RA_NO_PEER, out ? out->own : NULL,
-                           out ? out->op.len : 0, in ? in->op.peer : RA_NO_PEER,
-                           in ? in->own : NULL, in ? in->op.len : 0,
-                           out ? out->op.tag : in->op.tag, deadline);
-    if (code != RA_OK) return code;
-    if (in && !cf_check_done(r, in)) return RA_E_IO;
-    if (out && !cf_check_done(r, out)) return RA_E_IO;
-    return RA_OK;
-}
-
 /* Everybody to the next, everybody to the one before; an odd number of ranks too. */
 static inline void cf_t_both_ways(cf_rank *r)
 {
@@ -1396,6 +1490,42 @@ static inline void cf_t_cancel(cf_rank *r)
     cf_meet(r);
 }
 
+/* The last rank never begins its pass. All others get out by their deadline. */
+static inline void cf_t_absent(cf_rank *r)
+{
+    int64_t deadline = ra_deadline_ms(300);
+    cf_rank brief = *r;                /* of patience with quiesce, where the last rank is asked */
+    ra_status s;
+    ra_error e;
+    cf_pass p;
+    memset(&e, 0, sizeof e);
+    r->breaks = 1;
+    if (brief.patience > 600000000) brief.patience = 600000000;
+    if (cf_pass_open(&brief, &p, r->rank, r->ranks, r->t[0], &e)) {
+        cf_break(r, CF_PASS, "%s %s", e.field, e.text);
+        return;
+    }
+    if (r->rank < r->ranks - 1) {
+        ra_tensors t = p.t;
+        t.d_o.data = NULL;
+        t.d_q.data = t.d_k.data = t.d_v.data = NULL;
+        s = ra_forward(p.plan, p.ring, &t, deadline);
+        if (s == RA_OK && r->rank == r->ranks - 2)
+            cf_break(r, CF_PASS, "the pass ended well without rank %d", r->ranks - 1);
+        if (ra_now_ns() > deadline + r->patience)
+            cf_break(r, CF_PASS_ENDS, "it came back %lld ms after its deadline",
+                     (long long)((ra_now_ns() - deadline) / 1000000));
+    } else if (cf_await(r, &r->shared->flag[0][0], r->ranks - 1, 4 * r->patience)) {
+        ra_ring_cancel(p.ring);
+    } else {
+        cf_break(r, CF_PASS_ENDS, "another rank is still inside long after its deadline of 300 ms");
+    }
+    if (r->rank < r->ranks - 1) __atomic_add_fetch(&r->shared->flag[0][0], 1, __ATOMIC_ACQ_REL);
+    if (cf_over(r)) return;
+    cf_pass_close(&p);
+    cf_meet(r);
+}
+
 /* A ring of one over a world of one. */
 static inline void cf_t_lone(cf_rank *r)
 {
@@ -1422,21 +1552,23 @@ static const cf_test cf_tests[] = {
     { "order, in flight", cf_t_order,     CF_LEVEL_1,               1, CF_PROGRESS },
     { "blocks nowhere",   cf_t_blocks,    CF_LEVEL_1,               1, CF_POST_BLOCKS },
     { "progress",         cf_t_progress,  CF_LEVEL_1,               1, CF_PROGRESS },
+    { "poll without ops", cf_t_poll_none, CF_LEVEL_1 | CF_ONE_WORLD, 1, CF_POLL_NONE },
     { "largest message",  cf_t_largest,   CF_LEVEL_1,               1, CF_LARGEST },
     { "any peer",         cf_t_any_peer,  CF_LEVEL_1,               1, CF_ANY_PEER },
-    { "a late rank",      cf_t_late,      CF_LEVEL_1 | CF_LATE_RANK, 1, CF_LATE },
     { "two rings",        cf_t_rings,     CF_LEVEL_1 | CF_TWO_RINGS, 1, CF_PROGRESS },
     { "loans",            cf_t_loans,     CF_LEVEL_1,               1, CF_PROGRESS },
     { "registration",     cf_t_reg,       CF_LEVEL_1,               1, CF_REG },
     { "other lengths",    cf_t_trunc,     CF_LEVEL_1 | CF_ONE_WORLD, 2, CF_TRUNC },
     { "wait",             cf_t_wait,      CF_LEVEL_1 | CF_ONE_WORLD, 1, CF_WAIT_DEADLINE },
-    { "abort",            cf_t_abort,     CF_LEVEL_1,               5, CF_ABORT_PENDING },
+    { "abort",            cf_t_abort,     CF_LEVEL_1,              13, CF_ABORT_PENDING },
     { "quiesce",          cf_t_quiesce,   CF_LEVEL_1,               1, CF_QUIESCE_DEADLINE },
     { "both ways",        cf_t_both_ways, CF_LEVEL_0,               1, CF_BOTH_WAYS },
     { "one side",         cf_t_one_side,  CF_LEVEL_0,               1, CF_ONE_SIDE },
+    { "a late rank",      cf_t_late,      CF_LEVEL_0 | CF_LEVEL_1 | CF_LATE_RANK, 1, CF_LATE },
     { "its deadline",     cf_t_sendrecv_deadline, CF_LEVEL_0,       1, CF_SENDRECV_DEADLINE },
     { "passes",           cf_t_passes,    CF_PASSES,                1, CF_PASS },
     { "a cancelled pass", cf_t_cancel,    CF_PASSES,                6, CF_PASS_ENDS },
+    { "an absent rank",   cf_t_absent,    CF_PASSES | CF_ONE_WORLD, 1, CF_PASS_ENDS },
 };
 enum { CF_TEST_COUNT = (int)(sizeof cf_tests / sizeof *cf_tests) };
 
@@ -1447,7 +1579,8 @@ static inline const char *cf_unfit(const cf_test *test, const ra_transport *t)
     if ((test->flags & CF_LEVEL_0) && !(test->flags & CF_LEVEL_1) && !t->sendrecv)
         return "no sendrecv";
     /* Without deadlines a cancelled peer may block a call for ever, and says so. */
-    if (test->run == cf_t_cancel && !t->post && !(t->caps & RA_CAP_DEADLINE))
+    if ((test->run == cf_t_cancel || test->run == cf_t_absent) && !t->post &&
+        !(t->caps & RA_CAP_DEADLINE))
         return "no RA_CAP_DEADLINE";
     return NULL;
 }

@@ -1,0 +1,231 @@
+/* The protocol of the bundled world (room SHM of ringattn.h) for Spin: P ranks in a ring, each sends
+ * M messages to the next and receives M from the one before, over inboxes with a lock. At any moment
+ * any rank may be aborted by another thread, may stop for ever (-DDEATHS), or may leave between two
+ * calls. tests/spin.sh says how it is run.
+ *
+ * Modelled as they are: post (who comes second takes the op of the first out of the inbox, under its
+ * lock, and copies after unlocking), poll and wait with settle and withdraw, abort, purge, part and
+ * quiesce, with every shared word read and written in the order of the header. Left out: bytes, and
+ * how a sleeper hears of an event, which is one word that it compares: it sleeps until that differs.
+ *
+ * Checked: no buffer is copied from or to once its rank has parted, so not after quiesce either; a
+ * message is copied once, in order, and DONE only after its copy; no copy is left open; without deaths every rank
+ * comes to an end whatever is aborted when, and with them too, by its deadline. */
+/* BREAK_*: mistakes that the model must find. */
+#ifndef P
+#define P 2
+#endif
+#ifndef M
+#define M 2
+#endif
+#define NEXT(r) ((r + 1) % P)
+#define PREV(r) ((r + P - 1) % P)
+#define SEND 0
+#define RECV 1
+#define OP(src, kind) (2 * (src) + (kind))             /* of the flow from src to the next */
+
+mtype = { IDLE, PENDING, DONE, FAILED, QUEUED, TAKEN, MOVED, WITHDRAWN };
+
+mtype state[2 * P] = IDLE, report[2 * P] = QUEUED;
+byte queue[P];                         /* by source: 0 empty, 1 + kind of the op in it */
+bool lock[P];                          /* of the inbox of a rank */
+byte open[P];
+bool why[P], gone[P], quiet[P], dead[P], ended[P];
+byte event[P];
+bool aborted;
+byte gone_count, copies[P];
+
+#define LOCK(r) atomic { !lock[r] -> lock[r] = true }
+#define UNLOCK(r) lock[r] = false
+#define FAILURE(r) (why[r] || aborted)
+#define NOTIFY(r) event[r] = (event[r] + 1) % 16
+
+inline notify_all() {
+    atomic { n = 0; do :: n < P -> NOTIFY(n); n++ :: else -> break od; n = 0 }
+}
+
+inline do_abort(r) {
+    why[r] = true;
+    atomic { if :: !aborted -> aborted = true; first = true :: else -> first = false fi }
+    if :: first -> notify_all() :: else fi
+}
+
+/* Posts the op of one kind of the flow from src, for rank me. */
+inline post(who, flow, side, other) {
+    report[OP(flow, side)] = QUEUED;
+    LOCK(NEXT(flow));
+    if
+#ifndef BREAK_WHY
+    :: why[who] -> state[OP(flow, side)] = FAILED; UNLOCK(NEXT(flow))
+#endif
+    :: else ->
+        if
+        :: gone[other] -> state[OP(flow, side)] = FAILED; UNLOCK(NEXT(flow))
+        :: else ->
+            if
+            :: queue[flow] == 2 - side ->               /* the other side came first */
+                queue[flow] = 0;
+                report[OP(flow, 1 - side)] = TAKEN;
+                UNLOCK(NEXT(flow));
+                assert(!quiet[flow] && !quiet[NEXT(flow)] && !gone[flow] && !gone[NEXT(flow)]);
+                assert(state[OP(flow, 1 - side)] == PENDING);
+                copies[flow]++;
+                state[OP(flow, side)] = DONE;
+                report[OP(flow, 1 - side)] = MOVED;
+                open[other]--;
+#ifndef BREAK_WAKE
+                NOTIFY(other)
+#else
+                skip
+#endif
+            :: else ->
+                assert(queue[flow] == 0);
+                state[OP(flow, side)] = PENDING;
+                open[who]++;
+                queue[flow] = 1 + side;
+                UNLOCK(NEXT(flow))
+            fi
+        fi
+    fi
+}
+
+/* Leaves the report in `got`, never TAKEN. */
+inline withdraw(taker, from, part) {
+    LOCK(NEXT(from));
+    got = report[OP(from, part)];
+    if
+    :: got == QUEUED -> queue[from] = 0; open[taker]--
+    :: else
+    fi;
+    UNLOCK(NEXT(from));
+    if
+    :: got == TAKEN -> report[OP(from, part)] != TAKEN; got = report[OP(from, part)]
+    :: else
+    fi
+}
+
+inline settle(owner, way, half, partner, broken) {
+    if
+    :: state[OP(way, half)] == PENDING ->
+        got = report[OP(way, half)];
+        if
+        :: broken ->
+            if :: got == QUEUED || got == TAKEN -> withdraw(owner, way, half) :: else fi;
+            state[OP(way, half)] = FAILED
+        :: else ->
+            if
+            :: got == QUEUED && gone[partner] ->
+                withdraw(owner, way, half);
+                if :: got == QUEUED -> state[OP(way, half)] = FAILED :: else fi
+            :: else
+            fi;
+            if
+            :: got == MOVED -> assert(copies[way] > 0); state[OP(way, half)] = DONE
+            :: else
+            fi
+        fi
+    :: else
+    fi
+}
+
+inline purge_one(leaver, stream, end) {
+    LOCK(NEXT(stream));
+    if
+    :: queue[stream] == 1 + end -> queue[stream] = 0; report[OP(stream, end)] = WITHDRAWN; open[leaver]--
+    :: else
+    fi;
+    UNLOCK(NEXT(stream))
+}
+
+proctype rank(byte me) {
+    byte i, n, seen;
+    mtype got;
+    bool failure, first, fails, late;
+    do
+    :: i < M && !fails ->
+        failure = FAILURE(me);
+        if
+        :: failure -> fails = true
+        :: else ->
+            post(me, PREV(me), RECV, PREV(me));
+            post(me, me, SEND, NEXT(me));
+            do                         /* wait until both are through */
+            :: state[OP(me, SEND)] == DONE && state[OP(PREV(me), RECV)] == DONE ->
+                i++;
+                assert(copies[PREV(me)] >= i);
+                state[OP(me, SEND)] = IDLE;
+                state[OP(PREV(me), RECV)] = IDLE;
+                break
+            :: state[OP(me, SEND)] == FAILED || state[OP(PREV(me), RECV)] == FAILED ->
+                fails = true;
+                break
+            :: else ->
+                seen = event[me];
+                failure = FAILURE(me);
+                settle(me, PREV(me), RECV, PREV(me), failure);
+                settle(me, me, SEND, NEXT(me), failure);
+                if
+                :: failure -> fails = true; break
+                :: else
+                fi;
+                if                     /* sleeps, or its deadline comes: only then if one died */
+                :: event[me] != seen
+                :: state[OP(me, SEND)] != PENDING && state[OP(PREV(me), RECV)] != PENDING
+                :: dead[NEXT(me)] || dead[PREV(me)] || (P > 3 && dead[NEXT(NEXT(me))]) ->
+                    fails = true;
+                    break
+                fi
+            od
+        fi
+    :: else -> break
+#ifdef DEATHS
+    :: i < M && !fails && me == P - 1 -> dead[me] = true; goto end_dead
+#endif
+    :: i < M && !fails && me == 0 -> break             /* leaves early */
+    od;
+    if
+    :: fails -> do_abort(me)
+    :: else
+    fi;
+    /* part: from here on this rank posts nothing */
+    why[me] = true;
+    purge_one(me, PREV(me), RECV);
+    purge_one(me, me, SEND);
+#ifndef BREAK_COPIES
+    open[me] == 0;
+#endif
+    gone[me] = true;
+    atomic { gone_count++; late = gone_count == P || !aborted };
+    if :: late -> notify_all() :: else fi;
+    /* quiesce: by its deadline if one died */
+    if
+    :: gone_count == P -> quiet[me] = true
+    :: dead[P - 1]
+    fi;
+    ended[me] = true;
+end_dead: skip
+}
+
+/* Another thread of some rank, at some moment, or never. */
+proctype aborter(byte me) {
+    byte n;
+    bool first;
+    if :: do_abort(me) :: skip fi
+}
+
+init {
+    byte r;
+    atomic {
+        do :: r < P -> run rank(r); r++ :: else -> break od;
+        run aborter(0);
+        r = 0
+    }
+    /* all have ended: nothing may be left */
+    (_nr_pr == 1);
+    do
+    :: r < P ->
+        assert(open[r] == 0 && (ended[r] || dead[r]));
+        r++
+    :: else -> break
+    od
+}

@@ -1,0 +1,48 @@
+#!/bin/sh
+# Runs the model of the bundled world's protocol (tests/shm.pml) for 2 ranks, without and with one
+# that dies, and with mistakes that it must find. Ends with "N passed, N failed".
+#
+#   spin.sh WORK [quick]               quick: 2 ranks, one message each
+
+cd "$(dirname "$0")/.." || exit 1
+work=$PWD/${1:-build/spin} quick=$2 passed=0 failed=0
+if ! command -v spin > /dev/null; then
+    echo "skipped: no spin"
+    echo "0 passed, 0 failed, 1 skipped"
+    exit 0
+fi
+rm -rf "$work"
+mkdir -p "$work"
+
+# model NAME WANT FLAGS...: WANT is right, or wrong for a mistake that must be found.
+model() {
+    name=$1 want=$2
+    shift 2
+    mkdir -p "$work/$name"
+    cp tests/shm.pml "$work/$name"
+    (
+        cd "$work/$name" && timeout 60 spin "$@" -a shm.pml &&
+            ${CC:-gcc} -O2 -w -DSAFETY -DCOLLAPSE -DMEMLIM=3000 -o pan pan.c &&
+            timeout 300 ./pan -m200000
+    ) > "$work/$name.log" 2>&1
+    errors=$(sed -n 's/.*errors: \([0-9]*\).*/\1/p' "$work/$name.log" | tail -n 1)
+    states=$(sed -n 's/ *\([0-9.e+]*\) states, stored.*/\1/p' "$work/$name.log" | tail -n 1)
+    if grep -q 'Search not completed' "$work/$name.log" && [ "$want" = right ]; then errors=; fi
+    if { [ "$want" = right ] && [ "$errors" = 0 ]; } || { [ "$want" = wrong ] &&
+        [ "${errors:-0}" -gt 0 ]; }; then
+        passed=$((passed + 1))
+        echo "ok    $name: ${errors} errors, $states states"
+    else
+        failed=$((failed + 1))
+        echo "FAIL  $name: ${errors:-no} errors, wanted $want"
+        tail -n 20 "$work/$name.log"
+    fi
+}
+
+model two-ranks right -DP=2 -DM=1
+model two-ranks-death right -DP=2 -DM=1 -DDEATHS
+model no-wait-for-copies wrong -DP=2 -DM=1 -DBREAK_COPIES
+model copies-wake-nobody wrong -DP=2 -DM=2 -DBREAK_WAKE
+[ "$quick" = quick ] || model two-messages right -DP=2 -DM=2
+echo "$passed passed, $failed failed"
+[ "$failed" = 0 ]
