@@ -1491,9 +1491,10 @@ typedef struct ra__few {
     int32_t pos[4];
     float factor;                      /* of q k */
     int32_t modified, live;            /* live: bit r: row r has seen keys of the block */
+    int32_t one;                       /* 1: only row 0 is there, and scores and p are [key] */
 } ra__few;
 
-/* At most 16 keys of one head, as stored. */
+/* At most 16 keys of one head, as stored; up to 64 that ra__few.one sees all of, unmodified. */
 typedef struct ra__stretch {
     const uint8_t *k, *v;
     int64_t k_stride, v_stride;        /* bytes from row to row */
@@ -1503,6 +1504,7 @@ typedef struct ra__stretch {
     ra__stream *ahead;                 /* [2] or null: as much as these rows of K, V to ask for */
 } ra__stretch;
 enum { RA__FEW_ROWS = 4, RA__FEW_KEYS = 16, RA__FEW_DIMS = 32 };
+enum { RA__FEW_UNIT = 4 };             /* keys for which a maximum may rise; stretches are whole */
 
 typedef struct ra__kernel {
     int32_t isa;
@@ -1526,6 +1528,7 @@ typedef struct ra__kernel {
     /* dst row i = acc row i * factor[i], converted (stride in bytes). */
     void (*store_o)(const ra__panel *p, void *dst, int64_t stride, int32_t dtype, int32_t dim,
                     const float *factor);
+    int32_t few_unit;                  /* keys: 4, or 8 in kernels that do not know ra__few.one */
     /* Decode form. Row r of q, times factor; folds keys into the block under way of f[0] to
      * f[n - 1], x[i] being how f[i] sees them; ends the block; writes row r of acc times factor. */
     void (*few_load)(const ra__few *f, int32_t r, const void *src, float factor);
@@ -2046,6 +2049,8 @@ static const float ra__log2e = 1.44269504f;
 static const float ra__l_limit = 4294967296.0f;
 static const float ra__few_slack = 16.0f; /* decode: scores may exceed m by so much */
 enum { RA__FEW_REST = 8 };             /* beside a dtype: a tile of values of any keys and dims */
+enum { RA__FEW_CHUNKS = 4 };           /* of a tile of values of one row */
+static const uint64_t ra__few_row = 0x1111111111111111u; /* bits of row 0 in ra__stretch.seen */
 
 /* 2^x: coefficients of 2^f by powers of f, minimax in relative error with c0 = 1, so that 2^0 is 1
  * exactly; for f in [-1/2, 1/2] 4e-9, for f in [0, 1] 3e-8, before rounding. */
@@ -3003,7 +3008,7 @@ RA__OP void RA__F(few_products)(RA__V *c, RA__V (*k)[2], const float *q) {
         }
 }
 
-/* Scores of RA__DK keys from key j on; beyond the last it is computed again. */
+/* Scores [key][4 rows] of RA__DK keys from key j on; beyond the last it is computed again. */
 RA__OP void RA__F(few_dots)(const ra__few *f, const ra__stretch *x, int32_t j, float *s,
                             const int32_t dtype) {
     const int32_t dim = f->d->k_dim;
@@ -3031,18 +3036,57 @@ RA__OP void RA__F(few_dots)(const ra__few *f, const ra__stretch *x, int32_t j, f
         RA__F(store)(s + 4 * j + i, RA__F(sums)(c + i));
 }
 
-RA__PART void RA__F(few_scores)(const ra__few *f, const ra__stretch *x, float *s) {
-    const int32_t dtype = f->d->k_dtype;
-    int32_t j;
-    for (j = 0; j < x->n; j += RA__DK) {
-        if (dtype == RA_F32) RA__F(few_dots)(f, x, j, s, RA_F32);
-        else if (dtype == RA_F16) RA__F(few_dots)(f, x, j, s, RA_F16);
-        else if (dtype == RA_BF16) RA__F(few_dots)(f, x, j, s, RA_BF16);
-        else RA__F(few_dots)(f, x, j, s, RA_Q8_0);
+/* Score of row 0 and the key at `row`, not yet summed over lanes: the same chain as in few_dots. */
+RA__OP RA__V RA__F(few_dot_one)(const ra__few *f, const uint8_t *row, const int32_t dtype) {
+    const int32_t dim = f->d->k_dim;
+    const float *q = f->q;
+    RA__V sum = RA__F(set)(0.0f), k[2], rest[2];
+    int32_t d;
+    RA__UNROLL_2 for (d = 0; dim - d >= RA__CHUNK; d += RA__CHUNK, q += 4 * RA__CHUNK) {
+        RA__F(pair)(k, row, d, dtype);
+        sum = RA__F(fma)(RA__F(load)(q), k[0], sum);
+        sum = RA__F(fma)(RA__F(load)(q + RA__W), k[1], sum);
     }
+    if (d < dim) {
+        RA__F(pair_rest)(rest, row, d, dim, dtype);
+        sum = RA__F(fma)(RA__F(load)(q), rest[0], sum);
+        sum = RA__F(fma)(RA__F(load)(q + RA__W), rest[1], sum);
+    }
+    return sum;
 }
 
-/* Softcap, ALiBi and bias of n scores. */
+/* Scores of row 0 and RA__W keys from key j on. Row by row, which is the order of addresses that a
+ * processor prefetches by itself, and as many rows at once as it has room for. */
+RA__OP void RA__F(few_dots_one)(const ra__few *f, const ra__stretch *x, int32_t j, float *s,
+                                const int32_t dtype) {
+    const int32_t n = x->n - j < RA__W ? x->n - j : RA__W;
+    const int32_t bytes = f->d->k_dim * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+    const uint8_t *row = x->k + j * x->k_stride;
+    RA__V c[RA__W];
+    int32_t i;
+    for (i = 0; i < n; i++, row += x->k_stride) {
+        c[i] = RA__F(few_dot_one)(f, row, dtype);
+        if (x->ahead) ra__stream_ask(x->ahead, (bytes + 127) / 128);
+    }
+    for (; i < RA__W; i++) c[i] = RA__F(hold)(RA__F(set)(0.0f)); /* hold: not by memset */
+    RA__F(store)(s + j, RA__F(sums)(c));
+}
+
+RA__OP void RA__F(few_scores_of)(const ra__few *f, const ra__stretch *x, float *s,
+                                 const int32_t dtype) {
+    int32_t j;
+    for (j = 0; f->one && j < x->n; j += RA__W) RA__F(few_dots_one)(f, x, j, s, dtype);
+    for (j = 0; !f->one && j < x->n; j += RA__DK) RA__F(few_dots)(f, x, j, s, dtype);
+}
+RA__PART void RA__F(few_scores)(const ra__few *f, const ra__stretch *x, float *s) {
+    const int32_t dtype = f->d->k_dtype;
+    if (dtype == RA_F32) RA__F(few_scores_of)(f, x, s, RA_F32);
+    else if (dtype == RA_F16) RA__F(few_scores_of)(f, x, s, RA_F16);
+    else if (dtype == RA_BF16) RA__F(few_scores_of)(f, x, s, RA_BF16);
+    else RA__F(few_scores_of)(f, x, s, RA_Q8_0);
+}
+
+/* Softcap, ALiBi and bias of n scores [key][4 rows]. */
 RA__PART void RA__F(few_modify)(const ra__few *f, const ra__stretch *x, float *s, int32_t n) {
     ra__score cap = f->score[0];
     float bias[4 * RA__FEW_KEYS] = {0};
@@ -3062,6 +3106,22 @@ RA__PART void RA__F(few_modify)(const ra__few *f, const ra__stretch *x, float *s
     }
 }
 
+/* All of what changes scores; those that are not seen become -inf, as do lanes beyond the last. */
+RA__PART void RA__F(few_change)(const ra__few *f, const ra__stretch *x, float *s) {
+    const int32_t rows = f->one ? 1 : 4;
+    float all[4 * RA__FEW_KEYS], *to = s;
+    int32_t i;
+    if (f->one && f->modified) {
+        memset(all, 0, sizeof all);
+        for (i = 0; i < x->n; i++) all[4 * i] = s[i];
+        to = all;
+    }
+    if (f->modified) RA__F(few_modify)(f, x, to, (4 * x->n + RA__W - 1) / RA__W * RA__W);
+    for (i = 0; to == all && i < x->n; i++) s[i] = all[4 * i];
+    for (i = 0; x->partial && i < rows * x->n; i++)
+        if (!(x->seen >> (f->one ? 4 * i : i) & 1)) s[i] = ra__neg_inf();
+}
+
 /* x[RA__CHUNK] of row r in each chunk *= factor. */
 RA__OP void RA__F(few_scale)(float *x, int32_t r, int32_t dim, RA__V factor) {
     int32_t d;
@@ -3071,13 +3131,14 @@ RA__OP void RA__F(few_scale)(float *x, int32_t r, int32_t dim, RA__V factor) {
     }
 }
 
-/* New maximum, and sums in its unit, for rows with a score far above the old one. */
+/* New maximum, and sums in its unit, for rows with one of n scores far above the old one. */
 RA__PART void RA__F(few_rise)(ra__few *f, const float *s, int32_t n) {
+    const int32_t rows = f->one ? 1 : 4;
     float alpha[RA__W];
     int32_t r, i;
-    for (r = 0; r < 4; r++) {
+    for (r = 0; r < rows; r++) {
         float top = ra__neg_inf();
-        for (i = r; i < n; i += 4) top = s[i] > top ? s[i] : top;
+        for (i = r; i < n; i += rows) top = s[i] > top ? s[i] : top;
         if (!(top > f->m[r] + ra__few_slack)) continue;
         if (ra__is_neg_inf(f->m[r])) {
             for (i = r; i < 16; i += 4) f->m[i] = top;
@@ -3094,62 +3155,84 @@ RA__PART void RA__F(few_rise)(ra__few *f, const float *s, int32_t n) {
     }
 }
 
-/* s becomes p, with m and part. */
-RA__PART void RA__F(few_softmax)(ra__few *f, const ra__stretch *x, float *s) {
-    const int32_t n = (x->n + RA__DK - 1) / RA__DK * RA__DK * 4;
-    RA__V top = RA__F(set)(ra__neg_inf()), low = top, sum, use;
-    int32_t i;
-    if (f->modified) RA__F(few_modify)(f, x, s, n);
-    for (i = x->partial ? 0 : 4 * x->n; i < n; i++)
-        if (!(x->seen >> i & 1)) s[i] = ra__neg_inf();
-    for (i = 0; i < n; i += RA__W) top = RA__F(max)(top, RA__F(load)(s + i));
-    use = RA__F(load)(f->m) + RA__F(set)(ra__few_slack);
-    if (RA__F(bad)(RA__F(pick)(RA__F(less)(use, top), low, RA__F(set)(0.0f))))
-        RA__F(few_rise)(f, s, n);
-    use = RA__F(base)(RA__F(load)(f->m));
-    sum = RA__F(load)(f->part);
-    for (i = 0; i < n; i += RA__W) {
-        RA__V e = RA__F(exp2)(RA__F(load)(s + i) - use);
-        RA__F(store)(s + i, e);
-        sum = sum + e;
-    }
-    RA__F(store)(f->part, sum);
+/* m of the lanes of scores [key][rows]. */
+RA__OP RA__V RA__F(few_top)(const ra__few *f) {
+    return f->one ? RA__F(set)(f->m[0]) : RA__F(load)(f->m);
 }
 
-/* c += p of one key, [4 rows], times nc chunks v of its row. Where `masked`, only rows whose bit of
- * `seen` is set. */
+/* 1 if none of n scores is far above its row's maximum. */
+RA__OP int32_t RA__F(few_is_calm)(const ra__few *f, const float *s, int32_t n) {
+    const RA__V low = RA__F(set)(ra__neg_inf());
+    RA__V top = low, use = RA__F(few_top)(f) + RA__F(set)(ra__few_slack);
+    int32_t i;
+    for (i = 0; i < n; i += RA__W) top = RA__F(max)(top, RA__F(load)(s + i));
+    return !RA__F(bad)(RA__F(pick)(RA__F(less)(use, top), low, RA__F(set)(0.0f)));
+}
+
+/* s [n] becomes p, with part; lanes beyond n, up to RA__W of them, become 0. Row 0 alone is summed
+ * as it is beside others: RA__W / 4 chains of keys. */
+RA__OP void RA__F(few_weights)(ra__few *f, float *s, int32_t n) {
+    const RA__V use = RA__F(base)(RA__F(few_top)(f));
+    RA__V sum = RA__F(load)(f->part);
+    float one[RA__W / 4];
+    int32_t i, e;
+    for (i = 0; i < n; i += RA__W) {
+        RA__V p = RA__F(exp2)(RA__F(load)(s + i) - use);
+        RA__F(store)(s + i, p);
+        sum = sum + p;
+    }
+    if (!f->one) {
+        RA__F(store)(f->part, sum);
+        return;
+    }
+    RA__UNROLL for (e = 0; e < RA__W / 4; e++) one[e] = f->part[4 * e];
+    for (i = 0; i < n; i += RA__W / 4)
+        RA__UNROLL for (e = 0; e < RA__W / 4; e++) one[e] += s[i + e];
+    RA__UNROLL for (e = 0; e < RA__W / 4; e++) f->part[4 * e] = one[e];
+}
+
+/* c += p of one key, [nr rows], times nc chunks v of its row. Where `masked`, only rows whose bit
+ * of `seen` is set. */
 RA__OP void RA__F(few_value_step)(RA__V *c, const RA__V *v, const float *p, const int32_t nc,
-                                  const int32_t masked, uint64_t seen) {
+                                  const int32_t nr, const int32_t masked, uint64_t seen) {
     int32_t i, r;
-    RA__UNROLL for (r = 0; r < 4; r++) {
+    RA__UNROLL for (r = 0; r < nr; r++) {
         RA__V y = RA__F(set)(p[r]);
         if (masked && !(seen >> r & 1)) continue;
-        RA__UNROLL for (i = 0; i < 2 * nc; i++)
-            c[i / 2 * 8 + 2 * r + i % 2] = RA__F(fma)(y, v[i], c[i / 2 * 8 + 2 * r + i % 2]);
+        RA__UNROLL for (i = 0; i < 2 * nc; i++) {
+            const int32_t at = i / 2 * 2 * nr + 2 * r + i % 2;
+            c[at] = RA__F(fma)(y, v[i], c[at]);
+        }
     }
 }
 
-/* sum += p V in nc chunks of dims from d on. form: a dtype, and RA__FEW_REST for keys that not all
- * rows see and chunks that are not whole. */
+/* Where vector i of nr rows of a tile stands in f->sum. */
+RA__OP int32_t RA__F(few_at)(const int32_t i, const int32_t nr) {
+    return nr == 4 ? i * RA__W : i / 2 * (4 * RA__CHUNK) + i % 2 * RA__W;
+}
+
+/* sum += p V of nr rows in nc chunks of dims from d on. form: a dtype, and RA__FEW_REST for keys
+ * that not all rows see and chunks that are not whole. */
 RA__OP void RA__F(few_value_tile)(const ra__few *f, const ra__stretch *x, const float *p,
-                                  int32_t d, const int32_t nc, const int32_t form) {
+                                  int32_t d, const int32_t nc, const int32_t nr,
+                                  const int32_t form) {
     const int32_t dtype = form & 7, rest = form & RA__FEW_REST;
     const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
     const uint8_t *row = x->v;
     float *to = f->sum + 4 * d;
-    RA__V c[8 * RA__DC], v[2 * RA__DC];
+    RA__V c[8 * RA__DC], v[2 * RA__FEW_CHUNKS];
     int32_t i, j;
-    RA__UNROLL for (i = 0; i < 8 * nc; i++)
-        c[i] = f->live ? RA__F(load)(to + i * RA__W) : RA__F(set)(0.0f);
-    for (j = 0; j < x->n; j++, row += x->v_stride, p += 4) {
+    RA__UNROLL for (i = 0; i < 2 * nr * nc; i++)
+        c[i] = f->live ? RA__F(load)(to + RA__F(few_at)(i, nr)) : RA__F(set)(0.0f);
+    for (j = 0; j < x->n; j++, row += x->v_stride, p += nr) {
         if (rest) RA__F(pair_rest)(v, row, d, f->d->v_dim, dtype);
         else RA__UNROLL for (i = 0; i < nc; i++)
             RA__F(pair)(v + 2 * i, row, d + i * RA__CHUNK, dtype);
-        RA__F(few_value_step)(c, v, p, nc, rest, x->seen >> 4 * j);
+        RA__F(few_value_step)(c, v, p, nc, nr, rest, x->seen >> 4 * j);
         if (x->ahead && (nc * bytes >= 128 || j % 2 == 0))
             ra__stream_ask(x->ahead, (nc * bytes + 127) / 128);
     }
-    RA__UNROLL for (i = 0; i < 8 * nc; i++) RA__F(store)(to + i * RA__W, c[i]);
+    RA__UNROLL for (i = 0; i < 2 * nr * nc; i++) RA__F(store)(to + RA__F(few_at)(i, nr), c[i]);
 }
 
 /* Whole chunks of keys that all rows see; returns the first dim that is left. */
@@ -3157,10 +3240,19 @@ RA__OP int32_t RA__F(few_value_tiles)(const ra__few *f, const ra__stretch *x, co
                                       const int32_t dtype) {
     const int32_t dim = f->d->v_dim;
     int32_t d = 0;
+    if (f->one) {
+        for (; dim - d >= RA__FEW_CHUNKS * RA__CHUNK; d += RA__FEW_CHUNKS * RA__CHUNK)
+            RA__F(few_value_tile)(f, x, p, d, RA__FEW_CHUNKS, 1, dtype);
+        for (; dim - d >= 2 * RA__CHUNK; d += 2 * RA__CHUNK)
+            RA__F(few_value_tile)(f, x, p, d, 2, 1, dtype);
+        for (; dim - d >= RA__CHUNK; d += RA__CHUNK)
+            RA__F(few_value_tile)(f, x, p, d, 1, 1, dtype);
+        return d;
+    }
     for (; dim - d >= RA__DC * RA__CHUNK; d += RA__DC * RA__CHUNK)
-        RA__F(few_value_tile)(f, x, p, d, RA__DC, dtype);
+        RA__F(few_value_tile)(f, x, p, d, RA__DC, 4, dtype);
     for (; RA__DC > 1 && dim - d >= RA__CHUNK; d += RA__CHUNK)
-        RA__F(few_value_tile)(f, x, p, d, 1, dtype);
+        RA__F(few_value_tile)(f, x, p, d, 1, 4, dtype);
     return d;
 }
 
@@ -3172,22 +3264,58 @@ RA__PART void RA__F(few_values)(const ra__few *f, const ra__stretch *x, const fl
     else if (dtype == RA_F16) d = RA__F(few_value_tiles)(f, x, p, RA_F16);
     else if (dtype == RA_BF16) d = RA__F(few_value_tiles)(f, x, p, RA_BF16);
     else d = RA__F(few_value_tiles)(f, x, p, RA_Q8_0);
-    for (; d < f->d->v_dim; d += RA__CHUNK)
-        RA__F(few_value_tile)(f, x, p, d, 1, dtype | RA__FEW_REST);
+    for (; d < f->d->v_dim; d += RA__CHUNK) {
+        if (f->one) RA__F(few_value_tile)(f, x, p, d, 1, 1, dtype | RA__FEW_REST);
+        else RA__F(few_value_tile)(f, x, p, d, 1, 4, dtype | RA__FEW_REST);
+    }
+}
+
+/* Keys [j, j + n) of a stretch, whose scores are s, to the sums: all that are left, or a unit. */
+RA__PART void RA__F(few_add)(ra__few *f, const ra__stretch *x, float *s, int32_t j, int32_t n) {
+    const int32_t rows = f->one ? 1 : 4;
+    float unit[4 * RA__FEW_UNIT + RA__W], *p = s + j * rows;
+    ra__stretch y = *x;
+    int32_t r;
+    y.v += j * x->v_stride;
+    if (x->partial) y.seen >>= 4 * j;
+    y.n = n;
+    if (j + n < x->n) {                /* scores behind it are still wanted */
+        memcpy(unit, p, (size_t)(n * rows) * sizeof *unit);
+        p = unit;
+        RA__F(store)(p + n * rows, RA__F(set)(ra__neg_inf()));
+    }
+    RA__F(few_weights)(f, p, n * rows);
+    RA__F(few_values)(f, &y, p);
+    for (r = 0; r < rows; r++)
+        if (y.seen >> r & ra__few_row) f->live |= 1 << r;
+}
+
+/* A maximum rises for a unit of keys, the same ones however keys are put into stretches and
+ * whatever rows are beside it. */
+RA__FN void RA__F(few_one)(ra__few *f, const ra__stretch *x) {
+    const int32_t rows = f->one ? 1 : 4;
+    float s[4 * RA__FEW_KEYS + RA__W];
+    int32_t j;
+    RA__F(few_scores)(f, x, s);
+    if (f->modified || x->partial) RA__F(few_change)(f, x, s);
+    RA__F(store)(s + rows * x->n, RA__F(set)(ra__neg_inf()));
+    for (j = 0; j < x->n; j += RA__FEW_UNIT) {
+        const int32_t n = x->n - j < RA__FEW_UNIT ? x->n - j : RA__FEW_UNIT;
+        if (!RA__F(few_is_calm)(f, s + j * rows, (x->n - j) * rows)) {
+            RA__F(few_rise)(f, s + j * rows, n * rows);
+            if (!RA__F(few_is_calm)(f, s + j * rows, (x->n - j) * rows)) {
+                RA__F(few_add)(f, x, s, j, n);
+                continue;
+            }
+        }
+        RA__F(few_add)(f, x, s, j, x->n - j);
+        return;
+    }
 }
 
 RA__FN void RA__F(few_fold)(ra__few *f, const ra__stretch *x, int32_t n) {
-    const uint64_t every_fourth = 0x1111111111111111u;
-    float s[4 * RA__FEW_KEYS];
-    int32_t r;
-    for (; n > 0; n--, f++, x++) {
-        if (!x->seen) continue;
-        RA__F(few_scores)(f, x, s);
-        RA__F(few_softmax)(f, x, s);
-        RA__F(few_values)(f, x, s);
-        for (r = 0; r < 4; r++)
-            if (x->seen >> r & every_fourth) f->live |= 1 << r;
-    }
+    for (; n > 0; n--, f++, x++)
+        if (x->seen) RA__F(few_one)(f, x);
 }
 
 RA__FN void RA__F(few_close)(ra__few *f) {
@@ -3678,6 +3806,7 @@ RA__FN void RA__F(deltas)(float *delta, const ra__source *o, const ra__source *g
 static const ra__kernel RA__F(kernel) = {
     RA__ISA,          RA__F(sizes),     RA__F(widen),    RA__F(prepare), RA__F(load_q),
     RA__F(load_acc),  RA__F(store_acc), RA__F(fold),     RA__F(store_o),
+    RA__FEW_UNIT,
     RA__F(few_load),  RA__F(few_fold),  RA__F(few_close), RA__F(few_store),
     RA__F(few_merge),
     RA__F(sizes_back), RA__F(prepare_back), RA__F(load_back), RA__F(deltas),
@@ -4875,25 +5004,22 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_wide_scores(const ra__few *f, const ra__s
     }
 }
 
-/* p of eights of keys, [4 pairs of keys][4 rows] each, with m and part. */
-RA__BF_OP void ra__bf_few_softmax(ra__few *f, const ra__stretch *x, float *s, float *pairs) {
+/* All of what changes the scores of n keys, a multiple of 8. */
+RA__BF_OP void ra__bf_few_change(const ra__few *f, const ra__stretch *x, float *s, int32_t n) {
     const __m512 low = _mm512_set1_ps(ra__neg_inf());
-    const int32_t n = (x->n + RA__BF_FEW - 1) / RA__BF_FEW * RA__BF_FEW * 4;
-    const int32_t masked = x->partial || n > 4 * x->n;
-    __m512 top = low, part, use;
     int32_t i;
     if (f->modified) ra__few_modify_avx512(f, x, s, 4 * x->n);
-    for (i = 0; i < n; i += 16) {
-        __m512 y = _mm512_loadu_ps(s + i);
-        if (masked) y = _mm512_mask_blend_ps((__mmask16)(x->seen >> i), low, y);
-        _mm512_storeu_ps(s + i, y);
-        top = _mm512_max_ps(y, top);
-    }
-    use = _mm512_add_ps(_mm512_loadu_ps(f->m), _mm512_set1_ps(ra__few_slack));
-    if (_mm512_cmp_ps_mask(use, top, _CMP_LT_OQ)) ra__few_rise_avx512(f, s, n);
-    use = ra__base_avx512(_mm512_loadu_ps(f->m));
-    part = _mm512_loadu_ps(f->part);
-    for (i = 0; i < n; i += 32) {
+    for (i = 0; i < 4 * n && (x->partial || n > x->n); i += 16)
+        _mm512_storeu_ps(s + i, _mm512_mask_blend_ps((__mmask16)(x->seen >> i), low,
+                                                     _mm512_loadu_ps(s + i)));
+}
+
+/* p of eights of keys, n in all, [4 pairs of keys][4 rows] each, with part. */
+RA__BF_OP void ra__bf_few_weights(ra__few *f, const float *s, int32_t n, float *pairs) {
+    const __m512 use = ra__base_avx512(_mm512_loadu_ps(f->m));
+    __m512 part = _mm512_loadu_ps(f->part);
+    int32_t i;
+    for (i = 0; i < 4 * n; i += 32) {
         __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + i), use);
         __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + i + 16), use);
         _mm512_storeu_si512(pairs + i / 2, ra__bf_exp_pair(a, b, &part));
@@ -4964,15 +5090,39 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_few_values(const ra__few *f, const ra__st
     for (; d < dim; d += 32) ra__bf_few_tile(f, x, pairs, d, 1, row);
 }
 
+/* Keys [j, j + n) of a stretch, whose scores are s, to the sums; n: a multiple of 8. */
+RA__BF_OP void ra__bf_few_add(ra__few *f, const ra__stretch *x, const float *s, int32_t j,
+                              int32_t n) {
+    float pairs[2 * RA__FEW_KEYS];
+    ra__stretch y = *x;
+    int32_t r;
+    y.v += j * x->v_stride;
+    y.seen >>= 4 * j;
+    y.n = x->n - j < n ? x->n - j : n;
+    ra__bf_few_weights(f, s + 4 * j, n, pairs);
+    ra__bf_few_values(f, &y, pairs, 4);
+    for (r = 0; r < 4; r++)
+        if (y.seen >> r & ra__few_row) f->live |= 1 << r;
+}
+
+/* As few_one in KERNEL. */
 RA__BF_FN void ra__bf_few_one(ra__few *f, const ra__stretch *x) {
-    const uint64_t every_fourth = 0x1111111111111111u;
-    float s[4 * RA__FEW_KEYS], pairs[2 * RA__FEW_KEYS];
-    int32_t i;
+    const int32_t n = (x->n + RA__BF_FEW - 1) / RA__BF_FEW * RA__BF_FEW;
+    float s[4 * RA__FEW_KEYS];
+    int32_t j;
     ra__bf_few_scores(f, x, s);
-    ra__bf_few_softmax(f, x, s, pairs);
-    ra__bf_few_values(f, x, pairs, 4);
-    for (i = 0; i < 4; i++)
-        if (x->seen >> i & every_fourth) f->live |= 1 << i;
+    ra__bf_few_change(f, x, s, n);
+    for (j = 0; j < n; j += RA__BF_FEW) {
+        if (!ra__few_is_calm_avx512(f, s + 4 * j, 4 * (n - j))) {
+            ra__few_rise_avx512(f, s + 4 * j, 4 * RA__BF_FEW);
+            if (!ra__few_is_calm_avx512(f, s + 4 * j, 4 * (n - j))) {
+                ra__bf_few_add(f, x, s, j, RA__BF_FEW);
+                continue;
+            }
+        }
+        ra__bf_few_add(f, x, s, j, n - j);
+        return;
+    }
 }
 
 /* p of n fours, [pair of keys][16], and part. 0: a score is far above m, and nothing is done. */
@@ -5535,6 +5685,7 @@ RA__BF_FN int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d, const 
 static const ra__kernel ra__kernel_bf16 = {
     RA_ISA_AVX512_BF16, ra__sizes_bf16, ra__widen_avx512, ra__prepare_bf16, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_bf16, ra__store_o_avx512,
+    RA__BF_FEW,
     ra__few_load_bf16, ra__few_fold_bf16, ra__few_close_avx512, ra__few_store_bf16,
     ra__few_merge_avx512,
     ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_bf16,
@@ -6198,7 +6349,7 @@ RA__AMX_FN int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d, const 
 static const ra__kernel ra__kernel_amx = {
     RA_ISA_AMX, ra__sizes_amx, ra__widen_avx512, ra__prepare_amx, ra__load_q_amx,
     ra__load_acc_amx, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
-    NULL, NULL, NULL, NULL, NULL,
+    0, NULL, NULL, NULL, NULL, NULL,
     ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_amx, ra__deltas_bf16,
     ra__fold_back_amx, ra__put_grad_avx512};
 
@@ -9529,7 +9680,7 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, i
  * PERF: Zen 5, rows of 512 bytes every 4 KB: 17 GB/s head by head, 33 in the order of addresses;
  * head after head, [Hkv][T][D], 13 without asking ahead along the rows of one head, 32 with it. */
 enum { RA__DECODE_PAIRS = 16, RA__DECODE_HEADS = 8, RA__DECODE_BYTES = 2304,
-       RA__DECODE_AHEAD = 4096, RA__DECODE_PART = 16, RA__DECODE_PARTS = 32 };
+       RA__DECODE_AHEAD = 4096, RA__DECODE_NEAR = 4 << 20, RA__DECODE_PART = 16, RA__DECODE_PARTS = 32 };
 
 /* One thread's state, and the task under way. */
 typedef struct ra__decode {
@@ -9541,6 +9692,7 @@ typedef struct ra__decode {
     int32_t part, parts;               /* of the blocks [first, last) that some row sees */
     int64_t first, last, blocks;       /* blocks: of all keys */
     int32_t pairs, fours, rows, keys, run; /* keys: of a stretch; of one head at once */
+    int32_t near;                      /* 1: the sequence is small enough for caches */
     int32_t row[RA__DECODE_PAIRS];     /* of a pair */
     int32_t at[RA__DECODE_PAIRS], sees[RA__DECODE_PAIRS][4]; /* of a row: position, ra__mask_row */
     ra__bounds bounds[RA__DECODE_PAIRS];
@@ -9658,6 +9810,7 @@ static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int
     for (int32_t i = 0; i < 16; i++)
         f->m[i] = pair + i % RA__FEW_ROWS < x->pairs ? ra__neg_inf() : 0.0f;
     f->live = f->modified = 0;
+    f->one = x->pairs == 1 && c->w.kernel->few_unit == RA__FEW_UNIT;
     f->factor = ra__q_factor(&c->d);
     for (int32_t r = 0; r < RA__FEW_ROWS && pair + r < x->pairs; r++) {
         int32_t row = x->row[pair + r], q_head = (x->head + head) * group + (pair + r) % group;
@@ -9706,8 +9859,11 @@ static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *
 /* Keys [j, j + n) of the block as four `four` sees them; seen 0: none of them. Rows that are not
  * there see all. */
 static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__stretch *t) {
-    const uint32_t all = 0xffffu >> (RA__FEW_KEYS - t->n);
+    const uint32_t all = 0xffffu >> (RA__FEW_KEYS - (t->n < RA__FEW_KEYS ? t->n : RA__FEW_KEYS));
     uint32_t bits[RA__FEW_ROWS], some = 0, every = all;
+    t->partial = 0;
+    t->seen = ~(uint64_t)0;
+    if (t->n > RA__FEW_KEYS) return;
     for (int32_t r = 0; r < RA__FEW_ROWS; r++) {
         int32_t pair = four * RA__FEW_ROWS + r;
         bits[r] = all;
@@ -9738,7 +9894,7 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
 static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
                             int32_t to, ra__decode *x) {
     const int32_t fours = (int32_t)ra__ceil_div(x->pairs, RA__FEW_ROWS);
-    const int more = row + from + x->run < ra__k_len(&c->d, x->sequence);
+    const int more = !x->near && row + from + x->run < ra__k_len(&c->d, x->sequence);
     ra__stream a[2];
     for (int i = 0; i < 2 && more; i++) ra__decode_ahead(&a[i], x, &kv[i], row + from);
     for (int32_t h = 0; h < x->count; h++)
@@ -9759,7 +9915,11 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
 /* One block of keys for all pairs and heads of the task. */
 static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra__seg *s,
                              const int32_t *pos, ra__decode *x) {
+    const int32_t keys = x->keys, run = x->run;
     if (!ra__decode_sees(x, s, pos)) return;
+    if (x->near && x->few->one && !x->few->modified &&
+        x->seen[0] == ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows))
+        x->keys = x->run = RA_BLOCK_TOKENS;
     for (int32_t j = 0; j < s->rows; j += x->keys)
         for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
             ra__stretch *t = &x->stretch[j / x->keys][g];
@@ -9774,6 +9934,8 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++)
             if (x->few[h * x->fours + g].live) c->w.kernel->few_close(&x->few[h * x->fours + g]);
+    x->keys = keys;
+    x->run = run;
 }
 
 /* Rows of a sequence, and the parts of the blocks of keys that they see. */
@@ -9786,6 +9948,8 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     x->pairs = x->rows * group;
     for (int32_t i = 0; i < x->rows; i++) ra__decode_row(c, x, i);
     for (int32_t i = 0; i < x->pairs; i++) x->row[i] = i / group;
+    x->near = tokens * c->d.kv_heads <= RA__DECODE_NEAR /
+              (ra__row_bytes(c->d.k_dtype, c->d.k_dim) + ra__row_bytes(c->d.v_dtype, c->d.v_dim));
     x->blocks = ra__side_blocks(&c->k_side, x->sequence, tokens);
     x->first = limit > 1 ? INT64_MAX : 0;
     x->last = limit > 1 ? 0 : x->blocks;
@@ -9926,7 +10090,8 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     ra__decode_carve(&a, &c->d, heads, &x);
     if (!ra__decode_beside(c)) x.heads = 1;
     x.keys = RA__FEW_KEYS;
-    while (x.fours == 1 && x.keys > 4 && x.keys * row > RA__DECODE_BYTES) x.keys /= 2;
+    while (x.fours == 1 && x.keys > c->w.kernel->few_unit && x.keys * row > RA__DECODE_BYTES)
+        x.keys /= 2;
     x.run = 2 * x.keys;
     if (who[1] > 1) n = ra__decode_tasks(c, &x, slots, 0, 0);
     ra__decode_tasks(c, &x, slots, n * who[0] / who[1], n * (who[0] + 1) / who[1]);
