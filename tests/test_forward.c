@@ -1165,7 +1165,7 @@ TEST(row_bits_do_not_depend_on_company)
     }
 }
 
-/* A bias of f16 or bf16 gives the bits of the same numbers in f32, with 0 and -inf among them as in a
+/* A bias of f16 or bf16 gives the bits of the same numbers in f32, with -inf among them as in a
  * mask; decoding, short and prefill, and every kind of broadcast. */
 TEST(bias_in_16_bits)
 {
