@@ -764,7 +764,7 @@ static void make_short(const row *r, const data *x, trial *t) {
 
 static void make_small(const row *r, const data *x, trial *t) {
     load_make(r, x, &t->l);
-    t->l.calls = 2000;
+    t->l.calls = (int32_t)(2000 / (1 + r->kv_tokens * r->kv_heads / 1024)) + 1;
     t->kernel = (op){ r->kind == SIMPLE ? simple_part : attention_part, &t->l, 1, t->l.calls,
                       (double)t->l.report.forward.flops, 0 };
     t->versus = (op){ loop_part, &t->l, 1, t->l.calls, t->kernel.work, 0 };
@@ -990,6 +990,14 @@ static void add_small_and_loop(int32_t best) {
     add(r);
     r.kind = SIMPLE;
     add(r);
+    for (int i = 0; i < 6; i++) {      /* a query row per KV head over a short cache */
+        static const int64_t keys[3] = { 16, 128, 1024 };
+        r = row_make(SMALL, best, RA_F32, RA_MASK_CAUSAL, i < 3 ? 64 : 128, 1);
+        r.q_heads = r.kv_heads = i < 3 ? 8 : 32;
+        r.kv_tokens = keys[i % 3];
+        r.versus = VERSUS_LOOP;
+        add(r);
+    }
     r = row_make(LOOP, best, RA_F32, RA_MASK_CAUSAL, 128, 1024);
     r.versus = VERSUS_LOOP;
     add(r);

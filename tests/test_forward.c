@@ -1053,6 +1053,177 @@ TEST(attention_at_positions)
     }
 }
 
+/* One kv head of a cache that `tokens` rows of `heads` heads read; the last keys are theirs. */
+typedef struct company {
+    int32_t dtype, isa, dim, keys, heads, tokens, window;
+    void *k, *v, *q;
+    int64_t row, q_row;                /* bytes of a row of K and V, of Q */
+} company;
+
+/* The rows [token, token + tokens) of heads [head, head + heads), among `batch` equal sequences. */
+static void company_call(const company *c, int32_t token, int32_t tokens, int32_t head,
+                         int32_t heads, int32_t batch, int nth, float *o)
+{
+    ra_desc d;
+    ra_tensors t;
+    scratch w;
+    int i;
+    memset(&d, 0, sizeof d);
+    memset(&t, 0, sizeof t);
+    d.q_heads = heads;
+    d.kv_heads = 1;
+    d.k_dim = d.v_dim = c->dim;
+    d.q_dtype = c->dtype == RA_Q8_0 ? RA_F32 : c->dtype;
+    d.k_dtype = d.v_dtype = c->dtype;
+    d.o_dtype = RA_F32;
+    d.sequences = batch;
+    d.tokens = tokens;
+    d.q_offset = c->keys - c->tokens + token;
+    d.mask.kind = RA_MASK_CAUSAL;
+    d.mask.window = c->window;
+    d.isa = c->isa;
+    t.q.data = (const uint8_t *)c->q + (token * c->heads + head) * c->q_row;
+    t.q.token_stride = c->heads * c->q_row;
+    t.q.batch_stride = 16;             /* overlaps: the other sequences are company only */
+    t.k.data = c->k;
+    t.v.data = c->v;
+    t.k.batch_stride = t.v.batch_stride = c->row * 64;
+    t.o.data = o;
+    w = scratch_for(&d, nth);
+    for (i = 0; i < nth; i++) CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, i, nth), RA_OK);
+    free(w.raw);
+}
+
+static void company_check(const company *c)
+{
+    const size_t size = (size_t)c->dim * sizeof(float);
+    float *all = (float *)malloc(16 * size), *some = (float *)malloc(48 * size);
+    int32_t t, h;
+    company_call(c, 0, c->tokens, 0, c->heads, 1, 1, all);
+    for (t = 0; t < c->tokens; t++)
+        for (h = 0; h < c->heads; h++) {
+            company_call(c, t, 1, h, 1, 1, 1, some);
+            CHECK_BITS(some, all + (t * c->heads + h) * c->dim, size);
+        }
+    for (t = 1; t < c->tokens; t++) {
+        company_call(c, t, c->tokens - t, 0, c->heads, 1, 1, some);
+        CHECK_BITS(some, all + t * c->heads * c->dim,
+                   (size_t)((c->tokens - t) * c->heads) * size);
+    }
+    company_call(c, 0, c->tokens, 0, c->heads, 3, 1, some);
+    CHECK_BITS(some, all, (size_t)(c->tokens * c->heads) * size);
+    company_call(c, 0, c->tokens, 0, c->heads, 1, 3, some);
+    CHECK_BITS(some, all, (size_t)(c->tokens * c->heads) * size);
+    free(all);
+    free(some);
+}
+
+/* Decoding: a row has the same bits alone and beside up to 15 others, of its token, of later tokens
+ * and of other sequences, and on any number of threads. Scores grow along the cache, so that
+ * maxima rise. */
+TEST(row_bits_do_not_depend_on_company)
+{
+    static const int32_t isas[4] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512,
+                                     RA_ISA_AVX512_BF16 };
+    static const int32_t keys[6] = { 7, 66, 1026, 1500, 16386, 17000 };
+    static const int32_t shape[4][2] = { { 4, 4 }, { 1, 16 }, { 8, 2 }, { 1, 3 } };
+    int64_t i, cases = 6 * 4 * 4 * 4;
+    for (i = 0; i < cases; i++) {
+        h_rng r = h_case_rng(i);
+        company c;
+        float *x;
+        int64_t n, j;
+        c.isa = isas[i % 4];
+        c.dtype = (int32_t)(i / 4 % 4) + RA_F32;
+        c.keys = keys[i / 16 % 6];
+        c.heads = shape[i / 96][0];
+        c.tokens = shape[i / 96][1];
+        if (!ra_isa_available(c.isa) || !h_case(i)) continue;
+        if (c.tokens > c.keys) c.tokens = c.keys;
+        if (c.keys > 2000 && !h_run.large && (i / 96 || c.isa == RA_ISA_SCALAR)) continue;
+        c.dim = (int32_t)h_range(&r, 1, 5) * (c.dtype == RA_Q8_0 || h_one_in(&r, 2) ? 32 : 24);
+        if (c.dtype == RA_Q8_0) c.dim = c.dim / 32 * 32;
+        c.window = h_one_in(&r, 3) ? (int32_t)h_range(&r, 1, c.keys) : 0;
+        c.row = c.dtype == RA_Q8_0 ? c.dim / 32 * 34 : c.dim * (c.dtype == RA_F32 ? 4 : 2);
+        c.q_row = c.dim * (c.dtype == RA_F32 || c.dtype == RA_Q8_0 ? 4 : 2);
+        n = (int64_t)(c.keys + 128) * c.dim;
+        x = (float *)malloc((size_t)n * sizeof *x);
+        c.k = malloc((size_t)(c.keys + 128) * (size_t)c.row);
+        c.v = malloc((size_t)(c.keys + 128) * (size_t)c.row);
+        c.q = malloc((size_t)(16 * c.q_row + 64));
+        for (j = 0; j < n; j++) x[j] = h_normal(&r) * (1.0f + 40.0f * (float)j / (float)n);
+        ra_convert(c.k, c.dtype, x, RA_F32, n);
+        for (j = 0; j < n; j++) x[j] = h_normal(&r);
+        ra_convert(c.v, c.dtype, x, RA_F32, n);
+        memset(c.q, 0, (size_t)(16 * c.q_row + 64));
+        ra_convert(c.q, c.dtype == RA_Q8_0 ? RA_F32 : c.dtype, x, RA_F32, 16 * c.dim);
+        company_check(&c);
+        free(x);
+        free(c.k);
+        free(c.v);
+        free(c.q);
+    }
+}
+
+/* A bias of f16 or bf16 gives the bits of the same numbers in f32, with -inf among them as in a
+ * mask; decoding, short and prefill, and every kind of broadcast. */
+TEST(bias_in_16_bits)
+{
+    static const int32_t tokens[3] = { 1, 8, 70 };
+    enum { D = 40, KEYS = 150, HEADS = 4, ALL = HEADS * 70 * KEYS };
+    static float x[KEYS * HEADS * D], q[70 * HEADS * D], o[2][70 * HEADS * D], wide[ALL];
+    static uint16_t half[ALL];
+    int64_t i, j;
+    for (i = 0; i < 3 * 2 * 4 * 4; i++) {
+        h_rng r = h_case_rng(i);
+        const int32_t isa = (int32_t)(i / 6 % 4) + RA_ISA_SCALAR, kind = (int32_t)(i / 24);
+        ra_error e;
+        ra_desc d;
+        ra_tensors t;
+        scratch w;
+        if (!ra_isa_available(isa) || !h_case(i)) continue;
+        memset(&e, 0, sizeof e);
+        memset(&t, 0, sizeof t);
+        d = ra_desc_make(HEADS, 2, D, RA_F32, RA_MASK_NONE);
+        d.tokens = tokens[i % 3];
+        d.kv_tokens = KEYS;
+        d.scores = RA_SCORE_BIAS;
+        d.isa = isa;
+        d.error = &e;
+        t.bias.dtype = i / 3 % 2 ? RA_BF16 : RA_F16;
+        for (j = 0; j < ALL; j++) wide[j] = h_one_in(&r, 3) ? -INFINITY : h_normal(&r);
+        for (j = 0; j < KEYS * HEADS * D; j++) x[j] = h_normal(&r);
+        for (j = 0; j < 70 * HEADS * D; j++) q[j] = h_normal(&r);
+        CHECK_EQ(ra_convert(half, t.bias.dtype, wide, RA_F32, ALL), RA_OK);
+        CHECK_EQ(ra_convert(wide, RA_F32, half, t.bias.dtype, ALL), RA_OK);
+        t.q.data = q;
+        t.k.data = t.v.data = x;
+        t.bias.keys = KEYS - 7;
+        w = scratch_for(&d, 1);
+        for (j = 0; j < 2; j++) {
+            const int64_t size = j ? 4 : 2;
+            t.bias.data = j ? (const void *)wide : (const void *)half;
+            if (j) t.bias.dtype = 0;
+            t.bias.key_step = kind == 3 ? 0 : size;
+            t.bias.row_step = kind == 2 ? 0 : KEYS * size;
+            t.bias.head_step = kind == 1 ? 0 : 70 * KEYS * size;
+            t.o.data = o[j];
+            CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, 1), RA_OK);
+        }
+        CHECK_BITS(o[0], o[1], (size_t)(d.tokens * HEADS * D) * sizeof(float));
+        t.bias.dtype = RA_Q8_0;
+        CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, 1), RA_E_ENUM);
+        t.bias.dtype = RA_F16;
+        t.bias.key_step = 3;
+        CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, 1), RA_E_STRIDE);
+        t.bias.dtype = 0;
+        d.k_dtype = 12;                /* ggml's q4_K */
+        CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, 1), RA_E_ENUM);
+        CHECK(strcmp(e.field, "k_dtype") == 0);
+        free(w.raw);
+    }
+}
+
 /* Chunks and tasks of many short runs, over rings and on one rank. */
 TEST(many_short_runs)
 {
@@ -1291,6 +1462,7 @@ static const h_test tests[] = {
     ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials), ENTRY(merge_corners),
     ENTRY(attention_threads), ENTRY(attention_workspace), ENTRY(q8_0_everywhere), ENTRY(convert),
     ENTRY(decoding), ENTRY(attention_at_positions), ENTRY(many_short_runs),
+    ENTRY(row_bits_do_not_depend_on_company), ENTRY(bias_in_16_bits),
     ENTRY(runs_of_whole_blocks_keep_the_bits), ENTRY(ring_buffer_cache),
     ENTRY(a_ring_serves_several_plans), ENTRY(simple_signature),
 };
