@@ -10657,6 +10657,9 @@ typedef struct ra__held {
                                         * those before do not */
 } ra__held;
 
+/* A rank whose keys are read, and the entries of fold after which they are not read again. */
+typedef struct ra__source_rank { int64_t end; int32_t rank; } ra__source_rank;
+
 struct ra_plan {
     ra_desc d;                         /* resolved; its arrays are copies in this plan */
     ra_allocator allocator;
@@ -10680,8 +10683,8 @@ struct ra_plan {
     int32_t back_direction;
     int64_t *task0, *back_task0;       /* [B + 1] first task of a sequence */
     ra__sizes sizes;                   /* of d.rank */
-    int32_t *readers, *sources;        /* ranks that read this rank's keys, and whose it reads */
-    int64_t *source_end;               /* entries of fold after which a source is not read again */
+    int32_t *readers;                  /* ranks that read this rank's keys */
+    ra__source_rank *source;           /* ranks whose keys it reads, by `end` */
     int64_t reader_count, source_count;
     int64_t chunk_bytes;               /* longest message */
     int64_t *start;                    /* [chunks] scratch: the step in which a chunk leaves its
@@ -11392,13 +11395,26 @@ typedef struct ra__desk {
     union { ra__fold_hand fold; ra__back_hand back; } hand;
 } ra__desk;
 
+/* A queue of messages of one kind and direction. Message i of the pass uses slot i mod slots
+ * and is posted after message i - 1; messages are taken in the same order. */
+typedef struct ra__lane {
+    ra_transport_op *op;               /* [slots] */
+    uint8_t *buf;                      /* [slots][bytes]; null: each send has its own place */
+    int64_t *ns;                       /* [slots] when each was posted; null: not noted */
+    int64_t bytes, posted, done;       /* done is written under comm and read by all threads */
+    int32_t slots, total;              /* total: messages of this pass */
+} ra__lane;
+
+/* Notices end a pass with shared memory: a rank sends one to each owner of keys that it reads when
+ * it has finished with them. */
+enum { RA__RECEIVES, RA__SENDS, RA__RETURNS, RA__NOTICES_IN, RA__NOTICES_OUT, RA__LANES };
+
 struct ra_ring {
-    ra_allocator allocator;
     ra_ring_desc rd;
     ra_transport tp;
-    uint8_t *base;                     /* workspace; this struct lies at its start */
-    int64_t bytes, used;
-    int32_t owns_base, has_transport, shared, rank, ranks;
+    uint8_t *base;                     /* workspace; it starts with this struct */
+    int64_t bytes;
+    int32_t has_transport, shared, rank, ranks;
 
     const ra_plan *plan;               /* of the pass; below: what begin sets */
     const ra__route *route;            /* of the plan, for this kind of pass */
@@ -11439,27 +11455,23 @@ struct ra_ring {
     ra__bounds *stripe;                /* backward: of back.stripe */
     int64_t step_work;                 /* most of one step, see RA__TILE_WORK */
 
-    int64_t recv_slots, send_slots, pack_slots, slot_bytes; /* under comm, but received, sent */
-    int64_t recv_posted, received, released, send_posted, sent, own_posted, own_sent, exchanged;
-    int64_t words_posted, words_in, words_out;
-    int32_t words;                     /* this pass ends with words: shared, forward */
+    ra__lane lane[RA__LANES];          /* under comm */
+    ra_transport_op **list;            /* of all lanes: what is posted and not taken */
+    uint8_t *pack_buf;                 /* [pack_slots] own chunks that leave */
+    int64_t pack_slots, own_posted, own_sent; /* own chunks that have been packed, and sent */
+    int64_t released;                  /* receives that are folded by all tasks and sent on */
+    int64_t exchanged;
+    int32_t notices;                   /* 1: this pass ends with notices: shared, forward */
     int32_t met;                       /* some rank's frame was as it should be, or a pass with a
                                         * descriptor that agrees went well */
-    ra__agreed met_with;               /* of the plan of the pass */
+    uint64_t met_with;                 /* hash of what the plan of the pass agrees on */
     uint64_t differ;                   /* parts in which the frame that failed differs */
-    int32_t silent;                    /* a reader whose word is still to come */
-    ra_transport_op *recv_op, *send_op, *word_op;
-    ra_transport_op **list;
-    int64_t *recv_ns, *send_ns;
-    uint8_t *recv_buf, *pack_buf, *word_buf;
     ra__back back;                     /* backward from here on */
     ra__view d_k, d_v;                 /* the caller's */
     float *dq;                         /* RA_TRAVEL_KV: [B][rows][Hq][Dk] sums */
     float *dk, *dv;                    /* RA_TRAVEL_Q: [B][key rows][Hkv][Dk], [Dv] sums */
-    int64_t home_slots, home_bytes, grad_slots, grad_bytes;
-    int64_t home_posted, home_received, home_done;
-    ra_transport_op *home_op;
-    uint8_t *home_buf;
+    int64_t grad_slots, grad_bytes;
+    int64_t home_done;                 /* own chunks that came home and have been folded again */
     uint8_t *grad_buf;                 /* gradients of own chunks that stay, or all if shared */
     void *mr;                          /* of the whole workspace */
     uint8_t *scratch;                  /* [threads][scratch_bytes] */
@@ -11526,21 +11538,30 @@ static int64_t ra__thread_bytes(const ra_plan *p, int32_t panels) {
     return a.used;
 }
 
-/* Ops and buffers of messages between neighbours of up to `bytes` bytes. */
+/* Ops of a lane, and buffers of `bytes` bytes unless that is 0. */
+static void ra__lane_carve(ra__arena *a, ra__lane *lane, int64_t slots, int64_t bytes,
+                           int64_t align) {
+    lane->slots = (int32_t)slots;
+    lane->bytes = ra__round_up(bytes, align);
+    lane->op = (ra_transport_op *)ra__carve(a, slots * (int64_t)sizeof *lane->op);
+    lane->buf = bytes ? ra__carve_aligned(a, lane->bytes * slots, align) : NULL;
+    lane->ns = NULL;
+}
+
+/* The lanes between neighbours, for messages of up to `bytes` bytes; the other lanes are empty. */
 static void ra__ring_carve_links(ra__arena *a, const ra_plan *p, const ra__counts *n,
                                  int64_t bytes, ra_ring *r) {
     int64_t align = ra__max(64, (int64_t)r->tp.align);
-    r->slot_bytes = ra__round_up(r->shared ? RA__FRAME_BYTES + RA__ADDRESS_BYTES : bytes, align);
-    r->recv_slots = ra__min(r->shared ? RA__SHARED_BUFFERS : p->d.buffers, n->recvs);
-    r->send_slots = ra__min(RA__SEND_SLOTS, n->sends);
-    r->pack_slots = ra__min(n->own, RA__PACK_SLOTS);
-    if (r->shared) r->pack_slots = ra__min(n->own, RA__SEND_SLOTS);
-    r->recv_op = (ra_transport_op *)ra__carve(a, r->recv_slots * (int64_t)sizeof(ra_transport_op));
-    r->send_op = (ra_transport_op *)ra__carve(a, r->send_slots * (int64_t)sizeof(ra_transport_op));
-    r->recv_ns = (int64_t *)ra__carve(a, r->recv_slots * 8);
-    r->send_ns = (int64_t *)ra__carve(a, r->send_slots * 8);
-    r->recv_buf = ra__carve_aligned(a, r->slot_bytes * r->recv_slots, align);
-    r->pack_buf = ra__carve_aligned(a, r->slot_bytes * r->pack_slots, align);
+    ra__lane *in = &r->lane[RA__RECEIVES], *out = &r->lane[RA__SENDS];
+    memset(r->lane, 0, sizeof r->lane);
+    if (r->shared) bytes = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
+    ra__lane_carve(a, in, ra__min(r->shared ? RA__SHARED_BUFFERS : p->d.buffers, n->recvs), bytes,
+                   align);
+    ra__lane_carve(a, out, ra__min(RA__SEND_SLOTS, n->sends), 0, align);
+    in->ns = (int64_t *)ra__carve(a, in->slots * 8);
+    out->ns = (int64_t *)ra__carve(a, out->slots * 8);
+    r->pack_slots = ra__min(n->own, r->shared ? RA__SEND_SLOTS : RA__PACK_SLOTS);
+    r->pack_buf = ra__carve_aligned(a, in->bytes * r->pack_slots, align);
 }
 
 /* Stripes of each sequence. */
@@ -11553,7 +11574,7 @@ RA__INLINE int64_t ra__ring_stripes(const ra_desc *d) {
 static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n, ra_ring *r) {
     const ra_desc *d = &p->d;
     int64_t heads = d->sequences * n->rows * d->q_heads, before, state;
-    int64_t words = r->shared ? n->words_in + n->words_out : 0;
+    int64_t notices = r->shared ? n->words_in + n->words_out : 0;
     (void)ra__carve(a, (int64_t)sizeof *r);
     before = a->used;
     r->work.m = (float *)ra__carve(a, heads * 4);
@@ -11564,11 +11585,12 @@ static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n
     state = a->used - before;
     ra__ring_carve_links(a, p, &n->forward, p->chunk_bytes, r);
     if (r->shared) {
-        r->word_op = (ra_transport_op *)ra__carve(a, words * (int64_t)sizeof(ra_transport_op));
-        r->word_buf = (uint8_t *)ra__carve(a, words * RA__FRAME_BYTES);
+        ra__lane_carve(a, &r->lane[RA__NOTICES_IN], n->words_in, RA__FRAME_BYTES, 64);
+        ra__lane_carve(a, &r->lane[RA__NOTICES_OUT], n->words_out, RA__FRAME_BYTES, 64);
         r->owner_alive = (int64_t **)ra__carve(a, n->words_out * 8);
     }
-    r->list = (ra_transport_op **)ra__carve(a, (r->recv_slots + r->send_slots + words) * 8);
+    r->list = (ra_transport_op **)ra__carve(a, (r->lane[RA__RECEIVES].slots +
+                                                r->lane[RA__SENDS].slots + notices) * 8);
     r->desk = (ra__desk *)ra__carve(a, d->threads * (int64_t)sizeof *r->desk);
     r->scratch_bytes = ra__thread_bytes(p, n->panels);
     r->scratch = (uint8_t *)ra__carve(a, r->scratch_bytes * d->threads);
@@ -11581,6 +11603,7 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     const ra_desc *d = &p->d;
     int64_t heads = d->sequences * n->rows * d->q_heads, before, state;
     int64_t align = ra__max(64, (int64_t)r->tp.align), own = n->back.own + n->back.stays;
+    int64_t returned = p->back.home_bytes;
     (void)ra__carve(a, (int64_t)sizeof *r);
     before = a->used;
     r->dq = r->dk = r->dv = NULL;
@@ -11594,18 +11617,18 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     r->turn = (ra__turn *)ra__carve(a, n->back.tasks * d->sequences * (int64_t)sizeof *r->turn);
     state = a->used - before;
     ra__ring_carve_links(a, p, &n->back, p->back.chunk_bytes, r);
-    r->home_slots = ra__min(n->back.own, RA__HOME_SLOTS);
-    if (r->shared) r->home_slots = ra__min(n->back.own, RA__SHARED_BUFFERS);
-    r->home_bytes = d->backward_travel == RA_TRAVEL_Q ? p->back.chunk_bytes : p->back.home_bytes;
-    if (r->shared) r->home_bytes = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
-    r->home_bytes = ra__round_up(r->home_bytes, align);
-    r->home_op = (ra_transport_op *)ra__carve(a, r->home_slots * (int64_t)sizeof(ra_transport_op));
-    r->home_buf = ra__carve_aligned(a, r->home_bytes * r->home_slots, align);
+    if (d->backward_travel == RA_TRAVEL_Q) returned = p->back.chunk_bytes;
+    if (r->shared) returned = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
+    ra__lane_carve(a, &r->lane[RA__RETURNS],
+                   ra__min(n->back.own, r->shared ? RA__SHARED_BUFFERS : RA__HOME_SLOTS), returned,
+                   align);
     r->grad_slots = n->back.stays ? ra__min(own, RA__PACK_SLOTS) : 0;
     if (r->shared) r->grad_slots = ra__min(own, ra__back_lag(p) + 2);
     r->grad_bytes = ra__plan_grad_bytes(p);
     r->grad_buf = (uint8_t *)ra__carve(a, r->grad_slots * r->grad_bytes);
-    r->list = (ra_transport_op **)ra__carve(a, (r->recv_slots + r->send_slots + r->home_slots) * 8);
+    r->list = (ra_transport_op **)ra__carve(a, ((int64_t)r->lane[RA__RECEIVES].slots +
+                                                r->lane[RA__SENDS].slots +
+                                                r->lane[RA__RETURNS].slots) * 8);
     r->stripe = (ra__bounds *)ra__carve(a, d->sequences * ra__ring_stripes(d) *
                                                (int64_t)sizeof *r->stripe);
     r->desk = (ra__desk *)ra__carve(a, d->threads * (int64_t)sizeof *r->desk);
@@ -11816,8 +11839,7 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     p->task0 = (int64_t *)ra__carve(a, (B + 1) * 8);
     p->back_task0 = (int64_t *)ra__carve(a, (B + 1) * 8);
     p->readers = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
-    p->sources = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
-    p->source_end = (int64_t *)ra__carve(a, (int64_t)d->ranks * 8);
+    p->source = (ra__source_rank *)ra__carve(a, d->ranks * (int64_t)sizeof *p->source);
 }
 
 /* Cuts of every sequence, order, and whether the promise on bits holds. */
@@ -12066,15 +12088,20 @@ static void ra__plan_readers(ra_plan *p) {
     ra__readers all;
     p->reader_count = p->source_count = 0;
     ra__readers_of(p, p->d.rank, &all);
-    memset(p->source_end, 0, (size_t)p->d.ranks * sizeof *p->source_end);
-    for (int64_t f = 0; f < p->forward.folds; f++)
-        if (p->forward.fold[f] >= 0)
-            p->source_end[p->keys.chunk[p->forward.fold[f]].owner] = f + 1;
-    for (int32_t r = 0; r < p->d.ranks; r++) {
+    for (int32_t r = 0; r < p->d.ranks; r++)
         if (all.reads[r]) p->readers[p->reader_count++] = r;
-        if (!all.read[r]) continue;
-        p->source_end[p->source_count] = p->source_end[r];
-        p->sources[p->source_count++] = r;
+    for (int64_t f = p->forward.folds; f-- > 0;) {     /* the last entry of each comes first */
+        int32_t owner = p->forward.fold[f] < 0 ? p->d.rank
+                                               : p->keys.chunk[p->forward.fold[f]].owner;
+        if (!all.read[owner]) continue;
+        all.read[owner] = 0;
+        p->source[p->source_count].end = f + 1;
+        p->source[p->source_count++].rank = owner;
+    }
+    for (int64_t i = 0; i < p->source_count / 2; i++) {
+        ra__source_rank t = p->source[i];
+        p->source[i] = p->source[p->source_count - 1 - i];
+        p->source[p->source_count - 1 - i] = t;
     }
 }
 
@@ -13755,6 +13782,14 @@ static ra_status ra__ring_check(ra_ring *r, const ra_transport_op *op, const ra_
     return s ? ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c)) : RA_OK;
 }
 
+/* Slot of message i of a lane. */
+RA__INLINE ra_transport_op *ra__lane_op(const ra__lane *lane, int64_t i) {
+    return &lane->op[i % lane->slots];
+}
+RA__INLINE uint8_t *ra__lane_buf(const ra__lane *lane, int64_t i) {
+    return lane->buf + i % lane->slots * lane->bytes;
+}
+
 /* -------------------------------------------------------------------------- where chunks are */
 /* Length of chunk c's message to the rank `hop` ranks after its owner. */
 static int64_t ra__ring_length(const ra_ring *r, int64_t c, int32_t hop) {
@@ -13822,7 +13857,7 @@ static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
     }
     out->c = r->route->chunk[r->route->fold[f]];
     if (recv >= 0) {
-        const uint8_t *message = (const uint8_t *)r->recv_op[recv % r->recv_slots].buf;
+        const uint8_t *message = (const uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], recv)->buf;
         if (r->shared) ra__item_address(message, out);
         else ra__item_packed(r, message, ra__ring_hop(r, r->route->fold[f]), out);
         return 1;
@@ -13842,7 +13877,7 @@ static uint8_t *ra__ring_grads(const ra_ring *r, int64_t own) {
 
 /* Buffer of own chunk i of those that leave. */
 static uint8_t *ra__ring_packed(const ra_ring *r, int64_t i) {
-    return r->pack_buf + i % r->pack_slots * r->slot_bytes;
+    return r->pack_buf + i % r->pack_slots * r->lane[RA__RECEIVES].bytes;
 }
 
 /* Gradients that belong to a message, or with shared memory to the address in it. */
@@ -13858,11 +13893,12 @@ static uint8_t *ra__ring_fold_grads(const ra_ring *r, int64_t f) {
     const ra__route *way = r->route;
     int32_t recv = way->fold_recv[f], own = way->fold_own[f], home;
     if (recv >= 0)
-        return ra__ring_message_grads(r, (uint8_t *)r->recv_op[recv % r->recv_slots].buf);
+        return ra__ring_message_grads(
+            r, (uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], recv)->buf);
     home = way->own_home[own];
     if (home < 0 || r->shared) return ra__ring_grads(r, own);
     if (way->fold_phase[f] == RA__BEFORE)
-        return r->home_buf + home % r->home_slots * r->home_bytes + RA__FRAME_BYTES;
+        return ra__lane_buf(&r->lane[RA__RETURNS], home) + RA__FRAME_BYTES;
     return ra__ring_packed(r, home) + RA__FRAME_BYTES;
 }
 
@@ -13954,31 +13990,49 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *mes
 }
 
 /* -------------------------------------------------------------------------- communication */
-static void ra__op_set(ra_transport_op *op, int kind, int channel, int32_t peer, uint64_t tag) {
-    memset(op, 0, sizeof *op);
-    op->kind = (uint8_t)kind;
-    op->channel = (uint8_t)channel;
-    op->peer = peer;
-    op->tag = tag;
-}
-
 static uint64_t ra__ring_tag(const ra_ring *r, int64_t number) {
     return r->tp.tag_bits >= 64 ? (uint64_t)number
                                 : (uint64_t)number & (((uint64_t)1 << r->tp.tag_bits) - 1);
 }
 
-/* Receive i is folded by everybody here and sent on. */
+/* Posts the next message of a lane, of at most lane->bytes bytes at buf; returns its op. */
+static ra_transport_op *ra__lane_post(ra_ring *r, int which, int32_t peer, int64_t number,
+                                      void *buf, int64_t length) {
+    ra__lane *lane = &r->lane[which];
+    ra_transport_op *op = ra__lane_op(lane, lane->posted);
+    memset(op, 0, sizeof *op);
+    op->kind = which == RA__SENDS || which == RA__NOTICES_OUT ? RA_MSG_SEND : RA_MSG_RECV;
+    op->channel = which >= RA__RETURNS;
+    op->peer = peer;
+    op->tag = ra__ring_tag(r, number);
+    op->buf = buf;
+    op->len = (size_t)length;
+    op->mr = r->mr;
+    if (lane->ns) lane->ns[lane->posted % lane->slots] = ra__ring_now(r);
+    lane->posted++;
+    return op;
+}
+
+/* A lane has a message to post and room for it. freed: messages whose slots are free again; most:
+ * ops that may be pending. */
+static int ra__lane_open(const ra__lane *lane, int64_t freed, int64_t most) {
+    return lane->posted < lane->total && lane->posted - freed < lane->slots &&
+           lane->posted - lane->done < most;
+}
+
+/* Receive i, which has come, is folded by all tasks and sent on. */
 static int ra__ring_free(const ra_ring *r, int64_t i) {
     int32_t fold = r->route->recv_fold[i], send = r->route->recv_send[i];
-    return i < r->received && (fold < 0 || fold < ra__load_i64(&r->folded)) &&
-           (send < 0 || send < r->sent);
+    return (fold < 0 || fold < ra__load_i64(&r->folded)) &&
+           (send < 0 || send < r->lane[RA__SENDS].done);
 }
 
 /* Gives back lent memory of receives that are free, in order. */
 static void ra__ring_release(ra_ring *r) {
-    while (r->released < r->received && ra__ring_free(r, r->released)) {
-        ra_transport_op *op = &r->recv_op[r->released % r->recv_slots];
-        void *own = r->recv_buf + r->released % r->recv_slots * r->slot_bytes;
+    const ra__lane *lane = &r->lane[RA__RECEIVES];
+    while (r->released < lane->done && ra__ring_free(r, r->released)) {
+        ra_transport_op *op = ra__lane_op(lane, r->released);
+        void *own = ra__lane_buf(lane, r->released);
         if (op->buf != own && (r->tp.caps & RA_CAP_LOAN)) (void)r->tp.release(r->tp.ctx, op);
         op->buf = own;
         r->released++;
@@ -13996,25 +14050,17 @@ static int64_t ra__ring_ops(const ra_ring *r) {
            ra__ring_home_ops(r);
 }
 
-/* Puts receives that have a free buffer on the list; returns how many. */
-static int ra__ring_more_receives(ra_ring *r) {
-    const ra__route *way = r->route;
+/* Posts receives that have a free buffer. */
+static void ra__ring_more_receives(ra_ring *r) {
+    const ra__lane *lane = &r->lane[RA__RECEIVES];
     int64_t most = ra__max(1, ra__ring_ops(r) / 2);
-    int n = 0;
-    while (r->recv_posted < way->recvs && r->recv_posted - r->released < r->recv_slots &&
-           r->recv_posted - r->received < most) {
-        int64_t slot = r->recv_posted % r->recv_slots, c = way->recv[r->recv_posted];
-        ra_transport_op *op = &r->recv_op[slot];
-        ra__op_set(op, RA_MSG_RECV, 0, ra__ring_peer(r, -1), ra__ring_tag(r, c));
-        op->buf = r->recv_buf + slot * r->slot_bytes;
-        op->len = (size_t)ra__ring_length(r, c, ra__ring_hop(r, c));
-        op->mr = r->mr;
-        if ((r->tp.caps & RA_CAP_LOAN) && !way->backward) op->flags = RA_MSG_LOAN_OK;
-        r->recv_ns[slot] = ra__ring_now(r);
-        r->recv_posted++;
-        n++;
+    while (ra__lane_open(lane, r->released, most)) {
+        int32_t c = r->route->recv[lane->posted];
+        ra_transport_op *op = ra__lane_post(r, RA__RECEIVES, ra__ring_peer(r, -1), c,
+                                            ra__lane_buf(lane, lane->posted),
+                                            ra__ring_length(r, c, ra__ring_hop(r, c)));
+        if ((r->tp.caps & RA_CAP_LOAN) && !r->route->backward) op->flags = RA_MSG_LOAN_OK;
     }
-    return n;
 }
 
 /* Send i may go: its chunk is here, backward also folded; an own one has a buffer. */
@@ -14022,100 +14068,67 @@ static int ra__ring_ready(const ra_ring *r, int64_t i) {
     const ra__route *way = r->route;
     int32_t recv = way->send_recv[i], fold = way->backward ? way->send_fold[i] : -1;
     if (fold >= 0 && fold >= ra__load_i64(&r->folded)) return 0;
-    return recv >= 0 ? recv < r->received : r->own_posted - r->own_sent < r->pack_slots;
+    return recv >= 0 ? recv < r->lane[RA__RECEIVES].done
+                     : r->own_posted - r->own_sent < r->pack_slots;
 }
 
-/* Puts sends on the list that may go, in order; packs own chunks. Returns how many. */
-static int ra__ring_more_sends(ra_ring *r) {
+/* Posts sends that may go, in order; packs own chunks. */
+static void ra__ring_more_sends(ra_ring *r) {
     const ra__route *way = r->route;
+    const ra__lane *lane = &r->lane[RA__SENDS];
     int64_t most = ra__max(1, ra__ring_ops(r) - ra__ring_ops(r) / 2);
-    int n = 0;
-    while (r->send_posted < way->sends && r->send_posted - r->sent < r->send_slots &&
-           r->send_posted - r->sent < most && ra__ring_ready(r, r->send_posted)) {
-        int64_t slot = r->send_posted % r->send_slots, c = way->send[r->send_posted];
-        int32_t recv = way->send_recv[r->send_posted], to = ra__ring_peer(r, 1);
-        int32_t hop = 1 + ra__ring_hop(r, c);
-        ra_transport_op *op = &r->send_op[slot];
+    while (ra__lane_open(lane, lane->done, most) && ra__ring_ready(r, lane->posted)) {
+        int32_t c = way->send[lane->posted], recv = way->send_recv[lane->posted];
+        int32_t to = ra__ring_peer(r, 1), hop = 1 + ra__ring_hop(r, c);
+        uint8_t *buf = recv >= 0 ? (uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], recv)->buf
+                                 : ra__ring_packed(r, r->own_posted);
+        ra_transport_op *op;
         if (way->backward) to = ra__back_to(r->plan, &way->chunk[c], r->rank, &hop);
-        ra__op_set(op, RA_MSG_SEND, way->backward && hop == r->ranks, to, ra__ring_tag(r, c));
-        op->mr = r->mr;
-        op->len = (size_t)ra__ring_length(r, c, hop);
-        if (recv >= 0) {
-            op->buf = r->recv_op[recv % r->recv_slots].buf;
-            if ((uint8_t *)op->buf < r->base || (uint8_t *)op->buf >= r->base + r->bytes)
-                op->mr = NULL;         /* lent: no memory that reg has seen */
-        } else {
-            op->buf = ra__ring_packed(r, r->own_posted);
-            ra__ring_pack(r, c, r->own_posted++, (uint8_t *)op->buf);
-        }
-        r->send_ns[slot] = ra__ring_now(r);
-        r->send_posted++;
-        n++;
+        if (recv < 0) ra__ring_pack(r, c, r->own_posted++, buf);
+        op = ra__lane_post(r, RA__SENDS, to, c, buf, ra__ring_length(r, c, hop));
+        op->channel = way->backward && hop == r->ranks;
+        if (buf < r->base || buf >= r->base + r->bytes) op->mr = NULL; /* lent, not in reg */
     }
-    return n;
 }
 
-/* Backward: receives of own chunks that come home, from the last rank that had each. */
-static int ra__ring_more_homes(ra_ring *r) {
+/* Backward: posts receives of own chunks that come home, from the last rank that had each. */
+static void ra__ring_more_returns(ra_ring *r) {
     const ra__route *way = r->route;
-    int n = 0;
-    if (!way->backward) return 0;
-    while (r->home_done < r->home_received &&
-           way->home_fold[r->home_done] < ra__load_i64(&r->folded))
+    const ra__lane *lane = &r->lane[RA__RETURNS];
+    while (r->home_done < lane->done && way->home_fold[r->home_done] < ra__load_i64(&r->folded))
         ra__store_i64(&r->home_done, r->home_done + 1);
-    while (r->home_posted < way->homes && r->home_posted - r->home_done < r->home_slots &&
-           r->home_posted - r->home_received < ra__ring_home_ops(r)) {
-        int64_t slot = r->home_posted % r->home_slots, c = way->home[r->home_posted];
-        int32_t last = ra__back_stations(r->plan, &r->route->chunk[c]);
-        ra_transport_op *op = &r->home_op[slot];
-        ra__op_set(op, RA_MSG_RECV, 1, ra__ring_peer(r, last), ra__ring_tag(r, c));
-        op->buf = r->home_buf + slot * r->home_bytes;
-        op->len = (size_t)ra__ring_length(r, c, r->ranks);
-        op->mr = r->mr;
-        r->home_posted++;
-        n++;
+    while (ra__lane_open(lane, r->home_done, ra__ring_home_ops(r))) {
+        int32_t c = way->home[lane->posted];
+        (void)ra__lane_post(r, RA__RETURNS,
+                            ra__ring_peer(r, ra__back_stations(r->plan, &way->chunk[c])), c,
+                            ra__lane_buf(lane, lane->posted), ra__ring_length(r, c, r->ranks));
     }
-    return n;
 }
 
-/* Words that end a shared pass: receives from all readers at once, sends to each source when its
- * keys are no longer read here. word_op: [readers] then [sources]; kind 0: not posted yet. */
-static int ra__ring_more_words(ra_ring *r) {
+/* Posts the receives of all notices at once, and the notice to each owner when its keys are no
+ * longer read here. */
+static void ra__ring_more_notices(ra_ring *r) {
     const ra_plan *p = r->plan;
-    int n = 0;
-    if (!r->words) return 0;
-    for (int64_t i = r->words_posted < p->reader_count ? 0 : p->reader_count;
-         i < p->reader_count + p->source_count; i++) {
-        int in = i < p->reader_count;
-        int32_t peer = in ? p->readers[i] : p->sources[i - p->reader_count];
-        ra_transport_op *op = &r->word_op[i];
-        ra__frame f;
-        if (op->kind) continue;
-        if (!in && ra__load_i64(&r->folded) < p->source_end[i - p->reader_count]) continue;
-        ra__op_set(op, in ? RA_MSG_RECV : RA_MSG_SEND, 1, peer, ra__ring_tag(r, r->pass));
-        op->buf = r->word_buf + i * RA__FRAME_BYTES;
-        op->len = RA__FRAME_BYTES;
-        if (!in) r->owner_alive[i - p->reader_count] = NULL;
-        f = ra__ring_frame(r, RA__FRAME_DONE, in ? r->rank : peer, -1, RA__FRAME_BYTES);
-        if (!in) memcpy(op->buf, &f, sizeof f);
-        r->words_posted++;
-        n++;
+    const ra__lane *in = &r->lane[RA__NOTICES_IN], *out = &r->lane[RA__NOTICES_OUT];
+    while (in->posted < in->total)
+        (void)ra__lane_post(r, RA__NOTICES_IN, p->readers[in->posted], r->pass,
+                            ra__lane_buf(in, in->posted), RA__FRAME_BYTES);
+    while (out->posted < out->total && ra__load_i64(&r->folded) >= p->source[out->posted].end) {
+        int32_t owner = p->source[out->posted].rank;
+        uint8_t *buf = ra__lane_buf(out, out->posted);
+        ra__frame f = ra__ring_frame(r, RA__FRAME_DONE, owner, -1, RA__FRAME_BYTES);
+        memcpy(buf, &f, sizeof f);
+        r->owner_alive[out->posted] = NULL;
+        (void)ra__lane_post(r, RA__NOTICES_OUT, owner, r->pass, buf, RA__FRAME_BYTES);
     }
-    return n;
 }
 
-/* Ops that are not done yet: receives first, then sends, each in order. */
+/* Lists ops that have been posted and not taken, lane by lane, each in order. */
 static int ra__ring_list(const ra_ring *r) {
     int n = 0;
-    for (int64_t i = r->received; i < r->recv_posted; i++)
-        r->list[n++] = &r->recv_op[i % r->recv_slots];
-    for (int64_t i = r->sent; i < r->send_posted; i++)
-        r->list[n++] = &r->send_op[i % r->send_slots];
-    for (int64_t i = r->home_received; r->route->backward && i < r->home_posted; i++)
-        r->list[n++] = &r->home_op[i % r->home_slots];
-    for (int64_t i = 0; r->words && i < r->plan->reader_count + r->plan->source_count; i++)
-        if (r->word_op[i].kind && r->word_op[i].state != RA_MSG_DONE)
-            r->list[n++] = &r->word_op[i];
+    for (int32_t k = 0; k < RA__LANES; k++)
+        for (int64_t i = r->lane[k].done; i < r->lane[k].posted; i++)
+            r->list[n++] = ra__lane_op(&r->lane[k], i);
     return n;
 }
 
@@ -14205,12 +14218,12 @@ static ra_status ra__ring_exchange(ra_ring *r) {
         ra_transport_op *in = NULL, *out = NULL;
         int64_t patience = ra__ring_patience(r), left = ra__ring_left(r, r->deadline, patience);
         int code;
-        if (x->recv >= r->recv_posted || x->send >= r->send_posted ||
-            (x->recv < -1 && -2 - x->recv >= r->home_posted))
+        if (x->recv >= r->lane[RA__RECEIVES].posted || x->send >= r->lane[RA__SENDS].posted ||
+            (x->recv < -1 && -2 - x->recv >= r->lane[RA__RETURNS].posted))
             return RA_OK;
-        if (x->recv >= 0) in = &r->recv_op[x->recv % r->recv_slots];
-        if (x->recv < -1) in = &r->home_op[(-2 - x->recv) % r->home_slots];
-        if (x->send >= 0) out = &r->send_op[x->send % r->send_slots];
+        if (x->recv >= 0) in = ra__lane_op(&r->lane[RA__RECEIVES], x->recv);
+        if (x->recv < -1) in = ra__lane_op(&r->lane[RA__RETURNS], -2 - x->recv);
+        if (x->send >= 0) out = ra__lane_op(&r->lane[RA__SENDS], x->send);
         code = r->tp.sendrecv(r->tp.ctx, out ? out->peer : RA_NO_PEER, out ? out->buf : NULL,
                               out ? out->len : 0, in ? in->peer : RA_NO_PEER,
                               in ? in->buf : NULL, in ? in->len : 0, ra__ring_tag(r, x->step),
@@ -14266,37 +14279,55 @@ static void ra__ring_trace_op(const ra_ring *r, int32_t kind, const ra_transport
     ra__ring_event(r, kind, -1, &e);
 }
 
-/* Shared memory: notes where an owner listens for signs of life, for as long as it is read here. */
-static void ra__ring_listen(ra_ring *r, const ra_transport_op *op, int32_t owner) {
-    const ra_plan *p = r->plan;
-    ra__address a;
-    memcpy(&a, (const uint8_t *)op->buf + RA__FRAME_BYTES, sizeof a);
-    for (int64_t i = 0; i < p->source_count; i++)
-        if (p->sources[i] == owner && !r->word_op[p->reader_count + i].kind)
-            r->owner_alive[i] = a.alive;
+/* Looks at the next message of a lane, which is chunk c or, if c is -1, a notice: 1 done and as it
+ * should be, 0 not yet, negative: the pass has failed. */
+static int ra__lane_look(ra_ring *r, const ra__lane *lane, int64_t c) {
+    const ra_transport_op *op;
+    int done, sending;
+    if (lane->done == lane->posted) return 0;
+    op = ra__lane_op(lane, lane->done);
+    if ((done = ra__ring_op_done(r, op, c)) <= 0) return done;
+    sending = op->kind == RA_MSG_SEND;
+    if (!sending) {
+        ra__frame due = c < 0 ? ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES)
+                              : ra__ring_frame(r, ra__ring_kind(r), r->route->chunk[c].owner, c,
+                                               ra__ring_length(r, c, 1));
+        ra_status s = ra__ring_check(r, op, &due, c);
+        if (s) return s;
+    }
+    if (c >= 0) {
+        (void)ra__add_i64(sending ? &r->counters.chunks_out : &r->counters.chunks_in, 1);
+        ra__ring_trace_op(r, sending ? RA_EV_SEND : RA_EV_RECV, op, c,
+                          lane->ns ? lane->ns[lane->done % lane->slots] : r->begin_ns);
+    }
+    (void)ra__add_i64(sending ? &r->counters.bytes_out : &r->counters.bytes_in, (int64_t)op->len);
+    return 1;
 }
 
-/* Takes in receives that are done, in order; returns how many, or a failure. */
+/* The next message of a lane has been taken: other threads may use what came. */
+static void ra__lane_next(ra__lane *lane) { ra__store_i64(&lane->done, lane->done + 1); }
+
+/* Shared memory: notes where an owner listens for signs of life, for as long as it is read here. */
+static void ra__ring_listen(ra_ring *r, const ra_transport_op *op, int32_t owner) {
+    const ra__lane *out = &r->lane[RA__NOTICES_OUT];
+    ra__address a;
+    memcpy(&a, (const uint8_t *)op->buf + RA__FRAME_BYTES, sizeof a);
+    for (int64_t i = out->posted; i < out->total; i++)
+        if (r->plan->source[i].rank == owner) r->owner_alive[i] = a.alive;
+}
+
+/* Takes chunks that came from the neighbour. 0, or the failure of the pass; as the others below. */
 static int ra__ring_take_receives(ra_ring *r) {
-    int n = 0, done;
-    while (r->received < r->recv_posted) {
-        int64_t slot = r->received % r->recv_slots, c = r->route->recv[r->received];
-        const ra_transport_op *op = &r->recv_op[slot];
-        ra__frame due;
-        ra_status s;
-        if ((done = ra__ring_op_done(r, op, c)) <= 0) return done < 0 ? done : n;
-        due = ra__ring_frame(r, ra__ring_kind(r), r->route->chunk[c].owner, c,
-                             ra__ring_length(r, c, 1));
-        if ((s = ra__ring_check(r, op, &due, c)) != RA_OK) return s;
-        if (r->words) ra__ring_listen(r, op, r->route->chunk[c].owner);
-        (void)ra__add_i64(&r->counters.chunks_in, 1);
-        (void)ra__add_i64(&r->counters.bytes_in, (int64_t)op->len);
-        ra__ring_trace_op(r, RA_EV_RECV, op, c, r->recv_ns[slot]);
-        ra__store_i64(&r->received, r->received + 1);
-        if (r->received == r->route->recvs) ra__store_i32(&r->counters.waiting_peer, -1);
-        n++;
+    ra__lane *lane = &r->lane[RA__RECEIVES];
+    for (;;) {
+        int64_t c = lane->done < lane->total ? r->route->recv[lane->done] : -1;
+        int done = ra__lane_look(r, lane, c);
+        if (done <= 0) return done;
+        if (r->notices)
+            ra__ring_listen(r, ra__lane_op(lane, lane->done), r->route->chunk[c].owner);
+        ra__lane_next(lane);
+        if (lane->done == lane->total) ra__store_i32(&r->counters.waiting_peer, -1);
     }
-    return n;
 }
 
 /* Views of a chunk's gradients of one kv head, first row of each segment. */
@@ -14349,7 +14380,7 @@ static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t k
 /* The same for all heads of the i-th chunk that came home. */
 static void ra__ring_home_over(const ra_ring *r, int64_t i) {
     const ra__chunk *c = &r->route->chunk[r->route->home[i]];
-    uint8_t *message = r->home_buf + i % r->home_slots * r->home_bytes;
+    uint8_t *message = ra__lane_buf(&r->lane[RA__RETURNS], i);
     const int64_t all[2] = { 0, ra__chunk_blocks(c) };
     ra__grads g;
     for (int32_t h = 0; r->plan->d.backward_travel == RA_TRAVEL_Q && h < r->plan->d.kv_heads; h++)
@@ -14361,70 +14392,44 @@ static void ra__ring_home_over(const ra_ring *r, int64_t i) {
     }
 }
 
-/* Backward: own chunks that are home, in order; adds their gradients if nothing is left to fold. */
-static int ra__ring_take_homes(ra_ring *r) {
+/* Backward: takes own chunks that are home; adds their gradients if nothing is left to fold. */
+static int ra__ring_take_returns(ra_ring *r) {
     const ra__route *way = r->route;
-    int n = 0, done;
-    while (way->backward && r->home_received < r->home_posted) {
-        int64_t slot = r->home_received % r->home_slots, c = way->home[r->home_received];
-        const ra_transport_op *op = &r->home_op[slot];
-        ra__frame due = ra__ring_frame(r, ra__ring_kind(r), r->rank, c, ra__ring_length(r, c, 1));
-        ra_status s;
-        if ((done = ra__ring_op_done(r, op, c)) <= 0) return done < 0 ? done : n;
-        if ((s = ra__ring_check(r, op, &due, c)) != RA_OK) return s;
-        if (way->home_fold[r->home_received] < 0) ra__ring_home_over(r, r->home_received);
+    ra__lane *lane = &r->lane[RA__RETURNS];
+    for (;;) {
+        int64_t i = lane->done, c = i < lane->total ? way->home[i] : -1;
+        int done = ra__lane_look(r, lane, c);
+        if (done <= 0) return done;
+        if (way->home_fold[i] < 0) ra__ring_home_over(r, i);
         else if (r->plan->d.backward_travel == RA_TRAVEL_Q && !r->shared)
-            ra__ring_pack_q(r, &way->chunk[c], (uint8_t *)op->buf);
-        (void)ra__add_i64(&r->counters.chunks_in, 1);
-        (void)ra__add_i64(&r->counters.bytes_in, (int64_t)op->len);
-        ra__ring_trace_op(r, RA_EV_RECV, op, c, r->begin_ns);
-        ra__store_i64(&r->home_received, r->home_received + 1);
-        n++;
+            ra__ring_pack_q(r, &way->chunk[c], ra__lane_buf(lane, i));
+        ra__lane_next(lane);
     }
-    return n;
 }
 
 static int ra__ring_take_sends(ra_ring *r) {
-    int n = 0, done;
-    while (r->sent < r->send_posted) {
-        int64_t slot = r->sent % r->send_slots, c = r->route->send[r->sent];
-        const ra_transport_op *op = &r->send_op[slot];
-        if ((done = ra__ring_op_done(r, op, c)) <= 0) return done < 0 ? done : n;
-        (void)ra__add_i64(&r->counters.chunks_out, 1);
-        (void)ra__add_i64(&r->counters.bytes_out, (int64_t)op->len);
-        ra__ring_trace_op(r, RA_EV_SEND, op, c, r->send_ns[slot]);
-        if (r->route->send_recv[r->sent] < 0) ra__store_i64(&r->own_sent, r->own_sent + 1);
-        ra__store_i64(&r->sent, r->sent + 1);
-        n++;
+    ra__lane *lane = &r->lane[RA__SENDS];
+    for (;;) {
+        int done = ra__lane_look(r, lane, lane->done < lane->total ? r->route->send[lane->done]
+                                                                   : -1);
+        if (done <= 0) return done;
+        if (r->route->send_recv[lane->done] < 0) ra__store_i64(&r->own_sent, r->own_sent + 1);
+        ra__lane_next(lane);
     }
-    return n;
 }
 
-/* Counts the words that came and went; those done are marked by done = SIZE_MAX. */
-static int ra__ring_take_words(ra_ring *r) {
-    const ra_plan *p = r->plan;
-    int n = 0, done;
-    for (int64_t i = 0; r->words && i < p->reader_count + p->source_count; i++) {
-        ra_transport_op *op = &r->word_op[i];
-        if (!op->kind || op->done == SIZE_MAX) continue;
-        if ((done = ra__ring_op_done(r, op, -1)) < 0) return done;
-        if (!done) continue;
-        if (i < p->reader_count) {
-            ra__frame due = ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES);
-            ra_status s = ra__ring_check(r, op, &due, -1);
-            if (s) return s;
-            r->words_in++;
-            (void)ra__add_i64(&r->counters.bytes_in, (int64_t)op->len);
-        } else {
-            r->words_out++;
-            (void)ra__add_i64(&r->counters.bytes_out, (int64_t)op->len);
-        }
-        op->done = SIZE_MAX;
-        n++;
+/* Takes notices. One that fails is seen at once, whichever others are still to come. */
+static int ra__ring_take_notices(ra_ring *r) {
+    for (int32_t k = RA__NOTICES_IN; k <= RA__NOTICES_OUT; k++) {
+        ra__lane *lane = &r->lane[k];
+        int done;
+        while ((done = ra__lane_look(r, lane, -1)) > 0) ra__lane_next(lane);
+        for (int64_t i = lane->done; i < lane->posted && done >= 0; i++)
+            if (ra__lane_op(lane, i)->state < 0)
+                done = ra__ring_op_done(r, ra__lane_op(lane, i), -1);
+        if (done < 0) return done;
     }
-    for (int64_t i = 0; n && i < p->reader_count; i++)
-        if (r->word_op[i].done != SIZE_MAX) ra__store_i32(&r->silent, p->readers[i]);
-    return n;
+    return 0;
 }
 
 /* Tells the owners that this rank computes, and hears the readers of its own keys: a pass may end
@@ -14432,47 +14437,49 @@ static int ra__ring_take_words(ra_ring *r) {
 static void ra__ring_pulse(ra_ring *r) {
     int64_t computed = ra__load_i64(&r->computed), alive = ra__load_i64(&r->alive);
     if (computed != r->computed_seen)
-        for (int64_t i = 0; i < r->plan->source_count; i++)
+        for (int32_t i = 0; i < r->lane[RA__NOTICES_OUT].total; i++)
             if (r->owner_alive[i]) (void)ra__add_i64(r->owner_alive[i], 1);
     if (alive != r->alive_seen) ra__store_i64(&r->progress_ns, ra__ring_now(r));
     r->computed_seen = computed;
     r->alive_seen = alive;
 }
 
+/* Messages posted and taken so far in this pass. */
+static int64_t ra__ring_moves(const ra_ring *r) {
+    int64_t n = 0;
+    for (int32_t k = 0; k < RA__LANES; k++) n += r->lane[k].posted + r->lane[k].done;
+    return n;
+}
+
 /* A round of communication, under `comm`: > 0 something moved, 0 nothing, < 0 failed. */
 static int ra__ring_comm(ra_ring *r) {
-    int n, moved;
+    int64_t before = ra__ring_moves(r);
     ra_status s;
     ra__ring_agree(r);
     ra__ring_release(r);
-    if (r->words) ra__ring_pulse(r);
-    moved = ra__ring_more_receives(r);
-    moved += ra__ring_more_homes(r);
-    moved += ra__ring_more_sends(r);
-    moved += ra__ring_more_words(r);
+    if (r->notices) ra__ring_pulse(r);
+    ra__ring_more_receives(r);
+    ra__ring_more_returns(r);
+    ra__ring_more_sends(r);
+    ra__ring_more_notices(r);
     s = ra__ring_drive(r);
+    if (!s) s = ra__ring_take_receives(r);
+    if (!s) s = ra__ring_take_returns(r);
+    if (!s) s = ra__ring_take_sends(r);
+    if (!s) s = ra__ring_take_notices(r);
     if (s) return s;
-    if ((n = ra__ring_take_receives(r)) < 0) return n;
-    moved += n;
-    if ((n = ra__ring_take_homes(r)) < 0) return n;
-    moved += n;
-    if ((n = ra__ring_take_sends(r)) < 0) return n;
-    moved += n;
-    if ((n = ra__ring_take_words(r)) < 0) return n;
-    moved += n;
     ra__ring_release(r);
-    if (moved) ra__ring_moved(r);
-    return moved;
+    if (ra__ring_moves(r) == before) return 0;
+    ra__ring_moved(r);
+    return 1;
 }
 
 /* Nothing of this pass is left to move. Under `comm`. */
 static int ra__ring_quiet(const ra_ring *r) {
-    const ra_plan *p = r->plan;
-    const ra__route *way = r->route;
-    if (!r->has_transport) return 1;
-    return r->received == way->recvs && r->sent == way->sends && r->released == way->recvs &&
-           (!way->backward || r->home_done == way->homes) &&
-           (!r->words || (r->words_in == p->reader_count && r->words_out == p->source_count));
+    for (int32_t k = 0; k < RA__LANES; k++)
+        if (r->lane[k].done < r->lane[k].total) return 0;
+    return r->released == r->lane[RA__RECEIVES].total &&
+           r->home_done == r->lane[RA__RETURNS].total;
 }
 
 /* -------------------------------------------------------------------------- compute */
@@ -14504,10 +14511,11 @@ static int ra__ring_room(const ra_ring *r, int64_t own) {
 /* What entry f of the fold list needs is here. */
 static int ra__ring_here(const ra_ring *r, int64_t f) {
     const ra__route *way = r->route;
-    if (way->fold_recv[f] >= 0) return way->fold_recv[f] < ra__load_i64(&r->received);
+    if (way->fold_recv[f] >= 0)
+        return way->fold_recv[f] < ra__load_i64(&r->lane[RA__RECEIVES].done);
     if (!way->backward || way->fold_own[f] < 0) return 1;
     if (way->fold_phase[f] != RA__BEFORE) return ra__ring_room(r, way->fold_own[f]);
-    return way->own_home[way->fold_own[f]] < ra__load_i64(&r->home_received);
+    return way->own_home[way->fold_own[f]] < ra__load_i64(&r->lane[RA__RETURNS].done);
 }
 
 /* RA_TRAVEL_Q: entry f starts an own chunk of queries, which is packed before anybody folds it. */
@@ -15122,19 +15130,23 @@ static void ra__ring_complete(ra_ring *r) {
     (void)ra__add_i64(&r->events, 1);
 }
 
-/* The message that this rank waits for: the next to come, else the next to go, else the word of a
- * reader. */
+/* The message that this rank waits for: the next to come, otherwise the next to go, otherwise the
+ * next chunk that returns, otherwise the notice of a reader. */
 static ra__blame ra__ring_awaits(const ra_ring *r) {
     const ra_plan *p = r->plan;
     const ra__route *way = r->route;
-    int64_t in = ra__load_i64(&r->received), out = ra__load_i64(&r->sent);
-    if (in < way->recvs) return ra__blame_of(ra__ring_peer(r, -1), 0, 0, way->recv[in]);
-    if (out < way->sends) return ra__blame_of(ra__ring_peer(r, 1), 1, 0, way->send[out]);
-    if (way->backward && ra__load_i64(&r->home_received) < way->homes) {
-        int32_t c = way->home[ra__load_i64(&r->home_received)];
+    int64_t next[RA__LANES];
+    for (int32_t k = 0; k < RA__LANES; k++) next[k] = ra__load_i64(&r->lane[k].done);
+    if (next[RA__RECEIVES] < way->recvs)
+        return ra__blame_of(ra__ring_peer(r, -1), 0, 0, way->recv[next[RA__RECEIVES]]);
+    if (next[RA__SENDS] < way->sends)
+        return ra__blame_of(ra__ring_peer(r, 1), 1, 0, way->send[next[RA__SENDS]]);
+    if (next[RA__RETURNS] < r->lane[RA__RETURNS].total) {
+        int32_t c = way->home[next[RA__RETURNS]];
         return ra__blame_of(ra__ring_peer(r, ra__back_stations(p, &way->chunk[c])), 0, 0, c);
     }
-    if (r->words) return ra__blame_of(ra__load_i32(&r->silent), 0, 0, -1);
+    if (next[RA__NOTICES_IN] < r->lane[RA__NOTICES_IN].total)
+        return ra__blame_of(p->readers[next[RA__NOTICES_IN]], 0, 0, -1);
     return ra__blame_of(-1, -1, 0, -1);
 }
 
@@ -15256,7 +15268,7 @@ static ra_status ra__ring_use(ra_ring *r, const ra_plan *p, int32_t pass, ra_err
     a.base = r->base;
     if (pass == RA_PASS_BACKWARD) (void)ra__ring_carve_back(&a, p, &p->sizes, r);
     else (void)ra__ring_carve(&a, p, &p->sizes, r);
-    r->used = a.used;
+    ra__store_i64(&r->counters.peak_bytes, a.used);
     return RA_OK;
 }
 
@@ -15283,9 +15295,7 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     memset(r, 0, sizeof *r);
     r->base = base;
     r->bytes = bytes;
-    r->owns_base = !rd->workspace;
     r->rd = *rd;
-    r->allocator = rd->allocator;
     r->tp = tp;
     r->has_transport = p->d.ranks > 1;
     r->shared = shared;
@@ -15339,8 +15349,8 @@ RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring) {
         (void)ra_finish(ring, RA_NO_DEADLINE);
     if (ring->unsafe) return RA_E_UNSAFE;
     if (ring->mr && ring->tp.dereg) (void)ring->tp.dereg(ring->tp.ctx, ring->mr);
-    a = ring->allocator;
-    if (ring->owns_base) ra__free(&a, ring->base, (size_t)ring->bytes);
+    a = ring->rd.allocator;
+    if (!ring->rd.workspace) ra__free(&a, ring->base, (size_t)ring->bytes);
     return RA_OK;
 }
 
@@ -15449,7 +15459,9 @@ static void ra__begin_work(ra_ring *r, const ra_plan *p) {
 
 /* Counters and cursors of a new pass. */
 static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
-    int64_t words = r->words ? p->reader_count + p->source_count : 0;
+    const int64_t total[RA__LANES] = { r->route->recvs, r->route->sends, r->route->homes,
+                                       r->notices ? p->reader_count : 0,
+                                       r->notices ? p->source_count : 0 };
     ra_ring_counters *c = &r->counters;
     int64_t *zero[] = { &c->tiles_partial, &c->tiles_full, &c->chunks_in, &c->chunks_out,
                         &c->bytes_in, &c->bytes_out, &c->compute_ns, &c->wait_ns };
@@ -15459,21 +15471,20 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     ra__store_i64(&c->tiles_all,
                   back ? p->report.backward.tiles_partial + p->report.backward.tiles_full
                        : p->report.forward.tiles_partial + p->report.forward.tiles_full);
-    ra__store_i64(&c->peak_bytes, r->used);
     ra__store_i32(&c->waiting_peer,
                   r->route->recvs ? ra__ring_peer(r, -1) : -1);
     ra__store_i64(&c->pass, r->pass);
     r->claim_fold = r->claim_task = r->packing = 0;
     ra__store_i64(&r->packed, 0);
-    r->recv_posted = r->released = r->send_posted = r->own_posted = 0;
+    r->released = r->own_posted = r->exchanged = 0;
     ra__store_i64(&r->own_sent, 0);
-    r->exchanged = r->words_posted = r->words_in = r->words_out = 0;
-    ra__store_i64(&r->received, 0);
-    ra__store_i64(&r->sent, 0);
     ra__store_i64(&r->folded, 0);
-    r->home_posted = 0;
-    ra__store_i64(&r->home_received, 0);
     ra__store_i64(&r->home_done, 0);
+    for (int32_t k = 0; k < RA__LANES; k++) {
+        r->lane[k].total = (int32_t)total[k];
+        r->lane[k].posted = 0;
+        ra__store_i64(&r->lane[k].done, 0);
+    }
     memset(r->turn, 0, (size_t)r->task0[p->d.sequences] * sizeof *r->turn);
     for (int32_t i = 0; i < p->d.threads; i++) {
         ra__store_i32(&r->desk[i].taken, 0);
@@ -15481,16 +15492,14 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     }
     r->step_work = ra__step_work(&p->d, back);
     if (back) ra__ring_stripe(r);
-    for (int64_t i = 0; i < words; i++) memset(&r->word_op[i], 0, sizeof(ra_transport_op));
-    for (int64_t i = 0; r->words && i < p->source_count; i++) r->owner_alive[i] = NULL;
-    ra__store_i32(&r->silent, p->reader_count ? p->readers[0] : -1);
-    for (int64_t i = 0; i < r->recv_slots; i++) memset(&r->recv_op[i], 0, sizeof(ra_transport_op));
+    for (int64_t i = 0; i < total[RA__NOTICES_OUT]; i++) r->owner_alive[i] = NULL;
 }
 
 /* ra_begin, and ra_join for the thread that holds `join`: others may look in, and go again. */
 static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__work w;
     ra__view kv[2];
+    uint64_t agreed;
     ra_status s;
     memset(&w, 0, sizeof w);
     s = ra__begin_check(ring, job, &w, kv);
@@ -15501,12 +15510,12 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ring->plan = job->plan;
     ring->route = job->pass == RA_PASS_BACKWARD ? &job->plan->back : &job->plan->forward;
     ring->task0 = job->pass == RA_PASS_BACKWARD ? job->plan->back_task0 : job->plan->task0;
-    ring->words = ring->shared && job->pass == RA_PASS_FORWARD;
+    ring->notices = ring->shared && job->pass == RA_PASS_FORWARD;
     ring->t = *job->tensors;
     ring->agreed_known = 0;
-    if (memcmp(&ring->met_with, &job->plan->agreed, sizeof ring->met_with))
-        ra__store_i32(&ring->met, 0);
-    ring->met_with = job->plan->agreed;
+    agreed = ra__hash(14695981039346656037u, &job->plan->agreed, sizeof job->plan->agreed);
+    if (ring->met_with != agreed) ra__store_i32(&ring->met, 0);
+    ring->met_with = agreed;
     ring->k = kv[0];
     ring->v = kv[1];
     ring->deadline = job->deadline_ns;
