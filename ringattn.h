@@ -10566,7 +10566,7 @@ RA__ONCE_BEGIN
  * needs fewer. A backward pass has the same bound unless an owner's chunks differ in how far they
  * travel (windows to both sides, zigzag windows): gradients come home in the order of the list. */
 
-enum { RA__FRAME_BYTES = 64, RA__ADDRESS_BYTES = 128, RA__SHARED_BUFFERS = 16 };
+enum { RA__FRAME_BYTES = 64, RA__ADDRESS_BYTES = 128 };
 
 /* Backward. The gradient of a chunk travels with the chunk. It starts at zero on the owner. The
  * owner adds its query rows whose unit is not below the key's (RA__AFTER; a unit is a block, or
@@ -10581,7 +10581,7 @@ enum { RA__FRAME_BYTES = 64, RA__ADDRESS_BYTES = 128, RA__SHARED_BUFFERS = 16 };
  * first start that comes at least two steps after its return, and in any case before chunks of
  * others, those that never leave, or the next sequence. Returned gradients have buffers of their
  * own. */
-enum { RA__PACK_SLOTS = 2, RA__HOME_SLOTS = 2 };
+enum { RA__PACK_SLOTS = 2, RA__HOME_SLOTS = 2, RA__SEND_SLOTS = 8, RA__SHARED_BUFFERS = 16 };
 
 /* What travels in a pass: chunks of keys, or of queries, in global order. */
 typedef struct ra__travel {
@@ -10609,30 +10609,33 @@ typedef struct ra__exchange {          /* one step of the lock-step run with thi
     int64_t step;
 } ra__exchange;
 
-/* One kind of pass on one rank: what it folds, receives and sends, each in the order that the plan
- * fixes. Entries of recv and send are messages between this rank and its neighbours. */
+/* What one rank does in one kind of pass: lists of what it folds, receives and sends, each in the
+ * order that the plan fixes. Entries name each other by index; -1: there is none. */
+typedef struct ra__fold {
+    int32_t chunk;                     /* or -1 - b: sequence b has rows and no keys */
+    int32_t recv;                      /* the message that brings it; -1: its own chunk */
+    int32_t index;                     /* how many entries of its sequence come before it */
+    int32_t own;                       /* backward: its own chunk's entry in `own` */
+    uint8_t last;                      /* 1: the last of its sequence */
+    uint8_t phase;                     /* backward: RA__AFTER, RA__BEFORE: which tiles */
+} ra__fold;
+typedef struct ra__recv { int32_t chunk, fold, send; } ra__recv;   /* from a neighbour */
+typedef struct ra__send { int32_t chunk, recv, fold; } ra__send;   /* goes after `fold` */
+typedef struct ra__own { int32_t chunk, fold, home; } ra__own;     /* fold: where it starts */
+typedef struct ra__home { int32_t chunk, own, fold; } ra__home;    /* fold: the second visit */
+
 typedef struct ra__route {
-    int32_t *fold;                     /* chunk, or -1 - b: a sequence with rows and no keys */
-    int32_t *fold_recv;                /* index in recv, -1: its own */
-    int32_t *fold_index;               /* how many entries of its sequence come before it */
-    uint8_t *fold_last;                /* 1: the last of its sequence */
-    int32_t *recv, *send;              /* chunks */
-    int32_t *send_recv;                /* index in recv, -1: its own */
-    int32_t *recv_fold, *recv_send;    /* index in fold and send, -1: neither folded nor sent on */
-    int32_t *send_fold;                /* backward: index in fold, after which it may go; or -1 */
-    int64_t folds, recvs, sends, exchanges;
+    ra__fold *fold;
+    ra__recv *recv;
+    ra__send *send;
     ra__exchange *exchange;
+    ra__own *own;                      /* backward: chunks that this rank owns */
+    ra__home *home;                    /* backward: those of them that leave and come home */
+    int64_t folds, recvs, sends, exchanges, owns, homes;
     int64_t steps;                     /* of the lock-step run on all ranks */
     int32_t backward, direction;       /* +1: chunks go to rank + 1 */
     int64_t chunk_bytes;               /* longest message; backward: but those home */
-    int64_t home_bytes;                /* backward from here on: longest message home */
-    uint8_t *fold_phase;               /* RA__AFTER, RA__BEFORE: which tiles */
-    int32_t *fold_own;                 /* index among the chunks that this rank owns, -1: not its */
-    int32_t *own, *own_fold, *own_home; /* own chunks; where they start in fold; index in home, -1:
-                                        * it never leaves */
-    int32_t *home, *home_own, *home_fold; /* own chunks that come home; indices in own and fold, -1:
-                                        * nothing is folded at home */
-    int64_t owns, homes;
+    int64_t home_bytes;                /* backward: longest message home */
     const ra__chunk *chunk;            /* of the list that the pass works on */
 } ra__route;
 
@@ -11309,7 +11312,7 @@ static void ra__report_words(const ra_plan *p, int32_t rank, int64_t *in, int64_
 }
 
 enum { RA__GROUP_KEYS = 4096 };        /* keys after which a task that is loaded is stored again */
-enum { RA__SEND_SLOTS = 8, RA__MAGIC = 0x31464152 };
+enum { RA__MAGIC = 0x31464152 };
 enum { RA__REFUSALS = 32 };            /* refused tickets that are remembered */
 enum { RA__RING_ENDING = 3 };          /* a pass that went well, while its last callbacks run */
 enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3 };
@@ -11870,23 +11873,15 @@ static void ra__travel_carve(ra__arena *a, const ra_plan *p, ra__travel *t, int6
     t->need = (uint8_t *)ra__carve(a, p->d.ranks * t->need_row);
 }
 
-/* Lists of a backward pass: an own chunk may stand twice in the list of folds. */
-static void ra__plan_back_carve(ra__arena *a, ra_plan *p) {
-    int64_t n = ra__back_travel(p)->chunks, folds = 2 * n + p->d.sequences;
-    ra__route *w = &p->back;
-    int32_t **list[12];
-    list[0] = &w->recv; list[1] = &w->recv_fold; list[2] = &w->recv_send; list[3] = &w->send;
-    list[4] = &w->send_recv; list[5] = &w->send_fold; list[6] = &w->own; list[7] = &w->own_home;
-    list[8] = &w->home; list[9] = &w->home_own; list[10] = &w->home_fold;
-    list[11] = &w->own_fold;
-    for (int32_t i = 0; i < 12; i++) *list[i] = (int32_t *)ra__carve(a, n * 4);
-    w->fold = (int32_t *)ra__carve(a, folds * 4);
-    w->fold_recv = (int32_t *)ra__carve(a, folds * 4);
-    w->fold_index = (int32_t *)ra__carve(a, folds * 4);
-    w->fold_own = (int32_t *)ra__carve(a, folds * 4);
-    w->fold_last = (uint8_t *)ra__carve(a, folds);
-    w->fold_phase = (uint8_t *)ra__carve(a, folds);
-    w->exchange = (ra__exchange *)ra__carve(a, 3 * n * (int64_t)sizeof(ra__exchange));
+/* Room for n messages each way, and for so many folds, exchanges and own chunks. */
+static void ra__route_carve(ra__arena *a, ra__route *w, int64_t n, int64_t folds,
+                            int64_t exchanges, int64_t own) {
+    w->fold = (ra__fold *)ra__carve(a, folds * (int64_t)sizeof *w->fold);
+    w->recv = (ra__recv *)ra__carve(a, n * (int64_t)sizeof *w->recv);
+    w->send = (ra__send *)ra__carve(a, n * (int64_t)sizeof *w->send);
+    w->own = (ra__own *)ra__carve(a, own * (int64_t)sizeof *w->own);
+    w->home = (ra__home *)ra__carve(a, own * (int64_t)sizeof *w->home);
+    w->exchange = (ra__exchange *)ra__carve(a, exchanges * (int64_t)sizeof *w->exchange);
 }
 
 /* At most so many segments of keys of a sequence, on all ranks together. */
@@ -11896,37 +11891,46 @@ static int64_t ra__most_spans(const ra_plan *p) {
 
 /* Carves what depends on the number of chunks: at most `keys` of keys, `queries` of queries. */
 static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queries) {
-    int64_t list = (keys + p->d.sequences) * 4, places = 2 * keys + 1;
-    if (p->d.layout.kind == RA_LAYOUT_RUNS) places += p->held_count * p->d.sequences;
-    int q = p->d.train && p->d.backward_travel == RA_TRAVEL_Q;
-    ra__route *w = &p->forward;
+    const int32_t B = p->d.sequences;
+    const int q = p->d.train && p->d.backward_travel == RA_TRAVEL_Q;
+    int64_t places = 2 * keys + 1, back;
+    if (p->d.layout.kind == RA_LAYOUT_RUNS) places += p->held_count * B;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) places = 0;
     ra__travel_carve(a, p, &p->keys, keys);
     ra__travel_carve(a, p, &p->queries, q ? queries : 0);
     p->place = (ra__place *)ra__carve(a, places * (int64_t)sizeof(ra__place));
-    p->place0 = (int64_t *)ra__carve(a, ((int64_t)p->d.sequences + 1) * 8);
+    p->place0 = (int64_t *)ra__carve(a, ((int64_t)B + 1) * 8);
     p->start = (int64_t *)ra__carve(a, ra__max(keys, p->queries.chunks) * 8);
     p->line = (int64_t *)ra__carve(a, 2 * (int64_t)p->d.ranks * 8);
     p->span = (ra__span *)ra__carve(a, q ? ra__most_spans(p) * (int64_t)sizeof(ra__span) : 0);
-    w->fold = (int32_t *)ra__carve(a, list);
-    w->fold_recv = (int32_t *)ra__carve(a, list);
-    w->fold_index = (int32_t *)ra__carve(a, list);
-    w->fold_last = (uint8_t *)ra__carve(a, keys + p->d.sequences);
-    w->recv = (int32_t *)ra__carve(a, keys * 4);
-    w->recv_fold = (int32_t *)ra__carve(a, keys * 4);
-    w->recv_send = (int32_t *)ra__carve(a, keys * 4);
-    w->send = (int32_t *)ra__carve(a, keys * 4);
-    w->send_recv = (int32_t *)ra__carve(a, keys * 4);
-    w->exchange = (ra__exchange *)ra__carve(a, 2 * keys * (int64_t)sizeof(ra__exchange));
-    if (p->d.train) ra__plan_back_carve(a, p);
+    ra__route_carve(a, &p->forward, keys, keys + B, 2 * keys, 0);
+    back = p->d.train ? ra__back_travel(p)->chunks : 0;        /* own chunks may be folded twice */
+    if (p->d.train) ra__route_carve(a, &p->back, back, 2 * back + B, 3 * back, back);
 }
 
-static void ra__plan_add_fold(ra__route *w, int32_t entry, int32_t recv, int64_t sequence_first) {
-    w->fold[w->folds] = entry;
-    w->fold_recv[w->folds] = recv;
-    w->fold_index[w->folds] = (int32_t)(w->folds - sequence_first);
-    w->fold_last[w->folds] = 0;
-    w->folds++;
+/* Appends an entry to the list of folds: chunk, or -1 - b. */
+static ra__fold *ra__route_fold(ra__route *w, int32_t chunk, int32_t recv, int32_t index) {
+    ra__fold *f = &w->fold[w->folds++];
+    memset(f, 0, sizeof *f);
+    f->chunk = chunk;
+    f->recv = recv;
+    f->index = index;
+    f->own = -1;
+    return f;
+}
+
+static void ra__route_recv(ra__route *w, int32_t chunk, int32_t fold, int32_t send) {
+    ra__recv *m = &w->recv[w->recvs++];
+    m->chunk = chunk;
+    m->fold = fold;
+    m->send = send;
+}
+
+static void ra__route_send(ra__route *w, int32_t chunk, int32_t recv, int32_t fold) {
+    ra__send *m = &w->send[w->sends++];
+    m->chunk = chunk;
+    m->recv = recv;
+    m->fold = fold;
 }
 
 /* What this rank folds, receives and sends, in the order of the one list. */
@@ -11942,26 +11946,14 @@ static void ra__plan_own_lists(ra_plan *p) {
             int32_t recv = ra__tour_arrives(&tour, c, me) ? (int32_t)w->recvs : -1;
             int32_t fold = ra__needs(p, c, me) ? (int32_t)w->folds : -1;
             int32_t send = ra__tour_leaves(&tour, c, me) ? (int32_t)w->sends : -1;
-            if (fold >= 0) ra__plan_add_fold(w, (int32_t)c, recv, before);
-            if (send >= 0) { w->send[w->sends] = (int32_t)c; w->send_recv[w->sends++] = recv; }
-            if (recv < 0) continue;
-            w->recv[w->recvs] = (int32_t)c;
-            w->recv_fold[w->recvs] = fold;
-            w->recv_send[w->recvs++] = send;
+            if (fold >= 0) (void)ra__route_fold(w, (int32_t)c, recv, (int32_t)(fold - before));
+            if (send >= 0) ra__route_send(w, (int32_t)c, recv, -1);
+            if (recv >= 0) ra__route_recv(w, (int32_t)c, fold, send);
         }
         if (w->folds == before && p->task0[b + 1] > p->task0[b])
-            ra__plan_add_fold(w, -1 - b, -1, before);
-        if (w->folds > before) w->fold_last[w->folds - 1] = 1;
+            (void)ra__route_fold(w, -1 - b, -1, 0);
+        if (w->folds > before) w->fold[w->folds - 1].last = 1;
     }
-}
-
-/* One entry of the list of folds of a backward pass: chunk c, or -1 - b. */
-static void ra__back_add(ra__route *w, int32_t entry, int32_t phase, int32_t index) {
-    w->fold[w->folds] = entry;
-    w->fold_phase[w->folds] = (uint8_t)phase;
-    w->fold_recv[w->folds] = w->fold_own[w->folds] = -1;
-    w->fold_index[w->folds] = index;
-    w->fold_last[w->folds++] = 0;
 }
 
 /* The lists of a backward pass while they are made. */
@@ -11981,7 +11973,7 @@ static int ra__back_late(const ra__back_lists *l, const ra__route *r, int64_t c)
     if (c == w->t->chunks || w->t->chunk[c].owner != me || !ra__tour_leaves(w, c, me) ||
         w->t->chunk[c].sequence != l->sequence)
         return 1;
-    home = r->home[l->ended];
+    home = r->home[l->ended].chunk;
     return l->start[home] + ra__tour_stations(w, home) + 2 <= l->start[c];
 }
 
@@ -11989,10 +11981,11 @@ static int ra__back_late(const ra__back_lists *l, const ra__route *r, int64_t c)
 static int32_t ra__back_ends(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
     int32_t n = 0;
     while (ra__back_late(l, r, c)) {
-        int32_t own = r->home_own[l->ended];
-        r->home_fold[l->ended++] = (int32_t)r->folds;
-        ra__back_add(r, r->own[own], RA__BEFORE, index + n++);
-        r->fold_own[r->folds - 1] = own;
+        ra__home *home = &r->home[l->ended++];
+        ra__fold *f = ra__route_fold(r, home->chunk, -1, index + n++);
+        f->phase = RA__BEFORE;
+        f->own = home->own;
+        home->fold = (int32_t)r->folds - 1;
     }
     return n;
 }
@@ -12000,45 +11993,39 @@ static int32_t ra__back_ends(ra__back_lists *l, ra__route *r, int64_t c, int32_t
 /* This rank's own chunk c: its first visit. */
 static void ra__back_own(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
     int travels = ra__tour_leaves(l->w, c, l->w->p->d.rank);
-    ra__back_add(r, (int32_t)c, travels && l->w->p->split ? RA__AFTER : RA__BOTH, index);
-    r->fold_own[r->folds - 1] = (int32_t)r->owns;
-    r->own_fold[r->owns] = (int32_t)r->folds - 1;
-    r->own_home[r->owns] = travels ? (int32_t)r->homes : -1;
+    ra__fold *f = ra__route_fold(r, (int32_t)c, -1, index);
+    ra__own *own = &r->own[r->owns];
+    f->phase = travels && l->w->p->split ? RA__AFTER : RA__BOTH;
+    f->own = (int32_t)r->owns++;
+    own->chunk = (int32_t)c;
+    own->fold = (int32_t)r->folds - 1;
+    own->home = travels ? (int32_t)r->homes : -1;
     if (travels) {
-        r->home[r->homes] = (int32_t)c;
-        r->home_own[r->homes] = (int32_t)r->owns;
-        r->home_fold[r->homes++] = -1;
+        ra__home *home = &r->home[r->homes++];
+        home->chunk = (int32_t)c;
+        home->own = f->own;
+        home->fold = -1;
         l->sequence = l->w->t->chunk[c].sequence;
     }
-    r->own[r->owns++] = (int32_t)c;
 }
 
 /* Visits of chunk c: received, folded, sent, in the order of the one list. Returns folds. */
 static int32_t ra__back_visit(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
     const ra__tour *w = l->w;
-    int32_t me = w->p->d.rank, before = index, recv = -1, fold = -1;
+    int32_t me = w->p->d.rank, before = index, fold = -1;
     int own = w->t->chunk[c].owner == me, arrives = ra__tour_arrives(w, c, me);
     int needs = ra__need(w->t, c, me);
+    int32_t recv = arrives ? (int32_t)r->recvs : -1;
     if (!own && !arrives) return 0;
     index += ra__back_ends(l, r, c, index);
     if (own) ra__back_own(l, r, c, index);
-    else if (needs) ra__back_add(r, (int32_t)c, RA__BOTH, index);
+    else if (needs) ra__route_fold(r, (int32_t)c, recv, index)->phase = RA__BOTH;
     if (own || needs) {
         fold = (int32_t)r->folds - 1;
         index++;
     }
-    if (arrives) {
-        recv = (int32_t)r->recvs;
-        if (fold >= 0) r->fold_recv[fold] = recv;
-        r->recv[recv] = (int32_t)c;
-        r->recv_fold[recv] = fold;
-        r->recv_send[r->recvs++] = (int32_t)r->sends;
-    }
-    if (ra__tour_leaves(w, c, me)) {
-        r->send[r->sends] = (int32_t)c;
-        r->send_recv[r->sends] = recv;
-        r->send_fold[r->sends++] = fold;
-    }
+    if (arrives) ra__route_recv(r, (int32_t)c, fold, (int32_t)r->sends);
+    if (ra__tour_leaves(w, c, me)) ra__route_send(r, (int32_t)c, recv, fold);
     return index - before;
 }
 
@@ -12059,8 +12046,8 @@ static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__rou
         for (; c < w->t->chunks && w->t->chunk[c].sequence == b; c++)
             index += ra__back_visit(&l, r, c, index);
         index += ra__back_ends(&l, r, w->t->chunks, index);
-        if (!index) ra__back_add(r, -1 - b, 0, 0);
-        r->fold_last[r->folds - 1] = 1;
+        if (!index) (void)ra__route_fold(r, -1 - b, -1, 0);
+        r->fold[r->folds - 1].last = 1;
     }
 }
 
@@ -12091,8 +12078,8 @@ static void ra__plan_readers(ra_plan *p) {
     for (int32_t r = 0; r < p->d.ranks; r++)
         if (all.reads[r]) p->readers[p->reader_count++] = r;
     for (int64_t f = p->forward.folds; f-- > 0;) {     /* the last entry of each comes first */
-        int32_t owner = p->forward.fold[f] < 0 ? p->d.rank
-                                               : p->keys.chunk[p->forward.fold[f]].owner;
+        int32_t owner = p->forward.fold[f].chunk < 0 ? p->d.rank
+                                               : p->keys.chunk[p->forward.fold[f].chunk].owner;
         if (!all.read[owner]) continue;
         all.read[owner] = 0;
         p->source[p->source_count].end = f + 1;
@@ -13845,21 +13832,28 @@ static void ra__item_address(const uint8_t *message, ra__item *out) {
     ra__item_owned(out, kv, a.pos);
 }
 
+/* The chunk of entry f of the fold list; null: a sequence without keys. */
+RA__INLINE const ra__chunk *ra__entry_chunk(const ra_ring *r, int64_t f) {
+    int32_t c = r->route->fold[f].chunk;
+    return c < 0 ? NULL : &r->route->chunk[c];
+}
+
 /* Entry f of the fold list as the compute rooms want it; 0: a sequence without keys. */
 static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
     const int32_t *array = r->t.k_pos.array;
+    const ra__fold *at = &r->route->fold[f];
     ra__view kv[2];
-    int32_t recv = r->route->fold_recv[f];
+    int32_t recv = at->recv;
     memset(out, 0, sizeof *out);
-    if (r->route->fold[f] < 0) {
-        out->c.sequence = -1 - r->route->fold[f];
+    if (at->chunk < 0) {
+        out->c.sequence = -1 - at->chunk;
         return 0;
     }
-    out->c = r->route->chunk[r->route->fold[f]];
+    out->c = *ra__entry_chunk(r, f);
     if (recv >= 0) {
         const uint8_t *message = (const uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], recv)->buf;
         if (r->shared) ra__item_address(message, out);
-        else ra__item_packed(r, message, ra__ring_hop(r, r->route->fold[f]), out);
+        else ra__item_packed(r, message, ra__ring_hop(r, at->chunk), out);
         return 1;
     }
     kv[0] = r->k;
@@ -13890,14 +13884,14 @@ static uint8_t *ra__ring_message_grads(const ra_ring *r, uint8_t *message) {
 
 /* Where entry f of a backward fold list finds the gradients of its chunk. */
 static uint8_t *ra__ring_fold_grads(const ra_ring *r, int64_t f) {
-    const ra__route *way = r->route;
-    int32_t recv = way->fold_recv[f], own = way->fold_own[f], home;
+    const ra__fold *at = &r->route->fold[f];
+    int32_t recv = at->recv, home;
     if (recv >= 0)
         return ra__ring_message_grads(
             r, (uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], recv)->buf);
-    home = way->own_home[own];
-    if (home < 0 || r->shared) return ra__ring_grads(r, own);
-    if (way->fold_phase[f] == RA__BEFORE)
+    home = r->route->own[at->own].home;
+    if (home < 0 || r->shared) return ra__ring_grads(r, at->own);
+    if (at->phase == RA__BEFORE)
         return ra__lane_buf(&r->lane[RA__RETURNS], home) + RA__FRAME_BYTES;
     return ra__ring_packed(r, home) + RA__FRAME_BYTES;
 }
@@ -13968,7 +13962,7 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *mes
         a.v = v.data; a.v_token = v.token; a.v_head = v.head;
         a.pos = pos;
         a.alive = (int64_t *)(uintptr_t)&r->alive;
-        if (r->route->backward) a.grad = ra__ring_grads(r, r->route->home_own[own]);
+        if (r->route->backward) a.grad = ra__ring_grads(r, r->route->home[own].own);
         memcpy(message + RA__FRAME_BYTES, &a, sizeof a);
         return;
     }
@@ -14022,7 +14016,7 @@ static int ra__lane_open(const ra__lane *lane, int64_t freed, int64_t most) {
 
 /* Receive i, which has come, is folded by all tasks and sent on. */
 static int ra__ring_free(const ra_ring *r, int64_t i) {
-    int32_t fold = r->route->recv_fold[i], send = r->route->recv_send[i];
+    int32_t fold = r->route->recv[i].fold, send = r->route->recv[i].send;
     return (fold < 0 || fold < ra__load_i64(&r->folded)) &&
            (send < 0 || send < r->lane[RA__SENDS].done);
 }
@@ -14055,7 +14049,7 @@ static void ra__ring_more_receives(ra_ring *r) {
     const ra__lane *lane = &r->lane[RA__RECEIVES];
     int64_t most = ra__max(1, ra__ring_ops(r) / 2);
     while (ra__lane_open(lane, r->released, most)) {
-        int32_t c = r->route->recv[lane->posted];
+        int32_t c = r->route->recv[lane->posted].chunk;
         ra_transport_op *op = ra__lane_post(r, RA__RECEIVES, ra__ring_peer(r, -1), c,
                                             ra__lane_buf(lane, lane->posted),
                                             ra__ring_length(r, c, ra__ring_hop(r, c)));
@@ -14065,8 +14059,7 @@ static void ra__ring_more_receives(ra_ring *r) {
 
 /* Send i may go: its chunk is here, backward also folded; an own one has a buffer. */
 static int ra__ring_ready(const ra_ring *r, int64_t i) {
-    const ra__route *way = r->route;
-    int32_t recv = way->send_recv[i], fold = way->backward ? way->send_fold[i] : -1;
+    int32_t recv = r->route->send[i].recv, fold = r->route->send[i].fold;
     if (fold >= 0 && fold >= ra__load_i64(&r->folded)) return 0;
     return recv >= 0 ? recv < r->lane[RA__RECEIVES].done
                      : r->own_posted - r->own_sent < r->pack_slots;
@@ -14078,7 +14071,7 @@ static void ra__ring_more_sends(ra_ring *r) {
     const ra__lane *lane = &r->lane[RA__SENDS];
     int64_t most = ra__max(1, ra__ring_ops(r) - ra__ring_ops(r) / 2);
     while (ra__lane_open(lane, lane->done, most) && ra__ring_ready(r, lane->posted)) {
-        int32_t c = way->send[lane->posted], recv = way->send_recv[lane->posted];
+        int32_t c = way->send[lane->posted].chunk, recv = way->send[lane->posted].recv;
         int32_t to = ra__ring_peer(r, 1), hop = 1 + ra__ring_hop(r, c);
         uint8_t *buf = recv >= 0 ? (uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], recv)->buf
                                  : ra__ring_packed(r, r->own_posted);
@@ -14095,10 +14088,10 @@ static void ra__ring_more_sends(ra_ring *r) {
 static void ra__ring_more_returns(ra_ring *r) {
     const ra__route *way = r->route;
     const ra__lane *lane = &r->lane[RA__RETURNS];
-    while (r->home_done < lane->done && way->home_fold[r->home_done] < ra__load_i64(&r->folded))
+    while (r->home_done < lane->done && way->home[r->home_done].fold < ra__load_i64(&r->folded))
         ra__store_i64(&r->home_done, r->home_done + 1);
     while (ra__lane_open(lane, r->home_done, ra__ring_home_ops(r))) {
-        int32_t c = way->home[lane->posted];
+        int32_t c = way->home[lane->posted].chunk;
         (void)ra__lane_post(r, RA__RETURNS,
                             ra__ring_peer(r, ra__back_stations(r->plan, &way->chunk[c])), c,
                             ra__lane_buf(lane, lane->posted), ra__ring_length(r, c, r->ranks));
@@ -14232,9 +14225,9 @@ static ra_status ra__ring_exchange(ra_ring *r) {
         if (code)
             return ra__ring_fail(r, ra__ring_code(code),
                                  ra__blame_of(in ? in->peer : out->peer, !in, code,
-                                              x->send >= 0 ? way->send[x->send] :
-                                              x->recv >= 0 ? way->recv[x->recv]
-                                                           : way->home[-2 - x->recv]));
+                                              x->send >= 0 ? way->send[x->send].chunk :
+                                              x->recv >= 0 ? way->recv[x->recv].chunk
+                                                           : way->home[-2 - x->recv].chunk));
         if (in) in->state = RA_MSG_DONE;
         if (out) out->state = RA_MSG_DONE;
         r->exchanged++;
@@ -14320,7 +14313,7 @@ static void ra__ring_listen(ra_ring *r, const ra_transport_op *op, int32_t owner
 static int ra__ring_take_receives(ra_ring *r) {
     ra__lane *lane = &r->lane[RA__RECEIVES];
     for (;;) {
-        int64_t c = lane->done < lane->total ? r->route->recv[lane->done] : -1;
+        int64_t c = lane->done < lane->total ? r->route->recv[lane->done].chunk : -1;
         int done = ra__lane_look(r, lane, c);
         if (done <= 0) return done;
         if (r->notices)
@@ -14379,7 +14372,7 @@ static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t k
 
 /* The same for all heads of the i-th chunk that came home. */
 static void ra__ring_home_over(const ra_ring *r, int64_t i) {
-    const ra__chunk *c = &r->route->chunk[r->route->home[i]];
+    const ra__chunk *c = &r->route->chunk[r->route->home[i].chunk];
     uint8_t *message = ra__lane_buf(&r->lane[RA__RETURNS], i);
     const int64_t all[2] = { 0, ra__chunk_blocks(c) };
     ra__grads g;
@@ -14397,10 +14390,10 @@ static int ra__ring_take_returns(ra_ring *r) {
     const ra__route *way = r->route;
     ra__lane *lane = &r->lane[RA__RETURNS];
     for (;;) {
-        int64_t i = lane->done, c = i < lane->total ? way->home[i] : -1;
+        int64_t i = lane->done, c = i < lane->total ? way->home[i].chunk : -1;
         int done = ra__lane_look(r, lane, c);
         if (done <= 0) return done;
-        if (way->home_fold[i] < 0) ra__ring_home_over(r, i);
+        if (way->home[i].fold < 0) ra__ring_home_over(r, i);
         else if (r->plan->d.backward_travel == RA_TRAVEL_Q && !r->shared)
             ra__ring_pack_q(r, &way->chunk[c], ra__lane_buf(lane, i));
         ra__lane_next(lane);
@@ -14410,10 +14403,10 @@ static int ra__ring_take_returns(ra_ring *r) {
 static int ra__ring_take_sends(ra_ring *r) {
     ra__lane *lane = &r->lane[RA__SENDS];
     for (;;) {
-        int done = ra__lane_look(r, lane, lane->done < lane->total ? r->route->send[lane->done]
-                                                                   : -1);
+        int64_t c = lane->done < lane->total ? r->route->send[lane->done].chunk : -1;
+        int done = ra__lane_look(r, lane, c);
         if (done <= 0) return done;
-        if (r->route->send_recv[lane->done] < 0) ra__store_i64(&r->own_sent, r->own_sent + 1);
+        if (r->route->send[lane->done].recv < 0) ra__store_i64(&r->own_sent, r->own_sent + 1);
         ra__lane_next(lane);
     }
 }
@@ -14484,7 +14477,7 @@ static int ra__ring_quiet(const ra_ring *r) {
 
 /* -------------------------------------------------------------------------- compute */
 static int32_t ra__fold_sequence(const ra_ring *r, int64_t f) {
-    int32_t chunk = r->route->fold[f];
+    int32_t chunk = r->route->fold[f].chunk;
     return chunk < 0 ? -1 - chunk : r->route->chunk[chunk].sequence;
 }
 
@@ -14500,29 +14493,27 @@ static void ra__ring_advance(ra_ring *r) {
 /* Backward: an own chunk may start, because there is a place for its gradient. */
 static int ra__ring_room(const ra_ring *r, int64_t own) {
     const ra__route *way = r->route;
-    int64_t home = way->own_home[own], before = own - r->grad_slots;
+    int64_t home = way->own[own].home, before = own - r->grad_slots;
     if (home >= 0 && !r->shared && home - ra__load_i64(&r->own_sent) >= r->pack_slots) return 0;
     if (before < 0 || (home >= 0 && !r->shared)) return 1;
-    home = way->own_home[before];
+    home = way->own[before].home;
     if (r->shared && home >= 0) return home < ra__load_i64(&r->home_done);
-    return way->own_fold[before] < ra__load_i64(&r->folded);
+    return way->own[before].fold < ra__load_i64(&r->folded);
 }
 
 /* What entry f of the fold list needs is here. */
 static int ra__ring_here(const ra_ring *r, int64_t f) {
-    const ra__route *way = r->route;
-    if (way->fold_recv[f] >= 0)
-        return way->fold_recv[f] < ra__load_i64(&r->lane[RA__RECEIVES].done);
-    if (!way->backward || way->fold_own[f] < 0) return 1;
-    if (way->fold_phase[f] != RA__BEFORE) return ra__ring_room(r, way->fold_own[f]);
-    return way->own_home[way->fold_own[f]] < ra__load_i64(&r->lane[RA__RETURNS].done);
+    const ra__fold *at = &r->route->fold[f];
+    if (at->recv >= 0) return at->recv < ra__load_i64(&r->lane[RA__RECEIVES].done);
+    if (at->own < 0) return 1;
+    if (at->phase != RA__BEFORE) return ra__ring_room(r, at->own);
+    return r->route->own[at->own].home < ra__load_i64(&r->lane[RA__RETURNS].done);
 }
 
 /* RA_TRAVEL_Q: entry f starts an own chunk of queries, which is packed before anybody folds it. */
 static int ra__ring_packs(const ra_ring *r, int64_t f) {
-    const ra__route *way = r->route;
-    return way->backward && r->plan->d.backward_travel == RA_TRAVEL_Q && way->fold[f] >= 0 &&
-           way->fold_own[f] >= 0 && way->fold_phase[f] != RA__BEFORE;
+    const ra__fold *at = &r->route->fold[f];
+    return at->own >= 0 && at->phase != RA__BEFORE && r->plan->d.backward_travel == RA_TRAVEL_Q;
 }
 
 /* Most work of one step. */
@@ -14549,7 +14540,7 @@ static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
         }
         b = ra__fold_sequence(r, f);
         desk->claim.task = r->task0[b] + r->claim_task;
-        before = r->route->fold_index[f];
+        before = r->route->fold[f].index;
         next = ra__load_i32(&r->turn[desk->claim.task].next);
         if (next < before) return 0;
         if (next == before) {
@@ -14585,8 +14576,9 @@ static void ra__ring_progress(ra_ring *r) {
 
 /* Accounts for entry f of the fold list, folded by one task. */
 static void ra__ring_folded(ra_ring *r, int64_t f, const ra__tally *n, ra_event *e) {
-    e->chunk = r->route->fold[f] < 0 ? -1 : r->route->fold[f];
-    e->origin = r->route->fold[f] < 0 ? -1 : r->route->chunk[r->route->fold[f]].owner;
+    const ra__chunk *chunk = ra__entry_chunk(r, f);
+    e->chunk = chunk ? r->route->fold[f].chunk : -1;
+    e->origin = chunk ? chunk->owner : -1;
     e->tiles = n->partial + n->full;
     ra__ring_count(r, n, ra__time_since(ra__ring_now(r), e->begin_ns));
     ra__ring_event(r, RA_EV_TILE, e->thread, e);
@@ -14596,12 +14588,11 @@ static void ra__ring_folded(ra_ring *r, int64_t f, const ra__tally *n, ra_event 
 /* The first entry from f on of a task's sequence that any of its rows may see; RA__NO_FOLD: none is
  * left. Counts the tiles of the others. */
 static int64_t ra__fold_next(const ra_ring *r, const ra__fold_hand *h, int64_t f, ra__tally *n) {
-    const ra__route *way = r->route;
     for (;; f++) {
-        const ra__chunk *c = way->fold[f] < 0 ? NULL : &way->chunk[way->fold[f]];
+        const ra__chunk *c = ra__entry_chunk(r, f);
         if (c && (r->work.any_position || ra__chunk_seen(c, &h->seen))) return f;
         if (c) n->empty += h->t.count * ra__chunk_blocks(c);
-        if (way->fold_last[f]) return RA__NO_FOLD;
+        if (r->route->fold[f].last) return RA__NO_FOLD;
     }
 }
 
@@ -14641,7 +14632,7 @@ static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e)
     done = ra__task_some(&r->work, &h->t, &h->item, &h->x, n);
     if (done) {
         h->x.block = 0;
-        h->next = r->route->fold_last[f] ? RA__NO_FOLD : ra__fold_next(r, h, f + 1, n);
+        h->next = r->route->fold[f].last ? RA__NO_FOLD : ra__fold_next(r, h, f + 1, n);
         if (h->next != RA__NO_FOLD) ra__store_i64(&desk->fold, h->next);
     }
     ra__ring_folded(r, f, n, e);
@@ -14673,7 +14664,7 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
         if (h->loaded) ra__task_save(&r->work, &h->t, &h->x, h->next == RA__NO_FOLD);
         turn->begun |= h->loaded;
         ra__store_i32(&turn->next, h->next == RA__NO_FOLD ? INT32_MAX
-                                                          : r->route->fold_index[h->next]);
+                                                          : r->route->fold[h->next].index);
     }
     ra__fp_leave(mode);
     return more;
@@ -14690,8 +14681,8 @@ static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint
     ra__item item;
     int64_t f = claim->fold;
     int any = ra__ring_item(r, f, &item), code = 0;
-    int edge = (r->route->fold_index[f] == 0 ? RA__FIRST : 0) |
-               (r->route->fold_last[f] ? RA__LAST : 0);
+    int edge = (r->route->fold[f].index == 0 ? RA__FIRST : 0) |
+               (r->route->fold[f].last ? RA__LAST : 0);
     a.base = memory;
     ra__engine_carve(&a, &p->d, p->d.chunk_tokens + 2 * RA_BLOCK_TOKENS, &x);
     x.thread = e->thread;
@@ -14701,7 +14692,7 @@ static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint
     e->q_row = rows.row;
     e->q_rows = rows.rows;
     if (!code) ra__ring_folded(r, f, &n, e);
-    ra__store_i32(&turn->next, r->route->fold_index[f] + 1);
+    ra__store_i32(&turn->next, r->route->fold[f].index + 1);
     return code;
 }
 
@@ -14798,7 +14789,7 @@ static void ra__ring_unpack_q(const ra_ring *r, int64_t f, ra__packed *x) {
     ra__parts part[2], grad[2];
     x->w = r->work;
     x->b = r->back;
-    x->c = r->route->chunk[r->route->fold[f]];
+    x->c = *ra__entry_chunk(r, f);
     rows = ra__chunk_rows(&x->c);
     (void)ra__back_message(d, &x->c, 0, part, grad);
     x->sums = message + grad[0].k;
@@ -14918,8 +14909,8 @@ static int ra__back_queries(const ra_ring *r, ra__desk *desk) {
         if (h->x.left <= 0) return 0;
         block[0] = t->panel0 / group + h->at;
         block[1] = block[0] + 1;
-        ra__ring_hand_over_q(r, &r->route->chunk[r->route->fold[desk->claim.fold]], t->kv_head,
-                             block, h->p.sums);
+        ra__ring_hand_over_q(r, ra__entry_chunk(r, desk->claim.fold), t->kv_head, block,
+                             h->p.sums);
         h->x.left -= RA__TILE_WORK * group;
     }
     return 1;
@@ -14978,11 +14969,11 @@ enum { RA__STAGE_CLEAR, RA__STAGE_TILES, RA__STAGE_BEFORE, RA__STAGE_QUERIES, RA
 
 /* Goes on with the stage in hand; 1: it is done. */
 static int ra__back_stage(const ra_ring *r, ra__desk *desk) {
-    const ra__route *way = r->route;
-    ra__back_hand *h = &desk->hand.back;
-    const int32_t phase = way->fold_phase[desk->claim.fold];
+    const ra__fold *at = &r->route->fold[desk->claim.fold];
+    const int32_t phase = at->phase;
     const int twice = r->plan->split && phase == RA__BOTH;
-    const int tiles = r->plan->d.backward_travel != RA_TRAVEL_Q || way->fold[desk->claim.fold] >= 0;
+    const int tiles = r->plan->d.backward_travel != RA_TRAVEL_Q || at->chunk >= 0;
+    ra__back_hand *h = &desk->hand.back;
     switch (h->stage) {
     case RA__STAGE_CLEAR: return ra__back_keys(r, desk, 0);
     case RA__STAGE_TILES:
@@ -14997,16 +14988,15 @@ static int ra__back_stage(const ra_ring *r, ra__desk *desk) {
 
 /* A claimed task gets its share, and which of its sums begin and end with this chunk. */
 static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory) {
-    const ra__route *way = r->route;
     const ra_desc *d = &r->plan->d;
     const int64_t f = desk->claim.fold;
-    const int32_t own = way->fold_own[f], b = ra__fold_sequence(r, f);
-    const int32_t group = d->q_heads / d->kv_heads, any = way->fold[f] >= 0;
+    const ra__fold *at = &r->route->fold[f];
+    const int32_t own = at->own, b = ra__fold_sequence(r, f);
+    const int32_t group = d->q_heads / d->kv_heads, any = at->chunk >= 0;
     const int q = d->backward_travel == RA_TRAVEL_Q;
-    const int travel_first = own >= 0 && (way->fold_phase[f] & RA__AFTER);
-    const int travel_last = own >= 0 && (way->own_home[own] < 0 ||
-                                         way->fold_phase[f] == RA__BEFORE);
-    const int stay_first = way->fold_index[f] == 0, stay_last = way->fold_last[f];
+    const int travel_first = own >= 0 && (at->phase & RA__AFTER);
+    const int travel_last = own >= 0 && (r->route->own[own].home < 0 || at->phase == RA__BEFORE);
+    const int stay_first = at->index == 0, stay_last = at->last;
     ra__back_hand *h = &desk->hand.back;
     ra__arena a = { NULL, 0 };
     ra__view dq = ra__view_packed((const uint8_t *)r->dq, d->q_heads, d->k_dim, RA_F32);
@@ -15036,7 +15026,7 @@ static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory
 static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memory) {
     const ra_plan *p = r->plan;
     const int64_t f = desk->claim.fold;
-    const int32_t chunk = r->route->fold[f];
+    const int32_t chunk = r->route->fold[f].chunk;
     const int q = p->d.backward_travel == RA_TRAVEL_Q;
     ra__back_hand *h = &desk->hand.back;
     int done;
@@ -15055,14 +15045,13 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     e->head = h->s.t.kv_head * (p->d.q_heads / p->d.kv_heads);
     ra__ring_folded(r, f, &h->x.tally, e);
     memset(&h->x.tally, 0, sizeof h->x.tally);
-    if (done) ra__store_i32(&r->turn[desk->claim.task].next, r->route->fold_index[f] + 1);
+    if (done) ra__store_i32(&r->turn[desk->claim.task].next, r->route->fold[f].index + 1);
     return done;
 }
 
 /* Packs what was claimed; the tasks that fold it wait for that. */
 static ra_status ra__ring_start_q(ra_ring *r, int64_t f) {
-    ra__ring_pack_q(r, &r->route->chunk[r->route->fold[f]],
-                    ra__ring_fold_grads(r, f) - RA__FRAME_BYTES);
+    ra__ring_pack_q(r, ra__entry_chunk(r, f), ra__ring_fold_grads(r, f) - RA__FRAME_BYTES);
     ra__store_i64(&r->packed, f + 1);
     ra__ring_moved(r);
     return RA_AGAIN;
@@ -15081,7 +15070,8 @@ static ra_status ra__ring_compute(ra_ring *r, int ith, ra__desk *desk) {
     if (p->d.engine) code = ra__ring_engine(r, &desk->claim, &e, memory);
     else if (r->route->backward) done = ra__ring_back(r, desk, &e, memory);
     else done = ra__ring_fold(r, desk, &e, memory);
-    if (code) return ra__ring_fail(r, RA_E_ENGINE, ra__blame_of(-1, -1, code, r->route->fold[f]));
+    if (code)
+        return ra__ring_fail(r, RA_E_ENGINE, ra__blame_of(-1, -1, code, r->route->fold[f].chunk));
     if (done) ra__store_i64(&desk->fold, RA__NO_FOLD);
     (void)ra__add_i64(&r->computed, 1);
     ra__ring_moved(r);
@@ -15138,11 +15128,11 @@ static ra__blame ra__ring_awaits(const ra_ring *r) {
     int64_t next[RA__LANES];
     for (int32_t k = 0; k < RA__LANES; k++) next[k] = ra__load_i64(&r->lane[k].done);
     if (next[RA__RECEIVES] < way->recvs)
-        return ra__blame_of(ra__ring_peer(r, -1), 0, 0, way->recv[next[RA__RECEIVES]]);
+        return ra__blame_of(ra__ring_peer(r, -1), 0, 0, way->recv[next[RA__RECEIVES]].chunk);
     if (next[RA__SENDS] < way->sends)
-        return ra__blame_of(ra__ring_peer(r, 1), 1, 0, way->send[next[RA__SENDS]]);
+        return ra__blame_of(ra__ring_peer(r, 1), 1, 0, way->send[next[RA__SENDS]].chunk);
     if (next[RA__RETURNS] < r->lane[RA__RETURNS].total) {
-        int32_t c = way->home[next[RA__RETURNS]];
+        int32_t c = way->home[next[RA__RETURNS]].chunk;
         return ra__blame_of(ra__ring_peer(r, ra__back_stations(p, &way->chunk[c])), 0, 0, c);
     }
     if (next[RA__NOTICES_IN] < r->lane[RA__NOTICES_IN].total)

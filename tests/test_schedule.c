@@ -367,12 +367,12 @@ static void player_open(player *y, const ra_plan *p, int back, int shared)
 static int player_room(const player *y, int64_t own)
 {
     const ra__route *w = y->way;
-    int64_t home = w->own_home[own], before = own - y->grads;
+    int64_t home = w->own[own].home, before = own - y->grads;
     if (home >= 0 && !y->shared && home - y->own_sent >= y->packs) return 0;
     if (before < 0 || (home >= 0 && !y->shared)) return 1;
-    home = w->own_home[before];
+    home = w->own[before].home;
     if (y->shared && home >= 0) return home < y->home_done;
-    return w->own_fold[before] < y->folded;
+    return w->own[before].fold < y->folded;
 }
 
 static int player_folds(const player *y)
@@ -380,10 +380,10 @@ static int player_folds(const player *y)
     const ra__route *w = y->way;
     int64_t f = y->folded;
     if (f == w->folds) return 0;
-    if (w->fold_recv[f] >= 0) return w->fold_recv[f] < y->received;
-    if (!w->backward || w->fold_own[f] < 0) return 1;
-    if (w->fold_phase[f] != RA__BEFORE) return player_room(y, w->fold_own[f]);
-    return w->own_home[w->fold_own[f]] < y->home_received;
+    if (w->fold[f].recv >= 0) return w->fold[f].recv < y->received;
+    if (!w->backward || w->fold[f].own < 0) return 1;
+    if (w->fold[f].phase != RA__BEFORE) return player_room(y, w->fold[f].own);
+    return w->own[w->fold[f].own].home < y->home_received;
 }
 
 static int player_sends(const player *y)
@@ -391,8 +391,8 @@ static int player_sends(const player *y)
     const ra__route *w = y->way;
     int64_t i = y->ready;
     if (i == w->sends) return 0;
-    if (w->backward && w->send_fold[i] >= 0 && w->send_fold[i] >= y->folded) return 0;
-    if (w->send_recv[i] >= 0) return w->send_recv[i] < y->received;
+    if (w->backward && w->send[i].fold >= 0 && w->send[i].fold >= y->folded) return 0;
+    if (w->send[i].recv >= 0) return w->send[i].recv < y->received;
     return y->own_posted - y->own_sent < y->packs;
 }
 
@@ -405,12 +405,12 @@ static int player_moves(player *y)
         int64_t i = y->released;
         int did = 0;
         while (player_folds(y)) { y->folded++; did = 1; }
-        while (player_sends(y)) { y->own_posted += w->send_recv[y->ready++] < 0; did = 1; }
-        for (; i < y->received && (w->recv_fold[i] < 0 || w->recv_fold[i] < y->folded) &&
-               (w->recv_send[i] < 0 || w->recv_send[i] < y->sent); i = ++y->released) did = 1;
+        while (player_sends(y)) { y->own_posted += w->send[y->ready++].recv < 0; did = 1; }
+        for (; i < y->received && (w->recv[i].fold < 0 || w->recv[i].fold < y->folded) &&
+               (w->recv[i].send < 0 || w->recv[i].send < y->sent); i = ++y->released) did = 1;
         for (; y->posted < w->recvs && y->posted - y->released < y->slots; y->posted++) did = 1;
         for (; w->backward && y->home_done < y->home_received &&
-               w->home_fold[y->home_done] < y->folded; y->home_done++) did = 1;
+               w->home[y->home_done].fold < y->folded; y->home_done++) did = 1;
         for (; w->backward && y->home_posted < w->homes &&
                y->home_posted - y->home_done < y->homes; y->home_posted++) did = 1;
         any += did;
@@ -425,7 +425,7 @@ static int player_to(const player *y, int *home)
     int32_t hop = 0;
     *home = 0;
     if (!y->way->backward) return ra__rank_up(p, p->d.rank, y->way->direction);
-    int to = ra__back_to(p, &y->way->chunk[y->way->send[y->sent]], p->d.rank, &hop);
+    int to = ra__back_to(p, &y->way->chunk[y->way->send[y->sent].chunk], p->d.rank, &hop);
     *home = hop == p->d.ranks;
     return to;
 }
@@ -454,8 +454,8 @@ static int pass_message(player *all, int from, int level0, int *done)
     if (level0 && (done[to] & 2)) return 0;
     i = home ? b->home_received : b->received;
     if (i == (home ? b->home_posted : b->posted)) return 0;
-    if (home && a->way->send[a->sent] != b->way->home[i]) return 0;    /* another comes first */
-    if (!home) CHECK_EQ(a->way->send[a->sent], b->way->recv[i]);
+    if (home && a->way->send[a->sent].chunk != b->way->home[i].chunk) return 0;
+    if (!home) CHECK_EQ(a->way->send[a->sent].chunk, b->way->recv[i].chunk);
     z = level0 ? player_exchange(b) : NULL;
     if (level0) {
         if (!z || z->recv != (home ? -2 - i : i)) return 0;
@@ -464,7 +464,7 @@ static int pass_message(player *all, int from, int level0, int *done)
         done[to] |= 2;
         return 1;
     }
-    a->own_sent += a->way->send_recv[a->sent++] < 0;
+    a->own_sent += a->way->send[a->sent++].recv < 0;
     if (home) b->home_received++;
     else b->received++;
     return 1;
@@ -478,7 +478,7 @@ static int end_exchanges(player *all, int ranks, int *done)
         player *y = &all[i];
         const ra__exchange *x = player_exchange(y);
         if (!x || done[i] != (x->send >= 0 ? 1 : 0) + (x->recv != -1 ? 2 : 0)) continue;
-        if (x->send >= 0) y->own_sent += y->way->send_recv[y->sent++] < 0;
+        if (x->send >= 0) y->own_sent += y->way->send[y->sent++].recv < 0;
         if (x->recv >= 0) y->received++;
         if (x->recv < -1) y->home_received++;
         y->at++;
