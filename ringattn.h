@@ -7254,6 +7254,29 @@ typedef struct ra__work {
 
 RA__ONCE_BEGIN
 
+/* One thing that a caller may get wrong, and what to say then ('#': value). */
+typedef struct ra__rule {
+    int broken;
+    ra_status status;
+    const char *field, *text;
+    int64_t value;
+} ra__rule;
+
+/* Refuses the first rule that is broken. */
+static ra_status ra__check_rules(const ra__rule *rule, size_t n, ra_error *e) {
+    for (size_t i = 0; i < n; i++)
+        if (rule[i].broken)
+            return ra__refuse(e, rule[i].status, rule[i].field, rule[i].text, rule[i].value);
+    return RA_OK;
+}
+
+/* An allocator has both of its callbacks or neither. */
+static ra_status ra__check_allocator(const ra_allocator *a, const char *field, ra_error *e) {
+    const char *const name[2] = { field, a->alloc ? ".free" : ".alloc" };
+    if (!a->alloc == !a->free) return RA_OK;
+    return ra__refuse_part(e, RA_E_NULL, name, "is null: set both alloc and free, or neither", 0);
+}
+
 /* What one view must look like. */
 typedef struct ra__shape { const char *field; int64_t batch, rows, heads, dim; int32_t dtype; }
     ra__shape;
@@ -7327,29 +7350,30 @@ static ra_status ra__out_check(const ra_out *o, ra__shape s, int32_t dtype, ra__
     return ra__view_check(o->data, stride, &s, 1, out, e);
 }
 
-/* Pointers of score changes are there if and only if the descriptor says so. */
+/* Steps of a bias: bytes, and 0 where elements are shared. */
+static ra_status ra__check_steps(const int64_t step[4], const char *field, ra_error *e) {
+    for (int i = 0; i < 4; i++)
+        if (step[i] < 0 || step[i] % 4)
+            return ra__refuse(e, RA_E_STRIDE, field, "step # is negative or not a multiple of 4",
+                              step[i]);
+    return RA_OK;
+}
+
+/* Pointers of score changes are given if and only if the descriptor says so. */
 static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, ra_error *e) {
     const ra_bias *b = &t->bias;
-    const int64_t strides[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
-    if (!(d->scores & RA_SCORE_ALIBI) != !t->alibi)
-        return ra__refuse(e, t->alibi ? RA_E_SHAPE : RA_E_NULL, "t.alibi",
-                          "must be given exactly if scores has RA_SCORE_ALIBI; scores is #",
-                          d->scores);
-    if (!(d->scores & RA_SCORE_SINKS) != !t->sinks)
-        return ra__refuse(e, t->sinks ? RA_E_SHAPE : RA_E_NULL, "t.sinks",
-                          "must be given exactly if scores has RA_SCORE_SINKS; scores is #",
-                          d->scores);
-    if (!(d->scores & RA_SCORE_BIAS) != !b->data)
-        return ra__refuse(e, b->data ? RA_E_SHAPE : RA_E_NULL, "t.bias",
-                          "must be given exactly if scores has RA_SCORE_BIAS; scores is #",
-                          d->scores);
-    if (b->data && b->keys < 1)
-        return ra__refuse(e, RA_E_RANGE, "t.bias.keys", "# is not positive", b->keys);
-    for (int i = 0; i < 4; i++)
-        if (strides[i] < 0 || strides[i] % 4)
-            return ra__refuse(e, RA_E_STRIDE, "t.bias", "stride # is negative or no multiple of 4",
-                              strides[i]);
-    return RA_OK;
+    const int64_t steps[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
+    const ra__rule rules[] = {
+        { !(d->scores & RA_SCORE_ALIBI) != !t->alibi, t->alibi ? RA_E_SHAPE : RA_E_NULL, "t.alibi",
+          "must be set if and only if scores has RA_SCORE_ALIBI; scores is #", d->scores },
+        { !(d->scores & RA_SCORE_SINKS) != !t->sinks, t->sinks ? RA_E_SHAPE : RA_E_NULL, "t.sinks",
+          "must be set if and only if scores has RA_SCORE_SINKS; scores is #", d->scores },
+        { !(d->scores & RA_SCORE_BIAS) != !b->data, b->data ? RA_E_SHAPE : RA_E_NULL, "t.bias",
+          "must be set if and only if scores has RA_SCORE_BIAS; scores is #", d->scores },
+        { b->data && b->keys < 1, RA_E_RANGE, "t.bias.keys", "# is not positive", b->keys },
+    };
+    ra_status s = ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    return s ? s : ra__check_steps(steps, "t.bias", e);
 }
 
 /* Positions are below this: those of queries have an entry in the caller's intervals. */
@@ -7450,34 +7474,30 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
     const ra_bias_out *b = &t->d_bias;
     const int64_t keys = ra__min(b->keys, RA_MAX_POSITION); /* positions are below it */
     const int64_t counts[4] = { d->sequences, d->q_heads, rows, keys };
-    const int64_t strides[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
+    const int64_t steps[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
+    const ra__rule rules[] = {
+        { !b->batch_step && d->sequences > 1 && rows, RA_E_SHAPE, "t.d_bias.batch_step",
+          "is 0, which would add up # sequences", d->sequences },
+        { !b->head_step && d->q_heads > 1 && rows, RA_E_SHAPE, "t.d_bias.head_step",
+          "is 0, which would add up # heads", d->q_heads },
+        { !b->row_step && !b->key_step, RA_E_SHAPE, "t.d_bias.key_step",
+          "is #, and so is row_step", 0 },
+        { (uintptr_t)b->data % 4 != 0, RA_E_ALIGN, "t.d_bias", "data must be aligned to # bytes",
+          4 },
+        { b->data == t->bias.data || b->data == t->d_sinks, RA_E_SHAPE, "t.d_bias",
+          "is the memory of another tensor; it has # rows", rows },
+        { ra__strides_overlap(steps, counts), RA_E_STRIDE, "t.d_bias",
+          "has steps that make elements of its # rows overlap", rows },
+    };
     ra_error *e = d->error;
+    ra_status s;
     if (!b->data) return RA_OK;
     if (!(d->scores & RA_SCORE_BIAS))
         return ra__refuse(e, RA_E_SHAPE, "t.d_bias", "needs RA_SCORE_BIAS; scores is #", d->scores);
     if (b->keys < 1)
         return ra__refuse(e, RA_E_RANGE, "t.d_bias.keys", "# is not positive", b->keys);
-    for (int i = 0; i < 4; i++)
-        if (strides[i] < 0 || strides[i] % 4)
-            return ra__refuse(e, RA_E_STRIDE, "t.d_bias",
-                              "stride # is negative or no multiple of 4", strides[i]);
-    if (!b->batch_step && d->sequences > 1 && rows)
-        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.batch_step",
-                          "is 0: # sequences would be added up", d->sequences);
-    if (!b->head_step && d->q_heads > 1 && rows)
-        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.head_step",
-                          "is 0: # heads would be added up", d->q_heads);
-    if (!b->row_step && !b->key_step)
-        return ra__refuse(e, RA_E_SHAPE, "t.d_bias.key_step", "is #, and so is row_step", 0);
-    if ((uintptr_t)b->data % 4)
-        return ra__refuse(e, RA_E_ALIGN, "t.d_bias", "data must be aligned to # bytes", 4);
-    if (b->data == t->bias.data || b->data == t->d_sinks)
-        return ra__refuse(e, RA_E_SHAPE, "t.d_bias",
-                          "is the memory of another tensor; it has # rows", rows);
-    if (ra__strides_overlap(strides, counts))
-        return ra__refuse(e, RA_E_STRIDE, "t.d_bias",
-                          "strides make elements of its # rows overlap", rows);
-    return RA_OK;
+    s = ra__check_steps(steps, "t.d_bias", e);
+    return s ? s : ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
 /* What backward calls need besides: view [0..3] are d_o, d_q, d_k, d_v. rows: of queries, keys. */
@@ -7516,91 +7536,88 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
 
 enum { RA__MOST_RANKS = 4096 };
 
-typedef struct ra__range { const char *field; int64_t value, low, high; } ra__range;
+/* A number or a constant of the descriptor: what it may be, and where 0 is refused. */
+enum { RA__OPTIONAL = 0, RA__REQUIRED = 1, RA__REQUIRED_V = 2, RA__REQUIRED_RING = 4 };
+typedef struct ra__field {
+    const char *name;
+    size_t at, bytes;
+    ra_status status;                  /* RA_E_RANGE: a number; RA_E_ENUM: a constant */
+    int32_t required;
+    int64_t low, high;
+} ra__field;
 
-static ra_status ra__check_ranges(const ra__range *list, int32_t n, ra_error *e) {
-    for (int32_t i = 0; i < n; i++) {
-        if (list[i].value < list[i].low)
-            return ra__refuse(e, RA_E_RANGE, list[i].field, "# is too small", list[i].value);
-        if (list[i].value > list[i].high)
-            return ra__refuse(e, RA_E_RANGE, list[i].field, "# is too large", list[i].value);
+#define RA__FIELD(name) #name, offsetof(ra_desc, name), sizeof(((const ra_desc *)0)->name)
+
+static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
+    static const ra__field list[] = {
+        { RA__FIELD(sequences), RA_E_RANGE, RA__OPTIONAL, 0, 1 << 20 },
+        { RA__FIELD(ranks), RA_E_RANGE, RA__OPTIONAL, 0, RA__MOST_RANKS },
+        { RA__FIELD(rank), RA_E_RANGE, RA__OPTIONAL, 0, RA__MOST_RANKS },
+        { RA__FIELD(q_heads), RA_E_RANGE, RA__REQUIRED, 0, 1 << 16 },
+        { RA__FIELD(kv_heads), RA_E_RANGE, RA__REQUIRED, 0, 1 << 16 },
+        { RA__FIELD(k_dim), RA_E_RANGE, RA__REQUIRED, 0, 1024 },
+        { RA__FIELD(v_dim), RA_E_RANGE, RA__REQUIRED, 0, 1024 },
+        { RA__FIELD(v_in_k), RA_E_RANGE, RA__OPTIONAL, 0, 1 },
+        { RA__FIELD(v_column), RA_E_RANGE, RA__OPTIONAL, 0, 1024 },
+        { RA__FIELD(scores), RA_E_RANGE, RA__OPTIONAL, 0,
+          RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS },
+        { RA__FIELD(q_dtype), RA_E_ENUM, RA__REQUIRED, RA_F32, RA_Q8_0 },
+        { RA__FIELD(k_dtype), RA_E_ENUM, RA__REQUIRED, RA_F32, RA_Q8_0 },
+        { RA__FIELD(v_dtype), RA_E_ENUM, RA__REQUIRED_V, 0, RA_Q8_0 },
+        { RA__FIELD(o_dtype), RA_E_ENUM, RA__REQUIRED, RA_F32, RA_Q8_0 },
+        { RA__FIELD(tokens), RA_E_RANGE, RA__REQUIRED, 0, RA_MAX_POSITION },
+        { RA__FIELD(kv_tokens), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
+        { RA__FIELD(q_offset), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
+        { RA__FIELD(chunk_tokens), RA_E_RANGE, RA__OPTIONAL, 0, 1 << 24 },
+        { RA__FIELD(buffers), RA_E_RANGE, RA__OPTIONAL, 0, 64 },
+        { RA__FIELD(threads), RA_E_RANGE, RA__OPTIONAL, 0, 4096 },
+        { RA__FIELD(mask.kind), RA_E_ENUM, RA__REQUIRED, RA_MASK_NONE, RA_MASK_INTERVALS },
+        { RA__FIELD(mask.causal_block), RA_E_RANGE, RA__OPTIONAL, 0, 1 << 30 },
+        { RA__FIELD(mask.window), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
+        { RA__FIELD(mask.right_limit), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
+        { RA__FIELD(mask.prefix), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
+        { RA__FIELD(mask.keep), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
+        { RA__FIELD(mask.doc_count), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
+        { RA__FIELD(mask.interval_count), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
+        { RA__FIELD(layout.kind), RA_E_ENUM, RA__REQUIRED_RING, 0, RA_LAYOUT_ARRAY },
+        { RA__FIELD(train), RA_E_ENUM, RA__OPTIONAL, 0, 1 },
+        { RA__FIELD(grad_dtype), RA_E_ENUM, RA__OPTIONAL, 0, RA_BF16 },
+        { RA__FIELD(grad_return), RA_E_ENUM, RA__OPTIONAL, RA_RETURN_DIRECT, RA_RETURN_RING },
+        { RA__FIELD(backward_travel), RA_E_ENUM, RA__OPTIONAL, RA_TRAVEL_AUTO, RA_TRAVEL_Q },
+        { RA__FIELD(isa), RA_E_ENUM, RA__OPTIONAL, RA_ISA_AUTO, RA_ISA_NEON },
+    };
+    const int32_t required = RA__REQUIRED | (d->v_in_k ? 0 : RA__REQUIRED_V) |
+                             (d->ranks > 1 ? RA__REQUIRED_RING : 0);
+    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
+        const uint8_t *at = (const uint8_t *)d + list[i].at;
+        int32_t narrow;
+        int64_t value;
+        memcpy(&narrow, at, sizeof narrow);
+        value = narrow;
+        if (list[i].bytes == sizeof value) memcpy(&value, at, sizeof value);
+        if (!value && (list[i].required & required))
+            return ra__refuse(e, RA_E_UNSET, list[i].name, "must be set; it was left 0", 0);
+        if (value >= list[i].low && value <= list[i].high) continue;
+        return ra__refuse(e, list[i].status, list[i].name,
+                          list[i].status == RA_E_ENUM ? "# is not one of its constants"
+                          : value < list[i].low       ? "# is too small" : "# is too large", value);
     }
+    if (d->rank >= ra__max(d->ranks, 1))
+        return ra__refuse(e, RA_E_RANGE, "rank", "# is too large", d->rank);
     return RA_OK;
 }
+#undef RA__FIELD
 
-static ra_status ra__check_numbers(const ra_desc *d, ra_error *e) {
-    const int64_t top = RA_MAX_POSITION;
-    const ra__range list[] = {
-        { "sequences", d->sequences, 0, 1 << 20 },
-        { "ranks", d->ranks, 0, RA__MOST_RANKS },
-        { "rank", d->rank, 0, d->ranks > 1 ? d->ranks - 1 : 0 },
-        { "q_heads", d->q_heads, 0, 1 << 16 },
-        { "kv_heads", d->kv_heads, 0, 1 << 16 },
-        { "k_dim", d->k_dim, 0, 1024 },
-        { "v_dim", d->v_dim, 0, 1024 },
-        { "v_in_k", d->v_in_k, 0, 1 },
-        { "v_column", d->v_column, 0, 1024 },
-        { "scores", d->scores, 0, RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS },
-        { "tokens", d->tokens, 0, top },
-        { "kv_tokens", d->kv_tokens, 0, top },
-        { "q_offset", d->q_offset, 0, top },
-        { "chunk_tokens", d->chunk_tokens, 0, 1 << 24 },
-        { "buffers", d->buffers, 0, 64 },
-        { "threads", d->threads, 0, 4096 },
-        { "mask.causal_block", d->mask.causal_block, 0, 1 << 30 },
-        { "mask.window", d->mask.window, 0, top },
-        { "mask.right_limit", d->mask.right_limit, 0, top },
-        { "mask.prefix", d->mask.prefix, 0, top },
-        { "mask.keep", d->mask.keep, 0, top },
-        { "mask.doc_count", d->mask.doc_count, 0, top },
-        { "mask.interval_count", d->mask.interval_count, 0, top },
-    };
-    return ra__check_ranges(list, (int32_t)(sizeof list / sizeof list[0]), e);
-}
-
-static ra_status ra__check_required(const ra_desc *d, ra_error *e) {
-    const ra__range list[] = {
-        { "q_heads", d->q_heads, 0, 0 },       { "kv_heads", d->kv_heads, 0, 0 },
-        { "k_dim", d->k_dim, 0, 0 },           { "v_dim", d->v_dim, 0, 0 },
-        { "q_dtype", d->q_dtype, 0, 0 },       { "k_dtype", d->k_dtype, 0, 0 },
-        { "v_dtype", d->v_dtype, d->v_in_k, 0 }, { "o_dtype", d->o_dtype, 0, 0 },
-        { "tokens", d->tokens, 0, 0 },         { "mask.kind", d->mask.kind, 0, 0 },
-        { "layout.kind", d->layout.kind, d->ranks <= 1, 0 },
-    };
-    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
-        if (!list[i].value && !list[i].low)
-            return ra__refuse(e, RA_E_UNSET, list[i].field, "must be set; it was left 0", 0);
-    return RA_OK;
-}
-
-static ra_status ra__check_enums(const ra_desc *d, ra_error *e) {
-    const ra__range list[] = {
-        { "q_dtype", d->q_dtype, RA_F32, RA_Q8_0 }, { "k_dtype", d->k_dtype, RA_F32, RA_Q8_0 },
-        { "v_dtype", d->v_dtype, 0, RA_Q8_0 },      { "o_dtype", d->o_dtype, RA_F32, RA_Q8_0 },
-        { "mask.kind", d->mask.kind, RA_MASK_NONE, RA_MASK_INTERVALS },
-        { "layout.kind", d->layout.kind, 0, RA_LAYOUT_ARRAY },
-        { "train", d->train, 0, 1 },
-        { "grad_dtype", d->grad_dtype, 0, RA_BF16 },
-        { "grad_return", d->grad_return, RA_RETURN_DIRECT, RA_RETURN_RING },
-        { "backward_travel", d->backward_travel, RA_TRAVEL_AUTO, RA_TRAVEL_Q },
-        { "isa", d->isa, RA_ISA_AUTO, RA_ISA_NEON },
-    };
-    for (size_t i = 0; i < sizeof list / sizeof list[0]; i++)
-        if (list[i].value < list[i].low || list[i].value > list[i].high)
-            return ra__refuse(e, RA_E_ENUM, list[i].field, "# is not one of its constants",
-                              list[i].value);
-    return RA_OK;
-}
-
-/* NaN, infinity and negative numbers where none can be meant. */
 static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
-    if (!ra__is_finite(d->scale) || d->scale < 0.0f)
-        return ra__refuse(e, RA_E_RANGE, "scale", "must be finite and not negative", 0);
-    if (!ra__is_finite(d->softcap) || d->softcap < 0.0f)
-        return ra__refuse(e, RA_E_RANGE, "softcap", "must be finite and not negative", 0);
-    if (!(d->dropout >= 0.0f && d->dropout < 1.0f))
-        return ra__refuse(e, RA_E_RANGE, "dropout", "must lie in [0, 1)", 0);
-    return RA_OK;
+    const ra__rule rules[] = {
+        { !ra__is_finite(d->scale) || d->scale < 0.0f, RA_E_RANGE, "scale",
+          "must be finite and not negative", 0 },
+        { !ra__is_finite(d->softcap) || d->softcap < 0.0f, RA_E_RANGE, "softcap",
+          "must be finite and not negative", 0 },
+        { !(d->dropout >= 0.0f && d->dropout < 1.0f), RA_E_RANGE, "dropout",
+          "must be at least 0 and less than 1", 0 },
+    };
+    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
 /* RA_Q8_0 comes in blocks of 32 elements, and for keys and values alone. */
@@ -7617,7 +7634,7 @@ static ra_status ra__check_blocks(const ra_desc *d, ra_error *e) {
     for (int i = 0; i < 3; i++)
         if (dims[i] % 32)
             return ra__refuse(e, i < 2 ? RA_E_SHAPE : RA_E_ALIGN, name[i],
-                              "# is no multiple of 32, as RA_Q8_0 needs", dims[i]);
+                              "# is not a multiple of 32, as RA_Q8_0 needs", dims[i]);
     return RA_OK;
 }
 
@@ -7640,71 +7657,61 @@ static int32_t ra__cheaper_way(const ra_desc *d) {
 static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
     int64_t bytes, rows = ra__max(d->tokens, ra__k_most(d));
     int64_t width = ra__max(d->k_dim, d->v_dim) * (int64_t)sizeof(float);
-    if (d->q_heads % d->kv_heads)
-        return ra__refuse(e, RA_E_SHAPE, "q_heads", "# is no multiple of kv_heads", d->q_heads);
-    if (d->tokens + d->q_offset > RA_MAX_POSITION)
-        return ra__refuse(e, RA_E_OVERFLOW, "q_offset", "tokens + # reaches RA_MAX_POSITION",
-                          d->q_offset);
-    if (!ra__mul(rows, d->q_heads * width, &bytes) ||
-        !ra__mul(bytes, d->sequences ? d->sequences : 1, &bytes))
-        return ra__refuse(e, RA_E_OVERFLOW, "tokens", "# tokens of this shape overflow 62 bits",
-                          d->tokens);
-    if (!d->v_in_k && d->v_column)
-        return ra__refuse(e, RA_E_SHAPE, "v_in_k", "is 0, but v_column is #", d->v_column);
-    if (d->v_in_k && d->v_column + d->v_dim > d->k_dim)
-        return ra__refuse(e, RA_E_SHAPE, "v_column", "# + v_dim exceeds k_dim", d->v_column);
-    if (!d->train && d->backward_travel)
-        return ra__refuse(e, RA_E_SHAPE, "backward_travel", "# needs train = 1",
-                          d->backward_travel);
-    if (d->backward_travel == RA_TRAVEL_Q && !ra__q_may_travel(d))
-        return ra__refuse(e, RA_E_UNSUPPORTED, "backward_travel",
-                          "# (RA_TRAVEL_Q) goes neither with bias nor with RA_LAYOUT_ARRAY",
-                          d->backward_travel);
-    if (!d->train && d->grad_return)
-        return ra__refuse(e, RA_E_SHAPE, "grad_return", "# needs train = 1", d->grad_return);
-    if (!d->train && d->grad_dtype)
-        return ra__refuse(e, RA_E_SHAPE, "grad_dtype", "# needs train = 1", d->grad_dtype);
-    if (!d->train && d->dropout > 0.0f)
-        return ra__refuse(e, RA_E_SHAPE, "dropout", "needs train = 1; train is #", d->train);
-    if (d->v_in_k && d->v_dtype && d->v_dtype != d->k_dtype)
-        return ra__refuse(e, RA_E_SHAPE, "v_dtype", "# differs from k_dtype under v_in_k",
-                          d->v_dtype);
-    return RA_OK;
+    const int q_travels = d->backward_travel == RA_TRAVEL_Q;
+    const int fits = ra__mul(rows, d->q_heads * width, &bytes) &&
+                     ra__mul(bytes, ra__max(d->sequences, 1), &bytes);
+    const ra__rule rules[] = {
+        { d->q_heads % d->kv_heads != 0, RA_E_SHAPE, "q_heads", "# is not a multiple of kv_heads",
+          d->q_heads },
+        { d->tokens + d->q_offset > RA_MAX_POSITION, RA_E_OVERFLOW, "q_offset",
+          "tokens + # exceeds RA_MAX_POSITION", d->q_offset },
+        { !fits, RA_E_OVERFLOW, "tokens", "# tokens of this shape overflow 62 bits", d->tokens },
+        { !d->v_in_k && d->v_column, RA_E_SHAPE, "v_in_k", "is 0, but v_column is #",
+          d->v_column },
+        { d->v_in_k && d->v_column + d->v_dim > d->k_dim, RA_E_SHAPE, "v_column",
+          "# + v_dim exceeds k_dim", d->v_column },
+        { !d->train && d->backward_travel, RA_E_SHAPE, "backward_travel", "# needs train = 1",
+          d->backward_travel },
+        { q_travels && !ra__q_may_travel(d), RA_E_UNSUPPORTED, "backward_travel",
+          "# (RA_TRAVEL_Q) does not work with a bias or RA_LAYOUT_ARRAY", d->backward_travel },
+        { !d->train && d->grad_return, RA_E_SHAPE, "grad_return", "# needs train = 1",
+          d->grad_return },
+        { !d->train && d->grad_dtype, RA_E_SHAPE, "grad_dtype", "# needs train = 1",
+          d->grad_dtype },
+        { !d->train && d->dropout > 0.0f, RA_E_SHAPE, "dropout", "needs train = 1; train is #",
+          d->train },
+        { d->v_in_k && d->v_dtype && d->v_dtype != d->k_dtype, RA_E_SHAPE, "v_dtype",
+          "# differs from k_dtype although v_in_k is 1", d->v_dtype },
+    };
+    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
 /* Fields of a mask that contradict each other; follows no pointer. */
 static ra_status ra__check_mask(const ra_desc *d, ra_error *e) {
     const ra_mask *m = &d->mask;
     int intervals = m->kind == RA_MASK_INTERVALS;
-    if (m->causal_block > 1 && m->kind != RA_MASK_CAUSAL)
-        return ra__refuse(e, RA_E_SHAPE, "mask.causal_block", "# needs RA_MASK_CAUSAL",
-                          m->causal_block);
-    if (m->right_limit && m->kind != RA_MASK_NONE)
-        return ra__refuse(e, RA_E_SHAPE, "mask.right_limit", "# needs RA_MASK_NONE",
-                          m->right_limit);
-    if (intervals && m->window)
-        return ra__refuse(e, RA_E_SHAPE, "mask.window", "# beside RA_MASK_INTERVALS", m->window);
-    if (intervals && m->prefix)
-        return ra__refuse(e, RA_E_SHAPE, "mask.prefix", "# beside RA_MASK_INTERVALS", m->prefix);
-    if (intervals && m->keep)
-        return ra__refuse(e, RA_E_SHAPE, "mask.keep", "# beside RA_MASK_INTERVALS", m->keep);
-    if (intervals && m->doc_count)
-        return ra__refuse(e, RA_E_SHAPE, "mask.doc_count", "# beside RA_MASK_INTERVALS",
-                          m->doc_count);
-    if (!intervals && m->interval_count)
-        return ra__refuse(e, RA_E_SHAPE, "mask.interval_count", "# needs RA_MASK_INTERVALS",
-                          m->interval_count);
-    if (!intervals && (m->lo || m->hi))
-        return ra__refuse(e, RA_E_SHAPE, m->lo ? "mask.lo" : "mask.hi",
-                          "needs RA_MASK_INTERVALS, not kind #", m->kind);
-    if (intervals && (!m->lo || !m->hi))
-        return ra__refuse(e, RA_E_NULL, m->lo ? "mask.hi" : "mask.lo",
-                          "RA_MASK_INTERVALS needs it", 0);
-    if (m->doc_count && !m->doc_first)
-        return ra__refuse(e, RA_E_NULL, "mask.doc_first", "doc_count is #", m->doc_count);
-    if (!m->doc_count && m->doc_first)
-        return ra__refuse(e, RA_E_SHAPE, "mask.doc_first", "is set, but doc_count is 0", 0);
-    return RA_OK;
+    const char *alone = "is #; it must be 0 with RA_MASK_INTERVALS";
+    const ra__rule rules[] = {
+        { m->causal_block > 1 && m->kind != RA_MASK_CAUSAL, RA_E_SHAPE, "mask.causal_block",
+          "# needs RA_MASK_CAUSAL", m->causal_block },
+        { m->right_limit && m->kind != RA_MASK_NONE, RA_E_SHAPE, "mask.right_limit",
+          "# needs RA_MASK_NONE", m->right_limit },
+        { intervals && m->window, RA_E_SHAPE, "mask.window", alone, m->window },
+        { intervals && m->prefix, RA_E_SHAPE, "mask.prefix", alone, m->prefix },
+        { intervals && m->keep, RA_E_SHAPE, "mask.keep", alone, m->keep },
+        { intervals && m->doc_count, RA_E_SHAPE, "mask.doc_count", alone, m->doc_count },
+        { !intervals && m->interval_count, RA_E_SHAPE, "mask.interval_count",
+          "# needs RA_MASK_INTERVALS", m->interval_count },
+        { !intervals && (m->lo || m->hi), RA_E_SHAPE, m->lo ? "mask.lo" : "mask.hi",
+          "needs RA_MASK_INTERVALS, not kind #", m->kind },
+        { intervals && (!m->lo || !m->hi), RA_E_NULL, m->lo ? "mask.hi" : "mask.lo",
+          "is null, but RA_MASK_INTERVALS needs it", 0 },
+        { m->doc_count && !m->doc_first, RA_E_NULL, "mask.doc_first",
+          "is null, but doc_count is #", m->doc_count },
+        { !m->doc_count && m->doc_first, RA_E_SHAPE, "mask.doc_first",
+          "is set, but doc_count is 0", 0 },
+    };
+    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
 /* Positions that follow from the descriptor have an entry in the caller's intervals. */
@@ -7744,30 +7751,31 @@ static ra_status ra__check_lengths(const ra_desc *d, ra_error *e) {
 static ra_status ra__check_layout(const ra_desc *d, ra_error *e) {
     const ra_layout *l = &d->layout;
     int runs = l->kind == RA_LAYOUT_RUNS, array = l->kind == RA_LAYOUT_ARRAY;
-    if (l->weights && l->kind != RA_LAYOUT_CONTIGUOUS && l->kind != RA_LAYOUT_ZIGZAG)
-        return ra__refuse(e, RA_E_SHAPE, "layout.weights", "need CONTIGUOUS or ZIGZAG, not #",
-                          l->kind);
-    if (!runs && (l->q_runs || l->q_run_count || l->k_runs || l->k_run_count))
-        return ra__refuse(e, RA_E_SHAPE,
-                          l->q_runs ? "layout.q_runs" : l->q_run_count ? "layout.q_run_count"
-                          : l->k_runs ? "layout.k_runs" : "layout.k_run_count",
-                          "needs RA_LAYOUT_RUNS, not kind #", l->kind);
-    if (!array && (l->q_rows || l->k_rows))
-        return ra__refuse(e, RA_E_SHAPE, l->q_rows ? "layout.q_rows" : "layout.k_rows",
-                          "needs RA_LAYOUT_ARRAY, not kind #", l->kind);
-    if (runs && !l->q_run_count)
-        return ra__refuse(e, RA_E_NULL, "layout.q_run_count", "RA_LAYOUT_RUNS needs it", 0);
-    if (runs && !l->q_runs)
-        return ra__refuse(e, RA_E_NULL, "layout.q_runs", "RA_LAYOUT_RUNS needs it", 0);
-    if (runs && !l->k_runs != !l->k_run_count)
-        return ra__refuse(e, RA_E_NULL, l->k_runs ? "layout.k_run_count" : "layout.k_runs",
-                          "needed beside the other", 0);
-    if (array && !l->q_rows)
-        return ra__refuse(e, RA_E_NULL, "layout.q_rows", "RA_LAYOUT_ARRAY needs it", 0);
-    if ((runs || array) && (d->tokens_of || d->kv_tokens_of))
-        return ra__refuse(e, RA_E_SHAPE, d->tokens_of ? "tokens_of" : "kv_tokens_of",
-                          "RUNS and ARRAY give every sequence the same rows", 0);
-    return RA_OK;
+    const char *run = l->q_runs        ? "layout.q_runs"
+                      : l->q_run_count ? "layout.q_run_count"
+                      : l->k_runs      ? "layout.k_runs" : "layout.k_run_count";
+    const ra__rule rules[] = {
+        { l->weights && l->kind != RA_LAYOUT_CONTIGUOUS && l->kind != RA_LAYOUT_ZIGZAG, RA_E_SHAPE,
+          "layout.weights", "need CONTIGUOUS or ZIGZAG, not kind #", l->kind },
+        { !runs && (l->q_runs || l->q_run_count || l->k_runs || l->k_run_count), RA_E_SHAPE, run,
+          "needs RA_LAYOUT_RUNS, not kind #", l->kind },
+        { !array && (l->q_rows || l->k_rows), RA_E_SHAPE,
+          l->q_rows ? "layout.q_rows" : "layout.k_rows", "needs RA_LAYOUT_ARRAY, not kind #",
+          l->kind },
+        { runs && !l->q_run_count, RA_E_NULL, "layout.q_run_count",
+          "is null, but RA_LAYOUT_RUNS needs it", 0 },
+        { runs && !l->q_runs, RA_E_NULL, "layout.q_runs", "is null, but RA_LAYOUT_RUNS needs it",
+          0 },
+        { runs && !l->k_runs != !l->k_run_count, RA_E_NULL,
+          l->k_runs ? "layout.k_run_count" : "layout.k_runs",
+          "is null: set both k_runs and k_run_count, or neither", 0 },
+        { array && !l->q_rows, RA_E_NULL, "layout.q_rows",
+          "is null, but RA_LAYOUT_ARRAY needs it", 0 },
+        { (runs || array) && (d->tokens_of || d->kv_tokens_of), RA_E_SHAPE,
+          d->tokens_of ? "tokens_of" : "kv_tokens_of",
+          "must be null: RUNS and ARRAY give every sequence the same rows", 0 },
+    };
+    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
 /* First common position of two runs, or -1. With strides s and t and g = gcd(s, t) the positions
@@ -7939,22 +7947,19 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
 static ra_status ra__check_engine(const ra_desc *d, ra_error *e) {
     const ra_engine *engine = d->engine;
     if (!engine) return RA_OK;
-    if (engine->size < sizeof(ra_engine))
-        return ra__refuse(e, RA_E_ABI, "engine.size", "# is smaller than ra_engine of version 1",
-                          engine->size);
-    if (engine->abi != RA_ENGINE_ABI)
-        return ra__refuse(e, RA_E_ABI, "engine.abi", "# is not RA_ENGINE_ABI", engine->abi);
-    if (engine->block_queries < 0 || engine->block_queries > 1 << 24)
-        return ra__refuse(e, RA_E_RANGE, "engine.block_queries", "# is out of range",
-                          engine->block_queries);
-    if (engine->block_queries % RA_BLOCK_TOKENS)
-        return ra__refuse(e, RA_E_SHAPE, "engine.block_queries",
-                          "# is no multiple of RA_BLOCK_TOKENS", engine->block_queries);
-    if (!engine->fold) return ra__refuse(e, RA_E_NULL, "engine.fold", "is required", 0);
-    if (d->train)
-        return ra__refuse(e, RA_E_UNSUPPORTED, "train", "must be 0 with an engine, is #",
-                          d->train);
-    return RA_OK;
+    const ra__rule rules[] = {
+        { engine->size < sizeof(ra_engine), RA_E_ABI, "engine.size",
+          "# is smaller than ra_engine of version 1", engine->size },
+        { engine->abi != RA_ENGINE_ABI, RA_E_ABI, "engine.abi", "# is not RA_ENGINE_ABI",
+          engine->abi },
+        { engine->block_queries < 0 || engine->block_queries > 1 << 24, RA_E_RANGE,
+          "engine.block_queries", "# is out of range", engine->block_queries },
+        { engine->block_queries % RA_BLOCK_TOKENS != 0, RA_E_SHAPE, "engine.block_queries",
+          "# is not a multiple of RA_BLOCK_TOKENS", engine->block_queries },
+        { !engine->fold, RA_E_NULL, "engine.fold", "is required", 0 },
+        { d->train != 0, RA_E_UNSUPPORTED, "train", "must be 0 with an engine, is #", d->train },
+    };
+    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
 /* Keys of an average shard. The tables of the layout have not been checked yet. */
@@ -7996,9 +8001,7 @@ static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
     if (!d) return RA_E_NULL;
     e = d->error;
     *out = *d;
-    s = ra__check_numbers(d, e);
-    if (!s) s = ra__check_required(d, e);
-    if (!s) s = ra__check_enums(d, e);
+    s = ra__check_fields(d, e);
     if (!s) s = ra__check_floats(d, e);
     if (!s) s = ra__check_blocks(d, e);
     if (!s) s = ra__check_shape(d, e);
@@ -12682,9 +12685,8 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     if (!s) s = ra__check_intervals(&full, d->error);
     if (s) return s;
     if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
-    if (a && !a->alloc != !a->free)
-        return ra__refuse(d->error, RA_E_NULL, a->alloc ? "allocator.free" : "allocator.alloc",
-                          "needed beside the other", 0);
+    s = a ? ra__check_allocator(a, "allocator", d->error) : RA_OK;
+    if (s) return s;
     memset(&probe, 0, sizeof probe);
     keys = ra__plan_most_chunks(&full, 1);
     queries = ra__plan_most_chunks(&full, 0);
@@ -12815,58 +12817,46 @@ enum { RA__TP_CAPS = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_LOAN | RA_CAP_
 #define RA__TP_MAX_MSG ((size_t)1 << 30)
 
 static ra_status ra__tp_check_numbers(const ra_transport *t, ra_error *e) {
-    if (t->size < RA__TP_SIZE_V1 || t->size > RA__TP_SIZE_MAX)
-        return ra__refuse(e, RA_E_ABI, "transport.size",
-                          "must be sizeof(ra_transport), is #: was it set?", (int64_t)t->size);
-    if (t->abi != RA_TRANSPORT_ABI)
-        return ra__refuse(e, RA_E_ABI, "transport.abi",
-                          "must be RA_TRANSPORT_ABI, which is 1 here, is #", (int64_t)t->abi);
-    if (t->caps & ~(uint32_t)RA__TP_CAPS)
-        return ra__refuse(e, RA_E_ENUM, "transport.caps",
-                          "has bits that are no RA_CAP_*: #", (int64_t)t->caps);
-    if (t->channels > 64)
-        return ra__refuse(e, RA_E_RANGE, "transport.channels",
-                          "must be 0 (1) to 64, is #", (int64_t)t->channels);
-    if (t->tag_bits > 64)
-        return ra__refuse(e, RA_E_RANGE, "transport.tag_bits",
-                          "must be 0 (15) to 64, is #", (int64_t)t->tag_bits);
-    if (t->max_ops == 1)
-        return ra__refuse(e, RA_E_RANGE, "transport.max_ops",
-                          "must be 0 (2) or at least 2, a send beside a receive, is #", 1);
-    if (t->align > 4096 || (t->align & (t->align - 1)))
-        return ra__refuse(e, RA_E_RANGE, "transport.align",
-                          "must be 0 (64) or a power of two up to 4096, is #", (int64_t)t->align);
-    return RA_OK;
+    const ra__rule rules[] = {
+        { t->size < RA__TP_SIZE_V1 || t->size > RA__TP_SIZE_MAX, RA_E_ABI, "transport.size",
+          "must be sizeof(ra_transport), is #: was it set?", (int64_t)t->size },
+        { t->abi != RA_TRANSPORT_ABI, RA_E_ABI, "transport.abi",
+          "must be RA_TRANSPORT_ABI, which is 1 here, is #", (int64_t)t->abi },
+        { (t->caps & ~(uint32_t)RA__TP_CAPS) != 0, RA_E_ENUM, "transport.caps",
+          "has bits that are not RA_CAP_*: #", (int64_t)t->caps },
+        { t->channels > 64, RA_E_RANGE, "transport.channels", "must be 0 (1) to 64, is #",
+          (int64_t)t->channels },
+        { t->tag_bits > 64, RA_E_RANGE, "transport.tag_bits", "must be 0 (15) to 64, is #",
+          (int64_t)t->tag_bits },
+        { t->max_ops == 1, RA_E_RANGE, "transport.max_ops",
+          "must be 0 (2) or at least 2, for a send and a receive; is #", 1 },
+        { t->align > 4096 || (t->align & (t->align - 1)), RA_E_RANGE, "transport.align",
+          "must be 0 (64) or a power of two up to 4096, is #", (int64_t)t->align },
+    };
+    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
 /* Each callback and property that another one calls for. */
 static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
-    int shared = (t->caps & RA_CAP_SHARED) != 0;
-    if (!t->sendrecv && !t->post)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.sendrecv",
-                          "is null and so is post: one of them must be there", 0);
-    if (t->post && !t->poll)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.poll",
-                          "is null, but post is there and needs it", 0);
-    if (t->reg && !t->dereg)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.dereg",
-                          "is null, but reg is there and needs it", 0);
-    if ((t->caps & RA_CAP_LOAN) && !t->release)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.release",
-                          "is null, but RA_CAP_LOAN is in caps (#)", (int64_t)t->caps);
-    if (shared && !t->post)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.post",
-                          "is null, but RA_CAP_SHARED is in caps (#)", (int64_t)t->caps);
-    if (shared && !t->quiesce)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.quiesce",
-                          "is null, but RA_CAP_SHARED is in caps (#)", (int64_t)t->caps);
-    if (shared && !(t->caps & RA_CAP_ANY_PEER))
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
-                          "RA_CAP_SHARED needs RA_CAP_ANY_PEER, is #", (int64_t)t->caps);
-    if (shared && t->channels < 2)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.channels",
-                          "RA_CAP_SHARED needs at least 2 channels, is #", (int64_t)t->channels);
-    return RA_OK;
+    const int shared = (t->caps & RA_CAP_SHARED) != 0;
+    const int64_t caps = (int64_t)t->caps;
+    const ra__rule rules[] = {
+        { !t->sendrecv && !t->post, RA_E_TRANSPORT, "transport.sendrecv",
+          "is null and so is post: set one of them", 0 },
+        { t->post && !t->poll, RA_E_TRANSPORT, "transport.poll", "is null, but post needs it", 0 },
+        { t->reg && !t->dereg, RA_E_TRANSPORT, "transport.dereg", "is null, but reg needs it", 0 },
+        { (t->caps & RA_CAP_LOAN) && !t->release, RA_E_TRANSPORT, "transport.release",
+          "is null, but caps (#) has RA_CAP_LOAN", caps },
+        { shared && !t->post, RA_E_TRANSPORT, "transport.post",
+          "is null, but caps (#) has RA_CAP_SHARED", caps },
+        { shared && !t->quiesce, RA_E_TRANSPORT, "transport.quiesce",
+          "is null, but caps (#) has RA_CAP_SHARED", caps },
+        { shared && !(t->caps & RA_CAP_ANY_PEER), RA_E_TRANSPORT, "transport.caps",
+          "is #: RA_CAP_SHARED needs RA_CAP_ANY_PEER", caps },
+        { shared && t->channels < 2, RA_E_TRANSPORT, "transport.channels",
+          "is #: RA_CAP_SHARED needs at least 2 channels", (int64_t)t->channels },
+    };
+    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
 /* rank and ranks as the plan has them; chunk_bytes is the largest message it will send. */
@@ -13397,14 +13387,7 @@ static int ra__shm_open_seat(ra_world *world, int32_t rank) {
 static ra_status ra__shm_check(const ra_world_desc *wd, int32_t ranks, ra_error *e) {
     if (ranks < 1 || ranks > 4096)
         return ra__refuse(e, RA_E_RANGE, "ranks", "must be 1 to 4096, is #", ranks);
-    if (!wd) return RA_OK;
-    if (wd->allocator.alloc && !wd->allocator.free)
-        return ra__refuse(e, RA_E_NULL, "allocator.free",
-                          "is null, but alloc is there and needs it", 0);
-    if (wd->allocator.free && !wd->allocator.alloc)
-        return ra__refuse(e, RA_E_NULL, "allocator.alloc",
-                          "is null, but free is there and needs it", 0);
-    return RA_OK;
+    return wd ? ra__check_allocator(&wd->allocator, "allocator", e) : RA_OK;
 }
 
 /* wd is checked; only its allocator counts here. Null: no memory, or no locks. */
@@ -15235,17 +15218,14 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
 
 /* -------------------------------------------------------------------------- rings */
 static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
-    if (rd->watchdog_ns < 0)
-        return ra__refuse(e, RA_E_RANGE, "ring.watchdog_ns", "# is negative", rd->watchdog_ns);
-    if (rd->quiesce_ns < 0)
-        return ra__refuse(e, RA_E_RANGE, "ring.quiesce_ns", "# is negative", rd->quiesce_ns);
-    if (!rd->allocator.alloc != !rd->allocator.free)
-        return ra__refuse(e, RA_E_NULL,
-                          rd->allocator.alloc ? "ring.allocator.free" : "ring.allocator.alloc",
-                          "needed beside the other", 0);
-    if ((uintptr_t)rd->workspace % 64)
-        return ra__refuse(e, RA_E_ALIGN, "ring.workspace", "must be aligned to #", 64);
-    return RA_OK;
+    const ra__rule rules[] = {
+        { rd->watchdog_ns < 0, RA_E_RANGE, "ring.watchdog_ns", "# is negative", rd->watchdog_ns },
+        { rd->quiesce_ns < 0, RA_E_RANGE, "ring.quiesce_ns", "# is negative", rd->quiesce_ns },
+        { (uintptr_t)rd->workspace % 64 != 0, RA_E_ALIGN, "ring.workspace", "must be aligned to #",
+          64 },
+    };
+    ra_status s = ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    return s ? s : ra__check_allocator(&rd->allocator, "ring.allocator", e);
 }
 
 /* Lays out the ring for a pass of a plan; RA_E_WORKSPACE if it does not fit. */
