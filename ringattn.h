@@ -11430,7 +11430,7 @@ struct ra_ring {
     uint32_t space;                    /* see ra__frame */
     int32_t agreed_known;              /* 1: this pass has set both */
     ra__work work;
-    ra__view k, v;                     /* this rank's keys */
+    ra__view kv[2];                    /* this rank's keys and values */
     int64_t pass, deadline, begin_ns;
 
     int32_t unsafe, quiet;             /* of ra_finish: buffers are leaked; it has run */
@@ -11473,7 +11473,7 @@ struct ra_ring {
     uint64_t met_with;                 /* hash of what the plan of the pass agrees on */
     uint64_t differ;                   /* parts in which the frame that failed differs */
     ra__back back;                     /* backward from here on */
-    ra__view d_k, d_v;                 /* the caller's */
+    ra__view d_kv[2];                  /* the caller's dK and dV */
     float *dq;                         /* RA_TRAVEL_KV: [B][rows][Hq][Dk] sums */
     float *dk, *dv;                    /* RA_TRAVEL_Q: [B][key rows][Hkv][Dk], [Dv] sums */
     int64_t grad_slots, grad_bytes;
@@ -12322,56 +12322,53 @@ static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
     return n;
 }
 
-/* Messages, bytes and hops at one rank. */
-static void ra__report_wire(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+/* Bytes of a chunk's message to the rank `hop` ranks after its owner; backward, hop = ranks: to the
+ * owner. */
+static int64_t ra__tour_length(const ra__tour *w, const ra__chunk *c, int32_t hop) {
+    return w->back ? ra__back_length(&w->p->d, c, hop) : ra__message_bytes(&w->p->d, c, hop);
+}
+
+/* Messages and bytes of a pass at one rank. */
+static void ra__report_messages(const ra__tour *w, int32_t rank, ra_pass_figures *f) {
     const int64_t address = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
-    const ra__tour w = ra__tour_of(p, 0);
-    int32_t seen = -1, seen_sequence = -1, came = 0;
-    for (int64_t c = 0; c < w.t->chunks; c++) {
-        const ra__chunk *chunk = &w.t->chunk[c];
-        int32_t hop = ra__tour_apart(&w, chunk->owner, rank);
-        if (ra__tour_leaves(&w, c, rank)) {
-            r->forward.chunks_out++;
-            r->forward.bytes_out += ra__message_bytes(&p->d, chunk, hop + 1);
-            r->forward.shared_bytes_out += address;
+    for (int64_t c = 0; c < w->t->chunks; c++) {
+        const ra__chunk *chunk = &w->t->chunk[c];
+        int32_t hop = ra__tour_apart(w, chunk->owner, rank), ranks = w->p->d.ranks;
+        int last = w->back && hop == ra__tour_stations(w, c);
+        int leaves = ra__tour_leaves(w, c, rank);
+        if (leaves) {
+            f->chunks_out++;
+            f->bytes_out += ra__tour_length(w, chunk, last ? ranks : hop + 1);
+            f->shared_bytes_out += address;
         }
-        if (chunk->owner != rank && (chunk->owner != seen || chunk->sequence != seen_sequence)) {
-            seen = chunk->owner;
-            seen_sequence = chunk->sequence;
-            came = 0;
-            r->hops_skipped++;
-        }
-        if (!ra__tour_arrives(&w, c, rank)) continue;
-        r->hops += !came;
-        r->hops_skipped -= !came;
-        came = 1;
-        r->forward.chunks_in++;
-        r->forward.bytes_in += ra__message_bytes(&p->d, chunk, hop);
-        r->forward.shared_bytes_in += address;
+        if (hop ? !ra__tour_arrives(w, c, rank) : !(w->back && leaves)) continue;
+        f->chunks_in++;
+        f->bytes_in += ra__tour_length(w, chunk, hop ? hop : ranks);
+        f->shared_bytes_in += address;
     }
 }
 
-/* Messages and bytes of a backward pass at one rank. */
+/* Shards of other ranks that come to a rank, and those of which no chunk does. */
+static void ra__report_hops(const ra__tour *w, int32_t rank, ra_plan_report *r) {
+    int came = 0;
+    for (int64_t c = 0; c < w->t->chunks; c++) {
+        const ra__chunk *chunk = &w->t->chunk[c];
+        if (chunk->owner == rank) continue;
+        if (!c || chunk->owner != chunk[-1].owner || chunk->sequence != chunk[-1].sequence) {
+            came = 0;
+            r->hops_skipped++;
+        }
+        if (came || !ra__tour_arrives(w, c, rank)) continue;
+        r->hops++;
+        r->hops_skipped--;
+        came = 1;
+    }
+}
+
 static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    const int64_t address = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
     const ra__tour w = ra__tour_of(p, 1);
     if (!p->d.train) return;
-    for (int64_t c = 0; c < w.t->chunks; c++) {
-        const ra__chunk *chunk = &w.t->chunk[c];
-        int own = chunk->owner == rank, leaves = ra__tour_leaves(&w, c, rank);
-        int32_t hop;
-        if (leaves) {
-            (void)ra__back_to(p, chunk, rank, &hop);
-            r->backward.chunks_out++;
-            r->backward.bytes_out += ra__back_length(&p->d, chunk, hop);
-            r->backward.shared_bytes_out += address;
-        }
-        if (own ? !leaves : !ra__tour_arrives(&w, c, rank)) continue;
-        hop = own ? p->d.ranks : ra__tour_apart(&w, chunk->owner, rank);
-        r->backward.chunks_in++;
-        r->backward.bytes_in += ra__back_length(&p->d, chunk, hop);
-        r->backward.shared_bytes_in += address;
-    }
+    ra__report_messages(&w, rank, &r->backward);
     r->backward.flops = 2.0 * (3 * p->d.k_dim + 2 * p->d.v_dim) * p->d.q_heads * (double)r->pairs;
     r->backward.chunk_bytes = p->back.chunk_bytes;
     r->backward.bits_any_ranks = p->on_grid && p->square;
@@ -12453,6 +12450,7 @@ static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r)
 }
 
 static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    const ra__tour w = ra__tour_of(p, 0);
     int64_t in, out;
     memset(r, 0, sizeof *r);
     ra__report_memory(p, rank, r);
@@ -12460,7 +12458,8 @@ static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report 
     for (int32_t b = 0; b < p->d.sequences; b++)
         r->pairs = ra__add_sat(r->pairs, ra__report_pairs(p, rank, b));
     r->forward.flops = 2.0 * (p->d.k_dim + p->d.v_dim) * p->d.q_heads * (double)r->pairs;
-    ra__report_wire(p, rank, r);
+    ra__report_messages(&w, rank, &r->forward);
+    ra__report_hops(&w, rank, r);
     ra__report_words(p, rank, &in, &out);
     r->forward.shared_bytes_in += in * RA__FRAME_BYTES;
     r->forward.shared_bytes_out += out * RA__FRAME_BYTES;
@@ -12859,37 +12858,52 @@ static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
     return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
-/* rank and ranks as the plan has them; chunk_bytes is the largest message it will send. */
+/* rank and ranks of the plan; chunk_bytes: the longest message that it sends. */
+static ra_status ra__tp_check_plan(const ra_transport *t, int32_t rank, int32_t ranks,
+                                   int64_t chunk_bytes, ra_error *e) {
+    const uint64_t max_msg = t->max_msg ? t->max_msg : RA__TP_MAX_MSG;
+    const ra__rule rules[] = {
+        { !t->ranks && t->rank, RA_E_UNSET, "transport.ranks",
+          "is 0, but transport.rank is #: set both or neither", t->rank },
+        { t->ranks && t->ranks != ranks, RA_E_TRANSPORT, "transport.ranks",
+          "is #, but the plan has another number of ranks", t->ranks },
+        { t->ranks && t->rank != rank, RA_E_TRANSPORT, "transport.rank",
+          "is #, but the plan is for another rank", t->rank },
+        { (t->caps & RA_CAP_SHARED) && (int64_t)t->max_ops < 2 * (int64_t)ranks + 2,
+          RA_E_TRANSPORT, "transport.max_ops", "is #: RA_CAP_SHARED needs at least 2 ranks + 2",
+          (int64_t)t->max_ops },
+        { ranks > 1 && chunk_bytes > 0 && (uint64_t)chunk_bytes > max_msg, RA_E_TRANSPORT,
+          "transport.max_msg",
+          "is less than the # bytes of a message of this plan: lower chunk_tokens", chunk_bytes },
+    };
+    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+}
+
 static ra_status ra__tp_check(const ra_transport *t, int32_t rank, int32_t ranks,
                               int64_t chunk_bytes, ra_error *e) {
     ra_status s;
-    size_t max_msg;
     if (!t && ranks == 1) return RA_OK;
     if (!t)
-        return ra__refuse(e, RA_E_NULL, "transport",
-                          "is null, which is allowed in a ring of one, but the plan has # ranks",
-                          ranks);
+        return ra__refuse(e, RA_E_NULL, "transport", "is null, but the plan has # ranks", ranks);
     s = ra__tp_check_numbers(t, e);
-    if (s == RA_OK) s = ra__tp_check_callbacks(t, e);
-    if (s != RA_OK) return s;
-    if (!t->ranks && t->rank)
-        return ra__refuse(e, RA_E_UNSET, "transport.ranks",
-                          "is 0, but transport.rank is #: set both or neither", t->rank);
-    if (t->ranks && t->ranks != ranks)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.ranks",
-                          "is #, but the plan has another number of ranks", t->ranks);
-    if (t->ranks && t->rank != rank)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.rank",
-                          "is #, but the plan is another rank's", t->rank);
-    if ((t->caps & RA_CAP_SHARED) && (int64_t)t->max_ops < 2 * (int64_t)ranks + 2)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.max_ops",
-                          "is #, RA_CAP_SHARED needs at least 2 ranks + 2", (int64_t)t->max_ops);
-    max_msg = t->max_msg ? t->max_msg : RA__TP_MAX_MSG;
-    if (ranks > 1 && chunk_bytes > 0 && (uint64_t)chunk_bytes > (uint64_t)max_msg)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
-                          "is less than the # bytes of a message of this plan: lower chunk_tokens",
-                          chunk_bytes);
-    return RA_OK;
+    if (!s) s = ra__tp_check_callbacks(t, e);
+    return s ? s : ra__tp_check_plan(t, rank, ranks, chunk_bytes, e);
+}
+
+/* What a backward pass needs of a transport: gradients return on a channel of their own. */
+static ra_status ra__tp_check_back(const ra_transport *t, const ra_plan *p, ra_error *e) {
+    const ra__rule rules[] = {
+        { t->post && t->channels < 2, RA_E_TRANSPORT, "transport.channels",
+          "is #; backward passes need at least 2", (int64_t)t->channels },
+        { t->post && t->max_ops < 3, RA_E_TRANSPORT, "transport.max_ops",
+          "is # (0: 2); backward passes need at least 3", (int64_t)t->max_ops },
+        { p->d.ranks > 2 && p->d.grad_return == RA_RETURN_DIRECT &&
+          !(t->caps & RA_CAP_ANY_PEER), RA_E_TRANSPORT, "transport.caps",
+          "# lacks RA_CAP_ANY_PEER: set grad_return of the plan to RA_RETURN_RING",
+          (int64_t)t->caps },
+    };
+    if (!p->d.train || p->d.ranks < 2) return RA_OK;
+    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
 /* A copy with the defaults in place of zeros. t has passed ra__tp_check. What a later version
@@ -13825,7 +13839,6 @@ RA__INLINE const ra__chunk *ra__entry_chunk(const ra_ring *r, int64_t f) {
 static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
     const int32_t *array = r->t.k_pos.array;
     const ra__fold *at = &r->route->fold[f];
-    ra__view kv[2];
     int32_t recv = at->recv;
     memset(out, 0, sizeof *out);
     if (at->chunk < 0) {
@@ -13839,10 +13852,8 @@ static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
         else ra__item_packed(r, message, ra__ring_hop(r, at->chunk), out);
         return 1;
     }
-    kv[0] = r->k;
-    kv[1] = r->v;
     if (array) array += out->c.sequence * r->t.k_pos.batch_step;
-    ra__item_owned(out, kv, array);
+    ra__item_owned(out, r->kv, array);
     return 1;
 }
 
@@ -13930,8 +13941,8 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *mes
     const ra_plan *p = r->plan;
     const ra_desc *d = &p->d;
     const ra__chunk *chunk = &r->route->chunk[c];
-    ra__view k = ra__view_at(r->k, chunk->sequence, 0, 0);
-    ra__view v = ra__view_at(r->v, chunk->sequence, 0, 0);
+    ra__view k = ra__view_at(r->kv[0], chunk->sequence, 0, 0);
+    ra__view v = ra__view_at(r->kv[1], chunk->sequence, 0, 0);
     const int32_t *pos = r->t.k_pos.array;
     ra__frame f = ra__ring_frame(r, ra__ring_kind(r), r->rank, c, ra__ring_length(r, c, 1));
     const int32_t *hops = r->route->backward ? chunk->back_hops : chunk->hops;
@@ -14322,29 +14333,20 @@ static void ra__ring_grad_views(const ra_desc *d, const ra__chunk *c, const uint
     }
 }
 
-/* Adds the gradients of an own chunk, of one kv head, to the caller's. */
-static void ra__ring_hand_over(const ra_ring *r, const ra__chunk *c, int32_t kv_head,
-                               const ra__grads *g) {
-    ra__view out[2];
-    out[0] = r->d_k;
-    out[1] = r->d_v;
-    ra__grads_finish(&r->back, c, kv_head, out, g);
-}
-
 /* RA_TRAVEL_Q: blocks [from, to) of an own chunk, of the heads of one kv head, from packed sums. */
 static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t kv_head,
-                                 const int64_t block[2], const uint8_t *sums) {
+                                 int64_t from, int64_t to, const uint8_t *sums) {
     const ra_desc *d = &r->plan->d;
     int32_t group = d->q_heads / d->kv_heads, which;
-    ra__view from = ra__view_packed(sums, d->q_heads, d->k_dim, RA_F32);
+    ra__view packed = ra__view_packed(sums, d->q_heads, d->k_dim, RA_F32);
     uint32_t mode = ra__fp_enter();
-    for (int64_t i = block[0]; i < block[1] && r->back.d_q.data; i++) {
+    for (int64_t i = from; i < to && r->back.d_q.data; i++) {
         ra__seg s = ra__chunk_block(c, RA_ORDER_ASCENDING, i, &which);
         int64_t row = s.row - c->seg[which].row + (which ? c->seg[0].rows : 0);
         for (int64_t j = 0; j < s.rows; j++)
             for (int32_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
                 ra__view q = ra__view_at(r->back.d_q, c->sequence, s.row + j, h);
-                ra__view x = ra__view_at(from, 0, row + j, h);
+                ra__view x = ra__view_at(packed, 0, row + j, h);
                 r->back.kernel->put_grad((void *)(uintptr_t)q.data,
                                          (const float *)(const void *)x.data, d->grad_dtype,
                                          d->k_dim);
@@ -14353,18 +14355,19 @@ static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t k
     ra__fp_leave(mode);
 }
 
-/* The same for all heads of the i-th chunk that came home. */
+/* Adds the gradients of the i-th chunk that came home to the caller's, all heads. */
 static void ra__ring_home_over(const ra_ring *r, int64_t i) {
+    const ra_desc *d = &r->plan->d;
     const ra__chunk *c = &r->route->chunk[r->route->home[i].chunk];
-    uint8_t *message = ra__lane_buf(&r->lane[RA__RETURNS], i);
-    const int64_t all[2] = { 0, ra__chunk_blocks(c) };
+    const uint8_t *sums = ra__ring_message_grads(r, ra__lane_buf(&r->lane[RA__RETURNS], i));
     ra__grads g;
-    for (int32_t h = 0; r->plan->d.backward_travel == RA_TRAVEL_Q && h < r->plan->d.kv_heads; h++)
-        ra__ring_hand_over_q(r, c, h, all, ra__ring_message_grads(r, message));
-    if (r->plan->d.backward_travel == RA_TRAVEL_Q) return;
-    for (int32_t h = 0; h < r->plan->d.kv_heads; h++) {
-        ra__ring_grad_views(&r->plan->d, c, ra__ring_message_grads(r, message), h, &g);
-        ra__ring_hand_over(r, c, h, &g);
+    for (int32_t h = 0; h < d->kv_heads; h++) {
+        if (d->backward_travel == RA_TRAVEL_Q) {
+            ra__ring_hand_over_q(r, c, h, 0, ra__chunk_blocks(c), sums);
+            continue;
+        }
+        ra__ring_grad_views(d, c, sums, h, &g);
+        ra__grads_finish(&r->back, c, h, r->d_kv, &g);
     }
 }
 
@@ -14752,12 +14755,10 @@ static ra__share ra__ring_share(const ra_ring *r, int32_t b, int64_t task, int64
 static void ra__ring_key_item(const ra_ring *r, const ra__share *s, ra__item *item, ra__grads *g) {
     const ra_desc *d = &r->plan->d;
     ra__side side = ra__plan_side(r->plan, 1, r->rank);
-    ra__view kv[2], sums[2];
+    ra__view sums[2];
     memset(item, 0, sizeof *item);
     ra__chunk_side(&side, s->t.sequence, ra__k_len(d, s->t.sequence), &item->c);
-    kv[0] = r->k;
-    kv[1] = r->v;
-    ra__item_owned(item, kv, NULL);
+    ra__item_owned(item, r->kv, NULL);
     sums[0] = ra__view_packed((const uint8_t *)r->dk, d->kv_heads, d->k_dim, RA_F32);
     sums[1] = ra__view_packed((const uint8_t *)r->dv, d->kv_heads, d->v_dim, RA_F32);
     for (int32_t j = 0; j < 2; j++) sums[j].batch = r->plan->sizes.key_rows * sums[j].token;
@@ -14874,7 +14875,7 @@ static int ra__back_keys(const ra_ring *r, ra__desk *desk, int last) {
             if (h->x.left <= 0) return 0;
             h->at += ra__grads_rows(&item, &g, h->at, &c, &part);
             h->x.left -= RA__TILE_WORK;
-            if (last) ra__ring_hand_over(r, &c, h->s.t.kv_head, &part);
+            if (last) ra__grads_finish(&r->back, &c, h->s.t.kv_head, r->d_kv, &part);
             else ra__grads_clear(&r->plan->d, &c, &part);
         }
     }
@@ -14888,11 +14889,9 @@ static int ra__back_queries(const ra_ring *r, ra__desk *desk) {
     const ra__task *t = &h->s.t;
     if (r->plan->d.backward_travel != RA_TRAVEL_Q || !h->q_last) return 1;
     for (; h->at < t->count / group; h->at++) {
-        int64_t block[2];
+        int64_t block = t->panel0 / group + h->at;
         if (h->x.left <= 0) return 0;
-        block[0] = t->panel0 / group + h->at;
-        block[1] = block[0] + 1;
-        ra__ring_hand_over_q(r, ra__entry_chunk(r, desk->claim.fold), t->kv_head, block,
+        ra__ring_hand_over_q(r, ra__entry_chunk(r, desk->claim.fold), t->kv_head, block, block + 1,
                              h->p.sums);
         h->x.left -= RA__TILE_WORK * group;
     }
@@ -15278,22 +15277,6 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     return RA_OK;
 }
 
-/* What backward asks of a transport beyond forward: gradients go home on a channel of their own. */
-static ra_status ra__tp_check_back(const ra_transport *t, const ra_plan *p, ra_error *e) {
-    if (!p->d.train || p->d.ranks < 2) return RA_OK;
-    if (t->post && t->channels < 2)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.channels",
-                          "is #, backward passes need at least 2", (int64_t)t->channels);
-    if (t->post && t->max_ops < 3)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.max_ops",
-                          "is # (0: 2), backward passes need at least 3", (int64_t)t->max_ops);
-    if (p->d.ranks > 2 && p->d.grad_return == RA_RETURN_DIRECT && !(t->caps & RA_CAP_ANY_PEER))
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
-                          "# lacks RA_CAP_ANY_PEER: set grad_return of the plan to RA_RETURN_RING",
-                          (int64_t)t->caps);
-    return RA_OK;
-}
-
 RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
                                       const ra_transport *transport, const ra_ring_desc *rd) {
     ra_ring_desc none;
@@ -15327,12 +15310,10 @@ RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring) {
 /* -------------------------------------------------------------------------- passes
  * Checks the gradients of a backward pass and notes where they are. */
 static ra_status ra__begin_grads(ra_ring *r, const ra_plan *p, const ra_tensors *t, ra_error *e) {
-    int64_t rows[2];
+    const int64_t rows[2] = { p->report.q_rows, p->report.k_rows };
     ra__view view[4];
     ra_desc d = p->d;
     ra_status s;
-    rows[0] = p->report.q_rows;
-    rows[1] = p->report.k_rows;
     d.error = e;
     s = ra__check_grads(&d, t, rows, view);
     if (s) return s;
@@ -15342,62 +15323,61 @@ static ra_status ra__begin_grads(ra_ring *r, const ra_plan *p, const ra_tensors 
     r->back.d_o = view[0];
     r->back.d_q = view[1];
     r->back.square = p->square && p->q_cut;
-    r->d_k = view[2];
-    r->d_v = view[3];
+    r->d_kv[0] = view[2];
+    r->d_kv[1] = view[3];
     return RA_OK;
 }
 
-/* Checks a call against ring and plan. */
-static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra__view kv[2]) {
+/* Checks a job against ring and plan, without its tensors. */
+static ra_status ra__begin_check_job(ra_ring *r, const ra_job *job) {
     ra_error *e = &r->refusal;
     const ra_plan *p = job ? job->plan : NULL;
-    const ra_tensors *t = job ? job->tensors : NULL;
-    int64_t rows[2], bytes;
-    ra_status s;
-    int array;
+    const int back = job && job->pass == RA_PASS_BACKWARD;
+    ra_status s = ra__load_i32(&r->failed);
     if (!job) return ra__refuse(e, RA_E_NULL, "job", "is required", 0);
     if (!p) return ra__refuse(e, RA_E_NULL, "job.plan", "is required", 0);
-    if (!t) return ra__refuse(e, RA_E_NULL, "job.tensors", "is required", 0);
-    if (job->deadline_ns < 0)
-        return ra__refuse(e, RA_E_RANGE, "job.deadline_ns", "# is negative", job->deadline_ns);
-    if (job->pass != RA_PASS_FORWARD && job->pass != RA_PASS_BACKWARD)
-        return ra__refuse(e, RA_E_ENUM, "job.pass", "# is no RA_PASS_*", job->pass);
-    if (job->pass == RA_PASS_BACKWARD && !p->d.train)
-        return ra__refuse(e, RA_E_SHAPE, "job.pass", "backward needs train = 1, not #",
-                          p->d.train);
-    s = ra__load_i32(&r->failed);
-    if (s) return ra__refuse(e, s, "ring", "its pass # failed: make a new one", r->pass);
-    if (ra__load_i32(&r->state) != RA_RING_IDLE)
-        return ra__refuse(e, RA_E_BUSY, "ring", "its pass # is under way", r->pass);
-    if (p->d.rank != r->rank || p->d.ranks != r->ranks)
-        return ra__refuse(e, RA_E_SHAPE, "job.plan", "is for another rank or number of ranks: #",
-                          p->d.rank);
-    bytes = job->pass == RA_PASS_BACKWARD ? p->back.chunk_bytes : p->chunk_bytes;
-    if (r->has_transport && bytes > (int64_t)r->tp.max_msg && !r->shared)
-        return ra__refuse(e, RA_E_TRANSPORT, "job.plan",
-                          "chunks of # bytes are longer than the transport's max_msg", bytes);
-    if (r->has_transport && job->pass == RA_PASS_BACKWARD) {
-        s = ra__tp_check_back(&r->tp, p, e);
-        if (s) return s;
-    }
-    array = p->d.layout.kind == RA_LAYOUT_ARRAY;
-    rows[0] = p->report.q_rows;
-    rows[1] = p->report.k_rows;
+    const int64_t bytes = back ? p->back.chunk_bytes : p->chunk_bytes;
+    const ra__rule rules[] = {
+        { !job->tensors, RA_E_NULL, "job.tensors", "is required", 0 },
+        { job->deadline_ns < 0, RA_E_RANGE, "job.deadline_ns", "# is negative", job->deadline_ns },
+        { job->pass != RA_PASS_FORWARD && !back, RA_E_ENUM, "job.pass", "# is not an RA_PASS_*",
+          job->pass },
+        { back && !p->d.train, RA_E_SHAPE, "job.pass", "backward needs train = 1, not #",
+          p->d.train },
+        { s != RA_OK, s, "ring", "has failed in its pass #: create a new one", r->pass },
+        { ra__load_i32(&r->state) != RA_RING_IDLE, RA_E_BUSY, "ring", "is still in its pass #",
+          r->pass },
+        { p->d.rank != r->rank || p->d.ranks != r->ranks, RA_E_SHAPE, "job.plan",
+          "is for rank # or another number of ranks, unlike the ring", p->d.rank },
+        { r->has_transport && bytes > (int64_t)r->tp.max_msg && !r->shared, RA_E_TRANSPORT,
+          "job.plan", "has chunks of # bytes, which exceed the transport's max_msg", bytes },
+    };
+    s = ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    return s || !r->has_transport || !back ? s : ra__tp_check_back(&r->tp, p, e);
+}
+
+/* Checks a job and its tensors. */
+static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra__view kv[2]) {
+    ra_error *e = &r->refusal;
+    ra_status s = ra__begin_check_job(r, job);
+    if (s) return s;
+    const ra_plan *p = job->plan;
+    const ra_tensors *t = job->tensors;
+    const int64_t rows[2] = { p->report.q_rows, p->report.k_rows };
+    const ra__rule rules[] = {
+        { ra__positions_set(&t->q_pos), RA_E_POSITIONS, "t.q_pos",
+          "must be {0}: layout.kind is #", p->d.layout.kind },
+        { ra__positions_set(&t->k_pos), RA_E_POSITIONS, "t.k_pos",
+          "must be {0}: layout.kind is #", p->d.layout.kind },
+    };
     s = ra__check_tensors(&p->d, t, rows, w, kv, e);
     if (!s) s = ra__check_outputs(&p->d, t, rows[0], w, e);
     if (!s && job->pass == RA_PASS_BACKWARD) s = ra__begin_grads(r, p, t, e);
     if (s) return s;
-    if (array) {
-        s = ra__check_array(&p->d, &t->q_pos, rows[0], 0, e);
-        return s ? s : ra__check_array(&p->d, &t->k_pos, rows[1], 1, e);
-    }
-    if (ra__positions_set(&t->q_pos))
-        return ra__refuse(e, RA_E_POSITIONS, "t.q_pos", "must be {0}: layout.kind is #",
-                          p->d.layout.kind);
-    if (ra__positions_set(&t->k_pos))
-        return ra__refuse(e, RA_E_POSITIONS, "t.k_pos", "must be {0}: layout.kind is #",
-                          p->d.layout.kind);
-    return RA_OK;
+    if (p->d.layout.kind != RA_LAYOUT_ARRAY)
+        return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    s = ra__check_array(&p->d, &t->q_pos, rows[0], 0, e);
+    return s ? s : ra__check_array(&p->d, &t->k_pos, rows[1], 1, e);
 }
 
 /* Where the running state lives and what the tasks share. */
@@ -15486,8 +15466,8 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     agreed = ra__hash(14695981039346656037u, &job->plan->agreed, sizeof job->plan->agreed);
     if (ring->met_with != agreed) ra__store_i32(&ring->met, 0);
     ring->met_with = agreed;
-    ring->k = kv[0];
-    ring->v = kv[1];
+    ring->kv[0] = kv[0];
+    ring->kv[1] = kv[1];
     ring->deadline = job->deadline_ns;
     ring->pass++;
     ra__begin_work(ring, job->plan);
@@ -17426,24 +17406,20 @@ static int32_t ra__est_finite(double x) {
 static ra_status ra__est_check_real(ra_error *e, const char *field, double x, double least) {
     const int32_t finite = ra__est_finite(x);
     int64_t about = 0;
-    if (finite && x == 0.0 && least > 0.0) {
-        return ra__refuse(e, RA_E_UNSET, field, "must be given, is #", 0);
-    }
+    if (finite && x == 0.0 && least > 0.0)
+        return ra__refuse(e, RA_E_UNSET, field, "must be set, is #", 0);
     if (finite && x >= least && x <= RA__EST_LIMIT) return RA_OK;
     if (finite) about = x < -9e18 ? INT64_MIN : x > 9e18 ? INT64_MAX : (int64_t)x;
     return ra__refuse(e, RA_E_RANGE, field,
-                      finite ? "must lie between 1 (a latency: 0) and 1e30, is about #"
+                      finite ? "must be between 1 (a latency: 0) and 1e30, is about #"
                              : "must be a finite number", about);
 }
 
 /* Refuses a count outside [0, INT32_MAX], and a zero if it is required. */
 static ra_status ra__est_check_count(ra_error *e, const char *field, int64_t n, int32_t required) {
-    if (n < 0 || n > INT32_MAX) {
-        return ra__refuse(e, RA_E_RANGE, field, "must lie between 0 and 2147483647, is #", n);
-    }
-    if (required && n == 0) {
-        return ra__refuse(e, RA_E_UNSET, field, "must be given, is #", 0);
-    }
+    if (n < 0 || n > INT32_MAX)
+        return ra__refuse(e, RA_E_RANGE, field, "must be between 0 and 2147483647, is #", n);
+    if (required && n == 0) return ra__refuse(e, RA_E_UNSET, field, "must be set, is #", 0);
     return RA_OK;
 }
 
@@ -17465,22 +17441,17 @@ static ra_status ra__est_check_model(ra_error *e, const ra_model *m) {
     if (!s) s = ra__est_check_count(e, "model.hidden", m->hidden, 0);
     if (!s) s = ra__est_check_count(e, "model.batch", m->batch, 0);
     if (s) return s;
-    if (m->q_heads % m->kv_heads != 0) {
-        return ra__refuse(e, RA_E_SHAPE, "model.q_heads",
-                          "must be a multiple of kv_heads, leaves #", m->q_heads % m->kv_heads);
-    }
-    if (m->element_bytes < 0 || m->element_bytes > 8) {
-        return ra__refuse(e, RA_E_RANGE, "model.element_bytes",
-                          "must be 1 to 8, or 0 for 2, is #", m->element_bytes);
-    }
-    if (m->causal != 0 && m->causal != 1) {
-        return ra__refuse(e, RA_E_RANGE, "model.causal", "must be 0 or 1, is #", m->causal);
-    }
-    if (m->weight_bytes < 0) {
-        return ra__refuse(e, RA_E_RANGE, "model.weight_bytes", "must not be negative, is #",
-                          m->weight_bytes);
-    }
-    return RA_OK;
+    const ra__rule rules[] = {
+        { m->q_heads % m->kv_heads != 0, RA_E_SHAPE, "model.q_heads",
+          "must be a multiple of kv_heads, leaves #", m->q_heads % m->kv_heads },
+        { m->element_bytes < 0 || m->element_bytes > 8, RA_E_RANGE, "model.element_bytes",
+          "must be 1 to 8, or 0 for 2; is #", m->element_bytes },
+        { m->causal != 0 && m->causal != 1, RA_E_RANGE, "model.causal", "must be 0 or 1, is #",
+          m->causal },
+        { m->weight_bytes < 0, RA_E_RANGE, "model.weight_bytes", "must not be negative, is #",
+          m->weight_bytes },
+    };
+    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
 /* Whole tokens a device, times the devices, for the memory that the weights leave. RA_E_OVERFLOW
@@ -17489,10 +17460,9 @@ static ra_status ra__est_context(const ra_hardware *hw, const ra_model *m, doubl
                                  int64_t *out) {
     const double room = hw->memory_bytes - (double)m->weight_bytes;
     const double tokens = room > 0.0 ? room / bytes_token : 0.0;
-    if (tokens >= 9.2e18 || (int64_t)tokens > INT64_MAX / hw->devices) {
+    if (tokens >= 9.2e18 || (int64_t)tokens > INT64_MAX / hw->devices)
         return ra__refuse(m->error, RA_E_OVERFLOW, "hw.memory_bytes",
                           "gives more than 2^63 tokens on # devices", hw->devices);
-    }
     *out = (int64_t)tokens * hw->devices;
     return RA_OK;
 }
