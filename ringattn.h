@@ -7212,10 +7212,10 @@ enum { RA__AFTER = 1, RA__BEFORE = 2, RA__BOTH = 3 };
  * Views with all defaults filled in, and the checks of a call's tensors against its descriptor. In:
  * what the caller gave. Out: views in bytes, or a refusal. Reads no data except positions. */
 
-/* Bytes of which addresses and strides of a dtype are multiples. */
+/* Addresses and strides of a dtype are multiples of this many bytes. */
 RA__INLINE int32_t ra__element(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
 
-/* Bytes of dim elements that lie side by side. */
+/* Bytes of dim adjacent elements. */
 RA__INLINE int64_t ra__row_bytes(int32_t dtype, int64_t dim) {
     return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * ra__element(dtype);
 }
@@ -7228,7 +7228,7 @@ RA__INLINE ra__view ra__view_at(ra__view v, int32_t b, int64_t row, int64_t head
     return v;
 }
 
-/* Rows of `heads` heads side by side; one sequence. */
+/* Rows of `heads` adjacent heads; one sequence. */
 static ra__view ra__view_packed(const uint8_t *data, int32_t heads, int32_t dim, int32_t dtype) {
     ra__view v;
     v.data = data;
@@ -7293,7 +7293,7 @@ static ra__shape ra__shape_of(const char *field, const ra_desc *d, int64_t rows,
     return s;
 }
 
-/* Fills in default strides and checks a view: distinct rows may not overlap, but inputs of
+/* Fills in default strides and checks a view: distinct rows must not overlap, except inputs of
  * different sequences. */
 static ra_status ra__view_check(const void *data, const int64_t stride[3], const ra__shape *s,
                                 int writable, ra__view *out, ra_error *e) {
@@ -7306,7 +7306,7 @@ static ra_status ra__view_check(const void *data, const int64_t stride[3], const
         name[1] = part[i];
         if (stride[i] < 0 || (stride[i] && stride[i] % element))
             return ra__refuse_part(e, RA_E_STRIDE, name,
-                                   "# is negative or no multiple of the element", stride[i]);
+                                   "# is negative or not a multiple of the element", stride[i]);
         step[i] = stride[i] ? stride[i] : span;
         if (!ra__mul(ra__max(count[i], 1), step[i], &extent))
             return ra__refuse_part(e, RA_E_OVERFLOW, name, "# overflows", step[i]);
@@ -7321,7 +7321,7 @@ static ra_status ra__view_check(const void *data, const int64_t stride[3], const
             return ra__refuse_part(e, RA_E_STRIDE, name,
                                    "# is less than one row; strides are bytes", step[i]);
     }
-    for (int i = 2; i >= !writable; i--) {                 /* what lies inside fits the step */
+    for (int i = 2; i >= !writable; i--) {                 /* what is inside fits into the step */
         int64_t inner = row;
         for (int j = !writable; j < 3; j++)
             if (j != i && count[j] > 1 && step[j] <= step[i]) inner += step[j] * (count[j] - 1);
@@ -7376,12 +7376,12 @@ static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, ra_erro
     return s ? s : ra__check_steps(steps, "t.bias", e);
 }
 
-/* Positions are below this: those of queries have an entry in the caller's intervals. */
+/* Positions are below this. Those of queries must have an entry in the caller's intervals. */
 static int64_t ra__position_top(const ra_desc *d, int keys) {
     return !keys && d->mask.kind == RA_MASK_INTERVALS ? d->mask.interval_count : RA_MAX_POSITION;
 }
 
-/* A position array of `rows` entries a sequence. */
+/* A position array of `rows` entries per sequence. */
 static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_t rows, int keys,
                                  ra_error *e) {
     int64_t top = ra__position_top(d, keys);
@@ -7424,7 +7424,7 @@ static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const 
         s = ra__in_check(&t->v, ra__shape_of("t.v", d, rows[1], d->kv_heads, d->v_dim),
                          d->v_dtype, &kv[1], e);
     if (!s && d->v_in_k && t->v.data)
-        return ra__refuse(e, RA_E_SHAPE, "t.v", "must be {0}, for v_in_k is #", d->v_in_k);
+        return ra__refuse(e, RA_E_SHAPE, "t.v", "must be {0} because v_in_k is #", d->v_in_k);
     return s;
 }
 
@@ -7442,8 +7442,8 @@ static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_
     return s;
 }
 
-/* A gradient's view, if it is wanted; no output may be one of the n pointers at `taken`, which are
- * those of tensors that have rows. */
+/* The view of a gradient, if it is requested. It must not be one of the n pointers at `taken`,
+ * which belong to tensors that have rows. */
 static ra_status ra__check_grad(const ra_desc *d, const ra_out *out, ra__shape shape,
                                 const void *const *taken, int32_t n, ra__view *view) {
     memset(view, 0, sizeof *view);
@@ -7455,8 +7455,7 @@ static ra_status ra__check_grad(const ra_desc *d, const ra_out *out, ra__shape s
     return ra__out_check(out, shape, d->grad_dtype, view, d->error);
 }
 
-/* Two elements of a tensor with these strides and counts are one in memory; strides of 0 are meant
- * so. */
+/* Two elements of a tensor with these strides and counts overlap, other than by a stride of 0. */
 static int ra__strides_overlap(const int64_t stride[4], const int64_t count[4]) {
     for (int i = 0; i < 4; i++) {
         int64_t space = stride[i] - 4, inner;
@@ -7500,7 +7499,8 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
     return s ? s : ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
-/* What backward calls need besides: view [0..3] are d_o, d_q, d_k, d_v. rows: of queries, keys. */
+/* Additional tensors of backward calls: view [0..3] are d_o, d_q, d_k, d_v. rows: of queries,
+ * keys. */
 static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                  ra__view view[4]) {
     const int64_t nq = rows[0], nk = rows[1];
@@ -7524,7 +7524,7 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
     if (!s) s = ra__check_grad(d, &t->d_k, ra__shape_of("t.d_k", d, rows[1], d->kv_heads, d->k_dim),
                                taken, 7, &view[2]);
     if (!s && d->v_in_k && t->d_v.data)
-        return ra__refuse(e, RA_E_SHAPE, "t.d_v", "must be {0}, for v_in_k is #", d->v_in_k);
+        return ra__refuse(e, RA_E_SHAPE, "t.d_v", "must be {0} because v_in_k is #", d->v_in_k);
     if (!s) s = ra__check_grad(d, &t->d_v, ra__shape_of("t.d_v", d, rows[1], d->kv_heads, d->v_dim),
                                taken, 8, &view[3]);
     return s;
@@ -7620,7 +7620,7 @@ static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
     return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
-/* RA_Q8_0 comes in blocks of 32 elements, and for keys and values alone. */
+/* RA_Q8_0 has blocks of 32 elements, and serves keys and values only. */
 static ra_status ra__check_blocks(const ra_desc *d, ra_error *e) {
     const int k = d->k_dtype == RA_Q8_0, v = d->v_in_k ? k : d->v_dtype == RA_Q8_0;
     const int32_t dims[3] = { k ? d->k_dim : 0, v ? d->v_dim : 0, v ? d->v_column : 0 };
@@ -7638,14 +7638,14 @@ static ra_status ra__check_blocks(const ra_desc *d, ra_error *e) {
     return RA_OK;
 }
 
-/* Rows of a bias, and positions of an array, are known to their owner alone. */
+/* Only the owner of queries knows their rows of a bias or their positions in an array. */
 static int ra__q_may_travel(const ra_desc *d) {
     return !(d->scores & RA_SCORE_BIAS) && d->layout.kind != RA_LAYOUT_ARRAY;
 }
 
-/* What has fewer bytes a token and hop, with f32 gradients on the way (SCHEDULE: the Q side wins
- * for Hq / Hkv below 1.49 with 16-bit rows, 1.33 with f32). Rows must be set. */
-static int32_t ra__cheaper_way(const ra_desc *d) {
+/* The side with fewer bytes per token and hop, with f32 gradients (the Q side for Hq / Hkv below
+ * 1.49 with 16-bit rows, 1.33 with f32). Rows must be set. */
+static int32_t ra__cheaper_travel(const ra_desc *d) {
     int64_t v = d->v_in_k ? 0 : d->v_dim;
     int64_t keys = d->kv_heads * (4 * (d->k_dim + v) + ra__row_bytes(d->k_dtype, d->k_dim) +
                                   ra__row_bytes(d->v_dtype, v));
@@ -7834,8 +7834,8 @@ static void ra__order_sort(const ra_run *runs, int64_t *at, int64_t n) {
     }
 }
 
-/* The first runs of a table of n after run `after` (-1: at all), sorted; returns how many. What is
- * refused allocates nothing, so a large table is sorted in windows of as many. */
+/* The first runs of a table of n after run `after` (-1: from the start), sorted; returns how many.
+ * A refusal allocates nothing, so a large table is sorted in windows of this size. */
 enum { RA__ORDER = 2048 };
 static int64_t ra__order_next(const ra_run *runs, int64_t n, int64_t after,
                               int64_t at[RA__ORDER]) {
@@ -7886,7 +7886,8 @@ static ra_status ra__check_held(const ra_run *runs, int64_t n, const char *field
     return RA_OK;
 }
 
-/* One table of runs: entries in range, no position twice. `names` are the fields to blame. */
+/* One table of runs: entries in range, no position twice. names: the fields to name in a
+ * refusal. */
 static ra_status ra__check_runs(const ra_run *runs, const int32_t *count, int32_t ranks,
                                 const int64_t range[2], const char *const names[2], ra_error *e) {
     int64_t n = 0;
@@ -7978,7 +7979,7 @@ static void ra__defaults(ra_desc *d) {
     if (!d->layout.kind) d->layout.kind = RA_LAYOUT_CONTIGUOUS;
     if (d->v_in_k) d->v_dtype = d->k_dtype;
     if (d->train && !d->grad_dtype) d->grad_dtype = RA_F32;
-    if (d->train && !d->backward_travel) d->backward_travel = ra__cheaper_way(d);
+    if (d->train && !d->backward_travel) d->backward_travel = ra__cheaper_travel(d);
     if (d->scale == 0.0f) d->scale = (float)(1.0 / ra__sqrt((double)d->k_dim));
     if (!d->mask.causal_block) d->mask.causal_block = 1;
     if (!d->buffers) d->buffers = 3;
@@ -7993,8 +7994,8 @@ static void ra__defaults(ra_desc *d) {
                                                 ? 2 * RA_BLOCK_TOKENS : RA_BLOCK_TOKENS);
 }
 
-/* Everything but what follows pointers to arrays; then those. kv_tokens may stay 0: see ra__k_len.
- * */
+/* Checks everything that follows no pointer to an array, then the arrays. kv_tokens may stay 0: see
+ * ra__k_len. */
 static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
     ra_error *e;
     ra_status s;
@@ -8040,8 +8041,8 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out) {
     return RA_OK;
 }
 
-/* DESC if no row of a contiguous layout sees a key after itself; square: queries and keys are the
- * same positions. */
+/* RA_ORDER_DESCENDING if no row of a contiguous layout sees a key after itself; square: queries and
+ * keys are the same positions. */
 static int32_t ra__desc_order(const ra_desc *d, int square) {
     return square && !d->q_offset && d->layout.kind == RA_LAYOUT_CONTIGUOUS &&
                    d->mask.kind == RA_MASK_CAUSAL && d->mask.causal_block <= 1 && !d->mask.prefix
@@ -8065,7 +8066,7 @@ enum { RA__FIRST = 1, RA__LAST = 2 };  /* a chunk among those of a task */
 typedef struct ra__item {
     ra__chunk c;
     ra__view k[2], v[2];               /* first row of each segment */
-    const int32_t *pos[2];             /* ARRAY: its position; else null */
+    const int32_t *pos[2];             /* ARRAY: its position; otherwise null */
 } ra__item;
 
 /* Points an item at its segments in the owner's memory: kv are the views of K and V, array the
@@ -10547,44 +10548,45 @@ RA__ONCE_BEGIN
 /* ========================================================================== SCHEDULE
  * Chunks, their order, and how far each travels. In: a resolved descriptor. Out: one list of chunks
  * in the order in which every row folds them and every link carries them, and for one rank the
- * sublists it folds, receives and sends.
+ * sublists of what it folds, receives and sends.
  *
- * Order. DESC: sequence by sequence, owners descending, chunks descending; for contiguous causal
- * shards, where a row's keys then come from its own block downwards. TURN: owners ascending, chunks
- * ascending: owner 0 sends its whole shard round, then owner 1, and a rank folds its own keys on
- * its turn. Either way a row meets the blocks of the grid in an order that does not depend on the
- * number of ranks.
+ * Order. RA_ORDER_DESCENDING goes sequence by sequence, with owners and chunks descending. It
+ * serves contiguous causal shards: a row then takes keys from its own block downwards. Under
+ * RA_ORDER_ASCENDING owners and chunks ascend: owner 0 sends its whole shard around, then owner 1,
+ * and a rank folds its own keys when its turn as an owner comes. In both cases the order in which a
+ * row meets the blocks of the grid does not depend on the number of ranks.
  *
- * No deadlock. All links carry chunks in the order of the one list. The first chunk of the list
- * that is not home yet is at the head of its link, and the receiver's buffers hold only chunks
- * before it, which are done: so with one buffer or more something always moves. ra__tour_steps
- * shows it: it gives every message a step, and what a message waits for has an earlier one. The
- * steps number the exchanges for transports that know only sendrecv.
+ * No deadlock. All links carry chunks in the order of the one list. Take the first chunk of the
+ * list that has not finished its journey: it is at the head of its link, and the receiver's buffers
+ * hold only chunks before it, which are done. So with one buffer or more something can always move.
+ * ra__tour_steps shows it: it gives every message a step, and whatever a message waits for has an
+ * earlier step. Transports that have only sendrecv number their exchanges by these steps.
  *
- * Time. With two buffers or more a forward pass of C chunks on P ranks takes less than
- * C + (sequences + 1) P steps, whatever mask and layout: going up, chunk c of the list may leave
- * its owner o in step c + o + P * sequence and never stop, for a chunk of a later owner then stays
- * behind those before it, all the way round; DESC, where nobody is above the last owner, needs
- * C + P. The steps that are chosen are never later, and another direction is taken only where it
- * needs fewer. A backward pass has the same bound unless an owner's chunks differ in how far they
- * travel (windows to both sides, zigzag windows): gradients come home in the order of the list. */
+ * Time. With two buffers or more a forward pass of C chunks on P ranks takes less than C +
+ * (sequences + 1) P steps, for every mask and layout. Going up, chunk c of the list may leave its
+ * owner o in step c + o + P * sequence and never stop: a chunk of a later owner then stays behind
+ * those before it all the way around. RA_ORDER_DESCENDING needs C + P, because nobody is above the
+ * last owner. The chosen steps are never later than these, and the other direction is taken only if
+ * it needs fewer. A backward pass has the same bound unless the chunks of one owner differ in how
+ * far they travel (windows to both sides, zigzag windows), because gradients return in the order of
+ * the list. */
 
 enum { RA__FRAME_BYTES = 64, RA__ADDRESS_BYTES = 128 };
 
 /* Backward. The gradient of a chunk travels with the chunk. It starts at zero on the owner. The
  * owner adds its query rows whose unit is not below the key's (RA__AFTER; a unit is a block, or
- * with zigzag a mirrored pair of blocks). Then the chunk visits the ranks above, up to the last
+ * with zigzag a mirrored pair of blocks). Then the chunk visits the ranks above, up to the last one
  * that needs it, and its gradient returns to the owner, directly or on around the ring. There the
  * owner adds its rows below (RA__BEFORE). So dK and dV of a key sum query units upwards from its
- * own, cyclically, and dQ sums keys as forward does, for any number of ranks alike.
- * RA_ORDER_DESCENDING has nothing below, and layouts without units do everything at the first
+ * own, cyclically, and dQ sums keys as forward does, in the same way for any number of ranks.
+ * RA_ORDER_DESCENDING has no rows below, and layouts without units do everything at the first
  * visit.
  *
- * Returned gradients of own chunks are folded between the own chunks that start: each before the
- * first start that comes at least two steps after its return, and in any case before chunks of
- * others, those that never leave, or the next sequence. Returned gradients have buffers of their
- * own. */
-enum { RA__PACK_SLOTS = 2, RA__HOME_SLOTS = 2, RA__SEND_SLOTS = 8, RA__SHARED_BUFFERS = 16 };
+ * The second visits of own chunks are placed between the first visits of own chunks: each before
+ * the first one that starts at least two steps after the return, and in any case before chunks of
+ * other ranks, those that never leave, or the next sequence. Returned gradients have separate
+ * buffers. */
+enum { RA__PACK_SLOTS = 2, RA__RETURN_SLOTS = 2, RA__SEND_SLOTS = 8, RA__SHARED_BUFFERS = 16 };
 
 /* What travels in a pass: chunks of keys, or of queries, in global order. */
 typedef struct ra__travel {
@@ -10603,12 +10605,12 @@ typedef struct ra__place {
     int32_t chunk, seg;
 } ra__place;
 
-/* Keys of a rank that lie side by side: smallest and largest position. */
+/* Adjacent keys of a rank: smallest and largest position. */
 typedef struct ra__span { int64_t first, last; int32_t rank; } ra__span;
 
 typedef struct ra__exchange {          /* one step of the lock-step run with this rank in it */
-    int32_t send, recv;                /* index in the send and receive list, -1: none; recv from
-                                        * -2 downwards: -2 - index in the list of what comes home */
+    int32_t send, recv;                /* index in the send and receive list, -1: none; recv <= -2:
+                                        * index -2 - recv in the list of what returns */
     int64_t step;
 } ra__exchange;
 
@@ -10624,28 +10626,30 @@ typedef struct ra__fold {
 } ra__fold;
 typedef struct ra__recv { int32_t chunk, fold, send; } ra__recv;   /* from a neighbour */
 typedef struct ra__send { int32_t chunk, recv, fold; } ra__send;   /* goes after `fold` */
-typedef struct ra__own { int32_t chunk, fold, home; } ra__own;     /* fold: where it starts */
-typedef struct ra__home { int32_t chunk, own, fold; } ra__home;    /* fold: the second visit */
+typedef struct ra__own { int32_t chunk, fold, returned; } ra__own; /* fold: where it starts */
+typedef struct ra__returned {          /* the gradient of an own chunk */
+    int32_t chunk, own, fold;          /* fold: the second visit */
+} ra__returned;
 
-typedef struct ra__route {
+typedef struct ra__pass_lists {
     ra__fold *fold;
     ra__recv *recv;
     ra__send *send;
     ra__exchange *exchange;
     ra__own *own;                      /* backward: chunks that this rank owns */
-    ra__home *home;                    /* backward: those of them that leave and come home */
-    int64_t folds, recvs, sends, exchanges, owns, homes;
+    ra__returned *returned;            /* backward: those of them that leave and return */
+    int64_t folds, recvs, sends, exchanges, owns, returns;
     int64_t steps;                     /* of the lock-step run on all ranks */
     int32_t backward, direction;       /* +1: chunks go to rank + 1 */
-    int64_t chunk_bytes;               /* longest message; backward: but those home */
-    int64_t home_bytes;                /* backward: longest message home */
-    const ra__chunk *chunk;            /* of the list that the pass works on */
-} ra__route;
+    int64_t chunk_bytes;               /* longest message between neighbours */
+    int64_t return_bytes;              /* backward: longest message to an owner */
+    const ra__chunk *chunk;            /* all chunks of the pass */
+} ra__pass_lists;
 
-/* Counts that size a rank's workspace. words: small messages that end a shared pass. */
-typedef struct ra__counts { int64_t tasks, recvs, sends, own, stays; } ra__counts; /* own: leave */
+/* Counts that size a rank's workspace. own: own chunks that leave; stays: those that do not. */
+typedef struct ra__counts { int64_t tasks, recvs, sends, own, stays; } ra__counts;
 typedef struct ra__sizes {
-    int64_t rows, key_rows, words_in, words_out;
+    int64_t rows, key_rows, notices_in, notices_out;
     int32_t panels, back_parts;
     ra__counts forward, back;
 } ra__sizes;
@@ -10659,8 +10663,8 @@ typedef struct ra__agreed { uint64_t part[RA__AGREE_PARTS]; } ra__agreed;
 typedef struct ra__held {
     ra_run run;
     int64_t rows;                      /* of all entries before it */
-    int64_t group;                     /* entries [group, it) may reach beyond its first position,
-                                        * those before do not */
+    int64_t group;                     /* entries from here to this one may reach beyond its first
+                                        * position; earlier ones do not */
 } ra__held;
 
 /* A rank whose keys are read, and the entries of fold after which they are not read again. */
@@ -10672,22 +10676,22 @@ struct ra_plan {
     int64_t bytes;                     /* of this allocation */
     ra__agreed agreed;
     int32_t order, direction;
-    int32_t on_grid;                   /* 1: all cuts lie on the block grid */
-    int32_t dense;                     /* 1: key positions [0, kv_tokens) are all held */
+    int32_t on_grid;                   /* 1: all cuts are on the block grid */
+    int32_t all_positions_held;        /* 1: some rank holds each key position [0, kv_tokens) */
     int64_t *q_cut, *k_cut;            /* [B][2 ranks + 1], null for STRIPED, RUNS, ARRAY */
-    int64_t *q_run0, *k_run0;          /* RUNS: [ranks + 1] first entry in the tables */
-    ra__before *q_before, *k_before;   /* RUNS: of rank r from entry run0[r] + r on */
+    int64_t *q_run_begin, *k_run_begin; /* RUNS: [ranks + 1] first entry in the tables */
+    ra__before *q_before, *k_before;   /* RUNS: of rank r from entry run_begin[r] + r on */
     ra__held *held;                    /* RUNS: all runs of keys by their first position */
     int64_t *held_order, held_count;   /* entries of k_runs in that order */
     ra__travel keys, queries;          /* queries: RA_TRAVEL_Q */
     ra__place *place;                  /* all segments of keys, and one entry that ends them; not
                                         * of ARRAY */
-    int64_t *place0;                   /* [B + 1] first place of a sequence */
-    ra__route forward, back;           /* back: if d.train is 1 */
-    int32_t square;                    /* queries and keys are the same positions everywhere */
-    int32_t split;                     /* backward: owners fold twice, see ra__back_lists */
+    int64_t *place_begin;              /* [B + 1] first place of a sequence */
+    ra__pass_lists forward, back;           /* back: if d.train is 1 */
+    int32_t same_positions;            /* queries and keys are the same positions everywhere */
+    int32_t owner_folds_twice;         /* backward, see ra__back_lists */
     int32_t back_direction;
-    int64_t *task0, *back_task0;       /* [B + 1] first task of a sequence */
+    int64_t *task_begin, *back_task_begin; /* [B + 1] first task of a sequence */
     ra__sizes sizes;                   /* of d.rank */
     int32_t *readers;                  /* ranks that read this rank's keys */
     ra__source_rank *source;           /* ranks whose keys it reads, by `end` */
@@ -10733,7 +10737,7 @@ RA__INLINE int ra__needs_q(const ra_plan *p, int64_t chunk, int32_t rank) {
 /* Rows of the queries (keys = 0) or keys of a rank. ARRAY positions are filled in by the pass. */
 static ra__side ra__plan_side(const ra_plan *p, int keys, int32_t rank) {
     const ra_layout *l = &p->d.layout;
-    const int64_t *run0 = keys ? p->k_run0 : p->q_run0;
+    const int64_t *run_begin = keys ? p->k_run_begin : p->q_run_begin;
     ra__side s;
     memset(&s, 0, sizeof s);
     s.layout = l->kind;
@@ -10743,19 +10747,20 @@ static ra__side ra__plan_side(const ra_plan *p, int keys, int32_t rank) {
     s.offset = keys ? 0 : p->d.q_offset;
     s.cut = keys ? p->k_cut : p->q_cut;
     if (l->kind == RA_LAYOUT_RUNS) {
-        s.list.run = (keys ? l->k_runs : l->q_runs) + run0[rank];
-        s.list.count = run0[rank + 1] - run0[rank];
-        s.list.before = (keys ? p->k_before : p->q_before) + run0[rank] + rank;
+        s.list.run = (keys ? l->k_runs : l->q_runs) + run_begin[rank];
+        s.list.count = run_begin[rank + 1] - run_begin[rank];
+        s.list.before = (keys ? p->k_before : p->q_before) + run_begin[rank] + rank;
     }
     if (l->kind == RA_LAYOUT_ARRAY) s.array_rows = (keys ? l->k_rows : l->q_rows)[rank];
     return s;
 }
 
-/* Where the parts of a segment lie in a message: offsets of positions, K and V. */
-typedef struct ra__parts { int64_t pos, k, v; } ra__parts;
+/* Offsets of the positions, K and V of a segment in its message. */
+typedef struct ra__message_offsets { int64_t pos, k, v; } ra__message_offsets;
 
 /* Positions, K and V of a segment from offset `at` on; returns where they end. */
-static int64_t ra__message_keys(const ra_desc *d, const ra__seg *s, int64_t at, ra__parts *part) {
+static int64_t ra__message_keys(const ra_desc *d, const ra__seg *s, int64_t at,
+                                ra__message_offsets *part) {
     int64_t heads = s->rows * d->kv_heads;
     part->pos = at;
     if (d->layout.kind == RA_LAYOUT_ARRAY) at += ra__round_up(4 * s->rows, 64);
@@ -10766,9 +10771,10 @@ static int64_t ra__message_keys(const ra_desc *d, const ra__seg *s, int64_t at, 
     return at + ra__round_up(heads * ra__row_bytes(d->v_dtype, d->v_dim), 64);
 }
 
-/* Lays out the message of a chunk on its way to the rank `hop` ranks after its owner: the segments
- * that go so far. Returns its length. Each part starts on a multiple of 64, the only padding. */
-static int64_t ra__message(const ra_desc *d, const ra__chunk *c, int32_t hop, ra__parts part[2]) {
+/* Lays out the message of a chunk to the rank `hop` ranks after its owner: the segments that travel
+ * that far. Returns its length. Each part starts on a multiple of 64; there is no other padding. */
+static int64_t ra__message(const ra_desc *d, const ra__chunk *c, int32_t hop,
+                           ra__message_offsets part[2]) {
     int64_t at = RA__FRAME_BYTES;
     for (int32_t i = 0; i < c->segs; i++) {
         int32_t s = i ? 1 - c->lead : c->lead;
@@ -10779,7 +10785,7 @@ static int64_t ra__message(const ra_desc *d, const ra__chunk *c, int32_t hop, ra
 }
 
 static int64_t ra__message_bytes(const ra_desc *d, const ra__chunk *c, int32_t hop) {
-    ra__parts part[2];
+    ra__message_offsets part[2];
     return ra__message(d, c, hop, part);
 }
 
@@ -10789,7 +10795,7 @@ RA__INLINE int32_t ra__chunk_reach(const ra__chunk *c) { return c->hops[c->lead]
  * on; returns where they end. Under v_in_k dK has both. RA_TRAVEL_Q: dQ of both segments
  * together. */
 static int64_t ra__grad_parts(const ra_desc *d, const ra__chunk *c, int64_t at,
-                              ra__parts grad[2]) {
+                              ra__message_offsets grad[2]) {
     memset(grad, 0, 2 * sizeof *grad);
     grad[0].k = at;
     if (d->backward_travel == RA_TRAVEL_Q)
@@ -10805,11 +10811,11 @@ static int64_t ra__grad_parts(const ra_desc *d, const ra__chunk *c, int64_t at,
     return at;
 }
 
-/* Backward: the message of a chunk on its way to the rank `hop` after its owner: gradients, then
- * keys of the segments that are still needed there. hop = ranks: on its way home. RA_TRAVEL_Q: dQ,
- * and part[0].k, .v, .pos are Q, dO, and LSE and delta [2][Hq][rows], of both segments together. */
+/* Backward: the message of a chunk to the rank `hop` ranks after its owner has gradients, then keys
+ * of the segments that are still needed there. hop = ranks: back to its owner. RA_TRAVEL_Q: dQ, and
+ * part[0].k, .v, .pos are Q, dO, and LSE and delta [2][Hq][rows], of both segments together. */
 static int64_t ra__back_message(const ra_desc *d, const ra__chunk *c, int32_t hop,
-                                ra__parts part[2], ra__parts grad[2]) {
+                                ra__message_offsets part[2], ra__message_offsets grad[2]) {
     int64_t rows = ra__chunk_rows(c), at = ra__grad_parts(d, c, RA__FRAME_BYTES, grad);
     if (d->backward_travel == RA_TRAVEL_Q) {
         if (c->back_hops[c->back_lead] < hop) return at;
@@ -10829,11 +10835,11 @@ static int64_t ra__back_message(const ra_desc *d, const ra__chunk *c, int32_t ho
 }
 
 static int64_t ra__back_length(const ra_desc *d, const ra__chunk *c, int32_t hop) {
-    ra__parts part[2], grad[2];
+    ra__message_offsets part[2], grad[2];
     return ra__back_message(d, c, hop, part, grad);
 }
 
-/* Ranks that a chunk visits after its owner in a backward pass, before it goes home. */
+/* Ranks that a chunk visits in a backward pass before its gradient returns to the owner. */
 RA__INLINE int32_t ra__back_stations(const ra_plan *p, const ra__chunk *c) {
     int32_t reach = c->back_hops[c->back_lead];
     return reach && p->d.grad_return == RA_RETURN_RING ? p->d.ranks - 1 : reach;
@@ -10854,7 +10860,7 @@ static int64_t ra__chunk_runs(const ra__side *side, int32_t b, int64_t chunk_tok
     int64_t rows = ra__list_all(l).n[RA__ROWS], n = ra__ceil_div(rows, chunk_tokens), count = 0;
     int64_t from = 0;
     for (int64_t j = 1; j <= n; j++) {
-        int64_t cut = rows * j / n, to, i, first, last;
+        int64_t cut = rows * j / n, to, first, last;
         ra__chunk *c = &out[count];
         ra__before at;
         (void)ra__list_find(l, RA__ROWS, cut, &at);
@@ -10870,7 +10876,7 @@ static int64_t ra__chunk_runs(const ra__side *side, int32_t b, int64_t chunk_tok
         c->list.before += first;
         c->list.count = last + 1 - first;
         c->low = INT64_MAX;
-        for (i = 0; i < c->list.count; i++) {
+        for (int64_t i = 0; i < c->list.count; i++) {
             ra__seg s = ra__chunk_run(c, i);
             c->low = ra__min(c->low, s.pos);
             c->high = ra__max(c->high, s.pos + (s.rows - 1) * s.stride);
@@ -10954,7 +10960,7 @@ static int ra__spans_add(ra__spans *s, int64_t from, int64_t to) {
     return 1;
 }
 
-/* Adds what rows with these bounds may see: where ra__classify does not say empty. */
+/* Adds what rows with these bounds may see: all that ra__classify does not call empty. */
 static int ra__spans_bounds(ra__spans *s, const ra__bounds *b) {
     return ra__spans_add(s, b->lo_min, b->hi_max) && ra__spans_add(s, b->doc_min, b->keep_max);
 }
@@ -10962,7 +10968,7 @@ static int ra__spans_bounds(ra__spans *s, const ra__bounds *b) {
 /* One of the spans reaches into the positions [first, last]. */
 RA__INLINE int ra__spans_meet(const ra__spans *s, int64_t first, int64_t last) {
     int32_t from = 0, to = s->n;
-    while (from < to) {                                /* the first span that ends behind `first` */
+    while (from < to) {                                /* the first span that ends after `first` */
         int32_t mid = (from + to) / 2;
         if (s->at[mid][1] > first) to = mid;
         else from = mid + 1;
@@ -11008,7 +11014,7 @@ static int ra__pieces_meet(const ra__chunk *c, const ra__spans *s) {
     return 0;
 }
 
-/* Marks the chunks of keys [first, end) that lie where a rank's rows see something. */
+/* Marks the chunks of keys [first, end) of which the rows of a rank may see something. */
 static void ra__needs_mark(const ra_plan *p, int32_t rank, int64_t first, int64_t end,
                            const ra__spans *s) {
     for (int64_t c = first; c < end; c++)
@@ -11091,8 +11097,8 @@ static int64_t ra__key_spans(const ra_plan *p, int32_t b, ra__span *span) {
 }
 
 /* -------------------------------------------------------------------------- tours
- * All chunks of one kind of pass on their way round. Backward a chunk that leaves goes home from
- * the last rank that it visits. */
+ * The journey of all chunks of one kind of pass around the ring. Backward, the gradient of a chunk
+ * that leaves returns from the last rank that it visits. */
 typedef struct ra__tour {
     const ra_plan *p;
     const ra__travel *t;
@@ -11108,7 +11114,8 @@ static ra__tour ra__tour_of(const ra_plan *p, int back) {
     return w;
 }
 
-/* Steps from one rank to another along the way; ranks that a chunk visits after its owner. */
+/* Steps from one rank to another in the direction of travel; ranks that a chunk visits after its
+ * owner. */
 RA__INLINE int32_t ra__tour_apart(const ra__tour *w, int32_t from, int32_t to) {
     return w->direction > 0 ? ra__ranks_up(w->p, from, to) : ra__ranks_up(w->p, to, from);
 }
@@ -11116,8 +11123,8 @@ RA__INLINE int32_t ra__tour_stations(const ra__tour *w, int64_t c) {
     return w->back ? ra__back_stations(w->p, &w->t->chunk[c]) : ra__chunk_reach(&w->t->chunk[c]);
 }
 
-/* Chunk c comes by a rank that is not its owner; it leaves the rank, for the next one or for home.
- * */
+/* Chunk c comes to a rank that is not its owner; it leaves the rank, to the next one or back to its
+ * owner. */
 RA__INLINE int ra__tour_arrives(const ra__tour *w, int64_t c, int32_t rank) {
     int32_t n = ra__tour_apart(w, w->t->chunk[c].owner, rank);
     return n > 0 && n <= ra__tour_stations(w, c);
@@ -11127,7 +11134,7 @@ RA__INLINE int ra__tour_leaves(const ra__tour *w, int64_t c, int32_t rank) {
     return n < stations || (w->back && stations && n == stations);
 }
 
-/* Sets how far every segment travels; returns bytes on all links together, forward. */
+/* Sets how far every segment travels. Forward: returns the bytes on all links together. */
 static int64_t ra__tour_hops(const ra__tour *w) {
     int64_t bytes = 0;
     for (int64_t c = 0; c < w->t->chunks; c++) {
@@ -11139,17 +11146,17 @@ static int64_t ra__tour_hops(const ra__tour *w) {
         for (int32_t h = 0; !w->back && h < ra__chunk_reach(chunk);) {
             int32_t on = hops[0] > h && (hops[0] < hops[1] || hops[1] <= h) ? hops[0] : hops[1];
             int64_t length = ra__message_bytes(&w->p->d, chunk, h + 1);
-            bytes = ra__add_sat(bytes, (on - h) * length);     /* as long up to hop `on` */
+            bytes = ra__add_sat(bytes, (on - h) * length);     /* same length up to hop `on` */
             h = on;
         }
     }
     return bytes;
 }
 
-/* A chunk leaves its owner in some step and each rank after it one step later; backward it goes
- * home in the step after it came to its last rank. In the first half of a step chunks move on, in
- * the second half they come home. Steps are counted along the way of a chunk, less the place of a
- * rank on the way: it leaves all its ranks in the same count, those beyond the end of the ring
+/* A chunk leaves its owner in some step and each rank after it one step later; backward its
+ * gradient returns in the step after it came to its last rank. Chunks move on in the first half of
+ * a step and return in the second half. A count is a step less the place of a rank in the direction
+ * of travel: a chunk leaves all its ranks in the same count, those beyond the end of the ring
  * `ranks` later. free[x]: the first count in which a chunk may leave place x. Returns the first
  * count in which one may leave `leaves` places from `place` on. */
 static int64_t ra__line_least(const int64_t *free, int32_t ranks, int32_t place, int32_t leaves) {
@@ -11169,47 +11176,47 @@ static void ra__line_set(int64_t *free, int32_t ranks, int32_t place, int32_t le
     for (int32_t x = 0; x < over; x++) free[x] = next + ranks;
 }
 
-/* Lets every chunk start, in the order of the list, in the first step from which it can go all its
- * way without a stop. start[c]: that step, -1: it stays. Returns the number of steps.
+/* Lets every chunk start, in the order of the list, in the first step from which it can travel
+ * without a stop. start[c]: that step, -1: it stays. Returns the number of steps.
  *
- * A rank sends, and receives, in the order of the list. A chunk that comes in one step goes on in
- * the next, so a rank keeps at most one while another comes: that takes two buffers, and with one
- * buffer a rank is free in every other step. Own chunks come home in order, one per step. If owners
- * fold twice, own chunks are home before the rank folds one that stays, one of another rank, or one
- * of another sequence.
+ * A rank sends and receives in the order of the list. A chunk that comes in one step is sent on in
+ * the next, so a rank keeps at most one while another comes: that takes two buffers. With one
+ * buffer a rank is free in every other step. Own chunks return in order, one per step. If owners
+ * fold twice, own chunks have returned before the rank folds one that stays, one of another rank,
+ * or one of another sequence.
  *
  * Cost: chunks x ranks. */
 static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) {
     const ra_plan *p = w->p;
     int32_t ranks = p->d.ranks, gap = p->d.buffers > 1 ? 1 : 2, last = 0;
-    int64_t *free = line, *home = line + ranks, steps = 0;
+    int64_t *free = line, *returned = line + ranks, steps = 0;
     for (int32_t x = 0; x < ranks; x++) {
         free[x] = -x;
-        home[x] = -1;
+        returned[x] = -1;
     }
     for (int64_t c = 0; c < w->t->chunks; c++) {
         const ra__chunk *chunk = &w->t->chunk[c];
         int32_t n = ra__tour_stations(w, c), leaves = n + w->back;
         int32_t place = w->direction > 0 ? chunk->owner : ranks - 1 - chunk->owner;
         int64_t least;
-        if (c && w->back && p->split &&
+        if (c && w->back && p->owner_folds_twice &&
             (!n || place != last || chunk->sequence != chunk[-1].sequence))
-            free[last] = ra__max(free[last], home[last] + 1 - last);
+            free[last] = ra__max(free[last], returned[last] + 1 - last);
         last = place;
         start[c] = -1;
         if (!n) continue;
         least = ra__line_least(free, ranks, place, leaves);
-        if (w->back) least = ra__max(least, home[place] + 1 - n - place);
+        if (w->back) least = ra__max(least, returned[place] + 1 - n - place);
         ra__line_set(free, ranks, place, leaves, least + gap);
         start[c] = least + place;
-        home[place] = start[c] + n;
+        returned[place] = start[c] + n;
         steps = ra__max(steps, start[c] + leaves);
     }
     return steps;
 }
 
 /* One kind of message of a rank in the order of the list, see ra__tour_exchanges. */
-enum { RA__LEAVES, RA__ARRIVES, RA__COMES_HOME };
+enum { RA__LEAVES, RA__ARRIVES, RA__RETURNS_TO };
 typedef struct ra__next { int64_t c, index, when; } ra__next;
 
 /* Moves on to the first message at or after chunk c; when: twice its step, and 1 for the second
@@ -11221,10 +11228,10 @@ static void ra__next_find(const ra__tour *w, const int64_t *start, int32_t kind,
         int32_t hop = ra__tour_apart(w, w->t->chunk[c].owner, me), all = ra__tour_stations(w, c);
         if (kind == RA__LEAVES && !ra__tour_leaves(w, c, me)) continue;
         if (kind == RA__ARRIVES && !ra__tour_arrives(w, c, me)) continue;
-        if (kind == RA__COMES_HOME && (hop || !all || !w->back)) continue;
+        if (kind == RA__RETURNS_TO && (hop || !all || !w->back)) continue;
         if (kind == RA__LEAVES) n->when = 2 * (start[c] + hop) + (hop == all);
         if (kind == RA__ARRIVES) n->when = 2 * (start[c] + hop - 1);
-        if (kind == RA__COMES_HOME) n->when = 2 * (start[c] + all) + 1;
+        if (kind == RA__RETURNS_TO) n->when = 2 * (start[c] + all) + 1;
         return;
     }
     n->when = INT64_MAX;
@@ -11255,29 +11262,28 @@ static int64_t ra__tour_exchanges(const ra__tour *w, const int64_t *start, ra__e
     }
 }
 
-/* Own chunks that have started and are not home yet, at most. */
+/* Own chunks that have left and not returned yet, at most. */
 RA__INLINE int64_t ra__back_lag(const ra_plan *p) {
     return p->d.ranks + (p->d.buffers > 1);
 }
 
-/* Where a chunk goes from a rank, and as a message of which hop. */
+/* The rank that a chunk goes to next, and the hop of that message. */
 RA__INLINE int32_t ra__back_to(const ra_plan *p, const ra__chunk *c, int32_t rank, int32_t *hop) {
     int32_t n = p->back_direction > 0 ? ra__ranks_up(p, c->owner, rank)
                                       : ra__ranks_up(p, rank, c->owner);
-    int home = n == ra__back_stations(p, c);
-    *hop = home ? p->d.ranks : n + 1;
-    return home ? c->owner : ra__rank_up(p, rank, p->back_direction);
+    int returned = n == ra__back_stations(p, c);
+    *hop = returned ? p->d.ranks : n + 1;
+    return returned ? c->owner : ra__rank_up(p, rank, p->back_direction);
 }
 
 /* ========================================================================== WORKSPACE
  * The memory of a ring: its structs, how they are laid out in one workspace, and how many bytes
  * that takes. The plan reports these bytes, so they are counted here, before it. */
 
-/* Longest gradients of a chunk; RA_TRAVEL_Q: longest message, for its rows are packed beside
- * them. */
+/* Longest gradients of a chunk; RA_TRAVEL_Q: longest message, which holds its rows too. */
 static int64_t ra__plan_grad_bytes(const ra_plan *p) {
     const ra__travel *t = ra__back_travel(p);
-    ra__parts part[2], grad[2];
+    ra__message_offsets part[2], grad[2];
     int64_t most = 0;
     for (int64_t c = 0; c < t->chunks; c++)
         most = ra__max(most, p->d.backward_travel == RA_TRAVEL_Q
@@ -11303,8 +11309,8 @@ static void ra__readers_of(const ra_plan *p, int32_t rank, ra__readers *out) {
     }
 }
 
-/* The words that end a shared pass: one from each reader, one to each source. */
-static void ra__report_words(const ra_plan *p, int32_t rank, int64_t *in, int64_t *out) {
+/* The notices that end a shared pass: one from each reader, one to each owner that is read. */
+static void ra__count_notices(const ra_plan *p, int32_t rank, int64_t *in, int64_t *out) {
     ra__readers all;
     ra__readers_of(p, rank, &all);
     *in = *out = 0;
@@ -11314,7 +11320,7 @@ static void ra__report_words(const ra_plan *p, int32_t rank, int64_t *in, int64_
     }
 }
 
-enum { RA__GROUP_KEYS = 4096 };        /* keys after which a task that is loaded is stored again */
+enum { RA__GROUP_KEYS = 4096 };        /* keys after which the state of a task is stored */
 enum { RA__MAGIC = 0x31464152 };
 enum { RA__REFUSALS = 32 };            /* refused tickets that are remembered */
 enum { RA__RING_ENDING = 3 };          /* a pass that went well, while its last callbacks run */
@@ -11327,8 +11333,8 @@ typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chun
     uint64_t hash;                     /* of all agreed values */
     int64_t length;                    /* of the message that left the owner */
     int32_t origin, chunk, kind;
-    uint32_t space;                    /* where messages carry addresses: whose addresses these are;
-                                        * else 0 */
+    uint32_t space;                    /* address space of the sender if messages carry addresses;
+                                        * otherwise 0 */
     uint64_t parts, check;             /* a byte of each part of the hash; hash of all before */
 } ra__frame;
 
@@ -11353,7 +11359,7 @@ enum { RA__PATIENT = 64 };             /* looks at a task left in hand, before o
 /* A task and the entry of the fold list that it takes next. */
 typedef struct ra__claim { int64_t fold, task; } ra__claim;
 
-/* How far a task is. */
+/* Progress of a task. */
 typedef struct ra__turn {
     int32_t next;                      /* index in its sequence of the entry that it takes next */
     int32_t begun;                     /* forward: its running state is in memory */
@@ -11392,12 +11398,12 @@ typedef struct ra__fold_hand {
  * thread does not come back, others finish the task on its desk when they have nothing else to
  * do. */
 typedef struct ra__desk {
-    int32_t taken;                     /* some thread is at it */
-    int32_t idle;                      /* how often others found it left with a task in hand */
-    int64_t fold;                      /* entry of that task; entries before are folded by it;
+    int32_t taken;                     /* 1: a thread uses it */
+    int32_t idle;                      /* how often others found it free with a task in hand */
+    int64_t fold;                      /* entry of that task, which has folded all before it;
                                         * RA__NO_FOLD: no task */
     ra__claim claim;
-    int32_t open;                      /* what follows is set */
+    int32_t open;                      /* 1: `hand` is set */
     union { ra__fold_hand fold; ra__back_hand back; } hand;
 } ra__desk;
 
@@ -11423,8 +11429,8 @@ struct ra_ring {
     int32_t has_transport, shared, rank, ranks;
 
     const ra_plan *plan;               /* of the pass; below: what begin sets */
-    const ra__route *route;            /* of the plan, for this kind of pass */
-    const int64_t *task0;              /* [B + 1] first task of a sequence */
+    const ra__pass_lists *lists;            /* of the plan, for this kind of pass */
+    const int64_t *task_begin;         /* [B + 1] first task of a sequence */
     ra_tensors t;
     ra__agreed agreed;                 /* of plan and call; under comm, as the next two */
     uint32_t space;                    /* see ra__frame */
@@ -11437,7 +11443,7 @@ struct ra_ring {
     int32_t parted;                    /* under comm: see ra__ring_part */
     int32_t state, cancelled, aborted; /* state: RA_RING_*, RA__RING_ENDING; from here on threads
                                         * share. RUNNING is left once, by whoever swaps it first */
-    int32_t threads, backward;         /* of the plan of the pass; 1: a backward pass */
+    int32_t threads, backward;         /* of the plan; 1: a backward pass */
     int32_t failed;                    /* status, set once `failure` is complete */
     int32_t comm, sched, join, progress, inside;
     int64_t ticket;
@@ -11449,13 +11455,13 @@ struct ra_ring {
     int64_t progress_ns, looked_ns, events;
     int64_t most_tiles;                /* see ra__ring_patience; 0: not counted in this pass */
     int64_t alive, alive_seen;         /* shared: readers of this rank's keys count alive up */
-    int64_t computed, computed_seen;   /* tasks done here, and when readers' owners last heard */
+    int64_t computed, computed_seen;   /* tasks done here, and as last announced to owners */
     int64_t **owner_alive;             /* [sources] under comm: `alive` of an owner read here */
 
     int64_t claim_fold, claim_task;    /* under sched */
     int64_t packing, packed;           /* RA_TRAVEL_Q: own chunks of queries up to this entry of
-                                        * fold are packed by somebody (under sched), are packed */
-    int64_t folded;                    /* chunks folded by all tasks: a prefix of plan->fold */
+                                        * fold are being packed (under sched), are packed */
+    int64_t folded;                    /* entries of lists->fold that all tasks have folded */
     ra__turn *turn;                    /* [tasks] */
     ra__desk *desk;                    /* [threads of the plan] */
     ra__bounds *stripe;                /* backward: of back.stripe */
@@ -11477,7 +11483,7 @@ struct ra_ring {
     float *dq;                         /* RA_TRAVEL_KV: [B][rows][Hq][Dk] sums */
     float *dk, *dv;                    /* RA_TRAVEL_Q: [B][key rows][Hkv][Dk], [Dv] sums */
     int64_t grad_slots, grad_bytes;
-    int64_t home_done;                 /* own chunks that came home and have been folded again */
+    int64_t returns_folded;            /* own chunks that returned and need no buffer any more */
     uint8_t *grad_buf;                 /* gradients of own chunks that stay, or all if shared */
     void *mr;                          /* of the whole workspace */
     uint8_t *scratch;                  /* [threads][scratch_bytes] */
@@ -11488,21 +11494,21 @@ struct ra_ring {
     ra_error refusal;
 };
 
-/* Tasks of a rank with `panels` query blocks each; task0 [B + 1], may be null: the first of each
+/* Tasks of a rank with `panels` query blocks each; task_begin [B + 1], may be null: first of each
  * sequence. */
-static int64_t ra__plan_tasks(const ra_plan *p, int32_t rank, int32_t panels, int64_t *task0) {
+static int64_t ra__plan_tasks(const ra_plan *p, int32_t rank, int32_t panels, int64_t *task_begin) {
     ra__side side = ra__plan_side(p, 0, rank);
     int64_t n = 0;
     for (int32_t b = 0; b < p->d.sequences; b++) {
-        if (task0) task0[b] = n;
+        if (task_begin) task_begin[b] = n;
         n += p->d.engine ? ra__engine_tasks(&p->d, &side, b)
                          : ra__tasks(&p->d, ra__side_blocks(&side, b, ra__q_len(&p->d, b)), panels);
     }
-    if (task0) task0[p->d.sequences] = n;
+    if (task_begin) task_begin[p->d.sequences] = n;
     return n;
 }
 
-/* Counts of one rank; panels: fewer if threads would else stand idle, bits do not depend on it. */
+/* Counts the messages and own chunks of a rank. */
 static void ra__plan_pass_sizes(const ra__tour *w, int32_t rank, ra__counts *s) {
     for (int64_t c = 0; c < w->t->chunks; c++) {
         int own = w->t->chunk[c].owner == rank, leaves = ra__tour_leaves(w, c, rank);
@@ -11513,7 +11519,9 @@ static void ra__plan_pass_sizes(const ra__tour *w, int32_t rank, ra__counts *s) 
     }
 }
 
-static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task0) {
+/* Counts of one rank. There are fewer panels per task if threads would otherwise have no work; bits
+ * do not depend on it. */
+static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task_begin) {
     ra__side side = ra__plan_side(p, 0, rank), keys = ra__plan_side(p, 1, rank);
     ra__tour forward = ra__tour_of(p, 0), back = ra__tour_of(p, 1);
     ra__sizes s;
@@ -11523,11 +11531,11 @@ static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task0) 
     s.panels = ra__panels(&p->d);
     s.back_parts = (int32_t)ra__ceil_div(p->d.threads, p->d.kv_heads);
     s.back.tasks = p->d.kv_heads * (s.back_parts > 1 ? 2 * (int64_t)s.back_parts : 1);
-    while ((s.forward.tasks = ra__plan_tasks(p, rank, s.panels, task0)) <
+    while ((s.forward.tasks = ra__plan_tasks(p, rank, s.panels, task_begin)) <
                8 * (int64_t)p->d.threads && s.panels > 1)
         s.panels /= 2;
     ra__plan_pass_sizes(&forward, rank, &s.forward);
-    ra__report_words(p, rank, &s.words_in, &s.words_out);
+    ra__count_notices(p, rank, &s.notices_in, &s.notices_out);
     if (!p->d.train) return s;
     ra__plan_pass_sizes(&back, rank, &s.back);
     for (int32_t b = 0; b < p->d.sequences; b++)
@@ -11575,12 +11583,12 @@ RA__INLINE int64_t ra__ring_stripes(const ra_desc *d) {
     return ra__max(1, RA__STRIPES / d->sequences);
 }
 
-/* Lays out the workspace of a forward pass of one rank; with a->base null only counts. Returns
+/* Lays out the workspace of a forward pass of one rank; counts only if a->base is null. Returns
  * bytes of state. */
 static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n, ra_ring *r) {
     const ra_desc *d = &p->d;
     int64_t heads = d->sequences * n->rows * d->q_heads, before, state;
-    int64_t notices = r->shared ? n->words_in + n->words_out : 0;
+    int64_t notices = r->shared ? n->notices_in + n->notices_out : 0;
     (void)ra__carve(a, (int64_t)sizeof *r);
     before = a->used;
     r->work.m = (float *)ra__carve(a, heads * 4);
@@ -11591,9 +11599,9 @@ static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n
     state = a->used - before;
     ra__ring_carve_links(a, p, &n->forward, p->chunk_bytes, r);
     if (r->shared) {
-        ra__lane_carve(a, &r->lane[RA__NOTICES_IN], n->words_in, RA__FRAME_BYTES, 64);
-        ra__lane_carve(a, &r->lane[RA__NOTICES_OUT], n->words_out, RA__FRAME_BYTES, 64);
-        r->owner_alive = (int64_t **)ra__carve(a, n->words_out * 8);
+        ra__lane_carve(a, &r->lane[RA__NOTICES_IN], n->notices_in, RA__FRAME_BYTES, 64);
+        ra__lane_carve(a, &r->lane[RA__NOTICES_OUT], n->notices_out, RA__FRAME_BYTES, 64);
+        r->owner_alive = (int64_t **)ra__carve(a, n->notices_out * 8);
     }
     r->list = (ra_transport_op **)ra__carve(a, (r->lane[RA__RECEIVES].slots +
                                                 r->lane[RA__SENDS].slots + notices) * 8);
@@ -11603,13 +11611,13 @@ static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n
     return state;
 }
 
-/* The same of a backward pass, in the same memory: only one runs at a time. */
+/* The same for a backward pass, in the same memory: only one pass runs at a time. */
 static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__sizes *n,
                                    ra_ring *r) {
     const ra_desc *d = &p->d;
     int64_t heads = d->sequences * n->rows * d->q_heads, before, state;
     int64_t align = ra__max(64, (int64_t)r->tp.align), own = n->back.own + n->back.stays;
-    int64_t returned = p->back.home_bytes;
+    int64_t longest = p->back.return_bytes;
     (void)ra__carve(a, (int64_t)sizeof *r);
     before = a->used;
     r->dq = r->dk = r->dv = NULL;
@@ -11623,10 +11631,10 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     r->turn = (ra__turn *)ra__carve(a, n->back.tasks * d->sequences * (int64_t)sizeof *r->turn);
     state = a->used - before;
     ra__ring_carve_links(a, p, &n->back, p->back.chunk_bytes, r);
-    if (d->backward_travel == RA_TRAVEL_Q) returned = p->back.chunk_bytes;
-    if (r->shared) returned = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
+    if (d->backward_travel == RA_TRAVEL_Q) longest = p->back.chunk_bytes;
+    if (r->shared) longest = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
     ra__lane_carve(a, &r->lane[RA__RETURNS],
-                   ra__min(n->back.own, r->shared ? RA__SHARED_BUFFERS : RA__HOME_SLOTS), returned,
+                   ra__min(n->back.own, r->shared ? RA__SHARED_BUFFERS : RA__RETURN_SLOTS), longest,
                    align);
     r->grad_slots = n->back.stays ? ra__min(own, RA__PACK_SLOTS) : 0;
     if (r->shared) r->grad_slots = ra__min(own, ra__back_lag(p) + 2);
@@ -11643,8 +11651,8 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     return state;
 }
 
-/* Bytes a ring of a rank with these counts needs, for a transport that wants buffers aligned so.
- * state: of forward and backward. */
+/* Bytes that the ring of a rank with these counts needs, with buffers aligned as the transport
+ * wants. state: those of the state, forward and backward. */
 static int64_t ra__ring_bytes(const ra_plan *p, const ra__sizes *n, int shared, size_t align,
                               int64_t state[2]) {
     ra__arena a = { NULL, 0 }, b = { NULL, 0 };
@@ -11662,10 +11670,10 @@ static int64_t ra__ring_bytes(const ra_plan *p, const ra__sizes *n, int shared, 
  * agree on, and the figures of ra_plan_report. In: a checked descriptor. Out: one allocation. */
 
 /* Runs of all ranks together. */
-static int64_t ra__runs_count(const ra_desc *d, int keys) {
-    const int32_t *count = keys ? d->layout.k_run_count : d->layout.q_run_count;
+static int64_t ra__runs_count(const ra_layout *l, int32_t ranks, int keys) {
+    const int32_t *count = keys ? l->k_run_count : l->q_run_count;
     int64_t n = 0;
-    for (int32_t r = 0; count && r < d->ranks; r++) n += count[r];
+    for (int32_t r = 0; count && r < ranks; r++) n += count[r];
     return n;
 }
 
@@ -11689,7 +11697,7 @@ static uint64_t ra__hash_fields(const int64_t *fields, size_t n) {
     return h;
 }
 
-/* AGREED fields as given but mask and layout. */
+/* AGREED fields as given, except mask and layout. */
 static void ra__agree_plain(const ra_desc *d, uint64_t *part) {
     const int64_t sizes[] = { RINGATTN_VERSION, d->sequences, d->ranks, d->q_heads, d->kv_heads,
                               d->k_dim, d->v_dim, d->v_in_k, d->v_column, d->tokens, d->kv_tokens,
@@ -11715,13 +11723,8 @@ static uint64_t ra__agree_layout(const ra_layout *l, int32_t ranks) {
     h = ra__hash_array(h, l->k_rows, ranks, 8);
     h = ra__hash_array(h, l->q_run_count, ranks, 4);
     h = ra__hash_array(h, l->k_run_count, ranks, 4);
-    for (int32_t keys = 0; keys < 2; keys++) {
-        const int32_t *count = keys ? l->k_run_count : l->q_run_count;
-        int64_t n = 0;
-        for (int32_t r = 0; count && r < ranks; r++) n += count[r];
-        h = ra__hash_array(h, keys ? l->k_runs : l->q_runs, n, sizeof(ra_run));
-    }
-    return h;
+    h = ra__hash_array(h, l->q_runs, ra__runs_count(l, ranks, 0), sizeof(ra_run));
+    return ra__hash_array(h, l->k_runs, ra__runs_count(l, ranks, 1), sizeof(ra_run));
 }
 
 /* All AGREED fields as given; full: the same resolved, for the lengths of arrays. */
@@ -11739,7 +11742,7 @@ static void ra__agree(const ra_desc *d, const ra_desc *full, ra__agreed *out) {
     out->part[RA__AGREE_LAYOUT] = ra__agree_layout(&d->layout, full->ranks);
 }
 
-/* With what is to be equal in every rank's tensors of a call. */
+/* The same, with what must be equal in every rank's tensors of a call. */
 static ra__agreed ra__agree_call(const ra_plan *p, const ra_tensors *t) {
     const ra_desc *d = &p->d;
     ra__agreed a = p->agreed;
@@ -11767,19 +11770,19 @@ static void ra__carve_runs(ra__arena *a, ra_plan *p, int keys) {
     const ra_run **runs = keys ? &l->k_runs : &l->q_runs;
     const int32_t **count = keys ? &l->k_run_count : &l->q_run_count;
     const int32_t ranks = p->d.ranks;
-    const int64_t n = ra__runs_count(&p->d, keys);
+    const int64_t n = ra__runs_count(l, ranks, keys);
     const int64_t call = p->d.engine ? ra__engine_rows(&p->d) : RA_BLOCK_TOKENS;
-    int64_t *run0 = (int64_t *)ra__carve(a, ((int64_t)ranks + 1) * 8);
+    int64_t *run_begin = (int64_t *)ra__carve(a, ((int64_t)ranks + 1) * 8);
     ra__before *before = (ra__before *)ra__carve(a, (n + ranks) * (int64_t)sizeof *before);
-    *(keys ? &p->k_run0 : &p->q_run0) = run0;
+    *(keys ? &p->k_run_begin : &p->q_run_begin) = run_begin;
     *(keys ? &p->k_before : &p->q_before) = before;
     *runs = (const ra_run *)ra__carve_copy(a, *runs, n, sizeof(ra_run));
     *count = (const int32_t *)ra__carve_copy(a, *count, ranks, 4);
     if (!a->base) return;
-    run0[0] = 0;
+    run_begin[0] = 0;
     for (int32_t r = 0; r < ranks; r++) {
-        const ra_run *run = *runs + run0[r];
-        run0[r + 1] = run0[r] + (*count)[r];
+        const ra_run *run = *runs + run_begin[r];
+        run_begin[r + 1] = run_begin[r] + (*count)[r];
         memset(before, 0, sizeof *before);
         for (int32_t i = 0; i < (*count)[r]; i++, before++) {
             before[1].n[RA__ROWS] = before->n[RA__ROWS] + run[i].count;
@@ -11820,12 +11823,12 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     m->lo = (const int32_t *)ra__carve_copy(a, m->lo, m->interval_count, 4);
     m->hi = (const int32_t *)ra__carve_copy(a, m->hi, m->interval_count, 4);
     l->weights = (const int32_t *)ra__carve_copy(a, l->weights, d->ranks, 4);
-    p->q_run0 = p->k_run0 = NULL;
+    p->q_run_begin = p->k_run_begin = NULL;
     p->q_before = p->k_before = NULL;
     p->held = NULL;
     if (l->kind == RA_LAYOUT_RUNS) {
         if (!l->k_runs) { l->k_runs = l->q_runs; l->k_run_count = l->q_run_count; }
-        p->held_count = ra__runs_count(d, 1);
+        p->held_count = ra__runs_count(l, d->ranks, 1);
         p->held = (ra__held *)ra__carve(a, p->held_count * (int64_t)sizeof(ra__held));
         p->held_order = (int64_t *)ra__carve(a, p->held_count * 8);
         ra__carve_runs(a, p, 0);
@@ -11842,8 +11845,8 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
         p->q_cut = (int64_t *)ra__carve(a, cuts);
         p->k_cut = (int64_t *)ra__carve(a, cuts);
     }
-    p->task0 = (int64_t *)ra__carve(a, (B + 1) * 8);
-    p->back_task0 = (int64_t *)ra__carve(a, (B + 1) * 8);
+    p->task_begin = (int64_t *)ra__carve(a, (B + 1) * 8);
+    p->back_task_begin = (int64_t *)ra__carve(a, (B + 1) * 8);
     p->readers = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
     p->source = (ra__source_rank *)ra__carve(a, d->ranks * (int64_t)sizeof *p->source);
 }
@@ -11863,12 +11866,12 @@ static void ra__plan_cuts(ra_plan *p) {
         p->on_grid &= tk == 0 || ra__cut_unit(tk, d->ranks) > 1 || (d->ranks == 1 && !zigzag);
     }
     p->order = ra__desc_order(d, square);
-    p->square = square;
-    p->dense = d->layout.kind != RA_LAYOUT_RUNS && d->layout.kind != RA_LAYOUT_ARRAY;
+    p->same_positions = square;
+    p->all_positions_held = d->layout.kind != RA_LAYOUT_RUNS && d->layout.kind != RA_LAYOUT_ARRAY;
 }
 
-/* Chunks of a list with need bits. Rows of bits of different ranks lie in different lines and sets
- * of a cache, for a chunk sets a bit in each. */
+/* Chunks of a list with need bits. The bits of different ranks are in different lines and sets of a
+ * cache, because a chunk sets a bit in each. */
 static void ra__travel_carve(ra__arena *a, const ra_plan *p, ra__travel *t, int64_t chunks) {
     t->chunks = chunks;
     t->chunk = (ra__chunk *)ra__carve(a, chunks * (int64_t)sizeof(ra__chunk));
@@ -11877,17 +11880,17 @@ static void ra__travel_carve(ra__arena *a, const ra_plan *p, ra__travel *t, int6
 }
 
 /* Room for n messages each way, and for so many folds, exchanges and own chunks. */
-static void ra__route_carve(ra__arena *a, ra__route *w, int64_t n, int64_t folds,
+static void ra__lists_carve(ra__arena *a, ra__pass_lists *w, int64_t n, int64_t folds,
                             int64_t exchanges, int64_t own) {
     w->fold = (ra__fold *)ra__carve(a, folds * (int64_t)sizeof *w->fold);
     w->recv = (ra__recv *)ra__carve(a, n * (int64_t)sizeof *w->recv);
     w->send = (ra__send *)ra__carve(a, n * (int64_t)sizeof *w->send);
     w->own = (ra__own *)ra__carve(a, own * (int64_t)sizeof *w->own);
-    w->home = (ra__home *)ra__carve(a, own * (int64_t)sizeof *w->home);
+    w->returned = (ra__returned *)ra__carve(a, own * (int64_t)sizeof *w->returned);
     w->exchange = (ra__exchange *)ra__carve(a, exchanges * (int64_t)sizeof *w->exchange);
 }
 
-/* At most so many segments of keys of a sequence, on all ranks together. */
+/* Most segments of keys of a sequence, on all ranks together. */
 static int64_t ra__most_spans(const ra_plan *p) {
     return p->d.layout.kind == RA_LAYOUT_RUNS ? p->held_count : 2 * (int64_t)p->d.ranks;
 }
@@ -11902,17 +11905,17 @@ static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queri
     ra__travel_carve(a, p, &p->keys, keys);
     ra__travel_carve(a, p, &p->queries, q ? queries : 0);
     p->place = (ra__place *)ra__carve(a, places * (int64_t)sizeof(ra__place));
-    p->place0 = (int64_t *)ra__carve(a, ((int64_t)B + 1) * 8);
+    p->place_begin = (int64_t *)ra__carve(a, ((int64_t)B + 1) * 8);
     p->start = (int64_t *)ra__carve(a, ra__max(keys, p->queries.chunks) * 8);
     p->line = (int64_t *)ra__carve(a, 2 * (int64_t)p->d.ranks * 8);
     p->span = (ra__span *)ra__carve(a, q ? ra__most_spans(p) * (int64_t)sizeof(ra__span) : 0);
-    ra__route_carve(a, &p->forward, keys, keys + B, 2 * keys, 0);
+    ra__lists_carve(a, &p->forward, keys, keys + B, 2 * keys, 0);
     back = p->d.train ? ra__back_travel(p)->chunks : 0;        /* own chunks may be folded twice */
-    if (p->d.train) ra__route_carve(a, &p->back, back, 2 * back + B, 3 * back, back);
+    if (p->d.train) ra__lists_carve(a, &p->back, back, 2 * back + B, 3 * back, back);
 }
 
 /* Appends an entry to the list of folds: chunk, or -1 - b. */
-static ra__fold *ra__route_fold(ra__route *w, int32_t chunk, int32_t recv, int32_t index) {
+static ra__fold *ra__lists_fold(ra__pass_lists *w, int32_t chunk, int32_t recv, int32_t index) {
     ra__fold *f = &w->fold[w->folds++];
     memset(f, 0, sizeof *f);
     f->chunk = chunk;
@@ -11922,14 +11925,14 @@ static ra__fold *ra__route_fold(ra__route *w, int32_t chunk, int32_t recv, int32
     return f;
 }
 
-static void ra__route_recv(ra__route *w, int32_t chunk, int32_t fold, int32_t send) {
+static void ra__lists_recv(ra__pass_lists *w, int32_t chunk, int32_t fold, int32_t send) {
     ra__recv *m = &w->recv[w->recvs++];
     m->chunk = chunk;
     m->fold = fold;
     m->send = send;
 }
 
-static void ra__route_send(ra__route *w, int32_t chunk, int32_t recv, int32_t fold) {
+static void ra__lists_send(ra__pass_lists *w, int32_t chunk, int32_t recv, int32_t fold) {
     ra__send *m = &w->send[w->sends++];
     m->chunk = chunk;
     m->recv = recv;
@@ -11940,7 +11943,7 @@ static void ra__route_send(ra__route *w, int32_t chunk, int32_t recv, int32_t fo
 static void ra__plan_own_lists(ra_plan *p) {
     int32_t me = p->d.rank;
     const ra__tour tour = ra__tour_of(p, 0);
-    ra__route *w = &p->forward;
+    ra__pass_lists *w = &p->forward;
     int64_t c = 0;
     w->folds = w->recvs = w->sends = 0;
     for (int32_t b = 0; b < p->d.sequences; b++) {
@@ -11949,12 +11952,12 @@ static void ra__plan_own_lists(ra_plan *p) {
             int32_t recv = ra__tour_arrives(&tour, c, me) ? (int32_t)w->recvs : -1;
             int32_t fold = ra__needs(p, c, me) ? (int32_t)w->folds : -1;
             int32_t send = ra__tour_leaves(&tour, c, me) ? (int32_t)w->sends : -1;
-            if (fold >= 0) (void)ra__route_fold(w, (int32_t)c, recv, (int32_t)(fold - before));
-            if (send >= 0) ra__route_send(w, (int32_t)c, recv, -1);
-            if (recv >= 0) ra__route_recv(w, (int32_t)c, fold, send);
+            if (fold >= 0) (void)ra__lists_fold(w, (int32_t)c, recv, (int32_t)(fold - before));
+            if (send >= 0) ra__lists_send(w, (int32_t)c, recv, -1);
+            if (recv >= 0) ra__lists_recv(w, (int32_t)c, fold, send);
         }
-        if (w->folds == before && p->task0[b + 1] > p->task0[b])
-            (void)ra__route_fold(w, -1 - b, -1, 0);
+        if (w->folds == before && p->task_begin[b + 1] > p->task_begin[b])
+            (void)ra__lists_fold(w, -1 - b, -1, 0);
         if (w->folds > before) w->fold[w->folds - 1].last = 1;
     }
 }
@@ -11963,57 +11966,57 @@ static void ra__plan_own_lists(ra_plan *p) {
 typedef struct ra__back_lists {
     const ra__tour *w;
     const int64_t *start;              /* of ra__tour_steps */
-    int64_t ended;                     /* own chunks that have come home and been folded again */
+    int64_t ended;                     /* own chunks that have returned and been folded again */
     int32_t sequence;                  /* of the own chunk that started last */
 } ra__back_lists;
 
-/* The next entry of this rank's fold list is the end of an own chunk, not the visit of chunk c. */
-static int ra__back_late(const ra__back_lists *l, const ra__route *r, int64_t c) {
+/* The next entry of this rank's fold list is the second visit of an own chunk, not chunk c. */
+static int ra__back_late(const ra__back_lists *l, const ra__pass_lists *r, int64_t c) {
     const ra__tour *w = l->w;
     int32_t me = w->p->d.rank;
-    int64_t home;
-    if (!w->p->split || l->ended == r->homes) return 0;
+    int64_t returned;
+    if (!w->p->owner_folds_twice || l->ended == r->returns) return 0;
     if (c == w->t->chunks || w->t->chunk[c].owner != me || !ra__tour_leaves(w, c, me) ||
         w->t->chunk[c].sequence != l->sequence)
         return 1;
-    home = r->home[l->ended].chunk;
-    return l->start[home] + ra__tour_stations(w, home) + 2 <= l->start[c];
+    returned = r->returned[l->ended].chunk;
+    return l->start[returned] + ra__tour_stations(w, returned) + 2 <= l->start[c];
 }
 
-/* Ends own chunks that are home before the visit of chunk c; returns how many. */
-static int32_t ra__back_ends(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
+/* Adds the second visits of own chunks that come before the visit of chunk c; returns how many. */
+static int32_t ra__back_ends(ra__back_lists *l, ra__pass_lists *r, int64_t c, int32_t index) {
     int32_t n = 0;
     while (ra__back_late(l, r, c)) {
-        ra__home *home = &r->home[l->ended++];
-        ra__fold *f = ra__route_fold(r, home->chunk, -1, index + n++);
+        ra__returned *returned = &r->returned[l->ended++];
+        ra__fold *f = ra__lists_fold(r, returned->chunk, -1, index + n++);
         f->phase = RA__BEFORE;
-        f->own = home->own;
-        home->fold = (int32_t)r->folds - 1;
+        f->own = returned->own;
+        returned->fold = (int32_t)r->folds - 1;
     }
     return n;
 }
 
 /* This rank's own chunk c: its first visit. */
-static void ra__back_own(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
+static void ra__back_own(ra__back_lists *l, ra__pass_lists *r, int64_t c, int32_t index) {
     int travels = ra__tour_leaves(l->w, c, l->w->p->d.rank);
-    ra__fold *f = ra__route_fold(r, (int32_t)c, -1, index);
+    ra__fold *f = ra__lists_fold(r, (int32_t)c, -1, index);
     ra__own *own = &r->own[r->owns];
-    f->phase = travels && l->w->p->split ? RA__AFTER : RA__BOTH;
+    f->phase = travels && l->w->p->owner_folds_twice ? RA__AFTER : RA__BOTH;
     f->own = (int32_t)r->owns++;
     own->chunk = (int32_t)c;
     own->fold = (int32_t)r->folds - 1;
-    own->home = travels ? (int32_t)r->homes : -1;
+    own->returned = travels ? (int32_t)r->returns : -1;
     if (travels) {
-        ra__home *home = &r->home[r->homes++];
-        home->chunk = (int32_t)c;
-        home->own = f->own;
-        home->fold = -1;
+        ra__returned *returned = &r->returned[r->returns++];
+        returned->chunk = (int32_t)c;
+        returned->own = f->own;
+        returned->fold = -1;
         l->sequence = l->w->t->chunk[c].sequence;
     }
 }
 
 /* Visits of chunk c: received, folded, sent, in the order of the one list. Returns folds. */
-static int32_t ra__back_visit(ra__back_lists *l, ra__route *r, int64_t c, int32_t index) {
+static int32_t ra__back_visit(ra__back_lists *l, ra__pass_lists *r, int64_t c, int32_t index) {
     const ra__tour *w = l->w;
     int32_t me = w->p->d.rank, before = index, fold = -1;
     int own = w->t->chunk[c].owner == me, arrives = ra__tour_arrives(w, c, me);
@@ -12022,19 +12025,19 @@ static int32_t ra__back_visit(ra__back_lists *l, ra__route *r, int64_t c, int32_
     if (!own && !arrives) return 0;
     index += ra__back_ends(l, r, c, index);
     if (own) ra__back_own(l, r, c, index);
-    else if (needs) ra__route_fold(r, (int32_t)c, recv, index)->phase = RA__BOTH;
+    else if (needs) ra__lists_fold(r, (int32_t)c, recv, index)->phase = RA__BOTH;
     if (own || needs) {
         fold = (int32_t)r->folds - 1;
         index++;
     }
-    if (arrives) ra__route_recv(r, (int32_t)c, fold, (int32_t)r->sends);
-    if (ra__tour_leaves(w, c, me)) ra__route_send(r, (int32_t)c, recv, fold);
+    if (arrives) ra__lists_recv(r, (int32_t)c, fold, (int32_t)r->sends);
+    if (ra__tour_leaves(w, c, me)) ra__lists_send(r, (int32_t)c, recv, fold);
     return index - before;
 }
 
 /* What this rank does in a backward pass. Where own chunks are folded twice, all of those end
  * before the list of their sequence does. */
-static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__route *r) {
+static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__pass_lists *r) {
     ra__back_lists l;
     int64_t c = 0;
     memset(&l, 0, sizeof l);
@@ -12043,13 +12046,13 @@ static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__rou
     r->backward = 1;
     r->direction = w->direction;
     r->chunk = w->t->chunk;
-    r->folds = r->recvs = r->sends = r->owns = r->homes = 0;
+    r->folds = r->recvs = r->sends = r->owns = r->returns = 0;
     for (int32_t b = 0; b < w->p->d.sequences; b++) {
         int32_t index = 0;
         for (; c < w->t->chunks && w->t->chunk[c].sequence == b; c++)
             index += ra__back_visit(&l, r, c, index);
         index += ra__back_ends(&l, r, w->t->chunks, index);
-        if (!index) (void)ra__route_fold(r, -1 - b, -1, 0);
+        if (!index) (void)ra__lists_fold(r, -1 - b, -1, 0);
         r->fold[r->folds - 1].last = 1;
     }
 }
@@ -12057,23 +12060,24 @@ static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__rou
 /* Longest messages of a backward pass. */
 static void ra__plan_back_bytes(ra_plan *p) {
     const ra__travel *t = ra__back_travel(p);
-    ra__route *w = &p->back;
-    w->chunk_bytes = w->home_bytes = 0;
+    ra__pass_lists *w = &p->back;
+    w->chunk_bytes = w->return_bytes = 0;
     for (int64_t c = 0; c < t->chunks; c++) {
         if (!ra__back_stations(p, &t->chunk[c])) continue;
         w->chunk_bytes = ra__max(w->chunk_bytes, ra__back_length(&p->d, &t->chunk[c], 1));
-        w->home_bytes = ra__max(w->home_bytes, ra__back_length(&p->d, &t->chunk[c], p->d.ranks));
+        w->return_bytes =
+            ra__max(w->return_bytes, ra__back_length(&p->d, &t->chunk[c], p->d.ranks));
     }
 }
 
-/* Order of a backward pass: units of a contiguous or zigzag layout, if queries and keys are the
- * same positions; DESC has no row before its key. */
-static int ra__back_split(const ra_plan *p) {
-    return p->square && p->q_cut != NULL && p->order == RA_ORDER_ASCENDING;
+/* Owners fold twice if a contiguous or zigzag layout has units and queries and keys are the same
+ * positions. Under RA_ORDER_DESCENDING no row comes before its key. */
+static int ra__back_folds_twice(const ra_plan *p) {
+    return p->same_positions && p->q_cut != NULL && p->order == RA_ORDER_ASCENDING;
 }
 
-/* Ranks that read this rank's keys, and ranks whose keys it reads: with addresses instead of
- * copies a pass ends when the former have said so. */
+/* Ranks that read this rank's keys, and ranks whose keys it reads. With addresses instead of copies
+ * a pass ends when the former have sent their notices. */
 static void ra__plan_readers(ra_plan *p) {
     ra__readers all;
     p->reader_count = p->source_count = 0;
@@ -12081,8 +12085,7 @@ static void ra__plan_readers(ra_plan *p) {
     for (int32_t r = 0; r < p->d.ranks; r++)
         if (all.reads[r]) p->readers[p->reader_count++] = r;
     for (int64_t f = p->forward.folds; f-- > 0;) {     /* the last entry of each comes first */
-        int32_t owner = p->forward.fold[f].chunk < 0 ? p->d.rank
-                                               : p->keys.chunk[p->forward.fold[f].chunk].owner;
+        int32_t c = p->forward.fold[f].chunk, owner = c < 0 ? p->d.rank : p->keys.chunk[c].owner;
         if (!all.read[owner]) continue;
         all.read[owner] = 0;
         p->source[p->source_count].end = f + 1;
@@ -12095,8 +12098,8 @@ static void ra__plan_readers(ra_plan *p) {
     }
 }
 
-/* The direction in which a pass takes fewer steps, then the one with fewer bytes on the links; DESC
- * goes up by nature. */
+/* The direction in which a pass takes fewer steps, then the one with fewer bytes on the links.
+ * RA_ORDER_DESCENDING goes up, as the bounds of its steps assume. */
 static void ra__plan_direction(ra_plan *p) {
     int64_t steps[2], bytes[2];
     for (int32_t down = 0; down < 2; down++) {
@@ -12115,7 +12118,7 @@ static void ra__plan_direction(ra_plan *p) {
     p->forward.steps = ra__tour_steps(&up, p->line, p->start);
 }
 
-/* Whether `place` of the heap [0, n) sorts behind a child; by first position. */
+/* Sifts place i of the heap [0, n) down, by first position. */
 static void ra__place_sift(ra__place *heap, int64_t i, int64_t n) {
     ra__place moved = heap[i];
     for (int64_t child; (child = 2 * i + 1) < n; i = child) {
@@ -12143,7 +12146,7 @@ static void ra__plan_places(ra_plan *p) {
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) return;
     for (int32_t b = 0; b < p->d.sequences; b++) {
         int64_t from = n, top = -1;
-        p->place0[b] = n;
+        p->place_begin[b] = n;
         for (; c < p->keys.chunks && p->keys.chunk[c].sequence == b; c++)
             for (int32_t i = 0; i < ra__chunk_pieces(&p->keys.chunk[c]); i++) {
                 p->place[n].first = ra__chunk_piece(&p->keys.chunk[c], i).pos;
@@ -12159,7 +12162,7 @@ static void ra__plan_places(ra_plan *p) {
             blocks += ra__ceil_div(s.rows, RA_BLOCK_TOKENS);
         }
     }
-    p->place0[p->d.sequences] = n;
+    p->place_begin[p->d.sequences] = n;
     memset(&p->place[n], 0, sizeof p->place[n]);
     p->place[n].blocks = blocks;
 }
@@ -12167,14 +12170,14 @@ static void ra__plan_places(ra_plan *p) {
 /* -------------------------------------------------------------------------- blocks against chunks
  * The class of a position for a block of queries changes at eight edges at most. Keys with no edge
  * among them are all of one class, and so are all their blocks: that leaves few segments to look
- * into, and few blocks of those. An edge x lies among the keys of [first, last] if
+ * into, and few blocks of those. An edge x is among the keys of [first, last] if
  * first < x <= last. */
 typedef struct ra__edges { int64_t at[8]; int32_t n; } ra__edges;
 
 static ra__edges ra__edges_of(const ra__bounds *b) {
     const int32_t all[8] = { b->lo_min, b->lo_max, b->hi_min, b->hi_max,
                              b->doc_min, b->doc_max, b->keep_min, b->keep_max };
-    int32_t n = b->doc_min < b->keep_max ? 8 : 4;      /* nobody keeps anything */
+    int32_t n = b->doc_min < b->keep_max ? 8 : 4;      /* 4: no key is kept */
     ra__edges e;
     e.n = 0;
     for (int32_t i = 0; i < n; i++) {
@@ -12202,7 +12205,7 @@ static void ra__tally_run(const ra__seg *s, const ra__bounds *b, const ra__edges
     if (n > i) tally[ra__classify(b, s->pos + i * step, s->pos + i * step)] += n - i;
 }
 
-/* The same of piece i of a chunk. */
+/* The same for piece i of a chunk. */
 static void ra__tally_seg(const ra__chunk *c, int32_t i, const ra__bounds *b, const ra__edges *e,
                           int64_t tally[3]) {
     ra__seg s = ra__chunk_piece(c, i);
@@ -12225,8 +12228,8 @@ static ra__walk ra__walk_start(const ra_plan *p, int32_t b, const ra__bounds *bo
     w.place = p->place;
     w.bounds = bounds;
     w.edges = ra__edges_of(bounds);
-    w.next = p->place0[b];
-    w.end = p->place0[b + 1];
+    w.next = p->place_begin[b];
+    w.end = p->place_begin[b + 1];
     return w;
 }
 
@@ -12280,7 +12283,7 @@ static int64_t ra__report_array_tiles(const ra_plan *p, int32_t rank) {
     return ra__mul_sat(blocks, ra__side_blocks(&side, 0, ra__q_len(&p->d, 0)));
 }
 
-/* Keys that somebody holds below position p. */
+/* Keys below a position that some rank holds. */
 static int64_t ra__keys_below(const ra_plan *p, int64_t pos) {
     int64_t low = 0, high = p->held_count, n;
     while (low < high) {               /* entries that begin below it */
@@ -12297,7 +12300,7 @@ static int64_t ra__keys_below(const ra_plan *p, int64_t pos) {
     return n;
 }
 
-/* Keys that somebody holds in [lo, hi). */
+/* Keys in [lo, hi) that some rank holds. */
 static int64_t ra__keys_held(const ra_plan *p, int64_t lo, int64_t hi) {
     return lo < hi ? ra__keys_below(p, hi) - ra__keys_below(p, lo) : 0;
 }
@@ -12311,8 +12314,8 @@ static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
         return ra__mul_sat(n, p->d.layout.q_rows[rank]);
     }
     for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
-        if (p->dense) n += ra__pairs_seg(&p->d.mask, end, &s);
-        for (int64_t j = 0; !p->dense && j < s.rows; j++) {
+        if (p->all_positions_held) n += ra__pairs_seg(&p->d.mask, end, &s);
+        for (int64_t j = 0; !p->all_positions_held && j < s.rows; j++) {
             int32_t v[4];
             ra__mask_row(&p->d.mask, s.pos + j * s.stride, end, v);
             if (v[0] >= v[1]) n += ra__keys_held(p, v[2], v[3]);
@@ -12371,7 +12374,7 @@ static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     ra__report_messages(&w, rank, &r->backward);
     r->backward.flops = 2.0 * (3 * p->d.k_dim + 2 * p->d.v_dim) * p->d.q_heads * (double)r->pairs;
     r->backward.chunk_bytes = p->back.chunk_bytes;
-    r->backward.bits_any_ranks = p->on_grid && p->square;
+    r->backward.bits_any_ranks = p->on_grid && p->same_positions;
     r->backward.travel = p->d.backward_travel;
     r->backward.direction = p->back_direction;
 }
@@ -12460,7 +12463,7 @@ static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report 
     r->forward.flops = 2.0 * (p->d.k_dim + p->d.v_dim) * p->d.q_heads * (double)r->pairs;
     ra__report_messages(&w, rank, &r->forward);
     ra__report_hops(&w, rank, r);
-    ra__report_words(p, rank, &in, &out);
+    ra__count_notices(p, rank, &in, &out);
     r->forward.shared_bytes_in += in * RA__FRAME_BYTES;
     r->forward.shared_bytes_out += out * RA__FRAME_BYTES;
     ra__report_back(p, rank, r);
@@ -12474,16 +12477,16 @@ static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report 
 }
 
 /* -------------------------------------------------------------------------- prediction
- * Scratch of the model, all [ranks] except freed, work and step; seconds. */
-typedef struct ra__model {
+ * Scratch of the prediction in seconds: all [ranks] except freed, work and step. */
+typedef struct ra__prediction_scratch {
     double *link_free, *busy, *compute, *folded, *idle;
     double *freed;                     /* [ranks][buffers] when a receive buffer is free again */
-    double *work;                      /* [ranks][chunks] computing */
+    double *work;                      /* [ranks][chunks] time of computing */
     double *step;                      /* [places + 1] of one rank */
     int64_t *received;
-} ra__model;
+} ra__prediction_scratch;
 
-static void ra__model_carve(ra__arena *a, const ra_plan *p, ra__model *m) {
+static void ra__predict_carve(ra__arena *a, const ra_plan *p, ra__prediction_scratch *m) {
     double **list[5];
     int64_t ranks = p->d.ranks;
     list[0] = &m->link_free; list[1] = &m->busy; list[2] = &m->compute; list[3] = &m->folded;
@@ -12492,14 +12495,14 @@ static void ra__model_carve(ra__arena *a, const ra_plan *p, ra__model *m) {
     m->freed = (double *)ra__carve(a, ranks * p->d.buffers * 8);
     m->work = (double *)ra__carve(a, ranks * p->keys.chunks * 8);
     m->step = (double *)ra__carve(a, p->d.layout.kind == RA_LAYOUT_ARRAY ? 0
-                                           : (p->place0[p->d.sequences] + 1) * 8);
+                                           : (p->place_begin[p->d.sequences] + 1) * 8);
     m->received = (int64_t *)ra__carve(a, ranks * 8);
 }
 
 /* Seconds of a rank's rows against every chunk: tiles that are not empty, counted whole. For places
- * without an edge only the first and the end are noted, as steps of the seconds a block. */
-static void ra__model_work(const ra_plan *p, int32_t rank, int32_t b, double pair_s,
-                           ra__model *m) {
+ * without an edge only the first and the end are noted, as changes of the seconds per block. */
+static void ra__predict_work(const ra_plan *p, int32_t rank, int32_t b, double pair_s,
+                             ra__prediction_scratch *m) {
     ra__side side = ra__plan_side(p, 0, rank);
     int64_t tokens = ra__q_len(&p->d, b), end = ra__key_end(&p->d, b, 0);
     double *work = m->work + rank * p->keys.chunks, block_s = 0;
@@ -12524,25 +12527,28 @@ static void ra__model_work(const ra_plan *p, int32_t rank, int32_t b, double pai
             }
         }
     }
-    for (int64_t i = p->place0[b]; i < p->place0[b + 1]; i++) {
+    for (int64_t i = p->place_begin[b]; i < p->place_begin[b + 1]; i++) {
         block_s += m->step[i];
         work[p->place[i].chunk] += block_s * RA_BLOCK_TOKENS * pair_s *
                                    (double)(p->place[i + 1].blocks - p->place[i].blocks);
     }
-    memset(m->step + p->place0[b], 0, (size_t)(p->place0[b + 1] + 1 - p->place0[b]) * 8);
+    memset(m->step + p->place_begin[b], 0,
+           (size_t)(p->place_begin[b + 1] + 1 - p->place_begin[b]) * sizeof *m->step);
 }
 
-/* The same of ARRAY: every tile may have something. */
-static void ra__model_array(const ra_plan *p, int32_t rank, double pair_s, ra__model *m) {
+/* The same for ARRAY: no tile is known to be empty. */
+static void ra__predict_array(const ra_plan *p, int32_t rank, double pair_s,
+                              ra__prediction_scratch *m) {
     double rows = (double)p->d.layout.q_rows[rank];
     for (int64_t c = 0; c < p->keys.chunks; c++)
         m->work[rank * p->keys.chunks + c] =
             rows * RA_BLOCK_TOKENS * pair_s * (double)ra__chunk_blocks(&p->keys.chunk[c]);
 }
 
-/* Plays one chunk round the ring: it arrives, is folded in order, and goes on when the link is free
- * and the next rank has a buffer. */
-static void ra__model_chunk(const ra_plan *p, const ra_rates *rates, int64_t c, ra__model *m) {
+/* Simulates one chunk on its way around the ring: it arrives, is folded in order, and is sent on
+ * when the link is free and the next rank has a buffer. */
+static void ra__predict_chunk(const ra_plan *p, const ra_rates *rates, int64_t c,
+                              ra__prediction_scratch *m) {
     const ra__chunk *chunk = &p->keys.chunk[c];
     int32_t buffers = p->d.buffers;
     double here = 0;
@@ -12592,7 +12598,7 @@ static void ra__plan_fill_back(ra_plan *p) {
     int q = p->d.backward_travel == RA_TRAVEL_Q;
     ra__tour w;
     if (q) ra__plan_queries(p);
-    p->split = ra__back_split(p);
+    p->owner_folds_twice = ra__back_folds_twice(p);
     p->back_direction = p->order == RA_ORDER_DESCENDING && q ? -1 : 1;
     w = ra__tour_of(p, 1);
     (void)ra__tour_hops(&w);
@@ -12602,7 +12608,7 @@ static void ra__plan_fill_back(ra_plan *p) {
     p->back.exchanges = ra__tour_exchanges(&w, p->start, p->back.exchange);
 }
 
-/* Everything between the list of chunks and the figures. */
+/* From the list of chunks to the lists of this rank. */
 static void ra__plan_fill(ra_plan *p) {
     ra__tour w;
     ra__need_none(p, &p->keys);
@@ -12621,8 +12627,8 @@ static void ra__plan_fill(ra_plan *p) {
     p->forward.chunk = p->keys.chunk;
     p->forward.chunk_bytes = p->chunk_bytes;
     if (p->d.train) ra__plan_fill_back(p);
-    p->sizes = ra__plan_sizes(p, p->d.rank, p->task0);
-    for (int32_t b = 0; b <= p->d.sequences; b++) p->back_task0[b] = b * p->sizes.back.tasks;
+    p->sizes = ra__plan_sizes(p, p->d.rank, p->task_begin);
+    for (int32_t b = 0; b <= p->d.sequences; b++) p->back_task_begin[b] = b * p->sizes.back.tasks;
     ra__plan_own_lists(p);
     ra__plan_readers(p);
 }
@@ -12652,8 +12658,7 @@ static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report 
     r->backward.state_bytes = state[1];
 }
 
-/* At least as many chunks as there will be: each shard of a sequence adds one to tokens /
- * chunk_tokens. */
+/* An upper bound on chunks: each shard of a sequence adds one to tokens / chunk_tokens. */
 static int64_t ra__plan_most_chunks(const ra_desc *d, int keys) {
     const ra_layout *l = &d->layout;
     const int64_t *rows = keys && l->k_rows ? l->k_rows : l->q_rows;
@@ -12691,12 +12696,12 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     queries = ra__plan_most_chunks(&full, 0);
     if (keys > INT32_MAX / 2 || queries > INT32_MAX / 2)
         return ra__refuse(d->error, RA_E_OVERFLOW, "chunk_tokens",
-                          "# tokens make too many chunks", full.chunk_tokens);
+                          "# leads to too many chunks", full.chunk_tokens);
     ra__plan_carve(&arena, &probe, &full, keys, queries);
     bytes = arena.used;
     arena.base = (uint8_t *)ra__alloc(a, bytes, 64);
     if (!arena.base)
-        return ra__refuse(d->error, RA_E_NOMEM, "allocator", "no # bytes for the plan", bytes);
+        return ra__refuse(d->error, RA_E_NOMEM, "allocator", "has no # bytes for the plan", bytes);
     arena.used = 0;
     p = (ra_plan *)(void *)arena.base;
     memset(p, 0, sizeof *p);
@@ -12768,7 +12773,7 @@ RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_
 RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const ra_rates *rates,
                                        ra_prediction *out) {
     ra__arena arena = { NULL, 0 };
-    ra__model m;
+    ra__prediction_scratch m;
     int64_t bytes;
     double pair_s;
     if (!plan || !rates || !out) return RA_E_NULL;
@@ -12776,21 +12781,21 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
     if (!(rates->flops_per_s > 0) || !(rates->link_bytes_per_s > 0) ||
         !(rates->link_latency_s >= 0))
         return RA_E_RANGE;
-    ra__model_carve(&arena, plan, &m);
+    ra__predict_carve(&arena, plan, &m);
     bytes = arena.used;
     arena.base = (uint8_t *)ra__alloc(&plan->allocator, bytes, 64);
     if (!arena.base) return RA_E_NOMEM;
     memset(arena.base, 0, (size_t)bytes);
     arena.used = 0;
-    ra__model_carve(&arena, plan, &m);
+    ra__predict_carve(&arena, plan, &m);
     pair_s = 2.0 * (plan->d.k_dim + plan->d.v_dim) * plan->d.q_heads / rates->flops_per_s;
     for (int32_t r = 0; r < plan->d.ranks; r++) {
         if (plan->d.layout.kind == RA_LAYOUT_ARRAY)
-            ra__model_array(plan, r, pair_s, &m);
+            ra__predict_array(plan, r, pair_s, &m);
         for (int32_t b = 0; b < plan->d.sequences && plan->d.layout.kind != RA_LAYOUT_ARRAY; b++)
-            ra__model_work(plan, r, b, pair_s, &m);
+            ra__predict_work(plan, r, b, pair_s, &m);
     }
-    for (int64_t c = 0; c < plan->keys.chunks; c++) ra__model_chunk(plan, rates, c, &m);
+    for (int64_t c = 0; c < plan->keys.chunks; c++) ra__predict_chunk(plan, rates, c, &m);
     memset(out, 0, sizeof *out);
     out->compute_s = m.compute[rank];
     out->transfer_s = m.busy[rank];
@@ -12804,10 +12809,10 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
 }
 
 /* ========================================================================== TRANSPORT
- * Checks an ra_transport before anything of it is used, fills in its defaults, and the transport of
- * a ring of one. In: the struct as the client filled it and what the plan needs. Out: a refusal
- * whose (status, field) names one check, or nothing. Garbage is met in the order size, ABI, plain
- * numbers, pointers; no callback is called here. */
+ * Checks an ra_transport before any of it is used, and fills in its defaults. In: the struct from
+ * the caller and what the plan needs. Out: a refusal whose (status, field) names one check, or
+ * nothing. Size and ABI come first, then plain numbers, then pointers. No callback is called
+ * here. */
 
 enum { RA__TP_CAPS = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_LOAN | RA_CAP_DEADLINE
                      | RA_CAP_SHARED };
@@ -12835,7 +12840,7 @@ static ra_status ra__tp_check_numbers(const ra_transport *t, ra_error *e) {
     return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
-/* Each callback and property that another one calls for. */
+/* Callbacks and properties that need another one. */
 static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
     const int shared = (t->caps & RA_CAP_SHARED) != 0;
     const int64_t caps = (int64_t)t->caps;
@@ -12907,7 +12912,7 @@ static ra_status ra__tp_check_back(const ra_transport *t, const ra_plan *p, ra_e
 }
 
 /* A copy with the defaults in place of zeros. t has passed ra__tp_check. What a later version
- * appends is not copied: nothing here would call it. */
+ * appends is not copied, because nothing here would call it. */
 static ra_transport ra__tp_resolved(const ra_transport *t) {
     ra_transport r = *t;
     r.size = (uint32_t)sizeof r;
@@ -12925,22 +12930,26 @@ static ra_transport ra__tp_resolved(const ra_transport *t) {
 #undef RA__TP_MAX_MSG
 
 /* ========================================================================== SHM
- * The bundled world: ranks are threads of this process, a seat each. One world carries one ring a
- * rank at a time: quiesce speaks for the whole rank, and failure is for the life of the world.
+ * The bundled world: its ranks are threads of this process, and each has a seat. A world carries
+ * one ring per rank at a time, because quiesce is for the whole rank and a failure is for the life
+ * of the world.
  *
  * A send and a receive match in order per (source, destination, channel). Both look into the inbox
- * of the destination, under its lock: whoever comes second takes the other's op out, copies the
+ * of the destination, under its lock. Whichever comes second takes the other's op out, copies the
  * bytes after unlocking, and reports to its owner in scratch. Hence
  *   - in one flow only sends or only receives are ever queued, so a match is the first of its flow;
- *   - an op's state is written by calls of its owner alone;
- *   - an op that is no longer PENDING is touched by nobody else, nor is its buffer.
- * Whatever a seat may sleep for first changes the atomics that say so, then adds to its event
- * word, on which the sleeper also announces itself: one word, one order, no lost wake-up.
+ *   - an op's state is written only by calls of its owner;
+ *   - nobody else touches an op that is no longer PENDING, or its buffer.
+ * Whoever changes something that a seat may sleep for first writes the atomics that show it, then
+ * adds to the seat's event word. The sleeper announces itself in the same word, so one order holds
+ * for both and no wake-up is lost.
  *
- * Errors of the callbacks: RA_OK or the sticky failure of the seat, which is `why` on the rank
- * that aborted and RA_E_ABORTED on others. Ops alone fail with RA_E_TRUNC (both sides; nothing is
- * copied), RA_E_PEER (the peer left or quiesced) or RA_E_IO (kind, channel or peer is invalid).
- * Six facts a callback stand beside each; "owner" is the thread that makes the calls of a rank. */
+ * Errors of the callbacks: RA_OK or the permanent failure of the seat, which is `why` on the rank
+ * that aborted and RA_E_ABORTED on others. Single ops fail with RA_E_TRUNC (on both sides; nothing
+ * is copied), RA_E_PEER (the peer left or quiesced) or RA_E_IO (kind, channel or peer is invalid).
+ * Each callback says who calls it, whether it blocks, who owns the buffers, in which order it acts,
+ * how it fails, and whether it is required. The "owner" is the thread that makes the calls of a
+ * rank. */
 
 #ifdef RINGATTN_NO_THREADS
 
@@ -12976,23 +12985,23 @@ RINGATTN_API void ra_world_destroy(ra_world *world) {
 
 enum { RA__SHM_BUCKETS = 16, RA__SHM_CHANNELS = 2 };
 enum { RA__SHM_SPINS = 200, RA__SHM_YIELDS = 8 };
-#define RA__SHM_SLICE_NS 10000000      /* longest sleep in one piece */
+#define RA__SHM_SLICE_NS 10000000      /* longest single sleep */
 #define RA__SHM_EVENT 65536            /* event word: events times this plus sleepers */
 #define RA__SHM_LINE __attribute__((aligned(128))) /* two lines: processors fetch pairs */
 
-/* Words of ra_transport_op.scratch of a PENDING op. All but the report are read and written under
- * the lock of the inbox that queues the op. */
+/* Words of ra_transport_op.scratch of a PENDING op. All except the report are read and written
+ * under the lock of the inbox that queues the op. */
 enum { RA__SHM_NEXT, RA__SHM_PREV,     /* in its bucket */
        RA__SHM_OWNER, RA__SHM_SOURCE,  /* seats: who posted it, from where the bytes come */
-       RA__SHM_REPORT };               /* atomic: RA__SHM_QUEUED, or as follows, or RA_E_TRUNC */
+       RA__SHM_REPORT };               /* atomic: RA__SHM_QUEUED, _TAKEN, _MOVED or RA_E_TRUNC */
 enum { RA__SHM_QUEUED = 0, RA__SHM_TAKEN = 1, RA__SHM_MOVED = 2 };
 
 typedef struct ra__shm_bucket { ra_transport_op *head, *tail; } ra__shm_bucket;
 
 typedef struct ra__shm_seat {
-    RA__SHM_LINE int64_t event;        /* others write */
+    RA__SHM_LINE int64_t event;        /* others write it */
     int32_t open;                      /* ops of this rank that are queued or being copied */
-    RA__SHM_LINE int32_t why;          /* seldom written: failure of this rank, 0: none */
+    RA__SHM_LINE int32_t why;          /* failure of this rank, 0: none; rarely written */
     int32_t gone;                      /* 1: has quiesced or left */
     int32_t rank;
     struct ra_world *world;
@@ -13012,7 +13021,7 @@ struct ra_world {
     ra_allocator allocator;
 };
 
-/* ---- waking and sleeping */
+/* -------------------------------------------------------------------------- waking and sleeping */
 
 static int ra__shm_eventless(const ra__shm_seat *seat, int64_t seen) {
     return ra__load_i64(&seat->event) / RA__SHM_EVENT == seen;
@@ -13025,10 +13034,9 @@ static void ra__shm_notify(ra__shm_seat *seat) {
     pthread_mutex_unlock(&seat->sleep_lock);
 }
 
-/* Takes no lock that another thread holds: a sleeper that is missed wakes with its slice. */
+/* Skips seats whose lock another thread holds: their sleepers wake at the end of their slice. */
 static void ra__shm_notify_all(ra_world *world) {
-    int32_t r;
-    for (r = 0; r < world->ranks; r++) {
+    for (int32_t r = 0; r < world->ranks; r++) {
         ra__shm_seat *seat = &world->seats[r];
         if (ra__add_i64(&seat->event, RA__SHM_EVENT) % RA__SHM_EVENT == 0) continue;
         if (pthread_mutex_trylock(&seat->sleep_lock)) continue;
@@ -13037,7 +13045,7 @@ static void ra__shm_notify_all(ra_world *world) {
     }
 }
 
-/* One slice of sleep, unless there was an event since `seen` was taken. */
+/* Sleeps for one slice, unless there was an event since `seen` was read. */
 static void ra__shm_sleep(ra__shm_seat *seat, int64_t seen, int64_t ns) {
     pthread_mutex_lock(&seat->sleep_lock);
     if (ra__add_i64(&seat->event, 1) / RA__SHM_EVENT == seen)
@@ -13048,12 +13056,11 @@ static void ra__shm_sleep(ra__shm_seat *seat, int64_t seen, int64_t ns) {
 
 /* Waits for an event later than `seen`: 1; 0: the deadline came first. */
 static int ra__shm_doze(ra__shm_seat *seat, int64_t seen, int64_t deadline_ns) {
-    int i;
-    for (i = 0; i < RA__SHM_SPINS; i++) {
+    for (int i = 0; i < RA__SHM_SPINS; i++) {
         if (!ra__shm_eventless(seat, seen)) return 1;
         ra__pause();
     }
-    for (i = 0; i < RA__SHM_YIELDS; i++) {
+    for (int i = 0; i < RA__SHM_YIELDS; i++) {
         if (!ra__shm_eventless(seat, seen)) return 1;
         ra__yield();
     }
@@ -13069,7 +13076,8 @@ static int ra__shm_doze(ra__shm_seat *seat, int64_t seen, int64_t deadline_ns) {
     return 1;
 }
 
-/* ---- queues; the inbox is locked */
+/* -------------------------------------------------------------------------- queues; the inbox is
+ * locked */
 
 static ra_transport_op *ra__shm_op(const ra_transport_op *op, int word) {
     return (ra_transport_op *)op->scratch[word];
@@ -13096,8 +13104,8 @@ static ra__shm_bucket *ra__shm_bucket_of(ra__shm_seat *inbox, const ra_transport
  * share the bucket. */
 static ra_transport_op *ra__shm_first(const ra__shm_bucket *b, const ra_transport_op *op) {
     ra_transport_op *at = b->head;
-    while (at && (at->scratch[RA__SHM_SOURCE] != op->scratch[RA__SHM_SOURCE]
-                  || at->channel != op->channel))
+    while (at && (at->scratch[RA__SHM_SOURCE] != op->scratch[RA__SHM_SOURCE] ||
+                  at->channel != op->channel))
         at = ra__shm_op(at, RA__SHM_NEXT);
     return at;
 }
@@ -13118,7 +13126,7 @@ static void ra__shm_unlink(ra__shm_bucket *b, const ra_transport_op *op) {
     else b->tail = prev;
 }
 
-/* ---- ops */
+/* -------------------------------------------------------------------------- ops */
 
 /* The failure that all calls of this rank return, or RA_OK. */
 static int32_t ra__shm_failure(const ra__shm_seat *seat) {
@@ -13127,21 +13135,21 @@ static int32_t ra__shm_failure(const ra__shm_seat *seat) {
     return ra__load_i32(&seat->world->aborted) ? RA_E_ABORTED : RA_OK;
 }
 
-/* For an op whose peer is gone. The failure is asked again: a rank that aborts does so before it is
- * gone, so seeing it gone means that an abort can be seen too. */
+/* For an op whose peer is gone. Reads the failure again: a rank aborts before it is gone, so if it
+ * is seen to be gone, its abort can be seen too. */
 static int32_t ra__shm_why_gone(const ra__shm_seat *seat) {
     int32_t failure = ra__shm_failure(seat);
     return failure ? failure : RA_E_PEER;
 }
 
-/* state is stored last and released: an engine may load it on another thread of the rank. */
+/* Stores the state last and with release, because another thread of the rank may load it. */
 static void ra__shm_close(ra_transport_op *op, int32_t state) {
     op->done = state == RA_MSG_DONE ? op->len : 0;
     ra__store_i32(&op->state, state);
 }
 
-/* `other` was taken out of its inbox by this thread, which posts `op`. Nothing of `other` may be
- * touched after its report: the owner may use it again. */
+/* This thread posts `op` and has taken `other` out of its inbox. It must not touch `other` after
+ * its report, because the owner may use it again. */
 static void ra__shm_move(ra_transport_op *op, ra_transport_op *other) {
     ra__shm_seat *owner = (ra__shm_seat *)other->scratch[RA__SHM_OWNER];
     ra_transport_op *to = op->kind == RA_MSG_RECV ? op : other;
@@ -13189,8 +13197,9 @@ static void ra__shm_post_one(ra__shm_seat *seat, ra_transport_op *op) {
     if (other) ra__shm_move(op, other);
 }
 
-/* Takes a queued op back. Returns the report, RA__SHM_QUEUED if it was still queued, never
- * RA__SHM_TAKEN: a copy that has begun is waited for, which takes no longer than its memcpy. */
+/* Takes a queued op back. Returns the report: RA__SHM_QUEUED if it was still queued, and never
+ * RA__SHM_TAKEN, because it waits for a copy that has begun. That takes no longer than the
+ * memcpy. */
 static int32_t ra__shm_withdraw(ra__shm_seat *seat, ra_transport_op *op) {
     ra__shm_seat *inbox = ra__shm_inbox(seat, op);
     int32_t report;
@@ -13208,7 +13217,7 @@ static int32_t ra__shm_withdraw(ra__shm_seat *seat, ra_transport_op *op) {
     return report;
 }
 
-/* Moves one PENDING op on, if its time has come. failure: of the seat. */
+/* Ends one PENDING op if it can be ended. failure: of the seat. */
 static void ra__shm_settle(ra__shm_seat *seat, ra_transport_op *op, int32_t failure) {
     int32_t report = ra__shm_reported(op);
     if (failure) {
@@ -13216,8 +13225,8 @@ static void ra__shm_settle(ra__shm_seat *seat, ra_transport_op *op, int32_t fail
         ra__shm_close(op, failure);
         return;
     }
-    if (report == RA__SHM_QUEUED && ra__load_i32(&seat->world->gone)
-        && ra__load_i32(&seat->world->seats[op->peer].gone)) {
+    if (report == RA__SHM_QUEUED && ra__load_i32(&seat->world->gone) &&
+        ra__load_i32(&seat->world->seats[op->peer].gone)) {
         report = ra__shm_withdraw(seat, op);
         if (report == RA__SHM_QUEUED) report = ra__shm_why_gone(seat);
     }
@@ -13225,68 +13234,69 @@ static void ra__shm_settle(ra__shm_seat *seat, ra_transport_op *op, int32_t fail
     else if (report < 0) ra__shm_close(op, report);
 }
 
-/* Settles ops[0..n). pending: how many were PENDING before and are after. */
-static void ra__shm_sweep(ra__shm_seat *seat, ra_transport_op *const *ops, int n, int32_t failure,
-                          int *pending) {
-    int i;
-    pending[0] = pending[1] = 0;
-    for (i = 0; i < n; i++) {
+/* How many ops were PENDING before a sweep, and still are. */
+typedef struct ra__shm_pending { int before, after; } ra__shm_pending;
+
+/* Settles ops[0..n). */
+static ra__shm_pending ra__shm_sweep(ra__shm_seat *seat, ra_transport_op *const *ops, int n,
+                                     int32_t failure) {
+    ra__shm_pending count = { 0, 0 };
+    for (int i = 0; i < n; i++) {
         if (ra__load_i32(&ops[i]->state) != RA_MSG_PENDING) continue;
-        pending[0]++;
+        count.before++;
         ra__shm_settle(seat, ops[i], failure);
-        if (ra__load_i32(&ops[i]->state) == RA_MSG_PENDING) pending[1]++;
+        count.after += ra__load_i32(&ops[i]->state) == RA_MSG_PENDING;
     }
+    return count;
 }
 
-/* ---- callbacks */
+/* -------------------------------------------------------------------------- callbacks */
 
-/* Who: the owner. Blocks: no; copies the bytes of ops that match at once. Buffers: as
+/* Who: the owner. Blocks: no; copies the bytes of ops that match immediately. Buffers: as
  * ra_transport_op.buf says. Order: receives first, each flow in the order of ops; all are accepted,
- * RA_AGAIN never comes. Errors: see above; after one every idle op has it too. Required. */
+ * and it never returns RA_AGAIN. Errors: see above; every idle op then fails in the same way.
+ * Required. */
 static int ra__shm_post(void *ctx, ra_transport_op *const *ops, int n) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
     int32_t failure = ra__shm_failure(seat);
-    int i, kind;
-    for (kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--) {
-        for (i = 0; i < n; i++) {
+    for (int kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--) {
+        for (int i = 0; i < n; i++) {
             if (ops[i]->kind != kind || ra__load_i32(&ops[i]->state) != RA_MSG_IDLE) continue;
             if (failure) ra__shm_close(ops[i], failure);
             else ra__shm_post_one(seat, ops[i]);
         }
     }
-    for (i = 0; i < n; i++)
+    for (int i = 0; i < n; i++)
         if (ra__load_i32(&ops[i]->state) == RA_MSG_IDLE) ra__shm_close(ops[i], RA_E_IO);
     return failure;
 }
 
-/* Who: the owner. Blocks: no, but for a copy under way after a failure. Buffers: free again as ops
- * leave PENDING. Order: ops of a flow may be found done in any order. Errors: see above. Required
- * with post. */
+/* Who: the owner. Blocks: no, except for a copy in progress after a failure. Buffers: free again
+ * when their op leaves PENDING. Order: ops of a flow may be found done in any order. Errors: see
+ * above. Required with post. */
 static int ra__shm_poll(void *ctx, ra_transport_op *const *ops, int n) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
     int32_t failure = ra__shm_failure(seat);
-    int pending[2];
-    ra__shm_sweep(seat, ops, n, failure, pending);
+    (void)ra__shm_sweep(seat, ops, n, failure);
     return failure;
 }
 
-/* As poll. Blocks until one of ops leaves PENDING, abort, or deadline_ns (then RA_OK: nothing is
- * wrong with the transport). Optional. */
+/* As poll, except that it blocks until one of ops leaves PENDING, a rank aborts, or deadline_ns (it
+ * then returns RA_OK). Optional. */
 static int ra__shm_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
     for (;;) {
         int64_t seen = ra__load_i64(&seat->event) / RA__SHM_EVENT;
         int32_t failure = ra__shm_failure(seat);
-        int pending[2];
-        ra__shm_sweep(seat, ops, n, failure, pending);
-        if (failure || pending[1] < pending[0] || pending[1] == 0) return failure;
+        ra__shm_pending pending = ra__shm_sweep(seat, ops, n, failure);
+        if (failure || pending.after < pending.before || pending.after == 0) return failure;
         if (!ra__shm_doze(seat, seen, deadline_ns)) return RA_OK;
     }
 }
 
-/* Who: any thread, any time, beside any call. Blocks: no. Buffers: stay where they are until
- * quiesce. Order: the first of a rank counts; it holds before this returns. Errors: none.
- * Optional. */
+/* Who: any thread at any time, during any other call. Blocks: no. Buffers: still in use until
+ * quiesce. Order: the first abort of a rank counts and is in effect when this returns. Errors:
+ * none. Optional. */
 static int ra__shm_abort(void *ctx, int why) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
     ra__cas_i32(&seat->why, 0, why < 0 ? why : RA_E_ABORTED);
@@ -13294,16 +13304,14 @@ static int ra__shm_abort(void *ctx, int why) {
     return RA_OK;
 }
 
-/* Takes back what this rank has queued anywhere, and waits for copies under way. The `why` of its
- * seat is set: a post at the same time has queued its op before this takes the lock of its inbox,
- * or sees `why` under that lock and queues nothing. */
+/* Takes back everything that this rank has queued, and waits for copies in progress. The `why` of
+ * its seat is set: a concurrent post either has queued its op before this takes the lock of the
+ * inbox, or sees `why` under that lock and queues nothing. */
 static void ra__shm_purge(ra__shm_seat *seat) {
-    int32_t r;
-    int b;
-    for (r = 0; r < seat->world->ranks; r++) {
+    for (int32_t r = 0; r < seat->world->ranks; r++) {
         ra__shm_seat *inbox = &seat->world->seats[r];
         pthread_mutex_lock(&inbox->inbox_lock);
-        for (b = 0; b < RA__SHM_BUCKETS; b++) {
+        for (int b = 0; b < RA__SHM_BUCKETS; b++) {
             ra_transport_op *op = inbox->bucket[b].head, *next;
             for (; op; op = next) {
                 next = ra__shm_op(op, RA__SHM_NEXT);
@@ -13318,7 +13326,7 @@ static void ra__shm_purge(ra__shm_seat *seat) {
     while (ra__load_i32(&seat->open)) ra__yield();
 }
 
-/* From here on this rank reads nothing of others, and others get RA_E_PEER instead of waiting. */
+/* After this the rank reads nothing of others, and others get RA_E_PEER instead of waiting. */
 static void ra__shm_part(ra__shm_seat *seat) {
     ra_world *world = seat->world;
     int32_t failure = ra__shm_failure(seat);
@@ -13330,8 +13338,8 @@ static void ra__shm_part(ra__shm_seat *seat) {
 }
 
 /* Who: the owner, when no thread of the rank reads what it received. Blocks: until every rank has
- * quiesced or left, or deadline_ns. Buffers: all the rank's own again after RA_OK. Order: the rank
- * parts for good, even without an abort before: later ops fail. Errors: RA_E_UNSAFE at the
+ * quiesced or left, or deadline_ns. Buffers: all belong to the rank again after RA_OK. Order: the
+ * rank leaves permanently, even if nobody aborted; later ops fail. Errors: RA_E_UNSAFE at the
  * deadline; may be called again. Optional. */
 static int ra__shm_quiesce(void *ctx, int64_t deadline_ns) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
@@ -13343,7 +13351,8 @@ static int ra__shm_quiesce(void *ctx, int64_t deadline_ns) {
     }
 }
 
-/* Who: any thread. Blocks: no. The text is static; any code; null: see ra_status_text. Optional. */
+/* Who: any thread, with any code. Blocks: no. The text is static; null: see ra_status_text.
+ * Optional. */
 static const char *ra__shm_error_text(void *ctx, int code) {
     (void)ctx;
     if (code == RA_E_ABORTED) return "another rank of this world failed or was cancelled";
@@ -13355,7 +13364,7 @@ static const char *ra__shm_error_text(void *ctx, int code) {
     return NULL;
 }
 
-/* ---- the world */
+/* -------------------------------------------------------------------------- the world */
 
 static void ra__shm_close_seats(ra_world *world, int32_t n) {
     while (n-- > 0) {
@@ -13365,7 +13374,7 @@ static void ra__shm_close_seats(ra_world *world, int32_t n) {
     }
 }
 
-/* 1: done; 0: the system has no more locks, and nothing is left behind. */
+/* 1: done; 0: the system has no more locks, and nothing has been created. */
 static int ra__shm_open_seat(ra_world *world, int32_t rank) {
     ra__shm_seat *seat = &world->seats[rank];
     ra_transport *t = &seat->transport;
@@ -13404,18 +13413,17 @@ static ra_status ra__shm_check(const ra_world_desc *wd, int32_t ranks, ra_error 
     return wd ? ra__check_allocator(&wd->allocator, "allocator", e) : RA_OK;
 }
 
-/* wd is checked; only its allocator counts here. Null: no memory, or no locks. */
+/* wd has been checked; only its allocator is used here. Null: no memory, or no locks. */
 static ra_world *ra__shm_create(const ra_world_desc *wd, int32_t ranks) {
     size_t bytes = sizeof(ra_world) + (size_t)ranks * sizeof(ra__shm_seat);
     ra_world *world = (ra_world *)ra__alloc(wd ? &wd->allocator : NULL, (int64_t)bytes, 128);
-    int32_t r;
     if (!world) return NULL;
     memset((void *)world, 0, bytes);
     world->ranks = ranks;
     world->seats = (ra__shm_seat *)(world + 1);
     world->bytes = bytes;
     if (wd) world->allocator = wd->allocator;
-    for (r = 0; r < ranks; r++) {
+    for (int32_t r = 0; r < ranks; r++) {
         if (ra__shm_open_seat(world, r)) continue;
         ra__shm_close_seats(world, r);
         ra__free(wd ? &wd->allocator : NULL, world, bytes);
@@ -13431,12 +13439,12 @@ static ra_status ra__shm_no_memory(ra_error *e, int32_t ranks) {
 RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd) {
     ra_error *e = wd ? wd->error : NULL;
     ra_status s;
-    if (!out) return ra__refuse(e, RA_E_NULL, "out", "is null: where should the world go?", 0);
+    if (!out) return ra__refuse(e, RA_E_NULL, "out", "is null: it receives the world", 0);
     *out = NULL;
     if (!wd || !wd->ranks)
-        return ra__refuse(e, RA_E_UNSET, "ranks", "must be given, 1 to 4096, is #", 0);
+        return ra__refuse(e, RA_E_UNSET, "ranks", "must be set, 1 to 4096, is #", 0);
     s = ra__shm_check(wd, wd->ranks, e);
-    if (s != RA_OK) return s;
+    if (s) return s;
     *out = ra__shm_create(wd, wd->ranks);
     return *out ? RA_OK : ra__shm_no_memory(e, wd->ranks);
 }
@@ -13452,7 +13460,7 @@ RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why) {
     ra__shm_part(&world->seats[rank]);
 }
 
-/* No call on the world may be under way. */
+/* No call on the world may be in progress. */
 RINGATTN_API void ra_world_destroy(ra_world *world) {
     ra_allocator allocator;
     if (!world) return;
@@ -13465,7 +13473,7 @@ typedef struct ra__shm_run {
     ra_world *world;
     ra_rank_fn fn;
     void *user;
-    int32_t cause;                     /* first status but RA_OK and RA_E_ABORTED; 0: none */
+    int32_t cause;                     /* first status except RA_OK and RA_E_ABORTED; 0: none */
     int32_t aborted;                   /* 1: some rank returned RA_E_ABORTED */
 } ra__shm_run;
 
@@ -13485,10 +13493,10 @@ static void *ra__shm_main(void *arg) {
     return NULL;
 }
 
-/* Starts threads 0..ranks-1 and joins them. Ranks whose thread does not start leave at once with
- * RA_E_NOMEM, so that the others end too. Returns how many started. */
+/* Starts threads 0..ranks-1 and joins them. Ranks whose thread does not start leave immediately
+ * with RA_E_NOMEM, so that the others end too. Returns how many started. */
 static int32_t ra__shm_threads(ra__shm_run *run, ra__shm_thread *threads) {
-    int32_t ranks = run->world->ranks, started = 0, r;
+    int32_t ranks = run->world->ranks, started = 0;
     while (started < ranks) {
         ra__shm_thread *t = &threads[started];
         t->run = run;
@@ -13497,8 +13505,8 @@ static int32_t ra__shm_threads(ra__shm_run *run, ra__shm_thread *threads) {
         started++;
     }
     if (started < ranks) ra__cas_i32(&run->cause, 0, RA_E_NOMEM);
-    for (r = started; r < ranks; r++) ra_world_leave(run->world, r, RA_E_NOMEM);
-    for (r = 0; r < started; r++) pthread_join(threads[r].id, NULL);
+    for (int32_t r = started; r < ranks; r++) ra_world_leave(run->world, r, RA_E_NOMEM);
+    for (int32_t r = 0; r < started; r++) pthread_join(threads[r].id, NULL);
     return started;
 }
 
@@ -13514,7 +13522,7 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
     if (s != RA_OK) return s;
     if (wd && wd->ranks && wd->ranks != ranks)
         return ra__refuse(e, RA_E_SHAPE, "ranks",
-                          "of the descriptor is #, of the call another: leave it 0", wd->ranks);
+                          "is # in the descriptor and differs in the call: leave it 0", wd->ranks);
     memset(&run, 0, sizeof run);
     run.fn = fn;
     run.user = user;
@@ -13540,31 +13548,32 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
 #endif
 
 /* ========================================================================== RING
- * One rank's pass as a state machine: fed with completions and time, asked for the next bounded
- * step. In: a plan, a transport, the tensors of a call. Out: outputs and counters, or one failure.
+ * One rank's pass as a state machine: it takes completions and the time, and does one bounded step
+ * per call. In: a plan, a transport, the tensors of a call. Out: outputs and counters, or one
+ * failure.
  *
- * Threads. Two try-locks, never waited for: `comm` for everything that talks to the transport,
- * `sched` for handing out tasks. Compute runs outside both. A task (query rows x heads) may fold
- * chunk f only after it has folded chunk f - 1: tasks are handed out chunk by chunk in order, so
- * each row meets the chunks in the order of the plan whoever computes it.
+ * Threads. There are two try-locks, which nobody waits for: `comm` for everything that talks to the
+ * transport, `sched` for handing out tasks. Threads compute outside both. A task (query rows x
+ * heads) may fold chunk f only after it has folded chunk f - 1. Tasks are handed out chunk by
+ * chunk, so each row meets the chunks in the order of the plan, whichever thread computes it.
  *
- * Buffers. Receive i lands in buffer i mod n and is posted when receive i - n is folded by all
- * tasks and sent on. Own chunks are packed into buffers of their own, so they can never keep a
- * chunk that is on its way from landing. With RA_CAP_SHARED a message is a frame and an address
- * record, and a chunk is "folded" when its owner's memory is no longer read here. */
+ * Buffers. Receive i uses buffer i mod n and is posted when all tasks have folded receive i - n and
+ * it has been sent on. Own chunks are packed into separate buffers, so they never delay a chunk
+ * that is on its way. With RA_CAP_SHARED a message is a frame and an address record, and a chunk is
+ * "folded" when its owner's memory is no longer read here. */
 
 /* -------------------------------------------------------------------------- failure and time */
 static int64_t ra__ring_now(const ra_ring *r) {
     return r->rd.clock_ns ? r->rd.clock_ns(r->rd.clock_ctx) : ra_now_ns();
 }
 
-/* What is left of `most` ns if a call has a deadline on the ring's clock, or none. */
+/* Time left until a deadline on the ring's clock (0: none), at most `most` ns. */
 static int64_t ra__ring_left(const ra_ring *r, int64_t deadline_ns, int64_t most) {
     if (!deadline_ns) return most;
     return ra__min(most, ra__max(0, ra__time_since(deadline_ns, ra__ring_now(r))));
 }
 
-/* A time left, as the deadline that transports get. */
+/* A time left as the deadline that a transport gets. */
 static int64_t ra__ring_until(int64_t left_ns) { return ra__time_add(ra_now_ns(), left_ns); }
 
 static void ra__ring_event(const ra_ring *r, int32_t kind, int32_t ith, const ra_event *more) {
@@ -13600,7 +13609,7 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
     return b;
 }
 
-/* What ranks disagree about; or, where nothing has come yet, that they may. */
+/* Says what ranks disagree about, or that they may if nothing has come yet. */
 static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
     static const char *const name[RA__AGREE_PARTS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
@@ -13620,53 +13629,48 @@ static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
         ra__put(f->text, cap, at, "; nothing has come yet: do all ranks have equal descriptors?");
 }
 
+static void ra__failure_number(ra_failure *f, size_t *at, const char *what, int64_t value) {
+    ra__put(f->text, sizeof f->text, at, what);
+    ra__put_i64(f->text, sizeof f->text, at, value);
+}
+
 static void ra__failure_text(const ra_ring *r, ra_failure *f) {
     size_t at = 0, cap = sizeof f->text;
     const char *why = NULL;
     if (f->code && f->status != RA_E_ENGINE && r->has_transport && r->tp.error_text)
         why = r->tp.error_text(r->tp.ctx, f->code);
     f->text[0] = 0;
-    ra__put(f->text, cap, &at, "rank ");
-    ra__put_i64(f->text, cap, &at, f->rank);
-    ra__put(f->text, cap, &at, ", pass ");
-    ra__put_i64(f->text, cap, &at, f->pass);
+    ra__failure_number(f, &at, "rank ", f->rank);
+    ra__failure_number(f, &at, ", pass ", f->pass);
     ra__put(f->text, cap, &at, ": ");
     ra__put(f->text, cap, &at, ra_status_text(f->status));
     ra__failure_hint(r, f, &at);
-    if (f->peer >= 0) {
-        ra__put(f->text, cap, &at, f->sending == 1 ? "; sending to rank "
-                                                   : "; receiving from rank ");
-        ra__put_i64(f->text, cap, &at, f->peer);
-    }
-    if (f->chunk >= 0) {
-        ra__put(f->text, cap, &at, ", chunk ");
-        ra__put_i64(f->text, cap, &at, f->chunk);
-    }
-    if (f->code) {
-        ra__put(f->text, cap, &at, f->status == RA_E_TRUNC ? ", bytes moved " : ", code ");
-        ra__put_i64(f->text, cap, &at, f->code);
-    }
+    if (f->peer >= 0)
+        ra__failure_number(f, &at, f->sending == 1 ? "; sending to rank "
+                                                   : "; receiving from rank ", f->peer);
+    if (f->chunk >= 0) ra__failure_number(f, &at, ", chunk ", f->chunk);
+    if (f->code)
+        ra__failure_number(f, &at, f->status == RA_E_TRUNC ? ", bytes moved " : ", code ", f->code);
     if (why) {
         ra__put(f->text, cap, &at, " (");
         ra__put(f->text, cap, &at, why);
         ra__put(f->text, cap, &at, ")");
     }
     if (f->since_progress_ns < 1000000) return;
-    ra__put(f->text, cap, &at, ", ms since progress: ");
-    ra__put_i64(f->text, cap, &at, f->since_progress_ns / 1000000);
+    ra__failure_number(f, &at, ", ms since progress: ", f->since_progress_ns / 1000000);
 }
 
-/* Tells the transport, once in a ring's life. */
+/* Aborts the transport, once in the life of a ring. */
 static void ra__ring_abort(ra_ring *r, ra_status why) {
     if (r->has_transport && r->tp.abort && ra__cas_i32(&r->aborted, 0, 1))
         (void)r->tp.abort(r->tp.ctx, why);
 }
 
-/* The first failure of a pass that has not ended wins, is recorded whole, and tells the transport.
- * Returns the status of the ring, which may be an earlier one; s if there is none (yet). */
+/* The first failure of a pass that has not ended is recorded, and the transport is aborted. Returns
+ * the status of the ring, which may be that of an earlier failure; s if there is none (yet). */
 static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
     ra_event e = ra__event_none();
-    if (ra__load_i32(&r->cancelled)) s = RA_E_CANCELLED;   /* whatever that made the network say */
+    if (ra__load_i32(&r->cancelled)) s = RA_E_CANCELLED;   /* it may be what failed the network */
     if (ra__cas_i32(&r->state, RA_RING_RUNNING, RA_RING_FAILED)) {
         ra_failure *f = &r->failure;
         f->status = s;
@@ -13694,15 +13698,16 @@ static ra_status ra__ring_code(int code) {
     return code <= RA_E_MISMATCH && code >= RA_E_UNSAFE ? code : RA_E_IO;
 }
 
-static void ra__ring_moved(ra_ring *r) {
+static void ra__ring_note_progress(ra_ring *r) {
     ra__store_i64(&r->progress_ns, ra__ring_now(r));
     (void)ra__add_i64(&r->events, 1);
 }
 
 /* -------------------------------------------------------------------------- frames */
-/* Names the address space of the caller, never 0: the same for all threads of a process. A forked
- * child differs by its process id, a process started elsewhere by what the system draws at random
- * for each start: on Linux 16 bytes for this very use, otherwise where the C library is. */
+/* A number for the address space of the caller, never 0 and the same for all threads of a process.
+ * A forked child differs by its process id. Any other process differs by what the system draws at
+ * random for each start: 16 bytes for this purpose on Linux, otherwise the address of the C
+ * library. */
 static uint32_t ra__address_space(void) {
     uint64_t h = ra__hash_i64(14695981039346656037u, (int64_t)RA__PROCESS_ID());
 #if defined(__linux__)
@@ -13715,8 +13720,8 @@ static uint32_t ra__address_space(void) {
     return (uint32_t)h ? (uint32_t)h : 1u;
 }
 
-/* What frames say of this pass. Under `comm`, in its first round of communication: ra_begin reads
- * no data, and some of these values are data. */
+/* Sets what the frames of this pass contain. Under `comm`, in its first round of communication,
+ * because some of these values are data and ra_begin reads no data. */
 static void ra__ring_agree(ra_ring *r) {
     if (r->agreed_known) return;
     r->agreed = ra__agree_call(r->plan, &r->t);
@@ -13745,7 +13750,7 @@ static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, 
     return f;
 }
 
-/* A frame is whole, of an equal plan, and the one that is due. */
+/* A frame is complete, of an equal plan, and the one that is due. */
 static ra_status ra__frame_check(const void *message, const ra__frame *due, uint64_t *differ) {
     ra__frame f;
     memcpy(&f, message, sizeof f);
@@ -13758,7 +13763,8 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due, uint
     return memcmp(&f, due, sizeof f) ? RA_E_PROTO : RA_OK;
 }
 
-/* The message that op received, chunk c, begins with the frame that is due; else the pass fails. */
+/* Checks that the message of op, chunk c, begins with the frame that is due; otherwise the pass
+ * fails. */
 static ra_status ra__ring_check(ra_ring *r, const ra_transport_op *op, const ra__frame *due,
                                 int64_t c) {
     ra_status s = ra__frame_check(op->buf, due, &r->differ);
@@ -13777,34 +13783,34 @@ RA__INLINE uint8_t *ra__lane_buf(const ra__lane *lane, int64_t i) {
 /* -------------------------------------------------------------------------- where chunks are */
 /* Length of chunk c's message to the rank `hop` ranks after its owner. */
 static int64_t ra__ring_length(const ra_ring *r, int64_t c, int32_t hop) {
-    const ra__chunk *chunk = &r->route->chunk[c];
+    const ra__chunk *chunk = &r->lists->chunk[c];
     if (r->shared) return RA__FRAME_BYTES + RA__ADDRESS_BYTES;
-    return r->route->backward ? ra__back_length(&r->plan->d, chunk, hop)
+    return r->lists->backward ? ra__back_length(&r->plan->d, chunk, hop)
                               : ra__message_bytes(&r->plan->d, chunk, hop);
 }
 
-/* The rank `steps` further along the way of chunks. */
+/* The rank `steps` further in the direction of travel. */
 static int32_t ra__ring_peer(const ra_ring *r, int32_t steps) {
-    return ra__rank_up(r->plan, r->rank, steps * r->route->direction);
+    return ra__rank_up(r->plan, r->rank, steps * r->lists->direction);
 }
 
-/* How many ranks after its owner chunk c is here. */
+/* How many ranks after the owner of chunk c this rank is. */
 static int32_t ra__ring_hop(const ra_ring *r, int64_t c) {
-    int32_t owner = r->route->chunk[c].owner;
-    return r->route->direction > 0 ? ra__ranks_up(r->plan, owner, r->rank)
+    int32_t owner = r->lists->chunk[c].owner;
+    return r->lists->direction > 0 ? ra__ranks_up(r->plan, owner, r->rank)
                                    : ra__ranks_up(r->plan, r->rank, owner);
 }
 
 static int32_t ra__ring_kind(const ra_ring *r) {
-    return r->route->backward ? RA__FRAME_GRAD : RA__FRAME_CHUNK;
+    return r->lists->backward ? RA__FRAME_GRAD : RA__FRAME_CHUNK;
 }
 
 /* The segments that came in a message `hop` ranks away from their owner. */
 static void ra__item_packed(const ra_ring *r, const uint8_t *message, int32_t hop, ra__item *out) {
     const ra_desc *d = &r->plan->d;
-    const int32_t *hops = r->route->backward ? out->c.back_hops : out->c.hops;
-    ra__parts part[2], grad[2];
-    if (r->route->backward) (void)ra__back_message(d, &out->c, hop, part, grad);
+    const int32_t *hops = r->lists->backward ? out->c.back_hops : out->c.hops;
+    ra__message_offsets part[2], grad[2];
+    if (r->lists->backward) (void)ra__back_message(d, &out->c, hop, part, grad);
     else (void)ra__message(d, &out->c, hop, part);
     for (int32_t i = 0; i < out->c.segs; i++) {
         if (hops[i] < hop) continue;
@@ -13831,14 +13837,14 @@ static void ra__item_address(const uint8_t *message, ra__item *out) {
 
 /* The chunk of entry f of the fold list; null: a sequence without keys. */
 RA__INLINE const ra__chunk *ra__entry_chunk(const ra_ring *r, int64_t f) {
-    int32_t c = r->route->fold[f].chunk;
-    return c < 0 ? NULL : &r->route->chunk[c];
+    int32_t c = r->lists->fold[f].chunk;
+    return c < 0 ? NULL : &r->lists->chunk[c];
 }
 
-/* Entry f of the fold list as the compute rooms want it; 0: a sequence without keys. */
+/* The keys of entry f of the fold list; 0: a sequence without keys. */
 static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
     const int32_t *array = r->t.k_pos.array;
-    const ra__fold *at = &r->route->fold[f];
+    const ra__fold *at = &r->lists->fold[f];
     int32_t recv = at->recv;
     memset(out, 0, sizeof *out);
     if (at->chunk < 0) {
@@ -13857,7 +13863,7 @@ static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
     return 1;
 }
 
-/* Place of own chunk `own`'s gradients where they do not travel in its messages. */
+/* Gradients of own chunk `own` if they do not travel in its messages. */
 static uint8_t *ra__ring_grads(const ra_ring *r, int64_t own) {
     return r->grad_buf + own % r->grad_slots * r->grad_bytes +
            (r->plan->d.backward_travel == RA_TRAVEL_Q ? RA__FRAME_BYTES : 0);
@@ -13878,16 +13884,16 @@ static uint8_t *ra__ring_message_grads(const ra_ring *r, uint8_t *message) {
 
 /* Where entry f of a backward fold list finds the gradients of its chunk. */
 static uint8_t *ra__ring_fold_grads(const ra_ring *r, int64_t f) {
-    const ra__fold *at = &r->route->fold[f];
-    int32_t recv = at->recv, home;
+    const ra__fold *at = &r->lists->fold[f];
+    int32_t recv = at->recv, returned;
     if (recv >= 0)
         return ra__ring_message_grads(
             r, (uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], recv)->buf);
-    home = r->route->own[at->own].home;
-    if (home < 0 || r->shared) return ra__ring_grads(r, at->own);
+    returned = r->lists->own[at->own].returned;
+    if (returned < 0 || r->shared) return ra__ring_grads(r, at->own);
     if (at->phase == RA__BEFORE)
-        return ra__lane_buf(&r->lane[RA__RETURNS], home) + RA__FRAME_BYTES;
-    return ra__ring_packed(r, home) + RA__FRAME_BYTES;
+        return ra__lane_buf(&r->lane[RA__RETURNS], returned) + RA__FRAME_BYTES;
+    return ra__ring_packed(r, returned) + RA__FRAME_BYTES;
 }
 
 /* Rows of a segment into a message, all heads packed. */
@@ -13905,14 +13911,14 @@ static void ra__pack_rows(uint8_t *to, ra__view from, const ra__seg *s, int32_t 
     }
 }
 
-/* RA_TRAVEL_Q: own rows of queries into the message that will carry them, beside their sums. */
+/* RA_TRAVEL_Q: packs own rows of queries into their message, which has their sums too. */
 static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *message) {
     const ra_desc *d = &r->plan->d;
     uint32_t mode = ra__fp_enter();
     int64_t rows = ra__chunk_rows(chunk), at = 0;
     int64_t q_row = ra__row_bytes(d->q_dtype, d->k_dim);
     int64_t o_row = ra__row_bytes(d->o_dtype, d->v_dim);
-    ra__parts part[2], grad[2];
+    ra__message_offsets part[2], grad[2];
     (void)ra__back_message(d, chunk, 0, part, grad);
     for (int32_t i = 0; i < chunk->segs; at += chunk->seg[i++].rows) {
         const ra__seg *s = &chunk->seg[i];
@@ -13935,18 +13941,18 @@ static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *m
     ra__fp_leave(mode);
 }
 
-/* Own chunk c, or its address, as a message: the one numbered `own` of those that leave. Backward
- * its gradients are there already. */
+/* Packs own chunk c, or its address, into a message: number `own` of those that leave. Backward its
+ * gradients are there already. */
 static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *message) {
     const ra_plan *p = r->plan;
     const ra_desc *d = &p->d;
-    const ra__chunk *chunk = &r->route->chunk[c];
+    const ra__chunk *chunk = &r->lists->chunk[c];
     ra__view k = ra__view_at(r->kv[0], chunk->sequence, 0, 0);
     ra__view v = ra__view_at(r->kv[1], chunk->sequence, 0, 0);
     const int32_t *pos = r->t.k_pos.array;
     ra__frame f = ra__ring_frame(r, ra__ring_kind(r), r->rank, c, ra__ring_length(r, c, 1));
-    const int32_t *hops = r->route->backward ? chunk->back_hops : chunk->hops;
-    ra__parts part[2], grad[2];
+    const int32_t *hops = r->lists->backward ? chunk->back_hops : chunk->hops;
+    ra__message_offsets part[2], grad[2];
     memcpy(message, &f, sizeof f);
     if (pos) pos += chunk->sequence * r->t.k_pos.batch_step;
     if (r->shared) {
@@ -13956,14 +13962,13 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *mes
         a.v = v.data; a.v_token = v.token; a.v_head = v.head;
         a.pos = pos;
         a.alive = (int64_t *)(uintptr_t)&r->alive;
-        if (r->route->backward) a.grad = ra__ring_grads(r, r->route->home[own].own);
+        if (r->lists->backward) a.grad = ra__ring_grads(r, r->lists->returned[own].own);
         memcpy(message + RA__FRAME_BYTES, &a, sizeof a);
         return;
     }
-    if (r->route->backward) (void)ra__back_message(d, chunk, 1, part, grad);
+    if (r->lists->backward) (void)ra__back_message(d, chunk, 1, part, grad);
     else (void)ra__message(d, chunk, 1, part);
-    if (r->route->backward && d->backward_travel == RA_TRAVEL_Q) return; /* packed when it
-                                        * started */
+    if (r->lists->backward && d->backward_travel == RA_TRAVEL_Q) return; /* packed at its start */
     for (int32_t i = 0; i < chunk->segs; i++) {
         const ra__seg *s = &chunk->seg[i];
         if (hops[i] < 1) continue;
@@ -14009,16 +14014,16 @@ static int ra__lane_open(const ra__lane *lane, int64_t freed, int64_t most) {
 }
 
 /* Receive i, which has come, is folded by all tasks and sent on. */
-static int ra__ring_free(const ra_ring *r, int64_t i) {
-    int32_t fold = r->route->recv[i].fold, send = r->route->recv[i].send;
+static int ra__ring_recv_slot_free(const ra_ring *r, int64_t i) {
+    int32_t fold = r->lists->recv[i].fold, send = r->lists->recv[i].send;
     return (fold < 0 || fold < ra__load_i64(&r->folded)) &&
            (send < 0 || send < r->lane[RA__SENDS].done);
 }
 
-/* Gives back lent memory of receives that are free, in order. */
+/* Frees the buffers of receives that are no longer needed, in order, and releases lent memory. */
 static void ra__ring_release(ra_ring *r) {
     const ra__lane *lane = &r->lane[RA__RECEIVES];
-    while (r->released < lane->done && ra__ring_free(r, r->released)) {
+    while (r->released < lane->done && ra__ring_recv_slot_free(r, r->released)) {
         ra_transport_op *op = ra__lane_op(lane, r->released);
         void *own = ra__lane_buf(lane, r->released);
         if (op->buf != own && (r->tp.caps & RA_CAP_LOAN)) (void)r->tp.release(r->tp.ctx, op);
@@ -14027,15 +14032,15 @@ static void ra__ring_release(ra_ring *r) {
     }
 }
 
-/* Ops that may be pending for what comes home, and for chunks between neighbours: what words may
- * need is kept free. */
-static int64_t ra__ring_home_ops(const ra_ring *r) {
+/* Ops that may be pending for returned gradients, and between neighbours: those that notices may
+ * need are kept free. */
+static int64_t ra__ring_return_ops(const ra_ring *r) {
     int64_t all = (int64_t)r->tp.max_ops - (r->shared ? 2 * ((int64_t)r->ranks - 1) : 0);
-    return r->route->backward ? ra__max(1, all / 4) : 0;
+    return r->lists->backward ? ra__max(1, all / 4) : 0;
 }
 static int64_t ra__ring_ops(const ra_ring *r) {
     return (int64_t)r->tp.max_ops - (r->shared ? 2 * ((int64_t)r->ranks - 1) : 0) -
-           ra__ring_home_ops(r);
+           ra__ring_return_ops(r);
 }
 
 /* Posts receives that have a free buffer. */
@@ -14043,17 +14048,17 @@ static void ra__ring_more_receives(ra_ring *r) {
     const ra__lane *lane = &r->lane[RA__RECEIVES];
     int64_t most = ra__max(1, ra__ring_ops(r) / 2);
     while (ra__lane_open(lane, r->released, most)) {
-        int32_t c = r->route->recv[lane->posted].chunk;
+        int32_t c = r->lists->recv[lane->posted].chunk;
         ra_transport_op *op = ra__lane_post(r, RA__RECEIVES, ra__ring_peer(r, -1), c,
                                             ra__lane_buf(lane, lane->posted),
                                             ra__ring_length(r, c, ra__ring_hop(r, c)));
-        if ((r->tp.caps & RA_CAP_LOAN) && !r->route->backward) op->flags = RA_MSG_LOAN_OK;
+        if ((r->tp.caps & RA_CAP_LOAN) && !r->lists->backward) op->flags = RA_MSG_LOAN_OK;
     }
 }
 
-/* Send i may go: its chunk is here, backward also folded; an own one has a buffer. */
-static int ra__ring_ready(const ra_ring *r, int64_t i) {
-    int32_t recv = r->route->send[i].recv, fold = r->route->send[i].fold;
+/* Send i may be posted: its chunk has come and, backward, is folded; an own one has a buffer. */
+static int ra__ring_may_send(const ra_ring *r, int64_t i) {
+    int32_t recv = r->lists->send[i].recv, fold = r->lists->send[i].fold;
     if (fold >= 0 && fold >= ra__load_i64(&r->folded)) return 0;
     return recv >= 0 ? recv < r->lane[RA__RECEIVES].done
                      : r->own_posted - r->own_sent < r->pack_slots;
@@ -14061,33 +14066,34 @@ static int ra__ring_ready(const ra_ring *r, int64_t i) {
 
 /* Posts sends that may go, in order; packs own chunks. */
 static void ra__ring_more_sends(ra_ring *r) {
-    const ra__route *way = r->route;
+    const ra__pass_lists *lists = r->lists;
     const ra__lane *lane = &r->lane[RA__SENDS];
     int64_t most = ra__max(1, ra__ring_ops(r) - ra__ring_ops(r) / 2);
-    while (ra__lane_open(lane, lane->done, most) && ra__ring_ready(r, lane->posted)) {
-        int32_t c = way->send[lane->posted].chunk, recv = way->send[lane->posted].recv;
+    while (ra__lane_open(lane, lane->done, most) && ra__ring_may_send(r, lane->posted)) {
+        int32_t c = lists->send[lane->posted].chunk, recv = lists->send[lane->posted].recv;
         int32_t to = ra__ring_peer(r, 1), hop = 1 + ra__ring_hop(r, c);
         uint8_t *buf = recv >= 0 ? (uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], recv)->buf
                                  : ra__ring_packed(r, r->own_posted);
         ra_transport_op *op;
-        if (way->backward) to = ra__back_to(r->plan, &way->chunk[c], r->rank, &hop);
+        if (lists->backward) to = ra__back_to(r->plan, &lists->chunk[c], r->rank, &hop);
         if (recv < 0) ra__ring_pack(r, c, r->own_posted++, buf);
         op = ra__lane_post(r, RA__SENDS, to, c, buf, ra__ring_length(r, c, hop));
-        op->channel = way->backward && hop == r->ranks;
+        op->channel = lists->backward && hop == r->ranks;
         if (buf < r->base || buf >= r->base + r->bytes) op->mr = NULL; /* lent, not in reg */
     }
 }
 
-/* Backward: posts receives of own chunks that come home, from the last rank that had each. */
+/* Backward: posts receives of the gradients of own chunks, from the last rank that had each. */
 static void ra__ring_more_returns(ra_ring *r) {
-    const ra__route *way = r->route;
+    const ra__pass_lists *lists = r->lists;
     const ra__lane *lane = &r->lane[RA__RETURNS];
-    while (r->home_done < lane->done && way->home[r->home_done].fold < ra__load_i64(&r->folded))
-        ra__store_i64(&r->home_done, r->home_done + 1);
-    while (ra__lane_open(lane, r->home_done, ra__ring_home_ops(r))) {
-        int32_t c = way->home[lane->posted].chunk;
+    while (r->returns_folded < lane->done &&
+           lists->returned[r->returns_folded].fold < ra__load_i64(&r->folded))
+        ra__store_i64(&r->returns_folded, r->returns_folded + 1);
+    while (ra__lane_open(lane, r->returns_folded, ra__ring_return_ops(r))) {
+        int32_t c = lists->returned[lane->posted].chunk;
         (void)ra__lane_post(r, RA__RETURNS,
-                            ra__ring_peer(r, ra__back_stations(r->plan, &way->chunk[c])), c,
+                            ra__ring_peer(r, ra__back_stations(r->plan, &lists->chunk[c])), c,
                             ra__lane_buf(lane, lane->posted), ra__ring_length(r, c, r->ranks));
     }
 }
@@ -14119,11 +14125,11 @@ static int ra__ring_list(const ra_ring *r) {
     return n;
 }
 
-/* Upper bounds for one rank in a pass: tiles that are not empty, by the spans of positions that its
- * query blocks see, and tiles of all its query blocks with all keys. */
+/* Upper bounds for one rank in a pass. seen: tiles that are not empty, from the spans of positions
+ * that its query blocks see; all: tiles of all its query blocks with all keys. */
 typedef struct ra__load { int64_t seen, all; } ra__load;
 
-/* Blocks of keys of a sequence, of all ranks, at most: each piece of the layout has a short one. */
+/* Most blocks of keys of a sequence on all ranks: each piece of the layout has a short one. */
 static int64_t ra__load_keys(const ra_plan *p, int32_t b) {
     int64_t n = 2 * (int64_t)p->d.ranks;
     int loose = p->d.layout.kind == RA_LAYOUT_ARRAY || p->d.layout.kind == RA_LAYOUT_RUNS;
@@ -14135,8 +14141,8 @@ static int64_t ra__load_keys(const ra_plan *p, int32_t b) {
                ? n : n + ra__ceil_div(ra__k_len(&p->d, b), RA_BLOCK_TOKENS);
 }
 
-/* keys: blocks of keys of the sequence, of all ranks. loose: how many of them may be in a span only
- * in part. */
+/* keys: blocks of keys of the sequence on all ranks. loose: how many of them may be only partly in
+ * a span. */
 static void ra__load_block(const ra_plan *p, int32_t b, const ra__seg *rows, int64_t keys,
                            ra__load *n) {
     int64_t loose = p->d.layout.kind == RA_LAYOUT_STRIPED ? p->d.ranks : 1, seen = 0;
@@ -14162,9 +14168,9 @@ static void ra__load_rank(const ra_plan *p, int32_t rank, int32_t b, int64_t key
     }
 }
 
-/* Tiles that are not empty on the rank with most of them, at most. Under RA_TRAVEL_Q a rank
- * computes what all queries see of its keys: no more than is seen in all, nor than all tiles of one
- * rank. */
+/* An upper bound on the tiles that are not empty on any one rank. Under RA_TRAVEL_Q a rank computes
+ * what all queries see of its keys: at most what is seen on all ranks together, and at most all
+ * tiles of one rank. */
 static int64_t ra__load_most(const ra_plan *p, int backward) {
     ra__load most = { 0, 0 };
     int64_t total = 0, tiles;
@@ -14180,28 +14186,28 @@ static int64_t ra__load_most(const ra_plan *p, int backward) {
     return ra__mul(tiles, p->d.q_heads, &tiles) ? tiles : INT64_MAX;
 }
 
-/* How long nothing may move while this rank waits: 60 s, and as long as a healthy neighbour may
- * compute. That is the most that any rank has to do in a pass, at the speed of the threads here.
- * The back-pressure of a slow last rank can hold up the first ones that long, and is no failure. */
+/* How long nothing may move while this rank waits: 60 s plus the time that a healthy neighbour may
+ * compute, which is the most that any rank computes in a pass, at the speed of the threads here.
+ * A slow last rank can hold up the first ones that long, which is not a failure. */
 static int64_t ra__ring_patience(ra_ring *r) {
     const ra_desc *d = &r->plan->d;
     const ra_ring_counters *c = &r->counters;
     int64_t done = ra__load_i64(&c->tiles_partial) + ra__load_i64(&c->tiles_full), ns;
     if (r->rd.watchdog_ns) return r->rd.watchdog_ns;
     if (!ra__load_i64(&r->most_tiles))
-        ra__store_i64(&r->most_tiles, ra__max(1, ra__load_most(r->plan, r->route->backward)));
+        ra__store_i64(&r->most_tiles, ra__max(1, ra__load_most(r->plan, r->lists->backward)));
     ns = (int64_t)400 * (d->k_dim + d->v_dim);         /* a tile at 20 GFLOP/s */
-    if (r->route->backward) ns *= 3;
+    if (r->lists->backward) ns *= 3;
     if (done) ns = ra__load_i64(&c->compute_ns) / done;
     if (!ra__mul(ra__load_i64(&r->most_tiles), ns, &ns)) return INT64_MAX;
     return ra__time_add(RA__QUIET_NS, ns / d->threads);
 }
 
-/* Level 0: the next exchange of the lock-step run, if both its halves are on the list. */
+/* Transports with sendrecv only: the next exchange, if both its halves have been posted. */
 static ra_status ra__ring_exchange(ra_ring *r) {
-    const ra__route *way = r->route;
-    while (r->exchanged < way->exchanges) {
-        const ra__exchange *x = &way->exchange[r->exchanged];
+    const ra__pass_lists *lists = r->lists;
+    while (r->exchanged < lists->exchanges) {
+        const ra__exchange *x = &lists->exchange[r->exchanged];
         ra_transport_op *in = NULL, *out = NULL;
         int64_t patience = ra__ring_patience(r), left = ra__ring_left(r, r->deadline, patience);
         int code;
@@ -14219,13 +14225,13 @@ static ra_status ra__ring_exchange(ra_ring *r) {
         if (code)
             return ra__ring_fail(r, ra__ring_code(code),
                                  ra__blame_of(in ? in->peer : out->peer, !in, code,
-                                              x->send >= 0 ? way->send[x->send].chunk :
-                                              x->recv >= 0 ? way->recv[x->recv].chunk
-                                                           : way->home[-2 - x->recv].chunk));
+                                              x->send >= 0 ? lists->send[x->send].chunk :
+                                              x->recv >= 0 ? lists->recv[x->recv].chunk
+                                                           : lists->returned[-2 - x->recv].chunk));
         if (in) in->state = RA_MSG_DONE;
         if (out) out->state = RA_MSG_DONE;
         r->exchanged++;
-        return RA_OK;                  /* one at a time: what came may have to go on in the next */
+        return RA_OK;                  /* one at a time: the next may send on what came in this */
     }
     return RA_OK;
 }
@@ -14259,8 +14265,8 @@ static void ra__ring_trace_op(const ra_ring *r, int32_t kind, const ra_transport
     if (!r->rd.trace) return;
     e.peer = op->peer;
     e.chunk = c;
-    e.origin = r->route->chunk[c].owner;
-    e.sequence = r->route->chunk[c].sequence;
+    e.origin = r->lists->chunk[c].owner;
+    e.sequence = r->lists->chunk[c].sequence;
     e.begin_ns = begin_ns;
     e.bytes = (int64_t)op->len;
     ra__ring_event(r, kind, -1, &e);
@@ -14277,7 +14283,7 @@ static int ra__lane_look(ra_ring *r, const ra__lane *lane, int64_t c) {
     sending = op->kind == RA_MSG_SEND;
     if (!sending) {
         ra__frame due = c < 0 ? ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES)
-                              : ra__ring_frame(r, ra__ring_kind(r), r->route->chunk[c].owner, c,
+                              : ra__ring_frame(r, ra__ring_kind(r), r->lists->chunk[c].owner, c,
                                                ra__ring_length(r, c, 1));
         ra_status s = ra__ring_check(r, op, &due, c);
         if (s) return s;
@@ -14307,11 +14313,11 @@ static void ra__ring_listen(ra_ring *r, const ra_transport_op *op, int32_t owner
 static int ra__ring_take_receives(ra_ring *r) {
     ra__lane *lane = &r->lane[RA__RECEIVES];
     for (;;) {
-        int64_t c = lane->done < lane->total ? r->route->recv[lane->done].chunk : -1;
+        int64_t c = lane->done < lane->total ? r->lists->recv[lane->done].chunk : -1;
         int done = ra__lane_look(r, lane, c);
         if (done <= 0) return done;
         if (r->notices)
-            ra__ring_listen(r, ra__lane_op(lane, lane->done), r->route->chunk[c].owner);
+            ra__ring_listen(r, ra__lane_op(lane, lane->done), r->lists->chunk[c].owner);
         ra__lane_next(lane);
         if (lane->done == lane->total) ra__store_i32(&r->counters.waiting_peer, -1);
     }
@@ -14320,7 +14326,7 @@ static int ra__ring_take_receives(ra_ring *r) {
 /* Views of a chunk's gradients of one kv head, first row of each segment. */
 static void ra__ring_grad_views(const ra_desc *d, const ra__chunk *c, const uint8_t *base,
                                 int32_t kv_head, ra__grads *g) {
-    ra__parts part[2];
+    ra__message_offsets part[2];
     (void)ra__grad_parts(d, c, 0, part);
     for (int32_t i = 0; i < c->segs; i++) {
         ra__view k = ra__view_packed(base + part[i].k, d->kv_heads, d->k_dim, RA_F32);
@@ -14333,7 +14339,8 @@ static void ra__ring_grad_views(const ra_desc *d, const ra__chunk *c, const uint
     }
 }
 
-/* RA_TRAVEL_Q: blocks [from, to) of an own chunk, of the heads of one kv head, from packed sums. */
+/* RA_TRAVEL_Q: writes dQ of blocks [from, to) of an own chunk, of the heads of one kv head, from
+ * packed sums. */
 static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t kv_head,
                                  int64_t from, int64_t to, const uint8_t *sums) {
     const ra_desc *d = &r->plan->d;
@@ -14355,10 +14362,10 @@ static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t k
     ra__fp_leave(mode);
 }
 
-/* Adds the gradients of the i-th chunk that came home to the caller's, all heads. */
-static void ra__ring_home_over(const ra_ring *r, int64_t i) {
+/* Adds the i-th returned gradients, of all heads, to the caller's. */
+static void ra__ring_return_over(const ra_ring *r, int64_t i) {
     const ra_desc *d = &r->plan->d;
-    const ra__chunk *c = &r->route->chunk[r->route->home[i].chunk];
+    const ra__chunk *c = &r->lists->chunk[r->lists->returned[i].chunk];
     const uint8_t *sums = ra__ring_message_grads(r, ra__lane_buf(&r->lane[RA__RETURNS], i));
     ra__grads g;
     for (int32_t h = 0; h < d->kv_heads; h++) {
@@ -14371,17 +14378,17 @@ static void ra__ring_home_over(const ra_ring *r, int64_t i) {
     }
 }
 
-/* Backward: takes own chunks that are home; adds their gradients if nothing is left to fold. */
+/* Backward: takes returned gradients; adds them to the caller's if nothing is left to fold. */
 static int ra__ring_take_returns(ra_ring *r) {
-    const ra__route *way = r->route;
+    const ra__pass_lists *lists = r->lists;
     ra__lane *lane = &r->lane[RA__RETURNS];
     for (;;) {
-        int64_t i = lane->done, c = i < lane->total ? way->home[i].chunk : -1;
+        int64_t i = lane->done, c = i < lane->total ? lists->returned[i].chunk : -1;
         int done = ra__lane_look(r, lane, c);
         if (done <= 0) return done;
-        if (way->home[i].fold < 0) ra__ring_home_over(r, i);
+        if (lists->returned[i].fold < 0) ra__ring_return_over(r, i);
         else if (r->plan->d.backward_travel == RA_TRAVEL_Q && !r->shared)
-            ra__ring_pack_q(r, &way->chunk[c], ra__lane_buf(lane, i));
+            ra__ring_pack_q(r, &lists->chunk[c], ra__lane_buf(lane, i));
         ra__lane_next(lane);
     }
 }
@@ -14389,10 +14396,10 @@ static int ra__ring_take_returns(ra_ring *r) {
 static int ra__ring_take_sends(ra_ring *r) {
     ra__lane *lane = &r->lane[RA__SENDS];
     for (;;) {
-        int64_t c = lane->done < lane->total ? r->route->send[lane->done].chunk : -1;
+        int64_t c = lane->done < lane->total ? r->lists->send[lane->done].chunk : -1;
         int done = ra__lane_look(r, lane, c);
         if (done <= 0) return done;
-        if (r->route->send[lane->done].recv < 0) ra__store_i64(&r->own_sent, r->own_sent + 1);
+        if (r->lists->send[lane->done].recv < 0) ra__store_i64(&r->own_sent, r->own_sent + 1);
         ra__lane_next(lane);
     }
 }
@@ -14411,8 +14418,9 @@ static int ra__ring_take_notices(ra_ring *r) {
     return 0;
 }
 
-/* Tells the owners that this rank computes, and hears the readers of its own keys: a pass may end
- * long after this rank has nothing left to do, and that is no silence. */
+/* Shows the owners whose keys are read here that this rank computes, and looks for the same from
+ * the readers of its own keys. A pass may end long after this rank has finished its own work; that
+ * is progress. */
 static void ra__ring_pulse(ra_ring *r) {
     int64_t computed = ra__load_i64(&r->computed), alive = ra__load_i64(&r->alive);
     if (computed != r->computed_seen)
@@ -14449,26 +14457,26 @@ static int ra__ring_comm(ra_ring *r) {
     if (s) return s;
     ra__ring_release(r);
     if (ra__ring_moves(r) == before) return 0;
-    ra__ring_moved(r);
+    ra__ring_note_progress(r);
     return 1;
 }
 
 /* Nothing of this pass is left to move. Under `comm`. */
-static int ra__ring_quiet(const ra_ring *r) {
+static int ra__ring_all_messages_done(const ra_ring *r) {
     for (int32_t k = 0; k < RA__LANES; k++)
         if (r->lane[k].done < r->lane[k].total) return 0;
     return r->released == r->lane[RA__RECEIVES].total &&
-           r->home_done == r->lane[RA__RETURNS].total;
+           r->returns_folded == r->lane[RA__RETURNS].total;
 }
 
 /* -------------------------------------------------------------------------- compute */
 static int32_t ra__fold_sequence(const ra_ring *r, int64_t f) {
-    int32_t chunk = r->route->fold[f].chunk;
-    return chunk < 0 ? -1 - chunk : r->route->chunk[chunk].sequence;
+    int32_t chunk = r->lists->fold[f].chunk;
+    return chunk < 0 ? -1 - chunk : r->lists->chunk[chunk].sequence;
 }
 
-/* Moves the mark of chunks folded by all tasks: before it nothing is in hand, and no task will take
- * any of it. Under `sched`. */
+/* Updates how many entries all tasks have folded: no task has an earlier one in hand or will take
+ * one. Under `sched`. */
 static void ra__ring_advance(ra_ring *r) {
     int64_t f = r->claim_fold;
     for (int32_t i = 0; i < r->plan->d.threads; i++)
@@ -14476,47 +14484,47 @@ static void ra__ring_advance(ra_ring *r) {
     if (f > r->folded) ra__store_i64(&r->folded, f);
 }
 
-/* Backward: an own chunk may start, because there is a place for its gradient. */
-static int ra__ring_room(const ra_ring *r, int64_t own) {
-    const ra__route *way = r->route;
-    int64_t home = way->own[own].home, before = own - r->grad_slots;
-    if (home >= 0 && !r->shared && home - ra__load_i64(&r->own_sent) >= r->pack_slots) return 0;
-    if (before < 0 || (home >= 0 && !r->shared)) return 1;
-    home = way->own[before].home;
-    if (r->shared && home >= 0) return home < ra__load_i64(&r->home_done);
-    return way->own[before].fold < ra__load_i64(&r->folded);
+/* Backward: an own chunk may start, because there is a buffer for its gradient. */
+static int ra__ring_grad_slot_free(const ra_ring *r, int64_t own) {
+    const ra__pass_lists *lists = r->lists;
+    int64_t returned = lists->own[own].returned, before = own - r->grad_slots;
+    if (returned >= 0 && !r->shared)
+        return returned - ra__load_i64(&r->own_sent) < r->pack_slots;
+    if (before < 0) return 1;
+    returned = lists->own[before].returned;
+    if (r->shared && returned >= 0) return returned < ra__load_i64(&r->returns_folded);
+    return lists->own[before].fold < ra__load_i64(&r->folded);
 }
 
-/* What entry f of the fold list needs is here. */
-static int ra__ring_here(const ra_ring *r, int64_t f) {
-    const ra__fold *at = &r->route->fold[f];
+/* Everything that entry f of the fold list needs has come. */
+static int ra__ring_inputs_ready(const ra_ring *r, int64_t f) {
+    const ra__fold *at = &r->lists->fold[f];
     if (at->recv >= 0) return at->recv < ra__load_i64(&r->lane[RA__RECEIVES].done);
     if (at->own < 0) return 1;
-    if (at->phase != RA__BEFORE) return ra__ring_room(r, at->own);
-    return r->route->own[at->own].home < ra__load_i64(&r->lane[RA__RETURNS].done);
+    if (at->phase != RA__BEFORE) return ra__ring_grad_slot_free(r, at->own);
+    return r->lists->own[at->own].returned < ra__load_i64(&r->lane[RA__RETURNS].done);
 }
 
-/* RA_TRAVEL_Q: entry f starts an own chunk of queries, which is packed before anybody folds it. */
+/* RA_TRAVEL_Q: entry f starts an own chunk of queries, which must be packed before it is folded. */
 static int ra__ring_packs(const ra_ring *r, int64_t f) {
-    const ra__fold *at = &r->route->fold[f];
+    const ra__fold *at = &r->lists->fold[f];
     return at->own >= 0 && at->phase != RA__BEFORE && r->plan->d.backward_travel == RA_TRAVEL_Q;
 }
 
-/* Most work of one step. */
+/* The most work that one step does. */
 static int64_t ra__step_work(const ra_desc *d, int32_t backward) {
     int64_t dims = backward ? 3 * (int64_t)d->k_dim + 2 * d->v_dim : (int64_t)d->k_dim + d->v_dim;
     return ra__max(1, RA__STEP_WORK / (RA_BLOCK_TOKENS * RA_BLOCK_TOKENS * dims)) * RA__TILE_WORK;
 }
 
-/* Hands out the next task if its chunk is here and the task has folded the chunk before; passes
- * over tasks that have folded it already, together with an earlier one, or see none of it. Under
- * `sched`. */
+/* Claims the next task if its chunk has come and the task has folded the chunk before. Skips tasks
+ * that have folded it already, together with an earlier one, or see none of it. Under `sched`. */
 static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
     ra__ring_advance(r);
     for (;;) {
         int64_t f = r->claim_fold;
         int32_t b, before, next;
-        if (f >= r->route->folds || !ra__ring_here(r, f)) return 0;
+        if (f >= r->lists->folds || !ra__ring_inputs_ready(r, f)) return 0;
         desk->claim.fold = f;
         if (ra__ring_packs(r, f) && ra__load_i64(&r->packed) <= f) {
             if (r->packing > f) return 0;
@@ -14525,15 +14533,15 @@ static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
             return 1;
         }
         b = ra__fold_sequence(r, f);
-        desk->claim.task = r->task0[b] + r->claim_task;
-        before = r->route->fold[f].index;
+        desk->claim.task = r->task_begin[b] + r->claim_task;
+        before = r->lists->fold[f].index;
         next = ra__load_i32(&r->turn[desk->claim.task].next);
         if (next < before) return 0;
         if (next == before) {
             desk->open = 0;
             ra__store_i64(&desk->fold, f);
         }
-        if (++r->claim_task == r->task0[b + 1] - r->task0[b]) {
+        if (++r->claim_task == r->task_begin[b + 1] - r->task_begin[b]) {
             r->claim_task = 0;
             r->claim_fold++;
         }
@@ -14548,7 +14556,8 @@ static void ra__ring_count(ra_ring *r, const ra__tally *n, int64_t ns) {
     (void)ra__add_i64(&r->counters.compute_ns, ns);
 }
 
-/* One caller at a time; who finds another inside leaves word, and that one calls again. */
+/* Calls the progress callback, one thread at a time: a thread that finds another one inside leaves
+ * a mark, and that one calls again. */
 static void ra__ring_progress(ra_ring *r) {
     const ra_ring_counters *c = &r->counters;
     if (!r->rd.progress || ra__add_i32(&r->progress, 1)) return;
@@ -14563,7 +14572,7 @@ static void ra__ring_progress(ra_ring *r) {
 /* Accounts for entry f of the fold list, folded by one task. */
 static void ra__ring_folded(ra_ring *r, int64_t f, const ra__tally *n, ra_event *e) {
     const ra__chunk *chunk = ra__entry_chunk(r, f);
-    e->chunk = chunk ? r->route->fold[f].chunk : -1;
+    e->chunk = chunk ? r->lists->fold[f].chunk : -1;
     e->origin = chunk ? chunk->owner : -1;
     e->tiles = n->partial + n->full;
     ra__ring_count(r, n, ra__time_since(ra__ring_now(r), e->begin_ns));
@@ -14571,18 +14580,18 @@ static void ra__ring_folded(ra_ring *r, int64_t f, const ra__tally *n, ra_event 
     e->begin_ns = ra__ring_now(r);
 }
 
-/* The first entry from f on of a task's sequence that any of its rows may see; RA__NO_FOLD: none is
- * left. Counts the tiles of the others. */
+/* The first entry from f on of a task's sequence that any of its rows may see; RA__NO_FOLD: none.
+ * Counts the tiles of the entries that it skips. */
 static int64_t ra__fold_next(const ra_ring *r, const ra__fold_hand *h, int64_t f, ra__tally *n) {
     for (;; f++) {
         const ra__chunk *c = ra__entry_chunk(r, f);
         if (c && (r->work.any_position || ra__chunk_seen(c, &h->seen))) return f;
         if (c) n->empty += h->t.count * ra__chunk_blocks(c);
-        if (r->route->fold[f].last) return RA__NO_FOLD;
+        if (r->lists->fold[f].last) return RA__NO_FOLD;
     }
 }
 
-/* A claimed task gets its geometry and its first chunk. */
+/* Sets the geometry and the first chunk of a claimed task. */
 static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra__tally *n) {
     const ra_plan *p = r->plan;
     const int32_t b = ra__fold_sequence(r, desk->claim.fold);
@@ -14592,7 +14601,7 @@ static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra_
     a.base = memory;
     ra__scratch_carve(&a, &p->d, p->sizes.panels, &h->x);
     h->t = ra__task_of(&p->d, b, ra__side_blocks(&side, b, ra__q_len(&p->d, b)), p->sizes.panels,
-                       desk->claim.task - p->task0[b]);
+                       desk->claim.task - p->task_begin[b]);
     ra__task_rows(&r->work, &h->t, &h->x);
     h->seen = ra__bounds_none();
     for (int32_t i = 0; i < h->t.count; i++) ra__bounds_join(&h->seen, &h->x.bounds[i]);
@@ -14601,14 +14610,14 @@ static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra_
     desk->open = 1;
 }
 
-/* Puts the queries and the running state of a task into its scratch. */
+/* Loads the queries and the running state of a task into its scratch. */
 static void ra__fold_load(const ra_ring *r, const ra__desk *desk, ra__fold_hand *h) {
     if (!h->loaded)
         ra__task_data(&r->work, &h->t, &h->x, !r->turn[desk->claim.task].begun);
     h->loaded = 1;
 }
 
-/* Goes on with the chunk in hand; 1: it is folded, and the next one is known. */
+/* Continues the chunk in hand; 1: it is folded, and the next one is known. */
 static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e) {
     ra__fold_hand *h = &desk->hand.fold;
     const int64_t f = h->next;
@@ -14618,7 +14627,7 @@ static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e)
     done = ra__task_some(&r->work, &h->t, &h->item, &h->x, n);
     if (done) {
         h->x.block = 0;
-        h->next = r->route->fold[f].last ? RA__NO_FOLD : ra__fold_next(r, h, f + 1, n);
+        h->next = r->lists->fold[f].last ? RA__NO_FOLD : ra__fold_next(r, h, f + 1, n);
         if (h->next != RA__NO_FOLD) ra__store_i64(&desk->fold, h->next);
     }
     ra__ring_folded(r, f, n, e);
@@ -14626,10 +14635,10 @@ static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e)
     return done;
 }
 
-/* Goes on with a task: the claimed chunk, then later ones that it sees and that are here, until
- * RA__GROUP_KEYS keys are folded: the running sums stay in the scratch meanwhile. 1: the task is
+/* Continues a task: the claimed chunk, then later ones that it sees and that have come, until
+ * RA__GROUP_KEYS keys are folded. The running sums stay in the scratch until then. 1: the task is
  * stored and may be claimed again.
- * PERF: at 16K tokens, 4 ranks, D 64/96 a visit to O for every 256 keys costs 30 %. */
+ * PERF: at 16K tokens, 4 ranks, D 64/96, storing to O after every 256 keys costs 30 %. */
 static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memory) {
     ra__fold_hand *h = &desk->hand.fold;
     ra__turn *turn = &r->turn[desk->claim.task];
@@ -14641,7 +14650,7 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     e->q_row = h->x.seg[0].row;
     e->q_rows = h->x.seg[h->t.count - 1].row + h->x.seg[h->t.count - 1].rows - e->q_row;
     e->head = h->x.head[0];
-    while (more && h->next != RA__NO_FOLD && ra__ring_here(r, h->next) &&
+    while (more && h->next != RA__NO_FOLD && ra__ring_inputs_ready(r, h->next) &&
            (h->x.block > 0 || h->x.folded * RA_BLOCK_TOKENS < RA__GROUP_KEYS))
         more = h->x.left > 0 && ra__fold_chunk(r, desk, &n, e);
     if (more) {
@@ -14650,13 +14659,13 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
         if (h->loaded) ra__task_save(&r->work, &h->t, &h->x, h->next == RA__NO_FOLD);
         turn->begun |= h->loaded;
         ra__store_i32(&turn->next, h->next == RA__NO_FOLD ? INT32_MAX
-                                                          : r->route->fold[h->next].index);
+                                                          : r->lists->fold[h->next].index);
     }
     ra__fp_leave(mode);
     return more;
 }
 
-/* The same with somebody else's kernel, one chunk; 0 or its error. */
+/* The same with a user-supplied kernel, one chunk; 0 or its error. */
 static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint8_t *memory) {
     const ra_plan *p = r->plan;
     ra__turn *turn = &r->turn[claim->task];
@@ -14667,23 +14676,23 @@ static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint
     ra__item item;
     int64_t f = claim->fold;
     int any = ra__ring_item(r, f, &item), code = 0;
-    int edge = (r->route->fold[f].index == 0 ? RA__FIRST : 0) |
-               (r->route->fold[f].last ? RA__LAST : 0);
+    int edge = (r->lists->fold[f].index == 0 ? RA__FIRST : 0) |
+               (r->lists->fold[f].last ? RA__LAST : 0);
     a.base = memory;
     ra__engine_carve(&a, &p->d, p->d.chunk_tokens + 2 * RA_BLOCK_TOKENS, &x);
     x.thread = e->thread;
-    if (ra__engine_task(&r->work, e->sequence, claim->task - p->task0[e->sequence], &rows))
+    if (ra__engine_task(&r->work, e->sequence, claim->task - p->task_begin[e->sequence], &rows))
         code = ra__engine_run(&r->work, e->sequence, &rows, any ? &item : NULL, edge, &x);
     if (any) ra__engine_tally(&r->work, e->sequence, &rows, &item, &n);
     e->q_row = rows.row;
     e->q_rows = rows.rows;
     if (!code) ra__ring_folded(r, f, &n, e);
-    ra__store_i32(&turn->next, r->route->fold[f].index + 1);
+    ra__store_i32(&turn->next, r->lists->fold[f].index + 1);
     return code;
 }
 
-/* Units [from, to) of an item's blocks of keys, with their gradients: zigzag's second segment pairs
- * up from its end. */
+/* Cuts an item down to units [from, to) of its blocks of keys, with their gradients. In zigzag's
+ * second segment units count from its end. */
 static void ra__item_cut(ra__item *item, ra__grads *g, int64_t from, int64_t to) {
     ra__chunk *c = &item->c;
     for (int32_t i = 0; i < c->segs; i++) {
@@ -14770,7 +14779,7 @@ static void ra__ring_unpack_q(const ra_ring *r, int64_t f, ra__packed *x) {
     const ra_desc *d = &r->plan->d;
     uint8_t *message = ra__ring_fold_grads(r, f) - RA__FRAME_BYTES;
     int64_t rows;
-    ra__parts part[2], grad[2];
+    ra__message_offsets part[2], grad[2];
     x->w = r->work;
     x->b = r->back;
     x->c = *ra__entry_chunk(r, f);
@@ -14791,7 +14800,7 @@ static void ra__ring_unpack_q(const ra_ring *r, int64_t f, ra__packed *x) {
     x->c.seg[1].row = x->c.seg[0].rows;
 }
 
-/* What the query rows of each stripe see together. */
+/* Joins the bounds of the query rows of each stripe. */
 static void ra__ring_stripe(ra_ring *r) {
     const ra_desc *d = &r->plan->d;
     const ra__side *side = &r->work.q_side;
@@ -14816,7 +14825,7 @@ static void ra__ring_stripe(ra_ring *r) {
     }
 }
 
-/* What the rows of a packed chunk of queries see together. */
+/* The joint bounds of the rows of a packed chunk of queries. */
 static ra__bounds ra__packed_bounds(const ra_desc *d, const ra__chunk *c) {
     ra__bounds all = ra__bounds_none();
     for (int32_t i = 0; i < c->segs; i++)
@@ -14828,8 +14837,8 @@ static ra__bounds ra__packed_bounds(const ra_desc *d, const ra__chunk *c) {
     return all;
 }
 
-/* Item i of the keys of a task, with the sums of its kv head: the chunk, or with RA_TRAVEL_Q this
- * rank's. 0: there is none. */
+/* Item i of the keys of a task, with the sums of its kv head: the chunk, or with RA_TRAVEL_Q the
+ * keys of this rank. 0: there is none. */
 static int ra__ring_keys(const ra_ring *r, const ra__desk *desk, int64_t i, ra__item *item,
                          ra__grads *g) {
     const ra__share *s = &desk->hand.back.s;
@@ -14845,8 +14854,8 @@ static int ra__ring_keys(const ra_ring *r, const ra__desk *desk, int64_t i, ra__
     return 1;
 }
 
-/* The row at `at` of a chunk's segments and those after it, at most a block of one segment, with
- * their gradients; returns how many. */
+/* Rows of a chunk's segments from `at` on, at most a block of one segment, with their gradients;
+ * returns how many. */
 static int64_t ra__grads_rows(const ra__item *item, const ra__grads *g, int64_t at, ra__chunk *c,
                               ra__grads *part) {
     int32_t i = 0;
@@ -14861,7 +14870,8 @@ static int64_t ra__grads_rows(const ra__item *item, const ra__grads *g, int64_t 
     return c->seg[0].rows;
 }
 
-/* Sums of dK and dV of a task begin at 0, or go to the caller. 1: all of them. */
+/* Clears the sums of dK and dV of a task or, if `last`, adds them to the caller's. 1: all of
+ * them. */
 static int ra__back_keys(const ra_ring *r, ra__desk *desk, int last) {
     ra__back_hand *h = &desk->hand.back;
     ra__item item;
@@ -14882,7 +14892,7 @@ static int ra__back_keys(const ra_ring *r, ra__desk *desk, int last) {
     return 1;
 }
 
-/* RA_TRAVEL_Q: sums of dQ of an own chunk go to the caller. 1: all of them. */
+/* RA_TRAVEL_Q: writes the sums of dQ of an own chunk to the caller's. 1: all of them. */
 static int ra__back_queries(const ra_ring *r, ra__desk *desk) {
     ra__back_hand *h = &desk->hand.back;
     const int32_t group = r->plan->d.q_heads / r->plan->d.kv_heads;
@@ -14898,8 +14908,8 @@ static int ra__back_queries(const ra_ring *r, ra__desk *desk) {
     return 1;
 }
 
-/* Prepares item h->index of the keys for a pass; 0: there is none. Without any keys there is one
- * empty item, for dQ has to begin and end. */
+/* Prepares item h->index of the keys; 0: there is none. Without any keys there is one empty item,
+ * because dQ must be cleared and written. */
 static int ra__back_item_open(const ra_ring *r, ra__desk *desk, int begins, int ends) {
     ra__back_hand *h = &desk->hand.back;
     const int q = r->plan->d.backward_travel == RA_TRAVEL_Q;
@@ -14922,8 +14932,8 @@ static int ra__back_item_open(const ra_ring *r, ra__desk *desk, int begins, int 
     return h->opened = 1;
 }
 
-/* All keys of a task against all its queries, in the tiles of a phase. begins: no phase of this
- * chunk came before; ends: none comes after. 1: done. */
+/* Continues all keys of a task against all its queries, in the tiles of a phase. begins, ends: this
+ * is the first, the last phase of the chunk. 1: done. */
 static int ra__back_pass_some(const ra_ring *r, ra__desk *desk, int32_t phase, int begins,
                               int ends) {
     ra__back_hand *h = &desk->hand.back;
@@ -14945,15 +14955,15 @@ static int ra__back_sinks(const ra_ring *r, ra__desk *desk) {
     return 1;
 }
 
-/* What a task does with a chunk, in this order. */
+/* The stages of a task with a chunk, in this order. */
 enum { RA__STAGE_CLEAR, RA__STAGE_TILES, RA__STAGE_BEFORE, RA__STAGE_QUERIES, RA__STAGE_KEYS,
        RA__STAGE_SINKS, RA__STAGES };
 
-/* Goes on with the stage in hand; 1: it is done. */
+/* Continues the stage in hand; 1: it is done. */
 static int ra__back_stage(const ra_ring *r, ra__desk *desk) {
-    const ra__fold *at = &r->route->fold[desk->claim.fold];
+    const ra__fold *at = &r->lists->fold[desk->claim.fold];
     const int32_t phase = at->phase;
-    const int twice = r->plan->split && phase == RA__BOTH;
+    const int twice = r->plan->owner_folds_twice && phase == RA__BOTH;
     const int tiles = r->plan->d.backward_travel != RA_TRAVEL_Q || at->chunk >= 0;
     ra__back_hand *h = &desk->hand.back;
     switch (h->stage) {
@@ -14968,16 +14978,17 @@ static int ra__back_stage(const ra_ring *r, ra__desk *desk) {
     }
 }
 
-/* A claimed task gets its share, and which of its sums begin and end with this chunk. */
+/* Sets the share of a claimed task, and which of its sums begin and end with this chunk. */
 static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory) {
     const ra_desc *d = &r->plan->d;
     const int64_t f = desk->claim.fold;
-    const ra__fold *at = &r->route->fold[f];
+    const ra__fold *at = &r->lists->fold[f];
     const int32_t own = at->own, b = ra__fold_sequence(r, f);
     const int32_t group = d->q_heads / d->kv_heads, any = at->chunk >= 0;
     const int q = d->backward_travel == RA_TRAVEL_Q;
     const int travel_first = own >= 0 && (at->phase & RA__AFTER);
-    const int travel_last = own >= 0 && (r->route->own[own].home < 0 || at->phase == RA__BEFORE);
+    const int travel_last = own >= 0 &&
+                            (r->lists->own[own].returned < 0 || at->phase == RA__BEFORE);
     const int stay_first = at->index == 0, stay_last = at->last;
     ra__back_hand *h = &desk->hand.back;
     ra__arena a = { NULL, 0 };
@@ -14991,7 +15002,7 @@ static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory
         h->seen = ra__packed_bounds(d, &h->p.c);
     }
     if (q) blocks = any ? ra__chunk_blocks(&h->p.c) : 0;
-    h->s = ra__ring_share(r, b, desk->claim.task - r->task0[b], blocks);
+    h->s = ra__ring_share(r, b, desk->claim.task - r->task_begin[b], blocks);
     dq.batch = r->plan->report.q_rows * dq.token;
     if (q) dq = ra__view_packed(h->p.sums, d->q_heads, d->k_dim, RA_F32);
     if (h->s.want_q && (q || r->back.d_q.data))
@@ -15004,11 +15015,11 @@ static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory
     desk->open = 1;
 }
 
-/* Goes on with a task of a backward pass; 1: it has folded the claimed chunk. */
+/* Continues a task of a backward pass; 1: it has folded the claimed chunk. */
 static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memory) {
     const ra_plan *p = r->plan;
     const int64_t f = desk->claim.fold;
-    const int32_t chunk = r->route->fold[f].chunk;
+    const int32_t chunk = r->lists->fold[f].chunk;
     const int q = p->d.backward_travel == RA_TRAVEL_Q;
     ra__back_hand *h = &desk->hand.back;
     int done;
@@ -15027,15 +15038,15 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     e->head = h->s.t.kv_head * (p->d.q_heads / p->d.kv_heads);
     ra__ring_folded(r, f, &h->x.tally, e);
     memset(&h->x.tally, 0, sizeof h->x.tally);
-    if (done) ra__store_i32(&r->turn[desk->claim.task].next, r->route->fold[f].index + 1);
+    if (done) ra__store_i32(&r->turn[desk->claim.task].next, r->lists->fold[f].index + 1);
     return done;
 }
 
-/* Packs what was claimed; the tasks that fold it wait for that. */
+/* Packs the claimed chunk; the tasks that fold it wait for this. */
 static ra_status ra__ring_start_q(ra_ring *r, int64_t f) {
     ra__ring_pack_q(r, ra__entry_chunk(r, f), ra__ring_fold_grads(r, f) - RA__FRAME_BYTES);
     ra__store_i64(&r->packed, f + 1);
-    ra__ring_moved(r);
+    ra__ring_note_progress(r);
     return RA_AGAIN;
 }
 
@@ -15050,19 +15061,19 @@ static ra_status ra__ring_compute(ra_ring *r, int ith, ra__desk *desk) {
     e.thread = ith;
     e.begin_ns = ra__ring_now(r);
     if (p->d.engine) code = ra__ring_engine(r, &desk->claim, &e, memory);
-    else if (r->route->backward) done = ra__ring_back(r, desk, &e, memory);
+    else if (r->lists->backward) done = ra__ring_back(r, desk, &e, memory);
     else done = ra__ring_fold(r, desk, &e, memory);
     if (code)
-        return ra__ring_fail(r, RA_E_ENGINE, ra__blame_of(-1, -1, code, r->route->fold[f].chunk));
+        return ra__ring_fail(r, RA_E_ENGINE, ra__blame_of(-1, -1, code, r->lists->fold[f].chunk));
     if (done) ra__store_i64(&desk->fold, RA__NO_FOLD);
     (void)ra__add_i64(&r->computed, 1);
-    ra__ring_moved(r);
+    ra__ring_note_progress(r);
     ra__ring_progress(r);
     return RA_AGAIN;
 }
 
-/* Takes a desk for thread ith: its own, else one without a task in hand, else any. There is one for
- * each thread inside; null: another thread was faster. */
+/* Takes a desk for thread ith: its own, otherwise one without a task in hand, otherwise any. There
+ * is one for each thread inside. Null: another thread was faster. */
 static ra__desk *ra__desk_take(ra_ring *r, int ith) {
     const int32_t n = ra__load_i32(&r->threads);
     for (int32_t i = 0; i < 2 * n; i++) {
@@ -15076,8 +15087,8 @@ static ra__desk *ra__desk_take(ra_ring *r, int ith) {
     return NULL;
 }
 
-/* A desk whose thread does not come back to the task in hand. *more: some desk has been left,
- * but not for long. */
+/* Takes a desk whose thread does not return to the task in hand. *more: some desk has been left,
+ * but not for long enough. */
 static ra__desk *ra__desk_adopt(ra_ring *r, int *more) {
     for (int32_t i = 0; i < ra__load_i32(&r->threads); i++) {
         ra__desk *desk = &r->desk[i];
@@ -15090,7 +15101,7 @@ static ra__desk *ra__desk_adopt(ra_ring *r, int *more) {
     return NULL;
 }
 
-/* The end of a pass that went well, unless it has failed. Under `comm`. */
+/* Ends a pass that has done everything, unless it has failed. Under `comm`. */
 static void ra__ring_complete(ra_ring *r) {
     ra_event e = ra__event_none();
     if (!ra__cas_i32(&r->state, RA_RING_RUNNING, RA__RING_ENDING)) return;
@@ -15102,27 +15113,28 @@ static void ra__ring_complete(ra_ring *r) {
     (void)ra__add_i64(&r->events, 1);
 }
 
-/* The message that this rank waits for: the next to come, otherwise the next to go, otherwise the
- * next chunk that returns, otherwise the notice of a reader. */
+/* The message that this rank waits for: the next chunk to receive, otherwise to send, otherwise the
+ * next gradient to return, otherwise the notice of a reader. */
 static ra__blame ra__ring_awaits(const ra_ring *r) {
     const ra_plan *p = r->plan;
-    const ra__route *way = r->route;
+    const ra__pass_lists *lists = r->lists;
     int64_t next[RA__LANES];
     for (int32_t k = 0; k < RA__LANES; k++) next[k] = ra__load_i64(&r->lane[k].done);
-    if (next[RA__RECEIVES] < way->recvs)
-        return ra__blame_of(ra__ring_peer(r, -1), 0, 0, way->recv[next[RA__RECEIVES]].chunk);
-    if (next[RA__SENDS] < way->sends)
-        return ra__blame_of(ra__ring_peer(r, 1), 1, 0, way->send[next[RA__SENDS]].chunk);
+    if (next[RA__RECEIVES] < lists->recvs)
+        return ra__blame_of(ra__ring_peer(r, -1), 0, 0, lists->recv[next[RA__RECEIVES]].chunk);
+    if (next[RA__SENDS] < lists->sends)
+        return ra__blame_of(ra__ring_peer(r, 1), 1, 0, lists->send[next[RA__SENDS]].chunk);
     if (next[RA__RETURNS] < r->lane[RA__RETURNS].total) {
-        int32_t c = way->home[next[RA__RETURNS]].chunk;
-        return ra__blame_of(ra__ring_peer(r, ra__back_stations(p, &way->chunk[c])), 0, 0, c);
+        int32_t c = lists->returned[next[RA__RETURNS]].chunk;
+        return ra__blame_of(ra__ring_peer(r, ra__back_stations(p, &lists->chunk[c])), 0, 0, c);
     }
     if (next[RA__NOTICES_IN] < r->lane[RA__NOTICES_IN].total)
         return ra__blame_of(p->readers[next[RA__NOTICES_IN]], 0, 0, -1);
     return ra__blame_of(-1, -1, 0, -1);
 }
 
-/* Time, cancellation, and failures that others noticed. */
+/* Checks deadline, watchdog and cancellation, and for a failure that another thread has
+ * recorded. */
 static ra_status ra__ring_alarm(ra_ring *r) {
     int64_t now, looked, quiet, patience;
     if (ra__load_i32(&r->failed)) return ra__load_i32(&r->failed);
@@ -15138,21 +15150,21 @@ static ra_status ra__ring_alarm(ra_ring *r) {
         return RA_OK;
     patience = ra__ring_patience(r);
     if (ra__time_since(now, looked) > patience)
-        ra__store_i64(&r->progress_ns, now);   /* nobody waited while nobody looked */
+        ra__store_i64(&r->progress_ns, now);   /* no thread was inside to see progress */
     else if (quiet > patience)
         return ra__ring_fail(r, RA_E_PEER, ra__ring_awaits(r));
     return RA_OK;
 }
 
-/* All threads get one and the same failure; while another thread still writes it down: go again. */
-static ra_status ra__ring_settle(const ra_ring *r, ra_status s) {
+/* All threads return the same failure. RA_AGAIN while another thread still records it. */
+static ra_status ra__ring_agree_on_failure(const ra_ring *r, ra_status s) {
     ra_status failed = s < 0 ? ra__load_i32(&r->failed) : RA_OK;
     return s >= 0 ? s : failed ? failed : RA_AGAIN;
 }
 
-/* Says that nothing is read here any more once no thread is inside a failed pass, without waiting
- * for the others: they need not wait for this rank's ra_finish. Whoever leaves last comes by, and
- * so does a thread that held `comm` without being inside. */
+/* Once no thread is inside a failed pass, announces that this rank reads nothing of others any
+ * more, so that they need not wait for its ra_finish. Does not wait for them. The last thread to
+ * leave calls it, and so does a thread that held `comm` without being inside. */
 static void ra__ring_part(ra_ring *r) {
     if (ra__add_i32(&r->inside, 0) || !ra__load_i32(&r->failed) || !r->shared) return;
     if (!ra__cas_i32(&r->comm, 0, 1)) return;
@@ -15161,12 +15173,12 @@ static void ra__ring_part(ra_ring *r) {
     ra__store_i32(&r->comm, 0);
 }
 
-static void ra__ring_out(ra_ring *r) {
+static void ra__ring_leave(ra_ring *r) {
     if (ra__add_i32(&r->inside, -1) == 1) ra__ring_part(r);
 }
 
-/* Tries to claim a task for a desk: RA_WAIT if there is none, RA_AGAIN if there is or somebody else
- * is claiming; *moved: the mark of chunks folded by all did. */
+/* Tries to claim a task for a desk: RA_WAIT if there is none, RA_AGAIN if there is one or another
+ * thread is claiming. *moved: more entries are folded by all tasks. */
 static ra_status ra__ring_deal(ra_ring *r, ra__desk *desk, int *moved) {
     int claimed = 0;
     if (!ra__cas_i32(&r->sched, 0, 1)) return RA_AGAIN;
@@ -15188,9 +15200,10 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
     if ((s = ra__ring_alarm(r)) != RA_OK) return s;
     if ((ith == 0 || !r->has_transport || (r->tp.caps & RA_CAP_ANY_THREAD)) &&
         ra__cas_i32(&r->comm, 0, 1)) {
-        int live = ra__load_i32(&r->state) == RA_RING_RUNNING;     /* it ends under comm alone */
+        int live = ra__load_i32(&r->state) == RA_RING_RUNNING;     /* it ends only under comm */
         if (live && r->has_transport) moved = ra__ring_comm(r);
-        if (live && moved == 0 && ra__load_i64(&r->folded) == r->route->folds && ra__ring_quiet(r))
+        if (live && moved == 0 && ra__load_i64(&r->folded) == r->lists->folds &&
+            ra__ring_all_messages_done(r))
             ra__ring_complete(r);
         ra__store_i32(&r->comm, 0);
         if (moved < 0) return moved;
@@ -15241,7 +15254,7 @@ static ra_status ra__ring_use(ra_ring *r, const ra_plan *p, int32_t pass, ra_err
     return RA_OK;
 }
 
-/* Takes hold of the transport and the workspace; one of the two last checks may refuse. */
+/* Sets up a ring in its workspace, which may be refused as too small or not be available. */
 static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transport *transport,
                                const ra_ring_desc *rd) {
     ra_transport tp;
@@ -15259,7 +15272,8 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
                           need);
     if (!base) base = (uint8_t *)ra__alloc(&rd->allocator, bytes, 64);
     if (!base)
-        return ra__refuse(e, RA_E_NOMEM, "ring.allocator", "no # bytes for the workspace", bytes);
+        return ra__refuse(e, RA_E_NOMEM, "ring.allocator", "has no # bytes for the workspace",
+                          bytes);
     r = (ra_ring *)(void *)base;
     memset(r, 0, sizeof *r);
     r->base = base;
@@ -15322,7 +15336,7 @@ static ra_status ra__begin_grads(ra_ring *r, const ra_plan *p, const ra_tensors 
     r->back.kernel = ra__kernel_of(&p->d);
     r->back.d_o = view[0];
     r->back.d_q = view[1];
-    r->back.square = p->square && p->q_cut;
+    r->back.square = p->same_positions && p->q_cut;
     r->d_kv[0] = view[2];
     r->d_kv[1] = view[3];
     return RA_OK;
@@ -15409,33 +15423,33 @@ static void ra__begin_work(ra_ring *r, const ra_plan *p) {
 
 /* Counters and cursors of a new pass. */
 static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
-    const int64_t total[RA__LANES] = { r->route->recvs, r->route->sends, r->route->homes,
+    const int64_t total[RA__LANES] = { r->lists->recvs, r->lists->sends, r->lists->returns,
                                        r->notices ? p->reader_count : 0,
                                        r->notices ? p->source_count : 0 };
     ra_ring_counters *c = &r->counters;
     int64_t *zero[] = { &c->tiles_partial, &c->tiles_full, &c->chunks_in, &c->chunks_out,
                         &c->bytes_in, &c->bytes_out, &c->compute_ns, &c->wait_ns };
     for (size_t i = 0; i < sizeof zero / sizeof zero[0]; i++) ra__store_i64(zero[i], 0);
-    int back = r->route->backward;
+    int back = r->lists->backward;
     ra__store_i64(&c->tiles_empty, back ? p->back_unvisited : p->unvisited);
     ra__store_i64(&c->tiles_all,
                   back ? p->report.backward.tiles_partial + p->report.backward.tiles_full
                        : p->report.forward.tiles_partial + p->report.forward.tiles_full);
     ra__store_i32(&c->waiting_peer,
-                  r->route->recvs ? ra__ring_peer(r, -1) : -1);
+                  r->lists->recvs ? ra__ring_peer(r, -1) : -1);
     ra__store_i64(&c->pass, r->pass);
     r->claim_fold = r->claim_task = r->packing = 0;
     ra__store_i64(&r->packed, 0);
     r->released = r->own_posted = r->exchanged = 0;
     ra__store_i64(&r->own_sent, 0);
     ra__store_i64(&r->folded, 0);
-    ra__store_i64(&r->home_done, 0);
+    ra__store_i64(&r->returns_folded, 0);
     for (int32_t k = 0; k < RA__LANES; k++) {
         r->lane[k].total = (int32_t)total[k];
         r->lane[k].posted = 0;
         ra__store_i64(&r->lane[k].done, 0);
     }
-    memset(r->turn, 0, (size_t)r->task0[p->d.sequences] * sizeof *r->turn);
+    memset(r->turn, 0, (size_t)r->task_begin[p->d.sequences] * sizeof *r->turn);
     for (int32_t i = 0; i < p->d.threads; i++) {
         ra__store_i32(&r->desk[i].taken, 0);
         ra__store_i64(&r->desk[i].fold, RA__NO_FOLD);
@@ -15445,7 +15459,7 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     for (int64_t i = 0; i < total[RA__NOTICES_OUT]; i++) r->owner_alive[i] = NULL;
 }
 
-/* ra_begin, and ra_join for the thread that holds `join`: others may look in, and go again. */
+/* ra_begin, and ra_join for the thread that holds `join`; other threads get RA_WAIT meanwhile. */
 static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__work w;
     ra__view kv[2];
@@ -15458,8 +15472,9 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     s = ra__ring_use(ring, job->plan, job->pass, &ring->refusal);
     if (s) return s;
     ring->plan = job->plan;
-    ring->route = job->pass == RA_PASS_BACKWARD ? &job->plan->back : &job->plan->forward;
-    ring->task0 = job->pass == RA_PASS_BACKWARD ? job->plan->back_task0 : job->plan->task0;
+    ring->lists = job->pass == RA_PASS_BACKWARD ? &job->plan->back : &job->plan->forward;
+    ring->task_begin = job->pass == RA_PASS_BACKWARD ? job->plan->back_task_begin
+                                                     : job->plan->task_begin;
     ring->notices = ring->shared && job->pass == RA_PASS_FORWARD;
     ring->t = *job->tensors;
     ring->agreed_known = 0;
@@ -15477,7 +15492,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__store_i64(&ring->progress_ns, ring->begin_ns);
     ra__store_i64(&ring->looked_ns, ring->begin_ns);
     ra__store_i32(&ring->threads, job->plan->d.threads);
-    ra__store_i32(&ring->backward, ring->route->backward);
+    ra__store_i32(&ring->backward, ring->lists->backward);
     ra__store_i32(&ring->state, RA_RING_RUNNING);
     return RA_OK;
 }
@@ -15486,7 +15501,7 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
     int32_t inside;
     if (!ring) return RA_E_NULL;
     if (job && job->ticket)
-        return ra__refuse(&ring->refusal, RA_E_SHAPE, "job.ticket", "# is for ra_join alone",
+        return ra__refuse(&ring->refusal, RA_E_SHAPE, "job.ticket", "# is for ra_join only",
                           (int64_t)job->ticket);
     inside = ra__add_i32(&ring->inside, 0);
     if (inside)
@@ -15495,23 +15510,25 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
     return ra__ring_begin(ring, job);
 }
 
-/* Counts itself in before it looks at the pass: ra_begin waits for nobody, it refuses. */
+/* Adds itself to `inside` before it looks at the pass, because ra_begin does not wait but
+ * refuses. */
 RINGATTN_API ra_status ra_step(ra_ring *ring, int ith) {
     ra_status s;
     if (!ring) return RA_E_NULL;
     (void)ra__add_i32(&ring->inside, 1);
     if (ra__load_i32(&ring->state) == RA_RING_IDLE)
         s = ra__load_i64(&ring->counters.pass)
-                ? RA_OK : ra__refuse(&ring->refusal, RA_E_STATE, "ring.pass", "is none yet", 0);
+                ? RA_OK
+                : ra__refuse(&ring->refusal, RA_E_STATE, "ring.pass", "is 0: none has begun", 0);
     else if (ith < 0)
         s = ra__refuse(&ring->refusal, RA_E_RANGE, "ith", "# is negative", ith);
     else
-        s = ra__ring_settle(ring, ra__ring_step(ring, ith));
-    ra__ring_out(ring);
+        s = ra__ring_agree_on_failure(ring, ra__ring_step(ring, ith));
+    ra__ring_leave(ring);
     return s;
 }
 
-/* Under `join`: a ticket that was refused stays so. */
+/* Under `join`: remembers that a ticket was refused. */
 static void ra__join_refused(ra_ring *r, int64_t ticket, ra_status s) {
     int64_t n = r->refusals, i = n % RA__REFUSALS;
     if (n >= RA__REFUSALS) r->forgotten = r->refused_ticket[i];
@@ -15520,8 +15537,8 @@ static void ra__join_refused(ra_ring *r, int64_t ticket, ra_status s) {
     ra__store_i64(&r->refusals, n + 1);
 }
 
-/* The first thread with a new ticket begins, if nobody is inside the pass before: this one says
- * `join` and looks at `inside`, the others say `inside` and look at `join`. */
+/* The first thread with a new ticket begins, if no thread is inside the pass before. It sets `join`
+ * and reads `inside`; the others set `inside` and read `join`. */
 static ra_status ra__join_begin(ra_ring *r, const ra_job *job) {
     ra_status s = RA_WAIT;
     if (!ra__cas_i32(&r->join, 0, 1)) return RA_WAIT;
@@ -15555,7 +15572,7 @@ static ra_status ra__join_late(ra_ring *r, int64_t ticket) {
     if (!ra__cas_i32(&r->join, 0, 1)) return RA_WAIT;
     if (ticket <= r->forgotten)
         s = ra__refuse(&r->refusal, RA_E_STATE, "job.ticket",
-                       "# is too late: too many tickets were refused since", ticket);
+                       "# is too old: too many tickets have been refused since", ticket);
     for (int64_t i = 0; i < ra__min(r->refusals, RA__REFUSALS); i++)
         if (r->refused_ticket[i] == ticket) s = r->refused_status[i];
     ra__store_i32(&r->join, 0);
@@ -15581,13 +15598,13 @@ RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith) {
         s = ra__join_late(ring, (int64_t)job->ticket);
     } else {
         s = ra__load_i32(&ring->join_status);
-        if (!s) s = ra__ring_settle(ring, ra__ring_step(ring, ith));
+        if (!s) s = ra__ring_agree_on_failure(ring, ra__ring_step(ring, ith));
     }
-    ra__ring_out(ring);
+    ra__ring_leave(ring);
     return s;
 }
 
-/* Sleeps in the transport if that is possible, otherwise for a moment. */
+/* Sleeps in the transport if that is possible, otherwise for 100 us. */
 static void ra__wait_slice(ra_ring *r, int64_t deadline_ns) {
     int64_t slice = ra__ring_left(r, deadline_ns, ra__load_i32(&r->threads) > 1 ? 200000 : 2000000);
     if (r->has_transport && r->tp.wait && (r->tp.caps & RA_CAP_ANY_THREAD) &&
@@ -15596,7 +15613,7 @@ static void ra__wait_slice(ra_ring *r, int64_t deadline_ns) {
         int n = live ? ra__ring_list(r) : 0;
         int code = n ? r->tp.wait(r->tp.ctx, r->list, n, ra__ring_until(slice)) : RA_OK;
         if (code < 0) (void)ra__ring_fail(r, ra__ring_code(code), ra__blame_of(-1, -1, code, -1));
-        (void)ra__add_i32(&r->comm, -1); /* before it looks who is inside */
+        (void)ra__add_i32(&r->comm, -1); /* before it reads `inside` */
         ra__ring_part(r);
         if (n || !live) return;
     }
@@ -15645,11 +15662,19 @@ RINGATTN_API void ra_ring_cancel(ra_ring *ring) {
 }
 
 /* A whole pass on the calling thread. */
-static ra_status ra__ring_pass(ra_ring *ring, const ra_job *job) {
-    ra_status end, s = ra_begin(ring, job);
+static ra_status ra__ring_pass(ra_ring *ring, const ra_plan *plan, const ra_tensors *t,
+                               int64_t deadline_ns, int32_t pass) {
+    ra_job job;
+    ra_status end, s;
+    memset(&job, 0, sizeof job);
+    job.plan = plan;
+    job.tensors = t;
+    job.deadline_ns = deadline_ns;
+    job.pass = pass;
+    s = ra_begin(ring, &job);
     if (s) return s;
     while ((s = ra_step(ring, 0)) > 0)
-        if (s == RA_WAIT) (void)ra_step_wait(ring, job->deadline_ns);
+        if (s == RA_WAIT) (void)ra_step_wait(ring, deadline_ns);
     if (!s) return RA_OK;
     end = ra_finish(ring, RA_NO_DEADLINE);
     return end ? end : s;
@@ -15657,23 +15682,12 @@ static ra_status ra__ring_pass(ra_ring *ring, const ra_job *job) {
 
 RINGATTN_API ra_status ra_forward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
                                   int64_t deadline_ns) {
-    ra_job job;
-    memset(&job, 0, sizeof job);
-    job.plan = plan;
-    job.tensors = t;
-    job.deadline_ns = deadline_ns;
-    return ra__ring_pass(ring, &job);
+    return ra__ring_pass(ring, plan, t, deadline_ns, RA_PASS_FORWARD);
 }
 
 RINGATTN_API ra_status ra_backward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
                                    int64_t deadline_ns) {
-    ra_job job;
-    memset(&job, 0, sizeof job);
-    job.plan = plan;
-    job.tensors = t;
-    job.deadline_ns = deadline_ns;
-    job.pass = RA_PASS_BACKWARD;
-    return ra__ring_pass(ring, &job);
+    return ra__ring_pass(ring, plan, t, deadline_ns, RA_PASS_BACKWARD);
 }
 
 RINGATTN_API ra_status ra_ring_once(const ra_desc *d, const ra_transport *transport,
@@ -17360,18 +17374,17 @@ RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
 }
 
 /* ========================================================================== ESTIMATE
- * Arithmetic before any purchase: how long a context fits and whether a hop hides behind the
- * computing beside it. Takes figures of hardware and model, gives figures; touches nothing else of
- * the library but ra__refuse. With F FLOP/s and W bytes/s of a device, c tokens a block, b
- * sequences, e bytes an element and f = 1 (balanced causal: 1/2), one hop computes
- * 4 f b Hq D c^2 FLOPs and moves 2 b c Hkv D e bytes. Compute covers the transfer from
- * c = (F/W) e Hkv / (2 f Hq) on, which is F/W for MHA at 2 bytes. A device holds six blocks of
- * hidden size h: Q; K, V in use; K, V arriving; the output: 6 b c h e bytes.
- * Liu, Zaharia, Abbeel, arXiv 2310.01889v4, section 3 and table 2. The paper prints 6 b c h, which
- * is the figure for one byte an element, and for A100 with InfiniBand 24.5 and 149.5 thousand
- * tokens, 2 % below its own formula.
- * Everything is computed in doubles. The checks keep counts below 2^31, and rates and memory
- * between 1 and 1e30, so that no product overflows; only context_max must fit 64 bits. */
+ * How long a context fits into given hardware, and whether computing hides the transfer of a hop.
+ * Takes figures of hardware and model and returns figures; uses nothing else of the library except
+ * refusals. With F FLOP/s and W bytes/s per device, c tokens per block, b sequences, e bytes per
+ * element and f = 1 (balanced causal: 1/2), one hop computes 4 f b Hq D c^2 FLOPs and moves 2 b c
+ * Hkv D e bytes. Compute covers the transfer from c = (F/W) e Hkv / (2 f Hq) on, which is F/W for
+ * MHA at 2 bytes. A device holds six blocks of hidden size h: Q; K, V in use; K, V arriving; the
+ * output: 6 b c h e bytes. Liu, Zaharia, Abbeel, arXiv 2310.01889v4, section 3 and table 2. The
+ * paper prints 6 b c h, which is the figure for one byte per element. For A100 with InfiniBand it
+ * prints 24.5 and 149.5 thousand tokens, 2 % below its own formula. Everything is computed in
+ * doubles. The checks keep counts below 2^31, and rates and memory between 1 and 1e30, so that no
+ * product overflows; only context_max must fit 64 bits. */
 
 #define RA__EST_LIMIT 1e30             /* of FLOP/s, bytes, bytes/s and seconds */
 
@@ -17386,7 +17399,7 @@ static const ra_hardware ra__est_devices[] = {
     { 196e12, 16e9,  186e9,   0.0, 0, 0 },   /* TPU v5e */
 };
 
-/* Link bytes/s, latency and a block that suits them. Indexed by RA_NET_*. InfiniBand HDR (4 lanes)
+/* Link bytes/s, latency and a suitable block. Indexed by RA_NET_*. InfiniBand HDR (4 lanes)
  * carries 200 Gbit/s = 25 GB/s. */
 static const ra_hardware ra__est_networks[] = {
     { 0.0, 0.0, 0.0,   0.0,  0, 0 },
@@ -17402,7 +17415,8 @@ static int32_t ra__est_finite(double x) {
     return ((bits >> 52) & 0x7ff) != 0x7ff;
 }
 
-/* Refuses what is not a number between least and RA__EST_LIMIT; a zero below least is missing. */
+/* Refuses what is not a number between least and RA__EST_LIMIT. A zero below least counts as
+ * unset. */
 static ra_status ra__est_check_real(ra_error *e, const char *field, double x, double least) {
     const int32_t finite = ra__est_finite(x);
     int64_t about = 0;
@@ -17454,8 +17468,8 @@ static ra_status ra__est_check_model(ra_error *e, const ra_model *m) {
     return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
-/* Whole tokens a device, times the devices, for the memory that the weights leave. RA_E_OVERFLOW
- * if they do not fit 64 bits. */
+/* Whole tokens per device in the memory that the weights leave, times the devices. RA_E_OVERFLOW if
+ * they do not fit 64 bits. */
 static ra_status ra__est_context(const ra_hardware *hw, const ra_model *m, double bytes_token,
                                  int64_t *out) {
     const double room = hw->memory_bytes - (double)m->weight_bytes;
@@ -17472,7 +17486,7 @@ static ra_status ra__est_compute(const ra_hardware *hw, const ra_model *m, ra_es
     const double e = m->element_bytes ? m->element_bytes : 2;
     const double b = m->batch ? (double)m->batch : 1.0;
     const double f = m->causal ? 0.5 : 1.0;
-    const double q_row = (double)m->q_heads * (double)m->head_dim;     /* elements a token */
+    const double q_row = (double)m->q_heads * (double)m->head_dim;     /* elements per token */
     const double kv_row = (double)m->kv_heads * (double)m->head_dim;
     const double hidden = m->hidden ? (double)m->hidden : q_row;
     double c;

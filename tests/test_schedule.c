@@ -341,7 +341,7 @@ TEST(steps_are_chunks_and_two_rounds)
 /* A rank of a world whose messages have no capacity: a send is over when its receive is posted. */
 typedef struct player {
     const ra_plan *plan;
-    const ra__route *way;
+    const ra__pass_lists *way;
     int64_t posted, received, released, folded, ready, sent, own_sent, own_posted;
     int64_t home_posted, home_received, home_done, at;
     int64_t slots, packs, homes, grads;
@@ -358,7 +358,7 @@ static void player_open(player *y, const ra_plan *p, int back, int shared)
     y->shared = shared;
     y->slots = shared ? RA__SHARED_BUFFERS : p->d.buffers;
     y->packs = ra__min(n->own, shared ? RA__SEND_SLOTS : RA__PACK_SLOTS);
-    y->homes = ra__min(n->own, shared ? RA__SHARED_BUFFERS : RA__HOME_SLOTS);
+    y->homes = ra__min(n->own, shared ? RA__SHARED_BUFFERS : RA__RETURN_SLOTS);
     y->grads = n->stays ? ra__min(own, RA__PACK_SLOTS) : 0;
     if (shared) y->grads = ra__min(own, ra__back_lag(p) + 2);
 }
@@ -366,29 +366,29 @@ static void player_open(player *y, const ra_plan *p, int back, int shared)
 /* There is a place for the gradient of an own chunk. */
 static int player_room(const player *y, int64_t own)
 {
-    const ra__route *w = y->way;
-    int64_t home = w->own[own].home, before = own - y->grads;
+    const ra__pass_lists *w = y->way;
+    int64_t home = w->own[own].returned, before = own - y->grads;
     if (home >= 0 && !y->shared && home - y->own_sent >= y->packs) return 0;
     if (before < 0 || (home >= 0 && !y->shared)) return 1;
-    home = w->own[before].home;
+    home = w->own[before].returned;
     if (y->shared && home >= 0) return home < y->home_done;
     return w->own[before].fold < y->folded;
 }
 
 static int player_folds(const player *y)
 {
-    const ra__route *w = y->way;
+    const ra__pass_lists *w = y->way;
     int64_t f = y->folded;
     if (f == w->folds) return 0;
     if (w->fold[f].recv >= 0) return w->fold[f].recv < y->received;
     if (!w->backward || w->fold[f].own < 0) return 1;
     if (w->fold[f].phase != RA__BEFORE) return player_room(y, w->fold[f].own);
-    return w->own[w->fold[f].own].home < y->home_received;
+    return w->own[w->fold[f].own].returned < y->home_received;
 }
 
 static int player_sends(const player *y)
 {
-    const ra__route *w = y->way;
+    const ra__pass_lists *w = y->way;
     int64_t i = y->ready;
     if (i == w->sends) return 0;
     if (w->backward && w->send[i].fold >= 0 && w->send[i].fold >= y->folded) return 0;
@@ -399,7 +399,7 @@ static int player_sends(const player *y)
 /* All that a rank does on its own. Returns how much that was. */
 static int player_moves(player *y)
 {
-    const ra__route *w = y->way;
+    const ra__pass_lists *w = y->way;
     int any = 0;
     for (;;) {
         int64_t i = y->released;
@@ -410,8 +410,8 @@ static int player_moves(player *y)
                (w->recv[i].send < 0 || w->recv[i].send < y->sent); i = ++y->released) did = 1;
         for (; y->posted < w->recvs && y->posted - y->released < y->slots; y->posted++) did = 1;
         for (; w->backward && y->home_done < y->home_received &&
-               w->home[y->home_done].fold < y->folded; y->home_done++) did = 1;
-        for (; w->backward && y->home_posted < w->homes &&
+               w->returned[y->home_done].fold < y->folded; y->home_done++) did = 1;
+        for (; w->backward && y->home_posted < w->returns &&
                y->home_posted - y->home_done < y->homes; y->home_posted++) did = 1;
         any += did;
         if (!did) return any;
@@ -454,7 +454,7 @@ static int pass_message(player *all, int from, int level0, int *done)
     if (level0 && (done[to] & 2)) return 0;
     i = home ? b->home_received : b->received;
     if (i == (home ? b->home_posted : b->posted)) return 0;
-    if (home && a->way->send[a->sent].chunk != b->way->home[i].chunk) return 0;
+    if (home && a->way->send[a->sent].chunk != b->way->returned[i].chunk) return 0;
     if (!home) CHECK_EQ(a->way->send[a->sent].chunk, b->way->recv[i].chunk);
     z = level0 ? player_exchange(b) : NULL;
     if (level0) {
@@ -511,7 +511,7 @@ static void play(ra_plan **plans, int ranks, int back, int shared, int level0, h
         CHECK_EQ(y->folded, y->way->folds);
         CHECK_EQ(y->received, y->way->recvs);
         CHECK_EQ(y->sent, y->way->sends);
-        if (back) CHECK_EQ(y->home_done, y->way->homes);
+        if (back) CHECK_EQ(y->home_done, y->way->returns);
         if (level0) CHECK_EQ(y->at, y->way->exchanges);
     }
 }
