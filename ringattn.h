@@ -7886,32 +7886,40 @@ static ra_status ra__check_held(const ra_run *runs, int64_t n, const char *field
     return RA_OK;
 }
 
-/* One table of runs: entries in range, no position twice. names: the fields to name in a
- * refusal. */
-static ra_status ra__check_runs(const ra_run *runs, const int32_t *count, int32_t ranks,
-                                const int64_t range[2], const char *const names[2], ra_error *e) {
+/* Runs of all ranks, `count` of each, within positions [first, end); the names of their fields. */
+typedef struct ra__run_table {
+    const ra_run *run;
+    const int32_t *count;
+    int64_t first, end;
+    const char *run_field, *count_field;
+} ra__run_table;
+
+/* Entries are in range and no position is in two of them. */
+static ra_status ra__check_runs(const ra__run_table *t, int32_t ranks, ra_error *e) {
     int64_t n = 0;
     for (int32_t r = 0; r < ranks; r++) {
-        if (count[r] < 0)
-            return ra__refuse(e, RA_E_RANGE, names[1], "# is negative", count[r]);
-        n += count[r];
+        if (t->count[r] < 0)
+            return ra__refuse(e, RA_E_RANGE, t->count_field, "# is negative", t->count[r]);
+        n += t->count[r];
     }
     for (int64_t i = 0; i < n; i++) {
-        int64_t stride = ra__run_step(&runs[i]), last;
-        if (runs[i].count < 1 || stride < 1 || runs[i].first < range[0] ||
-            runs[i].first >= range[1] || !ra__mul(runs[i].count - 1, stride, &last) ||
-            runs[i].first + last >= range[1])
-            return ra__refuse(e, RA_E_RANGE, names[0],
+        const ra_run *run = &t->run[i];
+        int64_t stride = ra__run_step(run), last;
+        if (run->count < 1 || stride < 1 || run->first < t->first || run->first >= t->end ||
+            !ra__mul(run->count - 1, stride, &last) || run->first + last >= t->end)
+            return ra__refuse(e, RA_E_RANGE, t->run_field,
                               "entry # has no rows, or steps back, or leaves the tokens", i);
     }
-    return ra__check_held(runs, n, names[0], e);
+    return ra__check_held(t->run, n, t->run_field, e);
 }
 
 static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
-    static const char *const q_names[2] = { "layout.q_runs", "layout.q_run_count" };
-    static const char *const k_names[2] = { "layout.k_runs", "layout.k_run_count" };
     const ra_layout *l = &d->layout;
-    int64_t sum = 0, rows = 0, bytes, range[2] = { d->q_offset, d->q_offset + d->tokens };
+    const ra__run_table q = { l->q_runs, l->q_run_count, d->q_offset, d->q_offset + d->tokens,
+                              "layout.q_runs", "layout.q_run_count" };
+    const ra__run_table k = { l->k_runs, l->k_run_count, 0, ra__k_most(d), "layout.k_runs",
+                              "layout.k_run_count" };
+    int64_t sum = 0, rows = 0, bytes;
     ra_status s = RA_OK;
     for (int32_t r = 0; l->weights && r < d->ranks; r++) {
         sum += l->weights[r];
@@ -7932,11 +7940,8 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
         return ra__refuse(e, RA_E_OVERFLOW, "layout.q_rows", "# rows in all overflow 62 bits",
                           rows);
     if (l->kind != RA_LAYOUT_RUNS) return RA_OK;
-    s = ra__check_runs(l->q_runs, l->q_run_count, d->ranks, range, q_names, e);
-    range[0] = 0;
-    range[1] = ra__k_most(d);
-    if (!s && l->k_runs)
-        s = ra__check_runs(l->k_runs, l->k_run_count, d->ranks, range, k_names, e);
+    s = ra__check_runs(&q, d->ranks, e);
+    if (!s && l->k_runs) s = ra__check_runs(&k, d->ranks, e);
     for (int32_t r = 0, at = 0; !s && !l->k_runs && r < d->ranks; r++)
         for (int32_t i = 0; i < l->q_run_count[r]; i++, at++)
             if (ra__run_last(&l->q_runs[at]) >= ra__k_most(d))
@@ -10609,15 +10614,15 @@ typedef struct ra__place {
 typedef struct ra__span { int64_t first, last; int32_t rank; } ra__span;
 
 typedef struct ra__exchange {          /* one step of the lock-step run with this rank in it */
-    int32_t send, recv;                /* index in the send and receive list, -1: none; recv <= -2:
-                                        * index -2 - recv in the list of what returns */
+    int32_t send, recv, returned;      /* indices in the lists of these names, -1: none; of recv and
+                                        * returned one at most */
     int64_t step;
 } ra__exchange;
 
 /* What one rank does in one kind of pass: lists of what it folds, receives and sends, each in the
  * order that the plan fixes. Entries name each other by index; -1: there is none. */
 typedef struct ra__fold {
-    int32_t chunk;                     /* or -1 - b: sequence b has rows and no keys */
+    int32_t sequence, chunk;           /* chunk -1: the sequence has rows and no keys */
     int32_t recv;                      /* the message that brings it; -1: its own chunk */
     int32_t index;                     /* how many entries of its sequence come before it */
     int32_t own;                       /* backward: its own chunk's entry in `own` */
@@ -11248,12 +11253,11 @@ static int64_t ra__tour_exchanges(const ra__tour *w, const int64_t *start, ra__e
         ra__exchange *x = &out[count];
         if (when == INT64_MAX) return count;
         x->step = when / 2;
-        x->send = x->recv = -1;
+        x->send = x->recv = x->returned = -1;
         for (int32_t i = 0; i < 3; i++) {
             int32_t index = (int32_t)next[i].index;
             if (next[i].when != when) continue;
-            if (i == RA__LEAVES) x->send = index;
-            else x->recv = i == RA__ARRIVES ? index : -2 - index;
+            *(i == RA__LEAVES ? &x->send : i == RA__ARRIVES ? &x->recv : &x->returned) = index;
             next[i].index++;
             next[i].c++;
             ra__next_find(w, start, i, &next[i]);
@@ -11651,18 +11655,22 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     return state;
 }
 
-/* Bytes that the ring of a rank with these counts needs, with buffers aligned as the transport
- * wants. state: those of the state, forward and backward. */
-static int64_t ra__ring_bytes(const ra_plan *p, const ra__sizes *n, int shared, size_t align,
-                              int64_t state[2]) {
+/* Bytes of a ring's workspace, and those of its running state in either pass. */
+typedef struct ra__ring_size { int64_t bytes, state, back_state; } ra__ring_size;
+
+/* For the ring of a rank with these counts, with buffers aligned as the transport wants. */
+static ra__ring_size ra__ring_bytes(const ra_plan *p, const ra__sizes *n, int shared,
+                                    size_t align) {
     ra__arena a = { NULL, 0 }, b = { NULL, 0 };
+    ra__ring_size size = { 0, 0, 0 };
     ra_ring r;
     memset(&r, 0, sizeof r);
     r.tp.align = align;
     r.shared = shared;
-    state[0] = ra__ring_carve(&a, p, n, &r);
-    state[1] = p->d.train ? ra__ring_carve_back(&b, p, n, &r) : 0;
-    return ra__max(a.used, b.used);
+    size.state = ra__ring_carve(&a, p, n, &r);
+    if (p->d.train) size.back_state = ra__ring_carve_back(&b, p, n, &r);
+    size.bytes = ra__max(a.used, b.used);
+    return size;
 }
 
 /* ========================================================================== PLAN
@@ -11914,10 +11922,11 @@ static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queri
     if (p->d.train) ra__lists_carve(a, &p->back, back, 2 * back + B, 3 * back, back);
 }
 
-/* Appends an entry to the list of folds: chunk, or -1 - b. */
+/* Appends an entry to the list of folds. chunk -1: the caller sets the sequence. */
 static ra__fold *ra__lists_fold(ra__pass_lists *w, int32_t chunk, int32_t recv, int32_t index) {
     ra__fold *f = &w->fold[w->folds++];
     memset(f, 0, sizeof *f);
+    f->sequence = chunk < 0 ? -1 : w->chunk[chunk].sequence;
     f->chunk = chunk;
     f->recv = recv;
     f->index = index;
@@ -11957,7 +11966,7 @@ static void ra__plan_own_lists(ra_plan *p) {
             if (recv >= 0) ra__lists_recv(w, (int32_t)c, fold, send);
         }
         if (w->folds == before && p->task_begin[b + 1] > p->task_begin[b])
-            (void)ra__lists_fold(w, -1 - b, -1, 0);
+            ra__lists_fold(w, -1, -1, 0)->sequence = b;
         if (w->folds > before) w->fold[w->folds - 1].last = 1;
     }
 }
@@ -12052,7 +12061,7 @@ static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__pas
         for (; c < w->t->chunks && w->t->chunk[c].sequence == b; c++)
             index += ra__back_visit(&l, r, c, index);
         index += ra__back_ends(&l, r, w->t->chunks, index);
-        if (!index) (void)ra__lists_fold(r, -1 - b, -1, 0);
+        if (!index) ra__lists_fold(r, -1, -1, 0)->sequence = b;
         r->fold[r->folds - 1].last = 1;
     }
 }
@@ -12650,12 +12659,12 @@ static int64_t ra__plan_unvisited(const ra_plan *p, const ra__travel *t) {
 
 static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     ra__sizes n = rank == p->d.rank ? p->sizes : ra__plan_sizes(p, rank, NULL);
+    ra__ring_size size = ra__ring_bytes(p, &n, 0, 64);
     ra__plan_report_rank(p, rank, r);
-    int64_t state[2];
-    r->workspace_bytes = ra__ring_bytes(p, &n, 0, 64, state);
-    r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64, state);
-    r->forward.state_bytes = state[0];
-    r->backward.state_bytes = state[1];
+    r->workspace_bytes = size.bytes;
+    r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64).bytes;
+    r->forward.state_bytes = size.state;
+    r->backward.state_bytes = size.back_state;
 }
 
 /* An upper bound on chunks: each shard of a sequence adds one to tokens / chunk_tokens. */
@@ -13847,11 +13856,9 @@ static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
     const ra__fold *at = &r->lists->fold[f];
     int32_t recv = at->recv;
     memset(out, 0, sizeof *out);
-    if (at->chunk < 0) {
-        out->c.sequence = -1 - at->chunk;
-        return 0;
-    }
-    out->c = *ra__entry_chunk(r, f);
+    out->c.sequence = at->sequence;
+    if (at->chunk < 0) return 0;
+    out->c = r->lists->chunk[at->chunk];
     if (recv >= 0) {
         const uint8_t *message = (const uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], recv)->buf;
         if (r->shared) ra__item_address(message, out);
@@ -14212,10 +14219,10 @@ static ra_status ra__ring_exchange(ra_ring *r) {
         int64_t patience = ra__ring_patience(r), left = ra__ring_left(r, r->deadline, patience);
         int code;
         if (x->recv >= r->lane[RA__RECEIVES].posted || x->send >= r->lane[RA__SENDS].posted ||
-            (x->recv < -1 && -2 - x->recv >= r->lane[RA__RETURNS].posted))
+            x->returned >= r->lane[RA__RETURNS].posted)
             return RA_OK;
         if (x->recv >= 0) in = ra__lane_op(&r->lane[RA__RECEIVES], x->recv);
-        if (x->recv < -1) in = ra__lane_op(&r->lane[RA__RETURNS], -2 - x->recv);
+        if (x->returned >= 0) in = ra__lane_op(&r->lane[RA__RETURNS], x->returned);
         if (x->send >= 0) out = ra__lane_op(&r->lane[RA__SENDS], x->send);
         code = r->tp.sendrecv(r->tp.ctx, out ? out->peer : RA_NO_PEER, out ? out->buf : NULL,
                               out ? out->len : 0, in ? in->peer : RA_NO_PEER,
@@ -14227,7 +14234,7 @@ static ra_status ra__ring_exchange(ra_ring *r) {
                                  ra__blame_of(in ? in->peer : out->peer, !in, code,
                                               x->send >= 0 ? lists->send[x->send].chunk :
                                               x->recv >= 0 ? lists->recv[x->recv].chunk
-                                                           : lists->returned[-2 - x->recv].chunk));
+                                                           : lists->returned[x->returned].chunk));
         if (in) in->state = RA_MSG_DONE;
         if (out) out->state = RA_MSG_DONE;
         r->exchanged++;
@@ -14470,11 +14477,6 @@ static int ra__ring_all_messages_done(const ra_ring *r) {
 }
 
 /* -------------------------------------------------------------------------- compute */
-static int32_t ra__fold_sequence(const ra_ring *r, int64_t f) {
-    int32_t chunk = r->lists->fold[f].chunk;
-    return chunk < 0 ? -1 - chunk : r->lists->chunk[chunk].sequence;
-}
-
 /* Updates how many entries all tasks have folded: no task has an earlier one in hand or will take
  * one. Under `sched`. */
 static void ra__ring_advance(ra_ring *r) {
@@ -14532,7 +14534,7 @@ static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
             desk->claim.task = -1;
             return 1;
         }
-        b = ra__fold_sequence(r, f);
+        b = r->lists->fold[f].sequence;
         desk->claim.task = r->task_begin[b] + r->claim_task;
         before = r->lists->fold[f].index;
         next = ra__load_i32(&r->turn[desk->claim.task].next);
@@ -14594,7 +14596,7 @@ static int64_t ra__fold_next(const ra_ring *r, const ra__fold_hand *h, int64_t f
 /* Sets the geometry and the first chunk of a claimed task. */
 static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra__tally *n) {
     const ra_plan *p = r->plan;
-    const int32_t b = ra__fold_sequence(r, desk->claim.fold);
+    const int32_t b = r->lists->fold[desk->claim.fold].sequence;
     ra__fold_hand *h = &desk->hand.fold;
     ra__side side = r->work.q_side;
     ra__arena a = { NULL, 0 };
@@ -14983,7 +14985,7 @@ static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory
     const ra_desc *d = &r->plan->d;
     const int64_t f = desk->claim.fold;
     const ra__fold *at = &r->lists->fold[f];
-    const int32_t own = at->own, b = ra__fold_sequence(r, f);
+    const int32_t own = at->own, b = at->sequence;
     const int32_t group = d->q_heads / d->kv_heads, any = at->chunk >= 0;
     const int q = d->backward_travel == RA_TRAVEL_Q;
     const int travel_first = own >= 0 && (at->phase & RA__AFTER);
@@ -15057,7 +15059,7 @@ static ra_status ra__ring_compute(ra_ring *r, int ith, ra__desk *desk) {
     int64_t f = desk->claim.fold;
     int code = 0, done = 1;
     ra_event e = ra__event_none();
-    e.sequence = ra__fold_sequence(r, f);
+    e.sequence = r->lists->fold[f].sequence;
     e.thread = ith;
     e.begin_ns = ra__ring_now(r);
     if (p->d.engine) code = ra__ring_engine(r, &desk->claim, &e, memory);
@@ -15243,7 +15245,7 @@ static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
 /* Lays out the ring for a pass of a plan; RA_E_WORKSPACE if it does not fit. */
 static ra_status ra__ring_use(ra_ring *r, const ra_plan *p, int32_t pass, ra_error *e) {
     ra__arena a = { NULL, 0 };
-    int64_t state[2], need = ra__ring_bytes(p, &p->sizes, r->shared, r->tp.align, state);
+    int64_t need = ra__ring_bytes(p, &p->sizes, r->shared, r->tp.align).bytes;
     if (need > r->bytes)
         return ra__refuse(e, RA_E_WORKSPACE, "ring.workspace_bytes", "this plan needs # bytes",
                           need);
@@ -15260,12 +15262,12 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     ra_transport tp;
     ra_ring *r;
     ra_error *e = rd->error;
-    int64_t state[2], need, bytes = (int64_t)rd->workspace_bytes;
+    int64_t need, bytes = (int64_t)rd->workspace_bytes;
     int shared = transport && p->d.ranks > 1 && (transport->caps & RA_CAP_SHARED);
     uint8_t *base = (uint8_t *)rd->workspace;
     memset(&tp, 0, sizeof tp);
     if (transport && p->d.ranks > 1) tp = ra__tp_resolved(transport);
-    need = ra__ring_bytes(p, &p->sizes, shared, tp.align, state);
+    need = ra__ring_bytes(p, &p->sizes, shared, tp.align).bytes;
     if (!bytes && !base) bytes = need;
     if (bytes < need)
         return ra__refuse(e, RA_E_WORKSPACE, "ring.workspace_bytes", "this plan needs # bytes",

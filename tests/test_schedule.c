@@ -435,7 +435,7 @@ static const ra__exchange *player_exchange(const player *y)
 {
     const ra__exchange *x = &y->way->exchange[y->at];
     if (y->at == y->way->exchanges || x->send >= y->ready || x->recv >= y->posted ||
-        (x->recv < -1 && -2 - x->recv >= y->home_posted))
+        x->returned >= y->home_posted)
         return NULL;
     return x;
 }
@@ -458,7 +458,7 @@ static int pass_message(player *all, int from, int level0, int *done)
     if (!home) CHECK_EQ(a->way->send[a->sent].chunk, b->way->recv[i].chunk);
     z = level0 ? player_exchange(b) : NULL;
     if (level0) {
-        if (!z || z->recv != (home ? -2 - i : i)) return 0;
+        if (!z || (home ? z->returned : z->recv) != i) return 0;
         CHECK_EQ(z->step, x->step);
         done[from] |= 1;
         done[to] |= 2;
@@ -477,10 +477,10 @@ static int end_exchanges(player *all, int ranks, int *done)
     for (i = 0; i < ranks; i++) {
         player *y = &all[i];
         const ra__exchange *x = player_exchange(y);
-        if (!x || done[i] != (x->send >= 0 ? 1 : 0) + (x->recv != -1 ? 2 : 0)) continue;
+        if (!x || done[i] != (x->send >= 0) + 2 * (x->recv >= 0 || x->returned >= 0)) continue;
         if (x->send >= 0) y->own_sent += y->way->send[y->sent++].recv < 0;
         if (x->recv >= 0) y->received++;
-        if (x->recv < -1) y->home_received++;
+        if (x->returned >= 0) y->home_received++;
         y->at++;
         done[i] = 0;
         any = 1;
