@@ -11476,6 +11476,7 @@ struct ra_ring {
     uint8_t *pack_buf;                 /* [pack_slots] own chunks that leave */
     int64_t pack_slots, own_posted, own_sent; /* own chunks that have been packed, and sent */
     int64_t released;                  /* receives that are folded by all tasks and sent on */
+    int64_t moves;                     /* messages posted and taken */
     int64_t exchanged;
     int32_t notices;                   /* 1: this pass ends with notices: shared, forward */
     int32_t met;                       /* some rank's frame was as it should be, or a pass with a
@@ -14010,6 +14011,7 @@ static ra_transport_op *ra__lane_post(ra_ring *r, int which, int32_t peer, int64
     op->mr = r->mr;
     if (lane->ns) lane->ns[lane->posted % lane->slots] = ra__ring_now(r);
     lane->posted++;
+    r->moves++;
     return op;
 }
 
@@ -14305,7 +14307,10 @@ static int ra__lane_look(ra_ring *r, const ra__lane *lane, int64_t c) {
 }
 
 /* The next message of a lane has been taken: other threads may use what came. */
-static void ra__lane_next(ra__lane *lane) { ra__store_i64(&lane->done, lane->done + 1); }
+static void ra__lane_next(ra_ring *r, ra__lane *lane) {
+    ra__store_i64(&lane->done, lane->done + 1);
+    r->moves++;
+}
 
 /* Shared memory: notes where an owner listens for signs of life, for as long as it is read here. */
 static void ra__ring_listen(ra_ring *r, const ra_transport_op *op, int32_t owner) {
@@ -14325,7 +14330,7 @@ static int ra__ring_take_receives(ra_ring *r) {
         if (done <= 0) return done;
         if (r->notices)
             ra__ring_listen(r, ra__lane_op(lane, lane->done), r->lists->chunk[c].owner);
-        ra__lane_next(lane);
+        ra__lane_next(r, lane);
         if (lane->done == lane->total) ra__store_i32(&r->counters.waiting_peer, -1);
     }
 }
@@ -14396,7 +14401,7 @@ static int ra__ring_take_returns(ra_ring *r) {
         if (lists->returned[i].fold < 0) ra__ring_return_over(r, i);
         else if (r->plan->d.backward_travel == RA_TRAVEL_Q && !r->shared)
             ra__ring_pack_q(r, &lists->chunk[c], ra__lane_buf(lane, i));
-        ra__lane_next(lane);
+        ra__lane_next(r, lane);
     }
 }
 
@@ -14407,7 +14412,7 @@ static int ra__ring_take_sends(ra_ring *r) {
         int done = ra__lane_look(r, lane, c);
         if (done <= 0) return done;
         if (r->lists->send[lane->done].recv < 0) ra__store_i64(&r->own_sent, r->own_sent + 1);
-        ra__lane_next(lane);
+        ra__lane_next(r, lane);
     }
 }
 
@@ -14416,7 +14421,7 @@ static int ra__ring_take_notices(ra_ring *r) {
     for (int32_t k = RA__NOTICES_IN; k <= RA__NOTICES_OUT; k++) {
         ra__lane *lane = &r->lane[k];
         int done;
-        while ((done = ra__lane_look(r, lane, -1)) > 0) ra__lane_next(lane);
+        while ((done = ra__lane_look(r, lane, -1)) > 0) ra__lane_next(r, lane);
         for (int64_t i = lane->done; i < lane->posted && done >= 0; i++)
             if (ra__lane_op(lane, i)->state < 0)
                 done = ra__ring_op_done(r, ra__lane_op(lane, i), -1);
@@ -14438,16 +14443,9 @@ static void ra__ring_pulse(ra_ring *r) {
     r->alive_seen = alive;
 }
 
-/* Messages posted and taken so far in this pass. */
-static int64_t ra__ring_moves(const ra_ring *r) {
-    int64_t n = 0;
-    for (int32_t k = 0; k < RA__LANES; k++) n += r->lane[k].posted + r->lane[k].done;
-    return n;
-}
-
 /* A round of communication, under `comm`: > 0 something moved, 0 nothing, < 0 failed. */
 static int ra__ring_comm(ra_ring *r) {
-    int64_t before = ra__ring_moves(r);
+    int64_t before = r->moves;
     ra_status s;
     ra__ring_agree(r);
     ra__ring_release(r);
@@ -14463,7 +14461,7 @@ static int ra__ring_comm(ra_ring *r) {
     if (!s) s = ra__ring_take_notices(r);
     if (s) return s;
     ra__ring_release(r);
-    if (ra__ring_moves(r) == before) return 0;
+    if (r->moves == before) return 0;
     ra__ring_note_progress(r);
     return 1;
 }
