@@ -67,7 +67,7 @@ int64_t hook_patience(const ra_plan *plan, int pass, int64_t tiles, int64_t ns)
     ra_ring ring;
     memset(&ring, 0, sizeof ring);
     ring.plan = plan;
-    ring.route = pass == RA_PASS_BACKWARD ? &plan->back : &plan->forward;
+    ring.lists = pass == RA_PASS_BACKWARD ? &plan->back : &plan->forward;
     ring.counters.tiles_full = tiles;
     ring.counters.compute_ns = tiles * ns;
     return ra__ring_patience(&ring) - minute;

@@ -341,7 +341,7 @@ TEST(steps_are_chunks_and_two_rounds)
 /* A rank of a world whose messages have no capacity: a send is over when its receive is posted. */
 typedef struct player {
     const ra_plan *plan;
-    const ra__route *way;
+    const ra__pass_lists *way;
     int64_t posted, received, released, folded, ready, sent, own_sent, own_posted;
     int64_t home_posted, home_received, home_done, at;
     int64_t slots, packs, homes, grads;
@@ -358,7 +358,7 @@ static void player_open(player *y, const ra_plan *p, int back, int shared)
     y->shared = shared;
     y->slots = shared ? RA__SHARED_BUFFERS : p->d.buffers;
     y->packs = ra__min(n->own, shared ? RA__SEND_SLOTS : RA__PACK_SLOTS);
-    y->homes = ra__min(n->own, shared ? RA__SHARED_BUFFERS : RA__HOME_SLOTS);
+    y->homes = ra__min(n->own, shared ? RA__SHARED_BUFFERS : RA__RETURN_SLOTS);
     y->grads = n->stays ? ra__min(own, RA__PACK_SLOTS) : 0;
     if (shared) y->grads = ra__min(own, ra__back_lag(p) + 2);
 }
@@ -366,52 +366,52 @@ static void player_open(player *y, const ra_plan *p, int back, int shared)
 /* There is a place for the gradient of an own chunk. */
 static int player_room(const player *y, int64_t own)
 {
-    const ra__route *w = y->way;
-    int64_t home = w->own_home[own], before = own - y->grads;
+    const ra__pass_lists *w = y->way;
+    int64_t home = w->own[own].returned, before = own - y->grads;
     if (home >= 0 && !y->shared && home - y->own_sent >= y->packs) return 0;
     if (before < 0 || (home >= 0 && !y->shared)) return 1;
-    home = w->own_home[before];
+    home = w->own[before].returned;
     if (y->shared && home >= 0) return home < y->home_done;
-    return w->own_fold[before] < y->folded;
+    return w->own[before].fold < y->folded;
 }
 
 static int player_folds(const player *y)
 {
-    const ra__route *w = y->way;
+    const ra__pass_lists *w = y->way;
     int64_t f = y->folded;
     if (f == w->folds) return 0;
-    if (w->fold_recv[f] >= 0) return w->fold_recv[f] < y->received;
-    if (!w->backward || w->fold_own[f] < 0) return 1;
-    if (w->fold_phase[f] != RA__BEFORE) return player_room(y, w->fold_own[f]);
-    return w->own_home[w->fold_own[f]] < y->home_received;
+    if (w->fold[f].recv >= 0) return w->fold[f].recv < y->received;
+    if (!w->backward || w->fold[f].own < 0) return 1;
+    if (w->fold[f].phase != RA__BEFORE) return player_room(y, w->fold[f].own);
+    return w->own[w->fold[f].own].returned < y->home_received;
 }
 
 static int player_sends(const player *y)
 {
-    const ra__route *w = y->way;
+    const ra__pass_lists *w = y->way;
     int64_t i = y->ready;
     if (i == w->sends) return 0;
-    if (w->backward && w->send_fold[i] >= 0 && w->send_fold[i] >= y->folded) return 0;
-    if (w->send_recv[i] >= 0) return w->send_recv[i] < y->received;
+    if (w->backward && w->send[i].fold >= 0 && w->send[i].fold >= y->folded) return 0;
+    if (w->send[i].recv >= 0) return w->send[i].recv < y->received;
     return y->own_posted - y->own_sent < y->packs;
 }
 
 /* All that a rank does on its own. Returns how much that was. */
 static int player_moves(player *y)
 {
-    const ra__route *w = y->way;
+    const ra__pass_lists *w = y->way;
     int any = 0;
     for (;;) {
         int64_t i = y->released;
         int did = 0;
         while (player_folds(y)) { y->folded++; did = 1; }
-        while (player_sends(y)) { y->own_posted += w->send_recv[y->ready++] < 0; did = 1; }
-        for (; i < y->received && (w->recv_fold[i] < 0 || w->recv_fold[i] < y->folded) &&
-               (w->recv_send[i] < 0 || w->recv_send[i] < y->sent); i = ++y->released) did = 1;
+        while (player_sends(y)) { y->own_posted += w->send[y->ready++].recv < 0; did = 1; }
+        for (; i < y->received && (w->recv[i].fold < 0 || w->recv[i].fold < y->folded) &&
+               (w->recv[i].send < 0 || w->recv[i].send < y->sent); i = ++y->released) did = 1;
         for (; y->posted < w->recvs && y->posted - y->released < y->slots; y->posted++) did = 1;
         for (; w->backward && y->home_done < y->home_received &&
-               w->home_fold[y->home_done] < y->folded; y->home_done++) did = 1;
-        for (; w->backward && y->home_posted < w->homes &&
+               w->returned[y->home_done].fold < y->folded; y->home_done++) did = 1;
+        for (; w->backward && y->home_posted < w->returns &&
                y->home_posted - y->home_done < y->homes; y->home_posted++) did = 1;
         any += did;
         if (!did) return any;
@@ -425,7 +425,7 @@ static int player_to(const player *y, int *home)
     int32_t hop = 0;
     *home = 0;
     if (!y->way->backward) return ra__rank_up(p, p->d.rank, y->way->direction);
-    int to = ra__back_to(p, &y->way->chunk[y->way->send[y->sent]], p->d.rank, &hop);
+    int to = ra__back_to(p, &y->way->chunk[y->way->send[y->sent].chunk], p->d.rank, &hop);
     *home = hop == p->d.ranks;
     return to;
 }
@@ -435,7 +435,7 @@ static const ra__exchange *player_exchange(const player *y)
 {
     const ra__exchange *x = &y->way->exchange[y->at];
     if (y->at == y->way->exchanges || x->send >= y->ready || x->recv >= y->posted ||
-        (x->recv < -1 && -2 - x->recv >= y->home_posted))
+        x->returned >= y->home_posted)
         return NULL;
     return x;
 }
@@ -454,17 +454,17 @@ static int pass_message(player *all, int from, int level0, int *done)
     if (level0 && (done[to] & 2)) return 0;
     i = home ? b->home_received : b->received;
     if (i == (home ? b->home_posted : b->posted)) return 0;
-    if (home && a->way->send[a->sent] != b->way->home[i]) return 0;    /* another comes first */
-    if (!home) CHECK_EQ(a->way->send[a->sent], b->way->recv[i]);
+    if (home && a->way->send[a->sent].chunk != b->way->returned[i].chunk) return 0;
+    if (!home) CHECK_EQ(a->way->send[a->sent].chunk, b->way->recv[i].chunk);
     z = level0 ? player_exchange(b) : NULL;
     if (level0) {
-        if (!z || z->recv != (home ? -2 - i : i)) return 0;
+        if (!z || (home ? z->returned : z->recv) != i) return 0;
         CHECK_EQ(z->step, x->step);
         done[from] |= 1;
         done[to] |= 2;
         return 1;
     }
-    a->own_sent += a->way->send_recv[a->sent++] < 0;
+    a->own_sent += a->way->send[a->sent++].recv < 0;
     if (home) b->home_received++;
     else b->received++;
     return 1;
@@ -477,10 +477,10 @@ static int end_exchanges(player *all, int ranks, int *done)
     for (i = 0; i < ranks; i++) {
         player *y = &all[i];
         const ra__exchange *x = player_exchange(y);
-        if (!x || done[i] != (x->send >= 0 ? 1 : 0) + (x->recv != -1 ? 2 : 0)) continue;
-        if (x->send >= 0) y->own_sent += y->way->send_recv[y->sent++] < 0;
+        if (!x || done[i] != (x->send >= 0) + 2 * (x->recv >= 0 || x->returned >= 0)) continue;
+        if (x->send >= 0) y->own_sent += y->way->send[y->sent++].recv < 0;
         if (x->recv >= 0) y->received++;
-        if (x->recv < -1) y->home_received++;
+        if (x->returned >= 0) y->home_received++;
         y->at++;
         done[i] = 0;
         any = 1;
@@ -511,7 +511,7 @@ static void play(ra_plan **plans, int ranks, int back, int shared, int level0, h
         CHECK_EQ(y->folded, y->way->folds);
         CHECK_EQ(y->received, y->way->recvs);
         CHECK_EQ(y->sent, y->way->sends);
-        if (back) CHECK_EQ(y->home_done, y->way->homes);
+        if (back) CHECK_EQ(y->home_done, y->way->returns);
         if (level0) CHECK_EQ(y->at, y->way->exchanges);
     }
 }
