@@ -192,7 +192,7 @@ nccl() {
 sim() {
     step -x sim-build make build/release/tests/test_sim
     step sim make --no-print-directory sim SEEDS=200000
-    step mutants sh tests/mutants.sh "$work/mutants" 2
+    step mutants sh tests/mutants.sh "$work/mutants" 3
     step spin sh tests/spin.sh "$work/spin"
 }
 
