@@ -960,8 +960,8 @@ enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
 enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV };
 /* AUTO: at most 16 new (token, head) pairs per KV head take the form of decoding, more the form of
  * prefill, which differ in the last bits. SAME: always the form of decoding (where Hq / Hkv <= 16),
- * one token at a time, so the bits of a row depend on nothing but the row: tokens of a draft that
- * were verified together are those of plain decoding. Prefill is then several times slower. */
+ * so the bits of a row depend on nothing but the row: tokens of a draft that were verified together
+ * are those of plain decoding, however the prompt was cut. Prefill is several times slower then. */
 enum { RA_FORM_AUTO, RA_FORM_SAME };
 typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. AGREED: the first
                                         * five */
@@ -9825,8 +9825,8 @@ static int64_t ra__decode_slots(const ra_desc *d) {
     const int64_t group = d->q_heads / d->kv_heads;
     const int64_t pairs = ra__min(d->tokens * group, RA__DECODE_PAIRS);
     const int64_t parts = ra__decode_limit(d);
-    const int64_t slots = parts < RA__DECODE_SLOTS / d->sequences ? parts * d->sequences
-                                                                  : RA__DECODE_SLOTS;
+    const int64_t most = RA__DECODE_SLOTS;
+    const int64_t slots = parts < most / d->sequences ? parts * d->sequences : most;
     if (parts < 2 || !ra__may_decode(d)) return 0;
     return ra__round_up(slots * d->kv_heads *
                         ra__ceil_div(pairs, RA__FEW_ROWS) * ra__slot_floats(d) * 4, 64);
@@ -16059,8 +16059,8 @@ struct ra_cache {
     int64_t bytes;
     int32_t owns_base, has_transport, rank, ranks, lanes, unsafe;
     int32_t group;                     /* Hq / Hkv */
-    int32_t few_most, few_tokens;      /* most new tokens of a sequence that takes the form of
-                                        * decoding, 0: none does; most tokens of one item of it */
+    int32_t few_tokens;                /* most new tokens of a sequence that takes the form of
+                                        * decoding, 0: none does; also most tokens of one item */
     int64_t lane_rows, tile_rows;
     int32_t *lane_first;               /* [ranks + 1] */
     int32_t *lane_owner;               /* [lanes] */
@@ -16397,12 +16397,6 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
     return RA_OK;
 }
 
-/* 1: the decoding kernel sums more than two fours of pairs in another way than one or two, so that
- * items of one call may not mix both. */
-static int ra__same_few(const ra_desc *d) {
-    return d->q_dtype == RA_BF16 && d->k_dtype == RA_BF16 && d->v_dtype == RA_BF16;
-}
-
 /* Everything of a cache but its memory. */
 static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra_cache *c) {
     ra_error *e = d ? d->error : NULL;
@@ -16421,11 +16415,7 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->rank = c->d.rank;
     c->lanes = c->cd.lanes ? c->cd.lanes : c->ranks;
     c->group = c->d.q_heads / c->d.kv_heads;
-    c->few_most = c->group <= RA__DECODE_PAIRS ? RA__DECODE_PAIRS / c->group : 0;
-    c->few_tokens = c->few_most;
-    if (ra__same_few(&c->d)) c->few_tokens = (int32_t)ra__max(1, 2 * RA__FEW_ROWS / c->group);
-    if (c->cd.form == RA_FORM_SAME) c->few_tokens = 1;
-    if (!c->few_most) c->few_tokens = 0;
+    c->few_tokens = c->group <= RA__DECODE_PAIRS ? RA__DECODE_PAIRS / c->group : 0;
     c->lane_rows = ra__ceil_div(c->d.kv_tokens, RA__HOLD * (int64_t)c->lanes) * RA__HOLD;
     c->tile_rows = RA_BLOCK_TOKENS * ra__max(1, ra__min(4, RA__PANELS / c->group));
     c->most_rows = c->cd.new_tokens ? c->cd.new_tokens : ra__mul_sat(c->d.sequences, c->d.tokens);
@@ -16690,8 +16680,8 @@ static void ra__cache_swaps(ra_cache *c) {
 
 /* 1: this sequence takes the form of decoding. */
 static int ra__cache_few(const ra_cache *c, int32_t b) {
-    if (!c->few_most) return 0;
-    return c->cd.form == RA_FORM_SAME || c->fresh[b] <= c->few_most;
+    if (!c->few_tokens) return 0;
+    return c->cd.form == RA_FORM_SAME || c->fresh[b] <= c->few_tokens;
 }
 
 /* Spans of the longest lane of a sequence. */

@@ -218,7 +218,7 @@ static void make_whole(world *w, int pass)
 static world *make_world(int ranks, int passes, int most, const net_config *c)
 {
     world *w = (world *)calloc(1, sizeof *w);
-    uint64_t begin = 0;
+    h_rng begin = small_rng;
     if (!w) abort();
     w->net = net_create(c);
     w->ranks = ranks;
@@ -228,8 +228,8 @@ static world *make_world(int ranks, int passes, int most, const net_config *c)
     w->silent = w->stalled = w->first_failed = -1;
     w->net->log = sim_log;
     for (int i = 0; i < passes; i++) {
-        if (i == 0 || !small_chance(30)) begin = small_state;
-        else small_state = begin;      /* the same again: frames differ in the pass alone */
+        if (i == 0 || !small_chance(30)) begin = small_rng;
+        else small_rng = begin;        /* the same again: frames differ in the pass alone */
         small_make(&w->problem[i], ranks, most, w->threads);
         if (c->train) small_train(&w->problem[i], ranks > 2 && !c->any_peer);
     }
