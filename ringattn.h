@@ -852,7 +852,8 @@ RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring);
 /* One blocking pass on the calling thread. Collective. On a refusal nothing has moved and the ring
  * is whole (the other ranks wait for this one until it comes, their deadline or ra_ring_cancel). On
  * a failure o is undefined, the ring stays failed, and no rank reads this rank's tensors any more;
- * with RA_CAP_SHARED, if that could not be achieved, the status is RA_E_UNSAFE. */
+ * with RA_CAP_SHARED, if that could not be achieved, the status is RA_E_UNSAFE. A rank that has all
+ * it needs may return RA_OK from a pass that fails on another. */
 RINGATTN_API ra_status ra_forward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
                                   int64_t deadline_ns);
 /* The same for gradients: t as in forward, with o and lse as forward left them (or as the same
@@ -1054,8 +1055,9 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  * 64. The piece that travels farther comes first, and the other is left off where no rank needs it
  * any more. Backward the f32 sums of gradients are between frame and chunk; on the return they are
  * alone.
- * Lengths are computed in the same way by both sides, exact, and at most max_msg; nothing is split.
- * Keep message boundaries: another length is RA_E_TRUNC.
+ * Lengths are computed in the same way by both sides, exact, and at most max_msg; nothing is split
+ * and no message is empty. Keep message boundaries: another length is RA_E_TRUNC. Tags start anew
+ * with each pass. A cache (ra_infer) uses channel 0 alone, between any two ranks.
  *
  * Time. deadline_ns of a callback is an absolute time on ra_now_ns(), whatever the ring's clock is.
  * RA_NO_DEADLINE does not occur. INT64_MAX does: subtract, do not add. */
@@ -1088,7 +1090,9 @@ typedef struct ra_transport_op {       /* the library's; stays at its address wh
     size_t   len;                      /* exact */
     void    *mr;                       /* from reg, or null */
     int32_t  state;                    /* RA_MSG_IDLE when posted; written by post and poll */
-    size_t   done;                     /* bytes moved, written before DONE; 0 counts as len */
+    size_t   done;                     /* bytes moved, written before DONE; 0 counts as len. DONE of
+                                        * a send: buf may be used again, whether or not the message
+                                        * has been received */
     void    *scratch[8];               /* yours while PENDING; zero when posted */
 } ra_transport_op;
 
@@ -1124,13 +1128,14 @@ struct ra_transport {
     int (*post)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* Required with post. Drives progress, also with n = 0; never blocks; moves PENDING ops among
-     * ops[0..n) to DONE or to a negative status. Returns RA_OK, or an RA_E_* of the context itself:
-     * the ring has then failed. */
+     * ops[0..n), and any others if that is easier, to DONE or to a negative status. Returns RA_OK,
+     * or an RA_E_* of the context itself: the ring has then failed. */
     int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* The callbacks from here on are optional. wait: as poll, but may block until one of ops leaves
-     * PENDING, until abort, or until deadline_ns; returns at once if none is PENDING. Without it
-     * the library polls, yields and sleeps. */
+     * PENDING, until abort, or until deadline_ns, which may be past; then it returns RA_OK, for an
+     * error ends the pass. Returns at once if none is PENDING. Without it the library polls, yields
+     * and sleeps. */
     int (*wait)(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns);
 
     /* Registers n bytes of the ring's buffers once, in ra_ring_create; dereg in ra_ring_destroy.
@@ -1145,7 +1150,8 @@ struct ra_transport {
     int (*release)(void *ctx, ra_transport_op *op);
 
     /* Any thread, any time, wait-free, idempotent: makes pending and later ops fail and wakes wait;
-     * frees nothing. `why` is the RA_E_* of this rank. */
+     * frees nothing. `why` is the RA_E_* of this rank. Tell the peers if the network can: their
+     * passes then end at once with RA_E_ABORTED, otherwise by their deadline or watchdog. */
     int (*abort)(void *ctx, int why);
 
     /* Required with RA_CAP_SHARED. After abort. RA_OK: no buffer of the ring, and with
