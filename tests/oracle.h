@@ -146,7 +146,7 @@ static inline float bias_value(const problem *p, int b, int head, int64_t row, i
 {
     uint32_t x = p->bias_seed;
     if (key >= p->bias_keys) return 0;
-    if (p->bias_of) return p->bias_of[row * p->k_max + key];
+    if (p->bias_of) return row < 0 ? 0.0f : p->bias_of[row * p->k_max + key]; /* no such row */
     x = (x ^ (p->bias_b ? (uint32_t)b + 1 : 0)) * 0x85EBCA6Bu;
     x = (x ^ (x >> 13) ^ (p->bias_h ? (uint32_t)head + 1 : 0)) * 0xC2B2AE35u;
     x = (x ^ (x >> 15) ^ (p->bias_r ? (uint32_t)row + 1 : 0)) * 0x27D4EB2Fu;

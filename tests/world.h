@@ -1230,6 +1230,7 @@ static inline void problem_huge_bias(problem *p, h_rng *r)
     static const float most[8] = { -1e9f, -1e8f, -1e8f, 0, 0, -1e4f, 0, -1e6f };
     static const float other[8] = { -1e9f, -1e8f, -1e9f, -1e9f, 1e9f, -1e4f, -3.4e38f, -1e9f };
     p->bias_r = p->bias_k = p->loose = 1;
+    p->bias_b = p->B > 1;              /* a rank's row is another position in each sequence */
     p->bias_keys = p->k_max;
     p->bias_of = (float *)malloc((size_t)(p->q_max * p->k_max) * sizeof *p->bias_of);
     for (int64_t i = 0; i < p->q_max * p->k_max; i++) {
