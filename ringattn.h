@@ -389,9 +389,9 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);      /* "avx512"; never null 
  * token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one row, token = all
  * heads, batch = all rows of the longest sequence on this rank. That is the rule of every call. (On
  * one rank those rows are the largest of tokens_of and of kv_tokens_of, whatever tokens and
- * kv_tokens are.) Memory with room for more rows, such as a cache, needs its own batch_stride, also
- * where the token_stride is set. The dtype is in the descriptor. (q8_0 rows consist of blocks of 34
- * bytes.)
+ * kv_tokens are. K and V of a sharded cache have ra_cache_rows rows.) Memory with room for more
+ * rows, such as a cache, needs its own batch_stride, also where the token_stride is set. The dtype
+ * is in the descriptor. (q8_0 rows consist of blocks of 34 bytes.)
  *
  * The memory stays yours. It must stay where it is and, for inputs, unchanged until the pass is
  * done. Any alignment that suits the element will do. Inputs may overlap one another, and the
@@ -410,7 +410,10 @@ typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, he
 typedef struct ra_run { int64_t first, count, stride; } ra_run;
 
 /* Positions of the rows of one tensor. {0}: rows follow one another from position 0 (keys) or
- * d.q_offset (queries). Used by ra_attention, ra_fold and RA_LAYOUT_ARRAY. */
+ * d.q_offset (queries). Used by ra_attention, ra_fold and RA_LAYOUT_ARRAY. With them every sequence
+ * has the same number of rows: d.tokens_of and kv_tokens_of stay null, and shorter ones are padded
+ * with -1. A batch that decodes after n0 and n1 cached tokens: d.tokens 1, d.kv_tokens
+ * max(n0, n1) + 1, q_pos.array {n0, n1}, count 1, batch_step 1. */
 typedef struct ra_positions {
     const ra_run  *runs;               /* one after the other, or */
     const int32_t *array;              /* one entry per row, in any order. -1 marks an empty cell:
@@ -442,7 +445,8 @@ typedef struct ra_mask {
     int64_t prefix;                    /* prefix-LM: queries of the document see these first tokens
                                         * even if they come later; a window still applies (use keep
                                         * for tokens that no window hides) */
-    int64_t keep;                      /* first tokens of a document that no window hides */
+    int64_t keep;                      /* first tokens of a document that no window hides, seen
+                                        * beside it ("attention sinks"; t.sinks are logits) */
     const int64_t *doc_first;          /* [doc_count] packed documents: ascending first positions,
                                         * the first 0 (cu_seqlens without its last entry) */
     int64_t doc_count;                 /* 0: one document */
@@ -502,9 +506,11 @@ typedef struct ra_desc {
     int32_t scores;                    /* RA_SCORE_* of what comes with each call; 0: none */
     int32_t sequences;                 /* B; 0: 1 */
     int64_t tokens;                    /* required; queries of a sequence, all ranks together */
-    int64_t kv_tokens;                 /* keys of a sequence; 0: tokens + q_offset */
-    int64_t q_offset;                  /* position of the first query (keys start at 0): a decode
-                                        * token after n cached ones has tokens 1, q_offset n */
+    int64_t kv_tokens;                 /* keys of a sequence; 0: tokens + q_offset, so set it where
+                                        * t.q_pos is given */
+    int64_t q_offset;                  /* position of the first query of every sequence (keys start
+                                        * at 0): a decode token after n cached ones has tokens 1,
+                                        * q_offset n. For different n see ra_positions */
     const int64_t *tokens_of;          /* [B] if sequences differ, each <= tokens */
     const int64_t *kv_tokens_of;       /* [B] the same for keys; null: kv_tokens, or tokens_of +
                                         * q_offset if kv_tokens is 0 */
@@ -691,12 +697,12 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
  * separate decoding form, fastest if all heads of a token, or all tokens of a head, are contiguous.
  * There too a row's bits depend on no other row of the call. d.engine must be null.
  *
- * workspace: ra_attention_bytes(d, nth) bytes aligned to 64, which need not be cleared. One call at
- * a time: all nth threads must have returned before any of them begins the next one with it. If
+ * workspace: ra_attention_bytes(d, nth) bytes at any address, which need not be cleared. One call
+ * at a time: all nth threads must have returned before any of them begins the next one with it. If
  * some of the nth threads did not make a call, zero the workspace before the next. One workspace
  * may serve forward and backward. With nth = 1 it may be null: the stack then serves if rows are
- * short (Dk + Dv up to about 512, or 256 if K or V is not f32) and takes up to 256 KiB, or
- * 384 in a program compiled without optimisation. */
+ * short (Dk + Dv up to about 512, or 256 if K or V is not f32) and takes up to 256 KiB, or 384 in a
+ * program compiled without optimisation. */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
@@ -704,7 +710,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
  * from t->o and t->lse as ra_attention (or a ring) left them. Threads as in ra_attention. Each
  * gradient is summed in f32 from 0 in the workspace and added once to yours, or written. Rows
  * without keys give zeros. d.train must be 1; dropout takes the seed of forward. workspace:
- * ra_attention_backward_bytes(d, nth) bytes aligned to 64, required, sufficient in the same sense
+ * ra_attention_backward_bytes(d, nth) bytes at any address, required, sufficient in the same sense
  * as above; it is about nth (tokens Hq / Hkv Dk + kv_tokens (Dk + Dv)) floats, and as much again
  * for up to 16384 keys of 16 bits, which a thread keeps in the form of its kernel. Work is divided
  * into (sequence, KV head) pairs. If their number is not a multiple of nth, the remaining pairs are
@@ -946,7 +952,8 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring); /* the last ref
  * [Hkv][Dk or Dv] on each rank. Positions belong to lanes in blocks of 16 (block i to lane i mod
  * lanes), and every rank holds a range of lanes, so shards stay balanced while sequences grow, and
  * no position ever changes its owner. A call says how many tokens of each sequence are cached and
- * how many are new. It plans and allocates nothing. Rolling back is passing a smaller count.
+ * how many are new. It plans and allocates nothing. Rolling back is passing a smaller count. A
+ * batch_stride of 0 of K and V is ra_cache_rows rows.
  *
  * Every rank attends the queries to its own keys or receives the keys of the others, whichever
  * moves fewer bytes, and the partial results of the lanes are merged in a fixed tree. So bits do
@@ -982,10 +989,10 @@ typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. A
 } ra_cache_desc;
 
 /* d->tokens is the most new tokens of a sequence per call, d->kv_tokens the most positions of a
- * sequence; q_offset, tokens_of, kv_tokens_of and layout.kind stay 0. layout.weights: relative
- * sizes of the shards. d->mask is NONE or CAUSAL without documents, d->scores without bias.
- * d->threads threads may step a call. With more than 2 ranks the transport must reach any peer;
- * null: one rank. One cache object serves all layers of a model. */
+ * sequence, ranks and rank as for a plan; q_offset, tokens_of, kv_tokens_of and layout.kind stay 0.
+ * layout.weights: relative sizes of the shards. d->mask is NONE or CAUSAL without documents,
+ * d->scores without bias. d->threads threads may step a call. With more than 2 ranks the transport
+ * must reach any peer; null: one rank. One cache object serves all layers of a model. */
 RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
                                        const ra_cache_desc *cd);
 /* Bytes of workspace on this rank; 0: d or cd is refused. */
@@ -999,27 +1006,31 @@ RINGATTN_API int64_t ra_cache_rows(const ra_cache *c);
 RINGATTN_API int32_t ra_cache_owner(const ra_cache *c, int64_t position);
 RINGATTN_API int64_t ra_cache_row(const ra_cache *c, int64_t position);
 /* Converts K [Hkv][Dk] and V [Hkv][Dv] of one token from f32 and stores them in t->k and t->v, if
- * this rank holds the position; otherwise does nothing. v_in_k: v is null. Any thread. */
+ * this rank holds the position; otherwise does nothing. v_in_k: v is null. Any thread. Leaves no
+ * sentence: RA_E_RANGE is the sequence or the position, RA_E_NULL a pointer. */
 RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, int32_t sequence,
                                       int64_t position, const float *k, const float *v);
 
 /* The attention of one layer. Collective; ranks make the same calls in the same order. Sequence s
  * has cached[s] tokens from before and fresh[s] >= 0 new ones at the positions after them. K and V
- * of all of them are in t->k, t->v. t->q and t->o [B][rows][Hq][..] have a row for each new token
- * (OWN: of this rank), by ascending position, rows being the most that a sequence has here in this
- * call; t->lse likewise, or {0}. cached and fresh are AGREED; they are copied. Blocks until done.
+ * of all of them are in t->k, t->v. t->q, t->o and t->lse (or {0}) are [B][rows][Hq][..], a row for
+ * each new token (OWN: of those with ra_cache_owner(c, position) == rank), by ascending position.
+ * With a batch_stride of 0 rows is the largest such count of a sequence here, so it changes from
+ * call to call. A rank without rows may pass null. cached and fresh are AGREED; they are copied.
+ * Blocks until this rank is done, on the calling thread alone; then no rank reads its tensors.
  * Statuses as ra_forward. */
 RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                 const int64_t *fresh, int64_t deadline_ns);
 /* The same on threads of yours: begin on one of them, then step on any, as ra_begin and ra_step. A
- * thread that is late or stays away stalls nobody (without RA_CAP_ANY_THREAD ith 0 must come). */
+ * thread that is late or stays away stalls nobody (without RA_CAP_ANY_THREAD ith 0 must come).
+ * After RA_WAIT yield or do other work. To leave early cancel. */
 RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                       const int64_t *fresh, int64_t deadline_ns);
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith);
 /* Any thread, any time: as ra_ring_cancel. */
 RINGATTN_API void ra_infer_cancel(ra_cache *c);
-/* The sentence of the failure, otherwise of the last refusal, otherwise "". */
-RINGATTN_API const char *ra_cache_explain(const ra_cache *c);
+/* The failure, otherwise the last refusal: field and sentence, or status 0. Never null. */
+RINGATTN_API const ra_error *ra_cache_error(const ra_cache *c);
 
 /* What a call with these counts does on this rank; sends nothing. */
 typedef struct ra_infer_report {
@@ -13131,7 +13142,7 @@ static ra_status ra__tp_check_plan(const ra_transport *t, int32_t rank, int32_t 
         { !t->ranks && t->rank, RA_E_UNSET, "transport.ranks",
           "is 0, but transport.rank is #: set both or neither", t->rank },
         { t->ranks && t->ranks != ranks, RA_E_TRANSPORT, "transport.ranks",
-          "is #, but the plan has another number of ranks", t->ranks },
+          "is #, but the descriptor has another number of ranks", t->ranks },
         { t->ranks && t->rank != rank, RA_E_TRANSPORT, "transport.rank",
           "is #, but the plan is for another rank", t->rank },
         { (t->caps & RA_CAP_SHARED) && (int64_t)t->max_ops < 2 * (int64_t)ranks + 2,
@@ -16364,10 +16375,12 @@ static ra_status ra__cache_check_desc(const ra_desc *d, ra_error *e) {
     if (d->kv_tokens < 1)
         return ra__refuse(e, RA_E_UNSET, "kv_tokens",
                           "the most positions of a sequence are required, is #", d->kv_tokens);
-    if (d->q_offset || d->tokens_of || d->kv_tokens_of)
-        return ra__refuse(e, RA_E_SHAPE, "q_offset",
-                          "and the counts of sequences come with each call: must be 0, is #",
+    if (d->q_offset)
+        return ra__refuse(e, RA_E_SHAPE, "q_offset", "comes with each call: must be 0, is #",
                           d->q_offset);
+    if (d->tokens_of || d->kv_tokens_of)
+        return ra__refuse(e, RA_E_SHAPE, d->tokens_of ? "tokens_of" : "kv_tokens_of",
+                          "comes with each call, of # sequences: must be null", d->sequences);
     if (d->layout.kind)
         return ra__refuse(e, RA_E_SHAPE, "layout.kind", "must be 0, is #", d->layout.kind);
     if (d->mask.kind == RA_MASK_INTERVALS || d->mask.doc_count)
@@ -17562,7 +17575,10 @@ RINGATTN_API void ra_infer_cancel(ra_cache *c) {
     ra__cache_abort(c, RA_E_CANCELLED);
 }
 
-RINGATTN_API const char *ra_cache_explain(const ra_cache *c) { return c ? c->why.text : ""; }
+RINGATTN_API const ra_error *ra_cache_error(const ra_cache *c) {
+    static const ra_error none = { RA_OK, "", "" };
+    return c ? &c->why : &none;
+}
 
 RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const int64_t *fresh,
                                       ra_infer_report *out) {

@@ -104,7 +104,7 @@ static ra_status on_rank(ra_world *world, int rank, void *user) {
     t.k.data = k;
     t.v.data = v;
     s = k && v && rows[0] && rows[1] ? generate(c, r, rank, &t, rows) : RA_E_NOMEM;
-    if (s) fprintf(stderr, "rank %d: %s: %s\n", rank, ra_status_text(s), ra_cache_explain(c));
+    if (s) fprintf(stderr, "rank %d: %s: %s\n", rank, ra_status_text(s), ra_cache_error(c)->text);
     free(k);
     free(v);
     free(rows[0]);

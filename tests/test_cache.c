@@ -220,7 +220,7 @@ static ra_status steps_of(const run *x, ra_cache *c, int32_t rank)
         if (rank == 0) x->out->way[report.way]++;
         if (!end) end = infer(s, c, &t, i);
         if (end) fprintf(stderr, "rank %d step %d: %s: %s\n", rank, i, ra_status_text(end),
-                         ra_cache_explain(c));
+                         ra_cache_error(c)->text);
         for (int32_t b = 0; b < d->sequences && !end; b++) {
             int64_t n = rows_here(s, c, i, b, rank, pos);
             if (s->cd.queries == RA_QUERIES_ALL && rank) continue;
@@ -557,7 +557,7 @@ TEST(refusals)
     CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_OK);
     cached = 100;
     CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_RANGE);
-    CHECK(strstr(ra_cache_explain(c), "101"));
+    CHECK(strstr(ra_cache_error(c)->text, "101"));
     cached = -1;
     CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_RANGE);
     cached = 0; fresh = 151;
@@ -594,7 +594,7 @@ static ra_status clash_rank(ra_world *world, int rank, void *user)
     if (!(rank && x->what >= 3) && !end) end = ra_infer(c, &t, &cached, &fresh, until);
     if (rank && x->what == 3) end = RA_OK;
     x->end[rank] = end;
-    snprintf(x->text[rank], sizeof x->text[rank], "%s", ra_cache_explain(c));
+    snprintf(x->text[rank], sizeof x->text[rank], "%s", ra_cache_error(c)->text);
     if (rank && x->what == 3) while (ra_now_ns() < until - (int64_t)19000 * 1000000) sched_yield();
     ra_world_leave(world, rank, x->what == 4 ? RA_OK : end);
     (void)ra_cache_destroy(c);

@@ -280,7 +280,7 @@ static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first
     for (int64_t i = 0; i < r->owned && s == RA_OK; i++)
         s = ra_cache_store(cache, &r->t, 0, first + r->own[i], r->k + i * row, r->v + i * row);
     if (s == RA_OK) s = infer_call_run(r, cache, first, count);
-    return s == RA_OK ? s : infer_fail(r->e, s, ra_cache_explain(cache));
+    return s == RA_OK ? s : infer_fail(r->e, s, ra_cache_error(cache)->text);
 }
 
 static inline ra_status infer_layer(infer_rank *r, int32_t layer, int64_t first, int64_t count) {
