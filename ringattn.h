@@ -3280,7 +3280,7 @@ RA__OP int32_t RA__F(few_value_tiles)(const ra__few *f, const ra__stretch *x, co
 }
 
 RA__PART void RA__F(few_values)(const ra__few *f, const ra__stretch *x, const float *p) {
-    const int32_t dtype = f->d->v_dtype;
+    const int32_t dtype = f->d->v_dtype & 7;   /* so that compilers know the other bits of form */
     int32_t d = 0;
     if (x->partial) d = 0;             /* all chunks are a rest */
     else if (dtype == RA_F32) d = RA__F(few_value_tiles)(f, x, p, RA_F32);
