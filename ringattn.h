@@ -995,7 +995,8 @@ typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. A
  * must reach any peer; null: one rank. One cache object serves all layers of a model. */
 RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
                                        const ra_cache_desc *cd);
-/* Bytes of workspace on this rank; 0: d or cd is refused. */
+/* Bytes of workspace on this rank; 0: d or cd is refused. A transport with an align above 64 needs
+ * more: ra_cache_create says how much. */
 RINGATTN_API size_t ra_cache_workspace(const ra_desc *d, const ra_cache_desc *cd);
 /* No thread may be inside a call. RA_E_UNSAFE: as ra_ring_destroy. null is fine. */
 RINGATTN_API ra_status ra_cache_destroy(ra_cache *c);
@@ -1023,7 +1024,8 @@ RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t 
                                 const int64_t *fresh, int64_t deadline_ns);
 /* The same on threads of yours: begin on one of them, then step on any, as ra_begin and ra_step. A
  * thread that is late or stays away stalls nobody (without RA_CAP_ANY_THREAD ith 0 must come).
- * After RA_WAIT yield or do other work. To leave early cancel. */
+ * After RA_WAIT yield or do other work. To leave early cancel. A step may take as long as 256 rows
+ * against all keys of a KV head and rank; cancel and deadline are noticed between steps. */
 RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                       const int64_t *fresh, int64_t deadline_ns);
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith);
@@ -3251,7 +3253,8 @@ RA__OP void RA__F(few_value_tile)(const ra__few *f, const ra__stretch *x, const 
         if (rest) RA__F(pair_rest)(v, row, d, f->d->v_dim, dtype);
         else RA__UNROLL for (i = 0; i < nc; i++)
             RA__F(pair)(v + 2 * i, row, d + i * RA__CHUNK, dtype);
-        RA__F(few_value_step)(c, v, p, nc, nr, rest ? x->seen >> 4 * j : ~(uint64_t)0);
+        const int all = !rest || x->n > RA__FEW_KEYS;      /* so many keys are seen by all rows */
+        RA__F(few_value_step)(c, v, p, nc, nr, all ? ~(uint64_t)0 : x->seen >> 4 * j);
         if (x->ahead && (nc * bytes >= 128 || j % 2 == 0))
             ra__stream_ask(x->ahead, (nc * bytes + 127) / 128);
     }
@@ -10005,7 +10008,8 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
                              const int32_t *pos, ra__decode *x) {
     const int32_t keys = x->keys, run = x->run;
     if (!ra__decode_sees(x, s, pos)) return;
-    if (x->near && x->few->one && !x->few->modified &&
+    if (x->near && x->few->one && c->d.softcap == 0.0f &&
+        !(c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) &&       /* of any head */
         x->seen[0] == ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows))
         x->keys = x->run = RA_BLOCK_TOKENS;
     for (int32_t j = 0; j < s->rows; j += x->keys)
@@ -16124,7 +16128,7 @@ struct ra_cache {
     int32_t open, stage;               /* atomic: 1: a stage is open; stages that are done */
     int32_t ran;                       /* level 0: swaps that are done */
     int32_t state, failed, cancelled, aborted, comm, inside, parted; /* atomic but parted */
-    int64_t progress_ns;
+    int64_t progress_ns, looked_ns;    /* atomic */
     ra_error why;
     ra__cache_scratch *scratch;        /* [threads] */
 };
@@ -16272,6 +16276,7 @@ static int64_t ra__keys_most(const ra_cache *c) {
     for (int32_t r = 0; r < c->ranks; r++)
         lanes = ra__max(lanes, c->lane_first[r + 1] - c->lane_first[r]);
     full = ra__mul_sat(c->d.sequences * lanes * c->lane_rows, ra__key_bytes(&c->d));
+    full = ra__min(full, INT64_MAX / 8);
     if (c->cd.way == RA_INFER_PASS_KV) return full;
     return ra__min(full, ra__mul_sat(c->most_rows, ra__query_bytes(&c->d) +
                                                        8 * ra__partial_floats(&c->d)));
@@ -16383,14 +16388,17 @@ static ra_status ra__cache_check_desc(const ra_desc *d, ra_error *e) {
                           "comes with each call, of # sequences: must be null", d->sequences);
     if (d->layout.kind)
         return ra__refuse(e, RA_E_SHAPE, "layout.kind", "must be 0, is #", d->layout.kind);
-    if (d->mask.kind == RA_MASK_INTERVALS || d->mask.doc_count)
-        return ra__refuse(e, RA_E_UNSUPPORTED, "mask", "intervals and documents have no cache: #",
-                          d->mask.kind == RA_MASK_INTERVALS ? d->mask.interval_count
-                                                            : d->mask.doc_count);
+    if (d->mask.kind == RA_MASK_INTERVALS)
+        return ra__refuse(e, RA_E_UNSUPPORTED, "mask.kind", "# (INTERVALS) has no cache",
+                          d->mask.kind);
+    if (d->mask.doc_count)
+        return ra__refuse(e, RA_E_UNSUPPORTED, "mask.doc_count", "must be 0 with a cache, is #",
+                          d->mask.doc_count);
     if (d->scores & RA_SCORE_BIAS)
         return ra__refuse(e, RA_E_UNSUPPORTED, "scores", "# has RA_SCORE_BIAS", d->scores);
-    if (d->train || d->dropout > 0.0f)
-        return ra__refuse(e, RA_E_UNSUPPORTED, "train", "and dropout must be 0, is #", d->train);
+    if (d->train) return ra__refuse(e, RA_E_UNSUPPORTED, "train", "must be 0, is #", d->train);
+    if (d->dropout > 0.0f)
+        return ra__refuse(e, RA_E_UNSUPPORTED, "dropout", "is for training: must be 0", 0);
     if (d->engine) return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
     return RA_OK;
 }
@@ -16400,6 +16408,9 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
     const int32_t choice[3] = { cd->queries, cd->way, cd->form };
     static const int32_t last[3] = { RA_QUERIES_ALL, RA_INFER_PASS_KV, RA_FORM_SAME };
     static const char *const name[3] = { "cache.queries", "cache.way", "cache.form" };
+    const int64_t count[3] = { cd->new_tokens, cd->watchdog_ns, cd->quiesce_ns };
+    static const char *const count_name[3] = { "cache.new_tokens", "cache.watchdog_ns",
+                                               "cache.quiesce_ns" };
     for (int i = 0; i < 3; i++)
         if (choice[i] < 0 || choice[i] > last[i])
             return ra__refuse(e, RA_E_ENUM, name[i], "# is no constant of it", choice[i]);
@@ -16407,9 +16418,9 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
         return ra__refuse(e, RA_E_RANGE, "cache.lanes", "# is not in ranks..1024", cd->lanes);
     if (ranks > RA__MOST_LANES)
         return ra__refuse(e, RA_E_RANGE, "ranks", "# are more than 1024 lanes", ranks);
-    if (cd->new_tokens < 0 || cd->watchdog_ns < 0 || cd->quiesce_ns < 0)
-        return ra__refuse(e, RA_E_RANGE, "cache.new_tokens", "or a time is negative: #",
-                          ra__min(cd->new_tokens, ra__min(cd->watchdog_ns, cd->quiesce_ns)));
+    for (int i = 0; i < 3; i++)
+        if (count[i] < 0)
+            return ra__refuse(e, RA_E_RANGE, count_name[i], "# is negative", count[i]);
     if (cd->queries == RA_QUERIES_ALL && cd->way == RA_INFER_PASS_KV && ranks > 1)
         return ra__refuse(e, RA_E_SHAPE, "cache.way",
                           "# needs RA_QUERIES_OWN: every rank would compute every row", cd->way);
@@ -16426,6 +16437,7 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
 static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra_cache *c) {
     ra_error *e = d ? d->error : NULL;
     ra_desc plain;
+    int64_t all;
     ra_status s;
     if (!d) return RA_E_NULL;
     memset(c, 0, sizeof *c);
@@ -16446,6 +16458,10 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->most_rows = c->cd.new_tokens ? c->cd.new_tokens : ra__mul_sat(c->d.sequences, c->d.tokens);
     if (c->most_rows > (int64_t)1 << 31)
         return ra__refuse(e, RA_E_RANGE, "cache.new_tokens", "# are too many", c->most_rows);
+    if (!ra__mul(c->most_rows, 4 * ra__partial_floats(&c->d) + ra__query_bytes(&c->d), &all) ||
+        !ra__mul(all, 32 * (int64_t)c->lanes, &all))
+        return ra__refuse(e, RA_E_OVERFLOW, "cache.new_tokens",
+                          "# tokens of this shape overflow 62 bits", c->most_rows);
     c->tile = c->d;
     c->tile.ranks = c->tile.rank = 0;
     c->tile.sequences = 1;
@@ -16528,7 +16544,7 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     if (s) return s;
     c.has_transport = c.ranks > 1;
     if (c.has_transport) c.tp = ra__tp_resolved(net);
-    if (c.ranks > 2 && net->post && !(net->caps & RA_CAP_ANY_PEER))
+    if (c.ranks > 2 && !(net->caps & RA_CAP_ANY_PEER))
         return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
                           "# lacks RA_CAP_ANY_PEER: ranks of a cache talk to all others",
                           (int64_t)net->caps);
@@ -16729,7 +16745,8 @@ static void ra__cache_share_slots(ra_cache *c) {
     for (int32_t b = 0; b < c->d.sequences; b++) {
         const int64_t n = lanes * ra__cache_spans(c, b);
         c->slot[b] = -1;
-        if (!ra__cache_few(c, b) || c->fresh[b] > c->few_tokens || n < 2 || used + n > c->slots)
+        if (!c->fresh[b] || !ra__cache_few(c, b) || c->fresh[b] > c->few_tokens || n < 2 ||
+            used + n > c->slots)
             continue;
         c->slot[b] = used;
         used += n;
@@ -16749,16 +16766,18 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     if (!t) return ra__refuse(e, RA_E_NULL, "t", "is required", 0);
     if (deadline_ns < 0) return ra__refuse(e, RA_E_RANGE, "deadline_ns", "# is negative",
                                            deadline_ns);
-    if (ra__positions_set(&t->q_pos) || ra__positions_set(&t->k_pos))
-        return ra__refuse(e, RA_E_SHAPE, "t.k_pos", "and q_pos must be {0}: # entries",
-                          t->k_pos.count);
+    if (ra__positions_set(&t->q_pos))
+        return ra__refuse(e, RA_E_SHAPE, "t.q_pos", "must be {0}: the counts say it", 0);
+    if (ra__positions_set(&t->k_pos))
+        return ra__refuse(e, RA_E_SHAPE, "t.k_pos", "must be {0}: the counts say it", 0);
     memcpy(c->cached, cached, (size_t)d->sequences * sizeof *cached);
     memcpy(c->fresh, fresh, (size_t)d->sequences * sizeof *fresh);
     ra__cache_rows_of(c);
     c->way = ra__cache_way(c);
-    if (c->way == RA_INFER_PASS_KV && ra__keys_length(c, c->rank, &n) > (int64_t)c->tp.max_msg)
-        return ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
-                          "is less than a message of # rows of keys", n);
+    for (int32_t r = 0; r < c->ranks && c->way == RA_INFER_PASS_KV; r++)   /* alike on all ranks */
+        if (ra__keys_length(c, r, &n) > (int64_t)c->tp.max_msg)
+            return ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
+                              "is less than a message of # rows of keys", n);
     memset(&w, 0, sizeof w);
     rows[0] = ra__cache_longest(c);
     rows[1] = ra_cache_rows(c);
@@ -16773,6 +16792,8 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     c->v = kv[1];
     for (int32_t b = 0; b < d->sequences; b++)
         h = ra__hash_i64(ra__hash_i64(h, cached[b]), fresh[b]);
+    if (d->scores & RA_SCORE_ALIBI) h = ra__hash_array(h, t->alibi, d->q_heads, 4);
+    if (d->scores & RA_SCORE_SINKS) h = ra__hash_array(h, t->sinks, d->q_heads, 4);
     c->agreed[1] = h;
     c->deadline = deadline_ns;
     c->call++;
@@ -16782,6 +16803,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     ra__store_i32(&c->stage, 0);
     ra__store_i32(&c->open, 0);
     ra__store_i64(&c->progress_ns, ra_now_ns());
+    ra__store_i64(&c->looked_ns, ra_now_ns());
     ra__store_i32(&c->state, RA_RING_RUNNING);
     return RA_OK;
 }
@@ -16828,16 +16850,20 @@ static int32_t ra__cache_awaits(const ra_cache *c) {
 }
 
 static ra_status ra__cache_alarm(ra_cache *c) {
-    const int64_t now = ra_now_ns();
+    const int64_t now = ra_now_ns(), looked = ra__load_i64(&c->looked_ns);
+    ra__store_i64(&c->looked_ns, now);
     if (ra__load_i32(&c->failed)) return ra__load_i32(&c->failed);
     if (ra__load_i32(&c->cancelled))
         return ra__cache_fail(c, RA_E_CANCELLED, "cache", "ra_infer_cancel was called in call #",
                               c->call);
     if (c->deadline && now > c->deadline)
         return ra__cache_op_failed(c, RA_E_TIMEOUT, ra__cache_awaits(c));
-    if (c->has_transport && !ra__load_i32(&c->open) &&
-        now - ra__load_i64(&c->progress_ns) > c->cd.watchdog_ns)
+    if (!c->has_transport || ra__load_i32(&c->open) ||
+        now - ra__load_i64(&c->progress_ns) <= c->cd.watchdog_ns)
+        return RA_OK;
+    if (now - looked <= c->cd.watchdog_ns)
         return ra__cache_op_failed(c, RA_E_PEER, ra__cache_awaits(c));
+    ra__store_i64(&c->progress_ns, now);       /* nobody waited while nobody looked */
     return RA_OK;
 }
 
@@ -16868,8 +16894,8 @@ static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
         return ra__cache_fail(c, RA_E_MISMATCH, "d",
                               "rank # has another descriptor or ra_cache_desc", x->from);
     if (f.parts != due.parts)
-        return ra__cache_fail(c, RA_E_MISMATCH, "cached", "and fresh of rank # differ from ours",
-                              x->from);
+        return ra__cache_fail(c, RA_E_MISMATCH, "cached",
+                              "or fresh, alibi or sinks of rank # differ from ours", x->from);
     if (memcmp(&f, &due, sizeof f))
         return ra__cache_fail(c, RA_E_PROTO, "transport", "a frame of rank # is not the one due",
                               x->from);
@@ -17511,10 +17537,12 @@ static ra_status ra__cache_step(ra_cache *c, int ith) {
     return n >= 0 ? ra__cache_item_do(c, ith, n) : moved ? RA_AGAIN : RA_WAIT;
 }
 
-/* Once no thread is inside a failed call: tells the others, without waiting, that this rank reads
- * nothing any more. */
+/* Once no thread is inside a failed call: tells the other ranks of the process, without waiting,
+ * that this one reads nothing any more. */
 static void ra__cache_part(ra_cache *c) {
-    if (ra__add_i32(&c->inside, 0) || !ra__load_i32(&c->failed) || !c->tp.quiesce) return;
+    if (ra__add_i32(&c->inside, 0) || !ra__load_i32(&c->failed) ||
+        !(c->tp.caps & RA_CAP_SHARED))
+        return;
     if (!ra__cas_i32(&c->comm, 0, 1)) return;
     if (!c->parted) (void)c->tp.quiesce(c->tp.ctx, 1);
     c->parted = 1;
@@ -17584,6 +17612,7 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
                                       ra_infer_report *out) {
     ra_status s;
     if (!c || !out) return RA_E_NULL;
+    if (ra__load_i32(&c->failed)) return ra__load_i32(&c->failed);
     if (ra__add_i32(&c->inside, 0) || ra__load_i32(&c->state) == RA_RING_RUNNING)
         return ra__refuse(&c->why, RA_E_BUSY, "cache", "call # is under way", c->call);
     s = ra__cache_check_counts(c, cached, fresh);
@@ -17609,6 +17638,17 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
     return RA_OK;
 }
 
+/* 1: the transport has an op that is not done. */
+static int ra__cache_pending(const ra_cache *c) {
+    int pending = 0;
+    for (int32_t i = 0; i < c->swaps && c->tp.post; i++) {
+        const ra__swap *x = &c->swap[i];
+        pending |= x->sent == RA__SWAP_POSTED && x->out.state == RA_MSG_PENDING;
+        pending |= x->received == RA__SWAP_POSTED && x->in.state == RA_MSG_PENDING;
+    }
+    return pending;
+}
+
 RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
     ra_allocator a;
     if (!c) return RA_OK;
@@ -17618,8 +17658,7 @@ RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
     }
     if (ra__load_i32(&c->failed) && c->has_transport && !c->unsafe) {
         const int64_t until = ra__add_sat(ra_now_ns(), c->cd.quiesce_ns);
-        if (c->tp.quiesce ? c->tp.quiesce(c->tp.ctx, until) != RA_OK
-                          : c->tp.post && ra__cache_list(c) > 0)
+        if (c->tp.quiesce ? c->tp.quiesce(c->tp.ctx, until) != RA_OK : ra__cache_pending(c))
             c->unsafe = 1;
     }
     if (c->unsafe) return RA_E_UNSAFE;

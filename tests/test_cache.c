@@ -64,7 +64,7 @@ static void script_fill(script *s, h_rng *r)
     round_to(s->k, n * s->d.kv_heads * s->d.k_dim, s->d.k_dtype);
     round_to(s->v, n * s->d.kv_heads * s->d.v_dim, s->d.v_dtype);
     for (int h = 0; h < 64; h++) {
-        s->alibi[h] = 0.01f * (float)(h + 1);
+        s->alibi[h] = 0.01f * (float)h;        /* the first head has no slope */
         s->sinks[h] = (float)h_normal(r);
     }
 }
@@ -251,6 +251,7 @@ static ra_status on_rank(ra_world *world, int rank, void *user)
     zero.abi = RA_TRANSPORT_ABI;
     zero.ctx = &net;
     zero.sendrecv = zero_sendrecv;
+    zero.caps = RA_CAP_ANY_PEER;
     d.ranks = x->ranks;
     d.rank = rank;
     d.error = &why;
@@ -403,7 +404,7 @@ static void everywhere(script *s, h_rng *r)
 
 TEST(ranks_and_ways)
 {
-    for (int64_t i = 0; i < 10; i++) {
+    for (int64_t i = 0; i < 11; i++) {
         static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
         h_rng r = h_case_rng(i);
         script s;
@@ -418,9 +419,43 @@ TEST(ranks_and_ways)
         if (i == 7) s.d.softcap = 20.0f;
         if (i == 8) s.cd.queries = RA_QUERIES_ALL;
         if (i == 9) s.cd.form = RA_FORM_SAME;
+        if (i == 10) { s.d.q_heads = s.d.kv_heads = 8; s.d.scores = RA_SCORE_ALIBI; }
         script_fill(&s, &r);
         grow(&s, &r, 300);
         everywhere(&s, &r);
+        script_free(&s);
+    }
+}
+
+/* Lanes of several leaves and spans, shared out by threads. */
+TEST(long_caches)
+{
+    static const int64_t fresh[] = { 4000, 4000, 1000, 1, 3, 8, 1 };
+    for (int64_t i = 0; i < 2; i++) {
+        h_rng r = h_case_rng(i);
+        script s;
+        outcome one, many;
+        int64_t at = 0;
+        if (!h_case(i)) continue;
+        s = script_new(2, 1, 16, i ? RA_BF16 : RA_F32, 9100);
+        s.d.tokens = 4000;
+        s.d.v_dim = 24;
+        s.cd.lanes = 2 - (int32_t)i;
+        s.cd.way = RA_INFER_PASS_Q;
+        for (s.steps = 0; s.steps < 7; s.steps++) {
+            s.cached[s.steps][0] = at;
+            s.fresh[s.steps][0] = fresh[s.steps];
+            at += fresh[s.steps];
+        }
+        script_fill(&s, &r);
+        one = script_run(&s, 1);
+        s.threads = 2;
+        many = script_run(&s, s.cd.lanes);
+        compare(&s, &one, &r, 8e-6);
+        CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
+        CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
+        outcome_free(&many);
+        outcome_free(&one);
         script_free(&s);
     }
 }
@@ -574,6 +609,7 @@ typedef struct clash { int what; ra_status end[2]; char text[2][216]; } clash;
 
 static ra_status clash_rank(ra_world *world, int rank, void *user)
 {
+    static const float slope[2][4] = { { 0.1f, 0.1f, 0.1f, 0.1f }, { 0.1f, 0.1f, 0.1f, 5 } };
     clash *x = (clash *)user;
     script s = script_new(4, 2, 32, RA_F32, 200);
     ra_cache *c = NULL;
@@ -588,10 +624,13 @@ static ra_status clash_rank(ra_world *world, int rank, void *user)
     d.rank = rank;
     if (rank && x->what == 0) fresh = 39;
     if (rank && x->what == 1) d.mask.window = 7;
+    if (x->what == 5) d.scores = RA_SCORE_ALIBI;
+    if (x->what == 5) t.alibi = slope[rank];
     end = ra_cache_create(&c, &d, ra_world_transport(world, rank), NULL);
     if (rank && x->what == 2) ra_infer_cancel(c);
     if (!rank && x->what == 3) until = ra_deadline_ms(100);
-    if (!(rank && x->what >= 3) && !end) end = ra_infer(c, &t, &cached, &fresh, until);
+    if (!(rank && (x->what == 3 || x->what == 4)) && !end)
+        end = ra_infer(c, &t, &cached, &fresh, until);
     if (rank && x->what == 3) end = RA_OK;
     x->end[rank] = end;
     snprintf(x->text[rank], sizeof x->text[rank], "%s", ra_cache_error(c)->text);
@@ -606,7 +645,7 @@ static ra_status clash_rank(ra_world *world, int rank, void *user)
 TEST(failures)
 {
     clash x;
-    for (x.what = 0; x.what < 5; x.what++) {
+    for (x.what = 0; x.what < 6; x.what++) {
         memset(x.end, 0, sizeof x.end);
         snprintf(h_run.context, sizeof h_run.context, "what %d", x.what);
         (void)ra_world_run(2, clash_rank, &x, NULL);
@@ -623,14 +662,15 @@ TEST(failures)
             CHECK(x.end[0] == RA_E_ABORTED || x.end[0] == RA_E_PEER);
         }
         if (x.what == 3) CHECK_EQ(x.end[0], RA_E_TIMEOUT);
+        if (x.what == 5) CHECK(x.end[0] == RA_E_MISMATCH || x.end[1] == RA_E_MISMATCH);
         if (x.what == 4) CHECK_EQ(x.end[0], RA_E_PEER);
         CHECK(x.text[0][0] != 0);
     }
 }
 
 static const h_test tests[] = {
-    ENTRY(ranks_and_ways), ENTRY(lanes_and_weights), ENTRY(drafts_are_exact), ENTRY(refusals),
-    ENTRY(failures),
+    ENTRY(ranks_and_ways), ENTRY(long_caches), ENTRY(lanes_and_weights), ENTRY(drafts_are_exact),
+    ENTRY(refusals), ENTRY(failures),
 };
 
 int main(int argc, char **argv)

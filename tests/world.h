@@ -1221,6 +1221,7 @@ static inline void problem_data(problem *p, h_rng *r)
         p->alibi[i] = (float)pow(2.0, -8.0 * (i + 1) / p->Hq);
     }
     p->bias_seed = h_next(r);
+    if (p->bias_seed % 3 == 0) p->alibi[0] = 0;    /* a head without a slope beside others */
 }
 
 /* A bias with huge values, whose kind goes by the row. Scores must have RA_SCORE_BIAS; lengths and
