@@ -70,7 +70,7 @@ static uint32_t peak_random(uint32_t *state) {
 
 /* 64 bytes of random bf16 between 1/2 and 2, either sign, three times. */
 static const uint16_t *peak_random_bf16(void) {
-    static uint16_t x[96];
+    static __thread uint16_t x[96];        /* threads measure at the same time */
     uint32_t state = 1;
     for (int i = 0; i < 96; i++) {
         x[i] = (uint16_t)(0x3f00u + (peak_random(&state) >> 16 & 0x80ffu));
@@ -202,7 +202,7 @@ static double peak_clock(long turns) {
 /* Products of tiles of 16 x 32 bf16, four accumulators, 8 a turn. Permission for tile data is asked
  * of Linux, arch_prctl ARCH_REQ_XCOMP_PERM; 0 if it is refused. */
 __attribute__((target("amx-tile,amx-bf16"))) static double peak_tiles_amx(long turns) {
-    static uint16_t data[4][512];
+    static __thread uint16_t data[4][512];
     uint8_t config[64] = { 1 };
     uint32_t state = 1;
     long n = turns;
