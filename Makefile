@@ -36,6 +36,8 @@ HEADERS  := ringattn.h $(wildcard tests/*.h tests/conformance/*.h examples/*.h e
             examples/transports/*.h bench/*.h)
 SUITES   := test_conformance test_conform_shm test_conform_level1
 OTHERS   := $(if $(filter release,$(config)),matrix)
+# Under tsan it takes long and adds no call that the tests do not have.
+MILLION  := $(if $(filter tsan,$(config)),,$(LOG)/million.sum)
 SUMS      = $(patsubst %,$(LOG)/%.sum,$(TESTS) $(SUITES) $(EXAMPLES) $(OTHERS))
 
 # One job per core unless the caller has said -j or this make has its jobs from another.
@@ -135,8 +137,6 @@ $(SUITES:%=$(LOG)/%.sum): $(LOG)/%.sum: $(B)/tests/conformance/%
 $(EXAMPLES:%=$(LOG)/%.sum): $(LOG)/%.sum: $(B)/examples/%
 	@sh tests/run.sh -x $(LOG)/$* $* $<
 
-# Under tsan it takes long and adds no call that the tests do not have.
-MILLION   = $(if $(filter tsan,$(config)),,$(LOG)/million.sum)
 $(LOG)/million.sum: $(B)/examples/million
 	@sh tests/run.sh -x $(LOG)/million million $< --tokens 5000
 
