@@ -1319,7 +1319,11 @@ static inline ra_status cf_pass_open(cf_rank *r, cf_pass *p, int rank, int ranks
     memset(&rd, 0, sizeof rd);
     rd.error = d.error = e;
     rd.watchdog_ns = 4 * r->patience;
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+    rd.quiesce_ns = 8 * r->patience;   /* ranks are slow to notice there */
+#else
     rd.quiesce_ns = r->patience / 2;
+#endif
     p->train = !r->t[0]->post || (r->t[0]->channels > 1 && r->t[0]->max_ops > 2);
     d.ranks = ranks; d.rank = rank; d.tokens = CF_TOKENS;
     d.layout.kind = RA_LAYOUT_ZIGZAG; d.mask.kind = RA_MASK_CAUSAL;
