@@ -152,6 +152,7 @@ typedef struct cf_rank {
     int64_t patience;                  /* ns */
     const ra_transport *t[CF_MOST_RINGS];
     int breaks;                        /* 1: this test breaks off what it has posted */
+    void *leaked[2];                   /* seen by tools that look for leaks */
     uint64_t random;
 } cf_rank;
 
@@ -1319,11 +1320,7 @@ static inline ra_status cf_pass_open(cf_rank *r, cf_pass *p, int rank, int ranks
     memset(&rd, 0, sizeof rd);
     rd.error = d.error = e;
     rd.watchdog_ns = 4 * r->patience;
-#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
-    rd.quiesce_ns = 8 * r->patience;   /* ranks are slow to notice there */
-#else
     rd.quiesce_ns = r->patience / 2;
-#endif
     p->train = !r->t[0]->post || (r->t[0]->channels > 1 && r->t[0]->max_ops > 2);
     d.ranks = ranks; d.rank = rank; d.tokens = CF_TOKENS;
     d.layout.kind = RA_LAYOUT_ZIGZAG; d.mask.kind = RA_MASK_CAUSAL;
@@ -1352,9 +1349,15 @@ static inline ra_status cf_pass_open(cf_rank *r, cf_pass *p, int rank, int ranks
     return RA_OK;
 }
 
-static inline void cf_pass_close(cf_pass *p)
+/* A ring that ends with RA_E_UNSAFE is leaked with the tensors that others may still read. */
+static inline void cf_pass_close(cf_rank *r, cf_pass *p)
 {
-    if (ra_ring_destroy(p->ring) == RA_OK) free(p->memory);
+    if (ra_ring_destroy(p->ring) == RA_OK) {
+        free(p->memory);
+    } else {
+        r->leaked[0] = p->ring;
+        r->leaked[1] = p->memory;
+    }
     ra_plan_destroy(p->plan);
 }
 
@@ -1403,7 +1406,7 @@ static inline void cf_pass_compare(cf_rank *r)
         return;
     }
     cf_pass_results(&p, &one);
-    cf_pass_close(&p);
+    cf_pass_close(r, &p);
     (void)(cf_same(r, "o", s->o, one.o, CF_TOKENS * CF_ROW) &&
            cf_same(r, "lse", s->lse, one.lse, CF_TOKENS * CF_HEADS) &&
            cf_same(r, "dQ", s->d_q, one.d_q, CF_TOKENS * CF_ROW) &&
@@ -1441,7 +1444,7 @@ static inline void cf_t_passes(cf_rank *r)
         snprintf(r->shared->note, sizeof r->shared->note,
                  "forward only: backward needs 2 channels and max_ops of 3");
     if (!cf_meet(r)) return;
-    cf_pass_close(&p);
+    cf_pass_close(r, &p);
     if (r->rank == 0) cf_pass_compare(r);
     cf_meet(r);
 }
@@ -1477,12 +1480,13 @@ static inline void cf_t_cancel(cf_rank *r)
         ra_ring_cancel(p.ring);
         if (s > 0) s = ra_step(p.ring, 0);
         if (s < 0) (void)ra_finish(p.ring, ra_now_ns() + r->patience / 2);
-        cf_store(&r->shared->flag[0][0], 1);
     } else {
         ra_tensors t = p.t;
         t.d_o.data = NULL;
         t.d_q.data = t.d_k.data = t.d_v.data = NULL;
         s = ra_forward(p.plan, p.ring, &t, deadline);
+        /* A rank that had all it needed has not noticed, and others would wait for it. */
+        if (s == RA_OK) ra_ring_cancel(p.ring);
     }
     if (r->rank && r->maker->tells_peers && s && s != RA_E_ABORTED && s != RA_E_PEER)
         cf_break(r, CF_ABORT_PEERS, "the pass ended with %s", ra_status_text(s));
@@ -1490,7 +1494,7 @@ static inline void cf_t_cancel(cf_rank *r)
         cf_break(r, CF_PASS_ENDS, "it came back %lld ms after its deadline",
                  (long long)((ra_now_ns() - deadline) / 1000000));
     if (cf_over(r)) return;
-    cf_pass_close(&p);
+    cf_pass_close(r, &p);
     cf_meet(r);
 }
 
@@ -1526,7 +1530,7 @@ static inline void cf_t_absent(cf_rank *r)
     }
     if (r->rank < r->ranks - 1) __atomic_add_fetch(&r->shared->flag[0][0], 1, __ATOMIC_ACQ_REL);
     if (cf_over(r)) return;
-    cf_pass_close(&p);
+    cf_pass_close(r, &p);
     cf_meet(r);
 }
 
@@ -1544,7 +1548,7 @@ static inline void cf_t_lone(cf_rank *r)
         return;
     }
     cf_pass_results(&p, r->shared);
-    cf_pass_close(&p);
+    cf_pass_close(r, &p);
     cf_pass_compare(r);
 }
 
