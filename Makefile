@@ -10,7 +10,7 @@ werror ?= 0
 
 FLAGS_release  := -O2
 FLAGS_debug    := -O0 -g
-FLAGS_asan     := -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all \
+FLAGS_asan     := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=all \
                   -fno-omit-frame-pointer
 FLAGS_ubsan    := -O1 -g -fsanitize=undefined -fno-sanitize-recover=all
 FLAGS_tsan     := -O1 -g -fsanitize=thread

@@ -270,15 +270,20 @@ emulated() {
 emulated &                             # on one core, as most of what tsan does
 tsan
 wait
-transports
+# These wait most of the time.
+networks() {
+    transports
+    shm
+    ofi
+    nccl
+    mpi
+}
+networks &
 sim
+wait
 step -x openmp-build gcc -std=c99 -O2 $warn -fopenmp -pthread -I. examples/engine_threads.c \
     -o "$work/engine_threads" -lm
 step -x openmp "$work/engine_threads"
-shm
-ofi
-nccl
-mpi
 infer
 step -x demo make demo TOKENS=2048
 sh tests/run.sh -s $(cat "$work/sums")

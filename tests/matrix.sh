@@ -208,16 +208,15 @@ full() {
         case $cc in
             *++)                       # the optimiser is the one of the C compiler
                 std=c++11 levels="-O0 -O2 -Ofast"
-                runs "$cc" -O0 c++17
+                parses "$cc" c++17 dialect "-I'$root' '$main'"
                 ;;
             *)
-                std=c99 levels="-O0 -Og -O2 -O3 -Ofast"
-                runs "$cc" "-O2 -ffast-math" c99
+                std=c99 levels="-O0 -Og -O2 -Ofast"
                 runs "$cc" "-O2 -march=native" c99
-                runs "$cc" -O0 gnu99
                 runs "$cc" -O3 gnu99   # where the compiler contracts a*b + c unless told not to
-                runs "$cc" -O0 c11
-                runs "$cc" -O0 c17
+                for dialect in gnu99 c11 c17; do
+                    parses "$cc" $dialect dialect "-I'$root' '$main'"
+                done
                 ;;
         esac
         for level in $levels; do
@@ -226,7 +225,7 @@ full() {
         ways "$cc" "$std"
         macros "$cc" "$std"
         symbols_of "$cc" "$std" -O0
-        symbols_of "$cc" "$std" -O2
+        case $cc in *++) ;; *) symbols_of "$cc" "$std" -O2 ;; esac
     done
     with_gcc=$(object gcc)
     with_clang=$(object clang)

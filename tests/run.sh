@@ -1,6 +1,6 @@
 #!/bin/sh
 # Runs one test program. Its output goes to a log, its figures, "passed failed skipped", to a file.
-# Prints one line about it, and the end of the log if something failed.
+# Prints one line about it, and if something failed what and the end of the log.
 #
 #   run.sh [-x] LOG NAME COMMAND...    LOG.log and LOG.sum are written; always exits 0
 #   run.sh -s NAME=SUM...              adds up figures: "N passed, N failed", exits 1 if any failed
@@ -67,6 +67,6 @@ if [ "$failed" = 0 ]; then
     grep -E '^([a-z_0-9]+: )?skipped: ' "$log.log" | sed 's/^/      /'
 else
     printf 'FAIL  %-18s %-34s %4s s %s(%s.log)\n' "$name" "$note" "$seconds" "${why:+$why }" "$log"
-    tail -n 60 "$log.log" | sed 's/^/    | /'
+    { grep FAIL "$log.log" | head -n 20; echo ...; tail -n 40 "$log.log"; } | sed 's/^/    | /'
 fi
 exit 0
