@@ -5,9 +5,8 @@
  * them. */
 #define _POSIX_C_SOURCE 200112L
 #include "hooks.h"
-#include <pthread.h>
+#include "mail.h"
 #include <sched.h>
-#include <time.h>
 #include "small.h"
 
 /* -------------------------------------------------------------------------- teams
@@ -560,151 +559,40 @@ TEST(join_by_ticket)
 }
 
 /* -------------------------------------------------------------------------- 6: other networks
- * A stand-in for MPI between threads: messages pair up in order per (from, to), nothing is
- * buffered, so a send ends when its receive has the bytes. One lock for all. */
-typedef struct parcel {
-    struct parcel *next;
-    void *buf;
-    size_t len;
-    uint64_t tag;
-    int done;
-} parcel;
-
-typedef struct post_office {
-    pthread_mutex_t lock;
-    pthread_cond_t moved;
-    parcel *first[2][SMALL_RANKS][SMALL_RANKS];    /* [sends, receives][from][to] */
-    int ranks, calls, wrong, gone;     /* wrong: pairs of other lengths or tags */
-    int64_t bytes;
-} post_office;
-
-typedef struct window { post_office *office; int rank; } window;
-
-static post_office *office_new(int ranks)
+ * A stand-in for MPI between threads: nothing is held, so a send ends when its receive has the
+ * bytes. */
+static mail_desc office_desc(int ranks, int level, uint32_t caps)
 {
-    post_office *p = (post_office *)calloc(1, sizeof *p);
-    if (!p) abort();
-    p->ranks = ranks;
-    if (pthread_mutex_init(&p->lock, NULL) || pthread_cond_init(&p->moved, NULL)) abort();
-    return p;
+    mail_desc d;
+    memset(&d, 0, sizeof d);
+    d.ranks = ranks;
+    d.level = level;
+    d.caps = caps;
+    return d;
 }
 
-static void office_free(post_office *p)
-{
-    pthread_mutex_destroy(&p->lock);
-    pthread_cond_destroy(&p->moved);
-    free(p);
-}
-
-static parcel **office_end(parcel **list)
-{
-    while (*list) list = &(*list)->next;
-    return list;
-}
-
-/* Locked. Puts the parcel behind the others of its kind and moves what now has both ends. */
-static void office_add(post_office *p, parcel *x, int receive, int from, int to)
-{
-    parcel **send = &p->first[0][from][to], **recv = &p->first[1][from][to];
-    *office_end(receive ? recv : send) = x;
-    while (*send && *recv) {
-        parcel *s = *send, *r = *recv;
-        if (s->len != r->len || s->tag != r->tag) p->wrong++;
-        memcpy(r->buf, s->buf, s->len < r->len ? s->len : r->len);
-        p->bytes += (int64_t)s->len;
-        *send = s->next;
-        *recv = r->next;
-        s->done = r->done = 1;
-        pthread_cond_broadcast(&p->moved);
-    }
-}
-
-static void office_drop(post_office *p, const parcel *x)
-{
-    for (int i = 0; i < 2 * SMALL_RANKS * SMALL_RANKS; i++) {
-        parcel **at = &p->first[0][0][0] + i;
-        while (*at && *at != x) at = &(*at)->next;
-        if (*at) *at = x->next;
-    }
-}
-
-static void office_wait(post_office *p)
-{
-    struct timespec t;
-    clock_gettime(CLOCK_REALTIME, &t);
-    t.tv_nsec += 2000000;
-    if (t.tv_nsec >= 1000000000) { t.tv_nsec -= 1000000000; t.tv_sec++; }
-    pthread_cond_timedwait(&p->moved, &p->lock, &t);
-}
-
-static int office_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
-                           size_t r_len, uint64_t tag, int64_t deadline_ns)
-{
-    window *w = (window *)ctx;
-    post_office *p = w->office;
-    parcel out, in;
-    int status = RA_OK;
-    memset(&out, 0, sizeof out);
-    memset(&in, 0, sizeof in);
-    out.buf = (void *)(uintptr_t)s; out.len = s_len; out.tag = in.tag = tag;
-    in.buf = r; in.len = r_len;
-    out.done = to == RA_NO_PEER;
-    in.done = from == RA_NO_PEER;
-    pthread_mutex_lock(&p->lock);
-    p->calls++;
-    if ((out.done && s_len) || (in.done && r_len) || (out.done && in.done)) p->wrong++;
-    if (tag >> 15) p->wrong++;
-    if (!in.done) memset(r, 0xFF, r_len);
-    if (!in.done) office_add(p, &in, 1, from, w->rank);
-    if (!out.done) office_add(p, &out, 0, w->rank, to);
-    while (!out.done || !in.done) {
-        if (p->gone) status = RA_E_PEER;
-        if (deadline_ns && ra_now_ns() > deadline_ns) status = RA_E_TIMEOUT;
-        if (status) break;
-        office_wait(p);
-    }
-    office_drop(p, &in);
-    office_drop(p, &out);
-    pthread_mutex_unlock(&p->lock);
-    return status;
-}
-
-static void level0(ra_transport *t, window *w, uint32_t caps)
-{
-    memset(t, 0, sizeof *t);
-    t->size = sizeof *t;
-    t->abi = RA_TRANSPORT_ABI;
-    t->caps = caps;
-    t->ctx = w;
-    t->sendrecv = office_sendrecv;
-}
-
-static void office_run(team *t, uint32_t caps, void (*make)(ra_transport *, window *, uint32_t))
+static void office_run(team *t, const mail_desc *d)
 {
     ra_transport net[SMALL_RANKS];
-    window w[SMALL_RANKS];
-    post_office *p = office_new(t->s.d.ranks);
+    mail_net *w = mail_open(d, NULL);
     int64_t bytes = 0;
     team_plans(t);
-    for (int r = 0; r < t->s.d.ranks; r++) {
-        w[r].office = p;
-        w[r].rank = r;
-        make(&net[r], &w[r], caps);
+    for (int r = 0; r < d->ranks; r++) {
+        net[r] = mail_transport(w, r);
         t->net[r] = &net[r];
     }
-    CHECK_EQ(ra_world_run(t->s.d.ranks, live_in_world, t, NULL), RA_OK);
-    CHECK_EQ(p->wrong, 0);
+    CHECK_EQ(ra_world_run(d->ranks, live_in_world, t, NULL), RA_OK);
     team_check(t);
-    for (int r = 0; r < t->s.d.ranks; r++) {
+    for (int r = 0; r < d->ranks; r++) {
         ra_plan_report rep;
         CHECK_EQ(ra_plan_query(t->plan[r], r, &rep), RA_OK);
         CHECK_EQ(t->counters[r].bytes_in, rep.forward.bytes_in);
         CHECK_EQ(t->counters[r].chunks_out, rep.forward.chunks_out);
         bytes += rep.forward.bytes_out;
     }
-    CHECK_EQ(p->bytes, bytes);
-    if (t->s.d.ranks == 1) CHECK_EQ(p->calls, 0);
-    office_free(p);
+    CHECK_EQ(w->bytes, bytes);
+    if (d->ranks == 1) CHECK_EQ(w->calls, 0);
+    CHECK_EQ(mail_close(w), 0);
 }
 
 static const int world_sizes[5] = { 1, 2, 3, 5, 8 };
@@ -714,102 +602,30 @@ TEST(network_level0)
 {
     for (int64_t i = 0; i < 40; i++) {
         team *t;
-        uint32_t caps;
+        mail_desc d;
         if (!h_case(i)) continue;
         seed_case(i);
-        caps = (i & 1 ? RA_CAP_ANY_THREAD : 0) | (i & 2 ? RA_CAP_ANY_PEER : 0) |
-               (i & 4 ? RA_CAP_DEADLINE : 0);
         t = team_new(world_sizes[i % 5], small_range(1, 400), small_range(1, 3));
-        office_run(t, caps, level0);
+        d = office_desc(t->s.d.ranks, 0, (i & 1 ? RA_CAP_ANY_THREAD : 0) |
+                        (i & 2 ? RA_CAP_ANY_PEER : 0) | (i & 4 ? RA_CAP_DEADLINE : 0));
+        office_run(t, &d);
         team_free(t);
     }
-}
-
-static int office_post(void *ctx, ra_transport_op *const *ops, int n)
-{
-    window *w = (window *)ctx;
-    pthread_mutex_lock(&w->office->lock);
-    for (int kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--)
-        for (int i = 0; i < n; i++) {
-            ra_transport_op *op = ops[i];
-            parcel *x;
-            if (op->kind != kind || op->state != RA_MSG_IDLE) continue;
-            x = (parcel *)calloc(1, sizeof *x);
-            if (!x) abort();
-            x->buf = op->buf;
-            x->len = op->len;
-            x->tag = op->tag;
-            op->scratch[0] = x;
-            op->state = RA_MSG_PENDING;
-            if (kind == RA_MSG_RECV) office_add(w->office, x, 1, op->peer, w->rank);
-            else office_add(w->office, x, 0, w->rank, op->peer);
-        }
-    w->office->calls++;
-    pthread_mutex_unlock(&w->office->lock);
-    return RA_OK;
-}
-
-/* Locked. */
-static int office_test(post_office *p, ra_transport_op *const *ops, int n)
-{
-    int moved = 0;
-    (void)p;
-    for (int i = 0; i < n; i++) {
-        parcel *x = (parcel *)ops[i]->scratch[0];
-        if (ops[i]->state != RA_MSG_PENDING || !x->done) continue;
-        free(x);
-        ops[i]->done = ops[i]->len;
-        ops[i]->state = RA_MSG_DONE;
-        moved++;
-    }
-    return moved;
-}
-
-static int office_poll(void *ctx, ra_transport_op *const *ops, int n)
-{
-    window *w = (window *)ctx;
-    pthread_mutex_lock(&w->office->lock);
-    (void)office_test(w->office, ops, n);
-    pthread_mutex_unlock(&w->office->lock);
-    return RA_OK;
-}
-
-static int office_wait_ops(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns)
-{
-    window *w = (window *)ctx;
-    int pending = 0;
-    for (int i = 0; i < n; i++) pending |= ops[i]->state == RA_MSG_PENDING;
-    pthread_mutex_lock(&w->office->lock);
-    while (pending && !office_test(w->office, ops, n)) {
-        if (deadline_ns && ra_now_ns() > deadline_ns) break;
-        office_wait(w->office);
-    }
-    pthread_mutex_unlock(&w->office->lock);
-    return RA_OK;
-}
-
-static void level1(ra_transport *t, window *w, uint32_t caps)
-{
-    level0(t, w, caps & 15);
-    t->sendrecv = NULL;
-    t->post = office_post;
-    t->poll = office_poll;
-    t->max_ops = 64;
-    if (caps & 32) t->wait = office_wait_ops;
-    if (caps & 64) t->max_ops = 0;
 }
 
 TEST(network_level1)
 {
     for (int64_t i = 0; i < 40; i++) {
         team *t;
-        uint32_t caps;
+        mail_desc d;
         if (!h_case(i)) continue;
         seed_case(i);
-        caps = (i & 1 ? RA_CAP_ANY_THREAD : 0) | (i & 2 ? RA_CAP_ANY_PEER : 0) |
-               (i & 4 ? 32 : 0) | (i & 8 ? 64 : 0);
         t = team_new(world_sizes[i % 5], small_range(1, 400), small_range(1, 3));
-        office_run(t, caps, level1);
+        d = office_desc(t->s.d.ranks, 1, (i & 1 ? RA_CAP_ANY_THREAD : 0) |
+                        (i & 2 ? RA_CAP_ANY_PEER : 0));
+        d.waits = (i & 4) != 0;
+        d.max_ops = i & 8 ? 0 : 64;
+        office_run(t, &d);
         team_free(t);
     }
 }
@@ -1192,22 +1008,20 @@ TEST(deadline_at_level0)
     for (int threads = 1; threads <= 2; threads++) {
         team *t = (seed_case(threads), team_full(3, 600, threads));
         ra_transport net[3];
-        window w[3];
-        post_office *p = office_new(3);
+        mail_desc d = office_desc(3, 0, RA_CAP_DEADLINE | RA_CAP_ANY_THREAD);
+        mail_net *w = mail_open(&d, NULL);
         team_plans(t);
         t->broken = 1;
         t->how = HOW_NEVER_OK;
         t->deadline_ms = 100;
         for (int r = 0; r < 3; r++) {
-            w[r].office = p;
-            w[r].rank = r;
-            level0(&net[r], &w[r], RA_CAP_DEADLINE | RA_CAP_ANY_THREAD);
+            net[r] = mail_transport(w, r);
             t->net[r] = &net[r];
         }
         CHECK_EQ(ra_world_run(3, misbehave, t, NULL), RA_E_TIMEOUT);
         CHECK_EQ(t->status[0], RA_E_TIMEOUT);
         CHECK_EQ(t->status[2], RA_E_TIMEOUT);
-        office_free(p);
+        CHECK_EQ(mail_close(w), 0);
         team_free(t);
     }
 }

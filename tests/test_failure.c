@@ -3,7 +3,7 @@
  * between the library's steps: they make an order of events, so that no test waits for one. */
 #define _DEFAULT_SOURCE 1
 #include "hooks.h"
-#include <pthread.h>
+#include "mail.h"
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -99,108 +99,19 @@ static ra_job rig_job(const rig *g, int rank)
     return job;
 }
 
-/* -------------------------------------------------------------------------- a memory network
- * Post and poll over mailboxes, which may lie in memory that two processes share. Nothing blocks;
- * a mailbox has one sender and one receiver. */
-enum { BOX_SLOTS = 16, BOX_BYTES = 16384, BOX_OPS = 64 };
-typedef struct box {
-    int64_t in, out;                   /* atomics: messages put in and taken out */
-    struct { size_t len; unsigned char bytes[BOX_BYTES]; } slot[BOX_SLOTS];
-} box;
-typedef struct boxes { box to[RANKS][RANKS][2]; int64_t end[RANKS]; } boxes;  /* [from][to] */
+/* -------------------------------------------------------------------------- a memory network */
 
-typedef struct box_end {
-    boxes *all;
-    int rank, waiting;
-    ra_transport_op *ops[BOX_OPS];               /* accepted receives, oldest first */
-} box_end;
-
-static int box_put(box *b, const ra_transport_op *op)
+static mail_net *network_open(const rig *g, uint32_t caps, void *shared)
 {
-    int64_t in = __atomic_load_n(&b->in, __ATOMIC_ACQUIRE);
-    if (in - __atomic_load_n(&b->out, __ATOMIC_ACQUIRE) == BOX_SLOTS) return 0;
-    if (op->len > BOX_BYTES) abort();
-    b->slot[in % BOX_SLOTS].len = op->len;
-    memcpy(b->slot[in % BOX_SLOTS].bytes, op->buf, op->len);
-    __atomic_store_n(&b->in, in + 1, __ATOMIC_RELEASE);
-    return 1;
-}
-
-static int box_take(box *b, ra_transport_op *op)
-{
-    int64_t out = __atomic_load_n(&b->out, __ATOMIC_ACQUIRE);
-    if (out == __atomic_load_n(&b->in, __ATOMIC_ACQUIRE)) return 0;
-    op->state = b->slot[out % BOX_SLOTS].len == op->len ? RA_MSG_DONE : RA_E_TRUNC;
-    if (op->state == RA_MSG_DONE) memcpy(op->buf, b->slot[out % BOX_SLOTS].bytes, op->len);
-    __atomic_store_n(&b->out, out + 1, __ATOMIC_RELEASE);
-    return 1;
-}
-
-static int box_post(void *ctx, ra_transport_op *const *ops, int n)
-{
-    box_end *e = (box_end *)ctx;
-    int left = 0, full[RANKS][2] = { { 0 } };
-    for (int i = 0; i < n; i++) {
-        ra_transport_op *op = ops[i];
-        if (op->state != RA_MSG_IDLE) continue;
-        if (op->kind == RA_MSG_RECV) {
-            if (e->waiting == BOX_OPS) abort();
-            op->state = RA_MSG_PENDING;
-            e->ops[e->waiting++] = op;
-        } else if (!full[op->peer][op->channel] &&
-                   box_put(&e->all->to[e->rank][op->peer][op->channel], op)) {
-            op->state = RA_MSG_DONE;
-        } else {
-            left = full[op->peer][op->channel] = 1;
-        }
-    }
-    return left ? RA_AGAIN : RA_OK;
-}
-
-static int box_poll(void *ctx, ra_transport_op *const *ops, int n)
-{
-    box_end *e = (box_end *)ctx;
-    int keep = 0, behind[RANKS][2] = { { 0 } };
-    (void)ops, (void)n;
-    for (int i = 0; i < e->waiting; i++) {
-        ra_transport_op *op = e->ops[i];
-        if (!behind[op->peer][op->channel] &&
-            box_take(&e->all->to[op->peer][e->rank][op->channel], op)) continue;
-        behind[op->peer][op->channel] = 1;
-        e->ops[keep++] = op;
-    }
-    e->waiting = keep;
-    return RA_OK;
-}
-
-static int nothing_abort(void *ctx, int why) { (void)ctx, (void)why; return RA_OK; }
-static int nothing_quiesce(void *ctx, int64_t until) { (void)ctx, (void)until; return RA_OK; }
-
-static ra_transport box_transport(box_end *e, boxes *all, int rank, uint32_t caps)
-{
-    ra_transport t;
-    memset(e, 0, sizeof *e);
-    e->all = all;
-    e->rank = rank;
-    memset(&t, 0, sizeof t);
-    t.size = (uint32_t)sizeof t;
-    t.abi = RA_TRANSPORT_ABI;
-    t.caps = caps | RA_CAP_ANY_PEER | RA_CAP_ANY_THREAD;
-    t.channels = 2;
-    t.max_ops = BOX_OPS;
-    t.ctx = e;
-    t.post = box_post;
-    t.poll = box_poll;
-    t.abort = nothing_abort;
-    t.quiesce = nothing_quiesce;
-    return t;
-}
-
-static boxes *boxes_new(void)
-{
-    void *p = mmap(NULL, sizeof(boxes), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    if (p == MAP_FAILED) abort();
-    return (boxes *)p;
+    mail_desc d;
+    memset(&d, 0, sizeof d);
+    d.ranks = g->d.ranks;
+    d.level = 1;
+    d.holds = 1;
+    d.caps = caps | RA_CAP_ANY_PEER | RA_CAP_ANY_THREAD;
+    d.channels = 2;
+    d.max_ops = 64;
+    return mail_open(&d, shared);
 }
 
 /* Steps `ranks` rings on this thread until all have ended; status[r] is how. */
@@ -219,15 +130,13 @@ static void step_all(ra_ring *const *ring, int ranks, ra_status *status)
 
 /* -------------------------------------------------------------------------- address spaces */
 
-static ra_status one_rank(rig *g, boxes *all, int rank, ra_failure *why)
+static ra_status one_rank(rig *g, mail_net *all, int rank, ra_failure *why)
 {
     ra_ring *ring = NULL;
     ra_ring_desc rd;
-    ra_transport net;
-    box_end end;
+    ra_transport net = mail_transport(all, rank);
     ra_status s;
     memset(&rd, 0, sizeof rd);
-    net = box_transport(&end, all, rank, RA_CAP_SHARED);
     s = ra_ring_create(&ring, g->plan[rank], &net, &rd);
     if (s) return s;
     s = ra_forward(g->plan[rank], ring, &g->t[rank], RA_NO_DEADLINE);
@@ -246,26 +155,29 @@ static int names_the_space(const ra_failure *f)
 TEST(shared_between_processes)
 {
     rig *g = rig_new(2, 256, 1);
-    boxes *all = boxes_new();
+    void *shared = mmap(NULL, MAIL_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    mail_net *all = shared == MAP_FAILED ? NULL : network_open(g, RA_CAP_SHARED, shared);
     ra_failure why;
     ra_status s;
     pid_t child;
     int ended = 0;
+    if (!all) abort();
     memset(&why, 0, sizeof why);
     fflush(stdout);
     child = fork();
     if (child < 0) abort();
     if (child == 0) {
         s = one_rank(g, all, 1, &why);
-        all->end[1] = names_the_space(&why) ? s : -999;
+        all->note[1] = names_the_space(&why) ? s : -999;
         _exit(0);
     }
     s = one_rank(g, all, 0, &why);
     CHECK(waitpid(child, &ended, 0) == child);
     CHECK_EQ(s, RA_E_MISMATCH);
     if (!CHECK(names_the_space(&why))) printf("    %s\n", why.text);
-    CHECK_EQ(all->end[1], RA_E_MISMATCH);
-    munmap(all, sizeof *all);
+    CHECK_EQ(all->note[1], RA_E_MISMATCH);
+    mail_close(all);
+    munmap(shared, MAIL_BYTES);
     rig_free(g);
 }
 
@@ -273,14 +185,13 @@ TEST(shared_between_processes)
 TEST(shared_in_one_process)
 {
     rig *g = rig_new(3, 384, 1);
-    boxes *all = boxes_new();
+    mail_net *all = network_open(g, RA_CAP_SHARED, NULL);
     ra_ring *ring[3];
     ra_transport net[3];
-    box_end end[3];
     ra_status s[3];
     for (int r = 0; r < 3; r++) {
         ra_job job = rig_job(g, r);
-        net[r] = box_transport(&end[r], all, r, RA_CAP_SHARED);
+        net[r] = mail_transport(all, r);
         CHECK_EQ(ra_ring_create(&ring[r], g->plan[r], &net[r], NULL), RA_OK);
         CHECK_EQ(ra_begin(ring[r], &job), RA_OK);
     }
@@ -290,7 +201,7 @@ TEST(shared_in_one_process)
         CHECK_EQ(ra_ring_destroy(ring[r]), RA_OK);
     }
     rig_check(g);
-    munmap(all, sizeof *all);
+    mail_close(all);
     rig_free(g);
 }
 
@@ -300,10 +211,9 @@ TEST(shared_in_one_process)
 TEST(begin_reads_no_sinks)
 {
     rig *g = rig_new(2, 256, 1);
-    boxes *all = boxes_new();
+    mail_net *all = network_open(g, 0, NULL);
     ra_ring *ring[2];
     ra_transport net[2];
-    box_end end[2];
     ra_status s[2];
     for (int r = 0; r < 2; r++) {
         ra_plan_destroy(g->plan[r]);
@@ -314,7 +224,7 @@ TEST(begin_reads_no_sinks)
     rig_plans(g);
     for (int r = 0; r < 2; r++) {
         ra_job job = rig_job(g, r);
-        net[r] = box_transport(&end[r], all, r, 0);
+        net[r] = mail_transport(all, r);
         CHECK_EQ(ra_ring_create(&ring[r], g->plan[r], &net[r], NULL), RA_OK);
         CHECK_EQ(ra_begin(ring[r], &job), RA_OK);
     }
@@ -324,7 +234,7 @@ TEST(begin_reads_no_sinks)
         CHECK_EQ(s[r], RA_OK);
         CHECK_EQ(ra_ring_destroy(ring[r]), RA_OK);
     }
-    munmap(all, sizeof *all);
+    mail_close(all);
     rig_free(g);
 }
 
@@ -334,6 +244,8 @@ TEST(begin_reads_no_sinks)
 static const int64_t YEARS = (int64_t)10 * 365 * 86400 * 1000000000, SECOND = 1000000000;
 
 static int64_t still_clock(void *ctx) { return *(const int64_t *)ctx; }
+
+static int nothing_abort(void *ctx, int why) { (void)ctx, (void)why; return RA_OK; }
 
 typedef struct alarm_call { int64_t until; int calls; } alarm_call;
 
@@ -604,8 +516,7 @@ TEST(refused_tickets_stay_refused)
 /* Two rings on a network in memory, stepped here, by a clock that does not move. */
 typedef struct pair {
     rig *g;
-    boxes *all;
-    box_end end[2];
+    mail_net *all;
     ra_transport net[2];
     ra_ring *ring[2];
     int64_t clock;
@@ -613,13 +524,13 @@ typedef struct pair {
 
 static void pair_open(pair *x, const ra_ring_desc *more)
 {
-    x->all = boxes_new();
+    x->all = network_open(x->g, 0, NULL);
     x->clock = 1;
     for (int r = 0; r < 2; r++) {
         ra_ring_desc rd = *more;
         rd.clock_ns = still_clock;
         rd.clock_ctx = &x->clock;
-        x->net[r] = box_transport(&x->end[r], x->all, r, 0);
+        x->net[r] = mail_transport(x->all, r);
         CHECK_EQ(ra_ring_create(&x->ring[r], x->g->plan[r], &x->net[r], &rd), RA_OK);
     }
 }
@@ -627,7 +538,7 @@ static void pair_open(pair *x, const ra_ring_desc *more)
 static void pair_close(pair *x)
 {
     for (int r = 0; r < 2; r++) CHECK_EQ(ra_ring_destroy(x->ring[r]), RA_OK);
-    munmap(x->all, sizeof *x->all);
+    mail_close(x->all);
     rig_free(x->g);
 }
 

@@ -777,8 +777,7 @@ TEST(workspace_to_the_byte)
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
-        hub u;
-        hub_end end;
+        mail_net *network;
         ra_world *shared = NULL;
         ra_world_desc wd;
         ra_transport t;
@@ -793,12 +792,9 @@ TEST(workspace_to_the_byte)
         d = describe(&p, &s, (int)h_range(&r, 0, s.ranks - 1));
         memset(&wd, 0, sizeof wd);
         wd.ranks = s.ranks;
-        memset(&end, 0, sizeof end);
-        hub_open(&u, s.ranks, s.seed);
-        end.hub = &u;
-        end.rank = d.rank;
         s.wire = WIRE_POST;
-        t = hub_transport(&end, &s);
+        network = setup_network(&s);
+        t = mail_transport(network, d.rank);
         CHECK_EQ(ra_world_create(&shared, &wd), RA_OK);
         CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
         if (!plan || ra_plan_query(plan, d.rank, &g) != RA_OK) continue;
@@ -824,7 +820,7 @@ TEST(workspace_to_the_byte)
         }
         ra_plan_destroy(plan);
         ra_world_destroy(shared);
-        hub_close(&u);
+        mail_close(network);
         setup_free(&s);
         problem_free(&p);
     }

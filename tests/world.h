@@ -4,6 +4,7 @@
 /* From a problem by position (oracle.h) to the tensors of every rank, through the library, and
  * back to O and LSE by position. A setup says how: ranks, layout, strides, transport, calls.
  * Every gap of every input holds NaN; every gap of every output is checked to be untouched. */
+#include "mail.h"
 #include <pthread.h>
 
 enum { MAX_RANKS = 64, GUARD = 0xCB };
@@ -155,230 +156,28 @@ static inline int64_t view_guard(const view *v)
 }
 
 /* -------------------------------------------------------------------------- a copying transport
- * Messages between threads by copies on the heap: level 1 (post, poll, with a moody poll) and
- * level 0 (sendrecv). Unlike the bundled world it shares no addresses. */
-typedef struct mail { struct mail *next; uint64_t tag; size_t len; } mail;  /* bytes follow */
-typedef struct mail_queue { mail *first, *last; } mail_queue;
-typedef struct hub {
-    pthread_mutex_t lock;
-    pthread_cond_t news;
-    int ranks, dead;
-    int64_t wrong;                     /* calls that overlapped or came from a wrong thread */
-    mail_queue *queues;                /* [to][from][channel] */
-    h_rng rng;                         /* under the lock */
-} hub;
-
-typedef struct hub_end {               /* of one rank */
-    hub *hub;
-    int rank, waiting, inside, any_thread;
-    pthread_t owner;                   /* the thread of ith 0 */
-    ra_transport_op *ops[64];
-} hub_end;
-
-/* Takes the lock; the rules are that calls of one ring never overlap and come from ith 0 alone. */
-static inline void hub_enter(hub_end *e)
-{
-    pthread_mutex_lock(&e->hub->lock);
-    e->hub->wrong += e->inside || (!e->any_thread && !pthread_equal(e->owner, pthread_self()));
-    e->inside = 1;
-    pthread_mutex_unlock(&e->hub->lock);
-    pthread_mutex_lock(&e->hub->lock);
-}
-
-static inline void hub_leave(hub_end *e)
-{
-    e->inside = 0;
-    pthread_mutex_unlock(&e->hub->lock);
-}
-
-static inline mail_queue *hub_queue(hub *u, int from, int to, int channel)
-{
-    return &u->queues[(to * u->ranks + from) * 2 + channel];
-}
-
-static inline void hub_send(hub *u, mail_queue *q, const void *s, size_t len, uint64_t tag)
-{
-    mail *m = (mail *)malloc(sizeof *m + len);
-    m->next = NULL;
-    m->tag = tag;
-    m->len = len;
-    if (len) memcpy(m + 1, s, len);
-    if (q->last) q->last->next = m;
-    else q->first = m;
-    q->last = m;
-    pthread_cond_broadcast(&u->news);
-}
-
-/* Takes the next message of a queue: 1 taken, 0 none, otherwise a status. */
-static inline int hub_take(hub *u, mail_queue *q, void *r, size_t len, uint64_t tag)
-{
-    mail *m = q->first;
-    int status = 1;
-    if (!m) return u->dead ? RA_E_ABORTED : 0;
-    if (m->len != len) status = RA_E_TRUNC;
-    else if (m->tag != tag) status = RA_E_PROTO;
-    else if (len) memcpy(r, m + 1, len);
-    q->first = m->next;
-    if (!q->first) q->last = NULL;
-    free(m);
-    return status;
-}
-
-static int hub_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
-                        size_t r_len, uint64_t tag, int64_t deadline_ns)
-{
-    hub_end *e = (hub_end *)ctx;
-    int status = from == RA_NO_PEER ? 1 : 0;
-    (void)deadline_ns;
-    hub_enter(e);
-    if (to != RA_NO_PEER) hub_send(e->hub, hub_queue(e->hub, e->rank, to, 0), s, s_len, tag);
-    while (status == 0) {
-        status = hub_take(e->hub, hub_queue(e->hub, from, e->rank, 0), r, r_len, tag);
-        if (status == 0) pthread_cond_wait(&e->hub->news, &e->hub->lock);
-    }
-    hub_leave(e);
-    return status == 1 ? RA_OK : status;
-}
-
-/* Receives that were accepted, oldest first: a message goes to the first that waits for its
- * sender. Called with the lock. */
-static inline void hub_deliver(hub_end *e)
-{
-    int i, j, k, keep = 0;
-    for (i = 0; i < e->waiting; i++) {
-        ra_transport_op *op = e->ops[i];
-        int earlier = 0, got = 0;
-        mail_queue *q = hub_queue(e->hub, op->peer, e->rank, op->channel);
-        for (j = 0; j < keep; j++) {
-            earlier |= e->ops[j]->peer == op->peer && e->ops[j]->channel == op->channel;
-        }
-        if (!earlier) got = hub_take(e->hub, q, op->buf, op->len, op->tag);
-        if (got == 1) { op->done = op->len; op->state = RA_MSG_DONE; }
-        else if (got < 0) op->state = got;
-        else e->ops[keep++] = op;
-    }
-    for (k = keep; k < e->waiting; k++) e->ops[k] = NULL;
-    e->waiting = keep;
-}
-
-/* Accepts a random prefix of each direction: nothing after the first that was refused. */
-static int hub_post(void *ctx, ra_transport_op *const *ops, int n)
-{
-    hub_end *e = (hub_end *)ctx;
-    int i, kind, left = 0;
-    hub_enter(e);
-    for (kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--) {
-        int closed = 0;
-        for (i = 0; i < n; i++) {
-            ra_transport_op *op = ops[i];
-            if (op->state != RA_MSG_IDLE || op->kind != kind) continue;
-            closed |= h_one_in(&e->hub->rng, 8) || (kind == RA_MSG_RECV && e->waiting == 64);
-            if (closed) { left = 1; continue; }
-            if (kind == RA_MSG_RECV) {
-                op->state = RA_MSG_PENDING;
-                e->ops[e->waiting++] = op;
-            } else {
-                hub_send(e->hub, hub_queue(e->hub, e->rank, op->peer, op->channel), op->buf,
-                         op->len, op->tag);
-                op->done = op->len;
-                op->state = RA_MSG_DONE;
-            }
-        }
-    }
-    hub_leave(e);
-    return left ? RA_AGAIN : RA_OK;
-}
-
-static int hub_poll(void *ctx, ra_transport_op *const *ops, int n)
-{
-    hub_end *e = (hub_end *)ctx;
-    int dead;
-    (void)ops; (void)n;
-    hub_enter(e);
-    if (!h_one_in(&e->hub->rng, 4)) hub_deliver(e);
-    dead = e->hub->dead;
-    hub_leave(e);
-    return dead ? RA_E_ABORTED : RA_OK;
-}
-
-static int hub_abort(void *ctx, int why)
-{
-    hub_end *e = (hub_end *)ctx;
-    (void)why;
-    pthread_mutex_lock(&e->hub->lock);
-    e->hub->dead = 1;
-    pthread_cond_broadcast(&e->hub->news);
-    pthread_mutex_unlock(&e->hub->lock);
-    return RA_OK;
-}
-
-static int hub_quiesce(void *ctx, int64_t deadline_ns)
-{
-    (void)ctx; (void)deadline_ns;
-    return RA_OK;
-}
-
-static inline void hub_open(hub *u, int ranks, uint32_t seed)
-{
-    u->ranks = ranks;
-    u->dead = 0;
-    u->wrong = 0;
-    u->rng.state = seed;
-    u->queues = (mail_queue *)calloc((size_t)(2 * ranks * ranks), sizeof *u->queues);
-    pthread_mutex_init(&u->lock, NULL);
-    pthread_cond_init(&u->news, NULL);
-}
-
-/* Returns how many messages nobody took and how many calls broke a rule. */
-static inline int64_t hub_close(hub *u)
-{
-    int64_t left = u->wrong;
-    int i;
-    for (i = 0; i < 2 * u->ranks * u->ranks; i++) {
-        while (u->queues[i].first) {
-            mail *m = u->queues[i].first;
-            u->queues[i].first = m->next;
-            free(m);
-            left++;
-        }
-    }
-    free(u->queues);
-    pthread_mutex_destroy(&u->lock);
-    pthread_cond_destroy(&u->news);
-    return left;
-}
-
-/* The calling thread will be ith 0. */
-static inline ra_transport hub_transport(hub_end *e, const setup *s)
+ * Unlike the bundled world it shares no addresses. */
+static inline mail_net *setup_network(const setup *s)
 {
     uint32_t seed = s->seed >> 8;
-    ra_transport t;
-    memset(&t, 0, sizeof t);
-    t.size = (uint32_t)sizeof t;
-    t.abi = RA_TRANSPORT_ABI;
-    t.rank = e->rank;
-    t.ranks = e->hub->ranks;
-    t.name = "hub";
-    t.ctx = e;
-    if (s->wire == WIRE_SENDRECV) {
-        t.sendrecv = hub_sendrecv;
-    } else {
-        t.post = hub_post;
-        t.poll = hub_poll;
-        if (seed & 1) t.caps = RA_CAP_ANY_THREAD;
-        t.max_ops = (seed >> 1) % 5;
-        if (t.max_ops == 1) t.max_ops = 2;
+    mail_desc d;
+    memset(&d, 0, sizeof d);
+    d.ranks = s->ranks;
+    d.level = s->wire == WIRE_POST;
+    d.holds = 1;
+    d.tells = 1;
+    d.moods = s->seed | 1;
+    if (s->wire == WIRE_POST) {
+        if (seed & 1) d.caps = RA_CAP_ANY_THREAD;
+        d.max_ops = (seed >> 1) % 5;
+        if (d.max_ops == 1) d.max_ops = 2;
         if (s->train) {
-            t.max_ops += 3;
-            t.channels = 2;
+            d.max_ops += 3;
+            d.channels = 2;
         }
     }
-    if (s->train && s->grad_return == RA_RETURN_DIRECT) t.caps |= RA_CAP_ANY_PEER;
-    e->any_thread = (t.caps & RA_CAP_ANY_THREAD) != 0;
-    e->owner = pthread_self();
-    t.abort = hub_abort;
-    t.quiesce = hub_quiesce;
-    return t;
+    if (s->train && s->grad_return == RA_RETURN_DIRECT) d.caps |= RA_CAP_ANY_PEER;
+    return mail_open(&d, NULL);
 }
 
 /* -------------------------------------------------------------------------- ranks */
@@ -396,7 +195,6 @@ typedef struct seat {
     view q, k, v, o, lse, bias, d_o, d_q, d_k, d_v;
     float d_sinks[64], *d_bias;        /* d_bias: [B][Hq][q_rows + 1][k_max] */
     uint64_t hash;                     /* of the inputs */
-    hub_end end;
     uint8_t *workspace, *workspace_end; /* what was allocated, and where the guard begins */
     ra_ring *ring;
     ra_plan *plan;
@@ -407,7 +205,7 @@ typedef struct seat {
 typedef struct world {
     const problem *p;
     const setup *s;
-    hub hub;
+    mail_net *network;
     seat seats[MAX_RANKS];
 } world;
 
@@ -836,11 +634,9 @@ static ra_status seat_run(ra_world *library_world, int rank, void *user)
     seat *e = &w->seats[rank];
     ra_transport copying;
     const ra_transport *transport = ra_world_transport(library_world, rank);
-    e->end.hub = &w->hub;
-    e->end.rank = rank;
     if (w->s->wire == WIRE_NULL) transport = NULL;
     if (w->s->wire == WIRE_POST || w->s->wire == WIRE_SENDRECV) {
-        copying = hub_transport(&e->end, w->s);
+        copying = mail_transport(w->network, rank);
         transport = &copying;
     }
     if (w->s->call == CALL_ATTEND) {
@@ -848,7 +644,7 @@ static ra_status seat_run(ra_world *library_world, int rank, void *user)
     } else {
         e->status = seat_forward(e, transport);
     }
-    if (e->status < 0) hub_abort(&e->end, e->status);
+    if (e->status < 0) mail_abort(&w->network->ends[rank], e->status);
     return e->status;
 }
 
@@ -1059,10 +855,10 @@ static inline outcome world_run(const problem *p, const setup *s)
     int64_t left = 0;
     outcome r;
     if (world_open(&w, p, s) == RA_OK) {
-        hub_open(&w.hub, s->ranks, s->seed);
+        w.network = setup_network(s);
         if (s->call == CALL_ATTENTION) w.seats[0].status = seat_attention(&w.seats[0]);
         else ra_world_run(s->ranks, seat_run, &w, NULL);
-        left = hub_close(&w.hub);
+        left = mail_close(w.network);
     }
     r = outcome_gather(&w);
     r.guard_broken += left;
