@@ -155,7 +155,8 @@ static int names_the_space(const ra_failure *f)
 TEST(shared_between_processes)
 {
     rig *g = rig_new(2, 256, 1);
-    void *shared = mmap(NULL, MAIL_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    void *shared = mmap(NULL, MAIL_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
+                        0);
     mail_net *all = shared == MAP_FAILED ? NULL : network_open(g, RA_CAP_SHARED, shared);
     ra_failure why;
     ra_status s;
