@@ -12933,16 +12933,29 @@ static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report 
     r->backward.state_bytes = size.back_state;
 }
 
-/* An upper bound on chunks: each shard of a sequence adds one to tokens / chunk_tokens. */
-static int64_t ra__plan_most_chunks(const ra_desc *d, int keys) {
+/* Rows that a sequence has on all ranks together, at most: those of the tables if there are any. */
+static int64_t ra__layout_rows(const ra_desc *d, int32_t b, int keys) {
     const ra_layout *l = &d->layout;
     const int64_t *rows = keys && l->k_rows ? l->k_rows : l->q_rows;
+    const int runs_of_k = keys && l->k_runs != NULL;
+    const ra_run *run = runs_of_k ? l->k_runs : l->q_runs;
     int64_t n = 0;
-    for (int32_t b = 0; b < d->sequences; b++) {
-        n += (keys ? ra__k_len(d, b) : ra__q_len(d, b)) / d->chunk_tokens + d->ranks;
-        for (int32_t r = 0; l->kind == RA_LAYOUT_ARRAY && r < d->ranks; r++)
-            n += rows[r] / d->chunk_tokens;
+    if (l->kind == RA_LAYOUT_RUNS) {
+        const int64_t count = ra__runs_count(l, d->ranks, runs_of_k);
+        for (int64_t i = 0; i < count; i++) n = ra__add_sat(n, run[i].count);
+    } else if (l->kind == RA_LAYOUT_ARRAY) {
+        for (int32_t r = 0; r < d->ranks; r++) n = ra__add_sat(n, rows[r]);
+    } else {
+        n = keys ? ra__k_len(d, b) : ra__q_len(d, b);
     }
+    return n;
+}
+
+/* An upper bound on chunks: each shard of a sequence adds one to rows / chunk_tokens. */
+static int64_t ra__plan_most_chunks(const ra_desc *d, int keys) {
+    int64_t n = 0;
+    for (int32_t b = 0; b < d->sequences; b++)
+        n += ra__layout_rows(d, b, keys) / d->chunk_tokens + d->ranks;
     return n;
 }
 

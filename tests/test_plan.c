@@ -910,6 +910,45 @@ static ra_allocator purse_allocator(purse *u)
     return a;
 }
 
+/* A plan's memory follows rows, also where a table has few at the end of a long sequence. */
+TEST(few_rows_far_away)
+{
+    static const int layouts[2] = { RA_LAYOUT_RUNS, RA_LAYOUT_ARRAY };
+    for (int i = 0; i < 2; i++) {
+        static const int32_t counts[2] = { 1, 1 };
+        static const int64_t rows[2] = { 64, 64 };
+        ra_run runs[2];
+        ra_plan *plan = NULL;
+        ra_plan_report g;
+        purse u;
+        ra_allocator a = purse_allocator(&u);
+        ra_desc d;
+        memset(&d, 0, sizeof d);
+        memset(runs, 0, sizeof runs);
+        runs[0].first = RA_MAX_POSITION - 128;
+        runs[1].first = RA_MAX_POSITION - 64;
+        runs[0].count = runs[1].count = 64;
+        d.ranks = 2;
+        d.tokens = layouts[i] == RA_LAYOUT_RUNS ? RA_MAX_POSITION : 128;
+        d.q_heads = d.kv_heads = 1;
+        d.k_dim = d.v_dim = 16;
+        d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+        d.mask.kind = RA_MASK_CAUSAL;
+        d.layout.kind = layouts[i];
+        if (layouts[i] == RA_LAYOUT_RUNS) {
+            d.layout.q_runs = runs;
+            d.layout.q_run_count = counts;
+        } else {
+            d.layout.q_rows = d.layout.k_rows = rows;
+        }
+        CHECK_EQ(ra_plan_create(&plan, &d, &a), RA_OK);
+        CHECK(u.bytes < 100000);
+        CHECK_EQ(ra_plan_query(plan, 0, &g), RA_OK);
+        CHECK(g.workspace_bytes < 1000000);
+        ra_plan_destroy(plan);
+    }
+}
+
 typedef struct counted { world w; purse purses[4]; int64_t before[4], after[4]; } counted;
 
 /* A rank that notes what was allocated when its ring stood, and after its passes. */
@@ -1026,7 +1065,7 @@ static const h_test tests[] = {
     ENTRY(positions_held_twice), ENTRY(positions_held_twice_among_many),
     ENTRY(counters_of_random_runs), ENTRY(positions_of_layouts), ENTRY(prediction_by_hand),
     ENTRY(prediction_of_imbalance), ENTRY(workspace_to_the_byte),
-    ENTRY(memory_is_a_few_chunks), ENTRY(nothing_allocates_in_a_pass),
+    ENTRY(memory_is_a_few_chunks), ENTRY(few_rows_far_away), ENTRY(nothing_allocates_in_a_pass),
     ENTRY(every_allocation_may_fail)
 };
 
