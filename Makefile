@@ -62,7 +62,7 @@ REPORT   := :
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help demo check check-full conformance sim mutants spin lint bench bench-peers clean \
+.PHONY: help demo check check-full conformance sim mutants spin netns lint bench bench-peers clean \
         all-programs
 
 help: ## lists the targets
@@ -179,6 +179,9 @@ mutants: ## mistakes planted in the engine, and which test finds each
 
 spin: ## a model of the bundled world's protocol, all interleavings; needs Spin
 	@sh tests/spin.sh $(B)/spin
+
+netns: ## rings between network namespaces: hidden transfer, a link that is cut; needs root
+	@sh bench/netns.sh $(B)/netns
 
 lint: ## what a script can check of the house style
 	@sh tests/lint.sh

@@ -32,6 +32,8 @@ install() {
     need mpirun.openmpi openmpi-bin libopenmpi-dev
     need mpirun.mpich mpich libmpich-dev
     need spin spin
+    need ip iproute2
+    need tc iproute2
     [ -n "$packages" ] || return 0
     sudo=
     [ "$(id -u)" = 0 ] || sudo="sudo -n"
@@ -277,6 +279,7 @@ networks() {
     ofi
     nccl
     mpi
+    step netns sh bench/netns.sh "$work/netns" short
 }
 networks &
 sim

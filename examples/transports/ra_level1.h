@@ -31,8 +31,10 @@
  * Failure. abort, a deadline, or an error of yours ends the helper's rounds; the next word, if it
  * still can be said, tells the neighbours, whose ops then end with RA_E_ABORTED, and they tell
  * theirs. quiesce waits for the helper to be out of your sendrecv. Among live ranks that takes
- * milliseconds, for every helper answers at once. A dead peer keeps it there for up to 10 s with
- * RA_CAP_DEADLINE, and without that perhaps for ever: then the answer is RA_E_UNSAFE.
+ * milliseconds, for every helper answers at once. A dead peer keeps it there: if your transport has
+ * abort, for a second, after which quiesce calls it; otherwise with RA_CAP_DEADLINE for up to 10 s,
+ * in the middle of a message for a minute; without that perhaps for ever. If the deadline of
+ * quiesce is earlier, the answer is RA_E_UNSAFE.
  *
  * SPDX-License-Identifier: MIT OR Unlicense */
 #if !defined(RA_LEVEL1_H)
@@ -52,7 +54,7 @@
 
 enum { RA_LEVEL1__OPS = 64, RA_LEVEL1__CHANNELS = 2, RA_LEVEL1__NEXT = 0, RA_LEVEL1__PREV = 1 };
 enum { RA_LEVEL1__IN_USE = 0, RA_LEVEL1__LEAVES = 1, RA_LEVEL1__FAILED = 2 };
-enum { RA_LEVEL1__PATIENCE_MS = 10000, RA_LEVEL1__COMING_MS = 60000 };
+enum { RA_LEVEL1__PATIENCE_MS = 10000, RA_LEVEL1__COMING_MS = 60000, RA_LEVEL1__ANSWER_MS = 1000 };
 
 /* What a rank says to a neighbour in each round: lengths of the messages that it has ready for that
  * neighbour and that it wants from there, 0: none. Messages are never empty. */
@@ -331,8 +333,13 @@ static int ra_level1__abort(void *ctx, int why) {
 /* RA_OK: the helper is out of the last sendrecv. */
 static int ra_level1__quiesce(void *ctx, int64_t deadline_ns) {
     ra_level1 *u = (ra_level1 *)ctx;
+    int64_t told = ra_deadline_ms(RA_LEVEL1__ANSWER_MS);
     ra_level1__fail(u, RA_E_ABORTED);
     while (!ra_level1__load(&u->out)) {
+        if (u->below.abort && ra_now_ns() > told) {
+            (void)u->below.abort(u->below.ctx, ra_level1__load(&u->why));
+            told = INT64_MAX;
+        }
         if (deadline_ns - ra_now_ns() <= 0) return RA_E_UNSAFE;
         ra_level1__sleep(100);
     }

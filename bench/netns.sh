@@ -1,0 +1,142 @@
+#!/bin/sh
+# Rings between network namespaces of this machine, which are joined by links of a limited rate: how
+# much of the transfer is hidden behind computing, and what happens when a link is cut. Needs root,
+# ip and tc (iproute2). Leaves nothing behind.
+#
+#   netns.sh DIR [short]  DIR: where the programs are built
+# Prints a table, then "N passed, N failed, N skipped". What is counted is that rings end as they
+# should; how much they hide is for the reader.
+
+dir=$1
+mode=$2
+mkdir -p "$dir" || exit 1
+root=$(cd "$(dirname "$0")/.." && pwd)
+id=ra$$
+passed=0 failed=0 skipped=0
+
+skip() {
+    echo "skipped: $1 ($2)"
+    skipped=$((skipped + 1))
+}
+
+finish() {
+    echo "$passed passed, $failed failed, $skipped skipped"
+    [ "$failed" = 0 ]
+    exit
+}
+
+clean() {
+    for r in 0 1 2 3; do
+        ip netns pids $id.$r 2> /dev/null | xargs -r kill -9 2> /dev/null
+        ip netns del $id.$r 2> /dev/null
+    done
+    ip netns del $id.hub 2> /dev/null
+}
+
+if ! ip netns add $id.hub 2> "$dir/ip.log"; then
+    skip "network namespaces" "$(tail -n 1 "$dir/ip.log")"
+    finish
+fi
+trap clean EXIT
+trap 'exit 1' INT TERM
+
+# A bridge in a namespace of its own, and one link from it to each rank.
+hub="ip -n $id.hub"
+$hub link add bridge type bridge && $hub link set bridge up || exit 1
+for r in 0 1 2 3; do
+    ip netns add $id.$r
+    ip -n $id.$r link set lo up
+    $hub link add port$r type veth peer name eth0 netns $id.$r
+    $hub link set port$r master bridge
+    $hub link set port$r up
+    ip -n $id.$r addr add 10.77.0.1$r/24 dev eth0
+    ip -n $id.$r link set eth0 up || exit 1
+done
+
+# rate BITS: of each rank's link, each way; 0: as fast as it is.
+rate() {
+    for r in 0 1 2 3; do
+        for end in "ip netns exec $id.$r tc qdisc:eth0" "ip netns exec $id.hub tc qdisc:port$r"; do
+            ${end%%:*} del dev "${end##*:}" root 2> /dev/null
+            [ "$1" = 0 ] || ${end%%:*} add dev "${end##*:}" root tbf rate "${1}bit" burst 128kb \
+                limit 8mb || return 1
+        done
+    done
+}
+
+# ring PROGRAM RANKS ARGUMENTS...: rank 0 prints its line to $dir/line.
+ring() {
+    program=$1 ranks=$2 all='' pids='' bad=0
+    shift 2
+    port=$((20000 + ($$ + passed + failed * 7 + port_step) % 20000))
+    port_step=$((port_step + 13))
+    for r in $(seq 0 $((ranks - 1))); do all="$all 10.77.0.1$r:$port"; done
+    for r in $(seq 0 $((ranks - 1))); do
+        timeout -k 5 120 ip netns exec $id.$r "$program" --rank $r "$@" $all \
+            > "$dir/out.$r" 2> "$dir/err.$r" &
+        pids="$pids $!"
+    done
+    for p in $pids; do wait "$p" || bad=1; done
+    cp "$dir/out.0" "$dir/line"
+    return $bad
+}
+port_step=0
+
+# A row of the table: first without a limit, for the time of computing; then with the rate at which
+# the messages take as long.
+row() {
+    what="$2 ranks $3 $4"
+    if ! ring "$@" --passes 5; then
+        echo "FAIL $what: $(cat "$dir"/err.* | head -n 2)"
+        failed=$((failed + 1))
+        return
+    fi
+    limit=$(awk '{ printf "%.0f", $NF * 8 / $(NF - 1) }' "$dir/line")
+    rate "$limit" || { skip "$what" "tc has no tbf"; return; }
+    ring "$@" --passes 9
+    status=$?
+    rate 0
+    if [ $status != 0 ]; then
+        echo "FAIL $what: $(cat "$dir"/err.* | head -n 2)"
+        failed=$((failed + 1))
+        return
+    fi
+    sed 's/   [0-9.]* [0-9]*$//' "$dir/line"
+    passed=$((passed + 1))
+}
+
+cc="${CC:-gcc} -std=c99 -O2 -pthread -I$root"
+$cc -o "$dir/overlap" "$root/bench/overlap.c" -lm || exit 1
+echo "transport       mask     compute  transfer      pass     hidden predicted  ratio   (ms)"
+for transport in tcp helper inline; do
+    row "$dir/overlap" 2 --transport $transport
+    [ "$mode" = short ] || row "$dir/overlap" 2 --transport $transport --full
+done
+[ "$(nproc)" -lt 4 ] || row "$dir/overlap" 4 --transport tcp
+if [ -f /usr/include/rdma/fabric.h ]; then
+    $cc -DOVERLAP_OFI -o "$dir/overlap_ofi" "$root/bench/overlap.c" -lfabric -lm || exit 1
+    row "$dir/overlap_ofi" 2 --transport ofi
+    [ "$mode" = short ] || row "$dir/overlap_ofi" 2 --transport ofi --full
+else
+    skip ofi "no libfabric-dev"
+fi
+
+# A link goes down in the middle of a pass: both ranks end soon after their deadline and say why.
+rate 2000000
+for transport in tcp helper; do
+    begin=$(date +%s)
+    { sleep 3; $hub link set port1 down; } &
+    ring "$dir/overlap" 2 --transport $transport --seconds 6 --tokens 16384
+    status=$?
+    $hub link set port1 up
+    took=$(($(date +%s) - begin))
+    if [ $status != 0 ] && [ $took -le 20 ] && grep -q 'rank 0' "$dir/err.0" &&
+        grep -q 'rank 1' "$dir/err.1"; then
+        echo "link cut, $transport: both ranks ended after $took s; $(head -n 1 "$dir/err.0")"
+        passed=$((passed + 1))
+    else
+        echo "FAIL link cut, $transport: exit $status after $took s: $(cat "$dir"/err.*)"
+        failed=$((failed + 1))
+    fi
+done
+finish

@@ -1,0 +1,329 @@
+/* How much of the time that messages take is hidden behind computing, over a network whose rate can
+ * be set. One process per rank; bench/netns.sh starts them, one in each network namespace.
+ *
+ *   overlap --rank R [--transport tcp|helper|inline|ofi|mpi] [--full] [--tokens N] [--passes N]
+ *           [--seconds N] host:port host:port...
+ *
+ * tcp: transports/ra_tcp.h. helper: a sendrecv over it, behind ra_level1.h. inline: the same
+ * sendrecv as it is. ofi (built with OVERLAP_OFI): ra_ofi.h over tcp;ofi_rxm. mpi (OVERLAP_MPI):
+ * ra_mpi.h; addresses and rank then come from mpirun.
+ *
+ * Three times are taken in turn, medians of the passes: T of a pass; C, the part of it in which
+ * tiles were computed; X of the same pass with an engine that computes nothing, so that only
+ * messages are left. Hidden is what C and X overlap, of the shorter: (C + X - T) / min(C, X). The
+ * plan's prediction gets the rates of C and X. */
+#define _POSIX_C_SOURCE 200809L
+#define RINGATTN_IMPLEMENTATION
+#ifdef OVERLAP_OFI
+#include "examples/transports/ra_ofi.h"
+#endif
+#ifdef OVERLAP_MPI
+#include "examples/transports/ra_mpi.h"
+#endif
+#include "examples/transports/ra_level1.h"
+#include "examples/transports/ra_tcp.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { RANKS = 16, PASSES = 99, HEADS = 4, KV_HEADS = 4, DIM = 64 };
+
+typedef struct options {
+    int rank, ranks, full, passes;
+    int64_t tokens, seconds;
+    const char *transport, *at[RANKS];
+} options;
+
+/* -------------------------------------------------------------------------- sendrecv over TCP */
+static int below_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
+                          size_t r_len, uint64_t tag, int64_t deadline_ns) {
+    const ra_transport *tcp = (const ra_transport *)ctx;
+    ra_transport_op op[2], *ops[2];
+    int n = 0, code = RA_AGAIN, left = 1;
+    memset(op, 0, sizeof op);
+    if (from != RA_NO_PEER) {
+        op[n].kind = RA_MSG_RECV;
+        op[n].peer = from;
+        op[n].buf = r;
+        op[n].len = r_len;
+        ops[n] = &op[n];
+        n++;
+    }
+    if (to != RA_NO_PEER) {
+        op[n].kind = RA_MSG_SEND;
+        op[n].peer = to;
+        op[n].buf = (void *)(uintptr_t)s;
+        op[n].len = s_len;
+        ops[n] = &op[n];
+        n++;
+    }
+    for (int i = 0; i < n; i++) op[i].tag = tag;
+    while (left) {
+        if (code == RA_AGAIN) code = tcp->post(tcp->ctx, ops, n);
+        if (code < 0) return code;
+        left = tcp->wait(tcp->ctx, ops, n, deadline_ns);
+        if (left < 0) return left;
+        for (int i = 0; i < n; i++) {
+            if (op[i].state < 0) return op[i].state;
+            left += op[i].state != RA_MSG_DONE;
+        }
+        if (left && ra_now_ns() > deadline_ns) return RA_E_TIMEOUT;
+    }
+    return RA_OK;
+}
+
+static int below_abort(void *ctx, int why) {
+    const ra_transport *tcp = (const ra_transport *)ctx;
+    return tcp->abort(tcp->ctx, why);
+}
+
+/* -------------------------------------------------------------------------- transports */
+typedef struct network {
+    ra_tcp *tcp;
+    ra_level1 *helper;
+    ra_transport below;
+    const ra_transport *use;
+#ifdef OVERLAP_OFI
+    ra_ofi *ofi;
+#endif
+#ifdef OVERLAP_MPI
+    ra_mpi *mpi;
+#endif
+} network;
+
+static int network_tcp(network *w, const options *o) {
+    ra_tcp_desc d;
+    ra_error why;
+    memset(&d, 0, sizeof d);
+    memset(&why, 0, sizeof why);
+    d.rank = o->rank;
+    d.ranks = o->ranks;
+    d.addresses = o->at;
+    d.error = &why;
+    if (ra_tcp_open(&w->tcp, &d)) {
+        fprintf(stderr, "rank %d: %s: %s\n", o->rank, why.field, why.text);
+        return -1;
+    }
+    w->use = ra_tcp_transport(w->tcp);
+    if (!strcmp(o->transport, "tcp")) return 0;
+    w->below.size = sizeof w->below;
+    w->below.abi = RA_TRANSPORT_ABI;
+    w->below.caps = RA_CAP_DEADLINE;
+    w->below.name = o->transport;
+    w->below.ctx = (void *)(uintptr_t)w->use;
+    w->below.sendrecv = below_sendrecv;
+    w->below.abort = below_abort;
+    if (!strcmp(o->transport, "helper")) {
+        if (ra_level1_open(&w->helper, &w->below, o->rank, o->ranks)) return -1;
+        w->use = ra_level1_transport(w->helper);
+        return 0;
+    }
+    w->use = &w->below;
+    return strcmp(o->transport, "inline") ? -1 : 0;
+}
+
+static int network_open(network *w, const options *o) {
+    memset(w, 0, sizeof *w);
+#ifdef OVERLAP_OFI
+    if (!strcmp(o->transport, "ofi")) {
+        static char list[RANKS * 64];
+        ra_ofi_desc d;
+        ra_error why;
+        memset(&d, 0, sizeof d);
+        memset(&why, 0, sizeof why);
+        for (int i = 0; i < o->ranks; i++) {
+            if (i) strcat(list, ",");
+            strncat(list, o->at[i], 60);
+        }
+        (void)setenv("RA_OFI_ADDRESSES", list, 1);
+        d.rank = o->rank;
+        d.ranks = o->ranks;
+        d.provider = "tcp;ofi_rxm";
+        d.deadline_ns = ra_deadline_ms(1000 * o->seconds);
+        d.error = &why;
+        if (ra_ofi_open(&w->ofi, &d)) {
+            fprintf(stderr, "rank %d: %s: %s\n", o->rank, why.field, why.text);
+            return -1;
+        }
+        w->use = ra_ofi_transport(w->ofi);
+        return 0;
+    }
+#endif
+#ifdef OVERLAP_MPI
+    if (!strcmp(o->transport, "mpi")) {
+        ra_error why;
+        memset(&why, 0, sizeof why);
+        if (ra_mpi_open(&w->mpi, MPI_COMM_WORLD, 0, &why)) {
+            fprintf(stderr, "rank %d: %s: %s\n", o->rank, why.field, why.text);
+            return -1;
+        }
+        w->use = ra_mpi_transport(w->mpi);
+        return 0;
+    }
+#endif
+    return network_tcp(w, o);
+}
+
+static void network_close(network *w) {
+    if (w->helper) ra_level1_close(w->helper);
+    if (w->tcp) ra_tcp_close(w->tcp);
+#ifdef OVERLAP_OFI
+    if (w->ofi) (void)ra_ofi_close(w->ofi);
+#endif
+#ifdef OVERLAP_MPI
+    if (w->mpi) (void)ra_mpi_close(w->mpi);
+#endif
+}
+
+/* -------------------------------------------------------------------------- passes */
+static int compute_nothing(void *ctx, const ra_block *b) {
+    size_t heads = (size_t)b->desc->q_heads * (size_t)b->q_rows;
+    (void)ctx;
+    memset(b->o, 0, heads * (size_t)b->desc->v_dim * sizeof *b->o);
+    for (size_t i = 0; i < heads; i++) b->lse[i] = -INFINITY;
+    return RA_OK;
+}
+
+static ra_plan *make_plan(const options *o, const ra_engine *engine) {
+    ra_plan *plan = NULL;
+    ra_error why;
+    ra_desc d = ra_desc_make(HEADS, KV_HEADS, DIM, RA_F32,
+                             o->full ? RA_MASK_NONE : RA_MASK_CAUSAL);
+    memset(&why, 0, sizeof why);
+    d.error = &why;
+    d.rank = o->rank;
+    d.ranks = o->ranks;
+    d.tokens = o->tokens;
+    d.layout.kind = o->full ? RA_LAYOUT_CONTIGUOUS : RA_LAYOUT_ZIGZAG;
+    d.engine = engine;
+    if (ra_plan_create(&plan, &d, NULL)) fprintf(stderr, "%s %s\n", why.field, why.text);
+    return plan;
+}
+
+static int by_value(const void *a, const void *b) {
+    const double x = *(const double *)a, y = *(const double *)b;
+    return (x > y) - (x < y);
+}
+
+static double median(double *x, int n) {
+    qsort(x, (size_t)n, sizeof *x, by_value);
+    return x[n / 2];
+}
+
+static int one_pass(const options *o, ra_plan *plan, ra_ring *ring, ra_tensors *t, double *whole,
+                    double *tiles) {
+    ra_ring_counters c;
+    int64_t begin = ra_now_ns();
+    ra_status s = ra_forward(plan, ring, t, ra_deadline_ms(1000 * o->seconds));
+    *whole = (double)(ra_now_ns() - begin) * 1e-9;
+    if (s) {
+        fprintf(stderr, "rank %d: %s: %s\n", o->rank, ra_status_text(s), ra_ring_explain(ring));
+        return -1;
+    }
+    ra_ring_query(ring, &c);
+    *tiles = (double)c.compute_ns * 1e-9;
+    return 0;
+}
+
+static void report(const options *o, const ra_plan *plan, double T, double C, double X) {
+    ra_plan_report r;
+    ra_prediction p;
+    ra_rates rates;
+    const double less = C < X ? C : X;
+    (void)ra_plan_query(plan, o->rank, &r);
+    rates.flops_per_s = r.forward.flops / C;
+    rates.link_bytes_per_s = (double)r.forward.bytes_in / X;
+    rates.link_latency_s = 0;
+    (void)ra_plan_predict(plan, o->rank, &rates, &p);
+    printf("%-7s %2d ranks %-6s %9.1f %9.1f %9.1f %8.0f %% %9.1f %6.2f   %.6f %lld\n",
+           o->transport, o->ranks, o->full ? "full" : "causal", 1e3 * C, 1e3 * X, 1e3 * T,
+           100 * (C + X - T) / less, 1e3 * p.done_s, T / p.done_s, C,
+           (long long)r.forward.bytes_in);
+}
+
+static int run(const options *o, const ra_transport *transport) {
+    static double T[PASSES], C[PASSES], X[PASSES];
+    ra_engine idle;
+    ra_plan *plan, *empty;
+    ra_plan_report r;
+    ra_ring *ring = NULL;
+    ra_tensors t;
+    ra_error why;
+    ra_ring_desc rd;
+    float *m;
+    double none;
+    int bad = 0;
+    memset(&idle, 0, sizeof idle);
+    memset(&rd, 0, sizeof rd);
+    memset(&t, 0, sizeof t);
+    memset(&why, 0, sizeof why);
+    idle.size = sizeof idle;
+    idle.abi = RA_ENGINE_ABI;
+    idle.fold = compute_nothing;
+    rd.error = &why;
+    plan = make_plan(o, NULL);
+    empty = make_plan(o, &idle);
+    if (!plan || !empty || ra_plan_query(plan, o->rank, &r)) return 1;
+    if (ra_ring_create(&ring, plan, transport, &rd)) {
+        fprintf(stderr, "rank %d: %s %s\n", o->rank, why.field, why.text);
+        return 1;
+    }
+    m = (float *)calloc((size_t)r.q_rows * DIM * (2 * HEADS + 2 * KV_HEADS), sizeof *m);
+    if (!m) return 1;
+    for (int64_t i = 0; i < r.q_rows * DIM * HEADS; i++) m[i] = (float)(i * 37 % 101) * 0.01f;
+    t.q.data = m;
+    t.o.data = m += r.q_rows * DIM * HEADS;
+    t.k.data = m += r.q_rows * DIM * HEADS;
+    t.v.data = m + r.q_rows * DIM * KV_HEADS;
+    bad = one_pass(o, plan, ring, &t, &none, &none);
+    for (int i = 0; i < o->passes && !bad; i++) {
+        bad = one_pass(o, plan, ring, &t, &T[i], &C[i]);
+        if (!bad) bad = one_pass(o, empty, ring, &t, &X[i], &none);
+    }
+    if (!bad && o->rank == 0)
+        report(o, plan, median(T, o->passes), median(C, o->passes), median(X, o->passes));
+    (void)ra_ring_destroy(ring);
+    ra_plan_destroy(plan);
+    ra_plan_destroy(empty);
+    return bad != 0;
+}
+
+int main(int argc, char **argv) {
+    options o;
+    network w;
+    int bad;
+    memset(&o, 0, sizeof o);
+    o.tokens = 4096;
+    o.passes = 7;
+    o.seconds = 60;
+    o.transport = "tcp";
+#ifdef OVERLAP_MPI
+    MPI_Init_thread(&argc, &argv, MPI_THREAD_SERIALIZED, &bad);
+    MPI_Comm_rank(MPI_COMM_WORLD, &o.rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &o.ranks);
+    o.transport = "mpi";
+#endif
+    for (int i = 1; i < argc; i++) {
+        int more = i + 1 < argc;
+        if (!strcmp(argv[i], "--full")) o.full = 1;
+        else if (!strcmp(argv[i], "--rank") && more) o.rank = atoi(argv[++i]);
+        else if (!strcmp(argv[i], "--transport") && more) o.transport = argv[++i];
+        else if (!strcmp(argv[i], "--tokens") && more) o.tokens = atoll(argv[++i]);
+        else if (!strcmp(argv[i], "--passes") && more) o.passes = atoi(argv[++i]);
+        else if (!strcmp(argv[i], "--seconds") && more) o.seconds = atoll(argv[++i]);
+        else if (argv[i][0] != '-' && o.ranks < RANKS) o.at[o.ranks++] = argv[i];
+        else o.passes = 0;
+    }
+    if (o.passes < 1 || o.passes > PASSES || o.ranks < 2 || o.rank < 0 || o.rank >= o.ranks) {
+        fprintf(stderr, "see the top of bench/overlap.c\n");
+        return 2;
+    }
+    bad = network_open(&w, &o) || run(&o, w.use);
+    network_close(&w);
+#ifdef OVERLAP_MPI
+    MPI_Finalize();
+#endif
+    return bad;
+}
