@@ -7549,6 +7549,133 @@ static ra_status ra__out_check(const ra_out *o, ra__shape s, int32_t dtype, ra__
     return ra__view_check(o->data, stride, &s, 1, out, e);
 }
 
+/* The memory of a tensor: pieces of `bytes` without gaps, and the steps between them. */
+typedef struct ra__region {
+    const uint8_t *data;
+    int64_t bytes, step[3], count[3];
+    int64_t extent;                    /* bytes from the first to the last; 0: no memory */
+    int32_t steps;
+} ra__region;
+
+/* Of a view that ra__view_check has accepted. */
+static ra__region ra__region_of(const void *data, const int64_t stride[3], const ra__shape *s) {
+    const int64_t count[3] = { s->heads, s->rows, s->batch };
+    int64_t span = ra__row_bytes(s->dtype, s->dim);
+    ra__region r;
+    r.data = (const uint8_t *)data;
+    r.bytes = r.extent = span;
+    r.steps = 3;
+    if (!data) r.extent = 0;
+    if (!data) return r;
+    for (int i = 0; i < 3; i++) {                          /* packed: extent of what is inside */
+        r.step[i] = stride[2 - i] ? stride[2 - i] : span;
+        r.count[i] = count[i];
+        span = ra__max(span, count[i] * r.step[i]);
+        r.extent = ra__add_sat(r.extent, (count[i] - 1) * r.step[i]);
+    }
+    if (!s->heads || !s->rows || !s->batch) r.extent = 0;
+    return r;
+}
+
+/* The same memory with the shortest step first, and no step where there is no gap. */
+static ra__region ra__region_sorted(const ra__region *r) {
+    ra__region out = *r;
+    int32_t dense = 0;
+    out.steps = 0;
+    for (int i = 0; i < 3; i++) {
+        int at = out.steps;
+        if (r->count[i] == 1) continue;
+        for (; at > 0 && out.step[at - 1] > r->step[i]; at--) {
+            out.step[at] = out.step[at - 1];
+            out.count[at] = out.count[at - 1];
+        }
+        out.step[at] = r->step[i];
+        out.count[at] = r->count[i];
+        out.steps++;
+    }
+    for (; dense < out.steps && out.step[dense] == out.bytes; dense++)
+        out.bytes *= out.count[dense];
+    out.steps -= dense;
+    for (int i = 0; i < out.steps; i++) {
+        out.step[i] = out.step[i + dense];
+        out.count[i] = out.count[i + dense];
+    }
+    return out;
+}
+
+static ra__region ra__region_in(const ra_in *in, ra__shape s, int32_t dtype) {
+    const int64_t stride[3] = { in->batch_stride, in->token_stride, in->head_stride };
+    s.dtype = dtype;
+    return ra__region_of(in->data, stride, &s);
+}
+
+static ra__region ra__region_out(const ra_out *out, ra__shape s, int32_t dtype) {
+    const int64_t stride[3] = { out->batch_stride, out->token_stride, out->head_stride };
+    s.dtype = dtype;
+    return ra__region_of(out->data, stride, &s);
+}
+
+/* Bytes from the first to the last of a part of a region that has only the first n steps. */
+static int64_t ra__region_extent(const ra__region *r, int32_t n) {
+    int64_t bytes = r->bytes;
+    for (int32_t i = 0; i < n; i++)
+        bytes = ra__add_sat(bytes, ra__mul_sat(r->step[i], r->count[i] - 1));
+    return bytes;
+}
+
+/* Parts of two sorted regions, na and nb steps deep, share a byte; b begins `gap` bytes after a.
+ * Regions with unlike steps, both with gaps, are not told apart. */
+static int ra__regions_meet(const ra__region *a, int32_t na, const ra__region *b, int32_t nb,
+                            int64_t gap) {
+    const int64_t step = ra__max(na ? a->step[na - 1] : 0, nb ? b->step[nb - 1] : 0);
+    const int da = na && a->step[na - 1] == step, db = nb && b->step[nb - 1] == step;
+    int64_t size[2], d, last;
+    if (gap >= ra__region_extent(a, na) || -gap >= ra__region_extent(b, nb)) return 0;
+    if (!na && !nb) return 1;
+    if (na && nb && !(da && db)) return 0;
+    size[0] = ra__region_extent(a, na - da);
+    size[1] = ra__region_extent(b, nb - db);
+    d = ra__max(da ? 1 - a->count[na - 1] : 0, (-size[1] - gap) / step - 1);
+    last = ra__min(db ? b->count[nb - 1] - 1 : 0, (size[0] - gap) / step + 1);
+    for (last = ra__min(last, d + 8); d <= last; d++)
+        if (ra__regions_meet(a, na - da, b, nb - db, gap + d * step)) return 1;
+    return 0;
+}
+
+/* Tensors of a call by which another may not be overwritten. */
+enum { RA__REGION_Q, RA__REGION_K, RA__REGION_V, RA__REGION_O, RA__REGION_LSE, RA__REGION_D_O,
+       RA__REGION_D_Q, RA__REGION_D_K, RA__REGIONS };
+
+/* What is written must not share memory with the first n regions. */
+static ra_status ra__check_apart(const ra__region *out, const ra__region *others, int32_t n,
+                                 const char *field, ra_error *e) {
+    static const char *const text[RA__REGIONS] = {
+        "overlaps t.q", "overlaps t.k", "overlaps t.v", "overlaps t.o", "overlaps t.lse",
+        "overlaps t.d_o", "overlaps t.d_q", "overlaps t.d_k",
+    };
+    for (int32_t i = 0; i < n && out->extent; i++) {
+        const int64_t gap = (int64_t)((uintptr_t)others[i].data - (uintptr_t)out->data);
+        ra__region a, b;
+        if (gap >= out->extent || -gap >= others[i].extent) continue;
+        a = ra__region_sorted(out);
+        b = ra__region_sorted(&others[i]);
+        if (ra__regions_meet(&a, a.steps, &b, b.steps, gap))
+            return ra__refuse(e, RA_E_SHAPE, field, text[i], 0);
+    }
+    return RA_OK;
+}
+
+/* q, k and v. */
+static void ra__regions_inputs(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                               ra__region *r) {
+    r[RA__REGION_Q] = ra__region_in(&t->q, ra__shape_of("", d, rows[0], d->q_heads, d->k_dim),
+                             d->q_dtype);
+    r[RA__REGION_K] = ra__region_in(&t->k, ra__shape_of("", d, rows[1], d->kv_heads, d->k_dim),
+                             d->k_dtype);
+    r[RA__REGION_V] = ra__region_in(&t->v, ra__shape_of("", d, rows[1], d->kv_heads, d->v_dim),
+                             d->v_dtype);
+}
+
 /* Steps of a bias: bytes, and 0 where elements are shared. */
 static ra_status ra__check_steps(const int64_t step[4], int64_t element, const char *field,
                                  ra_error *e) {
@@ -7631,31 +7758,35 @@ static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const 
     return s;
 }
 
-static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_t rows,
+static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                    ra__work *w, ra_error *e) {
-    ra_status s = ra__out_check(&t->o, ra__shape_of("t.o", d, rows, d->q_heads, d->v_dim),
-                                d->o_dtype, &w->o, e);
+    const ra__shape shape = ra__shape_of("t.o", d, rows[0], d->q_heads, d->v_dim);
+    const ra__shape lse = ra__shape_of("t.lse", d, rows[0], d->q_heads, 1);
+    ra__region r[RA__REGION_LSE + 1];
+    ra_status s = ra__out_check(&t->o, shape, d->o_dtype, &w->o, e);
     memset(&w->lse, 0, sizeof w->lse);
-    if (!s && rows && (t->o.data == t->q.data || t->o.data == t->k.data || t->o.data == t->v.data))
-        return ra__refuse(e, RA_E_SHAPE, "t.o", "is the memory of q, k or v; it has # rows",
-                          rows);
-    if (!s && t->lse.data)
-        s = ra__out_check(&t->lse, ra__shape_of("t.lse", d, rows, d->q_heads, 1), RA_F32, &w->lse,
-                          e);
-    return s;
+    if (!s && t->lse.data) s = ra__out_check(&t->lse, lse, RA_F32, &w->lse, e);
+    if (s) return s;
+    ra__regions_inputs(d, t, rows, r);
+    r[RA__REGION_O] = ra__region_out(&t->o, shape, d->o_dtype);
+    r[RA__REGION_LSE] = ra__region_out(&t->lse, lse, RA_F32);
+    s = ra__check_apart(&r[RA__REGION_O], r, RA__REGION_O, "t.o", e);
+    return s ? s : ra__check_apart(&r[RA__REGION_LSE], r, RA__REGION_LSE, "t.lse", e);
 }
 
-/* The view of a gradient, if it is requested. It must not be one of the n pointers at `taken`,
- * which belong to tensors that have rows. */
+/* The view and the region of a gradient, if it is requested. It is apart from the first n of
+ * `others`. */
 static ra_status ra__check_grad(const ra_desc *d, const ra_out *out, ra__shape shape,
-                                const void *const *taken, int32_t n, ra__view *view) {
+                                const ra__region *others, int32_t n, ra__region *region,
+                                ra__view *view) {
+    ra_status s;
     memset(view, 0, sizeof *view);
+    memset(region, 0, sizeof *region);
     if (!out->data) return RA_OK;
-    for (int32_t i = 0; i < n && shape.rows; i++)
-        if (out->data == taken[i])
-            return ra__refuse(d->error, RA_E_SHAPE, shape.field,
-                              "is the memory of another tensor; # rows are written", shape.rows);
-    return ra__out_check(out, shape, d->grad_dtype, view, d->error);
+    s = ra__out_check(out, shape, d->grad_dtype, view, d->error);
+    if (s) return s;
+    *region = ra__region_out(out, shape, d->grad_dtype);
+    return ra__check_apart(region, others, n, shape.field, d->error);
 }
 
 /* Two elements of a tensor with these strides and counts overlap, other than by a stride of 0. */
@@ -7706,11 +7837,11 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
  * keys. */
 static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                  ra__view view[4]) {
-    const int64_t nq = rows[0], nk = rows[1];
-    const void *taken[8] = { nq ? t->q.data : NULL, nk ? t->k.data : NULL, nk ? t->v.data : NULL,
-                             nq ? t->o.data : NULL, nq ? t->lse.data : NULL,
-                             nq ? t->d_o.data : NULL, nq ? t->d_q.data : NULL,
-                             nk ? t->d_k.data : NULL };
+    const ra__shape q = ra__shape_of("t.d_q", d, rows[0], d->q_heads, d->k_dim);
+    const ra__shape k = ra__shape_of("t.d_k", d, rows[1], d->kv_heads, d->k_dim);
+    const ra__shape v = ra__shape_of("t.d_v", d, rows[1], d->kv_heads, d->v_dim);
+    const ra__shape o = ra__shape_of("t.d_o", d, rows[0], d->q_heads, d->v_dim);
+    ra__region r[RA__REGIONS + 1];
     ra_error *e = d->error;
     ra_status s = RA_OK;
     if (!d->train)
@@ -7720,16 +7851,18 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
         return ra__refuse(e, RA_E_SHAPE, "t.d_sinks", "needs RA_SCORE_SINKS; scores is #",
                           d->scores);
     s = ra__check_bias_out(d, t, rows[0]);
-    if (!s) s = ra__in_check(&t->d_o, ra__shape_of("t.d_o", d, rows[0], d->q_heads, d->v_dim),
-                             d->o_dtype, &view[0], e);
-    if (!s) s = ra__check_grad(d, &t->d_q, ra__shape_of("t.d_q", d, rows[0], d->q_heads, d->k_dim),
-                               taken, 6, &view[1]);
-    if (!s) s = ra__check_grad(d, &t->d_k, ra__shape_of("t.d_k", d, rows[1], d->kv_heads, d->k_dim),
-                               taken, 7, &view[2]);
+    if (!s) s = ra__in_check(&t->d_o, o, d->o_dtype, &view[0], e);
+    if (s) return s;
+    ra__regions_inputs(d, t, rows, r);
+    r[RA__REGION_O] = ra__region_out(&t->o, o, d->o_dtype);
+    r[RA__REGION_LSE] = ra__region_out(&t->lse, ra__shape_of("", d, rows[0], d->q_heads, 1),
+                                       RA_F32);
+    r[RA__REGION_D_O] = ra__region_in(&t->d_o, o, d->o_dtype);
+    s = ra__check_grad(d, &t->d_q, q, r, RA__REGION_D_Q, &r[RA__REGION_D_Q], &view[1]);
+    if (!s) s = ra__check_grad(d, &t->d_k, k, r, RA__REGION_D_K, &r[RA__REGION_D_K], &view[2]);
     if (!s && d->v_in_k && t->d_v.data)
         return ra__refuse(e, RA_E_SHAPE, "t.d_v", "must be {0} because v_in_k is #", d->v_in_k);
-    if (!s) s = ra__check_grad(d, &t->d_v, ra__shape_of("t.d_v", d, rows[1], d->kv_heads, d->v_dim),
-                               taken, 8, &view[3]);
+    if (!s) s = ra__check_grad(d, &t->d_v, v, r, RA__REGIONS, &r[RA__REGIONS], &view[3]);
     return s;
 }
 
@@ -10301,7 +10434,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     s = ra__local_check(&mine, t, &c);
     if (!s && c.d.engine)
         s = ra__refuse(mine.error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
-    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, mine.error);
+    if (!s) s = ra__check_outputs(&c.d, t, c.rows, &c.w, mine.error);
     if (s) return s;
     c.w.clear = c.w.finish = 1;
     who[0] = ith;
@@ -10321,7 +10454,7 @@ static ra_status ra__attend_as(const ra_desc *d, const ra_tensors *t, uint8_t *w
     const int who[2] = { 0, 1 };
     ra__local c;
     ra_status s = ra__local_check(d, t, &c);
-    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, c.d.error);
+    if (!s) s = ra__check_outputs(&c.d, t, c.rows, &c.w, c.d.error);
     if (s) return s;
     c.w.clear = c.w.finish = 1;
     if (form == RA__FORM_DECODE) {
@@ -10471,7 +10604,7 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
     if ((c.d.scores & RA_SCORE_SINKS) && !t->sinks)
         return ra__refuse(d->error, RA_E_NULL, "t.sinks", "scores is #", c.d.scores);
     c.w.t = t;
-    status = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
+    status = ra__check_outputs(&c.d, t, c.rows, &c.w, d->error);
     if (status) return status;
     for (int32_t b = 0; b < c.d.sequences; b++) {
         all.rows = ra__q_len(&c.d, b);
@@ -10767,7 +10900,7 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
     mine = *d;
     if (ith > 0 && ith < nth) mine.error = NULL; /* as in ra_attention */
     s = ra__back_check(&mine, t, &l);
-    if (!s) s = ra__check_outputs(&l.c.d, t, l.c.rows[0], &l.c.w, mine.error);
+    if (!s) s = ra__check_outputs(&l.c.d, t, l.c.rows, &l.c.w, mine.error);
     if (!s && !t->d_q.data && !t->d_k.data && !t->d_v.data && !t->d_sinks && !t->d_bias.data)
         s = ra__refuse(mine.error, RA_E_NULL, "t.d_q", "and all other gradients are null", 0);
     if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, ith, nth, &memory);
@@ -10785,7 +10918,7 @@ RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *de
     if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
     s = ra__local_check(d, NULL, &c);
-    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
+    if (!s) s = ra__check_outputs(&c.d, t, c.rows, &c.w, d->error);
     if (!s) s = ra__in_check(&t->d_o, ra__shape_of("t.d_o", &c.d, c.rows[0], c.d.q_heads,
                                                    c.d.v_dim), c.d.o_dtype, &d_o, d->error);
     if (s) return s;
@@ -15663,7 +15796,7 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
           "must be {0}: layout.kind is #", p->d.layout.kind },
     };
     s = ra__check_tensors(&p->d, t, rows, w, kv, e);
-    if (!s) s = ra__check_outputs(&p->d, t, rows[0], w, e);
+    if (!s) s = ra__check_outputs(&p->d, t, rows, w, e);
     if (!s && job->pass == RA_PASS_BACKWARD) s = ra__begin_grads(r, p, t, e);
     if (s) return s;
     if (p->d.layout.kind != RA_LAYOUT_ARRAY)
@@ -16795,7 +16928,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     rows[0] = ra__cache_longest(c);
     rows[1] = ra_cache_rows(c);
     s = ra__check_tensors(d, t, rows, &w, kv, e);
-    if (!s) s = ra__check_outputs(d, t, rows[0], &w, e);
+    if (!s) s = ra__check_outputs(d, t, rows, &w, e);
     if (s) return s;
     c->t = *t;
     c->q = w.q;

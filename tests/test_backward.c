@@ -892,6 +892,94 @@ TEST(gradient_of_the_merge)
     free(mem);
 }
 
+/* Gradients are written, so they share no memory with one another, wherever their strides lead:
+ * against a map of floats. Those with unlike steps may go unnoticed; what is apart never does. */
+typedef struct placed { int64_t at, step[3]; } placed;   /* floats: sequence, token, head */
+
+static placed place(h_rng *r, const int64_t count[3], int64_t dim)
+{
+    placed p;
+    int64_t inner = dim, order = h_range(r, 0, 2);
+    p.at = h_range(r, 0, 40) * (h_one_in(r, 2) ? dim : 1);
+    p.step[2] = order == 1 ? 0 : inner * h_range(r, 1, 3);       /* order 1: [head][token] */
+    inner = order == 1 ? dim : p.step[2] * count[2];
+    p.step[1] = inner * h_range(r, 1, 3);
+    inner = p.step[1] * count[1];
+    if (order == 1) {
+        p.step[2] = inner * h_range(r, 1, 2);
+        inner = p.step[2] * count[2];
+    }
+    p.step[0] = inner * h_range(r, 1, 2);
+    return p;
+}
+
+static int mark(uint8_t *map, const placed *p, const int64_t count[3], int64_t dim)
+{
+    int met = 0;
+    for (int64_t b = 0; b < count[0]; b++)
+        for (int64_t i = 0; i < count[1]; i++)
+            for (int64_t h = 0; h < count[2]; h++)
+                for (int64_t c = 0; c < dim; c++)
+                    met |= map[p->at + b * p->step[0] + i * p->step[1] + h * p->step[2] + c]++;
+    return met;
+}
+
+TEST(gradients_apart)
+{
+    enum { MOST = 1 << 14, SMALL = 64 };
+    static float memory[MOST], x[SMALL], d_o[SMALL], o[SMALL], lse[SMALL];
+    static uint8_t map[MOST], work[1 << 20] __attribute__((aligned(64)));
+    int64_t i, met = 0, noticed = 0;
+    for (i = 0; i < 3000; i++) {
+        h_rng r = h_case_rng(i);
+        const int64_t count[3] = { h_range(&r, 1, 2), h_range(&r, 1, 3), h_range(&r, 1, 2) };
+        const int64_t dim = h_range(&r, 1, 3);
+        placed p[3];
+        ra_out *out[3];
+        ra_tensors t;
+        ra_error e;
+        ra_desc d;
+        ra_status s;
+        int overlap = 0, alike = 1;
+        if (!h_case(i)) continue;
+        memset(&t, 0, sizeof t);
+        memset(&e, 0, sizeof e);
+        memset(map, 0, sizeof map);
+        d = ra_desc_make((int32_t)count[2], (int32_t)count[2], (int32_t)dim, RA_F32, RA_MASK_NONE);
+        d.sequences = (int32_t)count[0];
+        d.tokens = count[1];
+        d.train = 1;
+        d.error = &e;
+        t.q.data = t.k.data = t.v.data = x;
+        t.d_o.data = d_o;
+        t.o.data = o;
+        t.lse.data = lse;
+        out[0] = &t.d_q;
+        out[1] = &t.d_k;
+        out[2] = &t.d_v;
+        for (int k = 0; k < 3; k++) {
+            p[k] = place(&r, count, dim);
+            if (k && !h_one_in(&r, 3)) memcpy(p[k].step, p[0].step, sizeof p[k].step);
+            out[k]->data = memory + p[k].at;
+            out[k]->batch_stride = p[k].step[0] * 4;
+            out[k]->token_stride = p[k].step[1] * 4;
+            out[k]->head_stride = p[k].step[2] * 4;
+            overlap |= mark(map, &p[k], count, dim);
+            for (int j = 0; j < 3; j++) alike &= count[j] == 1 || p[k].step[j] == p[0].step[j];
+        }
+        s = ra_attention_backward(&d, &t, work, sizeof work, 0, 1);
+        snprintf(h_run.context, sizeof h_run.context, "overlap %d alike %d: %s %s", overlap, alike,
+                 e.field, e.text);
+        CHECK(s == RA_OK || (s == RA_E_SHAPE && strstr(e.text, "overlaps")));
+        if (s) CHECK(overlap);
+        else if (alike) CHECK(!overlap);
+        met += overlap;
+        noticed += s != RA_OK;
+    }
+    CHECK(noticed > 0 && noticed < i);
+    printf("%lld of %lld overlaps noticed\n", (long long)noticed, (long long)met);
+}
+
 TEST(refusals)
 {
     float other[4] = { 0, 0, 0, 0 };
@@ -999,7 +1087,7 @@ static const h_test tests[] = {
     ENTRY(threads_do_not_change_bits), ENTRY(gradients_one_by_one),
     ENTRY(nan_stays_where_it_is_seen), ENTRY(unseen_is_zero),
     ENTRY(dropout_keeps_what_it_promises), ENTRY(gradient_of_the_merge), ENTRY(blocks_of_keys),
-    ENTRY(refusals), ENTRY(refusals_beside_the_tensors),
+    ENTRY(gradients_apart), ENTRY(refusals), ENTRY(refusals_beside_the_tensors),
 };
 
 int main(int argc, char **argv)

@@ -417,8 +417,8 @@ TEST(rows_that_fit_the_stack)
     static const int32_t dtypes[5][2] = { { RA_F32, RA_F32 }, { RA_F16, RA_F16 },
                                           { RA_Q8_0, RA_Q8_0 }, { RA_F32, RA_Q8_0 },
                                           { RA_BF16, RA_F32 } };
-    static uint8_t room[32 * 256 * 4];
-    static float q[32 * 256], o[32 * 256];
+    static uint8_t room[32 * 1024 * 4];
+    static float q[32 * 1024], o[32 * 1024];
     for (int i = 0; i < 5; i++) for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) {
         ra_desc d;
         ra_tensors t;

@@ -971,8 +971,8 @@ static void base_tensors(ra_tensors *t, int base)
     t->q.data = pool;
     t->k.data = pool;
     if (base != MLA) t->v.data = pool;
-    t->o.data = out_pool;
-    t->lse.data = out_pool + POOL / 2;
+    t->o.data = out_pool + POOL / 4;
+    t->lse.data = out_pool;
     if (base == ARRAY) {
         t->q_pos.array = t->k_pos.array = ints;
         t->q_pos.count = t->k_pos.count = 75;
@@ -1943,6 +1943,8 @@ TEST(strides_together)
     refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_STRIDE, "t.k.token_stride", 32);
     t.k.token_stride = 0;
     t.o.data = q;
+    refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_SHAPE, "t.o", 0);
+    t.o.data = q + 1;                  /* not the first element */
     refused(ra_attention(&d, &t, NULL, 0, 0, 1), &e, RA_E_SHAPE, "t.o", 0);
 }
 
