@@ -4413,15 +4413,15 @@ RA__BF_OP void ra__bf_rows(const ra__bf_work *w, int32_t j, const uint8_t **k, c
     }
 }
 
-/* c[i][t] += K Q^T of dims d and d + 1. */
-RA__BF_OP void ra__bf_step(const float *q, const uint8_t *const *k, int32_t d, __m512 (*c)[4],
-                           const int32_t ni, const int32_t nt) {
-    __m512i x[4];
+/* c[i][t] += a[i] b: the pair `at` bytes behind a[i] broadcast, times vector t of the pairs at b. */
+RA__BF_OP void ra__bf_product(__m512 (*c)[4], const uint8_t *const *a, int64_t at, const float *b,
+                              const int32_t ni, const int32_t nt) {
+    __m512i y[4];
     int32_t i, t;
-    RA__UNROLL for (t = 0; t < nt; t++) x[t] = ra__bf_load(q + d * 32 + 16 * t);
+    RA__UNROLL for (t = 0; t < nt; t++) y[t] = ra__bf_load(b + 16 * t);
     RA__UNROLL for (i = 0; i < ni; i++) {
-        __m512i y = ra__bf_broadcast(k[i] + 2 * d);
-        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = ra__bf_dot(c[i][t], x[t], y);
+        const __m512i z = ra__bf_broadcast(a[i] + at);
+        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
     }
 }
 
@@ -4435,17 +4435,11 @@ typedef struct ra__bf_chain {
 
 RA__BF_OP void ra__bf_follow(const ra__bf_chain *x, __m512 (*c)[4], const int32_t ni,
                              const int32_t nt) {
-    const uint8_t *a = x->a;
-    const float *b = x->b;
-    int32_t j, i, t;
-    RA__UNROLL_2 for (j = 0; j < x->n; j++, b += 64, a += x->a_step) {
-        __m512i y[4];
-        RA__UNROLL for (t = 0; t < nt; t++) y[t] = ra__bf_load(b + 16 * t);
-        RA__UNROLL for (i = 0; i < ni; i++) {
-            __m512i z = ra__bf_broadcast(a + x->a_row * i);
-            RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
-        }
-    }
+    const uint8_t *a[8];
+    int32_t j, i;
+    RA__UNROLL for (i = 0; i < ni; i++) a[i] = x->a + x->a_row * i;
+    RA__UNROLL_2 for (j = 0; j < x->n; j++)
+        ra__bf_product(c, a, j * x->a_step, x->b + 64 * j, ni, nt);
 }
 
 /* c[i][t] += K Q^T of what is left from d on: pairs of dims, and an odd last dim, which has no
@@ -4454,7 +4448,7 @@ RA__BF_OP void ra__bf_steps(const ra__bf_work *w, const uint8_t *const *k, int32
                             __m512 (*c)[4], const int32_t ni, const int32_t nt) {
     const float *q = w->p->q + w->row;
     int32_t i, t;
-    RA__UNROLL_2 for (; d + 1 < w->k_dim; d += 2) ra__bf_step(q, k, d, c, ni, nt);
+    RA__UNROLL_2 for (; d + 1 < w->k_dim; d += 2) ra__bf_product(c, k, 2 * d, q + d * 32, ni, nt);
     if (d == w->k_dim) return;
     RA__UNROLL for (i = 0; i < ni; i++) {
         uint16_t y;
@@ -4470,13 +4464,28 @@ RA__BF_OP void ra__bf_zero(__m512 (*c)[4], const int32_t ni, const int32_t nt) {
         RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_setzero_ps();
 }
 
-/* c[i][t] = K Q^T of ni keys from j on. */
-RA__BF_OP void ra__bf_dots(const ra__bf_work *w, int32_t j, __m512 (*c)[4], const int32_t ni,
-                           const int32_t nt) {
-    const uint8_t *k[8];
-    ra__bf_rows(w, j, k, ni);
-    ra__bf_zero(c, ni, nt);
-    ra__bf_steps(w, k, 0, c, ni, nt);
+/* c[i][t] += K Q^T of 8 dims from d on, and not later: what follows runs beside them. (Empty
+ * assembly: clang 14 moves products past it, but not their operands.) */
+RA__BF_OP void ra__bf_eight(__m512 (*c)[4], const uint8_t *const *k, int32_t d, const float *q,
+                            const int32_t ni, const int32_t nt) {
+    int32_t i, t, e;
+    RA__UNROLL for (e = 0; e < 8; e += 2)
+        ra__bf_product(c, k, 2 * (d + e), q + (d + e) * 32, ni, nt);
+    RA__UNROLL for (i = 0; i < ni; i++)
+        RA__UNROLL for (t = 0; t < nt; t++) __asm__ volatile("" : "+v"(c[i][t]));
+}
+
+/* Sums from rows of 64 numbers, and back. */
+RA__BF_OP void ra__bf_load_sums(__m512 (*c)[4], const float *from, const int32_t ni,
+                                const int32_t nt) {
+    int32_t i, t;
+    RA__UNROLL for (i = 0; i < ni; i++)
+        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_loadu_ps(from + i * 64 + t * 16);
+}
+RA__BF_OP void ra__bf_store_sums(float *to, __m512 (*c)[4], const int32_t ni, const int32_t nt) {
+    int32_t i, t;
+    RA__UNROLL for (i = 0; i < ni; i++)
+        RA__UNROLL for (t = 0; t < nt; t++) _mm512_storeu_ps(to + i * 64 + t * 16, c[i][t]);
 }
 
 /* The bias of these rows and keys to where ra__bf_change finds it. */
@@ -4536,29 +4545,22 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_pieces(const ra__bf_work *w, int32_t j, i
     for (; n < pieces; n++) ra__bf_piece(w, j + n / w->nt * 2, n % w->nt, w->nt < 4, changed);
 }
 
-/* Scores of ni keys from j on to s, and meanwhile `pieces` pieces of p of the tile before. (Empty
- * assembly: clang 14 moves products past the piece, but not their operands.) */
+/* Scores of ni keys from j on to s, and meanwhile `pieces` pieces of p of the tile before. */
 RA__BF_OP void ra__bf_score_tile(const ra__bf_work *w, int32_t j, int32_t pieces, const int32_t ni,
                                  const int32_t nt, const int32_t changed) {
     __m512 c[8][4];
     const uint8_t *k[8];
     const float *q = w->p->q + w->row;
     float *s = w->s + (j & w->ring) * 64 + w->row;
-    int32_t i, t, d, n = 0;
+    int32_t d, n = 0;
     ra__bf_rows(w, j, k, ni);
     ra__bf_zero(c, ni, nt);
     for (d = 0; n < pieces && d + 8 <= w->k_dim; d += 8, n++) {
-        ra__bf_step(q, k, d, c, ni, nt);
-        ra__bf_step(q, k, d + 2, c, ni, nt);
-        ra__bf_step(q, k, d + 4, c, ni, nt);
-        ra__bf_step(q, k, d + 6, c, ni, nt);
-        RA__UNROLL for (i = 0; i < ni; i++)
-            RA__UNROLL for (t = 0; t < nt; t++) __asm__ volatile("" : "+v"(c[i][t]));
+        ra__bf_eight(c, k, d, q, ni, nt);
         ra__bf_piece(w, j - ni + n / nt * 2, n % nt, nt < 4, changed);
     }
     ra__bf_steps(w, k, d, c, ni, nt);
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < nt; t++) _mm512_storeu_ps(s + i * 64 + t * 16, c[i][t]);
+    ra__bf_store_sums(s, c, ni, nt);
     if (n < pieces) ra__bf_pieces(w, j - ni, n, pieces, changed);
 }
 
@@ -4712,15 +4714,16 @@ RA__BF_OP void ra__bf_value_tile(const ra__bf_work *w, int32_t d, const int32_t 
     x.a_step = w->keys->v_stride;
     x.b = w->pairs + w->first / 2 * 64 + w->row;
     x.n = ra__bf_to(w) - w->first / 2;
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_loadu_ps(acc + i * 64 + t * 16);
+    ra__bf_load_sums(c, acc, ni, nt);
     ra__bf_follow(&x, c, ni, nt);
+    if (!masked) {
+        ra__bf_store_sums(acc, c, ni, nt);
+        return;
+    }
     RA__UNROLL for (t = 0; t < nt; t++) {
         const __mmask16 any = (__mmask16)(w->any >> (w->row + 16 * t));
-        RA__UNROLL for (i = 0; i < ni; i++) {
-            if (masked) _mm512_mask_storeu_ps(acc + i * 64 + t * 16, any, c[i][t]);
-            else _mm512_storeu_ps(acc + i * 64 + t * 16, c[i][t]);
-        }
+        RA__UNROLL for (i = 0; i < ni; i++)
+            _mm512_mask_storeu_ps(acc + i * 64 + t * 16, any, c[i][t]);
     }
 }
 
@@ -5368,21 +5371,15 @@ RA__BF_OP void ra__bf_back_dots(const ra__bf_back *b, const ra__bf_work *w, int3
     float *to = slopes ? b->x->p : b->x->ds;
     const float *q = w->p->q;
     const uint8_t *k[8];
-    int32_t i, t, d, n = 0;
+    int32_t d, n = 0;
     ra__bf_rows(w, j, k, 4);
     for (d = 0; n < pieces && d + 8 <= w->k_dim; d += 8, n++) {
-        ra__bf_step(q, k, d, c, 4, 4);
-        ra__bf_step(q, k, d + 2, c, 4, 4);
-        ra__bf_step(q, k, d + 4, c, 4, 4);
-        ra__bf_step(q, k, d + 6, c, 4, 4);
-        RA__UNROLL for (i = 0; i < 4; i++)
-            RA__UNROLL for (t = 0; t < 4; t++) __asm__ volatile("" : "+v"(c[i][t]));
+        ra__bf_eight(c, k, d, q, 4, 4);
         ra__bf_back_piece(b, of, n, slopes, masked);
     }
     ra__bf_steps(w, k, d, c, 4, 4);
     if (n < pieces) ra__bf_back_rest(b, of, n, pieces, slopes);
-    RA__UNROLL for (i = 0; i < 4; i++)
-        RA__UNROLL for (t = 0; t < 4; t++) _mm512_storeu_ps(to + i * 64 + t * 16, c[i][t]);
+    ra__bf_store_sums(to, c, 4, 4);
 }
 
 /* P and dS of a block; masked: some rows do not see some keys. dP starts at - delta. */
@@ -5410,13 +5407,14 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_back_tiles(const ra__bf_back *b) {
 
 /* Dot products as f32, to [keys][64]. */
 RA__BF_FN void ra__bf_back_store(const ra__bf_work *w, float *to) {
+    const uint8_t *k[8];
     __m512 c[8][4];
-    int32_t i, j, t;
+    int32_t j;
     for (j = 0; j < w->keys->n; j += 4) {
-        ra__bf_dots(w, j, c, 4, 4);
-        RA__UNROLL for (i = 0; i < 4; i++)
-            RA__UNROLL for (t = 0; t < 4; t++)
-                _mm512_storeu_ps(to + (j + i) * 64 + t * 16, c[i][t]);
+        ra__bf_rows(w, j, k, 4);
+        ra__bf_zero(c, 4, 4);
+        ra__bf_steps(w, k, 0, c, 4, 4);
+        ra__bf_store_sums(to + j * 64, c, 4, 4);
     }
 }
 
