@@ -4739,8 +4739,9 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_values(const ra__bf_work *w) {
 }
 
 /* As ra__bf_values, for V that holds NaN or infinities which not every row sees: key by key, in the
- * order in which vdpbf16ps takes them, the product selected by row. */
-RA__BF_FN void ra__bf_values_dirty(const ra__bf_work *w) {
+ * order in which vdpbf16ps takes them, the product selected by row. V holds, per dim, `side` pairs
+ * of keys side by side. */
+RA__BF_FN void ra__bf_values_dirty(const ra__bf_work *w, int32_t side) {
     const __m512i half = _mm512_set1_epi32((int32_t)0xffff0000u);
     int32_t d, t, j;
     for (d = 0; d < w->v_dim; d++)
@@ -4748,8 +4749,9 @@ RA__BF_FN void ra__bf_values_dirty(const ra__bf_work *w) {
             float *acc = w->p->acc + d * 64 + w->row + 16 * t;
             __m512 c = _mm512_loadu_ps(acc), x;
             for (j = w->first / 2; j < ra__bf_to(w); j++) {
-                __m512i v = ra__bf_broadcast(w->keys->v + j * w->keys->v_stride + 4 * d);
-                __m512i p = ra__bf_load(w->pairs + j * 64 + w->row + 16 * t);
+                const uint8_t *at = w->keys->v + j / side * w->keys->v_stride;
+                const __m512i v = ra__bf_broadcast(at + 4 * (side * d + j % side));
+                const __m512i p = ra__bf_load(w->pairs + j * 64 + w->row + 16 * t);
                 x = ra__bf_dot(c, p, _mm512_and_si512(v, half));
                 c = _mm512_mask_blend_ps(ra__bf_lanes(w, 2 * j + 1, t), c, x);
                 x = ra__bf_dot(c, p, _mm512_andnot_si512(half, v));
@@ -4810,7 +4812,7 @@ RA__BF_FN void ra__bf_block(ra__bf_work *w, int32_t partial) {
         w->nt = w->p->rows - w->row > 16 ? 2 : 1;
         if (!ra__bf_narrow(w)) continue;
         ra__bf_softmax(w);
-        if (partial && !w->keys->v_clean) ra__bf_values_dirty(w);
+        if (partial && !w->keys->v_clean) ra__bf_values_dirty(w, 1);
         else ra__bf_values(w);
     }
 }
@@ -5261,11 +5263,12 @@ RA__BF_FN void ra__few_store_bf16(const ra__few *f, int32_t r, void *dst, float 
  * go through f32 and the passes of AVX-512. */
 enum { RA__BF_SLOT = 2 * 64 * 64 };    /* numbers of P and dS of a tile, which lie together */
 
-/* One panel against one block. */
+/* One panel against one block. dP is to dO and V what S is to Q and K, and dQ^T is to packed K and
+ * dS what O^T is to packed V and p. */
 typedef struct ra__bf_back {
     const ra__tile *x;
-    ra__panel g;                       /* dO and V as ra__bf_dots takes Q and K */
-    ra__keys v;
+    ra__panel g;                       /* dO as q */
+    ra__keys k, v;                     /* K, its packed form as v; V as k */
     ra__bf_work s, dp;                 /* their `use`: LSE, and what dP starts at */
     uint16_t *p, *ds;                  /* rows */
     float *pairs;                      /* of ds */
@@ -5279,12 +5282,18 @@ RA__BF_FN void ra__bf_back_open(ra__bf_back *b, const ra__tile *x, int32_t slot,
     b->pairs = x->form + slots * (RA__BF_SLOT / 2);
     b->g = x->x->p;
     b->g.q = x->x->g;
-    b->v = *x->keys;
+    b->v = b->k = *x->keys;
     b->v.k = x->keys->v;
     b->v.k_stride = x->keys->v_stride;
+    b->k.v = (const uint8_t *)x->k_form;
+    b->k.v_stride = 4 * (int64_t)ra__bf_up(x->k_dim, 16);
     b->s.p = &x->x->p;
-    b->s.keys = x->keys;
-    b->s.k_dim = x->k_dim;
+    b->s.keys = &b->k;
+    b->s.k_dim = b->s.v_dim = x->k_dim;
+    b->s.pairs = b->pairs;
+    b->s.nt = 4;
+    b->s.first = 0;
+    b->s.last = x->keys->n;
     b->dp.p = &b->g;
     b->dp.keys = &b->v;
     b->dp.k_dim = x->v_dim;
@@ -5447,53 +5456,6 @@ RA__BF_FN void ra__bf_back_general(const ra__bf_back *b) {
         }
 }
 
-/* dQ of 4 dims from d on. */
-RA__BF_OP void ra__bf_query_tile(const ra__bf_back *b, int32_t d) {
-    float *acc = b->x->x->p.acc + d * 64;
-    ra__bf_chain x;
-    __m512 c[4][4];
-    int32_t i, t;
-    x.a = (const uint8_t *)b->x->k_form + 4 * d;
-    x.a_row = 4;
-    x.a_step = 4 * (int64_t)ra__bf_up(b->x->k_dim, 16);
-    x.b = b->pairs;
-    x.n = (b->x->keys->n + 1) / 2;
-    ra__prefetch((uintptr_t)(acc + 4 * 64), 1024);
-    RA__UNROLL for (i = 0; i < 4; i++)
-        RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = _mm512_loadu_ps(acc + i * 64 + t * 16);
-    ra__bf_follow(&x, c, 4, 4);
-    RA__UNROLL for (i = 0; i < 4; i++)
-        RA__UNROLL for (t = 0; t < 4; t++) _mm512_storeu_ps(acc + i * 64 + t * 16, c[i][t]);
-}
-
-RA__NOINLINE RA__BF_TARGET void ra__bf_queries(const ra__bf_back *b) {
-    int32_t d;
-    for (d = 0; d < b->x->k_dim; d += 4) ra__bf_query_tile(b, d);
-}
-
-/* As ra__bf_queries, of rows from `from` up to `to`, for K that holds NaN or infinities which not
- * every row sees: key by key, in the order in which vdpbf16ps takes them. */
-RA__BF_FN void ra__bf_queries_dirty(const ra__bf_back *b, int32_t from, int32_t to) {
-    const ra__tile *x = b->x;
-    int32_t d, t, j, odd;
-    for (d = 0; d < x->k_dim; d++)
-        for (t = from; t < to; t += 16) {
-            float *acc = x->x->p.acc + d * 64 + t;
-            __m512 c = _mm512_loadu_ps(acc), y;
-            for (j = 0; j < x->keys->n; j += 2) {
-                __m512i ds = ra__bf_load(b->pairs + j / 2 * 64 + t);
-                for (odd = 1; odd >= 0; odd--) {
-                    uint16_t k;
-                    if (j + odd >= x->keys->n) continue;
-                    memcpy(&k, x->keys->k + (j + odd) * x->keys->k_stride + 2 * d, sizeof k);
-                    y = ra__bf_dot(c, ds, _mm512_set1_epi32((int32_t)((uint32_t)k << 16 * odd)));
-                    c = _mm512_mask_blend_ps((__mmask16)(b->s.seen[j + odd] >> t), c, y);
-                }
-            }
-            _mm512_storeu_ps(acc, c);
-        }
-}
-
 /* What dK and dV of one block have in common, as in KERNEL, of one panel or two. */
 typedef struct ra__bf_outer {
     const ra__tile *x;                 /* [panels] */
@@ -5544,15 +5506,6 @@ RA__BF_OP void ra__bf_key_tile(const ra__bf_outer *o, int32_t d, int32_t j, cons
         }
 }
 
-RA__NOINLINE RA__BF_TARGET void ra__bf_keys(const ra__bf_outer *o) {
-    int32_t d, j, n = o->x->keys->n;
-    for (d = 0; d < o->dim; d += 64)
-        for (j = 0; j < n; j += 4) {
-            if (o->dim - d >= 64 && n - j >= 4) ra__bf_key_tile(o, d, j, 1);
-            else ra__bf_key_tile(o, d, j, 0);
-        }
-}
-
 /* As ra__bf_keys, for one panel whose Q or dO has NaN or infinities in rows that do not see every
  * key: of a pair of rows what does not see the key is taken as 0. */
 RA__BF_FN void ra__bf_keys_dirty(const ra__bf_outer *o) {
@@ -5577,6 +5530,20 @@ RA__BF_FN void ra__bf_keys_dirty(const ra__bf_outer *o) {
 
 RA__BF_OP int32_t ra__bf_is_dirty(const ra__tile *x) { return x->partial && !x->x->clean; }
 
+RA__BF_FN void ra__bf_keys(void *amx, const ra__bf_outer *o) {
+    int32_t d, j, n = o->x->keys->n;
+    (void)amx;
+    if (ra__bf_is_dirty(o->x)) {
+        ra__bf_keys_dirty(o);
+        return;
+    }
+    for (d = 0; d < o->dim; d += 64)
+        for (j = 0; j < n; j += 4) {
+            if (o->dim - d >= 64 && n - j >= 4) ra__bf_key_tile(o, d, j, 1);
+            else ra__bf_key_tile(o, d, j, 0);
+        }
+}
+
 /* 1 if two tiles must go one after the other: some sum would meet its terms in another order. */
 RA__BF_OP int32_t ra__bf_in_turn(const ra__tile *x) {
     return x->v_in_k || ra__bf_is_dirty(x) || ra__bf_is_dirty(x + 1);
@@ -5597,19 +5564,18 @@ RA__BF_OP ra__bf_outer ra__bf_outer_of(const ra__tile *x, int32_t n, const uint1
     return o;
 }
 
-/* dK and dV of n tiles, one or two, whose P and dS begin at p. */
-RA__BF_FN void ra__bf_outers(const ra__tile *x, int32_t n, const uint16_t *p) {
+/* dK and dV of n tiles, one or two, whose P and dS begin at p: keys(amx, ...) computes each. */
+RA__BF_FN void ra__bf_outers(const ra__tile *x, int32_t n, const uint16_t *p,
+                             void (*keys)(void *amx, const ra__bf_outer *o), void *amx) {
     int32_t dk;
     if (n == 2 && ra__bf_in_turn(x)) {
-        ra__bf_outers(x, 1, p);
-        ra__bf_outers(x + 1, 1, p + RA__BF_SLOT);
+        ra__bf_outers(x, 1, p, keys, amx);
+        ra__bf_outers(x + 1, 1, p + RA__BF_SLOT, keys, amx);
         return;
     }
     for (dk = 0; dk < 2; dk++) {
         const ra__bf_outer o = ra__bf_outer_of(x, n, p, dk);
-        if (!o.to) continue;
-        if (ra__bf_is_dirty(x)) ra__bf_keys_dirty(&o);
-        else ra__bf_keys(&o);
+        if (o.to) keys(amx, &o);
     }
 }
 
@@ -5626,10 +5592,10 @@ RA__BF_FN void ra__fold_back_bf16(const ra__tile *x, int32_t count) {
         } else {
             ra__bf_back_tiles(&b);
         }
-        if (x->want_q && x[i].partial && !x->k_clean) ra__bf_queries_dirty(&b, 0, 64);
-        else if (x->want_q) ra__bf_queries(&b);
-        if (i % 2) ra__bf_outers(x + i - 1, 2, b.p - RA__BF_SLOT);
-        else if (i == count - 1) ra__bf_outers(x + i, 1, b.p);
+        if (x->want_q && x[i].partial && !x->k_clean) ra__bf_values_dirty(&b.s, 1);
+        else if (x->want_q) ra__bf_values(&b.s);
+        if (i % 2) ra__bf_outers(x + i - 1, 2, b.p - RA__BF_SLOT, ra__bf_keys, NULL);
+        else if (i == count - 1) ra__bf_outers(x + i, 1, b.p, ra__bf_keys, NULL);
     }
 }
 
@@ -6006,16 +5972,15 @@ RA__AMX_OP void ra__amx_scores(ra__amx *x, const ra__bf_work *w, const int32_t f
 
 /* acc += V^T p of an item. */
 RA__AMX_OP void ra__amx_values(ra__amx *x, const ra__bf_work *w, const int32_t form) {
-    const int32_t dims = ra__bf_up(w->v_dim, 32);
     ra__amx_group g;
     int32_t d;
     ra__amx_group_clear(&g);
     g.a_stride = 64;
     g.far = 16 * 64;
-    g.a_step = 64 * dims;
+    g.a_step = w->keys->v_stride;
     g.b = (const uint8_t *)(w->pairs + w->first / 2 * 64 + w->row);
     g.n = (w->last - w->first) / 32;
-    for (d = 0; d < dims; d += 32) {
+    for (d = 0; d < w->v_dim; d += 32) {
         g.a = w->keys->v + w->first / 32 * g.a_step + d * 64;
         g.c = w->p->acc + d * 64 + w->row;
         ra__amx_multiply(x, &g, form);
@@ -6026,7 +5991,6 @@ RA__AMX_OP void ra__amx_values(ra__amx *x, const ra__bf_work *w, const int32_t f
 /* As values, for V that holds NaN or infinities which not every row sees. */
 RA__AMX_FN void ra__amx_values_dirty(const ra__bf_work *w) {
     const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
-    const int64_t step = 64 * (int64_t)ra__bf_up(w->v_dim, 32);
     int32_t d, t, j;
     for (d = 0; d < w->v_dim; d++)
         for (t = 0; t < 2; t++) {
@@ -6035,7 +5999,7 @@ RA__AMX_FN void ra__amx_values_dirty(const ra__bf_work *w) {
             for (j = w->first; j < w->last; j++) {
                 __m512i p = _mm512_loadu_si512(w->pairs + j / 2 * 64 + w->row + 16 * t);
                 uint16_t v;
-                memcpy(&v, w->keys->v + j / 32 * step + 64 * d + 2 * (j % 32), sizeof v);
+                memcpy(&v, w->keys->v + j / 32 * w->keys->v_stride + 64 * d + 2 * (j % 32), sizeof v);
                 p = j % 2 ? _mm512_and_si512(p, high) : _mm512_slli_epi32(p, 16);
                 c = _mm512_mask3_fmadd_ps(_mm512_castsi512_ps(p),
                                           _mm512_set1_ps(ra__f32_of_bf16(v)), c,
@@ -6060,14 +6024,11 @@ RA__AMX_FN void ra__amx_ready(ra__bf_work *w) {
 /* After p of an item was made: rows whose l has passed the limit do it again. */
 RA__AMX_FN void ra__amx_check(ra__amx *x, ra__bf_work *w) {
     __mmask16 over[4] = {0, 0, 0, 0};
-    int32_t t, piece;
+    int32_t t;
     if (!ra__bf_over(w, over)) return;
     ra__amx_flush(x);
-    for (t = 0; t < 2; t++) {
-        if (!w->stored) ra__bf_adjust(w, t);
-        ra__bf_raise(w, t, over[t]);
-    }
-    for (piece = w->first; piece < w->last; piece++) ra__amx_piece(w, piece);
+    for (t = 0; t < 2 && !w->stored; t++) ra__bf_adjust(w, t);
+    ra__bf_from_s(w, over);
 }
 
 /* One stage: scores of item a, p of item b, values of item c; each may be missing (null). */
@@ -6193,6 +6154,7 @@ RA__AMX_FN void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__stor
     ra__bf_find_v(keys, d);
     keys->v_clean = ra__amx_pack_v(store->v, keys->v, keys->v_stride, keys->n, d->v_dim);
     keys->v = store->v;
+    keys->v_stride = 64 * (int64_t)ra__bf_up(d->v_dim, 32);
     if (d->k_dim % 32 || keys->n % 32 || (store->shared && keys->k_stride != row))
         ra__amx_pad(store->k, &keys->k, &keys->k_stride, keys->n, d->k_dim);
 }
@@ -6225,28 +6187,15 @@ RA__AMX_FN void ra__amx_back_open(ra__bf_back *b, const ra__tile *x, int32_t i) 
     ra__bf_see(&b->s, x->partial);
     b->s.s = x->p;
     b->dp.s = x->ds;
-    b->s.first = b->dp.first = 0;
+    b->k.v_stride = 64 * (int64_t)ra__bf_up(x->k_dim, 32);
+    b->s.nt = 2;
+    b->dp.first = 0;
     b->s.last = b->dp.last = ra__bf_up(x->keys->n, 32);
     for (row = 0; row < 64; row += 16) {
         __m512 delta = _mm512_mul_ps(scale, _mm512_loadu_ps(x->x->p.l + row));
         _mm512_storeu_ps(b->s.use + row, ra__amx_quiet(_mm512_loadu_ps(x->x->p.m + row)));
         _mm512_storeu_ps(b->dp.use + row, ra__amx_quiet(delta));
     }
-}
-
-/* dQ of an item. */
-RA__AMX_FN void ra__amx_back_queries(ra__amx *x, const ra__bf_back *b, int32_t row) {
-    ra__keys keys = *b->x->keys;
-    ra__bf_work w;
-    keys.v = (const uint8_t *)b->x->k_form;
-    w.p = &b->x->x->p;
-    w.keys = &keys;
-    w.pairs = b->pairs;
-    w.v_dim = b->x->k_dim;
-    w.row = row;
-    w.first = 0;
-    w.last = b->s.last;
-    ra__amx_values(x, &w, RA__AMX_BACK);
 }
 
 /* Sums of dK or dV that are short of 32 keys or columns: from memory to [32][32], or back. */
@@ -6262,10 +6211,16 @@ RA__AMX_FN void ra__amx_edge(const ra__bf_outer *o, int32_t d, int32_t j, float 
 }
 
 /* dK or dV, as ra__bf_keys. */
-RA__AMX_FN void ra__amx_keys(ra__amx *x, const ra__bf_outer *o) {
+RA__AMX_FN void ra__amx_keys(void *amx, const ra__bf_outer *o) {
+    ra__amx *x = (ra__amx *)amx;
     float edge[32 * 32];
     ra__amx_group g;
     int32_t d, j;
+    if (o->x->v_in_k || ra__bf_is_dirty(o->x)) ra__amx_flush(x);
+    if (ra__bf_is_dirty(o->x)) {
+        ra__bf_keys_dirty(o);
+        return;
+    }
     ra__amx_group_clear(&g);
     g.a_stride = 128;
     g.far = 16 * 128;
@@ -6289,36 +6244,19 @@ RA__AMX_FN void ra__amx_keys(ra__amx *x, const ra__bf_outer *o) {
         }
 }
 
-/* dV and dK of n tiles, as ra__bf_outers. */
-RA__AMX_FN void ra__amx_outers(ra__amx *x, const ra__tile *t, int32_t n, const uint16_t *p) {
-    int32_t dk;
-    if (n == 2 && ra__bf_in_turn(t)) {
-        ra__amx_outers(x, t, 1, p);
-        ra__amx_outers(x, t + 1, 1, p + RA__BF_SLOT);
-        return;
-    }
-    for (dk = 0; dk < 2; dk++) {
-        const ra__bf_outer o = ra__bf_outer_of(t, n, p, dk);
-        const int32_t dirty = ra__bf_is_dirty(t);
-        if (!o.to) continue;
-        if (t->v_in_k || dirty) ra__amx_flush(x);
-        if (dirty) ra__bf_keys_dirty(&o);
-        else ra__amx_keys(x, &o);
-    }
-}
-
 /* Products that use item k: dQ, and dV and dK behind the last item of two panels. */
 RA__AMX_FN void ra__amx_back_use(ra__amx_back *s, int32_t k) {
     const int32_t i = k / 2, n = i % 2 + 1;
-    const ra__bf_back *b = &s->of[i % 2];
+    ra__bf_back *b = &s->of[i % 2];
+    b->s.row = k % 2 * 32;
     if (b->x->want_q && b->x->partial && !b->x->k_clean) {
         ra__amx_flush(&s->x);
-        ra__bf_queries_dirty(b, k % 2 * 32, k % 2 * 32 + 32);
+        ra__bf_values_dirty(&b->s, 16);
     } else if (b->x->want_q) {
-        ra__amx_back_queries(&s->x, b, k % 2 * 32);
+        ra__amx_values(&s->x, &b->s, RA__AMX_BACK);
     }
     if (k % 2 && (n == 2 || i == s->count - 1))
-        ra__amx_outers(&s->x, s->tiles + i + 1 - n, n, b->p - (n - 1) * RA__BF_SLOT);
+        ra__bf_outers(s->tiles + i + 1 - n, n, b->p - (n - 1) * RA__BF_SLOT, ra__amx_keys, &s->x);
 }
 
 /* P and dS of item k are to be made, spread over S, dP and dQ of the other items. */
