@@ -4376,8 +4376,7 @@ RA__BF_OP __m512i ra__bf_broadcast(const uint8_t *p) {
 /* 2^x, larger by `more` in relative terms where x is whole: see ra__bf_half_step. */
 RA__BF_OP __m512 ra__bf_exp(__m512 x, const float more) {
     __m512 f = _mm512_reduce_ps(x, 1), p = _mm512_set1_ps(ra__bf_exp2[3]);
-    int32_t i;
-    RA__UNROLL for (i = 2; i > 0; i--)
+    RA__UNROLL for (int32_t i = 2; i > 0; i--)
         p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(ra__bf_exp2[i]));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(ra__bf_exp2[0] + more));
     return _mm512_scalef_ps(p, x);
@@ -4406,8 +4405,7 @@ RA__BF_OP __mmask16 ra__bf_lanes(const ra__bf_work *w, int32_t j, int32_t t) {
 
 /* The rows of ni keys from j on; keys beyond the last are the last once more. */
 RA__BF_OP void ra__bf_rows(const ra__bf_work *w, int32_t j, const uint8_t **k, const int32_t ni) {
-    int32_t i;
-    RA__UNROLL for (i = 0; i < ni; i++) {
+    RA__UNROLL for (int32_t i = 0; i < ni; i++) {
         const int32_t key = j + i < w->keys->n ? j + i : w->keys->n - 1;
         k[i] = w->keys->k + key * w->keys->k_stride;
     }
@@ -4417,11 +4415,10 @@ RA__BF_OP void ra__bf_rows(const ra__bf_work *w, int32_t j, const uint8_t **k, c
 RA__BF_OP void ra__bf_product(__m512 (*c)[4], const uint8_t *const *a, int64_t at, const float *b,
                               const int32_t ni, const int32_t nt) {
     __m512i y[4];
-    int32_t i, t;
-    RA__UNROLL for (t = 0; t < nt; t++) y[t] = ra__bf_load(b + 16 * t);
-    RA__UNROLL for (i = 0; i < ni; i++) {
+    RA__UNROLL for (int32_t t = 0; t < nt; t++) y[t] = ra__bf_load(b + 16 * t);
+    RA__UNROLL for (int32_t i = 0; i < ni; i++) {
         const __m512i z = ra__bf_broadcast(a[i] + at);
-        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
     }
 }
 
@@ -4436,9 +4433,8 @@ typedef struct ra__bf_chain {
 RA__BF_OP void ra__bf_follow(const ra__bf_chain *x, __m512 (*c)[4], const int32_t ni,
                              const int32_t nt) {
     const uint8_t *a[8];
-    int32_t j, i;
-    RA__UNROLL for (i = 0; i < ni; i++) a[i] = x->a + x->a_row * i;
-    RA__UNROLL_2 for (j = 0; j < x->n; j++)
+    RA__UNROLL for (int32_t i = 0; i < ni; i++) a[i] = x->a + x->a_row * i;
+    RA__UNROLL_2 for (int32_t j = 0; j < x->n; j++)
         ra__bf_product(c, a, j * x->a_step, x->b + 64 * j, ni, nt);
 }
 
@@ -4447,59 +4443,53 @@ RA__BF_OP void ra__bf_follow(const ra__bf_chain *x, __m512 (*c)[4], const int32_
 RA__BF_OP void ra__bf_steps(const ra__bf_work *w, const uint8_t *const *k, int32_t d,
                             __m512 (*c)[4], const int32_t ni, const int32_t nt) {
     const float *q = w->p->q + w->row;
-    int32_t i, t;
     RA__UNROLL_2 for (; d + 1 < w->k_dim; d += 2) ra__bf_product(c, k, 2 * d, q + d * 32, ni, nt);
     if (d == w->k_dim) return;
-    RA__UNROLL for (i = 0; i < ni; i++) {
+    RA__UNROLL for (int32_t i = 0; i < ni; i++) {
         uint16_t y;
         memcpy(&y, k[i] + 2 * d, sizeof y);
-        RA__UNROLL for (t = 0; t < nt; t++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++)
             c[i][t] = ra__bf_dot(c[i][t], ra__bf_load(q + d * 32 + 16 * t), _mm512_set1_epi32(y));
     }
 }
 
 RA__BF_OP void ra__bf_zero(__m512 (*c)[4], const int32_t ni, const int32_t nt) {
-    int32_t i, t;
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_setzero_ps();
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = _mm512_setzero_ps();
 }
 
 /* c[i][t] += K Q^T of 8 dims from d on, and not later: what follows runs beside them. (Empty
  * assembly: clang 14 moves products past it, but not their operands.) */
 RA__BF_OP void ra__bf_eight(__m512 (*c)[4], const uint8_t *const *k, int32_t d, const float *q,
                             const int32_t ni, const int32_t nt) {
-    int32_t i, t, e;
-    RA__UNROLL for (e = 0; e < 8; e += 2)
+    RA__UNROLL for (int32_t e = 0; e < 8; e += 2)
         ra__bf_product(c, k, 2 * (d + e), q + (d + e) * 32, ni, nt);
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < nt; t++) __asm__ volatile("" : "+v"(c[i][t]));
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) __asm__ volatile("" : "+v"(c[i][t]));
 }
 
 /* Sums from rows of 64 numbers, and back. */
 RA__BF_OP void ra__bf_load_sums(__m512 (*c)[4], const float *from, const int32_t ni,
                                 const int32_t nt) {
-    int32_t i, t;
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_loadu_ps(from + i * 64 + t * 16);
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = _mm512_loadu_ps(from + i * 64 + t * 16);
 }
 RA__BF_OP void ra__bf_store_sums(float *to, __m512 (*c)[4], const int32_t ni, const int32_t nt) {
-    int32_t i, t;
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < nt; t++) _mm512_storeu_ps(to + i * 64 + t * 16, c[i][t]);
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) _mm512_storeu_ps(to + i * 64 + t * 16, c[i][t]);
 }
 
 /* The bias of these rows and keys to where ra__bf_change finds it. */
 RA__BF_FN void ra__bf_load_bias(const ra__bf_work *w) {
     const ra__score *score = &w->p->score;
     ra__work_avx512 x;
-    int32_t j, t;
     x.p = w->p;
     x.keys = w->keys;
     x.first = w->first;
     x.last = w->last < w->keys->n ? w->last : w->keys->n;
-    for (t = w->row / 16; t < w->row / 16 + w->nt && score->bias_row_stride; t++)
+    for (int32_t t = w->row / 16; t < w->row / 16 + w->nt && score->bias_row_stride; t++)
         ra__load_bias_avx512(&x, 16 * t, (float (*)[16])(w->bias + (t * 64 + x.first) * 16));
-    for (j = x.first; j < x.last && !score->bias_row_stride; j++)
+    for (int32_t j = x.first; j < x.last && !score->bias_row_stride; j++)
         w->bias[j] = ra__bias_at(score, 0, w->keys->pos[j]);
 }
 
@@ -4594,8 +4584,7 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_work *w, int32_t stored) {
 RA__BF_FN void ra__bf_adjust(ra__bf_work *w, int32_t t) {
     const int32_t row = w->row + 16 * t, modified = ra__score_is_modified(&w->p->score);
     __m512 top = _mm512_set1_ps(ra__neg_inf()), x;
-    int32_t j;
-    for (j = w->first; j < w->last; j++) {
+    for (int32_t j = w->first; j < w->last; j++) {
         x = _mm512_loadu_ps(w->s + j * 64 + row);
         if (modified) x = ra__bf_change(w, &w->p->score, j, row, x);
         if (w->masked)
@@ -4616,14 +4605,13 @@ RA__BF_FN void ra__bf_raise(ra__bf_work *w, int32_t t, __mmask16 over) {
     const __mmask16 fresh = _mm512_mask_cmpeq_ps_mask(
         _mm512_cmpeq_ps_mask(m, _mm512_set1_ps(ra__neg_inf())), l, _mm512_setzero_ps());
     __m512 more = _mm512_max_ps(top, _mm512_add_ps(m, _mm512_getexp_ps(l)));
-    int32_t d;
     more = _mm512_mask_blend_ps(fresh, _mm512_mask_blend_ps(over, m, more), top);
     _mm512_storeu_ps(w->p->m + row, more);
     _mm512_storeu_ps(w->use + row, ra__base_avx512(more));
     if (over) {
         alpha = ra__exp2_avx512(_mm512_sub_ps(m, more));
         l = _mm512_mask_mul_ps(l, over, l, alpha);
-        for (d = 0; d < w->v_dim; d++, acc += 64) {
+        for (int32_t d = 0; d < w->v_dim; d++, acc += 64) {
             m = _mm512_loadu_ps(acc);
             _mm512_storeu_ps(acc, _mm512_mask_mul_ps(m, over, m, alpha));
         }
@@ -4638,8 +4626,8 @@ RA__BF_OP __mmask16 ra__bf_live(const ra__bf_work *w, int32_t t) {
 
 /* 1 if some row has no maximum yet; notes l and m. */
 RA__BF_OP int32_t ra__bf_begin(ra__bf_work *w) {
-    int32_t t, fresh = 0;
-    for (t = 0; t < w->nt; t++) {
+    int32_t fresh = 0;
+    for (int32_t t = 0; t < w->nt; t++) {
         const int32_t row = w->row + 16 * t;
         __m512 m = _mm512_loadu_ps(w->p->m + row), l = _mm512_loadu_ps(w->p->l + row);
         _mm512_storeu_ps(w->old_l + row, l);
@@ -4653,26 +4641,24 @@ RA__BF_OP int32_t ra__bf_begin(ra__bf_work *w) {
 
 /* Scores of the block to s. */
 RA__BF_FN void ra__bf_keep(ra__bf_work *w) {
-    int32_t t;
     ra__bf_scores(w, 1);
-    for (t = 0; t < w->nt; t++) ra__bf_adjust(w, t);
+    for (int32_t t = 0; t < w->nt; t++) ra__bf_adjust(w, t);
     if (ra__score_is_modified(&w->p->score)) w->factor = 1.0f;
 }
 
 /* p, m and l from scores in s; rows in `over` get a new maximum. */
 RA__BF_FN void ra__bf_from_s(ra__bf_work *w, const __mmask16 over[4]) {
-    int32_t t, j;
-    for (t = 0; t < w->nt; t++) {
+    for (int32_t t = 0; t < w->nt; t++) {
         ra__bf_raise(w, t, over[t]);
-        for (j = w->first; j < w->last; j += 2) ra__bf_piece(w, j, t, 0, 0);
+        for (int32_t j = w->first; j < w->last; j += 2) ra__bf_piece(w, j, t, 0, 0);
     }
 }
 
 /* Rows whose l has passed the limit; 1 if there are any. */
 RA__BF_OP int32_t ra__bf_over(const ra__bf_work *w, __mmask16 over[4]) {
     const __m512 limit = _mm512_set1_ps(ra__l_limit);
-    int32_t t, any = 0;
-    for (t = 0; t < w->nt; t++) {
+    int32_t any = 0;
+    for (int32_t t = 0; t < w->nt; t++) {
         over[t] = _mm512_mask_cmp_ps_mask(
             ra__bf_live(w, t), _mm512_loadu_ps(w->p->l + w->row + 16 * t), limit, _CMP_GT_OQ);
         any |= over[t];
@@ -4708,7 +4694,6 @@ RA__BF_OP void ra__bf_value_tile(const ra__bf_work *w, int32_t d, const int32_t 
     float *acc = w->p->acc + d * 64 + w->row;
     ra__bf_chain x;
     __m512 c[8][4];
-    int32_t i, t;
     x.a = w->keys->v + w->first / 2 * w->keys->v_stride + 4 * d;
     x.a_row = 4;
     x.a_step = w->keys->v_stride;
@@ -4720,17 +4705,16 @@ RA__BF_OP void ra__bf_value_tile(const ra__bf_work *w, int32_t d, const int32_t 
         ra__bf_store_sums(acc, c, ni, nt);
         return;
     }
-    RA__UNROLL for (t = 0; t < nt; t++) {
+    RA__UNROLL for (int32_t t = 0; t < nt; t++) {
         const __mmask16 any = (__mmask16)(w->any >> (w->row + 16 * t));
-        RA__UNROLL for (i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t i = 0; i < ni; i++)
             _mm512_mask_storeu_ps(acc + i * 64 + t * 16, any, c[i][t]);
     }
 }
 
 RA__NOINLINE RA__BF_TARGET void ra__bf_values(const ra__bf_work *w) {
     const int32_t ni = w->nt == 4 ? 4 : 8;
-    int32_t d;
-    for (d = 0; d < w->v_dim; d += ni) {
+    for (int32_t d = 0; d < w->v_dim; d += ni) {
         if (w->nt == 4) ra__bf_value_tile(w, d, 4, 4, 0);
         else if (w->nt == 2) ra__bf_value_tile(w, d, 8, 2, 1);
         else ra__bf_value_tile(w, d, 8, 1, 1);
@@ -4743,12 +4727,11 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_values(const ra__bf_work *w) {
  * of keys side by side. */
 RA__BF_FN void ra__bf_values_dirty(const ra__bf_work *w, int32_t side) {
     const __m512i half = _mm512_set1_epi32((int32_t)0xffff0000u);
-    int32_t d, t, j;
-    for (d = 0; d < w->v_dim; d++)
-        for (t = 0; t < w->nt; t++) {
+    for (int32_t d = 0; d < w->v_dim; d++)
+        for (int32_t t = 0; t < w->nt; t++) {
             float *acc = w->p->acc + d * 64 + w->row + 16 * t;
             __m512 c = _mm512_loadu_ps(acc), x;
-            for (j = w->first / 2; j < ra__bf_to(w); j++) {
+            for (int32_t j = w->first / 2; j < ra__bf_to(w); j++) {
                 const uint8_t *at = w->keys->v + j / side * w->keys->v_stride;
                 const __m512i v = ra__bf_broadcast(at + 4 * (side * d + j % side));
                 const __m512i p = ra__bf_load(w->pairs + j * 64 + w->row + 16 * t);
@@ -4764,12 +4747,11 @@ RA__BF_FN void ra__bf_values_dirty(const ra__bf_work *w, int32_t side) {
 /* Notes who sees what; nobody sees keys beyond the last. */
 RA__BF_FN void ra__bf_see(ra__bf_work *w, int32_t partial) {
     const ra__rows *geo = w->p->geo;
-    int32_t j, t;
-    for (j = 0; j < 64; j++) w->seen[j] = !partial && j < w->keys->n ? ~(uint64_t)0 : 0;
-    for (t = 0; t < 64 && partial; t += 16) {
+    for (int32_t j = 0; j < 64; j++) w->seen[j] = !partial && j < w->keys->n ? ~(uint64_t)0 : 0;
+    for (int32_t t = 0; t < 64 && partial; t += 16) {
         __m512i lo = ra__load_int_avx512(geo->lo + t), hi = ra__load_int_avx512(geo->hi + t);
         __m512i doc = ra__load_int_avx512(geo->doc + t), end = ra__load_int_avx512(geo->keep + t);
-        for (j = 0; j < w->keys->n; j++) {
+        for (int32_t j = 0; j < w->keys->n; j++) {
             const int32_t pos = w->keys->pos[j];
             const __mmask16 m = ra__either_avx512(ra__within_avx512(lo, hi, pos),
                                                   ra__within_avx512(doc, end, pos));
@@ -4781,11 +4763,10 @@ RA__BF_FN void ra__bf_see(ra__bf_work *w, int32_t partial) {
 /* Narrows a block to the keys that the rows of w see, by eights; 0 if there is none. */
 RA__BF_FN int32_t ra__bf_narrow(ra__bf_work *w) {
     const uint64_t rows = (uint64_t)(w->nt == 1 ? 0xffffu : 0xffffffffu) << w->row;
-    int32_t j;
     w->any = 0;
     w->first = 64;
     w->last = 0;
-    for (j = 0; j < 64; j++) {
+    for (int32_t j = 0; j < 64; j++) {
         if (!(w->seen[j] & rows)) continue;
         w->any |= w->seen[j];
         if (w->first > j) w->first = j / 8 * 8;
@@ -4820,14 +4801,13 @@ RA__BF_FN void ra__bf_block(ra__bf_work *w, int32_t partial) {
 RA__BF_FN void ra__fold_bf16(const ra__panel *p, const ra__keys *keys, const int8_t *kind,
                              int32_t count, const ra_desc *d, float *s) {
     ra__bf_work w;
-    int32_t i;
     w.p = p;
     w.k_dim = d->k_dim;
     w.v_dim = d->v_dim;
     w.s = s;
     w.pairs = s + 64 * 64;
     w.bias = w.pairs + 32 * 64;
-    for (i = 0; i < count; i++) {
+    for (int32_t i = 0; i < count; i++) {
         if (kind[i] == RA__EMPTY) continue;
         w.keys = keys + i;
         ra__bf_block(&w, kind[i] == RA__PARTIAL);
@@ -4842,18 +4822,17 @@ RA__BF_FN void ra__bf_load_q(const ra__panel *p, const uint8_t *from, int64_t st
                              int32_t unit) {
     const int32_t up = (int32_t)ra__round_up(dim, unit);
     __m512 r[16];
-    int32_t row, d, i;
-    for (row = 0; row < p->rows; row++)
+    for (int32_t row = 0; row < p->rows; row++)
         ra__prefetch((uintptr_t)(from + row * stride), 2 * dim);
-    for (row = 0; row < RA_BLOCK_TOKENS; row += 16)
-        for (d = 0; d < up; d += 32) {
+    for (int32_t row = 0; row < RA_BLOCK_TOKENS; row += 16)
+        for (int32_t d = 0; d < up; d += 32) {
             const uint32_t first = ra__bf_first(dim - d, 32);
             const uint8_t *at = from + row * stride + 2 * d;
-            RA__UNROLL for (i = 0; i < 16; i++)
+            RA__UNROLL for (int32_t i = 0; i < 16; i++)
                 r[i] = _mm512_castsi512_ps(
                     _mm512_maskz_loadu_epi16(row + i < p->rows ? first : 0, at + i * stride));
             ra__transpose_avx512(r);
-            RA__UNROLL for (i = 0; i < 16; i++)
+            RA__UNROLL for (int32_t i = 0; i < 16; i++)
                 if (d + 2 * i < up) _mm512_storeu_ps(p->q + (d / 2 + i) * 64 + row, r[i]);
         }
 }
@@ -4914,9 +4893,8 @@ RA__BF_FN int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride
     const __m512i size = _mm512_set1_epi16(0x7fff);
     const int64_t row = 4 * ra__round_up(dim, 16);
     __m512i top = _mm512_setzero_si512();
-    int32_t j, d;
-    for (j = 0; j < n; j += 2, to += row)
-        for (d = 0; d < dim; d += 32) {
+    for (int32_t j = 0; j < n; j += 2, to += row)
+        for (int32_t d = 0; d < dim; d += 32) {
             const uint32_t m = ra__bf_first(dim - d, 32);
             const uint8_t *v = from + j * stride + 2 * d;
             const __m512i a = _mm512_maskz_loadu_epi16(m, v);
@@ -4935,10 +4913,9 @@ RA__BF_FN int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride
 RA__BF_FN void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *stride, int32_t rows,
                            int32_t dim, int32_t unit) {
     const int64_t row = 2 * ra__round_up(dim, unit);
-    int32_t j;
     if (unit > 1) memset(to, 0, 64 * (size_t)row);
     else if (*stride == row) return;
-    for (j = 0; j < rows; j++) memcpy(to + j * row, *from + j * *stride, 2 * (size_t)dim);
+    for (int32_t j = 0; j < rows; j++) memcpy(to + j * row, *from + j * *stride, 2 * (size_t)dim);
     *from = to;
     *stride = row;
 }
@@ -4983,15 +4960,15 @@ RA__BF_OP void ra__bf_few_dots(const ra__few *f, const ra__stretch *x, int32_t j
     const float *q = f->q;
     const uint8_t *k[8];
     __m512 odd[8];
-    int32_t i, d, e;
-    RA__UNROLL for (i = 0; i < 8; i++) {
+    int32_t d;
+    RA__UNROLL for (int32_t i = 0; i < 8; i++) {
         k[i] = x->k + (j + i < last ? j + i : last) * x->k_stride;
         c[i] = odd[i] = _mm512_setzero_ps();
     }
     for (d = 0; dim - d >= 4 * step; d += 4 * step) {
-        RA__UNROLL for (e = 0; e < 4; e++, q += 16) {
+        RA__UNROLL for (int32_t e = 0; e < 4; e++, q += 16) {
             const __m512i y = ra__bf_load(q);
-            RA__UNROLL for (i = 0; i < 8; i++) {
+            RA__UNROLL for (int32_t i = 0; i < 8; i++) {
                 const __m512i z = ra__bf_few_spread(k[i] + 2 * d + 2 * e * step);
                 if (e % 2) odd[i] = ra__bf_dot(odd[i], y, z);
                 else c[i] = ra__bf_dot(c[i], y, z);
@@ -5000,12 +4977,12 @@ RA__BF_OP void ra__bf_few_dots(const ra__few *f, const ra__stretch *x, int32_t j
         if (x->ahead) ra__stream_ask(x->ahead, step / 2);
     }
     for (; d < dim; d += step, q += 16)
-        RA__UNROLL for (i = 0; i < 8; i++) {
+        RA__UNROLL for (int32_t i = 0; i < 8; i++) {
             uint8_t rest[16] = {0};
             memcpy(rest, k[i] + 2 * d, 2 * (size_t)(dim - d < step ? dim - d : step));
             c[i] = ra__bf_dot(c[i], ra__bf_load(q), ra__bf_few_spread(rest));
         }
-    RA__UNROLL for (i = 0; i < 8; i++) c[i] = _mm512_add_ps(c[i], odd[i]);
+    RA__UNROLL for (int32_t i = 0; i < 8; i++) c[i] = _mm512_add_ps(c[i], odd[i]);
 }
 
 /* Scores [key][4 rows]. */
@@ -5014,10 +4991,9 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_few_scores(const ra__few *f, const ra__st
     const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512 factor = _mm512_set1_ps(f->factor);
     __m512 c[8];
-    int32_t i, j;
-    for (j = 0; j < x->n; j += 8) {
+    for (int32_t j = 0; j < x->n; j += 8) {
         ra__bf_few_dots(f, x, j, c);
-        RA__UNROLL for (i = 0; i < 8; i += 4) {
+        RA__UNROLL for (int32_t i = 0; i < 8; i += 4) {
             const __m512 y = _mm512_permutexvar_ps(turn, ra__sums_4_avx512(c + i));
             _mm512_storeu_ps(s + 4 * (j + i), _mm512_mul_ps(y, factor));
         }
@@ -5027,9 +5003,8 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_few_scores(const ra__few *f, const ra__st
 /* All of what changes the scores of n keys, a multiple of 8. */
 RA__BF_OP void ra__bf_few_change(const ra__few *f, const ra__stretch *x, float *s, int32_t n) {
     const __m512 low = _mm512_set1_ps(ra__neg_inf());
-    int32_t i;
     if (f->modified) ra__few_modify_avx512(f, x, s, 4 * x->n);
-    for (i = 0; i < 4 * n && (x->partial || n > x->n); i += 16)
+    for (int32_t i = 0; i < 4 * n && (x->partial || n > x->n); i += 16)
         _mm512_storeu_ps(s + i, _mm512_mask_blend_ps((__mmask16)(x->seen >> i), low,
                                                      _mm512_loadu_ps(s + i)));
 }
@@ -5038,8 +5013,7 @@ RA__BF_OP void ra__bf_few_change(const ra__few *f, const ra__stretch *x, float *
 RA__BF_OP void ra__bf_few_weights(ra__few *f, const float *s, int32_t n, float *pairs) {
     const __m512 use = ra__base_avx512(_mm512_loadu_ps(f->m));
     __m512 part = _mm512_loadu_ps(f->part);
-    int32_t i;
-    for (i = 0; i < 4 * n; i += 32) {
+    for (int32_t i = 0; i < 4 * n; i += 32) {
         __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + i), use);
         __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + i + 16), use);
         _mm512_storeu_si512(pairs + i / 2, ra__bf_exp_pair(a, b, &part));
@@ -5065,10 +5039,9 @@ RA__BF_OP void ra__bf_few_pair(__m512i *v, const uint8_t *a, const uint8_t *b, c
 /* c += p of keys j and j + 4 times their pairs v; nc = 2: all rows see both. */
 RA__BF_OP void ra__bf_few_step(const ra__stretch *x, __m512 *c, int32_t j, const __m512i *v,
                                const float *p, const int32_t nc) {
-    int32_t r, t;
-    RA__UNROLL for (r = 0; r < 4; r++) {
+    RA__UNROLL for (int32_t r = 0; r < 4; r++) {
         const __m512i y = ra__bf_broadcast((const uint8_t *)(p + r));
-        RA__UNROLL for (t = 0; t < 2 * nc; t++) {
+        RA__UNROLL for (int32_t t = 0; t < 2 * nc; t++) {
             const int32_t at = t / 2 * 8 + 2 * r + t % 2;
             __m512i z = v[t];
             if (nc == 1) z = _mm512_and_si512(z, ra__bf_few_seen(x, j, r));
@@ -5087,19 +5060,18 @@ RA__BF_OP void ra__bf_few_tile(const ra__few *f, const ra__stretch *x, const flo
     const uint8_t *v0 = x->v + 2 * (int64_t)d;
     float *to = f->sum + 4 * d;
     __m512 c[16];
-    int32_t i, j, t;
-    RA__UNROLL for (i = 0; i < 8 * nc; i++)
+    RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++)
         c[i] = f->live ? _mm512_loadu_ps(to + i * 16) : _mm512_setzero_ps();
-    for (j = 0; j < x->n; j += 8)
-        for (i = j; i < j + 4; i++, pairs += row) {
+    for (int32_t j = 0; j < x->n; j += 8)
+        for (int32_t i = j; i < j + 4; i++, pairs += row) {
             const uint8_t *a = v0 + (nc > 1 || i < last ? i : last) * x->v_stride;
             const uint8_t *b = v0 + (nc > 1 || i + 4 < last ? i + 4 : last) * x->v_stride;
             __m512i v[4];
-            RA__UNROLL for (t = 0; t < nc; t++)
+            RA__UNROLL for (int32_t t = 0; t < nc; t++)
                 ra__bf_few_pair(v + 2 * t, a + 64 * t, b + 64 * t, nc > 1 ? ~0u : m);
             ra__bf_few_step(x, c, i, v, pairs, nc);
         }
-    RA__UNROLL for (i = 0; i < 8 * nc; i++) _mm512_storeu_ps(to + i * 16, c[i]);
+    RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++) _mm512_storeu_ps(to + i * 16, c[i]);
 }
 
 RA__NOINLINE RA__BF_TARGET void ra__bf_few_values(const ra__few *f, const ra__stretch *x,
@@ -5115,13 +5087,12 @@ RA__BF_OP void ra__bf_few_add(ra__few *f, const ra__stretch *x, const float *s, 
                               int32_t n) {
     float pairs[2 * RA__FEW_KEYS];
     ra__stretch y = *x;
-    int32_t r;
     y.v += j * x->v_stride;
     y.seen >>= 4 * j;
     y.n = x->n - j < n ? x->n - j : n;
     ra__bf_few_weights(f, s + 4 * j, n, pairs);
     ra__bf_few_values(f, &y, pairs, 4);
-    for (r = 0; r < 4; r++)
+    for (int32_t r = 0; r < 4; r++)
         if (y.seen >> r & ra__few_row) f->live |= 1 << r;
 }
 
@@ -5129,10 +5100,9 @@ RA__BF_OP void ra__bf_few_add(ra__few *f, const ra__stretch *x, const float *s, 
 RA__BF_FN void ra__bf_few_one(ra__few *f, const ra__stretch *x) {
     const int32_t n = (x->n + RA__BF_FEW - 1) / RA__BF_FEW * RA__BF_FEW;
     float s[4 * RA__FEW_KEYS];
-    int32_t j;
     ra__bf_few_scores(f, x, s);
     ra__bf_few_change(f, x, s, n);
-    for (j = 0; j < n; j += RA__BF_FEW) {
+    for (int32_t j = 0; j < n; j += RA__BF_FEW) {
         if (!ra__few_is_calm_avx512(f, s + 4 * j, 4 * (n - j))) {
             ra__few_rise_avx512(f, s + 4 * j, 4 * RA__BF_FEW);
             if (!ra__few_is_calm_avx512(f, s + 4 * j, 4 * (n - j))) {
@@ -5151,20 +5121,19 @@ RA__BF_OP void ra__bf_wide_dots(const ra__few *f, const ra__stretch *x, int32_t 
     const uint8_t *k[2];
     const float *q = f->wide;
     __m512 c[2][8];
-    int32_t i, d, e;
-    RA__UNROLL for (i = 0; i < 2; i++) {
+    RA__UNROLL for (int32_t i = 0; i < 2; i++) {
         k[i] = x->k + (j + i) * x->k_stride;
-        RA__UNROLL for (e = 0; e < 8; e++) c[i][e] = _mm512_setzero_ps();
+        RA__UNROLL for (int32_t e = 0; e < 8; e++) c[i][e] = _mm512_setzero_ps();
     }
-    for (d = 0; d < f->d->k_dim; d += 16) {
-        RA__UNROLL for (e = 0; e < 8; e++, q += 16) {
+    for (int32_t d = 0; d < f->d->k_dim; d += 16) {
+        RA__UNROLL for (int32_t e = 0; e < 8; e++, q += 16) {
             const __m512i y = ra__bf_load(q);
-            RA__UNROLL for (i = 0; i < 2; i++)
+            RA__UNROLL for (int32_t i = 0; i < 2; i++)
                 c[i][e] = ra__bf_dot(c[i][e], y, ra__bf_broadcast(k[i] + 2 * d + 4 * e));
         }
         if (x->ahead && d % 64 == 0) ra__stream_ask(x->ahead, 2);
     }
-    RA__UNROLL for (i = 0; i < 2; i++) {
+    RA__UNROLL for (int32_t i = 0; i < 2; i++) {
         const __m512 a = _mm512_add_ps(c[i][0], c[i][4]), b = _mm512_add_ps(c[i][1], c[i][5]);
         const __m512 y = _mm512_add_ps(c[i][2], c[i][6]), z = _mm512_add_ps(c[i][3], c[i][7]);
         const __m512 sum = _mm512_add_ps(_mm512_add_ps(a, y), _mm512_add_ps(b, z));
@@ -5174,8 +5143,7 @@ RA__BF_OP void ra__bf_wide_dots(const ra__few *f, const ra__stretch *x, int32_t 
 
 RA__NOINLINE RA__BF_TARGET void ra__bf_wide_scores(const ra__few *f, const ra__stretch *x,
                                                    float *s) {
-    int32_t j;
-    for (j = 0; j < x->n; j += 2) ra__bf_wide_dots(f, x, j, s);
+    for (int32_t j = 0; j < x->n; j += 2) ra__bf_wide_dots(f, x, j, s);
 }
 
 /* p of n fours, [pair of keys][16], and part. 0: a score is far above m, and nothing is done. */
@@ -5183,49 +5151,47 @@ RA__BF_FN int32_t ra__bf_wide_softmax(ra__few *f, const ra__stretch *x, int32_t 
                                       float *pairs) {
     __m512 top = _mm512_set1_ps(ra__neg_inf()), use, part;
     float m[16] = {0}, l[4][16] = {{0}};
-    int32_t i, j;
-    for (i = 0; i < n; i++) {
+    for (int32_t i = 0; i < n; i++) {
         memcpy(m + 4 * i, f[i].m, 4 * sizeof *m);
-        for (j = 0; j < 4; j++) memcpy(l[j] + 4 * i, f[i].part + 4 * j, 4 * sizeof *m);
+        for (int32_t j = 0; j < 4; j++) memcpy(l[j] + 4 * i, f[i].part + 4 * j, 4 * sizeof *m);
     }
-    for (j = 0; j < x->n; j++) top = _mm512_max_ps(_mm512_loadu_ps(s + 16 * j), top);
+    for (int32_t j = 0; j < x->n; j++) top = _mm512_max_ps(_mm512_loadu_ps(s + 16 * j), top);
     use = _mm512_loadu_ps(m);
     if (_mm512_cmp_ps_mask(_mm512_add_ps(use, _mm512_set1_ps(ra__few_slack)), top, _CMP_LT_OQ))
         return 0;
     use = ra__base_avx512(use);
-    for (j = 0; j < x->n; j += j % 4 < 3 ? 1 : 5, pairs += 16) {
+    for (int32_t j = 0; j < x->n; j += j % 4 < 3 ? 1 : 5, pairs += 16) {
         const __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j), use);
         const __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j + 64), use);
         part = _mm512_loadu_ps(l[j % 4]);
         _mm512_storeu_si512(pairs, ra__bf_exp_pair(a, b, &part));
         _mm512_storeu_ps(l[j % 4], part);
     }
-    for (i = 0; i < n; i++)
-        for (j = 0; j < 4; j++) memcpy(f[i].part + 4 * j, l[j] + 4 * i, 4 * sizeof *m);
+    for (int32_t i = 0; i < n; i++)
+        for (int32_t j = 0; j < 4; j++) memcpy(f[i].part + 4 * j, l[j] + 4 * i, 4 * sizeof *m);
     return 1;
 }
 
 /* Eights of keys that all rows of all fours see, and scores that nothing changes. */
 RA__BF_OP int32_t ra__bf_is_wide(const ra__few *f, const ra__stretch *x, int32_t n) {
-    int32_t i, wide = f->wide && x->n % RA__BF_FEW == 0 && f->d->k_dim % 32 == 0;
-    for (i = 0; i < n; i++) wide &= !x[i].partial && !f[i].modified;
+    int32_t wide = f->wide && x->n % RA__BF_FEW == 0 && f->d->k_dim % 32 == 0;
+    for (int32_t i = 0; i < n; i++) wide &= !x[i].partial && !f[i].modified;
     return wide;
 }
 
 RA__BF_FN void ra__few_fold_bf16(ra__few *f, const ra__stretch *x, int32_t n) {
     float s[16 * RA__FEW_KEYS], pairs[8 * RA__FEW_KEYS];
-    int32_t i;
     if (ra__bf_is_wide(f, x, n)) {
         ra__bf_wide_scores(f, x, s);
         if (ra__bf_wide_softmax(f, x, n, s, pairs)) {
-            for (i = 0; i < n; i++) {
+            for (int32_t i = 0; i < n; i++) {
                 ra__bf_few_values(&f[i], &x[i], pairs + f[i].lane, 16);
                 f[i].live = 15;
             }
             return;
         }
     }
-    for (i = 0; i < n; i++)
+    for (int32_t i = 0; i < n; i++)
         if (x[i].seen) ra__bf_few_one(&f[i], &x[i]);
 }
 
@@ -5233,14 +5199,13 @@ RA__BF_FN void ra__few_fold_bf16(ra__few *f, const ra__stretch *x, int32_t n) {
 RA__BF_FN void ra__few_load_bf16(const ra__few *f, int32_t r, const void *src, float factor) {
     const int32_t dim = f->d->k_dim;
     const uint8_t *from = (const uint8_t *)src;
-    int32_t d;
     (void)factor;
-    for (d = 0; d < dim; d += 8) {
+    for (int32_t d = 0; d < dim; d += 8) {
         float *to = f->q + 2 * d + 4 * r;
         memset(to, 0, 16);
         memcpy(to, from + 2 * d, 2 * (size_t)(dim - d < 8 ? dim - d : 8));
     }
-    for (d = 0; f->wide && d < dim; d += 2)
+    for (int32_t d = 0; f->wide && d < dim; d += 2)
         memcpy(f->wide + 8 * d + f->lane + r, from + 2 * d, dim - d > 1 ? 4 : 2);
 }
 
@@ -5248,8 +5213,7 @@ RA__BF_FN void ra__few_load_bf16(const ra__few *f, int32_t r, const void *src, f
 RA__BF_FN void ra__few_store_bf16(const ra__few *f, int32_t r, void *dst, float factor) {
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    int32_t d;
-    for (d = 0; d < f->d->v_dim; d += 32) {
+    for (int32_t d = 0; d < f->d->v_dim; d += 32) {
         float *at = f->acc + 4 * d + 32 * r;
         const __m512 a = _mm512_loadu_ps(at), b = _mm512_loadu_ps(at + 16);
         _mm512_storeu_ps(at, _mm512_permutex2var_ps(a, low, b));
@@ -5331,8 +5295,7 @@ RA__BF_OP void ra__bf_back_weights(const ra__bf_back *b, int32_t j, int32_t t,
     const __m512 factor = _mm512_set1_ps(p->factor), scale = _mm512_set1_ps(b->x->scale);
     float *at = b->x->p + j % 4 * 64 + 16 * t;
     __m512 w[2];
-    int32_t i;
-    RA__UNROLL for (i = 0; i < 2; i++) {
+    RA__UNROLL for (int32_t i = 0; i < 2; i++) {
         __m512 lse = _mm512_loadu_ps(p->m + 16 * (t + i));
         w[i] = ra__bf_exp(
             _mm512_fmsub_ps(_mm512_loadu_ps(at + 16 * i), factor, lse), 0.0f);
@@ -5347,10 +5310,9 @@ RA__BF_OP void ra__bf_back_slopes(const ra__bf_back *b, int32_t j, int32_t t,
                                   const int32_t masked) {
     const int32_t at = j % 4 * 64 + 16 * t;
     __m512i r[2];
-    int32_t i, e;
-    RA__UNROLL for (i = 0; i < 2; i++) {
+    RA__UNROLL for (int32_t i = 0; i < 2; i++) {
         __m512 y[2];
-        RA__UNROLL for (e = 0; e < 2; e++) {
+        RA__UNROLL for (int32_t e = 0; e < 2; e++) {
             y[e] = _mm512_mul_ps(_mm512_loadu_ps(b->x->p + at + i * 64 + e * 16),
                                  _mm512_loadu_ps(b->x->ds + at + i * 64 + e * 16));
             if (masked) y[e] = _mm512_maskz_mov_ps(ra__bf_lanes(&b->s, j + i, t + e), y[e]);
@@ -5398,13 +5360,13 @@ RA__BF_OP void ra__bf_back_dots(const ra__bf_back *b, const ra__bf_work *w, int3
 RA__BF_OP void ra__bf_back_block(const ra__bf_back *b, const int32_t masked) {
     const ra__panel *p = &b->x->x->p;
     __m512 c[8][4];
-    int32_t i, j, t;
+    int32_t j;
     for (j = 0; j < b->x->keys->n; j += 4) {
         ra__bf_zero(c, 4, 4);
         ra__bf_back_dots(b, &b->s, j, c, 1, masked);
-        RA__UNROLL for (t = 0; t < 4; t++) {
+        RA__UNROLL for (int32_t t = 0; t < 4; t++) {
             c[0][t] = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(p->l + 16 * t));
-            RA__UNROLL for (i = 1; i < 4; i++) c[i][t] = c[0][t];
+            RA__UNROLL for (int32_t i = 1; i < 4; i++) c[i][t] = c[0][t];
         }
         ra__bf_back_dots(b, &b->dp, j, c, 0, masked);
         ra__ask(p->ahead);
@@ -5421,8 +5383,7 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_back_tiles(const ra__bf_back *b) {
 RA__BF_FN void ra__bf_back_store(const ra__bf_work *w, float *to) {
     const uint8_t *k[8];
     __m512 c[8][4];
-    int32_t j;
-    for (j = 0; j < w->keys->n; j += 4) {
+    for (int32_t j = 0; j < w->keys->n; j += 4) {
         ra__bf_rows(w, j, k, 4);
         ra__bf_zero(c, 4, 4);
         ra__bf_steps(w, k, 0, c, 4, 4);
@@ -5444,13 +5405,12 @@ RA__BF_FN void ra__bf_back_general(const ra__bf_back *b) {
     const ra__tile *x = b->x;
     const __m512 factor = _mm512_set1_ps(x->x->p.factor);
     __m512i r[2];
-    int32_t row, j;
-    for (j = 0; j < x->keys->n * 64; j += 16)
+    for (int32_t j = 0; j < x->keys->n * 64; j += 16)
         _mm512_storeu_ps(x->p + j, _mm512_mul_ps(_mm512_loadu_ps(x->p + j), factor));
-    for (row = 0; row < x->x->p.rows; row += 16) ra__back_weights_avx512(x, row);
+    for (int32_t row = 0; row < x->x->p.rows; row += 16) ra__back_weights_avx512(x, row);
     ra__back_general_avx512(x);
-    for (j = 0; j < 64; j += 2)
-        for (row = 0; row < 64; row += 32) {
+    for (int32_t j = 0; j < 64; j += 2)
+        for (int32_t row = 0; row < 64; row += 32) {
             _mm512_storeu_si512(b->p + j * 64 + row, ra__bf_back_row(x, x->p, j, row));
             _mm512_storeu_si512(b->p + (j + 1) * 64 + row, ra__bf_back_row(x, x->p, j + 1, row));
             r[0] = ra__bf_back_row(x, x->ds, j, row);
@@ -5487,22 +5447,21 @@ RA__BF_OP void ra__bf_key_tile(const ra__bf_outer *o, int32_t d, int32_t j, cons
     float *to = o->to + j * o->stride + d;
     ra__bf_chain x;
     __m512 c[4][4];
-    int32_t e, i, t;
     x.a_row = 128;
     x.a_step = 4;
-    RA__UNROLL for (i = 0; i < 4; i++) {
+    RA__UNROLL for (int32_t i = 0; i < 4; i++) {
         ra__prefetch((uintptr_t)(to + (4 + i) * o->stride), 256);
-        RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = ra__bf_sums(o, d + 16 * t, j + i, whole);
+        RA__UNROLL for (int32_t t = 0; t < 4; t++) c[i][t] = ra__bf_sums(o, d + 16 * t, j + i, whole);
     }
-    for (e = 0; e < o->panels; e++) {
+    for (int32_t e = 0; e < o->panels; e++) {
         x.a = (const uint8_t *)(o->a + e * RA__BF_SLOT + j * 64);
         x.b = o->rows[e] + d * 32;
         x.n = (o->x[e].x->p.rows + 1) / 2;
         ra__prefetch((uintptr_t)(x.a + 4 * 128), 512);
         ra__bf_follow(&x, c, 4, 4);
     }
-    RA__UNROLL for (i = 0; i < 4; i++, to += o->stride)
-        RA__UNROLL for (t = 0; t < 4; t++) {
+    RA__UNROLL for (int32_t i = 0; i < 4; i++, to += o->stride)
+        RA__UNROLL for (int32_t t = 0; t < 4; t++) {
             if (whole) _mm512_storeu_ps(to + 16 * t, c[i][t]);
             else if (j + i < o->x->keys->n)
                 _mm512_mask_storeu_ps(to + 16 * t, ra__bf_columns(o, d + 16 * t), c[i][t]);
@@ -5513,13 +5472,12 @@ RA__BF_OP void ra__bf_key_tile(const ra__bf_outer *o, int32_t d, int32_t j, cons
  * key: of a pair of rows what does not see the key is taken as 0. */
 RA__BF_FN void ra__bf_keys_dirty(const ra__bf_outer *o) {
     const ra__panel *p = &o->x->x->p;
-    int32_t d, j, r;
-    for (d = 0; d < o->dim; d += 16)
-        for (j = 0; j < o->x->keys->n; j++) {
+    for (int32_t d = 0; d < o->dim; d += 16)
+        for (int32_t j = 0; j < o->x->keys->n; j++) {
             float *to = o->to + j * o->stride + d;
             const int32_t pos = o->x->keys->pos[j];
             __m512 c = _mm512_maskz_loadu_ps(ra__bf_columns(o, d), to);
-            for (r = 0; r < p->rows; r += 2) {
+            for (int32_t r = 0; r < p->rows; r += 2) {
                 const uint32_t low = ra__row_sees(p->geo, r, pos) ? 0xffffu : 0;
                 const uint32_t high = ra__row_sees(p->geo, r + 1, pos) ? 0xffff0000u : 0;
                 const __m512i seen = _mm512_set1_epi32((int32_t)(low | high));
@@ -5534,14 +5492,14 @@ RA__BF_FN void ra__bf_keys_dirty(const ra__bf_outer *o) {
 RA__BF_OP int32_t ra__bf_is_dirty(const ra__tile *x) { return x->partial && !x->x->clean; }
 
 RA__BF_FN void ra__bf_keys(void *amx, const ra__bf_outer *o) {
-    int32_t d, j, n = o->x->keys->n;
+    int32_t n = o->x->keys->n;
     (void)amx;
     if (ra__bf_is_dirty(o->x)) {
         ra__bf_keys_dirty(o);
         return;
     }
-    for (d = 0; d < o->dim; d += 64)
-        for (j = 0; j < n; j += 4) {
+    for (int32_t d = 0; d < o->dim; d += 64)
+        for (int32_t j = 0; j < n; j += 4) {
             if (o->dim - d >= 64 && n - j >= 4) ra__bf_key_tile(o, d, j, 1);
             else ra__bf_key_tile(o, d, j, 0);
         }
@@ -5556,11 +5514,10 @@ RA__BF_OP int32_t ra__bf_in_turn(const ra__tile *x) {
 RA__BF_OP ra__bf_outer ra__bf_outer_of(const ra__tile *x, int32_t n, const uint16_t *p,
                                        int32_t dk) {
     ra__bf_outer o;
-    int32_t e;
     o.x = x;
     o.panels = n;
     o.a = dk ? p + RA__BF_SLOT / 2 : p;
-    for (e = 0; e < n; e++) o.rows[e] = dk ? x[e].x->q_rows : x[e].x->g_rows;
+    for (int32_t e = 0; e < n; e++) o.rows[e] = dk ? x[e].x->q_rows : x[e].x->g_rows;
     o.to = dk ? x->dk : x->dv;
     o.stride = dk ? x->dk_stride : x->dv_stride;
     o.dim = dk ? x->k_dim : x->v_dim;
@@ -5570,13 +5527,12 @@ RA__BF_OP ra__bf_outer ra__bf_outer_of(const ra__tile *x, int32_t n, const uint1
 /* dK and dV of n tiles, one or two, whose P and dS begin at p: keys(amx, ...) computes each. */
 RA__BF_FN void ra__bf_outers(const ra__tile *x, int32_t n, const uint16_t *p,
                              void (*keys)(void *amx, const ra__bf_outer *o), void *amx) {
-    int32_t dk;
     if (n == 2 && ra__bf_in_turn(x)) {
         ra__bf_outers(x, 1, p, keys, amx);
         ra__bf_outers(x + 1, 1, p + RA__BF_SLOT, keys, amx);
         return;
     }
-    for (dk = 0; dk < 2; dk++) {
+    for (int32_t dk = 0; dk < 2; dk++) {
         const ra__bf_outer o = ra__bf_outer_of(x, n, p, dk);
         if (o.to) keys(amx, &o);
     }
@@ -5584,8 +5540,7 @@ RA__BF_FN void ra__bf_outers(const ra__tile *x, int32_t n, const uint16_t *p,
 
 RA__BF_FN void ra__fold_back_bf16(const ra__tile *x, int32_t count) {
     ra__bf_back b;
-    int32_t i;
-    for (i = 0; i < count; i++) {
+    for (int32_t i = 0; i < count; i++) {
         ra__bf_back_open(&b, x + i, i % 2, 2);
         if (x[i].partial || x->keys->n % 4) ra__bf_see(&b.s, x[i].partial);
         if (ra__bf_back_is_general(b.x)) {
@@ -5606,9 +5561,8 @@ RA__BF_FN void ra__fold_back_bf16(const ra__tile *x, int32_t count) {
  * there is a NaN or an infinity. */
 RA__BF_FN int32_t ra__bf_pack_rows(float *to, const ra__source *s, int32_t rows) {
     uint32_t bad = 0;
-    int32_t d, r;
-    for (d = 0; d < ra__round_up(s->dim, 64); d += 16)
-        for (r = 0; r < 64; r += 2)
+    for (int32_t d = 0; d < ra__round_up(s->dim, 64); d += 16)
+        for (int32_t r = 0; r < 64; r += 2)
             _mm512_storeu_si512(
                 to + d / 64 * 64 * 32 + r / 2 * 64 + d % 64,
                 ra__bf_pair_rows(s->data + r * s->stride + 2 * d, s->stride, rows - r,
@@ -5622,13 +5576,12 @@ RA__BF_FN void ra__bf_load_back(ra__back_panel *x, const ra__source *q, const ra
                                 int32_t unit) {
     ra__panel as_q = x->p;
     ra__source bf = *g;
-    int32_t row, d;
     as_q.q = x->g;
     if (g->dtype != RA_BF16) {
         bf.stride = 2 * (int64_t)g->dim;
         bf.data = (const uint8_t *)(x->g_rows + 32 * ra__round_up(g->dim, 64));
-        for (row = 0; row < x->p.rows; row++)
-            for (d = 0; d < g->dim; d += RA__PIECE) {
+        for (int32_t row = 0; row < x->p.rows; row++)
+            for (int32_t d = 0; d < g->dim; d += RA__PIECE) {
                 const int32_t n = g->dim - d < RA__PIECE ? g->dim - d : RA__PIECE;
                 float line[RA__PIECE];
                 ra__read_avx512(line, g->data + row * g->stride + d * (g->dtype == RA_F32 ? 4 : 2),
@@ -5651,18 +5604,17 @@ RA__BF_FN void ra__load_back_bf16(ra__back_panel *x, const ra__source *q, const 
  * the peak for all of backward, compared with rows one by one, widened. */
 RA__BF_FN void ra__deltas_bf16(float *delta, const ra__source *o, const ra__source *g,
                                int32_t rows) {
-    int32_t row, d, i;
     if (o->dtype != RA_BF16) {
         ra__deltas_avx512(delta, o, g, rows);
         return;
     }
-    for (row = 0; row < rows; row += 16) {
+    for (int32_t row = 0; row < rows; row += 16) {
         const int32_t n = rows - row < 16 ? rows - row : 16;
         __m512 sum[16];
-        RA__UNROLL for (i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
-        for (d = 0; d < o->dim; d += 32) {
+        RA__UNROLL for (int32_t i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
+        for (int32_t d = 0; d < o->dim; d += 32) {
             const uint32_t m = ra__bf_first(o->dim - d, 32);
-            RA__UNROLL for (i = 0; i < 16; i++) {
+            RA__UNROLL for (int32_t i = 0; i < 16; i++) {
                 const uint32_t some = i < n ? m : 0;
                 __m512i x = _mm512_maskz_loadu_epi16(some,
                                                      o->data + (row + i) * o->stride + 2 * d);
@@ -5751,23 +5703,20 @@ RA__AMX_FN void ra__tile_begin(ra__amx *x) { memset(x->tile, 0, sizeof x->tile);
 RA__AMX_FN void ra__tile_end(void) {}
 RA__AMX_FN void ra__tile_zero(ra__amx *x, int32_t c) { memset(x->tile[c], 0, 1024); }
 RA__AMX_FN void ra__tile_load(ra__amx *x, int32_t i, const void *p, int64_t stride) {
-    int32_t r;
-    for (r = 0; r < 16; r++) memcpy(x->tile[i] + 64 * r, (const uint8_t *)p + r * stride, 64);
+    for (int32_t r = 0; r < 16; r++) memcpy(x->tile[i] + 64 * r, (const uint8_t *)p + r * stride, 64);
 }
 RA__AMX_FN void ra__tile_stream(ra__amx *x, int32_t i, const void *p, int64_t stride) {
     ra__tile_load(x, i, p, stride);
 }
 RA__AMX_FN void ra__tile_store(ra__amx *x, int32_t c, void *p, int64_t stride) {
-    int32_t r;
-    for (r = 0; r < 16; r++) memcpy((uint8_t *)p + r * stride, x->tile[c] + 64 * r, 64);
+    for (int32_t r = 0; r < 16; r++) memcpy((uint8_t *)p + r * stride, x->tile[c] + 64 * r, 64);
 }
 /* tile[c] += tile[4 + c / 2] tile[6 + c % 2] */
 RA__AMX_FN void ra__tile_dot(ra__amx *x, int32_t c) {
     const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
-    int32_t r, k;
-    for (r = 0; r < 16; r++) {
+    for (int32_t r = 0; r < 16; r++) {
         __m512 sum = _mm512_loadu_ps((const float *)(const void *)(x->tile[c] + 64 * r));
-        for (k = 0; k < 16; k++) {
+        for (int32_t k = 0; k < 16; k++) {
             __m512i a = ra__bf_broadcast(x->tile[4 + c / 2] + 64 * r + 4 * k);
             __m512i b = _mm512_loadu_si512(x->tile[6 + c % 2] + 64 * k);
             sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
@@ -5783,11 +5732,10 @@ RA__AMX_FN void ra__tile_dot(ra__amx *x, int32_t c) {
  * is left behind. */
 RA__AMX_OP void ra__tile_begin(ra__amx *x) {
     struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } c;
-    int32_t i;
     (void)x;
     memset(&c, 0, sizeof c);
     c.palette = 1;
-    for (i = 0; i < 8; i++) {
+    for (int32_t i = 0; i < 8; i++) {
         c.bytes[i] = 64;
         c.rows[i] = 16;
     }
@@ -5857,9 +5805,8 @@ RA__NOINLINE RA__AMX_TARGET void ra__amx_back_piece(const ra__bf_back *b, int32_
     const __m512i order = _mm512_loadu_si512(upper), half = _mm512_set1_epi32(0x8000);
     const __m512 factor = _mm512_set1_ps(b->x->x->p.factor), scale = _mm512_set1_ps(b->x->scale);
     __m512i p[2], ds[2][2];
-    int32_t i, t;
-    RA__UNROLL for (i = 0; i < 2; i++) {
-        RA__UNROLL for (t = 0; t < 2; t++) {
+    RA__UNROLL for (int32_t i = 0; i < 2; i++) {
+        RA__UNROLL for (int32_t t = 0; t < 2; t++) {
             const int32_t to = row + 16 * t, at = (j + i) * 64 + to;
             const __mmask16 m = (__mmask16)(b->s.seen[j + i] >> to);
             __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(b->x->p + at), factor,
@@ -5876,7 +5823,7 @@ RA__NOINLINE RA__AMX_TARGET void ra__amx_back_piece(const ra__bf_back *b, int32_
         _mm512_storeu_si512(b->ds + (j + i) * 64 + row,
                             _mm512_permutex2var_epi16(ds[i][0], order, ds[i][1]));
     }
-    RA__UNROLL for (t = 0; t < 2; t++)
+    RA__UNROLL for (int32_t t = 0; t < 2; t++)
         _mm512_storeu_si512(b->pairs + j / 2 * 64 + row + 16 * t,
                             _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(ds[0][t], 16),
                                                     ds[1][t]));
@@ -5934,13 +5881,13 @@ enum { RA__AMX_FRESH = 1, RA__AMX_BACK = 2, RA__AMX_NEAR = 4 }; /* NEAR: A is in
 
 RA__AMX_OP void ra__amx_multiply(ra__amx *x, const ra__amx_group *g, const int32_t form) {
     const uint8_t *a = g->a, *b = g->b;
-    int32_t run, k, i, first = 1;
-    for (run = 0; run < g->runs; run++, a = g->a + run * g->a_run, b = g->b + run * g->b_run)
-        for (k = 0; k < g->n; k++, a += g->a_step, b += g->b_step, first = 0) {
+    int32_t first = 1;
+    for (int32_t run = 0; run < g->runs; run++, a = g->a + run * g->a_run, b = g->b + run * g->b_run)
+        for (int32_t k = 0; k < g->n; k++, a += g->a_step, b += g->b_step, first = 0) {
             if (form & RA__AMX_NEAR) ra__tile_load(x, 4, a, g->a_stride);
             else ra__tile_stream(x, 4, a, g->a_stride);
             ra__tile_load(x, 6, b, 256);
-            RA__UNROLL for (i = 0; i < 4; i++) {
+            RA__UNROLL for (int32_t i = 0; i < 4; i++) {
                 if (i == 1) ra__tile_load(x, 7, b + 64, 256);
                 if (i == 2 && form & RA__AMX_NEAR) ra__tile_load(x, 5, a + 16 * g->a_stride, g->a_stride);
                 else if (i == 2) ra__tile_stream(x, 5, a + 16 * g->a_stride, g->a_stride);
@@ -5955,9 +5902,8 @@ RA__AMX_OP void ra__amx_multiply(ra__amx *x, const ra__amx_group *g, const int32
 }
 
 RA__AMX_OP void ra__amx_flush(ra__amx *x) {
-    int32_t i;
     if (!x->sums) return;
-    RA__UNROLL for (i = 0; i < 4; i++)
+    RA__UNROLL for (int32_t i = 0; i < 4; i++)
         ra__tile_store(x, i, ra__amx_at(x->sums, x->stride, i), x->stride);
     x->sums = NULL;
 }
@@ -5966,8 +5912,7 @@ RA__AMX_OP void ra__amx_flush(ra__amx *x) {
 RA__AMX_OP void ra__amx_scores(ra__amx *x, const ra__bf_work *w, const int32_t form) {
     ra__amx_group g = ra__amx_group_of(w->keys->k_stride, 64, w->p->q + w->row,
                                        (w->k_dim + 31) / 32);
-    int32_t j;
-    for (j = w->first; j < w->last; j += 32) {
+    for (int32_t j = w->first; j < w->last; j += 32) {
         g.a = w->keys->k + j * g.a_stride;
         g.c = w->s + j * 64 + w->row;
         ra__amx_multiply(x, &g, form | RA__AMX_FRESH);
@@ -5980,8 +5925,7 @@ RA__AMX_OP void ra__amx_values(ra__amx *x, const ra__bf_work *w, const int32_t f
     ra__amx_group g = ra__amx_group_of(64, w->keys->v_stride,
                                        w->pairs + w->first / 2 * 64 + w->row,
                                        (w->last - w->first) / 32);
-    int32_t d;
-    for (d = 0; d < w->v_dim; d += 32) {
+    for (int32_t d = 0; d < w->v_dim; d += 32) {
         g.a = w->keys->v + w->first / 32 * g.a_step + d * 64;
         g.c = w->p->acc + d * 64 + w->row;
         ra__amx_multiply(x, &g, form);
@@ -5992,12 +5936,11 @@ RA__AMX_OP void ra__amx_values(ra__amx *x, const ra__bf_work *w, const int32_t f
 /* As values, for V that holds NaN or infinities which not every row sees. */
 RA__AMX_FN void ra__amx_values_dirty(const ra__bf_work *w) {
     const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
-    int32_t d, t, j;
-    for (d = 0; d < w->v_dim; d++)
-        for (t = 0; t < 2; t++) {
+    for (int32_t d = 0; d < w->v_dim; d++)
+        for (int32_t t = 0; t < 2; t++) {
             float *acc = w->p->acc + d * 64 + w->row + 16 * t;
             __m512 c = _mm512_loadu_ps(acc);
-            for (j = w->first; j < w->last; j++) {
+            for (int32_t j = w->first; j < w->last; j++) {
                 __m512i p = _mm512_loadu_si512(w->pairs + j / 2 * 64 + w->row + 16 * t);
                 uint16_t v;
                 memcpy(&v, w->keys->v + j / 32 * w->keys->v_stride + 64 * d + 2 * (j % 32), sizeof v);
@@ -6013,22 +5956,20 @@ RA__AMX_FN void ra__amx_values_dirty(const ra__bf_work *w) {
 /* Before p of an item is made: modifies and masks s, finds a maximum for rows without one. */
 RA__AMX_FN void ra__amx_ready(ra__bf_work *w) {
     const int32_t fresh = ra__bf_begin(w), modified = ra__score_is_modified(&w->p->score);
-    int32_t t;
     w->factor = modified ? 1.0f : w->p->factor;
     w->ring = 63;
     w->stored = fresh || modified || w->masked;
     if (w->p->score.bias) ra__bf_load_bias(w);
-    for (t = 0; t < 2 && w->stored; t++) ra__bf_adjust(w, t);
-    for (t = 0; t < 2 && fresh; t++) ra__bf_raise(w, t, 0);
+    for (int32_t t = 0; t < 2 && w->stored; t++) ra__bf_adjust(w, t);
+    for (int32_t t = 0; t < 2 && fresh; t++) ra__bf_raise(w, t, 0);
 }
 
 /* After p of an item was made: rows whose l has passed the limit do it again. */
 RA__AMX_FN void ra__amx_check(ra__amx *x, ra__bf_work *w) {
     __mmask16 over[4] = {0, 0, 0, 0};
-    int32_t t;
     if (!ra__bf_over(w, over)) return;
     ra__amx_flush(x);
-    for (t = 0; t < 2 && !w->stored; t++) ra__bf_adjust(w, t);
+    for (int32_t t = 0; t < 2 && !w->stored; t++) ra__bf_adjust(w, t);
     ra__bf_from_s(w, over);
 }
 
@@ -6078,10 +6019,10 @@ RA__AMX_FN void ra__fold_amx(const ra__panel *p, const ra__keys *keys, const int
                              int32_t count, const ra_desc *d, float *s) {
     ra__amx x;
     ra__bf_work *before[2] = {NULL, NULL};
-    int32_t i, block = 0, row = 0;
+    int32_t block = 0, row = 0;
     x.sums = NULL;
     ra__tile_begin(&x);
-    for (i = 0; i == 0 || before[0] || before[1]; i++) {
+    for (int32_t i = 0; i == 0 || before[0] || before[1]; i++) {
         ra__bf_work *w = &x.item[i % 3];
         w->p = p;
         w->k_dim = d->k_dim;
@@ -6123,16 +6064,15 @@ RA__AMX_FN void ra__sizes_amx(ra__bytes *out, const ra_desc *d, int32_t shared) 
 RA__AMX_FN int32_t ra__amx_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
                                   int32_t dim) {
     uint32_t bad = 0;
-    int32_t j, d, i;
-    for (j = 0; j < 64; j += 32)
-        for (d = 0; d < ra__round_up(dim, 32); d += 16, to += 16 * 64) {
+    for (int32_t j = 0; j < 64; j += 32)
+        for (int32_t d = 0; d < ra__round_up(dim, 32); d += 16, to += 16 * 64) {
             const __mmask16 m = (__mmask16)ra__bf_first(dim - d, 16);
             __m512 r[16];
-            for (i = 0; i < 16; i++)
+            for (int32_t i = 0; i < 16; i++)
                 r[i] = _mm512_castsi512_ps(ra__bf_pair_rows(
                     from + (j + 2 * i) * stride + 2 * d, stride, n - j - 2 * i, m, &bad));
             ra__transpose_avx512(r);
-            for (i = 0; i < 16; i++) _mm512_storeu_ps(to + 64 * i, r[i]);
+            for (int32_t i = 0; i < 16; i++) _mm512_storeu_ps(to + 64 * i, r[i]);
         }
     return !bad;
 }
@@ -6172,7 +6112,6 @@ RA__AMX_OP __m512 ra__amx_quiet(__m512 x) {
 
 RA__AMX_FN void ra__amx_back_open(ra__bf_back *b, const ra__tile *x, int32_t i) {
     const __m512 scale = _mm512_set1_ps(x->scale);
-    int32_t row;
     ra__bf_back_open(b, x, i % RA__AMX_SLOTS, RA__AMX_SLOTS);
     ra__bf_see(&b->s, x->partial);
     b->s.s = x->p;
@@ -6181,7 +6120,7 @@ RA__AMX_FN void ra__amx_back_open(ra__bf_back *b, const ra__tile *x, int32_t i) 
     b->s.nt = 2;
     b->dp.first = 0;
     b->s.last = b->dp.last = (x->keys->n + 31) / 32 * 32;
-    for (row = 0; row < 64; row += 16) {
+    for (int32_t row = 0; row < 64; row += 16) {
         __m512 delta = _mm512_mul_ps(scale, _mm512_loadu_ps(x->x->p.l + row));
         _mm512_storeu_ps(b->s.use + row, ra__amx_quiet(_mm512_loadu_ps(x->x->p.m + row)));
         _mm512_storeu_ps(b->dp.use + row, ra__amx_quiet(delta));
@@ -6190,9 +6129,8 @@ RA__AMX_FN void ra__amx_back_open(ra__bf_back *b, const ra__tile *x, int32_t i) 
 
 /* Sums of dK or dV that are short of 32 keys or columns: from memory to [32][32], or back. */
 RA__AMX_FN void ra__amx_edge(const ra__bf_outer *o, int32_t d, int32_t j, float *c, int32_t back) {
-    int32_t i, t;
-    for (i = 0; i < 32; i++)
-        for (t = 0; t < 32; t += 16) {
+    for (int32_t i = 0; i < 32; i++)
+        for (int32_t t = 0; t < 32; t += 16) {
             const __mmask16 m = j + i < o->x->keys->n ? ra__bf_columns(o, d + t) : 0;
             float *at = o->to + (j + i) * o->stride + d + t;
             if (back) _mm512_mask_storeu_ps(at, m, _mm512_loadu_ps(c + i * 32 + t));
@@ -6205,7 +6143,6 @@ RA__AMX_FN void ra__amx_keys(void *amx, const ra__bf_outer *o) {
     ra__amx *x = (ra__amx *)amx;
     float edge[32 * 32];
     ra__amx_group g = ra__amx_group_of(128, 64, NULL, 2);
-    int32_t d, j;
     if (o->x->v_in_k || ra__bf_is_dirty(o->x)) ra__amx_flush(x);
     if (ra__bf_is_dirty(o->x)) {
         ra__bf_keys_dirty(o);
@@ -6214,8 +6151,8 @@ RA__AMX_FN void ra__amx_keys(void *amx, const ra__bf_outer *o) {
     g.a_run = 2 * RA__BF_SLOT;
     g.runs = o->panels;
     if (o->panels == 2) g.b_run = (const uint8_t *)o->rows[1] - (const uint8_t *)o->rows[0];
-    for (d = 0; d < o->dim; d += 32)
-        for (j = 0; j < o->x->keys->n; j += 32) {
+    for (int32_t d = 0; d < o->dim; d += 32)
+        for (int32_t j = 0; j < o->x->keys->n; j += 32) {
             const int32_t whole = o->dim - d >= 32 && o->x->keys->n - j >= 32;
             g.a = (const uint8_t *)(o->a + j * 64);
             g.b = (const uint8_t *)(o->rows[0] + d / 64 * 64 * 32 + d % 64);
@@ -6278,12 +6215,11 @@ RA__AMX_FN void ra__amx_back_stage(ra__amx_back *s, int32_t k) {
 
 RA__AMX_FN void ra__fold_back_amx(const ra__tile *tiles, int32_t count) {
     ra__amx_back s;
-    int32_t k;
     s.tiles = tiles;
     s.count = count;
     s.x.sums = NULL;
     ra__tile_begin(&s.x);
-    for (k = 0; k < 2 * count + 2; k++) ra__amx_back_stage(&s, k);
+    for (int32_t k = 0; k < 2 * count + 2; k++) ra__amx_back_stage(&s, k);
     ra__amx_flush(&s.x);
     ra__tile_end();
 }
