@@ -4331,50 +4331,54 @@ RA__RANGES_BEGIN
  * multiply-add in front of 2^x. */
 #define RA__BF_TARGET                                                                            \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")))
-#define RA__BF_FN RA__UNUSED RA__BF_TARGET static
-#define RA__BF_OP RA__INLINE RA__BF_TARGET
+#define RA__BF_STATIC RA__UNUSED RA__BF_TARGET static
+#define RA__BF_INLINE RA__INLINE RA__BF_TARGET
 
 /* 2^f for f in [0, 1] to 7.5e-5, far below half a step of bf16. Half a step more, and what is cut
  * off after 16 bits is rounded. */
 static const float ra__bf_exp2[4] = {0.999925219f, 0.69583354f, 0.226067155f, 0.0780245227f};
 static const float ra__bf_half_step = 0.00390625f;
 
-/* Rows [row, row + 16 nt) of a panel against one block. */
-typedef struct ra__bf_work {
-    const ra__panel *p;
+/* Rows [row, row + 16 vectors) of a panel against one block of keys. */
+typedef struct ra__bf_strip {
+    const ra__panel *panel;
     const ra__keys *keys;
     int32_t k_dim, v_dim;
-    float *s;                          /* [64 keys][64 rows] scores, if they are stored */
-    float *pairs;                      /* [32][64] pairs of p */
-    int32_t row, nt;
-    int32_t first, last;               /* keys that some of these rows see; both even, or last n */
-    int32_t masked;                    /* 0: all rows see all keys, and seen is not there */
+    float *scores;                     /* [keys][64 rows]: sums of products, until they are
+                                        * finished; key j is in row j & slot_mask */
+    float *p_pairs;                    /* [32][64 rows] pairs of p */
+    int32_t row, vectors;
+    int32_t first, last;               /* some row sees some of the keys [first, last). Both are
+                                        * even, except where last is the number of keys */
+    int32_t masked;                    /* 0: all rows see all keys, and `seen` is not set */
     uint64_t seen[64];                 /* bit r: row r sees this key */
-    uint64_t any;                      /* rows that see a key */
-    float factor;                      /* of s, to base 2 */
-    int32_t ring;                      /* key j has row j & ring of s */
-    int32_t stored;                    /* AMX: 1: s has been changed and masked */
+    uint64_t seeing;                   /* bit r: row r sees some key */
+    float factor;                      /* score * factor is to base 2 */
+    int32_t slot_mask;                 /* 63: scores of all keys are kept; 15: of the last 16 */
+    int32_t finished;                  /* AMX: 1: scores are modified and masked */
     float *bias;                       /* [64 keys], or [4][64 keys][16 rows] */
-    float use[64], old_l[64], top[64]; /* m, 0 for -inf; l before; the block's maximum of s */
-} ra__bf_work;
+    float shift[64];                   /* per row: m, or 0 if m is -inf */
+    float old_l[64];                   /* l before this block */
+    float block_max[64];               /* of the scores of this block */
+} ra__bf_strip;
 
-RA__BF_OP __m512 ra__bf_dot(__m512 c, __m512i a, __m512i b) {
+RA__BF_INLINE __m512 ra__bf_dot(__m512 c, __m512i a, __m512i b) {
     return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
 }
 /* In a register from here on: gcc 12 loads an operand again for each use. */
-RA__BF_OP __m512i ra__bf_load(const float *p) {
+RA__BF_INLINE __m512i ra__bf_load(const float *p) {
     __m512i v = _mm512_loadu_si512(p);
     __asm__("" : "+v"(v));
     return v;
 }
-RA__BF_OP __m512i ra__bf_broadcast(const uint8_t *p) {
+RA__BF_INLINE __m512i ra__bf_broadcast(const uint8_t *p) {
     int32_t pair;
     memcpy(&pair, p, sizeof pair);
     return _mm512_set1_epi32(pair);
 }
 
 /* 2^x, larger by `more` in relative terms where x is whole: see ra__bf_half_step. */
-RA__BF_OP __m512 ra__bf_exp(__m512 x, const float more) {
+RA__BF_INLINE __m512 ra__bf_exp(__m512 x, const float more) {
     __m512 f = _mm512_reduce_ps(x, 1), p = _mm512_set1_ps(ra__bf_exp2[3]);
     RA__UNROLL for (int32_t i = 2; i > 0; i--)
         p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(ra__bf_exp2[i]));
@@ -4383,7 +4387,7 @@ RA__BF_OP __m512 ra__bf_exp(__m512 x, const float more) {
 }
 
 /* Pairs of p of two keys; l += both. */
-RA__BF_OP __m512i ra__bf_exp_pair(__m512 x0, __m512 x1, __m512 *l) {
+RA__BF_INLINE __m512i ra__bf_exp_pair(__m512 x0, __m512 x1, __m512 *l) {
     const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
     const __m512 p0 = ra__bf_exp(x0, ra__bf_half_step), p1 = ra__bf_exp(x1, ra__bf_half_step);
     const __m512i a = _mm512_and_si512(_mm512_castps_si512(p0), high);
@@ -4393,27 +4397,28 @@ RA__BF_OP __m512i ra__bf_exp_pair(__m512 x0, __m512 x1, __m512 *l) {
 }
 
 /* The first n of up to 32 lanes, n being any number. */
-RA__BF_OP uint32_t ra__bf_first(int32_t n, const int32_t lanes) {
+RA__BF_INLINE uint32_t ra__bf_first_lanes(int32_t n, const int32_t lanes) {
     if (n >= lanes) return 0xffffffffu >> (32 - lanes);
     return n > 0 ? ((uint32_t)1 << n) - 1 : 0;
 }
 
 /* The rows of vector t that see key j, as lanes. */
-RA__BF_OP __mmask16 ra__bf_lanes(const ra__bf_work *w, int32_t j, int32_t t) {
-    return (__mmask16)(w->seen[j] >> (w->row + 16 * t));
+RA__BF_INLINE __mmask16 ra__bf_lanes_seeing(const ra__bf_strip *strip, int32_t j, int32_t t) {
+    return (__mmask16)(strip->seen[j] >> (strip->row + 16 * t));
 }
 
 /* The rows of ni keys from j on; keys beyond the last are the last once more. */
-RA__BF_OP void ra__bf_rows(const ra__bf_work *w, int32_t j, const uint8_t **k, const int32_t ni) {
+RA__BF_INLINE void ra__bf_key_rows(const ra__bf_strip *strip, int32_t j, const uint8_t **k,
+                                   const int32_t ni) {
     RA__UNROLL for (int32_t i = 0; i < ni; i++) {
-        const int32_t key = j + i < w->keys->n ? j + i : w->keys->n - 1;
-        k[i] = w->keys->k + key * w->keys->k_stride;
+        const int32_t key = j + i < strip->keys->n ? j + i : strip->keys->n - 1;
+        k[i] = strip->keys->k + key * strip->keys->k_stride;
     }
 }
 
 /* c[i][t] += a[i] b: the pair `at` bytes behind a[i] broadcast, times vector t of the pairs at b. */
-RA__BF_OP void ra__bf_product(__m512 (*c)[4], const uint8_t *const *a, int64_t at, const float *b,
-                              const int32_t ni, const int32_t nt) {
+RA__BF_INLINE void ra__bf_product(__m512 (*c)[4], const uint8_t *const *a, int64_t at,
+                                  const float *b, const int32_t ni, const int32_t nt) {
     __m512i y[4];
     RA__UNROLL for (int32_t t = 0; t < nt; t++) y[t] = ra__bf_load(b + 16 * t);
     RA__UNROLL for (int32_t i = 0; i < ni; i++) {
@@ -4422,29 +4427,24 @@ RA__BF_OP void ra__bf_product(__m512 (*c)[4], const uint8_t *const *a, int64_t a
     }
 }
 
-/* c[i][t] += sum over n pairs: a [i * a_row + pair * a_step] broadcast, b [pair][64]. */
-typedef struct ra__bf_chain {
-    const uint8_t *a;
-    const float *b;
-    int64_t a_row, a_step;             /* bytes */
-    int32_t n;
-} ra__bf_chain;
-
-RA__BF_OP void ra__bf_follow(const ra__bf_chain *x, __m512 (*c)[4], const int32_t ni,
-                             const int32_t nt) {
-    const uint8_t *a[8];
-    RA__UNROLL for (int32_t i = 0; i < ni; i++) a[i] = x->a + x->a_row * i;
-    RA__UNROLL_2 for (int32_t j = 0; j < x->n; j++)
-        ra__bf_product(c, a, j * x->a_step, x->b + 64 * j, ni, nt);
+/* c[i][t] += the sum over n pairs, each `step` bytes from the next: those at a + row * i broadcast,
+ * times vector t of b [n][64]. */
+RA__BF_INLINE void ra__bf_products(__m512 (*c)[4], const uint8_t *a, int64_t row, int64_t step,
+                                   const float *b, int32_t n, const int32_t ni, const int32_t nt) {
+    const uint8_t *at[8];
+    RA__UNROLL for (int32_t i = 0; i < ni; i++) at[i] = a + row * i;
+    RA__UNROLL_2 for (int32_t j = 0; j < n; j++)
+        ra__bf_product(c, at, j * step, b + 64 * j, ni, nt);
 }
 
 /* c[i][t] += K Q^T of what is left from d on: pairs of dims, and an odd last dim, which has no
  * partner in K. */
-RA__BF_OP void ra__bf_steps(const ra__bf_work *w, const uint8_t *const *k, int32_t d,
-                            __m512 (*c)[4], const int32_t ni, const int32_t nt) {
-    const float *q = w->p->q + w->row;
-    RA__UNROLL_2 for (; d + 1 < w->k_dim; d += 2) ra__bf_product(c, k, 2 * d, q + d * 32, ni, nt);
-    if (d == w->k_dim) return;
+RA__BF_INLINE void ra__bf_dots_from(const ra__bf_strip *strip, const uint8_t *const *k, int32_t d,
+                                    __m512 (*c)[4], const int32_t ni, const int32_t nt) {
+    const float *q = strip->panel->q + strip->row;
+    RA__UNROLL_2 for (; d + 1 < strip->k_dim; d += 2)
+        ra__bf_product(c, k, 2 * d, q + d * 32, ni, nt);
+    if (d == strip->k_dim) return;
     RA__UNROLL for (int32_t i = 0; i < ni; i++) {
         uint16_t y;
         memcpy(&y, k[i] + 2 * d, sizeof y);
@@ -4453,15 +4453,15 @@ RA__BF_OP void ra__bf_steps(const ra__bf_work *w, const uint8_t *const *k, int32
     }
 }
 
-RA__BF_OP void ra__bf_zero(__m512 (*c)[4], const int32_t ni, const int32_t nt) {
+RA__BF_INLINE void ra__bf_zero_sums(__m512 (*c)[4], const int32_t ni, const int32_t nt) {
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
         RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = _mm512_setzero_ps();
 }
 
 /* c[i][t] += K Q^T of 8 dims from d on, and not later: what follows runs beside them. (Empty
  * assembly: clang 14 moves products past it, but not their operands.) */
-RA__BF_OP void ra__bf_eight(__m512 (*c)[4], const uint8_t *const *k, int32_t d, const float *q,
-                            const int32_t ni, const int32_t nt) {
+RA__BF_INLINE void ra__bf_eight_dims(__m512 (*c)[4], const uint8_t *const *k, int32_t d,
+                                     const float *q, const int32_t ni, const int32_t nt) {
     RA__UNROLL for (int32_t e = 0; e < 8; e += 2)
         ra__bf_product(c, k, 2 * (d + e), q + (d + e) * 32, ni, nt);
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
@@ -4469,89 +4469,97 @@ RA__BF_OP void ra__bf_eight(__m512 (*c)[4], const uint8_t *const *k, int32_t d, 
 }
 
 /* Sums from rows of 64 numbers, and back. */
-RA__BF_OP void ra__bf_load_sums(__m512 (*c)[4], const float *from, const int32_t ni,
-                                const int32_t nt) {
+RA__BF_INLINE void ra__bf_load_sums(__m512 (*c)[4], const float *from, const int32_t ni,
+                                    const int32_t nt) {
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
-        RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = _mm512_loadu_ps(from + i * 64 + t * 16);
+        RA__UNROLL for (int32_t t = 0; t < nt; t++)
+            c[i][t] = _mm512_loadu_ps(from + i * 64 + t * 16);
 }
-RA__BF_OP void ra__bf_store_sums(float *to, __m512 (*c)[4], const int32_t ni, const int32_t nt) {
+RA__BF_INLINE void ra__bf_store_sums(float *to, __m512 (*c)[4], const int32_t ni,
+                                     const int32_t nt) {
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
         RA__UNROLL for (int32_t t = 0; t < nt; t++) _mm512_storeu_ps(to + i * 64 + t * 16, c[i][t]);
 }
 
-/* The bias of these rows and keys to where ra__bf_change finds it. */
-RA__BF_FN void ra__bf_load_bias(const ra__bf_work *w) {
-    const ra__score *score = &w->p->score;
-    ra__work_avx512 x;
-    x.p = w->p;
-    x.keys = w->keys;
-    x.first = w->first;
-    x.last = w->last < w->keys->n ? w->last : w->keys->n;
-    for (int32_t t = w->row / 16; t < w->row / 16 + w->nt && score->bias_row_stride; t++)
-        ra__load_bias_avx512(&x, 16 * t, (float (*)[16])(w->bias + (t * 64 + x.first) * 16));
-    for (int32_t j = x.first; j < x.last && !score->bias_row_stride; j++)
-        w->bias[j] = ra__bias_at(score, 0, w->keys->pos[j]);
+/* The bias of these rows and keys to where ra__bf_modify finds it. */
+RA__BF_STATIC void ra__bf_load_bias(const ra__bf_strip *strip) {
+    const ra__score *score = &strip->panel->score;
+    ra__work_avx512 forward;
+    forward.p = strip->panel;
+    forward.keys = strip->keys;
+    forward.first = strip->first;
+    forward.last = strip->last < strip->keys->n ? strip->last : strip->keys->n;
+    for (int32_t t = strip->row / 16;
+         t < strip->row / 16 + strip->vectors && score->bias_row_stride; t++)
+        ra__load_bias_avx512(&forward, 16 * t,
+                             (float(*)[16])(strip->bias + (t * 64 + forward.first) * 16));
+    for (int32_t j = forward.first; j < forward.last && !score->bias_row_stride; j++)
+        strip->bias[j] = ra__bias_at(score, 0, strip->keys->pos[j]);
 }
 
 /* The score of key j and 16 rows from `row` on to base 2, x being the sum of products. */
-RA__BF_OP __m512 ra__bf_change(const ra__bf_work *w, const ra__score *score, int32_t j, int32_t row,
-                               __m512 x) {
-    const int32_t pos = w->keys->pos ? w->keys->pos[j] : 0;
+RA__BF_INLINE __m512 ra__bf_modify(const ra__bf_strip *strip, const ra__score *score, int32_t j,
+                                   int32_t row, __m512 x) {
+    const int32_t pos = strip->keys->pos ? strip->keys->pos[j] : 0;
     __m512 bias = _mm512_setzero_ps();
-    if (score->bias && !score->bias_row_stride) bias = _mm512_set1_ps(w->bias[j]);
-    else if (score->bias) bias = _mm512_loadu_ps(w->bias + (row / 16 * 64 + j) * 16);
-    x = _mm512_mul_ps(x, _mm512_set1_ps(w->p->factor));
-    return ra__modify_avx512(score, x, ra__distance_avx512(w->p->geo->pos + row, pos), bias);
+    if (score->bias && !score->bias_row_stride) bias = _mm512_set1_ps(strip->bias[j]);
+    else if (score->bias) bias = _mm512_loadu_ps(strip->bias + (row / 16 * 64 + j) * 16);
+    x = _mm512_mul_ps(x, _mm512_set1_ps(strip->panel->factor));
+    return ra__modify_avx512(score, x, ra__distance_avx512(strip->panel->geo->pos + row, pos),
+                             bias);
 }
 
 /* p of key j and vector t is 2 to the power of this. changed: by ALiBi or a bias. */
-RA__BF_OP __m512 ra__bf_power(const ra__bf_work *w, int32_t j, int32_t t, const int32_t masked,
-                              const int32_t changed) {
-    const int32_t row = w->row + 16 * t;
-    const __m512 use = _mm512_loadu_ps(w->use + row), factor = _mm512_set1_ps(w->factor);
-    __m512 x = _mm512_loadu_ps(w->s + (j & w->ring) * 64 + row);
-    ra__score score = w->p->score;
+RA__BF_INLINE __m512 ra__bf_exponent(const ra__bf_strip *strip, int32_t j, int32_t t,
+                                     const int32_t masked, const int32_t changed) {
+    const int32_t row = strip->row + 16 * t;
+    const __m512 use = _mm512_loadu_ps(strip->shift + row), factor = _mm512_set1_ps(strip->factor);
+    __m512 x = _mm512_loadu_ps(strip->scores + (j & strip->slot_mask) * 64 + row);
+    ra__score score = strip->panel->score;
     score.softcap = 0.0f;
-    if (changed) x = _mm512_sub_ps(ra__bf_change(w, &score, j, row, x), use);
+    if (changed) x = _mm512_sub_ps(ra__bf_modify(strip, &score, j, row, x), use);
     else x = _mm512_fmsub_ps(x, factor, use);
     if (!masked) return x;
-    return _mm512_mask_blend_ps(ra__bf_lanes(w, j, t), _mm512_set1_ps(ra__neg_inf()), x);
+    return _mm512_mask_blend_ps(ra__bf_lanes_seeing(strip, j, t), _mm512_set1_ps(ra__neg_inf()), x);
 }
 
 /* p and l of keys j and j + 1 and vector t, from their scores in s. */
-RA__BF_OP void ra__bf_piece(const ra__bf_work *w, int32_t j, int32_t t, const int32_t masked,
-                            const int32_t changed) {
-    float *l = w->p->l + w->row + 16 * t;
+RA__BF_INLINE void ra__bf_piece(const ra__bf_strip *strip, int32_t j, int32_t t,
+                                const int32_t masked, const int32_t changed) {
+    float *l = strip->panel->l + strip->row + 16 * t;
     __m512 sum = _mm512_loadu_ps(l);
-    __m512 x = ra__bf_power(w, j, t, masked, changed);
-    __m512 y = ra__bf_power(w, j + 1, t, masked, changed);
-    _mm512_storeu_si512(w->pairs + j / 2 * 64 + w->row + 16 * t, ra__bf_exp_pair(x, y, &sum));
+    __m512 x = ra__bf_exponent(strip, j, t, masked, changed);
+    __m512 y = ra__bf_exponent(strip, j + 1, t, masked, changed);
+    _mm512_storeu_si512(strip->p_pairs + j / 2 * 64 + strip->row + 16 * t,
+                        ra__bf_exp_pair(x, y, &sum));
     _mm512_storeu_ps(l, sum);
 }
 
 /* Pieces [n, pieces) of p of a tile of keys from j on, beside nothing. */
-RA__NOINLINE RA__BF_TARGET void ra__bf_pieces(const ra__bf_work *w, int32_t j, int32_t n,
-                                              int32_t pieces, int32_t changed) {
-    for (; n < pieces; n++) ra__bf_piece(w, j + n / w->nt * 2, n % w->nt, w->nt < 4, changed);
+RA__NOINLINE RA__BF_TARGET void ra__bf_last_pieces(const ra__bf_strip *strip, int32_t j, int32_t n,
+                                                   int32_t pieces, int32_t changed) {
+    for (; n < pieces; n++)
+        ra__bf_piece(strip, j + n / strip->vectors * 2, n % strip->vectors, strip->vectors < 4,
+                     changed);
 }
 
 /* Scores of ni keys from j on to s, and meanwhile `pieces` pieces of p of the tile before. */
-RA__BF_OP void ra__bf_score_tile(const ra__bf_work *w, int32_t j, int32_t pieces, const int32_t ni,
-                                 const int32_t nt, const int32_t changed) {
+RA__BF_INLINE void ra__bf_score_tile(const ra__bf_strip *strip, int32_t j, int32_t pieces,
+                                     const int32_t ni, const int32_t nt, const int32_t changed) {
     __m512 c[8][4];
     const uint8_t *k[8];
-    const float *q = w->p->q + w->row;
-    float *s = w->s + (j & w->ring) * 64 + w->row;
+    const float *q = strip->panel->q + strip->row;
+    float *s = strip->scores + (j & strip->slot_mask) * 64 + strip->row;
     int32_t d, n = 0;
-    ra__bf_rows(w, j, k, ni);
-    ra__bf_zero(c, ni, nt);
-    for (d = 0; n < pieces && d + 8 <= w->k_dim; d += 8, n++) {
-        ra__bf_eight(c, k, d, q, ni, nt);
-        ra__bf_piece(w, j - ni + n / nt * 2, n % nt, nt < 4, changed);
+    ra__bf_key_rows(strip, j, k, ni);
+    ra__bf_zero_sums(c, ni, nt);
+    for (d = 0; n < pieces && d + 8 <= strip->k_dim; d += 8, n++) {
+        ra__bf_eight_dims(c, k, d, q, ni, nt);
+        ra__bf_piece(strip, j - ni + n / nt * 2, n % nt, nt < 4, changed);
     }
-    ra__bf_steps(w, k, d, c, ni, nt);
+    ra__bf_dots_from(strip, k, d, c, ni, nt);
     ra__bf_store_sums(s, c, ni, nt);
-    if (n < pieces) ra__bf_pieces(w, j - ni, n, pieces, changed);
+    if (n < pieces) ra__bf_last_pieces(strip, j - ni, n, pieces, changed);
 }
 
 /* PERF: 2^x is a long chain, which leaves multipliers idle unless there are products beside it. Zen
@@ -4559,258 +4567,261 @@ RA__BF_OP void ra__bf_score_tile(const ra__bf_work *w, int32_t j, int32_t pieces
  * of the peak, beside the products of the next tile: 82.5 and 86.5 %. ALiBi or a bias, which was
  * a pass over the block: D 128, 2048 tokens, 0.90 to 0.95 (ALiBi), 0.56 to 0.97 (a bias per key),
  * 0.41 to 0.71 (full) of the rate without. */
-RA__BF_OP void ra__bf_score_tiles(const ra__bf_work *w, const int32_t ni, const int32_t nt,
-                                  const int32_t changed) {
-    int32_t j, pieces = 0;
-    for (j = w->first; j < w->last; j += ni) {
-        ra__bf_score_tile(w, j, pieces, ni, nt, changed);
-        pieces = w->ring == 63 ? 0 : ni / 2 * nt;
-        ra__ask(w->p->ahead);
+RA__BF_INLINE void ra__bf_score_tiles(const ra__bf_strip *strip, const int32_t ni, const int32_t nt,
+                                      const int32_t changed) {
+    int32_t j = strip->first, pieces = 0;
+    for (; j < strip->last; j += ni) {
+        ra__bf_score_tile(strip, j, pieces, ni, nt, changed);
+        pieces = strip->slot_mask == 63 ? 0 : ni / 2 * nt;
+        ra__ask(strip->panel->ahead);
     }
-    ra__bf_pieces(w, j - ni, 0, pieces, changed);
+    ra__bf_last_pieces(strip, j - ni, 0, pieces, changed);
 }
 
 /* All scores to s; or p and l of them, when s holds the latest tiles. */
-RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_work *w, int32_t stored) {
-    const int32_t changed = !stored && ra__score_is_modified(&w->p->score);
-    w->ring = stored ? 63 : 15;
-    if (w->nt == 4 && changed) ra__bf_score_tiles(w, 4, 4, 1);
-    else if (w->nt == 4) ra__bf_score_tiles(w, 4, 4, 0);
-    else if (w->nt == 2) ra__bf_score_tiles(w, 8, 2, changed);
-    else ra__bf_score_tiles(w, 8, 1, changed);
+RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_strip *strip, int32_t stored) {
+    const int32_t changed = !stored && ra__score_is_modified(&strip->panel->score);
+    strip->slot_mask = stored ? 63 : 15;
+    if (strip->vectors == 4 && changed) ra__bf_score_tiles(strip, 4, 4, 1);
+    else if (strip->vectors == 4) ra__bf_score_tiles(strip, 4, 4, 0);
+    else if (strip->vectors == 2) ra__bf_score_tiles(strip, 8, 2, changed);
+    else ra__bf_score_tiles(strip, 8, 1, changed);
 }
 
 /* Stored scores of vector t: modified, masked, their maximum. */
-RA__BF_FN void ra__bf_adjust(ra__bf_work *w, int32_t t) {
-    const int32_t row = w->row + 16 * t, modified = ra__score_is_modified(&w->p->score);
-    __m512 top = _mm512_set1_ps(ra__neg_inf()), x;
-    for (int32_t j = w->first; j < w->last; j++) {
-        x = _mm512_loadu_ps(w->s + j * 64 + row);
-        if (modified) x = ra__bf_change(w, &w->p->score, j, row, x);
-        if (w->masked)
-            x = _mm512_mask_blend_ps(ra__bf_lanes(w, j, t), _mm512_set1_ps(ra__neg_inf()), x);
+RA__BF_STATIC void ra__bf_finish_scores(ra__bf_strip *strip, int32_t t) {
+    const int32_t row = strip->row + 16 * t, modified = ra__score_is_modified(&strip->panel->score);
+    __m512 top = _mm512_set1_ps(ra__neg_inf());
+    for (int32_t j = strip->first; j < strip->last; j++) {
+        __m512 x = _mm512_loadu_ps(strip->scores + j * 64 + row);
+        if (modified) x = ra__bf_modify(strip, &strip->panel->score, j, row, x);
+        if (strip->masked)
+            x = _mm512_mask_blend_ps(ra__bf_lanes_seeing(strip, j, t),
+                                     _mm512_set1_ps(ra__neg_inf()), x);
         top = _mm512_max_ps(x, top);
-        _mm512_storeu_ps(w->s + j * 64 + row, x);
+        _mm512_storeu_ps(strip->scores + j * 64 + row, x);
     }
-    _mm512_storeu_ps(w->top + row, top);
+    _mm512_storeu_ps(strip->block_max + row, top);
 }
 
 /* New m of vector t: the block's maximum for rows without one; for those of `over`, whose l passes
  * the limit, at least so much higher that l as it was becomes about 1; their sums are rescaled. */
-RA__BF_FN void ra__bf_raise(ra__bf_work *w, int32_t t, __mmask16 over) {
-    const int32_t row = w->row + 16 * t;
-    float *acc = w->p->acc + row;
-    __m512 m = _mm512_loadu_ps(w->p->m + row), l = _mm512_loadu_ps(w->old_l + row), alpha;
-    __m512 top = _mm512_mul_ps(_mm512_loadu_ps(w->top + row), _mm512_set1_ps(w->factor));
+RA__BF_STATIC void ra__bf_raise_max(ra__bf_strip *strip, int32_t t, __mmask16 over) {
+    const int32_t row = strip->row + 16 * t;
+    float *acc = strip->panel->acc + row;
+    const __m512 m = _mm512_loadu_ps(strip->panel->m + row);
+    __m512 l = _mm512_loadu_ps(strip->old_l + row);
+    const __m512 top =
+        _mm512_mul_ps(_mm512_loadu_ps(strip->block_max + row), _mm512_set1_ps(strip->factor));
     const __mmask16 fresh = _mm512_mask_cmpeq_ps_mask(
         _mm512_cmpeq_ps_mask(m, _mm512_set1_ps(ra__neg_inf())), l, _mm512_setzero_ps());
     __m512 more = _mm512_max_ps(top, _mm512_add_ps(m, _mm512_getexp_ps(l)));
     more = _mm512_mask_blend_ps(fresh, _mm512_mask_blend_ps(over, m, more), top);
-    _mm512_storeu_ps(w->p->m + row, more);
-    _mm512_storeu_ps(w->use + row, ra__base_avx512(more));
+    _mm512_storeu_ps(strip->panel->m + row, more);
+    _mm512_storeu_ps(strip->shift + row, ra__base_avx512(more));
     if (over) {
-        alpha = ra__exp2_avx512(_mm512_sub_ps(m, more));
+        const __m512 alpha = ra__exp2_avx512(_mm512_sub_ps(m, more));
         l = _mm512_mask_mul_ps(l, over, l, alpha);
-        for (int32_t d = 0; d < w->v_dim; d++, acc += 64) {
-            m = _mm512_loadu_ps(acc);
-            _mm512_storeu_ps(acc, _mm512_mask_mul_ps(m, over, m, alpha));
+        for (int32_t d = 0; d < strip->v_dim; d++, acc += 64) {
+            const __m512 sum = _mm512_loadu_ps(acc);
+            _mm512_storeu_ps(acc, _mm512_mask_mul_ps(sum, over, sum, alpha));
         }
     }
-    _mm512_storeu_ps(w->p->l + row, l);
+    _mm512_storeu_ps(strip->panel->l + row, l);
 }
 
 /* Rows of vector t that the panel has. */
-RA__BF_OP __mmask16 ra__bf_live(const ra__bf_work *w, int32_t t) {
-    return (__mmask16)ra__bf_first(w->p->rows - w->row - 16 * t, 16);
+RA__BF_INLINE __mmask16 ra__bf_live_lanes(const ra__bf_strip *strip, int32_t t) {
+    return (__mmask16)ra__bf_first_lanes(strip->panel->rows - strip->row - 16 * t, 16);
 }
 
 /* 1 if some row has no maximum yet; notes l and m. */
-RA__BF_OP int32_t ra__bf_begin(ra__bf_work *w) {
+RA__BF_INLINE int32_t ra__bf_lacks_max(ra__bf_strip *strip) {
     int32_t fresh = 0;
-    for (int32_t t = 0; t < w->nt; t++) {
-        const int32_t row = w->row + 16 * t;
-        __m512 m = _mm512_loadu_ps(w->p->m + row), l = _mm512_loadu_ps(w->p->l + row);
-        _mm512_storeu_ps(w->old_l + row, l);
-        _mm512_storeu_ps(w->use + row, ra__base_avx512(m));
-        fresh |= _mm512_mask_cmpeq_ps_mask(
-            _mm512_mask_cmpeq_ps_mask(ra__bf_live(w, t), m, _mm512_set1_ps(ra__neg_inf())), l,
-            _mm512_setzero_ps());
+    for (int32_t t = 0; t < strip->vectors; t++) {
+        const int32_t row = strip->row + 16 * t;
+        __m512 m = _mm512_loadu_ps(strip->panel->m + row),
+               l = _mm512_loadu_ps(strip->panel->l + row);
+        _mm512_storeu_ps(strip->old_l + row, l);
+        _mm512_storeu_ps(strip->shift + row, ra__base_avx512(m));
+        fresh |= _mm512_mask_cmpeq_ps_mask(_mm512_mask_cmpeq_ps_mask(ra__bf_live_lanes(strip, t), m,
+                                                                     _mm512_set1_ps(ra__neg_inf())),
+                                           l, _mm512_setzero_ps());
     }
     return fresh;
 }
 
 /* Scores of the block to s. */
-RA__BF_FN void ra__bf_keep(ra__bf_work *w) {
-    ra__bf_scores(w, 1);
-    for (int32_t t = 0; t < w->nt; t++) ra__bf_adjust(w, t);
-    if (ra__score_is_modified(&w->p->score)) w->factor = 1.0f;
+RA__BF_STATIC void ra__bf_store_scores(ra__bf_strip *strip) {
+    ra__bf_scores(strip, 1);
+    for (int32_t t = 0; t < strip->vectors; t++) ra__bf_finish_scores(strip, t);
+    if (ra__score_is_modified(&strip->panel->score)) strip->factor = 1.0f;
 }
 
 /* p, m and l from scores in s; rows in `over` get a new maximum. */
-RA__BF_FN void ra__bf_from_s(ra__bf_work *w, const __mmask16 over[4]) {
-    for (int32_t t = 0; t < w->nt; t++) {
-        ra__bf_raise(w, t, over[t]);
-        for (int32_t j = w->first; j < w->last; j += 2) ra__bf_piece(w, j, t, 0, 0);
+RA__BF_STATIC void ra__bf_pieces_from_scores(ra__bf_strip *strip, const __mmask16 over[4]) {
+    for (int32_t t = 0; t < strip->vectors; t++) {
+        ra__bf_raise_max(strip, t, over[t]);
+        for (int32_t j = strip->first; j < strip->last; j += 2) ra__bf_piece(strip, j, t, 0, 0);
     }
 }
 
 /* Rows whose l has passed the limit; 1 if there are any. */
-RA__BF_OP int32_t ra__bf_over(const ra__bf_work *w, __mmask16 over[4]) {
+RA__BF_INLINE int32_t ra__bf_past_limit(const ra__bf_strip *strip, __mmask16 over[4]) {
     const __m512 limit = _mm512_set1_ps(ra__l_limit);
     int32_t any = 0;
-    for (int32_t t = 0; t < w->nt; t++) {
-        over[t] = _mm512_mask_cmp_ps_mask(
-            ra__bf_live(w, t), _mm512_loadu_ps(w->p->l + w->row + 16 * t), limit, _CMP_GT_OQ);
+    for (int32_t t = 0; t < strip->vectors; t++) {
+        over[t] = _mm512_mask_cmp_ps_mask(ra__bf_live_lanes(strip, t),
+                                          _mm512_loadu_ps(strip->panel->l + strip->row + 16 * t),
+                                          limit, _CMP_GT_OQ);
         any |= over[t];
     }
     return any;
 }
 
 /* p, m and l of the block. */
-RA__BF_FN void ra__bf_softmax(ra__bf_work *w) {
-    const int32_t kept = ra__bf_begin(w) || w->p->score.softcap != 0.0f;
+RA__BF_STATIC void ra__bf_softmax(ra__bf_strip *strip) {
+    const int32_t kept = ra__bf_lacks_max(strip) || strip->panel->score.softcap != 0.0f;
     __mmask16 over[4] = {0, 0, 0, 0};
-    w->factor = w->p->factor;
-    if (w->p->score.bias) ra__bf_load_bias(w);
+    strip->factor = strip->panel->factor;
+    if (strip->panel->score.bias) ra__bf_load_bias(strip);
     if (kept) {
-        ra__bf_keep(w);
-        ra__bf_from_s(w, over);
+        ra__bf_store_scores(strip);
+        ra__bf_pieces_from_scores(strip, over);
     } else {
-        ra__bf_scores(w, 0);
+        ra__bf_scores(strip, 0);
     }
-    if (!ra__bf_over(w, over)) return;
-    if (!kept) ra__bf_keep(w);
-    ra__bf_from_s(w, over);
+    if (!ra__bf_past_limit(strip, over)) return;
+    if (!kept) ra__bf_store_scores(strip);
+    ra__bf_pieces_from_scores(strip, over);
 }
 
 /* Pairs of keys that PV goes through: [from, to). */
-RA__BF_OP int32_t ra__bf_to(const ra__bf_work *w) {
-    return ((w->last < w->keys->n ? w->last : w->keys->n) + 1) / 2;
+RA__BF_INLINE int32_t ra__bf_pairs_end(const ra__bf_strip *strip) {
+    return ((strip->last < strip->keys->n ? strip->last : strip->keys->n) + 1) / 2;
 }
 
 /* acc of ni dims from d on += V^T p; rows that see nothing keep theirs to the bit. */
-RA__BF_OP void ra__bf_value_tile(const ra__bf_work *w, int32_t d, const int32_t ni,
-                                 const int32_t nt, const int32_t masked) {
-    float *acc = w->p->acc + d * 64 + w->row;
-    ra__bf_chain x;
+RA__BF_INLINE void ra__bf_value_tile(const ra__bf_strip *strip, int32_t d, const int32_t ni,
+                                     const int32_t nt, const int32_t masked) {
+    const int64_t step = strip->keys->v_stride;
+    const uint8_t *v = strip->keys->v + strip->first / 2 * step + 4 * d;
+    float *acc = strip->panel->acc + d * 64 + strip->row;
     __m512 c[8][4];
-    x.a = w->keys->v + w->first / 2 * w->keys->v_stride + 4 * d;
-    x.a_row = 4;
-    x.a_step = w->keys->v_stride;
-    x.b = w->pairs + w->first / 2 * 64 + w->row;
-    x.n = ra__bf_to(w) - w->first / 2;
     ra__bf_load_sums(c, acc, ni, nt);
-    ra__bf_follow(&x, c, ni, nt);
+    ra__bf_products(c, v, 4, step, strip->p_pairs + strip->first / 2 * 64 + strip->row,
+                    ra__bf_pairs_end(strip) - strip->first / 2, ni, nt);
     if (!masked) {
         ra__bf_store_sums(acc, c, ni, nt);
         return;
     }
     RA__UNROLL for (int32_t t = 0; t < nt; t++) {
-        const __mmask16 any = (__mmask16)(w->any >> (w->row + 16 * t));
+        const __mmask16 any = (__mmask16)(strip->seeing >> (strip->row + 16 * t));
         RA__UNROLL for (int32_t i = 0; i < ni; i++)
             _mm512_mask_storeu_ps(acc + i * 64 + t * 16, any, c[i][t]);
     }
 }
 
-RA__NOINLINE RA__BF_TARGET void ra__bf_values(const ra__bf_work *w) {
-    const int32_t ni = w->nt == 4 ? 4 : 8;
-    for (int32_t d = 0; d < w->v_dim; d += ni) {
-        if (w->nt == 4) ra__bf_value_tile(w, d, 4, 4, 0);
-        else if (w->nt == 2) ra__bf_value_tile(w, d, 8, 2, 1);
-        else ra__bf_value_tile(w, d, 8, 1, 1);
-        ra__ask(w->p->ahead);
+RA__NOINLINE RA__BF_TARGET void ra__bf_values(const ra__bf_strip *strip) {
+    const int32_t ni = strip->vectors == 4 ? 4 : 8;
+    for (int32_t d = 0; d < strip->v_dim; d += ni) {
+        if (strip->vectors == 4) ra__bf_value_tile(strip, d, 4, 4, 0);
+        else if (strip->vectors == 2) ra__bf_value_tile(strip, d, 8, 2, 1);
+        else ra__bf_value_tile(strip, d, 8, 1, 1);
+        ra__ask(strip->panel->ahead);
     }
 }
 
 /* As ra__bf_values, for V that holds NaN or infinities which not every row sees: key by key, in the
  * order in which vdpbf16ps takes them, the product selected by row. V holds, per dim, `side` pairs
  * of keys side by side. */
-RA__BF_FN void ra__bf_values_dirty(const ra__bf_work *w, int32_t side) {
+RA__BF_STATIC void ra__bf_values_dirty(const ra__bf_strip *strip, int32_t side) {
     const __m512i half = _mm512_set1_epi32((int32_t)0xffff0000u);
-    for (int32_t d = 0; d < w->v_dim; d++)
-        for (int32_t t = 0; t < w->nt; t++) {
-            float *acc = w->p->acc + d * 64 + w->row + 16 * t;
-            __m512 c = _mm512_loadu_ps(acc), x;
-            for (int32_t j = w->first / 2; j < ra__bf_to(w); j++) {
-                const uint8_t *at = w->keys->v + j / side * w->keys->v_stride;
+    for (int32_t d = 0; d < strip->v_dim; d++)
+        for (int32_t t = 0; t < strip->vectors; t++) {
+            float *acc = strip->panel->acc + d * 64 + strip->row + 16 * t;
+            __m512 c = _mm512_loadu_ps(acc);
+            for (int32_t j = strip->first / 2; j < ra__bf_pairs_end(strip); j++) {
+                const uint8_t *at = strip->keys->v + j / side * strip->keys->v_stride;
                 const __m512i v = ra__bf_broadcast(at + 4 * (side * d + j % side));
-                const __m512i p = ra__bf_load(w->pairs + j * 64 + w->row + 16 * t);
-                x = ra__bf_dot(c, p, _mm512_and_si512(v, half));
-                c = _mm512_mask_blend_ps(ra__bf_lanes(w, 2 * j + 1, t), c, x);
+                const __m512i p = ra__bf_load(strip->p_pairs + j * 64 + strip->row + 16 * t);
+                __m512 x = ra__bf_dot(c, p, _mm512_and_si512(v, half));
+                c = _mm512_mask_blend_ps(ra__bf_lanes_seeing(strip, 2 * j + 1, t), c, x);
                 x = ra__bf_dot(c, p, _mm512_andnot_si512(half, v));
-                c = _mm512_mask_blend_ps(ra__bf_lanes(w, 2 * j, t), c, x);
+                c = _mm512_mask_blend_ps(ra__bf_lanes_seeing(strip, 2 * j, t), c, x);
             }
             _mm512_storeu_ps(acc, c);
         }
 }
 
 /* Notes who sees what; nobody sees keys beyond the last. */
-RA__BF_FN void ra__bf_see(ra__bf_work *w, int32_t partial) {
-    const ra__rows *geo = w->p->geo;
-    for (int32_t j = 0; j < 64; j++) w->seen[j] = !partial && j < w->keys->n ? ~(uint64_t)0 : 0;
+RA__BF_STATIC void ra__bf_find_seen(ra__bf_strip *strip, int32_t partial) {
+    const ra__rows *geo = strip->panel->geo;
+    for (int32_t j = 0; j < 64; j++)
+        strip->seen[j] = !partial && j < strip->keys->n ? ~(uint64_t)0 : 0;
     for (int32_t t = 0; t < 64 && partial; t += 16) {
         __m512i lo = ra__load_int_avx512(geo->lo + t), hi = ra__load_int_avx512(geo->hi + t);
         __m512i doc = ra__load_int_avx512(geo->doc + t), end = ra__load_int_avx512(geo->keep + t);
-        for (int32_t j = 0; j < w->keys->n; j++) {
-            const int32_t pos = w->keys->pos[j];
+        for (int32_t j = 0; j < strip->keys->n; j++) {
+            const int32_t pos = strip->keys->pos[j];
             const __mmask16 m = ra__either_avx512(ra__within_avx512(lo, hi, pos),
                                                   ra__within_avx512(doc, end, pos));
-            if (pos >= 0) w->seen[j] |= (uint64_t)m << t;
+            if (pos >= 0) strip->seen[j] |= (uint64_t)m << t;
         }
     }
 }
 
 /* Narrows a block to the keys that the rows of w see, by eights; 0 if there is none. */
-RA__BF_FN int32_t ra__bf_narrow(ra__bf_work *w) {
-    const uint64_t rows = (uint64_t)(w->nt == 1 ? 0xffffu : 0xffffffffu) << w->row;
-    w->any = 0;
-    w->first = 64;
-    w->last = 0;
+RA__BF_STATIC int32_t ra__bf_narrow(ra__bf_strip *strip) {
+    const uint64_t rows = (uint64_t)(strip->vectors == 1 ? 0xffffu : 0xffffffffu) << strip->row;
+    strip->seeing = 0;
+    strip->first = 64;
+    strip->last = 0;
     for (int32_t j = 0; j < 64; j++) {
-        if (!(w->seen[j] & rows)) continue;
-        w->any |= w->seen[j];
-        if (w->first > j) w->first = j / 8 * 8;
-        w->last = j / 8 * 8 + 8;
+        if (!(strip->seen[j] & rows)) continue;
+        strip->seeing |= strip->seen[j];
+        if (strip->first > j) strip->first = j / 8 * 8;
+        strip->last = j / 8 * 8 + 8;
     }
-    return w->last > 0;
+    return strip->last > 0;
 }
 
 /* One block: all rows at once if they see all keys, else 32 rows and 16 rows with the keys that
  * these see, so that of a block on the diagonal only three quarters are computed. */
-RA__BF_FN void ra__bf_block(ra__bf_work *w, int32_t partial) {
-    w->row = 0;
-    w->masked = partial || w->p->rows <= 32 || w->keys->n % 4;
-    if (!w->masked) {
-        w->nt = 4;
-        w->first = 0;
-        w->last = w->keys->n;
-        ra__bf_softmax(w);
-        ra__bf_values(w);
+RA__BF_STATIC void ra__bf_fold_block(ra__bf_strip *strip, int32_t partial) {
+    strip->row = 0;
+    strip->masked = partial || strip->panel->rows <= 32 || strip->keys->n % 4;
+    if (!strip->masked) {
+        strip->vectors = 4;
+        strip->first = 0;
+        strip->last = strip->keys->n;
+        ra__bf_softmax(strip);
+        ra__bf_values(strip);
         return;
     }
-    ra__bf_see(w, partial);
-    for (; w->row < w->p->rows; w->row += 32) {
-        w->nt = w->p->rows - w->row > 16 ? 2 : 1;
-        if (!ra__bf_narrow(w)) continue;
-        ra__bf_softmax(w);
-        if (partial && !w->keys->v_clean) ra__bf_values_dirty(w, 1);
-        else ra__bf_values(w);
+    ra__bf_find_seen(strip, partial);
+    for (; strip->row < strip->panel->rows; strip->row += 32) {
+        strip->vectors = strip->panel->rows - strip->row > 16 ? 2 : 1;
+        if (!ra__bf_narrow(strip)) continue;
+        ra__bf_softmax(strip);
+        if (partial && !strip->keys->v_clean) ra__bf_values_dirty(strip, 1);
+        else ra__bf_values(strip);
     }
 }
 
-RA__BF_FN void ra__fold_bf16(const ra__panel *p, const ra__keys *keys, const int8_t *kind,
-                             int32_t count, const ra_desc *d, float *s) {
-    ra__bf_work w;
-    w.p = p;
-    w.k_dim = d->k_dim;
-    w.v_dim = d->v_dim;
-    w.s = s;
-    w.pairs = s + 64 * 64;
-    w.bias = w.pairs + 32 * 64;
+RA__BF_STATIC void ra__fold_bf16(const ra__panel *panel, const ra__keys *keys, const int8_t *kind,
+                                 int32_t count, const ra_desc *d, float *s) {
+    ra__bf_strip strip;
+    strip.panel = panel;
+    strip.k_dim = d->k_dim;
+    strip.v_dim = d->v_dim;
+    strip.scores = s;
+    strip.p_pairs = s + 64 * 64;
+    strip.bias = strip.p_pairs + 32 * 64;
     for (int32_t i = 0; i < count; i++) {
         if (kind[i] == RA__EMPTY) continue;
-        w.keys = keys + i;
-        ra__bf_block(&w, kind[i] == RA__PARTIAL);
+        strip.keys = keys + i;
+        ra__bf_fold_block(&strip, kind[i] == RA__PARTIAL);
     }
 }
 
@@ -4818,45 +4829,45 @@ RA__BF_FN void ra__fold_bf16(const ra__panel *p, const ra__keys *keys, const int
  * `unit`, are zero.
  * PERF: all rows are asked for first. Zen 5, causal, 1024 tokens, D 64 and 128: 64.3 to 65.4 and
  * 71.5 to 73 % of the peak. */
-RA__BF_FN void ra__bf_load_q(const ra__panel *p, const uint8_t *from, int64_t stride, int32_t dim,
-                             int32_t unit) {
+RA__BF_STATIC void ra__bf_load_q(const ra__panel *panel, const uint8_t *from, int64_t stride,
+                                 int32_t dim, int32_t unit) {
     const int32_t up = (int32_t)ra__round_up(dim, unit);
     __m512 r[16];
-    for (int32_t row = 0; row < p->rows; row++)
+    for (int32_t row = 0; row < panel->rows; row++)
         ra__prefetch((uintptr_t)(from + row * stride), 2 * dim);
     for (int32_t row = 0; row < RA_BLOCK_TOKENS; row += 16)
         for (int32_t d = 0; d < up; d += 32) {
-            const uint32_t first = ra__bf_first(dim - d, 32);
+            const uint32_t first = ra__bf_first_lanes(dim - d, 32);
             const uint8_t *at = from + row * stride + 2 * d;
             RA__UNROLL for (int32_t i = 0; i < 16; i++)
                 r[i] = _mm512_castsi512_ps(
-                    _mm512_maskz_loadu_epi16(row + i < p->rows ? first : 0, at + i * stride));
+                    _mm512_maskz_loadu_epi16(row + i < panel->rows ? first : 0, at + i * stride));
             ra__transpose_avx512(r);
             RA__UNROLL for (int32_t i = 0; i < 16; i++)
-                if (d + 2 * i < up) _mm512_storeu_ps(p->q + (d / 2 + i) * 64 + row, r[i]);
+                if (d + 2 * i < up) _mm512_storeu_ps(panel->q + (d / 2 + i) * 64 + row, r[i]);
         }
 }
 
-RA__BF_FN void ra__load_q_bf16(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
-                               int32_t dim) {
+RA__BF_STATIC void ra__load_q_bf16(const ra__panel *panel, const void *src, int64_t stride,
+                                   int32_t dtype, int32_t dim) {
     (void)dtype;
-    ra__bf_load_q(p, (const uint8_t *)src, stride, dim, 2);
+    ra__bf_load_q(panel, (const uint8_t *)src, stride, dim, 2);
 }
 
 /* acc of dims from dim up to a multiple of `unit` is zero. */
-RA__BF_FN void ra__bf_load_acc(const ra__panel *p, const float *src, int64_t stride, int32_t dim,
-                               int32_t unit) {
+RA__BF_STATIC void ra__bf_load_acc(const ra__panel *panel, const float *src, int64_t stride,
+                                   int32_t dim, int32_t unit) {
     const int64_t up = ra__round_up(dim, unit);
-    ra__load_acc_avx512(p, src, stride, dim);
-    memset(p->acc + dim * 64, 0, (size_t)(up - dim) * 64 * sizeof *p->acc);
+    ra__load_acc_avx512(panel, src, stride, dim);
+    memset(panel->acc + dim * 64, 0, (size_t)(up - dim) * 64 * sizeof *panel->acc);
 }
 
-RA__BF_FN void ra__load_acc_bf16(const ra__panel *p, const float *src, int64_t stride,
-                                 int32_t dim) {
-    ra__bf_load_acc(p, src, stride, dim, 8);
+RA__BF_STATIC void ra__load_acc_bf16(const ra__panel *panel, const float *src, int64_t stride,
+                                     int32_t dim) {
+    ra__bf_load_acc(panel, src, stride, dim, 8);
 }
 
-RA__BF_FN void ra__sizes_bf16(ra__bytes *out, const ra_desc *d, int32_t shared) {
+RA__BF_STATIC void ra__sizes_bf16(ra__bytes *out, const ra_desc *d, int32_t shared) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
     out->q = lane * ((d->k_dim + 1) / 2);
     out->acc = lane * ra__round_up(d->v_dim, 8);
@@ -4868,8 +4879,8 @@ RA__BF_FN void ra__sizes_bf16(ra__bytes *out, const ra_desc *d, int32_t shared) 
 
 /* Pairs of the first two of `rows` rows: elements in m, others are zero. Notes NaN and infinities
  * in bad. */
-RA__BF_OP __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int32_t rows, __mmask16 m,
-                                   uint32_t *bad) {
+RA__BF_INLINE __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int32_t rows,
+                                       __mmask16 m, uint32_t *bad) {
     const __m256i e = _mm256_set1_epi16(0x7f80);
     __m256i a = _mm256_setzero_si256(), b = a;
     if (rows > 0) a = _mm256_maskz_loadu_epi16(m, from);
@@ -4884,8 +4895,8 @@ RA__BF_OP __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int32_t 
  * of all without their signs, as integers.
  * PERF: by 32 dims, not 16: Zen 5, causal, 1024 tokens, D 64 and 128: 65.4 to 66.2 and 73 to 74 %
  * of the peak. */
-RA__BF_FN int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
-                                int32_t dim) {
+RA__BF_STATIC int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
+                                    int32_t dim) {
     const __m512i index = _mm512_add_epi32(
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                            _mm512_set1_epi32(0x00010001)), _mm512_set1_epi32(0x00200000));
@@ -4895,7 +4906,7 @@ RA__BF_FN int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride
     __m512i top = _mm512_setzero_si512();
     for (int32_t j = 0; j < n; j += 2, to += row)
         for (int32_t d = 0; d < dim; d += 32) {
-            const uint32_t m = ra__bf_first(dim - d, 32);
+            const uint32_t m = ra__bf_first_lanes(dim - d, 32);
             const uint8_t *v = from + j * stride + 2 * d;
             const __m512i a = _mm512_maskz_loadu_epi16(m, v);
             const __m512i b = _mm512_maskz_loadu_epi16(j + 1 < n ? m : 0, v + stride);
@@ -4910,8 +4921,8 @@ RA__BF_FN int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride
 
 /* Copies rows, which all panels of a group will read, to rows without gaps. For tiles (unit 32):
  * dims up to a multiple of `unit` and rows up to 64 are zero. Without, rows that have no gaps stay. */
-RA__BF_FN void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *stride, int32_t rows,
-                           int32_t dim, int32_t unit) {
+RA__BF_STATIC void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *stride, int32_t rows,
+                               int32_t dim, int32_t unit) {
     const int64_t row = 2 * ra__round_up(dim, unit);
     if (unit > 1) memset(to, 0, 64 * (size_t)row);
     else if (*stride == row) return;
@@ -4921,16 +4932,16 @@ RA__BF_FN void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *stride, i
 }
 
 /* V where it is part of K. */
-RA__BF_OP void ra__bf_find_v(ra__keys *keys, const ra_desc *d) {
+RA__BF_INLINE void ra__bf_find_v_in_k(ra__keys *keys, const ra_desc *d) {
     if (!d->v_in_k) return;
     keys->v = keys->k + 2 * (int64_t)d->v_column;
     keys->v_stride = keys->k_stride;
 }
 
-RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                                int32_t partial) {
+RA__BF_STATIC void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__store *store,
+                                    int32_t partial) {
     (void)partial;
-    ra__bf_find_v(keys, d);
+    ra__bf_find_v_in_k(keys, d);
     keys->v_clean = ra__bf_pack_v(store->v, keys->v, keys->v_stride, keys->n, d->v_dim);
     keys->v = store->v;
     keys->v_stride = 4 * ra__round_up(d->v_dim, 16);
@@ -4945,54 +4956,55 @@ RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__stor
  * Keys come in eights, the first four beside the last four, so that two vectors of scores [4 keys]
  * [4 rows] are the pairs of p. The two vectors of a chunk of values hold fours of dims in turn, as
  * interleaving of keys leaves them. */
-enum { RA__BF_FEW = 8 };               /* dims of a step of scores; keys of a unit of maxima */
+enum { RA__BF_DECODE_UNIT = 8 };               /* dims of a step of scores; keys of a unit of maxima */
 
 /* Dims of a step, as often as there are rows. */
-RA__BF_OP __m512i ra__bf_few_spread(const uint8_t *k) {
+RA__BF_INLINE __m512i ra__bf_decode_spread(const uint8_t *k) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)k));
 }
 
 /* c[i] = products of key j + i, i < 8, not yet summed over the pairs of dims of a row; keys beyond
  * the last are the last once more. Two chains a key. */
-RA__BF_OP void ra__bf_few_dots(const ra__few *f, const ra__stretch *x, int32_t j, __m512 *c) {
-    const int32_t dim = f->d->k_dim, last = x->n - 1;
-    const int32_t step = RA__BF_FEW;
-    const float *q = f->q;
+RA__BF_INLINE void ra__bf_decode_dots(const ra__few *rows, const ra__stretch *keys, int32_t j,
+                                      __m512 *c) {
+    const int32_t dim = rows->d->k_dim, last = keys->n - 1;
+    const int32_t step = RA__BF_DECODE_UNIT;
+    const float *q = rows->q;
     const uint8_t *k[8];
     __m512 odd[8];
     int32_t d;
     RA__UNROLL for (int32_t i = 0; i < 8; i++) {
-        k[i] = x->k + (j + i < last ? j + i : last) * x->k_stride;
+        k[i] = keys->k + (j + i < last ? j + i : last) * keys->k_stride;
         c[i] = odd[i] = _mm512_setzero_ps();
     }
     for (d = 0; dim - d >= 4 * step; d += 4 * step) {
         RA__UNROLL for (int32_t e = 0; e < 4; e++, q += 16) {
             const __m512i y = ra__bf_load(q);
             RA__UNROLL for (int32_t i = 0; i < 8; i++) {
-                const __m512i z = ra__bf_few_spread(k[i] + 2 * d + 2 * e * step);
+                const __m512i z = ra__bf_decode_spread(k[i] + 2 * d + 2 * e * step);
                 if (e % 2) odd[i] = ra__bf_dot(odd[i], y, z);
                 else c[i] = ra__bf_dot(c[i], y, z);
             }
         }
-        if (x->ahead) ra__stream_ask(x->ahead, step / 2);
+        if (keys->ahead) ra__stream_ask(keys->ahead, step / 2);
     }
     for (; d < dim; d += step, q += 16)
         RA__UNROLL for (int32_t i = 0; i < 8; i++) {
             uint8_t rest[16] = {0};
             memcpy(rest, k[i] + 2 * d, 2 * (size_t)(dim - d < step ? dim - d : step));
-            c[i] = ra__bf_dot(c[i], ra__bf_load(q), ra__bf_few_spread(rest));
+            c[i] = ra__bf_dot(c[i], ra__bf_load(q), ra__bf_decode_spread(rest));
         }
     RA__UNROLL for (int32_t i = 0; i < 8; i++) c[i] = _mm512_add_ps(c[i], odd[i]);
 }
 
 /* Scores [key][4 rows]. */
-RA__NOINLINE RA__BF_TARGET void ra__bf_few_scores(const ra__few *f, const ra__stretch *x,
-                                                  float *s) {
+RA__NOINLINE RA__BF_TARGET void ra__bf_decode_scores(const ra__few *rows, const ra__stretch *keys,
+                                                     float *s) {
     const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512 factor = _mm512_set1_ps(f->factor);
+    const __m512 factor = _mm512_set1_ps(rows->factor);
     __m512 c[8];
-    for (int32_t j = 0; j < x->n; j += 8) {
-        ra__bf_few_dots(f, x, j, c);
+    for (int32_t j = 0; j < keys->n; j += 8) {
+        ra__bf_decode_dots(rows, keys, j, c);
         RA__UNROLL for (int32_t i = 0; i < 8; i += 4) {
             const __m512 y = _mm512_permutexvar_ps(turn, ra__sums_4_avx512(c + i));
             _mm512_storeu_ps(s + 4 * (j + i), _mm512_mul_ps(y, factor));
@@ -5001,35 +5013,37 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_few_scores(const ra__few *f, const ra__st
 }
 
 /* All of what changes the scores of n keys, a multiple of 8. */
-RA__BF_OP void ra__bf_few_change(const ra__few *f, const ra__stretch *x, float *s, int32_t n) {
+RA__BF_INLINE void ra__bf_decode_modify(const ra__few *rows, const ra__stretch *keys, float *s,
+                                        int32_t n) {
     const __m512 low = _mm512_set1_ps(ra__neg_inf());
-    if (f->modified) ra__few_modify_avx512(f, x, s, 4 * x->n);
-    for (int32_t i = 0; i < 4 * n && (x->partial || n > x->n); i += 16)
-        _mm512_storeu_ps(s + i, _mm512_mask_blend_ps((__mmask16)(x->seen >> i), low,
-                                                     _mm512_loadu_ps(s + i)));
+    if (rows->modified) ra__few_modify_avx512(rows, keys, s, 4 * keys->n);
+    for (int32_t i = 0; i < 4 * n && (keys->partial || n > keys->n); i += 16)
+        _mm512_storeu_ps(
+            s + i, _mm512_mask_blend_ps((__mmask16)(keys->seen >> i), low, _mm512_loadu_ps(s + i)));
 }
 
 /* p of eights of keys, n in all, [4 pairs of keys][4 rows] each, with part. */
-RA__BF_OP void ra__bf_few_weights(ra__few *f, const float *s, int32_t n, float *pairs) {
-    const __m512 use = ra__base_avx512(_mm512_loadu_ps(f->m));
-    __m512 part = _mm512_loadu_ps(f->part);
+RA__BF_INLINE void ra__bf_decode_weights(ra__few *rows, const float *s, int32_t n, float *pairs) {
+    const __m512 use = ra__base_avx512(_mm512_loadu_ps(rows->m));
+    __m512 part = _mm512_loadu_ps(rows->part);
     for (int32_t i = 0; i < 4 * n; i += 32) {
         __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + i), use);
         __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + i + 16), use);
         _mm512_storeu_si512(pairs + i / 2, ra__bf_exp_pair(a, b, &part));
     }
-    _mm512_storeu_ps(f->part, part);
+    _mm512_storeu_ps(rows->part, part);
 }
 
 /* All bits of those of keys j and j + 4 that row r sees. */
-RA__BF_OP __m512i ra__bf_few_seen(const ra__stretch *x, int32_t j, int32_t r) {
-    const uint32_t low = x->seen >> (4 * j + r) & 1 ? 0xffffu : 0;
-    const uint32_t high = x->seen >> (4 * j + 16 + r) & 1 ? 0xffff0000u : 0;
+RA__BF_INLINE __m512i ra__bf_decode_seen(const ra__stretch *keys, int32_t j, int32_t r) {
+    const uint32_t low = keys->seen >> (4 * j + r) & 1 ? 0xffffu : 0;
+    const uint32_t high = keys->seen >> (4 * j + 16 + r) & 1 ? 0xffff0000u : 0;
     return _mm512_set1_epi32((int32_t)(low | high));
 }
 
 /* Pairs of a chunk of two keys; elements not in m are zero. */
-RA__BF_OP void ra__bf_few_pair(__m512i *v, const uint8_t *a, const uint8_t *b, const uint32_t m) {
+RA__BF_INLINE void ra__bf_decode_pair(__m512i *v, const uint8_t *a, const uint8_t *b,
+                                      const uint32_t m) {
     const __m512i y = m == ~0u ? _mm512_loadu_si512(a) : _mm512_maskz_loadu_epi16(m, a);
     const __m512i z = m == ~0u ? _mm512_loadu_si512(b) : _mm512_maskz_loadu_epi16(m, b);
     v[0] = _mm512_unpacklo_epi16(y, z);
@@ -5037,130 +5051,132 @@ RA__BF_OP void ra__bf_few_pair(__m512i *v, const uint8_t *a, const uint8_t *b, c
 }
 
 /* c += p of keys j and j + 4 times their pairs v; nc = 2: all rows see both. */
-RA__BF_OP void ra__bf_few_step(const ra__stretch *x, __m512 *c, int32_t j, const __m512i *v,
-                               const float *p, const int32_t nc) {
+RA__BF_INLINE void ra__bf_decode_product(const ra__stretch *keys, __m512 *c, int32_t j,
+                                         const __m512i *v, const float *p, const int32_t nc) {
     RA__UNROLL for (int32_t r = 0; r < 4; r++) {
         const __m512i y = ra__bf_broadcast((const uint8_t *)(p + r));
         RA__UNROLL for (int32_t t = 0; t < 2 * nc; t++) {
             const int32_t at = t / 2 * 8 + 2 * r + t % 2;
             __m512i z = v[t];
-            if (nc == 1) z = _mm512_and_si512(z, ra__bf_few_seen(x, j, r));
+            if (nc == 1) z = _mm512_and_si512(z, ra__bf_decode_seen(keys, j, r));
             c[at] = ra__bf_dot(c[at], z, y);
         }
     }
-    if (x->ahead) ra__stream_ask(x->ahead, nc);
+    if (keys->ahead) ra__stream_ask(keys->ahead, nc);
 }
 
 /* sum += p V in nc chunks of dims from d on; nc = 2: eights of keys that all rows see. pairs: rows
  * of 4, or of 16 if these are shared. */
-RA__BF_OP void ra__bf_few_tile(const ra__few *f, const ra__stretch *x, const float *pairs,
-                               int32_t d, const int32_t nc, int32_t row) {
-    const int32_t dim = f->d->v_dim, last = x->n - 1;
-    const uint32_t m = nc > 1 ? ~0u : ra__bf_first(dim - d, 32);
-    const uint8_t *v0 = x->v + 2 * (int64_t)d;
-    float *to = f->sum + 4 * d;
+RA__BF_INLINE void ra__bf_decode_value_tile(const ra__few *rows, const ra__stretch *keys,
+                                            const float *pairs, int32_t d, const int32_t nc,
+                                            int32_t row) {
+    const int32_t dim = rows->d->v_dim, last = keys->n - 1;
+    const uint32_t m = nc > 1 ? ~0u : ra__bf_first_lanes(dim - d, 32);
+    const uint8_t *v0 = keys->v + 2 * (int64_t)d;
+    float *to = rows->sum + 4 * d;
     __m512 c[16];
     RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++)
-        c[i] = f->live ? _mm512_loadu_ps(to + i * 16) : _mm512_setzero_ps();
-    for (int32_t j = 0; j < x->n; j += 8)
+        c[i] = rows->live ? _mm512_loadu_ps(to + i * 16) : _mm512_setzero_ps();
+    for (int32_t j = 0; j < keys->n; j += 8)
         for (int32_t i = j; i < j + 4; i++, pairs += row) {
-            const uint8_t *a = v0 + (nc > 1 || i < last ? i : last) * x->v_stride;
-            const uint8_t *b = v0 + (nc > 1 || i + 4 < last ? i + 4 : last) * x->v_stride;
+            const uint8_t *a = v0 + (nc > 1 || i < last ? i : last) * keys->v_stride;
+            const uint8_t *b = v0 + (nc > 1 || i + 4 < last ? i + 4 : last) * keys->v_stride;
             __m512i v[4];
             RA__UNROLL for (int32_t t = 0; t < nc; t++)
-                ra__bf_few_pair(v + 2 * t, a + 64 * t, b + 64 * t, nc > 1 ? ~0u : m);
-            ra__bf_few_step(x, c, i, v, pairs, nc);
+                ra__bf_decode_pair(v + 2 * t, a + 64 * t, b + 64 * t, nc > 1 ? ~0u : m);
+            ra__bf_decode_product(keys, c, i, v, pairs, nc);
         }
     RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++) _mm512_storeu_ps(to + i * 16, c[i]);
 }
 
-RA__NOINLINE RA__BF_TARGET void ra__bf_few_values(const ra__few *f, const ra__stretch *x,
-                                                  const float *pairs, int32_t row) {
-    const int32_t dim = f->d->v_dim, whole = !x->partial && x->n % RA__BF_FEW == 0;
+RA__NOINLINE RA__BF_TARGET void ra__bf_decode_values(const ra__few *rows, const ra__stretch *keys,
+                                                     const float *pairs, int32_t row) {
+    const int32_t dim = rows->d->v_dim, whole = !keys->partial && keys->n % RA__BF_DECODE_UNIT == 0;
     int32_t d = 0;
-    for (; whole && dim - d >= 64; d += 64) ra__bf_few_tile(f, x, pairs, d, 2, row);
-    for (; d < dim; d += 32) ra__bf_few_tile(f, x, pairs, d, 1, row);
+    for (; whole && dim - d >= 64; d += 64) ra__bf_decode_value_tile(rows, keys, pairs, d, 2, row);
+    for (; d < dim; d += 32) ra__bf_decode_value_tile(rows, keys, pairs, d, 1, row);
 }
 
 /* Keys [j, j + n) of a stretch, whose scores are s, to the sums; n: a multiple of 8. */
-RA__BF_OP void ra__bf_few_add(ra__few *f, const ra__stretch *x, const float *s, int32_t j,
-                              int32_t n) {
+RA__BF_INLINE void ra__bf_decode_add(ra__few *rows, const ra__stretch *keys, const float *s,
+                                     int32_t j, int32_t n) {
     float pairs[2 * RA__FEW_KEYS];
-    ra__stretch y = *x;
-    y.v += j * x->v_stride;
-    y.seen >>= 4 * j;
-    y.n = x->n - j < n ? x->n - j : n;
-    ra__bf_few_weights(f, s + 4 * j, n, pairs);
-    ra__bf_few_values(f, &y, pairs, 4);
+    ra__stretch part = *keys;
+    part.v += j * keys->v_stride;
+    part.seen >>= 4 * j;
+    part.n = keys->n - j < n ? keys->n - j : n;
+    ra__bf_decode_weights(rows, s + 4 * j, n, pairs);
+    ra__bf_decode_values(rows, &part, pairs, 4);
     for (int32_t r = 0; r < 4; r++)
-        if (y.seen >> r & ra__few_row) f->live |= 1 << r;
+        if (part.seen >> r & ra__few_row) rows->live |= 1 << r;
 }
 
 /* As few_one in KERNEL. */
-RA__BF_FN void ra__bf_few_one(ra__few *f, const ra__stretch *x) {
-    const int32_t n = (x->n + RA__BF_FEW - 1) / RA__BF_FEW * RA__BF_FEW;
+RA__BF_STATIC void ra__bf_decode_fold_keys(ra__few *rows, const ra__stretch *keys) {
+    const int32_t n = (keys->n + RA__BF_DECODE_UNIT - 1) / RA__BF_DECODE_UNIT * RA__BF_DECODE_UNIT;
     float s[4 * RA__FEW_KEYS];
-    ra__bf_few_scores(f, x, s);
-    ra__bf_few_change(f, x, s, n);
-    for (int32_t j = 0; j < n; j += RA__BF_FEW) {
-        if (!ra__few_is_calm_avx512(f, s + 4 * j, 4 * (n - j))) {
-            ra__few_rise_avx512(f, s + 4 * j, 4 * RA__BF_FEW);
-            if (!ra__few_is_calm_avx512(f, s + 4 * j, 4 * (n - j))) {
-                ra__bf_few_add(f, x, s, j, RA__BF_FEW);
+    ra__bf_decode_scores(rows, keys, s);
+    ra__bf_decode_modify(rows, keys, s, n);
+    for (int32_t j = 0; j < n; j += RA__BF_DECODE_UNIT) {
+        if (!ra__few_is_calm_avx512(rows, s + 4 * j, 4 * (n - j))) {
+            ra__few_rise_avx512(rows, s + 4 * j, 4 * RA__BF_DECODE_UNIT);
+            if (!ra__few_is_calm_avx512(rows, s + 4 * j, 4 * (n - j))) {
+                ra__bf_decode_add(rows, keys, s, j, RA__BF_DECODE_UNIT);
                 continue;
             }
         }
-        ra__bf_few_add(f, x, s, j, n - j);
+        ra__bf_decode_add(rows, keys, s, j, n - j);
         return;
     }
 }
 
-/* Scores [key][16 rows] of keys j and j + 1, by the same chains and sums as in ra__bf_few_dots:
+/* Scores [key][16 rows] of keys j and j + 1, by the same chains and sums as in ra__bf_decode_dots:
  * every pair of dims of eight has two. */
-RA__BF_OP void ra__bf_wide_dots(const ra__few *f, const ra__stretch *x, int32_t j, float *s) {
+RA__BF_INLINE void ra__bf_wide_dots(const ra__few *rows, const ra__stretch *keys, int32_t j,
+                                    float *s) {
     const uint8_t *k[2];
-    const float *q = f->wide;
+    const float *q = rows->wide;
     __m512 c[2][8];
     RA__UNROLL for (int32_t i = 0; i < 2; i++) {
-        k[i] = x->k + (j + i) * x->k_stride;
+        k[i] = keys->k + (j + i) * keys->k_stride;
         RA__UNROLL for (int32_t e = 0; e < 8; e++) c[i][e] = _mm512_setzero_ps();
     }
-    for (int32_t d = 0; d < f->d->k_dim; d += 16) {
+    for (int32_t d = 0; d < rows->d->k_dim; d += 16) {
         RA__UNROLL for (int32_t e = 0; e < 8; e++, q += 16) {
             const __m512i y = ra__bf_load(q);
             RA__UNROLL for (int32_t i = 0; i < 2; i++)
                 c[i][e] = ra__bf_dot(c[i][e], y, ra__bf_broadcast(k[i] + 2 * d + 4 * e));
         }
-        if (x->ahead && d % 64 == 0) ra__stream_ask(x->ahead, 2);
+        if (keys->ahead && d % 64 == 0) ra__stream_ask(keys->ahead, 2);
     }
     RA__UNROLL for (int32_t i = 0; i < 2; i++) {
         const __m512 a = _mm512_add_ps(c[i][0], c[i][4]), b = _mm512_add_ps(c[i][1], c[i][5]);
         const __m512 y = _mm512_add_ps(c[i][2], c[i][6]), z = _mm512_add_ps(c[i][3], c[i][7]);
         const __m512 sum = _mm512_add_ps(_mm512_add_ps(a, y), _mm512_add_ps(b, z));
-        _mm512_storeu_ps(s + 16 * (j + i), _mm512_mul_ps(sum, _mm512_set1_ps(f->factor)));
+        _mm512_storeu_ps(s + 16 * (j + i), _mm512_mul_ps(sum, _mm512_set1_ps(rows->factor)));
     }
 }
 
-RA__NOINLINE RA__BF_TARGET void ra__bf_wide_scores(const ra__few *f, const ra__stretch *x,
+RA__NOINLINE RA__BF_TARGET void ra__bf_wide_scores(const ra__few *rows, const ra__stretch *keys,
                                                    float *s) {
-    for (int32_t j = 0; j < x->n; j += 2) ra__bf_wide_dots(f, x, j, s);
+    for (int32_t j = 0; j < keys->n; j += 2) ra__bf_wide_dots(rows, keys, j, s);
 }
 
 /* p of n fours, [pair of keys][16], and part. 0: a score is far above m, and nothing is done. */
-RA__BF_FN int32_t ra__bf_wide_softmax(ra__few *f, const ra__stretch *x, int32_t n, const float *s,
-                                      float *pairs) {
+RA__BF_STATIC int32_t ra__bf_wide_softmax(ra__few *rows, const ra__stretch *keys, int32_t n,
+                                          const float *s, float *pairs) {
     __m512 top = _mm512_set1_ps(ra__neg_inf()), use, part;
     float m[16] = {0}, l[4][16] = {{0}};
     for (int32_t i = 0; i < n; i++) {
-        memcpy(m + 4 * i, f[i].m, 4 * sizeof *m);
-        for (int32_t j = 0; j < 4; j++) memcpy(l[j] + 4 * i, f[i].part + 4 * j, 4 * sizeof *m);
+        memcpy(m + 4 * i, rows[i].m, 4 * sizeof *m);
+        for (int32_t j = 0; j < 4; j++) memcpy(l[j] + 4 * i, rows[i].part + 4 * j, 4 * sizeof *m);
     }
-    for (int32_t j = 0; j < x->n; j++) top = _mm512_max_ps(_mm512_loadu_ps(s + 16 * j), top);
+    for (int32_t j = 0; j < keys->n; j++) top = _mm512_max_ps(_mm512_loadu_ps(s + 16 * j), top);
     use = _mm512_loadu_ps(m);
     if (_mm512_cmp_ps_mask(_mm512_add_ps(use, _mm512_set1_ps(ra__few_slack)), top, _CMP_LT_OQ))
         return 0;
     use = ra__base_avx512(use);
-    for (int32_t j = 0; j < x->n; j += j % 4 < 3 ? 1 : 5, pairs += 16) {
+    for (int32_t j = 0; j < keys->n; j += j % 4 < 3 ? 1 : 5, pairs += 16) {
         const __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j), use);
         const __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j + 64), use);
         part = _mm512_loadu_ps(l[j % 4]);
@@ -5168,58 +5184,59 @@ RA__BF_FN int32_t ra__bf_wide_softmax(ra__few *f, const ra__stretch *x, int32_t 
         _mm512_storeu_ps(l[j % 4], part);
     }
     for (int32_t i = 0; i < n; i++)
-        for (int32_t j = 0; j < 4; j++) memcpy(f[i].part + 4 * j, l[j] + 4 * i, 4 * sizeof *m);
+        for (int32_t j = 0; j < 4; j++) memcpy(rows[i].part + 4 * j, l[j] + 4 * i, 4 * sizeof *m);
     return 1;
 }
 
 /* Eights of keys that all rows of all fours see, and scores that nothing changes. */
-RA__BF_OP int32_t ra__bf_is_wide(const ra__few *f, const ra__stretch *x, int32_t n) {
-    int32_t wide = f->wide && x->n % RA__BF_FEW == 0 && f->d->k_dim % 32 == 0;
-    for (int32_t i = 0; i < n; i++) wide &= !x[i].partial && !f[i].modified;
+RA__BF_INLINE int32_t ra__bf_may_be_wide(const ra__few *rows, const ra__stretch *keys, int32_t n) {
+    int32_t wide = rows->wide && keys->n % RA__BF_DECODE_UNIT == 0 && rows->d->k_dim % 32 == 0;
+    for (int32_t i = 0; i < n; i++) wide &= !keys[i].partial && !rows[i].modified;
     return wide;
 }
 
-RA__BF_FN void ra__few_fold_bf16(ra__few *f, const ra__stretch *x, int32_t n) {
+RA__BF_STATIC void ra__decode_fold_bf16(ra__few *rows, const ra__stretch *keys, int32_t n) {
     float s[16 * RA__FEW_KEYS], pairs[8 * RA__FEW_KEYS];
-    if (ra__bf_is_wide(f, x, n)) {
-        ra__bf_wide_scores(f, x, s);
-        if (ra__bf_wide_softmax(f, x, n, s, pairs)) {
+    if (ra__bf_may_be_wide(rows, keys, n)) {
+        ra__bf_wide_scores(rows, keys, s);
+        if (ra__bf_wide_softmax(rows, keys, n, s, pairs)) {
             for (int32_t i = 0; i < n; i++) {
-                ra__bf_few_values(&f[i], &x[i], pairs + f[i].lane, 16);
-                f[i].live = 15;
+                ra__bf_decode_values(&rows[i], &keys[i], pairs + rows[i].lane, 16);
+                rows[i].live = 15;
             }
             return;
         }
     }
     for (int32_t i = 0; i < n; i++)
-        if (x[i].seen) ra__bf_few_one(&f[i], &x[i]);
+        if (keys[i].seen) ra__bf_decode_fold_keys(&rows[i], &keys[i]);
 }
 
 /* The factor is in f, for Q stays as it is. */
-RA__BF_FN void ra__few_load_bf16(const ra__few *f, int32_t r, const void *src, float factor) {
-    const int32_t dim = f->d->k_dim;
+RA__BF_STATIC void ra__decode_load_bf16(const ra__few *rows, int32_t r, const void *src,
+                                        float factor) {
+    const int32_t dim = rows->d->k_dim;
     const uint8_t *from = (const uint8_t *)src;
     (void)factor;
     for (int32_t d = 0; d < dim; d += 8) {
-        float *to = f->q + 2 * d + 4 * r;
+        float *to = rows->q + 2 * d + 4 * r;
         memset(to, 0, 16);
         memcpy(to, from + 2 * d, 2 * (size_t)(dim - d < 8 ? dim - d : 8));
     }
-    for (int32_t d = 0; f->wide && d < dim; d += 2)
-        memcpy(f->wide + 8 * d + f->lane + r, from + 2 * d, dim - d > 1 ? 4 : 2);
+    for (int32_t d = 0; rows->wide && d < dim; d += 2)
+        memcpy(rows->wide + 8 * d + rows->lane + r, from + 2 * d, dim - d > 1 ? 4 : 2);
 }
 
 /* Puts the dims of a row in order and stores it. */
-RA__BF_FN void ra__few_store_bf16(const ra__few *f, int32_t r, void *dst, float factor) {
+RA__BF_STATIC void ra__decode_store_bf16(const ra__few *rows, int32_t r, void *dst, float factor) {
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    for (int32_t d = 0; d < f->d->v_dim; d += 32) {
-        float *at = f->acc + 4 * d + 32 * r;
+    for (int32_t d = 0; d < rows->d->v_dim; d += 32) {
+        float *at = rows->acc + 4 * d + 32 * r;
         const __m512 a = _mm512_loadu_ps(at), b = _mm512_loadu_ps(at + 16);
         _mm512_storeu_ps(at, _mm512_permutex2var_ps(a, low, b));
         _mm512_storeu_ps(at + 16, _mm512_permutex2var_ps(a, high, b));
     }
-    ra__few_store_avx512(f, r, dst, factor);
+    ra__few_store_avx512(rows, r, dst, factor);
 }
 
 /* ---- backward: KERNEL's, of pairs. S and dP are what forward's scores are. P and dS leave the
@@ -5230,357 +5247,371 @@ RA__BF_FN void ra__few_store_bf16(const ra__few *f, int32_t r, void *dst, float 
  * go through f32 and the passes of AVX-512. */
 enum { RA__BF_SLOT = 2 * 64 * 64 };    /* numbers of P and dS of a tile, which lie together */
 
-/* One panel against one block. dP is to dO and V what S is to Q and K, and dQ^T is to packed K and
- * dS what O^T is to packed V and p. */
+/* One panel against one block of keys. dP is to dO and V what S is to Q and K. dQ^T is to packed K
+ * and dS what O^T is to packed V and p. */
 typedef struct ra__bf_back {
-    const ra__tile *x;
-    ra__panel g;                       /* dO as q */
-    ra__keys k, v;                     /* K, its packed form as v; V as k */
-    ra__bf_work s, dp;                 /* their `use`: LSE, and what dP starts at */
-    uint16_t *p, *ds;                  /* rows */
-    float *pairs;                      /* of ds */
+    const ra__tile *job;
+    ra__panel d_o;                     /* its q is dO */
+    ra__keys k;                        /* its v is packed K */
+    ra__keys v;                        /* its k is V */
+    ra__bf_strip s;                    /* makes S and dQ; shift is the LSE */
+    ra__bf_strip dp;                   /* makes dP; shift is delta * scale */
+    uint16_t *p, *ds;                  /* [64 keys][64 rows] bf16 */
+    float *ds_pairs;                   /* [32][64 rows] pairs of dS */
 } ra__bf_back;
 
 /* Points b at a tile, whose P and dS become those in `slot` of `slots`. */
-RA__BF_FN void ra__bf_back_open(ra__bf_back *b, const ra__tile *x, int32_t slot, int32_t slots) {
-    b->x = x;
-    b->p = (uint16_t *)(void *)x->form + slot * RA__BF_SLOT;
-    b->ds = b->p + RA__BF_SLOT / 2;
-    b->pairs = x->form + slots * (RA__BF_SLOT / 2);
-    b->g = x->x->p;
-    b->g.q = x->x->g;
-    b->v = b->k = *x->keys;
-    b->v.k = x->keys->v;
-    b->v.k_stride = x->keys->v_stride;
-    b->k.v = (const uint8_t *)x->k_form;
-    b->k.v_stride = 4 * ra__round_up(x->k_dim, 16);
-    b->s.p = &x->x->p;
-    b->s.keys = &b->k;
-    b->s.k_dim = b->s.v_dim = x->k_dim;
-    b->s.pairs = b->pairs;
-    b->s.nt = 4;
-    b->s.first = 0;
-    b->s.last = x->keys->n;
-    b->dp.p = &b->g;
-    b->dp.keys = &b->v;
-    b->dp.k_dim = x->v_dim;
-    b->s.row = b->dp.row = 0;
+RA__BF_STATIC void ra__bf_back_begin(ra__bf_back *back, const ra__tile *job, int32_t slot,
+                                     int32_t slots) {
+    back->job = job;
+    back->p = (uint16_t *)(void *)job->form + slot * RA__BF_SLOT;
+    back->ds = back->p + RA__BF_SLOT / 2;
+    back->ds_pairs = job->form + slots * (RA__BF_SLOT / 2);
+    back->d_o = job->x->p;
+    back->d_o.q = job->x->g;
+    back->v = back->k = *job->keys;
+    back->v.k = job->keys->v;
+    back->v.k_stride = job->keys->v_stride;
+    back->k.v = (const uint8_t *)job->k_form;
+    back->k.v_stride = 4 * ra__round_up(job->k_dim, 16);
+    back->s.panel = &job->x->p;
+    back->s.keys = &back->k;
+    back->s.k_dim = back->s.v_dim = job->k_dim;
+    back->s.p_pairs = back->ds_pairs;
+    back->s.vectors = 4;
+    back->s.first = 0;
+    back->s.last = job->keys->n;
+    back->dp.panel = &back->d_o;
+    back->dp.keys = &back->v;
+    back->dp.k_dim = job->v_dim;
+    back->s.row = back->dp.row = 0;
 }
 
 /* 1 if P and dS need more than products and a mask. */
-RA__BF_OP int32_t ra__bf_back_is_general(const ra__tile *x) {
-    return ra__score_is_modified(&x->x->p.score) || x->x->d_bias;
+RA__BF_INLINE int32_t ra__bf_back_is_general(const ra__tile *job) {
+    return ra__score_is_modified(&job->x->p.score) || job->x->d_bias;
 }
 
 /* 32 numbers as bf16, those of a first. */
-RA__BF_OP __m512i ra__bf_round(__m512 a, __m512 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
+RA__BF_INLINE __m512i ra__bf_of_f32(__m512 a, __m512 b) {
+    return (__m512i)_mm512_cvtne2ps_pbh(b, a);
+}
 
 /* Rows r[0], r[1] of two keys, 32 query rows: kept, and as pairs of keys. */
-RA__BF_OP void ra__bf_put_ds(const ra__bf_back *b, int32_t j, int32_t row, const __m512i r[2]) {
+RA__BF_INLINE void ra__bf_store_ds(const ra__bf_back *back, int32_t j, int32_t row,
+                                   const __m512i r[2]) {
     static const uint16_t order[32] = { 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8,
                                         40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47 };
     const __m512i low = _mm512_loadu_si512(order);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    float *to = b->pairs + j / 2 * 64 + row;
-    _mm512_storeu_si512(b->ds + j * 64 + row, r[0]);
-    _mm512_storeu_si512(b->ds + (j + 1) * 64 + row, r[1]);
+    float *to = back->ds_pairs + j / 2 * 64 + row;
+    _mm512_storeu_si512(back->ds + j * 64 + row, r[0]);
+    _mm512_storeu_si512(back->ds + (j + 1) * 64 + row, r[1]);
     _mm512_storeu_si512(to, _mm512_permutex2var_epi16(r[0], low, r[1]));
     _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(r[0], high, r[1]));
 }
 
 /* P of key j and 32 rows from vector t on, from its scores in x->p, where P * scale stays. */
-RA__BF_OP void ra__bf_back_weights(const ra__bf_back *b, int32_t j, int32_t t,
-                                   const int32_t masked) {
-    const ra__panel *p = &b->x->x->p;
-    const __m512 factor = _mm512_set1_ps(p->factor), scale = _mm512_set1_ps(b->x->scale);
-    float *at = b->x->p + j % 4 * 64 + 16 * t;
+RA__BF_INLINE void ra__bf_back_p(const ra__bf_back *back, int32_t j, int32_t t,
+                                 const int32_t masked) {
+    const ra__panel *panel = &back->job->x->p;
+    const __m512 factor = _mm512_set1_ps(panel->factor), scale = _mm512_set1_ps(back->job->scale);
+    float *at = back->job->p + j % 4 * 64 + 16 * t;
     __m512 w[2];
     RA__UNROLL for (int32_t i = 0; i < 2; i++) {
-        __m512 lse = _mm512_loadu_ps(p->m + 16 * (t + i));
+        __m512 lse = _mm512_loadu_ps(panel->m + 16 * (t + i));
         w[i] = ra__bf_exp(
             _mm512_fmsub_ps(_mm512_loadu_ps(at + 16 * i), factor, lse), 0.0f);
-        if (masked) w[i] = _mm512_maskz_mov_ps(ra__bf_lanes(&b->s, j, t + i), w[i]);
+        if (masked) w[i] = _mm512_maskz_mov_ps(ra__bf_lanes_seeing(&back->s, j, t + i), w[i]);
         _mm512_storeu_ps(at + 16 * i, _mm512_mul_ps(w[i], scale));
     }
-    _mm512_storeu_si512(b->p + j * 64 + 16 * t, ra__bf_round(w[0], w[1]));
+    _mm512_storeu_si512(back->p + j * 64 + 16 * t, ra__bf_of_f32(w[0], w[1]));
 }
 
 /* dS of keys j and j + 1, 32 rows from vector t on, from P * scale and dP of the tile. */
-RA__BF_OP void ra__bf_back_slopes(const ra__bf_back *b, int32_t j, int32_t t,
+RA__BF_INLINE void ra__bf_back_ds(const ra__bf_back *back, int32_t j, int32_t t,
                                   const int32_t masked) {
     const int32_t at = j % 4 * 64 + 16 * t;
     __m512i r[2];
     RA__UNROLL for (int32_t i = 0; i < 2; i++) {
         __m512 y[2];
         RA__UNROLL for (int32_t e = 0; e < 2; e++) {
-            y[e] = _mm512_mul_ps(_mm512_loadu_ps(b->x->p + at + i * 64 + e * 16),
-                                 _mm512_loadu_ps(b->x->ds + at + i * 64 + e * 16));
-            if (masked) y[e] = _mm512_maskz_mov_ps(ra__bf_lanes(&b->s, j + i, t + e), y[e]);
+            y[e] = _mm512_mul_ps(_mm512_loadu_ps(back->job->p + at + i * 64 + e * 16),
+                                 _mm512_loadu_ps(back->job->ds + at + i * 64 + e * 16));
+            if (masked)
+                y[e] = _mm512_maskz_mov_ps(ra__bf_lanes_seeing(&back->s, j + i, t + e), y[e]);
         }
-        r[i] = ra__bf_round(y[0], y[1]);
+        r[i] = ra__bf_of_f32(y[0], y[1]);
     }
-    ra__bf_put_ds(b, j, 16 * t, r);
+    ra__bf_store_ds(back, j, 16 * t, r);
 }
 
 /* Piece n of what is left to do with the tile of 4 keys from j on: slopes 0: P, of 8 pieces; 1: dS,
  * of 4. */
-RA__BF_OP void ra__bf_back_piece(const ra__bf_back *b, int32_t j, int32_t n, const int32_t slopes,
-                                 const int32_t masked) {
-    if (slopes) ra__bf_back_slopes(b, j + n / 2 * 2, n % 2 * 2, masked);
-    else ra__bf_back_weights(b, j + n / 2, n % 2 * 2, masked);
+RA__BF_INLINE void ra__bf_back_piece(const ra__bf_back *back, int32_t j, int32_t n,
+                                     const int32_t slopes, const int32_t masked) {
+    if (slopes) ra__bf_back_ds(back, j + n / 2 * 2, n % 2 * 2, masked);
+    else ra__bf_back_p(back, j + n / 2, n % 2 * 2, masked);
 }
 
 /* Pieces [n, pieces), beside nothing. */
-RA__NOINLINE RA__BF_TARGET void ra__bf_back_rest(const ra__bf_back *b, int32_t j, int32_t n,
-                                                 int32_t pieces, int32_t slopes) {
-    const int32_t masked = b->x->partial || b->x->keys->n % 4;
-    for (; n < pieces; n++) ra__bf_back_piece(b, j, n, slopes, masked);
+RA__NOINLINE RA__BF_TARGET void ra__bf_back_last_pieces(const ra__bf_back *back, int32_t j,
+                                                        int32_t n, int32_t pieces, int32_t slopes) {
+    const int32_t masked = back->job->partial || back->job->keys->n % 4;
+    for (; n < pieces; n++) ra__bf_back_piece(back, j, n, slopes, masked);
 }
 
 /* c[i][t] += products of w with 4 keys from j on, beside the pieces of the tile at j - 4 (dS) or j
  * (P); then to x->p or x->ds. */
-RA__BF_OP void ra__bf_back_dots(const ra__bf_back *b, const ra__bf_work *w, int32_t j,
-                                __m512 (*c)[4], const int32_t slopes, const int32_t masked) {
+RA__BF_INLINE void ra__bf_back_dots(const ra__bf_back *back, const ra__bf_strip *strip, int32_t j,
+                                    __m512 (*c)[4], const int32_t slopes, const int32_t masked) {
     const int32_t pieces = !slopes ? 8 : j > 0 ? 4 : 0, of = slopes ? j - 4 : j;
-    float *to = slopes ? b->x->p : b->x->ds;
-    const float *q = w->p->q;
+    float *to = slopes ? back->job->p : back->job->ds;
+    const float *q = strip->panel->q;
     const uint8_t *k[8];
     int32_t d, n = 0;
-    ra__bf_rows(w, j, k, 4);
-    for (d = 0; n < pieces && d + 8 <= w->k_dim; d += 8, n++) {
-        ra__bf_eight(c, k, d, q, 4, 4);
-        ra__bf_back_piece(b, of, n, slopes, masked);
+    ra__bf_key_rows(strip, j, k, 4);
+    for (d = 0; n < pieces && d + 8 <= strip->k_dim; d += 8, n++) {
+        ra__bf_eight_dims(c, k, d, q, 4, 4);
+        ra__bf_back_piece(back, of, n, slopes, masked);
     }
-    ra__bf_steps(w, k, d, c, 4, 4);
-    if (n < pieces) ra__bf_back_rest(b, of, n, pieces, slopes);
+    ra__bf_dots_from(strip, k, d, c, 4, 4);
+    if (n < pieces) ra__bf_back_last_pieces(back, of, n, pieces, slopes);
     ra__bf_store_sums(to, c, 4, 4);
 }
 
 /* P and dS of a block; masked: some rows do not see some keys. dP starts at - delta. */
-RA__BF_OP void ra__bf_back_block(const ra__bf_back *b, const int32_t masked) {
-    const ra__panel *p = &b->x->x->p;
+RA__BF_INLINE void ra__bf_back_softmax(const ra__bf_back *back, const int32_t masked) {
+    const ra__panel *panel = &back->job->x->p;
     __m512 c[8][4];
     int32_t j;
-    for (j = 0; j < b->x->keys->n; j += 4) {
-        ra__bf_zero(c, 4, 4);
-        ra__bf_back_dots(b, &b->s, j, c, 1, masked);
+    for (j = 0; j < back->job->keys->n; j += 4) {
+        ra__bf_zero_sums(c, 4, 4);
+        ra__bf_back_dots(back, &back->s, j, c, 1, masked);
         RA__UNROLL for (int32_t t = 0; t < 4; t++) {
-            c[0][t] = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(p->l + 16 * t));
+            c[0][t] = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(panel->l + 16 * t));
             RA__UNROLL for (int32_t i = 1; i < 4; i++) c[i][t] = c[0][t];
         }
-        ra__bf_back_dots(b, &b->dp, j, c, 0, masked);
-        ra__ask(p->ahead);
+        ra__bf_back_dots(back, &back->dp, j, c, 0, masked);
+        ra__ask(panel->ahead);
     }
-    ra__bf_back_rest(b, j - 4, 0, 4, 1);
+    ra__bf_back_last_pieces(back, j - 4, 0, 4, 1);
 }
 
-RA__NOINLINE RA__BF_TARGET void ra__bf_back_tiles(const ra__bf_back *b) {
-    if (b->x->partial || b->x->keys->n % 4) ra__bf_back_block(b, 1);
-    else ra__bf_back_block(b, 0);
+RA__NOINLINE RA__BF_TARGET void ra__bf_back_plain(const ra__bf_back *back) {
+    if (back->job->partial || back->job->keys->n % 4) ra__bf_back_softmax(back, 1);
+    else ra__bf_back_softmax(back, 0);
 }
 
 /* Dot products as f32, to [keys][64]. */
-RA__BF_FN void ra__bf_back_store(const ra__bf_work *w, float *to) {
+RA__BF_STATIC void ra__bf_store_products(const ra__bf_strip *strip, float *to) {
     const uint8_t *k[8];
     __m512 c[8][4];
-    for (int32_t j = 0; j < w->keys->n; j += 4) {
-        ra__bf_rows(w, j, k, 4);
-        ra__bf_zero(c, 4, 4);
-        ra__bf_steps(w, k, 0, c, 4, 4);
+    for (int32_t j = 0; j < strip->keys->n; j += 4) {
+        ra__bf_key_rows(strip, j, k, 4);
+        ra__bf_zero_sums(c, 4, 4);
+        ra__bf_dots_from(strip, k, 0, c, 4, 4);
         ra__bf_store_sums(to + j * 64, c, 4, 4);
     }
 }
 
 /* 32 numbers of row j of [keys][64] from `row` on as bf16; 0 for what is not there. */
-RA__BF_OP __m512i ra__bf_back_row(const ra__tile *x, const float *from, int32_t j, int32_t row) {
+RA__BF_INLINE __m512i ra__bf_back_row(const ra__tile *job, const float *from, int32_t j,
+                                      int32_t row) {
     const __m512 none = _mm512_setzero_ps();
-    const int32_t rows = j < x->keys->n ? x->x->p.rows : 0;
+    const int32_t rows = j < job->keys->n ? job->x->p.rows : 0;
     from += j * 64 + row;
-    return ra__bf_round(row < rows ? _mm512_loadu_ps(from) : none,
-                        row + 16 < rows ? _mm512_loadu_ps(from + 16) : none);
+    return ra__bf_of_f32(row < rows ? _mm512_loadu_ps(from) : none,
+                         row + 16 < rows ? _mm512_loadu_ps(from + 16) : none);
 }
 
 /* P and dS from the products in x->p and x->ds, with all that can be done to them. */
-RA__BF_FN void ra__bf_back_general(const ra__bf_back *b) {
-    const ra__tile *x = b->x;
-    const __m512 factor = _mm512_set1_ps(x->x->p.factor);
+RA__BF_STATIC void ra__bf_back_general(const ra__bf_back *back) {
+    const ra__tile *job = back->job;
+    const __m512 factor = _mm512_set1_ps(job->x->p.factor);
     __m512i r[2];
-    for (int32_t j = 0; j < x->keys->n * 64; j += 16)
-        _mm512_storeu_ps(x->p + j, _mm512_mul_ps(_mm512_loadu_ps(x->p + j), factor));
-    for (int32_t row = 0; row < x->x->p.rows; row += 16) ra__back_weights_avx512(x, row);
-    ra__back_general_avx512(x);
+    for (int32_t j = 0; j < job->keys->n * 64; j += 16)
+        _mm512_storeu_ps(job->p + j, _mm512_mul_ps(_mm512_loadu_ps(job->p + j), factor));
+    for (int32_t row = 0; row < job->x->p.rows; row += 16) ra__back_weights_avx512(job, row);
+    ra__back_general_avx512(job);
     for (int32_t j = 0; j < 64; j += 2)
         for (int32_t row = 0; row < 64; row += 32) {
-            _mm512_storeu_si512(b->p + j * 64 + row, ra__bf_back_row(x, x->p, j, row));
-            _mm512_storeu_si512(b->p + (j + 1) * 64 + row, ra__bf_back_row(x, x->p, j + 1, row));
-            r[0] = ra__bf_back_row(x, x->ds, j, row);
-            r[1] = ra__bf_back_row(x, x->ds, j + 1, row);
-            ra__bf_put_ds(b, j, row, r);
+            _mm512_storeu_si512(back->p + j * 64 + row, ra__bf_back_row(job, job->p, j, row));
+            _mm512_storeu_si512(back->p + (j + 1) * 64 + row,
+                                ra__bf_back_row(job, job->p, j + 1, row));
+            r[0] = ra__bf_back_row(job, job->ds, j, row);
+            r[1] = ra__bf_back_row(job, job->ds, j + 1, row);
+            ra__bf_store_ds(back, j, row, r);
         }
 }
 
-/* What dK and dV of one block have in common, as in KERNEL, of one panel or two. */
-typedef struct ra__bf_outer {
-    const ra__tile *x;                 /* [panels] */
+/* dK or dV of one block of keys: the sum over one or two panels of A^T B, where A is dS or P and B
+ * is Q or dO. */
+typedef struct ra__bf_key_grad {
+    const ra__tile *jobs;              /* [panels] */
     int32_t panels, dim;
-    const uint16_t *a;                 /* [keys][64], the second panel's RA__BF_SLOT further on */
-    const float *rows[2];              /* as ra__bf_pack_rows has them */
-    float *to;
-    int64_t stride;
-} ra__bf_outer;
+    const uint16_t *a;                 /* [keys][64 rows]; RA__BF_SLOT further on for panel 1 */
+    const float *row_pairs[2];         /* B of each panel, from ra__bf_pack_rows */
+    float *to;                         /* [keys][dim] */
+    int64_t stride;                    /* floats from row to row of `to` */
+} ra__bf_key_grad;
 
 /* Lanes of 16 columns from d on. */
-RA__BF_OP __mmask16 ra__bf_columns(const ra__bf_outer *o, int32_t d) {
-    return (__mmask16)ra__bf_first(o->dim - d, 16);
+RA__BF_INLINE __mmask16 ra__bf_key_columns(const ra__bf_key_grad *grad, int32_t d) {
+    return (__mmask16)ra__bf_first_lanes(grad->dim - d, 16);
 }
 
 /* Sums of key j + i, columns d + 16 t to d + 16 t + 15: what of them there is. */
-RA__BF_OP __m512 ra__bf_sums(const ra__bf_outer *o, int32_t d, int32_t j, int32_t whole) {
-    const float *to = o->to + j * o->stride + d;
+RA__BF_INLINE __m512 ra__bf_load_key_sums(const ra__bf_key_grad *grad, int32_t d, int32_t j,
+                                          int32_t whole) {
+    const float *to = grad->to + j * grad->stride + d;
     if (whole) return _mm512_loadu_ps(to);
-    if (j >= o->x->keys->n) return _mm512_setzero_ps();
-    return _mm512_maskz_loadu_ps(ra__bf_columns(o, d), to);
+    if (j >= grad->jobs->keys->n) return _mm512_setzero_ps();
+    return _mm512_maskz_loadu_ps(ra__bf_key_columns(grad, d), to);
 }
 
 /* 4 keys from j on, 64 columns from d on; whole: they all are there. */
-RA__BF_OP void ra__bf_key_tile(const ra__bf_outer *o, int32_t d, int32_t j, const int32_t whole) {
-    float *to = o->to + j * o->stride + d;
-    ra__bf_chain x;
+RA__BF_INLINE void ra__bf_key_grad_tile(const ra__bf_key_grad *grad, int32_t d, int32_t j,
+                                        const int32_t whole) {
+    float *to = grad->to + j * grad->stride + d;
     __m512 c[4][4];
-    x.a_row = 128;
-    x.a_step = 4;
     RA__UNROLL for (int32_t i = 0; i < 4; i++) {
-        ra__prefetch((uintptr_t)(to + (4 + i) * o->stride), 256);
-        RA__UNROLL for (int32_t t = 0; t < 4; t++) c[i][t] = ra__bf_sums(o, d + 16 * t, j + i, whole);
+        ra__prefetch((uintptr_t)(to + (4 + i) * grad->stride), 256);
+        RA__UNROLL for (int32_t t = 0; t < 4; t++)
+            c[i][t] = ra__bf_load_key_sums(grad, d + 16 * t, j + i, whole);
     }
-    for (int32_t e = 0; e < o->panels; e++) {
-        x.a = (const uint8_t *)(o->a + e * RA__BF_SLOT + j * 64);
-        x.b = o->rows[e] + d * 32;
-        x.n = (o->x[e].x->p.rows + 1) / 2;
-        ra__prefetch((uintptr_t)(x.a + 4 * 128), 512);
-        ra__bf_follow(&x, c, 4, 4);
+    for (int32_t e = 0; e < grad->panels; e++) {
+        const uint8_t *a = (const uint8_t *)(grad->a + e * RA__BF_SLOT + j * 64);
+        ra__prefetch((uintptr_t)(a + 4 * 128), 512);
+        ra__bf_products(c, a, 128, 4, grad->row_pairs[e] + d * 32,
+                        (grad->jobs[e].x->p.rows + 1) / 2, 4, 4);
     }
-    RA__UNROLL for (int32_t i = 0; i < 4; i++, to += o->stride)
+    RA__UNROLL for (int32_t i = 0; i < 4; i++, to += grad->stride)
         RA__UNROLL for (int32_t t = 0; t < 4; t++) {
             if (whole) _mm512_storeu_ps(to + 16 * t, c[i][t]);
-            else if (j + i < o->x->keys->n)
-                _mm512_mask_storeu_ps(to + 16 * t, ra__bf_columns(o, d + 16 * t), c[i][t]);
+            else if (j + i < grad->jobs->keys->n)
+                _mm512_mask_storeu_ps(to + 16 * t, ra__bf_key_columns(grad, d + 16 * t), c[i][t]);
         }
 }
 
-/* As ra__bf_keys, for one panel whose Q or dO has NaN or infinities in rows that do not see every
+/* As ra__bf_add_key_grad, for one panel whose Q or dO has NaN or infinities in rows that do not see every
  * key: of a pair of rows what does not see the key is taken as 0. */
-RA__BF_FN void ra__bf_keys_dirty(const ra__bf_outer *o) {
-    const ra__panel *p = &o->x->x->p;
-    for (int32_t d = 0; d < o->dim; d += 16)
-        for (int32_t j = 0; j < o->x->keys->n; j++) {
-            float *to = o->to + j * o->stride + d;
-            const int32_t pos = o->x->keys->pos[j];
-            __m512 c = _mm512_maskz_loadu_ps(ra__bf_columns(o, d), to);
-            for (int32_t r = 0; r < p->rows; r += 2) {
-                const uint32_t low = ra__row_sees(p->geo, r, pos) ? 0xffffu : 0;
-                const uint32_t high = ra__row_sees(p->geo, r + 1, pos) ? 0xffff0000u : 0;
+RA__BF_STATIC void ra__bf_add_key_grad_dirty(const ra__bf_key_grad *grad) {
+    const ra__panel *panel = &grad->jobs->x->p;
+    for (int32_t d = 0; d < grad->dim; d += 16)
+        for (int32_t j = 0; j < grad->jobs->keys->n; j++) {
+            float *to = grad->to + j * grad->stride + d;
+            const int32_t pos = grad->jobs->keys->pos[j];
+            __m512 c = _mm512_maskz_loadu_ps(ra__bf_key_columns(grad, d), to);
+            for (int32_t r = 0; r < panel->rows; r += 2) {
+                const uint32_t low = ra__row_sees(panel->geo, r, pos) ? 0xffffu : 0;
+                const uint32_t high = ra__row_sees(panel->geo, r + 1, pos) ? 0xffff0000u : 0;
                 const __m512i seen = _mm512_set1_epi32((int32_t)(low | high));
-                __m512i z = ra__bf_broadcast((const uint8_t *)(o->a + j * 64 + r));
-                __m512i y = ra__bf_load(o->rows[0] + d / 64 * 64 * 32 + r / 2 * 64 + d % 64);
+                __m512i z = ra__bf_broadcast((const uint8_t *)(grad->a + j * 64 + r));
+                __m512i y =
+                    ra__bf_load(grad->row_pairs[0] + d / 64 * 64 * 32 + r / 2 * 64 + d % 64);
                 c = ra__bf_dot(c, _mm512_and_si512(y, seen), _mm512_and_si512(z, seen));
             }
-            _mm512_mask_storeu_ps(to, ra__bf_columns(o, d), c);
+            _mm512_mask_storeu_ps(to, ra__bf_key_columns(grad, d), c);
         }
 }
 
-RA__BF_OP int32_t ra__bf_is_dirty(const ra__tile *x) { return x->partial && !x->x->clean; }
+RA__BF_INLINE int32_t ra__bf_is_dirty(const ra__tile *job) {
+    return job->partial && !job->x->clean;
+}
 
-RA__BF_FN void ra__bf_keys(void *amx, const ra__bf_outer *o) {
-    int32_t n = o->x->keys->n;
+RA__BF_STATIC void ra__bf_add_key_grad(void *amx, const ra__bf_key_grad *grad) {
+    int32_t n = grad->jobs->keys->n;
     (void)amx;
-    if (ra__bf_is_dirty(o->x)) {
-        ra__bf_keys_dirty(o);
+    if (ra__bf_is_dirty(grad->jobs)) {
+        ra__bf_add_key_grad_dirty(grad);
         return;
     }
-    for (int32_t d = 0; d < o->dim; d += 64)
+    for (int32_t d = 0; d < grad->dim; d += 64)
         for (int32_t j = 0; j < n; j += 4) {
-            if (o->dim - d >= 64 && n - j >= 4) ra__bf_key_tile(o, d, j, 1);
-            else ra__bf_key_tile(o, d, j, 0);
+            if (grad->dim - d >= 64 && n - j >= 4) ra__bf_key_grad_tile(grad, d, j, 1);
+            else ra__bf_key_grad_tile(grad, d, j, 0);
         }
 }
 
 /* 1 if two tiles must go one after the other: some sum would meet its terms in another order. */
-RA__BF_OP int32_t ra__bf_in_turn(const ra__tile *x) {
-    return x->v_in_k || ra__bf_is_dirty(x) || ra__bf_is_dirty(x + 1);
+RA__BF_INLINE int32_t ra__bf_one_by_one(const ra__tile *job) {
+    return job->v_in_k || ra__bf_is_dirty(job) || ra__bf_is_dirty(job + 1);
 }
 
 /* dV of n tiles, of which P of the first is p; dk: dK, of which dS is. */
-RA__BF_OP ra__bf_outer ra__bf_outer_of(const ra__tile *x, int32_t n, const uint16_t *p,
-                                       int32_t dk) {
-    ra__bf_outer o;
-    o.x = x;
-    o.panels = n;
-    o.a = dk ? p + RA__BF_SLOT / 2 : p;
-    for (int32_t e = 0; e < n; e++) o.rows[e] = dk ? x[e].x->q_rows : x[e].x->g_rows;
-    o.to = dk ? x->dk : x->dv;
-    o.stride = dk ? x->dk_stride : x->dv_stride;
-    o.dim = dk ? x->k_dim : x->v_dim;
-    return o;
+RA__BF_INLINE ra__bf_key_grad ra__bf_key_grad_of(const ra__tile *jobs, int32_t n, const uint16_t *p,
+                                                 int32_t dk) {
+    ra__bf_key_grad grad;
+    grad.jobs = jobs;
+    grad.panels = n;
+    grad.a = dk ? p + RA__BF_SLOT / 2 : p;
+    for (int32_t e = 0; e < n; e++) grad.row_pairs[e] = dk ? jobs[e].x->q_rows : jobs[e].x->g_rows;
+    grad.to = dk ? jobs->dk : jobs->dv;
+    grad.stride = dk ? jobs->dk_stride : jobs->dv_stride;
+    grad.dim = dk ? jobs->k_dim : jobs->v_dim;
+    return grad;
 }
 
 /* dK and dV of n tiles, one or two, whose P and dS begin at p: keys(amx, ...) computes each. */
-RA__BF_FN void ra__bf_outers(const ra__tile *x, int32_t n, const uint16_t *p,
-                             void (*keys)(void *amx, const ra__bf_outer *o), void *amx) {
-    if (n == 2 && ra__bf_in_turn(x)) {
-        ra__bf_outers(x, 1, p, keys, amx);
-        ra__bf_outers(x + 1, 1, p + RA__BF_SLOT, keys, amx);
+RA__BF_STATIC void ra__bf_key_grads(const ra__tile *jobs, int32_t n, const uint16_t *p,
+                                    void (*keys)(void *amx, const ra__bf_key_grad *grad),
+                                    void *amx) {
+    if (n == 2 && ra__bf_one_by_one(jobs)) {
+        ra__bf_key_grads(jobs, 1, p, keys, amx);
+        ra__bf_key_grads(jobs + 1, 1, p + RA__BF_SLOT, keys, amx);
         return;
     }
     for (int32_t dk = 0; dk < 2; dk++) {
-        const ra__bf_outer o = ra__bf_outer_of(x, n, p, dk);
-        if (o.to) keys(amx, &o);
+        const ra__bf_key_grad grad = ra__bf_key_grad_of(jobs, n, p, dk);
+        if (grad.to) keys(amx, &grad);
     }
 }
 
-RA__BF_FN void ra__fold_back_bf16(const ra__tile *x, int32_t count) {
-    ra__bf_back b;
+RA__BF_STATIC void ra__fold_back_bf16(const ra__tile *jobs, int32_t count) {
+    ra__bf_back back;
     for (int32_t i = 0; i < count; i++) {
-        ra__bf_back_open(&b, x + i, i % 2, 2);
-        if (x[i].partial || x->keys->n % 4) ra__bf_see(&b.s, x[i].partial);
-        if (ra__bf_back_is_general(b.x)) {
-            ra__bf_back_store(&b.s, b.x->p);
-            ra__bf_back_store(&b.dp, b.x->ds);
-            ra__bf_back_general(&b);
+        ra__bf_back_begin(&back, jobs + i, i % 2, 2);
+        if (jobs[i].partial || jobs->keys->n % 4) ra__bf_find_seen(&back.s, jobs[i].partial);
+        if (ra__bf_back_is_general(back.job)) {
+            ra__bf_store_products(&back.s, back.job->p);
+            ra__bf_store_products(&back.dp, back.job->ds);
+            ra__bf_back_general(&back);
         } else {
-            ra__bf_back_tiles(&b);
+            ra__bf_back_plain(&back);
         }
-        if (x->want_q && x[i].partial && !x->k_clean) ra__bf_values_dirty(&b.s, 1);
-        else if (x->want_q) ra__bf_values(&b.s);
-        if (i % 2) ra__bf_outers(x + i - 1, 2, b.p - RA__BF_SLOT, ra__bf_keys, NULL);
-        else if (i == count - 1) ra__bf_outers(x + i, 1, b.p, ra__bf_keys, NULL);
+        if (jobs->want_q && jobs[i].partial && !jobs->k_clean) ra__bf_values_dirty(&back.s, 1);
+        else if (jobs->want_q) ra__bf_values(&back.s);
+        if (i % 2)
+            ra__bf_key_grads(jobs + i - 1, 2, back.p - RA__BF_SLOT, ra__bf_add_key_grad, NULL);
+        else if (i == count - 1) ra__bf_key_grads(jobs + i, 1, back.p, ra__bf_add_key_grad, NULL);
     }
 }
 
 /* Rows of bf16 as pairs of rows, [dim by 64s][32][64 columns]; what is not there is 0. Returns 0 if
  * there is a NaN or an infinity. */
-RA__BF_FN int32_t ra__bf_pack_rows(float *to, const ra__source *s, int32_t rows) {
+RA__BF_STATIC int32_t ra__bf_pack_rows(float *to, const ra__source *s, int32_t rows) {
     uint32_t bad = 0;
     for (int32_t d = 0; d < ra__round_up(s->dim, 64); d += 16)
         for (int32_t r = 0; r < 64; r += 2)
             _mm512_storeu_si512(
                 to + d / 64 * 64 * 32 + r / 2 * 64 + d % 64,
                 ra__bf_pair_rows(s->data + r * s->stride + 2 * d, s->stride, rows - r,
-                                 (__mmask16)ra__bf_first(s->dim - d, 16), &bad));
+                                 (__mmask16)ra__bf_first_lanes(s->dim - d, 16), &bad));
     return !bad;
 }
 
 /* Dims of Q and dO are padded to a multiple of `unit`. dO of another dtype is rounded to bf16, in the half of
  * g_rows that the pairs leave. */
-RA__BF_FN void ra__bf_load_back(ra__back_panel *x, const ra__source *q, const ra__source *g,
-                                int32_t unit) {
-    ra__panel as_q = x->p;
+RA__BF_STATIC void ra__bf_load_back(ra__back_panel *panel, const ra__source *q, const ra__source *g,
+                                    int32_t unit) {
+    ra__panel g_panel = panel->p;
     ra__source bf = *g;
-    as_q.q = x->g;
+    g_panel.q = panel->g;
     if (g->dtype != RA_BF16) {
         bf.stride = 2 * (int64_t)g->dim;
-        bf.data = (const uint8_t *)(x->g_rows + 32 * ra__round_up(g->dim, 64));
-        for (int32_t row = 0; row < x->p.rows; row++)
+        bf.data = (const uint8_t *)(panel->g_rows + 32 * ra__round_up(g->dim, 64));
+        for (int32_t row = 0; row < panel->p.rows; row++)
             for (int32_t d = 0; d < g->dim; d += RA__PIECE) {
                 const int32_t n = g->dim - d < RA__PIECE ? g->dim - d : RA__PIECE;
                 float line[RA__PIECE];
@@ -5590,20 +5621,21 @@ RA__BF_FN void ra__bf_load_back(ra__back_panel *x, const ra__source *q, const ra
                                  RA_BF16, n);
             }
     }
-    ra__bf_load_q(&x->p, q->data, q->stride, q->dim, unit);
-    ra__bf_load_q(&as_q, bf.data, bf.stride, g->dim, unit);
-    x->clean = ra__bf_pack_rows(x->q_rows, q, x->p.rows);
-    x->clean &= ra__bf_pack_rows(x->g_rows, &bf, x->p.rows);
+    ra__bf_load_q(&panel->p, q->data, q->stride, q->dim, unit);
+    ra__bf_load_q(&g_panel, bf.data, bf.stride, g->dim, unit);
+    panel->clean = ra__bf_pack_rows(panel->q_rows, q, panel->p.rows);
+    panel->clean &= ra__bf_pack_rows(panel->g_rows, &bf, panel->p.rows);
 }
 
-RA__BF_FN void ra__load_back_bf16(ra__back_panel *x, const ra__source *q, const ra__source *g) {
-    ra__bf_load_back(x, q, g, 2);
+RA__BF_STATIC void ra__load_back_bf16(ra__back_panel *panel, const ra__source *q,
+                                      const ra__source *g) {
+    ra__bf_load_back(panel, q, g, 2);
 }
 
 /* PERF: 16 rows at a time. Zen 5, 2048 tokens of 8 heads, D 64 and 128: 74 to 77 and 75 to 78 % of
  * the peak for all of backward, compared with rows one by one, widened. */
-RA__BF_FN void ra__deltas_bf16(float *delta, const ra__source *o, const ra__source *g,
-                               int32_t rows) {
+RA__BF_STATIC void ra__deltas_bf16(float *delta, const ra__source *o, const ra__source *g,
+                                   int32_t rows) {
     if (o->dtype != RA_BF16) {
         ra__deltas_avx512(delta, o, g, rows);
         return;
@@ -5613,7 +5645,7 @@ RA__BF_FN void ra__deltas_bf16(float *delta, const ra__source *o, const ra__sour
         __m512 sum[16];
         RA__UNROLL for (int32_t i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
         for (int32_t d = 0; d < o->dim; d += 32) {
-            const uint32_t m = ra__bf_first(o->dim - d, 32);
+            const uint32_t m = ra__bf_first_lanes(o->dim - d, 32);
             RA__UNROLL for (int32_t i = 0; i < 16; i++) {
                 const uint32_t some = i < n ? m : 0;
                 __m512i x = _mm512_maskz_loadu_epi16(some,
@@ -5628,7 +5660,7 @@ RA__BF_FN void ra__deltas_bf16(float *delta, const ra__source *o, const ra__sour
 }
 
 /* Pairs of keys of K, then copies of K and V without gaps. */
-RA__BF_FN void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
+RA__BF_STATIC void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
     ra__sizes_avx512(out, d, 1);
     out->s = 4 * RA__BF_SLOT + 128 * 64;
     out->batch = d->k_dim + d->v_dim <= 160 ? 8 : 4; /* 48 KB each at D 64: they stay in L2 */
@@ -5636,13 +5668,13 @@ RA__BF_FN void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
     out->v = d->v_in_k ? 0 : 128 * (int64_t)d->v_dim;
 }
 
-RA__BF_FN int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                                        int32_t partial) {
+RA__BF_STATIC int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d,
+                                            const ra__store *store, int32_t partial) {
     const int32_t clean = ra__bf_pack_v(store->k, keys->k, keys->k_stride, keys->n, d->k_dim);
     (void)partial;
     ra__bf_copy(store->k + 128 * ra__round_up(d->k_dim, 16), &keys->k, &keys->k_stride, keys->n,
                 d->k_dim, 1);
-    if (d->v_in_k) ra__bf_find_v(keys, d);
+    if (d->v_in_k) ra__bf_find_v_in_k(keys, d);
     else ra__bf_copy(store->v, &keys->v, &keys->v_stride, keys->n, d->v_dim, 1);
     return clean;
 }
@@ -5650,8 +5682,8 @@ RA__BF_FN int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d, const 
 static const ra__kernel ra__kernel_bf16 = {
     RA_ISA_AVX512_BF16, ra__sizes_bf16, ra__widen_avx512, ra__prepare_bf16, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_bf16, ra__store_o_avx512,
-    RA__BF_FEW,
-    ra__few_load_bf16, ra__few_fold_bf16, ra__few_close_avx512, ra__few_store_bf16,
+    RA__BF_DECODE_UNIT,
+    ra__decode_load_bf16, ra__decode_fold_bf16, ra__few_close_avx512, ra__decode_store_bf16,
     ra__few_merge_avx512,
     ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_bf16,
     ra__fold_back_bf16, ra__put_grad_avx512};
@@ -5680,59 +5712,67 @@ static const ra__kernel ra__kernel_bf16 = {
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,"         \
                           "amx-tile,amx-bf16")))
 #endif
-#define RA__AMX_FN RA__UNUSED RA__AMX_TARGET static
-#define RA__AMX_OP RA__INLINE RA__AMX_TARGET
+#define RA__AMX_STATIC RA__UNUSED RA__AMX_TARGET static
+#define RA__AMX_INLINE RA__INLINE RA__AMX_TARGET
 
-/* Three items under way, and the sums in tiles 0..3 that are not yet stored. */
-typedef struct ra__amx {
-    ra__bf_work item[3];
-    float *sums;                       /* where tiles 0..3 belong, or null */
-    int64_t stride;                    /* of their rows, bytes */
-    const ra__bf_work *exps;           /* the item whose p is being made, in backward */
-    const ra__bf_back *back;           /* this one's P and dS, */
-    int32_t row;                       /* rows from here on */
-    int32_t piece, pieces, each;       /* next one, how many, and after each product: in backward */
-    int32_t wait;                      /* `each` products go by from one to the next */
+/* The items whose products and pieces alternate, and the sums that tiles 0 to 3 still hold. */
+typedef struct ra__amx_state {
+    ra__bf_strip item[3];
+    float *sums;                       /* where tiles 0 to 3 are to be stored; null: nowhere */
+    int64_t sums_stride;               /* bytes from row to row there */
+    const ra__bf_strip *p_item;        /* forward: the item whose p is made */
+    const ra__bf_back *back;           /* backward: the block whose P and dS are made, */
+    int32_t row;                       /* for rows [row, row + 32) */
+    int32_t piece, pieces;             /* the next piece, and how many there are */
+    int32_t per_product;               /* forward: pieces after each product; backward: products
+                                        * per piece, */
+    int32_t wait;                      /* of which so many have passed */
 #if defined(RA__AMX_SOFT)
     uint8_t tile[8][1024];
 #endif
-} ra__amx;
+} ra__amx_state;
 
 #if defined(RA__AMX_SOFT)
-RA__AMX_FN void ra__tile_begin(ra__amx *x) { memset(x->tile, 0, sizeof x->tile); }
-RA__AMX_FN void ra__tile_end(void) {}
-RA__AMX_FN void ra__tile_zero(ra__amx *x, int32_t c) { memset(x->tile[c], 0, 1024); }
-RA__AMX_FN void ra__tile_load(ra__amx *x, int32_t i, const void *p, int64_t stride) {
-    for (int32_t r = 0; r < 16; r++) memcpy(x->tile[i] + 64 * r, (const uint8_t *)p + r * stride, 64);
+RA__AMX_STATIC void ra__tile_begin(ra__amx_state *amx) {
+    memset(amx->tile, 0, sizeof amx->tile);
 }
-RA__AMX_FN void ra__tile_stream(ra__amx *x, int32_t i, const void *p, int64_t stride) {
-    ra__tile_load(x, i, p, stride);
+RA__AMX_STATIC void ra__tile_end(void) {}
+RA__AMX_STATIC void ra__tile_zero(ra__amx_state *amx, int32_t c) {
+    memset(amx->tile[c], 0, 1024);
 }
-RA__AMX_FN void ra__tile_store(ra__amx *x, int32_t c, void *p, int64_t stride) {
-    for (int32_t r = 0; r < 16; r++) memcpy((uint8_t *)p + r * stride, x->tile[c] + 64 * r, 64);
+RA__AMX_STATIC void ra__tile_load(ra__amx_state *amx, int32_t i, const void *p, int64_t stride) {
+    for (int32_t r = 0; r < 16; r++)
+        memcpy(amx->tile[i] + 64 * r, (const uint8_t *)p + r * stride, 64);
+}
+RA__AMX_STATIC void ra__tile_stream(ra__amx_state *amx, int32_t i, const void *p,
+                                    int64_t stride) {
+    ra__tile_load(amx, i, p, stride);
+}
+RA__AMX_STATIC void ra__tile_store(ra__amx_state *amx, int32_t c, void *p, int64_t stride) {
+    for (int32_t r = 0; r < 16; r++) memcpy((uint8_t *)p + r * stride, amx->tile[c] + 64 * r, 64);
 }
 /* tile[c] += tile[4 + c / 2] tile[6 + c % 2] */
-RA__AMX_FN void ra__tile_dot(ra__amx *x, int32_t c) {
+RA__AMX_STATIC void ra__tile_dot(ra__amx_state *amx, int32_t c) {
     const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
     for (int32_t r = 0; r < 16; r++) {
-        __m512 sum = _mm512_loadu_ps((const float *)(const void *)(x->tile[c] + 64 * r));
+        __m512 sum = _mm512_loadu_ps((const float *)(const void *)(amx->tile[c] + 64 * r));
         for (int32_t k = 0; k < 16; k++) {
-            __m512i a = ra__bf_broadcast(x->tile[4 + c / 2] + 64 * r + 4 * k);
-            __m512i b = _mm512_loadu_si512(x->tile[6 + c % 2] + 64 * k);
+            __m512i a = ra__bf_broadcast(amx->tile[4 + c / 2] + 64 * r + 4 * k);
+            __m512i b = _mm512_loadu_si512(amx->tile[6 + c % 2] + 64 * k);
             sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
                                   _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), sum);
             sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)),
                                   _mm512_castsi512_ps(_mm512_and_si512(b, high)), sum);
         }
-        _mm512_storeu_ps((float *)(void *)(x->tile[c] + 64 * r), sum);
+        _mm512_storeu_ps((float *)(void *)(amx->tile[c] + 64 * r), sum);
     }
 }
 #else
 /* Palette 1: eight tiles of 16 rows of 64 bytes. All tile state is the caller's to lose: nothing
  * is left behind. */
-RA__AMX_OP void ra__tile_begin(ra__amx *x) {
+RA__AMX_INLINE void ra__tile_begin(ra__amx_state *amx) {
     struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } c;
-    (void)x;
+    (void)amx;
     memset(&c, 0, sizeof c);
     c.palette = 1;
     for (int32_t i = 0; i < 8; i++) {
@@ -5741,9 +5781,9 @@ RA__AMX_OP void ra__tile_begin(ra__amx *x) {
     }
     __asm__ volatile("ldtilecfg %0" : : "m"(c));
 }
-RA__AMX_OP void ra__tile_end(void) { __asm__ volatile("tilerelease"); }
-RA__AMX_OP void ra__tile_zero(ra__amx *x, int32_t c) {
-    (void)x;
+RA__AMX_INLINE void ra__tile_end(void) { __asm__ volatile("tilerelease"); }
+RA__AMX_INLINE void ra__tile_zero(ra__amx_state *amx, int32_t c) {
+    (void)amx;
     switch (c) {
     case 0: __asm__ volatile("tilezero %%tmm0" : :); break;
     case 1: __asm__ volatile("tilezero %%tmm1" : :); break;
@@ -5751,8 +5791,8 @@ RA__AMX_OP void ra__tile_zero(ra__amx *x, int32_t c) {
     default: __asm__ volatile("tilezero %%tmm3" : :); break;
     }
 }
-RA__AMX_OP void ra__tile_load(ra__amx *x, int32_t i, const void *p, int64_t n) {
-    (void)x;
+RA__AMX_INLINE void ra__tile_load(ra__amx_state *amx, int32_t i, const void *p, int64_t n) {
+    (void)amx;
     switch (i) {
     case 0: __asm__ volatile("tileloadd (%0,%1), %%tmm0" : : "r"(p), "r"(n) : "memory"); break;
     case 1: __asm__ volatile("tileloadd (%0,%1), %%tmm1" : : "r"(p), "r"(n) : "memory"); break;
@@ -5765,13 +5805,13 @@ RA__AMX_OP void ra__tile_load(ra__amx *x, int32_t i, const void *p, int64_t n) {
     }
 }
 /* Tiles 4 and 5, past the L1 cache. */
-RA__AMX_OP void ra__tile_stream(ra__amx *x, int32_t i, const void *p, int64_t n) {
-    (void)x;
+RA__AMX_INLINE void ra__tile_stream(ra__amx_state *amx, int32_t i, const void *p, int64_t n) {
+    (void)amx;
     if (i == 4) __asm__ volatile("tileloaddt1 (%0,%1), %%tmm4" : : "r"(p), "r"(n) : "memory");
     else __asm__ volatile("tileloaddt1 (%0,%1), %%tmm5" : : "r"(p), "r"(n) : "memory");
 }
-RA__AMX_OP void ra__tile_store(ra__amx *x, int32_t c, void *p, int64_t n) {
-    (void)x;
+RA__AMX_INLINE void ra__tile_store(ra__amx_state *amx, int32_t c, void *p, int64_t n) {
+    (void)amx;
     switch (c) {
     case 0: __asm__ volatile("tilestored %%tmm0, (%0,%1)" : : "r"(p), "r"(n) : "memory"); break;
     case 1: __asm__ volatile("tilestored %%tmm1, (%0,%1)" : : "r"(p), "r"(n) : "memory"); break;
@@ -5780,8 +5820,8 @@ RA__AMX_OP void ra__tile_store(ra__amx *x, int32_t c, void *p, int64_t n) {
     }
 }
 /* tile[c] += tile[4 + c / 2] tile[6 + c % 2] */
-RA__AMX_OP void ra__tile_dot(ra__amx *x, int32_t c) {
-    (void)x;
+RA__AMX_INLINE void ra__tile_dot(ra__amx_state *amx, int32_t c) {
+    (void)amx;
     switch (c) {
     case 0: __asm__ volatile("tdpbf16ps %%tmm6, %%tmm4, %%tmm0" : :); break;
     case 1: __asm__ volatile("tdpbf16ps %%tmm7, %%tmm4, %%tmm1" : :); break;
@@ -5792,52 +5832,54 @@ RA__AMX_OP void ra__tile_dot(ra__amx *x, int32_t c) {
 #endif
 
 /* p and l of two keys and one vector of rows. */
-RA__AMX_OP void ra__amx_piece(const ra__bf_work *w, int32_t piece) {
-    ra__bf_piece(w, piece / 2 * 2, piece % 2, 0, 0);
+RA__AMX_INLINE void ra__amx_piece(const ra__bf_strip *strip, int32_t piece) {
+    ra__bf_piece(strip, piece / 2 * 2, piece % 2, 0, 0);
 }
 
 /* P and dS of two keys and 32 rows, from products; rounded by half a step, for conversions to bf16
  * are slow beside tile products. */
-RA__NOINLINE RA__AMX_TARGET void ra__amx_back_piece(const ra__bf_back *b, int32_t row, int32_t j) {
+RA__NOINLINE RA__AMX_TARGET void ra__amx_back_piece(const ra__bf_back *back, int32_t row,
+                                                    int32_t j) {
     static const uint16_t upper[32] = {
         1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
         33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63 };
     const __m512i order = _mm512_loadu_si512(upper), half = _mm512_set1_epi32(0x8000);
-    const __m512 factor = _mm512_set1_ps(b->x->x->p.factor), scale = _mm512_set1_ps(b->x->scale);
+    const __m512 factor = _mm512_set1_ps(back->job->x->p.factor),
+                 scale = _mm512_set1_ps(back->job->scale);
     __m512i p[2], ds[2][2];
     RA__UNROLL for (int32_t i = 0; i < 2; i++) {
         RA__UNROLL for (int32_t t = 0; t < 2; t++) {
             const int32_t to = row + 16 * t, at = (j + i) * 64 + to;
-            const __mmask16 m = (__mmask16)(b->s.seen[j + i] >> to);
-            __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(b->x->p + at), factor,
-                                       _mm512_loadu_ps(b->s.use + to));
-            __m512 y = _mm512_fmsub_ps(_mm512_loadu_ps(b->x->ds + at), scale,
-                                       _mm512_loadu_ps(b->dp.use + to));
+            const __mmask16 m = (__mmask16)(back->s.seen[j + i] >> to);
+            __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(back->job->p + at), factor,
+                                       _mm512_loadu_ps(back->s.shift + to));
+            __m512 y = _mm512_fmsub_ps(_mm512_loadu_ps(back->job->ds + at), scale,
+                                       _mm512_loadu_ps(back->dp.shift + to));
             x = _mm512_maskz_mov_ps(m, ra__bf_exp(x, 0.0f));
             y = _mm512_maskz_mul_ps(m, x, y);
             p[t] = _mm512_add_epi32(_mm512_castps_si512(x), half);
             ds[i][t] = _mm512_add_epi32(_mm512_castps_si512(y), half);
         }
-        _mm512_storeu_si512(b->p + (j + i) * 64 + row,
+        _mm512_storeu_si512(back->p + (j + i) * 64 + row,
                             _mm512_permutex2var_epi16(p[0], order, p[1]));
-        _mm512_storeu_si512(b->ds + (j + i) * 64 + row,
+        _mm512_storeu_si512(back->ds + (j + i) * 64 + row,
                             _mm512_permutex2var_epi16(ds[i][0], order, ds[i][1]));
     }
     RA__UNROLL for (int32_t t = 0; t < 2; t++)
-        _mm512_storeu_si512(b->pairs + j / 2 * 64 + row + 16 * t,
-                            _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(ds[0][t], 16),
-                                                    ds[1][t]));
+        _mm512_storeu_si512(
+            back->ds_pairs + j / 2 * 64 + row + 16 * t,
+            _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(ds[0][t], 16), ds[1][t]));
 }
 
 /* The next few pieces. */
-RA__AMX_OP void ra__amx_some(ra__amx *x, int32_t n) {
-    for (; n > 0 && x->piece < x->pieces; n--) ra__amx_piece(x->exps, x->piece++);
+RA__AMX_INLINE void ra__amx_some_pieces(ra__amx_state *amx, int32_t n) {
+    for (; n > 0 && amx->piece < amx->pieces; n--) ra__amx_piece(amx->p_item, amx->piece++);
 }
 
-RA__AMX_OP void ra__amx_back_some(ra__amx *x) {
-    if (x->piece == x->pieces || ++x->wait < x->each) return;
-    ra__amx_back_piece(x->back, x->row, 2 * x->piece++);
-    x->wait = 0;
+RA__AMX_INLINE void ra__amx_back_next_piece(ra__amx_state *amx) {
+    if (amx->piece == amx->pieces || ++amx->wait < amx->per_product) return;
+    ra__amx_back_piece(amx->back, amx->row, 2 * amx->piece++);
+    amx->wait = 0;
 }
 
 /* One group of four sums c[32][32], over `runs` runs of n steps of 32: A is two tiles of 16 rows,
@@ -5852,205 +5894,223 @@ typedef struct ra__amx_group {
 } ra__amx_group;
 
 /* What most groups are: one run, of n steps of 16 rows of b; sums [32][64]. */
-RA__AMX_OP ra__amx_group ra__amx_group_of(int64_t a_stride, int64_t a_step, const float *b,
-                                          int32_t n) {
-    ra__amx_group g;
-    memset(&g, 0, sizeof g);
-    g.a_stride = a_stride;
-    g.a_step = a_step;
-    g.b = (const uint8_t *)b;
-    g.b_step = 16 * 256;
-    g.n = n;
-    g.runs = 1;
-    g.c_stride = 256;
-    return g;
+RA__AMX_INLINE ra__amx_group ra__amx_group_of(int64_t a_stride, int64_t a_step, const float *b,
+                                              int32_t n) {
+    ra__amx_group group;
+    memset(&group, 0, sizeof group);
+    group.a_stride = a_stride;
+    group.a_step = a_step;
+    group.b = (const uint8_t *)b;
+    group.b_step = 16 * 256;
+    group.n = n;
+    group.runs = 1;
+    group.c_stride = 256;
+    return group;
 }
 
-RA__AMX_OP void *ra__amx_at(float *c, int64_t stride, int32_t i) {
+RA__AMX_INLINE void *ra__amx_sums_at(float *c, int64_t stride, int32_t i) {
     return (uint8_t *)c + i / 2 * 16 * stride + i % 2 * 64;
 }
 
 /* The sums of the group before leave tile i, and those of this one enter: zero, or as they are. */
-RA__AMX_OP void ra__amx_turn(ra__amx *x, const ra__amx_group *g, int32_t i, const int32_t fresh) {
-    if (x->sums) ra__tile_store(x, i, ra__amx_at(x->sums, x->stride, i), x->stride);
-    if (fresh) ra__tile_zero(x, i);
-    else ra__tile_load(x, i, ra__amx_at(g->c, g->c_stride, i), g->c_stride);
+RA__AMX_INLINE void ra__amx_swap_sums(ra__amx_state *amx, const ra__amx_group *group, int32_t i,
+                                      const int32_t fresh) {
+    if (amx->sums)
+        ra__tile_store(amx, i, ra__amx_sums_at(amx->sums, amx->sums_stride, i), amx->sums_stride);
+    if (fresh) ra__tile_zero(amx, i);
+    else ra__tile_load(amx, i, ra__amx_sums_at(group->c, group->c_stride, i), group->c_stride);
 }
 
 enum { RA__AMX_FRESH = 1, RA__AMX_BACK = 2, RA__AMX_NEAR = 4 }; /* NEAR: A is in the L1 cache */
 
-RA__AMX_OP void ra__amx_multiply(ra__amx *x, const ra__amx_group *g, const int32_t form) {
-    const uint8_t *a = g->a, *b = g->b;
-    int32_t first = 1;
-    for (int32_t run = 0; run < g->runs; run++, a = g->a + run * g->a_run, b = g->b + run * g->b_run)
-        for (int32_t k = 0; k < g->n; k++, a += g->a_step, b += g->b_step, first = 0) {
-            if (form & RA__AMX_NEAR) ra__tile_load(x, 4, a, g->a_stride);
-            else ra__tile_stream(x, 4, a, g->a_stride);
-            ra__tile_load(x, 6, b, 256);
-            RA__UNROLL for (int32_t i = 0; i < 4; i++) {
-                if (i == 1) ra__tile_load(x, 7, b + 64, 256);
-                if (i == 2 && form & RA__AMX_NEAR) ra__tile_load(x, 5, a + 16 * g->a_stride, g->a_stride);
-                else if (i == 2) ra__tile_stream(x, 5, a + 16 * g->a_stride, g->a_stride);
-                if (first) ra__amx_turn(x, g, i, form & RA__AMX_FRESH);
-                ra__tile_dot(x, i);
-                if (form & RA__AMX_BACK) ra__amx_back_some(x);
-                else ra__amx_some(x, x->each);
-            }
-        }
-    x->sums = g->c;
-    x->stride = g->c_stride;
+/* Tiles that are not in the L1 cache come past it. */
+RA__AMX_INLINE void ra__amx_load_a(ra__amx_state *amx, int32_t i, const uint8_t *a, int64_t stride,
+                                   const int32_t form) {
+    if (form & RA__AMX_NEAR) ra__tile_load(amx, i, a, stride);
+    else ra__tile_stream(amx, i, a, stride);
 }
 
-RA__AMX_OP void ra__amx_flush(ra__amx *x) {
-    if (!x->sums) return;
+RA__AMX_INLINE void ra__amx_multiply(ra__amx_state *amx, const ra__amx_group *group,
+                                     const int32_t form) {
+    const int64_t stride = group->a_stride;
+    int32_t first = 1;
+    for (int32_t run = 0; run < group->runs; run++) {
+        const uint8_t *a = group->a + run * group->a_run, *b = group->b + run * group->b_run;
+        for (int32_t k = 0; k < group->n; k++, a += group->a_step, b += group->b_step, first = 0) {
+            ra__amx_load_a(amx, 4, a, stride, form);
+            ra__tile_load(amx, 6, b, 256);
+            RA__UNROLL for (int32_t i = 0; i < 4; i++) {
+                if (i == 1) ra__tile_load(amx, 7, b + 64, 256);
+                if (i == 2) ra__amx_load_a(amx, 5, a + 16 * stride, stride, form);
+                if (first) ra__amx_swap_sums(amx, group, i, form & RA__AMX_FRESH);
+                ra__tile_dot(amx, i);
+                if (form & RA__AMX_BACK) ra__amx_back_next_piece(amx);
+                else ra__amx_some_pieces(amx, amx->per_product);
+            }
+        }
+    }
+    amx->sums = group->c;
+    amx->sums_stride = group->c_stride;
+}
+
+RA__AMX_INLINE void ra__amx_store_sums(ra__amx_state *amx) {
+    if (!amx->sums) return;
     RA__UNROLL for (int32_t i = 0; i < 4; i++)
-        ra__tile_store(x, i, ra__amx_at(x->sums, x->stride, i), x->stride);
-    x->sums = NULL;
+        ra__tile_store(amx, i, ra__amx_sums_at(amx->sums, amx->sums_stride, i), amx->sums_stride);
+    amx->sums = NULL;
 }
 
 /* s of an item. */
-RA__AMX_OP void ra__amx_scores(ra__amx *x, const ra__bf_work *w, const int32_t form) {
-    ra__amx_group g = ra__amx_group_of(w->keys->k_stride, 64, w->p->q + w->row,
-                                       (w->k_dim + 31) / 32);
-    for (int32_t j = w->first; j < w->last; j += 32) {
-        g.a = w->keys->k + j * g.a_stride;
-        g.c = w->s + j * 64 + w->row;
-        ra__amx_multiply(x, &g, form | RA__AMX_FRESH);
-        ra__ask(w->p->ahead);
+RA__AMX_INLINE void ra__amx_scores(ra__amx_state *amx, const ra__bf_strip *strip,
+                                   const int32_t form) {
+    ra__amx_group group = ra__amx_group_of(strip->keys->k_stride, 64, strip->panel->q + strip->row,
+                                           (strip->k_dim + 31) / 32);
+    for (int32_t j = strip->first; j < strip->last; j += 32) {
+        group.a = strip->keys->k + j * group.a_stride;
+        group.c = strip->scores + j * 64 + strip->row;
+        ra__amx_multiply(amx, &group, form | RA__AMX_FRESH);
+        ra__ask(strip->panel->ahead);
     }
 }
 
 /* acc += V^T p of an item. */
-RA__AMX_OP void ra__amx_values(ra__amx *x, const ra__bf_work *w, const int32_t form) {
-    ra__amx_group g = ra__amx_group_of(64, w->keys->v_stride,
-                                       w->pairs + w->first / 2 * 64 + w->row,
-                                       (w->last - w->first) / 32);
-    for (int32_t d = 0; d < w->v_dim; d += 32) {
-        g.a = w->keys->v + w->first / 32 * g.a_step + d * 64;
-        g.c = w->p->acc + d * 64 + w->row;
-        ra__amx_multiply(x, &g, form);
-        ra__ask(w->p->ahead);
+RA__AMX_INLINE void ra__amx_values(ra__amx_state *amx, const ra__bf_strip *strip,
+                                   const int32_t form) {
+    ra__amx_group group = ra__amx_group_of(64, strip->keys->v_stride,
+                                           strip->p_pairs + strip->first / 2 * 64 + strip->row,
+                                           (strip->last - strip->first) / 32);
+    for (int32_t d = 0; d < strip->v_dim; d += 32) {
+        group.a = strip->keys->v + strip->first / 32 * group.a_step + d * 64;
+        group.c = strip->panel->acc + d * 64 + strip->row;
+        ra__amx_multiply(amx, &group, form);
+        ra__ask(strip->panel->ahead);
     }
 }
 
 /* As values, for V that holds NaN or infinities which not every row sees. */
-RA__AMX_FN void ra__amx_values_dirty(const ra__bf_work *w) {
+RA__AMX_STATIC void ra__amx_values_dirty(const ra__bf_strip *strip) {
     const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
-    for (int32_t d = 0; d < w->v_dim; d++)
+    for (int32_t d = 0; d < strip->v_dim; d++)
         for (int32_t t = 0; t < 2; t++) {
-            float *acc = w->p->acc + d * 64 + w->row + 16 * t;
+            float *acc = strip->panel->acc + d * 64 + strip->row + 16 * t;
             __m512 c = _mm512_loadu_ps(acc);
-            for (int32_t j = w->first; j < w->last; j++) {
-                __m512i p = _mm512_loadu_si512(w->pairs + j / 2 * 64 + w->row + 16 * t);
+            for (int32_t j = strip->first; j < strip->last; j++) {
+                __m512i p = _mm512_loadu_si512(strip->p_pairs + j / 2 * 64 + strip->row + 16 * t);
                 uint16_t v;
-                memcpy(&v, w->keys->v + j / 32 * w->keys->v_stride + 64 * d + 2 * (j % 32), sizeof v);
+                memcpy(&v, strip->keys->v + j / 32 * strip->keys->v_stride + 64 * d + 2 * (j % 32),
+                       sizeof v);
                 p = j % 2 ? _mm512_and_si512(p, high) : _mm512_slli_epi32(p, 16);
                 c = _mm512_mask3_fmadd_ps(_mm512_castsi512_ps(p),
                                           _mm512_set1_ps(ra__f32_of_bf16(v)), c,
-                                          ra__bf_lanes(w, j, t));
+                                          ra__bf_lanes_seeing(strip, j, t));
             }
             _mm512_storeu_ps(acc, c);
         }
 }
 
 /* Before p of an item is made: modifies and masks s, finds a maximum for rows without one. */
-RA__AMX_FN void ra__amx_ready(ra__bf_work *w) {
-    const int32_t fresh = ra__bf_begin(w), modified = ra__score_is_modified(&w->p->score);
-    w->factor = modified ? 1.0f : w->p->factor;
-    w->ring = 63;
-    w->stored = fresh || modified || w->masked;
-    if (w->p->score.bias) ra__bf_load_bias(w);
-    for (int32_t t = 0; t < 2 && w->stored; t++) ra__bf_adjust(w, t);
-    for (int32_t t = 0; t < 2 && fresh; t++) ra__bf_raise(w, t, 0);
+RA__AMX_STATIC void ra__amx_prepare_p(ra__bf_strip *strip) {
+    const int32_t fresh = ra__bf_lacks_max(strip),
+                  modified = ra__score_is_modified(&strip->panel->score);
+    strip->factor = modified ? 1.0f : strip->panel->factor;
+    strip->slot_mask = 63;
+    strip->finished = fresh || modified || strip->masked;
+    if (strip->panel->score.bias) ra__bf_load_bias(strip);
+    for (int32_t t = 0; t < 2 && strip->finished; t++) ra__bf_finish_scores(strip, t);
+    for (int32_t t = 0; t < 2 && fresh; t++) ra__bf_raise_max(strip, t, 0);
 }
 
 /* After p of an item was made: rows whose l has passed the limit do it again. */
-RA__AMX_FN void ra__amx_check(ra__amx *x, ra__bf_work *w) {
+RA__AMX_STATIC void ra__amx_redo_past_limit(ra__amx_state *amx, ra__bf_strip *strip) {
     __mmask16 over[4] = {0, 0, 0, 0};
-    if (!ra__bf_over(w, over)) return;
-    ra__amx_flush(x);
-    for (int32_t t = 0; t < 2 && !w->stored; t++) ra__bf_adjust(w, t);
-    ra__bf_from_s(w, over);
+    if (!ra__bf_past_limit(strip, over)) return;
+    ra__amx_store_sums(amx);
+    for (int32_t t = 0; t < 2 && !strip->finished; t++) ra__bf_finish_scores(strip, t);
+    ra__bf_pieces_from_scores(strip, over);
 }
 
 /* One stage: scores of item a, p of item b, values of item c; each may be missing (null). */
-RA__AMX_FN void ra__amx_stage(ra__amx *x, ra__bf_work *a, ra__bf_work *b, ra__bf_work *c) {
+RA__AMX_STATIC void ra__amx_stage(ra__amx_state *amx, ra__bf_strip *s_item, ra__bf_strip *p_item,
+                                  ra__bf_strip *v_item) {
     int32_t products = 0;
-    const int32_t dirty = c && c->masked && !c->keys->v_clean;
-    if (a) products += (a->last - a->first) / 8 * ((a->k_dim + 31) / 32);
-    if (c && !dirty) products += (c->last - c->first) / 8 * ((c->v_dim + 31) / 32);
-    if (b) ra__amx_ready(b);
-    x->exps = b;
-    x->piece = b ? b->first : 0;
-    x->pieces = b ? b->last : 0;
-    x->each = products ? (x->pieces - x->piece + products - 1) / products : 0;
-    if (a) ra__amx_scores(x, a, 0);
-    if (c && !dirty) ra__amx_values(x, c, 0);
-    if (b) ra__amx_some(x, 64);
-    if (!c || dirty) ra__amx_flush(x);
-    if (dirty) ra__amx_values_dirty(c);
-    if (b) ra__amx_check(x, b);
+    const int32_t dirty = v_item && v_item->masked && !v_item->keys->v_clean;
+    if (s_item) products += (s_item->last - s_item->first) / 8 * ((s_item->k_dim + 31) / 32);
+    if (v_item && !dirty)
+        products += (v_item->last - v_item->first) / 8 * ((v_item->v_dim + 31) / 32);
+    if (p_item) ra__amx_prepare_p(p_item);
+    amx->p_item = p_item;
+    amx->piece = p_item ? p_item->first : 0;
+    amx->pieces = p_item ? p_item->last : 0;
+    amx->per_product = products ? (amx->pieces - amx->piece + products - 1) / products : 0;
+    if (s_item) ra__amx_scores(amx, s_item, 0);
+    if (v_item && !dirty) ra__amx_values(amx, v_item, 0);
+    if (p_item) ra__amx_some_pieces(amx, 64);
+    if (!v_item || dirty) ra__amx_store_sums(amx);
+    if (dirty) ra__amx_values_dirty(v_item);
+    if (p_item) ra__amx_redo_past_limit(amx, p_item);
 }
 
 /* The next item from (*block, *row) on; 0 if there is none. */
-RA__AMX_FN int32_t ra__amx_next(ra__bf_work *w, const ra__keys *keys, const int8_t *kind,
-                                int32_t count, int32_t *block, int32_t *row) {
+RA__AMX_STATIC int32_t ra__amx_next_item(ra__bf_strip *strip, const ra__keys *keys,
+                                         const int8_t *kind, int32_t count, int32_t *block,
+                                         int32_t *row) {
     for (; *block < count; ++*block, *row = 0) {
         if (kind[*block] == RA__EMPTY) continue;
-        w->keys = keys + *block;
-        w->masked = kind[*block] == RA__PARTIAL || w->keys->n % 32;
-        w->first = 0;
-        w->last = w->keys->n;
-        w->nt = 2;
-        if (w->masked && *row < w->p->rows) ra__bf_see(w, kind[*block] == RA__PARTIAL);
-        for (; *row < w->p->rows; *row += 32) {
-            w->row = *row;
-            if (w->masked && !ra__bf_narrow(w)) continue;
+        strip->keys = keys + *block;
+        strip->masked = kind[*block] == RA__PARTIAL || strip->keys->n % 32;
+        strip->first = 0;
+        strip->last = strip->keys->n;
+        strip->vectors = 2;
+        if (strip->masked && *row < strip->panel->rows)
+            ra__bf_find_seen(strip, kind[*block] == RA__PARTIAL);
+        for (; *row < strip->panel->rows; *row += 32) {
+            strip->row = *row;
+            if (strip->masked && !ra__bf_narrow(strip)) continue;
             *row += 32;
-            w->first = w->first / 32 * 32;
-            w->last = (w->last + 31) / 32 * 32;
+            strip->first = strip->first / 32 * 32;
+            strip->last = (strip->last + 31) / 32 * 32;
             return 1;
         }
     }
     return 0;
 }
 
-RA__AMX_FN void ra__fold_amx(const ra__panel *p, const ra__keys *keys, const int8_t *kind,
-                             int32_t count, const ra_desc *d, float *s) {
-    ra__amx x;
-    ra__bf_work *before[2] = {NULL, NULL};
+RA__AMX_STATIC void ra__fold_amx(const ra__panel *panel, const ra__keys *keys, const int8_t *kind,
+                                 int32_t count, const ra_desc *d, float *s) {
+    ra__amx_state amx;
+    ra__bf_strip *before[2] = {NULL, NULL};
     int32_t block = 0, row = 0;
-    x.sums = NULL;
-    ra__tile_begin(&x);
+    amx.sums = NULL;
+    ra__tile_begin(&amx);
     for (int32_t i = 0; i == 0 || before[0] || before[1]; i++) {
-        ra__bf_work *w = &x.item[i % 3];
-        w->p = p;
-        w->k_dim = d->k_dim;
-        w->v_dim = d->v_dim;
-        w->s = s + i % 2 * 64 * 64;
-        w->pairs = s + 2 * 64 * 64 + i % 2 * 32 * 64;
-        w->bias = s + 3 * 64 * 64;
-        if (!ra__amx_next(w, keys, kind, count, &block, &row)) w = NULL;
-        ra__amx_stage(&x, w, before[0], before[1]);
+        ra__bf_strip *strip = &amx.item[i % 3];
+        strip->panel = panel;
+        strip->k_dim = d->k_dim;
+        strip->v_dim = d->v_dim;
+        strip->scores = s + i % 2 * 64 * 64;
+        strip->p_pairs = s + 2 * 64 * 64 + i % 2 * 32 * 64;
+        strip->bias = s + 3 * 64 * 64;
+        if (!ra__amx_next_item(strip, keys, kind, count, &block, &row)) strip = NULL;
+        ra__amx_stage(&amx, strip, before[0], before[1]);
         before[1] = before[0];
-        before[0] = w;
+        before[0] = strip;
     }
-    ra__amx_flush(&x);
+    ra__amx_store_sums(&amx);
     ra__tile_end();
 }
 
-RA__AMX_FN void ra__load_q_amx(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
-                               int32_t dim) {
+RA__AMX_STATIC void ra__load_q_amx(const ra__panel *panel, const void *src, int64_t stride,
+                                   int32_t dtype, int32_t dim) {
     (void)dtype;
-    ra__bf_load_q(p, (const uint8_t *)src, stride, dim, 32);
+    ra__bf_load_q(panel, (const uint8_t *)src, stride, dim, 32);
 }
 
-RA__AMX_FN void ra__load_acc_amx(const ra__panel *p, const float *src, int64_t stride,
-                                 int32_t dim) {
-    ra__bf_load_acc(p, src, stride, dim, 32);
+RA__AMX_STATIC void ra__load_acc_amx(const ra__panel *panel, const float *src, int64_t stride,
+                                     int32_t dim) {
+    ra__bf_load_acc(panel, src, stride, dim, 32);
 }
 
-RA__AMX_FN void ra__sizes_amx(ra__bytes *out, const ra_desc *d, int32_t shared) {
+RA__AMX_STATIC void ra__sizes_amx(ra__bytes *out, const ra_desc *d, int32_t shared) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
     out->q = lane / 2 * ra__round_up(d->k_dim, 32);
     out->acc = lane * ra__round_up(d->v_dim, 32);
@@ -6061,12 +6121,12 @@ RA__AMX_FN void ra__sizes_amx(ra__bytes *out, const ra_desc *d, int32_t shared) 
 }
 
 /* V^T [2][dim up to 32][32 keys], zero beyond the last; returns 0 if there is a NaN or infinity. */
-RA__AMX_FN int32_t ra__amx_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
-                                  int32_t dim) {
+RA__AMX_STATIC int32_t ra__amx_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
+                                      int32_t dim) {
     uint32_t bad = 0;
     for (int32_t j = 0; j < 64; j += 32)
         for (int32_t d = 0; d < ra__round_up(dim, 32); d += 16, to += 16 * 64) {
-            const __mmask16 m = (__mmask16)ra__bf_first(dim - d, 16);
+            const __mmask16 m = (__mmask16)ra__bf_first_lanes(dim - d, 16);
             __m512 r[16];
             for (int32_t i = 0; i < 16; i++)
                 r[i] = _mm512_castsi512_ps(ra__bf_pair_rows(
@@ -6077,11 +6137,11 @@ RA__AMX_FN int32_t ra__amx_pack_v(uint8_t *to, const uint8_t *from, int64_t stri
     return !bad;
 }
 
-RA__AMX_FN void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                                int32_t partial) {
+RA__AMX_STATIC void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__store *store,
+                                    int32_t partial) {
     const int64_t row = 2 * ra__round_up(d->k_dim, 32);
     (void)partial;
-    ra__bf_find_v(keys, d);
+    ra__bf_find_v_in_k(keys, d);
     keys->v_clean = ra__amx_pack_v(store->v, keys->v, keys->v_stride, keys->n, d->v_dim);
     keys->v = store->v;
     keys->v_stride = 64 * ra__round_up(d->v_dim, 32);
@@ -6096,151 +6156,157 @@ RA__AMX_FN void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__stor
  * An item is 32 rows of a panel against 64 keys. In one stage the products that lead to S and dP of
  * item i, P and dS of item i - 1 and dQ of item i - 2 run beside one another, and then dV and dK of
  * two panels, if those are through: fewer would load and store sums too often. */
-typedef struct ra__amx_back {
-    ra__amx x;
-    const ra__tile *tiles;
+typedef struct ra__amx_back_state {
+    ra__amx_state amx;
+    const ra__tile *jobs;
     int32_t count;
-    ra__bf_back of[2];                 /* tiles under way, by parity */
-} ra__amx_back;
+    ra__bf_back under_way[2];          /* job i is in i % 2 */
+} ra__amx_back_state;
 enum { RA__AMX_SLOTS = 4 };            /* P and dS of two pairs of panels: one is made, one used */
 
 /* Numbers without the payloads of NaN, which could be lost in rounding. */
-RA__AMX_OP __m512 ra__amx_quiet(__m512 x) {
+RA__AMX_INLINE __m512 ra__amx_plain_nan(__m512 x) {
     return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q),
                               _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
 }
 
-RA__AMX_FN void ra__amx_back_open(ra__bf_back *b, const ra__tile *x, int32_t i) {
-    const __m512 scale = _mm512_set1_ps(x->scale);
-    ra__bf_back_open(b, x, i % RA__AMX_SLOTS, RA__AMX_SLOTS);
-    ra__bf_see(&b->s, x->partial);
-    b->s.s = x->p;
-    b->dp.s = x->ds;
-    b->k.v_stride = 64 * ra__round_up(x->k_dim, 32);
-    b->s.nt = 2;
-    b->dp.first = 0;
-    b->s.last = b->dp.last = (x->keys->n + 31) / 32 * 32;
+RA__AMX_STATIC void ra__amx_back_begin(ra__bf_back *back, const ra__tile *job, int32_t i) {
+    const __m512 scale = _mm512_set1_ps(job->scale);
+    ra__bf_back_begin(back, job, i % RA__AMX_SLOTS, RA__AMX_SLOTS);
+    ra__bf_find_seen(&back->s, job->partial);
+    back->s.scores = job->p;
+    back->dp.scores = job->ds;
+    back->k.v_stride = 64 * ra__round_up(job->k_dim, 32);
+    back->s.vectors = 2;
+    back->dp.first = 0;
+    back->s.last = back->dp.last = (job->keys->n + 31) / 32 * 32;
     for (int32_t row = 0; row < 64; row += 16) {
-        __m512 delta = _mm512_mul_ps(scale, _mm512_loadu_ps(x->x->p.l + row));
-        _mm512_storeu_ps(b->s.use + row, ra__amx_quiet(_mm512_loadu_ps(x->x->p.m + row)));
-        _mm512_storeu_ps(b->dp.use + row, ra__amx_quiet(delta));
+        __m512 delta = _mm512_mul_ps(scale, _mm512_loadu_ps(job->x->p.l + row));
+        _mm512_storeu_ps(back->s.shift + row,
+                         ra__amx_plain_nan(_mm512_loadu_ps(job->x->p.m + row)));
+        _mm512_storeu_ps(back->dp.shift + row, ra__amx_plain_nan(delta));
     }
 }
 
 /* Sums of dK or dV that are short of 32 keys or columns: from memory to [32][32], or back. */
-RA__AMX_FN void ra__amx_edge(const ra__bf_outer *o, int32_t d, int32_t j, float *c, int32_t back) {
+RA__AMX_STATIC void ra__amx_copy_edge(const ra__bf_key_grad *grad, int32_t d, int32_t j, float *c,
+                                      int32_t back) {
     for (int32_t i = 0; i < 32; i++)
         for (int32_t t = 0; t < 32; t += 16) {
-            const __mmask16 m = j + i < o->x->keys->n ? ra__bf_columns(o, d + t) : 0;
-            float *at = o->to + (j + i) * o->stride + d + t;
+            const __mmask16 m = j + i < grad->jobs->keys->n ? ra__bf_key_columns(grad, d + t) : 0;
+            float *at = grad->to + (j + i) * grad->stride + d + t;
             if (back) _mm512_mask_storeu_ps(at, m, _mm512_loadu_ps(c + i * 32 + t));
             else _mm512_storeu_ps(c + i * 32 + t, _mm512_maskz_loadu_ps(m, at));
         }
 }
 
-/* dK or dV, as ra__bf_keys. */
-RA__AMX_FN void ra__amx_keys(void *amx, const ra__bf_outer *o) {
-    ra__amx *x = (ra__amx *)amx;
+/* dK or dV, as ra__bf_add_key_grad. */
+RA__AMX_STATIC void ra__amx_add_key_grad(void *state, const ra__bf_key_grad *grad) {
+    ra__amx_state *amx = (ra__amx_state *)state;
     float edge[32 * 32];
-    ra__amx_group g = ra__amx_group_of(128, 64, NULL, 2);
-    if (o->x->v_in_k || ra__bf_is_dirty(o->x)) ra__amx_flush(x);
-    if (ra__bf_is_dirty(o->x)) {
-        ra__bf_keys_dirty(o);
+    ra__amx_group group = ra__amx_group_of(128, 64, NULL, 2);
+    if (grad->jobs->v_in_k || ra__bf_is_dirty(grad->jobs)) ra__amx_store_sums(amx);
+    if (ra__bf_is_dirty(grad->jobs)) {
+        ra__bf_add_key_grad_dirty(grad);
         return;
     }
-    g.a_run = 2 * RA__BF_SLOT;
-    g.runs = o->panels;
-    if (o->panels == 2) g.b_run = (const uint8_t *)o->rows[1] - (const uint8_t *)o->rows[0];
-    for (int32_t d = 0; d < o->dim; d += 32)
-        for (int32_t j = 0; j < o->x->keys->n; j += 32) {
-            const int32_t whole = o->dim - d >= 32 && o->x->keys->n - j >= 32;
-            g.a = (const uint8_t *)(o->a + j * 64);
-            g.b = (const uint8_t *)(o->rows[0] + d / 64 * 64 * 32 + d % 64);
-            g.c = whole ? o->to + j * o->stride + d : edge;
-            g.c_stride = whole ? o->stride * 4 : 128;
-            if (!whole) ra__amx_edge(o, d, j, edge, 0);
-            ra__amx_multiply(x, &g, RA__AMX_BACK | RA__AMX_NEAR);
+    group.a_run = 2 * RA__BF_SLOT;
+    group.runs = grad->panels;
+    if (grad->panels == 2)
+        group.b_run = (const uint8_t *)grad->row_pairs[1] - (const uint8_t *)grad->row_pairs[0];
+    for (int32_t d = 0; d < grad->dim; d += 32)
+        for (int32_t j = 0; j < grad->jobs->keys->n; j += 32) {
+            const int32_t whole = grad->dim - d >= 32 && grad->jobs->keys->n - j >= 32;
+            group.a = (const uint8_t *)(grad->a + j * 64);
+            group.b = (const uint8_t *)(grad->row_pairs[0] + d / 64 * 64 * 32 + d % 64);
+            group.c = whole ? grad->to + j * grad->stride + d : edge;
+            group.c_stride = whole ? grad->stride * 4 : 128;
+            if (!whole) ra__amx_copy_edge(grad, d, j, edge, 0);
+            ra__amx_multiply(amx, &group, RA__AMX_BACK | RA__AMX_NEAR);
             if (whole) continue;
-            ra__amx_flush(x);
-            ra__amx_edge(o, d, j, edge, 1);
+            ra__amx_store_sums(amx);
+            ra__amx_copy_edge(grad, d, j, edge, 1);
         }
 }
 
 /* Products that use item k: dQ, and dV and dK behind the last item of two panels. */
-RA__AMX_FN void ra__amx_back_use(ra__amx_back *s, int32_t k) {
+RA__AMX_STATIC void ra__amx_back_consume(ra__amx_back_state *all, int32_t k) {
     const int32_t i = k / 2, n = i % 2 + 1;
-    ra__bf_back *b = &s->of[i % 2];
-    b->s.row = k % 2 * 32;
-    if (b->x->want_q && b->x->partial && !b->x->k_clean) {
-        ra__amx_flush(&s->x);
-        ra__bf_values_dirty(&b->s, 16);
-    } else if (b->x->want_q) {
-        ra__amx_values(&s->x, &b->s, RA__AMX_BACK);
+    ra__bf_back *back = &all->under_way[i % 2];
+    back->s.row = k % 2 * 32;
+    if (back->job->want_q && back->job->partial && !back->job->k_clean) {
+        ra__amx_store_sums(&all->amx);
+        ra__bf_values_dirty(&back->s, 16);
+    } else if (back->job->want_q) {
+        ra__amx_values(&all->amx, &back->s, RA__AMX_BACK);
     }
-    if (k % 2 && (n == 2 || i == s->count - 1))
-        ra__bf_outers(s->tiles + i + 1 - n, n, b->p - (n - 1) * RA__BF_SLOT, ra__amx_keys, &s->x);
+    if (k % 2 && (n == 2 || i == all->count - 1))
+        ra__bf_key_grads(all->jobs + i + 1 - n, n, back->p - (n - 1) * RA__BF_SLOT,
+                         ra__amx_add_key_grad, &all->amx);
 }
 
 /* P and dS of item k are to be made, spread over S, dP and dQ of the other items. */
-RA__AMX_FN void ra__amx_back_begin(ra__amx_back *s, int32_t k) {
-    const int64_t dims = 2 * ra__round_up(s->tiles->k_dim, 32) + ra__round_up(s->tiles->v_dim, 32);
-    ra__amx *x = &s->x;
-    x->back = &s->of[k / 2 % 2];
-    x->row = k % 2 * 32;
-    x->piece = x->wait = 0;
-    x->pieces = x->back->s.last / 2;
-    x->each = (int32_t)(dims / 128);   /* 64 keys: 2 dims / 8 products, 32 pieces */
-    if (!ra__bf_back_is_general(x->back->x)) return;
-    x->pieces = 0;
-    if (k % 2) ra__bf_back_general(x->back);
+RA__AMX_STATIC void ra__amx_back_plan_pieces(ra__amx_back_state *all, int32_t k) {
+    const int64_t dims =
+        2 * ra__round_up(all->jobs->k_dim, 32) + ra__round_up(all->jobs->v_dim, 32);
+    ra__amx_state *amx = &all->amx;
+    amx->back = &all->under_way[k / 2 % 2];
+    amx->row = k % 2 * 32;
+    amx->piece = amx->wait = 0;
+    amx->pieces = amx->back->s.last / 2;
+    amx->per_product = (int32_t)(dims / 128);   /* 64 keys: 2 dims / 8 products, 32 pieces */
+    if (!ra__bf_back_is_general(amx->back->job)) return;
+    amx->pieces = 0;
+    if (k % 2) ra__bf_back_general(amx->back);
 }
 
 /* Stage k: the products of item k, P and dS of item k - 1, the products of item k - 2. */
-RA__AMX_FN void ra__amx_back_stage(ra__amx_back *s, int32_t k) {
-    const int32_t items = 2 * s->count;
-    ra__amx *x = &s->x;
-    ra__bf_back *b = &s->of[k / 2 % 2];
-    x->piece = x->pieces = 0;
-    if (k < items && k % 2 == 0) ra__amx_back_open(b, s->tiles + k / 2, k / 2);
-    if (k > 0 && k <= items) ra__amx_back_begin(s, k - 1);
+RA__AMX_STATIC void ra__amx_back_stage(ra__amx_back_state *all, int32_t k) {
+    const int32_t items = 2 * all->count;
+    ra__amx_state *amx = &all->amx;
+    ra__bf_back *back = &all->under_way[k / 2 % 2];
+    amx->piece = amx->pieces = 0;
+    if (k < items && k % 2 == 0) ra__amx_back_begin(back, all->jobs + k / 2, k / 2);
+    if (k > 0 && k <= items) ra__amx_back_plan_pieces(all, k - 1);
     if (k < items) {
-        b->s.row = b->dp.row = k % 2 * 32;
-        ra__amx_scores(x, &b->s, RA__AMX_BACK);
-        ra__amx_scores(x, &b->dp, RA__AMX_BACK);
+        back->s.row = back->dp.row = k % 2 * 32;
+        ra__amx_scores(amx, &back->s, RA__AMX_BACK);
+        ra__amx_scores(amx, &back->dp, RA__AMX_BACK);
     }
-    if (k > 1) ra__amx_back_use(s, k - 2);
-    if (k < 2 || !s->tiles->want_q) ra__amx_flush(x);
-    while (x->piece < x->pieces) ra__amx_back_piece(x->back, x->row, 2 * x->piece++);
+    if (k > 1) ra__amx_back_consume(all, k - 2);
+    if (k < 2 || !all->jobs->want_q) ra__amx_store_sums(amx);
+    while (amx->piece < amx->pieces) ra__amx_back_piece(amx->back, amx->row, 2 * amx->piece++);
 }
 
-RA__AMX_FN void ra__fold_back_amx(const ra__tile *tiles, int32_t count) {
-    ra__amx_back s;
-    s.tiles = tiles;
-    s.count = count;
-    s.x.sums = NULL;
-    ra__tile_begin(&s.x);
-    for (int32_t k = 0; k < 2 * count + 2; k++) ra__amx_back_stage(&s, k);
-    ra__amx_flush(&s.x);
+RA__AMX_STATIC void ra__fold_back_amx(const ra__tile *jobs, int32_t count) {
+    ra__amx_back_state all;
+    all.jobs = jobs;
+    all.count = count;
+    all.amx.sums = NULL;
+    ra__tile_begin(&all.amx);
+    for (int32_t k = 0; k < 2 * count + 2; k++) ra__amx_back_stage(&all, k);
+    ra__amx_store_sums(&all.amx);
     ra__tile_end();
 }
 
-RA__AMX_FN void ra__load_back_amx(ra__back_panel *x, const ra__source *q, const ra__source *g) {
-    ra__bf_load_back(x, q, g, 32);
+RA__AMX_STATIC void ra__load_back_amx(ra__back_panel *panel, const ra__source *q,
+                                      const ra__source *g) {
+    ra__bf_load_back(panel, q, g, 32);
 }
 
 /* K^T, then K and V as tiles may read them. */
-RA__AMX_FN void ra__sizes_back_amx(ra__bytes *out, const ra_desc *d) {
+RA__AMX_STATIC void ra__sizes_back_amx(ra__bytes *out, const ra_desc *d) {
     ra__sizes_back_bf16(out, d);
     out->s = RA__AMX_SLOTS * 2 * RA__BF_SLOT + 128 * 64;
     out->k = 2 * 128 * ra__round_up(d->k_dim, 32);
     out->v = 128 * ra__round_up(d->v_dim, 32);
 }
 
-RA__AMX_FN int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                                        int32_t partial) {
+RA__AMX_STATIC int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d,
+                                            const ra__store *store, int32_t partial) {
     const int32_t clean = ra__amx_pack_v(store->k, keys->k, keys->k_stride, keys->n, d->k_dim);
     (void)partial;
-    ra__bf_find_v(keys, d);
+    ra__bf_find_v_in_k(keys, d);
     if (d->k_dim % 32 || keys->n % 32 || keys->k_stride % RA__ALIAS == 0)
         ra__bf_copy(store->k + 128 * ra__round_up(d->k_dim, 32), &keys->k, &keys->k_stride, keys->n,
                     d->k_dim, 32);
@@ -6257,11 +6323,11 @@ static const ra__kernel ra__kernel_amx = {
     ra__fold_back_amx, ra__put_grad_avx512};
 
 #undef RA__AMX_TARGET
-#undef RA__AMX_FN
-#undef RA__AMX_OP
+#undef RA__AMX_STATIC
+#undef RA__AMX_INLINE
 #undef RA__BF_TARGET
-#undef RA__BF_FN
-#undef RA__BF_OP
+#undef RA__BF_STATIC
+#undef RA__BF_INLINE
 RA__RANGES_END
 
 #if !defined(__clang__)
