@@ -4312,30 +4312,36 @@ RA__OP void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
 RA__RANGES_BEGIN
 
 /* ========================================================================== AVX512 BF16
- * Forward where q, k and v are bf16, by vdpbf16ps: c += a1 b1, then c += a0 b0, of pairs of bf16,
- * each step rounded to f32, denormals taken as zero. Panels and lanes are those of KERNEL, with two
- * elements to a lane: q [Dk / 2][64] pairs of dims, against which K is broadcast by pairs of dims
- * where it lies; p [32][64] pairs of keys, against which V is broadcast by pairs of keys, packed
- * once for the panels of a task; acc [Dv][64], Dv rounded up to 8.
+ * The tile body for q, k and v of bf16. Its products are vdpbf16ps: c += a1 b1, then c += a0 b0,
+ * where a and b are pairs of bf16; each step is rounded to f32, and denormals count as zero. Panels
+ * are laid out as in KERNEL, except that a lane of q and p holds a pair:
+ *   q    [Dk / 2][64 rows]  pairs of dims, multiplied by pairs of dims of K, broadcast
+ *   p    [32][64 rows]      pairs of keys, multiplied by pairs of keys of V, broadcast
+ *   acc  [Dv][64 rows]      f32; Dv is rounded up to 8
+ * K is read as stored. V is packed into pairs of keys once for all panels of a task.
  *
- * The maximum is stale: m is that of the first block in which the row saw a key, and stays. Then p
- * = 2^(s - m) may exceed 1, which is no harm: softmax does not change under shifts, and bf16 has
- * the exponents of f32. So scores become p a few keys later, while the next ones are summed, and
- * acc is continued without rescaling, from key to key in one chain. A row whose l passes 2^32 in a
- * block gets a new m, its sums are rescaled, and the block is done again; rows beside it keep their
- * bits.
- * PERF: Zen 5, D 64 and 128: a maximum of each block costs 2.5 and 1.5 % of the peak.
+ * In the functions below c[i][t] is a tile of sums in registers: ni keys, dims or query rows by nt
+ * vectors of 16 lanes. s is a tile of scores. A piece is the softmax of a small part of a tile: it
+ * runs while the multipliers work on the next tile.
  *
- * p is rounded to nearest, and l sums it as rounded, so that numerator and denominator agree. Q
- * stays as it is, for q * scale rounded once more would lose half a bit: the scale is in the
- * multiply-add in front of 2^x. */
+ * The maximum m is stale: it is that of the first block in which the row saw a key, and it stays.
+ * So p = 2^(s - m) may exceed 1. That is harmless, because softmax does not change under shifts and
+ * bf16 has the exponents of f32. It allows scores to become p while the next scores are summed, and
+ * acc to continue from key to key in one chain without rescaling. A row whose l exceeds 2^32 after
+ * a block gets a new m, its sums are rescaled, and its part of the block is done again. The other
+ * rows keep their bits. PERF: a maximum per block costs 2.5 % of the peak at D 64 and 1.5 % at D
+ * 128 (Zen 5).
+ *
+ * p is rounded to nearest, and l sums the rounded values, so that numerator and denominator agree.
+ * Q is not scaled in advance, because rounding q * scale would lose another half bit: the scale is
+ * in the multiply-add before 2^x. */
 #define RA__BF_TARGET                                                                            \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")))
 #define RA__BF_STATIC RA__UNUSED RA__BF_TARGET static
 #define RA__BF_INLINE RA__INLINE RA__BF_TARGET
 
-/* 2^f for f in [0, 1] to 7.5e-5, far below half a step of bf16. Half a step more, and what is cut
- * off after 16 bits is rounded. */
+/* 2^f for f in [0, 1] with an error of 7.5e-5, far below half a step of bf16. With half a step
+ * added to the constant term, cutting off the low 16 bits rounds to nearest. */
 static const float ra__bf_exp2[4] = {0.999925219f, 0.69583354f, 0.226067155f, 0.0780245227f};
 static const float ra__bf_half_step = 0.00390625f;
 
@@ -4365,7 +4371,8 @@ typedef struct ra__bf_strip {
 RA__BF_INLINE __m512 ra__bf_dot(__m512 c, __m512i a, __m512i b) {
     return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
 }
-/* In a register from here on: gcc 12 loads an operand again for each use. */
+/* Loads into a register and keeps it there. gcc 12 would otherwise load the operand again for each
+ * use. */
 RA__BF_INLINE __m512i ra__bf_load(const float *p) {
     __m512i v = _mm512_loadu_si512(p);
     __asm__("" : "+v"(v));
@@ -4377,7 +4384,8 @@ RA__BF_INLINE __m512i ra__bf_broadcast(const uint8_t *p) {
     return _mm512_set1_epi32(pair);
 }
 
-/* 2^x, larger by `more` in relative terms where x is whole: see ra__bf_half_step. */
+/* 2^x. `more` is added to the constant term, and so to the result for integer x (see
+ * ra__bf_half_step). */
 RA__BF_INLINE __m512 ra__bf_exp(__m512 x, const float more) {
     __m512 f = _mm512_reduce_ps(x, 1), p = _mm512_set1_ps(ra__bf_exp2[3]);
     RA__UNROLL for (int32_t i = 2; i > 0; i--)
@@ -4386,7 +4394,7 @@ RA__BF_INLINE __m512 ra__bf_exp(__m512 x, const float more) {
     return _mm512_scalef_ps(p, x);
 }
 
-/* Pairs of p of two keys; l += both. */
+/* p of two keys as pairs; adds both to l. */
 RA__BF_INLINE __m512i ra__bf_exp_pair(__m512 x0, __m512 x1, __m512 *l) {
     const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
     const __m512 p0 = ra__bf_exp(x0, ra__bf_half_step), p1 = ra__bf_exp(x1, ra__bf_half_step);
@@ -4396,18 +4404,18 @@ RA__BF_INLINE __m512i ra__bf_exp_pair(__m512 x0, __m512 x1, __m512 *l) {
     return _mm512_or_si512(_mm512_srli_epi32(a, 16), b);
 }
 
-/* The first n of up to 32 lanes, n being any number. */
+/* A mask of the first n lanes of 16 or 32. n may be any number. */
 RA__BF_INLINE uint32_t ra__bf_first_lanes(int32_t n, const int32_t lanes) {
     if (n >= lanes) return 0xffffffffu >> (32 - lanes);
     return n > 0 ? ((uint32_t)1 << n) - 1 : 0;
 }
 
-/* The rows of vector t that see key j, as lanes. */
+/* The lanes of vector t whose rows see key j. */
 RA__BF_INLINE __mmask16 ra__bf_lanes_seeing(const ra__bf_strip *strip, int32_t j, int32_t t) {
     return (__mmask16)(strip->seen[j] >> (strip->row + 16 * t));
 }
 
-/* The rows of ni keys from j on; keys beyond the last are the last once more. */
+/* Addresses of ni rows of K from key j on. Rows beyond the last key repeat the last one. */
 RA__BF_INLINE void ra__bf_key_rows(const ra__bf_strip *strip, int32_t j, const uint8_t **k,
                                    const int32_t ni) {
     RA__UNROLL for (int32_t i = 0; i < ni; i++) {
@@ -4416,7 +4424,7 @@ RA__BF_INLINE void ra__bf_key_rows(const ra__bf_strip *strip, int32_t j, const u
     }
 }
 
-/* c[i][t] += a[i] b: the pair `at` bytes behind a[i] broadcast, times vector t of the pairs at b. */
+/* c[i][t] += the pair at a[i] + at, broadcast, times vector t of the pairs at b. */
 RA__BF_INLINE void ra__bf_product(__m512 (*c)[4], const uint8_t *const *a, int64_t at,
                                   const float *b, const int32_t ni, const int32_t nt) {
     __m512i y[4];
@@ -4427,8 +4435,8 @@ RA__BF_INLINE void ra__bf_product(__m512 (*c)[4], const uint8_t *const *a, int64
     }
 }
 
-/* c[i][t] += the sum over n pairs, each `step` bytes from the next: those at a + row * i broadcast,
- * times vector t of b [n][64]. */
+/* c[i][t] += the sum over n pairs of a and b. Pair j of row i is at a + row * i + step * j, in
+ * bytes; those of b are [n][64]. */
 RA__BF_INLINE void ra__bf_products(__m512 (*c)[4], const uint8_t *a, int64_t row, int64_t step,
                                    const float *b, int32_t n, const int32_t ni, const int32_t nt) {
     const uint8_t *at[8];
@@ -4437,8 +4445,7 @@ RA__BF_INLINE void ra__bf_products(__m512 (*c)[4], const uint8_t *a, int64_t row
         ra__bf_product(c, at, j * step, b + 64 * j, ni, nt);
 }
 
-/* c[i][t] += K Q^T of what is left from d on: pairs of dims, and an odd last dim, which has no
- * partner in K. */
+/* c[i][t] += K Q^T of dims [d, Dk). An odd last dim has no partner in K and is loaded alone. */
 RA__BF_INLINE void ra__bf_dots_from(const ra__bf_strip *strip, const uint8_t *const *k, int32_t d,
                                     __m512 (*c)[4], const int32_t ni, const int32_t nt) {
     const float *q = strip->panel->q + strip->row;
@@ -4458,8 +4465,8 @@ RA__BF_INLINE void ra__bf_zero_sums(__m512 (*c)[4], const int32_t ni, const int3
         RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = _mm512_setzero_ps();
 }
 
-/* c[i][t] += K Q^T of 8 dims from d on, and not later: what follows runs beside them. (Empty
- * assembly: clang 14 moves products past it, but not their operands.) */
+/* c[i][t] += K Q^T of dims [d, d + 8). The empty assembly keeps these products before the piece
+ * that follows: clang 14 would move them behind it, but not their operands. */
 RA__BF_INLINE void ra__bf_eight_dims(__m512 (*c)[4], const uint8_t *const *k, int32_t d,
                                      const float *q, const int32_t ni, const int32_t nt) {
     RA__UNROLL for (int32_t e = 0; e < 8; e += 2)
@@ -4468,7 +4475,7 @@ RA__BF_INLINE void ra__bf_eight_dims(__m512 (*c)[4], const uint8_t *const *k, in
         RA__UNROLL for (int32_t t = 0; t < nt; t++) __asm__ volatile("" : "+v"(c[i][t]));
 }
 
-/* Sums from rows of 64 numbers, and back. */
+/* Tiles from and to memory with rows of 64 floats. */
 RA__BF_INLINE void ra__bf_load_sums(__m512 (*c)[4], const float *from, const int32_t ni,
                                     const int32_t nt) {
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
@@ -4481,7 +4488,7 @@ RA__BF_INLINE void ra__bf_store_sums(float *to, __m512 (*c)[4], const int32_t ni
         RA__UNROLL for (int32_t t = 0; t < nt; t++) _mm512_storeu_ps(to + i * 64 + t * 16, c[i][t]);
 }
 
-/* The bias of these rows and keys to where ra__bf_modify finds it. */
+/* Loads the bias of the keys and rows of a strip into strip->bias. */
 RA__BF_STATIC void ra__bf_load_bias(const ra__bf_strip *strip) {
     const ra__score *score = &strip->panel->score;
     ra__work_avx512 forward;
@@ -4497,7 +4504,7 @@ RA__BF_STATIC void ra__bf_load_bias(const ra__bf_strip *strip) {
         strip->bias[j] = ra__bias_at(score, 0, strip->keys->pos[j]);
 }
 
-/* The score of key j and 16 rows from `row` on to base 2, x being the sum of products. */
+/* The modified score, to base 2, of key j and rows [row, row + 16). x is the dot product. */
 RA__BF_INLINE __m512 ra__bf_modify(const ra__bf_strip *strip, const ra__score *score, int32_t j,
                                    int32_t row, __m512 x) {
     const int32_t pos = strip->keys->pos ? strip->keys->pos[j] : 0;
@@ -4509,43 +4516,44 @@ RA__BF_INLINE __m512 ra__bf_modify(const ra__bf_strip *strip, const ra__score *s
                              bias);
 }
 
-/* p of key j and vector t is 2 to the power of this. changed: by ALiBi or a bias. */
+/* log2 of p of key j and vector t. modified: by ALiBi or a bias. */
 RA__BF_INLINE __m512 ra__bf_exponent(const ra__bf_strip *strip, int32_t j, int32_t t,
-                                     const int32_t masked, const int32_t changed) {
+                                     const int32_t masked, const int32_t modified) {
     const int32_t row = strip->row + 16 * t;
     const __m512 use = _mm512_loadu_ps(strip->shift + row), factor = _mm512_set1_ps(strip->factor);
     __m512 x = _mm512_loadu_ps(strip->scores + (j & strip->slot_mask) * 64 + row);
     ra__score score = strip->panel->score;
     score.softcap = 0.0f;
-    if (changed) x = _mm512_sub_ps(ra__bf_modify(strip, &score, j, row, x), use);
+    if (modified) x = _mm512_sub_ps(ra__bf_modify(strip, &score, j, row, x), use);
     else x = _mm512_fmsub_ps(x, factor, use);
     if (!masked) return x;
     return _mm512_mask_blend_ps(ra__bf_lanes_seeing(strip, j, t), _mm512_set1_ps(ra__neg_inf()), x);
 }
 
-/* p and l of keys j and j + 1 and vector t, from their scores in s. */
+/* A piece: turns the scores of keys j and j + 1 and vector t into p, and adds them to l. */
 RA__BF_INLINE void ra__bf_piece(const ra__bf_strip *strip, int32_t j, int32_t t,
-                                const int32_t masked, const int32_t changed) {
+                                const int32_t masked, const int32_t modified) {
     float *l = strip->panel->l + strip->row + 16 * t;
     __m512 sum = _mm512_loadu_ps(l);
-    __m512 x = ra__bf_exponent(strip, j, t, masked, changed);
-    __m512 y = ra__bf_exponent(strip, j + 1, t, masked, changed);
+    __m512 x = ra__bf_exponent(strip, j, t, masked, modified);
+    __m512 y = ra__bf_exponent(strip, j + 1, t, masked, modified);
     _mm512_storeu_si512(strip->p_pairs + j / 2 * 64 + strip->row + 16 * t,
                         ra__bf_exp_pair(x, y, &sum));
     _mm512_storeu_ps(l, sum);
 }
 
-/* Pieces [n, pieces) of p of a tile of keys from j on, beside nothing. */
+/* Pieces [n, pieces) of the tile of keys from j on, with no products beside them. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_last_pieces(const ra__bf_strip *strip, int32_t j, int32_t n,
-                                                   int32_t pieces, int32_t changed) {
+                                                   int32_t pieces, int32_t modified) {
     for (; n < pieces; n++)
         ra__bf_piece(strip, j + n / strip->vectors * 2, n % strip->vectors, strip->vectors < 4,
-                     changed);
+                     modified);
 }
 
-/* Scores of ni keys from j on to s, and meanwhile `pieces` pieces of p of the tile before. */
+/* Scores of ni keys from j on, and between their products the first `pieces` pieces of the tile
+ * before. */
 RA__BF_INLINE void ra__bf_score_tile(const ra__bf_strip *strip, int32_t j, int32_t pieces,
-                                     const int32_t ni, const int32_t nt, const int32_t changed) {
+                                     const int32_t ni, const int32_t nt, const int32_t modified) {
     __m512 c[8][4];
     const uint8_t *k[8];
     const float *q = strip->panel->q + strip->row;
@@ -4555,40 +4563,42 @@ RA__BF_INLINE void ra__bf_score_tile(const ra__bf_strip *strip, int32_t j, int32
     ra__bf_zero_sums(c, ni, nt);
     for (d = 0; n < pieces && d + 8 <= strip->k_dim; d += 8, n++) {
         ra__bf_eight_dims(c, k, d, q, ni, nt);
-        ra__bf_piece(strip, j - ni + n / nt * 2, n % nt, nt < 4, changed);
+        ra__bf_piece(strip, j - ni + n / nt * 2, n % nt, nt < 4, modified);
     }
     ra__bf_dots_from(strip, k, d, c, ni, nt);
     ra__bf_store_sums(s, c, ni, nt);
-    if (n < pieces) ra__bf_last_pieces(strip, j - ni, n, pieces, changed);
+    if (n < pieces) ra__bf_last_pieces(strip, j - ni, n, pieces, modified);
 }
 
-/* PERF: 2^x is a long chain, which leaves multipliers idle unless there are products beside it. Zen
- * 5, 4096 tokens, D 64 and 128, p made of scores in registers at the end of each tile: 81 and 85 %
- * of the peak, beside the products of the next tile: 82.5 and 86.5 %. ALiBi or a bias, which was
- * a pass over the block: D 128, 2048 tokens, 0.90 to 0.95 (ALiBi), 0.56 to 0.97 (a bias per key),
- * 0.41 to 0.71 (full) of the rate without. */
+/* Products and pieces of all keys of a strip. PERF: 2^x is a long chain, which leaves the
+ * multipliers idle unless products run beside it. Pieces at the end of each tile, from registers ->
+ * beside the products of the next tile: 81 -> 82.5 % of the peak at D 64, 85 -> 86.5 % at D 128
+ * (Zen 5, 4096 tokens). Modifying scores in a pass over the block -> in the pieces, relative to
+ * unmodified scores: ALiBi 0.90 -> 0.95, bias per key 0.56 -> 0.97, full bias 0.41 -> 0.71 (D 128,
+ * 2048 tokens). */
 RA__BF_INLINE void ra__bf_score_tiles(const ra__bf_strip *strip, const int32_t ni, const int32_t nt,
-                                      const int32_t changed) {
+                                      const int32_t modified) {
     int32_t j = strip->first, pieces = 0;
     for (; j < strip->last; j += ni) {
-        ra__bf_score_tile(strip, j, pieces, ni, nt, changed);
+        ra__bf_score_tile(strip, j, pieces, ni, nt, modified);
         pieces = strip->slot_mask == 63 ? 0 : ni / 2 * nt;
         ra__ask(strip->panel->ahead);
     }
-    ra__bf_last_pieces(strip, j - ni, 0, pieces, changed);
+    ra__bf_last_pieces(strip, j - ni, 0, pieces, modified);
 }
 
-/* All scores to s; or p and l of them, when s holds the latest tiles. */
+/* store: writes all scores to strip->scores. Otherwise makes p and l of them, and keeps only the
+ * last tiles. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_strip *strip, int32_t stored) {
-    const int32_t changed = !stored && ra__score_is_modified(&strip->panel->score);
+    const int32_t modified = !stored && ra__score_is_modified(&strip->panel->score);
     strip->slot_mask = stored ? 63 : 15;
-    if (strip->vectors == 4 && changed) ra__bf_score_tiles(strip, 4, 4, 1);
+    if (strip->vectors == 4 && modified) ra__bf_score_tiles(strip, 4, 4, 1);
     else if (strip->vectors == 4) ra__bf_score_tiles(strip, 4, 4, 0);
-    else if (strip->vectors == 2) ra__bf_score_tiles(strip, 8, 2, changed);
-    else ra__bf_score_tiles(strip, 8, 1, changed);
+    else if (strip->vectors == 2) ra__bf_score_tiles(strip, 8, 2, modified);
+    else ra__bf_score_tiles(strip, 8, 1, modified);
 }
 
-/* Stored scores of vector t: modified, masked, their maximum. */
+/* Modifies and masks the stored scores of vector t, and finds their maximum. */
 RA__BF_STATIC void ra__bf_finish_scores(ra__bf_strip *strip, int32_t t) {
     const int32_t row = strip->row + 16 * t, modified = ra__score_is_modified(&strip->panel->score);
     __m512 top = _mm512_set1_ps(ra__neg_inf());
@@ -4604,8 +4614,9 @@ RA__BF_STATIC void ra__bf_finish_scores(ra__bf_strip *strip, int32_t t) {
     _mm512_storeu_ps(strip->block_max + row, top);
 }
 
-/* New m of vector t: the block's maximum for rows without one; for those of `over`, whose l passes
- * the limit, at least so much higher that l as it was becomes about 1; their sums are rescaled. */
+/* Sets m of vector t. A row without m gets the block's maximum. A row in `over`, whose l exceeds
+ * the limit, gets at least so much more that its old l becomes about 1, and its sums are
+ * rescaled. */
 RA__BF_STATIC void ra__bf_raise_max(ra__bf_strip *strip, int32_t t, __mmask16 over) {
     const int32_t row = strip->row + 16 * t;
     float *acc = strip->panel->acc + row;
@@ -4630,12 +4641,12 @@ RA__BF_STATIC void ra__bf_raise_max(ra__bf_strip *strip, int32_t t, __mmask16 ov
     _mm512_storeu_ps(strip->panel->l + row, l);
 }
 
-/* Rows of vector t that the panel has. */
+/* The lanes of vector t that are rows of the panel. */
 RA__BF_INLINE __mmask16 ra__bf_live_lanes(const ra__bf_strip *strip, int32_t t) {
     return (__mmask16)ra__bf_first_lanes(strip->panel->rows - strip->row - 16 * t, 16);
 }
 
-/* 1 if some row has no maximum yet; notes l and m. */
+/* Saves l and sets shift. Returns 1 if some row has no maximum yet. */
 RA__BF_INLINE int32_t ra__bf_lacks_max(ra__bf_strip *strip) {
     int32_t fresh = 0;
     for (int32_t t = 0; t < strip->vectors; t++) {
@@ -4651,14 +4662,14 @@ RA__BF_INLINE int32_t ra__bf_lacks_max(ra__bf_strip *strip) {
     return fresh;
 }
 
-/* Scores of the block to s. */
+/* Stores all scores of the block, modified and masked. */
 RA__BF_STATIC void ra__bf_store_scores(ra__bf_strip *strip) {
     ra__bf_scores(strip, 1);
     for (int32_t t = 0; t < strip->vectors; t++) ra__bf_finish_scores(strip, t);
     if (ra__score_is_modified(&strip->panel->score)) strip->factor = 1.0f;
 }
 
-/* p, m and l from scores in s; rows in `over` get a new maximum. */
+/* p, m and l from stored scores. Rows in `over` get a new maximum. */
 RA__BF_STATIC void ra__bf_pieces_from_scores(ra__bf_strip *strip, const __mmask16 over[4]) {
     for (int32_t t = 0; t < strip->vectors; t++) {
         ra__bf_raise_max(strip, t, over[t]);
@@ -4666,7 +4677,7 @@ RA__BF_STATIC void ra__bf_pieces_from_scores(ra__bf_strip *strip, const __mmask1
     }
 }
 
-/* Rows whose l has passed the limit; 1 if there are any. */
+/* Finds rows whose l exceeds the limit. Returns 1 if there are any. */
 RA__BF_INLINE int32_t ra__bf_past_limit(const ra__bf_strip *strip, __mmask16 over[4]) {
     const __m512 limit = _mm512_set1_ps(ra__l_limit);
     int32_t any = 0;
@@ -4679,7 +4690,8 @@ RA__BF_INLINE int32_t ra__bf_past_limit(const ra__bf_strip *strip, __mmask16 ove
     return any;
 }
 
-/* p, m and l of the block. */
+/* p, m and l of the block. Scores are stored only where a maximum is needed: for rows without one,
+ * under a softcap, and for rows whose l exceeds the limit. */
 RA__BF_STATIC void ra__bf_softmax(ra__bf_strip *strip) {
     const int32_t kept = ra__bf_lacks_max(strip) || strip->panel->score.softcap != 0.0f;
     __mmask16 over[4] = {0, 0, 0, 0};
@@ -4696,12 +4708,12 @@ RA__BF_STATIC void ra__bf_softmax(ra__bf_strip *strip) {
     ra__bf_pieces_from_scores(strip, over);
 }
 
-/* Pairs of keys that PV goes through: [from, to). */
+/* The end of the pairs of keys that the product with V takes. */
 RA__BF_INLINE int32_t ra__bf_pairs_end(const ra__bf_strip *strip) {
     return ((strip->last < strip->keys->n ? strip->last : strip->keys->n) + 1) / 2;
 }
 
-/* acc of ni dims from d on += V^T p; rows that see nothing keep theirs to the bit. */
+/* Adds V^T p to acc of ni dims from d on. masked: rows that see nothing keep their bits. */
 RA__BF_INLINE void ra__bf_value_tile(const ra__bf_strip *strip, int32_t d, const int32_t ni,
                                      const int32_t nt, const int32_t masked) {
     const int64_t step = strip->keys->v_stride;
@@ -4732,9 +4744,9 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_values(const ra__bf_strip *strip) {
     }
 }
 
-/* As ra__bf_values, for V that holds NaN or infinities which not every row sees: key by key, in the
- * order in which vdpbf16ps takes them, the product selected by row. V holds, per dim, `side` pairs
- * of keys side by side. */
+/* As ra__bf_values, for V with NaN or infinities that not every row sees. It adds key by key in the
+ * order of vdpbf16ps, and a row takes only the products of keys that it sees. V holds `side` pairs
+ * of keys next to one another per dim. */
 RA__BF_STATIC void ra__bf_values_dirty(const ra__bf_strip *strip, int32_t side) {
     const __m512i half = _mm512_set1_epi32((int32_t)0xffff0000u);
     for (int32_t d = 0; d < strip->v_dim; d++)
@@ -4754,7 +4766,7 @@ RA__BF_STATIC void ra__bf_values_dirty(const ra__bf_strip *strip, int32_t side) 
         }
 }
 
-/* Notes who sees what; nobody sees keys beyond the last. */
+/* Fills strip->seen. Keys beyond the last are seen by no row. */
 RA__BF_STATIC void ra__bf_find_seen(ra__bf_strip *strip, int32_t partial) {
     const ra__rows *geo = strip->panel->geo;
     for (int32_t j = 0; j < 64; j++)
@@ -4771,7 +4783,8 @@ RA__BF_STATIC void ra__bf_find_seen(ra__bf_strip *strip, int32_t partial) {
     }
 }
 
-/* Narrows a block to the keys that the rows of w see, by eights; 0 if there is none. */
+/* Narrows [first, last) to the keys that the rows of the strip see, in groups of 8. Returns 0 if
+ * there are none. */
 RA__BF_STATIC int32_t ra__bf_narrow(ra__bf_strip *strip) {
     const uint64_t rows = (uint64_t)(strip->vectors == 1 ? 0xffffu : 0xffffffffu) << strip->row;
     strip->seeing = 0;
@@ -4786,8 +4799,9 @@ RA__BF_STATIC int32_t ra__bf_narrow(ra__bf_strip *strip) {
     return strip->last > 0;
 }
 
-/* One block: all rows at once if they see all keys, else 32 rows and 16 rows with the keys that
- * these see, so that of a block on the diagonal only three quarters are computed. */
+/* Folds one block. If all rows see all keys, they form one strip. Otherwise there are strips of 32
+ * rows, each with the keys that it sees, and a last one of 16: of a block on the diagonal three
+ * quarters are computed. */
 RA__BF_STATIC void ra__bf_fold_block(ra__bf_strip *strip, int32_t partial) {
     strip->row = 0;
     strip->masked = partial || strip->panel->rows <= 32 || strip->keys->n % 4;
@@ -4825,18 +4839,18 @@ RA__BF_STATIC void ra__fold_bf16(const ra__panel *panel, const ra__keys *keys, c
     }
 }
 
-/* Pairs of dims of 16 rows to lanes; rows that are not there, and dims from dim up to a multiple of
- * `unit`, are zero.
- * PERF: all rows are asked for first. Zen 5, causal, 1024 tokens, D 64 and 128: 64.3 to 65.4 and
- * 71.5 to 73 % of the peak. */
-RA__BF_STATIC void ra__bf_load_q(const ra__panel *panel, const uint8_t *from, int64_t stride,
-                                 int32_t dim, int32_t unit) {
-    const int32_t up = (int32_t)ra__round_up(dim, unit);
+/* Packs Q as pairs of dims. Missing rows are zero, and so are dims up to a multiple of 32. PERF:
+ * prefetching all rows first: 64.3 -> 65.4 % of the peak at D 64, 71.5 -> 73 % at D 128 (Zen 5,
+ * causal, 1024 tokens). */
+RA__BF_STATIC void ra__load_q_bf16(const ra__panel *panel, const void *src, int64_t stride,
+                                   int32_t dtype, int32_t dim) {
+    const uint8_t *from = (const uint8_t *)src;
     __m512 r[16];
+    (void)dtype;
     for (int32_t row = 0; row < panel->rows; row++)
         ra__prefetch((uintptr_t)(from + row * stride), 2 * dim);
     for (int32_t row = 0; row < RA_BLOCK_TOKENS; row += 16)
-        for (int32_t d = 0; d < up; d += 32) {
+        for (int32_t d = 0; d < dim; d += 32) {
             const uint32_t first = ra__bf_first_lanes(dim - d, 32);
             const uint8_t *at = from + row * stride + 2 * d;
             RA__UNROLL for (int32_t i = 0; i < 16; i++)
@@ -4844,41 +4858,30 @@ RA__BF_STATIC void ra__bf_load_q(const ra__panel *panel, const uint8_t *from, in
                     _mm512_maskz_loadu_epi16(row + i < panel->rows ? first : 0, at + i * stride));
             ra__transpose_avx512(r);
             RA__UNROLL for (int32_t i = 0; i < 16; i++)
-                if (d + 2 * i < up) _mm512_storeu_ps(panel->q + (d / 2 + i) * 64 + row, r[i]);
+                _mm512_storeu_ps(panel->q + (d / 2 + i) * 64 + row, r[i]);
         }
 }
 
-RA__BF_STATIC void ra__load_q_bf16(const ra__panel *panel, const void *src, int64_t stride,
-                                   int32_t dtype, int32_t dim) {
-    (void)dtype;
-    ra__bf_load_q(panel, (const uint8_t *)src, stride, dim, 2);
-}
-
-/* acc of dims from dim up to a multiple of `unit` is zero. */
-RA__BF_STATIC void ra__bf_load_acc(const ra__panel *panel, const float *src, int64_t stride,
-                                   int32_t dim, int32_t unit) {
-    const int64_t up = ra__round_up(dim, unit);
-    ra__load_acc_avx512(panel, src, stride, dim);
-    memset(panel->acc + dim * 64, 0, (size_t)(up - dim) * 64 * sizeof *panel->acc);
-}
-
+/* Dims up to a multiple of 32 are zero. */
 RA__BF_STATIC void ra__load_acc_bf16(const ra__panel *panel, const float *src, int64_t stride,
                                      int32_t dim) {
-    ra__bf_load_acc(panel, src, stride, dim, 8);
+    const int64_t more = ra__round_up(dim, 32) - dim;
+    ra__load_acc_avx512(panel, src, stride, dim);
+    memset(panel->acc + dim * 64, 0, 64 * (size_t)more * sizeof *panel->acc);
 }
 
 RA__BF_STATIC void ra__sizes_bf16(ra__bytes *out, const ra_desc *d, int32_t shared) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
-    out->q = lane * ((d->k_dim + 1) / 2);
-    out->acc = lane * ra__round_up(d->v_dim, 8);
+    out->q = lane / 2 * ra__round_up(d->k_dim, 32);
+    out->acc = lane * ra__round_up(d->v_dim, 32);
     out->s = lane * (64 + 32 + (d->scores & RA_SCORE_BIAS ? 64 : 0));
     out->batch = 1;
     out->k = shared ? lane / 2 * d->k_dim : 0;
     out->v = lane / 2 * ra__round_up(d->v_dim, 16);
 }
 
-/* Pairs of the first two of `rows` rows: elements in m, others are zero. Notes NaN and infinities
- * in bad. */
+/* Pairs of two rows, of which `rows` exist: the elements in m, zeros elsewhere. Sets bits of bad
+ * for NaN and infinities. */
 RA__BF_INLINE __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int32_t rows,
                                        __mmask16 m, uint32_t *bad) {
     const __m256i e = _mm256_set1_epi16(0x7f80);
@@ -4891,10 +4894,9 @@ RA__BF_INLINE __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int3
                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
 }
 
-/* Pairs of keys [n / 2][dim up to 16]; returns 0 if there is a NaN or an infinity. top: the largest
- * of all without their signs, as integers.
- * PERF: by 32 dims, not 16: Zen 5, causal, 1024 tokens, D 64 and 128: 65.4 to 66.2 and 73 to 74 %
- * of the peak. */
+/* Packs rows as pairs of keys [n / 2][dim rounded up to 16]. Returns 0 if there is a NaN or an
+ * infinity: `top` is the largest magnitude as an integer. PERF: 32 dims at a time, not 16: 65.4 ->
+ * 66.2 % of the peak at D 64, 73 -> 74 % at D 128 (Zen 5, causal, 1024 tokens). */
 RA__BF_STATIC int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
                                     int32_t dim) {
     const __m512i index = _mm512_add_epi32(
@@ -4919,8 +4921,9 @@ RA__BF_STATIC int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t st
     return !_mm512_cmpge_epu16_mask(top, _mm512_set1_epi16(0x7f80));
 }
 
-/* Copies rows, which all panels of a group will read, to rows without gaps. For tiles (unit 32):
- * dims up to a multiple of `unit` and rows up to 64 are zero. Without, rows that have no gaps stay. */
+/* Copies rows that several panels will read, so that they have no gaps. unit 1: rows without gaps
+ * stay where they are. Tiles need unit 32: dims are zero up to a multiple of it, and rows up to
+ * 64. */
 RA__BF_STATIC void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *stride, int32_t rows,
                                int32_t dim, int32_t unit) {
     const int64_t row = 2 * ra__round_up(dim, unit);
@@ -4931,7 +4934,7 @@ RA__BF_STATIC void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *strid
     *stride = row;
 }
 
-/* V where it is part of K. */
+/* Finds V in K if it is part of K. */
 RA__BF_INLINE void ra__bf_find_v_in_k(ra__keys *keys, const ra_desc *d) {
     if (!d->v_in_k) return;
     keys->v = keys->k + 2 * (int64_t)d->v_column;
@@ -4948,23 +4951,25 @@ RA__BF_STATIC void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__
     if (store->shared) ra__bf_copy(store->k, &keys->k, &keys->k_stride, keys->n, d->k_dim, 1);
 }
 
-/* ---- decode, by dot products of pairs: of dims for scores, of keys for values.
+/* ---- decoding
+ * Scores. A lane is one of 4 rows and one of 4 pairs of dims: q is [Dk / 8][4 rows][8 dims], and 8
+ * dims of K are broadcast. If up to 16 rows share the keys, a lane is a row: `wide` is [Dk / 2][16
+ * rows][2 dims], and a pair of K is broadcast, as for panels. Both add the same numbers in the same
+ * order, so their bits are the same.
  *
- * Scores: lanes are 4 rows of 4 pairs of dims, q [Dk / 8][4 rows][8], and K is broadcast by eights;
- * or 16 rows of up to four ra__few, wide [Dk / 2][16 rows][2], and K is broadcast by pairs, as in
- * panels. Few sums across lanes, or none, but the same bits. Values: lanes are dims, as in KERNEL.
- * Keys come in eights, the first four beside the last four, so that two vectors of scores [4 keys]
- * [4 rows] are the pairs of p. The two vectors of a chunk of values hold fours of dims in turn, as
- * interleaving of keys leaves them. */
-enum { RA__BF_DECODE_UNIT = 8 };               /* dims of a step of scores; keys of a unit of maxima */
+ * Values. Lanes are dims, as in KERNEL. Keys come in groups of 8: key j is paired with key j + 4,
+ * so that two vectors of scores [4 keys][4 rows] become the pairs of p. The unpack instructions
+ * leave dims of the two vectors of a chunk in alternate groups of 4; ra__decode_store_bf16 puts
+ * them in order. */
+enum { RA__BF_DECODE_UNIT = 8 };               /* dims per step; keys per group with one maximum */
 
-/* Dims of a step, as often as there are rows. */
+/* The 8 dims of a step, once per row. */
 RA__BF_INLINE __m512i ra__bf_decode_spread(const uint8_t *k) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)k));
 }
 
-/* c[i] = products of key j + i, i < 8, not yet summed over the pairs of dims of a row; keys beyond
- * the last are the last once more. Two chains a key. */
+/* c[i] = products of key j + i for i < 8, not yet summed over the pairs of dims of a row. Keys
+ * beyond the last repeat it. Each key has two chains of sums. */
 RA__BF_INLINE void ra__bf_decode_dots(const ra__few *rows, const ra__stretch *keys, int32_t j,
                                       __m512 *c) {
     const int32_t dim = rows->d->k_dim, last = keys->n - 1;
@@ -5012,7 +5017,7 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_decode_scores(const ra__few *rows, const 
     }
 }
 
-/* All of what changes the scores of n keys, a multiple of 8. */
+/* Modifies and masks the scores of n keys, a multiple of 8. */
 RA__BF_INLINE void ra__bf_decode_modify(const ra__few *rows, const ra__stretch *keys, float *s,
                                         int32_t n) {
     const __m512 low = _mm512_set1_ps(ra__neg_inf());
@@ -5022,7 +5027,7 @@ RA__BF_INLINE void ra__bf_decode_modify(const ra__few *rows, const ra__stretch *
             s + i, _mm512_mask_blend_ps((__mmask16)(keys->seen >> i), low, _mm512_loadu_ps(s + i)));
 }
 
-/* p of eights of keys, n in all, [4 pairs of keys][4 rows] each, with part. */
+/* p of n keys, a multiple of 8, as pairs [n / 2][4 rows]; adds them to the partial sums of l. */
 RA__BF_INLINE void ra__bf_decode_weights(ra__few *rows, const float *s, int32_t n, float *pairs) {
     const __m512 use = ra__base_avx512(_mm512_loadu_ps(rows->m));
     __m512 part = _mm512_loadu_ps(rows->part);
@@ -5034,14 +5039,14 @@ RA__BF_INLINE void ra__bf_decode_weights(ra__few *rows, const float *s, int32_t 
     _mm512_storeu_ps(rows->part, part);
 }
 
-/* All bits of those of keys j and j + 4 that row r sees. */
+/* A mask of the halves of a pair, keys j and j + 4, that row r sees. */
 RA__BF_INLINE __m512i ra__bf_decode_seen(const ra__stretch *keys, int32_t j, int32_t r) {
     const uint32_t low = keys->seen >> (4 * j + r) & 1 ? 0xffffu : 0;
     const uint32_t high = keys->seen >> (4 * j + 16 + r) & 1 ? 0xffff0000u : 0;
     return _mm512_set1_epi32((int32_t)(low | high));
 }
 
-/* Pairs of a chunk of two keys; elements not in m are zero. */
+/* Pairs of two keys for 32 dims. Elements not in m are zero. */
 RA__BF_INLINE void ra__bf_decode_pair(__m512i *v, const uint8_t *a, const uint8_t *b,
                                       const uint32_t m) {
     const __m512i y = m == ~0u ? _mm512_loadu_si512(a) : _mm512_maskz_loadu_epi16(m, a);
@@ -5050,7 +5055,8 @@ RA__BF_INLINE void ra__bf_decode_pair(__m512i *v, const uint8_t *a, const uint8_
     v[1] = _mm512_unpackhi_epi16(y, z);
 }
 
-/* c += p of keys j and j + 4 times their pairs v; nc = 2: all rows see both. */
+/* c += p times the pairs v of keys j and j + 4, in nc chunks of 32 dims. nc 2: all rows see
+ * both. */
 RA__BF_INLINE void ra__bf_decode_product(const ra__stretch *keys, __m512 *c, int32_t j,
                                          const __m512i *v, const float *p, const int32_t nc) {
     RA__UNROLL for (int32_t r = 0; r < 4; r++) {
@@ -5065,8 +5071,8 @@ RA__BF_INLINE void ra__bf_decode_product(const ra__stretch *keys, __m512 *c, int
     if (keys->ahead) ra__stream_ask(keys->ahead, nc);
 }
 
-/* sum += p V in nc chunks of dims from d on; nc = 2: eights of keys that all rows see. pairs: rows
- * of 4, or of 16 if these are shared. */
+/* Adds p V to the sums of nc chunks of 32 dims from d on. nc 2 needs whole groups of keys that all
+ * rows see. row: 4, or 16 if the pairs are shared. */
 RA__BF_INLINE void ra__bf_decode_value_tile(const ra__few *rows, const ra__stretch *keys,
                                             const float *pairs, int32_t d, const int32_t nc,
                                             int32_t row) {
@@ -5097,7 +5103,7 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_decode_values(const ra__few *rows, const 
     for (; d < dim; d += 32) ra__bf_decode_value_tile(rows, keys, pairs, d, 1, row);
 }
 
-/* Keys [j, j + n) of a stretch, whose scores are s, to the sums; n: a multiple of 8. */
+/* Adds keys [j, j + n), whose scores are in s, to the sums. n is a multiple of 8. */
 RA__BF_INLINE void ra__bf_decode_add(ra__few *rows, const ra__stretch *keys, const float *s,
                                      int32_t j, int32_t n) {
     float pairs[2 * RA__FEW_KEYS];
@@ -5111,7 +5117,8 @@ RA__BF_INLINE void ra__bf_decode_add(ra__few *rows, const ra__stretch *keys, con
         if (part.seen >> r & ra__few_row) rows->live |= 1 << r;
 }
 
-/* As few_one in KERNEL. */
+/* Folds keys into the sums of up to 4 rows. A group of keys whose scores exceed the limit gets a
+ * new maximum, as in KERNEL. */
 RA__BF_STATIC void ra__bf_decode_fold_keys(ra__few *rows, const ra__stretch *keys) {
     const int32_t n = (keys->n + RA__BF_DECODE_UNIT - 1) / RA__BF_DECODE_UNIT * RA__BF_DECODE_UNIT;
     float s[4 * RA__FEW_KEYS];
@@ -5131,7 +5138,7 @@ RA__BF_STATIC void ra__bf_decode_fold_keys(ra__few *rows, const ra__stretch *key
 }
 
 /* Scores [key][16 rows] of keys j and j + 1, by the same chains and sums as in ra__bf_decode_dots:
- * every pair of dims of eight has two. */
+ * each of the 4 pairs of 8 dims has two. */
 RA__BF_INLINE void ra__bf_wide_dots(const ra__few *rows, const ra__stretch *keys, int32_t j,
                                     float *s) {
     const uint8_t *k[2];
@@ -5162,7 +5169,8 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_wide_scores(const ra__few *rows, const ra
     for (int32_t j = 0; j < keys->n; j += 2) ra__bf_wide_dots(rows, keys, j, s);
 }
 
-/* p of n fours, [pair of keys][16], and part. 0: a score is far above m, and nothing is done. */
+/* p of n groups of 4 rows as pairs [pair of keys][16 rows], and the partial sums of l. Returns 0,
+ * and does nothing, if a score is too far above m. */
 RA__BF_STATIC int32_t ra__bf_wide_softmax(ra__few *rows, const ra__stretch *keys, int32_t n,
                                           const float *s, float *pairs) {
     __m512 top = _mm512_set1_ps(ra__neg_inf()), use, part;
@@ -5188,7 +5196,7 @@ RA__BF_STATIC int32_t ra__bf_wide_softmax(ra__few *rows, const ra__stretch *keys
     return 1;
 }
 
-/* Eights of keys that all rows of all fours see, and scores that nothing changes. */
+/* 1 if all rows of n groups see all keys, in groups of 8, and no score is modified. */
 RA__BF_INLINE int32_t ra__bf_may_be_wide(const ra__few *rows, const ra__stretch *keys, int32_t n) {
     int32_t wide = rows->wide && keys->n % RA__BF_DECODE_UNIT == 0 && rows->d->k_dim % 32 == 0;
     for (int32_t i = 0; i < n; i++) wide &= !keys[i].partial && !rows[i].modified;
@@ -5211,7 +5219,7 @@ RA__BF_STATIC void ra__decode_fold_bf16(ra__few *rows, const ra__stretch *keys, 
         if (keys[i].seen) ra__bf_decode_fold_keys(&rows[i], &keys[i]);
 }
 
-/* The factor is in f, for Q stays as it is. */
+/* Loads a row of Q. It is not scaled: the factor is in `rows`. */
 RA__BF_STATIC void ra__decode_load_bf16(const ra__few *rows, int32_t r, const void *src,
                                         float factor) {
     const int32_t dim = rows->d->k_dim;
@@ -5239,28 +5247,31 @@ RA__BF_STATIC void ra__decode_store_bf16(const ra__few *rows, int32_t r, void *d
     ra__few_store_avx512(rows, r, dst, factor);
 }
 
-/* ---- backward: KERNEL's, of pairs. S and dP are what forward's scores are. P and dS leave the
- * registers as rows of bf16 [keys][64 rows], whose pairs of rows are broadcast against pairs of
- * rows of dO and Q [Dv or Dk by 64s][32][64]; and dS as pairs of keys [32][64], for dQ^T what p is
- * for O^T. So nothing is transposed. Sums go on from tile to tile in one chain, so that it does not
- * matter how many panels dK and dV take at a time: two. Scores that need more than their products
- * go through f32 and the passes of AVX-512. */
-enum { RA__BF_SLOT = 2 * 64 * 64 };    /* numbers of P and dS of a tile, which lie together */
+/* ---- backward
+ * As in KERNEL, in pairs. S and dP are computed as scores are in forward. P and dS leave the
+ * registers as rows of bf16 [keys][64 rows]. For dV and dK, pairs of their rows are broadcast and
+ * multiplied by pairs of rows of dO and Q, [Dv or Dk / 64][32][64 columns]. dS is also stored as
+ * pairs of keys [32][64 rows], for dQ^T. So nothing is transposed.
+ *
+ * Sums continue from block to block in one chain. Therefore dK and dV have the same bits however
+ * many panels they take at a time; it is two. Modified scores go through f32 and the functions of
+ * AVX-512. */
+enum { RA__BF_SLOT = 2 * 64 * 64 };    /* numbers of P and dS of a block, which are adjacent */
 
-/* One panel against one block of keys. dP is to dO and V what S is to Q and K. dQ^T is to packed K
- * and dS what O^T is to packed V and p. */
+/* One panel against one block of keys. dP is made of dO and V as S is of Q and K; dQ^T of packed K
+ * and dS as O^T is of packed V and p. */
 typedef struct ra__bf_back {
     const ra__tile *job;
     ra__panel d_o;                     /* its q is dO */
     ra__keys k;                        /* its v is packed K */
     ra__keys v;                        /* its k is V */
-    ra__bf_strip s;                    /* makes S and dQ; shift is the LSE */
-    ra__bf_strip dp;                   /* makes dP; shift is delta * scale */
+    ra__bf_strip s;                    /* makes S and dQ; AMX: shift is the LSE */
+    ra__bf_strip dp;                   /* makes dP; AMX: shift is delta * scale */
     uint16_t *p, *ds;                  /* [64 keys][64 rows] bf16 */
     float *ds_pairs;                   /* [32][64 rows] pairs of dS */
 } ra__bf_back;
 
-/* Points b at a tile, whose P and dS become those in `slot` of `slots`. */
+/* Starts a job. Its P and dS go to slot `slot` of `slots`. */
 RA__BF_STATIC void ra__bf_back_begin(ra__bf_back *back, const ra__tile *job, int32_t slot,
                                      int32_t slots) {
     back->job = job;
@@ -5292,12 +5303,12 @@ RA__BF_INLINE int32_t ra__bf_back_is_general(const ra__tile *job) {
     return ra__score_is_modified(&job->x->p.score) || job->x->d_bias;
 }
 
-/* 32 numbers as bf16, those of a first. */
+/* 32 numbers as bf16: those of a, then those of b. */
 RA__BF_INLINE __m512i ra__bf_of_f32(__m512 a, __m512 b) {
     return (__m512i)_mm512_cvtne2ps_pbh(b, a);
 }
 
-/* Rows r[0], r[1] of two keys, 32 query rows: kept, and as pairs of keys. */
+/* Stores dS of keys j and j + 1 and 32 query rows, as rows and as pairs of keys. */
 RA__BF_INLINE void ra__bf_store_ds(const ra__bf_back *back, int32_t j, int32_t row,
                                    const __m512i r[2]) {
     static const uint16_t order[32] = { 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8,
@@ -5311,7 +5322,8 @@ RA__BF_INLINE void ra__bf_store_ds(const ra__bf_back *back, int32_t j, int32_t r
     _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(r[0], high, r[1]));
 }
 
-/* P of key j and 32 rows from vector t on, from its scores in x->p, where P * scale stays. */
+/* P of key j and the 32 rows from vector t on, from the scores in job->p, which P * scale
+ * replaces. */
 RA__BF_INLINE void ra__bf_back_p(const ra__bf_back *back, int32_t j, int32_t t,
                                  const int32_t masked) {
     const ra__panel *panel = &back->job->x->p;
@@ -5328,7 +5340,7 @@ RA__BF_INLINE void ra__bf_back_p(const ra__bf_back *back, int32_t j, int32_t t,
     _mm512_storeu_si512(back->p + j * 64 + 16 * t, ra__bf_of_f32(w[0], w[1]));
 }
 
-/* dS of keys j and j + 1, 32 rows from vector t on, from P * scale and dP of the tile. */
+/* dS of keys j and j + 1 and the 32 rows from vector t on, from P * scale and dP of the tile. */
 RA__BF_INLINE void ra__bf_back_ds(const ra__bf_back *back, int32_t j, int32_t t,
                                   const int32_t masked) {
     const int32_t at = j % 4 * 64 + 16 * t;
@@ -5346,41 +5358,40 @@ RA__BF_INLINE void ra__bf_back_ds(const ra__bf_back *back, int32_t j, int32_t t,
     ra__bf_store_ds(back, j, 16 * t, r);
 }
 
-/* Piece n of what is left to do with the tile of 4 keys from j on: slopes 0: P, of 8 pieces; 1: dS,
- * of 4. */
+/* Piece n of a tile of 4 keys from j on. The tile has 8 pieces for P and 4 for dS. */
 RA__BF_INLINE void ra__bf_back_piece(const ra__bf_back *back, int32_t j, int32_t n,
-                                     const int32_t slopes, const int32_t masked) {
-    if (slopes) ra__bf_back_ds(back, j + n / 2 * 2, n % 2 * 2, masked);
+                                     const int32_t ds, const int32_t masked) {
+    if (ds) ra__bf_back_ds(back, j + n / 2 * 2, n % 2 * 2, masked);
     else ra__bf_back_p(back, j + n / 2, n % 2 * 2, masked);
 }
 
-/* Pieces [n, pieces), beside nothing. */
+/* Pieces [n, pieces), with no products beside them. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_back_last_pieces(const ra__bf_back *back, int32_t j,
-                                                        int32_t n, int32_t pieces, int32_t slopes) {
+                                                        int32_t n, int32_t pieces, int32_t ds) {
     const int32_t masked = back->job->partial || back->job->keys->n % 4;
-    for (; n < pieces; n++) ra__bf_back_piece(back, j, n, slopes, masked);
+    for (; n < pieces; n++) ra__bf_back_piece(back, j, n, ds, masked);
 }
 
-/* c[i][t] += products of w with 4 keys from j on, beside the pieces of the tile at j - 4 (dS) or j
- * (P); then to x->p or x->ds. */
+/* Adds the products of 4 keys from j on to c and stores them in job->p (S) or job->ds (dP). Between
+ * them run pieces: dS of the tile before during S, P of this tile during dP. */
 RA__BF_INLINE void ra__bf_back_dots(const ra__bf_back *back, const ra__bf_strip *strip, int32_t j,
-                                    __m512 (*c)[4], const int32_t slopes, const int32_t masked) {
-    const int32_t pieces = !slopes ? 8 : j > 0 ? 4 : 0, of = slopes ? j - 4 : j;
-    float *to = slopes ? back->job->p : back->job->ds;
+                                    __m512 (*c)[4], const int32_t ds, const int32_t masked) {
+    const int32_t pieces = !ds ? 8 : j > 0 ? 4 : 0, of = ds ? j - 4 : j;
+    float *to = ds ? back->job->p : back->job->ds;
     const float *q = strip->panel->q;
     const uint8_t *k[8];
     int32_t d, n = 0;
     ra__bf_key_rows(strip, j, k, 4);
     for (d = 0; n < pieces && d + 8 <= strip->k_dim; d += 8, n++) {
         ra__bf_eight_dims(c, k, d, q, 4, 4);
-        ra__bf_back_piece(back, of, n, slopes, masked);
+        ra__bf_back_piece(back, of, n, ds, masked);
     }
     ra__bf_dots_from(strip, k, d, c, 4, 4);
-    if (n < pieces) ra__bf_back_last_pieces(back, of, n, pieces, slopes);
+    if (n < pieces) ra__bf_back_last_pieces(back, of, n, pieces, ds);
     ra__bf_store_sums(to, c, 4, 4);
 }
 
-/* P and dS of a block; masked: some rows do not see some keys. dP starts at - delta. */
+/* P and dS of a block. masked: some rows do not see some keys. dP starts at -delta. */
 RA__BF_INLINE void ra__bf_back_softmax(const ra__bf_back *back, const int32_t masked) {
     const ra__panel *panel = &back->job->x->p;
     __m512 c[8][4];
@@ -5403,7 +5414,7 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_back_plain(const ra__bf_back *back) {
     else ra__bf_back_softmax(back, 0);
 }
 
-/* Dot products as f32, to [keys][64]. */
+/* Dot products as f32 [keys][64 rows]. */
 RA__BF_STATIC void ra__bf_store_products(const ra__bf_strip *strip, float *to) {
     const uint8_t *k[8];
     __m512 c[8][4];
@@ -5415,7 +5426,7 @@ RA__BF_STATIC void ra__bf_store_products(const ra__bf_strip *strip, float *to) {
     }
 }
 
-/* 32 numbers of row j of [keys][64] from `row` on as bf16; 0 for what is not there. */
+/* 32 numbers of key j, from row `row` on, as bf16. Missing keys and rows are 0. */
 RA__BF_INLINE __m512i ra__bf_back_row(const ra__tile *job, const float *from, int32_t j,
                                       int32_t row) {
     const __m512 none = _mm512_setzero_ps();
@@ -5425,7 +5436,7 @@ RA__BF_INLINE __m512i ra__bf_back_row(const ra__tile *job, const float *from, in
                          row + 16 < rows ? _mm512_loadu_ps(from + 16) : none);
 }
 
-/* P and dS from the products in x->p and x->ds, with all that can be done to them. */
+/* P and dS of modified scores, from the products in job->p and job->ds. */
 RA__BF_STATIC void ra__bf_back_general(const ra__bf_back *back) {
     const ra__tile *job = back->job;
     const __m512 factor = _mm512_set1_ps(job->x->p.factor);
@@ -5456,12 +5467,12 @@ typedef struct ra__bf_key_grad {
     int64_t stride;                    /* floats from row to row of `to` */
 } ra__bf_key_grad;
 
-/* Lanes of 16 columns from d on. */
+/* The lanes of columns [d, d + 16) that exist. */
 RA__BF_INLINE __mmask16 ra__bf_key_columns(const ra__bf_key_grad *grad, int32_t d) {
     return (__mmask16)ra__bf_first_lanes(grad->dim - d, 16);
 }
 
-/* Sums of key j + i, columns d + 16 t to d + 16 t + 15: what of them there is. */
+/* Sums of key j, columns [d, d + 16); 0 where there are none. */
 RA__BF_INLINE __m512 ra__bf_load_key_sums(const ra__bf_key_grad *grad, int32_t d, int32_t j,
                                           int32_t whole) {
     const float *to = grad->to + j * grad->stride + d;
@@ -5470,7 +5481,7 @@ RA__BF_INLINE __m512 ra__bf_load_key_sums(const ra__bf_key_grad *grad, int32_t d
     return _mm512_maskz_loadu_ps(ra__bf_key_columns(grad, d), to);
 }
 
-/* 4 keys from j on, 64 columns from d on; whole: they all are there. */
+/* Adds to 4 keys from j on, 64 columns from d on. whole: all of them exist. */
 RA__BF_INLINE void ra__bf_key_grad_tile(const ra__bf_key_grad *grad, int32_t d, int32_t j,
                                         const int32_t whole) {
     float *to = grad->to + j * grad->stride + d;
@@ -5494,8 +5505,8 @@ RA__BF_INLINE void ra__bf_key_grad_tile(const ra__bf_key_grad *grad, int32_t d, 
         }
 }
 
-/* As ra__bf_add_key_grad, for one panel whose Q or dO has NaN or infinities in rows that do not see every
- * key: of a pair of rows what does not see the key is taken as 0. */
+/* As ra__bf_add_key_grad, for one panel whose Q or dO has NaN or infinities in rows that do not see
+ * every key. Of a pair of rows, the one that does not see the key counts as 0. */
 RA__BF_STATIC void ra__bf_add_key_grad_dirty(const ra__bf_key_grad *grad) {
     const ra__panel *panel = &grad->jobs->x->p;
     for (int32_t d = 0; d < grad->dim; d += 16)
@@ -5534,12 +5545,13 @@ RA__BF_STATIC void ra__bf_add_key_grad(void *amx, const ra__bf_key_grad *grad) {
         }
 }
 
-/* 1 if two tiles must go one after the other: some sum would meet its terms in another order. */
+/* 1 if two jobs must be added one after the other, because some sum would otherwise take its terms
+ * in another order. */
 RA__BF_INLINE int32_t ra__bf_one_by_one(const ra__tile *job) {
     return job->v_in_k || ra__bf_is_dirty(job) || ra__bf_is_dirty(job + 1);
 }
 
-/* dV of n tiles, of which P of the first is p; dk: dK, of which dS is. */
+/* dV of n jobs, or dK if dk is 1. p is P of the first job. */
 RA__BF_INLINE ra__bf_key_grad ra__bf_key_grad_of(const ra__tile *jobs, int32_t n, const uint16_t *p,
                                                  int32_t dk) {
     ra__bf_key_grad grad;
@@ -5553,18 +5565,19 @@ RA__BF_INLINE ra__bf_key_grad ra__bf_key_grad_of(const ra__tile *jobs, int32_t n
     return grad;
 }
 
-/* dK and dV of n tiles, one or two, whose P and dS begin at p: keys(amx, ...) computes each. */
+/* dK and dV of n jobs, one or two, whose P and dS begin at p. add(state, grad) adds each of
+ * them. */
 RA__BF_STATIC void ra__bf_key_grads(const ra__tile *jobs, int32_t n, const uint16_t *p,
-                                    void (*keys)(void *amx, const ra__bf_key_grad *grad),
+                                    void (*add)(void *amx, const ra__bf_key_grad *grad),
                                     void *amx) {
     if (n == 2 && ra__bf_one_by_one(jobs)) {
-        ra__bf_key_grads(jobs, 1, p, keys, amx);
-        ra__bf_key_grads(jobs + 1, 1, p + RA__BF_SLOT, keys, amx);
+        ra__bf_key_grads(jobs, 1, p, add, amx);
+        ra__bf_key_grads(jobs + 1, 1, p + RA__BF_SLOT, add, amx);
         return;
     }
     for (int32_t dk = 0; dk < 2; dk++) {
         const ra__bf_key_grad grad = ra__bf_key_grad_of(jobs, n, p, dk);
-        if (grad.to) keys(amx, &grad);
+        if (grad.to) add(amx, &grad);
     }
 }
 
@@ -5588,8 +5601,8 @@ RA__BF_STATIC void ra__fold_back_bf16(const ra__tile *jobs, int32_t count) {
     }
 }
 
-/* Rows of bf16 as pairs of rows, [dim by 64s][32][64 columns]; what is not there is 0. Returns 0 if
- * there is a NaN or an infinity. */
+/* Packs rows of bf16 as pairs of rows [dim / 64][32][64 columns], with zeros for what is missing.
+ * Returns 0 if there is a NaN or an infinity. */
 RA__BF_STATIC int32_t ra__bf_pack_rows(float *to, const ra__source *s, int32_t rows) {
     uint32_t bad = 0;
     for (int32_t d = 0; d < ra__round_up(s->dim, 64); d += 16)
@@ -5601,10 +5614,10 @@ RA__BF_STATIC int32_t ra__bf_pack_rows(float *to, const ra__source *s, int32_t r
     return !bad;
 }
 
-/* Dims of Q and dO are padded to a multiple of `unit`. dO of another dtype is rounded to bf16, in the half of
- * g_rows that the pairs leave. */
-RA__BF_STATIC void ra__bf_load_back(ra__back_panel *panel, const ra__source *q, const ra__source *g,
-                                    int32_t unit) {
+/* Packs Q and dO. dO of another dtype is rounded to bf16
+ * in the half of g_rows that the pairs do not use. */
+RA__BF_STATIC void ra__load_back_bf16(ra__back_panel *panel, const ra__source *q,
+                                      const ra__source *g) {
     ra__panel g_panel = panel->p;
     ra__source bf = *g;
     g_panel.q = panel->g;
@@ -5621,19 +5634,14 @@ RA__BF_STATIC void ra__bf_load_back(ra__back_panel *panel, const ra__source *q, 
                                  RA_BF16, n);
             }
     }
-    ra__bf_load_q(&panel->p, q->data, q->stride, q->dim, unit);
-    ra__bf_load_q(&g_panel, bf.data, bf.stride, g->dim, unit);
+    ra__load_q_bf16(&panel->p, q->data, q->stride, RA_BF16, q->dim);
+    ra__load_q_bf16(&g_panel, bf.data, bf.stride, RA_BF16, g->dim);
     panel->clean = ra__bf_pack_rows(panel->q_rows, q, panel->p.rows);
     panel->clean &= ra__bf_pack_rows(panel->g_rows, &bf, panel->p.rows);
 }
 
-RA__BF_STATIC void ra__load_back_bf16(ra__back_panel *panel, const ra__source *q,
-                                      const ra__source *g) {
-    ra__bf_load_back(panel, q, g, 2);
-}
-
-/* PERF: 16 rows at a time. Zen 5, 2048 tokens of 8 heads, D 64 and 128: 74 to 77 and 75 to 78 % of
- * the peak for all of backward, compared with rows one by one, widened. */
+/* PERF: 16 rows at a time instead of single widened rows: all of backward 74 -> 77 % of the peak at
+ * D 64, 75 -> 78 % at D 128 (Zen 5, 2048 tokens, 8 heads). */
 RA__BF_STATIC void ra__deltas_bf16(float *delta, const ra__source *o, const ra__source *g,
                                    int32_t rows) {
     if (o->dtype != RA_BF16) {
@@ -5659,7 +5667,7 @@ RA__BF_STATIC void ra__deltas_bf16(float *delta, const ra__source *o, const ra__
     }
 }
 
-/* Pairs of keys of K, then copies of K and V without gaps. */
+/* Sizes for pairs of keys of K, and for copies of K and V without gaps. */
 RA__BF_STATIC void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
     ra__sizes_avx512(out, d, 1);
     out->s = 4 * RA__BF_SLOT + 128 * 64;
@@ -5689,22 +5697,24 @@ static const ra__kernel ra__kernel_bf16 = {
     ra__fold_back_bf16, ra__put_grad_avx512};
 
 /* ========================================================================== AMX
- * The same by tiles of 16 rows of 64 bytes: C[16][16] f32 += A B, A being 16 rows of 32
- * bf16, B 16 rows of 16 pairs. q, p, acc and s are laid out as in AVX512 BF16, so that
+ * The same with tile registers of 16 rows of 64 bytes: C[16][16] f32 += A B, where A is 16 rows of
+ * 32 bf16 and B is 16 rows of 16 pairs. q, p, acc and s are laid out as in AVX512 BF16, so that
  *   S^T: A = K as stored, 16 keys x 32 dims;   B = q, 16 pairs of dims x 16 query rows
  *   O^T: A = V^T, 16 dims x 32 keys, packed;   B = p, 16 pairs of keys x 16 query rows
- * and C is a piece of s or acc, rows 256 bytes apart. Dk and Dv are rounded up to 32, keys to 32.
+ * and C is a part of s or acc with rows 256 bytes apart. Dk, Dv and keys are rounded up to 32.
  *
- * An item is 64 keys against 32 query rows. In one stage the products K Q of item i, 2^x of item
- * i - 1 and the products V P of item i - 2 run beside one another, a few vectors after each tile
- * product. What is known of Granite Rapids: a store of C right behind its last product
- * stalls, so it is done among the first products of the next group; K and V^T come by TILELOADDT1,
- * or they drive s, p and acc out of the L1 cache; vdpbf16ps and vcvtne2ps2pbh beside tile products
- * cost a third, so l is summed from p by masks and additions.
+ * An item is 64 keys against 32 query rows. One stage mixes three items: the products K Q of item
+ * i, the pieces of item i - 1 and the products V P of item i - 2. A few vectors of a piece follow
+ * each tile product. Known facts about Granite Rapids:
+ *   - A store of C directly after its last product stalls, so it comes among the first products of
+ *     the next group.
+ *   - K and V^T are loaded by TILELOADDT1; otherwise they push s, p and acc out of the L1 cache.
+ *   - vdpbf16ps and vcvtne2ps2pbh beside tile products cost a third, so l is summed from p by masks
+ *     and additions.
  *
- * All tiles go through six operations. With RA__AMX_SOFT these are vector code on an array, with
- * which tests run this room on machines without AMX. Their own assembly: gcc 12's _tile_loadconfig
- * lets the stores to its operand vanish, and its tile numbers must be literals. */
+ * All tiles go through six operations. With RA__AMX_SOFT these are vector code on an array, and
+ * tests run this room on any machine with AVX512 BF16. Without it they are inline assembly, because
+ * gcc 12's _tile_loadconfig drops the stores to its operand and needs literal tile numbers. */
 #if defined(RA__AMX_SOFT)
 #define RA__AMX_TARGET RA__BF_TARGET
 #else
@@ -5715,7 +5725,7 @@ static const ra__kernel ra__kernel_bf16 = {
 #define RA__AMX_STATIC RA__UNUSED RA__AMX_TARGET static
 #define RA__AMX_INLINE RA__INLINE RA__AMX_TARGET
 
-/* The items whose products and pieces alternate, and the sums that tiles 0 to 3 still hold. */
+/* The items of a stage, and the sums that tiles 0 to 3 still hold. */
 typedef struct ra__amx_state {
     ra__bf_strip item[3];
     float *sums;                       /* where tiles 0 to 3 are to be stored; null: nowhere */
@@ -5768,8 +5778,8 @@ RA__AMX_STATIC void ra__tile_dot(ra__amx_state *amx, int32_t c) {
     }
 }
 #else
-/* Palette 1: eight tiles of 16 rows of 64 bytes. All tile state is the caller's to lose: nothing
- * is left behind. */
+/* Palette 1: eight tiles of 16 rows of 64 bytes. The tile state of the caller is lost, and
+ * ra__tile_end leaves none behind. */
 RA__AMX_INLINE void ra__tile_begin(ra__amx_state *amx) {
     struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } c;
     (void)amx;
@@ -5804,7 +5814,7 @@ RA__AMX_INLINE void ra__tile_load(ra__amx_state *amx, int32_t i, const void *p, 
     default: __asm__ volatile("tileloadd (%0,%1), %%tmm7" : : "r"(p), "r"(n) : "memory"); break;
     }
 }
-/* Tiles 4 and 5, past the L1 cache. */
+/* Loads tile 4 or 5 without filling the L1 cache. */
 RA__AMX_INLINE void ra__tile_stream(ra__amx_state *amx, int32_t i, const void *p, int64_t n) {
     (void)amx;
     if (i == 4) __asm__ volatile("tileloaddt1 (%0,%1), %%tmm4" : : "r"(p), "r"(n) : "memory");
@@ -5831,13 +5841,8 @@ RA__AMX_INLINE void ra__tile_dot(ra__amx_state *amx, int32_t c) {
 }
 #endif
 
-/* p and l of two keys and one vector of rows. */
-RA__AMX_INLINE void ra__amx_piece(const ra__bf_strip *strip, int32_t piece) {
-    ra__bf_piece(strip, piece / 2 * 2, piece % 2, 0, 0);
-}
-
-/* P and dS of two keys and 32 rows, from products; rounded by half a step, for conversions to bf16
- * are slow beside tile products. */
+/* A piece of backward: P and dS of two keys and 32 rows, from their products. They are rounded by
+ * adding half a step, because conversions to bf16 are slow beside tile products. */
 RA__NOINLINE RA__AMX_TARGET void ra__amx_back_piece(const ra__bf_back *back, int32_t row,
                                                     int32_t j) {
     static const uint16_t upper[32] = {
@@ -5871,9 +5876,10 @@ RA__NOINLINE RA__AMX_TARGET void ra__amx_back_piece(const ra__bf_back *back, int
             _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(ds[0][t], 16), ds[1][t]));
 }
 
-/* The next few pieces. */
+/* The next n pieces of forward. */
 RA__AMX_INLINE void ra__amx_some_pieces(ra__amx_state *amx, int32_t n) {
-    for (; n > 0 && amx->piece < amx->pieces; n--) ra__amx_piece(amx->p_item, amx->piece++);
+    for (; n > 0 && amx->piece < amx->pieces; n--, amx->piece++)
+        ra__bf_piece(amx->p_item, amx->piece / 2 * 2, amx->piece % 2, 0, 0);
 }
 
 RA__AMX_INLINE void ra__amx_back_next_piece(ra__amx_state *amx) {
@@ -5882,8 +5888,8 @@ RA__AMX_INLINE void ra__amx_back_next_piece(ra__amx_state *amx) {
     amx->wait = 0;
 }
 
-/* One group of four sums c[32][32], over `runs` runs of n steps of 32: A is two tiles of 16 rows,
- * one below the other, B two of 16 columns side by side, rows 256 bytes apart. */
+/* Four tiles of sums c[32][32] over `runs` runs of n steps of 32. A step takes two tiles of A, one
+ * below the other, and two tiles of B, side by side with rows 256 bytes apart. */
 typedef struct ra__amx_group {
     const uint8_t *a, *b;
     int64_t a_stride, a_step, b_step;
@@ -5893,7 +5899,8 @@ typedef struct ra__amx_group {
     int64_t c_stride;                  /* bytes */
 } ra__amx_group;
 
-/* What most groups are: one run, of n steps of 16 rows of b; sums [32][64]. */
+/* The usual group: one run of n steps, each 16 rows of b further on; sums with rows of 64
+ * floats. */
 RA__AMX_INLINE ra__amx_group ra__amx_group_of(int64_t a_stride, int64_t a_step, const float *b,
                                               int32_t n) {
     ra__amx_group group;
@@ -5912,7 +5919,7 @@ RA__AMX_INLINE void *ra__amx_sums_at(float *c, int64_t stride, int32_t i) {
     return (uint8_t *)c + i / 2 * 16 * stride + i % 2 * 64;
 }
 
-/* The sums of the group before leave tile i, and those of this one enter: zero, or as they are. */
+/* Stores the sums of the group before from tile i, and loads those of this one, or zeros. */
 RA__AMX_INLINE void ra__amx_swap_sums(ra__amx_state *amx, const ra__amx_group *group, int32_t i,
                                       const int32_t fresh) {
     if (amx->sums)
@@ -5921,9 +5928,9 @@ RA__AMX_INLINE void ra__amx_swap_sums(ra__amx_state *amx, const ra__amx_group *g
     else ra__tile_load(amx, i, ra__amx_sums_at(group->c, group->c_stride, i), group->c_stride);
 }
 
-enum { RA__AMX_FRESH = 1, RA__AMX_BACK = 2, RA__AMX_NEAR = 4 }; /* NEAR: A is in the L1 cache */
+enum { RA__AMX_FRESH = 1, RA__AMX_BACK = 2, RA__AMX_NEAR = 4 }; /* NEAR: A is in L1 */
 
-/* Tiles that are not in the L1 cache come past it. */
+/* Loads tile i of A, without filling the L1 cache unless A is there. */
 RA__AMX_INLINE void ra__amx_load_a(ra__amx_state *amx, int32_t i, const uint8_t *a, int64_t stride,
                                    const int32_t form) {
     if (form & RA__AMX_NEAR) ra__tile_load(amx, i, a, stride);
@@ -5960,7 +5967,7 @@ RA__AMX_INLINE void ra__amx_store_sums(ra__amx_state *amx) {
     amx->sums = NULL;
 }
 
-/* s of an item. */
+/* s = K Q^T of an item. */
 RA__AMX_INLINE void ra__amx_scores(ra__amx_state *amx, const ra__bf_strip *strip,
                                    const int32_t form) {
     ra__amx_group group = ra__amx_group_of(strip->keys->k_stride, 64, strip->panel->q + strip->row,
@@ -5987,7 +5994,7 @@ RA__AMX_INLINE void ra__amx_values(ra__amx_state *amx, const ra__bf_strip *strip
     }
 }
 
-/* As values, for V that holds NaN or infinities which not every row sees. */
+/* As ra__amx_values, for V with NaN or infinities that not every row sees. */
 RA__AMX_STATIC void ra__amx_values_dirty(const ra__bf_strip *strip) {
     const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
     for (int32_t d = 0; d < strip->v_dim; d++)
@@ -6008,7 +6015,8 @@ RA__AMX_STATIC void ra__amx_values_dirty(const ra__bf_strip *strip) {
         }
 }
 
-/* Before p of an item is made: modifies and masks s, finds a maximum for rows without one. */
+/* Before the pieces of an item: modifies and masks its scores if needed, and gives rows without a
+ * maximum one. */
 RA__AMX_STATIC void ra__amx_prepare_p(ra__bf_strip *strip) {
     const int32_t fresh = ra__bf_lacks_max(strip),
                   modified = ra__score_is_modified(&strip->panel->score);
@@ -6020,7 +6028,7 @@ RA__AMX_STATIC void ra__amx_prepare_p(ra__bf_strip *strip) {
     for (int32_t t = 0; t < 2 && fresh; t++) ra__bf_raise_max(strip, t, 0);
 }
 
-/* After p of an item was made: rows whose l has passed the limit do it again. */
+/* After the pieces of an item: does it again for rows whose l exceeds the limit. */
 RA__AMX_STATIC void ra__amx_redo_past_limit(ra__amx_state *amx, ra__bf_strip *strip) {
     __mmask16 over[4] = {0, 0, 0, 0};
     if (!ra__bf_past_limit(strip, over)) return;
@@ -6029,7 +6037,8 @@ RA__AMX_STATIC void ra__amx_redo_past_limit(ra__amx_state *amx, ra__bf_strip *st
     ra__bf_pieces_from_scores(strip, over);
 }
 
-/* One stage: scores of item a, p of item b, values of item c; each may be missing (null). */
+/* One stage: the scores of one item, the pieces of another, the values of a third. Each may be
+ * null. */
 RA__AMX_STATIC void ra__amx_stage(ra__amx_state *amx, ra__bf_strip *s_item, ra__bf_strip *p_item,
                                   ra__bf_strip *v_item) {
     int32_t products = 0;
@@ -6050,7 +6059,7 @@ RA__AMX_STATIC void ra__amx_stage(ra__amx_state *amx, ra__bf_strip *s_item, ra__
     if (p_item) ra__amx_redo_past_limit(amx, p_item);
 }
 
-/* The next item from (*block, *row) on; 0 if there is none. */
+/* The next item from (*block, *row) on. Returns 0 if there is none. */
 RA__AMX_STATIC int32_t ra__amx_next_item(ra__bf_strip *strip, const ra__keys *keys,
                                          const int8_t *kind, int32_t count, int32_t *block,
                                          int32_t *row) {
@@ -6099,17 +6108,6 @@ RA__AMX_STATIC void ra__fold_amx(const ra__panel *panel, const ra__keys *keys, c
     ra__tile_end();
 }
 
-RA__AMX_STATIC void ra__load_q_amx(const ra__panel *panel, const void *src, int64_t stride,
-                                   int32_t dtype, int32_t dim) {
-    (void)dtype;
-    ra__bf_load_q(panel, (const uint8_t *)src, stride, dim, 32);
-}
-
-RA__AMX_STATIC void ra__load_acc_amx(const ra__panel *panel, const float *src, int64_t stride,
-                                     int32_t dim) {
-    ra__bf_load_acc(panel, src, stride, dim, 32);
-}
-
 RA__AMX_STATIC void ra__sizes_amx(ra__bytes *out, const ra_desc *d, int32_t shared) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
     out->q = lane / 2 * ra__round_up(d->k_dim, 32);
@@ -6120,7 +6118,8 @@ RA__AMX_STATIC void ra__sizes_amx(ra__bytes *out, const ra_desc *d, int32_t shar
     out->v = lane / 2 * ra__round_up(d->v_dim, 32);
 }
 
-/* V^T [2][dim up to 32][32 keys], zero beyond the last; returns 0 if there is a NaN or infinity. */
+/* Packs V^T as [2][dim rounded up to 32][32 keys], with zeros beyond the last key. Returns 0 if
+ * there is a NaN or an infinity. */
 RA__AMX_STATIC int32_t ra__amx_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
                                       int32_t dim) {
     uint32_t bad = 0;
@@ -6149,22 +6148,23 @@ RA__AMX_STATIC void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__
         ra__bf_copy(store->k, &keys->k, &keys->k_stride, keys->n, d->k_dim, 32);
 }
 
-/* ---- backward: the products of AVX512 BF16's in tiles, of
+/* ---- backward
+ * The products of AVX512 BF16 in tiles:
  *   S^T, dP^T: A = K, V as stored, 16 keys x 32 dims;   B = q, g, 16 pairs of dims x 16 query rows
  *   dQ^T:      A = K^T, 16 dims x 32 keys, packed;      B = dS, 16 pairs of keys x 16 query rows
  *   dV, dK:    A = P, dS, 16 keys x 32 query rows;      B = dO, Q, 16 pairs of rows x 16 columns
- * An item is 32 rows of a panel against 64 keys. In one stage the products that lead to S and dP of
- * item i, P and dS of item i - 1 and dQ of item i - 2 run beside one another, and then dV and dK of
- * two panels, if those are through: fewer would load and store sums too often. */
+ * An item is 32 rows of a panel against 64 keys. One stage mixes three items: the products for S
+ * and dP of item i, P and dS of item i - 1, and dQ of item i - 2. dV and dK follow whenever two
+ * panels are complete, because single panels would load and store the sums too often. */
 typedef struct ra__amx_back_state {
     ra__amx_state amx;
     const ra__tile *jobs;
     int32_t count;
-    ra__bf_back under_way[2];          /* job i is in i % 2 */
+    ra__bf_back under_way[2];          /* job i is in under_way[i % 2] */
 } ra__amx_back_state;
-enum { RA__AMX_SLOTS = 4 };            /* P and dS of two pairs of panels: one is made, one used */
+enum { RA__AMX_SLOTS = 4 };            /* P and dS of two pairs of panels: one written, one read */
 
-/* Numbers without the payloads of NaN, which could be lost in rounding. */
+/* Replaces every NaN by one without a payload, because rounding could lose the payload. */
 RA__AMX_INLINE __m512 ra__amx_plain_nan(__m512 x) {
     return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q),
                               _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
@@ -6188,7 +6188,7 @@ RA__AMX_STATIC void ra__amx_back_begin(ra__bf_back *back, const ra__tile *job, i
     }
 }
 
-/* Sums of dK or dV that are short of 32 keys or columns: from memory to [32][32], or back. */
+/* Copies up to 32 keys and columns of dK or dV to [32][32], or back if `back` is 1. */
 RA__AMX_STATIC void ra__amx_copy_edge(const ra__bf_key_grad *grad, int32_t d, int32_t j, float *c,
                                       int32_t back) {
     for (int32_t i = 0; i < 32; i++)
@@ -6200,7 +6200,7 @@ RA__AMX_STATIC void ra__amx_copy_edge(const ra__bf_key_grad *grad, int32_t d, in
         }
 }
 
-/* dK or dV, as ra__bf_add_key_grad. */
+/* As ra__bf_add_key_grad. */
 RA__AMX_STATIC void ra__amx_add_key_grad(void *state, const ra__bf_key_grad *grad) {
     ra__amx_state *amx = (ra__amx_state *)state;
     float edge[32 * 32];
@@ -6229,7 +6229,7 @@ RA__AMX_STATIC void ra__amx_add_key_grad(void *state, const ra__bf_key_grad *gra
         }
 }
 
-/* Products that use item k: dQ, and dV and dK behind the last item of two panels. */
+/* The products that use item k: dQ, and dV and dK after the last item of two panels. */
 RA__AMX_STATIC void ra__amx_back_consume(ra__amx_back_state *all, int32_t k) {
     const int32_t i = k / 2, n = i % 2 + 1;
     ra__bf_back *back = &all->under_way[i % 2];
@@ -6245,7 +6245,7 @@ RA__AMX_STATIC void ra__amx_back_consume(ra__amx_back_state *all, int32_t k) {
                          ra__amx_add_key_grad, &all->amx);
 }
 
-/* P and dS of item k are to be made, spread over S, dP and dQ of the other items. */
+/* Spreads the pieces of item k over the products of S, dP and dQ of other items. */
 RA__AMX_STATIC void ra__amx_back_plan_pieces(ra__amx_back_state *all, int32_t k) {
     const int64_t dims =
         2 * ra__round_up(all->jobs->k_dim, 32) + ra__round_up(all->jobs->v_dim, 32);
@@ -6260,7 +6260,7 @@ RA__AMX_STATIC void ra__amx_back_plan_pieces(ra__amx_back_state *all, int32_t k)
     if (k % 2) ra__bf_back_general(amx->back);
 }
 
-/* Stage k: the products of item k, P and dS of item k - 1, the products of item k - 2. */
+/* Stage k: S and dP of item k, the pieces of item k - 1, the products that use item k - 2. */
 RA__AMX_STATIC void ra__amx_back_stage(ra__amx_back_state *all, int32_t k) {
     const int32_t items = 2 * all->count;
     ra__amx_state *amx = &all->amx;
@@ -6289,12 +6289,7 @@ RA__AMX_STATIC void ra__fold_back_amx(const ra__tile *jobs, int32_t count) {
     ra__tile_end();
 }
 
-RA__AMX_STATIC void ra__load_back_amx(ra__back_panel *panel, const ra__source *q,
-                                      const ra__source *g) {
-    ra__bf_load_back(panel, q, g, 32);
-}
-
-/* K^T, then K and V as tiles may read them. */
+/* Sizes for K^T, and for K and V padded for tiles. */
 RA__AMX_STATIC void ra__sizes_back_amx(ra__bytes *out, const ra_desc *d) {
     ra__sizes_back_bf16(out, d);
     out->s = RA__AMX_SLOTS * 2 * RA__BF_SLOT + 128 * 64;
@@ -6316,10 +6311,10 @@ RA__AMX_STATIC int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d,
 }
 
 static const ra__kernel ra__kernel_amx = {
-    RA_ISA_AMX, ra__sizes_amx, ra__widen_avx512, ra__prepare_amx, ra__load_q_amx,
-    ra__load_acc_amx, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
+    RA_ISA_AMX, ra__sizes_amx, ra__widen_avx512, ra__prepare_amx, ra__load_q_bf16,
+    ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
     0, NULL, NULL, NULL, NULL, NULL,
-    ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_amx, ra__deltas_bf16,
+    ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_bf16, ra__deltas_bf16,
     ra__fold_back_amx, ra__put_grad_avx512};
 
 #undef RA__AMX_TARGET
