@@ -4317,8 +4317,9 @@ RA__RANGES_BEGIN
  * are laid out as in KERNEL, except that a lane of q and p holds a pair:
  *   q    [Dk / 2][64 rows]  pairs of dims, multiplied by pairs of dims of K, broadcast
  *   p    [32][64 rows]      pairs of keys, multiplied by pairs of keys of V, broadcast
- *   acc  [Dv][64 rows]      f32; Dv is rounded up to 8
- * K is read as stored. V is packed into pairs of keys once for all panels of a task.
+ *   acc  [Dv][64 rows]      f32
+ * Dk and Dv are rounded up to 32 there, with zeros. K is read as stored. V is packed into pairs of
+ * keys once for all panels of a task.
  *
  * In the functions below c[i][t] is a tile of sums in registers: ni keys, dims or query rows by nt
  * vectors of 16 lanes. s is a tile of scores. A piece is the softmax of a small part of a tile: it
@@ -4589,9 +4590,9 @@ RA__BF_INLINE void ra__bf_score_tiles(const ra__bf_strip *strip, const int32_t n
 
 /* store: writes all scores to strip->scores. Otherwise makes p and l of them, and keeps only the
  * last tiles. */
-RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_strip *strip, int32_t stored) {
-    const int32_t modified = !stored && ra__score_is_modified(&strip->panel->score);
-    strip->slot_mask = stored ? 63 : 15;
+RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_strip *strip, int32_t store) {
+    const int32_t modified = !store && ra__score_is_modified(&strip->panel->score);
+    strip->slot_mask = store ? 63 : 15;
     if (strip->vectors == 4 && modified) ra__bf_score_tiles(strip, 4, 4, 1);
     else if (strip->vectors == 4) ra__bf_score_tiles(strip, 4, 4, 0);
     else if (strip->vectors == 2) ra__bf_score_tiles(strip, 8, 2, modified);
@@ -4651,8 +4652,8 @@ RA__BF_INLINE int32_t ra__bf_lacks_max(ra__bf_strip *strip) {
     int32_t fresh = 0;
     for (int32_t t = 0; t < strip->vectors; t++) {
         const int32_t row = strip->row + 16 * t;
-        __m512 m = _mm512_loadu_ps(strip->panel->m + row),
-               l = _mm512_loadu_ps(strip->panel->l + row);
+        const __m512 m = _mm512_loadu_ps(strip->panel->m + row);
+        const __m512 l = _mm512_loadu_ps(strip->panel->l + row);
         _mm512_storeu_ps(strip->old_l + row, l);
         _mm512_storeu_ps(strip->shift + row, ra__base_avx512(m));
         fresh |= _mm512_mask_cmpeq_ps_mask(_mm512_mask_cmpeq_ps_mask(ra__bf_live_lanes(strip, t), m,
@@ -5704,8 +5705,8 @@ static const ra__kernel ra__kernel_bf16 = {
  * and C is a part of s or acc with rows 256 bytes apart. Dk, Dv and keys are rounded up to 32.
  *
  * An item is 64 keys against 32 query rows. One stage mixes three items: the products K Q of item
- * i, the pieces of item i - 1 and the products V P of item i - 2. A few vectors of a piece follow
- * each tile product. Known facts about Granite Rapids:
+ * i, the pieces of item i - 1 and the products V P of item i - 2. A few pieces follow each tile
+ * product. Known facts about Granite Rapids:
  *   - A store of C directly after its last product stalls, so it comes among the first products of
  *     the next group.
  *   - K and V^T are loaded by TILELOADDT1; otherwise they push s, p and acc out of the L1 cache.
@@ -5849,8 +5850,8 @@ RA__NOINLINE RA__AMX_TARGET void ra__amx_back_piece(const ra__bf_back *back, int
         1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
         33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63 };
     const __m512i order = _mm512_loadu_si512(upper), half = _mm512_set1_epi32(0x8000);
-    const __m512 factor = _mm512_set1_ps(back->job->x->p.factor),
-                 scale = _mm512_set1_ps(back->job->scale);
+    const __m512 factor = _mm512_set1_ps(back->job->x->p.factor);
+    const __m512 scale = _mm512_set1_ps(back->job->scale);
     __m512i p[2], ds[2][2];
     RA__UNROLL for (int32_t i = 0; i < 2; i++) {
         RA__UNROLL for (int32_t t = 0; t < 2; t++) {
@@ -6018,8 +6019,8 @@ RA__AMX_STATIC void ra__amx_values_dirty(const ra__bf_strip *strip) {
 /* Before the pieces of an item: modifies and masks its scores if needed, and gives rows without a
  * maximum one. */
 RA__AMX_STATIC void ra__amx_prepare_p(ra__bf_strip *strip) {
-    const int32_t fresh = ra__bf_lacks_max(strip),
-                  modified = ra__score_is_modified(&strip->panel->score);
+    const int32_t modified = ra__score_is_modified(&strip->panel->score);
+    const int32_t fresh = ra__bf_lacks_max(strip);
     strip->factor = modified ? 1.0f : strip->panel->factor;
     strip->slot_mask = 63;
     strip->finished = fresh || modified || strip->masked;
