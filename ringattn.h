@@ -4521,12 +4521,13 @@ RA__BF_INLINE __m512 ra__bf_modify(const ra__bf_strip *strip, const ra__score *s
 RA__BF_INLINE __m512 ra__bf_exponent(const ra__bf_strip *strip, int32_t j, int32_t t,
                                      const int32_t masked, const int32_t modified) {
     const int32_t row = strip->row + 16 * t;
-    const __m512 use = _mm512_loadu_ps(strip->shift + row), factor = _mm512_set1_ps(strip->factor);
+    const __m512 shift = _mm512_loadu_ps(strip->shift + row);
+    const __m512 factor = _mm512_set1_ps(strip->factor);
     __m512 x = _mm512_loadu_ps(strip->scores + (j & strip->slot_mask) * 64 + row);
     ra__score score = strip->panel->score;
     score.softcap = 0.0f;
-    if (modified) x = _mm512_sub_ps(ra__bf_modify(strip, &score, j, row, x), use);
-    else x = _mm512_fmsub_ps(x, factor, use);
+    if (modified) x = _mm512_sub_ps(ra__bf_modify(strip, &score, j, row, x), shift);
+    else x = _mm512_fmsub_ps(x, factor, shift);
     if (!masked) return x;
     return _mm512_mask_blend_ps(ra__bf_lanes_seeing(strip, j, t), _mm512_set1_ps(ra__neg_inf()), x);
 }
@@ -4962,7 +4963,7 @@ RA__BF_STATIC void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__
  * so that two vectors of scores [4 keys][4 rows] become the pairs of p. The unpack instructions
  * leave dims of the two vectors of a chunk in alternate groups of 4; ra__decode_store_bf16 puts
  * them in order. */
-enum { RA__BF_DECODE_UNIT = 8 };               /* dims per step; keys per group with one maximum */
+enum { RA__BF_DECODE_UNIT = 8 };       /* dims per step; keys per group with one maximum */
 
 /* The 8 dims of a step, once per row. */
 RA__BF_INLINE __m512i ra__bf_decode_spread(const uint8_t *k) {
@@ -5030,11 +5031,11 @@ RA__BF_INLINE void ra__bf_decode_modify(const ra__few *rows, const ra__stretch *
 
 /* p of n keys, a multiple of 8, as pairs [n / 2][4 rows]; adds them to the partial sums of l. */
 RA__BF_INLINE void ra__bf_decode_weights(ra__few *rows, const float *s, int32_t n, float *pairs) {
-    const __m512 use = ra__base_avx512(_mm512_loadu_ps(rows->m));
+    const __m512 shift = ra__base_avx512(_mm512_loadu_ps(rows->m));
     __m512 part = _mm512_loadu_ps(rows->part);
     for (int32_t i = 0; i < 4 * n; i += 32) {
-        __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + i), use);
-        __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + i + 16), use);
+        __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + i), shift);
+        __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + i + 16), shift);
         _mm512_storeu_si512(pairs + i / 2, ra__bf_exp_pair(a, b, &part));
     }
     _mm512_storeu_ps(rows->part, part);
@@ -5090,7 +5091,7 @@ RA__BF_INLINE void ra__bf_decode_value_tile(const ra__few *rows, const ra__stret
             const uint8_t *b = v0 + (nc > 1 || i + 4 < last ? i + 4 : last) * keys->v_stride;
             __m512i v[4];
             RA__UNROLL for (int32_t t = 0; t < nc; t++)
-                ra__bf_decode_pair(v + 2 * t, a + 64 * t, b + 64 * t, nc > 1 ? ~0u : m);
+                ra__bf_decode_pair(v + 2 * t, a + 64 * t, b + 64 * t, m);
             ra__bf_decode_product(keys, c, i, v, pairs, nc);
         }
     RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++) _mm512_storeu_ps(to + i * 16, c[i]);
@@ -5174,20 +5175,20 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_wide_scores(const ra__few *rows, const ra
  * and does nothing, if a score is too far above m. */
 RA__BF_STATIC int32_t ra__bf_wide_softmax(ra__few *rows, const ra__stretch *keys, int32_t n,
                                           const float *s, float *pairs) {
-    __m512 top = _mm512_set1_ps(ra__neg_inf()), use, part;
+    __m512 top = _mm512_set1_ps(ra__neg_inf()), shift, part;
     float m[16] = {0}, l[4][16] = {{0}};
     for (int32_t i = 0; i < n; i++) {
         memcpy(m + 4 * i, rows[i].m, 4 * sizeof *m);
         for (int32_t j = 0; j < 4; j++) memcpy(l[j] + 4 * i, rows[i].part + 4 * j, 4 * sizeof *m);
     }
     for (int32_t j = 0; j < keys->n; j++) top = _mm512_max_ps(_mm512_loadu_ps(s + 16 * j), top);
-    use = _mm512_loadu_ps(m);
-    if (_mm512_cmp_ps_mask(_mm512_add_ps(use, _mm512_set1_ps(ra__few_slack)), top, _CMP_LT_OQ))
+    shift = _mm512_loadu_ps(m);
+    if (_mm512_cmp_ps_mask(_mm512_add_ps(shift, _mm512_set1_ps(ra__few_slack)), top, _CMP_LT_OQ))
         return 0;
-    use = ra__base_avx512(use);
+    shift = ra__base_avx512(shift);
     for (int32_t j = 0; j < keys->n; j += j % 4 < 3 ? 1 : 5, pairs += 16) {
-        const __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j), use);
-        const __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j + 64), use);
+        const __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j), shift);
+        const __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j + 64), shift);
         part = _mm512_loadu_ps(l[j % 4]);
         _mm512_storeu_si512(pairs, ra__bf_exp_pair(a, b, &part));
         _mm512_storeu_ps(l[j % 4], part);
@@ -5333,8 +5334,7 @@ RA__BF_INLINE void ra__bf_back_p(const ra__bf_back *back, int32_t j, int32_t t,
     __m512 w[2];
     RA__UNROLL for (int32_t i = 0; i < 2; i++) {
         __m512 lse = _mm512_loadu_ps(panel->m + 16 * (t + i));
-        w[i] = ra__bf_exp(
-            _mm512_fmsub_ps(_mm512_loadu_ps(at + 16 * i), factor, lse), 0.0f);
+        w[i] = ra__bf_exp(_mm512_fmsub_ps(_mm512_loadu_ps(at + 16 * i), factor, lse), 0.0f);
         if (masked) w[i] = _mm512_maskz_mov_ps(ra__bf_lanes_seeing(&back->s, j, t + i), w[i]);
         _mm512_storeu_ps(at + 16 * i, _mm512_mul_ps(w[i], scale));
     }
@@ -5361,34 +5361,34 @@ RA__BF_INLINE void ra__bf_back_ds(const ra__bf_back *back, int32_t j, int32_t t,
 
 /* Piece n of a tile of 4 keys from j on. The tile has 8 pieces for P and 4 for dS. */
 RA__BF_INLINE void ra__bf_back_piece(const ra__bf_back *back, int32_t j, int32_t n,
-                                     const int32_t ds, const int32_t masked) {
-    if (ds) ra__bf_back_ds(back, j + n / 2 * 2, n % 2 * 2, masked);
+                                     const int32_t of_ds, const int32_t masked) {
+    if (of_ds) ra__bf_back_ds(back, j + n / 2 * 2, n % 2 * 2, masked);
     else ra__bf_back_p(back, j + n / 2, n % 2 * 2, masked);
 }
 
 /* Pieces [n, pieces), with no products beside them. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_back_last_pieces(const ra__bf_back *back, int32_t j,
-                                                        int32_t n, int32_t pieces, int32_t ds) {
+                                                        int32_t n, int32_t pieces, int32_t of_ds) {
     const int32_t masked = back->job->partial || back->job->keys->n % 4;
-    for (; n < pieces; n++) ra__bf_back_piece(back, j, n, ds, masked);
+    for (; n < pieces; n++) ra__bf_back_piece(back, j, n, of_ds, masked);
 }
 
 /* Adds the products of 4 keys from j on to c and stores them in job->p (S) or job->ds (dP). Between
  * them run pieces: dS of the tile before during S, P of this tile during dP. */
 RA__BF_INLINE void ra__bf_back_dots(const ra__bf_back *back, const ra__bf_strip *strip, int32_t j,
-                                    __m512 (*c)[4], const int32_t ds, const int32_t masked) {
-    const int32_t pieces = !ds ? 8 : j > 0 ? 4 : 0, of = ds ? j - 4 : j;
-    float *to = ds ? back->job->p : back->job->ds;
+                                    __m512 (*c)[4], const int32_t of_ds, const int32_t masked) {
+    const int32_t pieces = !of_ds ? 8 : j > 0 ? 4 : 0, tile = of_ds ? j - 4 : j;
+    float *to = of_ds ? back->job->p : back->job->ds;
     const float *q = strip->panel->q;
     const uint8_t *k[8];
     int32_t d, n = 0;
     ra__bf_key_rows(strip, j, k, 4);
     for (d = 0; n < pieces && d + 8 <= strip->k_dim; d += 8, n++) {
         ra__bf_eight_dims(c, k, d, q, 4, 4);
-        ra__bf_back_piece(back, of, n, ds, masked);
+        ra__bf_back_piece(back, tile, n, of_ds, masked);
     }
     ra__bf_dots_from(strip, k, d, c, 4, 4);
-    if (n < pieces) ra__bf_back_last_pieces(back, of, n, pieces, ds);
+    if (n < pieces) ra__bf_back_last_pieces(back, tile, n, pieces, of_ds);
     ra__bf_store_sums(to, c, 4, 4);
 }
 
