@@ -4440,10 +4440,11 @@ RA__BF_INLINE void ra__bf_product(__m512 (*c)[4], const uint8_t *const *a, int64
  * bytes; those of b are [n][64]. */
 RA__BF_INLINE void ra__bf_products(__m512 (*c)[4], const uint8_t *a, int64_t row, int64_t step,
                                    const float *b, int32_t n, const int32_t ni, const int32_t nt) {
-    const uint8_t *at[8];
-    RA__UNROLL for (int32_t i = 0; i < ni; i++) at[i] = a + row * i;
-    RA__UNROLL_2 for (int32_t j = 0; j < n; j++)
-        ra__bf_product(c, at, j * step, b + 64 * j, ni, nt);
+    RA__UNROLL_2 for (int32_t j = 0; j < n; j++, b += 64, a += step) {
+        const uint8_t *at[8];
+        RA__UNROLL for (int32_t i = 0; i < ni; i++) at[i] = a + row * i;
+        ra__bf_product(c, at, 0, b, ni, nt);
+    }
 }
 
 /* c[i][t] += K Q^T of dims [d, Dk). An odd last dim has no partner in K and is loaded alone. */
@@ -4470,8 +4471,10 @@ RA__BF_INLINE void ra__bf_zero_sums(__m512 (*c)[4], const int32_t ni, const int3
  * that follows: clang 14 would move them behind it, but not their operands. */
 RA__BF_INLINE void ra__bf_eight_dims(__m512 (*c)[4], const uint8_t *const *k, int32_t d,
                                      const float *q, const int32_t ni, const int32_t nt) {
-    RA__UNROLL for (int32_t e = 0; e < 8; e += 2)
-        ra__bf_product(c, k, 2 * (d + e), q + (d + e) * 32, ni, nt);
+    ra__bf_product(c, k, 2 * d, q + d * 32, ni, nt);
+    ra__bf_product(c, k, 2 * d + 4, q + d * 32 + 64, ni, nt);
+    ra__bf_product(c, k, 2 * d + 8, q + d * 32 + 128, ni, nt);
+    ra__bf_product(c, k, 2 * d + 12, q + d * 32 + 192, ni, nt);
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
         RA__UNROLL for (int32_t t = 0; t < nt; t++) __asm__ volatile("" : "+v"(c[i][t]));
 }
