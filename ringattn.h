@@ -1382,11 +1382,11 @@ extern int nanosleep(const struct timespec *request, struct timespec *remain);
  * table of functions that one instruction set provides. */
 
 /* Per-row geometry of one query block: row i sees key position k iff
- * (lo <= k < hi) or (doc <= k < keep). Rows beyond `rows` have lo = hi = doc = keep = 0. */
+ * (lo <= k < hi) or (keep_first <= k < keep_end). Rows beyond the last have 0 in all four. */
 typedef struct ra__rows {
     int32_t pos[RA_BLOCK_TOKENS];
     int32_t lo[RA_BLOCK_TOKENS], hi[RA_BLOCK_TOKENS];
-    int32_t doc[RA_BLOCK_TOKENS], keep[RA_BLOCK_TOKENS];
+    int32_t keep_first[RA_BLOCK_TOKENS], keep_end[RA_BLOCK_TOKENS];
 } ra__rows;
 
 /* What is added to or done with a score besides the scale. The order is: scaled score s,
@@ -1400,12 +1400,12 @@ typedef struct ra__score {
     int64_t bias_keys;                 /* key positions from here on have bias 0 */
 } ra__score;
 
-/* Dropout: which weights become 0, the others are multiplied by `keep`. See ra__drop_apply. */
+/* Dropout: which weights become 0, the others are multiplied by `scale`. See ra__drop_apply. */
 typedef struct ra__drop {
     uint64_t seed;
     uint32_t head, sequence;
-    uint32_t least;                    /* random words below it drop; 0: off */
-    float keep;                        /* 1 / (1 - probability) */
+    uint32_t threshold;                /* random words below it drop; 0: off */
+    float scale;                       /* 1 / (1 - probability) */
 } ra__drop;
 
 /* What the rows of a tile see of its keys: none, some, all. */
@@ -1413,15 +1413,15 @@ enum { RA__EMPTY, RA__PARTIAL, RA__FULL };
 enum { RA__BATCH = 8 };                /* most blocks of keys that a kernel takes at once */
 
 /* Rows that will be wanted next: kernels ask for them while they compute. */
-enum { RA__AHEAD = 2 * RA__BATCH + 1 };
-typedef struct ra__ahead {
-    const uint8_t *at[RA__AHEAD];      /* tensors one after the other, */
-    int64_t stride[RA__AHEAD];
-    int32_t rows[RA__AHEAD], bytes[RA__AHEAD]; /* rows of so many bytes */
+enum { RA__PREFETCH_TENSORS = 2 * RA__BATCH + 1 };
+typedef struct ra__prefetch_list {
+    const uint8_t *at[RA__PREFETCH_TENSORS];      /* tensors one after the other, */
+    int64_t stride[RA__PREFETCH_TENSORS];
+    int32_t rows[RA__PREFETCH_TENSORS], bytes[RA__PREFETCH_TENSORS]; /* rows of so many bytes */
     int32_t count;
     int32_t which, row;                /* what to ask for next */
     int32_t step;                      /* rows to ask for at once */
-} ra__ahead;
+} ra__prefetch_list;
 
 /* Up to 64 query rows of one head, in the kernel's own layout: q [Dk x 64], acc [Dv x 64] floats,
  * aligned to 64, opaque outside the kernel; m, l [64] plain. A row's bits depend on it alone. */
@@ -1432,7 +1432,7 @@ typedef struct ra__panel {
     const ra__rows *geo;               /* used in partial tiles, for ALiBi and dropout */
     ra__score score;
     ra__drop drop;
-    ra__ahead *ahead;                  /* shared by the panels of a task */
+    ra__prefetch_list *prefetch;       /* shared by the panels of a task */
 } ra__panel;
 
 /* Bytes that a kernel wants: of a panel's q and acc, of scores, and for the copies of 64 keys that
@@ -1443,11 +1443,11 @@ typedef struct ra__bytes {
 } ra__bytes;
 
 /* Memory of one thread with those sizes, aligned to 64. */
-typedef struct ra__store {
+typedef struct ra__key_scratch {
     uint8_t *k, *v;
     float *s;
     int32_t shared;                    /* 1: several panels will read what is copied */
-} ra__store;
+} ra__key_scratch;
 
 /* At most 64 keys of one head: rows as stored, after the kernel's prepare in its own form. */
 typedef struct ra__keys {
@@ -1465,7 +1465,7 @@ typedef struct ra__source { const uint8_t *data; int64_t stride; int32_t dtype, 
 /* A panel of backward. Its p.q is Q as in forward, p.acc the sums of dQ [Dk x 64], p.m the row's
  * LSE times log2(e), +inf for a row without keys, p.l the row's delta. */
 typedef struct ra__back_panel {
-    ra__panel p;
+    ra__panel fwd;
     float *g;                          /* dO, laid out like p.q [Dv x 64] */
     float *q_rows, *g_rows;            /* Q and dO by rows, in the kernel's own layout */
     int32_t clean;                     /* 1: no NaN or infinity in Q and dO; by load_back */
@@ -1474,8 +1474,8 @@ typedef struct ra__back_panel {
 } ra__back_panel;
 
 /* Backward of one panel against one block of keys. Scratch: [64 keys][64 rows] floats each. */
-typedef struct ra__tile {
-    const ra__back_panel *x;
+typedef struct ra__back_job {
+    const ra__back_panel *panel;
     const ra__keys *keys;
     int32_t k_dim, v_dim, partial;
     int32_t k_clean;                   /* 1: no NaN or infinity in K; used in partial tiles */
@@ -1488,7 +1488,7 @@ typedef struct ra__tile {
     float *cap, *drop;                 /* 1 - tanh^2 under a softcap; factors of dropout */
     float *form;                       /* the store's s, for the kernel */
     const void *k_form;                /* the store of K, as prepare_back left it */
-} ra__tile;
+} ra__back_job;
 
 /* Memory to ask for before it is read, in the order of its addresses: stretches of `lines` lines of
  * 64 bytes, `jump` bytes from the end of one to the next. */
@@ -1498,33 +1498,35 @@ typedef struct ra__stream {
     int32_t left, lines;               /* of this stretch, of each */
 } ra__stream;
 
-/* Decode form: up to 4 query rows that read the same kv head, in the kernel's own order of dims.
- * Per row r the sums so far are acc, l in units of 2^m, and beside them those of the block under
- * way, sum and part. Numbers of row r stand at r, r + 4, ... */
-typedef struct ra__few {
+/* Decoding: up to 4 query rows that read the same kv head, in the kernel's own order of dims. The
+ * sums of row r so far are acc and l, in units of 2^m. Those of the current block are kept apart,
+ * in block_acc and block_l. Arrays of 16 numbers hold those of row r at r, r + 4, r + 8, r + 12. */
+typedef struct ra__decode_rows {
     const ra_desc *d;
-    float *q, *acc, *sum;              /* [4][Dk], [4][Dv]; dims rounded up to RA__FEW_DIMS */
+    float *q, *acc, *block_acc;        /* [4][Dk], [4][Dv]; dims rounded up to RA__DECODE_DIMS */
     float *wide;                       /* q of up to 16 rows that these share, or null */
     int32_t lane;                      /* of row 0 among the 16 */
-    float m[16], part[16], slope[16], l[4];
-    ra__score score[4];                /* of a row: bias at its row 0 */
+    float m[16], block_l[16], slope[16], l[4];
+    ra__score score[4];                /* per row: its bias is row 0 */
     int32_t pos[4];
     float factor;                      /* of q k */
-    int32_t modified, live;            /* live: bit r: row r has seen keys of the block */
-    int32_t one;                       /* 1: only row 0 is there, and scores and p are [key] */
-} ra__few;
+    int32_t modified;                  /* 1: some score needs more than the dot product */
+    int32_t has_keys;                  /* bit r: row r has seen keys of the current block */
+    int32_t one_row;                   /* 1: row 0 is the only one; scores and p are [key] */
+} ra__decode_rows;
 
-/* At most 16 keys of one head, as stored; up to 64 that ra__few.one sees all of, unmodified. */
-typedef struct ra__stretch {
+/* At most 16 keys of one head, as stored. Up to 64 if there is one row, it sees all of them, and
+ * scores are not modified. */
+typedef struct ra__decode_keys {
     const uint8_t *k, *v;
     int64_t k_stride, v_stride;        /* bytes from row to row */
     const int32_t *pos;                /* [n] needed only where scores are modified */
     uint64_t seen;                     /* bit 4 j + r: row r sees key j */
     int32_t n, partial;                /* partial: some row does not see some key */
-    ra__stream *ahead;                 /* [2] or null: as much as these rows of K, V to ask for */
-} ra__stretch;
-enum { RA__FEW_ROWS = 4, RA__FEW_KEYS = 16, RA__FEW_DIMS = 32 };
-enum { RA__FEW_UNIT = 4 };             /* keys for which a maximum may rise; stretches are whole */
+    ra__stream *streams;               /* [2] or null: as much as these rows of K, V to prefetch */
+} ra__decode_keys;
+enum { RA__DECODE_ROWS = 4, RA__DECODE_KEYS = 16, RA__DECODE_DIMS = 32 };
+enum { RA__DECODE_UNIT = 4 };          /* keys for which a maximum may rise; stretches are whole */
 
 typedef struct ra__kernel {
     int32_t isa;
@@ -1534,7 +1536,8 @@ typedef struct ra__kernel {
                   int32_t dim);
     /* Brings keys from rows as stored to the kernel's form, in place or in the store, and says
      * whether V is clean if the block has a partial tile. Under d->v_in_k V is found in K. */
-    void (*prepare)(ra__keys *keys, const ra_desc *d, const ra__store *store, int32_t partial);
+    void (*prepare)(ra__keys *keys, const ra_desc *d, const ra__key_scratch *store,
+                    int32_t partial);
     /* Packs p->rows query rows (stride in bytes) times p->factor into p->q. */
     void (*load_q)(const ra__panel *p, const void *src, int64_t stride, int32_t dtype, int32_t dim);
     /* acc from and to f32 rows (stride in floats); null src: zero. */
@@ -1548,28 +1551,28 @@ typedef struct ra__kernel {
     /* dst row i = acc row i * factor[i], converted (stride in bytes). */
     void (*store_o)(const ra__panel *p, void *dst, int64_t stride, int32_t dtype, int32_t dim,
                     const float *factor);
-    int32_t few_unit;                  /* keys: 4, or 8 in kernels that do not know ra__few.one */
+    int32_t decode_unit;               /* keys: 4, or 8 in kernels that do not know one_row */
     /* Decode form. Row r of q, times factor; folds keys into the block under way of f[0] to
      * f[n - 1], x[i] being how f[i] sees them; ends the block; writes row r of acc times factor. */
-    void (*few_load)(const ra__few *f, int32_t r, const void *src, float factor);
-    void (*few_fold)(ra__few *f, const ra__stretch *x, int32_t n);
-    void (*few_close)(ra__few *f);
-    void (*few_store)(const ra__few *f, int32_t r, void *dst, float factor);
+    void (*decode_load)(const ra__decode_rows *f, int32_t r, const void *src, float factor);
+    void (*decode_fold)(ra__decode_rows *f, const ra__decode_keys *x, int32_t n);
+    void (*decode_close)(ra__decode_rows *f);
+    void (*decode_store)(const ra__decode_rows *f, int32_t r, void *dst, float factor);
     /* m, l and acc of other keys, [4], [4] and like f->acc, come to those of f; whichever is first,
      * the bits are the same. */
-    void (*few_merge)(ra__few *f, const float *other);
+    void (*decode_merge)(ra__decode_rows *f, const float *other);
     /* Backward's store for the copies of 64 keys (batch: how many panels are to share them, at most
      * RA__BACK_PANELS; s: for whatever the kernel likes), and prepare, which returns 0 if K has a
      * NaN or an infinity (or may have, in blocks without partial tiles). */
     void (*sizes_back)(ra__bytes *out, const ra_desc *d);
-    int32_t (*prepare_back)(ra__keys *keys, const ra_desc *d, const ra__store *store,
+    int32_t (*prepare_back)(ra__keys *keys, const ra_desc *d, const ra__key_scratch *store,
                             int32_t partial);
     /* Packs p.rows rows of Q and dO. q_rows and g_rows hold 64 rows of dims rounded up to 64. */
     void (*load_back)(ra__back_panel *x, const ra__source *q, const ra__source *g);
     /* delta[row] = sum of o[row] g[row] for `rows` rows. */
     void (*deltas)(float *delta, const ra__source *o, const ra__source *g, int32_t rows);
     /* Tiles of one block of keys, their panels in order. */
-    void (*fold_back)(const ra__tile *x, int32_t count);
+    void (*fold_back)(const ra__back_job *x, int32_t count);
     /* A row of sums to the caller's gradient: added if dtype is RA_F32, else written. */
     void (*put_grad)(void *to, const float *x, int32_t dtype, int32_t n);
 } ra__kernel;
@@ -2054,23 +2057,29 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  * The online softmax is Milakov and Gimelshein's, arXiv 1805.02867; blocks and rescaling are those
  * of FlashAttention-2, arXiv 2307.08691, section 3.1.
  *
- * This file includes itself once for each instruction set with RA__BODY defined. A room for an
- * instruction set provides RA__V (floats), RA__I (integers), RA__M (lane mask), RA__W (lanes),
- * RA__NT (vectors of a slab), RA__NI (keys, or dims, of a tile), RA__DK and RA__DC (keys of a tile
- * of scores and pairs of vectors of a tile of values in decode), RA__OP and RA__FN (attributes),
- * RA__F (adds the suffix to a name) and the operations that the body calls; + - * / on RA__V are
- * the compiler's. A slab with few rows left, and in partial tiles half of a slab, is worked on in
- * tiles of 8 keys and fewer vectors. */
-enum { RA__DEPTH = 128, RA__PIECE = 64, RA__ALIAS = 4096 };
+ * This file includes itself once per instruction set with RA__BODY defined. The room of an
+ * instruction set defines the operations that the body calls and these macros:
+ *   RA__NAME(x)                      x with the suffix of the instruction set
+ *   RA__ISA_INLINE, RA__ISA_STATIC   attributes of its functions
+ *   RA__FLOATS, RA__INTS, RA__MASK   vectors of floats, of integers, of lanes that are set
+ *   RA__WIDTH, RA__VECTORS           lanes per vector, vectors per slab
+ *   RA__TILE_HEIGHT                  keys (scores) or dims (values) per tile of a whole slab
+ *   RA__DECODE_TILE_KEYS             decode: keys per tile of scores
+ *   RA__DECODE_TILE_CHUNKS           decode: chunks per tile of values
+ * + - * / on RA__FLOATS are the compiler's. A tile is ni broadcast elements by nt vectors; these
+ * parameters, and the dtype of inline functions, are constants after inlining. A slab with few rows
+ * left, and half a slab in partial tiles, takes tiles of height 8 with fewer vectors. */
+enum { RA__DEPTH = 128, RA__DELTA_DIMS = 64, RA__ALIAS_BYTES = 4096 };
 /* Elements of one chain of products; of a row converted at once; bytes between rows that
  * compete for cache sets. */
 
 static const float ra__log2e = 1.44269504f;
 static const float ra__l_limit = 4294967296.0f;
-static const float ra__few_slack = 16.0f; /* decode: scores may exceed m by so much */
-enum { RA__FEW_REST = 8, RA__FEW_ONE = 16 }; /* beside a dtype: any keys and dims; row 0 alone */
-enum { RA__FEW_CHUNKS = 4 };           /* of a tile of values of one row */
-static const uint64_t ra__few_row = 0x1111111111111111u; /* bits of row 0 in ra__stretch.seen */
+static const float ra__decode_slack = 16.0f; /* decode: scores may exceed m by so much */
+/* Flags beside a dtype: any keys and dims; row 0 only. */
+enum { RA__DECODE_ANY = 8, RA__DECODE_ONE_ROW = 16 };
+enum { RA__DECODE_ROW_CHUNKS = 4 };    /* of a tile of values of one row */
+static const uint64_t ra__seen_by_row_0 = 0x1111111111111111u; /* in ra__decode_keys.seen */
 
 /* 2^x: coefficients of 2^f by powers of f, minimax in relative error with c0 = 1, so that 2^0 is 1
  * exactly; for f in [-1/2, 1/2] 4e-9, for f in [0, 1] 3e-8, before rounding. */
@@ -2118,7 +2127,7 @@ RA__INLINE void ra__transpose4(float *dst, int32_t dst_stride, const float *src,
 }
 
 /* Asks for the lines of 64 bytes of [at, at + bytes), which need not exist. */
-RA__INLINE void ra__prefetch(uintptr_t at, const int32_t bytes) {
+RA__INLINE void ra__prefetch(uintptr_t at, int32_t bytes) {
     int32_t i;
     for (i = 0; i < bytes; i += 64) __builtin_prefetch((const void *)(at + (uintptr_t)i));
 }
@@ -2131,8 +2140,8 @@ RA__INLINE void ra__prefetch_row(const float *p, int64_t offset, int32_t bytes) 
     ra__prefetch((uintptr_t)p + (uintptr_t)(offset * 4), bytes);
 }
 
-RA__INLINE void ra__ahead_add(ra__ahead *x, const uint8_t *at, int64_t stride, int64_t rows,
-                              int64_t bytes) {
+RA__INLINE void ra__prefetch_add(ra__prefetch_list *x, const uint8_t *at, int64_t stride,
+                                 int64_t rows, int64_t bytes) {
     x->at[x->count] = at;
     x->stride[x->count] = stride;
     x->bytes[x->count] = (int32_t)bytes;
@@ -2143,10 +2152,10 @@ RA__INLINE void ra__ahead_add(ra__ahead *x, const uint8_t *at, int64_t stride, i
 /* Asks for some of the rows to come.
  * PERF: a few at a time, for a processor drops requests that come all at once. Zen 5, 4096 tokens
  * of 8 heads: AVX-512 D 64 80 to 83, D 128 83 to 86 % of the FMA peak. */
-RA__NOINLINE void ra__ask(ra__ahead *x) {
+RA__NOINLINE void ra__prefetch_some(ra__prefetch_list *x) {
     int32_t i;
     for (i = 0; i < x->step && x->which < x->count; i++) {
-        const int64_t offset = x->row * x->stride[x->which];
+        int64_t offset = x->row * x->stride[x->which];
         ra__prefetch((uintptr_t)x->at[x->which] + (uintptr_t)offset, x->bytes[x->which]);
         if (++x->row < x->rows[x->which]) continue;
         x->row = 0;
@@ -2155,7 +2164,7 @@ RA__NOINLINE void ra__ask(ra__ahead *x) {
 }
 
 /* At the end of a stretch a stream goes on to the next. */
-RA__INLINE void ra__stream_turn(ra__stream *a, const int32_t n) {
+RA__INLINE void ra__stream_advance(ra__stream *a, int32_t n) {
     a->left -= n;
     if (a->left > 0) return;
     a->at += (uintptr_t)(a->jump + 64 * (int64_t)a->left);
@@ -2163,7 +2172,7 @@ RA__INLINE void ra__stream_turn(ra__stream *a, const int32_t n) {
 }
 
 /* x, some 9 cycles later. */
-RA__INLINE uintptr_t ra__later(uintptr_t x) {
+RA__INLINE uintptr_t ra__delay_address(uintptr_t x) {
     uintptr_t one = 1;
     int32_t i;
     __asm__("" : "+r"(one));
@@ -2178,19 +2187,19 @@ RA__INLINE uintptr_t ra__later(uintptr_t x) {
  * PERF: a processor drops requests that come faster than memory can serve them, and those after a
  * wait come all at once: each address waits for the one before. Zen 5, 8 heads of 512 bytes side
  * by side: 80 % of the read bandwidth, 54 % with addresses that are known at once; bf16 75, 55. */
-RA__INLINE void ra__stream_ask(ra__stream *a, const int32_t n) {
+RA__INLINE void ra__stream_prefetch(ra__stream *a, int32_t n) {
     uintptr_t k = a[0].at, v = a[1].at;
     int32_t i;
     for (i = 0; i < n; i++) {
         ra__prefetch(k, 64);
         ra__prefetch(v, 64);
-        k = ra__later(k + 64);
-        v = ra__later(v + 64);
+        k = ra__delay_address(k + 64);
+        v = ra__delay_address(v + 64);
     }
     a[0].at = k;
     a[1].at = v;
-    ra__stream_turn(&a[0], n);
-    ra__stream_turn(&a[1], n);
+    ra__stream_advance(&a[0], n);
+    ra__stream_advance(&a[1], n);
 }
 
 /* Row j of f32 keys and values. */
@@ -2208,7 +2217,7 @@ RA__INLINE const float *ra__value_row(const ra__keys *keys, int32_t j) {
  * 79 to 83 % of the FMA peak, AVX2 71 to 87 %; distances of 2 KB and less gain nothing. What is
  * read row by row stays where it is: 90 to 91.5 % forward, 87 to 88 % backward. */
 RA__INLINE int32_t ra__is_copied(int32_t dtype, int64_t stride, int32_t shared) {
-    return dtype != RA_F32 || (shared && stride % RA__ALIAS == 0);
+    return dtype != RA_F32 || (shared && stride % RA__ALIAS_BYTES == 0);
 }
 
 /* Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC
@@ -2217,7 +2226,7 @@ RA__INLINE void ra__philox(uint32_t x[4], uint64_t seed) {
     uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
     int32_t i;
     for (i = 0; i < 10; i++) {
-        const uint64_t a = (uint64_t)x[0] * 0xd2511f53u, b = (uint64_t)x[2] * 0xcd9e8d57u;
+        uint64_t a = (uint64_t)x[0] * 0xd2511f53u, b = (uint64_t)x[2] * 0xcd9e8d57u;
         x[0] = (uint32_t)(b >> 32) ^ x[1] ^ key0;
         x[1] = (uint32_t)b;
         x[2] = (uint32_t)(a >> 32) ^ x[3] ^ key1;
@@ -2230,53 +2239,54 @@ RA__INLINE void ra__philox(uint32_t x[4], uint64_t seed) {
 /* Multiplies the weights s [keys][stride], rows [row, row + n) of the panel, by 0 or `keep`. The
  * counter is (key position / 4, query position, head, sequence) and the key's last two bits choose
  * the word, so nothing else decides. */
-static RA__UNUSED void ra__drop_apply(const ra__panel *p, const ra__keys *keys, int32_t row,
+static RA__UNUSED void ra__drop_apply(const ra__panel *panel, const ra__keys *keys, int32_t row,
                                       int32_t n, float *s, int32_t stride) {
     uint32_t word[RA_BLOCK_TOKENS][4];
-    const ra__drop *x = &p->drop;
+    const ra__drop *x = &panel->drop;
     int32_t i, j, last = -1;
     for (j = 0; j < keys->n; j++) {
-        const int32_t pos = keys->pos[j];
+        int32_t pos = keys->pos[j];
         if (pos < 0) continue;
         for (i = 0; i < n && (last < 0 || pos >> 2 != last >> 2); i++) {
             word[i][0] = (uint32_t)pos >> 2;
-            word[i][1] = (uint32_t)p->geo->pos[row + i];
+            word[i][1] = (uint32_t)panel->geo->pos[row + i];
             word[i][2] = x->head;
             word[i][3] = x->sequence;
             ra__philox(word[i], x->seed);
         }
         last = pos;
         for (i = 0; i < n; i++)
-            s[j * stride + i] *= word[i][pos & 3] < x->least ? 0.0f : x->keep;
+            s[j * stride + i] *= word[i][pos & 3] < x->threshold ? 0.0f : x->scale;
     }
 }
 
 /* Adds the gradient of scores ds [keys][64] to the caller's gradient of the bias. Sums of a row or
  * of a key over the block, where those are broadcast, start at 0. */
-static RA__UNUSED void ra__bias_back(const ra__back_panel *x, const ra__keys *keys,
-                                     const float *ds) {
-    const int32_t one_key = x->d_bias_key_stride == 0, one_row = x->d_bias_row_stride == 0;
+static RA__UNUSED void ra__bias_grad_add(const ra__back_panel *panel, const ra__keys *keys,
+                                         const float *ds) {
+    int32_t one_key = panel->d_bias_key_stride == 0, one_row = panel->d_bias_row_stride == 0;
     float of_key[RA_BLOCK_TOKENS] = {0}, of_row[RA_BLOCK_TOKENS] = {0};
     int32_t r, j;
     for (j = 0; j < keys->n; j++) {
-        const int64_t pos = keys->pos[j];
-        if (pos < 0 || pos >= x->d_bias_keys) continue;
-        for (r = 0; r < x->p.rows; r++) {
+        int64_t pos = keys->pos[j];
+        if (pos < 0 || pos >= panel->d_bias_keys) continue;
+        for (r = 0; r < panel->fwd.rows; r++) {
             float *to = one_row ? &of_key[j] : one_key ? &of_row[r] :
-                        (float *)(void *)(x->d_bias + r * x->d_bias_row_stride +
-                                          pos * x->d_bias_key_stride);
+                        (float *)(void *)(panel->d_bias + r * panel->d_bias_row_stride +
+                                          pos * panel->d_bias_key_stride);
             *to += ds[j * RA_BLOCK_TOKENS + r];
         }
-        if (one_row) *(float *)(void *)(x->d_bias + pos * x->d_bias_key_stride) += of_key[j];
+        if (one_row)
+            *(float *)(void *)(panel->d_bias + pos * panel->d_bias_key_stride) += of_key[j];
     }
-    for (r = 0; one_key && r < x->p.rows; r++)
-        *(float *)(void *)(x->d_bias + r * x->d_bias_row_stride) += of_row[r];
+    for (r = 0; one_key && r < panel->fwd.rows; r++)
+        *(float *)(void *)(panel->d_bias + r * panel->d_bias_row_stride) += of_row[r];
 }
 
 /* 1 if the row sees the position k. */
 RA__INLINE int32_t ra__row_sees(const ra__rows *geo, int32_t row, int32_t k) {
     return k >= 0 && ((geo->lo[row] <= k && k < geo->hi[row]) ||
-                      (geo->doc[row] <= k && k < geo->keep[row]));
+                      (geo->keep_first[row] <= k && k < geo->keep_end[row]));
 }
 
 /* 1 if the score needs more than the dot product. */
@@ -2295,33 +2305,34 @@ RA__INLINE int32_t ra__score_is_modified(const ra__score *score) {
 #endif /* RINGATTN_IMPLEMENTATION, first part */
 
 #if defined(RA__BODY)
-#define RA__SLAB (RA__NT * RA__W)
-#define RA__PART __attribute__((noinline)) RA__FN /* a phase: registers of its own */
+#define RA__SLAB (RA__VECTORS * RA__WIDTH)
+/* A phase of the work, which has all registers to itself. */
+#define RA__ISA_NOINLINE __attribute__((noinline)) RA__ISA_STATIC
 
-/* RA__W elements from i on, a multiple of RA__W, of a row of blocks. Of the halves that are
+/* RA__WIDTH elements from i on, a multiple of RA__WIDTH, of a row of blocks. Of the halves that are
  * converted the first is the scale. */
-RA__OP RA__V RA__F(of_q8_0)(const uint8_t *row, int32_t i) {
+RA__ISA_INLINE RA__FLOATS RA__NAME(of_q8_0)(const uint8_t *row, int32_t i) {
     const uint8_t *block = row + (int64_t)(i / 32) * 34;
-    RA__V scale = RA__F(of_f16)(block);
-    return RA__F(of_i8)(block + 2 + i % 32) * RA__F(set)(scale[0]);
+    RA__FLOATS scale = RA__NAME(of_f16)(block);
+    return RA__NAME(of_i8)(block + 2 + i % 32) * RA__NAME(set)(scale[0]);
 }
 
-/* RA__W elements of dtype, of any alignment. */
-RA__OP RA__V RA__F(convert)(const uint8_t *src, int32_t dtype) {
-    if (dtype == RA_F16) return RA__F(of_f16)(src);
-    if (dtype == RA_BF16) return RA__F(of_bf16)(src);
-    return RA__F(load)((const float *)(const void *)src);
+/* RA__WIDTH elements of dtype, of any alignment. */
+RA__ISA_INLINE RA__FLOATS RA__NAME(convert)(const uint8_t *src, int32_t dtype) {
+    if (dtype == RA_F16) return RA__NAME(of_f16)(src);
+    if (dtype == RA_BF16) return RA__NAME(of_bf16)(src);
+    return RA__NAME(load)((const float *)(const void *)src);
 }
 
 /* n elements of dtype to and from floats. Any alignment of the 16-bit side. */
-RA__FN void RA__F(read)(float *dst, const uint8_t *src, int32_t dtype, int32_t n) {
-    const int32_t size = dtype == RA_F32 ? 4 : 2;
+RA__ISA_STATIC void RA__NAME(read_row)(float *dst, const uint8_t *src, int32_t dtype, int32_t n) {
+    int32_t size = dtype == RA_F32 ? 4 : 2;
     int32_t i = 0;
     uint16_t h;
-    for (; dtype == RA_Q8_0 && i < n; i += RA__W)
-        RA__F(store)(dst + i, RA__F(of_q8_0)(src, i));
-    for (; n - i >= RA__W; i += RA__W)
-        RA__F(store)(dst + i, RA__F(convert)(src + (int64_t)i * size, dtype));
+    for (; dtype == RA_Q8_0 && i < n; i += RA__WIDTH)
+        RA__NAME(store)(dst + i, RA__NAME(of_q8_0)(src, i));
+    for (; n - i >= RA__WIDTH; i += RA__WIDTH)
+        RA__NAME(store)(dst + i, RA__NAME(convert)(src + (int64_t)i * size, dtype));
     for (; i < n; i++) {
         if (dtype == RA_F32) {
             memcpy(dst + i, src + (int64_t)i * 4, sizeof *dst);
@@ -2332,16 +2343,16 @@ RA__FN void RA__F(read)(float *dst, const uint8_t *src, int32_t dtype, int32_t n
     }
 }
 
-RA__FN void RA__F(write)(uint8_t *dst, const float *src, int32_t dtype, int32_t n) {
+RA__ISA_STATIC void RA__NAME(write_row)(uint8_t *dst, const float *src, int32_t dtype, int32_t n) {
     int32_t i = 0;
     uint16_t h;
     if (dtype == RA_F32) {
         memcpy(dst, src, (size_t)n * sizeof *src);
         return;
     }
-    for (; n - i >= RA__W; i += RA__W) {
-        if (dtype == RA_F16) RA__F(to_f16)(dst + 2 * i, RA__F(load)(src + i));
-        else RA__F(to_bf16)(dst + 2 * i, RA__F(load)(src + i));
+    for (; n - i >= RA__WIDTH; i += RA__WIDTH) {
+        if (dtype == RA_F16) RA__NAME(to_f16)(dst + 2 * i, RA__NAME(load)(src + i));
+        else RA__NAME(to_bf16)(dst + 2 * i, RA__NAME(load)(src + i));
     }
     for (; i < n; i++) {
         h = dtype == RA_F16 ? ra__f16_of_f32(src[i]) : ra__bf16_of_f32(src[i]);
@@ -2350,215 +2361,227 @@ RA__FN void RA__F(write)(uint8_t *dst, const float *src, int32_t dtype, int32_t 
 }
 
 /* v[i] = row i of dtype of a square, which has `rows` rows of n elements; 0 beyond. */
-RA__OP void RA__F(read_square)(RA__V *v, const uint8_t *src, int64_t stride, int32_t dtype,
-                               int32_t rows, int32_t n) {
-    float x[RA__W][RA__W] = {{0}};
+RA__ISA_INLINE void RA__NAME(read_square)(RA__FLOATS *v, const uint8_t *src, int64_t stride,
+                                          int32_t dtype, int32_t rows, int32_t n) {
+    float x[RA__WIDTH][RA__WIDTH] = {{0}};
     int32_t i;
-    if (rows >= RA__W && n >= RA__W) {
-        RA__UNROLL for (i = 0; i < RA__W; i++) v[i] = RA__F(convert)(src + i * stride, dtype);
+    if (rows >= RA__WIDTH && n >= RA__WIDTH) {
+        RA__UNROLL for (i = 0; i < RA__WIDTH; i++)
+            v[i] = RA__NAME(convert)(src + i * stride, dtype);
         return;
     }
-    n = n < RA__W ? n : RA__W;
-    for (i = 0; i < RA__W && i < rows; i++) RA__F(read)(x[i], src + i * stride, dtype, n);
-    RA__UNROLL for (i = 0; i < RA__W; i++) v[i] = RA__F(load)(x[i]);
+    n = n < RA__WIDTH ? n : RA__WIDTH;
+    for (i = 0; i < RA__WIDTH && i < rows; i++)
+        RA__NAME(read_row)(x[i], src + i * stride, dtype, n);
+    RA__UNROLL for (i = 0; i < RA__WIDTH; i++) v[i] = RA__NAME(load)(x[i]);
 }
 
-RA__OP void RA__F(write_square)(uint8_t *dst, int64_t stride, int32_t dtype, const RA__V *v,
-                                int32_t rows, int32_t n) {
-    float x[RA__W][RA__W];
+RA__ISA_INLINE void RA__NAME(write_square)(uint8_t *dst, int64_t stride, int32_t dtype,
+                                           const RA__FLOATS *v, int32_t rows, int32_t n) {
+    float x[RA__WIDTH][RA__WIDTH];
     int32_t i;
-    if (rows >= RA__W && n >= RA__W && dtype == RA_F32) {
-        RA__UNROLL for (i = 0; i < RA__W; i++)
-            RA__F(store)((float *)(void *)(dst + i * stride), v[i]);
+    if (rows >= RA__WIDTH && n >= RA__WIDTH && dtype == RA_F32) {
+        RA__UNROLL for (i = 0; i < RA__WIDTH; i++)
+            RA__NAME(store)((float *)(void *)(dst + i * stride), v[i]);
         return;
     }
-    n = n < RA__W ? n : RA__W;
-    RA__UNROLL for (i = 0; i < RA__W; i++) RA__F(store)(x[i], v[i]);
-    for (i = 0; i < RA__W && i < rows; i++) RA__F(write)(dst + i * stride, x[i], dtype, n);
+    n = n < RA__WIDTH ? n : RA__WIDTH;
+    RA__UNROLL for (i = 0; i < RA__WIDTH; i++) RA__NAME(store)(x[i], v[i]);
+    for (i = 0; i < RA__WIDTH && i < rows; i++)
+        RA__NAME(write_row)(dst + i * stride, x[i], dtype, n);
 }
 
 /* A strip against one block: nt vectors of one slab, keys [first, last). s: scores, then p,
  * [keys][RA__SLAB]. */
-typedef struct RA__F(work) {
-    const ra__panel *p;
+typedef struct RA__NAME(strip) {
+    const ra__panel *panel;
     const ra__keys *keys;
     float *s;
     int32_t row;                       /* first row of the strip */
-    int32_t nt;                        /* vectors of the strip: 1, RA__NT / 2 or RA__NT */
+    int32_t nt;                        /* vectors of the strip: 1, RA__VECTORS / 2 or RA__VECTORS */
     int32_t first, last;               /* the other keys are seen by no row */
     int32_t partial;
     int32_t stored;                    /* 1: scores are wanted, and their maximum; 0: p at once */
     float max[RA__SLAB];
-    float use[RA__SLAB], sum[RA__SLAB]; /* u above; of the block's p */
-    RA__M seen[RA__NT];                /* rows that see a key of the block; if partial */
-} RA__F(work);
+    float shift[RA__SLAB], sum[RA__SLAB]; /* u above; of the block's p */
+    RA__MASK seen[RA__VECTORS];        /* rows that see a key of the block; if partial */
+} RA__NAME(strip);
 
 /* c[i][t] += sum over k < depth of a[i * row + k * step] b[k * b_step + t]: a broadcast, b vectors.
  * The accumulators stay in registers: ni and nt are constants after inlining. */
-typedef struct RA__F(chain) {
+typedef struct RA__NAME(products) {
     const float *a, *b;
     int64_t row, step;
     int32_t b_step, depth;
-} RA__F(chain);
+} RA__NAME(products);
 
-RA__OP void RA__F(clear)(RA__V (*c)[RA__NT], const int32_t ni, const int32_t nt) {
+RA__ISA_INLINE void RA__NAME(zero)(RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t nt) {
     int32_t i, t;
     RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = RA__F(set)(0.0f);
+        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = RA__NAME(set)(0.0f);
 }
 
-RA__OP void RA__F(follow)(const RA__F(chain) *x, RA__V (*c)[RA__NT], const int32_t ni,
-                          const int32_t nt) {
-    const float *a = x->a, *b = x->b;
-    const int64_t row = x->row, step = x->step;
-    const int32_t b_step = x->b_step;
+RA__ISA_INLINE void RA__NAME(add_products)(const RA__NAME(products) *ab,
+                                           RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t nt) {
+    const float *a = ab->a, *b = ab->b;
+    int64_t row = ab->row, step = ab->step;
+    int32_t b_step = ab->b_step;
     int32_t k, i, t;
-    RA__UNROLL_2 for (k = 0; k < x->depth; k++, a += step, b += b_step) {
-        RA__V y[RA__NT];
-        RA__UNROLL for (t = 0; t < nt; t++) y[t] = RA__F(hold)(RA__F(load)(b + t * RA__W));
+    RA__UNROLL_2 for (k = 0; k < ab->depth; k++, a += step, b += b_step) {
+        RA__FLOATS y[RA__VECTORS];
+        RA__UNROLL for (t = 0; t < nt; t++)
+            y[t] = RA__NAME(hold)(RA__NAME(load)(b + t * RA__WIDTH));
         RA__UNROLL for (i = 0; i < ni; i++) {
-            RA__V z = RA__F(set)(a[i * row]);
-            RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = RA__F(fma)(z, y[t], c[i][t]);
+            RA__FLOATS z = RA__NAME(set)(a[i * row]);
+            RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = RA__NAME(fma)(z, y[t], c[i][t]);
         }
     }
 }
 
 /* Where element (row, 0) of a panel's array lies; elements of a row are RA__SLAB apart. */
-RA__OP float *RA__F(panel_row)(float *base, int32_t row, int32_t dim) {
+RA__ISA_INLINE float *RA__NAME(panel_row)(float *base, int32_t row, int32_t dim) {
     return base + (int64_t)(row / RA__SLAB) * RA__SLAB * dim + row % RA__SLAB;
 }
 
 /* p of ni keys and vector t, from their scores, to s. */
-RA__OP void RA__F(tile_weights)(RA__F(work) *w, float *s, RA__V (*c)[RA__NT], const int32_t ni,
-                                const int32_t t) {
-    const RA__V use = RA__F(load)(w->use + t * RA__W);
-    RA__V sum = RA__F(load)(w->sum + t * RA__W);
+RA__ISA_INLINE void RA__NAME(tile_weights)(RA__NAME(strip) *strip, float *s,
+                                           RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t t) {
+    RA__FLOATS use = RA__NAME(load)(strip->shift + t * RA__WIDTH);
+    RA__FLOATS sum = RA__NAME(load)(strip->sum + t * RA__WIDTH);
     int32_t i;
     RA__UNROLL for (i = 0; i < ni; i++) {
-        RA__V e = RA__F(exp2)(c[i][t] - use);
-        RA__F(store)(s + i * RA__SLAB + t * RA__W, e);
+        RA__FLOATS e = RA__NAME(exp2)(c[i][t] - use);
+        RA__NAME(store)(s + i * RA__SLAB + t * RA__WIDTH, e);
         sum = sum + e;
     }
-    RA__F(store)(w->sum + t * RA__W, sum);
+    RA__NAME(store)(strip->sum + t * RA__WIDTH, sum);
 }
 
 /* Scores of ni keys and vector t to s. */
-RA__OP void RA__F(tile_scores)(RA__F(work) *w, float *s, RA__V (*c)[RA__NT], const int32_t ni,
-                               const int32_t t) {
-    RA__V top = RA__F(load)(w->max + t * RA__W);
+RA__ISA_INLINE void RA__NAME(tile_scores)(RA__NAME(strip) *strip, float *s,
+                                          RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t t) {
+    RA__FLOATS top = RA__NAME(load)(strip->max + t * RA__WIDTH);
     int32_t i;
     RA__UNROLL for (i = 0; i < ni; i++) {
-        RA__F(store)(s + i * RA__SLAB + t * RA__W, c[i][t]);
-        top = RA__F(max)(top, c[i][t]);
+        RA__NAME(store)(s + i * RA__SLAB + t * RA__WIDTH, c[i][t]);
+        top = RA__NAME(max)(top, c[i][t]);
     }
-    RA__F(store)(w->max + t * RA__W, top);
+    RA__NAME(store)(strip->max + t * RA__WIDTH, top);
 }
 
 /* Scores, or p, of ni keys from key j on. Rows longer than RA__DEPTH are summed in pieces: a chain
  * of 576 products would lose one digit more. */
-RA__OP void RA__F(score_tile)(RA__F(work) *w, int32_t k_dim, int32_t j, const int32_t ni,
-                              const int32_t nt) {
-    RA__F(chain) x;
-    RA__V c[8][RA__NT];
-    float *s = w->s + j * RA__SLAB;
+RA__ISA_INLINE void RA__NAME(score_tile)(RA__NAME(strip) *strip, int32_t k_dim, int32_t j,
+                                         int32_t ni, int32_t nt) {
+    RA__NAME(products) ab;
+    RA__FLOATS c[8][RA__VECTORS];
+    float *s = strip->s + j * RA__SLAB;
     int32_t i, t, d = 0;
-    x.a = ra__key_row(w->keys, j);
-    x.b = RA__F(panel_row)(w->p->q, w->row, k_dim);
-    x.row = w->keys->k_stride / 4;
-    x.step = 1;
-    x.b_step = RA__SLAB;
+    ab.a = ra__key_row(strip->keys, j);
+    ab.b = RA__NAME(panel_row)(strip->panel->q, strip->row, k_dim);
+    ab.row = strip->keys->k_stride / 4;
+    ab.step = 1;
+    ab.b_step = RA__SLAB;
     do {
-        x.depth = k_dim - d < RA__DEPTH ? k_dim - d : RA__DEPTH;
-        RA__F(clear)(c, ni, nt);
-        RA__F(follow)(&x, c, ni, nt);
+        ab.depth = k_dim - d < RA__DEPTH ? k_dim - d : RA__DEPTH;
+        RA__NAME(zero)(c, ni, nt);
+        RA__NAME(add_products)(&ab, c, ni, nt);
         if (k_dim <= RA__DEPTH) break;
         RA__UNROLL for (i = 0; i < ni; i++)
             RA__UNROLL for (t = 0; t < nt; t++) {
-                float *to = s + i * RA__SLAB + t * RA__W;
-                if (d > 0) c[i][t] = c[i][t] + RA__F(load)(to);
-                RA__F(store)(to, c[i][t]);
+                float *to = s + i * RA__SLAB + t * RA__WIDTH;
+                if (d > 0) c[i][t] = c[i][t] + RA__NAME(load)(to);
+                RA__NAME(store)(to, c[i][t]);
             }
-        x.a += RA__DEPTH;
-        x.b += RA__DEPTH * RA__SLAB;
+        ab.a += RA__DEPTH;
+        ab.b += RA__DEPTH * RA__SLAB;
         d += RA__DEPTH;
     } while (d < k_dim);
-    if (w->stored) {
-        RA__UNROLL for (t = 0; t < nt; t++) RA__F(tile_scores)(w, s, c, ni, t);
+    if (strip->stored) {
+        RA__UNROLL for (t = 0; t < nt; t++) RA__NAME(tile_scores)(strip, s, c, ni, t);
         return;
     }
-    RA__F(tile_weights)(w, s, c, ni, 0);
-    if (nt > 1) RA__F(tile_weights)(w, s, c, ni, 1);
-    if (nt > 2) RA__F(tile_weights)(w, s, c, ni, 2);
-    if (nt > 3) RA__F(tile_weights)(w, s, c, ni, 3);
+    RA__NAME(tile_weights)(strip, s, c, ni, 0);
+    if (nt > 1) RA__NAME(tile_weights)(strip, s, c, ni, 1);
+    if (nt > 2) RA__NAME(tile_weights)(strip, s, c, ni, 2);
+    if (nt > 3) RA__NAME(tile_weights)(strip, s, c, ni, 3);
 }
 
 /* All keys, the last few in smaller tiles. */
-RA__OP void RA__F(score_tiles)(RA__F(work) *w, int32_t k_dim, const int32_t ni, const int32_t nt) {
-    int32_t j = w->first, t;
-    for (t = 0; t < nt; t++) RA__F(store)(w->max + t * RA__W, RA__F(set)(ra__neg_inf()));
-    for (; w->last - j >= ni; j += ni) {
-        RA__F(score_tile)(w, k_dim, j, ni, nt);
-        ra__ask(w->p->ahead);
+RA__ISA_INLINE void RA__NAME(score_tiles)(RA__NAME(strip) *strip, int32_t k_dim, int32_t ni,
+                                          int32_t nt) {
+    int32_t j = strip->first, t;
+    for (t = 0; t < nt; t++)
+        RA__NAME(store)(strip->max + t * RA__WIDTH, RA__NAME(set)(ra__neg_inf()));
+    for (; strip->last - j >= ni; j += ni) {
+        RA__NAME(score_tile)(strip, k_dim, j, ni, nt);
+        ra__prefetch_some(strip->panel->prefetch);
     }
-    for (; ni > 4 && w->last - j >= 4; j += 4) RA__F(score_tile)(w, k_dim, j, 4, nt);
-    for (; j < w->last; j++) RA__F(score_tile)(w, k_dim, j, 1, nt);
+    for (; ni > 4 && strip->last - j >= 4; j += 4) RA__NAME(score_tile)(strip, k_dim, j, 4, nt);
+    for (; j < strip->last; j++) RA__NAME(score_tile)(strip, k_dim, j, 1, nt);
 }
 
-RA__PART void RA__F(scores)(RA__F(work) *w, int32_t k_dim) {
-    if (w->nt == RA__NT) RA__F(score_tiles)(w, k_dim, RA__NI, RA__NT);
-    else if (RA__NT > 2 && w->nt > 1) RA__F(score_tiles)(w, k_dim, 8, RA__NT / 2);
-    else RA__F(score_tiles)(w, k_dim, 8, 1);
+RA__ISA_NOINLINE void RA__NAME(scores)(RA__NAME(strip) *strip, int32_t k_dim) {
+    if (strip->nt == RA__VECTORS) RA__NAME(score_tiles)(strip, k_dim, RA__TILE_HEIGHT, RA__VECTORS);
+    else if (RA__VECTORS > 2 && strip->nt > 1)
+        RA__NAME(score_tiles)(strip, k_dim, 8, RA__VECTORS / 2);
+    else RA__NAME(score_tiles)(strip, k_dim, 8, 1);
 }
 
 /* tanh, absolute error about 1e-7, relative for small y: P below 0.625, else (1 - e) / (1 + e) with
  * e = exp(-2 |y|). */
-RA__OP RA__V RA__F(tanh)(RA__V y) {
-    RA__V z = y * y, a = RA__F(abs)(y), one = RA__F(set)(1.0f), small, large;
-    RA__V e = RA__F(exp2)(a * RA__F(set)(-2.88539008f));
+RA__ISA_INLINE RA__FLOATS RA__NAME(tanh)(RA__FLOATS y) {
+    RA__FLOATS z = y * y, a = RA__NAME(abs)(y), one = RA__NAME(set)(1.0f), small, large;
+    RA__FLOATS e = RA__NAME(exp2)(a * RA__NAME(set)(-2.88539008f));
     int32_t i;
-    small = RA__F(set)(ra__tanh_c[4]);
-    RA__UNROLL for (i = 3; i >= 0; i--) small = RA__F(fma)(small, z, RA__F(set)(ra__tanh_c[i]));
-    small = RA__F(fma)(small * z, y, y);
+    small = RA__NAME(set)(ra__tanh_c[4]);
+    RA__UNROLL for (i = 3; i >= 0; i--)
+        small = RA__NAME(fma)(small, z, RA__NAME(set)(ra__tanh_c[i]));
+    small = RA__NAME(fma)(small * z, y, y);
     large = (one - e) / (one + e);
-    large = RA__F(pick)(RA__F(less)(y, RA__F(set)(0.0f)), RA__F(set)(0.0f) - large, large);
-    return RA__F(pick)(RA__F(less)(a, RA__F(set)(0.625f)), small, large);
+    large = RA__NAME(select)(RA__NAME(less)(y, RA__NAME(set)(0.0f)), RA__NAME(set)(0.0f) - large,
+                             large);
+    return RA__NAME(select)(RA__NAME(less)(a, RA__NAME(set)(0.625f)), small, large);
 }
 
 /* s = cap tanh(s / cap), - slope |p - k|, + bias; all to base 2 (s is natural where capped). */
-RA__OP RA__V RA__F(modify)(const ra__score *score, RA__V s, RA__V distance, RA__V bias) {
+RA__ISA_INLINE RA__FLOATS RA__NAME(modify)(const ra__score *score, RA__FLOATS s,
+                                           RA__FLOATS distance, RA__FLOATS bias) {
     if (score->softcap != 0.0f)
-        s = RA__F(tanh)(s * RA__F(set)(1.0f / score->softcap)) *
-            RA__F(set)(score->softcap * ra__log2e);
-    if (score->slope != 0.0f) s = RA__F(fma)(RA__F(set)(-score->slope * ra__log2e), distance, s);
-    if (score->bias) s = RA__F(fma)(bias, RA__F(set)(ra__log2e), s);
+        s = RA__NAME(tanh)(s * RA__NAME(set)(1.0f / score->softcap)) *
+            RA__NAME(set)(score->softcap * ra__log2e);
+    if (score->slope != 0.0f)
+        s = RA__NAME(fma)(RA__NAME(set)(-score->slope * ra__log2e), distance, s);
+    if (score->bias) s = RA__NAME(fma)(bias, RA__NAME(set)(ra__log2e), s);
     return s;
 }
 
 /* Rows from `row` on that see the position k. */
-RA__OP RA__M RA__F(sees)(const ra__rows *geo, int32_t row, int32_t k) {
-    if (k < 0) return RA__F(none)();
-    return RA__F(either)(
-        RA__F(within)(RA__F(load_int)(geo->lo + row), RA__F(load_int)(geo->hi + row), k),
-        RA__F(within)(RA__F(load_int)(geo->doc + row), RA__F(load_int)(geo->keep + row), k));
+RA__ISA_INLINE RA__MASK RA__NAME(sees)(const ra__rows *geo, int32_t row, int32_t k) {
+    if (k < 0) return RA__NAME(none)();
+    return RA__NAME(any_of)(
+        RA__NAME(within)(RA__NAME(load_int)(geo->lo + row), RA__NAME(load_int)(geo->hi + row), k),
+        RA__NAME(within)(RA__NAME(load_int)(geo->keep_first + row),
+                         RA__NAME(load_int)(geo->keep_end + row), k));
 }
 
 /* Bias of one vector of rows, from `row` on, for the key at position pos; 0 beyond the panel. */
-RA__OP RA__V RA__F(vector_bias)(const ra__panel *p, int32_t row, int32_t pos) {
-    float bias[RA__W];
+RA__ISA_INLINE RA__FLOATS RA__NAME(vector_bias)(const ra__panel *panel, int32_t row, int32_t pos) {
+    float bias[RA__WIDTH];
     int32_t i;
-    for (i = 0; i < RA__W; i++)
-        bias[i] = row + i < p->rows ? ra__bias_at(&p->score, row + i, pos) : 0.0f;
-    return RA__F(load)(bias);
+    for (i = 0; i < RA__WIDTH; i++)
+        bias[i] = row + i < panel->rows ? ra__bias_at(&panel->score, row + i, pos) : 0.0f;
+    return RA__NAME(load)(bias);
 }
 
-/* 1 if the bias of RA__W keys from key j on lies in RA__W elements side by side. */
-RA__OP int32_t RA__F(bias_side_by_side)(const RA__F(work) *w, int32_t j) {
-    const int32_t *pos = w->keys->pos + j;
+/* 1 if the bias of RA__WIDTH keys from key j on lies in RA__WIDTH elements side by side. */
+RA__ISA_INLINE int32_t RA__NAME(bias_side_by_side)(const RA__NAME(strip) *strip, int32_t j) {
+    const int32_t *pos = strip->keys->pos + j;
     int32_t i;
-    const int32_t size = w->p->score.bias_dtype == RA_F32 ? 4 : 2;
-    if (w->p->score.bias_key_stride != size || w->last - j < RA__W) return 0;
-    if (pos[0] < 0 || w->p->score.bias_keys - pos[0] < RA__W) return 0;
-    for (i = 1; i < RA__W; i++)
+    int32_t size = strip->panel->score.bias_dtype == RA_F32 ? 4 : 2;
+    if (strip->panel->score.bias_key_stride != size || strip->last - j < RA__WIDTH) return 0;
+    if (pos[0] < 0 || strip->panel->score.bias_keys - pos[0] < RA__WIDTH) return 0;
+    for (i = 1; i < RA__WIDTH; i++)
         if (pos[i] != pos[0] + i) return 0;
     return 1;
 }
@@ -2567,337 +2590,356 @@ RA__OP int32_t RA__F(bias_side_by_side)(const RA__F(work) *w, int32_t j) {
  * PERF: rows of bias are loaded as vectors and transposed. Zen 5, D 128, AVX-512 51 to 68, AVX2 64
  * to 75 % of the FMA peak. The next block is asked for, which other panels come before: 72.8 to
  * 76.1, bf16 60 to 70 % of its peak. */
-RA__PART void RA__F(load_bias)(const RA__F(work) *w, int32_t row, float (*to)[RA__W]) {
-    const ra__score *score = &w->p->score;
-    int32_t j = w->first, i;
-    while (j < w->last) {
-        float *at = to[j - w->first];
-        if (w->p->rows - row >= RA__W && RA__F(bias_side_by_side)(w, j)) {
+RA__ISA_NOINLINE void RA__NAME(load_bias)(const RA__NAME(strip) *strip, int32_t row,
+                                          float (*to)[RA__WIDTH]) {
+    const ra__score *score = &strip->panel->score;
+    int32_t j = strip->first, i;
+    while (j < strip->last) {
+        float *at = to[j - strip->first];
+        if (strip->panel->rows - row >= RA__WIDTH && RA__NAME(bias_side_by_side)(strip, j)) {
             const uint8_t *from = score->bias + row * score->bias_row_stride +
-                                  w->keys->pos[j] * score->bias_key_stride;
-            RA__V v[RA__W];
-            RA__F(read_square)(v, from, score->bias_row_stride, score->bias_dtype, RA__W, RA__W);
-            for (i = 0; i < RA__W; i++)
+                                  strip->keys->pos[j] * score->bias_key_stride;
+            RA__FLOATS v[RA__WIDTH];
+            RA__NAME(read_square)(v, from, score->bias_row_stride, score->bias_dtype, RA__WIDTH,
+                                  RA__WIDTH);
+            for (i = 0; i < RA__WIDTH; i++)
                 ra__prefetch_far((uintptr_t)from +
                                  (uintptr_t)(i * score->bias_row_stride +
                                              RA_BLOCK_TOKENS * score->bias_key_stride));
-            RA__F(transpose)(v);
-            RA__UNROLL for (i = 0; i < RA__W; i++) RA__F(store)(at + i * RA__W, v[i]);
-            j += RA__W;
+            RA__NAME(transpose)(v);
+            RA__UNROLL for (i = 0; i < RA__WIDTH; i++) RA__NAME(store)(at + i * RA__WIDTH, v[i]);
+            j += RA__WIDTH;
         } else {
-            RA__F(store)(at, RA__F(vector_bias)(w->p, row, w->keys->pos[j]));
+            RA__NAME(store)(at, RA__NAME(vector_bias)(strip->panel, row, strip->keys->pos[j]));
             j++;
         }
     }
 }
 
 /* Modifies the scores of one vector of rows and notes their maximum. */
-RA__PART void RA__F(modify_vector)(RA__F(work) *w, int32_t t) {
-    const ra__score *score = &w->p->score;
-    const int32_t row = w->row + t * RA__W, full = score->bias && score->bias_row_stride != 0;
-    float bias[RA_BLOCK_TOKENS][RA__W];
-    RA__V top = RA__F(set)(ra__neg_inf()), b = RA__F(set)(0.0f), x;
+RA__ISA_NOINLINE void RA__NAME(modify_vector)(RA__NAME(strip) *strip, int32_t t) {
+    const ra__score *score = &strip->panel->score;
+    int32_t row = strip->row + t * RA__WIDTH, full = score->bias && score->bias_row_stride != 0;
+    float bias[RA_BLOCK_TOKENS][RA__WIDTH];
+    RA__FLOATS top = RA__NAME(set)(ra__neg_inf()), b = RA__NAME(set)(0.0f), x;
     int32_t j;
-    if (full) RA__F(load_bias)(w, row, bias);
-    for (j = w->first; j < w->last; j++) {
-        const int32_t pos = w->keys->pos ? w->keys->pos[j] : 0;
-        float *s = w->s + j * RA__SLAB + t * RA__W;
-        if (full) b = RA__F(load)(bias[j - w->first]);
-        else if (score->bias) b = RA__F(set)(ra__bias_at(score, 0, pos));
-        x = RA__F(distance)(w->p->geo->pos + row, pos);
-        x = RA__F(modify)(score, RA__F(load)(s), x, b);
-        top = RA__F(max)(top, x);
-        RA__F(store)(s, x);
+    if (full) RA__NAME(load_bias)(strip, row, bias);
+    for (j = strip->first; j < strip->last; j++) {
+        int32_t pos = strip->keys->pos ? strip->keys->pos[j] : 0;
+        float *s = strip->s + j * RA__SLAB + t * RA__WIDTH;
+        if (full) b = RA__NAME(load)(bias[j - strip->first]);
+        else if (score->bias) b = RA__NAME(set)(ra__bias_at(score, 0, pos));
+        x = RA__NAME(distance)(strip->panel->geo->pos + row, pos);
+        x = RA__NAME(modify)(score, RA__NAME(load)(s), x, b);
+        top = RA__NAME(max)(top, x);
+        RA__NAME(store)(s, x);
     }
-    RA__F(store)(w->max + t * RA__W, top);
+    RA__NAME(store)(strip->max + t * RA__WIDTH, top);
 }
 
 /* Masks the scores of one vector of rows; notes their maximum and which rows see any key. */
-RA__OP void RA__F(mask_vector)(RA__F(work) *w, int32_t t, const int32_t keep) {
-    const ra__rows *geo = w->p->geo;
-    const int32_t row = w->row + t * RA__W, *pos = w->keys->pos;
-    RA__I lo = RA__F(load_int)(geo->lo + row), hi = RA__F(load_int)(geo->hi + row);
-    RA__I doc = RA__F(load_int)(geo->doc + row), end = RA__F(load_int)(geo->keep + row);
-    RA__V low = RA__F(set)(ra__neg_inf()), top = low, x;
-    RA__M any = RA__F(none)(), seen;
+RA__ISA_INLINE void RA__NAME(mask_vector)(RA__NAME(strip) *strip, int32_t t, int32_t keep) {
+    const ra__rows *geo = strip->panel->geo;
+    const int32_t *pos = strip->keys->pos;
+    int32_t row = strip->row + t * RA__WIDTH;
+    RA__INTS lo = RA__NAME(load_int)(geo->lo + row), hi = RA__NAME(load_int)(geo->hi + row);
+    RA__INTS first = RA__NAME(load_int)(geo->keep_first + row);
+    RA__INTS end = RA__NAME(load_int)(geo->keep_end + row);
+    RA__FLOATS low = RA__NAME(set)(ra__neg_inf()), top = low, x;
+    RA__MASK any = RA__NAME(none)(), seen;
     int32_t j;
-    for (j = w->first; j < w->last; j++) {
-        float *s = w->s + j * RA__SLAB + t * RA__W;
-        seen = RA__F(none)();
-        if (pos[j] >= 0) seen = RA__F(within)(lo, hi, pos[j]);
-        if (keep && pos[j] >= 0) seen = RA__F(either)(seen, RA__F(within)(doc, end, pos[j]));
-        any = RA__F(either)(any, seen);
-        x = RA__F(pick)(seen, RA__F(load)(s), low);
-        top = RA__F(max)(top, x);
-        RA__F(store)(s, x);
+    for (j = strip->first; j < strip->last; j++) {
+        float *s = strip->s + j * RA__SLAB + t * RA__WIDTH;
+        seen = RA__NAME(none)();
+        if (pos[j] >= 0) seen = RA__NAME(within)(lo, hi, pos[j]);
+        if (keep && pos[j] >= 0)
+            seen = RA__NAME(any_of)(seen, RA__NAME(within)(first, end, pos[j]));
+        any = RA__NAME(any_of)(any, seen);
+        x = RA__NAME(select)(seen, RA__NAME(load)(s), low);
+        top = RA__NAME(max)(top, x);
+        RA__NAME(store)(s, x);
     }
-    RA__F(store)(w->max + t * RA__W, top);
-    w->seen[t] = any;
+    RA__NAME(store)(strip->max + t * RA__WIDTH, top);
+    strip->seen[t] = any;
 }
 
 /* Second pass over the scores, where the dot product is not all: modifies, masks, new maximum. */
-RA__PART void RA__F(adjust)(RA__F(work) *w) {
-    const ra__rows *geo = w->p->geo;
-    int32_t i, t, keep = 0, last = w->row + w->nt * RA__W;
-    for (i = w->row; i < last && w->partial; i++) keep |= geo->doc[i] < geo->keep[i];
-    for (t = 0; t < w->nt; t++) {
-        if (ra__score_is_modified(&w->p->score)) RA__F(modify_vector)(w, t);
-        if (w->partial && !keep) RA__F(mask_vector)(w, t, 0);
-        if (w->partial && keep) RA__F(mask_vector)(w, t, 1);
+RA__ISA_NOINLINE void RA__NAME(adjust)(RA__NAME(strip) *strip) {
+    const ra__rows *geo = strip->panel->geo;
+    int32_t i, t, keep = 0, last = strip->row + strip->nt * RA__WIDTH;
+    for (i = strip->row; i < last && strip->partial; i++)
+        keep |= geo->keep_first[i] < geo->keep_end[i];
+    for (t = 0; t < strip->nt; t++) {
+        if (ra__score_is_modified(&strip->panel->score)) RA__NAME(modify_vector)(strip, t);
+        if (strip->partial && !keep) RA__NAME(mask_vector)(strip, t, 0);
+        if (strip->partial && keep) RA__NAME(mask_vector)(strip, t, 1);
     }
 }
 
 /* Scores become p. */
-RA__OP void RA__F(weigh_vectors)(RA__F(work) *w, const int32_t nt) {
-    RA__V use[RA__NT], sum[RA__NT];
-    float *s = w->s + w->first * RA__SLAB;
-    const int32_t n = w->last - w->first;
+RA__ISA_INLINE void RA__NAME(weigh_vectors)(RA__NAME(strip) *strip, int32_t nt) {
+    RA__FLOATS use[RA__VECTORS], sum[RA__VECTORS];
+    float *s = strip->s + strip->first * RA__SLAB;
+    int32_t n = strip->last - strip->first;
     int32_t j, t;
     RA__UNROLL for (t = 0; t < nt; t++) {
-        use[t] = RA__F(load)(w->use + t * RA__W);
-        sum[t] = RA__F(set)(0.0f);
+        use[t] = RA__NAME(load)(strip->shift + t * RA__WIDTH);
+        sum[t] = RA__NAME(set)(0.0f);
     }
     for (j = 0; j < n; j++, s += RA__SLAB)
         RA__UNROLL for (t = 0; t < nt; t++) {
-            RA__V e = RA__F(exp2)(RA__F(load)(s + t * RA__W) - use[t]);
-            RA__F(store)(s + t * RA__W, e);
+            RA__FLOATS e = RA__NAME(exp2)(RA__NAME(load)(s + t * RA__WIDTH) - use[t]);
+            RA__NAME(store)(s + t * RA__WIDTH, e);
             sum[t] = sum[t] + e;
         }
-    RA__UNROLL for (t = 0; t < nt; t++) RA__F(store)(w->sum + t * RA__W, sum[t]);
+    RA__UNROLL for (t = 0; t < nt; t++) RA__NAME(store)(strip->sum + t * RA__WIDTH, sum[t]);
 }
 
-RA__PART void RA__F(weigh)(RA__F(work) *w) {
-    if (w->nt == RA__NT) RA__F(weigh_vectors)(w, RA__NT);
-    else if (RA__NT > 2 && w->nt > 1) RA__F(weigh_vectors)(w, RA__NT / 2);
-    else RA__F(weigh_vectors)(w, 1);
+RA__ISA_NOINLINE void RA__NAME(weigh)(RA__NAME(strip) *strip) {
+    if (strip->nt == RA__VECTORS) RA__NAME(weigh_vectors)(strip, RA__VECTORS);
+    else if (RA__VECTORS > 2 && strip->nt > 1) RA__NAME(weigh_vectors)(strip, RA__VECTORS / 2);
+    else RA__NAME(weigh_vectors)(strip, 1);
 }
 
 /* Notes m; 1 if some row has none yet. */
-RA__PART int32_t RA__F(begin)(RA__F(work) *w) {
+RA__ISA_NOINLINE int32_t RA__NAME(load_shift)(RA__NAME(strip) *strip) {
     int32_t t, fresh = 0;
-    for (t = 0; t < w->nt; t++) {
-        RA__V m = RA__F(load)(w->p->m + w->row + t * RA__W);
-        fresh |= RA__F(bad)(m);
-        RA__F(store)(w->use + t * RA__W, RA__F(base)(m));
-        RA__F(store)(w->sum + t * RA__W, RA__F(set)(0.0f));
+    for (t = 0; t < strip->nt; t++) {
+        RA__FLOATS m = RA__NAME(load)(strip->panel->m + strip->row + t * RA__WIDTH);
+        fresh |= RA__NAME(any_nonfinite)(m);
+        RA__NAME(store)(strip->shift + t * RA__WIDTH, RA__NAME(shift_of)(m));
+        RA__NAME(store)(strip->sum + t * RA__WIDTH, RA__NAME(set)(0.0f));
     }
     return fresh;
 }
 
 /* Rows of vector t whose l passes the limit. */
-RA__OP RA__M RA__F(over)(const RA__F(work) *w, int32_t t) {
-    RA__V l = RA__F(load)(w->p->l + w->row + t * RA__W) + RA__F(load)(w->sum + t * RA__W);
-    return RA__F(less)(RA__F(set)(ra__l_limit), l);
+RA__ISA_INLINE RA__MASK RA__NAME(over_limit)(const RA__NAME(strip) *strip, int32_t t) {
+    RA__FLOATS l = RA__NAME(load)(strip->panel->l + strip->row + t * RA__WIDTH) +
+                   RA__NAME(load)(strip->sum + t * RA__WIDTH);
+    return RA__NAME(less)(RA__NAME(set)(ra__l_limit), l);
 }
 
 /* 1 if there are any. */
-RA__PART int32_t RA__F(any_over)(const RA__F(work) *w) {
-    const RA__V none = RA__F(set)(0.0f), inf = RA__F(set)(-ra__neg_inf());
+RA__ISA_NOINLINE int32_t RA__NAME(any_over_limit)(const RA__NAME(strip) *strip) {
+    RA__FLOATS none = RA__NAME(set)(0.0f), inf = RA__NAME(set)(-ra__neg_inf());
     int32_t t, any = 0;
-    for (t = 0; t < w->nt; t++)
-        any |= RA__F(bad)(RA__F(pick)(RA__F(over)(w, t), inf, none));
+    for (t = 0; t < strip->nt; t++)
+        any |= RA__NAME(any_nonfinite)(RA__NAME(select)(RA__NAME(over_limit)(strip, t), inf, none));
     return any;
 }
 
 /* The block's maximum becomes m of rows without one; and, if `again`, of those that are over,
  * but at least their old one and 24: their sums are rescaled. */
-RA__PART void RA__F(raise)(RA__F(work) *w, int32_t v_dim, int32_t again) {
+RA__ISA_NOINLINE void RA__NAME(raise_max)(RA__NAME(strip) *strip, int32_t v_dim, int32_t again) {
     int32_t d, t;
-    for (t = 0; t < w->nt; t++) {
-        float *acc = RA__F(panel_row)(w->p->acc, w->row, v_dim) + t * RA__W;
-        float *m = w->p->m + w->row + t * RA__W, *l = w->p->l + w->row + t * RA__W;
-        RA__V old = RA__F(load)(m), top = RA__F(load)(w->max + t * RA__W), one, alpha;
-        RA__V next = RA__F(pick)(RA__F(less)(old, RA__F(set)(-3.40282347e38f)), top, old);
+    for (t = 0; t < strip->nt; t++) {
+        float *acc = RA__NAME(panel_row)(strip->panel->acc, strip->row, v_dim) + t * RA__WIDTH;
+        float *m = strip->panel->m + strip->row + t * RA__WIDTH,
+                   *l = strip->panel->l + strip->row + t * RA__WIDTH;
+        RA__FLOATS old = RA__NAME(load)(m), top = RA__NAME(load)(strip->max + t * RA__WIDTH), one,
+                         alpha;
+        RA__FLOATS next = RA__NAME(select)(RA__NAME(less)(old, RA__NAME(set)(-3.40282347e38f)),
+                                           top, old);
         if (again) {
-            one = RA__F(set)(1.0f);
-            top = RA__F(max)(top, old + RA__F(set)(24.0f));
-            next = RA__F(pick)(RA__F(over)(w, t), top, next);
-            alpha = RA__F(pick)(RA__F(over)(w, t), RA__F(exp2)(old - next), one);
-            RA__F(store)(l, RA__F(load)(l) * alpha);
+            one = RA__NAME(set)(1.0f);
+            top = RA__NAME(max)(top, old + RA__NAME(set)(24.0f));
+            next = RA__NAME(select)(RA__NAME(over_limit)(strip, t), top, next);
+            alpha = RA__NAME(select)(RA__NAME(over_limit)(strip, t), RA__NAME(exp2)(old - next),
+                                     one);
+            RA__NAME(store)(l, RA__NAME(load)(l) * alpha);
             for (d = 0; d < v_dim; d++, acc += RA__SLAB)
-                RA__F(store)(acc, RA__F(load)(acc) * alpha);
+                RA__NAME(store)(acc, RA__NAME(load)(acc) * alpha);
         }
-        RA__F(store)(m, next);
-        RA__F(store)(w->use + t * RA__W, RA__F(base)(next));
+        RA__NAME(store)(m, next);
+        RA__NAME(store)(strip->shift + t * RA__WIDTH, RA__NAME(shift_of)(next));
     }
 }
 
 /* p of the block from its scores. */
-RA__FN void RA__F(from_scores)(RA__F(work) *w, const ra_desc *d, int32_t again) {
-    w->stored = 1;
-    RA__F(scores)(w, d->k_dim);
-    if (w->partial || ra__score_is_modified(&w->p->score)) RA__F(adjust)(w);
-    RA__F(raise)(w, d->v_dim, again);
-    RA__F(weigh)(w);
+RA__ISA_STATIC void RA__NAME(weigh_again)(RA__NAME(strip) *strip, const ra_desc *d, int32_t again) {
+    strip->stored = 1;
+    RA__NAME(scores)(strip, d->k_dim);
+    if (strip->partial || ra__score_is_modified(&strip->panel->score)) RA__NAME(adjust)(strip);
+    RA__NAME(raise_max)(strip, d->v_dim, again);
+    RA__NAME(weigh)(strip);
 }
 
 /* p, m and l of the block. */
-RA__FN void RA__F(softmax)(RA__F(work) *w, const ra_desc *d) {
+RA__ISA_STATIC void RA__NAME(softmax)(RA__NAME(strip) *strip, const ra_desc *d) {
     int32_t t;
-    w->stored = RA__F(begin)(w) || w->partial || ra__score_is_modified(&w->p->score);
-    if (w->stored) RA__F(from_scores)(w, d, 0);
-    else RA__F(scores)(w, d->k_dim);
-    if (RA__F(any_over)(w)) RA__F(from_scores)(w, d, 1);
-    for (t = 0; t < w->nt; t++) {
-        float *l = w->p->l + w->row + t * RA__W;
-        RA__F(store)(l, RA__F(load)(l) + RA__F(load)(w->sum + t * RA__W));
+    strip->stored = RA__NAME(load_shift)(strip) || strip->partial ||
+                    ra__score_is_modified(&strip->panel->score);
+    if (strip->stored) RA__NAME(weigh_again)(strip, d, 0);
+    else RA__NAME(scores)(strip, d->k_dim);
+    if (RA__NAME(any_over_limit)(strip)) RA__NAME(weigh_again)(strip, d, 1);
+    for (t = 0; t < strip->nt; t++) {
+        float *l = strip->panel->l + strip->row + t * RA__WIDTH;
+        RA__NAME(store)(l, RA__NAME(load)(l) + RA__NAME(load)(strip->sum + t * RA__WIDTH));
     }
 }
 
 /* acc of one dim and vector t += sum, rows that see nothing excepted. */
-RA__OP void RA__F(accumulate)(const RA__F(work) *w, float *acc, int32_t t, RA__V sum) {
-    RA__V old = RA__F(load)(acc + t * RA__W);
+RA__ISA_INLINE void RA__NAME(accumulate)(const RA__NAME(strip) *strip, float *acc, int32_t t,
+                                         RA__FLOATS sum) {
+    RA__FLOATS old = RA__NAME(load)(acc + t * RA__WIDTH);
     sum = old + sum;
-    if (w->partial) sum = RA__F(pick)(w->seen[t], sum, old);
-    RA__F(store)(acc + t * RA__W, sum);
+    if (strip->partial) sum = RA__NAME(select)(strip->seen[t], sum, old);
+    RA__NAME(store)(acc + t * RA__WIDTH, sum);
 }
 
 /* ni dims of the output from dim d on. */
-RA__OP void RA__F(value_tile)(const RA__F(work) *w, float *acc, int32_t d, const int32_t ni,
-                              const int32_t nt) {
-    RA__F(chain) x;
-    RA__V c[8][RA__NT];
+RA__ISA_INLINE void RA__NAME(value_tile)(const RA__NAME(strip) *strip, float *acc, int32_t d,
+                                         int32_t ni, int32_t nt) {
+    RA__NAME(products) ab;
+    RA__FLOATS c[8][RA__VECTORS];
     int32_t i, t;
-    x.a = ra__value_row(w->keys, w->first) + d;
-    x.b = w->s + w->first * RA__SLAB;
-    x.row = 1;
-    x.step = w->keys->v_stride / 4;
-    x.b_step = RA__SLAB;
-    x.depth = w->last - w->first;
-    RA__F(clear)(c, ni, nt);
-    RA__F(follow)(&x, c, ni, nt);
+    ab.a = ra__value_row(strip->keys, strip->first) + d;
+    ab.b = strip->s + strip->first * RA__SLAB;
+    ab.row = 1;
+    ab.step = strip->keys->v_stride / 4;
+    ab.b_step = RA__SLAB;
+    ab.depth = strip->last - strip->first;
+    RA__NAME(zero)(c, ni, nt);
+    RA__NAME(add_products)(&ab, c, ni, nt);
     RA__UNROLL for (i = 0; i < ni; i++)
         RA__UNROLL for (t = 0; t < nt; t++)
-            RA__F(accumulate)(w, acc + (d + i) * RA__SLAB, t, c[i][t]);
+            RA__NAME(accumulate)(strip, acc + (d + i) * RA__SLAB, t, c[i][t]);
 }
 
-RA__OP void RA__F(value_tiles)(const RA__F(work) *w, int32_t v_dim, const int32_t ni,
-                               const int32_t nt) {
-    float *acc = RA__F(panel_row)(w->p->acc, w->row, v_dim);
+RA__ISA_INLINE void RA__NAME(value_tiles)(const RA__NAME(strip) *strip, int32_t v_dim, int32_t ni,
+                                          int32_t nt) {
+    float *acc = RA__NAME(panel_row)(strip->panel->acc, strip->row, v_dim);
     int32_t d = 0;
     for (; v_dim - d >= ni; d += ni) {
-        RA__F(value_tile)(w, acc, d, ni, nt);
-        ra__ask(w->p->ahead);
+        RA__NAME(value_tile)(strip, acc, d, ni, nt);
+        ra__prefetch_some(strip->panel->prefetch);
     }
-    for (; ni % 4 && v_dim - d >= 4; d += 4) RA__F(value_tile)(w, acc, d, 4, nt);
-    for (; ni % 4 && v_dim - d >= 2; d += 2) RA__F(value_tile)(w, acc, d, 2, nt);
-    for (; d < v_dim; d++) RA__F(value_tile)(w, acc, d, 1, nt);
+    for (; ni % 4 && v_dim - d >= 4; d += 4) RA__NAME(value_tile)(strip, acc, d, 4, nt);
+    for (; ni % 4 && v_dim - d >= 2; d += 2) RA__NAME(value_tile)(strip, acc, d, 2, nt);
+    for (; d < v_dim; d++) RA__NAME(value_tile)(strip, acc, d, 1, nt);
 }
 
-RA__PART void RA__F(values)(const RA__F(work) *w, int32_t v_dim) {
-    if (w->nt == RA__NT) RA__F(value_tiles)(w, v_dim, RA__NI, RA__NT);
-    else if (RA__NT > 2 && w->nt > 1) RA__F(value_tiles)(w, v_dim, 8, RA__NT / 2);
-    else RA__F(value_tiles)(w, v_dim, 8, 1);
+RA__ISA_NOINLINE void RA__NAME(values)(const RA__NAME(strip) *strip, int32_t v_dim) {
+    if (strip->nt == RA__VECTORS) RA__NAME(value_tiles)(strip, v_dim, RA__TILE_HEIGHT, RA__VECTORS);
+    else if (RA__VECTORS > 2 && strip->nt > 1)
+        RA__NAME(value_tiles)(strip, v_dim, 8, RA__VECTORS / 2);
+    else RA__NAME(value_tiles)(strip, v_dim, 8, 1);
 }
 
 /* As values, for V that holds NaN or infinities which not every row sees. */
-RA__PART void RA__F(values_dirty)(RA__F(work) *w, int32_t v_dim) {
-    const ra__keys *keys = w->keys;
-    float *acc = RA__F(panel_row)(w->p->acc, w->row, v_dim);
+RA__ISA_NOINLINE void RA__NAME(values_dirty)(RA__NAME(strip) *strip, int32_t v_dim) {
+    const ra__keys *keys = strip->keys;
+    float *acc = RA__NAME(panel_row)(strip->panel->acc, strip->row, v_dim);
     int32_t d, j, t;
     for (d = 0; d < v_dim; d++)
-        for (t = 0; t < w->nt; t++) {
-            RA__V sum = RA__F(set)(0.0f);
-            for (j = w->first; j < w->last; j++) {
-                RA__M seen = RA__F(sees)(w->p->geo, w->row + t * RA__W, keys->pos[j]);
-                RA__V p = RA__F(load)(w->s + j * RA__SLAB + t * RA__W);
-                RA__V v = RA__F(set)(ra__value_row(keys, j)[d]);
-                sum = RA__F(pick)(seen, RA__F(fma)(v, p, sum), sum);
+        for (t = 0; t < strip->nt; t++) {
+            RA__FLOATS sum = RA__NAME(set)(0.0f);
+            for (j = strip->first; j < strip->last; j++) {
+                RA__MASK seen = RA__NAME(sees)(strip->panel->geo, strip->row + t * RA__WIDTH,
+                                               keys->pos[j]);
+                RA__FLOATS p = RA__NAME(load)(strip->s + j * RA__SLAB + t * RA__WIDTH);
+                RA__FLOATS v = RA__NAME(set)(ra__value_row(keys, j)[d]);
+                sum = RA__NAME(select)(seen, RA__NAME(fma)(v, p, sum), sum);
             }
-            RA__F(accumulate)(w, acc + d * RA__SLAB, t, sum);
+            RA__NAME(accumulate)(strip, acc + d * RA__SLAB, t, sum);
         }
 }
 
 /* Vectors that fold works on in the slab that holds the last `rows` rows of a panel. */
-RA__OP int32_t RA__F(vectors)(int32_t rows) {
-    if (rows <= RA__W) return 1;
-    return RA__NT > 2 && rows <= RA__W * (RA__NT / 2) ? RA__NT / 2 : RA__NT;
+RA__ISA_INLINE int32_t RA__NAME(vectors_of)(int32_t rows) {
+    if (rows <= RA__WIDTH) return 1;
+    return RA__VECTORS > 2 && rows <= RA__WIDTH * (RA__VECTORS / 2) ? RA__VECTORS / 2 : RA__VECTORS;
 }
 
 /* The keys that rows of the strip see and those between them, in whole fours, which tiles divide.
  * The p of other keys would be 0: leaving them out changes nothing except the sign of a zero, which
  * store_o removes. */
-RA__FN void RA__F(limits)(RA__F(work) *w) {
-    const ra__rows *geo = w->p->geo;
-    const int32_t *pos = w->keys->pos, end = w->row + w->nt * RA__W;
+RA__ISA_STATIC void RA__NAME(find_keys)(RA__NAME(strip) *strip) {
+    const ra__rows *geo = strip->panel->geo;
+    const int32_t *pos = strip->keys->pos, end = strip->row + strip->nt * RA__WIDTH;
     int32_t lo = INT32_MAX, hi = 0, doc = INT32_MAX, keep = 0, i;
-    w->first = 0;
-    w->last = w->keys->n;
-    if (!w->partial) return;
-    for (i = w->row; i < end; i++) {
+    strip->first = 0;
+    strip->last = strip->keys->n;
+    if (!strip->partial) return;
+    for (i = strip->row; i < end; i++) {
         if (geo->lo[i] < geo->hi[i]) {
             lo = geo->lo[i] < lo ? geo->lo[i] : lo;
             hi = geo->hi[i] > hi ? geo->hi[i] : hi;
         }
-        if (geo->doc[i] < geo->keep[i]) {
-            doc = geo->doc[i] < doc ? geo->doc[i] : doc;
-            keep = geo->keep[i] > keep ? geo->keep[i] : keep;
+        if (geo->keep_first[i] < geo->keep_end[i]) {
+            doc = geo->keep_first[i] < doc ? geo->keep_first[i] : doc;
+            keep = geo->keep_end[i] > keep ? geo->keep_end[i] : keep;
         }
     }
-    w->last = 0;
-    for (i = w->keys->n - 1; i >= 0; i--) {
+    strip->last = 0;
+    for (i = strip->keys->n - 1; i >= 0; i--) {
         if ((lo > pos[i] || pos[i] >= hi) && (doc > pos[i] || pos[i] >= keep)) continue;
-        w->first = i / 4 * 4;
-        if (w->last == 0) w->last = i / 4 * 4 + 4;
+        strip->first = i / 4 * 4;
+        if (strip->last == 0) strip->last = i / 4 * 4 + 4;
     }
-    if (w->last > w->keys->n) w->last = w->keys->n;
+    if (strip->last > strip->keys->n) strip->last = strip->keys->n;
 }
 
 /* Strips are slabs, in partial tiles no more than half of one where a slab is wide: so less is
  * computed in vain. */
-RA__FN void RA__F(fold_block)(RA__F(work) *w, const ra_desc *d) {
-    for (w->row = 0; w->row < w->p->rows; w->row += w->nt * RA__W) {
-        w->nt = RA__F(vectors)(w->p->rows - w->row);
-        if (w->partial && RA__NT > 2 && w->nt == RA__NT) w->nt = RA__NT / 2;
-        RA__F(limits)(w);
-        if (w->first == w->last) continue;
-        RA__F(softmax)(w, d);
-        if (w->p->drop.least)
-            ra__drop_apply(w->p, w->keys, w->row, w->nt * RA__W, w->s, RA__SLAB);
-        if (w->partial && !w->keys->v_clean) RA__F(values_dirty)(w, d->v_dim);
-        else RA__F(values)(w, d->v_dim);
+RA__ISA_STATIC void RA__NAME(fold_block)(RA__NAME(strip) *strip, const ra_desc *d) {
+    for (strip->row = 0; strip->row < strip->panel->rows; strip->row += strip->nt * RA__WIDTH) {
+        strip->nt = RA__NAME(vectors_of)(strip->panel->rows - strip->row);
+        if (strip->partial && RA__VECTORS > 2 && strip->nt == RA__VECTORS)
+            strip->nt = RA__VECTORS / 2;
+        RA__NAME(find_keys)(strip);
+        if (strip->first == strip->last) continue;
+        RA__NAME(softmax)(strip, d);
+        if (strip->panel->drop.threshold)
+            ra__drop_apply(strip->panel, strip->keys, strip->row, strip->nt * RA__WIDTH, strip->s,
+                           RA__SLAB);
+        if (strip->partial && !strip->keys->v_clean) RA__NAME(values_dirty)(strip, d->v_dim);
+        else RA__NAME(values)(strip, d->v_dim);
     }
 }
 
-RA__FN void RA__F(fold)(const ra__panel *p, const ra__keys *keys, const int8_t *kind,
-                        int32_t count, const ra_desc *d, float *s) {
-    RA__F(work) w;
+RA__ISA_STATIC void RA__NAME(fold)(const ra__panel *panel, const ra__keys *keys,
+                                   const int8_t *kind, int32_t count, const ra_desc *d, float *s) {
+    RA__NAME(strip) strip;
     int32_t i;
-    w.p = p;
-    w.s = s;
+    strip.panel = panel;
+    strip.s = s;
     for (i = 0; i < count; i++) {
         if (kind[i] == RA__EMPTY) continue;
-        w.keys = keys + i;
-        w.partial = kind[i] == RA__PARTIAL;
-        RA__F(fold_block)(&w, d);
+        strip.keys = keys + i;
+        strip.partial = kind[i] == RA__PARTIAL;
+        RA__NAME(fold_block)(&strip, d);
     }
 }
 
 /* PERF: rows far apart are asked for some rows before. Zen 5, 8 heads of 128 side by side, f32
  * backward: 86.9 to 88.2 % of the FMA peak. */
-RA__FN void RA__F(widen)(float *dst, const void *src, int64_t stride, int32_t dtype, int32_t rows,
-                         int32_t dim) {
-    const int32_t bytes = dim * (dtype == RA_F32 ? 4 : 2);
+RA__ISA_STATIC void RA__NAME(widen)(float *dst, const void *src, int64_t stride, int32_t dtype,
+                                    int32_t rows, int32_t dim) {
+    int32_t bytes = dim * (dtype == RA_F32 ? 4 : 2);
     const uint8_t *from = (const uint8_t *)src;
     int32_t row;
     for (row = 0; row < rows; row++, from += stride, dst += dim) {
         ra__prefetch((uintptr_t)from + (uintptr_t)(10 * stride), bytes);
-        RA__F(read)(dst, from, dtype, dim);
+        RA__NAME(read_row)(dst, from, dtype, dim);
     }
 }
 
 /* 1 if rows x dim floats (stride in floats) hold no NaN and no infinity. */
-RA__FN int32_t RA__F(finite)(const float *src, int64_t stride, int32_t rows, int32_t dim) {
+RA__ISA_STATIC int32_t RA__NAME(rows_are_finite)(const float *src, int64_t stride, int32_t rows,
+                                                 int32_t dim) {
     int32_t row, i, bad = 0;
     for (row = 0; row < rows && !bad; row++, src += stride) {
-        for (i = 0; dim - i >= RA__W; i += RA__W) bad |= RA__F(bad)(RA__F(load)(src + i));
+        for (i = 0; dim - i >= RA__WIDTH; i += RA__WIDTH)
+            bad |= RA__NAME(any_nonfinite)(RA__NAME(load)(src + i));
         for (; i < dim; i++) bad |= !ra__is_finite(src[i]);
     }
     return !bad;
 }
 
-RA__FN void RA__F(sizes)(ra__bytes *out, const ra_desc *d, int32_t shared) {
-    const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
+RA__ISA_STATIC void RA__NAME(sizes)(ra__bytes *out, const ra_desc *d, int32_t shared) {
+    int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
     out->q = lane * d->k_dim;
     out->acc = lane * d->v_dim;
     out->s = lane * RA_BLOCK_TOKENS;
@@ -2907,113 +2949,118 @@ RA__FN void RA__F(sizes)(ra__bytes *out, const ra_desc *d, int32_t shared) {
 }
 
 /* Rows of K or V as f32: in the store if they are copied. */
-RA__FN void RA__F(bring)(const uint8_t **rows, int64_t *stride, uint8_t *store, int32_t dtype,
-                         int32_t dim, int32_t n) {
-    RA__F(widen)((float *)(void *)store, *rows, *stride, dtype, n, dim);
+RA__ISA_STATIC void RA__NAME(copy_rows)(const uint8_t **rows, int64_t *stride, uint8_t *store,
+                                        int32_t dtype, int32_t dim, int32_t n) {
+    RA__NAME(widen)((float *)(void *)store, *rows, *stride, dtype, n, dim);
     *rows = store;
     *stride = (int64_t)dim * 4;
 }
 
-RA__FN void RA__F(bring_both)(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                              int32_t k_shared, int32_t v_shared) {
+RA__ISA_STATIC void RA__NAME(copy_keys)(ra__keys *keys, const ra_desc *d,
+                                        const ra__key_scratch *store, int32_t k_shared,
+                                            int32_t v_shared) {
     if (ra__is_copied(d->k_dtype, keys->k_stride, k_shared))
-        RA__F(bring)(&keys->k, &keys->k_stride, store->k, d->k_dtype, d->k_dim, keys->n);
+        RA__NAME(copy_rows)(&keys->k, &keys->k_stride, store->k, d->k_dtype, d->k_dim, keys->n);
     if (d->v_in_k) {
         keys->v = keys->k + (int64_t)d->v_column * 4;
         keys->v_stride = keys->k_stride;
     } else if (ra__is_copied(d->v_dtype, keys->v_stride, v_shared)) {
-        RA__F(bring)(&keys->v, &keys->v_stride, store->v, d->v_dtype, d->v_dim, keys->n);
+        RA__NAME(copy_rows)(&keys->v, &keys->v_stride, store->v, d->v_dtype, d->v_dim, keys->n);
     }
 }
 
-RA__FN void RA__F(prepare)(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                           int32_t partial) {
-    RA__F(bring_both)(keys, d, store, store->shared && d->v_in_k, store->shared);
-    keys->v_clean = !partial || RA__F(finite)(ra__value_row(keys, 0), keys->v_stride / 4, keys->n,
+RA__ISA_STATIC void RA__NAME(prepare)(ra__keys *keys, const ra_desc *d,
+                                      const ra__key_scratch *store, int32_t partial) {
+    RA__NAME(copy_keys)(keys, d, store, store->shared && d->v_in_k, store->shared);
+    keys->v_clean = !partial ||
+                    RA__NAME(rows_are_finite)(ra__value_row(keys, 0), keys->v_stride / 4, keys->n,
                                               d->v_dim);
 }
 
 /* Rows of the last slab beyond the panel's are zero, as far as fold works on them.
  * PERF: from memory to registers and transposed there: a row written to a buffer with stores of one
  * width and read with loads of another waits for the first. */
-RA__FN void RA__F(load_q)(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
-                          int32_t dim) {
-    const int32_t size = dtype == RA_F32 ? 4 : 2, last = (p->rows - 1) / RA__SLAB * RA__SLAB;
-    const int32_t rows = last + RA__F(vectors)(p->rows - last) * RA__W;
-    const RA__V factor = RA__F(set)(p->factor);
+RA__ISA_STATIC void RA__NAME(load_q)(const ra__panel *panel, const void *src, int64_t stride,
+                                     int32_t dtype, int32_t dim) {
+    int32_t size = dtype == RA_F32 ? 4 : 2, last = (panel->rows - 1) / RA__SLAB * RA__SLAB;
+    int32_t rows = last + RA__NAME(vectors_of)(panel->rows - last) * RA__WIDTH;
+    RA__FLOATS factor = RA__NAME(set)(panel->factor);
     int32_t row, d, i;
-    for (row = 0; row < rows; row += RA__W)
-        for (d = 0; d < dim; d += RA__W) {
+    for (row = 0; row < rows; row += RA__WIDTH)
+        for (d = 0; d < dim; d += RA__WIDTH) {
             const uint8_t *from = (const uint8_t *)src + row * stride + (int64_t)d * size;
-            float *to = RA__F(panel_row)(p->q, row, dim) + d * RA__SLAB;
-            RA__V v[RA__W];
-            RA__F(read_square)(v, from, stride, dtype, p->rows - row, dim - d);
-            RA__F(transpose)(v);
-            RA__UNROLL for (i = 0; i < RA__W; i++)
-                if (i < dim - d) RA__F(store)(to + i * RA__SLAB, v[i] * factor);
+            float *to = RA__NAME(panel_row)(panel->q, row, dim) + d * RA__SLAB;
+            RA__FLOATS v[RA__WIDTH];
+            RA__NAME(read_square)(v, from, stride, dtype, panel->rows - row, dim - d);
+            RA__NAME(transpose)(v);
+            RA__UNROLL for (i = 0; i < RA__WIDTH; i++)
+                if (i < dim - d) RA__NAME(store)(to + i * RA__SLAB, v[i] * factor);
         }
 }
 
 /* acc is laid out like q. */
-RA__FN void RA__F(load_acc)(const ra__panel *p, const float *src, int64_t stride, int32_t dim) {
-    ra__panel as_q = *p;
-    as_q.q = p->acc;
+RA__ISA_STATIC void RA__NAME(load_acc)(const ra__panel *panel, const float *src, int64_t stride,
+                                       int32_t dim) {
+    ra__panel as_q = *panel;
+    as_q.q = panel->acc;
     as_q.factor = 1.0f;
-    if (src) RA__F(load_q)(&as_q, src, stride * 4, RA_F32, dim);
-    else memset(p->acc, 0, (size_t)RA_BLOCK_TOKENS * (size_t)dim * sizeof *p->acc);
+    if (src) RA__NAME(load_q)(&as_q, src, stride * 4, RA_F32, dim);
+    else memset(panel->acc, 0, (size_t)RA_BLOCK_TOKENS * (size_t)dim * sizeof *panel->acc);
 }
 
 /* Rows of acc, times factor[row] and without the sign of zeros if there is one, to dst. */
-RA__FN void RA__F(store_o)(const ra__panel *p, void *dst, int64_t stride, int32_t dtype,
-                           int32_t dim, const float *factor) {
-    const int32_t size = dtype == RA_F32 ? 4 : 2;
-    const RA__V zero = RA__F(set)(0.0f);
+RA__ISA_STATIC void RA__NAME(store_o)(const ra__panel *panel, void *dst, int64_t stride,
+                                      int32_t dtype, int32_t dim, const float *factor) {
+    int32_t size = dtype == RA_F32 ? 4 : 2;
+    RA__FLOATS zero = RA__NAME(set)(0.0f);
     int32_t row, d, i;
-    for (row = 0; row < p->rows; row += RA__W)
-        for (d = 0; d < dim; d += RA__W) {
-            const float *acc = RA__F(panel_row)(p->acc, row, dim) + d * RA__SLAB;
+    for (row = 0; row < panel->rows; row += RA__WIDTH)
+        for (d = 0; d < dim; d += RA__WIDTH) {
+            const float *acc = RA__NAME(panel_row)(panel->acc, row, dim) + d * RA__SLAB;
             uint8_t *to = (uint8_t *)dst + row * stride + (int64_t)d * size;
-            RA__V v[RA__W], x = zero;
-            if (factor) x = RA__F(load)(factor + row);
-            RA__UNROLL for (i = 0; i < RA__W; i++) {
+            RA__FLOATS v[RA__WIDTH], x = zero;
+            if (factor) x = RA__NAME(load)(factor + row);
+            RA__UNROLL for (i = 0; i < RA__WIDTH; i++) {
                 v[i] = zero;
-                if (i < dim - d) v[i] = RA__F(load)(acc + i * RA__SLAB);
+                if (i < dim - d) v[i] = RA__NAME(load)(acc + i * RA__SLAB);
                 if (factor) v[i] = v[i] * x + zero;
             }
-            RA__F(transpose)(v);
-            RA__F(write_square)(to, stride, dtype, v, p->rows - row, dim - d);
+            RA__NAME(transpose)(v);
+            RA__NAME(write_square)(to, stride, dtype, v, panel->rows - row, dim - d);
         }
 }
 
-RA__FN void RA__F(store_acc)(const ra__panel *p, float *dst, int64_t stride, int32_t dim) {
-    RA__F(store_o)(p, dst, stride * 4, RA_F32, dim, NULL);
+RA__ISA_STATIC void RA__NAME(store_acc)(const ra__panel *panel, float *dst, int64_t stride,
+                                        int32_t dim) {
+    RA__NAME(store_o)(panel, dst, stride * 4, RA_F32, dim, NULL);
 }
 
-/* ---- decode: lanes are dims. Scores and p of a stretch: [key][4 rows]. Arrays of ra__few are
+/* ---- decode: lanes are dims. Scores and p are [key][4 rows]. Arrays of ra__decode_rows consist of
  * chunks of RA__CHUNK dims: [chunk][4 rows][RA__CHUNK].
  * PERF: 4 rows of D 128 are 64 multiply-adds of 16 lanes a key. On Zen 5 a fold of keys that are in
  * L1 takes 11.5 ns a key of f32, 12.5 of f16, 14.9 of q8_0; to read them from memory takes 25.6,
  * 12.8 and 6.8 ns at 40 GB/s. So f16 needs both at once, and q8_0 waits for arithmetic. */
-#define RA__CHUNK (2 * RA__W)
+#define RA__CHUNK (2 * RA__WIDTH)
 
 /* Elements d .. d + RA__CHUNK of a row. d: a multiple of RA__CHUNK. */
-RA__OP void RA__F(pair)(RA__V *out, const uint8_t *row, int32_t d, const int32_t dtype) {
+RA__ISA_INLINE void RA__NAME(load_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
+                                         int32_t dtype) {
     const uint8_t *block = row + (int64_t)(d / 32) * 34;
-    RA__V scale = RA__F(set)(0.0f);
+    RA__FLOATS scale = RA__NAME(set)(0.0f);
     int32_t i;
-    if (dtype == RA_Q8_0) scale = RA__F(set)(RA__F(of_f16)(block)[0]);
-    RA__UNROLL for (i = 0; i < 2; i++, d += RA__W) {
-        if (dtype == RA_F32) out[i] = RA__F(load)((const float *)(const void *)row + d);
-        else if (dtype == RA_F16) out[i] = RA__F(of_f16)(row + 2 * (int64_t)d);
-        else if (dtype == RA_BF16) out[i] = RA__F(of_bf16)(row + 2 * (int64_t)d);
-        else out[i] = RA__F(of_i8)(block + 2 + d % 32) * scale;
+    if (dtype == RA_Q8_0) scale = RA__NAME(set)(RA__NAME(of_f16)(block)[0]);
+    RA__UNROLL for (i = 0; i < 2; i++, d += RA__WIDTH) {
+        if (dtype == RA_F32) out[i] = RA__NAME(load)((const float *)(const void *)row + d);
+        else if (dtype == RA_F16) out[i] = RA__NAME(of_f16)(row + 2 * (int64_t)d);
+        else if (dtype == RA_BF16) out[i] = RA__NAME(of_bf16)(row + 2 * (int64_t)d);
+        else out[i] = RA__NAME(of_i8)(block + 2 + d % 32) * scale;
     }
 }
 
 /* The same for any dtype and the last elements of a row, perhaps fewer than RA__CHUNK: zeros. */
-RA__PART void RA__F(pair_rest)(RA__V *out, const uint8_t *row, int32_t d, int32_t dim,
-                               int32_t dtype) {
-    const int32_t size = dtype == RA_F32 ? 4 : 2;
+RA__ISA_NOINLINE void RA__NAME(load_last_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
+                                                int32_t dim, int32_t dtype) {
+    int32_t size = dtype == RA_F32 ? 4 : 2;
     float copy[RA__CHUNK];
     if (dim - d < RA__CHUNK) {
         memset(copy, 0, sizeof copy);
@@ -3021,391 +3068,423 @@ RA__PART void RA__F(pair_rest)(RA__V *out, const uint8_t *row, int32_t d, int32_
         row = (const uint8_t *)(const void *)copy;
         d = 0;
     }
-    RA__F(pair)(out, row, d, dtype);
+    RA__NAME(load_chunk)(out, row, d, dtype);
 }
 
 /* c[4 key + row] += the products of a chunk. */
-RA__OP void RA__F(few_products)(RA__V *c, RA__V (*k)[2], const float *q) {
+RA__ISA_INLINE void RA__NAME(decode_products)(RA__FLOATS *c, RA__FLOATS (*k)[2], const float *q) {
     int32_t i, r, t;
     RA__UNROLL for (t = 0; t < 2; t++)
         RA__UNROLL for (r = 0; r < 4; r++) {
-            RA__V y = RA__F(hold)(RA__F(load)(q + r * RA__CHUNK + t * RA__W));
-            RA__UNROLL for (i = 0; i < RA__DK; i++)
-                c[4 * i + r] = RA__F(fma)(y, k[i][t], c[4 * i + r]);
+            RA__FLOATS y = RA__NAME(hold)(RA__NAME(load)(q + r * RA__CHUNK + t * RA__WIDTH));
+            RA__UNROLL for (i = 0; i < RA__DECODE_TILE_KEYS; i++)
+                c[4 * i + r] = RA__NAME(fma)(y, k[i][t], c[4 * i + r]);
         }
 }
 
-/* Scores [key][4 rows] of RA__DK keys from key j on; beyond the last it is computed again. */
-RA__OP void RA__F(few_dots)(const ra__few *f, const ra__stretch *x, int32_t j, float *s,
-                            const int32_t dtype) {
-    const int32_t dim = f->d->k_dim;
-    const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
-    const uint8_t *row[RA__DK];
-    RA__V c[4 * RA__DK], k[RA__DK][2];
+/* Scores [key][4 rows] of RA__DECODE_TILE_KEYS keys from key j on. Beyond the last key that key is
+ * computed again. */
+RA__ISA_INLINE void RA__NAME(decode_dots)(const ra__decode_rows *rows, const ra__decode_keys *keys,
+                                          int32_t j, float *s, int32_t dtype) {
+    int32_t dim = rows->d->k_dim;
+    int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+    const uint8_t *row[RA__DECODE_TILE_KEYS];
+    RA__FLOATS c[4 * RA__DECODE_TILE_KEYS], k[RA__DECODE_TILE_KEYS][2];
     int32_t d, i;
-    row[0] = x->k + j * x->k_stride;
-    RA__UNROLL for (i = 1; i < RA__DK; i++) {
+    row[0] = keys->k + j * keys->k_stride;
+    RA__UNROLL for (i = 1; i < RA__DECODE_TILE_KEYS; i++) {
         row[i] = row[i - 1];
-        if (j + i < x->n) row[i] += x->k_stride;
+        if (j + i < keys->n) row[i] += keys->k_stride;
     }
-    RA__UNROLL for (i = 0; i < 4 * RA__DK; i++) c[i] = RA__F(set)(0.0f);
+    RA__UNROLL for (i = 0; i < 4 * RA__DECODE_TILE_KEYS; i++) c[i] = RA__NAME(set)(0.0f);
     for (d = 0; dim - d >= RA__CHUNK; d += RA__CHUNK) {
-        RA__UNROLL for (i = 0; i < RA__DK; i++) RA__F(pair)(k[i], row[i], d, dtype);
-        RA__F(few_products)(c, k, f->q + 4 * d);
-        if (x->ahead) ra__stream_ask(x->ahead, (RA__DK * bytes + 127) / 128);
+        RA__UNROLL for (i = 0; i < RA__DECODE_TILE_KEYS; i++)
+            RA__NAME(load_chunk)(k[i], row[i], d, dtype);
+        RA__NAME(decode_products)(c, k, rows->q + 4 * d);
+        if (keys->streams)
+            ra__stream_prefetch(keys->streams, (RA__DECODE_TILE_KEYS * bytes + 127) / 128);
     }
     if (d < dim) {
-        RA__V rest[RA__DK][2];         /* not k, which would then be memory everywhere */
-        for (i = 0; i < RA__DK; i++) RA__F(pair_rest)(rest[i], row[i], d, dim, dtype);
-        RA__F(few_products)(c, rest, f->q + 4 * d);
+        RA__FLOATS rest[RA__DECODE_TILE_KEYS][2]; /* not k, which would then be memory everywhere */
+        for (i = 0; i < RA__DECODE_TILE_KEYS; i++)
+            RA__NAME(load_last_chunk)(rest[i], row[i], d, dim, dtype);
+        RA__NAME(decode_products)(c, rest, rows->q + 4 * d);
     }
-    RA__UNROLL for (i = 0; i < 4 * RA__DK; i += RA__W)
-        RA__F(store)(s + 4 * j + i, RA__F(sums)(c + i));
+    RA__UNROLL for (i = 0; i < 4 * RA__DECODE_TILE_KEYS; i += RA__WIDTH)
+        RA__NAME(store)(s + 4 * j + i, RA__NAME(sums)(c + i));
 }
 
-/* Score of row 0 and the key at `row`, not yet summed over lanes: the same chain as in few_dots. */
-RA__OP RA__V RA__F(few_dot_one)(const ra__few *f, const uint8_t *row, const int32_t dtype) {
-    const int32_t dim = f->d->k_dim;
-    const float *q = f->q;
-    RA__V sum = RA__F(set)(0.0f), k[2], rest[2];
+/* Score of row 0 and the key at `row`, not yet summed over lanes: the same chain as in decode_dots. */
+RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dot)(const ra__decode_rows *rows, const uint8_t *row,
+                                                   int32_t dtype) {
+    int32_t dim = rows->d->k_dim;
+    const float *q = rows->q;
+    RA__FLOATS sum = RA__NAME(set)(0.0f), k[2], rest[2];
     int32_t d;
     RA__UNROLL_2 for (d = 0; dim - d >= RA__CHUNK; d += RA__CHUNK, q += 4 * RA__CHUNK) {
-        RA__F(pair)(k, row, d, dtype);
-        sum = RA__F(fma)(RA__F(load)(q), k[0], sum);
-        sum = RA__F(fma)(RA__F(load)(q + RA__W), k[1], sum);
+        RA__NAME(load_chunk)(k, row, d, dtype);
+        sum = RA__NAME(fma)(RA__NAME(load)(q), k[0], sum);
+        sum = RA__NAME(fma)(RA__NAME(load)(q + RA__WIDTH), k[1], sum);
     }
     if (d < dim) {
-        RA__F(pair_rest)(rest, row, d, dim, dtype);
-        sum = RA__F(fma)(RA__F(load)(q), rest[0], sum);
-        sum = RA__F(fma)(RA__F(load)(q + RA__W), rest[1], sum);
+        RA__NAME(load_last_chunk)(rest, row, d, dim, dtype);
+        sum = RA__NAME(fma)(RA__NAME(load)(q), rest[0], sum);
+        sum = RA__NAME(fma)(RA__NAME(load)(q + RA__WIDTH), rest[1], sum);
     }
     return sum;
 }
 
-/* Scores of row 0 and RA__W keys from key j on. Row by row, which is the order of addresses that a
- * processor prefetches by itself, and as many rows at once as it has room for. */
-RA__OP void RA__F(few_dots_one)(const ra__few *f, const ra__stretch *x, int32_t j, float *s,
-                                const int32_t dtype) {
-    const int32_t n = x->n - j < RA__W ? x->n - j : RA__W;
-    const int32_t bytes = f->d->k_dim * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
-    const uint8_t *row = x->k + j * x->k_stride;
-    RA__V c[RA__W];
+/* Scores of row 0 and RA__WIDTH keys from key j on: key by key, because processors prefetch in the
+ * order of addresses by themselves, and as many keys at once as they have room for. */
+RA__ISA_INLINE void RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
+                                              const ra__decode_keys *keys, int32_t j, float *s,
+                                                  int32_t dtype) {
+    int32_t n = keys->n - j < RA__WIDTH ? keys->n - j : RA__WIDTH;
+    int32_t bytes = rows->d->k_dim * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+    const uint8_t *row = keys->k + j * keys->k_stride;
+    RA__FLOATS c[RA__WIDTH];
     int32_t i;
-    for (i = 0; i < n; i++, row += x->k_stride) {
-        c[i] = RA__F(few_dot_one)(f, row, dtype);
-        if (x->ahead) ra__stream_ask(x->ahead, (bytes + 127) / 128);
+    for (i = 0; i < n; i++, row += keys->k_stride) {
+        c[i] = RA__NAME(decode_row_dot)(rows, row, dtype);
+        if (keys->streams) ra__stream_prefetch(keys->streams, (bytes + 127) / 128);
     }
-    for (; i < RA__W; i++) c[i] = RA__F(hold)(RA__F(set)(0.0f)); /* hold: not by memset */
-    RA__F(store)(s + j, RA__F(sums)(c));
+    for (; i < RA__WIDTH; i++) c[i] = RA__NAME(hold)(RA__NAME(set)(0.0f)); /* hold: not by memset */
+    RA__NAME(store)(s + j, RA__NAME(sums)(c));
 }
 
-RA__OP void RA__F(few_scores_of)(const ra__few *f, const ra__stretch *x, float *s,
-                                 const int32_t dtype) {
+RA__ISA_INLINE void RA__NAME(decode_scores_of)(const ra__decode_rows *rows,
+                                               const ra__decode_keys *keys, float *s,
+                                                   int32_t dtype) {
     int32_t j;
-    for (j = 0; f->one && j < x->n; j += RA__W) RA__F(few_dots_one)(f, x, j, s, dtype);
-    for (j = 0; !f->one && j < x->n; j += RA__DK) RA__F(few_dots)(f, x, j, s, dtype);
+    for (j = 0; rows->one_row && j < keys->n; j += RA__WIDTH)
+        RA__NAME(decode_row_dots)(rows, keys, j, s, dtype);
+    for (j = 0; !rows->one_row && j < keys->n; j += RA__DECODE_TILE_KEYS)
+        RA__NAME(decode_dots)(rows, keys, j, s, dtype);
 }
-RA__PART void RA__F(few_scores)(const ra__few *f, const ra__stretch *x, float *s) {
-    const int32_t dtype = f->d->k_dtype;
-    if (dtype == RA_F32) RA__F(few_scores_of)(f, x, s, RA_F32);
-    else if (dtype == RA_F16) RA__F(few_scores_of)(f, x, s, RA_F16);
-    else if (dtype == RA_BF16) RA__F(few_scores_of)(f, x, s, RA_BF16);
-    else RA__F(few_scores_of)(f, x, s, RA_Q8_0);
+RA__ISA_NOINLINE void RA__NAME(decode_scores)(const ra__decode_rows *rows,
+                                              const ra__decode_keys *keys, float *s) {
+    int32_t dtype = rows->d->k_dtype;
+    if (dtype == RA_F32) RA__NAME(decode_scores_of)(rows, keys, s, RA_F32);
+    else if (dtype == RA_F16) RA__NAME(decode_scores_of)(rows, keys, s, RA_F16);
+    else if (dtype == RA_BF16) RA__NAME(decode_scores_of)(rows, keys, s, RA_BF16);
+    else RA__NAME(decode_scores_of)(rows, keys, s, RA_Q8_0);
 }
 
 /* Softcap, ALiBi and bias of n scores [key][4 rows]. */
-RA__PART void RA__F(few_modify)(const ra__few *f, const ra__stretch *x, float *s, int32_t n) {
-    ra__score cap = f->score[0];
-    float bias[4 * RA__FEW_KEYS] = {0};
-    int32_t apart[4 * RA__FEW_KEYS] = {0}, i;
+RA__ISA_NOINLINE void RA__NAME(decode_modify)(const ra__decode_rows *rows,
+                                              const ra__decode_keys *keys, float *s, int32_t n) {
+    ra__score cap = rows->score[0];
+    float bias[4 * RA__DECODE_KEYS] = {0};
+    int32_t apart[4 * RA__DECODE_KEYS] = {0}, i;
     cap.slope = 0.0f;
     cap.bias = NULL;
-    for (i = 0; i < 4 * x->n; i++) {
-        apart[i] = x->pos[i / 4] - f->pos[i % 4];
-        if (f->score[i % 4].bias) bias[i] = ra__bias_at(&f->score[i % 4], 0, x->pos[i / 4]);
+    for (i = 0; i < 4 * keys->n; i++) {
+        apart[i] = keys->pos[i / 4] - rows->pos[i % 4];
+        if (rows->score[i % 4].bias)
+            bias[i] = ra__bias_at(&rows->score[i % 4], 0, keys->pos[i / 4]);
     }
-    for (i = 0; i < n; i += RA__W) {
-        RA__V slope = RA__F(load)(f->slope) * RA__F(set)(-ra__log2e);
-        RA__V y = RA__F(modify)(&cap, RA__F(load)(s + i), slope, slope);
-        y = RA__F(fma)(slope, RA__F(distance)(apart + i, 0), y);
-        y = RA__F(fma)(RA__F(load)(bias + i), RA__F(set)(ra__log2e), y);
-        RA__F(store)(s + i, y);
+    for (i = 0; i < n; i += RA__WIDTH) {
+        RA__FLOATS slope = RA__NAME(load)(rows->slope) * RA__NAME(set)(-ra__log2e);
+        RA__FLOATS y = RA__NAME(modify)(&cap, RA__NAME(load)(s + i), slope, slope);
+        y = RA__NAME(fma)(slope, RA__NAME(distance)(apart + i, 0), y);
+        y = RA__NAME(fma)(RA__NAME(load)(bias + i), RA__NAME(set)(ra__log2e), y);
+        RA__NAME(store)(s + i, y);
     }
 }
 
 /* All of what changes scores; those that are not seen become -inf, as do lanes beyond the last. */
-RA__PART void RA__F(few_change)(const ra__few *f, const ra__stretch *x, float *s) {
-    const int32_t rows = f->one ? 1 : 4;
-    float all[4 * RA__FEW_KEYS], *to = s;
+RA__ISA_NOINLINE void RA__NAME(decode_adjust)(const ra__decode_rows *rows,
+                                              const ra__decode_keys *keys, float *s) {
+    int32_t nr = rows->one_row ? 1 : 4;
+    float all[4 * RA__DECODE_KEYS], *to = s;
     int32_t i;
-    if (f->one && f->modified) {
+    if (rows->one_row && rows->modified) {
         memset(all, 0, sizeof all);
-        for (i = 0; i < x->n; i++) all[4 * i] = s[i];
+        for (i = 0; i < keys->n; i++) all[4 * i] = s[i];
         to = all;
     }
-    if (f->modified) RA__F(few_modify)(f, x, to, (4 * x->n + RA__W - 1) / RA__W * RA__W);
-    for (i = 0; to == all && i < x->n; i++) s[i] = all[4 * i];
-    for (i = 0; x->partial && i < rows * x->n; i++)
-        if (!(x->seen >> (f->one ? 4 * i : i) & 1)) s[i] = ra__neg_inf();
+    if (rows->modified)
+        RA__NAME(decode_modify)(rows, keys, to,
+                                (4 * keys->n + RA__WIDTH - 1) / RA__WIDTH * RA__WIDTH);
+    for (i = 0; to == all && i < keys->n; i++) s[i] = all[4 * i];
+    for (i = 0; keys->partial && i < nr * keys->n; i++)
+        if (!(keys->seen >> (rows->one_row ? 4 * i : i) & 1)) s[i] = ra__neg_inf();
 }
 
 /* x[RA__CHUNK] of row r in each chunk *= factor. */
-RA__OP void RA__F(few_scale)(float *x, int32_t r, int32_t dim, RA__V factor) {
+RA__ISA_INLINE void RA__NAME(decode_scale)(float *x, int32_t r, int32_t dim, RA__FLOATS factor) {
     int32_t d;
     for (d = 0, x += r * RA__CHUNK; d < dim; d += RA__CHUNK, x += 4 * RA__CHUNK) {
-        RA__F(store)(x, RA__F(load)(x) * factor);
-        RA__F(store)(x + RA__W, RA__F(load)(x + RA__W) * factor);
+        RA__NAME(store)(x, RA__NAME(load)(x) * factor);
+        RA__NAME(store)(x + RA__WIDTH, RA__NAME(load)(x + RA__WIDTH) * factor);
     }
 }
 
 /* New maximum, and sums in its unit, for rows with one of n scores far above the old one. */
-RA__PART void RA__F(few_rise)(ra__few *f, const float *s, int32_t n) {
-    const int32_t rows = f->one ? 1 : 4;
-    float alpha[RA__W];
+RA__ISA_NOINLINE void RA__NAME(decode_raise)(ra__decode_rows *rows, const float *s, int32_t n) {
+    int32_t nr = rows->one_row ? 1 : 4;
+    float alpha[RA__WIDTH];
     int32_t r, i;
-    for (r = 0; r < rows; r++) {
+    for (r = 0; r < nr; r++) {
         float top = ra__neg_inf();
-        for (i = r; i < n; i += rows) top = s[i] > top ? s[i] : top;
-        if (!(top > f->m[r] + ra__few_slack)) continue;
-        if (ra__is_neg_inf(f->m[r])) {
-            for (i = r; i < 16; i += 4) f->m[i] = top;
+        for (i = r; i < n; i += nr) top = s[i] > top ? s[i] : top;
+        if (!(top > rows->m[r] + ra__decode_slack)) continue;
+        if (ra__is_neg_inf(rows->m[r])) {
+            for (i = r; i < 16; i += 4) rows->m[i] = top;
             continue;                  /* sums are 0 or NaN */
         }
-        RA__F(store)(alpha, RA__F(exp2)(RA__F(set)(f->m[r] - top)));
-        RA__F(few_scale)(f->acc, r, f->d->v_dim, RA__F(set)(alpha[0]));
-        if (f->live) RA__F(few_scale)(f->sum, r, f->d->v_dim, RA__F(set)(alpha[0]));
-        f->l[r] *= alpha[0];
+        RA__NAME(store)(alpha, RA__NAME(exp2)(RA__NAME(set)(rows->m[r] - top)));
+        RA__NAME(decode_scale)(rows->acc, r, rows->d->v_dim, RA__NAME(set)(alpha[0]));
+        if (rows->has_keys)
+            RA__NAME(decode_scale)(rows->block_acc, r, rows->d->v_dim, RA__NAME(set)(alpha[0]));
+        rows->l[r] *= alpha[0];
         for (i = r; i < 16; i += 4) {
-            f->part[i] *= alpha[0];
-            f->m[i] = top;
+            rows->block_l[i] *= alpha[0];
+            rows->m[i] = top;
         }
     }
 }
 
 /* m of the lanes of scores [key][rows]. */
-RA__OP RA__V RA__F(few_top)(const ra__few *f) {
-    return f->one ? RA__F(set)(f->m[0]) : RA__F(load)(f->m);
+RA__ISA_INLINE RA__FLOATS RA__NAME(decode_max)(const ra__decode_rows *rows) {
+    return rows->one_row ? RA__NAME(set)(rows->m[0]) : RA__NAME(load)(rows->m);
 }
 
 /* 1 if none of n scores is far above its row's maximum. */
-RA__OP int32_t RA__F(few_is_calm)(const ra__few *f, const float *s, int32_t n) {
-    const RA__V low = RA__F(set)(ra__neg_inf());
-    RA__V top = low, use = RA__F(few_top)(f) + RA__F(set)(ra__few_slack);
+RA__ISA_INLINE int32_t RA__NAME(decode_max_holds)(const ra__decode_rows *rows, const float *s,
+                                                  int32_t n) {
+    RA__FLOATS low = RA__NAME(set)(ra__neg_inf());
+    RA__FLOATS top = low, use = RA__NAME(decode_max)(rows) + RA__NAME(set)(ra__decode_slack);
     int32_t i;
-    for (i = 0; i < n; i += RA__W) top = RA__F(max)(top, RA__F(load)(s + i));
-    return !RA__F(bad)(RA__F(pick)(RA__F(less)(use, top), low, RA__F(set)(0.0f)));
+    for (i = 0; i < n; i += RA__WIDTH) top = RA__NAME(max)(top, RA__NAME(load)(s + i));
+    return !RA__NAME(any_nonfinite)(RA__NAME(select)(RA__NAME(less)(use, top), low,
+                                                     RA__NAME(set)(0.0f)));
 }
 
-/* s [n] becomes p, with part; lanes beyond n, up to RA__W of them, become 0. Row 0 alone is summed
- * as it is beside others: RA__W / 4 chains of keys. */
-RA__OP void RA__F(few_weights)(ra__few *f, float *s, int32_t n) {
-    const RA__V use = RA__F(base)(RA__F(few_top)(f));
-    RA__V sum = RA__F(load)(f->part);
-    float one[RA__W / 4];
+/* s [n] becomes p, which is added to block_l. Lanes beyond n, up to RA__WIDTH of them, become 0. A
+ * single row is summed as it is beside others: in RA__WIDTH / 4 chains of keys. */
+RA__ISA_INLINE void RA__NAME(decode_weigh)(ra__decode_rows *rows, float *s, int32_t n) {
+    RA__FLOATS use = RA__NAME(shift_of)(RA__NAME(decode_max)(rows));
+    RA__FLOATS sum = RA__NAME(load)(rows->block_l);
+    float one[RA__WIDTH / 4];
     int32_t i, e;
-    for (i = 0; i < n; i += RA__W) {
-        RA__V p = RA__F(exp2)(RA__F(load)(s + i) - use);
-        RA__F(store)(s + i, p);
+    for (i = 0; i < n; i += RA__WIDTH) {
+        RA__FLOATS p = RA__NAME(exp2)(RA__NAME(load)(s + i) - use);
+        RA__NAME(store)(s + i, p);
         sum = sum + p;
     }
-    if (!f->one) {
-        RA__F(store)(f->part, sum);
+    if (!rows->one_row) {
+        RA__NAME(store)(rows->block_l, sum);
         return;
     }
-    RA__UNROLL for (e = 0; e < RA__W / 4; e++) one[e] = f->part[4 * e];
-    for (i = 0; i < n; i += RA__W / 4)
-        RA__UNROLL for (e = 0; e < RA__W / 4; e++) one[e] += s[i + e];
-    RA__UNROLL for (e = 0; e < RA__W / 4; e++) f->part[4 * e] = one[e];
+    RA__UNROLL for (e = 0; e < RA__WIDTH / 4; e++) one[e] = rows->block_l[4 * e];
+    for (i = 0; i < n; i += RA__WIDTH / 4)
+        RA__UNROLL for (e = 0; e < RA__WIDTH / 4; e++) one[e] += s[i + e];
+    RA__UNROLL for (e = 0; e < RA__WIDTH / 4; e++) rows->block_l[4 * e] = one[e];
 }
 
 /* c += p of one key, [nr rows], times nc chunks v of its row, in rows whose bit of seen is set. */
-RA__OP void RA__F(few_value_step)(RA__V *c, const RA__V *v, const float *p, const int32_t nc,
-                                  const int32_t nr, const uint64_t seen) {
+RA__ISA_INLINE void RA__NAME(decode_value_step)(RA__FLOATS *c, const RA__FLOATS *v, const float *p,
+                                                int32_t nc, int32_t nr, uint64_t seen) {
     int32_t i, r;
     RA__UNROLL for (r = 0; r < nr; r++) {
-        RA__V y = RA__F(set)(p[r]);
+        RA__FLOATS y = RA__NAME(set)(p[r]);
         if (!(seen >> r & 1)) continue;
         RA__UNROLL for (i = 0; i < 2 * nc; i++) {
-            const int32_t at = i / 2 * 2 * nr + 2 * r + i % 2;
-            c[at] = RA__F(fma)(y, v[i], c[at]);
+            int32_t at = i / 2 * 2 * nr + 2 * r + i % 2;
+            c[at] = RA__NAME(fma)(y, v[i], c[at]);
         }
     }
 }
 
-/* Where vector i of nr rows of a tile stands in f->sum. */
-RA__OP int32_t RA__F(few_at)(const int32_t i, const int32_t nr) {
-    return nr == 4 ? i * RA__W : i / 2 * (4 * RA__CHUNK) + i % 2 * RA__W;
+/* Where vector i of nr rows of a tile stands in f->block_acc. */
+RA__ISA_INLINE int32_t RA__NAME(decode_sum_offset)(int32_t i, int32_t nr) {
+    return nr == 4 ? i * RA__WIDTH : i / 2 * (4 * RA__CHUNK) + i % 2 * RA__WIDTH;
 }
 
-/* sum += p V in nc chunks of dims from d on. form: a dtype, RA__FEW_REST for keys that not all rows
- * see and chunks that are not whole, and RA__FEW_ONE for row 0 alone. */
-RA__OP void RA__F(few_value_tile)(const ra__few *f, const ra__stretch *x, const float *p,
-                                  int32_t d, const int32_t nc, const int32_t form) {
-    const int32_t dtype = form & 7, rest = form & RA__FEW_REST, nr = form & RA__FEW_ONE ? 1 : 4;
-    const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
-    const uint8_t *row = x->v;
-    float *to = f->sum + 4 * d;
-    RA__V c[8 * RA__DC], v[2 * RA__FEW_CHUNKS];
+/* block_acc += p V in nc chunks of dims from d on. form: a dtype, with RA__DECODE_ANY for keys that
+ * not all rows see and for incomplete chunks, with RA__DECODE_ONE_ROW for row 0 only. */
+RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
+                                                const ra__decode_keys *keys, const float *p,
+                                                    int32_t d, int32_t nc, int32_t form) {
+    int32_t dtype = form & 7, rest = form & RA__DECODE_ANY, nr = form & RA__DECODE_ONE_ROW ? 1 : 4;
+    int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+    const uint8_t *row = keys->v;
+    float *to = rows->block_acc + 4 * d;
+    RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], v[2 * RA__DECODE_ROW_CHUNKS];
     int32_t i, j;
     RA__UNROLL for (i = 0; i < 2 * nr * nc; i++)
-        c[i] = f->live ? RA__F(load)(to + RA__F(few_at)(i, nr)) : RA__F(set)(0.0f);
-    for (j = 0; j < x->n; j++, row += x->v_stride, p += nr) {
-        if (rest) RA__F(pair_rest)(v, row, d, f->d->v_dim, dtype);
+        c[i] = rows->has_keys ? RA__NAME(load)(to + RA__NAME(decode_sum_offset)(i, nr)) :
+               RA__NAME(set)(0.0f);
+    for (j = 0; j < keys->n; j++, row += keys->v_stride, p += nr) {
+        if (rest) RA__NAME(load_last_chunk)(v, row, d, rows->d->v_dim, dtype);
         else RA__UNROLL for (i = 0; i < nc; i++)
-            RA__F(pair)(v + 2 * i, row, d + i * RA__CHUNK, dtype);
-        const int all = !rest || x->n > RA__FEW_KEYS;      /* so many keys are seen by all rows */
-        RA__F(few_value_step)(c, v, p, nc, nr, all ? ~(uint64_t)0 : x->seen >> 4 * j);
-        if (x->ahead && (nc * bytes >= 128 || j % 2 == 0))
-            ra__stream_ask(x->ahead, (nc * bytes + 127) / 128);
+            RA__NAME(load_chunk)(v + 2 * i, row, d + i * RA__CHUNK, dtype);
+        int all = !rest || keys->n > RA__DECODE_KEYS;      /* so many keys are seen by all nr */
+        RA__NAME(decode_value_step)(c, v, p, nc, nr, all ? ~(uint64_t)0 : keys->seen >> 4 * j);
+        if (keys->streams && (nc * bytes >= 128 || j % 2 == 0))
+            ra__stream_prefetch(keys->streams, (nc * bytes + 127) / 128);
     }
-    RA__UNROLL for (i = 0; i < 2 * nr * nc; i++) RA__F(store)(to + RA__F(few_at)(i, nr), c[i]);
+    RA__UNROLL for (i = 0; i < 2 * nr * nc; i++)
+        RA__NAME(store)(to + RA__NAME(decode_sum_offset)(i, nr), c[i]);
 }
 
 /* Whole chunks of keys that all rows see; returns the first dim that is left. */
-RA__OP int32_t RA__F(few_value_tiles)(const ra__few *f, const ra__stretch *x, const float *p,
-                                      const int32_t dtype) {
-    const int32_t dim = f->d->v_dim;
+RA__ISA_INLINE int32_t RA__NAME(decode_value_tiles)(const ra__decode_rows *rows,
+                                                    const ra__decode_keys *keys, const float *p,
+                                                        int32_t dtype) {
+    int32_t dim = rows->d->v_dim;
     int32_t d = 0;
-    if (f->one) {
-        for (; dim - d >= RA__FEW_CHUNKS * RA__CHUNK; d += RA__FEW_CHUNKS * RA__CHUNK)
-            RA__F(few_value_tile)(f, x, p, d, RA__FEW_CHUNKS, dtype | RA__FEW_ONE);
+    if (rows->one_row) {
+        for (; dim - d >= RA__DECODE_ROW_CHUNKS * RA__CHUNK; d += RA__DECODE_ROW_CHUNKS * RA__CHUNK)
+            RA__NAME(decode_value_tile)(rows, keys, p, d, RA__DECODE_ROW_CHUNKS,
+                                        dtype | RA__DECODE_ONE_ROW);
         for (; dim - d >= 2 * RA__CHUNK; d += 2 * RA__CHUNK)
-            RA__F(few_value_tile)(f, x, p, d, 2, dtype | RA__FEW_ONE);
+            RA__NAME(decode_value_tile)(rows, keys, p, d, 2, dtype | RA__DECODE_ONE_ROW);
         for (; dim - d >= RA__CHUNK; d += RA__CHUNK)
-            RA__F(few_value_tile)(f, x, p, d, 1, dtype | RA__FEW_ONE);
+            RA__NAME(decode_value_tile)(rows, keys, p, d, 1, dtype | RA__DECODE_ONE_ROW);
         return d;
     }
-    for (; dim - d >= RA__DC * RA__CHUNK; d += RA__DC * RA__CHUNK)
-        RA__F(few_value_tile)(f, x, p, d, RA__DC, dtype);
-    for (; RA__DC > 1 && dim - d >= RA__CHUNK; d += RA__CHUNK)
-        RA__F(few_value_tile)(f, x, p, d, 1, dtype);
+    for (; dim - d >= RA__DECODE_TILE_CHUNKS * RA__CHUNK; d += RA__DECODE_TILE_CHUNKS * RA__CHUNK)
+        RA__NAME(decode_value_tile)(rows, keys, p, d, RA__DECODE_TILE_CHUNKS, dtype);
+    for (; RA__DECODE_TILE_CHUNKS > 1 && dim - d >= RA__CHUNK; d += RA__CHUNK)
+        RA__NAME(decode_value_tile)(rows, keys, p, d, 1, dtype);
     return d;
 }
 
-RA__PART void RA__F(few_values)(const ra__few *f, const ra__stretch *x, const float *p) {
-    const int32_t dtype = f->d->v_dtype & 7;   /* so that compilers know the other bits of form */
+RA__ISA_NOINLINE void RA__NAME(decode_values)(const ra__decode_rows *rows,
+                                              const ra__decode_keys *keys, const float *p) {
+    int32_t dtype = rows->d->v_dtype & 7;   /* so that compilers know the other bits of form */
     int32_t d = 0;
-    if (x->partial) d = 0;             /* all chunks are a rest */
-    else if (dtype == RA_F32) d = RA__F(few_value_tiles)(f, x, p, RA_F32);
-    else if (dtype == RA_F16) d = RA__F(few_value_tiles)(f, x, p, RA_F16);
-    else if (dtype == RA_BF16) d = RA__F(few_value_tiles)(f, x, p, RA_BF16);
-    else d = RA__F(few_value_tiles)(f, x, p, RA_Q8_0);
-    for (; d < f->d->v_dim; d += RA__CHUNK) {
-        if (f->one) RA__F(few_value_tile)(f, x, p, d, 1, dtype | RA__FEW_REST | RA__FEW_ONE);
-        else RA__F(few_value_tile)(f, x, p, d, 1, dtype | RA__FEW_REST);
+    if (keys->partial) d = 0;          /* all chunks are a rest */
+    else if (dtype == RA_F32) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_F32);
+    else if (dtype == RA_F16) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_F16);
+    else if (dtype == RA_BF16) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_BF16);
+    else d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_Q8_0);
+    for (; d < rows->d->v_dim; d += RA__CHUNK) {
+        if (rows->one_row)
+            RA__NAME(decode_value_tile)(rows, keys, p, d, 1,
+                                        dtype | RA__DECODE_ANY | RA__DECODE_ONE_ROW);
+        else RA__NAME(decode_value_tile)(rows, keys, p, d, 1, dtype | RA__DECODE_ANY);
     }
 }
 
 /* Keys [j, j + n) of a stretch, whose scores are s, to the sums: all that are left, or a unit. */
-RA__PART void RA__F(few_add)(ra__few *f, const ra__stretch *x, float *s, int32_t j, int32_t n) {
-    const int32_t rows = f->one ? 1 : 4;
-    float unit[4 * RA__FEW_UNIT + RA__W], *p = s + j * rows;
-    ra__stretch y = *x;
+RA__ISA_NOINLINE void RA__NAME(decode_add)(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                           float *s, int32_t j, int32_t n) {
+    int32_t nr = rows->one_row ? 1 : 4;
+    float unit[4 * RA__DECODE_UNIT + RA__WIDTH], *p = s + j * nr;
+    ra__decode_keys y = *keys;
     int32_t r;
-    y.v += j * x->v_stride;
-    if (x->partial) y.seen >>= 4 * j;
+    y.v += j * keys->v_stride;
+    if (keys->partial) y.seen >>= 4 * j;
     y.n = n;
-    if (j + n < x->n) {                /* scores behind it are still wanted */
-        memcpy(unit, p, (size_t)(n * rows) * sizeof *unit);
+    if (j + n < keys->n) {             /* scores behind it are still wanted */
+        memcpy(unit, p, (size_t)(n * nr) * sizeof *unit);
         p = unit;
-        RA__F(store)(p + n * rows, RA__F(set)(ra__neg_inf()));
+        RA__NAME(store)(p + n * nr, RA__NAME(set)(ra__neg_inf()));
     }
-    RA__F(few_weights)(f, p, n * rows);
-    RA__F(few_values)(f, &y, p);
-    for (r = 0; r < rows; r++)
-        if (y.seen >> r & ra__few_row) f->live |= 1 << r;
+    RA__NAME(decode_weigh)(rows, p, n * nr);
+    RA__NAME(decode_values)(rows, &y, p);
+    for (r = 0; r < nr; r++)
+        if (y.seen >> r & ra__seen_by_row_0) rows->has_keys |= 1 << r;
 }
 
 /* A maximum rises for a unit of keys, the same ones however keys are put into stretches and
  * whatever rows are beside it. */
-RA__FN void RA__F(few_one)(ra__few *f, const ra__stretch *x) {
-    const int32_t rows = f->one ? 1 : 4;
-    float s[4 * RA__FEW_KEYS + RA__W];
+RA__ISA_STATIC void RA__NAME(decode_fold_keys)(ra__decode_rows *rows, const ra__decode_keys *keys) {
+    int32_t nr = rows->one_row ? 1 : 4;
+    float s[4 * RA__DECODE_KEYS + RA__WIDTH];
     int32_t j;
-    RA__F(few_scores)(f, x, s);
-    if (f->modified || x->partial) RA__F(few_change)(f, x, s);
-    RA__F(store)(s + rows * x->n, RA__F(set)(ra__neg_inf()));
-    for (j = 0; j < x->n; j += RA__FEW_UNIT) {
-        const int32_t n = x->n - j < RA__FEW_UNIT ? x->n - j : RA__FEW_UNIT;
-        if (!RA__F(few_is_calm)(f, s + j * rows, (x->n - j) * rows)) {
-            RA__F(few_rise)(f, s + j * rows, n * rows);
-            if (!RA__F(few_is_calm)(f, s + j * rows, (x->n - j) * rows)) {
-                RA__F(few_add)(f, x, s, j, n);
+    RA__NAME(decode_scores)(rows, keys, s);
+    if (rows->modified || keys->partial) RA__NAME(decode_adjust)(rows, keys, s);
+    RA__NAME(store)(s + nr * keys->n, RA__NAME(set)(ra__neg_inf()));
+    for (j = 0; j < keys->n; j += RA__DECODE_UNIT) {
+        int32_t n = keys->n - j < RA__DECODE_UNIT ? keys->n - j : RA__DECODE_UNIT;
+        if (!RA__NAME(decode_max_holds)(rows, s + j * nr, (keys->n - j) * nr)) {
+            RA__NAME(decode_raise)(rows, s + j * nr, n * nr);
+            if (!RA__NAME(decode_max_holds)(rows, s + j * nr, (keys->n - j) * nr)) {
+                RA__NAME(decode_add)(rows, keys, s, j, n);
                 continue;
             }
         }
-        RA__F(few_add)(f, x, s, j, x->n - j);
+        RA__NAME(decode_add)(rows, keys, s, j, keys->n - j);
         return;
     }
 }
 
-RA__FN void RA__F(few_fold)(ra__few *f, const ra__stretch *x, int32_t n) {
-    for (; n > 0; n--, f++, x++)
-        if (x->seen) RA__F(few_one)(f, x);
+RA__ISA_STATIC void RA__NAME(decode_fold)(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                          int32_t n) {
+    for (; n > 0; n--, rows++, keys++)
+        if (keys->seen) RA__NAME(decode_fold_keys)(rows, keys);
 }
 
-RA__FN void RA__F(few_close)(ra__few *f) {
+RA__ISA_STATIC void RA__NAME(decode_close)(ra__decode_rows *rows) {
     int32_t r, i, d;
     for (r = 0; r < 4; r++) {
         float total = 0.0f;
-        for (i = r; i < RA__W; i += 4) total += f->part[i];
-        if (!(f->live >> r & 1)) continue;
-        f->l[r] += total;
-        for (d = 0; d < f->d->v_dim; d += RA__CHUNK)
-            for (i = 0; i < RA__CHUNK; i += RA__W) {
-                const int32_t at = 4 * d + r * RA__CHUNK + i;
-                RA__F(store)(f->acc + at, RA__F(load)(f->acc + at) + RA__F(load)(f->sum + at));
+        for (i = r; i < RA__WIDTH; i += 4) total += rows->block_l[i];
+        if (!(rows->has_keys >> r & 1)) continue;
+        rows->l[r] += total;
+        for (d = 0; d < rows->d->v_dim; d += RA__CHUNK)
+            for (i = 0; i < RA__CHUNK; i += RA__WIDTH) {
+                int32_t at = 4 * d + r * RA__CHUNK + i;
+                RA__NAME(store)(rows->acc + at,
+                                RA__NAME(load)(rows->acc + at) +
+                                    RA__NAME(load)(rows->block_acc + at));
             }
     }
-    for (i = 0; i < 16; i++) f->part[i] = 0.0f;
-    f->live = 0;
+    for (i = 0; i < 16; i++) rows->block_l[i] = 0.0f;
+    rows->has_keys = 0;
 }
 
-RA__FN void RA__F(few_load)(const ra__few *f, int32_t r, const void *src, float factor) {
-    const int32_t dim = f->d->k_dim, dtype = f->d->q_dtype, size = dtype == RA_F32 ? 4 : 2;
+RA__ISA_STATIC void RA__NAME(decode_load)(const ra__decode_rows *rows, int32_t r, const void *src,
+                                          float factor) {
+    int32_t dim = rows->d->k_dim, dtype = rows->d->q_dtype, size = dtype == RA_F32 ? 4 : 2;
     int32_t d;
     for (d = 0; d < dim; d += RA__CHUNK) {
-        float *to = f->q + 4 * d + r * RA__CHUNK;
+        float *to = rows->q + 4 * d + r * RA__CHUNK;
         memset(to, 0, RA__CHUNK * sizeof *to);
-        RA__F(read)(to, (const uint8_t *)src + (int64_t)d * size, dtype,
-                    dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
-        RA__F(store)(to, RA__F(load)(to) * RA__F(set)(factor));
-        RA__F(store)(to + RA__W, RA__F(load)(to + RA__W) * RA__F(set)(factor));
+        RA__NAME(read_row)(to, (const uint8_t *)src + (int64_t)d * size, dtype,
+                           dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
+        RA__NAME(store)(to, RA__NAME(load)(to) * RA__NAME(set)(factor));
+        RA__NAME(store)(to + RA__WIDTH, RA__NAME(load)(to + RA__WIDTH) * RA__NAME(set)(factor));
     }
 }
 
-RA__FN void RA__F(few_store)(const ra__few *f, int32_t r, void *dst, float factor) {
-    const int32_t dim = f->d->v_dim, dtype = f->d->o_dtype, size = dtype == RA_F32 ? 4 : 2;
+RA__ISA_STATIC void RA__NAME(decode_store)(const ra__decode_rows *rows, int32_t r, void *dst,
+                                           float factor) {
+    int32_t dim = rows->d->v_dim, dtype = rows->d->o_dtype, size = dtype == RA_F32 ? 4 : 2;
     int32_t d;
     for (d = 0; d < dim; d += RA__CHUNK) {
-        float *from = f->acc + 4 * d + r * RA__CHUNK;
-        RA__F(store)(from, RA__F(load)(from) * RA__F(set)(factor));
-        RA__F(store)(from + RA__W, RA__F(load)(from + RA__W) * RA__F(set)(factor));
-        RA__F(write)((uint8_t *)dst + (int64_t)d * size, from, dtype,
-                     dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
+        float *from = rows->acc + 4 * d + r * RA__CHUNK;
+        RA__NAME(store)(from, RA__NAME(load)(from) * RA__NAME(set)(factor));
+        RA__NAME(store)(from + RA__WIDTH, RA__NAME(load)(from + RA__WIDTH) * RA__NAME(set)(factor));
+        RA__NAME(write_row)((uint8_t *)dst + (int64_t)d * size, from, dtype,
+                            dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
     }
 }
 
 /* Sums are in units of 2^m; a row without keys has l = 0. */
-RA__FN void RA__F(few_merge)(ra__few *f, const float *other) {
-    float alpha[RA__W], beta[RA__W];
+RA__ISA_STATIC void RA__NAME(decode_merge)(ra__decode_rows *rows, const float *other) {
+    float alpha[RA__WIDTH], beta[RA__WIDTH];
     int32_t r, i, d;
     for (r = 0; r < 4; r++) {
-        const int32_t fresh = f->l[r] == 0.0f;
-        const float top = fresh || other[r] > f->m[r] ? other[r] : f->m[r];
-        const RA__V a = RA__F(exp2)(RA__F(set)(f->m[r] - top));
-        const RA__V b = RA__F(exp2)(RA__F(set)(other[r] - top));
+        int32_t fresh = rows->l[r] == 0.0f;
+        const float top = fresh || other[r] > rows->m[r] ? other[r] : rows->m[r];
+        RA__FLOATS a = RA__NAME(exp2)(RA__NAME(set)(rows->m[r] - top));
+        RA__FLOATS b = RA__NAME(exp2)(RA__NAME(set)(other[r] - top));
         if (other[4 + r] == 0.0f) continue;
-        RA__F(store)(alpha, a);
-        RA__F(store)(beta, b);
-        f->l[r] = fresh ? other[4 + r] : f->l[r] * alpha[0] + other[4 + r] * beta[0];
-        for (i = r; i < 16; i += 4) f->m[i] = top;
-        for (d = 0; d < f->d->v_dim; d += RA__CHUNK)
-            for (i = 0; i < RA__CHUNK; i += RA__W) {
-                const int32_t at = 4 * d + r * RA__CHUNK + i;
-                RA__V x = RA__F(load)(other + 8 + at);
-                if (!fresh) x = RA__F(load)(f->acc + at) * a + x * b;
-                RA__F(store)(f->acc + at, x);
+        RA__NAME(store)(alpha, a);
+        RA__NAME(store)(beta, b);
+        rows->l[r] = fresh ? other[4 + r] : rows->l[r] * alpha[0] + other[4 + r] * beta[0];
+        for (i = r; i < 16; i += 4) rows->m[i] = top;
+        for (d = 0; d < rows->d->v_dim; d += RA__CHUNK)
+            for (i = 0; i < RA__CHUNK; i += RA__WIDTH) {
+                int32_t at = 4 * d + r * RA__CHUNK + i;
+                RA__FLOATS x = RA__NAME(load)(other + 8 + at);
+                if (!fresh) x = RA__NAME(load)(rows->acc + at) * a + x * b;
+                RA__NAME(store)(rows->acc + at, x);
             }
     }
 }
@@ -3423,361 +3502,377 @@ RA__FN void RA__F(few_merge)(ra__few *f, const float *other) {
 
 /* Products of ni rows of keys (stride in floats) with one slab of packed rows [dim][RA__SLAB], in
  * pieces of RA__DEPTH as in forward; sum [ni][64] is where the pieces meet. */
-RA__OP void RA__F(back_dots)(RA__F(chain) *x, int32_t dim, float *sum, RA__V (*c)[RA__NT],
-                             const int32_t ni) {
+RA__ISA_INLINE void RA__NAME(back_dots)(RA__NAME(products) *ab, int32_t dim, float *sum,
+                                        RA__FLOATS (*c)[RA__VECTORS], int32_t ni) {
     int32_t d, i, t;
-    x->step = 1;
-    x->b_step = RA__SLAB;
+    ab->step = 1;
+    ab->b_step = RA__SLAB;
     for (d = 0;; d += RA__DEPTH) {
-        x->depth = dim - d < RA__DEPTH ? dim - d : RA__DEPTH;
-        RA__F(clear)(c, ni, RA__NT);
-        RA__F(follow)(x, c, ni, RA__NT);
+        ab->depth = dim - d < RA__DEPTH ? dim - d : RA__DEPTH;
+        RA__NAME(zero)(c, ni, RA__VECTORS);
+        RA__NAME(add_products)(ab, c, ni, RA__VECTORS);
         RA__UNROLL for (i = 0; i < ni; i++)
-            RA__UNROLL for (t = 0; t < RA__NT; t++)
-                if (d > 0) c[i][t] = c[i][t] + RA__F(load)(sum + i * RA_BLOCK_TOKENS + t * RA__W);
+            RA__UNROLL for (t = 0; t < RA__VECTORS; t++)
+                if (d > 0)
+                    c[i][t] = c[i][t] + RA__NAME(load)(sum + i * RA_BLOCK_TOKENS + t * RA__WIDTH);
         if (dim - d <= RA__DEPTH) break;
         RA__UNROLL for (i = 0; i < ni; i++)
-            RA__UNROLL for (t = 0; t < RA__NT; t++)
-                RA__F(store)(sum + i * RA_BLOCK_TOKENS + t * RA__W, c[i][t]);
-        x->a += RA__DEPTH;
-        x->b += RA__DEPTH * RA__SLAB;
+            RA__UNROLL for (t = 0; t < RA__VECTORS; t++)
+                RA__NAME(store)(sum + i * RA_BLOCK_TOKENS + t * RA__WIDTH, c[i][t]);
+        ab->a += RA__DEPTH;
+        ab->b += RA__DEPTH * RA__SLAB;
     }
 }
 
 /* Scores of ni keys from key j on for the slab at `row`; weights unless they need changing. */
-RA__OP void RA__F(back_score_tile)(const ra__tile *x, int32_t row, int32_t j, int32_t general,
-                                   const int32_t ni) {
-    const ra__panel *p = &x->x->p;
-    float *to = x->p + j * RA_BLOCK_TOKENS + row;
-    RA__F(chain) chain;
-    RA__V c[8][RA__NT], lse;
+RA__ISA_INLINE void RA__NAME(back_score_tile)(const ra__back_job *job, int32_t row, int32_t j,
+                                              int32_t general, int32_t ni) {
+    const ra__panel *fwd = &job->panel->fwd;
+    float *to = job->p + j * RA_BLOCK_TOKENS + row;
+    RA__NAME(products) ab;
+    RA__FLOATS c[8][RA__VECTORS], lse;
     int32_t i, t;
-    chain.a = ra__key_row(x->keys, j);
-    chain.row = x->keys->k_stride / 4;
-    chain.b = p->q + (int64_t)row * x->k_dim;
-    ra__ask(p->ahead);
-    RA__F(back_dots)(&chain, x->k_dim, to, c, ni);
-    RA__UNROLL for (t = 0; t < RA__NT; t++) {
-        lse = RA__F(load)(p->m + row + t * RA__W);
+    ab.a = ra__key_row(job->keys, j);
+    ab.row = job->keys->k_stride / 4;
+    ab.b = fwd->q + (int64_t)row * job->k_dim;
+    ra__prefetch_some(fwd->prefetch);
+    RA__NAME(back_dots)(&ab, job->k_dim, to, c, ni);
+    RA__UNROLL for (t = 0; t < RA__VECTORS; t++) {
+        lse = RA__NAME(load)(fwd->m + row + t * RA__WIDTH);
         RA__UNROLL for (i = 0; i < ni; i++) {
-            if (!general) c[i][t] = RA__F(exp2)(c[i][t] - lse);
-            RA__F(store)(to + i * RA_BLOCK_TOKENS + t * RA__W, c[i][t]);
+            if (!general) c[i][t] = RA__NAME(exp2)(c[i][t] - lse);
+            RA__NAME(store)(to + i * RA_BLOCK_TOKENS + t * RA__WIDTH, c[i][t]);
         }
     }
 }
 
-RA__PART void RA__F(back_scores)(const ra__tile *x, int32_t general) {
-    int32_t row, j, n = x->keys->n;
-    for (row = 0; row < x->x->p.rows; row += RA__SLAB) {
-        for (j = 0; n - j >= RA__NI; j += RA__NI)
-            RA__F(back_score_tile)(x, row, j, general, RA__NI);
-        for (; RA__NI > 4 && n - j >= 4; j += 4) RA__F(back_score_tile)(x, row, j, general, 4);
-        for (; j < n; j++) RA__F(back_score_tile)(x, row, j, general, 1);
+RA__ISA_NOINLINE void RA__NAME(back_scores)(const ra__back_job *job, int32_t general) {
+    int32_t row, j, n = job->keys->n;
+    for (row = 0; row < job->panel->fwd.rows; row += RA__SLAB) {
+        for (j = 0; n - j >= RA__TILE_HEIGHT; j += RA__TILE_HEIGHT)
+            RA__NAME(back_score_tile)(job, row, j, general, RA__TILE_HEIGHT);
+        for (; RA__TILE_HEIGHT > 4 && n - j >= 4; j += 4)
+            RA__NAME(back_score_tile)(job, row, j, general, 4);
+        for (; j < n; j++) RA__NAME(back_score_tile)(job, row, j, general, 1);
     }
 }
 
 /* dP of ni keys from key j on, from which dS unless that needs changing. */
-RA__OP void RA__F(back_slope_tile)(const ra__tile *x, int32_t row, int32_t j, int32_t general,
-                                   const int32_t ni) {
-    const ra__panel *p = &x->x->p;
-    const float *from = x->p + j * RA_BLOCK_TOKENS + row;
-    float *to = x->ds + j * RA_BLOCK_TOKENS + row;
-    RA__V c[8][RA__NT], delta, scale = RA__F(set)(x->scale);
-    RA__F(chain) chain;
+RA__ISA_INLINE void RA__NAME(back_score_grad_tile)(const ra__back_job *job, int32_t row, int32_t j,
+                                                   int32_t general, int32_t ni) {
+    const ra__panel *fwd = &job->panel->fwd;
+    const float *from = job->p + j * RA_BLOCK_TOKENS + row;
+    float *to = job->ds + j * RA_BLOCK_TOKENS + row;
+    RA__FLOATS c[8][RA__VECTORS], delta, scale = RA__NAME(set)(job->scale);
+    RA__NAME(products) ab;
     int32_t i, t;
-    chain.a = ra__value_row(x->keys, j);
-    chain.row = x->keys->v_stride / 4;
-    chain.b = x->x->g + (int64_t)row * x->v_dim;
-    RA__F(back_dots)(&chain, x->v_dim, to, c, ni);
-    RA__UNROLL for (t = 0; t < RA__NT; t++) {
-        delta = RA__F(load)(p->l + row + t * RA__W);
+    ab.a = ra__value_row(job->keys, j);
+    ab.row = job->keys->v_stride / 4;
+    ab.b = job->panel->g + (int64_t)row * job->v_dim;
+    RA__NAME(back_dots)(&ab, job->v_dim, to, c, ni);
+    RA__UNROLL for (t = 0; t < RA__VECTORS; t++) {
+        delta = RA__NAME(load)(fwd->l + row + t * RA__WIDTH);
         RA__UNROLL for (i = 0; i < ni; i++) {
-            const int32_t at = i * RA_BLOCK_TOKENS + t * RA__W;
-            if (!general) c[i][t] = RA__F(load)(from + at) * (c[i][t] - delta) * scale;
-            RA__F(store)(to + at, c[i][t]);
+            int32_t at = i * RA_BLOCK_TOKENS + t * RA__WIDTH;
+            if (!general) c[i][t] = RA__NAME(load)(from + at) * (c[i][t] - delta) * scale;
+            RA__NAME(store)(to + at, c[i][t]);
         }
     }
 }
 
-RA__PART void RA__F(back_slopes)(const ra__tile *x, int32_t general) {
-    int32_t row, j, n = x->keys->n;
-    for (row = 0; row < x->x->p.rows; row += RA__SLAB) {
-        for (j = 0; n - j >= RA__NI; j += RA__NI)
-            RA__F(back_slope_tile)(x, row, j, general, RA__NI);
-        for (; RA__NI > 4 && n - j >= 4; j += 4) RA__F(back_slope_tile)(x, row, j, general, 4);
-        for (; j < n; j++) RA__F(back_slope_tile)(x, row, j, general, 1);
+RA__ISA_NOINLINE void RA__NAME(back_score_grads)(const ra__back_job *job, int32_t general) {
+    int32_t row, j, n = job->keys->n;
+    for (row = 0; row < job->panel->fwd.rows; row += RA__SLAB) {
+        for (j = 0; n - j >= RA__TILE_HEIGHT; j += RA__TILE_HEIGHT)
+            RA__NAME(back_score_grad_tile)(job, row, j, general, RA__TILE_HEIGHT);
+        for (; RA__TILE_HEIGHT > 4 && n - j >= 4; j += 4)
+            RA__NAME(back_score_grad_tile)(job, row, j, general, 4);
+        for (; j < n; j++) RA__NAME(back_score_grad_tile)(job, row, j, general, 1);
     }
 }
 
-/* Scores in x->p become weights, for rows [row, row + RA__W): modified, 0 where not seen. */
-RA__PART void RA__F(back_weights)(const ra__tile *x, int32_t row) {
-    const ra__panel *p = &x->x->p;
-    const ra__score *score = &p->score;
-    const int32_t modified = ra__score_is_modified(score);
-    RA__V lse = RA__F(load)(p->m + row), none = RA__F(set)(0.0f), bias = none, s, y;
+/* Scores in x->p become weights, for rows [row, row + RA__WIDTH): modified, 0 where not seen. */
+RA__ISA_NOINLINE void RA__NAME(back_weights)(const ra__back_job *job, int32_t row) {
+    const ra__panel *fwd = &job->panel->fwd;
+    const ra__score *score = &fwd->score;
+    int32_t modified = ra__score_is_modified(score);
+    RA__FLOATS lse = RA__NAME(load)(fwd->m + row), none = RA__NAME(set)(0.0f), bias = none, s, y;
     int32_t j;
-    for (j = 0; j < x->keys->n; j++) {
-        const int32_t pos = x->keys->pos[j], at = j * RA_BLOCK_TOKENS + row;
-        s = RA__F(load)(x->p + at);
+    for (j = 0; j < job->keys->n; j++) {
+        int32_t pos = job->keys->pos[j], at = j * RA_BLOCK_TOKENS + row;
+        s = RA__NAME(load)(job->p + at);
         if (score->softcap != 0.0f) {  /* 0 where not seen: 0 times NaN is NaN */
-            y = RA__F(tanh)(s * RA__F(set)(1.0f / score->softcap));
-            y = RA__F(set)(1.0f) - y * y;
-            if (x->partial) y = RA__F(pick)(RA__F(sees)(p->geo, row, pos), y, none);
-            RA__F(store)(x->cap + at, y);
+            y = RA__NAME(tanh)(s * RA__NAME(set)(1.0f / score->softcap));
+            y = RA__NAME(set)(1.0f) - y * y;
+            if (job->partial) y = RA__NAME(select)(RA__NAME(sees)(fwd->geo, row, pos), y, none);
+            RA__NAME(store)(job->cap + at, y);
         }
         if (modified) {
-            if (score->bias) bias = RA__F(vector_bias)(p, row, pos);
-            s = RA__F(modify)(score, s, RA__F(distance)(p->geo->pos + row, pos), bias);
+            if (score->bias) bias = RA__NAME(vector_bias)(fwd, row, pos);
+            s = RA__NAME(modify)(score, s, RA__NAME(distance)(fwd->geo->pos + row, pos), bias);
         }
-        s = RA__F(exp2)(s - lse);
-        if (x->partial) s = RA__F(pick)(RA__F(sees)(p->geo, row, pos), s, none);
-        RA__F(store)(x->p + at, s);
+        s = RA__NAME(exp2)(s - lse);
+        if (job->partial) s = RA__NAME(select)(RA__NAME(sees)(fwd->geo, row, pos), s, none);
+        RA__NAME(store)(job->p + at, s);
     }
 }
 
-/* dP in x->ds becomes dS without scale, for rows [row, row + RA__W): 0 where not seen. Dropout: the
- * loss sees only what is left of a weight, so dP is dropped like it; dV takes what is left. */
-RA__PART void RA__F(back_changes)(const ra__tile *x, int32_t row) {
-    const ra__panel *p = &x->x->p;
-    RA__V delta = RA__F(load)(p->l + row), none = RA__F(set)(0.0f), w, g, drop;
+/* dP in job->ds becomes dS without scale, for rows [row, row + RA__WIDTH); 0 where a row does not
+ * see the key. With dropout the loss depends on the dropped weights only. So dP is dropped in the
+ * same way as the weight, and dV takes the dropped weight. */
+RA__ISA_NOINLINE void RA__NAME(back_score_grads_general)(const ra__back_job *job, int32_t row) {
+    const ra__panel *fwd = &job->panel->fwd;
+    RA__FLOATS delta = RA__NAME(load)(fwd->l + row), none = RA__NAME(set)(0.0f), w, g, drop;
     int32_t j;
-    for (j = 0; j < x->keys->n; j++) {
-        const int32_t at = j * RA_BLOCK_TOKENS + row;
-        w = RA__F(load)(x->p + at);
-        g = RA__F(load)(x->ds + at);
-        if (p->drop.least) {
-            drop = RA__F(load)(x->drop + at);
+    for (j = 0; j < job->keys->n; j++) {
+        int32_t at = j * RA_BLOCK_TOKENS + row;
+        w = RA__NAME(load)(job->p + at);
+        g = RA__NAME(load)(job->ds + at);
+        if (fwd->drop.threshold) {
+            drop = RA__NAME(load)(job->drop + at);
             g = g * drop;
-            RA__F(store)(x->p + at, w * drop);
+            RA__NAME(store)(job->p + at, w * drop);
         }
         g = w * (g - delta);
-        if (x->partial) g = RA__F(pick)(RA__F(sees)(p->geo, row, x->keys->pos[j]), g, none);
-        RA__F(store)(x->ds + at, g);
+        if (job->partial)
+            g = RA__NAME(select)(RA__NAME(sees)(fwd->geo, row, job->keys->pos[j]), g, none);
+        RA__NAME(store)(job->ds + at, g);
     }
 }
 
 /* dS gets its factors. */
-RA__PART void RA__F(back_scale)(const ra__tile *x) {
-    const int32_t n = x->keys->n * RA_BLOCK_TOKENS, capped = x->x->p.score.softcap != 0.0f;
-    RA__V scale = RA__F(set)(x->scale), g;
+RA__ISA_NOINLINE void RA__NAME(back_scale)(const ra__back_job *job) {
+    int32_t n = job->keys->n * RA_BLOCK_TOKENS, capped = job->panel->fwd.score.softcap != 0.0f;
+    RA__FLOATS scale = RA__NAME(set)(job->scale), g;
     int32_t i;
-    for (i = 0; i < n; i += RA__W) {
-        g = RA__F(load)(x->ds + i) * scale;
-        if (capped) g = g * RA__F(load)(x->cap + i);
-        RA__F(store)(x->ds + i, g);
+    for (i = 0; i < n; i += RA__WIDTH) {
+        g = RA__NAME(load)(job->ds + i) * scale;
+        if (capped) g = g * RA__NAME(load)(job->cap + i);
+        RA__NAME(store)(job->ds + i, g);
     }
 }
 
 /* ni dims of dQ from dim d on, of the slab at `row`. */
-RA__OP void RA__F(back_query_tile)(const ra__tile *x, int32_t row, int32_t d, const int32_t ni) {
-    float *acc = x->x->p.acc + (int64_t)row * x->k_dim + d * RA__SLAB;
-    RA__F(chain) chain;
-    RA__V c[8][RA__NT];
+RA__ISA_INLINE void RA__NAME(back_query_tile)(const ra__back_job *job, int32_t row, int32_t d,
+                                              int32_t ni) {
+    float *acc = job->panel->fwd.acc + (int64_t)row * job->k_dim + d * RA__SLAB;
+    RA__NAME(products) ab;
+    RA__FLOATS c[8][RA__VECTORS];
     int32_t i, t;
-    chain.a = ra__key_row(x->keys, 0) + d;
-    chain.row = 1;
-    chain.step = x->keys->k_stride / 4;
-    chain.b = x->ds + row;
-    chain.b_step = RA_BLOCK_TOKENS;
-    chain.depth = x->keys->n;
-    RA__F(clear)(c, ni, RA__NT);
-    RA__F(follow)(&chain, c, ni, RA__NT);
+    ab.a = ra__key_row(job->keys, 0) + d;
+    ab.row = 1;
+    ab.step = job->keys->k_stride / 4;
+    ab.b = job->ds + row;
+    ab.b_step = RA_BLOCK_TOKENS;
+    ab.depth = job->keys->n;
+    RA__NAME(zero)(c, ni, RA__VECTORS);
+    RA__NAME(add_products)(&ab, c, ni, RA__VECTORS);
     RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < RA__NT; t++) {
-            float *to = acc + i * RA__SLAB + t * RA__W;
-            RA__F(store)(to, RA__F(load)(to) + c[i][t]);
+        RA__UNROLL for (t = 0; t < RA__VECTORS; t++) {
+            float *to = acc + i * RA__SLAB + t * RA__WIDTH;
+            RA__NAME(store)(to, RA__NAME(load)(to) + c[i][t]);
         }
 }
 
-RA__PART void RA__F(back_queries)(const ra__tile *x) {
-    int32_t row, d, n = x->k_dim;
-    for (row = 0; row < x->x->p.rows; row += RA__SLAB) {
-        for (d = 0; n - d >= RA__NI; d += RA__NI) RA__F(back_query_tile)(x, row, d, RA__NI);
-        for (; RA__NI > 4 && n - d >= 4; d += 4) RA__F(back_query_tile)(x, row, d, 4);
-        for (; d < n; d++) RA__F(back_query_tile)(x, row, d, 1);
+RA__ISA_NOINLINE void RA__NAME(back_queries)(const ra__back_job *job) {
+    int32_t row, d, n = job->k_dim;
+    for (row = 0; row < job->panel->fwd.rows; row += RA__SLAB) {
+        for (d = 0; n - d >= RA__TILE_HEIGHT; d += RA__TILE_HEIGHT)
+            RA__NAME(back_query_tile)(job, row, d, RA__TILE_HEIGHT);
+        for (; RA__TILE_HEIGHT > 4 && n - d >= 4; d += 4) RA__NAME(back_query_tile)(job, row, d, 4);
+        for (; d < n; d++) RA__NAME(back_query_tile)(job, row, d, 1);
     }
 }
 
 /* As back_queries, for K that holds NaN or infinities which not every row sees. */
-RA__PART void RA__F(back_queries_dirty)(const ra__tile *x) {
-    const ra__keys *keys = x->keys;
+RA__ISA_NOINLINE void RA__NAME(back_queries_dirty)(const ra__back_job *job) {
+    const ra__keys *keys = job->keys;
     int32_t row, d, j, t;
-    for (row = 0; row < x->x->p.rows; row += RA__SLAB)
-        for (d = 0; d < x->k_dim; d++)
-            for (t = 0; t < RA__NT; t++) {
-                float *to = x->x->p.acc + (int64_t)row * x->k_dim + d * RA__SLAB + t * RA__W;
-                RA__V sum = RA__F(set)(0.0f);
+    for (row = 0; row < job->panel->fwd.rows; row += RA__SLAB)
+        for (d = 0; d < job->k_dim; d++)
+            for (t = 0; t < RA__VECTORS; t++) {
+                float *to = job->panel->fwd.acc + (int64_t)row * job->k_dim + d * RA__SLAB +
+                            t * RA__WIDTH;
+                RA__FLOATS sum = RA__NAME(set)(0.0f);
                 for (j = 0; j < keys->n; j++) {
-                    const int32_t at = row + t * RA__W;
-                    RA__V k = RA__F(set)(ra__key_row(keys, j)[d]);
-                    RA__V next = RA__F(fma)(k, RA__F(load)(x->ds + j * RA_BLOCK_TOKENS + at), sum);
-                    sum = RA__F(pick)(RA__F(sees)(x->x->p.geo, at, keys->pos[j]), next, sum);
+                    int32_t at = row + t * RA__WIDTH;
+                    RA__FLOATS k = RA__NAME(set)(ra__key_row(keys, j)[d]);
+                    RA__FLOATS next = RA__NAME(fma)(k,
+                                                    RA__NAME(load)(job->ds + j * RA_BLOCK_TOKENS +
+                                                                   at), sum);
+                    sum = RA__NAME(select)(RA__NAME(sees)(job->panel->fwd.geo, at, keys->pos[j]),
+                                           next, sum);
                 }
-                RA__F(store)(to, RA__F(load)(to) + sum);
+                RA__NAME(store)(to, RA__NAME(load)(to) + sum);
             }
 }
 
 /* What dK and dV have in common: to[j] += sum over rows of a[j][row] rows[row]. */
-typedef struct RA__F(outer) {
-    const ra__tile *x;
+typedef struct RA__NAME(key_grads) {
+    const ra__back_job *job;
     const float *a, *rows;             /* [keys][64], and packed rows: see pack_rows */
     float *to;
     int64_t stride;
     int32_t dim;
-} RA__F(outer);
+} RA__NAME(key_grads);
 
 /* to[n] += c, n up to a whole slab. */
-RA__OP void RA__F(back_add)(float *to, const RA__V *c, int32_t n) {
+RA__ISA_INLINE void RA__NAME(back_add)(float *to, const RA__FLOATS *c, int32_t n) {
     int32_t t;
     if (n >= RA__SLAB) {
-        RA__UNROLL for (t = 0; t < RA__NT; t++)
-            RA__F(store)(to + t * RA__W, RA__F(load)(to + t * RA__W) + c[t]);
+        RA__UNROLL for (t = 0; t < RA__VECTORS; t++)
+            RA__NAME(store)(to + t * RA__WIDTH, RA__NAME(load)(to + t * RA__WIDTH) + c[t]);
         return;
     }
-    RA__UNROLL for (t = 0; t < RA__NT; t++) {
-        const int32_t rest = n - t * RA__W, m = rest > RA__W ? RA__W : rest;
+    RA__UNROLL for (t = 0; t < RA__VECTORS; t++) {
+        int32_t rest = n - t * RA__WIDTH, m = rest > RA__WIDTH ? RA__WIDTH : rest;
         if (m > 0)
-            RA__F(store_n)(to + t * RA__W, RA__F(load_n)(to + t * RA__W, m) + c[t], m);
+            RA__NAME(store_n)(to + t * RA__WIDTH, RA__NAME(load_n)(to + t * RA__WIDTH, m) + c[t],
+                              m);
     }
 }
 
 /* ni keys from key j on, a slab of columns from column d on. */
-RA__OP void RA__F(back_key_tile)(const RA__F(outer) *o, int32_t d, int32_t j, const int32_t ni) {
-    RA__F(chain) chain;
-    RA__V c[8][RA__NT];
+RA__ISA_INLINE void RA__NAME(back_key_tile)(const RA__NAME(key_grads) *o, int32_t d, int32_t j,
+                                            int32_t ni) {
+    RA__NAME(products) ab;
+    RA__FLOATS c[8][RA__VECTORS];
     int32_t i;
-    chain.a = o->a + j * RA_BLOCK_TOKENS;
-    chain.row = RA_BLOCK_TOKENS;
-    chain.step = 1;
-    chain.b = o->rows + (int64_t)d * RA_BLOCK_TOKENS;
-    chain.b_step = RA__SLAB;
-    chain.depth = o->x->x->p.rows;
+    ab.a = o->a + j * RA_BLOCK_TOKENS;
+    ab.row = RA_BLOCK_TOKENS;
+    ab.step = 1;
+    ab.b = o->rows + (int64_t)d * RA_BLOCK_TOKENS;
+    ab.b_step = RA__SLAB;
+    ab.depth = o->job->panel->fwd.rows;
     RA__UNROLL for (i = 0; i < ni; i++)
         ra__prefetch_row(o->to + (j + ni + i) * o->stride, d, RA__SLAB * 4);
-    RA__F(clear)(c, ni, RA__NT);
-    RA__F(follow)(&chain, c, ni, RA__NT);
+    RA__NAME(zero)(c, ni, RA__VECTORS);
+    RA__NAME(add_products)(&ab, c, ni, RA__VECTORS);
     RA__UNROLL for (i = 0; i < ni; i++)
-        RA__F(back_add)(o->to + (j + i) * o->stride + d, c[i], o->dim - d);
+        RA__NAME(back_add)(o->to + (j + i) * o->stride + d, c[i], o->dim - d);
 }
 
-RA__PART void RA__F(back_keys)(const RA__F(outer) *o) {
-    int32_t d, j, n = o->x->keys->n;
+RA__ISA_NOINLINE void RA__NAME(back_keys)(const RA__NAME(key_grads) *o) {
+    int32_t d, j, n = o->job->keys->n;
     for (d = 0; d < o->dim; d += RA__SLAB) {
-        for (j = 0; n - j >= RA__NI; j += RA__NI) RA__F(back_key_tile)(o, d, j, RA__NI);
-        for (; RA__NI > 4 && n - j >= 4; j += 4) RA__F(back_key_tile)(o, d, j, 4);
-        for (; j < n; j++) RA__F(back_key_tile)(o, d, j, 1);
+        for (j = 0; n - j >= RA__TILE_HEIGHT; j += RA__TILE_HEIGHT)
+            RA__NAME(back_key_tile)(o, d, j, RA__TILE_HEIGHT);
+        for (; RA__TILE_HEIGHT > 4 && n - j >= 4; j += 4) RA__NAME(back_key_tile)(o, d, j, 4);
+        for (; j < n; j++) RA__NAME(back_key_tile)(o, d, j, 1);
     }
 }
 
 /* As back_keys, for Q or dO with NaN or infinities in rows that do not see every key. */
-RA__PART void RA__F(back_keys_dirty)(const RA__F(outer) *o) {
-    const ra__panel *p = &o->x->x->p;
+RA__ISA_NOINLINE void RA__NAME(back_keys_dirty)(const RA__NAME(key_grads) *o) {
+    const ra__panel *fwd = &o->job->panel->fwd;
     int32_t d, j, r, t;
     for (d = 0; d < o->dim; d += RA__SLAB)
-        for (j = 0; j < o->x->keys->n; j++) {
+        for (j = 0; j < o->job->keys->n; j++) {
             const float *from = o->rows + (int64_t)d * RA_BLOCK_TOKENS;
-            RA__V c[1][RA__NT];
-            RA__F(clear)(c, 1, RA__NT);
-            for (r = 0; r < p->rows; r++, from += RA__SLAB) {
-                RA__V a = RA__F(set)(o->a[j * RA_BLOCK_TOKENS + r]);
-                if (!ra__row_sees(p->geo, r, o->x->keys->pos[j])) continue;
-                for (t = 0; t < RA__NT; t++)
-                    c[0][t] = RA__F(fma)(a, RA__F(load)(from + t * RA__W), c[0][t]);
+            RA__FLOATS c[1][RA__VECTORS];
+            RA__NAME(zero)(c, 1, RA__VECTORS);
+            for (r = 0; r < fwd->rows; r++, from += RA__SLAB) {
+                RA__FLOATS a = RA__NAME(set)(o->a[j * RA_BLOCK_TOKENS + r]);
+                if (!ra__row_sees(fwd->geo, r, o->job->keys->pos[j])) continue;
+                for (t = 0; t < RA__VECTORS; t++)
+                    c[0][t] = RA__NAME(fma)(a, RA__NAME(load)(from + t * RA__WIDTH), c[0][t]);
             }
-            RA__F(back_add)(o->to + j * o->stride + d, c[0], o->dim - d);
+            RA__NAME(back_add)(o->to + j * o->stride + d, c[0], o->dim - d);
         }
 }
 
 /* dV of a tile, or dK. */
-RA__FN void RA__F(back_outer)(const ra__tile *x, int32_t dk) {
-    RA__F(outer) o;
-    o.x = x;
-    o.a = dk ? x->ds : x->p;
-    o.rows = dk ? x->x->q_rows : x->x->g_rows;
-    o.to = dk ? x->dk : x->dv;
-    o.stride = dk ? x->dk_stride : x->dv_stride;
-    o.dim = dk ? x->k_dim : x->v_dim;
+RA__ISA_STATIC void RA__NAME(back_key_grads)(const ra__back_job *job, int32_t dk) {
+    RA__NAME(key_grads) o;
+    o.job = job;
+    o.a = dk ? job->ds : job->p;
+    o.rows = dk ? job->panel->q_rows : job->panel->g_rows;
+    o.to = dk ? job->dk : job->dv;
+    o.stride = dk ? job->dk_stride : job->dv_stride;
+    o.dim = dk ? job->k_dim : job->v_dim;
     if (!o.to) return;
-    if (x->partial && !x->x->clean) RA__F(back_keys_dirty)(&o);
-    else RA__F(back_keys)(&o);
+    if (job->partial && !job->panel->clean) RA__NAME(back_keys_dirty)(&o);
+    else RA__NAME(back_keys)(&o);
 }
 
 /* The passes between the products, where they are not the plain ones. */
-RA__FN void RA__F(back_general)(const ra__tile *x) {
+RA__ISA_STATIC void RA__NAME(back_general)(const ra__back_job *job) {
     int32_t row;
-    if (x->x->p.drop.least) {
-        for (row = 0; row < RA_BLOCK_TOKENS * RA_BLOCK_TOKENS; row++) x->drop[row] = 1.0f;
-        ra__drop_apply(&x->x->p, x->keys, 0, RA_BLOCK_TOKENS, x->drop, RA_BLOCK_TOKENS);
+    if (job->panel->fwd.drop.threshold) {
+        for (row = 0; row < RA_BLOCK_TOKENS * RA_BLOCK_TOKENS; row++) job->drop[row] = 1.0f;
+        ra__drop_apply(&job->panel->fwd, job->keys, 0, RA_BLOCK_TOKENS, job->drop, RA_BLOCK_TOKENS);
     }
-    for (row = 0; row < x->x->p.rows; row += RA__W) RA__F(back_changes)(x, row);
-    if (x->x->d_bias) ra__bias_back(x->x, x->keys, x->ds);
-    RA__F(back_scale)(x);
+    for (row = 0; row < job->panel->fwd.rows; row += RA__WIDTH)
+        RA__NAME(back_score_grads_general)(job, row);
+    if (job->panel->d_bias) ra__bias_grad_add(job->panel, job->keys, job->ds);
+    RA__NAME(back_scale)(job);
 }
 
-RA__FN void RA__F(fold_back_tile)(const ra__tile *x) {
-    const ra__panel *p = &x->x->p;
-    const int32_t general = x->partial || ra__score_is_modified(&p->score) || p->drop.least ||
-                            x->x->d_bias;
+RA__ISA_STATIC void RA__NAME(fold_back_tile)(const ra__back_job *job) {
+    const ra__panel *fwd = &job->panel->fwd;
+    int32_t general = job->partial || ra__score_is_modified(&fwd->score) || fwd->drop.threshold ||
+                            job->panel->d_bias;
     int32_t row;
-    RA__F(back_scores)(x, general);
-    for (row = 0; general && row < p->rows; row += RA__W) RA__F(back_weights)(x, row);
-    if (x->want_q || x->dk || x->x->d_bias || p->drop.least) {
-        RA__F(back_slopes)(x, general);
-        if (general) RA__F(back_general)(x);
+    RA__NAME(back_scores)(job, general);
+    for (row = 0; general && row < fwd->rows; row += RA__WIDTH) RA__NAME(back_weights)(job, row);
+    if (job->want_q || job->dk || job->panel->d_bias || fwd->drop.threshold) {
+        RA__NAME(back_score_grads)(job, general);
+        if (general) RA__NAME(back_general)(job);
     }
-    if (x->want_q && x->partial && !x->k_clean) RA__F(back_queries_dirty)(x);
-    else if (x->want_q) RA__F(back_queries)(x);
-    RA__F(back_outer)(x, 0);
-    RA__F(back_outer)(x, 1);
+    if (job->want_q && job->partial && !job->k_clean) RA__NAME(back_queries_dirty)(job);
+    else if (job->want_q) RA__NAME(back_queries)(job);
+    RA__NAME(back_key_grads)(job, 0);
+    RA__NAME(back_key_grads)(job, 1);
 }
 
-RA__FN void RA__F(fold_back)(const ra__tile *x, int32_t count) {
+RA__ISA_STATIC void RA__NAME(fold_back)(const ra__back_job *job, int32_t count) {
     int32_t i;
-    for (i = 0; i < count; i++) RA__F(fold_back_tile)(x + i);
+    for (i = 0; i < count; i++) RA__NAME(fold_back_tile)(job + i);
 }
 
-RA__FN void RA__F(sizes_back)(ra__bytes *out, const ra_desc *d) {
-    RA__F(sizes)(out, d, 1);
+RA__ISA_STATIC void RA__NAME(sizes_back)(ra__bytes *out, const ra_desc *d) {
+    RA__NAME(sizes)(out, d, 1);
     out->batch = 4;
     out->s = 0;
     out->k = RA_BLOCK_TOKENS * (int64_t)sizeof(float) * d->k_dim;
     if (d->v_dtype == RA_F32) out->v = 0;
 }
 
-RA__FN int32_t RA__F(prepare_back)(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                                   int32_t partial) {
-    RA__F(bring_both)(keys, d, store, 1, 0);
-    return partial && RA__F(finite)(ra__key_row(keys, 0), keys->k_stride / 4, keys->n, d->k_dim);
+RA__ISA_STATIC int32_t RA__NAME(prepare_back)(ra__keys *keys, const ra_desc *d,
+                                              const ra__key_scratch *store, int32_t partial) {
+    RA__NAME(copy_keys)(keys, d, store, 1, 0);
+    return partial &&
+           RA__NAME(rows_are_finite)(ra__key_row(keys, 0), keys->k_stride / 4, keys->n, d->k_dim);
 }
 
-RA__FN void RA__F(put_grad)(void *to, const float *x, int32_t dtype, int32_t n) {
+RA__ISA_STATIC void RA__NAME(put_grad)(void *to, const float *x, int32_t dtype, int32_t n) {
     float *sum = (float *)to;
     int32_t i = 0;
     if (dtype != RA_F32) {
-        RA__F(write)((uint8_t *)to, x, dtype, n);
+        RA__NAME(write_row)((uint8_t *)to, x, dtype, n);
         return;
     }
-    for (; n - i >= RA__W; i += RA__W)
-        RA__F(store)(sum + i, RA__F(load)(sum + i) + RA__F(load)(x + i));
+    for (; n - i >= RA__WIDTH; i += RA__WIDTH)
+        RA__NAME(store)(sum + i, RA__NAME(load)(sum + i) + RA__NAME(load)(x + i));
     for (; i < n; i++) sum[i] += x[i];
 }
 
 /* Rows as [slab of columns][64][RA__SLAB] floats; columns beyond dim are 0. 1: all are finite. */
-RA__FN int32_t RA__F(pack_rows)(float *dst, const ra__source *s, int32_t rows) {
-    const int32_t size = s->dtype == RA_F32 ? 4 : 2;
+RA__ISA_STATIC int32_t RA__NAME(pack_rows)(float *dst, const ra__source *s, int32_t rows) {
+    int32_t size = s->dtype == RA_F32 ? 4 : 2;
     int32_t d, row, t, bad = 0;
     for (d = 0; d < s->dim; d += RA__SLAB) {
-        const int32_t n = s->dim - d < RA__SLAB ? s->dim - d : RA__SLAB;
-        const int32_t direct = s->dtype == RA_F32 && n == RA__SLAB;
+        int32_t n = s->dim - d < RA__SLAB ? s->dim - d : RA__SLAB;
+        int32_t direct = s->dtype == RA_F32 && n == RA__SLAB;
         for (row = 0; row < rows; row++, dst += RA__SLAB) {
             const uint8_t *from = s->data + row * s->stride + d * size;
-            if (!direct) RA__F(read)(dst, from, s->dtype, n);
+            if (!direct) RA__NAME(read_row)(dst, from, s->dtype, n);
             if (!direct) memset(dst + n, 0, (size_t)(RA__SLAB - n) * sizeof *dst);
-            RA__UNROLL for (t = 0; t < RA__NT; t++) {
+            RA__UNROLL for (t = 0; t < RA__VECTORS; t++) {
                 const float *x = direct ? (const float *)(const void *)from : dst;
-                RA__V y = RA__F(load)(x + t * RA__W);
-                bad |= RA__F(bad)(y);
-                RA__F(store)(dst + t * RA__W, y);
+                RA__FLOATS y = RA__NAME(load)(x + t * RA__WIDTH);
+                bad |= RA__NAME(any_nonfinite)(y);
+                RA__NAME(store)(dst + t * RA__WIDTH, y);
             }
         }
         dst += (RA_BLOCK_TOKENS - rows) * RA__SLAB;
@@ -3785,75 +3880,78 @@ RA__FN int32_t RA__F(pack_rows)(float *dst, const ra__source *s, int32_t rows) {
     return !bad;
 }
 
-RA__FN void RA__F(load_back)(ra__back_panel *x, const ra__source *q, const ra__source *g) {
-    ra__panel as_q = x->p;
+RA__ISA_STATIC void RA__NAME(load_back)(ra__back_panel *panel, const ra__source *q,
+                                        const ra__source *g) {
+    ra__panel as_q = panel->fwd;
     int32_t row;
-    for (row = 0; row < x->p.rows; row++) { /* PERF: Zen 5, 2048 tokens, D 64: 88 to 89 % */
+    for (row = 0; row < panel->fwd.rows; row++) { /* PERF: Zen 5, 2048 tokens, D 64: 88 to 89 % */
         ra__prefetch((uintptr_t)(q->data + row * q->stride), q->dim * (q->dtype == RA_F32 ? 4 : 2));
         ra__prefetch((uintptr_t)(g->data + row * g->stride), g->dim * (g->dtype == RA_F32 ? 4 : 2));
     }
-    if (x->p.rows < RA_BLOCK_TOKENS) {
-        memset(x->p.q, 0, (size_t)RA_BLOCK_TOKENS * (size_t)q->dim * sizeof(float));
-        memset(x->g, 0, (size_t)RA_BLOCK_TOKENS * (size_t)g->dim * sizeof(float));
+    if (panel->fwd.rows < RA_BLOCK_TOKENS) {
+        memset(panel->fwd.q, 0, (size_t)RA_BLOCK_TOKENS * (size_t)q->dim * sizeof(float));
+        memset(panel->g, 0, (size_t)RA_BLOCK_TOKENS * (size_t)g->dim * sizeof(float));
     }
-    RA__F(load_q)(&x->p, q->data, q->stride, q->dtype, q->dim);
-    as_q.q = x->g;
+    RA__NAME(load_q)(&panel->fwd, q->data, q->stride, q->dtype, q->dim);
+    as_q.q = panel->g;
     as_q.factor = 1.0f;
-    RA__F(load_q)(&as_q, g->data, g->stride, g->dtype, g->dim);
-    x->clean = RA__F(pack_rows)(x->q_rows, q, x->p.rows);
-    x->clean &= RA__F(pack_rows)(x->g_rows, g, x->p.rows);
+    RA__NAME(load_q)(&as_q, g->data, g->stride, g->dtype, g->dim);
+    panel->clean = RA__NAME(pack_rows)(panel->q_rows, q, panel->fwd.rows);
+    panel->clean &= RA__NAME(pack_rows)(panel->g_rows, g, panel->fwd.rows);
 }
 
 /* n elements as floats, followed by zeros up to a whole vector; in place if they are. */
-RA__FN const float *RA__F(floats)(float *room, const ra__source *s, int32_t row, int32_t d,
-                                  int32_t n) {
+RA__ISA_STATIC const float *RA__NAME(floats)(float *room, const ra__source *s, int32_t row,
+                                             int32_t d, int32_t n) {
     const uint8_t *from = s->data + row * s->stride + d * (s->dtype == RA_F32 ? 4 : 2);
-    if (s->dtype == RA_F32 && n % RA__W == 0) return (const float *)(const void *)from;
-    RA__F(read)(room, from, s->dtype, n);
-    memset(room + n, 0, (size_t)(RA__PIECE - n) * sizeof *room);
+    if (s->dtype == RA_F32 && n % RA__WIDTH == 0) return (const float *)(const void *)from;
+    RA__NAME(read_row)(room, from, s->dtype, n);
+    memset(room + n, 0, (size_t)(RA__DELTA_DIMS - n) * sizeof *room);
     return room;
 }
 
-RA__FN void RA__F(deltas)(float *delta, const ra__source *o, const ra__source *g, int32_t rows) {
-    float a[RA__PIECE], b[RA__PIECE];
+RA__ISA_STATIC void RA__NAME(deltas)(float *delta, const ra__source *o, const ra__source *g,
+                                     int32_t rows) {
+    float a[RA__DELTA_DIMS], b[RA__DELTA_DIMS];
     int32_t row, d, i;
     for (row = 0; row < rows; row++) {
-        RA__V sum = RA__F(set)(0.0f);
-        for (d = 0; d < o->dim; d += RA__PIECE) {
-            const int32_t n = o->dim - d < RA__PIECE ? o->dim - d : RA__PIECE;
-            const float *x = RA__F(floats)(a, o, row, d, n), *y = RA__F(floats)(b, g, row, d, n);
-            for (i = 0; i < n; i += RA__W)
-                sum = RA__F(fma)(RA__F(load)(x + i), RA__F(load)(y + i), sum);
+        RA__FLOATS sum = RA__NAME(set)(0.0f);
+        for (d = 0; d < o->dim; d += RA__DELTA_DIMS) {
+            int32_t n = o->dim - d < RA__DELTA_DIMS ? o->dim - d : RA__DELTA_DIMS;
+            const float *x = RA__NAME(floats)(a, o, row, d, n),
+                             *y = RA__NAME(floats)(b, g, row, d, n);
+            for (i = 0; i < n; i += RA__WIDTH)
+                sum = RA__NAME(fma)(RA__NAME(load)(x + i), RA__NAME(load)(y + i), sum);
         }
-        delta[row] = RA__F(sum)(sum);
+        delta[row] = RA__NAME(sum)(sum);
     }
 }
 
-static const ra__kernel RA__F(kernel) = {
-    RA__ISA,          RA__F(sizes),     RA__F(widen),    RA__F(prepare), RA__F(load_q),
-    RA__F(load_acc),  RA__F(store_acc), RA__F(fold),     RA__F(store_o),
-    RA__FEW_UNIT,
-    RA__F(few_load),  RA__F(few_fold),  RA__F(few_close), RA__F(few_store),
-    RA__F(few_merge),
-    RA__F(sizes_back), RA__F(prepare_back), RA__F(load_back), RA__F(deltas),
-    RA__F(fold_back), RA__F(put_grad)};
+static const ra__kernel RA__NAME(kernel) = {
+    RA__ISA,          RA__NAME(sizes),     RA__NAME(widen),    RA__NAME(prepare), RA__NAME(load_q),
+    RA__NAME(load_acc),  RA__NAME(store_acc), RA__NAME(fold),     RA__NAME(store_o),
+    RA__DECODE_UNIT,
+    RA__NAME(decode_load),  RA__NAME(decode_fold),  RA__NAME(decode_close), RA__NAME(decode_store),
+    RA__NAME(decode_merge),
+    RA__NAME(sizes_back), RA__NAME(prepare_back), RA__NAME(load_back), RA__NAME(deltas),
+    RA__NAME(fold_back), RA__NAME(put_grad)};
 
 #undef RA__SLAB
-#undef RA__PART
+#undef RA__ISA_NOINLINE
 /* What the room of the instruction set has defined. */
-#undef RA__F
+#undef RA__NAME
 #undef RA__ISA
 #undef RA__TARGET
-#undef RA__FN
-#undef RA__OP
-#undef RA__V
-#undef RA__I
-#undef RA__M
-#undef RA__W
-#undef RA__NT
-#undef RA__NI
-#undef RA__DK
-#undef RA__DC
+#undef RA__ISA_STATIC
+#undef RA__ISA_INLINE
+#undef RA__FLOATS
+#undef RA__INTS
+#undef RA__MASK
+#undef RA__WIDTH
+#undef RA__VECTORS
+#undef RA__TILE_HEIGHT
+#undef RA__DECODE_TILE_KEYS
+#undef RA__DECODE_TILE_CHUNKS
 #endif /* RA__BODY */
 
 #if defined(RA__MAIN)
@@ -3863,95 +3961,96 @@ static const ra__kernel RA__F(kernel) = {
 /* ========================================================================== SCALAR
  * For every processor: vectors of four floats in the compiler's own language, which become SSE2,
  * NEON or plain scalars. */
-#define RA__F(name)  ra__##name##_scalar
-#define RA__ISA      RA_ISA_SCALAR
-#define RA__FN       RA__UNUSED static
-#define RA__OP       RA__INLINE
-#define RA__V        ra__v4f
-#define RA__I        ra__v4i
-#define RA__M        ra__v4i
-#define RA__W        4
-#define RA__NT       2
-#define RA__NI       4
-#define RA__DK       2
-#define RA__DC       1
+#define RA__NAME(name)         ra__##name##_scalar
+#define RA__ISA                RA_ISA_SCALAR
+#define RA__ISA_STATIC         RA__UNUSED static
+#define RA__ISA_INLINE         RA__INLINE
+#define RA__FLOATS             ra__v4f
+#define RA__INTS               ra__v4i
+#define RA__MASK               ra__v4i
+#define RA__WIDTH              4
+#define RA__VECTORS            2
+#define RA__TILE_HEIGHT        4
+#define RA__DECODE_TILE_KEYS   2
+#define RA__DECODE_TILE_CHUNKS 1
 
 typedef float ra__v4f __attribute__((vector_size(16)));
 typedef int32_t ra__v4i __attribute__((vector_size(16)));
 typedef uint32_t ra__v4u __attribute__((vector_size(16)));
 
-RA__OP ra__v4f ra__set_scalar(float x) {
+RA__ISA_INLINE ra__v4f ra__set_scalar(float x) {
     ra__v4f v = {x, x, x, x};
     return v;
 }
-RA__OP ra__v4i ra__set_int_scalar(int32_t x) {
+RA__ISA_INLINE ra__v4i ra__set_int_scalar(int32_t x) {
     ra__v4i v = {x, x, x, x};
     return v;
 }
-RA__OP ra__v4f ra__load_scalar(const float *p) {
+RA__ISA_INLINE ra__v4f ra__load_scalar(const float *p) {
     ra__v4f v;
     memcpy(&v, p, sizeof v);
     return v;
 }
-RA__OP ra__v4i ra__load_int_scalar(const int32_t *p) {
+RA__ISA_INLINE ra__v4i ra__load_int_scalar(const int32_t *p) {
     ra__v4i v;
     memcpy(&v, p, sizeof v);
     return v;
 }
-RA__OP void ra__store_scalar(float *p, ra__v4f v) { memcpy(p, &v, sizeof v); }
-RA__OP ra__v4f ra__load_n_scalar(const float *p, int32_t n) {
+RA__ISA_INLINE void ra__store_scalar(float *p, ra__v4f v) { memcpy(p, &v, sizeof v); }
+RA__ISA_INLINE ra__v4f ra__load_n_scalar(const float *p, int32_t n) {
     ra__v4f v = {0.0f, 0.0f, 0.0f, 0.0f};
     memcpy(&v, p, (size_t)n * sizeof *p);
     return v;
 }
-RA__OP void ra__store_n_scalar(float *p, ra__v4f v, int32_t n) {
+RA__ISA_INLINE void ra__store_n_scalar(float *p, ra__v4f v, int32_t n) {
     memcpy(p, &v, (size_t)n * sizeof *p);
 }
 /* The value, computed and in a register from here on: nothing is fused with it or loaded again. */
-RA__OP ra__v4f ra__hold_scalar(ra__v4f v) {
+RA__ISA_INLINE ra__v4f ra__hold_scalar(ra__v4f v) {
 #if RA__X86
     __asm__("" : "+x"(v));
 #endif
     return v;
 }
 /* Not fused on any x86: clang 14 with -ffast-math -mfma would fuse whatever the pragmas say. */
-RA__OP ra__v4f ra__fma_scalar(ra__v4f a, ra__v4f b, ra__v4f c) {
+RA__ISA_INLINE ra__v4f ra__fma_scalar(ra__v4f a, ra__v4f b, ra__v4f c) {
     return ra__hold_scalar(a * b) + c;
 }
-RA__OP ra__v4f ra__pick_scalar(ra__v4i m, ra__v4f a, ra__v4f b) {
+RA__ISA_INLINE ra__v4f ra__select_scalar(ra__v4i m, ra__v4f a, ra__v4f b) {
     return (ra__v4f)((m & (ra__v4i)a) | (~m & (ra__v4i)b));
 }
-RA__OP ra__v4i ra__less_scalar(ra__v4f a, ra__v4f b) { return (ra__v4i)(a < b); }
-RA__OP ra__v4f ra__max_scalar(ra__v4f a, ra__v4f b) { return ra__pick_scalar(b < a, a, b); }
-RA__OP ra__v4f ra__abs_scalar(ra__v4f a) {
+RA__ISA_INLINE ra__v4i ra__less_scalar(ra__v4f a, ra__v4f b) { return (ra__v4i)(a < b); }
+RA__ISA_INLINE ra__v4f ra__max_scalar(ra__v4f a,
+                                      ra__v4f b) { return ra__select_scalar(b < a, a, b); }
+RA__ISA_INLINE ra__v4f ra__abs_scalar(ra__v4f a) {
     return (ra__v4f)((ra__v4i)a & ra__set_int_scalar(0x7fffffff));
 }
-RA__OP ra__v4i ra__none_scalar(void) { return ra__set_int_scalar(0); }
-RA__OP ra__v4i ra__either_scalar(ra__v4i a, ra__v4i b) { return a | b; }
+RA__ISA_INLINE ra__v4i ra__none_scalar(void) { return ra__set_int_scalar(0); }
+RA__ISA_INLINE ra__v4i ra__any_of_scalar(ra__v4i a, ra__v4i b) { return a | b; }
 /* lo <= k < hi */
-RA__OP ra__v4i ra__within_scalar(ra__v4i lo, ra__v4i hi, int32_t k) {
+RA__ISA_INLINE ra__v4i ra__within_scalar(ra__v4i lo, ra__v4i hi, int32_t k) {
     ra__v4i v = ra__set_int_scalar(k);
     return (ra__v4i)(lo <= v) & (ra__v4i)(v < hi);
 }
 /* |p[i] - k| */
-RA__OP ra__v4f ra__distance_scalar(const int32_t *p, int32_t k) {
+RA__ISA_INLINE ra__v4f ra__distance_scalar(const int32_t *p, int32_t k) {
     ra__v4f v = {0.0f, 0.0f, 0.0f, 0.0f};
     int32_t i;
     for (i = 0; i < 4; i++) v[i] = (float)(p[i] < k ? (int64_t)k - p[i] : (int64_t)p[i] - k);
     return v;
 }
 /* m, but 0 for -inf */
-RA__OP ra__v4f ra__base_scalar(ra__v4f m) {
+RA__ISA_INLINE ra__v4f ra__shift_of_scalar(ra__v4f m) {
     return (ra__v4f)((ra__v4i)m & ((ra__v4i)m != ra__set_int_scalar(-0x800000)));
 }
 /* 2^x, 0 below -126.5, infinite from 127.5 on. Adding 1.5 * 2^23 + 127 leaves the rounded x,
  * biased, in the low bits, from where a shift makes it an exponent. */
-RA__OP ra__v4f ra__exp2_scalar(ra__v4f x) {
+RA__ISA_INLINE ra__v4f ra__exp2_scalar(ra__v4f x) {
     ra__v4f magic = ra__set_scalar(12583039.0f), low = ra__set_scalar(-127.0f), n, f, p;
     ra__v4f high = ra__set_scalar(128.0f);
     int32_t i;
-    x = ra__pick_scalar(x < low, low, x);
-    x = ra__pick_scalar(high < x, high, x);
+    x = ra__select_scalar(x < low, low, x);
+    x = ra__select_scalar(high < x, high, x);
     n = x + magic;
     f = x - (n - magic);
     p = ra__set_scalar(ra__exp2_near[6]);
@@ -3959,53 +4058,53 @@ RA__OP ra__v4f ra__exp2_scalar(ra__v4f x) {
     return p * (ra__v4f)((ra__v4u)n << 23);
 }
 /* v[c][r] = v[r][c] */
-RA__OP void ra__transpose_scalar(ra__v4f *v) {
+RA__ISA_INLINE void ra__transpose_scalar(ra__v4f *v) {
     float x[4][4], y[4][4];
     memcpy(x, v, sizeof x);
     ra__transpose4(y[0], 4, x[0], 4);
     memcpy(v, y, sizeof y);
 }
-RA__OP float ra__sum_scalar(ra__v4f v) { return (v[0] + v[2]) + (v[1] + v[3]); }
-RA__OP ra__v4f ra__sums_scalar(const ra__v4f *v) {
+RA__ISA_INLINE float ra__sum_scalar(ra__v4f v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+RA__ISA_INLINE ra__v4f ra__sums_scalar(const ra__v4f *v) {
     ra__v4f s = {ra__sum_scalar(v[0]), ra__sum_scalar(v[1]), ra__sum_scalar(v[2]),
                  ra__sum_scalar(v[3])};
     return s;
 }
-RA__OP int32_t ra__bad_scalar(ra__v4f v) {
+RA__ISA_INLINE int32_t ra__any_nonfinite_scalar(ra__v4f v) {
     ra__v4i e = ra__set_int_scalar(0x7f800000), b = (ra__v4i)(((ra__v4i)v & e) == e);
     return b[0] | b[1] | b[2] | b[3];
 }
-RA__OP ra__v4i ra__load_half_scalar(const uint8_t *p) {
+RA__ISA_INLINE ra__v4i ra__load_half_scalar(const uint8_t *p) {
     uint16_t h[4];
     memcpy(h, p, sizeof h);
     ra__v4i v = {h[0], h[1], h[2], h[3]};
     return v;
 }
 /* As ra__f32_of_f16, all branches at once. */
-RA__OP ra__v4f ra__of_f16_scalar(const uint8_t *p) {
-    const ra__v4i h = ra__load_half_scalar(p), a = h & 0x7fff;
-    const ra__v4f tiny = __builtin_convertvector(a, ra__v4f) * (1.0f / 16777216.0f);
+RA__ISA_INLINE ra__v4f ra__of_f16_scalar(const uint8_t *p) {
+    ra__v4i h = ra__load_half_scalar(p), a = h & 0x7fff;
+    ra__v4f tiny = __builtin_convertvector(a, ra__v4f) * (1.0f / 16777216.0f);
     ra__v4i u = (a << 13) + (112 << 23);
-    u = (ra__v4i)ra__pick_scalar(a < 0x400, tiny, (ra__v4f)u);
+    u = (ra__v4i)ra__select_scalar(a < 0x400, tiny, (ra__v4f)u);
     u |= (a >= 0x7c00) & 0x7f800000;
     u |= (a > 0x7c00) & 0x400000;
     return (ra__v4f)((ra__v4u)u | (ra__v4u)(h & 0x8000) << 16);
 }
-RA__OP ra__v4f ra__of_i8_scalar(const uint8_t *p) {
+RA__ISA_INLINE ra__v4f ra__of_i8_scalar(const uint8_t *p) {
     ra__v4f v = {(float)(int8_t)p[0], (float)(int8_t)p[1], (float)(int8_t)p[2],
                  (float)(int8_t)p[3]};
     return v;
 }
-RA__OP ra__v4f ra__of_bf16_scalar(const uint8_t *p) {
+RA__ISA_INLINE ra__v4f ra__of_bf16_scalar(const uint8_t *p) {
     return (ra__v4f)((ra__v4u)ra__load_half_scalar(p) << 16);
 }
-RA__OP void ra__to_f16_scalar(uint8_t *p, ra__v4f v) {
+RA__ISA_INLINE void ra__to_f16_scalar(uint8_t *p, ra__v4f v) {
     uint16_t h[4];
     int32_t i;
     for (i = 0; i < 4; i++) h[i] = ra__f16_of_f32(v[i]);
     memcpy(p, h, sizeof h);
 }
-RA__OP void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
+RA__ISA_INLINE void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
     uint16_t h[4];
     int32_t i;
     for (i = 0; i < 4; i++) h[i] = ra__bf16_of_f32(v[i]);
@@ -4017,68 +4116,69 @@ RA__OP void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
 #if RA__X86
 /* ========================================================================== AVX2
  * AVX2, FMA, F16C: 16 registers of 8 lanes, tiles of 6 keys and 16 rows. */
-#define RA__F(name)  ra__##name##_avx2
-#define RA__ISA      RA_ISA_AVX2
-#define RA__TARGET   __attribute__((target("avx2,fma,f16c")))
-#define RA__FN       RA__UNUSED RA__TARGET static
-#define RA__OP       RA__INLINE RA__TARGET
-#define RA__V        __m256
-#define RA__I        __m256i
-#define RA__M        __m256i
-#define RA__W        8
-#define RA__NT       2
-#define RA__NI       6
-#define RA__DK       2
-#define RA__DC       1
+#define RA__NAME(name)         ra__##name##_avx2
+#define RA__ISA                RA_ISA_AVX2
+#define RA__TARGET             __attribute__((target("avx2,fma,f16c")))
+#define RA__ISA_STATIC         RA__UNUSED RA__TARGET static
+#define RA__ISA_INLINE         RA__INLINE RA__TARGET
+#define RA__FLOATS             __m256
+#define RA__INTS               __m256i
+#define RA__MASK               __m256i
+#define RA__WIDTH              8
+#define RA__VECTORS            2
+#define RA__TILE_HEIGHT        6
+#define RA__DECODE_TILE_KEYS   2
+#define RA__DECODE_TILE_CHUNKS 1
 
-RA__OP __m256 ra__set_avx2(float x) { return _mm256_set1_ps(x); }
-RA__OP __m256 ra__load_avx2(const float *p) { return _mm256_loadu_ps(p); }
-RA__OP void ra__store_avx2(float *p, __m256 v) { _mm256_storeu_ps(p, v); }
-RA__OP __m256i ra__load_int_avx2(const int32_t *p) {
+RA__ISA_INLINE __m256 ra__set_avx2(float x) { return _mm256_set1_ps(x); }
+RA__ISA_INLINE __m256 ra__load_avx2(const float *p) { return _mm256_loadu_ps(p); }
+RA__ISA_INLINE void ra__store_avx2(float *p, __m256 v) { _mm256_storeu_ps(p, v); }
+RA__ISA_INLINE __m256i ra__load_int_avx2(const int32_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
-RA__OP __m256i ra__first_avx2(int32_t n) {
+RA__ISA_INLINE __m256i ra__first_lanes_avx2(int32_t n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-RA__OP __m256 ra__load_n_avx2(const float *p, int32_t n) {
-    return _mm256_maskload_ps(p, ra__first_avx2(n));
+RA__ISA_INLINE __m256 ra__load_n_avx2(const float *p, int32_t n) {
+    return _mm256_maskload_ps(p, ra__first_lanes_avx2(n));
 }
-RA__OP void ra__store_n_avx2(float *p, __m256 v, int32_t n) {
-    _mm256_maskstore_ps(p, ra__first_avx2(n), v);
+RA__ISA_INLINE void ra__store_n_avx2(float *p, __m256 v, int32_t n) {
+    _mm256_maskstore_ps(p, ra__first_lanes_avx2(n), v);
 }
-RA__OP __m256 ra__hold_avx2(__m256 v) {
+RA__ISA_INLINE __m256 ra__hold_avx2(__m256 v) {
     __asm__("" : "+x"(v));
     return v;
 }
-RA__OP __m256 ra__fma_avx2(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
-RA__OP __m256 ra__pick_avx2(__m256i m, __m256 a, __m256 b) {
+RA__ISA_INLINE __m256 ra__fma_avx2(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c);
+                                                                  }
+RA__ISA_INLINE __m256 ra__select_avx2(__m256i m, __m256 a, __m256 b) {
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(m));
 }
-RA__OP __m256i ra__less_avx2(__m256 a, __m256 b) {
+RA__ISA_INLINE __m256i ra__less_avx2(__m256 a, __m256 b) {
     return _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
-RA__OP __m256 ra__max_avx2(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
-RA__OP __m256 ra__abs_avx2(__m256 a) {
+RA__ISA_INLINE __m256 ra__max_avx2(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
+RA__ISA_INLINE __m256 ra__abs_avx2(__m256 a) {
     return _mm256_castsi256_ps(
         _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0x7fffffff)));
 }
-RA__OP __m256i ra__none_avx2(void) { return _mm256_setzero_si256(); }
-RA__OP __m256i ra__either_avx2(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
-RA__OP __m256i ra__within_avx2(__m256i lo, __m256i hi, int32_t k) {
+RA__ISA_INLINE __m256i ra__none_avx2(void) { return _mm256_setzero_si256(); }
+RA__ISA_INLINE __m256i ra__any_of_avx2(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
+RA__ISA_INLINE __m256i ra__within_avx2(__m256i lo, __m256i hi, int32_t k) {
     __m256i v = _mm256_set1_epi32(k);
     return _mm256_andnot_si256(_mm256_cmpgt_epi32(lo, v), _mm256_cmpgt_epi32(hi, v));
 }
-RA__OP __m256 ra__distance_avx2(const int32_t *p, int32_t k) {
+RA__ISA_INLINE __m256 ra__distance_avx2(const int32_t *p, int32_t k) {
     return _mm256_cvtepi32_ps(
         _mm256_abs_epi32(_mm256_sub_epi32(ra__load_int_avx2(p), _mm256_set1_epi32(k))));
 }
-RA__OP __m256 ra__base_avx2(__m256 m) {
+RA__ISA_INLINE __m256 ra__shift_of_avx2(__m256 m) {
     __m256i u = _mm256_castps_si256(m);
     return _mm256_castsi256_ps(
         _mm256_andnot_si256(_mm256_cmpeq_epi32(u, _mm256_set1_epi32(-0x800000)), u));
 }
 /* As ra__exp2_scalar; of max's and min's operands the second is returned if one is a NaN. */
-RA__OP __m256 ra__exp2_avx2(__m256 x) {
+RA__ISA_INLINE __m256 ra__exp2_avx2(__m256 x) {
     __m256 magic = ra__set_avx2(12583039.0f), n, f, p;
     int32_t i;
     x = _mm256_min_ps(ra__set_avx2(128.0f), _mm256_max_ps(ra__set_avx2(-127.0f), x));
@@ -4090,7 +4190,7 @@ RA__OP __m256 ra__exp2_avx2(__m256 x) {
     return p * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(n), 23));
 }
 /* v[c][r] = v[r][c]: pairs, then fours, then halves. */
-RA__OP void ra__transpose_avx2(__m256 *v) {
+RA__ISA_INLINE void ra__transpose_avx2(__m256 *v) {
     __m256 a[8];
     int32_t i;
     RA__UNROLL for (i = 0; i < 8; i += 2) {
@@ -4109,39 +4209,41 @@ RA__OP void ra__transpose_avx2(__m256 *v) {
     }
     RA__UNROLL for (i = 0; i < 8; i++) v[i] = a[i];
 }
-RA__OP float ra__sum_avx2(__m256 v) {
+RA__ISA_INLINE float ra__sum_avx2(__m256 v) {
     __m128 a = _mm256_castps256_ps128(v) + _mm256_extractf128_ps(v, 1);
     a = a + _mm_movehl_ps(a, a);
     return _mm_cvtss_f32(a + _mm_shuffle_ps(a, a, 1));
 }
 /* Lane i: the sum of v[i]. */
-RA__OP __m256 ra__sums_avx2(const __m256 *v) {
+RA__ISA_INLINE __m256 ra__sums_avx2(const __m256 *v) {
     __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
     __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
     return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
 }
-RA__OP int32_t ra__bad_avx2(__m256 v) {
+RA__ISA_INLINE int32_t ra__any_nonfinite_avx2(__m256 v) {
     __m256i e = _mm256_set1_epi32(0x7f800000);
     return _mm256_movemask_epi8(
         _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_castps_si256(v), e), e));
 }
-RA__OP __m128i ra__load_half_avx2(const uint8_t *p) {
+RA__ISA_INLINE __m128i ra__load_half_avx2(const uint8_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
-RA__OP __m256 ra__of_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(ra__load_half_avx2(p)); }
-RA__OP __m256 ra__of_i8_avx2(const uint8_t *p) {
+RA__ISA_INLINE __m256 ra__of_f16_avx2(const uint8_t *p) {
+    return _mm256_cvtph_ps(ra__load_half_avx2(p));
+}
+RA__ISA_INLINE __m256 ra__of_i8_avx2(const uint8_t *p) {
     return _mm256_cvtepi32_ps(
         _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
 }
-RA__OP __m256 ra__of_bf16_avx2(const uint8_t *p) {
+RA__ISA_INLINE __m256 ra__of_bf16_avx2(const uint8_t *p) {
     return _mm256_castsi256_ps(
         _mm256_slli_epi32(_mm256_cvtepu16_epi32(ra__load_half_avx2(p)), 16));
 }
-RA__OP void ra__to_f16_avx2(uint8_t *p, __m256 v) {
+RA__ISA_INLINE void ra__to_f16_avx2(uint8_t *p, __m256 v) {
     _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
 /* As ra__bf16_of_f32. */
-RA__OP void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
+RA__ISA_INLINE void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
     __m256i u = _mm256_castps_si256(v), high = _mm256_srli_epi32(u, 16), r;
     __m256i nan = _mm256_cmpgt_epi32(_mm256_and_si256(u, _mm256_set1_epi32(0x7fffffff)),
                                      _mm256_set1_epi32(0x7f800000));
@@ -4164,64 +4266,66 @@ RA__OP void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wsign-conversion"
 #endif
-#define RA__F(name)  ra__##name##_avx512
-#define RA__ISA      RA_ISA_AVX512
-#define RA__TARGET   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
-#define RA__FN       RA__UNUSED RA__TARGET static
-#define RA__OP       RA__INLINE RA__TARGET
-#define RA__V        __m512
-#define RA__I        __m512i
-#define RA__M        __mmask16
-#define RA__W        16
-#define RA__NT       4
-#define RA__NI       4
-#define RA__DK       4
-#define RA__DC       2
+#define RA__NAME(name)         ra__##name##_avx512
+#define RA__ISA                RA_ISA_AVX512
+#define RA__TARGET                                                                               \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define RA__ISA_STATIC         RA__UNUSED RA__TARGET static
+#define RA__ISA_INLINE         RA__INLINE RA__TARGET
+#define RA__FLOATS             __m512
+#define RA__INTS               __m512i
+#define RA__MASK               __mmask16
+#define RA__WIDTH              16
+#define RA__VECTORS            4
+#define RA__TILE_HEIGHT        4
+#define RA__DECODE_TILE_KEYS   4
+#define RA__DECODE_TILE_CHUNKS 2
 
-RA__OP __m512 ra__set_avx512(float x) { return _mm512_set1_ps(x); }
-RA__OP __m512 ra__load_avx512(const float *p) { return _mm512_loadu_ps(p); }
-RA__OP void ra__store_avx512(float *p, __m512 v) { _mm512_storeu_ps(p, v); }
-RA__OP __m512i ra__load_int_avx512(const int32_t *p) { return _mm512_loadu_si512(p); }
-RA__OP __mmask16 ra__first_avx512(int32_t n) { return (__mmask16)((1u << n) - 1u); }
-RA__OP __m512 ra__load_n_avx512(const float *p, int32_t n) {
-    return _mm512_maskz_loadu_ps(ra__first_avx512(n), p);
+RA__ISA_INLINE __m512 ra__set_avx512(float x) { return _mm512_set1_ps(x); }
+RA__ISA_INLINE __m512 ra__load_avx512(const float *p) { return _mm512_loadu_ps(p); }
+RA__ISA_INLINE void ra__store_avx512(float *p, __m512 v) { _mm512_storeu_ps(p, v); }
+RA__ISA_INLINE __m512i ra__load_int_avx512(const int32_t *p) { return _mm512_loadu_si512(p); }
+RA__ISA_INLINE __mmask16 ra__first_lanes_avx512(int32_t n) { return (__mmask16)((1u << n) - 1u); }
+RA__ISA_INLINE __m512 ra__load_n_avx512(const float *p, int32_t n) {
+    return _mm512_maskz_loadu_ps(ra__first_lanes_avx512(n), p);
 }
-RA__OP void ra__store_n_avx512(float *p, __m512 v, int32_t n) {
-    _mm512_mask_storeu_ps(p, ra__first_avx512(n), v);
+RA__ISA_INLINE void ra__store_n_avx512(float *p, __m512 v, int32_t n) {
+    _mm512_mask_storeu_ps(p, ra__first_lanes_avx512(n), v);
 }
 /* PERF: gcc 12 loads an operand again for each of its four uses: Zen 5, D = 64, 78 to 85 %. */
-RA__OP __m512 ra__hold_avx512(__m512 v) {
+RA__ISA_INLINE __m512 ra__hold_avx512(__m512 v) {
     __asm__("" : "+v"(v));
     return v;
 }
-RA__OP __m512 ra__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
-RA__OP __m512 ra__pick_avx512(__mmask16 m, __m512 a, __m512 b) {
+RA__ISA_INLINE __m512 ra__fma_avx512(__m512 a, __m512 b,
+                                     __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+RA__ISA_INLINE __m512 ra__select_avx512(__mmask16 m, __m512 a, __m512 b) {
     return _mm512_mask_blend_ps(m, b, a);
 }
-RA__OP __mmask16 ra__less_avx512(__m512 a, __m512 b) {
+RA__ISA_INLINE __mmask16 ra__less_avx512(__m512 a, __m512 b) {
     return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ);
 }
-RA__OP __m512 ra__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
-RA__OP __m512 ra__abs_avx512(__m512 a) {
+RA__ISA_INLINE __m512 ra__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+RA__ISA_INLINE __m512 ra__abs_avx512(__m512 a) {
     return _mm512_castsi512_ps(
         _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)));
 }
-RA__OP __mmask16 ra__none_avx512(void) { return 0; }
-RA__OP __mmask16 ra__either_avx512(__mmask16 a, __mmask16 b) { return (__mmask16)(a | b); }
-RA__OP __mmask16 ra__within_avx512(__m512i lo, __m512i hi, int32_t k) {
+RA__ISA_INLINE __mmask16 ra__none_avx512(void) { return 0; }
+RA__ISA_INLINE __mmask16 ra__any_of_avx512(__mmask16 a, __mmask16 b) { return (__mmask16)(a | b); }
+RA__ISA_INLINE __mmask16 ra__within_avx512(__m512i lo, __m512i hi, int32_t k) {
     __m512i v = _mm512_set1_epi32(k);
     return _mm512_mask_cmplt_epi32_mask(_mm512_cmple_epi32_mask(lo, v), v, hi);
 }
-RA__OP __m512 ra__distance_avx512(const int32_t *p, int32_t k) {
+RA__ISA_INLINE __m512 ra__distance_avx512(const int32_t *p, int32_t k) {
     __m512i d = _mm512_sub_epi32(ra__load_int_avx512(p), _mm512_set1_epi32(k));
     return _mm512_cvtepi32_ps(_mm512_abs_epi32(d));
 }
-RA__OP __m512 ra__base_avx512(__m512 m) {
+RA__ISA_INLINE __m512 ra__shift_of_avx512(__m512 m) {
     return _mm512_maskz_mov_ps(
         _mm512_cmpneq_epi32_mask(_mm512_castps_si512(m), _mm512_set1_epi32(-0x800000)), m);
 }
 /* 2^x = 2^(x - floor x) 2^floor x; vreduceps of -inf is 0, vscalefps by -inf gives 0. */
-RA__OP __m512 ra__exp2_avx512(__m512 x) {
+RA__ISA_INLINE __m512 ra__exp2_avx512(__m512 x) {
     __m512 f = _mm512_reduce_ps(x, 1), p = ra__set_avx512(ra__exp2_floor[6]);
     int32_t i;
     RA__UNROLL for (i = 5; i >= 0; i--)
@@ -4229,7 +4333,7 @@ RA__OP __m512 ra__exp2_avx512(__m512 x) {
     return _mm512_scalef_ps(p, x);
 }
 /* v[c][r] = v[r][c]: pairs, fours, then quarters of vectors twice. */
-RA__OP void ra__transpose_avx512(__m512 *v) {
+RA__ISA_INLINE void ra__transpose_avx512(__m512 *v) {
     __m512 a[16];
     int32_t i;
     RA__UNROLL for (i = 0; i < 16; i += 2) {
@@ -4253,51 +4357,51 @@ RA__OP void ra__transpose_avx512(__m512 *v) {
         v[i + 8] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
     }
 }
-RA__OP float ra__sum_avx512(__m512 v) {
+RA__ISA_INLINE float ra__sum_avx512(__m512 v) {
     __m256 b = _mm512_castps512_ps256(v) + _mm512_extractf32x8_ps(v, 1);
     __m128 a = _mm256_castps256_ps128(b) + _mm256_extractf128_ps(b, 1);
     a = a + _mm_movehl_ps(a, a);
     return _mm_cvtss_f32(a + _mm_shuffle_ps(a, a, 1));
 }
 /* Lanes 4 i + j: the sums of v[j] over its 128-bit lane i. */
-RA__OP __m512 ra__sums_4_avx512(const __m512 *v) {
+RA__ISA_INLINE __m512 ra__sums_4_avx512(const __m512 *v) {
     __m512 a = _mm512_unpacklo_ps(v[0], v[1]) + _mm512_unpackhi_ps(v[0], v[1]);
     __m512 b = _mm512_unpacklo_ps(v[2], v[3]) + _mm512_unpackhi_ps(v[2], v[3]);
     __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
     return _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)) + _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
 }
 /* Lane i: the sum of v[i]. */
-RA__OP __m512 ra__sums_avx512(const __m512 *v) {
+RA__ISA_INLINE __m512 ra__sums_avx512(const __m512 *v) {
     __m512 a = ra__sums_4_avx512(v), b = ra__sums_4_avx512(v + 4);
     __m512 c = ra__sums_4_avx512(v + 8), d = ra__sums_4_avx512(v + 12);
     a = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
     c = _mm512_shuffle_f32x4(c, d, 0x88) + _mm512_shuffle_f32x4(c, d, 0xdd);
     return _mm512_shuffle_f32x4(a, c, 0x88) + _mm512_shuffle_f32x4(a, c, 0xdd);
 }
-RA__OP int32_t ra__bad_avx512(__m512 v) {
+RA__ISA_INLINE int32_t ra__any_nonfinite_avx512(__m512 v) {
     __m512i e = _mm512_set1_epi32(0x7f800000);
     return _mm512_cmpeq_epi32_mask(_mm512_and_si512(_mm512_castps_si512(v), e), e);
 }
-RA__OP __m256i ra__load_half_avx512(const uint8_t *p) {
+RA__ISA_INLINE __m256i ra__load_half_avx512(const uint8_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
-RA__OP __m512 ra__of_f16_avx512(const uint8_t *p) {
+RA__ISA_INLINE __m512 ra__of_f16_avx512(const uint8_t *p) {
     return _mm512_cvtph_ps(ra__load_half_avx512(p));
 }
-RA__OP __m512 ra__of_i8_avx512(const uint8_t *p) {
+RA__ISA_INLINE __m512 ra__of_i8_avx512(const uint8_t *p) {
     return _mm512_cvtepi32_ps(
         _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
 }
-RA__OP __m512 ra__of_bf16_avx512(const uint8_t *p) {
+RA__ISA_INLINE __m512 ra__of_bf16_avx512(const uint8_t *p) {
     return _mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(ra__load_half_avx512(p)), 16));
 }
-RA__OP void ra__to_f16_avx512(uint8_t *p, __m512 v) {
+RA__ISA_INLINE void ra__to_f16_avx512(uint8_t *p, __m512 v) {
     _mm256_storeu_si256((__m256i *)(void *)p,
                         _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT));
 }
 /* As ra__bf16_of_f32. */
-RA__OP void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
+RA__ISA_INLINE void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
     __m512i u = _mm512_castps_si512(v), high = _mm512_srli_epi32(u, 16), r;
     __mmask16 nan = _mm512_cmpgt_epi32_mask(_mm512_and_si512(u, _mm512_set1_epi32(0x7fffffff)),
                                             _mm512_set1_epi32(0x7f800000));
@@ -4482,9 +4586,9 @@ RA__BF_OP void ra__bf_dots(const ra__bf_work *w, int32_t j, __m512 (*c)[4], cons
 /* The bias of these rows and keys to where ra__bf_change finds it. */
 RA__BF_FN void ra__bf_load_bias(const ra__bf_work *w) {
     const ra__score *score = &w->p->score;
-    ra__work_avx512 x;
+    ra__strip_avx512 x;
     int32_t j, t;
-    x.p = w->p;
+    x.panel = w->p;
     x.keys = w->keys;
     x.first = w->first;
     x.last = w->last < w->keys->n ? w->last : w->keys->n;
@@ -4573,7 +4677,7 @@ RA__BF_OP void ra__bf_score_tiles(const ra__bf_work *w, const int32_t ni, const 
     for (j = w->first; j < w->last; j += ni) {
         ra__bf_score_tile(w, j, pieces, ni, nt, changed);
         pieces = w->ring == 63 ? 0 : ni / 2 * nt;
-        ra__ask(w->p->ahead);
+        ra__prefetch_some(w->p->prefetch);
     }
     ra__bf_pieces(w, j - ni, 0, pieces, changed);
 }
@@ -4617,7 +4721,7 @@ RA__BF_FN void ra__bf_raise(ra__bf_work *w, int32_t t, __mmask16 over) {
     int32_t d;
     more = _mm512_mask_blend_ps(fresh, _mm512_mask_blend_ps(over, m, more), top);
     _mm512_storeu_ps(w->p->m + row, more);
-    _mm512_storeu_ps(w->use + row, ra__base_avx512(more));
+    _mm512_storeu_ps(w->use + row, ra__shift_of_avx512(more));
     if (over) {
         alpha = ra__exp2_avx512(_mm512_sub_ps(m, more));
         l = _mm512_mask_mul_ps(l, over, l, alpha);
@@ -4641,7 +4745,7 @@ RA__BF_OP int32_t ra__bf_begin(ra__bf_work *w) {
         const int32_t row = w->row + 16 * t;
         __m512 m = _mm512_loadu_ps(w->p->m + row), l = _mm512_loadu_ps(w->p->l + row);
         _mm512_storeu_ps(w->old_l + row, l);
-        _mm512_storeu_ps(w->use + row, ra__base_avx512(m));
+        _mm512_storeu_ps(w->use + row, ra__shift_of_avx512(m));
         fresh |= _mm512_mask_cmpeq_ps_mask(
             _mm512_mask_cmpeq_ps_mask(ra__bf_live(w, t), m, _mm512_set1_ps(ra__neg_inf())), l,
             _mm512_setzero_ps());
@@ -4731,7 +4835,7 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_values(const ra__bf_work *w) {
         if (w->nt == 4) ra__bf_value_tile(w, d, 4, 4, 0);
         else if (w->nt == 2) ra__bf_value_tile(w, d, 8, 2, 1);
         else ra__bf_value_tile(w, d, 8, 1, 1);
-        ra__ask(w->p->ahead);
+        ra__prefetch_some(w->p->prefetch);
     }
 }
 
@@ -4763,10 +4867,11 @@ RA__BF_FN void ra__bf_see(ra__bf_work *w, int32_t partial) {
     for (j = 0; j < 64; j++) w->seen[j] = !partial && j < w->keys->n ? ~(uint64_t)0 : 0;
     for (t = 0; t < 64 && partial; t += 16) {
         __m512i lo = ra__load_int_avx512(geo->lo + t), hi = ra__load_int_avx512(geo->hi + t);
-        __m512i doc = ra__load_int_avx512(geo->doc + t), end = ra__load_int_avx512(geo->keep + t);
+        __m512i doc = ra__load_int_avx512(geo->keep_first + t),
+                      end = ra__load_int_avx512(geo->keep_end + t);
         for (j = 0; j < w->keys->n; j++) {
             const int32_t pos = w->keys->pos[j];
-            const __mmask16 m = ra__either_avx512(ra__within_avx512(lo, hi, pos),
+            const __mmask16 m = ra__any_of_avx512(ra__within_avx512(lo, hi, pos),
                                                   ra__within_avx512(doc, end, pos));
             if (pos >= 0) w->seen[j] |= (uint64_t)m << t;
         }
@@ -4942,7 +5047,7 @@ RA__BF_OP void ra__bf_find_v(ra__keys *keys, const ra_desc *d) {
     keys->v_stride = keys->k_stride;
 }
 
-RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__store *store,
+RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__key_scratch *store,
                                 int32_t partial) {
     (void)partial;
     ra__bf_find_v(keys, d);
@@ -4954,8 +5059,8 @@ RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__stor
 
 /* ---- decode, by dot products of pairs: of dims for scores, of keys for values.
  *
- * Scores: lanes are 4 rows of 4 pairs of dims, q [Dk / 8][4 rows][8], and K is broadcast by eights;
- * or 16 rows of up to four ra__few, wide [Dk / 2][16 rows][2], and K is broadcast by pairs, as in
+ * or 16 rows of up to 4 ra__decode_rows, wide [Dk / 2][16 rows][2], and K is broadcast by pairs, as in
+ * 16 rows of up to four ra__decode_rows, wide [Dk / 2][16 rows][2], K is broadcast in pairs as in
  * panels. Few sums across lanes, or none, but the same bits. Values: lanes are dims, as in KERNEL.
  * Keys come in eights, the first four beside the last four, so that two vectors of scores [4 keys]
  * [4 rows] are the pairs of p. The two vectors of a chunk of values hold fours of dims in turn, as
@@ -4969,7 +5074,8 @@ RA__BF_OP __m512i ra__bf_few_spread(const uint8_t *k) {
 
 /* c[i] = products of key j + i, i < 8, not yet summed over the pairs of dims of a row; keys beyond
  * the last are the last once more. Two chains a key. */
-RA__BF_OP void ra__bf_few_dots(const ra__few *f, const ra__stretch *x, int32_t j, __m512 *c) {
+RA__BF_OP void ra__bf_few_dots(const ra__decode_rows *f, const ra__decode_keys *x, int32_t j,
+                               __m512 *c) {
     const int32_t dim = f->d->k_dim, last = x->n - 1;
     const int32_t step = RA__BF_FEW;
     const float *q = f->q;
@@ -4989,7 +5095,7 @@ RA__BF_OP void ra__bf_few_dots(const ra__few *f, const ra__stretch *x, int32_t j
                 else c[i] = ra__bf_dot(c[i], y, z);
             }
         }
-        if (x->ahead) ra__stream_ask(x->ahead, step / 2);
+        if (x->streams) ra__stream_prefetch(x->streams, step / 2);
     }
     for (; d < dim; d += step, q += 16)
         RA__UNROLL for (i = 0; i < 8; i++) {
@@ -5001,8 +5107,8 @@ RA__BF_OP void ra__bf_few_dots(const ra__few *f, const ra__stretch *x, int32_t j
 }
 
 /* Scores [key][4 rows]. */
-RA__NOINLINE RA__BF_TARGET void ra__bf_few_scores(const ra__few *f, const ra__stretch *x,
-                                                  float *s) {
+RA__NOINLINE RA__BF_TARGET void ra__bf_few_scores(const ra__decode_rows *f,
+                                                  const ra__decode_keys *x, float *s) {
     const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512 factor = _mm512_set1_ps(f->factor);
     __m512 c[8];
@@ -5017,30 +5123,31 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_few_scores(const ra__few *f, const ra__st
 }
 
 /* All of what changes the scores of n keys, a multiple of 8. */
-RA__BF_OP void ra__bf_few_change(const ra__few *f, const ra__stretch *x, float *s, int32_t n) {
+RA__BF_OP void ra__bf_few_change(const ra__decode_rows *f, const ra__decode_keys *x, float *s,
+                                 int32_t n) {
     const __m512 low = _mm512_set1_ps(ra__neg_inf());
     int32_t i;
-    if (f->modified) ra__few_modify_avx512(f, x, s, 4 * x->n);
+    if (f->modified) ra__decode_modify_avx512(f, x, s, 4 * x->n);
     for (i = 0; i < 4 * n && (x->partial || n > x->n); i += 16)
         _mm512_storeu_ps(s + i, _mm512_mask_blend_ps((__mmask16)(x->seen >> i), low,
                                                      _mm512_loadu_ps(s + i)));
 }
 
 /* p of eights of keys, n in all, [4 pairs of keys][4 rows] each, with part. */
-RA__BF_OP void ra__bf_few_weights(ra__few *f, const float *s, int32_t n, float *pairs) {
-    const __m512 use = ra__base_avx512(_mm512_loadu_ps(f->m));
-    __m512 part = _mm512_loadu_ps(f->part);
+RA__BF_OP void ra__bf_few_weights(ra__decode_rows *f, const float *s, int32_t n, float *pairs) {
+    const __m512 use = ra__shift_of_avx512(_mm512_loadu_ps(f->m));
+    __m512 part = _mm512_loadu_ps(f->block_l);
     int32_t i;
     for (i = 0; i < 4 * n; i += 32) {
         __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + i), use);
         __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + i + 16), use);
         _mm512_storeu_si512(pairs + i / 2, ra__bf_exp_pair(a, b, &part));
     }
-    _mm512_storeu_ps(f->part, part);
+    _mm512_storeu_ps(f->block_l, part);
 }
 
 /* All bits of those of keys j and j + 4 that row r sees. */
-RA__BF_OP __m512i ra__bf_few_seen(const ra__stretch *x, int32_t j, int32_t r) {
+RA__BF_OP __m512i ra__bf_few_seen(const ra__decode_keys *x, int32_t j, int32_t r) {
     const uint32_t low = x->seen >> (4 * j + r) & 1 ? 0xffffu : 0;
     const uint32_t high = x->seen >> (4 * j + 16 + r) & 1 ? 0xffff0000u : 0;
     return _mm512_set1_epi32((int32_t)(low | high));
@@ -5055,7 +5162,7 @@ RA__BF_OP void ra__bf_few_pair(__m512i *v, const uint8_t *a, const uint8_t *b, c
 }
 
 /* c += p of keys j and j + 4 times their pairs v; nc = 2: all rows see both. */
-RA__BF_OP void ra__bf_few_step(const ra__stretch *x, __m512 *c, int32_t j, const __m512i *v,
+RA__BF_OP void ra__bf_few_step(const ra__decode_keys *x, __m512 *c, int32_t j, const __m512i *v,
                                const float *p, const int32_t nc) {
     int32_t r, t;
     RA__UNROLL for (r = 0; r < 4; r++) {
@@ -5067,21 +5174,21 @@ RA__BF_OP void ra__bf_few_step(const ra__stretch *x, __m512 *c, int32_t j, const
             c[at] = ra__bf_dot(c[at], z, y);
         }
     }
-    if (x->ahead) ra__stream_ask(x->ahead, nc);
+    if (x->streams) ra__stream_prefetch(x->streams, nc);
 }
 
 /* sum += p V in nc chunks of dims from d on; nc = 2: eights of keys that all rows see. pairs: rows
  * of 4, or of 16 if these are shared. */
-RA__BF_OP void ra__bf_few_tile(const ra__few *f, const ra__stretch *x, const float *pairs,
-                               int32_t d, const int32_t nc, int32_t row) {
+RA__BF_OP void ra__bf_few_tile(const ra__decode_rows *f, const ra__decode_keys *x,
+                               const float *pairs, int32_t d, const int32_t nc, int32_t row) {
     const int32_t dim = f->d->v_dim, last = x->n - 1;
     const uint32_t m = nc > 1 ? ~0u : ra__bf_first(dim - d, 32);
     const uint8_t *v0 = x->v + 2 * (int64_t)d;
-    float *to = f->sum + 4 * d;
+    float *to = f->block_acc + 4 * d;
     __m512 c[16];
     int32_t i, j, t;
     RA__UNROLL for (i = 0; i < 8 * nc; i++)
-        c[i] = f->live ? _mm512_loadu_ps(to + i * 16) : _mm512_setzero_ps();
+        c[i] = f->has_keys ? _mm512_loadu_ps(to + i * 16) : _mm512_setzero_ps();
     for (j = 0; j < x->n; j += 8)
         for (i = j; i < j + 4; i++, pairs += row) {
             const uint8_t *a = v0 + (nc > 1 || i < last ? i : last) * x->v_stride;
@@ -5094,8 +5201,9 @@ RA__BF_OP void ra__bf_few_tile(const ra__few *f, const ra__stretch *x, const flo
     RA__UNROLL for (i = 0; i < 8 * nc; i++) _mm512_storeu_ps(to + i * 16, c[i]);
 }
 
-RA__NOINLINE RA__BF_TARGET void ra__bf_few_values(const ra__few *f, const ra__stretch *x,
-                                                  const float *pairs, int32_t row) {
+RA__NOINLINE RA__BF_TARGET void ra__bf_few_values(const ra__decode_rows *f,
+                                                  const ra__decode_keys *x, const float *pairs,
+                                                      int32_t row) {
     const int32_t dim = f->d->v_dim, whole = !x->partial && x->n % RA__BF_FEW == 0;
     int32_t d = 0;
     for (; whole && dim - d >= 64; d += 64) ra__bf_few_tile(f, x, pairs, d, 2, row);
@@ -5103,10 +5211,10 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_few_values(const ra__few *f, const ra__st
 }
 
 /* Keys [j, j + n) of a stretch, whose scores are s, to the sums; n: a multiple of 8. */
-RA__BF_OP void ra__bf_few_add(ra__few *f, const ra__stretch *x, const float *s, int32_t j,
-                              int32_t n) {
-    float pairs[2 * RA__FEW_KEYS];
-    ra__stretch y = *x;
+RA__BF_OP void ra__bf_few_add(ra__decode_rows *f, const ra__decode_keys *x, const float *s,
+                              int32_t j, int32_t n) {
+    float pairs[2 * RA__DECODE_KEYS];
+    ra__decode_keys y = *x;
     int32_t r;
     y.v += j * x->v_stride;
     y.seen >>= 4 * j;
@@ -5114,20 +5222,20 @@ RA__BF_OP void ra__bf_few_add(ra__few *f, const ra__stretch *x, const float *s, 
     ra__bf_few_weights(f, s + 4 * j, n, pairs);
     ra__bf_few_values(f, &y, pairs, 4);
     for (r = 0; r < 4; r++)
-        if (y.seen >> r & ra__few_row) f->live |= 1 << r;
+        if (y.seen >> r & ra__seen_by_row_0) f->has_keys |= 1 << r;
 }
 
-/* As few_one in KERNEL. */
-RA__BF_FN void ra__bf_few_one(ra__few *f, const ra__stretch *x) {
+/* As decode_fold_keys in KERNEL. */
+RA__BF_FN void ra__bf_few_one(ra__decode_rows *f, const ra__decode_keys *x) {
     const int32_t n = (x->n + RA__BF_FEW - 1) / RA__BF_FEW * RA__BF_FEW;
-    float s[4 * RA__FEW_KEYS];
+    float s[4 * RA__DECODE_KEYS];
     int32_t j;
     ra__bf_few_scores(f, x, s);
     ra__bf_few_change(f, x, s, n);
     for (j = 0; j < n; j += RA__BF_FEW) {
-        if (!ra__few_is_calm_avx512(f, s + 4 * j, 4 * (n - j))) {
-            ra__few_rise_avx512(f, s + 4 * j, 4 * RA__BF_FEW);
-            if (!ra__few_is_calm_avx512(f, s + 4 * j, 4 * (n - j))) {
+        if (!ra__decode_max_holds_avx512(f, s + 4 * j, 4 * (n - j))) {
+            ra__decode_raise_avx512(f, s + 4 * j, 4 * RA__BF_FEW);
+            if (!ra__decode_max_holds_avx512(f, s + 4 * j, 4 * (n - j))) {
                 ra__bf_few_add(f, x, s, j, RA__BF_FEW);
                 continue;
             }
@@ -5139,7 +5247,8 @@ RA__BF_FN void ra__bf_few_one(ra__few *f, const ra__stretch *x) {
 
 /* Scores [key][16 rows] of keys j and j + 1, by the same chains and sums as in ra__bf_few_dots:
  * every pair of dims of eight has two. */
-RA__BF_OP void ra__bf_wide_dots(const ra__few *f, const ra__stretch *x, int32_t j, float *s) {
+RA__BF_OP void ra__bf_wide_dots(const ra__decode_rows *f, const ra__decode_keys *x, int32_t j,
+                                float *s) {
     const uint8_t *k[2];
     const float *q = f->wide;
     __m512 c[2][8];
@@ -5154,7 +5263,7 @@ RA__BF_OP void ra__bf_wide_dots(const ra__few *f, const ra__stretch *x, int32_t 
             RA__UNROLL for (i = 0; i < 2; i++)
                 c[i][e] = ra__bf_dot(c[i][e], y, ra__bf_broadcast(k[i] + 2 * d + 4 * e));
         }
-        if (x->ahead && d % 64 == 0) ra__stream_ask(x->ahead, 2);
+        if (x->streams && d % 64 == 0) ra__stream_prefetch(x->streams, 2);
     }
     RA__UNROLL for (i = 0; i < 2; i++) {
         const __m512 a = _mm512_add_ps(c[i][0], c[i][4]), b = _mm512_add_ps(c[i][1], c[i][5]);
@@ -5164,27 +5273,27 @@ RA__BF_OP void ra__bf_wide_dots(const ra__few *f, const ra__stretch *x, int32_t 
     }
 }
 
-RA__NOINLINE RA__BF_TARGET void ra__bf_wide_scores(const ra__few *f, const ra__stretch *x,
-                                                   float *s) {
+RA__NOINLINE RA__BF_TARGET void ra__bf_wide_scores(const ra__decode_rows *f,
+                                                   const ra__decode_keys *x, float *s) {
     int32_t j;
     for (j = 0; j < x->n; j += 2) ra__bf_wide_dots(f, x, j, s);
 }
 
 /* p of n fours, [pair of keys][16], and part. 0: a score is far above m, and nothing is done. */
-RA__BF_FN int32_t ra__bf_wide_softmax(ra__few *f, const ra__stretch *x, int32_t n, const float *s,
-                                      float *pairs) {
+RA__BF_FN int32_t ra__bf_wide_softmax(ra__decode_rows *f, const ra__decode_keys *x, int32_t n,
+                                      const float *s, float *pairs) {
     __m512 top = _mm512_set1_ps(ra__neg_inf()), use, part;
     float m[16] = {0}, l[4][16] = {{0}};
     int32_t i, j;
     for (i = 0; i < n; i++) {
         memcpy(m + 4 * i, f[i].m, 4 * sizeof *m);
-        for (j = 0; j < 4; j++) memcpy(l[j] + 4 * i, f[i].part + 4 * j, 4 * sizeof *m);
+        for (j = 0; j < 4; j++) memcpy(l[j] + 4 * i, f[i].block_l + 4 * j, 4 * sizeof *m);
     }
     for (j = 0; j < x->n; j++) top = _mm512_max_ps(_mm512_loadu_ps(s + 16 * j), top);
     use = _mm512_loadu_ps(m);
-    if (_mm512_cmp_ps_mask(_mm512_add_ps(use, _mm512_set1_ps(ra__few_slack)), top, _CMP_LT_OQ))
+    if (_mm512_cmp_ps_mask(_mm512_add_ps(use, _mm512_set1_ps(ra__decode_slack)), top, _CMP_LT_OQ))
         return 0;
-    use = ra__base_avx512(use);
+    use = ra__shift_of_avx512(use);
     for (j = 0; j < x->n; j += j % 4 < 3 ? 1 : 5, pairs += 16) {
         const __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j), use);
         const __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j + 64), use);
@@ -5193,26 +5302,26 @@ RA__BF_FN int32_t ra__bf_wide_softmax(ra__few *f, const ra__stretch *x, int32_t 
         _mm512_storeu_ps(l[j % 4], part);
     }
     for (i = 0; i < n; i++)
-        for (j = 0; j < 4; j++) memcpy(f[i].part + 4 * j, l[j] + 4 * i, 4 * sizeof *m);
+        for (j = 0; j < 4; j++) memcpy(f[i].block_l + 4 * j, l[j] + 4 * i, 4 * sizeof *m);
     return 1;
 }
 
 /* Eights of keys that all rows of all fours see, and scores that nothing changes. */
-RA__BF_OP int32_t ra__bf_is_wide(const ra__few *f, const ra__stretch *x, int32_t n) {
+RA__BF_OP int32_t ra__bf_is_wide(const ra__decode_rows *f, const ra__decode_keys *x, int32_t n) {
     int32_t i, wide = f->wide && x->n % RA__BF_FEW == 0 && f->d->k_dim % 32 == 0;
     for (i = 0; i < n; i++) wide &= !x[i].partial && !f[i].modified;
     return wide;
 }
 
-RA__BF_FN void ra__few_fold_bf16(ra__few *f, const ra__stretch *x, int32_t n) {
-    float s[16 * RA__FEW_KEYS], pairs[8 * RA__FEW_KEYS];
+RA__BF_FN void ra__few_fold_bf16(ra__decode_rows *f, const ra__decode_keys *x, int32_t n) {
+    float s[16 * RA__DECODE_KEYS], pairs[8 * RA__DECODE_KEYS];
     int32_t i;
     if (ra__bf_is_wide(f, x, n)) {
         ra__bf_wide_scores(f, x, s);
         if (ra__bf_wide_softmax(f, x, n, s, pairs)) {
             for (i = 0; i < n; i++) {
                 ra__bf_few_values(&f[i], &x[i], pairs + f[i].lane, 16);
-                f[i].live = 15;
+                f[i].has_keys = 15;
             }
             return;
         }
@@ -5222,7 +5331,8 @@ RA__BF_FN void ra__few_fold_bf16(ra__few *f, const ra__stretch *x, int32_t n) {
 }
 
 /* The factor is in f, for Q stays as it is. */
-RA__BF_FN void ra__few_load_bf16(const ra__few *f, int32_t r, const void *src, float factor) {
+RA__BF_FN void ra__few_load_bf16(const ra__decode_rows *f, int32_t r, const void *src,
+                                 float factor) {
     const int32_t dim = f->d->k_dim;
     const uint8_t *from = (const uint8_t *)src;
     int32_t d;
@@ -5237,7 +5347,7 @@ RA__BF_FN void ra__few_load_bf16(const ra__few *f, int32_t r, const void *src, f
 }
 
 /* Puts the dims of a row in order and stores it. */
-RA__BF_FN void ra__few_store_bf16(const ra__few *f, int32_t r, void *dst, float factor) {
+RA__BF_FN void ra__few_store_bf16(const ra__decode_rows *f, int32_t r, void *dst, float factor) {
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
     int32_t d;
@@ -5247,7 +5357,7 @@ RA__BF_FN void ra__few_store_bf16(const ra__few *f, int32_t r, void *dst, float 
         _mm512_storeu_ps(at, _mm512_permutex2var_ps(a, low, b));
         _mm512_storeu_ps(at + 16, _mm512_permutex2var_ps(a, high, b));
     }
-    ra__few_store_avx512(f, r, dst, factor);
+    ra__decode_store_avx512(f, r, dst, factor);
 }
 
 /* ---- backward: KERNEL's, of pairs. S and dP are what forward's scores are. P and dS leave the
@@ -5260,7 +5370,7 @@ enum { RA__BF_SLOT = 2 * 64 * 64 };    /* numbers of P and dS of a tile, which l
 
 /* One panel against one block. */
 typedef struct ra__bf_back {
-    const ra__tile *x;
+    const ra__back_job *x;
     ra__panel g;                       /* dO and V as ra__bf_dots takes Q and K */
     ra__keys v;
     ra__bf_work s, dp;                 /* their `use`: LSE, and what dP starts at */
@@ -5269,17 +5379,18 @@ typedef struct ra__bf_back {
 } ra__bf_back;
 
 /* Points b at a tile, whose P and dS become those in `slot` of `slots`. */
-RA__BF_FN void ra__bf_back_open(ra__bf_back *b, const ra__tile *x, int32_t slot, int32_t slots) {
+RA__BF_FN void ra__bf_back_open(ra__bf_back *b, const ra__back_job *x, int32_t slot,
+                                int32_t slots) {
     b->x = x;
     b->p = (uint16_t *)(void *)x->form + slot * RA__BF_SLOT;
     b->ds = b->p + RA__BF_SLOT / 2;
     b->pairs = x->form + slots * (RA__BF_SLOT / 2);
-    b->g = x->x->p;
-    b->g.q = x->x->g;
+    b->g = x->panel->fwd;
+    b->g.q = x->panel->g;
     b->v = *x->keys;
     b->v.k = x->keys->v;
     b->v.k_stride = x->keys->v_stride;
-    b->s.p = &x->x->p;
+    b->s.p = &x->panel->fwd;
     b->s.keys = x->keys;
     b->s.k_dim = x->k_dim;
     b->dp.p = &b->g;
@@ -5289,8 +5400,8 @@ RA__BF_FN void ra__bf_back_open(ra__bf_back *b, const ra__tile *x, int32_t slot,
 }
 
 /* 1 if P and dS need more than products and a mask. */
-RA__BF_OP int32_t ra__bf_back_is_general(const ra__tile *x) {
-    return ra__score_is_modified(&x->x->p.score) || x->x->d_bias;
+RA__BF_OP int32_t ra__bf_back_is_general(const ra__back_job *x) {
+    return ra__score_is_modified(&x->panel->fwd.score) || x->panel->d_bias;
 }
 
 /* 32 numbers as bf16, those of a first. */
@@ -5312,7 +5423,7 @@ RA__BF_OP void ra__bf_put_ds(const ra__bf_back *b, int32_t j, int32_t row, const
 /* P of key j and 32 rows from vector t on, from its scores in x->p, where P * scale stays. */
 RA__BF_OP void ra__bf_back_weights(const ra__bf_back *b, int32_t j, int32_t t,
                                    const int32_t masked) {
-    const ra__panel *p = &b->x->x->p;
+    const ra__panel *p = &b->x->panel->fwd;
     const __m512 factor = _mm512_set1_ps(p->factor), scale = _mm512_set1_ps(b->x->scale);
     float *at = b->x->p + j % 4 * 64 + 16 * t;
     __m512 w[2];
@@ -5387,7 +5498,7 @@ RA__BF_OP void ra__bf_back_dots(const ra__bf_back *b, const ra__bf_work *w, int3
 
 /* P and dS of a block; masked: some rows do not see some keys. dP starts at - delta. */
 RA__BF_OP void ra__bf_back_block(const ra__bf_back *b, const int32_t masked) {
-    const ra__panel *p = &b->x->x->p;
+    const ra__panel *p = &b->x->panel->fwd;
     __m512 c[8][4];
     int32_t i, j, t;
     for (j = 0; j < b->x->keys->n; j += 4) {
@@ -5398,7 +5509,7 @@ RA__BF_OP void ra__bf_back_block(const ra__bf_back *b, const int32_t masked) {
             RA__UNROLL for (i = 1; i < 4; i++) c[i][t] = c[0][t];
         }
         ra__bf_back_dots(b, &b->dp, j, c, 0, masked);
-        ra__ask(p->ahead);
+        ra__prefetch_some(p->prefetch);
     }
     ra__bf_back_rest(b, j - 4, 0, 4, 1);
 }
@@ -5421,9 +5532,10 @@ RA__BF_FN void ra__bf_back_store(const ra__bf_work *w, float *to) {
 }
 
 /* 32 numbers of row j of [keys][64] from `row` on as bf16; 0 for what is not there. */
-RA__BF_OP __m512i ra__bf_back_row(const ra__tile *x, const float *from, int32_t j, int32_t row) {
+RA__BF_OP __m512i ra__bf_back_row(const ra__back_job *x, const float *from, int32_t j,
+                                  int32_t row) {
     const __m512 none = _mm512_setzero_ps();
-    const int32_t rows = j < x->keys->n ? x->x->p.rows : 0;
+    const int32_t rows = j < x->keys->n ? x->panel->fwd.rows : 0;
     from += j * 64 + row;
     return ra__bf_round(row < rows ? _mm512_loadu_ps(from) : none,
                         row + 16 < rows ? _mm512_loadu_ps(from + 16) : none);
@@ -5431,13 +5543,13 @@ RA__BF_OP __m512i ra__bf_back_row(const ra__tile *x, const float *from, int32_t 
 
 /* P and dS from the products in x->p and x->ds, with all that can be done to them. */
 RA__BF_FN void ra__bf_back_general(const ra__bf_back *b) {
-    const ra__tile *x = b->x;
-    const __m512 factor = _mm512_set1_ps(x->x->p.factor);
+    const ra__back_job *x = b->x;
+    const __m512 factor = _mm512_set1_ps(x->panel->fwd.factor);
     __m512i r[2];
     int32_t row, j;
     for (j = 0; j < x->keys->n * 64; j += 16)
         _mm512_storeu_ps(x->p + j, _mm512_mul_ps(_mm512_loadu_ps(x->p + j), factor));
-    for (row = 0; row < x->x->p.rows; row += 16) ra__back_weights_avx512(x, row);
+    for (row = 0; row < x->panel->fwd.rows; row += 16) ra__back_weights_avx512(x, row);
     ra__back_general_avx512(x);
     for (j = 0; j < 64; j += 2)
         for (row = 0; row < 64; row += 32) {
@@ -5451,7 +5563,7 @@ RA__BF_FN void ra__bf_back_general(const ra__bf_back *b) {
 
 /* dQ of 4 dims from d on. */
 RA__BF_OP void ra__bf_query_tile(const ra__bf_back *b, int32_t d) {
-    float *acc = b->x->x->p.acc + d * 64;
+    float *acc = b->x->panel->fwd.acc + d * 64;
     ra__bf_chain x;
     __m512 c[4][4];
     int32_t i, t;
@@ -5476,11 +5588,11 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_queries(const ra__bf_back *b) {
 /* As ra__bf_queries, of rows from `from` up to `to`, for K that holds NaN or infinities which not
  * every row sees: key by key, in the order in which vdpbf16ps takes them. */
 RA__BF_FN void ra__bf_queries_dirty(const ra__bf_back *b, int32_t from, int32_t to) {
-    const ra__tile *x = b->x;
+    const ra__back_job *x = b->x;
     int32_t d, t, j, odd;
     for (d = 0; d < x->k_dim; d++)
         for (t = from; t < to; t += 16) {
-            float *acc = x->x->p.acc + d * 64 + t;
+            float *acc = x->panel->fwd.acc + d * 64 + t;
             __m512 c = _mm512_loadu_ps(acc), y;
             for (j = 0; j < x->keys->n; j += 2) {
                 __m512i ds = ra__bf_load(b->pairs + j / 2 * 64 + t);
@@ -5498,7 +5610,7 @@ RA__BF_FN void ra__bf_queries_dirty(const ra__bf_back *b, int32_t from, int32_t 
 
 /* What dK and dV of one block have in common, as in KERNEL, of one panel or two. */
 typedef struct ra__bf_outer {
-    const ra__tile *x;                 /* [panels] */
+    const ra__back_job *x;             /* [panels] */
     int32_t panels, dim;
     const uint16_t *a;                 /* [keys][64], the second panel's RA__BF_SLOT further on */
     const float *rows[2];              /* as ra__bf_pack_rows has them */
@@ -5534,7 +5646,7 @@ RA__BF_OP void ra__bf_key_tile(const ra__bf_outer *o, int32_t d, int32_t j, cons
     for (e = 0; e < o->panels; e++) {
         x.a = (const uint8_t *)(o->a + e * RA__BF_SLOT + j * 64);
         x.b = o->rows[e] + d * 32;
-        x.n = (o->x[e].x->p.rows + 1) / 2;
+        x.n = (o->x[e].panel->fwd.rows + 1) / 2;
         ra__prefetch((uintptr_t)(x.a + 4 * 128), 512);
         ra__bf_follow(&x, c, 4, 4);
     }
@@ -5558,7 +5670,7 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_keys(const ra__bf_outer *o) {
 /* As ra__bf_keys, for one panel whose Q or dO has NaN or infinities in rows that do not see every
  * key: of a pair of rows what does not see the key is taken as 0. */
 RA__BF_FN void ra__bf_keys_dirty(const ra__bf_outer *o) {
-    const ra__panel *p = &o->x->x->p;
+    const ra__panel *p = &o->x->panel->fwd;
     int32_t d, j, r;
     for (d = 0; d < o->dim; d += 16)
         for (j = 0; j < o->x->keys->n; j++) {
@@ -5577,22 +5689,22 @@ RA__BF_FN void ra__bf_keys_dirty(const ra__bf_outer *o) {
         }
 }
 
-RA__BF_OP int32_t ra__bf_is_dirty(const ra__tile *x) { return x->partial && !x->x->clean; }
+RA__BF_OP int32_t ra__bf_is_dirty(const ra__back_job *x) { return x->partial && !x->panel->clean; }
 
 /* 1 if two tiles must go one after the other: some sum would meet its terms in another order. */
-RA__BF_OP int32_t ra__bf_in_turn(const ra__tile *x) {
+RA__BF_OP int32_t ra__bf_in_turn(const ra__back_job *x) {
     return x->v_in_k || ra__bf_is_dirty(x) || ra__bf_is_dirty(x + 1);
 }
 
 /* dV of n tiles, of which P of the first is p; dk: dK, of which dS is. */
-RA__BF_OP ra__bf_outer ra__bf_outer_of(const ra__tile *x, int32_t n, const uint16_t *p,
+RA__BF_OP ra__bf_outer ra__bf_outer_of(const ra__back_job *x, int32_t n, const uint16_t *p,
                                        int32_t dk) {
     ra__bf_outer o;
     int32_t e;
     o.x = x;
     o.panels = n;
     o.a = dk ? p + RA__BF_SLOT / 2 : p;
-    for (e = 0; e < n; e++) o.rows[e] = dk ? x[e].x->q_rows : x[e].x->g_rows;
+    for (e = 0; e < n; e++) o.rows[e] = dk ? x[e].panel->q_rows : x[e].panel->g_rows;
     o.to = dk ? x->dk : x->dv;
     o.stride = dk ? x->dk_stride : x->dv_stride;
     o.dim = dk ? x->k_dim : x->v_dim;
@@ -5600,7 +5712,7 @@ RA__BF_OP ra__bf_outer ra__bf_outer_of(const ra__tile *x, int32_t n, const uint1
 }
 
 /* dK and dV of n tiles, one or two, whose P and dS begin at p. */
-RA__BF_FN void ra__bf_outers(const ra__tile *x, int32_t n, const uint16_t *p) {
+RA__BF_FN void ra__bf_outers(const ra__back_job *x, int32_t n, const uint16_t *p) {
     int32_t dk;
     if (n == 2 && ra__bf_in_turn(x)) {
         ra__bf_outers(x, 1, p);
@@ -5615,7 +5727,7 @@ RA__BF_FN void ra__bf_outers(const ra__tile *x, int32_t n, const uint16_t *p) {
     }
 }
 
-RA__BF_FN void ra__fold_back_bf16(const ra__tile *x, int32_t count) {
+RA__BF_FN void ra__fold_back_bf16(const ra__back_job *x, int32_t count) {
     ra__bf_back b;
     int32_t i;
     for (i = 0; i < count; i++) {
@@ -5653,27 +5765,28 @@ RA__BF_FN int32_t ra__bf_pack_rows(float *to, const ra__source *s, int32_t rows)
  * g_rows that the pairs leave. */
 RA__BF_FN void ra__bf_load_back(ra__back_panel *x, const ra__source *q, const ra__source *g,
                                 int32_t up) {
-    ra__panel as_q = x->p;
+    ra__panel as_q = x->fwd;
     ra__source bf = *g;
     int32_t row, d;
     as_q.q = x->g;
     if (g->dtype != RA_BF16) {
         bf.stride = 2 * (int64_t)g->dim;
         bf.data = (const uint8_t *)(x->g_rows + 32 * ra__bf_up(g->dim, 64));
-        for (row = 0; row < x->p.rows; row++)
-            for (d = 0; d < g->dim; d += RA__PIECE) {
-                const int32_t n = g->dim - d < RA__PIECE ? g->dim - d : RA__PIECE;
-                float line[RA__PIECE];
-                ra__read_avx512(line, g->data + row * g->stride + d * (g->dtype == RA_F32 ? 4 : 2),
-                                g->dtype, n);
-                ra__write_avx512((uint8_t *)(uintptr_t)bf.data + row * bf.stride + 2 * d, line,
+        for (row = 0; row < x->fwd.rows; row++)
+            for (d = 0; d < g->dim; d += RA__DELTA_DIMS) {
+                const int32_t n = g->dim - d < RA__DELTA_DIMS ? g->dim - d : RA__DELTA_DIMS;
+                float line[RA__DELTA_DIMS];
+                ra__read_row_avx512(line,
+                                    g->data + row * g->stride + d * (g->dtype == RA_F32 ? 4 : 2),
+                                        g->dtype, n);
+                ra__write_row_avx512((uint8_t *)(uintptr_t)bf.data + row * bf.stride + 2 * d, line,
                                  RA_BF16, n);
             }
     }
-    ra__bf_load_q(&x->p, q->data, q->stride, q->dim, ra__bf_up(q->dim, up));
+    ra__bf_load_q(&x->fwd, q->data, q->stride, q->dim, ra__bf_up(q->dim, up));
     ra__bf_load_q(&as_q, bf.data, bf.stride, g->dim, ra__bf_up(g->dim, up));
-    x->clean = ra__bf_pack_rows(x->q_rows, q, x->p.rows);
-    x->clean &= ra__bf_pack_rows(x->g_rows, &bf, x->p.rows);
+    x->clean = ra__bf_pack_rows(x->q_rows, q, x->fwd.rows);
+    x->clean &= ra__bf_pack_rows(x->g_rows, &bf, x->fwd.rows);
 }
 
 RA__BF_FN void ra__load_back_bf16(ra__back_panel *x, const ra__source *q, const ra__source *g) {
@@ -5717,8 +5830,8 @@ RA__BF_FN void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
     out->v = d->v_in_k ? 0 : 128 * (int64_t)d->v_dim;
 }
 
-RA__BF_FN int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                                        int32_t partial) {
+RA__BF_FN int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d,
+                                        const ra__key_scratch *store, int32_t partial) {
     const int32_t clean = ra__bf_pack_v(store->k, keys->k, keys->k_stride, keys->n, d->k_dim);
     (void)partial;
     ra__bf_copy(store->k + 128 * (int64_t)ra__bf_up(d->k_dim, 16), &keys->k, &keys->k_stride,
@@ -5732,8 +5845,8 @@ static const ra__kernel ra__kernel_bf16 = {
     RA_ISA_AVX512_BF16, ra__sizes_bf16, ra__widen_avx512, ra__prepare_bf16, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_bf16, ra__store_o_avx512,
     RA__BF_FEW,
-    ra__few_load_bf16, ra__few_fold_bf16, ra__few_close_avx512, ra__few_store_bf16,
-    ra__few_merge_avx512,
+    ra__few_load_bf16, ra__few_fold_bf16, ra__decode_close_avx512, ra__few_store_bf16,
+    ra__decode_merge_avx512,
     ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_bf16,
     ra__fold_back_bf16, ra__put_grad_avx512};
 
@@ -5888,7 +6001,8 @@ RA__NOINLINE RA__AMX_TARGET void ra__amx_back_piece(const ra__bf_back *b, int32_
         1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
         33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63 };
     const __m512i order = _mm512_loadu_si512(upper), half = _mm512_set1_epi32(0x8000);
-    const __m512 factor = _mm512_set1_ps(b->x->x->p.factor), scale = _mm512_set1_ps(b->x->scale);
+    const __m512 factor = _mm512_set1_ps(b->x->panel->fwd.factor),
+                          scale = _mm512_set1_ps(b->x->scale);
     __m512i p[2], ds[2][2];
     int32_t i, t;
     RA__UNROLL for (i = 0; i < 2; i++) {
@@ -6002,7 +6116,7 @@ RA__AMX_OP void ra__amx_scores(ra__amx *x, const ra__bf_work *w, const int32_t f
         g.a = w->keys->k + j * g.a_stride;
         g.c = w->s + j * 64 + w->row;
         ra__amx_multiply(x, &g, form | RA__AMX_FRESH);
-        ra__ask(w->p->ahead);
+        ra__prefetch_some(w->p->prefetch);
     }
 }
 
@@ -6021,7 +6135,7 @@ RA__AMX_OP void ra__amx_values(ra__amx *x, const ra__bf_work *w, const int32_t f
         g.a = w->keys->v + w->first / 32 * g.a_step + d * 64;
         g.c = w->p->acc + d * 64 + w->row;
         ra__amx_multiply(x, &g, form);
-        ra__ask(w->p->ahead);
+        ra__prefetch_some(w->p->prefetch);
     }
 }
 
@@ -6188,7 +6302,7 @@ RA__AMX_FN void ra__amx_pad(uint8_t *to, const uint8_t **from, int64_t *stride, 
     *stride = row;
 }
 
-RA__AMX_FN void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__store *store,
+RA__AMX_FN void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__key_scratch *store,
                                 int32_t partial) {
     const int64_t row = 2 * (int64_t)ra__bf_up(d->k_dim, 32);
     (void)partial;
@@ -6208,7 +6322,7 @@ RA__AMX_FN void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__stor
  * two panels, if those are through: fewer would load and store sums too often. */
 typedef struct ra__amx_back {
     ra__amx x;
-    const ra__tile *tiles;
+    const ra__back_job *tiles;
     int32_t count;
     ra__bf_back of[2];                 /* tiles under way, by parity */
 } ra__amx_back;
@@ -6220,7 +6334,7 @@ RA__AMX_OP __m512 ra__amx_quiet(__m512 x) {
                               _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
 }
 
-RA__AMX_FN void ra__amx_back_open(ra__bf_back *b, const ra__tile *x, int32_t i) {
+RA__AMX_FN void ra__amx_back_open(ra__bf_back *b, const ra__back_job *x, int32_t i) {
     const __m512 scale = _mm512_set1_ps(x->scale);
     int32_t row;
     ra__bf_back_open(b, x, i % RA__AMX_SLOTS, RA__AMX_SLOTS);
@@ -6230,8 +6344,8 @@ RA__AMX_FN void ra__amx_back_open(ra__bf_back *b, const ra__tile *x, int32_t i) 
     b->s.first = b->dp.first = 0;
     b->s.last = b->dp.last = ra__bf_up(x->keys->n, 32);
     for (row = 0; row < 64; row += 16) {
-        __m512 delta = _mm512_mul_ps(scale, _mm512_loadu_ps(x->x->p.l + row));
-        _mm512_storeu_ps(b->s.use + row, ra__amx_quiet(_mm512_loadu_ps(x->x->p.m + row)));
+        __m512 delta = _mm512_mul_ps(scale, _mm512_loadu_ps(x->panel->fwd.l + row));
+        _mm512_storeu_ps(b->s.use + row, ra__amx_quiet(_mm512_loadu_ps(x->panel->fwd.m + row)));
         _mm512_storeu_ps(b->dp.use + row, ra__amx_quiet(delta));
     }
 }
@@ -6241,7 +6355,7 @@ RA__AMX_FN void ra__amx_back_queries(ra__amx *x, const ra__bf_back *b, int32_t r
     ra__keys keys = *b->x->keys;
     ra__bf_work w;
     keys.v = (const uint8_t *)b->x->k_form;
-    w.p = &b->x->x->p;
+    w.p = &b->x->panel->fwd;
     w.keys = &keys;
     w.pairs = b->pairs;
     w.v_dim = b->x->k_dim;
@@ -6292,7 +6406,7 @@ RA__AMX_FN void ra__amx_keys(ra__amx *x, const ra__bf_outer *o) {
 }
 
 /* dV and dK of n tiles, as ra__bf_outers. */
-RA__AMX_FN void ra__amx_outers(ra__amx *x, const ra__tile *t, int32_t n, const uint16_t *p) {
+RA__AMX_FN void ra__amx_outers(ra__amx *x, const ra__back_job *t, int32_t n, const uint16_t *p) {
     int32_t dk;
     if (n == 2 && ra__bf_in_turn(t)) {
         ra__amx_outers(x, t, 1, p);
@@ -6355,7 +6469,7 @@ RA__AMX_FN void ra__amx_back_stage(ra__amx_back *s, int32_t k) {
     while (x->piece < x->pieces) ra__amx_back_piece(x->back, x->row, 2 * x->piece++);
 }
 
-RA__AMX_FN void ra__fold_back_amx(const ra__tile *tiles, int32_t count) {
+RA__AMX_FN void ra__fold_back_amx(const ra__back_job *tiles, int32_t count) {
     ra__amx_back s;
     int32_t k;
     s.tiles = tiles;
@@ -6379,15 +6493,15 @@ RA__AMX_FN void ra__sizes_back_amx(ra__bytes *out, const ra_desc *d) {
     out->v = 128 * (int64_t)ra__bf_up(d->v_dim, 32);
 }
 
-RA__AMX_FN int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                                        int32_t partial) {
+RA__AMX_FN int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d,
+                                        const ra__key_scratch *store, int32_t partial) {
     const int32_t clean = ra__amx_pack_v(store->k, keys->k, keys->k_stride, keys->n, d->k_dim);
     (void)partial;
     ra__bf_find_v(keys, d);
-    if (d->k_dim % 32 || keys->n % 32 || keys->k_stride % RA__ALIAS == 0)
+    if (d->k_dim % 32 || keys->n % 32 || keys->k_stride % RA__ALIAS_BYTES == 0)
         ra__amx_pad(store->k + 128 * (int64_t)ra__bf_up(d->k_dim, 32), &keys->k, &keys->k_stride,
                     keys->n, d->k_dim);
-    if (d->v_dim % 32 || keys->n % 32 || keys->v_stride % RA__ALIAS == 0)
+    if (d->v_dim % 32 || keys->n % 32 || keys->v_stride % RA__ALIAS_BYTES == 0)
         ra__amx_pad(store->v, &keys->v, &keys->v_stride, keys->n, d->v_dim);
     return clean;
 }
@@ -6416,56 +6530,56 @@ RA__RANGES_END
 /* ========================================================================== NEON
  * AArch64's Advanced SIMD, which all such processors have: 32 registers of 4 lanes, tiles of 5 keys
  * and 16 rows (gcc 12 spills with 6 keys: 7 of 48 products' operands). Little endian. */
-#define RA__F(name)  ra__##name##_neon
-#define RA__ISA      RA_ISA_NEON
-#define RA__FN       RA__UNUSED static
-#define RA__OP       RA__INLINE
-#define RA__V        float32x4_t
-#define RA__I        int32x4_t
-#define RA__M        uint32x4_t
-#define RA__W        4
-#define RA__NT       4
-#define RA__NI       5
-#define RA__DK       4
-#define RA__DC       2
+#define RA__NAME(name)         ra__##name##_neon
+#define RA__ISA                RA_ISA_NEON
+#define RA__ISA_STATIC         RA__UNUSED static
+#define RA__ISA_INLINE         RA__INLINE
+#define RA__FLOATS             float32x4_t
+#define RA__INTS               int32x4_t
+#define RA__MASK               uint32x4_t
+#define RA__WIDTH              4
+#define RA__VECTORS            4
+#define RA__TILE_HEIGHT        5
+#define RA__DECODE_TILE_KEYS   4
+#define RA__DECODE_TILE_CHUNKS 2
 
-RA__OP float32x4_t ra__set_neon(float x) { return vdupq_n_f32(x); }
-RA__OP float32x4_t ra__load_neon(const float *p) { return vld1q_f32(p); }
-RA__OP void ra__store_neon(float *p, float32x4_t v) { vst1q_f32(p, v); }
-RA__OP int32x4_t ra__load_int_neon(const int32_t *p) { return vld1q_s32(p); }
-RA__OP float32x4_t ra__load_n_neon(const float *p, int32_t n) {
+RA__ISA_INLINE float32x4_t ra__set_neon(float x) { return vdupq_n_f32(x); }
+RA__ISA_INLINE float32x4_t ra__load_neon(const float *p) { return vld1q_f32(p); }
+RA__ISA_INLINE void ra__store_neon(float *p, float32x4_t v) { vst1q_f32(p, v); }
+RA__ISA_INLINE int32x4_t ra__load_int_neon(const int32_t *p) { return vld1q_s32(p); }
+RA__ISA_INLINE float32x4_t ra__load_n_neon(const float *p, int32_t n) {
     float32x4_t v = vdupq_n_f32(0.0f);
     memcpy(&v, p, (size_t)n * sizeof *p);
     return v;
 }
-RA__OP void ra__store_n_neon(float *p, float32x4_t v, int32_t n) {
+RA__ISA_INLINE void ra__store_n_neon(float *p, float32x4_t v, int32_t n) {
     memcpy(p, &v, (size_t)n * sizeof *p);
 }
-RA__OP float32x4_t ra__hold_neon(float32x4_t v) { return v; } /* nothing loads it again */
-RA__OP float32x4_t ra__fma_neon(float32x4_t a, float32x4_t b, float32x4_t c) {
+RA__ISA_INLINE float32x4_t ra__hold_neon(float32x4_t v) { return v; } /* nothing loads it again */
+RA__ISA_INLINE float32x4_t ra__fma_neon(float32x4_t a, float32x4_t b, float32x4_t c) {
     return vfmaq_f32(c, a, b);
 }
-RA__OP float32x4_t ra__pick_neon(uint32x4_t m, float32x4_t a, float32x4_t b) {
+RA__ISA_INLINE float32x4_t ra__select_neon(uint32x4_t m, float32x4_t a, float32x4_t b) {
     return vbslq_f32(m, a, b);
 }
-RA__OP uint32x4_t ra__less_neon(float32x4_t a, float32x4_t b) { return vcltq_f32(a, b); }
-RA__OP float32x4_t ra__max_neon(float32x4_t a, float32x4_t b) { return vmaxq_f32(a, b); }
-RA__OP float32x4_t ra__abs_neon(float32x4_t a) { return vabsq_f32(a); }
-RA__OP uint32x4_t ra__none_neon(void) { return vdupq_n_u32(0); }
-RA__OP uint32x4_t ra__either_neon(uint32x4_t a, uint32x4_t b) { return vorrq_u32(a, b); }
-RA__OP uint32x4_t ra__within_neon(int32x4_t lo, int32x4_t hi, int32_t k) {
+RA__ISA_INLINE uint32x4_t ra__less_neon(float32x4_t a, float32x4_t b) { return vcltq_f32(a, b); }
+RA__ISA_INLINE float32x4_t ra__max_neon(float32x4_t a, float32x4_t b) { return vmaxq_f32(a, b); }
+RA__ISA_INLINE float32x4_t ra__abs_neon(float32x4_t a) { return vabsq_f32(a); }
+RA__ISA_INLINE uint32x4_t ra__none_neon(void) { return vdupq_n_u32(0); }
+RA__ISA_INLINE uint32x4_t ra__any_of_neon(uint32x4_t a, uint32x4_t b) { return vorrq_u32(a, b); }
+RA__ISA_INLINE uint32x4_t ra__within_neon(int32x4_t lo, int32x4_t hi, int32_t k) {
     int32x4_t v = vdupq_n_s32(k);
     return vandq_u32(vcleq_s32(lo, v), vcgtq_s32(hi, v));
 }
-RA__OP float32x4_t ra__distance_neon(const int32_t *p, int32_t k) {
+RA__ISA_INLINE float32x4_t ra__distance_neon(const int32_t *p, int32_t k) {
     return vcvtq_f32_s32(vabdq_s32(vld1q_s32(p), vdupq_n_s32(k)));
 }
-RA__OP float32x4_t ra__base_neon(float32x4_t m) {
+RA__ISA_INLINE float32x4_t ra__shift_of_neon(float32x4_t m) {
     uint32x4_t u = vreinterpretq_u32_f32(m);
     return vreinterpretq_f32_u32(vbicq_u32(u, vceqq_u32(u, vdupq_n_u32(0xff800000u))));
 }
 /* As ra__exp2_scalar; FMAX and FMIN return a NaN if one of their operands is one. */
-RA__OP float32x4_t ra__exp2_neon(float32x4_t x) {
+RA__ISA_INLINE float32x4_t ra__exp2_neon(float32x4_t x) {
     float32x4_t magic = vdupq_n_f32(12583039.0f), n, f, p;
     int32_t i;
     x = vminq_f32(vmaxq_f32(x, vdupq_n_f32(-127.0f)), vdupq_n_f32(128.0f));
@@ -6476,36 +6590,36 @@ RA__OP float32x4_t ra__exp2_neon(float32x4_t x) {
     return p * vreinterpretq_f32_s32(vshlq_n_s32(vreinterpretq_s32_f32(n), 23));
 }
 /* v[c][r] = v[r][c] */
-RA__OP void ra__transpose_neon(float32x4_t *v) {
+RA__ISA_INLINE void ra__transpose_neon(float32x4_t *v) {
     float x[4][4], y[4][4];
     memcpy(x, v, sizeof x);
     ra__transpose4(y[0], 4, x[0], 4);
     memcpy(v, y, sizeof y);
 }
-RA__OP float ra__sum_neon(float32x4_t v) { return vaddvq_f32(v); }
-RA__OP float32x4_t ra__sums_neon(const float32x4_t *v) {
+RA__ISA_INLINE float ra__sum_neon(float32x4_t v) { return vaddvq_f32(v); }
+RA__ISA_INLINE float32x4_t ra__sums_neon(const float32x4_t *v) {
     return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
 }
-RA__OP int32_t ra__bad_neon(float32x4_t v) {
+RA__ISA_INLINE int32_t ra__any_nonfinite_neon(float32x4_t v) {
     uint32x4_t e = vdupq_n_u32(0x7f800000u);
     return vmaxvq_u32(vceqq_u32(vandq_u32(vreinterpretq_u32_f32(v), e), e)) != 0;
 }
-RA__OP float32x4_t ra__of_f16_neon(const uint8_t *p) {
+RA__ISA_INLINE float32x4_t ra__of_f16_neon(const uint8_t *p) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 }
-RA__OP float32x4_t ra__of_i8_neon(const uint8_t *p) {
+RA__ISA_INLINE float32x4_t ra__of_i8_neon(const uint8_t *p) {
     uint32_t u;
     memcpy(&u, p, sizeof u);
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(u)))));
 }
-RA__OP float32x4_t ra__of_bf16_neon(const uint8_t *p) {
+RA__ISA_INLINE float32x4_t ra__of_bf16_neon(const uint8_t *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
 }
-RA__OP void ra__to_f16_neon(uint8_t *p, float32x4_t v) {
+RA__ISA_INLINE void ra__to_f16_neon(uint8_t *p, float32x4_t v) {
     vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(v)));
 }
 /* As ra__bf16_of_f32. */
-RA__OP void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
+RA__ISA_INLINE void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
     uint32x4_t u = vreinterpretq_u32_f32(v), high = vshrq_n_u32(u, 16), r;
     uint32x4_t nan = vcgtq_u32(vandq_u32(u, vdupq_n_u32(0x7fffffffu)), vdupq_n_u32(0x7f800000u));
     r = vaddq_u32(vandq_u32(high, vdupq_n_u32(1)), vdupq_n_u32(0x7fff));
@@ -6561,8 +6675,8 @@ static int32_t ra__isa_amx(uint32_t d7, uint32_t xcr0) {
 
 /* Bit `isa` for each available set. CPUID: Intel SDM volume 2A; XCR0: volume 1, 13.3. */
 static uint32_t ra__isa_probe(void) {
-    const uint32_t fma_f16c_osxsave = 1u << 12 | 1u << 29 | 1u << 27;
-    const uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
+    uint32_t fma_f16c_osxsave = 1u << 12 | 1u << 29 | 1u << 27;
+    uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
     uint32_t a = 0, b = 0, c = 0, d = 0, b7 = 0, d7 = 0, xcr0 = 0, high = 0;
     uint32_t found = 1u << RA_ISA_SCALAR;
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & fma_f16c_osxsave) != fma_f16c_osxsave) return found;
@@ -6647,11 +6761,11 @@ static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
 /* In decode form: AMX has none of its own. */
 static RA__UNUSED const ra__kernel *ra__kernel_decode(const ra_desc *d) {
     const ra__kernel *kernel = ra__kernel_of(d);
-    return kernel->few_fold ? kernel : ra__kernel_f32(d->isa);
+    return kernel->decode_fold ? kernel : ra__kernel_f32(d->isa);
 }
 
 RINGATTN_API int32_t ra_isa_best(void) {
-    const uint32_t found = ra__isa_detect();
+    uint32_t found = ra__isa_detect();
     if (found >> RA_ISA_AMX & 1) return RA_ISA_AMX;
     if (found & (uint32_t)RA__BF16_FAST) return RA_ISA_AVX512_BF16;
     if (found >> RA_ISA_AVX512 & 1) return RA_ISA_AVX512;
@@ -7081,11 +7195,11 @@ static ra__bounds ra__rows_fill(const ra_mask *m, int64_t end, const ra__seg *s,
         g->pos[i] = (int32_t)p;
         g->lo[i] = v[0];
         g->hi[i] = v[1];
-        g->doc[i] = v[2];
-        g->keep[i] = v[3];
+        g->keep_first[i] = v[2];
+        g->keep_end[i] = v[3];
     }
     for (int64_t i = s->rows; g && i < RA_BLOCK_TOKENS; i++)
-        g->pos[i] = g->lo[i] = g->hi[i] = g->doc[i] = g->keep[i] = 0;
+        g->pos[i] = g->lo[i] = g->hi[i] = g->keep_first[i] = g->keep_end[i] = 0;
     return b;
 }
 
@@ -8307,7 +8421,7 @@ typedef struct ra__scratch {
     ra__bounds bounds[RA__PANELS];
     int32_t head[RA__PANELS];
     ra__bytes size;
-    ra__store store;                   /* k, v, pos: of size.batch blocks */
+    ra__key_scratch store;             /* k, v, pos: of size.batch blocks */
     int32_t *pos;
     ra__keys keys[RA__BATCH];          /* blocks that wait to be folded */
     int8_t kind[RA__PANELS][RA__BATCH];
@@ -8315,7 +8429,7 @@ typedef struct ra__scratch {
     int64_t block;                     /* next one of the chunk in hand */
     int64_t folded;                    /* blocks folded since the task was loaded */
     int64_t left;                      /* work that this step may still do, see RA__TILE_WORK */
-    ra__ahead ahead;
+    ra__prefetch_list ahead;
     ra__task next;                     /* of this thread; count 0: not known */
     int32_t asked;                     /* panels of it whose queries were asked for */
 } ra__scratch;
@@ -8332,7 +8446,8 @@ static int32_t ra__panels(const ra_desc *d) {
     return size.q + size.acc > 24 * 1024 ? RA__PANELS / 2 : RA__PANELS;
 }
 
-static void ra__store_carve(ra__arena *a, const ra__bytes *size, int32_t shared, ra__store *x) {
+static void ra__store_carve(ra__arena *a, const ra__bytes *size, int32_t shared,
+                            ra__key_scratch *x) {
     x->shared = shared;
     x->s = (float *)ra__carve(a, size->s);
     x->k = (uint8_t *)ra__carve(a, size->k * size->batch);
@@ -8397,8 +8512,8 @@ static ra__drop ra__drop_of(const ra__work *w, int32_t b, int32_t head) {
     x.seed = w->t->seed;
     x.head = (uint32_t)head;
     x.sequence = (uint32_t)b;
-    x.least = (uint32_t)((double)w->d->dropout * 4294967296.0);
-    x.keep = (float)(1.0 / (1.0 - (double)w->d->dropout));
+    x.threshold = (uint32_t)((double)w->d->dropout * 4294967296.0);
+    x.scale = (float)(1.0 / (1.0 - (double)w->d->dropout));
     return x;
 }
 
@@ -8491,7 +8606,7 @@ static void ra__task_rows(const ra__work *w, const ra__task *t, ra__scratch *x) 
         }
         p->rows = (int32_t)x->seg[i].rows;
         p->score = ra__score_of(w, t->sequence, x->seg[i].row, x->head[i]);
-        p->ahead = &x->ahead;
+        p->prefetch = &x->ahead;
         p->factor = ra__q_factor(d);
         p->drop = ra__drop_of(w, t->sequence, x->head[i]);
     }
@@ -8575,7 +8690,7 @@ static void ra__next_ahead(const ra__work *w, ra__scratch *x) {
                          panel / group, &s);
     ra__view q = ra__view_at(w->q, x->next.sequence, s.row,
                              x->next.kv_head * group + panel % group);
-    ra__ahead_add(&x->ahead, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
+    ra__prefetch_add(&x->ahead, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
 }
 
 /* Notes the next blocks from block i on that will be wanted. */
@@ -8585,7 +8700,7 @@ static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item 
     int64_t k_bytes = ra__row_bytes(w->d->k_dtype, w->d->k_dim);
     int64_t v_bytes = w->d->v_in_k ? 0 : ra__row_bytes(w->d->v_dtype, w->d->v_dim);
     int32_t n = 0;
-    ra__ahead *a = &x->ahead;
+    ra__prefetch_list *a = &x->ahead;
     memset(a, 0, sizeof *a);
     for (; i < blocks && n < x->size.batch; i++) {
         int8_t kind[RA__PANELS];
@@ -8594,8 +8709,8 @@ static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item 
         ra__seg s = ra__item_block(w, item, i, &which, &pos);
         if (!ra__task_kinds(w, t, x, &s, pos, kind)) continue;
         ra__keys keys = ra__block_keys(item, which, &s, t->kv_head, NULL);
-        ra__ahead_add(a, keys.k, keys.k_stride, keys.n, k_bytes);
-        ra__ahead_add(a, keys.v, keys.v_stride, keys.n, v_bytes);
+        ra__prefetch_add(a, keys.k, keys.k_stride, keys.n, k_bytes);
+        ra__prefetch_add(a, keys.v, keys.v_stride, keys.n, v_bytes);
         n++;
     }
     ra__next_ahead(w, x);
@@ -8611,7 +8726,7 @@ static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item 
     int32_t which, *to = x->pos + at * RA_BLOCK_TOKENS;
     const int32_t *pos;
     ra__seg s = ra__item_block(w, item, i, &which, &pos);
-    ra__store store = x->store;
+    ra__key_scratch store = x->store;
     int any = ra__task_kinds(w, t, x, &s, pos, kind);
     for (int32_t j = 0; j < t->count; j++) {
         x->kind[j][at] = kind[j];
@@ -8958,10 +9073,10 @@ typedef struct ra__back_scratch {
     ra__seg seg[RA__BACK_PANELS];
     ra__bounds bounds[RA__BACK_PANELS];
     int32_t head[RA__BACK_PANELS];
-    ra__tile tile[RA__BACK_PANELS];
-    ra__ahead ahead;
+    ra__back_job tile[RA__BACK_PANELS];
+    ra__prefetch_list ahead;
     int32_t next, asked;               /* panels of the next group; how many were asked for */
-    ra__store store;                   /* [most]: of block i, or of one that is not kept */
+    ra__key_scratch store;             /* [most]: of block i, or of one that is not kept */
     ra__bytes size;
     ra__ready *ready;                  /* [most] */
     int64_t most;
@@ -8990,10 +9105,10 @@ static void ra__back_carve(ra__arena *a, const ra_desc *d, int64_t blocks, ra__b
     x->size.batch = (int32_t)x->most;
     for (int32_t i = 0; i < x->panels; i++) {
         ra__back_panel *p = &x->panel[i];
-        p->p.q = (float *)ra__carve(a, lane * k_dim);
-        p->p.acc = (float *)ra__carve(a, lane * k_dim);
-        p->p.m = (float *)ra__carve(a, lane);
-        p->p.l = (float *)ra__carve(a, lane);
+        p->fwd.q = (float *)ra__carve(a, lane * k_dim);
+        p->fwd.acc = (float *)ra__carve(a, lane * k_dim);
+        p->fwd.m = (float *)ra__carve(a, lane);
+        p->fwd.l = (float *)ra__carve(a, lane);
         p->g = (float *)ra__carve(a, lane * ra__round_up(d->v_dim, 32));
         p->q_rows = (float *)ra__carve(a, lane * ra__round_up(d->k_dim, RA_BLOCK_TOKENS));
         p->g_rows = (float *)ra__carve(a, lane * ra__round_up(d->v_dim, RA_BLOCK_TOKENS));
@@ -9061,7 +9176,7 @@ RA__INLINE int ra__lse_serves(float lse) {
  * one whose LSE does not serve. */
 static void ra__back_stats(const ra__back *b, const ra__task *t, ra__back_scratch *x, int32_t i) {
     const ra__work *w = b->w;
-    const ra__panel *p = &x->panel[i].p;
+    const ra__panel *p = &x->panel[i].fwd;
     int64_t row = x->seg[i].row, at = ra__ml_at(w, t->sequence, row, x->head[i]);
     ra__view lse = ra__view_at(w->lse, t->sequence, row, x->head[i]);
     ra__source o = ra__source_of(ra__view_at(w->o, t->sequence, row, x->head[i]), w->d->o_dtype,
@@ -9103,12 +9218,12 @@ static void ra__back_geometry(const ra__back *b, const ra__task *t, ra__back_scr
     if (array) array += t->sequence * w->q_side.array_stride;
     for (int32_t i = 0; i < t->count; i++) {
         int64_t block = (t->panel0 + i) / group;
-        ra__panel *p = &x->panel[i].p;
+        ra__panel *p = &x->panel[i].fwd;
         x->head[i] = t->kv_head * group + (int32_t)((t->panel0 + i) % group);
         if (i && block == (t->panel0 + i - 1) / group) {
             x->seg[i] = x->seg[i - 1];
             x->bounds[i] = x->bounds[i - 1];
-            p->geo = x->panel[i - 1].p.geo;
+            p->geo = x->panel[i - 1].fwd.geo;
         } else {
             ra__back_block(b, t->sequence, block, &x->seg[i]);
             x->bounds[i] = ra__rows_fill(&w->d->mask, end, &x->seg[i], array, x->rows[i]);
@@ -9118,7 +9233,7 @@ static void ra__back_geometry(const ra__back *b, const ra__task *t, ra__back_scr
         p->score = ra__score_of(w, t->sequence, x->seg[i].row, x->head[i]);
         p->drop = ra__drop_of(w, t->sequence, x->head[i]);
         p->factor = ra__q_factor(w->d);
-        p->ahead = &x->ahead;
+        p->prefetch = &x->ahead;
     }
 }
 
@@ -9148,7 +9263,7 @@ static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads 
         if (!g->dq.data) continue;
         ra__view dq = ra__back_dq(t, b, g, x, i);
         if (g->edge & RA__FIRST) dq.data = NULL;
-        b->kernel->load_acc(&p->p, (const float *)(const void *)dq.data, dq.token / 4, d->k_dim);
+        b->kernel->load_acc(&p->fwd, (const float *)(const void *)dq.data, dq.token / 4, d->k_dim);
     }
 }
 
@@ -9157,7 +9272,7 @@ static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads 
                           ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
     for (int32_t i = 0; i < t->count && g->dq.data; i++) {
-        const ra__panel *p = &x->panel[i].p;
+        const ra__panel *p = &x->panel[i].fwd;
         ra__view dq = ra__back_dq(t, b, g, x, i);
         if (!(g->edge & RA__LAST)) {
             b->kernel->store_acc(p, (float *)(uintptr_t)dq.data, dq.token / 4, d->k_dim);
@@ -9205,7 +9320,7 @@ static const void *ra__back_prepare(const ra__back *b, ra__back_scratch *x, int6
                                     ra__keys *keys, int partial) {
     const int64_t at = ra__min(i, x->most - 1), kept = i < x->most - 1;
     ra__ready *r = &x->ready[at];
-    ra__store store = x->store;
+    ra__key_scratch store = x->store;
     store.k += at * x->size.k;
     store.v += at * x->size.v;
     if (!kept || r->keys.n == 0) {
@@ -9226,18 +9341,18 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
     const int32_t group = d->q_heads / d->kv_heads;
     const int64_t left = ra__chunk_blocks(&item->c) - i, panel = t->panel0 + t->count + x->asked;
     int64_t rows = 0;
-    ra__ahead *a = &x->ahead;
+    ra__prefetch_list *a = &x->ahead;
     memset(a, 0, sizeof *a);
     if (left > 0 && (i >= x->most - 1 || x->ready[i].keys.n == 0)) {
         int32_t which;
         ra__seg s = ra__chunk_block(&item->c, b->w->order, i, &which);
         ra__keys keys = ra__block_keys(item, which, &s, t->kv_head, NULL);
-        ra__ahead_add(a, keys.k, keys.k_stride, keys.n, ra__row_bytes(d->k_dtype, d->k_dim));
+        ra__prefetch_add(a, keys.k, keys.k_stride, keys.n, ra__row_bytes(d->k_dtype, d->k_dim));
         if (!d->v_in_k)
-            ra__ahead_add(a, keys.v, keys.v_stride, keys.n, ra__row_bytes(d->v_dtype, d->v_dim));
+            ra__prefetch_add(a, keys.v, keys.v_stride, keys.n, ra__row_bytes(d->v_dtype, d->v_dim));
     } else if (left > 0) {
-        ra__ahead_add(a, x->store.k + i * x->size.k, 256, x->size.k / 256, 256);
-        ra__ahead_add(a, x->store.v + i * x->size.v, 256, x->size.v / 256, 256);
+        ra__prefetch_add(a, x->store.k + i * x->size.k, 256, x->size.k / 256, 256);
+        ra__prefetch_add(a, x->store.v + i * x->size.v, 256, x->size.v / 256, 256);
     }
     if (x->asked < x->next && left < x->next - x->asked) {
         const int64_t o_bytes = ra__row_bytes(d->o_dtype, d->v_dim);
@@ -9249,10 +9364,10 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
         o = ra__view_at(b->w->o, t->sequence, s.row, head);
         d_o = ra__view_at(b->d_o, t->sequence, s.row, head);
         lse = ra__view_at(b->w->lse, t->sequence, s.row, head);
-        ra__ahead_add(a, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
-        ra__ahead_add(a, d_o.data, d_o.token, s.rows, o_bytes);
-        ra__ahead_add(a, lse.data, lse.token, s.rows, 4);
-        if (!b->delta) ra__ahead_add(a, o.data, o.token, s.rows, o_bytes);
+        ra__prefetch_add(a, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
+        ra__prefetch_add(a, d_o.data, d_o.token, s.rows, o_bytes);
+        ra__prefetch_add(a, lse.data, lse.token, s.rows, 4);
+        if (!b->delta) ra__prefetch_add(a, o.data, o.token, s.rows, o_bytes);
         x->asked++;
     }
     for (int32_t n = 0; n < a->count; n++) rows += a->rows[n];
@@ -9268,7 +9383,7 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     int64_t row = s.row - item->c.seg[which].row;
     const int32_t *pos = item->pos[which] ? item->pos[which] + row : NULL;
     ra__view dk = ra__view_at(g->dk[which], 0, row, 0), dv = ra__view_at(g->dv[which], 0, row, 0);
-    ra__tile *tile = x->tile;
+    ra__back_job *tile = x->tile;
     ra__keys keys;
     int32_t count = 0;
     int any = ra__back_kinds(b, t, &s, pos, x);
@@ -9290,7 +9405,7 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     for (int32_t j = 0; j < t->count; j++) {
         if (x->kind[j] == RA__EMPTY) continue;
         tile[count] = tile[0];
-        tile[count].x = &x->panel[j];
+        tile[count].panel = &x->panel[j];
         tile[count++].partial = x->kind[j] == RA__PARTIAL;
     }
     x->left -= RA__TILE_WORK * count;
@@ -9437,12 +9552,12 @@ static double ra__back_sink_block(const ra__back *b, int32_t head, const ra__tas
     const double ln2 = 0.69314718055994530942;
     const float sink = b->w->t->sinks[head];
     const int32_t *pos = b->w->q_side.array;       /* empty cells have dO, but no part in this */
-    const ra__panel *p = &x->panel[0].p;
+    const ra__panel *p = &x->panel[0].fwd;
     double sum = x->sum;
     if (pos) pos += t->sequence * b->w->q_side.array_stride;
     ra__back_block(b, t->sequence, i, &x->seg[0]);
     x->head[0] = head;
-    x->panel[0].p.rows = (int32_t)x->seg[0].rows;
+    x->panel[0].fwd.rows = (int32_t)x->seg[0].rows;
     ra__back_stats(b, t, x, 0);
     for (int32_t r = 0; r < p->rows && !ra__is_neg_inf(sink); r++)
         if (!ra__is_neg_inf(-p->m[r]) && !(pos && pos[x->seg[0].row + r] < 0))
@@ -9636,7 +9751,7 @@ static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x
     p->geo = x->rows[i];
     p->rows = (int32_t)s.rows;
     p->score = ra__score_of(&c->w, t->sequence, 0, 0);
-    p->ahead = &x->ahead;
+    p->prefetch = &x->ahead;
     p->factor = ra__q_factor(d);
     p->drop = ra__drop_of(&c->w, t->sequence, 0);
     c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
@@ -9755,7 +9870,7 @@ enum { RA__DECODE_PAIRS = 16, RA__DECODE_HEADS = 8, RA__DECODE_BYTES = 2304,
 
 /* One thread's state, and the task under way. */
 typedef struct ra__decode {
-    ra__few *few;                      /* [heads][fours] */
+    ra__decode_rows *few;              /* [heads][fours] */
     int32_t *pos;                      /* [64] of a block */
     float *slot;                       /* [heads][fours] sums of the parts before, if any */
     int32_t heads;                     /* most of a task */
@@ -9768,7 +9883,7 @@ typedef struct ra__decode {
     int32_t at[RA__DECODE_PAIRS], sees[RA__DECODE_PAIRS][4]; /* of a row: position, ra__mask_row */
     ra__bounds bounds[RA__DECODE_PAIRS];
     uint64_t seen[RA__DECODE_PAIRS];   /* of a row: keys of the block */
-    ra__stretch stretch[RA_BLOCK_TOKENS / 4][RA__DECODE_PAIRS / RA__FEW_ROWS]; /* of the block */
+    ra__decode_keys stretch[RA_BLOCK_TOKENS / 4][RA__DECODE_PAIRS / RA__DECODE_ROWS]; /* of block */
 } ra__decode;
 
 /* 1 if calls like this, with few enough tokens, take the decoding form. */
@@ -9809,17 +9924,17 @@ RA__INLINE int ra__decode_shares(const ra_desc *d) {
 
 /* Floats of m, l and acc of a four. */
 RA__INLINE int64_t ra__slot_floats(const ra_desc *d) {
-    return RA__FEW_ROWS * (2 + ra__round_up(d->v_dim, RA__FEW_DIMS));
+    return RA__DECODE_ROWS * (2 + ra__round_up(d->v_dim, RA__DECODE_DIMS));
 }
 
 static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__decode *x) {
-    int64_t k = ra__round_up(d->k_dim, RA__FEW_DIMS) * RA__FEW_ROWS * (int64_t)sizeof(float);
-    int64_t v = ra__round_up(d->v_dim, RA__FEW_DIMS) * RA__FEW_ROWS * (int64_t)sizeof(float);
+    int64_t k = ra__round_up(d->k_dim, RA__DECODE_DIMS) * RA__DECODE_ROWS * (int64_t)sizeof(float);
+    int64_t v = ra__round_up(d->v_dim, RA__DECODE_DIMS) * RA__DECODE_ROWS * (int64_t)sizeof(float);
     int64_t pairs = d->tokens * (d->q_heads / d->kv_heads);
     float *wide = NULL;
     x->heads = heads;
-    x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__DECODE_PAIRS), RA__FEW_ROWS);
-    x->few = (ra__few *)ra__carve(a, heads * x->fours * (int64_t)sizeof *x->few);
+    x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__DECODE_PAIRS), RA__DECODE_ROWS);
+    x->few = (ra__decode_rows *)ra__carve(a, heads * x->fours * (int64_t)sizeof *x->few);
     x->pos = (int32_t *)ra__carve(a, RA_BLOCK_TOKENS * (int64_t)sizeof *x->pos);
     x->slot = NULL;
     if (ra__k_most(d) > RA__DECODE_PART * RA_BLOCK_TOKENS)
@@ -9830,11 +9945,11 @@ static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__
         if (x->fours > 2 && i % x->fours == 0) wide = (float *)ra__carve(a, 2 * k);
         if (!a->base) continue;
         x->few[i].wide = wide;
-        x->few[i].lane = i % x->fours * RA__FEW_ROWS;
+        x->few[i].lane = i % x->fours * RA__DECODE_ROWS;
         x->few[i].d = d;
         x->few[i].q = q;
         x->few[i].acc = acc;
-        x->few[i].sum = sum;
+        x->few[i].block_acc = sum;
     }
 }
 
@@ -9855,7 +9970,7 @@ static int64_t ra__decode_slots(const ra_desc *d) {
     const int64_t slots = parts < most / d->sequences ? parts * d->sequences : most;
     if (parts < 2 || !ra__may_decode(d)) return 0;
     return ra__round_up(slots * d->kv_heads *
-                        ra__ceil_div(pairs, RA__FEW_ROWS) * ra__slot_floats(d) * 4, 64);
+                        ra__ceil_div(pairs, RA__DECODE_ROWS) * ra__slot_floats(d) * 4, 64);
 }
 
 /* kv heads of a task: as many as nth threads can share evenly, or all if they share out keys. */
@@ -9887,29 +10002,29 @@ static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
 /* Queries and empty state of up to 4 pairs from `pair` on, of kv head `head` of the task. */
 static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t pair) {
     const int32_t group = c->d.q_heads / c->d.kv_heads;
-    ra__few *f = &x->few[head * x->fours + pair / RA__FEW_ROWS];
-    size_t wide = (size_t)ra__round_up(c->d.k_dim, RA__FEW_DIMS) * sizeof(float);
-    f->one = x->pairs == 1 && c->w.kernel->few_unit == RA__FEW_UNIT;
-    if (x->pairs - pair < RA__FEW_ROWS && !f->one) memset(f->q, 0, RA__FEW_ROWS * wide);
+    ra__decode_rows *f = &x->few[head * x->fours + pair / RA__DECODE_ROWS];
+    size_t wide = (size_t)ra__round_up(c->d.k_dim, RA__DECODE_DIMS) * sizeof(float);
+    f->one_row = x->pairs == 1 && c->w.kernel->decode_unit == RA__DECODE_UNIT;
+    if (x->pairs - pair < RA__DECODE_ROWS && !f->one_row) memset(f->q, 0, RA__DECODE_ROWS * wide);
     if (f->wide && pair == 0) memset(f->wide, 0, 8 * wide);
-    wide = (size_t)ra__round_up(c->d.v_dim, RA__FEW_DIMS) * sizeof(float);
-    memset(f->acc, 0, RA__FEW_ROWS * wide);
+    wide = (size_t)ra__round_up(c->d.v_dim, RA__DECODE_DIMS) * sizeof(float);
+    memset(f->acc, 0, RA__DECODE_ROWS * wide);
     memset(f->slope, 0, sizeof f->slope);
     memset(f->pos, 0, sizeof f->pos);
-    memset(f->part, 0, sizeof f->part);
+    memset(f->block_l, 0, sizeof f->block_l);
     memset(f->score, 0, sizeof f->score);
     memset(f->l, 0, sizeof f->l);
     for (int32_t i = 0; i < 16; i++)
-        f->m[i] = pair + i % RA__FEW_ROWS < x->pairs ? ra__neg_inf() : 0.0f;
-    f->live = f->modified = 0;
+        f->m[i] = pair + i % RA__DECODE_ROWS < x->pairs ? ra__neg_inf() : 0.0f;
+    f->has_keys = f->modified = 0;
     f->factor = ra__q_factor(&c->d);
-    for (int32_t r = 0; r < RA__FEW_ROWS && pair + r < x->pairs; r++) {
+    for (int32_t r = 0; r < RA__DECODE_ROWS && pair + r < x->pairs; r++) {
         int32_t row = x->row[pair + r], q_head = (x->head + head) * group + (pair + r) % group;
         f->score[r] = ra__score_of(&c->w, x->sequence, row, q_head);
         f->modified |= ra__score_is_modified(&f->score[r]);
-        for (int32_t i = r; i < 16; i += RA__FEW_ROWS) f->slope[i] = f->score[r].slope;
+        for (int32_t i = r; i < 16; i += RA__DECODE_ROWS) f->slope[i] = f->score[r].slope;
         f->pos[r] = x->at[row];
-        c->w.kernel->few_load(f, r, ra__view_at(c->w.q, x->sequence, row, q_head).data,
+        c->w.kernel->decode_load(f, r, ra__view_at(c->w.q, x->sequence, row, q_head).data,
                               f->factor);
     }
 }
@@ -9917,13 +10032,13 @@ static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int
 static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head,
                              int32_t pair) {
     int32_t group = c->d.q_heads / c->d.kv_heads, q_head = (x->head + head) * group + pair % group;
-    const ra__few *f = &x->few[head * x->fours + pair / RA__FEW_ROWS];
+    const ra__decode_rows *f = &x->few[head * x->fours + pair / RA__DECODE_ROWS];
     const float *sink = c->d.scores & RA_SCORE_SINKS ? c->w.t->sinks + q_head : NULL;
     ra__view o = ra__view_at(c->w.o, x->sequence, x->row[pair], q_head);
     ra__view lse = ra__view_at(c->w.lse, x->sequence, x->row[pair], q_head);
-    int32_t r = pair % RA__FEW_ROWS;
+    int32_t r = pair % RA__DECODE_ROWS;
     float sum, factor = ra__row_finish(f->m[r], f->l[r], sink, lse.data ? &sum : NULL);
-    c->w.kernel->few_store(f, r, (void *)(uintptr_t)o.data, factor);
+    c->w.kernel->decode_store(f, r, (void *)(uintptr_t)o.data, factor);
     if (lse.data) memcpy((void *)(uintptr_t)lse.data, &sum, sizeof sum);
 }
 
@@ -9949,14 +10064,15 @@ static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *
 
 /* Keys [j, j + n) of the block as four `four` sees them; seen 0: none of them. Rows that are not
  * there see all. */
-static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__stretch *t) {
-    const uint32_t all = 0xffffu >> (RA__FEW_KEYS - (t->n < RA__FEW_KEYS ? t->n : RA__FEW_KEYS));
-    uint32_t bits[RA__FEW_ROWS], some = 0, every = all;
+static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__decode_keys *t) {
+    const uint32_t all = 0xffffu >> (RA__DECODE_KEYS -
+                                     (t->n < RA__DECODE_KEYS ? t->n : RA__DECODE_KEYS));
+    uint32_t bits[RA__DECODE_ROWS], some = 0, every = all;
     t->partial = 0;
     t->seen = ~(uint64_t)0;
-    if (t->n > RA__FEW_KEYS) return;
-    for (int32_t r = 0; r < RA__FEW_ROWS; r++) {
-        int32_t pair = four * RA__FEW_ROWS + r;
+    if (t->n > RA__DECODE_KEYS) return;
+    for (int32_t r = 0; r < RA__DECODE_ROWS; r++) {
+        int32_t pair = four * RA__DECODE_ROWS + r;
         bits[r] = all;
         if (pair >= x->pairs) continue;
         bits[r] = (uint32_t)(x->seen[x->row[pair]] >> j) & all;
@@ -9964,12 +10080,12 @@ static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra_
         every &= bits[r];
     }
     t->partial = every != all;
-    t->seen = ~(uint64_t)0 >> (64 - RA__FEW_ROWS * t->n);
+    t->seen = ~(uint64_t)0 >> (64 - RA__DECODE_ROWS * t->n);
     if (!t->partial) return;
     t->seen = 0;
     if (!some) return;
     for (int32_t i = 0; i < 4 * t->n; i++)
-        t->seen |= (uint64_t)(bits[i % RA__FEW_ROWS] >> i / RA__FEW_ROWS & 1) << i;
+        t->seen |= (uint64_t)(bits[i % RA__DECODE_ROWS] >> i / RA__DECODE_ROWS & 1) << i;
 }
 
 /* Points a stream at the rows of all heads of the task, some 4 KB beyond token row `row`. */
@@ -9984,22 +10100,22 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
 /* Keys [from, to) of a block, whose first is token row `row`, for all heads and fours. */
 static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
                             int32_t to, ra__decode *x) {
-    const int32_t fours = (int32_t)ra__ceil_div(x->pairs, RA__FEW_ROWS);
+    const int32_t fours = (int32_t)ra__ceil_div(x->pairs, RA__DECODE_ROWS);
     const int more = !x->near && row + from + x->run < ra__k_len(&c->d, x->sequence);
     ra__stream a[2];
     for (int i = 0; i < 2 && more; i++) ra__decode_ahead(&a[i], x, &kv[i], row + from);
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t j = from; j < to; j += x->keys) {
-            ra__stretch *t = x->stretch[j / x->keys];
+            ra__decode_keys *t = x->stretch[j / x->keys];
             int first = more;
-            for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
+            for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
                 if (!t[g].seen) continue;
                 t[g].k = ra__view_at(kv[0], 0, row + j, h).data;
                 t[g].v = ra__view_at(kv[1], 0, row + j, h).data;
-                t[g].ahead = first ? a : NULL;
+                t[g].streams = first ? a : NULL;
                 first = 0;
             }
-            c->w.kernel->few_fold(&x->few[h * x->fours], t, fours);
+            c->w.kernel->decode_fold(&x->few[h * x->fours], t, fours);
         }
 }
 
@@ -10008,13 +10124,13 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
                              const int32_t *pos, ra__decode *x) {
     const int32_t keys = x->keys, run = x->run;
     if (!ra__decode_sees(x, s, pos)) return;
-    if (x->near && x->few->one && c->d.softcap == 0.0f &&
+    if (x->near && x->few->one_row && c->d.softcap == 0.0f &&
         !(c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) &&       /* of any head */
         x->seen[0] == ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows))
         x->keys = x->run = RA_BLOCK_TOKENS;
     for (int32_t j = 0; j < s->rows; j += x->keys)
-        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
-            ra__stretch *t = &x->stretch[j / x->keys][g];
+        for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
+            ra__decode_keys *t = &x->stretch[j / x->keys][g];
             t->n = (int32_t)ra__min(x->keys, s->rows - j);
             t->pos = x->pos + j;
             t->k_stride = kv[0].token;
@@ -10024,8 +10140,9 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     for (int32_t j = 0; j < s->rows; j += x->run)
         ra__decode_fold(c, kv, s->row, j, (int32_t)ra__min(j + x->run, s->rows), x);
     for (int32_t h = 0; h < x->count; h++)
-        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++)
-            if (x->few[h * x->fours + g].live) c->w.kernel->few_close(&x->few[h * x->fours + g]);
+        for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++)
+            if (x->few[h * x->fours + g].has_keys)
+                c->w.kernel->decode_close(&x->few[h * x->fours + g]);
     x->keys = keys;
     x->run = run;
 }
@@ -10062,17 +10179,17 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
 }
 
 /* Sums of a four from and to a slot. */
-static void ra__slot_load(ra__few *f, const float *slot) {
-    memcpy(f->l, slot + RA__FEW_ROWS, sizeof f->l);
-    for (int32_t i = 0; i < 16; i++) f->m[i] = slot[i % RA__FEW_ROWS];
-    memcpy(f->acc, slot + 2 * RA__FEW_ROWS,
-           (size_t)(ra__slot_floats(f->d) - 2 * RA__FEW_ROWS) * sizeof *slot);
+static void ra__slot_load(ra__decode_rows *f, const float *slot) {
+    memcpy(f->l, slot + RA__DECODE_ROWS, sizeof f->l);
+    for (int32_t i = 0; i < 16; i++) f->m[i] = slot[i % RA__DECODE_ROWS];
+    memcpy(f->acc, slot + 2 * RA__DECODE_ROWS,
+           (size_t)(ra__slot_floats(f->d) - 2 * RA__DECODE_ROWS) * sizeof *slot);
 }
-static void ra__slot_save(const ra__few *f, float *slot) {
-    memcpy(slot, f->m, RA__FEW_ROWS * sizeof *slot);
-    memcpy(slot + RA__FEW_ROWS, f->l, sizeof f->l);
-    memcpy(slot + 2 * RA__FEW_ROWS, f->acc,
-           (size_t)(ra__slot_floats(f->d) - 2 * RA__FEW_ROWS) * sizeof *slot);
+static void ra__slot_save(const ra__decode_rows *f, float *slot) {
+    memcpy(slot, f->m, RA__DECODE_ROWS * sizeof *slot);
+    memcpy(slot + RA__DECODE_ROWS, f->l, sizeof f->l);
+    memcpy(slot + 2 * RA__DECODE_ROWS, f->acc,
+           (size_t)(ra__slot_floats(f->d) - 2 * RA__DECODE_ROWS) * sizeof *slot);
 }
 
 /* Slot of a part, kv head and four among those of all threads. */
@@ -10087,11 +10204,11 @@ static float *ra__slot_at(const ra__local *c, const ra__decode *x, float *slots,
 static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
     const int last = x->parts == 1 || (!slots && x->part + 1 == x->parts);
     for (int32_t h = 0; h < x->count; h++) {
-        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs && x->parts > 1; g++) {
-            ra__few *f = &x->few[h * x->fours + g];
+        for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs && x->parts > 1; g++) {
+            ra__decode_rows *f = &x->few[h * x->fours + g];
             float *to = slots ? ra__slot_at(c, x, slots, x->part, x->head + h, g)
                               : x->slot + (h * x->fours + g) * ra__slot_floats(&c->d);
-            if (!slots && x->part) c->w.kernel->few_merge(f, to);
+            if (!slots && x->part) c->w.kernel->decode_merge(f, to);
             if (!last) ra__slot_save(f, to);
         }
         for (int32_t i = 0; i < x->pairs && last; i++) ra__decode_store(c, x, h, i);
@@ -10116,7 +10233,7 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     for (int i = 0; i < 2; i++) kv[i] = ra__view_at(c->kv[i], x->sequence, 0, x->head);
     if (c->d.v_in_k) kv[1].data += ra__row_bytes(c->d.k_dtype, c->d.v_column);
     for (int32_t h = 0; h < x->count; h++)
-        for (int32_t i = 0; i < x->pairs; i += RA__FEW_ROWS) ra__decode_load(c, x, h, i);
+        for (int32_t i = 0; i < x->pairs; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i);
     for (int64_t i = from; i < to; i++) {
         (void)ra__side_block(&c->k_side, x->sequence, tokens, i, &block);
         ra__decode_block(c, kv, &block, array ? array + block.row : NULL, x);
@@ -10130,10 +10247,10 @@ static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
     for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++) {
         ra__decode_begin(c, x);
         for (x->head = 0; x->head < c->d.kv_heads && x->parts > 1; x->head++) {
-            for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
+            for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
                 ra__slot_load(&x->few[g], ra__slot_at(c, x, slots, 0, x->head, g));
                 for (int32_t i = 1; i < x->parts; i++)
-                    c->w.kernel->few_merge(&x->few[g], ra__slot_at(c, x, slots, i, x->head, g));
+                    c->w.kernel->decode_merge(&x->few[g], ra__slot_at(c, x, slots, i, x->head, g));
             }
             for (int32_t i = 0; i < x->pairs; i++) ra__decode_store(c, x, 0, i);
         }
@@ -10194,8 +10311,8 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     a.base = memory;
     ra__decode_carve(&a, &c->d, heads, &x);
     if (!ra__decode_beside(c)) x.heads = 1;
-    x.keys = RA__FEW_KEYS;
-    while (x.fours == 1 && x.keys > c->w.kernel->few_unit && x.keys * row > RA__DECODE_BYTES)
+    x.keys = RA__DECODE_KEYS;
+    while (x.fours == 1 && x.keys > c->w.kernel->decode_unit && x.keys * row > RA__DECODE_BYTES)
         x.keys /= 2;
     x.run = 2 * x.keys;
     if (who[1] > 1) {
