@@ -1412,15 +1412,15 @@ typedef struct ra__drop {
 enum { RA__EMPTY, RA__PARTIAL, RA__FULL };
 enum { RA__BATCH = 8 };                /* most blocks of keys that a kernel takes at once */
 
-/* Rows that will be wanted next: kernels ask for them while they compute. */
+/* Rows that are needed next. Kernels prefetch them while they compute. */
 enum { RA__PREFETCH_TENSORS = 2 * RA__BATCH + 1 };
 typedef struct ra__prefetch_list {
     const uint8_t *at[RA__PREFETCH_TENSORS];      /* tensors one after the other, */
     int64_t stride[RA__PREFETCH_TENSORS];
     int32_t rows[RA__PREFETCH_TENSORS], bytes[RA__PREFETCH_TENSORS]; /* rows of so many bytes */
     int32_t count;
-    int32_t which, row;                /* what to ask for next */
-    int32_t step;                      /* rows to ask for at once */
+    int32_t which, row;                /* to prefetch next */
+    int32_t step;                      /* rows to prefetch at once */
 } ra__prefetch_list;
 
 /* Up to 64 query rows of one head, in the kernel's own layout: q [Dk x 64], acc [Dv x 64] floats,
@@ -1490,8 +1490,8 @@ typedef struct ra__back_job {
     const void *k_form;                /* the store of K, as prepare_back left it */
 } ra__back_job;
 
-/* Memory to ask for before it is read, in the order of its addresses: stretches of `lines` lines of
- * 64 bytes, `jump` bytes from the end of one to the next. */
+/* Memory to prefetch in the order of its addresses: stretches of `lines` lines of 64 bytes, `jump`
+ * bytes from the end of one to the next. */
 typedef struct ra__stream {
     uintptr_t at;
     int64_t jump;
@@ -2035,27 +2035,31 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
 }
 
 /* ========================================================================== KERNEL
- * The tile body: one block of at most 64 keys folded into one panel of at most 64 query rows, for
- * every instruction set the same text. Lanes are query rows (S^T = K Q^T, O^T = V^T P^T), so that
- * keys and values are read in place as broadcasts, the softmax needs no sum across lanes, and what
- * a row gets depends on no other row.
+ * Folds one block of at most 64 keys into one panel of at most 64 query rows. The text is the same
+ * for every instruction set. Lanes are query rows: S^T = K Q^T, O^T = V^T P^T. So keys and values
+ * are broadcast from where they are stored, the softmax needs no sum across lanes, and the result
+ * of a row does not depend on other rows.
  *
  * A panel consists of slabs of RA__SLAB rows: q [slab][Dk][RA__SLAB], acc [slab][Dv][RA__SLAB].
- * Per slab and block, with scores in base 2 (q carries scale * log2 e):
- *   s = K q  (modified, masked to -inf);  u = m, but 0 where m = -inf
+ * Scores are in base 2, because q is multiplied by scale * log2 e. Per slab and block:
+ *   s = K q, modified, and -inf where masked;  u = m, or 0 where m = -inf
  *   p = 2^(s - u);  l = l + sum p;  acc = acc + V^T p
- * with the sums over the block started at 0: errors of a long sequence grow with the number of
- * blocks, not of keys. The maximum m is stale: that of the first block in which the row saw a key.
- * p may then exceed 1, which is no harm: softmax does not change under shifts, and floats have
- * exponents to spare. So scores become p while they are still in registers, and acc is added to as
- * it is. A row whose l would pass 2^32 gets a new m, its l and acc are rescaled, and the block is
- * done again for the strip; rows beside it keep m, and so their bits. A row that sees none of the
- * keys keeps m, l, acc to the bit: acc is left out by selection, for even x + 0 changes the bits of
- * -0. A NaN reaches only rows that see it, since scores are masked after they are computed and
- * unseen values come in as p = 0; where such a value is itself NaN or infinite (v_clean 0) each
- * product is selected instead.
- * The online softmax is Milakov and Gimelshein's, arXiv 1805.02867; blocks and rescaling are those
- * of FlashAttention-2, arXiv 2307.08691, section 3.1.
+ * The sums over a block start at 0, so the rounding error grows with the number of blocks, not of
+ * keys.
+ *
+ * The maximum m is stale: it is that of the first block in which the row saw a key. p may therefore
+ * exceed 1. This is harmless, because a shift does not change a softmax and floats have exponents
+ * to spare. So scores become p while they are in registers, and acc is not rescaled. When l of a
+ * row would pass 2^32, the row gets a new m, its l and acc are rescaled, and the strip folds the
+ * block again. The other rows of the strip keep their m, and so their bits.
+ *
+ * A row that sees none of the keys keeps m, l and acc to the bit. Its acc is selected, not added
+ * to, because even x + 0 changes the bits of -0. A NaN reaches only rows that see it: scores are
+ * masked after they are computed, and values that a row does not see are multiplied by p = 0. If
+ * such a value is a NaN or infinite (v_clean 0), each product is selected instead.
+ *
+ * The online softmax is that of Milakov and Gimelshein, arXiv 1805.02867. Blocks and rescaling are
+ * those of FlashAttention-2, arXiv 2307.08691, section 3.1.
  *
  * This file includes itself once per instruction set with RA__BODY defined. The room of an
  * instruction set defines the operations that the body calls and these macros:
@@ -2069,20 +2073,20 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  * + - * / on RA__FLOATS are the compiler's. A tile is ni broadcast elements by nt vectors; these
  * parameters, and the dtype of inline functions, are constants after inlining. A slab with few rows
  * left, and half a slab in partial tiles, takes tiles of height 8 with fewer vectors. */
-enum { RA__DEPTH = 128, RA__DELTA_DIMS = 64, RA__ALIAS_BYTES = 4096 };
-/* Elements of one chain of products; of a row converted at once; bytes between rows that
- * compete for cache sets. */
+enum { RA__DEPTH = 128 };              /* most products that one chain of sums adds up */
+enum { RA__DELTA_DIMS = 64 };          /* dims of a row that deltas converts at once */
+enum { RA__ALIAS_BYTES = 4096 };       /* rows this far apart compete for the same cache sets */
 
 static const float ra__log2e = 1.44269504f;
 static const float ra__l_limit = 4294967296.0f;
-static const float ra__decode_slack = 16.0f; /* decode: scores may exceed m by so much */
-/* Flags beside a dtype: any keys and dims; row 0 only. */
+static const float ra__decode_slack = 16.0f; /* decode: how far scores may exceed m */
+/* Flags that decode_value_tile takes with a dtype: any keys and dims; row 0 only. */
 enum { RA__DECODE_ANY = 8, RA__DECODE_ONE_ROW = 16 };
-enum { RA__DECODE_ROW_CHUNKS = 4 };    /* of a tile of values of one row */
+enum { RA__DECODE_ROW_CHUNKS = 4 };    /* per tile of values if there is one row */
 static const uint64_t ra__seen_by_row_0 = 0x1111111111111111u; /* in ra__decode_keys.seen */
 
-/* 2^x: coefficients of 2^f by powers of f, minimax in relative error with c0 = 1, so that 2^0 is 1
- * exactly; for f in [-1/2, 1/2] 4e-9, for f in [0, 1] 3e-8, before rounding. */
+/* 2^f as a polynomial: coefficients by powers of f, minimax in relative error. c0 = 1, so that 2^0
+ * is exactly 1. The error before rounding is 4e-9 for f in [-1/2, 1/2] and 3e-8 for f in [0, 1]. */
 static const float ra__exp2_near[7] = {1.0f, 0.693147206f, 0.240226469f, 0.0555032878f,
                                        0.00961848896f, 0.001339993f, 0.000153458f};
 static const float ra__exp2_floor[7] = {1.0f, 0.693146984f, 0.240229836f, 0.055483342f,
@@ -2092,7 +2096,7 @@ static const float ra__exp2_floor[7] = {1.0f, 0.693146984f, 0.240229836f, 0.0554
 static const float ra__tanh_c[5] = {-0.333332819f, 0.133314422f, -0.0537397155f, 0.0206390888f,
                                     -0.00570498872f};
 
-/* Bias of row `row` of the block and the key at position `pos`. */
+/* Bias of row `row` of the query block and the key at position `pos`. */
 RA__INLINE float ra__bias_at(const ra__score *score, int32_t row, int32_t pos) {
     const uint8_t *at = score->bias + row * score->bias_row_stride + pos * score->bias_key_stride;
     float x = 0.0f;
@@ -2106,38 +2110,20 @@ RA__INLINE float ra__bias_at(const ra__score *score, int32_t row, int32_t pos) {
     return score->bias_dtype == RA_F16 ? ra__f32_of_f16(half) : ra__f32_of_bf16(half);
 }
 
-/* dst[c][r] = src[r][c] for r, c < 4; strides in floats. */
-RA__INLINE void ra__transpose4(float *dst, int32_t dst_stride, const float *src,
-                               int32_t src_stride) {
-#if RA__X86
-    __m128 a = _mm_loadu_ps(src), b = _mm_loadu_ps(src + src_stride);
-    __m128 c = _mm_loadu_ps(src + 2 * src_stride), d = _mm_loadu_ps(src + 3 * src_stride);
-    __m128 ab = _mm_unpacklo_ps(a, b), cd = _mm_unpacklo_ps(c, d);
-    _mm_storeu_ps(dst, _mm_movelh_ps(ab, cd));
-    _mm_storeu_ps(dst + dst_stride, _mm_movehl_ps(cd, ab));
-    ab = _mm_unpackhi_ps(a, b);
-    cd = _mm_unpackhi_ps(c, d);
-    _mm_storeu_ps(dst + 2 * dst_stride, _mm_movelh_ps(ab, cd));
-    _mm_storeu_ps(dst + 3 * dst_stride, _mm_movehl_ps(cd, ab));
-#else
-    for (int32_t r = 0; r < 4; r++)
-        for (int32_t c = 0; c < 4; c++) dst[c * dst_stride + r] = src[r * src_stride + c];
-#endif
-}
-
-/* Asks for the lines of 64 bytes of [at, at + bytes), which need not exist. */
+/* Prefetches the lines of 64 bytes of [at, at + bytes). The addresses may be invalid. */
 RA__INLINE void ra__prefetch(uintptr_t at, int32_t bytes) {
     for (int32_t i = 0; i < bytes; i += 64) __builtin_prefetch((const void *)(at + (uintptr_t)i));
 }
 
-/* Asks for the line at `at`, which need not exist, to come as far as a level 2 cache. */
+/* Prefetches the line at `at` into the level 2 cache. The address may be invalid. */
 RA__INLINE void ra__prefetch_far(uintptr_t at) { __builtin_prefetch((const void *)at, 0, 2); }
 
-/* Asks for the row of `bytes` bytes at p + offset floats, which need not exist. */
+/* Prefetches the row of `bytes` bytes at p + offset floats. The address may be invalid. */
 RA__INLINE void ra__prefetch_row(const float *p, int64_t offset, int32_t bytes) {
     ra__prefetch((uintptr_t)p + (uintptr_t)(offset * 4), bytes);
 }
 
+/* Adds rows to the list, if there are any. */
 RA__INLINE void ra__prefetch_add(ra__prefetch_list *x, const uint8_t *at, int64_t stride,
                                  int64_t rows, int64_t bytes) {
     x->at[x->count] = at;
@@ -2147,9 +2133,9 @@ RA__INLINE void ra__prefetch_add(ra__prefetch_list *x, const uint8_t *at, int64_
     x->count += bytes > 0 && rows > 0;
 }
 
-/* Asks for some of the rows to come.
- * PERF: a few at a time, for a processor drops requests that come all at once. Zen 5, 4096 tokens
- * of 8 heads: AVX-512 D 64 80 to 83, D 128 83 to 86 % of the FMA peak. */
+/* Prefetches the next rows of the list.
+ * PERF: a few at a time, because processors drop requests that come all at once. Zen 5, 4096 tokens
+ * of 8 heads, AVX-512: D 64 80 -> 83, D 128 83 -> 86 % of the FMA peak. */
 RA__NOINLINE void ra__prefetch_some(ra__prefetch_list *x) {
     for (int32_t i = 0; i < x->step && x->which < x->count; i++) {
         int64_t offset = x->row * x->stride[x->which];
@@ -2160,7 +2146,7 @@ RA__NOINLINE void ra__prefetch_some(ra__prefetch_list *x) {
     }
 }
 
-/* At the end of a stretch a stream goes on to the next. */
+/* n lines have been prefetched. At the end of a stretch the stream goes on to the next one. */
 RA__INLINE void ra__stream_advance(ra__stream *a, int32_t n) {
     a->left -= n;
     if (a->left > 0) return;
@@ -2168,7 +2154,7 @@ RA__INLINE void ra__stream_advance(ra__stream *a, int32_t n) {
     a->left = a->lines;
 }
 
-/* x, some 9 cycles later. */
+/* Returns x about 9 cycles later. */
 RA__INLINE uintptr_t ra__delay_address(uintptr_t x) {
     uintptr_t one = 1;
     __asm__("" : "+r"(one));
@@ -2179,10 +2165,10 @@ RA__INLINE uintptr_t ra__delay_address(uintptr_t x) {
     return x;
 }
 
-/* Asks for the next n lines of two streams; at the end of a stretch maybe for some beyond it.
- * PERF: a processor drops requests that come faster than memory can serve them, and those after a
- * wait come all at once: each address waits for the one before. Zen 5, 8 heads of 512 bytes side
- * by side: 80 % of the read bandwidth, 54 % with addresses that are known at once; bf16 75, 55. */
+/* Prefetches the next n lines of two streams, at the end of a stretch perhaps some beyond it.
+ * PERF: processors drop requests that come faster than memory can serve them, and requests that
+ * have waited come all at once. So each address is made to depend on the one before. Zen 5, 8 heads
+ * of 512 bytes side by side: 54 -> 80 % of the read bandwidth, bf16 55 -> 75 %. */
 RA__INLINE void ra__stream_prefetch(ra__stream *a, int32_t n) {
     uintptr_t k = a[0].at, v = a[1].at;
     for (int32_t i = 0; i < n; i++) {
@@ -2205,18 +2191,18 @@ RA__INLINE const float *ra__value_row(const ra__keys *keys, int32_t j) {
     return (const float *)(const void *)(keys->v + j * keys->v_stride);
 }
 
-/* 1 if rows of f32 kernels are copied: 16-bit ones always; f32 ones where several panels will read
- * them by columns and they lie badly. stride 0: any.
- * PERF: rows a multiple of 4 KB apart share a few sets of the L1 cache, so what is read by columns,
- * V forward and K backward, is copied once for the panels of a task. Zen 5, D 128, 8 heads: AVX-512
- * 79 to 83 % of the FMA peak, AVX2 71 to 87 %; distances of 2 KB and less gain nothing. What is
- * read row by row stays where it is: 90 to 91.5 % forward, 87 to 88 % backward. */
+/* 1 if f32 kernels copy rows: always if they are not f32, otherwise if several panels will read
+ * them by columns and their stride is bad. stride 0: any stride.
+ * PERF: rows a multiple of 4 KB apart share a few sets of the L1 cache. So the rows that are read
+ * by columns, V forward and K backward, are copied once for the panels of a task. Zen 5, D 128, 8
+ * heads: AVX-512 79 -> 83, AVX2 71 -> 87 % of the FMA peak. Strides of 2 KB and less gain nothing.
+ * Rows that are read one by one are not copied: forward 90 -> 91.5 %, backward 87 -> 88 %. */
 RA__INLINE int32_t ra__is_copied(int32_t dtype, int64_t stride, int32_t shared) {
     return dtype != RA_F32 || (shared && stride % RA__ALIAS_BYTES == 0);
 }
 
 /* Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC
- * 2011. x: the counter, then four random words. */
+ * 2011. In: x is the counter. Out: x holds four random words. */
 RA__INLINE void ra__philox(uint32_t x[4], uint64_t seed) {
     uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
     for (int32_t i = 0; i < 10; i++) {
@@ -2230,9 +2216,9 @@ RA__INLINE void ra__philox(uint32_t x[4], uint64_t seed) {
     }
 }
 
-/* Multiplies the weights s [keys][stride], rows [row, row + n) of the panel, by 0 or `keep`. The
- * counter is (key position / 4, query position, head, sequence) and the key's last two bits choose
- * the word, so nothing else decides. */
+/* Multiplies the weights s [keys][stride] of rows [row, row + n) of the panel by 0 or by the scale.
+ * The counter is (key position / 4, query position, head, sequence), and the last two bits of the
+ * key position choose the word. So a weight is dropped or not whatever the order of the work. */
 static RA__UNUSED void ra__drop_apply(const ra__panel *panel, const ra__keys *keys, int32_t row,
                                       int32_t n, float *s, int32_t stride) {
     uint32_t word[RA_BLOCK_TOKENS][4];
@@ -2254,8 +2240,8 @@ static RA__UNUSED void ra__drop_apply(const ra__panel *panel, const ra__keys *ke
     }
 }
 
-/* Adds the gradient of scores ds [keys][64] to the caller's gradient of the bias. Sums of a row or
- * of a key over the block, where those are broadcast, start at 0. */
+/* Adds the gradient of scores ds [keys][64] to the caller's gradient of the bias. If the bias is
+ * broadcast along rows or keys, the sums over the block start at 0. */
 static RA__UNUSED void ra__bias_grad_add(const ra__back_panel *panel, const ra__keys *keys,
                                          const float *ds) {
     int32_t one_key = panel->d_bias_key_stride == 0, one_row = panel->d_bias_row_stride == 0;
@@ -2289,39 +2275,37 @@ RA__INLINE int32_t ra__score_is_modified(const ra__score *score) {
 
 #if defined(__clang__)
 #define RA__UNROLL _Pragma("clang loop unroll(full)")
-#define RA__UNROLL_2                   /* does so by itself */
+#define RA__UNROLL_2                   /* clang does so by itself */
 #else
 #define RA__UNROLL _Pragma("GCC unroll 16")
 #define RA__UNROLL_2 _Pragma("GCC unroll 2")
 #endif
-#define RA__MAIN                       /* this pass is the outer one: more rooms follow the body */
+#define RA__MAIN                       /* not an inclusion by itself: rooms follow the body */
 #endif /* RINGATTN_IMPLEMENTATION, first part */
 
 #if defined(RA__BODY)
 #define RA__SLAB (RA__VECTORS * RA__WIDTH)
-/* A phase of the work, which has all registers to itself. */
+/* A phase of the work. As a function of its own it has all registers. */
 #define RA__ISA_NOINLINE __attribute__((noinline)) RA__ISA_STATIC
 
-/* RA__WIDTH elements from i on, a multiple of RA__WIDTH, of a row of blocks. Of the halves that are
- * converted the first is the scale. */
+/* RA__WIDTH elements of a q8_0 row from element i on, a multiple of RA__WIDTH. of_f16 converts more
+ * halves than the one that is the scale. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(of_q8_0)(const uint8_t *row, int32_t i) {
     const uint8_t *block = row + (int64_t)(i / 32) * 34;
     RA__FLOATS scale = RA__NAME(of_f16)(block);
     return RA__NAME(of_i8)(block + 2 + i % 32) * RA__NAME(set)(scale[0]);
 }
 
-/* RA__WIDTH elements of dtype, of any alignment. */
+/* RA__WIDTH elements of dtype. src may have any alignment. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(convert)(const uint8_t *src, int32_t dtype) {
     if (dtype == RA_F16) return RA__NAME(of_f16)(src);
     if (dtype == RA_BF16) return RA__NAME(of_bf16)(src);
     return RA__NAME(load)((const float *)(const void *)src);
 }
 
-/* n elements of dtype to and from floats. Any alignment of the 16-bit side. */
+/* n elements of dtype to floats. src may have any alignment. */
 RA__ISA_STATIC void RA__NAME(read_row)(float *dst, const uint8_t *src, int32_t dtype, int32_t n) {
-    int32_t size = dtype == RA_F32 ? 4 : 2;
-    int32_t i = 0;
-    uint16_t h;
+    int32_t size = dtype == RA_F32 ? 4 : 2, i = 0;
     for (; dtype == RA_Q8_0 && i < n; i += RA__WIDTH)
         RA__NAME(store)(dst + i, RA__NAME(of_q8_0)(src, i));
     for (; n - i >= RA__WIDTH; i += RA__WIDTH)
@@ -2331,29 +2315,31 @@ RA__ISA_STATIC void RA__NAME(read_row)(float *dst, const uint8_t *src, int32_t d
             memcpy(dst + i, src + (int64_t)i * 4, sizeof *dst);
             continue;
         }
+        uint16_t h;
         memcpy(&h, src + (int64_t)i * 2, sizeof h);
         dst[i] = dtype == RA_F16 ? ra__f32_of_f16(h) : ra__f32_of_bf16(h);
     }
 }
 
+/* n floats to elements of dtype. dst may have any alignment. */
 RA__ISA_STATIC void RA__NAME(write_row)(uint8_t *dst, const float *src, int32_t dtype, int32_t n) {
-    int32_t i = 0;
-    uint16_t h;
     if (dtype == RA_F32) {
         memcpy(dst, src, (size_t)n * sizeof *src);
         return;
     }
+    int32_t i = 0;
     for (; n - i >= RA__WIDTH; i += RA__WIDTH) {
         if (dtype == RA_F16) RA__NAME(to_f16)(dst + 2 * i, RA__NAME(load)(src + i));
         else RA__NAME(to_bf16)(dst + 2 * i, RA__NAME(load)(src + i));
     }
     for (; i < n; i++) {
-        h = dtype == RA_F16 ? ra__f16_of_f32(src[i]) : ra__bf16_of_f32(src[i]);
+        uint16_t h = dtype == RA_F16 ? ra__f16_of_f32(src[i]) : ra__bf16_of_f32(src[i]);
         memcpy(dst + 2 * i, &h, sizeof h);
     }
 }
 
-/* v[i] = row i of dtype of a square, which has `rows` rows of n elements; 0 beyond. */
+/* v[i] = row i of a square of RA__WIDTH rows and columns. Only `rows` rows of n elements of dtype
+ * are in memory; the others are 0. */
 RA__ISA_INLINE void RA__NAME(read_square)(RA__FLOATS *v, const uint8_t *src, int64_t stride,
                                           int32_t dtype, int32_t rows, int32_t n) {
     float x[RA__WIDTH][RA__WIDTH] = {{0}};
@@ -2368,6 +2354,7 @@ RA__ISA_INLINE void RA__NAME(read_square)(RA__FLOATS *v, const uint8_t *src, int
     RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++) v[i] = RA__NAME(load)(x[i]);
 }
 
+/* The other way: writes what exists of the square. */
 RA__ISA_INLINE void RA__NAME(write_square)(uint8_t *dst, int64_t stride, int32_t dtype,
                                            const RA__FLOATS *v, int32_t rows, int32_t n) {
     float x[RA__WIDTH][RA__WIDTH];
@@ -2382,40 +2369,39 @@ RA__ISA_INLINE void RA__NAME(write_square)(uint8_t *dst, int64_t stride, int32_t
         RA__NAME(write_row)(dst + i * stride, x[i], dtype, n);
 }
 
-/* A strip against one block: nt vectors of one slab, keys [first, last). s: scores, then p,
- * [keys][RA__SLAB]. */
+/* A strip, which is nt vectors of one slab, against the keys [first, last) of one block. */
 typedef struct RA__NAME(strip) {
     const ra__panel *panel;
     const ra__keys *keys;
-    float *s;
+    float *s;                          /* [keys][RA__SLAB]: scores, then p */
     int32_t row;                       /* first row of the strip */
-    int32_t nt;                        /* vectors of the strip: 1, RA__VECTORS / 2 or RA__VECTORS */
-    int32_t first, last;               /* the other keys are seen by no row */
-    int32_t partial;
-    int32_t stored;                    /* 1: scores are wanted, and their maximum; 0: p at once */
-    float max[RA__SLAB];
-    float shift[RA__SLAB], sum[RA__SLAB]; /* u above; of the block's p */
-    RA__MASK seen[RA__VECTORS];        /* rows that see a key of the block; if partial */
+    int32_t nt;                        /* vectors: 1, RA__VECTORS / 2 or RA__VECTORS */
+    int32_t first, last;               /* no row sees the other keys */
+    int32_t partial;                   /* 1: some row does not see some key */
+    int32_t stored;                    /* 1: s gets scores, and max is found; 0: s gets p */
+    float max[RA__SLAB];               /* largest score of the block */
+    float shift[RA__SLAB];             /* u, see above */
+    float sum[RA__SLAB];               /* of p over the block */
+    RA__MASK seen[RA__VECTORS];        /* partial: rows that see a key of the block */
 } RA__NAME(strip);
 
-/* c[i][t] += sum over k < depth of a[i * row + k * step] b[k * b_step + t]: a broadcast, b vectors.
- * The accumulators stay in registers: ni and nt are constants after inlining. */
-typedef struct RA__NAME(products) {
+/* The product of a matrix A, whose elements are broadcast, and a matrix B, read in vectors. Strides
+ * are in floats. */
+typedef struct RA__NAME(product) {
     const float *a, *b;
-    int64_t row, step;
-    int32_t b_step, depth;
-} RA__NAME(products);
+    int64_t row, step;                 /* of A: from row to row, from column to column */
+    int32_t b_step, depth;             /* from row to row of B; columns of A and rows of B */
+} RA__NAME(product);
 
-RA__ISA_INLINE void RA__NAME(zero)(RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t nt) {
-    RA__UNROLL for (int32_t i = 0; i < ni; i++)
-        RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = RA__NAME(set)(0.0f);
-}
-
-RA__ISA_INLINE void RA__NAME(add_products)(const RA__NAME(products) *ab,
-                                           RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t nt) {
+/* c[i][t] = sum over k < depth of a[i * row + k * step] b[k * b_step + t], with t in vectors. c is
+ * in registers. */
+RA__ISA_INLINE void RA__NAME(multiply)(const RA__NAME(product) *ab, RA__FLOATS (*c)[RA__VECTORS],
+                                       int32_t ni, int32_t nt) {
     const float *a = ab->a, *b = ab->b;
     int64_t row = ab->row, step = ab->step;
     int32_t b_step = ab->b_step;
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = RA__NAME(set)(0.0f);
     RA__UNROLL_2 for (int32_t k = 0; k < ab->depth; k++, a += step, b += b_step) {
         RA__FLOATS y[RA__VECTORS];
         RA__UNROLL for (int32_t t = 0; t < nt; t++)
@@ -2427,25 +2413,48 @@ RA__ISA_INLINE void RA__NAME(add_products)(const RA__NAME(products) *ab,
     }
 }
 
-/* Where element (row, 0) of a panel's array lies; elements of a row are RA__SLAB apart. */
+/* The product in pieces of RA__DEPTH columns of A, which is dim columns in all and contiguous by
+ * rows; B has the layout of a panel. sum [ni][sum_row] is scratch where the pieces meet. A single
+ * chain of 576 products would lose one digit more. */
+RA__ISA_INLINE void RA__NAME(multiply_long)(RA__NAME(product) *ab, int32_t dim, float *sum,
+                                            int32_t sum_row, RA__FLOATS (*c)[RA__VECTORS],
+                                            int32_t ni, int32_t nt) {
+    ab->step = 1;
+    ab->b_step = RA__SLAB;
+    for (int32_t d = 0;; d += RA__DEPTH) {
+        ab->depth = dim - d < RA__DEPTH ? dim - d : RA__DEPTH;
+        RA__NAME(multiply)(ab, c, ni, nt);
+        RA__UNROLL for (int32_t i = 0; i < ni; i++)
+            RA__UNROLL for (int32_t t = 0; t < nt; t++)
+                if (d > 0) c[i][t] = c[i][t] + RA__NAME(load)(sum + i * sum_row + t * RA__WIDTH);
+        if (dim - d <= RA__DEPTH) break;
+        RA__UNROLL for (int32_t i = 0; i < ni; i++)
+            RA__UNROLL for (int32_t t = 0; t < nt; t++)
+                RA__NAME(store)(sum + i * sum_row + t * RA__WIDTH, c[i][t]);
+        ab->a += RA__DEPTH;
+        ab->b += RA__DEPTH * RA__SLAB;
+    }
+}
+
+/* Address of element (row, 0) of an array of a panel; the elements of a row are RA__SLAB apart. */
 RA__ISA_INLINE float *RA__NAME(panel_row)(float *base, int32_t row, int32_t dim) {
     return base + (int64_t)(row / RA__SLAB) * RA__SLAB * dim + row % RA__SLAB;
 }
 
-/* p of ni keys and vector t, from their scores, to s. */
+/* Stores p of ni keys and vector t, from their scores c, to s. */
 RA__ISA_INLINE void RA__NAME(tile_weights)(RA__NAME(strip) *strip, float *s,
                                            RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t t) {
-    RA__FLOATS use = RA__NAME(load)(strip->shift + t * RA__WIDTH);
+    RA__FLOATS shift = RA__NAME(load)(strip->shift + t * RA__WIDTH);
     RA__FLOATS sum = RA__NAME(load)(strip->sum + t * RA__WIDTH);
     RA__UNROLL for (int32_t i = 0; i < ni; i++) {
-        RA__FLOATS e = RA__NAME(exp2)(c[i][t] - use);
-        RA__NAME(store)(s + i * RA__SLAB + t * RA__WIDTH, e);
-        sum = sum + e;
+        RA__FLOATS p = RA__NAME(exp2)(c[i][t] - shift);
+        RA__NAME(store)(s + i * RA__SLAB + t * RA__WIDTH, p);
+        sum = sum + p;
     }
     RA__NAME(store)(strip->sum + t * RA__WIDTH, sum);
 }
 
-/* Scores of ni keys and vector t to s. */
+/* Stores the scores of ni keys and vector t to s and finds their maximum. */
 RA__ISA_INLINE void RA__NAME(tile_scores)(RA__NAME(strip) *strip, float *s,
                                           RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t t) {
     RA__FLOATS top = RA__NAME(load)(strip->max + t * RA__WIDTH);
@@ -2456,34 +2465,16 @@ RA__ISA_INLINE void RA__NAME(tile_scores)(RA__NAME(strip) *strip, float *s,
     RA__NAME(store)(strip->max + t * RA__WIDTH, top);
 }
 
-/* Scores, or p, of ni keys from key j on. Rows longer than RA__DEPTH are summed in pieces: a chain
- * of 576 products would lose one digit more. */
+/* Scores, or p, of ni keys from key j on. */
 RA__ISA_INLINE void RA__NAME(score_tile)(RA__NAME(strip) *strip, int32_t k_dim, int32_t j,
                                          int32_t ni, int32_t nt) {
-    RA__NAME(products) ab;
+    RA__NAME(product) ab;
     RA__FLOATS c[8][RA__VECTORS];
     float *s = strip->s + j * RA__SLAB;
-    int32_t d = 0;
     ab.a = ra__key_row(strip->keys, j);
-    ab.b = RA__NAME(panel_row)(strip->panel->q, strip->row, k_dim);
     ab.row = strip->keys->k_stride / 4;
-    ab.step = 1;
-    ab.b_step = RA__SLAB;
-    do {
-        ab.depth = k_dim - d < RA__DEPTH ? k_dim - d : RA__DEPTH;
-        RA__NAME(zero)(c, ni, nt);
-        RA__NAME(add_products)(&ab, c, ni, nt);
-        if (k_dim <= RA__DEPTH) break;
-        RA__UNROLL for (int32_t i = 0; i < ni; i++)
-            RA__UNROLL for (int32_t t = 0; t < nt; t++) {
-                float *to = s + i * RA__SLAB + t * RA__WIDTH;
-                if (d > 0) c[i][t] = c[i][t] + RA__NAME(load)(to);
-                RA__NAME(store)(to, c[i][t]);
-            }
-        ab.a += RA__DEPTH;
-        ab.b += RA__DEPTH * RA__SLAB;
-        d += RA__DEPTH;
-    } while (d < k_dim);
+    ab.b = RA__NAME(panel_row)(strip->panel->q, strip->row, k_dim);
+    RA__NAME(multiply_long)(&ab, k_dim, s, RA__SLAB, c, ni, nt);
     if (strip->stored) {
         RA__UNROLL for (int32_t t = 0; t < nt; t++) RA__NAME(tile_scores)(strip, s, c, ni, t);
         return;
@@ -2494,7 +2485,7 @@ RA__ISA_INLINE void RA__NAME(score_tile)(RA__NAME(strip) *strip, int32_t k_dim, 
     if (nt > 3) RA__NAME(tile_weights)(strip, s, c, ni, 3);
 }
 
-/* All keys, the last few in smaller tiles. */
+/* Scores, or p, of all keys; the last few in smaller tiles. */
 RA__ISA_INLINE void RA__NAME(score_tiles)(RA__NAME(strip) *strip, int32_t k_dim, int32_t ni,
                                           int32_t nt) {
     int32_t j = strip->first;
@@ -2515,22 +2506,22 @@ RA__ISA_NOINLINE void RA__NAME(scores)(RA__NAME(strip) *strip, int32_t k_dim) {
     else RA__NAME(score_tiles)(strip, k_dim, 8, 1);
 }
 
-/* tanh, absolute error about 1e-7, relative for small y: P below 0.625, else (1 - e) / (1 + e) with
- * e = exp(-2 |y|). */
+/* tanh(y): y + y^3 P(y^2) for |y| < 0.625, otherwise (1 - e) / (1 + e) with e = exp(-2 |y|) and the
+ * sign of y. The error is about 1e-7, relative to y if y is small. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(tanh)(RA__FLOATS y) {
-    RA__FLOATS z = y * y, a = RA__NAME(abs)(y), one = RA__NAME(set)(1.0f), small, large;
+    RA__FLOATS zero = RA__NAME(set)(0.0f), one = RA__NAME(set)(1.0f);
+    RA__FLOATS square = y * y, a = RA__NAME(abs)(y);
     RA__FLOATS e = RA__NAME(exp2)(a * RA__NAME(set)(-2.88539008f));
-    small = RA__NAME(set)(ra__tanh_c[4]);
+    RA__FLOATS small = RA__NAME(set)(ra__tanh_c[4]), large = (one - e) / (one + e);
     RA__UNROLL for (int32_t i = 3; i >= 0; i--)
-        small = RA__NAME(fma)(small, z, RA__NAME(set)(ra__tanh_c[i]));
-    small = RA__NAME(fma)(small * z, y, y);
-    large = (one - e) / (one + e);
-    large = RA__NAME(select)(RA__NAME(less)(y, RA__NAME(set)(0.0f)), RA__NAME(set)(0.0f) - large,
-                             large);
+        small = RA__NAME(fma)(small, square, RA__NAME(set)(ra__tanh_c[i]));
+    small = RA__NAME(fma)(small * square, y, y);
+    large = RA__NAME(select)(RA__NAME(less)(y, zero), zero - large, large);
     return RA__NAME(select)(RA__NAME(less)(a, RA__NAME(set)(0.625f)), small, large);
 }
 
-/* s = cap tanh(s / cap), - slope |p - k|, + bias; all to base 2 (s is natural where capped). */
+/* The score to base 2: s = cap tanh(s / cap), s - slope |p - k|, s + bias. s comes in base 2, or in
+ * base e under a softcap. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(modify)(const ra__score *score, RA__FLOATS s,
                                            RA__FLOATS distance, RA__FLOATS bias) {
     if (score->softcap != 0.0f)
@@ -2542,7 +2533,7 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(modify)(const ra__score *score, RA__FLOATS s,
     return s;
 }
 
-/* Rows from `row` on that see the position k. */
+/* Lanes of the rows from `row` on that see the position k. */
 RA__ISA_INLINE RA__MASK RA__NAME(sees)(const ra__rows *geo, int32_t row, int32_t k) {
     if (k < 0) return RA__NAME(none)();
     return RA__NAME(any_of)(
@@ -2551,7 +2542,7 @@ RA__ISA_INLINE RA__MASK RA__NAME(sees)(const ra__rows *geo, int32_t row, int32_t
                          RA__NAME(load_int)(geo->keep_end + row), k));
 }
 
-/* Bias of one vector of rows, from `row` on, for the key at position pos; 0 beyond the panel. */
+/* Bias of one vector of rows from `row` on and the key at position pos; 0 beyond the panel. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(vector_bias)(const ra__panel *panel, int32_t row, int32_t pos) {
     float bias[RA__WIDTH];
     for (int32_t i = 0; i < RA__WIDTH; i++)
@@ -2559,8 +2550,8 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(vector_bias)(const ra__panel *panel, int32_t 
     return RA__NAME(load)(bias);
 }
 
-/* 1 if the bias of RA__WIDTH keys from key j on lies in RA__WIDTH elements side by side. */
-RA__ISA_INLINE int32_t RA__NAME(bias_side_by_side)(const RA__NAME(strip) *strip, int32_t j) {
+/* 1 if the biases of RA__WIDTH keys from key j on are contiguous. */
+RA__ISA_INLINE int32_t RA__NAME(bias_is_contiguous)(const RA__NAME(strip) *strip, int32_t j) {
     const int32_t *pos = strip->keys->pos + j;
     int32_t size = strip->panel->score.bias_dtype == RA_F32 ? 4 : 2;
     if (strip->panel->score.bias_key_stride != size || strip->last - j < RA__WIDTH) return 0;
@@ -2570,17 +2561,17 @@ RA__ISA_INLINE int32_t RA__NAME(bias_side_by_side)(const RA__NAME(strip) *strip,
     return 1;
 }
 
-/* to[j - w->first] = bias of key j for the rows from `row` on; 0 beyond the panel.
- * PERF: rows of bias are loaded as vectors and transposed. Zen 5, D 128, AVX-512 51 to 68, AVX2 64
- * to 75 % of the FMA peak. The next block is asked for, which other panels come before: 72.8 to
- * 76.1, bf16 60 to 70 % of its peak. */
+/* to[j - strip->first] = bias of key j for the rows from `row` on; 0 beyond the panel.
+ * PERF: rows of the bias are loaded as vectors and transposed. Zen 5, D 128: AVX-512 51 -> 68, AVX2
+ * 64 -> 75 % of the FMA peak. The bias of the next block is prefetched, although other panels come
+ * before it: 72.8 -> 76.1 %, bf16 60 -> 70 % of its peak. */
 RA__ISA_NOINLINE void RA__NAME(load_bias)(const RA__NAME(strip) *strip, int32_t row,
                                           float (*to)[RA__WIDTH]) {
     const ra__score *score = &strip->panel->score;
     int32_t j = strip->first;
     while (j < strip->last) {
         float *at = to[j - strip->first];
-        if (strip->panel->rows - row >= RA__WIDTH && RA__NAME(bias_side_by_side)(strip, j)) {
+        if (strip->panel->rows - row >= RA__WIDTH && RA__NAME(bias_is_contiguous)(strip, j)) {
             const uint8_t *from = score->bias + row * score->bias_row_stride +
                                   strip->keys->pos[j] * score->bias_key_stride;
             RA__FLOATS v[RA__WIDTH];
@@ -2601,19 +2592,19 @@ RA__ISA_NOINLINE void RA__NAME(load_bias)(const RA__NAME(strip) *strip, int32_t 
     }
 }
 
-/* Modifies the scores of one vector of rows and notes their maximum. */
+/* Modifies the scores of vector t and finds their maximum. */
 RA__ISA_NOINLINE void RA__NAME(modify_vector)(RA__NAME(strip) *strip, int32_t t) {
     const ra__score *score = &strip->panel->score;
     int32_t row = strip->row + t * RA__WIDTH, full = score->bias && score->bias_row_stride != 0;
     float bias[RA_BLOCK_TOKENS][RA__WIDTH];
-    RA__FLOATS top = RA__NAME(set)(ra__neg_inf()), b = RA__NAME(set)(0.0f), x;
+    RA__FLOATS top = RA__NAME(set)(ra__neg_inf()), b = RA__NAME(set)(0.0f);
     if (full) RA__NAME(load_bias)(strip, row, bias);
     for (int32_t j = strip->first; j < strip->last; j++) {
         int32_t pos = strip->keys->pos ? strip->keys->pos[j] : 0;
         float *s = strip->s + j * RA__SLAB + t * RA__WIDTH;
         if (full) b = RA__NAME(load)(bias[j - strip->first]);
         else if (score->bias) b = RA__NAME(set)(ra__bias_at(score, 0, pos));
-        x = RA__NAME(distance)(strip->panel->geo->pos + row, pos);
+        RA__FLOATS x = RA__NAME(distance)(strip->panel->geo->pos + row, pos);
         x = RA__NAME(modify)(score, RA__NAME(load)(s), x, b);
         top = RA__NAME(max)(top, x);
         RA__NAME(store)(s, x);
@@ -2621,7 +2612,7 @@ RA__ISA_NOINLINE void RA__NAME(modify_vector)(RA__NAME(strip) *strip, int32_t t)
     RA__NAME(store)(strip->max + t * RA__WIDTH, top);
 }
 
-/* Masks the scores of one vector of rows; notes their maximum and which rows see any key. */
+/* Masks the scores of vector t. Finds their maximum, and which rows see a key. */
 RA__ISA_INLINE void RA__NAME(mask_vector)(RA__NAME(strip) *strip, int32_t t, int32_t keep) {
     const ra__rows *geo = strip->panel->geo;
     const int32_t *pos = strip->keys->pos;
@@ -2629,16 +2620,16 @@ RA__ISA_INLINE void RA__NAME(mask_vector)(RA__NAME(strip) *strip, int32_t t, int
     RA__INTS lo = RA__NAME(load_int)(geo->lo + row), hi = RA__NAME(load_int)(geo->hi + row);
     RA__INTS first = RA__NAME(load_int)(geo->keep_first + row);
     RA__INTS end = RA__NAME(load_int)(geo->keep_end + row);
-    RA__FLOATS low = RA__NAME(set)(ra__neg_inf()), top = low, x;
-    RA__MASK any = RA__NAME(none)(), seen;
+    RA__FLOATS low = RA__NAME(set)(ra__neg_inf()), top = low;
+    RA__MASK any = RA__NAME(none)();
     for (int32_t j = strip->first; j < strip->last; j++) {
         float *s = strip->s + j * RA__SLAB + t * RA__WIDTH;
-        seen = RA__NAME(none)();
+        RA__MASK seen = RA__NAME(none)();
         if (pos[j] >= 0) seen = RA__NAME(within)(lo, hi, pos[j]);
         if (keep && pos[j] >= 0)
             seen = RA__NAME(any_of)(seen, RA__NAME(within)(first, end, pos[j]));
         any = RA__NAME(any_of)(any, seen);
-        x = RA__NAME(select)(seen, RA__NAME(load)(s), low);
+        RA__FLOATS x = RA__NAME(select)(seen, RA__NAME(load)(s), low);
         top = RA__NAME(max)(top, x);
         RA__NAME(store)(s, x);
     }
@@ -2646,7 +2637,8 @@ RA__ISA_INLINE void RA__NAME(mask_vector)(RA__NAME(strip) *strip, int32_t t, int
     strip->seen[t] = any;
 }
 
-/* Second pass over the scores, where the dot product is not all: modifies, masks, new maximum. */
+/* Second pass over the scores if the dot product is not all: modifies and masks them, and finds
+ * their maximum. */
 RA__ISA_NOINLINE void RA__NAME(adjust)(RA__NAME(strip) *strip) {
     const ra__rows *geo = strip->panel->geo;
     int32_t keep = 0, last = strip->row + strip->nt * RA__WIDTH;
@@ -2659,20 +2651,20 @@ RA__ISA_NOINLINE void RA__NAME(adjust)(RA__NAME(strip) *strip) {
     }
 }
 
-/* Scores become p. */
+/* Scores become p, and p is summed. */
 RA__ISA_INLINE void RA__NAME(weigh_vectors)(RA__NAME(strip) *strip, int32_t nt) {
-    RA__FLOATS use[RA__VECTORS], sum[RA__VECTORS];
+    RA__FLOATS shift[RA__VECTORS], sum[RA__VECTORS];
     float *s = strip->s + strip->first * RA__SLAB;
     int32_t n = strip->last - strip->first;
     RA__UNROLL for (int32_t t = 0; t < nt; t++) {
-        use[t] = RA__NAME(load)(strip->shift + t * RA__WIDTH);
+        shift[t] = RA__NAME(load)(strip->shift + t * RA__WIDTH);
         sum[t] = RA__NAME(set)(0.0f);
     }
     for (int32_t j = 0; j < n; j++, s += RA__SLAB)
         RA__UNROLL for (int32_t t = 0; t < nt; t++) {
-            RA__FLOATS e = RA__NAME(exp2)(RA__NAME(load)(s + t * RA__WIDTH) - use[t]);
-            RA__NAME(store)(s + t * RA__WIDTH, e);
-            sum[t] = sum[t] + e;
+            RA__FLOATS p = RA__NAME(exp2)(RA__NAME(load)(s + t * RA__WIDTH) - shift[t]);
+            RA__NAME(store)(s + t * RA__WIDTH, p);
+            sum[t] = sum[t] + p;
         }
     RA__UNROLL for (int32_t t = 0; t < nt; t++) RA__NAME(store)(strip->sum + t * RA__WIDTH, sum[t]);
 }
@@ -2683,7 +2675,7 @@ RA__ISA_NOINLINE void RA__NAME(weigh)(RA__NAME(strip) *strip) {
     else RA__NAME(weigh_vectors)(strip, 1);
 }
 
-/* Notes m; 1 if some row has none yet. */
+/* Sets the shift from m. Returns nonzero if some row has no maximum yet. */
 RA__ISA_NOINLINE int32_t RA__NAME(load_shift)(RA__NAME(strip) *strip) {
     int32_t fresh = 0;
     for (int32_t t = 0; t < strip->nt; t++) {
@@ -2695,39 +2687,38 @@ RA__ISA_NOINLINE int32_t RA__NAME(load_shift)(RA__NAME(strip) *strip) {
     return fresh;
 }
 
-/* Rows of vector t whose l passes the limit. */
+/* Lanes of the rows of vector t whose l passes the limit. */
 RA__ISA_INLINE RA__MASK RA__NAME(over_limit)(const RA__NAME(strip) *strip, int32_t t) {
     RA__FLOATS l = RA__NAME(load)(strip->panel->l + strip->row + t * RA__WIDTH) +
                    RA__NAME(load)(strip->sum + t * RA__WIDTH);
     return RA__NAME(less)(RA__NAME(set)(ra__l_limit), l);
 }
 
-/* 1 if there are any. */
+/* Nonzero if there are any. */
 RA__ISA_NOINLINE int32_t RA__NAME(any_over_limit)(const RA__NAME(strip) *strip) {
-    RA__FLOATS none = RA__NAME(set)(0.0f), inf = RA__NAME(set)(-ra__neg_inf());
+    RA__FLOATS zero = RA__NAME(set)(0.0f), inf = RA__NAME(set)(-ra__neg_inf());
     int32_t any = 0;
     for (int32_t t = 0; t < strip->nt; t++)
-        any |= RA__NAME(any_nonfinite)(RA__NAME(select)(RA__NAME(over_limit)(strip, t), inf, none));
+        any |= RA__NAME(any_nonfinite)(RA__NAME(select)(RA__NAME(over_limit)(strip, t), inf, zero));
     return any;
 }
 
-/* The block's maximum becomes m of rows without one; and, if `again`, of those that are over,
- * but at least their old one and 24: their sums are rescaled. */
+/* Rows without a maximum get that of the block as m. If `again`, rows that are over the limit get a
+ * new m as well, which is at least their old one + 24, and their sums are rescaled. */
 RA__ISA_NOINLINE void RA__NAME(raise_max)(RA__NAME(strip) *strip, int32_t v_dim, int32_t again) {
     for (int32_t t = 0; t < strip->nt; t++) {
+        int32_t row = strip->row + t * RA__WIDTH;
+        float *m = strip->panel->m + row, *l = strip->panel->l + row;
         float *acc = RA__NAME(panel_row)(strip->panel->acc, strip->row, v_dim) + t * RA__WIDTH;
-        float *m = strip->panel->m + strip->row + t * RA__WIDTH,
-                   *l = strip->panel->l + strip->row + t * RA__WIDTH;
-        RA__FLOATS old = RA__NAME(load)(m), top = RA__NAME(load)(strip->max + t * RA__WIDTH), one,
-                         alpha;
-        RA__FLOATS next = RA__NAME(select)(RA__NAME(less)(old, RA__NAME(set)(-3.40282347e38f)),
-                                           top, old);
+        RA__FLOATS old = RA__NAME(load)(m), top = RA__NAME(load)(strip->max + t * RA__WIDTH);
+        RA__MASK fresh = RA__NAME(less)(old, RA__NAME(set)(-3.40282347e38f));
+        RA__FLOATS next = RA__NAME(select)(fresh, top, old);
         if (again) {
-            one = RA__NAME(set)(1.0f);
+            RA__MASK over = RA__NAME(over_limit)(strip, t);
             top = RA__NAME(max)(top, old + RA__NAME(set)(24.0f));
-            next = RA__NAME(select)(RA__NAME(over_limit)(strip, t), top, next);
-            alpha = RA__NAME(select)(RA__NAME(over_limit)(strip, t), RA__NAME(exp2)(old - next),
-                                     one);
+            next = RA__NAME(select)(over, top, next);
+            RA__FLOATS alpha = RA__NAME(exp2)(old - next);
+            alpha = RA__NAME(select)(over, alpha, RA__NAME(set)(1.0f));
             RA__NAME(store)(l, RA__NAME(load)(l) * alpha);
             for (int32_t d = 0; d < v_dim; d++, acc += RA__SLAB)
                 RA__NAME(store)(acc, RA__NAME(load)(acc) * alpha);
@@ -2737,8 +2728,10 @@ RA__ISA_NOINLINE void RA__NAME(raise_max)(RA__NAME(strip) *strip, int32_t v_dim,
     }
 }
 
-/* p of the block from its scores. */
-RA__ISA_STATIC void RA__NAME(weigh_again)(RA__NAME(strip) *strip, const ra_desc *d, int32_t again) {
+/* Stores the scores of the block, sets the maxima, and computes p. again: 1 if l of some row has
+ * passed the limit. */
+RA__ISA_STATIC void RA__NAME(weigh_stored)(RA__NAME(strip) *strip, const ra_desc *d,
+                                           int32_t again) {
     strip->stored = 1;
     RA__NAME(scores)(strip, d->k_dim);
     if (strip->partial || ra__score_is_modified(&strip->panel->score)) RA__NAME(adjust)(strip);
@@ -2746,32 +2739,31 @@ RA__ISA_STATIC void RA__NAME(weigh_again)(RA__NAME(strip) *strip, const ra_desc 
     RA__NAME(weigh)(strip);
 }
 
-/* p, m and l of the block. */
+/* Computes p of the block and updates m and l. */
 RA__ISA_STATIC void RA__NAME(softmax)(RA__NAME(strip) *strip, const ra_desc *d) {
     strip->stored = RA__NAME(load_shift)(strip) || strip->partial ||
                     ra__score_is_modified(&strip->panel->score);
-    if (strip->stored) RA__NAME(weigh_again)(strip, d, 0);
+    if (strip->stored) RA__NAME(weigh_stored)(strip, d, 0);
     else RA__NAME(scores)(strip, d->k_dim);
-    if (RA__NAME(any_over_limit)(strip)) RA__NAME(weigh_again)(strip, d, 1);
+    if (RA__NAME(any_over_limit)(strip)) RA__NAME(weigh_stored)(strip, d, 1);
     for (int32_t t = 0; t < strip->nt; t++) {
         float *l = strip->panel->l + strip->row + t * RA__WIDTH;
         RA__NAME(store)(l, RA__NAME(load)(l) + RA__NAME(load)(strip->sum + t * RA__WIDTH));
     }
 }
 
-/* acc of one dim and vector t += sum, rows that see nothing excepted. */
+/* acc of one dim and vector t += sum, except in rows that see none of the keys. */
 RA__ISA_INLINE void RA__NAME(accumulate)(const RA__NAME(strip) *strip, float *acc, int32_t t,
                                          RA__FLOATS sum) {
-    RA__FLOATS old = RA__NAME(load)(acc + t * RA__WIDTH);
-    sum = old + sum;
-    if (strip->partial) sum = RA__NAME(select)(strip->seen[t], sum, old);
-    RA__NAME(store)(acc + t * RA__WIDTH, sum);
+    RA__FLOATS old = RA__NAME(load)(acc + t * RA__WIDTH), next = old + sum;
+    if (strip->partial) next = RA__NAME(select)(strip->seen[t], next, old);
+    RA__NAME(store)(acc + t * RA__WIDTH, next);
 }
 
-/* ni dims of the output from dim d on. */
+/* acc of ni dims from dim d on += V^T p. */
 RA__ISA_INLINE void RA__NAME(value_tile)(const RA__NAME(strip) *strip, float *acc, int32_t d,
                                          int32_t ni, int32_t nt) {
-    RA__NAME(products) ab;
+    RA__NAME(product) ab;
     RA__FLOATS c[8][RA__VECTORS];
     ab.a = ra__value_row(strip->keys, strip->first) + d;
     ab.b = strip->s + strip->first * RA__SLAB;
@@ -2779,8 +2771,7 @@ RA__ISA_INLINE void RA__NAME(value_tile)(const RA__NAME(strip) *strip, float *ac
     ab.step = strip->keys->v_stride / 4;
     ab.b_step = RA__SLAB;
     ab.depth = strip->last - strip->first;
-    RA__NAME(zero)(c, ni, nt);
-    RA__NAME(add_products)(&ab, c, ni, nt);
+    RA__NAME(multiply)(&ab, c, ni, nt);
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
         RA__UNROLL for (int32_t t = 0; t < nt; t++)
             RA__NAME(accumulate)(strip, acc + (d + i) * RA__SLAB, t, c[i][t]);
@@ -2806,7 +2797,7 @@ RA__ISA_NOINLINE void RA__NAME(values)(const RA__NAME(strip) *strip, int32_t v_d
     else RA__NAME(value_tiles)(strip, v_dim, 8, 1);
 }
 
-/* As values, for V that holds NaN or infinities which not every row sees. */
+/* The same for V with a NaN or infinity that not every row sees. */
 RA__ISA_NOINLINE void RA__NAME(values_dirty)(RA__NAME(strip) *strip, int32_t v_dim) {
     const ra__keys *keys = strip->keys;
     float *acc = RA__NAME(panel_row)(strip->panel->acc, strip->row, v_dim);
@@ -2824,19 +2815,20 @@ RA__ISA_NOINLINE void RA__NAME(values_dirty)(RA__NAME(strip) *strip, int32_t v_d
         }
 }
 
-/* Vectors that fold works on in the slab that holds the last `rows` rows of a panel. */
+/* Vectors to work on in a slab that has `rows` rows, or more than a slab. */
 RA__ISA_INLINE int32_t RA__NAME(vectors_of)(int32_t rows) {
     if (rows <= RA__WIDTH) return 1;
     return RA__VECTORS > 2 && rows <= RA__WIDTH * (RA__VECTORS / 2) ? RA__VECTORS / 2 : RA__VECTORS;
 }
 
-/* The keys that rows of the strip see and those between them, in whole fours, which tiles divide.
- * The p of other keys would be 0: leaving them out changes nothing except the sign of a zero, which
- * store_o removes. */
+/* Finds the first and the last key that rows of the strip see, rounded to multiples of 4, so that
+ * tiles divide them. p of the other keys would be 0. Leaving them out changes at most the sign of a
+ * zero, which store_o removes. */
 RA__ISA_STATIC void RA__NAME(find_keys)(RA__NAME(strip) *strip) {
     const ra__rows *geo = strip->panel->geo;
-    const int32_t *pos = strip->keys->pos, end = strip->row + strip->nt * RA__WIDTH;
-    int32_t lo = INT32_MAX, hi = 0, doc = INT32_MAX, keep = 0;
+    const int32_t *pos = strip->keys->pos;
+    int32_t end = strip->row + strip->nt * RA__WIDTH;
+    int32_t lo = INT32_MAX, hi = 0, keep_first = INT32_MAX, keep_end = 0;
     strip->first = 0;
     strip->last = strip->keys->n;
     if (!strip->partial) return;
@@ -2846,21 +2838,21 @@ RA__ISA_STATIC void RA__NAME(find_keys)(RA__NAME(strip) *strip) {
             hi = geo->hi[i] > hi ? geo->hi[i] : hi;
         }
         if (geo->keep_first[i] < geo->keep_end[i]) {
-            doc = geo->keep_first[i] < doc ? geo->keep_first[i] : doc;
-            keep = geo->keep_end[i] > keep ? geo->keep_end[i] : keep;
+            keep_first = geo->keep_first[i] < keep_first ? geo->keep_first[i] : keep_first;
+            keep_end = geo->keep_end[i] > keep_end ? geo->keep_end[i] : keep_end;
         }
     }
     strip->last = 0;
     for (int32_t i = strip->keys->n - 1; i >= 0; i--) {
-        if ((lo > pos[i] || pos[i] >= hi) && (doc > pos[i] || pos[i] >= keep)) continue;
+        if ((lo > pos[i] || pos[i] >= hi) && (keep_first > pos[i] || pos[i] >= keep_end)) continue;
         strip->first = i / 4 * 4;
         if (strip->last == 0) strip->last = i / 4 * 4 + 4;
     }
     if (strip->last > strip->keys->n) strip->last = strip->keys->n;
 }
 
-/* Strips are slabs, in partial tiles no more than half of one where a slab is wide: so less is
- * computed in vain. */
+/* A strip is a slab. In partial tiles it is at most half of a slab with more than two vectors, so
+ * that less is computed in vain. */
 RA__ISA_STATIC void RA__NAME(fold_block)(RA__NAME(strip) *strip, const ra_desc *d) {
     for (strip->row = 0; strip->row < strip->panel->rows; strip->row += strip->nt * RA__WIDTH) {
         strip->nt = RA__NAME(vectors_of)(strip->panel->rows - strip->row);
@@ -2890,8 +2882,8 @@ RA__ISA_STATIC void RA__NAME(fold)(const ra__panel *panel, const ra__keys *keys,
     }
 }
 
-/* PERF: rows far apart are asked for some rows before. Zen 5, 8 heads of 128 side by side, f32
- * backward: 86.9 to 88.2 % of the FMA peak. */
+/* PERF: prefetches 10 rows ahead, for rows that are far apart. Zen 5, 8 heads of 128 side by side,
+ * f32 backward: 86.9 -> 88.2 % of the FMA peak. */
 RA__ISA_STATIC void RA__NAME(widen)(float *dst, const void *src, int64_t stride, int32_t dtype,
                                     int32_t rows, int32_t dim) {
     int32_t bytes = dim * (dtype == RA_F32 ? 4 : 2);
@@ -2902,12 +2894,13 @@ RA__ISA_STATIC void RA__NAME(widen)(float *dst, const void *src, int64_t stride,
     }
 }
 
-/* 1 if rows x dim floats (stride in floats) hold no NaN and no infinity. */
+/* 1 if rows x dim floats (stride in floats) have no NaN and no infinity. */
 RA__ISA_STATIC int32_t RA__NAME(rows_are_finite)(const float *src, int64_t stride, int32_t rows,
                                                  int32_t dim) {
-    int32_t row, i, bad = 0;
-    for (row = 0; row < rows && !bad; row++, src += stride) {
-        for (i = 0; dim - i >= RA__WIDTH; i += RA__WIDTH)
+    int32_t bad = 0;
+    for (int32_t row = 0; row < rows && !bad; row++, src += stride) {
+        int32_t i = 0;
+        for (; dim - i >= RA__WIDTH; i += RA__WIDTH)
             bad |= RA__NAME(any_nonfinite)(RA__NAME(load)(src + i));
         for (; i < dim; i++) bad |= !ra__is_finite(src[i]);
     }
@@ -2924,38 +2917,39 @@ RA__ISA_STATIC void RA__NAME(sizes)(ra__bytes *out, const ra_desc *d, int32_t sh
     out->v = ra__is_copied(d->v_dtype, 0, shared) && !d->v_in_k ? lane * d->v_dim : 0;
 }
 
-/* Rows of K or V as f32: in the store if they are copied. */
-RA__ISA_STATIC void RA__NAME(copy_rows)(const uint8_t **rows, int64_t *stride, uint8_t *store,
+/* Converts n rows of K or V to f32 in `copy`, and lets *rows and *stride point there. */
+RA__ISA_STATIC void RA__NAME(copy_rows)(const uint8_t **rows, int64_t *stride, uint8_t *copy,
                                         int32_t dtype, int32_t dim, int32_t n) {
-    RA__NAME(widen)((float *)(void *)store, *rows, *stride, dtype, n, dim);
-    *rows = store;
+    RA__NAME(widen)((float *)(void *)copy, *rows, *stride, dtype, n, dim);
+    *rows = copy;
     *stride = (int64_t)dim * 4;
 }
 
+/* Copies K and V as far as ra__is_copied says. */
 RA__ISA_STATIC void RA__NAME(copy_keys)(ra__keys *keys, const ra_desc *d,
-                                        const ra__key_scratch *store, int32_t k_shared,
-                                            int32_t v_shared) {
+                                        const ra__key_scratch *scratch, int32_t k_shared,
+                                        int32_t v_shared) {
     if (ra__is_copied(d->k_dtype, keys->k_stride, k_shared))
-        RA__NAME(copy_rows)(&keys->k, &keys->k_stride, store->k, d->k_dtype, d->k_dim, keys->n);
+        RA__NAME(copy_rows)(&keys->k, &keys->k_stride, scratch->k, d->k_dtype, d->k_dim, keys->n);
     if (d->v_in_k) {
         keys->v = keys->k + (int64_t)d->v_column * 4;
         keys->v_stride = keys->k_stride;
     } else if (ra__is_copied(d->v_dtype, keys->v_stride, v_shared)) {
-        RA__NAME(copy_rows)(&keys->v, &keys->v_stride, store->v, d->v_dtype, d->v_dim, keys->n);
+        RA__NAME(copy_rows)(&keys->v, &keys->v_stride, scratch->v, d->v_dtype, d->v_dim, keys->n);
     }
 }
 
 RA__ISA_STATIC void RA__NAME(prepare)(ra__keys *keys, const ra_desc *d,
-                                      const ra__key_scratch *store, int32_t partial) {
-    RA__NAME(copy_keys)(keys, d, store, store->shared && d->v_in_k, store->shared);
+                                      const ra__key_scratch *scratch, int32_t partial) {
+    RA__NAME(copy_keys)(keys, d, scratch, scratch->shared && d->v_in_k, scratch->shared);
     keys->v_clean = !partial ||
                     RA__NAME(rows_are_finite)(ra__value_row(keys, 0), keys->v_stride / 4, keys->n,
                                               d->v_dim);
 }
 
-/* Rows of the last slab beyond the panel's are zero, as far as fold works on them.
- * PERF: from memory to registers and transposed there: a row written to a buffer with stores of one
- * width and read with loads of another waits for the first. */
+/* Rows beyond the last one are 0 as far as fold works on them.
+ * PERF: rows are transposed in registers. A buffer between would be written and read with different
+ * widths, and such loads wait for the stores. */
 RA__ISA_STATIC void RA__NAME(load_q)(const ra__panel *panel, const void *src, int64_t stride,
                                      int32_t dtype, int32_t dim) {
     int32_t size = dtype == RA_F32 ? 4 : 2, last = (panel->rows - 1) / RA__SLAB * RA__SLAB;
@@ -2973,7 +2967,7 @@ RA__ISA_STATIC void RA__NAME(load_q)(const ra__panel *panel, const void *src, in
         }
 }
 
-/* acc is laid out like q. */
+/* acc has the layout of q. */
 RA__ISA_STATIC void RA__NAME(load_acc)(const ra__panel *panel, const float *src, int64_t stride,
                                        int32_t dim) {
     ra__panel as_q = *panel;
@@ -2983,7 +2977,8 @@ RA__ISA_STATIC void RA__NAME(load_acc)(const ra__panel *panel, const float *src,
     else memset(panel->acc, 0, (size_t)RA_BLOCK_TOKENS * (size_t)dim * sizeof *panel->acc);
 }
 
-/* Rows of acc, times factor[row] and without the sign of zeros if there is one, to dst. */
+/* Writes rows of acc to dst. If factor is not null, row i is multiplied by factor[i], and negative
+ * zeros become 0. */
 RA__ISA_STATIC void RA__NAME(store_o)(const ra__panel *panel, void *dst, int64_t stride,
                                       int32_t dtype, int32_t dim, const float *factor) {
     int32_t size = dtype == RA_F32 ? 4 : 2;
@@ -3009,14 +3004,14 @@ RA__ISA_STATIC void RA__NAME(store_acc)(const ra__panel *panel, float *dst, int6
     RA__NAME(store_o)(panel, dst, stride * 4, RA_F32, dim, NULL);
 }
 
-/* ---- decode: lanes are dims. Scores and p are [key][4 rows]. Arrays of ra__decode_rows consist of
- * chunks of RA__CHUNK dims: [chunk][4 rows][RA__CHUNK].
- * PERF: 4 rows of D 128 are 64 multiply-adds of 16 lanes a key. On Zen 5 a fold of keys that are in
- * L1 takes 11.5 ns a key of f32, 12.5 of f16, 14.9 of q8_0; to read them from memory takes 25.6,
- * 12.8 and 6.8 ns at 40 GB/s. So f16 needs both at once, and q8_0 waits for arithmetic. */
+/* ---- decode: lanes are dims. Scores and p are [key][4 rows], or [key] if there is one row. Arrays
+ * of ra__decode_rows consist of chunks of RA__CHUNK dims: [chunk][4 rows][RA__CHUNK].
+ * PERF: 4 rows of D 128 take 64 multiply-adds of 16 lanes per key. On Zen 5 a fold of keys that are
+ * in L1 takes 11.5 ns per key of f32, 12.5 of f16, 14.9 of q8_0. Reading them from memory takes
+ * 25.6, 12.8 and 6.8 ns at 40 GB/s. So f32 is bound by memory, f16 by both, q8_0 by arithmetic. */
 #define RA__CHUNK (2 * RA__WIDTH)
 
-/* Elements d .. d + RA__CHUNK of a row. d: a multiple of RA__CHUNK. */
+/* Elements [d, d + RA__CHUNK) of a row. d: a multiple of RA__CHUNK. */
 RA__ISA_INLINE void RA__NAME(load_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
                                          int32_t dtype) {
     const uint8_t *block = row + (int64_t)(d / 32) * 34;
@@ -3030,7 +3025,7 @@ RA__ISA_INLINE void RA__NAME(load_chunk)(RA__FLOATS *out, const uint8_t *row, in
     }
 }
 
-/* The same for any dtype and the last elements of a row, perhaps fewer than RA__CHUNK: zeros. */
+/* The same for any dtype, also at the end of a row: elements beyond dim are 0. */
 RA__ISA_NOINLINE void RA__NAME(load_last_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
                                                 int32_t dim, int32_t dtype) {
     int32_t size = dtype == RA_F32 ? 4 : 2;
@@ -3044,7 +3039,7 @@ RA__ISA_NOINLINE void RA__NAME(load_last_chunk)(RA__FLOATS *out, const uint8_t *
     RA__NAME(load_chunk)(out, row, d, dtype);
 }
 
-/* c[4 key + row] += the products of a chunk. */
+/* c[4 key + row] += products of the elements of a chunk. */
 RA__ISA_INLINE void RA__NAME(decode_products)(RA__FLOATS *c, RA__FLOATS (*k)[2], const float *q) {
     RA__UNROLL for (int32_t t = 0; t < 2; t++)
         RA__UNROLL for (int32_t r = 0; r < 4; r++) {
@@ -3061,15 +3056,16 @@ RA__ISA_INLINE void RA__NAME(decode_dots)(const ra__decode_rows *rows, const ra_
     int32_t dim = rows->d->k_dim;
     int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
     const uint8_t *row[RA__DECODE_TILE_KEYS];
-    RA__FLOATS c[4 * RA__DECODE_TILE_KEYS], k[RA__DECODE_TILE_KEYS][2];
-    int32_t d;
+    RA__FLOATS c[4 * RA__DECODE_TILE_KEYS];
+    int32_t d = 0;
     row[0] = keys->k + j * keys->k_stride;
     RA__UNROLL for (int32_t i = 1; i < RA__DECODE_TILE_KEYS; i++) {
         row[i] = row[i - 1];
         if (j + i < keys->n) row[i] += keys->k_stride;
     }
     RA__UNROLL for (int32_t i = 0; i < 4 * RA__DECODE_TILE_KEYS; i++) c[i] = RA__NAME(set)(0.0f);
-    for (d = 0; dim - d >= RA__CHUNK; d += RA__CHUNK) {
+    for (; dim - d >= RA__CHUNK; d += RA__CHUNK) {
+        RA__FLOATS k[RA__DECODE_TILE_KEYS][2];
         RA__UNROLL for (int32_t i = 0; i < RA__DECODE_TILE_KEYS; i++)
             RA__NAME(load_chunk)(k[i], row[i], d, dtype);
         RA__NAME(decode_products)(c, k, rows->q + 4 * d);
@@ -3077,10 +3073,10 @@ RA__ISA_INLINE void RA__NAME(decode_dots)(const ra__decode_rows *rows, const ra_
             ra__stream_prefetch(keys->streams, (RA__DECODE_TILE_KEYS * bytes + 127) / 128);
     }
     if (d < dim) {
-        RA__FLOATS rest[RA__DECODE_TILE_KEYS][2]; /* not k, which would then be memory everywhere */
+        RA__FLOATS k[RA__DECODE_TILE_KEYS][2]; /* not that above, which stays in registers */
         for (int32_t i = 0; i < RA__DECODE_TILE_KEYS; i++)
-            RA__NAME(load_last_chunk)(rest[i], row[i], d, dim, dtype);
-        RA__NAME(decode_products)(c, rest, rows->q + 4 * d);
+            RA__NAME(load_last_chunk)(k[i], row[i], d, dim, dtype);
+        RA__NAME(decode_products)(c, k, rows->q + 4 * d);
     }
     RA__UNROLL for (int32_t i = 0; i < 4 * RA__DECODE_TILE_KEYS; i += RA__WIDTH)
         RA__NAME(store)(s + 4 * j + i, RA__NAME(sums)(c + i));
@@ -3092,17 +3088,19 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dot)(const ra__decode_rows *rows, 
                                                    int32_t dtype) {
     int32_t dim = rows->d->k_dim;
     const float *q = rows->q;
-    RA__FLOATS sum = RA__NAME(set)(0.0f), k[2], rest[2];
-    int32_t d;
-    RA__UNROLL_2 for (d = 0; dim - d >= RA__CHUNK; d += RA__CHUNK, q += 4 * RA__CHUNK) {
+    RA__FLOATS sum = RA__NAME(set)(0.0f);
+    int32_t d = 0;
+    RA__UNROLL_2 for (; dim - d >= RA__CHUNK; d += RA__CHUNK, q += 4 * RA__CHUNK) {
+        RA__FLOATS k[2];
         RA__NAME(load_chunk)(k, row, d, dtype);
         sum = RA__NAME(fma)(RA__NAME(load)(q), k[0], sum);
         sum = RA__NAME(fma)(RA__NAME(load)(q + RA__WIDTH), k[1], sum);
     }
     if (d < dim) {
-        RA__NAME(load_last_chunk)(rest, row, d, dim, dtype);
-        sum = RA__NAME(fma)(RA__NAME(load)(q), rest[0], sum);
-        sum = RA__NAME(fma)(RA__NAME(load)(q + RA__WIDTH), rest[1], sum);
+        RA__FLOATS k[2];
+        RA__NAME(load_last_chunk)(k, row, d, dim, dtype);
+        sum = RA__NAME(fma)(RA__NAME(load)(q), k[0], sum);
+        sum = RA__NAME(fma)(RA__NAME(load)(q + RA__WIDTH), k[1], sum);
     }
     return sum;
 }
@@ -3111,29 +3109,29 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dot)(const ra__decode_rows *rows, 
  * order of addresses by themselves, and as many keys at once as they have room for. */
 RA__ISA_INLINE void RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, int32_t j, float *s,
-                                                  int32_t dtype) {
+                                              int32_t dtype) {
     int32_t n = keys->n - j < RA__WIDTH ? keys->n - j : RA__WIDTH;
     int32_t bytes = rows->d->k_dim * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
     const uint8_t *row = keys->k + j * keys->k_stride;
     RA__FLOATS c[RA__WIDTH];
-    int32_t i;
-    for (i = 0; i < n; i++, row += keys->k_stride) {
+    int32_t i = 0;
+    for (; i < n; i++, row += keys->k_stride) {
         c[i] = RA__NAME(decode_row_dot)(rows, row, dtype);
         if (keys->streams) ra__stream_prefetch(keys->streams, (bytes + 127) / 128);
     }
-    for (; i < RA__WIDTH; i++) c[i] = RA__NAME(hold)(RA__NAME(set)(0.0f)); /* hold: not by memset */
+    for (; i < RA__WIDTH; i++) c[i] = RA__NAME(hold)(RA__NAME(set)(0.0f)); /* hold: no memset */
     RA__NAME(store)(s + j, RA__NAME(sums)(c));
 }
 
 RA__ISA_INLINE void RA__NAME(decode_scores_of)(const ra__decode_rows *rows,
                                                const ra__decode_keys *keys, float *s,
-                                                   int32_t dtype) {
-    int32_t j;
-    for (j = 0; rows->one_row && j < keys->n; j += RA__WIDTH)
+                                               int32_t dtype) {
+    for (int32_t j = 0; rows->one_row && j < keys->n; j += RA__WIDTH)
         RA__NAME(decode_row_dots)(rows, keys, j, s, dtype);
-    for (j = 0; !rows->one_row && j < keys->n; j += RA__DECODE_TILE_KEYS)
+    for (int32_t j = 0; !rows->one_row && j < keys->n; j += RA__DECODE_TILE_KEYS)
         RA__NAME(decode_dots)(rows, keys, j, s, dtype);
 }
+
 RA__ISA_NOINLINE void RA__NAME(decode_scores)(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, float *s) {
     int32_t dtype = rows->d->k_dtype;
@@ -3143,7 +3141,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_scores)(const ra__decode_rows *rows,
     else RA__NAME(decode_scores_of)(rows, keys, s, RA_Q8_0);
 }
 
-/* Softcap, ALiBi and bias of n scores [key][4 rows]. */
+/* Applies softcap, ALiBi and bias to n scores [key][4 rows]. */
 RA__ISA_NOINLINE void RA__NAME(decode_modify)(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, float *s, int32_t n) {
     ra__score cap = rows->score[0];
@@ -3165,7 +3163,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_modify)(const ra__decode_rows *rows,
     }
 }
 
-/* All of what changes scores; those that are not seen become -inf, as do lanes beyond the last. */
+/* Modifies the scores. Those that are not seen become -inf. */
 RA__ISA_NOINLINE void RA__NAME(decode_adjust)(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, float *s) {
     int32_t nr = rows->one_row ? 1 : 4;
@@ -3183,16 +3181,16 @@ RA__ISA_NOINLINE void RA__NAME(decode_adjust)(const ra__decode_rows *rows,
         if (!(keys->seen >> (rows->one_row ? 4 * i : i) & 1)) s[i] = ra__neg_inf();
 }
 
-/* x[RA__CHUNK] of row r in each chunk *= factor. */
+/* Multiplies row r of an array of chunks by the factor. */
 RA__ISA_INLINE void RA__NAME(decode_scale)(float *x, int32_t r, int32_t dim, RA__FLOATS factor) {
-    int32_t d;
-    for (d = 0, x += r * RA__CHUNK; d < dim; d += RA__CHUNK, x += 4 * RA__CHUNK) {
+    x += r * RA__CHUNK;
+    for (int32_t d = 0; d < dim; d += RA__CHUNK, x += 4 * RA__CHUNK) {
         RA__NAME(store)(x, RA__NAME(load)(x) * factor);
         RA__NAME(store)(x + RA__WIDTH, RA__NAME(load)(x + RA__WIDTH) * factor);
     }
 }
 
-/* New maximum, and sums in its unit, for rows with one of n scores far above the old one. */
+/* Rows with one of n scores far above their maximum get a new one, and their sums are rescaled. */
 RA__ISA_NOINLINE void RA__NAME(decode_raise)(ra__decode_rows *rows, const float *s, int32_t n) {
     int32_t nr = rows->one_row ? 1 : 4;
     float alpha[RA__WIDTH];
@@ -3202,7 +3200,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_raise)(ra__decode_rows *rows, const float 
         if (!(top > rows->m[r] + ra__decode_slack)) continue;
         if (ra__is_neg_inf(rows->m[r])) {
             for (int32_t i = r; i < 16; i += 4) rows->m[i] = top;
-            continue;                  /* sums are 0 or NaN */
+            continue;                  /* the sums are 0 or NaN */
         }
         RA__NAME(store)(alpha, RA__NAME(exp2)(RA__NAME(set)(rows->m[r] - top)));
         RA__NAME(decode_scale)(rows->acc, r, rows->d->v_dim, RA__NAME(set)(alpha[0]));
@@ -3216,29 +3214,29 @@ RA__ISA_NOINLINE void RA__NAME(decode_raise)(ra__decode_rows *rows, const float 
     }
 }
 
-/* m of the lanes of scores [key][rows]. */
+/* The maxima that belong to the lanes of a vector of scores. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(decode_max)(const ra__decode_rows *rows) {
     return rows->one_row ? RA__NAME(set)(rows->m[0]) : RA__NAME(load)(rows->m);
 }
 
-/* 1 if none of n scores is far above its row's maximum. */
+/* 1 if none of n scores is far above the maximum of its row. */
 RA__ISA_INLINE int32_t RA__NAME(decode_max_holds)(const ra__decode_rows *rows, const float *s,
                                                   int32_t n) {
     RA__FLOATS low = RA__NAME(set)(ra__neg_inf());
-    RA__FLOATS top = low, use = RA__NAME(decode_max)(rows) + RA__NAME(set)(ra__decode_slack);
+    RA__FLOATS limit = RA__NAME(decode_max)(rows) + RA__NAME(set)(ra__decode_slack), top = low;
     for (int32_t i = 0; i < n; i += RA__WIDTH) top = RA__NAME(max)(top, RA__NAME(load)(s + i));
-    return !RA__NAME(any_nonfinite)(RA__NAME(select)(RA__NAME(less)(use, top), low,
-                                                     RA__NAME(set)(0.0f)));
+    RA__FLOATS flag = RA__NAME(select)(RA__NAME(less)(limit, top), low, RA__NAME(set)(0.0f));
+    return !RA__NAME(any_nonfinite)(flag);
 }
 
 /* s [n] becomes p, which is added to block_l. Lanes beyond n, up to RA__WIDTH of them, become 0. A
- * single row is summed as it is beside others: in RA__WIDTH / 4 chains of keys. */
+ * single row is summed as it would be beside others: in RA__WIDTH / 4 chains of keys. */
 RA__ISA_INLINE void RA__NAME(decode_weigh)(ra__decode_rows *rows, float *s, int32_t n) {
-    RA__FLOATS use = RA__NAME(shift_of)(RA__NAME(decode_max)(rows));
+    RA__FLOATS shift = RA__NAME(shift_of)(RA__NAME(decode_max)(rows));
     RA__FLOATS sum = RA__NAME(load)(rows->block_l);
-    float one[RA__WIDTH / 4];
+    float chain[RA__WIDTH / 4];
     for (int32_t i = 0; i < n; i += RA__WIDTH) {
-        RA__FLOATS p = RA__NAME(exp2)(RA__NAME(load)(s + i) - use);
+        RA__FLOATS p = RA__NAME(exp2)(RA__NAME(load)(s + i) - shift);
         RA__NAME(store)(s + i, p);
         sum = sum + p;
     }
@@ -3246,36 +3244,35 @@ RA__ISA_INLINE void RA__NAME(decode_weigh)(ra__decode_rows *rows, float *s, int3
         RA__NAME(store)(rows->block_l, sum);
         return;
     }
-    RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) one[e] = rows->block_l[4 * e];
+    RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) chain[e] = rows->block_l[4 * e];
     for (int32_t i = 0; i < n; i += RA__WIDTH / 4)
-        RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) one[e] += s[i + e];
-    RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) rows->block_l[4 * e] = one[e];
+        RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) chain[e] += s[i + e];
+    RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) rows->block_l[4 * e] = chain[e];
 }
 
-/* c += p of one key, [nr rows], times nc chunks v of its row, in rows whose bit of seen is set. */
+/* c += p [nr rows] of one key times nc chunks v of its value, in rows whose bit of seen is set. */
 RA__ISA_INLINE void RA__NAME(decode_value_step)(RA__FLOATS *c, const RA__FLOATS *v, const float *p,
                                                 int32_t nc, int32_t nr, uint64_t seen) {
-    int32_t i;
     RA__UNROLL for (int32_t r = 0; r < nr; r++) {
         RA__FLOATS y = RA__NAME(set)(p[r]);
         if (!(seen >> r & 1)) continue;
-        RA__UNROLL for (i = 0; i < 2 * nc; i++) {
+        RA__UNROLL for (int32_t i = 0; i < 2 * nc; i++) {
             int32_t at = i / 2 * 2 * nr + 2 * r + i % 2;
             c[at] = RA__NAME(fma)(y, v[i], c[at]);
         }
     }
 }
 
-/* Where vector i of nr rows of a tile stands in f->block_acc. */
+/* Offset in block_acc of vector i of a tile of nr rows. */
 RA__ISA_INLINE int32_t RA__NAME(decode_sum_offset)(int32_t i, int32_t nr) {
     return nr == 4 ? i * RA__WIDTH : i / 2 * (4 * RA__CHUNK) + i % 2 * RA__WIDTH;
 }
 
-/* block_acc += p V in nc chunks of dims from d on. form: a dtype, with RA__DECODE_ANY for keys that
- * not all rows see and for incomplete chunks, with RA__DECODE_ONE_ROW for row 0 only. */
+/* block_acc += p V in nc chunks of dims from d on. form: a dtype; with RA__DECODE_ANY for keys that
+ * not all rows see and for incomplete chunks; with RA__DECODE_ONE_ROW for row 0 only. */
 RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
                                                 const ra__decode_keys *keys, const float *p,
-                                                    int32_t d, int32_t nc, int32_t form) {
+                                                int32_t d, int32_t nc, int32_t form) {
     int32_t dtype = form & 7, rest = form & RA__DECODE_ANY, nr = form & RA__DECODE_ONE_ROW ? 1 : 4;
     int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
     const uint8_t *row = keys->v;
@@ -3288,7 +3285,7 @@ RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
         if (rest) RA__NAME(load_last_chunk)(v, row, d, rows->d->v_dim, dtype);
         else RA__UNROLL for (int32_t i = 0; i < nc; i++)
             RA__NAME(load_chunk)(v + 2 * i, row, d + i * RA__CHUNK, dtype);
-        int all = !rest || keys->n > RA__DECODE_KEYS;      /* so many keys are seen by all nr */
+        int32_t all = !rest || keys->n > RA__DECODE_KEYS; /* so many only if the row sees all */
         RA__NAME(decode_value_step)(c, v, p, nc, nr, all ? ~(uint64_t)0 : keys->seen >> 4 * j);
         if (keys->streams && (nc * bytes >= 128 || j % 2 == 0))
             ra__stream_prefetch(keys->streams, (nc * bytes + 127) / 128);
@@ -3297,12 +3294,11 @@ RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
         RA__NAME(store)(to + RA__NAME(decode_sum_offset)(i, nr), c[i]);
 }
 
-/* Whole chunks of keys that all rows see; returns the first dim that is left. */
+/* Takes complete chunks of keys that all rows see. Returns the first dim that is left. */
 RA__ISA_INLINE int32_t RA__NAME(decode_value_tiles)(const ra__decode_rows *rows,
                                                     const ra__decode_keys *keys, const float *p,
-                                                        int32_t dtype) {
-    int32_t dim = rows->d->v_dim;
-    int32_t d = 0;
+                                                    int32_t dtype) {
+    int32_t dim = rows->d->v_dim, d = 0;
     if (rows->one_row) {
         for (; dim - d >= RA__DECODE_ROW_CHUNKS * RA__CHUNK; d += RA__DECODE_ROW_CHUNKS * RA__CHUNK)
             RA__NAME(decode_value_tile)(rows, keys, p, d, RA__DECODE_ROW_CHUNKS,
@@ -3322,9 +3318,9 @@ RA__ISA_INLINE int32_t RA__NAME(decode_value_tiles)(const ra__decode_rows *rows,
 
 RA__ISA_NOINLINE void RA__NAME(decode_values)(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, const float *p) {
-    int32_t dtype = rows->d->v_dtype & 7;   /* so that compilers know the other bits of form */
+    int32_t dtype = rows->d->v_dtype & 7; /* compilers see that the flags of form are 0 */
     int32_t d = 0;
-    if (keys->partial) d = 0;          /* all chunks are a rest */
+    if (keys->partial) d = 0;          /* all chunks take the general form below */
     else if (dtype == RA_F32) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_F32);
     else if (dtype == RA_F16) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_F16);
     else if (dtype == RA_BF16) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_BF16);
@@ -3337,7 +3333,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_values)(const ra__decode_rows *rows,
     }
 }
 
-/* Keys [j, j + n) of a stretch, whose scores are s, to the sums: all that are left, or a unit. */
+/* Adds keys [j, j + n), whose scores are s, to the sums: all keys that are left, or one unit. */
 RA__ISA_NOINLINE void RA__NAME(decode_add)(ra__decode_rows *rows, const ra__decode_keys *keys,
                                            float *s, int32_t j, int32_t n) {
     int32_t nr = rows->one_row ? 1 : 4;
@@ -3346,7 +3342,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_add)(ra__decode_rows *rows, const ra__deco
     y.v += j * keys->v_stride;
     if (keys->partial) y.seen >>= 4 * j;
     y.n = n;
-    if (j + n < keys->n) {             /* scores behind it are still wanted */
+    if (j + n < keys->n) {             /* scores of later keys are still needed */
         memcpy(unit, p, (size_t)(n * nr) * sizeof *unit);
         p = unit;
         RA__NAME(store)(p + n * nr, RA__NAME(set)(ra__neg_inf()));
@@ -3357,8 +3353,8 @@ RA__ISA_NOINLINE void RA__NAME(decode_add)(ra__decode_rows *rows, const ra__deco
         if (y.seen >> r & ra__seen_by_row_0) rows->has_keys |= 1 << r;
 }
 
-/* A maximum rises for a unit of keys, the same ones however keys are put into stretches and
- * whatever rows are beside it. */
+/* Adds keys to the sums of up to 4 rows. A maximum rises for one unit of keys. Units are the same
+ * for all ways to cut keys into calls, and whatever other rows there are; so are the bits. */
 RA__ISA_STATIC void RA__NAME(decode_fold_keys)(ra__decode_rows *rows, const ra__decode_keys *keys) {
     int32_t nr = rows->one_row ? 1 : 4;
     float s[4 * RA__DECODE_KEYS + RA__WIDTH];
@@ -3394,9 +3390,8 @@ RA__ISA_STATIC void RA__NAME(decode_close)(ra__decode_rows *rows) {
         for (int32_t d = 0; d < rows->d->v_dim; d += RA__CHUNK)
             for (int32_t i = 0; i < RA__CHUNK; i += RA__WIDTH) {
                 int32_t at = 4 * d + r * RA__CHUNK + i;
-                RA__NAME(store)(rows->acc + at,
-                                RA__NAME(load)(rows->acc + at) +
-                                    RA__NAME(load)(rows->block_acc + at));
+                RA__FLOATS sum = RA__NAME(load)(rows->block_acc + at);
+                RA__NAME(store)(rows->acc + at, RA__NAME(load)(rows->acc + at) + sum);
             }
     }
     for (int32_t i = 0; i < 16; i++) rows->block_l[i] = 0.0f;
@@ -3411,29 +3406,27 @@ RA__ISA_STATIC void RA__NAME(decode_load)(const ra__decode_rows *rows, int32_t r
         memset(to, 0, RA__CHUNK * sizeof *to);
         RA__NAME(read_row)(to, (const uint8_t *)src + (int64_t)d * size, dtype,
                            dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
-        RA__NAME(store)(to, RA__NAME(load)(to) * RA__NAME(set)(factor));
-        RA__NAME(store)(to + RA__WIDTH, RA__NAME(load)(to + RA__WIDTH) * RA__NAME(set)(factor));
     }
+    RA__NAME(decode_scale)(rows->q, r, dim, RA__NAME(set)(factor));
 }
 
 RA__ISA_STATIC void RA__NAME(decode_store)(const ra__decode_rows *rows, int32_t r, void *dst,
                                            float factor) {
     int32_t dim = rows->d->v_dim, dtype = rows->d->o_dtype, size = dtype == RA_F32 ? 4 : 2;
+    RA__NAME(decode_scale)(rows->acc, r, dim, RA__NAME(set)(factor));
     for (int32_t d = 0; d < dim; d += RA__CHUNK) {
-        float *from = rows->acc + 4 * d + r * RA__CHUNK;
-        RA__NAME(store)(from, RA__NAME(load)(from) * RA__NAME(set)(factor));
-        RA__NAME(store)(from + RA__WIDTH, RA__NAME(load)(from + RA__WIDTH) * RA__NAME(set)(factor));
+        const float *from = rows->acc + 4 * d + r * RA__CHUNK;
         RA__NAME(write_row)((uint8_t *)dst + (int64_t)d * size, from, dtype,
                             dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
     }
 }
 
-/* Sums are in units of 2^m; a row without keys has l = 0. */
+/* Sums are in units of 2^m. A row without keys has l = 0. */
 RA__ISA_STATIC void RA__NAME(decode_merge)(ra__decode_rows *rows, const float *other) {
     float alpha[RA__WIDTH], beta[RA__WIDTH];
     for (int32_t r = 0; r < 4; r++) {
         int32_t fresh = rows->l[r] == 0.0f;
-        const float top = fresh || other[r] > rows->m[r] ? other[r] : rows->m[r];
+        float top = fresh || other[r] > rows->m[r] ? other[r] : rows->m[r];
         RA__FLOATS a = RA__NAME(exp2)(RA__NAME(set)(rows->m[r] - top));
         RA__FLOATS b = RA__NAME(exp2)(RA__NAME(set)(other[r] - top));
         if (other[4 + r] == 0.0f) continue;
@@ -3454,115 +3447,76 @@ RA__ISA_STATIC void RA__NAME(decode_merge)(ra__decode_rows *rows, const float *o
 
 /* ---- backward: lanes are query rows for S, dP and dQ, columns for dK and dV.
  *
- * With p = 2^(s - LSE) and delta = sum over Dv of O dO (FlashAttention-2, arXiv 2307.08691, section
- * 3.2), per tile, all transposed to [keys][64 rows]:
+ * With LSE in base 2 and delta = sum over Dv of O dO (FlashAttention-2, arXiv 2307.08691, section
+ * 3.2), a tile computes, transposed to [keys][64 rows]:
  *   S = K Q^T,  P = 2^(S - LSE),  dP = V dO^T,  dS = P (dP - delta) scale
  *   dQ^T += K^T dS,  dV += P dO,  dK += dS Q
- * Sums over a tile start at 0, as in forward. Where a row does not see a key P and dS are 0 by
- * selection, so that what it has in dP counts for nothing; and where K, Q or dO hold a NaN or an
- * infinity each product is selected instead, as forward did for V. */
+ * The sums over a tile start at 0, as in forward. Where a row does not see a key, P and dS are set
+ * to 0, so the value in dP does not matter, not even a NaN. If K, Q or dO have NaN or infinities,
+ * each product is selected instead, as forward did for V. */
 
-/* Products of ni rows of keys (stride in floats) with one slab of packed rows [dim][RA__SLAB], in
- * pieces of RA__DEPTH as in forward; sum [ni][64] is where the pieces meet. */
-RA__ISA_INLINE void RA__NAME(back_dots)(RA__NAME(products) *ab, int32_t dim, float *sum,
-                                        RA__FLOATS (*c)[RA__VECTORS], int32_t ni) {
-    ab->step = 1;
-    ab->b_step = RA__SLAB;
-    for (int32_t d = 0;; d += RA__DEPTH) {
-        ab->depth = dim - d < RA__DEPTH ? dim - d : RA__DEPTH;
-        RA__NAME(zero)(c, ni, RA__VECTORS);
-        RA__NAME(add_products)(ab, c, ni, RA__VECTORS);
-        RA__UNROLL for (int32_t i = 0; i < ni; i++)
-            RA__UNROLL for (int32_t t = 0; t < RA__VECTORS; t++)
-                if (d > 0)
-                    c[i][t] = c[i][t] + RA__NAME(load)(sum + i * RA_BLOCK_TOKENS + t * RA__WIDTH);
-        if (dim - d <= RA__DEPTH) break;
-        RA__UNROLL for (int32_t i = 0; i < ni; i++)
-            RA__UNROLL for (int32_t t = 0; t < RA__VECTORS; t++)
-                RA__NAME(store)(sum + i * RA_BLOCK_TOKENS + t * RA__WIDTH, c[i][t]);
-        ab->a += RA__DEPTH;
-        ab->b += RA__DEPTH * RA__SLAB;
-    }
-}
-
-/* Scores of ni keys from key j on for the slab at `row`; weights unless they need changing. */
-RA__ISA_INLINE void RA__NAME(back_score_tile)(const ra__back_job *job, int32_t row, int32_t j,
-                                              int32_t general, int32_t ni) {
+/* Scores of ni keys from key j on for the slab at `row`, or dP if `grads` is set. Unless they need
+ * changing, they become p or dS at once. */
+RA__ISA_INLINE void RA__NAME(back_dot_tile)(const ra__back_job *job, int32_t row, int32_t j,
+                                            int32_t general, int32_t grads, int32_t ni) {
     const ra__panel *fwd = &job->panel->fwd;
-    float *to = job->p + j * RA_BLOCK_TOKENS + row;
-    RA__NAME(products) ab;
-    RA__FLOATS c[8][RA__VECTORS], lse;
-    ab.a = ra__key_row(job->keys, j);
-    ab.row = job->keys->k_stride / 4;
-    ab.b = fwd->q + (int64_t)row * job->k_dim;
-    ra__prefetch_some(fwd->prefetch);
-    RA__NAME(back_dots)(&ab, job->k_dim, to, c, ni);
+    int32_t dim = grads ? job->v_dim : job->k_dim;
+    const float *p = job->p + j * RA_BLOCK_TOKENS + row;
+    float *to = (grads ? job->ds : job->p) + j * RA_BLOCK_TOKENS + row;
+    RA__FLOATS c[8][RA__VECTORS], scale = RA__NAME(set)(job->scale);
+    RA__NAME(product) ab;
+    ab.a = grads ? ra__value_row(job->keys, j) : ra__key_row(job->keys, j);
+    ab.row = (grads ? job->keys->v_stride : job->keys->k_stride) / 4;
+    ab.b = (grads ? job->panel->g : fwd->q) + (int64_t)row * dim;
+    if (!grads) ra__prefetch_some(fwd->prefetch);
+    RA__NAME(multiply_long)(&ab, dim, to, RA_BLOCK_TOKENS, c, ni, RA__VECTORS);
     RA__UNROLL for (int32_t t = 0; t < RA__VECTORS; t++) {
-        lse = RA__NAME(load)(fwd->m + row + t * RA__WIDTH);
-        RA__UNROLL for (int32_t i = 0; i < ni; i++) {
-            if (!general) c[i][t] = RA__NAME(exp2)(c[i][t] - lse);
-            RA__NAME(store)(to + i * RA_BLOCK_TOKENS + t * RA__WIDTH, c[i][t]);
-        }
-    }
-}
-
-RA__ISA_NOINLINE void RA__NAME(back_scores)(const ra__back_job *job, int32_t general) {
-    int32_t j, n = job->keys->n;
-    for (int32_t row = 0; row < job->panel->fwd.rows; row += RA__SLAB) {
-        for (j = 0; n - j >= RA__TILE_HEIGHT; j += RA__TILE_HEIGHT)
-            RA__NAME(back_score_tile)(job, row, j, general, RA__TILE_HEIGHT);
-        for (; RA__TILE_HEIGHT > 4 && n - j >= 4; j += 4)
-            RA__NAME(back_score_tile)(job, row, j, general, 4);
-        for (; j < n; j++) RA__NAME(back_score_tile)(job, row, j, general, 1);
-    }
-}
-
-/* dP of ni keys from key j on, from which dS unless that needs changing. */
-RA__ISA_INLINE void RA__NAME(back_score_grad_tile)(const ra__back_job *job, int32_t row, int32_t j,
-                                                   int32_t general, int32_t ni) {
-    const ra__panel *fwd = &job->panel->fwd;
-    const float *from = job->p + j * RA_BLOCK_TOKENS + row;
-    float *to = job->ds + j * RA_BLOCK_TOKENS + row;
-    RA__FLOATS c[8][RA__VECTORS], delta, scale = RA__NAME(set)(job->scale);
-    RA__NAME(products) ab;
-    ab.a = ra__value_row(job->keys, j);
-    ab.row = job->keys->v_stride / 4;
-    ab.b = job->panel->g + (int64_t)row * job->v_dim;
-    RA__NAME(back_dots)(&ab, job->v_dim, to, c, ni);
-    RA__UNROLL for (int32_t t = 0; t < RA__VECTORS; t++) {
-        delta = RA__NAME(load)(fwd->l + row + t * RA__WIDTH);
+        RA__FLOATS lse_or_delta = RA__NAME(load)((grads ? fwd->l : fwd->m) + row + t * RA__WIDTH);
         RA__UNROLL for (int32_t i = 0; i < ni; i++) {
             int32_t at = i * RA_BLOCK_TOKENS + t * RA__WIDTH;
-            if (!general) c[i][t] = RA__NAME(load)(from + at) * (c[i][t] - delta) * scale;
+            if (!general && grads)
+                c[i][t] = RA__NAME(load)(p + at) * (c[i][t] - lse_or_delta) * scale;
+            else if (!general) c[i][t] = RA__NAME(exp2)(c[i][t] - lse_or_delta);
             RA__NAME(store)(to + at, c[i][t]);
         }
     }
 }
 
-RA__ISA_NOINLINE void RA__NAME(back_score_grads)(const ra__back_job *job, int32_t general) {
-    int32_t j, n = job->keys->n;
+RA__ISA_INLINE void RA__NAME(back_dot_tiles)(const ra__back_job *job, int32_t general,
+                                             int32_t grads) {
+    int32_t n = job->keys->n;
     for (int32_t row = 0; row < job->panel->fwd.rows; row += RA__SLAB) {
-        for (j = 0; n - j >= RA__TILE_HEIGHT; j += RA__TILE_HEIGHT)
-            RA__NAME(back_score_grad_tile)(job, row, j, general, RA__TILE_HEIGHT);
+        int32_t j = 0;
+        for (; n - j >= RA__TILE_HEIGHT; j += RA__TILE_HEIGHT)
+            RA__NAME(back_dot_tile)(job, row, j, general, grads, RA__TILE_HEIGHT);
         for (; RA__TILE_HEIGHT > 4 && n - j >= 4; j += 4)
-            RA__NAME(back_score_grad_tile)(job, row, j, general, 4);
-        for (; j < n; j++) RA__NAME(back_score_grad_tile)(job, row, j, general, 1);
+            RA__NAME(back_dot_tile)(job, row, j, general, grads, 4);
+        for (; j < n; j++) RA__NAME(back_dot_tile)(job, row, j, general, grads, 1);
     }
 }
 
-/* Scores in x->p become weights, for rows [row, row + RA__WIDTH): modified, 0 where not seen. */
+RA__ISA_NOINLINE void RA__NAME(back_scores)(const ra__back_job *job, int32_t general) {
+    RA__NAME(back_dot_tiles)(job, general, 0);
+}
+
+RA__ISA_NOINLINE void RA__NAME(back_score_grads)(const ra__back_job *job, int32_t general) {
+    RA__NAME(back_dot_tiles)(job, general, 1);
+}
+
+/* Scores in job->p become p, for rows [row, row + RA__WIDTH): they are modified first, and p is 0
+ * where a row does not see the key. */
 RA__ISA_NOINLINE void RA__NAME(back_weights)(const ra__back_job *job, int32_t row) {
     const ra__panel *fwd = &job->panel->fwd;
     const ra__score *score = &fwd->score;
     int32_t modified = ra__score_is_modified(score);
-    RA__FLOATS lse = RA__NAME(load)(fwd->m + row), none = RA__NAME(set)(0.0f), bias = none, s, y;
+    RA__FLOATS lse = RA__NAME(load)(fwd->m + row), zero = RA__NAME(set)(0.0f), bias = zero;
     for (int32_t j = 0; j < job->keys->n; j++) {
         int32_t pos = job->keys->pos[j], at = j * RA_BLOCK_TOKENS + row;
-        s = RA__NAME(load)(job->p + at);
-        if (score->softcap != 0.0f) {  /* 0 where not seen: 0 times NaN is NaN */
-            y = RA__NAME(tanh)(s * RA__NAME(set)(1.0f / score->softcap));
+        RA__FLOATS s = RA__NAME(load)(job->p + at);
+        if (score->softcap != 0.0f) {  /* 0 where not seen, because 0 times NaN is NaN */
+            RA__FLOATS y = RA__NAME(tanh)(s * RA__NAME(set)(1.0f / score->softcap));
             y = RA__NAME(set)(1.0f) - y * y;
-            if (job->partial) y = RA__NAME(select)(RA__NAME(sees)(fwd->geo, row, pos), y, none);
+            if (job->partial) y = RA__NAME(select)(RA__NAME(sees)(fwd->geo, row, pos), y, zero);
             RA__NAME(store)(job->cap + at, y);
         }
         if (modified) {
@@ -3570,7 +3524,7 @@ RA__ISA_NOINLINE void RA__NAME(back_weights)(const ra__back_job *job, int32_t ro
             s = RA__NAME(modify)(score, s, RA__NAME(distance)(fwd->geo->pos + row, pos), bias);
         }
         s = RA__NAME(exp2)(s - lse);
-        if (job->partial) s = RA__NAME(select)(RA__NAME(sees)(fwd->geo, row, pos), s, none);
+        if (job->partial) s = RA__NAME(select)(RA__NAME(sees)(fwd->geo, row, pos), s, zero);
         RA__NAME(store)(job->p + at, s);
     }
 }
@@ -3580,39 +3534,38 @@ RA__ISA_NOINLINE void RA__NAME(back_weights)(const ra__back_job *job, int32_t ro
  * same way as the weight, and dV takes the dropped weight. */
 RA__ISA_NOINLINE void RA__NAME(back_score_grads_general)(const ra__back_job *job, int32_t row) {
     const ra__panel *fwd = &job->panel->fwd;
-    RA__FLOATS delta = RA__NAME(load)(fwd->l + row), none = RA__NAME(set)(0.0f), w, g, drop;
+    RA__FLOATS delta = RA__NAME(load)(fwd->l + row), zero = RA__NAME(set)(0.0f);
     for (int32_t j = 0; j < job->keys->n; j++) {
         int32_t at = j * RA_BLOCK_TOKENS + row;
-        w = RA__NAME(load)(job->p + at);
-        g = RA__NAME(load)(job->ds + at);
+        RA__FLOATS w = RA__NAME(load)(job->p + at), g = RA__NAME(load)(job->ds + at);
         if (fwd->drop.threshold) {
-            drop = RA__NAME(load)(job->drop + at);
+            RA__FLOATS drop = RA__NAME(load)(job->drop + at);
             g = g * drop;
             RA__NAME(store)(job->p + at, w * drop);
         }
         g = w * (g - delta);
         if (job->partial)
-            g = RA__NAME(select)(RA__NAME(sees)(fwd->geo, row, job->keys->pos[j]), g, none);
+            g = RA__NAME(select)(RA__NAME(sees)(fwd->geo, row, job->keys->pos[j]), g, zero);
         RA__NAME(store)(job->ds + at, g);
     }
 }
 
-/* dS gets its factors. */
+/* Multiplies dS by the scale and by the derivative of the softcap. */
 RA__ISA_NOINLINE void RA__NAME(back_scale)(const ra__back_job *job) {
     int32_t n = job->keys->n * RA_BLOCK_TOKENS, capped = job->panel->fwd.score.softcap != 0.0f;
-    RA__FLOATS scale = RA__NAME(set)(job->scale), g;
+    RA__FLOATS scale = RA__NAME(set)(job->scale);
     for (int32_t i = 0; i < n; i += RA__WIDTH) {
-        g = RA__NAME(load)(job->ds + i) * scale;
+        RA__FLOATS g = RA__NAME(load)(job->ds + i) * scale;
         if (capped) g = g * RA__NAME(load)(job->cap + i);
         RA__NAME(store)(job->ds + i, g);
     }
 }
 
-/* ni dims of dQ from dim d on, of the slab at `row`. */
+/* dQ += K^T dS for ni dims from dim d on and the slab at `row`. */
 RA__ISA_INLINE void RA__NAME(back_query_tile)(const ra__back_job *job, int32_t row, int32_t d,
                                               int32_t ni) {
     float *acc = job->panel->fwd.acc + (int64_t)row * job->k_dim + d * RA__SLAB;
-    RA__NAME(products) ab;
+    RA__NAME(product) ab;
     RA__FLOATS c[8][RA__VECTORS];
     ab.a = ra__key_row(job->keys, 0) + d;
     ab.row = 1;
@@ -3620,8 +3573,7 @@ RA__ISA_INLINE void RA__NAME(back_query_tile)(const ra__back_job *job, int32_t r
     ab.b = job->ds + row;
     ab.b_step = RA_BLOCK_TOKENS;
     ab.depth = job->keys->n;
-    RA__NAME(zero)(c, ni, RA__VECTORS);
-    RA__NAME(add_products)(&ab, c, ni, RA__VECTORS);
+    RA__NAME(multiply)(&ab, c, ni, RA__VECTORS);
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
         RA__UNROLL for (int32_t t = 0; t < RA__VECTORS; t++) {
             float *to = acc + i * RA__SLAB + t * RA__WIDTH;
@@ -3630,47 +3582,46 @@ RA__ISA_INLINE void RA__NAME(back_query_tile)(const ra__back_job *job, int32_t r
 }
 
 RA__ISA_NOINLINE void RA__NAME(back_queries)(const ra__back_job *job) {
-    int32_t d, n = job->k_dim;
+    int32_t n = job->k_dim;
     for (int32_t row = 0; row < job->panel->fwd.rows; row += RA__SLAB) {
-        for (d = 0; n - d >= RA__TILE_HEIGHT; d += RA__TILE_HEIGHT)
+        int32_t d = 0;
+        for (; n - d >= RA__TILE_HEIGHT; d += RA__TILE_HEIGHT)
             RA__NAME(back_query_tile)(job, row, d, RA__TILE_HEIGHT);
         for (; RA__TILE_HEIGHT > 4 && n - d >= 4; d += 4) RA__NAME(back_query_tile)(job, row, d, 4);
         for (; d < n; d++) RA__NAME(back_query_tile)(job, row, d, 1);
     }
 }
 
-/* As back_queries, for K that holds NaN or infinities which not every row sees. */
+/* The same for K with a NaN or infinity that not every row sees. */
 RA__ISA_NOINLINE void RA__NAME(back_queries_dirty)(const ra__back_job *job) {
     const ra__keys *keys = job->keys;
     for (int32_t row = 0; row < job->panel->fwd.rows; row += RA__SLAB)
         for (int32_t d = 0; d < job->k_dim; d++)
             for (int32_t t = 0; t < RA__VECTORS; t++) {
-                float *to = job->panel->fwd.acc + (int64_t)row * job->k_dim + d * RA__SLAB +
-                            t * RA__WIDTH;
+                int32_t at = row + t * RA__WIDTH;
+                float *acc = job->panel->fwd.acc + (int64_t)row * job->k_dim;
+                float *to = acc + d * RA__SLAB + t * RA__WIDTH;
                 RA__FLOATS sum = RA__NAME(set)(0.0f);
                 for (int32_t j = 0; j < keys->n; j++) {
-                    int32_t at = row + t * RA__WIDTH;
+                    RA__MASK seen = RA__NAME(sees)(job->panel->fwd.geo, at, keys->pos[j]);
+                    RA__FLOATS ds = RA__NAME(load)(job->ds + j * RA_BLOCK_TOKENS + at);
                     RA__FLOATS k = RA__NAME(set)(ra__key_row(keys, j)[d]);
-                    RA__FLOATS next = RA__NAME(fma)(k,
-                                                    RA__NAME(load)(job->ds + j * RA_BLOCK_TOKENS +
-                                                                   at), sum);
-                    sum = RA__NAME(select)(RA__NAME(sees)(job->panel->fwd.geo, at, keys->pos[j]),
-                                           next, sum);
+                    sum = RA__NAME(select)(seen, RA__NAME(fma)(k, ds, sum), sum);
                 }
                 RA__NAME(store)(to, RA__NAME(load)(to) + sum);
             }
 }
 
-/* What dK and dV have in common: to[j] += sum over rows of a[j][row] rows[row]. */
+/* dK or dV of a tile: to[j] += sum over rows of a[j][row] rows[row]. */
 typedef struct RA__NAME(key_grads) {
     const ra__back_job *job;
-    const float *a, *rows;             /* [keys][64], and packed rows: see pack_rows */
+    const float *a, *rows;             /* [keys][64]; packed as by pack_rows */
     float *to;
     int64_t stride;
     int32_t dim;
 } RA__NAME(key_grads);
 
-/* to[n] += c, n up to a whole slab. */
+/* to[n] += c. n may be more than a slab, which is then complete. */
 RA__ISA_INLINE void RA__NAME(back_add)(float *to, const RA__FLOATS *c, int32_t n) {
     if (n >= RA__SLAB) {
         RA__UNROLL for (int32_t t = 0; t < RA__VECTORS; t++)
@@ -3685,10 +3636,10 @@ RA__ISA_INLINE void RA__NAME(back_add)(float *to, const RA__FLOATS *c, int32_t n
     }
 }
 
-/* ni keys from key j on, a slab of columns from column d on. */
+/* A slab of columns from column d on of the gradient of ni keys from key j on. */
 RA__ISA_INLINE void RA__NAME(back_key_tile)(const RA__NAME(key_grads) *o, int32_t d, int32_t j,
                                             int32_t ni) {
-    RA__NAME(products) ab;
+    RA__NAME(product) ab;
     RA__FLOATS c[8][RA__VECTORS];
     ab.a = o->a + j * RA_BLOCK_TOKENS;
     ab.row = RA_BLOCK_TOKENS;
@@ -3698,41 +3649,41 @@ RA__ISA_INLINE void RA__NAME(back_key_tile)(const RA__NAME(key_grads) *o, int32_
     ab.depth = o->job->panel->fwd.rows;
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
         ra__prefetch_row(o->to + (j + ni + i) * o->stride, d, RA__SLAB * 4);
-    RA__NAME(zero)(c, ni, RA__VECTORS);
-    RA__NAME(add_products)(&ab, c, ni, RA__VECTORS);
+    RA__NAME(multiply)(&ab, c, ni, RA__VECTORS);
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
         RA__NAME(back_add)(o->to + (j + i) * o->stride + d, c[i], o->dim - d);
 }
 
 RA__ISA_NOINLINE void RA__NAME(back_keys)(const RA__NAME(key_grads) *o) {
-    int32_t j, n = o->job->keys->n;
+    int32_t n = o->job->keys->n;
     for (int32_t d = 0; d < o->dim; d += RA__SLAB) {
-        for (j = 0; n - j >= RA__TILE_HEIGHT; j += RA__TILE_HEIGHT)
+        int32_t j = 0;
+        for (; n - j >= RA__TILE_HEIGHT; j += RA__TILE_HEIGHT)
             RA__NAME(back_key_tile)(o, d, j, RA__TILE_HEIGHT);
         for (; RA__TILE_HEIGHT > 4 && n - j >= 4; j += 4) RA__NAME(back_key_tile)(o, d, j, 4);
         for (; j < n; j++) RA__NAME(back_key_tile)(o, d, j, 1);
     }
 }
 
-/* As back_keys, for Q or dO with NaN or infinities in rows that do not see every key. */
+/* The same for Q or dO with a NaN or infinity in rows that do not see every key. */
 RA__ISA_NOINLINE void RA__NAME(back_keys_dirty)(const RA__NAME(key_grads) *o) {
     const ra__panel *fwd = &o->job->panel->fwd;
     for (int32_t d = 0; d < o->dim; d += RA__SLAB)
         for (int32_t j = 0; j < o->job->keys->n; j++) {
             const float *from = o->rows + (int64_t)d * RA_BLOCK_TOKENS;
-            RA__FLOATS c[1][RA__VECTORS];
-            RA__NAME(zero)(c, 1, RA__VECTORS);
+            RA__FLOATS c[RA__VECTORS];
+            for (int32_t t = 0; t < RA__VECTORS; t++) c[t] = RA__NAME(set)(0.0f);
             for (int32_t r = 0; r < fwd->rows; r++, from += RA__SLAB) {
                 RA__FLOATS a = RA__NAME(set)(o->a[j * RA_BLOCK_TOKENS + r]);
                 if (!ra__row_sees(fwd->geo, r, o->job->keys->pos[j])) continue;
                 for (int32_t t = 0; t < RA__VECTORS; t++)
-                    c[0][t] = RA__NAME(fma)(a, RA__NAME(load)(from + t * RA__WIDTH), c[0][t]);
+                    c[t] = RA__NAME(fma)(a, RA__NAME(load)(from + t * RA__WIDTH), c[t]);
             }
-            RA__NAME(back_add)(o->to + j * o->stride + d, c[0], o->dim - d);
+            RA__NAME(back_add)(o->to + j * o->stride + d, c, o->dim - d);
         }
 }
 
-/* dV of a tile, or dK. */
+/* Adds dK of a tile if dk is set, otherwise dV. */
 RA__ISA_STATIC void RA__NAME(back_key_grads)(const ra__back_job *job, int32_t dk) {
     RA__NAME(key_grads) o;
     o.job = job;
@@ -3746,7 +3697,7 @@ RA__ISA_STATIC void RA__NAME(back_key_grads)(const ra__back_job *job, int32_t dk
     else RA__NAME(back_keys)(&o);
 }
 
-/* The passes between the products, where they are not the plain ones. */
+/* dP becomes dS where back_dot_tile does not do it. */
 RA__ISA_STATIC void RA__NAME(back_general)(const ra__back_job *job) {
     if (job->panel->fwd.drop.threshold) {
         for (int32_t row = 0; row < RA_BLOCK_TOKENS * RA_BLOCK_TOKENS; row++) job->drop[row] = 1.0f;
@@ -3761,7 +3712,7 @@ RA__ISA_STATIC void RA__NAME(back_general)(const ra__back_job *job) {
 RA__ISA_STATIC void RA__NAME(fold_back_tile)(const ra__back_job *job) {
     const ra__panel *fwd = &job->panel->fwd;
     int32_t general = job->partial || ra__score_is_modified(&fwd->score) || fwd->drop.threshold ||
-                            job->panel->d_bias;
+                      job->panel->d_bias;
     RA__NAME(back_scores)(job, general);
     for (int32_t row = 0; general && row < fwd->rows; row += RA__WIDTH)
         RA__NAME(back_weights)(job, row);
@@ -3788,8 +3739,8 @@ RA__ISA_STATIC void RA__NAME(sizes_back)(ra__bytes *out, const ra_desc *d) {
 }
 
 RA__ISA_STATIC int32_t RA__NAME(prepare_back)(ra__keys *keys, const ra_desc *d,
-                                              const ra__key_scratch *store, int32_t partial) {
-    RA__NAME(copy_keys)(keys, d, store, 1, 0);
+                                              const ra__key_scratch *scratch, int32_t partial) {
+    RA__NAME(copy_keys)(keys, d, scratch, 1, 0);
     return partial &&
            RA__NAME(rows_are_finite)(ra__key_row(keys, 0), keys->k_stride / 4, keys->n, d->k_dim);
 }
@@ -3806,10 +3757,10 @@ RA__ISA_STATIC void RA__NAME(put_grad)(void *to, const float *x, int32_t dtype, 
     for (; i < n; i++) sum[i] += x[i];
 }
 
-/* Rows as [slab of columns][64][RA__SLAB] floats; columns beyond dim are 0. 1: all are finite. */
+/* Rows as [slab of columns][64][RA__SLAB] floats; columns beyond dim are 0. Returns 1 if all
+ * elements are finite. */
 RA__ISA_STATIC int32_t RA__NAME(pack_rows)(float *dst, const ra__source *s, int32_t rows) {
-    int32_t size = s->dtype == RA_F32 ? 4 : 2;
-    int32_t bad = 0;
+    int32_t size = s->dtype == RA_F32 ? 4 : 2, bad = 0;
     for (int32_t d = 0; d < s->dim; d += RA__SLAB) {
         int32_t n = s->dim - d < RA__SLAB ? s->dim - d : RA__SLAB;
         int32_t direct = s->dtype == RA_F32 && n == RA__SLAB;
@@ -3849,14 +3800,14 @@ RA__ISA_STATIC void RA__NAME(load_back)(ra__back_panel *panel, const ra__source 
     panel->clean &= RA__NAME(pack_rows)(panel->g_rows, g, panel->fwd.rows);
 }
 
-/* n elements as floats, followed by zeros up to a whole vector; in place if they are. */
-RA__ISA_STATIC const float *RA__NAME(floats)(float *room, const ra__source *s, int32_t row,
+/* n elements as floats, then zeros up to a whole vector. They are copied to `copy` if needed. */
+RA__ISA_STATIC const float *RA__NAME(floats)(float *copy, const ra__source *s, int32_t row,
                                              int32_t d, int32_t n) {
     const uint8_t *from = s->data + row * s->stride + d * (s->dtype == RA_F32 ? 4 : 2);
     if (s->dtype == RA_F32 && n % RA__WIDTH == 0) return (const float *)(const void *)from;
-    RA__NAME(read_row)(room, from, s->dtype, n);
-    memset(room + n, 0, (size_t)(RA__DELTA_DIMS - n) * sizeof *room);
-    return room;
+    RA__NAME(read_row)(copy, from, s->dtype, n);
+    memset(copy + n, 0, (size_t)(RA__DELTA_DIMS - n) * sizeof *copy);
+    return copy;
 }
 
 RA__ISA_STATIC void RA__NAME(deltas)(float *delta, const ra__source *o, const ra__source *g,
@@ -3866,8 +3817,8 @@ RA__ISA_STATIC void RA__NAME(deltas)(float *delta, const ra__source *o, const ra
         RA__FLOATS sum = RA__NAME(set)(0.0f);
         for (int32_t d = 0; d < o->dim; d += RA__DELTA_DIMS) {
             int32_t n = o->dim - d < RA__DELTA_DIMS ? o->dim - d : RA__DELTA_DIMS;
-            const float *x = RA__NAME(floats)(a, o, row, d, n),
-                             *y = RA__NAME(floats)(b, g, row, d, n);
+            const float *x = RA__NAME(floats)(a, o, row, d, n);
+            const float *y = RA__NAME(floats)(b, g, row, d, n);
             for (int32_t i = 0; i < n; i += RA__WIDTH)
                 sum = RA__NAME(fma)(RA__NAME(load)(x + i), RA__NAME(load)(y + i), sum);
         }
@@ -3876,17 +3827,15 @@ RA__ISA_STATIC void RA__NAME(deltas)(float *delta, const ra__source *o, const ra
 }
 
 static const ra__kernel RA__NAME(kernel) = {
-    RA__ISA,          RA__NAME(sizes),     RA__NAME(widen),    RA__NAME(prepare), RA__NAME(load_q),
-    RA__NAME(load_acc),  RA__NAME(store_acc), RA__NAME(fold),     RA__NAME(store_o),
-    RA__DECODE_UNIT,
-    RA__NAME(decode_load),  RA__NAME(decode_fold),  RA__NAME(decode_close), RA__NAME(decode_store),
-    RA__NAME(decode_merge),
-    RA__NAME(sizes_back), RA__NAME(prepare_back), RA__NAME(load_back), RA__NAME(deltas),
-    RA__NAME(fold_back), RA__NAME(put_grad)};
+    RA__ISA, RA__NAME(sizes), RA__NAME(widen), RA__NAME(prepare), RA__NAME(load_q),
+    RA__NAME(load_acc), RA__NAME(store_acc), RA__NAME(fold), RA__NAME(store_o), RA__DECODE_UNIT,
+    RA__NAME(decode_load), RA__NAME(decode_fold), RA__NAME(decode_close), RA__NAME(decode_store),
+    RA__NAME(decode_merge), RA__NAME(sizes_back), RA__NAME(prepare_back), RA__NAME(load_back),
+    RA__NAME(deltas), RA__NAME(fold_back), RA__NAME(put_grad)};
 
 #undef RA__SLAB
 #undef RA__ISA_NOINLINE
-/* What the room of the instruction set has defined. */
+/* What the room of the instruction set defines. */
 #undef RA__NAME
 #undef RA__ISA
 #undef RA__TARGET
@@ -3907,8 +3856,8 @@ static const ra__kernel RA__NAME(kernel) = {
 #define RA__BODY
 
 /* ========================================================================== SCALAR
- * For every processor: vectors of four floats in the compiler's own language, which become SSE2,
- * NEON or plain scalars. */
+ * For every processor: vectors of four floats as the compiler's extension, which become SSE2, NEON
+ * or plain scalars. Comments on operations hold for the other instruction sets too. */
 #define RA__NAME(name)         ra__##name##_scalar
 #define RA__ISA                RA_ISA_SCALAR
 #define RA__ISA_STATIC         RA__UNUSED static
@@ -3945,6 +3894,7 @@ RA__ISA_INLINE ra__v4i ra__load_int_scalar(const int32_t *p) {
     return v;
 }
 RA__ISA_INLINE void ra__store_scalar(float *p, ra__v4f v) { memcpy(p, &v, sizeof v); }
+/* Only n lanes are in memory; the others are 0. */
 RA__ISA_INLINE ra__v4f ra__load_n_scalar(const float *p, int32_t n) {
     ra__v4f v = {0.0f, 0.0f, 0.0f, 0.0f};
     memcpy(&v, p, (size_t)n * sizeof *p);
@@ -3953,17 +3903,20 @@ RA__ISA_INLINE ra__v4f ra__load_n_scalar(const float *p, int32_t n) {
 RA__ISA_INLINE void ra__store_n_scalar(float *p, ra__v4f v, int32_t n) {
     memcpy(p, &v, (size_t)n * sizeof *p);
 }
-/* The value, computed and in a register from here on: nothing is fused with it or loaded again. */
+/* Returns v, computed and in a register: it is neither fused with another operation nor loaded
+ * again. */
 RA__ISA_INLINE ra__v4f ra__hold_scalar(ra__v4f v) {
 #if RA__X86
     __asm__("" : "+x"(v));
 #endif
     return v;
 }
-/* Not fused on any x86: clang 14 with -ffast-math -mfma would fuse whatever the pragmas say. */
+/* a b + c, not fused on any x86. hold: clang 14 with -ffast-math -mfma would fuse in spite of the
+ * pragmas. */
 RA__ISA_INLINE ra__v4f ra__fma_scalar(ra__v4f a, ra__v4f b, ra__v4f c) {
     return ra__hold_scalar(a * b) + c;
 }
+/* m ? a : b */
 RA__ISA_INLINE ra__v4f ra__select_scalar(ra__v4i m, ra__v4f a, ra__v4f b) {
     return (ra__v4f)((m & (ra__v4i)a) | (~m & (ra__v4i)b));
 }
@@ -3987,37 +3940,42 @@ RA__ISA_INLINE ra__v4f ra__distance_scalar(const int32_t *p, int32_t k) {
         v[i] = (float)(p[i] < k ? (int64_t)k - p[i] : (int64_t)p[i] - k);
     return v;
 }
-/* m, but 0 for -inf */
+/* m, or 0 where m is -inf */
 RA__ISA_INLINE ra__v4f ra__shift_of_scalar(ra__v4f m) {
     return (ra__v4f)((ra__v4i)m & ((ra__v4i)m != ra__set_int_scalar(-0x800000)));
 }
-/* 2^x, 0 below -126.5, infinite from 127.5 on. Adding 1.5 * 2^23 + 127 leaves the rounded x,
- * biased, in the low bits, from where a shift makes it an exponent. */
+/* 2^x; 0 below -126.5, infinite from 127.5 on. Adding 1.5 * 2^23 + 127 leaves x, rounded and with
+ * the bias of exponents, in the low bits. A shift makes it an exponent. */
 RA__ISA_INLINE ra__v4f ra__exp2_scalar(ra__v4f x) {
-    ra__v4f magic = ra__set_scalar(12583039.0f), low = ra__set_scalar(-127.0f), n, f, p;
-    ra__v4f high = ra__set_scalar(128.0f);
+    ra__v4f magic = ra__set_scalar(12583039.0f), p = ra__set_scalar(ra__exp2_near[6]);
+    ra__v4f low = ra__set_scalar(-127.0f), high = ra__set_scalar(128.0f);
     x = ra__select_scalar(x < low, low, x);
     x = ra__select_scalar(high < x, high, x);
-    n = x + magic;
-    f = x - (n - magic);
-    p = ra__set_scalar(ra__exp2_near[6]);
+    ra__v4f n = x + magic, f = x - (n - magic);
     RA__UNROLL for (int32_t i = 5; i >= 0; i--)
         p = ra__fma_scalar(p, f, ra__set_scalar(ra__exp2_near[i]));
     return p * (ra__v4f)((ra__v4u)n << 23);
 }
 /* v[c][r] = v[r][c] */
 RA__ISA_INLINE void ra__transpose_scalar(ra__v4f *v) {
-    float x[4][4], y[4][4];
-    memcpy(x, v, sizeof x);
-    ra__transpose4(y[0], 4, x[0], 4);
-    memcpy(v, y, sizeof y);
+    ra__v4f a = __builtin_shufflevector(v[0], v[1], 0, 4, 1, 5);
+    ra__v4f b = __builtin_shufflevector(v[2], v[3], 0, 4, 1, 5);
+    ra__v4f c = __builtin_shufflevector(v[0], v[1], 2, 6, 3, 7);
+    ra__v4f d = __builtin_shufflevector(v[2], v[3], 2, 6, 3, 7);
+    v[0] = __builtin_shufflevector(a, b, 0, 1, 4, 5);
+    v[1] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
+    v[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5);
+    v[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
 }
+/* Sum of the lanes. */
 RA__ISA_INLINE float ra__sum_scalar(ra__v4f v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+/* Lane i: the sum of v[i]. */
 RA__ISA_INLINE ra__v4f ra__sums_scalar(const ra__v4f *v) {
     ra__v4f s = {ra__sum_scalar(v[0]), ra__sum_scalar(v[1]), ra__sum_scalar(v[2]),
                  ra__sum_scalar(v[3])};
     return s;
 }
+/* Nonzero if a lane is a NaN or infinite. */
 RA__ISA_INLINE int32_t ra__any_nonfinite_scalar(ra__v4f v) {
     ra__v4i e = ra__set_int_scalar(0x7f800000), b = (ra__v4i)(((ra__v4i)v & e) == e);
     return b[0] | b[1] | b[2] | b[3];
@@ -4028,7 +3986,7 @@ RA__ISA_INLINE ra__v4i ra__load_half_scalar(const uint8_t *p) {
     ra__v4i v = {h[0], h[1], h[2], h[3]};
     return v;
 }
-/* As ra__f32_of_f16, all branches at once. */
+/* As ra__f32_of_f16, with all branches at once. */
 RA__ISA_INLINE ra__v4f ra__of_f16_scalar(const uint8_t *p) {
     ra__v4i h = ra__load_half_scalar(p), a = h & 0x7fff;
     ra__v4f tiny = __builtin_convertvector(a, ra__v4f) * (1.0f / 16777216.0f);
@@ -4123,18 +4081,16 @@ RA__ISA_INLINE __m256 ra__shift_of_avx2(__m256 m) {
     return _mm256_castsi256_ps(
         _mm256_andnot_si256(_mm256_cmpeq_epi32(u, _mm256_set1_epi32(-0x800000)), u));
 }
-/* As ra__exp2_scalar; of max's and min's operands the second is returned if one is a NaN. */
+/* As ra__exp2_scalar. max and min return the second operand if one of them is a NaN. */
 RA__ISA_INLINE __m256 ra__exp2_avx2(__m256 x) {
-    __m256 magic = ra__set_avx2(12583039.0f), n, f, p;
+    __m256 magic = ra__set_avx2(12583039.0f), p = ra__set_avx2(ra__exp2_near[6]);
     x = _mm256_min_ps(ra__set_avx2(128.0f), _mm256_max_ps(ra__set_avx2(-127.0f), x));
-    n = x + magic;
-    f = x - (n - magic);
-    p = ra__set_avx2(ra__exp2_near[6]);
+    __m256 n = x + magic, f = x - (n - magic);
     RA__UNROLL for (int32_t i = 5; i >= 0; i--)
         p = _mm256_fmadd_ps(p, f, ra__set_avx2(ra__exp2_near[i]));
     return p * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(n), 23));
 }
-/* v[c][r] = v[r][c]: pairs, then fours, then halves. */
+/* Pairs of elements, then fours, then halves of vectors. */
 RA__ISA_INLINE void ra__transpose_avx2(__m256 *v) {
     __m256 a[8];
     RA__UNROLL for (int32_t i = 0; i < 8; i += 2) {
@@ -4158,7 +4114,6 @@ RA__ISA_INLINE float ra__sum_avx2(__m256 v) {
     a = a + _mm_movehl_ps(a, a);
     return _mm_cvtss_f32(a + _mm_shuffle_ps(a, a, 1));
 }
-/* Lane i: the sum of v[i]. */
 RA__ISA_INLINE __m256 ra__sums_avx2(const __m256 *v) {
     __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
     __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
@@ -4188,10 +4143,10 @@ RA__ISA_INLINE void ra__to_f16_avx2(uint8_t *p, __m256 v) {
 }
 /* As ra__bf16_of_f32. */
 RA__ISA_INLINE void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
-    __m256i u = _mm256_castps_si256(v), high = _mm256_srli_epi32(u, 16), r;
+    __m256i u = _mm256_castps_si256(v), high = _mm256_srli_epi32(u, 16), one = _mm256_set1_epi32(1);
     __m256i nan = _mm256_cmpgt_epi32(_mm256_and_si256(u, _mm256_set1_epi32(0x7fffffff)),
                                      _mm256_set1_epi32(0x7f800000));
-    r = _mm256_add_epi32(_mm256_and_si256(high, _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7fff));
+    __m256i r = _mm256_add_epi32(_mm256_and_si256(high, one), _mm256_set1_epi32(0x7fff));
     r = _mm256_srli_epi32(_mm256_add_epi32(u, r), 16);
     r = _mm256_blendv_epi8(r, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
     r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
@@ -4201,9 +4156,8 @@ RA__ISA_INLINE void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
 #include RINGATTN_SELF
 
 /* ========================================================================== AVX512
- * AVX-512 F, BW, DQ, VL: 32 registers of 16 lanes, tiles of 4 keys and 64 rows. gcc 12
- * warns of its own intrinsics: that they read something unset (its bug 105593) and, at -O0, of
- * masks whose sign changes. */
+ * AVX-512 F, BW, DQ, VL: 32 registers of 16 lanes, tiles of 4 keys and 64 rows. gcc 12 warns of its
+ * own intrinsics: of reading unset values (its bug 105593) and, at -O0, of sign conversion. */
 #if !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -4236,7 +4190,8 @@ RA__ISA_INLINE __m512 ra__load_n_avx512(const float *p, int32_t n) {
 RA__ISA_INLINE void ra__store_n_avx512(float *p, __m512 v, int32_t n) {
     _mm512_mask_storeu_ps(p, ra__first_lanes_avx512(n), v);
 }
-/* PERF: gcc 12 loads an operand again for each of its four uses: Zen 5, D = 64, 78 to 85 %. */
+/* PERF: without it gcc 12 loads an operand again for each of its four uses. Zen 5, D 64: 78 -> 85 %
+ * of the FMA peak. */
 RA__ISA_INLINE __m512 ra__hold_avx512(__m512 v) {
     __asm__("" : "+v"(v));
     return v;
@@ -4268,14 +4223,14 @@ RA__ISA_INLINE __m512 ra__shift_of_avx512(__m512 m) {
     return _mm512_maskz_mov_ps(
         _mm512_cmpneq_epi32_mask(_mm512_castps_si512(m), _mm512_set1_epi32(-0x800000)), m);
 }
-/* 2^x = 2^(x - floor x) 2^floor x; vreduceps of -inf is 0, vscalefps by -inf gives 0. */
+/* 2^x = 2^(x - floor x) 2^floor x. For -inf vreduceps gives 0, and vscalefps 0 too. */
 RA__ISA_INLINE __m512 ra__exp2_avx512(__m512 x) {
     __m512 f = _mm512_reduce_ps(x, 1), p = ra__set_avx512(ra__exp2_floor[6]);
     RA__UNROLL for (int32_t i = 5; i >= 0; i--)
         p = _mm512_fmadd_ps(p, f, ra__set_avx512(ra__exp2_floor[i]));
     return _mm512_scalef_ps(p, x);
 }
-/* v[c][r] = v[r][c]: pairs, fours, then quarters of vectors twice. */
+/* Pairs of elements, then fours, then quarters of vectors twice. */
 RA__ISA_INLINE void ra__transpose_avx512(__m512 *v) {
     __m512 a[16];
     RA__UNROLL for (int32_t i = 0; i < 16; i += 2) {
@@ -4305,14 +4260,13 @@ RA__ISA_INLINE float ra__sum_avx512(__m512 v) {
     a = a + _mm_movehl_ps(a, a);
     return _mm_cvtss_f32(a + _mm_shuffle_ps(a, a, 1));
 }
-/* Lanes 4 i + j: the sums of v[j] over its 128-bit lane i. */
+/* Lane 4 i + j: the sum over the 128 bits i of v[j]. */
 RA__ISA_INLINE __m512 ra__sums_4_avx512(const __m512 *v) {
     __m512 a = _mm512_unpacklo_ps(v[0], v[1]) + _mm512_unpackhi_ps(v[0], v[1]);
     __m512 b = _mm512_unpacklo_ps(v[2], v[3]) + _mm512_unpackhi_ps(v[2], v[3]);
     __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
     return _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)) + _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
 }
-/* Lane i: the sum of v[i]. */
 RA__ISA_INLINE __m512 ra__sums_avx512(const __m512 *v) {
     __m512 a = ra__sums_4_avx512(v), b = ra__sums_4_avx512(v + 4);
     __m512 c = ra__sums_4_avx512(v + 8), d = ra__sums_4_avx512(v + 12);
@@ -4344,10 +4298,10 @@ RA__ISA_INLINE void ra__to_f16_avx512(uint8_t *p, __m512 v) {
 }
 /* As ra__bf16_of_f32. */
 RA__ISA_INLINE void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
-    __m512i u = _mm512_castps_si512(v), high = _mm512_srli_epi32(u, 16), r;
+    __m512i u = _mm512_castps_si512(v), high = _mm512_srli_epi32(u, 16), one = _mm512_set1_epi32(1);
     __mmask16 nan = _mm512_cmpgt_epi32_mask(_mm512_and_si512(u, _mm512_set1_epi32(0x7fffffff)),
                                             _mm512_set1_epi32(0x7f800000));
-    r = _mm512_add_epi32(_mm512_and_si512(high, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7fff));
+    __m512i r = _mm512_add_epi32(_mm512_and_si512(high, one), _mm512_set1_epi32(0x7fff));
     r = _mm512_srli_epi32(_mm512_add_epi32(u, r), 16);
     r = _mm512_mask_or_epi32(r, nan, high, _mm512_set1_epi32(0x40));
     _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(r));
@@ -6470,8 +6424,8 @@ RA__RANGES_END
 
 #if RA__NEON
 /* ========================================================================== NEON
- * AArch64's Advanced SIMD, which all such processors have: 32 registers of 4 lanes, tiles of 5 keys
- * and 16 rows (gcc 12 spills with 6 keys: 7 of 48 products' operands). Little endian. */
+ * Advanced SIMD of AArch64, which all such processors have: 32 registers of 4 lanes. Tiles have 5
+ * keys and 16 rows; with 6 keys gcc 12 spills operands of 7 of 48 products. Little endian only. */
 #define RA__NAME(name)         ra__##name##_neon
 #define RA__ISA                RA_ISA_NEON
 #define RA__ISA_STATIC         RA__UNUSED static
@@ -6497,7 +6451,7 @@ RA__ISA_INLINE float32x4_t ra__load_n_neon(const float *p, int32_t n) {
 RA__ISA_INLINE void ra__store_n_neon(float *p, float32x4_t v, int32_t n) {
     memcpy(p, &v, (size_t)n * sizeof *p);
 }
-RA__ISA_INLINE float32x4_t ra__hold_neon(float32x4_t v) { return v; } /* nothing loads it again */
+RA__ISA_INLINE float32x4_t ra__hold_neon(float32x4_t v) { return v; } /* it is not loaded again */
 RA__ISA_INLINE float32x4_t ra__fma_neon(float32x4_t a, float32x4_t b, float32x4_t c) {
     return vfmaq_f32(c, a, b);
 }
@@ -6520,22 +6474,18 @@ RA__ISA_INLINE float32x4_t ra__shift_of_neon(float32x4_t m) {
     uint32x4_t u = vreinterpretq_u32_f32(m);
     return vreinterpretq_f32_u32(vbicq_u32(u, vceqq_u32(u, vdupq_n_u32(0xff800000u))));
 }
-/* As ra__exp2_scalar; FMAX and FMIN return a NaN if one of their operands is one. */
+/* As ra__exp2_scalar. FMAX and FMIN return a NaN if an operand is one. */
 RA__ISA_INLINE float32x4_t ra__exp2_neon(float32x4_t x) {
-    float32x4_t magic = vdupq_n_f32(12583039.0f), n, f, p;
+    float32x4_t magic = vdupq_n_f32(12583039.0f), p = vdupq_n_f32(ra__exp2_near[6]);
     x = vminq_f32(vmaxq_f32(x, vdupq_n_f32(-127.0f)), vdupq_n_f32(128.0f));
-    n = x + magic;
-    f = x - (n - magic);
-    p = vdupq_n_f32(ra__exp2_near[6]);
+    float32x4_t n = x + magic, f = x - (n - magic);
     RA__UNROLL for (int32_t i = 5; i >= 0; i--) p = vfmaq_f32(vdupq_n_f32(ra__exp2_near[i]), p, f);
     return p * vreinterpretq_f32_s32(vshlq_n_s32(vreinterpretq_s32_f32(n), 23));
 }
-/* v[c][r] = v[r][c] */
 RA__ISA_INLINE void ra__transpose_neon(float32x4_t *v) {
-    float x[4][4], y[4][4];
-    memcpy(x, v, sizeof x);
-    ra__transpose4(y[0], 4, x[0], 4);
-    memcpy(v, y, sizeof y);
+    ra__v4f x[4] = {(ra__v4f)v[0], (ra__v4f)v[1], (ra__v4f)v[2], (ra__v4f)v[3]};
+    ra__transpose_scalar(x);
+    for (int32_t i = 0; i < 4; i++) v[i] = (float32x4_t)x[i];
 }
 RA__ISA_INLINE float ra__sum_neon(float32x4_t v) { return vaddvq_f32(v); }
 RA__ISA_INLINE float32x4_t ra__sums_neon(const float32x4_t *v) {
@@ -6561,9 +6511,9 @@ RA__ISA_INLINE void ra__to_f16_neon(uint8_t *p, float32x4_t v) {
 }
 /* As ra__bf16_of_f32. */
 RA__ISA_INLINE void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
-    uint32x4_t u = vreinterpretq_u32_f32(v), high = vshrq_n_u32(u, 16), r;
+    uint32x4_t u = vreinterpretq_u32_f32(v), high = vshrq_n_u32(u, 16);
     uint32x4_t nan = vcgtq_u32(vandq_u32(u, vdupq_n_u32(0x7fffffffu)), vdupq_n_u32(0x7f800000u));
-    r = vaddq_u32(vandq_u32(high, vdupq_n_u32(1)), vdupq_n_u32(0x7fff));
+    uint32x4_t r = vaddq_u32(vandq_u32(high, vdupq_n_u32(1)), vdupq_n_u32(0x7fff));
     r = vshrq_n_u32(vaddq_u32(u, r), 16);
     r = vbslq_u32(nan, vorrq_u32(high, vdupq_n_u32(0x40)), r);
     vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(r)));
@@ -6576,34 +6526,34 @@ RA__ISA_INLINE void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
 #undef RA__UNROLL_2
 
 /* ========================================================================== DISPATCH
- * Which kernels this processor runs, asked once and remembered in one atomic word, the only mutable
- * global. A feature counts only if the operating system saves its registers (XCR0). Also the
- * floating-point environment of the kernels. */
-enum { RA__BF16_FAST = 1 << 30 };      /* among the bits of what is found */
+ * Finds out which kernels this processor can run, once, and keeps the answer in an atomic word, the
+ * only mutable global. A feature counts only if the operating system saves its registers (XCR0).
+ * Sets the floating-point mode of the kernels. */
+enum { RA__BF16_FAST = 1 << 30 };      /* a bit of ra__isa_found: see ra__isa_bf16_fast */
 
 #if RA__X86
 /* 1 if vdpbf16ps issues as often as a multiply-add, so that it does twice the work: AMD from Zen 4
- * on; Intel has a quarter of it, which is less than f32 arithmetic on widened values. */
+ * on. Intel has a quarter of that rate, which is slower than f32 arithmetic on widened values. */
 static int32_t ra__isa_bf16_fast(void) {
-    uint32_t a = 0, b = 0, c = 0, d = 0, family, model;
+    uint32_t a = 0, b = 0, c = 0, d = 0;
     if (!__get_cpuid(0, &a, &b, &c, &d) || b != 0x68747541u) return 0; /* "Auth" of AMD */
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
-    family = (a >> 8 & 15u) + (a >> 20 & 255u);
-    model = (a >> 4 & 15u) | (a >> 12 & 0xf0u);
+    uint32_t family = (a >> 8 & 15u) + (a >> 20 & 255u);
+    uint32_t model = (a >> 4 & 15u) | (a >> 12 & 0xf0u);
     return family >= 0x1au || (family == 0x19u && model >= 0x10u);
 }
 
-/* 1 if there are tiles with bf16 products and this process may use them: Linux wants to be asked,
- * by arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA); asking again is no harm. */
+/* 1 if the processor has tiles with bf16 products and this process may use them. Linux grants the
+ * use to a process that calls arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA). It may do so again. */
 static int32_t ra__isa_amx(uint32_t d7, uint32_t xcr0) {
 #if defined(RA__AMX_SOFT)
     (void)d7;
     (void)xcr0;
     return 1;
 #elif defined(__linux__)
-    long result;
     if ((d7 & (1u << 22 | 1u << 24)) != (1u << 22 | 1u << 24)) return 0;
     if ((xcr0 & 0x60000u) != 0x60000u) return 0;
+    long result;
     __asm__ volatile("syscall" : "=a"(result) : "a"(158L), "D"(0x1023L), "S"(18L)
                      : "rcx", "r11", "memory");
     return result == 0;
@@ -6614,7 +6564,8 @@ static int32_t ra__isa_amx(uint32_t d7, uint32_t xcr0) {
 #endif
 }
 
-/* Bit `isa` for each available set. CPUID: Intel SDM volume 2A; XCR0: volume 1, 13.3. */
+/* Bit `isa` is set for each available instruction set. CPUID: Intel SDM volume 2A; XCR0: volume 1,
+ * section 13.3. */
 static uint32_t ra__isa_probe(void) {
     uint32_t fma_f16c_osxsave = 1u << 12 | 1u << 29 | 1u << 27;
     uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
@@ -6640,8 +6591,8 @@ static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR | 1u << RA_ISA_
 static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR; }
 #endif
 
-/* Denormals are flushed during a call, also in a build without the vector kernels: the numbers do
- * not depend on the caller's mode. Returns what was set before, for ra__fp_leave. */
+/* Denormals are flushed during a call, also in a build without vector kernels, so that the numbers
+ * do not depend on the mode of the caller. Returns the mode of the caller, for ra__fp_leave. */
 #if defined(__x86_64__)
 RA__INLINE uint32_t ra__fp_enter(void) {           /* MXCSR: FTZ and DAZ */
     uint32_t before = __builtin_ia32_stmxcsr();
@@ -6664,7 +6615,7 @@ RA__INLINE uint32_t ra__fp_enter(void) { return 0; }
 RA__INLINE void ra__fp_leave(uint32_t before) { (void)before; }
 #endif
 
-static int32_t ra__isa_found;          /* bits of ra__isa_probe; 0: not asked yet */
+static int32_t ra__isa_found;          /* result of ra__isa_probe; 0: not called yet */
 
 static uint32_t ra__isa_detect(void) {
     int32_t found = __atomic_load_n(&ra__isa_found, __ATOMIC_RELAXED);
@@ -6675,7 +6626,7 @@ static uint32_t ra__isa_detect(void) {
     return (uint32_t)found;
 }
 
-/* The form that does f32 arithmetic: of `isa`, or of what it builds upon. */
+/* The kernel with f32 arithmetic of `isa`, or of the instruction set that it extends. */
 static const ra__kernel *ra__kernel_f32(int32_t isa) {
 #if RA__X86
     if (isa >= RA_ISA_AVX512 && isa <= RA_ISA_AMX) return &ra__kernel_avx512;
@@ -6688,8 +6639,8 @@ static const ra__kernel *ra__kernel_f32(int32_t isa) {
     return &ra__kernel_scalar;
 }
 
-/* The kernels of a resolved descriptor. The form depends on instruction set, dtypes and dims alone,
- * not on the number of rows. Those for f32 alone know dropout. */
+/* The kernel of a resolved descriptor. It depends on instruction set, dtypes and dropout, not on
+ * the number of rows. Only kernels with f32 arithmetic have dropout. */
 static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
 #if RA__X86
     if (d->q_dtype == RA_BF16 && d->k_dtype == RA_BF16 && d->v_dtype == RA_BF16)
@@ -6699,7 +6650,7 @@ static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
     return ra__kernel_f32(d->isa);
 }
 
-/* In decode form: AMX has none of its own. */
+/* The kernel for decoding. AMX has no decoding of its own. */
 static RA__UNUSED const ra__kernel *ra__kernel_decode(const ra_desc *d) {
     const ra__kernel *kernel = ra__kernel_of(d);
     return kernel->decode_fold ? kernel : ra__kernel_f32(d->isa);
