@@ -1389,8 +1389,8 @@ typedef struct ra__rows {
     int32_t keep_first[RA_BLOCK_TOKENS], keep_end[RA_BLOCK_TOKENS];
 } ra__rows;
 
-/* What is added to or done with a score besides the scale. The order is: scaled score s,
- * s = cap * tanh(s / cap), s = s - slope * |p - k|, s = s + bias. */
+/* How a scaled score s is modified, in this order: s = cap * tanh(s / cap),
+ * s = s - slope * |p - k|, s = s + bias. */
 typedef struct ra__score {
     float softcap;                     /* 0: off */
     float slope;                       /* ALiBi of this head, 0: off */
@@ -1408,7 +1408,7 @@ typedef struct ra__drop {
     float scale;                       /* 1 / (1 - probability) */
 } ra__drop;
 
-/* What the rows of a tile see of its keys: none, some, all. */
+/* Which keys of a tile its rows see: none, some, all. */
 enum { RA__EMPTY, RA__PARTIAL, RA__FULL };
 enum { RA__BATCH = 8 };                /* most blocks of keys that a kernel takes at once */
 
@@ -1423,20 +1423,20 @@ typedef struct ra__prefetch_list {
     int32_t step;                      /* rows to prefetch at once */
 } ra__prefetch_list;
 
-/* Up to 64 query rows of one head, in the kernel's own layout: q [Dk x 64], acc [Dv x 64] floats,
- * aligned to 64, opaque outside the kernel; m, l [64] plain. A row's bits depend on it alone. */
+/* Up to 64 query rows of one head. q [Dk x 64] and acc [Dv x 64] are floats in a layout that only
+ * the kernel knows, aligned to 64 bytes; m and l are [64]. The bits of a row depend on it alone. */
 typedef struct ra__panel {
     float *q, *acc, *m, *l;
     int32_t rows;
-    float factor;                      /* of q k: scale * log2 e, under a softcap scale */
+    float factor;                      /* of q k: scale * log2 e, or scale under a softcap */
     const ra__rows *geo;               /* used in partial tiles, for ALiBi and dropout */
     ra__score score;
     ra__drop drop;
     ra__prefetch_list *prefetch;       /* shared by the panels of a task */
 } ra__panel;
 
-/* Bytes that a kernel wants: of a panel's q and acc, of scores, and for the copies of 64 keys that
- * it may make. batch: blocks that it likes to fold in one call. */
+/* Bytes that a kernel needs: for q and acc of a panel, for scores, and for its copies of 64 keys.
+ * batch: how many blocks it prefers to fold in one call. */
 typedef struct ra__bytes {
     int64_t q, acc, s, k, v;
     int32_t batch;
@@ -1449,7 +1449,8 @@ typedef struct ra__key_scratch {
     int32_t shared;                    /* 1: several panels will read what is copied */
 } ra__key_scratch;
 
-/* At most 64 keys of one head: rows as stored, after the kernel's prepare in its own form. */
+/* At most 64 keys of one head. The rows are as stored; after prepare they have the form that the
+ * kernel needs. */
 typedef struct ra__keys {
     const uint8_t *k, *v;
     int64_t k_stride, v_stride;        /* bytes from row to row */
@@ -1462,8 +1463,8 @@ typedef struct ra__keys {
 /* Rows of one head as stored: stride in bytes, dim elements of dtype. */
 typedef struct ra__source { const uint8_t *data; int64_t stride; int32_t dtype, dim; } ra__source;
 
-/* A panel of backward. Its p.q is Q as in forward, p.acc the sums of dQ [Dk x 64], p.m the row's
- * LSE times log2(e), +inf for a row without keys, p.l the row's delta. */
+/* A panel of backward. fwd.q is Q as in forward, fwd.acc are the sums of dQ [Dk x 64], fwd.m is the
+ * LSE of a row times log2(e), or +inf for a row without keys, and fwd.l is delta of a row. */
 typedef struct ra__back_panel {
     ra__panel fwd;
     float *g;                          /* dO, laid out like p.q [Dv x 64] */
@@ -1534,8 +1535,8 @@ typedef struct ra__kernel {
     /* rows x dim elements, rows `stride` bytes apart, to packed f32 rows of dim floats. */
     void (*widen)(float *dst, const void *src, int64_t stride, int32_t dtype, int32_t rows,
                   int32_t dim);
-    /* Brings keys from rows as stored to the kernel's form, in place or in the store, and says
-     * whether V is clean if the block has a partial tile. Under d->v_in_k V is found in K. */
+    /* Brings keys from rows as stored to the form that the kernel needs, in place or in scratch.
+     * Sets v_clean if the block has a partial tile. If d->v_in_k is set, V is found in K. */
     void (*prepare)(ra__keys *keys, const ra_desc *d, const ra__key_scratch *store,
                     int32_t partial);
     /* Packs p->rows query rows (stride in bytes) times p->factor into p->q. */
@@ -1544,26 +1545,28 @@ typedef struct ra__kernel {
     void (*load_acc)(const ra__panel *p, const float *src, int64_t stride, int32_t dim);
     void (*store_acc)(const ra__panel *p, float *dst, int64_t stride, int32_t dim);
     /* Folds `count` blocks into the panel, one after the other, block i being RA__EMPTY (left out),
-     * RA__PARTIAL or RA__FULL by kind[i]; s is scratch of the kernel's size. Bits do not depend on
-     * how blocks are put together. */
+     * RA__PARTIAL or RA__FULL by kind[i]. s is scratch. Bits do not depend on how calls group the
+     * blocks. */
     void (*fold)(const ra__panel *p, const ra__keys *keys, const int8_t *kind, int32_t count,
                  const ra_desc *d, float *s);
     /* dst row i = acc row i * factor[i], converted (stride in bytes). */
     void (*store_o)(const ra__panel *p, void *dst, int64_t stride, int32_t dtype, int32_t dim,
                     const float *factor);
     int32_t decode_unit;               /* keys: 4, or 8 in kernels that do not know one_row */
-    /* Decode form. Row r of q, times factor; folds keys into the block under way of f[0] to
-     * f[n - 1], x[i] being how f[i] sees them; ends the block; writes row r of acc times factor. */
-    void (*decode_load)(const ra__decode_rows *f, int32_t r, const void *src, float factor);
-    void (*decode_fold)(ra__decode_rows *f, const ra__decode_keys *x, int32_t n);
-    void (*decode_close)(ra__decode_rows *f);
-    void (*decode_store)(const ra__decode_rows *f, int32_t r, void *dst, float factor);
-    /* m, l and acc of other keys, [4], [4] and like f->acc, come to those of f; whichever is first,
-     * the bits are the same. */
-    void (*decode_merge)(ra__decode_rows *f, const float *other);
-    /* Backward's store for the copies of 64 keys (batch: how many panels are to share them, at most
-     * RA__BACK_PANELS; s: for whatever the kernel likes), and prepare, which returns 0 if K has a
-     * NaN or an infinity (or may have, in blocks without partial tiles). */
+    /* Decoding. Loads row r of q, times factor. */
+    void (*decode_load)(const ra__decode_rows *rows, int32_t r, const void *src, float factor);
+    /* Folds keys into the current block of rows[0 .. n - 1]. keys[i]: how rows[i] see them. */
+    void (*decode_fold)(ra__decode_rows *rows, const ra__decode_keys *keys, int32_t n);
+    /* Ends the current block: adds its sums to acc and l. */
+    void (*decode_close)(ra__decode_rows *rows);
+    /* Multiplies row r of acc by factor and writes it to dst. */
+    void (*decode_store)(const ra__decode_rows *rows, int32_t r, void *dst, float factor);
+    /* Merges m [4], l [4] and acc (in the layout of rows->acc) of other keys. Exchanging the two
+     * sides gives the same bits. */
+    void (*decode_merge)(ra__decode_rows *rows, const float *other);
+    /* Backward: sizes of the copies of 64 keys; batch: how many panels share them, at most
+     * RA__BACK_PANELS; s: scratch for any use by the kernel. prepare_back returns 0 if K has a NaN
+     * or an infinity, or may have one in blocks without partial tiles. */
     void (*sizes_back)(ra__bytes *out, const ra_desc *d);
     int32_t (*prepare_back)(ra__keys *keys, const ra_desc *d, const ra__key_scratch *store,
                             int32_t partial);
@@ -1571,9 +1574,9 @@ typedef struct ra__kernel {
     void (*load_back)(ra__back_panel *x, const ra__source *q, const ra__source *g);
     /* delta[row] = sum of o[row] g[row] for `rows` rows. */
     void (*deltas)(float *delta, const ra__source *o, const ra__source *g, int32_t rows);
-    /* Tiles of one block of keys, their panels in order. */
+    /* The jobs of one block of keys, in the order of their panels. */
     void (*fold_back)(const ra__back_job *x, int32_t count);
-    /* A row of sums to the caller's gradient: added if dtype is RA_F32, else written. */
+    /* Adds a row of sums to the caller's gradient if dtype is RA_F32, otherwise writes it. */
     void (*put_grad)(void *to, const float *x, int32_t dtype, int32_t n);
 } ra__kernel;
 
