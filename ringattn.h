@@ -8478,14 +8478,30 @@ static void ra__panel_finish(const ra__work *w, const ra__task *t, const ra__scr
     w->kernel->store_o(p, (void *)(uintptr_t)o.data, o.token, w->d->o_dtype, w->d->v_dim, factor);
 }
 
+/* What the rows of seg see, as bounds and, per row, in `rows`. */
+static ra__bounds ra__panel_mask(const ra__work *w, int32_t sequence, const ra__seg *seg,
+                                 ra__rows *rows, ra__panel *p) {
+    const int32_t *array = w->q_side.array;
+    if (array) array += sequence * w->q_side.array_stride;
+    p->geo = rows;
+    int64_t end = ra__key_end(w->d, sequence, w->any_position);
+    return ra__rows_fill(&w->d->mask, end, seg, array, rows);
+}
+
+/* Number of rows of a panel, how their scores are modified, and what to prefetch meanwhile. */
+static void ra__panel_scores(const ra__work *w, int32_t sequence, const ra__seg *seg, int32_t head,
+                             ra__prefetch_list *prefetch, ra__panel *p) {
+    p->rows = (int32_t)seg->rows;
+    p->score = ra__score_of(w, sequence, seg->row, head);
+    p->drop = ra__drop_of(w, sequence, head);
+    p->factor = ra__q_factor(w->d);
+    p->prefetch = prefetch;
+}
+
 /* Rows, heads and geometry of the panels of a task. Reads none of the call's tensors. */
 static void ra__task_rows(const ra__work *w, const ra__task *t, ra__scratch *x) {
-    const ra_desc *d = w->d;
-    int32_t group = d->q_heads / d->kv_heads;
-    int64_t tokens = ra__q_len(d, t->sequence);
-    const int32_t *array = w->q_side.array;
-    int64_t end = ra__key_end(d, t->sequence, w->any_position);
-    if (array) array += t->sequence * w->q_side.array_stride;
+    int32_t group = w->d->q_heads / w->d->kv_heads;
+    int64_t tokens = ra__q_len(w->d, t->sequence);
     for (int32_t i = 0; i < t->count; i++) {
         int64_t block = (t->panel0 + i) / group;
         ra__panel *p = &x->panel[i];
@@ -8496,14 +8512,9 @@ static void ra__task_rows(const ra__work *w, const ra__task *t, ra__scratch *x) 
             p->geo = x->panel[i - 1].geo;
         } else {
             (void)ra__side_block(&w->q_side, t->sequence, tokens, block, &x->seg[i]);
-            x->bounds[i] = ra__rows_fill(&d->mask, end, &x->seg[i], array, x->rows[i]);
-            p->geo = x->rows[i];
+            x->bounds[i] = ra__panel_mask(w, t->sequence, &x->seg[i], x->rows[i], p);
         }
-        p->rows = (int32_t)x->seg[i].rows;
-        p->score = ra__score_of(w, t->sequence, x->seg[i].row, x->head[i]);
-        p->prefetch = &x->ahead;
-        p->factor = ra__q_factor(d);
-        p->drop = ra__drop_of(w, t->sequence, x->head[i]);
+        ra__panel_scores(w, t->sequence, &x->seg[i], x->head[i], &x->ahead, p);
     }
 }
 
@@ -9104,13 +9115,9 @@ static void ra__back_bias(const ra__back *b, const ra__task *t, ra__back_scratch
     p->d_bias_keys = bias->keys;
 }
 
-/* Rows, head and geometry of the panels of a group. */
+/* Rows, heads and geometry of the panels of a group. */
 static void ra__back_geometry(const ra__back *b, const ra__task *t, ra__back_scratch *x) {
-    const ra__work *w = b->w;
-    const int32_t *array = w->q_side.array;
-    int32_t group = w->d->q_heads / w->d->kv_heads;
-    int64_t end = ra__key_end(w->d, t->sequence, w->any_position);
-    if (array) array += t->sequence * w->q_side.array_stride;
+    int32_t group = b->w->d->q_heads / b->w->d->kv_heads;
     for (int32_t i = 0; i < t->count; i++) {
         int64_t block = (t->panel0 + i) / group;
         ra__panel *p = &x->panel[i].fwd;
@@ -9121,14 +9128,9 @@ static void ra__back_geometry(const ra__back *b, const ra__task *t, ra__back_scr
             p->geo = x->panel[i - 1].fwd.geo;
         } else {
             ra__back_block(b, t->sequence, block, &x->seg[i]);
-            x->bounds[i] = ra__rows_fill(&w->d->mask, end, &x->seg[i], array, x->rows[i]);
-            p->geo = x->rows[i];
+            x->bounds[i] = ra__panel_mask(b->w, t->sequence, &x->seg[i], x->rows[i], p);
         }
-        p->rows = (int32_t)x->seg[i].rows;
-        p->score = ra__score_of(w, t->sequence, x->seg[i].row, x->head[i]);
-        p->drop = ra__drop_of(w, t->sequence, x->head[i]);
-        p->factor = ra__q_factor(w->d);
-        p->prefetch = &x->ahead;
+        ra__panel_scores(b->w, t->sequence, &x->seg[i], x->head[i], &x->ahead, p);
     }
 }
 
@@ -9644,11 +9646,7 @@ static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x
     x->bounds[i] = ra__rows_fill(&d->mask, ra__key_end(d, t->sequence, c->w.any_position), &s, pos,
                                  x->rows[i]);
     p->geo = x->rows[i];
-    p->rows = (int32_t)s.rows;
-    p->score = ra__score_of(&c->w, t->sequence, 0, 0);
-    p->prefetch = &x->ahead;
-    p->factor = ra__q_factor(d);
-    p->drop = ra__drop_of(&c->w, t->sequence, 0);
+    ra__panel_scores(&c->w, t->sequence, &s, 0, &x->ahead, p);
     c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
     for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
         p->m[r] = r < p->rows ? ra__neg_inf() : 0.0f;
