@@ -2283,7 +2283,7 @@ RA__INLINE int32_t ra__score_is_modified(const ra__score *score) {
 #define RA__UNROLL _Pragma("GCC unroll 16")
 #define RA__UNROLL_2 _Pragma("GCC unroll 2")
 #endif
-#define RA__MAIN                       /* not an inclusion by itself: rooms follow the body */
+#define RA__MAIN                       /* the first inclusion: rooms follow the body */
 #endif /* RINGATTN_IMPLEMENTATION, first part */
 
 #if defined(RA__BODY)
@@ -2291,8 +2291,8 @@ RA__INLINE int32_t ra__score_is_modified(const ra__score *score) {
 /* A phase of the work. As a function of its own it has all registers. */
 #define RA__ISA_NOINLINE __attribute__((noinline)) RA__ISA_STATIC
 
-/* RA__WIDTH elements of a q8_0 row from element i on, a multiple of RA__WIDTH. of_f16 converts more
- * halves than the one that is the scale. */
+/* RA__WIDTH elements of a q8_0 row from element i on, a multiple of RA__WIDTH. of_f16 converts
+ * several halves, of which the first is the scale. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(of_q8_0)(const uint8_t *row, int32_t i) {
     const uint8_t *block = row + (int64_t)(i / 32) * 34;
     RA__FLOATS scale = RA__NAME(of_f16)(block);
@@ -2855,7 +2855,7 @@ RA__ISA_STATIC void RA__NAME(find_keys)(RA__NAME(strip) *strip) {
 }
 
 /* A strip is a slab. In partial tiles it is at most half of a slab with more than two vectors, so
- * that less is computed in vain. */
+ * that fewer products are wasted. */
 RA__ISA_STATIC void RA__NAME(fold_block)(RA__NAME(strip) *strip, const ra_desc *d) {
     for (strip->row = 0; strip->row < strip->panel->rows; strip->row += strip->nt * RA__WIDTH) {
         strip->nt = RA__NAME(vectors_of)(strip->panel->rows - strip->row);
@@ -2911,13 +2911,13 @@ RA__ISA_STATIC int32_t RA__NAME(rows_are_finite)(const float *src, int64_t strid
 }
 
 RA__ISA_STATIC void RA__NAME(sizes)(ra__bytes *out, const ra_desc *d, int32_t shared) {
-    int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
-    out->q = lane * d->k_dim;
-    out->acc = lane * d->v_dim;
-    out->s = lane * RA_BLOCK_TOKENS;
+    int64_t column = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
+    out->q = column * d->k_dim;
+    out->acc = column * d->v_dim;
+    out->s = column * RA_BLOCK_TOKENS;
     out->batch = 1;
-    out->k = ra__is_copied(d->k_dtype, 0, shared && d->v_in_k) ? lane * d->k_dim : 0;
-    out->v = ra__is_copied(d->v_dtype, 0, shared) && !d->v_in_k ? lane * d->v_dim : 0;
+    out->k = ra__is_copied(d->k_dtype, 0, shared && d->v_in_k) ? column * d->k_dim : 0;
+    out->v = ra__is_copied(d->v_dtype, 0, shared) && !d->v_in_k ? column * d->v_dim : 0;
 }
 
 /* Converts n rows of K or V to f32 in `copy`, and lets *rows and *stride point there. */
@@ -3640,64 +3640,64 @@ RA__ISA_INLINE void RA__NAME(back_add)(float *to, const RA__FLOATS *c, int32_t n
 }
 
 /* A slab of columns from column d on of the gradient of ni keys from key j on. */
-RA__ISA_INLINE void RA__NAME(back_key_tile)(const RA__NAME(key_grads) *o, int32_t d, int32_t j,
+RA__ISA_INLINE void RA__NAME(back_key_tile)(const RA__NAME(key_grads) *grads, int32_t d, int32_t j,
                                             int32_t ni) {
     RA__NAME(product) ab;
     RA__FLOATS c[8][RA__VECTORS];
-    ab.a = o->a + j * RA_BLOCK_TOKENS;
+    ab.a = grads->a + j * RA_BLOCK_TOKENS;
     ab.row = RA_BLOCK_TOKENS;
     ab.step = 1;
-    ab.b = o->rows + (int64_t)d * RA_BLOCK_TOKENS;
+    ab.b = grads->rows + (int64_t)d * RA_BLOCK_TOKENS;
     ab.b_step = RA__SLAB;
-    ab.depth = o->job->panel->fwd.rows;
+    ab.depth = grads->job->panel->fwd.rows;
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
-        ra__prefetch_row(o->to + (j + ni + i) * o->stride, d, RA__SLAB * 4);
+        ra__prefetch_row(grads->to + (j + ni + i) * grads->stride, d, RA__SLAB * 4);
     RA__NAME(multiply)(&ab, c, ni, RA__VECTORS);
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
-        RA__NAME(back_add)(o->to + (j + i) * o->stride + d, c[i], o->dim - d);
+        RA__NAME(back_add)(grads->to + (j + i) * grads->stride + d, c[i], grads->dim - d);
 }
 
-RA__ISA_NOINLINE void RA__NAME(back_keys)(const RA__NAME(key_grads) *o) {
-    int32_t n = o->job->keys->n;
-    for (int32_t d = 0; d < o->dim; d += RA__SLAB) {
+RA__ISA_NOINLINE void RA__NAME(back_keys)(const RA__NAME(key_grads) *grads) {
+    int32_t n = grads->job->keys->n;
+    for (int32_t d = 0; d < grads->dim; d += RA__SLAB) {
         int32_t j = 0;
         for (; n - j >= RA__TILE_HEIGHT; j += RA__TILE_HEIGHT)
-            RA__NAME(back_key_tile)(o, d, j, RA__TILE_HEIGHT);
-        for (; RA__TILE_HEIGHT > 4 && n - j >= 4; j += 4) RA__NAME(back_key_tile)(o, d, j, 4);
-        for (; j < n; j++) RA__NAME(back_key_tile)(o, d, j, 1);
+            RA__NAME(back_key_tile)(grads, d, j, RA__TILE_HEIGHT);
+        for (; RA__TILE_HEIGHT > 4 && n - j >= 4; j += 4) RA__NAME(back_key_tile)(grads, d, j, 4);
+        for (; j < n; j++) RA__NAME(back_key_tile)(grads, d, j, 1);
     }
 }
 
 /* The same for Q or dO with a NaN or infinity in rows that do not see every key. */
-RA__ISA_NOINLINE void RA__NAME(back_keys_dirty)(const RA__NAME(key_grads) *o) {
-    const ra__panel *fwd = &o->job->panel->fwd;
-    for (int32_t d = 0; d < o->dim; d += RA__SLAB)
-        for (int32_t j = 0; j < o->job->keys->n; j++) {
-            const float *from = o->rows + (int64_t)d * RA_BLOCK_TOKENS;
+RA__ISA_NOINLINE void RA__NAME(back_keys_dirty)(const RA__NAME(key_grads) *grads) {
+    const ra__panel *fwd = &grads->job->panel->fwd;
+    for (int32_t d = 0; d < grads->dim; d += RA__SLAB)
+        for (int32_t j = 0; j < grads->job->keys->n; j++) {
+            const float *from = grads->rows + (int64_t)d * RA_BLOCK_TOKENS;
             RA__FLOATS c[RA__VECTORS];
             for (int32_t t = 0; t < RA__VECTORS; t++) c[t] = RA__NAME(set)(0.0f);
             for (int32_t r = 0; r < fwd->rows; r++, from += RA__SLAB) {
-                RA__FLOATS a = RA__NAME(set)(o->a[j * RA_BLOCK_TOKENS + r]);
-                if (!ra__row_sees(fwd->geo, r, o->job->keys->pos[j])) continue;
+                RA__FLOATS a = RA__NAME(set)(grads->a[j * RA_BLOCK_TOKENS + r]);
+                if (!ra__row_sees(fwd->geo, r, grads->job->keys->pos[j])) continue;
                 for (int32_t t = 0; t < RA__VECTORS; t++)
                     c[t] = RA__NAME(fma)(a, RA__NAME(load)(from + t * RA__WIDTH), c[t]);
             }
-            RA__NAME(back_add)(o->to + j * o->stride + d, c, o->dim - d);
+            RA__NAME(back_add)(grads->to + j * grads->stride + d, c, grads->dim - d);
         }
 }
 
 /* Adds dK of a tile if dk is set, otherwise dV. */
 RA__ISA_STATIC void RA__NAME(back_key_grads)(const ra__back_job *job, int32_t dk) {
-    RA__NAME(key_grads) o;
-    o.job = job;
-    o.a = dk ? job->ds : job->p;
-    o.rows = dk ? job->panel->q_rows : job->panel->g_rows;
-    o.to = dk ? job->dk : job->dv;
-    o.stride = dk ? job->dk_stride : job->dv_stride;
-    o.dim = dk ? job->k_dim : job->v_dim;
-    if (!o.to) return;
-    if (job->partial && !job->panel->clean) RA__NAME(back_keys_dirty)(&o);
-    else RA__NAME(back_keys)(&o);
+    RA__NAME(key_grads) grads;
+    grads.job = job;
+    grads.a = dk ? job->ds : job->p;
+    grads.rows = dk ? job->panel->q_rows : job->panel->g_rows;
+    grads.to = dk ? job->dk : job->dv;
+    grads.stride = dk ? job->dk_stride : job->dv_stride;
+    grads.dim = dk ? job->k_dim : job->v_dim;
+    if (!grads.to) return;
+    if (job->partial && !job->panel->clean) RA__NAME(back_keys_dirty)(&grads);
+    else RA__NAME(back_keys)(&grads);
 }
 
 /* dP becomes dS where back_dot_tile does not do it. */
@@ -3712,6 +3712,7 @@ RA__ISA_STATIC void RA__NAME(back_general)(const ra__back_job *job) {
     RA__NAME(back_scale)(job);
 }
 
+/* One panel against one block of keys. general: 1 if the products alone do not give P and dS. */
 RA__ISA_STATIC void RA__NAME(fold_back_tile)(const ra__back_job *job) {
     const ra__panel *fwd = &job->panel->fwd;
     int32_t general = job->partial || ra__score_is_modified(&fwd->score) || fwd->drop.threshold ||
@@ -6653,7 +6654,7 @@ static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
     return ra__kernel_f32(d->isa);
 }
 
-/* The kernel for decoding. AMX has no decoding of its own. */
+/* The kernel for decoding. AMX has none and takes that of AVX-512. */
 static RA__UNUSED const ra__kernel *ra__kernel_decode(const ra_desc *d) {
     const ra__kernel *kernel = ra__kernel_of(d);
     return kernel->decode_fold ? kernel : ra__kernel_f32(d->isa);
