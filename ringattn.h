@@ -2482,10 +2482,7 @@ RA__ISA_INLINE void RA__NAME(score_tile)(RA__NAME(strip) *strip, int32_t k_dim, 
         RA__UNROLL for (int32_t t = 0; t < nt; t++) RA__NAME(tile_scores)(strip, s, c, ni, t);
         return;
     }
-    RA__NAME(tile_weights)(strip, s, c, ni, 0);
-    if (nt > 1) RA__NAME(tile_weights)(strip, s, c, ni, 1);
-    if (nt > 2) RA__NAME(tile_weights)(strip, s, c, ni, 2);
-    if (nt > 3) RA__NAME(tile_weights)(strip, s, c, ni, 3);
+    RA__UNROLL for (int32_t t = 0; t < nt; t++) RA__NAME(tile_weights)(strip, s, c, ni, t);
 }
 
 /* Scores, or p, of all keys; the last few in smaller tiles. */
@@ -3021,10 +3018,8 @@ RA__ISA_INLINE void RA__NAME(load_chunk)(RA__FLOATS *out, const uint8_t *row, in
     RA__FLOATS scale = RA__NAME(set)(0.0f);
     if (dtype == RA_Q8_0) scale = RA__NAME(set)(RA__NAME(of_f16)(block)[0]);
     RA__UNROLL for (int32_t i = 0; i < 2; i++, d += RA__WIDTH) {
-        if (dtype == RA_F32) out[i] = RA__NAME(load)((const float *)(const void *)row + d);
-        else if (dtype == RA_F16) out[i] = RA__NAME(of_f16)(row + 2 * (int64_t)d);
-        else if (dtype == RA_BF16) out[i] = RA__NAME(of_bf16)(row + 2 * (int64_t)d);
-        else out[i] = RA__NAME(of_i8)(block + 2 + d % 32) * scale;
+        if (dtype == RA_Q8_0) out[i] = RA__NAME(of_i8)(block + 2 + d % 32) * scale;
+        else out[i] = RA__NAME(convert)(row + (int64_t)d * (dtype == RA_F32 ? 4 : 2), dtype);
     }
 }
 
