@@ -4954,8 +4954,8 @@ RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__key_
 
 /* ---- decode, by dot products of pairs: of dims for scores, of keys for values.
  *
+ * Scores: lanes are 4 rows of 4 pairs of dims, q [Dk / 8][4 rows][8], and K is broadcast by eights;
  * or 16 rows of up to 4 ra__decode_rows, wide [Dk / 2][16][2], and K is broadcast by pairs, as in
- * 16 rows of up to four ra__decode_rows, wide [Dk / 2][16 rows][2], K is broadcast in pairs as in
  * panels. Few sums across lanes, or none, but the same bits. Values: lanes are dims, as in KERNEL.
  * Keys come in eights, the first four beside the last four, so that two vectors of scores [4 keys]
  * [4 rows] are the pairs of p. The two vectors of a chunk of values hold fours of dims in turn, as
