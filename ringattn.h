@@ -1382,15 +1382,15 @@ extern int nanosleep(const struct timespec *request, struct timespec *remain);
  * table of functions that one instruction set provides. */
 
 /* Per-row geometry of one query block: row i sees key position k iff
- * (lo <= k < hi) or (doc <= k < keep). Rows beyond `rows` have lo = hi = doc = keep = 0. */
+ * (lo <= k < hi) or (keep_first <= k < keep_end). Rows beyond the last have 0 in all four. */
 typedef struct ra__rows {
     int32_t pos[RA_BLOCK_TOKENS];
     int32_t lo[RA_BLOCK_TOKENS], hi[RA_BLOCK_TOKENS];
-    int32_t doc[RA_BLOCK_TOKENS], keep[RA_BLOCK_TOKENS];
+    int32_t keep_first[RA_BLOCK_TOKENS], keep_end[RA_BLOCK_TOKENS];
 } ra__rows;
 
-/* What is added to or done with a score besides the scale. The order is: scaled score s,
- * s = cap * tanh(s / cap), s = s - slope * |p - k|, s = s + bias. */
+/* How a scaled score s is modified, in this order: s = cap * tanh(s / cap),
+ * s = s - slope * |p - k|, s = s + bias. */
 typedef struct ra__score {
     float softcap;                     /* 0: off */
     float slope;                       /* ALiBi of this head, 0: off */
@@ -1400,56 +1400,57 @@ typedef struct ra__score {
     int64_t bias_keys;                 /* key positions from here on have bias 0 */
 } ra__score;
 
-/* Dropout: which weights become 0, the others are multiplied by `keep`. See ra__drop_apply. */
+/* Dropout: which weights become 0, the others are multiplied by `scale`. See ra__drop_apply. */
 typedef struct ra__drop {
     uint64_t seed;
     uint32_t head, sequence;
-    uint32_t least;                    /* random words below it drop; 0: off */
-    float keep;                        /* 1 / (1 - probability) */
+    uint32_t threshold;                /* random words below it drop; 0: off */
+    float scale;                       /* 1 / (1 - probability) */
 } ra__drop;
 
-/* What the rows of a tile see of its keys: none, some, all. */
+/* Which keys of a tile its rows see: none, some, all. */
 enum { RA__EMPTY, RA__PARTIAL, RA__FULL };
 enum { RA__BATCH = 8 };                /* most blocks of keys that a kernel takes at once */
 
-/* Rows that will be wanted next: kernels ask for them while they compute. */
-enum { RA__AHEAD = 2 * RA__BATCH + 1 };
-typedef struct ra__ahead {
-    const uint8_t *at[RA__AHEAD];      /* tensors one after the other, */
-    int64_t stride[RA__AHEAD];
-    int32_t rows[RA__AHEAD], bytes[RA__AHEAD]; /* rows of so many bytes */
+/* Rows that are needed next. Kernels prefetch them while they compute. */
+enum { RA__PREFETCH_TENSORS = 2 * RA__BATCH + 1 };
+typedef struct ra__prefetch_list {
+    const uint8_t *at[RA__PREFETCH_TENSORS];      /* tensors one after the other, */
+    int64_t stride[RA__PREFETCH_TENSORS];
+    int32_t rows[RA__PREFETCH_TENSORS], bytes[RA__PREFETCH_TENSORS]; /* rows of so many bytes */
     int32_t count;
-    int32_t which, row;                /* what to ask for next */
-    int32_t step;                      /* rows to ask for at once */
-} ra__ahead;
+    int32_t which, row;                /* to prefetch next */
+    int32_t step;                      /* rows to prefetch at once */
+} ra__prefetch_list;
 
-/* Up to 64 query rows of one head, in the kernel's own layout: q [Dk x 64], acc [Dv x 64] floats,
- * aligned to 64, opaque outside the kernel; m, l [64] plain. A row's bits depend on it alone. */
+/* Up to 64 query rows of one head. q [Dk x 64] and acc [Dv x 64] are floats in a layout that only
+ * the kernel knows, aligned to 64 bytes; m and l are [64]. The bits of a row depend on it alone. */
 typedef struct ra__panel {
     float *q, *acc, *m, *l;
     int32_t rows;
-    float factor;                      /* of q k: scale * log2 e, under a softcap scale */
+    float factor;                      /* of q k: scale * log2 e, or scale under a softcap */
     const ra__rows *geo;               /* used in partial tiles, for ALiBi and dropout */
     ra__score score;
     ra__drop drop;
-    ra__ahead *ahead;                  /* shared by the panels of a task */
+    ra__prefetch_list *prefetch;       /* shared by the panels of a task */
 } ra__panel;
 
-/* Bytes that a kernel wants: of a panel's q and acc, of scores, and for the copies of 64 keys that
- * it may make. batch: blocks that it likes to fold in one call. */
+/* Bytes that a kernel needs: for q and acc of a panel, for scores, and for its copies of 64 keys.
+ * batch: how many blocks it prefers to fold in one call. */
 typedef struct ra__bytes {
     int64_t q, acc, s, k, v;
     int32_t batch;
 } ra__bytes;
 
 /* Memory of one thread with those sizes, aligned to 64. */
-typedef struct ra__store {
+typedef struct ra__key_scratch {
     uint8_t *k, *v;
     float *s;
     int32_t shared;                    /* 1: several panels will read what is copied */
-} ra__store;
+} ra__key_scratch;
 
-/* At most 64 keys of one head: rows as stored, after the kernel's prepare in its own form. */
+/* At most 64 keys of one head. The rows are as stored; after prepare they have the form that the
+ * kernel needs. */
 typedef struct ra__keys {
     const uint8_t *k, *v;
     int64_t k_stride, v_stride;        /* bytes from row to row */
@@ -1462,10 +1463,10 @@ typedef struct ra__keys {
 /* Rows of one head as stored: stride in bytes, dim elements of dtype. */
 typedef struct ra__source { const uint8_t *data; int64_t stride; int32_t dtype, dim; } ra__source;
 
-/* A panel of backward. Its p.q is Q as in forward, p.acc the sums of dQ [Dk x 64], p.m the row's
- * LSE times log2(e), +inf for a row without keys, p.l the row's delta. */
+/* A panel of backward. fwd.q is Q as in forward, fwd.acc are the sums of dQ [Dk x 64], fwd.m is the
+ * LSE of a row times log2(e), or +inf for a row without keys, and fwd.l is delta of a row. */
 typedef struct ra__back_panel {
-    ra__panel p;
+    ra__panel fwd;
     float *g;                          /* dO, laid out like p.q [Dv x 64] */
     float *q_rows, *g_rows;            /* Q and dO by rows, in the kernel's own layout */
     int32_t clean;                     /* 1: no NaN or infinity in Q and dO; by load_back */
@@ -1474,8 +1475,8 @@ typedef struct ra__back_panel {
 } ra__back_panel;
 
 /* Backward of one panel against one block of keys. Scratch: [64 keys][64 rows] floats each. */
-typedef struct ra__tile {
-    const ra__back_panel *x;
+typedef struct ra__back_job {
+    const ra__back_panel *panel;
     const ra__keys *keys;
     int32_t k_dim, v_dim, partial;
     int32_t k_clean;                   /* 1: no NaN or infinity in K; used in partial tiles */
@@ -1488,43 +1489,45 @@ typedef struct ra__tile {
     float *cap, *drop;                 /* 1 - tanh^2 under a softcap; factors of dropout */
     float *form;                       /* the store's s, for the kernel */
     const void *k_form;                /* the store of K, as prepare_back left it */
-} ra__tile;
+} ra__back_job;
 
-/* Memory to ask for before it is read, in the order of its addresses: stretches of `lines` lines of
- * 64 bytes, `jump` bytes from the end of one to the next. */
+/* Memory to prefetch in the order of its addresses: stretches of `lines` lines of 64 bytes, `jump`
+ * bytes from the end of one to the next. */
 typedef struct ra__stream {
     uintptr_t at;
     int64_t jump;
     int32_t left, lines;               /* of this stretch, of each */
 } ra__stream;
 
-/* Decode form: up to 4 query rows that read the same kv head, in the kernel's own order of dims.
- * Per row r the sums so far are acc, l in units of 2^m, and beside them those of the block under
- * way, sum and part. Numbers of row r stand at r, r + 4, ... */
-typedef struct ra__few {
+/* Decoding: up to 4 query rows that read the same kv head, in the kernel's own order of dims. The
+ * sums of row r so far are acc and l, in units of 2^m. Those of the current block are kept apart,
+ * in block_acc and block_l. Arrays of 16 numbers hold those of row r at r, r + 4, r + 8, r + 12. */
+typedef struct ra__decode_rows {
     const ra_desc *d;
-    float *q, *acc, *sum;              /* [4][Dk], [4][Dv]; dims rounded up to RA__FEW_DIMS */
+    float *q, *acc, *block_acc;        /* [4][Dk], [4][Dv]; dims rounded up to RA__DECODE_DIMS */
     float *wide;                       /* q of up to 16 rows that these share, or null */
     int32_t lane;                      /* of row 0 among the 16 */
-    float m[16], part[16], slope[16], l[4];
-    ra__score score[4];                /* of a row: bias at its row 0 */
+    float m[16], block_l[16], slope[16], l[4];
+    ra__score score[4];                /* per row: its bias is row 0 */
     int32_t pos[4];
     float factor;                      /* of q k */
-    int32_t modified, live;            /* live: bit r: row r has seen keys of the block */
-    int32_t one;                       /* 1: only row 0 is there, and scores and p are [key] */
-} ra__few;
+    int32_t modified;                  /* 1: some score needs more than the dot product */
+    int32_t has_keys;                  /* bit r: row r has seen keys of the current block */
+    int32_t one_row;                   /* 1: row 0 is the only one; scores and p are [key] */
+} ra__decode_rows;
 
-/* At most 16 keys of one head, as stored; up to 64 that ra__few.one sees all of, unmodified. */
-typedef struct ra__stretch {
+/* At most 16 keys of one head, as stored. Up to 64 if there is one row, it sees all of them, and
+ * scores are not modified. */
+typedef struct ra__decode_keys {
     const uint8_t *k, *v;
     int64_t k_stride, v_stride;        /* bytes from row to row */
     const int32_t *pos;                /* [n] needed only where scores are modified */
     uint64_t seen;                     /* bit 4 j + r: row r sees key j */
     int32_t n, partial;                /* partial: some row does not see some key */
-    ra__stream *ahead;                 /* [2] or null: as much as these rows of K, V to ask for */
-} ra__stretch;
-enum { RA__FEW_ROWS = 4, RA__FEW_KEYS = 16, RA__FEW_DIMS = 32 };
-enum { RA__FEW_UNIT = 4 };             /* keys for which a maximum may rise; stretches are whole */
+    ra__stream *streams;               /* [2] or null: as much as these rows of K, V to prefetch */
+} ra__decode_keys;
+enum { RA__DECODE_ROWS = 4, RA__DECODE_KEYS = 16, RA__DECODE_DIMS = 32 };
+enum { RA__DECODE_UNIT = 4 };          /* keys for which a maximum may rise; stretches are whole */
 
 typedef struct ra__kernel {
     int32_t isa;
@@ -1532,45 +1535,48 @@ typedef struct ra__kernel {
     /* rows x dim elements, rows `stride` bytes apart, to packed f32 rows of dim floats. */
     void (*widen)(float *dst, const void *src, int64_t stride, int32_t dtype, int32_t rows,
                   int32_t dim);
-    /* Brings keys from rows as stored to the kernel's form, in place or in the store, and says
-     * whether V is clean if the block has a partial tile. Under d->v_in_k V is found in K. */
-    void (*prepare)(ra__keys *keys, const ra_desc *d, const ra__store *store, int32_t partial);
+    /* Brings keys from rows as stored to the form that the kernel needs, in place or in scratch.
+     * Sets v_clean if the block has a partial tile. If d->v_in_k is set, V is found in K. */
+    void (*prepare)(ra__keys *keys, const ra_desc *d, const ra__key_scratch *store,
+                    int32_t partial);
     /* Packs p->rows query rows (stride in bytes) times p->factor into p->q. */
     void (*load_q)(const ra__panel *p, const void *src, int64_t stride, int32_t dtype, int32_t dim);
     /* acc from and to f32 rows (stride in floats); null src: zero. */
     void (*load_acc)(const ra__panel *p, const float *src, int64_t stride, int32_t dim);
     void (*store_acc)(const ra__panel *p, float *dst, int64_t stride, int32_t dim);
     /* Folds `count` blocks into the panel, one after the other, block i being RA__EMPTY (left out),
-     * RA__PARTIAL or RA__FULL by kind[i]; s is scratch of the kernel's size. Bits do not depend on
-     * how blocks are put together. */
+     * RA__PARTIAL or RA__FULL by kind[i]. s is scratch. Bits do not depend on how calls group the
+     * blocks. */
     void (*fold)(const ra__panel *p, const ra__keys *keys, const int8_t *kind, int32_t count,
                  const ra_desc *d, float *s);
     /* dst row i = acc row i * factor[i], converted (stride in bytes). */
     void (*store_o)(const ra__panel *p, void *dst, int64_t stride, int32_t dtype, int32_t dim,
                     const float *factor);
-    int32_t few_unit;                  /* keys: 4, or 8 in kernels that do not know ra__few.one */
-    /* Decode form. Row r of q, times factor; folds keys into the block under way of f[0] to
-     * f[n - 1], x[i] being how f[i] sees them; ends the block; writes row r of acc times factor. */
-    void (*few_load)(const ra__few *f, int32_t r, const void *src, float factor);
-    void (*few_fold)(ra__few *f, const ra__stretch *x, int32_t n);
-    void (*few_close)(ra__few *f);
-    void (*few_store)(const ra__few *f, int32_t r, void *dst, float factor);
-    /* m, l and acc of other keys, [4], [4] and like f->acc, come to those of f; whichever is first,
-     * the bits are the same. */
-    void (*few_merge)(ra__few *f, const float *other);
-    /* Backward's store for the copies of 64 keys (batch: how many panels are to share them, at most
-     * RA__BACK_PANELS; s: for whatever the kernel likes), and prepare, which returns 0 if K has a
-     * NaN or an infinity (or may have, in blocks without partial tiles). */
+    int32_t decode_unit;               /* keys: 4, or 8 in kernels that do not know one_row */
+    /* Decoding. Loads row r of q, times factor. */
+    void (*decode_load)(const ra__decode_rows *rows, int32_t r, const void *src, float factor);
+    /* Folds keys into the current block of rows[0 .. n - 1]. keys[i]: how rows[i] see them. */
+    void (*decode_fold)(ra__decode_rows *rows, const ra__decode_keys *keys, int32_t n);
+    /* Ends the current block: adds its sums to acc and l. */
+    void (*decode_close)(ra__decode_rows *rows);
+    /* Multiplies row r of acc by factor and writes it to dst. */
+    void (*decode_store)(const ra__decode_rows *rows, int32_t r, void *dst, float factor);
+    /* Merges m [4], l [4] and acc (in the layout of rows->acc) of other keys. Exchanging the two
+     * sides gives the same bits. */
+    void (*decode_merge)(ra__decode_rows *rows, const float *other);
+    /* Backward: sizes of the copies of 64 keys; batch: how many panels share them, at most
+     * RA__BACK_PANELS; s: scratch for any use by the kernel. prepare_back returns 0 if K has a NaN
+     * or an infinity, or may have one in blocks without partial tiles. */
     void (*sizes_back)(ra__bytes *out, const ra_desc *d);
-    int32_t (*prepare_back)(ra__keys *keys, const ra_desc *d, const ra__store *store,
+    int32_t (*prepare_back)(ra__keys *keys, const ra_desc *d, const ra__key_scratch *store,
                             int32_t partial);
     /* Packs p.rows rows of Q and dO. q_rows and g_rows hold 64 rows of dims rounded up to 64. */
     void (*load_back)(ra__back_panel *x, const ra__source *q, const ra__source *g);
     /* delta[row] = sum of o[row] g[row] for `rows` rows. */
     void (*deltas)(float *delta, const ra__source *o, const ra__source *g, int32_t rows);
-    /* Tiles of one block of keys, their panels in order. */
-    void (*fold_back)(const ra__tile *x, int32_t count);
-    /* A row of sums to the caller's gradient: added if dtype is RA_F32, else written. */
+    /* The jobs of one block of keys, in the order of their panels. */
+    void (*fold_back)(const ra__back_job *x, int32_t count);
+    /* Adds a row of sums to the caller's gradient if dtype is RA_F32, otherwise writes it. */
     void (*put_grad)(void *to, const float *x, int32_t dtype, int32_t n);
 } ra__kernel;
 
@@ -2032,48 +2038,58 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
 }
 
 /* ========================================================================== KERNEL
- * The tile body: one block of at most 64 keys folded into one panel of at most 64 query rows, for
- * every instruction set the same text. Lanes are query rows (S^T = K Q^T, O^T = V^T P^T), so that
- * keys and values are read in place as broadcasts, the softmax needs no sum across lanes, and what
- * a row gets depends on no other row.
+ * Folds one block of at most 64 keys into one panel of at most 64 query rows. The text is the same
+ * for every instruction set. Lanes are query rows: S^T = K Q^T, O^T = V^T P^T. So keys and values
+ * are broadcast from where they are stored, the softmax needs no sum across lanes, and the result
+ * of a row does not depend on other rows.
  *
  * A panel consists of slabs of RA__SLAB rows: q [slab][Dk][RA__SLAB], acc [slab][Dv][RA__SLAB].
- * Per slab and block, with scores in base 2 (q carries scale * log2 e):
- *   s = K q  (modified, masked to -inf);  u = m, but 0 where m = -inf
+ * Scores are in base 2, because q is multiplied by scale * log2 e. Per slab and block:
+ *   s = K q, modified, and -inf where masked;  u = m, or 0 where m = -inf
  *   p = 2^(s - u);  l = l + sum p;  acc = acc + V^T p
- * with the sums over the block started at 0: errors of a long sequence grow with the number of
- * blocks, not of keys. The maximum m is stale: that of the first block in which the row saw a key.
- * p may then exceed 1, which is no harm: softmax does not change under shifts, and floats have
- * exponents to spare. So scores become p while they are still in registers, and acc is added to as
- * it is. A row whose l would pass 2^32 gets a new m, its l and acc are rescaled, and the block is
- * done again for the strip; rows beside it keep m, and so their bits. A row that sees none of the
- * keys keeps m, l, acc to the bit: acc is left out by selection, for even x + 0 changes the bits of
- * -0. A NaN reaches only rows that see it, since scores are masked after they are computed and
- * unseen values come in as p = 0; where such a value is itself NaN or infinite (v_clean 0) each
- * product is selected instead.
- * The online softmax is Milakov and Gimelshein's, arXiv 1805.02867; blocks and rescaling are those
- * of FlashAttention-2, arXiv 2307.08691, section 3.1.
+ * The sums over a block start at 0, so the rounding error grows with the number of blocks, not of
+ * keys.
  *
- * This file includes itself once for each instruction set with RA__BODY defined. A room for an
- * instruction set provides RA__V (floats), RA__I (integers), RA__M (lane mask), RA__W (lanes),
- * RA__NT (vectors of a slab), RA__NI (keys, or dims, of a tile), RA__DK and RA__DC (keys of a tile
- * of scores and pairs of vectors of a tile of values in decode), RA__OP and RA__FN (attributes),
- * RA__F (adds the suffix to a name) and the operations that the body calls; + - * / on RA__V are
- * the compiler's. A slab with few rows left, and in partial tiles half of a slab, is worked on in
- * tiles of 8 keys and fewer vectors. */
-enum { RA__DEPTH = 128, RA__PIECE = 64, RA__ALIAS = 4096 };
-/* Elements of one chain of products; of a row converted at once; bytes between rows that
- * compete for cache sets. */
+ * The maximum m is stale: it is that of the first block in which the row saw a key. p may therefore
+ * exceed 1. This is harmless, because a shift does not change a softmax and floats have exponents
+ * to spare. So scores become p while they are in registers, and acc is not rescaled. When l of a
+ * row would pass 2^32, the row gets a new m, its l and acc are rescaled, and the strip folds the
+ * block again. The other rows of the strip keep their m, and so their bits.
+ *
+ * A row that sees none of the keys keeps m, l and acc to the bit. Its acc is selected, not added
+ * to, because even x + 0 changes the bits of -0. A NaN reaches only rows that see it: scores are
+ * masked after they are computed, and values that a row does not see are multiplied by p = 0. If
+ * such a value is a NaN or infinite (v_clean 0), each product is selected instead.
+ *
+ * The online softmax is that of Milakov and Gimelshein, arXiv 1805.02867. Blocks and rescaling are
+ * those of FlashAttention-2, arXiv 2307.08691, section 3.1.
+ *
+ * This file includes itself once per instruction set with RA__BODY defined. The room of an
+ * instruction set defines the operations that the body calls and these macros:
+ *   RA__NAME(x)                      x with the suffix of the instruction set
+ *   RA__ISA_INLINE, RA__ISA_STATIC   attributes of its functions
+ *   RA__FLOATS, RA__INTS, RA__MASK   vectors of floats, of integers, of lanes that are set
+ *   RA__WIDTH, RA__VECTORS           lanes per vector, vectors per slab
+ *   RA__TILE_HEIGHT                  keys (scores) or dims (values) per tile of a whole slab
+ *   RA__DECODE_TILE_KEYS             decode: keys per tile of scores
+ *   RA__DECODE_TILE_CHUNKS           decode: chunks per tile of values
+ * + - * / on RA__FLOATS are the compiler's. A tile is ni broadcast elements by nt vectors; these
+ * parameters, and the dtype of inline functions, are constants after inlining. A slab with few rows
+ * left, and half a slab in partial tiles, takes tiles of height 8 with fewer vectors. */
+enum { RA__DEPTH = 128 };              /* most products that one chain of sums adds up */
+enum { RA__DELTA_DIMS = 64 };          /* dims of a row that deltas converts at once */
+enum { RA__ALIAS_BYTES = 4096 };       /* rows this far apart compete for the same cache sets */
 
 static const float ra__log2e = 1.44269504f;
 static const float ra__l_limit = 4294967296.0f;
-static const float ra__few_slack = 16.0f; /* decode: scores may exceed m by so much */
-enum { RA__FEW_REST = 8, RA__FEW_ONE = 16 }; /* beside a dtype: any keys and dims; row 0 alone */
-enum { RA__FEW_CHUNKS = 4 };           /* of a tile of values of one row */
-static const uint64_t ra__few_row = 0x1111111111111111u; /* bits of row 0 in ra__stretch.seen */
+static const float ra__decode_slack = 16.0f; /* decode: how far scores may exceed m */
+/* Flags that decode_value_tile takes with a dtype: any keys and dims; row 0 only. */
+enum { RA__DECODE_ANY = 8, RA__DECODE_ONE_ROW = 16 };
+enum { RA__DECODE_ROW_CHUNKS = 4 };    /* per tile of values if there is one row */
+static const uint64_t ra__seen_by_row_0 = 0x1111111111111111u; /* in ra__decode_keys.seen */
 
-/* 2^x: coefficients of 2^f by powers of f, minimax in relative error with c0 = 1, so that 2^0 is 1
- * exactly; for f in [-1/2, 1/2] 4e-9, for f in [0, 1] 3e-8, before rounding. */
+/* 2^f as a polynomial: coefficients by powers of f, minimax in relative error. c0 = 1, so that 2^0
+ * is exactly 1. The error before rounding is 4e-9 for f in [-1/2, 1/2] and 3e-8 for f in [0, 1]. */
 static const float ra__exp2_near[7] = {1.0f, 0.693147206f, 0.240226469f, 0.0555032878f,
                                        0.00961848896f, 0.001339993f, 0.000153458f};
 static const float ra__exp2_floor[7] = {1.0f, 0.693146984f, 0.240229836f, 0.055483342f,
@@ -2083,7 +2099,7 @@ static const float ra__exp2_floor[7] = {1.0f, 0.693146984f, 0.240229836f, 0.0554
 static const float ra__tanh_c[5] = {-0.333332819f, 0.133314422f, -0.0537397155f, 0.0206390888f,
                                     -0.00570498872f};
 
-/* Bias of row `row` of the block and the key at position `pos`. */
+/* Bias of row `row` of the query block and the key at position `pos`. */
 RA__INLINE float ra__bias_at(const ra__score *score, int32_t row, int32_t pos) {
     const uint8_t *at = score->bias + row * score->bias_row_stride + pos * score->bias_key_stride;
     float x = 0.0f;
@@ -2097,42 +2113,22 @@ RA__INLINE float ra__bias_at(const ra__score *score, int32_t row, int32_t pos) {
     return score->bias_dtype == RA_F16 ? ra__f32_of_f16(half) : ra__f32_of_bf16(half);
 }
 
-/* dst[c][r] = src[r][c] for r, c < 4; strides in floats. */
-RA__INLINE void ra__transpose4(float *dst, int32_t dst_stride, const float *src,
-                               int32_t src_stride) {
-#if RA__X86
-    __m128 a = _mm_loadu_ps(src), b = _mm_loadu_ps(src + src_stride);
-    __m128 c = _mm_loadu_ps(src + 2 * src_stride), d = _mm_loadu_ps(src + 3 * src_stride);
-    __m128 ab = _mm_unpacklo_ps(a, b), cd = _mm_unpacklo_ps(c, d);
-    _mm_storeu_ps(dst, _mm_movelh_ps(ab, cd));
-    _mm_storeu_ps(dst + dst_stride, _mm_movehl_ps(cd, ab));
-    ab = _mm_unpackhi_ps(a, b);
-    cd = _mm_unpackhi_ps(c, d);
-    _mm_storeu_ps(dst + 2 * dst_stride, _mm_movelh_ps(ab, cd));
-    _mm_storeu_ps(dst + 3 * dst_stride, _mm_movehl_ps(cd, ab));
-#else
-    int32_t r, c;
-    for (r = 0; r < 4; r++)
-        for (c = 0; c < 4; c++) dst[c * dst_stride + r] = src[r * src_stride + c];
-#endif
+/* Prefetches the lines of 64 bytes of [at, at + bytes). The addresses may be invalid. */
+RA__INLINE void ra__prefetch(uintptr_t at, int32_t bytes) {
+    for (int32_t i = 0; i < bytes; i += 64) __builtin_prefetch((const void *)(at + (uintptr_t)i));
 }
 
-/* Asks for the lines of 64 bytes of [at, at + bytes), which need not exist. */
-RA__INLINE void ra__prefetch(uintptr_t at, const int32_t bytes) {
-    int32_t i;
-    for (i = 0; i < bytes; i += 64) __builtin_prefetch((const void *)(at + (uintptr_t)i));
-}
-
-/* Asks for the line at `at`, which need not exist, to come as far as a level 2 cache. */
+/* Prefetches the line at `at` into the level 2 cache. The address may be invalid. */
 RA__INLINE void ra__prefetch_far(uintptr_t at) { __builtin_prefetch((const void *)at, 0, 2); }
 
-/* Asks for the row of `bytes` bytes at p + offset floats, which need not exist. */
+/* Prefetches the row of `bytes` bytes at p + offset floats. The address may be invalid. */
 RA__INLINE void ra__prefetch_row(const float *p, int64_t offset, int32_t bytes) {
     ra__prefetch((uintptr_t)p + (uintptr_t)(offset * 4), bytes);
 }
 
-RA__INLINE void ra__ahead_add(ra__ahead *x, const uint8_t *at, int64_t stride, int64_t rows,
-                              int64_t bytes) {
+/* Adds rows to the list, if there are any. */
+RA__INLINE void ra__prefetch_add(ra__prefetch_list *x, const uint8_t *at, int64_t stride,
+                                 int64_t rows, int64_t bytes) {
     x->at[x->count] = at;
     x->stride[x->count] = stride;
     x->bytes[x->count] = (int32_t)bytes;
@@ -2140,13 +2136,12 @@ RA__INLINE void ra__ahead_add(ra__ahead *x, const uint8_t *at, int64_t stride, i
     x->count += bytes > 0 && rows > 0;
 }
 
-/* Asks for some of the rows to come.
- * PERF: a few at a time, for a processor drops requests that come all at once. Zen 5, 4096 tokens
- * of 8 heads: AVX-512 D 64 80 to 83, D 128 83 to 86 % of the FMA peak. */
-RA__NOINLINE void ra__ask(ra__ahead *x) {
-    int32_t i;
-    for (i = 0; i < x->step && x->which < x->count; i++) {
-        const int64_t offset = x->row * x->stride[x->which];
+/* Prefetches the next rows of the list.
+ * PERF: a few at a time, because processors drop requests that come all at once. Zen 5, 4096 tokens
+ * of 8 heads, AVX-512: D 64 80 -> 83, D 128 83 -> 86 % of the FMA peak. */
+RA__NOINLINE void ra__prefetch_some(ra__prefetch_list *x) {
+    for (int32_t i = 0; i < x->step && x->which < x->count; i++) {
+        int64_t offset = x->row * x->stride[x->which];
         ra__prefetch((uintptr_t)x->at[x->which] + (uintptr_t)offset, x->bytes[x->which]);
         if (++x->row < x->rows[x->which]) continue;
         x->row = 0;
@@ -2154,43 +2149,41 @@ RA__NOINLINE void ra__ask(ra__ahead *x) {
     }
 }
 
-/* At the end of a stretch a stream goes on to the next. */
-RA__INLINE void ra__stream_turn(ra__stream *a, const int32_t n) {
+/* n lines have been prefetched. At the end of a stretch the stream goes on to the next one. */
+RA__INLINE void ra__stream_advance(ra__stream *a, int32_t n) {
     a->left -= n;
     if (a->left > 0) return;
     a->at += (uintptr_t)(a->jump + 64 * (int64_t)a->left);
     a->left = a->lines;
 }
 
-/* x, some 9 cycles later. */
-RA__INLINE uintptr_t ra__later(uintptr_t x) {
+/* Returns x about 9 cycles later. */
+RA__INLINE uintptr_t ra__delay_address(uintptr_t x) {
     uintptr_t one = 1;
-    int32_t i;
     __asm__("" : "+r"(one));
-    for (i = 0; i < 3; i++) {
+    for (int32_t i = 0; i < 3; i++) {
         x *= one;
         __asm__("" : "+r"(x));
     }
     return x;
 }
 
-/* Asks for the next n lines of two streams; at the end of a stretch maybe for some beyond it.
- * PERF: a processor drops requests that come faster than memory can serve them, and those after a
- * wait come all at once: each address waits for the one before. Zen 5, 8 heads of 512 bytes side
- * by side: 80 % of the read bandwidth, 54 % with addresses that are known at once; bf16 75, 55. */
-RA__INLINE void ra__stream_ask(ra__stream *a, const int32_t n) {
+/* Prefetches the next n lines of two streams, at the end of a stretch perhaps some beyond it.
+ * PERF: processors drop requests that come faster than memory can serve them, and requests that
+ * have waited come all at once. So each address is made to depend on the one before. Zen 5, 8 heads
+ * of 512 bytes side by side: 54 -> 80 % of the read bandwidth, bf16 55 -> 75 %. */
+RA__INLINE void ra__stream_prefetch(ra__stream *a, int32_t n) {
     uintptr_t k = a[0].at, v = a[1].at;
-    int32_t i;
-    for (i = 0; i < n; i++) {
+    for (int32_t i = 0; i < n; i++) {
         ra__prefetch(k, 64);
         ra__prefetch(v, 64);
-        k = ra__later(k + 64);
-        v = ra__later(v + 64);
+        k = ra__delay_address(k + 64);
+        v = ra__delay_address(v + 64);
     }
     a[0].at = k;
     a[1].at = v;
-    ra__stream_turn(&a[0], n);
-    ra__stream_turn(&a[1], n);
+    ra__stream_advance(&a[0], n);
+    ra__stream_advance(&a[1], n);
 }
 
 /* Row j of f32 keys and values. */
@@ -2201,23 +2194,22 @@ RA__INLINE const float *ra__value_row(const ra__keys *keys, int32_t j) {
     return (const float *)(const void *)(keys->v + j * keys->v_stride);
 }
 
-/* 1 if rows of f32 kernels are copied: 16-bit ones always; f32 ones where several panels will read
- * them by columns and they lie badly. stride 0: any.
- * PERF: rows a multiple of 4 KB apart share a few sets of the L1 cache, so what is read by columns,
- * V forward and K backward, is copied once for the panels of a task. Zen 5, D 128, 8 heads: AVX-512
- * 79 to 83 % of the FMA peak, AVX2 71 to 87 %; distances of 2 KB and less gain nothing. What is
- * read row by row stays where it is: 90 to 91.5 % forward, 87 to 88 % backward. */
+/* 1 if f32 kernels copy rows: always if they are not f32, otherwise if several panels will read
+ * them by columns and their stride is bad. stride 0: any stride.
+ * PERF: rows a multiple of 4 KB apart share a few sets of the L1 cache. So the rows that are read
+ * by columns, V forward and K backward, are copied once for the panels of a task. Zen 5, D 128, 8
+ * heads: AVX-512 79 -> 83, AVX2 71 -> 87 % of the FMA peak. Strides of 2 KB and less gain nothing.
+ * Rows that are read one by one are not copied: forward 90 -> 91.5 %, backward 87 -> 88 %. */
 RA__INLINE int32_t ra__is_copied(int32_t dtype, int64_t stride, int32_t shared) {
-    return dtype != RA_F32 || (shared && stride % RA__ALIAS == 0);
+    return dtype != RA_F32 || (shared && stride % RA__ALIAS_BYTES == 0);
 }
 
 /* Philox4x32-10: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC
- * 2011. x: the counter, then four random words. */
+ * 2011. In: x is the counter. Out: x holds four random words. */
 RA__INLINE void ra__philox(uint32_t x[4], uint64_t seed) {
     uint32_t key0 = (uint32_t)seed, key1 = (uint32_t)(seed >> 32);
-    int32_t i;
-    for (i = 0; i < 10; i++) {
-        const uint64_t a = (uint64_t)x[0] * 0xd2511f53u, b = (uint64_t)x[2] * 0xcd9e8d57u;
+    for (int32_t i = 0; i < 10; i++) {
+        uint64_t a = (uint64_t)x[0] * 0xd2511f53u, b = (uint64_t)x[2] * 0xcd9e8d57u;
         x[0] = (uint32_t)(b >> 32) ^ x[1] ^ key0;
         x[1] = (uint32_t)b;
         x[2] = (uint32_t)(a >> 32) ^ x[3] ^ key1;
@@ -2227,56 +2219,56 @@ RA__INLINE void ra__philox(uint32_t x[4], uint64_t seed) {
     }
 }
 
-/* Multiplies the weights s [keys][stride], rows [row, row + n) of the panel, by 0 or `keep`. The
- * counter is (key position / 4, query position, head, sequence) and the key's last two bits choose
- * the word, so nothing else decides. */
-static RA__UNUSED void ra__drop_apply(const ra__panel *p, const ra__keys *keys, int32_t row,
+/* Multiplies the weights s [keys][stride] of rows [row, row + n) of the panel by 0 or by the scale.
+ * The counter is (key position / 4, query position, head, sequence), and the last two bits of the
+ * key position choose the word. So a weight is dropped or not whatever the order of the work. */
+static RA__UNUSED void ra__drop_apply(const ra__panel *panel, const ra__keys *keys, int32_t row,
                                       int32_t n, float *s, int32_t stride) {
     uint32_t word[RA_BLOCK_TOKENS][4];
-    const ra__drop *x = &p->drop;
-    int32_t i, j, last = -1;
-    for (j = 0; j < keys->n; j++) {
-        const int32_t pos = keys->pos[j];
+    const ra__drop *x = &panel->drop;
+    int32_t last = -1;
+    for (int32_t j = 0; j < keys->n; j++) {
+        int32_t pos = keys->pos[j];
         if (pos < 0) continue;
-        for (i = 0; i < n && (last < 0 || pos >> 2 != last >> 2); i++) {
+        for (int32_t i = 0; i < n && (last < 0 || pos >> 2 != last >> 2); i++) {
             word[i][0] = (uint32_t)pos >> 2;
-            word[i][1] = (uint32_t)p->geo->pos[row + i];
+            word[i][1] = (uint32_t)panel->geo->pos[row + i];
             word[i][2] = x->head;
             word[i][3] = x->sequence;
             ra__philox(word[i], x->seed);
         }
         last = pos;
-        for (i = 0; i < n; i++)
-            s[j * stride + i] *= word[i][pos & 3] < x->least ? 0.0f : x->keep;
+        for (int32_t i = 0; i < n; i++)
+            s[j * stride + i] *= word[i][pos & 3] < x->threshold ? 0.0f : x->scale;
     }
 }
 
-/* Adds the gradient of scores ds [keys][64] to the caller's gradient of the bias. Sums of a row or
- * of a key over the block, where those are broadcast, start at 0. */
-static RA__UNUSED void ra__bias_back(const ra__back_panel *x, const ra__keys *keys,
-                                     const float *ds) {
-    const int32_t one_key = x->d_bias_key_stride == 0, one_row = x->d_bias_row_stride == 0;
+/* Adds the gradient of scores ds [keys][64] to the caller's gradient of the bias. If the bias is
+ * broadcast along rows or keys, the sums over the block start at 0. */
+static RA__UNUSED void ra__bias_grad_add(const ra__back_panel *panel, const ra__keys *keys,
+                                         const float *ds) {
+    int32_t one_key = panel->d_bias_key_stride == 0, one_row = panel->d_bias_row_stride == 0;
     float of_key[RA_BLOCK_TOKENS] = {0}, of_row[RA_BLOCK_TOKENS] = {0};
-    int32_t r, j;
-    for (j = 0; j < keys->n; j++) {
-        const int64_t pos = keys->pos[j];
-        if (pos < 0 || pos >= x->d_bias_keys) continue;
-        for (r = 0; r < x->p.rows; r++) {
+    for (int32_t j = 0; j < keys->n; j++) {
+        int64_t pos = keys->pos[j];
+        if (pos < 0 || pos >= panel->d_bias_keys) continue;
+        for (int32_t r = 0; r < panel->fwd.rows; r++) {
             float *to = one_row ? &of_key[j] : one_key ? &of_row[r] :
-                        (float *)(void *)(x->d_bias + r * x->d_bias_row_stride +
-                                          pos * x->d_bias_key_stride);
+                        (float *)(void *)(panel->d_bias + r * panel->d_bias_row_stride +
+                                          pos * panel->d_bias_key_stride);
             *to += ds[j * RA_BLOCK_TOKENS + r];
         }
-        if (one_row) *(float *)(void *)(x->d_bias + pos * x->d_bias_key_stride) += of_key[j];
+        if (one_row)
+            *(float *)(void *)(panel->d_bias + pos * panel->d_bias_key_stride) += of_key[j];
     }
-    for (r = 0; one_key && r < x->p.rows; r++)
-        *(float *)(void *)(x->d_bias + r * x->d_bias_row_stride) += of_row[r];
+    for (int32_t r = 0; one_key && r < panel->fwd.rows; r++)
+        *(float *)(void *)(panel->d_bias + r * panel->d_bias_row_stride) += of_row[r];
 }
 
 /* 1 if the row sees the position k. */
 RA__INLINE int32_t ra__row_sees(const ra__rows *geo, int32_t row, int32_t k) {
     return k >= 0 && ((geo->lo[row] <= k && k < geo->hi[row]) ||
-                      (geo->doc[row] <= k && k < geo->keep[row]));
+                      (geo->keep_first[row] <= k && k < geo->keep_end[row]));
 }
 
 /* 1 if the score needs more than the dot product. */
@@ -2286,734 +2278,755 @@ RA__INLINE int32_t ra__score_is_modified(const ra__score *score) {
 
 #if defined(__clang__)
 #define RA__UNROLL _Pragma("clang loop unroll(full)")
-#define RA__UNROLL_2                   /* does so by itself */
+#define RA__UNROLL_2                   /* clang does so by itself */
 #else
 #define RA__UNROLL _Pragma("GCC unroll 16")
 #define RA__UNROLL_2 _Pragma("GCC unroll 2")
 #endif
-#define RA__MAIN                       /* this pass is the outer one: more rooms follow the body */
+#define RA__MAIN                       /* the first inclusion: rooms follow the body */
 #endif /* RINGATTN_IMPLEMENTATION, first part */
 
 #if defined(RA__BODY)
-#define RA__SLAB (RA__NT * RA__W)
-#define RA__PART __attribute__((noinline)) RA__FN /* a phase: registers of its own */
+#define RA__SLAB (RA__VECTORS * RA__WIDTH)
+/* A phase of the work. As a function of its own it has all registers. */
+#define RA__ISA_NOINLINE __attribute__((noinline)) RA__ISA_STATIC
 
-/* RA__W elements from i on, a multiple of RA__W, of a row of blocks. Of the halves that are
- * converted the first is the scale. */
-RA__OP RA__V RA__F(of_q8_0)(const uint8_t *row, int32_t i) {
+/* RA__WIDTH elements of a q8_0 row from element i on, a multiple of RA__WIDTH. of_f16 converts
+ * several halves, of which the first is the scale. */
+RA__ISA_INLINE RA__FLOATS RA__NAME(of_q8_0)(const uint8_t *row, int32_t i) {
     const uint8_t *block = row + (int64_t)(i / 32) * 34;
-    RA__V scale = RA__F(of_f16)(block);
-    return RA__F(of_i8)(block + 2 + i % 32) * RA__F(set)(scale[0]);
+    RA__FLOATS scale = RA__NAME(of_f16)(block);
+    return RA__NAME(of_i8)(block + 2 + i % 32) * RA__NAME(set)(scale[0]);
 }
 
-/* RA__W elements of dtype, of any alignment. */
-RA__OP RA__V RA__F(convert)(const uint8_t *src, int32_t dtype) {
-    if (dtype == RA_F16) return RA__F(of_f16)(src);
-    if (dtype == RA_BF16) return RA__F(of_bf16)(src);
-    return RA__F(load)((const float *)(const void *)src);
+/* RA__WIDTH elements of dtype. src may have any alignment. */
+RA__ISA_INLINE RA__FLOATS RA__NAME(convert)(const uint8_t *src, int32_t dtype) {
+    if (dtype == RA_F16) return RA__NAME(of_f16)(src);
+    if (dtype == RA_BF16) return RA__NAME(of_bf16)(src);
+    return RA__NAME(load)((const float *)(const void *)src);
 }
 
-/* n elements of dtype to and from floats. Any alignment of the 16-bit side. */
-RA__FN void RA__F(read)(float *dst, const uint8_t *src, int32_t dtype, int32_t n) {
-    const int32_t size = dtype == RA_F32 ? 4 : 2;
-    int32_t i = 0;
-    uint16_t h;
-    for (; dtype == RA_Q8_0 && i < n; i += RA__W)
-        RA__F(store)(dst + i, RA__F(of_q8_0)(src, i));
-    for (; n - i >= RA__W; i += RA__W)
-        RA__F(store)(dst + i, RA__F(convert)(src + (int64_t)i * size, dtype));
+/* n elements of dtype to floats. src may have any alignment. */
+RA__ISA_STATIC void RA__NAME(read_row)(float *dst, const uint8_t *src, int32_t dtype, int32_t n) {
+    int32_t size = dtype == RA_F32 ? 4 : 2, i = 0;
+    for (; dtype == RA_Q8_0 && i < n; i += RA__WIDTH)
+        RA__NAME(store)(dst + i, RA__NAME(of_q8_0)(src, i));
+    for (; n - i >= RA__WIDTH; i += RA__WIDTH)
+        RA__NAME(store)(dst + i, RA__NAME(convert)(src + (int64_t)i * size, dtype));
     for (; i < n; i++) {
         if (dtype == RA_F32) {
             memcpy(dst + i, src + (int64_t)i * 4, sizeof *dst);
             continue;
         }
+        uint16_t h;
         memcpy(&h, src + (int64_t)i * 2, sizeof h);
         dst[i] = dtype == RA_F16 ? ra__f32_of_f16(h) : ra__f32_of_bf16(h);
     }
 }
 
-RA__FN void RA__F(write)(uint8_t *dst, const float *src, int32_t dtype, int32_t n) {
-    int32_t i = 0;
-    uint16_t h;
+/* n floats to elements of dtype. dst may have any alignment. */
+RA__ISA_STATIC void RA__NAME(write_row)(uint8_t *dst, const float *src, int32_t dtype, int32_t n) {
     if (dtype == RA_F32) {
         memcpy(dst, src, (size_t)n * sizeof *src);
         return;
     }
-    for (; n - i >= RA__W; i += RA__W) {
-        if (dtype == RA_F16) RA__F(to_f16)(dst + 2 * i, RA__F(load)(src + i));
-        else RA__F(to_bf16)(dst + 2 * i, RA__F(load)(src + i));
+    int32_t i = 0;
+    for (; n - i >= RA__WIDTH; i += RA__WIDTH) {
+        if (dtype == RA_F16) RA__NAME(to_f16)(dst + 2 * i, RA__NAME(load)(src + i));
+        else RA__NAME(to_bf16)(dst + 2 * i, RA__NAME(load)(src + i));
     }
     for (; i < n; i++) {
-        h = dtype == RA_F16 ? ra__f16_of_f32(src[i]) : ra__bf16_of_f32(src[i]);
+        uint16_t h = dtype == RA_F16 ? ra__f16_of_f32(src[i]) : ra__bf16_of_f32(src[i]);
         memcpy(dst + 2 * i, &h, sizeof h);
     }
 }
 
-/* v[i] = row i of dtype of a square, which has `rows` rows of n elements; 0 beyond. */
-RA__OP void RA__F(read_square)(RA__V *v, const uint8_t *src, int64_t stride, int32_t dtype,
-                               int32_t rows, int32_t n) {
-    float x[RA__W][RA__W] = {{0}};
-    int32_t i;
-    if (rows >= RA__W && n >= RA__W) {
-        RA__UNROLL for (i = 0; i < RA__W; i++) v[i] = RA__F(convert)(src + i * stride, dtype);
+/* v[i] = row i of a square of RA__WIDTH rows and columns. Only `rows` rows of n elements of dtype
+ * are in memory; the others are 0. */
+RA__ISA_INLINE void RA__NAME(read_square)(RA__FLOATS *v, const uint8_t *src, int64_t stride,
+                                          int32_t dtype, int32_t rows, int32_t n) {
+    float x[RA__WIDTH][RA__WIDTH] = {{0}};
+    if (rows >= RA__WIDTH && n >= RA__WIDTH) {
+        RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++)
+            v[i] = RA__NAME(convert)(src + i * stride, dtype);
         return;
     }
-    n = n < RA__W ? n : RA__W;
-    for (i = 0; i < RA__W && i < rows; i++) RA__F(read)(x[i], src + i * stride, dtype, n);
-    RA__UNROLL for (i = 0; i < RA__W; i++) v[i] = RA__F(load)(x[i]);
+    n = n < RA__WIDTH ? n : RA__WIDTH;
+    for (int32_t i = 0; i < RA__WIDTH && i < rows; i++)
+        RA__NAME(read_row)(x[i], src + i * stride, dtype, n);
+    RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++) v[i] = RA__NAME(load)(x[i]);
 }
 
-RA__OP void RA__F(write_square)(uint8_t *dst, int64_t stride, int32_t dtype, const RA__V *v,
-                                int32_t rows, int32_t n) {
-    float x[RA__W][RA__W];
-    int32_t i;
-    if (rows >= RA__W && n >= RA__W && dtype == RA_F32) {
-        RA__UNROLL for (i = 0; i < RA__W; i++)
-            RA__F(store)((float *)(void *)(dst + i * stride), v[i]);
+/* The other way: writes what exists of the square. */
+RA__ISA_INLINE void RA__NAME(write_square)(uint8_t *dst, int64_t stride, int32_t dtype,
+                                           const RA__FLOATS *v, int32_t rows, int32_t n) {
+    float x[RA__WIDTH][RA__WIDTH];
+    if (rows >= RA__WIDTH && n >= RA__WIDTH && dtype == RA_F32) {
+        RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++)
+            RA__NAME(store)((float *)(void *)(dst + i * stride), v[i]);
         return;
     }
-    n = n < RA__W ? n : RA__W;
-    RA__UNROLL for (i = 0; i < RA__W; i++) RA__F(store)(x[i], v[i]);
-    for (i = 0; i < RA__W && i < rows; i++) RA__F(write)(dst + i * stride, x[i], dtype, n);
+    n = n < RA__WIDTH ? n : RA__WIDTH;
+    RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++) RA__NAME(store)(x[i], v[i]);
+    for (int32_t i = 0; i < RA__WIDTH && i < rows; i++)
+        RA__NAME(write_row)(dst + i * stride, x[i], dtype, n);
 }
 
-/* A strip against one block: nt vectors of one slab, keys [first, last). s: scores, then p,
- * [keys][RA__SLAB]. */
-typedef struct RA__F(work) {
-    const ra__panel *p;
+/* A strip, which is nt vectors of one slab, against the keys [first, last) of one block. */
+typedef struct RA__NAME(strip) {
+    const ra__panel *panel;
     const ra__keys *keys;
-    float *s;
+    float *s;                          /* [keys][RA__SLAB]: scores, then p */
     int32_t row;                       /* first row of the strip */
-    int32_t nt;                        /* vectors of the strip: 1, RA__NT / 2 or RA__NT */
-    int32_t first, last;               /* the other keys are seen by no row */
-    int32_t partial;
-    int32_t stored;                    /* 1: scores are wanted, and their maximum; 0: p at once */
-    float max[RA__SLAB];
-    float use[RA__SLAB], sum[RA__SLAB]; /* u above; of the block's p */
-    RA__M seen[RA__NT];                /* rows that see a key of the block; if partial */
-} RA__F(work);
+    int32_t nt;                        /* vectors: 1, RA__VECTORS / 2 or RA__VECTORS */
+    int32_t first, last;               /* no row sees the other keys */
+    int32_t partial;                   /* 1: some row does not see some key */
+    int32_t stored;                    /* 1: s gets scores, and max is found; 0: s gets p */
+    float max[RA__SLAB];               /* largest score of the block */
+    float shift[RA__SLAB];             /* u, see above */
+    float sum[RA__SLAB];               /* of p over the block */
+    RA__MASK seen[RA__VECTORS];        /* partial: rows that see a key of the block */
+} RA__NAME(strip);
 
-/* c[i][t] += sum over k < depth of a[i * row + k * step] b[k * b_step + t]: a broadcast, b vectors.
- * The accumulators stay in registers: ni and nt are constants after inlining. */
-typedef struct RA__F(chain) {
+/* The product of a matrix A, whose elements are broadcast, and a matrix B, read in vectors. Strides
+ * are in floats. */
+typedef struct RA__NAME(product) {
     const float *a, *b;
-    int64_t row, step;
-    int32_t b_step, depth;
-} RA__F(chain);
+    int64_t row, step;                 /* of A: from row to row, from column to column */
+    int32_t b_step, depth;             /* from row to row of B; columns of A and rows of B */
+} RA__NAME(product);
 
-RA__OP void RA__F(clear)(RA__V (*c)[RA__NT], const int32_t ni, const int32_t nt) {
-    int32_t i, t;
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = RA__F(set)(0.0f);
-}
-
-RA__OP void RA__F(follow)(const RA__F(chain) *x, RA__V (*c)[RA__NT], const int32_t ni,
-                          const int32_t nt) {
-    const float *a = x->a, *b = x->b;
-    const int64_t row = x->row, step = x->step;
-    const int32_t b_step = x->b_step;
-    int32_t k, i, t;
-    RA__UNROLL_2 for (k = 0; k < x->depth; k++, a += step, b += b_step) {
-        RA__V y[RA__NT];
-        RA__UNROLL for (t = 0; t < nt; t++) y[t] = RA__F(hold)(RA__F(load)(b + t * RA__W));
-        RA__UNROLL for (i = 0; i < ni; i++) {
-            RA__V z = RA__F(set)(a[i * row]);
-            RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = RA__F(fma)(z, y[t], c[i][t]);
+/* c[i][t] = sum over k < depth of a[i * row + k * step] b[k * b_step + t], with t in vectors. c is
+ * in registers. */
+RA__ISA_INLINE void RA__NAME(multiply)(const RA__NAME(product) *ab, RA__FLOATS (*c)[RA__VECTORS],
+                                       int32_t ni, int32_t nt) {
+    const float *a = ab->a, *b = ab->b;
+    int64_t row = ab->row, step = ab->step;
+    int32_t b_step = ab->b_step;
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = RA__NAME(set)(0.0f);
+    RA__UNROLL_2 for (int32_t k = 0; k < ab->depth; k++, a += step, b += b_step) {
+        RA__FLOATS y[RA__VECTORS];
+        RA__UNROLL for (int32_t t = 0; t < nt; t++)
+            y[t] = RA__NAME(hold)(RA__NAME(load)(b + t * RA__WIDTH));
+        RA__UNROLL for (int32_t i = 0; i < ni; i++) {
+            RA__FLOATS z = RA__NAME(set)(a[i * row]);
+            RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = RA__NAME(fma)(z, y[t], c[i][t]);
         }
     }
 }
 
-/* Where element (row, 0) of a panel's array lies; elements of a row are RA__SLAB apart. */
-RA__OP float *RA__F(panel_row)(float *base, int32_t row, int32_t dim) {
+/* The product in pieces of RA__DEPTH columns of A, which is dim columns in all and contiguous by
+ * rows; B has the layout of a panel. sum [ni][sum_row] is scratch where the pieces meet. A single
+ * chain of 576 products would lose one digit more. */
+RA__ISA_INLINE void RA__NAME(multiply_long)(RA__NAME(product) *ab, int32_t dim, float *sum,
+                                            int32_t sum_row, RA__FLOATS (*c)[RA__VECTORS],
+                                            int32_t ni, int32_t nt) {
+    ab->step = 1;
+    ab->b_step = RA__SLAB;
+    for (int32_t d = 0;; d += RA__DEPTH) {
+        ab->depth = dim - d < RA__DEPTH ? dim - d : RA__DEPTH;
+        RA__NAME(multiply)(ab, c, ni, nt);
+        RA__UNROLL for (int32_t i = 0; i < ni; i++)
+            RA__UNROLL for (int32_t t = 0; t < nt; t++)
+                if (d > 0) c[i][t] = c[i][t] + RA__NAME(load)(sum + i * sum_row + t * RA__WIDTH);
+        if (dim - d <= RA__DEPTH) break;
+        RA__UNROLL for (int32_t i = 0; i < ni; i++)
+            RA__UNROLL for (int32_t t = 0; t < nt; t++)
+                RA__NAME(store)(sum + i * sum_row + t * RA__WIDTH, c[i][t]);
+        ab->a += RA__DEPTH;
+        ab->b += RA__DEPTH * RA__SLAB;
+    }
+}
+
+/* Address of element (row, 0) of an array of a panel; the elements of a row are RA__SLAB apart. */
+RA__ISA_INLINE float *RA__NAME(panel_row)(float *base, int32_t row, int32_t dim) {
     return base + (int64_t)(row / RA__SLAB) * RA__SLAB * dim + row % RA__SLAB;
 }
 
-/* p of ni keys and vector t, from their scores, to s. */
-RA__OP void RA__F(tile_weights)(RA__F(work) *w, float *s, RA__V (*c)[RA__NT], const int32_t ni,
-                                const int32_t t) {
-    const RA__V use = RA__F(load)(w->use + t * RA__W);
-    RA__V sum = RA__F(load)(w->sum + t * RA__W);
-    int32_t i;
-    RA__UNROLL for (i = 0; i < ni; i++) {
-        RA__V e = RA__F(exp2)(c[i][t] - use);
-        RA__F(store)(s + i * RA__SLAB + t * RA__W, e);
-        sum = sum + e;
+/* Stores p of ni keys and vector t, from their scores c, to s. */
+RA__ISA_INLINE void RA__NAME(tile_weights)(RA__NAME(strip) *strip, float *s,
+                                           RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t t) {
+    RA__FLOATS shift = RA__NAME(load)(strip->shift + t * RA__WIDTH);
+    RA__FLOATS sum = RA__NAME(load)(strip->sum + t * RA__WIDTH);
+    RA__UNROLL for (int32_t i = 0; i < ni; i++) {
+        RA__FLOATS p = RA__NAME(exp2)(c[i][t] - shift);
+        RA__NAME(store)(s + i * RA__SLAB + t * RA__WIDTH, p);
+        sum = sum + p;
     }
-    RA__F(store)(w->sum + t * RA__W, sum);
+    RA__NAME(store)(strip->sum + t * RA__WIDTH, sum);
 }
 
-/* Scores of ni keys and vector t to s. */
-RA__OP void RA__F(tile_scores)(RA__F(work) *w, float *s, RA__V (*c)[RA__NT], const int32_t ni,
-                               const int32_t t) {
-    RA__V top = RA__F(load)(w->max + t * RA__W);
-    int32_t i;
-    RA__UNROLL for (i = 0; i < ni; i++) {
-        RA__F(store)(s + i * RA__SLAB + t * RA__W, c[i][t]);
-        top = RA__F(max)(top, c[i][t]);
+/* Stores the scores of ni keys and vector t to s and finds their maximum. */
+RA__ISA_INLINE void RA__NAME(tile_scores)(RA__NAME(strip) *strip, float *s,
+                                          RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t t) {
+    RA__FLOATS top = RA__NAME(load)(strip->max + t * RA__WIDTH);
+    RA__UNROLL for (int32_t i = 0; i < ni; i++) {
+        RA__NAME(store)(s + i * RA__SLAB + t * RA__WIDTH, c[i][t]);
+        top = RA__NAME(max)(top, c[i][t]);
     }
-    RA__F(store)(w->max + t * RA__W, top);
+    RA__NAME(store)(strip->max + t * RA__WIDTH, top);
 }
 
-/* Scores, or p, of ni keys from key j on. Rows longer than RA__DEPTH are summed in pieces: a chain
- * of 576 products would lose one digit more. */
-RA__OP void RA__F(score_tile)(RA__F(work) *w, int32_t k_dim, int32_t j, const int32_t ni,
-                              const int32_t nt) {
-    RA__F(chain) x;
-    RA__V c[8][RA__NT];
-    float *s = w->s + j * RA__SLAB;
-    int32_t i, t, d = 0;
-    x.a = ra__key_row(w->keys, j);
-    x.b = RA__F(panel_row)(w->p->q, w->row, k_dim);
-    x.row = w->keys->k_stride / 4;
-    x.step = 1;
-    x.b_step = RA__SLAB;
-    do {
-        x.depth = k_dim - d < RA__DEPTH ? k_dim - d : RA__DEPTH;
-        RA__F(clear)(c, ni, nt);
-        RA__F(follow)(&x, c, ni, nt);
-        if (k_dim <= RA__DEPTH) break;
-        RA__UNROLL for (i = 0; i < ni; i++)
-            RA__UNROLL for (t = 0; t < nt; t++) {
-                float *to = s + i * RA__SLAB + t * RA__W;
-                if (d > 0) c[i][t] = c[i][t] + RA__F(load)(to);
-                RA__F(store)(to, c[i][t]);
-            }
-        x.a += RA__DEPTH;
-        x.b += RA__DEPTH * RA__SLAB;
-        d += RA__DEPTH;
-    } while (d < k_dim);
-    if (w->stored) {
-        RA__UNROLL for (t = 0; t < nt; t++) RA__F(tile_scores)(w, s, c, ni, t);
+/* Scores, or p, of ni keys from key j on. */
+RA__ISA_INLINE void RA__NAME(score_tile)(RA__NAME(strip) *strip, int32_t k_dim, int32_t j,
+                                         int32_t ni, int32_t nt) {
+    RA__NAME(product) ab;
+    RA__FLOATS c[8][RA__VECTORS];
+    float *s = strip->s + j * RA__SLAB;
+    ab.a = ra__key_row(strip->keys, j);
+    ab.row = strip->keys->k_stride / 4;
+    ab.b = RA__NAME(panel_row)(strip->panel->q, strip->row, k_dim);
+    RA__NAME(multiply_long)(&ab, k_dim, s, RA__SLAB, c, ni, nt);
+    if (strip->stored) {
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) RA__NAME(tile_scores)(strip, s, c, ni, t);
         return;
     }
-    RA__F(tile_weights)(w, s, c, ni, 0);
-    if (nt > 1) RA__F(tile_weights)(w, s, c, ni, 1);
-    if (nt > 2) RA__F(tile_weights)(w, s, c, ni, 2);
-    if (nt > 3) RA__F(tile_weights)(w, s, c, ni, 3);
+    RA__UNROLL for (int32_t t = 0; t < nt; t++) RA__NAME(tile_weights)(strip, s, c, ni, t);
 }
 
-/* All keys, the last few in smaller tiles. */
-RA__OP void RA__F(score_tiles)(RA__F(work) *w, int32_t k_dim, const int32_t ni, const int32_t nt) {
-    int32_t j = w->first, t;
-    for (t = 0; t < nt; t++) RA__F(store)(w->max + t * RA__W, RA__F(set)(ra__neg_inf()));
-    for (; w->last - j >= ni; j += ni) {
-        RA__F(score_tile)(w, k_dim, j, ni, nt);
-        ra__ask(w->p->ahead);
+/* Scores, or p, of all keys; the last few in smaller tiles. */
+RA__ISA_INLINE void RA__NAME(score_tiles)(RA__NAME(strip) *strip, int32_t k_dim, int32_t ni,
+                                          int32_t nt) {
+    int32_t j = strip->first;
+    for (int32_t t = 0; t < nt; t++)
+        RA__NAME(store)(strip->max + t * RA__WIDTH, RA__NAME(set)(ra__neg_inf()));
+    for (; strip->last - j >= ni; j += ni) {
+        RA__NAME(score_tile)(strip, k_dim, j, ni, nt);
+        ra__prefetch_some(strip->panel->prefetch);
     }
-    for (; ni > 4 && w->last - j >= 4; j += 4) RA__F(score_tile)(w, k_dim, j, 4, nt);
-    for (; j < w->last; j++) RA__F(score_tile)(w, k_dim, j, 1, nt);
+    for (; ni > 4 && strip->last - j >= 4; j += 4) RA__NAME(score_tile)(strip, k_dim, j, 4, nt);
+    for (; j < strip->last; j++) RA__NAME(score_tile)(strip, k_dim, j, 1, nt);
 }
 
-RA__PART void RA__F(scores)(RA__F(work) *w, int32_t k_dim) {
-    if (w->nt == RA__NT) RA__F(score_tiles)(w, k_dim, RA__NI, RA__NT);
-    else if (RA__NT > 2 && w->nt > 1) RA__F(score_tiles)(w, k_dim, 8, RA__NT / 2);
-    else RA__F(score_tiles)(w, k_dim, 8, 1);
+RA__ISA_NOINLINE void RA__NAME(scores)(RA__NAME(strip) *strip, int32_t k_dim) {
+    if (strip->nt == RA__VECTORS) RA__NAME(score_tiles)(strip, k_dim, RA__TILE_HEIGHT, RA__VECTORS);
+    else if (RA__VECTORS > 2 && strip->nt > 1)
+        RA__NAME(score_tiles)(strip, k_dim, 8, RA__VECTORS / 2);
+    else RA__NAME(score_tiles)(strip, k_dim, 8, 1);
 }
 
-/* tanh, absolute error about 1e-7, relative for small y: P below 0.625, else (1 - e) / (1 + e) with
- * e = exp(-2 |y|). */
-RA__OP RA__V RA__F(tanh)(RA__V y) {
-    RA__V z = y * y, a = RA__F(abs)(y), one = RA__F(set)(1.0f), small, large;
-    RA__V e = RA__F(exp2)(a * RA__F(set)(-2.88539008f));
-    int32_t i;
-    small = RA__F(set)(ra__tanh_c[4]);
-    RA__UNROLL for (i = 3; i >= 0; i--) small = RA__F(fma)(small, z, RA__F(set)(ra__tanh_c[i]));
-    small = RA__F(fma)(small * z, y, y);
-    large = (one - e) / (one + e);
-    large = RA__F(pick)(RA__F(less)(y, RA__F(set)(0.0f)), RA__F(set)(0.0f) - large, large);
-    return RA__F(pick)(RA__F(less)(a, RA__F(set)(0.625f)), small, large);
+/* tanh(y): y + y^3 P(y^2) for |y| < 0.625, otherwise (1 - e) / (1 + e) with e = exp(-2 |y|) and the
+ * sign of y. The error is about 1e-7, relative to y if y is small. */
+RA__ISA_INLINE RA__FLOATS RA__NAME(tanh)(RA__FLOATS y) {
+    RA__FLOATS zero = RA__NAME(set)(0.0f), one = RA__NAME(set)(1.0f);
+    RA__FLOATS square = y * y, a = RA__NAME(abs)(y);
+    RA__FLOATS e = RA__NAME(exp2)(a * RA__NAME(set)(-2.88539008f));
+    RA__FLOATS small = RA__NAME(set)(ra__tanh_c[4]), large = (one - e) / (one + e);
+    RA__UNROLL for (int32_t i = 3; i >= 0; i--)
+        small = RA__NAME(fma)(small, square, RA__NAME(set)(ra__tanh_c[i]));
+    small = RA__NAME(fma)(small * square, y, y);
+    large = RA__NAME(select)(RA__NAME(less)(y, zero), zero - large, large);
+    return RA__NAME(select)(RA__NAME(less)(a, RA__NAME(set)(0.625f)), small, large);
 }
 
-/* s = cap tanh(s / cap), - slope |p - k|, + bias; all to base 2 (s is natural where capped). */
-RA__OP RA__V RA__F(modify)(const ra__score *score, RA__V s, RA__V distance, RA__V bias) {
+/* The score to base 2: s = cap tanh(s / cap), s - slope |p - k|, s + bias. s comes in base 2, or in
+ * base e under a softcap. */
+RA__ISA_INLINE RA__FLOATS RA__NAME(modify)(const ra__score *score, RA__FLOATS s,
+                                           RA__FLOATS distance, RA__FLOATS bias) {
     if (score->softcap != 0.0f)
-        s = RA__F(tanh)(s * RA__F(set)(1.0f / score->softcap)) *
-            RA__F(set)(score->softcap * ra__log2e);
-    if (score->slope != 0.0f) s = RA__F(fma)(RA__F(set)(-score->slope * ra__log2e), distance, s);
-    if (score->bias) s = RA__F(fma)(bias, RA__F(set)(ra__log2e), s);
+        s = RA__NAME(tanh)(s * RA__NAME(set)(1.0f / score->softcap)) *
+            RA__NAME(set)(score->softcap * ra__log2e);
+    if (score->slope != 0.0f)
+        s = RA__NAME(fma)(RA__NAME(set)(-score->slope * ra__log2e), distance, s);
+    if (score->bias) s = RA__NAME(fma)(bias, RA__NAME(set)(ra__log2e), s);
     return s;
 }
 
-/* Rows from `row` on that see the position k. */
-RA__OP RA__M RA__F(sees)(const ra__rows *geo, int32_t row, int32_t k) {
-    if (k < 0) return RA__F(none)();
-    return RA__F(either)(
-        RA__F(within)(RA__F(load_int)(geo->lo + row), RA__F(load_int)(geo->hi + row), k),
-        RA__F(within)(RA__F(load_int)(geo->doc + row), RA__F(load_int)(geo->keep + row), k));
+/* Lanes of the rows from `row` on that see the position k. */
+RA__ISA_INLINE RA__MASK RA__NAME(sees)(const ra__rows *geo, int32_t row, int32_t k) {
+    if (k < 0) return RA__NAME(none)();
+    return RA__NAME(any_of)(
+        RA__NAME(within)(RA__NAME(load_int)(geo->lo + row), RA__NAME(load_int)(geo->hi + row), k),
+        RA__NAME(within)(RA__NAME(load_int)(geo->keep_first + row),
+                         RA__NAME(load_int)(geo->keep_end + row), k));
 }
 
-/* Bias of one vector of rows, from `row` on, for the key at position pos; 0 beyond the panel. */
-RA__OP RA__V RA__F(vector_bias)(const ra__panel *p, int32_t row, int32_t pos) {
-    float bias[RA__W];
-    int32_t i;
-    for (i = 0; i < RA__W; i++)
-        bias[i] = row + i < p->rows ? ra__bias_at(&p->score, row + i, pos) : 0.0f;
-    return RA__F(load)(bias);
+/* Bias of one vector of rows from `row` on and the key at position pos; 0 beyond the panel. */
+RA__ISA_INLINE RA__FLOATS RA__NAME(vector_bias)(const ra__panel *panel, int32_t row, int32_t pos) {
+    float bias[RA__WIDTH];
+    for (int32_t i = 0; i < RA__WIDTH; i++)
+        bias[i] = row + i < panel->rows ? ra__bias_at(&panel->score, row + i, pos) : 0.0f;
+    return RA__NAME(load)(bias);
 }
 
-/* 1 if the bias of RA__W keys from key j on lies in RA__W elements side by side. */
-RA__OP int32_t RA__F(bias_side_by_side)(const RA__F(work) *w, int32_t j) {
-    const int32_t *pos = w->keys->pos + j;
-    int32_t i;
-    const int32_t size = w->p->score.bias_dtype == RA_F32 ? 4 : 2;
-    if (w->p->score.bias_key_stride != size || w->last - j < RA__W) return 0;
-    if (pos[0] < 0 || w->p->score.bias_keys - pos[0] < RA__W) return 0;
-    for (i = 1; i < RA__W; i++)
+/* 1 if the biases of RA__WIDTH keys from key j on are contiguous. */
+RA__ISA_INLINE int32_t RA__NAME(bias_is_contiguous)(const RA__NAME(strip) *strip, int32_t j) {
+    const int32_t *pos = strip->keys->pos + j;
+    int32_t size = strip->panel->score.bias_dtype == RA_F32 ? 4 : 2;
+    if (strip->panel->score.bias_key_stride != size || strip->last - j < RA__WIDTH) return 0;
+    if (pos[0] < 0 || strip->panel->score.bias_keys - pos[0] < RA__WIDTH) return 0;
+    for (int32_t i = 1; i < RA__WIDTH; i++)
         if (pos[i] != pos[0] + i) return 0;
     return 1;
 }
 
-/* to[j - w->first] = bias of key j for the rows from `row` on; 0 beyond the panel.
- * PERF: rows of bias are loaded as vectors and transposed. Zen 5, D 128, AVX-512 51 to 68, AVX2 64
- * to 75 % of the FMA peak. The next block is asked for, which other panels come before: 72.8 to
- * 76.1, bf16 60 to 70 % of its peak. */
-RA__PART void RA__F(load_bias)(const RA__F(work) *w, int32_t row, float (*to)[RA__W]) {
-    const ra__score *score = &w->p->score;
-    int32_t j = w->first, i;
-    while (j < w->last) {
-        float *at = to[j - w->first];
-        if (w->p->rows - row >= RA__W && RA__F(bias_side_by_side)(w, j)) {
+/* to[j - strip->first] = bias of key j for the rows from `row` on; 0 beyond the panel.
+ * PERF: rows of the bias are loaded as vectors and transposed. Zen 5, D 128: AVX-512 51 -> 68, AVX2
+ * 64 -> 75 % of the FMA peak. The bias of the next block is prefetched, although other panels come
+ * before it: 72.8 -> 76.1 %, bf16 60 -> 70 % of its peak. */
+RA__ISA_NOINLINE void RA__NAME(load_bias)(const RA__NAME(strip) *strip, int32_t row,
+                                          float (*to)[RA__WIDTH]) {
+    const ra__score *score = &strip->panel->score;
+    int32_t j = strip->first;
+    while (j < strip->last) {
+        float *at = to[j - strip->first];
+        if (strip->panel->rows - row >= RA__WIDTH && RA__NAME(bias_is_contiguous)(strip, j)) {
             const uint8_t *from = score->bias + row * score->bias_row_stride +
-                                  w->keys->pos[j] * score->bias_key_stride;
-            RA__V v[RA__W];
-            RA__F(read_square)(v, from, score->bias_row_stride, score->bias_dtype, RA__W, RA__W);
-            for (i = 0; i < RA__W; i++)
+                                  strip->keys->pos[j] * score->bias_key_stride;
+            RA__FLOATS v[RA__WIDTH];
+            RA__NAME(read_square)(v, from, score->bias_row_stride, score->bias_dtype, RA__WIDTH,
+                                  RA__WIDTH);
+            for (int32_t i = 0; i < RA__WIDTH; i++)
                 ra__prefetch_far((uintptr_t)from +
                                  (uintptr_t)(i * score->bias_row_stride +
                                              RA_BLOCK_TOKENS * score->bias_key_stride));
-            RA__F(transpose)(v);
-            RA__UNROLL for (i = 0; i < RA__W; i++) RA__F(store)(at + i * RA__W, v[i]);
-            j += RA__W;
+            RA__NAME(transpose)(v);
+            RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++)
+                RA__NAME(store)(at + i * RA__WIDTH, v[i]);
+            j += RA__WIDTH;
         } else {
-            RA__F(store)(at, RA__F(vector_bias)(w->p, row, w->keys->pos[j]));
+            RA__NAME(store)(at, RA__NAME(vector_bias)(strip->panel, row, strip->keys->pos[j]));
             j++;
         }
     }
 }
 
-/* Modifies the scores of one vector of rows and notes their maximum. */
-RA__PART void RA__F(modify_vector)(RA__F(work) *w, int32_t t) {
-    const ra__score *score = &w->p->score;
-    const int32_t row = w->row + t * RA__W, full = score->bias && score->bias_row_stride != 0;
-    float bias[RA_BLOCK_TOKENS][RA__W];
-    RA__V top = RA__F(set)(ra__neg_inf()), b = RA__F(set)(0.0f), x;
-    int32_t j;
-    if (full) RA__F(load_bias)(w, row, bias);
-    for (j = w->first; j < w->last; j++) {
-        const int32_t pos = w->keys->pos ? w->keys->pos[j] : 0;
-        float *s = w->s + j * RA__SLAB + t * RA__W;
-        if (full) b = RA__F(load)(bias[j - w->first]);
-        else if (score->bias) b = RA__F(set)(ra__bias_at(score, 0, pos));
-        x = RA__F(distance)(w->p->geo->pos + row, pos);
-        x = RA__F(modify)(score, RA__F(load)(s), x, b);
-        top = RA__F(max)(top, x);
-        RA__F(store)(s, x);
+/* Modifies the scores of vector t and finds their maximum. */
+RA__ISA_NOINLINE void RA__NAME(modify_vector)(RA__NAME(strip) *strip, int32_t t) {
+    const ra__score *score = &strip->panel->score;
+    int32_t row = strip->row + t * RA__WIDTH, full = score->bias && score->bias_row_stride != 0;
+    float bias[RA_BLOCK_TOKENS][RA__WIDTH];
+    RA__FLOATS top = RA__NAME(set)(ra__neg_inf()), b = RA__NAME(set)(0.0f);
+    if (full) RA__NAME(load_bias)(strip, row, bias);
+    for (int32_t j = strip->first; j < strip->last; j++) {
+        int32_t pos = strip->keys->pos ? strip->keys->pos[j] : 0;
+        float *s = strip->s + j * RA__SLAB + t * RA__WIDTH;
+        if (full) b = RA__NAME(load)(bias[j - strip->first]);
+        else if (score->bias) b = RA__NAME(set)(ra__bias_at(score, 0, pos));
+        RA__FLOATS x = RA__NAME(distance)(strip->panel->geo->pos + row, pos);
+        x = RA__NAME(modify)(score, RA__NAME(load)(s), x, b);
+        top = RA__NAME(max)(top, x);
+        RA__NAME(store)(s, x);
     }
-    RA__F(store)(w->max + t * RA__W, top);
+    RA__NAME(store)(strip->max + t * RA__WIDTH, top);
 }
 
-/* Masks the scores of one vector of rows; notes their maximum and which rows see any key. */
-RA__OP void RA__F(mask_vector)(RA__F(work) *w, int32_t t, const int32_t keep) {
-    const ra__rows *geo = w->p->geo;
-    const int32_t row = w->row + t * RA__W, *pos = w->keys->pos;
-    RA__I lo = RA__F(load_int)(geo->lo + row), hi = RA__F(load_int)(geo->hi + row);
-    RA__I doc = RA__F(load_int)(geo->doc + row), end = RA__F(load_int)(geo->keep + row);
-    RA__V low = RA__F(set)(ra__neg_inf()), top = low, x;
-    RA__M any = RA__F(none)(), seen;
-    int32_t j;
-    for (j = w->first; j < w->last; j++) {
-        float *s = w->s + j * RA__SLAB + t * RA__W;
-        seen = RA__F(none)();
-        if (pos[j] >= 0) seen = RA__F(within)(lo, hi, pos[j]);
-        if (keep && pos[j] >= 0) seen = RA__F(either)(seen, RA__F(within)(doc, end, pos[j]));
-        any = RA__F(either)(any, seen);
-        x = RA__F(pick)(seen, RA__F(load)(s), low);
-        top = RA__F(max)(top, x);
-        RA__F(store)(s, x);
+/* Masks the scores of vector t. Finds their maximum, and which rows see a key. */
+RA__ISA_INLINE void RA__NAME(mask_vector)(RA__NAME(strip) *strip, int32_t t, int32_t keep) {
+    const ra__rows *geo = strip->panel->geo;
+    const int32_t *pos = strip->keys->pos;
+    int32_t row = strip->row + t * RA__WIDTH;
+    RA__INTS lo = RA__NAME(load_int)(geo->lo + row), hi = RA__NAME(load_int)(geo->hi + row);
+    RA__INTS first = RA__NAME(load_int)(geo->keep_first + row);
+    RA__INTS end = RA__NAME(load_int)(geo->keep_end + row);
+    RA__FLOATS low = RA__NAME(set)(ra__neg_inf()), top = low;
+    RA__MASK any = RA__NAME(none)();
+    for (int32_t j = strip->first; j < strip->last; j++) {
+        float *s = strip->s + j * RA__SLAB + t * RA__WIDTH;
+        RA__MASK seen = RA__NAME(none)();
+        if (pos[j] >= 0) seen = RA__NAME(within)(lo, hi, pos[j]);
+        if (keep && pos[j] >= 0)
+            seen = RA__NAME(any_of)(seen, RA__NAME(within)(first, end, pos[j]));
+        any = RA__NAME(any_of)(any, seen);
+        RA__FLOATS x = RA__NAME(select)(seen, RA__NAME(load)(s), low);
+        top = RA__NAME(max)(top, x);
+        RA__NAME(store)(s, x);
     }
-    RA__F(store)(w->max + t * RA__W, top);
-    w->seen[t] = any;
+    RA__NAME(store)(strip->max + t * RA__WIDTH, top);
+    strip->seen[t] = any;
 }
 
-/* Second pass over the scores, where the dot product is not all: modifies, masks, new maximum. */
-RA__PART void RA__F(adjust)(RA__F(work) *w) {
-    const ra__rows *geo = w->p->geo;
-    int32_t i, t, keep = 0, last = w->row + w->nt * RA__W;
-    for (i = w->row; i < last && w->partial; i++) keep |= geo->doc[i] < geo->keep[i];
-    for (t = 0; t < w->nt; t++) {
-        if (ra__score_is_modified(&w->p->score)) RA__F(modify_vector)(w, t);
-        if (w->partial && !keep) RA__F(mask_vector)(w, t, 0);
-        if (w->partial && keep) RA__F(mask_vector)(w, t, 1);
+/* Second pass over the scores if the dot product is not all: modifies and masks them, and finds
+ * their maximum. */
+RA__ISA_NOINLINE void RA__NAME(adjust)(RA__NAME(strip) *strip) {
+    const ra__rows *geo = strip->panel->geo;
+    int32_t keep = 0, last = strip->row + strip->nt * RA__WIDTH;
+    for (int32_t i = strip->row; i < last && strip->partial; i++)
+        keep |= geo->keep_first[i] < geo->keep_end[i];
+    for (int32_t t = 0; t < strip->nt; t++) {
+        if (ra__score_is_modified(&strip->panel->score)) RA__NAME(modify_vector)(strip, t);
+        if (strip->partial && !keep) RA__NAME(mask_vector)(strip, t, 0);
+        if (strip->partial && keep) RA__NAME(mask_vector)(strip, t, 1);
     }
 }
 
-/* Scores become p. */
-RA__OP void RA__F(weigh_vectors)(RA__F(work) *w, const int32_t nt) {
-    RA__V use[RA__NT], sum[RA__NT];
-    float *s = w->s + w->first * RA__SLAB;
-    const int32_t n = w->last - w->first;
-    int32_t j, t;
-    RA__UNROLL for (t = 0; t < nt; t++) {
-        use[t] = RA__F(load)(w->use + t * RA__W);
-        sum[t] = RA__F(set)(0.0f);
+/* Scores become p, and p is summed. */
+RA__ISA_INLINE void RA__NAME(weigh_vectors)(RA__NAME(strip) *strip, int32_t nt) {
+    RA__FLOATS shift[RA__VECTORS], sum[RA__VECTORS];
+    float *s = strip->s + strip->first * RA__SLAB;
+    int32_t n = strip->last - strip->first;
+    RA__UNROLL for (int32_t t = 0; t < nt; t++) {
+        shift[t] = RA__NAME(load)(strip->shift + t * RA__WIDTH);
+        sum[t] = RA__NAME(set)(0.0f);
     }
-    for (j = 0; j < n; j++, s += RA__SLAB)
-        RA__UNROLL for (t = 0; t < nt; t++) {
-            RA__V e = RA__F(exp2)(RA__F(load)(s + t * RA__W) - use[t]);
-            RA__F(store)(s + t * RA__W, e);
-            sum[t] = sum[t] + e;
+    for (int32_t j = 0; j < n; j++, s += RA__SLAB)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) {
+            RA__FLOATS p = RA__NAME(exp2)(RA__NAME(load)(s + t * RA__WIDTH) - shift[t]);
+            RA__NAME(store)(s + t * RA__WIDTH, p);
+            sum[t] = sum[t] + p;
         }
-    RA__UNROLL for (t = 0; t < nt; t++) RA__F(store)(w->sum + t * RA__W, sum[t]);
+    RA__UNROLL for (int32_t t = 0; t < nt; t++) RA__NAME(store)(strip->sum + t * RA__WIDTH, sum[t]);
 }
 
-RA__PART void RA__F(weigh)(RA__F(work) *w) {
-    if (w->nt == RA__NT) RA__F(weigh_vectors)(w, RA__NT);
-    else if (RA__NT > 2 && w->nt > 1) RA__F(weigh_vectors)(w, RA__NT / 2);
-    else RA__F(weigh_vectors)(w, 1);
+RA__ISA_NOINLINE void RA__NAME(weigh)(RA__NAME(strip) *strip) {
+    if (strip->nt == RA__VECTORS) RA__NAME(weigh_vectors)(strip, RA__VECTORS);
+    else if (RA__VECTORS > 2 && strip->nt > 1) RA__NAME(weigh_vectors)(strip, RA__VECTORS / 2);
+    else RA__NAME(weigh_vectors)(strip, 1);
 }
 
-/* Notes m; 1 if some row has none yet. */
-RA__PART int32_t RA__F(begin)(RA__F(work) *w) {
-    int32_t t, fresh = 0;
-    for (t = 0; t < w->nt; t++) {
-        RA__V m = RA__F(load)(w->p->m + w->row + t * RA__W);
-        fresh |= RA__F(bad)(m);
-        RA__F(store)(w->use + t * RA__W, RA__F(base)(m));
-        RA__F(store)(w->sum + t * RA__W, RA__F(set)(0.0f));
+/* Sets the shift from m. Returns nonzero if some row has no maximum yet. */
+RA__ISA_NOINLINE int32_t RA__NAME(load_shift)(RA__NAME(strip) *strip) {
+    int32_t fresh = 0;
+    for (int32_t t = 0; t < strip->nt; t++) {
+        RA__FLOATS m = RA__NAME(load)(strip->panel->m + strip->row + t * RA__WIDTH);
+        fresh |= RA__NAME(any_nonfinite)(m);
+        RA__NAME(store)(strip->shift + t * RA__WIDTH, RA__NAME(shift_of)(m));
+        RA__NAME(store)(strip->sum + t * RA__WIDTH, RA__NAME(set)(0.0f));
     }
     return fresh;
 }
 
-/* Rows of vector t whose l passes the limit. */
-RA__OP RA__M RA__F(over)(const RA__F(work) *w, int32_t t) {
-    RA__V l = RA__F(load)(w->p->l + w->row + t * RA__W) + RA__F(load)(w->sum + t * RA__W);
-    return RA__F(less)(RA__F(set)(ra__l_limit), l);
+/* Lanes of the rows of vector t whose l passes the limit. */
+RA__ISA_INLINE RA__MASK RA__NAME(over_limit)(const RA__NAME(strip) *strip, int32_t t) {
+    RA__FLOATS l = RA__NAME(load)(strip->panel->l + strip->row + t * RA__WIDTH) +
+                   RA__NAME(load)(strip->sum + t * RA__WIDTH);
+    return RA__NAME(less)(RA__NAME(set)(ra__l_limit), l);
 }
 
-/* 1 if there are any. */
-RA__PART int32_t RA__F(any_over)(const RA__F(work) *w) {
-    const RA__V none = RA__F(set)(0.0f), inf = RA__F(set)(-ra__neg_inf());
-    int32_t t, any = 0;
-    for (t = 0; t < w->nt; t++)
-        any |= RA__F(bad)(RA__F(pick)(RA__F(over)(w, t), inf, none));
+/* Nonzero if there are any. */
+RA__ISA_NOINLINE int32_t RA__NAME(any_over_limit)(const RA__NAME(strip) *strip) {
+    RA__FLOATS zero = RA__NAME(set)(0.0f), inf = RA__NAME(set)(-ra__neg_inf());
+    int32_t any = 0;
+    for (int32_t t = 0; t < strip->nt; t++)
+        any |= RA__NAME(any_nonfinite)(RA__NAME(select)(RA__NAME(over_limit)(strip, t), inf, zero));
     return any;
 }
 
-/* The block's maximum becomes m of rows without one; and, if `again`, of those that are over,
- * but at least their old one and 24: their sums are rescaled. */
-RA__PART void RA__F(raise)(RA__F(work) *w, int32_t v_dim, int32_t again) {
-    int32_t d, t;
-    for (t = 0; t < w->nt; t++) {
-        float *acc = RA__F(panel_row)(w->p->acc, w->row, v_dim) + t * RA__W;
-        float *m = w->p->m + w->row + t * RA__W, *l = w->p->l + w->row + t * RA__W;
-        RA__V old = RA__F(load)(m), top = RA__F(load)(w->max + t * RA__W), one, alpha;
-        RA__V next = RA__F(pick)(RA__F(less)(old, RA__F(set)(-3.40282347e38f)), top, old);
+/* Rows without a maximum get that of the block as m. If `again`, rows that are over the limit get a
+ * new m as well, which is at least their old one + 24, and their sums are rescaled. */
+RA__ISA_NOINLINE void RA__NAME(raise_max)(RA__NAME(strip) *strip, int32_t v_dim, int32_t again) {
+    for (int32_t t = 0; t < strip->nt; t++) {
+        int32_t row = strip->row + t * RA__WIDTH;
+        float *m = strip->panel->m + row, *l = strip->panel->l + row;
+        float *acc = RA__NAME(panel_row)(strip->panel->acc, strip->row, v_dim) + t * RA__WIDTH;
+        RA__FLOATS old = RA__NAME(load)(m), top = RA__NAME(load)(strip->max + t * RA__WIDTH);
+        RA__MASK fresh = RA__NAME(less)(old, RA__NAME(set)(-3.40282347e38f));
+        RA__FLOATS next = RA__NAME(select)(fresh, top, old);
         if (again) {
-            one = RA__F(set)(1.0f);
-            top = RA__F(max)(top, old + RA__F(set)(24.0f));
-            next = RA__F(pick)(RA__F(over)(w, t), top, next);
-            alpha = RA__F(pick)(RA__F(over)(w, t), RA__F(exp2)(old - next), one);
-            RA__F(store)(l, RA__F(load)(l) * alpha);
-            for (d = 0; d < v_dim; d++, acc += RA__SLAB)
-                RA__F(store)(acc, RA__F(load)(acc) * alpha);
+            RA__MASK over = RA__NAME(over_limit)(strip, t);
+            top = RA__NAME(max)(top, old + RA__NAME(set)(24.0f));
+            next = RA__NAME(select)(over, top, next);
+            RA__FLOATS alpha = RA__NAME(exp2)(old - next);
+            alpha = RA__NAME(select)(over, alpha, RA__NAME(set)(1.0f));
+            RA__NAME(store)(l, RA__NAME(load)(l) * alpha);
+            for (int32_t d = 0; d < v_dim; d++, acc += RA__SLAB)
+                RA__NAME(store)(acc, RA__NAME(load)(acc) * alpha);
         }
-        RA__F(store)(m, next);
-        RA__F(store)(w->use + t * RA__W, RA__F(base)(next));
+        RA__NAME(store)(m, next);
+        RA__NAME(store)(strip->shift + t * RA__WIDTH, RA__NAME(shift_of)(next));
     }
 }
 
-/* p of the block from its scores. */
-RA__FN void RA__F(from_scores)(RA__F(work) *w, const ra_desc *d, int32_t again) {
-    w->stored = 1;
-    RA__F(scores)(w, d->k_dim);
-    if (w->partial || ra__score_is_modified(&w->p->score)) RA__F(adjust)(w);
-    RA__F(raise)(w, d->v_dim, again);
-    RA__F(weigh)(w);
+/* Stores the scores of the block, sets the maxima, and computes p. again: 1 if l of some row has
+ * passed the limit. */
+RA__ISA_STATIC void RA__NAME(weigh_stored)(RA__NAME(strip) *strip, const ra_desc *d,
+                                           int32_t again) {
+    strip->stored = 1;
+    RA__NAME(scores)(strip, d->k_dim);
+    if (strip->partial || ra__score_is_modified(&strip->panel->score)) RA__NAME(adjust)(strip);
+    RA__NAME(raise_max)(strip, d->v_dim, again);
+    RA__NAME(weigh)(strip);
 }
 
-/* p, m and l of the block. */
-RA__FN void RA__F(softmax)(RA__F(work) *w, const ra_desc *d) {
-    int32_t t;
-    w->stored = RA__F(begin)(w) || w->partial || ra__score_is_modified(&w->p->score);
-    if (w->stored) RA__F(from_scores)(w, d, 0);
-    else RA__F(scores)(w, d->k_dim);
-    if (RA__F(any_over)(w)) RA__F(from_scores)(w, d, 1);
-    for (t = 0; t < w->nt; t++) {
-        float *l = w->p->l + w->row + t * RA__W;
-        RA__F(store)(l, RA__F(load)(l) + RA__F(load)(w->sum + t * RA__W));
+/* Computes p of the block and updates m and l. */
+RA__ISA_STATIC void RA__NAME(softmax)(RA__NAME(strip) *strip, const ra_desc *d) {
+    strip->stored = RA__NAME(load_shift)(strip) || strip->partial ||
+                    ra__score_is_modified(&strip->panel->score);
+    if (strip->stored) RA__NAME(weigh_stored)(strip, d, 0);
+    else RA__NAME(scores)(strip, d->k_dim);
+    if (RA__NAME(any_over_limit)(strip)) RA__NAME(weigh_stored)(strip, d, 1);
+    for (int32_t t = 0; t < strip->nt; t++) {
+        float *l = strip->panel->l + strip->row + t * RA__WIDTH;
+        RA__NAME(store)(l, RA__NAME(load)(l) + RA__NAME(load)(strip->sum + t * RA__WIDTH));
     }
 }
 
-/* acc of one dim and vector t += sum, rows that see nothing excepted. */
-RA__OP void RA__F(accumulate)(const RA__F(work) *w, float *acc, int32_t t, RA__V sum) {
-    RA__V old = RA__F(load)(acc + t * RA__W);
-    sum = old + sum;
-    if (w->partial) sum = RA__F(pick)(w->seen[t], sum, old);
-    RA__F(store)(acc + t * RA__W, sum);
+/* acc of one dim and vector t += sum, except in rows that see none of the keys. */
+RA__ISA_INLINE void RA__NAME(accumulate)(const RA__NAME(strip) *strip, float *acc, int32_t t,
+                                         RA__FLOATS sum) {
+    RA__FLOATS old = RA__NAME(load)(acc + t * RA__WIDTH), next = old + sum;
+    if (strip->partial) next = RA__NAME(select)(strip->seen[t], next, old);
+    RA__NAME(store)(acc + t * RA__WIDTH, next);
 }
 
-/* ni dims of the output from dim d on. */
-RA__OP void RA__F(value_tile)(const RA__F(work) *w, float *acc, int32_t d, const int32_t ni,
-                              const int32_t nt) {
-    RA__F(chain) x;
-    RA__V c[8][RA__NT];
-    int32_t i, t;
-    x.a = ra__value_row(w->keys, w->first) + d;
-    x.b = w->s + w->first * RA__SLAB;
-    x.row = 1;
-    x.step = w->keys->v_stride / 4;
-    x.b_step = RA__SLAB;
-    x.depth = w->last - w->first;
-    RA__F(clear)(c, ni, nt);
-    RA__F(follow)(&x, c, ni, nt);
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < nt; t++)
-            RA__F(accumulate)(w, acc + (d + i) * RA__SLAB, t, c[i][t]);
+/* acc of ni dims from dim d on += V^T p. */
+RA__ISA_INLINE void RA__NAME(value_tile)(const RA__NAME(strip) *strip, float *acc, int32_t d,
+                                         int32_t ni, int32_t nt) {
+    RA__NAME(product) ab;
+    RA__FLOATS c[8][RA__VECTORS];
+    ab.a = ra__value_row(strip->keys, strip->first) + d;
+    ab.b = strip->s + strip->first * RA__SLAB;
+    ab.row = 1;
+    ab.step = strip->keys->v_stride / 4;
+    ab.b_step = RA__SLAB;
+    ab.depth = strip->last - strip->first;
+    RA__NAME(multiply)(&ab, c, ni, nt);
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++)
+            RA__NAME(accumulate)(strip, acc + (d + i) * RA__SLAB, t, c[i][t]);
 }
 
-RA__OP void RA__F(value_tiles)(const RA__F(work) *w, int32_t v_dim, const int32_t ni,
-                               const int32_t nt) {
-    float *acc = RA__F(panel_row)(w->p->acc, w->row, v_dim);
+RA__ISA_INLINE void RA__NAME(value_tiles)(const RA__NAME(strip) *strip, int32_t v_dim, int32_t ni,
+                                          int32_t nt) {
+    float *acc = RA__NAME(panel_row)(strip->panel->acc, strip->row, v_dim);
     int32_t d = 0;
     for (; v_dim - d >= ni; d += ni) {
-        RA__F(value_tile)(w, acc, d, ni, nt);
-        ra__ask(w->p->ahead);
+        RA__NAME(value_tile)(strip, acc, d, ni, nt);
+        ra__prefetch_some(strip->panel->prefetch);
     }
-    for (; ni % 4 && v_dim - d >= 4; d += 4) RA__F(value_tile)(w, acc, d, 4, nt);
-    for (; ni % 4 && v_dim - d >= 2; d += 2) RA__F(value_tile)(w, acc, d, 2, nt);
-    for (; d < v_dim; d++) RA__F(value_tile)(w, acc, d, 1, nt);
+    for (; ni % 4 && v_dim - d >= 4; d += 4) RA__NAME(value_tile)(strip, acc, d, 4, nt);
+    for (; ni % 4 && v_dim - d >= 2; d += 2) RA__NAME(value_tile)(strip, acc, d, 2, nt);
+    for (; d < v_dim; d++) RA__NAME(value_tile)(strip, acc, d, 1, nt);
 }
 
-RA__PART void RA__F(values)(const RA__F(work) *w, int32_t v_dim) {
-    if (w->nt == RA__NT) RA__F(value_tiles)(w, v_dim, RA__NI, RA__NT);
-    else if (RA__NT > 2 && w->nt > 1) RA__F(value_tiles)(w, v_dim, 8, RA__NT / 2);
-    else RA__F(value_tiles)(w, v_dim, 8, 1);
+RA__ISA_NOINLINE void RA__NAME(values)(const RA__NAME(strip) *strip, int32_t v_dim) {
+    if (strip->nt == RA__VECTORS) RA__NAME(value_tiles)(strip, v_dim, RA__TILE_HEIGHT, RA__VECTORS);
+    else if (RA__VECTORS > 2 && strip->nt > 1)
+        RA__NAME(value_tiles)(strip, v_dim, 8, RA__VECTORS / 2);
+    else RA__NAME(value_tiles)(strip, v_dim, 8, 1);
 }
 
-/* As values, for V that holds NaN or infinities which not every row sees. */
-RA__PART void RA__F(values_dirty)(RA__F(work) *w, int32_t v_dim) {
-    const ra__keys *keys = w->keys;
-    float *acc = RA__F(panel_row)(w->p->acc, w->row, v_dim);
-    int32_t d, j, t;
-    for (d = 0; d < v_dim; d++)
-        for (t = 0; t < w->nt; t++) {
-            RA__V sum = RA__F(set)(0.0f);
-            for (j = w->first; j < w->last; j++) {
-                RA__M seen = RA__F(sees)(w->p->geo, w->row + t * RA__W, keys->pos[j]);
-                RA__V p = RA__F(load)(w->s + j * RA__SLAB + t * RA__W);
-                RA__V v = RA__F(set)(ra__value_row(keys, j)[d]);
-                sum = RA__F(pick)(seen, RA__F(fma)(v, p, sum), sum);
+/* The same for V with a NaN or infinity that not every row sees. */
+RA__ISA_NOINLINE void RA__NAME(values_dirty)(RA__NAME(strip) *strip, int32_t v_dim) {
+    const ra__keys *keys = strip->keys;
+    float *acc = RA__NAME(panel_row)(strip->panel->acc, strip->row, v_dim);
+    for (int32_t d = 0; d < v_dim; d++)
+        for (int32_t t = 0; t < strip->nt; t++) {
+            RA__FLOATS sum = RA__NAME(set)(0.0f);
+            for (int32_t j = strip->first; j < strip->last; j++) {
+                RA__MASK seen = RA__NAME(sees)(strip->panel->geo, strip->row + t * RA__WIDTH,
+                                               keys->pos[j]);
+                RA__FLOATS p = RA__NAME(load)(strip->s + j * RA__SLAB + t * RA__WIDTH);
+                RA__FLOATS v = RA__NAME(set)(ra__value_row(keys, j)[d]);
+                sum = RA__NAME(select)(seen, RA__NAME(fma)(v, p, sum), sum);
             }
-            RA__F(accumulate)(w, acc + d * RA__SLAB, t, sum);
+            RA__NAME(accumulate)(strip, acc + d * RA__SLAB, t, sum);
         }
 }
 
-/* Vectors that fold works on in the slab that holds the last `rows` rows of a panel. */
-RA__OP int32_t RA__F(vectors)(int32_t rows) {
-    if (rows <= RA__W) return 1;
-    return RA__NT > 2 && rows <= RA__W * (RA__NT / 2) ? RA__NT / 2 : RA__NT;
+/* Vectors to work on in a slab that has `rows` rows, or more than a slab. */
+RA__ISA_INLINE int32_t RA__NAME(vectors_of)(int32_t rows) {
+    if (rows <= RA__WIDTH) return 1;
+    return RA__VECTORS > 2 && rows <= RA__WIDTH * (RA__VECTORS / 2) ? RA__VECTORS / 2 : RA__VECTORS;
 }
 
-/* The keys that rows of the strip see and those between them, in whole fours, which tiles divide.
- * The p of other keys would be 0: leaving them out changes nothing except the sign of a zero, which
- * store_o removes. */
-RA__FN void RA__F(limits)(RA__F(work) *w) {
-    const ra__rows *geo = w->p->geo;
-    const int32_t *pos = w->keys->pos, end = w->row + w->nt * RA__W;
-    int32_t lo = INT32_MAX, hi = 0, doc = INT32_MAX, keep = 0, i;
-    w->first = 0;
-    w->last = w->keys->n;
-    if (!w->partial) return;
-    for (i = w->row; i < end; i++) {
+/* Finds the first and the last key that rows of the strip see, rounded to multiples of 4, so that
+ * tiles divide them. p of the other keys would be 0. Leaving them out changes at most the sign of a
+ * zero, which store_o removes. */
+RA__ISA_STATIC void RA__NAME(find_keys)(RA__NAME(strip) *strip) {
+    const ra__rows *geo = strip->panel->geo;
+    const int32_t *pos = strip->keys->pos;
+    int32_t end = strip->row + strip->nt * RA__WIDTH;
+    int32_t lo = INT32_MAX, hi = 0, keep_first = INT32_MAX, keep_end = 0;
+    strip->first = 0;
+    strip->last = strip->keys->n;
+    if (!strip->partial) return;
+    for (int32_t i = strip->row; i < end; i++) {
         if (geo->lo[i] < geo->hi[i]) {
             lo = geo->lo[i] < lo ? geo->lo[i] : lo;
             hi = geo->hi[i] > hi ? geo->hi[i] : hi;
         }
-        if (geo->doc[i] < geo->keep[i]) {
-            doc = geo->doc[i] < doc ? geo->doc[i] : doc;
-            keep = geo->keep[i] > keep ? geo->keep[i] : keep;
+        if (geo->keep_first[i] < geo->keep_end[i]) {
+            keep_first = geo->keep_first[i] < keep_first ? geo->keep_first[i] : keep_first;
+            keep_end = geo->keep_end[i] > keep_end ? geo->keep_end[i] : keep_end;
         }
     }
-    w->last = 0;
-    for (i = w->keys->n - 1; i >= 0; i--) {
-        if ((lo > pos[i] || pos[i] >= hi) && (doc > pos[i] || pos[i] >= keep)) continue;
-        w->first = i / 4 * 4;
-        if (w->last == 0) w->last = i / 4 * 4 + 4;
+    strip->last = 0;
+    for (int32_t i = strip->keys->n - 1; i >= 0; i--) {
+        if ((lo > pos[i] || pos[i] >= hi) && (keep_first > pos[i] || pos[i] >= keep_end)) continue;
+        strip->first = i / 4 * 4;
+        if (strip->last == 0) strip->last = i / 4 * 4 + 4;
     }
-    if (w->last > w->keys->n) w->last = w->keys->n;
+    if (strip->last > strip->keys->n) strip->last = strip->keys->n;
 }
 
-/* Strips are slabs, in partial tiles no more than half of one where a slab is wide: so less is
- * computed in vain. */
-RA__FN void RA__F(fold_block)(RA__F(work) *w, const ra_desc *d) {
-    for (w->row = 0; w->row < w->p->rows; w->row += w->nt * RA__W) {
-        w->nt = RA__F(vectors)(w->p->rows - w->row);
-        if (w->partial && RA__NT > 2 && w->nt == RA__NT) w->nt = RA__NT / 2;
-        RA__F(limits)(w);
-        if (w->first == w->last) continue;
-        RA__F(softmax)(w, d);
-        if (w->p->drop.least)
-            ra__drop_apply(w->p, w->keys, w->row, w->nt * RA__W, w->s, RA__SLAB);
-        if (w->partial && !w->keys->v_clean) RA__F(values_dirty)(w, d->v_dim);
-        else RA__F(values)(w, d->v_dim);
+/* A strip is a slab. In partial tiles it is at most half of a slab with more than two vectors, so
+ * that fewer products are wasted. */
+RA__ISA_STATIC void RA__NAME(fold_block)(RA__NAME(strip) *strip, const ra_desc *d) {
+    for (strip->row = 0; strip->row < strip->panel->rows; strip->row += strip->nt * RA__WIDTH) {
+        strip->nt = RA__NAME(vectors_of)(strip->panel->rows - strip->row);
+        if (strip->partial && RA__VECTORS > 2 && strip->nt == RA__VECTORS)
+            strip->nt = RA__VECTORS / 2;
+        RA__NAME(find_keys)(strip);
+        if (strip->first == strip->last) continue;
+        RA__NAME(softmax)(strip, d);
+        if (strip->panel->drop.threshold)
+            ra__drop_apply(strip->panel, strip->keys, strip->row, strip->nt * RA__WIDTH, strip->s,
+                           RA__SLAB);
+        if (strip->partial && !strip->keys->v_clean) RA__NAME(values_dirty)(strip, d->v_dim);
+        else RA__NAME(values)(strip, d->v_dim);
     }
 }
 
-RA__FN void RA__F(fold)(const ra__panel *p, const ra__keys *keys, const int8_t *kind,
-                        int32_t count, const ra_desc *d, float *s) {
-    RA__F(work) w;
-    int32_t i;
-    w.p = p;
-    w.s = s;
-    for (i = 0; i < count; i++) {
+RA__ISA_STATIC void RA__NAME(fold)(const ra__panel *panel, const ra__keys *keys,
+                                   const int8_t *kind, int32_t count, const ra_desc *d, float *s) {
+    RA__NAME(strip) strip;
+    strip.panel = panel;
+    strip.s = s;
+    for (int32_t i = 0; i < count; i++) {
         if (kind[i] == RA__EMPTY) continue;
-        w.keys = keys + i;
-        w.partial = kind[i] == RA__PARTIAL;
-        RA__F(fold_block)(&w, d);
+        strip.keys = keys + i;
+        strip.partial = kind[i] == RA__PARTIAL;
+        RA__NAME(fold_block)(&strip, d);
     }
 }
 
-/* PERF: rows far apart are asked for some rows before. Zen 5, 8 heads of 128 side by side, f32
- * backward: 86.9 to 88.2 % of the FMA peak. */
-RA__FN void RA__F(widen)(float *dst, const void *src, int64_t stride, int32_t dtype, int32_t rows,
-                         int32_t dim) {
-    const int32_t bytes = dim * (dtype == RA_F32 ? 4 : 2);
+/* PERF: prefetches 10 rows ahead, for rows that are far apart. Zen 5, 8 heads of 128 side by side,
+ * f32 backward: 86.9 -> 88.2 % of the FMA peak. */
+RA__ISA_STATIC void RA__NAME(widen)(float *dst, const void *src, int64_t stride, int32_t dtype,
+                                    int32_t rows, int32_t dim) {
+    int32_t bytes = dim * (dtype == RA_F32 ? 4 : 2);
     const uint8_t *from = (const uint8_t *)src;
-    int32_t row;
-    for (row = 0; row < rows; row++, from += stride, dst += dim) {
+    for (int32_t row = 0; row < rows; row++, from += stride, dst += dim) {
         ra__prefetch((uintptr_t)from + (uintptr_t)(10 * stride), bytes);
-        RA__F(read)(dst, from, dtype, dim);
+        RA__NAME(read_row)(dst, from, dtype, dim);
     }
 }
 
-/* 1 if rows x dim floats (stride in floats) hold no NaN and no infinity. */
-RA__FN int32_t RA__F(finite)(const float *src, int64_t stride, int32_t rows, int32_t dim) {
-    int32_t row, i, bad = 0;
-    for (row = 0; row < rows && !bad; row++, src += stride) {
-        for (i = 0; dim - i >= RA__W; i += RA__W) bad |= RA__F(bad)(RA__F(load)(src + i));
+/* 1 if rows x dim floats (stride in floats) have no NaN and no infinity. */
+RA__ISA_STATIC int32_t RA__NAME(rows_are_finite)(const float *src, int64_t stride, int32_t rows,
+                                                 int32_t dim) {
+    int32_t bad = 0;
+    for (int32_t row = 0; row < rows && !bad; row++, src += stride) {
+        int32_t i = 0;
+        for (; dim - i >= RA__WIDTH; i += RA__WIDTH)
+            bad |= RA__NAME(any_nonfinite)(RA__NAME(load)(src + i));
         for (; i < dim; i++) bad |= !ra__is_finite(src[i]);
     }
     return !bad;
 }
 
-RA__FN void RA__F(sizes)(ra__bytes *out, const ra_desc *d, int32_t shared) {
-    const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
-    out->q = lane * d->k_dim;
-    out->acc = lane * d->v_dim;
-    out->s = lane * RA_BLOCK_TOKENS;
+RA__ISA_STATIC void RA__NAME(sizes)(ra__bytes *out, const ra_desc *d, int32_t shared) {
+    int64_t column = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
+    out->q = column * d->k_dim;
+    out->acc = column * d->v_dim;
+    out->s = column * RA_BLOCK_TOKENS;
     out->batch = 1;
-    out->k = ra__is_copied(d->k_dtype, 0, shared && d->v_in_k) ? lane * d->k_dim : 0;
-    out->v = ra__is_copied(d->v_dtype, 0, shared) && !d->v_in_k ? lane * d->v_dim : 0;
+    out->k = ra__is_copied(d->k_dtype, 0, shared && d->v_in_k) ? column * d->k_dim : 0;
+    out->v = ra__is_copied(d->v_dtype, 0, shared) && !d->v_in_k ? column * d->v_dim : 0;
 }
 
-/* Rows of K or V as f32: in the store if they are copied. */
-RA__FN void RA__F(bring)(const uint8_t **rows, int64_t *stride, uint8_t *store, int32_t dtype,
-                         int32_t dim, int32_t n) {
-    RA__F(widen)((float *)(void *)store, *rows, *stride, dtype, n, dim);
-    *rows = store;
+/* Converts n rows of K or V to f32 in `copy`, and lets *rows and *stride point there. */
+RA__ISA_STATIC void RA__NAME(copy_rows)(const uint8_t **rows, int64_t *stride, uint8_t *copy,
+                                        int32_t dtype, int32_t dim, int32_t n) {
+    RA__NAME(widen)((float *)(void *)copy, *rows, *stride, dtype, n, dim);
+    *rows = copy;
     *stride = (int64_t)dim * 4;
 }
 
-RA__FN void RA__F(bring_both)(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                              int32_t k_shared, int32_t v_shared) {
+/* Copies K and V as far as ra__is_copied says. */
+RA__ISA_STATIC void RA__NAME(copy_keys)(ra__keys *keys, const ra_desc *d,
+                                        const ra__key_scratch *scratch, int32_t k_shared,
+                                        int32_t v_shared) {
     if (ra__is_copied(d->k_dtype, keys->k_stride, k_shared))
-        RA__F(bring)(&keys->k, &keys->k_stride, store->k, d->k_dtype, d->k_dim, keys->n);
+        RA__NAME(copy_rows)(&keys->k, &keys->k_stride, scratch->k, d->k_dtype, d->k_dim, keys->n);
     if (d->v_in_k) {
         keys->v = keys->k + (int64_t)d->v_column * 4;
         keys->v_stride = keys->k_stride;
     } else if (ra__is_copied(d->v_dtype, keys->v_stride, v_shared)) {
-        RA__F(bring)(&keys->v, &keys->v_stride, store->v, d->v_dtype, d->v_dim, keys->n);
+        RA__NAME(copy_rows)(&keys->v, &keys->v_stride, scratch->v, d->v_dtype, d->v_dim, keys->n);
     }
 }
 
-RA__FN void RA__F(prepare)(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                           int32_t partial) {
-    RA__F(bring_both)(keys, d, store, store->shared && d->v_in_k, store->shared);
-    keys->v_clean = !partial || RA__F(finite)(ra__value_row(keys, 0), keys->v_stride / 4, keys->n,
+RA__ISA_STATIC void RA__NAME(prepare)(ra__keys *keys, const ra_desc *d,
+                                      const ra__key_scratch *scratch, int32_t partial) {
+    RA__NAME(copy_keys)(keys, d, scratch, scratch->shared && d->v_in_k, scratch->shared);
+    keys->v_clean = !partial ||
+                    RA__NAME(rows_are_finite)(ra__value_row(keys, 0), keys->v_stride / 4, keys->n,
                                               d->v_dim);
 }
 
-/* Rows of the last slab beyond the panel's are zero, as far as fold works on them.
- * PERF: from memory to registers and transposed there: a row written to a buffer with stores of one
- * width and read with loads of another waits for the first. */
-RA__FN void RA__F(load_q)(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
-                          int32_t dim) {
-    const int32_t size = dtype == RA_F32 ? 4 : 2, last = (p->rows - 1) / RA__SLAB * RA__SLAB;
-    const int32_t rows = last + RA__F(vectors)(p->rows - last) * RA__W;
-    const RA__V factor = RA__F(set)(p->factor);
-    int32_t row, d, i;
-    for (row = 0; row < rows; row += RA__W)
-        for (d = 0; d < dim; d += RA__W) {
+/* Rows beyond the last one are 0 as far as fold works on them.
+ * PERF: rows are transposed in registers. A buffer between would be written and read with different
+ * widths, and such loads wait for the stores. */
+RA__ISA_STATIC void RA__NAME(load_q)(const ra__panel *panel, const void *src, int64_t stride,
+                                     int32_t dtype, int32_t dim) {
+    int32_t size = dtype == RA_F32 ? 4 : 2, last = (panel->rows - 1) / RA__SLAB * RA__SLAB;
+    int32_t rows = last + RA__NAME(vectors_of)(panel->rows - last) * RA__WIDTH;
+    RA__FLOATS factor = RA__NAME(set)(panel->factor);
+    for (int32_t row = 0; row < rows; row += RA__WIDTH)
+        for (int32_t d = 0; d < dim; d += RA__WIDTH) {
             const uint8_t *from = (const uint8_t *)src + row * stride + (int64_t)d * size;
-            float *to = RA__F(panel_row)(p->q, row, dim) + d * RA__SLAB;
-            RA__V v[RA__W];
-            RA__F(read_square)(v, from, stride, dtype, p->rows - row, dim - d);
-            RA__F(transpose)(v);
-            RA__UNROLL for (i = 0; i < RA__W; i++)
-                if (i < dim - d) RA__F(store)(to + i * RA__SLAB, v[i] * factor);
+            float *to = RA__NAME(panel_row)(panel->q, row, dim) + d * RA__SLAB;
+            RA__FLOATS v[RA__WIDTH];
+            RA__NAME(read_square)(v, from, stride, dtype, panel->rows - row, dim - d);
+            RA__NAME(transpose)(v);
+            RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++)
+                if (i < dim - d) RA__NAME(store)(to + i * RA__SLAB, v[i] * factor);
         }
 }
 
-/* acc is laid out like q. */
-RA__FN void RA__F(load_acc)(const ra__panel *p, const float *src, int64_t stride, int32_t dim) {
-    ra__panel as_q = *p;
-    as_q.q = p->acc;
+/* acc has the layout of q. */
+RA__ISA_STATIC void RA__NAME(load_acc)(const ra__panel *panel, const float *src, int64_t stride,
+                                       int32_t dim) {
+    ra__panel as_q = *panel;
+    as_q.q = panel->acc;
     as_q.factor = 1.0f;
-    if (src) RA__F(load_q)(&as_q, src, stride * 4, RA_F32, dim);
-    else memset(p->acc, 0, (size_t)RA_BLOCK_TOKENS * (size_t)dim * sizeof *p->acc);
+    if (src) RA__NAME(load_q)(&as_q, src, stride * 4, RA_F32, dim);
+    else memset(panel->acc, 0, (size_t)RA_BLOCK_TOKENS * (size_t)dim * sizeof *panel->acc);
 }
 
-/* Rows of acc, times factor[row] and without the sign of zeros if there is one, to dst. */
-RA__FN void RA__F(store_o)(const ra__panel *p, void *dst, int64_t stride, int32_t dtype,
-                           int32_t dim, const float *factor) {
-    const int32_t size = dtype == RA_F32 ? 4 : 2;
-    const RA__V zero = RA__F(set)(0.0f);
-    int32_t row, d, i;
-    for (row = 0; row < p->rows; row += RA__W)
-        for (d = 0; d < dim; d += RA__W) {
-            const float *acc = RA__F(panel_row)(p->acc, row, dim) + d * RA__SLAB;
+/* Writes rows of acc to dst. If factor is not null, row i is multiplied by factor[i], and negative
+ * zeros become 0. */
+RA__ISA_STATIC void RA__NAME(store_o)(const ra__panel *panel, void *dst, int64_t stride,
+                                      int32_t dtype, int32_t dim, const float *factor) {
+    int32_t size = dtype == RA_F32 ? 4 : 2;
+    RA__FLOATS zero = RA__NAME(set)(0.0f);
+    for (int32_t row = 0; row < panel->rows; row += RA__WIDTH)
+        for (int32_t d = 0; d < dim; d += RA__WIDTH) {
+            const float *acc = RA__NAME(panel_row)(panel->acc, row, dim) + d * RA__SLAB;
             uint8_t *to = (uint8_t *)dst + row * stride + (int64_t)d * size;
-            RA__V v[RA__W], x = zero;
-            if (factor) x = RA__F(load)(factor + row);
-            RA__UNROLL for (i = 0; i < RA__W; i++) {
+            RA__FLOATS v[RA__WIDTH], x = zero;
+            if (factor) x = RA__NAME(load)(factor + row);
+            RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++) {
                 v[i] = zero;
-                if (i < dim - d) v[i] = RA__F(load)(acc + i * RA__SLAB);
+                if (i < dim - d) v[i] = RA__NAME(load)(acc + i * RA__SLAB);
                 if (factor) v[i] = v[i] * x + zero;
             }
-            RA__F(transpose)(v);
-            RA__F(write_square)(to, stride, dtype, v, p->rows - row, dim - d);
+            RA__NAME(transpose)(v);
+            RA__NAME(write_square)(to, stride, dtype, v, panel->rows - row, dim - d);
         }
 }
 
-RA__FN void RA__F(store_acc)(const ra__panel *p, float *dst, int64_t stride, int32_t dim) {
-    RA__F(store_o)(p, dst, stride * 4, RA_F32, dim, NULL);
+RA__ISA_STATIC void RA__NAME(store_acc)(const ra__panel *panel, float *dst, int64_t stride,
+                                        int32_t dim) {
+    RA__NAME(store_o)(panel, dst, stride * 4, RA_F32, dim, NULL);
 }
 
-/* ---- decode: lanes are dims. Scores and p of a stretch: [key][4 rows]. Arrays of ra__few are
- * chunks of RA__CHUNK dims: [chunk][4 rows][RA__CHUNK].
- * PERF: 4 rows of D 128 are 64 multiply-adds of 16 lanes a key. On Zen 5 a fold of keys that are in
- * L1 takes 11.5 ns a key of f32, 12.5 of f16, 14.9 of q8_0; to read them from memory takes 25.6,
- * 12.8 and 6.8 ns at 40 GB/s. So f16 needs both at once, and q8_0 waits for arithmetic. */
-#define RA__CHUNK (2 * RA__W)
+/* ---- decode: lanes are dims. Scores and p are [key][4 rows], or [key] if there is one row. Arrays
+ * of ra__decode_rows consist of chunks of RA__CHUNK dims: [chunk][4 rows][RA__CHUNK].
+ * PERF: 4 rows of D 128 take 64 multiply-adds of 16 lanes per key. On Zen 5 a fold of keys that are
+ * in L1 takes 11.5 ns per key of f32, 12.5 of f16, 14.9 of q8_0. Reading them from memory takes
+ * 25.6, 12.8 and 6.8 ns at 40 GB/s. So f32 is bound by memory, f16 by both, q8_0 by arithmetic. */
+#define RA__CHUNK (2 * RA__WIDTH)
 
-/* Elements d .. d + RA__CHUNK of a row. d: a multiple of RA__CHUNK. */
-RA__OP void RA__F(pair)(RA__V *out, const uint8_t *row, int32_t d, const int32_t dtype) {
+/* Elements [d, d + RA__CHUNK) of a row. d: a multiple of RA__CHUNK. */
+RA__ISA_INLINE void RA__NAME(load_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
+                                         int32_t dtype) {
     const uint8_t *block = row + (int64_t)(d / 32) * 34;
-    RA__V scale = RA__F(set)(0.0f);
-    int32_t i;
-    if (dtype == RA_Q8_0) scale = RA__F(set)(RA__F(of_f16)(block)[0]);
-    RA__UNROLL for (i = 0; i < 2; i++, d += RA__W) {
-        if (dtype == RA_F32) out[i] = RA__F(load)((const float *)(const void *)row + d);
-        else if (dtype == RA_F16) out[i] = RA__F(of_f16)(row + 2 * (int64_t)d);
-        else if (dtype == RA_BF16) out[i] = RA__F(of_bf16)(row + 2 * (int64_t)d);
-        else out[i] = RA__F(of_i8)(block + 2 + d % 32) * scale;
+    RA__FLOATS scale = RA__NAME(set)(0.0f);
+    if (dtype == RA_Q8_0) scale = RA__NAME(set)(RA__NAME(of_f16)(block)[0]);
+    RA__UNROLL for (int32_t i = 0; i < 2; i++, d += RA__WIDTH) {
+        if (dtype == RA_Q8_0) out[i] = RA__NAME(of_i8)(block + 2 + d % 32) * scale;
+        else out[i] = RA__NAME(convert)(row + (int64_t)d * (dtype == RA_F32 ? 4 : 2), dtype);
     }
 }
 
-/* The same for any dtype and the last elements of a row, perhaps fewer than RA__CHUNK: zeros. */
-RA__PART void RA__F(pair_rest)(RA__V *out, const uint8_t *row, int32_t d, int32_t dim,
-                               int32_t dtype) {
-    const int32_t size = dtype == RA_F32 ? 4 : 2;
+/* The same for any dtype, also at the end of a row: elements beyond dim are 0. */
+RA__ISA_NOINLINE void RA__NAME(load_last_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
+                                                int32_t dim, int32_t dtype) {
+    int32_t size = dtype == RA_F32 ? 4 : 2;
     float copy[RA__CHUNK];
     if (dim - d < RA__CHUNK) {
         memset(copy, 0, sizeof copy);
@@ -3021,391 +3034,410 @@ RA__PART void RA__F(pair_rest)(RA__V *out, const uint8_t *row, int32_t d, int32_
         row = (const uint8_t *)(const void *)copy;
         d = 0;
     }
-    RA__F(pair)(out, row, d, dtype);
+    RA__NAME(load_chunk)(out, row, d, dtype);
 }
 
-/* c[4 key + row] += the products of a chunk. */
-RA__OP void RA__F(few_products)(RA__V *c, RA__V (*k)[2], const float *q) {
-    int32_t i, r, t;
-    RA__UNROLL for (t = 0; t < 2; t++)
-        RA__UNROLL for (r = 0; r < 4; r++) {
-            RA__V y = RA__F(hold)(RA__F(load)(q + r * RA__CHUNK + t * RA__W));
-            RA__UNROLL for (i = 0; i < RA__DK; i++)
-                c[4 * i + r] = RA__F(fma)(y, k[i][t], c[4 * i + r]);
+/* c[4 key + row] += products of the elements of a chunk. */
+RA__ISA_INLINE void RA__NAME(decode_products)(RA__FLOATS *c, RA__FLOATS (*k)[2], const float *q) {
+    RA__UNROLL for (int32_t t = 0; t < 2; t++)
+        RA__UNROLL for (int32_t r = 0; r < 4; r++) {
+            RA__FLOATS y = RA__NAME(hold)(RA__NAME(load)(q + r * RA__CHUNK + t * RA__WIDTH));
+            RA__UNROLL for (int32_t i = 0; i < RA__DECODE_TILE_KEYS; i++)
+                c[4 * i + r] = RA__NAME(fma)(y, k[i][t], c[4 * i + r]);
         }
 }
 
-/* Scores [key][4 rows] of RA__DK keys from key j on; beyond the last it is computed again. */
-RA__OP void RA__F(few_dots)(const ra__few *f, const ra__stretch *x, int32_t j, float *s,
-                            const int32_t dtype) {
-    const int32_t dim = f->d->k_dim;
-    const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
-    const uint8_t *row[RA__DK];
-    RA__V c[4 * RA__DK], k[RA__DK][2];
-    int32_t d, i;
-    row[0] = x->k + j * x->k_stride;
-    RA__UNROLL for (i = 1; i < RA__DK; i++) {
+/* Scores [key][4 rows] of RA__DECODE_TILE_KEYS keys from key j on. Beyond the last key that key is
+ * computed again. */
+RA__ISA_INLINE void RA__NAME(decode_dots)(const ra__decode_rows *rows, const ra__decode_keys *keys,
+                                          int32_t j, float *s, int32_t dtype) {
+    int32_t dim = rows->d->k_dim;
+    int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+    const uint8_t *row[RA__DECODE_TILE_KEYS];
+    RA__FLOATS c[4 * RA__DECODE_TILE_KEYS];
+    int32_t d = 0;
+    row[0] = keys->k + j * keys->k_stride;
+    RA__UNROLL for (int32_t i = 1; i < RA__DECODE_TILE_KEYS; i++) {
         row[i] = row[i - 1];
-        if (j + i < x->n) row[i] += x->k_stride;
+        if (j + i < keys->n) row[i] += keys->k_stride;
     }
-    RA__UNROLL for (i = 0; i < 4 * RA__DK; i++) c[i] = RA__F(set)(0.0f);
-    for (d = 0; dim - d >= RA__CHUNK; d += RA__CHUNK) {
-        RA__UNROLL for (i = 0; i < RA__DK; i++) RA__F(pair)(k[i], row[i], d, dtype);
-        RA__F(few_products)(c, k, f->q + 4 * d);
-        if (x->ahead) ra__stream_ask(x->ahead, (RA__DK * bytes + 127) / 128);
+    RA__UNROLL for (int32_t i = 0; i < 4 * RA__DECODE_TILE_KEYS; i++) c[i] = RA__NAME(set)(0.0f);
+    for (; dim - d >= RA__CHUNK; d += RA__CHUNK) {
+        RA__FLOATS k[RA__DECODE_TILE_KEYS][2];
+        RA__UNROLL for (int32_t i = 0; i < RA__DECODE_TILE_KEYS; i++)
+            RA__NAME(load_chunk)(k[i], row[i], d, dtype);
+        RA__NAME(decode_products)(c, k, rows->q + 4 * d);
+        if (keys->streams)
+            ra__stream_prefetch(keys->streams, (RA__DECODE_TILE_KEYS * bytes + 127) / 128);
     }
     if (d < dim) {
-        RA__V rest[RA__DK][2];         /* not k, which would then be memory everywhere */
-        for (i = 0; i < RA__DK; i++) RA__F(pair_rest)(rest[i], row[i], d, dim, dtype);
-        RA__F(few_products)(c, rest, f->q + 4 * d);
+        RA__FLOATS k[RA__DECODE_TILE_KEYS][2]; /* not that above, which stays in registers */
+        for (int32_t i = 0; i < RA__DECODE_TILE_KEYS; i++)
+            RA__NAME(load_last_chunk)(k[i], row[i], d, dim, dtype);
+        RA__NAME(decode_products)(c, k, rows->q + 4 * d);
     }
-    RA__UNROLL for (i = 0; i < 4 * RA__DK; i += RA__W)
-        RA__F(store)(s + 4 * j + i, RA__F(sums)(c + i));
+    RA__UNROLL for (int32_t i = 0; i < 4 * RA__DECODE_TILE_KEYS; i += RA__WIDTH)
+        RA__NAME(store)(s + 4 * j + i, RA__NAME(sums)(c + i));
 }
 
-/* Score of row 0 and the key at `row`, not yet summed over lanes: the same chain as in few_dots. */
-RA__OP RA__V RA__F(few_dot_one)(const ra__few *f, const uint8_t *row, const int32_t dtype) {
-    const int32_t dim = f->d->k_dim;
-    const float *q = f->q;
-    RA__V sum = RA__F(set)(0.0f), k[2], rest[2];
-    int32_t d;
-    RA__UNROLL_2 for (d = 0; dim - d >= RA__CHUNK; d += RA__CHUNK, q += 4 * RA__CHUNK) {
-        RA__F(pair)(k, row, d, dtype);
-        sum = RA__F(fma)(RA__F(load)(q), k[0], sum);
-        sum = RA__F(fma)(RA__F(load)(q + RA__W), k[1], sum);
+/* Score of row 0 and the key at `row`, by the same chain as in decode_dots, not yet summed over
+ * lanes. */
+RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dot)(const ra__decode_rows *rows, const uint8_t *row,
+                                                   int32_t dtype) {
+    int32_t dim = rows->d->k_dim;
+    const float *q = rows->q;
+    RA__FLOATS sum = RA__NAME(set)(0.0f);
+    int32_t d = 0;
+    RA__UNROLL_2 for (; dim - d >= RA__CHUNK; d += RA__CHUNK, q += 4 * RA__CHUNK) {
+        RA__FLOATS k[2];
+        RA__NAME(load_chunk)(k, row, d, dtype);
+        sum = RA__NAME(fma)(RA__NAME(load)(q), k[0], sum);
+        sum = RA__NAME(fma)(RA__NAME(load)(q + RA__WIDTH), k[1], sum);
     }
     if (d < dim) {
-        RA__F(pair_rest)(rest, row, d, dim, dtype);
-        sum = RA__F(fma)(RA__F(load)(q), rest[0], sum);
-        sum = RA__F(fma)(RA__F(load)(q + RA__W), rest[1], sum);
+        RA__FLOATS k[2];
+        RA__NAME(load_last_chunk)(k, row, d, dim, dtype);
+        sum = RA__NAME(fma)(RA__NAME(load)(q), k[0], sum);
+        sum = RA__NAME(fma)(RA__NAME(load)(q + RA__WIDTH), k[1], sum);
     }
     return sum;
 }
 
-/* Scores of row 0 and RA__W keys from key j on. Row by row, which is the order of addresses that a
- * processor prefetches by itself, and as many rows at once as it has room for. */
-RA__OP void RA__F(few_dots_one)(const ra__few *f, const ra__stretch *x, int32_t j, float *s,
-                                const int32_t dtype) {
-    const int32_t n = x->n - j < RA__W ? x->n - j : RA__W;
-    const int32_t bytes = f->d->k_dim * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
-    const uint8_t *row = x->k + j * x->k_stride;
-    RA__V c[RA__W];
-    int32_t i;
-    for (i = 0; i < n; i++, row += x->k_stride) {
-        c[i] = RA__F(few_dot_one)(f, row, dtype);
-        if (x->ahead) ra__stream_ask(x->ahead, (bytes + 127) / 128);
+/* Scores of row 0 and RA__WIDTH keys from key j on: key by key, because processors prefetch in the
+ * order of addresses by themselves, and as many keys at once as they have room for. */
+RA__ISA_INLINE void RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
+                                              const ra__decode_keys *keys, int32_t j, float *s,
+                                              int32_t dtype) {
+    int32_t n = keys->n - j < RA__WIDTH ? keys->n - j : RA__WIDTH;
+    int32_t bytes = rows->d->k_dim * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+    const uint8_t *row = keys->k + j * keys->k_stride;
+    RA__FLOATS c[RA__WIDTH];
+    int32_t i = 0;
+    for (; i < n; i++, row += keys->k_stride) {
+        c[i] = RA__NAME(decode_row_dot)(rows, row, dtype);
+        if (keys->streams) ra__stream_prefetch(keys->streams, (bytes + 127) / 128);
     }
-    for (; i < RA__W; i++) c[i] = RA__F(hold)(RA__F(set)(0.0f)); /* hold: not by memset */
-    RA__F(store)(s + j, RA__F(sums)(c));
+    for (; i < RA__WIDTH; i++) c[i] = RA__NAME(hold)(RA__NAME(set)(0.0f)); /* hold: no memset */
+    RA__NAME(store)(s + j, RA__NAME(sums)(c));
 }
 
-RA__OP void RA__F(few_scores_of)(const ra__few *f, const ra__stretch *x, float *s,
-                                 const int32_t dtype) {
-    int32_t j;
-    for (j = 0; f->one && j < x->n; j += RA__W) RA__F(few_dots_one)(f, x, j, s, dtype);
-    for (j = 0; !f->one && j < x->n; j += RA__DK) RA__F(few_dots)(f, x, j, s, dtype);
-}
-RA__PART void RA__F(few_scores)(const ra__few *f, const ra__stretch *x, float *s) {
-    const int32_t dtype = f->d->k_dtype;
-    if (dtype == RA_F32) RA__F(few_scores_of)(f, x, s, RA_F32);
-    else if (dtype == RA_F16) RA__F(few_scores_of)(f, x, s, RA_F16);
-    else if (dtype == RA_BF16) RA__F(few_scores_of)(f, x, s, RA_BF16);
-    else RA__F(few_scores_of)(f, x, s, RA_Q8_0);
+RA__ISA_INLINE void RA__NAME(decode_scores_of)(const ra__decode_rows *rows,
+                                               const ra__decode_keys *keys, float *s,
+                                               int32_t dtype) {
+    for (int32_t j = 0; rows->one_row && j < keys->n; j += RA__WIDTH)
+        RA__NAME(decode_row_dots)(rows, keys, j, s, dtype);
+    for (int32_t j = 0; !rows->one_row && j < keys->n; j += RA__DECODE_TILE_KEYS)
+        RA__NAME(decode_dots)(rows, keys, j, s, dtype);
 }
 
-/* Softcap, ALiBi and bias of n scores [key][4 rows]. */
-RA__PART void RA__F(few_modify)(const ra__few *f, const ra__stretch *x, float *s, int32_t n) {
-    ra__score cap = f->score[0];
-    float bias[4 * RA__FEW_KEYS] = {0};
-    int32_t apart[4 * RA__FEW_KEYS] = {0}, i;
+RA__ISA_NOINLINE void RA__NAME(decode_scores)(const ra__decode_rows *rows,
+                                              const ra__decode_keys *keys, float *s) {
+    int32_t dtype = rows->d->k_dtype;
+    if (dtype == RA_F32) RA__NAME(decode_scores_of)(rows, keys, s, RA_F32);
+    else if (dtype == RA_F16) RA__NAME(decode_scores_of)(rows, keys, s, RA_F16);
+    else if (dtype == RA_BF16) RA__NAME(decode_scores_of)(rows, keys, s, RA_BF16);
+    else RA__NAME(decode_scores_of)(rows, keys, s, RA_Q8_0);
+}
+
+/* Applies softcap, ALiBi and bias to n scores [key][4 rows]. */
+RA__ISA_NOINLINE void RA__NAME(decode_modify)(const ra__decode_rows *rows,
+                                              const ra__decode_keys *keys, float *s, int32_t n) {
+    ra__score cap = rows->score[0];
+    float bias[4 * RA__DECODE_KEYS] = {0};
+    int32_t apart[4 * RA__DECODE_KEYS] = {0};
     cap.slope = 0.0f;
     cap.bias = NULL;
-    for (i = 0; i < 4 * x->n; i++) {
-        apart[i] = x->pos[i / 4] - f->pos[i % 4];
-        if (f->score[i % 4].bias) bias[i] = ra__bias_at(&f->score[i % 4], 0, x->pos[i / 4]);
+    for (int32_t i = 0; i < 4 * keys->n; i++) {
+        apart[i] = keys->pos[i / 4] - rows->pos[i % 4];
+        if (rows->score[i % 4].bias)
+            bias[i] = ra__bias_at(&rows->score[i % 4], 0, keys->pos[i / 4]);
     }
-    for (i = 0; i < n; i += RA__W) {
-        RA__V slope = RA__F(load)(f->slope) * RA__F(set)(-ra__log2e);
-        RA__V y = RA__F(modify)(&cap, RA__F(load)(s + i), slope, slope);
-        y = RA__F(fma)(slope, RA__F(distance)(apart + i, 0), y);
-        y = RA__F(fma)(RA__F(load)(bias + i), RA__F(set)(ra__log2e), y);
-        RA__F(store)(s + i, y);
+    for (int32_t i = 0; i < n; i += RA__WIDTH) {
+        RA__FLOATS slope = RA__NAME(load)(rows->slope) * RA__NAME(set)(-ra__log2e);
+        RA__FLOATS y = RA__NAME(modify)(&cap, RA__NAME(load)(s + i), slope, slope);
+        y = RA__NAME(fma)(slope, RA__NAME(distance)(apart + i, 0), y);
+        y = RA__NAME(fma)(RA__NAME(load)(bias + i), RA__NAME(set)(ra__log2e), y);
+        RA__NAME(store)(s + i, y);
     }
 }
 
-/* All of what changes scores; those that are not seen become -inf, as do lanes beyond the last. */
-RA__PART void RA__F(few_change)(const ra__few *f, const ra__stretch *x, float *s) {
-    const int32_t rows = f->one ? 1 : 4;
-    float all[4 * RA__FEW_KEYS], *to = s;
-    int32_t i;
-    if (f->one && f->modified) {
+/* Modifies the scores. Those that are not seen become -inf. */
+RA__ISA_NOINLINE void RA__NAME(decode_adjust)(const ra__decode_rows *rows,
+                                              const ra__decode_keys *keys, float *s) {
+    int32_t nr = rows->one_row ? 1 : 4;
+    float all[4 * RA__DECODE_KEYS], *to = s;
+    if (rows->one_row && rows->modified) {
         memset(all, 0, sizeof all);
-        for (i = 0; i < x->n; i++) all[4 * i] = s[i];
+        for (int32_t i = 0; i < keys->n; i++) all[4 * i] = s[i];
         to = all;
     }
-    if (f->modified) RA__F(few_modify)(f, x, to, (4 * x->n + RA__W - 1) / RA__W * RA__W);
-    for (i = 0; to == all && i < x->n; i++) s[i] = all[4 * i];
-    for (i = 0; x->partial && i < rows * x->n; i++)
-        if (!(x->seen >> (f->one ? 4 * i : i) & 1)) s[i] = ra__neg_inf();
+    if (rows->modified)
+        RA__NAME(decode_modify)(rows, keys, to,
+                                (4 * keys->n + RA__WIDTH - 1) / RA__WIDTH * RA__WIDTH);
+    for (int32_t i = 0; to == all && i < keys->n; i++) s[i] = all[4 * i];
+    for (int32_t i = 0; keys->partial && i < nr * keys->n; i++)
+        if (!(keys->seen >> (rows->one_row ? 4 * i : i) & 1)) s[i] = ra__neg_inf();
 }
 
-/* x[RA__CHUNK] of row r in each chunk *= factor. */
-RA__OP void RA__F(few_scale)(float *x, int32_t r, int32_t dim, RA__V factor) {
-    int32_t d;
-    for (d = 0, x += r * RA__CHUNK; d < dim; d += RA__CHUNK, x += 4 * RA__CHUNK) {
-        RA__F(store)(x, RA__F(load)(x) * factor);
-        RA__F(store)(x + RA__W, RA__F(load)(x + RA__W) * factor);
+/* Multiplies row r of an array of chunks by the factor. */
+RA__ISA_INLINE void RA__NAME(decode_scale)(float *x, int32_t r, int32_t dim, RA__FLOATS factor) {
+    x += r * RA__CHUNK;
+    for (int32_t d = 0; d < dim; d += RA__CHUNK, x += 4 * RA__CHUNK) {
+        RA__NAME(store)(x, RA__NAME(load)(x) * factor);
+        RA__NAME(store)(x + RA__WIDTH, RA__NAME(load)(x + RA__WIDTH) * factor);
     }
 }
 
-/* New maximum, and sums in its unit, for rows with one of n scores far above the old one. */
-RA__PART void RA__F(few_rise)(ra__few *f, const float *s, int32_t n) {
-    const int32_t rows = f->one ? 1 : 4;
-    float alpha[RA__W];
-    int32_t r, i;
-    for (r = 0; r < rows; r++) {
+/* Rows with one of n scores far above their maximum get a new one, and their sums are rescaled. */
+RA__ISA_NOINLINE void RA__NAME(decode_raise)(ra__decode_rows *rows, const float *s, int32_t n) {
+    int32_t nr = rows->one_row ? 1 : 4;
+    float alpha[RA__WIDTH];
+    for (int32_t r = 0; r < nr; r++) {
         float top = ra__neg_inf();
-        for (i = r; i < n; i += rows) top = s[i] > top ? s[i] : top;
-        if (!(top > f->m[r] + ra__few_slack)) continue;
-        if (ra__is_neg_inf(f->m[r])) {
-            for (i = r; i < 16; i += 4) f->m[i] = top;
-            continue;                  /* sums are 0 or NaN */
+        for (int32_t i = r; i < n; i += nr) top = s[i] > top ? s[i] : top;
+        if (!(top > rows->m[r] + ra__decode_slack)) continue;
+        if (ra__is_neg_inf(rows->m[r])) {
+            for (int32_t i = r; i < 16; i += 4) rows->m[i] = top;
+            continue;                  /* the sums are 0 or NaN */
         }
-        RA__F(store)(alpha, RA__F(exp2)(RA__F(set)(f->m[r] - top)));
-        RA__F(few_scale)(f->acc, r, f->d->v_dim, RA__F(set)(alpha[0]));
-        if (f->live) RA__F(few_scale)(f->sum, r, f->d->v_dim, RA__F(set)(alpha[0]));
-        f->l[r] *= alpha[0];
-        for (i = r; i < 16; i += 4) {
-            f->part[i] *= alpha[0];
-            f->m[i] = top;
+        RA__NAME(store)(alpha, RA__NAME(exp2)(RA__NAME(set)(rows->m[r] - top)));
+        RA__NAME(decode_scale)(rows->acc, r, rows->d->v_dim, RA__NAME(set)(alpha[0]));
+        if (rows->has_keys)
+            RA__NAME(decode_scale)(rows->block_acc, r, rows->d->v_dim, RA__NAME(set)(alpha[0]));
+        rows->l[r] *= alpha[0];
+        for (int32_t i = r; i < 16; i += 4) {
+            rows->block_l[i] *= alpha[0];
+            rows->m[i] = top;
         }
     }
 }
 
-/* m of the lanes of scores [key][rows]. */
-RA__OP RA__V RA__F(few_top)(const ra__few *f) {
-    return f->one ? RA__F(set)(f->m[0]) : RA__F(load)(f->m);
+/* The maxima that belong to the lanes of a vector of scores. */
+RA__ISA_INLINE RA__FLOATS RA__NAME(decode_max)(const ra__decode_rows *rows) {
+    return rows->one_row ? RA__NAME(set)(rows->m[0]) : RA__NAME(load)(rows->m);
 }
 
-/* 1 if none of n scores is far above its row's maximum. */
-RA__OP int32_t RA__F(few_is_calm)(const ra__few *f, const float *s, int32_t n) {
-    const RA__V low = RA__F(set)(ra__neg_inf());
-    RA__V top = low, use = RA__F(few_top)(f) + RA__F(set)(ra__few_slack);
-    int32_t i;
-    for (i = 0; i < n; i += RA__W) top = RA__F(max)(top, RA__F(load)(s + i));
-    return !RA__F(bad)(RA__F(pick)(RA__F(less)(use, top), low, RA__F(set)(0.0f)));
+/* 1 if none of n scores is far above the maximum of its row. */
+RA__ISA_INLINE int32_t RA__NAME(decode_max_holds)(const ra__decode_rows *rows, const float *s,
+                                                  int32_t n) {
+    RA__FLOATS low = RA__NAME(set)(ra__neg_inf());
+    RA__FLOATS limit = RA__NAME(decode_max)(rows) + RA__NAME(set)(ra__decode_slack), top = low;
+    for (int32_t i = 0; i < n; i += RA__WIDTH) top = RA__NAME(max)(top, RA__NAME(load)(s + i));
+    RA__FLOATS flag = RA__NAME(select)(RA__NAME(less)(limit, top), low, RA__NAME(set)(0.0f));
+    return !RA__NAME(any_nonfinite)(flag);
 }
 
-/* s [n] becomes p, with part; lanes beyond n, up to RA__W of them, become 0. Row 0 alone is summed
- * as it is beside others: RA__W / 4 chains of keys. */
-RA__OP void RA__F(few_weights)(ra__few *f, float *s, int32_t n) {
-    const RA__V use = RA__F(base)(RA__F(few_top)(f));
-    RA__V sum = RA__F(load)(f->part);
-    float one[RA__W / 4];
-    int32_t i, e;
-    for (i = 0; i < n; i += RA__W) {
-        RA__V p = RA__F(exp2)(RA__F(load)(s + i) - use);
-        RA__F(store)(s + i, p);
+/* s [n] becomes p, which is added to block_l. Lanes beyond n, up to RA__WIDTH of them, become 0. A
+ * single row is summed as it would be beside others: in RA__WIDTH / 4 chains of keys. */
+RA__ISA_INLINE void RA__NAME(decode_weigh)(ra__decode_rows *rows, float *s, int32_t n) {
+    RA__FLOATS shift = RA__NAME(shift_of)(RA__NAME(decode_max)(rows));
+    RA__FLOATS sum = RA__NAME(load)(rows->block_l);
+    float chain[RA__WIDTH / 4];
+    for (int32_t i = 0; i < n; i += RA__WIDTH) {
+        RA__FLOATS p = RA__NAME(exp2)(RA__NAME(load)(s + i) - shift);
+        RA__NAME(store)(s + i, p);
         sum = sum + p;
     }
-    if (!f->one) {
-        RA__F(store)(f->part, sum);
+    if (!rows->one_row) {
+        RA__NAME(store)(rows->block_l, sum);
         return;
     }
-    RA__UNROLL for (e = 0; e < RA__W / 4; e++) one[e] = f->part[4 * e];
-    for (i = 0; i < n; i += RA__W / 4)
-        RA__UNROLL for (e = 0; e < RA__W / 4; e++) one[e] += s[i + e];
-    RA__UNROLL for (e = 0; e < RA__W / 4; e++) f->part[4 * e] = one[e];
+    RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) chain[e] = rows->block_l[4 * e];
+    for (int32_t i = 0; i < n; i += RA__WIDTH / 4)
+        RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) chain[e] += s[i + e];
+    RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) rows->block_l[4 * e] = chain[e];
 }
 
-/* c += p of one key, [nr rows], times nc chunks v of its row, in rows whose bit of seen is set. */
-RA__OP void RA__F(few_value_step)(RA__V *c, const RA__V *v, const float *p, const int32_t nc,
-                                  const int32_t nr, const uint64_t seen) {
-    int32_t i, r;
-    RA__UNROLL for (r = 0; r < nr; r++) {
-        RA__V y = RA__F(set)(p[r]);
+/* c += p [nr rows] of one key times nc chunks v of its value, in rows whose bit of seen is set. */
+RA__ISA_INLINE void RA__NAME(decode_value_step)(RA__FLOATS *c, const RA__FLOATS *v, const float *p,
+                                                int32_t nc, int32_t nr, uint64_t seen) {
+    RA__UNROLL for (int32_t r = 0; r < nr; r++) {
+        RA__FLOATS y = RA__NAME(set)(p[r]);
         if (!(seen >> r & 1)) continue;
-        RA__UNROLL for (i = 0; i < 2 * nc; i++) {
-            const int32_t at = i / 2 * 2 * nr + 2 * r + i % 2;
-            c[at] = RA__F(fma)(y, v[i], c[at]);
+        RA__UNROLL for (int32_t i = 0; i < 2 * nc; i++) {
+            int32_t at = i / 2 * 2 * nr + 2 * r + i % 2;
+            c[at] = RA__NAME(fma)(y, v[i], c[at]);
         }
     }
 }
 
-/* Where vector i of nr rows of a tile stands in f->sum. */
-RA__OP int32_t RA__F(few_at)(const int32_t i, const int32_t nr) {
-    return nr == 4 ? i * RA__W : i / 2 * (4 * RA__CHUNK) + i % 2 * RA__W;
+/* Offset in block_acc of vector i of a tile of nr rows. */
+RA__ISA_INLINE int32_t RA__NAME(decode_sum_offset)(int32_t i, int32_t nr) {
+    return nr == 4 ? i * RA__WIDTH : i / 2 * (4 * RA__CHUNK) + i % 2 * RA__WIDTH;
 }
 
-/* sum += p V in nc chunks of dims from d on. form: a dtype, RA__FEW_REST for keys that not all rows
- * see and chunks that are not whole, and RA__FEW_ONE for row 0 alone. */
-RA__OP void RA__F(few_value_tile)(const ra__few *f, const ra__stretch *x, const float *p,
-                                  int32_t d, const int32_t nc, const int32_t form) {
-    const int32_t dtype = form & 7, rest = form & RA__FEW_REST, nr = form & RA__FEW_ONE ? 1 : 4;
-    const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
-    const uint8_t *row = x->v;
-    float *to = f->sum + 4 * d;
-    RA__V c[8 * RA__DC], v[2 * RA__FEW_CHUNKS];
-    int32_t i, j;
-    RA__UNROLL for (i = 0; i < 2 * nr * nc; i++)
-        c[i] = f->live ? RA__F(load)(to + RA__F(few_at)(i, nr)) : RA__F(set)(0.0f);
-    for (j = 0; j < x->n; j++, row += x->v_stride, p += nr) {
-        if (rest) RA__F(pair_rest)(v, row, d, f->d->v_dim, dtype);
-        else RA__UNROLL for (i = 0; i < nc; i++)
-            RA__F(pair)(v + 2 * i, row, d + i * RA__CHUNK, dtype);
-        const int all = !rest || x->n > RA__FEW_KEYS;      /* so many keys are seen by all rows */
-        RA__F(few_value_step)(c, v, p, nc, nr, all ? ~(uint64_t)0 : x->seen >> 4 * j);
-        if (x->ahead && (nc * bytes >= 128 || j % 2 == 0))
-            ra__stream_ask(x->ahead, (nc * bytes + 127) / 128);
+/* block_acc += p V in nc chunks of dims from d on. form: a dtype; with RA__DECODE_ANY for keys that
+ * not all rows see and for incomplete chunks; with RA__DECODE_ONE_ROW for row 0 only. */
+RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
+                                                const ra__decode_keys *keys, const float *p,
+                                                int32_t d, int32_t nc, int32_t form) {
+    int32_t dtype = form & 7, rest = form & RA__DECODE_ANY, nr = form & RA__DECODE_ONE_ROW ? 1 : 4;
+    int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+    const uint8_t *row = keys->v;
+    float *to = rows->block_acc + 4 * d;
+    RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], v[2 * RA__DECODE_ROW_CHUNKS];
+    RA__UNROLL for (int32_t i = 0; i < 2 * nr * nc; i++)
+        c[i] = rows->has_keys ? RA__NAME(load)(to + RA__NAME(decode_sum_offset)(i, nr)) :
+               RA__NAME(set)(0.0f);
+    for (int32_t j = 0; j < keys->n; j++, row += keys->v_stride, p += nr) {
+        if (rest) RA__NAME(load_last_chunk)(v, row, d, rows->d->v_dim, dtype);
+        else RA__UNROLL for (int32_t i = 0; i < nc; i++)
+            RA__NAME(load_chunk)(v + 2 * i, row, d + i * RA__CHUNK, dtype);
+        int32_t all = !rest || keys->n > RA__DECODE_KEYS; /* so many only if the row sees all */
+        RA__NAME(decode_value_step)(c, v, p, nc, nr, all ? ~(uint64_t)0 : keys->seen >> 4 * j);
+        if (keys->streams && (nc * bytes >= 128 || j % 2 == 0))
+            ra__stream_prefetch(keys->streams, (nc * bytes + 127) / 128);
     }
-    RA__UNROLL for (i = 0; i < 2 * nr * nc; i++) RA__F(store)(to + RA__F(few_at)(i, nr), c[i]);
+    RA__UNROLL for (int32_t i = 0; i < 2 * nr * nc; i++)
+        RA__NAME(store)(to + RA__NAME(decode_sum_offset)(i, nr), c[i]);
 }
 
-/* Whole chunks of keys that all rows see; returns the first dim that is left. */
-RA__OP int32_t RA__F(few_value_tiles)(const ra__few *f, const ra__stretch *x, const float *p,
-                                      const int32_t dtype) {
-    const int32_t dim = f->d->v_dim;
-    int32_t d = 0;
-    if (f->one) {
-        for (; dim - d >= RA__FEW_CHUNKS * RA__CHUNK; d += RA__FEW_CHUNKS * RA__CHUNK)
-            RA__F(few_value_tile)(f, x, p, d, RA__FEW_CHUNKS, dtype | RA__FEW_ONE);
+/* Takes complete chunks of keys that all rows see. Returns the first dim that is left. */
+RA__ISA_INLINE int32_t RA__NAME(decode_value_tiles)(const ra__decode_rows *rows,
+                                                    const ra__decode_keys *keys, const float *p,
+                                                    int32_t dtype) {
+    int32_t dim = rows->d->v_dim, d = 0;
+    if (rows->one_row) {
+        for (; dim - d >= RA__DECODE_ROW_CHUNKS * RA__CHUNK; d += RA__DECODE_ROW_CHUNKS * RA__CHUNK)
+            RA__NAME(decode_value_tile)(rows, keys, p, d, RA__DECODE_ROW_CHUNKS,
+                                        dtype | RA__DECODE_ONE_ROW);
         for (; dim - d >= 2 * RA__CHUNK; d += 2 * RA__CHUNK)
-            RA__F(few_value_tile)(f, x, p, d, 2, dtype | RA__FEW_ONE);
+            RA__NAME(decode_value_tile)(rows, keys, p, d, 2, dtype | RA__DECODE_ONE_ROW);
         for (; dim - d >= RA__CHUNK; d += RA__CHUNK)
-            RA__F(few_value_tile)(f, x, p, d, 1, dtype | RA__FEW_ONE);
+            RA__NAME(decode_value_tile)(rows, keys, p, d, 1, dtype | RA__DECODE_ONE_ROW);
         return d;
     }
-    for (; dim - d >= RA__DC * RA__CHUNK; d += RA__DC * RA__CHUNK)
-        RA__F(few_value_tile)(f, x, p, d, RA__DC, dtype);
-    for (; RA__DC > 1 && dim - d >= RA__CHUNK; d += RA__CHUNK)
-        RA__F(few_value_tile)(f, x, p, d, 1, dtype);
+    for (; dim - d >= RA__DECODE_TILE_CHUNKS * RA__CHUNK; d += RA__DECODE_TILE_CHUNKS * RA__CHUNK)
+        RA__NAME(decode_value_tile)(rows, keys, p, d, RA__DECODE_TILE_CHUNKS, dtype);
+    for (; RA__DECODE_TILE_CHUNKS > 1 && dim - d >= RA__CHUNK; d += RA__CHUNK)
+        RA__NAME(decode_value_tile)(rows, keys, p, d, 1, dtype);
     return d;
 }
 
-RA__PART void RA__F(few_values)(const ra__few *f, const ra__stretch *x, const float *p) {
-    const int32_t dtype = f->d->v_dtype & 7;   /* so that compilers know the other bits of form */
+RA__ISA_NOINLINE void RA__NAME(decode_values)(const ra__decode_rows *rows,
+                                              const ra__decode_keys *keys, const float *p) {
+    int32_t dtype = rows->d->v_dtype & 7; /* compilers see that the flags of form are 0 */
     int32_t d = 0;
-    if (x->partial) d = 0;             /* all chunks are a rest */
-    else if (dtype == RA_F32) d = RA__F(few_value_tiles)(f, x, p, RA_F32);
-    else if (dtype == RA_F16) d = RA__F(few_value_tiles)(f, x, p, RA_F16);
-    else if (dtype == RA_BF16) d = RA__F(few_value_tiles)(f, x, p, RA_BF16);
-    else d = RA__F(few_value_tiles)(f, x, p, RA_Q8_0);
-    for (; d < f->d->v_dim; d += RA__CHUNK) {
-        if (f->one) RA__F(few_value_tile)(f, x, p, d, 1, dtype | RA__FEW_REST | RA__FEW_ONE);
-        else RA__F(few_value_tile)(f, x, p, d, 1, dtype | RA__FEW_REST);
+    if (keys->partial) d = 0;          /* all chunks take the general form below */
+    else if (dtype == RA_F32) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_F32);
+    else if (dtype == RA_F16) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_F16);
+    else if (dtype == RA_BF16) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_BF16);
+    else d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_Q8_0);
+    for (; d < rows->d->v_dim; d += RA__CHUNK) {
+        if (rows->one_row)
+            RA__NAME(decode_value_tile)(rows, keys, p, d, 1,
+                                        dtype | RA__DECODE_ANY | RA__DECODE_ONE_ROW);
+        else RA__NAME(decode_value_tile)(rows, keys, p, d, 1, dtype | RA__DECODE_ANY);
     }
 }
 
-/* Keys [j, j + n) of a stretch, whose scores are s, to the sums: all that are left, or a unit. */
-RA__PART void RA__F(few_add)(ra__few *f, const ra__stretch *x, float *s, int32_t j, int32_t n) {
-    const int32_t rows = f->one ? 1 : 4;
-    float unit[4 * RA__FEW_UNIT + RA__W], *p = s + j * rows;
-    ra__stretch y = *x;
-    int32_t r;
-    y.v += j * x->v_stride;
-    if (x->partial) y.seen >>= 4 * j;
+/* Adds keys [j, j + n), whose scores are s, to the sums: all keys that are left, or one unit. */
+RA__ISA_NOINLINE void RA__NAME(decode_add)(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                           float *s, int32_t j, int32_t n) {
+    int32_t nr = rows->one_row ? 1 : 4;
+    float unit[4 * RA__DECODE_UNIT + RA__WIDTH], *p = s + j * nr;
+    ra__decode_keys y = *keys;
+    y.v += j * keys->v_stride;
+    if (keys->partial) y.seen >>= 4 * j;
     y.n = n;
-    if (j + n < x->n) {                /* scores behind it are still wanted */
-        memcpy(unit, p, (size_t)(n * rows) * sizeof *unit);
+    if (j + n < keys->n) {             /* scores of later keys are still needed */
+        memcpy(unit, p, (size_t)(n * nr) * sizeof *unit);
         p = unit;
-        RA__F(store)(p + n * rows, RA__F(set)(ra__neg_inf()));
+        RA__NAME(store)(p + n * nr, RA__NAME(set)(ra__neg_inf()));
     }
-    RA__F(few_weights)(f, p, n * rows);
-    RA__F(few_values)(f, &y, p);
-    for (r = 0; r < rows; r++)
-        if (y.seen >> r & ra__few_row) f->live |= 1 << r;
+    RA__NAME(decode_weigh)(rows, p, n * nr);
+    RA__NAME(decode_values)(rows, &y, p);
+    for (int32_t r = 0; r < nr; r++)
+        if (y.seen >> r & ra__seen_by_row_0) rows->has_keys |= 1 << r;
 }
 
-/* A maximum rises for a unit of keys, the same ones however keys are put into stretches and
- * whatever rows are beside it. */
-RA__FN void RA__F(few_one)(ra__few *f, const ra__stretch *x) {
-    const int32_t rows = f->one ? 1 : 4;
-    float s[4 * RA__FEW_KEYS + RA__W];
-    int32_t j;
-    RA__F(few_scores)(f, x, s);
-    if (f->modified || x->partial) RA__F(few_change)(f, x, s);
-    RA__F(store)(s + rows * x->n, RA__F(set)(ra__neg_inf()));
-    for (j = 0; j < x->n; j += RA__FEW_UNIT) {
-        const int32_t n = x->n - j < RA__FEW_UNIT ? x->n - j : RA__FEW_UNIT;
-        if (!RA__F(few_is_calm)(f, s + j * rows, (x->n - j) * rows)) {
-            RA__F(few_rise)(f, s + j * rows, n * rows);
-            if (!RA__F(few_is_calm)(f, s + j * rows, (x->n - j) * rows)) {
-                RA__F(few_add)(f, x, s, j, n);
+/* Adds keys to the sums of up to 4 rows. A maximum rises for one unit of keys. Units are the same
+ * for all ways to cut keys into calls, and whatever other rows there are; so are the bits. */
+RA__ISA_STATIC void RA__NAME(decode_fold_keys)(ra__decode_rows *rows, const ra__decode_keys *keys) {
+    int32_t nr = rows->one_row ? 1 : 4;
+    float s[4 * RA__DECODE_KEYS + RA__WIDTH];
+    RA__NAME(decode_scores)(rows, keys, s);
+    if (rows->modified || keys->partial) RA__NAME(decode_adjust)(rows, keys, s);
+    RA__NAME(store)(s + nr * keys->n, RA__NAME(set)(ra__neg_inf()));
+    for (int32_t j = 0; j < keys->n; j += RA__DECODE_UNIT) {
+        int32_t n = keys->n - j < RA__DECODE_UNIT ? keys->n - j : RA__DECODE_UNIT;
+        if (!RA__NAME(decode_max_holds)(rows, s + j * nr, (keys->n - j) * nr)) {
+            RA__NAME(decode_raise)(rows, s + j * nr, n * nr);
+            if (!RA__NAME(decode_max_holds)(rows, s + j * nr, (keys->n - j) * nr)) {
+                RA__NAME(decode_add)(rows, keys, s, j, n);
                 continue;
             }
         }
-        RA__F(few_add)(f, x, s, j, x->n - j);
+        RA__NAME(decode_add)(rows, keys, s, j, keys->n - j);
         return;
     }
 }
 
-RA__FN void RA__F(few_fold)(ra__few *f, const ra__stretch *x, int32_t n) {
-    for (; n > 0; n--, f++, x++)
-        if (x->seen) RA__F(few_one)(f, x);
+RA__ISA_STATIC void RA__NAME(decode_fold)(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                          int32_t n) {
+    for (; n > 0; n--, rows++, keys++)
+        if (keys->seen) RA__NAME(decode_fold_keys)(rows, keys);
 }
 
-RA__FN void RA__F(few_close)(ra__few *f) {
-    int32_t r, i, d;
-    for (r = 0; r < 4; r++) {
+RA__ISA_STATIC void RA__NAME(decode_close)(ra__decode_rows *rows) {
+    for (int32_t r = 0; r < 4; r++) {
         float total = 0.0f;
-        for (i = r; i < RA__W; i += 4) total += f->part[i];
-        if (!(f->live >> r & 1)) continue;
-        f->l[r] += total;
-        for (d = 0; d < f->d->v_dim; d += RA__CHUNK)
-            for (i = 0; i < RA__CHUNK; i += RA__W) {
-                const int32_t at = 4 * d + r * RA__CHUNK + i;
-                RA__F(store)(f->acc + at, RA__F(load)(f->acc + at) + RA__F(load)(f->sum + at));
+        for (int32_t i = r; i < RA__WIDTH; i += 4) total += rows->block_l[i];
+        if (!(rows->has_keys >> r & 1)) continue;
+        rows->l[r] += total;
+        for (int32_t d = 0; d < rows->d->v_dim; d += RA__CHUNK)
+            for (int32_t i = 0; i < RA__CHUNK; i += RA__WIDTH) {
+                int32_t at = 4 * d + r * RA__CHUNK + i;
+                RA__FLOATS sum = RA__NAME(load)(rows->block_acc + at);
+                RA__NAME(store)(rows->acc + at, RA__NAME(load)(rows->acc + at) + sum);
             }
     }
-    for (i = 0; i < 16; i++) f->part[i] = 0.0f;
-    f->live = 0;
+    for (int32_t i = 0; i < 16; i++) rows->block_l[i] = 0.0f;
+    rows->has_keys = 0;
 }
 
-RA__FN void RA__F(few_load)(const ra__few *f, int32_t r, const void *src, float factor) {
-    const int32_t dim = f->d->k_dim, dtype = f->d->q_dtype, size = dtype == RA_F32 ? 4 : 2;
-    int32_t d;
-    for (d = 0; d < dim; d += RA__CHUNK) {
-        float *to = f->q + 4 * d + r * RA__CHUNK;
+RA__ISA_STATIC void RA__NAME(decode_load)(const ra__decode_rows *rows, int32_t r, const void *src,
+                                          float factor) {
+    int32_t dim = rows->d->k_dim, dtype = rows->d->q_dtype, size = dtype == RA_F32 ? 4 : 2;
+    for (int32_t d = 0; d < dim; d += RA__CHUNK) {
+        float *to = rows->q + 4 * d + r * RA__CHUNK;
         memset(to, 0, RA__CHUNK * sizeof *to);
-        RA__F(read)(to, (const uint8_t *)src + (int64_t)d * size, dtype,
-                    dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
-        RA__F(store)(to, RA__F(load)(to) * RA__F(set)(factor));
-        RA__F(store)(to + RA__W, RA__F(load)(to + RA__W) * RA__F(set)(factor));
+        RA__NAME(read_row)(to, (const uint8_t *)src + (int64_t)d * size, dtype,
+                           dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
+    }
+    RA__NAME(decode_scale)(rows->q, r, dim, RA__NAME(set)(factor));
+}
+
+RA__ISA_STATIC void RA__NAME(decode_store)(const ra__decode_rows *rows, int32_t r, void *dst,
+                                           float factor) {
+    int32_t dim = rows->d->v_dim, dtype = rows->d->o_dtype, size = dtype == RA_F32 ? 4 : 2;
+    RA__NAME(decode_scale)(rows->acc, r, dim, RA__NAME(set)(factor));
+    for (int32_t d = 0; d < dim; d += RA__CHUNK) {
+        const float *from = rows->acc + 4 * d + r * RA__CHUNK;
+        RA__NAME(write_row)((uint8_t *)dst + (int64_t)d * size, from, dtype,
+                            dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
     }
 }
 
-RA__FN void RA__F(few_store)(const ra__few *f, int32_t r, void *dst, float factor) {
-    const int32_t dim = f->d->v_dim, dtype = f->d->o_dtype, size = dtype == RA_F32 ? 4 : 2;
-    int32_t d;
-    for (d = 0; d < dim; d += RA__CHUNK) {
-        float *from = f->acc + 4 * d + r * RA__CHUNK;
-        RA__F(store)(from, RA__F(load)(from) * RA__F(set)(factor));
-        RA__F(store)(from + RA__W, RA__F(load)(from + RA__W) * RA__F(set)(factor));
-        RA__F(write)((uint8_t *)dst + (int64_t)d * size, from, dtype,
-                     dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
-    }
-}
-
-/* Sums are in units of 2^m; a row without keys has l = 0. */
-RA__FN void RA__F(few_merge)(ra__few *f, const float *other) {
-    float alpha[RA__W], beta[RA__W];
-    int32_t r, i, d;
-    for (r = 0; r < 4; r++) {
-        const int32_t fresh = f->l[r] == 0.0f;
-        const float top = fresh || other[r] > f->m[r] ? other[r] : f->m[r];
-        const RA__V a = RA__F(exp2)(RA__F(set)(f->m[r] - top));
-        const RA__V b = RA__F(exp2)(RA__F(set)(other[r] - top));
+/* Sums are in units of 2^m. A row without keys has l = 0. */
+RA__ISA_STATIC void RA__NAME(decode_merge)(ra__decode_rows *rows, const float *other) {
+    float alpha[RA__WIDTH], beta[RA__WIDTH];
+    for (int32_t r = 0; r < 4; r++) {
+        int32_t fresh = rows->l[r] == 0.0f;
+        float top = fresh || other[r] > rows->m[r] ? other[r] : rows->m[r];
+        RA__FLOATS a = RA__NAME(exp2)(RA__NAME(set)(rows->m[r] - top));
+        RA__FLOATS b = RA__NAME(exp2)(RA__NAME(set)(other[r] - top));
         if (other[4 + r] == 0.0f) continue;
-        RA__F(store)(alpha, a);
-        RA__F(store)(beta, b);
-        f->l[r] = fresh ? other[4 + r] : f->l[r] * alpha[0] + other[4 + r] * beta[0];
-        for (i = r; i < 16; i += 4) f->m[i] = top;
-        for (d = 0; d < f->d->v_dim; d += RA__CHUNK)
-            for (i = 0; i < RA__CHUNK; i += RA__W) {
-                const int32_t at = 4 * d + r * RA__CHUNK + i;
-                RA__V x = RA__F(load)(other + 8 + at);
-                if (!fresh) x = RA__F(load)(f->acc + at) * a + x * b;
-                RA__F(store)(f->acc + at, x);
+        RA__NAME(store)(alpha, a);
+        RA__NAME(store)(beta, b);
+        rows->l[r] = fresh ? other[4 + r] : rows->l[r] * alpha[0] + other[4 + r] * beta[0];
+        for (int32_t i = r; i < 16; i += 4) rows->m[i] = top;
+        for (int32_t d = 0; d < rows->d->v_dim; d += RA__CHUNK)
+            for (int32_t i = 0; i < RA__CHUNK; i += RA__WIDTH) {
+                int32_t at = 4 * d + r * RA__CHUNK + i;
+                RA__FLOATS x = RA__NAME(load)(other + 8 + at);
+                if (!fresh) x = RA__NAME(load)(rows->acc + at) * a + x * b;
+                RA__NAME(store)(rows->acc + at, x);
             }
     }
 }
@@ -3413,371 +3445,333 @@ RA__FN void RA__F(few_merge)(ra__few *f, const float *other) {
 
 /* ---- backward: lanes are query rows for S, dP and dQ, columns for dK and dV.
  *
- * With p = 2^(s - LSE) and delta = sum over Dv of O dO (FlashAttention-2, arXiv 2307.08691, section
- * 3.2), per tile, all transposed to [keys][64 rows]:
+ * With LSE in base 2 and delta = sum over Dv of O dO (FlashAttention-2, arXiv 2307.08691, section
+ * 3.2), a tile computes, transposed to [keys][64 rows]:
  *   S = K Q^T,  P = 2^(S - LSE),  dP = V dO^T,  dS = P (dP - delta) scale
  *   dQ^T += K^T dS,  dV += P dO,  dK += dS Q
- * Sums over a tile start at 0, as in forward. Where a row does not see a key P and dS are 0 by
- * selection, so that what it has in dP counts for nothing; and where K, Q or dO hold a NaN or an
- * infinity each product is selected instead, as forward did for V. */
+ * The sums over a tile start at 0, as in forward. Where a row does not see a key, P and dS are set
+ * to 0, so the value in dP does not matter, not even a NaN. If K, Q or dO have NaN or infinities,
+ * each product is selected instead, as forward did for V. */
 
-/* Products of ni rows of keys (stride in floats) with one slab of packed rows [dim][RA__SLAB], in
- * pieces of RA__DEPTH as in forward; sum [ni][64] is where the pieces meet. */
-RA__OP void RA__F(back_dots)(RA__F(chain) *x, int32_t dim, float *sum, RA__V (*c)[RA__NT],
-                             const int32_t ni) {
-    int32_t d, i, t;
-    x->step = 1;
-    x->b_step = RA__SLAB;
-    for (d = 0;; d += RA__DEPTH) {
-        x->depth = dim - d < RA__DEPTH ? dim - d : RA__DEPTH;
-        RA__F(clear)(c, ni, RA__NT);
-        RA__F(follow)(x, c, ni, RA__NT);
-        RA__UNROLL for (i = 0; i < ni; i++)
-            RA__UNROLL for (t = 0; t < RA__NT; t++)
-                if (d > 0) c[i][t] = c[i][t] + RA__F(load)(sum + i * RA_BLOCK_TOKENS + t * RA__W);
-        if (dim - d <= RA__DEPTH) break;
-        RA__UNROLL for (i = 0; i < ni; i++)
-            RA__UNROLL for (t = 0; t < RA__NT; t++)
-                RA__F(store)(sum + i * RA_BLOCK_TOKENS + t * RA__W, c[i][t]);
-        x->a += RA__DEPTH;
-        x->b += RA__DEPTH * RA__SLAB;
-    }
-}
-
-/* Scores of ni keys from key j on for the slab at `row`; weights unless they need changing. */
-RA__OP void RA__F(back_score_tile)(const ra__tile *x, int32_t row, int32_t j, int32_t general,
-                                   const int32_t ni) {
-    const ra__panel *p = &x->x->p;
-    float *to = x->p + j * RA_BLOCK_TOKENS + row;
-    RA__F(chain) chain;
-    RA__V c[8][RA__NT], lse;
-    int32_t i, t;
-    chain.a = ra__key_row(x->keys, j);
-    chain.row = x->keys->k_stride / 4;
-    chain.b = p->q + (int64_t)row * x->k_dim;
-    ra__ask(p->ahead);
-    RA__F(back_dots)(&chain, x->k_dim, to, c, ni);
-    RA__UNROLL for (t = 0; t < RA__NT; t++) {
-        lse = RA__F(load)(p->m + row + t * RA__W);
-        RA__UNROLL for (i = 0; i < ni; i++) {
-            if (!general) c[i][t] = RA__F(exp2)(c[i][t] - lse);
-            RA__F(store)(to + i * RA_BLOCK_TOKENS + t * RA__W, c[i][t]);
+/* Scores of ni keys from key j on for the slab at `row`, or dP if `grads` is set. Unless they need
+ * changing, they become p or dS at once. */
+RA__ISA_INLINE void RA__NAME(back_dot_tile)(const ra__back_job *job, int32_t row, int32_t j,
+                                            int32_t general, int32_t grads, int32_t ni) {
+    const ra__panel *fwd = &job->panel->fwd;
+    int32_t dim = grads ? job->v_dim : job->k_dim;
+    const float *p = job->p + j * RA_BLOCK_TOKENS + row;
+    float *to = (grads ? job->ds : job->p) + j * RA_BLOCK_TOKENS + row;
+    RA__FLOATS c[8][RA__VECTORS], scale = RA__NAME(set)(job->scale);
+    RA__NAME(product) ab;
+    ab.a = grads ? ra__value_row(job->keys, j) : ra__key_row(job->keys, j);
+    ab.row = (grads ? job->keys->v_stride : job->keys->k_stride) / 4;
+    ab.b = (grads ? job->panel->g : fwd->q) + (int64_t)row * dim;
+    if (!grads) ra__prefetch_some(fwd->prefetch);
+    RA__NAME(multiply_long)(&ab, dim, to, RA_BLOCK_TOKENS, c, ni, RA__VECTORS);
+    RA__UNROLL for (int32_t t = 0; t < RA__VECTORS; t++) {
+        RA__FLOATS lse_or_delta = RA__NAME(load)((grads ? fwd->l : fwd->m) + row + t * RA__WIDTH);
+        RA__UNROLL for (int32_t i = 0; i < ni; i++) {
+            int32_t at = i * RA_BLOCK_TOKENS + t * RA__WIDTH;
+            if (!general && grads)
+                c[i][t] = RA__NAME(load)(p + at) * (c[i][t] - lse_or_delta) * scale;
+            else if (!general) c[i][t] = RA__NAME(exp2)(c[i][t] - lse_or_delta);
+            RA__NAME(store)(to + at, c[i][t]);
         }
     }
 }
 
-RA__PART void RA__F(back_scores)(const ra__tile *x, int32_t general) {
-    int32_t row, j, n = x->keys->n;
-    for (row = 0; row < x->x->p.rows; row += RA__SLAB) {
-        for (j = 0; n - j >= RA__NI; j += RA__NI)
-            RA__F(back_score_tile)(x, row, j, general, RA__NI);
-        for (; RA__NI > 4 && n - j >= 4; j += 4) RA__F(back_score_tile)(x, row, j, general, 4);
-        for (; j < n; j++) RA__F(back_score_tile)(x, row, j, general, 1);
+RA__ISA_INLINE void RA__NAME(back_dot_tiles)(const ra__back_job *job, int32_t general,
+                                             int32_t grads) {
+    int32_t n = job->keys->n;
+    for (int32_t row = 0; row < job->panel->fwd.rows; row += RA__SLAB) {
+        int32_t j = 0;
+        for (; n - j >= RA__TILE_HEIGHT; j += RA__TILE_HEIGHT)
+            RA__NAME(back_dot_tile)(job, row, j, general, grads, RA__TILE_HEIGHT);
+        for (; RA__TILE_HEIGHT > 4 && n - j >= 4; j += 4)
+            RA__NAME(back_dot_tile)(job, row, j, general, grads, 4);
+        for (; j < n; j++) RA__NAME(back_dot_tile)(job, row, j, general, grads, 1);
     }
 }
 
-/* dP of ni keys from key j on, from which dS unless that needs changing. */
-RA__OP void RA__F(back_slope_tile)(const ra__tile *x, int32_t row, int32_t j, int32_t general,
-                                   const int32_t ni) {
-    const ra__panel *p = &x->x->p;
-    const float *from = x->p + j * RA_BLOCK_TOKENS + row;
-    float *to = x->ds + j * RA_BLOCK_TOKENS + row;
-    RA__V c[8][RA__NT], delta, scale = RA__F(set)(x->scale);
-    RA__F(chain) chain;
-    int32_t i, t;
-    chain.a = ra__value_row(x->keys, j);
-    chain.row = x->keys->v_stride / 4;
-    chain.b = x->x->g + (int64_t)row * x->v_dim;
-    RA__F(back_dots)(&chain, x->v_dim, to, c, ni);
-    RA__UNROLL for (t = 0; t < RA__NT; t++) {
-        delta = RA__F(load)(p->l + row + t * RA__W);
-        RA__UNROLL for (i = 0; i < ni; i++) {
-            const int32_t at = i * RA_BLOCK_TOKENS + t * RA__W;
-            if (!general) c[i][t] = RA__F(load)(from + at) * (c[i][t] - delta) * scale;
-            RA__F(store)(to + at, c[i][t]);
-        }
-    }
+RA__ISA_NOINLINE void RA__NAME(back_scores)(const ra__back_job *job, int32_t general) {
+    RA__NAME(back_dot_tiles)(job, general, 0);
 }
 
-RA__PART void RA__F(back_slopes)(const ra__tile *x, int32_t general) {
-    int32_t row, j, n = x->keys->n;
-    for (row = 0; row < x->x->p.rows; row += RA__SLAB) {
-        for (j = 0; n - j >= RA__NI; j += RA__NI)
-            RA__F(back_slope_tile)(x, row, j, general, RA__NI);
-        for (; RA__NI > 4 && n - j >= 4; j += 4) RA__F(back_slope_tile)(x, row, j, general, 4);
-        for (; j < n; j++) RA__F(back_slope_tile)(x, row, j, general, 1);
-    }
+RA__ISA_NOINLINE void RA__NAME(back_score_grads)(const ra__back_job *job, int32_t general) {
+    RA__NAME(back_dot_tiles)(job, general, 1);
 }
 
-/* Scores in x->p become weights, for rows [row, row + RA__W): modified, 0 where not seen. */
-RA__PART void RA__F(back_weights)(const ra__tile *x, int32_t row) {
-    const ra__panel *p = &x->x->p;
-    const ra__score *score = &p->score;
-    const int32_t modified = ra__score_is_modified(score);
-    RA__V lse = RA__F(load)(p->m + row), none = RA__F(set)(0.0f), bias = none, s, y;
-    int32_t j;
-    for (j = 0; j < x->keys->n; j++) {
-        const int32_t pos = x->keys->pos[j], at = j * RA_BLOCK_TOKENS + row;
-        s = RA__F(load)(x->p + at);
-        if (score->softcap != 0.0f) {  /* 0 where not seen: 0 times NaN is NaN */
-            y = RA__F(tanh)(s * RA__F(set)(1.0f / score->softcap));
-            y = RA__F(set)(1.0f) - y * y;
-            if (x->partial) y = RA__F(pick)(RA__F(sees)(p->geo, row, pos), y, none);
-            RA__F(store)(x->cap + at, y);
+/* Scores in job->p become p, for rows [row, row + RA__WIDTH): they are modified first, and p is 0
+ * where a row does not see the key. */
+RA__ISA_NOINLINE void RA__NAME(back_weights)(const ra__back_job *job, int32_t row) {
+    const ra__panel *fwd = &job->panel->fwd;
+    const ra__score *score = &fwd->score;
+    int32_t modified = ra__score_is_modified(score);
+    RA__FLOATS lse = RA__NAME(load)(fwd->m + row), zero = RA__NAME(set)(0.0f), bias = zero;
+    for (int32_t j = 0; j < job->keys->n; j++) {
+        int32_t pos = job->keys->pos[j], at = j * RA_BLOCK_TOKENS + row;
+        RA__FLOATS s = RA__NAME(load)(job->p + at);
+        if (score->softcap != 0.0f) {  /* 0 where not seen, because 0 times NaN is NaN */
+            RA__FLOATS y = RA__NAME(tanh)(s * RA__NAME(set)(1.0f / score->softcap));
+            y = RA__NAME(set)(1.0f) - y * y;
+            if (job->partial) y = RA__NAME(select)(RA__NAME(sees)(fwd->geo, row, pos), y, zero);
+            RA__NAME(store)(job->cap + at, y);
         }
         if (modified) {
-            if (score->bias) bias = RA__F(vector_bias)(p, row, pos);
-            s = RA__F(modify)(score, s, RA__F(distance)(p->geo->pos + row, pos), bias);
+            if (score->bias) bias = RA__NAME(vector_bias)(fwd, row, pos);
+            s = RA__NAME(modify)(score, s, RA__NAME(distance)(fwd->geo->pos + row, pos), bias);
         }
-        s = RA__F(exp2)(s - lse);
-        if (x->partial) s = RA__F(pick)(RA__F(sees)(p->geo, row, pos), s, none);
-        RA__F(store)(x->p + at, s);
+        s = RA__NAME(exp2)(s - lse);
+        if (job->partial) s = RA__NAME(select)(RA__NAME(sees)(fwd->geo, row, pos), s, zero);
+        RA__NAME(store)(job->p + at, s);
     }
 }
 
-/* dP in x->ds becomes dS without scale, for rows [row, row + RA__W): 0 where not seen. Dropout: the
- * loss sees only what is left of a weight, so dP is dropped like it; dV takes what is left. */
-RA__PART void RA__F(back_changes)(const ra__tile *x, int32_t row) {
-    const ra__panel *p = &x->x->p;
-    RA__V delta = RA__F(load)(p->l + row), none = RA__F(set)(0.0f), w, g, drop;
-    int32_t j;
-    for (j = 0; j < x->keys->n; j++) {
-        const int32_t at = j * RA_BLOCK_TOKENS + row;
-        w = RA__F(load)(x->p + at);
-        g = RA__F(load)(x->ds + at);
-        if (p->drop.least) {
-            drop = RA__F(load)(x->drop + at);
+/* dP in job->ds becomes dS without scale, for rows [row, row + RA__WIDTH); 0 where a row does not
+ * see the key. With dropout the loss depends on the dropped weights only. So dP is dropped in the
+ * same way as the weight, and dV takes the dropped weight. */
+RA__ISA_NOINLINE void RA__NAME(back_score_grads_general)(const ra__back_job *job, int32_t row) {
+    const ra__panel *fwd = &job->panel->fwd;
+    RA__FLOATS delta = RA__NAME(load)(fwd->l + row), zero = RA__NAME(set)(0.0f);
+    for (int32_t j = 0; j < job->keys->n; j++) {
+        int32_t at = j * RA_BLOCK_TOKENS + row;
+        RA__FLOATS w = RA__NAME(load)(job->p + at), g = RA__NAME(load)(job->ds + at);
+        if (fwd->drop.threshold) {
+            RA__FLOATS drop = RA__NAME(load)(job->drop + at);
             g = g * drop;
-            RA__F(store)(x->p + at, w * drop);
+            RA__NAME(store)(job->p + at, w * drop);
         }
         g = w * (g - delta);
-        if (x->partial) g = RA__F(pick)(RA__F(sees)(p->geo, row, x->keys->pos[j]), g, none);
-        RA__F(store)(x->ds + at, g);
+        if (job->partial)
+            g = RA__NAME(select)(RA__NAME(sees)(fwd->geo, row, job->keys->pos[j]), g, zero);
+        RA__NAME(store)(job->ds + at, g);
     }
 }
 
-/* dS gets its factors. */
-RA__PART void RA__F(back_scale)(const ra__tile *x) {
-    const int32_t n = x->keys->n * RA_BLOCK_TOKENS, capped = x->x->p.score.softcap != 0.0f;
-    RA__V scale = RA__F(set)(x->scale), g;
-    int32_t i;
-    for (i = 0; i < n; i += RA__W) {
-        g = RA__F(load)(x->ds + i) * scale;
-        if (capped) g = g * RA__F(load)(x->cap + i);
-        RA__F(store)(x->ds + i, g);
+/* Multiplies dS by the scale and by the derivative of the softcap. */
+RA__ISA_NOINLINE void RA__NAME(back_scale)(const ra__back_job *job) {
+    int32_t n = job->keys->n * RA_BLOCK_TOKENS, capped = job->panel->fwd.score.softcap != 0.0f;
+    RA__FLOATS scale = RA__NAME(set)(job->scale);
+    for (int32_t i = 0; i < n; i += RA__WIDTH) {
+        RA__FLOATS g = RA__NAME(load)(job->ds + i) * scale;
+        if (capped) g = g * RA__NAME(load)(job->cap + i);
+        RA__NAME(store)(job->ds + i, g);
     }
 }
 
-/* ni dims of dQ from dim d on, of the slab at `row`. */
-RA__OP void RA__F(back_query_tile)(const ra__tile *x, int32_t row, int32_t d, const int32_t ni) {
-    float *acc = x->x->p.acc + (int64_t)row * x->k_dim + d * RA__SLAB;
-    RA__F(chain) chain;
-    RA__V c[8][RA__NT];
-    int32_t i, t;
-    chain.a = ra__key_row(x->keys, 0) + d;
-    chain.row = 1;
-    chain.step = x->keys->k_stride / 4;
-    chain.b = x->ds + row;
-    chain.b_step = RA_BLOCK_TOKENS;
-    chain.depth = x->keys->n;
-    RA__F(clear)(c, ni, RA__NT);
-    RA__F(follow)(&chain, c, ni, RA__NT);
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < RA__NT; t++) {
-            float *to = acc + i * RA__SLAB + t * RA__W;
-            RA__F(store)(to, RA__F(load)(to) + c[i][t]);
+/* dQ += K^T dS for ni dims from dim d on and the slab at `row`. */
+RA__ISA_INLINE void RA__NAME(back_query_tile)(const ra__back_job *job, int32_t row, int32_t d,
+                                              int32_t ni) {
+    float *acc = job->panel->fwd.acc + (int64_t)row * job->k_dim + d * RA__SLAB;
+    RA__NAME(product) ab;
+    RA__FLOATS c[8][RA__VECTORS];
+    ab.a = ra__key_row(job->keys, 0) + d;
+    ab.row = 1;
+    ab.step = job->keys->k_stride / 4;
+    ab.b = job->ds + row;
+    ab.b_step = RA_BLOCK_TOKENS;
+    ab.depth = job->keys->n;
+    RA__NAME(multiply)(&ab, c, ni, RA__VECTORS);
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < RA__VECTORS; t++) {
+            float *to = acc + i * RA__SLAB + t * RA__WIDTH;
+            RA__NAME(store)(to, RA__NAME(load)(to) + c[i][t]);
         }
 }
 
-RA__PART void RA__F(back_queries)(const ra__tile *x) {
-    int32_t row, d, n = x->k_dim;
-    for (row = 0; row < x->x->p.rows; row += RA__SLAB) {
-        for (d = 0; n - d >= RA__NI; d += RA__NI) RA__F(back_query_tile)(x, row, d, RA__NI);
-        for (; RA__NI > 4 && n - d >= 4; d += 4) RA__F(back_query_tile)(x, row, d, 4);
-        for (; d < n; d++) RA__F(back_query_tile)(x, row, d, 1);
+RA__ISA_NOINLINE void RA__NAME(back_queries)(const ra__back_job *job) {
+    int32_t n = job->k_dim;
+    for (int32_t row = 0; row < job->panel->fwd.rows; row += RA__SLAB) {
+        int32_t d = 0;
+        for (; n - d >= RA__TILE_HEIGHT; d += RA__TILE_HEIGHT)
+            RA__NAME(back_query_tile)(job, row, d, RA__TILE_HEIGHT);
+        for (; RA__TILE_HEIGHT > 4 && n - d >= 4; d += 4) RA__NAME(back_query_tile)(job, row, d, 4);
+        for (; d < n; d++) RA__NAME(back_query_tile)(job, row, d, 1);
     }
 }
 
-/* As back_queries, for K that holds NaN or infinities which not every row sees. */
-RA__PART void RA__F(back_queries_dirty)(const ra__tile *x) {
-    const ra__keys *keys = x->keys;
-    int32_t row, d, j, t;
-    for (row = 0; row < x->x->p.rows; row += RA__SLAB)
-        for (d = 0; d < x->k_dim; d++)
-            for (t = 0; t < RA__NT; t++) {
-                float *to = x->x->p.acc + (int64_t)row * x->k_dim + d * RA__SLAB + t * RA__W;
-                RA__V sum = RA__F(set)(0.0f);
-                for (j = 0; j < keys->n; j++) {
-                    const int32_t at = row + t * RA__W;
-                    RA__V k = RA__F(set)(ra__key_row(keys, j)[d]);
-                    RA__V next = RA__F(fma)(k, RA__F(load)(x->ds + j * RA_BLOCK_TOKENS + at), sum);
-                    sum = RA__F(pick)(RA__F(sees)(x->x->p.geo, at, keys->pos[j]), next, sum);
+/* The same for K with a NaN or infinity that not every row sees. */
+RA__ISA_NOINLINE void RA__NAME(back_queries_dirty)(const ra__back_job *job) {
+    const ra__keys *keys = job->keys;
+    for (int32_t row = 0; row < job->panel->fwd.rows; row += RA__SLAB)
+        for (int32_t d = 0; d < job->k_dim; d++)
+            for (int32_t t = 0; t < RA__VECTORS; t++) {
+                int32_t at = row + t * RA__WIDTH;
+                float *acc = job->panel->fwd.acc + (int64_t)row * job->k_dim;
+                float *to = acc + d * RA__SLAB + t * RA__WIDTH;
+                RA__FLOATS sum = RA__NAME(set)(0.0f);
+                for (int32_t j = 0; j < keys->n; j++) {
+                    RA__MASK seen = RA__NAME(sees)(job->panel->fwd.geo, at, keys->pos[j]);
+                    RA__FLOATS ds = RA__NAME(load)(job->ds + j * RA_BLOCK_TOKENS + at);
+                    RA__FLOATS k = RA__NAME(set)(ra__key_row(keys, j)[d]);
+                    sum = RA__NAME(select)(seen, RA__NAME(fma)(k, ds, sum), sum);
                 }
-                RA__F(store)(to, RA__F(load)(to) + sum);
+                RA__NAME(store)(to, RA__NAME(load)(to) + sum);
             }
 }
 
-/* What dK and dV have in common: to[j] += sum over rows of a[j][row] rows[row]. */
-typedef struct RA__F(outer) {
-    const ra__tile *x;
-    const float *a, *rows;             /* [keys][64], and packed rows: see pack_rows */
+/* dK or dV of a tile: to[j] += sum over rows of a[j][row] rows[row]. */
+typedef struct RA__NAME(key_grads) {
+    const ra__back_job *job;
+    const float *a, *rows;             /* [keys][64]; packed as by pack_rows */
     float *to;
     int64_t stride;
     int32_t dim;
-} RA__F(outer);
+} RA__NAME(key_grads);
 
-/* to[n] += c, n up to a whole slab. */
-RA__OP void RA__F(back_add)(float *to, const RA__V *c, int32_t n) {
-    int32_t t;
+/* to[n] += c. n may be more than a slab, which is then complete. */
+RA__ISA_INLINE void RA__NAME(back_add)(float *to, const RA__FLOATS *c, int32_t n) {
     if (n >= RA__SLAB) {
-        RA__UNROLL for (t = 0; t < RA__NT; t++)
-            RA__F(store)(to + t * RA__W, RA__F(load)(to + t * RA__W) + c[t]);
+        RA__UNROLL for (int32_t t = 0; t < RA__VECTORS; t++)
+            RA__NAME(store)(to + t * RA__WIDTH, RA__NAME(load)(to + t * RA__WIDTH) + c[t]);
         return;
     }
-    RA__UNROLL for (t = 0; t < RA__NT; t++) {
-        const int32_t rest = n - t * RA__W, m = rest > RA__W ? RA__W : rest;
+    RA__UNROLL for (int32_t t = 0; t < RA__VECTORS; t++) {
+        int32_t rest = n - t * RA__WIDTH, m = rest > RA__WIDTH ? RA__WIDTH : rest;
         if (m > 0)
-            RA__F(store_n)(to + t * RA__W, RA__F(load_n)(to + t * RA__W, m) + c[t], m);
+            RA__NAME(store_n)(to + t * RA__WIDTH, RA__NAME(load_n)(to + t * RA__WIDTH, m) + c[t],
+                              m);
     }
 }
 
-/* ni keys from key j on, a slab of columns from column d on. */
-RA__OP void RA__F(back_key_tile)(const RA__F(outer) *o, int32_t d, int32_t j, const int32_t ni) {
-    RA__F(chain) chain;
-    RA__V c[8][RA__NT];
-    int32_t i;
-    chain.a = o->a + j * RA_BLOCK_TOKENS;
-    chain.row = RA_BLOCK_TOKENS;
-    chain.step = 1;
-    chain.b = o->rows + (int64_t)d * RA_BLOCK_TOKENS;
-    chain.b_step = RA__SLAB;
-    chain.depth = o->x->x->p.rows;
-    RA__UNROLL for (i = 0; i < ni; i++)
-        ra__prefetch_row(o->to + (j + ni + i) * o->stride, d, RA__SLAB * 4);
-    RA__F(clear)(c, ni, RA__NT);
-    RA__F(follow)(&chain, c, ni, RA__NT);
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__F(back_add)(o->to + (j + i) * o->stride + d, c[i], o->dim - d);
+/* A slab of columns from column d on of the gradient of ni keys from key j on. */
+RA__ISA_INLINE void RA__NAME(back_key_tile)(const RA__NAME(key_grads) *grads, int32_t d, int32_t j,
+                                            int32_t ni) {
+    RA__NAME(product) ab;
+    RA__FLOATS c[8][RA__VECTORS];
+    ab.a = grads->a + j * RA_BLOCK_TOKENS;
+    ab.row = RA_BLOCK_TOKENS;
+    ab.step = 1;
+    ab.b = grads->rows + (int64_t)d * RA_BLOCK_TOKENS;
+    ab.b_step = RA__SLAB;
+    ab.depth = grads->job->panel->fwd.rows;
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        ra__prefetch_row(grads->to + (j + ni + i) * grads->stride, d, RA__SLAB * 4);
+    RA__NAME(multiply)(&ab, c, ni, RA__VECTORS);
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__NAME(back_add)(grads->to + (j + i) * grads->stride + d, c[i], grads->dim - d);
 }
 
-RA__PART void RA__F(back_keys)(const RA__F(outer) *o) {
-    int32_t d, j, n = o->x->keys->n;
-    for (d = 0; d < o->dim; d += RA__SLAB) {
-        for (j = 0; n - j >= RA__NI; j += RA__NI) RA__F(back_key_tile)(o, d, j, RA__NI);
-        for (; RA__NI > 4 && n - j >= 4; j += 4) RA__F(back_key_tile)(o, d, j, 4);
-        for (; j < n; j++) RA__F(back_key_tile)(o, d, j, 1);
+RA__ISA_NOINLINE void RA__NAME(back_keys)(const RA__NAME(key_grads) *grads) {
+    int32_t n = grads->job->keys->n;
+    for (int32_t d = 0; d < grads->dim; d += RA__SLAB) {
+        int32_t j = 0;
+        for (; n - j >= RA__TILE_HEIGHT; j += RA__TILE_HEIGHT)
+            RA__NAME(back_key_tile)(grads, d, j, RA__TILE_HEIGHT);
+        for (; RA__TILE_HEIGHT > 4 && n - j >= 4; j += 4) RA__NAME(back_key_tile)(grads, d, j, 4);
+        for (; j < n; j++) RA__NAME(back_key_tile)(grads, d, j, 1);
     }
 }
 
-/* As back_keys, for Q or dO with NaN or infinities in rows that do not see every key. */
-RA__PART void RA__F(back_keys_dirty)(const RA__F(outer) *o) {
-    const ra__panel *p = &o->x->x->p;
-    int32_t d, j, r, t;
-    for (d = 0; d < o->dim; d += RA__SLAB)
-        for (j = 0; j < o->x->keys->n; j++) {
-            const float *from = o->rows + (int64_t)d * RA_BLOCK_TOKENS;
-            RA__V c[1][RA__NT];
-            RA__F(clear)(c, 1, RA__NT);
-            for (r = 0; r < p->rows; r++, from += RA__SLAB) {
-                RA__V a = RA__F(set)(o->a[j * RA_BLOCK_TOKENS + r]);
-                if (!ra__row_sees(p->geo, r, o->x->keys->pos[j])) continue;
-                for (t = 0; t < RA__NT; t++)
-                    c[0][t] = RA__F(fma)(a, RA__F(load)(from + t * RA__W), c[0][t]);
+/* The same for Q or dO with a NaN or infinity in rows that do not see every key. */
+RA__ISA_NOINLINE void RA__NAME(back_keys_dirty)(const RA__NAME(key_grads) *grads) {
+    const ra__panel *fwd = &grads->job->panel->fwd;
+    for (int32_t d = 0; d < grads->dim; d += RA__SLAB)
+        for (int32_t j = 0; j < grads->job->keys->n; j++) {
+            const float *from = grads->rows + (int64_t)d * RA_BLOCK_TOKENS;
+            RA__FLOATS c[RA__VECTORS];
+            for (int32_t t = 0; t < RA__VECTORS; t++) c[t] = RA__NAME(set)(0.0f);
+            for (int32_t r = 0; r < fwd->rows; r++, from += RA__SLAB) {
+                RA__FLOATS a = RA__NAME(set)(grads->a[j * RA_BLOCK_TOKENS + r]);
+                if (!ra__row_sees(fwd->geo, r, grads->job->keys->pos[j])) continue;
+                for (int32_t t = 0; t < RA__VECTORS; t++)
+                    c[t] = RA__NAME(fma)(a, RA__NAME(load)(from + t * RA__WIDTH), c[t]);
             }
-            RA__F(back_add)(o->to + j * o->stride + d, c[0], o->dim - d);
+            RA__NAME(back_add)(grads->to + j * grads->stride + d, c, grads->dim - d);
         }
 }
 
-/* dV of a tile, or dK. */
-RA__FN void RA__F(back_outer)(const ra__tile *x, int32_t dk) {
-    RA__F(outer) o;
-    o.x = x;
-    o.a = dk ? x->ds : x->p;
-    o.rows = dk ? x->x->q_rows : x->x->g_rows;
-    o.to = dk ? x->dk : x->dv;
-    o.stride = dk ? x->dk_stride : x->dv_stride;
-    o.dim = dk ? x->k_dim : x->v_dim;
-    if (!o.to) return;
-    if (x->partial && !x->x->clean) RA__F(back_keys_dirty)(&o);
-    else RA__F(back_keys)(&o);
+/* Adds dK of a tile if dk is set, otherwise dV. */
+RA__ISA_STATIC void RA__NAME(back_key_grads)(const ra__back_job *job, int32_t dk) {
+    RA__NAME(key_grads) grads;
+    grads.job = job;
+    grads.a = dk ? job->ds : job->p;
+    grads.rows = dk ? job->panel->q_rows : job->panel->g_rows;
+    grads.to = dk ? job->dk : job->dv;
+    grads.stride = dk ? job->dk_stride : job->dv_stride;
+    grads.dim = dk ? job->k_dim : job->v_dim;
+    if (!grads.to) return;
+    if (job->partial && !job->panel->clean) RA__NAME(back_keys_dirty)(&grads);
+    else RA__NAME(back_keys)(&grads);
 }
 
-/* The passes between the products, where they are not the plain ones. */
-RA__FN void RA__F(back_general)(const ra__tile *x) {
-    int32_t row;
-    if (x->x->p.drop.least) {
-        for (row = 0; row < RA_BLOCK_TOKENS * RA_BLOCK_TOKENS; row++) x->drop[row] = 1.0f;
-        ra__drop_apply(&x->x->p, x->keys, 0, RA_BLOCK_TOKENS, x->drop, RA_BLOCK_TOKENS);
+/* dP becomes dS where back_dot_tile does not do it. */
+RA__ISA_STATIC void RA__NAME(back_general)(const ra__back_job *job) {
+    if (job->panel->fwd.drop.threshold) {
+        for (int32_t row = 0; row < RA_BLOCK_TOKENS * RA_BLOCK_TOKENS; row++) job->drop[row] = 1.0f;
+        ra__drop_apply(&job->panel->fwd, job->keys, 0, RA_BLOCK_TOKENS, job->drop, RA_BLOCK_TOKENS);
     }
-    for (row = 0; row < x->x->p.rows; row += RA__W) RA__F(back_changes)(x, row);
-    if (x->x->d_bias) ra__bias_back(x->x, x->keys, x->ds);
-    RA__F(back_scale)(x);
+    for (int32_t row = 0; row < job->panel->fwd.rows; row += RA__WIDTH)
+        RA__NAME(back_score_grads_general)(job, row);
+    if (job->panel->d_bias) ra__bias_grad_add(job->panel, job->keys, job->ds);
+    RA__NAME(back_scale)(job);
 }
 
-RA__FN void RA__F(fold_back_tile)(const ra__tile *x) {
-    const ra__panel *p = &x->x->p;
-    const int32_t general = x->partial || ra__score_is_modified(&p->score) || p->drop.least ||
-                            x->x->d_bias;
-    int32_t row;
-    RA__F(back_scores)(x, general);
-    for (row = 0; general && row < p->rows; row += RA__W) RA__F(back_weights)(x, row);
-    if (x->want_q || x->dk || x->x->d_bias || p->drop.least) {
-        RA__F(back_slopes)(x, general);
-        if (general) RA__F(back_general)(x);
+/* One panel against one block of keys. general: 1 if the products alone do not give P and dS. */
+RA__ISA_STATIC void RA__NAME(fold_back_tile)(const ra__back_job *job) {
+    const ra__panel *fwd = &job->panel->fwd;
+    int32_t general = job->partial || ra__score_is_modified(&fwd->score) || fwd->drop.threshold ||
+                      job->panel->d_bias;
+    RA__NAME(back_scores)(job, general);
+    for (int32_t row = 0; general && row < fwd->rows; row += RA__WIDTH)
+        RA__NAME(back_weights)(job, row);
+    if (job->want_q || job->dk || job->panel->d_bias || fwd->drop.threshold) {
+        RA__NAME(back_score_grads)(job, general);
+        if (general) RA__NAME(back_general)(job);
     }
-    if (x->want_q && x->partial && !x->k_clean) RA__F(back_queries_dirty)(x);
-    else if (x->want_q) RA__F(back_queries)(x);
-    RA__F(back_outer)(x, 0);
-    RA__F(back_outer)(x, 1);
+    if (job->want_q && job->partial && !job->k_clean) RA__NAME(back_queries_dirty)(job);
+    else if (job->want_q) RA__NAME(back_queries)(job);
+    RA__NAME(back_key_grads)(job, 0);
+    RA__NAME(back_key_grads)(job, 1);
 }
 
-RA__FN void RA__F(fold_back)(const ra__tile *x, int32_t count) {
-    int32_t i;
-    for (i = 0; i < count; i++) RA__F(fold_back_tile)(x + i);
+RA__ISA_STATIC void RA__NAME(fold_back)(const ra__back_job *job, int32_t count) {
+    for (int32_t i = 0; i < count; i++) RA__NAME(fold_back_tile)(job + i);
 }
 
-RA__FN void RA__F(sizes_back)(ra__bytes *out, const ra_desc *d) {
-    RA__F(sizes)(out, d, 1);
+RA__ISA_STATIC void RA__NAME(sizes_back)(ra__bytes *out, const ra_desc *d) {
+    RA__NAME(sizes)(out, d, 1);
     out->batch = 4;
     out->s = 0;
     out->k = RA_BLOCK_TOKENS * (int64_t)sizeof(float) * d->k_dim;
     if (d->v_dtype == RA_F32) out->v = 0;
 }
 
-RA__FN int32_t RA__F(prepare_back)(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                                   int32_t partial) {
-    RA__F(bring_both)(keys, d, store, 1, 0);
-    return partial && RA__F(finite)(ra__key_row(keys, 0), keys->k_stride / 4, keys->n, d->k_dim);
+RA__ISA_STATIC int32_t RA__NAME(prepare_back)(ra__keys *keys, const ra_desc *d,
+                                              const ra__key_scratch *scratch, int32_t partial) {
+    RA__NAME(copy_keys)(keys, d, scratch, 1, 0);
+    return partial &&
+           RA__NAME(rows_are_finite)(ra__key_row(keys, 0), keys->k_stride / 4, keys->n, d->k_dim);
 }
 
-RA__FN void RA__F(put_grad)(void *to, const float *x, int32_t dtype, int32_t n) {
+RA__ISA_STATIC void RA__NAME(put_grad)(void *to, const float *x, int32_t dtype, int32_t n) {
     float *sum = (float *)to;
     int32_t i = 0;
     if (dtype != RA_F32) {
-        RA__F(write)((uint8_t *)to, x, dtype, n);
+        RA__NAME(write_row)((uint8_t *)to, x, dtype, n);
         return;
     }
-    for (; n - i >= RA__W; i += RA__W)
-        RA__F(store)(sum + i, RA__F(load)(sum + i) + RA__F(load)(x + i));
+    for (; n - i >= RA__WIDTH; i += RA__WIDTH)
+        RA__NAME(store)(sum + i, RA__NAME(load)(sum + i) + RA__NAME(load)(x + i));
     for (; i < n; i++) sum[i] += x[i];
 }
 
-/* Rows as [slab of columns][64][RA__SLAB] floats; columns beyond dim are 0. 1: all are finite. */
-RA__FN int32_t RA__F(pack_rows)(float *dst, const ra__source *s, int32_t rows) {
-    const int32_t size = s->dtype == RA_F32 ? 4 : 2;
-    int32_t d, row, t, bad = 0;
-    for (d = 0; d < s->dim; d += RA__SLAB) {
-        const int32_t n = s->dim - d < RA__SLAB ? s->dim - d : RA__SLAB;
-        const int32_t direct = s->dtype == RA_F32 && n == RA__SLAB;
-        for (row = 0; row < rows; row++, dst += RA__SLAB) {
+/* Rows as [slab of columns][64][RA__SLAB] floats; columns beyond dim are 0. Returns 1 if all
+ * elements are finite. */
+RA__ISA_STATIC int32_t RA__NAME(pack_rows)(float *dst, const ra__source *s, int32_t rows) {
+    int32_t size = s->dtype == RA_F32 ? 4 : 2, bad = 0;
+    for (int32_t d = 0; d < s->dim; d += RA__SLAB) {
+        int32_t n = s->dim - d < RA__SLAB ? s->dim - d : RA__SLAB;
+        int32_t direct = s->dtype == RA_F32 && n == RA__SLAB;
+        for (int32_t row = 0; row < rows; row++, dst += RA__SLAB) {
             const uint8_t *from = s->data + row * s->stride + d * size;
-            if (!direct) RA__F(read)(dst, from, s->dtype, n);
+            if (!direct) RA__NAME(read_row)(dst, from, s->dtype, n);
             if (!direct) memset(dst + n, 0, (size_t)(RA__SLAB - n) * sizeof *dst);
-            RA__UNROLL for (t = 0; t < RA__NT; t++) {
+            RA__UNROLL for (int32_t t = 0; t < RA__VECTORS; t++) {
                 const float *x = direct ? (const float *)(const void *)from : dst;
-                RA__V y = RA__F(load)(x + t * RA__W);
-                bad |= RA__F(bad)(y);
-                RA__F(store)(dst + t * RA__W, y);
+                RA__FLOATS y = RA__NAME(load)(x + t * RA__WIDTH);
+                bad |= RA__NAME(any_nonfinite)(y);
+                RA__NAME(store)(dst + t * RA__WIDTH, y);
             }
         }
         dst += (RA_BLOCK_TOKENS - rows) * RA__SLAB;
@@ -3785,75 +3779,75 @@ RA__FN int32_t RA__F(pack_rows)(float *dst, const ra__source *s, int32_t rows) {
     return !bad;
 }
 
-RA__FN void RA__F(load_back)(ra__back_panel *x, const ra__source *q, const ra__source *g) {
-    ra__panel as_q = x->p;
-    int32_t row;
-    for (row = 0; row < x->p.rows; row++) { /* PERF: Zen 5, 2048 tokens, D 64: 88 to 89 % */
+RA__ISA_STATIC void RA__NAME(load_back)(ra__back_panel *panel, const ra__source *q,
+                                        const ra__source *g) {
+    ra__panel as_q = panel->fwd;
+    /* PERF: Zen 5, 2048 tokens, D 64: 88 -> 89 % of the FMA peak. */
+    for (int32_t row = 0; row < panel->fwd.rows; row++) {
         ra__prefetch((uintptr_t)(q->data + row * q->stride), q->dim * (q->dtype == RA_F32 ? 4 : 2));
         ra__prefetch((uintptr_t)(g->data + row * g->stride), g->dim * (g->dtype == RA_F32 ? 4 : 2));
     }
-    if (x->p.rows < RA_BLOCK_TOKENS) {
-        memset(x->p.q, 0, (size_t)RA_BLOCK_TOKENS * (size_t)q->dim * sizeof(float));
-        memset(x->g, 0, (size_t)RA_BLOCK_TOKENS * (size_t)g->dim * sizeof(float));
+    if (panel->fwd.rows < RA_BLOCK_TOKENS) {
+        memset(panel->fwd.q, 0, (size_t)RA_BLOCK_TOKENS * (size_t)q->dim * sizeof(float));
+        memset(panel->g, 0, (size_t)RA_BLOCK_TOKENS * (size_t)g->dim * sizeof(float));
     }
-    RA__F(load_q)(&x->p, q->data, q->stride, q->dtype, q->dim);
-    as_q.q = x->g;
+    RA__NAME(load_q)(&panel->fwd, q->data, q->stride, q->dtype, q->dim);
+    as_q.q = panel->g;
     as_q.factor = 1.0f;
-    RA__F(load_q)(&as_q, g->data, g->stride, g->dtype, g->dim);
-    x->clean = RA__F(pack_rows)(x->q_rows, q, x->p.rows);
-    x->clean &= RA__F(pack_rows)(x->g_rows, g, x->p.rows);
+    RA__NAME(load_q)(&as_q, g->data, g->stride, g->dtype, g->dim);
+    panel->clean = RA__NAME(pack_rows)(panel->q_rows, q, panel->fwd.rows);
+    panel->clean &= RA__NAME(pack_rows)(panel->g_rows, g, panel->fwd.rows);
 }
 
-/* n elements as floats, followed by zeros up to a whole vector; in place if they are. */
-RA__FN const float *RA__F(floats)(float *room, const ra__source *s, int32_t row, int32_t d,
-                                  int32_t n) {
+/* n elements as floats, then zeros up to a whole vector. They are copied to `copy` if needed. */
+RA__ISA_STATIC const float *RA__NAME(floats)(float *copy, const ra__source *s, int32_t row,
+                                             int32_t d, int32_t n) {
     const uint8_t *from = s->data + row * s->stride + d * (s->dtype == RA_F32 ? 4 : 2);
-    if (s->dtype == RA_F32 && n % RA__W == 0) return (const float *)(const void *)from;
-    RA__F(read)(room, from, s->dtype, n);
-    memset(room + n, 0, (size_t)(RA__PIECE - n) * sizeof *room);
-    return room;
+    if (s->dtype == RA_F32 && n % RA__WIDTH == 0) return (const float *)(const void *)from;
+    RA__NAME(read_row)(copy, from, s->dtype, n);
+    memset(copy + n, 0, (size_t)(RA__DELTA_DIMS - n) * sizeof *copy);
+    return copy;
 }
 
-RA__FN void RA__F(deltas)(float *delta, const ra__source *o, const ra__source *g, int32_t rows) {
-    float a[RA__PIECE], b[RA__PIECE];
-    int32_t row, d, i;
-    for (row = 0; row < rows; row++) {
-        RA__V sum = RA__F(set)(0.0f);
-        for (d = 0; d < o->dim; d += RA__PIECE) {
-            const int32_t n = o->dim - d < RA__PIECE ? o->dim - d : RA__PIECE;
-            const float *x = RA__F(floats)(a, o, row, d, n), *y = RA__F(floats)(b, g, row, d, n);
-            for (i = 0; i < n; i += RA__W)
-                sum = RA__F(fma)(RA__F(load)(x + i), RA__F(load)(y + i), sum);
+RA__ISA_STATIC void RA__NAME(deltas)(float *delta, const ra__source *o, const ra__source *g,
+                                     int32_t rows) {
+    float a[RA__DELTA_DIMS], b[RA__DELTA_DIMS];
+    for (int32_t row = 0; row < rows; row++) {
+        RA__FLOATS sum = RA__NAME(set)(0.0f);
+        for (int32_t d = 0; d < o->dim; d += RA__DELTA_DIMS) {
+            int32_t n = o->dim - d < RA__DELTA_DIMS ? o->dim - d : RA__DELTA_DIMS;
+            const float *x = RA__NAME(floats)(a, o, row, d, n);
+            const float *y = RA__NAME(floats)(b, g, row, d, n);
+            for (int32_t i = 0; i < n; i += RA__WIDTH)
+                sum = RA__NAME(fma)(RA__NAME(load)(x + i), RA__NAME(load)(y + i), sum);
         }
-        delta[row] = RA__F(sum)(sum);
+        delta[row] = RA__NAME(sum)(sum);
     }
 }
 
-static const ra__kernel RA__F(kernel) = {
-    RA__ISA,          RA__F(sizes),     RA__F(widen),    RA__F(prepare), RA__F(load_q),
-    RA__F(load_acc),  RA__F(store_acc), RA__F(fold),     RA__F(store_o),
-    RA__FEW_UNIT,
-    RA__F(few_load),  RA__F(few_fold),  RA__F(few_close), RA__F(few_store),
-    RA__F(few_merge),
-    RA__F(sizes_back), RA__F(prepare_back), RA__F(load_back), RA__F(deltas),
-    RA__F(fold_back), RA__F(put_grad)};
+static const ra__kernel RA__NAME(kernel) = {
+    RA__ISA, RA__NAME(sizes), RA__NAME(widen), RA__NAME(prepare), RA__NAME(load_q),
+    RA__NAME(load_acc), RA__NAME(store_acc), RA__NAME(fold), RA__NAME(store_o), RA__DECODE_UNIT,
+    RA__NAME(decode_load), RA__NAME(decode_fold), RA__NAME(decode_close), RA__NAME(decode_store),
+    RA__NAME(decode_merge), RA__NAME(sizes_back), RA__NAME(prepare_back), RA__NAME(load_back),
+    RA__NAME(deltas), RA__NAME(fold_back), RA__NAME(put_grad)};
 
 #undef RA__SLAB
-#undef RA__PART
-/* What the room of the instruction set has defined. */
-#undef RA__F
+#undef RA__ISA_NOINLINE
+/* What the room of the instruction set defines. */
+#undef RA__NAME
 #undef RA__ISA
 #undef RA__TARGET
-#undef RA__FN
-#undef RA__OP
-#undef RA__V
-#undef RA__I
-#undef RA__M
-#undef RA__W
-#undef RA__NT
-#undef RA__NI
-#undef RA__DK
-#undef RA__DC
+#undef RA__ISA_STATIC
+#undef RA__ISA_INLINE
+#undef RA__FLOATS
+#undef RA__INTS
+#undef RA__MASK
+#undef RA__WIDTH
+#undef RA__VECTORS
+#undef RA__TILE_HEIGHT
+#undef RA__DECODE_TILE_KEYS
+#undef RA__DECODE_TILE_CHUNKS
 #endif /* RA__BODY */
 
 #if defined(RA__MAIN)
@@ -3861,154 +3855,162 @@ static const ra__kernel RA__F(kernel) = {
 #define RA__BODY
 
 /* ========================================================================== SCALAR
- * For every processor: vectors of four floats in the compiler's own language, which become SSE2,
- * NEON or plain scalars. */
-#define RA__F(name)  ra__##name##_scalar
-#define RA__ISA      RA_ISA_SCALAR
-#define RA__FN       RA__UNUSED static
-#define RA__OP       RA__INLINE
-#define RA__V        ra__v4f
-#define RA__I        ra__v4i
-#define RA__M        ra__v4i
-#define RA__W        4
-#define RA__NT       2
-#define RA__NI       4
-#define RA__DK       2
-#define RA__DC       1
+ * For every processor: vectors of four floats as the compiler's extension, which become SSE2, NEON
+ * or plain scalars. Comments on operations hold for the other instruction sets too. */
+#define RA__NAME(name)         ra__##name##_scalar
+#define RA__ISA                RA_ISA_SCALAR
+#define RA__ISA_STATIC         RA__UNUSED static
+#define RA__ISA_INLINE         RA__INLINE
+#define RA__FLOATS             ra__v4f
+#define RA__INTS               ra__v4i
+#define RA__MASK               ra__v4i
+#define RA__WIDTH              4
+#define RA__VECTORS            2
+#define RA__TILE_HEIGHT        4
+#define RA__DECODE_TILE_KEYS   2
+#define RA__DECODE_TILE_CHUNKS 1
 
 typedef float ra__v4f __attribute__((vector_size(16)));
 typedef int32_t ra__v4i __attribute__((vector_size(16)));
 typedef uint32_t ra__v4u __attribute__((vector_size(16)));
 
-RA__OP ra__v4f ra__set_scalar(float x) {
+RA__ISA_INLINE ra__v4f ra__set_scalar(float x) {
     ra__v4f v = {x, x, x, x};
     return v;
 }
-RA__OP ra__v4i ra__set_int_scalar(int32_t x) {
+RA__ISA_INLINE ra__v4i ra__set_int_scalar(int32_t x) {
     ra__v4i v = {x, x, x, x};
     return v;
 }
-RA__OP ra__v4f ra__load_scalar(const float *p) {
+RA__ISA_INLINE ra__v4f ra__load_scalar(const float *p) {
     ra__v4f v;
     memcpy(&v, p, sizeof v);
     return v;
 }
-RA__OP ra__v4i ra__load_int_scalar(const int32_t *p) {
+RA__ISA_INLINE ra__v4i ra__load_int_scalar(const int32_t *p) {
     ra__v4i v;
     memcpy(&v, p, sizeof v);
     return v;
 }
-RA__OP void ra__store_scalar(float *p, ra__v4f v) { memcpy(p, &v, sizeof v); }
-RA__OP ra__v4f ra__load_n_scalar(const float *p, int32_t n) {
+RA__ISA_INLINE void ra__store_scalar(float *p, ra__v4f v) { memcpy(p, &v, sizeof v); }
+/* Only n lanes are in memory; the others are 0. */
+RA__ISA_INLINE ra__v4f ra__load_n_scalar(const float *p, int32_t n) {
     ra__v4f v = {0.0f, 0.0f, 0.0f, 0.0f};
     memcpy(&v, p, (size_t)n * sizeof *p);
     return v;
 }
-RA__OP void ra__store_n_scalar(float *p, ra__v4f v, int32_t n) {
+RA__ISA_INLINE void ra__store_n_scalar(float *p, ra__v4f v, int32_t n) {
     memcpy(p, &v, (size_t)n * sizeof *p);
 }
-/* The value, computed and in a register from here on: nothing is fused with it or loaded again. */
-RA__OP ra__v4f ra__hold_scalar(ra__v4f v) {
+/* Returns v, computed and in a register: it is neither fused with another operation nor loaded
+ * again. */
+RA__ISA_INLINE ra__v4f ra__hold_scalar(ra__v4f v) {
 #if RA__X86
     __asm__("" : "+x"(v));
 #endif
     return v;
 }
-/* Not fused on any x86: clang 14 with -ffast-math -mfma would fuse whatever the pragmas say. */
-RA__OP ra__v4f ra__fma_scalar(ra__v4f a, ra__v4f b, ra__v4f c) {
+/* a b + c, not fused on any x86. hold: clang 14 with -ffast-math -mfma would fuse in spite of the
+ * pragmas. */
+RA__ISA_INLINE ra__v4f ra__fma_scalar(ra__v4f a, ra__v4f b, ra__v4f c) {
     return ra__hold_scalar(a * b) + c;
 }
-RA__OP ra__v4f ra__pick_scalar(ra__v4i m, ra__v4f a, ra__v4f b) {
+/* m ? a : b */
+RA__ISA_INLINE ra__v4f ra__select_scalar(ra__v4i m, ra__v4f a, ra__v4f b) {
     return (ra__v4f)((m & (ra__v4i)a) | (~m & (ra__v4i)b));
 }
-RA__OP ra__v4i ra__less_scalar(ra__v4f a, ra__v4f b) { return (ra__v4i)(a < b); }
-RA__OP ra__v4f ra__max_scalar(ra__v4f a, ra__v4f b) { return ra__pick_scalar(b < a, a, b); }
-RA__OP ra__v4f ra__abs_scalar(ra__v4f a) {
+RA__ISA_INLINE ra__v4i ra__less_scalar(ra__v4f a, ra__v4f b) { return (ra__v4i)(a < b); }
+RA__ISA_INLINE ra__v4f ra__max_scalar(ra__v4f a,
+                                      ra__v4f b) { return ra__select_scalar(b < a, a, b); }
+RA__ISA_INLINE ra__v4f ra__abs_scalar(ra__v4f a) {
     return (ra__v4f)((ra__v4i)a & ra__set_int_scalar(0x7fffffff));
 }
-RA__OP ra__v4i ra__none_scalar(void) { return ra__set_int_scalar(0); }
-RA__OP ra__v4i ra__either_scalar(ra__v4i a, ra__v4i b) { return a | b; }
+RA__ISA_INLINE ra__v4i ra__none_scalar(void) { return ra__set_int_scalar(0); }
+RA__ISA_INLINE ra__v4i ra__any_of_scalar(ra__v4i a, ra__v4i b) { return a | b; }
 /* lo <= k < hi */
-RA__OP ra__v4i ra__within_scalar(ra__v4i lo, ra__v4i hi, int32_t k) {
+RA__ISA_INLINE ra__v4i ra__within_scalar(ra__v4i lo, ra__v4i hi, int32_t k) {
     ra__v4i v = ra__set_int_scalar(k);
     return (ra__v4i)(lo <= v) & (ra__v4i)(v < hi);
 }
 /* |p[i] - k| */
-RA__OP ra__v4f ra__distance_scalar(const int32_t *p, int32_t k) {
+RA__ISA_INLINE ra__v4f ra__distance_scalar(const int32_t *p, int32_t k) {
     ra__v4f v = {0.0f, 0.0f, 0.0f, 0.0f};
-    int32_t i;
-    for (i = 0; i < 4; i++) v[i] = (float)(p[i] < k ? (int64_t)k - p[i] : (int64_t)p[i] - k);
+    for (int32_t i = 0; i < 4; i++)
+        v[i] = (float)(p[i] < k ? (int64_t)k - p[i] : (int64_t)p[i] - k);
     return v;
 }
-/* m, but 0 for -inf */
-RA__OP ra__v4f ra__base_scalar(ra__v4f m) {
+/* m, or 0 where m is -inf */
+RA__ISA_INLINE ra__v4f ra__shift_of_scalar(ra__v4f m) {
     return (ra__v4f)((ra__v4i)m & ((ra__v4i)m != ra__set_int_scalar(-0x800000)));
 }
-/* 2^x, 0 below -126.5, infinite from 127.5 on. Adding 1.5 * 2^23 + 127 leaves the rounded x,
- * biased, in the low bits, from where a shift makes it an exponent. */
-RA__OP ra__v4f ra__exp2_scalar(ra__v4f x) {
-    ra__v4f magic = ra__set_scalar(12583039.0f), low = ra__set_scalar(-127.0f), n, f, p;
-    ra__v4f high = ra__set_scalar(128.0f);
-    int32_t i;
-    x = ra__pick_scalar(x < low, low, x);
-    x = ra__pick_scalar(high < x, high, x);
-    n = x + magic;
-    f = x - (n - magic);
-    p = ra__set_scalar(ra__exp2_near[6]);
-    RA__UNROLL for (i = 5; i >= 0; i--) p = ra__fma_scalar(p, f, ra__set_scalar(ra__exp2_near[i]));
+/* 2^x; 0 below -126.5, infinite from 127.5 on. Adding 1.5 * 2^23 + 127 leaves x, rounded and with
+ * the bias of exponents, in the low bits. A shift makes it an exponent. */
+RA__ISA_INLINE ra__v4f ra__exp2_scalar(ra__v4f x) {
+    ra__v4f magic = ra__set_scalar(12583039.0f), p = ra__set_scalar(ra__exp2_near[6]);
+    ra__v4f low = ra__set_scalar(-127.0f), high = ra__set_scalar(128.0f);
+    x = ra__select_scalar(x < low, low, x);
+    x = ra__select_scalar(high < x, high, x);
+    ra__v4f n = x + magic, f = x - (n - magic);
+    RA__UNROLL for (int32_t i = 5; i >= 0; i--)
+        p = ra__fma_scalar(p, f, ra__set_scalar(ra__exp2_near[i]));
     return p * (ra__v4f)((ra__v4u)n << 23);
 }
 /* v[c][r] = v[r][c] */
-RA__OP void ra__transpose_scalar(ra__v4f *v) {
-    float x[4][4], y[4][4];
-    memcpy(x, v, sizeof x);
-    ra__transpose4(y[0], 4, x[0], 4);
-    memcpy(v, y, sizeof y);
+RA__ISA_INLINE void ra__transpose_scalar(ra__v4f *v) {
+    ra__v4f a = __builtin_shufflevector(v[0], v[1], 0, 4, 1, 5);
+    ra__v4f b = __builtin_shufflevector(v[2], v[3], 0, 4, 1, 5);
+    ra__v4f c = __builtin_shufflevector(v[0], v[1], 2, 6, 3, 7);
+    ra__v4f d = __builtin_shufflevector(v[2], v[3], 2, 6, 3, 7);
+    v[0] = __builtin_shufflevector(a, b, 0, 1, 4, 5);
+    v[1] = __builtin_shufflevector(a, b, 2, 3, 6, 7);
+    v[2] = __builtin_shufflevector(c, d, 0, 1, 4, 5);
+    v[3] = __builtin_shufflevector(c, d, 2, 3, 6, 7);
 }
-RA__OP float ra__sum_scalar(ra__v4f v) { return (v[0] + v[2]) + (v[1] + v[3]); }
-RA__OP ra__v4f ra__sums_scalar(const ra__v4f *v) {
+/* Sum of the lanes. */
+RA__ISA_INLINE float ra__sum_scalar(ra__v4f v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+/* Lane i: the sum of v[i]. */
+RA__ISA_INLINE ra__v4f ra__sums_scalar(const ra__v4f *v) {
     ra__v4f s = {ra__sum_scalar(v[0]), ra__sum_scalar(v[1]), ra__sum_scalar(v[2]),
                  ra__sum_scalar(v[3])};
     return s;
 }
-RA__OP int32_t ra__bad_scalar(ra__v4f v) {
+/* Nonzero if a lane is a NaN or infinite. */
+RA__ISA_INLINE int32_t ra__any_nonfinite_scalar(ra__v4f v) {
     ra__v4i e = ra__set_int_scalar(0x7f800000), b = (ra__v4i)(((ra__v4i)v & e) == e);
     return b[0] | b[1] | b[2] | b[3];
 }
-RA__OP ra__v4i ra__load_half_scalar(const uint8_t *p) {
+RA__ISA_INLINE ra__v4i ra__load_half_scalar(const uint8_t *p) {
     uint16_t h[4];
     memcpy(h, p, sizeof h);
     ra__v4i v = {h[0], h[1], h[2], h[3]};
     return v;
 }
-/* As ra__f32_of_f16, all branches at once. */
-RA__OP ra__v4f ra__of_f16_scalar(const uint8_t *p) {
-    const ra__v4i h = ra__load_half_scalar(p), a = h & 0x7fff;
-    const ra__v4f tiny = __builtin_convertvector(a, ra__v4f) * (1.0f / 16777216.0f);
+/* As ra__f32_of_f16, with all branches at once. */
+RA__ISA_INLINE ra__v4f ra__of_f16_scalar(const uint8_t *p) {
+    ra__v4i h = ra__load_half_scalar(p), a = h & 0x7fff;
+    ra__v4f tiny = __builtin_convertvector(a, ra__v4f) * (1.0f / 16777216.0f);
     ra__v4i u = (a << 13) + (112 << 23);
-    u = (ra__v4i)ra__pick_scalar(a < 0x400, tiny, (ra__v4f)u);
+    u = (ra__v4i)ra__select_scalar(a < 0x400, tiny, (ra__v4f)u);
     u |= (a >= 0x7c00) & 0x7f800000;
     u |= (a > 0x7c00) & 0x400000;
     return (ra__v4f)((ra__v4u)u | (ra__v4u)(h & 0x8000) << 16);
 }
-RA__OP ra__v4f ra__of_i8_scalar(const uint8_t *p) {
+RA__ISA_INLINE ra__v4f ra__of_i8_scalar(const uint8_t *p) {
     ra__v4f v = {(float)(int8_t)p[0], (float)(int8_t)p[1], (float)(int8_t)p[2],
                  (float)(int8_t)p[3]};
     return v;
 }
-RA__OP ra__v4f ra__of_bf16_scalar(const uint8_t *p) {
+RA__ISA_INLINE ra__v4f ra__of_bf16_scalar(const uint8_t *p) {
     return (ra__v4f)((ra__v4u)ra__load_half_scalar(p) << 16);
 }
-RA__OP void ra__to_f16_scalar(uint8_t *p, ra__v4f v) {
+RA__ISA_INLINE void ra__to_f16_scalar(uint8_t *p, ra__v4f v) {
     uint16_t h[4];
-    int32_t i;
-    for (i = 0; i < 4; i++) h[i] = ra__f16_of_f32(v[i]);
+    for (int32_t i = 0; i < 4; i++) h[i] = ra__f16_of_f32(v[i]);
     memcpy(p, h, sizeof h);
 }
-RA__OP void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
+RA__ISA_INLINE void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
     uint16_t h[4];
-    int32_t i;
-    for (i = 0; i < 4; i++) h[i] = ra__bf16_of_f32(v[i]);
+    for (int32_t i = 0; i < 4; i++) h[i] = ra__bf16_of_f32(v[i]);
     memcpy(p, h, sizeof h);
 }
 
@@ -4017,135 +4019,133 @@ RA__OP void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
 #if RA__X86
 /* ========================================================================== AVX2
  * AVX2, FMA, F16C: 16 registers of 8 lanes, tiles of 6 keys and 16 rows. */
-#define RA__F(name)  ra__##name##_avx2
-#define RA__ISA      RA_ISA_AVX2
-#define RA__TARGET   __attribute__((target("avx2,fma,f16c")))
-#define RA__FN       RA__UNUSED RA__TARGET static
-#define RA__OP       RA__INLINE RA__TARGET
-#define RA__V        __m256
-#define RA__I        __m256i
-#define RA__M        __m256i
-#define RA__W        8
-#define RA__NT       2
-#define RA__NI       6
-#define RA__DK       2
-#define RA__DC       1
+#define RA__NAME(name)         ra__##name##_avx2
+#define RA__ISA                RA_ISA_AVX2
+#define RA__TARGET             __attribute__((target("avx2,fma,f16c")))
+#define RA__ISA_STATIC         RA__UNUSED RA__TARGET static
+#define RA__ISA_INLINE         RA__INLINE RA__TARGET
+#define RA__FLOATS             __m256
+#define RA__INTS               __m256i
+#define RA__MASK               __m256i
+#define RA__WIDTH              8
+#define RA__VECTORS            2
+#define RA__TILE_HEIGHT        6
+#define RA__DECODE_TILE_KEYS   2
+#define RA__DECODE_TILE_CHUNKS 1
 
-RA__OP __m256 ra__set_avx2(float x) { return _mm256_set1_ps(x); }
-RA__OP __m256 ra__load_avx2(const float *p) { return _mm256_loadu_ps(p); }
-RA__OP void ra__store_avx2(float *p, __m256 v) { _mm256_storeu_ps(p, v); }
-RA__OP __m256i ra__load_int_avx2(const int32_t *p) {
+RA__ISA_INLINE __m256 ra__set_avx2(float x) { return _mm256_set1_ps(x); }
+RA__ISA_INLINE __m256 ra__load_avx2(const float *p) { return _mm256_loadu_ps(p); }
+RA__ISA_INLINE void ra__store_avx2(float *p, __m256 v) { _mm256_storeu_ps(p, v); }
+RA__ISA_INLINE __m256i ra__load_int_avx2(const int32_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
-RA__OP __m256i ra__first_avx2(int32_t n) {
+RA__ISA_INLINE __m256i ra__first_lanes_avx2(int32_t n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
 }
-RA__OP __m256 ra__load_n_avx2(const float *p, int32_t n) {
-    return _mm256_maskload_ps(p, ra__first_avx2(n));
+RA__ISA_INLINE __m256 ra__load_n_avx2(const float *p, int32_t n) {
+    return _mm256_maskload_ps(p, ra__first_lanes_avx2(n));
 }
-RA__OP void ra__store_n_avx2(float *p, __m256 v, int32_t n) {
-    _mm256_maskstore_ps(p, ra__first_avx2(n), v);
+RA__ISA_INLINE void ra__store_n_avx2(float *p, __m256 v, int32_t n) {
+    _mm256_maskstore_ps(p, ra__first_lanes_avx2(n), v);
 }
-RA__OP __m256 ra__hold_avx2(__m256 v) {
+RA__ISA_INLINE __m256 ra__hold_avx2(__m256 v) {
     __asm__("" : "+x"(v));
     return v;
 }
-RA__OP __m256 ra__fma_avx2(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c); }
-RA__OP __m256 ra__pick_avx2(__m256i m, __m256 a, __m256 b) {
+RA__ISA_INLINE __m256 ra__fma_avx2(__m256 a, __m256 b, __m256 c) { return _mm256_fmadd_ps(a, b, c);
+                                                                  }
+RA__ISA_INLINE __m256 ra__select_avx2(__m256i m, __m256 a, __m256 b) {
     return _mm256_blendv_ps(b, a, _mm256_castsi256_ps(m));
 }
-RA__OP __m256i ra__less_avx2(__m256 a, __m256 b) {
+RA__ISA_INLINE __m256i ra__less_avx2(__m256 a, __m256 b) {
     return _mm256_castps_si256(_mm256_cmp_ps(a, b, _CMP_LT_OQ));
 }
-RA__OP __m256 ra__max_avx2(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
-RA__OP __m256 ra__abs_avx2(__m256 a) {
+RA__ISA_INLINE __m256 ra__max_avx2(__m256 a, __m256 b) { return _mm256_max_ps(a, b); }
+RA__ISA_INLINE __m256 ra__abs_avx2(__m256 a) {
     return _mm256_castsi256_ps(
         _mm256_and_si256(_mm256_castps_si256(a), _mm256_set1_epi32(0x7fffffff)));
 }
-RA__OP __m256i ra__none_avx2(void) { return _mm256_setzero_si256(); }
-RA__OP __m256i ra__either_avx2(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
-RA__OP __m256i ra__within_avx2(__m256i lo, __m256i hi, int32_t k) {
+RA__ISA_INLINE __m256i ra__none_avx2(void) { return _mm256_setzero_si256(); }
+RA__ISA_INLINE __m256i ra__any_of_avx2(__m256i a, __m256i b) { return _mm256_or_si256(a, b); }
+RA__ISA_INLINE __m256i ra__within_avx2(__m256i lo, __m256i hi, int32_t k) {
     __m256i v = _mm256_set1_epi32(k);
     return _mm256_andnot_si256(_mm256_cmpgt_epi32(lo, v), _mm256_cmpgt_epi32(hi, v));
 }
-RA__OP __m256 ra__distance_avx2(const int32_t *p, int32_t k) {
+RA__ISA_INLINE __m256 ra__distance_avx2(const int32_t *p, int32_t k) {
     return _mm256_cvtepi32_ps(
         _mm256_abs_epi32(_mm256_sub_epi32(ra__load_int_avx2(p), _mm256_set1_epi32(k))));
 }
-RA__OP __m256 ra__base_avx2(__m256 m) {
+RA__ISA_INLINE __m256 ra__shift_of_avx2(__m256 m) {
     __m256i u = _mm256_castps_si256(m);
     return _mm256_castsi256_ps(
         _mm256_andnot_si256(_mm256_cmpeq_epi32(u, _mm256_set1_epi32(-0x800000)), u));
 }
-/* As ra__exp2_scalar; of max's and min's operands the second is returned if one is a NaN. */
-RA__OP __m256 ra__exp2_avx2(__m256 x) {
-    __m256 magic = ra__set_avx2(12583039.0f), n, f, p;
-    int32_t i;
+/* As ra__exp2_scalar. max and min return the second operand if one of them is a NaN. */
+RA__ISA_INLINE __m256 ra__exp2_avx2(__m256 x) {
+    __m256 magic = ra__set_avx2(12583039.0f), p = ra__set_avx2(ra__exp2_near[6]);
     x = _mm256_min_ps(ra__set_avx2(128.0f), _mm256_max_ps(ra__set_avx2(-127.0f), x));
-    n = x + magic;
-    f = x - (n - magic);
-    p = ra__set_avx2(ra__exp2_near[6]);
-    RA__UNROLL for (i = 5; i >= 0; i--)
+    __m256 n = x + magic, f = x - (n - magic);
+    RA__UNROLL for (int32_t i = 5; i >= 0; i--)
         p = _mm256_fmadd_ps(p, f, ra__set_avx2(ra__exp2_near[i]));
     return p * _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(n), 23));
 }
-/* v[c][r] = v[r][c]: pairs, then fours, then halves. */
-RA__OP void ra__transpose_avx2(__m256 *v) {
+/* Pairs of elements, then fours, then halves of vectors. */
+RA__ISA_INLINE void ra__transpose_avx2(__m256 *v) {
     __m256 a[8];
-    int32_t i;
-    RA__UNROLL for (i = 0; i < 8; i += 2) {
+    RA__UNROLL for (int32_t i = 0; i < 8; i += 2) {
         a[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
         a[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
     }
-    RA__UNROLL for (i = 0; i < 8; i += 4) {
+    RA__UNROLL for (int32_t i = 0; i < 8; i += 4) {
         v[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
         v[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
         v[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
         v[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
     }
-    RA__UNROLL for (i = 0; i < 4; i++) {
+    RA__UNROLL for (int32_t i = 0; i < 4; i++) {
         a[i] = _mm256_permute2f128_ps(v[i], v[i + 4], 0x20);
         a[i + 4] = _mm256_permute2f128_ps(v[i], v[i + 4], 0x31);
     }
-    RA__UNROLL for (i = 0; i < 8; i++) v[i] = a[i];
+    RA__UNROLL for (int32_t i = 0; i < 8; i++) v[i] = a[i];
 }
-RA__OP float ra__sum_avx2(__m256 v) {
+RA__ISA_INLINE float ra__sum_avx2(__m256 v) {
     __m128 a = _mm256_castps256_ps128(v) + _mm256_extractf128_ps(v, 1);
     a = a + _mm_movehl_ps(a, a);
     return _mm_cvtss_f32(a + _mm_shuffle_ps(a, a, 1));
 }
-/* Lane i: the sum of v[i]. */
-RA__OP __m256 ra__sums_avx2(const __m256 *v) {
+RA__ISA_INLINE __m256 ra__sums_avx2(const __m256 *v) {
     __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
     __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
     return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
 }
-RA__OP int32_t ra__bad_avx2(__m256 v) {
+RA__ISA_INLINE int32_t ra__any_nonfinite_avx2(__m256 v) {
     __m256i e = _mm256_set1_epi32(0x7f800000);
     return _mm256_movemask_epi8(
         _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_castps_si256(v), e), e));
 }
-RA__OP __m128i ra__load_half_avx2(const uint8_t *p) {
+RA__ISA_INLINE __m128i ra__load_half_avx2(const uint8_t *p) {
     return _mm_loadu_si128((const __m128i *)(const void *)p);
 }
-RA__OP __m256 ra__of_f16_avx2(const uint8_t *p) { return _mm256_cvtph_ps(ra__load_half_avx2(p)); }
-RA__OP __m256 ra__of_i8_avx2(const uint8_t *p) {
+RA__ISA_INLINE __m256 ra__of_f16_avx2(const uint8_t *p) {
+    return _mm256_cvtph_ps(ra__load_half_avx2(p));
+}
+RA__ISA_INLINE __m256 ra__of_i8_avx2(const uint8_t *p) {
     return _mm256_cvtepi32_ps(
         _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
 }
-RA__OP __m256 ra__of_bf16_avx2(const uint8_t *p) {
+RA__ISA_INLINE __m256 ra__of_bf16_avx2(const uint8_t *p) {
     return _mm256_castsi256_ps(
         _mm256_slli_epi32(_mm256_cvtepu16_epi32(ra__load_half_avx2(p)), 16));
 }
-RA__OP void ra__to_f16_avx2(uint8_t *p, __m256 v) {
+RA__ISA_INLINE void ra__to_f16_avx2(uint8_t *p, __m256 v) {
     _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
 /* As ra__bf16_of_f32. */
-RA__OP void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
-    __m256i u = _mm256_castps_si256(v), high = _mm256_srli_epi32(u, 16), r;
+RA__ISA_INLINE void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
+    __m256i u = _mm256_castps_si256(v), high = _mm256_srli_epi32(u, 16), one = _mm256_set1_epi32(1);
     __m256i nan = _mm256_cmpgt_epi32(_mm256_and_si256(u, _mm256_set1_epi32(0x7fffffff)),
                                      _mm256_set1_epi32(0x7f800000));
-    r = _mm256_add_epi32(_mm256_and_si256(high, _mm256_set1_epi32(1)), _mm256_set1_epi32(0x7fff));
+    __m256i r = _mm256_add_epi32(_mm256_and_si256(high, one), _mm256_set1_epi32(0x7fff));
     r = _mm256_srli_epi32(_mm256_add_epi32(u, r), 16);
     r = _mm256_blendv_epi8(r, _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
     r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
@@ -4155,153 +4155,152 @@ RA__OP void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
 #include RINGATTN_SELF
 
 /* ========================================================================== AVX512
- * AVX-512 F, BW, DQ, VL: 32 registers of 16 lanes, tiles of 4 keys and 64 rows. gcc 12
- * warns of its own intrinsics: that they read something unset (its bug 105593) and, at -O0, of
- * masks whose sign changes. */
+ * AVX-512 F, BW, DQ, VL: 32 registers of 16 lanes, tiles of 4 keys and 64 rows. gcc 12 warns of its
+ * own intrinsics: of reading unset values (its bug 105593) and, at -O0, of sign conversion. */
 #if !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wsign-conversion"
 #endif
-#define RA__F(name)  ra__##name##_avx512
-#define RA__ISA      RA_ISA_AVX512
-#define RA__TARGET   __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
-#define RA__FN       RA__UNUSED RA__TARGET static
-#define RA__OP       RA__INLINE RA__TARGET
-#define RA__V        __m512
-#define RA__I        __m512i
-#define RA__M        __mmask16
-#define RA__W        16
-#define RA__NT       4
-#define RA__NI       4
-#define RA__DK       4
-#define RA__DC       2
+#define RA__NAME(name)         ra__##name##_avx512
+#define RA__ISA                RA_ISA_AVX512
+#define RA__TARGET                                                                               \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+#define RA__ISA_STATIC         RA__UNUSED RA__TARGET static
+#define RA__ISA_INLINE         RA__INLINE RA__TARGET
+#define RA__FLOATS             __m512
+#define RA__INTS               __m512i
+#define RA__MASK               __mmask16
+#define RA__WIDTH              16
+#define RA__VECTORS            4
+#define RA__TILE_HEIGHT        4
+#define RA__DECODE_TILE_KEYS   4
+#define RA__DECODE_TILE_CHUNKS 2
 
-RA__OP __m512 ra__set_avx512(float x) { return _mm512_set1_ps(x); }
-RA__OP __m512 ra__load_avx512(const float *p) { return _mm512_loadu_ps(p); }
-RA__OP void ra__store_avx512(float *p, __m512 v) { _mm512_storeu_ps(p, v); }
-RA__OP __m512i ra__load_int_avx512(const int32_t *p) { return _mm512_loadu_si512(p); }
-RA__OP __mmask16 ra__first_avx512(int32_t n) { return (__mmask16)((1u << n) - 1u); }
-RA__OP __m512 ra__load_n_avx512(const float *p, int32_t n) {
-    return _mm512_maskz_loadu_ps(ra__first_avx512(n), p);
+RA__ISA_INLINE __m512 ra__set_avx512(float x) { return _mm512_set1_ps(x); }
+RA__ISA_INLINE __m512 ra__load_avx512(const float *p) { return _mm512_loadu_ps(p); }
+RA__ISA_INLINE void ra__store_avx512(float *p, __m512 v) { _mm512_storeu_ps(p, v); }
+RA__ISA_INLINE __m512i ra__load_int_avx512(const int32_t *p) { return _mm512_loadu_si512(p); }
+RA__ISA_INLINE __mmask16 ra__first_lanes_avx512(int32_t n) { return (__mmask16)((1u << n) - 1u); }
+RA__ISA_INLINE __m512 ra__load_n_avx512(const float *p, int32_t n) {
+    return _mm512_maskz_loadu_ps(ra__first_lanes_avx512(n), p);
 }
-RA__OP void ra__store_n_avx512(float *p, __m512 v, int32_t n) {
-    _mm512_mask_storeu_ps(p, ra__first_avx512(n), v);
+RA__ISA_INLINE void ra__store_n_avx512(float *p, __m512 v, int32_t n) {
+    _mm512_mask_storeu_ps(p, ra__first_lanes_avx512(n), v);
 }
-/* PERF: gcc 12 loads an operand again for each of its four uses: Zen 5, D = 64, 78 to 85 %. */
-RA__OP __m512 ra__hold_avx512(__m512 v) {
+/* PERF: without it gcc 12 loads an operand again for each of its four uses. Zen 5, D 64: 78 -> 85 %
+ * of the FMA peak. */
+RA__ISA_INLINE __m512 ra__hold_avx512(__m512 v) {
     __asm__("" : "+v"(v));
     return v;
 }
-RA__OP __m512 ra__fma_avx512(__m512 a, __m512 b, __m512 c) { return _mm512_fmadd_ps(a, b, c); }
-RA__OP __m512 ra__pick_avx512(__mmask16 m, __m512 a, __m512 b) {
+RA__ISA_INLINE __m512 ra__fma_avx512(__m512 a, __m512 b,
+                                     __m512 c) { return _mm512_fmadd_ps(a, b, c); }
+RA__ISA_INLINE __m512 ra__select_avx512(__mmask16 m, __m512 a, __m512 b) {
     return _mm512_mask_blend_ps(m, b, a);
 }
-RA__OP __mmask16 ra__less_avx512(__m512 a, __m512 b) {
+RA__ISA_INLINE __mmask16 ra__less_avx512(__m512 a, __m512 b) {
     return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ);
 }
-RA__OP __m512 ra__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
-RA__OP __m512 ra__abs_avx512(__m512 a) {
+RA__ISA_INLINE __m512 ra__max_avx512(__m512 a, __m512 b) { return _mm512_max_ps(a, b); }
+RA__ISA_INLINE __m512 ra__abs_avx512(__m512 a) {
     return _mm512_castsi512_ps(
         _mm512_and_si512(_mm512_castps_si512(a), _mm512_set1_epi32(0x7fffffff)));
 }
-RA__OP __mmask16 ra__none_avx512(void) { return 0; }
-RA__OP __mmask16 ra__either_avx512(__mmask16 a, __mmask16 b) { return (__mmask16)(a | b); }
-RA__OP __mmask16 ra__within_avx512(__m512i lo, __m512i hi, int32_t k) {
+RA__ISA_INLINE __mmask16 ra__none_avx512(void) { return 0; }
+RA__ISA_INLINE __mmask16 ra__any_of_avx512(__mmask16 a, __mmask16 b) { return (__mmask16)(a | b); }
+RA__ISA_INLINE __mmask16 ra__within_avx512(__m512i lo, __m512i hi, int32_t k) {
     __m512i v = _mm512_set1_epi32(k);
     return _mm512_mask_cmplt_epi32_mask(_mm512_cmple_epi32_mask(lo, v), v, hi);
 }
-RA__OP __m512 ra__distance_avx512(const int32_t *p, int32_t k) {
+RA__ISA_INLINE __m512 ra__distance_avx512(const int32_t *p, int32_t k) {
     __m512i d = _mm512_sub_epi32(ra__load_int_avx512(p), _mm512_set1_epi32(k));
     return _mm512_cvtepi32_ps(_mm512_abs_epi32(d));
 }
-RA__OP __m512 ra__base_avx512(__m512 m) {
+RA__ISA_INLINE __m512 ra__shift_of_avx512(__m512 m) {
     return _mm512_maskz_mov_ps(
         _mm512_cmpneq_epi32_mask(_mm512_castps_si512(m), _mm512_set1_epi32(-0x800000)), m);
 }
-/* 2^x = 2^(x - floor x) 2^floor x; vreduceps of -inf is 0, vscalefps by -inf gives 0. */
-RA__OP __m512 ra__exp2_avx512(__m512 x) {
+/* 2^x = 2^(x - floor x) 2^floor x. For -inf vreduceps gives 0, and vscalefps 0 too. */
+RA__ISA_INLINE __m512 ra__exp2_avx512(__m512 x) {
     __m512 f = _mm512_reduce_ps(x, 1), p = ra__set_avx512(ra__exp2_floor[6]);
-    int32_t i;
-    RA__UNROLL for (i = 5; i >= 0; i--)
+    RA__UNROLL for (int32_t i = 5; i >= 0; i--)
         p = _mm512_fmadd_ps(p, f, ra__set_avx512(ra__exp2_floor[i]));
     return _mm512_scalef_ps(p, x);
 }
-/* v[c][r] = v[r][c]: pairs, fours, then quarters of vectors twice. */
-RA__OP void ra__transpose_avx512(__m512 *v) {
+/* Pairs of elements, then fours, then quarters of vectors twice. */
+RA__ISA_INLINE void ra__transpose_avx512(__m512 *v) {
     __m512 a[16];
-    int32_t i;
-    RA__UNROLL for (i = 0; i < 16; i += 2) {
+    RA__UNROLL for (int32_t i = 0; i < 16; i += 2) {
         a[i] = _mm512_unpacklo_ps(v[i], v[i + 1]);
         a[i + 1] = _mm512_unpackhi_ps(v[i], v[i + 1]);
     }
-    RA__UNROLL for (i = 0; i < 16; i += 4) {
+    RA__UNROLL for (int32_t i = 0; i < 16; i += 4) {
         v[i] = _mm512_shuffle_ps(a[i], a[i + 2], 0x44);
         v[i + 1] = _mm512_shuffle_ps(a[i], a[i + 2], 0xee);
         v[i + 2] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0x44);
         v[i + 3] = _mm512_shuffle_ps(a[i + 1], a[i + 3], 0xee);
     }
-    RA__UNROLL for (i = 0; i < 4; i++) {
+    RA__UNROLL for (int32_t i = 0; i < 4; i++) {
         a[i] = _mm512_shuffle_f32x4(v[i], v[i + 4], 0x88);
         a[i + 4] = _mm512_shuffle_f32x4(v[i], v[i + 4], 0xdd);
         a[i + 8] = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0x88);
         a[i + 12] = _mm512_shuffle_f32x4(v[i + 8], v[i + 12], 0xdd);
     }
-    RA__UNROLL for (i = 0; i < 8; i++) {
+    RA__UNROLL for (int32_t i = 0; i < 8; i++) {
         v[i] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0x88);
         v[i + 8] = _mm512_shuffle_f32x4(a[i], a[i + 8], 0xdd);
     }
 }
-RA__OP float ra__sum_avx512(__m512 v) {
+RA__ISA_INLINE float ra__sum_avx512(__m512 v) {
     __m256 b = _mm512_castps512_ps256(v) + _mm512_extractf32x8_ps(v, 1);
     __m128 a = _mm256_castps256_ps128(b) + _mm256_extractf128_ps(b, 1);
     a = a + _mm_movehl_ps(a, a);
     return _mm_cvtss_f32(a + _mm_shuffle_ps(a, a, 1));
 }
-/* Lanes 4 i + j: the sums of v[j] over its 128-bit lane i. */
-RA__OP __m512 ra__sums_4_avx512(const __m512 *v) {
+/* Lane 4 i + j: the sum over the 128 bits i of v[j]. */
+RA__ISA_INLINE __m512 ra__sums_4_avx512(const __m512 *v) {
     __m512 a = _mm512_unpacklo_ps(v[0], v[1]) + _mm512_unpackhi_ps(v[0], v[1]);
     __m512 b = _mm512_unpacklo_ps(v[2], v[3]) + _mm512_unpackhi_ps(v[2], v[3]);
     __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
     return _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)) + _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
 }
-/* Lane i: the sum of v[i]. */
-RA__OP __m512 ra__sums_avx512(const __m512 *v) {
+RA__ISA_INLINE __m512 ra__sums_avx512(const __m512 *v) {
     __m512 a = ra__sums_4_avx512(v), b = ra__sums_4_avx512(v + 4);
     __m512 c = ra__sums_4_avx512(v + 8), d = ra__sums_4_avx512(v + 12);
     a = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
     c = _mm512_shuffle_f32x4(c, d, 0x88) + _mm512_shuffle_f32x4(c, d, 0xdd);
     return _mm512_shuffle_f32x4(a, c, 0x88) + _mm512_shuffle_f32x4(a, c, 0xdd);
 }
-RA__OP int32_t ra__bad_avx512(__m512 v) {
+RA__ISA_INLINE int32_t ra__any_nonfinite_avx512(__m512 v) {
     __m512i e = _mm512_set1_epi32(0x7f800000);
     return _mm512_cmpeq_epi32_mask(_mm512_and_si512(_mm512_castps_si512(v), e), e);
 }
-RA__OP __m256i ra__load_half_avx512(const uint8_t *p) {
+RA__ISA_INLINE __m256i ra__load_half_avx512(const uint8_t *p) {
     return _mm256_loadu_si256((const __m256i *)(const void *)p);
 }
-RA__OP __m512 ra__of_f16_avx512(const uint8_t *p) {
+RA__ISA_INLINE __m512 ra__of_f16_avx512(const uint8_t *p) {
     return _mm512_cvtph_ps(ra__load_half_avx512(p));
 }
-RA__OP __m512 ra__of_i8_avx512(const uint8_t *p) {
+RA__ISA_INLINE __m512 ra__of_i8_avx512(const uint8_t *p) {
     return _mm512_cvtepi32_ps(
         _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
 }
-RA__OP __m512 ra__of_bf16_avx512(const uint8_t *p) {
+RA__ISA_INLINE __m512 ra__of_bf16_avx512(const uint8_t *p) {
     return _mm512_castsi512_ps(
         _mm512_slli_epi32(_mm512_cvtepu16_epi32(ra__load_half_avx512(p)), 16));
 }
-RA__OP void ra__to_f16_avx512(uint8_t *p, __m512 v) {
+RA__ISA_INLINE void ra__to_f16_avx512(uint8_t *p, __m512 v) {
     _mm256_storeu_si256((__m256i *)(void *)p,
                         _mm512_maskz_cvtps_ph(0xffff, v, _MM_FROUND_TO_NEAREST_INT));
 }
 /* As ra__bf16_of_f32. */
-RA__OP void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
-    __m512i u = _mm512_castps_si512(v), high = _mm512_srli_epi32(u, 16), r;
+RA__ISA_INLINE void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
+    __m512i u = _mm512_castps_si512(v), high = _mm512_srli_epi32(u, 16), one = _mm512_set1_epi32(1);
     __mmask16 nan = _mm512_cmpgt_epi32_mask(_mm512_and_si512(u, _mm512_set1_epi32(0x7fffffff)),
                                             _mm512_set1_epi32(0x7f800000));
-    r = _mm512_add_epi32(_mm512_and_si512(high, _mm512_set1_epi32(1)), _mm512_set1_epi32(0x7fff));
+    __m512i r = _mm512_add_epi32(_mm512_and_si512(high, one), _mm512_set1_epi32(0x7fff));
     r = _mm512_srli_epi32(_mm512_add_epi32(u, r), 16);
     r = _mm512_mask_or_epi32(r, nan, high, _mm512_set1_epi32(0x40));
     _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtepi32_epi16(r));
@@ -4312,79 +4311,91 @@ RA__OP void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
 RA__RANGES_BEGIN
 
 /* ========================================================================== AVX512 BF16
- * Forward where q, k and v are bf16, by vdpbf16ps: c += a1 b1, then c += a0 b0, of pairs of bf16,
- * each step rounded to f32, denormals taken as zero. Panels and lanes are those of KERNEL, with two
- * elements to a lane: q [Dk / 2][64] pairs of dims, against which K is broadcast by pairs of dims
- * where it lies; p [32][64] pairs of keys, against which V is broadcast by pairs of keys, packed
- * once for the panels of a task; acc [Dv][64], Dv rounded up to 8.
+ * The tile body for q, k and v of bf16. Its products are vdpbf16ps: c += a1 b1, then c += a0 b0,
+ * where a and b are pairs of bf16; each step is rounded to f32, and denormals count as zero. Panels
+ * are laid out as in KERNEL, except that a lane of q and p holds a pair:
+ *   q    [Dk / 2][64 rows]  pairs of dims, multiplied by pairs of dims of K, broadcast
+ *   p    [32][64 rows]      pairs of keys, multiplied by pairs of keys of V, broadcast
+ *   acc  [Dv][64 rows]      f32
+ * Dk and Dv are rounded up to 32 there, with zeros. K is read as stored. V is packed into pairs of
+ * keys once for all panels of a task.
  *
- * The maximum is stale: m is that of the first block in which the row saw a key, and stays. Then p
- * = 2^(s - m) may exceed 1, which is no harm: softmax does not change under shifts, and bf16 has
- * the exponents of f32. So scores become p a few keys later, while the next ones are summed, and
- * acc is continued without rescaling, from key to key in one chain. A row whose l passes 2^32 in a
- * block gets a new m, its sums are rescaled, and the block is done again; rows beside it keep their
- * bits.
- * PERF: Zen 5, D 64 and 128: a maximum of each block costs 2.5 and 1.5 % of the peak.
+ * In the functions below c[i][t] is a tile of sums in registers: ni keys, dims or query rows by nt
+ * vectors of 16 lanes. s is a tile of scores. A piece is the softmax of a small part of a tile: it
+ * runs while the multipliers work on the next tile.
  *
- * p is rounded to nearest, and l sums it as rounded, so that numerator and denominator agree. Q
- * stays as it is, for q * scale rounded once more would lose half a bit: the scale is in the
- * multiply-add in front of 2^x. */
+ * The maximum m is stale: it is that of the first block in which the row saw a key, and it stays.
+ * So p = 2^(s - m) may exceed 1. That is harmless, because softmax does not change under shifts and
+ * bf16 has the exponents of f32. It allows scores to become p while the next scores are summed, and
+ * acc to continue from key to key in one chain without rescaling. A row whose l exceeds 2^32 after
+ * a block gets a new m, its sums are rescaled, and its part of the block is done again. The other
+ * rows keep their bits. PERF: a maximum per block costs 2.5 % of the peak at D 64 and 1.5 % at D
+ * 128 (Zen 5).
+ *
+ * p is rounded to nearest, and l sums the rounded values, so that numerator and denominator agree.
+ * Q is not scaled in advance, because rounding q * scale would lose another half bit: the scale is
+ * in the multiply-add before 2^x. */
 #define RA__BF_TARGET                                                                            \
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")))
-#define RA__BF_FN RA__UNUSED RA__BF_TARGET static
-#define RA__BF_OP RA__INLINE RA__BF_TARGET
+#define RA__BF_STATIC RA__UNUSED RA__BF_TARGET static
+#define RA__BF_INLINE RA__INLINE RA__BF_TARGET
 
-/* 2^f for f in [0, 1] to 7.5e-5, far below half a step of bf16. Half a step more, and what is cut
- * off after 16 bits is rounded. */
+/* 2^f for f in [0, 1] with an error of 7.5e-5, far below half a step of bf16. With half a step
+ * added to the constant term, cutting off the low 16 bits rounds to nearest. */
 static const float ra__bf_exp2[4] = {0.999925219f, 0.69583354f, 0.226067155f, 0.0780245227f};
 static const float ra__bf_half_step = 0.00390625f;
 
-/* Rows [row, row + 16 nt) of a panel against one block. */
-typedef struct ra__bf_work {
-    const ra__panel *p;
+/* Rows [row, row + 16 vectors) of a panel against one block of keys. */
+typedef struct ra__bf_strip {
+    const ra__panel *panel;
     const ra__keys *keys;
     int32_t k_dim, v_dim;
-    float *s;                          /* [64 keys][64 rows] scores, if they are stored */
-    float *pairs;                      /* [32][64] pairs of p */
-    int32_t row, nt;
-    int32_t first, last;               /* keys that some of these rows see; both even, or last n */
-    int32_t masked;                    /* 0: all rows see all keys, and seen is not there */
+    float *scores;                     /* [keys][64 rows]: sums of products, until they are
+                                        * finished; key j is in row j & slot_mask */
+    float *p_pairs;                    /* [32][64 rows] pairs of p */
+    int32_t row, vectors;
+    int32_t first, last;               /* some row sees some of the keys [first, last). Both are
+                                        * even, except where last is the number of keys */
+    int32_t masked;                    /* 0: all rows see all keys, and `seen` is not set */
     uint64_t seen[64];                 /* bit r: row r sees this key */
-    uint64_t any;                      /* rows that see a key */
-    float factor;                      /* of s, to base 2 */
-    int32_t ring;                      /* key j has row j & ring of s */
-    int32_t stored;                    /* AMX: 1: s has been changed and masked */
+    uint64_t seeing;                   /* bit r: row r sees some key */
+    float factor;                      /* score * factor is to base 2 */
+    int32_t slot_mask;                 /* 63: scores of all keys are kept; 15: of the last 16 */
+    int32_t finished;                  /* AMX: 1: scores are modified and masked */
     float *bias;                       /* [64 keys], or [4][64 keys][16 rows] */
-    float use[64], old_l[64], top[64]; /* m, 0 for -inf; l before; the block's maximum of s */
-} ra__bf_work;
+    float shift[64];                   /* per row: m, or 0 if m is -inf */
+    float old_l[64];                   /* l before this block */
+    float block_max[64];               /* of the scores of this block */
+} ra__bf_strip;
 
-RA__BF_OP __m512 ra__bf_dot(__m512 c, __m512i a, __m512i b) {
+RA__BF_INLINE __m512 ra__bf_dot(__m512 c, __m512i a, __m512i b) {
     return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)b);
 }
-/* In a register from here on: gcc 12 loads an operand again for each use. */
-RA__BF_OP __m512i ra__bf_load(const float *p) {
+/* Loads into a register and keeps it there. gcc 12 would otherwise load the operand again for each
+ * use. */
+RA__BF_INLINE __m512i ra__bf_load(const float *p) {
     __m512i v = _mm512_loadu_si512(p);
     __asm__("" : "+v"(v));
     return v;
 }
-RA__BF_OP __m512i ra__bf_broadcast(const uint8_t *p) {
+RA__BF_INLINE __m512i ra__bf_broadcast(const uint8_t *p) {
     int32_t pair;
     memcpy(&pair, p, sizeof pair);
     return _mm512_set1_epi32(pair);
 }
 
-/* 2^x, larger by `more` in relative terms where x is whole: see ra__bf_half_step. */
-RA__BF_OP __m512 ra__bf_exp(__m512 x, const float more) {
+/* 2^x. `more` is added to the constant term, and so to the result for integer x (see
+ * ra__bf_half_step). */
+RA__BF_INLINE __m512 ra__bf_exp(__m512 x, const float more) {
     __m512 f = _mm512_reduce_ps(x, 1), p = _mm512_set1_ps(ra__bf_exp2[3]);
-    int32_t i;
-    RA__UNROLL for (i = 2; i > 0; i--)
+    RA__UNROLL for (int32_t i = 2; i > 0; i--)
         p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(ra__bf_exp2[i]));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(ra__bf_exp2[0] + more));
     return _mm512_scalef_ps(p, x);
 }
 
-/* Pairs of p of two keys; l += both. */
-RA__BF_OP __m512i ra__bf_exp_pair(__m512 x0, __m512 x1, __m512 *l) {
+/* p of two keys as pairs; adds both to l. */
+RA__BF_INLINE __m512i ra__bf_exp_pair(__m512 x0, __m512 x1, __m512 *l) {
     const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
     const __m512 p0 = ra__bf_exp(x0, ra__bf_half_step), p1 = ra__bf_exp(x1, ra__bf_half_step);
     const __m512i a = _mm512_and_si512(_mm512_castps_si512(p0), high);
@@ -4393,498 +4404,491 @@ RA__BF_OP __m512i ra__bf_exp_pair(__m512 x0, __m512 x1, __m512 *l) {
     return _mm512_or_si512(_mm512_srli_epi32(a, 16), b);
 }
 
-/* The first n of up to 32 lanes, n being any number. */
-RA__BF_OP uint32_t ra__bf_first(int32_t n, const int32_t lanes) {
+/* A mask of the first n lanes of 16 or 32. n may be any number. */
+RA__BF_INLINE uint32_t ra__bf_first_lanes(int32_t n, const int32_t lanes) {
     if (n >= lanes) return 0xffffffffu >> (32 - lanes);
     return n > 0 ? ((uint32_t)1 << n) - 1 : 0;
 }
 
-/* The rows of vector t that see key j, as lanes. */
-RA__BF_OP __mmask16 ra__bf_lanes(const ra__bf_work *w, int32_t j, int32_t t) {
-    return (__mmask16)(w->seen[j] >> (w->row + 16 * t));
+/* The lanes of vector t whose rows see key j. */
+RA__BF_INLINE __mmask16 ra__bf_lanes_seeing(const ra__bf_strip *strip, int32_t j, int32_t t) {
+    return (__mmask16)(strip->seen[j] >> (strip->row + 16 * t));
 }
 
-/* The rows of ni keys from j on; keys beyond the last are the last once more. */
-RA__BF_OP void ra__bf_rows(const ra__bf_work *w, int32_t j, const uint8_t **k, const int32_t ni) {
-    int32_t i;
-    RA__UNROLL for (i = 0; i < ni; i++) {
-        const int32_t key = j + i < w->keys->n ? j + i : w->keys->n - 1;
-        k[i] = w->keys->k + key * w->keys->k_stride;
+/* Addresses of ni rows of K from key j on. Rows beyond the last key repeat the last one. */
+RA__BF_INLINE void ra__bf_key_rows(const ra__bf_strip *strip, int32_t j, const uint8_t **k,
+                                   const int32_t ni) {
+    RA__UNROLL for (int32_t i = 0; i < ni; i++) {
+        const int32_t key = j + i < strip->keys->n ? j + i : strip->keys->n - 1;
+        k[i] = strip->keys->k + key * strip->keys->k_stride;
     }
 }
 
-/* c[i][t] += K Q^T of dims d and d + 1. */
-RA__BF_OP void ra__bf_step(const float *q, const uint8_t *const *k, int32_t d, __m512 (*c)[4],
-                           const int32_t ni, const int32_t nt) {
-    __m512i x[4];
-    int32_t i, t;
-    RA__UNROLL for (t = 0; t < nt; t++) x[t] = ra__bf_load(q + d * 32 + 16 * t);
-    RA__UNROLL for (i = 0; i < ni; i++) {
-        __m512i y = ra__bf_broadcast(k[i] + 2 * d);
-        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = ra__bf_dot(c[i][t], x[t], y);
+/* c[i][t] += the pair at a[i] + at, broadcast, times vector t of the pairs at b. */
+RA__BF_INLINE void ra__bf_product(__m512 (*c)[4], const uint8_t *const *a, int64_t at,
+                                  const float *b, const int32_t ni, const int32_t nt) {
+    __m512i y[4];
+    RA__UNROLL for (int32_t t = 0; t < nt; t++) y[t] = ra__bf_load(b + 16 * t);
+    RA__UNROLL for (int32_t i = 0; i < ni; i++) {
+        const __m512i z = ra__bf_broadcast(a[i] + at);
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
     }
 }
 
-/* c[i][t] += sum over n pairs: a [i * a_row + pair * a_step] broadcast, b [pair][64]. */
-typedef struct ra__bf_chain {
-    const uint8_t *a;
-    const float *b;
-    int64_t a_row, a_step;             /* bytes */
-    int32_t n;
-} ra__bf_chain;
-
-RA__BF_OP void ra__bf_follow(const ra__bf_chain *x, __m512 (*c)[4], const int32_t ni,
-                             const int32_t nt) {
-    const uint8_t *a = x->a;
-    const float *b = x->b;
-    int32_t j, i, t;
-    RA__UNROLL_2 for (j = 0; j < x->n; j++, b += 64, a += x->a_step) {
-        __m512i y[4];
-        RA__UNROLL for (t = 0; t < nt; t++) y[t] = ra__bf_load(b + 16 * t);
-        RA__UNROLL for (i = 0; i < ni; i++) {
-            __m512i z = ra__bf_broadcast(a + x->a_row * i);
-            RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = ra__bf_dot(c[i][t], y[t], z);
-        }
+/* c[i][t] += the sum over n pairs of a and b. Pair j of row i is at a + row * i + step * j, in
+ * bytes; those of b are [n][64]. */
+RA__BF_INLINE void ra__bf_products(__m512 (*c)[4], const uint8_t *a, int64_t row, int64_t step,
+                                   const float *b, int32_t n, const int32_t ni, const int32_t nt) {
+    RA__UNROLL_2 for (int32_t j = 0; j < n; j++, b += 64, a += step) {
+        const uint8_t *at[8];
+        RA__UNROLL for (int32_t i = 0; i < ni; i++) at[i] = a + row * i;
+        ra__bf_product(c, at, 0, b, ni, nt);
     }
 }
 
-/* c[i][t] += K Q^T of what is left from d on: pairs of dims, and an odd last dim, which has no
- * partner in K. */
-RA__BF_OP void ra__bf_steps(const ra__bf_work *w, const uint8_t *const *k, int32_t d,
-                            __m512 (*c)[4], const int32_t ni, const int32_t nt) {
-    const float *q = w->p->q + w->row;
-    int32_t i, t;
-    RA__UNROLL_2 for (; d + 1 < w->k_dim; d += 2) ra__bf_step(q, k, d, c, ni, nt);
-    if (d == w->k_dim) return;
-    RA__UNROLL for (i = 0; i < ni; i++) {
+/* c[i][t] += K Q^T of dims [d, Dk). An odd last dim has no partner in K and is loaded alone. */
+RA__BF_INLINE void ra__bf_dots_from(const ra__bf_strip *strip, const uint8_t *const *k, int32_t d,
+                                    __m512 (*c)[4], const int32_t ni, const int32_t nt) {
+    const float *q = strip->panel->q + strip->row;
+    RA__UNROLL_2 for (; d + 1 < strip->k_dim; d += 2)
+        ra__bf_product(c, k, 2 * d, q + d * 32, ni, nt);
+    if (d == strip->k_dim) return;
+    RA__UNROLL for (int32_t i = 0; i < ni; i++) {
         uint16_t y;
         memcpy(&y, k[i] + 2 * d, sizeof y);
-        RA__UNROLL for (t = 0; t < nt; t++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++)
             c[i][t] = ra__bf_dot(c[i][t], ra__bf_load(q + d * 32 + 16 * t), _mm512_set1_epi32(y));
     }
 }
 
-RA__BF_OP void ra__bf_zero(__m512 (*c)[4], const int32_t ni, const int32_t nt) {
-    int32_t i, t;
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_setzero_ps();
+RA__BF_INLINE void ra__bf_zero_sums(__m512 (*c)[4], const int32_t ni, const int32_t nt) {
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = _mm512_setzero_ps();
 }
 
-/* c[i][t] = K Q^T of ni keys from j on. */
-RA__BF_OP void ra__bf_dots(const ra__bf_work *w, int32_t j, __m512 (*c)[4], const int32_t ni,
-                           const int32_t nt) {
-    const uint8_t *k[8];
-    ra__bf_rows(w, j, k, ni);
-    ra__bf_zero(c, ni, nt);
-    ra__bf_steps(w, k, 0, c, ni, nt);
+/* c[i][t] += K Q^T of dims [d, d + 8). The empty assembly keeps these products before the piece
+ * that follows: clang 14 would move them behind it, but not their operands. */
+RA__BF_INLINE void ra__bf_eight_dims(__m512 (*c)[4], const uint8_t *const *k, int32_t d,
+                                     const float *q, const int32_t ni, const int32_t nt) {
+    ra__bf_product(c, k, 2 * d, q + d * 32, ni, nt);
+    ra__bf_product(c, k, 2 * d + 4, q + d * 32 + 64, ni, nt);
+    ra__bf_product(c, k, 2 * d + 8, q + d * 32 + 128, ni, nt);
+    ra__bf_product(c, k, 2 * d + 12, q + d * 32 + 192, ni, nt);
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) __asm__ volatile("" : "+v"(c[i][t]));
 }
 
-/* The bias of these rows and keys to where ra__bf_change finds it. */
-RA__BF_FN void ra__bf_load_bias(const ra__bf_work *w) {
-    const ra__score *score = &w->p->score;
-    ra__work_avx512 x;
-    int32_t j, t;
-    x.p = w->p;
-    x.keys = w->keys;
-    x.first = w->first;
-    x.last = w->last < w->keys->n ? w->last : w->keys->n;
-    for (t = w->row / 16; t < w->row / 16 + w->nt && score->bias_row_stride; t++)
-        ra__load_bias_avx512(&x, 16 * t, (float (*)[16])(w->bias + (t * 64 + x.first) * 16));
-    for (j = x.first; j < x.last && !score->bias_row_stride; j++)
-        w->bias[j] = ra__bias_at(score, 0, w->keys->pos[j]);
+/* Tiles from and to memory with rows of 64 floats. */
+RA__BF_INLINE void ra__bf_load_sums(__m512 (*c)[4], const float *from, const int32_t ni,
+                                    const int32_t nt) {
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++)
+            c[i][t] = _mm512_loadu_ps(from + i * 64 + t * 16);
+}
+RA__BF_INLINE void ra__bf_store_sums(float *to, __m512 (*c)[4], const int32_t ni,
+                                     const int32_t nt) {
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) _mm512_storeu_ps(to + i * 64 + t * 16, c[i][t]);
 }
 
-/* The score of key j and 16 rows from `row` on to base 2, x being the sum of products. */
-RA__BF_OP __m512 ra__bf_change(const ra__bf_work *w, const ra__score *score, int32_t j, int32_t row,
-                               __m512 x) {
-    const int32_t pos = w->keys->pos ? w->keys->pos[j] : 0;
+/* Loads the bias of the keys and rows of a strip into strip->bias. */
+RA__BF_STATIC void ra__bf_load_bias(const ra__bf_strip *strip) {
+    const ra__score *score = &strip->panel->score;
+    ra__strip_avx512 forward;
+    forward.panel = strip->panel;
+    forward.keys = strip->keys;
+    forward.first = strip->first;
+    forward.last = strip->last < strip->keys->n ? strip->last : strip->keys->n;
+    for (int32_t t = strip->row / 16;
+         t < strip->row / 16 + strip->vectors && score->bias_row_stride; t++)
+        ra__load_bias_avx512(&forward, 16 * t,
+                             (float(*)[16])(strip->bias + (t * 64 + forward.first) * 16));
+    for (int32_t j = forward.first; j < forward.last && !score->bias_row_stride; j++)
+        strip->bias[j] = ra__bias_at(score, 0, strip->keys->pos[j]);
+}
+
+/* The modified score, to base 2, of key j and rows [row, row + 16). x is the dot product. */
+RA__BF_INLINE __m512 ra__bf_modify(const ra__bf_strip *strip, const ra__score *score, int32_t j,
+                                   int32_t row, __m512 x) {
+    const int32_t pos = strip->keys->pos ? strip->keys->pos[j] : 0;
     __m512 bias = _mm512_setzero_ps();
-    if (score->bias && !score->bias_row_stride) bias = _mm512_set1_ps(w->bias[j]);
-    else if (score->bias) bias = _mm512_loadu_ps(w->bias + (row / 16 * 64 + j) * 16);
-    x = _mm512_mul_ps(x, _mm512_set1_ps(w->p->factor));
-    return ra__modify_avx512(score, x, ra__distance_avx512(w->p->geo->pos + row, pos), bias);
+    if (score->bias && !score->bias_row_stride) bias = _mm512_set1_ps(strip->bias[j]);
+    else if (score->bias) bias = _mm512_loadu_ps(strip->bias + (row / 16 * 64 + j) * 16);
+    x = _mm512_mul_ps(x, _mm512_set1_ps(strip->panel->factor));
+    return ra__modify_avx512(score, x, ra__distance_avx512(strip->panel->geo->pos + row, pos),
+                             bias);
 }
 
-/* p of key j and vector t is 2 to the power of this. changed: by ALiBi or a bias. */
-RA__BF_OP __m512 ra__bf_power(const ra__bf_work *w, int32_t j, int32_t t, const int32_t masked,
-                              const int32_t changed) {
-    const int32_t row = w->row + 16 * t;
-    const __m512 use = _mm512_loadu_ps(w->use + row), factor = _mm512_set1_ps(w->factor);
-    __m512 x = _mm512_loadu_ps(w->s + (j & w->ring) * 64 + row);
-    ra__score score = w->p->score;
+/* log2 of p of key j and vector t. modified: by ALiBi or a bias. */
+RA__BF_INLINE __m512 ra__bf_exponent(const ra__bf_strip *strip, int32_t j, int32_t t,
+                                     const int32_t masked, const int32_t modified) {
+    const int32_t row = strip->row + 16 * t;
+    const __m512 shift = _mm512_loadu_ps(strip->shift + row);
+    const __m512 factor = _mm512_set1_ps(strip->factor);
+    __m512 x = _mm512_loadu_ps(strip->scores + (j & strip->slot_mask) * 64 + row);
+    ra__score score = strip->panel->score;
     score.softcap = 0.0f;
-    if (changed) x = _mm512_sub_ps(ra__bf_change(w, &score, j, row, x), use);
-    else x = _mm512_fmsub_ps(x, factor, use);
+    if (modified) x = _mm512_sub_ps(ra__bf_modify(strip, &score, j, row, x), shift);
+    else x = _mm512_fmsub_ps(x, factor, shift);
     if (!masked) return x;
-    return _mm512_mask_blend_ps(ra__bf_lanes(w, j, t), _mm512_set1_ps(ra__neg_inf()), x);
+    return _mm512_mask_blend_ps(ra__bf_lanes_seeing(strip, j, t), _mm512_set1_ps(ra__neg_inf()), x);
 }
 
-/* p and l of keys j and j + 1 and vector t, from their scores in s. */
-RA__BF_OP void ra__bf_piece(const ra__bf_work *w, int32_t j, int32_t t, const int32_t masked,
-                            const int32_t changed) {
-    float *l = w->p->l + w->row + 16 * t;
+/* A piece: turns the scores of keys j and j + 1 and vector t into p, and adds them to l. */
+RA__BF_INLINE void ra__bf_piece(const ra__bf_strip *strip, int32_t j, int32_t t,
+                                const int32_t masked, const int32_t modified) {
+    float *l = strip->panel->l + strip->row + 16 * t;
     __m512 sum = _mm512_loadu_ps(l);
-    __m512 x = ra__bf_power(w, j, t, masked, changed);
-    __m512 y = ra__bf_power(w, j + 1, t, masked, changed);
-    _mm512_storeu_si512(w->pairs + j / 2 * 64 + w->row + 16 * t, ra__bf_exp_pair(x, y, &sum));
+    __m512 x = ra__bf_exponent(strip, j, t, masked, modified);
+    __m512 y = ra__bf_exponent(strip, j + 1, t, masked, modified);
+    _mm512_storeu_si512(strip->p_pairs + j / 2 * 64 + strip->row + 16 * t,
+                        ra__bf_exp_pair(x, y, &sum));
     _mm512_storeu_ps(l, sum);
 }
 
-/* Pieces [n, pieces) of p of a tile of keys from j on, beside nothing. */
-RA__NOINLINE RA__BF_TARGET void ra__bf_pieces(const ra__bf_work *w, int32_t j, int32_t n,
-                                              int32_t pieces, int32_t changed) {
-    for (; n < pieces; n++) ra__bf_piece(w, j + n / w->nt * 2, n % w->nt, w->nt < 4, changed);
+/* Pieces [n, pieces) of the tile of keys from j on, with no products beside them. */
+RA__NOINLINE RA__BF_TARGET void ra__bf_last_pieces(const ra__bf_strip *strip, int32_t j, int32_t n,
+                                                   int32_t pieces, int32_t modified) {
+    for (; n < pieces; n++)
+        ra__bf_piece(strip, j + n / strip->vectors * 2, n % strip->vectors, strip->vectors < 4,
+                     modified);
 }
 
-/* Scores of ni keys from j on to s, and meanwhile `pieces` pieces of p of the tile before. (Empty
- * assembly: clang 14 moves products past the piece, but not their operands.) */
-RA__BF_OP void ra__bf_score_tile(const ra__bf_work *w, int32_t j, int32_t pieces, const int32_t ni,
-                                 const int32_t nt, const int32_t changed) {
+/* Scores of ni keys from j on, and between their products the first `pieces` pieces of the tile
+ * before. */
+RA__BF_INLINE void ra__bf_score_tile(const ra__bf_strip *strip, int32_t j, int32_t pieces,
+                                     const int32_t ni, const int32_t nt, const int32_t modified) {
     __m512 c[8][4];
     const uint8_t *k[8];
-    const float *q = w->p->q + w->row;
-    float *s = w->s + (j & w->ring) * 64 + w->row;
-    int32_t i, t, d, n = 0;
-    ra__bf_rows(w, j, k, ni);
-    ra__bf_zero(c, ni, nt);
-    for (d = 0; n < pieces && d + 8 <= w->k_dim; d += 8, n++) {
-        ra__bf_step(q, k, d, c, ni, nt);
-        ra__bf_step(q, k, d + 2, c, ni, nt);
-        ra__bf_step(q, k, d + 4, c, ni, nt);
-        ra__bf_step(q, k, d + 6, c, ni, nt);
-        RA__UNROLL for (i = 0; i < ni; i++)
-            RA__UNROLL for (t = 0; t < nt; t++) __asm__ volatile("" : "+v"(c[i][t]));
-        ra__bf_piece(w, j - ni + n / nt * 2, n % nt, nt < 4, changed);
+    const float *q = strip->panel->q + strip->row;
+    float *s = strip->scores + (j & strip->slot_mask) * 64 + strip->row;
+    int32_t d, n = 0;
+    ra__bf_key_rows(strip, j, k, ni);
+    ra__bf_zero_sums(c, ni, nt);
+    for (d = 0; n < pieces && d + 8 <= strip->k_dim; d += 8, n++) {
+        ra__bf_eight_dims(c, k, d, q, ni, nt);
+        ra__bf_piece(strip, j - ni + n / nt * 2, n % nt, nt < 4, modified);
     }
-    ra__bf_steps(w, k, d, c, ni, nt);
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < nt; t++) _mm512_storeu_ps(s + i * 64 + t * 16, c[i][t]);
-    if (n < pieces) ra__bf_pieces(w, j - ni, n, pieces, changed);
+    ra__bf_dots_from(strip, k, d, c, ni, nt);
+    ra__bf_store_sums(s, c, ni, nt);
+    if (n < pieces) ra__bf_last_pieces(strip, j - ni, n, pieces, modified);
 }
 
-/* PERF: 2^x is a long chain, which leaves multipliers idle unless there are products beside it. Zen
- * 5, 4096 tokens, D 64 and 128, p made of scores in registers at the end of each tile: 81 and 85 %
- * of the peak, beside the products of the next tile: 82.5 and 86.5 %. ALiBi or a bias, which was
- * a pass over the block: D 128, 2048 tokens, 0.90 to 0.95 (ALiBi), 0.56 to 0.97 (a bias per key),
- * 0.41 to 0.71 (full) of the rate without. */
-RA__BF_OP void ra__bf_score_tiles(const ra__bf_work *w, const int32_t ni, const int32_t nt,
-                                  const int32_t changed) {
-    int32_t j, pieces = 0;
-    for (j = w->first; j < w->last; j += ni) {
-        ra__bf_score_tile(w, j, pieces, ni, nt, changed);
-        pieces = w->ring == 63 ? 0 : ni / 2 * nt;
-        ra__ask(w->p->ahead);
+/* Products and pieces of all keys of a strip. PERF: 2^x is a long chain, which leaves the
+ * multipliers idle unless products run beside it. Pieces at the end of each tile, from registers ->
+ * beside the products of the next tile: 81 -> 82.5 % of the peak at D 64, 85 -> 86.5 % at D 128
+ * (Zen 5, 4096 tokens). Modifying scores in a pass over the block -> in the pieces, relative to
+ * unmodified scores: ALiBi 0.90 -> 0.95, bias per key 0.56 -> 0.97, full bias 0.41 -> 0.71 (D 128,
+ * 2048 tokens). */
+RA__BF_INLINE void ra__bf_score_tiles(const ra__bf_strip *strip, const int32_t ni, const int32_t nt,
+                                      const int32_t modified) {
+    int32_t j = strip->first, pieces = 0;
+    for (; j < strip->last; j += ni) {
+        ra__bf_score_tile(strip, j, pieces, ni, nt, modified);
+        pieces = strip->slot_mask == 63 ? 0 : ni / 2 * nt;
+        ra__prefetch_some(strip->panel->prefetch);
     }
-    ra__bf_pieces(w, j - ni, 0, pieces, changed);
+    ra__bf_last_pieces(strip, j - ni, 0, pieces, modified);
 }
 
-/* All scores to s; or p and l of them, when s holds the latest tiles. */
-RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_work *w, int32_t stored) {
-    const int32_t changed = !stored && ra__score_is_modified(&w->p->score);
-    w->ring = stored ? 63 : 15;
-    if (w->nt == 4 && changed) ra__bf_score_tiles(w, 4, 4, 1);
-    else if (w->nt == 4) ra__bf_score_tiles(w, 4, 4, 0);
-    else if (w->nt == 2) ra__bf_score_tiles(w, 8, 2, changed);
-    else ra__bf_score_tiles(w, 8, 1, changed);
+/* store: writes all scores to strip->scores. Otherwise makes p and l of them, and keeps only the
+ * last tiles. */
+RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_strip *strip, int32_t store) {
+    const int32_t modified = !store && ra__score_is_modified(&strip->panel->score);
+    strip->slot_mask = store ? 63 : 15;
+    if (strip->vectors == 4 && modified) ra__bf_score_tiles(strip, 4, 4, 1);
+    else if (strip->vectors == 4) ra__bf_score_tiles(strip, 4, 4, 0);
+    else if (strip->vectors == 2) ra__bf_score_tiles(strip, 8, 2, modified);
+    else ra__bf_score_tiles(strip, 8, 1, modified);
 }
 
-/* Stored scores of vector t: modified, masked, their maximum. */
-RA__BF_FN void ra__bf_adjust(ra__bf_work *w, int32_t t) {
-    const int32_t row = w->row + 16 * t, modified = ra__score_is_modified(&w->p->score);
-    __m512 top = _mm512_set1_ps(ra__neg_inf()), x;
-    int32_t j;
-    for (j = w->first; j < w->last; j++) {
-        x = _mm512_loadu_ps(w->s + j * 64 + row);
-        if (modified) x = ra__bf_change(w, &w->p->score, j, row, x);
-        if (w->masked)
-            x = _mm512_mask_blend_ps(ra__bf_lanes(w, j, t), _mm512_set1_ps(ra__neg_inf()), x);
+/* Modifies and masks the stored scores of vector t, and finds their maximum. */
+RA__BF_STATIC void ra__bf_finish_scores(ra__bf_strip *strip, int32_t t) {
+    const int32_t row = strip->row + 16 * t, modified = ra__score_is_modified(&strip->panel->score);
+    __m512 top = _mm512_set1_ps(ra__neg_inf());
+    for (int32_t j = strip->first; j < strip->last; j++) {
+        __m512 x = _mm512_loadu_ps(strip->scores + j * 64 + row);
+        if (modified) x = ra__bf_modify(strip, &strip->panel->score, j, row, x);
+        if (strip->masked)
+            x = _mm512_mask_blend_ps(ra__bf_lanes_seeing(strip, j, t),
+                                     _mm512_set1_ps(ra__neg_inf()), x);
         top = _mm512_max_ps(x, top);
-        _mm512_storeu_ps(w->s + j * 64 + row, x);
+        _mm512_storeu_ps(strip->scores + j * 64 + row, x);
     }
-    _mm512_storeu_ps(w->top + row, top);
+    _mm512_storeu_ps(strip->block_max + row, top);
 }
 
-/* New m of vector t: the block's maximum for rows without one; for those of `over`, whose l passes
- * the limit, at least so much higher that l as it was becomes about 1; their sums are rescaled. */
-RA__BF_FN void ra__bf_raise(ra__bf_work *w, int32_t t, __mmask16 over) {
-    const int32_t row = w->row + 16 * t;
-    float *acc = w->p->acc + row;
-    __m512 m = _mm512_loadu_ps(w->p->m + row), l = _mm512_loadu_ps(w->old_l + row), alpha;
-    __m512 top = _mm512_mul_ps(_mm512_loadu_ps(w->top + row), _mm512_set1_ps(w->factor));
+/* Sets m of vector t. A row without m gets the block's maximum. A row in `over`, whose l exceeds
+ * the limit, gets at least so much more that its old l becomes about 1, and its sums are
+ * rescaled. */
+RA__BF_STATIC void ra__bf_raise_max(ra__bf_strip *strip, int32_t t, __mmask16 over) {
+    const int32_t row = strip->row + 16 * t;
+    float *acc = strip->panel->acc + row;
+    const __m512 m = _mm512_loadu_ps(strip->panel->m + row);
+    __m512 l = _mm512_loadu_ps(strip->old_l + row);
+    const __m512 top =
+        _mm512_mul_ps(_mm512_loadu_ps(strip->block_max + row), _mm512_set1_ps(strip->factor));
     const __mmask16 fresh = _mm512_mask_cmpeq_ps_mask(
         _mm512_cmpeq_ps_mask(m, _mm512_set1_ps(ra__neg_inf())), l, _mm512_setzero_ps());
     __m512 more = _mm512_max_ps(top, _mm512_add_ps(m, _mm512_getexp_ps(l)));
-    int32_t d;
     more = _mm512_mask_blend_ps(fresh, _mm512_mask_blend_ps(over, m, more), top);
-    _mm512_storeu_ps(w->p->m + row, more);
-    _mm512_storeu_ps(w->use + row, ra__base_avx512(more));
+    _mm512_storeu_ps(strip->panel->m + row, more);
+    _mm512_storeu_ps(strip->shift + row, ra__shift_of_avx512(more));
     if (over) {
-        alpha = ra__exp2_avx512(_mm512_sub_ps(m, more));
+        const __m512 alpha = ra__exp2_avx512(_mm512_sub_ps(m, more));
         l = _mm512_mask_mul_ps(l, over, l, alpha);
-        for (d = 0; d < w->v_dim; d++, acc += 64) {
-            m = _mm512_loadu_ps(acc);
-            _mm512_storeu_ps(acc, _mm512_mask_mul_ps(m, over, m, alpha));
+        for (int32_t d = 0; d < strip->v_dim; d++, acc += 64) {
+            const __m512 sum = _mm512_loadu_ps(acc);
+            _mm512_storeu_ps(acc, _mm512_mask_mul_ps(sum, over, sum, alpha));
         }
     }
-    _mm512_storeu_ps(w->p->l + row, l);
+    _mm512_storeu_ps(strip->panel->l + row, l);
 }
 
-/* Rows of vector t that the panel has. */
-RA__BF_OP __mmask16 ra__bf_live(const ra__bf_work *w, int32_t t) {
-    return (__mmask16)ra__bf_first(w->p->rows - w->row - 16 * t, 16);
+/* The lanes of vector t that are rows of the panel. */
+RA__BF_INLINE __mmask16 ra__bf_live_lanes(const ra__bf_strip *strip, int32_t t) {
+    return (__mmask16)ra__bf_first_lanes(strip->panel->rows - strip->row - 16 * t, 16);
 }
 
-/* 1 if some row has no maximum yet; notes l and m. */
-RA__BF_OP int32_t ra__bf_begin(ra__bf_work *w) {
-    int32_t t, fresh = 0;
-    for (t = 0; t < w->nt; t++) {
-        const int32_t row = w->row + 16 * t;
-        __m512 m = _mm512_loadu_ps(w->p->m + row), l = _mm512_loadu_ps(w->p->l + row);
-        _mm512_storeu_ps(w->old_l + row, l);
-        _mm512_storeu_ps(w->use + row, ra__base_avx512(m));
-        fresh |= _mm512_mask_cmpeq_ps_mask(
-            _mm512_mask_cmpeq_ps_mask(ra__bf_live(w, t), m, _mm512_set1_ps(ra__neg_inf())), l,
-            _mm512_setzero_ps());
+/* Saves l and sets shift. Returns 1 if some row has no maximum yet. */
+RA__BF_INLINE int32_t ra__bf_lacks_max(ra__bf_strip *strip) {
+    int32_t fresh = 0;
+    for (int32_t t = 0; t < strip->vectors; t++) {
+        const int32_t row = strip->row + 16 * t;
+        const __m512 m = _mm512_loadu_ps(strip->panel->m + row);
+        const __m512 l = _mm512_loadu_ps(strip->panel->l + row);
+        _mm512_storeu_ps(strip->old_l + row, l);
+        _mm512_storeu_ps(strip->shift + row, ra__shift_of_avx512(m));
+        fresh |= _mm512_mask_cmpeq_ps_mask(_mm512_mask_cmpeq_ps_mask(ra__bf_live_lanes(strip, t), m,
+                                                                     _mm512_set1_ps(ra__neg_inf())),
+                                           l, _mm512_setzero_ps());
     }
     return fresh;
 }
 
-/* Scores of the block to s. */
-RA__BF_FN void ra__bf_keep(ra__bf_work *w) {
-    int32_t t;
-    ra__bf_scores(w, 1);
-    for (t = 0; t < w->nt; t++) ra__bf_adjust(w, t);
-    if (ra__score_is_modified(&w->p->score)) w->factor = 1.0f;
+/* Stores all scores of the block, modified and masked. */
+RA__BF_STATIC void ra__bf_store_scores(ra__bf_strip *strip) {
+    ra__bf_scores(strip, 1);
+    for (int32_t t = 0; t < strip->vectors; t++) ra__bf_finish_scores(strip, t);
+    if (ra__score_is_modified(&strip->panel->score)) strip->factor = 1.0f;
 }
 
-/* p, m and l from scores in s; rows in `over` get a new maximum. */
-RA__BF_FN void ra__bf_from_s(ra__bf_work *w, const __mmask16 over[4]) {
-    int32_t t, j;
-    for (t = 0; t < w->nt; t++) {
-        ra__bf_raise(w, t, over[t]);
-        for (j = w->first; j < w->last; j += 2) ra__bf_piece(w, j, t, 0, 0);
+/* p, m and l from stored scores. Rows in `over` get a new maximum. */
+RA__BF_STATIC void ra__bf_pieces_from_scores(ra__bf_strip *strip, const __mmask16 over[4]) {
+    for (int32_t t = 0; t < strip->vectors; t++) {
+        ra__bf_raise_max(strip, t, over[t]);
+        for (int32_t j = strip->first; j < strip->last; j += 2) ra__bf_piece(strip, j, t, 0, 0);
     }
 }
 
-/* Rows whose l has passed the limit; 1 if there are any. */
-RA__BF_OP int32_t ra__bf_over(const ra__bf_work *w, __mmask16 over[4]) {
+/* Finds rows whose l exceeds the limit. Returns 1 if there are any. */
+RA__BF_INLINE int32_t ra__bf_past_limit(const ra__bf_strip *strip, __mmask16 over[4]) {
     const __m512 limit = _mm512_set1_ps(ra__l_limit);
-    int32_t t, any = 0;
-    for (t = 0; t < w->nt; t++) {
-        over[t] = _mm512_mask_cmp_ps_mask(
-            ra__bf_live(w, t), _mm512_loadu_ps(w->p->l + w->row + 16 * t), limit, _CMP_GT_OQ);
+    int32_t any = 0;
+    for (int32_t t = 0; t < strip->vectors; t++) {
+        over[t] = _mm512_mask_cmp_ps_mask(ra__bf_live_lanes(strip, t),
+                                          _mm512_loadu_ps(strip->panel->l + strip->row + 16 * t),
+                                          limit, _CMP_GT_OQ);
         any |= over[t];
     }
     return any;
 }
 
-/* p, m and l of the block. */
-RA__BF_FN void ra__bf_softmax(ra__bf_work *w) {
-    const int32_t kept = ra__bf_begin(w) || w->p->score.softcap != 0.0f;
+/* p, m and l of the block. Scores are stored only where a maximum is needed: for rows without one,
+ * under a softcap, and for rows whose l exceeds the limit. */
+RA__BF_STATIC void ra__bf_softmax(ra__bf_strip *strip) {
+    const int32_t kept = ra__bf_lacks_max(strip) || strip->panel->score.softcap != 0.0f;
     __mmask16 over[4] = {0, 0, 0, 0};
-    w->factor = w->p->factor;
-    if (w->p->score.bias) ra__bf_load_bias(w);
+    strip->factor = strip->panel->factor;
+    if (strip->panel->score.bias) ra__bf_load_bias(strip);
     if (kept) {
-        ra__bf_keep(w);
-        ra__bf_from_s(w, over);
+        ra__bf_store_scores(strip);
+        ra__bf_pieces_from_scores(strip, over);
     } else {
-        ra__bf_scores(w, 0);
+        ra__bf_scores(strip, 0);
     }
-    if (!ra__bf_over(w, over)) return;
-    if (!kept) ra__bf_keep(w);
-    ra__bf_from_s(w, over);
+    if (!ra__bf_past_limit(strip, over)) return;
+    if (!kept) ra__bf_store_scores(strip);
+    ra__bf_pieces_from_scores(strip, over);
 }
 
-/* Pairs of keys that PV goes through: [from, to). */
-RA__BF_OP int32_t ra__bf_to(const ra__bf_work *w) {
-    return ((w->last < w->keys->n ? w->last : w->keys->n) + 1) / 2;
+/* The end of the pairs of keys that the product with V takes. */
+RA__BF_INLINE int32_t ra__bf_pairs_end(const ra__bf_strip *strip) {
+    return ((strip->last < strip->keys->n ? strip->last : strip->keys->n) + 1) / 2;
 }
 
-/* acc of ni dims from d on += V^T p; rows that see nothing keep theirs to the bit. */
-RA__BF_OP void ra__bf_value_tile(const ra__bf_work *w, int32_t d, const int32_t ni,
-                                 const int32_t nt, const int32_t masked) {
-    float *acc = w->p->acc + d * 64 + w->row;
-    ra__bf_chain x;
+/* Adds V^T p to acc of ni dims from d on. masked: rows that see nothing keep their bits. */
+RA__BF_INLINE void ra__bf_value_tile(const ra__bf_strip *strip, int32_t d, const int32_t ni,
+                                     const int32_t nt, const int32_t masked) {
+    const int64_t step = strip->keys->v_stride;
+    const uint8_t *v = strip->keys->v + strip->first / 2 * step + 4 * d;
+    float *acc = strip->panel->acc + d * 64 + strip->row;
     __m512 c[8][4];
-    int32_t i, t;
-    x.a = w->keys->v + w->first / 2 * w->keys->v_stride + 4 * d;
-    x.a_row = 4;
-    x.a_step = w->keys->v_stride;
-    x.b = w->pairs + w->first / 2 * 64 + w->row;
-    x.n = ra__bf_to(w) - w->first / 2;
-    RA__UNROLL for (i = 0; i < ni; i++)
-        RA__UNROLL for (t = 0; t < nt; t++) c[i][t] = _mm512_loadu_ps(acc + i * 64 + t * 16);
-    ra__bf_follow(&x, c, ni, nt);
-    RA__UNROLL for (t = 0; t < nt; t++) {
-        const __mmask16 any = (__mmask16)(w->any >> (w->row + 16 * t));
-        RA__UNROLL for (i = 0; i < ni; i++) {
-            if (masked) _mm512_mask_storeu_ps(acc + i * 64 + t * 16, any, c[i][t]);
-            else _mm512_storeu_ps(acc + i * 64 + t * 16, c[i][t]);
-        }
+    ra__bf_load_sums(c, acc, ni, nt);
+    ra__bf_products(c, v, 4, step, strip->p_pairs + strip->first / 2 * 64 + strip->row,
+                    ra__bf_pairs_end(strip) - strip->first / 2, ni, nt);
+    if (!masked) {
+        ra__bf_store_sums(acc, c, ni, nt);
+        return;
+    }
+    RA__UNROLL for (int32_t t = 0; t < nt; t++) {
+        const __mmask16 any = (__mmask16)(strip->seeing >> (strip->row + 16 * t));
+        RA__UNROLL for (int32_t i = 0; i < ni; i++)
+            _mm512_mask_storeu_ps(acc + i * 64 + t * 16, any, c[i][t]);
     }
 }
 
-RA__NOINLINE RA__BF_TARGET void ra__bf_values(const ra__bf_work *w) {
-    const int32_t ni = w->nt == 4 ? 4 : 8;
-    int32_t d;
-    for (d = 0; d < w->v_dim; d += ni) {
-        if (w->nt == 4) ra__bf_value_tile(w, d, 4, 4, 0);
-        else if (w->nt == 2) ra__bf_value_tile(w, d, 8, 2, 1);
-        else ra__bf_value_tile(w, d, 8, 1, 1);
-        ra__ask(w->p->ahead);
+RA__NOINLINE RA__BF_TARGET void ra__bf_values(const ra__bf_strip *strip) {
+    const int32_t ni = strip->vectors == 4 ? 4 : 8;
+    for (int32_t d = 0; d < strip->v_dim; d += ni) {
+        if (strip->vectors == 4) ra__bf_value_tile(strip, d, 4, 4, 0);
+        else if (strip->vectors == 2) ra__bf_value_tile(strip, d, 8, 2, 1);
+        else ra__bf_value_tile(strip, d, 8, 1, 1);
+        ra__prefetch_some(strip->panel->prefetch);
     }
 }
 
-/* As ra__bf_values, for V that holds NaN or infinities which not every row sees: key by key, in the
- * order in which vdpbf16ps takes them, the product selected by row. */
-RA__BF_FN void ra__bf_values_dirty(const ra__bf_work *w) {
+/* As ra__bf_values, for V with NaN or infinities that not every row sees. It adds key by key in the
+ * order of vdpbf16ps, and a row takes only the products of keys that it sees. V holds `side` pairs
+ * of keys next to one another per dim. */
+RA__BF_STATIC void ra__bf_values_dirty(const ra__bf_strip *strip, int32_t side) {
     const __m512i half = _mm512_set1_epi32((int32_t)0xffff0000u);
-    int32_t d, t, j;
-    for (d = 0; d < w->v_dim; d++)
-        for (t = 0; t < w->nt; t++) {
-            float *acc = w->p->acc + d * 64 + w->row + 16 * t;
-            __m512 c = _mm512_loadu_ps(acc), x;
-            for (j = w->first / 2; j < ra__bf_to(w); j++) {
-                __m512i v = ra__bf_broadcast(w->keys->v + j * w->keys->v_stride + 4 * d);
-                __m512i p = ra__bf_load(w->pairs + j * 64 + w->row + 16 * t);
-                x = ra__bf_dot(c, p, _mm512_and_si512(v, half));
-                c = _mm512_mask_blend_ps(ra__bf_lanes(w, 2 * j + 1, t), c, x);
+    for (int32_t d = 0; d < strip->v_dim; d++)
+        for (int32_t t = 0; t < strip->vectors; t++) {
+            float *acc = strip->panel->acc + d * 64 + strip->row + 16 * t;
+            __m512 c = _mm512_loadu_ps(acc);
+            for (int32_t j = strip->first / 2; j < ra__bf_pairs_end(strip); j++) {
+                const uint8_t *at = strip->keys->v + j / side * strip->keys->v_stride;
+                const __m512i v = ra__bf_broadcast(at + 4 * (side * d + j % side));
+                const __m512i p = ra__bf_load(strip->p_pairs + j * 64 + strip->row + 16 * t);
+                __m512 x = ra__bf_dot(c, p, _mm512_and_si512(v, half));
+                c = _mm512_mask_blend_ps(ra__bf_lanes_seeing(strip, 2 * j + 1, t), c, x);
                 x = ra__bf_dot(c, p, _mm512_andnot_si512(half, v));
-                c = _mm512_mask_blend_ps(ra__bf_lanes(w, 2 * j, t), c, x);
+                c = _mm512_mask_blend_ps(ra__bf_lanes_seeing(strip, 2 * j, t), c, x);
             }
             _mm512_storeu_ps(acc, c);
         }
 }
 
-/* Notes who sees what; nobody sees keys beyond the last. */
-RA__BF_FN void ra__bf_see(ra__bf_work *w, int32_t partial) {
-    const ra__rows *geo = w->p->geo;
-    int32_t j, t;
-    for (j = 0; j < 64; j++) w->seen[j] = !partial && j < w->keys->n ? ~(uint64_t)0 : 0;
-    for (t = 0; t < 64 && partial; t += 16) {
+/* Fills strip->seen. Keys beyond the last are seen by no row. */
+RA__BF_STATIC void ra__bf_find_seen(ra__bf_strip *strip, int32_t partial) {
+    const ra__rows *geo = strip->panel->geo;
+    for (int32_t j = 0; j < 64; j++)
+        strip->seen[j] = !partial && j < strip->keys->n ? ~(uint64_t)0 : 0;
+    for (int32_t t = 0; t < 64 && partial; t += 16) {
         __m512i lo = ra__load_int_avx512(geo->lo + t), hi = ra__load_int_avx512(geo->hi + t);
-        __m512i doc = ra__load_int_avx512(geo->doc + t), end = ra__load_int_avx512(geo->keep + t);
-        for (j = 0; j < w->keys->n; j++) {
-            const int32_t pos = w->keys->pos[j];
-            const __mmask16 m = ra__either_avx512(ra__within_avx512(lo, hi, pos),
-                                                  ra__within_avx512(doc, end, pos));
-            if (pos >= 0) w->seen[j] |= (uint64_t)m << t;
+        __m512i doc = ra__load_int_avx512(geo->keep_first + t),
+                end = ra__load_int_avx512(geo->keep_end + t);
+        for (int32_t j = 0; j < strip->keys->n; j++) {
+            const int32_t pos = strip->keys->pos[j];
+            const __mmask16 m =
+                ra__any_of_avx512(ra__within_avx512(lo, hi, pos), ra__within_avx512(doc, end, pos));
+            if (pos >= 0) strip->seen[j] |= (uint64_t)m << t;
         }
     }
 }
 
-/* Narrows a block to the keys that the rows of w see, by eights; 0 if there is none. */
-RA__BF_FN int32_t ra__bf_narrow(ra__bf_work *w) {
-    const uint64_t rows = (uint64_t)(w->nt == 1 ? 0xffffu : 0xffffffffu) << w->row;
-    int32_t j;
-    w->any = 0;
-    w->first = 64;
-    w->last = 0;
-    for (j = 0; j < 64; j++) {
-        if (!(w->seen[j] & rows)) continue;
-        w->any |= w->seen[j];
-        if (w->first > j) w->first = j / 8 * 8;
-        w->last = j / 8 * 8 + 8;
+/* Narrows [first, last) to the keys that the rows of the strip see, in groups of 8. Returns 0 if
+ * there are none. */
+RA__BF_STATIC int32_t ra__bf_narrow(ra__bf_strip *strip) {
+    const uint64_t rows = (uint64_t)(strip->vectors == 1 ? 0xffffu : 0xffffffffu) << strip->row;
+    strip->seeing = 0;
+    strip->first = 64;
+    strip->last = 0;
+    for (int32_t j = 0; j < 64; j++) {
+        if (!(strip->seen[j] & rows)) continue;
+        strip->seeing |= strip->seen[j];
+        if (strip->first > j) strip->first = j / 8 * 8;
+        strip->last = j / 8 * 8 + 8;
     }
-    return w->last > 0;
+    return strip->last > 0;
 }
 
-/* One block: all rows at once if they see all keys, else 32 rows and 16 rows with the keys that
- * these see, so that of a block on the diagonal only three quarters are computed. */
-RA__BF_FN void ra__bf_block(ra__bf_work *w, int32_t partial) {
-    w->row = 0;
-    w->masked = partial || w->p->rows <= 32 || w->keys->n % 4;
-    if (!w->masked) {
-        w->nt = 4;
-        w->first = 0;
-        w->last = w->keys->n;
-        ra__bf_softmax(w);
-        ra__bf_values(w);
+/* Folds one block. If all rows see all keys, they form one strip. Otherwise there are strips of 32
+ * rows, each with the keys that it sees, and a last one of 16: of a block on the diagonal three
+ * quarters are computed. */
+RA__BF_STATIC void ra__bf_fold_block(ra__bf_strip *strip, int32_t partial) {
+    strip->row = 0;
+    strip->masked = partial || strip->panel->rows <= 32 || strip->keys->n % 4;
+    if (!strip->masked) {
+        strip->vectors = 4;
+        strip->first = 0;
+        strip->last = strip->keys->n;
+        ra__bf_softmax(strip);
+        ra__bf_values(strip);
         return;
     }
-    ra__bf_see(w, partial);
-    for (; w->row < w->p->rows; w->row += 32) {
-        w->nt = w->p->rows - w->row > 16 ? 2 : 1;
-        if (!ra__bf_narrow(w)) continue;
-        ra__bf_softmax(w);
-        if (partial && !w->keys->v_clean) ra__bf_values_dirty(w);
-        else ra__bf_values(w);
+    ra__bf_find_seen(strip, partial);
+    for (; strip->row < strip->panel->rows; strip->row += 32) {
+        strip->vectors = strip->panel->rows - strip->row > 16 ? 2 : 1;
+        if (!ra__bf_narrow(strip)) continue;
+        ra__bf_softmax(strip);
+        if (partial && !strip->keys->v_clean) ra__bf_values_dirty(strip, 1);
+        else ra__bf_values(strip);
     }
 }
 
-RA__BF_FN void ra__fold_bf16(const ra__panel *p, const ra__keys *keys, const int8_t *kind,
-                             int32_t count, const ra_desc *d, float *s) {
-    ra__bf_work w;
-    int32_t i;
-    w.p = p;
-    w.k_dim = d->k_dim;
-    w.v_dim = d->v_dim;
-    w.s = s;
-    w.pairs = s + 64 * 64;
-    w.bias = w.pairs + 32 * 64;
-    for (i = 0; i < count; i++) {
+RA__BF_STATIC void ra__fold_bf16(const ra__panel *panel, const ra__keys *keys, const int8_t *kind,
+                                 int32_t count, const ra_desc *d, float *s) {
+    ra__bf_strip strip;
+    strip.panel = panel;
+    strip.k_dim = d->k_dim;
+    strip.v_dim = d->v_dim;
+    strip.scores = s;
+    strip.p_pairs = s + 64 * 64;
+    strip.bias = strip.p_pairs + 32 * 64;
+    for (int32_t i = 0; i < count; i++) {
         if (kind[i] == RA__EMPTY) continue;
-        w.keys = keys + i;
-        ra__bf_block(&w, kind[i] == RA__PARTIAL);
+        strip.keys = keys + i;
+        ra__bf_fold_block(&strip, kind[i] == RA__PARTIAL);
     }
 }
 
-RA__BF_OP int32_t ra__bf_up(int32_t dim, int32_t to) { return (dim + to - 1) / to * to; }
-
-/* Pairs of dims of 16 rows to lanes; rows that are not there, and dims from dim to up, are zero.
- * PERF: all rows are asked for first. Zen 5, causal, 1024 tokens, D 64 and 128: 64.3 to 65.4 and
- * 71.5 to 73 % of the peak. */
-RA__BF_FN void ra__bf_load_q(const ra__panel *p, const uint8_t *from, int64_t stride, int32_t dim,
-                             int32_t up) {
+/* Packs Q as pairs of dims. Missing rows are zero, and so are dims up to a multiple of 32. PERF:
+ * prefetching all rows first: 64.3 -> 65.4 % of the peak at D 64, 71.5 -> 73 % at D 128 (Zen 5,
+ * causal, 1024 tokens). */
+RA__BF_STATIC void ra__load_q_bf16(const ra__panel *panel, const void *src, int64_t stride,
+                                   int32_t dtype, int32_t dim) {
+    const uint8_t *from = (const uint8_t *)src;
     __m512 r[16];
-    int32_t row, d, i;
-    for (row = 0; row < p->rows; row++)
+    (void)dtype;
+    for (int32_t row = 0; row < panel->rows; row++)
         ra__prefetch((uintptr_t)(from + row * stride), 2 * dim);
-    for (row = 0; row < RA_BLOCK_TOKENS; row += 16)
-        for (d = 0; d < up; d += 32) {
-            const uint32_t first = ra__bf_first(dim - d, 32);
+    for (int32_t row = 0; row < RA_BLOCK_TOKENS; row += 16)
+        for (int32_t d = 0; d < dim; d += 32) {
+            const uint32_t first = ra__bf_first_lanes(dim - d, 32);
             const uint8_t *at = from + row * stride + 2 * d;
-            RA__UNROLL for (i = 0; i < 16; i++)
+            RA__UNROLL for (int32_t i = 0; i < 16; i++)
                 r[i] = _mm512_castsi512_ps(
-                    _mm512_maskz_loadu_epi16(row + i < p->rows ? first : 0, at + i * stride));
+                    _mm512_maskz_loadu_epi16(row + i < panel->rows ? first : 0, at + i * stride));
             ra__transpose_avx512(r);
-            RA__UNROLL for (i = 0; i < 16; i++)
-                if (d + 2 * i < up) _mm512_storeu_ps(p->q + (d / 2 + i) * 64 + row, r[i]);
+            RA__UNROLL for (int32_t i = 0; i < 16; i++)
+                _mm512_storeu_ps(panel->q + (d / 2 + i) * 64 + row, r[i]);
         }
 }
 
-RA__BF_FN void ra__load_q_bf16(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
-                               int32_t dim) {
-    (void)dtype;
-    ra__bf_load_q(p, (const uint8_t *)src, stride, dim, ra__bf_up(dim, 2));
+/* Dims up to a multiple of 32 are zero. */
+RA__BF_STATIC void ra__load_acc_bf16(const ra__panel *panel, const float *src, int64_t stride,
+                                     int32_t dim) {
+    const int64_t more = ra__round_up(dim, 32) - dim;
+    ra__load_acc_avx512(panel, src, stride, dim);
+    memset(panel->acc + dim * 64, 0, 64 * (size_t)more * sizeof *panel->acc);
 }
 
-/* acc of dims from dim to up is zero. */
-RA__BF_FN void ra__bf_load_acc(const ra__panel *p, const float *src, int64_t stride, int32_t dim,
-                               int32_t up) {
-    ra__load_acc_avx512(p, src, stride, dim);
-    memset(p->acc + dim * 64, 0, (size_t)(up - dim) * 64 * sizeof *p->acc);
-}
-
-RA__BF_FN void ra__load_acc_bf16(const ra__panel *p, const float *src, int64_t stride,
-                                 int32_t dim) {
-    ra__bf_load_acc(p, src, stride, dim, ra__bf_up(dim, 8));
-}
-
-RA__BF_FN void ra__sizes_bf16(ra__bytes *out, const ra_desc *d, int32_t shared) {
+RA__BF_STATIC void ra__sizes_bf16(ra__bytes *out, const ra_desc *d, int32_t shared) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
-    out->q = lane * ((d->k_dim + 1) / 2);
-    out->acc = lane * ra__bf_up(d->v_dim, 8);
+    out->q = lane / 2 * ra__round_up(d->k_dim, 32);
+    out->acc = lane * ra__round_up(d->v_dim, 32);
     out->s = lane * (64 + 32 + (d->scores & RA_SCORE_BIAS ? 64 : 0));
     out->batch = 1;
     out->k = shared ? lane / 2 * d->k_dim : 0;
-    out->v = lane / 2 * ra__bf_up(d->v_dim, 16);
+    out->v = lane / 2 * ra__round_up(d->v_dim, 16);
 }
 
-/* Pairs of the first two of `rows` rows: elements in m, others are zero. Notes NaN and infinities
- * in bad. */
-RA__BF_OP __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int32_t rows, __mmask16 m,
-                                   uint32_t *bad) {
+/* Pairs of two rows, of which `rows` exist: the elements in m, zeros elsewhere. Sets bits of bad
+ * for NaN and infinities. */
+RA__BF_INLINE __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int32_t rows,
+                                       __mmask16 m, uint32_t *bad) {
     const __m256i e = _mm256_set1_epi16(0x7f80);
     __m256i a = _mm256_setzero_si256(), b = a;
     if (rows > 0) a = _mm256_maskz_loadu_epi16(m, from);
@@ -4895,23 +4899,21 @@ RA__BF_OP __m512i ra__bf_pair_rows(const uint8_t *from, int64_t stride, int32_t 
                            _mm512_slli_epi32(_mm512_cvtepu16_epi32(b), 16));
 }
 
-/* Pairs of keys [n / 2][dim up to 16]; returns 0 if there is a NaN or an infinity. top: the largest
- * of all without their signs, as integers.
- * PERF: by 32 dims, not 16: Zen 5, causal, 1024 tokens, D 64 and 128: 65.4 to 66.2 and 73 to 74 %
- * of the peak. */
-RA__BF_FN int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
-                                int32_t dim) {
+/* Packs rows as pairs of keys [n / 2][dim rounded up to 16]. Returns 0 if there is a NaN or an
+ * infinity: `top` is the largest magnitude as an integer. PERF: 32 dims at a time, not 16: 65.4 ->
+ * 66.2 % of the peak at D 64, 73 -> 74 % at D 128 (Zen 5, causal, 1024 tokens). */
+RA__BF_STATIC int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
+                                    int32_t dim) {
     const __m512i index = _mm512_add_epi32(
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                            _mm512_set1_epi32(0x00010001)), _mm512_set1_epi32(0x00200000));
     const __m512i next = _mm512_add_epi16(index, _mm512_set1_epi16(16));
     const __m512i size = _mm512_set1_epi16(0x7fff);
-    const int64_t row = 4 * (int64_t)ra__bf_up(dim, 16);
+    const int64_t row = 4 * ra__round_up(dim, 16);
     __m512i top = _mm512_setzero_si512();
-    int32_t j, d;
-    for (j = 0; j < n; j += 2, to += row)
-        for (d = 0; d < dim; d += 32) {
-            const uint32_t m = ra__bf_first(dim - d, 32);
+    for (int32_t j = 0; j < n; j += 2, to += row)
+        for (int32_t d = 0; d < dim; d += 32) {
+            const uint32_t m = ra__bf_first_lanes(dim - d, 32);
             const uint8_t *v = from + j * stride + 2 * d;
             const __m512i a = _mm512_maskz_loadu_epi16(m, v);
             const __m512i b = _mm512_maskz_loadu_epi16(j + 1 < n ? m : 0, v + stride);
@@ -4924,778 +4926,748 @@ RA__BF_FN int32_t ra__bf_pack_v(uint8_t *to, const uint8_t *from, int64_t stride
     return !_mm512_cmpge_epu16_mask(top, _mm512_set1_epi16(0x7f80));
 }
 
-/* Copies rows, unless they are stored without gaps: all panels of a group will read them. */
-RA__BF_FN void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *stride, int32_t rows,
-                           int32_t dim) {
-    int32_t j;
-    if (*stride == 2 * (int64_t)dim) return;
-    for (j = 0; j < rows; j++)
-        memcpy(to + 2 * (int64_t)j * dim, *from + j * *stride, 2 * (size_t)dim);
+/* Copies rows that several panels will read, so that they have no gaps. unit 1: rows without gaps
+ * stay where they are. Tiles need unit 32: dims are zero up to a multiple of it, and rows up to
+ * 64. */
+RA__BF_STATIC void ra__bf_copy(uint8_t *to, const uint8_t **from, int64_t *stride, int32_t rows,
+                               int32_t dim, int32_t unit) {
+    const int64_t row = 2 * ra__round_up(dim, unit);
+    if (unit > 1) memset(to, 0, 64 * (size_t)row);
+    else if (*stride == row) return;
+    for (int32_t j = 0; j < rows; j++) memcpy(to + j * row, *from + j * *stride, 2 * (size_t)dim);
     *from = to;
-    *stride = 2 * (int64_t)dim;
+    *stride = row;
 }
 
-/* V where it is part of K. */
-RA__BF_OP void ra__bf_find_v(ra__keys *keys, const ra_desc *d) {
+/* Finds V in K if it is part of K. */
+RA__BF_INLINE void ra__bf_find_v_in_k(ra__keys *keys, const ra_desc *d) {
     if (!d->v_in_k) return;
     keys->v = keys->k + 2 * (int64_t)d->v_column;
     keys->v_stride = keys->k_stride;
 }
 
-RA__BF_FN void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                                int32_t partial) {
+RA__BF_STATIC void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__key_scratch *store,
+                                    int32_t partial) {
     (void)partial;
-    ra__bf_find_v(keys, d);
+    ra__bf_find_v_in_k(keys, d);
     keys->v_clean = ra__bf_pack_v(store->v, keys->v, keys->v_stride, keys->n, d->v_dim);
     keys->v = store->v;
-    keys->v_stride = 4 * (int64_t)ra__bf_up(d->v_dim, 16);
-    if (store->shared) ra__bf_copy(store->k, &keys->k, &keys->k_stride, keys->n, d->k_dim);
+    keys->v_stride = 4 * ra__round_up(d->v_dim, 16);
+    if (store->shared) ra__bf_copy(store->k, &keys->k, &keys->k_stride, keys->n, d->k_dim, 1);
 }
 
-/* ---- decode, by dot products of pairs: of dims for scores, of keys for values.
+/* ---- decoding
+ * Scores. A lane is one of 4 rows and one of 4 pairs of dims: q is [Dk / 8][4 rows][8 dims], and 8
+ * dims of K are broadcast. If up to 16 rows share the keys, a lane is a row: `wide` is [Dk / 2][16
+ * rows][2 dims], and a pair of K is broadcast, as for panels. Both add the same numbers in the same
+ * order, so their bits are the same.
  *
- * Scores: lanes are 4 rows of 4 pairs of dims, q [Dk / 8][4 rows][8], and K is broadcast by eights;
- * or 16 rows of up to four ra__few, wide [Dk / 2][16 rows][2], and K is broadcast by pairs, as in
- * panels. Few sums across lanes, or none, but the same bits. Values: lanes are dims, as in KERNEL.
- * Keys come in eights, the first four beside the last four, so that two vectors of scores [4 keys]
- * [4 rows] are the pairs of p. The two vectors of a chunk of values hold fours of dims in turn, as
- * interleaving of keys leaves them. */
-enum { RA__BF_FEW = 8 };               /* dims of a step of scores; keys of a unit of maxima */
+ * Values. Lanes are dims, as in KERNEL. Keys come in groups of 8: key j is paired with key j + 4,
+ * so that two vectors of scores [4 keys][4 rows] become the pairs of p. The unpack instructions
+ * leave dims of the two vectors of a chunk in alternate groups of 4; ra__decode_store_bf16 puts
+ * them in order. */
+enum { RA__BF_DECODE_UNIT = 8 };       /* dims per step; keys per group with one maximum */
 
-/* Dims of a step, as often as there are rows. */
-RA__BF_OP __m512i ra__bf_few_spread(const uint8_t *k) {
+/* The 8 dims of a step, once per row. */
+RA__BF_INLINE __m512i ra__bf_decode_spread(const uint8_t *k) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)k));
 }
 
-/* c[i] = products of key j + i, i < 8, not yet summed over the pairs of dims of a row; keys beyond
- * the last are the last once more. Two chains a key. */
-RA__BF_OP void ra__bf_few_dots(const ra__few *f, const ra__stretch *x, int32_t j, __m512 *c) {
-    const int32_t dim = f->d->k_dim, last = x->n - 1;
-    const int32_t step = RA__BF_FEW;
-    const float *q = f->q;
+/* c[i] = products of key j + i for i < 8, not yet summed over the pairs of dims of a row. Keys
+ * beyond the last repeat it. Each key has two chains of sums. */
+RA__BF_INLINE void ra__bf_decode_dots(const ra__decode_rows *rows, const ra__decode_keys *keys,
+                                      int32_t j, __m512 *c) {
+    const int32_t dim = rows->d->k_dim, last = keys->n - 1;
+    const int32_t step = RA__BF_DECODE_UNIT;
+    const float *q = rows->q;
     const uint8_t *k[8];
     __m512 odd[8];
-    int32_t i, d, e;
-    RA__UNROLL for (i = 0; i < 8; i++) {
-        k[i] = x->k + (j + i < last ? j + i : last) * x->k_stride;
+    int32_t d;
+    RA__UNROLL for (int32_t i = 0; i < 8; i++) {
+        k[i] = keys->k + (j + i < last ? j + i : last) * keys->k_stride;
         c[i] = odd[i] = _mm512_setzero_ps();
     }
     for (d = 0; dim - d >= 4 * step; d += 4 * step) {
-        RA__UNROLL for (e = 0; e < 4; e++, q += 16) {
+        RA__UNROLL for (int32_t e = 0; e < 4; e++, q += 16) {
             const __m512i y = ra__bf_load(q);
-            RA__UNROLL for (i = 0; i < 8; i++) {
-                const __m512i z = ra__bf_few_spread(k[i] + 2 * d + 2 * e * step);
+            RA__UNROLL for (int32_t i = 0; i < 8; i++) {
+                const __m512i z = ra__bf_decode_spread(k[i] + 2 * d + 2 * e * step);
                 if (e % 2) odd[i] = ra__bf_dot(odd[i], y, z);
                 else c[i] = ra__bf_dot(c[i], y, z);
             }
         }
-        if (x->ahead) ra__stream_ask(x->ahead, step / 2);
+        if (keys->streams) ra__stream_prefetch(keys->streams, step / 2);
     }
     for (; d < dim; d += step, q += 16)
-        RA__UNROLL for (i = 0; i < 8; i++) {
+        RA__UNROLL for (int32_t i = 0; i < 8; i++) {
             uint8_t rest[16] = {0};
             memcpy(rest, k[i] + 2 * d, 2 * (size_t)(dim - d < step ? dim - d : step));
-            c[i] = ra__bf_dot(c[i], ra__bf_load(q), ra__bf_few_spread(rest));
+            c[i] = ra__bf_dot(c[i], ra__bf_load(q), ra__bf_decode_spread(rest));
         }
-    RA__UNROLL for (i = 0; i < 8; i++) c[i] = _mm512_add_ps(c[i], odd[i]);
+    RA__UNROLL for (int32_t i = 0; i < 8; i++) c[i] = _mm512_add_ps(c[i], odd[i]);
 }
 
 /* Scores [key][4 rows]. */
-RA__NOINLINE RA__BF_TARGET void ra__bf_few_scores(const ra__few *f, const ra__stretch *x,
-                                                  float *s) {
+RA__NOINLINE RA__BF_TARGET void ra__bf_decode_scores(const ra__decode_rows *rows,
+                                                     const ra__decode_keys *keys, float *s) {
     const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512 factor = _mm512_set1_ps(f->factor);
+    const __m512 factor = _mm512_set1_ps(rows->factor);
     __m512 c[8];
-    int32_t i, j;
-    for (j = 0; j < x->n; j += 8) {
-        ra__bf_few_dots(f, x, j, c);
-        RA__UNROLL for (i = 0; i < 8; i += 4) {
+    for (int32_t j = 0; j < keys->n; j += 8) {
+        ra__bf_decode_dots(rows, keys, j, c);
+        RA__UNROLL for (int32_t i = 0; i < 8; i += 4) {
             const __m512 y = _mm512_permutexvar_ps(turn, ra__sums_4_avx512(c + i));
             _mm512_storeu_ps(s + 4 * (j + i), _mm512_mul_ps(y, factor));
         }
     }
 }
 
-/* All of what changes the scores of n keys, a multiple of 8. */
-RA__BF_OP void ra__bf_few_change(const ra__few *f, const ra__stretch *x, float *s, int32_t n) {
+/* Modifies and masks the scores of n keys, a multiple of 8. */
+RA__BF_INLINE void ra__bf_decode_modify(const ra__decode_rows *rows, const ra__decode_keys *keys,
+                                        float *s, int32_t n) {
     const __m512 low = _mm512_set1_ps(ra__neg_inf());
-    int32_t i;
-    if (f->modified) ra__few_modify_avx512(f, x, s, 4 * x->n);
-    for (i = 0; i < 4 * n && (x->partial || n > x->n); i += 16)
-        _mm512_storeu_ps(s + i, _mm512_mask_blend_ps((__mmask16)(x->seen >> i), low,
-                                                     _mm512_loadu_ps(s + i)));
+    if (rows->modified) ra__decode_modify_avx512(rows, keys, s, 4 * keys->n);
+    for (int32_t i = 0; i < 4 * n && (keys->partial || n > keys->n); i += 16)
+        _mm512_storeu_ps(
+            s + i, _mm512_mask_blend_ps((__mmask16)(keys->seen >> i), low, _mm512_loadu_ps(s + i)));
 }
 
-/* p of eights of keys, n in all, [4 pairs of keys][4 rows] each, with part. */
-RA__BF_OP void ra__bf_few_weights(ra__few *f, const float *s, int32_t n, float *pairs) {
-    const __m512 use = ra__base_avx512(_mm512_loadu_ps(f->m));
-    __m512 part = _mm512_loadu_ps(f->part);
-    int32_t i;
-    for (i = 0; i < 4 * n; i += 32) {
-        __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + i), use);
-        __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + i + 16), use);
+/* p of n keys, a multiple of 8, as pairs [n / 2][4 rows]; adds them to the partial sums of l. */
+RA__BF_INLINE void ra__bf_decode_weights(ra__decode_rows *rows, const float *s, int32_t n,
+                                         float *pairs) {
+    const __m512 shift = ra__shift_of_avx512(_mm512_loadu_ps(rows->m));
+    __m512 part = _mm512_loadu_ps(rows->block_l);
+    for (int32_t i = 0; i < 4 * n; i += 32) {
+        __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + i), shift);
+        __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + i + 16), shift);
         _mm512_storeu_si512(pairs + i / 2, ra__bf_exp_pair(a, b, &part));
     }
-    _mm512_storeu_ps(f->part, part);
+    _mm512_storeu_ps(rows->block_l, part);
 }
 
-/* All bits of those of keys j and j + 4 that row r sees. */
-RA__BF_OP __m512i ra__bf_few_seen(const ra__stretch *x, int32_t j, int32_t r) {
-    const uint32_t low = x->seen >> (4 * j + r) & 1 ? 0xffffu : 0;
-    const uint32_t high = x->seen >> (4 * j + 16 + r) & 1 ? 0xffff0000u : 0;
+/* A mask of the halves of a pair, keys j and j + 4, that row r sees. */
+RA__BF_INLINE __m512i ra__bf_decode_seen(const ra__decode_keys *keys, int32_t j, int32_t r) {
+    const uint32_t low = keys->seen >> (4 * j + r) & 1 ? 0xffffu : 0;
+    const uint32_t high = keys->seen >> (4 * j + 16 + r) & 1 ? 0xffff0000u : 0;
     return _mm512_set1_epi32((int32_t)(low | high));
 }
 
-/* Pairs of a chunk of two keys; elements not in m are zero. */
-RA__BF_OP void ra__bf_few_pair(__m512i *v, const uint8_t *a, const uint8_t *b, const uint32_t m) {
+/* Pairs of two keys for 32 dims. Elements not in m are zero. */
+RA__BF_INLINE void ra__bf_decode_pair(__m512i *v, const uint8_t *a, const uint8_t *b,
+                                      const uint32_t m) {
     const __m512i y = m == ~0u ? _mm512_loadu_si512(a) : _mm512_maskz_loadu_epi16(m, a);
     const __m512i z = m == ~0u ? _mm512_loadu_si512(b) : _mm512_maskz_loadu_epi16(m, b);
     v[0] = _mm512_unpacklo_epi16(y, z);
     v[1] = _mm512_unpackhi_epi16(y, z);
 }
 
-/* c += p of keys j and j + 4 times their pairs v; nc = 2: all rows see both. */
-RA__BF_OP void ra__bf_few_step(const ra__stretch *x, __m512 *c, int32_t j, const __m512i *v,
-                               const float *p, const int32_t nc) {
-    int32_t r, t;
-    RA__UNROLL for (r = 0; r < 4; r++) {
+/* c += p times the pairs v of keys j and j + 4, in nc chunks of 32 dims. nc 2: all rows see
+ * both. */
+RA__BF_INLINE void ra__bf_decode_product(const ra__decode_keys *keys, __m512 *c, int32_t j,
+                                         const __m512i *v, const float *p, const int32_t nc) {
+    RA__UNROLL for (int32_t r = 0; r < 4; r++) {
         const __m512i y = ra__bf_broadcast((const uint8_t *)(p + r));
-        RA__UNROLL for (t = 0; t < 2 * nc; t++) {
+        RA__UNROLL for (int32_t t = 0; t < 2 * nc; t++) {
             const int32_t at = t / 2 * 8 + 2 * r + t % 2;
             __m512i z = v[t];
-            if (nc == 1) z = _mm512_and_si512(z, ra__bf_few_seen(x, j, r));
+            if (nc == 1) z = _mm512_and_si512(z, ra__bf_decode_seen(keys, j, r));
             c[at] = ra__bf_dot(c[at], z, y);
         }
     }
-    if (x->ahead) ra__stream_ask(x->ahead, nc);
+    if (keys->streams) ra__stream_prefetch(keys->streams, nc);
 }
 
-/* sum += p V in nc chunks of dims from d on; nc = 2: eights of keys that all rows see. pairs: rows
- * of 4, or of 16 if these are shared. */
-RA__BF_OP void ra__bf_few_tile(const ra__few *f, const ra__stretch *x, const float *pairs,
-                               int32_t d, const int32_t nc, int32_t row) {
-    const int32_t dim = f->d->v_dim, last = x->n - 1;
-    const uint32_t m = nc > 1 ? ~0u : ra__bf_first(dim - d, 32);
-    const uint8_t *v0 = x->v + 2 * (int64_t)d;
-    float *to = f->sum + 4 * d;
+/* Adds p V to the sums of nc chunks of 32 dims from d on. nc 2 needs whole groups of keys that all
+ * rows see. row: 4, or 16 if the pairs are shared. */
+RA__BF_INLINE void ra__bf_decode_value_tile(const ra__decode_rows *rows,
+                                            const ra__decode_keys *keys, const float *pairs,
+                                            int32_t d, const int32_t nc, int32_t row) {
+    const int32_t dim = rows->d->v_dim, last = keys->n - 1;
+    const uint32_t m = nc > 1 ? ~0u : ra__bf_first_lanes(dim - d, 32);
+    const uint8_t *v0 = keys->v + 2 * (int64_t)d;
+    float *to = rows->block_acc + 4 * d;
     __m512 c[16];
-    int32_t i, j, t;
-    RA__UNROLL for (i = 0; i < 8 * nc; i++)
-        c[i] = f->live ? _mm512_loadu_ps(to + i * 16) : _mm512_setzero_ps();
-    for (j = 0; j < x->n; j += 8)
-        for (i = j; i < j + 4; i++, pairs += row) {
-            const uint8_t *a = v0 + (nc > 1 || i < last ? i : last) * x->v_stride;
-            const uint8_t *b = v0 + (nc > 1 || i + 4 < last ? i + 4 : last) * x->v_stride;
+    RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++)
+        c[i] = rows->has_keys ? _mm512_loadu_ps(to + i * 16) : _mm512_setzero_ps();
+    for (int32_t j = 0; j < keys->n; j += 8)
+        for (int32_t i = j; i < j + 4; i++, pairs += row) {
+            const uint8_t *a = v0 + (nc > 1 || i < last ? i : last) * keys->v_stride;
+            const uint8_t *b = v0 + (nc > 1 || i + 4 < last ? i + 4 : last) * keys->v_stride;
             __m512i v[4];
-            RA__UNROLL for (t = 0; t < nc; t++)
-                ra__bf_few_pair(v + 2 * t, a + 64 * t, b + 64 * t, nc > 1 ? ~0u : m);
-            ra__bf_few_step(x, c, i, v, pairs, nc);
+            RA__UNROLL for (int32_t t = 0; t < nc; t++)
+                ra__bf_decode_pair(v + 2 * t, a + 64 * t, b + 64 * t, m);
+            ra__bf_decode_product(keys, c, i, v, pairs, nc);
         }
-    RA__UNROLL for (i = 0; i < 8 * nc; i++) _mm512_storeu_ps(to + i * 16, c[i]);
+    RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++) _mm512_storeu_ps(to + i * 16, c[i]);
 }
 
-RA__NOINLINE RA__BF_TARGET void ra__bf_few_values(const ra__few *f, const ra__stretch *x,
-                                                  const float *pairs, int32_t row) {
-    const int32_t dim = f->d->v_dim, whole = !x->partial && x->n % RA__BF_FEW == 0;
+RA__NOINLINE RA__BF_TARGET void ra__bf_decode_values(const ra__decode_rows *rows,
+                                                     const ra__decode_keys *keys,
+                                                     const float *pairs, int32_t row) {
+    const int32_t dim = rows->d->v_dim, whole = !keys->partial && keys->n % RA__BF_DECODE_UNIT == 0;
     int32_t d = 0;
-    for (; whole && dim - d >= 64; d += 64) ra__bf_few_tile(f, x, pairs, d, 2, row);
-    for (; d < dim; d += 32) ra__bf_few_tile(f, x, pairs, d, 1, row);
+    for (; whole && dim - d >= 64; d += 64) ra__bf_decode_value_tile(rows, keys, pairs, d, 2, row);
+    for (; d < dim; d += 32) ra__bf_decode_value_tile(rows, keys, pairs, d, 1, row);
 }
 
-/* Keys [j, j + n) of a stretch, whose scores are s, to the sums; n: a multiple of 8. */
-RA__BF_OP void ra__bf_few_add(ra__few *f, const ra__stretch *x, const float *s, int32_t j,
-                              int32_t n) {
-    float pairs[2 * RA__FEW_KEYS];
-    ra__stretch y = *x;
-    int32_t r;
-    y.v += j * x->v_stride;
-    y.seen >>= 4 * j;
-    y.n = x->n - j < n ? x->n - j : n;
-    ra__bf_few_weights(f, s + 4 * j, n, pairs);
-    ra__bf_few_values(f, &y, pairs, 4);
-    for (r = 0; r < 4; r++)
-        if (y.seen >> r & ra__few_row) f->live |= 1 << r;
+/* Adds keys [j, j + n), whose scores are in s, to the sums. n is a multiple of 8. */
+RA__BF_INLINE void ra__bf_decode_add(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                     const float *s, int32_t j, int32_t n) {
+    float pairs[2 * RA__DECODE_KEYS];
+    ra__decode_keys part = *keys;
+    part.v += j * keys->v_stride;
+    part.seen >>= 4 * j;
+    part.n = keys->n - j < n ? keys->n - j : n;
+    ra__bf_decode_weights(rows, s + 4 * j, n, pairs);
+    ra__bf_decode_values(rows, &part, pairs, 4);
+    for (int32_t r = 0; r < 4; r++)
+        if (part.seen >> r & ra__seen_by_row_0) rows->has_keys |= 1 << r;
 }
 
-/* As few_one in KERNEL. */
-RA__BF_FN void ra__bf_few_one(ra__few *f, const ra__stretch *x) {
-    const int32_t n = (x->n + RA__BF_FEW - 1) / RA__BF_FEW * RA__BF_FEW;
-    float s[4 * RA__FEW_KEYS];
-    int32_t j;
-    ra__bf_few_scores(f, x, s);
-    ra__bf_few_change(f, x, s, n);
-    for (j = 0; j < n; j += RA__BF_FEW) {
-        if (!ra__few_is_calm_avx512(f, s + 4 * j, 4 * (n - j))) {
-            ra__few_rise_avx512(f, s + 4 * j, 4 * RA__BF_FEW);
-            if (!ra__few_is_calm_avx512(f, s + 4 * j, 4 * (n - j))) {
-                ra__bf_few_add(f, x, s, j, RA__BF_FEW);
+/* Folds keys into the sums of up to 4 rows. A group of keys whose scores exceed the limit gets a
+ * new maximum, as in KERNEL. */
+RA__BF_STATIC void ra__bf_decode_fold_keys(ra__decode_rows *rows, const ra__decode_keys *keys) {
+    const int32_t n = (keys->n + RA__BF_DECODE_UNIT - 1) / RA__BF_DECODE_UNIT * RA__BF_DECODE_UNIT;
+    float s[4 * RA__DECODE_KEYS];
+    ra__bf_decode_scores(rows, keys, s);
+    ra__bf_decode_modify(rows, keys, s, n);
+    for (int32_t j = 0; j < n; j += RA__BF_DECODE_UNIT) {
+        if (!ra__decode_max_holds_avx512(rows, s + 4 * j, 4 * (n - j))) {
+            ra__decode_raise_avx512(rows, s + 4 * j, 4 * RA__BF_DECODE_UNIT);
+            if (!ra__decode_max_holds_avx512(rows, s + 4 * j, 4 * (n - j))) {
+                ra__bf_decode_add(rows, keys, s, j, RA__BF_DECODE_UNIT);
                 continue;
             }
         }
-        ra__bf_few_add(f, x, s, j, n - j);
+        ra__bf_decode_add(rows, keys, s, j, n - j);
         return;
     }
 }
 
-/* Scores [key][16 rows] of keys j and j + 1, by the same chains and sums as in ra__bf_few_dots:
- * every pair of dims of eight has two. */
-RA__BF_OP void ra__bf_wide_dots(const ra__few *f, const ra__stretch *x, int32_t j, float *s) {
+/* Scores [key][16 rows] of keys j and j + 1, by the same chains and sums as in ra__bf_decode_dots:
+ * each of the 4 pairs of 8 dims has two. */
+RA__BF_INLINE void ra__bf_wide_dots(const ra__decode_rows *rows, const ra__decode_keys *keys,
+                                    int32_t j, float *s) {
     const uint8_t *k[2];
-    const float *q = f->wide;
+    const float *q = rows->wide;
     __m512 c[2][8];
-    int32_t i, d, e;
-    RA__UNROLL for (i = 0; i < 2; i++) {
-        k[i] = x->k + (j + i) * x->k_stride;
-        RA__UNROLL for (e = 0; e < 8; e++) c[i][e] = _mm512_setzero_ps();
+    RA__UNROLL for (int32_t i = 0; i < 2; i++) {
+        k[i] = keys->k + (j + i) * keys->k_stride;
+        RA__UNROLL for (int32_t e = 0; e < 8; e++) c[i][e] = _mm512_setzero_ps();
     }
-    for (d = 0; d < f->d->k_dim; d += 16) {
-        RA__UNROLL for (e = 0; e < 8; e++, q += 16) {
+    for (int32_t d = 0; d < rows->d->k_dim; d += 16) {
+        RA__UNROLL for (int32_t e = 0; e < 8; e++, q += 16) {
             const __m512i y = ra__bf_load(q);
-            RA__UNROLL for (i = 0; i < 2; i++)
+            RA__UNROLL for (int32_t i = 0; i < 2; i++)
                 c[i][e] = ra__bf_dot(c[i][e], y, ra__bf_broadcast(k[i] + 2 * d + 4 * e));
         }
-        if (x->ahead && d % 64 == 0) ra__stream_ask(x->ahead, 2);
+        if (keys->streams && d % 64 == 0) ra__stream_prefetch(keys->streams, 2);
     }
-    RA__UNROLL for (i = 0; i < 2; i++) {
+    RA__UNROLL for (int32_t i = 0; i < 2; i++) {
         const __m512 a = _mm512_add_ps(c[i][0], c[i][4]), b = _mm512_add_ps(c[i][1], c[i][5]);
         const __m512 y = _mm512_add_ps(c[i][2], c[i][6]), z = _mm512_add_ps(c[i][3], c[i][7]);
         const __m512 sum = _mm512_add_ps(_mm512_add_ps(a, y), _mm512_add_ps(b, z));
-        _mm512_storeu_ps(s + 16 * (j + i), _mm512_mul_ps(sum, _mm512_set1_ps(f->factor)));
+        _mm512_storeu_ps(s + 16 * (j + i), _mm512_mul_ps(sum, _mm512_set1_ps(rows->factor)));
     }
 }
 
-RA__NOINLINE RA__BF_TARGET void ra__bf_wide_scores(const ra__few *f, const ra__stretch *x,
-                                                   float *s) {
-    int32_t j;
-    for (j = 0; j < x->n; j += 2) ra__bf_wide_dots(f, x, j, s);
+RA__NOINLINE RA__BF_TARGET void ra__bf_wide_scores(const ra__decode_rows *rows,
+                                                   const ra__decode_keys *keys, float *s) {
+    for (int32_t j = 0; j < keys->n; j += 2) ra__bf_wide_dots(rows, keys, j, s);
 }
 
-/* p of n fours, [pair of keys][16], and part. 0: a score is far above m, and nothing is done. */
-RA__BF_FN int32_t ra__bf_wide_softmax(ra__few *f, const ra__stretch *x, int32_t n, const float *s,
-                                      float *pairs) {
-    __m512 top = _mm512_set1_ps(ra__neg_inf()), use, part;
+/* p of n groups of 4 rows as pairs [pair of keys][16 rows], and the partial sums of l. Returns 0,
+ * and does nothing, if a score is too far above m. */
+RA__BF_STATIC int32_t ra__bf_wide_softmax(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                          int32_t n, const float *s, float *pairs) {
+    __m512 top = _mm512_set1_ps(ra__neg_inf()), shift, part;
     float m[16] = {0}, l[4][16] = {{0}};
-    int32_t i, j;
-    for (i = 0; i < n; i++) {
-        memcpy(m + 4 * i, f[i].m, 4 * sizeof *m);
-        for (j = 0; j < 4; j++) memcpy(l[j] + 4 * i, f[i].part + 4 * j, 4 * sizeof *m);
+    for (int32_t i = 0; i < n; i++) {
+        memcpy(m + 4 * i, rows[i].m, 4 * sizeof *m);
+        for (int32_t j = 0; j < 4; j++)
+            memcpy(l[j] + 4 * i, rows[i].block_l + 4 * j, 4 * sizeof *m);
     }
-    for (j = 0; j < x->n; j++) top = _mm512_max_ps(_mm512_loadu_ps(s + 16 * j), top);
-    use = _mm512_loadu_ps(m);
-    if (_mm512_cmp_ps_mask(_mm512_add_ps(use, _mm512_set1_ps(ra__few_slack)), top, _CMP_LT_OQ))
+    for (int32_t j = 0; j < keys->n; j++) top = _mm512_max_ps(_mm512_loadu_ps(s + 16 * j), top);
+    shift = _mm512_loadu_ps(m);
+    if (_mm512_cmp_ps_mask(_mm512_add_ps(shift, _mm512_set1_ps(ra__decode_slack)), top, _CMP_LT_OQ))
         return 0;
-    use = ra__base_avx512(use);
-    for (j = 0; j < x->n; j += j % 4 < 3 ? 1 : 5, pairs += 16) {
-        const __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j), use);
-        const __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j + 64), use);
+    shift = ra__shift_of_avx512(shift);
+    for (int32_t j = 0; j < keys->n; j += j % 4 < 3 ? 1 : 5, pairs += 16) {
+        const __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j), shift);
+        const __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j + 64), shift);
         part = _mm512_loadu_ps(l[j % 4]);
         _mm512_storeu_si512(pairs, ra__bf_exp_pair(a, b, &part));
         _mm512_storeu_ps(l[j % 4], part);
     }
-    for (i = 0; i < n; i++)
-        for (j = 0; j < 4; j++) memcpy(f[i].part + 4 * j, l[j] + 4 * i, 4 * sizeof *m);
+    for (int32_t i = 0; i < n; i++)
+        for (int32_t j = 0; j < 4; j++)
+            memcpy(rows[i].block_l + 4 * j, l[j] + 4 * i, 4 * sizeof *m);
     return 1;
 }
 
-/* Eights of keys that all rows of all fours see, and scores that nothing changes. */
-RA__BF_OP int32_t ra__bf_is_wide(const ra__few *f, const ra__stretch *x, int32_t n) {
-    int32_t i, wide = f->wide && x->n % RA__BF_FEW == 0 && f->d->k_dim % 32 == 0;
-    for (i = 0; i < n; i++) wide &= !x[i].partial && !f[i].modified;
+/* 1 if all rows of n groups see all keys, in groups of 8, and no score is modified. */
+RA__BF_INLINE int32_t ra__bf_may_be_wide(const ra__decode_rows *rows, const ra__decode_keys *keys,
+                                         int32_t n) {
+    int32_t wide = rows->wide && keys->n % RA__BF_DECODE_UNIT == 0 && rows->d->k_dim % 32 == 0;
+    for (int32_t i = 0; i < n; i++) wide &= !keys[i].partial && !rows[i].modified;
     return wide;
 }
 
-RA__BF_FN void ra__few_fold_bf16(ra__few *f, const ra__stretch *x, int32_t n) {
-    float s[16 * RA__FEW_KEYS], pairs[8 * RA__FEW_KEYS];
-    int32_t i;
-    if (ra__bf_is_wide(f, x, n)) {
-        ra__bf_wide_scores(f, x, s);
-        if (ra__bf_wide_softmax(f, x, n, s, pairs)) {
-            for (i = 0; i < n; i++) {
-                ra__bf_few_values(&f[i], &x[i], pairs + f[i].lane, 16);
-                f[i].live = 15;
+RA__BF_STATIC void ra__decode_fold_bf16(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                        int32_t n) {
+    float s[16 * RA__DECODE_KEYS], pairs[8 * RA__DECODE_KEYS];
+    if (ra__bf_may_be_wide(rows, keys, n)) {
+        ra__bf_wide_scores(rows, keys, s);
+        if (ra__bf_wide_softmax(rows, keys, n, s, pairs)) {
+            for (int32_t i = 0; i < n; i++) {
+                ra__bf_decode_values(&rows[i], &keys[i], pairs + rows[i].lane, 16);
+                rows[i].has_keys = 15;
             }
             return;
         }
     }
-    for (i = 0; i < n; i++)
-        if (x[i].seen) ra__bf_few_one(&f[i], &x[i]);
+    for (int32_t i = 0; i < n; i++)
+        if (keys[i].seen) ra__bf_decode_fold_keys(&rows[i], &keys[i]);
 }
 
-/* The factor is in f, for Q stays as it is. */
-RA__BF_FN void ra__few_load_bf16(const ra__few *f, int32_t r, const void *src, float factor) {
-    const int32_t dim = f->d->k_dim;
+/* Loads a row of Q. It is not scaled: the factor is in `rows`. */
+RA__BF_STATIC void ra__decode_load_bf16(const ra__decode_rows *rows, int32_t r, const void *src,
+                                        float factor) {
+    const int32_t dim = rows->d->k_dim;
     const uint8_t *from = (const uint8_t *)src;
-    int32_t d;
     (void)factor;
-    for (d = 0; d < dim; d += 8) {
-        float *to = f->q + 2 * d + 4 * r;
+    for (int32_t d = 0; d < dim; d += 8) {
+        float *to = rows->q + 2 * d + 4 * r;
         memset(to, 0, 16);
         memcpy(to, from + 2 * d, 2 * (size_t)(dim - d < 8 ? dim - d : 8));
     }
-    for (d = 0; f->wide && d < dim; d += 2)
-        memcpy(f->wide + 8 * d + f->lane + r, from + 2 * d, dim - d > 1 ? 4 : 2);
+    for (int32_t d = 0; rows->wide && d < dim; d += 2)
+        memcpy(rows->wide + 8 * d + rows->lane + r, from + 2 * d, dim - d > 1 ? 4 : 2);
 }
 
 /* Puts the dims of a row in order and stores it. */
-RA__BF_FN void ra__few_store_bf16(const ra__few *f, int32_t r, void *dst, float factor) {
+RA__BF_STATIC void ra__decode_store_bf16(const ra__decode_rows *rows, int32_t r, void *dst,
+                                         float factor) {
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    int32_t d;
-    for (d = 0; d < f->d->v_dim; d += 32) {
-        float *at = f->acc + 4 * d + 32 * r;
+    for (int32_t d = 0; d < rows->d->v_dim; d += 32) {
+        float *at = rows->acc + 4 * d + 32 * r;
         const __m512 a = _mm512_loadu_ps(at), b = _mm512_loadu_ps(at + 16);
         _mm512_storeu_ps(at, _mm512_permutex2var_ps(a, low, b));
         _mm512_storeu_ps(at + 16, _mm512_permutex2var_ps(a, high, b));
     }
-    ra__few_store_avx512(f, r, dst, factor);
+    ra__decode_store_avx512(rows, r, dst, factor);
 }
 
-/* ---- backward: KERNEL's, of pairs. S and dP are what forward's scores are. P and dS leave the
- * registers as rows of bf16 [keys][64 rows], whose pairs of rows are broadcast against pairs of
- * rows of dO and Q [Dv or Dk by 64s][32][64]; and dS as pairs of keys [32][64], for dQ^T what p is
- * for O^T. So nothing is transposed. Sums go on from tile to tile in one chain, so that it does not
- * matter how many panels dK and dV take at a time: two. Scores that need more than their products
- * go through f32 and the passes of AVX-512. */
-enum { RA__BF_SLOT = 2 * 64 * 64 };    /* numbers of P and dS of a tile, which lie together */
+/* ---- backward
+ * As in KERNEL, in pairs. S and dP are computed as scores are in forward. P and dS leave the
+ * registers as rows of bf16 [keys][64 rows]. For dV and dK, pairs of their rows are broadcast and
+ * multiplied by pairs of rows of dO and Q, [Dv or Dk / 64][32][64 columns]. dS is also stored as
+ * pairs of keys [32][64 rows], for dQ^T. So nothing is transposed.
+ *
+ * Sums continue from block to block in one chain. Therefore dK and dV have the same bits however
+ * many panels they take at a time; it is two. Modified scores go through f32 and the functions of
+ * AVX-512. */
+enum { RA__BF_SLOT = 2 * 64 * 64 };    /* numbers of P and dS of a block, which are adjacent */
 
-/* One panel against one block. */
+/* One panel against one block of keys. dP is made of dO and V as S is of Q and K; dQ^T of packed K
+ * and dS as O^T is of packed V and p. */
 typedef struct ra__bf_back {
-    const ra__tile *x;
-    ra__panel g;                       /* dO and V as ra__bf_dots takes Q and K */
-    ra__keys v;
-    ra__bf_work s, dp;                 /* their `use`: LSE, and what dP starts at */
-    uint16_t *p, *ds;                  /* rows */
-    float *pairs;                      /* of ds */
+    const ra__back_job *job;
+    ra__panel d_o;                     /* its q is dO */
+    ra__keys k;                        /* its v is packed K */
+    ra__keys v;                        /* its k is V */
+    ra__bf_strip s;                    /* makes S and dQ; AMX: shift is the LSE */
+    ra__bf_strip dp;                   /* makes dP; AMX: shift is delta * scale */
+    uint16_t *p, *ds;                  /* [64 keys][64 rows] bf16 */
+    float *ds_pairs;                   /* [32][64 rows] pairs of dS */
 } ra__bf_back;
 
-/* Points b at a tile, whose P and dS become those in `slot` of `slots`. */
-RA__BF_FN void ra__bf_back_open(ra__bf_back *b, const ra__tile *x, int32_t slot, int32_t slots) {
-    b->x = x;
-    b->p = (uint16_t *)(void *)x->form + slot * RA__BF_SLOT;
-    b->ds = b->p + RA__BF_SLOT / 2;
-    b->pairs = x->form + slots * (RA__BF_SLOT / 2);
-    b->g = x->x->p;
-    b->g.q = x->x->g;
-    b->v = *x->keys;
-    b->v.k = x->keys->v;
-    b->v.k_stride = x->keys->v_stride;
-    b->s.p = &x->x->p;
-    b->s.keys = x->keys;
-    b->s.k_dim = x->k_dim;
-    b->dp.p = &b->g;
-    b->dp.keys = &b->v;
-    b->dp.k_dim = x->v_dim;
-    b->s.row = b->dp.row = 0;
+/* Starts a job. Its P and dS go to slot `slot` of `slots`. */
+RA__BF_STATIC void ra__bf_back_begin(ra__bf_back *back, const ra__back_job *job, int32_t slot,
+                                     int32_t slots) {
+    back->job = job;
+    back->p = (uint16_t *)(void *)job->form + slot * RA__BF_SLOT;
+    back->ds = back->p + RA__BF_SLOT / 2;
+    back->ds_pairs = job->form + slots * (RA__BF_SLOT / 2);
+    back->d_o = job->panel->fwd;
+    back->d_o.q = job->panel->g;
+    back->v = back->k = *job->keys;
+    back->v.k = job->keys->v;
+    back->v.k_stride = job->keys->v_stride;
+    back->k.v = (const uint8_t *)job->k_form;
+    back->k.v_stride = 4 * ra__round_up(job->k_dim, 16);
+    back->s.panel = &job->panel->fwd;
+    back->s.keys = &back->k;
+    back->s.k_dim = back->s.v_dim = job->k_dim;
+    back->s.p_pairs = back->ds_pairs;
+    back->s.vectors = 4;
+    back->s.first = 0;
+    back->s.last = job->keys->n;
+    back->dp.panel = &back->d_o;
+    back->dp.keys = &back->v;
+    back->dp.k_dim = job->v_dim;
+    back->s.row = back->dp.row = 0;
 }
 
 /* 1 if P and dS need more than products and a mask. */
-RA__BF_OP int32_t ra__bf_back_is_general(const ra__tile *x) {
-    return ra__score_is_modified(&x->x->p.score) || x->x->d_bias;
+RA__BF_INLINE int32_t ra__bf_back_is_general(const ra__back_job *job) {
+    return ra__score_is_modified(&job->panel->fwd.score) || job->panel->d_bias;
 }
 
-/* 32 numbers as bf16, those of a first. */
-RA__BF_OP __m512i ra__bf_round(__m512 a, __m512 b) { return (__m512i)_mm512_cvtne2ps_pbh(b, a); }
+/* 32 numbers as bf16: those of a, then those of b. */
+RA__BF_INLINE __m512i ra__bf_of_f32(__m512 a, __m512 b) {
+    return (__m512i)_mm512_cvtne2ps_pbh(b, a);
+}
 
-/* Rows r[0], r[1] of two keys, 32 query rows: kept, and as pairs of keys. */
-RA__BF_OP void ra__bf_put_ds(const ra__bf_back *b, int32_t j, int32_t row, const __m512i r[2]) {
+/* Stores dS of keys j and j + 1 and 32 query rows, as rows and as pairs of keys. */
+RA__BF_INLINE void ra__bf_store_ds(const ra__bf_back *back, int32_t j, int32_t row,
+                                   const __m512i r[2]) {
     static const uint16_t order[32] = { 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8,
                                         40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47 };
     const __m512i low = _mm512_loadu_si512(order);
     const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
-    float *to = b->pairs + j / 2 * 64 + row;
-    _mm512_storeu_si512(b->ds + j * 64 + row, r[0]);
-    _mm512_storeu_si512(b->ds + (j + 1) * 64 + row, r[1]);
+    float *to = back->ds_pairs + j / 2 * 64 + row;
+    _mm512_storeu_si512(back->ds + j * 64 + row, r[0]);
+    _mm512_storeu_si512(back->ds + (j + 1) * 64 + row, r[1]);
     _mm512_storeu_si512(to, _mm512_permutex2var_epi16(r[0], low, r[1]));
     _mm512_storeu_si512(to + 16, _mm512_permutex2var_epi16(r[0], high, r[1]));
 }
 
-/* P of key j and 32 rows from vector t on, from its scores in x->p, where P * scale stays. */
-RA__BF_OP void ra__bf_back_weights(const ra__bf_back *b, int32_t j, int32_t t,
-                                   const int32_t masked) {
-    const ra__panel *p = &b->x->x->p;
-    const __m512 factor = _mm512_set1_ps(p->factor), scale = _mm512_set1_ps(b->x->scale);
-    float *at = b->x->p + j % 4 * 64 + 16 * t;
+/* P of key j and the 32 rows from vector t on, from the scores in job->p, which P * scale
+ * replaces. */
+RA__BF_INLINE void ra__bf_back_p(const ra__bf_back *back, int32_t j, int32_t t,
+                                 const int32_t masked) {
+    const ra__panel *panel = &back->job->panel->fwd;
+    const __m512 factor = _mm512_set1_ps(panel->factor), scale = _mm512_set1_ps(back->job->scale);
+    float *at = back->job->p + j % 4 * 64 + 16 * t;
     __m512 w[2];
-    int32_t i;
-    RA__UNROLL for (i = 0; i < 2; i++) {
-        __m512 lse = _mm512_loadu_ps(p->m + 16 * (t + i));
-        w[i] = ra__bf_exp(
-            _mm512_fmsub_ps(_mm512_loadu_ps(at + 16 * i), factor, lse), 0.0f);
-        if (masked) w[i] = _mm512_maskz_mov_ps(ra__bf_lanes(&b->s, j, t + i), w[i]);
+    RA__UNROLL for (int32_t i = 0; i < 2; i++) {
+        __m512 lse = _mm512_loadu_ps(panel->m + 16 * (t + i));
+        w[i] = ra__bf_exp(_mm512_fmsub_ps(_mm512_loadu_ps(at + 16 * i), factor, lse), 0.0f);
+        if (masked) w[i] = _mm512_maskz_mov_ps(ra__bf_lanes_seeing(&back->s, j, t + i), w[i]);
         _mm512_storeu_ps(at + 16 * i, _mm512_mul_ps(w[i], scale));
     }
-    _mm512_storeu_si512(b->p + j * 64 + 16 * t, ra__bf_round(w[0], w[1]));
+    _mm512_storeu_si512(back->p + j * 64 + 16 * t, ra__bf_of_f32(w[0], w[1]));
 }
 
-/* dS of keys j and j + 1, 32 rows from vector t on, from P * scale and dP of the tile. */
-RA__BF_OP void ra__bf_back_slopes(const ra__bf_back *b, int32_t j, int32_t t,
+/* dS of keys j and j + 1 and the 32 rows from vector t on, from P * scale and dP of the tile. */
+RA__BF_INLINE void ra__bf_back_ds(const ra__bf_back *back, int32_t j, int32_t t,
                                   const int32_t masked) {
     const int32_t at = j % 4 * 64 + 16 * t;
     __m512i r[2];
-    int32_t i, e;
-    RA__UNROLL for (i = 0; i < 2; i++) {
+    RA__UNROLL for (int32_t i = 0; i < 2; i++) {
         __m512 y[2];
-        RA__UNROLL for (e = 0; e < 2; e++) {
-            y[e] = _mm512_mul_ps(_mm512_loadu_ps(b->x->p + at + i * 64 + e * 16),
-                                 _mm512_loadu_ps(b->x->ds + at + i * 64 + e * 16));
-            if (masked) y[e] = _mm512_maskz_mov_ps(ra__bf_lanes(&b->s, j + i, t + e), y[e]);
+        RA__UNROLL for (int32_t e = 0; e < 2; e++) {
+            y[e] = _mm512_mul_ps(_mm512_loadu_ps(back->job->p + at + i * 64 + e * 16),
+                                 _mm512_loadu_ps(back->job->ds + at + i * 64 + e * 16));
+            if (masked)
+                y[e] = _mm512_maskz_mov_ps(ra__bf_lanes_seeing(&back->s, j + i, t + e), y[e]);
         }
-        r[i] = ra__bf_round(y[0], y[1]);
+        r[i] = ra__bf_of_f32(y[0], y[1]);
     }
-    ra__bf_put_ds(b, j, 16 * t, r);
+    ra__bf_store_ds(back, j, 16 * t, r);
 }
 
-/* Piece n of what is left to do with the tile of 4 keys from j on: slopes 0: P, of 8 pieces; 1: dS,
- * of 4. */
-RA__BF_OP void ra__bf_back_piece(const ra__bf_back *b, int32_t j, int32_t n, const int32_t slopes,
-                                 const int32_t masked) {
-    if (slopes) ra__bf_back_slopes(b, j + n / 2 * 2, n % 2 * 2, masked);
-    else ra__bf_back_weights(b, j + n / 2, n % 2 * 2, masked);
+/* Piece n of a tile of 4 keys from j on. The tile has 8 pieces for P and 4 for dS. */
+RA__BF_INLINE void ra__bf_back_piece(const ra__bf_back *back, int32_t j, int32_t n,
+                                     const int32_t of_ds, const int32_t masked) {
+    if (of_ds) ra__bf_back_ds(back, j + n / 2 * 2, n % 2 * 2, masked);
+    else ra__bf_back_p(back, j + n / 2, n % 2 * 2, masked);
 }
 
-/* Pieces [n, pieces), beside nothing. */
-RA__NOINLINE RA__BF_TARGET void ra__bf_back_rest(const ra__bf_back *b, int32_t j, int32_t n,
-                                                 int32_t pieces, int32_t slopes) {
-    const int32_t masked = b->x->partial || b->x->keys->n % 4;
-    for (; n < pieces; n++) ra__bf_back_piece(b, j, n, slopes, masked);
+/* Pieces [n, pieces), with no products beside them. */
+RA__NOINLINE RA__BF_TARGET void ra__bf_back_last_pieces(const ra__bf_back *back, int32_t j,
+                                                        int32_t n, int32_t pieces, int32_t of_ds) {
+    const int32_t masked = back->job->partial || back->job->keys->n % 4;
+    for (; n < pieces; n++) ra__bf_back_piece(back, j, n, of_ds, masked);
 }
 
-/* c[i][t] += products of w with 4 keys from j on, beside the pieces of the tile at j - 4 (dS) or j
- * (P); then to x->p or x->ds. */
-RA__BF_OP void ra__bf_back_dots(const ra__bf_back *b, const ra__bf_work *w, int32_t j,
-                                __m512 (*c)[4], const int32_t slopes, const int32_t masked) {
-    const int32_t pieces = !slopes ? 8 : j > 0 ? 4 : 0, of = slopes ? j - 4 : j;
-    float *to = slopes ? b->x->p : b->x->ds;
-    const float *q = w->p->q;
+/* Adds the products of 4 keys from j on to c and stores them in job->p (S) or job->ds (dP). Between
+ * them run pieces: dS of the tile before during S, P of this tile during dP. */
+RA__BF_INLINE void ra__bf_back_dots(const ra__bf_back *back, const ra__bf_strip *strip, int32_t j,
+                                    __m512 (*c)[4], const int32_t of_ds, const int32_t masked) {
+    const int32_t pieces = !of_ds ? 8 : j > 0 ? 4 : 0, tile = of_ds ? j - 4 : j;
+    float *to = of_ds ? back->job->p : back->job->ds;
+    const float *q = strip->panel->q;
     const uint8_t *k[8];
-    int32_t i, t, d, n = 0;
-    ra__bf_rows(w, j, k, 4);
-    for (d = 0; n < pieces && d + 8 <= w->k_dim; d += 8, n++) {
-        ra__bf_step(q, k, d, c, 4, 4);
-        ra__bf_step(q, k, d + 2, c, 4, 4);
-        ra__bf_step(q, k, d + 4, c, 4, 4);
-        ra__bf_step(q, k, d + 6, c, 4, 4);
-        RA__UNROLL for (i = 0; i < 4; i++)
-            RA__UNROLL for (t = 0; t < 4; t++) __asm__ volatile("" : "+v"(c[i][t]));
-        ra__bf_back_piece(b, of, n, slopes, masked);
+    int32_t d, n = 0;
+    ra__bf_key_rows(strip, j, k, 4);
+    for (d = 0; n < pieces && d + 8 <= strip->k_dim; d += 8, n++) {
+        ra__bf_eight_dims(c, k, d, q, 4, 4);
+        ra__bf_back_piece(back, tile, n, of_ds, masked);
     }
-    ra__bf_steps(w, k, d, c, 4, 4);
-    if (n < pieces) ra__bf_back_rest(b, of, n, pieces, slopes);
-    RA__UNROLL for (i = 0; i < 4; i++)
-        RA__UNROLL for (t = 0; t < 4; t++) _mm512_storeu_ps(to + i * 64 + t * 16, c[i][t]);
+    ra__bf_dots_from(strip, k, d, c, 4, 4);
+    if (n < pieces) ra__bf_back_last_pieces(back, tile, n, pieces, of_ds);
+    ra__bf_store_sums(to, c, 4, 4);
 }
 
-/* P and dS of a block; masked: some rows do not see some keys. dP starts at - delta. */
-RA__BF_OP void ra__bf_back_block(const ra__bf_back *b, const int32_t masked) {
-    const ra__panel *p = &b->x->x->p;
+/* P and dS of a block. masked: some rows do not see some keys. dP starts at -delta. */
+RA__BF_INLINE void ra__bf_back_softmax(const ra__bf_back *back, const int32_t masked) {
+    const ra__panel *panel = &back->job->panel->fwd;
     __m512 c[8][4];
-    int32_t i, j, t;
-    for (j = 0; j < b->x->keys->n; j += 4) {
-        ra__bf_zero(c, 4, 4);
-        ra__bf_back_dots(b, &b->s, j, c, 1, masked);
-        RA__UNROLL for (t = 0; t < 4; t++) {
-            c[0][t] = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(p->l + 16 * t));
-            RA__UNROLL for (i = 1; i < 4; i++) c[i][t] = c[0][t];
+    int32_t j;
+    for (j = 0; j < back->job->keys->n; j += 4) {
+        ra__bf_zero_sums(c, 4, 4);
+        ra__bf_back_dots(back, &back->s, j, c, 1, masked);
+        RA__UNROLL for (int32_t t = 0; t < 4; t++) {
+            c[0][t] = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(panel->l + 16 * t));
+            RA__UNROLL for (int32_t i = 1; i < 4; i++) c[i][t] = c[0][t];
         }
-        ra__bf_back_dots(b, &b->dp, j, c, 0, masked);
-        ra__ask(p->ahead);
+        ra__bf_back_dots(back, &back->dp, j, c, 0, masked);
+        ra__prefetch_some(panel->prefetch);
     }
-    ra__bf_back_rest(b, j - 4, 0, 4, 1);
+    ra__bf_back_last_pieces(back, j - 4, 0, 4, 1);
 }
 
-RA__NOINLINE RA__BF_TARGET void ra__bf_back_tiles(const ra__bf_back *b) {
-    if (b->x->partial || b->x->keys->n % 4) ra__bf_back_block(b, 1);
-    else ra__bf_back_block(b, 0);
+RA__NOINLINE RA__BF_TARGET void ra__bf_back_plain(const ra__bf_back *back) {
+    if (back->job->partial || back->job->keys->n % 4) ra__bf_back_softmax(back, 1);
+    else ra__bf_back_softmax(back, 0);
 }
 
-/* Dot products as f32, to [keys][64]. */
-RA__BF_FN void ra__bf_back_store(const ra__bf_work *w, float *to) {
+/* Dot products as f32 [keys][64 rows]. */
+RA__BF_STATIC void ra__bf_store_products(const ra__bf_strip *strip, float *to) {
+    const uint8_t *k[8];
     __m512 c[8][4];
-    int32_t i, j, t;
-    for (j = 0; j < w->keys->n; j += 4) {
-        ra__bf_dots(w, j, c, 4, 4);
-        RA__UNROLL for (i = 0; i < 4; i++)
-            RA__UNROLL for (t = 0; t < 4; t++)
-                _mm512_storeu_ps(to + (j + i) * 64 + t * 16, c[i][t]);
+    for (int32_t j = 0; j < strip->keys->n; j += 4) {
+        ra__bf_key_rows(strip, j, k, 4);
+        ra__bf_zero_sums(c, 4, 4);
+        ra__bf_dots_from(strip, k, 0, c, 4, 4);
+        ra__bf_store_sums(to + j * 64, c, 4, 4);
     }
 }
 
-/* 32 numbers of row j of [keys][64] from `row` on as bf16; 0 for what is not there. */
-RA__BF_OP __m512i ra__bf_back_row(const ra__tile *x, const float *from, int32_t j, int32_t row) {
+/* 32 numbers of key j, from row `row` on, as bf16. Missing keys and rows are 0. */
+RA__BF_INLINE __m512i ra__bf_back_row(const ra__back_job *job, const float *from, int32_t j,
+                                      int32_t row) {
     const __m512 none = _mm512_setzero_ps();
-    const int32_t rows = j < x->keys->n ? x->x->p.rows : 0;
+    const int32_t rows = j < job->keys->n ? job->panel->fwd.rows : 0;
     from += j * 64 + row;
-    return ra__bf_round(row < rows ? _mm512_loadu_ps(from) : none,
-                        row + 16 < rows ? _mm512_loadu_ps(from + 16) : none);
+    return ra__bf_of_f32(row < rows ? _mm512_loadu_ps(from) : none,
+                         row + 16 < rows ? _mm512_loadu_ps(from + 16) : none);
 }
 
-/* P and dS from the products in x->p and x->ds, with all that can be done to them. */
-RA__BF_FN void ra__bf_back_general(const ra__bf_back *b) {
-    const ra__tile *x = b->x;
-    const __m512 factor = _mm512_set1_ps(x->x->p.factor);
+/* P and dS of modified scores, from the products in job->p and job->ds. */
+RA__BF_STATIC void ra__bf_back_general(const ra__bf_back *back) {
+    const ra__back_job *job = back->job;
+    const __m512 factor = _mm512_set1_ps(job->panel->fwd.factor);
     __m512i r[2];
-    int32_t row, j;
-    for (j = 0; j < x->keys->n * 64; j += 16)
-        _mm512_storeu_ps(x->p + j, _mm512_mul_ps(_mm512_loadu_ps(x->p + j), factor));
-    for (row = 0; row < x->x->p.rows; row += 16) ra__back_weights_avx512(x, row);
-    ra__back_general_avx512(x);
-    for (j = 0; j < 64; j += 2)
-        for (row = 0; row < 64; row += 32) {
-            _mm512_storeu_si512(b->p + j * 64 + row, ra__bf_back_row(x, x->p, j, row));
-            _mm512_storeu_si512(b->p + (j + 1) * 64 + row, ra__bf_back_row(x, x->p, j + 1, row));
-            r[0] = ra__bf_back_row(x, x->ds, j, row);
-            r[1] = ra__bf_back_row(x, x->ds, j + 1, row);
-            ra__bf_put_ds(b, j, row, r);
+    for (int32_t j = 0; j < job->keys->n * 64; j += 16)
+        _mm512_storeu_ps(job->p + j, _mm512_mul_ps(_mm512_loadu_ps(job->p + j), factor));
+    for (int32_t row = 0; row < job->panel->fwd.rows; row += 16) ra__back_weights_avx512(job, row);
+    ra__back_general_avx512(job);
+    for (int32_t j = 0; j < 64; j += 2)
+        for (int32_t row = 0; row < 64; row += 32) {
+            _mm512_storeu_si512(back->p + j * 64 + row, ra__bf_back_row(job, job->p, j, row));
+            _mm512_storeu_si512(back->p + (j + 1) * 64 + row,
+                                ra__bf_back_row(job, job->p, j + 1, row));
+            r[0] = ra__bf_back_row(job, job->ds, j, row);
+            r[1] = ra__bf_back_row(job, job->ds, j + 1, row);
+            ra__bf_store_ds(back, j, row, r);
         }
 }
 
-/* dQ of 4 dims from d on. */
-RA__BF_OP void ra__bf_query_tile(const ra__bf_back *b, int32_t d) {
-    float *acc = b->x->x->p.acc + d * 64;
-    ra__bf_chain x;
-    __m512 c[4][4];
-    int32_t i, t;
-    x.a = (const uint8_t *)b->x->k_form + 4 * d;
-    x.a_row = 4;
-    x.a_step = 4 * (int64_t)ra__bf_up(b->x->k_dim, 16);
-    x.b = b->pairs;
-    x.n = (b->x->keys->n + 1) / 2;
-    ra__prefetch((uintptr_t)(acc + 4 * 64), 1024);
-    RA__UNROLL for (i = 0; i < 4; i++)
-        RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = _mm512_loadu_ps(acc + i * 64 + t * 16);
-    ra__bf_follow(&x, c, 4, 4);
-    RA__UNROLL for (i = 0; i < 4; i++)
-        RA__UNROLL for (t = 0; t < 4; t++) _mm512_storeu_ps(acc + i * 64 + t * 16, c[i][t]);
-}
-
-RA__NOINLINE RA__BF_TARGET void ra__bf_queries(const ra__bf_back *b) {
-    int32_t d;
-    for (d = 0; d < b->x->k_dim; d += 4) ra__bf_query_tile(b, d);
-}
-
-/* As ra__bf_queries, of rows from `from` up to `to`, for K that holds NaN or infinities which not
- * every row sees: key by key, in the order in which vdpbf16ps takes them. */
-RA__BF_FN void ra__bf_queries_dirty(const ra__bf_back *b, int32_t from, int32_t to) {
-    const ra__tile *x = b->x;
-    int32_t d, t, j, odd;
-    for (d = 0; d < x->k_dim; d++)
-        for (t = from; t < to; t += 16) {
-            float *acc = x->x->p.acc + d * 64 + t;
-            __m512 c = _mm512_loadu_ps(acc), y;
-            for (j = 0; j < x->keys->n; j += 2) {
-                __m512i ds = ra__bf_load(b->pairs + j / 2 * 64 + t);
-                for (odd = 1; odd >= 0; odd--) {
-                    uint16_t k;
-                    if (j + odd >= x->keys->n) continue;
-                    memcpy(&k, x->keys->k + (j + odd) * x->keys->k_stride + 2 * d, sizeof k);
-                    y = ra__bf_dot(c, ds, _mm512_set1_epi32((int32_t)((uint32_t)k << 16 * odd)));
-                    c = _mm512_mask_blend_ps((__mmask16)(b->s.seen[j + odd] >> t), c, y);
-                }
-            }
-            _mm512_storeu_ps(acc, c);
-        }
-}
-
-/* What dK and dV of one block have in common, as in KERNEL, of one panel or two. */
-typedef struct ra__bf_outer {
-    const ra__tile *x;                 /* [panels] */
+/* dK or dV of one block of keys: the sum over one or two panels of A^T B, where A is dS or P and B
+ * is Q or dO. */
+typedef struct ra__bf_key_grad {
+    const ra__back_job *jobs;              /* [panels] */
     int32_t panels, dim;
-    const uint16_t *a;                 /* [keys][64], the second panel's RA__BF_SLOT further on */
-    const float *rows[2];              /* as ra__bf_pack_rows has them */
-    float *to;
-    int64_t stride;
-} ra__bf_outer;
+    const uint16_t *a;                 /* [keys][64 rows]; RA__BF_SLOT further on for panel 1 */
+    const float *row_pairs[2];         /* B of each panel, from ra__bf_pack_rows */
+    float *to;                         /* [keys][dim] */
+    int64_t stride;                    /* floats from row to row of `to` */
+} ra__bf_key_grad;
 
-/* Lanes of 16 columns from d on. */
-RA__BF_OP __mmask16 ra__bf_columns(const ra__bf_outer *o, int32_t d) {
-    return (__mmask16)ra__bf_first(o->dim - d, 16);
+/* The lanes of columns [d, d + 16) that exist. */
+RA__BF_INLINE __mmask16 ra__bf_key_columns(const ra__bf_key_grad *grad, int32_t d) {
+    return (__mmask16)ra__bf_first_lanes(grad->dim - d, 16);
 }
 
-/* Sums of key j + i, columns d + 16 t to d + 16 t + 15: what of them there is. */
-RA__BF_OP __m512 ra__bf_sums(const ra__bf_outer *o, int32_t d, int32_t j, int32_t whole) {
-    const float *to = o->to + j * o->stride + d;
+/* Sums of key j, columns [d, d + 16); 0 where there are none. */
+RA__BF_INLINE __m512 ra__bf_load_key_sums(const ra__bf_key_grad *grad, int32_t d, int32_t j,
+                                          int32_t whole) {
+    const float *to = grad->to + j * grad->stride + d;
     if (whole) return _mm512_loadu_ps(to);
-    if (j >= o->x->keys->n) return _mm512_setzero_ps();
-    return _mm512_maskz_loadu_ps(ra__bf_columns(o, d), to);
+    if (j >= grad->jobs->keys->n) return _mm512_setzero_ps();
+    return _mm512_maskz_loadu_ps(ra__bf_key_columns(grad, d), to);
 }
 
-/* 4 keys from j on, 64 columns from d on; whole: they all are there. */
-RA__BF_OP void ra__bf_key_tile(const ra__bf_outer *o, int32_t d, int32_t j, const int32_t whole) {
-    float *to = o->to + j * o->stride + d;
-    ra__bf_chain x;
+/* Adds to 4 keys from j on, 64 columns from d on. whole: all of them exist. */
+RA__BF_INLINE void ra__bf_key_grad_tile(const ra__bf_key_grad *grad, int32_t d, int32_t j,
+                                        const int32_t whole) {
+    float *to = grad->to + j * grad->stride + d;
     __m512 c[4][4];
-    int32_t e, i, t;
-    x.a_row = 128;
-    x.a_step = 4;
-    RA__UNROLL for (i = 0; i < 4; i++) {
-        ra__prefetch((uintptr_t)(to + (4 + i) * o->stride), 256);
-        RA__UNROLL for (t = 0; t < 4; t++) c[i][t] = ra__bf_sums(o, d + 16 * t, j + i, whole);
+    RA__UNROLL for (int32_t i = 0; i < 4; i++) {
+        ra__prefetch((uintptr_t)(to + (4 + i) * grad->stride), 256);
+        RA__UNROLL for (int32_t t = 0; t < 4; t++)
+            c[i][t] = ra__bf_load_key_sums(grad, d + 16 * t, j + i, whole);
     }
-    for (e = 0; e < o->panels; e++) {
-        x.a = (const uint8_t *)(o->a + e * RA__BF_SLOT + j * 64);
-        x.b = o->rows[e] + d * 32;
-        x.n = (o->x[e].x->p.rows + 1) / 2;
-        ra__prefetch((uintptr_t)(x.a + 4 * 128), 512);
-        ra__bf_follow(&x, c, 4, 4);
+    for (int32_t e = 0; e < grad->panels; e++) {
+        const uint8_t *a = (const uint8_t *)(grad->a + e * RA__BF_SLOT + j * 64);
+        ra__prefetch((uintptr_t)(a + 4 * 128), 512);
+        ra__bf_products(c, a, 128, 4, grad->row_pairs[e] + d * 32,
+                        (grad->jobs[e].panel->fwd.rows + 1) / 2, 4, 4);
     }
-    RA__UNROLL for (i = 0; i < 4; i++, to += o->stride)
-        RA__UNROLL for (t = 0; t < 4; t++) {
+    RA__UNROLL for (int32_t i = 0; i < 4; i++, to += grad->stride)
+        RA__UNROLL for (int32_t t = 0; t < 4; t++) {
             if (whole) _mm512_storeu_ps(to + 16 * t, c[i][t]);
-            else if (j + i < o->x->keys->n)
-                _mm512_mask_storeu_ps(to + 16 * t, ra__bf_columns(o, d + 16 * t), c[i][t]);
+            else if (j + i < grad->jobs->keys->n)
+                _mm512_mask_storeu_ps(to + 16 * t, ra__bf_key_columns(grad, d + 16 * t), c[i][t]);
         }
 }
 
-RA__NOINLINE RA__BF_TARGET void ra__bf_keys(const ra__bf_outer *o) {
-    int32_t d, j, n = o->x->keys->n;
-    for (d = 0; d < o->dim; d += 64)
-        for (j = 0; j < n; j += 4) {
-            if (o->dim - d >= 64 && n - j >= 4) ra__bf_key_tile(o, d, j, 1);
-            else ra__bf_key_tile(o, d, j, 0);
-        }
-}
-
-/* As ra__bf_keys, for one panel whose Q or dO has NaN or infinities in rows that do not see every
- * key: of a pair of rows what does not see the key is taken as 0. */
-RA__BF_FN void ra__bf_keys_dirty(const ra__bf_outer *o) {
-    const ra__panel *p = &o->x->x->p;
-    int32_t d, j, r;
-    for (d = 0; d < o->dim; d += 16)
-        for (j = 0; j < o->x->keys->n; j++) {
-            float *to = o->to + j * o->stride + d;
-            const int32_t pos = o->x->keys->pos[j];
-            __m512 c = _mm512_maskz_loadu_ps(ra__bf_columns(o, d), to);
-            for (r = 0; r < p->rows; r += 2) {
-                const uint32_t low = ra__row_sees(p->geo, r, pos) ? 0xffffu : 0;
-                const uint32_t high = ra__row_sees(p->geo, r + 1, pos) ? 0xffff0000u : 0;
+/* As ra__bf_add_key_grad, for one panel whose Q or dO has NaN or infinities in rows that do not see
+ * every key. Of a pair of rows, the one that does not see the key counts as 0. */
+RA__BF_STATIC void ra__bf_add_key_grad_dirty(const ra__bf_key_grad *grad) {
+    const ra__panel *panel = &grad->jobs->panel->fwd;
+    for (int32_t d = 0; d < grad->dim; d += 16)
+        for (int32_t j = 0; j < grad->jobs->keys->n; j++) {
+            float *to = grad->to + j * grad->stride + d;
+            const int32_t pos = grad->jobs->keys->pos[j];
+            __m512 c = _mm512_maskz_loadu_ps(ra__bf_key_columns(grad, d), to);
+            for (int32_t r = 0; r < panel->rows; r += 2) {
+                const uint32_t low = ra__row_sees(panel->geo, r, pos) ? 0xffffu : 0;
+                const uint32_t high = ra__row_sees(panel->geo, r + 1, pos) ? 0xffff0000u : 0;
                 const __m512i seen = _mm512_set1_epi32((int32_t)(low | high));
-                __m512i z = ra__bf_broadcast((const uint8_t *)(o->a + j * 64 + r));
-                __m512i y = ra__bf_load(o->rows[0] + d / 64 * 64 * 32 + r / 2 * 64 + d % 64);
+                __m512i z = ra__bf_broadcast((const uint8_t *)(grad->a + j * 64 + r));
+                __m512i y =
+                    ra__bf_load(grad->row_pairs[0] + d / 64 * 64 * 32 + r / 2 * 64 + d % 64);
                 c = ra__bf_dot(c, _mm512_and_si512(y, seen), _mm512_and_si512(z, seen));
             }
-            _mm512_mask_storeu_ps(to, ra__bf_columns(o, d), c);
+            _mm512_mask_storeu_ps(to, ra__bf_key_columns(grad, d), c);
         }
 }
 
-RA__BF_OP int32_t ra__bf_is_dirty(const ra__tile *x) { return x->partial && !x->x->clean; }
-
-/* 1 if two tiles must go one after the other: some sum would meet its terms in another order. */
-RA__BF_OP int32_t ra__bf_in_turn(const ra__tile *x) {
-    return x->v_in_k || ra__bf_is_dirty(x) || ra__bf_is_dirty(x + 1);
+RA__BF_INLINE int32_t ra__bf_is_dirty(const ra__back_job *job) {
+    return job->partial && !job->panel->clean;
 }
 
-/* dV of n tiles, of which P of the first is p; dk: dK, of which dS is. */
-RA__BF_OP ra__bf_outer ra__bf_outer_of(const ra__tile *x, int32_t n, const uint16_t *p,
-                                       int32_t dk) {
-    ra__bf_outer o;
-    int32_t e;
-    o.x = x;
-    o.panels = n;
-    o.a = dk ? p + RA__BF_SLOT / 2 : p;
-    for (e = 0; e < n; e++) o.rows[e] = dk ? x[e].x->q_rows : x[e].x->g_rows;
-    o.to = dk ? x->dk : x->dv;
-    o.stride = dk ? x->dk_stride : x->dv_stride;
-    o.dim = dk ? x->k_dim : x->v_dim;
-    return o;
-}
-
-/* dK and dV of n tiles, one or two, whose P and dS begin at p. */
-RA__BF_FN void ra__bf_outers(const ra__tile *x, int32_t n, const uint16_t *p) {
-    int32_t dk;
-    if (n == 2 && ra__bf_in_turn(x)) {
-        ra__bf_outers(x, 1, p);
-        ra__bf_outers(x + 1, 1, p + RA__BF_SLOT);
+RA__BF_STATIC void ra__bf_add_key_grad(void *amx, const ra__bf_key_grad *grad) {
+    int32_t n = grad->jobs->keys->n;
+    (void)amx;
+    if (ra__bf_is_dirty(grad->jobs)) {
+        ra__bf_add_key_grad_dirty(grad);
         return;
     }
-    for (dk = 0; dk < 2; dk++) {
-        const ra__bf_outer o = ra__bf_outer_of(x, n, p, dk);
-        if (!o.to) continue;
-        if (ra__bf_is_dirty(x)) ra__bf_keys_dirty(&o);
-        else ra__bf_keys(&o);
-    }
-}
-
-RA__BF_FN void ra__fold_back_bf16(const ra__tile *x, int32_t count) {
-    ra__bf_back b;
-    int32_t i;
-    for (i = 0; i < count; i++) {
-        ra__bf_back_open(&b, x + i, i % 2, 2);
-        if (x[i].partial || x->keys->n % 4) ra__bf_see(&b.s, x[i].partial);
-        if (ra__bf_back_is_general(b.x)) {
-            ra__bf_back_store(&b.s, b.x->p);
-            ra__bf_back_store(&b.dp, b.x->ds);
-            ra__bf_back_general(&b);
-        } else {
-            ra__bf_back_tiles(&b);
+    for (int32_t d = 0; d < grad->dim; d += 64)
+        for (int32_t j = 0; j < n; j += 4) {
+            if (grad->dim - d >= 64 && n - j >= 4) ra__bf_key_grad_tile(grad, d, j, 1);
+            else ra__bf_key_grad_tile(grad, d, j, 0);
         }
-        if (x->want_q && x[i].partial && !x->k_clean) ra__bf_queries_dirty(&b, 0, 64);
-        else if (x->want_q) ra__bf_queries(&b);
-        if (i % 2) ra__bf_outers(x + i - 1, 2, b.p - RA__BF_SLOT);
-        else if (i == count - 1) ra__bf_outers(x + i, 1, b.p);
+}
+
+/* 1 if two jobs must be added one after the other, because some sum would otherwise take its terms
+ * in another order. */
+RA__BF_INLINE int32_t ra__bf_one_by_one(const ra__back_job *job) {
+    return job->v_in_k || ra__bf_is_dirty(job) || ra__bf_is_dirty(job + 1);
+}
+
+/* dV of n jobs, or dK if dk is 1. p is P of the first job. */
+RA__BF_INLINE ra__bf_key_grad ra__bf_key_grad_of(const ra__back_job *jobs, int32_t n,
+                                                 const uint16_t *p, int32_t dk) {
+    ra__bf_key_grad grad;
+    grad.jobs = jobs;
+    grad.panels = n;
+    grad.a = dk ? p + RA__BF_SLOT / 2 : p;
+    for (int32_t e = 0; e < n; e++)
+        grad.row_pairs[e] = dk ? jobs[e].panel->q_rows : jobs[e].panel->g_rows;
+    grad.to = dk ? jobs->dk : jobs->dv;
+    grad.stride = dk ? jobs->dk_stride : jobs->dv_stride;
+    grad.dim = dk ? jobs->k_dim : jobs->v_dim;
+    return grad;
+}
+
+/* dK and dV of n jobs, one or two, whose P and dS begin at p. add(state, grad) adds each of
+ * them. */
+RA__BF_STATIC void ra__bf_key_grads(const ra__back_job *jobs, int32_t n, const uint16_t *p,
+                                    void (*add)(void *amx, const ra__bf_key_grad *grad),
+                                    void *amx) {
+    if (n == 2 && ra__bf_one_by_one(jobs)) {
+        ra__bf_key_grads(jobs, 1, p, add, amx);
+        ra__bf_key_grads(jobs + 1, 1, p + RA__BF_SLOT, add, amx);
+        return;
+    }
+    for (int32_t dk = 0; dk < 2; dk++) {
+        const ra__bf_key_grad grad = ra__bf_key_grad_of(jobs, n, p, dk);
+        if (grad.to) add(amx, &grad);
     }
 }
 
-/* Rows of bf16 as pairs of rows, [dim by 64s][32][64 columns]; what is not there is 0. Returns 0 if
- * there is a NaN or an infinity. */
-RA__BF_FN int32_t ra__bf_pack_rows(float *to, const ra__source *s, int32_t rows) {
+RA__BF_STATIC void ra__fold_back_bf16(const ra__back_job *jobs, int32_t count) {
+    ra__bf_back back;
+    for (int32_t i = 0; i < count; i++) {
+        ra__bf_back_begin(&back, jobs + i, i % 2, 2);
+        if (jobs[i].partial || jobs->keys->n % 4) ra__bf_find_seen(&back.s, jobs[i].partial);
+        if (ra__bf_back_is_general(back.job)) {
+            ra__bf_store_products(&back.s, back.job->p);
+            ra__bf_store_products(&back.dp, back.job->ds);
+            ra__bf_back_general(&back);
+        } else {
+            ra__bf_back_plain(&back);
+        }
+        if (jobs->want_q && jobs[i].partial && !jobs->k_clean) ra__bf_values_dirty(&back.s, 1);
+        else if (jobs->want_q) ra__bf_values(&back.s);
+        if (i % 2)
+            ra__bf_key_grads(jobs + i - 1, 2, back.p - RA__BF_SLOT, ra__bf_add_key_grad, NULL);
+        else if (i == count - 1) ra__bf_key_grads(jobs + i, 1, back.p, ra__bf_add_key_grad, NULL);
+    }
+}
+
+/* Packs rows of bf16 as pairs of rows [dim / 64][32][64 columns], with zeros for what is missing.
+ * Returns 0 if there is a NaN or an infinity. */
+RA__BF_STATIC int32_t ra__bf_pack_rows(float *to, const ra__source *s, int32_t rows) {
     uint32_t bad = 0;
-    int32_t d, r;
-    for (d = 0; d < ra__bf_up(s->dim, 64); d += 16)
-        for (r = 0; r < 64; r += 2)
+    for (int32_t d = 0; d < ra__round_up(s->dim, 64); d += 16)
+        for (int32_t r = 0; r < 64; r += 2)
             _mm512_storeu_si512(
                 to + d / 64 * 64 * 32 + r / 2 * 64 + d % 64,
                 ra__bf_pair_rows(s->data + r * s->stride + 2 * d, s->stride, rows - r,
-                                 (__mmask16)ra__bf_first(s->dim - d, 16), &bad));
+                                 (__mmask16)ra__bf_first_lanes(s->dim - d, 16), &bad));
     return !bad;
 }
 
-/* Dims of Q and dO are padded to `up`. dO of another dtype is rounded to bf16, in the half of
- * g_rows that the pairs leave. */
-RA__BF_FN void ra__bf_load_back(ra__back_panel *x, const ra__source *q, const ra__source *g,
-                                int32_t up) {
-    ra__panel as_q = x->p;
+/* Packs Q and dO. dO of another dtype is rounded to bf16
+ * in the half of g_rows that the pairs do not use. */
+RA__BF_STATIC void ra__load_back_bf16(ra__back_panel *panel, const ra__source *q,
+                                      const ra__source *g) {
+    ra__panel g_panel = panel->fwd;
     ra__source bf = *g;
-    int32_t row, d;
-    as_q.q = x->g;
+    g_panel.q = panel->g;
     if (g->dtype != RA_BF16) {
         bf.stride = 2 * (int64_t)g->dim;
-        bf.data = (const uint8_t *)(x->g_rows + 32 * ra__bf_up(g->dim, 64));
-        for (row = 0; row < x->p.rows; row++)
-            for (d = 0; d < g->dim; d += RA__PIECE) {
-                const int32_t n = g->dim - d < RA__PIECE ? g->dim - d : RA__PIECE;
-                float line[RA__PIECE];
-                ra__read_avx512(line, g->data + row * g->stride + d * (g->dtype == RA_F32 ? 4 : 2),
-                                g->dtype, n);
-                ra__write_avx512((uint8_t *)(uintptr_t)bf.data + row * bf.stride + 2 * d, line,
-                                 RA_BF16, n);
+        bf.data = (const uint8_t *)(panel->g_rows + 32 * ra__round_up(g->dim, 64));
+        for (int32_t row = 0; row < panel->fwd.rows; row++)
+            for (int32_t d = 0; d < g->dim; d += RA__DELTA_DIMS) {
+                const int32_t n = g->dim - d < RA__DELTA_DIMS ? g->dim - d : RA__DELTA_DIMS;
+                float line[RA__DELTA_DIMS];
+                ra__read_row_avx512(line,
+                                    g->data + row * g->stride + d * (g->dtype == RA_F32 ? 4 : 2),
+                                    g->dtype, n);
+                ra__write_row_avx512((uint8_t *)(uintptr_t)bf.data + row * bf.stride + 2 * d, line,
+                                     RA_BF16, n);
             }
     }
-    ra__bf_load_q(&x->p, q->data, q->stride, q->dim, ra__bf_up(q->dim, up));
-    ra__bf_load_q(&as_q, bf.data, bf.stride, g->dim, ra__bf_up(g->dim, up));
-    x->clean = ra__bf_pack_rows(x->q_rows, q, x->p.rows);
-    x->clean &= ra__bf_pack_rows(x->g_rows, &bf, x->p.rows);
+    ra__load_q_bf16(&panel->fwd, q->data, q->stride, RA_BF16, q->dim);
+    ra__load_q_bf16(&g_panel, bf.data, bf.stride, RA_BF16, g->dim);
+    panel->clean = ra__bf_pack_rows(panel->q_rows, q, panel->fwd.rows);
+    panel->clean &= ra__bf_pack_rows(panel->g_rows, &bf, panel->fwd.rows);
 }
 
-RA__BF_FN void ra__load_back_bf16(ra__back_panel *x, const ra__source *q, const ra__source *g) {
-    ra__bf_load_back(x, q, g, 2);
-}
-
-/* PERF: 16 rows at a time. Zen 5, 2048 tokens of 8 heads, D 64 and 128: 74 to 77 and 75 to 78 % of
- * the peak for all of backward, compared with rows one by one, widened. */
-RA__BF_FN void ra__deltas_bf16(float *delta, const ra__source *o, const ra__source *g,
-                               int32_t rows) {
-    int32_t row, d, i;
+/* PERF: 16 rows at a time instead of single widened rows: all of backward 74 -> 77 % of the peak at
+ * D 64, 75 -> 78 % at D 128 (Zen 5, 2048 tokens, 8 heads). */
+RA__BF_STATIC void ra__deltas_bf16(float *delta, const ra__source *o, const ra__source *g,
+                                   int32_t rows) {
     if (o->dtype != RA_BF16) {
         ra__deltas_avx512(delta, o, g, rows);
         return;
     }
-    for (row = 0; row < rows; row += 16) {
+    for (int32_t row = 0; row < rows; row += 16) {
         const int32_t n = rows - row < 16 ? rows - row : 16;
         __m512 sum[16];
-        RA__UNROLL for (i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
-        for (d = 0; d < o->dim; d += 32) {
-            const uint32_t m = ra__bf_first(o->dim - d, 32);
-            RA__UNROLL for (i = 0; i < 16; i++) {
+        RA__UNROLL for (int32_t i = 0; i < 16; i++) sum[i] = _mm512_setzero_ps();
+        for (int32_t d = 0; d < o->dim; d += 32) {
+            const uint32_t m = ra__bf_first_lanes(o->dim - d, 32);
+            RA__UNROLL for (int32_t i = 0; i < 16; i++) {
                 const uint32_t some = i < n ? m : 0;
                 __m512i x = _mm512_maskz_loadu_epi16(some,
                                                      o->data + (row + i) * o->stride + 2 * d);
@@ -5708,52 +5680,54 @@ RA__BF_FN void ra__deltas_bf16(float *delta, const ra__source *o, const ra__sour
     }
 }
 
-/* Pairs of keys of K, then copies of K and V without gaps. */
-RA__BF_FN void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
+/* Sizes for pairs of keys of K, and for copies of K and V without gaps. */
+RA__BF_STATIC void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
     ra__sizes_avx512(out, d, 1);
     out->s = 4 * RA__BF_SLOT + 128 * 64;
     out->batch = d->k_dim + d->v_dim <= 160 ? 8 : 4; /* 48 KB each at D 64: they stay in L2 */
-    out->k = 128 * (int64_t)(ra__bf_up(d->k_dim, 16) + d->k_dim);
+    out->k = 128 * (ra__round_up(d->k_dim, 16) + d->k_dim);
     out->v = d->v_in_k ? 0 : 128 * (int64_t)d->v_dim;
 }
 
-RA__BF_FN int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                                        int32_t partial) {
+RA__BF_STATIC int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d,
+                                            const ra__key_scratch *store, int32_t partial) {
     const int32_t clean = ra__bf_pack_v(store->k, keys->k, keys->k_stride, keys->n, d->k_dim);
     (void)partial;
-    ra__bf_copy(store->k + 128 * (int64_t)ra__bf_up(d->k_dim, 16), &keys->k, &keys->k_stride,
-                keys->n, d->k_dim);
-    if (d->v_in_k) ra__bf_find_v(keys, d);
-    else ra__bf_copy(store->v, &keys->v, &keys->v_stride, keys->n, d->v_dim);
+    ra__bf_copy(store->k + 128 * ra__round_up(d->k_dim, 16), &keys->k, &keys->k_stride, keys->n,
+                d->k_dim, 1);
+    if (d->v_in_k) ra__bf_find_v_in_k(keys, d);
+    else ra__bf_copy(store->v, &keys->v, &keys->v_stride, keys->n, d->v_dim, 1);
     return clean;
 }
 
 static const ra__kernel ra__kernel_bf16 = {
     RA_ISA_AVX512_BF16, ra__sizes_bf16, ra__widen_avx512, ra__prepare_bf16, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_bf16, ra__store_o_avx512,
-    RA__BF_FEW,
-    ra__few_load_bf16, ra__few_fold_bf16, ra__few_close_avx512, ra__few_store_bf16,
-    ra__few_merge_avx512,
+    RA__BF_DECODE_UNIT,
+    ra__decode_load_bf16, ra__decode_fold_bf16, ra__decode_close_avx512, ra__decode_store_bf16,
+    ra__decode_merge_avx512,
     ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_bf16,
     ra__fold_back_bf16, ra__put_grad_avx512};
 
 /* ========================================================================== AMX
- * The same by tiles of 16 rows of 64 bytes: C[16][16] f32 += A B, A being 16 rows of 32
- * bf16, B 16 rows of 16 pairs. q, p, acc and s are laid out as in AVX512 BF16, so that
+ * The same with tile registers of 16 rows of 64 bytes: C[16][16] f32 += A B, where A is 16 rows of
+ * 32 bf16 and B is 16 rows of 16 pairs. q, p, acc and s are laid out as in AVX512 BF16, so that
  *   S^T: A = K as stored, 16 keys x 32 dims;   B = q, 16 pairs of dims x 16 query rows
  *   O^T: A = V^T, 16 dims x 32 keys, packed;   B = p, 16 pairs of keys x 16 query rows
- * and C is a piece of s or acc, rows 256 bytes apart. Dk and Dv are rounded up to 32, keys to 32.
+ * and C is a part of s or acc with rows 256 bytes apart. Dk, Dv and keys are rounded up to 32.
  *
- * An item is 64 keys against 32 query rows. In one stage the products K Q of item i, 2^x of item
- * i - 1 and the products V P of item i - 2 run beside one another, a few vectors after each tile
- * product. What is known of Granite Rapids: a store of C right behind its last product
- * stalls, so it is done among the first products of the next group; K and V^T come by TILELOADDT1,
- * or they drive s, p and acc out of the L1 cache; vdpbf16ps and vcvtne2ps2pbh beside tile products
- * cost a third, so l is summed from p by masks and additions.
+ * An item is 64 keys against 32 query rows. One stage mixes three items: the products K Q of item
+ * i, the pieces of item i - 1 and the products V P of item i - 2. A few pieces follow each tile
+ * product. Known facts about Granite Rapids:
+ *   - A store of C directly after its last product stalls, so it comes among the first products of
+ *     the next group.
+ *   - K and V^T are loaded by TILELOADDT1; otherwise they push s, p and acc out of the L1 cache.
+ *   - vdpbf16ps and vcvtne2ps2pbh beside tile products cost a third, so l is summed from p by masks
+ *     and additions.
  *
- * All tiles go through six operations. With RA__AMX_SOFT these are vector code on an array, with
- * which tests run this room on machines without AMX. Their own assembly: gcc 12's _tile_loadconfig
- * lets the stores to its operand vanish, and its tile numbers must be literals. */
+ * All tiles go through six operations. With RA__AMX_SOFT these are vector code on an array, and
+ * tests run this room on any machine with AVX512 BF16. Without it they are inline assembly, because
+ * gcc 12's _tile_loadconfig drops the stores to its operand and needs literal tile numbers. */
 #if defined(RA__AMX_SOFT)
 #define RA__AMX_TARGET RA__BF_TARGET
 #else
@@ -5761,74 +5735,78 @@ static const ra__kernel ra__kernel_bf16 = {
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,"         \
                           "amx-tile,amx-bf16")))
 #endif
-#define RA__AMX_FN RA__UNUSED RA__AMX_TARGET static
-#define RA__AMX_OP RA__INLINE RA__AMX_TARGET
+#define RA__AMX_STATIC RA__UNUSED RA__AMX_TARGET static
+#define RA__AMX_INLINE RA__INLINE RA__AMX_TARGET
 
-/* Three items under way, and the sums in tiles 0..3 that are not yet stored. */
-typedef struct ra__amx {
-    ra__bf_work item[3];
-    float *sums;                       /* where tiles 0..3 belong, or null */
-    int64_t stride;                    /* of their rows, bytes */
-    const ra__bf_work *exps;           /* the item whose p is being made, in backward */
-    const ra__bf_back *back;           /* this one's P and dS, */
-    int32_t row;                       /* rows from here on */
-    int32_t piece, pieces, each;       /* next one, how many, and after each product: in backward */
-    int32_t wait;                      /* `each` products go by from one to the next */
+/* The items of a stage, and the sums that tiles 0 to 3 still hold. */
+typedef struct ra__amx_state {
+    ra__bf_strip item[3];
+    float *sums;                       /* where tiles 0 to 3 are to be stored; null: nowhere */
+    int64_t sums_stride;               /* bytes from row to row there */
+    const ra__bf_strip *p_item;        /* forward: the item whose p is made */
+    const ra__bf_back *back;           /* backward: the block whose P and dS are made, */
+    int32_t row;                       /* for rows [row, row + 32) */
+    int32_t piece, pieces;             /* the next piece, and how many there are */
+    int32_t per_product;               /* forward: pieces after each product; backward: products
+                                        * per piece, */
+    int32_t wait;                      /* of which so many have passed */
 #if defined(RA__AMX_SOFT)
     uint8_t tile[8][1024];
 #endif
-} ra__amx;
+} ra__amx_state;
 
 #if defined(RA__AMX_SOFT)
-RA__AMX_FN void ra__tile_begin(ra__amx *x) { memset(x->tile, 0, sizeof x->tile); }
-RA__AMX_FN void ra__tile_end(void) {}
-RA__AMX_FN void ra__tile_zero(ra__amx *x, int32_t c) { memset(x->tile[c], 0, 1024); }
-RA__AMX_FN void ra__tile_load(ra__amx *x, int32_t i, const void *p, int64_t stride) {
-    int32_t r;
-    for (r = 0; r < 16; r++) memcpy(x->tile[i] + 64 * r, (const uint8_t *)p + r * stride, 64);
+RA__AMX_STATIC void ra__tile_begin(ra__amx_state *amx) {
+    memset(amx->tile, 0, sizeof amx->tile);
 }
-RA__AMX_FN void ra__tile_stream(ra__amx *x, int32_t i, const void *p, int64_t stride) {
-    ra__tile_load(x, i, p, stride);
+RA__AMX_STATIC void ra__tile_end(void) {}
+RA__AMX_STATIC void ra__tile_zero(ra__amx_state *amx, int32_t c) {
+    memset(amx->tile[c], 0, 1024);
 }
-RA__AMX_FN void ra__tile_store(ra__amx *x, int32_t c, void *p, int64_t stride) {
-    int32_t r;
-    for (r = 0; r < 16; r++) memcpy((uint8_t *)p + r * stride, x->tile[c] + 64 * r, 64);
+RA__AMX_STATIC void ra__tile_load(ra__amx_state *amx, int32_t i, const void *p, int64_t stride) {
+    for (int32_t r = 0; r < 16; r++)
+        memcpy(amx->tile[i] + 64 * r, (const uint8_t *)p + r * stride, 64);
+}
+RA__AMX_STATIC void ra__tile_stream(ra__amx_state *amx, int32_t i, const void *p,
+                                    int64_t stride) {
+    ra__tile_load(amx, i, p, stride);
+}
+RA__AMX_STATIC void ra__tile_store(ra__amx_state *amx, int32_t c, void *p, int64_t stride) {
+    for (int32_t r = 0; r < 16; r++) memcpy((uint8_t *)p + r * stride, amx->tile[c] + 64 * r, 64);
 }
 /* tile[c] += tile[4 + c / 2] tile[6 + c % 2] */
-RA__AMX_FN void ra__tile_dot(ra__amx *x, int32_t c) {
+RA__AMX_STATIC void ra__tile_dot(ra__amx_state *amx, int32_t c) {
     const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
-    int32_t r, k;
-    for (r = 0; r < 16; r++) {
-        __m512 sum = _mm512_loadu_ps((const float *)(const void *)(x->tile[c] + 64 * r));
-        for (k = 0; k < 16; k++) {
-            __m512i a = ra__bf_broadcast(x->tile[4 + c / 2] + 64 * r + 4 * k);
-            __m512i b = _mm512_loadu_si512(x->tile[6 + c % 2] + 64 * k);
+    for (int32_t r = 0; r < 16; r++) {
+        __m512 sum = _mm512_loadu_ps((const float *)(const void *)(amx->tile[c] + 64 * r));
+        for (int32_t k = 0; k < 16; k++) {
+            __m512i a = ra__bf_broadcast(amx->tile[4 + c / 2] + 64 * r + 4 * k);
+            __m512i b = _mm512_loadu_si512(amx->tile[6 + c % 2] + 64 * k);
             sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(a, 16)),
                                   _mm512_castsi512_ps(_mm512_slli_epi32(b, 16)), sum);
             sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(a, high)),
                                   _mm512_castsi512_ps(_mm512_and_si512(b, high)), sum);
         }
-        _mm512_storeu_ps((float *)(void *)(x->tile[c] + 64 * r), sum);
+        _mm512_storeu_ps((float *)(void *)(amx->tile[c] + 64 * r), sum);
     }
 }
 #else
-/* Palette 1: eight tiles of 16 rows of 64 bytes. All tile state is the caller's to lose: nothing
- * is left behind. */
-RA__AMX_OP void ra__tile_begin(ra__amx *x) {
+/* Palette 1: eight tiles of 16 rows of 64 bytes. The tile state of the caller is lost, and
+ * ra__tile_end leaves none behind. */
+RA__AMX_INLINE void ra__tile_begin(ra__amx_state *amx) {
     struct { uint8_t palette, start, none[14]; uint16_t bytes[16]; uint8_t rows[16]; } c;
-    int32_t i;
-    (void)x;
+    (void)amx;
     memset(&c, 0, sizeof c);
     c.palette = 1;
-    for (i = 0; i < 8; i++) {
+    for (int32_t i = 0; i < 8; i++) {
         c.bytes[i] = 64;
         c.rows[i] = 16;
     }
     __asm__ volatile("ldtilecfg %0" : : "m"(c));
 }
-RA__AMX_OP void ra__tile_end(void) { __asm__ volatile("tilerelease"); }
-RA__AMX_OP void ra__tile_zero(ra__amx *x, int32_t c) {
-    (void)x;
+RA__AMX_INLINE void ra__tile_end(void) { __asm__ volatile("tilerelease"); }
+RA__AMX_INLINE void ra__tile_zero(ra__amx_state *amx, int32_t c) {
+    (void)amx;
     switch (c) {
     case 0: __asm__ volatile("tilezero %%tmm0" : :); break;
     case 1: __asm__ volatile("tilezero %%tmm1" : :); break;
@@ -5836,8 +5814,8 @@ RA__AMX_OP void ra__tile_zero(ra__amx *x, int32_t c) {
     default: __asm__ volatile("tilezero %%tmm3" : :); break;
     }
 }
-RA__AMX_OP void ra__tile_load(ra__amx *x, int32_t i, const void *p, int64_t n) {
-    (void)x;
+RA__AMX_INLINE void ra__tile_load(ra__amx_state *amx, int32_t i, const void *p, int64_t n) {
+    (void)amx;
     switch (i) {
     case 0: __asm__ volatile("tileloadd (%0,%1), %%tmm0" : : "r"(p), "r"(n) : "memory"); break;
     case 1: __asm__ volatile("tileloadd (%0,%1), %%tmm1" : : "r"(p), "r"(n) : "memory"); break;
@@ -5849,14 +5827,14 @@ RA__AMX_OP void ra__tile_load(ra__amx *x, int32_t i, const void *p, int64_t n) {
     default: __asm__ volatile("tileloadd (%0,%1), %%tmm7" : : "r"(p), "r"(n) : "memory"); break;
     }
 }
-/* Tiles 4 and 5, past the L1 cache. */
-RA__AMX_OP void ra__tile_stream(ra__amx *x, int32_t i, const void *p, int64_t n) {
-    (void)x;
+/* Loads tile 4 or 5 without filling the L1 cache. */
+RA__AMX_INLINE void ra__tile_stream(ra__amx_state *amx, int32_t i, const void *p, int64_t n) {
+    (void)amx;
     if (i == 4) __asm__ volatile("tileloaddt1 (%0,%1), %%tmm4" : : "r"(p), "r"(n) : "memory");
     else __asm__ volatile("tileloaddt1 (%0,%1), %%tmm5" : : "r"(p), "r"(n) : "memory");
 }
-RA__AMX_OP void ra__tile_store(ra__amx *x, int32_t c, void *p, int64_t n) {
-    (void)x;
+RA__AMX_INLINE void ra__tile_store(ra__amx_state *amx, int32_t c, void *p, int64_t n) {
+    (void)amx;
     switch (c) {
     case 0: __asm__ volatile("tilestored %%tmm0, (%0,%1)" : : "r"(p), "r"(n) : "memory"); break;
     case 1: __asm__ volatile("tilestored %%tmm1, (%0,%1)" : : "r"(p), "r"(n) : "memory"); break;
@@ -5865,8 +5843,8 @@ RA__AMX_OP void ra__tile_store(ra__amx *x, int32_t c, void *p, int64_t n) {
     }
 }
 /* tile[c] += tile[4 + c / 2] tile[6 + c % 2] */
-RA__AMX_OP void ra__tile_dot(ra__amx *x, int32_t c) {
-    (void)x;
+RA__AMX_INLINE void ra__tile_dot(ra__amx_state *amx, int32_t c) {
+    (void)amx;
     switch (c) {
     case 0: __asm__ volatile("tdpbf16ps %%tmm6, %%tmm4, %%tmm0" : :); break;
     case 1: __asm__ volatile("tdpbf16ps %%tmm7, %%tmm4, %%tmm1" : :); break;
@@ -5876,535 +5854,488 @@ RA__AMX_OP void ra__tile_dot(ra__amx *x, int32_t c) {
 }
 #endif
 
-/* p and l of two keys and one vector of rows. */
-RA__AMX_OP void ra__amx_piece(const ra__bf_work *w, int32_t piece) {
-    ra__bf_piece(w, piece / 2 * 2, piece % 2, 0, 0);
-}
-
-/* P and dS of two keys and 32 rows, from products; rounded by half a step, for conversions to bf16
- * are slow beside tile products. */
-RA__NOINLINE RA__AMX_TARGET void ra__amx_back_piece(const ra__bf_back *b, int32_t row, int32_t j) {
+/* A piece of backward: P and dS of two keys and 32 rows, from their products. They are rounded by
+ * adding half a step, because conversions to bf16 are slow beside tile products. */
+RA__NOINLINE RA__AMX_TARGET void ra__amx_back_piece(const ra__bf_back *back, int32_t row,
+                                                    int32_t j) {
     static const uint16_t upper[32] = {
         1,  3,  5,  7,  9,  11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
         33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63 };
     const __m512i order = _mm512_loadu_si512(upper), half = _mm512_set1_epi32(0x8000);
-    const __m512 factor = _mm512_set1_ps(b->x->x->p.factor), scale = _mm512_set1_ps(b->x->scale);
+    const __m512 factor = _mm512_set1_ps(back->job->panel->fwd.factor);
+    const __m512 scale = _mm512_set1_ps(back->job->scale);
     __m512i p[2], ds[2][2];
-    int32_t i, t;
-    RA__UNROLL for (i = 0; i < 2; i++) {
-        RA__UNROLL for (t = 0; t < 2; t++) {
+    RA__UNROLL for (int32_t i = 0; i < 2; i++) {
+        RA__UNROLL for (int32_t t = 0; t < 2; t++) {
             const int32_t to = row + 16 * t, at = (j + i) * 64 + to;
-            const __mmask16 m = (__mmask16)(b->s.seen[j + i] >> to);
-            __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(b->x->p + at), factor,
-                                       _mm512_loadu_ps(b->s.use + to));
-            __m512 y = _mm512_fmsub_ps(_mm512_loadu_ps(b->x->ds + at), scale,
-                                       _mm512_loadu_ps(b->dp.use + to));
+            const __mmask16 m = (__mmask16)(back->s.seen[j + i] >> to);
+            __m512 x = _mm512_fmsub_ps(_mm512_loadu_ps(back->job->p + at), factor,
+                                       _mm512_loadu_ps(back->s.shift + to));
+            __m512 y = _mm512_fmsub_ps(_mm512_loadu_ps(back->job->ds + at), scale,
+                                       _mm512_loadu_ps(back->dp.shift + to));
             x = _mm512_maskz_mov_ps(m, ra__bf_exp(x, 0.0f));
             y = _mm512_maskz_mul_ps(m, x, y);
             p[t] = _mm512_add_epi32(_mm512_castps_si512(x), half);
             ds[i][t] = _mm512_add_epi32(_mm512_castps_si512(y), half);
         }
-        _mm512_storeu_si512(b->p + (j + i) * 64 + row,
+        _mm512_storeu_si512(back->p + (j + i) * 64 + row,
                             _mm512_permutex2var_epi16(p[0], order, p[1]));
-        _mm512_storeu_si512(b->ds + (j + i) * 64 + row,
+        _mm512_storeu_si512(back->ds + (j + i) * 64 + row,
                             _mm512_permutex2var_epi16(ds[i][0], order, ds[i][1]));
     }
-    RA__UNROLL for (t = 0; t < 2; t++)
-        _mm512_storeu_si512(b->pairs + j / 2 * 64 + row + 16 * t,
-                            _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(ds[0][t], 16),
-                                                    ds[1][t]));
+    RA__UNROLL for (int32_t t = 0; t < 2; t++)
+        _mm512_storeu_si512(
+            back->ds_pairs + j / 2 * 64 + row + 16 * t,
+            _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(ds[0][t], 16), ds[1][t]));
 }
 
-/* The next few pieces. */
-RA__AMX_OP void ra__amx_some(ra__amx *x, int32_t n) {
-    for (; n > 0 && x->piece < x->pieces; n--) ra__amx_piece(x->exps, x->piece++);
+/* The next n pieces of forward. */
+RA__AMX_INLINE void ra__amx_some_pieces(ra__amx_state *amx, int32_t n) {
+    for (; n > 0 && amx->piece < amx->pieces; n--, amx->piece++)
+        ra__bf_piece(amx->p_item, amx->piece / 2 * 2, amx->piece % 2, 0, 0);
 }
 
-RA__AMX_OP void ra__amx_back_some(ra__amx *x) {
-    if (x->piece == x->pieces || ++x->wait < x->each) return;
-    ra__amx_back_piece(x->back, x->row, 2 * x->piece++);
-    x->wait = 0;
+RA__AMX_INLINE void ra__amx_back_next_piece(ra__amx_state *amx) {
+    if (amx->piece == amx->pieces || ++amx->wait < amx->per_product) return;
+    ra__amx_back_piece(amx->back, amx->row, 2 * amx->piece++);
+    amx->wait = 0;
 }
 
-/* One group of four sums c[32][32], over `runs` runs of n steps of 32: A is two tiles of 16 rows,
- * `far` bytes apart, B two of 16 columns side by side, rows 256 bytes apart. */
+/* Four tiles of sums c[32][32] over `runs` runs of n steps of 32. A step takes two tiles of A, one
+ * below the other, and two tiles of B, side by side with rows 256 bytes apart. */
 typedef struct ra__amx_group {
     const uint8_t *a, *b;
-    int64_t a_stride, far, a_step, b_step;
+    int64_t a_stride, a_step, b_step;
     int64_t a_run, b_run;              /* from run to run */
     int32_t n, runs;
     float *c;
     int64_t c_stride;                  /* bytes */
 } ra__amx_group;
 
-/* What most groups have: one run; sums [32][64]. */
-RA__AMX_OP void ra__amx_group_clear(ra__amx_group *g) {
-    memset(g, 0, sizeof *g);
-    g->runs = 1;
-    g->c_stride = 256;
-    g->b_step = 16 * 256;
+/* The usual group: one run of n steps, each 16 rows of b further on; sums with rows of 64
+ * floats. */
+RA__AMX_INLINE ra__amx_group ra__amx_group_of(int64_t a_stride, int64_t a_step, const float *b,
+                                              int32_t n) {
+    ra__amx_group group;
+    memset(&group, 0, sizeof group);
+    group.a_stride = a_stride;
+    group.a_step = a_step;
+    group.b = (const uint8_t *)b;
+    group.b_step = 16 * 256;
+    group.n = n;
+    group.runs = 1;
+    group.c_stride = 256;
+    return group;
 }
 
-RA__AMX_OP void *ra__amx_at(float *c, int64_t stride, int32_t i) {
+RA__AMX_INLINE void *ra__amx_sums_at(float *c, int64_t stride, int32_t i) {
     return (uint8_t *)c + i / 2 * 16 * stride + i % 2 * 64;
 }
 
-/* The sums of the group before leave tile i, and those of this one enter: zero, or as they are. */
-RA__AMX_OP void ra__amx_turn(ra__amx *x, const ra__amx_group *g, int32_t i, const int32_t fresh) {
-    if (x->sums) ra__tile_store(x, i, ra__amx_at(x->sums, x->stride, i), x->stride);
-    if (fresh) ra__tile_zero(x, i);
-    else ra__tile_load(x, i, ra__amx_at(g->c, g->c_stride, i), g->c_stride);
+/* Stores the sums of the group before from tile i, and loads those of this one, or zeros. */
+RA__AMX_INLINE void ra__amx_swap_sums(ra__amx_state *amx, const ra__amx_group *group, int32_t i,
+                                      const int32_t fresh) {
+    if (amx->sums)
+        ra__tile_store(amx, i, ra__amx_sums_at(amx->sums, amx->sums_stride, i), amx->sums_stride);
+    if (fresh) ra__tile_zero(amx, i);
+    else ra__tile_load(amx, i, ra__amx_sums_at(group->c, group->c_stride, i), group->c_stride);
 }
 
-enum { RA__AMX_FRESH = 1, RA__AMX_BACK = 2, RA__AMX_NEAR = 4 }; /* NEAR: A is in the L1 cache */
+enum { RA__AMX_FRESH = 1, RA__AMX_BACK = 2, RA__AMX_NEAR = 4 }; /* NEAR: A is in L1 */
 
-RA__AMX_OP void ra__amx_multiply(ra__amx *x, const ra__amx_group *g, const int32_t form) {
-    const uint8_t *a = g->a, *b = g->b;
-    int32_t run, k, i, first = 1;
-    for (run = 0; run < g->runs; run++, a = g->a + run * g->a_run, b = g->b + run * g->b_run)
-        for (k = 0; k < g->n; k++, a += g->a_step, b += g->b_step, first = 0) {
-            if (form & RA__AMX_NEAR) ra__tile_load(x, 4, a, g->a_stride);
-            else ra__tile_stream(x, 4, a, g->a_stride);
-            ra__tile_load(x, 6, b, 256);
-            RA__UNROLL for (i = 0; i < 4; i++) {
-                if (i == 1) ra__tile_load(x, 7, b + 64, 256);
-                if (i == 2 && form & RA__AMX_NEAR) ra__tile_load(x, 5, a + g->far, g->a_stride);
-                else if (i == 2) ra__tile_stream(x, 5, a + g->far, g->a_stride);
-                if (first) ra__amx_turn(x, g, i, form & RA__AMX_FRESH);
-                ra__tile_dot(x, i);
-                if (form & RA__AMX_BACK) ra__amx_back_some(x);
-                else ra__amx_some(x, x->each);
+/* Loads tile i of A, without filling the L1 cache unless A is there. */
+RA__AMX_INLINE void ra__amx_load_a(ra__amx_state *amx, int32_t i, const uint8_t *a, int64_t stride,
+                                   const int32_t form) {
+    if (form & RA__AMX_NEAR) ra__tile_load(amx, i, a, stride);
+    else ra__tile_stream(amx, i, a, stride);
+}
+
+RA__AMX_INLINE void ra__amx_multiply(ra__amx_state *amx, const ra__amx_group *group,
+                                     const int32_t form) {
+    const int64_t stride = group->a_stride;
+    int32_t first = 1;
+    for (int32_t run = 0; run < group->runs; run++) {
+        const uint8_t *a = group->a + run * group->a_run, *b = group->b + run * group->b_run;
+        for (int32_t k = 0; k < group->n; k++, a += group->a_step, b += group->b_step, first = 0) {
+            ra__amx_load_a(amx, 4, a, stride, form);
+            ra__tile_load(amx, 6, b, 256);
+            RA__UNROLL for (int32_t i = 0; i < 4; i++) {
+                if (i == 1) ra__tile_load(amx, 7, b + 64, 256);
+                if (i == 2) ra__amx_load_a(amx, 5, a + 16 * stride, stride, form);
+                if (first) ra__amx_swap_sums(amx, group, i, form & RA__AMX_FRESH);
+                ra__tile_dot(amx, i);
+                if (form & RA__AMX_BACK) ra__amx_back_next_piece(amx);
+                else ra__amx_some_pieces(amx, amx->per_product);
             }
         }
-    x->sums = g->c;
-    x->stride = g->c_stride;
+    }
+    amx->sums = group->c;
+    amx->sums_stride = group->c_stride;
 }
 
-RA__AMX_OP void ra__amx_flush(ra__amx *x) {
-    int32_t i;
-    if (!x->sums) return;
-    RA__UNROLL for (i = 0; i < 4; i++)
-        ra__tile_store(x, i, ra__amx_at(x->sums, x->stride, i), x->stride);
-    x->sums = NULL;
+RA__AMX_INLINE void ra__amx_store_sums(ra__amx_state *amx) {
+    if (!amx->sums) return;
+    RA__UNROLL for (int32_t i = 0; i < 4; i++)
+        ra__tile_store(amx, i, ra__amx_sums_at(amx->sums, amx->sums_stride, i), amx->sums_stride);
+    amx->sums = NULL;
 }
 
-/* s of an item. */
-RA__AMX_OP void ra__amx_scores(ra__amx *x, const ra__bf_work *w, const int32_t form) {
-    ra__amx_group g;
-    int32_t j;
-    ra__amx_group_clear(&g);
-    g.a_stride = w->keys->k_stride;
-    g.far = 16 * g.a_stride;
-    g.a_step = 64;
-    g.b = (const uint8_t *)(w->p->q + w->row);
-    g.n = ra__bf_up(w->k_dim, 32) / 32;
-    for (j = w->first; j < w->last; j += 32) {
-        g.a = w->keys->k + j * g.a_stride;
-        g.c = w->s + j * 64 + w->row;
-        ra__amx_multiply(x, &g, form | RA__AMX_FRESH);
-        ra__ask(w->p->ahead);
+/* s = K Q^T of an item. */
+RA__AMX_INLINE void ra__amx_scores(ra__amx_state *amx, const ra__bf_strip *strip,
+                                   const int32_t form) {
+    ra__amx_group group = ra__amx_group_of(strip->keys->k_stride, 64, strip->panel->q + strip->row,
+                                           (strip->k_dim + 31) / 32);
+    for (int32_t j = strip->first; j < strip->last; j += 32) {
+        group.a = strip->keys->k + j * group.a_stride;
+        group.c = strip->scores + j * 64 + strip->row;
+        ra__amx_multiply(amx, &group, form | RA__AMX_FRESH);
+        ra__prefetch_some(strip->panel->prefetch);
     }
 }
 
 /* acc += V^T p of an item. */
-RA__AMX_OP void ra__amx_values(ra__amx *x, const ra__bf_work *w, const int32_t form) {
-    const int32_t dims = ra__bf_up(w->v_dim, 32);
-    ra__amx_group g;
-    int32_t d;
-    ra__amx_group_clear(&g);
-    g.a_stride = 64;
-    g.far = 16 * 64;
-    g.a_step = 64 * dims;
-    g.b = (const uint8_t *)(w->pairs + w->first / 2 * 64 + w->row);
-    g.n = (w->last - w->first) / 32;
-    for (d = 0; d < dims; d += 32) {
-        g.a = w->keys->v + w->first / 32 * g.a_step + d * 64;
-        g.c = w->p->acc + d * 64 + w->row;
-        ra__amx_multiply(x, &g, form);
-        ra__ask(w->p->ahead);
+RA__AMX_INLINE void ra__amx_values(ra__amx_state *amx, const ra__bf_strip *strip,
+                                   const int32_t form) {
+    ra__amx_group group = ra__amx_group_of(64, strip->keys->v_stride,
+                                           strip->p_pairs + strip->first / 2 * 64 + strip->row,
+                                           (strip->last - strip->first) / 32);
+    for (int32_t d = 0; d < strip->v_dim; d += 32) {
+        group.a = strip->keys->v + strip->first / 32 * group.a_step + d * 64;
+        group.c = strip->panel->acc + d * 64 + strip->row;
+        ra__amx_multiply(amx, &group, form);
+        ra__prefetch_some(strip->panel->prefetch);
     }
 }
 
-/* As values, for V that holds NaN or infinities which not every row sees. */
-RA__AMX_FN void ra__amx_values_dirty(const ra__bf_work *w) {
+/* As ra__amx_values, for V with NaN or infinities that not every row sees. */
+RA__AMX_STATIC void ra__amx_values_dirty(const ra__bf_strip *strip) {
     const __m512i high = _mm512_set1_epi32((int32_t)0xffff0000u);
-    const int64_t step = 64 * (int64_t)ra__bf_up(w->v_dim, 32);
-    int32_t d, t, j;
-    for (d = 0; d < w->v_dim; d++)
-        for (t = 0; t < 2; t++) {
-            float *acc = w->p->acc + d * 64 + w->row + 16 * t;
+    for (int32_t d = 0; d < strip->v_dim; d++)
+        for (int32_t t = 0; t < 2; t++) {
+            float *acc = strip->panel->acc + d * 64 + strip->row + 16 * t;
             __m512 c = _mm512_loadu_ps(acc);
-            for (j = w->first; j < w->last; j++) {
-                __m512i p = _mm512_loadu_si512(w->pairs + j / 2 * 64 + w->row + 16 * t);
+            for (int32_t j = strip->first; j < strip->last; j++) {
+                __m512i p = _mm512_loadu_si512(strip->p_pairs + j / 2 * 64 + strip->row + 16 * t);
                 uint16_t v;
-                memcpy(&v, w->keys->v + j / 32 * step + 64 * d + 2 * (j % 32), sizeof v);
+                memcpy(&v, strip->keys->v + j / 32 * strip->keys->v_stride + 64 * d + 2 * (j % 32),
+                       sizeof v);
                 p = j % 2 ? _mm512_and_si512(p, high) : _mm512_slli_epi32(p, 16);
                 c = _mm512_mask3_fmadd_ps(_mm512_castsi512_ps(p),
                                           _mm512_set1_ps(ra__f32_of_bf16(v)), c,
-                                          ra__bf_lanes(w, j, t));
+                                          ra__bf_lanes_seeing(strip, j, t));
             }
             _mm512_storeu_ps(acc, c);
         }
 }
 
-/* Before p of an item is made: modifies and masks s, finds a maximum for rows without one. */
-RA__AMX_FN void ra__amx_ready(ra__bf_work *w) {
-    const int32_t fresh = ra__bf_begin(w), modified = ra__score_is_modified(&w->p->score);
-    int32_t t;
-    w->factor = modified ? 1.0f : w->p->factor;
-    w->ring = 63;
-    w->stored = fresh || modified || w->masked;
-    if (w->p->score.bias) ra__bf_load_bias(w);
-    for (t = 0; t < 2 && w->stored; t++) ra__bf_adjust(w, t);
-    for (t = 0; t < 2 && fresh; t++) ra__bf_raise(w, t, 0);
+/* Before the pieces of an item: modifies and masks its scores if needed, and gives rows without a
+ * maximum one. */
+RA__AMX_STATIC void ra__amx_prepare_p(ra__bf_strip *strip) {
+    const int32_t modified = ra__score_is_modified(&strip->panel->score);
+    const int32_t fresh = ra__bf_lacks_max(strip);
+    strip->factor = modified ? 1.0f : strip->panel->factor;
+    strip->slot_mask = 63;
+    strip->finished = fresh || modified || strip->masked;
+    if (strip->panel->score.bias) ra__bf_load_bias(strip);
+    for (int32_t t = 0; t < 2 && strip->finished; t++) ra__bf_finish_scores(strip, t);
+    for (int32_t t = 0; t < 2 && fresh; t++) ra__bf_raise_max(strip, t, 0);
 }
 
-/* After p of an item was made: rows whose l has passed the limit do it again. */
-RA__AMX_FN void ra__amx_check(ra__amx *x, ra__bf_work *w) {
+/* After the pieces of an item: does it again for rows whose l exceeds the limit. */
+RA__AMX_STATIC void ra__amx_redo_past_limit(ra__amx_state *amx, ra__bf_strip *strip) {
     __mmask16 over[4] = {0, 0, 0, 0};
-    int32_t t, piece;
-    if (!ra__bf_over(w, over)) return;
-    ra__amx_flush(x);
-    for (t = 0; t < 2; t++) {
-        if (!w->stored) ra__bf_adjust(w, t);
-        ra__bf_raise(w, t, over[t]);
-    }
-    for (piece = w->first; piece < w->last; piece++) ra__amx_piece(w, piece);
+    if (!ra__bf_past_limit(strip, over)) return;
+    ra__amx_store_sums(amx);
+    for (int32_t t = 0; t < 2 && !strip->finished; t++) ra__bf_finish_scores(strip, t);
+    ra__bf_pieces_from_scores(strip, over);
 }
 
-/* One stage: scores of item a, p of item b, values of item c; each may be missing (null). */
-RA__AMX_FN void ra__amx_stage(ra__amx *x, ra__bf_work *a, ra__bf_work *b, ra__bf_work *c) {
+/* One stage: the scores of one item, the pieces of another, the values of a third. Each may be
+ * null. */
+RA__AMX_STATIC void ra__amx_stage(ra__amx_state *amx, ra__bf_strip *s_item, ra__bf_strip *p_item,
+                                  ra__bf_strip *v_item) {
     int32_t products = 0;
-    const int32_t dirty = c && c->masked && !c->keys->v_clean;
-    if (a) products += (a->last - a->first) / 8 * (ra__bf_up(a->k_dim, 32) / 32);
-    if (c && !dirty) products += (c->last - c->first) / 8 * (ra__bf_up(c->v_dim, 32) / 32);
-    if (b) ra__amx_ready(b);
-    x->exps = b;
-    x->piece = b ? b->first : 0;
-    x->pieces = b ? b->last : 0;
-    x->each = products ? (x->pieces - x->piece + products - 1) / products : 0;
-    if (a) ra__amx_scores(x, a, 0);
-    if (c && !dirty) ra__amx_values(x, c, 0);
-    if (b) ra__amx_some(x, 64);
-    if (!c || dirty) ra__amx_flush(x);
-    if (dirty) ra__amx_values_dirty(c);
-    if (b) ra__amx_check(x, b);
+    const int32_t dirty = v_item && v_item->masked && !v_item->keys->v_clean;
+    if (s_item) products += (s_item->last - s_item->first) / 8 * ((s_item->k_dim + 31) / 32);
+    if (v_item && !dirty)
+        products += (v_item->last - v_item->first) / 8 * ((v_item->v_dim + 31) / 32);
+    if (p_item) ra__amx_prepare_p(p_item);
+    amx->p_item = p_item;
+    amx->piece = p_item ? p_item->first : 0;
+    amx->pieces = p_item ? p_item->last : 0;
+    amx->per_product = products ? (amx->pieces - amx->piece + products - 1) / products : 0;
+    if (s_item) ra__amx_scores(amx, s_item, 0);
+    if (v_item && !dirty) ra__amx_values(amx, v_item, 0);
+    if (p_item) ra__amx_some_pieces(amx, 64);
+    if (!v_item || dirty) ra__amx_store_sums(amx);
+    if (dirty) ra__amx_values_dirty(v_item);
+    if (p_item) ra__amx_redo_past_limit(amx, p_item);
 }
 
-/* The next item from (*block, *row) on; 0 if there is none. */
-RA__AMX_FN int32_t ra__amx_next(ra__bf_work *w, const ra__keys *keys, const int8_t *kind,
-                                int32_t count, int32_t *block, int32_t *row) {
+/* The next item from (*block, *row) on. Returns 0 if there is none. */
+RA__AMX_STATIC int32_t ra__amx_next_item(ra__bf_strip *strip, const ra__keys *keys,
+                                         const int8_t *kind, int32_t count, int32_t *block,
+                                         int32_t *row) {
     for (; *block < count; ++*block, *row = 0) {
         if (kind[*block] == RA__EMPTY) continue;
-        w->keys = keys + *block;
-        w->masked = kind[*block] == RA__PARTIAL || w->keys->n % 32;
-        w->first = 0;
-        w->last = w->keys->n;
-        w->nt = 2;
-        if (w->masked && *row < w->p->rows) ra__bf_see(w, kind[*block] == RA__PARTIAL);
-        for (; *row < w->p->rows; *row += 32) {
-            w->row = *row;
-            if (w->masked && !ra__bf_narrow(w)) continue;
+        strip->keys = keys + *block;
+        strip->masked = kind[*block] == RA__PARTIAL || strip->keys->n % 32;
+        strip->first = 0;
+        strip->last = strip->keys->n;
+        strip->vectors = 2;
+        if (strip->masked && *row < strip->panel->rows)
+            ra__bf_find_seen(strip, kind[*block] == RA__PARTIAL);
+        for (; *row < strip->panel->rows; *row += 32) {
+            strip->row = *row;
+            if (strip->masked && !ra__bf_narrow(strip)) continue;
             *row += 32;
-            w->first = w->first / 32 * 32;
-            w->last = ra__bf_up(w->last, 32);
+            strip->first = strip->first / 32 * 32;
+            strip->last = (strip->last + 31) / 32 * 32;
             return 1;
         }
     }
     return 0;
 }
 
-RA__AMX_FN void ra__fold_amx(const ra__panel *p, const ra__keys *keys, const int8_t *kind,
-                             int32_t count, const ra_desc *d, float *s) {
-    ra__amx x;
-    ra__bf_work *before[2] = {NULL, NULL};
-    int32_t i, block = 0, row = 0;
-    x.sums = NULL;
-    ra__tile_begin(&x);
-    for (i = 0; i == 0 || before[0] || before[1]; i++) {
-        ra__bf_work *w = &x.item[i % 3];
-        w->p = p;
-        w->k_dim = d->k_dim;
-        w->v_dim = d->v_dim;
-        w->s = s + i % 2 * 64 * 64;
-        w->pairs = s + 2 * 64 * 64 + i % 2 * 32 * 64;
-        w->bias = s + 3 * 64 * 64;
-        if (!ra__amx_next(w, keys, kind, count, &block, &row)) w = NULL;
-        ra__amx_stage(&x, w, before[0], before[1]);
+RA__AMX_STATIC void ra__fold_amx(const ra__panel *panel, const ra__keys *keys, const int8_t *kind,
+                                 int32_t count, const ra_desc *d, float *s) {
+    ra__amx_state amx;
+    ra__bf_strip *before[2] = {NULL, NULL};
+    int32_t block = 0, row = 0;
+    amx.sums = NULL;
+    ra__tile_begin(&amx);
+    for (int32_t i = 0; i == 0 || before[0] || before[1]; i++) {
+        ra__bf_strip *strip = &amx.item[i % 3];
+        strip->panel = panel;
+        strip->k_dim = d->k_dim;
+        strip->v_dim = d->v_dim;
+        strip->scores = s + i % 2 * 64 * 64;
+        strip->p_pairs = s + 2 * 64 * 64 + i % 2 * 32 * 64;
+        strip->bias = s + 3 * 64 * 64;
+        if (!ra__amx_next_item(strip, keys, kind, count, &block, &row)) strip = NULL;
+        ra__amx_stage(&amx, strip, before[0], before[1]);
         before[1] = before[0];
-        before[0] = w;
+        before[0] = strip;
     }
-    ra__amx_flush(&x);
+    ra__amx_store_sums(&amx);
     ra__tile_end();
 }
 
-RA__AMX_FN void ra__load_q_amx(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
-                               int32_t dim) {
-    (void)dtype;
-    ra__bf_load_q(p, (const uint8_t *)src, stride, dim, ra__bf_up(dim, 32));
-}
-
-RA__AMX_FN void ra__load_acc_amx(const ra__panel *p, const float *src, int64_t stride,
-                                 int32_t dim) {
-    ra__bf_load_acc(p, src, stride, dim, ra__bf_up(dim, 32));
-}
-
-RA__AMX_FN void ra__sizes_amx(ra__bytes *out, const ra_desc *d, int32_t shared) {
+RA__AMX_STATIC void ra__sizes_amx(ra__bytes *out, const ra_desc *d, int32_t shared) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
-    out->q = lane / 2 * ra__bf_up(d->k_dim, 32);
-    out->acc = lane * ra__bf_up(d->v_dim, 32);
+    out->q = lane / 2 * ra__round_up(d->k_dim, 32);
+    out->acc = lane * ra__round_up(d->v_dim, 32);
     out->s = lane * (2 * (64 + 32) + (d->scores & RA_SCORE_BIAS ? 64 : 0));
     out->batch = shared ? RA__BATCH : 1;
-    out->k = lane / 2 * ra__bf_up(d->k_dim, 32);
-    out->v = lane / 2 * ra__bf_up(d->v_dim, 32);
+    out->k = lane / 2 * ra__round_up(d->k_dim, 32);
+    out->v = lane / 2 * ra__round_up(d->v_dim, 32);
 }
 
-/* V^T [2][dim up to 32][32 keys], zero beyond the last; returns 0 if there is a NaN or infinity. */
-RA__AMX_FN int32_t ra__amx_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
-                                  int32_t dim) {
+/* Packs V^T as [2][dim rounded up to 32][32 keys], with zeros beyond the last key. Returns 0 if
+ * there is a NaN or an infinity. */
+RA__AMX_STATIC int32_t ra__amx_pack_v(uint8_t *to, const uint8_t *from, int64_t stride, int32_t n,
+                                      int32_t dim) {
     uint32_t bad = 0;
-    int32_t j, d, i;
-    for (j = 0; j < 64; j += 32)
-        for (d = 0; d < ra__bf_up(dim, 32); d += 16, to += 16 * 64) {
-            const __mmask16 m = (__mmask16)ra__bf_first(dim - d, 16);
+    for (int32_t j = 0; j < 64; j += 32)
+        for (int32_t d = 0; d < ra__round_up(dim, 32); d += 16, to += 16 * 64) {
+            const __mmask16 m = (__mmask16)ra__bf_first_lanes(dim - d, 16);
             __m512 r[16];
-            for (i = 0; i < 16; i++)
+            for (int32_t i = 0; i < 16; i++)
                 r[i] = _mm512_castsi512_ps(ra__bf_pair_rows(
                     from + (j + 2 * i) * stride + 2 * d, stride, n - j - 2 * i, m, &bad));
             ra__transpose_avx512(r);
-            for (i = 0; i < 16; i++) _mm512_storeu_ps(to + 64 * i, r[i]);
+            for (int32_t i = 0; i < 16; i++) _mm512_storeu_ps(to + 64 * i, r[i]);
         }
     return !bad;
 }
 
-/* Copies rows to where tiles may read: zeros up to 32 dims and in all 64 rows. */
-RA__AMX_FN void ra__amx_pad(uint8_t *to, const uint8_t **from, int64_t *stride, int32_t rows,
-                            int32_t dim) {
-    const int64_t row = 2 * (int64_t)ra__bf_up(dim, 32);
-    int32_t j;
-    memset(to, 0, 64 * (size_t)row);
-    for (j = 0; j < rows; j++) memcpy(to + j * row, *from + j * *stride, 2 * (size_t)dim);
-    *from = to;
-    *stride = row;
-}
-
-RA__AMX_FN void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                                int32_t partial) {
-    const int64_t row = 2 * (int64_t)ra__bf_up(d->k_dim, 32);
+RA__AMX_STATIC void ra__prepare_amx(ra__keys *keys, const ra_desc *d, const ra__key_scratch *store,
+                                    int32_t partial) {
+    const int64_t row = 2 * ra__round_up(d->k_dim, 32);
     (void)partial;
-    ra__bf_find_v(keys, d);
+    ra__bf_find_v_in_k(keys, d);
     keys->v_clean = ra__amx_pack_v(store->v, keys->v, keys->v_stride, keys->n, d->v_dim);
     keys->v = store->v;
+    keys->v_stride = 64 * ra__round_up(d->v_dim, 32);
     if (d->k_dim % 32 || keys->n % 32 || (store->shared && keys->k_stride != row))
-        ra__amx_pad(store->k, &keys->k, &keys->k_stride, keys->n, d->k_dim);
+        ra__bf_copy(store->k, &keys->k, &keys->k_stride, keys->n, d->k_dim, 32);
 }
 
-/* ---- backward: the products of AVX512 BF16's in tiles, of
+/* ---- backward
+ * The products of AVX512 BF16 in tiles:
  *   S^T, dP^T: A = K, V as stored, 16 keys x 32 dims;   B = q, g, 16 pairs of dims x 16 query rows
  *   dQ^T:      A = K^T, 16 dims x 32 keys, packed;      B = dS, 16 pairs of keys x 16 query rows
  *   dV, dK:    A = P, dS, 16 keys x 32 query rows;      B = dO, Q, 16 pairs of rows x 16 columns
- * An item is 32 rows of a panel against 64 keys. In one stage the products that lead to S and dP of
- * item i, P and dS of item i - 1 and dQ of item i - 2 run beside one another, and then dV and dK of
- * two panels, if those are through: fewer would load and store sums too often. */
-typedef struct ra__amx_back {
-    ra__amx x;
-    const ra__tile *tiles;
+ * An item is 32 rows of a panel against 64 keys. One stage mixes three items: the products for S
+ * and dP of item i, P and dS of item i - 1, and dQ of item i - 2. dV and dK follow whenever two
+ * panels are complete, because single panels would load and store the sums too often. */
+typedef struct ra__amx_back_state {
+    ra__amx_state amx;
+    const ra__back_job *jobs;
     int32_t count;
-    ra__bf_back of[2];                 /* tiles under way, by parity */
-} ra__amx_back;
-enum { RA__AMX_SLOTS = 4 };            /* P and dS of two pairs of panels: one is made, one used */
+    ra__bf_back under_way[2];          /* job i is in under_way[i % 2] */
+} ra__amx_back_state;
+enum { RA__AMX_SLOTS = 4 };            /* P and dS of two pairs of panels: one written, one read */
 
-/* Numbers without the payloads of NaN, which could be lost in rounding. */
-RA__AMX_OP __m512 ra__amx_quiet(__m512 x) {
+/* Replaces every NaN by one without a payload, because rounding could lose the payload. */
+RA__AMX_INLINE __m512 ra__amx_plain_nan(__m512 x) {
     return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q),
                               _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000)));
 }
 
-RA__AMX_FN void ra__amx_back_open(ra__bf_back *b, const ra__tile *x, int32_t i) {
-    const __m512 scale = _mm512_set1_ps(x->scale);
-    int32_t row;
-    ra__bf_back_open(b, x, i % RA__AMX_SLOTS, RA__AMX_SLOTS);
-    ra__bf_see(&b->s, x->partial);
-    b->s.s = x->p;
-    b->dp.s = x->ds;
-    b->s.first = b->dp.first = 0;
-    b->s.last = b->dp.last = ra__bf_up(x->keys->n, 32);
-    for (row = 0; row < 64; row += 16) {
-        __m512 delta = _mm512_mul_ps(scale, _mm512_loadu_ps(x->x->p.l + row));
-        _mm512_storeu_ps(b->s.use + row, ra__amx_quiet(_mm512_loadu_ps(x->x->p.m + row)));
-        _mm512_storeu_ps(b->dp.use + row, ra__amx_quiet(delta));
+RA__AMX_STATIC void ra__amx_back_begin(ra__bf_back *back, const ra__back_job *job, int32_t i) {
+    const __m512 scale = _mm512_set1_ps(job->scale);
+    ra__bf_back_begin(back, job, i % RA__AMX_SLOTS, RA__AMX_SLOTS);
+    ra__bf_find_seen(&back->s, job->partial);
+    back->s.scores = job->p;
+    back->dp.scores = job->ds;
+    back->k.v_stride = 64 * ra__round_up(job->k_dim, 32);
+    back->s.vectors = 2;
+    back->dp.first = 0;
+    back->s.last = back->dp.last = (job->keys->n + 31) / 32 * 32;
+    for (int32_t row = 0; row < 64; row += 16) {
+        __m512 delta = _mm512_mul_ps(scale, _mm512_loadu_ps(job->panel->fwd.l + row));
+        _mm512_storeu_ps(back->s.shift + row,
+                         ra__amx_plain_nan(_mm512_loadu_ps(job->panel->fwd.m + row)));
+        _mm512_storeu_ps(back->dp.shift + row, ra__amx_plain_nan(delta));
     }
 }
 
-/* dQ of an item. */
-RA__AMX_FN void ra__amx_back_queries(ra__amx *x, const ra__bf_back *b, int32_t row) {
-    ra__keys keys = *b->x->keys;
-    ra__bf_work w;
-    keys.v = (const uint8_t *)b->x->k_form;
-    w.p = &b->x->x->p;
-    w.keys = &keys;
-    w.pairs = b->pairs;
-    w.v_dim = b->x->k_dim;
-    w.row = row;
-    w.first = 0;
-    w.last = b->s.last;
-    ra__amx_values(x, &w, RA__AMX_BACK);
-}
-
-/* Sums of dK or dV that are short of 32 keys or columns: from memory to [32][32], or back. */
-RA__AMX_FN void ra__amx_edge(const ra__bf_outer *o, int32_t d, int32_t j, float *c, int32_t back) {
-    int32_t i, t;
-    for (i = 0; i < 32; i++)
-        for (t = 0; t < 32; t += 16) {
-            const __mmask16 m = j + i < o->x->keys->n ? ra__bf_columns(o, d + t) : 0;
-            float *at = o->to + (j + i) * o->stride + d + t;
+/* Copies up to 32 keys and columns of dK or dV to [32][32], or back if `back` is 1. */
+RA__AMX_STATIC void ra__amx_copy_edge(const ra__bf_key_grad *grad, int32_t d, int32_t j, float *c,
+                                      int32_t back) {
+    for (int32_t i = 0; i < 32; i++)
+        for (int32_t t = 0; t < 32; t += 16) {
+            const __mmask16 m = j + i < grad->jobs->keys->n ? ra__bf_key_columns(grad, d + t) : 0;
+            float *at = grad->to + (j + i) * grad->stride + d + t;
             if (back) _mm512_mask_storeu_ps(at, m, _mm512_loadu_ps(c + i * 32 + t));
             else _mm512_storeu_ps(c + i * 32 + t, _mm512_maskz_loadu_ps(m, at));
         }
 }
 
-/* dK or dV, as ra__bf_keys. */
-RA__AMX_FN void ra__amx_keys(ra__amx *x, const ra__bf_outer *o) {
+/* As ra__bf_add_key_grad. */
+RA__AMX_STATIC void ra__amx_add_key_grad(void *state, const ra__bf_key_grad *grad) {
+    ra__amx_state *amx = (ra__amx_state *)state;
     float edge[32 * 32];
-    ra__amx_group g;
-    int32_t d, j;
-    ra__amx_group_clear(&g);
-    g.a_stride = 128;
-    g.far = 16 * 128;
-    g.a_step = 64;
-    g.a_run = 2 * RA__BF_SLOT;
-    g.n = 2;
-    g.runs = o->panels;
-    if (o->panels == 2) g.b_run = (const uint8_t *)o->rows[1] - (const uint8_t *)o->rows[0];
-    for (d = 0; d < o->dim; d += 32)
-        for (j = 0; j < o->x->keys->n; j += 32) {
-            const int32_t whole = o->dim - d >= 32 && o->x->keys->n - j >= 32;
-            g.a = (const uint8_t *)(o->a + j * 64);
-            g.b = (const uint8_t *)(o->rows[0] + d / 64 * 64 * 32 + d % 64);
-            g.c = whole ? o->to + j * o->stride + d : edge;
-            g.c_stride = whole ? o->stride * 4 : 128;
-            if (!whole) ra__amx_edge(o, d, j, edge, 0);
-            ra__amx_multiply(x, &g, RA__AMX_BACK | RA__AMX_NEAR);
+    ra__amx_group group = ra__amx_group_of(128, 64, NULL, 2);
+    if (grad->jobs->v_in_k || ra__bf_is_dirty(grad->jobs)) ra__amx_store_sums(amx);
+    if (ra__bf_is_dirty(grad->jobs)) {
+        ra__bf_add_key_grad_dirty(grad);
+        return;
+    }
+    group.a_run = 2 * RA__BF_SLOT;
+    group.runs = grad->panels;
+    if (grad->panels == 2)
+        group.b_run = (const uint8_t *)grad->row_pairs[1] - (const uint8_t *)grad->row_pairs[0];
+    for (int32_t d = 0; d < grad->dim; d += 32)
+        for (int32_t j = 0; j < grad->jobs->keys->n; j += 32) {
+            const int32_t whole = grad->dim - d >= 32 && grad->jobs->keys->n - j >= 32;
+            group.a = (const uint8_t *)(grad->a + j * 64);
+            group.b = (const uint8_t *)(grad->row_pairs[0] + d / 64 * 64 * 32 + d % 64);
+            group.c = whole ? grad->to + j * grad->stride + d : edge;
+            group.c_stride = whole ? grad->stride * 4 : 128;
+            if (!whole) ra__amx_copy_edge(grad, d, j, edge, 0);
+            ra__amx_multiply(amx, &group, RA__AMX_BACK | RA__AMX_NEAR);
             if (whole) continue;
-            ra__amx_flush(x);
-            ra__amx_edge(o, d, j, edge, 1);
+            ra__amx_store_sums(amx);
+            ra__amx_copy_edge(grad, d, j, edge, 1);
         }
 }
 
-/* dV and dK of n tiles, as ra__bf_outers. */
-RA__AMX_FN void ra__amx_outers(ra__amx *x, const ra__tile *t, int32_t n, const uint16_t *p) {
-    int32_t dk;
-    if (n == 2 && ra__bf_in_turn(t)) {
-        ra__amx_outers(x, t, 1, p);
-        ra__amx_outers(x, t + 1, 1, p + RA__BF_SLOT);
-        return;
-    }
-    for (dk = 0; dk < 2; dk++) {
-        const ra__bf_outer o = ra__bf_outer_of(t, n, p, dk);
-        const int32_t dirty = ra__bf_is_dirty(t);
-        if (!o.to) continue;
-        if (t->v_in_k || dirty) ra__amx_flush(x);
-        if (dirty) ra__bf_keys_dirty(&o);
-        else ra__amx_keys(x, &o);
-    }
-}
-
-/* Products that use item k: dQ, and dV and dK behind the last item of two panels. */
-RA__AMX_FN void ra__amx_back_use(ra__amx_back *s, int32_t k) {
+/* The products that use item k: dQ, and dV and dK after the last item of two panels. */
+RA__AMX_STATIC void ra__amx_back_consume(ra__amx_back_state *all, int32_t k) {
     const int32_t i = k / 2, n = i % 2 + 1;
-    const ra__bf_back *b = &s->of[i % 2];
-    if (b->x->want_q && b->x->partial && !b->x->k_clean) {
-        ra__amx_flush(&s->x);
-        ra__bf_queries_dirty(b, k % 2 * 32, k % 2 * 32 + 32);
-    } else if (b->x->want_q) {
-        ra__amx_back_queries(&s->x, b, k % 2 * 32);
+    ra__bf_back *back = &all->under_way[i % 2];
+    back->s.row = k % 2 * 32;
+    if (back->job->want_q && back->job->partial && !back->job->k_clean) {
+        ra__amx_store_sums(&all->amx);
+        ra__bf_values_dirty(&back->s, 16);
+    } else if (back->job->want_q) {
+        ra__amx_values(&all->amx, &back->s, RA__AMX_BACK);
     }
-    if (k % 2 && (n == 2 || i == s->count - 1))
-        ra__amx_outers(&s->x, s->tiles + i + 1 - n, n, b->p - (n - 1) * RA__BF_SLOT);
+    if (k % 2 && (n == 2 || i == all->count - 1))
+        ra__bf_key_grads(all->jobs + i + 1 - n, n, back->p - (n - 1) * RA__BF_SLOT,
+                         ra__amx_add_key_grad, &all->amx);
 }
 
-/* P and dS of item k are to be made, spread over S, dP and dQ of the other items. */
-RA__AMX_FN void ra__amx_back_begin(ra__amx_back *s, int32_t k) {
-    const int32_t dims = 2 * ra__bf_up(s->tiles->k_dim, 32) + ra__bf_up(s->tiles->v_dim, 32);
-    ra__amx *x = &s->x;
-    x->back = &s->of[k / 2 % 2];
-    x->row = k % 2 * 32;
-    x->piece = x->wait = 0;
-    x->pieces = x->back->s.last / 2;
-    x->each = dims / 128;              /* 64 keys: 2 dims / 8 products, 32 pieces */
-    if (!ra__bf_back_is_general(x->back->x)) return;
-    x->pieces = 0;
-    if (k % 2) ra__bf_back_general(x->back);
+/* Spreads the pieces of item k over the products of S, dP and dQ of other items. */
+RA__AMX_STATIC void ra__amx_back_plan_pieces(ra__amx_back_state *all, int32_t k) {
+    const int64_t dims =
+        2 * ra__round_up(all->jobs->k_dim, 32) + ra__round_up(all->jobs->v_dim, 32);
+    ra__amx_state *amx = &all->amx;
+    amx->back = &all->under_way[k / 2 % 2];
+    amx->row = k % 2 * 32;
+    amx->piece = amx->wait = 0;
+    amx->pieces = amx->back->s.last / 2;
+    amx->per_product = (int32_t)(dims / 128);   /* 64 keys: 2 dims / 8 products, 32 pieces */
+    if (!ra__bf_back_is_general(amx->back->job)) return;
+    amx->pieces = 0;
+    if (k % 2) ra__bf_back_general(amx->back);
 }
 
-/* Stage k: the products of item k, P and dS of item k - 1, the products of item k - 2. */
-RA__AMX_FN void ra__amx_back_stage(ra__amx_back *s, int32_t k) {
-    const int32_t items = 2 * s->count;
-    ra__amx *x = &s->x;
-    ra__bf_back *b = &s->of[k / 2 % 2];
-    x->piece = x->pieces = 0;
-    if (k < items && k % 2 == 0) ra__amx_back_open(b, s->tiles + k / 2, k / 2);
-    if (k > 0 && k <= items) ra__amx_back_begin(s, k - 1);
+/* Stage k: S and dP of item k, the pieces of item k - 1, the products that use item k - 2. */
+RA__AMX_STATIC void ra__amx_back_stage(ra__amx_back_state *all, int32_t k) {
+    const int32_t items = 2 * all->count;
+    ra__amx_state *amx = &all->amx;
+    ra__bf_back *back = &all->under_way[k / 2 % 2];
+    amx->piece = amx->pieces = 0;
+    if (k < items && k % 2 == 0) ra__amx_back_begin(back, all->jobs + k / 2, k / 2);
+    if (k > 0 && k <= items) ra__amx_back_plan_pieces(all, k - 1);
     if (k < items) {
-        b->s.row = b->dp.row = k % 2 * 32;
-        ra__amx_scores(x, &b->s, RA__AMX_BACK);
-        ra__amx_scores(x, &b->dp, RA__AMX_BACK);
+        back->s.row = back->dp.row = k % 2 * 32;
+        ra__amx_scores(amx, &back->s, RA__AMX_BACK);
+        ra__amx_scores(amx, &back->dp, RA__AMX_BACK);
     }
-    if (k > 1) ra__amx_back_use(s, k - 2);
-    if (k < 2 || !s->tiles->want_q) ra__amx_flush(x);
-    while (x->piece < x->pieces) ra__amx_back_piece(x->back, x->row, 2 * x->piece++);
+    if (k > 1) ra__amx_back_consume(all, k - 2);
+    if (k < 2 || !all->jobs->want_q) ra__amx_store_sums(amx);
+    while (amx->piece < amx->pieces) ra__amx_back_piece(amx->back, amx->row, 2 * amx->piece++);
 }
 
-RA__AMX_FN void ra__fold_back_amx(const ra__tile *tiles, int32_t count) {
-    ra__amx_back s;
-    int32_t k;
-    s.tiles = tiles;
-    s.count = count;
-    s.x.sums = NULL;
-    ra__tile_begin(&s.x);
-    for (k = 0; k < 2 * count + 2; k++) ra__amx_back_stage(&s, k);
-    ra__amx_flush(&s.x);
+RA__AMX_STATIC void ra__fold_back_amx(const ra__back_job *jobs, int32_t count) {
+    ra__amx_back_state all;
+    all.jobs = jobs;
+    all.count = count;
+    all.amx.sums = NULL;
+    ra__tile_begin(&all.amx);
+    for (int32_t k = 0; k < 2 * count + 2; k++) ra__amx_back_stage(&all, k);
+    ra__amx_store_sums(&all.amx);
     ra__tile_end();
 }
 
-RA__AMX_FN void ra__load_back_amx(ra__back_panel *x, const ra__source *q, const ra__source *g) {
-    ra__bf_load_back(x, q, g, 32);
-}
-
-/* K^T, then K and V as tiles may read them. */
-RA__AMX_FN void ra__sizes_back_amx(ra__bytes *out, const ra_desc *d) {
+/* Sizes for K^T, and for K and V padded for tiles. */
+RA__AMX_STATIC void ra__sizes_back_amx(ra__bytes *out, const ra_desc *d) {
     ra__sizes_back_bf16(out, d);
     out->s = RA__AMX_SLOTS * 2 * RA__BF_SLOT + 128 * 64;
-    out->k = 2 * 128 * (int64_t)ra__bf_up(d->k_dim, 32);
-    out->v = 128 * (int64_t)ra__bf_up(d->v_dim, 32);
+    out->k = 2 * 128 * ra__round_up(d->k_dim, 32);
+    out->v = 128 * ra__round_up(d->v_dim, 32);
 }
 
-RA__AMX_FN int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d, const ra__store *store,
-                                        int32_t partial) {
+RA__AMX_STATIC int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d,
+                                            const ra__key_scratch *store, int32_t partial) {
     const int32_t clean = ra__amx_pack_v(store->k, keys->k, keys->k_stride, keys->n, d->k_dim);
     (void)partial;
-    ra__bf_find_v(keys, d);
-    if (d->k_dim % 32 || keys->n % 32 || keys->k_stride % RA__ALIAS == 0)
-        ra__amx_pad(store->k + 128 * (int64_t)ra__bf_up(d->k_dim, 32), &keys->k, &keys->k_stride,
-                    keys->n, d->k_dim);
-    if (d->v_dim % 32 || keys->n % 32 || keys->v_stride % RA__ALIAS == 0)
-        ra__amx_pad(store->v, &keys->v, &keys->v_stride, keys->n, d->v_dim);
+    ra__bf_find_v_in_k(keys, d);
+    if (d->k_dim % 32 || keys->n % 32 || keys->k_stride % RA__ALIAS_BYTES == 0)
+        ra__bf_copy(store->k + 128 * ra__round_up(d->k_dim, 32), &keys->k, &keys->k_stride, keys->n,
+                    d->k_dim, 32);
+    if (d->v_dim % 32 || keys->n % 32 || keys->v_stride % RA__ALIAS_BYTES == 0)
+        ra__bf_copy(store->v, &keys->v, &keys->v_stride, keys->n, d->v_dim, 32);
     return clean;
 }
 
 static const ra__kernel ra__kernel_amx = {
-    RA_ISA_AMX, ra__sizes_amx, ra__widen_avx512, ra__prepare_amx, ra__load_q_amx,
-    ra__load_acc_amx, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
+    RA_ISA_AMX, ra__sizes_amx, ra__widen_avx512, ra__prepare_amx, ra__load_q_bf16,
+    ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
     0, NULL, NULL, NULL, NULL, NULL,
-    ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_amx, ra__deltas_bf16,
+    ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_bf16, ra__deltas_bf16,
     ra__fold_back_amx, ra__put_grad_avx512};
 
 #undef RA__AMX_TARGET
-#undef RA__AMX_FN
-#undef RA__AMX_OP
+#undef RA__AMX_STATIC
+#undef RA__AMX_INLINE
 #undef RA__BF_TARGET
-#undef RA__BF_FN
-#undef RA__BF_OP
+#undef RA__BF_STATIC
+#undef RA__BF_INLINE
 RA__RANGES_END
 
 #if !defined(__clang__)
@@ -6414,101 +6345,96 @@ RA__RANGES_END
 
 #if RA__NEON
 /* ========================================================================== NEON
- * AArch64's Advanced SIMD, which all such processors have: 32 registers of 4 lanes, tiles of 5 keys
- * and 16 rows (gcc 12 spills with 6 keys: 7 of 48 products' operands). Little endian. */
-#define RA__F(name)  ra__##name##_neon
-#define RA__ISA      RA_ISA_NEON
-#define RA__FN       RA__UNUSED static
-#define RA__OP       RA__INLINE
-#define RA__V        float32x4_t
-#define RA__I        int32x4_t
-#define RA__M        uint32x4_t
-#define RA__W        4
-#define RA__NT       4
-#define RA__NI       5
-#define RA__DK       4
-#define RA__DC       2
+ * Advanced SIMD of AArch64, which all such processors have: 32 registers of 4 lanes. Tiles have 5
+ * keys and 16 rows; with 6 keys gcc 12 spills operands of 7 of 48 products. Little endian only. */
+#define RA__NAME(name)         ra__##name##_neon
+#define RA__ISA                RA_ISA_NEON
+#define RA__ISA_STATIC         RA__UNUSED static
+#define RA__ISA_INLINE         RA__INLINE
+#define RA__FLOATS             float32x4_t
+#define RA__INTS               int32x4_t
+#define RA__MASK               uint32x4_t
+#define RA__WIDTH              4
+#define RA__VECTORS            4
+#define RA__TILE_HEIGHT        5
+#define RA__DECODE_TILE_KEYS   4
+#define RA__DECODE_TILE_CHUNKS 2
 
-RA__OP float32x4_t ra__set_neon(float x) { return vdupq_n_f32(x); }
-RA__OP float32x4_t ra__load_neon(const float *p) { return vld1q_f32(p); }
-RA__OP void ra__store_neon(float *p, float32x4_t v) { vst1q_f32(p, v); }
-RA__OP int32x4_t ra__load_int_neon(const int32_t *p) { return vld1q_s32(p); }
-RA__OP float32x4_t ra__load_n_neon(const float *p, int32_t n) {
+RA__ISA_INLINE float32x4_t ra__set_neon(float x) { return vdupq_n_f32(x); }
+RA__ISA_INLINE float32x4_t ra__load_neon(const float *p) { return vld1q_f32(p); }
+RA__ISA_INLINE void ra__store_neon(float *p, float32x4_t v) { vst1q_f32(p, v); }
+RA__ISA_INLINE int32x4_t ra__load_int_neon(const int32_t *p) { return vld1q_s32(p); }
+RA__ISA_INLINE float32x4_t ra__load_n_neon(const float *p, int32_t n) {
     float32x4_t v = vdupq_n_f32(0.0f);
     memcpy(&v, p, (size_t)n * sizeof *p);
     return v;
 }
-RA__OP void ra__store_n_neon(float *p, float32x4_t v, int32_t n) {
+RA__ISA_INLINE void ra__store_n_neon(float *p, float32x4_t v, int32_t n) {
     memcpy(p, &v, (size_t)n * sizeof *p);
 }
-RA__OP float32x4_t ra__hold_neon(float32x4_t v) { return v; } /* nothing loads it again */
-RA__OP float32x4_t ra__fma_neon(float32x4_t a, float32x4_t b, float32x4_t c) {
+RA__ISA_INLINE float32x4_t ra__hold_neon(float32x4_t v) { return v; } /* it is not loaded again */
+RA__ISA_INLINE float32x4_t ra__fma_neon(float32x4_t a, float32x4_t b, float32x4_t c) {
     return vfmaq_f32(c, a, b);
 }
-RA__OP float32x4_t ra__pick_neon(uint32x4_t m, float32x4_t a, float32x4_t b) {
+RA__ISA_INLINE float32x4_t ra__select_neon(uint32x4_t m, float32x4_t a, float32x4_t b) {
     return vbslq_f32(m, a, b);
 }
-RA__OP uint32x4_t ra__less_neon(float32x4_t a, float32x4_t b) { return vcltq_f32(a, b); }
-RA__OP float32x4_t ra__max_neon(float32x4_t a, float32x4_t b) { return vmaxq_f32(a, b); }
-RA__OP float32x4_t ra__abs_neon(float32x4_t a) { return vabsq_f32(a); }
-RA__OP uint32x4_t ra__none_neon(void) { return vdupq_n_u32(0); }
-RA__OP uint32x4_t ra__either_neon(uint32x4_t a, uint32x4_t b) { return vorrq_u32(a, b); }
-RA__OP uint32x4_t ra__within_neon(int32x4_t lo, int32x4_t hi, int32_t k) {
+RA__ISA_INLINE uint32x4_t ra__less_neon(float32x4_t a, float32x4_t b) { return vcltq_f32(a, b); }
+RA__ISA_INLINE float32x4_t ra__max_neon(float32x4_t a, float32x4_t b) { return vmaxq_f32(a, b); }
+RA__ISA_INLINE float32x4_t ra__abs_neon(float32x4_t a) { return vabsq_f32(a); }
+RA__ISA_INLINE uint32x4_t ra__none_neon(void) { return vdupq_n_u32(0); }
+RA__ISA_INLINE uint32x4_t ra__any_of_neon(uint32x4_t a, uint32x4_t b) { return vorrq_u32(a, b); }
+RA__ISA_INLINE uint32x4_t ra__within_neon(int32x4_t lo, int32x4_t hi, int32_t k) {
     int32x4_t v = vdupq_n_s32(k);
     return vandq_u32(vcleq_s32(lo, v), vcgtq_s32(hi, v));
 }
-RA__OP float32x4_t ra__distance_neon(const int32_t *p, int32_t k) {
+RA__ISA_INLINE float32x4_t ra__distance_neon(const int32_t *p, int32_t k) {
     return vcvtq_f32_s32(vabdq_s32(vld1q_s32(p), vdupq_n_s32(k)));
 }
-RA__OP float32x4_t ra__base_neon(float32x4_t m) {
+RA__ISA_INLINE float32x4_t ra__shift_of_neon(float32x4_t m) {
     uint32x4_t u = vreinterpretq_u32_f32(m);
     return vreinterpretq_f32_u32(vbicq_u32(u, vceqq_u32(u, vdupq_n_u32(0xff800000u))));
 }
-/* As ra__exp2_scalar; FMAX and FMIN return a NaN if one of their operands is one. */
-RA__OP float32x4_t ra__exp2_neon(float32x4_t x) {
-    float32x4_t magic = vdupq_n_f32(12583039.0f), n, f, p;
-    int32_t i;
+/* As ra__exp2_scalar. FMAX and FMIN return a NaN if an operand is one. */
+RA__ISA_INLINE float32x4_t ra__exp2_neon(float32x4_t x) {
+    float32x4_t magic = vdupq_n_f32(12583039.0f), p = vdupq_n_f32(ra__exp2_near[6]);
     x = vminq_f32(vmaxq_f32(x, vdupq_n_f32(-127.0f)), vdupq_n_f32(128.0f));
-    n = x + magic;
-    f = x - (n - magic);
-    p = vdupq_n_f32(ra__exp2_near[6]);
-    RA__UNROLL for (i = 5; i >= 0; i--) p = vfmaq_f32(vdupq_n_f32(ra__exp2_near[i]), p, f);
+    float32x4_t n = x + magic, f = x - (n - magic);
+    RA__UNROLL for (int32_t i = 5; i >= 0; i--) p = vfmaq_f32(vdupq_n_f32(ra__exp2_near[i]), p, f);
     return p * vreinterpretq_f32_s32(vshlq_n_s32(vreinterpretq_s32_f32(n), 23));
 }
-/* v[c][r] = v[r][c] */
-RA__OP void ra__transpose_neon(float32x4_t *v) {
-    float x[4][4], y[4][4];
-    memcpy(x, v, sizeof x);
-    ra__transpose4(y[0], 4, x[0], 4);
-    memcpy(v, y, sizeof y);
+RA__ISA_INLINE void ra__transpose_neon(float32x4_t *v) {
+    ra__v4f x[4] = {(ra__v4f)v[0], (ra__v4f)v[1], (ra__v4f)v[2], (ra__v4f)v[3]};
+    ra__transpose_scalar(x);
+    for (int32_t i = 0; i < 4; i++) v[i] = (float32x4_t)x[i];
 }
-RA__OP float ra__sum_neon(float32x4_t v) { return vaddvq_f32(v); }
-RA__OP float32x4_t ra__sums_neon(const float32x4_t *v) {
+RA__ISA_INLINE float ra__sum_neon(float32x4_t v) { return vaddvq_f32(v); }
+RA__ISA_INLINE float32x4_t ra__sums_neon(const float32x4_t *v) {
     return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
 }
-RA__OP int32_t ra__bad_neon(float32x4_t v) {
+RA__ISA_INLINE int32_t ra__any_nonfinite_neon(float32x4_t v) {
     uint32x4_t e = vdupq_n_u32(0x7f800000u);
     return vmaxvq_u32(vceqq_u32(vandq_u32(vreinterpretq_u32_f32(v), e), e)) != 0;
 }
-RA__OP float32x4_t ra__of_f16_neon(const uint8_t *p) {
+RA__ISA_INLINE float32x4_t ra__of_f16_neon(const uint8_t *p) {
     return vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p)));
 }
-RA__OP float32x4_t ra__of_i8_neon(const uint8_t *p) {
+RA__ISA_INLINE float32x4_t ra__of_i8_neon(const uint8_t *p) {
     uint32_t u;
     memcpy(&u, p, sizeof u);
     return vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(u)))));
 }
-RA__OP float32x4_t ra__of_bf16_neon(const uint8_t *p) {
+RA__ISA_INLINE float32x4_t ra__of_bf16_neon(const uint8_t *p) {
     return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(p)), 16));
 }
-RA__OP void ra__to_f16_neon(uint8_t *p, float32x4_t v) {
+RA__ISA_INLINE void ra__to_f16_neon(uint8_t *p, float32x4_t v) {
     vst1_u8(p, vreinterpret_u8_f16(vcvt_f16_f32(v)));
 }
 /* As ra__bf16_of_f32. */
-RA__OP void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
-    uint32x4_t u = vreinterpretq_u32_f32(v), high = vshrq_n_u32(u, 16), r;
+RA__ISA_INLINE void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
+    uint32x4_t u = vreinterpretq_u32_f32(v), high = vshrq_n_u32(u, 16);
     uint32x4_t nan = vcgtq_u32(vandq_u32(u, vdupq_n_u32(0x7fffffffu)), vdupq_n_u32(0x7f800000u));
-    r = vaddq_u32(vandq_u32(high, vdupq_n_u32(1)), vdupq_n_u32(0x7fff));
+    uint32x4_t r = vaddq_u32(vandq_u32(high, vdupq_n_u32(1)), vdupq_n_u32(0x7fff));
     r = vshrq_n_u32(vaddq_u32(u, r), 16);
     r = vbslq_u32(nan, vorrq_u32(high, vdupq_n_u32(0x40)), r);
     vst1_u8(p, vreinterpret_u8_u16(vmovn_u32(r)));
@@ -6521,34 +6447,34 @@ RA__OP void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
 #undef RA__UNROLL_2
 
 /* ========================================================================== DISPATCH
- * Which kernels this processor runs, asked once and remembered in one atomic word, the only mutable
- * global. A feature counts only if the operating system saves its registers (XCR0). Also the
- * floating-point environment of the kernels. */
-enum { RA__BF16_FAST = 1 << 30 };      /* among the bits of what is found */
+ * Finds out which kernels this processor can run, once, and keeps the answer in an atomic word, the
+ * only mutable global. A feature counts only if the operating system saves its registers (XCR0).
+ * Sets the floating-point mode of the kernels. */
+enum { RA__BF16_FAST = 1 << 30 };      /* a bit of ra__isa_found: see ra__isa_bf16_fast */
 
 #if RA__X86
 /* 1 if vdpbf16ps issues as often as a multiply-add, so that it does twice the work: AMD from Zen 4
- * on; Intel has a quarter of it, which is less than f32 arithmetic on widened values. */
+ * on. Intel has a quarter of that rate, which is slower than f32 arithmetic on widened values. */
 static int32_t ra__isa_bf16_fast(void) {
-    uint32_t a = 0, b = 0, c = 0, d = 0, family, model;
+    uint32_t a = 0, b = 0, c = 0, d = 0;
     if (!__get_cpuid(0, &a, &b, &c, &d) || b != 0x68747541u) return 0; /* "Auth" of AMD */
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
-    family = (a >> 8 & 15u) + (a >> 20 & 255u);
-    model = (a >> 4 & 15u) | (a >> 12 & 0xf0u);
+    uint32_t family = (a >> 8 & 15u) + (a >> 20 & 255u);
+    uint32_t model = (a >> 4 & 15u) | (a >> 12 & 0xf0u);
     return family >= 0x1au || (family == 0x19u && model >= 0x10u);
 }
 
-/* 1 if there are tiles with bf16 products and this process may use them: Linux wants to be asked,
- * by arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA); asking again is no harm. */
+/* 1 if the processor has tiles with bf16 products and this process may use them. Linux grants the
+ * use to a process that calls arch_prctl(ARCH_REQ_XCOMP_PERM, XTILEDATA). It may do so again. */
 static int32_t ra__isa_amx(uint32_t d7, uint32_t xcr0) {
 #if defined(RA__AMX_SOFT)
     (void)d7;
     (void)xcr0;
     return 1;
 #elif defined(__linux__)
-    long result;
     if ((d7 & (1u << 22 | 1u << 24)) != (1u << 22 | 1u << 24)) return 0;
     if ((xcr0 & 0x60000u) != 0x60000u) return 0;
+    long result;
     __asm__ volatile("syscall" : "=a"(result) : "a"(158L), "D"(0x1023L), "S"(18L)
                      : "rcx", "r11", "memory");
     return result == 0;
@@ -6559,10 +6485,11 @@ static int32_t ra__isa_amx(uint32_t d7, uint32_t xcr0) {
 #endif
 }
 
-/* Bit `isa` for each available set. CPUID: Intel SDM volume 2A; XCR0: volume 1, 13.3. */
+/* Bit `isa` is set for each available instruction set. CPUID: Intel SDM volume 2A; XCR0: volume 1,
+ * section 13.3. */
 static uint32_t ra__isa_probe(void) {
-    const uint32_t fma_f16c_osxsave = 1u << 12 | 1u << 29 | 1u << 27;
-    const uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
+    uint32_t fma_f16c_osxsave = 1u << 12 | 1u << 29 | 1u << 27;
+    uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
     uint32_t a = 0, b = 0, c = 0, d = 0, b7 = 0, d7 = 0, xcr0 = 0, high = 0;
     uint32_t found = 1u << RA_ISA_SCALAR;
     if (!__get_cpuid(1, &a, &b, &c, &d) || (c & fma_f16c_osxsave) != fma_f16c_osxsave) return found;
@@ -6585,8 +6512,8 @@ static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR | 1u << RA_ISA_
 static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR; }
 #endif
 
-/* Denormals are flushed during a call, also in a build without the vector kernels: the numbers do
- * not depend on the caller's mode. Returns what was set before, for ra__fp_leave. */
+/* Denormals are flushed during a call, also in a build without vector kernels, so that the numbers
+ * do not depend on the mode of the caller. Returns the mode of the caller, for ra__fp_leave. */
 #if defined(__x86_64__)
 RA__INLINE uint32_t ra__fp_enter(void) {           /* MXCSR: FTZ and DAZ */
     uint32_t before = __builtin_ia32_stmxcsr();
@@ -6609,7 +6536,7 @@ RA__INLINE uint32_t ra__fp_enter(void) { return 0; }
 RA__INLINE void ra__fp_leave(uint32_t before) { (void)before; }
 #endif
 
-static int32_t ra__isa_found;          /* bits of ra__isa_probe; 0: not asked yet */
+static int32_t ra__isa_found;          /* result of ra__isa_probe; 0: not called yet */
 
 static uint32_t ra__isa_detect(void) {
     int32_t found = __atomic_load_n(&ra__isa_found, __ATOMIC_RELAXED);
@@ -6620,7 +6547,7 @@ static uint32_t ra__isa_detect(void) {
     return (uint32_t)found;
 }
 
-/* The form that does f32 arithmetic: of `isa`, or of what it builds upon. */
+/* The kernel with f32 arithmetic of `isa`, or of the instruction set that it extends. */
 static const ra__kernel *ra__kernel_f32(int32_t isa) {
 #if RA__X86
     if (isa >= RA_ISA_AVX512 && isa <= RA_ISA_AMX) return &ra__kernel_avx512;
@@ -6633,8 +6560,8 @@ static const ra__kernel *ra__kernel_f32(int32_t isa) {
     return &ra__kernel_scalar;
 }
 
-/* The kernels of a resolved descriptor. The form depends on instruction set, dtypes and dims alone,
- * not on the number of rows. Those for f32 alone know dropout. */
+/* The kernel of a resolved descriptor. It depends on instruction set, dtypes and dropout, not on
+ * the number of rows. Only kernels with f32 arithmetic have dropout. */
 static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
 #if RA__X86
     if (d->q_dtype == RA_BF16 && d->k_dtype == RA_BF16 && d->v_dtype == RA_BF16)
@@ -6644,14 +6571,14 @@ static RA__UNUSED const ra__kernel *ra__kernel_of(const ra_desc *d) {
     return ra__kernel_f32(d->isa);
 }
 
-/* In decode form: AMX has none of its own. */
+/* The kernel for decoding. AMX has none and takes that of AVX-512. */
 static RA__UNUSED const ra__kernel *ra__kernel_decode(const ra_desc *d) {
     const ra__kernel *kernel = ra__kernel_of(d);
-    return kernel->few_fold ? kernel : ra__kernel_f32(d->isa);
+    return kernel->decode_fold ? kernel : ra__kernel_f32(d->isa);
 }
 
 RINGATTN_API int32_t ra_isa_best(void) {
-    const uint32_t found = ra__isa_detect();
+    uint32_t found = ra__isa_detect();
     if (found >> RA_ISA_AMX & 1) return RA_ISA_AMX;
     if (found & (uint32_t)RA__BF16_FAST) return RA_ISA_AVX512_BF16;
     if (found >> RA_ISA_AVX512 & 1) return RA_ISA_AVX512;
@@ -7081,11 +7008,11 @@ static ra__bounds ra__rows_fill(const ra_mask *m, int64_t end, const ra__seg *s,
         g->pos[i] = (int32_t)p;
         g->lo[i] = v[0];
         g->hi[i] = v[1];
-        g->doc[i] = v[2];
-        g->keep[i] = v[3];
+        g->keep_first[i] = v[2];
+        g->keep_end[i] = v[3];
     }
     for (int64_t i = s->rows; g && i < RA_BLOCK_TOKENS; i++)
-        g->pos[i] = g->lo[i] = g->hi[i] = g->doc[i] = g->keep[i] = 0;
+        g->pos[i] = g->lo[i] = g->hi[i] = g->keep_first[i] = g->keep_end[i] = 0;
     return b;
 }
 
@@ -8440,7 +8367,7 @@ typedef struct ra__scratch {
     ra__bounds bounds[RA__PANELS];
     int32_t head[RA__PANELS];
     ra__bytes size;
-    ra__store store;                   /* k, v, pos: of size.batch blocks */
+    ra__key_scratch store;             /* k, v, pos: of size.batch blocks */
     int32_t *pos;
     ra__keys keys[RA__BATCH];          /* blocks that wait to be folded */
     int8_t kind[RA__PANELS][RA__BATCH];
@@ -8448,7 +8375,7 @@ typedef struct ra__scratch {
     int64_t block;                     /* next one of the chunk in hand */
     int64_t folded;                    /* blocks folded since the task was loaded */
     int64_t left;                      /* work that this step may still do, see RA__TILE_WORK */
-    ra__ahead ahead;
+    ra__prefetch_list ahead;
     ra__task next;                     /* of this thread; count 0: not known */
     int32_t asked;                     /* panels of it whose queries were asked for */
 } ra__scratch;
@@ -8465,7 +8392,8 @@ static int32_t ra__panels(const ra_desc *d) {
     return size.q + size.acc > 24 * 1024 ? RA__PANELS / 2 : RA__PANELS;
 }
 
-static void ra__store_carve(ra__arena *a, const ra__bytes *size, int32_t shared, ra__store *x) {
+static void ra__store_carve(ra__arena *a, const ra__bytes *size, int32_t shared,
+                            ra__key_scratch *x) {
     x->shared = shared;
     x->s = (float *)ra__carve(a, size->s);
     x->k = (uint8_t *)ra__carve(a, size->k * size->batch);
@@ -8530,8 +8458,8 @@ static ra__drop ra__drop_of(const ra__work *w, int32_t b, int32_t head) {
     x.seed = w->t->seed;
     x.head = (uint32_t)head;
     x.sequence = (uint32_t)b;
-    x.least = (uint32_t)((double)w->d->dropout * 4294967296.0);
-    x.keep = (float)(1.0 / (1.0 - (double)w->d->dropout));
+    x.threshold = (uint32_t)((double)w->d->dropout * 4294967296.0);
+    x.scale = (float)(1.0 / (1.0 - (double)w->d->dropout));
     return x;
 }
 
@@ -8601,14 +8529,30 @@ static void ra__panel_finish(const ra__work *w, const ra__task *t, const ra__scr
     w->kernel->store_o(p, (void *)(uintptr_t)o.data, o.token, w->d->o_dtype, w->d->v_dim, factor);
 }
 
+/* What the rows of seg see, as bounds and, per row, in `rows`. */
+static ra__bounds ra__panel_mask(const ra__work *w, int32_t sequence, const ra__seg *seg,
+                                 ra__rows *rows, ra__panel *p) {
+    const int32_t *array = w->q_side.array;
+    if (array) array += sequence * w->q_side.array_stride;
+    p->geo = rows;
+    int64_t end = ra__key_end(w->d, sequence, w->any_position);
+    return ra__rows_fill(&w->d->mask, end, seg, array, rows);
+}
+
+/* Number of rows of a panel, how their scores are modified, and what to prefetch meanwhile. */
+static void ra__panel_scores(const ra__work *w, int32_t sequence, const ra__seg *seg, int32_t head,
+                             ra__prefetch_list *prefetch, ra__panel *p) {
+    p->rows = (int32_t)seg->rows;
+    p->score = ra__score_of(w, sequence, seg->row, head);
+    p->drop = ra__drop_of(w, sequence, head);
+    p->factor = ra__q_factor(w->d);
+    p->prefetch = prefetch;
+}
+
 /* Rows, heads and geometry of the panels of a task. Reads none of the call's tensors. */
 static void ra__task_rows(const ra__work *w, const ra__task *t, ra__scratch *x) {
-    const ra_desc *d = w->d;
-    int32_t group = d->q_heads / d->kv_heads;
-    int64_t tokens = ra__q_len(d, t->sequence);
-    const int32_t *array = w->q_side.array;
-    int64_t end = ra__key_end(d, t->sequence, w->any_position);
-    if (array) array += t->sequence * w->q_side.array_stride;
+    int32_t group = w->d->q_heads / w->d->kv_heads;
+    int64_t tokens = ra__q_len(w->d, t->sequence);
     for (int32_t i = 0; i < t->count; i++) {
         int64_t block = (t->panel0 + i) / group;
         ra__panel *p = &x->panel[i];
@@ -8619,14 +8563,9 @@ static void ra__task_rows(const ra__work *w, const ra__task *t, ra__scratch *x) 
             p->geo = x->panel[i - 1].geo;
         } else {
             (void)ra__side_block(&w->q_side, t->sequence, tokens, block, &x->seg[i]);
-            x->bounds[i] = ra__rows_fill(&d->mask, end, &x->seg[i], array, x->rows[i]);
-            p->geo = x->rows[i];
+            x->bounds[i] = ra__panel_mask(w, t->sequence, &x->seg[i], x->rows[i], p);
         }
-        p->rows = (int32_t)x->seg[i].rows;
-        p->score = ra__score_of(w, t->sequence, x->seg[i].row, x->head[i]);
-        p->ahead = &x->ahead;
-        p->factor = ra__q_factor(d);
-        p->drop = ra__drop_of(w, t->sequence, x->head[i]);
+        ra__panel_scores(w, t->sequence, &x->seg[i], x->head[i], &x->ahead, p);
     }
 }
 
@@ -8708,7 +8647,7 @@ static void ra__next_ahead(const ra__work *w, ra__scratch *x) {
                          panel / group, &s);
     ra__view q = ra__view_at(w->q, x->next.sequence, s.row,
                              x->next.kv_head * group + panel % group);
-    ra__ahead_add(&x->ahead, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
+    ra__prefetch_add(&x->ahead, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
 }
 
 /* Notes the next blocks from block i on that will be wanted. */
@@ -8718,7 +8657,7 @@ static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item 
     int64_t k_bytes = ra__row_bytes(w->d->k_dtype, w->d->k_dim);
     int64_t v_bytes = w->d->v_in_k ? 0 : ra__row_bytes(w->d->v_dtype, w->d->v_dim);
     int32_t n = 0;
-    ra__ahead *a = &x->ahead;
+    ra__prefetch_list *a = &x->ahead;
     memset(a, 0, sizeof *a);
     for (; i < blocks && n < x->size.batch; i++) {
         int8_t kind[RA__PANELS];
@@ -8727,8 +8666,8 @@ static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item 
         ra__seg s = ra__item_block(w, item, i, &which, &pos);
         if (!ra__task_kinds(w, t, x, &s, pos, kind)) continue;
         ra__keys keys = ra__block_keys(item, which, &s, t->kv_head, NULL);
-        ra__ahead_add(a, keys.k, keys.k_stride, keys.n, k_bytes);
-        ra__ahead_add(a, keys.v, keys.v_stride, keys.n, v_bytes);
+        ra__prefetch_add(a, keys.k, keys.k_stride, keys.n, k_bytes);
+        ra__prefetch_add(a, keys.v, keys.v_stride, keys.n, v_bytes);
         n++;
     }
     ra__next_ahead(w, x);
@@ -8744,7 +8683,7 @@ static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item 
     int32_t which, *to = x->pos + at * RA_BLOCK_TOKENS;
     const int32_t *pos;
     ra__seg s = ra__item_block(w, item, i, &which, &pos);
-    ra__store store = x->store;
+    ra__key_scratch store = x->store;
     int any = ra__task_kinds(w, t, x, &s, pos, kind);
     for (int32_t j = 0; j < t->count; j++) {
         x->kind[j][at] = kind[j];
@@ -9091,10 +9030,10 @@ typedef struct ra__back_scratch {
     ra__seg seg[RA__BACK_PANELS];
     ra__bounds bounds[RA__BACK_PANELS];
     int32_t head[RA__BACK_PANELS];
-    ra__tile tile[RA__BACK_PANELS];
-    ra__ahead ahead;
+    ra__back_job tile[RA__BACK_PANELS];
+    ra__prefetch_list ahead;
     int32_t next, asked;               /* panels of the next group; how many were asked for */
-    ra__store store;                   /* [most]: of block i, or of one that is not kept */
+    ra__key_scratch store;             /* [most]: of block i, or of one that is not kept */
     ra__bytes size;
     ra__ready *ready;                  /* [most] */
     int64_t most;
@@ -9123,10 +9062,10 @@ static void ra__back_carve(ra__arena *a, const ra_desc *d, int64_t blocks, ra__b
     x->size.batch = (int32_t)x->most;
     for (int32_t i = 0; i < x->panels; i++) {
         ra__back_panel *p = &x->panel[i];
-        p->p.q = (float *)ra__carve(a, lane * k_dim);
-        p->p.acc = (float *)ra__carve(a, lane * k_dim);
-        p->p.m = (float *)ra__carve(a, lane);
-        p->p.l = (float *)ra__carve(a, lane);
+        p->fwd.q = (float *)ra__carve(a, lane * k_dim);
+        p->fwd.acc = (float *)ra__carve(a, lane * k_dim);
+        p->fwd.m = (float *)ra__carve(a, lane);
+        p->fwd.l = (float *)ra__carve(a, lane);
         p->g = (float *)ra__carve(a, lane * ra__round_up(d->v_dim, 32));
         p->q_rows = (float *)ra__carve(a, lane * ra__round_up(d->k_dim, RA_BLOCK_TOKENS));
         p->g_rows = (float *)ra__carve(a, lane * ra__round_up(d->v_dim, RA_BLOCK_TOKENS));
@@ -9194,7 +9133,7 @@ RA__INLINE int ra__lse_serves(float lse) {
  * one whose LSE does not serve. */
 static void ra__back_stats(const ra__back *b, const ra__task *t, ra__back_scratch *x, int32_t i) {
     const ra__work *w = b->w;
-    const ra__panel *p = &x->panel[i].p;
+    const ra__panel *p = &x->panel[i].fwd;
     int64_t row = x->seg[i].row, at = ra__ml_at(w, t->sequence, row, x->head[i]);
     ra__view lse = ra__view_at(w->lse, t->sequence, row, x->head[i]);
     ra__source o = ra__source_of(ra__view_at(w->o, t->sequence, row, x->head[i]), w->d->o_dtype,
@@ -9227,31 +9166,22 @@ static void ra__back_bias(const ra__back *b, const ra__task *t, ra__back_scratch
     p->d_bias_keys = bias->keys;
 }
 
-/* Rows, head and geometry of the panels of a group. */
+/* Rows, heads and geometry of the panels of a group. */
 static void ra__back_geometry(const ra__back *b, const ra__task *t, ra__back_scratch *x) {
-    const ra__work *w = b->w;
-    const int32_t *array = w->q_side.array;
-    int32_t group = w->d->q_heads / w->d->kv_heads;
-    int64_t end = ra__key_end(w->d, t->sequence, w->any_position);
-    if (array) array += t->sequence * w->q_side.array_stride;
+    int32_t group = b->w->d->q_heads / b->w->d->kv_heads;
     for (int32_t i = 0; i < t->count; i++) {
         int64_t block = (t->panel0 + i) / group;
-        ra__panel *p = &x->panel[i].p;
+        ra__panel *p = &x->panel[i].fwd;
         x->head[i] = t->kv_head * group + (int32_t)((t->panel0 + i) % group);
         if (i && block == (t->panel0 + i - 1) / group) {
             x->seg[i] = x->seg[i - 1];
             x->bounds[i] = x->bounds[i - 1];
-            p->geo = x->panel[i - 1].p.geo;
+            p->geo = x->panel[i - 1].fwd.geo;
         } else {
             ra__back_block(b, t->sequence, block, &x->seg[i]);
-            x->bounds[i] = ra__rows_fill(&w->d->mask, end, &x->seg[i], array, x->rows[i]);
-            p->geo = x->rows[i];
+            x->bounds[i] = ra__panel_mask(b->w, t->sequence, &x->seg[i], x->rows[i], p);
         }
-        p->rows = (int32_t)x->seg[i].rows;
-        p->score = ra__score_of(w, t->sequence, x->seg[i].row, x->head[i]);
-        p->drop = ra__drop_of(w, t->sequence, x->head[i]);
-        p->factor = ra__q_factor(w->d);
-        p->ahead = &x->ahead;
+        ra__panel_scores(b->w, t->sequence, &x->seg[i], x->head[i], &x->ahead, p);
     }
 }
 
@@ -9281,7 +9211,7 @@ static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads 
         if (!g->dq.data) continue;
         ra__view dq = ra__back_dq(t, b, g, x, i);
         if (g->edge & RA__FIRST) dq.data = NULL;
-        b->kernel->load_acc(&p->p, (const float *)(const void *)dq.data, dq.token / 4, d->k_dim);
+        b->kernel->load_acc(&p->fwd, (const float *)(const void *)dq.data, dq.token / 4, d->k_dim);
     }
 }
 
@@ -9290,7 +9220,7 @@ static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads 
                           ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
     for (int32_t i = 0; i < t->count && g->dq.data; i++) {
-        const ra__panel *p = &x->panel[i].p;
+        const ra__panel *p = &x->panel[i].fwd;
         ra__view dq = ra__back_dq(t, b, g, x, i);
         if (!(g->edge & RA__LAST)) {
             b->kernel->store_acc(p, (float *)(uintptr_t)dq.data, dq.token / 4, d->k_dim);
@@ -9338,7 +9268,7 @@ static const void *ra__back_prepare(const ra__back *b, ra__back_scratch *x, int6
                                     ra__keys *keys, int partial) {
     const int64_t at = ra__min(i, x->most - 1), kept = i < x->most - 1;
     ra__ready *r = &x->ready[at];
-    ra__store store = x->store;
+    ra__key_scratch store = x->store;
     store.k += at * x->size.k;
     store.v += at * x->size.v;
     if (!kept || r->keys.n == 0) {
@@ -9359,18 +9289,18 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
     const int32_t group = d->q_heads / d->kv_heads;
     const int64_t left = ra__chunk_blocks(&item->c) - i, panel = t->panel0 + t->count + x->asked;
     int64_t rows = 0;
-    ra__ahead *a = &x->ahead;
+    ra__prefetch_list *a = &x->ahead;
     memset(a, 0, sizeof *a);
     if (left > 0 && (i >= x->most - 1 || x->ready[i].keys.n == 0)) {
         int32_t which;
         ra__seg s = ra__chunk_block(&item->c, b->w->order, i, &which);
         ra__keys keys = ra__block_keys(item, which, &s, t->kv_head, NULL);
-        ra__ahead_add(a, keys.k, keys.k_stride, keys.n, ra__row_bytes(d->k_dtype, d->k_dim));
+        ra__prefetch_add(a, keys.k, keys.k_stride, keys.n, ra__row_bytes(d->k_dtype, d->k_dim));
         if (!d->v_in_k)
-            ra__ahead_add(a, keys.v, keys.v_stride, keys.n, ra__row_bytes(d->v_dtype, d->v_dim));
+            ra__prefetch_add(a, keys.v, keys.v_stride, keys.n, ra__row_bytes(d->v_dtype, d->v_dim));
     } else if (left > 0) {
-        ra__ahead_add(a, x->store.k + i * x->size.k, 256, x->size.k / 256, 256);
-        ra__ahead_add(a, x->store.v + i * x->size.v, 256, x->size.v / 256, 256);
+        ra__prefetch_add(a, x->store.k + i * x->size.k, 256, x->size.k / 256, 256);
+        ra__prefetch_add(a, x->store.v + i * x->size.v, 256, x->size.v / 256, 256);
     }
     if (x->asked < x->next && left < x->next - x->asked) {
         const int64_t o_bytes = ra__row_bytes(d->o_dtype, d->v_dim);
@@ -9382,10 +9312,10 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
         o = ra__view_at(b->w->o, t->sequence, s.row, head);
         d_o = ra__view_at(b->d_o, t->sequence, s.row, head);
         lse = ra__view_at(b->w->lse, t->sequence, s.row, head);
-        ra__ahead_add(a, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
-        ra__ahead_add(a, d_o.data, d_o.token, s.rows, o_bytes);
-        ra__ahead_add(a, lse.data, lse.token, s.rows, 4);
-        if (!b->delta) ra__ahead_add(a, o.data, o.token, s.rows, o_bytes);
+        ra__prefetch_add(a, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
+        ra__prefetch_add(a, d_o.data, d_o.token, s.rows, o_bytes);
+        ra__prefetch_add(a, lse.data, lse.token, s.rows, 4);
+        if (!b->delta) ra__prefetch_add(a, o.data, o.token, s.rows, o_bytes);
         x->asked++;
     }
     for (int32_t n = 0; n < a->count; n++) rows += a->rows[n];
@@ -9401,7 +9331,7 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     int64_t row = s.row - item->c.seg[which].row;
     const int32_t *pos = item->pos[which] ? item->pos[which] + row : NULL;
     ra__view dk = ra__view_at(g->dk[which], 0, row, 0), dv = ra__view_at(g->dv[which], 0, row, 0);
-    ra__tile *tile = x->tile;
+    ra__back_job *tile = x->tile;
     ra__keys keys;
     int32_t count = 0;
     int any = ra__back_kinds(b, t, &s, pos, x);
@@ -9423,7 +9353,7 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     for (int32_t j = 0; j < t->count; j++) {
         if (x->kind[j] == RA__EMPTY) continue;
         tile[count] = tile[0];
-        tile[count].x = &x->panel[j];
+        tile[count].panel = &x->panel[j];
         tile[count++].partial = x->kind[j] == RA__PARTIAL;
     }
     x->left -= RA__TILE_WORK * count;
@@ -9570,12 +9500,12 @@ static double ra__back_sink_block(const ra__back *b, int32_t head, const ra__tas
     const double ln2 = 0.69314718055994530942;
     const float sink = b->w->t->sinks[head];
     const int32_t *pos = b->w->q_side.array;       /* empty cells have dO, but no part in this */
-    const ra__panel *p = &x->panel[0].p;
+    const ra__panel *p = &x->panel[0].fwd;
     double sum = x->sum;
     if (pos) pos += t->sequence * b->w->q_side.array_stride;
     ra__back_block(b, t->sequence, i, &x->seg[0]);
     x->head[0] = head;
-    x->panel[0].p.rows = (int32_t)x->seg[0].rows;
+    x->panel[0].fwd.rows = (int32_t)x->seg[0].rows;
     ra__back_stats(b, t, x, 0);
     for (int32_t r = 0; r < p->rows && !ra__is_neg_inf(sink); r++)
         if (!ra__is_neg_inf(-p->m[r]) && !(pos && pos[x->seg[0].row + r] < 0))
@@ -9767,11 +9697,7 @@ static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x
     x->bounds[i] = ra__rows_fill(&d->mask, ra__key_end(d, t->sequence, c->w.any_position), &s, pos,
                                  x->rows[i]);
     p->geo = x->rows[i];
-    p->rows = (int32_t)s.rows;
-    p->score = ra__score_of(&c->w, t->sequence, 0, 0);
-    p->ahead = &x->ahead;
-    p->factor = ra__q_factor(d);
-    p->drop = ra__drop_of(&c->w, t->sequence, 0);
+    ra__panel_scores(&c->w, t->sequence, &s, 0, &x->ahead, p);
     c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
     for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
         p->m[r] = r < p->rows ? ra__neg_inf() : 0.0f;
@@ -9888,7 +9814,7 @@ enum { RA__DECODE_PAIRS = 16, RA__DECODE_HEADS = 8, RA__DECODE_BYTES = 2304,
 
 /* One thread's state, and the task under way. */
 typedef struct ra__decode {
-    ra__few *few;                      /* [heads][fours] */
+    ra__decode_rows *few;              /* [heads][fours] */
     int32_t *pos;                      /* [64] of a block */
     float *slot;                       /* [heads][fours] sums of the parts before, if any */
     int32_t heads;                     /* most of a task */
@@ -9901,7 +9827,7 @@ typedef struct ra__decode {
     int32_t at[RA__DECODE_PAIRS], sees[RA__DECODE_PAIRS][4]; /* of a row: position, ra__mask_row */
     ra__bounds bounds[RA__DECODE_PAIRS];
     uint64_t seen[RA__DECODE_PAIRS];   /* of a row: keys of the block */
-    ra__stretch stretch[RA_BLOCK_TOKENS / 4][RA__DECODE_PAIRS / RA__FEW_ROWS]; /* of the block */
+    ra__decode_keys stretch[RA_BLOCK_TOKENS / 4][RA__DECODE_PAIRS / RA__DECODE_ROWS]; /* of block */
 } ra__decode;
 
 /* 1 if calls like this, with few enough tokens, take the decoding form. */
@@ -9942,17 +9868,17 @@ RA__INLINE int ra__decode_shares(const ra_desc *d) {
 
 /* Floats of m, l and acc of a four. */
 RA__INLINE int64_t ra__slot_floats(const ra_desc *d) {
-    return RA__FEW_ROWS * (2 + ra__round_up(d->v_dim, RA__FEW_DIMS));
+    return RA__DECODE_ROWS * (2 + ra__round_up(d->v_dim, RA__DECODE_DIMS));
 }
 
 static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__decode *x) {
-    int64_t k = ra__round_up(d->k_dim, RA__FEW_DIMS) * RA__FEW_ROWS * (int64_t)sizeof(float);
-    int64_t v = ra__round_up(d->v_dim, RA__FEW_DIMS) * RA__FEW_ROWS * (int64_t)sizeof(float);
+    int64_t k = ra__round_up(d->k_dim, RA__DECODE_DIMS) * RA__DECODE_ROWS * (int64_t)sizeof(float);
+    int64_t v = ra__round_up(d->v_dim, RA__DECODE_DIMS) * RA__DECODE_ROWS * (int64_t)sizeof(float);
     int64_t pairs = d->tokens * (d->q_heads / d->kv_heads);
     float *wide = NULL;
     x->heads = heads;
-    x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__DECODE_PAIRS), RA__FEW_ROWS);
-    x->few = (ra__few *)ra__carve(a, heads * x->fours * (int64_t)sizeof *x->few);
+    x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__DECODE_PAIRS), RA__DECODE_ROWS);
+    x->few = (ra__decode_rows *)ra__carve(a, heads * x->fours * (int64_t)sizeof *x->few);
     x->pos = (int32_t *)ra__carve(a, RA_BLOCK_TOKENS * (int64_t)sizeof *x->pos);
     x->slot = NULL;
     if (ra__k_most(d) > RA__DECODE_PART * RA_BLOCK_TOKENS)
@@ -9963,11 +9889,11 @@ static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__
         if (x->fours > 2 && i % x->fours == 0) wide = (float *)ra__carve(a, 2 * k);
         if (!a->base) continue;
         x->few[i].wide = wide;
-        x->few[i].lane = i % x->fours * RA__FEW_ROWS;
+        x->few[i].lane = i % x->fours * RA__DECODE_ROWS;
         x->few[i].d = d;
         x->few[i].q = q;
         x->few[i].acc = acc;
-        x->few[i].sum = sum;
+        x->few[i].block_acc = sum;
     }
 }
 
@@ -9988,7 +9914,7 @@ static int64_t ra__decode_slots(const ra_desc *d) {
     const int64_t slots = parts < most / d->sequences ? parts * d->sequences : most;
     if (parts < 2 || !ra__may_decode(d)) return 0;
     return ra__round_up(slots * d->kv_heads *
-                        ra__ceil_div(pairs, RA__FEW_ROWS) * ra__slot_floats(d) * 4, 64);
+                        ra__ceil_div(pairs, RA__DECODE_ROWS) * ra__slot_floats(d) * 4, 64);
 }
 
 /* kv heads of a task: as many as nth threads can share evenly, or all if they share out keys. */
@@ -10020,29 +9946,29 @@ static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
 /* Queries and empty state of up to 4 pairs from `pair` on, of kv head `head` of the task. */
 static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t pair) {
     const int32_t group = c->d.q_heads / c->d.kv_heads;
-    ra__few *f = &x->few[head * x->fours + pair / RA__FEW_ROWS];
-    size_t wide = (size_t)ra__round_up(c->d.k_dim, RA__FEW_DIMS) * sizeof(float);
-    f->one = x->pairs == 1 && c->w.kernel->few_unit == RA__FEW_UNIT;
-    if (x->pairs - pair < RA__FEW_ROWS && !f->one) memset(f->q, 0, RA__FEW_ROWS * wide);
+    ra__decode_rows *f = &x->few[head * x->fours + pair / RA__DECODE_ROWS];
+    size_t wide = (size_t)ra__round_up(c->d.k_dim, RA__DECODE_DIMS) * sizeof(float);
+    f->one_row = x->pairs == 1 && c->w.kernel->decode_unit == RA__DECODE_UNIT;
+    if (x->pairs - pair < RA__DECODE_ROWS && !f->one_row) memset(f->q, 0, RA__DECODE_ROWS * wide);
     if (f->wide && pair == 0) memset(f->wide, 0, 8 * wide);
-    wide = (size_t)ra__round_up(c->d.v_dim, RA__FEW_DIMS) * sizeof(float);
-    memset(f->acc, 0, RA__FEW_ROWS * wide);
+    wide = (size_t)ra__round_up(c->d.v_dim, RA__DECODE_DIMS) * sizeof(float);
+    memset(f->acc, 0, RA__DECODE_ROWS * wide);
     memset(f->slope, 0, sizeof f->slope);
     memset(f->pos, 0, sizeof f->pos);
-    memset(f->part, 0, sizeof f->part);
+    memset(f->block_l, 0, sizeof f->block_l);
     memset(f->score, 0, sizeof f->score);
     memset(f->l, 0, sizeof f->l);
     for (int32_t i = 0; i < 16; i++)
-        f->m[i] = pair + i % RA__FEW_ROWS < x->pairs ? ra__neg_inf() : 0.0f;
-    f->live = f->modified = 0;
+        f->m[i] = pair + i % RA__DECODE_ROWS < x->pairs ? ra__neg_inf() : 0.0f;
+    f->has_keys = f->modified = 0;
     f->factor = ra__q_factor(&c->d);
-    for (int32_t r = 0; r < RA__FEW_ROWS && pair + r < x->pairs; r++) {
+    for (int32_t r = 0; r < RA__DECODE_ROWS && pair + r < x->pairs; r++) {
         int32_t row = x->row[pair + r], q_head = (x->head + head) * group + (pair + r) % group;
         f->score[r] = ra__score_of(&c->w, x->sequence, row, q_head);
         f->modified |= ra__score_is_modified(&f->score[r]);
-        for (int32_t i = r; i < 16; i += RA__FEW_ROWS) f->slope[i] = f->score[r].slope;
+        for (int32_t i = r; i < 16; i += RA__DECODE_ROWS) f->slope[i] = f->score[r].slope;
         f->pos[r] = x->at[row];
-        c->w.kernel->few_load(f, r, ra__view_at(c->w.q, x->sequence, row, q_head).data,
+        c->w.kernel->decode_load(f, r, ra__view_at(c->w.q, x->sequence, row, q_head).data,
                               f->factor);
     }
 }
@@ -10050,13 +9976,13 @@ static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int
 static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head,
                              int32_t pair) {
     int32_t group = c->d.q_heads / c->d.kv_heads, q_head = (x->head + head) * group + pair % group;
-    const ra__few *f = &x->few[head * x->fours + pair / RA__FEW_ROWS];
+    const ra__decode_rows *f = &x->few[head * x->fours + pair / RA__DECODE_ROWS];
     const float *sink = c->d.scores & RA_SCORE_SINKS ? c->w.t->sinks + q_head : NULL;
     ra__view o = ra__view_at(c->w.o, x->sequence, x->row[pair], q_head);
     ra__view lse = ra__view_at(c->w.lse, x->sequence, x->row[pair], q_head);
-    int32_t r = pair % RA__FEW_ROWS;
+    int32_t r = pair % RA__DECODE_ROWS;
     float sum, factor = ra__row_finish(f->m[r], f->l[r], sink, lse.data ? &sum : NULL);
-    c->w.kernel->few_store(f, r, (void *)(uintptr_t)o.data, factor);
+    c->w.kernel->decode_store(f, r, (void *)(uintptr_t)o.data, factor);
     if (lse.data) memcpy((void *)(uintptr_t)lse.data, &sum, sizeof sum);
 }
 
@@ -10082,14 +10008,15 @@ static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *
 
 /* Keys [j, j + n) of the block as four `four` sees them; seen 0: none of them. Rows that are not
  * there see all. */
-static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__stretch *t) {
-    const uint32_t all = 0xffffu >> (RA__FEW_KEYS - (t->n < RA__FEW_KEYS ? t->n : RA__FEW_KEYS));
-    uint32_t bits[RA__FEW_ROWS], some = 0, every = all;
+static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__decode_keys *t) {
+    const uint32_t all = 0xffffu >> (RA__DECODE_KEYS -
+                                     (t->n < RA__DECODE_KEYS ? t->n : RA__DECODE_KEYS));
+    uint32_t bits[RA__DECODE_ROWS], some = 0, every = all;
     t->partial = 0;
     t->seen = ~(uint64_t)0;
-    if (t->n > RA__FEW_KEYS) return;
-    for (int32_t r = 0; r < RA__FEW_ROWS; r++) {
-        int32_t pair = four * RA__FEW_ROWS + r;
+    if (t->n > RA__DECODE_KEYS) return;
+    for (int32_t r = 0; r < RA__DECODE_ROWS; r++) {
+        int32_t pair = four * RA__DECODE_ROWS + r;
         bits[r] = all;
         if (pair >= x->pairs) continue;
         bits[r] = (uint32_t)(x->seen[x->row[pair]] >> j) & all;
@@ -10097,12 +10024,12 @@ static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra_
         every &= bits[r];
     }
     t->partial = every != all;
-    t->seen = ~(uint64_t)0 >> (64 - RA__FEW_ROWS * t->n);
+    t->seen = ~(uint64_t)0 >> (64 - RA__DECODE_ROWS * t->n);
     if (!t->partial) return;
     t->seen = 0;
     if (!some) return;
     for (int32_t i = 0; i < 4 * t->n; i++)
-        t->seen |= (uint64_t)(bits[i % RA__FEW_ROWS] >> i / RA__FEW_ROWS & 1) << i;
+        t->seen |= (uint64_t)(bits[i % RA__DECODE_ROWS] >> i / RA__DECODE_ROWS & 1) << i;
 }
 
 /* Points a stream at the rows of all heads of the task, some 4 KB beyond token row `row`. */
@@ -10117,22 +10044,22 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
 /* Keys [from, to) of a block, whose first is token row `row`, for all heads and fours. */
 static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
                             int32_t to, ra__decode *x) {
-    const int32_t fours = (int32_t)ra__ceil_div(x->pairs, RA__FEW_ROWS);
+    const int32_t fours = (int32_t)ra__ceil_div(x->pairs, RA__DECODE_ROWS);
     const int more = !x->near && row + from + x->run < ra__k_len(&c->d, x->sequence);
     ra__stream a[2];
     for (int i = 0; i < 2 && more; i++) ra__decode_ahead(&a[i], x, &kv[i], row + from);
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t j = from; j < to; j += x->keys) {
-            ra__stretch *t = x->stretch[j / x->keys];
+            ra__decode_keys *t = x->stretch[j / x->keys];
             int first = more;
-            for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
+            for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
                 if (!t[g].seen) continue;
                 t[g].k = ra__view_at(kv[0], 0, row + j, h).data;
                 t[g].v = ra__view_at(kv[1], 0, row + j, h).data;
-                t[g].ahead = first ? a : NULL;
+                t[g].streams = first ? a : NULL;
                 first = 0;
             }
-            c->w.kernel->few_fold(&x->few[h * x->fours], t, fours);
+            c->w.kernel->decode_fold(&x->few[h * x->fours], t, fours);
         }
 }
 
@@ -10141,13 +10068,13 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
                              const int32_t *pos, ra__decode *x) {
     const int32_t keys = x->keys, run = x->run;
     if (!ra__decode_sees(x, s, pos)) return;
-    if (x->near && x->few->one && c->d.softcap == 0.0f &&
+    if (x->near && x->few->one_row && c->d.softcap == 0.0f &&
         !(c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) &&       /* of any head */
         x->seen[0] == ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows))
         x->keys = x->run = RA_BLOCK_TOKENS;
     for (int32_t j = 0; j < s->rows; j += x->keys)
-        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
-            ra__stretch *t = &x->stretch[j / x->keys][g];
+        for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
+            ra__decode_keys *t = &x->stretch[j / x->keys][g];
             t->n = (int32_t)ra__min(x->keys, s->rows - j);
             t->pos = x->pos + j;
             t->k_stride = kv[0].token;
@@ -10157,8 +10084,9 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     for (int32_t j = 0; j < s->rows; j += x->run)
         ra__decode_fold(c, kv, s->row, j, (int32_t)ra__min(j + x->run, s->rows), x);
     for (int32_t h = 0; h < x->count; h++)
-        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++)
-            if (x->few[h * x->fours + g].live) c->w.kernel->few_close(&x->few[h * x->fours + g]);
+        for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++)
+            if (x->few[h * x->fours + g].has_keys)
+                c->w.kernel->decode_close(&x->few[h * x->fours + g]);
     x->keys = keys;
     x->run = run;
 }
@@ -10195,17 +10123,17 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
 }
 
 /* Sums of a four from and to a slot. */
-static void ra__slot_load(ra__few *f, const float *slot) {
-    memcpy(f->l, slot + RA__FEW_ROWS, sizeof f->l);
-    for (int32_t i = 0; i < 16; i++) f->m[i] = slot[i % RA__FEW_ROWS];
-    memcpy(f->acc, slot + 2 * RA__FEW_ROWS,
-           (size_t)(ra__slot_floats(f->d) - 2 * RA__FEW_ROWS) * sizeof *slot);
+static void ra__slot_load(ra__decode_rows *f, const float *slot) {
+    memcpy(f->l, slot + RA__DECODE_ROWS, sizeof f->l);
+    for (int32_t i = 0; i < 16; i++) f->m[i] = slot[i % RA__DECODE_ROWS];
+    memcpy(f->acc, slot + 2 * RA__DECODE_ROWS,
+           (size_t)(ra__slot_floats(f->d) - 2 * RA__DECODE_ROWS) * sizeof *slot);
 }
-static void ra__slot_save(const ra__few *f, float *slot) {
-    memcpy(slot, f->m, RA__FEW_ROWS * sizeof *slot);
-    memcpy(slot + RA__FEW_ROWS, f->l, sizeof f->l);
-    memcpy(slot + 2 * RA__FEW_ROWS, f->acc,
-           (size_t)(ra__slot_floats(f->d) - 2 * RA__FEW_ROWS) * sizeof *slot);
+static void ra__slot_save(const ra__decode_rows *f, float *slot) {
+    memcpy(slot, f->m, RA__DECODE_ROWS * sizeof *slot);
+    memcpy(slot + RA__DECODE_ROWS, f->l, sizeof f->l);
+    memcpy(slot + 2 * RA__DECODE_ROWS, f->acc,
+           (size_t)(ra__slot_floats(f->d) - 2 * RA__DECODE_ROWS) * sizeof *slot);
 }
 
 /* Slot of a part, kv head and four among those of all threads. */
@@ -10220,11 +10148,11 @@ static float *ra__slot_at(const ra__local *c, const ra__decode *x, float *slots,
 static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
     const int last = x->parts == 1 || (!slots && x->part + 1 == x->parts);
     for (int32_t h = 0; h < x->count; h++) {
-        for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs && x->parts > 1; g++) {
-            ra__few *f = &x->few[h * x->fours + g];
+        for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs && x->parts > 1; g++) {
+            ra__decode_rows *f = &x->few[h * x->fours + g];
             float *to = slots ? ra__slot_at(c, x, slots, x->part, x->head + h, g)
                               : x->slot + (h * x->fours + g) * ra__slot_floats(&c->d);
-            if (!slots && x->part) c->w.kernel->few_merge(f, to);
+            if (!slots && x->part) c->w.kernel->decode_merge(f, to);
             if (!last) ra__slot_save(f, to);
         }
         for (int32_t i = 0; i < x->pairs && last; i++) ra__decode_store(c, x, h, i);
@@ -10249,7 +10177,7 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     for (int i = 0; i < 2; i++) kv[i] = ra__view_at(c->kv[i], x->sequence, 0, x->head);
     if (c->d.v_in_k) kv[1].data += ra__row_bytes(c->d.k_dtype, c->d.v_column);
     for (int32_t h = 0; h < x->count; h++)
-        for (int32_t i = 0; i < x->pairs; i += RA__FEW_ROWS) ra__decode_load(c, x, h, i);
+        for (int32_t i = 0; i < x->pairs; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i);
     for (int64_t i = from; i < to; i++) {
         (void)ra__side_block(&c->k_side, x->sequence, tokens, i, &block);
         ra__decode_block(c, kv, &block, array ? array + block.row : NULL, x);
@@ -10263,10 +10191,10 @@ static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
     for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++) {
         ra__decode_begin(c, x);
         for (x->head = 0; x->head < c->d.kv_heads && x->parts > 1; x->head++) {
-            for (int32_t g = 0; g * RA__FEW_ROWS < x->pairs; g++) {
+            for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
                 ra__slot_load(&x->few[g], ra__slot_at(c, x, slots, 0, x->head, g));
                 for (int32_t i = 1; i < x->parts; i++)
-                    c->w.kernel->few_merge(&x->few[g], ra__slot_at(c, x, slots, i, x->head, g));
+                    c->w.kernel->decode_merge(&x->few[g], ra__slot_at(c, x, slots, i, x->head, g));
             }
             for (int32_t i = 0; i < x->pairs; i++) ra__decode_store(c, x, 0, i);
         }
@@ -10327,8 +10255,8 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     a.base = memory;
     ra__decode_carve(&a, &c->d, heads, &x);
     if (!ra__decode_beside(c)) x.heads = 1;
-    x.keys = RA__FEW_KEYS;
-    while (x.fours == 1 && x.keys > c->w.kernel->few_unit && x.keys * row > RA__DECODE_BYTES)
+    x.keys = RA__DECODE_KEYS;
+    while (x.fours == 1 && x.keys > c->w.kernel->decode_unit && x.keys * row > RA__DECODE_BYTES)
         x.keys /= 2;
     x.run = 2 * x.keys;
     if (who[1] > 1) {
