@@ -154,7 +154,8 @@
  *                  (SCHEDULE, PLAN).
  *   ra_infer       is ra_infer_begin, then ra_infer_step until done. A call has a few stages with
  *                  messages between them: attend some rows to the keys of one rank, and at last
- *                  merge. An item of a stage is a call on one rank, as in ra_attention (CACHE).
+ *                  merge. A step goes on with an item of a stage: the tasks of LOCAL or DECODE for
+ *                  some rows (CACHE).
  *
  * Contents. Each room uses only rooms above it.
  *   API          types, descriptors, functions, the transport's contract; ends with a stop sign
@@ -1022,10 +1023,11 @@ RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, in
  * Statuses as ra_forward. */
 RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                 const int64_t *fresh, int64_t deadline_ns);
-/* The same on threads of yours: begin on one of them, then step on any, as ra_begin and ra_step. A
- * thread that is late or stays away stalls nobody (without RA_CAP_ANY_THREAD ith 0 must come).
- * After RA_WAIT yield or do other work. To leave early cancel. A step may take as long as 256 rows
- * against all keys of a KV head and rank; cancel and deadline are noticed between steps. */
+/* The same on threads of yours: begin on one of them, then step on any. A step is bounded as
+ * ra_step: a round of communication, then at most 2^26 multiply-adds and one block of keys more.
+ * Cancellation, deadline and failures are noticed between two steps. A thread that is late, stays
+ * away or leaves stalls nobody (without RA_CAP_ANY_THREAD ith 0 must come). After RA_WAIT yield or
+ * do other work. To leave early cancel. */
 RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                       const int64_t *fresh, int64_t deadline_ns);
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith);
@@ -9678,22 +9680,34 @@ static int64_t ra__local_blocks(const ra__local *c, int32_t b) {
 }
 
 /* -------------------------------------------------------------------------- tasks */
+/* A task with its rows loaded, and all keys of its sequence, none of them folded. */
+static void ra__local_load(const ra__local *c, const ra__task *t, ra__scratch *x, uint8_t *gather,
+                           ra__item *item) {
+    const int32_t *array = c->k_side.array;
+    memset(item, 0, sizeof *item);
+    if (array) array += t->sequence * c->k_side.array_stride;
+    for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_load(c, t, x, i, gather);
+    if (!c->pairs) ra__task_load(&c->w, t, x, 1);
+    ra__chunk_side(&c->k_side, t->sequence, ra__k_len(&c->d, t->sequence), &item->c);
+    ra__item_owned(item, c->kv, array);
+    x->block = 0;
+}
+
+static void ra__local_save(const ra__local *c, const ra__task *t, const ra__scratch *x,
+                           uint8_t *gather) {
+    for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_save(c, t, x, i, gather);
+    if (!c->pairs) ra__task_save(&c->w, t, x, 1);
+}
+
 /* One task against all keys of its sequence. */
 static void ra__local_task(const ra__local *c, const ra__task *t, ra__scratch *x,
                            uint8_t *gather) {
     uint32_t mode = ra__fp_enter();
     ra__tally tally = { 0, 0, 0 };
-    const int32_t *array = c->k_side.array;
     ra__item item;
-    memset(&item, 0, sizeof item);
-    if (array) array += t->sequence * c->k_side.array_stride;
-    for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_load(c, t, x, i, gather);
-    if (!c->pairs) ra__task_load(&c->w, t, x, 1);
-    ra__chunk_side(&c->k_side, t->sequence, ra__k_len(&c->d, t->sequence), &item.c);
-    ra__item_owned(&item, c->kv, array);
+    ra__local_load(c, t, x, gather, &item);
     ra__task_fold(&c->w, t, &item, x, &tally);
-    for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_save(c, t, x, i, gather);
-    if (!c->pairs) ra__task_save(&c->w, t, x, 1);
+    ra__local_save(c, t, x, gather);
     ra__fp_leave(mode);
 }
 
@@ -9736,6 +9750,60 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, i
     }
     x.next.count = x.asked = 0;
     if (t.count) ra__local_task(c, &t, &x, gather);
+}
+
+/* The tasks of a call of one sequence, one after the other, which may stop after any block of keys
+ * and go on in another thread. */
+typedef struct ra__local_walk {
+    ra__scratch x;
+    ra__task t;
+    ra__item item;
+    uint8_t *gather;
+    int64_t index, tasks;              /* of the task in hand; of all */
+    int32_t panels, loaded;            /* loaded: 1: the task in hand is */
+} ra__local_walk;
+
+static void ra__local_walk_begin(const ra__local *c, uint8_t *memory, ra__local_walk *w) {
+    ra__arena a = { NULL, 0 };
+    a.base = memory;
+    w->panels = ra__panels(&c->d);
+    ra__scratch_carve(&a, &c->d, w->panels, &w->x);
+    w->gather = c->pairs ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
+    w->tasks = c->d.kv_heads * ra__ceil_div(ra__local_blocks(c, 0), w->panels);
+    w->index = 0;
+    w->loaded = 0;
+}
+
+static ra__task ra__local_walk_task(const ra__local *c, const ra__local_walk *w, int64_t index) {
+    const int64_t all = ra__local_blocks(c, 0), a_head = ra__ceil_div(all, w->panels);
+    ra__task t = { 0, 0, 0, 0 };
+    if (index >= w->tasks) return t;
+    t.kv_head = (int32_t)(index / a_head);
+    t.panel0 = index % a_head * w->panels;
+    t.count = (int32_t)ra__min(w->panels, all - t.panel0);
+    return t;
+}
+
+/* Goes on until *left, in the measure of RA__TILE_WORK, is used up. 1: all tasks are done. */
+static int ra__local_walk_some(const ra__local *c, ra__local_walk *w, int64_t *left) {
+    for (; w->index < w->tasks; w->index++) {
+        ra__tally tally = { 0, 0, 0 };
+        if (*left <= 0) return 0;
+        if (!w->loaded) {
+            w->t = ra__local_walk_task(c, w, w->index);
+            w->x.next = ra__local_walk_task(c, w, w->index + 1);
+            w->x.asked = c->pairs ? w->x.next.count : 0;
+            ra__local_load(c, &w->t, &w->x, w->gather, &w->item);
+            w->loaded = 1;
+        }
+        w->x.left = *left;
+        const int done = ra__task_some(&c->w, &w->t, &w->item, &w->x, &tally);
+        *left = w->x.left;
+        if (!done) return 0;
+        ra__local_save(c, &w->t, &w->x, w->gather);
+        w->loaded = 0;
+    }
+    return 1;
 }
 
 /* ========================================================================== DECODE
@@ -10313,24 +10381,35 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     return ra__local_go(&c, workspace, bytes, who, decode);
 }
 
-/* One call of one thread in a form that the caller has chosen, in a workspace that is large
- * enough. */
-enum { RA__FORM_DECODE, RA__FORM_TILES };
-static ra_status ra__attend_as(const ra_desc *d, const ra_tensors *t, uint8_t *workspace,
-                               int form) {
+/* One call of one thread in a form that the caller has chosen, with that form's kernel, in a
+ * workspace that is large enough: DECODE at once, TILES as a walk. */
+typedef struct ra__attend { ra__local c; ra__local_walk walk; } ra__attend;
+
+static ra_status ra__attend_check(const ra_desc *d, const ra_tensors *t, ra__local *c,
+                                  const ra__kernel *kernel) {
+    ra_status s = ra__local_check(d, t, c);
+    if (!s) s = ra__check_outputs(&c->d, t, c->rows[0], &c->w, c->d.error);
+    c->w.clear = c->w.finish = 1;
+    c->w.kernel = kernel;
+    return s;
+}
+
+static ra_status ra__attend_decode(const ra_desc *d, const ra_tensors *t, uint8_t *workspace,
+                                   const ra__kernel *kernel) {
     const int who[2] = { 0, 1 };
     ra__local c;
-    ra_status s = ra__local_check(d, t, &c);
-    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, c.d.error);
+    ra_status s = ra__attend_check(d, t, &c, kernel);
+    if (!s) ra__decode_run(&c, ra__decode_heads(&c.d, 1), workspace, NULL, who);
+    return s;
+}
+
+/* t and what it points at stay until the walk is done. */
+static ra_status ra__attend_walk(const ra_desc *d, const ra_tensors *t, uint8_t *workspace,
+                                 const ra__kernel *kernel, ra__attend *a) {
+    ra_status s = ra__attend_check(d, t, &a->c, kernel);
     if (s) return s;
-    c.w.clear = c.w.finish = 1;
-    if (form == RA__FORM_DECODE) {
-        c.w.kernel = ra__kernel_decode(&c.d);
-        ra__decode_run(&c, ra__decode_heads(&c.d, 1), workspace, NULL, who);
-        return RA_OK;
-    }
-    c.pairs = ra__is_short(&c.d);
-    ra__local_run(&c, ra__local_panels(&c, 1), workspace, 0, 1);
+    a->c.pairs = ra__is_short(&a->c.d);
+    ra__local_walk_begin(&a->c, workspace, &a->walk);
     return RA_OK;
 }
 
@@ -16049,7 +16128,7 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
  * partial result for each. Nothing of this depends on ranks, threads, other rows, or the way. */
 
 enum { RA__HOLD = 16 };                /* consecutive positions of a lane */
-enum { RA__LEAF = 1024, RA__SPAN = 4 };
+enum { RA__LEAF = 1024, RA__SPAN = 4, RA__WRITE_ROWS = 16 };
 enum { RA__MOST_LANES = 1024, RA__TREE_DEPTH = 11 };        /* of the tree: log2 of lanes, plus 1 */
 enum { RA__FRAME_Q = 4, RA__FRAME_KV = 5, RA__FRAME_PART = 6 };
 enum { RA__SWAP_IDLE, RA__SWAP_POSTED, RA__SWAP_DONE };
@@ -16086,13 +16165,43 @@ typedef struct ra__key_rows {
 /* Partial results: O [rows][Hq][Dv], then LSE [rows][Hq], for each subtree of a rank. */
 typedef struct ra__partials { float *data; int64_t rows; } ra__partials;
 
-/* Memory of one thread. */
-typedef struct ra__cache_scratch { float *part[RA__TREE_DEPTH + 3]; uint8_t *workspace; }
-    ra__cache_scratch;
+/* Where a partial result of an item goes: rows `step` (heads) apart. */
+typedef struct ra__partial { float *o, *lse; int64_t step; } ra__partial;
+
+/* An item is some rows of a sequence against lanes of one rank: in the form of prefill up to
+ * tile_rows rows of one KV head, in the form of decoding up to few_tokens rows of all heads; there
+ * also, with slots, against one span of one lane. At the end of a call it is some rows to write. */
+typedef struct ra__cache_item {
+    int32_t b, head, few;              /* head: KV head, 0 where all are meant */
+    int64_t n;                         /* its number in the stage */
+    int64_t row, rows;                 /* of the sequence, in `queries` */
+    int64_t lo, hi;                    /* some row may see positions lo <= p < hi */
+    int32_t lane;                      /* one span: of this lane of the rank; -1: all lanes */
+    int64_t span;
+
+    /* How far it is: what comes next. */
+    int32_t at_tree, at_lane, at_head; /* at_head: KV head in a leaf */
+    int64_t at_span, at_leaf;
+    int32_t walking;                   /* 1: a lane in the form of prefill is begun */
+} ra__cache_item;
+
+/* A desk: memory of one thread, and the item that is in hand there. A step leaves an item that is
+ * not done, and the next step of any thread may take it up. */
+typedef struct ra__cache_desk {
+    float *part[RA__TREE_DEPTH + 3];
+    uint8_t *workspace;
+    int32_t busy, open, idle;          /* atomic: a thread is at the desk; there is an item in
+                                        * hand; looks at it since it was left */
+    ra__cache_item x;
+    ra_tensors t;                      /* of the walk */
+    ra_run run;
+    ra__attend a;
+} ra__cache_desk;
 
 struct ra_cache {
     ra_desc d;                         /* resolved */
     ra_desc tile, few;                 /* of the calls of one item: one KV head; all heads */
+    const ra__kernel *tile_kernel, *few_kernel;
     ra_cache_desc cd;
     ra_transport tp;
     uint8_t *base;                     /* workspace; this struct is at its start */
@@ -16101,7 +16210,7 @@ struct ra_cache {
     int32_t group;                     /* Hq / Hkv */
     int32_t few_tokens;                /* most new tokens of a sequence that takes the form of
                                         * decoding, 0: none does; also most tokens of one item */
-    int64_t lane_rows, tile_rows;
+    int64_t lane_rows, tile_rows, write_rows; /* write_rows: of an item at the end of a call */
     int32_t *lane_first;               /* [ranks + 1] */
     int32_t *lane_owner;               /* [lanes] */
     int32_t *tree_first;               /* [ranks + 1] first subtree of a rank */
@@ -16143,7 +16252,7 @@ struct ra_cache {
     int32_t state, failed, cancelled, aborted, comm, inside, parted; /* atomic but parted */
     int64_t progress_ns, looked_ns;    /* atomic */
     ra_error why;
-    ra__cache_scratch *scratch;        /* [threads] */
+    ra__cache_desk *desk;                    /* [threads] */
 };
 
 /* -------------------------------------------------------------------------- ownership */
@@ -16295,18 +16404,19 @@ static int64_t ra__keys_most(const ra_cache *c) {
                                                        8 * ra__partial_floats(&c->d)));
 }
 
-static void ra__cache_carve_scratch(ra__arena *a, ra_cache *c) {
+static void ra__cache_carve_desks(ra__arena *a, ra_cache *c) {
     const int64_t tile = c->tile_rows * c->group * (c->d.v_dim + 1);
     const int64_t few = c->few_tokens * ra__partial_floats(&c->d);
     const int64_t bytes = (int64_t)ra__max((int64_t)ra_attention_bytes(&c->tile, 1),
                                            (int64_t)ra_attention_bytes(&c->few, 1));
     for (int32_t i = 0; i < c->d.threads; i++) {
-        ra__cache_scratch x;
+        ra__cache_desk x;
+        memset(&x, 0, sizeof x);
         for (int32_t j = 0; j < RA__TREE_DEPTH + 3; j++)
             x.part[j] = (float *)ra__carve(a, 4 * ra__max(ra__max(tile, few),
                                                          ra__partial_floats(&c->d)));
         x.workspace = (uint8_t *)ra__carve(a, bytes);
-        if (a->base) c->scratch[i] = x;
+        if (a->base) c->desk[i] = x;
     }
 }
 
@@ -16380,12 +16490,11 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
     c->part_send = (uint8_t **)ra__carve(a, c->ranks * (int64_t)sizeof(uint8_t *));
     c->swap = (ra__swap *)ra__carve(a, swaps * (int64_t)sizeof(ra__swap));
     c->list = (ra_transport_op **)ra__carve(a, 2 * swaps * (int64_t)sizeof(ra_transport_op *));
-    c->scratch = (ra__cache_scratch *)ra__carve(a, c->d.threads *
-                                                       (int64_t)sizeof(ra__cache_scratch));
+    c->desk = (ra__cache_desk *)ra__carve(a, c->d.threads * (int64_t)sizeof(ra__cache_desk));
     ra__cache_slots(c);
     c->slot_data = (float *)ra__carve(a, 4 * c->slots * c->slot_floats);
     ra__cache_carve_messages(a, c);
-    ra__cache_carve_scratch(a, c);
+    ra__cache_carve_desks(a, c);
 }
 
 /* -------------------------------------------------------------------------- checks */
@@ -16488,6 +16597,10 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->tile.kv_heads = 1;
     c->tile.tokens = c->tile_rows;
     c->tile.kv_tokens = c->lane_rows;
+    c->tile_kernel = ra__kernel_of(&c->d);
+    c->few_kernel = ra__kernel_decode(&c->d);
+    c->write_rows = RA__STEP_WORK / c->lanes / ra__partial_floats(&c->d);
+    c->write_rows = ra__max(1, ra__min(RA__WRITE_ROWS, c->write_rows));
     c->few.tokens = ra__max(1, c->few_tokens);
     c->few.kv_tokens = ra__min(RA__LEAF, c->lane_rows);
     return RA_OK;
@@ -17115,20 +17228,8 @@ static int32_t ra__swaps_in(const ra_cache *c) {
 }
 
 /* -------------------------------------------------------------------------- items
- * An item is some rows of a sequence against lanes of one rank: in the form of prefill up to
- * tile_rows rows of one KV head, in the form of decoding up to few_tokens rows of all heads; there
- * also, with slots, against one span of one lane. */
-typedef struct ra__cache_item {
-    int32_t b, head, few;              /* head: KV head, 0 where all are meant */
-    int64_t row, rows;                 /* of the sequence, in `queries` */
-    int64_t lo, hi;                    /* some row may see positions lo <= p < hi */
-    int32_t lane;                      /* one span: of this lane of the rank; -1: all lanes */
-    int64_t span;
-} ra__cache_item;
-
-/* Where a partial result of an item goes: rows `step` (heads) apart. */
-typedef struct ra__partial { float *o, *lse; int64_t step; } ra__partial;
-
+ * Functions named _some go on with the item of a desk until *left multiply-adds are used up: RA_OK
+ * if they are done, RA_AGAIN if not. */
 static int32_t ra__item_heads(const ra_cache *c, const ra__cache_item *x) {
     return x->few ? c->d.q_heads : c->group;
 }
@@ -17158,75 +17259,123 @@ static void ra__part_merge(const ra_cache *c, const ra__cache_item *x, ra__parti
                  ra__item_heads(c, x), c->d.v_dim);
 }
 
-/* Rows [from, to) of a lane, in one online softmax. */
-static ra_status ra__lane_attend(const ra_cache *c, const ra__cache_scratch *y,
-                                 const ra__cache_item *x, int32_t lane, const int64_t row[2],
-                                 ra__partial out) {
+/* A call of one item: `heads` KV heads from `head` on against rows [row[0], row[1]) of a lane. */
+static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, const int64_t row[2],
+                          ra__partial out, ra_desc *d) {
     const ra__query_rows *q = &c->queries;
-    const int32_t local = lane - c->lane_first[c->keys.rank];
-    const int64_t at = q->at[x->b] + x->row, first = (c->keys.row
-                           ? c->keys.row[x->b * c->lanes + local] : local * c->lane_rows) + row[0];
-    const ra__view qv = q->packed ? ra__view_at(q->v, 0, at, x->head * (int64_t)c->group)
-                                  : ra__view_at(q->v, x->b, x->row, x->head * (int64_t)c->group);
+    const ra__cache_item *x = &y->x;
+    const int32_t local = lane - c->lane_first[c->keys.rank], head = x->head + x->at_head;
+    const int64_t at = q->at[x->b] + x->row, q_head = head * (int64_t)c->group;
+    const int64_t first = row[0] + (c->keys.row ? c->keys.row[x->b * c->lanes + local]
+                                                : local * c->lane_rows);
+    const ra__view qv = q->packed ? ra__view_at(q->v, 0, at, q_head)
+                                  : ra__view_at(q->v, x->b, x->row, q_head);
     const int32_t kb = c->keys.row ? 0 : x->b;
-    const ra__view k = ra__view_at(c->keys.k, kb, first, x->head);
-    const ra__view v = ra__view_at(c->keys.v, kb, first, x->head);
-    ra_desc d = x->few ? c->few : c->tile;
-    ra_tensors t;
-    ra_run run;
-    memset(&t, 0, sizeof t);
-    d.tokens = x->rows;
-    d.kv_tokens = row[1] - row[0];
-    t.q.data = qv.data;
-    t.q.token_stride = qv.token;
-    t.q.head_stride = qv.head;
-    t.k.data = k.data;
-    t.k.token_stride = k.token;
-    t.k.head_stride = k.head;
-    if (!d.v_in_k) {
-        t.v.data = v.data;
-        t.v.token_stride = v.token;
-        t.v.head_stride = v.head;
+    const ra__view k = ra__view_at(c->keys.k, kb, first, head);
+    const ra__view v = ra__view_at(c->keys.v, kb, first, head);
+    ra_tensors *t = &y->t;
+    memset(t, 0, sizeof *t);
+    d->tokens = x->rows;
+    d->kv_tokens = row[1] - row[0];
+    t->q.data = qv.data;
+    t->q.token_stride = qv.token;
+    t->q.head_stride = qv.head;
+    t->k.data = k.data;
+    t->k.token_stride = k.token;
+    t->k.head_stride = k.head;
+    if (!d->v_in_k) {
+        t->v.data = v.data;
+        t->v.token_stride = v.token;
+        t->v.head_stride = v.head;
     }
-    t.o.data = out.o;
-    t.o.token_stride = out.step * c->d.v_dim * (int64_t)sizeof(float);
-    t.o.head_stride = c->d.v_dim * (int64_t)sizeof(float);
-    t.lse.data = out.lse;
-    t.lse.token_stride = out.step * (int64_t)sizeof(float);
-    t.lse.head_stride = (int64_t)sizeof(float);
-    t.q_pos.array = q->pos + at;
-    t.q_pos.count = x->rows;
-    t.k_pos.count = d.kv_tokens;
+    t->o.data = out.o + x->at_head * c->group * (int64_t)c->d.v_dim;
+    t->o.token_stride = out.step * c->d.v_dim * (int64_t)sizeof(float);
+    t->o.head_stride = c->d.v_dim * (int64_t)sizeof(float);
+    t->lse.data = out.lse + x->at_head * c->group;
+    t->lse.token_stride = out.step * (int64_t)sizeof(float);
+    t->lse.head_stride = (int64_t)sizeof(float);
+    t->q_pos.array = q->pos + at;
+    t->q_pos.count = x->rows;
+    t->k_pos.count = d->kv_tokens;
     if (c->lanes > 1) {
-        t.k_pos.array = c->pos + lane * c->lane_rows + row[0];
+        t->k_pos.array = c->pos + lane * c->lane_rows + row[0];
     } else {
-        run.first = row[0];
-        run.count = d.kv_tokens;
-        run.stride = 1;
-        t.k_pos.runs = &run;
-        t.k_pos.count = 1;
+        y->run.first = row[0];
+        y->run.count = d->kv_tokens;
+        y->run.stride = 1;
+        t->k_pos.runs = &y->run;
+        t->k_pos.count = 1;
     }
-    if (c->d.scores & RA_SCORE_ALIBI) t.alibi = c->t.alibi + x->head * c->group;
-    return ra__attend_as(&d, &t, y->workspace, x->few ? RA__FORM_DECODE : RA__FORM_TILES);
+    if (c->d.scores & RA_SCORE_ALIBI) t->alibi = c->t.alibi + q_head;
+}
+
+/* Multiply-adds of a row of one head against one key. */
+static int64_t ra__cache_dims(const ra_cache *c) {
+    return c->d.k_dim + (int64_t)c->d.v_dim;
+}
+
+/* Rows [row[0], row[1]) of a lane in the form of prefill, in one online softmax. */
+static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
+                                const int64_t row[2], ra__partial out, int64_t *left) {
+    const int64_t tile = RA_BLOCK_TOKENS * RA_BLOCK_TOKENS * ra__cache_dims(c);
+    int64_t work = ra__max(1, *left / tile) * RA__TILE_WORK;
+    const int64_t all = work;
+    if (*left <= 0) return RA_AGAIN;
+    if (!y->x.walking) {
+        ra_desc d = c->tile;
+        ra__lane_call(c, y, lane, row, out, &d);
+        ra_status s = ra__attend_walk(&d, &y->t, y->workspace, c->tile_kernel, &y->a);
+        if (s) return s;
+        y->x.walking = 1;
+    }
+    const int done = ra__local_walk_some(&y->a.c, &y->a.walk, &work);
+    *left -= ra__ceil_div((all - work) * tile, RA__TILE_WORK);
+    if (!done) return RA_AGAIN;
+    y->x.walking = 0;
+    return RA_OK;
+}
+
+/* Rows [row[0], row[1]) of a lane in the form of decoding, in one online softmax; heads are cut off
+ * only where all of them together are more than a step. */
+static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
+                               const int64_t row[2], ra__partial out, int64_t *left) {
+    ra__cache_item *x = &y->x;
+    const int64_t price = x->rows * c->group * (row[1] - row[0]) * ra__cache_dims(c);
+    while (x->at_head < c->d.kv_heads) {
+        int64_t heads = c->d.kv_heads - x->at_head;
+        ra_desc d = c->few;
+        if (*left <= 0 || (heads * price > *left && *left < RA__STEP_WORK)) return RA_AGAIN;
+        heads = ra__max(1, ra__min(heads, *left / price));
+        d.kv_heads = (int32_t)heads;
+        d.q_heads = (int32_t)heads * c->group;
+        ra__lane_call(c, y, lane, row, out, &d);
+        ra_status s = ra__attend_decode(&d, &y->t, y->workspace, c->few_kernel);
+        if (s) return s;
+        *left -= heads * price;
+        x->at_head += (int32_t)heads;
+    }
+    x->at_head = 0;
+    return RA_OK;
 }
 
 /* A span of a lane: its leaves one after the other. */
-static ra_status ra__span_attend(const ra_cache *c, const ra__cache_scratch *y,
-                                 const ra__cache_item *x, int32_t lane, int64_t span,
-                                 ra__partial out) {
+static ra_status ra__span_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, int64_t span,
+                               ra__partial out, int64_t *left) {
+    ra__cache_item *x = &y->x;
     const int64_t from = ra__lane_keys(c, lane, x->lo), to = ra__lane_keys(c, lane, x->hi);
-    int some = 0;
-    for (int64_t leaf = span * RA__SPAN; leaf < (span + 1) * RA__SPAN; leaf++) {
-        const int64_t row[2] = { leaf * RA__LEAF, ra__min((leaf + 1) * RA__LEAF, to) };
-        ra_status s;
-        if (row[0] >= row[1] || row[1] <= from) continue;
-        ra__partial part = some ? ra__part_packed(c, x, y->part[0]) : out;
-        s = ra__lane_attend(c, y, x, lane, row, part);
-        if (s) return s;
-        if (some) ra__part_merge(c, x, out, part);
-        some = 1;
+    const int64_t first = ra__max(span * RA__SPAN, from / RA__LEAF);
+    const int64_t last = ra__min((span + 1) * RA__SPAN, ra__ceil_div(to, RA__LEAF));
+    if (first >= last || from >= to) {
+        ra__part_clear(c, x, out);
+        return RA_OK;
     }
-    if (!some) ra__part_clear(c, x, out);
+    for (x->at_leaf = ra__max(x->at_leaf, first); x->at_leaf < last; x->at_leaf++) {
+        const int64_t row[2] = { x->at_leaf * RA__LEAF, ra__min((x->at_leaf + 1) * RA__LEAF, to) };
+        ra__partial part = x->at_leaf > first ? ra__part_packed(c, x, y->part[0]) : out;
+        ra_status s = ra__leaf_some(c, y, lane, row, part, left);
+        if (s) return s;
+        if (x->at_leaf > first) ra__part_merge(c, x, out, part);
+    }
     return RA_OK;
 }
 
@@ -17234,65 +17383,85 @@ static float *ra__span_slot(const ra_cache *c, int32_t b, int32_t local, int64_t
     return c->slot_data + (c->slot[b] + local * ra__cache_spans(c, b) + span) * c->slot_floats;
 }
 
+/* A span of a lane that is in its slot. */
+static ra_status ra__slot_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra__partial out,
+                               int64_t *left) {
+    const ra__cache_item *x = &y->x;
+    const int32_t local = lane - c->lane_first[c->keys.rank];
+    if (*left <= 0) return RA_AGAIN;
+    *left -= x->rows * ra__partial_floats(&c->d);
+    if (x->at_span == 0) ra__part_clear(c, x, out);
+    ra__part_merge(c, x, out, ra__part_packed(c, x, ra__span_slot(c, x->b, local, x->at_span)));
+    return RA_OK;
+}
+
 /* All keys of a lane that rows of the item see. */
-static ra_status ra__lane_sum(const ra_cache *c, const ra__cache_scratch *y,
-                              const ra__cache_item *x, int32_t lane, ra__partial out) {
+static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra__partial out,
+                               int64_t *left) {
+    ra__cache_item *x = &y->x;
     const int64_t row[2] = {
         ra__lane_keys(c, lane, x->lo) / RA_BLOCK_TOKENS * RA_BLOCK_TOKENS,
         ra__lane_keys(c, lane, x->hi)
     };
     const int64_t spans = ra__cache_spans(c, x->b);
-    if (!x->few && row[0] < row[1]) return ra__lane_attend(c, y, x, lane, row, out);
     if (row[0] >= row[1]) {
         ra__part_clear(c, x, out);
         return RA_OK;
     }
-    for (int64_t i = 0; i < spans; i++) {
-        ra__partial part = i ? ra__part_packed(c, x, y->part[1]) : out;
-        if (c->slot[x->b] >= 0) {
-            part = ra__part_packed(c, x, ra__span_slot(c, x->b, lane - c->lane_first[c->keys.rank],
-                                                     i));
-            if (!i) {
-                ra__part_clear(c, x, out);
-                ra__part_merge(c, x, out, part);
-            }
-        } else {
-            ra_status s = ra__span_attend(c, y, x, lane, i, part);
-            if (s) return s;
-        }
-        if (i) ra__part_merge(c, x, out, part);
+    if (!x->few) return ra__tiles_some(c, y, lane, row, out, left);
+    for (; x->at_span < spans; x->at_span++, x->at_leaf = 0) {
+        const int slot = c->slot[x->b] >= 0;
+        ra__partial part = x->at_span ? ra__part_packed(c, x, y->part[1]) : out;
+        ra_status s = slot ? ra__slot_some(c, y, lane, out, left)
+                           : ra__span_some(c, y, lane, x->at_span, part, left);
+        if (s) return s;
+        if (x->at_span && !slot) ra__part_merge(c, x, out, part);
     }
+    x->at_span = 0;
     return RA_OK;
 }
 
-/* Lanes [first, last), a subtree. */
-static ra_status ra__lanes_sum(const ra_cache *c, const ra__cache_scratch *y,
-                               const ra__cache_item *x, ra__subtree lanes, int32_t depth,
-                               ra__partial out) {
-    const int32_t middle = lanes.first + (lanes.last - lanes.first + 1) / 2;
-    const ra__subtree left = { lanes.first, middle }, right = { middle, lanes.last };
-    const ra__partial part = ra__part_packed(c, x, y->part[2 + depth]);
-    ra_status s;
-    if (lanes.last - lanes.first == 1) return ra__lane_sum(c, y, x, lanes.first, out);
-    s = ra__lanes_sum(c, y, x, left, depth + 1, out);
-    if (!s) s = ra__lanes_sum(c, y, x, right, depth + 1, part);
-    if (!s) ra__part_merge(c, x, out, part);
-    return s;
+/* The way from a subtree down to one of its lanes: to[0] is where the sum of the subtree goes, and
+ * each turn to the right adds a place. Returns the number of turns; *closed: how many of the last
+ * ones this lane brings to an end. */
+static int32_t ra__lane_places(const ra_cache *c, const ra__cache_desk *y, ra__subtree lanes,
+                               int32_t lane, ra__partial *to, int32_t *closed) {
+    int32_t n = 0;
+    *closed = 0;
+    for (int32_t depth = 0; lanes.last - lanes.first > 1; depth++) {
+        const int32_t middle = lanes.first + (lanes.last - lanes.first + 1) / 2;
+        if (lane < middle) {
+            lanes.last = middle;
+            *closed = 0;
+        } else {
+            to[++n] = ra__part_packed(c, &y->x, y->part[2 + depth]);
+            lanes.first = middle;
+            ++*closed;
+        }
+    }
+    return n;
 }
 
-static ra_status ra__item_trees(const ra_cache *c, const ra__cache_scratch *y,
-                                const ra__cache_item *x) {
+static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *left) {
+    ra__cache_item *x = &y->x;
     const int64_t row = (c->queries.at[x->b] + x->row) * c->d.q_heads + x->head * (int64_t)c->group;
     const int32_t rank = c->keys.rank;
-    ra_status s = RA_OK;
-    for (int32_t i = 0; i < ra__rank_trees(c, rank) && !s; i++) {
-        ra__partial out;
-        out.step = c->d.q_heads;
-        out.o = ra__part_o(c, c->out, i) + row * c->d.v_dim;
-        out.lse = ra__part_lse(c, c->out, i) + row;
-        s = ra__lanes_sum(c, y, x, c->tree[c->tree_first[rank] + i], 0, out);
+    for (; x->at_tree < ra__rank_trees(c, rank); x->at_tree++) {
+        const ra__subtree lanes = c->tree[c->tree_first[rank] + x->at_tree];
+        if (x->at_lane < lanes.first) x->at_lane = lanes.first;
+        for (; x->at_lane < lanes.last; x->at_lane++) {
+            ra__partial to[RA__TREE_DEPTH + 1];
+            int32_t n, closed;
+            to[0].step = c->d.q_heads;
+            to[0].o = ra__part_o(c, c->out, x->at_tree) + row * c->d.v_dim;
+            to[0].lse = ra__part_lse(c, c->out, x->at_tree) + row;
+            n = ra__lane_places(c, y, lanes, x->at_lane, to, &closed);
+            ra_status s = ra__lane_some(c, y, x->at_lane, to[n], left);
+            if (s) return s;
+            for (; closed > 0; closed--, n--) ra__part_merge(c, x, to[n - 1], to[n]);
+        }
     }
-    return s;
+    return RA_OK;
 }
 
 /* Items of a sequence in the stage. */
@@ -17314,6 +17483,7 @@ static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
     ra__cache_item x;
     memset(&x, 0, sizeof x);
     x.b = b;
+    x.n = n;
     x.lane = -1;
     x.few = ra__cache_few(c, b);
     if (x.few) step = c->few_tokens;
@@ -17335,20 +17505,33 @@ static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
     return x;
 }
 
-static ra_status ra__cache_compute(ra_cache *c, const ra__cache_scratch *y, int64_t n) {
+/* Item n of the open stage. */
+static ra__cache_item ra__item_new(const ra_cache *c, int64_t n) {
+    ra__cache_item x;
     int32_t b = 0;
+    memset(&x, 0, sizeof x);
+    x.n = n;
+    if (ra__load_i32(&c->stage) == c->stages - 1) return x;
     while (n >= ra__sequence_items(c, b)) n -= ra__sequence_items(c, b++);
-    ra__cache_item x = ra__item_at(c, b, n);
-    if (x.lane < 0) return ra__item_trees(c, y, &x);
-    float *slot = ra__span_slot(c, b, x.lane - c->lane_first[c->keys.rank], x.span);
-    ra_status s = ra__span_attend(c, y, &x, x.lane, x.span, ra__part_packed(c, &x, slot));
-    if (s || ra__add_i64(&c->slot_done[b], 1) + 1 < ra__sequence_items(c, b)) return s;
-    return ra__item_trees(c, y, &x);   /* this was the last span */
+    return ra__item_at(c, b, n);
+}
+
+static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
+    ra__cache_item *x = &y->x;
+    int64_t left = RA__STEP_WORK;
+    if (x->lane >= 0) {
+        float *slot = ra__span_slot(c, x->b, x->lane - c->lane_first[c->keys.rank], x->span);
+        ra_status s = ra__span_some(c, y, x->lane, x->span, ra__part_packed(c, x, slot), &left);
+        if (s || ra__add_i64(&c->slot_done[x->b], 1) + 1 < ra__sequence_items(c, x->b)) return s;
+        x->lane = -1;                  /* this was the last span */
+        x->at_leaf = 0;
+    }
+    return ra__trees_some(c, y, &left);
 }
 
 /* -------------------------------------------------------------------------- the end of a call */
 /* Lanes [first, last) of own row n, out of the partial results of all ranks. */
-static void ra__row_sum(const ra_cache *c, const ra__cache_scratch *y, int64_t n,
+static void ra__row_sum(const ra_cache *c, const ra__cache_desk *y, int64_t n,
                         ra__subtree lanes, int32_t depth, float *out) {
     const int32_t middle = lanes.first + (lanes.last - lanes.first + 1) / 2;
     const int32_t rank = c->lane_owner[lanes.first], heads = c->d.q_heads;
@@ -17388,14 +17571,12 @@ static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, float *s
     return s;
 }
 
-enum { RA__WRITE_ROWS = 16 };
-
-static ra_status ra__cache_write(const ra_cache *c, const ra__cache_scratch *y, int64_t n) {
+static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
     const ra__subtree all = { 0, c->lanes };
+    const int64_t first = y->x.n * c->write_rows;
     ra_status s = RA_OK;
     int32_t b = 0;
-    for (int64_t i = n * RA__WRITE_ROWS; i < c->own_rows && i < (n + 1) * RA__WRITE_ROWS && !s;
-         i++) {
+    for (int64_t i = first; i < c->own_rows && i < first + c->write_rows && !s; i++) {
         while (i >= c->own_at[b + 1]) b++;
         ra__row_sum(c, y, i, all, 1, y->part[0]);
         s = ra__row_write(c, b, i - c->own_at[b], y->part[0]);
@@ -17445,7 +17626,7 @@ static void ra__stage_open(ra_cache *c, int32_t stage) {
                     c->cd.queries == RA_QUERIES_ALL;
     c->items = 0;
     if (stage == c->stages - 1) {
-        c->items = ra__ceil_div(c->own_rows, RA__WRITE_ROWS);
+        c->items = ra__ceil_div(c->own_rows, c->write_rows);
     } else {
         c->queries.v = own ? c->q : ra__view_packed(c->q_all, c->d.q_heads, c->d.k_dim,
                                                     c->d.q_dtype);
@@ -17521,15 +17702,41 @@ static int64_t ra__item_claim(ra_cache *c) {
     }
 }
 
-/* Does one item. */
-static ra_status ra__cache_item_do(ra_cache *c, int ith, int64_t n) {
+/* Takes a desk for thread ith, with an item in hand: its own with what was left there, otherwise
+ * any with a new item, otherwise one whose thread does not return. *more: some desk has been left,
+ * but not for long enough. */
+static ra__cache_desk *ra__cache_desk_take(ra_cache *c, int ith, int *more) {
+    const int32_t n = c->d.threads;
+    for (int32_t i = 0; i < 2 * n; i++) {
+        ra__cache_desk *y = &c->desk[(ith + i) % n];
+        const int adopt = i >= n, open = ra__load_i32(&y->open);
+        if (ra__load_i32(&y->busy) || (i > 0 && open != adopt)) continue;
+        if (adopt) *more = 1;
+        if (adopt && ra__add_i32(&y->idle, 1) + 1 < RA__PATIENT) continue;
+        if (!ra__cas_i32(&y->busy, 0, 1)) continue;
+        ra__store_i32(&y->idle, 0);
+        if (ra__load_i32(&y->open)) return y;
+        const int64_t item = ra__item_claim(c);
+        if (item >= 0) {
+            y->x = ra__item_new(c, item);
+            ra__store_i32(&y->open, 1);
+            return y;
+        }
+        ra__store_i32(&y->busy, 0);
+    }
+    return NULL;
+}
+
+/* Goes on with the item of a desk, and leaves the desk. */
+static ra_status ra__cache_desk_work(ra_cache *c, ra__cache_desk *y) {
     const uint32_t mode = ra__fp_enter();
     const int last = ra__load_i32(&c->stage) == c->stages - 1;
-    const ra_status s = last ? ra__cache_write(c, &c->scratch[ith], n)
-                             : ra__cache_compute(c, &c->scratch[ith], n);
+    const ra_status s = last ? ra__cache_write(c, y) : ra__cache_compute(c, y);
     ra__fp_leave(mode);
-    if (s) return ra__cache_fail(c, RA_E_ENGINE, "cache", "an item ended with status #", s);
-    (void)ra__add_i64(&c->finished, 1);
+    if (s < 0) return ra__cache_fail(c, RA_E_ENGINE, "cache", "an item ended with status #", s);
+    if (s == RA_OK) ra__store_i32(&y->open, 0);
+    ra__store_i32(&y->busy, 0);
+    if (s == RA_OK) (void)ra__add_i64(&c->finished, 1);
     ra__store_i64(&c->progress_ns, ra_now_ns());
     return RA_AGAIN;
 }
@@ -17546,8 +17753,8 @@ static ra_status ra__cache_step(ra_cache *c, int ith) {
         if (moved < 0) return moved;
     }
     if (ra__load_i32(&c->state) == RA_RING_IDLE) return RA_OK;
-    const int64_t n = ith < c->d.threads ? ra__item_claim(c) : -1;
-    return n >= 0 ? ra__cache_item_do(c, ith, n) : moved ? RA_AGAIN : RA_WAIT;
+    ra__cache_desk *y = ith < c->d.threads ? ra__cache_desk_take(c, ith, &moved) : NULL;
+    return y ? ra__cache_desk_work(c, y) : moved ? RA_AGAIN : RA_WAIT;
 }
 
 /* Once no thread is inside a failed call: tells the other ranks of the process, without waiting,
