@@ -14,6 +14,7 @@
  *     inference over a cache that is sharded            ra_cache_create, ra_infer
  *   gradients of a sharded sequence                     ra_backward
  *   passes on your own threads, without blocking        ra_begin and ra_step, or ra_join
+ *     the same for inference                            ra_infer_begin and _step, ra_infer_join
  *   ranks as threads of one process                     ra_world_run
  *   your own network                                    ra_transport
  *   FLOPs, bytes, memory and time in advance            ra_plan_query, ra_plan_predict, ra_estimate
@@ -1031,6 +1032,18 @@ RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t 
 RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                       const int64_t *fresh, int64_t deadline_ns);
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith);
+/* Without a main thread (ggml), as ra_join: every thread calls it with equal jobs until RA_OK or an
+ * error. The first to bring a ticket begins; RA_OK at once for tickets whose call is done, RA_WAIT
+ * while a thread is still inside the call before. A refusal goes to every thread that brings the
+ * ticket. */
+typedef struct ra_infer_job {          /* copied by begin, with *tensors and counts, without data */
+    uint64_t ticket;                   /* number of the call, from 1, rising, gaps are fine; each
+                                        * thread brings the tickets in this order */
+    const ra_tensors *tensors;
+    const int64_t *cached, *fresh;
+    int64_t deadline_ns;
+} ra_infer_job;
+RINGATTN_API ra_status ra_infer_join(ra_cache *c, const ra_infer_job *job, int ith);
 /* Any thread, any time: as ra_ring_cancel. */
 RINGATTN_API void ra_infer_cancel(ra_cache *c);
 /* The failure, otherwise the last refusal: field and sentence, or status 0. Never null. */
@@ -11671,6 +11684,17 @@ static void ra__count_notices(const ra_plan *p, int32_t rank, int64_t *in, int64
 enum { RA__GROUP_KEYS = 4096 };        /* keys after which the state of a task is stored */
 enum { RA__MAGIC = 0x31464152 };
 enum { RA__REFUSALS = 32 };            /* refused tickets that are remembered */
+
+/* Tickets of ra_join and ra_infer_join. A thread that begins or looks up holds `join`. */
+typedef struct ra__tickets {
+    int64_t last;                      /* atomic: the latest that was begun or refused */
+    ra_status status;                  /* atomic: what its beginning returned */
+    int32_t join;                      /* atomic */
+    int64_t refusals, forgotten;       /* tickets refused so far; the last that is not kept. Under
+                                        * join, but atomic to see whether there are any */
+    int64_t refused[RA__REFUSALS];
+    ra_status refused_status[RA__REFUSALS];
+} ra__tickets;
 enum { RA__RING_ENDING = 3 };          /* a pass that went well, while its last callbacks run */
 enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3 };
 #define RA__QUIET_NS ((int64_t)60 * 1000000000)        /* silence that is never a failure */
@@ -11793,13 +11817,8 @@ struct ra_ring {
                                         * share. RUNNING is left once, by whoever swaps it first */
     int32_t threads, backward;         /* of the plan; 1: a backward pass */
     int32_t failed;                    /* status, set once `failure` is complete */
-    int32_t comm, sched, join, progress, inside;
-    int64_t ticket;
-    int32_t join_status;               /* of the ticket */
-    int64_t refusals, forgotten;       /* tickets refused so far; the last that is not kept. Under
-                                        * join, as the next two, and refusals is atomic */
-    int64_t refused_ticket[RA__REFUSALS];
-    ra_status refused_status[RA__REFUSALS];
+    int32_t comm, sched, progress, inside;
+    ra__tickets tickets;
     int64_t progress_ns, looked_ns, events;
     int64_t most_tiles;                /* see ra__ring_patience; 0: not counted in this pass */
     int64_t alive, alive_seen;         /* shared: readers of this rank's keys count alive up */
@@ -15885,76 +15904,84 @@ RINGATTN_API ra_status ra_step(ra_ring *ring, int ith) {
     return s;
 }
 
-/* Under `join`: remembers that a ticket was refused. */
-static void ra__join_refused(ra_ring *r, int64_t ticket, ra_status s) {
-    int64_t n = r->refusals, i = n % RA__REFUSALS;
-    if (n >= RA__REFUSALS) r->forgotten = r->refused_ticket[i];
-    r->refused_ticket[i] = ticket;
-    r->refused_status[i] = s;
-    ra__store_i64(&r->refusals, n + 1);
+/* Under `join`: how the beginning of a ticket ended. */
+static void ra__ticket_begun(ra__tickets *t, int64_t ticket, ra_status s) {
+    const int64_t n = t->refusals, i = n % RA__REFUSALS;
+    ra__store_i32(&t->status, s);
+    if (s && n >= RA__REFUSALS) t->forgotten = t->refused[i];
+    if (s) {
+        t->refused[i] = ticket;
+        t->refused_status[i] = s;
+        ra__store_i64(&t->refusals, n + 1);
+    }
+    ra__store_i64(&t->last, ticket);
+}
+
+/* How the call of an earlier ticket ended, of an object that has not failed. */
+static ra_status ra__ticket_late(ra__tickets *t, int64_t ticket, ra_error *e) {
+    ra_status s = RA_OK;
+    if (!ra__load_i64(&t->refusals)) return RA_OK;
+    if (!ra__cas_i32(&t->join, 0, 1)) return RA_WAIT;
+    if (ticket <= t->forgotten)
+        s = ra__refuse(e, RA_E_STATE, "job.ticket",
+                       "# is too old: too many tickets have been refused since", ticket);
+    for (int64_t i = 0; i < ra__min(t->refusals, RA__REFUSALS); i++)
+        if (t->refused[i] == ticket) s = t->refused_status[i];
+    ra__store_i32(&t->join, 0);
+    return s;
+}
+
+static ra_status ra__ticket_check(uint64_t ticket, int ith, ra_error *e) {
+    if (!ticket || ticket > INT64_MAX)
+        return ra__refuse(e, RA_E_RANGE, "job.ticket", "must be 1 or more; as signed it is #",
+                          (int64_t)ticket);
+    if (ith < 0) return ra__refuse(e, RA_E_RANGE, "ith", "# is negative", ith);
+    return RA_OK;
 }
 
 /* The first thread with a new ticket begins, if no thread is inside the pass before. It sets `join`
  * and reads `inside`; the others set `inside` and read `join`. */
 static ra_status ra__join_begin(ra_ring *r, const ra_job *job) {
     ra_status s = RA_WAIT;
-    if (!ra__cas_i32(&r->join, 0, 1)) return RA_WAIT;
-    if (ra__load_i64(&r->ticket) >= (int64_t)job->ticket) {
+    if (!ra__cas_i32(&r->tickets.join, 0, 1)) return RA_WAIT;
+    if (ra__load_i64(&r->tickets.last) >= (int64_t)job->ticket) {
         s = RA_AGAIN;
     } else if (ra__load_i32(&r->failed)) {
         s = ra__load_i32(&r->failed);
     } else if (!ra__add_i32(&r->inside, 0) && ra__load_i32(&r->state) == RA_RING_IDLE) {
         s = ra__ring_begin(r, job);
-        ra__store_i32(&r->join_status, s);
-        if (s) ra__join_refused(r, (int64_t)job->ticket, s);
-        ra__store_i64(&r->ticket, (int64_t)job->ticket);
+        ra__ticket_begun(&r->tickets, (int64_t)job->ticket, s);
     }
-    ra__store_i32(&r->join, 0);
+    ra__store_i32(&r->tickets.join, 0);
     return s;
-}
-
-static ra_status ra__join_check(const ra_job *job, int ith, ra_error *e) {
-    if (!job->plan) return ra__refuse(e, RA_E_NULL, "job.plan", "is required", 0);
-    if (!job->ticket || job->ticket > INT64_MAX)
-        return ra__refuse(e, RA_E_RANGE, "job.ticket", "must be 1 or more; as signed it is #",
-                          (int64_t)job->ticket);
-    if (ith < 0) return ra__refuse(e, RA_E_RANGE, "ith", "# is negative", ith);
-    return RA_OK;
 }
 
 /* How the pass of an earlier ticket ended. */
 static ra_status ra__join_late(ra_ring *r, int64_t ticket) {
-    ra_status s = ra__load_i32(&r->failed);
-    if (s || !ra__load_i64(&r->refusals)) return s;
-    if (!ra__cas_i32(&r->join, 0, 1)) return RA_WAIT;
-    if (ticket <= r->forgotten)
-        s = ra__refuse(&r->refusal, RA_E_STATE, "job.ticket",
-                       "# is too old: too many tickets have been refused since", ticket);
-    for (int64_t i = 0; i < ra__min(r->refusals, RA__REFUSALS); i++)
-        if (r->refused_ticket[i] == ticket) s = r->refused_status[i];
-    ra__store_i32(&r->join, 0);
-    return s;
+    const ra_status s = ra__load_i32(&r->failed);
+    return s ? s : ra__ticket_late(&r->tickets, ticket, &r->refusal);
 }
 
 RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith) {
     ra_status s;
     int64_t ticket;
     if (!ring || !job) return RA_E_NULL;
-    s = ra__join_check(job, ith, &ring->refusal);
+    if (!job->plan) return ra__refuse(&ring->refusal, RA_E_NULL, "job.plan", "is required", 0);
+    s = ra__ticket_check(job->ticket, ith, &ring->refusal);
     if (s) return s;
-    ticket = ra__load_i64(&ring->ticket);
-    if ((int64_t)job->ticket < ticket) return ra__join_late(ring, (int64_t)job->ticket);
-    if ((int64_t)job->ticket > ticket) {
+    ticket = (int64_t)job->ticket;
+    if (ticket < ra__load_i64(&ring->tickets.last)) return ra__join_late(ring, ticket);
+    if (ticket > ra__load_i64(&ring->tickets.last)) {
         s = ra__join_begin(ring, job);
         if (s) return s;
     }
     (void)ra__add_i32(&ring->inside, 1);
-    if (ra__add_i32(&ring->join, 0)) {
+    if (ra__add_i32(&ring->tickets.join, 0)) {
         s = RA_WAIT;
-    } else if (ra__load_i64(&ring->ticket) != (int64_t)job->ticket) {
-        s = ra__join_late(ring, (int64_t)job->ticket);
+    } else if (ra__load_i64(&ring->tickets.last) != ticket) {
+        s = ra__join_late(ring, ticket);
     } else {
-        s = ra__load_i32(&ring->join_status);
+        s = ra__load_i32(&ring->tickets.status);
         if (!s) s = ra__ring_agree_on_failure(ring, ra__ring_step(ring, ith));
     }
     ra__ring_leave(ring);
@@ -16250,6 +16277,7 @@ struct ra_cache {
     int32_t open, stage;               /* atomic: 1: a stage is open; stages that are done */
     int32_t ran;                       /* level 0: swaps that are done */
     int32_t state, failed, cancelled, aborted, comm, inside, parted; /* atomic but parted */
+    ra__tickets tickets;
     int64_t progress_ns, looked_ns;    /* atomic */
     ra_error why;
     ra__cache_desk *desk;                    /* [threads] */
@@ -17769,6 +17797,10 @@ static void ra__cache_part(ra_cache *c) {
     ra__store_i32(&c->comm, 0);
 }
 
+static void ra__cache_leave(ra_cache *c) {
+    if (ra__add_i32(&c->inside, -1) == 1) ra__cache_part(c);
+}
+
 RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                       const int64_t *fresh, int64_t deadline_ns) {
     if (!c) return RA_E_NULL;
@@ -17778,14 +17810,67 @@ RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const in
     return ra__cache_begin(c, t, cached, fresh, deadline_ns);
 }
 
+/* A step; after a failure the first one is what all threads get. */
+static ra_status ra__cache_step_any(ra_cache *c, int ith) {
+    ra_status s = ra__cache_step(c, ith);
+    if (s < 0 && s <= RA_E_MISMATCH) s = ra__load_i32(&c->failed) ? ra__load_i32(&c->failed)
+                                                                    : RA_AGAIN;
+    return s;
+}
+
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith) {
     if (!c) return RA_E_NULL;
     if (ith < 0) return RA_E_RANGE;
     (void)ra__add_i32(&c->inside, 1);
-    ra_status s = c->call ? ra__cache_step(c, ith) : RA_E_STATE;
-    if (s < 0 && s <= RA_E_MISMATCH) s = ra__load_i32(&c->failed) ? ra__load_i32(&c->failed)
-                                                                    : RA_AGAIN;
-    if (ra__add_i32(&c->inside, -1) == 1) ra__cache_part(c);
+    const ra_status s = c->call ? ra__cache_step_any(c, ith) : RA_E_STATE;
+    ra__cache_leave(c);
+    return s;
+}
+
+/* As ra__join_begin. */
+static ra_status ra__cache_join_begin(ra_cache *c, const ra_infer_job *job) {
+    ra_status s = RA_WAIT;
+    if (!ra__cas_i32(&c->tickets.join, 0, 1)) return RA_WAIT;
+    if (ra__load_i64(&c->tickets.last) >= (int64_t)job->ticket) {
+        s = RA_AGAIN;
+    } else if (ra__load_i32(&c->failed)) {
+        s = ra__load_i32(&c->failed);
+    } else if (!ra__add_i32(&c->inside, 0) && ra__load_i32(&c->state) == RA_RING_IDLE) {
+        s = ra__cache_begin(c, job->tensors, job->cached, job->fresh, job->deadline_ns);
+        ra__ticket_begun(&c->tickets, (int64_t)job->ticket, s);
+    }
+    ra__store_i32(&c->tickets.join, 0);
+    return s;
+}
+
+/* How the call of an earlier ticket ended. */
+static ra_status ra__cache_join_late(ra_cache *c, int64_t ticket) {
+    const ra_status s = ra__load_i32(&c->failed);
+    return s ? s : ra__ticket_late(&c->tickets, ticket, &c->why);
+}
+
+RINGATTN_API ra_status ra_infer_join(ra_cache *c, const ra_infer_job *job, int ith) {
+    ra_status s;
+    int64_t ticket;
+    if (!c || !job) return RA_E_NULL;
+    s = ra__ticket_check(job->ticket, ith, &c->why);
+    if (s) return s;
+    ticket = (int64_t)job->ticket;
+    if (ticket < ra__load_i64(&c->tickets.last)) return ra__cache_join_late(c, ticket);
+    if (ticket > ra__load_i64(&c->tickets.last)) {
+        s = ra__cache_join_begin(c, job);
+        if (s) return s;
+    }
+    (void)ra__add_i32(&c->inside, 1);
+    if (ra__add_i32(&c->tickets.join, 0)) {
+        s = RA_WAIT;
+    } else if (ra__load_i64(&c->tickets.last) != ticket) {
+        s = ra__cache_join_late(c, ticket);
+    } else {
+        s = ra__load_i32(&c->tickets.status);
+        if (!s) s = ra__cache_step_any(c, ith);
+    }
+    ra__cache_leave(c);
     return s;
 }
 
