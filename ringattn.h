@@ -119,6 +119,29 @@
  *       return s;
  *   }
  *
+ * Program 5: decode over a cache that is split over three ranks, here threads of one process.
+ *
+ *   #define RINGATTN_IMPLEMENTATION
+ *   #include "ringattn.h"
+ *   static float q[8][64], k[2][64], v[2][64], o[3][8][64];
+ *   static float keys[3][1376][2][64], values[3][1376][2][64];    // ra_cache_rows of each rank
+ *
+ *   static ra_status on_rank(ra_world *world, int rank, void *user) {
+ *       ra_desc d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
+ *       ra_cache_desc cd = {0}; ra_cache *cache = NULL; ra_tensors t = {0};
+ *       d.tokens = 1; d.kv_tokens = 4096; d.ranks = 3; d.rank = rank;    // the most new, of all
+ *       cd.queries = RA_QUERIES_ALL;              // every rank passes the token's q and gets its o
+ *       t.q.data = q; t.k.data = keys[rank]; t.v.data = values[rank]; t.o.data = o[rank];
+ *       ra_status s = ra_cache_create(&cache, &d, ra_world_transport(world, rank), &cd);
+ *       for (int64_t n = 0, fresh = 1; n < 100 && !s; n++) {    // your model: q, k, v of token n
+ *           s = ra_cache_store(cache, &t, 0, n, k[0], v[0]);    // if this rank holds position n
+ *           if (!s) s = ra_infer(cache, &t, &n, &fresh, RA_NO_DEADLINE);
+ *       }
+ *       ra_cache_destroy(cache);
+ *       return user ? RA_E_STATE : s;
+ *   }
+ *   int main(void) { return ra_world_run(3, on_rank, NULL, NULL) ? 1 : 0; }
+ *
  * What the library does not do: projections, RoPE (rotate before you cache), tensor or pipeline
  * parallelism (they work around it), GPUs, networking of its own except threads. Sharding a
  * sequence of fewer than about 8K tokens gains nothing. A forked child must not use rings or worlds
