@@ -1165,6 +1165,73 @@ TEST(row_bits_do_not_depend_on_company)
     }
 }
 
+/* Keys that a bias of -inf hides are as those that intervals mask, to the bit: whole blocks, with
+ * NaN in K and V, and parts of blocks. Decoding, short and prefill; heads that share a bias or
+ * have their own; a row that sees no key. */
+TEST(hidden_blocks_are_as_masked)
+{
+    enum { D = 40, KEYS = 1300, HEADS = 4, ROWS = 70, ALL = HEADS * ROWS * KEYS };
+    static const int32_t tokens[4] = { 1, 3, 8, ROWS };
+    static float x[KEYS * 2 * D], q[ROWS * HEADS * D], o[2][ROWS * HEADS * (D + 1)], wide[2][ALL];
+    static uint8_t kept[KEYS * 2 * D * 4], asked[ROWS * HEADS * D * 4], bias[2][ALL * 4];
+    for (int64_t i = 0; i < 4 * 3 * 2 * 5; i++) {
+        h_rng r = h_case_rng(i);
+        const int32_t isa = (int32_t)(i / 24) + RA_ISA_SCALAR, rows = tokens[i % 4];
+        const int32_t dtype = (int32_t)(i / 4 % 3) + RA_F32, size = dtype == RA_F32 ? 4 : 2;
+        const int32_t data = isa == RA_ISA_AVX512_BF16 ? RA_BF16 : RA_F32;
+        int32_t lo[ROWS], hi[ROWS];
+        ra_desc d;
+        ra_tensors t;
+        scratch w;
+        if (!ra_isa_available(isa) || !h_case(i)) continue;
+        memset(&t, 0, sizeof t);
+        d = ra_desc_make(HEADS, 2, D, data, RA_MASK_NONE);
+        d.o_dtype = RA_F32;
+        d.tokens = rows;
+        d.kv_tokens = KEYS;
+        d.scores = RA_SCORE_BIAS;
+        d.isa = isa;
+        for (int32_t j = 0; j < ROWS; j++) {
+            lo[j] = 128 + 2 * j;
+            hi[j] = j == 2 ? lo[j] : j % 3 ? 1088 : 600;
+        }
+        for (int64_t j = 0; j < KEYS * 2 * D; j++)
+            x[j] = j / (2 * D) < 128 || j / (2 * D) >= 1088 ? (float)NAN : (float)h_normal(&r);
+        for (int64_t j = 0; j < ROWS * HEADS * D; j++) q[j] = (float)h_normal(&r);
+        for (int64_t j = 0; j < ALL; j++) {
+            const int64_t row = j / KEYS % ROWS, key = j % KEYS;
+            wide[0][j] = wide[1][j] = h_one_in(&r, 2) ? 0.0f : (float)h_normal(&r);
+            if (key < lo[row] || key >= hi[row]) wide[1][j] = -INFINITY;
+        }
+        CHECK_EQ(ra_convert(kept, data, x, RA_F32, KEYS * 2 * D), RA_OK);
+        CHECK_EQ(ra_convert(asked, data, q, RA_F32, ROWS * HEADS * D), RA_OK);
+        t.q.data = asked;
+        t.k.data = t.v.data = kept;
+        t.bias.keys = KEYS;
+        t.bias.dtype = dtype;
+        t.bias.key_step = size;
+        t.bias.row_step = KEYS * size;
+        t.bias.head_step = i / 12 % 2 ? ROWS * KEYS * size : 0;
+        w = scratch_for(&d, 1);
+        for (int j = 0; j < 2; j++) {
+            CHECK_EQ(ra_convert(bias[j], dtype, wide[j], RA_F32, ALL), RA_OK);
+            t.bias.data = bias[j];
+            t.o.data = o[j];
+            t.lse.data = o[j] + ROWS * HEADS * D;
+            memset(o[j], 0, sizeof o[j]);
+            d.mask.kind = j ? RA_MASK_NONE : RA_MASK_INTERVALS;
+            d.mask.lo = j ? NULL : lo;
+            d.mask.hi = j ? NULL : hi;
+            d.mask.interval_count = j ? 0 : ROWS;
+            CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, 1), RA_OK);
+        }
+        CHECK_BITS(o[0], o[1], sizeof o[0]);
+        if (rows > 2) CHECK(isinf(o[1][ROWS * HEADS * D + 2 * HEADS]));
+        if (rows > 2) CHECK_EQ(o[1][2 * HEADS * D] == 0, 1);
+        free(w.raw);
+    }
+}
+
 /* A bias of f16 or bf16 gives the bits of the same numbers in f32, with -inf among them as in a
  * mask; decoding, short and prefill, and every kind of broadcast. */
 TEST(bias_in_16_bits)
@@ -1458,7 +1525,8 @@ static const h_test tests[] = {
     ENTRY(softcap_sinks_alibi), ENTRY(cross_attention), ENTRY(error_over_1_to_64_ranks),
     ENTRY(huge_scores), ENTRY(sums_past_the_limit), ENTRY(scores_near_the_limits),
     ENTRY(rows_without_keys), ENTRY(one_nan), ENTRY(nan_in_everything_unseen),
-    ENTRY(bias_of_minus_infinity), ENTRY(one_key_gives_its_value), ENTRY(positions_near_the_limit),
+    ENTRY(bias_of_minus_infinity), ENTRY(hidden_blocks_are_as_masked),
+    ENTRY(one_key_gives_its_value), ENTRY(positions_near_the_limit),
     ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials), ENTRY(merge_corners),
     ENTRY(attention_threads), ENTRY(attention_workspace), ENTRY(q8_0_everywhere), ENTRY(convert),
     ENTRY(decoding), ENTRY(attention_at_positions), ENTRY(many_short_runs),
