@@ -438,7 +438,11 @@ typedef struct ra_run { int64_t first, count, stride; } ra_run;
  * d.q_offset (queries). Used by ra_attention, ra_fold and RA_LAYOUT_ARRAY. With them every sequence
  * has the same number of rows: d.tokens_of and kv_tokens_of stay null, and shorter ones are padded
  * with -1. A batch that decodes after n0 and n1 cached tokens: d.tokens 1, d.kv_tokens
- * max(n0, n1) + 1, q_pos.array {n0, n1}, count 1, batch_step 1. */
+ * max(n0, n1) + 1, q_pos.array {n0, n1}, count 1, batch_step 1.
+ *
+ * One cache whose cells belong to any of several sequences (llama.cpp's unified cache) is one
+ * sequence of documents: a token at position p of sequence s, cached or new, has position
+ * s * span + p, with a span of your choice and mask.doc_first = {0, span, 2 * span, ...}. */
 typedef struct ra_positions {
     const ra_run  *runs;               /* one after the other, or */
     const int32_t *array;              /* one entry per row, in any order. -1 marks an empty cell:
