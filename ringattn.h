@@ -16311,7 +16311,8 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
  * Inference over a sharded cache. In: queries of new tokens, and K and V of the lanes of this rank.
  * Out: O and LSE of the queries. A call consists of stages (attend some rows to the keys of one
  * rank; at last merge) and swaps (messages with the other ranks), in a fixed order: a stage waits
- * for swaps, a swap for stages. Threads share out the items of the stage that is open.
+ * for swaps, a swap for stages. Threads share out the items of the stage that is open. A step does
+ * a bounded part of one, and the next step of any thread goes on with it.
  *
  * Order of sums. The keys of a lane are summed in ascending order: in the form of prefill block by
  * block in one online softmax; in the form of decoding RA__LEAF keys in one, RA__SPAN such leaves
