@@ -5,6 +5,7 @@
  *                                 ONLY=help` lists them), an instruction set, a dtype, a mask,
  *                                 D128, Tq4096, Tk4096, Hq32, threads2, ranks4
  *   make bench ONLY=plan          how many seconds plans take, from 1M to 64M tokens
+ *   make bench ONLY=ways          what the choice between passing queries and keys costs
  *   bench --only WORDS --json FILE --chunk N --long --processor-time
  *                                 --long adds 8192 tokens and 16-bit storage on every instruction
  *                                 set. --processor-time counts the time for which a thread had a
@@ -23,6 +24,10 @@
  * Rings of 1, 2 and 4 ranks do the same work with the same number of threads, 4. "0.99 x one rank"
  * compares them with one rank that computes the same. The difference is the whole cost of a ring.
  * The part of it that the fixed order of chunks costs is at most the idle time of the processors.
+ *
+ * Rows of a cache split over ranks (cache, prefill) are compared with one rank that has all keys,
+ * on as many threads; "+9 us" is the difference. Of a decoded token that is the exchange, and the
+ * row with few keys is almost nothing else.
  *
  * The FLOPs of a call are 2 (Dk + Dv) per visible pair of query and key and per query head;
  * backward 2 (3 Dk + 2 Dv). */
@@ -64,7 +69,7 @@ static const char *const mask_names[] = { "", "window", "documents", "prefix", "
 
 /* Kinds of rows: see `kinds`. */
 enum { FORWARD, BACKWARD, MASK, ALIBI, BIAS_KEY, BIAS_FULL, SINKS, SOFTCAP, TAILS, STRIDES, DIMS,
-       DECODE, SHORT, SMALL, SIMPLE, LOOP, RING, KINDS };
+       DECODE, SHORT, SMALL, SIMPLE, LOOP, RING, CACHE, PREFILL, KINDS };
 
 typedef struct row {
     int32_t kind, isa, dtype, mask, mask_more, versus, layout;
@@ -566,6 +571,77 @@ static void ring_part(void *ctx, int ith, int nth) {
     if (s != RA_OK) __atomic_store_n(&l->status, s, __ATOMIC_RELAXED);
 }
 
+/* ---------------------------------------------------------------------------- sharded caches
+ * The same with ra_infer: decoding with the queries on all ranks, prefill with those of its own
+ * positions on each. */
+typedef struct cache_load {
+    ra_world *world;
+    ra_cache *cache[MAX_THREADS];
+    ra_tensors t[MAX_THREADS];
+    int32_t ranks, calls;              /* calls: per part */
+    int64_t cached, fresh;
+    uint64_t call[MAX_THREADS];        /* of each thread */
+    ra_error error;
+    ra_status status;
+} cache_load;
+
+static void cache_make(const row *r, const data *x, const ra_cache_desc *cd, cache_load *l) {
+    ra_world_desc wd;
+    memset(l, 0, sizeof *l);
+    memset(&wd, 0, sizeof wd);
+    wd.ranks = l->ranks = r->ranks;
+    wd.error = &l->error;
+    l->calls = 1;
+    l->fresh = r->tokens;
+    l->cached = r->kv_tokens - r->tokens;
+    l->status = ra_world_create(&l->world, &wd);
+    for (int i = 0; i < r->ranks && l->status == RA_OK; i++) {
+        ra_desc d = desc_make(r);
+        int64_t held;
+        d.q_offset = 0;
+        d.layout.kind = 0;
+        d.ranks = r->ranks;
+        d.rank = i;
+        d.threads = r->threads / r->ranks;
+        d.error = &l->error;
+        l->status = ra_cache_create(&l->cache[i], &d, ra_world_transport(l->world, i), cd);
+        if (l->status != RA_OK) return;
+        held = ra_cache_rows(l->cache[i]) * r->kv_heads;
+        l->t[i].q.data = x->q;
+        l->t[i].k.data = map_random(held * r->dim, r->dtype, 10 + (uint32_t)i);
+        l->t[i].v.data = map_random(held * r->v_dim, r->dtype, 20 + (uint32_t)i);
+        l->t[i].o.data = map((size_t)(r->tokens * r->q_heads * r->v_dim * 4));
+    }
+}
+
+static void cache_free(cache_load *l) {
+    for (int i = 0; i < l->ranks; i++) ra_cache_destroy(l->cache[i]);
+    ra_world_destroy(l->world);
+    memset(l, 0, sizeof *l);
+}
+
+static void cache_part(void *ctx, int ith, int nth) {
+    cache_load *l = (cache_load *)ctx;
+    const int rank = ith % l->ranks;
+    ra_infer_job job;
+    (void)nth;
+    memset(&job, 0, sizeof job);
+    job.tensors = &l->t[rank];
+    job.cached = &l->cached;
+    job.fresh = &l->fresh;
+    for (int32_t i = 0; i < l->calls; i++) {
+        ra_status s = RA_AGAIN;
+        job.ticket = ++l->call[ith];
+        job.deadline_ns = ra_deadline_ms(60000);
+        for (int idle = 0; s == RA_AGAIN || s == RA_WAIT; idle++) {
+            s = ra_infer_join(l->cache[rank], &job, ith / l->ranks);
+            if (s == RA_AGAIN) idle = 0;
+            if (idle > 100) sched_yield();
+        }
+        if (s != RA_OK) __atomic_store_n(&l->status, s, __ATOMIC_RELAXED);
+    }
+}
+
 /* ---------------------------------------------------------------------------- measuring */
 typedef struct op {
     part_fn fn;
@@ -701,6 +777,7 @@ static void measure(const op *kernel, const op *versus, const op *peak, double b
 typedef struct trial {
     load l, other;
     ring_load ring;
+    cache_load cache;
     op kernel, versus;
 } trial;
 
@@ -778,6 +855,20 @@ static void make_ring(const row *r, const data *x, trial *t) {
     t->versus = (op){ attention_part, &t->l, r->threads, 1, t->kernel.work, 1 };
 }
 
+/* One rank is timed with as many threads as all ranks of the cache together. */
+static void make_cache(const row *r, const data *x, trial *t) {
+    const int decode = r->kind == CACHE;
+    ra_cache_desc cd;
+    memset(&cd, 0, sizeof cd);
+    if (decode) cd.queries = RA_QUERIES_ALL;
+    load_make(r, x, &t->l);
+    cache_make(r, x, &cd, &t->cache);
+    t->l.calls = t->cache.calls = decode && r->kv_tokens < 1024 ? 200 : 1;
+    const double work = decode ? 2.0 * (double)x->kv_bytes : (double)t->l.report.forward.flops;
+    t->kernel = (op){ cache_part, &t->cache, r->threads, t->cache.calls, work, 1 };
+    t->versus = (op){ attention_part, &t->l, r->threads, t->l.calls, work, 1 };
+}
+
 /* The kinds, in the order of the enum. seconds: to be spent on a row. reads: the peak is reading
  * the keys and values instead of arithmetic. */
 static const struct kind {
@@ -803,6 +894,8 @@ static const struct kind {
     { "simple", "the same by ra_attention_simple", make_small, 0.5, 0 },
     { "loop", "a whole sequence, next to a loop", make_attention, 1.0, 0 },
     { "ring", "rings of 1, 2 and 4 ranks, next to one rank without a ring", make_ring, 2.0, 0 },
+    { "cache", "a token over a cache of 1, 2 and 4 ranks, next to one rank", make_cache, 1.0, 1 },
+    { "prefill", "a chunk of a prompt over such a cache, next to one rank", make_cache, 2.0, 0 },
 };
 
 static const char *name_of(const row *r) { return kinds[r->kind].name; }
@@ -813,6 +906,7 @@ static int trial_good(const row *r, const trial *t) {
     ra_status s = t->ring.status;
     if (s == RA_OK) { s = t->l.status; e = &t->l.error; }
     if (s == RA_OK) { s = t->other.status; e = &t->other.error; }
+    if (s == RA_OK) { s = t->cache.status; e = &t->cache.error; }
     if (s == RA_OK) return 1;
     printf("%-10s failed: %s: %s %s\n", name_of(r), ra_status_text(s), e->field, e->text);
     failed_rows++;
@@ -827,7 +921,7 @@ static void run_row(const row *r, result *out) {
     op peak;
     memset(&t, 0, sizeof t);
     kind->make(r, &x, &t);
-    if (!t.l.status && !t.other.status && !t.ring.status)
+    if (!t.l.status && !t.other.status && !t.ring.status && !t.cache.status)
         pool_run(t.kernel.fn, t.kernel.ctx, t.kernel.nth);
     if (trial_good(r, &t)) {
         peak = kind->reads ? read_op(&p, &x, r->threads)
@@ -838,6 +932,7 @@ static void run_row(const row *r, result *out) {
         out->done = trial_good(r, &t);
     }
     ring_free(&t.ring);
+    cache_free(&t.cache);
     unmap_all();
 }
 
@@ -1017,6 +1112,18 @@ static void add_ring(int32_t isa, int32_t dtype) {
     }
 }
 
+/* Two threads, or one for each rank if there are more. */
+static void add_cache(int32_t f32) {
+    for (int i = 0; i < 9; i++) {
+        row r = cache_row(i < 6 ? CACHE : PREFILL, f32, RA_F16, i < 6 ? 1 : 512);
+        r.kv_tokens = i < 3 ? 64 : i < 6 ? 32768 : 4096;
+        r.ranks = 1 << i % 3;
+        r.threads = r.ranks < 2 ? 2 : r.ranks;
+        r.versus = VERSUS_ONE_RANK;
+        add(r);
+    }
+}
+
 static void add_all(int large) {
     const int32_t best = ra_isa_best(), f32 = best_f32();
     add_forward(large);
@@ -1036,6 +1143,7 @@ static void add_all(int large) {
     add_small_and_loop(f32);
     add_ring(f32, RA_F32);
     if (bf16_isa(best)) add_ring(best, RA_BF16);
+    add_cache(f32);
 }
 
 static const char *mask_text(const row *r) {
@@ -1173,8 +1281,8 @@ static void print_row(const row *r, const result *x) {
     char label[64], heads[24], time[24], dims[24];
     snprintf(label, sizeof label, "%s %s %s %s", name_of(r), ra_isa_name(r->isa),
              dtype_text(r->dtype), mask_text(r));
-    if (r->kind == RING) {
-        snprintf(label, sizeof label, "ring %s %s %s ranks %d", ra_isa_name(r->isa),
+    if (r->kind >= RING) {
+        snprintf(label, sizeof label, "%s %s %s %s ranks %d", name_of(r), ra_isa_name(r->isa),
                  dtype_text(r->dtype), mask_text(r), (int)r->ranks);
     }
     snprintf(heads, sizeof heads, "%d/%d", (int)r->q_heads, (int)r->kv_heads);
@@ -1190,6 +1298,7 @@ static void print_row(const row *r, const result *x) {
                versus_text[r->versus]);
     }
     if (r->kind == SMALL || r->kind == SIMPLE) printf(" (%+.3f us)", x->extra_s * 1e6);
+    if (r->kind == CACHE) printf(" (%+.1f us)", x->extra_s * 1e6);
     if (r->kind == RING) printf(", idle %.1f %%", x->idle * 100);
     printf("\n");
     fflush(stdout);
@@ -1263,11 +1372,75 @@ static void print_plans(void) {
     for (size_t i = 0; i < sizeof list / sizeof list[0]; i++) print_plan(&list[i]);
 }
 
+/* ---------------------------------------------------------------------------- ways
+ * What a call over a sharded cache does by itself, and what each way takes, over a grid of new and
+ * cached tokens. The ways are timed in turn, and the shortest time of each counts: other programs
+ * lengthen a call of several ranks more than any other. */
+enum { WAY_NEW = 1024, WAY_CACHED = 32768 };
+
+static double way_seconds(cache_load *l, int64_t fresh, int64_t cached) {
+    l->fresh = fresh;
+    l->cached = cached;
+    return pool_run(cache_part, l, l->ranks);
+}
+
+/* Returns the time of the rule's choice over that of the better way. */
+static double print_way(cache_load way[3], int64_t fresh, int64_t cached) {
+    ra_infer_report report;
+    double best[2] = { 1e9, 1e9 }, spent = 0, ratio;
+    int rule;
+    memset(&report, 0, sizeof report);
+    if (ra_infer_query(way[2].cache[0], &cached, &fresh, &report) != RA_OK) failed_rows++;
+    rule = report.way == RA_INFER_PASS_KV;
+    for (int i = 0; i < 200 && (i < 3 || spent < 0.15); i++)
+        for (int k = 0; k < 2; k++) {
+            const double t = way_seconds(&way[k], fresh, cached);
+            best[k] = t < best[k] ? t : best[k];
+            spent += t;
+        }
+    ratio = best[rule] / (best[0] < best[1] ? best[0] : best[1]);
+    printf("ways ranks %d new %5lld cached %6lld: takes %-7s  queries %9.1f us, keys %9.1f us, "
+           "%.2f x the best\n", (int)way[0].ranks, (long long)fresh, (long long)cached,
+           rule ? "keys" : "queries", best[0] * 1e6, best[1] * 1e6, ratio);
+    fflush(stdout);
+    return ratio;
+}
+
+static void print_ways(void) {
+    static const int64_t fresh[] = { 1, 16, 64, 256, WAY_NEW };
+    static const int64_t cached[] = { 0, 256, 2048, WAY_CACHED };
+    for (int32_t ranks = 2; ranks <= MAX_THREADS; ranks *= 2) {
+        static cache_load way[3];
+        row r = row_make(PREFILL, best_f32(), RA_F32, RA_MASK_CAUSAL, 64, WAY_NEW);
+        ra_cache_desc cd;
+        data x;
+        double most = 0;
+        memset(&cd, 0, sizeof cd);
+        r.kv_heads = 2;
+        r.kv_tokens = WAY_NEW + WAY_CACHED;
+        r.threads = r.ranks = ranks;
+        x = data_make(&r);
+        for (int k = 0; k < 3; k++) {
+            cd.way = k == 0 ? RA_INFER_PASS_Q : k == 1 ? RA_INFER_PASS_KV : RA_INFER_AUTO;
+            cache_make(&r, &x, &cd, &way[k]);
+            if (way[k].status != RA_OK) failed_rows++;
+        }
+        for (int i = 0; i < 20 && !failed_rows; i++) {
+            const double ratio = print_way(way, fresh[i / 4], cached[i % 4]);
+            most = ratio > most ? ratio : most;
+        }
+        printf("ways ranks %d: at most %.2f x the best\n", (int)ranks, most);
+        for (int k = 0; k < 3; k++) cache_free(&way[k]);
+        unmap_all();
+    }
+}
+
 /* The names for ONLY=. */
 static void print_kinds(void) {
     printf("rows:\n");
     for (int i = 0; i < KINDS; i++) printf("  %-10s %s\n", kinds[i].name, kinds[i].what);
     printf("  %-10s %s\n", "plan", "seconds that plans take");
+    printf("  %-10s %s\n", "ways", "passing queries or keys, over a cache of 2 and 4 ranks");
 }
 
 static int write_json(const char *path) {
@@ -1312,7 +1485,7 @@ static void clear_progress(void) {
 int main(int argc, char **argv) {
     char words[512] = "";
     const char *json = "build/bench.json";
-    int large = 0, kept = 0, plans;
+    int large = 0, kept = 0, plans, ways;
     double begin;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--json") == 0 && i + 1 < argc) json = argv[++i];
@@ -1325,6 +1498,7 @@ int main(int argc, char **argv) {
         }
     }
     plans = !words[0] || strcmp(words + strspn(words, " "), "plan") == 0;
+    ways = !words[0] || strcmp(words + strspn(words, " "), "ways") == 0;
     if (strcmp(words + strspn(words, " "), "help") == 0) { print_kinds(); return 0; }
     add_all(large);
     for (int i = 0; i < row_count; i++) {
@@ -1347,12 +1521,13 @@ int main(int argc, char **argv) {
         if (results[i].done) print_row(&rows[i], &results[i]);
     }
     printf("%d rows in %.0f s%s\n", row_count, now_s() - begin,
-           row_count || plans ? "" : ": nothing matches, try ONLY=help");
+           row_count || plans || ways ? "" : ": nothing matches, try ONLY=help");
     if (plans) print_plans();
+    if (ways) print_ways();
     if (runs_disturbed * 20 > runs_in_all) {
         printf("Other programs disturbed %d of %d timed runs: do not trust the figures above.\n",
                runs_disturbed, runs_in_all);
     }
     if (write_json(json) != 0) return 1;
-    return failed_rows != 0 || (row_count == 0 && !plans);
+    return failed_rows != 0 || (row_count == 0 && !plans && !ways);
 }

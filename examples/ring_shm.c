@@ -10,18 +10,23 @@
  *
  *   for r in 0 1 2; do ./ring_shm -n 3 --name job-1 --rank $r & done; wait
  *
- * --tokens N --heads N --kv-heads N --dim N --chunk N --full --seconds N change the task. */
+ * --tokens N --heads N --kv-heads N --dim N --chunk N --full --seconds N change the task. With
+ * --decode you will see instead how long one token takes over a cache of 64 tokens that is split
+ * over the processes, which is almost nothing but the exchange of partial results:
+ *
+ *   ./ring_shm -n 2 --decode --heads 32 --kv-heads 8 --dim 128 */
 #define RINGATTN_IMPLEMENTATION
 #include "transports/ra_shm.h"
 #include "transports/ring_check.h"
 
 #include <sys/wait.h>
 
-enum { MOST_RANKS = 64 };
+enum { MOST_RANKS = 64, CACHED = 63, DECODE_ROUNDS = 20, DECODE_CALLS = 200 };
 
 typedef struct board {                 /* in memory that all ranks share */
     ring_figures figures[MOST_RANKS];
     ra_shm_counters loans[MOST_RANKS];
+    double decode_us[MOST_RANKS];
 } board;
 
 /* One rank, in this process. Returns its exit code. */
@@ -55,6 +60,63 @@ static int on_rank(const ring_task *t, const char *name, int rank, int ranks, bo
     return s != RA_OK;
 }
 
+/* Rounds of calls that each compute one query, which all ranks have, over keys that are zero. *us:
+ * of a call in the fastest round. */
+static ra_status decode_rounds(ra_cache *c, const ring_task *t, double *us) {
+    const size_t row = (size_t)ra_cache_rows(c) * (size_t)t->kv_heads * (size_t)t->dim;
+    const size_t query = (size_t)t->heads * (size_t)t->dim;
+    float *memory = (float *)calloc(row + 2 * query, sizeof *memory);
+    const int64_t cached = CACHED, fresh = 1;
+    ra_status s = memory ? RA_OK : RA_E_NOMEM;
+    ra_tensors x;
+    memset(&x, 0, sizeof x);
+    x.k.data = x.v.data = memory;
+    x.q.data = memory + row;
+    x.o.data = memory + row + query;
+    for (int i = 0; i < DECODE_ROUNDS && !s; i++) {
+        const int64_t begin = ra_now_ns();
+        for (int k = 0; k < DECODE_CALLS && !s; k++)
+            s = ra_infer(c, &x, &cached, &fresh, ra_deadline_ms(1000 * t->seconds));
+        const double took = (double)(ra_now_ns() - begin) / 1e3 / DECODE_CALLS;
+        if (i == 0 || took < *us) *us = took;
+    }
+    free(memory);
+    return s;
+}
+
+/* One rank that decodes, in this process. */
+static int on_decode(const ring_task *t, const char *name, int rank, int ranks, double *us) {
+    ra_desc d = ra_desc_make(t->heads, t->kv_heads, t->dim, RA_F32, RA_MASK_CAUSAL);
+    ra_cache *c = NULL;
+    ra_shm *shm = NULL;
+    ra_shm_desc sd;
+    ra_cache_desc cd;
+    ra_error why;
+    ra_status s = RA_OK;
+    memset(&sd, 0, sizeof sd);
+    memset(&cd, 0, sizeof cd);
+    memset(&why, 0, sizeof why);
+    d.tokens = 1;
+    d.kv_tokens = CACHED + 1;
+    d.rank = rank;
+    d.ranks = ranks;
+    d.error = sd.error = &why;
+    cd.queries = RA_QUERIES_ALL;
+    sd.name = name;
+    sd.rank = rank;
+    sd.ranks = ranks;
+    sd.slot_bytes = 4096 + (size_t)t->heads * (size_t)(t->dim + 1) * 64;
+    sd.deadline_ns = ra_deadline_ms(1000 * t->seconds);
+    if (ranks > 1) s = ra_shm_open(&shm, &sd);
+    if (!s) s = ra_cache_create(&c, &d, ranks > 1 ? ra_shm_transport(shm) : NULL, &cd);
+    if (s) fprintf(stderr, "rank %d: %s: %s %s\n", rank, ra_status_text(s), why.field, why.text);
+    else if ((s = decode_rounds(c, t, us)) != RA_OK)
+        fprintf(stderr, "rank %d: %s: %s\n", rank, ra_status_text(s), ra_cache_error(c)->text);
+    if (!s) s = ra_cache_destroy(c);
+    ra_shm_close(shm);
+    return s != RA_OK;
+}
+
 static void *shared_memory(size_t bytes) {
     void *at = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     if (at != MAP_FAILED) return at;
@@ -74,8 +136,16 @@ static void print_loans(const board *b, int ranks) {
     printf("forward a chunk is copied once, by its owner, and lent from rank to rank\n");
 }
 
+static int print_decode(const ring_task *t, const board *b, int ranks) {
+    double alone = 0;
+    if (on_decode(t, "alone", 0, 1, &alone)) return 1;
+    printf("%d/%d heads of %d, 64 tokens: %.1f us per token on one rank, %.1f us on %d processes\n",
+           t->heads, t->kv_heads, t->dim, alone, b->decode_us[0], ranks);
+    return 0;
+}
+
 /* Processes of our own: all ranks write their rows into one array. */
-static int run_all(const ring_task *t, int ranks) {
+static int run_all(const ring_task *t, int ranks, int decode) {
     board *b = (board *)shared_memory(sizeof *b);
     float *all = (float *)shared_memory(ring_floats(t) * sizeof *all);
     pid_t pid[MOST_RANKS];
@@ -85,7 +155,9 @@ static int run_all(const ring_task *t, int ranks) {
     fflush(stdout);
     for (int r = 0; r < ranks; r++) {
         pid[r] = fork();
-        if (pid[r] == 0) _exit(on_rank(t, name, r, ranks, b, all));
+        if (pid[r] == 0)
+            _exit(decode ? on_decode(t, name, r, ranks, &b->decode_us[r])
+                         : on_rank(t, name, r, ranks, b, all));
         if (pid[r] < 0) perror("fork");
     }
     for (int r = 0; r < ranks; r++) {
@@ -96,6 +168,7 @@ static int run_all(const ring_task *t, int ranks) {
         printf("a rank failed\n");
         return 1;
     }
+    if (decode) return print_decode(t, b, ranks);
     print_loans(b, ranks);
     return ring_judge(t, b->figures, ranks, all);
 }
@@ -122,11 +195,15 @@ static int run_one(const ring_task *t, const char *name, int rank, int ranks) {
 int main(int argc, char **argv) {
     ring_task t = ring_task_default();
     const char *name = NULL;
-    int ranks = 4, rank = -1;
+    int ranks = 4, rank = -1, decode = 0;
     for (int i = 1, took; i < argc; i += took) {
         took = ring_option(&t, argc, argv, i);
         if (took) continue;
         took = 2;
+        if (!strcmp(argv[i], "--decode")) {
+            decode = took = 1;
+            continue;
+        }
         if (!strcmp(argv[i], "-n") && i + 1 < argc) ranks = atoi(argv[i + 1]);
         else if (!strcmp(argv[i], "--name") && i + 1 < argc) name = argv[i + 1];
         else if (!strcmp(argv[i], "--rank") && i + 1 < argc) rank = atoi(argv[i + 1]);
@@ -140,8 +217,12 @@ int main(int argc, char **argv) {
         fprintf(stderr, "1 to %d ranks, at least one token, --rank with --name\n", MOST_RANKS);
         return 2;
     }
-    if (!name || rank <= 0)
+    if (decode && name) {
+        fprintf(stderr, "--decode starts its processes: without --name\n");
+        return 2;
+    }
+    if (!decode && (!name || rank <= 0))
         printf("%lld tokens, %d/%d heads of %d, %s, zigzag, %d processes\n", (long long)t.tokens,
                t.heads, t.kv_heads, t.dim, t.full ? "full" : "causal", ranks);
-    return name ? run_one(&t, name, rank, ranks) : run_all(&t, ranks);
+    return name ? run_one(&t, name, rank, ranks) : run_all(&t, ranks, decode);
 }

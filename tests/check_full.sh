@@ -215,6 +215,7 @@ windows() {
 shm() {
     step -x shm-build make build/release/tests/test_shm build/release/examples/ring_shm
     step shm build/release/tests/test_shm --long
+    step -x shm-decode timeout 120 build/release/examples/ring_shm -n 2 --decode
     step -x shm-by-name sh -c 'n=0 p=
         for r in 2 0 1; do
             build/release/examples/ring_shm -n 3 --name "full.$$" --rank $r & p="$p $!"

@@ -118,3 +118,38 @@ void hook_loads(ra_ring *ring, int64_t *loads)
     loads_seen = loads;
     ring->work.kernel = &watched;
 }
+
+static ra__kernel watched_tile, watched_decode;
+static const ra__kernel *real_tile, *real_decode;
+static int64_t *work_seen;
+
+static void watched_fold(const ra__panel *p, const ra__keys *keys, const int8_t *kind,
+                         int32_t count, const ra_desc *d, float *s)
+{
+    int64_t n = 0;
+    for (int32_t i = 0; i < count; i++) n += kind[i] != RA__EMPTY;
+    __atomic_fetch_add(work_seen, n * 64 * 64 * ((int64_t)d->k_dim + d->v_dim), __ATOMIC_RELAXED);
+    real_tile->fold(p, keys, kind, count, d, s);
+}
+
+static void watched_decode_fold(ra__decode_rows *f, const ra__decode_keys *x, int32_t n)
+{
+    int64_t keys = 0;
+    for (int32_t i = 0; i < n; i++) keys += x[i].seen ? x[i].n : 0;
+    __atomic_fetch_add(work_seen, keys * (f->one_row ? 1 : 4) * ((int64_t)f->d->k_dim + f->d->v_dim),
+                       __ATOMIC_RELAXED);
+    real_decode->decode_fold(f, x, n);
+}
+
+void hook_cache_work(ra_cache *c, int64_t *work)
+{
+    real_tile = c->tile_kernel;
+    real_decode = c->decode_kernel;
+    watched_tile = *real_tile;
+    watched_decode = *real_decode;
+    watched_tile.fold = watched_fold;
+    watched_decode.decode_fold = watched_decode_fold;
+    work_seen = work;
+    c->tile_kernel = &watched_tile;
+    c->decode_kernel = &watched_decode;
+}

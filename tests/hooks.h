@@ -43,4 +43,8 @@ void hook_deltas(ra_ring *ring, void (*before)(void));
  * begin and the first step. */
 void hook_loads(ra_ring *ring, int64_t *loads);
 
+/* From now on *work counts the multiply-adds of calls on this cache: whole tiles, and all four rows
+ * of the form of decoding. One cache at a time. */
+void hook_cache_work(ra_cache *c, int64_t *work);
+
 #endif

@@ -150,8 +150,8 @@ printed() {
 /^ \*   #define RINGATTN_IMPLEMENTATION/ { on = 1 }
 /^ \* [^ ]/ { on = 0 }
 on { sub(/^ \*( {3})?/, \"\"); print > (n \".c\") }' '$root/ringattn.h'
-test \"\$(ls [0-9].c | wc -l)\" = 4
-for p in 1 2 3; do
+test \"\$(ls [0-9].c | wc -l)\" = 5
+for p in 1 2 3 5; do
     $f \$p.c '$4' -o main -pthread
     ./main
 done

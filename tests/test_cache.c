@@ -171,6 +171,41 @@ static int64_t rows_here(const script *s, const ra_cache *c, int32_t step, int32
     return n;
 }
 
+/* Queries of a step on this rank, `most` rows for each sequence. */
+static void step_queries(const script *s, const ra_cache *c, int32_t step, int32_t rank,
+                         int64_t most, float *q)
+{
+    const int64_t row = s->d.q_heads * (int64_t)s->d.k_dim;
+    int64_t *pos = (int64_t *)need((size_t)s->d.tokens * 8);
+    for (int32_t b = 0; b < s->d.sequences; b++) {
+        int64_t n = rows_here(s, c, step, b, rank, pos);
+        for (int64_t j = 0; j < n; j++)
+            memcpy(q + (b * most + j) * row, s->q + (b * s->d.kv_tokens + pos[j]) * row,
+                   (size_t)row * 4);
+    }
+    free(pos);
+}
+
+/* Outputs of a step on this rank to their positions. */
+static void step_outputs(const run *x, const ra_cache *c, int32_t step, int32_t rank, int64_t most,
+                         const float *o, const float *lse)
+{
+    const ra_desc *d = &x->s->d;
+    int64_t *pos = (int64_t *)need((size_t)d->tokens * 8);
+    for (int32_t b = 0; b < d->sequences; b++) {
+        int64_t n = rows_here(x->s, c, step, b, rank, pos);
+        if (x->s->cd.queries == RA_QUERIES_ALL && rank) continue;
+        for (int64_t j = 0; j < n; j++) {
+            int64_t to = (b * d->kv_tokens + pos[j]) * d->q_heads;
+            int64_t from = (b * most + j) * d->q_heads;
+            memcpy(x->out->o + to * d->v_dim, o + from * d->v_dim,
+                   (size_t)(d->q_heads * d->v_dim) * 4);
+            memcpy(x->out->lse + to, lse + from, (size_t)d->q_heads * 4);
+        }
+    }
+    free(pos);
+}
+
 static ra_status steps_of(const run *x, ra_cache *c, int32_t rank)
 {
     const script *s = x->s;
@@ -204,12 +239,7 @@ static ra_status steps_of(const run *x, ra_cache *c, int32_t rank)
                 if (end) break;
             }
         }
-        for (int32_t b = 0; b < d->sequences; b++) {
-            int64_t n = rows_here(s, c, i, b, rank, pos);
-            for (int64_t j = 0; j < n; j++)
-                memcpy(q + (b * most + j) * qrow, s->q + (b * d->kv_tokens + pos[j]) * qrow,
-                       (size_t)qrow * 4);
-        }
+        step_queries(s, c, i, rank, most, q);
         if (!end) end = ra_convert(qx, d->q_dtype, q, RA_F32, d->sequences * most * qrow);
         t.q.data = qx;
         t.o.data = o;
@@ -221,17 +251,7 @@ static ra_status steps_of(const run *x, ra_cache *c, int32_t rank)
         if (!end) end = infer(s, c, &t, i);
         if (end) fprintf(stderr, "rank %d step %d: %s: %s\n", rank, i, ra_status_text(end),
                          ra_cache_error(c)->text);
-        for (int32_t b = 0; b < d->sequences && !end; b++) {
-            int64_t n = rows_here(s, c, i, b, rank, pos);
-            if (s->cd.queries == RA_QUERIES_ALL && rank) continue;
-            for (int64_t j = 0; j < n; j++) {
-                int64_t to = (b * d->kv_tokens + pos[j]) * d->q_heads;
-                int64_t from = (b * most + j) * d->q_heads;
-                memcpy(x->out->o + to * d->v_dim, o + from * d->v_dim,
-                       (size_t)(d->q_heads * d->v_dim) * 4);
-                memcpy(x->out->lse + to, lse + from, (size_t)d->q_heads * 4);
-            }
-        }
+        if (!end) step_outputs(x, c, i, rank, most, o, lse);
     }
     free(k); free(v); free(q); free(qx); free(o); free(lse); free(pos);
     return end;
@@ -529,6 +549,207 @@ TEST(drafts_are_exact)
     }
 }
 
+/* -------------------------------------------------------------------------- ra_infer_join */
+/* Threads of an engine without a main thread: no barrier, and a buffer of outputs for each step. */
+typedef struct crew {
+    const run *x;
+    ra_cache *c;
+    int32_t rank, through;             /* atomic: steps that thread 0 is through */
+    ra_tensors t[64];
+    int64_t most[64];
+    ra_status worst;                   /* atomic */
+} crew;
+
+typedef struct hand { crew *w; int ith; h_rng rng; } hand;
+
+/* A thread may leave in the midst of a step, and then comes to the next. */
+static void *hand_main(void *arg)
+{
+    hand *h = (hand *)arg;
+    crew *w = h->w;
+    const script *s = w->x->s;
+    for (int32_t i = 0; i < s->steps; i++) {
+        ra_status end = RA_AGAIN;
+        ra_infer_job job;
+        memset(&job, 0, sizeof job);
+        job.ticket = 1 + 3 * (uint64_t)i;
+        job.tensors = &w->t[i];
+        job.cached = s->cached[i];
+        job.fresh = s->fresh[i];
+        job.deadline_ns = ra_deadline_ms(60000);
+        while (h->ith && h_one_in(&h->rng, 3)) sched_yield();
+        while (end > 0 && !(h->ith && h_one_in(&h->rng, 60))) {
+            end = ra_infer_join(w->c, &job, h->ith);
+            if (end == RA_WAIT) sched_yield();
+        }
+        if (end < 0) {
+            fprintf(stderr, "step %d: %s\n", i, ra_status_text(end));
+            __atomic_store_n(&w->worst, end, __ATOMIC_SEQ_CST);
+            return NULL;
+        }
+        while (end > 0 && __atomic_load_n(&w->through, __ATOMIC_SEQ_CST) <= i &&
+               !__atomic_load_n(&w->worst, __ATOMIC_SEQ_CST)) sched_yield();
+        if (h->ith == 0) __atomic_fetch_add(&w->through, 1, __ATOMIC_SEQ_CST);
+    }
+    return NULL;
+}
+
+static void crew_outputs(crew *w)
+{
+    for (int32_t i = 0; i < w->x->s->steps; i++) {
+        step_outputs(w->x, w->c, i, w->rank, w->most[i], (const float *)w->t[i].o.data,
+                     (const float *)w->t[i].lse.data);
+        free((void *)(uintptr_t)w->t[i].q.data);
+        free(w->t[i].o.data);
+        free(w->t[i].lse.data);
+    }
+}
+
+/* All keys are stored beforehand: those of later steps are not seen. */
+static ra_status crew_steps(crew *w, float *k, float *v)
+{
+    const script *s = w->x->s;
+    const ra_desc *d = &s->d;
+    int64_t *pos = (int64_t *)need((size_t)d->tokens * 8);
+    ra_tensors kv;
+    memset(&kv, 0, sizeof kv);
+    kv.k.data = k;
+    kv.v.data = v;
+    for (int32_t b = 0; b < d->sequences; b++)
+        for (int64_t p = 0; p < d->kv_tokens; p++) {
+            int64_t at = (b * d->kv_tokens + p) * d->kv_heads;
+            ra_status end = ra_cache_store(w->c, &kv, b, p, s->k + at * d->k_dim,
+                                           s->v + at * d->v_dim);
+            if (end) return end;
+        }
+    for (int32_t i = 0; i < s->steps; i++) {
+        int64_t rows;
+        for (int32_t b = 0; b < d->sequences; b++) {
+            int64_t n = rows_here(s, w->c, i, b, w->rank, pos);
+            w->most[i] = w->most[i] < n ? n : w->most[i];
+        }
+        rows = d->sequences * w->most[i] * d->q_heads;
+        w->t[i] = kv;
+        w->t[i].q.data = need((size_t)(rows * d->k_dim) * 4);
+        w->t[i].o.data = need((size_t)(rows * d->v_dim) * 4);
+        w->t[i].lse.data = need((size_t)rows * 4);
+        step_queries(s, w->c, i, w->rank, w->most[i], (float *)(uintptr_t)w->t[i].q.data);
+    }
+    free(pos);
+    return RA_OK;
+}
+
+/* Of the threads 0 to threads - 1, number 1 never comes where there are three. */
+static ra_status crew_rank(ra_world *world, int rank, void *user)
+{
+    crew w;
+    hand h[4];
+    pthread_t id[4];
+    int come[4], n = 0;
+    ra_desc d;
+    ra_status end;
+    memset(&w, 0, sizeof w);
+    w.x = (const run *)user;
+    w.rank = rank;
+    d = w.x->s->d;
+    d.ranks = w.x->ranks;
+    d.rank = rank;
+    d.threads = w.x->s->threads;
+    end = ra_cache_create(&w.c, &d, ra_world_transport(world, rank), &w.x->s->cd);
+    if (end) return end;
+    float *k = (float *)need((size_t)(d.sequences * ra_cache_rows(w.c) * d.kv_heads * d.k_dim) * 4);
+    float *v = (float *)need((size_t)(d.sequences * ra_cache_rows(w.c) * d.kv_heads * d.v_dim) * 4);
+    end = crew_steps(&w, k, v);
+    for (int i = 0; i < d.threads && !end; i++)
+        if (i != 1 || d.threads != 3) come[n++] = i;
+    for (int i = 0; i < n; i++) {
+        h[i].w = &w;
+        h[i].ith = come[i];
+        h[i].rng = h_case_rng(100 * rank + i);
+        if (pthread_create(&id[i], NULL, hand_main, &h[i])) abort();
+    }
+    for (int i = 0; i < n; i++) pthread_join(id[i], NULL);
+    crew_outputs(&w);
+    if (!end) end = w.worst;
+    ra_status gone = ra_cache_destroy(w.c);
+    free(k);
+    free(v);
+    return end ? end : gone;
+}
+
+/* Threads that come late, leave early or never come stall nobody, and change no bit. */
+TEST(joined_threads)
+{
+    for (int64_t i = 0; i < 6; i++) {
+        h_rng r = h_case_rng(i);
+        script s;
+        outcome one, many;
+        run x;
+        if (!h_case(i)) continue;
+        s = script_new(4, 2, 32, RA_F32, 500);
+        s.d.sequences = 1 + (int32_t)(i % 2);
+        script_fill(&s, &r);
+        grow(&s, &r, 200);
+        one = script_run(&s, 1);
+        many = outcome_new(&s);
+        memset(&x, 0, sizeof x);
+        x.s = &s;
+        x.out = &many;
+        x.ranks = 1 + (int32_t)(i % 3);
+        s.threads = 2 + (int)(i / 2 % 3);
+        CHECK_EQ(ra_world_run(x.ranks, crew_rank, &x, NULL), RA_OK);
+        CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
+        CHECK_BITS(many.lse, one.lse, q_size(&s) * 4);
+        outcome_free(&many);
+        outcome_free(&one);
+        script_free(&s);
+    }
+}
+
+/* A refusal goes to every thread that brings its ticket, however late. The next ticket works. */
+TEST(joined_refusals)
+{
+    script s = script_new(4, 2, 32, RA_F32, 100);
+    static float room[128 * 2 * 32], q[4 * 32], o[4 * 32];
+    int64_t cached = 100, fresh = 1;
+    ra_infer_job job;
+    ra_cache *c = NULL;
+    ra_tensors t;
+    ra_status end;
+    memset(&t, 0, sizeof t);
+    memset(&job, 0, sizeof job);
+    t.q.data = q; t.o.data = o; t.k.data = room; t.v.data = room;
+    job.tensors = &t;
+    job.cached = &cached;
+    job.fresh = &fresh;
+    CHECK_EQ(ra_cache_create(&c, &s.d, NULL, NULL), RA_OK);
+    CHECK_EQ(ra_infer_join(NULL, &job, 0), RA_E_NULL);
+    CHECK_EQ(ra_infer_join(c, NULL, 0), RA_E_NULL);
+    CHECK_EQ(ra_infer_join(c, &job, 0), RA_E_RANGE);
+    CHECK(!strcmp(ra_cache_error(c)->field, "job.ticket"));
+    job.ticket = 5;
+    CHECK_EQ(ra_infer_join(c, &job, -1), RA_E_RANGE);
+    CHECK(!strcmp(ra_cache_error(c)->field, "ith"));
+    CHECK_EQ(ra_infer_join(c, &job, 0), RA_E_RANGE);
+    CHECK(strstr(ra_cache_error(c)->text, "101"));
+    cached = 0;
+    CHECK_EQ(ra_infer_join(c, &job, 1), RA_E_RANGE);   /* the same ticket was refused */
+    job.ticket = 6;
+    while ((end = ra_infer_join(c, &job, 0)) > 0) continue;
+    CHECK_EQ(end, RA_OK);
+    CHECK_EQ(ra_infer_join(c, &job, 1), RA_OK);
+    job.ticket = 5;
+    CHECK_EQ(ra_infer_join(c, &job, 1), RA_E_RANGE);
+    job.ticket = 4;
+    CHECK_EQ(ra_infer_join(c, &job, 1), RA_OK);
+    ra_infer_cancel(c);
+    job.ticket = 7;
+    CHECK_EQ(ra_infer_join(c, &job, 0), RA_E_CANCELLED);
+    job.ticket = 6;
+    CHECK_EQ(ra_infer_join(c, &job, 0), RA_E_CANCELLED);
+    (void)ra_cache_destroy(c);
+}
+
 /* -------------------------------------------------------------------------- refusals, failures */
 static ra_status create(const ra_desc *d, const ra_cache_desc *cd, ra_error *why)
 {
@@ -670,7 +891,7 @@ TEST(failures)
 
 static const h_test tests[] = {
     ENTRY(ranks_and_ways), ENTRY(long_caches), ENTRY(lanes_and_weights), ENTRY(drafts_are_exact),
-    ENTRY(refusals), ENTRY(failures),
+    ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(refusals), ENTRY(failures),
 };
 
 int main(int argc, char **argv)

@@ -1165,6 +1165,172 @@ TEST(row_bits_do_not_depend_on_company)
     }
 }
 
+/* Keys that a bias of -inf hides are as those that intervals mask, to the bit: whole blocks, with
+ * NaN in K and V, and parts of blocks. Decoding, short and prefill; heads that share a bias or
+ * have their own; a row that sees no key. */
+TEST(hidden_blocks_are_as_masked)
+{
+    enum { D = 40, KEYS = 1300, HEADS = 4, ROWS = 70, ALL = HEADS * ROWS * KEYS };
+    static const int32_t tokens[4] = { 1, 3, 8, ROWS };
+    static float x[KEYS * 2 * D], q[ROWS * HEADS * D], o[2][ROWS * HEADS * (D + 1)], wide[2][ALL];
+    static uint8_t kept[KEYS * 2 * D * 4], asked[ROWS * HEADS * D * 4], bias[2][ALL * 4];
+    for (int64_t i = 0; i < 4 * 3 * 2 * 5; i++) {
+        h_rng r = h_case_rng(i);
+        const int32_t isa = (int32_t)(i / 24) + RA_ISA_SCALAR, rows = tokens[i % 4];
+        const int32_t dtype = (int32_t)(i / 4 % 3) + RA_F32, size = dtype == RA_F32 ? 4 : 2;
+        const int32_t data = isa == RA_ISA_AVX512_BF16 ? RA_BF16 : RA_F32;
+        int32_t lo[ROWS], hi[ROWS];
+        ra_desc d;
+        ra_tensors t;
+        scratch w;
+        if (!ra_isa_available(isa) || !h_case(i)) continue;
+        memset(&t, 0, sizeof t);
+        d = ra_desc_make(HEADS, 2, D, data, RA_MASK_NONE);
+        d.o_dtype = RA_F32;
+        d.tokens = rows;
+        d.kv_tokens = KEYS;
+        d.scores = RA_SCORE_BIAS;
+        d.isa = isa;
+        for (int32_t j = 0; j < ROWS; j++) {
+            lo[j] = 128 + 2 * j;
+            hi[j] = j == 2 ? lo[j] : j % 3 ? 1088 : 600;
+        }
+        for (int64_t j = 0; j < KEYS * 2 * D; j++)
+            x[j] = j / (2 * D) < 128 || j / (2 * D) >= 1088 ? (float)NAN : (float)h_normal(&r);
+        for (int64_t j = 0; j < ROWS * HEADS * D; j++) q[j] = (float)h_normal(&r);
+        for (int64_t j = 0; j < ALL; j++) {
+            const int64_t row = j / KEYS % ROWS, key = j % KEYS;
+            wide[0][j] = wide[1][j] = h_one_in(&r, 2) ? 0.0f : (float)h_normal(&r);
+            if (key < lo[row] || key >= hi[row]) wide[1][j] = -INFINITY;
+        }
+        CHECK_EQ(ra_convert(kept, data, x, RA_F32, KEYS * 2 * D), RA_OK);
+        CHECK_EQ(ra_convert(asked, data, q, RA_F32, ROWS * HEADS * D), RA_OK);
+        t.q.data = asked;
+        t.k.data = t.v.data = kept;
+        t.bias.keys = KEYS;
+        t.bias.dtype = dtype;
+        t.bias.key_step = size;
+        t.bias.row_step = KEYS * size;
+        t.bias.head_step = i / 12 % 2 ? ROWS * KEYS * size : 0;
+        w = scratch_for(&d, 1);
+        for (int j = 0; j < 2; j++) {
+            CHECK_EQ(ra_convert(bias[j], dtype, wide[j], RA_F32, ALL), RA_OK);
+            t.bias.data = bias[j];
+            t.o.data = o[j];
+            t.lse.data = o[j] + ROWS * HEADS * D;
+            memset(o[j], 0, sizeof o[j]);
+            d.mask.kind = j ? RA_MASK_NONE : RA_MASK_INTERVALS;
+            d.mask.lo = j ? NULL : lo;
+            d.mask.hi = j ? NULL : hi;
+            d.mask.interval_count = j ? 0 : ROWS;
+            CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, 1), RA_OK);
+        }
+        CHECK_BITS(o[0], o[1], sizeof o[0]);
+        if (rows > 2) CHECK(isinf(o[1][ROWS * HEADS * D + 2 * HEADS]));
+        if (rows > 2) CHECK_EQ(o[1][2 * HEADS * D] == 0, 1);
+        free(w.raw);
+    }
+}
+
+/* One cache for several sequences, with a sequence and a position for each cell, as documents of
+ * SPAN positions: cells in any order, empty ones with NaN, a window and kept tokens of each
+ * sequence, new tokens of all of them in one call. */
+enum { CELLS = 330, CELL_DIM = 24, SPAN = 1 << 20 };
+
+typedef struct shelf {
+    float q[70 * 4 * CELL_DIM], k[CELLS * 2 * CELL_DIM], v[CELLS * 2 * CELL_DIM];
+    float o[70 * 4 * CELL_DIM];
+    int32_t at[CELLS], asks[70], window, keep;
+} shelf;
+
+static double cells_score(const shelf *x, int row, int head, int cell)
+{
+    const int32_t p = x->asks[row], key = x->at[cell];
+    double s = 0;
+    if (key < 0 || key / SPAN != p / SPAN || key > p) return -HUGE_VAL;
+    if (x->window && key <= p - x->window && key % SPAN >= x->keep) return -HUGE_VAL;
+    for (int i = 0; i < CELL_DIM; i++)
+        s += (double)x->q[(row * 4 + head) * CELL_DIM + i] *
+             (double)x->k[(cell * 2 + head / 2) * CELL_DIM + i];
+    return s / sqrt((double)CELL_DIM);
+}
+
+static void cells_row(const shelf *x, int row, int head, double *o)
+{
+    double top = -HUGE_VAL, sum = 0;
+    memset(o, 0, CELL_DIM * sizeof *o);
+    for (int c = 0; c < CELLS; c++) top = fmax(top, cells_score(x, row, head, c));
+    for (int c = 0; c < CELLS; c++) {
+        const double s = cells_score(x, row, head, c), w = isinf(s) ? 0 : exp(s - top);
+        sum += w;
+        for (int i = 0; i < CELL_DIM && w > 0; i++)
+            o[i] += w * (double)x->v[(c * 2 + head / 2) * CELL_DIM + i];
+    }
+    for (int i = 0; i < CELL_DIM; i++) o[i] /= sum;
+}
+
+/* Cells that are taken by one of three sequences, each of which grows from position 0. */
+static void cells_fill(shelf *x, h_rng *r, int rows)
+{
+    int32_t next[3] = { 0, 0, 0 };
+    for (int i = 0; i < rows * 4 * CELL_DIM; i++) x->q[i] = (float)h_normal(r);
+    for (int c = 0; c < CELLS; c++) {
+        const int32_t s = (int32_t)h_range(r, 0, 2);
+        x->at[c] = h_one_in(r, 4) && c + rows < CELLS ? -1 : s * SPAN + next[s]++;
+        if (c + rows >= CELLS) x->asks[c + rows - CELLS] = x->at[c];
+        for (int i = c * 2 * CELL_DIM; i < (c + 1) * 2 * CELL_DIM; i++) {
+            x->k[i] = x->at[c] < 0 ? (float)NAN : (float)h_normal(r);
+            x->v[i] = x->at[c] < 0 ? (float)NAN : (float)h_normal(r);
+        }
+    }
+    for (int c = CELLS - rows - 1; c > 0; c--) {       /* in any order */
+        const int other = (int)h_range(r, 0, c);
+        const int32_t at = x->at[c];
+        if ((x->at[c] < 0) != (x->at[other] < 0)) continue;
+        x->at[c] = x->at[other];
+        x->at[other] = at;
+    }
+}
+
+TEST(sequences_in_one_cache)
+{
+    static const int32_t rows[4] = { 3, 4, 20, 70 };
+    static const int64_t first[3] = { 0, SPAN, 2 * SPAN };
+    static shelf x;
+    for (int64_t i = 0; i < 24; i++) {
+        h_rng r = h_case_rng(i);
+        double right[CELL_DIM];
+        ra_desc d;
+        ra_tensors t;
+        scratch w;
+        if (!h_case(i)) continue;
+        cells_fill(&x, &r, rows[i % 4]);
+        x.window = i / 4 % 3 ? 24 : 0;
+        x.keep = i / 4 % 3 == 2 ? 3 : 0;
+        memset(&t, 0, sizeof t);
+        d = ra_desc_make(4, 2, CELL_DIM, RA_F32, RA_MASK_CAUSAL);
+        d.tokens = rows[i % 4];
+        d.kv_tokens = CELLS;
+        d.mask.doc_first = first;
+        d.mask.doc_count = 3;
+        d.mask.window = x.window;
+        d.mask.keep = x.keep;
+        t.q.data = x.q; t.k.data = x.k; t.v.data = x.v; t.o.data = x.o;
+        t.q_pos.array = x.asks;
+        t.q_pos.count = d.tokens;
+        t.k_pos.array = x.at;
+        t.k_pos.count = CELLS;
+        w = scratch_for(&d, 1);
+        CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, 1), RA_OK);
+        for (int row = 0; row < d.tokens; row++)
+            for (int h = 0; h < 4; h++) {
+                cells_row(&x, row, h, right);
+                CHECK_CLOSE(x.o + (row * 4 + h) * CELL_DIM, right, CELL_DIM, 4e-6, 0);
+            }
+        free(w.raw);
+    }
+}
+
 /* A bias of f16 or bf16 gives the bits of the same numbers in f32, with -inf among them as in a
  * mask; decoding, short and prefill, and every kind of broadcast. */
 TEST(bias_in_16_bits)
@@ -1458,7 +1624,9 @@ static const h_test tests[] = {
     ENTRY(softcap_sinks_alibi), ENTRY(cross_attention), ENTRY(error_over_1_to_64_ranks),
     ENTRY(huge_scores), ENTRY(sums_past_the_limit), ENTRY(scores_near_the_limits),
     ENTRY(rows_without_keys), ENTRY(one_nan), ENTRY(nan_in_everything_unseen),
-    ENTRY(bias_of_minus_infinity), ENTRY(one_key_gives_its_value), ENTRY(positions_near_the_limit),
+    ENTRY(sequences_in_one_cache), ENTRY(bias_of_minus_infinity),
+    ENTRY(hidden_blocks_are_as_masked),
+    ENTRY(one_key_gives_its_value), ENTRY(positions_near_the_limit),
     ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials), ENTRY(merge_corners),
     ENTRY(attention_threads), ENTRY(attention_workspace), ENTRY(q8_0_everywhere), ENTRY(convert),
     ENTRY(decoding), ENTRY(attention_at_positions), ENTRY(many_short_runs),

@@ -1,6 +1,7 @@
-/* ra_step. Proves that one step is a bounded amount of work for any length of sequence, counted in
- * tiles and in loaded panels, that the next step of any thread continues an unfinished one, and
- * that no bit of the outputs depends on that. */
+/* ra_step and ra_infer_step. Proves that one step is a bounded amount of work for any length of
+ * sequence, counted in tiles and in loaded panels, or by what the kernels of a cache do, that the
+ * next step of any thread continues an unfinished one, and that no bit of the outputs depends on
+ * that. */
 #include "hooks.h"
 
 enum { STEP_WORK = 1 << 26, PANELS = 16 };     /* as ra_step says; most panels of a task */
@@ -273,9 +274,124 @@ TEST(unseen_chunks_cost_no_rows)
     }
 }
 
+/* -------------------------------------------------------------------------- a sharded cache */
+/* A cache of one rank, and its tensors. */
+typedef struct shelf {
+    ra_desc d;
+    ra_cache_desc cd;
+    ra_cache *c;
+    ra_tensors t;
+    int64_t cached, fresh, outputs, work;
+    float *memory;
+} shelf;
+
+static void shelf_open(shelf *x)
+{
+    int64_t q = x->fresh * x->d.q_heads * x->d.k_dim, rows, k, n;
+    h_rng r = h_case_rng(x->fresh);
+    float *at;
+    CHECK_EQ(ra_cache_create(&x->c, &x->d, NULL, &x->cd), RA_OK);
+    rows = ra_cache_rows(x->c);
+    k = rows * x->d.kv_heads * x->d.k_dim;
+    x->outputs = x->fresh * x->d.q_heads * (x->d.v_dim + 1);
+    n = q + 2 * k + x->outputs;
+    at = x->memory = (float *)malloc((size_t)n * sizeof *at);
+    for (int64_t i = 0; i < n; i++) at[i] = (float)h_range(&r, -1000, 1000) * 1e-3f;
+    x->t.q.data = at;
+    x->t.k.data = at + q;
+    x->t.v.data = at + q + k;
+    x->t.o.data = at + q + 2 * k;
+    x->t.lse.data = at + q + 2 * k + x->fresh * x->d.q_heads * x->d.v_dim;
+}
+
+static void shelf_close(shelf *x)
+{
+    ra_cache_destroy(x->c);
+    free(x->memory);
+}
+
+/* Shape i of a cache and a call: prefill by tiles, few tokens whose heads share panels, decoding
+ * with more heads than a step can take, and prefill in the form of decoding; with lanes. */
+static shelf shelf_of(int64_t i)
+{
+    static const int64_t fresh[4] = { 300, 20, 16, 60 }, cached[4] = { 5700, 9000, 1484, 4000 };
+    static const int32_t q_heads[4] = { 4, 8, 64, 8 }, kv_heads[4] = { 2, 1, 64, 2 };
+    static const int32_t lanes[4] = { 1, 3, 1, 5 };
+    shelf x;
+    memset(&x, 0, sizeof x);
+    x.d = ra_desc_make(q_heads[i % 4], kv_heads[i % 4], 64, RA_F32, RA_MASK_CAUSAL);
+    x.fresh = x.d.tokens = fresh[i % 4];
+    x.cached = cached[i % 4];
+    x.d.kv_tokens = x.cached + x.fresh;
+    x.d.threads = i % 8 < 4 ? 1 : 3;
+    x.cd.lanes = i < 8 ? lanes[i % 4] : 8;
+    if (i % 4 == 3) x.cd.form = RA_FORM_SAME;
+    if (i == 11) x.d.mask.window = 500;
+    if (i == 11) x.d.mask.keep = 4;
+    return x;
+}
+
+/* No step of a call on a cache does more than ra_step would, and threads that leave what they have
+ * begun change no bit. */
+TEST(cache_steps_are_bounded)
+{
+    for (int64_t i = 0; i < 12; i++) {
+        shelf a, b;
+        int64_t steps = 0, before = 0, block;
+        ra_status s;
+        if (!h_case(i)) continue;
+        a = shelf_of(i);
+        b = a;
+        a.d.threads = 1;
+        shelf_open(&a);
+        shelf_open(&b);
+        block = PANELS * 64 * 64 * ((int64_t)a.d.k_dim + a.d.v_dim);
+        hook_cache_work(a.c, &a.work);
+        CHECK_EQ(ra_infer_begin(a.c, &a.t, &a.cached, &a.fresh, 0), RA_OK);
+        while ((s = ra_infer_step(a.c, 0)) > 0) {
+            if (a.work - before > STEP_WORK + block) CHECK_EQ(a.work - before, STEP_WORK + block);
+            before = a.work;
+            steps++;
+        }
+        CHECK_EQ(s, RA_OK);
+        CHECK(a.work > 2 * STEP_WORK || i == 11);
+        CHECK(steps > a.work / (STEP_WORK + block));
+        CHECK_EQ(ra_infer_begin(b.c, &b.t, &b.cached, &b.fresh, 0), RA_OK);
+        for (int k = 0; k < 3; k++) CHECK(ra_infer_step(b.c, k % b.d.threads) > 0);
+        while ((s = ra_infer_step(b.c, b.d.threads - 1)) > 0) continue;
+        CHECK_EQ(s, RA_OK);
+        CHECK_BITS(b.t.o.data, a.t.o.data, a.outputs * 4);
+        shelf_close(&a);
+        shelf_close(&b);
+    }
+}
+
+/* Cancellation and a deadline end a call after the step in progress, in the midst of an item. */
+TEST(cache_cancel_and_deadline)
+{
+    for (int64_t i = 0; i < 8; i++) {
+        shelf x;
+        int64_t until, work;
+        if (!h_case(i)) continue;
+        x = shelf_of(i % 4);
+        shelf_open(&x);
+        hook_cache_work(x.c, &x.work);
+        until = ra_now_ns() + 100000000;
+        CHECK_EQ(ra_infer_begin(x.c, &x.t, &x.cached, &x.fresh, until), RA_OK);
+        while (x.work == 0) CHECK(ra_infer_step(x.c, 0) > 0);
+        work = x.work;
+        if (i < 4) ra_infer_cancel(x.c);
+        else while (ra_now_ns() <= until) continue;
+        CHECK_EQ(ra_infer_step(x.c, 0), i < 4 ? RA_E_CANCELLED : RA_E_TIMEOUT);
+        CHECK_EQ(x.work, work);
+        shelf_close(&x);
+    }
+}
+
 static const h_test tests[] = {
     ENTRY(steps_are_bounded), ENTRY(rows_are_bounded), ENTRY(cancel_and_deadline),
-    ENTRY(another_thread_goes_on), ENTRY(unseen_chunks_cost_no_rows)
+    ENTRY(another_thread_goes_on), ENTRY(unseen_chunks_cost_no_rows),
+    ENTRY(cache_steps_are_bounded), ENTRY(cache_cancel_and_deadline)
 };
 
 int main(int argc, char **argv)
