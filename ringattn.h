@@ -1077,7 +1077,8 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
 #define RA_TRANSPORT_ABI 1u
 enum { RA_MSG_SEND = 1, RA_MSG_RECV = 2 };                          /* ra_transport_op.kind */
 enum { RA_MSG_IDLE = 0, RA_MSG_PENDING = 1, RA_MSG_DONE = 2 };      /* ra_transport_op.state;
-                                                                     * otherwise RA_E_* */
+                                                                     * otherwise RA_E_*; anything
+                                                                     * else is RA_E_IO */
 enum { RA_MSG_LOAN_OK = 1 };           /* ra_transport_op.flags: a receive may point buf to lent
                                         * memory */
 enum {
@@ -1103,7 +1104,9 @@ typedef struct ra_transport_op {       /* the library's; stays at its address wh
     size_t   len;                      /* exact */
     void    *mr;                       /* from reg, or null */
     int32_t  state;                    /* RA_MSG_IDLE when posted; written by post and poll */
-    size_t   done;                     /* bytes moved, written before DONE; 0 counts as len. DONE of
+    size_t   done;                     /* bytes moved, written before DONE; 0 counts as len. With
+                                        * RA_E_TRUNC: bytes of buf that have come, if at least 64;
+                                        * then the failure names what ranks disagree about. DONE of
                                         * a send: buf may be used again, whether or not the message
                                         * has been received */
     void    *scratch[8];               /* yours while PENDING; zero when posted */
@@ -14322,8 +14325,8 @@ static ra_event ra__event_none(void) {
     return e;
 }
 
-/* What a failure concerns; -1 where it does not apply. */
-typedef struct ra__blame { int32_t peer, sending, code; int64_t chunk; } ra__blame;
+/* What a failure concerns; -1 where it does not apply. moved: bytes, if the length is wrong. */
+typedef struct ra__blame { int32_t peer, sending, code; int64_t chunk, moved; } ra__blame;
 
 static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64_t chunk) {
     ra__blame b;
@@ -14331,6 +14334,7 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
     b.sending = sending;
     b.code = code;
     b.chunk = chunk;
+    b.moved = -1;
     return b;
 }
 
@@ -14359,7 +14363,7 @@ static void ra__failure_number(ra_failure *f, size_t *at, const char *what, int6
     ra__put_i64(f->text, sizeof f->text, at, value);
 }
 
-static void ra__failure_text(const ra_ring *r, ra_failure *f) {
+static void ra__failure_text(const ra_ring *r, ra_failure *f, int64_t moved) {
     size_t at = 0, cap = sizeof f->text;
     const char *why = NULL;
     if (f->code && f->status != RA_E_ENGINE && r->has_transport && r->tp.error_text)
@@ -14374,8 +14378,8 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f) {
         ra__failure_number(f, &at, f->sending == 1 ? "; sending to rank "
                                                    : "; receiving from rank ", f->peer);
     if (f->chunk >= 0) ra__failure_number(f, &at, ", chunk ", f->chunk);
-    if (f->code)
-        ra__failure_number(f, &at, f->status == RA_E_TRUNC ? ", bytes moved " : ", code ", f->code);
+    if (moved >= 0) ra__failure_number(f, &at, ", bytes moved ", moved);
+    if (f->code) ra__failure_number(f, &at, ", code ", f->code);
     if (why) {
         ra__put(f->text, cap, &at, " (");
         ra__put(f->text, cap, &at, why);
@@ -14406,7 +14410,7 @@ static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
         f->chunk = why.chunk;
         f->pass = r->pass;
         f->since_progress_ns = ra__time_since(ra__ring_now(r), ra__load_i64(&r->progress_ns));
-        ra__failure_text(r, f);
+        ra__failure_text(r, f, why.moved);
         ra__store_i32(&r->failed, s);
         ra__ring_abort(r, s);
         e.peer = why.peer;
@@ -14981,15 +14985,39 @@ static ra_status ra__ring_drive(ra_ring *r) {
     return RA_OK;
 }
 
+/* The frame of the next message of a lane that receives: of chunk c or, if c is -1, of a notice. */
+static ra__frame ra__ring_due(const ra_ring *r, int64_t c) {
+    if (c < 0) return ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES);
+    return ra__ring_frame(r, ra__ring_kind(r), r->lists->chunk[c].owner, c,
+                          ra__ring_length(r, c, 1));
+}
+
+/* A message has another length, says `done` or the transport. If its frame has come and is of this
+ * pass, it tells what the ranks disagree about. */
+static int ra__ring_fail_length(ra_ring *r, const ra_transport_op *op, int64_t chunk) {
+    const int sending = op->kind == RA_MSG_SEND;
+    ra__blame why = ra__blame_of(op->peer, sending, op->state < 0 ? op->state : 0, chunk);
+    if (op->state > 0) why.moved = (int64_t)op->done;
+    if (!sending && op->done >= RA__FRAME_BYTES) {
+        ra__frame due = ra__ring_due(r, chunk), came;
+        memcpy(&came, op->buf, sizeof came);
+        if (came.pass == due.pass &&
+            ra__frame_check(op->buf, &due, &r->differ) == RA_E_MISMATCH)
+            return ra__ring_fail(r, RA_E_MISMATCH, why);
+    }
+    return ra__ring_fail(r, RA_E_TRUNC, why);
+}
+
 /* Looks at one op; 1 done, 0 not yet, negative: the pass has failed. */
 static int ra__ring_op_done(ra_ring *r, const ra_transport_op *op, int64_t chunk) {
     int sending = op->kind == RA_MSG_SEND;
-    if (op->state < 0)
+    if (op->state == RA_E_TRUNC) return ra__ring_fail_length(r, op, chunk);
+    if (op->state < 0 || op->state > RA_MSG_DONE)
         return ra__ring_fail(r, ra__ring_code(op->state),
                              ra__blame_of(op->peer, sending, op->state, chunk));
     if (op->state != RA_MSG_DONE) return 0;
     if (op->done && op->done != op->len)
-        return ra__ring_fail(r, RA_E_TRUNC, ra__blame_of(op->peer, sending, (int)op->done, chunk));
+        return ra__ring_fail_length(r, op, chunk);
     return 1;
 }
 
@@ -15016,9 +15044,7 @@ static int ra__lane_look(ra_ring *r, const ra__lane *lane, int64_t c) {
     if ((done = ra__ring_op_done(r, op, c)) <= 0) return done;
     sending = op->kind == RA_MSG_SEND;
     if (!sending) {
-        ra__frame due = c < 0 ? ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES)
-                              : ra__ring_frame(r, ra__ring_kind(r), r->lists->chunk[c].owner, c,
-                                               ra__ring_length(r, c, 1));
+        ra__frame due = ra__ring_due(r, c);
         ra_status s = ra__ring_check(r, op, &due, c);
         if (s) return s;
     }
