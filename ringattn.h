@@ -1120,7 +1120,8 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
 #define RA_TRANSPORT_ABI 1u
 enum { RA_MSG_SEND = 1, RA_MSG_RECV = 2 };                          /* ra_transport_op.kind */
 enum { RA_MSG_IDLE = 0, RA_MSG_PENDING = 1, RA_MSG_DONE = 2 };      /* ra_transport_op.state;
-                                                                     * otherwise RA_E_* */
+                                                                     * otherwise RA_E_*; anything
+                                                                     * else is RA_E_IO */
 enum { RA_MSG_LOAN_OK = 1 };           /* ra_transport_op.flags: a receive may point buf to lent
                                         * memory */
 enum {
@@ -1146,7 +1147,9 @@ typedef struct ra_transport_op {       /* the library's; stays at its address wh
     size_t   len;                      /* exact */
     void    *mr;                       /* from reg, or null */
     int32_t  state;                    /* RA_MSG_IDLE when posted; written by post and poll */
-    size_t   done;                     /* bytes moved, written before DONE; 0 counts as len. DONE of
+    size_t   done;                     /* bytes moved, written before DONE; 0 counts as len. With
+                                        * RA_E_TRUNC: bytes of buf that have come, if at least 64;
+                                        * then the failure names what ranks disagree about. DONE of
                                         * a send: buf may be used again, whether or not the message
                                         * has been received */
     void    *scratch[8];               /* yours while PENDING; zero when posted */
@@ -11146,7 +11149,7 @@ RA__ONCE_BEGIN
  * list that has not finished its journey: it is at the head of its link, and the receiver's buffers
  * hold only chunks before it, which are done. So with one buffer or more something can always move.
  * ra__tour_steps shows it: it gives every message a step, and whatever a message waits for has an
- * earlier step. Transports that have only sendrecv number their exchanges by these steps.
+ * earlier step.
  *
  * Time. With two buffers or more a forward pass of C chunks on P ranks takes less than C +
  * (sequences + 1) P steps, for every mask and layout. Going up, chunk c of the list may leave its
@@ -11158,6 +11161,7 @@ RA__ONCE_BEGIN
  * the list. */
 
 enum { RA__FRAME_BYTES = 64, RA__ADDRESS_BYTES = 128 };
+enum { RA__GROUP_KEYS = 4096 };        /* keys after which the state of a task is stored */
 
 /* Backward. The gradient of a chunk travels with the chunk. It starts at zero on the owner. The
  * owner adds its query rows whose unit is not below the key's (RA__AFTER; a unit is a block, or
@@ -11194,10 +11198,12 @@ typedef struct ra__place {
 /* Adjacent keys of a rank: smallest and largest position. */
 typedef struct ra__span { int64_t first, last; int32_t rank; } ra__span;
 
-typedef struct ra__exchange {          /* one step of the lock-step run with this rank in it */
+typedef struct ra__exchange {          /* a call of sendrecv */
     int32_t send, recv, returned;      /* indices in the lists of these names, -1: none; of recv and
                                         * returned one at most */
-    int64_t step;
+    int64_t step;                      /* equal on both sides */
+    int64_t after_tiles, after_folds;  /* tiles and entries of the fold list that this rank has
+                                        * done by then: an earlier call would only block */
 } ra__exchange;
 
 /* What one rank does in one kind of pass: lists of what it folds, receives and sends, each in the
@@ -11287,6 +11293,7 @@ struct ra_plan {
                                         * owner, see ra__tour_steps */
     int64_t *line;                     /* [2 ranks] scratch of ra__tour_steps */
     ra__span *span;                    /* RA_TRAVEL_Q: scratch of ra__key_spans */
+    struct ra__play *play;             /* scratch of ra__tour_exchanges */
     int64_t unvisited, back_unvisited; /* empty tiles of chunks that this rank never folds */
     ra_plan_report report;             /* of d.rank */
 };
@@ -11801,50 +11808,459 @@ static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) 
     return steps;
 }
 
-/* One kind of message of a rank in the order of the list, see ra__tour_exchanges. */
-enum { RA__LEAVES, RA__ARRIVES, RA__RETURNS_TO };
-typedef struct ra__next { int64_t c, index, when; } ra__next;
+/* -------------------------------------------------------------------------- exchanges
+ * A transport that has only sendrecv blocks until the peer comes, so all ranks must agree when each
+ * message moves. Every rank plays the pass of all ranks through, with computing that takes time and
+ * a network that takes none, and gives every message a moment. Both sides find the same moment, and
+ * make their exchanges in this order. Whatever a message waits for has an earlier moment: that is
+ * why exchanges cannot deadlock, however long a rank really computes.
+ *
+ * A moment is a time, in units of work, and in its lower bits a count for what moves at one time.
+ * Moments of gradients that return are odd and all others even, so a rank never receives two
+ * messages at once.
+ *
+ * Work is an estimate: what a few blocks of queries see of the chunk (with RA_TRAVEL_Q: what blocks
+ * of the chunk see of the rank's keys). A poor one costs time and nothing else. */
+enum { RA__MOMENT_BITS = 24, RA__WORK_BITS = 36, RA__SAMPLES = 16 };
 
-/* Moves on to the first message at or after chunk c; when: twice its step, and 1 for the second
- * half; INT64_MAX: there is none. */
-static void ra__next_find(const ra__tour *w, const int64_t *start, int32_t kind, ra__next *n) {
-    int32_t me = w->p->d.rank;
-    for (; n->c < w->t->chunks; n->c++) {
-        int64_t c = n->c;
-        int32_t hop = ra__tour_apart(w, w->t->chunk[c].owner, me), all = ra__tour_stations(w, c);
-        if (kind == RA__LEAVES && !ra__tour_leaves(w, c, me)) continue;
-        if (kind == RA__ARRIVES && !ra__tour_arrives(w, c, me)) continue;
-        if (kind == RA__RETURNS_TO && (hop || !all || !w->back)) continue;
-        if (kind == RA__LEAVES) n->when = 2 * (start[c] + hop) + (hop == all);
-        if (kind == RA__ARRIVES) n->when = 2 * (start[c] + hop - 1);
-        if (kind == RA__RETURNS_TO) n->when = 2 * (start[c] + all) + 1;
-        return;
-    }
-    n->when = INT64_MAX;
+typedef struct ra__play_slot { int64_t arrived, folded, sent; } ra__play_slot;
+
+/* Positions that a block of queries sees: [lo, hi) and [doc, keep). */
+typedef struct ra__sight { int64_t lo, hi, doc, keep; } ra__sight;
+
+/* What a rank has done. send, fold, home: the next chunk of the list that it looks at for sending,
+ * for folding, and for its return. Message i of a kind is in slot i mod slots. */
+typedef struct ra__play_seat {
+    int64_t send, fold, home;
+    int64_t received, sent_on, visited; /* chunks of others: came, are past `send`, past `fold` */
+    int64_t started, own_sent, returned, ended; /* own chunks that leave: first visit, sent, back,
+                                        * second visit */
+    int64_t next_send, next_receive, next_return; /* not before these moments */
+    int64_t busy;                      /* it has folded everything before `fold` */
+    int64_t group, group_keys, group_from; /* forward: when the chunks that it folds together
+                                        * began, their keys, the first received one of them */
+    int64_t released;                  /* latest moment of a slot that is free again */
+    int64_t blocks, own, own_first, own_last; /* of this sequence: its blocks of what stays, of what
+                                        * travels, and those of the visits so far */
+    int64_t own_next;                  /* own chunk whose second visit is next */
+    int64_t own_folded[RA__PACK_SLOTS], own_left[RA__PACK_SLOTS];
+    int64_t came_back[RA__RETURN_SLOTS], folded_again[RA__RETURN_SLOTS];
+    int32_t sequence;                  /* of the blocks; -1: none yet */
+    int32_t samples;                   /* of queries that stay */
+    ra__sight sight[RA__SAMPLES];
+} ra__play_seat;
+
+/* Chunks that are folded together. */
+typedef struct ra__play_work { int64_t begin, end, folds; } ra__play_work;
+
+/* Scratch of a plan. */
+typedef struct ra__play {
+    ra__play_seat *seat;               /* [ranks] */
+    ra__play_slot *slot;               /* [ranks][buffers] */
+    int64_t *moment[3];                /* of this rank's messages: sent, received, returned */
+    ra__play_work *work;               /* what this rank folds, in order */
+    int64_t *come;                     /* when each entry of its fold list and all before it have
+                                        * come */
+    int64_t count[3], works, comes;
+    int32_t shift;                     /* of work, so that a pass fits into RA__WORK_BITS */
+} ra__play;
+
+RA__INLINE int64_t ra__play_tokens(const ra__tour *w, int stays, int32_t b) {
+    int keys = stays == (w->t == &w->p->queries);
+    return keys ? ra__k_len(&w->p->d, b) : ra__q_len(&w->p->d, b);
 }
 
-/* Writes this rank's exchanges, by steps and halves; returns how many. */
-static int64_t ra__tour_exchanges(const ra__tour *w, const int64_t *start, ra__exchange *out) {
-    ra__next next[3];
-    int64_t count = 0;
-    memset(next, 0, sizeof next);
-    for (int32_t i = 0; i < 3; i++) ra__next_find(w, start, i, &next[i]);
-    for (;;) {
-        int64_t when = ra__min(next[0].when, ra__min(next[1].when, next[2].when));
-        ra__exchange *x = &out[count];
-        if (when == INT64_MAX) return count;
-        x->step = when / 2;
-        x->send = x->recv = x->returned = -1;
-        for (int32_t i = 0; i < 3; i++) {
-            int32_t index = (int32_t)next[i].index;
-            if (next[i].when != when) continue;
-            *(i == RA__LEAVES ? &x->send : i == RA__ARRIVES ? &x->recv : &x->returned) = index;
-            next[i].index++;
-            next[i].c++;
-            ra__next_find(w, start, i, &next[i]);
-        }
-        count++;
+static ra__sight ra__sight_of(const ra_plan *p, int32_t b, const ra__seg *rows) {
+    ra__bounds x = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, b, 0), rows);
+    ra__sight s;
+    s.lo = ((int64_t)x.lo_min + x.lo_max) / 2;
+    s.hi = ((int64_t)x.hi_min + x.hi_max) / 2;
+    s.doc = x.doc_min;
+    s.keep = x.keep_max;
+    return s;
+}
+
+/* How many keys of a run are at [lo, hi). */
+static int64_t ra__sight_keys(const ra__seg *s, int64_t lo, int64_t hi) {
+    int64_t from = ra__max(0, lo - s->pos), to = ra__max(0, hi - s->pos);
+    if (s->stride > 1) {
+        from /= s->stride;
+        to = ra__ceil_div(to, s->stride);
     }
+    return ra__max(0, ra__min(s->rows, to) - from);
+}
+static int64_t ra__sight_all(const ra__seg *s, const ra__sight *x) {
+    int64_t n = ra__sight_keys(s, x->lo, x->hi);
+    return x->doc < x->keep ? n + ra__sight_keys(s, x->doc, x->keep) : n;
+}
+
+/* Sets what some of a rank's blocks of queries see; none with ARRAY. */
+static void ra__play_sights(const ra__tour *w, ra__play_seat *s, int32_t rank) {
+    ra__side side = ra__plan_side(w->p, 0, rank);
+    const int64_t tokens = ra__q_len(&w->p->d, s->sequence);
+    const int64_t n = ra__min(w->p->d.ranks > 64 ? RA__SAMPLES / 4 : RA__SAMPLES, s->blocks);
+    int64_t before = 0;
+    ra__seg seg;
+    s->samples = 0;
+    if (side.layout == RA_LAYOUT_ARRAY || w->t == &w->p->queries) return;
+    for (int64_t i = 0; s->samples < n && ra__side_seg(&side, s->sequence, tokens, i, &seg); i++) {
+        const int64_t blocks = ra__ceil_div(seg.rows, RA_BLOCK_TOKENS);
+        for (; s->samples < n; s->samples++) {
+            const int64_t at = (2 * s->samples + 1) * s->blocks / (2 * n) - before;
+            if (at >= blocks) break;
+            ra__seg rows = ra__seg_block(&seg, at);
+            s->sight[s->samples] = ra__sight_of(w->p, s->sequence, &rows);
+        }
+        before += blocks;
+    }
+}
+
+/* A run of positions like those of a chunk's segment. */
+static ra__seg ra__play_seg(const ra__chunk *c, int32_t i) {
+    ra__seg s = c->seg[i];
+    if (!c->list.run) return s;
+    s.pos = c->low;
+    s.rows = ra__chunk_rows(c);
+    s.stride = ra__max(1, (c->high - c->low) / ra__max(1, s.rows));
+    return s;
+}
+
+/* RA_TRAVEL_Q: what some blocks of a chunk of queries see of a rank's keys. */
+static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank) {
+    ra__side side = ra__plan_side(w->p, 1, rank);
+    const int64_t blocks = ra__chunk_blocks(c), n = ra__min(RA__SAMPLES / 4, blocks);
+    const int64_t tokens = ra__k_len(&w->p->d, c->sequence);
+    int64_t all = 0;
+    ra__sight x[RA__SAMPLES / 4];
+    ra__seg s;
+    for (int64_t i = 0; i < n; i++) {
+        int32_t which;
+        ra__seg rows = ra__chunk_block(c, RA_ORDER_ASCENDING, (2 * i + 1) * blocks / (2 * n),
+                                       &which);
+        x[i] = ra__sight_of(w->p, c->sequence, &rows);
+    }
+    for (int64_t i = 0; ra__side_seg(&side, c->sequence, tokens, i, &s); i++)
+        for (int64_t k = 0; k < n && s.rows; k++) all += ra__sight_all(&s, &x[k]);
+    return n ? ra__mul_sat(all, blocks) / n : 0;
+}
+
+/* Blocks of a rank's sequence of what stays, or of what travels. */
+static int64_t ra__play_blocks(const ra__tour *w, int stays, int32_t rank, int32_t b) {
+    ra__side side = ra__plan_side(w->p, stays == (w->t == &w->p->queries), rank);
+    return ra__side_blocks(&side, b, ra__play_tokens(w, stays, b));
+}
+
+/* The time after `when` and some work. */
+RA__INLINE int64_t ra__play_after(const ra__play *y, int64_t when, int64_t work) {
+    if (!work) return when;
+    return ((when >> RA__MOMENT_BITS) + ra__max(1, work >> y->shift)) << RA__MOMENT_BITS;
+}
+
+/* The first own chunk from c on that leaves a rank. */
+static int64_t ra__play_own(const ra__tour *w, int32_t rank, int64_t c) {
+    while (c < w->t->chunks && (w->t->chunk[c].owner != rank || !ra__tour_stations(w, c))) c++;
+    return c;
+}
+
+/* This rank has folded something, after `begin` or together with what it folded before. */
+static void ra__play_note(const ra__tour *w, ra__play *y, int32_t rank, int64_t begin,
+                          int64_t ready, int joins) {
+    ra__play_work *work = &y->work[y->works];
+    if (rank != w->p->d.rank) return;
+    y->come[y->comes] = y->comes ? ra__max(ready, y->come[y->comes - 1]) : ready;
+    y->comes++;
+    if (joins) work--;
+    else y->works++;
+    if (!joins) work->begin = begin;
+    work->end = y->seat[rank].busy;
+    work->folds = (joins ? work->folds : 0) + 1;
+}
+
+/* Work of a chunk on a rank. */
+static int64_t ra__play_all(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c) {
+    const ra__play_seat *s = &y->seat[rank];
+    const ra__chunk *chunk = &w->t->chunk[c];
+    int64_t all = 0;
+    if (w->p->d.layout.kind == RA_LAYOUT_ARRAY)
+        return ra__mul_sat(ra__chunk_rows(chunk), s->blocks);
+    if (w->t == &w->p->queries) return ra__play_seen(w, chunk, rank);
+    for (int32_t i = 0; i < (chunk->list.run ? 1 : chunk->segs); i++) {
+        ra__seg seg = ra__play_seg(chunk, i);
+        for (int32_t k = 0; k < s->samples; k++) all += ra__sight_all(&seg, &s->sight[k]);
+    }
+    return s->samples ? ra__mul_sat(all, s->blocks) / s->samples : 0;
+}
+
+/* Work of an own chunk, which is folded once or in two parts of the rows that stay. These are
+ * nearly proportional to where it is in the shard. */
+static int64_t ra__play_part(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c,
+                             int second) {
+    const ra__play_seat *s = &y->seat[rank];
+    const int64_t all = ra__play_all(w, y, rank, c), own = ra__max(2 * s->own, 1);
+    const int64_t middle = 2 * (second ? s->own_last : s->own_first) +
+                           ra__chunk_blocks(&w->t->chunk[c]);
+    if (!w->back || !w->p->owner_folds_twice || !ra__tour_stations(w, c)) return all;
+    return all / own * ra__min(own, second ? middle : own - middle);
+}
+
+/* The second visit of the own chunk of a rank that started first, if it comes before chunk c; as
+ * ra__back_late. */
+static int ra__play_again(const ra__tour *w, ra__play *y, int32_t rank, int64_t c) {
+    ra__play_seat *s = &y->seat[rank];
+    int64_t i = s->ended % RA__RETURN_SLOTS, begin, again, start;
+    const int64_t *step = w->p->start;
+    if (!w->p->owner_folds_twice || s->ended == s->started) return 0;
+    again = s->own_next;
+    if (c < w->t->chunks && w->t->chunk[c].sequence == s->sequence) {
+        if (!(w->t->chunk[c].owner == rank || ra__tour_arrives(w, c, rank))) return 0;
+        start = step[again] + ra__tour_stations(w, again) + 2;
+        if (w->t->chunk[c].owner == rank && ra__tour_stations(w, c) && start > step[c]) return 0;
+    }
+    if (s->ended == s->returned) return -1;
+    begin = ra__max(s->busy, s->came_back[i] + 1);
+    s->busy = ra__play_after(y, begin, ra__play_part(w, y, rank, again, 1));
+    s->own_last += ra__chunk_blocks(&w->t->chunk[again]);
+    s->folded_again[i] = s->busy;
+    s->ended++;
+    s->own_next = ra__play_own(w, rank, again + 1);
+    ra__play_note(w, y, rank, begin, s->came_back[i] + 1, 0);
+    return 1;
+}
+
+/* Forward: chunks that have come are folded together, up to RA__GROUP_KEYS keys, and end
+ * together. */
+static void ra__play_group(const ra__tour *w, ra__play *y, int32_t rank, int64_t c, int64_t ready) {
+    ra__play_seat *s = &y->seat[rank];
+    const int32_t n = w->p->d.buffers;
+    const int joins = !w->back && !w->p->d.engine && s->group_keys < RA__GROUP_KEYS &&
+                      s->group_keys && ready >> RA__MOMENT_BITS <= s->group >> RA__MOMENT_BITS;
+    const int64_t begin = joins ? s->busy : ra__max(s->busy, ready);
+    const int own = w->t->chunk[c].owner == rank;
+    if (!joins) {
+        s->group = begin;
+        s->group_keys = 0;
+        s->group_from = s->visited;
+    }
+    s->group_keys += ra__chunk_rows(&w->t->chunk[c]);
+    s->busy = ra__play_after(y, begin, own ? ra__play_part(w, y, rank, c, 0)
+                                           : ra__play_all(w, y, rank, c));
+    for (int64_t i = ra__max(s->group_from, s->visited - n + 1); i < s->visited + !own; i++)
+        y->slot[(int64_t)rank * n + i % n].folded = s->busy;
+    ra__play_note(w, y, rank, begin, ready, joins);
+}
+
+/* The next visit of a chunk to a rank; 0: it must wait, or has had all. */
+static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
+    ra__play_seat *s = &y->seat[rank];
+    const int64_t c = s->fold;
+    const int32_t n = w->p->d.buffers;
+    int64_t ready = 0;
+    int again = ra__play_again(w, y, rank, c), own, leaves;
+    if (again) return again > 0;
+    if (c == w->t->chunks) return 0;
+    if (w->t->chunk[c].sequence != s->sequence) {
+        s->sequence = w->t->chunk[c].sequence;
+        s->blocks = ra__play_blocks(w, 1, rank, s->sequence);
+        s->own = ra__play_blocks(w, 0, rank, s->sequence);
+        s->own_first = s->own_last = s->group_keys = 0;
+        ra__play_sights(w, s, rank);
+    }
+    own = w->t->chunk[c].owner == rank;
+    leaves = own && w->back && ra__tour_stations(w, c);
+    if (leaves && s->started - s->own_sent >= RA__PACK_SLOTS) return 0;
+    if (leaves && s->started >= RA__PACK_SLOTS) ready = s->own_left[s->started % RA__PACK_SLOTS];
+    if (!own && !ra__tour_arrives(w, c, rank)) return (int)(++s->fold > 0);
+    if (!own && s->visited == s->received) return 0;
+    if (!own) ready = y->slot[(int64_t)rank * n + s->visited % n].arrived + 1;
+    if (ra__need(w->t, c, rank) || (own && w->back)) ra__play_group(w, y, rank, c, ready);
+    if (leaves) {
+        if (s->started == s->ended) s->own_next = c;
+        s->own_folded[s->started++ % RA__PACK_SLOTS] = s->busy;
+    }
+    if (own) s->own_first += ra__chunk_blocks(&w->t->chunk[c]);
+    if (own && !leaves) s->own_last = s->own_first;
+    s->visited += !own;
+    return (int)(++s->fold > 0);
+}
+
+/* From which moment on a rank may send chunk c; -1: not known yet. */
+static int64_t ra__play_ready(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c) {
+    const ra__play_seat *s = &y->seat[rank];
+    const int32_t n = w->p->d.buffers;
+    const ra__play_slot *slot = &y->slot[(int64_t)rank * n + s->sent_on % n];
+    if (w->t->chunk[c].owner == rank) {
+        if (!w->back) return s->next_send;
+        if (s->started == s->own_sent) return -1;
+        return ra__max(s->next_send, s->own_folded[s->own_sent % RA__PACK_SLOTS]);
+    }
+    if (s->sent_on == s->received || (w->back && s->sent_on == s->visited)) return -1;
+    return ra__max(s->next_send, ra__max(slot->arrived + 1, w->back ? slot->folded : 0));
+}
+
+/* From which moment on the next rank may receive; -1: not known yet. */
+static int64_t ra__play_free(const ra__tour *w, ra__play *y, int32_t rank) {
+    ra__play_seat *s = &y->seat[rank];
+    const int32_t n = w->p->d.buffers;
+    const int64_t before = s->received - n;
+    if (before >= 0) {
+        const ra__play_slot *slot = &y->slot[(int64_t)rank * n + s->received % n];
+        if (s->visited <= before || s->sent_on <= before) return -1;
+        s->released = ra__max(s->released, ra__max(slot->folded, slot->sent));
+    }
+    return ra__max(s->released, s->next_receive);
+}
+
+/* From which moment on the owner of chunk c may receive its gradient; -1: not known yet. */
+static int64_t ra__play_home(const ra__tour *w, const ra__play *y, int64_t c) {
+    const ra__play_seat *s = &y->seat[w->t->chunk[c].owner];
+    const int64_t before = s->returned - RA__RETURN_SLOTS;
+    if (s->home != c || (w->p->owner_folds_twice && s->ended <= before)) return -1;
+    if (before < 0 || !w->p->owner_folds_twice) return s->next_return;
+    return ra__max(s->next_return, s->folded_again[before % RA__RETURN_SLOTS]);
+}
+
+static void ra__play_record(const ra__tour *w, ra__play *y, int32_t rank, int32_t kind,
+                            int64_t moment) {
+    if (rank == w->p->d.rank) y->moment[kind][y->count[kind]++] = moment;
+}
+
+/* What is sent, at which moment. */
+enum { RA__LEAVES, RA__ARRIVES, RA__RETURNS_TO };
+static void ra__play_move(const ra__tour *w, ra__play *y, int32_t rank, int32_t to, int64_t when) {
+    ra__play_seat *s = &y->seat[rank], *o = &y->seat[to];
+    const int32_t n = w->p->d.buffers;
+    const int64_t c = s->send++;
+    const int returns = w->t->chunk[c].owner == to;
+    s->next_send = when + 1;
+    if (w->t->chunk[c].owner == rank) s->own_left[s->own_sent++ % RA__PACK_SLOTS] = when + 1;
+    else y->slot[(int64_t)rank * n + s->sent_on++ % n].sent = when + 1;
+    ra__play_record(w, y, rank, RA__LEAVES, when);
+    ra__play_record(w, y, to, returns ? RA__RETURNS_TO : RA__ARRIVES, when);
+    if (returns) {
+        o->came_back[o->returned++ % RA__RETURN_SLOTS] = when;
+        o->next_return = when + 1;
+        o->home = ra__play_own(w, to, c + 1);
+    } else {
+        ra__play_slot *slot = &y->slot[(int64_t)to * n + o->received++ % n];
+        slot->arrived = when;
+        slot->folded = slot->sent = 0;
+        o->next_receive = when + 1;
+    }
+}
+
+/* The next message of a rank; 0: it must wait, or has sent all. */
+static int ra__play_send(const ra__tour *w, ra__play *y, int32_t rank) {
+    ra__play_seat *s = &y->seat[rank];
+    for (; s->send < w->t->chunks; s->send++) {
+        const int64_t c = s->send;
+        const int32_t owner = w->t->chunk[c].owner, hop = ra__tour_apart(w, owner, rank);
+        const int arrives = ra__tour_arrives(w, c, rank);
+        int64_t ready, free;
+        if (ra__tour_leaves(w, c, rank)) {
+            const int returns = hop == ra__tour_stations(w, c);
+            const int32_t to = returns ? owner : ra__rank_up(w->p, rank, w->direction);
+            ready = ra__play_ready(w, y, rank, c);
+            free = ready < 0 ? -1 : returns ? ra__play_home(w, y, c) : ra__play_free(w, y, to);
+            if (free < 0) return 0;
+            free = ra__max(free, ready);
+            ra__play_move(w, y, rank, to, free + ((free & 1) != returns));
+            return 1;
+        }
+        if (arrives && s->sent_on == s->received) return 0;
+        s->sent_on += arrives;
+    }
+    return 0;
+}
+
+/* Work fits into RA__WORK_BITS, all ranks together. */
+static int32_t ra__play_shift(const ra__tour *w) {
+    int64_t all = 0, blocks = 0;
+    int32_t shift = 0;
+    for (int64_t c = 0; c < w->t->chunks; c++)
+        blocks = ra__add_sat(blocks, ra__chunk_rows(&w->t->chunk[c]));
+    for (int32_t r = 0; r < w->p->d.ranks; r++)
+        for (int32_t b = 0; b < w->p->d.sequences; b++)
+            all = ra__add_sat(all, ra__play_blocks(w, 1, r, b));
+    all = ra__mul_sat(ra__add_sat(all, 1), ra__add_sat(blocks, 1));
+    while (all >> shift >> RA__WORK_BITS) shift++;
+    return shift;
+}
+
+/* Plays the pass through. Cost: chunks x ranks. */
+static void ra__play_through(const ra__tour *w, ra__play *y) {
+    const int32_t ranks = w->p->d.ranks;
+    int any = 1;
+    memset(y->seat, 0, (size_t)ranks * sizeof *y->seat);
+    memset(y->slot, 0, (size_t)ranks * (size_t)w->p->d.buffers * sizeof *y->slot);
+    memset(y->count, 0, sizeof y->count);
+    y->works = y->comes = 0;
+    y->shift = ra__play_shift(w);
+    for (int32_t r = 0; r < ranks; r++) {
+        y->seat[r].sequence = -1;
+        y->seat[r].home = ra__play_own(w, r, 0);
+    }
+    while (any) {
+        any = 0;                       /* folds first: a group must be complete before a receive
+                                        * waits for its end */
+        for (int32_t r = 0; r < ranks; r++)
+            while (ra__play_visit(w, y, r)) any = 1;
+        for (int32_t r = 0; r < ranks; r++) any |= ra__play_send(w, y, r);
+    }
+    for (int32_t r = 0; r < ranks; r++)
+        RINGATTN_ASSERT(y->seat[r].send == w->t->chunks && y->seat[r].fold == w->t->chunks);
+}
+
+/* Sets how much this rank has computed before each of its exchanges, of `tiles` in all. x->step is
+ * its moment. */
+static void ra__play_progress(const ra__play *y, int64_t tiles, ra__exchange *x, int64_t count) {
+    int64_t all = 0, done = 0, folds = 0, come = 0, k = 0;
+    for (int64_t i = 0; i < y->works; i++)
+        all += (y->work[i].end - y->work[i].begin) >> RA__MOMENT_BITS;
+    for (int64_t i = 0; i < count; i++, x++) {
+        int64_t part = 0;
+        for (; k < y->works && y->work[k].end <= x->step; k++) {
+            done += (y->work[k].end - y->work[k].begin) >> RA__MOMENT_BITS;
+            folds += y->work[k].folds;
+        }
+        x->after_folds = folds;
+        if (k < y->works && y->work[k].begin < x->step) {
+            part = (x->step - y->work[k].begin) >> RA__MOMENT_BITS;
+            x->after_folds += y->work[k].folds;
+        }
+        while (come < y->comes && y->come[come] <= x->step) come++;
+        x->after_folds = ra__min(x->after_folds, come);
+        x->after_tiles = all ? (int64_t)((double)tiles * ((double)(done + part) / (double)all)) : 0;
+    }
+}
+
+/* Writes this rank's exchanges, in the order of their moments; returns how many. tiles: that this
+ * rank computes. */
+static int64_t ra__tour_exchanges(const ra__tour *w, ra__play *y, int64_t tiles,
+                                  ra__exchange *out) {
+    int64_t next[3] = { 0, 0, 0 }, count = 0;
+    if (w->p->d.ranks < 2) return 0;
+    ra__play_through(w, y);
+    for (;; count++) {
+        int64_t when = INT64_MAX;
+        ra__exchange *x = &out[count];
+        for (int32_t i = 0; i < 3; i++)
+            if (next[i] < y->count[i]) when = ra__min(when, y->moment[i][next[i]]);
+        if (when == INT64_MAX) break;
+        memset(x, 0, sizeof *x);
+        x->send = x->recv = x->returned = -1;
+        x->step = when;
+        for (int32_t i = 0; i < 3; i++) {
+            int32_t index = (int32_t)next[i];
+            if (next[i] == y->count[i] || y->moment[i][next[i]] != when) continue;
+            *(i == RA__LEAVES ? &x->send : i == RA__ARRIVES ? &x->recv : &x->returned) = index;
+            next[i]++;
+        }
+    }
+    ra__play_progress(y, tiles, out, count);
+    for (int64_t i = 0; i < count; i++)
+        out[i].step = (out[i].step >> RA__MOMENT_BITS) +
+                      (out[i].step & (((int64_t)1 << RA__MOMENT_BITS) - 1));
+    return count;
 }
 
 /* Own chunks that have left and not returned yet, at most. */
@@ -11905,7 +12321,6 @@ static void ra__count_notices(const ra_plan *p, int32_t rank, int64_t *in, int64
     }
 }
 
-enum { RA__GROUP_KEYS = 4096 };        /* keys after which the state of a task is stored */
 enum { RA__MAGIC = 0x31464152 };
 enum { RA__REFUSALS = 32 };            /* refused tickets that are remembered */
 
@@ -12486,6 +12901,21 @@ static void ra__lists_carve(ra__arena *a, ra__pass_lists *w, int64_t n, int64_t 
     w->exchange = (ra__exchange *)ra__carve(a, exchanges * (int64_t)sizeof *w->exchange);
 }
 
+/* Own chunks may be folded twice. */
+static void ra__play_carve(ra__arena *a, ra_plan *p) {
+    const int64_t chunks = ra__max(p->keys.chunks, p->queries.chunks), ranks = p->d.ranks;
+    ra__play y;
+    memset(&y, 0, sizeof y);
+    p->play = (ra__play *)ra__carve(a, (int64_t)sizeof y);
+    if (ranks < 2) return;
+    y.seat = (ra__play_seat *)ra__carve(a, ranks * (int64_t)sizeof *y.seat);
+    y.slot = (ra__play_slot *)ra__carve(a, ranks * p->d.buffers * (int64_t)sizeof *y.slot);
+    y.work = (ra__play_work *)ra__carve(a, 2 * chunks * (int64_t)sizeof *y.work);
+    y.come = (int64_t *)ra__carve(a, 2 * chunks * 8);
+    for (int32_t i = 0; i < 3; i++) y.moment[i] = (int64_t *)ra__carve(a, chunks * 8);
+    if (a->base) *p->play = y;
+}
+
 /* Most segments of keys of a sequence, on all ranks together. */
 static int64_t ra__most_spans(const ra_plan *p) {
     return p->d.layout.kind == RA_LAYOUT_RUNS ? p->held_count : 2 * (int64_t)p->d.ranks;
@@ -12505,6 +12935,7 @@ static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queri
     p->start = (int64_t *)ra__carve(a, ra__max(keys, p->queries.chunks) * 8);
     p->line = (int64_t *)ra__carve(a, 2 * (int64_t)p->d.ranks * 8);
     p->span = (ra__span *)ra__carve(a, q ? ra__most_spans(p) * (int64_t)sizeof(ra__span) : 0);
+    ra__play_carve(a, p);
     ra__lists_carve(a, &p->forward, keys, keys + B, 2 * keys, 0);
     back = p->d.train ? ra__back_travel(p)->chunks : 0;        /* own chunks may be folded twice */
     if (p->d.train) ra__lists_carve(a, &p->back, back, 2 * back + B, 3 * back, back);
@@ -13202,12 +13633,10 @@ static void ra__plan_fill_back(ra_plan *p) {
     p->back.steps = ra__tour_steps(&w, p->line, p->start);
     ra__plan_back_lists(&w, p->start, &p->back);
     ra__plan_back_bytes(p);
-    p->back.exchanges = ra__tour_exchanges(&w, p->start, p->back.exchange);
 }
 
 /* From the list of chunks to the lists of this rank. */
 static void ra__plan_fill(ra_plan *p) {
-    ra__tour w;
     ra__need_none(p, &p->keys);
     for (int32_t r = 0; r < p->d.ranks; r++)
         for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
@@ -13218,8 +13647,6 @@ static void ra__plan_fill(ra_plan *p) {
         if (ra__chunk_reach(&p->keys.chunk[c]))
             p->chunk_bytes =
                 ra__max(p->chunk_bytes, ra__message_bytes(&p->d, &p->keys.chunk[c], 1));
-    w = ra__tour_of(p, 0);
-    p->forward.exchanges = ra__tour_exchanges(&w, p->start, p->forward.exchange);
     p->forward.direction = p->direction;
     p->forward.chunk = p->keys.chunk;
     p->forward.chunk_bytes = p->chunk_bytes;
@@ -13253,6 +13680,18 @@ static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report 
     r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64).bytes;
     r->forward.state_bytes = size.state;
     r->backward.state_bytes = size.back_state;
+}
+
+/* The calls of sendrecv, where the transport has nothing else. */
+static void ra__plan_exchanges(ra_plan *p) {
+    const ra_pass_figures *f = &p->report.forward, *g = &p->report.backward;
+    ra__tour w = ra__tour_of(p, 0);
+    p->forward.exchanges = ra__tour_exchanges(&w, p->play, f->tiles_partial + f->tiles_full,
+                                              p->forward.exchange);
+    w = ra__tour_of(p, 1);
+    if (p->d.train)
+        p->back.exchanges = ra__tour_exchanges(&w, p->play, g->tiles_partial + g->tiles_full,
+                                               p->back.exchange);
 }
 
 /* Rows that a sequence has on all ranks together, at most: those of the tables if there are any. */
@@ -13326,6 +13765,7 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     p->unvisited = ra__plan_unvisited(p, &p->keys);
     p->back_unvisited = ra__plan_unvisited(p, ra__back_travel(p));
     ra__plan_full_report(p, p->d.rank, &p->report);
+    ra__plan_exchanges(p);
     p->d.error = NULL;
     *out = p;
     return RA_OK;
@@ -14207,8 +14647,8 @@ static ra_event ra__event_none(void) {
     return e;
 }
 
-/* What a failure concerns; -1 where it does not apply. */
-typedef struct ra__blame { int32_t peer, sending, code; int64_t chunk; } ra__blame;
+/* What a failure concerns; -1 where it does not apply. moved: bytes, if the length is wrong. */
+typedef struct ra__blame { int32_t peer, sending, code; int64_t chunk, moved; } ra__blame;
 
 static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64_t chunk) {
     ra__blame b;
@@ -14216,6 +14656,7 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
     b.sending = sending;
     b.code = code;
     b.chunk = chunk;
+    b.moved = -1;
     return b;
 }
 
@@ -14244,7 +14685,7 @@ static void ra__failure_number(ra_failure *f, size_t *at, const char *what, int6
     ra__put_i64(f->text, sizeof f->text, at, value);
 }
 
-static void ra__failure_text(const ra_ring *r, ra_failure *f) {
+static void ra__failure_text(const ra_ring *r, ra_failure *f, int64_t moved) {
     size_t at = 0, cap = sizeof f->text;
     const char *why = NULL;
     if (f->code && f->status != RA_E_ENGINE && r->has_transport && r->tp.error_text)
@@ -14259,8 +14700,8 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f) {
         ra__failure_number(f, &at, f->sending == 1 ? "; sending to rank "
                                                    : "; receiving from rank ", f->peer);
     if (f->chunk >= 0) ra__failure_number(f, &at, ", chunk ", f->chunk);
-    if (f->code)
-        ra__failure_number(f, &at, f->status == RA_E_TRUNC ? ", bytes moved " : ", code ", f->code);
+    if (moved >= 0) ra__failure_number(f, &at, ", bytes moved ", moved);
+    if (f->code) ra__failure_number(f, &at, ", code ", f->code);
     if (why) {
         ra__put(f->text, cap, &at, " (");
         ra__put(f->text, cap, &at, why);
@@ -14291,7 +14732,7 @@ static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
         f->chunk = why.chunk;
         f->pass = r->pass;
         f->since_progress_ns = ra__time_since(ra__ring_now(r), ra__load_i64(&r->progress_ns));
-        ra__failure_text(r, f);
+        ra__failure_text(r, f, why.moved);
         ra__store_i32(&r->failed, s);
         ra__ring_abort(r, s);
         e.peer = why.peer;
@@ -14812,7 +15253,17 @@ static int64_t ra__ring_patience(ra_ring *r) {
     return ra__time_add(RA__QUIET_NS, ns / d->threads);
 }
 
-/* Transports with sendrecv only: the next exchange, if both its halves have been posted. */
+/* This rank has computed as much as it should have by the time of an exchange. Tiles tell how far
+ * it is within a chunk; chunks of which everything is folded also count if the plan's figure of
+ * tiles is too high, as with positions that it does not know. */
+static int ra__exchange_due(ra_ring *r, const ra__exchange *x) {
+    const ra_ring_counters *c = &r->counters;
+    return ra__load_i64(&c->tiles_partial) + ra__load_i64(&c->tiles_full) >= x->after_tiles ||
+           ra__load_i64(&r->folded) >= x->after_folds;
+}
+
+/* Transports with sendrecv only: the next exchange, if both its halves have been posted and it is
+ * due. */
 static ra_status ra__ring_exchange(ra_ring *r) {
     const ra__pass_lists *lists = r->lists;
     while (r->exchanged < lists->exchanges) {
@@ -14821,7 +15272,7 @@ static ra_status ra__ring_exchange(ra_ring *r) {
         int64_t patience = ra__ring_patience(r), left = ra__ring_left(r, r->deadline, patience);
         int code;
         if (x->recv >= r->lane[RA__RECEIVES].posted || x->send >= r->lane[RA__SENDS].posted ||
-            x->returned >= r->lane[RA__RETURNS].posted)
+            x->returned >= r->lane[RA__RETURNS].posted || !ra__exchange_due(r, x))
             return RA_OK;
         if (x->recv >= 0) in = ra__lane_op(&r->lane[RA__RECEIVES], x->recv);
         if (x->returned >= 0) in = ra__lane_op(&r->lane[RA__RETURNS], x->returned);
@@ -14856,15 +15307,39 @@ static ra_status ra__ring_drive(ra_ring *r) {
     return RA_OK;
 }
 
+/* The frame of the next message of a lane that receives: of chunk c or, if c is -1, of a notice. */
+static ra__frame ra__ring_due(const ra_ring *r, int64_t c) {
+    if (c < 0) return ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES);
+    return ra__ring_frame(r, ra__ring_kind(r), r->lists->chunk[c].owner, c,
+                          ra__ring_length(r, c, 1));
+}
+
+/* A message has another length, says `done` or the transport. If its frame has come and is of this
+ * pass, it tells what the ranks disagree about. */
+static int ra__ring_fail_length(ra_ring *r, const ra_transport_op *op, int64_t chunk) {
+    const int sending = op->kind == RA_MSG_SEND;
+    ra__blame why = ra__blame_of(op->peer, sending, op->state < 0 ? op->state : 0, chunk);
+    if (op->state > 0) why.moved = (int64_t)op->done;
+    if (!sending && op->done >= RA__FRAME_BYTES) {
+        ra__frame due = ra__ring_due(r, chunk), came;
+        memcpy(&came, op->buf, sizeof came);
+        if (came.pass == due.pass &&
+            ra__frame_check(op->buf, &due, &r->differ) == RA_E_MISMATCH)
+            return ra__ring_fail(r, RA_E_MISMATCH, why);
+    }
+    return ra__ring_fail(r, RA_E_TRUNC, why);
+}
+
 /* Looks at one op; 1 done, 0 not yet, negative: the pass has failed. */
 static int ra__ring_op_done(ra_ring *r, const ra_transport_op *op, int64_t chunk) {
     int sending = op->kind == RA_MSG_SEND;
-    if (op->state < 0)
+    if (op->state == RA_E_TRUNC) return ra__ring_fail_length(r, op, chunk);
+    if (op->state < 0 || op->state > RA_MSG_DONE)
         return ra__ring_fail(r, ra__ring_code(op->state),
                              ra__blame_of(op->peer, sending, op->state, chunk));
     if (op->state != RA_MSG_DONE) return 0;
     if (op->done && op->done != op->len)
-        return ra__ring_fail(r, RA_E_TRUNC, ra__blame_of(op->peer, sending, (int)op->done, chunk));
+        return ra__ring_fail_length(r, op, chunk);
     return 1;
 }
 
@@ -14891,9 +15366,7 @@ static int ra__lane_look(ra_ring *r, const ra__lane *lane, int64_t c) {
     if ((done = ra__ring_op_done(r, op, c)) <= 0) return done;
     sending = op->kind == RA_MSG_SEND;
     if (!sending) {
-        ra__frame due = c < 0 ? ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES)
-                              : ra__ring_frame(r, ra__ring_kind(r), r->lists->chunk[c].owner, c,
-                                               ra__ring_length(r, c, 1));
+        ra__frame due = ra__ring_due(r, c);
         ra_status s = ra__ring_check(r, op, &due, c);
         if (s) return s;
     }
@@ -15235,6 +15708,16 @@ static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e)
     return done;
 }
 
+/* A task may fold its next entry. With a transport that has only sendrecv it does not go past an
+ * entry that has not come: buffers are free only when every task is done with them, and a peer may
+ * be waiting for that. */
+static int ra__fold_goes_on(const ra_ring *r, int64_t from, int64_t next) {
+    if (next == RA__NO_FOLD || !ra__ring_inputs_ready(r, next)) return 0;
+    if (!r->has_transport || r->tp.post) return 1;
+    while (from < next && ra__ring_inputs_ready(r, from)) from++;
+    return from == next;
+}
+
 /* Continues a task: the claimed chunk, then later ones that it sees and that have come, until
  * RA__GROUP_KEYS keys are folded. The running sums stay in the scratch until then. 1: the task is
  * stored and may be claimed again.
@@ -15250,7 +15733,7 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     e->q_row = h->x.seg[0].row;
     e->q_rows = h->x.seg[h->t.count - 1].row + h->x.seg[h->t.count - 1].rows - e->q_row;
     e->head = h->x.head[0];
-    while (more && h->next != RA__NO_FOLD && ra__ring_inputs_ready(r, h->next) &&
+    while (more && ra__fold_goes_on(r, desk->claim.fold, h->next) &&
            (h->x.block > 0 || h->x.folded * RA_BLOCK_TOKENS < RA__GROUP_KEYS))
         more = h->x.left > 0 && ra__fold_chunk(r, desk, &n, e);
     if (more) {
@@ -15807,6 +16290,7 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
             ra__ring_complete(r);
         ra__store_i32(&r->comm, 0);
         if (moved < 0) return moved;
+        if (moved && r->has_transport && !r->tp.post) return RA_AGAIN; /* peers may be waiting */
     }
     if (ith >= ra__load_i32(&r->threads)) {            /* the plan has no memory for it */
         if (ra__load_i32(&r->state) == RA_RING_IDLE) return RA_OK;

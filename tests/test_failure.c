@@ -555,6 +555,69 @@ static void pair_pass(pair *x, int pass)
     CHECK(s[0] == RA_OK && s[1] == RA_OK);
 }
 
+/* How a network ends receives whose message has another length than agreed. Odd: with a state that
+ * does not exist. */
+enum { SHORT_ERROR, SHORT_DONE, SHORT_ERROR_AND_BYTES, SHORT_ODD };
+static ra_transport short_net;
+static int short_way;
+
+static int short_poll(void *ctx, ra_transport_op *const *ops, int n)
+{
+    int code = short_net.poll(ctx, ops, n);
+    for (int i = 0; i < n; i++) {
+        ra_transport_op *op = ops[i];
+        if (op->kind != RA_MSG_RECV || op->state != RA_MSG_DONE) continue;
+        op->done = short_way == SHORT_ERROR ? 0 : op->len - 64;
+        op->state = short_way == SHORT_ODD ? 7 : short_way == SHORT_DONE ? RA_MSG_DONE : RA_E_TRUNC;
+    }
+    return code;
+}
+
+/* Rank 1 has another scale. Rank 0 says so if it sees the frame, also of a message of another
+ * length. It takes no number of bytes for a code of the transport and no code for a number of
+ * bytes. */
+TEST(short_messages_name_what_differs)
+{
+    for (int way = SHORT_ERROR; way <= SHORT_ODD; way++) {
+        pair x;
+        ra_ring_desc rd;
+        ra_failure f;
+        ra_desc d;
+        ra_status s[2] = { RA_AGAIN, RA_AGAIN };
+        int named = way == SHORT_DONE || way == SHORT_ERROR_AND_BYTES;
+        memset(&rd, 0, sizeof rd);
+        x.g = rig_new(2, 256, 1);
+        d = x.g->d;
+        d.rank = 1;
+        d.scale = 0.5f;
+        ra_plan_destroy(x.g->plan[1]);
+        CHECK_EQ(ra_plan_create(&x.g->plan[1], &d, NULL), RA_OK);
+        pair_open(&x, &rd);
+        short_net = x.net[0];
+        short_way = way;
+        CHECK_EQ(ra_ring_destroy(x.ring[0]), RA_OK);
+        x.net[0].poll = short_poll;
+        rd.clock_ns = still_clock;
+        rd.clock_ctx = &x.clock;
+        CHECK_EQ(ra_ring_create(&x.ring[0], x.g->plan[0], &x.net[0], &rd), RA_OK);
+        for (int r = 0; r < 2; r++) {
+            ra_job job = rig_job(x.g, r);
+            CHECK_EQ(ra_begin(x.ring[r], &job), RA_OK);
+        }
+        for (int i = 0; i < 10000 && s[0] > 0; i++) {
+            if (s[1] > 0) s[1] = ra_step(x.ring[1], 0);
+            s[0] = ra_step(x.ring[0], 0);
+        }
+        CHECK_EQ(s[0], named ? RA_E_MISMATCH : way == SHORT_ODD ? RA_E_IO : RA_E_TRUNC);
+        CHECK_EQ(ra_ring_failure(x.ring[0], &f), RA_OK);
+        CHECK_EQ(f.peer, 1);
+        CHECK_EQ(f.code, way == SHORT_DONE ? 0 : way == SHORT_ODD ? 7 : RA_E_TRUNC);
+        CHECK_EQ(strstr(f.text, "bytes moved") != NULL, way == SHORT_DONE);
+        CHECK_EQ(strstr(f.text, "scale") != NULL, named);
+        pair_close(&x);
+    }
+}
+
 /* After a failure every call gives the same status, and its text knows what went well before. */
 TEST(first_failure_stays)
 {
@@ -998,6 +1061,7 @@ int main(int argc, char **argv)
         ENTRY(deadlines_on_another_clock), ENTRY(quiesce_of_the_world_on_another_clock),
         ENTRY(default_watchdog), ENTRY(default_watchdog_of_a_million_tokens),
         ENTRY(refused_tickets_stay_refused), ENTRY(first_failure_stays),
+        ENTRY(short_messages_name_what_differs),
         ENTRY(quiesce_waits_for_wait), ENTRY(calls_never_overlap), ENTRY(no_failure_after_the_end),
         ENTRY(leave_beside_a_post), ENTRY(flushing_callers), ENTRY(packing_lets_others_wait),
     };

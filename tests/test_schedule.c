@@ -1,11 +1,13 @@
 /* The schedule of plans. Proves it by slow models: which rank needs which chunk, by looking at
  * every pair; how many steps a pass takes, by the bound that SCHEDULE states; and the lists of all
- * ranks, by playing them with zero-capacity messages under the rules of a ring until all is done.
- * */
+ * ranks, by playing them with zero-capacity messages under the rules of a ring until all is done;
+ * and how long ranks wait in sendrecv, by clocks that count tiles. */
+#define _POSIX_C_SOURCE 200112L
 #include "harness.h"
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
 #include <math.h>
+#include <pthread.h>
 
 enum { MOST = 16 };
 
@@ -330,8 +332,6 @@ TEST(steps_are_chunks_and_two_rounds)
             CHECK(steps_of(p, 0) < bound + (P == 1));
             if (!uneven) CHECK(steps_of(p, 1) < bound + (P == 1));
             CHECK(steps_of(p, 1) <= bound * 3 + P * (int64_t)P * s.d.sequences);
-            if (p->forward.exchanges)
-                CHECK(p->forward.exchange[p->forward.exchanges - 1].step < bound);
             ra_plan_destroy(p);
         }
     }
@@ -430,12 +430,12 @@ static int player_to(const player *y, int *home)
     return to;
 }
 
-/* Whether an exchange of the rank may begin: as ra__ring_exchange sees it. */
+/* Whether an exchange of the rank may begin: as ra__ring_exchange sees it if it counts no tiles. */
 static const ra__exchange *player_exchange(const player *y)
 {
     const ra__exchange *x = &y->way->exchange[y->at];
     if (y->at == y->way->exchanges || x->send >= y->ready || x->recv >= y->posted ||
-        x->returned >= y->home_posted)
+        x->returned >= y->home_posted || y->folded < x->after_folds)
         return NULL;
     return x;
 }
@@ -563,6 +563,259 @@ TEST(sparse_masks_play_through)
     }
 }
 
+/* -------------------------------------------------------------------------- waiting in sendrecv
+ * The ranks of a pass on a network that takes no time, each with a clock that counts its tiles and
+ * what it waits. Alone with sendrecv a rank is a thread, which both sides of a message leave at the
+ * later of their clocks. With post and poll the ranks take turns: the one whose clock is behind. */
+enum { FLAT_RANKS = 4, FLAT_OPS = 256 };
+typedef struct flat_end { const void *from; void *to; ra_transport_op *op; size_t len; int64_t at; }
+        flat_end;
+typedef struct flat_net {
+    pthread_mutex_t lock;
+    pthread_cond_t moved;
+    flat_end half[2][FLAT_RANKS][FLAT_RANKS][2][FLAT_OPS];     /* receive or send, from, to,
+                                                                * channel */
+    int count[2][FLAT_RANKS][FLAT_RANKS][2];
+    int open[FLAT_RANKS];              /* halves of its sendrecv that are not over */
+} flat_net;
+typedef struct flat_seat {
+    flat_net *net;
+    int rank;
+    int64_t waited, tiles, leaves;
+    ra_plan *plan;
+    ra_ring *ring;
+    ra_job job;
+    ra_tensors t;
+    float *memory;
+    ra_status end;
+} flat_seat;
+static flat_net flat;
+static flat_seat flat_seats[FLAT_RANKS];
+
+static void flat_progress(void *ctx, int64_t done, int64_t all)
+{
+    (void)all;
+    ((flat_seat *)ctx)->tiles = done;
+}
+
+/* Adds a half; the later of a pair moves the bytes. Returns the other half, or null. */
+static flat_end *flat_add(int send, int from, int to, int channel, flat_end half)
+{
+    int *n = &flat.count[send][from][to][channel], i = *n % FLAT_OPS;
+    flat_end *all = flat.half[send][from][to][channel];
+    flat_end *other = &flat.half[!send][from][to][channel][i];
+    all[i] = half;
+    if (flat.count[!send][from][to][channel] <= (*n)++) return NULL;
+    CHECK_EQ(half.len, other->len);
+    memcpy(send ? other->to : half.to, send ? half.from : other->from, half.len);
+    return other;
+}
+
+static void flat_half(flat_seat *s, int send, int peer, flat_end half)
+{
+    flat_end *other = flat_add(send, send ? s->rank : peer, send ? peer : s->rank, 0, half);
+    flat_seat *o = &flat_seats[peer];
+    if (!other) return;
+    s->leaves = ra__max(s->leaves, other->at);
+    o->leaves = ra__max(o->leaves, half.at);
+    flat.open[s->rank]--;
+    flat.open[peer]--;
+    pthread_cond_broadcast(&flat.moved);
+}
+
+static int flat_sendrecv(void *ctx, int to, const void *out, size_t out_len, int from, void *in,
+                         size_t in_len, uint64_t tag, int64_t deadline_ns)
+{
+    flat_seat *s = (flat_seat *)ctx;
+    flat_end half;
+    (void)tag; (void)deadline_ns;
+    memset(&half, 0, sizeof half);
+    pthread_mutex_lock(&flat.lock);
+    half.at = s->leaves = s->tiles + s->waited;
+    flat.open[s->rank] = (to >= 0) + (from >= 0);
+    half.from = out; half.len = out_len;
+    if (to >= 0) flat_half(s, 1, to, half);
+    half.to = in; half.len = in_len;
+    if (from >= 0) flat_half(s, 0, from, half);
+    while (flat.open[s->rank]) pthread_cond_wait(&flat.moved, &flat.lock);
+    s->waited += s->leaves - half.at;
+    pthread_mutex_unlock(&flat.lock);
+    return RA_OK;
+}
+
+static int flat_post(void *ctx, ra_transport_op *const *ops, int n)
+{
+    flat_seat *s = (flat_seat *)ctx;
+    int i;
+    for (i = 0; i < n; i++) {
+        ra_transport_op *op = ops[i];
+        int send = op->kind == RA_MSG_SEND;
+        flat_end half, *other;
+        if (op->state != RA_MSG_IDLE) continue;
+        op->state = RA_MSG_PENDING;
+        half.from = half.to = op->buf;
+        half.op = op;
+        half.len = op->len;
+        half.at = s->tiles + s->waited;
+        other = flat_add(send, send ? s->rank : op->peer, send ? op->peer : s->rank, op->channel,
+                         half);
+        if (!other) continue;
+        op->scratch[0] = op;           /* over, at the time in `done` */
+        other->op->scratch[0] = op;
+        op->done = other->op->done = (size_t)ra__max(half.at, other->at);
+    }
+    return RA_OK;
+}
+
+static int flat_poll(void *ctx, ra_transport_op *const *ops, int n)
+{
+    const flat_seat *s = (const flat_seat *)ctx;
+    int i;
+    for (i = 0; i < n; i++) {
+        if (ops[i]->state != RA_MSG_PENDING || !ops[i]->scratch[0]) continue;
+        if ((int64_t)ops[i]->done > s->tiles + s->waited) continue;
+        ops[i]->done = ops[i]->len;
+        ops[i]->state = RA_MSG_DONE;
+    }
+    return RA_OK;
+}
+
+/* Begins a pass whose steps are as short as they can be. */
+static void flat_begin(flat_seat *s, int level)
+{
+    ra_transport net;
+    ra_ring_desc rd;
+    memset(&net, 0, sizeof net);
+    memset(&rd, 0, sizeof rd);
+    net.size = (uint32_t)sizeof net;
+    net.abi = RA_TRANSPORT_ABI;
+    net.ctx = s;
+    net.caps = RA_CAP_ANY_PEER;
+    if (!level) net.sendrecv = flat_sendrecv;
+    else {
+        net.post = flat_post;
+        net.poll = flat_poll;
+        net.channels = 2;
+        net.max_ops = 64;
+    }
+    rd.progress = flat_progress;
+    rd.progress_ctx = s;
+    s->waited = s->tiles = 0;
+    CHECK_EQ(ra_ring_create(&s->ring, s->plan, &net, &rd), RA_OK);
+    CHECK_EQ(ra_begin(s->ring, &s->job), RA_OK);
+    s->ring->step_work = RA__TILE_WORK;
+}
+
+static void *flat_live(void *ctx)
+{
+    flat_seat *s = (flat_seat *)ctx;
+    do s->end = ra_step(s->ring, 0); while (s->end > 0);
+    return NULL;
+}
+
+static void flat_take_turns(int ranks)
+{
+    for (;;) {
+        flat_seat *s = NULL, *next = NULL;
+        int i;
+        for (i = 0; i < ranks; i++) {
+            flat_seat *x = &flat_seats[i];
+            if (x->end <= 0) continue;
+            if (!s || x->tiles + x->waited < s->tiles + s->waited) { next = s; s = x; }
+            else if (!next || x->tiles + x->waited < next->tiles + next->waited) next = x;
+        }
+        if (!s) return;
+        s->end = ra_step(s->ring, 0);
+        if (s->end == RA_WAIT)
+            s->waited += 1 + (next ? next->tiles + next->waited - s->tiles - s->waited : 0);
+    }
+}
+
+/* How long the pass takes, in tiles. */
+static int64_t flat_pass(int ranks, int level)
+{
+    pthread_t thread[FLAT_RANKS];
+    int64_t worst = 0;
+    int i;
+    memset(flat.count, 0, sizeof flat.count);
+    for (i = 0; i < ranks; i++) {
+        flat_begin(&flat_seats[i], level);
+        flat_seats[i].end = RA_AGAIN;
+    }
+    if (level) flat_take_turns(ranks);
+    for (i = 0; !level && i < ranks; i++)
+        pthread_create(&thread[i], NULL, flat_live, &flat_seats[i]);
+    for (i = 0; !level && i < ranks; i++) pthread_join(thread[i], NULL);
+    for (i = 0; i < ranks; i++) {
+        CHECK_EQ(flat_seats[i].end, RA_OK);
+        worst = ra__max(worst, flat_seats[i].tiles + flat_seats[i].waited);
+        ra_ring_destroy(flat_seats[i].ring);
+    }
+    return worst;
+}
+
+static void flat_open(flat_seat *s, int rank, int ranks, int64_t i)
+{
+    enum { ROWS = 1024, HEADS = 2, DIM = 4 };
+    const size_t n = (size_t)ROWS * HEADS * DIM;
+    int64_t digits = i;
+    ra_desc d;
+    float *at;
+    memset(&d, 0, sizeof d);
+    memset(s, 0, sizeof *s);
+    s->net = &flat;
+    s->rank = rank;
+    d.rank = rank;
+    d.ranks = ranks;
+    d.tokens = ROWS * ranks;
+    d.q_heads = d.kv_heads = HEADS;
+    d.k_dim = d.v_dim = DIM;
+    d.chunk_tokens = 256;
+    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+    d.layout.kind = RA_LAYOUT_CONTIGUOUS + h_digit(&digits, 3);
+    d.mask.kind = h_digit(&digits, 2) ? RA_MASK_CAUSAL : RA_MASK_NONE;
+    d.backward_travel = h_digit(&digits, 3);
+    d.train = d.backward_travel > 0;
+    if (d.train) d.grad_return = RA_RETURN_RING;
+    CHECK_EQ(ra_plan_create(&s->plan, &d, NULL), RA_OK);
+    at = s->memory = (float *)calloc(9 * n, sizeof *at);
+    s->t.q.data = at;
+    s->t.k.data = at + n;
+    s->t.v.data = at + 2 * n;
+    s->t.o.data = at + 3 * n;
+    s->t.d_o.data = at + 4 * n;
+    s->t.d_q.data = at + 5 * n;
+    s->t.d_k.data = at + 6 * n;
+    s->t.d_v.data = at + 7 * n;
+    if (d.train) s->t.lse.data = at + 8 * n;
+    s->job.plan = s->plan;
+    s->job.tensors = &s->t;
+    s->job.pass = d.train ? RA_PASS_BACKWARD : RA_PASS_FORWARD;
+}
+
+/* Level 0 takes at most 5 % longer than level 1, backward 10 %. */
+TEST(sendrecv_does_not_take_turns)
+{
+    int64_t i;
+    pthread_mutex_init(&flat.lock, NULL);
+    pthread_cond_init(&flat.moved, NULL);
+    for (i = 0; i < 3 * 2 * 3 * 2; i++) {
+        int ranks = i < 18 ? 2 : FLAT_RANKS, r;
+        int64_t blocking, posted;
+        if (!h_case(i) || (!h_run.large && i % 18 != 0 && i % 6 != 4)) continue;
+        for (r = 0; r < ranks; r++) flat_open(&flat_seats[r], r, ranks, i);
+        blocking = flat_pass(ranks, 0);
+        posted = flat_pass(ranks, 1);
+        CHECK(blocking * 100 <= posted * (flat_seats[0].plan->d.train ? 110 : 105));
+        for (r = 0; r < ranks; r++) {
+            ra_plan_destroy(flat_seats[r].plan);
+            free(flat_seats[r].memory);
+        }
+    }
+    pthread_mutex_destroy(&flat.lock);
+    pthread_cond_destroy(&flat.moved);
+}
+
 /* -------------------------------------------------------------------------- large figures */
 /* 64 million tokens on 16 ranks: more than 2^63 operations. */
 TEST(figures_of_long_sequences)
@@ -600,7 +853,8 @@ TEST(figures_saturate)
 static const h_test tests[] = {
     ENTRY(bounds_and_pairs_of_rows), ENTRY(needs_and_tiles_by_blocks),
     ENTRY(steps_are_chunks_and_two_rounds), ENTRY(lists_play_through),
-    ENTRY(sparse_masks_play_through), ENTRY(figures_of_long_sequences), ENTRY(figures_saturate)
+    ENTRY(sparse_masks_play_through), ENTRY(sendrecv_does_not_take_turns),
+    ENTRY(figures_of_long_sequences), ENTRY(figures_saturate)
 };
 
 int main(int argc, char **argv)
