@@ -11853,7 +11853,8 @@ typedef struct ra__play_seat {
 /* Chunks that are folded together. */
 typedef struct ra__play_work { int64_t begin, end, folds; } ra__play_work;
 
-/* Scratch of a plan. */
+/* Scratch of a plan, and how far its exchanges are made. */
+enum { RA__PLAY_NONE, RA__PLAY_STARTED, RA__PLAY_DONE };
 typedef struct ra__play {
     ra__play_seat *seat;               /* [ranks] */
     ra__play_slot *slot;               /* [ranks][buffers] */
@@ -11863,6 +11864,7 @@ typedef struct ra__play {
                                         * come */
     int64_t count[3], works, comes;
     int32_t shift;                     /* of work, so that a pass fits into RA__WORK_BITS */
+    int32_t state;                     /* atomic: RA__PLAY_* */
 } ra__play;
 
 RA__INLINE int64_t ra__play_tokens(const ra__tour *w, int stays, int32_t b) {
@@ -13682,16 +13684,24 @@ static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report 
     r->backward.state_bytes = size.back_state;
 }
 
-/* The calls of sendrecv, where the transport has nothing else. */
-static void ra__plan_exchanges(ra_plan *p) {
-    const ra_pass_figures *f = &p->report.forward, *g = &p->report.backward;
+/* The calls of sendrecv, for transports that have nothing else: made when a ring first needs them,
+ * because all ranks are played through. Rings of several threads may share the plan. */
+static void ra__plan_exchanges(const ra_plan *plan) {
+    const ra_pass_figures *f = &plan->report.forward, *g = &plan->report.backward;
+    ra_plan *p = (ra_plan *)(uintptr_t)plan;
     ra__tour w = ra__tour_of(p, 0);
+    if (p->d.ranks < 2) return;
+    if (!ra__cas_i32(&p->play->state, RA__PLAY_NONE, RA__PLAY_STARTED)) {
+        while (ra__load_i32(&p->play->state) != RA__PLAY_DONE) ra__yield();
+        return;
+    }
     p->forward.exchanges = ra__tour_exchanges(&w, p->play, f->tiles_partial + f->tiles_full,
                                               p->forward.exchange);
     w = ra__tour_of(p, 1);
     if (p->d.train)
         p->back.exchanges = ra__tour_exchanges(&w, p->play, g->tiles_partial + g->tiles_full,
                                                p->back.exchange);
+    ra__store_i32(&p->play->state, RA__PLAY_DONE);
 }
 
 /* Rows that a sequence has on all ranks together, at most: those of the tables if there are any. */
@@ -13765,7 +13775,6 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     p->unvisited = ra__plan_unvisited(p, &p->keys);
     p->back_unvisited = ra__plan_unvisited(p, ra__back_travel(p));
     ra__plan_full_report(p, p->d.rank, &p->report);
-    ra__plan_exchanges(p);
     p->d.error = NULL;
     *out = p;
     return RA_OK;
@@ -16370,6 +16379,7 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     r->ranks = p->d.ranks;
     r->counters.waiting_peer = -1;
     if (!r->rd.quiesce_ns) r->rd.quiesce_ns = (int64_t)30 * 1000000000;
+    if (r->has_transport && !tp.post) ra__plan_exchanges(p);
     if (r->has_transport && tp.reg && tp.reg(tp.ctx, base, (size_t)bytes, &r->mr)) r->mr = NULL;
     *out = r;
     return RA_OK;
@@ -16555,6 +16565,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ring->work = w;
     s = ra__ring_use(ring, job->plan, job->pass, &ring->refusal);
     if (s) return s;
+    if (ring->has_transport && !ring->tp.post) ra__plan_exchanges(job->plan);
     ring->plan = job->plan;
     ring->lists = job->pass == RA_PASS_BACKWARD ? &job->plan->back : &job->plan->forward;
     ring->task_begin = job->pass == RA_PASS_BACKWARD ? job->plan->back_task_begin

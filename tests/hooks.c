@@ -136,8 +136,8 @@ static void watched_decode_fold(ra__decode_rows *f, const ra__decode_keys *x, in
 {
     int64_t keys = 0;
     for (int32_t i = 0; i < n; i++) keys += x[i].seen ? x[i].n : 0;
-    __atomic_fetch_add(work_seen, keys * (f->one_row ? 1 : 4) * ((int64_t)f->d->k_dim + f->d->v_dim),
-                       __ATOMIC_RELAXED);
+    keys *= (f->one_row ? 1 : 4) * ((int64_t)f->d->k_dim + f->d->v_dim);
+    __atomic_fetch_add(work_seen, keys, __ATOMIC_RELAXED);
     real_decode->decode_fold(f, x, n);
 }
 

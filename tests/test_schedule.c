@@ -521,6 +521,7 @@ static void play_all(shape *s, h_rng *r)
     static ra_plan *plans[256];
     int i, ok = 1;
     for (i = 0; i < s->d.ranks; i++) ok &= (plans[i] = plan_of(s, i)) != NULL;
+    for (i = 0; ok && i < s->d.ranks; i++) ra__plan_exchanges(plans[i]);
     for (i = 0; ok && i < 6; i++) {                    /* shared needs a transport that posts */
         if ((i & 1) && !s->d.train) continue;
         play(plans, s->d.ranks, i & 1, i >> 1 == 1, i >> 1 == 2, r);
