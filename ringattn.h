@@ -4105,9 +4105,18 @@ RA__ISA_INLINE void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
 #if RA__X86
 /* ========================================================================== AVX2
  * AVX2, FMA, F16C: 16 registers of 8 lanes, tiles of 6 keys and 16 rows. */
+
+/* The instructions of a kernel, whatever the program is compiled for.
+ * PERF: gcc's tuning for one processor costs. gcc 12, -march=native (znver3) on a Zen 4, decoding
+ * f32 over 1024 keys, 8/2 heads, D 64: 39 us as here, 46 us tuned. */
+#if defined(__clang__)
+#define RA__INSTRUCTIONS(list) __attribute__((target(list)))
+#else
+#define RA__INSTRUCTIONS(list) __attribute__((target("tune=generic," list)))
+#endif
 #define RA__NAME(name)         ra__##name##_avx2
 #define RA__ISA                RA_ISA_AVX2
-#define RA__TARGET             __attribute__((target("avx2,fma,f16c")))
+#define RA__TARGET             RA__INSTRUCTIONS("avx2,fma,f16c")
 #define RA__ISA_STATIC         RA__UNUSED RA__TARGET static
 #define RA__ISA_INLINE         RA__INLINE RA__TARGET
 #define RA__FLOATS             __m256
@@ -4252,7 +4261,7 @@ RA__ISA_INLINE void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
 #define RA__NAME(name)         ra__##name##_avx512
 #define RA__ISA                RA_ISA_AVX512
 #define RA__TARGET                                                                               \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")))
+    RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")
 #define RA__ISA_STATIC         RA__UNUSED RA__TARGET static
 #define RA__ISA_INLINE         RA__INLINE RA__TARGET
 #define RA__FLOATS             __m512
@@ -4422,7 +4431,7 @@ RA__RANGES_BEGIN
  * Q is not scaled in advance, because rounding q * scale would lose another half bit: the scale is
  * in the multiply-add before 2^x. */
 #define RA__BF_TARGET                                                                            \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")))
+    RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")
 #define RA__BF_STATIC RA__UNUSED RA__BF_TARGET static
 #define RA__BF_INLINE RA__INLINE RA__BF_TARGET
 
@@ -5818,8 +5827,8 @@ static const ra__kernel ra__kernel_bf16 = {
 #define RA__AMX_TARGET RA__BF_TARGET
 #else
 #define RA__AMX_TARGET                                                                           \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,"         \
-                          "amx-tile,amx-bf16")))
+    RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,"              \
+                     "amx-tile,amx-bf16")
 #endif
 #define RA__AMX_STATIC RA__UNUSED RA__AMX_TARGET static
 #define RA__AMX_INLINE RA__INLINE RA__AMX_TARGET
@@ -18890,6 +18899,7 @@ RA__ONCE_END
 #undef RA__ONCE_END
 #undef RA__RANGES_BEGIN
 #undef RA__RANGES_END
+#undef RA__INSTRUCTIONS
 #undef RA__X86
 #undef RA__NEON
 #undef RA__INLINE

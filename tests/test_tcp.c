@@ -232,7 +232,7 @@ static void tn_passes(tn_world *w, tn_watch *seen, int rank, int64_t ms)
         __atomic_add_fetch(&seen->passes[rank], 1, __ATOMIC_ACQ_REL);
     }
     cf_store(&seen->late_ms[rank], (int32_t)((ra_now_ns() - deadline) / TN_MS));
-    cf_pass_close(&p);
+    cf_pass_close(&r, &p);
     tn_leave(w, 0, rank, RA_OK);
     tn_end(w);
     exit(0);
