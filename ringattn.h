@@ -412,17 +412,18 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);      /* "avx512"; never null 
  * Element (b, t, h, d) is at data + b*batch_stride + t*token_stride + h*head_stride + d*element.
  * Rows are contiguous. Strides are bytes: keys in a cache of kv_dim floats per token have
  * token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one row, token = all
- * heads, batch = all rows of the longest sequence on this rank. That is the rule of every call. (On
- * one rank those rows are the largest of tokens_of and of kv_tokens_of, whatever tokens and
- * kv_tokens are. K and V of a sharded cache have ra_cache_rows rows.) Memory with room for more
- * rows, such as a cache, needs its own batch_stride, also where the token_stride is set. The dtype
- * is in the descriptor. (q8_0 rows consist of blocks of 34 bytes.)
+ * heads, batch = the rows of the longest sequence on this rank times the token_stride. That is the
+ * rule of every call. (On one rank those rows are the largest of tokens_of and of kv_tokens_of,
+ * whatever tokens and kv_tokens are. K and V of a sharded cache have ra_cache_rows rows.) Memory
+ * with room for more rows, such as a cache, needs its own batch_stride, also where the token_stride
+ * is set. The dtype is in the descriptor. (q8_0 rows consist of blocks of 34 bytes.)
  *
  * The memory stays yours. It must stay where it is and, for inputs, unchanged until the pass is
  * done. Any alignment that suits the element will do. Inputs may overlap one another, and the
  * sequences of one input may share memory. Otherwise the rows of a tensor must not overlap, and
  * outputs must overlap nothing; but rows of several tensors may alternate in one buffer, as q, k
- * and v or d_q, d_k and d_v do in (B, T, 3C).
+ * and v or d_q, d_k and d_v do in (B, T, 3C), with a token_stride of 3C floats for each. (Overlap
+ * is refused, except between tensors of unlike strides that both have gaps.)
  *
  * A rank's shard is a view into a tensor of the whole sequence if the layout is CONTIGUOUS (data at
  * its first row) or STRIPED (data at row `rank`, token_stride of `ranks` rows). The two pieces of a
@@ -462,7 +463,8 @@ typedef struct ra_positions {
  *     is a multiple of c (a query sees its whole block).
  *   2 hi = max(hi, d + prefix); hi = min(hi, e).
  *   3 window: lo = max(lo, p - window + 1).  right_limit: hi = min(hi, p + right_limit + 1).
- * INTERVALS: lo and hi come from you, entry p for position p; nothing else may be set. */
+ * INTERVALS: lo and hi come from you, entry p for position p; nothing else may be set. On one rank
+ * positions of queries may be mere numbers of rows: only lo and hi are compared with keys. */
 typedef struct ra_mask {
     int32_t kind;                      /* RA_MASK_*; required */
     int32_t causal_block;              /* CAUSAL: tokens per block; 0, 1: plain causal */
@@ -711,16 +713,18 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
                                            int n_kv_heads, int head_dim, float scale, int window,
                                            int q_offset);
 
-/* Bytes of workspace for ra_attention and ra_fold on nth threads; 0: d is refused. They are enough
- * for every call with the same heads, dims, dtypes, scores, mask, layout and dropout on at most nth
- * threads, with at most as many sequences, tokens and kv_tokens: ask once for the largest. */
+/* Bytes of workspace for ra_attention and ra_fold on nth threads; 0: d or nth is refused. They are
+ * enough for every call with the same heads, dims, dtypes, scores, mask, layout and dropout on at
+ * most nth threads, with at most as many sequences, tokens and kv_tokens, whatever q_offset is: ask
+ * once for the largest. From 300 KiB per thread (D 64) to some MiB, also for one token. */
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
 
 /* Everything on one rank: tokens and kv_tokens rows at t->q_pos and t->k_pos. Called by nth threads
- * with equal arguments and ith = 0..nth-1, in any order, at any time, no barrier: no thread waits
- * for another, each returns when its share is done, and o is complete when all have returned. All
- * of them must call: with OpenMP, nth is omp_get_num_threads() inside the parallel region. Bits do
- * not depend on nth. Only the thread with ith 0 writes d->error.
+ * with ith = 0..nth-1, in any order, at any time, no barrier: no thread waits for another, each
+ * returns when its share is done, and o is complete when all have returned. All of them must call:
+ * with OpenMP, nth is omp_get_num_threads() inside the parallel region. d, t and what they point to
+ * have equal contents on all threads: one copy, or one each. Bits do not depend on nth. Only the
+ * thread with ith 0 writes d->error.
  *
  * layout.kind names the order of summation (see ra_plan_report.order), so that a ring of the same
  * layout gives the same bits. Exception: calls with tokens * Hq / Hkv <= 16 and no dropout use a
@@ -730,9 +734,9 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
  * workspace: ra_attention_bytes(d, nth) bytes at any address, which need not be cleared. One call
  * at a time: all nth threads must have returned before any of them begins the next one with it. If
  * some of the nth threads did not make a call, zero the workspace before the next. One workspace
- * may serve forward and backward. With nth = 1 it may be null: the stack then serves if rows are
- * short (Dk + Dv up to about 512, or 256 if K or V is not f32) and takes up to 256 KiB, or 384 in a
- * program compiled without optimisation. */
+ * may serve forward and backward. With nth = 1 it may be null if k_dim + v_dim is at most 512, or
+ * 256 if K or V is not f32 (longer rows may be refused): then up to 256 KiB of the stack are used,
+ * or 384 in a program compiled without optimisation. */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
@@ -7705,7 +7709,8 @@ static ra_status ra__check_steps(const int64_t step[4], int64_t element, const c
         if (step[i] < 0 || step[i] % element)
             return ra__refuse(e, RA_E_STRIDE, field,
                               element == 2 ? "step # is negative or not a multiple of 2"
-                                           : "step # is negative or not a multiple of 4", step[i]);
+                                           : "step # is negative or not a multiple of 4, the bytes "
+                                             "of f32 (dtype 0)", step[i]);
     return RA_OK;
 }
 
@@ -10548,9 +10553,16 @@ static int64_t ra__local_bytes(const ra_desc *d) {
     return bytes;
 }
 
+static ra_status ra__check_who(int ith, int nth, ra_error *e) {
+    if (nth < 1 || nth > 4096) return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", nth);
+    if (ith < 0 || ith >= nth)
+        return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", ith);
+    return RA_OK;
+}
+
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
     ra__local c;
-    if (nth < 1 || nth > 4096 || ra__local_check(d, NULL, &c)) return 0;
+    if (!d || ra__check_who(0, nth, d->error) || ra__local_check(d, NULL, &c)) return 0;
     return (size_t)(64 + ra__local_shared(&c.d, nth) + ra__local_bytes(&c.d) * nth);
 }
 
@@ -10577,10 +10589,8 @@ static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes,
                               int decode) {
     ra_error *e = c->d.error;
     int64_t need, shared;
-    if (who[1] < 1 || who[1] > 4096)
-        return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", who[1]);
-    if (who[0] < 0 || who[0] >= who[1])
-        return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", who[0]);
+    ra_status s = ra__check_who(who[0], who[1], e);
+    if (s) return s;
     if (!workspace) {
         if (who[1] > 1)
             return ra__refuse(e, RA_E_NULL, "workspace", "is required for # threads", who[1]);
@@ -11065,9 +11075,8 @@ static ra_status ra__back_workspace(const ra_desc *d, void *workspace, size_t by
                                     int nth, uint8_t **memory) {
     int64_t need = ra__back_bytes(d);
     ra_error *e = d->error;
-    if (nth < 1 || nth > 4096) return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", nth);
-    if (ith < 0 || ith >= nth)
-        return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", ith);
+    ra_status s = ra__check_who(ith, nth, e);
+    if (s) return s;
     if (!workspace) return ra__refuse(e, RA_E_NULL, "workspace", "is required", 0);
     *memory = ra__workspace_align(workspace, &bytes) + need * ith;
     if ((int64_t)(bytes / (size_t)nth) < need)
@@ -11077,7 +11086,7 @@ static ra_status ra__back_workspace(const ra_desc *d, void *workspace, size_t by
 
 RINGATTN_API size_t ra_attention_backward_bytes(const ra_desc *d, int nth) {
     ra__local c;
-    if (nth < 1 || nth > 4096 || ra__local_check(d, NULL, &c)) return 0;
+    if (!d || ra__check_who(0, nth, d->error) || ra__local_check(d, NULL, &c)) return 0;
     if (!c.d.train) {
         ra__refuse(d->error, RA_E_SHAPE, "train", "must be 1 for gradients, is #", c.d.train);
         return 0;
@@ -11097,7 +11106,8 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
     s = ra__back_check(&mine, t, &l);
     if (!s) s = ra__check_outputs(&l.c.d, t, l.c.rows, &l.c.w, mine.error);
     if (!s && !t->d_q.data && !t->d_k.data && !t->d_v.data && !t->d_sinks && !t->d_bias.data)
-        s = ra__refuse(mine.error, RA_E_NULL, "t.d_q", "and all other gradients are null", 0);
+        s = ra__refuse(mine.error, RA_E_NULL, "t.d_q",
+                       "is null, and so are all other gradients", 0);
     if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, ith, nth, &memory);
     if (s) return s;
     l.c.w.ml_head = 1;
