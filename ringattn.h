@@ -7506,7 +7506,7 @@ static ra_status ra__check_allocator(const ra_allocator *a, const char *field, r
 typedef struct ra__shape { const char *field; int64_t batch, rows, heads, dim; int32_t dtype; }
     ra__shape;
 
-static ra__shape ra__shape_of(const char *field, const ra_desc *d, int64_t rows, int64_t heads,
+RA__INLINE ra__shape ra__shape_of(const char *field, const ra_desc *d, int64_t rows, int64_t heads,
                               int64_t dim) {
     ra__shape s;
     s.field = field;
@@ -7584,15 +7584,15 @@ typedef struct ra__region {
 } ra__region;
 
 /* Of a view that ra__view_check has accepted. */
-static ra__region ra__region_of(const void *data, const int64_t stride[3], const ra__shape *s) {
+RA__INLINE ra__region ra__region_of(const void *data, const int64_t stride[3], const ra__shape *s) {
     const int64_t count[3] = { s->heads, s->rows, s->batch };
     int64_t span = ra__row_bytes(s->dtype, s->dim);
     ra__region r;
+    memset(&r, 0, sizeof r);
+    if (!data) return r;
     r.data = (const uint8_t *)data;
     r.bytes = r.extent = span;
     r.steps = 3;
-    if (!data) r.extent = 0;
-    if (!data) return r;
     for (int i = 0; i < 3; i++) {                          /* packed: extent of what is inside */
         r.step[i] = stride[2 - i] ? stride[2 - i] : span;
         r.count[i] = count[i];
@@ -7629,13 +7629,13 @@ static ra__region ra__region_sorted(const ra__region *r) {
     return out;
 }
 
-static ra__region ra__region_in(const ra_in *in, ra__shape s, int32_t dtype) {
+RA__INLINE ra__region ra__region_in(const ra_in *in, ra__shape s, int32_t dtype) {
     const int64_t stride[3] = { in->batch_stride, in->token_stride, in->head_stride };
     s.dtype = dtype;
     return ra__region_of(in->data, stride, &s);
 }
 
-static ra__region ra__region_out(const ra_out *out, ra__shape s, int32_t dtype) {
+RA__INLINE ra__region ra__region_out(const ra_out *out, ra__shape s, int32_t dtype) {
     const int64_t stride[3] = { out->batch_stride, out->token_stride, out->head_stride };
     s.dtype = dtype;
     return ra__region_of(out->data, stride, &s);
