@@ -7785,18 +7785,27 @@ static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const 
     return s;
 }
 
-static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_t rows,
                                    ra__work *w, ra_error *e) {
-    const ra__shape shape = ra__shape_of("t.o", d, rows[0], d->q_heads, d->v_dim);
-    const ra__shape lse = ra__shape_of("t.lse", d, rows[0], d->q_heads, 1);
-    ra__region r[RA__REGION_LSE + 1];
-    ra_status s = ra__out_check(&t->o, shape, d->o_dtype, &w->o, e);
+    ra_status s = ra__out_check(&t->o, ra__shape_of("t.o", d, rows, d->q_heads, d->v_dim),
+                                d->o_dtype, &w->o, e);
     memset(&w->lse, 0, sizeof w->lse);
-    if (!s && t->lse.data) s = ra__out_check(&t->lse, lse, RA_F32, &w->lse, e);
-    if (s) return s;
+    if (!s && t->lse.data)
+        s = ra__out_check(&t->lse, ra__shape_of("t.lse", d, rows, d->q_heads, 1), RA_F32, &w->lse,
+                          e);
+    return s;
+}
+
+/* What a forward call writes is apart from what it reads. All views have been accepted. */
+static ra_status ra__check_forward(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                   ra_error *e) {
+    ra__region r[RA__REGION_LSE + 1];
+    ra_status s;
     ra__regions_inputs(d, t, rows, r);
-    r[RA__REGION_O] = ra__region_out(&t->o, shape, d->o_dtype);
-    r[RA__REGION_LSE] = ra__region_out(&t->lse, lse, RA_F32);
+    r[RA__REGION_O] = ra__region_out(&t->o, ra__shape_of("", d, rows[0], d->q_heads, d->v_dim),
+                                     d->o_dtype);
+    r[RA__REGION_LSE] = ra__region_out(&t->lse, ra__shape_of("", d, rows[0], d->q_heads, 1),
+                                       RA_F32);
     s = ra__check_apart(&r[RA__REGION_O], r, RA__REGION_O, "t.o", e);
     return s ? s : ra__check_apart(&r[RA__REGION_LSE], r, RA__REGION_LSE, "t.lse", e);
 }
@@ -10628,7 +10637,8 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     s = ra__local_check(&mine, t, &c);
     if (!s && c.d.engine)
         s = ra__refuse(mine.error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
-    if (!s) s = ra__check_outputs(&c.d, t, c.rows, &c.w, mine.error);
+    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, mine.error);
+    if (!s) s = ra__check_forward(&c.d, t, c.rows, mine.error);
     if (s) return s;
     c.w.clear = c.w.finish = 1;
     who[0] = ith;
@@ -10647,7 +10657,7 @@ typedef struct ra__attend { ra__local c; ra__local_walk walk; } ra__attend;
 static ra_status ra__attend_check(const ra_desc *d, const ra_tensors *t, ra__local *c,
                                   const ra__kernel *kernel) {
     ra_status s = ra__local_check(d, t, c);
-    if (!s) s = ra__check_outputs(&c->d, t, c->rows, &c->w, c->d.error);
+    if (!s) s = ra__check_outputs(&c->d, t, c->rows[0], &c->w, c->d.error);
     c->w.clear = c->w.finish = 1;
     c->w.kernel = kernel;
     return s;
@@ -10809,7 +10819,7 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
     if ((c.d.scores & RA_SCORE_SINKS) && !t->sinks)
         return ra__refuse(d->error, RA_E_NULL, "t.sinks", "scores is #", c.d.scores);
     c.w.t = t;
-    status = ra__check_outputs(&c.d, t, c.rows, &c.w, d->error);
+    status = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
     if (status) return status;
     for (int32_t b = 0; b < c.d.sequences; b++) {
         all.rows = ra__q_len(&c.d, b);
@@ -11104,7 +11114,7 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
     mine = *d;
     if (ith > 0 && ith < nth) mine.error = NULL; /* as in ra_attention */
     s = ra__back_check(&mine, t, &l);
-    if (!s) s = ra__check_outputs(&l.c.d, t, l.c.rows, &l.c.w, mine.error);
+    if (!s) s = ra__check_outputs(&l.c.d, t, l.c.rows[0], &l.c.w, mine.error);
     if (!s && !t->d_q.data && !t->d_k.data && !t->d_v.data && !t->d_sinks && !t->d_bias.data)
         s = ra__refuse(mine.error, RA_E_NULL, "t.d_q",
                        "is null, and so are all other gradients", 0);
@@ -11123,7 +11133,7 @@ RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *de
     if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
     s = ra__local_check(d, NULL, &c);
-    if (!s) s = ra__check_outputs(&c.d, t, c.rows, &c.w, d->error);
+    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
     if (!s) s = ra__in_check(&t->d_o, ra__shape_of("t.d_o", &c.d, c.rows[0], c.d.q_heads,
                                                    c.d.v_dim), c.d.o_dtype, &d_o, d->error);
     if (s) return s;
@@ -16498,8 +16508,9 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
           "must be {0}: layout.kind is #", p->d.layout.kind },
     };
     s = ra__check_tensors(&p->d, t, rows, w, kv, e);
-    if (!s) s = ra__check_outputs(&p->d, t, rows, w, e);
-    if (!s && job->pass == RA_PASS_BACKWARD) s = ra__begin_grads(r, p, t, e);
+    if (!s) s = ra__check_outputs(&p->d, t, rows[0], w, e);
+    if (!s) s = job->pass == RA_PASS_BACKWARD ? ra__begin_grads(r, p, t, e)
+                                              : ra__check_forward(&p->d, t, rows, e);
     if (s) return s;
     if (p->d.layout.kind != RA_LAYOUT_ARRAY)
         return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
@@ -17675,7 +17686,8 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     rows[0] = ra__cache_longest(c);
     rows[1] = ra_cache_rows(c);
     s = ra__check_tensors(d, t, rows, &w, kv, e);
-    if (!s) s = ra__check_outputs(d, t, rows, &w, e);
+    if (!s) s = ra__check_outputs(d, t, rows[0], &w, e);
+    if (!s) s = ra__check_forward(d, t, rows, e);
     if (s) return s;
     c->t = *t;
     c->q = w.q;
