@@ -7682,7 +7682,7 @@ static ra_status ra__check_apart(const ra__region *out, const ra__region *others
     for (int32_t i = 0; i < n && out->extent; i++) {
         const int64_t gap = (int64_t)((uintptr_t)others[i].data - (uintptr_t)out->data);
         ra__region a, b;
-        if (gap >= out->extent || -gap >= others[i].extent) continue;
+        if (!others[i].extent || gap >= out->extent || -gap >= others[i].extent) continue;
         a = ra__region_sorted(out);
         b = ra__region_sorted(&others[i]);
         if (ra__regions_meet(&a, a.steps, &b, b.steps, gap))
@@ -11956,11 +11956,14 @@ static ra__seg ra__play_seg(const ra__chunk *c, int32_t i) {
     return s;
 }
 
-/* RA_TRAVEL_Q: what some blocks of a chunk of queries see of a rank's keys. */
+/* RA_TRAVEL_Q: what some blocks of a chunk of queries see of a rank's keys, or of some runs of
+ * them. */
 static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank) {
     ra__side side = ra__plan_side(w->p, 1, rank);
     const int64_t blocks = ra__chunk_blocks(c), n = ra__min(RA__SAMPLES / 4, blocks);
     const int64_t tokens = ra__k_len(&w->p->d, c->sequence);
+    const int64_t skip = side.layout == RA_LAYOUT_RUNS
+                             ? ra__max(1, side.list.count / RA__SAMPLES) : 1;
     int64_t all = 0;
     ra__sight x[RA__SAMPLES / 4];
     ra__seg s;
@@ -11970,9 +11973,9 @@ static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank
                                        &which);
         x[i] = ra__sight_of(w->p, c->sequence, &rows);
     }
-    for (int64_t i = 0; ra__side_seg(&side, c->sequence, tokens, i, &s); i++)
+    for (int64_t i = 0; ra__side_seg(&side, c->sequence, tokens, i, &s); i += skip)
         for (int64_t k = 0; k < n && s.rows; k++) all += ra__sight_all(&s, &x[k]);
-    return n ? ra__mul_sat(all, blocks) / n : 0;
+    return n ? ra__mul_sat(ra__mul_sat(all, skip), blocks) / n : 0;
 }
 
 /* Blocks of a rank's sequence of what stays, or of what travels. */
@@ -17701,7 +17704,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     if (d->scores & RA_SCORE_SINKS) h = ra__hash_array(h, t->sinks, d->q_heads, 4);
     c->agreed[1] = h;
     c->deadline = deadline_ns;
-    c->call++;
+    ra__store_i64(&c->call, c->call + 1);
     ra__cache_swaps(c);
     ra__cache_share_slots(c);
     c->ran = 0;
@@ -18137,6 +18140,11 @@ static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     return RA_OK;
 }
 
+/* What it costs to clear the partial result of an item, or to merge two. */
+static int64_t ra__part_work(const ra_cache *c, const ra__cache_item *x) {
+    return x->rows * ra__item_heads(c, x) * ((int64_t)c->d.v_dim + 1);
+}
+
 /* A span of a lane: its leaves one after the other. */
 static ra_status ra__span_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, int64_t span,
                                ra__partial out, int64_t *left) {
@@ -18191,9 +18199,11 @@ static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     for (; x->at_span < spans; x->at_span++, x->at_leaf = 0) {
         const int slot = c->slot[x->b] >= 0;
         ra__partial part = x->at_span ? ra__part_packed(c, x, y->part[1]) : out;
+        if (*left <= 0) return RA_AGAIN;
         ra_status s = slot ? ra__slot_some(c, y, lane, out, left)
                            : ra__span_some(c, y, lane, x->at_span, part, left);
         if (s) return s;
+        *left -= ra__part_work(c, x);
         if (x->at_span && !slot) ra__part_merge(c, x, out, part);
     }
     x->at_span = 0;
@@ -18235,8 +18245,10 @@ static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *l
             to[0].o = ra__part_o(c, c->out, x->at_tree) + row * c->d.v_dim;
             to[0].lse = ra__part_lse(c, c->out, x->at_tree) + row;
             n = ra__lane_places(c, y, lanes, x->at_lane, to, &closed);
+            if (*left <= 0) return RA_AGAIN;
             ra_status s = ra__lane_some(c, y, x->at_lane, to[n], left);
             if (s) return s;
+            *left -= (1 + closed) * ra__part_work(c, x);   /* lanes without keys cost this alone */
             for (; closed > 0; closed--, n--) ra__part_merge(c, x, to[n - 1], to[n]);
         }
     }
@@ -18573,7 +18585,7 @@ RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith) {
     if (!c) return RA_E_NULL;
     if (ith < 0) return RA_E_RANGE;
     (void)ra__add_i32(&c->inside, 1);
-    const ra_status s = c->call ? ra__cache_step_any(c, ith) : RA_E_STATE;
+    const ra_status s = ra__load_i64(&c->call) ? ra__cache_step_any(c, ith) : RA_E_STATE;
     ra__cache_leave(c);
     return s;
 }

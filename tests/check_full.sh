@@ -1,6 +1,6 @@
 #!/bin/sh
 # What `make check` leaves out: every compiler, the sanitizers, other machines and systems. Installs
-# missing Debian packages (as root, or with sudo) without asking. Takes about twenty-five minutes on
+# missing Debian packages (as root, or with sudo) without asking. Takes about forty-five minutes on
 # two cores. Ends with "N passed, N failed, N skipped"; a column of the language matrix that cannot
 # run here is a failure.
 
@@ -70,10 +70,13 @@ skip() {
 
 warn="-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Wdouble-promotion -Wundef -Werror"
 
-# Programs that can show a race: worlds of threads in every kind of call.
+# Programs that can show a race: worlds of threads in every kind of call, and examples that do not
+# take minutes there.
 races() {
     only="make check config=tsan werror=1 CC=gcc SUITES="
-    step tsan-clients "$@" $only TESTS='test_clients test_failure'
+    step tsan-clients "$@" $only TESTS='test_clients test_failure' \
+        EXAMPLES='causal_walk decode dropins engine_threads minimal own_network ring_infer'
+    step tsan-cache "$@" $only TESTS=test_cache EXAMPLES= ARGS=joined
     step tsan-bits "$@" $only TESTS=test_bits EXAMPLES= ARGS=whoever_promises_keeps
     step tsan-forward "$@" $only TESTS=test_forward EXAMPLES= ARGS=threads
     step tsan-back "$@" $only TESTS=test_back_ring EXAMPLES= ARGS=threads

@@ -366,6 +366,26 @@ TEST(cache_steps_are_bounded)
     }
 }
 
+/* Lanes without keys are cleared and merged: that is work too. */
+TEST(cache_empty_lanes_are_work)
+{
+    enum { LANES = 1024, TOKENS = 64, HEADS = 32, DIM = 64 };
+    const int64_t work = (2 * LANES - 1) * (int64_t)TOKENS * HEADS * (DIM + 1);
+    int64_t steps = 0;
+    ra_status s;
+    shelf x;
+    memset(&x, 0, sizeof x);
+    x.d = ra_desc_make(HEADS, 1, DIM, RA_F32, RA_MASK_CAUSAL);
+    x.fresh = x.d.tokens = x.d.kv_tokens = TOKENS;
+    x.cd.lanes = LANES;
+    shelf_open(&x);
+    CHECK_EQ(ra_infer_begin(x.c, &x.t, &x.cached, &x.fresh, 0), RA_OK);
+    while ((s = ra_infer_step(x.c, 0)) > 0) steps++;
+    CHECK_EQ(s, RA_OK);
+    CHECK(steps >= work / STEP_WORK);
+    shelf_close(&x);
+}
+
 /* Cancellation and a deadline end a call after the step in progress, in the midst of an item. */
 TEST(cache_cancel_and_deadline)
 {
@@ -391,7 +411,8 @@ TEST(cache_cancel_and_deadline)
 static const h_test tests[] = {
     ENTRY(steps_are_bounded), ENTRY(rows_are_bounded), ENTRY(cancel_and_deadline),
     ENTRY(another_thread_goes_on), ENTRY(unseen_chunks_cost_no_rows),
-    ENTRY(cache_steps_are_bounded), ENTRY(cache_cancel_and_deadline)
+    ENTRY(cache_steps_are_bounded), ENTRY(cache_empty_lanes_are_work),
+    ENTRY(cache_cancel_and_deadline)
 };
 
 int main(int argc, char **argv)
