@@ -7889,11 +7889,19 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
     s = ra__check_bias_out(d, t, rows[0]);
     if (!s) s = ra__in_check(&t->d_o, o, d->o_dtype, &view[0], e);
     if (s) return s;
-    ra__regions_inputs(d, t, rows, r);
-    r[RA__REGION_O] = ra__region_out(&t->o, o, d->o_dtype);
-    r[RA__REGION_LSE] = ra__region_out(&t->lse, ra__shape_of("", d, rows[0], d->q_heads, 1),
-                                       RA_F32);
-    r[RA__REGION_D_O] = ra__region_in(&t->d_o, o, d->o_dtype);
+    memset(r, 0, sizeof r);
+    if (t->d_q.data || t->d_k.data || t->d_v.data) {       /* such calls read o and lse */
+        const ra__shape lse = ra__shape_of("t.lse", d, rows[0], d->q_heads, 1);
+        ra__shape out = o;
+        out.field = "t.o";
+        s = ra__out_check(&t->o, out, d->o_dtype, &view[1], e);
+        if (!s) s = ra__out_check(&t->lse, lse, RA_F32, &view[1], e);
+        if (s) return s;
+        ra__regions_inputs(d, t, rows, r);
+        r[RA__REGION_O] = ra__region_out(&t->o, o, d->o_dtype);
+        r[RA__REGION_LSE] = ra__region_out(&t->lse, lse, RA_F32);
+        r[RA__REGION_D_O] = ra__region_in(&t->d_o, o, d->o_dtype);
+    }
     s = ra__check_grad(d, &t->d_q, q, r, RA__REGION_D_Q, &r[RA__REGION_D_Q], &view[1]);
     if (!s) s = ra__check_grad(d, &t->d_k, k, r, RA__REGION_D_K, &r[RA__REGION_D_K], &view[2]);
     if (!s && d->v_in_k && t->d_v.data)

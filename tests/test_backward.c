@@ -995,6 +995,8 @@ TEST(refusals)
     sane.t.lse.data = NULL;         REFUSED(RA_E_NULL, "t.lse");
     sane.t.o.data = NULL;           REFUSED(RA_E_NULL, "t.o");
     sane.t.d_o.data = NULL;         REFUSED(RA_E_NULL, "t.d_o");
+    sane.t.o.token_stride = INT64_MAX - 3; REFUSED(RA_E_OVERFLOW, "t.o.token_stride");
+    sane.t.lse.batch_stride = INT64_MAX - 3; REFUSED(RA_E_OVERFLOW, "t.lse.batch_stride");
     sane.t.d_o.token_stride = 4;    REFUSED(RA_E_STRIDE, "t.d_o.token_stride");
     sane.t.d_q.token_stride = 4;    REFUSED(RA_E_STRIDE, "t.d_q");
     sane.t.d_k.data = sane.x;       REFUSED(RA_E_SHAPE, "t.d_k");
