@@ -180,7 +180,7 @@ mutants: ## mistakes planted in the engine, and which test finds each
 spin: ## a model of the bundled world's protocol, all interleavings; needs Spin
 	@sh tests/spin.sh $(B)/spin
 
-netns: ## rings between network namespaces: hidden transfer, a link that is cut; needs root
+netns: ## rings between network namespaces: hidden transfer, cut links, loss and delay; needs root
 	@sh bench/netns.sh $(B)/netns
 
 lint: ## what a script can check of the house style

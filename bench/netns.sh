@@ -1,7 +1,8 @@
 #!/bin/sh
 # Rings between network namespaces of this machine, which are joined by links of a limited rate: how
-# much of the transfer is hidden behind computing, and what happens when a link is cut. Needs root,
-# ip and tc (iproute2). Leaves nothing behind.
+# much of the transfer is hidden behind computing, what happens when a link is cut, and the
+# conformance suite over links that are slow, late and lose frames. Needs root, ip and tc
+# (iproute2). Leaves nothing behind.
 #
 #   netns.sh DIR [short]  DIR: where the programs are built
 # Prints a table, then "N passed, N failed, N skipped". What is counted is that rings end as they
@@ -25,8 +26,10 @@ finish() {
     exit
 }
 
+hub_pid=''
 clean() {
-    for r in 0 1 2 3; do
+    [ -z "$hub_pid" ] || kill "$hub_pid" 2> /dev/null
+    for r in 0 1 2 3 late0 late1 late2; do
         ip netns pids $id.$r 2> /dev/null | xargs -r kill -9 2> /dev/null
         ip netns del $id.$r 2> /dev/null
     done
@@ -139,4 +142,49 @@ for transport in tcp helper; do
         failed=$((failed + 1))
     fi
 done
+rate 0
+
+# conform WHAT ARGUMENTS...: the conformance suite, each rank in a namespace of its own.
+conform() {
+    what=$1
+    shift
+    if timeout -k 5 200 "$dir/conform_netns" "$@" > "$dir/conform.log" 2>&1; then
+        echo "$what: $(tail -n 1 "$dir/conform.log")"
+        passed=$((passed + 1))
+    else
+        echo "FAIL $what: $(grep -A 1 '^FAIL' "$dir/conform.log" | head -n 4)"
+        failed=$((failed + 1))
+    fi
+}
+
+# bench/hub.c delays and loses frames, which kernels without netem cannot.
+late() {
+    "$dir/hub" "$@" $id.late0 $id.late1 $id.late2 > "$dir/hub.log" 2>&1 &
+    hub_pid=$!
+    for i in 1 2 3 4 5 6 7 8 9 10; do
+        grep -q ready "$dir/hub.log" && break
+        sleep 0.2
+    done
+    for r in 0 1 2; do
+        ip -n $id.late$r link set eth0 mtu 9000 up || return 1
+        ip -n $id.late$r addr add 10.77.1.1$r/24 dev eth0 || return 1
+    done
+}
+$cc -o "$dir/hub" "$root/bench/hub.c" || exit 1
+$cc -o "$dir/conform_netns" "$root/tests/conformance/conform_netns.c" -lm || exit 1
+if [ "$mode" != short ]; then
+    rate 100000000
+    conform "100 Mbit/s" 21000 $id.0 10.77.0.10 $id.1 10.77.0.11 $id.2 10.77.0.12
+    rate 0
+fi
+for r in 0 1 2; do
+    ip netns add $id.late$r
+    ip -n $id.late$r link set lo up
+done
+what="200 Mbit/s, 2 ms, 1 % lost"
+if late --rate 200e6 --delay 2000 --loss 1 2>> "$dir/hub.log"; then
+    conform "$what" 22000 $id.late0 10.77.1.10 $id.late1 10.77.1.11 $id.late2 10.77.1.12
+else
+    skip "$what" "$(tail -n 1 "$dir/hub.log")"
+fi
 finish
