@@ -1,16 +1,18 @@
-/* The protocol of the bundled world (room SHM of ringattn.h) for Spin: P ranks in a ring, each sends
- * M messages to the next and receives M from the one before, over inboxes with a lock. At any moment
- * any rank may be aborted by another thread, may stop for ever (-DDEATHS), or may leave between two
- * calls. tests/spin.sh says how it is run.
+/* The protocol of the bundled world (room SHM of ringattn.h) for Spin: P ranks in a ring, each
+ * sends M messages to the next and receives M from the one before, over inboxes with a lock. At any
+ * moment any rank may be aborted by another thread, may stop for ever (-DDEATHS), or may leave
+ * between two calls. tests/spin.sh says how it is run.
  *
- * Modelled as they are: post (who comes second takes the op of the first out of the inbox, under its
- * lock, and copies after unlocking), poll and wait with settle and withdraw, abort, purge, part and
- * quiesce, with every shared word read and written in the order of the header. Left out: bytes, and
- * how a sleeper hears of an event, which is one word that it compares: it sleeps until that differs.
+ * Modelled as they are: post (whoever comes second takes the op of the first out of the inbox,
+ * under its lock, and copies after unlocking), poll and wait with settle and withdraw, abort,
+ * purge, part and quiesce, with every shared word read and written in the order of the header. Left
+ * out: bytes, and how a sleeper hears of an event, which is a counter that it compares: here it is
+ * a flag.
  *
  * Checked: no buffer is copied from or to once its rank has parted, so not after quiesce either; a
- * message is copied once, in order, and DONE only after its copy; no copy is left open; without deaths every rank
- * comes to an end whatever is aborted when, and with them too, by its deadline. */
+ * message is copied once, in order, and DONE only after its copy; no copy is left open; without
+ * deaths every rank comes to an end whatever is aborted when, and with them too, by its
+ * deadline. */
 /* BREAK_*: mistakes that the model must find. */
 #ifndef P
 #define P 2
@@ -31,14 +33,14 @@ byte queue[P];                         /* by source: 0 empty, 1 + kind of the op
 bool lock[P];                          /* of the inbox of a rank */
 byte open[P];
 bool why[P], gone[P], quiet[P], dead[P], ended[P];
-byte event[P];
+bool event[P];                         /* something has happened since the rank looked */
 bool aborted;
 byte gone_count, copies[P];
 
 #define LOCK(r) atomic { !lock[r] -> lock[r] = true }
 #define UNLOCK(r) lock[r] = false
 #define FAILURE(r) (why[r] || aborted)
-#define NOTIFY(r) event[r] = (event[r] + 1) % 16
+#define NOTIFY(r) event[r] = true
 
 inline notify_all() {
     atomic { n = 0; do :: n < P -> NOTIFY(n); n++ :: else -> break od; n = 0 }
@@ -50,27 +52,30 @@ inline do_abort(r) {
     if :: first -> notify_all() :: else fi
 }
 
-/* Posts the op of one kind of the flow from src, for rank me. */
+/* Posts the op of one kind of the flow from src, for rank me. What happens under a lock is one step
+ * as far as only holders of the lock can see it. */
 inline post(who, flow, side, other) {
-    report[OP(flow, side)] = QUEUED;
-    LOCK(NEXT(flow));
+    atomic { !lock[NEXT(flow)] -> lock[NEXT(flow)] = true; report[OP(flow, side)] = QUEUED };
     if
 #ifndef BREAK_WHY
-    :: why[who] -> state[OP(flow, side)] = FAILED; UNLOCK(NEXT(flow))
+    :: atomic { why[who] -> state[OP(flow, side)] = FAILED; UNLOCK(NEXT(flow)) }
 #endif
     :: else ->
         if
-        :: gone[other] -> state[OP(flow, side)] = FAILED; UNLOCK(NEXT(flow))
+        :: atomic { gone[other] -> state[OP(flow, side)] = FAILED; UNLOCK(NEXT(flow)) }
         :: else ->
             if
-            :: queue[flow] == 2 - side ->               /* the other side came first */
+            :: atomic { queue[flow] == 2 - side ->      /* the other side came first */
                 queue[flow] = 0;
                 report[OP(flow, 1 - side)] = TAKEN;
-                UNLOCK(NEXT(flow));
-                assert(!quiet[flow] && !quiet[NEXT(flow)] && !gone[flow] && !gone[NEXT(flow)]);
-                assert(state[OP(flow, 1 - side)] == PENDING);
-                copies[flow]++;
-                state[OP(flow, side)] = DONE;
+                UNLOCK(NEXT(flow)) };
+                atomic {
+                    assert(!quiet[flow] && !quiet[NEXT(flow)] && !gone[flow] &&
+                           !gone[NEXT(flow)]);
+                    assert(state[OP(flow, 1 - side)] == PENDING);
+                    copies[flow]++;
+                    state[OP(flow, side)] = DONE
+                };
                 report[OP(flow, 1 - side)] = MOVED;
                 open[other]--;
 #ifndef BREAK_WAKE
@@ -78,12 +83,12 @@ inline post(who, flow, side, other) {
 #else
                 skip
 #endif
-            :: else ->
+            :: atomic { else ->
                 assert(queue[flow] == 0);
                 state[OP(flow, side)] = PENDING;
                 open[who]++;
                 queue[flow] = 1 + side;
-                UNLOCK(NEXT(flow))
+                UNLOCK(NEXT(flow)) }
             fi
         fi
     fi
@@ -91,15 +96,15 @@ inline post(who, flow, side, other) {
 
 /* Leaves the report in `got`, never TAKEN. */
 inline withdraw(taker, from, part) {
-    LOCK(NEXT(from));
-    got = report[OP(from, part)];
+    atomic {
+        !lock[NEXT(from)] -> got = report[OP(from, part)];
+        if
+        :: got == QUEUED -> queue[from] = 0; open[taker]--
+        :: else
+        fi
+    };
     if
-    :: got == QUEUED -> queue[from] = 0; open[taker]--
-    :: else
-    fi;
-    UNLOCK(NEXT(from));
-    if
-    :: got == TAKEN -> report[OP(from, part)] != TAKEN; got = report[OP(from, part)]
+    :: got == TAKEN -> atomic { report[OP(from, part)] != TAKEN; got = report[OP(from, part)] }
     :: else
     fi
 }
@@ -129,16 +134,18 @@ inline settle(owner, way, half, partner, broken) {
 }
 
 inline purge_one(leaver, stream, end) {
-    LOCK(NEXT(stream));
-    if
-    :: queue[stream] == 1 + end -> queue[stream] = 0; report[OP(stream, end)] = WITHDRAWN; open[leaver]--
-    :: else
-    fi;
-    UNLOCK(NEXT(stream))
+    atomic {
+        !lock[NEXT(stream)];
+        if
+        :: queue[stream] == 1 + end ->
+            queue[stream] = 0; report[OP(stream, end)] = WITHDRAWN; open[leaver]--
+        :: else
+        fi
+    }
 }
 
 proctype rank(byte me) {
-    byte i, n, seen;
+    byte i, n;
     mtype got;
     bool failure, first, fails, late;
     do
@@ -160,7 +167,7 @@ proctype rank(byte me) {
                 fails = true;
                 break
             :: else ->
-                seen = event[me];
+                event[me] = false;
                 failure = FAILURE(me);
                 settle(me, PREV(me), RECV, PREV(me), failure);
                 settle(me, me, SEND, NEXT(me), failure);
@@ -169,7 +176,7 @@ proctype rank(byte me) {
                 :: else
                 fi;
                 if                     /* sleeps, or its deadline comes: only then if one died */
-                :: event[me] != seen
+                :: event[me]
                 :: state[OP(me, SEND)] != PENDING && state[OP(PREV(me), RECV)] != PENDING
                 :: dead[NEXT(me)] || dead[PREV(me)] || (P > 3 && dead[NEXT(NEXT(me))]) ->
                     fails = true;
