@@ -363,11 +363,13 @@ enum { RA_STATUS_LIST(RA__ENUM) RA__STATUS_END = 99 };
 RINGATTN_API const char *ra_status_text(ra_status status);           /* never null */
 RINGATTN_API int32_t     ra_version(void);                           /* RINGATTN_VERSION */
 
+enum { RA_TEXT_BYTES = 640 };          /* no sentence of the library is longer, with its final 0 */
+
 /* Why something was refused. Status and field together identify one check. */
 typedef struct ra_error {
     ra_status status;
     char field[40];                    /* "mask.window" */
-    char text[216];                    /* a sentence with the offending value and what is allowed */
+    char text[RA_TEXT_BYTES];          /* a sentence with the offending value and what is allowed */
 } ra_error;
 
 /* -------------------------------------------------------------------------- time and memory
@@ -975,7 +977,7 @@ typedef struct ra_failure {            /* the first failure of the ring */
     int32_t sending;                   /* 1 sending, 0 receiving, -1 neither */
     int32_t code;                      /* what the transport or engine returned */
     int64_t pass, chunk, since_progress_ns;
-    char    text[216];
+    char    text[RA_TEXT_BYTES];
 } ra_failure;
 RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out); /* RA_E_STATE: none */
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring); /* the last refusal; never null */
@@ -1224,7 +1226,8 @@ struct ra_transport {
      * has stopped. */
     int (*quiesce)(void *ctx, int64_t deadline_ns);
 
-    /* Text for a code that a callback returned; may return null. */
+    /* Text for a code that a callback returned; may return null. A failure quotes its first 160
+     * bytes. */
     const char *(*error_text)(void *ctx, int code);
     /* v1 ends here; append only */
 };
@@ -1768,6 +1771,7 @@ RA__INLINE int32_t ra__cas_i64(int64_t *p, int64_t from, int64_t to) {
 /* Appends s to dst[*at..cap), always terminated. */
 static void ra__put(char *dst, size_t cap, size_t *at, const char *s) {
     while (*s && *at + 1 < cap) dst[(*at)++] = *s++;
+    RINGATTN_ASSERT(!*s);              /* no sentence is cut */
     dst[*at] = 0;
 }
 
@@ -14734,6 +14738,8 @@ static void ra__failure_number(ra_failure *f, size_t *at, const char *what, int6
     ra__put_i64(f->text, sizeof f->text, at, value);
 }
 
+enum { RA__QUOTED = 160 };             /* bytes of a transport's own text */
+
 static void ra__failure_text(const ra_ring *r, ra_failure *f, int64_t moved) {
     size_t at = 0, cap = sizeof f->text;
     const char *why = NULL;
@@ -14752,8 +14758,12 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f, int64_t moved) {
     if (moved >= 0) ra__failure_number(f, &at, ", bytes moved ", moved);
     if (f->code) ra__failure_number(f, &at, ", code ", f->code);
     if (why) {
+        char quoted[RA__QUOTED + 1];
+        size_t n = 0;
+        for (; why[n] && n < RA__QUOTED; n++) quoted[n] = why[n];
+        quoted[n] = 0;
         ra__put(f->text, cap, &at, " (");
-        ra__put(f->text, cap, &at, why);
+        ra__put(f->text, cap, &at, quoted);
         ra__put(f->text, cap, &at, ")");
     }
     if (f->since_progress_ns < 1000000) return;

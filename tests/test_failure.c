@@ -618,6 +618,26 @@ TEST(short_messages_name_what_differs)
     }
 }
 
+/* The end of a sentence is never cut off, however much a transport has to say. */
+TEST(sentences_are_whole)
+{
+    char long_text[1000];
+    size_t most = 0;
+    memset(long_text, 'x', sizeof long_text);
+    long_text[sizeof long_text - 1] = 0;
+    for (int s = -99; s <= 0; s++) {
+        ra_failure f;
+        hook_longest_failure(s, long_text, &f);
+        CHECK(strstr(f.text, "ms since progress: 9223372036854") != NULL);
+        CHECK_EQ(strstr(f.text, "xx)") != NULL, s != RA_E_ENGINE);     /* its codes are its own */
+        if (strlen(f.text) > most) most = strlen(f.text);
+        hook_longest_failure(s, "short", &f);
+        CHECK_EQ(strstr(f.text, "(short)") != NULL, s != RA_E_ENGINE);
+    }
+    printf("    the longest has %d bytes\n", (int)most);
+    CHECK(most < RA_TEXT_BYTES - 1);
+}
+
 /* After a failure every call gives the same status, and its text knows what went well before. */
 TEST(first_failure_stays)
 {
@@ -1061,7 +1081,7 @@ int main(int argc, char **argv)
         ENTRY(deadlines_on_another_clock), ENTRY(quiesce_of_the_world_on_another_clock),
         ENTRY(default_watchdog), ENTRY(default_watchdog_of_a_million_tokens),
         ENTRY(refused_tickets_stay_refused), ENTRY(first_failure_stays),
-        ENTRY(short_messages_name_what_differs),
+        ENTRY(short_messages_name_what_differs), ENTRY(sentences_are_whole),
         ENTRY(quiesce_waits_for_wait), ENTRY(calls_never_overlap), ENTRY(no_failure_after_the_end),
         ENTRY(leave_beside_a_post), ENTRY(flushing_callers), ENTRY(packing_lets_others_wait),
     };

@@ -20,7 +20,7 @@ typedef struct shared {                /* by all processes of a test */
     int64_t fault_ns, cancel_ns;
     ra_shm_counters count[MOST];
     ring_figures figures[MOST];
-    char field[MOST][40], text[MOST][216];
+    char field[MOST][40], text[MOST][RA_TEXT_BYTES];
     float all[1 << 20];
 } shared;
 
