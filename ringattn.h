@@ -879,6 +879,12 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
                                         * thread, one at a time; tiles that are not empty */
     void   *progress_ctx;
     ra_error *error;                   /* of ra_ring_create */
+    int32_t trust_plans;               /* AGREED. 0: ranks whose plans differ, even about who sends
+                                        * what, fail with RA_E_MISMATCH before the first message of
+                                        * the first forward and backward pass of a plan. It costs
+                                        * 64 bytes to rank + 1, in no report or counter. The ring
+                                        * remembers 32 plans, by their descriptors. 1: such ranks
+                                        * may wait for each other until their deadline */
 } ra_ring_desc;
 
 /* Binds a transport (null: a ring of one) and memory. Sends nothing, so ranks need not meet here.
@@ -1111,6 +1117,9 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  * RA_CAP_SHARED, and in backward passes, where gradients return on it: from any rank, for which the
  * transport needs RA_CAP_ANY_PEER, or with RA_RETURN_RING from a neighbour. So a plan with train =
  * 1 needs two channels and max_ops of 3 of a transport that has post.
+ *
+ * The first pass of a plan begins with a frame of 64 bytes from each rank to rank + 1, on channel
+ * 0. A rank posts nothing else before that has gone and the other has come.
  *
  * A forward message is a 64-byte frame and the chunk: for each of its pieces of positions (zigzag
  * chunks have two) the positions if the layout is ARRAY, K rows, V rows, each part on a multiple of
@@ -12381,7 +12390,8 @@ typedef struct ra__tickets {
     ra_status refused_status[RA__REFUSALS];
 } ra__tickets;
 enum { RA__RING_ENDING = 3 };          /* a pass that went well, while its last callbacks run */
-enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3 };
+enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3, RA__FRAME_HELLO = 7 };
+enum { RA__MET = 32 };                 /* plans that a ring remembers */
 #define RA__QUIET_NS ((int64_t)60 * 1000000000)        /* silence that is never a failure */
 
 typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chunk */
@@ -12474,9 +12484,12 @@ typedef struct ra__lane {
     int32_t slots, total;              /* total: messages of this pass */
 } ra__lane;
 
-/* Notices end a pass with shared memory: a rank sends one to each owner of keys that it reads when
- * it has finished with them. */
-enum { RA__RECEIVES, RA__SENDS, RA__RETURNS, RA__NOTICES_IN, RA__NOTICES_OUT, RA__LANES };
+/* Hellos begin the first pass of a plan: a frame from each rank to the next, before anything else
+ * is posted. Notices end a pass with shared memory: a rank sends one to each owner of keys that it
+ * reads when it has finished with them. */
+enum { RA__HELLO_OUT, RA__HELLO_IN, RA__RECEIVES, RA__SENDS, RA__RETURNS, RA__NOTICES_IN,
+       RA__NOTICES_OUT, RA__LANES };
+enum { RA__NOTICE = -1, RA__HELLO = -2 };              /* in place of the number of a chunk */
 
 struct ra_ring {
     ra_ring_desc rd;
@@ -12526,10 +12539,12 @@ struct ra_ring {
     int64_t released;                  /* receives that are folded by all tasks and sent on */
     int64_t moves;                     /* messages posted and taken */
     int64_t exchanged;
+    int32_t greets;                    /* 1: this pass begins with hellos */
     int32_t notices;                   /* 1: this pass ends with notices: shared, forward */
-    int32_t met;                       /* some rank's frame was as it should be, or a pass with a
-                                        * descriptor that agrees went well */
-    uint64_t met_with;                 /* hash of what the plan of the pass agrees on */
+    int32_t met;                       /* some rank's frame was as it should be, in this pass or
+                                        * in one of the same kind and plan */
+    uint64_t met_with[RA__MET];        /* hashes of what plans agree on, and of the kind of pass */
+    int64_t met_count;
     uint64_t differ;                   /* parts in which the frame that failed differs */
     ra__back back;                     /* backward from here on */
     ra__view d_kv[2];                  /* the caller's dK and dV */
@@ -12621,6 +12636,8 @@ static void ra__ring_carve_links(ra__arena *a, const ra_plan *p, const ra__count
     int64_t align = ra__max(64, (int64_t)r->tp.align);
     ra__lane *in = &r->lane[RA__RECEIVES], *out = &r->lane[RA__SENDS];
     memset(r->lane, 0, sizeof r->lane);
+    for (int32_t k = RA__HELLO_OUT; k <= RA__HELLO_IN; k++)
+        ra__lane_carve(a, &r->lane[k], p->d.ranks > 1, RA__FRAME_BYTES, align);
     if (r->shared) bytes = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
     ra__lane_carve(a, in, ra__min(r->shared ? RA__SHARED_BUFFERS : p->d.buffers, n->recvs), bytes,
                    align);
@@ -12656,7 +12673,7 @@ static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n
         ra__lane_carve(a, &r->lane[RA__NOTICES_OUT], n->notices_out, RA__FRAME_BYTES, 64);
         r->owner_alive = (int64_t **)ra__carve(a, n->notices_out * 8);
     }
-    r->list = (ra_transport_op **)ra__carve(a, (r->lane[RA__RECEIVES].slots +
+    r->list = (ra_transport_op **)ra__carve(a, (2 + r->lane[RA__RECEIVES].slots +
                                                 r->lane[RA__SENDS].slots + notices) * 8);
     r->desk = (ra__desk *)ra__carve(a, d->threads * (int64_t)sizeof *r->desk);
     r->scratch_bytes = ra__thread_bytes(p, n->panels);
@@ -12693,7 +12710,7 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     if (r->shared) r->grad_slots = ra__min(own, ra__back_lag(p) + 2);
     r->grad_bytes = ra__plan_grad_bytes(p);
     r->grad_buf = (uint8_t *)ra__carve(a, r->grad_slots * r->grad_bytes);
-    r->list = (ra_transport_op **)ra__carve(a, ((int64_t)r->lane[RA__RECEIVES].slots +
+    r->list = (ra_transport_op **)ra__carve(a, (2 + (int64_t)r->lane[RA__RECEIVES].slots +
                                                 r->lane[RA__SENDS].slots +
                                                 r->lane[RA__RETURNS].slots) * 8);
     r->stripe = (ra__bounds *)ra__carve(a, d->sequences * ra__ring_stripes(d) *
@@ -14708,7 +14725,7 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
     b.peer = peer;
     b.sending = sending;
     b.code = code;
-    b.chunk = chunk;
+    b.chunk = ra__max(chunk, -1);
     b.moved = -1;
     return b;
 }
@@ -14717,7 +14734,7 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
 static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
     static const char *const name[RA__AGREE_PARTS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
-        "op, gradients, dropout or seed", "chunk_tokens or buffers",
+        "op, gradients, dropout or seed", "chunk_tokens, buffers or trust_plans",
         "the address space, although the transport declares RA_CAP_SHARED" };
     const size_t cap = sizeof f->text;
     const int silent = f->status == RA_E_TRUNC || f->status == RA_E_TIMEOUT ||
@@ -14730,7 +14747,9 @@ static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
         comma = "; ";
     }
     if (silent && f->peer >= 0 && !ra__load_i32(&r->met))
-        ra__put(f->text, cap, at, "; nothing has come yet: do all ranks have equal descriptors?");
+        ra__put(f->text, cap, at, r->rd.trust_plans
+                    ? "; nothing has come yet: do all ranks have equal descriptors?"
+                    : "; nothing has come yet: has that rank begun this pass?");
 }
 
 static void ra__failure_number(ra_failure *f, size_t *at, const char *what, int64_t value) {
@@ -14835,6 +14854,8 @@ static uint32_t ra__address_space(void) {
 static void ra__ring_agree(ra_ring *r) {
     if (r->agreed_known) return;
     r->agreed = ra__agree_call(r->plan, &r->t);
+    r->agreed.part[RA__AGREE_MESSAGES] =
+        ra__hash_i64(r->agreed.part[RA__AGREE_MESSAGES], r->rd.trust_plans);
     r->space = r->shared ? ra__address_space() : 0;
     r->agreed_known = 1;
 }
@@ -15102,7 +15123,8 @@ static ra_transport_op *ra__lane_post(ra_ring *r, int which, int32_t peer, int64
     ra__lane *lane = &r->lane[which];
     ra_transport_op *op = ra__lane_op(lane, lane->posted);
     memset(op, 0, sizeof *op);
-    op->kind = which == RA__SENDS || which == RA__NOTICES_OUT ? RA_MSG_SEND : RA_MSG_RECV;
+    op->kind = which == RA__SENDS || which == RA__NOTICES_OUT || which == RA__HELLO_OUT
+                   ? RA_MSG_SEND : RA_MSG_RECV;
     op->channel = which >= RA__RETURNS;
     op->peer = peer;
     op->tag = ra__ring_tag(r, number);
@@ -15225,6 +15247,26 @@ static void ra__ring_more_notices(ra_ring *r) {
     }
 }
 
+/* The hello of a rank in this pass. */
+static ra__frame ra__ring_greeting(const ra_ring *r, int32_t origin) {
+    return ra__ring_frame(r, RA__FRAME_HELLO, origin, r->lists->backward, RA__FRAME_BYTES);
+}
+
+/* Posts the hellos, of which each rank has one or none. 1: there are none, or they have come and
+ * gone. */
+static int ra__ring_hello(ra_ring *r) {
+    const ra__lane *in = &r->lane[RA__HELLO_IN], *out = &r->lane[RA__HELLO_OUT];
+    if (in->posted < in->total) {
+        ra__frame f = ra__ring_greeting(r, r->rank);
+        memcpy(out->buf, &f, sizeof f);
+        (void)ra__lane_post(r, RA__HELLO_IN, ra__rank_up(r->plan, r->rank, -1), 0, in->buf,
+                            RA__FRAME_BYTES);
+        (void)ra__lane_post(r, RA__HELLO_OUT, ra__rank_up(r->plan, r->rank, 1), 0, out->buf,
+                            RA__FRAME_BYTES);
+    }
+    return in->done == in->total && out->done == out->total;
+}
+
 /* Lists ops that have been posted and not taken, lane by lane, each in order. */
 static int ra__ring_list(const ra_ring *r) {
     int n = 0;
@@ -15321,38 +15363,48 @@ static int ra__exchange_due(ra_ring *r, const ra__exchange *x) {
            ra__load_i64(&r->folded) >= x->after_folds;
 }
 
-/* Transports with sendrecv only: the next exchange, if both its halves have been posted and it is
- * due. */
+/* Transports with sendrecv only: a send and a receive, of which one may be null. chunk: what a
+ * failure names. */
+static ra_status ra__ring_swap(ra_ring *r, ra_transport_op *out, ra_transport_op *in, int64_t step,
+                               int64_t chunk) {
+    int64_t patience = ra__ring_patience(r), left = ra__ring_left(r, r->deadline, patience);
+    int code = r->tp.sendrecv(r->tp.ctx, out ? out->peer : RA_NO_PEER, out ? out->buf : NULL,
+                              out ? out->len : 0, in ? in->peer : RA_NO_PEER,
+                              in ? in->buf : NULL, in ? in->len : 0, ra__ring_tag(r, step),
+                              ra__ring_until(left));
+    if (code == RA_E_TIMEOUT && left == patience) code = RA_E_PEER; /* the watchdog's time */
+    if (code)
+        return ra__ring_fail(r, ra__ring_code(code),
+                             ra__blame_of(in ? in->peer : out->peer, !in, code, chunk));
+    if (in) in->state = RA_MSG_DONE;
+    if (out) out->state = RA_MSG_DONE;
+    return RA_OK;
+}
+
+/* Transports with sendrecv only: the hellos, or the next exchange, if both its halves have been
+ * posted and it is due. One at a time: the next may send on what came in this. */
 static ra_status ra__ring_exchange(ra_ring *r) {
     const ra__pass_lists *lists = r->lists;
-    while (r->exchanged < lists->exchanges) {
-        const ra__exchange *x = &lists->exchange[r->exchanged];
-        ra_transport_op *in = NULL, *out = NULL;
-        int64_t patience = ra__ring_patience(r), left = ra__ring_left(r, r->deadline, patience);
-        int code;
-        if (x->recv >= r->lane[RA__RECEIVES].posted || x->send >= r->lane[RA__SENDS].posted ||
-            x->returned >= r->lane[RA__RETURNS].posted || !ra__exchange_due(r, x))
-            return RA_OK;
-        if (x->recv >= 0) in = ra__lane_op(&r->lane[RA__RECEIVES], x->recv);
-        if (x->returned >= 0) in = ra__lane_op(&r->lane[RA__RETURNS], x->returned);
-        if (x->send >= 0) out = ra__lane_op(&r->lane[RA__SENDS], x->send);
-        code = r->tp.sendrecv(r->tp.ctx, out ? out->peer : RA_NO_PEER, out ? out->buf : NULL,
-                              out ? out->len : 0, in ? in->peer : RA_NO_PEER,
-                              in ? in->buf : NULL, in ? in->len : 0, ra__ring_tag(r, x->step),
-                              ra__ring_until(left));
-        if (code == RA_E_TIMEOUT && left == patience) code = RA_E_PEER; /* the watchdog's time */
-        if (code)
-            return ra__ring_fail(r, ra__ring_code(code),
-                                 ra__blame_of(in ? in->peer : out->peer, !in, code,
-                                              x->send >= 0 ? lists->send[x->send].chunk :
-                                              x->recv >= 0 ? lists->recv[x->recv].chunk
-                                                           : lists->returned[x->returned].chunk));
-        if (in) in->state = RA_MSG_DONE;
-        if (out) out->state = RA_MSG_DONE;
-        r->exchanged++;
-        return RA_OK;                  /* one at a time: the next may send on what came in this */
-    }
-    return RA_OK;
+    const ra__exchange *x;
+    ra_transport_op *in = NULL, *out = NULL;
+    ra_status s;
+    if (r->lane[RA__HELLO_IN].done < r->lane[RA__HELLO_IN].posted)
+        return ra__ring_swap(r, ra__lane_op(&r->lane[RA__HELLO_OUT], 0),
+                             ra__lane_op(&r->lane[RA__HELLO_IN], 0), 0, -1);
+    if (r->exchanged == lists->exchanges) return RA_OK;
+    x = &lists->exchange[r->exchanged];
+    if (x->recv >= r->lane[RA__RECEIVES].posted || x->send >= r->lane[RA__SENDS].posted ||
+        x->returned >= r->lane[RA__RETURNS].posted || !ra__exchange_due(r, x))
+        return RA_OK;
+    if (x->recv >= 0) in = ra__lane_op(&r->lane[RA__RECEIVES], x->recv);
+    if (x->returned >= 0) in = ra__lane_op(&r->lane[RA__RETURNS], x->returned);
+    if (x->send >= 0) out = ra__lane_op(&r->lane[RA__SENDS], x->send);
+    s = ra__ring_swap(r, out, in, x->step,
+                      x->send >= 0 ? lists->send[x->send].chunk :
+                      x->recv >= 0 ? lists->recv[x->recv].chunk
+                                   : lists->returned[x->returned].chunk);
+    r->exchanged += s == RA_OK;
+    return s;
 }
 
 /* Posts what is idle and polls. */
@@ -15366,8 +15418,9 @@ static ra_status ra__ring_drive(ra_ring *r) {
     return RA_OK;
 }
 
-/* The frame of the next message of a lane that receives: of chunk c or, if c is -1, of a notice. */
+/* The frame of the next message of a lane that receives: of chunk c, RA__NOTICE or RA__HELLO. */
 static ra__frame ra__ring_due(const ra_ring *r, int64_t c) {
+    if (c == RA__HELLO) return ra__ring_greeting(r, ra__rank_up(r->plan, r->rank, -1));
     if (c < 0) return ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES);
     return ra__ring_frame(r, ra__ring_kind(r), r->lists->chunk[c].owner, c,
                           ra__ring_length(r, c, 1));
@@ -15389,7 +15442,8 @@ static int ra__ring_fail_length(ra_ring *r, const ra_transport_op *op, int64_t c
     return ra__ring_fail(r, RA_E_TRUNC, why);
 }
 
-/* Looks at one op; 1 done, 0 not yet, negative: the pass has failed. */
+/* Looks at one op; 1 done, 0 not yet, negative: the pass has failed. chunk: what a failure names;
+ * negative: no chunk. */
 static int ra__ring_op_done(ra_ring *r, const ra_transport_op *op, int64_t chunk) {
     int sending = op->kind == RA_MSG_SEND;
     if (op->state == RA_E_TRUNC) return ra__ring_fail_length(r, op, chunk);
@@ -15415,7 +15469,7 @@ static void ra__ring_trace_op(const ra_ring *r, int32_t kind, const ra_transport
     ra__ring_event(r, kind, -1, &e);
 }
 
-/* Looks at the next message of a lane, which is chunk c or, if c is -1, a notice: 1 done and as it
+/* Looks at the next message of a lane, which is chunk c, RA__NOTICE or RA__HELLO: 1 done and as it
  * should be, 0 not yet, negative: the pass has failed. */
 static int ra__lane_look(ra_ring *r, const ra__lane *lane, int64_t c) {
     const ra_transport_op *op;
@@ -15434,7 +15488,9 @@ static int ra__lane_look(ra_ring *r, const ra__lane *lane, int64_t c) {
         ra__ring_trace_op(r, sending ? RA_EV_SEND : RA_EV_RECV, op, c,
                           lane->ns ? lane->ns[lane->done % lane->slots] : r->begin_ns);
     }
-    (void)ra__add_i64(sending ? &r->counters.bytes_out : &r->counters.bytes_in, (int64_t)op->len);
+    if (c != RA__HELLO)
+        (void)ra__add_i64(sending ? &r->counters.bytes_out : &r->counters.bytes_in,
+                          (int64_t)op->len);
     return 1;
 }
 
@@ -15548,15 +15604,29 @@ static int ra__ring_take_sends(ra_ring *r) {
     }
 }
 
+/* Takes the hellos, first the own one: a rank that fails because of the other has told the next. */
+static int ra__ring_take_hellos(ra_ring *r) {
+    const ra__lane *in = &r->lane[RA__HELLO_IN];
+    if (in->done < in->posted && ra__lane_op(in, 0)->state < 0)
+        return ra__ring_op_done(r, ra__lane_op(in, 0), RA__HELLO);
+    for (int32_t k = RA__HELLO_OUT; k <= RA__HELLO_IN; k++) {
+        int done = ra__lane_look(r, &r->lane[k], RA__HELLO);
+        if (done < 0) return done;
+        if (done > 0) ra__lane_next(r, &r->lane[k]);
+        if (r->lane[k].done < r->lane[k].total) return 0;
+    }
+    return 0;
+}
+
 /* Takes notices. One that fails is seen at once, whichever others are still to come. */
 static int ra__ring_take_notices(ra_ring *r) {
     for (int32_t k = RA__NOTICES_IN; k <= RA__NOTICES_OUT; k++) {
         ra__lane *lane = &r->lane[k];
         int done;
-        while ((done = ra__lane_look(r, lane, -1)) > 0) ra__lane_next(r, lane);
+        while ((done = ra__lane_look(r, lane, RA__NOTICE)) > 0) ra__lane_next(r, lane);
         for (int64_t i = lane->done; i < lane->posted && done >= 0; i++)
             if (ra__lane_op(lane, i)->state < 0)
-                done = ra__ring_op_done(r, ra__lane_op(lane, i), -1);
+                done = ra__ring_op_done(r, ra__lane_op(lane, i), RA__NOTICE);
         if (done < 0) return done;
     }
     return 0;
@@ -15575,18 +15645,24 @@ static void ra__ring_pulse(ra_ring *r) {
     r->alive_seen = alive;
 }
 
-/* A round of communication, under `comm`: > 0 something moved, 0 nothing, < 0 failed. */
-static int ra__ring_comm(ra_ring *r) {
-    int64_t before = r->moves;
-    ra_status s;
-    ra__ring_agree(r);
+/* Posts what may go, and what has room to come. */
+static void ra__ring_more(ra_ring *r) {
     ra__ring_release(r);
     if (r->notices) ra__ring_pulse(r);
     ra__ring_more_receives(r);
     ra__ring_more_returns(r);
     ra__ring_more_sends(r);
     ra__ring_more_notices(r);
+}
+
+/* A round of communication, under `comm`: > 0 something moved, 0 nothing, < 0 failed. */
+static int ra__ring_comm(ra_ring *r) {
+    int64_t before = r->moves;
+    ra_status s;
+    ra__ring_agree(r);
+    if (ra__ring_hello(r)) ra__ring_more(r);
     s = ra__ring_drive(r);
+    if (!s) s = ra__ring_take_hellos(r);
     if (!s) s = ra__ring_take_receives(r);
     if (!s) s = ra__ring_take_returns(r);
     if (!s) s = ra__ring_take_sends(r);
@@ -16255,13 +16331,18 @@ static void ra__ring_complete(ra_ring *r) {
     (void)ra__add_i64(&r->events, 1);
 }
 
-/* The message that this rank waits for: the next chunk to receive, otherwise to send, otherwise the
- * next gradient to return, otherwise the notice of a reader. */
+/* The message that this rank waits for: a hello, first to send, otherwise the next chunk to
+ * receive, otherwise to send, otherwise the next gradient to return, otherwise the notice of a
+ * reader. */
 static ra__blame ra__ring_awaits(const ra_ring *r) {
     const ra_plan *p = r->plan;
     const ra__pass_lists *lists = r->lists;
     int64_t next[RA__LANES];
     for (int32_t k = 0; k < RA__LANES; k++) next[k] = ra__load_i64(&r->lane[k].done);
+    if (next[RA__HELLO_OUT] < r->lane[RA__HELLO_OUT].total)
+        return ra__blame_of(ra__rank_up(p, r->rank, 1), 1, 0, -1);
+    if (next[RA__HELLO_IN] < r->lane[RA__HELLO_IN].total)
+        return ra__blame_of(ra__rank_up(p, r->rank, -1), 0, 0, -1);
     if (next[RA__RECEIVES] < lists->recvs)
         return ra__blame_of(ra__ring_peer(r, -1), 0, 0, lists->recv[next[RA__RECEIVES]].chunk);
     if (next[RA__SENDS] < lists->sends)
@@ -16376,6 +16457,8 @@ static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
     const ra__rule rules[] = {
         { rd->watchdog_ns < 0, RA_E_RANGE, "ring.watchdog_ns", "# is negative", rd->watchdog_ns },
         { rd->quiesce_ns < 0, RA_E_RANGE, "ring.quiesce_ns", "# is negative", rd->quiesce_ns },
+        { rd->trust_plans != 0 && rd->trust_plans != 1, RA_E_RANGE, "ring.trust_plans",
+          "must be 0 or 1, is #", rd->trust_plans },
         { (uintptr_t)rd->workspace % 64 != 0, RA_E_ALIGN, "ring.workspace", "must be aligned to #",
           64 },
     };
@@ -16568,7 +16651,8 @@ static void ra__begin_work(ra_ring *r, const ra_plan *p) {
 
 /* Counters and cursors of a new pass. */
 static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
-    const int64_t total[RA__LANES] = { r->lists->recvs, r->lists->sends, r->lists->returns,
+    const int64_t total[RA__LANES] = { r->greets, r->greets,
+                                       r->lists->recvs, r->lists->sends, r->lists->returns,
                                        r->notices ? p->reader_count : 0,
                                        r->notices ? p->source_count : 0 };
     ra_ring_counters *c = &r->counters;
@@ -16604,11 +16688,21 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     for (int64_t i = 0; i < total[RA__NOTICES_OUT]; i++) r->owner_alive[i] = NULL;
 }
 
+/* Whether a pass begins with hellos: all ranks alike, if they agree on the passes before. */
+static void ra__begin_meet(ra_ring *r, const ra_plan *p, int32_t pass) {
+    const uint64_t hash = ra__hash(14695981039346656037u, &p->agreed, sizeof p->agreed);
+    const uint64_t key = ra__hash_i64(hash, pass);
+    int32_t met = 0;
+    for (int64_t i = 0; i < ra__min(r->met_count, RA__MET); i++) met |= r->met_with[i] == key;
+    if (!met) r->met_with[r->met_count++ % RA__MET] = key;
+    ra__store_i32(&r->met, met);
+    r->greets = !met && r->has_transport && !r->rd.trust_plans;
+}
+
 /* ra_begin, and ra_join for the thread that holds `join`; other threads get RA_WAIT meanwhile. */
 static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__work w;
     ra__view kv[2];
-    uint64_t agreed;
     ra_status s;
     memset(&w, 0, sizeof w);
     s = ra__begin_check(ring, job, &w, kv);
@@ -16624,9 +16718,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ring->notices = ring->shared && job->pass == RA_PASS_FORWARD;
     ring->t = *job->tensors;
     ring->agreed_known = 0;
-    agreed = ra__hash(14695981039346656037u, &job->plan->agreed, sizeof job->plan->agreed);
-    if (ring->met_with != agreed) ra__store_i32(&ring->met, 0);
-    ring->met_with = agreed;
+    ra__begin_meet(ring, job->plan, job->pass);
     ring->kv[0] = kv[0];
     ring->kv[1] = kv[1];
     ring->deadline = job->deadline_ns;

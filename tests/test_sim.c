@@ -355,6 +355,19 @@ static void check_counters(world *w, int r)
     SOUND(w, s->progress_done == c.tiles_all || c.tiles_all == 0);
 }
 
+/* Hellos of a rank: one for each plan that it has not met, and one more for its gradients. */
+static int64_t hellos(const world *w)
+{
+    int64_t n = 0;
+    for (int i = 0; i < w->passes && w->ranks > 1; i++) {
+        int met = 0;
+        for (int k = 0; k < i; k++)
+            met |= !memcmp(&w->plan[k][0]->agreed, &w->plan[i][0]->agreed, sizeof(ra__agreed));
+        if (!met) n += 1 + w->problem[i].d.train;
+    }
+    return n;
+}
+
 /* Counted by the network over all passes. */
 static void check_traffic(world *w, int r)
 {
@@ -373,6 +386,7 @@ static void check_traffic(world *w, int r)
     for (int i = 0; i < 2; i++) {
         if (!w->net->c.train) SOUND(w, n->messages[i] == chunks[i]);
         SOUND(w, n->bytes[i] + n->word_bytes[i] == bytes[i]);
+        SOUND(w, n->hellos[i] == hellos(w));
     }
 }
 
@@ -702,6 +716,7 @@ static int some_sender(const world *w, int64_t *messages)
             (void)ra_plan_query(w->plan[k][r], r, &p);
             *messages += p.forward.chunks_out;
         }
+        if (*messages) *messages += hellos(w);
         if (*messages) return r;
     }
     return -1;
@@ -821,8 +836,9 @@ static void check_silence(world *w)
     if (f.peer >= 0 || s->end == RA_E_PEER) {
         SOUND(w, f.sending == 0 || f.sending == 1);
         SOUND(w, f.peer >= 0 && f.peer != w->first_failed);
-        if (!w->net->c.shared)
-            SOUND(w, f.chunk >= 0 &&
+        if (!w->net->c.shared)             /* a hello is no chunk */
+            SOUND(w, (f.chunk >= 0 || w->net->rank[w->first_failed].hellos[0] < hellos(w) ||
+                          w->net->rank[w->first_failed].hellos[1] < hellos(w)) &&
                      (net_is_neighbour(w->net, f.peer, w->first_failed) || s->back));
         if (w->ranks == 2) SOUND(w, f.peer == w->silent);
     }
@@ -1128,6 +1144,104 @@ TEST(differences)
     CHECK_EQ(assert_failures, 0);
 }
 
+/* Differences that change who sends what, and how long messages are. */
+enum { ROUTE_WINDOW, ROUTE_LAYOUT, ROUTE_CHUNK, ROUTE_MASK, ROUTE_DTYPE, ROUTE_TOKENS, ROUTE_HEADS,
+       ROUTES };
+static const char *const route_text[ROUTES] = { ": mask", ": layout", ": chunk_tokens", ": mask",
+                                                ": dtypes", ": sizes", ": sizes" };
+
+static void route_make(small *s, int ranks, int other)
+{
+    ra_desc *d = &s->d;
+    memset(s, 0, sizeof *s);
+    d->ranks = ranks;
+    d->q_heads = 2;
+    d->kv_heads = other == ROUTE_HEADS ? 2 : 1;
+    d->k_dim = d->v_dim = 4;
+    d->q_dtype = d->o_dtype = RA_F32;
+    d->k_dtype = d->v_dtype = other == ROUTE_DTYPE ? RA_BF16 : RA_F32;
+    d->threads = 1;
+    d->tokens = 140 * ranks - (other == ROUTE_TOKENS ? 70 : 0);
+    d->chunk_tokens = other == ROUTE_CHUNK ? 128 : 64;
+    d->mask.kind = other == ROUTE_MASK ? RA_MASK_NONE : RA_MASK_CAUSAL;
+    if (other == ROUTE_WINDOW) d->mask.window = 8;
+    d->layout.kind = other == ROUTE_LAYOUT ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+    s->tokens[0] = s->tokens_of[0] = s->keys[0] = s->kv_tokens_of[0] = d->tokens;
+    small_data(s);
+    d->scores = 0;
+}
+
+/* One rank has another plan. It and the rank after it say in what it differs, from the rank before;
+ * the others hear that they have stopped. No time passes that anybody could wait for: there is
+ * neither a deadline nor a watchdog. */
+static void one_route(h_rng rng, int ranks, int odd, int other, int shared)
+{
+    small *x = (small *)calloc(1, sizeof *x);
+    net_config c;
+    world *w;
+    if (!x) abort();
+    small_seed(rng.state);
+    random_net(&c, ranks);
+    c.told = 2;
+    c.shared = shared;
+    c.train = 0;
+    if (shared) {
+        c.any_peer = 1;
+        c.lend = c.lend_sender = 0;
+        c.max_ops = 64;
+    }
+    w = make_world(ranks, 1, 2, &c);
+    small_free(&w->problem[0]);
+    route_make(&w->problem[0], ranks, -1);
+    route_make(x, ranks, other);
+    x->d.rank = odd;
+    w->threads = w->patient = 1;
+    w->net->expect_faults = 1;
+    describe(w);
+    snprintf(h_run.context + strlen(h_run.context), 60, " | route %d of rank %d", other, odd);
+    if (make_plans(w, 0)) {
+        ra_plan_destroy(w->plan[0][odd]);
+        SOUND(w, ra_plan_create(&w->plan[0][odd], &x->d, NULL) == RA_OK);
+        small_part_make(&w->seat[odd].part, x, w->plan[0][odd], odd);
+        for (int r = 0; r < ranks; r++) (void)make_ring(w, r);
+        run_world(w);
+    }
+    for (int r = 0; r < ranks && !w->wrong; r++) {
+        ra_failure f;
+        if (r != odd && r != (odd + 1) % ranks) {
+            SOUND(w, w->seat[r].end == RA_OK || is_echo(w, w->seat[r].end));
+            continue;
+        }
+        memset(&f, 0, sizeof f);
+        (void)ra_ring_failure(w->seat[r].ring, &f);
+        SOUND(w, f.status == RA_E_MISMATCH && w->seat[r].end == RA_E_MISMATCH);
+        SOUND(w, strstr(f.text, route_text[other]) || strstr(f.text, "value;"));
+        SOUND(w, f.peer == (r + ranks - 1) % ranks && f.sending == 0 && f.chunk == -1);
+        diff_named += strstr(f.text, route_text[other]) != NULL;
+        diff_seen++;
+    }
+    if (w->wrong) print_ends(w);
+    close_failed(w);
+    small_free(x);
+    free(x);
+    free_world(w);
+}
+
+TEST(differing_routes)
+{
+    static const int worlds[3] = { 2, 3, 5 };
+    int64_t all = 3 * 5 * ROUTES * 2 * (h_run.large ? 20 : 1);
+    diff_named = diff_seen = 0;
+    for (int64_t i = 0; i < all; i++) {
+        int64_t digits = i;
+        int ranks = worlds[h_digit(&digits, 3)], odd = h_digit(&digits, 5);
+        int other = h_digit(&digits, ROUTES), shared = h_digit(&digits, 2);
+        if (odd < ranks && h_case(i)) one_route(h_case_rng(i), ranks, odd, other, shared);
+    }
+    CHECK(diff_named >= diff_seen * 15 / 16);
+    CHECK_EQ(assert_failures, 0);
+}
+
 /* -------------------------------------------------------------------------- seeds */
 
 /* What a seed stands for depends on the seed alone. Returns whether something was wrong. */
@@ -1220,7 +1334,8 @@ int main(int argc, char **argv)
 {
     static const h_test tests[] = {
         ENTRY(worlds), ENTRY(shared_few_ops), ENTRY(faults), ENTRY(silence), ENTRY(cancel),
-        ENTRY(notified_deaths), ENTRY(differences), ENTRY(seeds), ENTRY(statuses),
+        ENTRY(notified_deaths), ENTRY(differences),
+        ENTRY(differing_routes), ENTRY(seeds), ENTRY(statuses),
     };
 #if defined(M_MMAP_THRESHOLD)
     /* Worlds come and go: their memory need not go back to the system each time. */
