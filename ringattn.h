@@ -197,6 +197,7 @@
  *   AMX          the same by tiles
  *   NEON         its operations on 4 floats
  *   DISPATCH     which instruction sets this processor has
+ *   CHECKSUM     CRC-32C of messages
  *   GEOMETRY     positions, masks and chunks: which rows a rank holds, and who sees whom
  *   TENSORS      views, and checks of a call's tensors
  *   CHECK        checks of a descriptor, and its defaults
@@ -351,7 +352,7 @@ extern "C" {
     X(RA_E_CANCELLED,  -34, "ra_ring_cancel was called on this rank")                            \
     X(RA_E_ABORTED,    -35, "another rank failed or was cancelled")                              \
     X(RA_E_TRUNC,      -36, "a message was shorter or longer than agreed")                       \
-    X(RA_E_PROTO,      -37, "a frame was damaged, stale, doubled or out of order")               \
+    X(RA_E_PROTO,      -37, "a message was damaged, stale, doubled or out of order")               \
     X(RA_E_ENGINE,     -38, "the block engine reported an error")                                \
     X(RA_E_UNSAFE,     -39, "the transport may still touch buffers: they were leaked on purpose")
 
@@ -885,6 +886,8 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
                                         * 64 bytes to rank + 1, in no report or counter. The ring
                                         * remembers 32 plans, by their descriptors. 1: such ranks
                                         * may wait for each other until their deadline */
+    int32_t checksums;                 /* AGREED. 1: messages that carry data have a CRC-32C, and a
+                                        * wrong one is RA_E_PROTO before anything is folded */
 } ra_ring_desc;
 
 /* Binds a transport (null: a ring of one) and memory. Sends nothing, so ranks need not meet here.
@@ -6562,7 +6565,8 @@ RA__ISA_INLINE void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
  * Finds out which kernels this processor can run, once, and keeps the answer in an atomic word, the
  * only mutable global. A feature counts only if the operating system saves its registers (XCR0).
  * Sets the floating-point mode of the kernels. */
-enum { RA__BF16_FAST = 1 << 30 };      /* a bit of ra__isa_found: see ra__isa_bf16_fast */
+/* More bits of ra__isa_found: see ra__isa_bf16_fast; the instruction for CRC-32C. */
+enum { RA__BF16_FAST = 1 << 30, RA__HAS_CRC = 1 << 29 };
 
 #if RA__X86
 /* 1 if vdpbf16ps issues as often as a multiply-add, so that it does twice the work: AMD from Zen 4
@@ -6604,7 +6608,9 @@ static uint32_t ra__isa_probe(void) {
     uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
     uint32_t a = 0, b = 0, c = 0, d = 0, b7 = 0, d7 = 0, xcr0 = 0, high = 0;
     uint32_t found = 1u << RA_ISA_SCALAR;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & fma_f16c_osxsave) != fma_f16c_osxsave) return found;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
+    if (c >> 20 & 1u) found |= RA__HAS_CRC;            /* SSE4.2 */
+    if ((c & fma_f16c_osxsave) != fma_f16c_osxsave) return found;
     if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d7) || !(b7 >> 5 & 1u)) return found;
     __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
     if ((xcr0 & 6u) != 6u) return found;
@@ -6619,7 +6625,13 @@ static uint32_t ra__isa_probe(void) {
 }
 
 #elif RA__NEON
-static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR | 1u << RA_ISA_NEON; }
+static uint32_t ra__isa_probe(void) {
+    uint32_t found = 1u << RA_ISA_SCALAR | 1u << RA_ISA_NEON;
+#if defined(__linux__)
+    if (getauxval(AT_HWCAP) >> 7 & 1u) found |= RA__HAS_CRC;           /* HWCAP_CRC32 */
+#endif
+    return found;
+}
 #else
 static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR; }
 #endif
@@ -6715,6 +6727,97 @@ RINGATTN_API const char *ra_isa_name(int32_t isa) {
     default: return "unknown";
     }
 }
+
+/* ========================================================================== CHECKSUM
+ * CRC-32C (Castagnoli; RFC 3720, appendix B.4) of messages. A remainder is a polynomial modulo
+ * RA__CRC_POLY over two elements, whose bit 31 is the coefficient of x^0. */
+#define RA__CRC_POLY 0x82f63b78u
+
+/* a b */
+static uint32_t ra__crc_times(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
+        if (a & bit) product ^= b;
+        b = b & 1 ? b >> 1 ^ RA__CRC_POLY : b >> 1;
+    }
+    return product;
+}
+
+/* By tables for 8 bytes at a time, made here: they take as long as about 4 KiB of data. */
+static uint32_t ra__crc_by_table(uint32_t crc, const uint8_t *p, int64_t n) {
+    uint32_t table[8][256];
+    for (uint32_t i = 0; i < 256; i++) {
+        table[0][i] = i;
+        for (int bit = 0; bit < 8; bit++)
+            table[0][i] = table[0][i] & 1 ? table[0][i] >> 1 ^ RA__CRC_POLY : table[0][i] >> 1;
+    }
+    for (int k = 1; k < 8; k++)
+        for (int i = 0; i < 256; i++)
+            table[k][i] = table[k - 1][i] >> 8 ^ table[0][table[k - 1][i] & 255];
+    for (; n >= 8; p += 8, n -= 8) {
+        uint32_t next = 0;
+        crc ^= (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+        for (int k = 0; k < 4; k++)
+            next ^= table[7 - k][crc >> 8 * k & 255] ^ table[3 - k][p[4 + k]];
+        crc = next;
+    }
+    for (; n > 0; p++, n--) crc = crc >> 8 ^ table[0][(crc ^ *p) & 255];
+    return crc;
+}
+
+#if RA__X86 || RA__NEON
+/* The instruction that takes 8 bytes. Assembled as such: no function needs a target of its own. */
+RA__INLINE uint32_t ra__crc_word(uint32_t crc, const uint8_t *p) {
+    uint64_t x;
+    memcpy(&x, p, sizeof x);
+#if RA__X86
+    uint64_t wide = crc;
+    __asm__("crc32q %1, %0" : "+r"(wide) : "r"(x));
+    return (uint32_t)wide;
+#else
+    __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(crc) : "r"(x));
+    return crc;
+#endif
+}
+
+/* A result takes 3 cycles but one may begin in each: long data are three streams, one after the
+ * other in memory, of which each is multiplied by x to the bits behind it. */
+static uint32_t ra__crc_by_word(uint32_t crc, const uint8_t *p, int64_t n) {
+    const int64_t part = n / 24 * 8;
+    if (part >= 1 << 14) {
+        uint32_t b = 0, c = 0, shift = 1u << 31, square = 1u << 23;    /* x^0, x^8 */
+        for (int64_t i = 0; i < part; i += 8, p += 8) {
+            crc = ra__crc_word(crc, p);
+            b = ra__crc_word(b, p + part);
+            c = ra__crc_word(c, p + 2 * part);
+        }
+        for (int64_t bytes = part; bytes; bytes >>= 1, square = ra__crc_times(square, square))
+            if (bytes & 1) shift = ra__crc_times(shift, square);
+        crc = ra__crc_times(ra__crc_times(crc, shift) ^ b, shift) ^ c;
+        p += 2 * part;
+        n -= 3 * part;
+    }
+    for (; n >= 8; p += 8, n -= 8) crc = ra__crc_word(crc, p);
+    for (; n > 0; p++, n--) {
+        crc ^= *p;
+        for (int bit = 0; bit < 8; bit++) crc = crc & 1 ? crc >> 1 ^ RA__CRC_POLY : crc >> 1;
+    }
+    return crc;
+}
+#else
+static uint32_t ra__crc_by_word(uint32_t crc, const uint8_t *p, int64_t n) {
+    return ra__crc_by_table(crc, p, n);
+}
+#endif
+
+/* CRC of n more bytes behind those that have `crc` (none: 0). */
+static uint32_t ra__crc(uint32_t crc, const void *data, int64_t n) {
+    const uint8_t *p = (const uint8_t *)data;
+    if (ra__isa_detect() & (uint32_t)RA__HAS_CRC) return ~ra__crc_by_word(~crc, p, n);
+    return ~ra__crc_by_table(~crc, p, n);
+}
+
+#undef RA__CRC_POLY
 
 /* ========================================================================== GEOMETRY
  * Positions and masks: which rows a rank holds, and which keys a row sees. In: descriptor. Out:
@@ -12395,13 +12498,15 @@ enum { RA__MET = 32 };                 /* plans that a ring remembers */
 #define RA__QUIET_NS ((int64_t)60 * 1000000000)        /* silence that is never a failure */
 
 typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chunk */
-    uint32_t magic, abi;
+    uint32_t magic;
+    uint16_t abi, kind;
     int64_t pass;
     uint64_t hash;                     /* of all agreed values */
     int64_t length;                    /* of the message that left the owner */
-    int32_t origin, chunk, kind;
-    uint32_t space;                    /* address space of the sender if messages carry addresses;
-                                        * otherwise 0 */
+    int32_t origin, chunk;
+    uint32_t sum[2];                   /* CRC-32C of what follows, or 0: [1] at this length, [0] at
+                                        * any other. If messages carry addresses [0] is the address
+                                        * space of the sender */
     uint64_t parts, check;             /* a byte of each part of the hash; hash of all before */
 } ra__frame;
 
@@ -12503,7 +12608,7 @@ struct ra_ring {
     const int64_t *task_begin;         /* [B + 1] first task of a sequence */
     ra_tensors t;
     ra__agreed agreed;                 /* of plan and call; under comm, as the next two */
-    uint32_t space;                    /* see ra__frame */
+    uint32_t space;                    /* see ra__frame; 0: messages are copied */
     int32_t agreed_known;              /* 1: this pass has set both */
     ra__work work;
     ra__view kv[2];                    /* this rank's keys and values */
@@ -12546,6 +12651,7 @@ struct ra_ring {
     uint64_t met_with[RA__MET];        /* hashes of what plans agree on, and of the kind of pass */
     int64_t met_count;
     uint64_t differ;                   /* parts in which the frame that failed differs */
+    int32_t corrupt;                   /* 1: not the frame but what follows it was wrong */
     ra__back back;                     /* backward from here on */
     ra__view d_kv[2];                  /* the caller's dK and dV */
     float *dq;                         /* RA_TRAVEL_KV: [B][rows][Hq][Dk] sums */
@@ -14734,7 +14840,7 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
 static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
     static const char *const name[RA__AGREE_PARTS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
-        "op, gradients, dropout or seed", "chunk_tokens, buffers or trust_plans",
+        "op, gradients, dropout or seed", "chunk_tokens, buffers, trust_plans or checksums",
         "the address space, although the transport declares RA_CAP_SHARED" };
     const size_t cap = sizeof f->text;
     const int silent = f->status == RA_E_TRUNC || f->status == RA_E_TIMEOUT ||
@@ -14746,6 +14852,8 @@ static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
         ra__put(f->text, cap, at, name[i]);
         comma = "; ";
     }
+    if (r->corrupt && f->status == RA_E_PROTO)
+        ra__put(f->text, cap, at, ": the checksum of its data is wrong");
     if (silent && f->peer >= 0 && !ra__load_i32(&r->met))
         ra__put(f->text, cap, at, r->rd.trust_plans
                     ? "; nothing has come yet: do all ranks have equal descriptors?"
@@ -14855,7 +14963,7 @@ static void ra__ring_agree(ra_ring *r) {
     if (r->agreed_known) return;
     r->agreed = ra__agree_call(r->plan, &r->t);
     r->agreed.part[RA__AGREE_MESSAGES] =
-        ra__hash_i64(r->agreed.part[RA__AGREE_MESSAGES], r->rd.trust_plans);
+        ra__hash_i64(r->agreed.part[RA__AGREE_MESSAGES], r->rd.trust_plans | r->rd.checksums << 1);
     r->space = r->shared ? ra__address_space() : 0;
     r->agreed_known = 1;
 }
@@ -14875,8 +14983,8 @@ static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, 
     f.length = length;
     f.origin = origin;
     f.chunk = (int32_t)chunk;
-    f.kind = kind;
-    f.space = r->space;
+    f.kind = (uint16_t)kind;
+    f.sum[0] = r->space;
     f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
     return f;
 }
@@ -14888,10 +14996,32 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due, uint
     if (f.magic != due->magic || f.abi != due->abi) return RA_E_PROTO;
     if (f.check != ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check)))
         return RA_E_PROTO;
+    const int elsewhere = due->sum[0] && f.sum[0] != due->sum[0];
     *differ = f.parts ^ due->parts;
-    if (f.space != due->space) *differ |= (uint64_t)1 << 8 * RA__AGREE_PARTS;
-    if (f.hash != due->hash || f.space != due->space) return RA_E_MISMATCH;
+    if (elsewhere) *differ |= (uint64_t)1 << 8 * RA__AGREE_PARTS;
+    if (f.hash != due->hash || elsewhere) return RA_E_MISMATCH;
+    memcpy(f.sum, due->sum, sizeof f.sum);
+    f.check = due->check;
     return memcmp(&f, due, sizeof f) ? RA_E_PROTO : RA_OK;
+}
+
+/* Writes into the frame of a message the checksums of the rest of it, of which `least` bytes travel
+ * farthest. */
+static void ra__frame_seal(uint8_t *message, int64_t least, int64_t length) {
+    ra__frame f;
+    memcpy(&f, message, sizeof f);
+    f.sum[least == f.length] = ra__crc(0, message + RA__FRAME_BYTES, least - RA__FRAME_BYTES);
+    if (least < length) f.sum[1] = ra__crc(f.sum[0], message + least, length - least);
+    f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
+    memcpy(message, &f, sizeof f);
+}
+
+/* What follows the frame of a message is what its checksum says. */
+static int ra__frame_holds(const uint8_t *message, int64_t length) {
+    ra__frame f;
+    memcpy(&f, message, sizeof f);
+    return f.sum[length == f.length] ==
+           ra__crc(0, message + RA__FRAME_BYTES, length - RA__FRAME_BYTES);
 }
 
 /* Checks that the message of op, chunk c, begins with the frame that is due; otherwise the pass
@@ -14900,6 +15030,9 @@ static ra_status ra__ring_check(ra_ring *r, const ra_transport_op *op, const ra_
                                 int64_t c) {
     ra_status s = ra__frame_check(op->buf, due, &r->differ);
     if (s == RA_OK) ra__store_i32(&r->met, 1);
+    r->corrupt = s == RA_OK && r->rd.checksums && !r->shared && op->len > RA__FRAME_BYTES &&
+                 !ra__frame_holds((const uint8_t *)op->buf, (int64_t)op->len);
+    if (r->corrupt) s = RA_E_PROTO;
     return s ? ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c)) : RA_OK;
 }
 
@@ -15195,6 +15328,17 @@ static int ra__ring_may_send(const ra_ring *r, int64_t i) {
                      : r->own_posted - r->own_sent < r->pack_slots;
 }
 
+/* Checksums of chunk c for its way of `hop` hops from its owner. Forward its owner computes them
+ * for all ranks, so that lent memory is never written; backward the gradients in it are other
+ * ones. */
+static void ra__ring_seal(const ra_ring *r, int64_t c, int32_t hop, uint8_t *message) {
+    const ra__chunk *chunk = &r->lists->chunk[c];
+    const int64_t length = ra__ring_length(r, c, hop);
+    if (r->lists->backward) ra__frame_seal(message, length, length);
+    else if (hop == 1)
+        ra__frame_seal(message, ra__ring_length(r, c, ra__chunk_reach(chunk)), length);
+}
+
 /* Posts sends that may go, in order; packs own chunks. */
 static void ra__ring_more_sends(ra_ring *r) {
     const ra__pass_lists *lists = r->lists;
@@ -15208,6 +15352,7 @@ static void ra__ring_more_sends(ra_ring *r) {
         ra_transport_op *op;
         if (lists->backward) to = ra__back_to(r->plan, &lists->chunk[c], r->rank, &hop);
         if (recv < 0) ra__ring_pack(r, c, r->own_posted++, buf);
+        if (r->rd.checksums && !r->shared) ra__ring_seal(r, c, hop, buf);
         op = ra__lane_post(r, RA__SENDS, to, c, buf, ra__ring_length(r, c, hop));
         op->channel = lists->backward && hop == r->ranks;
         if (buf < r->base || buf >= r->base + r->bytes) op->mr = NULL; /* lent, not in reg */
@@ -16459,6 +16604,8 @@ static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
         { rd->quiesce_ns < 0, RA_E_RANGE, "ring.quiesce_ns", "# is negative", rd->quiesce_ns },
         { rd->trust_plans != 0 && rd->trust_plans != 1, RA_E_RANGE, "ring.trust_plans",
           "must be 0 or 1, is #", rd->trust_plans },
+        { rd->checksums != 0 && rd->checksums != 1, RA_E_RANGE, "ring.checksums",
+          "must be 0 or 1, is #", rd->checksums },
         { (uintptr_t)rd->workspace % 64 != 0, RA_E_ALIGN, "ring.workspace", "must be aligned to #",
           64 },
     };
@@ -17896,7 +18043,7 @@ static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin
     f.parts = c->agreed[1];
     f.length = length;
     f.origin = origin;
-    f.kind = kind;
+    f.kind = (uint16_t)kind;
     f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
     return f;
 }

@@ -678,6 +678,7 @@ static const row ring_rows[] = {
     { 0, R(watchdog_ns), I64, -5, RA_E_RANGE, "ring.watchdog_ns" },
     { 0, R(quiesce_ns), I64, -6, RA_E_RANGE, "ring.quiesce_ns" },
     { 0, R(trust_plans), I32, 2, RA_E_RANGE, "ring.trust_plans" },
+    { 0, R(checksums), I32, -1, RA_E_RANGE, "ring.checksums" },
     { 0, R(workspace_bytes), I64, 64, RA_E_WORKSPACE, "ring.workspace_bytes" },
 };
 

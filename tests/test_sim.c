@@ -47,6 +47,7 @@ typedef struct world {
     int64_t stalled_until;
     int patient;                       /* 1: no watchdog, for nothing is wrong */
     int few_ops;                       /* 1: a refusal because of max_ops is fine */
+    int checksums;                     /* of all rings */
     int64_t deadline;                  /* of every pass, 0: none */
     int64_t idle;                      /* steps since something was done */
     int first_failed;                  /* rank, -1: none */
@@ -175,6 +176,7 @@ static int make_ring(world *w, int r)
     if (s->workspace || w->passes > 1) rd.workspace_bytes = (size_t)most;
     if (w->passes > 1 && w->net->c.align > 64) rd.workspace_bytes += 64 * w->net->c.align;
     rd.allocator = small_heap_allocator(&s->heap);
+    rd.checksums = w->checksums;
     rd.watchdog_ns = w->patient ? (int64_t)1 << 50 : WATCHDOG;
     rd.clock_ns = world_clock;
     rd.clock_ctx = w;
@@ -225,6 +227,7 @@ static world *make_world(int ranks, int passes, int most, const net_config *c)
     w->passes = passes;
     w->threads = small_chance(50) ? 1 : small_range(1, 5);
     w->join = small_chance(40);
+    w->checksums = small_chance(40);
     w->silent = w->stalled = w->first_failed = -1;
     w->net->log = sim_log;
     for (int i = 0; i < passes; i++) {
@@ -753,7 +756,7 @@ static void choose_fault(world *w)
     f->rank = r;
     f->peer = -1;
     f->at = (int64_t)small_rand((uint32_t)messages);
-    f->byte = small_range(0, 63);
+    f->byte = small_range(0, w->checksums && small_chance(70) ? 1 << 20 : 63);
     f->value = kind == NET_DAMAGE ? 1 << small_rand(8) : small_range(1, 60);
     if (kind == NET_STALL) f->value = small_range(1, WATCHDOG / 8);
     if (kind >= NET_RECV_FAILS) f->value = codes[small_rand(3)];
@@ -762,6 +765,7 @@ static void choose_fault(world *w)
 
 typedef struct fault_tally {           /* over all worlds of a test */
     int64_t fired[NET_POLL_FAILS + 1], cut, named; /* named: failures that error_text knows */
+    int64_t damaged, payload;          /* first failures by damage, behind the frame */
 } fault_tally;
 
 static void check_fault(world *w, fault_tally *t)
@@ -784,6 +788,11 @@ static void check_fault(world *w, fault_tally *t)
         SOUND(w, why.code == f->value);
         t->cut += f->value == -1234;
         t->named += f->value == -1234 && strstr(why.text, "the cable is cut") != NULL;
+    }
+    if (f->kind == NET_DAMAGE) {
+        t->damaged++;
+        t->payload += strstr(why.text, "checksum") != NULL;
+        SOUND(w, w->checksums || !strstr(why.text, "the checksum"));
     }
     for (int r = 0; r < w->ranks; r++)
         SOUND(w, w->seat[r].end == RA_OK || is_echo(w, w->seat[r].end) || fits(w, r));
@@ -814,7 +823,36 @@ TEST(faults)
     for (int k = NET_DAMAGE; k <= NET_POLL_FAILS && h_run.only_case < 0; k++)
         CHECK(t.fired[k] > 10);
     CHECK_EQ(t.named, t.cut);
+    if (h_run.only_case < 0) CHECK(t.payload > 10 && t.damaged - t.payload > 10);
     CHECK_EQ(assert_failures, 0);
+}
+
+/* CRC-32C has the values of RFC 3720, appendix B.4, however it is computed and in whatever parts;
+ * any bit that differs makes another one. */
+TEST(checksums)
+{
+    enum { MOST = 1 << 18 };
+    uint8_t *data = (uint8_t *)calloc(1, MOST + 64);
+    if (!data) abort();
+    CHECK_EQ(ra__crc(0, "123456789", 9), 0xe3069283u);
+    CHECK_EQ(ra__crc(0, data, 32), 0x8a9136aau);
+    for (int i = 0; i < 32; i++) data[i] = (uint8_t)i;
+    CHECK_EQ(ra__crc(0, data, 32), 0x46dd794eu);
+    for (int i = 0; i < MOST + 64; i++) data[i] = (uint8_t)((uint32_t)i * 2654435761u >> 13);
+    for (int64_t i = 0; i < 400; i++) {
+        h_rng rng = h_case_rng(i);
+        int64_t n = i < 200 ? i : h_range(&rng, 0, MOST), cut = h_range(&rng, 0, n);
+        const uint8_t *p = data + h_range(&rng, 0, 63);
+        uint32_t crc = ~ra__crc_by_table(~0u, p, n);
+        uint8_t *bit = data + (p - data) + (n ? h_range(&rng, 0, n - 1) : 0);
+        if (!h_case(i)) continue;
+        CHECK_EQ(ra__crc(0, p, n), crc);
+        CHECK_EQ(ra__crc(ra__crc(0, p, cut), p + cut, n - cut), crc);
+        *bit ^= (uint8_t)(1 << i % 8);
+        CHECK(!n || ra__crc(0, p, n) != crc);
+        *bit ^= (uint8_t)(1 << i % 8);
+    }
+    free(data);
 }
 
 /* Steps the world up to some moment; a rank that is then at work. -1: there is none. */
@@ -1335,7 +1373,7 @@ int main(int argc, char **argv)
     static const h_test tests[] = {
         ENTRY(worlds), ENTRY(shared_few_ops), ENTRY(faults), ENTRY(silence), ENTRY(cancel),
         ENTRY(notified_deaths), ENTRY(differences),
-        ENTRY(differing_routes), ENTRY(seeds), ENTRY(statuses),
+        ENTRY(differing_routes), ENTRY(checksums), ENTRY(seeds), ENTRY(statuses),
     };
 #if defined(M_MMAP_THRESHOLD)
     /* Worlds come and go: their memory need not go back to the system each time. */
