@@ -197,6 +197,7 @@
  *   AMX          the same by tiles
  *   NEON         its operations on 4 floats
  *   DISPATCH     which instruction sets this processor has
+ *   CHECKSUM     CRC-32C of messages
  *   GEOMETRY     positions, masks and chunks: which rows a rank holds, and who sees whom
  *   TENSORS      views, and checks of a call's tensors
  *   CHECK        checks of a descriptor, and its defaults
@@ -351,7 +352,7 @@ extern "C" {
     X(RA_E_CANCELLED,  -34, "ra_ring_cancel was called on this rank")                            \
     X(RA_E_ABORTED,    -35, "another rank failed or was cancelled")                              \
     X(RA_E_TRUNC,      -36, "a message was shorter or longer than agreed")                       \
-    X(RA_E_PROTO,      -37, "a frame was damaged, stale, doubled or out of order")               \
+    X(RA_E_PROTO,      -37, "a message was damaged, stale, doubled or out of order")               \
     X(RA_E_ENGINE,     -38, "the block engine reported an error")                                \
     X(RA_E_UNSAFE,     -39, "the transport may still touch buffers: they were leaked on purpose")
 
@@ -363,11 +364,13 @@ enum { RA_STATUS_LIST(RA__ENUM) RA__STATUS_END = 99 };
 RINGATTN_API const char *ra_status_text(ra_status status);           /* never null */
 RINGATTN_API int32_t     ra_version(void);                           /* RINGATTN_VERSION */
 
+enum { RA_TEXT_BYTES = 640 };          /* no sentence of the library is longer, with its final 0 */
+
 /* Why something was refused. Status and field together identify one check. */
 typedef struct ra_error {
     ra_status status;
     char field[40];                    /* "mask.window" */
-    char text[216];                    /* a sentence with the offending value and what is allowed */
+    char text[RA_TEXT_BYTES];          /* a sentence with the offending value and what is allowed */
 } ra_error;
 
 /* -------------------------------------------------------------------------- time and memory
@@ -877,6 +880,14 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
                                         * thread, one at a time; tiles that are not empty */
     void   *progress_ctx;
     ra_error *error;                   /* of ra_ring_create */
+    int32_t trust_plans;               /* AGREED. 0: ranks whose plans differ, even about who sends
+                                        * what, fail with RA_E_MISMATCH before the first message of
+                                        * the first forward and backward pass of a plan. It costs
+                                        * 64 bytes to rank + 1, in no report or counter. The ring
+                                        * remembers 32 plans, by their descriptors. 1: such ranks
+                                        * may wait for each other until their deadline */
+    int32_t checksums;                 /* AGREED. 1: messages that carry data have a CRC-32C, and a
+                                        * wrong one is RA_E_PROTO before anything is folded */
 } ra_ring_desc;
 
 /* Binds a transport (null: a ring of one) and memory. Sends nothing, so ranks need not meet here.
@@ -975,7 +986,7 @@ typedef struct ra_failure {            /* the first failure of the ring */
     int32_t sending;                   /* 1 sending, 0 receiving, -1 neither */
     int32_t code;                      /* what the transport or engine returned */
     int64_t pass, chunk, since_progress_ns;
-    char    text[216];
+    char    text[RA_TEXT_BYTES];
 } ra_failure;
 RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out); /* RA_E_STATE: none */
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring); /* the last refusal; never null */
@@ -1110,6 +1121,9 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  * transport needs RA_CAP_ANY_PEER, or with RA_RETURN_RING from a neighbour. So a plan with train =
  * 1 needs two channels and max_ops of 3 of a transport that has post.
  *
+ * The first pass of a plan begins with a frame of 64 bytes from each rank to rank + 1, on channel
+ * 0. A rank posts nothing else before that has gone and the other has come.
+ *
  * A forward message is a 64-byte frame and the chunk: for each of its pieces of positions (zigzag
  * chunks have two) the positions if the layout is ARRAY, K rows, V rows, each part on a multiple of
  * 64. The piece that travels farther comes first, and the other is left off where no rank needs it
@@ -1224,7 +1238,8 @@ struct ra_transport {
      * has stopped. */
     int (*quiesce)(void *ctx, int64_t deadline_ns);
 
-    /* Text for a code that a callback returned; may return null. */
+    /* Text for a code that a callback returned; may return null. A failure quotes its first 160
+     * bytes. */
     const char *(*error_text)(void *ctx, int code);
     /* v1 ends here; append only */
 };
@@ -1768,6 +1783,7 @@ RA__INLINE int32_t ra__cas_i64(int64_t *p, int64_t from, int64_t to) {
 /* Appends s to dst[*at..cap), always terminated. */
 static void ra__put(char *dst, size_t cap, size_t *at, const char *s) {
     while (*s && *at + 1 < cap) dst[(*at)++] = *s++;
+    RINGATTN_ASSERT(!*s);              /* no sentence is cut */
     dst[*at] = 0;
 }
 
@@ -6549,7 +6565,8 @@ RA__ISA_INLINE void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
  * Finds out which kernels this processor can run, once, and keeps the answer in an atomic word, the
  * only mutable global. A feature counts only if the operating system saves its registers (XCR0).
  * Sets the floating-point mode of the kernels. */
-enum { RA__BF16_FAST = 1 << 30 };      /* a bit of ra__isa_found: see ra__isa_bf16_fast */
+/* More bits of ra__isa_found: see ra__isa_bf16_fast; the instruction for CRC-32C. */
+enum { RA__BF16_FAST = 1 << 30, RA__HAS_CRC = 1 << 29 };
 
 #if RA__X86
 /* 1 if vdpbf16ps issues as often as a multiply-add, so that it does twice the work: AMD from Zen 4
@@ -6591,7 +6608,9 @@ static uint32_t ra__isa_probe(void) {
     uint32_t avx512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;
     uint32_t a = 0, b = 0, c = 0, d = 0, b7 = 0, d7 = 0, xcr0 = 0, high = 0;
     uint32_t found = 1u << RA_ISA_SCALAR;
-    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & fma_f16c_osxsave) != fma_f16c_osxsave) return found;
+    if (!__get_cpuid(1, &a, &b, &c, &d)) return found;
+    if (c >> 20 & 1u) found |= RA__HAS_CRC;            /* SSE4.2 */
+    if ((c & fma_f16c_osxsave) != fma_f16c_osxsave) return found;
     if (!__get_cpuid_count(7, 0, &a, &b7, &c, &d7) || !(b7 >> 5 & 1u)) return found;
     __asm__ volatile("xgetbv" : "=a"(xcr0), "=d"(high) : "c"(0));
     if ((xcr0 & 6u) != 6u) return found;
@@ -6606,7 +6625,13 @@ static uint32_t ra__isa_probe(void) {
 }
 
 #elif RA__NEON
-static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR | 1u << RA_ISA_NEON; }
+static uint32_t ra__isa_probe(void) {
+    uint32_t found = 1u << RA_ISA_SCALAR | 1u << RA_ISA_NEON;
+#if defined(__linux__)
+    if (getauxval(AT_HWCAP) >> 7 & 1u) found |= RA__HAS_CRC;           /* HWCAP_CRC32 */
+#endif
+    return found;
+}
 #else
 static uint32_t ra__isa_probe(void) { return 1u << RA_ISA_SCALAR; }
 #endif
@@ -6702,6 +6727,97 @@ RINGATTN_API const char *ra_isa_name(int32_t isa) {
     default: return "unknown";
     }
 }
+
+/* ========================================================================== CHECKSUM
+ * CRC-32C (Castagnoli; RFC 3720, appendix B.4) of messages. A remainder is a polynomial modulo
+ * RA__CRC_POLY over two elements, whose bit 31 is the coefficient of x^0. */
+#define RA__CRC_POLY 0x82f63b78u
+
+/* a b */
+static uint32_t ra__crc_times(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
+        if (a & bit) product ^= b;
+        b = b & 1 ? b >> 1 ^ RA__CRC_POLY : b >> 1;
+    }
+    return product;
+}
+
+/* By tables for 8 bytes at a time, made here: they take as long as about 4 KiB of data. */
+static uint32_t ra__crc_by_table(uint32_t crc, const uint8_t *p, int64_t n) {
+    uint32_t table[8][256];
+    for (uint32_t i = 0; i < 256; i++) {
+        table[0][i] = i;
+        for (int bit = 0; bit < 8; bit++)
+            table[0][i] = table[0][i] & 1 ? table[0][i] >> 1 ^ RA__CRC_POLY : table[0][i] >> 1;
+    }
+    for (int k = 1; k < 8; k++)
+        for (int i = 0; i < 256; i++)
+            table[k][i] = table[k - 1][i] >> 8 ^ table[0][table[k - 1][i] & 255];
+    for (; n >= 8; p += 8, n -= 8) {
+        uint32_t next = 0;
+        crc ^= (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24;
+        for (int k = 0; k < 4; k++)
+            next ^= table[7 - k][crc >> 8 * k & 255] ^ table[3 - k][p[4 + k]];
+        crc = next;
+    }
+    for (; n > 0; p++, n--) crc = crc >> 8 ^ table[0][(crc ^ *p) & 255];
+    return crc;
+}
+
+#if RA__X86 || RA__NEON
+/* The instruction that takes 8 bytes. Assembled as such: no function needs a target of its own. */
+RA__INLINE uint32_t ra__crc_word(uint32_t crc, const uint8_t *p) {
+    uint64_t x;
+    memcpy(&x, p, sizeof x);
+#if RA__X86
+    uint64_t wide = crc;
+    __asm__("crc32q %1, %0" : "+r"(wide) : "r"(x));
+    return (uint32_t)wide;
+#else
+    __asm__(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(crc) : "r"(x));
+    return crc;
+#endif
+}
+
+/* A result takes 3 cycles but one may begin in each: long data are three streams, one after the
+ * other in memory, of which each is multiplied by x to the bits behind it. */
+static uint32_t ra__crc_by_word(uint32_t crc, const uint8_t *p, int64_t n) {
+    const int64_t part = n / 24 * 8;
+    if (part >= 1 << 14) {
+        uint32_t b = 0, c = 0, shift = 1u << 31, square = 1u << 23;    /* x^0, x^8 */
+        for (int64_t i = 0; i < part; i += 8, p += 8) {
+            crc = ra__crc_word(crc, p);
+            b = ra__crc_word(b, p + part);
+            c = ra__crc_word(c, p + 2 * part);
+        }
+        for (int64_t bytes = part; bytes; bytes >>= 1, square = ra__crc_times(square, square))
+            if (bytes & 1) shift = ra__crc_times(shift, square);
+        crc = ra__crc_times(ra__crc_times(crc, shift) ^ b, shift) ^ c;
+        p += 2 * part;
+        n -= 3 * part;
+    }
+    for (; n >= 8; p += 8, n -= 8) crc = ra__crc_word(crc, p);
+    for (; n > 0; p++, n--) {
+        crc ^= *p;
+        for (int bit = 0; bit < 8; bit++) crc = crc & 1 ? crc >> 1 ^ RA__CRC_POLY : crc >> 1;
+    }
+    return crc;
+}
+#else
+static uint32_t ra__crc_by_word(uint32_t crc, const uint8_t *p, int64_t n) {
+    return ra__crc_by_table(crc, p, n);
+}
+#endif
+
+/* CRC of n more bytes behind those that have `crc` (none: 0). */
+static uint32_t ra__crc(uint32_t crc, const void *data, int64_t n) {
+    const uint8_t *p = (const uint8_t *)data;
+    if (ra__isa_detect() & (uint32_t)RA__HAS_CRC) return ~ra__crc_by_word(~crc, p, n);
+    return ~ra__crc_by_table(~crc, p, n);
+}
+
+#undef RA__CRC_POLY
 
 /* ========================================================================== GEOMETRY
  * Positions and masks: which rows a rank holds, and which keys a row sees. In: descriptor. Out:
@@ -12377,17 +12493,20 @@ typedef struct ra__tickets {
     ra_status refused_status[RA__REFUSALS];
 } ra__tickets;
 enum { RA__RING_ENDING = 3 };          /* a pass that went well, while its last callbacks run */
-enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3 };
+enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3, RA__FRAME_HELLO = 7 };
+enum { RA__MET = 32 };                 /* plans that a ring remembers */
 #define RA__QUIET_NS ((int64_t)60 * 1000000000)        /* silence that is never a failure */
 
 typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chunk */
-    uint32_t magic, abi;
+    uint32_t magic;
+    uint16_t abi, kind;
     int64_t pass;
     uint64_t hash;                     /* of all agreed values */
     int64_t length;                    /* of the message that left the owner */
-    int32_t origin, chunk, kind;
-    uint32_t space;                    /* address space of the sender if messages carry addresses;
-                                        * otherwise 0 */
+    int32_t origin, chunk;
+    uint32_t sum[2];                   /* CRC-32C of what follows, or 0: [1] at this length, [0] at
+                                        * any other. If messages carry addresses [0] is the address
+                                        * space of the sender */
     uint64_t parts, check;             /* a byte of each part of the hash; hash of all before */
 } ra__frame;
 
@@ -12470,9 +12589,12 @@ typedef struct ra__lane {
     int32_t slots, total;              /* total: messages of this pass */
 } ra__lane;
 
-/* Notices end a pass with shared memory: a rank sends one to each owner of keys that it reads when
- * it has finished with them. */
-enum { RA__RECEIVES, RA__SENDS, RA__RETURNS, RA__NOTICES_IN, RA__NOTICES_OUT, RA__LANES };
+/* Hellos begin the first pass of a plan: a frame from each rank to the next, before anything else
+ * is posted. Notices end a pass with shared memory: a rank sends one to each owner of keys that it
+ * reads when it has finished with them. */
+enum { RA__HELLO_OUT, RA__HELLO_IN, RA__RECEIVES, RA__SENDS, RA__RETURNS, RA__NOTICES_IN,
+       RA__NOTICES_OUT, RA__LANES };
+enum { RA__NOTICE = -1, RA__HELLO = -2 };              /* in place of the number of a chunk */
 
 struct ra_ring {
     ra_ring_desc rd;
@@ -12486,7 +12608,7 @@ struct ra_ring {
     const int64_t *task_begin;         /* [B + 1] first task of a sequence */
     ra_tensors t;
     ra__agreed agreed;                 /* of plan and call; under comm, as the next two */
-    uint32_t space;                    /* see ra__frame */
+    uint32_t space;                    /* see ra__frame; 0: messages are copied */
     int32_t agreed_known;              /* 1: this pass has set both */
     ra__work work;
     ra__view kv[2];                    /* this rank's keys and values */
@@ -12522,11 +12644,14 @@ struct ra_ring {
     int64_t released;                  /* receives that are folded by all tasks and sent on */
     int64_t moves;                     /* messages posted and taken */
     int64_t exchanged;
+    int32_t greets;                    /* 1: this pass begins with hellos */
     int32_t notices;                   /* 1: this pass ends with notices: shared, forward */
-    int32_t met;                       /* some rank's frame was as it should be, or a pass with a
-                                        * descriptor that agrees went well */
-    uint64_t met_with;                 /* hash of what the plan of the pass agrees on */
+    int32_t met;                       /* some rank's frame was as it should be, in this pass or
+                                        * in one of the same kind and plan */
+    uint64_t met_with[RA__MET];        /* hashes of what plans agree on, and of the kind of pass */
+    int64_t met_count;
     uint64_t differ;                   /* parts in which the frame that failed differs */
+    int32_t corrupt;                   /* 1: not the frame but what follows it was wrong */
     ra__back back;                     /* backward from here on */
     ra__view d_kv[2];                  /* the caller's dK and dV */
     float *dq;                         /* RA_TRAVEL_KV: [B][rows][Hq][Dk] sums */
@@ -12617,6 +12742,8 @@ static void ra__ring_carve_links(ra__arena *a, const ra_plan *p, const ra__count
     int64_t align = ra__max(64, (int64_t)r->tp.align);
     ra__lane *in = &r->lane[RA__RECEIVES], *out = &r->lane[RA__SENDS];
     memset(r->lane, 0, sizeof r->lane);
+    for (int32_t k = RA__HELLO_OUT; k <= RA__HELLO_IN; k++)
+        ra__lane_carve(a, &r->lane[k], p->d.ranks > 1, RA__FRAME_BYTES, align);
     if (r->shared) bytes = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
     ra__lane_carve(a, in, ra__min(r->shared ? RA__SHARED_BUFFERS : p->d.buffers, n->recvs), bytes,
                    align);
@@ -12652,7 +12779,7 @@ static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n
         ra__lane_carve(a, &r->lane[RA__NOTICES_OUT], n->notices_out, RA__FRAME_BYTES, 64);
         r->owner_alive = (int64_t **)ra__carve(a, n->notices_out * 8);
     }
-    r->list = (ra_transport_op **)ra__carve(a, (r->lane[RA__RECEIVES].slots +
+    r->list = (ra_transport_op **)ra__carve(a, (2 + r->lane[RA__RECEIVES].slots +
                                                 r->lane[RA__SENDS].slots + notices) * 8);
     r->desk = (ra__desk *)ra__carve(a, d->threads * (int64_t)sizeof *r->desk);
     r->scratch_bytes = ra__thread_bytes(p, n->panels);
@@ -12689,7 +12816,7 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     if (r->shared) r->grad_slots = ra__min(own, ra__back_lag(p) + 2);
     r->grad_bytes = ra__plan_grad_bytes(p);
     r->grad_buf = (uint8_t *)ra__carve(a, r->grad_slots * r->grad_bytes);
-    r->list = (ra_transport_op **)ra__carve(a, ((int64_t)r->lane[RA__RECEIVES].slots +
+    r->list = (ra_transport_op **)ra__carve(a, (2 + (int64_t)r->lane[RA__RECEIVES].slots +
                                                 r->lane[RA__SENDS].slots +
                                                 r->lane[RA__RETURNS].slots) * 8);
     r->stripe = (ra__bounds *)ra__carve(a, d->sequences * ra__ring_stripes(d) *
@@ -14704,7 +14831,7 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
     b.peer = peer;
     b.sending = sending;
     b.code = code;
-    b.chunk = chunk;
+    b.chunk = ra__max(chunk, -1);
     b.moved = -1;
     return b;
 }
@@ -14713,7 +14840,7 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
 static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
     static const char *const name[RA__AGREE_PARTS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
-        "op, gradients, dropout or seed", "chunk_tokens or buffers",
+        "op, gradients, dropout or seed", "chunk_tokens, buffers, trust_plans or checksums",
         "the address space, although the transport declares RA_CAP_SHARED" };
     const size_t cap = sizeof f->text;
     const int silent = f->status == RA_E_TRUNC || f->status == RA_E_TIMEOUT ||
@@ -14725,14 +14852,20 @@ static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
         ra__put(f->text, cap, at, name[i]);
         comma = "; ";
     }
+    if (r->corrupt && f->status == RA_E_PROTO)
+        ra__put(f->text, cap, at, ": the checksum of its data is wrong");
     if (silent && f->peer >= 0 && !ra__load_i32(&r->met))
-        ra__put(f->text, cap, at, "; nothing has come yet: do all ranks have equal descriptors?");
+        ra__put(f->text, cap, at, r->rd.trust_plans
+                    ? "; nothing has come yet: do all ranks have equal descriptors?"
+                    : "; nothing has come yet: has that rank begun this pass?");
 }
 
 static void ra__failure_number(ra_failure *f, size_t *at, const char *what, int64_t value) {
     ra__put(f->text, sizeof f->text, at, what);
     ra__put_i64(f->text, sizeof f->text, at, value);
 }
+
+enum { RA__QUOTED = 160 };             /* bytes of a transport's own text */
 
 static void ra__failure_text(const ra_ring *r, ra_failure *f, int64_t moved) {
     size_t at = 0, cap = sizeof f->text;
@@ -14752,8 +14885,12 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f, int64_t moved) {
     if (moved >= 0) ra__failure_number(f, &at, ", bytes moved ", moved);
     if (f->code) ra__failure_number(f, &at, ", code ", f->code);
     if (why) {
+        char quoted[RA__QUOTED + 1];
+        size_t n = 0;
+        for (; why[n] && n < RA__QUOTED; n++) quoted[n] = why[n];
+        quoted[n] = 0;
         ra__put(f->text, cap, &at, " (");
-        ra__put(f->text, cap, &at, why);
+        ra__put(f->text, cap, &at, quoted);
         ra__put(f->text, cap, &at, ")");
     }
     if (f->since_progress_ns < 1000000) return;
@@ -14825,6 +14962,8 @@ static uint32_t ra__address_space(void) {
 static void ra__ring_agree(ra_ring *r) {
     if (r->agreed_known) return;
     r->agreed = ra__agree_call(r->plan, &r->t);
+    r->agreed.part[RA__AGREE_MESSAGES] =
+        ra__hash_i64(r->agreed.part[RA__AGREE_MESSAGES], r->rd.trust_plans | r->rd.checksums << 1);
     r->space = r->shared ? ra__address_space() : 0;
     r->agreed_known = 1;
 }
@@ -14844,8 +14983,8 @@ static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, 
     f.length = length;
     f.origin = origin;
     f.chunk = (int32_t)chunk;
-    f.kind = kind;
-    f.space = r->space;
+    f.kind = (uint16_t)kind;
+    f.sum[0] = r->space;
     f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
     return f;
 }
@@ -14857,10 +14996,32 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due, uint
     if (f.magic != due->magic || f.abi != due->abi) return RA_E_PROTO;
     if (f.check != ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check)))
         return RA_E_PROTO;
+    const int elsewhere = due->sum[0] && f.sum[0] != due->sum[0];
     *differ = f.parts ^ due->parts;
-    if (f.space != due->space) *differ |= (uint64_t)1 << 8 * RA__AGREE_PARTS;
-    if (f.hash != due->hash || f.space != due->space) return RA_E_MISMATCH;
+    if (elsewhere) *differ |= (uint64_t)1 << 8 * RA__AGREE_PARTS;
+    if (f.hash != due->hash || elsewhere) return RA_E_MISMATCH;
+    memcpy(f.sum, due->sum, sizeof f.sum);
+    f.check = due->check;
     return memcmp(&f, due, sizeof f) ? RA_E_PROTO : RA_OK;
+}
+
+/* Writes into the frame of a message the checksums of the rest of it, of which `least` bytes travel
+ * farthest. */
+static void ra__frame_seal(uint8_t *message, int64_t least, int64_t length) {
+    ra__frame f;
+    memcpy(&f, message, sizeof f);
+    f.sum[least == f.length] = ra__crc(0, message + RA__FRAME_BYTES, least - RA__FRAME_BYTES);
+    if (least < length) f.sum[1] = ra__crc(f.sum[0], message + least, length - least);
+    f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
+    memcpy(message, &f, sizeof f);
+}
+
+/* What follows the frame of a message is what its checksum says. */
+static int ra__frame_holds(const uint8_t *message, int64_t length) {
+    ra__frame f;
+    memcpy(&f, message, sizeof f);
+    return f.sum[length == f.length] ==
+           ra__crc(0, message + RA__FRAME_BYTES, length - RA__FRAME_BYTES);
 }
 
 /* Checks that the message of op, chunk c, begins with the frame that is due; otherwise the pass
@@ -14869,6 +15030,9 @@ static ra_status ra__ring_check(ra_ring *r, const ra_transport_op *op, const ra_
                                 int64_t c) {
     ra_status s = ra__frame_check(op->buf, due, &r->differ);
     if (s == RA_OK) ra__store_i32(&r->met, 1);
+    r->corrupt = s == RA_OK && r->rd.checksums && !r->shared && op->len > RA__FRAME_BYTES &&
+                 !ra__frame_holds((const uint8_t *)op->buf, (int64_t)op->len);
+    if (r->corrupt) s = RA_E_PROTO;
     return s ? ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c)) : RA_OK;
 }
 
@@ -15092,7 +15256,8 @@ static ra_transport_op *ra__lane_post(ra_ring *r, int which, int32_t peer, int64
     ra__lane *lane = &r->lane[which];
     ra_transport_op *op = ra__lane_op(lane, lane->posted);
     memset(op, 0, sizeof *op);
-    op->kind = which == RA__SENDS || which == RA__NOTICES_OUT ? RA_MSG_SEND : RA_MSG_RECV;
+    op->kind = which == RA__SENDS || which == RA__NOTICES_OUT || which == RA__HELLO_OUT
+                   ? RA_MSG_SEND : RA_MSG_RECV;
     op->channel = which >= RA__RETURNS;
     op->peer = peer;
     op->tag = ra__ring_tag(r, number);
@@ -15163,6 +15328,17 @@ static int ra__ring_may_send(const ra_ring *r, int64_t i) {
                      : r->own_posted - r->own_sent < r->pack_slots;
 }
 
+/* Checksums of chunk c for its way of `hop` hops from its owner. Forward its owner computes them
+ * for all ranks, so that lent memory is never written; backward the gradients in it are other
+ * ones. */
+static void ra__ring_seal(const ra_ring *r, int64_t c, int32_t hop, uint8_t *message) {
+    const ra__chunk *chunk = &r->lists->chunk[c];
+    const int64_t length = ra__ring_length(r, c, hop);
+    if (r->lists->backward) ra__frame_seal(message, length, length);
+    else if (hop == 1)
+        ra__frame_seal(message, ra__ring_length(r, c, ra__chunk_reach(chunk)), length);
+}
+
 /* Posts sends that may go, in order; packs own chunks. */
 static void ra__ring_more_sends(ra_ring *r) {
     const ra__pass_lists *lists = r->lists;
@@ -15176,6 +15352,7 @@ static void ra__ring_more_sends(ra_ring *r) {
         ra_transport_op *op;
         if (lists->backward) to = ra__back_to(r->plan, &lists->chunk[c], r->rank, &hop);
         if (recv < 0) ra__ring_pack(r, c, r->own_posted++, buf);
+        if (r->rd.checksums && !r->shared) ra__ring_seal(r, c, hop, buf);
         op = ra__lane_post(r, RA__SENDS, to, c, buf, ra__ring_length(r, c, hop));
         op->channel = lists->backward && hop == r->ranks;
         if (buf < r->base || buf >= r->base + r->bytes) op->mr = NULL; /* lent, not in reg */
@@ -15213,6 +15390,26 @@ static void ra__ring_more_notices(ra_ring *r) {
         r->owner_alive[out->posted] = NULL;
         (void)ra__lane_post(r, RA__NOTICES_OUT, owner, r->pass, buf, RA__FRAME_BYTES);
     }
+}
+
+/* The hello of a rank in this pass. */
+static ra__frame ra__ring_greeting(const ra_ring *r, int32_t origin) {
+    return ra__ring_frame(r, RA__FRAME_HELLO, origin, r->lists->backward, RA__FRAME_BYTES);
+}
+
+/* Posts the hellos, of which each rank has one or none. 1: there are none, or they have come and
+ * gone. */
+static int ra__ring_hello(ra_ring *r) {
+    const ra__lane *in = &r->lane[RA__HELLO_IN], *out = &r->lane[RA__HELLO_OUT];
+    if (in->posted < in->total) {
+        ra__frame f = ra__ring_greeting(r, r->rank);
+        memcpy(out->buf, &f, sizeof f);
+        (void)ra__lane_post(r, RA__HELLO_IN, ra__rank_up(r->plan, r->rank, -1), 0, in->buf,
+                            RA__FRAME_BYTES);
+        (void)ra__lane_post(r, RA__HELLO_OUT, ra__rank_up(r->plan, r->rank, 1), 0, out->buf,
+                            RA__FRAME_BYTES);
+    }
+    return in->done == in->total && out->done == out->total;
 }
 
 /* Lists ops that have been posted and not taken, lane by lane, each in order. */
@@ -15311,38 +15508,48 @@ static int ra__exchange_due(ra_ring *r, const ra__exchange *x) {
            ra__load_i64(&r->folded) >= x->after_folds;
 }
 
-/* Transports with sendrecv only: the next exchange, if both its halves have been posted and it is
- * due. */
+/* Transports with sendrecv only: a send and a receive, of which one may be null. chunk: what a
+ * failure names. */
+static ra_status ra__ring_swap(ra_ring *r, ra_transport_op *out, ra_transport_op *in, int64_t step,
+                               int64_t chunk) {
+    int64_t patience = ra__ring_patience(r), left = ra__ring_left(r, r->deadline, patience);
+    int code = r->tp.sendrecv(r->tp.ctx, out ? out->peer : RA_NO_PEER, out ? out->buf : NULL,
+                              out ? out->len : 0, in ? in->peer : RA_NO_PEER,
+                              in ? in->buf : NULL, in ? in->len : 0, ra__ring_tag(r, step),
+                              ra__ring_until(left));
+    if (code == RA_E_TIMEOUT && left == patience) code = RA_E_PEER; /* the watchdog's time */
+    if (code)
+        return ra__ring_fail(r, ra__ring_code(code),
+                             ra__blame_of(in ? in->peer : out->peer, !in, code, chunk));
+    if (in) in->state = RA_MSG_DONE;
+    if (out) out->state = RA_MSG_DONE;
+    return RA_OK;
+}
+
+/* Transports with sendrecv only: the hellos, or the next exchange, if both its halves have been
+ * posted and it is due. One at a time: the next may send on what came in this. */
 static ra_status ra__ring_exchange(ra_ring *r) {
     const ra__pass_lists *lists = r->lists;
-    while (r->exchanged < lists->exchanges) {
-        const ra__exchange *x = &lists->exchange[r->exchanged];
-        ra_transport_op *in = NULL, *out = NULL;
-        int64_t patience = ra__ring_patience(r), left = ra__ring_left(r, r->deadline, patience);
-        int code;
-        if (x->recv >= r->lane[RA__RECEIVES].posted || x->send >= r->lane[RA__SENDS].posted ||
-            x->returned >= r->lane[RA__RETURNS].posted || !ra__exchange_due(r, x))
-            return RA_OK;
-        if (x->recv >= 0) in = ra__lane_op(&r->lane[RA__RECEIVES], x->recv);
-        if (x->returned >= 0) in = ra__lane_op(&r->lane[RA__RETURNS], x->returned);
-        if (x->send >= 0) out = ra__lane_op(&r->lane[RA__SENDS], x->send);
-        code = r->tp.sendrecv(r->tp.ctx, out ? out->peer : RA_NO_PEER, out ? out->buf : NULL,
-                              out ? out->len : 0, in ? in->peer : RA_NO_PEER,
-                              in ? in->buf : NULL, in ? in->len : 0, ra__ring_tag(r, x->step),
-                              ra__ring_until(left));
-        if (code == RA_E_TIMEOUT && left == patience) code = RA_E_PEER; /* the watchdog's time */
-        if (code)
-            return ra__ring_fail(r, ra__ring_code(code),
-                                 ra__blame_of(in ? in->peer : out->peer, !in, code,
-                                              x->send >= 0 ? lists->send[x->send].chunk :
-                                              x->recv >= 0 ? lists->recv[x->recv].chunk
-                                                           : lists->returned[x->returned].chunk));
-        if (in) in->state = RA_MSG_DONE;
-        if (out) out->state = RA_MSG_DONE;
-        r->exchanged++;
-        return RA_OK;                  /* one at a time: the next may send on what came in this */
-    }
-    return RA_OK;
+    const ra__exchange *x;
+    ra_transport_op *in = NULL, *out = NULL;
+    ra_status s;
+    if (r->lane[RA__HELLO_IN].done < r->lane[RA__HELLO_IN].posted)
+        return ra__ring_swap(r, ra__lane_op(&r->lane[RA__HELLO_OUT], 0),
+                             ra__lane_op(&r->lane[RA__HELLO_IN], 0), 0, -1);
+    if (r->exchanged == lists->exchanges) return RA_OK;
+    x = &lists->exchange[r->exchanged];
+    if (x->recv >= r->lane[RA__RECEIVES].posted || x->send >= r->lane[RA__SENDS].posted ||
+        x->returned >= r->lane[RA__RETURNS].posted || !ra__exchange_due(r, x))
+        return RA_OK;
+    if (x->recv >= 0) in = ra__lane_op(&r->lane[RA__RECEIVES], x->recv);
+    if (x->returned >= 0) in = ra__lane_op(&r->lane[RA__RETURNS], x->returned);
+    if (x->send >= 0) out = ra__lane_op(&r->lane[RA__SENDS], x->send);
+    s = ra__ring_swap(r, out, in, x->step,
+                      x->send >= 0 ? lists->send[x->send].chunk :
+                      x->recv >= 0 ? lists->recv[x->recv].chunk
+                                   : lists->returned[x->returned].chunk);
+    r->exchanged += s == RA_OK;
+    return s;
 }
 
 /* Posts what is idle and polls. */
@@ -15356,8 +15563,9 @@ static ra_status ra__ring_drive(ra_ring *r) {
     return RA_OK;
 }
 
-/* The frame of the next message of a lane that receives: of chunk c or, if c is -1, of a notice. */
+/* The frame of the next message of a lane that receives: of chunk c, RA__NOTICE or RA__HELLO. */
 static ra__frame ra__ring_due(const ra_ring *r, int64_t c) {
+    if (c == RA__HELLO) return ra__ring_greeting(r, ra__rank_up(r->plan, r->rank, -1));
     if (c < 0) return ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES);
     return ra__ring_frame(r, ra__ring_kind(r), r->lists->chunk[c].owner, c,
                           ra__ring_length(r, c, 1));
@@ -15379,7 +15587,8 @@ static int ra__ring_fail_length(ra_ring *r, const ra_transport_op *op, int64_t c
     return ra__ring_fail(r, RA_E_TRUNC, why);
 }
 
-/* Looks at one op; 1 done, 0 not yet, negative: the pass has failed. */
+/* Looks at one op; 1 done, 0 not yet, negative: the pass has failed. chunk: what a failure names;
+ * negative: no chunk. */
 static int ra__ring_op_done(ra_ring *r, const ra_transport_op *op, int64_t chunk) {
     int sending = op->kind == RA_MSG_SEND;
     if (op->state == RA_E_TRUNC) return ra__ring_fail_length(r, op, chunk);
@@ -15405,7 +15614,7 @@ static void ra__ring_trace_op(const ra_ring *r, int32_t kind, const ra_transport
     ra__ring_event(r, kind, -1, &e);
 }
 
-/* Looks at the next message of a lane, which is chunk c or, if c is -1, a notice: 1 done and as it
+/* Looks at the next message of a lane, which is chunk c, RA__NOTICE or RA__HELLO: 1 done and as it
  * should be, 0 not yet, negative: the pass has failed. */
 static int ra__lane_look(ra_ring *r, const ra__lane *lane, int64_t c) {
     const ra_transport_op *op;
@@ -15424,7 +15633,9 @@ static int ra__lane_look(ra_ring *r, const ra__lane *lane, int64_t c) {
         ra__ring_trace_op(r, sending ? RA_EV_SEND : RA_EV_RECV, op, c,
                           lane->ns ? lane->ns[lane->done % lane->slots] : r->begin_ns);
     }
-    (void)ra__add_i64(sending ? &r->counters.bytes_out : &r->counters.bytes_in, (int64_t)op->len);
+    if (c != RA__HELLO)
+        (void)ra__add_i64(sending ? &r->counters.bytes_out : &r->counters.bytes_in,
+                          (int64_t)op->len);
     return 1;
 }
 
@@ -15538,15 +15749,29 @@ static int ra__ring_take_sends(ra_ring *r) {
     }
 }
 
+/* Takes the hellos, first the own one: a rank that fails because of the other has told the next. */
+static int ra__ring_take_hellos(ra_ring *r) {
+    const ra__lane *in = &r->lane[RA__HELLO_IN];
+    if (in->done < in->posted && ra__lane_op(in, 0)->state < 0)
+        return ra__ring_op_done(r, ra__lane_op(in, 0), RA__HELLO);
+    for (int32_t k = RA__HELLO_OUT; k <= RA__HELLO_IN; k++) {
+        int done = ra__lane_look(r, &r->lane[k], RA__HELLO);
+        if (done < 0) return done;
+        if (done > 0) ra__lane_next(r, &r->lane[k]);
+        if (r->lane[k].done < r->lane[k].total) return 0;
+    }
+    return 0;
+}
+
 /* Takes notices. One that fails is seen at once, whichever others are still to come. */
 static int ra__ring_take_notices(ra_ring *r) {
     for (int32_t k = RA__NOTICES_IN; k <= RA__NOTICES_OUT; k++) {
         ra__lane *lane = &r->lane[k];
         int done;
-        while ((done = ra__lane_look(r, lane, -1)) > 0) ra__lane_next(r, lane);
+        while ((done = ra__lane_look(r, lane, RA__NOTICE)) > 0) ra__lane_next(r, lane);
         for (int64_t i = lane->done; i < lane->posted && done >= 0; i++)
             if (ra__lane_op(lane, i)->state < 0)
-                done = ra__ring_op_done(r, ra__lane_op(lane, i), -1);
+                done = ra__ring_op_done(r, ra__lane_op(lane, i), RA__NOTICE);
         if (done < 0) return done;
     }
     return 0;
@@ -15565,18 +15790,24 @@ static void ra__ring_pulse(ra_ring *r) {
     r->alive_seen = alive;
 }
 
-/* A round of communication, under `comm`: > 0 something moved, 0 nothing, < 0 failed. */
-static int ra__ring_comm(ra_ring *r) {
-    int64_t before = r->moves;
-    ra_status s;
-    ra__ring_agree(r);
+/* Posts what may go, and what has room to come. */
+static void ra__ring_more(ra_ring *r) {
     ra__ring_release(r);
     if (r->notices) ra__ring_pulse(r);
     ra__ring_more_receives(r);
     ra__ring_more_returns(r);
     ra__ring_more_sends(r);
     ra__ring_more_notices(r);
+}
+
+/* A round of communication, under `comm`: > 0 something moved, 0 nothing, < 0 failed. */
+static int ra__ring_comm(ra_ring *r) {
+    int64_t before = r->moves;
+    ra_status s;
+    ra__ring_agree(r);
+    if (ra__ring_hello(r)) ra__ring_more(r);
     s = ra__ring_drive(r);
+    if (!s) s = ra__ring_take_hellos(r);
     if (!s) s = ra__ring_take_receives(r);
     if (!s) s = ra__ring_take_returns(r);
     if (!s) s = ra__ring_take_sends(r);
@@ -16245,13 +16476,18 @@ static void ra__ring_complete(ra_ring *r) {
     (void)ra__add_i64(&r->events, 1);
 }
 
-/* The message that this rank waits for: the next chunk to receive, otherwise to send, otherwise the
- * next gradient to return, otherwise the notice of a reader. */
+/* The message that this rank waits for: a hello, first to send, otherwise the next chunk to
+ * receive, otherwise to send, otherwise the next gradient to return, otherwise the notice of a
+ * reader. */
 static ra__blame ra__ring_awaits(const ra_ring *r) {
     const ra_plan *p = r->plan;
     const ra__pass_lists *lists = r->lists;
     int64_t next[RA__LANES];
     for (int32_t k = 0; k < RA__LANES; k++) next[k] = ra__load_i64(&r->lane[k].done);
+    if (next[RA__HELLO_OUT] < r->lane[RA__HELLO_OUT].total)
+        return ra__blame_of(ra__rank_up(p, r->rank, 1), 1, 0, -1);
+    if (next[RA__HELLO_IN] < r->lane[RA__HELLO_IN].total)
+        return ra__blame_of(ra__rank_up(p, r->rank, -1), 0, 0, -1);
     if (next[RA__RECEIVES] < lists->recvs)
         return ra__blame_of(ra__ring_peer(r, -1), 0, 0, lists->recv[next[RA__RECEIVES]].chunk);
     if (next[RA__SENDS] < lists->sends)
@@ -16366,6 +16602,10 @@ static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
     const ra__rule rules[] = {
         { rd->watchdog_ns < 0, RA_E_RANGE, "ring.watchdog_ns", "# is negative", rd->watchdog_ns },
         { rd->quiesce_ns < 0, RA_E_RANGE, "ring.quiesce_ns", "# is negative", rd->quiesce_ns },
+        { rd->trust_plans != 0 && rd->trust_plans != 1, RA_E_RANGE, "ring.trust_plans",
+          "must be 0 or 1, is #", rd->trust_plans },
+        { rd->checksums != 0 && rd->checksums != 1, RA_E_RANGE, "ring.checksums",
+          "must be 0 or 1, is #", rd->checksums },
         { (uintptr_t)rd->workspace % 64 != 0, RA_E_ALIGN, "ring.workspace", "must be aligned to #",
           64 },
     };
@@ -16558,7 +16798,8 @@ static void ra__begin_work(ra_ring *r, const ra_plan *p) {
 
 /* Counters and cursors of a new pass. */
 static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
-    const int64_t total[RA__LANES] = { r->lists->recvs, r->lists->sends, r->lists->returns,
+    const int64_t total[RA__LANES] = { r->greets, r->greets,
+                                       r->lists->recvs, r->lists->sends, r->lists->returns,
                                        r->notices ? p->reader_count : 0,
                                        r->notices ? p->source_count : 0 };
     ra_ring_counters *c = &r->counters;
@@ -16594,11 +16835,21 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     for (int64_t i = 0; i < total[RA__NOTICES_OUT]; i++) r->owner_alive[i] = NULL;
 }
 
+/* Whether a pass begins with hellos: all ranks alike, if they agree on the passes before. */
+static void ra__begin_meet(ra_ring *r, const ra_plan *p, int32_t pass) {
+    const uint64_t hash = ra__hash(14695981039346656037u, &p->agreed, sizeof p->agreed);
+    const uint64_t key = ra__hash_i64(hash, pass);
+    int32_t met = 0;
+    for (int64_t i = 0; i < ra__min(r->met_count, RA__MET); i++) met |= r->met_with[i] == key;
+    if (!met) r->met_with[r->met_count++ % RA__MET] = key;
+    ra__store_i32(&r->met, met);
+    r->greets = !met && r->has_transport && !r->rd.trust_plans;
+}
+
 /* ra_begin, and ra_join for the thread that holds `join`; other threads get RA_WAIT meanwhile. */
 static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__work w;
     ra__view kv[2];
-    uint64_t agreed;
     ra_status s;
     memset(&w, 0, sizeof w);
     s = ra__begin_check(ring, job, &w, kv);
@@ -16614,9 +16865,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ring->notices = ring->shared && job->pass == RA_PASS_FORWARD;
     ring->t = *job->tensors;
     ring->agreed_known = 0;
-    agreed = ra__hash(14695981039346656037u, &job->plan->agreed, sizeof job->plan->agreed);
-    if (ring->met_with != agreed) ra__store_i32(&ring->met, 0);
-    ring->met_with = agreed;
+    ra__begin_meet(ring, job->plan, job->pass);
     ring->kv[0] = kv[0];
     ring->kv[1] = kv[1];
     ring->deadline = job->deadline_ns;
@@ -17794,7 +18043,7 @@ static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin
     f.parts = c->agreed[1];
     f.length = length;
     f.origin = origin;
-    f.kind = kind;
+    f.kind = (uint16_t)kind;
     f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
     return f;
 }

@@ -6,6 +6,7 @@
  *                                 D128, Tq4096, Tk4096, Hq32, threads2, ranks4
  *   make bench ONLY=plan          how many seconds plans take, from 1M to 64M tokens
  *   make bench ONLY=ways          what the choice between passing queries and keys costs
+ *   make bench ONLY=checksum      how fast CRC-32C is, and what it costs a pass that copies
  *   bench --only WORDS --json FILE --chunk N --long --processor-time
  *                                 --long adds 8192 tokens and 16-bit storage on every instruction
  *                                 set. --processor-time counts the time for which a thread had a
@@ -1435,6 +1436,123 @@ static void print_ways(void) {
     }
 }
 
+/* ---------------------------------------------------------------------------- checksums
+ * Two ranks on this thread, over a network that copies: the bundled world does if it is not told
+ * that memory is shared. Rings without ([0]) and with ([1]) checksums run in turn. */
+enum { CHECKED_TOKENS = 4096, CHECKED_TIMES = 9 };
+typedef struct checked {
+    ra_plan *plan[2];
+    ra_tensors t[2];
+    ra_world *world[2];
+    ra_transport net[2][2];
+    ra_ring *ring[2][2];
+    int64_t bytes;                     /* sent in a forward pass by both */
+} checked;
+
+static int no_fold(void *ctx, const ra_block *b) {
+    (void)ctx;
+    for (int64_t i = 0; i < b->q_rows * b->desc->q_heads; i++) b->lse[i] = -INFINITY;
+    return RA_OK;
+}
+
+static void checked_plan(checked *c, const ra_engine *engine, int rank) {
+    row r = row_make(RING, best_f32(), RA_F32, RA_MASK_CAUSAL, 128, CHECKED_TOKENS);
+    static data x;
+    static float *grads;
+    ra_desc d = desc_make(&r);
+    const int64_t floats = (int64_t)r.q_heads * 128, at = rank * (CHECKED_TOKENS / 2) * floats;
+    const int64_t kv_at = at / r.q_heads * r.kv_heads;
+    ra_tensors *t = &c->t[rank];
+    ra_plan_report report;
+    if (rank == 0) x = data_make(&r);
+    if (rank == 0) grads = (float *)map((size_t)(4 * CHECKED_TOKENS * floats * 4));
+    d.ranks = 2;
+    d.rank = rank;
+    d.threads = 1;
+    d.train = !engine;
+    d.layout.kind = RA_LAYOUT_ZIGZAG;
+    d.engine = engine;
+    t->q.data = t->d_o.data = (float *)x.q + at;
+    t->k.data = (float *)x.k + kv_at;
+    t->v.data = (float *)x.v + kv_at;
+    t->o.data = (float *)x.o + at;
+    t->lse.data = grads + at;
+    t->d_q.data = grads + CHECKED_TOKENS * floats + at;
+    t->d_k.data = grads + 2 * CHECKED_TOKENS * floats + at;
+    t->d_v.data = grads + 3 * CHECKED_TOKENS * floats + at;
+    if (ra_plan_create(&c->plan[rank], &d, NULL) != RA_OK ||
+        ra_plan_query(c->plan[rank], rank, &report) != RA_OK) failed_rows++;
+    else c->bytes += report.forward.bytes_out;
+}
+
+static void checked_open(checked *c, const ra_engine *engine) {
+    ra_world_desc wd;
+    memset(&wd, 0, sizeof wd);
+    memset(c, 0, sizeof *c);
+    wd.ranks = 2;
+    for (int rank = 0; rank < 2; rank++) checked_plan(c, engine, rank);
+    for (int i = 0; i < 4 && !failed_rows; i++) {
+        const int on = i / 2, rank = i % 2;
+        ra_ring_desc rd;
+        memset(&rd, 0, sizeof rd);
+        rd.checksums = on;
+        if (rank == 0 && ra_world_create(&c->world[on], &wd) != RA_OK) { failed_rows++; return; }
+        c->net[on][rank] = *ra_world_transport(c->world[on], rank);
+        c->net[on][rank].caps &= ~(uint32_t)RA_CAP_SHARED;
+        if (ra_ring_create(&c->ring[on][rank], c->plan[rank], &c->net[on][rank], &rd) != RA_OK)
+            failed_rows++;
+    }
+}
+
+/* The processor's time of one pass. */
+static double checked_pass(checked *c, int on, int32_t pass) {
+    const double begin = processor_s();
+    ra_status s[2] = { RA_AGAIN, RA_AGAIN };
+    for (int r = 0; r < 2; r++) {
+        ra_job job;
+        memset(&job, 0, sizeof job);
+        job.plan = c->plan[r];
+        job.tensors = &c->t[r];
+        job.pass = pass;
+        if (ra_begin(c->ring[on][r], &job) != RA_OK) failed_rows++;
+    }
+    while (!failed_rows && (s[0] > 0 || s[1] > 0))
+        for (int r = 0; r < 2; r++) {
+            if (s[r] > 0) s[r] = ra_step(c->ring[on][r], 0);
+            if (s[r] < 0) failed_rows++;
+        }
+    return processor_s() - begin;
+}
+
+/* Each message is summed twice, by its sender and by its receiver. */
+static void print_checked(checked *c, const char *what, int32_t pass, int rate) {
+    double took[2][CHECKED_TIMES], off, on;
+    for (int i = 0; i < CHECKED_TIMES && !failed_rows; i++)
+        for (int k = 0; k < 2; k++) took[k][i] = checked_pass(c, k, pass);
+    if (failed_rows) return;
+    off = quantile(took[0], CHECKED_TIMES, 0.5);
+    on = quantile(took[1], CHECKED_TIMES, 0.5);
+    printf("checksum ranks 2 Tq%d Hq8 D128 f32 %-8s %9.3f ms, with checksums %.3f x the time",
+           CHECKED_TOKENS, what, off * 1e3, on / off);
+    if (rate) printf(": %.1f GB/s", 2e-9 * (double)c->bytes / (on - off));
+    printf("\n");
+    fflush(stdout);
+}
+
+static void print_checksums(void) {
+    static const ra_engine nothing = { sizeof nothing, RA_ENGINE_ABI, 0, NULL, no_fold };
+    for (int alone = 0; alone < 2; alone++) {
+        checked c;
+        checked_open(&c, alone ? &nothing : NULL);
+        print_checked(&c, alone ? "no work" : "forward", RA_PASS_FORWARD, alone);
+        if (!alone) print_checked(&c, "backward", RA_PASS_BACKWARD, 0);
+        for (int i = 0; i < 4; i++) (void)ra_ring_destroy(c.ring[i / 2][i % 2]);
+        for (int i = 0; i < 2; i++) ra_world_destroy(c.world[i]);
+        for (int i = 0; i < 2; i++) ra_plan_destroy(c.plan[i]);
+        unmap_all();
+    }
+}
+
 /* The names for ONLY=. */
 static void print_kinds(void) {
     printf("rows:\n");
@@ -1485,7 +1603,7 @@ static void clear_progress(void) {
 int main(int argc, char **argv) {
     char words[512] = "";
     const char *json = "build/bench.json";
-    int large = 0, kept = 0, plans, ways;
+    int large = 0, kept = 0, plans, ways, checksums;
     double begin;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--json") == 0 && i + 1 < argc) json = argv[++i];
@@ -1499,6 +1617,7 @@ int main(int argc, char **argv) {
     }
     plans = !words[0] || strcmp(words + strspn(words, " "), "plan") == 0;
     ways = !words[0] || strcmp(words + strspn(words, " "), "ways") == 0;
+    checksums = !words[0] || strcmp(words + strspn(words, " "), "checksum") == 0;
     if (strcmp(words + strspn(words, " "), "help") == 0) { print_kinds(); return 0; }
     add_all(large);
     for (int i = 0; i < row_count; i++) {
@@ -1521,13 +1640,14 @@ int main(int argc, char **argv) {
         if (results[i].done) print_row(&rows[i], &results[i]);
     }
     printf("%d rows in %.0f s%s\n", row_count, now_s() - begin,
-           row_count || plans || ways ? "" : ": nothing matches, try ONLY=help");
+           row_count || plans || ways || checksums ? "" : ": nothing matches, try ONLY=help");
     if (plans) print_plans();
     if (ways) print_ways();
+    if (checksums) print_checksums();
     if (runs_disturbed * 20 > runs_in_all) {
         printf("Other programs disturbed %d of %d timed runs: do not trust the figures above.\n",
                runs_disturbed, runs_in_all);
     }
     if (write_json(json) != 0) return 1;
-    return failed_rows != 0 || (row_count == 0 && !plans && !ways);
+    return failed_rows != 0 || (row_count == 0 && !plans && !ways && !checksums);
 }

@@ -73,6 +73,29 @@ int64_t hook_patience(const ra_plan *plan, int pass, int64_t tiles, int64_t ns)
     return ra__ring_patience(&ring) - minute;
 }
 
+static const char *longest_text(void *ctx, int code)
+{
+    (void)code;
+    return (const char *)ctx;
+}
+
+void hook_longest_failure(ra_status status, const char *text, ra_failure *out)
+{
+    ra_ring ring;
+    memset(&ring, 0, sizeof ring);
+    ring.has_transport = 1;
+    ring.tp.error_text = longest_text;
+    ring.tp.ctx = (void *)(uintptr_t)text;
+    ring.differ = UINT64_MAX;
+    memset(out, 0, sizeof *out);
+    out->status = status;
+    out->rank = out->peer = out->code = INT32_MIN;
+    out->peer = INT32_MAX;
+    out->pass = INT64_MIN;
+    out->chunk = out->since_progress_ns = INT64_MAX;
+    ra__failure_text(&ring, out, INT64_MAX);
+}
+
 int64_t hook_open_ops(const ra_transport *t)
 {
     return ((const ra__shm_seat *)t->ctx)->open;

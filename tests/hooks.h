@@ -29,6 +29,10 @@ int64_t hook_runs_meet(const ra_run *a, const ra_run *b);
  * `ns` each. */
 int64_t hook_patience(const ra_plan *plan, int pass, int64_t tiles, int64_t ns);
 
+/* The failure with this status whose sentence is longest: every number has all its digits, ranks
+ * disagree about everything, and text is the transport's own. */
+void hook_longest_failure(ra_status status, const char *text, ra_failure *out);
+
 /* Operations of a world's rank that are pending. */
 int64_t hook_open_ops(const ra_transport *t);
 

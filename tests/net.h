@@ -109,6 +109,7 @@ typedef struct net_rank {
     int64_t sends;                     /* messages sent so far */
     int64_t messages[2], bytes[2];     /* [0] received, [1] sent, on channel 0 */
     int64_t words[2], word_bytes[2];   /* the same on channel 1 */
+    int64_t hellos[2];                 /* messages of 64 bytes on channel 0, in none of the above */
     void *region[NET_REGIONS];
     size_t region_bytes[NET_REGIONS];
 } net_rank;
@@ -454,7 +455,9 @@ static inline void net_finish_recv(net_rank *r, net_slot *slot)
     if (m->fault == NET_LONG) done += (size_t)w->c.fault.value;
     if (done == op->len && net_chance(w, w->c.quiet_done)) done = 0;
     op->done = done;
-    if (slot->status == RA_MSG_DONE && op->channel == 0) {
+    if (slot->status == RA_MSG_DONE && op->channel == 0 && op->len == 64) {
+        r->hellos[0]++;
+    } else if (slot->status == RA_MSG_DONE && op->channel == 0) {
         r->messages[0]++;
         r->bytes[0] += (int64_t)op->len;
     } else if (slot->status == RA_MSG_DONE) {
@@ -472,7 +475,9 @@ static inline void net_finish_send(net_rank *r, net_slot *slot)
     if (memcmp(op->buf, slot->bytes, op->len))
         net_breach(w, "rank %d: changed a send buffer while PENDING", net_rank_of(r));
     op->done = net_chance(w, w->c.quiet_done) ? 0 : op->len;
-    if (slot->status == RA_MSG_DONE && op->channel == 0) {
+    if (slot->status == RA_MSG_DONE && op->channel == 0 && op->len == 64) {
+        r->hellos[1]++;
+    } else if (slot->status == RA_MSG_DONE && op->channel == 0) {
         r->messages[1]++;
         r->bytes[1] += (int64_t)op->len;
     } else if (slot->status == RA_MSG_DONE) {

@@ -826,7 +826,7 @@ TEST(refusals)
 }
 
 /* Two ranks of which one does something else. */
-typedef struct clash { int what; ra_status end[2]; char text[2][216]; } clash;
+typedef struct clash { int what; ra_status end[2]; char text[2][RA_TEXT_BYTES]; } clash;
 
 static ra_status clash_rank(ra_world *world, int rank, void *user)
 {

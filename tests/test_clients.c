@@ -575,7 +575,7 @@ static void office_run(team *t, const mail_desc *d)
 {
     ra_transport net[SMALL_RANKS];
     mail_net *w = mail_open(d, NULL);
-    int64_t bytes = 0;
+    int64_t bytes = d->ranks > 1 ? 64 * d->ranks : 0;  /* with which the first pass begins */
     team_plans(t);
     for (int r = 0; r < d->ranks; r++) {
         net[r] = mail_transport(w, r);

@@ -11,7 +11,7 @@
 
 /* -------------------------------------------------------------------------- a problem
  * Every rank needs keys of every other; the values are any. `want` is what one rank computes. */
-enum { RANKS = 4, HEADS = 2, DIM = 8 };
+enum { RANKS = 5, HEADS = 2, DIM = 8 };
 typedef struct rig {
     ra_desc d;
     int64_t rows;                      /* per rank */
@@ -586,6 +586,7 @@ TEST(short_messages_name_what_differs)
         ra_status s[2] = { RA_AGAIN, RA_AGAIN };
         int named = way == SHORT_DONE || way == SHORT_ERROR_AND_BYTES;
         memset(&rd, 0, sizeof rd);
+        rd.trust_plans = 1;
         x.g = rig_new(2, 256, 1);
         d = x.g->d;
         d.rank = 1;
@@ -616,6 +617,82 @@ TEST(short_messages_name_what_differs)
         CHECK_EQ(strstr(f.text, "scale") != NULL, named);
         pair_close(&x);
     }
+}
+
+typedef struct seat_0 { rig *g; mail_net *all; int rank; ra_status end; ra_failure why; } seat_0;
+
+static void *seat_0_main(void *arg)
+{
+    seat_0 *x = (seat_0 *)arg;
+    x->end = one_rank(x->g, x->all, x->rank, &x->why);
+    return NULL;
+}
+
+/* At level 0 too a rank whose messages go elsewhere and the one after it name what differs, the
+ * others hear of it; without a deadline. */
+TEST(sendrecv_names_what_differs)
+{
+    static const char *const text[3] = { ": mask", ": layout", ": chunk_tokens" };
+    static const int worlds[3] = { 2, 3, 5 };
+    for (int i = 0; i < 3 * 5 * 3; i++) {
+        const int ranks = worlds[i % 3], odd = i / 3 % 5, what = i / 15;
+        pthread_t id[RANKS];
+        seat_0 seat[RANKS];
+        mail_desc d;
+        ra_desc other;
+        rig *g;
+        if (odd >= ranks) continue;
+        g = rig_new(ranks, 128 * ranks, 1);
+        other = g->d;
+        other.rank = odd;
+        if (what == 0) other.mask.kind = RA_MASK_CAUSAL;
+        if (what == 1) other.layout.kind = RA_LAYOUT_STRIPED;
+        if (what == 2) other.chunk_tokens = 128;
+        ra_plan_destroy(g->plan[odd]);
+        CHECK_EQ(ra_plan_create(&g->plan[odd], &other, NULL), RA_OK);
+        memset(&d, 0, sizeof d);
+        memset(seat, 0, sizeof seat);
+        d.ranks = ranks;
+        d.tells = 1;
+        seat[0].all = mail_open(&d, NULL);
+        for (int r = 0; r < ranks; r++) {
+            seat[r].g = g; seat[r].all = seat[0].all; seat[r].rank = r;
+            if (pthread_create(&id[r], NULL, seat_0_main, &seat[r])) abort();
+        }
+        for (int r = 0; r < ranks; r++) pthread_join(id[r], NULL);
+        for (int r = 0, named = 0; r < ranks; r++) {
+            const int near = r == odd || r == (odd + 1) % ranks;
+            const int mismatch = seat[r].end == RA_E_MISMATCH;
+            CHECK(seat[r].end == RA_E_ABORTED || (near && mismatch));
+            if (mismatch)
+                CHECK(strstr(seat[r].why.text, text[what]) &&
+                      seat[r].why.peer == (r + ranks - 1) % ranks);
+            named += mismatch;
+            if (r == ranks - 1) CHECK(named > 0);
+        }
+        (void)mail_close(seat[0].all);
+        rig_free(g);
+    }
+}
+
+/* The end of a sentence is never cut off, however much a transport has to say. */
+TEST(sentences_are_whole)
+{
+    char long_text[1000];
+    size_t most = 0;
+    memset(long_text, 'x', sizeof long_text);
+    long_text[sizeof long_text - 1] = 0;
+    for (int s = -99; s <= 0; s++) {
+        ra_failure f;
+        hook_longest_failure(s, long_text, &f);
+        CHECK(strstr(f.text, "ms since progress: 9223372036854") != NULL);
+        CHECK_EQ(strstr(f.text, "xx)") != NULL, s != RA_E_ENGINE);     /* its codes are its own */
+        if (strlen(f.text) > most) most = strlen(f.text);
+        hook_longest_failure(s, "short", &f);
+        CHECK_EQ(strstr(f.text, "(short)") != NULL, s != RA_E_ENGINE);
+    }
+    printf("    the longest has %d bytes\n", (int)most);
+    CHECK(most < RA_TEXT_BYTES - 1);
 }
 
 /* After a failure every call gives the same status, and its text knows what went well before. */
@@ -1061,7 +1138,8 @@ int main(int argc, char **argv)
         ENTRY(deadlines_on_another_clock), ENTRY(quiesce_of_the_world_on_another_clock),
         ENTRY(default_watchdog), ENTRY(default_watchdog_of_a_million_tokens),
         ENTRY(refused_tickets_stay_refused), ENTRY(first_failure_stays),
-        ENTRY(short_messages_name_what_differs),
+        ENTRY(short_messages_name_what_differs), ENTRY(sentences_are_whole),
+        ENTRY(sendrecv_names_what_differs),
         ENTRY(quiesce_waits_for_wait), ENTRY(calls_never_overlap), ENTRY(no_failure_after_the_end),
         ENTRY(leave_beside_a_post), ENTRY(flushing_callers), ENTRY(packing_lets_others_wait),
     };

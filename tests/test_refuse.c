@@ -10,7 +10,7 @@ enum { MANY = 4096, POOL = 1 << 22 };
 
 /* -------------------------------------------------------------------------- what was refused */
 
-typedef struct refusal { int status, scope; char field[40], form[216]; } refusal;
+typedef struct refusal { int status, scope; char field[40], form[RA_TEXT_BYTES]; } refusal;
 
 /* A field has its name from the call: `out` of two calls is two fields. */
 enum { IN_DESC, IN_PLAN, IN_RING, IN_WORLD, IN_ESTIMATE, IN_TENSORS, IN_JOB, IN_ATTENTION,
@@ -35,7 +35,7 @@ static void form_of(const char *text, char *form)
 /* Checks the form of a refusal. Ranges have two ends, so two sentences may share RA_E_RANGE. */
 static void record(const ra_error *e, ra_status status)
 {
-    char form[216];
+    char form[RA_TEXT_BYTES];
     int other = -1;
     CHECK_EQ(e->status, status);
     CHECK(memchr(e->field, 0, sizeof e->field) && e->field[0]);
@@ -677,6 +677,8 @@ TEST(transport)
 static const row ring_rows[] = {
     { 0, R(watchdog_ns), I64, -5, RA_E_RANGE, "ring.watchdog_ns" },
     { 0, R(quiesce_ns), I64, -6, RA_E_RANGE, "ring.quiesce_ns" },
+    { 0, R(trust_plans), I32, 2, RA_E_RANGE, "ring.trust_plans" },
+    { 0, R(checksums), I32, -1, RA_E_RANGE, "ring.checksums" },
     { 0, R(workspace_bytes), I64, 64, RA_E_WORKSPACE, "ring.workspace_bytes" },
 };
 

@@ -47,6 +47,7 @@ typedef struct world {
     int64_t stalled_until;
     int patient;                       /* 1: no watchdog, for nothing is wrong */
     int few_ops;                       /* 1: a refusal because of max_ops is fine */
+    int checksums;                     /* of all rings */
     int64_t deadline;                  /* of every pass, 0: none */
     int64_t idle;                      /* steps since something was done */
     int first_failed;                  /* rank, -1: none */
@@ -175,6 +176,7 @@ static int make_ring(world *w, int r)
     if (s->workspace || w->passes > 1) rd.workspace_bytes = (size_t)most;
     if (w->passes > 1 && w->net->c.align > 64) rd.workspace_bytes += 64 * w->net->c.align;
     rd.allocator = small_heap_allocator(&s->heap);
+    rd.checksums = w->checksums;
     rd.watchdog_ns = w->patient ? (int64_t)1 << 50 : WATCHDOG;
     rd.clock_ns = world_clock;
     rd.clock_ctx = w;
@@ -225,6 +227,7 @@ static world *make_world(int ranks, int passes, int most, const net_config *c)
     w->passes = passes;
     w->threads = small_chance(50) ? 1 : small_range(1, 5);
     w->join = small_chance(40);
+    w->checksums = small_chance(40);
     w->silent = w->stalled = w->first_failed = -1;
     w->net->log = sim_log;
     for (int i = 0; i < passes; i++) {
@@ -355,6 +358,19 @@ static void check_counters(world *w, int r)
     SOUND(w, s->progress_done == c.tiles_all || c.tiles_all == 0);
 }
 
+/* Hellos of a rank: one for each plan that it has not met, and one more for its gradients. */
+static int64_t hellos(const world *w)
+{
+    int64_t n = 0;
+    for (int i = 0; i < w->passes && w->ranks > 1; i++) {
+        int met = 0;
+        for (int k = 0; k < i; k++)
+            met |= !memcmp(&w->plan[k][0]->agreed, &w->plan[i][0]->agreed, sizeof(ra__agreed));
+        if (!met) n += 1 + w->problem[i].d.train;
+    }
+    return n;
+}
+
 /* Counted by the network over all passes. */
 static void check_traffic(world *w, int r)
 {
@@ -373,6 +389,7 @@ static void check_traffic(world *w, int r)
     for (int i = 0; i < 2; i++) {
         if (!w->net->c.train) SOUND(w, n->messages[i] == chunks[i]);
         SOUND(w, n->bytes[i] + n->word_bytes[i] == bytes[i]);
+        SOUND(w, n->hellos[i] == hellos(w));
     }
 }
 
@@ -702,6 +719,7 @@ static int some_sender(const world *w, int64_t *messages)
             (void)ra_plan_query(w->plan[k][r], r, &p);
             *messages += p.forward.chunks_out;
         }
+        if (*messages) *messages += hellos(w);
         if (*messages) return r;
     }
     return -1;
@@ -738,7 +756,7 @@ static void choose_fault(world *w)
     f->rank = r;
     f->peer = -1;
     f->at = (int64_t)small_rand((uint32_t)messages);
-    f->byte = small_range(0, 63);
+    f->byte = small_range(0, w->checksums && small_chance(70) ? 1 << 20 : 63);
     f->value = kind == NET_DAMAGE ? 1 << small_rand(8) : small_range(1, 60);
     if (kind == NET_STALL) f->value = small_range(1, WATCHDOG / 8);
     if (kind >= NET_RECV_FAILS) f->value = codes[small_rand(3)];
@@ -747,6 +765,7 @@ static void choose_fault(world *w)
 
 typedef struct fault_tally {           /* over all worlds of a test */
     int64_t fired[NET_POLL_FAILS + 1], cut, named; /* named: failures that error_text knows */
+    int64_t damaged, payload;          /* first failures by damage, behind the frame */
 } fault_tally;
 
 static void check_fault(world *w, fault_tally *t)
@@ -769,6 +788,11 @@ static void check_fault(world *w, fault_tally *t)
         SOUND(w, why.code == f->value);
         t->cut += f->value == -1234;
         t->named += f->value == -1234 && strstr(why.text, "the cable is cut") != NULL;
+    }
+    if (f->kind == NET_DAMAGE) {
+        t->damaged++;
+        t->payload += strstr(why.text, "checksum") != NULL;
+        SOUND(w, w->checksums || !strstr(why.text, "the checksum"));
     }
     for (int r = 0; r < w->ranks; r++)
         SOUND(w, w->seat[r].end == RA_OK || is_echo(w, w->seat[r].end) || fits(w, r));
@@ -799,7 +823,36 @@ TEST(faults)
     for (int k = NET_DAMAGE; k <= NET_POLL_FAILS && h_run.only_case < 0; k++)
         CHECK(t.fired[k] > 10);
     CHECK_EQ(t.named, t.cut);
+    if (h_run.only_case < 0) CHECK(t.payload > 10 && t.damaged - t.payload > 10);
     CHECK_EQ(assert_failures, 0);
+}
+
+/* CRC-32C has the values of RFC 3720, appendix B.4, however it is computed and in whatever parts;
+ * any bit that differs makes another one. */
+TEST(checksums)
+{
+    enum { MOST = 1 << 18 };
+    uint8_t *data = (uint8_t *)calloc(1, MOST + 64);
+    if (!data) abort();
+    CHECK_EQ(ra__crc(0, "123456789", 9), 0xe3069283u);
+    CHECK_EQ(ra__crc(0, data, 32), 0x8a9136aau);
+    for (int i = 0; i < 32; i++) data[i] = (uint8_t)i;
+    CHECK_EQ(ra__crc(0, data, 32), 0x46dd794eu);
+    for (int i = 0; i < MOST + 64; i++) data[i] = (uint8_t)((uint32_t)i * 2654435761u >> 13);
+    for (int64_t i = 0; i < 400; i++) {
+        h_rng rng = h_case_rng(i);
+        int64_t n = i < 200 ? i : h_range(&rng, 0, MOST), cut = h_range(&rng, 0, n);
+        const uint8_t *p = data + h_range(&rng, 0, 63);
+        uint32_t crc = ~ra__crc_by_table(~0u, p, n);
+        uint8_t *bit = data + (p - data) + (n ? h_range(&rng, 0, n - 1) : 0);
+        if (!h_case(i)) continue;
+        CHECK_EQ(ra__crc(0, p, n), crc);
+        CHECK_EQ(ra__crc(ra__crc(0, p, cut), p + cut, n - cut), crc);
+        *bit ^= (uint8_t)(1 << i % 8);
+        CHECK(!n || ra__crc(0, p, n) != crc);
+        *bit ^= (uint8_t)(1 << i % 8);
+    }
+    free(data);
 }
 
 /* Steps the world up to some moment; a rank that is then at work. -1: there is none. */
@@ -821,8 +874,9 @@ static void check_silence(world *w)
     if (f.peer >= 0 || s->end == RA_E_PEER) {
         SOUND(w, f.sending == 0 || f.sending == 1);
         SOUND(w, f.peer >= 0 && f.peer != w->first_failed);
-        if (!w->net->c.shared)
-            SOUND(w, f.chunk >= 0 &&
+        if (!w->net->c.shared)             /* a hello is no chunk */
+            SOUND(w, (f.chunk >= 0 || w->net->rank[w->first_failed].hellos[0] < hellos(w) ||
+                          w->net->rank[w->first_failed].hellos[1] < hellos(w)) &&
                      (net_is_neighbour(w->net, f.peer, w->first_failed) || s->back));
         if (w->ranks == 2) SOUND(w, f.peer == w->silent);
     }
@@ -1128,6 +1182,104 @@ TEST(differences)
     CHECK_EQ(assert_failures, 0);
 }
 
+/* Differences that change who sends what, and how long messages are. */
+enum { ROUTE_WINDOW, ROUTE_LAYOUT, ROUTE_CHUNK, ROUTE_MASK, ROUTE_DTYPE, ROUTE_TOKENS, ROUTE_HEADS,
+       ROUTES };
+static const char *const route_text[ROUTES] = { ": mask", ": layout", ": chunk_tokens", ": mask",
+                                                ": dtypes", ": sizes", ": sizes" };
+
+static void route_make(small *s, int ranks, int other)
+{
+    ra_desc *d = &s->d;
+    memset(s, 0, sizeof *s);
+    d->ranks = ranks;
+    d->q_heads = 2;
+    d->kv_heads = other == ROUTE_HEADS ? 2 : 1;
+    d->k_dim = d->v_dim = 4;
+    d->q_dtype = d->o_dtype = RA_F32;
+    d->k_dtype = d->v_dtype = other == ROUTE_DTYPE ? RA_BF16 : RA_F32;
+    d->threads = 1;
+    d->tokens = 140 * ranks - (other == ROUTE_TOKENS ? 70 : 0);
+    d->chunk_tokens = other == ROUTE_CHUNK ? 128 : 64;
+    d->mask.kind = other == ROUTE_MASK ? RA_MASK_NONE : RA_MASK_CAUSAL;
+    if (other == ROUTE_WINDOW) d->mask.window = 8;
+    d->layout.kind = other == ROUTE_LAYOUT ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+    s->tokens[0] = s->tokens_of[0] = s->keys[0] = s->kv_tokens_of[0] = d->tokens;
+    small_data(s);
+    d->scores = 0;
+}
+
+/* One rank has another plan. It and the rank after it say in what it differs, from the rank before;
+ * the others hear that they have stopped. No time passes that anybody could wait for: there is
+ * neither a deadline nor a watchdog. */
+static void one_route(h_rng rng, int ranks, int odd, int other, int shared)
+{
+    small *x = (small *)calloc(1, sizeof *x);
+    net_config c;
+    world *w;
+    if (!x) abort();
+    small_seed(rng.state);
+    random_net(&c, ranks);
+    c.told = 2;
+    c.shared = shared;
+    c.train = 0;
+    if (shared) {
+        c.any_peer = 1;
+        c.lend = c.lend_sender = 0;
+        c.max_ops = 64;
+    }
+    w = make_world(ranks, 1, 2, &c);
+    small_free(&w->problem[0]);
+    route_make(&w->problem[0], ranks, -1);
+    route_make(x, ranks, other);
+    x->d.rank = odd;
+    w->threads = w->patient = 1;
+    w->net->expect_faults = 1;
+    describe(w);
+    snprintf(h_run.context + strlen(h_run.context), 60, " | route %d of rank %d", other, odd);
+    if (make_plans(w, 0)) {
+        ra_plan_destroy(w->plan[0][odd]);
+        SOUND(w, ra_plan_create(&w->plan[0][odd], &x->d, NULL) == RA_OK);
+        small_part_make(&w->seat[odd].part, x, w->plan[0][odd], odd);
+        for (int r = 0; r < ranks; r++) (void)make_ring(w, r);
+        run_world(w);
+    }
+    for (int r = 0; r < ranks && !w->wrong; r++) {
+        ra_failure f;
+        if (r != odd && r != (odd + 1) % ranks) {
+            SOUND(w, w->seat[r].end == RA_OK || is_echo(w, w->seat[r].end));
+            continue;
+        }
+        memset(&f, 0, sizeof f);
+        (void)ra_ring_failure(w->seat[r].ring, &f);
+        SOUND(w, f.status == RA_E_MISMATCH && w->seat[r].end == RA_E_MISMATCH);
+        SOUND(w, strstr(f.text, route_text[other]) || strstr(f.text, "value;"));
+        SOUND(w, f.peer == (r + ranks - 1) % ranks && f.sending == 0 && f.chunk == -1);
+        diff_named += strstr(f.text, route_text[other]) != NULL;
+        diff_seen++;
+    }
+    if (w->wrong) print_ends(w);
+    close_failed(w);
+    small_free(x);
+    free(x);
+    free_world(w);
+}
+
+TEST(differing_routes)
+{
+    static const int worlds[3] = { 2, 3, 5 };
+    int64_t all = 3 * 5 * ROUTES * 2 * (h_run.large ? 20 : 1);
+    diff_named = diff_seen = 0;
+    for (int64_t i = 0; i < all; i++) {
+        int64_t digits = i;
+        int ranks = worlds[h_digit(&digits, 3)], odd = h_digit(&digits, 5);
+        int other = h_digit(&digits, ROUTES), shared = h_digit(&digits, 2);
+        if (odd < ranks && h_case(i)) one_route(h_case_rng(i), ranks, odd, other, shared);
+    }
+    CHECK(diff_named >= diff_seen * 15 / 16);
+    CHECK_EQ(assert_failures, 0);
+}
+
 /* -------------------------------------------------------------------------- seeds */
 
 /* What a seed stands for depends on the seed alone. Returns whether something was wrong. */
@@ -1220,7 +1372,8 @@ int main(int argc, char **argv)
 {
     static const h_test tests[] = {
         ENTRY(worlds), ENTRY(shared_few_ops), ENTRY(faults), ENTRY(silence), ENTRY(cancel),
-        ENTRY(notified_deaths), ENTRY(differences), ENTRY(seeds), ENTRY(statuses),
+        ENTRY(notified_deaths), ENTRY(differences),
+        ENTRY(differing_routes), ENTRY(checksums), ENTRY(seeds), ENTRY(statuses),
     };
 #if defined(M_MMAP_THRESHOLD)
     /* Worlds come and go: their memory need not go back to the system each time. */

@@ -620,7 +620,7 @@ static inline ra_status seat_forward(seat *e, const ra_transport *transport)
         if (status < 0 && !e->error.text[0]) e->error = *ra_ring_error(e->ring);
         if (status < 0 && !e->error.text[0]) {
             ra_failure f;
-            if (ra_ring_failure(e->ring, &f) == RA_OK) memcpy(e->error.text, f.text, 216);
+            if (ra_ring_failure(e->ring, &f) == RA_OK) memcpy(e->error.text, f.text, sizeof f.text);
         }
         ra_ring_destroy(e->ring);
     }

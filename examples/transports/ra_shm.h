@@ -486,7 +486,7 @@ typedef struct ra_shm__hello {
     uint64_t slot_bytes;
 } ra_shm__hello;
 
-typedef struct ra_shm__answer { int32_t status; char text[216]; } ra_shm__answer;
+typedef struct ra_shm__answer { int32_t status; char text[RA_TEXT_BYTES]; } ra_shm__answer;
 
 static ra_status ra_shm__refuse(const ra_shm_desc *d, ra_status status, const char *field,
                                 const char *text) {
@@ -498,7 +498,7 @@ static ra_status ra_shm__refuse(const ra_shm_desc *d, ra_status status, const ch
 }
 
 static ra_status ra_shm__refuse_errno(const ra_shm_desc *d, const char *what, int number) {
-    char text[216];
+    char text[RA_TEXT_BYTES];
     snprintf(text, sizeof text, "%s failed: %s", what, strerror(number));
     return ra_shm__refuse(d, RA_E_IO, "system", text);
 }
@@ -621,7 +621,7 @@ static void ra_shm__admit(ra_shm *s, int listener, int file, int *seat, char *la
         snprintf(answer.text, sizeof answer.text, "pidfd_open failed: %s", strerror(errno));
     }
     answer.status = RA_E_SHAPE;
-    snprintf(last, 216, "%s", answer.text);
+    snprintf(last, RA_TEXT_BYTES, "%s", answer.text);
     (void)ra_shm__give(c, &answer, sizeof answer, NULL, 0);
     close(c);
 }
@@ -630,7 +630,7 @@ static void ra_shm__admit(ra_shm *s, int listener, int file, int *seat, char *la
 static ra_status ra_shm__gather(ra_shm *s, const ra_shm_desc *d, int listener, int file,
                                 int *seat) {
     struct pollfd p[RA_SHM_MAX_RANKS];
-    char mapped[RA_SHM_MAX_RANKS] = { 1 }, last[216] = "", text[216];
+    char mapped[RA_SHM_MAX_RANKS] = { 1 }, last[RA_TEXT_BYTES] = "", text[RA_TEXT_BYTES];
     for (int missing = s->ranks - 1; missing;) {
         int64_t left = (d->deadline_ns - ra_now_ns()) / 1000000 + 1;
         int ready;
