@@ -17279,7 +17279,8 @@ static ra_status ra__resume_check(ra_ring *r, int32_t i, const void *message, in
         f.kind != kind || f.pass >> RA__EPOCH_BIT != r->epoch)
         return ra__resume_refuse(r, RA_E_PROTO, i);
     if (f.origin != x->rank[i] || f.length != length) return ra__resume_refuse(r, RA_E_MISMATCH, i);
-    if (kind != RA__FRAME_HELLO && f.pass != due.pass) return ra__resume_refuse(r, RA_E_PROTO, i);
+    if ((kind == RA__FRAME_REPORT || kind == RA__FRAME_REQUEST) && f.pass != due.pass)
+        return ra__resume_refuse(r, RA_E_PROTO, i);
     return RA_OK;
 }
 

@@ -403,7 +403,8 @@ static int check_ends(world *w)
             SOUND(w, ra_ring_failure(s->ring, &f) == RA_OK);
             if (i == 0) first = f;
             SOUND(w, f.status == first.status && f.peer == first.peer && f.chunk == first.chunk);
-            SOUND(w, f.status == RA_E_PEER || f.status == RA_E_UNSUPPORTED);
+            if (!SOUND(w, f.status == RA_E_PEER || f.status == RA_E_UNSUPPORTED))
+                printf("    rank %d of %d: %s\n", w->survivor[i], w->alive, f.text);
             if (f.status == RA_E_PEER) SOUND(w, w->fetch != EVERYBODY);
             if (f.status == RA_E_PEER) SOUND(w, strstr(f.text, "nobody holds") && f.chunk >= 0);
             lost += f.status == RA_E_PEER && i == 0;
