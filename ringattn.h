@@ -213,6 +213,7 @@
  *   TRANSPORT    checks and defaults of transports
  *   SHM          the bundled world: ranks as threads
  *   RING         one rank's pass as a state machine
+ *   RESUME       a failed pass goes on among the ranks that are left
  *   CACHE        inference over a sharded KV cache
  *   ESTIMATE     how long a context fits, how large a block hides a hop
  *
@@ -990,6 +991,71 @@ typedef struct ra_failure {            /* the first failure of the ring */
 } ra_failure;
 RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out); /* RA_E_STATE: none */
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring); /* the last refusal; never null */
+
+/* -------------------------------------------------------------------------- after a failure
+ * A forward pass that has failed because ranks are gone can go on without them. What this rank has
+ * folded stays, and so do chunks that have come; each missing chunk comes from its owner, from a
+ * rank that still holds it, or from your refetch. The rows of the survivors then have the bits that
+ * the pass would have had. Who survives is yours to find out, alike on all of them.
+ *
+ *   s = ra_forward(plan, ring, &t, deadline);        // RA_E_PEER: rank 2 of 4 is gone
+ *   ... agree on the survivors, connect them ...
+ *   ra_resume_desc rd = {0};
+ *   rd.transport = &net; rd.survivors = alive; rd.ranks = 3;     // alive: { 0, 1, 3 }
+ *   rd.epoch = 1; rd.refetch = keys_of_a_rank;
+ *   s = ra_resume(ring, &rd, deadline);
+ *
+ * Afterwards a ring can only be resumed again (a higher epoch, fewer ranks) or destroyed: make a
+ * plan and a ring of the survivors for later passes. */
+typedef struct ra_resume_desc {
+    const ra_transport *transport;     /* new, of the survivors, with post, two channels, max_ops of
+                                        * 2 ranks and, of more than two ranks, RA_CAP_ANY_PEER. Its
+                                        * rank i is survivors[i]. It is used as by a pass, except
+                                        * that reg is not called: every mr is null. One survivor:
+                                        * may be null */
+    const int32_t *survivors;          /* their ranks in the plan, ascending, this one among them;
+                                        * equal everywhere. Copied */
+    int32_t ranks;                     /* how many */
+    int32_t epoch;                     /* 1 or more, equal everywhere, higher with every attempt */
+    int32_t tensors_kept;              /* 1: where this rank's last pass went well, k, v and k_pos
+                                        * of that pass and of the one before are as they were, and
+                                        * so are their plans. 0: other ranks get these keys from
+                                        * refetch. (Those of the pass that failed here must not have
+                                        * changed in any case, nor its o and lse) */
+    /* Gives the keys of a rank in a pass (ra_ring_counters.pass): fills t->k, t->v and, under ARRAY,
+     * t->k_pos with that rank's shard as ra_forward gets it. The memory stays yours and as it is
+     * until the resumed pass ends. t null: only says whether it could, which every rank is asked
+     * first. RA_OK: yes. It may come from any thread that steps. Null: nothing can be fetched. */
+    ra_status (*refetch)(void *ctx, int64_t pass, int32_t rank, ra_tensors *t);
+    void *ctx;
+} ra_resume_desc;
+
+/* The pass and, of the chunks that this rank folds in it, how many it had and how many it got. */
+typedef struct ra_resumed {
+    int64_t pass;                      /* which is now complete on all survivors */
+    int32_t epoch;
+    int64_t chunks_kept;               /* its own, folded before, or there already */
+    int64_t chunks_from_owner, chunks_from_holder, chunks_refetched;
+} ra_resumed;
+
+/* Resumes on the calling thread, blocking. Collective among the survivors. The lowest pass that any
+ * of them is in is completed. A rank on which it was complete helps the others; so does one that is
+ * a pass ahead, and what it has of the later pass is dropped: begin that one anew. Allocates from
+ * the ring's allocator: messages like those of the ring, freed with it. The old transport must still
+ * exist, for dereg. No other thread may be in a call on the ring.
+ * RA_OK: this rank's o and lse are complete, and so are those of all others unless they fail yet.
+ * Refusals: as everywhere; RA_E_UNSAFE: the old transport may still write into buffers.
+ * RA_E_UNSUPPORTED, on all ranks: a backward pass, RA_CAP_SHARED, an engine that failed, or a rank
+ * more than one pass ahead: begin the pass anew. RA_E_PEER with ra_failure.peer and chunk, on all
+ * ranks and before any chunk moves: nobody can give that chunk of that rank. These and any other
+ * failure leave the ring as it is, so that ra_resume may be called again. Failures name ranks as
+ * the plan numbers them. The reason of a refusal is in ra_ring_error. */
+RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_t deadline_ns);
+/* The same without blocking: then ra_step, on any threads, until RA_OK or an error. */
+RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
+                                       int64_t deadline_ns);
+RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /* RA_E_STATE: no pass
+                                        * was resumed and has ended well */
 
 /* ========================================================================== L2: sharded cache
  * Inference over a KV cache that is split along the sequence over ranks: prefill in chunks, decode,
@@ -12494,13 +12560,15 @@ typedef struct ra__tickets {
 } ra__tickets;
 enum { RA__RING_ENDING = 3 };          /* a pass that went well, while its last callbacks run */
 enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3, RA__FRAME_HELLO = 7 };
+enum { RA__FRAME_STATE = 16, RA__FRAME_REPORT, RA__FRAME_REQUEST, RA__FRAME_END };  /* RESUME */
+enum { RA__EPOCH_BIT = 40 };           /* of ra__frame.pass: passes are numbered below it */
 enum { RA__MET = 32 };                 /* plans that a ring remembers */
 #define RA__QUIET_NS ((int64_t)60 * 1000000000)        /* silence that is never a failure */
 
 typedef struct ra__frame {             /* RA__FRAME_BYTES in front of every chunk */
     uint32_t magic;
     uint16_t abi, kind;
-    int64_t pass;
+    int64_t pass;                      /* and from RA__EPOCH_BIT on the epoch, if it was resumed */
     uint64_t hash;                     /* of all agreed values */
     int64_t length;                    /* of the message that left the owner */
     int32_t origin, chunk;
@@ -12596,6 +12664,23 @@ enum { RA__HELLO_OUT, RA__HELLO_IN, RA__RECEIVES, RA__SENDS, RA__RETURNS, RA__NO
        RA__NOTICES_OUT, RA__LANES };
 enum { RA__NOTICE = -1, RA__HELLO = -2 };              /* in place of the number of a chunk */
 
+/* The forward pass before the one in progress, for ranks that resume it: this one may be ahead. */
+typedef struct ra__earlier {
+    const ra_plan *plan;               /* null: there is none, or it was backward */
+    ra_tensors t;
+    ra__view kv[2];
+    ra__agreed agreed;
+} ra__earlier;
+
+/* A chunk that came before a pass was resumed and whose bytes are still there. */
+typedef struct ra__kept {
+    uint8_t *message;
+    int32_t chunk, hop;                /* hop: of the message's layout, see ra__message */
+} ra__kept;
+
+/* Begins memory that a ring gets when a pass is resumed; kept until the ring is destroyed. */
+typedef struct ra__more { struct ra__more *next; int64_t bytes; } ra__more;
+
 struct ra_ring {
     ra_ring_desc rd;
     ra_transport tp;
@@ -12662,6 +12747,28 @@ struct ra_ring {
     void *mr;                          /* of the whole workspace */
     uint8_t *scratch;                  /* [threads][scratch_bytes] */
     int64_t scratch_bytes;
+
+    ra__earlier earlier;
+    int32_t epoch;                     /* of the last ra_resume; 0: none. From here on see RESUME */
+    int32_t meeting;                   /* atomic. 1: the ranks have not agreed yet, do not compute */
+    int32_t talking;                   /* 1: they may still need messages of this rank. Under comm */
+    int32_t awaited;                   /* atomic: peer that this rank waits for, -1: none */
+    int32_t serves;                    /* 1: this rank has the pass complete and only helps */
+    int32_t cannot;                    /* RA__RANK_*: why its own state cannot go on */
+    int32_t pulled;                    /* 1: receives after the kept ones were requested */
+    const char *why;                   /* what to say of rank why_rank in the failure, or null */
+    int32_t why_rank;
+    struct ra__resume *resume;
+    int (*resumed_comm)(ra_ring *r);   /* a round of communication, instead of ra__ring_comm */
+    const int32_t *survivor;           /* [peers] their ranks in the ring that failed; null: no
+                                        * pass was resumed */
+    ra_transport_op *control;          /* [controls] those in use have a kind */
+    int64_t controls;
+    ra__kept *kept;                    /* [kept_count] the first entries of lists->recv */
+    int64_t kept_count;
+    int64_t intact;                    /* receives from here on, as far as they have come, have not
+                                        * been overwritten */
+    ra__more *more;
 
     ra_ring_counters counters;         /* each word on its own is atomic */
     ra_failure failure;
@@ -14854,7 +14961,7 @@ static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
     }
     if (r->corrupt && f->status == RA_E_PROTO)
         ra__put(f->text, cap, at, ": the checksum of its data is wrong");
-    if (silent && f->peer >= 0 && !ra__load_i32(&r->met))
+    if (silent && f->peer >= 0 && !r->survivor && !ra__load_i32(&r->met))
         ra__put(f->text, cap, at, r->rd.trust_plans
                     ? "; nothing has come yet: do all ranks have equal descriptors?"
                     : "; nothing has come yet: has that rank begun this pass?");
@@ -14878,7 +14985,11 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f, int64_t moved) {
     ra__put(f->text, cap, &at, ": ");
     ra__put(f->text, cap, &at, ra_status_text(f->status));
     ra__failure_hint(r, f, &at);
-    if (f->peer >= 0)
+    if (r->why) {
+        ra__failure_number(f, &at, "; rank ", r->why_rank);
+        ra__put(f->text, cap, &at, " ");
+        ra__put(f->text, cap, &at, r->why);
+    } else if (f->peer >= 0)
         ra__failure_number(f, &at, f->sending == 1 ? "; sending to rank "
                                                    : "; receiving from rank ", f->peer);
     if (f->chunk >= 0) ra__failure_number(f, &at, ", chunk ", f->chunk);
@@ -14903,6 +15014,11 @@ static void ra__ring_abort(ra_ring *r, ra_status why) {
         (void)r->tp.abort(r->tp.ctx, why);
 }
 
+/* A peer of the transport as a rank of the plan: in a resumed pass peers are numbered anew. */
+static int32_t ra__ring_rank_of(const ra_ring *r, int32_t peer) {
+    return r->survivor && peer >= 0 ? r->survivor[peer] : peer;
+}
+
 /* The first failure of a pass that has not ended is recorded, and the transport is aborted. Returns
  * the status of the ring, which may be that of an earlier failure; s if there is none (yet). */
 static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
@@ -14912,7 +15028,7 @@ static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
         ra_failure *f = &r->failure;
         f->status = s;
         f->rank = r->rank;
-        f->peer = why.peer;
+        f->peer = r->why ? r->why_rank : ra__ring_rank_of(r, why.peer);
         f->sending = why.sending;
         f->code = why.code;
         f->chunk = why.chunk;
@@ -14921,7 +15037,7 @@ static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
         ra__failure_text(r, f, why.moved);
         ra__store_i32(&r->failed, s);
         ra__ring_abort(r, s);
-        e.peer = why.peer;
+        e.peer = f->peer;
         e.chunk = why.chunk;
         e.begin_ns = r->begin_ns;
         ra__ring_event(r, RA_EV_FAIL, -1, &e);
@@ -14975,6 +15091,7 @@ static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, 
     f.magic = RA__MAGIC;
     f.abi = RA_TRANSPORT_ABI;
     f.pass = r->pass;
+    f.pass |= (int64_t)r->epoch << RA__EPOCH_BIT;
     f.hash = ra__hash(14695981039346656037u, &r->agreed, sizeof r->agreed);
     for (int i = 0; i < RA__AGREE_PARTS; i++) {
         uint64_t h = r->agreed.part[i] ^ r->agreed.part[i] >> 29;
@@ -15069,6 +15186,27 @@ static int32_t ra__ring_kind(const ra_ring *r) {
     return r->lists->backward ? RA__FRAME_GRAD : RA__FRAME_CHUNK;
 }
 
+/* A resumed pass lays out the message of chunk c to a rank as if it were so many ranks after the
+ * owner: as many as the segments travel that the rank needs. */
+static int32_t ra__plan_need_hop(const ra_plan *p, int64_t c, int32_t rank) {
+    const ra__chunk *chunk = &p->keys.chunk[c];
+    int32_t hop = ra__chunk_reach(chunk);
+    for (int32_t i = 0; i < chunk->segs; i++)
+        if (ra__need_seg(&p->keys, c, i, rank) && chunk->hops[i] < hop) hop = chunk->hops[i];
+    return hop;
+}
+
+/* The layout of receive i, which is chunk c: how many ranks after the owner. */
+static int32_t ra__ring_recv_hop(const ra_ring *r, int64_t i, int64_t c) {
+    if (i < r->kept_count) return r->kept[i].hop;
+    return r->pulled ? ra__plan_need_hop(r->plan, c, r->rank) : ra__ring_hop(r, c);
+}
+
+static uint8_t *ra__ring_recv_message(const ra_ring *r, int64_t i) {
+    return i < r->kept_count ? r->kept[i].message
+                             : (uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], i)->buf;
+}
+
 /* The segments that came in a message `hop` ranks away from their owner. */
 static void ra__item_packed(const ra_ring *r, const uint8_t *message, int32_t hop, ra__item *out) {
     const ra_desc *d = &r->plan->d;
@@ -15115,9 +15253,9 @@ static int ra__ring_item(const ra_ring *r, int64_t f, ra__item *out) {
     if (at->chunk < 0) return 0;
     out->c = r->lists->chunk[at->chunk];
     if (recv >= 0) {
-        const uint8_t *message = (const uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], recv)->buf;
+        const uint8_t *message = ra__ring_recv_message(r, recv);
         if (r->shared) ra__item_address(message, out);
-        else ra__item_packed(r, message, ra__ring_hop(r, at->chunk), out);
+        else ra__item_packed(r, message, ra__ring_recv_hop(r, recv, at->chunk), out);
         return 1;
     }
     if (array) array += out->c.sequence * r->t.k_pos.batch_step;
@@ -15203,34 +15341,19 @@ static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *m
     ra__fp_leave(mode);
 }
 
-/* Packs own chunk c, or its address, into a message: number `own` of those that leave. Backward its
- * gradients are there already. */
-static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *message) {
-    const ra_plan *p = r->plan;
-    const ra_desc *d = &p->d;
-    const ra__chunk *chunk = &r->lists->chunk[c];
-    ra__view k = ra__view_at(r->kv[0], chunk->sequence, 0, 0);
-    ra__view v = ra__view_at(r->kv[1], chunk->sequence, 0, 0);
-    const int32_t *pos = r->t.k_pos.array;
-    ra__frame f = ra__ring_frame(r, ra__ring_kind(r), r->rank, c, ra__ring_length(r, c, 1));
+/* Packs the keys of a chunk into a message for the next rank. kv, pos: of its owner's shard, all
+ * sequences. */
+static void ra__pack_keys(const ra_ring *r, const ra__chunk *chunk, const ra__view kv[2],
+                          const ra_positions *at, uint8_t *message) {
+    const ra_desc *d = &r->plan->d;
     const int32_t *hops = r->lists->backward ? chunk->back_hops : chunk->hops;
+    const int32_t *pos = at->array;
+    ra__view k = ra__view_at(kv[0], chunk->sequence, 0, 0);
+    ra__view v = ra__view_at(kv[1], chunk->sequence, 0, 0);
     ra__message_offsets part[2], grad[2];
-    memcpy(message, &f, sizeof f);
-    if (pos) pos += chunk->sequence * r->t.k_pos.batch_step;
-    if (r->shared) {
-        ra__address a;
-        memset(&a, 0, sizeof a);
-        a.k = k.data; a.k_token = k.token; a.k_head = k.head;
-        a.v = v.data; a.v_token = v.token; a.v_head = v.head;
-        a.pos = pos;
-        a.alive = (int64_t *)(uintptr_t)&r->alive;
-        if (r->lists->backward) a.grad = ra__ring_grads(r, r->lists->returned[own].own);
-        memcpy(message + RA__FRAME_BYTES, &a, sizeof a);
-        return;
-    }
+    if (pos) pos += chunk->sequence * at->batch_step;
     if (r->lists->backward) (void)ra__back_message(d, chunk, 1, part, grad);
     else (void)ra__message(d, chunk, 1, part);
-    if (r->lists->backward && d->backward_travel == RA_TRAVEL_Q) return; /* packed at its start */
     for (int32_t i = 0; i < chunk->segs; i++) {
         const ra__seg *s = &chunk->seg[i];
         if (hops[i] < 1) continue;
@@ -15242,6 +15365,31 @@ static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *mes
             ra__pack_rows(message + part[i].v, v, s, d->kv_heads,
                           ra__row_bytes(d->v_dtype, d->v_dim));
     }
+}
+
+/* Packs own chunk c, or its address, into a message: number `own` of those that leave. Backward its
+ * gradients are there already. */
+static void ra__ring_pack(const ra_ring *r, int64_t c, int64_t own, uint8_t *message) {
+    const ra_desc *d = &r->plan->d;
+    const ra__chunk *chunk = &r->lists->chunk[c];
+    ra__frame f = ra__ring_frame(r, ra__ring_kind(r), r->rank, c, ra__ring_length(r, c, 1));
+    memcpy(message, &f, sizeof f);
+    if (r->shared) {
+        ra__view k = ra__view_at(r->kv[0], chunk->sequence, 0, 0);
+        ra__view v = ra__view_at(r->kv[1], chunk->sequence, 0, 0);
+        const ra_positions *at = &r->t.k_pos;
+        ra__address a;
+        memset(&a, 0, sizeof a);
+        a.k = k.data; a.k_token = k.token; a.k_head = k.head;
+        a.v = v.data; a.v_token = v.token; a.v_head = v.head;
+        a.pos = at->array ? at->array + chunk->sequence * at->batch_step : NULL;
+        a.alive = (int64_t *)(uintptr_t)&r->alive;
+        if (r->lists->backward) a.grad = ra__ring_grads(r, r->lists->returned[own].own);
+        memcpy(message + RA__FRAME_BYTES, &a, sizeof a);
+        return;
+    }
+    if (r->lists->backward && d->backward_travel == RA_TRAVEL_Q) return; /* packed at its start */
+    ra__pack_keys(r, chunk, r->kv, &r->t.k_pos, message);
 }
 
 /* -------------------------------------------------------------------------- communication */
@@ -15418,6 +15566,8 @@ static int ra__ring_list(const ra_ring *r) {
     for (int32_t k = 0; k < RA__LANES; k++)
         for (int64_t i = r->lane[k].done; i < r->lane[k].posted; i++)
             r->list[n++] = ra__lane_op(&r->lane[k], i);
+    for (int64_t i = 0; i < r->controls; i++)
+        if (r->control[i].kind) r->list[n++] = &r->control[i];
     return n;
 }
 
@@ -15605,7 +15755,7 @@ static void ra__ring_trace_op(const ra_ring *r, int32_t kind, const ra_transport
                               int64_t begin_ns) {
     ra_event e = ra__event_none();
     if (!r->rd.trace) return;
-    e.peer = op->peer;
+    e.peer = ra__ring_rank_of(r, op->peer);
     e.chunk = c;
     e.origin = r->lists->chunk[c].owner;
     e.sequence = r->lists->chunk[c].sequence;
@@ -15823,7 +15973,7 @@ static int ra__ring_comm(ra_ring *r) {
 static int ra__ring_all_messages_done(const ra_ring *r) {
     for (int32_t k = 0; k < RA__LANES; k++)
         if (r->lane[k].done < r->lane[k].total) return 0;
-    return r->released == r->lane[RA__RECEIVES].total &&
+    return !r->talking && r->released == r->lane[RA__RECEIVES].total &&
            r->returns_folded == r->lane[RA__RETURNS].total;
 }
 
@@ -16483,6 +16633,7 @@ static ra__blame ra__ring_awaits(const ra_ring *r) {
     const ra_plan *p = r->plan;
     const ra__pass_lists *lists = r->lists;
     int64_t next[RA__LANES];
+    if (r->survivor) return ra__blame_of(ra__load_i32(&r->awaited), 0, 0, -1);
     for (int32_t k = 0; k < RA__LANES; k++) next[k] = ra__load_i64(&r->lane[k].done);
     if (next[RA__HELLO_OUT] < r->lane[RA__HELLO_OUT].total)
         return ra__blame_of(ra__rank_up(p, r->rank, 1), 1, 0, -1);
@@ -16569,7 +16720,8 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
     if ((ith == 0 || !r->has_transport || (r->tp.caps & RA_CAP_ANY_THREAD)) &&
         ra__cas_i32(&r->comm, 0, 1)) {
         int live = ra__load_i32(&r->state) == RA_RING_RUNNING;     /* it ends only under comm */
-        if (live && r->has_transport) moved = ra__ring_comm(r);
+        if (live && r->resumed_comm) moved = r->resumed_comm(r);
+        else if (live && r->has_transport) moved = ra__ring_comm(r);
         if (live && moved == 0 && ra__load_i64(&r->folded) == r->lists->folds &&
             ra__ring_all_messages_done(r))
             ra__ring_complete(r);
@@ -16577,6 +16729,7 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
         if (moved < 0) return moved;
         if (moved && r->has_transport && !r->tp.post) return RA_AGAIN; /* peers may be waiting */
     }
+    if (ra__load_i32(&r->meeting)) return moved ? RA_AGAIN : RA_WAIT;
     if (ith >= ra__load_i32(&r->threads)) {            /* the plan has no memory for it */
         if (ra__load_i32(&r->state) == RA_RING_IDLE) return RA_OK;
         return moved ? RA_AGAIN : RA_WAIT;
@@ -16691,6 +16844,10 @@ RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring) {
     if (ring->unsafe) return RA_E_UNSAFE;
     if (ring->mr && ring->tp.dereg) (void)ring->tp.dereg(ring->tp.ctx, ring->mr);
     a = ring->rd.allocator;
+    for (ra__more *next, *more = ring->more; more; more = next) {
+        next = more->next;
+        ra__free(&a, more, (size_t)more->bytes);
+    }
     if (!ring->rd.workspace) ra__free(&a, ring->base, (size_t)ring->bytes);
     return RA_OK;
 }
@@ -16734,6 +16891,8 @@ static ra_status ra__begin_check_job(ra_ring *r, const ra_job *job) {
           p->d.train },
         { s != RA_OK, s, "ring", "has failed in its pass #: create a new one", r->pass },
         { ra__load_i32(&r->state) != RA_RING_IDLE, RA_E_BUSY, "ring", "is still in its pass #",
+          r->pass },
+        { r->survivor != NULL, RA_E_STATE, "ring", "has resumed pass #: create a new one",
           r->pass },
         { p->d.rank != r->rank || p->d.ranks != r->ranks, RA_E_SHAPE, "job.plan",
           "is for rank # or another number of ranks, unlike the ring", p->d.rank },
@@ -16846,6 +17005,17 @@ static void ra__begin_meet(ra_ring *r, const ra_plan *p, int32_t pass) {
     r->greets = !met && r->has_transport && !r->rd.trust_plans;
 }
 
+/* Notes the pass that has ended, before another one begins. */
+static void ra__begin_earlier(ra_ring *r) {
+    ra__earlier *at = &r->earlier;
+    at->plan = r->plan && !r->lists->backward ? r->plan : NULL;
+    at->t = r->t;
+    at->kv[0] = r->kv[0];
+    at->kv[1] = r->kv[1];
+    at->agreed = r->agreed;
+    r->intact = 0;
+}
+
 /* ra_begin, and ra_join for the thread that holds `join`; other threads get RA_WAIT meanwhile. */
 static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__work w;
@@ -16858,6 +17028,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     s = ra__ring_use(ring, job->plan, job->pass, &ring->refusal);
     if (s) return s;
     if (ring->has_transport && !ring->tp.post) ra__plan_exchanges(job->plan);
+    ra__begin_earlier(ring);
     ring->plan = job->plan;
     ring->lists = job->pass == RA_PASS_BACKWARD ? &job->plan->back : &job->plan->forward;
     ring->task_begin = job->pass == RA_PASS_BACKWARD ? job->plan->back_task_begin
@@ -17149,6 +17320,960 @@ RINGATTN_API const char *ra_ring_explain(const ra_ring *ring) {
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
     static const ra_error none = { RA_OK, "", "" };
     return ring ? &ring->refusal : &none;
+}
+
+/* ========================================================================== RESUME
+ * A forward pass that has failed goes on among the ranks that are left. In: a ring whose buffers are
+ * quiet, a transport of the survivors, who they are. Out: the same pass, whole, with the bits that
+ * it would have had; or the same reason on all ranks why not.
+ *
+ * What stays: the list of folds and how far each task has come in it (turns, desks, running sums),
+ * and every message that has come, was checked and has not been overwritten (ra__kept). So every row
+ * meets the remaining chunks in the order that it always had. What is new: from whom a missing chunk
+ * comes. Every entry of lists->recv after the kept ones is a missing chunk, in the order of folds.
+ *
+ * Meeting. A rank says hello to each: the pass that it is in, whether that is complete here, hashes
+ * of it and of the one before. The pass to resume is the lowest of all. Then each reports which
+ * pieces of chunks it needs, which it holds, and the keys of which ranks it can give. From equal
+ * reports every rank computes the same source of each missing chunk (ra__reports_source). A chunk
+ * without a source, or any other reason not to go on, is a verdict: all ranks have the same one,
+ * none has moved a chunk, and nobody aborts the transport.
+ *
+ * Chunks are pulled. A rank posts a receive into a free buffer and then requests the chunk from its
+ * source, so every chunk that is sent has a place, and no order of ranks can deadlock. From each
+ * peer one control message at a time is received; the receive for the next is posted when the
+ * request has become a send. END says that a rank requests nothing more. A rank is done when it has
+ * folded everything and has heard END from all.
+ *
+ * Kept messages are never overwritten: new ones get buffers of their own. The memory of earlier
+ * attempts stays until the ring is destroyed. Peers are numbered by the new transport in here; the
+ * failure, events and counters name ranks of the plan. */
+
+enum { RA__MEET_HELLO, RA__MEET_REPORT, RA__MEET_TALK };
+enum { RA__RANK_COMPLETE = 1, RA__RANK_BACKWARD = 2, RA__RANK_SHARED = 4, RA__RANK_ENGINE = 8,
+       RA__RANK_LENT = 16 };
+enum { RA__MOST_EPOCH = (1 << 22) - 1, RA__RESUME_SENDS = 2 };
+
+/* What all ranks have reported about the pass that is resumed. */
+typedef struct ra__reports {
+    const ra_plan *p;
+    const int32_t *rank;               /* [n] of the plan */
+    int32_t n;
+    uint8_t *of;                       /* [n][bytes]: frame, need, held (as ra__travel.need, one
+                                        * row each), bits of ranks whose keys it can give */
+    int64_t bytes;
+} ra__reports;
+
+typedef struct ra__resume_peer {
+    ra__frame said, heard;             /* control messages of RA__FRAME_BYTES */
+    uint8_t out, in;                   /* while ranks meet: 1 posted, 2 done */
+    uint8_t told, ended;               /* 1: END was posted, has come */
+    int32_t asked;                     /* the chunk that it has requested; -1: none */
+} ra__resume_peer;
+
+/* The shard of a rank as the caller gave it. */
+typedef struct ra__given {
+    int32_t known;
+    ra__view kv[2];
+    ra_positions pos;
+} ra__given;
+
+struct ra__resume {
+    ra_resume_desc rd;                 /* without pointers to what the caller may free */
+    int32_t n, me, stage;
+    int32_t *rank;                     /* [n] */
+    ra__resume_peer *peer;             /* [n] */
+    ra__reports reports;
+    int64_t top;                       /* the pass that is resumed */
+    int32_t idle;                      /* 1: every rank has it complete */
+    ra_status verdict;
+    ra__blame blame;                   /* of the verdict */
+    ra__pass_lists lists;
+    ra__lane lane[2];                  /* receives and sends of the resumed pass */
+    ra_transport_op **list;
+    ra__kept *kept;
+    int64_t kept_count, missing;
+    int32_t *source;                   /* [missing] */
+    ra__given *given;                  /* [ranks of the plan] */
+    int32_t sent[RA__RESUME_SENDS];    /* chunks of the sends under way */
+    ra_resumed figures;
+};
+
+/* -------------------------------------------------------------------------- who gives what */
+static int64_t ra__reports_size(const ra_plan *p) {
+    return RA__FRAME_BYTES + 2 * p->keys.need_row + (p->d.ranks + 7) / 8;
+}
+RA__INLINE uint8_t *ra__reports_need(const ra__reports *v, int32_t i) {
+    return v->of + i * v->bytes + RA__FRAME_BYTES;
+}
+RA__INLINE uint8_t *ra__reports_held(const ra__reports *v, int32_t i) {
+    return ra__reports_need(v, i) + v->p->keys.need_row;
+}
+RA__INLINE uint8_t *ra__reports_gives(const ra__reports *v, int32_t i) {
+    return ra__reports_held(v, i) + v->p->keys.need_row;
+}
+RA__INLINE int32_t ra__pieces(const uint8_t *row, int64_t c) {
+    return row[c / 4] >> (2 * c % 8) & 3;
+}
+RA__INLINE int ra__can_give(const ra__reports *v, int32_t i, int32_t rank) {
+    return ra__reports_gives(v, i)[rank / 8] >> rank % 8 & 1;
+}
+
+/* From which rank the one numbered `to` gets chunk c, which it needs: its owner, otherwise the first
+ * that holds the pieces, otherwise `to` itself if it can fetch them again, otherwise the first that
+ * can. -1: the chunk is lost. The same on every rank. */
+static int32_t ra__reports_source(const ra__reports *v, int64_t c, int32_t to) {
+    const int32_t owner = v->p->keys.chunk[c].owner, need = ra__pieces(ra__reports_need(v, to), c);
+    for (int32_t i = 0; i < v->n; i++)
+        if (v->rank[i] == owner && ra__can_give(v, i, owner)) return i;
+    for (int32_t i = 0; i < v->n; i++)
+        if (i != to && !(need & ~ra__pieces(ra__reports_held(v, i), c))) return i;
+    if (ra__can_give(v, to, owner)) return to;
+    for (int32_t i = 0; i < v->n; i++)
+        if (ra__can_give(v, i, owner)) return i;
+    return -1;
+}
+
+/* The first chunk that a rank needs and nobody can give; -1: none. */
+static int64_t ra__reports_lost(const ra__reports *v) {
+    for (int64_t c = 0; c < v->p->keys.chunks; c++)
+        for (int32_t i = 0; i < v->n; i++)
+            if (ra__pieces(ra__reports_need(v, i), c) && ra__reports_source(v, c, i) < 0) return c;
+    return -1;
+}
+
+/* -------------------------------------------------------------------------- what is here */
+/* Receive i has come and its bytes are still there. */
+static int ra__resume_intact(const ra_ring *r, int64_t i) {
+    const ra__lane *lane = &r->lane[RA__RECEIVES];
+    if (i < r->kept_count) return 1;
+    if (i < r->intact || i >= lane->done) return 0;
+    if (!(r->cannot & RA__RANK_LENT)) return 1;
+    return i >= r->released && ra__lane_op(lane, i)->buf == ra__lane_buf(lane, i);
+}
+
+/* Entry f of the fold list is still needed and has to be received. */
+static int ra__resume_misses(const ra_ring *r, int64_t f) {
+    const int32_t recv = r->lists->fold[f].recv;
+    return f >= r->folded && recv >= 0 && !ra__resume_intact(r, recv);
+}
+
+/* A task stands in the middle of a chunk that was lent: its memory is gone. */
+static int ra__resume_torn(const ra_ring *r) {
+    for (int32_t i = 0; i < r->plan->d.threads && !r->plan->d.engine; i++) {
+        const ra__desk *desk = &r->desk[i];
+        const ra__fold_hand *h = &desk->hand.fold;
+        if (ra__load_i64(&desk->fold) != RA__NO_FOLD && desk->open && h->x.block > 0 &&
+            ra__resume_misses(r, h->next))
+            return 1;
+    }
+    return 0;
+}
+
+/* The state of this rank's last pass, before anything of it is changed. */
+static void ra__resume_look(ra_ring *r) {
+    const ra__lane *lane = &r->lane[RA__RECEIVES];
+    r->intact = ra__max(r->intact, lane->posted - lane->slots);
+    r->serves |= ra__load_i32(&r->state) == RA_RING_IDLE;
+    if (r->shared) {
+        r->intact = lane->done;
+        r->cannot |= RA__RANK_SHARED;
+    }
+    if ((r->tp.caps & RA_CAP_LOAN) && !r->pulled) r->cannot |= RA__RANK_LENT;
+    if (ra__load_i32(&r->failed) == RA_E_ENGINE) r->cannot |= RA__RANK_ENGINE;
+    r->shared = r->notices = 0;
+    r->space = 0;
+}
+
+/* What this rank says of it. Lent messages matter only if a task is in the middle of one. */
+static int32_t ra__resume_state(const ra_ring *r) {
+    int32_t state = r->cannot & ~RA__RANK_LENT;
+    if (r->serves) return RA__RANK_COMPLETE | (r->lists->backward ? RA__RANK_BACKWARD : 0);
+    if (r->lists->backward) return RA__RANK_BACKWARD;
+    return ra__resume_torn(r) ? state | RA__RANK_LENT : state;
+}
+
+static uint64_t ra__resume_hash(const ra__agreed *a) {
+    return ra__hash(14695981039346656037u, a, sizeof *a);
+}
+
+/* -------------------------------------------------------------------------- control messages */
+static ra__frame ra__resume_sealed(ra__frame f) {
+    f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
+    return f;
+}
+
+/* The hello of this rank. parts has the hash of the pass before. */
+static ra__frame ra__resume_hello(const ra_ring *r) {
+    const struct ra__resume *x = r->resume;
+    uint64_t all = ra__hash(14695981039346656037u, x->rank, (size_t)x->n * sizeof *x->rank);
+    ra__frame f = ra__ring_frame(r, RA__FRAME_STATE, r->rank, ra__resume_state(r), (int64_t)all);
+    f.parts = r->earlier.plan ? ra__resume_hash(&r->earlier.agreed) : 0;
+    return ra__resume_sealed(f);
+}
+
+static ra_status ra__resume_refuse(ra_ring *r, ra_status s, int32_t i) {
+    r->differ = 0;
+    return ra__ring_fail(r, s, ra__blame_of(i, 0, 0, -1));
+}
+
+/* Checks what came from peer i: of this attempt, of this kind, from that rank. */
+static ra_status ra__resume_check(ra_ring *r, int32_t i, const void *message, int32_t kind,
+                                  int64_t length) {
+    const struct ra__resume *x = r->resume;
+    ra__frame f, due;
+    memcpy(&f, message, sizeof f);
+    due = ra__ring_frame(r, kind, x->rank[i], f.chunk, length);
+    if (f.magic != due.magic || f.abi != due.abi || f.check != ra__resume_sealed(f).check ||
+        f.kind != kind || f.pass >> RA__EPOCH_BIT != r->epoch)
+        return ra__resume_refuse(r, RA_E_PROTO, i);
+    if (f.origin != x->rank[i] || f.length != length) return ra__resume_refuse(r, RA_E_MISMATCH, i);
+    if ((kind == RA__FRAME_REPORT || kind == RA__FRAME_REQUEST) && f.pass != due.pass)
+        return ra__resume_refuse(r, RA_E_PROTO, i);
+    return RA_OK;
+}
+
+static void ra__resume_post(ra_ring *r, int32_t i, int sending, void *buf, int64_t length) {
+    ra_transport_op *op = &r->control[2 * i + sending];
+    memset(op, 0, sizeof *op);
+    op->kind = sending ? RA_MSG_SEND : RA_MSG_RECV;
+    op->channel = 1;
+    op->peer = i;
+    op->tag = ra__ring_tag(r, r->resume->stage);
+    op->buf = buf;
+    op->len = (size_t)length;
+    r->moves++;
+}
+
+/* A control message of peer i has ended: 1, and its op is free again; 0 not yet; < 0 failed. */
+static int ra__resume_taken(ra_ring *r, int32_t i, int sending) {
+    ra_transport_op *op = &r->control[2 * i + sending];
+    int done = op->kind ? ra__ring_op_done(r, op, -1) : 0;
+    if (done <= 0) return done;
+    op->kind = 0;
+    r->moves++;
+    (void)ra__add_i64(sending ? &r->counters.bytes_out : &r->counters.bytes_in, (int64_t)op->len);
+    return 1;
+}
+
+/* -------------------------------------------------------------------------- meeting */
+/* Not to go on, because of a rank of the plan, which the sentence is about. */
+static void ra__resume_judge(ra_ring *r, ra_status s, int32_t rank, int64_t chunk,
+                             const char *why) {
+    r->resume->verdict = s;
+    r->resume->blame = ra__blame_of(-1, -1, 0, chunk);
+    r->why = why;
+    r->why_rank = rank;
+}
+
+/* Peer i, of whom `f` says how far it is, can take part in pass `top`, whose hash is `hash`. */
+static int ra__resume_judge_peer(ra_ring *r, int32_t i, const ra__frame *f, uint64_t hash) {
+    const int64_t ahead = (f->pass & (((int64_t)1 << RA__EPOCH_BIT) - 1)) - r->resume->top;
+    const uint64_t its = ahead ? f->parts : f->hash;
+    const int32_t rank = r->resume->rank[i];
+    const char *why = NULL;
+    if (!ahead && (f->chunk & RA__RANK_BACKWARD)) why = "has a backward pass: begin it anew";
+    else if (!ahead && (f->chunk & RA__RANK_SHARED)) why = "read keys through RA_CAP_SHARED";
+    else if (!ahead && (f->chunk & RA__RANK_ENGINE)) why = "has an engine that failed";
+    else if (!ahead && (f->chunk & RA__RANK_LENT)) why = "stands in the middle of a lent message";
+    else if (ahead > 1 || !its) why = "is more than one forward pass ahead";
+    if (why) ra__resume_judge(r, RA_E_UNSUPPORTED, rank, -1, why);
+    else if (its != hash) ra__resume_judge(r, RA_E_MISMATCH, rank, -1, "has another pass there");
+    return !r->resume->verdict;
+}
+
+/* From all hellos: which pass is resumed, and whether that can be. */
+static void ra__resume_agree(ra_ring *r) {
+    struct ra__resume *x = r->resume;
+    const int64_t mask = ((int64_t)1 << RA__EPOCH_BIT) - 1;
+    int32_t first = 0;
+    x->idle = 1;
+    for (int32_t i = 1; i < x->n; i++)
+        if ((x->peer[i].heard.pass & mask) < (x->peer[first].heard.pass & mask)) first = i;
+    x->top = x->peer[first].heard.pass & mask;
+    for (int32_t i = 0; i < x->n; i++)
+        if ((x->peer[i].heard.pass & mask) == x->top)
+            x->idle &= x->peer[i].heard.chunk & RA__RANK_COMPLETE;
+    for (int32_t i = 0; i < x->n && !x->idle; i++)
+        if (!ra__resume_judge_peer(r, i, &x->peer[i].heard, x->peer[first].heard.hash)) return;
+}
+
+/* Takes the ring back to the pass that is resumed, if it is one ahead: that one is complete. */
+static void ra__resume_step_back(ra_ring *r) {
+    if (r->pass == r->resume->top) return;
+    r->plan = r->earlier.plan;
+    r->lists = &r->plan->forward;
+    r->task_begin = r->plan->task_begin;
+    r->t = r->earlier.t;
+    r->kv[0] = r->earlier.kv[0];
+    r->kv[1] = r->earlier.kv[1];
+    r->agreed = r->earlier.agreed;
+    r->earlier.plan = NULL;
+    r->pass = r->resume->top;
+    ra__store_i64(&r->counters.pass, r->pass);
+    r->lane[RA__RECEIVES].done = r->lane[RA__RECEIVES].posted = 0;
+    r->kept_count = r->intact = 0;
+    r->serves = 1;
+}
+
+/* Lays out the memory of a resumed pass; counts only if a->base is null. */
+static void ra__resume_carve(ra__arena *a, const ra_ring *r, struct ra__resume *x) {
+    const ra_plan *p = r->plan;
+    const int64_t align = ra__max(64, (int64_t)r->tp.align);
+    const int64_t slots = ra__min(p->d.buffers, x->missing), ops = 2 * (int64_t)x->n;
+    const int64_t sends = x->n > 1 ? RA__RESUME_SENDS : 0;
+    (void)ra__carve(a, (int64_t)sizeof(ra__more));
+    x->kept = (ra__kept *)ra__carve(a, x->kept_count * (int64_t)sizeof *x->kept);
+    x->source = (int32_t *)ra__carve(a, x->missing * 4);
+    x->given = (ra__given *)ra__carve(a, p->d.ranks * (int64_t)sizeof *x->given);
+    x->lists.fold = (ra__fold *)ra__carve(a, r->lists->folds * (int64_t)sizeof *x->lists.fold);
+    x->lists.recv = (ra__recv *)ra__carve(a, (x->kept_count + x->missing) *
+                                                 (int64_t)sizeof *x->lists.recv);
+    x->list = (ra_transport_op **)ra__carve(a, (slots + sends + ops) * 8);
+    x->reports.of = (uint8_t *)ra__carve(a, x->n * x->reports.bytes);
+    ra__lane_carve(a, &x->lane[0], slots, p->chunk_bytes, align);
+    ra__lane_carve(a, &x->lane[1], sends, p->chunk_bytes, align);
+}
+
+/* Lists of what is kept and what is missing, from those of the pass so far. */
+static void ra__resume_lists(ra_ring *r) {
+    struct ra__resume *x = r->resume;
+    const ra__pass_lists *old = r->lists;
+    ra__pass_lists *w = &x->lists;
+    const int64_t came = ra__max(r->kept_count, r->lane[RA__RECEIVES].done);
+    w->direction = old->direction;
+    w->chunk = old->chunk;
+    w->chunk_bytes = old->chunk_bytes;
+    w->steps = old->steps;
+    w->folds = r->serves ? 0 : old->folds;
+    if (w->folds) memcpy(w->fold, old->fold, (size_t)w->folds * sizeof *w->fold);
+    for (int64_t f = 0; f < w->folds; f++) w->fold[f].recv = -1;
+    for (int64_t i = 0; i < came; i++) {
+        const ra__recv *at = &old->recv[i];
+        if (!ra__resume_intact(r, i)) continue;
+        x->kept[w->recvs].message = ra__ring_recv_message(r, i);
+        x->kept[w->recvs].chunk = at->chunk;
+        x->kept[w->recvs].hop = ra__ring_recv_hop(r, i, at->chunk);
+        if (at->fold >= 0 && w->folds) w->fold[at->fold].recv = (int32_t)w->recvs;
+        ra__lists_recv(w, at->chunk, at->fold, -1);
+    }
+    for (int64_t f = 0; f < w->folds; f++) {
+        if (!ra__resume_misses(r, f)) continue;
+        w->fold[f].recv = (int32_t)w->recvs;
+        ra__lists_recv(w, w->fold[f].chunk, (int32_t)f, -1);
+    }
+}
+
+/* This rank can give the keys of a rank of the plan. */
+static int ra__resume_gives(const ra_ring *r, int32_t rank) {
+    const ra_resume_desc *rd = &r->resume->rd;
+    if (rank == r->rank && (!r->serves || rd->tensors_kept)) return 1;
+    return rd->refetch && rd->refetch(rd->ctx, r->pass, rank, NULL) == RA_OK;
+}
+
+/* Writes this rank's report into its place. */
+static void ra__resume_report(ra_ring *r) {
+    const struct ra__resume *x = r->resume;
+    const ra__reports *v = &x->reports;
+    const ra_plan *p = r->plan;
+    uint8_t *need = ra__reports_need(v, x->me), *held = ra__reports_held(v, x->me);
+    uint8_t *gives = ra__reports_gives(v, x->me);
+    ra__frame f;
+    memset(v->of + x->me * v->bytes, 0, (size_t)v->bytes);
+    for (int64_t i = 0; i < x->kept_count; i++)
+        for (int32_t s = 0; s < p->keys.chunk[x->kept[i].chunk].segs; s++) {
+            int64_t bit = 2 * (int64_t)x->kept[i].chunk + s;
+            if (p->keys.chunk[x->kept[i].chunk].hops[s] >= x->kept[i].hop)
+                held[bit / 8] = (uint8_t)(held[bit / 8] | 1 << bit % 8);
+        }
+    for (int64_t i = x->kept_count; i < x->lists.recvs; i++)
+        for (int32_t s = 0; s < 2; s++) {
+            int64_t bit = 2 * (int64_t)x->lists.recv[i].chunk + s;
+            if (ra__need_seg(&p->keys, x->lists.recv[i].chunk, s, r->rank))
+                need[bit / 8] = (uint8_t)(need[bit / 8] | 1 << bit % 8);
+        }
+    for (int32_t o = 0; o < p->d.ranks; o++)
+        if (ra__resume_gives(r, o)) gives[o / 8] = (uint8_t)(gives[o / 8] | 1 << o % 8);
+    f = ra__ring_frame(r, RA__FRAME_REPORT, r->rank, 0, v->bytes);
+    f.parts = ra__hash(14695981039346656037u, need, (size_t)(v->bytes - RA__FRAME_BYTES));
+    f = ra__resume_sealed(f);
+    memcpy(v->of + x->me * v->bytes, &f, sizeof f);
+}
+
+/* The pass to resume is known: gets memory for it and notes what is here. */
+static ra_status ra__resume_prepare(ra_ring *r) {
+    struct ra__resume *x = r->resume;
+    ra__arena a = { NULL, 0 };
+    ra__more *more;
+    ra__resume_step_back(r);
+    if (!r->serves) ra__ring_advance(r);
+    for (int64_t i = 0; i < ra__max(r->kept_count, r->lane[RA__RECEIVES].done); i++)
+        x->kept_count += ra__resume_intact(r, i);
+    for (int64_t f = 0; f < r->lists->folds && !r->serves; f++)
+        x->missing += ra__resume_misses(r, f);
+    x->reports.p = r->plan;
+    x->reports.rank = x->rank;
+    x->reports.n = x->n;
+    x->reports.bytes = ra__reports_size(r->plan);
+    ra__resume_carve(&a, r, x);
+    more = (ra__more *)ra__alloc(&r->rd.allocator, a.used, 64);
+    if (!more) return RA_E_NOMEM;
+    more->next = r->more;
+    more->bytes = a.used;
+    r->more = more;
+    a.base = (uint8_t *)more;
+    a.used = 0;
+    ra__resume_carve(&a, r, x);
+    memset(x->given, 0, (size_t)r->plan->d.ranks * sizeof *x->given);
+    ra__resume_lists(r);
+    ra__resume_report(r);
+    return RA_OK;
+}
+
+/* The ranks agree: the pass goes on with the new lists. Threads compute once `meeting` is 0. */
+static void ra__resume_open(ra_ring *r) {
+    struct ra__resume *x = r->resume;
+    ra_resumed *n = &x->figures;
+    ra__lane *in = &r->lane[RA__RECEIVES], *out = &r->lane[RA__SENDS];
+    for (int64_t i = 0; i < x->missing; i++) {
+        const int32_t c = x->lists.recv[x->kept_count + i].chunk;
+        const int32_t from = ra__reports_source(&x->reports, c, x->me);
+        x->source[i] = from;
+        if (x->rank[from] == x->lists.chunk[c].owner) n->chunks_from_owner++;
+        else if (from != x->me && !ra__can_give(&x->reports, from, x->lists.chunk[c].owner))
+            n->chunks_from_holder++;
+        else n->chunks_refetched++;
+    }
+    for (int64_t f = 0; f < x->lists.folds; f++) n->chunks_kept += x->lists.fold[f].chunk >= 0;
+    n->chunks_kept -= x->missing;
+    *in = x->lane[0];
+    *out = x->lane[1];
+    in->total = (int32_t)x->lists.recvs;
+    in->posted = x->kept_count;
+    ra__store_i64(&in->done, x->kept_count);
+    ra__store_i64(&out->done, 0);
+    out->posted = out->total = 0;
+    r->released = r->intact = x->kept_count;
+    r->cannot &= ~RA__RANK_LENT;
+    r->pulled = 1;
+    r->kept = x->kept;
+    r->kept_count = x->kept_count;
+    r->lists = &x->lists;
+    r->list = x->list;
+    if (r->serves) {
+        r->claim_fold = r->claim_task = 0;
+        ra__store_i64(&r->folded, 0);
+        ra__store_i32(&r->threads, 0);
+    }
+    for (int64_t i = 0; i < r->kept_count; i++) {
+        const int32_t c = r->kept[i].chunk;
+        ra__frame f = ra__ring_frame(r, RA__FRAME_CHUNK, x->lists.chunk[c].owner, c,
+                                     ra__ring_length(r, c, 1));
+        memcpy(r->kept[i].message, &f, sizeof f);
+        if (r->rd.checksums)
+            ra__frame_seal(r->kept[i].message,
+                           ra__ring_length(r, c, ra__chunk_reach(&x->lists.chunk[c])),
+                           ra__ring_length(r, c, r->kept[i].hop));
+    }
+    ra__store_i32(&r->meeting, 0);
+}
+
+/* -------------------------------------------------------------------------- giving */
+/* The shard of a rank, from the caller. */
+static const ra__given *ra__resume_refetch(ra_ring *r, int32_t rank) {
+    struct ra__resume *x = r->resume;
+    ra__given *g = &x->given[rank];
+    const ra_desc *d = &r->plan->d;
+    ra__side side = ra__plan_side(r->plan, 1, rank);
+    int64_t rows = 0;
+    ra_tensors t;
+    ra_status s;
+    if (g->known) return g;
+    memset(&t, 0, sizeof t);
+    for (int32_t b = 0; b < d->sequences; b++)
+        rows = ra__max(rows, ra__side_rows(&side, b, ra__k_len(d, b)));
+    s = x->rd.refetch(x->rd.ctx, r->pass, rank, &t);
+    if (!s) s = ra__in_check(&t.k, ra__shape_of("t.k", d, rows, d->kv_heads, d->k_dim), d->k_dtype,
+                             &g->kv[0], &r->refusal);
+    g->kv[1] = g->kv[0];
+    if (!s && !d->v_in_k)
+        s = ra__in_check(&t.v, ra__shape_of("t.v", d, rows, d->kv_heads, d->v_dim), d->v_dtype,
+                         &g->kv[1], &r->refusal);
+    if (!s && d->layout.kind == RA_LAYOUT_ARRAY)
+        s = ra__check_array(d, &t.k_pos, rows, 1, &r->refusal);
+    if (s) return NULL;
+    g->pos = t.k_pos;
+    g->known = 1;
+    return g;
+}
+
+/* Packs chunk c, which this rank can give; the pass fails if refetch does not keep its word. */
+static ra_status ra__resume_pack(ra_ring *r, int64_t c, uint8_t *message) {
+    const struct ra__resume *x = r->resume;
+    const ra__chunk *chunk = &r->lists->chunk[c];
+    const ra__given *g;
+    ra__frame f = ra__ring_frame(r, RA__FRAME_CHUNK, chunk->owner, c, ra__ring_length(r, c, 1));
+    memcpy(message, &f, sizeof f);
+    if (chunk->owner == r->rank && (!r->serves || x->rd.tensors_kept)) {
+        ra__pack_keys(r, chunk, r->kv, &r->t.k_pos, message);
+        if (r->rd.checksums) ra__ring_seal(r, c, 1, message);
+        return RA_OK;
+    }
+    g = ra__resume_refetch(r, chunk->owner);
+    if (!g) {
+        r->why = "has keys that refetch promised and did not give";
+        r->why_rank = chunk->owner;
+        return ra__ring_fail(r, RA_E_PEER, ra__blame_of(-1, -1, 0, c));
+    }
+    ra__pack_keys(r, chunk, g->kv, &g->pos, message);
+    if (r->rd.checksums) ra__ring_seal(r, c, 1, message);
+    return RA_OK;
+}
+
+/* Sends chunk c, which peer i has requested, if there is room. */
+static ra_status ra__resume_serve(ra_ring *r, int32_t i) {
+    struct ra__resume *x = r->resume;
+    ra__lane *out = &r->lane[RA__SENDS];
+    const int64_t spare = (int64_t)r->tp.max_ops - 2 * (x->n - 1);
+    const int64_t most = ra__max(1, spare - spare / 2), c = x->peer[i].asked;
+    const int32_t hop = ra__plan_need_hop(r->plan, c, x->rank[i]);
+    uint8_t *message = NULL;
+    out->total = (int32_t)out->posted + 1;
+    if (!ra__lane_open(out, out->done, most)) {
+        out->total = (int32_t)out->posted;
+        return RA_OK;
+    }
+    for (int64_t k = 0; k < r->kept_count && r->lists->chunk[c].owner != r->rank; k++)
+        if (r->kept[k].chunk == c && r->kept[k].hop <= hop) message = r->kept[k].message;
+    if (message && (uintptr_t)message % r->tp.align) {   /* kept for another transport */
+        memcpy(ra__lane_buf(out, out->posted), message, (size_t)ra__ring_length(r, c, hop));
+        message = ra__lane_buf(out, out->posted);
+    }
+    if (!message) {
+        ra_status s;
+        message = ra__lane_buf(out, out->posted);
+        s = ra__resume_pack(r, c, message);
+        if (s) return s;
+    }
+    (void)ra__add_i64(&r->counters.chunks_out, 1);
+    x->sent[out->posted % out->slots] = (int32_t)c;
+    (void)ra__lane_post(r, RA__SENDS, i, c, message, ra__ring_length(r, c, hop));
+    x->peer[i].asked = -1;
+    return RA_OK;
+}
+
+/* Takes sends that are done. */
+static int ra__resume_take_sends(ra_ring *r) {
+    ra__lane *out = &r->lane[RA__SENDS];
+    while (out->done < out->posted) {
+        const ra_transport_op *op = ra__lane_op(out, out->done);
+        const int32_t c = r->resume->sent[out->done % out->slots];
+        int done = ra__ring_op_done(r, op, c);
+        if (done <= 0) return done;
+        ra__ring_trace_op(r, RA_EV_SEND, op, c, r->begin_ns);
+        (void)ra__add_i64(&r->counters.bytes_out, (int64_t)op->len);
+        ra__lane_next(r, out);
+    }
+    return 0;
+}
+
+/* -------------------------------------------------------------------------- taking */
+static void ra__resume_request(ra_ring *r, int32_t i, int32_t kind, int64_t c, int64_t length) {
+    ra__resume_peer *peer = &r->resume->peer[i];
+    peer->said = ra__ring_frame(r, kind, r->rank, c, length);
+    ra__resume_post(r, i, 1, &peer->said, RA__FRAME_BYTES);
+}
+
+/* Posts receives of missing chunks that have a free buffer, each with its request. */
+static ra_status ra__resume_more(ra_ring *r) {
+    struct ra__resume *x = r->resume;
+    const ra__lane *in = &r->lane[RA__RECEIVES];
+    const int64_t spare = (int64_t)r->tp.max_ops - 2 * (x->n - 1);
+    while (ra__lane_open(in, r->released, ra__max(1, spare / 2))) {
+        const int32_t c = r->lists->recv[in->posted].chunk;
+        const int32_t from = x->source[in->posted - r->kept_count];
+        const int64_t length = ra__ring_length(r, c, ra__plan_need_hop(r->plan, c, r->rank));
+        uint8_t *buf = ra__lane_buf(in, in->posted);
+        ra_transport_op *op;
+        ra_status s = RA_OK;
+        if (from != x->me && r->control[2 * from + 1].kind) return RA_OK;
+        op = ra__lane_post(r, RA__RECEIVES, from, c, buf, length);
+        if (from == x->me) {
+            s = ra__resume_pack(r, c, buf);
+            op->state = RA_MSG_DONE;
+        } else {
+            ra__resume_request(r, from, RA__FRAME_REQUEST, c, length);
+        }
+        if (s) return s;
+    }
+    return RA_OK;
+}
+
+/* A control message of peer i, after the meeting: a request or END. */
+static ra_status ra__resume_hear(ra_ring *r, int32_t i) {
+    const struct ra__resume *x = r->resume;
+    ra__resume_peer *peer = &r->resume->peer[i];
+    const int32_t kind = peer->heard.kind, c = peer->heard.chunk;
+    const int ends = kind == RA__FRAME_END;
+    int64_t length = RA__FRAME_BYTES;
+    ra_status s;
+    if (!ends && (x->verdict || x->idle || c < 0 || c >= r->plan->keys.chunks ||
+                  !ra__needs(r->plan, c, x->rank[i])))
+        return ra__resume_refuse(r, RA_E_PROTO, i);
+    if (!ends) length = ra__ring_length(r, c, ra__plan_need_hop(r->plan, c, x->rank[i]));
+    s = ra__resume_check(r, i, &peer->heard, ends ? kind : RA__FRAME_REQUEST, length);
+    if (s) return s;
+    if (ends) peer->ended = 1;
+    else peer->asked = c;
+    return RA_OK;
+}
+
+/* A message of the meeting has come from peer i. */
+static ra_status ra__resume_met(ra_ring *r, int32_t i) {
+    const struct ra__resume *x = r->resume;
+    const uint8_t *report = x->reports.of + i * x->reports.bytes;
+    const int64_t length = x->stage == RA__MEET_HELLO ? x->peer[x->me].heard.length
+                                                      : x->reports.bytes;
+    ra__frame f;
+    ra_status s;
+    if (x->stage == RA__MEET_HELLO)
+        return ra__resume_check(r, i, &x->peer[i].heard, RA__FRAME_STATE, length);
+    s = ra__resume_check(r, i, report, RA__FRAME_REPORT, length);
+    memcpy(&f, report, sizeof f);
+    if (!s && f.parts != ra__hash(14695981039346656037u, report + RA__FRAME_BYTES,
+                                  (size_t)(length - RA__FRAME_BYTES)))
+        s = ra__resume_refuse(r, RA_E_PROTO, i);
+    return s;
+}
+
+/* While ranks meet: posts this stage's message to each peer and the receive of theirs. */
+static void ra__resume_meet(ra_ring *r) {
+    struct ra__resume *x = r->resume;
+    for (int32_t i = 0; i < x->n; i++) {
+        ra__resume_peer *peer = &x->peer[i];
+        void *in = &peer->heard, *out = &x->peer[x->me].heard;
+        int64_t length = RA__FRAME_BYTES;
+        if (x->stage == RA__MEET_REPORT) {
+            in = x->reports.of + i * x->reports.bytes;
+            out = x->reports.of + x->me * x->reports.bytes;
+            length = x->reports.bytes;
+        }
+        if (i == x->me || peer->in) continue;
+        ra__resume_post(r, i, 0, in, length);
+        ra__resume_post(r, i, 1, out, length);
+        peer->in = peer->out = 1;
+    }
+}
+
+/* After the meeting: listens to each peer, gives what they request, and says when this rank has all
+ * that it needs. */
+static ra_status ra__resume_talk(ra_ring *r) {
+    struct ra__resume *x = r->resume;
+    const ra__lane *in = &r->lane[RA__RECEIVES];
+    const int all = r->meeting || in->done == in->total;
+    ra_status s = r->meeting ? RA_OK : ra__resume_more(r);
+    for (int32_t k = 0; k < x->n && !s; k++) {
+        const int32_t i = (int32_t)((k + r->moves) % x->n);
+        ra__resume_peer *peer = &x->peer[i];
+        if (i == x->me) continue;
+        if (peer->asked >= 0) s = ra__resume_serve(r, i);
+        if (peer->asked < 0 && !peer->ended && !r->control[2 * i].kind)
+            ra__resume_post(r, i, 0, &peer->heard, RA__FRAME_BYTES);
+        if (all && !peer->told && !r->control[2 * i + 1].kind) {
+            ra__resume_request(r, i, RA__FRAME_END, -1, RA__FRAME_BYTES);
+            peer->told = 1;
+        }
+    }
+    return s;
+}
+
+/* Takes control messages that have ended. */
+static ra_status ra__resume_take(ra_ring *r) {
+    struct ra__resume *x = r->resume;
+    for (int32_t i = 0; i < x->n; i++) {
+        ra__resume_peer *peer = &x->peer[i];
+        int done = ra__resume_taken(r, i, 1);
+        if (done < 0) return done;
+        if (done) peer->out = 2;
+        done = ra__resume_taken(r, i, 0);
+        if (done < 0) return done;
+        if (!done) continue;
+        peer->in = 2;
+        done = x->stage == RA__MEET_TALK ? ra__resume_hear(r, i) : ra__resume_met(r, i);
+        if (done) return done;
+    }
+    return RA_OK;
+}
+
+/* The peer that this rank waits for: its message of the meeting, a chunk, its END. */
+static void ra__resume_await(ra_ring *r) {
+    const struct ra__resume *x = r->resume;
+    const ra__lane *in = &r->lane[RA__RECEIVES];
+    int32_t peer = -1;
+    if (!r->meeting && in->done < in->total) peer = x->source[in->done - r->kept_count];
+    for (int32_t i = 0; i < x->n && peer < 0; i++) {
+        if (i == x->me) continue;
+        if (x->stage == RA__MEET_TALK ? !x->peer[i].ended || r->control[2 * i + 1].kind
+                                      : x->peer[i].in != 2 || x->peer[i].out != 2)
+            peer = i;
+    }
+    ra__store_i32(&r->awaited, peer == x->me ? -1 : peer);
+    ra__store_i32(&r->counters.waiting_peer, ra__ring_rank_of(r, peer == x->me ? -1 : peer));
+}
+
+/* All messages of a stage of the meeting have ended: the next one. */
+static ra_status ra__resume_turn(ra_ring *r) {
+    struct ra__resume *x = r->resume;
+    ra_status s = RA_OK;
+    int64_t lost;
+    for (int32_t i = 0; i < x->n; i++)
+        if (i != x->me && (x->peer[i].in != 2 || x->peer[i].out != 2)) return RA_OK;
+    for (int32_t i = 0; i < x->n; i++) x->peer[i].in = x->peer[i].out = 0;
+    r->moves++;
+    if (x->stage == RA__MEET_REPORT) {
+        x->stage = RA__MEET_TALK;
+        lost = ra__reports_lost(&x->reports);
+        if (lost < 0) ra__resume_open(r);
+        else ra__resume_judge(r, RA_E_PEER, r->plan->keys.chunk[lost].owner, lost,
+                              "is gone, and nobody holds this chunk of it or can fetch it");
+        return RA_OK;
+    }
+    ra__resume_agree(r);
+    x->stage = x->verdict || x->idle ? RA__MEET_TALK : RA__MEET_REPORT;
+    if (x->stage == RA__MEET_REPORT) s = ra__resume_prepare(r);
+    return s ? ra__ring_fail(r, s, ra__blame_of(-1, -1, 0, -1)) : RA_OK;
+}
+
+/* Every rank has what it needs, or the same verdict. */
+static ra_status ra__resume_end(ra_ring *r) {
+    struct ra__resume *x = r->resume;
+    for (int32_t i = 0; i < x->n; i++)
+        if (i != x->me && (!x->peer[i].ended || !x->peer[i].told || r->control[2 * i + 1].kind))
+            return RA_OK;
+    if (r->lane[RA__SENDS].done < r->lane[RA__SENDS].posted || x->stage != RA__MEET_TALK)
+        return RA_OK;
+    if (!x->verdict && r->meeting && !x->idle) return RA_OK;
+    if (!r->meeting && r->lane[RA__RECEIVES].done < r->lane[RA__RECEIVES].total) return RA_OK;
+    if (x->idle && r->meeting) {       /* nothing to fold, here or elsewhere */
+        if (r->pass == x->top + 1 && r->earlier.plan) ra__resume_step_back(r);
+        memset(&x->lists, 0, sizeof x->lists);
+        r->lists = &x->lists;
+        r->pass = x->top;
+        r->serves = 1;
+        r->claim_fold = 0;
+        ra__store_i64(&r->folded, 0);
+        ra__store_i64(&r->lane[RA__RECEIVES].done, 0);
+        r->lane[RA__RECEIVES].total = 0;
+        r->lane[RA__RECEIVES].posted = r->released = r->kept_count = 0;
+        ra__store_i32(&r->threads, 0);
+        ra__store_i32(&r->meeting, 0);
+    }
+    if (r->talking) r->moves++;
+    r->talking = 0;
+    if (!x->verdict) return RA_OK;
+    r->quiet = 1;                      /* nothing is pending: neither abort nor quiesce */
+    ra__store_i32(&r->aborted, 1);
+    return ra__ring_fail(r, x->verdict, x->blame);
+}
+
+/* A round of communication, like ra__ring_comm. */
+static int ra__resume_comm(ra_ring *r) {
+    struct ra__resume *x = r->resume;
+    const int64_t before = r->moves;
+    ra_status s = RA_OK;
+    if (!r->meeting) ra__ring_release(r);
+    if (!r->talking) return 0;
+    if (x->stage == RA__MEET_TALK) s = ra__resume_talk(r);
+    else ra__resume_meet(r);
+    if (!s && x->n > 1) s = ra__ring_drive(r);
+    if (!s) s = ra__resume_take(r);
+    if (!s && !r->meeting) s = ra__ring_take_receives(r);
+    if (!s && !r->meeting) s = ra__resume_take_sends(r);
+    if (!s && x->stage != RA__MEET_TALK) s = ra__resume_turn(r);
+    if (!s) s = ra__resume_end(r);
+    if (s) return s;
+    ra__resume_await(r);
+    if (!r->meeting) ra__ring_release(r);
+    if (r->moves == before) return 0;
+    ra__ring_note_progress(r);
+    return 1;
+}
+
+/* -------------------------------------------------------------------------- beginning */
+static ra_status ra__resume_check_ranks(const ra_ring *r, const ra_resume_desc *rd, ra_error *e) {
+    int32_t before = -1, here = 0;
+    if (rd->ranks < 1 || rd->ranks > r->ranks)
+        return ra__refuse(e, RA_E_RANGE, "resume.ranks", "# is less than 1 or more than there were",
+                          rd->ranks);
+    if (!rd->survivors) return ra__refuse(e, RA_E_NULL, "resume.survivors", "is required", 0);
+    for (int32_t i = 0; i < rd->ranks; i++) {
+        const int32_t rank = rd->survivors[i];
+        if (rank <= before || rank >= r->ranks)
+            return ra__refuse(e, RA_E_SHAPE, "resume.survivors",
+                              "rank # is out of range or not above the one before it", rank);
+        here |= rank == r->rank;
+        before = rank;
+    }
+    if (here) return RA_OK;
+    return ra__refuse(e, RA_E_SHAPE, "resume.survivors", "lacks this rank, #", r->rank);
+}
+
+/* The transport joins the survivors, any two of them, on two channels. */
+static ra_status ra__resume_check_transport(const ra_ring *r, const ra_resume_desc *rd, int32_t me,
+                                            ra_error *e) {
+    const ra_transport *t = rd->transport;
+    int64_t bytes = ra__max(r->plan->chunk_bytes, ra__reports_size(r->plan));
+    ra_status s;
+    if (r->earlier.plan)
+        bytes = ra__max(bytes, ra__max(r->earlier.plan->chunk_bytes,
+                                       ra__reports_size(r->earlier.plan)));
+    s = rd->ranks > 1 ? ra__tp_check(t, me, rd->ranks, bytes, e) : RA_OK;
+    if (s || rd->ranks == 1) return s;
+    const ra__rule rules[] = {
+        { !t->post, RA_E_TRANSPORT, "transport.post", "is null, but ra_resume needs it", 0 },
+        { rd->ranks > 2 && !(t->caps & RA_CAP_ANY_PEER), RA_E_TRANSPORT, "transport.caps",
+          "# lacks RA_CAP_ANY_PEER, which ra_resume needs", (int64_t)t->caps },
+        { t->channels < 2, RA_E_TRANSPORT, "transport.channels", "is #; ra_resume needs 2",
+          (int64_t)t->channels },
+        { (int64_t)t->max_ops < 2 * (int64_t)rd->ranks, RA_E_TRANSPORT, "transport.max_ops",
+          "is # (0: 2); ra_resume needs 2 for each rank", (int64_t)t->max_ops },
+    };
+    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+}
+
+static ra_status ra__resume_check_ring(const ra_ring *r, const ra_resume_desc *rd,
+                                       int64_t deadline_ns, ra_error *e) {
+    const ra__rule rules[] = {
+        { !r->plan, RA_E_STATE, "ring", "has begun # passes: there is nothing to resume", 0 },
+        { deadline_ns < 0, RA_E_RANGE, "deadline_ns", "# is negative", deadline_ns },
+        { rd->epoch <= r->epoch || rd->epoch > RA__MOST_EPOCH, RA_E_RANGE, "resume.epoch",
+          "must be above that of the last attempt, and at most 4194303; is #", rd->epoch },
+        { rd->tensors_kept < 0 || rd->tensors_kept > 1, RA_E_RANGE, "resume.tensors_kept",
+          "must be 0 or 1, is #", rd->tensors_kept },
+        { r->ranks == 1, RA_E_UNSUPPORTED, "ring", "is of # rank: begin the pass anew", 1 },
+    };
+    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+}
+
+/* Memory for what ranks say to each other. */
+static ra_status ra__resume_alloc(ra_ring *r, const ra_resume_desc *rd, struct ra__resume **out) {
+    const int64_t n = rd->ranks;
+    struct ra__resume *x = NULL;
+    ra__arena a = { NULL, 0 };
+    for (int32_t counted = 0; counted < 2; counted++) {
+        ra__more *more = (ra__more *)ra__carve(&a, (int64_t)sizeof(ra__more));
+        struct ra__resume *at = (struct ra__resume *)ra__carve(&a, (int64_t)sizeof *at);
+        int32_t *rank = (int32_t *)ra__carve(&a, n * 4);
+        ra__resume_peer *peer = (ra__resume_peer *)ra__carve(&a, n * (int64_t)sizeof *peer);
+        ra_transport_op *op = (ra_transport_op *)ra__carve(&a, 2 * n * (int64_t)sizeof *op);
+        ra_transport_op **list = (ra_transport_op **)ra__carve(&a, 2 * n * 8);
+        if (!counted) {
+            a.base = (uint8_t *)ra__alloc(&r->rd.allocator, a.used, 64);
+            if (!a.base)
+                return ra__refuse(&r->refusal, RA_E_NOMEM, "ring.allocator", "has no # bytes",
+                                  a.used);
+            memset(a.base, 0, (size_t)a.used);
+            ((ra__more *)(void *)a.base)->bytes = a.used;
+            a.used = 0;
+            continue;
+        }
+        more->next = r->more;
+        r->more = more;
+        x = at;
+        x->rank = rank;
+        x->peer = peer;
+        r->control = op;
+        r->list = list;
+    }
+    *out = x;
+    return RA_OK;
+}
+
+/* The ring belongs to the new transport from here on. */
+static void ra__resume_bind(ra_ring *r, struct ra__resume *x, const ra_resume_desc *rd) {
+    x->rd = *rd;
+    x->n = rd->ranks;
+    memcpy(x->rank, rd->survivors, (size_t)x->n * sizeof *x->rank);
+    while (x->rank[x->me] != r->rank) x->me++;
+    for (int32_t i = 0; i < x->n; i++) x->peer[i].asked = -1;
+    if (r->mr && r->tp.dereg) (void)r->tp.dereg(r->tp.ctx, r->mr);
+    r->mr = NULL;
+    memset(&r->tp, 0, sizeof r->tp);
+    r->has_transport = x->n > 1;
+    if (r->has_transport) r->tp = ra__tp_resolved(rd->transport);
+    r->resume = x;
+    r->resumed_comm = ra__resume_comm;
+    r->survivor = x->rank;
+    r->controls = 2 * (int64_t)x->n;
+    r->epoch = rd->epoch;
+    r->why = NULL;
+    r->lane[RA__RECEIVES].posted = r->lane[RA__RECEIVES].done;
+    for (int32_t k = 0; k < RA__LANES; k++) {
+        if (k == RA__RECEIVES) continue;
+        r->lane[k].posted = r->lane[k].total = 0;
+        ra__store_i64(&r->lane[k].done, 0);
+    }
+}
+
+RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
+                                       int64_t deadline_ns) {
+    ra_error *e = ring ? &ring->refusal : NULL;
+    struct ra__resume *x = NULL;
+    int32_t me = 0;
+    ra_status s;
+    if (!ring) return RA_E_NULL;
+    if (!rd) return ra__refuse(e, RA_E_NULL, "resume", "is required", 0);
+    if (ra__add_i32(&ring->inside, 0) ||
+        (ra__load_i32(&ring->state) != RA_RING_IDLE && !ra__load_i32(&ring->failed)))
+        return ra__refuse(e, RA_E_BUSY, "ring", "is still in its pass #", ring->pass);
+    s = ra__resume_check_ring(ring, rd, deadline_ns, e);
+    if (!s) s = ra__resume_check_ranks(ring, rd, e);
+    while (!s && rd->survivors[me] != ring->rank) me++;
+    if (!s) s = ra__resume_check_transport(ring, rd, me, e);
+    if (s) return s;
+    if (ra__load_i32(&ring->failed)) (void)ra_finish(ring, deadline_ns);
+    if (ring->unsafe)
+        return ra__refuse(e, RA_E_UNSAFE, "ring",
+                          "had a transport that may still write into buffers of pass #: it has no "
+                          "quiesce, or that failed", ring->pass);
+    s = ra__resume_alloc(ring, rd, &x);
+    if (s) return s;
+    ra__resume_look(ring);
+    ra__resume_bind(ring, x, rd);
+    ra__ring_agree(ring);
+    x->peer[x->me].heard = ra__resume_hello(ring);
+    ring->deadline = deadline_ns;
+    ring->begin_ns = ra__ring_now(ring);
+    ring->quiet = ring->parted = 0;
+    ring->talking = 1;
+    ra__store_i32(&ring->meeting, 1);
+    ra__store_i32(&ring->awaited, -1);
+    ra__store_i64(&ring->progress_ns, ring->begin_ns);
+    ra__store_i64(&ring->looked_ns, ring->begin_ns);
+    ra__store_i32(&ring->cancelled, 0);
+    ra__store_i32(&ring->aborted, 0);
+    ra__store_i32(&ring->failed, 0);
+    ra__store_i32(&ring->state, RA_RING_RUNNING);
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_t deadline_ns) {
+    ra_status s = ra_resume_begin(ring, rd, deadline_ns), end;
+    if (s) return s;
+    while ((s = ra_step(ring, 0)) > 0)
+        if (s == RA_WAIT) (void)ra_step_wait(ring, deadline_ns);
+    if (!s) return RA_OK;
+    end = ra_finish(ring, RA_NO_DEADLINE);
+    return end ? end : s;
+}
+
+RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
+    if (!ring || !out) return RA_E_NULL;
+    if (!ring->resume || ra__load_i32(&ring->state) != RA_RING_IDLE) return RA_E_STATE;
+    *out = ring->resume->figures;
+    out->pass = ring->pass;
+    out->epoch = ring->epoch;
+    return RA_OK;
 }
 
 /* ========================================================================== CACHE
