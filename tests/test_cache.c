@@ -21,6 +21,7 @@ typedef struct script {
     float *q, *k, *v;                  /* [B][kv_tokens][heads][dim], by position */
     int level_0;                       /* sendrecv alone */
     int32_t page;                      /* ranks have pages of unlike sizes; 0: no pages */
+    int ring;                          /* pages of 16 come round; lanes are ranks */
     int threads;                       /* engine threads of a rank that step */
 } script;
 
@@ -218,11 +219,13 @@ typedef struct pool {
     int32_t *table, *unused;           /* [B][entries]; stack */
     int64_t *ends;                     /* [entries][2] first and last position */
     int64_t entries, count, free, least; /* least: fewest that were free */
+    int64_t kept, ring;                /* ring > 0: pages of a sequence that stay, and come round */
     int64_t bytes[2];                  /* of a page of K, of V */
 } pool;
 
 static int32_t page_of(const script *s, int32_t rank)
 {
+    if (s->ring) return 16;
     return s->page ? 16 * (1 + (s->page + 3 * rank) % 5) : 0;
 }
 
@@ -234,14 +237,21 @@ static pool pool_new(const script *s, const ra_cache *c, int32_t rank, int32_t p
     memset(&x, 0, sizeof x);
     x.entries = (ra_cache_rows(c) + page - 1) / page;
     x.count = x.least = x.free = d->sequences * x.entries + 2;
+    if (s->ring) {                     /* as many as the oldest new token may see, and a rollback */
+        const int64_t lanes = x.entries ? (d->kv_tokens + 15) / 16 / x.entries : 1;
+        const int64_t seen = d->mask.window + d->tokens - 1 + ROLLBACK;
+        x.kept = ((d->mask.keep + 15) / 16 + lanes - 1) / lanes;
+        x.ring = ((seen + 30) / 16 + lanes - 1) / lanes;
+        x.count = d->sequences * (x.kept + x.ring);
+    }
     x.table = (int32_t *)need((size_t)(d->sequences * x.entries) * 4);
-    x.unused = (int32_t *)need((size_t)x.count * 4);
+    x.unused = (int32_t *)need((size_t)x.free * 4);
     x.ends = (int64_t *)need((size_t)x.entries * 16);
     x.bytes[0] = row_bytes(d->k_dtype, d->k_dim) * d->kv_heads * page;
     x.bytes[1] = row_bytes(d->v_dtype, d->v_dim) * d->kv_heads * page;
     for (int64_t i = 0; i < d->sequences * x.entries; i++) x.table[i] = INT32_MIN;
-    for (int64_t i = 0; i < x.count; i++) x.unused[i] = (int32_t)i;
-    for (int64_t i = x.count - 1; i > 0; i--) {
+    for (int64_t i = 0; i < x.free; i++) x.unused[i] = (int32_t)i;
+    for (int64_t i = x.free - 1; i > 0; i--) {
         const int64_t j = h_below(&r, i + 1);
         const int32_t was = x.unused[i];
         x.unused[i] = x.unused[j];
@@ -269,6 +279,11 @@ static void pool_take(pool *x, int32_t b, int64_t entry)
 {
     int32_t *page = &x->table[b * x->entries + entry];
     if (*page >= 0) return;
+    if (x->ring) {
+        *page = (int32_t)(entry < x->kept ? entry : x->kept + (entry - x->kept) % x->ring);
+        *page += (int32_t)(b * (x->kept + x->ring));
+        return;
+    }
     *page = x->unused[--x->free];
     x->least = x->least < x->free ? x->least : x->free;
 }
@@ -276,7 +291,7 @@ static void pool_take(pool *x, int32_t b, int64_t entry)
 /* Takes back what the window of a row at `at` and of those after it does not reach. */
 static void pool_give(pool *x, const ra_mask *m, int32_t b, int64_t at, uint8_t *const kv[2])
 {
-    for (int64_t i = 0; i < x->entries && m->window; i++) {
+    for (int64_t i = 0; i < x->entries && m->window && !x->ring; i++) {
         int32_t *page = &x->table[b * x->entries + i];
         const int64_t *ends = x->ends + 2 * i;
         if (*page < 0 || ends[0] < m->keep || ends[1] > at - m->window - ROLLBACK) continue;
@@ -587,6 +602,42 @@ TEST(pages)
             s.cd.way = RA_INFER_AUTO;
             outcome_free(&plain);
         }
+        script_free(&s);
+    }
+}
+
+/* Ring buffers, with a window and kept tokens, are tables whose entries come round. */
+TEST(ring_buffers)
+{
+    static const int32_t ranks[] = { 1, 2, 3, 5 };
+    for (int64_t i = 0; i < 8; i++) {
+        h_rng r = h_case_rng(i);
+        script s;
+        outcome plain, ring;
+        if (!h_case(i)) continue;
+        s = script_new(4, 2, 32, i % 2 ? RA_F16 : RA_F32, 900);
+        s.d.sequences = 1 + (int32_t)(i % 2);
+        s.d.tokens = i % 3 ? 30 : 90;
+        s.d.mask.window = 1 + h_below(&r, 90);
+        s.d.mask.keep = h_below(&r, 3) * 9;
+        s.cd.lanes = 0;
+        s.cd.way = RA_INFER_PASS_Q + (int32_t)(i / 4);
+        script_fill(&s, &r);
+        grow(&s, &r, 600);
+        plain = script_run(&s, ranks[i % 4]);
+        compare(&s, &plain, &r, tolerance(&s));
+        s.ring = 1;
+        s.threads = 1 + h_below(&r, 2);
+        ring = script_run(&s, ranks[i % 4]);
+        CHECK_BITS(ring.o, plain.o, q_size(&s) * s.d.v_dim * 4);
+        CHECK_BITS(ring.lse, plain.lse, q_size(&s) * 4);
+        s.ring = 0;
+        s.cd.lanes = ranks[i % 4];
+        outcome_free(&plain);
+        plain = script_run(&s, 1);     /* and those of one rank */
+        CHECK_BITS(ring.o, plain.o, q_size(&s) * s.d.v_dim * 4);
+        outcome_free(&plain);
+        outcome_free(&ring);
         script_free(&s);
     }
 }
@@ -1226,7 +1277,7 @@ TEST(failures)
 }
 
 static const h_test tests[] = {
-    ENTRY(ranks_and_ways), ENTRY(pages), ENTRY(attention_pages),
+    ENTRY(ranks_and_ways), ENTRY(pages), ENTRY(ring_buffers), ENTRY(attention_pages),
     ENTRY(long_caches), ENTRY(lanes_and_weights), ENTRY(drafts_are_exact),
     ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(refusals),
     ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(failures),
