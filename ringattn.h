@@ -460,6 +460,16 @@ typedef struct ra_positions {
                                         * sequences share one array */
 } ra_positions;
 
+/* -------------------------------------------------------------------------- pages
+ * With d.page_tokens K and V are a pool [count][page_tokens][Hkv][D], batch_stride from page to
+ * page. Row r of sequence b is row (first + r) % page_tokens of page table[b * batch_step + (first
+ * + r) / page_tokens]. Pages are read in place, and the bits are those of rows without pages.
+ * Sequences may share pages: a prefix is stored once, and seq_cp copies entries. */
+typedef struct ra_pages {
+    const int32_t *table;              /* entries below count */
+    int64_t batch_step, count, first;  /* first: rows to skip, below page_tokens */
+} ra_pages;
+
 /* -------------------------------------------------------------------------- mask. AGREED.
  * The query at position p, in the document [d, e), sees the keys k with lo <= k < hi, and those
  * with d <= k < d + keep that are below hi:
@@ -581,6 +591,7 @@ typedef struct ra_desc {
                                         * any beyond it find no work. ra_attention takes nth instead
                                         * and ignores this */
     int32_t isa;                       /* RA_ISA_*; 0: the fastest of this machine */
+    int32_t page_tokens;               /* rows per page, a multiple of 16; 0: no pages */
     const struct ra_engine *engine;    /* null: our kernels. Read until the plan is destroyed */
     ra_error *error;                   /* may be null; written on refusal, and by ra_ring_once when
                                         * the pass failed */
@@ -632,6 +643,7 @@ typedef struct ra_tensors {
                                         * scores, sink included. A row without keys: the sink, or
                                         * -inf without sinks. May be {0} */
     ra_positions q_pos, k_pos;         /* see ra_positions; usually {0} */
+    ra_pages pages;                    /* with d.page_tokens: where the rows of K and V are */
     const float *alibi;                /* [Hq] slope: score - slope * |p - key position| */
     const float *sinks;                /* [Hq] one logit per head, natural, in the denominator once
                                         * per row: not scaled, capped or dropped. alibi, sinks and
@@ -1064,7 +1076,9 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
  * lanes), and every rank holds a range of lanes, so shards stay balanced while sequences grow, and
  * no position ever changes its owner. A call says how many tokens of each sequence are cached and
  * how many are new. It plans and allocates nothing. Rolling back is passing a smaller count. A
- * batch_stride of 0 of K and V is ra_cache_rows rows.
+ * batch_stride of 0 of K and V is ra_cache_rows rows. With pages (ra_pages, each rank its own size)
+ * a table covers these rows. Entries of rows that are not stored yet are not read, and those of
+ * pages that no row of the call sees may be -1.
  *
  * Every rank attends the queries to its own keys or receives the keys of the others, whichever
  * moves fewer bytes, and the partial results of the lanes are merged in a fixed tree. So bits do
@@ -7633,6 +7647,40 @@ RA__INLINE ra__view ra__view_at(ra__view v, int32_t b, int64_t row, int64_t head
     return v;
 }
 
+/* Keys of one sequence in pages, which are the batches of a view; table null: no pages. */
+enum { RA__PAGE = 16 };                /* page sizes are multiples of it */
+typedef struct ra__paged { const int32_t *table; int64_t tokens, first; } ra__paged;
+
+static ra__paged ra__paged_of(const ra_desc *d, const ra_pages *p, int32_t b) {
+    ra__paged x = { NULL, d->page_tokens, p->first };
+    if (d->page_tokens) x.table = p->table + b * p->batch_step;
+    return x;
+}
+
+/* Where a row is. The page of a row that nobody sees may be absent: then the address is only good
+ * for a prefetch. */
+RA__INLINE uintptr_t ra__page_row(const ra__paged *p, const ra__view *v, int64_t row) {
+    const int64_t at = row + p->first;
+    return (uintptr_t)v->data + (uintptr_t)(p->table[at / p->tokens] * v->batch +
+                                            at % p->tokens * v->token);
+}
+
+/* 1: the n rows from `row` on follow one another in a page. */
+RA__INLINE int ra__page_holds(const ra__paged *p, int64_t row, int64_t n) {
+    const int64_t at = row + p->first;
+    return at % p->tokens + n <= p->tokens && p->table[at / p->tokens] >= 0;
+}
+
+/* Copies n rows from `row` on out of their pages; those of absent pages become 0. */
+static void ra__page_copy(const ra__paged *p, const ra__view *v, int64_t row, int64_t n,
+                          uint8_t *to, int64_t bytes) {
+    for (int64_t i = row; i < row + n; i++, to += bytes) {
+        const uint8_t *from = (const uint8_t *)ra__page_row(p, v, i);
+        if (p->table[(i + p->first) / p->tokens] < 0) memset(to, 0, (size_t)bytes);
+        else memcpy(to, from, (size_t)bytes);
+    }
+}
+
 /* Rows of `heads` adjacent heads; one sequence. */
 static ra__view ra__view_packed(const uint8_t *data, int32_t heads, int32_t dim, int32_t dtype) {
     ra__view v;
@@ -7873,15 +7921,25 @@ static ra_status ra__check_apart(const ra__region *out, const ra__region *others
     return RA_OK;
 }
 
+/* K or V of a call: of sequences, or in pages. */
+static ra__shape ra__keys_shape(const char *field, const ra_desc *d, const ra_tensors *t,
+                                int64_t rows, int64_t dim) {
+    ra__shape s = ra__shape_of(field, d, rows, d->kv_heads, dim);
+    if (!d->page_tokens) return s;
+    s.batch = t->pages.count;
+    if (rows) s.rows = d->page_tokens;
+    return s;
+}
+
 /* q, k and v. */
 static void ra__regions_inputs(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                ra__region *r) {
     r[RA__REGION_Q] = ra__region_in(&t->q, ra__shape_of("", d, rows[0], d->q_heads, d->k_dim),
                              d->q_dtype);
-    r[RA__REGION_K] = ra__region_in(&t->k, ra__shape_of("", d, rows[1], d->kv_heads, d->k_dim),
-                             d->k_dtype);
-    r[RA__REGION_V] = ra__region_in(&t->v, ra__shape_of("", d, rows[1], d->kv_heads, d->v_dim),
-                             d->v_dtype);
+    r[RA__REGION_K] = ra__region_in(&t->k, ra__keys_shape("", d, t, rows[1], d->k_dim),
+                                    d->k_dtype);
+    r[RA__REGION_V] = ra__region_in(&t->v, ra__keys_shape("", d, t, rows[1], d->v_dim),
+                                    d->v_dtype);
 }
 
 /* Steps of a bias: bytes, and 0 where elements are shared. */
@@ -7949,19 +8007,49 @@ static int ra__positions_set(const ra_positions *p) {
     return p->runs || p->array || p->count || p->batch_step;
 }
 
+/* A table of pages comes with page_tokens, and not without. */
+static ra_status ra__check_pages(const ra_desc *d, const ra_pages *p, ra_error *e) {
+    const ra__rule rules[] = {
+        { !d->page_tokens && (p->table || p->batch_step || p->count || p->first), RA_E_SHAPE,
+          "t.pages", "must be {0}: d.page_tokens is #", 0 },
+        { d->page_tokens && !p->table, RA_E_NULL, "t.pages.table",
+          "is required: d.page_tokens is #", d->page_tokens },
+        { p->batch_step < 0, RA_E_STRIDE, "t.pages.batch_step", "# is negative", p->batch_step },
+        { d->page_tokens && (p->count < 1 || p->count > INT32_MAX), RA_E_RANGE, "t.pages.count",
+          "# is not in 1..2^31-1", p->count },
+        { d->page_tokens && (p->first < 0 || p->first >= d->page_tokens), RA_E_RANGE,
+          "t.pages.first", "# is not in 0..page_tokens-1", p->first },
+    };
+    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+}
+
+/* Entries of the rows [from, to) of a sequence. */
+static ra_status ra__check_table(const ra_desc *d, const ra_pages *p, int32_t b,
+                                 const int64_t row[2], ra_error *e) {
+    const ra__paged x = ra__paged_of(d, p, b);
+    for (int64_t i = row[0]; x.table && i < row[1]; i += x.tokens - (i + x.first) % x.tokens) {
+        const int32_t page = x.table[(i + x.first) / x.tokens];
+        if (page < 0 || page >= p->count)
+            return ra__refuse(e, RA_E_RANGE, "t.pages.table",
+                              "has page #, which is not in 0..count-1", page);
+    }
+    return RA_OK;
+}
+
 /* Views and score pointers of a call with these numbers of rows. */
 static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                    ra__work *w, ra__view kv[2], ra_error *e) {
     ra_status s;
     s = ra__check_scores(d, t, e);
+    if (!s) s = ra__check_pages(d, &t->pages, e);
     if (!s) s = ra__in_check(&t->q, ra__shape_of("t.q", d, rows[0], d->q_heads, d->k_dim),
                              d->q_dtype, &w->q, e);
-    if (!s) s = ra__in_check(&t->k, ra__shape_of("t.k", d, rows[1], d->kv_heads, d->k_dim),
-                             d->k_dtype, &kv[0], e);
+    if (!s) s = ra__in_check(&t->k, ra__keys_shape("t.k", d, t, rows[1], d->k_dim), d->k_dtype,
+                             &kv[0], e);
     kv[1] = kv[0];
     if (!s && !d->v_in_k)
-        s = ra__in_check(&t->v, ra__shape_of("t.v", d, rows[1], d->kv_heads, d->v_dim),
-                         d->v_dtype, &kv[1], e);
+        s = ra__in_check(&t->v, ra__keys_shape("t.v", d, t, rows[1], d->v_dim), d->v_dtype,
+                         &kv[1], e);
     if (!s && d->v_in_k && t->v.data)
         return ra__refuse(e, RA_E_SHAPE, "t.v", "must be {0} because v_in_k is #", d->v_in_k);
     return s;
@@ -8133,6 +8221,7 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
         { RA__FIELD(chunk_tokens), RA_E_RANGE, RA__OPTIONAL, 0, 1 << 24 },
         { RA__FIELD(buffers), RA_E_RANGE, RA__OPTIONAL, 0, 64 },
         { RA__FIELD(threads), RA_E_RANGE, RA__OPTIONAL, 0, 4096 },
+        { RA__FIELD(page_tokens), RA_E_RANGE, RA__OPTIONAL, 0, 1 << 24 },
         { RA__FIELD(mask.kind), RA_E_ENUM, RA__REQUIRED, RA_MASK_NONE, RA_MASK_INTERVALS },
         { RA__FIELD(mask.causal_block), RA_E_RANGE, RA__OPTIONAL, 0, 1 << 30 },
         { RA__FIELD(mask.window), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
@@ -8232,6 +8321,10 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
           d->v_column },
         { d->v_in_k && d->v_column + d->v_dim > d->k_dim, RA_E_SHAPE, "v_column",
           "# + v_dim exceeds k_dim", d->v_column },
+        { d->page_tokens % RA__PAGE != 0, RA_E_RANGE, "page_tokens", "# is not a multiple of 16",
+          d->page_tokens },
+        { d->page_tokens && d->train, RA_E_UNSUPPORTED, "page_tokens",
+          "# has no gradients: train must be 0", d->page_tokens },
         { !d->train && d->backward_travel, RA_E_SHAPE, "backward_travel", "# needs train = 1",
           d->backward_travel },
         { q_travels && !ra__q_may_travel(d), RA_E_UNSUPPORTED, "backward_travel",
@@ -8634,15 +8727,17 @@ typedef struct ra__item {
     ra__chunk c;
     ra__view k[2], v[2];               /* first row of each segment */
     const int32_t *pos[2];             /* ARRAY: its position; otherwise null */
+    ra__paged paged;                   /* then k and v are the first row of the pool */
 } ra__item;
 
 /* Points an item at its segments in the owner's memory: kv are the views of K and V, array the
  * positions of this sequence or null. */
 static void ra__item_owned(ra__item *item, const ra__view kv[2], const int32_t *array) {
+    const int paged = item->paged.table != NULL;
     for (int32_t i = 0; i < item->c.segs; i++) {
         int64_t row = item->c.seg[i].row;
-        item->k[i] = ra__view_at(kv[0], item->c.sequence, row, 0);
-        item->v[i] = ra__view_at(kv[1], item->c.sequence, row, 0);
+        item->k[i] = paged ? kv[0] : ra__view_at(kv[0], item->c.sequence, row, 0);
+        item->v[i] = paged ? kv[1] : ra__view_at(kv[1], item->c.sequence, row, 0);
         item->pos[i] = array ? array + row : NULL;
     }
 }
@@ -8668,6 +8763,7 @@ typedef struct ra__scratch {
     ra__bytes size;
     ra__key_scratch store;             /* k, v, pos: of size.batch blocks */
     int32_t *pos;
+    uint8_t *gathered;                 /* K and V of blocks that are in several pages */
     ra__keys keys[RA__BATCH];          /* blocks that wait to be folded */
     int8_t kind[RA__PANELS][RA__BATCH];
     int32_t waiting;
@@ -8699,6 +8795,12 @@ static void ra__store_carve(ra__arena *a, const ra__bytes *size, int32_t shared,
     x->v = (uint8_t *)ra__carve(a, size->v * size->batch);
 }
 
+/* Rows of a block of K and V, gathered out of their pages. */
+static int64_t ra__gathered_bytes(const ra_desc *d) {
+    const int64_t v = d->v_in_k ? 0 : ra__row_bytes(d->v_dtype, d->v_dim);
+    return d->page_tokens ? RA_BLOCK_TOKENS * (ra__row_bytes(d->k_dtype, d->k_dim) + v) : 0;
+}
+
 static void ra__scratch_carve(ra__arena *a, const ra_desc *d, int32_t panels, ra__scratch *x) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
     ra__kernel_of(d)->sizes(&x->size, d, panels > 1);
@@ -8711,6 +8813,7 @@ static void ra__scratch_carve(ra__arena *a, const ra_desc *d, int32_t panels, ra
     }
     ra__store_carve(a, &x->size, panels > 1, &x->store);
     x->pos = (int32_t *)ra__carve(a, lane * x->size.batch);
+    x->gathered = (uint8_t *)ra__carve(a, ra__gathered_bytes(d) * x->size.batch);
     memset(&x->ahead, 0, sizeof x->ahead);
     x->waiting = 0;
     x->block = x->folded = 0;
@@ -8930,6 +9033,12 @@ static ra__keys ra__block_keys(const ra__item *item, int32_t i, const ra__seg *s
     ra__view k = ra__view_at(item->k[i], 0, row, kv_head);
     ra__view v = ra__view_at(item->v[i], 0, row, kv_head);
     ra__keys keys;
+    if (item->paged.table) {
+        k = ra__view_at(item->k[i], 0, 0, kv_head);
+        v = ra__view_at(item->v[i], 0, 0, kv_head);
+        k.data = (const uint8_t *)ra__page_row(&item->paged, &k, s->row);
+        v.data = (const uint8_t *)ra__page_row(&item->paged, &v, s->row);
+    }
     memset(&keys, 0, sizeof keys);
     keys.n = (int32_t)s->rows;
     keys.pos = pos;
@@ -8938,6 +9047,23 @@ static ra__keys ra__block_keys(const ra__item *item, int32_t i, const ra__seg *s
     keys.v = v.data;
     keys.v_stride = v.token;
     return keys;
+}
+
+/* Rows of a block that are in several pages, or in none, one after the other in memory. */
+static void ra__keys_gather(const ra_desc *d, const ra__item *item, const ra__seg *s,
+                            int32_t kv_head, uint8_t *to, ra__keys *keys) {
+    const int64_t k = ra__row_bytes(d->k_dtype, d->k_dim), v = ra__row_bytes(d->v_dtype, d->v_dim);
+    const ra__view from[2] = { ra__view_at(item->k[0], 0, 0, kv_head),
+                               ra__view_at(item->v[0], 0, 0, kv_head) };
+    if (ra__page_holds(&item->paged, s->row, s->rows)) return;
+    ra__page_copy(&item->paged, &from[0], s->row, s->rows, to, k);
+    keys->k = to;
+    keys->k_stride = k;
+    if (d->v_in_k) return;
+    to += RA_BLOCK_TOKENS * k;
+    ra__page_copy(&item->paged, &from[1], s->row, s->rows, to, v);
+    keys->v = to;
+    keys->v_stride = v;
 }
 
 /* Folds the blocks that wait. */
@@ -9061,6 +9187,9 @@ static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item 
     }
     store.k += at * x->size.k;
     store.v += at * x->size.v;
+    if (item->paged.table)
+        ra__keys_gather(w->d, item, &s, t->kv_head, x->gathered + at * ra__gathered_bytes(w->d),
+                        &x->keys[at]);
     w->kernel->prepare(&x->keys[at], w->d, &store, partial);
     if (++x->waiting < x->size.batch) return;
     ra__task_ahead(w, t, item, i + 1, x);
@@ -10121,6 +10250,7 @@ static void ra__local_load(const ra__local *c, const ra__task *t, ra__scratch *x
     for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_load(c, t, x, i, gather);
     if (!c->pairs) ra__task_load(&c->w, t, x, 1);
     ra__chunk_side(&c->k_side, t->sequence, ra__k_len(&c->d, t->sequence), &item->c);
+    item->paged = ra__paged_of(&c->d, &c->w.t->pages, t->sequence);
     ra__item_owned(item, c->kv, array);
     x->block = 0;
 }
@@ -10258,11 +10388,14 @@ typedef struct ra__decode {
     ra__decode_rows *few;              /* [heads][fours] */
     int32_t *pos;                      /* [64] of a block */
     float *slot;                       /* [heads][fours] sums of the parts before, if any */
+    uint8_t *gathered;                 /* rows of a stretch that is in several pages */
+    ra__paged paged;                   /* of the sequence */
     int32_t heads;                     /* most of a task */
     int32_t sequence, head, count;     /* kv heads [head, head + count) */
     int32_t part, parts;               /* of the blocks [first, last) that some row sees */
     int64_t first, last, blocks;       /* blocks: of all keys */
     int32_t pairs, fours, rows, keys, run; /* keys: of a stretch; of one head at once */
+    int64_t last_row;                  /* of the keys */
     int32_t near;                      /* 1: one row, and keys that caches may hold */
     int32_t row[RA__DECODE_PAIRS];     /* of a pair */
     int32_t at[RA__DECODE_PAIRS], sees[RA__DECODE_PAIRS][4]; /* of a row: position, ra__mask_row */
@@ -10321,6 +10454,7 @@ static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__
     x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__DECODE_PAIRS), RA__DECODE_ROWS);
     x->few = (ra__decode_rows *)ra__carve(a, heads * x->fours * (int64_t)sizeof *x->few);
     x->pos = (int32_t *)ra__carve(a, RA_BLOCK_TOKENS * (int64_t)sizeof *x->pos);
+    x->gathered = (uint8_t *)ra__carve(a, ra__gathered_bytes(d));
     x->slot = NULL;
     if (ra__k_most(d) > RA__DECODE_PART * RA_BLOCK_TOKENS)
         x->slot = (float *)ra__carve(a, heads * x->fours * ra__slot_floats(d) * 4);
@@ -10496,8 +10630,34 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
     const int64_t all = x->count > 1 ? x->count * v->head : ra__min(v->token, v->head);
     const int64_t far = ra__max(x->run, RA__DECODE_AHEAD / all);
     a->at = (uintptr_t)v->data + (uintptr_t)((row + far) * v->token);
+    if (x->paged.table)
+        a->at = ra__page_row(&x->paged, v, ra__min(row + ra__round_up(far, x->run), x->last_row));
     a->lines = a->left = (int32_t)ra__ceil_div(all, 64);
     a->jump = v->token - (int64_t)a->lines * 64;
+}
+
+/* Addresses of n rows of K and V of a head: where they are, or gathered out of their pages. */
+static void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int64_t row, int32_t head,
+                               const ra__decode *x, ra__decode_keys *t) {
+    const int64_t bytes[2] = { ra__row_bytes(d->k_dtype, d->k_dim),
+                               ra__row_bytes(d->v_dtype, d->v_dim) };
+    const ra__view k = ra__view_at(kv[0], 0, 0, head), v = ra__view_at(kv[1], 0, 0, head);
+    if (ra__page_holds(&x->paged, row, t->n)) {
+        t->k = (const uint8_t *)ra__page_row(&x->paged, &k, row);
+        t->v = (const uint8_t *)ra__page_row(&x->paged, &v, row);
+        return;
+    }
+    t->k = x->gathered;
+    t->k_stride = bytes[0];
+    ra__page_copy(&x->paged, &k, row, t->n, x->gathered, bytes[0]);
+    if (d->v_in_k) {
+        t->v = t->k + (kv[1].data - kv[0].data);
+        t->v_stride = bytes[0];
+        return;
+    }
+    t->v = x->gathered + RA_BLOCK_TOKENS * bytes[0];
+    t->v_stride = bytes[1];
+    ra__page_copy(&x->paged, &v, row, t->n, x->gathered + RA_BLOCK_TOKENS * bytes[0], bytes[1]);
 }
 
 /* Keys [from, to) of a block, whose first is token row `row`, for all heads and fours. */
@@ -10513,8 +10673,12 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
             int first = more;
             for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
                 if (!t[g].seen) continue;
-                t[g].k = ra__view_at(kv[0], 0, row + j, h).data;
-                t[g].v = ra__view_at(kv[1], 0, row + j, h).data;
+                if (x->paged.table) {
+                    ra__decode_rows_at(&c->d, kv, row + j, h, x, &t[g]);
+                } else {
+                    t[g].k = ra__view_at(kv[0], 0, row + j, h).data;
+                    t[g].v = ra__view_at(kv[1], 0, row + j, h).data;
+                }
                 t[g].streams = first ? a : NULL;
                 first = 0;
             }
@@ -10530,7 +10694,8 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     if ((c->d.scores & RA_SCORE_BIAS) && !ra__decode_hide(c, x, (int32_t)s->rows)) return;
     if (x->near && x->few->one_row && c->d.softcap == 0.0f &&
         !(c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) &&       /* of any head */
-        x->seen[0] == ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows))
+        x->seen[0] == ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows) &&
+        (!x->paged.table || ra__page_holds(&x->paged, s->row, s->rows)))
         x->keys = x->run = RA_BLOCK_TOKENS;
     for (int32_t j = 0; j < s->rows; j += x->keys)
         for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
@@ -10634,7 +10799,10 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     ra__view kv[2];
     ra__seg block;
     if (array) array += x->sequence * c->k_side.array_stride;
-    for (int i = 0; i < 2; i++) kv[i] = ra__view_at(c->kv[i], x->sequence, 0, x->head);
+    x->paged = ra__paged_of(&c->d, &c->w.t->pages, x->sequence);
+    x->last_row = tokens - 1;
+    for (int i = 0; i < 2; i++)
+        kv[i] = ra__view_at(c->kv[i], x->paged.table ? 0 : x->sequence, 0, x->head);
     if (c->d.v_in_k) kv[1].data += ra__row_bytes(c->d.k_dtype, c->d.v_column);
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t i = 0; i < x->pairs; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i);
@@ -10718,7 +10886,7 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     x.keys = RA__DECODE_KEYS;
     while (x.fours == 1 && x.keys > c->w.kernel->decode_unit && x.keys * row > RA__DECODE_BYTES)
         x.keys /= 2;
-    x.run = 2 * x.keys;
+    x.run = c->d.page_tokens % (2 * x.keys) ? x.keys : 2 * x.keys;
     if (who[1] > 1) {
         n = ra__decode_tasks(c, &x, slots, 0, 0);
         from = n / who[1] * who[0] + n % who[1] * who[0] / who[1];
@@ -10783,6 +10951,16 @@ RA__NOINLINE void ra__decode_on_stack(const ra__local *c) {
     ra__decode_run(c, heads, (uint8_t *)at, NULL, who);
 }
 
+/* Pages of all keys. */
+static ra_status ra__check_tables_of(const ra__local *c, ra_error *e) {
+    ra_status s = RA_OK;
+    for (int32_t b = 0; b < c->d.sequences && !s; b++) {
+        const int64_t row[2] = { 0, ra__k_len(&c->d, b) };
+        s = ra__check_table(&c->d, &c->w.t->pages, b, row, e);
+    }
+    return s;
+}
+
 /* Runs a checked call in the workspace, or on the stack if there is none. */
 static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes, const int who[2],
                               int decode) {
@@ -10829,6 +11007,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
         s = ra__refuse(mine.error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
     if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, mine.error);
     if (!s) s = ra__check_forward(&c.d, t, c.rows, mine.error);
+    if (!s) s = ra__check_tables_of(&c, mine.error);
     if (s) return s;
     c.w.clear = c.w.finish = 1;
     who[0] = ith;
@@ -10958,6 +11137,7 @@ RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_ten
     if (d && !t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     status = ra__local_check(d, t, &c);
     if (!status) status = ra__state_use(s, &c, d->error);
+    if (!status) status = ra__check_tables_of(&c, d->error);
     if (status) return status;
     if (c.d.engine) return ra__refuse(d->error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
     return ra__local_go(&c, workspace, bytes, who, 0);
@@ -14020,6 +14200,9 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     if (out) *out = NULL;
     s = ra__resolve(d, &full);
     if (!s) s = ra__check_intervals(&full, d->error);
+    if (!s && full.page_tokens)
+        s = ra__refuse(d->error, RA_E_UNSUPPORTED, "page_tokens",
+                       "# is not for rings: see ra_cache_create", full.page_tokens);
     if (s) return s;
     if (!out) return ra__refuse(d->error, RA_E_NULL, "out", "is required", 0);
     s = a ? ra__check_allocator(a, "allocator", d->error) : RA_OK;
@@ -18500,23 +18683,39 @@ static void ra__lane_tables(ra_cache *c) {
                                  RA_MAX_POSITION - 1);
 }
 
+/* Row of a sequence, in the caller's memory of K or V. */
+static ra__view ra__cache_cell(const ra_cache *c, const ra_tensors *t, ra__view v, int32_t b,
+                               int64_t row) {
+    const ra__paged paged = ra__paged_of(&c->d, &t->pages, b);
+    if (!paged.table || !v.data) return ra__view_at(v, b, row, 0);
+    v.data = (const uint8_t *)ra__page_row(&paged, &v, row);
+    return v;
+}
+
 RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, int32_t sequence,
                                       int64_t position, const float *k, const float *v) {
     ra__view to[2];
+    int64_t row[2];
     ra_status s = RA_OK;
     if (!c || !t || !k || (!v && !c->d.v_in_k)) return RA_E_NULL;
     if (sequence < 0 || sequence >= c->d.sequences || position < 0 || position >= c->d.kv_tokens)
         return RA_E_RANGE;
     if (ra_cache_owner(c, position) != c->rank) return RA_OK;
+    row[0] = ra_cache_row(c, position);
+    row[1] = row[0] + 1;
     memset(to, 0, sizeof to);
-    s = ra__in_check(&t->k, ra__shape_of("t.k", &c->d, ra_cache_rows(c), c->d.kv_heads,
-                                         c->d.k_dim), c->d.k_dtype, &to[0], NULL);
+    s = ra__check_pages(&c->d, &t->pages, NULL);
+    if (!s) s = ra__check_table(&c->d, &t->pages, sequence, row, NULL);
+    if (!s) s = ra__in_check(&t->k, ra__keys_shape("t.k", &c->d, t, ra_cache_rows(c), c->d.k_dim),
+                             c->d.k_dtype, &to[0], NULL);
     if (!s && !c->d.v_in_k)
-        s = ra__in_check(&t->v, ra__shape_of("t.v", &c->d, ra_cache_rows(c), c->d.kv_heads,
-                                             c->d.v_dim), c->d.v_dtype, &to[1], NULL);
+        s = ra__in_check(&t->v, ra__keys_shape("t.v", &c->d, t, ra_cache_rows(c), c->d.v_dim),
+                         c->d.v_dtype, &to[1], NULL);
     for (int32_t h = 0; h < c->d.kv_heads && !s; h++) {
-        const int64_t row = ra_cache_row(c, position);
-        ra__view a = ra__view_at(to[0], sequence, row, h), b = ra__view_at(to[1], sequence, row, h);
+        ra__view a = ra__cache_cell(c, t, to[0], sequence, row[0]);
+        ra__view b = ra__cache_cell(c, t, to[1], sequence, row[0]);
+        a.data += h * a.head;
+        if (b.data) b.data += h * b.head;
         s = ra_convert((void *)(uintptr_t)a.data, c->d.k_dtype, k + h * c->d.k_dim, RA_F32,
                        c->d.k_dim);
         if (!s && !c->d.v_in_k)
@@ -19042,6 +19241,46 @@ static void ra__cache_share_slots(ra_cache *c) {
     }
 }
 
+/* Pages of the rows [from, to) of a lane: those of rows from `seen` on, and before `keep`, must be
+ * there, and the page of the last row must not be one of them again. */
+static ra_status ra__cache_check_lane(ra_cache *c, const ra_pages *p, int32_t b, int64_t first,
+                                      const int64_t row[3]) {
+    const ra__paged x = ra__paged_of(&c->d, p, b);
+    const int64_t from = first + x.first, last = (from + row[2] - 1) / x.tokens;
+    for (int64_t i = from / x.tokens; i <= last; i++) {
+        const int seen = (i + 1) * x.tokens > from + row[1] ||
+                         (row[0] && i * x.tokens < from + row[0]);
+        if (x.table[i] < -!seen || x.table[i] >= p->count)
+            return ra__refuse(&c->why, RA_E_RANGE, "t.pages.table",
+                              "has page #, which is not in 0..count-1 (-1: seen by no row)",
+                              x.table[i]);
+        if (seen && i < last && x.table[i] == x.table[last])
+            return ra__refuse(&c->why, RA_E_SHAPE, "t.pages.table",
+                              "has page # for the newest tokens and for others that are seen still",
+                              x.table[i]);
+    }
+    return RA_OK;
+}
+
+/* Pages of all sequences with new tokens. */
+static ra_status ra__cache_check_tables(ra_cache *c, const ra_pages *p) {
+    const int32_t first = c->lane_first[c->rank];
+    ra_status s = RA_OK;
+    for (int32_t b = 0; b < c->d.sequences && c->d.page_tokens; b++) {
+        const int64_t end = c->cached[b] + c->fresh[b];
+        int32_t sees[4];
+        if (!c->fresh[b]) continue;
+        ra__mask_row(&c->d.mask, c->cached[b], end, sees);
+        for (int32_t l = first; l < c->lane_first[c->rank + 1] && !s; l++) {
+            const int64_t row[3] = { ra__lane_keys(c, l, ra__max(0, ra__min(sees[3], end))),
+                                     ra__lane_keys(c, l, ra__max(0, ra__min(sees[0], end))),
+                                     ra__lane_keys(c, l, end) };
+            if (row[2]) s = ra__cache_check_lane(c, p, b, (l - first) * c->lane_rows, row);
+        }
+    }
+    return s;
+}
+
 static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                  const int64_t *fresh, int64_t deadline_ns) {
     const ra_desc *d = &c->d;
@@ -19073,6 +19312,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     s = ra__check_tensors(d, t, rows, &w, kv, e);
     if (!s) s = ra__check_outputs(d, t, rows[0], &w, e);
     if (!s) s = ra__check_forward(d, t, rows, e);
+    if (!s) s = ra__cache_check_tables(c, &t->pages);
     if (s) return s;
     c->t = *t;
     c->q = w.q;
@@ -19213,6 +19453,20 @@ static void ra__cache_pack_q(ra_cache *c) {
     ra__cache_put_frame(c, c->q_send, RA__FRAME_Q, RA__FRAME_BYTES + c->own_rows * row);
 }
 
+/* Rows [row, row + n) of the caller's K or V, page by page if there are pages. */
+static void ra__cache_pack_lane(const ra_cache *c, uint8_t *to, ra__view v, int32_t b, int64_t row,
+                                int64_t n, int64_t bytes) {
+    const ra__paged p = ra__paged_of(&c->d, &c->t.pages, b);
+    int64_t step = n;
+    for (int64_t i = row; i < row + n; i += step) {
+        const size_t size = (size_t)(c->d.kv_heads * bytes);
+        if (p.table) step = ra__min(row + n - i, p.tokens - (i + p.first) % p.tokens);
+        if (p.table && p.table[(i + p.first) / p.tokens] < 0) memset(to, 0, size * (size_t)step);
+        else ra__cache_pack(to, ra__cache_cell(c, &c->t, v, b, i), step, c->d.kv_heads, bytes);
+        to += (int64_t)size * step;
+    }
+}
+
 static void ra__cache_pack_keys(ra_cache *c) {
     const ra_desc *d = &c->d;
     const int64_t k = ra__row_bytes(d->k_dtype, d->k_dim), v = ra__row_bytes(d->v_dtype, d->v_dim);
@@ -19223,10 +19477,10 @@ static void ra__cache_pack_keys(ra_cache *c) {
         for (int32_t l = c->lane_first[c->rank]; l < c->lane_first[c->rank + 1]; l++) {
             const int64_t row = (l - c->lane_first[c->rank]) * c->lane_rows;
             const int64_t n = ra__lane_keys(c, l, c->fresh[b] ? c->cached[b] + c->fresh[b] : 0);
-            ra__cache_pack(to, ra__view_at(c->k, b, row, 0), n, d->kv_heads, k);
+            ra__cache_pack_lane(c, to, c->k, b, row, n, k);
             to += n * d->kv_heads * k;
             if (d->v_in_k) continue;
-            ra__cache_pack(values, ra__view_at(c->v, b, row, 0), n, d->kv_heads, v);
+            ra__cache_pack_lane(c, values, c->v, b, row, n, v);
             values += n * d->kv_heads * v;
         }
     ra__cache_put_frame(c, c->kv_send, RA__FRAME_KV, length);
@@ -19423,20 +19677,45 @@ static void ra__part_merge(const ra_cache *c, const ra__cache_item *x, ra__parti
                  ra__item_heads(c, x), c->d.v_dim);
 }
 
+/* K and V of rows [row[0], row[1]) of a lane, from KV head `head` on. */
+static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lane,
+                               const int64_t row[2], int32_t head, ra_desc *d) {
+    const int32_t local = lane - c->lane_first[c->keys.rank], b = y->x.b;
+    const int64_t first = row[0] + (c->keys.row ? c->keys.row[b * c->lanes + local]
+                                                : local * c->lane_rows);
+    const int paged = d->page_tokens && !c->keys.row;
+    const int64_t at = paged ? 0 : first;
+    const int32_t kb = c->keys.row || paged ? 0 : b;
+    const ra__view k = ra__view_at(c->keys.k, kb, at, head);
+    const ra__view v = ra__view_at(c->keys.v, kb, at, head);
+    ra_tensors *t = &y->t;
+    if (!paged) d->page_tokens = 0;
+    if (paged) {
+        const ra__paged p = ra__paged_of(d, &c->t.pages, b);
+        t->pages.table = p.table + (first + p.first) / p.tokens;
+        t->pages.first = (first + p.first) % p.tokens;
+        t->pages.count = c->t.pages.count;
+    }
+    t->k.data = k.data;
+    t->k.batch_stride = k.batch;
+    t->k.token_stride = k.token;
+    t->k.head_stride = k.head;
+    if (d->v_in_k) return;
+    t->v.data = v.data;
+    t->v.batch_stride = v.batch;
+    t->v.token_stride = v.token;
+    t->v.head_stride = v.head;
+}
+
 /* A call of one item: `heads` KV heads from `head` on against rows [row[0], row[1]) of a lane. */
 static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, const int64_t row[2],
                           ra__partial out, ra_desc *d) {
     const ra__query_rows *q = &c->queries;
     const ra__cache_item *x = &y->x;
-    const int32_t local = lane - c->lane_first[c->keys.rank], head = x->head + x->at_head;
+    const int32_t head = x->head + x->at_head;
     const int64_t at = q->at[x->b] + x->row, q_head = head * (int64_t)c->group;
-    const int64_t first = row[0] + (c->keys.row ? c->keys.row[x->b * c->lanes + local]
-                                                : local * c->lane_rows);
     const ra__view qv = q->packed ? ra__view_at(q->v, 0, at, q_head)
                                   : ra__view_at(q->v, x->b, x->row, q_head);
-    const int32_t kb = c->keys.row ? 0 : x->b;
-    const ra__view k = ra__view_at(c->keys.k, kb, first, head);
-    const ra__view v = ra__view_at(c->keys.v, kb, first, head);
     ra_tensors *t = &y->t;
     memset(t, 0, sizeof *t);
     d->tokens = x->rows;
@@ -19444,14 +19723,7 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, co
     t->q.data = qv.data;
     t->q.token_stride = qv.token;
     t->q.head_stride = qv.head;
-    t->k.data = k.data;
-    t->k.token_stride = k.token;
-    t->k.head_stride = k.head;
-    if (!d->v_in_k) {
-        t->v.data = v.data;
-        t->v.token_stride = v.token;
-        t->v.head_stride = v.head;
-    }
+    ra__lane_call_keys(c, y, lane, row, head, d);
     t->o.data = out.o + x->at_head * c->group * (int64_t)c->d.v_dim;
     t->o.token_stride = out.step * c->d.v_dim * (int64_t)sizeof(float);
     t->o.head_stride = c->d.v_dim * (int64_t)sizeof(float);

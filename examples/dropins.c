@@ -103,30 +103,17 @@ static ra_status attention_backward(float *dinp, const float *dout, float *out, 
 
 /* -------------------------------------------------------------------------- a paged engine
  * The body of a paged_attention(): pages of PAGE tokens anywhere in a pool, a table per sequence
- * that says which. Each page is folded where it is. m, l [heads], acc [heads][dim]: the running
- * softmax of one new token; count includes that token. */
+ * that says which. Pages are read where they are. count includes the new token. */
 enum { PAGE = 16 };
-typedef struct { float *m, *l, *acc; } Softmax;
 
-static ra_status paged_attention(ra_desc d, const ra_tensors *pool, const int32_t *table,
-                                 int64_t count, const Softmax *memory) {
-    const int64_t page = PAGE * d.kv_heads * d.k_dim;
-    const ra_state state = { memory->m, memory->l, memory->acc };
-    ra_tensors t = *pool;
+static ra_status paged_attention(ra_desc d, ra_tensors pool, const int32_t *table, int64_t pages,
+                                 int64_t count) {
     d.tokens = 1;
     d.q_offset = count - 1;
-    d.kv_tokens = PAGE;
-    ra_status s = ra_state_clear(&d, &state);
-    for (int64_t at = 0; at < count && s == RA_OK; at += PAGE) {
-        ra_run run = { at, count - at < PAGE ? count - at : PAGE, 1 };
-        t.k.data = (const float *)pool->k.data + table[at / PAGE] * page;
-        t.v.data = (const float *)pool->v.data + table[at / PAGE] * page;
-        t.k_pos.runs = &run;
-        t.k_pos.count = 1;
-        d.kv_tokens = run.count;
-        s = ra_fold(&d, &state, &t, NULL, 0);
-    }
-    return s == RA_OK ? ra_state_finish(&d, &state, &t) : s;
+    d.page_tokens = PAGE;
+    pool.pages.table = table;
+    pool.pages.count = pages;
+    return ra_attention(&d, &pool, NULL, 0, 0, 1);
 }
 
 /* -------------------------------------------------------------------------- plain loops */
@@ -279,9 +266,7 @@ static int try_llmc(void) {
 static int try_paged(void) {
     enum { PAGES = (TEXT + PAGE - 1) / PAGE };
     static float pool[2][2 * PAGES][PAGE][KV_HEADS][DIM], out[HEADS][DIM];
-    float m[HEADS], l[HEADS], acc[HEADS * DIM];
     int32_t table[PAGES];
-    const Softmax memory = { m, l, acc };
     ra_tensors t;
     double far = 0;
     ra_status s = RA_OK;
@@ -297,8 +282,8 @@ static int try_paged(void) {
     t.o.data = out;
     for (int at = 0; at < TEXT && s == RA_OK; at++) {
         t.q.data = q[at];
-        s = paged_attention(ra_desc_make(HEADS, KV_HEADS, DIM, RA_F32, RA_MASK_CAUSAL), &t, table,
-                            at + 1, &memory);
+        s = paged_attention(ra_desc_make(HEADS, KV_HEADS, DIM, RA_F32, RA_MASK_CAUSAL), t, table,
+                            2 * PAGES, at + 1);
         far = fmax(far, far_from_plain(&out[0][0], at, 1));
     }
     return judged("pages of 16 tokens", s, far, 2e-6);

@@ -7,7 +7,7 @@
 #include <pthread.h>
 #include <sched.h>
 
-enum { MAX_B = 4, MAX_P = 8 };
+enum { MAX_B = 4, MAX_P = 8, ROLLBACK = 8 };
 
 static int32_t h_below(h_rng *r, int64_t n) { return (int32_t)h_range(r, 0, n - 1); }
 
@@ -20,11 +20,17 @@ typedef struct script {
     int64_t cached[64][MAX_B], fresh[64][MAX_B];
     float *q, *k, *v;                  /* [B][kv_tokens][heads][dim], by position */
     int level_0;                       /* sendrecv alone */
+    int32_t page;                      /* ranks have pages of unlike sizes; 0: no pages */
+    int ring;                          /* pages of 16 come round; lanes are ranks */
     int threads;                       /* engine threads of a rank that step */
 } script;
 
 /* What came out, by position: of the last step that computed a row. */
-typedef struct outcome { float *o, *lse; int64_t way[3]; int cut; } outcome;
+typedef struct outcome {
+    float *o, *lse;
+    int64_t way[3], spare;             /* spare: pages of rank 0 that were never in use */
+    int cut;
+} outcome;
 
 typedef struct run { const script *s; outcome *out; int32_t ranks; ra_status end[MAX_P]; } run;
 
@@ -206,6 +212,96 @@ static void step_outputs(const run *x, const ra_cache *c, int32_t step, int32_t 
     free(pos);
 }
 
+/* -------------------------------------------------------------------------- pages of a rank */
+/* Pages are handed out where a token is stored, and taken back, as -1, once no row will see any of
+ * theirs. Those that nobody has hold NaN. */
+typedef struct pool {
+    int32_t *table, *unused;           /* [B][entries]; stack */
+    int64_t *ends;                     /* [entries][2] first and last position */
+    int64_t entries, count, free, least; /* least: fewest that were free */
+    int64_t kept, ring;                /* ring > 0: pages of a sequence that stay, and come round */
+    int64_t bytes[2];                  /* of a page of K, of V */
+} pool;
+
+static int32_t page_of(const script *s, int32_t rank)
+{
+    if (s->ring) return 16;
+    return s->page ? 16 * (1 + (s->page + 3 * rank) % 5) : 0;
+}
+
+static pool pool_new(const script *s, const ra_cache *c, int32_t rank, int32_t page)
+{
+    const ra_desc *d = &s->d;
+    pool x;
+    h_rng r = h_case_rng(77 + rank);
+    memset(&x, 0, sizeof x);
+    x.entries = (ra_cache_rows(c) + page - 1) / page;
+    x.count = x.least = x.free = d->sequences * x.entries + 2;
+    if (s->ring) {                     /* as many as the oldest new token may see, and a rollback */
+        const int64_t lanes = x.entries ? (d->kv_tokens + 15) / 16 / x.entries : 1;
+        const int64_t seen = d->mask.window + d->tokens - 1 + ROLLBACK;
+        x.kept = ((d->mask.keep + 15) / 16 + lanes - 1) / lanes;
+        x.ring = ((seen + 30) / 16 + lanes - 1) / lanes;
+        x.count = d->sequences * (x.kept + x.ring);
+    }
+    x.table = (int32_t *)need((size_t)(d->sequences * x.entries) * 4);
+    x.unused = (int32_t *)need((size_t)x.free * 4);
+    x.ends = (int64_t *)need((size_t)x.entries * 16);
+    x.bytes[0] = row_bytes(d->k_dtype, d->k_dim) * d->kv_heads * page;
+    x.bytes[1] = row_bytes(d->v_dtype, d->v_dim) * d->kv_heads * page;
+    for (int64_t i = 0; i < d->sequences * x.entries; i++) x.table[i] = INT32_MIN;
+    for (int64_t i = 0; i < x.free; i++) x.unused[i] = (int32_t)i;
+    for (int64_t i = x.free - 1; i > 0; i--) {
+        const int64_t j = h_below(&r, i + 1);
+        const int32_t was = x.unused[i];
+        x.unused[i] = x.unused[j];
+        x.unused[j] = was;
+    }
+    for (int64_t i = 0; i < x.entries; i++) x.ends[2 * i] = d->kv_tokens;
+    for (int64_t p = d->kv_tokens - 1; p >= 0; p--)
+        if (ra_cache_owner(c, p) == rank) {
+            int64_t *ends = x.ends + ra_cache_row(c, p) / page * 2;
+            ends[1] = ends[1] < p ? p : ends[1];
+            ends[0] = ends[0] < p ? ends[0] : p;
+        }
+    return x;
+}
+
+static void pool_free(pool *x)
+{
+    free(x->table);
+    free(x->unused);
+    free(x->ends);
+}
+
+/* The page of a row that is going to be written. */
+static void pool_take(pool *x, int32_t b, int64_t entry)
+{
+    int32_t *page = &x->table[b * x->entries + entry];
+    if (*page >= 0) return;
+    if (x->ring) {
+        *page = (int32_t)(entry < x->kept ? entry : x->kept + (entry - x->kept) % x->ring);
+        *page += (int32_t)(b * (x->kept + x->ring));
+        return;
+    }
+    *page = x->unused[--x->free];
+    x->least = x->least < x->free ? x->least : x->free;
+}
+
+/* Takes back what the window of a row at `at` and of those after it does not reach. */
+static void pool_give(pool *x, const ra_mask *m, int32_t b, int64_t at, uint8_t *const kv[2])
+{
+    for (int64_t i = 0; i < x->entries && m->window && !x->ring; i++) {
+        int32_t *page = &x->table[b * x->entries + i];
+        const int64_t *ends = x->ends + 2 * i;
+        if (*page < 0 || ends[0] < m->keep || ends[1] > at - m->window - ROLLBACK) continue;
+        for (int j = 0; j < 2; j++)
+            memset(kv[j] + *page * x->bytes[j], 0xff, (size_t)x->bytes[j]);
+        x->unused[x->free++] = *page;
+        *page = -1;
+    }
+}
+
 static ra_status steps_of(const run *x, ra_cache *c, int32_t rank)
 {
     const script *s = x->s;
@@ -213,16 +309,20 @@ static ra_status steps_of(const run *x, ra_cache *c, int32_t rank)
     const int64_t rows = ra_cache_rows(c), qrow = d->q_heads * (int64_t)d->k_dim;
     const int64_t kb = row_bytes(d->k_dtype, d->k_dim) * d->kv_heads;
     const int64_t vb = row_bytes(d->v_dtype, d->v_dim) * d->kv_heads;
-    uint8_t *k = (uint8_t *)need((size_t)(rows * kb * d->sequences));
-    uint8_t *v = (uint8_t *)need((size_t)(rows * vb * d->sequences));
+    const int32_t page = page_of(s, rank);
+    pool pages = pool_new(s, c, rank, page ? page : 16);
+    const int64_t cells = page ? pages.count * page : rows * d->sequences;
+    uint8_t *k = (uint8_t *)need((size_t)(cells * kb));
+    uint8_t *v = (uint8_t *)need((size_t)(cells * vb));
+    uint8_t *const kv[2] = { k, v };
     float *q = (float *)need((size_t)(d->sequences * d->tokens * qrow) * 4);
     uint8_t *qx = (uint8_t *)need((size_t)(d->sequences * d->tokens * qrow) * 4);
     float *o = (float *)need((size_t)(d->sequences * d->tokens * d->q_heads * d->v_dim) * 4);
     float *lse = (float *)need((size_t)(d->sequences * d->tokens * d->q_heads) * 4);
     int64_t *pos = (int64_t *)need((size_t)d->tokens * 8);
     ra_status end = RA_OK;
-    memset(k, 0xff, (size_t)(rows * kb * d->sequences));        /* NaN where nothing was stored */
-    memset(v, 0xff, (size_t)(rows * vb * d->sequences));
+    memset(k, 0xff, (size_t)(cells * kb));             /* NaN where nothing was stored */
+    memset(v, 0xff, (size_t)(cells * vb));
     for (int32_t i = 0; i < s->steps && !end; i++) {
         ra_tensors t;
         int64_t most = 0;
@@ -230,11 +330,19 @@ static ra_status steps_of(const run *x, ra_cache *c, int32_t rank)
         memset(&t, 0, sizeof t);
         t.k.data = k;
         t.v.data = v;
+        if (page) {
+            t.pages.table = pages.table;
+            t.pages.batch_step = pages.entries;
+            t.pages.count = pages.count;
+        }
         for (int32_t b = 0; b < d->sequences; b++) {
             int64_t n = rows_here(s, c, i, b, rank, pos);
             most = most < n ? n : most;
+            if (page) pool_give(&pages, &d->mask, b, s->cached[i][b], kv);
             for (int64_t j = 0; j < s->fresh[i][b]; j++) {
                 int64_t p = s->cached[i][b] + j, at = (b * d->kv_tokens + p) * d->kv_heads;
+                if (page && ra_cache_owner(c, p) == rank)
+                    pool_take(&pages, b, ra_cache_row(c, p) / page);
                 end = ra_cache_store(c, &t, b, p, s->k + at * d->k_dim, s->v + at * d->v_dim);
                 if (end) break;
             }
@@ -253,6 +361,8 @@ static ra_status steps_of(const run *x, ra_cache *c, int32_t rank)
                          ra_cache_error(c)->text);
         if (!end) step_outputs(x, c, i, rank, most, o, lse);
     }
+    if (rank == 0) x->out->spare = pages.least;
+    pool_free(&pages);
     free(k); free(v); free(q); free(qx); free(o); free(lse); free(pos);
     return end;
 }
@@ -276,6 +386,7 @@ static ra_status on_rank(ra_world *world, int rank, void *user)
     d.rank = rank;
     d.error = &why;
     d.threads = x->s->threads;
+    d.page_tokens = page_of(x->s, rank);
     end = ra_cache_create(&c, &d, x->s->level_0 ? &zero : &net, &x->s->cd);
     if (end) fprintf(stderr, "%s %s\n", why.field, why.text);
     if (!end) end = steps_of(x, c, rank);
@@ -447,6 +558,199 @@ TEST(ranks_and_ways)
     }
 }
 
+/* Caches in pages, of another size on every rank and in any order, have the bits of those without:
+ * for every way and form, and where pages that no row sees any more are written over. */
+TEST(pages)
+{
+    static const int32_t ranks[] = { 1, 2, 3, 5 };
+    for (int64_t i = 0; i < 12; i++) {
+        static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
+        h_rng r = h_case_rng(i);
+        script s;
+        outcome plain;
+        if (!h_case(i)) continue;
+        s = script_new(i % 3 ? 4 : 6, i % 3 ? 2 : 6, i % 2 ? 64 : 32, dtype[i % 4], 700);
+        s.d.sequences = 1 + (int32_t)(i % 3);
+        s.d.tokens = i % 2 ? 150 : 40;
+        if (i % 4 == 2) s.d.q_dtype = RA_BF16;
+        if (i == 3 || i == 8) { s.d.mask.window = 60; s.d.mask.keep = i == 8 ? 20 : 0; }
+        if (i == 4) s.d.scores = RA_SCORE_ALIBI;
+        if (i == 5) s.cd.queries = RA_QUERIES_ALL;
+        if (i == 6 || i == 8) s.cd.form = RA_FORM_SAME;
+        if (i == 9) s.d.mask.kind = RA_MASK_NONE;
+        if (i > 9) { s.d.mask.window = 50; s.d.mask.keep = 4; }
+        if (i == 11) s.cd.lanes = 0;
+        script_fill(&s, &r);
+        grow(&s, &r, 300);
+        for (int j = 0; j < 2; j++) {
+            const int32_t n = ranks[(i + 2 * j) % 4];
+            s.page = 0;
+            plain = script_run(&s, s.cd.lanes ? 1 : n);
+            compare(&s, &plain, &r, tolerance(&s));
+            s.page = i > 9 ? 5 : 1 + h_below(&r, 5);
+            s.threads = 1 + h_below(&r, 3);
+            for (int32_t way = RA_INFER_PASS_Q; way <= RA_INFER_PASS_KV; way++) {
+                outcome many;
+                if (way == RA_INFER_PASS_KV && s.cd.queries == RA_QUERIES_ALL) continue;
+                s.cd.way = way;
+                many = script_run(&s, n);
+                CHECK_BITS(many.o, plain.o, q_size(&s) * s.d.v_dim * 4);
+                CHECK_BITS(many.lse, plain.lse, q_size(&s) * 4);
+                if (i > 9 && n == 1) CHECK(many.spare > 2 + s.d.sequences);
+                outcome_free(&many);
+            }
+            s.cd.way = RA_INFER_AUTO;
+            outcome_free(&plain);
+        }
+        script_free(&s);
+    }
+}
+
+/* Ring buffers, with a window and kept tokens, are tables whose entries come round. */
+TEST(ring_buffers)
+{
+    static const int32_t ranks[] = { 1, 2, 3, 5 };
+    for (int64_t i = 0; i < 8; i++) {
+        h_rng r = h_case_rng(i);
+        script s;
+        outcome plain, ring;
+        if (!h_case(i)) continue;
+        s = script_new(4, 2, 32, i % 2 ? RA_F16 : RA_F32, 900);
+        s.d.sequences = 1 + (int32_t)(i % 2);
+        s.d.tokens = i % 3 ? 30 : 90;
+        s.d.mask.window = 1 + h_below(&r, 90);
+        s.d.mask.keep = h_below(&r, 3) * 9;
+        s.cd.lanes = 0;
+        s.cd.way = RA_INFER_PASS_Q + (int32_t)(i / 4);
+        script_fill(&s, &r);
+        grow(&s, &r, 600);
+        plain = script_run(&s, ranks[i % 4]);
+        compare(&s, &plain, &r, tolerance(&s));
+        s.ring = 1;
+        s.threads = 1 + h_below(&r, 2);
+        ring = script_run(&s, ranks[i % 4]);
+        CHECK_BITS(ring.o, plain.o, q_size(&s) * s.d.v_dim * 4);
+        CHECK_BITS(ring.lse, plain.lse, q_size(&s) * 4);
+        s.ring = 0;
+        s.cd.lanes = ranks[i % 4];
+        outcome_free(&plain);
+        plain = script_run(&s, 1);     /* and those of one rank */
+        CHECK_BITS(ring.o, plain.o, q_size(&s) * s.d.v_dim * 4);
+        outcome_free(&plain);
+        outcome_free(&ring);
+        script_free(&s);
+    }
+}
+
+/* -------------------------------------------------------------------------- ra_attention, pages */
+/* The same keys in rows and in pages. */
+typedef struct twice {
+    ra_desc d;
+    ra_tensors t[2];
+    ra_run cut[2];
+    int32_t page, threads, table[240];
+    uint8_t *kv[2][2];                 /* K and V in rows, in pages */
+} twice;
+
+static void twice_data(twice *x, h_rng *r)
+{
+    const ra_desc *d = &x->d;
+    const int64_t rows = d->sequences * d->kv_tokens, first = x->t[1].pages.first;
+    const int64_t per = x->t[1].pages.batch_step, cells = x->t[1].pages.count * x->page;
+    for (int i = 0; i < 2; i++) {
+        const int64_t dim = i ? d->v_dim : d->k_dim, row = row_bytes(d->k_dtype, dim) * d->kv_heads;
+        float f[256];
+        x->kv[0][i] = (uint8_t *)need((size_t)(rows * row));
+        x->kv[1][i] = (uint8_t *)need((size_t)(cells * row));
+        memset(x->kv[1][i], 0xff, (size_t)(cells * row));
+        for (int64_t j = 0; j < rows * d->kv_heads; j++) {
+            for (int64_t n = 0; n < dim; n++) f[n] = (float)h_normal(r);
+            ra_convert(x->kv[0][i] + j * (row / d->kv_heads), d->k_dtype, f, RA_F32, dim);
+        }
+        for (int64_t j = 0; j < rows; j++) {
+            const int64_t at = j % d->kv_tokens + first;
+            const int64_t page = x->table[j / d->kv_tokens * per + at / x->page];
+            memcpy(x->kv[1][i] + (page * x->page + at % x->page) * row, x->kv[0][i] + j * row,
+                   (size_t)row);
+        }
+    }
+}
+
+static void twice_make(twice *x, h_rng *r)
+{
+    static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
+    int32_t used[240] = { 0 };
+    const int64_t keys = 1 + h_below(r, 900), fresh = h_below(r, 2) ? 1 : 1 + h_below(r, 80);
+    ra_pages *p = &x->t[1].pages;
+    memset(x, 0, sizeof *x);
+    x->d = ra_desc_make(8, 1 << h_below(r, 4), 32 << h_below(r, 3), RA_F32, RA_MASK_CAUSAL);
+    x->page = 16 * (1 + h_below(r, 5));
+    x->threads = 1 + h_below(r, 2);
+    x->d.sequences = 1 + h_below(r, 2);
+    x->d.k_dtype = x->d.v_dtype = dtype[h_below(r, 4)];
+    if (x->d.k_dtype == RA_BF16) x->d.q_dtype = RA_BF16;
+    x->d.v_in_k = h_one_in(r, 6);
+    if (x->d.v_in_k) { x->d.v_dim = 32; x->d.v_dtype = 0; }
+    if (h_one_in(r, 4)) x->d.mask.window = 1 + h_below(r, 200);
+    x->d.tokens = fresh < keys ? fresh : keys;
+    x->d.kv_tokens = keys;
+    x->d.q_offset = keys - x->d.tokens;
+    p->table = x->table;
+    p->first = h_below(r, x->page);
+    p->batch_step = (keys + x->page) / x->page + 1;
+    p->count = 240;
+    for (int64_t j = 0; j < x->d.sequences * p->batch_step; j++) {
+        do x->table[j] = h_below(r, p->count); while (used[x->table[j]]);
+        used[x->table[j]] = 1;
+    }
+    twice_data(x, r);
+    if (h_one_in(r, 3) && keys > 2) {                  /* blocks that begin anywhere */
+        x->cut[0].count = x->cut[1].first = 1 + h_below(r, keys - 1);
+        x->cut[1].count = keys - x->cut[0].count;
+        x->t[0].k_pos.runs = x->t[1].k_pos.runs = x->cut;
+        x->t[0].k_pos.count = x->t[1].k_pos.count = 2;
+    }
+}
+
+/* ra_attention over pages has the bits of the same call without. */
+TEST(attention_pages)
+{
+    for (int64_t i = 0; i < 40; i++) {
+        h_rng r = h_case_rng(i);
+        twice x;
+        float *q, *o[2];
+        int64_t queries, outs;
+        if (!h_case(i)) continue;
+        twice_make(&x, &r);
+        queries = x.d.sequences * x.d.tokens * x.d.q_heads * x.d.k_dim;
+        outs = x.d.sequences * x.d.tokens * x.d.q_heads * x.d.v_dim;
+        q = (float *)need((size_t)queries * 4);
+        for (int64_t j = 0; j < queries; j++) {
+            const float f = (float)h_normal(&r);
+            ra_convert((uint8_t *)q + j * row_bytes(x.d.q_dtype, 1), x.d.q_dtype, &f, RA_F32, 1);
+        }
+        for (int paged = 0; paged < 2; paged++) {
+            uint8_t *memory;
+            size_t bytes;
+            ra_tensors *t = &x.t[paged];
+            o[paged] = (float *)need((size_t)outs * 4);
+            x.d.page_tokens = paged ? x.page : 0;
+            bytes = ra_attention_bytes(&x.d, x.threads);
+            memory = (uint8_t *)need(bytes);
+            t->q.data = q;
+            t->k.data = x.kv[paged][0];
+            t->v.data = x.d.v_in_k ? NULL : x.kv[paged][1];
+            t->o.data = o[paged];
+            for (int ith = x.threads - 1; ith >= 0; ith--)
+                CHECK_EQ(ra_attention(&x.d, t, memory, bytes, ith, x.threads), RA_OK);
+            free(memory);
+        }
+        CHECK_BITS(o[1], o[0], outs * 4);
+        free(q); free(o[0]); free(o[1]);
+        for (int j = 0; j < 4; j++) free(x.kv[j / 2][j % 2]);
+    }
+}
+
 /* Lanes of several leaves and spans, shared out by threads. */
 TEST(long_caches)
 {
@@ -470,6 +774,7 @@ TEST(long_caches)
         script_fill(&s, &r);
         one = script_run(&s, 1);
         s.threads = 2;
+        s.page = 1;                    /* pages of 32 tokens on rank 0 */
         many = script_run(&s, s.cd.lanes);
         compare(&s, &one, &r, 8e-6);
         CHECK_BITS(many.o, one.o, q_size(&s) * s.d.v_dim * 4);
@@ -825,6 +1130,88 @@ TEST(refusals)
     CHECK_EQ(ra_cache_destroy(c), RA_OK);
 }
 
+TEST(refused_page_tokens)
+{
+    script s = script_new(4, 2, 32, RA_F32, 300);
+    ra_desc d = s.d;
+    ra_error why;
+    ra_plan *plan = NULL;
+    memset(&why, 0, sizeof why);
+    d.error = &why;
+    d.page_tokens = 24;
+    CHECK_EQ(create(&d, NULL, &why), RA_E_RANGE);
+    CHECK(!strcmp(why.field, "page_tokens"));
+    d.page_tokens = 16;
+    CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_E_UNSUPPORTED);
+    CHECK(!strcmp(why.field, "page_tokens"));
+    d.train = 1;
+    CHECK_EQ(ra_attention_backward_bytes(&d, 1), 0);
+    CHECK(!strcmp(why.field, "page_tokens"));
+}
+
+TEST(refused_pages)
+{
+    script s = script_new(4, 2, 32, RA_F32, 300);
+    ra_desc d = s.d;
+    ra_error why;
+    ra_cache *c = NULL;
+    ra_tensors t;
+    int64_t cached = 60, fresh = 1;
+    int32_t table[20];
+    static float room[20][16][2][32], q[200 * 4 * 32], o[200 * 4 * 32];
+    memset(&t, 0, sizeof t);
+    memset(&why, 0, sizeof why);
+    for (int i = 0; i < 20; i++) table[i] = i;
+    d.error = &why;
+    d.page_tokens = 16;
+    d.mask.window = 20;
+    d.mask.keep = 3;
+    CHECK_EQ(ra_cache_create(&c, &d, NULL, NULL), RA_OK);
+    t.q.data = q; t.o.data = o; t.k.data = room; t.v.data = room;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_NULL);
+    CHECK(!strcmp(ra_cache_error(c)->field, "t.pages.table"));
+    t.pages.table = table;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_RANGE);
+    CHECK(!strcmp(ra_cache_error(c)->field, "t.pages.count"));
+    t.pages.count = 20;
+    t.pages.first = 16;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_RANGE);
+    t.pages.first = 0;
+    t.pages.batch_step = -1;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_STRIDE);
+    t.pages.batch_step = 20;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_OK);
+    CHECK_EQ(ra_cache_store(c, &t, 0, 299, q, q), RA_OK);
+    table[18] = 20;                    /* the position is stored there, and not seen */
+    CHECK_EQ(ra_cache_store(c, &t, 0, 299, q, q), RA_E_RANGE);
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_OK);
+    table[1] = -1;                     /* behind the window, which begins at 41 */
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_OK);
+    table[1] = -2;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_RANGE);
+    CHECK(strstr(ra_cache_error(c)->text, "-2"));
+    table[1] = 3;                      /* written over: by the page of position 60 */
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_OK);
+    table[2] = 3;                      /* which may not be where the window still looks */
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_SHAPE);
+    CHECK(!strcmp(ra_cache_error(c)->field, "t.pages.table"));
+    table[2] = -1;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_RANGE);
+    table[2] = 2;
+    table[0] = -1;                     /* kept */
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_RANGE);
+    table[0] = 3;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_SHAPE);
+    CHECK_EQ(ra_cache_destroy(c), RA_OK);
+    d.mask.window = d.mask.keep = 0;
+    d.tokens = 2;
+    CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_E_RANGE);
+    CHECK(!strcmp(why.field, "t.pages.table") && strstr(why.text, "20"));
+    d.page_tokens = 0;
+    CHECK_EQ(ra_attention(&d, &t, NULL, 0, 0, 1), RA_E_SHAPE);
+    CHECK(!strcmp(why.field, "t.pages"));
+}
+
 /* Two ranks of which one does something else. */
 typedef struct clash { int what; ra_status end[2]; char text[2][RA_TEXT_BYTES]; } clash;
 
@@ -890,8 +1277,10 @@ TEST(failures)
 }
 
 static const h_test tests[] = {
-    ENTRY(ranks_and_ways), ENTRY(long_caches), ENTRY(lanes_and_weights), ENTRY(drafts_are_exact),
-    ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(refusals), ENTRY(failures),
+    ENTRY(ranks_and_ways), ENTRY(pages), ENTRY(ring_buffers), ENTRY(attention_pages),
+    ENTRY(long_caches), ENTRY(lanes_and_weights), ENTRY(drafts_are_exact),
+    ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(refusals),
+    ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(failures),
 };
 
 int main(int argc, char **argv)
