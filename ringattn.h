@@ -237,8 +237,8 @@
  *            gradients, because that many of a rank's own chunks are on their way at once. (With
  *            RA_TRAVEL_Q these too are whole messages.) Where messages are copied, default chunks
  *            make that less than K and V (RA_TRAVEL_Q: Q and O) of a shard of 32K tokens or more.
- *            A shorter shard has relatively larger chunks, at least 1024 tokens, because smaller
- *            chunks cost time.
+ *            A shorter shard has relatively larger buffers, up to 8192 keys: computing hides
+ *            only transfers for which there is room.
  *   Threads  Plans may be shared. A ring runs one pass at a time, stepped by any number of your
  *            threads. The library starts threads only in ra_world_run.
  *   Errors   Every call that can fail returns a status; refusals name the field and say why.
@@ -534,6 +534,12 @@ typedef struct ra_layout {
 
 struct ra_engine;
 
+typedef struct ra_rates {              /* all required and > 0, except latency, which may be 0 */
+    double flops_per_s;                /* of one rank, all its threads */
+    double link_bytes_per_s;           /* of one direction of one link */
+    double link_latency_s;
+} ra_rates;
+
 /* -------------------------------------------------------------------------- the descriptor
  * One struct describes every computation. AGREED unless marked local. For one rank leave the part
  * `ranks` zero, for inference the part `training`. */
@@ -566,10 +572,14 @@ typedef struct ra_desc {
     /* Ranks */
     int32_t ranks, rank;               /* ranks 0: 1. rank is local */
     ra_layout layout;
-    int32_t chunk_tokens;              /* keys per message; 0: 1/32 of a shard, at least 1024, at
-                                        * most 4096. Rounded up to blocks (zigzag: to mirrored
-                                        * pairs; RUNS: the last block may go beyond it) */
-    int32_t buffers;                   /* receive buffers, 1..64; 0: 3 */
+    int32_t chunk_tokens;              /* keys per message; 0: by the ranks, the shard and the work
+                                        * per key, 256 to 4096. Rounded up to blocks (zigzag: to
+                                        * mirrored pairs; RUNS: the last block may go beyond it) */
+    int32_t buffers;                   /* receive buffers, 1..64; 0: 3 to 8, of up to 8192 keys
+                                        * together (training: 5120), but three chunks */
+    ra_rates rates;                    /* what you know of machines and network; {0}: nothing. A
+                                        * default chunk then takes no less time than two latencies,
+                                        * and a fast link gets fewer buffers */
     /* Training */
     int32_t train;                     /* 1: backward passes will follow. o and lse have the same
                                         * bits either way, except under dropout */
@@ -833,11 +843,6 @@ RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_
  * every chunk's tiles (those not empty, each counted whole) in order, buffers included. A model,
  * not a measurement. It takes as long as ra_plan_create, and 8 bytes per rank and chunk while it
  * runs. */
-typedef struct ra_rates {              /* all required and > 0, except latency, which may be 0 */
-    double flops_per_s;                /* of one rank, all its threads */
-    double link_bytes_per_s;           /* of one direction of one link */
-    double link_latency_s;
-} ra_rates;
 typedef struct ra_prediction {         /* seconds */
     double compute_s;                  /* this rank computes */
     double transfer_s;                 /* the link into this rank is busy */
@@ -845,6 +850,11 @@ typedef struct ra_prediction {         /* seconds */
     double hidden_s;                   /* the part of transfer_s during which this rank computes */
     double done_s;                     /* until this rank is done */
     double all_done_s;                 /* until the last rank is done */
+    double bound_s;                    /* the same with any number of buffers: what the order of
+                                        * keys, which makes bits independent of ranks, allows.
+                                        * Without a mask the last rank's own keys come last, so at
+                                        * most 1 - 1 / ranks of a transfer as long as computing can
+                                        * be hidden; causal ZIGZAG has no such limit */
 } ra_prediction;
 RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const ra_rates *rates,
                                        ra_prediction *out);
@@ -8259,6 +8269,16 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
 }
 #undef RA__FIELD
 
+/* No infinity. */
+RA__INLINE int ra__rate_valid(double x) { return x > 0 && x <= 1e300; }
+RA__INLINE int ra__rates_unknown(const ra_rates *x) {
+    return x->flops_per_s == 0 && x->link_bytes_per_s == 0 && x->link_latency_s == 0;
+}
+RA__INLINE int ra__rates_valid(const ra_rates *x) {
+    return ra__rate_valid(x->flops_per_s) && ra__rate_valid(x->link_bytes_per_s) &&
+           (x->link_latency_s == 0 || ra__rate_valid(x->link_latency_s));
+}
+
 static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
     const ra__rule rules[] = {
         { !ra__is_finite(d->scale) || d->scale < 0.0f, RA_E_RANGE, "scale",
@@ -8267,6 +8287,8 @@ static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
           "must be finite and not negative", 0 },
         { !(d->dropout >= 0.0f && d->dropout < 1.0f), RA_E_RANGE, "dropout",
           "must be at least 0 and less than 1", 0 },
+        { !ra__rates_unknown(&d->rates) && !ra__rates_valid(&d->rates), RA_E_RANGE, "rates",
+          "must be finite and above 0 (the latency: not below), or all 0", 0 },
     };
     return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
@@ -8623,14 +8645,67 @@ static ra_status ra__check_engine(const ra_desc *d, ra_error *e) {
     return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
-/* Keys of an average shard. The tables of the layout have not been checked yet. */
-static int64_t ra__shard_tokens(const ra_desc *d) {
-    const int64_t *rows = d->layout.k_rows ? d->layout.k_rows : d->layout.q_rows;
+/* Queries or keys of an average shard. The tables of the layout have not been checked yet. */
+static int64_t ra__shard_tokens(const ra_desc *d, int keys) {
+    const int64_t *rows = keys && d->layout.k_rows ? d->layout.k_rows : d->layout.q_rows;
     int64_t sum = 0;
-    if (d->layout.kind != RA_LAYOUT_ARRAY) return ra__ceil_div(ra__k_most(d), d->ranks);
+    if (d->layout.kind != RA_LAYOUT_ARRAY)
+        return ra__ceil_div(keys ? ra__k_most(d) : d->tokens, d->ranks);
     for (int32_t r = 0; r < d->ranks; r++)
         sum += ra__max(0, ra__min(rows[r], RA_MAX_POSITION));
     return ra__ceil_div(sum, d->ranks);
+}
+
+/* What a rank computes on a key. */
+static double ra__flops_per_key(const ra_desc *d) {
+    const double seen = d->mask.kind == RA_MASK_CAUSAL ? 0.5 : 1.0;
+    return 2.0 * ((double)d->k_dim + d->v_dim) * d->q_heads * seen *
+           (double)ra__max(1, ra__shard_tokens(d, 0));
+}
+
+/* Keys per message. A rank folds its own keys when its turn as an owner comes. Until then, and
+ * after it, it lives on what the link brings; meanwhile the link fills its buffers and then stops.
+ * So what can be hidden behind computing grows with the number of chunks per shard and with the
+ * part of a shard that fits into the buffers. Where the transfer takes as long as computing, a
+ * shard of 16 chunks with 8 buffers hides 89 to 96 % of it on 2 to 8 ranks, causal zigzag, against
+ * 75 to 86 % with 1024 keys and 3 buffers (2 ranks and 4096 to 8192 keys). From 24 ranks on
+ * buffers hardly matter, and around 16 ranks, where a chunk comes around the ring about when its
+ * owner's last one leaves, 32 chunks are better. Beyond 64 ranks the schedule, whose cost is chunks
+ * x ranks, allows fewer.
+ *
+ * A message also costs time of its own: what a rank computes on each is at least RA__CHUNK_WORK
+ * flops, which takes some ms on a few cores, or takes twice the latency if that is known. */
+enum { RA__CHUNK_LEAST = 256, RA__CHUNK_WORK = 1 << 29 };
+static int32_t ra__default_chunk(const ra_desc *d) {
+    const int64_t shard = ra__shard_tokens(d, 1);
+    const int64_t most = ra__max(1024, ra__min(4096, ra__ceil_div(shard, 32)));
+    const int64_t parts = d->ranks > 8 && d->ranks < 24 ? 32 : 16;
+    const int64_t few = ra__max(1, 1024 / d->ranks);
+    const double least = ra__rates_unknown(&d->rates)
+                             ? (double)RA__CHUNK_WORK
+                             : 2 * d->rates.link_latency_s * d->rates.flops_per_s;
+    const double flops = ra__flops_per_key(d);
+    int64_t chunk = ra__max(RA__CHUNK_LEAST, ra__ceil_div(shard, ra__min(parts, few)));
+    if (flops * (double)chunk < least)
+        chunk = flops * (double)most <= least ? most : (int64_t)(least / flops);
+    return (int32_t)ra__min(chunk, most);
+}
+
+/* Receive buffers: three at least, and no more than a shard and two. With gradients, which make
+ * messages up to three times as long, they hold fewer keys. While a rank computes half a shard, its
+ * own, the link brings the rest of what it cannot bring during the other half: nothing if it is
+ * twice as fast as computing. */
+enum { RA__BUFFER_TOKENS = 8192, RA__TRAIN_TOKENS = 5120 };
+static int32_t ra__default_buffers(const ra_desc *d) {
+    const int64_t parts = ra__ceil_div(ra__shard_tokens(d, 1), d->chunk_tokens);
+    const int64_t tokens = d->train ? RA__TRAIN_TOKENS : RA__BUFFER_TOKENS;
+    const double bytes = (double)d->kv_heads * (double)(ra__row_bytes(d->k_dtype, d->k_dim) +
+                         (d->v_in_k ? 0 : ra__row_bytes(d->v_dtype, d->v_dim)));
+    int64_t most = ra__min(d->ranks < 24 ? 8 : 3, tokens / d->chunk_tokens);
+    if (!ra__rates_unknown(&d->rates) &&
+        2 * bytes * d->rates.flops_per_s <= ra__flops_per_key(d) * d->rates.link_bytes_per_s)
+        most = 3;
+    return (int32_t)ra__max(3, ra__min(most, parts + 2));
 }
 
 static void ra__defaults(ra_desc *d) {
@@ -8642,16 +8717,13 @@ static void ra__defaults(ra_desc *d) {
     if (d->train && !d->backward_travel) d->backward_travel = ra__cheaper_travel(d);
     if (d->scale == 0.0f) d->scale = (float)(1.0 / ra__sqrt((double)d->k_dim));
     if (!d->mask.causal_block) d->mask.causal_block = 1;
-    if (!d->buffers) d->buffers = 3;
     if (!d->threads) d->threads = 1;
     if (d->isa == RA_ISA_AUTO) d->isa = ra_isa_best();
-    if (!d->chunk_tokens) {
-        int64_t part = ra__ceil_div(ra__shard_tokens(d), 32);
-        d->chunk_tokens = (int32_t)ra__max(1024, ra__min(4096, part));
-    }
+    if (!d->chunk_tokens) d->chunk_tokens = ra__default_chunk(d);
     d->chunk_tokens = (int32_t)ra__round_up(d->chunk_tokens,
                                             d->layout.kind == RA_LAYOUT_ZIGZAG
                                                 ? 2 * RA_BLOCK_TOKENS : RA_BLOCK_TOKENS);
+    if (!d->buffers) d->buffers = ra__default_buffers(d);
 }
 
 /* Checks everything that follows no pointer to an array, then the arrays. kv_tokens may stay 0: see
@@ -13177,7 +13249,7 @@ static void ra__agree_plain(const ra_desc *d, uint64_t *part) {
     part[RA__AGREE_DTYPES] = ra__hash_fields(dtypes, sizeof dtypes / sizeof *dtypes);
     part[RA__AGREE_SCORES] = ra__hash_fields(scores, 1);
     part[RA__AGREE_TRAINING] = ra__hash_fields(training, sizeof training / sizeof *training);
-    part[RA__AGREE_MESSAGES] = ra__hash_fields(messages, 2);
+    part[RA__AGREE_MESSAGES] = ra__hash(ra__hash_fields(messages, 2), &d->rates, sizeof d->rates);
     part[RA__AGREE_SCORES] = ra__hash(part[RA__AGREE_SCORES], &d->scale, sizeof d->scale);
     part[RA__AGREE_SCORES] = ra__hash(part[RA__AGREE_SCORES], &d->softcap, sizeof d->softcap);
     part[RA__AGREE_TRAINING] = ra__hash(part[RA__AGREE_TRAINING], &d->dropout, sizeof d->dropout);
@@ -13968,6 +14040,7 @@ typedef struct ra__prediction_scratch {
     double *work;                      /* [ranks][chunks] time of computing */
     double *step;                      /* [places + 1] of one rank */
     int64_t *received;
+    int32_t unlimited;                 /* 1: as if a buffer were always free */
 } ra__prediction_scratch;
 
 static void ra__predict_carve(ra__arena *a, const ra_plan *p, ra__prediction_scratch *m) {
@@ -14050,6 +14123,7 @@ static void ra__predict_chunk(const ra_plan *p, const ra_rates *rates, int64_t c
             double move = rates->link_latency_s + bytes / rates->link_bytes_per_s;
             double free = m->freed[(int64_t)next * buffers + m->received[next]++ % buffers];
             double start = here > m->link_free[rank] ? here : m->link_free[rank];
+            if (m->unlimited) free = 0;
             sent = m->link_free[rank] = move + (free > start ? free : start);
             m->busy[next] += move;
         }
@@ -14058,6 +14132,21 @@ static void ra__predict_chunk(const ra_plan *p, const ra_rates *rates, int64_t c
                 sent > folded ? sent : folded;
         here = sent;
     }
+}
+
+/* Simulates all chunks; returns when the last rank is done. */
+static double ra__predict_pass(const ra_plan *p, const ra_rates *rates, int32_t unlimited,
+                               ra__prediction_scratch *m) {
+    double *zero[6], done = 0;
+    zero[0] = m->link_free; zero[1] = m->busy; zero[2] = m->compute; zero[3] = m->folded;
+    zero[4] = m->idle; zero[5] = m->freed;
+    for (int32_t i = 0; i < 6; i++)
+        memset(zero[i], 0, (size_t)p->d.ranks * (i < 5 ? 1 : (size_t)p->d.buffers) * 8);
+    memset(m->received, 0, (size_t)p->d.ranks * 8);
+    m->unlimited = unlimited;
+    for (int64_t c = 0; c < p->keys.chunks; c++) ra__predict_chunk(p, rates, c, m);
+    for (int32_t r = 0; r < p->d.ranks; r++) done = m->folded[r] > done ? m->folded[r] : done;
+    return done;
 }
 
 /* -------------------------------------------------------------------------- plans */
@@ -14294,9 +14383,7 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
     double pair_s;
     if (!plan || !rates || !out) return RA_E_NULL;
     if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
-    if (!(rates->flops_per_s > 0) || !(rates->link_bytes_per_s > 0) ||
-        !(rates->link_latency_s >= 0))
-        return RA_E_RANGE;
+    if (!ra__rates_valid(rates)) return RA_E_RANGE;
     ra__predict_carve(&arena, plan, &m);
     bytes = arena.used;
     arena.base = (uint8_t *)ra__alloc(&plan->allocator, bytes, 64);
@@ -14311,15 +14398,14 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
         for (int32_t b = 0; b < plan->d.sequences && plan->d.layout.kind != RA_LAYOUT_ARRAY; b++)
             ra__predict_work(plan, r, b, pair_s, &m);
     }
-    for (int64_t c = 0; c < plan->keys.chunks; c++) ra__predict_chunk(plan, rates, c, &m);
     memset(out, 0, sizeof *out);
+    out->bound_s = ra__predict_pass(plan, rates, 1, &m);
+    out->all_done_s = ra__predict_pass(plan, rates, 0, &m);
     out->compute_s = m.compute[rank];
     out->transfer_s = m.busy[rank];
     out->wait_s = m.idle[rank];
     out->done_s = m.folded[rank];
     out->hidden_s = m.busy[rank] > m.idle[rank] ? m.busy[rank] - m.idle[rank] : 0;
-    for (int32_t r = 0; r < plan->d.ranks; r++)
-        if (m.folded[r] > out->all_done_s) out->all_done_s = m.folded[r];
     ra__free(&plan->allocator, arena.base, (size_t)bytes);
     return RA_OK;
 }
@@ -15130,7 +15216,8 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
 static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
     static const char *const name[RA__AGREE_PARTS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
-        "op, gradients, dropout or seed", "chunk_tokens, buffers, trust_plans or checksums",
+        "op, gradients, dropout or seed",
+        "chunk_tokens, buffers, rates, trust_plans or checksums",
         "the address space, although the transport declares RA_CAP_SHARED" };
     const size_t cap = sizeof f->text;
     const int silent = f->status == RA_E_TRUNC || f->status == RA_E_TIMEOUT ||

@@ -428,6 +428,24 @@ TEST(desc_floats)
     }
 }
 
+/* Rates are all 0 or all there. */
+TEST(desc_rates)
+{
+    static const double bad[5][3] = { { 0, 1, 0 }, { 1, 0, 0 }, { 0, 0, 1 }, { 1, 1, -1 },
+                                      { -1, 1, 1 } };
+    for (int i = 0; i < 5 + 6; i++) {
+        double x[3] = { 1e11, 1e9, 1e-5 };
+        ra_desc d;
+        if (i < 5) memcpy(x, bad[i], sizeof x);
+        else x[(i - 5) % 3] = i < 8 ? (double)NAN : HUGE_VAL;
+        base_desc(&d, FOUR);
+        d.rates.flops_per_s = x[0];
+        d.rates.link_bytes_per_s = x[1];
+        d.rates.link_latency_s = x[2];
+        refuse_desc(&d, RA_E_RANGE, "rates", 0);
+    }
+}
+
 /* A resolved descriptor means what the given one means. */
 TEST(desc_resolved)
 {
@@ -2036,7 +2054,7 @@ int main(int argc, char **argv)
 {
     static const h_test tests[] = {
         ENTRY(desc_fields), ENTRY(desc_contents), ENTRY(desc_runs), ENTRY(desc_floats),
-        ENTRY(desc_resolved), ENTRY(blocks_of_q8_0),
+        ENTRY(desc_rates), ENTRY(desc_resolved), ENTRY(blocks_of_q8_0),
         ENTRY(isa), ENTRY(engine), ENTRY(transport), ENTRY(ring_desc), ENTRY(plan_arguments),
         ENTRY(rates), ENTRY(world), ENTRY(estimate), ENTRY(tensors), ENTRY(tensor_alignment),
         ENTRY(tensor_scores), ENTRY(tensor_positions), ENTRY(jobs), ENTRY(order_of_calls),
