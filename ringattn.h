@@ -6823,16 +6823,6 @@ RINGATTN_API const char *ra_isa_name(int32_t isa) {
  * RA__CRC_POLY over two elements, whose bit 31 is the coefficient of x^0. */
 #define RA__CRC_POLY 0x82f63b78u
 
-/* a b */
-static uint32_t ra__crc_times(uint32_t a, uint32_t b) {
-    uint32_t product = 0;
-    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
-        if (a & bit) product ^= b;
-        b = b & 1 ? b >> 1 ^ RA__CRC_POLY : b >> 1;
-    }
-    return product;
-}
-
 /* By tables for 8 bytes at a time, made here: they take as long as about 4 KiB of data. */
 static uint32_t ra__crc_by_table(uint32_t crc, const uint8_t *p, int64_t n) {
     uint32_t table[8][256];
@@ -6856,6 +6846,16 @@ static uint32_t ra__crc_by_table(uint32_t crc, const uint8_t *p, int64_t n) {
 }
 
 #if RA__X86 || RA__NEON
+/* The product of two polynomials. */
+static uint32_t ra__crc_times(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (uint32_t bit = 1u << 31; bit; bit >>= 1) {
+        if (a & bit) product ^= b;
+        b = b & 1 ? b >> 1 ^ RA__CRC_POLY : b >> 1;
+    }
+    return product;
+}
+
 /* The instruction that takes 8 bytes. Assembled as such: no function needs a target of its own. */
 RA__INLINE uint32_t ra__crc_word(uint32_t crc, const uint8_t *p) {
     uint64_t x;
