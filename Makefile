@@ -74,7 +74,7 @@ help: ## lists the targets
 # RA__IMPLEMENTED skips the implementation in their own sources. Two tests compile their own.
 # test_schedule reaches into all private structs of the schedule, which has no vector code.
 HOOKED   := tests/test_clients tests/test_refuse tests/test_plan tests/test_bf16 \
-            tests/test_failure tests/test_steps
+            tests/test_failure tests/test_steps tests/test_resume
 WHOLE    := tests/test_sim tests/test_schedule
 ifeq ($(config),release)
 $(B)/tests/hooks.o $(B)/tests/test_sim: TOLD = -O1

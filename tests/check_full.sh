@@ -198,6 +198,9 @@ nccl() {
 sim() {
     step -x sim-build make build/release/tests/test_sim
     step sim make --no-print-directory sim SEEDS=200000
+    step -x resume-build make build/release/tests/test_resume build/release/examples/ring_survives
+    step resume timeout 300 build/release/tests/test_resume --long
+    step -x ring-survives timeout 120 build/release/examples/ring_survives --tokens 1024 --times 50
     step mutants sh tests/mutants.sh "$work/mutants" 3
     step spin sh tests/spin.sh "$work/spin"
 }

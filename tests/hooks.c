@@ -106,6 +106,58 @@ int64_t hook_parted(const ra_ring *ring)
     return ring->parted;
 }
 
+void hook_short_steps(ra_ring *ring, int64_t tiles)
+{
+    ring->step_work = tiles * RA__TILE_WORK;
+}
+
+int64_t hook_chunks(const ra_plan *plan) { return plan->keys.chunks; }
+int hook_chunk_owner(const ra_plan *plan, int64_t c) { return plan->keys.chunk[c].owner; }
+
+/* The reports as they travel. */
+static ra__reports hook_pack_reports(const hook_reports *h)
+{
+    const int64_t chunks = h->plan->keys.chunks;
+    ra__reports v;
+    v.p = h->plan;
+    v.rank = h->rank;
+    v.n = h->n;
+    v.bytes = ra__reports_size(h->plan);
+    v.of = (uint8_t *)hook_malloc((size_t)(v.bytes * h->n));
+    memset(v.of, 0, (size_t)(v.bytes * h->n));
+    for (int r = 0; r < h->n; r++) {
+        for (int64_t bit = 0; bit < 2 * chunks; bit++) {
+            const int64_t at = r * chunks + bit / 2;
+            uint8_t *need = ra__reports_need(&v, r), *held = ra__reports_held(&v, r);
+            if (h->need[at] >> bit % 2 & 1)
+                need[bit / 8] = (uint8_t)(need[bit / 8] | 1 << bit % 8);
+            if (h->held[at] >> bit % 2 & 1)
+                held[bit / 8] = (uint8_t)(held[bit / 8] | 1 << bit % 8);
+        }
+        for (int o = 0; o < h->plan->d.ranks; o++) {
+            uint8_t *gives = ra__reports_gives(&v, r) + o / 8;
+            if (h->gives[r] >> o & 1) *gives = (uint8_t)(*gives | 1 << o % 8);
+        }
+    }
+    return v;
+}
+
+int hook_source(const hook_reports *h, int64_t c, int to)
+{
+    ra__reports v = hook_pack_reports(h);
+    int source = ra__reports_source(&v, c, to);
+    hook_free(v.of);
+    return source;
+}
+
+int64_t hook_lost(const hook_reports *h)
+{
+    ra__reports v = hook_pack_reports(h);
+    int64_t c = ra__reports_lost(&v);
+    hook_free(v.of);
+    return c;
+}
+
 static ra__kernel watched;             /* the kernel of the ring under watch, */
 static const ra__kernel *real;         /* and the kernel that it replaces */
 static void (*before_deltas)(void);

@@ -39,6 +39,30 @@ int64_t hook_open_ops(const ra_transport *t);
 /* 1 once the ring has left its transport after a failure. */
 int64_t hook_parted(const ra_ring *ring);
 
+/* A step of the pass that has begun does at most so many tiles, so that tasks stop inside chunks. */
+void hook_short_steps(ra_ring *ring, int64_t tiles);
+
+/* What n ranks of a plan report when they resume a pass: bit i of need[r * chunks + c], held[..]:
+ * rank r of them needs, holds piece i of chunk c; bit o of gives[r]: it can give the keys of rank
+ * o of the plan. */
+typedef struct hook_reports {
+    const ra_plan *plan;
+    const int32_t *rank;               /* [n] */
+    int n;
+    const uint8_t *need, *held;
+    const uint32_t *gives;
+} hook_reports;
+
+/* Who sends chunk c to number `to` of them, -1: nobody can. */
+int hook_source(const hook_reports *v, int64_t c, int to);
+
+/* The first chunk that nobody can give to a rank that needs it; -1: none. */
+int64_t hook_lost(const hook_reports *v);
+
+/* Owner and number of chunks of keys. */
+int64_t hook_chunks(const ra_plan *plan);
+int hook_chunk_owner(const ra_plan *plan, int64_t c);
+
 /* From now on `before` is called before each group of rows whose dO.O the pass computes while it
  * packs queries. One ring at a time; between begin and the first step. */
 void hook_deltas(ra_ring *ring, void (*before)(void));
