@@ -1063,7 +1063,7 @@ static row cache_row(int32_t kind, int32_t isa, int32_t dtype, int64_t tokens) {
 static void add_decode(void) {
     for (int32_t dtype = RA_F32; dtype <= RA_Q8_0; dtype++) {
         for (int32_t threads = 1; threads <= 2; threads++) {
-            row r = cache_row(DECODE, dtype == RA_BF16 ? ra_isa_best() : best_f32(), dtype, 1);
+            row r = cache_row(DECODE, dtype >= RA_BF16 ? ra_isa_best() : best_f32(), dtype, 1);
             r.threads = threads;
             add(r);
         }

@@ -40,6 +40,8 @@ typedef struct truth {
                                         * explains, of O (of L where V is below 1) */
     double *rough;                     /* [B][q_max][Hq][Dv] bf16 problems: error of O that rounding
                                         * the weights to bf16, each by 2^-8 of it, can make */
+    double *coarse;                    /* [B][q_max][Hq] problems in q8_0: error of O and L that 16
+                                        * bits for q and for the weights explain */
 } truth;
 
 /* -------------------------------------------------------------------------- number formats */
@@ -251,11 +253,16 @@ static inline int is_bf16(const problem *p)
            (p->v_in_k || p->v_dtype == RA_BF16);
 }
 
+static inline int is_q8_0(const problem *p)
+{
+    return p->k_dtype == RA_Q8_0 && (p->v_in_k || p->v_dtype == RA_Q8_0);
+}
+
 /* One row: keys [n] are the visible ones; s, size [n] is scratch. */
 static inline void oracle_row(const problem *p, const truth *t, int b, int64_t i, int head,
                               const int32_t *keys, int64_t n, double *s, double *size)
 {
-    double top = -HUGE_VAL, sum = 0, slack = 0, big = 1;
+    double top = -HUGE_VAL, sum = 0, slack = 0, coarse = 0, big = 1;
     int64_t at = (b * p->q_max + i) * p->Hq + head, j;
     double *o = t->o + at * p->Dv;
     int d;
@@ -272,6 +279,12 @@ static inline void oracle_row(const problem *p, const truth *t, int b, int64_t i
         double w = exp(s[j] - top);
         sum += w;
         slack += w * size[j];
+        if (is_q8_0(p)) {
+            const float *q = q_row(p, b, i, head);
+            const float *k = k_row(p, b, keys[j], head / (p->Hq / p->Hkv));
+            double length = sqrt(dot_product(q, q, p->Dk) * dot_product(k, k, p->Dk));
+            coarse += w * (1 + problem_scale(p) * length);
+        }
         w *= drop_factor(p, b, i, head, keys[j]);
         for (d = 0; d < p->Dv; d++) {
             o[d] += w * (double)v[d];
@@ -285,6 +298,7 @@ static inline void oracle_row(const problem *p, const truth *t, int b, int64_t i
         for (d = 0; d < p->Dv; d++) t->rough[at * p->Dv + d] += w * fabs((double)v[d] - o[d]);
     }
     t->lse[at] = sum == 0 ? -HUGE_VAL : top + log(sum);
+    t->coarse[at] = sum == 0 || coarse != coarse ? 0 : coarse / sum * big * 6 / 65536;
     t->slack[at] = sum == 0 || slack != slack ? 0 : slack / sum * big * 1.2e-7;
 }
 
@@ -300,6 +314,7 @@ static inline truth oracle(const problem *p)
     t.o = (double *)calloc(rows * (size_t)p->Dv + 1, sizeof(double));
     t.lse = (double *)calloc(rows + 1, sizeof(double));
     t.slack = (double *)calloc(rows + 1, sizeof(double));
+    t.coarse = (double *)calloc(rows + 1, sizeof(double));
     t.rough = (double *)calloc(rows * (size_t)p->Dv + 1, sizeof(double));
     for (b = 0; b < p->B; b++) {
         for (i = 0; i < p->tq[b]; i += step) {
@@ -321,6 +336,7 @@ static inline truth oracle(const problem *p)
 static inline void truth_free(truth *t)
 {
     free(t->o); free(t->lse); free(t->slack); free(t->rough);
+    free(t->coarse);
 }
 
 /* -------------------------------------------------------------------------- gradients

@@ -508,6 +508,7 @@ static script script_new(int32_t hq, int32_t hkv, int32_t dim, int32_t dtype, in
 
 static double tolerance(const script *s)
 {
+    if (s->d.k_dtype == RA_Q8_0) return 1e-4;          /* products of integers: 16 bits */
     return s->d.q_dtype == RA_BF16 ? 4e-3 : 4e-6;
 }
 

@@ -950,6 +950,169 @@ TEST(q8_0_everywhere)
     }
 }
 
+/* A cache in q8_0 with scales of every kind, and what a row of it must come to. */
+typedef struct q8_case {
+    int32_t q_heads, kv_heads, k_dim, v_dim, keys, row_bytes[2];
+    float *q, *o, *lse;
+    uint8_t *kv[2];
+} q8_case;
+
+/* Blocks: whole steps of 2^-6, or of powers of two up to 2^12 apart; zero and negative scales, -0;
+ * only extremes, only zeros. */
+static void q8_fill(uint8_t *block, int64_t n, int wild, h_rng *r)
+{
+    for (; n > 0; n--, block += 34) {
+        const int kind = wild ? (int)h_range(r, 0, 7) : 0;
+        float scale = (float)ldexp(1 + (double)h_range(r, 0, 1023) / 1024,
+                                   wild ? -(int)h_range(r, 0, 12) : -6);
+        uint16_t bits;
+        if (kind == 1 || kind == 6) scale = -scale;
+        if (kind == 2) scale = 0.0f;
+        CHECK_EQ(ra_convert(&bits, RA_F16, &scale, RA_F32, 1), RA_OK);
+        if (kind == 3) bits = 0x8000u;
+        memcpy(block, &bits, 2);
+        for (int i = 0; i < 32; i++) {
+            int x = (int)h_range(r, -128, 127);
+            if (kind == 4 || kind == 6) x = x & 1 ? 127 : -128;
+            if (kind == 5) x = 0;
+            block[2 + i] = (uint8_t)(int8_t)x;
+        }
+    }
+}
+
+/* Element d of a row, and the scale of its block times 128. */
+static double q8_value(const uint8_t *row, int32_t d, double *most)
+{
+    float scale;
+    (void)ra_convert(&scale, RA_F32, row + d / 32 * 34, RA_F16, 1);
+    *most = fabs((double)scale) * 128;
+    return (double)scale * (int8_t)row[d / 32 * 34 + 2 + d % 32];
+}
+
+/* Head h against double precision. step: of q, relative to its largest magnitude, and of weights,
+ * relative to the largest of 16 keys. */
+static void q8_check(const q8_case *c, int32_t h, double step)
+{
+    const int32_t kv_head = h / (c->q_heads / c->kv_heads), n = c->keys;
+    const float *q = c->q + h * c->k_dim;
+    double *s = (double *)calloc((size_t)n, sizeof *s), top = -HUGE_VAL, sum = 0, most, worst = 0;
+    double *off = (double *)calloc((size_t)n, sizeof *off);
+    for (int32_t j = 0; j < n; j++) {
+        const uint8_t *k = c->kv[0] + (j * c->kv_heads + kv_head) * (int64_t)c->row_bytes[0];
+        double size = 0, largest = 0;
+        for (int32_t d = 0; d < c->k_dim; d++) {
+            const double x = q8_value(k, d, &most);
+            s[j] += (double)q[d] * x / sqrt((double)c->k_dim);
+            size += fabs(x) / sqrt((double)c->k_dim);
+            largest = fmax(largest, fabs((double)q[d]));
+        }
+        off[j] = largest * size * (step + 8 * 6e-8) + 6e-8 * fabs(s[j]);
+        top = fmax(top, s[j]);
+    }
+    for (int32_t j = 0; j < n; j++) { s[j] = exp(s[j] - top); sum += s[j]; }
+    for (int32_t j = 0; j < n; j++) worst += s[j] / sum * off[j];
+    CHECK(h_distance((double)c->lse[h], top + log(sum), worst + 4e-6 * (1 + fabs(top))) <= 1);
+    for (int32_t d = 0; d < c->v_dim; d++) {
+        double o = 0, tol = 1e-12, group = 0;
+        for (int32_t j = 0; j < n; j++) {
+            const uint8_t *v = c->kv[1] + (j * c->kv_heads + kv_head) * (int64_t)c->row_bytes[1];
+            o += s[j] / sum * q8_value(v, d, &most);
+            tol += s[j] / sum * most * (2 * off[j] + worst + 2e-6);
+            group = fmax(j % 16 ? group : 0, s[j] / sum * most);
+            if (j % 16 == 15 || j == n - 1) tol += 16 * step * group;
+        }
+        CHECK(h_distance((double)c->o[h * c->v_dim + d], o, tol) <= 1);
+    }
+    free(s);
+    free(off);
+}
+
+static ra_desc q8_desc(const q8_case *c, int32_t isa)
+{
+    ra_desc d = ra_desc_make(c->q_heads, c->kv_heads, c->k_dim, RA_F32, RA_MASK_CAUSAL);
+    d.v_dim = c->v_dim;
+    d.k_dtype = d.v_dtype = RA_Q8_0;
+    d.tokens = 1;
+    d.q_offset = c->keys - 1;
+    d.isa = isa;
+    return d;
+}
+
+static void q8_run(const q8_case *c, int32_t isa)
+{
+    ra_desc d = q8_desc(c, isa);
+    ra_tensors t;
+    size_t bytes = ra_attention_bytes(&d, 1);
+    void *memory = malloc(bytes + 1);
+    memset(&t, 0, sizeof t);
+    t.q.data = c->q;
+    t.k.data = c->kv[0];
+    t.v.data = c->kv[1];
+    t.o.data = c->o;
+    t.lse.data = c->lse;
+    CHECK_EQ(ra_attention(&d, &t, memory, bytes, 0, 1), RA_OK);
+    free(memory);
+}
+
+/* A NaN in a scale of V reaches the 32 dims of its block in the rows of its head, one in K or in q
+ * all dims of the rows that see it, and neither any other row. */
+static void q8_nan(const q8_case *c, int32_t isa, h_rng *r)
+{
+    const int32_t which = (int32_t)h_range(r, 0, 2), group = c->q_heads / c->kv_heads;
+    const int32_t j = (int32_t)h_range(r, 0, c->keys - 1);
+    const int32_t h = (int32_t)h_range(r, 0, c->q_heads - 1);
+    const int32_t dim = which == 1 ? c->v_dim : c->k_dim;
+    const int32_t b = (int32_t)h_range(r, 0, dim / 32 - 1);
+    const uint16_t nan = h_one_in(r, 2) ? 0x7e00u : 0xfe00u;
+    if (which == 2) c->q[h * c->k_dim + 32 * b] = (float)NAN;
+    else memcpy(c->kv[which] + (j * c->kv_heads + h / group) * c->row_bytes[which] + 34 * b, &nan,
+                2);
+    q8_run(c, isa);
+    for (int32_t i = 0; i < c->q_heads * c->v_dim; i++) {
+        const int32_t head = i / c->v_dim, d = i % c->v_dim;
+        const int hit = which == 2 ? head == h : head / group == h / group;
+        const int bad = hit && (which != 1 || d / 32 == b);
+        CHECK_EQ(c->o[i] != c->o[i], bad);
+    }
+}
+
+TEST(q8_0_scales)
+{
+    for (int64_t i = 0; i < (h_run.large ? 600 : 40); i++) {
+        h_rng r = h_case_rng(i);
+        q8_case c;
+        if (!h_case(i)) continue;
+        c.kv_heads = (int32_t)h_range(&r, 1, 3);
+        c.q_heads = c.kv_heads * (int32_t)h_range(&r, 1, 9);
+        c.k_dim = 32 * (int32_t)h_range(&r, 1, 6);
+        c.v_dim = 32 * (int32_t)h_range(&r, 1, 6);
+        c.keys = (int32_t)h_range(&r, 1, h_one_in(&r, 2) ? 40 : 300);
+        c.q = (float *)malloc((size_t)(c.q_heads * c.k_dim) * 4);
+        c.o = (float *)malloc((size_t)(c.q_heads * c.v_dim) * 4);
+        c.lse = (float *)malloc((size_t)c.q_heads * 4);
+        for (int side = 0; side < 2; side++) {
+            c.row_bytes[side] = (side ? c.v_dim : c.k_dim) / 32 * 34;
+            const int64_t rows = (int64_t)c.keys * c.kv_heads;
+            c.kv[side] = (uint8_t *)malloc((size_t)(rows * c.row_bytes[side]));
+            q8_fill(c.kv[side], rows * c.row_bytes[side] / 34, side || i % 3 == 0, &r);
+        }
+        for (int32_t j = 0; j < c.q_heads * c.k_dim; j++)
+            c.q[j] = (float)((double)h_normal(&r) * ldexp(1, i % 4 ? 0 : (int)h_range(&r, -9, 2)));
+        for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) {
+            if (!ra_isa_available(isa)) continue;
+            q8_run(&c, isa);
+            for (int32_t h = 0; h < c.q_heads; h++)
+                q8_check(&c, h, isa >= RA_ISA_AVX512_BF16 && isa <= RA_ISA_AMX ? ldexp(1, -16) : 0);
+        }
+        q8_nan(&c, i % 2 ? RA_ISA_AUTO : RA_ISA_SCALAR, &r);
+        free(c.q);
+        free(c.o);
+        free(c.lse);
+        free(c.kv[0]);
+        free(c.kv[1]);
+    }
+}
+
 /* To q8_0 and back: within half a step of the scale. 16-bit numbers and f32 are kept to the bit. */
 TEST(convert)
 {
@@ -1628,7 +1791,8 @@ static const h_test tests[] = {
     ENTRY(hidden_blocks_are_as_masked),
     ENTRY(one_key_gives_its_value), ENTRY(positions_near_the_limit),
     ENTRY(fold_merge_finish), ENTRY(merges_of_many_partials), ENTRY(merge_corners),
-    ENTRY(attention_threads), ENTRY(attention_workspace), ENTRY(q8_0_everywhere), ENTRY(convert),
+    ENTRY(attention_threads), ENTRY(attention_workspace), ENTRY(q8_0_everywhere),
+    ENTRY(q8_0_scales), ENTRY(convert),
     ENTRY(decoding), ENTRY(attention_at_positions), ENTRY(many_short_runs),
     ENTRY(row_bits_do_not_depend_on_company), ENTRY(bias_in_16_bits),
     ENTRY(runs_of_whole_blocks_keep_the_bits), ENTRY(ring_buffer_cache),

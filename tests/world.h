@@ -47,6 +47,7 @@ typedef struct outcome {
     int64_t empty_wrong;               /* empty query cells whose o is not 0 */
     int32_t no_lse;
     int32_t rough;                     /* weights were rounded to bf16 */
+    int32_t coarse;                    /* q and weights may have 16 bits */
     ra_plan_report report[MAX_RANKS];
     ra_ring_counters counters[MAX_RANKS];
 } outcome;
@@ -814,6 +815,14 @@ static inline int decodes_in_f32(const setup *s, const ra_desc *d)
            (d->isa ? d->isa : ra_isa_best()) != RA_ISA_AVX512_BF16;
 }
 
+/* May the library decode d, in q8_0, by products of integers? */
+static inline int may_use_integers(const ra_desc *d)
+{
+    return d->k_dtype == RA_Q8_0 && (d->v_in_k || d->v_dtype == RA_Q8_0) &&
+           (d->isa ? d->isa : ra_isa_best()) >= RA_ISA_AVX512_BF16 &&
+           d->tokens * (d->q_heads / d->kv_heads) <= 16;
+}
+
 /* Collects what all ranks wrote and frees their tensors. */
 static inline outcome outcome_gather(world *w)
 {
@@ -840,6 +849,7 @@ static inline outcome outcome_gather(world *w)
     for (rank = 0; rank < s->ranks; rank++) {
         if (r.status == RA_OK) outcome_take(&r, &w->seats[rank], seen);
         r.rough |= rounds_weights(&w->seats[rank].d) && !decodes_in_f32(s, &w->seats[rank].d);
+        r.coarse |= may_use_integers(&w->seats[rank].d);
         seat_free(&w->seats[rank]);
     }
     for (b = 0; b < p->B; b++) for (i = 0; i < p->tq[b]; i++) {
@@ -922,8 +932,8 @@ static inline int outcome_whole(const outcome *r)
 typedef struct verdict { double o_error, lse_error, o_ratio, lse_ratio; } verdict;
 
 /* Compares with the oracle. O: 2e-6, plus the slack if the problem is loose, plus half a step of a
- * 16-bit o, plus what rounding of weights to bf16 explains. LSE: 4e-6 max(1, |L|), plus the slack,
- * plus one rounding. Ratios are in units of these. */
+ * 16-bit o, plus what rounding of weights to bf16 and of q8_0's products explains. LSE: 4e-6
+ * max(1, |L|), plus the slack, plus one rounding. Ratios are in units of these. */
 static inline verdict outcome_judge(const outcome *r, const problem *p, const truth *t)
 {
     verdict w = { 0, 0, 0, 0 };
@@ -933,7 +943,7 @@ static inline verdict outcome_judge(const outcome *r, const problem *p, const tr
         for (head = 0; head < p->Hq; head++) {
             double slack, want, far, tol;
             at = (b * p->q_max + i) * p->Hq + head;
-            slack = p->loose ? t->slack[at] : 0;
+            slack = (p->loose ? t->slack[at] : 0) + (r->coarse ? t->coarse[at] : 0);
             want = t->lse[at];
             tol = 4e-6 * (fabs(want) > 1 ? fabs(want) : 1) + slack + (r->rough ? 0.0041 : 0);
             far = r->no_lse ? 0 : h_distance((double)r->lse[at], want, tol);
