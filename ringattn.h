@@ -18952,7 +18952,11 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  * block in one online softmax; in the form of decoding RA__LEAF keys in one, RA__SPAN such leaves
  * merged one after the other, then spans one after the other. Lanes are merged in a binary tree
  * over all lanes. A rank's lanes are the leaves of a few whole subtrees, and it hands on one
- * partial result for each. Nothing of this depends on ranks, threads, other rows, or the way. */
+ * partial result for each. Nothing of this depends on ranks, threads, other rows, or the way.
+ *
+ * Company. Sequences with one new token each whose tables begin with the same pages are one item:
+ * every leaf that is whole and shared is one call for the rows of all of them, the others are a
+ * call per row. The tree stays the same, so only whole leaves can be shared. */
 
 enum { RA__HOLD = 16 };                /* consecutive positions of a lane */
 enum { RA__LEAF = 1024, RA__SPAN = 4, RA__WRITE_ROWS = 16 };
@@ -18997,9 +19001,11 @@ typedef struct ra__partial { float *o, *lse; int64_t step; } ra__partial;
 
 /* An item is some rows of a sequence against lanes of one rank: in the form of prefill up to
  * tile_rows rows of one KV head, in the form of decoding up to few_tokens rows of all heads; there
- * also, with slots, against one span of one lane. At the end of a call it is some rows to write. */
+ * also, with slots, against one span of one lane. Sequences in company have one item, with a row of
+ * each. At the end of a call it is some rows to write. */
 typedef struct ra__cache_item {
     int32_t b, head, few;              /* head: KV head, 0 where all are meant */
+    int32_t company;                   /* sequences from b on */
     int64_t n;                         /* its number in the stage */
     int64_t row, rows;                 /* of the sequence, in `queries` */
     int64_t lo, hi;                    /* some row may see positions lo <= p < hi */
@@ -19009,6 +19015,7 @@ typedef struct ra__cache_item {
     /* How far it is: what comes next. */
     int32_t at_tree, at_lane, at_head; /* at_head: KV head in a leaf */
     int64_t at_span, at_leaf;
+    int32_t at_member, solo;           /* solo: 0: all rows in one call; n: only row n - 1 */
     int32_t walking;                   /* 1: a lane in the form of prefill is begun */
 } ra__cache_item;
 
@@ -19055,6 +19062,9 @@ struct ra_cache {
     int64_t *all_at, *own_at;          /* [B + 1] */
     int32_t *all_pos, *own_pos;
     int64_t *rank_rows;                /* [ranks] */
+    int32_t *company;                  /* [B] sequences from b on that are attended together,
+                                        * because they share pages; 0: with one before */
+    int64_t *company_end;              /* [B] tokens of the longest of them */
     int64_t *slot;                     /* [B] first slot; -1: none */
     int64_t *slot_done;                /* [B] */
     int64_t *key_row;                  /* [B][lanes] of received keys */
@@ -19326,6 +19336,8 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
     c->all_pos = (int32_t *)ra__carve(a, c->most_rows * 4);
     c->own_pos = (int32_t *)ra__carve(a, c->most_rows * 4);
     c->rank_rows = (int64_t *)ra__carve(a, c->ranks * 8);
+    c->company = (int32_t *)ra__carve(a, b * 4);
+    c->company_end = (int64_t *)ra__carve(a, b * 8);
     c->slot = (int64_t *)ra__carve(a, b * 8);
     c->slot_done = (int64_t *)ra__carve(a, b * 8);
     c->key_row = (int64_t *)ra__carve(a, b * c->lanes * 8);
@@ -19695,10 +19707,47 @@ static int ra__cache_few(const ra_cache *c, int32_t b) {
     return c->cd.form == RA_FORM_SAME || c->fresh[b] <= c->few_tokens;
 }
 
-/* Spans of the longest lane of a sequence. */
+/* Spans of the longest lane of a sequence, or of those in its company. */
 static int64_t ra__cache_spans(const ra_cache *c, int32_t b) {
-    return ra__max(1, ra__ceil_div(ra__lane_keys(c, 0, c->cached[b] + c->fresh[b]),
-                                   RA__LEAF * RA__SPAN));
+    return ra__max(1, ra__ceil_div(ra__lane_keys(c, 0, c->company_end[b]), RA__LEAF * RA__SPAN));
+}
+
+/* 1: the whole leaf that begins at row `first` of this rank is in the same pages for the sequences
+ * [b, b + n). */
+static int ra__leaf_is_shared(const ra_cache *c, const ra_pages *p, int64_t first, int32_t b,
+                              int32_t n) {
+    const ra__paged x = ra__paged_of(&c->d, p, b);
+    const int64_t page = (first + p->first) / x.tokens;
+    const int64_t last = (first + p->first + RA__LEAF - 1) / x.tokens;
+    for (int32_t i = 1; i < n; i++)
+        if (memcmp(x.table + page, x.table + page + i * p->batch_step,
+                   (size_t)(last - page + 1) * sizeof *x.table))
+            return 0;
+    return 1;
+}
+
+/* Sequences with one new token each that begin with the same leaf are attended together: a leaf
+ * that they share is read once for all of them. Their bits are those of each alone, because the
+ * leaves and their merges stay the same. */
+static void ra__cache_companies(ra_cache *c, const ra_pages *p) {
+    const int32_t lane = c->lane_first[c->rank], most = c->few_tokens;
+    const int may = c->d.page_tokens && c->way == RA_INFER_PASS_Q;
+    int32_t b = 0;
+    while (b < c->d.sequences) {
+        int32_t n = 0;
+        int64_t end = 0;
+        do {
+            end = ra__max(end, c->cached[b + n] + c->fresh[b + n]);
+            c->company[b + n] = 0;
+            n++;
+        } while (may && n < most && b + n < c->d.sequences && c->fresh[b] == 1 &&
+                 c->fresh[b + n] == 1 &&
+                 ra__lane_keys(c, lane, ra__min(c->cached[b], c->cached[b + n])) >= RA__LEAF &&
+                 ra__leaf_is_shared(c, p, 0, b, n + 1));
+        c->company[b] = n;
+        c->company_end[b] = end;
+        b += n;
+    }
 }
 
 static int64_t ra__most_rank_lanes(const ra_cache *c) {
@@ -19713,7 +19762,7 @@ static void ra__cache_share_slots(ra_cache *c) {
     const int64_t lanes = ra__most_rank_lanes(c);
     int64_t used = 0;
     for (int32_t b = 0; b < c->d.sequences; b++) {
-        const int64_t n = lanes * ra__cache_spans(c, b);
+        const int64_t n = c->company[b] ? lanes * ra__cache_spans(c, b) : 0;   /* with others: 0 */
         c->slot[b] = -1;
         if (!c->fresh[b] || !ra__cache_few(c, b) || c->fresh[b] > c->few_tokens || n < 2 ||
             used + n > c->slots)
@@ -19810,6 +19859,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     c->deadline = deadline_ns;
     ra__store_i64(&c->call, c->call + 1);
     ra__cache_swaps(c);
+    ra__cache_companies(c, &t->pages);
     ra__cache_share_slots(c);
     c->ran = 0;
     ra__store_i32(&c->stage, 0);
@@ -20143,12 +20193,21 @@ static ra__partial ra__part_packed(const ra_cache *c, const ra__cache_item *x, f
     return p;
 }
 
-static void ra__part_clear(const ra_cache *c, const ra__cache_item *x, ra__partial p) {
+/* Row i of a partial result. */
+static ra__partial ra__part_row(const ra_cache *c, ra__partial p, int64_t i) {
+    p.o += i * p.step * c->d.v_dim;
+    p.lse += i * p.step;
+    return p;
+}
+
+static void ra__part_clear_row(const ra_cache *c, const ra__cache_item *x, ra__partial p) {
     const int32_t heads = ra__item_heads(c, x);
-    for (int64_t i = 0; i < x->rows; i++) {
-        memset(p.o + i * p.step * c->d.v_dim, 0, (size_t)(heads * c->d.v_dim) * sizeof(float));
-        for (int32_t h = 0; h < heads; h++) p.lse[i * p.step + h] = ra__neg_inf();
-    }
+    memset(p.o, 0, (size_t)(heads * c->d.v_dim) * sizeof(float));
+    for (int32_t h = 0; h < heads; h++) p.lse[h] = ra__neg_inf();
+}
+
+static void ra__part_clear(const ra_cache *c, const ra__cache_item *x, ra__partial p) {
+    for (int64_t i = 0; i < x->rows; i++) ra__part_clear_row(c, x, ra__part_row(c, p, i));
 }
 
 static void ra__part_merge(const ra_cache *c, const ra__cache_item *x, ra__partial into,
@@ -20162,7 +20221,8 @@ static void ra__part_merge(const ra_cache *c, const ra__cache_item *x, ra__parti
 /* K and V of rows [row[0], row[1]) of a lane, from KV head `head` on. */
 static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                const int64_t row[2], int32_t head, ra_desc *d) {
-    const int32_t local = lane - c->lane_first[c->keys.rank], b = y->x.b;
+    const int32_t local = lane - c->lane_first[c->keys.rank];
+    const int32_t b = y->x.b + (y->x.solo ? y->x.solo - 1 : 0);
     const int64_t first = row[0] + (c->keys.row ? c->keys.row[b * c->lanes + local]
                                                 : local * c->lane_rows);
     const int paged = d->page_tokens && !c->keys.row;
@@ -20195,15 +20255,16 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, co
     const ra__query_rows *q = &c->queries;
     const ra__cache_item *x = &y->x;
     const int32_t head = x->head + x->at_head;
-    const int64_t at = q->at[x->b] + x->row, q_head = head * (int64_t)c->group;
+    const int32_t member = x->solo ? x->solo - 1 : 0;
+    const int64_t at = q->at[x->b] + x->row + member, q_head = head * (int64_t)c->group;
     const ra__view qv = q->packed ? ra__view_at(q->v, 0, at, q_head)
-                                  : ra__view_at(q->v, x->b, x->row, q_head);
+                                  : ra__view_at(q->v, x->b + member, x->row, q_head);
     ra_tensors *t = &y->t;
     memset(t, 0, sizeof *t);
-    d->tokens = x->rows;
+    d->tokens = x->solo ? 1 : x->rows;
     d->kv_tokens = row[1] - row[0];
     t->q.data = qv.data;
-    t->q.token_stride = qv.token;
+    t->q.token_stride = x->company > 1 && !q->packed ? qv.batch : qv.token;
     t->q.head_stride = qv.head;
     ra__lane_call_keys(c, y, lane, row, head, d);
     t->o.data = out.o + x->at_head * c->group * (int64_t)c->d.v_dim;
@@ -20213,7 +20274,7 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, co
     t->lse.token_stride = out.step * (int64_t)sizeof(float);
     t->lse.head_stride = (int64_t)sizeof(float);
     t->q_pos.array = q->pos + at;
-    t->q_pos.count = x->rows;
+    t->q_pos.count = d->tokens;
     t->k_pos.count = d->kv_tokens;
     if (c->lanes > 1) {
         t->k_pos.array = c->pos + lane * c->lane_rows + row[0];
@@ -20258,7 +20319,8 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
 static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                const int64_t row[2], ra__partial out, int64_t *left) {
     ra__cache_item *x = &y->x;
-    const int64_t price = x->rows * c->group * (row[1] - row[0]) * ra__cache_dims(c);
+    const int64_t rows = x->solo ? 1 : x->rows;
+    const int64_t price = rows * c->group * (row[1] - row[0]) * ra__cache_dims(c);
     while (x->at_head < c->d.kv_heads) {
         int64_t heads = c->d.kv_heads - x->at_head;
         ra_desc d = c->few;
@@ -20281,6 +20343,48 @@ static int64_t ra__part_work(const ra_cache *c, const ra__cache_item *x) {
     return x->rows * ra__item_heads(c, x) * ((int64_t)c->d.v_dim + 1);
 }
 
+/* Row i of an item in company sees the positions lo <= p < hi, at most. */
+static void ra__member_sees(const ra_cache *c, const ra__cache_item *x, int32_t i, int64_t *lo,
+                            int64_t *hi) {
+    int32_t sees[4];
+    ra__mask_row(&c->d.mask, c->queries.pos[c->queries.at[x->b] + i],
+                 c->cached[x->b + i] + c->fresh[x->b + i], sees);
+    *lo = c->d.mask.keep ? 0 : sees[0];
+    *hi = ra__max(sees[1], sees[3]);
+}
+
+/* A leaf of a lane for sequences in company: in one call if all of them have it whole in the same
+ * pages, otherwise one after the other. */
+static ra_status ra__company_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, int64_t leaf,
+                                  ra__partial out, int64_t *left) {
+    ra__cache_item *x = &y->x;
+    const int64_t whole[2] = { leaf * RA__LEAF, (leaf + 1) * RA__LEAF };
+    const int64_t first = (lane - c->lane_first[c->rank]) * c->lane_rows + whole[0];
+    int64_t lo, hi;
+    int shared = 1;
+    for (int32_t i = 0; i < x->company && shared; i++) {
+        ra__member_sees(c, x, i, &lo, &hi);
+        shared = ra__lane_keys(c, lane, hi) >= whole[1] && ra__lane_keys(c, lane, lo) < whole[1];
+    }
+    if (shared && ra__leaf_is_shared(c, &c->t.pages, first, x->b, x->company))
+        return ra__leaf_some(c, y, lane, whole, out, left);
+    for (; x->at_member < x->company; x->at_member++) {
+        const ra__partial part = ra__part_row(c, out, x->at_member);
+        int64_t row[2] = { whole[0], whole[1] }, from;
+        ra_status s = RA_OK;
+        ra__member_sees(c, x, x->at_member, &lo, &hi);
+        row[1] = ra__min(whole[1], ra__lane_keys(c, lane, hi));
+        from = ra__max(whole[0], ra__lane_keys(c, lane, lo));
+        x->solo = x->at_member + 1;
+        if (from < row[1]) s = ra__leaf_some(c, y, lane, row, part, left);
+        else ra__part_clear_row(c, x, part);
+        x->solo = 0;
+        if (s) return s;
+    }
+    x->at_member = 0;
+    return RA_OK;
+}
+
 /* A span of a lane: its leaves one after the other. */
 static ra_status ra__span_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, int64_t span,
                                ra__partial out, int64_t *left) {
@@ -20295,7 +20399,8 @@ static ra_status ra__span_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     for (x->at_leaf = ra__max(x->at_leaf, first); x->at_leaf < last; x->at_leaf++) {
         const int64_t row[2] = { x->at_leaf * RA__LEAF, ra__min((x->at_leaf + 1) * RA__LEAF, to) };
         ra__partial part = x->at_leaf > first ? ra__part_packed(c, x, y->part[0]) : out;
-        ra_status s = ra__leaf_some(c, y, lane, row, part, left);
+        ra_status s = x->company > 1 ? ra__company_some(c, y, lane, x->at_leaf, part, left)
+                                     : ra__leaf_some(c, y, lane, row, part, left);
         if (s) return s;
         if (x->at_leaf > first) ra__part_merge(c, x, out, part);
     }
@@ -20393,7 +20498,7 @@ static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *l
 
 /* Items of a sequence in the stage. */
 static int64_t ra__sequence_items(const ra_cache *c, int32_t b) {
-    const int64_t rows = c->queries.at[b + 1] - c->queries.at[b];
+    const int64_t rows = c->queries.at[b + c->company[b]] - c->queries.at[b];
     const int32_t rank = c->keys.rank, lanes = c->lane_first[rank + 1] - c->lane_first[rank];
     if (!rows) return 0;
     if (!ra__cache_few(c, b)) return ra__ceil_div(rows, c->tile_rows) * c->d.kv_heads;
@@ -20403,13 +20508,14 @@ static int64_t ra__sequence_items(const ra_cache *c, int32_t b) {
 
 /* Item n of a sequence; the cheapest rows come last. */
 static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
-    const int64_t rows = c->queries.at[b + 1] - c->queries.at[b];
+    const int64_t rows = c->queries.at[b + c->company[b]] - c->queries.at[b];
     const int32_t *pos = c->queries.pos + c->queries.at[b];
     int32_t first[4], last[4];
     int64_t step = c->tile_rows, group = n;
     ra__cache_item x;
     memset(&x, 0, sizeof x);
     x.b = b;
+    x.company = c->company[b];
     x.n = n;
     x.lane = -1;
     x.few = ra__cache_few(c, b);
@@ -20429,6 +20535,12 @@ static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
     ra__mask_row(&c->d.mask, pos[x.row + x.rows - 1], c->cached[b] + c->fresh[b], last);
     x.lo = c->d.mask.keep ? 0 : first[0];
     x.hi = ra__max(last[1], last[3]);
+    for (int32_t i = 0; i < x.company && x.company > 1; i++) {
+        int64_t lo, hi;
+        ra__member_sees(c, &x, i, &lo, &hi);
+        x.lo = ra__min(x.lo, lo);
+        x.hi = i ? ra__max(x.hi, hi) : hi;
+    }
     return x;
 }
 

@@ -22,6 +22,7 @@ typedef struct script {
     int level_0;                       /* sendrecv alone */
     int32_t page;                      /* ranks have pages of unlike sizes; 0: no pages */
     int ring;                          /* pages of 16 come round; lanes are ranks */
+    int64_t prefix;                    /* tokens that all sequences have in the same pages */
     int threads;                       /* engine threads of a rank that step */
 } script;
 
@@ -219,7 +220,7 @@ typedef struct pool {
     int32_t *table, *unused;           /* [B][entries]; stack */
     int64_t *ends;                     /* [entries][2] first and last position */
     int64_t entries, count, free, least; /* least: fewest that were free */
-    int64_t kept, ring;                /* ring > 0: pages of a sequence that stay, and come round */
+    int64_t prefix, kept, ring;        /* ring > 0: pages of a sequence that stay, and come round */
     int64_t bytes[2];                  /* of a page of K, of V */
 } pool;
 
@@ -249,6 +250,7 @@ static pool pool_new(const script *s, const ra_cache *c, int32_t rank, int32_t p
     x.ends = (int64_t *)need((size_t)x.entries * 16);
     x.bytes[0] = row_bytes(d->k_dtype, d->k_dim) * d->kv_heads * page;
     x.bytes[1] = row_bytes(d->v_dtype, d->v_dim) * d->kv_heads * page;
+    x.prefix = s->prefix;
     for (int64_t i = 0; i < d->sequences * x.entries; i++) x.table[i] = INT32_MIN;
     for (int64_t i = 0; i < x.free; i++) x.unused[i] = (int32_t)i;
     for (int64_t i = x.free - 1; i > 0; i--) {
@@ -279,6 +281,10 @@ static void pool_take(pool *x, int32_t b, int64_t entry)
 {
     int32_t *page = &x->table[b * x->entries + entry];
     if (*page >= 0) return;
+    if (b && x->ends[2 * entry + 1] < x->prefix) {
+        *page = x->table[entry];
+        return;
+    }
     if (x->ring) {
         *page = (int32_t)(entry < x->kept ? entry : x->kept + (entry - x->kept) % x->ring);
         *page += (int32_t)(b * (x->kept + x->ring));
@@ -291,7 +297,7 @@ static void pool_take(pool *x, int32_t b, int64_t entry)
 /* Takes back what the window of a row at `at` and of those after it does not reach. */
 static void pool_give(pool *x, const ra_mask *m, int32_t b, int64_t at, uint8_t *const kv[2])
 {
-    for (int64_t i = 0; i < x->entries && m->window && !x->ring; i++) {
+    for (int64_t i = 0; i < x->entries && m->window && !x->ring && !x->prefix; i++) {
         int32_t *page = &x->table[b * x->entries + i];
         const int64_t *ends = x->ends + 2 * i;
         if (*page < 0 || ends[0] < m->keep || ends[1] > at - m->window - ROLLBACK) continue;
@@ -641,6 +647,96 @@ TEST(ring_buffers)
         outcome_free(&ring);
         script_free(&s);
     }
+}
+
+/* Sequences that begin with the same pages: decoded together they have the bits of each alone. */
+TEST(shared_prefixes)
+{
+    for (int64_t i = 0; i < 8; i++) {
+        static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
+        h_rng r = h_case_rng(i);
+        script s;
+        outcome plain, shared;
+        int64_t at[MAX_B], row;
+        if (!h_case(i)) continue;
+        s = script_new(i % 2 ? 4 : 2, i % 2 ? 1 : 2, 32, dtype[i % 4], i ? 3000 : 5600);
+        s.d.sequences = 4;
+        s.d.tokens = s.d.kv_tokens - 50;
+        s.cd.lanes = 1 + (int32_t)(i % 2);
+        s.cd.way = RA_INFER_PASS_Q;
+        if (i % 4 == 2) s.d.q_dtype = RA_BF16;
+        if (i == 3) s.d.mask.window = 1300;
+        if (i == 4) { s.d.mask.window = 900; s.d.mask.keep = 5; }
+        if (i == 5) s.d.scores = RA_SCORE_ALIBI;
+        if (i == 6) s.cd.queries = RA_QUERIES_ALL;
+        if (i == 7) s.d.mask.kind = RA_MASK_NONE;
+        script_fill(&s, &r);
+        row = s.d.kv_tokens * s.d.kv_heads * s.d.k_dim;
+        s.prefix = i == 0 ? 4700 : i % 2 ? 2300 : 1300;
+        for (int32_t b = 1; b < MAX_B; b++) {
+            memcpy(s.k + b * row, s.k, (size_t)(s.prefix * s.d.kv_heads * s.d.k_dim) * 4);
+            memcpy(s.v + b * row, s.v, (size_t)(s.prefix * s.d.kv_heads * s.d.k_dim) * 4);
+        }
+        for (int32_t b = 0; b < MAX_B; b++) at[b] = s.prefix - 20 + h_below(&r, i % 4 ? 60 : 600);
+        for (s.steps = 0; s.steps < 5; s.steps++)
+            for (int32_t b = 0; b < MAX_B; b++) {
+                s.cached[s.steps][b] = s.steps ? at[b] : 0;
+                s.fresh[s.steps][b] = s.steps ? 1 : at[b];
+                if (s.steps == 3 && b == 2) s.fresh[s.steps][b] = i % 3;
+                if (s.steps) at[b] += s.fresh[s.steps][b];
+            }
+        s.threads = 1 + (int)(i / 2 % 2);
+        plain = script_run(&s, 1);
+        s.page = 1 + h_below(&r, 5);
+        shared = script_run(&s, s.cd.lanes);
+        CHECK_BITS(shared.o, plain.o, q_size(&s) * s.d.v_dim * 4);
+        CHECK_BITS(shared.lse, plain.lse, q_size(&s) * 4);
+        compare(&s, &plain, &r, 2 * tolerance(&s));
+        outcome_free(&plain);
+        outcome_free(&shared);
+        script_free(&s);
+    }
+}
+
+/* A prefix of whole leaves is one item for all sequences, and so one step. */
+TEST(shared_prefixes_are_one_item)
+{
+    enum { B = 6, KEYS = 1024, PAGES = B * (KEYS / 16 + 1) };
+    int64_t cached[B], fresh[B];
+    int32_t table[B][KEYS / 16 + 1];
+    int steps[2] = { 0, 0 };
+    ra_desc d = ra_desc_make(4, 4, 32, RA_F32, RA_MASK_CAUSAL);
+    float *k = (float *)need(PAGES * 16 * 4 * 32 * 4), *q = (float *)need(2 * B * 4 * 32 * 4);
+    ra_cache *c = NULL;
+    ra_tensors t;
+    memset(&t, 0, sizeof t);
+    d.sequences = B;
+    d.tokens = 1;
+    d.kv_tokens = KEYS + 16;
+    d.page_tokens = 16;
+    CHECK_EQ(ra_cache_create(&c, &d, NULL, NULL), RA_OK);
+    t.q.data = q;
+    t.o.data = q + B * 4 * 32;
+    t.k.data = t.v.data = k;
+    t.pages.table = table[0];
+    t.pages.batch_step = KEYS / 16 + 1;
+    t.pages.count = PAGES;
+    for (int shared = 0; shared < 2; shared++) {
+        ra_status s;
+        for (int i = 0; i < PAGES; i++) {
+            const int b = i / (KEYS / 16 + 1), entry = i % (KEYS / 16 + 1);
+            table[b][entry] = shared && entry < KEYS / 16 ? entry : i;
+            cached[b] = KEYS + b;
+            fresh[b] = 1;
+        }
+        CHECK_EQ(ra_infer_begin(c, &t, cached, fresh, 0), RA_OK);
+        while ((s = ra_infer_step(c, 0)) > 0) steps[shared]++;
+        CHECK_EQ(s, RA_OK);
+    }
+    CHECK_EQ(steps[0] - steps[1], B - 1);
+    CHECK_EQ(ra_cache_destroy(c), RA_OK);
+    free(k);
+    free(q);
 }
 
 /* -------------------------------------------------------------------------- ra_attention, pages */
@@ -1279,6 +1375,7 @@ TEST(failures)
 
 static const h_test tests[] = {
     ENTRY(ranks_and_ways), ENTRY(pages), ENTRY(ring_buffers), ENTRY(attention_pages),
+    ENTRY(shared_prefixes), ENTRY(shared_prefixes_are_one_item),
     ENTRY(long_caches), ENTRY(lanes_and_weights), ENTRY(drafts_are_exact),
     ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(refusals),
     ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(failures),
