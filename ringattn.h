@@ -13278,6 +13278,7 @@ typedef struct ra__fold_hand {
     ra__bounds seen;                   /* of all its rows */
     int64_t next;                      /* entry that it folds next */
     int32_t loaded;                    /* queries and state are in the scratch */
+    int32_t received;                  /* the message of the last one folded since then, or -1 */
 } ra__fold_hand;
 
 /* Where a thread computes: scratch and the task in hand, which a step may leave half done. There
@@ -16775,6 +16776,7 @@ static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra_
     for (int32_t i = 0; i < h->t.count; i++) ra__bounds_join(&h->seen, &h->x.bounds[i]);
     h->next = ra__fold_next(r, h, desk->claim.fold, n);
     h->loaded = 0;
+    h->received = -1;
     desk->open = 1;
 }
 
@@ -16792,6 +16794,7 @@ static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e)
     int done;
     ra__fold_load(r, desk, h);
     if (h->x.block == 0) (void)ra__ring_item(r, f, &h->item);
+    h->received = r->lists->fold[f].recv;
     done = ra__task_some(&r->work, &h->t, &h->item, &h->x, n);
     if (done) {
         h->x.block = 0;
@@ -16813,9 +16816,25 @@ static int ra__fold_goes_on(const ra_ring *r, int64_t from, int64_t next) {
     return from == next;
 }
 
+/* Received chunks keep their buffers until tasks that fold them are stored. So that others can come
+ * meanwhile, all tasks also store each time as many have been received as make half of the buffers,
+ * unless that is so few keys that storing would cost too much, and before own chunks. Shared chunks
+ * need no buffers, and during a sendrecv nothing is computed anyway. */
+enum { RA__GROUP_LEAST = 1024 };
+static int ra__fold_joins(const ra_ring *r, const ra__fold_hand *h) {
+    const ra_desc *d = &r->plan->d;
+    const int32_t recv = r->lists->fold[h->next].recv;
+    const int32_t most = (int32_t)ra__max(1, ra__max(d->buffers / 2,
+                                                     RA__GROUP_LEAST / d->chunk_tokens));
+    if (h->x.block > 0) return 1;
+    if (h->x.folded * RA_BLOCK_TOKENS >= RA__GROUP_KEYS) return 0;
+    if (h->received < 0 || r->shared || !r->tp.post) return 1;
+    return recv >= 0 && recv / most == h->received / most;
+}
+
 /* Continues a task: the claimed chunk, then later ones that it sees and that have come, until
- * RA__GROUP_KEYS keys are folded. The running sums stay in the scratch until then. 1: the task is
- * stored and may be claimed again.
+ * RA__GROUP_KEYS keys are folded or buffers should be released. The running sums stay in the
+ * scratch until then. 1: the task is stored and may be claimed again.
  * PERF: at 16K tokens, 4 ranks, D 64/96, storing to O after every 256 keys costs 30 %. */
 static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memory) {
     ra__fold_hand *h = &desk->hand.fold;
@@ -16828,8 +16847,7 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     e->q_row = h->x.seg[0].row;
     e->q_rows = h->x.seg[h->t.count - 1].row + h->x.seg[h->t.count - 1].rows - e->q_row;
     e->head = h->x.head[0];
-    while (more && ra__fold_goes_on(r, desk->claim.fold, h->next) &&
-           (h->x.block > 0 || h->x.folded * RA_BLOCK_TOKENS < RA__GROUP_KEYS))
+    while (more && ra__fold_goes_on(r, desk->claim.fold, h->next) && ra__fold_joins(r, h))
         more = h->x.left > 0 && ra__fold_chunk(r, desk, &n, e);
     if (more) {
         if (h->next == RA__NO_FOLD) ra__fold_load(r, desk, h);
