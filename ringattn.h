@@ -6151,7 +6151,8 @@ RA__Q8_INLINE void ra__q8_add(float *to, int32_t fresh, const uint8_t *digit, fl
                               const __m512i *v) {
     __m512i c[2] = { _mm512_setzero_si512(), _mm512_setzero_si512() };
     RA__UNROLL for (int32_t e = 1; e >= 0; e--) {
-        RA__UNROLL for (int32_t t = 0; t < 2 && e < 1; t++) c[t] = _mm512_slli_epi32(c[t], 8);
+        c[0] = _mm512_slli_epi32(c[0], 8);             /* 0 at first */
+        c[1] = _mm512_slli_epi32(c[1], 8);
         RA__UNROLL for (int32_t g = 0; g < 4; g++) {
             int32_t four;
             memcpy(&four, digit + 16 * e + 4 * g, sizeof four);
