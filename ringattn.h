@@ -969,14 +969,14 @@ typedef struct ra_job {                /* copied by begin, with *tensors, withou
 RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job);
 /* One bounded piece of work: a round of communication, then tiles of at most 2^26 multiply-adds (64
  * * 64 * (Dk + Dv) each, backward 64 * 64 * (3 Dk + 2 Dv)) and one block of keys more, whatever the
- * length of chunks and shards; with an engine, one of its tasks against one chunk. Cancellation,
- * deadline and failures are noticed between two steps; progress is reported after each. Never
- * blocks (except in a level-0 sendrecv), never spins, waits for no thread. ith >= 0, unique among
- * the threads inside; threads with an ith from d.threads of the plan on get RA_WAIT until the pass
- * is done, and compute nothing. Any thread may stay away or leave (others finish what it has
- * begun), but without RA_CAP_ANY_THREAD ith 0 must keep coming. RA_AGAIN: there may be more to do.
- * RA_WAIT: nothing to do now. RA_OK: the whole pass is done on this rank, and all its outputs are
- * visible to this thread. */
+ * length of chunks and shards; with an engine, one of its tasks against one chunk. With poll,
+ * another round comes between tiles 0.2 ms after the last. Cancellation, deadline and failures are
+ * noticed between two steps; progress is reported after each. Never blocks (except in a level-0
+ * sendrecv), never spins, waits for no thread. ith >= 0, unique among the threads inside; threads
+ * with an ith from d.threads of the plan on get RA_WAIT until the pass is done, and compute
+ * nothing. Any thread may stay away or leave (others finish what it has begun), but without
+ * RA_CAP_ANY_THREAD ith 0 must keep coming. RA_AGAIN: there may be more to do. RA_WAIT: nothing to
+ * do now. RA_OK: the pass is done on this rank, and its outputs are visible to this thread. */
 RINGATTN_API ra_status ra_step(ra_ring *ring, int ith);
 /* Begins the pass, if this thread is the first to bring this ticket, then ra_step. RA_OK at once
  * for tickets whose pass is done; RA_WAIT while a thread is still inside the pass before. If begin
@@ -1693,6 +1693,9 @@ typedef struct ra__decode_keys {
 } ra__decode_keys;
 enum { RA__DECODE_ROWS = 4, RA__DECODE_KEYS = 16, RA__DECODE_DIMS = 32 };
 enum { RA__DECODE_UNIT = 4 };          /* keys for which a maximum may rise; stretches are whole */
+
+/* What a long computation calls between two calls of its kernel; null: nothing. */
+typedef struct ra__between { void (*call)(void *ctx); void *ctx; } ra__between;
 
 typedef struct ra__kernel {
     int32_t isa;
@@ -9236,6 +9239,7 @@ typedef struct ra__scratch {
     int64_t block;                     /* next one of the chunk in hand */
     int64_t folded;                    /* blocks folded since the task was loaded */
     int64_t left;                      /* work that this step may still do, see RA__TILE_WORK */
+    ra__between between;
     ra__prefetch_list ahead;
     ra__task next;                     /* of this thread; count 0: not known */
     int32_t asked;                     /* panels of it whose queries were asked for */
@@ -9281,6 +9285,7 @@ static void ra__scratch_carve(ra__arena *a, const ra_desc *d, int32_t panels, ra
     x->pos = (int32_t *)ra__carve(a, lane * x->size.batch);
     x->gathered = (uint8_t *)ra__carve(a, ra__gathered_bytes(d) * x->size.batch);
     memset(&x->ahead, 0, sizeof x->ahead);
+    memset(&x->between, 0, sizeof x->between);
     x->waiting = 0;
     x->block = x->folded = 0;
     x->next.count = x->asked = 0;
@@ -9534,8 +9539,10 @@ static void ra__keys_gather(const ra_desc *d, const ra__item *item, const ra__se
 
 /* Folds the blocks that wait. */
 static void ra__task_flush(const ra__work *w, const ra__task *t, ra__scratch *x) {
-    for (int32_t j = 0; j < t->count && x->waiting; j++)
+    for (int32_t j = 0; j < t->count && x->waiting; j++) {
         w->kernel->fold(&x->panel[j], x->keys, x->kind[j], x->waiting, w->d, x->store.s);
+        if (x->between.call) x->between.call(x->between.ctx);
+    }
     x->waiting = 0;
 }
 
@@ -10004,6 +10011,7 @@ typedef struct ra__back_scratch {
     int64_t done, block;               /* panels before the group; its next block of keys */
     int32_t loaded, used;
     int64_t left;                      /* work that this step may still do, see RA__TILE_WORK */
+    ra__between between;
     double sum;                        /* of a sink's gradient; with the next block: */
     int64_t sum_block;
     int32_t sum_sequence;
@@ -10316,6 +10324,7 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     }
     x->left -= RA__TILE_WORK * count;
     b->kernel->fold_back(tile, count);
+    if (x->between.call) x->between.call(x->between.ctx);
 }
 
 /* Does any tile of a group and the item's chunk count in this phase? If not, all are counted. */
@@ -13240,6 +13249,7 @@ typedef struct ra__address {           /* instead of the chunk, where memory is 
  * PERF: Zen 5, one thread, D 128, AVX-512: a step takes 1.4 ms forward, 1.7 ms backward; with 2^28,
  * 4.9 and 5.8 ms, in the same time overall. */
 enum { RA__STEP_WORK = 1 << 26 };
+enum { RA__POLL_NS = 200000 };         /* from one round of communication to the next in a step */
 enum { RA__STRIPES = 256 };            /* bounds of query rows that a backward pass keeps */
 enum { RA__PATIENT = 64 };             /* looks at a task left in hand, before one takes it */
 #define RA__NO_FOLD INT64_MAX          /* no entry of the fold list */
@@ -13287,6 +13297,9 @@ typedef struct ra__fold_hand {
  * thread does not come back, others finish the task on its desk when they have nothing else to
  * do. */
 typedef struct ra__desk {
+    ra_ring *ring;
+    int32_t polls;                     /* 1: its thread may talk to the transport */
+    uint32_t mode;                     /* floating-point mode of its caller */
     int32_t taken;                     /* 1: a thread uses it */
     int32_t idle;                      /* how often others found it free with a task in hand */
     int64_t fold;                      /* entry of that task, which has folded all before it;
@@ -13357,6 +13370,7 @@ struct ra_ring {
     int32_t comm, sched, progress, inside;
     ra__tickets tickets;
     int64_t progress_ns, looked_ns, events;
+    int64_t polled_ns;                 /* the last round of communication */
     int64_t most_tiles;                /* see ra__ring_patience; 0: not counted in this pass */
     int64_t alive, alive_seen;         /* shared: readers of this rank's keys count alive up */
     int64_t computed, computed_seen;   /* tasks done here, and as last announced to owners */
@@ -16624,6 +16638,7 @@ static int ra__ring_comm(ra_ring *r) {
     ra__ring_agree(r);
     if (ra__ring_hello(r)) ra__ring_more(r);
     s = ra__ring_drive(r);
+    ra__store_i64(&r->polled_ns, ra__ring_now(r));
     if (!s) s = ra__ring_take_hellos(r);
     if (!s) s = ra__ring_take_receives(r);
     if (!s) s = ra__ring_take_returns(r);
@@ -16642,6 +16657,26 @@ static int ra__ring_all_messages_done(const ra_ring *r) {
         if (r->lane[k].done < r->lane[k].total) return 0;
     return !r->talking && r->released == r->lane[RA__RECEIVES].total &&
            r->returns_folded == r->lane[RA__RETURNS].total;
+}
+
+/* Between two calls of a kernel in the step of a desk: a round of communication, if the last one
+ * was long ago and no other thread has one. How it ends is noticed in the next step. */
+static void ra__ring_between(void *ctx) {
+    const ra__desk *desk = (const ra__desk *)ctx;
+    ra_ring *r = desk->ring;
+    if (ra__time_since(ra__ring_now(r), ra__load_i64(&r->polled_ns)) < RA__POLL_NS) return;
+    if (!ra__cas_i32(&r->comm, 0, 1)) return;
+    ra__fp_leave(desk->mode);
+    if (ra__load_i32(&r->state) == RA_RING_RUNNING) (void)ra__ring_comm(r);
+    (void)ra__fp_enter();
+    ra__store_i32(&r->comm, 0);
+}
+
+static ra__between ra__desk_between(ra__desk *desk) {
+    ra__between x = { NULL, NULL };
+    if (desk->polls) x.call = ra__ring_between;
+    x.ctx = desk;
+    return x;
 }
 
 /* -------------------------------------------------------------------------- compute */
@@ -16845,6 +16880,7 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     int more = 1;
     if (!desk->open) ra__fold_open(r, desk, memory, &n);
     h->x.left = r->step_work;
+    h->x.between = ra__desk_between(desk);
     e->q_row = h->x.seg[0].row;
     e->q_rows = h->x.seg[h->t.count - 1].row + h->x.seg[h->t.count - 1].rows - e->q_row;
     e->head = h->x.head[0];
@@ -17222,6 +17258,7 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     int done;
     if (!desk->open) ra__back_hand_open(r, desk, memory);
     h->x.left = r->step_work;
+    h->x.between = ra__desk_between(desk);
     while (h->stage < RA__STAGES && h->x.left > 0 && ra__back_stage(r, desk)) {
         h->stage++;
         h->index = h->at = 0;
@@ -17247,6 +17284,11 @@ static ra_status ra__ring_start_q(ra_ring *r, int64_t f) {
     return RA_AGAIN;
 }
 
+/* Thread ith may call the transport. */
+static int ra__ring_may_talk(const ra_ring *r, int ith) {
+    return ith == 0 || !r->has_transport || (r->tp.caps & RA_CAP_ANY_THREAD);
+}
+
 /* Computes the task in hand for one step. */
 static ra_status ra__ring_compute(ra_ring *r, int ith, ra__desk *desk) {
     const ra_plan *p = r->plan;
@@ -17257,6 +17299,10 @@ static ra_status ra__ring_compute(ra_ring *r, int ith, ra__desk *desk) {
     e.sequence = r->lists->fold[f].sequence;
     e.thread = ith;
     e.begin_ns = ra__ring_now(r);
+    desk->ring = r;
+    desk->polls = ra__ring_may_talk(r, ith) && r->tp.post;
+    desk->mode = ra__fp_enter();
+    ra__fp_leave(desk->mode);
     if (p->d.engine) code = ra__ring_engine(r, &desk->claim, &e, memory);
     else if (r->lists->backward) done = ra__ring_back(r, desk, &e, memory);
     else done = ra__ring_fold(r, desk, &e, memory);
@@ -17401,8 +17447,7 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
     int moved = 0;
     if (ra__load_i32(&r->state) == RA_RING_IDLE) return RA_OK;
     if ((s = ra__ring_alarm(r)) != RA_OK) return s;
-    if ((ith == 0 || !r->has_transport || (r->tp.caps & RA_CAP_ANY_THREAD)) &&
-        ra__cas_i32(&r->comm, 0, 1)) {
+    if (ra__ring_may_talk(r, ith) && ra__cas_i32(&r->comm, 0, 1)) {
         int live = ra__load_i32(&r->state) == RA_RING_RUNNING;     /* it ends only under comm */
         if (live && r->resumed_comm) moved = r->resumed_comm(r);
         else if (live && r->has_transport) moved = ra__ring_comm(r);
@@ -17674,6 +17719,7 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
         ra__store_i64(&r->desk[i].fold, RA__NO_FOLD);
     }
     r->step_work = ra__step_work(&p->d, back);
+    ra__store_i64(&r->polled_ns, ra__ring_now(r));
     if (back) ra__ring_stripe(r);
     for (int64_t i = 0; i < total[RA__NOTICES_OUT]; i++) r->owner_alive[i] = NULL;
 }

@@ -194,6 +194,33 @@ void hook_loads(ra_ring *ring, int64_t *loads)
     ring->work.kernel = &watched;
 }
 
+static void (*after_work)(int64_t multiply_adds);
+
+static void timed_fold(const ra__panel *p, const ra__keys *keys, const int8_t *kind,
+                       int32_t count, const ra_desc *d, float *s)
+{
+    int64_t n = 0;
+    for (int32_t i = 0; i < count; i++) n += kind[i] != RA__EMPTY;
+    real->fold(p, keys, kind, count, d, s);
+    after_work(n * 64 * 64 * ((int64_t)d->k_dim + d->v_dim));
+}
+
+static void timed_fold_back(const ra__back_job *x, int32_t count)
+{
+    real->fold_back(x, count);
+    after_work(count * (int64_t)64 * 64 * (3 * x->k_dim + 2 * x->v_dim));
+}
+
+void hook_work(ra_ring *ring, void (*after)(int64_t multiply_adds))
+{
+    real = ring->work.kernel;
+    watched = *real;
+    watched.fold = timed_fold;
+    watched.fold_back = timed_fold_back;
+    after_work = after;
+    ring->work.kernel = ring->back.kernel = &watched;
+}
+
 static ra__kernel watched_tile, watched_decode;
 static const ra__kernel *real_tile, *real_decode;
 static int64_t *work_seen;

@@ -71,6 +71,10 @@ void hook_deltas(ra_ring *ring, void (*before)(void));
  * begin and the first step. */
 void hook_loads(ra_ring *ring, int64_t *loads);
 
+/* From now on `after` is called after each call of a kernel, with its multiply-adds: whole tiles.
+ * One ring at a time; between begin and the first step. */
+void hook_work(ra_ring *ring, void (*after)(int64_t multiply_adds));
+
 /* From now on *work counts the multiply-adds of calls on this cache: whole tiles, and all four rows
  * of the form of decoding. One cache at a time. */
 void hook_cache_work(ra_cache *c, int64_t *work);

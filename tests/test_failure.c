@@ -514,6 +514,30 @@ TEST(refused_tickets_stay_refused)
     rig_free(g);
 }
 
+typedef struct grads { float *all, *d_o, *lse, *d_q, *d_k, *d_v; int64_t n; } grads;
+
+static void grads_new(grads *y, rig *g)
+{
+    const int64_t row = HEADS * DIM;
+    y->n = g->d.tokens * row;
+    y->all = (float *)calloc((size_t)y->n * 5, sizeof(float));
+    if (!y->all) abort();
+    y->d_o = y->all;
+    y->lse = y->d_o + y->n;
+    y->d_q = y->lse + y->n;
+    y->d_k = y->d_q + y->n;
+    y->d_v = y->d_k + y->n;
+    for (int r = 0; r < g->d.ranks; r++) {
+        ra_tensors *t = &g->t[r];
+        const int64_t at = r * g->rows * row;
+        t->d_o.data = y->d_o + at;
+        t->lse.data = y->lse + at;
+        t->d_q.data = y->d_q + at;
+        t->d_k.data = y->d_k + at;
+        t->d_v.data = y->d_v + at;
+    }
+}
+
 /* Two rings on a network in memory, stepped here, by a clock that does not move. */
 typedef struct pair {
     rig *g;
@@ -553,6 +577,72 @@ static void pair_pass(pair *x, int pass)
     }
     step_all(x->ring, 2, s);
     CHECK(s[0] == RA_OK && s[1] == RA_OK);
+}
+
+/* Rank 0 of a pair, whose clock shows the work that it has done. */
+static struct { pair *x; ra_transport net; int64_t polled, most, longest; } worker;
+
+static void worker_works(int64_t multiply_adds)
+{
+    const int64_t ns = multiply_adds / 10;         /* 20 GFLOP/s */
+    int64_t gap;
+    worker.x->clock += ns;
+    gap = worker.x->clock - worker.polled;
+    if (gap > worker.most) worker.most = gap;
+    if (ns > worker.longest) worker.longest = ns;
+}
+
+static int worker_poll(void *ctx, ra_transport_op *const *ops, int n)
+{
+    worker.polled = worker.x->clock;
+    return worker.net.poll(ctx, ops, n);
+}
+
+static void worker_begin(pair *x, int pass)
+{
+    worker.x = x;
+    worker.polled = x->clock;
+    worker.most = worker.longest = 0;
+    for (int r = 0; r < 2; r++) {
+        ra_job job = rig_job(x->g, r);
+        job.pass = pass;
+        CHECK_EQ(ra_begin(x->ring[r], &job), RA_OK);
+    }
+    hook_work(x->ring[0], worker_works);
+}
+
+/* The transport is polled within a step too: 0.2 ms after the last time, or one call of a kernel
+ * later, whatever the length of the step. */
+TEST(steps_poll)
+{
+    pair x;
+    grads y;
+    ra_status s[2];
+    ra_ring_desc rd;
+    memset(&rd, 0, sizeof rd);
+    x.g = rig_new(2, 2048, 1);
+    x.g->d.chunk_tokens = 1024;
+    x.g->d.train = 1;
+    for (int r = 0; r < 2; r++) ra_plan_destroy(x.g->plan[r]);
+    rig_plans(x.g);
+    grads_new(&y, x.g);
+    pair_open(&x, &rd);
+    worker.net = x.net[0];
+    CHECK_EQ(ra_ring_destroy(x.ring[0]), RA_OK);
+    x.net[0].poll = worker_poll;
+    rd.clock_ns = still_clock;
+    rd.clock_ctx = &x.clock;
+    CHECK_EQ(ra_ring_create(&x.ring[0], x.g->plan[0], &x.net[0], &rd), RA_OK);
+    for (int pass = RA_PASS_FORWARD; pass <= RA_PASS_BACKWARD; pass++) {
+        worker_begin(&x, pass);
+        step_all(x.ring, 2, s);
+        CHECK(s[0] == RA_OK && s[1] == RA_OK);
+        printf("    at most %.3f ms, a call %.3f ms\n", (double)worker.most * 1e-6,
+               (double)worker.longest * 1e-6);
+        CHECK(worker.longest > 0 && worker.most <= 200000 + worker.longest);
+    }
+    pair_close(&x);
+    free(y.all);
 }
 
 /* How a network ends receives whose message has another length than agreed. Odd: with a state that
@@ -1028,41 +1118,22 @@ TEST(leave_beside_a_post)
 
 /* -------------------------------------------------------------------------- queries that travel */
 
-typedef struct grads { float *all, *d_o, *lse, *d_q, *d_k, *d_v; int64_t n; } grads;
-
 /* A pair whose backward pass sends queries. O and dO are small enough for the products of their
  * elements to be denormal, weights are nearly 0 or 1, and K is large enough to show it in dQ. */
 static void q_pair(pair *x, grads *y, int threads)
 {
-    int64_t row = HEADS * DIM;
     ra_ring_desc rd;
     memset(&rd, 0, sizeof rd);
     memset(x, 0, sizeof *x);
     x->g = rig_new(2, 256, threads);
-    y->n = x->g->d.tokens * row;
-    y->all = (float *)calloc((size_t)y->n * 5, sizeof(float));
-    if (!y->all) abort();
-    y->d_o = y->all;
-    y->lse = y->d_o + y->n;
-    y->d_q = y->lse + y->n;
-    y->d_k = y->d_q + y->n;
-    y->d_v = y->d_k + y->n;
+    grads_new(y, x->g);
     for (int64_t i = 0; i < y->n; i++) {
         x->g->q[i] *= 1e-28f;
         x->g->k[i] *= 1e30f;
         x->g->v[i] = 1.05e-19f;
         y->d_o[i] = 1.05e-19f;
     }
-    for (int r = 0; r < 2; r++) {
-        ra_tensors *t = &x->g->t[r];
-        int64_t at = r * x->g->rows * row;
-        t->d_o.data = y->d_o + at;
-        t->lse.data = y->lse + at;
-        t->d_q.data = y->d_q + at;
-        t->d_k.data = y->d_k + at;
-        t->d_v.data = y->d_v + at;
-        ra_plan_destroy(x->g->plan[r]);
-    }
+    for (int r = 0; r < 2; r++) ra_plan_destroy(x->g->plan[r]);
     x->g->d.train = 1;
     x->g->d.backward_travel = RA_TRAVEL_Q;
     rig_plans(x->g);
@@ -1139,7 +1210,7 @@ int main(int argc, char **argv)
         ENTRY(default_watchdog), ENTRY(default_watchdog_of_a_million_tokens),
         ENTRY(refused_tickets_stay_refused), ENTRY(first_failure_stays),
         ENTRY(short_messages_name_what_differs), ENTRY(sentences_are_whole),
-        ENTRY(sendrecv_names_what_differs),
+        ENTRY(sendrecv_names_what_differs), ENTRY(steps_poll),
         ENTRY(quiesce_waits_for_wait), ENTRY(calls_never_overlap), ENTRY(no_failure_after_the_end),
         ENTRY(leave_beside_a_post), ENTRY(flushing_callers), ENTRY(packing_lets_others_wait),
     };
