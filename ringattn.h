@@ -15644,8 +15644,8 @@ static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
         ra__put(f->text, cap, at, ": the checksum of its data is wrong");
     if (silent && f->peer >= 0 && !r->survivor && !ra__load_i32(&r->met))
         ra__put(f->text, cap, at, r->rd.trust_plans
-                    ? "; nothing has come yet: do all ranks have equal descriptors?"
-                    : "; nothing has come yet: has that rank begun this pass?");
+                    ? "; nothing of this plan has come yet: do all ranks have equal descriptors?"
+                    : "; nothing of this plan has come yet: has that rank begun this pass?");
 }
 
 static void ra__failure_number(ra_failure *f, size_t *at, const char *what, int64_t value) {
@@ -16339,6 +16339,39 @@ static int ra__exchange_due(ra_ring *r, const ra__exchange *x) {
            ra__load_i64(&r->folded) >= x->after_folds;
 }
 
+/* The message that this rank waits for: a hello, first to send, otherwise the next chunk to
+ * receive, otherwise to send, otherwise the next gradient to return, otherwise the notice of a
+ * reader. */
+static ra__blame ra__ring_awaits(const ra_ring *r) {
+    const ra_plan *p = r->plan;
+    const ra__pass_lists *lists = r->lists;
+    int64_t next[RA__LANES];
+    if (r->survivor) return ra__blame_of(ra__load_i32(&r->awaited), 0, 0, -1);
+    for (int32_t k = 0; k < RA__LANES; k++) next[k] = ra__load_i64(&r->lane[k].done);
+    if (next[RA__HELLO_OUT] < r->lane[RA__HELLO_OUT].total)
+        return ra__blame_of(ra__rank_up(p, r->rank, 1), 1, 0, -1);
+    if (next[RA__HELLO_IN] < r->lane[RA__HELLO_IN].total)
+        return ra__blame_of(ra__rank_up(p, r->rank, -1), 0, 0, -1);
+    if (next[RA__RECEIVES] < lists->recvs)
+        return ra__blame_of(ra__ring_peer(r, -1), 0, 0, lists->recv[next[RA__RECEIVES]].chunk);
+    if (next[RA__SENDS] < lists->sends)
+        return ra__blame_of(ra__ring_peer(r, 1), 1, 0, lists->send[next[RA__SENDS]].chunk);
+    if (next[RA__RETURNS] < r->lane[RA__RETURNS].total) {
+        int32_t c = lists->returned[next[RA__RETURNS]].chunk;
+        return ra__blame_of(ra__ring_peer(r, ra__back_stations(p, &lists->chunk[c])), 0, 0, c);
+    }
+    if (next[RA__NOTICES_IN] < r->lane[RA__NOTICES_IN].total)
+        return ra__blame_of(p->readers[next[RA__NOTICES_IN]], 0, 0, -1);
+    return ra__blame_of(-1, -1, 0, -1);
+}
+
+/* The transport itself has failed, with a code. */
+static ra_status ra__ring_fail_context(ra_ring *r, int code) {
+    ra__blame why = ra__ring_awaits(r);
+    why.code = code;
+    return ra__ring_fail(r, ra__ring_code(code), why);
+}
+
 /* Transports with sendrecv only: a send and a receive, of which one may be null. chunk: what a
  * failure names. */
 static ra_status ra__ring_swap(ra_ring *r, ra_transport_op *out, ra_transport_op *in, int64_t step,
@@ -16390,7 +16423,7 @@ static ra_status ra__ring_drive(ra_ring *r) {
     for (int i = 0; i < n; i++) idle |= r->list[i]->state == RA_MSG_IDLE;
     if (idle) code = r->tp.post(r->tp.ctx, r->list, n);
     if (code >= 0) code = r->tp.poll(r->tp.ctx, r->list, n);
-    if (code < 0) return ra__ring_fail(r, ra__ring_code(code), ra__blame_of(-1, -1, code, -1));
+    if (code < 0) return ra__ring_fail_context(r, code);
     return RA_OK;
 }
 
@@ -17356,32 +17389,6 @@ static void ra__ring_complete(ra_ring *r) {
     (void)ra__add_i64(&r->events, 1);
 }
 
-/* The message that this rank waits for: a hello, first to send, otherwise the next chunk to
- * receive, otherwise to send, otherwise the next gradient to return, otherwise the notice of a
- * reader. */
-static ra__blame ra__ring_awaits(const ra_ring *r) {
-    const ra_plan *p = r->plan;
-    const ra__pass_lists *lists = r->lists;
-    int64_t next[RA__LANES];
-    if (r->survivor) return ra__blame_of(ra__load_i32(&r->awaited), 0, 0, -1);
-    for (int32_t k = 0; k < RA__LANES; k++) next[k] = ra__load_i64(&r->lane[k].done);
-    if (next[RA__HELLO_OUT] < r->lane[RA__HELLO_OUT].total)
-        return ra__blame_of(ra__rank_up(p, r->rank, 1), 1, 0, -1);
-    if (next[RA__HELLO_IN] < r->lane[RA__HELLO_IN].total)
-        return ra__blame_of(ra__rank_up(p, r->rank, -1), 0, 0, -1);
-    if (next[RA__RECEIVES] < lists->recvs)
-        return ra__blame_of(ra__ring_peer(r, -1), 0, 0, lists->recv[next[RA__RECEIVES]].chunk);
-    if (next[RA__SENDS] < lists->sends)
-        return ra__blame_of(ra__ring_peer(r, 1), 1, 0, lists->send[next[RA__SENDS]].chunk);
-    if (next[RA__RETURNS] < r->lane[RA__RETURNS].total) {
-        int32_t c = lists->returned[next[RA__RETURNS]].chunk;
-        return ra__blame_of(ra__ring_peer(r, ra__back_stations(p, &lists->chunk[c])), 0, 0, c);
-    }
-    if (next[RA__NOTICES_IN] < r->lane[RA__NOTICES_IN].total)
-        return ra__blame_of(p->readers[next[RA__NOTICES_IN]], 0, 0, -1);
-    return ra__blame_of(-1, -1, 0, -1);
-}
-
 /* Checks deadline, watchdog and cancellation, and for a failure that another thread has
  * recorded. */
 static ra_status ra__ring_alarm(ra_ring *r) {
@@ -17906,7 +17913,7 @@ static void ra__wait_slice(ra_ring *r, int64_t deadline_ns) {
         int live = ra__load_i32(&r->state) == RA_RING_RUNNING;     /* as long as comm is held */
         int n = live ? ra__ring_list(r) : 0;
         int code = n ? r->tp.wait(r->tp.ctx, r->list, n, ra__ring_until(slice)) : RA_OK;
-        if (code < 0) (void)ra__ring_fail(r, ra__ring_code(code), ra__blame_of(-1, -1, code, -1));
+        if (code < 0) (void)ra__ring_fail_context(r, code);
         (void)ra__add_i32(&r->comm, -1); /* before it reads `inside` */
         ra__ring_part(r);
         if (n || !live) return;

@@ -806,7 +806,7 @@ TEST(first_failure_stays)
         } while (s > 0);
         CHECK_EQ(s, RA_E_PEER);
         CHECK_EQ(ra_ring_failure(x.ring[0], &f), RA_OK);
-        CHECK_EQ(strstr(f.text, "nothing has come yet") != NULL, passes == 0);
+        CHECK_EQ(strstr(f.text, "nothing of this plan has come yet") != NULL, passes == 0);
         CHECK_EQ(ra_join(x.ring[0], &job, 0), RA_E_PEER);
         job.ticket = 9;
         CHECK_EQ(ra_join(x.ring[0], &job, 0), RA_E_PEER);

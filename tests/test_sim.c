@@ -766,6 +766,7 @@ static void choose_fault(world *w)
 typedef struct fault_tally {           /* over all worlds of a test */
     int64_t fired[NET_POLL_FAILS + 1], cut, named; /* named: failures that error_text knows */
     int64_t damaged, payload;          /* first failures by damage, behind the frame */
+    int64_t calls, awaited;            /* post or poll that failed, while a peer was waited for */
 } fault_tally;
 
 static void check_fault(world *w, fault_tally *t)
@@ -788,6 +789,14 @@ static void check_fault(world *w, fault_tally *t)
         SOUND(w, why.code == f->value);
         t->cut += f->value == -1234;
         t->named += f->value == -1234 && strstr(why.text, "the cable is cut") != NULL;
+    }
+    if (f->kind >= NET_POST_FAILS && why.code == f->value) {
+        t->calls++;
+        t->awaited += why.peer >= 0;
+        SOUND(w, why.peer != why.rank && (why.peer >= 0) == (why.sending >= 0));
+        SOUND(w, (why.peer >= 0) == (strstr(why.text, "ing from rank") != NULL ||
+                                     strstr(why.text, "sending to rank") != NULL));
+        SOUND(w, why.peer >= 0 || f->at > 0);      /* nothing is left to move */
     }
     if (f->kind == NET_DAMAGE) {
         t->damaged++;
@@ -824,6 +833,7 @@ TEST(faults)
         CHECK(t.fired[k] > 10);
     CHECK_EQ(t.named, t.cut);
     if (h_run.only_case < 0) CHECK(t.payload > 10 && t.damaged - t.payload > 10);
+    CHECK(t.awaited >= t.calls * 3 / 4);
     CHECK_EQ(assert_failures, 0);
 }
 
