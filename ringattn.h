@@ -910,11 +910,10 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
     void   *progress_ctx;
     ra_error *error;                   /* of ra_ring_create */
     int32_t trust_plans;               /* AGREED. 0: ranks whose plans differ, even about who sends
-                                        * what, fail with RA_E_MISMATCH before the first message of
-                                        * the first forward and backward pass of a plan. It costs
-                                        * 64 bytes to rank + 1, in no report or counter. The ring
-                                        * remembers 32 plans, by their descriptors. 1: such ranks
-                                        * may wait for each other until their deadline */
+                                        * what, fail with RA_E_MISMATCH before the first forward
+                                        * and the first backward message of a plan. It takes 64
+                                        * bytes to rank + 1, in no report or counter; a ring
+                                        * remembers 32 plans. 1: they may wait for a deadline */
     int32_t checksums;                 /* AGREED. 1: messages that carry data have a CRC-32C, and a
                                         * wrong one is RA_E_PROTO before anything is folded */
 } ra_ring_desc;
@@ -1225,9 +1224,9 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  * 64. The piece that travels farther comes first, and the other is left off where no rank needs it
  * any more. Backward the f32 sums of gradients are between frame and chunk; on the return they are
  * alone.
- * Lengths are computed in the same way by both sides, exact, and at most max_msg; nothing is split
- * and no message is empty. Keep message boundaries: another length is RA_E_TRUNC. Tags start anew
- * with each pass. A cache (ra_infer) uses channel 0 alone, between any two ranks.
+ * Both sides compute the same lengths, exact and at most max_msg; nothing is split or empty. Keep
+ * message boundaries: another length is RA_E_TRUNC. A send may wait for its receive. Tags start
+ * anew with each pass. A cache (ra_infer) uses channel 0 alone, between any two ranks.
  *
  * Time. deadline_ns of a callback is an absolute time on ra_now_ns(), whatever the ring's clock is.
  * RA_NO_DEADLINE does not occur. INT64_MAX does: subtract, do not add. */
@@ -1242,8 +1241,8 @@ enum {
     RA_CAP_ANY_THREAD = 1,             /* calls may come from any thread, one at a time */
     RA_CAP_ANY_PEER = 2,               /* not only rank +- 1 */
     RA_CAP_LOAN = 4,                   /* honours RA_MSG_LOAN_OK and has release */
-    RA_CAP_DEADLINE = 8,               /* sendrecv and wait return by deadline_ns even if the peer
-                                        * is dead */
+    RA_CAP_DEADLINE = 8,               /* sendrecv returns by deadline_ns even if the peer is dead
+                                        * (post and poll never block, and wait always does so) */
     RA_CAP_SHARED = 16                 /* all ranks are threads of one process: messages carry
                                         * addresses, nothing is packed. Needs ANY_PEER, post,
                                         * quiesce, two channels, and max_ops of at least
@@ -1266,7 +1265,7 @@ typedef struct ra_transport_op {       /* the library's; stays at its address wh
                                         * then the failure names what ranks disagree about. DONE of
                                         * a send: buf may be used again, whether or not the message
                                         * has been received */
-    void    *scratch[8];               /* yours while PENDING; zero when posted */
+    void    *scratch[8];               /* yours while PENDING or lent; zero when posted */
 } ra_transport_op;
 
 struct ra_transport {
@@ -1294,10 +1293,11 @@ struct ra_transport {
                     uint64_t tag, int64_t deadline_ns);
 
     /* Level 1. Never blocks. Looks at ops[0..n) that are RA_MSG_IDLE, accepts a prefix of them per
-     * (peer, channel, direction), receives first, and sets each accepted op PENDING or at once
-     * DONE. RA_OK: none is left IDLE. RA_AGAIN: some are; the library polls and posts them again.
-     * All accepted ops make progress at the same time, whatever the order at the peers. Buffers are
-     * as described at ra_transport_op.buf. Errors: as poll. */
+     * (peer, channel, direction), and sets each accepted op PENDING or at once DONE. Accept
+     * receives before sends, wherever they are in ops: a peer's send may wait for them. RA_OK: none
+     * is left IDLE. RA_AGAIN: some are; the library polls and posts them again. All accepted ops
+     * make progress at the same time, whatever the order at the peers; if channels share a stream,
+     * a message without a receive must not hold up the other channel. Errors: as poll. */
     int (*post)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* Required with post. Drives progress, also with n = 0; never blocks; moves PENDING ops among
@@ -1306,9 +1306,9 @@ struct ra_transport {
     int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* The callbacks from here on are optional. wait: as poll, but may block until one of ops leaves
-     * PENDING, until abort, or until deadline_ns, which may be past; then it returns RA_OK, for an
-     * error ends the pass. Returns at once if none is PENDING. Without it the library polls, yields
-     * and sleeps. */
+     * PENDING, until abort, or until deadline_ns, at most 2 ms off or past; then it returns RA_OK:
+     * an error ends the pass. Returns at once if none is PENDING. Without it the library polls,
+     * yields and sleeps. */
     int (*wait)(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns);
 
     /* Registers n bytes of the ring's buffers once, in ra_ring_create; dereg in ra_ring_destroy.
@@ -1322,20 +1322,20 @@ struct ra_transport {
      * are. After abort lent memory is yours again without it. */
     int (*release)(void *ctx, ra_transport_op *op);
 
-    /* Any thread, any time, wait-free, idempotent: makes pending and later ops fail and wakes wait;
-     * frees nothing. `why` is the RA_E_* of this rank. Tell the peers if the network can: their
-     * passes then end at once with RA_E_ABORTED, otherwise by their deadline or watchdog. */
+    /* Any thread, any time, wait-free, idempotent: all ops fail from now on, and wait wakes; frees
+     * nothing. `why` is the RA_E_* of this rank. Tell the peers if the network can: their passes
+     * then end at once with RA_E_ABORTED, otherwise by their deadline or watchdog. */
     int (*abort)(void *ctx, int why);
 
-    /* Required with RA_CAP_SHARED. After abort. RA_OK: no buffer of the ring, and with
-     * RA_CAP_SHARED no tensor of this rank, will be touched again. Return anything else if you
-     * cannot guarantee that. You may block until deadline_ns. It may be called several times; the
-     * first call may come with a deadline already passed, and then only announces that this rank
-     * has stopped. */
+    /* Required with RA_CAP_SHARED; without it a ring that fails with ops pending is leaked
+     * (RA_E_UNSAFE). After abort, as the ring ends; gets no ops. RA_OK: no buffer of the ring, and
+     * with RA_CAP_SHARED no tensor of this rank, will be touched again. Anything else is final. May
+     * block until deadline_ns; receive what peers still send, or they wait for you. With
+     * RA_CAP_SHARED the last thread in ra_step also calls it, with a past deadline, only to
+     * announce that this rank has stopped. */
     int (*quiesce)(void *ctx, int64_t deadline_ns);
 
-    /* Text for a code that a callback returned; may return null. A failure quotes its first 160
-     * bytes. */
+    /* Text for a code that a callback returned, or null. A failure quotes 160 bytes of it. */
     const char *(*error_text)(void *ctx, int code);
     /* v1 ends here; append only */
 };
