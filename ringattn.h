@@ -16671,7 +16671,6 @@ static int ra__ring_comm(ra_ring *r) {
     ra__ring_agree(r);
     if (ra__ring_hello(r)) ra__ring_more(r);
     s = ra__ring_drive(r);
-    ra__store_i64(&r->polled_ns, ra__ring_now(r));
     if (!s) s = ra__ring_take_hellos(r);
     if (!s) s = ra__ring_take_receives(r);
     if (!s) s = ra__ring_take_returns(r);
@@ -16692,6 +16691,13 @@ static int ra__ring_all_messages_done(const ra_ring *r) {
            r->returns_folded == r->lane[RA__RETURNS].total;
 }
 
+/* The same for any pass, also a resumed one. */
+static int ra__ring_round(ra_ring *r) {
+    int moved = r->resumed_comm ? r->resumed_comm(r) : r->has_transport ? ra__ring_comm(r) : 0;
+    ra__store_i64(&r->polled_ns, ra__ring_now(r));
+    return moved;
+}
+
 /* Between two calls of a kernel in the step of a desk: a round of communication, if the last one
  * was long ago and no other thread has one. How it ends is noticed in the next step. */
 static void ra__ring_between(void *ctx) {
@@ -16700,7 +16706,7 @@ static void ra__ring_between(void *ctx) {
     if (ra__time_since(ra__ring_now(r), ra__load_i64(&r->polled_ns)) < RA__POLL_NS) return;
     if (!ra__cas_i32(&r->comm, 0, 1)) return;
     ra__fp_leave(desk->mode);
-    if (ra__load_i32(&r->state) == RA_RING_RUNNING) (void)ra__ring_comm(r);
+    if (ra__load_i32(&r->state) == RA_RING_RUNNING) (void)ra__ring_round(r);
     (void)ra__fp_enter();
     ra__store_i32(&r->comm, 0);
 }
@@ -17456,8 +17462,7 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
     if ((s = ra__ring_alarm(r)) != RA_OK) return s;
     if (ra__ring_may_talk(r, ith) && ra__cas_i32(&r->comm, 0, 1)) {
         int live = ra__load_i32(&r->state) == RA_RING_RUNNING;     /* it ends only under comm */
-        if (live && r->resumed_comm) moved = r->resumed_comm(r);
-        else if (live && r->has_transport) moved = ra__ring_comm(r);
+        if (live) moved = ra__ring_round(r);
         if (live && moved == 0 && ra__load_i64(&r->folded) == r->lists->folds &&
             ra__ring_all_messages_done(r))
             ra__ring_complete(r);
