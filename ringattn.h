@@ -13,6 +13,7 @@
  *     for every layer and step                          ra_plan_create, ra_ring_create, ra_forward
  *     inference over a cache that is sharded            ra_cache_create, ra_infer
  *   gradients of a sharded sequence                     ra_backward
+ *   a pass that lost a rank, without beginning anew     ra_resume
  *   passes on your own threads, without blocking        ra_begin and ra_step, or ra_join
  *     the same for inference                            ra_infer_begin and _step, ra_infer_join
  *   ranks as threads of one process                     ra_world_run
@@ -930,9 +931,9 @@ RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring);
 
 /* One blocking pass on the calling thread. Collective. On a refusal nothing has moved and the ring
  * is whole (the other ranks wait for this one until it comes, their deadline or ra_ring_cancel). On
- * a failure o is undefined, the ring stays failed, and no rank reads this rank's tensors any more;
- * with RA_CAP_SHARED, if that could not be achieved, the status is RA_E_UNSAFE. A rank that has all
- * it needs may return RA_OK from a pass that fails on another. */
+ * a failure o is undefined unless ra_resume completes it, the ring stays failed, and no rank reads
+ * this rank's tensors any more; with RA_CAP_SHARED, if that could not be achieved, the status is
+ * RA_E_UNSAFE. A rank that has all it needs may return RA_OK from a pass that fails on another. */
 RINGATTN_API ra_status ra_forward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
                                   int64_t deadline_ns);
 /* The same for gradients: t as in forward, with o and lse as forward left them (or as the same
@@ -1020,69 +1021,46 @@ RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out); /*
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring); /* the last refusal; never null */
 
 /* -------------------------------------------------------------------------- after a failure
- * A forward pass that has failed because ranks are gone can go on without them. What this rank has
- * folded stays, and so do chunks that have come; each missing chunk comes from its owner, from a
- * rank that still holds it, or from your refetch. The rows of the survivors then have the bits that
- * the pass would have had. Who survives is yours to find out, alike on all of them.
- *
- *   s = ra_forward(plan, ring, &t, deadline);        // RA_E_PEER: rank 2 of 4 is gone
- *   ... agree on the survivors, connect them ...
- *   ra_resume_desc rd = {0};
- *   rd.transport = &net; rd.survivors = alive; rd.ranks = 3;     // alive: { 0, 1, 3 }
- *   rd.epoch = 1; rd.refetch = keys_of_a_rank;
- *   s = ra_resume(ring, &rd, deadline);
- *
- * Afterwards a ring can only be resumed again (a higher epoch, fewer ranks) or destroyed: make a
- * plan and a ring of the survivors for later passes. */
+ * A forward pass that failed because ranks are gone goes on among the survivors, who are yours to
+ * find out. What they have folded stays, and chunks that have come; each missing one comes from its
+ * owner, from a rank that still holds it, or from your refetch. Their rows then have the bits that
+ * the pass would have had. Such a ring can only be resumed again, with a higher epoch and fewer
+ * ranks, or destroyed: later passes need a plan and a ring of the survivors. */
 typedef struct ra_resume_desc {
-    const ra_transport *transport;     /* new, of the survivors, with post, two channels, max_ops of
-                                        * 2 ranks and, of more than two ranks, RA_CAP_ANY_PEER. Its
-                                        * rank i is survivors[i]. It is used as by a pass, except
-                                        * that reg is not called: every mr is null. One survivor:
-                                        * may be null */
-    const int32_t *survivors;          /* their ranks in the plan, ascending, this one among them;
-                                        * equal everywhere. Copied */
-    int32_t ranks;                     /* how many */
-    int32_t epoch;                     /* 1 or more, equal everywhere, higher with every attempt */
-    int32_t tensors_kept;              /* 1: where this rank's last pass went well, k, v and k_pos
-                                        * of that pass and of the one before are as they were, and
-                                        * so are their plans. 0: other ranks get these keys from
-                                        * refetch. (Those of the pass that failed here must not have
-                                        * changed in any case, nor its o and lse) */
-    /* Gives the keys of a rank in a pass (ra_ring_counters.pass): fills t->k, t->v and, under ARRAY,
-     * t->k_pos with that rank's shard as ra_forward gets it. The memory stays yours and as it is
-     * until the resumed pass ends. t null: only says whether it could, which every rank is asked
-     * first. RA_OK: yes. It may come from any thread that steps. Null: nothing can be fetched. */
+    const ra_transport *transport;     /* new, of the survivors: rank i is survivors[i]. With post,
+                                        * two channels, max_ops of 2 ranks and, of more than two,
+                                        * RA_CAP_ANY_PEER. reg is not called. One rank: null */
+    const int32_t *survivors;          /* ranks of the plan, ascending, this one too; copied */
+    int32_t ranks, epoch;              /* how many; 1 or more, higher with every attempt. Equal on
+                                        * all of them, as survivors is */
+    int32_t tensors_kept;              /* 1: k, v, k_pos and plan of the last two passes that went
+                                        * well here are as they were. 0: refetch has these keys.
+                                        * (Of the pass that failed they, o and lse must be) */
+    /* Fills t->k, t->v and, under ARRAY, t->k_pos with the shard of a rank in a pass, as ra_forward
+     * gets it there; they stay so until the resumed pass ends. t null: says whether it can, which
+     * every survivor is asked first. RA_OK: yes. From any thread that steps. May be null. */
     ra_status (*refetch)(void *ctx, int64_t pass, int32_t rank, ra_tensors *t);
     void *ctx;
 } ra_resume_desc;
-
-/* The pass and, of the chunks that this rank folds in it, how many it had and how many it got. */
 typedef struct ra_resumed {
-    int64_t pass;                      /* which is now complete on all survivors */
-    int32_t epoch;
-    int64_t chunks_kept;               /* its own, folded before, or there already */
+    int64_t pass;                      /* which is now complete */
+    int64_t chunks_kept;               /* of those it folds, what this rank had; and what it got: */
     int64_t chunks_from_owner, chunks_from_holder, chunks_refetched;
+    int32_t epoch;
 } ra_resumed;
 
-/* Resumes on the calling thread, blocking. Collective among the survivors. The lowest pass that any
- * of them is in is completed. A rank on which it was complete helps the others; so does one that is
- * a pass ahead, and what it has of the later pass is dropped: begin that one anew. Allocates from
- * the ring's allocator: messages like those of the ring, freed with it. The old transport must still
- * exist, for dereg. No other thread may be in a call on the ring.
- * RA_OK: this rank's o and lse are complete, and so are those of all others unless they fail yet.
- * Refusals: as everywhere; RA_E_UNSAFE: the old transport may still write into buffers.
- * RA_E_UNSUPPORTED, on all ranks: a backward pass, RA_CAP_SHARED, an engine that failed, or a rank
- * more than one pass ahead: begin the pass anew. RA_E_PEER with ra_failure.peer and chunk, on all
- * ranks and before any chunk moves: nobody can give that chunk of that rank. These and any other
- * failure leave the ring as it is, so that ra_resume may be called again. Failures name ranks as
- * the plan numbers them. The reason of a refusal is in ra_ring_error. */
+/* Collective among the survivors, blocking. Completes the lowest pass that any of them is in. Ranks
+ * where it was complete help; of those a pass ahead the later one is dropped: begin it anew. No
+ * other call may run, and the old transport must still exist. Allocates as much as a ring. On all
+ * ranks, before a chunk moves: RA_E_PEER, nobody can give ra_failure.chunk of rank ra_failure.peer;
+ * RA_E_UNSUPPORTED, a backward pass, a failed engine, a rank that is further ahead: begin the pass
+ * anew. After these and any later failure ra_resume may be called again. Failures
+ * name ranks of the plan. RA_E_UNSAFE: the old transport may still write. See ra_ring_error. */
 RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_t deadline_ns);
 /* The same without blocking: then ra_step, on any threads, until RA_OK or an error. */
 RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
                                        int64_t deadline_ns);
-RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /* RA_E_STATE: no pass
-                                        * was resumed and has ended well */
+RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /* RA_E_STATE: not */
 
 /* ========================================================================== L2: sharded cache
  * Inference over a KV cache that is split along the sequence over ranks: prefill in chunks, decode,
@@ -1226,7 +1204,8 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  * alone.
  * Both sides compute the same lengths, exact and at most max_msg; nothing is split or empty. Keep
  * message boundaries: another length is RA_E_TRUNC. A send may wait for its receive. Tags start
- * anew with each pass. A cache (ra_infer) uses channel 0 alone, between any two ranks.
+ * anew with each pass. A cache (ra_infer) uses channel 0 alone, between any two ranks; ra_resume,
+ * whose messages on channel 1 are short, both.
  *
  * Time. deadline_ns of a callback is an absolute time on ra_now_ns(), whatever the ring's clock is.
  * RA_NO_DEADLINE does not occur. INT64_MAX does: subtract, do not add. */
@@ -9236,6 +9215,7 @@ typedef struct ra__scratch {
     ra__keys keys[RA__BATCH];          /* blocks that wait to be folded */
     int8_t kind[RA__PANELS][RA__BATCH];
     int32_t waiting;
+    int64_t since;                     /* block of the chunk in hand that waits longest */
     int64_t block;                     /* next one of the chunk in hand */
     int64_t folded;                    /* blocks folded since the task was loaded */
     int64_t left;                      /* work that this step may still do, see RA__TILE_WORK */
@@ -9651,6 +9631,7 @@ static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item 
     }
     if (!any) return;
     x->folded++;
+    if (at == 0) x->since = i;
     ra__seg_positions(&s, pos, to);
     x->keys[at] = ra__block_keys(item, which, &s, t->kv_head, to);
     if ((w->d->scores & RA_SCORE_BIAS) && !ra__task_hide(t, x, &x->keys[at], kind)) return;
@@ -13285,7 +13266,7 @@ typedef struct ra__back_hand {
 typedef struct ra__fold_hand {
     ra__scratch x;
     ra__task t;
-    ra__item item;                     /* of entry `next`, once x.block is not 0 */
+    ra__item item;                     /* of entry `next`, during a step */
     ra__bounds seen;                   /* of all its rows */
     int64_t next;                      /* entry that it folds next */
     int32_t loaded;                    /* queries and state are in the scratch */
@@ -13413,11 +13394,11 @@ struct ra_ring {
 
     ra__earlier earlier;
     int32_t epoch;                     /* of the last ra_resume; 0: none. From here on see RESUME */
-    int32_t meeting;                   /* atomic. 1: the ranks have not agreed yet, do not compute */
-    int32_t talking;                   /* 1: they may still need messages of this rank. Under comm */
+    int32_t meeting;                   /* atomic. 1: ranks have not agreed yet, do not compute */
+    int32_t talking;                   /* 1: they may still need messages of this one. Under comm */
     int32_t awaited;                   /* atomic: peer that this rank waits for, -1: none */
     int32_t serves;                    /* 1: this rank has the pass complete and only helps */
-    int32_t cannot;                    /* RA__RANK_*: why its own state cannot go on */
+    int32_t lent, engine_failed;       /* messages of the failed pass were lent; its state is lost */
     int32_t pulled;                    /* 1: receives after the kept ones were requested */
     const char *why;                   /* what to say of rank why_rank in the failure, or null */
     int32_t why_rank;
@@ -16868,7 +16849,7 @@ static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e)
     const int64_t f = h->next;
     int done;
     ra__fold_load(r, desk, h);
-    if (h->x.block == 0) (void)ra__ring_item(r, f, &h->item);
+    (void)ra__ring_item(r, f, &h->item);         /* after ra_resume it may be elsewhere */
     h->received = r->lists->fold[f].recv;
     done = ra__task_some(&r->work, &h->t, &h->item, &h->x, n);
     if (done) {
@@ -18065,14 +18046,14 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
 }
 
 /* ========================================================================== RESUME
- * A forward pass that has failed goes on among the ranks that are left. In: a ring whose buffers are
- * quiet, a transport of the survivors, who they are. Out: the same pass, whole, with the bits that
- * it would have had; or the same reason on all ranks why not.
+ * A forward pass that has failed goes on among the ranks that are left. In: a ring whose buffers
+ * are quiet, a transport of the survivors, who they are. Out: the same pass, whole, with the bits
+ * that it would have had; or the same reason on all ranks why not.
  *
  * What stays: the list of folds and how far each task has come in it (turns, desks, running sums),
- * and every message that has come, was checked and has not been overwritten (ra__kept). So every row
- * meets the remaining chunks in the order that it always had. What is new: from whom a missing chunk
- * comes. Every entry of lists->recv after the kept ones is a missing chunk, in the order of folds.
+ * and every message that has come, was checked and has not been overwritten (ra__kept). So a row
+ * meets the remaining chunks in the order that it always had. What is new: from whom missing chunks
+ * come. Every entry of lists->recv after the kept ones is a missing chunk, in the order of folds.
  *
  * Meeting. A rank says hello to each: the pass that it is in, whether that is complete here, hashes
  * of it and of the one before. The pass to resume is the lowest of all. Then each reports which
@@ -18092,8 +18073,7 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
  * failure, events and counters name ranks of the plan. */
 
 enum { RA__MEET_HELLO, RA__MEET_REPORT, RA__MEET_TALK };
-enum { RA__RANK_COMPLETE = 1, RA__RANK_BACKWARD = 2, RA__RANK_SHARED = 4, RA__RANK_ENGINE = 8,
-       RA__RANK_LENT = 16 };
+enum { RA__RANK_COMPLETE = 1, RA__RANK_BACKWARD = 2, RA__RANK_ENGINE = 4 };
 enum { RA__MOST_EPOCH = (1 << 22) - 1, RA__RESUME_SENDS = 2 };
 
 /* What all ranks have reported about the pass that is resumed. */
@@ -18161,9 +18141,9 @@ RA__INLINE int ra__can_give(const ra__reports *v, int32_t i, int32_t rank) {
     return ra__reports_gives(v, i)[rank / 8] >> rank % 8 & 1;
 }
 
-/* From which rank the one numbered `to` gets chunk c, which it needs: its owner, otherwise the first
- * that holds the pieces, otherwise `to` itself if it can fetch them again, otherwise the first that
- * can. -1: the chunk is lost. The same on every rank. */
+/* From which rank the one numbered `to` gets chunk c, which it needs: its owner, otherwise the
+ * first that holds the pieces, otherwise `to` itself if it can fetch them again, otherwise the
+ * first that can. -1: the chunk is lost. The same on every rank. */
 static int32_t ra__reports_source(const ra__reports *v, int64_t c, int32_t to) {
     const int32_t owner = v->p->keys.chunk[c].owner, need = ra__pieces(ra__reports_need(v, to), c);
     for (int32_t i = 0; i < v->n; i++)
@@ -18190,8 +18170,7 @@ static int ra__resume_intact(const ra_ring *r, int64_t i) {
     const ra__lane *lane = &r->lane[RA__RECEIVES];
     if (i < r->kept_count) return 1;
     if (i < r->intact || i >= lane->done) return 0;
-    if (!(r->cannot & RA__RANK_LENT)) return 1;
-    return i >= r->released && ra__lane_op(lane, i)->buf == ra__lane_buf(lane, i);
+    return !r->lent || (i >= r->released && ra__lane_op(lane, i)->buf == ra__lane_buf(lane, i));
 }
 
 /* Entry f of the fold list is still needed and has to be received. */
@@ -18200,39 +18179,45 @@ static int ra__resume_misses(const ra_ring *r, int64_t f) {
     return f >= r->folded && recv >= 0 && !ra__resume_intact(r, recv);
 }
 
-/* A task stands in the middle of a chunk that was lent: its memory is gone. */
-static int ra__resume_torn(const ra_ring *r) {
+/* Tasks that stand in the middle of a chunk whose memory was not of this rank go back to the first
+ * block that they have not folded. What they have counted of it is counted again. */
+static void ra__resume_rewind(ra_ring *r) {
     for (int32_t i = 0; i < r->plan->d.threads && !r->plan->d.engine; i++) {
-        const ra__desk *desk = &r->desk[i];
-        const ra__fold_hand *h = &desk->hand.fold;
-        if (ra__load_i64(&desk->fold) != RA__NO_FOLD && desk->open && h->x.block > 0 &&
-            ra__resume_misses(r, h->next))
-            return 1;
+        ra__desk *desk = &r->desk[i];
+        ra__scratch *x = &desk->hand.fold.x;
+        ra__tally n = { 0, 0, 0 };
+        if (ra__load_i64(&desk->fold) == RA__NO_FOLD || !desk->open || !x->waiting ||
+            !ra__resume_misses(r, desk->hand.fold.next))
+            continue;
+        for (int32_t j = 0; j < desk->hand.fold.t.count; j++)
+            for (int32_t k = 0; k < x->waiting; k++) {
+                n.partial -= x->kind[j][k] == RA__PARTIAL;
+                n.full -= x->kind[j][k] == RA__FULL;
+            }
+        ra__ring_count(r, &n, 0);
+        x->folded -= x->waiting;
+        x->block = x->since;
+        x->waiting = 0;
     }
-    return 0;
 }
 
 /* The state of this rank's last pass, before anything of it is changed. */
 static void ra__resume_look(ra_ring *r) {
     const ra__lane *lane = &r->lane[RA__RECEIVES];
     r->intact = ra__max(r->intact, lane->posted - lane->slots);
+    if (r->shared) r->intact = lane->done;
+    r->lent |= (r->tp.caps & RA_CAP_LOAN) && !r->pulled;
     r->serves |= ra__load_i32(&r->state) == RA_RING_IDLE;
-    if (r->shared) {
-        r->intact = lane->done;
-        r->cannot |= RA__RANK_SHARED;
-    }
-    if ((r->tp.caps & RA_CAP_LOAN) && !r->pulled) r->cannot |= RA__RANK_LENT;
-    if (ra__load_i32(&r->failed) == RA_E_ENGINE) r->cannot |= RA__RANK_ENGINE;
+    r->engine_failed |= ra__load_i32(&r->failed) == RA_E_ENGINE;
+    if (!r->serves && !r->lists->backward) ra__resume_rewind(r);
     r->shared = r->notices = 0;
     r->space = 0;
 }
 
-/* What this rank says of it. Lent messages matter only if a task is in the middle of one. */
+/* What this rank says of it. */
 static int32_t ra__resume_state(const ra_ring *r) {
-    int32_t state = r->cannot & ~RA__RANK_LENT;
-    if (r->serves) return RA__RANK_COMPLETE | (r->lists->backward ? RA__RANK_BACKWARD : 0);
-    if (r->lists->backward) return RA__RANK_BACKWARD;
-    return ra__resume_torn(r) ? state | RA__RANK_LENT : state;
+    return (r->serves ? RA__RANK_COMPLETE : 0) | (r->lists->backward ? RA__RANK_BACKWARD : 0) |
+           (r->engine_failed && !r->serves ? RA__RANK_ENGINE : 0);
 }
 
 static uint64_t ra__resume_hash(const ra__agreed *a) {
@@ -18315,9 +18300,7 @@ static int ra__resume_judge_peer(ra_ring *r, int32_t i, const ra__frame *f, uint
     const int32_t rank = r->resume->rank[i];
     const char *why = NULL;
     if (!ahead && (f->chunk & RA__RANK_BACKWARD)) why = "has a backward pass: begin it anew";
-    else if (!ahead && (f->chunk & RA__RANK_SHARED)) why = "read keys through RA_CAP_SHARED";
     else if (!ahead && (f->chunk & RA__RANK_ENGINE)) why = "has an engine that failed";
-    else if (!ahead && (f->chunk & RA__RANK_LENT)) why = "stands in the middle of a lent message";
     else if (ahead > 1 || !its) why = "is more than one forward pass ahead";
     if (why) ra__resume_judge(r, RA_E_UNSUPPORTED, rank, -1, why);
     else if (its != hash) ra__resume_judge(r, RA_E_MISMATCH, rank, -1, "has another pass there");
@@ -18496,7 +18479,7 @@ static void ra__resume_open(ra_ring *r) {
     ra__store_i64(&out->done, 0);
     out->posted = out->total = 0;
     r->released = r->intact = x->kept_count;
-    r->cannot &= ~RA__RANK_LENT;
+    r->lent = 0;
     r->pulled = 1;
     r->kept = x->kept;
     r->kept_count = x->kept_count;

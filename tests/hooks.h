@@ -39,7 +39,7 @@ int64_t hook_open_ops(const ra_transport *t);
 /* 1 once the ring has left its transport after a failure. */
 int64_t hook_parted(const ra_ring *ring);
 
-/* A step of the pass that has begun does at most so many tiles, so that tasks stop inside chunks. */
+/* Steps of the pass that has begun do at most so many tiles: tasks stop inside chunks. */
 void hook_short_steps(ra_ring *ring, int64_t tiles);
 
 /* What n ranks of a plan report when they resume a pass: bit i of need[r * chunks + c], held[..]:

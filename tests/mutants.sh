@@ -17,6 +17,9 @@ build() {
         sim | silence | differences)
             [ -x "$2/sim" ] || $cc "-I$2" -I. -o "$2/sim" tests/test_sim.c -lm ;;
         schedule) $cc "-I$2" -I. -o "$2/schedule" tests/test_schedule.c -lm ;;
+        resume)
+            [ -x "$2/resume" ] ||
+                $cc "-I$2" -I. -o "$2/resume" tests/test_resume.c tests/hooks.c -lm ;;
         world)
             $cc "-I$2" -I. -c -o "$2/ringattn.o" tests/lang_impl.c &&
                 $cc -o "$2/world" "$work/world.o" "$2/ringattn.o" -lm ;;
@@ -29,6 +32,7 @@ try() {
         sim) timeout 120 "$2/sim" seeds --count 1500 ;;
         silence | differences) timeout 60 "$2/sim" "$1" ;;
         schedule) timeout 60 "$2/schedule" ;;
+        resume) timeout 120 "$2/resume" ;;
         world) timeout 120 "$2/world" bundled ;;
     esac > "$2/$1.log" 2>&1
 }
@@ -77,7 +81,7 @@ mkdir -p "$work/right"
 cp ringattn.h "$work/right"
 $cc -DRA__IMPLEMENTED -I. -c -o "$work/world.o" tests/conformance/test_conformance.c || exit 1
 bad=0
-for test in sim silence differences schedule world; do
+for test in sim silence differences schedule world resume; do
     build "$test" "$work/right" && try "$test" "$work/right" && continue
     echo "FAIL $test: on the header as it is"
     bad=1
