@@ -12753,11 +12753,15 @@ static int64_t ra__sight_all(const ra__seg *s, const ra__sight *x) {
     return x->doc < x->keep ? n + ra__sight_keys(s, x->doc, x->keep) : n;
 }
 
+RA__INLINE int64_t ra__play_samples(const ra__tour *w) {
+    return w->p->d.ranks > 64 ? RA__SAMPLES / 4 : RA__SAMPLES;
+}
+
 /* Sets what some of a rank's blocks of queries see; none with ARRAY. */
 static void ra__play_sights(const ra__tour *w, ra__play_seat *s, int32_t rank) {
     ra__side side = ra__plan_side(w->p, 0, rank);
     const int64_t tokens = ra__q_len(&w->p->d, s->sequence);
-    const int64_t n = ra__min(w->p->d.ranks > 64 ? RA__SAMPLES / 4 : RA__SAMPLES, s->blocks);
+    const int64_t n = ra__min(ra__play_samples(w), s->blocks);
     int64_t before = 0;
     ra__seg seg;
     s->samples = 0;
@@ -12788,17 +12792,18 @@ static ra__seg ra__play_seg(const ra__chunk *c, int32_t i) {
  * them. */
 static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank) {
     ra__side side = ra__plan_side(w->p, 1, rank);
-    const int64_t blocks = ra__chunk_blocks(c), n = ra__min(RA__SAMPLES / 4, blocks);
+    const int64_t blocks = ra__chunk_blocks(c), n = ra__min(ra__play_samples(w), blocks);
     const int64_t tokens = ra__k_len(&w->p->d, c->sequence);
     const int64_t skip = side.layout == RA_LAYOUT_RUNS
                              ? ra__max(1, side.list.count / RA__SAMPLES) : 1;
     int64_t all = 0;
-    ra__sight x[RA__SAMPLES / 4];
+    ra__sight x[RA__SAMPLES];
     ra__seg s;
     for (int64_t i = 0; i < n; i++) {
+        int64_t at = (2 * i + 1) * blocks / (2 * n);
         int32_t which;
-        ra__seg rows = ra__chunk_block(c, RA_ORDER_ASCENDING, (2 * i + 1) * blocks / (2 * n),
-                                       &which);
+        if (c->segs == 2) at = ra__min(at / 2 * 2 + i % 2, blocks - 1);    /* blocks alternate */
+        ra__seg rows = ra__chunk_block(c, RA_ORDER_ASCENDING, at, &which);
         x[i] = ra__sight_of(w->p, c->sequence, &rows);
     }
     for (int64_t i = 0; ra__side_seg(&side, c->sequence, tokens, i, &s); i += skip)

@@ -818,7 +818,8 @@ static ra_desc flat_desc(int ranks, int64_t shard, int heads, int64_t i)
     return d;
 }
 
-/* Level 0 takes at most 5 % longer than level 1, backward 10 %. */
+/* Level 0 takes at most 5 % longer than level 1. Backward has larger chunks: an exchange may come as
+ * late as a step is long, which are several tiles there. */
 TEST(sendrecv_does_not_take_turns)
 {
     int64_t i;
@@ -830,12 +831,13 @@ TEST(sendrecv_does_not_take_turns)
         ra_desc d;
         if (!h_case(i) || (!h_run.large && i % 18 != 0 && i % 6 != 4)) continue;
         if (!h_variant(i / 6, 0)) continue;
-        d = flat_desc(ranks, 1024, 2, i);
-        d.chunk_tokens = 256;
+        const int64_t shard = i % 18 < 6 ? 1024 : 2048;
+        d = flat_desc(ranks, shard, 2, i);
+        d.chunk_tokens = (int32_t)(shard / 4);
         flat_world(d);
         blocking = flat_pass(ranks, 0);
         posted = flat_pass(ranks, 1);
-        CHECK(blocking * 100 <= posted * (flat_seats[0].plan->d.train ? 110 : 105));
+        CHECK(blocking * 100 <= posted * 105);
         flat_close(ranks);
     }
     pthread_mutex_destroy(&flat.lock);
