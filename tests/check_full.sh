@@ -246,9 +246,11 @@ mpi() {
     done
 }
 
-# The engine against the libraries that its models come from, in an environment that is removed
-# again: with PyTorch it takes 6 GB.
+# The engine on a million tokens, and against the libraries that its models come from, in an
+# environment that is removed again: with PyTorch it takes 6 GB.
 infer() {
+    step -x million-build make build/release/tests/test_infer
+    step million timeout 120 build/release/tests/test_infer a_million_tokens --long
     if ! timeout 600 sh -c "python3 -m venv $work/python &&
             $work/python/bin/pip install -q torch transformers gguf sentencepiece tokenizers" \
             > "$work/python.log" 2>&1; then

@@ -18,6 +18,8 @@ typedef struct shape {                 /* what differs from a plain Llama in f32
     const char *extra_text_key, *extra_text;           /* one value more, or null */
     const char *extra_tensor;                          /* one tensor more, or null */
     const char *less_tensor;                           /* one tensor fewer, or null */
+    int32_t layers, context;                           /* 0: LAYERS, CONTEXT */
+    float sharp;                                       /* factor of the norm of queries; 0: 1 */
 } shape;
 
 typedef struct weight { char name[40]; int32_t columns, rows, dtype; float *exact; } weight;
@@ -89,8 +91,8 @@ static void put_values(file *f, const shape *s) {
     char text[16];
     const float epsilon = 1e-5f;
     put_string(f, "general.architecture", s->arch);
-    put_u32(f, s->arch, "block_count", LAYERS);
-    put_u32(f, s->arch, "context_length", CONTEXT);
+    put_u32(f, s->arch, "block_count", s->layers ? (uint32_t)s->layers : LAYERS);
+    put_u32(f, s->arch, "context_length", s->context ? (uint32_t)s->context : CONTEXT);
     put_u32(f, s->arch, "embedding_length", HIDDEN);
     put_u32(f, s->arch, "feed_forward_length", FEED);
     put_u32(f, s->arch, "attention.head_count", HEADS);
@@ -126,6 +128,7 @@ static void add_weight(file *f, const shape *s, const char *name, int32_t column
         const float x = h_normal(&r);
         w->exact[i] = rows ? 1.5f * x / sqrtf((float)columns)
                     : strstr(name, "norm") ? 1 + 0.2f * x : 0.3f * x;
+        if (s->sharp > 0 && strstr(name, "attn_q_norm")) w->exact[i] *= s->sharp;
     }
 }
 
@@ -141,7 +144,7 @@ static void add_weights(file *f, const shape *s) {
     add_weight(f, s, "token_embd.weight", HIDDEN, WORDS);
     add_weight(f, s, "output_norm.weight", HIDDEN, 0);
     if (!s->tied) add_weight(f, s, "output.weight", HIDDEN, WORDS);
-    for (int i = 0; i < LAYERS; i++) {
+    for (int i = 0; i < (s->layers ? s->layers : LAYERS); i++) {
         for (size_t k = 0; k < sizeof all / sizeof *all; k++) {
             char name[64];
             if (strstr(all[k].name, "_norm.weight") && all[k].columns == DIM && !s->norms) continue;
@@ -260,49 +263,115 @@ static void plain_attend(const plain *c, int layer, int at, int window, const do
     }
 }
 
+/* Queries, keys and values of a row of layer l at position `at`. */
+static void plain_qkv(const file *f, const shape *s, int l, const double *x, int at, double *q,
+                      double *k, double *v) {
+    const int halves = s->arch[0] == 'q';
+    double y[HIDDEN];
+    plain_norm(y, x, exact(f, l, "attn_norm.weight"), HIDDEN);
+    plain_product(q, exact(f, l, "attn_q.weight"), y, Q, HIDDEN, exact(f, l, "attn_q.bias"));
+    plain_product(k, exact(f, l, "attn_k.weight"), y, KV, HIDDEN, exact(f, l, "attn_k.bias"));
+    plain_product(v, exact(f, l, "attn_v.weight"), y, KV, HIDDEN, exact(f, l, "attn_v.bias"));
+    for (int h = 0; h < HEADS + KV_HEADS; h++) {
+        double *head = h < HEADS ? q + h * DIM : k + (h - HEADS) * DIM;
+        if (s->norms)
+            plain_norm(head, head, exact(f, l, h < HEADS ? "attn_q_norm.weight"
+                                                         : "attn_k_norm.weight"), DIM);
+        plain_rope(head, at, halves);
+    }
+}
+
+/* What follows the attention of layer l, whose output is o. */
+static void plain_feed(const file *f, int l, const double *o, double *x) {
+    double y[HIDDEN], z[FEED], up[FEED];
+    plain_product(y, exact(f, l, "attn_output.weight"), o, HIDDEN, Q, NULL);
+    for (int i = 0; i < HIDDEN; i++) x[i] += y[i];
+    plain_norm(y, x, exact(f, l, "ffn_norm.weight"), HIDDEN);
+    plain_product(z, exact(f, l, "ffn_gate.weight"), y, FEED, HIDDEN, NULL);
+    plain_product(up, exact(f, l, "ffn_up.weight"), y, FEED, HIDDEN, NULL);
+    for (int i = 0; i < FEED; i++) z[i] = z[i] / (1 + exp(-z[i])) * up[i];
+    plain_product(y, exact(f, l, "ffn_down.weight"), z, HIDDEN, FEED, NULL);
+    for (int i = 0; i < HIDDEN; i++) x[i] += y[i];
+}
+
+static void plain_embed(const file *f, int token, double *x) {
+    const float *w = exact(f, -1, "token_embd.weight");
+    for (int i = 0; i < HIDDEN; i++) x[i] = (double)w[token * HIDDEN + i];
+}
+
+static void plain_logits(const file *f, const shape *s, const double *x, double *logits) {
+    double y[HIDDEN];
+    plain_norm(y, x, exact(f, -1, "output_norm.weight"), HIDDEN);
+    plain_product(logits, exact(f, -1, s->tied ? "token_embd.weight" : "output.weight"), y, WORDS,
+                  HIDDEN, NULL);
+}
+
 /* Logits of the token at position `at`. */
 static void plain_token(const file *f, const shape *s, plain *c, int token, int at,
                         double *logits) {
-    double x[HIDDEN], y[FEED], q[Q], o[Q], z[FEED], up[FEED];
-    const int halves = s->arch[0] == 'q';
-    const float *w = exact(f, -1, "token_embd.weight");
-    for (int i = 0; i < HIDDEN; i++) x[i] = (double)w[token * HIDDEN + i];
+    double x[HIDDEN], q[Q], o[Q];
+    plain_embed(f, token, x);
     for (int l = 0; l < LAYERS; l++) {
-        plain_norm(y, x, exact(f, l, "attn_norm.weight"), HIDDEN);
-        plain_product(q, exact(f, l, "attn_q.weight"), y, Q, HIDDEN, exact(f, l, "attn_q.bias"));
-        plain_product(c->k[l][at], exact(f, l, "attn_k.weight"), y, KV, HIDDEN,
-                      exact(f, l, "attn_k.bias"));
-        plain_product(c->v[l][at], exact(f, l, "attn_v.weight"), y, KV, HIDDEN,
-                      exact(f, l, "attn_v.bias"));
-        for (int h = 0; h < HEADS + KV_HEADS; h++) {
-            double *head = h < HEADS ? q + h * DIM : c->k[l][at] + (h - HEADS) * DIM;
-            if (s->norms)
-                plain_norm(head, head, exact(f, l, h < HEADS ? "attn_q_norm.weight"
-                                                             : "attn_k_norm.weight"), DIM);
-            plain_rope(head, at, halves);
-        }
+        plain_qkv(f, s, l, x, at, q, c->k[l][at], c->v[l][at]);
         plain_attend(c, l, at, s->window, q, o);
-        plain_product(y, exact(f, l, "attn_output.weight"), o, HIDDEN, Q, NULL);
-        for (int i = 0; i < HIDDEN; i++) x[i] += y[i];
-        plain_norm(y, x, exact(f, l, "ffn_norm.weight"), HIDDEN);
-        plain_product(z, exact(f, l, "ffn_gate.weight"), y, FEED, HIDDEN, NULL);
-        plain_product(up, exact(f, l, "ffn_up.weight"), y, FEED, HIDDEN, NULL);
-        for (int i = 0; i < FEED; i++) z[i] = z[i] / (1 + exp(-z[i])) * up[i];
-        plain_product(y, exact(f, l, "ffn_down.weight"), z, HIDDEN, FEED, NULL);
-        for (int i = 0; i < HIDDEN; i++) x[i] += y[i];
+        plain_feed(f, l, o, x);
     }
-    plain_norm(y, x, exact(f, -1, "output_norm.weight"), HIDDEN);
-    w = exact(f, -1, s->tied ? "token_embd.weight" : "output.weight");
-    plain_product(logits, w, y, WORDS, HIDDEN, NULL);
+    plain_logits(f, s, x, logits);
+}
+
+/* The same for one layer and any number of tokens: then keys follow from a token and its position
+ * alone. turn[j]: cosines and sines of position j. Returns the greatest weight of a key. */
+typedef struct turns { double c[DIM / 2], s[DIM / 2]; } turns;
+
+static void turned(double *y, const double *x, const turns *t) {       /* halves */
+    for (int i = 0; i < DIM / 2; i++) {
+        y[i] = x[i] * t->c[i] - x[i + DIM / 2] * t->s[i];
+        y[i + DIM / 2] = x[i] * t->s[i] + x[i + DIM / 2] * t->c[i];
+    }
+}
+
+static double plain_long_token(const file *f, const shape *s, const turns *turn,
+                               const int32_t *tokens, int64_t at, double *logits) {
+    double q[WORDS][Q], k[WORDS][KV], v[WORDS][KV], x[HIDDEN], o[Q], most = 0;
+    double *score = (double *)malloc((size_t)(at + 1) * sizeof *score);
+    if (!score) abort();
+    for (int i = 0; i < WORDS; i++) {
+        plain_embed(f, i, x);
+        plain_qkv(f, s, 0, x, 0, q[i], k[i], v[i]);
+    }
+    for (int h = 0; h < HEADS; h++) {
+        const int g = h / (HEADS / KV_HEADS) * DIM;
+        double row[DIM], key[DIM], top = -1e300, sum = 0;
+        turned(row, q[tokens[at]] + h * DIM, &turn[at]);
+        for (int64_t j = 0; j <= at; j++) {
+            turned(key, k[tokens[j]] + g, &turn[j]);
+            score[j] = 0;
+            for (int d = 0; d < DIM; d++) score[j] += row[d] * key[d] / sqrt(DIM);
+            top = fmax(top, score[j]);
+        }
+        memset(o + h * DIM, 0, DIM * sizeof *o);
+        for (int64_t j = 0; j <= at; j++) {
+            const double w = exp(score[j] - top);
+            sum += w;
+            for (int d = 0; d < DIM; d++) o[h * DIM + d] += w * v[tokens[j]][g + d];
+        }
+        for (int d = 0; d < DIM; d++) o[h * DIM + d] /= sum;
+        most = fmax(most, 1 / sum);
+    }
+    free(score);
+    plain_embed(f, tokens[at], x);
+    plain_feed(f, 0, o, x);
+    plain_logits(f, s, x, logits);
+    return most;
 }
 
 /* -------------------------------------------------------------------------- tests */
 static const shape shapes[] = {
-    { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, NULL },
-    { "llama", RA_BF16, 1, 0, 0, 0, NULL, NULL, NULL, NULL },
-    { "mistral", RA_F16, 0, 0, 0, 20, NULL, NULL, NULL, NULL },
-    { "qwen2", RA_Q8_0, 0, 0, 1, 0, NULL, NULL, NULL, NULL },
-    { "qwen3", RA_F32, 1, 1, 0, 33, NULL, NULL, NULL, NULL } };
+    { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, NULL, 0, 0, 0 },
+    { "llama", RA_BF16, 1, 0, 0, 0, NULL, NULL, NULL, NULL, 0, 0, 0 },
+    { "mistral", RA_F16, 0, 0, 0, 20, NULL, NULL, NULL, NULL, 0, 0, 0 },
+    { "qwen2", RA_Q8_0, 0, 0, 1, 0, NULL, NULL, NULL, NULL, 0, 0, 0 },
+    { "qwen3", RA_F32, 1, 1, 0, 33, NULL, NULL, NULL, NULL, 0, 0, 0 } };
 enum { SHAPES = sizeof shapes / sizeof *shapes, PROMPT = 50 };
 
 static int open_file(const file *f, gguf *g, model *m) {
@@ -567,6 +636,53 @@ TEST(threads_of_a_rank) {
     free_file(&f);
 }
 
+/* A cache of 2^20 positions on 8 ranks (--long, 4 s of processor time; otherwise 20,000 on 3), of a
+ * model with one layer whose rows look at a few keys each: the logits of the last token of the
+ * prompt and of those that follow, against double precision. */
+TEST(a_million_tokens) {
+    enum { ROWS = 4 };
+    static const shape one = { "qwen3", RA_F32, 0, 1, 0, 0, NULL, NULL, NULL, NULL, 1, 1 << 20,
+                               30 };
+    const int64_t n = (h_run.large ? 1 << 20 : 20000) - ROWS;
+    int32_t *prompt = (int32_t *)malloc((size_t)n * sizeof *prompt);
+    turns *turn = (turns *)malloc((size_t)(n + ROWS) * sizeof *turn);
+    file f;
+    gguf g;
+    model m;
+    h_rng r = h_case_rng(0);
+    if (!prompt || !turn) abort();
+    make_file(&f, &one);
+    for (int64_t i = 0; i < n; i++) prompt[i] = (int32_t)h_range(&r, 0, WORDS - 1);
+    for (int64_t i = 0; i < n + ROWS; i++)             /* angles are rounded to f32, as in models */
+        for (int p = 0; p < DIM / 2; p++) {
+            const float angle = (float)i * (float)(1 / pow(10000, 2.0 * p / DIM));
+            turn[i].c[p] = cos((double)angle);
+            turn[i].s[p] = sin((double)angle);
+        }
+    if (open_file(&f, &g, &m)) {
+        infer_options o = { 0 };
+        infer_result got;
+        double logits[WORDS], most = 0;
+        o.ranks = h_run.large ? 8 : 3;
+        o.chunk = 4096;
+        o.predict = ROWS;
+        o.all_logits = 2;
+        CHECK(infer_run(&m, &o, prompt, n, &got));
+        CHECK_EQ(got.count, n + ROWS);
+        for (int64_t i = n - 1; i < n + ROWS - 1 && got.logits; i++) {
+            most = fmax(most, plain_long_token(&f, &one, turn, got.tokens, i, logits));
+            CHECK_CLOSE(got.logits + i * WORDS, logits, WORDS, 3e-4, 3e-4);
+        }
+        CHECK(most > 0.1);
+        infer_free(&got);
+        model_close(&m);
+        gguf_close(&g);
+    }
+    free_file(&f);
+    free(prompt);
+    free(turn);
+}
+
 /* -------------------------------------------------------------------------- wrong files */
 /* Opens a file and, if that is possible, cuts a text and runs a few tokens. Returns 1 if it could;
  * otherwise there is a sentence. The copy ends where the file ends, for the sanitizer. */
@@ -637,17 +753,17 @@ TEST(damaged_at_every_byte) {
 
 TEST(sentences) {
     static const struct { shape s; const char *says; } cases[] = {
-        { { "gpt2", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, NULL },
+        { { "gpt2", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, NULL, 0, 0, 0 },
           "general.architecture is 'gpt2'" },
-        { { "llama", RA_F32, 0, 0, 0, 0, "llama.rope.scaling.type", "yarn", NULL, NULL },
+        { { "llama", RA_F32, 0, 0, 0, 0, "llama.rope.scaling.type", "yarn", NULL, NULL, 0, 0, 0 },
           "llama.rope.scaling.type is 'yarn'" },
-        { { "llama", RA_F32, 0, 0, 0, 0, "llama.attention.key_length", "8", NULL, NULL },
+        { { "llama", RA_F32, 0, 0, 0, 0, "llama.attention.key_length", "8", NULL, NULL, 0, 0, 0 },
           "llama.attention.key_length is no single number" },
-        { { "llama", RA_F32, 0, 0, 0, 0, "general.alignment", "8", NULL, NULL },
+        { { "llama", RA_F32, 0, 0, 0, 0, "general.alignment", "8", NULL, NULL, 0, 0, 0 },
           "general.alignment is 0" },
-        { { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, "blk.0.ffn_gate_inp.weight", NULL },
+        { { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, "blk.0.ffn_gate_inp.weight", NULL, 0, 0, 0 },
           "of a kind that this engine does not know" },
-        { { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, "blk.1.ffn_up.weight" },
+        { { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, NULL, "blk.1.ffn_up.weight", 0, 0, 0 },
           "the tensor 'blk.1.ffn_up.weight' is missing" } };
     for (int i = 0; i < (int)(sizeof cases / sizeof *cases); i++) {
         char why[INFER_WHY];
@@ -693,7 +809,8 @@ TEST(tokens_of_a_text) {
 int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(ranks_and_chunks), ENTRY(ranks_apart), ENTRY(guesses), ENTRY(sampling),
-        ENTRY(options), ENTRY(threads_of_a_rank), ENTRY(truncated_at_every_byte),
+        ENTRY(options), ENTRY(threads_of_a_rank), ENTRY(a_million_tokens),
+        ENTRY(truncated_at_every_byte),
         ENTRY(damaged_at_every_byte), ENTRY(sentences), ENTRY(tokens_of_a_text) };
     return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

@@ -32,7 +32,8 @@ typedef struct infer_options {         /* 0 where nothing else is said */
     float top_p;                       /* 0: all */
     uint64_t seed;
     int32_t stop[INFER_STOPS], stops;  /* tokens that end the text */
-    int32_t all_logits;                /* 1: keep those of every position */
+    int32_t all_logits;                /* 1: keep those of every position; 2: from the last token of
+                                        * the prompt on */
     void (*progress)(void *user, int64_t done, int64_t of);    /* of the prompt; from one thread */
     void (*token)(void *user, int32_t id);
     void *user;
@@ -75,7 +76,7 @@ typedef struct infer_rank {
     float *scratch;                    /* of matmul_run */
     float *logits;                     /* [INFER_HEAD_ROWS][vocabulary] */
     int64_t *own;                      /* [chunk] which of the new tokens are this rank's */
-    int64_t owned;
+    int64_t owned, want;               /* want: first new token whose logits are wanted */
     int32_t *next, *heard;             /* [chunk] the token after each new one; -1: not known yet */
     struct infer_choice *choice;       /* [vocabulary] for sampling */
     int32_t *tokens;                   /* [context + 1] */
@@ -267,19 +268,22 @@ static inline ra_status infer_call_run(infer_rank *r, ra_cache *cache, int64_t f
 }
 
 /* Keys and values of this rank's tokens go into its memory, then its queries see those of all
- * ranks. */
+ * ranks. In the last layer only the tokens have queries whose logits are wanted. */
 static inline ra_status infer_attend(infer_rank *r, int32_t layer, int64_t first, int64_t count) {
     const model *m = r->e->m;
     ra_cache *cache = r->cache[r->decoding];
     const int64_t row = (int64_t)m->kv_heads * m->dim;
+    const int64_t skip = layer + 1 < m->layers ? 0 : r->want;
+    int64_t skipped = 0;
     ra_status s = RA_OK;
+    while (skipped < r->owned && r->own[skipped] < skip) skipped++;
     r->t.k.data = r->memory + (size_t)layer * 2 * r->k_bytes;
     r->t.v.data = r->memory + (size_t)layer * 2 * r->k_bytes + r->k_bytes;
-    r->t.q.data = r->q;
-    r->t.o.data = r->o;
+    r->t.q.data = r->q + skipped * m->heads * m->dim;
+    r->t.o.data = r->o + skipped * m->heads * m->dim;
     for (int64_t i = 0; i < r->owned && s == RA_OK; i++)
         s = ra_cache_store(cache, &r->t, 0, first + r->own[i], r->k + i * row, r->v + i * row);
-    if (s == RA_OK) s = infer_call_run(r, cache, first, count);
+    if (s == RA_OK && skip < count) s = infer_call_run(r, cache, first + skip, count - skip);
     return s == RA_OK ? s : infer_fail(r->e, s, ra_cache_error(cache)->text);
 }
 
@@ -350,6 +354,7 @@ static inline ra_status infer_forward(infer_rank *r, int64_t first, int64_t coun
     int64_t from = 0;
     ra_status s = RA_OK;
     r->owned = 0;
+    r->want = want;
     for (int64_t i = 0; i < count; i++) {
         r->next[i] = -1;
         if (ra_cache_owner(r->cache[INFER_PROMPT], first + i) != r->rank) continue;
@@ -432,7 +437,7 @@ static inline ra_status infer_text(infer_rank *r) {
     for (; at < out->prompt && s == RA_OK; at += n) {
         n = out->prompt - at < o->chunk ? out->prompt - at : o->chunk;
         const int64_t last = at + n == out->prompt ? n - 1 : n;
-        s = infer_forward(r, at, n, o->all_logits ? 0 : last);
+        s = infer_forward(r, at, n, o->all_logits == 1 ? 0 : last);
         if (s == RA_OK && infer_reports(r) && o->progress)
             o->progress(o->user, at + n, out->prompt);
     }
