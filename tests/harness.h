@@ -26,6 +26,16 @@
 #define CHECK_BITS(got, want, bytes) \
     h_check_bits(h_args(#got, __FILE__, __LINE__), got, want, (size_t)(bytes))
 
+/* 1 where programs run several times slower than elsewhere: under a sanitizer, on an emulated
+ * machine (-DH_SLOW=1). Random problems are smaller there, as many and of as many kinds. */
+#ifndef H_SLOW
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define H_SLOW 1
+#else
+#define H_SLOW 0
+#endif
+#endif
+
 typedef struct h_test { const char *name; void (*run)(void); } h_test;
 typedef struct h_rng { uint64_t state; } h_rng;
 typedef struct h_site { const char *what, *file; int line; } h_site;

@@ -61,13 +61,19 @@ parses() {
     cell "$name" "$f $*"
 }
 
-# two_units COMPILER DIALECT: the program in one translation unit, the implementation in another.
+# two_units COMPILER DIALECT LEVEL: the program in one translation unit, the implementation in
+# another, which is left for the cells that come after run_cells.
 two_units() {
-    f="$1 $(flags "$1" "$2") -O0"
-    cell "$1 $2 two translation units" "$f -c -I'$root' '$impl' -o impl.o
+    f="$1 $(flags "$1" "$2") $3"
+    cell "$1 $2 $3 two translation units" "$f -c -I'$root' '$impl' -o '$(object "$1" "$3")'
 $f -c -DLANG_ELSEWHERE -I'$root' '$main' -o main.o
-$1 main.o impl.o -o main $link
+$1 main.o '$(object "$1" "$3")' -o main $link
 ./main"
+}
+
+# object COMPILER LEVEL: where two_units leaves the implementation.
+object() {
+    echo "$dir/$1$2.o"
 }
 
 # no_threads COMPILER DIALECT [MORE]: without threads, the program needs no pthread function.
@@ -82,7 +88,6 @@ $1 main.o -o main -lm
 # ways COMPILER DIALECT: how a header may come into a program.
 ways() {
     runs "$1" -O0 "$2" -DLANG_FIRST
-    two_units "$1" "$2"
     no_threads "$1" "$2"
     runs "$1" -O0 "$2" -DRINGATTN_SCALAR
     runs "$1" -O0 "$2" '-DRINGATTN_ASSERT=assert -include assert.h'
@@ -111,29 +116,23 @@ macros() {
     done
 }
 
-# symbols NAME DIALECT SHELL: the object impl.o that SHELL leaves defines only ra_* names and needs
-# only memory, threads and clocks from the system: no printing, no exit, no environment, no
-# mathematics. (Without optimisation g++ 12 adds what unwinding through blocks with arrays needs.)
+# symbols COMPILER DIALECT LEVEL OBJECT: the implementation defines only ra_* names and needs only
+# memory, threads and clocks from the system: no printing, no exit, no environment, no mathematics.
+# (Without optimisation g++ 12 adds what unwinding through blocks with arrays needs.)
 symbols() {
     allowed='mem(cpy|set|move|cmp)|bcmp|strlen|strcmp'
     allowed="$allowed|malloc|calloc|free|posix_memalign|aligned_alloc"
     allowed="$allowed|pthread_[a-z_]+|getpid|getauxval|clock_gettime|nanosleep|sched_yield"
     allowed="$allowed|_GLOBAL_OFFSET_TABLE_|__stack_chk_fail|__tls_get_addr"
     case $2 in *++*) allowed="$allowed|__gxx_personality_v0|_Unwind_Resume" ;; esac
-    cell "$1 defines only ra_*, needs only memory, threads and clocks" "$3
-nm -g --defined-only impl.o | awk 'NF == 3 { print \$3 }' > defined
-nm -u impl.o | awk '{ print \$NF }' > needed
+    cell "$1 $2 $3 defines only ra_*, needs only memory, threads and clocks" "
+nm -g --defined-only '$4' | awk 'NF == 3 { print \$3 }' > defined
+nm -u '$4' | awk '{ print \$NF }' > needed
 grep -q '^ra_plan_create\$' defined
 test -s needed
 sed -i '/^DW\.ref\.__gxx_personality_v0\$/d; /lang_other_version/d' defined
 if grep -v '^ra_[a-z]' defined; then echo 'error: defined above'; exit 1; fi
 if grep -Ev '^($allowed)(@.*)?\$' needed; then echo 'error: needed above'; exit 1; fi"
-}
-
-# symbols_of COMPILER DIALECT LEVEL
-symbols_of() {
-    symbols "$1 $2 $3" "$2" "$1 $(flags "$1" "$2") $3 -I'$root' -DRINGATTN_IMPLEMENTATION \
--c '$root/tests/lang_empty.c' -o impl.o"
 }
 
 # linked COMPILER DIALECT LEVEL: how the programs of the documentation are compiled if they are
@@ -178,70 +177,81 @@ have() {
     command -v "$1" > /dev/null 2>&1
 }
 
-# object COMPILER: the implementation for the programs of the documentation; prints its path.
-object() {
-    "$1" -std=c99 -O1 -I"$root" -c "$impl" -o "$dir/impl-$1.o" && echo "$dir/impl-$1.o"
+# run_cells: those that have not run yet, one per core at a time.
+run_cells() {
+    for c in "$dir"/[0-9]*; do [ -f "$c/status" ] || basename "$c"; done |
+        xargs -P "$cores" -I ID sh -c \
+            'timeout 300 sh "$0/$1/run.sh" > "$0/$1/log" 2>&1; echo $? > "$0/$1/status"' "$dir" ID
 }
 
 quick() {
     cc=${CC:-cc}
     made=$dir/../tests/ringattn.o      # by make, of lang_impl.c
-    [ -f "$made" ] && made=$(cd "$dir/../tests" && pwd)/ringattn.o || made=$(object "$cc")
+    if [ -f "$made" ]; then made=$(cd "$dir/../tests" && pwd)/ringattn.o
+    else made=$(object "$cc" -O1); "$cc" -std=c99 -O1 -I"$root" -c "$impl" -o "$made"
+    fi
     runs "$cc" -O0 c99 "-DLANG_FIRST -DRINGATTN_STATIC"
     no_threads "$cc" c99 -DRINGATTN_SCALAR
-    symbols "$cc c99" c99 "ln -s '$made' impl.o"
+    symbols "$cc" c99 "" "$made"
     printed "$cc" c99 -O0 "$made"
     readme "$cc" c99 "$(linked "$cc" c99 -O0) '$made'"
-    if have g++; then two_units g++ c++11; else skip "g++ c++11" "no g++ here"; fi
+    if have g++; then two_units g++ c++11 -O0; else skip "g++ c++11" "no g++ here"; fi
     if [ "$cc" = clang ]; then :
     elif have clang; then runs clang -O0 c99
     else skip "clang c99" "no clang here"
     fi
 }
 
+# c_levels COMPILER: -O0 is in two_units and ways.
+c_levels() {
+    two_units "$1" c99 -O2
+    for level in -Og -Ofast "-O2 -march=native"; do
+        runs "$1" "$level" c99
+    done
+    runs "$1" -O3 gnu99                # where the compiler contracts a*b + c unless told not to
+    for dialect in gnu99 c11 c17; do
+        parses "$1" $dialect dialect "-I'$root' '$main'"
+    done
+}
+
+cpp_levels() {                         # the optimiser is the one of the C compiler
+    runs "$1" -Ofast c++11
+    parses "$1" c++17 dialect "-I'$root' '$main'"
+}
+
 full() {
+    known=
     for cc in gcc clang g++ clang++; do
         if ! have "$cc"; then
             skip "$cc" "no $cc here"
             continue
         fi
+        known="$known $cc"
         case $cc in
-            *++)                       # the optimiser is the one of the C compiler
-                std=c++11 levels="-O0 -O2 -Ofast"
-                parses "$cc" c++17 dialect "-I'$root' '$main'"
-                ;;
-            *)
-                std=c99 levels="-O0 -Og -O2 -Ofast"
-                runs "$cc" "-O2 -march=native" c99
-                runs "$cc" -O3 gnu99   # where the compiler contracts a*b + c unless told not to
-                for dialect in gnu99 c11 c17; do
-                    parses "$cc" $dialect dialect "-I'$root' '$main'"
-                done
-                ;;
+            *++) std=c++11; cpp_levels "$cc" ;;
+            *) std=c99; c_levels "$cc" ;;
         esac
-        for level in $levels; do
-            runs "$cc" "$level" "$std"
-        done
+        two_units "$cc" "$std" -O0
         ways "$cc" "$std"
         macros "$cc" "$std"
-        symbols_of "$cc" "$std" -O0
-        case $cc in *++) ;; *) symbols_of "$cc" "$std" -O2 ;; esac
     done
-    with_gcc=$(object gcc)
-    with_clang=$(object clang)
-    printed gcc c99 -O2 "$with_gcc"
-    printed gcc c11 -O2 "$with_gcc"
-    printed clang c99 -O2 "$with_clang"
-    readme gcc c99 "gcc -std=c99 -Wall -Wextra -Werror -O2 -I'$root'"
-    readme gcc c11 "$(linked gcc c11 -O2) '$with_gcc'"
-    readme clang c99 "$(linked clang c99 -O2) '$with_clang'"
+    run_cells
+    for cc in $known; do
+        case $cc in *++) std=c++11 levels=-O0 ;; *) std=c99 levels="-O0 -O2" ;; esac
+        for level in $levels; do
+            symbols "$cc" "$std" "$level" "$(object "$cc" "$level")"
+        done
+    done
+    for cc in gcc clang; do
+        printed "$cc" c99 -O2 "$(object "$cc" -O2)"
+        readme "$cc" c99 "$(linked "$cc" c99 -O2) '$(object "$cc" -O2)'"
+    done
+    printed gcc c11 -O2 "$(object gcc -O2)"
+    readme gcc c11 "gcc -std=c11 -Wall -Wextra -Werror -O0 -I'$root'"
 }
 
 if [ "$mode" = full ]; then full; else quick; fi
-
-# The cells, one per core at a time.
-ls "$dir" | grep '^[0-9]*$' | xargs -P "$cores" -I ID sh -c \
-    'timeout 300 sh "$0/$1/run.sh" > "$0/$1/log" 2>&1; echo $? > "$0/$1/status"' "$dir" ID
+run_cells
 
 passed=0
 failed=0

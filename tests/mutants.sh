@@ -80,13 +80,22 @@ rm -rf "$work"
 mkdir -p "$work/right"
 cp ringattn.h "$work/right"
 $cc -DRA__IMPLEMENTED -I. -c -o "$work/world.o" tests/conformance/test_conformance.c || exit 1
-bad=0
-for test in sim silence differences schedule world resume; do
-    build "$test" "$work/right" && try "$test" "$work/right" && continue
-    echo "FAIL $test: on the header as it is"
-    bad=1
-done
-[ $bad = 0 ] || { echo "0 passed, 1 failed"; exit 1; }
+# right TESTS...: writes what fails although nothing is planted.
+right() {
+    for test in "$@"; do
+        build "$test" "$work/right" && try "$test" "$work/right" && continue
+        echo "FAIL $test: on the header as it is"
+    done
+}
+
+right schedule world resume > "$work/wrong.1" &
+right sim silence differences > "$work/wrong.2"
+wait
+if [ -s "$work/wrong.1" ] || [ -s "$work/wrong.2" ]; then
+    cat "$work/wrong.1" "$work/wrong.2"
+    echo "0 passed, 1 failed"
+    exit 1
+fi
 
 # Arguments for xargs, one a line.
 awk -F ' [|] ' -v every="$every" '!/^#/ && NF == 4 && n++ % every == 0 {

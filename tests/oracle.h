@@ -4,10 +4,7 @@
 /* What attention is, in double precision, written from the rules of the API section alone. Inputs
  * are f32 by position, already rounded to the dtype that the library gets. Two passes over the
  * visible keys of each row; no tiles, no running maximum. */
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "tensors.h"
 
 enum { MAX_B = 3, LSE_LIMIT = 1 << 23 };       /* rows with an LSE beyond it give no gradients */
 
@@ -43,86 +40,6 @@ typedef struct truth {
     double *coarse;                    /* [B][q_max][Hq] problems in q8_0: error of O and L that 16
                                         * bits for q and for the weights explain */
 } truth;
-
-/* -------------------------------------------------------------------------- number formats */
-static inline int element_bytes(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
-
-/* q8_0 of problems has one scale, 1/32, so that what a number is rounded to depends on it alone. */
-enum { Q8_SCALE = 32, Q8_SCALE_BITS = 0x2800, Q8_NAN_BITS = 0x7e00 };
-static inline int64_t row_bytes(int32_t dtype, int64_t dim)
-{
-    return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * element_bytes(dtype);
-}
-
-/* The distance of neighbouring numbers of a 16-bit dtype around x. */
-static inline double dtype_ulp(double x, int32_t dtype)
-{
-    int e, digits = dtype == RA_F16 ? 11 : 8, least = dtype == RA_F16 ? -24 : -133;
-    frexp(x, &e);
-    return ldexp(1.0, e - digits > least ? e - digits : least);
-}
-
-/* Round to nearest, ties to even, with overflow to infinity. */
-static inline float dtype_round(float x, int32_t dtype)
-{
-    double ulp, r;
-    if (dtype == RA_F32 || x != x || x - x != 0 || x == 0) return x;
-    if (dtype == RA_Q8_0) {
-        r = nearbyint((double)x * Q8_SCALE);
-        return (float)((r > 127 ? 127 : r < -127 ? -127 : r) / Q8_SCALE);
-    }
-    ulp = dtype_ulp((double)x, dtype);
-    r = nearbyint((double)x / ulp) * ulp;
-    if (dtype == RA_F16 && fabs(r) > 65504) r = x > 0 ? HUGE_VAL : -HUGE_VAL;
-    return (float)r;
-}
-
-/* x must be a number of the dtype (see dtype_round). */
-static inline void dtype_store(void *dst, float x, int32_t dtype)
-{
-    uint32_t bits;
-    uint16_t w;
-    int e;
-    memcpy(&bits, &x, 4);
-    if (dtype == RA_F32) { memcpy(dst, &x, 4); return; }
-    w = (uint16_t)(bits >> 16);
-    if (dtype == RA_F16) {
-        double m = frexp(fabs((double)x), &e);
-        w = (uint16_t)(w & 0x8000u);
-        if (x != x) w = (uint16_t)(w | 0x7e00u);
-        else if (x - x != 0) w = (uint16_t)(w | 0x7c00u);
-        else if (x != 0 && e < -13) w = (uint16_t)(w | (uint16_t)ldexp(m, e + 24));
-        else if (x != 0) w = (uint16_t)(w | (uint16_t)((e + 14) * 1024 + (int)ldexp(m, 11) - 1024));
-    }
-    memcpy(dst, &w, 2);
-}
-
-/* Element d of a row; a NaN makes the scale of a block of q8_0 one. */
-static inline void row_store(uint8_t *row, int d, float x, int32_t dtype)
-{
-    uint8_t *block = row + d / 32 * 34;
-    uint16_t scale = Q8_SCALE_BITS, bad = Q8_NAN_BITS;
-    if (dtype != RA_Q8_0) { dtype_store(row + d * element_bytes(dtype), x, dtype); return; }
-    if (d % 32 == 0) memcpy(block, &scale, 2);
-    if (x != x) memcpy(block, &bad, 2);
-    block[2 + d % 32] = x == x ? (uint8_t)(int8_t)(x * Q8_SCALE) : 0;
-}
-
-static inline float dtype_load(const void *src, int32_t dtype)
-{
-    uint32_t bits;
-    uint16_t w;
-    float x;
-    if (dtype == RA_F32) { memcpy(&x, src, 4); return x; }
-    memcpy(&w, src, 2);
-    if (dtype == RA_BF16) { bits = (uint32_t)w << 16; memcpy(&x, &bits, 4); return x; }
-    {
-        int e = (w >> 10) & 31, m = w & 1023;
-        double a = e == 31 ? (m ? (double)NAN : HUGE_VAL)
-                           : e ? ldexp(1024.0 + m, e - 25) : ldexp((double)m, -24);
-        return (float)(w & 0x8000u ? -a : a);
-    }
-}
 
 /* -------------------------------------------------------------------------- masks, scores */
 /* Does the query at position p see a key at position k? The rules of ra_mask as a predicate. */

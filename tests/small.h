@@ -5,11 +5,7 @@
 #define RINGATTN_TEST_SMALL_H
 
 #include "harness.h"
-#include <math.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
+#include "tensors.h"
 
 #ifndef SMALL_MOST_RANKS
 #define SMALL_MOST_RANKS 16
@@ -111,46 +107,6 @@ static inline void small_heap_clear(small_heap *heap)
         free(block->base);
     }
 }
-
-/* -------------------------------------------------------------------------- numbers */
-
-static inline uint32_t small_bits(float x) { uint32_t u; memcpy(&u, &x, 4); return u; }
-static inline float small_of_bits(uint32_t u) { float x; memcpy(&x, &u, 4); return x; }
-
-static inline float small_read(const void *p, int dtype)
-{
-    uint16_t half;
-    float x;
-    if (dtype == RA_F32) { memcpy(&x, p, 4); return x; }
-    memcpy(&half, p, 2);
-    if (dtype == RA_BF16) return small_of_bits((uint32_t)half << 16);
-    x = (half & 0x7C00) ? ldexpf((float)(1024 + (half & 1023)), ((half >> 10) & 31) - 25)
-                     : ldexpf((float)(half & 1023), -24);
-    if ((half & 0x7C00) == 0x7C00) x = (half & 1023) ? NAN : INFINITY;
-    return (half & 0x8000) ? -x : x;
-}
-
-/* Stores x; what does not fit the dtype is cut off, so that reading back gives what all use. */
-static inline void small_write(void *p, float x, int dtype)
-{
-    uint32_t u = small_bits(x);
-    uint16_t half;
-    int e = (int)((u >> 23) & 255) - 112;
-    if (dtype == RA_F32) { memcpy(p, &x, 4); return; }
-    if (dtype == RA_BF16) half = (uint16_t)(u >> 16);
-    else half = (uint16_t)(((u >> 16) & 0x8000) | (e <= 0 ? 0 : ((uint32_t)e << 10) |
-                                                ((u >> 13) & 1023)));
-    memcpy(p, &half, 2);
-}
-
-static inline float small_cut(float x, int dtype)
-{
-    uint8_t b[4];
-    small_write(b, x, dtype);
-    return small_read(b, dtype);
-}
-
-static inline int small_size(int dtype) { return dtype == RA_F32 ? 4 : 2; }
 
 /* -------------------------------------------------------------------------- problem */
 
@@ -335,7 +291,7 @@ static inline void small_lengths(small *s, int most)
 static inline float *small_fill(int64_t n, float amplitude, int dtype)
 {
     float *x = (float *)small_memory((size_t)n * 4);
-    for (int64_t i = 0; i < n; i++) x[i] = small_cut(small_float() * amplitude, dtype);
+    for (int64_t i = 0; i < n; i++) x[i] = dtype_round(small_float() * amplitude, dtype);
     return x;
 }
 
@@ -510,83 +466,15 @@ static inline void small_exact(const small *s, int b, int head, int64_t p, doubl
 
 /* -------------------------------------------------------------------------- a rank's part */
 
-typedef struct small_view { uint8_t *base; size_t bytes; int64_t batch, token, head; } small_view;
-
 typedef struct small_part {
     const small *s;
     int32_t rank;
     int64_t q_rows, k_rows;            /* of the longest sequence */
     int32_t *q_pos, *k_pos;            /* [B][rows]; -1: empty cell, or no such row */
-    small_view q, k, v, o, lse, d_o, d_q, d_k, d_v; /* the last ones only with gradients */
+    view q, k, v, o, lse, d_o, d_q, d_k, d_v; /* the last ones only with gradients */
     float *bias;
     ra_tensors t;
 } small_part;
-
-enum { SMALL_GAP = 0xFF };             /* NaN in every dtype: whatever is not a row */
-
-/* A view of rows x heads x dim with strides that are packed, gapped or permuted; all gap. */
-static inline void *small_view_make(small_view *w, int64_t B, int64_t rows, int64_t heads,
-                                    int64_t dim, int size, int64_t *strides)
-{
-    int64_t row = dim * size, gap = small_chance(30) ? (int64_t)small_range(1, 5) * size : 0;
-    int way = (int)small_rand(3), odd = way ? small_range(0, 3) * size : 0;
-    w->head = row + gap;
-    w->token = w->head * heads + gap;
-    w->batch = w->token * (rows ? rows : 1) + gap;
-    if (way == 0) {
-        w->head = row;
-        w->token = row * heads;
-        w->batch = w->token * rows;
-    } else if (way == 1) {                             /* [head][token] */
-        w->token = row + gap;
-        w->head = w->token * (rows ? rows : 1) + gap;
-        w->batch = w->head * heads;
-    }
-    w->bytes = (size_t)(w->batch * B + odd + 64);
-    w->base = (uint8_t *)small_memory(w->bytes);
-    memset(w->base, SMALL_GAP, w->bytes);
-    w->base += odd;
-    strides[0] = way ? w->batch : 0;
-    strides[1] = way ? w->token : 0;
-    strides[2] = way ? w->head : 0;
-    w->bytes -= (size_t)odd;
-    return w->base;
-}
-
-static inline void small_view_free(small_view *w)
-{
-    if (w->base) free((void *)((uintptr_t)w->base & ~(uintptr_t)63));
-    w->base = NULL;
-}
-
-static inline uint8_t *small_at(const small_view *w, int64_t b, int64_t t, int64_t head)
-{
-    return w->base + b * w->batch + t * w->token + head * w->head;
-}
-
-static inline void small_set_in(ra_in *in, const void *data, const int64_t *strides)
-{
-    in->data = data;
-    in->batch_stride = strides[0];
-    in->token_stride = strides[1];
-    in->head_stride = strides[2];
-}
-
-static inline void small_copy_rows(const small_view *w, const float *all, const int32_t *pos,
-                                   int64_t rows, int64_t first, int64_t global_rows,
-                                   const int64_t *shape, int dtype)
-{
-    int64_t B = shape[0], heads = shape[1], dim = shape[2];
-    for (int64_t b = 0; b < B; b++)
-        for (int64_t t = 0; t < rows; t++) {
-            int64_t p = pos[b * rows + t] - first;
-            if (pos[b * rows + t] < 0) continue;
-            for (int64_t head = 0; head < heads; head++)
-                for (int64_t i = 0; i < dim; i++)
-                    small_write(small_at(w, b, t, head) + i * small_size(dtype),
-                                all[((b * global_rows + p) * heads + head) * dim + i], dtype);
-        }
-}
 
 /* Positions of the rows from the plan, or from the cells. */
 static inline int32_t *small_positions(const small *s, const ra_plan *plan, int rank, int keys,
@@ -608,9 +496,7 @@ static inline int32_t *small_positions(const small *s, const ra_plan *plan, int 
         }
         n = keys ? ra_plan_k_runs(plan, rank, b, run, SMALL_RUNS)
                  : ra_plan_q_runs(plan, rank, b, run, SMALL_RUNS);
-        for (int i = 0; i < n; i++)
-            for (int64_t j = 0; j < run[i].count && at < (b + 1) * rows; j++)
-                pos[at++] = (int32_t)(run[i].first + j * (run[i].stride ? run[i].stride : 1));
+        (void)runs_expand(pos + at, run, n, 0);
     }
     return pos;
 }
@@ -639,44 +525,41 @@ static inline void small_part_bias(small_part *part)
     x->batch_step = s->bias_batch ? nh * nr * nk * 4 : 0;
 }
 
-static inline void small_set_out(ra_out *out, void *data, const int64_t *strides)
+/* A view of rows in strides by lot, full of `fill`. */
+static inline void small_view(const small_part *p, view *v, int32_t dtype, int keys, int32_t dim,
+                              int fill)
 {
-    out->data = data;
-    out->batch_stride = strides[0];
-    out->token_stride = strides[1];
-    out->head_stride = strides[2];
+    static const int kinds[4] = { STRIDES_PADDED, STRIDES_BATCH_INNER, STRIDES_INTERLEAVED,
+                                  STRIDES_PERMUTED };
+    const ra_desc *d = &p->s->d;
+    *v = view_of(dtype, keys ? p->k_rows : p->q_rows, keys ? d->kv_heads : d->q_heads, dim);
+    view_make(v, small_chance(35) ? STRIDES_PACKED : kinds[small_rand(4)],
+              d->sequences ? d->sequences : 1, small_range(0, 2), fill);
 }
 
 /* Gradients that are added to start at 0, in the gaps too. */
-static inline void small_part_grad(ra_out *out, small_view *w, int64_t rows, const int64_t *shape)
-{
-    int64_t st[3];
-    small_set_out(out, small_view_make(w, shape[0], rows, shape[1], shape[2], 4, st), st);
-    memset(w->base, 0, w->bytes);
-}
-
-static inline void small_part_train(small_part *p, const int64_t *qs, const int64_t *ks,
-                                    const int64_t *vs)
+static inline void small_part_train(small_part *p)
 {
     const ra_desc *d = &p->s->d;
-    int64_t os[3], st[3];
-    os[0] = qs[0]; os[1] = qs[1]; os[2] = vs[2];
-    small_set_in(&p->t.d_o, small_view_make(&p->d_o, os[0], p->q_rows, os[1], os[2],
-                                            small_size(d->o_dtype), st), st);
-    small_copy_rows(&p->d_o, p->s->d_o, p->q_pos, p->q_rows, d->q_offset, d->tokens, os,
-                    d->o_dtype);
-    small_part_grad(&p->t.d_q, &p->d_q, p->q_rows, qs);
-    small_part_grad(&p->t.d_k, &p->d_k, p->k_rows, ks);
-    if (!d->v_in_k) small_part_grad(&p->t.d_v, &p->d_v, p->k_rows, vs);
+    small_view(p, &p->d_o, d->o_dtype, 0, d->v_dim, GAP);
+    small_view(p, &p->d_q, RA_F32, 0, d->k_dim, 0);
+    small_view(p, &p->d_k, RA_F32, 1, d->k_dim, 0);
+    view_fill(&p->d_o, d->sequences ? d->sequences : 1, p->q_pos, p->s->d_o, d->tokens,
+              d->q_offset);
+    p->t.d_o = view_in(&p->d_o);
+    p->t.d_q = view_out(&p->d_q);
+    p->t.d_k = view_out(&p->d_k);
     p->t.seed = 1234567890123u;
+    if (d->v_in_k) return;
+    small_view(p, &p->d_v, RA_F32, 1, d->v_dim, 0);
+    p->t.d_v = view_out(&p->d_v);
 }
 
 static inline void small_part_make(small_part *p, const small *s, const ra_plan *plan, int rank)
 {
     const ra_desc *d = &s->d;
-    int64_t B = d->sequences ? d->sequences : 1, st[3], n = small_key_rows(s);
-    int64_t qs[3] = { B, d->q_heads, d->k_dim }, ks[3] = { B, d->kv_heads, d->k_dim };
-    int64_t vs[3] = { B, d->kv_heads, d->v_dim };
+    int64_t n = small_key_rows(s);
+    int B = d->sequences ? d->sequences : 1;
     ra_plan_report rep;
     memset(p, 0, sizeof *p);
     p->s = s;
@@ -686,27 +569,21 @@ static inline void small_part_make(small_part *p, const small *s, const ra_plan 
     p->k_rows = rep.k_rows;
     p->q_pos = small_positions(s, plan, rank, 0, p->q_rows);
     p->k_pos = small_positions(s, plan, rank, 1, p->k_rows);
-    small_set_in(&p->t.q, small_view_make(&p->q, B, p->q_rows, qs[1], qs[2],
-                                          small_size(d->q_dtype), st), st);
-    small_set_in(&p->t.k, small_view_make(&p->k, B, p->k_rows, ks[1], ks[2],
-                                          small_size(d->k_dtype), st), st);
-    small_copy_rows(&p->q, s->q, p->q_pos, p->q_rows, d->q_offset, d->tokens, qs, d->q_dtype);
-    small_copy_rows(&p->k, s->k, p->k_pos, p->k_rows, 0, n, ks, d->k_dtype);
-    if (!d->v_in_k) {
-        small_set_in(&p->t.v, small_view_make(&p->v, B, p->k_rows, vs[1], vs[2],
-                                              small_size(d->v_dtype), st), st);
-        small_copy_rows(&p->v, s->v, p->k_pos, p->k_rows, 0, n, vs, d->v_dtype);
-    }
-    p->t.o.data = small_view_make(&p->o, B, p->q_rows, qs[1], vs[2], small_size(d->o_dtype), st);
-    p->t.o.batch_stride = st[0];
-    p->t.o.token_stride = st[1];
-    p->t.o.head_stride = st[2];
-    if (d->train) small_part_train(p, qs, ks, vs);
+    small_view(p, &p->q, d->q_dtype, 0, d->k_dim, GAP);
+    small_view(p, &p->k, d->k_dtype, 1, d->k_dim, GAP);
+    if (!d->v_in_k) small_view(p, &p->v, d->v_dtype, 1, d->v_dim, GAP);
+    small_view(p, &p->o, d->o_dtype, 0, d->v_dim, GUARD);
+    view_fill(&p->q, B, p->q_pos, s->q, d->tokens, d->q_offset);
+    view_fill(&p->k, B, p->k_pos, s->k, n, 0);
+    if (!d->v_in_k) view_fill(&p->v, B, p->k_pos, s->v, n, 0);
+    p->t.q = view_in(&p->q);
+    p->t.k = view_in(&p->k);
+    if (!d->v_in_k) p->t.v = view_in(&p->v);
+    p->t.o = view_out(&p->o);
+    if (d->train) small_part_train(p);
     if (d->train || small_chance(80)) {
-        p->t.lse.data = small_view_make(&p->lse, B, p->q_rows, qs[1], 1, 4, st);
-        p->t.lse.batch_stride = st[0];
-        p->t.lse.token_stride = st[1];
-        p->t.lse.head_stride = st[2];
+        small_view(p, &p->lse, RA_F32, 0, 1, GUARD);
+        p->t.lse = view_out(&p->lse);
     }
     if (d->scores & RA_SCORE_ALIBI) p->t.alibi = s->alibi;
     if (d->scores & RA_SCORE_SINKS) p->t.sinks = s->sinks;
@@ -722,15 +599,15 @@ static inline void small_part_make(small_part *p, const small *s, const ra_plan 
 
 static inline void small_part_free(small_part *p)
 {
-    small_view_free(&p->q);
-    small_view_free(&p->k);
-    small_view_free(&p->v);
-    small_view_free(&p->o);
-    small_view_free(&p->lse);
-    small_view_free(&p->d_o);
-    small_view_free(&p->d_q);
-    small_view_free(&p->d_k);
-    small_view_free(&p->d_v);
+    view_free(&p->q);
+    view_free(&p->k);
+    view_free(&p->v);
+    view_free(&p->o);
+    view_free(&p->lse);
+    view_free(&p->d_o);
+    view_free(&p->d_q);
+    view_free(&p->d_k);
+    view_free(&p->d_v);
     free(p->bias);
     free(p->q_pos);
     free(p->k_pos);
@@ -739,10 +616,10 @@ static inline void small_part_free(small_part *p)
 /* After a pass the inputs belong to the caller: whoever still reads them gets NaN. */
 static inline void small_part_poison(small_part *p)
 {
-    memset(p->q.base, SMALL_GAP, p->q.bytes);
-    memset(p->k.base, SMALL_GAP, p->k.bytes);
-    if (p->v.base) memset(p->v.base, SMALL_GAP, p->v.bytes);
-    if (p->d_o.base) memset(p->d_o.base, SMALL_GAP, p->d_o.bytes);
+    memset(p->q.mem, GAP, p->q.bytes);
+    memset(p->k.mem, GAP, p->k.bytes);
+    if (p->v.mem) memset(p->v.mem, GAP, p->v.bytes);
+    if (p->d_o.mem) memset(p->d_o.mem, GAP, p->d_o.bytes);
 }
 
 /* Compares up to `most` values of (b, row, head) with the exact result. Returns null, or what is
@@ -769,15 +646,15 @@ static inline const char *small_part_check(const small_part *p, int64_t most)
         else if (d->layout.kind != RA_LAYOUT_ARRAY) continue;
         else if (d->scores & RA_SCORE_SINKS) lse = (double)p->s->sinks[head];
         for (int i = 0; i < d->v_dim; i++) {
-            const uint8_t *at_o = small_at(&p->o, b, row, head) + i * small_size(d->o_dtype);
-            got = small_read(at_o, d->o_dtype);
+            const uint8_t *at_o = view_at(&p->o, b, row, head);
+            got = dtype_load(at_o + i * element_bytes(d->o_dtype), d->o_dtype);
             if (fabs((double)got - o[i]) <= tol + part * fabs(o[i])) continue;
             snprintf(why, sizeof why, "rank %d: o[%d][%d][%d][%d] (position %d) is %.9g, not %.9g",
                      p->rank, (int)b, (int)row, head, i, pos, (double)got, o[i]);
             return why;
         }
-        if (!p->lse.base) continue;
-        memcpy(&got, small_at(&p->lse, b, row, head), 4);
+        if (!p->lse.mem) continue;
+        memcpy(&got, view_at(&p->lse, b, row, head), 4);
         if ((double)got == lse || fabs((double)got - lse) <= tol * (1 + fabs(lse))) continue;
         snprintf(why, sizeof why, "rank %d: lse[%d][%d][%d] (position %d) is %.9g, not %.9g",
                  p->rank, (int)b, (int)row, head, pos, (double)got, lse);
@@ -790,17 +667,15 @@ static inline const char *small_part_check(const small_part *p, int64_t most)
 static inline int small_part_spills(small_part *p)
 {
     const ra_desc *d = &p->s->d;
-    int64_t B = d->sequences ? d->sequences : 1, row = d->v_dim * small_size(d->o_dtype);
-    for (int64_t b = 0; b < B; b++)
-        for (int64_t t = 0; t < p->q_rows; t++)
-            for (int64_t head = 0; head < d->q_heads; head++) {
-                memset(small_at(&p->o, b, t, head), SMALL_GAP, (size_t)row);
-                if (p->lse.base) memset(small_at(&p->lse, b, t, head), SMALL_GAP, 4);
-            }
-    for (size_t i = 0; i < p->o.bytes; i++) if (p->o.base[i] != SMALL_GAP) return 1;
-    for (size_t i = 0; p->lse.base && i < p->lse.bytes; i++)
-        if (p->lse.base[i] != SMALL_GAP) return 1;
-    return 0;
+    int B = d->sequences ? d->sequences : 1;
+    float row[64];
+    for (int b = 0; b < B; b++)
+        for (int64_t t = 0; t < p->q_rows; t++) {
+            view_take(&p->o, b, t, row);
+            if (p->lse.mem) view_take(&p->lse, b, t, row);
+        }
+    if (!p->q_rows) return 0;
+    return view_guard(&p->o) || (p->lse.mem && view_guard(&p->lse));
 }
 
 #endif

@@ -43,7 +43,7 @@ static void grads_open(grads *g, seat *e)
     g->k = view_of(g->dtype ? g->dtype : RA_F32, e->k_rows, p->Hkv, p->Dk);
     g->v = view_of(g->dtype ? g->dtype : RA_F32, e->k_rows, p->Hkv, p->Dv);
     view_make(&g->d_o, stride_kind(s, 5), p->B, 0, 0xFF);
-    view_fill(&g->d_o, e, p->d_o, 0);
+    view_fill(&g->d_o, p->B, e->q_pos, p->d_o, p->q_max, p->q_offset);
     grad_view(&g->q, e, stride_kind(s, 6));
     grad_view(&g->k, e, stride_kind(s, 7));
     grad_view(&g->v, e, stride_kind(s, 8));

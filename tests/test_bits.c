@@ -64,7 +64,7 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
 {
     static const int worlds[5] = { 2, 3, 4, 5, 8 };
     h_rng r = h_case_rng(index);
-    int most = isa == RA_ISA_SCALAR && !h_run.large ? 3 : 8, i;
+    int most = (isa == RA_ISA_SCALAR || H_SLOW) && !h_run.large ? 3 : 8, i;
     problem p;
     setup s;
     outcome first;

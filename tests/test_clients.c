@@ -376,7 +376,7 @@ TEST(mla_cache)
         s->d.scores = 0;
         cache = (uint16_t *)small_memory(CACHED * 576 * 2);
         out = (float *)small_memory((size_t)T * 16 * 512 * 4);
-        for (int i = 0; i < CACHED * 576; i++) small_write(cache + i, s->k[i], RA_F16);
+        for (int i = 0; i < CACHED * 576; i++) dtype_store(cache + i, s->k[i], RA_F16);
         d = s->d;
         memset(&t, 0, sizeof t);
         t.q.data = s->q;
@@ -485,8 +485,8 @@ static void crew_wants(crew *c, int tokens)
         for (int r = 0; r < c->ranks; r++) {
             ra_out packed = { NULL, 0, 0, 0 };
             CHECK_EQ(t->part[r].q_rows, tokens / c->ranks);
-            small_view_free(&t->part[r].o);
-            small_view_free(&t->part[r].lse);
+            view_free(&t->part[r].o);
+            view_free(&t->part[r].lse);
             t->part[r].t.o = t->part[r].t.lse = packed;
         }
         want = (float *)small_memory((size_t)(c->ranks * c->floats) * 4);
@@ -650,8 +650,8 @@ TEST(wrapped_world)
         CHECK_EQ(ra_world_run(ranks, live_in_world, t, NULL), RA_OK);
         for (int r = 0; r < ranks; r++) {
             o[r] = (uint8_t *)small_memory(t->part[r].o.bytes);
-            memcpy(o[r], t->part[r].o.base, t->part[r].o.bytes);
-            memset(t->part[r].o.base, SMALL_GAP, t->part[r].o.bytes);
+            memcpy(o[r], t->part[r].o.mem, t->part[r].o.bytes);
+            memset(t->part[r].o.mem, GUARD, t->part[r].o.bytes);
         }
         CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
         for (int r = 0; r < ranks; r++) {
@@ -662,7 +662,7 @@ TEST(wrapped_world)
         CHECK_EQ(ra_world_run(ranks, live_in_world, t, NULL), RA_OK);
         team_check(t);
         for (int r = 0; r < ranks; r++) {
-            CHECK_BITS(t->part[r].o.base, o[r], t->part[r].o.bytes);
+            CHECK_BITS(t->part[r].o.mem, o[r], t->part[r].o.bytes);
             free(o[r]);
         }
         ra_world_destroy(world);
@@ -683,8 +683,8 @@ static double kernel_score(const ra_block *b, int64_t r, int n, int64_t j)
     const uint8_t *k = b->k + j * b->k_token_stride + hk * b->k_head_stride;
     double s = 0, cap = (double)d->softcap;
     for (int i = 0; i < d->k_dim; i++)
-        s += (double)small_read(q + i * small_size(d->q_dtype), d->q_dtype) *
-             (double)small_read(k + i * small_size(d->k_dtype), d->k_dtype);
+        s += (double)dtype_load(q + i * element_bytes(d->q_dtype), d->q_dtype) *
+             (double)dtype_load(k + i * element_bytes(d->k_dtype), d->k_dtype);
     s *= (double)d->scale;
     if (cap > 0) s = cap * tanh(s / cap);
     if (d->scores & RA_SCORE_ALIBI)
@@ -694,7 +694,7 @@ static double kernel_score(const ra_block *b, int64_t r, int n, int64_t j)
         const uint8_t *at = (const uint8_t *)x->data + b->sequence * x->batch_step +
                             n * x->head_step + (b->q_row + r) * x->row_step +
                             b->k_pos[j] * x->key_step;
-        s += (double)small_read(at, RA_F32);
+        s += (double)dtype_load(at, RA_F32);
     }
     return s;
 }
@@ -724,7 +724,7 @@ static void kernel_row(const ra_block *b, int64_t r, int n, kernel *x)
         p = exp(kernel_score(b, r, n, j) - max);
         sum += p;
         for (int i = 0; i < d->v_dim; i++)
-            acc[i] += p * (double)small_read(v + i * small_size(dtype), dtype);
+            acc[i] += p * (double)dtype_load(v + i * element_bytes(dtype), dtype);
     }
     for (int i = 0; i < d->v_dim; i++) o[i] = sum > 0 ? (float)(acc[i] / sum) : 0.0f;
     b->lse[r * d->q_heads + n] = sum > 0 ? (float)(max + log(sum)) : -HUGE_VALF;

@@ -286,12 +286,12 @@ static int same_grads(const small_part *p, const small_part *whole, int keys)
             at = row_of(all, keys ? whole->k_rows : whole->q_rows, b, pos[b * rows + i]);
             if (at < 0) return 0;
             for (int64_t n = 0; n < (keys ? d->kv_heads : d->q_heads); n++) {
-                const small_view *x = keys ? &p->d_k : &p->d_q;
-                const small_view *y = keys ? &whole->d_k : &whole->d_q;
-                if (memcmp(small_at(x, b, i, n), small_at(y, b, at, n), (size_t)d->k_dim * 4))
+                const view *x = keys ? &p->d_k : &p->d_q;
+                const view *y = keys ? &whole->d_k : &whole->d_q;
+                if (memcmp(view_at(x, b, i, n), view_at(y, b, at, n), (size_t)d->k_dim * 4))
                     return 0;
                 if (keys && !d->v_in_k &&
-                    memcmp(small_at(&p->d_v, b, i, n), small_at(&whole->d_v, b, at, n),
+                    memcmp(view_at(&p->d_v, b, i, n), view_at(&whole->d_v, b, at, n),
                            (size_t)d->v_dim * 4))
                     return 0;
             }
@@ -304,7 +304,7 @@ static int same_bits(const small_part *p, const small_part *whole)
 {
     const ra_desc *d = &p->s->d;
     int64_t B = d->sequences ? d->sequences : 1;
-    size_t bytes = (size_t)(d->v_dim * small_size(d->o_dtype));
+    size_t bytes = (size_t)(d->v_dim * element_bytes(d->o_dtype));
     for (int64_t b = 0; b < B; b++) {
         int at = -1;
         for (int64_t i = 0; i < p->q_rows; i++) {
@@ -315,10 +315,10 @@ static int same_bits(const small_part *p, const small_part *whole)
                 at = row_of(whole->q_pos, whole->q_rows, b, pos);
             if (at < 0) return 0;
             for (int64_t n = 0; n < d->q_heads; n++) {
-                if (memcmp(small_at(&p->o, b, i, n), small_at(&whole->o, b, at, n), bytes))
+                if (memcmp(view_at(&p->o, b, i, n), view_at(&whole->o, b, at, n), bytes))
                     return 0;
-                if (p->lse.base && whole->lse.base &&
-                    memcmp(small_at(&p->lse, b, i, n), small_at(&whole->lse, b, at, n), 4))
+                if (p->lse.mem && whole->lse.mem &&
+                    memcmp(view_at(&p->lse, b, i, n), view_at(&whole->lse, b, at, n), 4))
                     return 0;
             }
         }
