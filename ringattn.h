@@ -1700,7 +1700,7 @@ typedef struct ra__kernel {
     void (*store_o)(const ra__panel *p, void *dst, int64_t stride, int32_t dtype, int32_t dim,
                     const float *factor);
     int32_t decode_unit;               /* keys: 4; 8 or 16 in kernels that do not know one_row */
-    /* Decoding. Loads row r of q, times factor. */
+    /* Decoding. Loads row r of q, times factor. If rows->one_row, acc of the row becomes 0. */
     void (*decode_load)(const ra__decode_rows *rows, int32_t r, const void *src, float factor);
     /* Folds keys into the current block of rows[0 .. n - 1]. keys[i]: how rows[i] see them. */
     void (*decode_fold)(ra__decode_rows *rows, const ra__decode_keys *keys, int32_t n);
@@ -3255,8 +3255,26 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dot)(const ra__decode_rows *rows, 
     return sum;
 }
 
-/* Scores of row 0 and RA__WIDTH keys from key j on: key by key, because processors prefetch in the
- * order of addresses by themselves, and as many keys at once as they have room for. */
+/* The same for 4 keys, if the dims are whole chunks. */
+RA__ISA_INLINE void RA__NAME(decode_row_dot_4)(const ra__decode_rows *rows, const uint8_t *row,
+                                               int64_t stride, RA__FLOATS *c, int32_t dtype) {
+    const float *q = rows->q;
+    RA__FLOATS sum[4];
+    RA__UNROLL for (int32_t e = 0; e < 4; e++) sum[e] = RA__NAME(set)(0.0f);
+    for (int32_t d = 0; d < rows->d->k_dim; d += RA__CHUNK, q += 4 * RA__CHUNK) {
+        RA__FLOATS y = RA__NAME(load)(q), z = RA__NAME(load)(q + RA__WIDTH);
+        RA__UNROLL for (int32_t e = 0; e < 4; e++) {
+            RA__FLOATS k[2];
+            RA__NAME(load_chunk)(k, row + e * stride, d, dtype);
+            sum[e] = RA__NAME(fma)(y, k[0], sum[e]);
+            sum[e] = RA__NAME(fma)(z, k[1], sum[e]);
+        }
+    }
+    RA__UNROLL for (int32_t e = 0; e < 4; e++) c[e] = sum[e];
+}
+
+/* Scores of row 0 and RA__WIDTH keys from key j on. Few keys at a time, because processors prefetch
+ * in the order of addresses by themselves. */
 RA__ISA_INLINE void RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, int32_t j, float *s,
                                               int32_t dtype) {
@@ -3264,7 +3282,11 @@ RA__ISA_INLINE void RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
     int32_t bytes = rows->d->k_dim * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
     const uint8_t *row = keys->k + j * keys->k_stride;
     RA__FLOATS c[RA__WIDTH];
-    int32_t i = 0;
+    int32_t i = 0, whole = rows->d->k_dim % RA__CHUNK == 0 ? n : 0;
+    for (; whole - i >= 4; i += 4, row += 4 * keys->k_stride) {
+        RA__NAME(decode_row_dot_4)(rows, row, keys->k_stride, c + i, dtype);
+        if (keys->streams) ra__stream_prefetch(keys->streams, (4 * bytes + 127) / 128);
+    }
     for (; i < n; i++, row += keys->k_stride) {
         c[i] = RA__NAME(decode_row_dot)(rows, row, dtype);
         if (keys->streams) ra__stream_prefetch(keys->streams, (bytes + 127) / 128);
@@ -3565,10 +3587,10 @@ RA__ISA_STATIC void RA__NAME(decode_fold)(ra__decode_rows *rows, const ra__decod
 }
 
 RA__ISA_STATIC void RA__NAME(decode_close)(ra__decode_rows *rows) {
-    for (int32_t r = 0; r < 4; r++) {
+    for (int32_t r = 0; rows->has_keys >> r; r++) {
         float total = 0.0f;
-        for (int32_t i = r; i < RA__WIDTH; i += 4) total += rows->block_l[i];
         if (!(rows->has_keys >> r & 1)) continue;
+        for (int32_t i = r; i < RA__WIDTH; i += 4) total += rows->block_l[i];
         rows->l[r] += total;
         for (int32_t d = 0; d < rows->d->v_dim; d += RA__CHUNK)
             for (int32_t i = 0; i < RA__CHUNK; i += RA__WIDTH) {
@@ -3583,14 +3605,20 @@ RA__ISA_STATIC void RA__NAME(decode_close)(ra__decode_rows *rows) {
 
 RA__ISA_STATIC void RA__NAME(decode_load)(const ra__decode_rows *rows, int32_t r, const void *src,
                                           float factor) {
-    int32_t dim = rows->d->k_dim, dtype = rows->d->q_dtype, size = dtype == RA_F32 ? 4 : 2;
-    for (int32_t d = 0; d < dim; d += RA__CHUNK) {
-        float *to = rows->q + 4 * d + r * RA__CHUNK;
-        memset(to, 0, RA__CHUNK * sizeof *to);
-        RA__NAME(read_row)(to, (const uint8_t *)src + (int64_t)d * size, dtype,
-                           dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
+    int32_t dim = rows->d->k_dim, dtype = rows->d->q_dtype, d = 0;
+    float *to = rows->q + r * RA__CHUNK;
+    const uint8_t *from = (const uint8_t *)src;
+    for (; d < dim; d += RA__CHUNK, to += 4 * RA__CHUNK) {
+        RA__FLOATS x[2];
+        if (dim - d < RA__CHUNK) RA__NAME(load_last_chunk)(x, from, d, dim, dtype);
+        else RA__NAME(load_chunk)(x, from, d, dtype);
+        RA__NAME(store)(to, x[0] * RA__NAME(set)(factor));
+        RA__NAME(store)(to + RA__WIDTH, x[1] * RA__NAME(set)(factor));
     }
-    RA__NAME(decode_scale)(rows->q, r, dim, RA__NAME(set)(factor));
+    for (d = 0; d < rows->d->v_dim && rows->one_row; d += RA__CHUNK) {
+        RA__NAME(store)(rows->acc + 4 * d, RA__NAME(set)(0.0f));
+        RA__NAME(store)(rows->acc + 4 * d + RA__WIDTH, RA__NAME(set)(0.0f));
+    }
 }
 
 RA__ISA_STATIC void RA__NAME(decode_store)(const ra__decode_rows *rows, int32_t r, void *dst,
@@ -3599,7 +3627,11 @@ RA__ISA_STATIC void RA__NAME(decode_store)(const ra__decode_rows *rows, int32_t 
     RA__NAME(decode_scale)(rows->acc, r, dim, RA__NAME(set)(factor));
     for (int32_t d = 0; d < dim; d += RA__CHUNK) {
         const float *from = rows->acc + 4 * d + r * RA__CHUNK;
-        RA__NAME(write_row)((uint8_t *)dst + (int64_t)d * size, from, dtype,
+        if (dtype == RA_F32 && dim - d >= RA__CHUNK) {
+            float *to = (float *)dst + d;
+            RA__NAME(store)(to, RA__NAME(load)(from));
+            RA__NAME(store)(to + RA__WIDTH, RA__NAME(load)(from + RA__WIDTH));
+        } else RA__NAME(write_row)((uint8_t *)dst + (int64_t)d * size, from, dtype,
                             dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
     }
 }
@@ -9264,6 +9296,7 @@ static void ra__scratch_carve(ra__arena *a, const ra_desc *d, int32_t panels, ra
     ra__store_carve(a, &x->size, panels > 1, &x->store);
     x->pos = (int32_t *)ra__carve(a, lane * x->size.batch);
     x->gathered = (uint8_t *)ra__carve(a, ra__gathered_bytes(d) * x->size.batch);
+    if (!a->base) return;
     memset(&x->ahead, 0, sizeof x->ahead);
     memset(&x->between, 0, sizeof x->between);
     x->waiting = 0;
@@ -10832,7 +10865,8 @@ static int ra__local_walk_some(const ra__local *c, ra__local_walk *w, int64_t *l
  * One row per kv head over few keys goes row by row instead, 64 keys of a head at a time, which the
  * processor prefetches by itself.
  * PERF: Zen 4, f32, beside a plain loop: 32 heads of D 128 over 128 keys 0.60 to 1.38 of its speed,
- * 12 of D 64 over 1024 keys 0.72 to 1.42.
+ * 12 of D 64 over 1024 keys 0.72 to 1.42. Rows 2 KB apart share so few sets of the L1 cache that
+ * keys come from L2, at 15 cycles per key of 256 bytes and side, 6 to 10 otherwise.
  * PERF: Zen 5, rows of 512 bytes every 4 KB: 17 GB/s head by head, 33 in the order of addresses;
  * head after head, [Hkv][T][D], 13 without asking ahead along the rows of one head, 32 with it. */
 enum { RA__DECODE_PAIRS = 16, RA__DECODE_HEADS = 8, RA__DECODE_BYTES = 2304,
@@ -10853,7 +10887,8 @@ typedef struct ra__decode {
     int32_t pairs, fours, rows, keys, run; /* keys: of a stretch; of one head at once */
     int64_t last_row;                  /* of the keys */
     int32_t near;                      /* 1: one row, and keys that caches may hold */
-    int32_t row[RA__DECODE_PAIRS];     /* of a pair */
+    int32_t group;                     /* query heads per kv head */
+    int32_t row[RA__DECODE_PAIRS], lane[RA__DECODE_PAIRS]; /* of a pair: row, head of the group */
     int32_t at[RA__DECODE_PAIRS], sees[RA__DECODE_PAIRS][4]; /* of a row: position, ra__mask_row */
     ra__bounds bounds[RA__DECODE_PAIRS];
     uint64_t seen[RA__DECODE_PAIRS];   /* of a row: keys of the block */
@@ -10879,8 +10914,8 @@ RA__INLINE int64_t ra__part_first(int64_t part) {
 RA__INLINE int64_t ra__part_of(int64_t block) {
     int64_t level = 0;
     while (block >= ra__part_first((level + 1) * RA__DECODE_PART)) level++;
-    return level * RA__DECODE_PART + (block - ra__part_first(level * RA__DECODE_PART)) /
-                                         ((int64_t)RA__DECODE_PART << level);
+    block -= ra__part_first(level * RA__DECODE_PART);
+    return level * RA__DECODE_PART + (block / RA__DECODE_PART >> level);
 }
 
 /* Most parts of a sequence; where runs make for more blocks, they belong to the last part. */
@@ -10976,38 +11011,40 @@ static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
 
 /* Queries and empty state of up to 4 pairs from `pair` on, of kv head `head` of the task. */
 static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t pair) {
-    const int32_t group = c->d.q_heads / c->d.kv_heads;
     ra__decode_rows *f = &x->few[head * x->fours + pair / RA__DECODE_ROWS];
     size_t wide = (size_t)ra__round_up(c->d.k_dim, RA__DECODE_DIMS) * sizeof(float);
     f->count = (int32_t)ra__min(x->pairs - pair, RA__DECODE_ROWS);
     f->one_row = x->pairs == 1 && c->w.kernel->decode_unit == RA__DECODE_UNIT;
-    if (x->pairs - pair < RA__DECODE_ROWS && !f->one_row) memset(f->q, 0, RA__DECODE_ROWS * wide);
+    if (f->count < RA__DECODE_ROWS && !f->one_row) memset(f->q, 0, RA__DECODE_ROWS * wide);
     if (f->wide && pair == 0) memset(f->wide, 0, 8 * wide);
     wide = (size_t)ra__round_up(c->d.v_dim, RA__DECODE_DIMS) * sizeof(float);
-    memset(f->acc, 0, RA__DECODE_ROWS * wide);
+    if (!f->one_row) memset(f->acc, 0, RA__DECODE_ROWS * wide);
     memset(f->slope, 0, sizeof f->slope);
     memset(f->pos, 0, sizeof f->pos);
     memset(f->block_l, 0, sizeof f->block_l);
-    memset(f->score, 0, sizeof f->score);
     memset(f->l, 0, sizeof f->l);
     for (int32_t i = 0; i < 16; i++)
-        f->m[i] = pair + i % RA__DECODE_ROWS < x->pairs ? ra__neg_inf() : 0.0f;
+        f->m[i] = i % RA__DECODE_ROWS < f->count ? ra__neg_inf() : 0.0f;
     f->has_keys = f->modified = 0;
     f->factor = ra__q_factor(&c->d);
-    for (int32_t r = 0; r < RA__DECODE_ROWS && pair + r < x->pairs; r++) {
-        int32_t row = x->row[pair + r], q_head = (x->head + head) * group + (pair + r) % group;
+    for (int32_t r = 0; r < f->count; r++) {
+        const int32_t row = x->row[pair + r];
+        const int32_t q_head = (x->head + head) * x->group + x->lane[pair + r];
         f->score[r] = ra__score_of(&c->w, x->sequence, row, q_head);
         f->modified |= ra__score_is_modified(&f->score[r]);
-        for (int32_t i = r; i < 16; i += RA__DECODE_ROWS) f->slope[i] = f->score[r].slope;
+        for (int32_t i = r; i < 16 && f->score[r].slope != 0.0f; i += RA__DECODE_ROWS)
+            f->slope[i] = f->score[r].slope;
         f->pos[r] = x->at[row];
         c->w.kernel->decode_load(f, r, ra__view_at(c->w.q, x->sequence, row, q_head).data,
                               f->factor);
     }
+    for (int32_t r = f->count; r < RA__DECODE_ROWS && f->modified; r++)
+        memset(&f->score[r], 0, sizeof f->score[r]);
 }
 
 static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head,
                              int32_t pair) {
-    int32_t group = c->d.q_heads / c->d.kv_heads, q_head = (x->head + head) * group + pair % group;
+    const int32_t q_head = (x->head + head) * x->group + x->lane[pair];
     const ra__decode_rows *f = &x->few[head * x->fours + pair / RA__DECODE_ROWS];
     const float *sink = c->d.scores & RA_SCORE_SINKS ? c->w.t->sinks + q_head : NULL;
     ra__view o = ra__view_at(c->w.o, x->sequence, x->row[pair], q_head);
@@ -11182,7 +11219,11 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     x->rows = (int32_t)ra__q_len(&c->d, x->sequence);
     x->pairs = x->rows * group;
     for (int32_t i = 0; i < x->rows; i++) ra__decode_row(c, x, i);
-    for (int32_t i = 0; i < x->pairs; i++) x->row[i] = i / group;
+    x->group = group;
+    for (int32_t i = 0; i < x->pairs; i++) {
+        x->row[i] = i / group;
+        x->lane[i] = i - x->row[i] * group;
+    }
     x->near = x->pairs == 1 && tokens * c->d.kv_heads <= RA__DECODE_NEAR /
               (ra__row_bytes(c->d.k_dtype, c->d.k_dim) + ra__row_bytes(c->d.v_dtype, c->d.v_dim));
     x->blocks = ra__side_blocks(&c->k_side, x->sequence, tokens);
