@@ -13444,7 +13444,7 @@ struct ra_ring {
     int32_t talking;                   /* 1: they may still need messages of this one. Under comm */
     int32_t awaited;                   /* atomic: peer that this rank waits for, -1: none */
     int32_t serves;                    /* 1: this rank has the pass complete and only helps */
-    int32_t lent, engine_failed;       /* messages of the failed pass were lent; its state is lost */
+    int32_t lent, engine_failed;       /* messages of the failed pass were lent; its state is gone */
     int32_t pulled;                    /* 1: receives after the kept ones were requested */
     const char *why;                   /* what to say of rank why_rank in the failure, or null */
     int32_t why_rank;
