@@ -13287,7 +13287,8 @@ typedef struct ra__claim { int64_t fold, task; } ra__claim;
 /* Progress of a task. */
 typedef struct ra__turn {
     int32_t next;                      /* index in its sequence of the entry that it takes next */
-    int32_t begun;                     /* forward: its running state is in memory */
+    int32_t begun;                     /* forward: 0: nothing is folded; otherwise 1 and the blocks
+                                        * that it has folded of that entry: see RESUME */
 } ra__turn;
 
 /* Where the rows of a packed chunk of queries are: renumbered, one segment after the other. */
@@ -16877,6 +16878,7 @@ static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra_
     h->seen = ra__bounds_none();
     for (int32_t i = 0; i < h->t.count; i++) ra__bounds_join(&h->seen, &h->x.bounds[i]);
     h->next = ra__fold_next(r, h, desk->claim.fold, n);
+    if (r->turn[desk->claim.task].begun) h->x.block = r->turn[desk->claim.task].begun - 1;
     h->loaded = 0;
     h->received = -1;
     desk->open = 1;
@@ -16895,7 +16897,7 @@ static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e)
     const int64_t f = h->next;
     int done;
     ra__fold_load(r, desk, h);
-    (void)ra__ring_item(r, f, &h->item);         /* after ra_resume it may be elsewhere */
+    (void)ra__ring_item(r, f, &h->item);
     h->received = r->lists->fold[f].recv;
     done = ra__task_some(&r->work, &h->t, &h->item, &h->x, n);
     if (done) {
@@ -16956,7 +16958,7 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
         if (h->next == RA__NO_FOLD) ra__fold_load(r, desk, h);
         if (n.empty) ra__ring_folded(r, desk->claim.fold, &n, e);
         if (h->loaded) ra__task_save(&r->work, &h->t, &h->x, h->next == RA__NO_FOLD);
-        turn->begun |= h->loaded;
+        if (h->loaded) turn->begun = 1;
         ra__store_i32(&turn->next, h->next == RA__NO_FOLD ? INT32_MAX
                                                           : r->lists->fold[h->next].index);
     }
@@ -18225,26 +18227,34 @@ static int ra__resume_misses(const ra_ring *r, int64_t f) {
     return f >= r->folded && recv >= 0 && !ra__resume_intact(r, recv);
 }
 
-/* Tasks that stand in the middle of a chunk whose memory was not of this rank go back to the first
- * block that they have not folded. What they have counted of it is counted again. */
-static void ra__resume_rewind(ra_ring *r) {
-    for (int32_t i = 0; i < r->plan->d.threads && !r->plan->d.engine; i++) {
-        ra__desk *desk = &r->desk[i];
-        ra__scratch *x = &desk->hand.fold.x;
-        ra__tally n = { 0, 0, 0 };
-        if (ra__load_i64(&desk->fold) == RA__NO_FOLD || !desk->open || !x->waiting ||
-            !ra__resume_misses(r, desk->hand.fold.next))
-            continue;
-        for (int32_t j = 0; j < desk->hand.fold.t.count; j++)
-            for (int32_t k = 0; k < x->waiting; k++) {
-                n.partial -= x->kind[j][k] == RA__PARTIAL;
-                n.full -= x->kind[j][k] == RA__FULL;
-            }
-        ra__ring_count(r, &n, 0);
-        x->folded -= x->waiting;
-        x->block = x->since;
-        x->waiting = 0;
+/* Stores the task on a desk, with the blocks that it has folded of the chunk in hand. Blocks that
+ * wait to be folded are folded, or left for later if their memory was not of this rank: tiles of
+ * those count twice. Stored after any block a sum has the same bits: chunks may end anywhere. */
+static void ra__resume_store(ra_ring *r, ra__desk *desk) {
+    ra__fold_hand *h = &desk->hand.fold;
+    ra__turn *turn = &r->turn[desk->claim.task];
+    const uint32_t mode = ra__fp_enter();
+    if (h->x.waiting && ra__resume_misses(r, h->next)) h->x.block = h->x.since;
+    else ra__task_flush(&r->work, &h->t, &h->x);
+    h->x.waiting = 0;
+    if (h->loaded) {
+        ra__task_save(&r->work, &h->t, &h->x, 0);
+        turn->begun = 1 + (int32_t)h->x.block;
     }
+    ra__fp_leave(mode);
+    ra__store_i32(&turn->next, r->lists->fold[h->next].index);
+    ra__store_i64(&desk->fold, RA__NO_FOLD);
+}
+
+/* Puts the tasks in hand away. Those that were handed out are handed out again, to whoever comes:
+ * a desk with a task whose chunk has to come once more would keep its thread from earlier ones. */
+static void ra__resume_clear(ra_ring *r) {
+    ra__ring_advance(r);
+    for (int32_t i = 0; i < r->plan->d.threads; i++)
+        if (ra__load_i64(&r->desk[i].fold) != RA__NO_FOLD && r->desk[i].open)
+            ra__resume_store(r, &r->desk[i]);
+    r->claim_fold = r->folded;
+    r->claim_task = 0;
 }
 
 /* The state of this rank's last pass, before anything of it is changed. */
@@ -18255,7 +18265,7 @@ static void ra__resume_look(ra_ring *r) {
     r->lent |= (r->tp.caps & RA_CAP_LOAN) && !r->pulled;
     r->serves |= ra__load_i32(&r->state) == RA_RING_IDLE;
     r->engine_failed |= ra__load_i32(&r->failed) == RA_E_ENGINE;
-    if (!r->serves && !r->lists->backward) ra__resume_rewind(r);
+    if (!r->serves && !r->lists->backward && !r->engine_failed) ra__resume_clear(r);
     r->shared = r->notices = 0;
     r->space = 0;
 }
@@ -18477,7 +18487,6 @@ static ra_status ra__resume_prepare(ra_ring *r) {
     ra__arena a = { NULL, 0 };
     ra__more *more;
     ra__resume_step_back(r);
-    if (!r->serves) ra__ring_advance(r);
     for (int64_t i = 0; i < ra__max(r->kept_count, r->lane[RA__RECEIVES].done); i++)
         x->kept_count += ra__resume_intact(r, i);
     for (int64_t f = 0; f < r->lists->folds && !r->serves; f++)

@@ -400,9 +400,8 @@ static int check_ends(sim *w)
             SOUND(w, ra_ring_failure(s->ring, &f) == RA_OK);
             if (i == 0) first = f;
             SOUND(w, f.status == first.status && f.peer == first.peer && f.chunk == first.chunk);
-            if (!SOUND(w, f.status == RA_E_PEER))
+            if (!SOUND(w, f.status == RA_E_PEER && w->fetch != EVERYBODY))
                 printf("    rank %d of %d: %s\n", w->survivor[i], w->alive, f.text);
-            SOUND(w, w->fetch != EVERYBODY);
             SOUND(w, strstr(f.text, "nobody holds") && f.chunk >= 0);
         }
     }
