@@ -13445,7 +13445,8 @@ struct ra_ring {
     int32_t talking;                   /* 1: they may still need messages of this one. Under comm */
     int32_t awaited;                   /* atomic: peer that this rank waits for, -1: none */
     int32_t serves;                    /* 1: this rank has the pass complete and only helps */
-    int32_t lent, engine_failed;       /* messages of the failed pass were lent; its state is gone */
+    int32_t lent;                      /* 1: messages of the failed pass were lent */
+    int32_t engine_failed;             /* atomic. 1: the state of the pass is lost */
     int32_t pulled;                    /* 1: receives after the kept ones were requested */
     const char *why;                   /* what to say of rank why_rank in the failure, or null */
     int32_t why_rank;
@@ -15668,7 +15669,7 @@ static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
         ra__put(f->text, cap, at, name[i]);
         comma = "; ";
     }
-    if (r->corrupt && f->status == RA_E_PROTO)
+    if (f->status == RA_E_PROTO && ra__load_i32(&r->corrupt))
         ra__put(f->text, cap, at, ": the checksum of its data is wrong");
     if (silent && f->peer >= 0 && !r->survivor && !ra__load_i32(&r->met))
         ra__put(f->text, cap, at, r->rd.trust_plans
@@ -17374,8 +17375,10 @@ static ra_status ra__ring_compute(ra_ring *r, int ith, ra__desk *desk) {
     if (p->d.engine) code = ra__ring_engine(r, &desk->claim, &e, memory);
     else if (r->lists->backward) done = ra__ring_back(r, desk, &e, memory);
     else done = ra__ring_fold(r, desk, &e, memory);
-    if (code)
+    if (code) {
+        ra__store_i32(&r->engine_failed, 1);           /* whatever else fails the pass as well */
         return ra__ring_fail(r, RA_E_ENGINE, ra__blame_of(-1, -1, code, r->lists->fold[f].chunk));
+    }
     if (done) ra__store_i64(&desk->fold, RA__NO_FOLD);
     (void)ra__add_i64(&r->computed, 1);
     ra__ring_note_progress(r);

@@ -5,7 +5,7 @@
  * rank alone, bit for bit. Exits with 1 if any differ.
  *
  *   cc -O2 -std=c99 -pthread -I. -o ring_survives examples/ring_survives.c -lm
- *   ./ring_survives [--ranks 4] [--tokens 4096] [--times 1] [--seed 1]
+ *   ./ring_survives [--ranks 4] [--tokens 2048] [--times 1] [--seed 1]
  *
  * You see, for each survivor, how many chunks it kept, how many came from whom (its own number: its
  * refetch), and the milliseconds from the failure until its rows were complete. */
@@ -23,13 +23,12 @@
 
 enum { HEADS = 4, KV_HEADS = 2, DIM = 64, ROW = HEADS * DIM, KV_ROW = KV_HEADS * DIM, MOST = 16 };
 
-typedef struct shard { ra_run runs[2]; int count; int64_t rows; float *k, *v; } shard;
+typedef struct shard { ra_run runs[2]; int count; int64_t rows; } shard;
 
 typedef struct result {                /* of a rank, for the parent */
     ra_status first, then;             /* of the pass, of ra_resume */
     ra_resumed resumed;
     int64_t ns, other_bits, from[MOST];
-    char why[216];
 } result;
 
 typedef struct process {               /* a rank; the parent's ends of its pipes */
@@ -39,17 +38,10 @@ typedef struct process {               /* a rank; the parent's ends of its pipes
 } process;
 
 static int ranks = 4, victim;
-static int64_t tokens = 4096, fatal_tile;
+static int64_t tokens = 2048, fatal_tile;
 static uint32_t seed = 1;
 static process all[MOST];
 static float *alone;                   /* O of the whole sequence, from one rank */
-
-static void *memory(size_t bytes)
-{
-    void *p = calloc(bytes + 1, 1);
-    if (!p) abort();
-    return p;
-}
 
 /* The number in column c of the row at a position; which: 0 q, 1 k, 2 v. */
 static float input(int which, int64_t position, int c)
@@ -62,14 +54,24 @@ static float input(int which, int64_t position, int c)
 
 static float *rows_of(const shard *s, int width, int which)
 {
-    float *rows = (float *)memory((size_t)(s->rows * width) * sizeof *rows), *row = rows;
+    float *rows = (float *)calloc((size_t)(s->rows * width) + 1, sizeof *rows), *row = rows;
+    if (!rows) abort();
     for (int i = 0; i < s->count && which >= 0; i++)
         for (int64_t j = 0; j < s->runs[i].count; j++)
             for (int c = 0; c < width; c++) *row++ = input(which, s->runs[i].first + j, c);
     return rows;
 }
 
-static ra_plan *plan_of(int rank, int of, shard *s)
+static shard shard_of(const ra_plan *plan, int rank)
+{
+    shard s;
+    memset(&s, 0, sizeof s);
+    s.count = ra_plan_k_runs(plan, rank, 0, s.runs, 2);
+    for (int i = 0; i < s.count; i++) s.rows += s.runs[i].count;
+    return s;
+}
+
+static ra_plan *plan_of(int rank, int of)
 {
     ra_desc d = ra_desc_make(HEADS, KV_HEADS, DIM, RA_F32, RA_MASK_CAUSAL);
     ra_plan *plan = NULL;
@@ -79,10 +81,18 @@ static ra_plan *plan_of(int rank, int of, shard *s)
     d.chunk_tokens = 128;
     d.layout.kind = RA_LAYOUT_ZIGZAG;
     if (ra_plan_create(&plan, &d, NULL)) abort();
-    memset(s, 0, sizeof *s);
-    s->count = ra_plan_k_runs(plan, rank, 0, s->runs, 2);
-    for (int i = 0; i < s->count; i++) s->rows += s->runs[i].count;
     return plan;
+}
+
+static ra_tensors tensors_of(const shard *s)
+{
+    ra_tensors t;
+    memset(&t, 0, sizeof t);
+    t.q.data = rows_of(s, ROW, 0);
+    t.k.data = rows_of(s, KV_ROW, 1);
+    t.v.data = rows_of(s, KV_ROW, 2);
+    t.o.data = rows_of(s, ROW, -1);
+    return t;
 }
 
 /* -------------------------------------------------------------------------- a rank */
@@ -100,12 +110,9 @@ static void on_event(void *ctx, const ra_event *e)
 static ra_status refetch(void *ctx, int64_t pass, int32_t rank, ra_tensors *t)
 {
     const rank_state *me = (const rank_state *)ctx;
-    shard s;
+    const shard s = shard_of(me->plan, rank);
     (void)pass;
     if (!t) return RA_OK;
-    memset(&s, 0, sizeof s);
-    s.count = ra_plan_k_runs(me->plan, rank, 0, s.runs, 2);
-    for (int i = 0; i < s.count; i++) s.rows += s.runs[i].count;
     t->k.data = rows_of(&s, KV_ROW, 1);
     t->v.data = rows_of(&s, KV_ROW, 2);
     return RA_OK;
@@ -142,32 +149,28 @@ static int64_t other_bits(const shard *s, const float *mine)
 static int run_rank(int rank, int listen_in, int report_out)
 {
     int32_t alive[MOST];
-    rank_state state;
+    rank_state state = { 0, 0, { 0 }, NULL };
     ra_ring_desc rd;
     ra_resume_desc again;
     ra_tensors t;
     ra_ring *ring = NULL;
-    ra_tcp *tcp[2] = { NULL, NULL };
+    ra_tcp *first, *second;
     shard s;
     result out;
     int n = 0, me = 0;
     int64_t begin;
-    memset(&state, 0, sizeof state);
     memset(&rd, 0, sizeof rd);
     memset(&again, 0, sizeof again);
-    memset(&t, 0, sizeof t);
     memset(&out, 0, sizeof out);
     for (int i = 0; i < ranks; i++) alive[i] = i;
-    tcp[0] = connect_all(alive, ranks, rank, 0);
+    first = connect_all(alive, ranks, rank, 0);
     state.rank = rank;
-    state.plan = plan_of(rank, ranks, &s);
+    state.plan = plan_of(rank, ranks);
     rd.trace = on_event;
     rd.trace_ctx = &state;
-    t.q.data = rows_of(&s, ROW, 0);
-    t.k.data = rows_of(&s, KV_ROW, 1);
-    t.v.data = rows_of(&s, KV_ROW, 2);
-    t.o.data = rows_of(&s, ROW, -1);
-    if (ra_ring_create(&ring, state.plan, ra_tcp_transport(tcp[0]), &rd)) return 1;
+    s = shard_of(state.plan, rank);
+    t = tensors_of(&s);
+    if (ra_ring_create(&ring, state.plan, ra_tcp_transport(first), &rd)) return 1;
     out.first = ra_forward(state.plan, ring, &t, ra_deadline_ms(20000));
     begin = ra_now_ns();
     memset(state.from, 0, sizeof state.from);
@@ -175,8 +178,8 @@ static int run_rank(int rank, int listen_in, int report_out)
     /* Who is left, the parent knows: here that is waitpid, elsewhere your launcher. */
     if (read(listen_in, alive, sizeof alive) != sizeof alive) return 1;
     for (n = 0; n < MOST && alive[n] >= 0; n++) if (alive[n] == rank) me = n;
-    tcp[1] = connect_all(alive, n, me, 1);
-    again.transport = ra_tcp_transport(tcp[1]);
+    second = connect_all(alive, n, me, 1);
+    again.transport = ra_tcp_transport(second);
     again.survivors = alive;
     again.ranks = n;
     again.epoch = 1;
@@ -186,12 +189,12 @@ static int run_rank(int rank, int listen_in, int report_out)
     out.then = ra_resume(ring, &again, ra_deadline_ms(20000));
     out.ns = ra_now_ns() - begin;
     (void)ra_ring_resumed(ring, &out.resumed);
-    if (out.then) snprintf(out.why, sizeof out.why, "%s", ra_ring_explain(ring));
+    if (out.then) fprintf(stderr, "%s\n", ra_ring_explain(ring));
     memcpy(out.from, state.from, sizeof out.from);
     out.other_bits = other_bits(&s, (const float *)t.o.data);
     (void)ra_ring_destroy(ring);
-    ra_tcp_close(tcp[1]);
-    ra_tcp_close(tcp[0]);
+    ra_tcp_close(second);
+    ra_tcp_close(first);
     return write(report_out, &out, sizeof out) != sizeof out;
 }
 
@@ -213,20 +216,16 @@ static void begin_rank(int r)
     all[r].hear = up[0];
 }
 
-static int report(int r, const result *out, int print)
+static void print_rank(int r, const result *out)
 {
-    const int bad = out->then != RA_OK || out->other_bits;
-    if (print || bad) {
-        printf("%4d  %-34s %5lld %7lld  %8.1f  %s ", r, ra_status_text(out->first),
-               (long long)out->resumed.chunks_kept,
-               (long long)(out->resumed.chunks_from_owner + out->resumed.chunks_from_holder +
-                           out->resumed.chunks_refetched), (double)out->ns / 1e6,
-               out->then ? out->why : out->other_bits ? "OTHER BITS" : "same bits");
-        for (int i = 0; i < ranks; i++)
-            if (out->from[i]) printf(" %lld of %d", (long long)out->from[i], i);
-        printf("\n");
-    }
-    return bad;
+    const ra_resumed *n = &out->resumed;
+    printf("%4d  %-36s %4lld %7lld  %8.1f  %s ", r, ra_status_text(out->first),
+           (long long)n->chunks_kept,
+           (long long)(n->chunks_from_owner + n->chunks_from_holder + n->chunks_refetched),
+           (double)out->ns / 1e6, out->other_bits ? "OTHER BITS" : "same bits ");
+    for (int i = 0; i < ranks; i++)
+        if (out->from[i]) printf(" %lld of %d", (long long)out->from[i], i);
+    printf("\n");
 }
 
 static int run_once(int print)
@@ -251,8 +250,11 @@ static int run_once(int print)
     for (int r = 0; r < ranks; r++) {
         result out;
         if (r != victim) {
-            if (read(all[r].hear, &out, sizeof out) == sizeof out) failed |= report(r, &out, print);
-            else failed = 1;
+            memset(&out, 0, sizeof out);
+            out.then = RA_E_STATE;
+            if (read(all[r].hear, &out, sizeof out) != sizeof out) failed = 1;
+            failed |= out.then || out.other_bits;
+            if (print || failed) print_rank(r, &out);
             failed |= waitpid(all[r].pid, &status, 0) < 0 || status != 0;
         }
         close(all[r].tell);
@@ -261,34 +263,29 @@ static int run_once(int print)
     return failed;
 }
 
-/* O of one rank that has the whole sequence; *tiles: what one of several ranks computes. */
-static void attend_alone(int64_t *tiles)
+/* O of one rank that has the whole sequence; returns what one of several ranks computes. */
+static int64_t attend_alone(void)
 {
-    shard s;
     ra_plan_report report;
+    ra_plan *plan = plan_of(0, ranks);
     ra_ring *ring = NULL;
     ra_tensors t;
-    ra_plan *plan = plan_of(0, ranks, &s);
+    shard s;
     if (ra_plan_query(plan, 0, &report)) abort();
-    *tiles = report.forward.tiles_partial + report.forward.tiles_full;
     ra_plan_destroy(plan);
-    plan = plan_of(0, 1, &s);
-    memset(&t, 0, sizeof t);
-    t.q.data = rows_of(&s, ROW, 0);
-    t.k.data = rows_of(&s, KV_ROW, 1);
-    t.v.data = rows_of(&s, KV_ROW, 2);
-    t.o.data = alone = rows_of(&s, ROW, -1);
+    plan = plan_of(0, 1);
+    s = shard_of(plan, 0);
+    t = tensors_of(&s);
+    alone = (float *)t.o.data;
     if (ra_ring_create(&ring, plan, NULL, NULL) || ra_forward(plan, ring, &t, 0)) abort();
     (void)ra_ring_destroy(ring);
     ra_plan_destroy(plan);
-    free((void *)(uintptr_t)t.q.data);
-    free((void *)(uintptr_t)t.k.data);
-    free((void *)(uintptr_t)t.v.data);
+    return report.forward.tiles_partial + report.forward.tiles_full;
 }
 
 int main(int argc, char **argv)
 {
-    int64_t tiles = 0;
+    int64_t tiles;
     int times = 1, failed = 0;
     for (int i = 1; i + 1 < argc; i += 2) {
         if (!strcmp(argv[i], "--ranks")) ranks = atoi(argv[i + 1]);
@@ -298,7 +295,7 @@ int main(int argc, char **argv)
     }
     if (ranks < 2 || ranks > MOST || tokens < ranks) return 2;
     signal(SIGPIPE, SIG_IGN);
-    attend_alone(&tiles);
+    tiles = attend_alone();
     srand(seed);
     for (int i = 0; i < times; i++) {
         int bad;
@@ -307,10 +304,8 @@ int main(int argc, char **argv)
         printf("run %d of %d ranks, %lld tokens: rank %d dies after %lld of about %lld tiles\n", i,
                ranks, (long long)tokens, victim, (long long)fatal_tile, (long long)tiles);
         bad = run_once(times == 1);
-        if (bad) printf("    failed\n");
         failed += bad;
     }
-    free(alone);
     printf("%d of %d runs: every surviving row has the bits of one rank alone\n", times - failed,
            times);
     return failed != 0;
