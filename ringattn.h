@@ -1024,8 +1024,9 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring); /* the last ref
  * A forward pass that failed because ranks are gone goes on among the survivors, who are yours to
  * find out. What they have folded stays, and chunks that have come; each missing one comes from its
  * owner, from a rank that still holds it, or from your refetch. Their rows then have the bits that
- * the pass would have had. Such a ring can only be resumed again, with a higher epoch and fewer
- * ranks, or destroyed: later passes need a plan and a ring of the survivors. */
+ * the pass would have had. Such a ring can only be resumed again, with a higher epoch and none but
+ * these ranks, or destroyed: later passes need a plan and a ring of the survivors. The plans of the
+ * last two passes must exist until then. */
 typedef struct ra_resume_desc {
     const ra_transport *transport;     /* new, of the survivors: rank i is survivors[i]. With post,
                                         * two channels, max_ops of 2 ranks and, of more than two,
@@ -1033,12 +1034,13 @@ typedef struct ra_resume_desc {
     const int32_t *survivors;          /* ranks of the plan, ascending, this one too; copied */
     int32_t ranks, epoch;              /* how many; 1 or more, higher with every attempt. Equal on
                                         * all of them, as survivors is */
-    int32_t tensors_kept;              /* 1: k, v, k_pos and plan of the last two passes that went
-                                        * well here are as they were. 0: refetch has these keys.
-                                        * (Of the pass that failed they, o and lse must be) */
+    int32_t tensors_kept;              /* 1: k, v and k_pos of the last two passes that went well
+                                        * here are as they were. 0: refetch has these keys. (Of the
+                                        * pass that failed they, o and lse must be) */
     /* Fills t->k, t->v and, under ARRAY, t->k_pos with the shard of a rank in a pass, as ra_forward
      * gets it there; they stay so until the resumed pass ends. t null: says whether it can, which
-     * every survivor is asked first. RA_OK: yes. From any thread that steps. May be null. */
+     * every survivor is asked first. RA_OK: yes. From any thread that steps, inside the step: while
+     * it works this rank notices nothing, and its peers' watchdogs run. May be null. */
     ra_status (*refetch)(void *ctx, int64_t pass, int32_t rank, ra_tensors *t);
     void *ctx;
 } ra_resume_desc;
@@ -1050,12 +1052,15 @@ typedef struct ra_resumed {
 } ra_resumed;
 
 /* Collective among the survivors, blocking. Completes the lowest pass that any of them is in. Ranks
- * where it was complete help; of those a pass ahead the later one is dropped: begin it anew. No
- * other call may run, and the old transport must still exist. Allocates as much as a ring. On all
- * ranks, before a chunk moves: RA_E_PEER, nobody can give ra_failure.chunk of rank ra_failure.peer;
- * RA_E_UNSUPPORTED, a backward pass, a failed engine, a rank that is further ahead: begin the pass
- * anew. After these and any later failure ra_resume may be called again. Failures
- * name ranks of the plan. RA_E_UNSAFE: the old transport may still write. See ra_ring_error. */
+ * where it was complete help; of those a pass ahead the later one is dropped: begin it anew. (A
+ * rank that has begun no pass has nothing to resume: let it begin this one, which fails.) No other
+ * call may run, not even ra_ring_cancel before this one has begun; ra_join gets RA_E_STATE from
+ * here on. The old transport must still exist: it is quiesced within the same deadline, then its
+ * reg undone. Allocates as much as a ring. On all ranks, before a chunk moves: RA_E_PEER, nobody
+ * can give ra_failure.chunk of rank ra_failure.peer; RA_E_UNSUPPORTED, a backward pass, a failed
+ * engine, a rank that is further ahead: begin the pass anew. After these and any later failure
+ * ra_resume may be called again. Failures name ranks of the plan. RA_E_UNSAFE: the old transport
+ * may still write. See ra_ring_error. */
 RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_t deadline_ns);
 /* The same without blocking: then ra_step, on any threads, until RA_OK or an error. */
 RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
@@ -1192,7 +1197,9 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  * from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan says). Channel 1 is used with
  * RA_CAP_SHARED, and in backward passes, where gradients return on it: from any rank, for which the
  * transport needs RA_CAP_ANY_PEER, or with RA_RETURN_RING from a neighbour. So a plan with train =
- * 1 needs two channels and max_ops of 3 of a transport that has post.
+ * 1 needs two channels and max_ops of 3 of a transport that has post. ra_resume sends chunks and,
+ * on channel 1, short messages between any two ranks; these lie on multiples of 8, whatever align
+ * is.
  *
  * The first pass of a plan begins with a frame of 64 bytes from each rank to rank + 1, on channel
  * 0. A rank posts nothing else before that has gone and the other has come.
@@ -13448,8 +13455,6 @@ struct ra_ring {
     int32_t lent;                      /* 1: messages of the failed pass were lent */
     int32_t engine_failed;             /* atomic. 1: the state of the pass is lost */
     int32_t pulled;                    /* 1: receives after the kept ones were requested */
-    const char *why;                   /* what to say of rank why_rank in the failure, or null */
-    int32_t why_rank;
     struct ra__resume *resume;
     int (*resumed_comm)(ra_ring *r);   /* a round of communication, instead of ra__ring_comm */
     const int32_t *survivor;           /* [peers] their ranks in the ring that failed; null: no
@@ -15639,8 +15644,13 @@ static ra_event ra__event_none(void) {
     return e;
 }
 
-/* What a failure concerns; -1 where it does not apply. moved: bytes, if the length is wrong. */
-typedef struct ra__blame { int32_t peer, sending, code; int64_t chunk, moved; } ra__blame;
+/* What a failure concerns; -1 where it does not apply. moved: bytes, if the length is wrong. why:
+ * null, or what to say of peer, which is then a rank of the plan. */
+typedef struct ra__blame {
+    int32_t peer, sending, code;
+    int64_t chunk, moved;
+    const char *why;
+} ra__blame;
 
 static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64_t chunk) {
     ra__blame b;
@@ -15649,6 +15659,7 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
     b.code = code;
     b.chunk = ra__max(chunk, -1);
     b.moved = -1;
+    b.why = NULL;
     return b;
 }
 
@@ -15656,7 +15667,7 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
 static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
     static const char *const name[RA__AGREE_PARTS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
-        "op, gradients, dropout or seed",
+        "forward or backward, gradients, dropout or seed",
         "chunk_tokens, buffers, rates, trust_plans or checksums",
         "the address space, although the transport declares RA_CAP_SHARED" };
     const size_t cap = sizeof f->text;
@@ -15684,7 +15695,7 @@ static void ra__failure_number(ra_failure *f, size_t *at, const char *what, int6
 
 enum { RA__QUOTED = 160 };             /* bytes of a transport's own text */
 
-static void ra__failure_text(const ra_ring *r, ra_failure *f, int64_t moved) {
+static void ra__failure_text(const ra_ring *r, ra_failure *f, const ra__blame *of) {
     size_t at = 0, cap = sizeof f->text;
     const char *why = NULL;
     if (f->code && f->status != RA_E_ENGINE && r->has_transport && r->tp.error_text)
@@ -15695,15 +15706,15 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f, int64_t moved) {
     ra__put(f->text, cap, &at, ": ");
     ra__put(f->text, cap, &at, ra_status_text(f->status));
     ra__failure_hint(r, f, &at);
-    if (r->why) {
-        ra__failure_number(f, &at, "; rank ", r->why_rank);
+    if (of->why) {
+        ra__failure_number(f, &at, "; rank ", f->peer);
         ra__put(f->text, cap, &at, " ");
-        ra__put(f->text, cap, &at, r->why);
+        ra__put(f->text, cap, &at, of->why);
     } else if (f->peer >= 0)
         ra__failure_number(f, &at, f->sending == 1 ? "; sending to rank "
                                                    : "; receiving from rank ", f->peer);
     if (f->chunk >= 0) ra__failure_number(f, &at, ", chunk ", f->chunk);
-    if (moved >= 0) ra__failure_number(f, &at, ", bytes moved ", moved);
+    if (of->moved >= 0) ra__failure_number(f, &at, ", bytes moved ", of->moved);
     if (f->code) ra__failure_number(f, &at, ", code ", f->code);
     if (why) {
         char quoted[RA__QUOTED + 1];
@@ -15738,13 +15749,13 @@ static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
         ra_failure *f = &r->failure;
         f->status = s;
         f->rank = r->rank;
-        f->peer = r->why ? r->why_rank : ra__ring_rank_of(r, why.peer);
+        f->peer = why.why ? why.peer : ra__ring_rank_of(r, why.peer);
         f->sending = why.sending;
         f->code = why.code;
         f->chunk = why.chunk;
         f->pass = r->pass;
         f->since_progress_ns = ra__time_since(ra__ring_now(r), ra__load_i64(&r->progress_ns));
-        ra__failure_text(r, f, why.moved);
+        ra__failure_text(r, f, &why);
         ra__store_i32(&r->failed, s);
         ra__ring_abort(r, s);
         e.peer = f->peer;
@@ -15790,6 +15801,8 @@ static void ra__ring_agree(ra_ring *r) {
     r->agreed = ra__agree_call(r->plan, &r->t);
     r->agreed.part[RA__AGREE_MESSAGES] =
         ra__hash_i64(r->agreed.part[RA__AGREE_MESSAGES], r->rd.trust_plans | r->rd.checksums << 1);
+    r->agreed.part[RA__AGREE_TRAINING] =
+        ra__hash_i64(r->agreed.part[RA__AGREE_TRAINING], r->lists->backward);
     r->space = r->shared ? ra__address_space() : 0;
     r->agreed_known = 1;
 }
@@ -15857,9 +15870,11 @@ static ra_status ra__ring_check(ra_ring *r, const ra_transport_op *op, const ra_
                                 int64_t c) {
     ra_status s = ra__frame_check(op->buf, due, &r->differ);
     if (s == RA_OK) ra__store_i32(&r->met, 1);
-    r->corrupt = s == RA_OK && r->rd.checksums && !r->shared && op->len > RA__FRAME_BYTES &&
-                 !ra__frame_holds((const uint8_t *)op->buf, (int64_t)op->len);
-    if (r->corrupt) s = RA_E_PROTO;
+    if (s == RA_OK && r->rd.checksums && !r->shared && op->len > RA__FRAME_BYTES &&
+        !ra__frame_holds((const uint8_t *)op->buf, (int64_t)op->len)) {
+        ra__store_i32(&r->corrupt, 1);
+        s = RA_E_PROTO;
+    }
     return s ? ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c)) : RA_OK;
 }
 
@@ -17782,7 +17797,7 @@ static void ra__begin_meet(ra_ring *r, const ra_plan *p, int32_t pass) {
 /* Notes the pass that has ended, before another one begins. */
 static void ra__begin_earlier(ra_ring *r) {
     ra__earlier *at = &r->earlier;
-    at->plan = r->plan && !r->lists->backward ? r->plan : NULL;
+    at->plan = r->plan && !ra__load_i32(&r->backward) ? r->plan : NULL;
     at->t = r->t;
     at->kv[0] = r->kv[0];
     at->kv[1] = r->kv[1];
@@ -17923,6 +17938,7 @@ RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith) {
     if (!job->plan) return ra__refuse(&ring->refusal, RA_E_NULL, "job.plan", "is required", 0);
     s = ra__ticket_check(job->ticket, ith, &ring->refusal);
     if (s) return s;
+    if (ring->survivor) return RA_E_STATE;         /* of the pass that was resumed or of none */
     ticket = (int64_t)job->ticket;
     if (ticket < ra__load_i64(&ring->tickets.last)) return ra__join_late(ring, ticket);
     if (ticket > ra__load_i64(&ring->tickets.last)) {
@@ -18192,13 +18208,25 @@ RA__INLINE int ra__can_give(const ra__reports *v, int32_t i, int32_t rank) {
     return ra__reports_gives(v, i)[rank / 8] >> rank % 8 & 1;
 }
 
+/* The number of chunk c's owner if it survives and can give it; -1. */
+static int32_t ra__reports_owner(const ra__reports *v, int64_t c) {
+    const int32_t owner = v->p->keys.chunk[c].owner;
+    int32_t from = 0, to = v->n;
+    while (to - from > 1) {
+        const int32_t middle = from + (to - from) / 2;
+        if (v->rank[middle] <= owner) from = middle;
+        else to = middle;
+    }
+    return v->rank[from] == owner && ra__can_give(v, from, owner) ? from : -1;
+}
+
 /* From which rank the one numbered `to` gets chunk c, which it needs: its owner, otherwise the
  * first that holds the pieces, otherwise `to` itself if it can fetch them again, otherwise the
  * first that can. -1: the chunk is lost. The same on every rank. */
 static int32_t ra__reports_source(const ra__reports *v, int64_t c, int32_t to) {
     const int32_t owner = v->p->keys.chunk[c].owner, need = ra__pieces(ra__reports_need(v, to), c);
-    for (int32_t i = 0; i < v->n; i++)
-        if (v->rank[i] == owner && ra__can_give(v, i, owner)) return i;
+    const int32_t from = ra__reports_owner(v, c);
+    if (from >= 0) return from;
     for (int32_t i = 0; i < v->n; i++)
         if (i != to && !(need & ~ra__pieces(ra__reports_held(v, i), c))) return i;
     if (ra__can_give(v, to, owner)) return to;
@@ -18210,7 +18238,7 @@ static int32_t ra__reports_source(const ra__reports *v, int64_t c, int32_t to) {
 /* The first chunk that a rank needs and nobody can give; -1: none. */
 static int64_t ra__reports_lost(const ra__reports *v) {
     for (int64_t c = 0; c < v->p->keys.chunks; c++)
-        for (int32_t i = 0; i < v->n; i++)
+        for (int32_t i = 0; i < v->n && ra__reports_owner(v, c) < 0; i++)
             if (ra__pieces(ra__reports_need(v, i), c) && ra__reports_source(v, c, i) < 0) return c;
     return -1;
 }
@@ -18267,8 +18295,8 @@ static void ra__resume_look(ra_ring *r) {
     if (r->shared) r->intact = lane->done;
     r->lent |= (r->tp.caps & RA_CAP_LOAN) && !r->pulled;
     r->serves |= ra__load_i32(&r->state) == RA_RING_IDLE;
-    r->engine_failed |= ra__load_i32(&r->failed) == RA_E_ENGINE;
-    if (!r->serves && !r->lists->backward && !r->engine_failed) ra__resume_clear(r);
+    if (!r->serves && !r->lists->backward && !ra__load_i32(&r->engine_failed))
+        ra__resume_clear(r);
     r->shared = r->notices = 0;
     r->space = 0;
 }
@@ -18276,7 +18304,7 @@ static void ra__resume_look(ra_ring *r) {
 /* What this rank says of it. */
 static int32_t ra__resume_state(const ra_ring *r) {
     return (r->serves ? RA__RANK_COMPLETE : 0) | (r->lists->backward ? RA__RANK_BACKWARD : 0) |
-           (r->engine_failed && !r->serves ? RA__RANK_ENGINE : 0);
+           (ra__load_i32(&r->engine_failed) && !r->serves ? RA__RANK_ENGINE : 0);
 }
 
 static uint64_t ra__resume_hash(const ra__agreed *a) {
@@ -18347,9 +18375,8 @@ static int ra__resume_taken(ra_ring *r, int32_t i, int sending) {
 static void ra__resume_judge(ra_ring *r, ra_status s, int32_t rank, int64_t chunk,
                              const char *why) {
     r->resume->verdict = s;
-    r->resume->blame = ra__blame_of(-1, -1, 0, chunk);
-    r->why = why;
-    r->why_rank = rank;
+    r->resume->blame = ra__blame_of(rank, -1, 0, chunk);
+    r->resume->blame.why = why;
 }
 
 /* Peer i, of whom `f` says how far it is, can take part in pass `top`, whose hash is `hash`. */
@@ -18604,9 +18631,9 @@ static ra_status ra__resume_pack(ra_ring *r, int64_t c, uint8_t *message) {
     }
     g = ra__resume_refetch(r, chunk->owner);
     if (!g) {
-        r->why = "has keys that refetch promised and did not give";
-        r->why_rank = chunk->owner;
-        return ra__ring_fail(r, RA_E_PEER, ra__blame_of(-1, -1, 0, c));
+        ra__blame blame = ra__blame_of(chunk->owner, -1, 0, c);
+        blame.why = "has keys that refetch promised and did not give";
+        return ra__ring_fail(r, RA_E_PEER, blame);
     }
     ra__pack_keys(r, chunk, g->kv, &g->pos, message);
     if (r->rd.checksums) ra__ring_seal(r, c, 1, message);
@@ -18884,7 +18911,8 @@ static int ra__resume_comm(ra_ring *r) {
 
 /* -------------------------------------------------------------------------- beginning */
 static ra_status ra__resume_check_ranks(const ra_ring *r, const ra_resume_desc *rd, ra_error *e) {
-    int32_t before = -1, here = 0;
+    const int32_t *last = r->survivor;     /* of the last attempt */
+    int32_t before = -1, here = 0, at = 0;
     if (rd->ranks < 1 || rd->ranks > r->ranks)
         return ra__refuse(e, RA_E_RANGE, "resume.ranks", "# is less than 1 or more than there were",
                           rd->ranks);
@@ -18894,6 +18922,10 @@ static ra_status ra__resume_check_ranks(const ra_ring *r, const ra_resume_desc *
         if (rank <= before || rank >= r->ranks)
             return ra__refuse(e, RA_E_SHAPE, "resume.survivors",
                               "rank # is out of range or not above the one before it", rank);
+        while (last && at < r->resume->n && last[at] < rank) at++;
+        if (last && (at == r->resume->n || last[at] != rank))
+            return ra__refuse(e, RA_E_SHAPE, "resume.survivors",
+                              "rank # was not among those of the last attempt", rank);
         here |= rank == r->rank;
         before = rank;
     }
@@ -18989,7 +19021,7 @@ static void ra__resume_bind(ra_ring *r, struct ra__resume *x, const ra_resume_de
     r->survivor = x->rank;
     r->controls = 2 * (int64_t)x->n;
     r->epoch = rd->epoch;
-    r->why = NULL;
+    ra__store_i64(&r->returns_folded, 0);
     r->lane[RA__RECEIVES].posted = r->lane[RA__RECEIVES].done;
     for (int32_t k = 0; k < RA__LANES; k++) {
         if (k == RA__RECEIVES) continue;
