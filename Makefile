@@ -200,7 +200,7 @@ $(B)/bench/peers.so: bench/peers.c ringattn.h Makefile
 	@mkdir -p $(@D)
 	@$(BUILD) -shared -fPIC -o $@ $<
 
-bench-peers: $(B)/bench/peers.so ## against PyTorch, ONNX Runtime, OpenVINO; ONLY="decode bf16"
+bench-peers: $(B)/bench/peers.so ## against PyTorch, ONNX Runtime, OpenVINO, ggml; ONLY=decode
 	@python3 bench/peers.py --lib $(B)/bench/peers.so $(if $(ONLY),--only '$(ONLY)') $(ARGS)
 
 clean: ## removes build/

@@ -7,6 +7,7 @@
  *   make bench ONLY=plan          how many seconds plans take, from 1M to 64M tokens
  *   make bench ONLY=ways          what the choice between passing queries and keys costs
  *   make bench ONLY=checksum      how fast CRC-32C is, and what it costs a pass that copies
+ *   make bench ONLY=first         time to first token and tokens per second, prompts up to 128K
  *   bench --only WORDS --json FILE --chunk N --long --processor-time
  *                                 --long adds 8192 tokens and 16-bit storage on every instruction
  *                                 set. --processor-time counts the time for which a thread had a
@@ -1553,12 +1554,62 @@ static void print_checksums(void) {
     }
 }
 
+/* ---------------------------------------------------------------------------- first tokens
+ * The attention of 8 layers of Llama 8B's shape, bf16, on 1, 2 and 4 ranks of two threads together
+ * (4 ranks: of four): the time until a prompt is in the cache, in chunks of 256 tokens, and tokens
+ * per second after it. A chunk takes longer in proportion to what is cached, so it is timed over no
+ * cached tokens, over half and over all of the prompt. The ranks are timed in turn, and the
+ * shortest time of each counts. */
+enum { FIRST_LAYERS = 8, FIRST_CHUNK = 256, FIRST_RANKS = 3 };
+
+static double first_seconds(cache_load *l, int threads, int64_t fresh, int64_t cached, double was) {
+    double t;
+    l->fresh = fresh;
+    l->cached = cached;
+    t = pool_run(cache_part, l, threads);
+    return t < was ? t : was;
+}
+
+static void print_first(int64_t prompt) {
+    static cache_load all[FIRST_RANKS];
+    double t[FIRST_RANKS][4], first[FIRST_RANKS], begin;
+    const int64_t cached[4] = { 0, prompt / 2, prompt - FIRST_CHUNK, prompt - 1 };
+    for (int p = 0; p < FIRST_RANKS; p++) {
+        row r = cache_row(PREFILL, ra_isa_best(), RA_BF16, FIRST_CHUNK);
+        r.kv_tokens = prompt;
+        r.ranks = 1 << p;
+        r.threads = p ? r.ranks : 2;
+        const data x = data_make(&r);
+        cache_make(&r, &x, NULL, &all[p]);
+        if (all[p].status != RA_OK) failed_rows++;
+        for (int i = 0; i < 4; i++) t[p][i] = 1e9;
+    }
+    begin = now_s();
+    for (int n = 0; n < 9 && !failed_rows && (n < 2 || now_s() - begin < 20); n++)
+        for (int i = 0; i < 4; i++)
+            for (int k = 0; k < (i < 3 ? 1 : 8); k++)
+                for (int p = 0; p < FIRST_RANKS; p++)
+                    t[p][i] = first_seconds(&all[p], p ? 1 << p : 2, i < 3 ? FIRST_CHUNK : 1,
+                                            cached[i], t[p][i]);
+    for (int p = 0; p < FIRST_RANKS && !failed_rows; p++) {
+        first[p] = (t[p][0] + 4 * t[p][1] + t[p][2]) / 6 * FIRST_LAYERS *
+                   (double)(prompt / FIRST_CHUNK);
+        printf("first prompt %6lld ranks %d: first token after %8.2f s, %.3f x one rank; %7.1f "
+               "tokens/s, %.3f x\n", (long long)prompt, 1 << p, first[p], first[0] / first[p],
+               1 / (FIRST_LAYERS * t[p][3]), t[0][3] / t[p][3]);
+    }
+    fflush(stdout);
+    for (int p = 0; p < FIRST_RANKS; p++) cache_free(&all[p]);
+    unmap_all();
+}
+
 /* The names for ONLY=. */
 static void print_kinds(void) {
     printf("rows:\n");
     for (int i = 0; i < KINDS; i++) printf("  %-10s %s\n", kinds[i].name, kinds[i].what);
     printf("  %-10s %s\n", "plan", "seconds that plans take");
     printf("  %-10s %s\n", "ways", "passing queries or keys, over a cache of 2 and 4 ranks");
+    printf("  %-10s %s\n", "first", "time to first token and tokens per second, on ranks");
 }
 
 static int write_json(const char *path) {
@@ -1603,7 +1654,7 @@ static void clear_progress(void) {
 int main(int argc, char **argv) {
     char words[512] = "";
     const char *json = "build/bench.json";
-    int large = 0, kept = 0, plans, ways, checksums;
+    int large = 0, kept = 0, plans, ways, checksums, first;
     double begin;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--json") == 0 && i + 1 < argc) json = argv[++i];
@@ -1618,6 +1669,7 @@ int main(int argc, char **argv) {
     plans = !words[0] || strcmp(words + strspn(words, " "), "plan") == 0;
     ways = !words[0] || strcmp(words + strspn(words, " "), "ways") == 0;
     checksums = !words[0] || strcmp(words + strspn(words, " "), "checksum") == 0;
+    first = strcmp(words + strspn(words, " "), "first") == 0;
     if (strcmp(words + strspn(words, " "), "help") == 0) { print_kinds(); return 0; }
     add_all(large);
     for (int i = 0; i < row_count; i++) {
@@ -1640,10 +1692,12 @@ int main(int argc, char **argv) {
         if (results[i].done) print_row(&rows[i], &results[i]);
     }
     printf("%d rows in %.0f s%s\n", row_count, now_s() - begin,
-           row_count || plans || ways || checksums ? "" : ": nothing matches, try ONLY=help");
+           row_count || plans || ways || checksums || first
+               ? "" : ": nothing matches, try ONLY=help");
     if (plans) print_plans();
     if (ways) print_ways();
     if (checksums) print_checksums();
+    for (int64_t n = 2048; first && n <= 131072; n *= 4) print_first(n);
     if (runs_disturbed * 20 > runs_in_all) {
         printf("Other programs disturbed %d of %d timed runs: do not trust the figures above.\n",
                runs_disturbed, runs_in_all);

@@ -116,13 +116,17 @@ static ra_out view_out(void *data, int64_t row_bytes, int64_t rows) {
     return x;
 }
 
+/* By S_DTYPE: f32, bf16, and caches for queries in f32. */
+static const int32_t cache_dtype[] = { RA_F32, RA_BF16, RA_F16, RA_Q8_0 };
+
 static void set_desc(ra_desc *d, const int64_t *shape) {
     d->tokens = shape[S_TQ];
     d->kv_tokens = shape[S_TK];
     d->q_heads = (int32_t)shape[S_HQ];
     d->kv_heads = (int32_t)shape[S_HKV];
     d->k_dim = d->v_dim = (int32_t)shape[S_DIM];
-    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = shape[S_DTYPE] ? RA_BF16 : RA_F32;
+    d->q_dtype = d->o_dtype = shape[S_DTYPE] == 1 ? RA_BF16 : RA_F32;
+    d->k_dtype = d->v_dtype = cache_dtype[shape[S_DTYPE]];
     d->mask.kind = shape[S_CAUSAL] ? RA_MASK_CAUSAL : RA_MASK_NONE;
     d->q_offset = shape[S_CAUSAL] ? shape[S_TK] - shape[S_TQ] : 0;
     d->threads = (int32_t)shape[S_THREADS];
@@ -131,15 +135,18 @@ static void set_desc(ra_desc *d, const int64_t *shape) {
 /* data[P_LSE]: null, or from a call that keeps it, as backward needs it. P_DO and the following are
  * for backward only. Returns null if out of memory. */
 peers_call *peers_create(const int64_t *shape, void *const *data) {
-    const int64_t row = shape[S_DIM] * (shape[S_DTYPE] ? 2 : 4), tq = shape[S_TQ], tk = shape[S_TK];
+    const int64_t row = shape[S_DIM] * (shape[S_DTYPE] == 1 ? 2 : 4);
+    const int64_t key = shape[S_DTYPE] == 3 ? shape[S_DIM] / 32 * 34
+                                            : shape[S_DIM] * (shape[S_DTYPE] ? 2 : 4);
+    const int64_t tq = shape[S_TQ], tk = shape[S_TK];
     peers_call *c = (peers_call *)calloc(1, sizeof *c);
     if (!c || start_threads((int)shape[S_THREADS]) != 0) return NULL;
     set_desc(&c->d, shape);
     c->d.error = &c->error;
     c->threads = (int)shape[S_THREADS];
     c->t.q = view(data[P_Q], row, tq);
-    c->t.k = view(data[P_K], row, tk);
-    c->t.v = view(data[P_V], row, tk);
+    c->t.k = view(data[P_K], key, tk);
+    c->t.v = view(data[P_V], key, tk);
     c->t.o = view_out(data[P_O], row, tq);
     if (data[P_LSE]) {
         c->t.lse = view_out(data[P_LSE], 4, tq);
@@ -150,8 +157,8 @@ peers_call *peers_create(const int64_t *shape, void *const *data) {
     if (c->backward) {
         c->t.d_o = view(data[P_DO], row, tq);
         c->t.d_q = view_out(data[P_DQ], row, tq);
-        c->t.d_k = view_out(data[P_DK], row, tk);
-        c->t.d_v = view_out(data[P_DV], row, tk);
+        c->t.d_k = view_out(data[P_DK], key, tk);
+        c->t.d_v = view_out(data[P_DV], key, tk);
     }
     c->bytes = c->backward ? ra_attention_backward_bytes(&c->d, c->threads)
                            : ra_attention_bytes(&c->d, c->threads);

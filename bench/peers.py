@@ -2,18 +2,19 @@
 
   make bench-peers                    all of it, about ten minutes
   make bench-peers ONLY="decode bf16" rows with all of these words: prefill, short, decode,
-                                      backward, f32, bf16, full, causal, D64, D128, Tq8, threads1,
-                                      threads2
+                                      backward, f32, bf16, f16, q8_0, full, causal, D64, D128, Tq8,
+                                      threads1, threads2
   bench/peers.py --quick              short sequences, two turns: to see that all of it works
   bench/peers.py --processor-time     on a machine that is busy with other work, for threads1 alone
   bench/peers.py --svg FILE           where the picture goes; --draw draws it from the last run
 
 Others are PyTorch (scaled_dot_product_attention and its autograd), ONNX Runtime
-(MultiHeadAttention, GroupQueryAttention) and OpenVINO (ScaledDotProductAttention, with a state for
-cached keys). They are installed by pip into build/peers/venv, about 6 GB and two minutes, since
-torch brings CUDA's libraries; what cannot be installed is skipped. Where a library has several ways
-to compute a row, the fastest one counts. Each result is compared with the others' and with a
-reference in double precision before anything is timed.
+(MultiHeadAttention, GroupQueryAttention), OpenVINO (ScaledDotProductAttention, with a state for
+cached keys) and, over caches in f16 and q8_0, ggml (ggml_flash_attn_ext out of the wheel of
+pywhispercpp, built for AVX2). They are installed by pip into build/peers/venv, about 6 GB and two
+minutes, since torch brings CUDA's libraries; what cannot be installed is skipped. Where a library
+has several ways to compute a row, the fastest one counts. Each result is compared with the others'
+and with a reference in double precision before anything is timed.
 
 You will see one line a row: our median time, and for each other library how many times as long it
 takes (median of the ratios of calls made in turn, and their spread, (p90 - p10) over the median).
@@ -34,7 +35,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 HOME = os.path.join(ROOT, "build", "peers")
 PYTHON = os.path.join(HOME, "venv", "bin", "python")
 PACKAGES = {"numpy": ["numpy"], "onnxruntime": ["onnxruntime", "onnx"], "openvino": ["openvino"],
-            "torch": ["torch"]}
+            "pywhispercpp": ["pywhispercpp"], "torch": ["torch"]}
 
 
 # ---------------------------------------------------------------------------- environment
@@ -110,6 +111,10 @@ def all_rows(quick):
             for tq in (1, 2, 4, 8, 16, 32):
                 name = "decode" if tq == 1 else "short"
                 rows.append(Row(name, dtype, True, 128, tq, cache, 32, 8, threads))
+        for dtype in ("f16", "q8_0"):
+            for tq in (1, 8):
+                name = "decode" if tq == 1 else "short"
+                rows.append(Row(name, dtype, True, 128, tq, cache, 32, 8, threads))
     order = {"prefill": 0, "decode": 1, "short": 1, "backward": 2}
     return sorted(rows, key=lambda r: (r.threads, order[r.name], r.dtype != "f32"))
 
@@ -124,8 +129,18 @@ def from_bf16(h):
     return (h.astype(np.uint32) << 16).view(np.float32)
 
 
+def to_q8_0(x):
+    """Blocks of a scale in f16 and 32 int8, as bytes."""
+    blocks = x.reshape(-1, 32)
+    scale = (abs(blocks).max(1, keepdims=True) / 127).astype(np.float16)
+    whole = np.rint(blocks / np.maximum(scale.astype(np.float32), 1e-12)).clip(-127, 127)
+    packed = np.concatenate([scale.view(np.uint8), whole.astype(np.int8).view(np.uint8)], 1)
+    return packed.reshape(x.shape[:-1] + (-1,)), (whole * scale).astype(np.float32).reshape(x.shape)
+
+
 class Data:
-    """q, k, v: f32 whose values have the row's dtype. raw: the same as stored."""
+    """q, k, v: f32 whose values have the row's dtype. raw: the same as stored. Of f16 and q8_0 only
+    k and v."""
 
     def __init__(self, row):
         rng = np.random.default_rng(1)
@@ -138,6 +153,11 @@ class Data:
             if row.dtype == "bf16":
                 self.raw[name] = to_bf16(x)
                 x = from_bf16(self.raw[name])
+            elif row.dtype == "f16" and name != "q":
+                self.raw[name] = x.astype(np.float16)
+                x = self.raw[name].astype(np.float32)
+            elif row.dtype == "q8_0" and name != "q":
+                self.raw[name], x = to_q8_0(x)
             else:
                 self.raw[name] = x
             setattr(self, name, x)
@@ -172,6 +192,9 @@ def mask_of(row, tk, folded):
 Form = collections.namedtuple("Form", "peer form run result before", defaults=[lambda: None])
 
 
+CACHES = ("f32", "bf16", "f16", "q8_0")            # dtypes of K and V; q of the last two is f32
+
+
 class Ours:
     ADDRESSES = ("q", "k", "v", "o", "lse", "do", "dq", "dk", "dv")
 
@@ -184,7 +207,7 @@ class Ours:
         self.isa = self.lib.peers_isa().decode()
 
     def call(self, row, arrays, backward):
-        shape = (ctypes.c_int64 * 9)(row.dtype == "bf16", row.causal, row.tq, row.tk, row.hq,
+        shape = (ctypes.c_int64 * 9)(CACHES.index(row.dtype), row.causal, row.tq, row.tk, row.hq,
                                      row.hkv, row.dim, row.threads, backward)
         data = (ctypes.c_void_p * 9)(*[arrays[n].ctypes.data if n in arrays else None
                                        for n in self.ADDRESSES])
@@ -446,6 +469,89 @@ class OpenVino:
         return [self.whole(row, data) if row.hq == row.hkv else self.cached(row, data)]
 
 
+class GgmlInit(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_size_t), ("memory", ctypes.c_void_p),
+                ("no_alloc", ctypes.c_bool)]
+
+
+class GgmlPlan(ctypes.Structure):          # what follows the first two fields differs by version
+    _fields_ = [("work_bytes", ctypes.c_size_t), ("work", ctypes.c_void_p),
+                ("rest", ctypes.c_uint8 * 128)]
+
+
+class Ggml:
+    """ggml_flash_attn_ext on its CPU back end, out of the shared objects of a wheel."""
+    TYPES = {"f32": 0, "f16": 1, "q8_0": 8}
+
+    def __init__(self):
+        package = optional("pywhispercpp")
+        self.version = None
+        if not package:
+            return
+        folder = os.path.join(os.path.dirname(os.path.dirname(package.__file__)),
+                              "pywhispercpp.libs")
+        try:
+            for name in ("libgomp", "libggml-base", "libggml-cpu"):
+                path = [x for x in os.listdir(folder) if x.startswith(name + "-")]
+                lib = ctypes.CDLL(os.path.join(folder, path[0]), mode=ctypes.RTLD_GLOBAL)
+                self.base, self.cpu = (lib, None) if name == "libggml-base" else \
+                    (getattr(self, "base", None), lib)
+            self.declare()
+        except (OSError, IndexError, AttributeError) as e:
+            print("skipped: ggml out of pywhispercpp:", e)
+            return
+        self.cpu.ggml_cpu_init()
+        self.version = "ggml " + path[0].split(".so.")[-1]
+
+    def declare(self):
+        p, i, n, f = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+        base = {"init": (p, [GgmlInit]), "new_tensor_3d": (p, [p, i, n, n, n]), "free": (None, [p]),
+                "get_data": (p, [p]), "new_graph": (p, [p]), "build_forward_expand": (None, [p, p]),
+                "flash_attn_ext": (p, [p, p, p, p, p, f, f, f])}
+        cpu = {"cpu_init": (None, []), "graph_plan": (GgmlPlan, [p, i, p]),
+               "graph_compute": (i, [p, ctypes.POINTER(GgmlPlan)])}
+        for lib, names in ((self.base, base), (self.cpu, cpu)):
+            for name, (result, arguments) in names.items():
+                function = getattr(lib, "ggml_" + name)
+                function.restype, function.argtypes = result, arguments
+
+    def tensor(self, context, dtype, array, tokens, dim):
+        t = self.base.ggml_new_tensor_3d(context, self.TYPES[dtype], dim, tokens, array.shape[0])
+        array = np.ascontiguousarray(array)
+        ctypes.memmove(self.base.ggml_get_data(t), array.ctypes.data, array.nbytes)
+        return t
+
+    def forms(self, row, data):
+        if not self.version or row.dtype not in ("f16", "q8_0"):
+            return []
+        size = sum(x.nbytes for x in data.raw.values()) + 8 * row.tq * row.hq * row.dim
+        size += 4 * row.tk * row.tq + (16 << 20)
+        context = self.base.ggml_init(GgmlInit(size, None, False))
+        q = self.tensor(context, "f32", data.raw["q"], row.tq, row.dim)
+        k, v = (self.tensor(context, row.dtype, data.raw[n], row.tk, row.dim) for n in ("k", "v"))
+        mask = None
+        if row.tq > 1:
+            seen = np.where(mask_of(row, row.tk, False), 0, -np.inf).astype(np.float16)[None]
+            mask = self.tensor(context, "f16", seen, row.tq, row.tk)
+        out = self.base.ggml_flash_attn_ext(context, q, k, v, mask, 1 / math.sqrt(row.dim), 0, 0)
+        graph = self.base.ggml_new_graph(context)
+        self.base.ggml_build_forward_expand(graph, out)
+        plan = self.cpu.ggml_graph_plan(graph, row.threads, None)
+        work = np.zeros(plan.work_bytes + 64, np.uint8)
+        plan.work = work.ctypes.data
+
+        def run(kept=(work, plan)):
+            if self.cpu.ggml_graph_compute(graph, ctypes.byref(plan)) != 0:
+                raise RuntimeError("ggml_graph_compute failed")
+
+        def result():
+            at = ctypes.cast(self.base.ggml_get_data(out), ctypes.POINTER(ctypes.c_float))
+            o = np.ctypeslib.as_array(at, (row.tq, row.hq, row.dim))
+            return [np.ascontiguousarray(o.transpose(1, 0, 2))]
+
+        return [Form("ggml", "", run, result)]
+
+
 # ---------------------------------------------------------------------------- measuring
 def quantile(x, p):
     return float(np.quantile(np.array(x), p))
@@ -488,8 +594,9 @@ def errors(row, data, forms):
 
 
 def tolerance(row):
-    """Of unit-normal data: bf16 rounds outputs up to 4 to 8 bits, and weights."""
-    return 0.06 if row.dtype == "bf16" else 2e-4
+    """Of unit-normal data: bf16 rounds outputs up to 4 to 8 bits, and weights; ggml rounds queries
+    to the dtype of the cache."""
+    return {"bf16": 0.06, "f16": 5e-3, "q8_0": 2e-2}.get(row.dtype, 2e-4)
 
 
 def measure(row, libraries, turns, budget):
@@ -497,6 +604,8 @@ def measure(row, libraries, turns, budget):
     data = Data(row)
     forms = []
     for library in libraries:
+        if row.dtype in ("f16", "q8_0") and not isinstance(library, (Ours, Ggml)):
+            continue
         try:
             forms += library.forms(row, data)
         except Exception as e:             # go on with the next row
@@ -563,7 +672,8 @@ def machine():
 
 
 # ---------------------------------------------------------------------------- the picture
-COLOURS = {"PyTorch": "#d1495b", "ONNX Runtime": "#2a6fbb", "OpenVINO": "#2a9d6f"}
+COLOURS = {"PyTorch": "#d1495b", "ONNX Runtime": "#2a6fbb", "OpenVINO": "#2a9d6f",
+           "ggml": "#8d6cab"}
 TITLES = {"prefill": "Prefill, 8 heads", "cache": "Queries over a cache, 32 query and 8 kv heads",
           "backward": "Backward, 8 heads"}
 LEFT, RIGHT, LINE, WIDTH = 250, 110, 19, 860
@@ -678,6 +788,8 @@ TARGETS = [
     (3.0, "bf16 causal", dict(name="prefill", dtype="bf16", mask="causal"), None),
     (2.5, "decode f32", dict(name="decode", dtype="f32"), ("OpenVINO",)),
     (4.0, "decode bf16", dict(name="decode", dtype="bf16"), ("OpenVINO",)),
+    (3.0, "decode f16", dict(name="decode", dtype="f16"), ("ggml",)),
+    (3.0, "decode q8_0", dict(name="decode", dtype="q8_0"), ("ggml",)),
     (1.8, "8 queries, f32", dict(name="short", dtype="f32", Tq=8), None),
     (1.8, "32 queries, f32", dict(name="short", dtype="f32", Tq=32), None),
     (3.0, "8 queries, bf16 against any dtype", dict(name="short", dtype="bf16", Tq=8), None),
@@ -727,7 +839,7 @@ def main():
             draw(json.load(f), args.svg)
         return 0
     ours = Ours(args.lib)
-    libraries = [ours, Torch(), OnnxRuntime(), OpenVino()]
+    libraries = [ours, Torch(), OnnxRuntime(), OpenVino(), Ggml()]
     versions = [x.version for x in libraries[1:] if x.version]
     info = {"machine": machine(), "isa": ours.isa, "versions": versions, "rows": []}
     print("machine  %s\nours     takes %s\nothers   %s\n" % (info["machine"], ours.isa,
