@@ -8434,16 +8434,17 @@ static int ra__positions_set(const ra_positions *p) {
 
 /* A table of pages comes with page_tokens, and not without. */
 static ra_status ra__check_pages(const ra_desc *d, const ra_pages *p, ra_error *e) {
+    const int none = !p->table && !p->batch_step && !p->count && !p->first;
+    if (none && !d->page_tokens) return RA_OK;
     const ra__rule rules[] = {
-        { !d->page_tokens && (p->table || p->batch_step || p->count || p->first), RA_E_SHAPE,
-          "t.pages", "must be {0}: d.page_tokens is #", 0 },
-        { d->page_tokens && !p->table, RA_E_NULL, "t.pages.table",
+        { !d->page_tokens, RA_E_SHAPE, "t.pages", "must be {0}: d.page_tokens is #", 0 },
+        { !p->table, RA_E_NULL, "t.pages.table",
           "is required: d.page_tokens is #", d->page_tokens },
         { p->batch_step < 0, RA_E_STRIDE, "t.pages.batch_step", "# is negative", p->batch_step },
-        { d->page_tokens && (p->count < 1 || p->count > INT32_MAX), RA_E_RANGE, "t.pages.count",
+        { p->count < 1 || p->count > INT32_MAX, RA_E_RANGE, "t.pages.count",
           "# is not in 1..2^31-1", p->count },
-        { d->page_tokens && (p->first < 0 || p->first >= d->page_tokens), RA_E_RANGE,
-          "t.pages.first", "# is not in 0..page_tokens-1", p->first },
+        { p->first < 0 || p->first >= d->page_tokens, RA_E_RANGE, "t.pages.first",
+          "# is not in 0..page_tokens-1", p->first },
     };
     return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
@@ -11138,8 +11139,8 @@ static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view 
 }
 
 /* Addresses of n rows of K and V of a head: where they are, or gathered out of their pages. */
-static void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int64_t row, int32_t head,
-                               const ra__decode *x, ra__decode_keys *t) {
+RA__NOINLINE void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int64_t row,
+                                     int32_t head, const ra__decode *x, ra__decode_keys *t) {
     const int64_t bytes[2] = { ra__row_bytes(d->k_dtype, d->k_dim),
                                ra__row_bytes(d->v_dtype, d->v_dim) };
     const ra__view k = ra__view_at(kv[0], 0, 0, head), v = ra__view_at(kv[1], 0, 0, head);
@@ -11460,7 +11461,7 @@ RA__NOINLINE void ra__decode_on_stack(const ra__local *c) {
 /* Pages of all keys. */
 static ra_status ra__check_tables_of(const ra__local *c, ra_error *e) {
     ra_status s = RA_OK;
-    for (int32_t b = 0; b < c->d.sequences && !s; b++) {
+    for (int32_t b = 0; c->d.page_tokens && b < c->d.sequences && !s; b++) {
         const int64_t row[2] = { 0, ra__k_len(&c->d, b) };
         s = ra__check_table(&c->d, &c->w.t->pages, b, row, e);
     }
