@@ -411,8 +411,9 @@ static int ch_look(ch_seat *s, ra_transport_op *const *ops, int n, int *left)
     if (failure && w->wrong == CH_PASS_ENDS && n && ops[0]->len > 4096 && ops[0]->len % 64 == 0 &&
         !s->slow++)
         cf_sleep_us(2300 * CH_PATIENCE_MS);
-    if (w->wrong == CH_PASS_TIMES_OUT_LATE && n && ops[0]->len > 4096 && ops[0]->len % 64 == 0 &&
-        !failure && s->polls++ == 300)
+    /* 64 bytes: a rank waits for the frame before the first chunk */
+    if (w->wrong == CH_PASS_TIMES_OUT_LATE && n && ops[0]->len == 64 && !failure &&
+        s->polls++ == 300)
         cf_sleep_us(2300 * CH_PATIENCE_MS);
     pthread_mutex_lock(&w->lock);
     ch_mischief(s, ops, n);
