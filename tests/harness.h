@@ -27,7 +27,8 @@
     h_check_bits(h_args(#got, __FILE__, __LINE__), got, want, (size_t)(bytes))
 
 /* 1 where programs run several times slower than elsewhere: under a sanitizer, on an emulated
- * machine (-DH_SLOW=1). Random problems are smaller there, as many and of as many kinds. */
+ * machine (-DH_SLOW=1). The tests of bits over every mask have at most 3 ranks there, as they have
+ * with scalar kernels. */
 #ifndef H_SLOW
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define H_SLOW 1

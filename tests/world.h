@@ -1050,7 +1050,7 @@ static inline void random_problem(problem *p, h_rng *r, const want *w)
 {
     int options = w->options >= 0 ? w->options : h_one_in(r, 2) ? 0 : (int)h_range(r, 0, 31);
     problem_shape(p, 1, 1, 1, 1, 1);
-    random_shape(p, r, H_SLOW ? w->work / 2 : w->work);
+    random_shape(p, r, w->work);
     if (h_one_in(r, 10)) {
         p->v_in_k = 1;
         p->Dv = (int32_t)h_range(r, 1, p->Dk);
