@@ -1087,11 +1087,11 @@ static void add_small_and_loop(int32_t best) {
     add(r);
     r.kind = SIMPLE;
     add(r);
-    for (int i = 0; i < 6; i++) {      /* a query row per KV head over a short cache */
-        static const int64_t keys[3] = { 16, 128, 1024 };
-        r = row_make(SMALL, best, RA_F32, RA_MASK_CAUSAL, i < 3 ? 64 : 128, 1);
-        r.q_heads = r.kv_heads = i < 3 ? 8 : 32;
-        r.kv_tokens = keys[i % 3];
+    for (int i = 0; i < 12; i++) {     /* a query row per KV head over a short cache */
+        static const int64_t keys[6] = { 16, 32, 64, 128, 256, 1024 };
+        r = row_make(SMALL, best, RA_F32, RA_MASK_CAUSAL, i < 6 ? 64 : 128, 1);
+        r.q_heads = r.kv_heads = i < 6 ? 8 : 32;
+        r.kv_tokens = keys[i % 6];
         r.versus = VERSUS_LOOP;
         add(r);
     }
