@@ -12773,6 +12773,13 @@ typedef struct ra__play {
     int32_t state;                     /* atomic: RA__PLAY_* */
 } ra__play;
 
+/* The slot of message i of a rank. There are fewer than 2^32 messages. */
+RA__INLINE ra__play_slot *ra__play_at(const ra__tour *w, const ra__play *y, int32_t rank,
+                                      int64_t i) {
+    const uint32_t n = (uint32_t)w->p->d.buffers;
+    return &y->slot[(int64_t)rank * n + (uint32_t)i % n];
+}
+
 RA__INLINE int64_t ra__play_tokens(const ra__tour *w, int stays, int32_t b) {
     int keys = stays == (w->t == &w->p->queries);
     return keys ? ra__k_len(&w->p->d, b) : ra__q_len(&w->p->d, b);
@@ -12788,18 +12795,27 @@ static ra__sight ra__sight_of(const ra_plan *p, int32_t b, const ra__seg *rows) 
     return s;
 }
 
-/* How many keys of a run are at [lo, hi). */
-static int64_t ra__sight_keys(const ra__seg *s, int64_t lo, int64_t hi) {
-    int64_t from = ra__max(0, lo - s->pos), to = ra__max(0, hi - s->pos);
+/* How many keys of a run that ends at `last` are at [lo, hi). */
+RA__INLINE int64_t ra__sight_keys(const ra__seg *s, int64_t last, int64_t lo, int64_t hi) {
+    int64_t from, to;
+    if (hi <= s->pos || lo > last) return 0;           /* most: this or all */
+    if (hi > last && lo <= s->pos) return s->rows;
+    from = ra__max(0, lo - s->pos);
+    to = ra__max(0, hi - s->pos);
     if (s->stride > 1) {
         from /= s->stride;
         to = ra__ceil_div(to, s->stride);
     }
     return ra__max(0, ra__min(s->rows, to) - from);
 }
-static int64_t ra__sight_all(const ra__seg *s, const ra__sight *x) {
-    int64_t n = ra__sight_keys(s, x->lo, x->hi);
-    return x->doc < x->keep ? n + ra__sight_keys(s, x->doc, x->keep) : n;
+static int64_t ra__sight_all(const ra__seg *s, const ra__sight *x, int64_t n) {
+    const int64_t last = s->pos + (s->rows - 1) * s->stride;
+    int64_t all = 0;
+    for (; n > 0; n--, x++) {
+        all += ra__sight_keys(s, last, x->lo, x->hi);
+        if (x->doc < x->keep) all += ra__sight_keys(s, last, x->doc, x->keep);
+    }
+    return all;
 }
 
 RA__INLINE int64_t ra__play_samples(const ra__tour *w) {
@@ -12856,7 +12872,7 @@ static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank
         x[i] = ra__sight_of(w->p, c->sequence, &rows);
     }
     for (int64_t i = 0; ra__side_seg(&side, c->sequence, tokens, i, &s); i += skip)
-        for (int64_t k = 0; k < n && s.rows; k++) all += ra__sight_all(&s, &x[k]);
+        if (s.rows) all += ra__sight_all(&s, x, n);
     return n ? ra__mul_sat(ra__mul_sat(all, skip), blocks) / n : 0;
 }
 
@@ -12902,7 +12918,7 @@ static int64_t ra__play_all(const ra__tour *w, const ra__play *y, int32_t rank, 
     if (w->t == &w->p->queries) return ra__play_seen(w, chunk, rank);
     for (int32_t i = 0; i < (chunk->list.run ? 1 : chunk->segs); i++) {
         ra__seg seg = ra__play_seg(chunk, i);
-        for (int32_t k = 0; k < s->samples; k++) all += ra__sight_all(&seg, &s->sight[k]);
+        all += ra__sight_all(&seg, s->sight, s->samples);
     }
     return s->samples ? ra__mul_sat(all, s->blocks) / s->samples : 0;
 }
@@ -12961,7 +12977,7 @@ static void ra__play_group(const ra__tour *w, ra__play *y, int32_t rank, int64_t
     s->busy = ra__play_after(y, begin, own ? ra__play_part(w, y, rank, c, 0)
                                            : ra__play_all(w, y, rank, c));
     for (int64_t i = ra__max(s->group_from, s->visited - n + 1); i < s->visited + !own; i++)
-        y->slot[(int64_t)rank * n + i % n].folded = s->busy;
+        ra__play_at(w, y, rank, i)->folded = s->busy;
     ra__play_note(w, y, rank, begin, ready, joins);
 }
 
@@ -12969,7 +12985,6 @@ static void ra__play_group(const ra__tour *w, ra__play *y, int32_t rank, int64_t
 static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
     ra__play_seat *s = &y->seat[rank];
     const int64_t c = s->fold;
-    const int32_t n = w->p->d.buffers;
     int64_t ready = 0;
     int again = ra__play_again(w, y, rank, c), own, leaves;
     if (again) return again > 0;
@@ -12987,7 +13002,7 @@ static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
     if (leaves && s->started >= RA__PACK_SLOTS) ready = s->own_left[s->started % RA__PACK_SLOTS];
     if (!own && !ra__tour_arrives(w, c, rank)) return (int)(++s->fold > 0);
     if (!own && s->visited == s->received) return 0;
-    if (!own) ready = y->slot[(int64_t)rank * n + s->visited % n].arrived + 1;
+    if (!own) ready = ra__play_at(w, y, rank, s->visited)->arrived + 1;
     if (ra__need(w->t, c, rank) || (own && w->back)) ra__play_group(w, y, rank, c, ready);
     if (leaves) {
         if (s->started == s->ended) s->own_next = c;
@@ -13002,8 +13017,7 @@ static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
 /* From which moment on a rank may send chunk c; -1: not known yet. */
 static int64_t ra__play_ready(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c) {
     const ra__play_seat *s = &y->seat[rank];
-    const int32_t n = w->p->d.buffers;
-    const ra__play_slot *slot = &y->slot[(int64_t)rank * n + s->sent_on % n];
+    const ra__play_slot *slot = ra__play_at(w, y, rank, s->sent_on);
     if (w->t->chunk[c].owner == rank) {
         if (!w->back) return s->next_send;
         if (s->started == s->own_sent) return -1;
@@ -13019,7 +13033,7 @@ static int64_t ra__play_free(const ra__tour *w, ra__play *y, int32_t rank) {
     const int32_t n = w->p->d.buffers;
     const int64_t before = s->received - n;
     if (before >= 0) {
-        const ra__play_slot *slot = &y->slot[(int64_t)rank * n + s->received % n];
+        const ra__play_slot *slot = ra__play_at(w, y, rank, s->received);
         if (s->visited <= before || s->sent_on <= before) return -1;
         s->released = ra__max(s->released, ra__max(slot->folded, slot->sent));
     }
@@ -13044,12 +13058,11 @@ static void ra__play_record(const ra__tour *w, ra__play *y, int32_t rank, int32_
 enum { RA__LEAVES, RA__ARRIVES, RA__RETURNS_TO };
 static void ra__play_move(const ra__tour *w, ra__play *y, int32_t rank, int32_t to, int64_t when) {
     ra__play_seat *s = &y->seat[rank], *o = &y->seat[to];
-    const int32_t n = w->p->d.buffers;
     const int64_t c = s->send++;
     const int returns = w->t->chunk[c].owner == to;
     s->next_send = when + 1;
     if (w->t->chunk[c].owner == rank) s->own_left[s->own_sent++ % RA__PACK_SLOTS] = when + 1;
-    else y->slot[(int64_t)rank * n + s->sent_on++ % n].sent = when + 1;
+    else ra__play_at(w, y, rank, s->sent_on++)->sent = when + 1;
     ra__play_record(w, y, rank, RA__LEAVES, when);
     ra__play_record(w, y, to, returns ? RA__RETURNS_TO : RA__ARRIVES, when);
     if (returns) {
@@ -13057,7 +13070,7 @@ static void ra__play_move(const ra__tour *w, ra__play *y, int32_t rank, int32_t 
         o->next_return = when + 1;
         o->home = ra__play_own(w, to, c + 1);
     } else {
-        ra__play_slot *slot = &y->slot[(int64_t)to * n + o->received++ % n];
+        ra__play_slot *slot = ra__play_at(w, y, to, o->received++);
         slot->arrived = when;
         slot->folded = slot->sent = 0;
         o->next_receive = when + 1;
@@ -13070,10 +13083,11 @@ static int ra__play_send(const ra__tour *w, ra__play *y, int32_t rank) {
     for (; s->send < w->t->chunks; s->send++) {
         const int64_t c = s->send;
         const int32_t owner = w->t->chunk[c].owner, hop = ra__tour_apart(w, owner, rank);
-        const int arrives = ra__tour_arrives(w, c, rank);
+        const int32_t stations = ra__tour_stations(w, c);
+        const int arrives = hop > 0 && hop <= stations;
         int64_t ready, free;
-        if (ra__tour_leaves(w, c, rank)) {
-            const int returns = hop == ra__tour_stations(w, c);
+        if (hop < stations || (w->back && stations && hop == stations)) {      /* it leaves */
+            const int returns = hop == stations;
             const int32_t to = returns ? owner : ra__rank_up(w->p, rank, w->direction);
             ready = ra__play_ready(w, y, rank, c);
             free = ready < 0 ? -1 : returns ? ra__play_home(w, y, c) : ra__play_free(w, y, to);

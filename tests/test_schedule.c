@@ -819,7 +819,7 @@ static ra_desc flat_desc(int ranks, int64_t shard, int heads, int64_t i)
 }
 
 /* Level 0 takes at most 5 % longer than level 1. Backward has larger chunks: an exchange may come
- * as late as a step is long, which are several tiles there. */
+ * as late as a step is long, which is several tiles there. */
 TEST(sendrecv_does_not_take_turns)
 {
     int64_t i;
