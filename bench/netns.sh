@@ -67,8 +67,41 @@ rate() {
     done
 }
 
+# Starts a command on another host, as rsh does, for mpirun: in the namespace of that address, with
+# a name of its own, so that an MPI does not take the hosts for one.
+cat > "$dir/agent" << END
+#!/bin/sh
+r=\${1##*.1}
+shift
+exec ip netns exec $id.\$r unshare -u sh -c "hostname ra\$r; \$*"
+END
+chmod +x "$dir/agent"
+
+# mpi_ring PROGRAM RANKS --mpi openmpi|mpich ARGUMENTS...: over TCP between the namespaces.
+mpi_ring() {
+    program=$1 ranks=$2 mpi=$4 hosts=10.77.0.10
+    shift 4
+    for r in $(seq 1 $((ranks - 1))); do hosts="$hosts,10.77.0.1$r"; done
+    if [ "$mpi" = openmpi ]; then
+        set -- --allow-run-as-root --host "$hosts" --map-by node --bind-to none \
+            --mca plm_rsh_agent "$dir/agent" --mca pml ob1 --mca btl tcp,self \
+            --mca btl_tcp_if_include 10.77.0.0/24 --mca oob_tcp_if_include 10.77.0.0/24 \
+            -n "$ranks" "$program" "$@"
+    else
+        set -- -launcher rsh -launcher-exec "$dir/agent" -hosts "$hosts" -ppn 1 -iface eth0 \
+            -genv UCX_TLS tcp,self -genv UCX_NET_DEVICES eth0 \
+            -n "$ranks" "$program" "$@"
+    fi
+    timeout -k 5 120 ip netns exec $id.0 unshare -u sh -c 'hostname ra0; exec "$@"' sh \
+        mpirun.$mpi "$@" > "$dir/out.0" 2> "$dir/err.0" < /dev/null
+    status=$?
+    sed "s/^mpi    /$(printf %-7s "$mpi")/" "$dir/out.0" > "$dir/line"
+    return $status
+}
+
 # ring PROGRAM RANKS ARGUMENTS...: rank 0 prints its line to $dir/line.
 ring() {
+    [ "$3" != --mpi ] || { mpi_ring "$@"; return; }
     program=$1 ranks=$2 all='' pids='' bad=0
     shift 2
     port=$((20000 + ($$ + passed + failed * 7 + port_step) % 20000))
@@ -88,7 +121,7 @@ port_step=0
 # A row of the table: first without a limit, for the time of computing; then with the rate at which
 # the messages take as long.
 row() {
-    what="$2 ranks $3 $4"
+    what="$2 ranks $3 $4 $5"
     if ! ring "$@" --passes 5; then
         echo "FAIL $what: $(cat "$dir"/err.* | head -n 2)"
         failed=$((failed + 1))
@@ -123,6 +156,16 @@ if [ -f /usr/include/rdma/fabric.h ]; then
 else
     skip ofi "no libfabric-dev"
 fi
+for mpi in openmpi mpich; do
+    if ! command -v mpicc.$mpi > /dev/null || ! command -v mpirun.$mpi > /dev/null; then
+        skip $mpi "no mpirun.$mpi"
+        continue
+    fi
+    mpicc.$mpi -std=c99 -O2 -pthread -I"$root" -DOVERLAP_MPI \
+        -o "$dir/overlap_$mpi" "$root/bench/overlap.c" -lm || exit 1
+    row "$dir/overlap_$mpi" 2 --mpi $mpi
+    [ "$mode" = short ] || row "$dir/overlap_$mpi" 2 --mpi $mpi --full
+done
 
 # A link goes down in the middle of a pass: both ranks end soon after their deadline and say why.
 rate 2000000
