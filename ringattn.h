@@ -13266,7 +13266,7 @@ typedef struct ra__tickets {
 } ra__tickets;
 enum { RA__RING_ENDING = 3 };          /* a pass that went well, while its last callbacks run */
 enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3, RA__FRAME_HELLO = 7 };
-enum { RA__FRAME_STATE = 16, RA__FRAME_REPORT, RA__FRAME_REQUEST, RA__FRAME_END };  /* RESUME */
+enum { RA__FRAME_MEET = 16, RA__FRAME_REPORT, RA__FRAME_REQUEST, RA__FRAME_END };  /* RESUME */
 enum { RA__EPOCH_BIT = 40 };           /* of ra__frame.pass: passes are numbered below it */
 enum { RA__MET = 32 };                 /* plans that a ring remembers */
 #define RA__QUIET_NS ((int64_t)60 * 1000000000)        /* silence that is never a failure */
@@ -18336,7 +18336,7 @@ static ra__frame ra__resume_sealed(ra__frame f) {
 static ra__frame ra__resume_hello(const ra_ring *r) {
     const struct ra__resume *x = r->resume;
     uint64_t all = ra__hash(14695981039346656037u, x->rank, (size_t)x->n * sizeof *x->rank);
-    ra__frame f = ra__ring_frame(r, RA__FRAME_STATE, r->rank, ra__resume_state(r), (int64_t)all);
+    ra__frame f = ra__ring_frame(r, RA__FRAME_MEET, r->rank, ra__resume_state(r), (int64_t)all);
     f.parts = r->earlier.plan ? ra__resume_hash(&r->earlier.agreed) : 0;
     return ra__resume_sealed(f);
 }
@@ -18762,7 +18762,7 @@ static ra_status ra__resume_met(ra_ring *r, int32_t i) {
     ra__frame f;
     ra_status s;
     if (x->stage == RA__MEET_HELLO)
-        return ra__resume_check(r, i, &x->peer[i].heard, RA__FRAME_STATE, length);
+        return ra__resume_check(r, i, &x->peer[i].heard, RA__FRAME_MEET, length);
     s = ra__resume_check(r, i, report, RA__FRAME_REPORT, length);
     memcpy(&f, report, sizeof f);
     if (!s && f.parts != ra__hash(14695981039346656037u, report + RA__FRAME_BYTES,

@@ -82,6 +82,7 @@ static const char *longest_text(void *ctx, int code)
 void hook_longest_failure(ra_status status, const char *text, ra_failure *out)
 {
     ra_ring ring;
+    ra__blame blame = ra__blame_of(-1, -1, 0, -1);
     memset(&ring, 0, sizeof ring);
     ring.has_transport = 1;
     ring.tp.error_text = longest_text;
@@ -93,7 +94,8 @@ void hook_longest_failure(ra_status status, const char *text, ra_failure *out)
     out->peer = INT32_MAX;
     out->pass = INT64_MIN;
     out->chunk = out->since_progress_ns = INT64_MAX;
-    ra__failure_text(&ring, out, INT64_MAX);
+    blame.moved = INT64_MAX;
+    ra__failure_text(&ring, out, &blame);
 }
 
 int64_t hook_open_ops(const ra_transport *t)
