@@ -333,7 +333,7 @@ typedef struct pass {
     tl *picture;                       /* may be null */
     progress bar;
     seat seats[MAX_RANKS];
-    char why[320];
+    char why[720];
 } pass;
 
 typedef struct worker { ra_ring *ring; const ra_job *job; int ith, nth; ra_status status; } worker;

@@ -1013,7 +1013,7 @@ static const char *const diff_text[DIFFS] = {
     ": scale", ": scale", ": scale", ": dtypes", ": mask", ": mask", ": mask", ": mask", ": mask",
     ": sizes", ": chunk_tokens", ": chunk_tokens", ": layout", ": sizes", ": mask", ": mask",
     ": sizes", ": sizes", ": sizes", ": mask", ": mask", ": mask", ": layout", ": sizes",
-    ": dtypes", ": sizes", ": layout", ": scale", ": scale", ": op", "", ""
+    ": dtypes", ": sizes", ": layout", ": scale", ": scale", ": forward or backward", "", ""
 };
 
 /* A problem in which every rank sends something to every other, in messages whose number and length
