@@ -14367,7 +14367,7 @@ static void ra__report_messages(const ra__tour *w, int32_t rank, ra_pass_figures
     }
 }
 
-/* Shards of other ranks that come to a rank, and those of which no chunk does. */
+/* Counts the ranks whose chunks reach this rank, and those of which no chunk does. */
 static void ra__report_hops(const ra__tour *w, int32_t rank, ra_plan_report *r) {
     int came = 0;
     for (int64_t c = 0; c < w->t->chunks; c++) {
@@ -14516,8 +14516,9 @@ static void ra__predict_carve(ra__arena *a, const ra_plan *p, ra__prediction_scr
     m->received = (int64_t *)ra__carve(a, ranks * 8);
 }
 
-/* Seconds of a rank's rows against every chunk: tiles that are not empty, counted whole. For places
- * without an edge only the first and the end are noted, as changes of the seconds per block. */
+/* Adds the seconds that a rank needs for each chunk, from its non-empty tiles. A partial tile is
+ * counted whole. Where no edge lies between, only the first and last block are stored, as changes
+ * per block. */
 static void ra__predict_work(const ra_plan *p, int32_t rank, int32_t b, double pair_s,
                              ra__prediction_scratch *m) {
     ra__side side = ra__plan_side(p, 0, rank);
@@ -14662,7 +14663,7 @@ static void ra__plan_fill(ra_plan *p) {
     ra__plan_readers(p);
 }
 
-/* Empty tiles of chunks that never come here: a pass counts them without looking. */
+/* Empty tiles of chunks that never reach this rank. A pass counts them without visiting them. */
 static int64_t ra__plan_unvisited(const ra_plan *p, const ra__travel *t) {
     int keys = t == &p->queries;                       /* what stays here */
     ra__side side = ra__plan_side(p, keys, p->d.rank);
@@ -16311,8 +16312,8 @@ static int ra__ring_list(const ra_ring *r) {
     return n;
 }
 
-/* Upper bounds for one rank in a pass. seen: tiles that are not empty, from the spans of positions
- * that its query blocks see; all: tiles of all its query blocks with all keys. */
+/* Upper bounds for one rank in one pass. seen: non-empty tiles, from the ranges of positions that
+ * its query blocks can see. all: every query block times every key block. */
 typedef struct ra__load { int64_t seen, all; } ra__load;
 
 /* Most blocks of keys of a sequence on all ranks: each piece of the layout has a short one. */
@@ -16494,8 +16495,8 @@ static ra__frame ra__ring_due(const ra_ring *r, int64_t c) {
                           ra__ring_length(r, c, 1));
 }
 
-/* A message has another length, says `done` or the transport. If its frame has come and is of this
- * pass, it tells what the ranks disagree about. */
+/* A message has the wrong length, reported by `done` or by the transport. If its frame has come and
+ * belongs to this pass, the failure names what the ranks disagree about. */
 static int ra__ring_fail_length(ra_ring *r, const ra_transport_op *op, int64_t chunk) {
     const int sending = op->kind == RA_MSG_SEND;
     ra__blame why = ra__blame_of(op->peer, sending, op->state < 0 ? op->state : 0, chunk);
@@ -16778,8 +16779,8 @@ static ra__between ra__desk_between(ra__desk *desk) {
 }
 
 /* -------------------------------------------------------------------------- compute */
-/* Updates how many entries all tasks have folded: no task has an earlier one in hand or will take
- * one. Under `sched`. */
+/* Updates `folded`, the number of entries that every task has folded: no task holds an earlier
+ * entry or will claim one. Under `sched`. */
 static void ra__ring_advance(ra_ring *r) {
     int64_t f = r->claim_fold;
     for (int32_t i = 0; i < r->plan->d.threads; i++)
@@ -16941,9 +16942,8 @@ static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e)
     return done;
 }
 
-/* A task may fold its next entry. With a transport that has only sendrecv it does not go past an
- * entry that has not come: buffers are free only when every task is done with them, and a peer may
- * be waiting for that. */
+/* Whether a task may fold its next entry. With sendrecv alone it must not pass an entry that has
+ * not come: a buffer is free only after every task has used it, and a peer may wait for it. */
 static int ra__fold_goes_on(const ra_ring *r, int64_t from, int64_t next) {
     if (next == RA__NO_FOLD || !ra__ring_inputs_ready(r, next)) return 0;
     if (!r->has_transport || r->tp.post) return 1;
@@ -17431,8 +17431,8 @@ static ra__desk *ra__desk_take(ra_ring *r, int ith) {
     return NULL;
 }
 
-/* Takes a desk whose thread does not return to the task in hand. *more: some desk has been left,
- * but not for long enough. */
+/* Takes a desk whose thread has not returned to its task. *more: some desk was left too recently to
+ * take. */
 static ra__desk *ra__desk_adopt(ra_ring *r, int *more) {
     for (int32_t i = 0; i < ra__load_i32(&r->threads); i++) {
         ra__desk *desk = &r->desk[i];
@@ -19401,8 +19401,8 @@ static int32_t ra__rank_trees(const ra_cache *c, int32_t rank) {
     return c->tree_first[rank + 1] - c->tree_first[rank];
 }
 
-/* Most rows of a call that a rank holds: whole rounds of all lanes, and for each sequence three
- * more, of which only a part may be there. */
+/* The most rows of one call that a rank can hold: its share of the complete rounds of all lanes,
+ * plus up to three more rounds per sequence, which may be incomplete. */
 static int64_t ra__own_most(const ra_cache *c, int32_t rank) {
     const int64_t lanes = c->lane_first[rank + 1] - c->lane_first[rank];
     const int64_t rounds = c->most_rows / (RA__HOLD * c->lanes) + 3 * (int64_t)c->d.sequences;
@@ -20090,7 +20090,7 @@ static ra_status ra__cache_alarm(ra_cache *c) {
         return RA_OK;
     if (now - looked <= c->cd.watchdog_ns)
         return ra__cache_op_failed(c, RA_E_PEER, ra__cache_awaits(c));
-    ra__store_i64(&c->progress_ns, now);       /* nobody waited while nobody looked */
+    ra__store_i64(&c->progress_ns, now);       /* while no thread called, nothing timed out */
     return RA_OK;
 }
 
@@ -20961,8 +20961,8 @@ static ra_status ra__cache_step(ra_cache *c, int ith) {
     return y ? ra__cache_desk_work(c, y) : moved ? RA_AGAIN : RA_WAIT;
 }
 
-/* Once no thread is inside a failed call: tells the other ranks of the process, without waiting,
- * that this one reads nothing any more. */
+/* When no thread is inside a failed call any more: announces to the other ranks of the process,
+ * without waiting, that this rank no longer reads their memory. */
 static void ra__cache_part(ra_cache *c) {
     if (ra__add_i32(&c->inside, 0) || !ra__load_i32(&c->failed) ||
         !(c->tp.caps & RA_CAP_SHARED))
