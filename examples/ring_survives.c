@@ -280,6 +280,9 @@ static int64_t attend_alone(void)
     if (ra_ring_create(&ring, plan, NULL, NULL) || ra_forward(plan, ring, &t, 0)) abort();
     (void)ra_ring_destroy(ring);
     ra_plan_destroy(plan);
+    free((void *)(uintptr_t)t.q.data);
+    free((void *)(uintptr_t)t.k.data);
+    free((void *)(uintptr_t)t.v.data);
     return report.forward.tiles_partial + report.forward.tiles_full;
 }
 

@@ -82,6 +82,7 @@ races() {
     step tsan-forward "$@" $only TESTS=test_forward EXAMPLES= ARGS=threads
     step tsan-back "$@" $only TESTS=test_back_ring EXAMPLES= ARGS=threads
     step tsan-tcp "$@" $only TESTS=test_tcp EXAMPLES=
+    step tsan-resume "$@" $only TESTS=test_resume EXAMPLES= ARGS=threads
     step tsan-conformance "$@" make check config=tsan werror=1 CC=gcc TESTS= EXAMPLES= \
         SUITES=test_conformance ARGS=world
 }

@@ -249,7 +249,9 @@ static void step_world(sim *w)
     if (w->idle > 60 * w->ranks * w->threads) w->now += WATCHDOG / (50 * w->ranks);
     w->net->now = w->now;
     if (s->over || s->dead) return;
-    ith = w->net->thread = small_range(0, w->threads - 1);
+    ith = small_range(0, w->threads - 1);
+    if (w->idle > 60 * w->ranks * w->threads && small_chance(50)) ith = 0;     /* it may talk */
+    w->net->thread = ith;
     st = call(w, r, ith);
     if (st == RA_WAIT) return;
     w->idle = 0;

@@ -481,7 +481,9 @@ static void step_world(world *w)
     if (w->idle > 60 * w->ranks * w->threads) w->net->now += WATCHDOG / (50 * w->ranks);
     if (s->over || r == w->silent) return;
     if (r == w->stalled && w->net->now < w->stalled_until) return;
-    ith = w->net->thread = small_range(0, w->threads - 1);
+    ith = small_range(0, w->threads - 1);
+    if (w->idle > 60 * w->ranks * w->threads && small_chance(50)) ith = 0;     /* it may talk */
+    w->net->thread = ith;
     st = call(w, r, ith);
     if (st != RA_WAIT)
         net_log(w->net, "%lld: rank %d thread %d pass %d: %s\n", (long long)w->net->now, r, ith,
