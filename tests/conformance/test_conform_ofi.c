@@ -40,7 +40,7 @@ static ra_ofi_desc describe(const form *f, int rank, int ranks, ra_error *why)
 /* 1: the provider is here; otherwise the test is skipped. */
 static int here(const form *f)
 {
-    char text[300];
+    char text[RA_TEXT_BYTES];
     ra_error why;
     ra_ofi *ofi = NULL;
     ra_ofi_desc d = describe(f, 0, 1, &why);
