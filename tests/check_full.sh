@@ -202,6 +202,9 @@ sim() {
     step -x sim-build gcc -std=c99 -O2 $warn -DRINGATTN_SCALAR -pthread -I. tests/test_sim.c \
         -o "$work/test_sim" -lm
     step sim "$work/test_sim" seeds --long
+    for i in 10 16 28; do              # worlds that take longer
+        step "schedule-$i" build/release/tests/test_schedule sendrecv --long --case $i
+    done
     step -x resume-build make build/release/tests/test_resume build/release/examples/ring_survives
     step resume timeout 300 build/release/tests/test_resume --long
     step -x ring-survives timeout 120 build/release/examples/ring_survives --tokens 1024 --times 50
