@@ -156,7 +156,7 @@ $(LOG)/bench.sum: $(B)/bench/bench
 $(LOG)/matrix.sum: $(B)/tests/ringattn.o ringattn.h $(wildcard tests/lang_*) tests/matrix.sh
 	@CC='$(CC)' sh tests/run.sh $(LOG)/matrix matrix sh tests/matrix.sh quick $(B)/matrix
 
-check-full: ## installs what is missing; all compilers, sanitizers, other machines; 25 minutes
+check-full: ## installs what is missing; all compilers, sanitizers, other machines; half an hour
 	@sh tests/check_full.sh
 
 # Needs libsodium: built only where its header is installed.
