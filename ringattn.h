@@ -582,8 +582,8 @@ typedef struct ra_desc {
     int32_t chunk_tokens;              /* keys per message; 0: by the ranks, the shard and the work
                                         * per key, 256 to 4096. Rounded up to blocks (zigzag: to
                                         * mirrored pairs; RUNS: the last block may go beyond it) */
-    int32_t buffers;                   /* receive buffers, 1..64; 0: 3 to 8, of up to 8192 keys
-                                        * together (training: 5120), but three chunks */
+    int32_t buffers;                   /* receive buffers, 1..64; 0: as many as hold 8192 keys
+                                        * (training: 5120), at least 3 and at most 8 */
     ra_rates rates;                    /* what you know of machines and network; {0}: nothing. A
                                         * default chunk then takes no less time than two latencies,
                                         * and a fast link gets fewer buffers */
@@ -608,7 +608,8 @@ typedef struct ra_desc {
                                         * any beyond it find no work. ra_attention takes nth instead
                                         * and ignores this */
     int32_t isa;                       /* RA_ISA_*; 0: the fastest of this machine */
-    int32_t page_tokens;               /* rows per page, a multiple of 16; 0: no pages */
+    int32_t page_tokens;               /* rows per page, a multiple of 16; 0: no pages. Not in rings
+                                        * and not for gradients */
     const struct ra_engine *engine;    /* null: our kernels. Read until the plan is destroyed */
     ra_error *error;                   /* may be null; written on refusal, and by ra_ring_once when
                                         * the pass failed */
@@ -857,7 +858,7 @@ typedef struct ra_prediction {         /* seconds */
     double hidden_s;                   /* the part of transfer_s during which this rank computes */
     double done_s;                     /* until this rank is done */
     double all_done_s;                 /* until the last rank is done */
-    double bound_s;                    /* the same with any number of buffers: what the order of
+    double bound_s;                    /* all_done_s with any number of buffers: what the order of
                                         * keys, which makes bits independent of ranks, allows.
                                         * Without a mask the last rank's own keys come last, so at
                                         * most 1 - 1 / ranks of a transfer as long as computing can
@@ -6115,7 +6116,7 @@ RA__Q8_INLINE __m512i ra__q8_tops(const __m512i *v) {
 
 /* Weights p [row][16 keys] times the scales of `blocks` blocks at `at` of V: of keys whose scale
  * has this sign and which the row sees. Returns 1 if some scale has the other sign. The unit is a
- * power of two, 2^-19 of that of the largest weight; 2^23 units added leave the number of units in
+ * power of two, 2^-15 of that of the largest weight; 2^23 units added leave the number of units in
  * the low bits. NaN is the largest of all integers here, so that the unit becomes NaN. */
 RA__Q8_INLINE int32_t ra__q8_weigh(ra__q8_weights *x, const uint8_t *const *row, int64_t at,
                                    int32_t blocks, const __m512 *p, const __mmask16 *seen,
@@ -18030,23 +18031,28 @@ RINGATTN_API void ra_ring_cancel(ra_ring *ring) {
     (void)ra__add_i64(&ring->events, 1);
 }
 
+/* Steps the pass that has begun until it ends. */
+static ra_status ra__ring_run(ra_ring *ring, int64_t deadline_ns) {
+    ra_status s, end;
+    while ((s = ra_step(ring, 0)) > 0)
+        if (s == RA_WAIT) (void)ra_step_wait(ring, deadline_ns);
+    if (!s) return RA_OK;
+    end = ra_finish(ring, RA_NO_DEADLINE);
+    return end ? end : s;
+}
+
 /* A whole pass on the calling thread. */
 static ra_status ra__ring_pass(ra_ring *ring, const ra_plan *plan, const ra_tensors *t,
                                int64_t deadline_ns, int32_t pass) {
     ra_job job;
-    ra_status end, s;
+    ra_status s;
     memset(&job, 0, sizeof job);
     job.plan = plan;
     job.tensors = t;
     job.deadline_ns = deadline_ns;
     job.pass = pass;
     s = ra_begin(ring, &job);
-    if (s) return s;
-    while ((s = ra_step(ring, 0)) > 0)
-        if (s == RA_WAIT) (void)ra_step_wait(ring, deadline_ns);
-    if (!s) return RA_OK;
-    end = ra_finish(ring, RA_NO_DEADLINE);
-    return end ? end : s;
+    return s ? s : ra__ring_run(ring, deadline_ns);
 }
 
 RINGATTN_API ra_status ra_forward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
@@ -19088,13 +19094,8 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
 }
 
 RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_t deadline_ns) {
-    ra_status s = ra_resume_begin(ring, rd, deadline_ns), end;
-    if (s) return s;
-    while ((s = ra_step(ring, 0)) > 0)
-        if (s == RA_WAIT) (void)ra_step_wait(ring, deadline_ns);
-    if (!s) return RA_OK;
-    end = ra_finish(ring, RA_NO_DEADLINE);
-    return end ? end : s;
+    ra_status s = ra_resume_begin(ring, rd, deadline_ns);
+    return s ? s : ra__ring_run(ring, deadline_ns);
 }
 
 RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {

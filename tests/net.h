@@ -839,4 +839,27 @@ static inline void net_destroy(net *w)
     free(w);
 }
 
+/* -------------------------------------------------------------------------- random networks
+ * By the generator of small.h: the moods of a network, and what its transport says of itself. */
+static inline void small_net(net_config *c, int ranks)
+{
+    memset(c, 0, sizeof *c);
+    c->ranks = ranks;
+    c->seed = small_rand(1u << 30);
+    c->delay = small_chance(70) ? (int64_t)small_rand(200) : 0;
+    c->capacity = small_chance(50) ? 0 : small_range(1, 4);
+    c->refuse = small_chance(50) ? 0 : small_range(5, 60);
+    c->at_once = small_chance(50) ? 0 : small_range(1, 100);
+    c->quiet_done = small_chance(50) ? 0 : 100;
+    c->keep = small_chance(70) ? 0 : small_range(10, 60);
+    c->any_thread = small_chance(50);
+}
+
+static inline void small_net_limits(net_config *c)
+{
+    c->tag_bits = small_chance(50) ? 0 : (uint32_t)small_range(1, 64);
+    c->align = small_chance(50) ? 0 : (size_t)1 << small_rand(10);
+    c->told = small_range(0, 2);
+}
+
 #endif

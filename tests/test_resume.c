@@ -55,20 +55,9 @@ static int64_t world_clock(void *ctx) { return ((sim *)ctx)->now; }
 
 static void random_net(net_config *c, int ranks)
 {
-    memset(c, 0, sizeof *c);
-    c->ranks = ranks;
-    c->seed = small_rand(1u << 30);
-    c->delay = small_chance(70) ? (int64_t)small_rand(200) : 0;
-    c->capacity = small_chance(50) ? 0 : small_range(1, 4);
-    c->refuse = small_chance(50) ? 0 : small_range(5, 60);
-    c->at_once = small_chance(50) ? 0 : small_range(1, 100);
-    c->quiet_done = small_chance(50) ? 0 : 100;
-    c->keep = small_chance(70) ? 0 : small_range(10, 60);
-    c->any_thread = small_chance(50);
+    small_net(c, ranks);
     c->max_ops = small_chance(40) ? 0 : (uint32_t)small_range(2, 40);
-    c->tag_bits = small_chance(50) ? 0 : (uint32_t)small_range(1, 64);
-    c->align = small_chance(50) ? 0 : (size_t)1 << small_rand(10);
-    c->told = small_range(0, 2);
+    small_net_limits(c);
 }
 
 /* A network for ranks that resume. */
@@ -719,22 +708,30 @@ TEST(unsafe)
     free_world(w);
 }
 
-/* Passes that are begun anew: every rank is told the same. */
-static void not_resumed(const char *text)
+/* A world of three ranks that computes gradients. */
+static sim *with_gradients(h_rng rng)
+{
+    net_config c;
+    sim *w;
+    small_seed(rng.state);
+    random_net(&c, 3);
+    c.any_peer = c.train = 1;
+    if (c.max_ops < 3) c.max_ops = 3;
+    train = 1;
+    w = make_world(3, 1, &c);
+    train = 0;
+    w->fetch = EVERYBODY;
+    return w;
+}
+
+/* They are begun anew: every rank is told the same. */
+TEST(backward)
 {
     for (int64_t i = 0; i < 30; i++) {
-        net_config c;
         sim *w;
         int failed = 0;
         if (!h_case(i)) continue;
-        small_seed(h_case_rng(i).state);
-        random_net(&c, 3);
-        c.any_peer = c.train = 1;
-        if (c.max_ops < 3) c.max_ops = 3;
-        train = 1;
-        w = make_world(3, 1, &c);
-        train = 0;
-        w->fetch = EVERYBODY;
+        w = with_gradients(h_case_rng(i));
         run_world(w, (int)(i % 3), 10 + 20 * i);
         for (int r = 0; r < 3; r++) failed += !w->seat[r].dead && w->seat[r].end < 0;
         w->alive = 2;
@@ -745,30 +742,21 @@ static void not_resumed(const char *text)
             ra_failure f;
             memset(&f, 0, sizeof f);
             SOUND(w, ra_ring_failure(w->seat[w->survivor[k]].ring, &f) == RA_OK);
-            SOUND(w, f.status == RA_E_UNSUPPORTED && strstr(f.text, text));
+            SOUND(w, f.status == RA_E_UNSUPPORTED && strstr(f.text, "backward"));
         }
         close_world(w);
         free_world(w);
     }
 }
-TEST(backward) { not_resumed("backward"); }
 
 /* Gradients that are complete everywhere are no reason to begin anew, for one rank or more. */
 TEST(backward_is_complete)
 {
     for (int64_t i = 0; i < 20; i++) {
         const int left = 1 + (int)(i % 3);
-        net_config c;
         sim *w;
         if (!h_case(i)) continue;
-        small_seed(h_case_rng(i).state);
-        random_net(&c, 3);
-        c.any_peer = c.train = 1;
-        if (c.max_ops < 3) c.max_ops = 3;
-        train = 1;
-        w = make_world(3, 1, &c);
-        train = 0;
-        w->fetch = EVERYBODY;
+        w = with_gradients(h_case_rng(i));
         run_world(w, -1, 0);
         for (int r = left; r < 3; r++) w->seat[r].dead = 1;
         w->alive = left;

@@ -108,16 +108,7 @@ static void describe(const world *w)
 
 static void random_net(net_config *c, int ranks)
 {
-    memset(c, 0, sizeof *c);
-    c->ranks = ranks;
-    c->seed = small_rand(1u << 30);
-    c->delay = small_chance(70) ? (int64_t)small_rand(200) : 0;
-    c->capacity = small_chance(50) ? 0 : small_range(1, 4);
-    c->refuse = small_chance(50) ? 0 : small_range(5, 60);
-    c->at_once = small_chance(50) ? 0 : small_range(1, 100);
-    c->quiet_done = small_chance(50) ? 0 : 100;
-    c->keep = small_chance(70) ? 0 : small_range(10, 60);
-    c->any_thread = small_chance(50);
+    small_net(c, ranks);
     c->shared = small_chance(20) && 2 * ranks + 2 <= 64;
     c->any_peer = c->shared || small_chance(50);
     if (!c->shared && small_chance(25)) c->lend = small_range(20, 100);
@@ -126,9 +117,7 @@ static void random_net(net_config *c, int ranks)
     c->max_ops = c->shared ? 64 : small_chance(40) ? 0 : (uint32_t)small_range(2, 40);
     c->train = small_chance(40);
     if (c->train && c->max_ops < 3) c->max_ops = 3;
-    c->tag_bits = small_chance(50) ? 0 : (uint32_t)small_range(1, 64);
-    c->align = small_chance(50) ? 0 : (size_t)1 << small_rand(10);
-    c->told = small_range(0, 2);
+    small_net_limits(c);
 }
 
 /* -------------------------------------------------------------------------- making and ending */
