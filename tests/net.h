@@ -8,6 +8,7 @@
 #define RINGATTN_TEST_NET_H
 
 #include "harness.h"
+#include "small.h"
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
