@@ -327,9 +327,9 @@ extern "C" {
 #define RA_NO_PEER       (-1)
 
 /* -------------------------------------------------------------------------- status
- * 0 is done, positive is "not done, nothing wrong", negative is an error. Errors above
- * RA_E_MISMATCH are refusals: nothing was done, everything is as it was. From RA_E_MISMATCH on a
- * pass has failed, and its ring stays failed: later calls return the same status
+ * 0 is done, positive is "not done, nothing wrong", negative is an error. RA_E_NULL to RA_E_STATE
+ * are refusals: nothing was done, everything is as it was. RA_E_MISMATCH and those below it in this
+ * list are failures of a pass. Its ring stays failed: later calls return the same status
  * (ra_ring_failure has the details). */
 #define RA_STATUS_LIST(X)                                                                        \
     X(RA_OK,             0, "done")                                                              \
@@ -624,16 +624,16 @@ RINGATTN_API ra_desc ra_desc_make(int32_t q_heads, int32_t kv_heads, int32_t dim
 RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
 
 /* -------------------------------------------------------------------------- tensors. Local.
- * Bias: data[batch + head + row * row_step + p * key_step] is added to the score of the query
- * in row `row` of this rank and the key at position p. It is indexed by the key's POSITION, because
- * keys come from other ranks. A step of 0 means the same bias for all: with row_step 0 it is one
- * per key.
+ * Bias: the element at data + b * batch_step + h * head_step + row * row_step + p * key_step is
+ * added to the score that query head h of sequence b has in row `row` of this rank with the key at
+ * position p. It is indexed by the key's POSITION, because keys come from other ranks. A step of 0
+ * means the same bias for all: with row_step 0 it is one per key. d.scores needs RA_SCORE_BIAS.
  *
  * A bias of -inf, or of -2.36e38 or less (so also -FLT_MAX), hides the key from the row. So a mask
  * may be given as a bias alone (ggml's kq_mask): blocks of keys that it hides from all rows of a
- * tile are left out. A finite mask value such as -1e9 hides a key only beside keys without it: a
- * row of which -1e9 hides every key still sees them all, and has an output. Its gradients are 0:
- * backward computes weights again from the f32 LSE, which puts them off by a factor of at most
+ * tile are left out. A finite mask value such as -1e9 hides a key only in a row that also has keys
+ * without it. A row in which every key has -1e9 sees them all and has an output. Its gradients are
+ * 0: backward computes weights again from the f32 LSE, which puts them off by a factor of at most
  * exp(|LSE| / 2^23), and a row whose |LSE| is 2^23 or more counts there as one without keys. */
 typedef struct ra_bias {
     const void *data;
@@ -750,7 +750,7 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
 /* Bytes of workspace for ra_attention and ra_fold on nth threads; 0: d or nth is refused. They are
  * enough for every call with the same heads, dims, dtypes, scores, mask, layout and dropout on at
  * most nth threads, with at most as many sequences, tokens and kv_tokens, whatever q_offset is: ask
- * once for the largest. From 300 KiB per thread (D 64) to some MiB, also for one token. */
+ * once for the largest. It is 300 KiB (D 64) to some MiB per thread, even for one token. */
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
 
 /* Everything on one rank: tokens and kv_tokens rows at t->q_pos and t->k_pos. Called by nth threads
@@ -768,7 +768,7 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
  * workspace: ra_attention_bytes(d, nth) bytes at any address, which need not be cleared. One call
  * at a time: all nth threads must have returned before any of them begins the next one with it. If
  * some of the nth threads did not make a call, zero the workspace before the next. One workspace
- * may serve forward and backward. With nth = 1 it may be null if k_dim + v_dim is at most 512, or
+ * of the larger of both sizes may serve forward and backward. With nth = 1 it may be null if k_dim + v_dim is at most 512, or
  * 256 if K or V is not f32 (longer rows may be refused): then up to 256 KiB of the stack are used,
  * or 384 in a program compiled without optimisation. */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
