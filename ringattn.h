@@ -7239,7 +7239,7 @@ RINGATTN_API const char *ra_isa_name(int32_t isa) {
  * RA__CRC_POLY over two elements, whose bit 31 is the coefficient of x^0. */
 #define RA__CRC_POLY 0x82f63b78u
 
-/* By tables for 8 bytes at a time, made here: they take as long as about 4 KiB of data. */
+/* 8 bytes at a time by tables. They are made here, which takes as long as about 4 KiB of data. */
 static uint32_t ra__crc_by_table(uint32_t crc, const uint8_t *p, int64_t n) {
     uint32_t table[8][256];
     for (uint32_t i = 0; i < 256; i++) {
@@ -7286,8 +7286,9 @@ RA__INLINE uint32_t ra__crc_word(uint32_t crc, const uint8_t *p) {
 #endif
 }
 
-/* A result takes 3 cycles but one may begin in each: long data are three streams, one after the
- * other in memory, of which each is multiplied by x to the bits behind it. */
+/* The instruction takes 3 cycles, and one can begin in every cycle. So long data are cut into three
+ * parts, which go through it side by side. The CRC of a part is then multiplied by x to the number
+ * of bits after it. */
 static uint32_t ra__crc_by_word(uint32_t crc, const uint8_t *p, int64_t n) {
     const int64_t part = n / 24 * 8;
     if (part >= 1 << 14) {
@@ -7310,16 +7311,14 @@ static uint32_t ra__crc_by_word(uint32_t crc, const uint8_t *p, int64_t n) {
     }
     return crc;
 }
-#else
-static uint32_t ra__crc_by_word(uint32_t crc, const uint8_t *p, int64_t n) {
-    return ra__crc_by_table(crc, p, n);
-}
 #endif
 
-/* CRC of n more bytes behind those that have `crc` (none: 0). */
+/* The CRC of some bytes whose CRC is `crc` (none: 0) and n more after them. */
 static uint32_t ra__crc(uint32_t crc, const void *data, int64_t n) {
     const uint8_t *p = (const uint8_t *)data;
+#if RA__X86 || RA__NEON
     if (ra__isa_detect() & (uint32_t)RA__HAS_CRC) return ~ra__crc_by_word(~crc, p, n);
+#endif
     return ~ra__crc_by_table(~crc, p, n);
 }
 
@@ -7386,14 +7385,15 @@ static int64_t ra__longest(const ra_desc *d, int keys) {
     return most;
 }
 
-/* Tokens of a unit of cuts: the block grid if there are 2 blocks a rank, else single tokens. */
+/* Shards are cut at multiples of so many tokens: a block if there are 2 of them per rank, otherwise
+ * one token. */
 static int64_t ra__cut_unit(int64_t tokens, int32_t ranks) {
     return ra__ceil_div(tokens, RA_BLOCK_TOKENS) >= 2 * (int64_t)ranks ? RA_BLOCK_TOKENS : 1;
 }
 
-/* share[r] of `units` for rank r by relative weights (null: equal), largest remainder first, ties
- * to the lower rank. Sum of shares = units. Weights are integers, so every rank computes the same.
- * */
+/* Divides `units` among ranks by relative weights (null: equal): share[r] for rank r. Remainders go
+ * to the largest first, ties to the lower rank. Weights are integers, so that every rank computes
+ * the same. */
 static void ra__shares(int64_t units, int32_t ranks, const int32_t *weights, int64_t *share) {
     int64_t sum = 0, given = 0;
     for (int32_t r = 0; r < ranks; r++) sum += weights ? weights[r] : 1;
@@ -7421,8 +7421,8 @@ static void ra__shares(int64_t units, int32_t ranks, const int32_t *weights, int
 
 /* Boundaries of 2 ranks + 1 pieces, in tokens. CONTIGUOUS: rank r has piece r, pieces from `ranks`
  * on are empty. ZIGZAG: pieces r and 2 ranks - 1 - r; the units shared out are mirrored pairs of
- * blocks {k, n - 1 - k}, and a middle block counts as a pair (SCHEDULE: one chain a row in the
- * order of these units gives the same sums for every number of ranks). */
+ * blocks {k, n - 1 - k}, and a middle block counts as a pair. A row that sums keys in the order of
+ * these units has the same sums for every number of ranks. */
 static void ra__cut(int64_t tokens, int32_t ranks, const int32_t *weights, int zigzag,
                     int64_t *cut) {
     int64_t unit = ra__cut_unit(tokens, ranks), blocks = ra__ceil_div(tokens, unit);
@@ -7498,7 +7498,7 @@ static ra__seg ra__list_run(const ra__run_list *l, int64_t i) {
     return s;
 }
 
-/* The row that a block starts with; of the block behind the last one: the number of rows. */
+/* The row that a block starts with; for the block after the last one: the number of rows. */
 static int64_t ra__list_row(const ra__run_list *l, int64_t block) {
     ra__before at;
     (void)ra__list_find(l, RA__BLOCKS, block, &at);
@@ -7599,7 +7599,7 @@ static ra__seg ra__list_block(const ra__run_list *l, int64_t block) {
     return ra__seg_block(&s, block - at.n[RA__BLOCKS]);
 }
 
-/* A block of the rank's rows of sequence b; 0 if there is none, but of RUNS it must be there. */
+/* A block of the rank's rows of sequence b; 0 if there is none. With RUNS there must be one. */
 static int ra__side_block(const ra__side *s, int32_t b, int64_t tokens, int64_t block,
                           ra__seg *out) {
     ra__seg seg;
@@ -7682,21 +7682,6 @@ typedef struct ra__bounds {
     int32_t lo_max, hi_min, doc_max, keep_min;
 } ra__bounds;
 
-static void ra__bounds_row(ra__bounds *b, const int32_t v[4]) {
-    if (v[0] < v[1]) {
-        b->lo_min = v[0] < b->lo_min ? v[0] : b->lo_min;
-        b->hi_max = v[1] > b->hi_max ? v[1] : b->hi_max;
-    }
-    if (v[2] < v[3]) {
-        b->doc_min = v[2] < b->doc_min ? v[2] : b->doc_min;
-        b->keep_max = v[3] > b->keep_max ? v[3] : b->keep_max;
-    }
-    b->lo_max = v[0] > b->lo_max ? v[0] : b->lo_max;
-    b->hi_min = v[1] < b->hi_min ? v[1] : b->hi_min;
-    b->doc_max = v[2] > b->doc_max ? v[2] : b->doc_max;
-    b->keep_min = v[3] < b->keep_min ? v[3] : b->keep_min;
-}
-
 /* Bounds of no rows. */
 static ra__bounds ra__bounds_none(void) {
     const ra__bounds b = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN,
@@ -7714,6 +7699,15 @@ static void ra__bounds_join(ra__bounds *a, const ra__bounds *more) {
     a->hi_min = more->hi_min < a->hi_min ? more->hi_min : a->hi_min;
     a->doc_max = more->doc_max > a->doc_max ? more->doc_max : a->doc_max;
     a->keep_min = more->keep_min < a->keep_min ? more->keep_min : a->keep_min;
+}
+
+/* Bounds of the rows of b and of a row that sees [v[0], v[1]) and [v[2], v[3]). */
+static void ra__bounds_row(ra__bounds *b, const int32_t v[4]) {
+    const int some = v[0] < v[1], kept = v[2] < v[3];
+    const ra__bounds row = { some ? v[0] : INT32_MAX, some ? v[1] : INT32_MIN,
+                             kept ? v[2] : INT32_MAX, kept ? v[3] : INT32_MIN,
+                             v[0], v[1], v[2], v[3] };
+    ra__bounds_join(b, &row);
 }
 
 /* Geometry of a query block: rows of a segment of at most 64; g may be null. */
@@ -7763,11 +7757,10 @@ static int ra__doc_next(const ra_mask *m, int64_t end, const ra__seg *s, ra__doc
     return 1;
 }
 
-/* The bounds of ra__rows_fill, at the cost of two rows a document: in a document lo, hi and keep
- * never fall from a row to the next, and if the last row sees something, all do. */
+/* The bounds of ra__rows_fill at the cost of two rows per document: within a document lo, hi and
+ * keep never decrease from one row to the next, and if the last row sees something, all do. */
 static ra__bounds ra__seg_bounds(const ra_mask *m, int64_t end, const ra__seg *s) {
-    ra__bounds b = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN,
-                     INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX };
+    ra__bounds b = ra__bounds_none();
     ra__doc_rows at = { 0, 0, 0, 0, 0 };
     int32_t v[4];
     if (m->kind == RA_MASK_INTERVALS) return ra__rows_fill(m, end, s, NULL, NULL);
@@ -7815,8 +7808,8 @@ RA__INLINE int64_t ra__pairs_row(const int32_t v[4]) {
 }
 
 /* Sum of floor((a i + b) / m) over i in [0, n), for a, b >= 0 and m > 0, by Euclid's algorithm:
- * what is left of a and b below m counts points under a line, which is the same sum with the axes
- * exchanged. */
+ * with a and b reduced below m the sum counts points under a line, and with the axes exchanged that
+ * is a sum of the same kind. */
 static int64_t ra__floor_sum(int64_t n, int64_t a, int64_t b, int64_t m) {
     int64_t sum = 0;
     while (n > 0) {
@@ -7834,8 +7827,8 @@ static int64_t ra__floor_sum(int64_t n, int64_t a, int64_t b, int64_t m) {
     return sum;
 }
 
-/* Visible pairs of n rows at p, p + step, ... of one document, none of which is beyond an edge of
- * ra__pairs_edges that the first is not: all counts grow evenly, but for causal blocks. */
+/* Visible pairs of n rows at p, p + step, ... of one document, with no edge of ra__pairs_edges
+ * between them: from row to row the counts grow by the same number, except with causal blocks. */
 static int64_t ra__pairs_piece(const ra_mask *m, int64_t p, int64_t step, int64_t n, int64_t doc,
                                int64_t last) {
     int32_t v[4], w[4];
@@ -7896,9 +7889,10 @@ static int64_t ra__pairs_seg(const ra_mask *m, int64_t end, const ra__seg *s) {
     }
     return n;
 }
-/* Keys of one owner that travel together: one segment, or for zigzag two, mirrored. Of RUNS the
- * segment is rows of several runs that follow one another, whole blocks of a list: pos and stride
- * are those of its first row. */
+
+/* Keys of one owner that travel together: one segment, or for zigzag two, mirrored. With RUNS the
+ * segment is whole blocks of a list, from several runs that follow one another: pos and stride are
+ * those of its first row. */
 typedef struct ra__chunk {
     int32_t sequence, owner;
     int32_t segs;
@@ -7971,8 +7965,8 @@ RA__INLINE int64_t ra__chunk_blocks(const ra__chunk *c) {
     return c->segs > 1 ? ra__seg_blocks(c, 0) + ra__seg_blocks(c, 1) : ra__seg_blocks(c, 0);
 }
 
-/* Block i of chunk c in folding order: DESC downwards; zigzag the pairs {k, n - 1 - k}, front block
- * first; else upwards. *which: its segment. */
+/* Block i of chunk c in folding order: downwards under RA_ORDER_DESCENDING; with zigzag the pairs
+ * {k, n - 1 - k}, front block first; otherwise upwards. *which: its segment. */
 static ra__seg ra__chunk_block(const ra__chunk *c, int32_t order, int64_t i, int32_t *which) {
     int64_t n0 = ra__ceil_div(c->seg[0].rows, RA_BLOCK_TOKENS), n1, pair;
     *which = 0;
@@ -8017,8 +8011,8 @@ static void ra__chunk_of_list(ra__chunk *c, const ra__run_list *l, int64_t from,
     c->seg[0].rows = to > from ? ra__list_row(l, to) - s.row : 0;
 }
 
-/* Leaves of segment i of a chunk blocks [from, to), as far as there are so many; returns the rows
- * before them. */
+/* Cuts segment i of a chunk down to its blocks [from, to), as far as it has them. Returns the rows
+ * that this removes before them. */
 static int64_t ra__seg_cut(ra__chunk *c, int32_t i, int64_t from, int64_t to) {
     int64_t n = ra__seg_blocks(c, i), row = c->row, first = c->seg[i].row;
     from = ra__min(from, n);
@@ -8049,9 +8043,6 @@ static void ra__chunk_side(const ra__side *side, int32_t b, int64_t tokens, ra__
     c->segs = 1 + (side->layout == RA_LAYOUT_ZIGZAG);
     for (int32_t i = 0; i < c->segs; i++) (void)ra__side_seg(side, b, tokens, i, &c->seg[i]);
 }
-
-/* Tiles whose query unit is not below the key's, and the others. */
-enum { RA__AFTER = 1, RA__BEFORE = 2, RA__BOTH = 3 };
 
 /* ========================================================================== TENSORS
  * Views with all defaults filled in, and the checks of a call's tensors against its descriptor. In:
@@ -9727,9 +9718,9 @@ RA__INLINE int64_t ra__tasks(const ra_desc *d, int64_t blocks, int32_t panels) {
     return d->kv_heads * ra__ceil_div(blocks * (d->q_heads / d->kv_heads), panels);
 }
 
-static ra__task ra__task_of(const ra_desc *d, int32_t b, int64_t blocks, int32_t panels,
-                            int64_t index) {
-    int64_t all = blocks * (d->q_heads / d->kv_heads), a_head = ra__ceil_div(all, panels);
+/* Task `index` of a sequence with `all` panels per KV head. */
+static ra__task ra__task_of(int32_t b, int64_t all, int32_t panels, int64_t index) {
+    int64_t a_head = ra__ceil_div(all, panels);
     ra__task t;
     t.sequence = b;
     t.kv_head = (int32_t)(index / a_head);
@@ -9843,8 +9834,7 @@ static void ra__rows_clear(const ra__work *w, int32_t b, const ra__seg *s, int32
 /* Fills the geometry of an engine's rows; returns their bounds. */
 static ra__bounds ra__engine_geometry(const ra__work *w, int32_t b, const ra__seg *rows,
                                       const ra__engine_scratch *x) {
-    ra__bounds all = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN,
-                       INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX };
+    ra__bounds all = ra__bounds_none();
     int64_t end = ra__key_end(w->d, b, w->any_position);
     const int32_t *array = w->q_side.array;
     if (array) array += b * w->q_side.array_stride + rows->row;
@@ -9954,6 +9944,9 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
  * With RA_TRAVEL_Q it is the other way round: dK and dV take query blocks from the first on, and dQ
  * takes keys by unit cyclically from the row's own on, so RA__AFTER is query units up to the key's.
  * Where queries and keys are not the same positions all is RA__AFTER. */
+
+/* Tiles whose query unit is not below the key's, and the others. */
+enum { RA__AFTER = 1, RA__BEFORE = 2, RA__BOTH = 3 };
 
 enum { RA__BACK_PANELS = 8,            /* most panels that share a block of keys and its sums */
        RA__BACK_READY = 256 };         /* most blocks of keys that stay in the kernel's form */
@@ -10771,7 +10764,7 @@ static void ra__local_task(const ra__local *c, const ra__task *t, ra__scratch *x
     ra__fp_leave(mode);
 }
 
-/* Panels of a task: fewer if threads would else stand idle. */
+/* Panels of a task: fewer if threads would otherwise have no work. */
 static int32_t ra__local_panels(const ra__local *c, int nth) {
     int32_t panels = ra__panels(&c->d);
     for (; nth > 1 && panels > 1; panels /= 2) {
@@ -10783,8 +10776,8 @@ static int32_t ra__local_panels(const ra__local *c, int nth) {
     return panels;
 }
 
-/* Thread ith's share: every nth task, forwards and backwards in turn, for causal rows cost more
- * towards the end. */
+/* The tasks of thread ith: one of every nth, counted forwards and backwards in turn, because causal
+ * rows cost more towards the end. */
 static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, int ith, int nth) {
     ra__arena a = { NULL, 0 };
     ra__scratch x;
@@ -10795,14 +10788,11 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, i
     ra__task t;
     t.count = 0;
     for (int32_t b = 0; b < c->d.sequences; b++) {
-        int64_t all = ra__local_blocks(c, b), a_head = ra__ceil_div(all, panels);
-        for (int64_t i = 0; i < c->d.kv_heads * a_head; i++, index++) {
+        int64_t all = ra__local_blocks(c, b), tasks = c->d.kv_heads * ra__ceil_div(all, panels);
+        for (int64_t i = 0; i < tasks; i++, index++) {
             int64_t turn = index / nth, place = index % nth;
             if ((turn % 2 ? nth - 1 - place : place) != ith) continue;
-            x.next.sequence = b;
-            x.next.kv_head = (int32_t)(i / a_head);
-            x.next.panel0 = i % a_head * panels;
-            x.next.count = (int32_t)ra__min(panels, all - x.next.panel0);
+            x.next = ra__task_of(b, all, panels, i);
             x.asked = c->pairs ? x.next.count : 0;
             if (t.count) ra__local_task(c, &t, &x, gather);
             t = x.next;
@@ -10835,13 +10825,9 @@ static void ra__local_walk_begin(const ra__local *c, uint8_t *memory, ra__local_
 }
 
 static ra__task ra__local_walk_task(const ra__local *c, const ra__local_walk *w, int64_t index) {
-    const int64_t all = ra__local_blocks(c, 0), a_head = ra__ceil_div(all, w->panels);
-    ra__task t = { 0, 0, 0, 0 };
-    if (index >= w->tasks) return t;
-    t.kv_head = (int32_t)(index / a_head);
-    t.panel0 = index % a_head * w->panels;
-    t.count = (int32_t)ra__min(w->panels, all - t.panel0);
-    return t;
+    const ra__task none = { 0, 0, 0, 0 };
+    if (index >= w->tasks) return none;
+    return ra__task_of(0, ra__local_blocks(c, 0), w->panels, index);
 }
 
 /* Goes on until *left, in the measure of RA__TILE_WORK, is used up. 1: all tasks are done. */
@@ -11708,14 +11694,15 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
 
 /* ========================================================================== LOCAL BACKWARD
  * Gradients on one rank. In: the tensors of a call, dO, and O and LSE of its forward pass. Out: dQ,
- * dK, dV, or sums of them in a state of the caller's.
- * Work is cut in pairs of a sequence and a kv head; a thread does whole pairs. What is left when
- * they do not go round is cut into pieces: dQ by query blocks and dK, dV by key blocks, each of
- * which computes S and dP for itself: 7 products instead of 5, and the same sums. */
+ * dK, dV, or sums of them in arrays of the caller's.
+ * Work is divided into (sequence, KV head) pairs, and a thread does whole pairs. Pairs left over
+ * when their number is not a multiple of nth are cut into pieces: dQ of some query blocks, or dK
+ * and dV of some blocks of keys. Each piece computes S and dP again (7 matrix products instead of
+ * 5). The sums, and so the bits, are the same. */
 typedef struct ra__back_local {
     ra__local c;
     ra__back b;
-    ra__view d_k, d_v;
+    ra__view d_kv[2];                  /* the caller's dK and dV */
 } ra__back_local;
 
 /* Memory of one thread: sums of one pair. */
@@ -11739,7 +11726,7 @@ static int64_t ra__back_bytes(const ra_desc *d) {
     return a.used;
 }
 
-/* A sequence's keys, or of a share without queries its part of them. */
+/* The keys of a share: all of the sequence, or the share's part of them if it has no queries. */
 static void ra__back_item(const ra__back_local *l, const ra__share *p, ra__item *item) {
     const ra__local *c = &l->c;
     const int32_t *array = c->k_side.array;
@@ -11759,15 +11746,8 @@ static void ra__back_item(const ra__back_local *l, const ra__share *p, ra__item 
     ra__item_owned(item, c->kv, array);
 }
 
-static void ra__back_keys_finish(const ra__back_local *l, const ra__share *p,
-                                 const ra__item *item, const ra__grads *g) {
-    ra__view out[2];
-    out[0] = l->d_k;
-    out[1] = l->d_v;
-    ra__grads_finish(&l->b, &item->c, p->t.kv_head, out, g);
-}
-
-/* Does the piece own sums of the bias' gradient? Those of a key go with dK, others with dQ. */
+/* 1 if the share adds to the gradient of the bias: with dK if that is one sum per key, otherwise
+ * with dQ. */
 static int32_t ra__back_has_bias(const ra__back_local *l, const ra__share *p) {
     const ra_bias_out *bias = &l->c.w.t->d_bias;
     if (!bias->data) return 0;
@@ -11777,8 +11757,8 @@ static int32_t ra__back_has_bias(const ra__back_local *l, const ra__share *p) {
 /* Points g at the sums of a chunk's keys in the memory of a thread, where they are wanted. */
 static void ra__back_point(const ra__back_local *l, const ra__share *p, const ra__chunk *c,
                            const ra__back_memory *m, ra__grads *g) {
-    const float *dk = p->want_k && l->d_k.data ? m->dk : NULL;
-    const float *dv = p->want_k && l->d_v.data ? m->dv : NULL;
+    const float *dk = p->want_k && l->d_kv[0].data ? m->dk : NULL;
+    const float *dv = p->want_k && l->d_kv[1].data ? m->dv : NULL;
     ra__view sums[2];
     sums[0] = ra__view_packed((const uint8_t *)dk, 1, l->c.d.k_dim, RA_F32);
     sums[1] = ra__view_packed((const uint8_t *)dv, 1, l->c.d.v_dim, RA_F32);
@@ -11786,61 +11766,47 @@ static void ra__back_point(const ra__back_local *l, const ra__share *p, const ra
 }
 
 /* A share in one phase; g->edge loses RA__FIRST when the sums of dQ have begun. */
-static void ra__back_pass(const ra__back_local *l, const ra__share *p, ra__grads *g,
-                          int last, ra__back_memory *m) {
+static void ra__back_pass(const ra__back_local *l, const ra__share *p, const ra__item *item,
+                          ra__grads *g, int last, ra__back_memory *m) {
     const ra_desc *d = &l->c.d;
     int32_t group = d->q_heads / d->kv_heads;
     int64_t blocks = ra__side_blocks(&l->c.w.q_side, p->t.sequence, ra__q_len(d, p->t.sequence));
     int64_t from = p->want_k ? 0 : ra__part(blocks, p->parts, p->part);
     int64_t to = p->want_k ? blocks : ra__part(blocks, p->parts, p->part + 1);
-    ra__task t;
-    ra__item item;
-    t.sequence = p->t.sequence;
-    t.kv_head = p->t.kv_head;
+    ra__task t = p->t;
     t.panel0 = from * group;
     t.count = (int32_t)((to - from) * group);
-    ra__back_item(l, p, &item);
-    ra__back_point(l, p, &item.c, m, g);
     if (last) g->edge |= RA__LAST;
-    ra__back_task(&l->b, &t, &item, g, &m->x);
+    ra__back_task(&l->b, &t, item, g, &m->x);
     g->edge &= ~RA__FIRST;
 }
 
 static void ra__back_run_piece(const ra__back_local *l, const ra__share *p,
                                ra__back_memory *m) {
     const ra_desc *d = &l->c.d;
-    int32_t group = d->q_heads / d->kv_heads;
+    const int32_t group = d->q_heads / d->kv_heads;
+    const int twice = l->b.square && l->c.w.order != RA_ORDER_DESCENDING;
     ra__grads g;
     ra__item item;
     memset(&g, 0, sizeof g);
     g.edge = RA__FIRST;
     g.bias = ra__back_has_bias(l, p);
-    if (!(p->want_q && l->b.d_q.data) && !(p->want_k && (l->d_k.data || l->d_v.data)) && !g.bias)
+    if (!(p->want_q && l->b.d_q.data) &&
+        !(p->want_k && (l->d_kv[0].data || l->d_kv[1].data)) && !g.bias)
         return;
     if (p->want_q && l->b.d_q.data)
         g.dq = ra__view_packed((const uint8_t *)m->dq, group, d->k_dim, RA_F32);
-    if (p->want_k) {
-        ra__back_item(l, p, &item);
-        ra__back_point(l, p, &item.c, m, &g);
-        ra__grads_clear(d, &item.c, &g);
-    }
-    if (l->b.square && l->c.w.order != RA_ORDER_DESCENDING) {
-        m->x.phase = RA__AFTER;
-        ra__back_pass(l, p, &g, 0, m);
-        m->x.phase = RA__BEFORE;
-        ra__back_pass(l, p, &g, 1, m);
-    } else {                           /* DESC: there are no others */
-        m->x.phase = RA__AFTER | RA__BEFORE;
-        ra__back_pass(l, p, &g, 1, m);
-    }
-    if (p->want_k) {
-        ra__back_item(l, p, &item);
-        ra__back_point(l, p, &item.c, m, &g);
-        ra__back_keys_finish(l, p, &item, &g);
-    }
+    ra__back_item(l, p, &item);
+    ra__back_point(l, p, &item.c, m, &g);
+    if (p->want_k) ra__grads_clear(d, &item.c, &g);
+    m->x.phase = twice ? RA__AFTER : RA__BOTH;
+    ra__back_pass(l, p, &item, &g, !twice, m);
+    m->x.phase = RA__BEFORE;
+    if (twice) ra__back_pass(l, p, &item, &g, 1, m);
+    if (p->want_k) ra__grads_finish(&l->b, &item.c, p->t.kv_head, l->d_kv, &g);
 }
 
-/* Thread ith's share: whole pairs, then pieces of those that are left; sinks by head. */
+/* The work of thread ith: whole pairs, then pieces of those left over; sinks by head. */
 static void ra__back_run(const ra__back_local *l, uint8_t *memory, int ith, int nth) {
     const ra_desc *d = &l->c.d;
     int64_t pairs = (int64_t)d->sequences * d->kv_heads, rest = pairs % nth;
@@ -11850,11 +11816,11 @@ static void ra__back_run(const ra__back_local *l, uint8_t *memory, int ith, int 
     ra__share p;
     a.base = memory;
     ra__back_memory_carve(&a, d, &m);
+    memset(&p, 0, sizeof p);
+    p.want_q = p.want_k = p.parts = 1;
     for (int64_t i = ith; i < whole; i += nth) {
         p.t.sequence = (int32_t)(i / d->kv_heads);
         p.t.kv_head = (int32_t)(i % d->kv_heads);
-        p.want_q = p.want_k = p.parts = 1;
-        p.part = 0;
         ra__back_run_piece(l, &p, &m);
     }
     for (int64_t i = whole; i < pairs; i++) {
@@ -11883,15 +11849,14 @@ static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_
     s = ra__local_check(d, t, &l->c);
     if (s) return s;
     if (l->c.d.engine) return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
-    l->c.d.error = e;
     s = ra__check_grads(&l->c.d, t, l->c.rows, view);
     if (s) return s;
     l->b.w = &l->c.w;
     l->b.kernel = ra__kernel_of(&l->c.d);
     l->b.d_o = view[0];
     l->b.d_q = view[1];
-    l->d_k = view[2];
-    l->d_v = view[3];
+    l->d_kv[0] = view[2];
+    l->d_kv[1] = view[3];
     l->b.square = ra__local_square(&l->c) && !l->c.d.q_offset && !ra__positions_set(&t->q_pos) &&
                   !ra__positions_set(&t->k_pos);
     return RA_OK;
@@ -11928,33 +11893,31 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
     ra__share p;
     ra__view sums[2];
     ra__grads g;
-    ra__task t;
     ra__item item;
     a.base = memory;
     ra__back_memory_carve(&a, d, &m);
-    m.x.phase = RA__AFTER | RA__BEFORE;
+    m.x.phase = RA__BOTH;
     l->c.w.ml_head = 1;
     l->c.w.ml_row = d->q_heads;
     l->c.w.ml_batch = d->tokens * d->q_heads;
+    memset(&p, 0, sizeof p);
     p.want_q = p.want_k = p.parts = 1;
-    p.part = 0;
     memset(&g, 0, sizeof g);
     ra__fold_back_sums(d, into, sums);
     g.bias = 1;
     for (int32_t i = 0; i < d->sequences * d->kv_heads; i++) {
-        p.t.sequence = t.sequence = i / d->kv_heads;
-        p.t.kv_head = t.kv_head = i % d->kv_heads;
-        t.panel0 = 0;
-        t.count = (int32_t)ra__side_blocks(&l->c.w.q_side, p.t.sequence,
-                                           ra__q_len(d, p.t.sequence)) * group;
+        p.t.sequence = i / d->kv_heads;
+        p.t.kv_head = i % d->kv_heads;
+        p.t.count = (int32_t)ra__side_blocks(&l->c.w.q_side, p.t.sequence,
+                                             ra__q_len(d, p.t.sequence)) * group;
         if (into->d_q) {
             g.dq = ra__view_packed((const uint8_t *)into->d_q, d->q_heads, d->k_dim, RA_F32);
             g.dq.batch = d->tokens * g.dq.token;
             g.dq = ra__view_at(g.dq, p.t.sequence, 0, p.t.kv_head * group);
         }
         ra__back_item(l, &p, &item);
-        ra__grads_at(d, &item.c, sums, t.kv_head, &g);
-        ra__back_task(&l->b, &t, &item, &g, &m.x);
+        ra__grads_at(d, &item.c, sums, p.t.kv_head, &g);
+        ra__back_task(&l->b, &p.t, &item, &g, &m.x);
     }
 }
 
@@ -16901,11 +16864,11 @@ static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra_
     const ra_plan *p = r->plan;
     const int32_t b = r->lists->fold[desk->claim.fold].sequence;
     ra__fold_hand *h = &desk->hand.fold;
-    ra__side side = r->work.q_side;
+    const int64_t blocks = ra__side_blocks(&r->work.q_side, b, ra__q_len(&p->d, b));
     ra__arena a = { NULL, 0 };
     a.base = memory;
     ra__scratch_carve(&a, &p->d, p->sizes.panels, &h->x);
-    h->t = ra__task_of(&p->d, b, ra__side_blocks(&side, b, ra__q_len(&p->d, b)), p->sizes.panels,
+    h->t = ra__task_of(b, blocks * (p->d.q_heads / p->d.kv_heads), p->sizes.panels,
                        desk->claim.task - p->task_begin[b]);
     ra__task_rows(&r->work, &h->t, &h->x);
     h->seen = ra__bounds_none();
@@ -21152,8 +21115,7 @@ RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
 
 /* ========================================================================== ESTIMATE
  * How long a context fits into given hardware, and whether computing hides the transfer of a hop.
- * Takes figures of hardware and model and returns figures; uses nothing else of the library except
- * refusals. With F FLOP/s and W bytes/s per device, c tokens per block, b sequences, e bytes per
+ * Takes figures of hardware and model and returns figures. With F FLOP/s and W bytes/s per device, c tokens per block, b sequences, e bytes per
  * element and f = 1 (balanced causal: 1/2), one hop computes 4 f b Hq D c^2 FLOPs and moves 2 b c
  * Hkv D e bytes. Compute covers the transfer from c = (F/W) e Hkv / (2 f Hq) on, which is F/W for
  * MHA at 2 bytes. A device holds six blocks of hidden size h: Q; K, V in use; K, V arriving; the
@@ -21185,17 +21147,10 @@ static const ra_hardware ra__est_networks[] = {
     { 0.0, 0.0, 25e9,  2e-6, 0, 8192 },      /* InfiniBand HDR */
 };
 
-/* 1 unless x is an infinity or NaN. */
-static int32_t ra__est_finite(double x) {
-    uint64_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return ((bits >> 52) & 0x7ff) != 0x7ff;
-}
-
 /* Refuses what is not a number between least and RA__EST_LIMIT. A zero below least counts as
  * unset. */
 static ra_status ra__est_check_real(ra_error *e, const char *field, double x, double least) {
-    const int32_t finite = ra__est_finite(x);
+    const int finite = (ra__f64_bits(x) >> 52 & 0x7ff) != 0x7ff;
     int64_t about = 0;
     if (finite && x == 0.0 && least > 0.0)
         return ra__refuse(e, RA_E_UNSET, field, "must be set, is #", 0);
@@ -21268,7 +21223,6 @@ static ra_status ra__est_compute(const ra_hardware *hw, const ra_model *m, ra_es
     const double hidden = m->hidden ? (double)m->hidden : q_row;
     double c;
     ra_status s;
-
     r->block_min = hw->flops_per_s / hw->link_bytes_per_s * e * kv_row / (2.0 * f * q_row);
     r->device_tokens_min = 6.0 * r->block_min;
     r->activation_bytes_token = 6.0 * b * hidden * e;
@@ -21277,7 +21231,6 @@ static ra_status ra__est_compute(const ra_hardware *hw, const ra_model *m, ra_es
                         &r->context_max);
     if (s) return s;
     r->cache_bytes = (double)r->context_max * b * r->cache_bytes_token;
-
     c = hw->block_tokens ? (double)hw->block_tokens : r->block_min;
     r->hop_compute_s = 4.0 * f * b * q_row * c * c / hw->flops_per_s;
     r->hop_transfer_s = hw->link_latency_s + 2.0 * b * kv_row * c * e / hw->link_bytes_per_s;
