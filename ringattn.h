@@ -8149,31 +8149,67 @@ static ra_status ra__check_allocator(const ra_allocator *a, const char *field, r
     return ra__refuse_part(e, RA_E_NULL, name, "is null: set both alloc and free, or neither", 0);
 }
 
-/* What one view must look like. */
-typedef struct ra__shape { const char *field; int64_t batch, rows, heads, dim; int32_t dtype; }
-    ra__shape;
+/* Tensors of a call. */
+enum { RA__TENSOR_Q, RA__TENSOR_K, RA__TENSOR_V, RA__TENSOR_O, RA__TENSOR_LSE, RA__TENSOR_D_O,
+       RA__TENSOR_D_Q, RA__TENSOR_D_K, RA__TENSOR_D_V, RA__TENSORS };
 
-RA__INLINE ra__shape ra__shape_of(const char *field, const ra_desc *d, int64_t rows, int64_t heads,
-                              int64_t dim) {
-    ra__shape s;
-    s.field = field;
-    s.batch = d->sequences;
-    s.rows = rows;
-    s.heads = heads;
-    s.dim = dim;
-    s.dtype = RA_F32;
-    return s;
+/* One of them as it was given, and what it must look like. */
+typedef struct ra__tensor {
+    const char *field;
+    ra_in in;                          /* outputs too */
+    int64_t batch, rows, heads, dim;
+    int32_t dtype, writable;
+} ra__tensor;
+
+#define RA__TENSOR(name, dim, dtype, keys, writable)                                             \
+    { "t." #name, offsetof(ra_tensors, name), offsetof(ra_desc, dim), offsetof(ra_desc, dtype),  \
+      keys, writable }
+
+/* Tensor `which` of a call with rows[0] queries and rows[1] keys. */
+static ra__tensor ra__tensor_of(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                int which) {
+    static const struct { const char *field; size_t at, dim, dtype; int32_t keys, writable; }
+    list[RA__TENSORS] = {
+        RA__TENSOR(q, k_dim, q_dtype, 0, 0), RA__TENSOR(k, k_dim, k_dtype, 1, 0),
+        RA__TENSOR(v, v_dim, v_dtype, 1, 0), RA__TENSOR(o, v_dim, o_dtype, 0, 1),
+        RA__TENSOR(lse, v_dim, o_dtype, 0, 1), RA__TENSOR(d_o, v_dim, o_dtype, 0, 0),
+        RA__TENSOR(d_q, k_dim, grad_dtype, 0, 1), RA__TENSOR(d_k, k_dim, grad_dtype, 1, 1),
+        RA__TENSOR(d_v, v_dim, grad_dtype, 1, 1),
+    };
+    const int32_t keys = list[which].keys;
+    int32_t dim;
+    ra__tensor x;
+    x.field = list[which].field;
+    memcpy(&x.in, (const uint8_t *)t + list[which].at, sizeof x.in); /* ra_out is laid out alike */
+    memcpy(&dim, (const uint8_t *)d + list[which].dim, sizeof dim);
+    memcpy(&x.dtype, (const uint8_t *)d + list[which].dtype, sizeof x.dtype);
+    x.batch = d->sequences;
+    x.rows = rows[keys];
+    x.heads = keys ? d->kv_heads : d->q_heads;
+    x.dim = dim;
+    x.writable = list[which].writable;
+    if (which == RA__TENSOR_LSE) {
+        x.dim = 1;
+        x.dtype = RA_F32;
+    }
+    if (d->page_tokens && (which == RA__TENSOR_K || which == RA__TENSOR_V)) {
+        x.batch = t->pages.count;
+        if (x.rows) x.rows = d->page_tokens;
+    }
+    return x;
 }
+#undef RA__TENSOR
 
-/* Fills in default strides and checks a view: distinct rows must not overlap, except inputs of
+/* Fills in default strides and checks a tensor: distinct rows must not overlap, except inputs of
  * different sequences. */
-static ra_status ra__view_check(const void *data, const int64_t stride[3], const ra__shape *s,
-                                int writable, ra__view *out, ra_error *e) {
+static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e) {
     static const char *const part[3] = { ".batch_stride", ".token_stride", ".head_stride" };
-    int64_t element = ra__element(s->dtype), row = ra__row_bytes(s->dtype, s->dim), span = row;
-    int64_t step[3], extent, count[3] = { s->batch, s->rows, s->heads };
+    const int64_t stride[3] = { x->in.batch_stride, x->in.token_stride, x->in.head_stride };
+    const int64_t count[3] = { x->batch, x->rows, x->heads };
+    int64_t element = ra__element(x->dtype), row = ra__row_bytes(x->dtype, x->dim), span = row;
+    int64_t step[3], extent;
     const char *name[2];
-    name[0] = s->field;
+    name[0] = x->field;
     for (int i = 2; i >= 0; i--) {                         /* packed: extent of what is inside */
         name[1] = part[i];
         if (stride[i] < 0 || (stride[i] && stride[i] % element))
@@ -8184,42 +8220,44 @@ static ra_status ra__view_check(const void *data, const int64_t stride[3], const
             return ra__refuse_part(e, RA_E_OVERFLOW, name, "# overflows", step[i]);
         span = ra__max(span, extent);
     }
-    if (s->rows && !data) return ra__refuse(e, RA_E_NULL, s->field, "data is required", 0);
-    if ((uintptr_t)data & (uintptr_t)(element - 1))
-        return ra__refuse(e, RA_E_ALIGN, s->field, "data must be aligned to # bytes", element);
-    for (int i = 2; !writable && i > 0; i--) {
+    if (x->rows && !x->in.data) return ra__refuse(e, RA_E_NULL, x->field, "data is required", 0);
+    if ((uintptr_t)x->in.data & (uintptr_t)(element - 1))
+        return ra__refuse(e, RA_E_ALIGN, x->field, "data must be aligned to # bytes", element);
+    for (int i = 2; !x->writable && i > 0; i--) {
         name[1] = part[i];
-        if (count[i] > 1 && step[i] < row && s->rows)
+        if (count[i] > 1 && step[i] < row && x->rows)
             return ra__refuse_part(e, RA_E_STRIDE, name,
                                    "# is less than one row; strides are bytes", step[i]);
     }
-    for (int i = 2; i >= !writable; i--) {                 /* what is inside fits into the step */
+    for (int i = 2; i >= !x->writable; i--) {              /* what is inside fits into the step */
         int64_t inner = row;
-        for (int j = !writable; j < 3; j++)
+        for (int j = !x->writable; j < 3; j++)
             if (j != i && count[j] > 1 && step[j] <= step[i]) inner += step[j] * (count[j] - 1);
-        if (count[i] > 1 && step[i] < inner && s->rows)
-            return ra__refuse(e, RA_E_STRIDE, s->field,
+        if (count[i] > 1 && step[i] < inner && x->rows)
+            return ra__refuse(e, RA_E_STRIDE, x->field,
                               "stride # makes rows overlap; strides are bytes", step[i]);
     }
-    out->data = (const uint8_t *)data;
+    out->data = (const uint8_t *)x->in.data;
     out->batch = step[0];
     out->token = step[1];
     out->head = step[2];
     return RA_OK;
 }
 
-static ra_status ra__in_check(const ra_in *in, ra__shape s, int32_t dtype, ra__view *out,
-                              ra_error *e) {
-    int64_t stride[3] = { in->batch_stride, in->token_stride, in->head_stride };
-    s.dtype = dtype;
-    return ra__view_check(in->data, stride, &s, 0, out, e);
+/* The view of tensor `which` of a call. */
+static ra_status ra__check_tensor(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                  int which, ra__view *out, ra_error *e) {
+    const ra__tensor x = ra__tensor_of(d, t, rows, which);
+    return ra__view_check(&x, out, e);
 }
 
-static ra_status ra__out_check(const ra_out *o, ra__shape s, int32_t dtype, ra__view *out,
-                               ra_error *e) {
-    int64_t stride[3] = { o->batch_stride, o->token_stride, o->head_stride };
-    s.dtype = dtype;
-    return ra__view_check(o->data, stride, &s, 1, out, e);
+/* The views of K and V. */
+static ra_status ra__check_keys(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                ra__view kv[2], ra_error *e) {
+    ra_status s = ra__check_tensor(d, t, rows, RA__TENSOR_K, &kv[0], e);
+    kv[1] = kv[0];
+    if (!s && !d->v_in_k) s = ra__check_tensor(d, t, rows, RA__TENSOR_V, &kv[1], e);
+    return s;
 }
 
 /* The memory of a tensor: pieces of `bytes` without gaps, and the steps between them. */
@@ -8230,23 +8268,24 @@ typedef struct ra__region {
     int32_t steps;
 } ra__region;
 
-/* Of a view that ra__view_check has accepted. */
-RA__INLINE ra__region ra__region_of(const void *data, const int64_t stride[3], const ra__shape *s) {
-    const int64_t count[3] = { s->heads, s->rows, s->batch };
-    int64_t span = ra__row_bytes(s->dtype, s->dim);
+/* Of a tensor that ra__view_check has accepted. */
+static ra__region ra__region_of(const ra__tensor *x) {
+    const int64_t stride[3] = { x->in.head_stride, x->in.token_stride, x->in.batch_stride };
+    const int64_t count[3] = { x->heads, x->rows, x->batch };
+    int64_t span = ra__row_bytes(x->dtype, x->dim);
     ra__region r;
     memset(&r, 0, sizeof r);
-    if (!data) return r;
-    r.data = (const uint8_t *)data;
+    if (!x->in.data) return r;
+    r.data = (const uint8_t *)x->in.data;
     r.bytes = r.extent = span;
     r.steps = 3;
     for (int i = 0; i < 3; i++) {                          /* packed: extent of what is inside */
-        r.step[i] = stride[2 - i] ? stride[2 - i] : span;
+        r.step[i] = stride[i] ? stride[i] : span;
         r.count[i] = count[i];
         span = ra__max(span, count[i] * r.step[i]);
         r.extent = ra__add_sat(r.extent, (count[i] - 1) * r.step[i]);
     }
-    if (!s->heads || !s->rows || !s->batch) r.extent = 0;
+    if (!x->heads || !x->rows || !x->batch) r.extent = 0;
     return r;
 }
 
@@ -8276,18 +8315,6 @@ static ra__region ra__region_sorted(const ra__region *r) {
     return out;
 }
 
-RA__INLINE ra__region ra__region_in(const ra_in *in, ra__shape s, int32_t dtype) {
-    const int64_t stride[3] = { in->batch_stride, in->token_stride, in->head_stride };
-    s.dtype = dtype;
-    return ra__region_of(in->data, stride, &s);
-}
-
-RA__INLINE ra__region ra__region_out(const ra_out *out, ra__shape s, int32_t dtype) {
-    const int64_t stride[3] = { out->batch_stride, out->token_stride, out->head_stride };
-    s.dtype = dtype;
-    return ra__region_of(out->data, stride, &s);
-}
-
 /* Bytes from the first to the last of a part of a region that has only the first n steps. */
 static int64_t ra__region_extent(const ra__region *r, int32_t n) {
     int64_t bytes = r->bytes;
@@ -8315,14 +8342,10 @@ static int ra__regions_meet(const ra__region *a, int32_t na, const ra__region *b
     return 0;
 }
 
-/* Tensors of a call by which another may not be overwritten. */
-enum { RA__REGION_Q, RA__REGION_K, RA__REGION_V, RA__REGION_O, RA__REGION_LSE, RA__REGION_D_O,
-       RA__REGION_D_Q, RA__REGION_D_K, RA__REGIONS };
-
 /* What is written must not share memory with the first n regions. */
 static ra_status ra__check_apart(const ra__region *out, const ra__region *others, int32_t n,
                                  const char *field, ra_error *e) {
-    static const char *const text[RA__REGIONS] = {
+    static const char *const text[RA__TENSOR_D_V] = {
         "overlaps t.q", "overlaps t.k", "overlaps t.v", "overlaps t.o", "overlaps t.lse",
         "overlaps t.d_o", "overlaps t.d_q", "overlaps t.d_k",
     };
@@ -8338,25 +8361,13 @@ static ra_status ra__check_apart(const ra__region *out, const ra__region *others
     return RA_OK;
 }
 
-/* K or V of a call: of sequences, or in pages. */
-static ra__shape ra__keys_shape(const char *field, const ra_desc *d, const ra_tensors *t,
-                                int64_t rows, int64_t dim) {
-    ra__shape s = ra__shape_of(field, d, rows, d->kv_heads, dim);
-    if (!d->page_tokens) return s;
-    s.batch = t->pages.count;
-    if (rows) s.rows = d->page_tokens;
-    return s;
-}
-
-/* q, k and v. */
-static void ra__regions_inputs(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                               ra__region *r) {
-    r[RA__REGION_Q] = ra__region_in(&t->q, ra__shape_of("", d, rows[0], d->q_heads, d->k_dim),
-                             d->q_dtype);
-    r[RA__REGION_K] = ra__region_in(&t->k, ra__keys_shape("", d, t, rows[1], d->k_dim),
-                                    d->k_dtype);
-    r[RA__REGION_V] = ra__region_in(&t->v, ra__keys_shape("", d, t, rows[1], d->v_dim),
-                                    d->v_dtype);
+/* The regions of the first n tensors of a call. All have been accepted. */
+static void ra__regions_of(const ra_desc *d, const ra_tensors *t, const int64_t rows[2], int n,
+                           ra__region *r) {
+    for (int i = 0; i < n; i++) {
+        const ra__tensor x = ra__tensor_of(d, t, rows, i);
+        r[i] = ra__region_of(&x);
+    }
 }
 
 /* Steps of a bias: bytes, and 0 where elements are shared. */
@@ -8457,17 +8468,10 @@ static ra_status ra__check_table(const ra_desc *d, const ra_pages *p, int32_t b,
 /* Views and score pointers of a call with these numbers of rows. */
 static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                    ra__work *w, ra__view kv[2], ra_error *e) {
-    ra_status s;
-    s = ra__check_scores(d, t, e);
+    ra_status s = ra__check_scores(d, t, e);
     if (!s) s = ra__check_pages(d, &t->pages, e);
-    if (!s) s = ra__in_check(&t->q, ra__shape_of("t.q", d, rows[0], d->q_heads, d->k_dim),
-                             d->q_dtype, &w->q, e);
-    if (!s) s = ra__in_check(&t->k, ra__keys_shape("t.k", d, t, rows[1], d->k_dim), d->k_dtype,
-                             &kv[0], e);
-    kv[1] = kv[0];
-    if (!s && !d->v_in_k)
-        s = ra__in_check(&t->v, ra__keys_shape("t.v", d, t, rows[1], d->v_dim), d->v_dtype,
-                         &kv[1], e);
+    if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_Q, &w->q, e);
+    if (!s) s = ra__check_keys(d, t, rows, kv, e);
     if (!s && d->v_in_k && t->v.data)
         return ra__refuse(e, RA_E_SHAPE, "t.v", "must be {0} because v_in_k is #", d->v_in_k);
     return s;
@@ -8475,42 +8479,35 @@ static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const 
 
 static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_t rows,
                                    ra__work *w, ra_error *e) {
-    ra_status s = ra__out_check(&t->o, ra__shape_of("t.o", d, rows, d->q_heads, d->v_dim),
-                                d->o_dtype, &w->o, e);
+    const int64_t n[2] = { rows, 0 };
+    ra_status s = ra__check_tensor(d, t, n, RA__TENSOR_O, &w->o, e);
     memset(&w->lse, 0, sizeof w->lse);
-    if (!s && t->lse.data)
-        s = ra__out_check(&t->lse, ra__shape_of("t.lse", d, rows, d->q_heads, 1), RA_F32, &w->lse,
-                          e);
+    if (!s && t->lse.data) s = ra__check_tensor(d, t, n, RA__TENSOR_LSE, &w->lse, e);
     return s;
 }
 
-/* What a forward call writes is apart from what it reads. All views have been accepted. */
+/* What a forward call writes must not overlap what it reads. All tensors have been accepted. */
 static ra_status ra__check_forward(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                    ra_error *e) {
-    ra__region r[RA__REGION_LSE + 1];
+    ra__region r[RA__TENSOR_LSE + 1];
     ra_status s;
-    ra__regions_inputs(d, t, rows, r);
-    r[RA__REGION_O] = ra__region_out(&t->o, ra__shape_of("", d, rows[0], d->q_heads, d->v_dim),
-                                     d->o_dtype);
-    r[RA__REGION_LSE] = ra__region_out(&t->lse, ra__shape_of("", d, rows[0], d->q_heads, 1),
-                                       RA_F32);
-    s = ra__check_apart(&r[RA__REGION_O], r, RA__REGION_O, "t.o", e);
-    return s ? s : ra__check_apart(&r[RA__REGION_LSE], r, RA__REGION_LSE, "t.lse", e);
+    ra__regions_of(d, t, rows, RA__TENSOR_LSE + 1, r);
+    s = ra__check_apart(&r[RA__TENSOR_O], r, RA__TENSOR_O, "t.o", e);
+    return s ? s : ra__check_apart(&r[RA__TENSOR_LSE], r, RA__TENSOR_LSE, "t.lse", e);
 }
 
-/* The view and the region of a gradient, if it is requested. It is apart from the first n of
- * `others`. */
-static ra_status ra__check_grad(const ra_desc *d, const ra_out *out, ra__shape shape,
-                                const ra__region *others, int32_t n, ra__region *region,
-                                ra__view *view) {
+/* The view and the region of a gradient, if it is requested. It must not overlap the tensors before
+ * it. */
+static ra_status ra__check_grad(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                int which, ra__region *r, ra__view *view) {
+    const ra__tensor x = ra__tensor_of(d, t, rows, which);
     ra_status s;
     memset(view, 0, sizeof *view);
-    memset(region, 0, sizeof *region);
-    if (!out->data) return RA_OK;
-    s = ra__out_check(out, shape, d->grad_dtype, view, d->error);
+    if (!x.in.data) return RA_OK;
+    s = ra__view_check(&x, view, d->error);
     if (s) return s;
-    *region = ra__region_out(out, shape, d->grad_dtype);
-    return ra__check_apart(region, others, n, shape.field, d->error);
+    r[which] = ra__region_of(&x);
+    return ra__check_apart(&r[which], r, which, x.field, d->error);
 }
 
 /* Two elements of a tensor with these strides and counts overlap, other than by a stride of 0. */
@@ -8561,11 +8558,7 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
  * keys. */
 static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                  ra__view view[4]) {
-    const ra__shape q = ra__shape_of("t.d_q", d, rows[0], d->q_heads, d->k_dim);
-    const ra__shape k = ra__shape_of("t.d_k", d, rows[1], d->kv_heads, d->k_dim);
-    const ra__shape v = ra__shape_of("t.d_v", d, rows[1], d->kv_heads, d->v_dim);
-    const ra__shape o = ra__shape_of("t.d_o", d, rows[0], d->q_heads, d->v_dim);
-    ra__region r[RA__REGIONS + 1];
+    ra__region r[RA__TENSORS];
     ra_error *e = d->error;
     ra_status s = RA_OK;
     if (!d->train)
@@ -8575,26 +8568,20 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
         return ra__refuse(e, RA_E_SHAPE, "t.d_sinks", "needs RA_SCORE_SINKS; scores is #",
                           d->scores);
     s = ra__check_bias_out(d, t, rows[0]);
-    if (!s) s = ra__in_check(&t->d_o, o, d->o_dtype, &view[0], e);
+    if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_D_O, &view[0], e);
     if (s) return s;
     memset(r, 0, sizeof r);
     if (t->d_q.data || t->d_k.data || t->d_v.data) {       /* such calls read o and lse */
-        const ra__shape lse = ra__shape_of("t.lse", d, rows[0], d->q_heads, 1);
-        ra__shape out = o;
-        out.field = "t.o";
-        s = ra__out_check(&t->o, out, d->o_dtype, &view[1], e);
-        if (!s) s = ra__out_check(&t->lse, lse, RA_F32, &view[1], e);
+        s = ra__check_tensor(d, t, rows, RA__TENSOR_O, &view[1], e);
+        if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_LSE, &view[1], e);
         if (s) return s;
-        ra__regions_inputs(d, t, rows, r);
-        r[RA__REGION_O] = ra__region_out(&t->o, o, d->o_dtype);
-        r[RA__REGION_LSE] = ra__region_out(&t->lse, lse, RA_F32);
-        r[RA__REGION_D_O] = ra__region_in(&t->d_o, o, d->o_dtype);
+        ra__regions_of(d, t, rows, RA__TENSOR_D_Q, r);
     }
-    s = ra__check_grad(d, &t->d_q, q, r, RA__REGION_D_Q, &r[RA__REGION_D_Q], &view[1]);
-    if (!s) s = ra__check_grad(d, &t->d_k, k, r, RA__REGION_D_K, &r[RA__REGION_D_K], &view[2]);
+    s = ra__check_grad(d, t, rows, RA__TENSOR_D_Q, r, &view[1]);
+    if (!s) s = ra__check_grad(d, t, rows, RA__TENSOR_D_K, r, &view[2]);
     if (!s && d->v_in_k && t->d_v.data)
         return ra__refuse(e, RA_E_SHAPE, "t.d_v", "must be {0} because v_in_k is #", d->v_in_k);
-    if (!s) s = ra__check_grad(d, &t->d_v, v, r, RA__REGIONS, &r[RA__REGIONS], &view[3]);
+    if (!s) s = ra__check_grad(d, t, rows, RA__TENSOR_D_V, r, &view[3]);
     return s;
 }
 
@@ -11975,8 +11962,7 @@ RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *de
     if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
     s = ra__local_check(d, NULL, &c);
     if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
-    if (!s) s = ra__in_check(&t->d_o, ra__shape_of("t.d_o", &c.d, c.rows[0], c.d.q_heads,
-                                                   c.d.v_dim), c.d.o_dtype, &d_o, d->error);
+    if (!s) s = ra__check_tensor(&c.d, t, c.rows, RA__TENSOR_D_O, &d_o, d->error);
     if (s) return s;
     ra__delta_rows(&c.w, d_o, ra__kernel_f32(c.d.isa), delta);
     return RA_OK;
@@ -11994,8 +11980,8 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
     if (!s && l.c.d.v_in_k && g->d_v)
         s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null, for v_in_k is #", 1);
     if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, 0, 1, &memory);
-    if (!s) s = ra__out_check(&t->lse, ra__shape_of("t.lse", &l.c.d, l.c.rows[0], l.c.d.q_heads,
-                                                    1), RA_F32, &l.c.w.lse, d->error);
+    if (!s)
+        s = ra__check_tensor(&l.c.d, t, l.c.rows, RA__TENSOR_LSE, &l.c.w.lse, d->error);
     if (s) return s;
     l.b.delta = delta;
     ra__fold_back_run(&l, g, memory);
@@ -18579,22 +18565,17 @@ static const ra__given *ra__resume_refetch(ra_ring *r, int32_t rank) {
     ra__given *g = &x->given[rank];
     const ra_desc *d = &r->plan->d;
     ra__side side = ra__plan_side(r->plan, 1, rank);
-    int64_t rows = 0;
+    int64_t rows[2] = { 0, 0 };
     ra_tensors t;
     ra_status s;
     if (g->known) return g;
     memset(&t, 0, sizeof t);
     for (int32_t b = 0; b < d->sequences; b++)
-        rows = ra__max(rows, ra__side_rows(&side, b, ra__k_len(d, b)));
+        rows[1] = ra__max(rows[1], ra__side_rows(&side, b, ra__k_len(d, b)));
     s = x->rd.refetch(x->rd.ctx, r->pass, rank, &t);
-    if (!s) s = ra__in_check(&t.k, ra__shape_of("t.k", d, rows, d->kv_heads, d->k_dim), d->k_dtype,
-                             &g->kv[0], &r->refusal);
-    g->kv[1] = g->kv[0];
-    if (!s && !d->v_in_k)
-        s = ra__in_check(&t.v, ra__shape_of("t.v", d, rows, d->kv_heads, d->v_dim), d->v_dtype,
-                         &g->kv[1], &r->refusal);
+    if (!s) s = ra__check_keys(d, &t, rows, g->kv, &r->refusal);
     if (!s && d->layout.kind == RA_LAYOUT_ARRAY)
-        s = ra__check_array(d, &t.k_pos, rows, 1, &r->refusal);
+        s = ra__check_array(d, &t.k_pos, rows[1], 1, &r->refusal);
     if (s) return NULL;
     g->pos = t.k_pos;
     g->known = 1;
@@ -19316,7 +19297,7 @@ static ra__view ra__cache_cell(const ra_cache *c, const ra_tensors *t, ra__view 
 RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, int32_t sequence,
                                       int64_t position, const float *k, const float *v) {
     ra__view to[2];
-    int64_t row[2];
+    int64_t row[2], rows[2];
     ra_status s = RA_OK;
     if (!c || !t || !k || (!v && !c->d.v_in_k)) return RA_E_NULL;
     if (sequence < 0 || sequence >= c->d.sequences || position < 0 || position >= c->d.kv_tokens)
@@ -19324,24 +19305,19 @@ RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, in
     if (ra_cache_owner(c, position) != c->rank) return RA_OK;
     row[0] = ra_cache_row(c, position);
     row[1] = row[0] + 1;
-    memset(to, 0, sizeof to);
+    rows[0] = 0;
+    rows[1] = ra_cache_rows(c);
     s = ra__check_pages(&c->d, &t->pages, NULL);
     if (!s) s = ra__check_table(&c->d, &t->pages, sequence, row, NULL);
-    if (!s) s = ra__in_check(&t->k, ra__keys_shape("t.k", &c->d, t, ra_cache_rows(c), c->d.k_dim),
-                             c->d.k_dtype, &to[0], NULL);
-    if (!s && !c->d.v_in_k)
-        s = ra__in_check(&t->v, ra__keys_shape("t.v", &c->d, t, ra_cache_rows(c), c->d.v_dim),
-                         c->d.v_dtype, &to[1], NULL);
+    if (!s) s = ra__check_keys(&c->d, t, rows, to, NULL);
+    if (s) return s;
+    for (int i = 0; i < 2; i++) to[i] = ra__cache_cell(c, t, to[i], sequence, row[0]);
     for (int32_t h = 0; h < c->d.kv_heads && !s; h++) {
-        ra__view a = ra__cache_cell(c, t, to[0], sequence, row[0]);
-        ra__view b = ra__cache_cell(c, t, to[1], sequence, row[0]);
-        a.data += h * a.head;
-        if (b.data) b.data += h * b.head;
-        s = ra_convert((void *)(uintptr_t)a.data, c->d.k_dtype, k + h * c->d.k_dim, RA_F32,
-                       c->d.k_dim);
+        s = ra_convert((void *)(uintptr_t)(to[0].data + h * to[0].head), c->d.k_dtype,
+                       k + h * c->d.k_dim, RA_F32, c->d.k_dim);
         if (!s && !c->d.v_in_k)
-            s = ra_convert((void *)(uintptr_t)b.data, c->d.v_dtype, v + h * c->d.v_dim, RA_F32,
-                           c->d.v_dim);
+            s = ra_convert((void *)(uintptr_t)(to[1].data + h * to[1].head), c->d.v_dtype,
+                           v + h * c->d.v_dim, RA_F32, c->d.v_dim);
     }
     return s;
 }
