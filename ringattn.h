@@ -19196,11 +19196,11 @@ struct ra_cache {
     int64_t packed_call;               /* the call whose messages are packed */
     int32_t open, stage;               /* atomic: 1: a stage is open; stages that are done */
     int32_t ran;                       /* level 0: swaps that are done */
-    int32_t state, failed, cancelled, aborted, comm, inside, parted; /* atomic but parted */
+    int32_t state, failed, cancelled, aborted, comm, inside, parted; /* atomic except parted */
     ra__tickets tickets;
     int64_t progress_ns, looked_ns;    /* atomic */
     ra_error why;
-    ra__cache_desk *desk;                    /* [threads] */
+    ra__cache_desk *desk;              /* [threads] */
 };
 
 /* -------------------------------------------------------------------------- ownership */
@@ -19213,6 +19213,19 @@ static int64_t ra__lane_keys(const ra_cache *c, int32_t lane, int64_t end) {
 
 static int32_t ra__lane_of(const ra_cache *c, int64_t position) {
     return (int32_t)(position / RA__HOLD % c->lanes);
+}
+
+/* Lanes of the rank that has most. */
+static int64_t ra__most_rank_lanes(const ra_cache *c) {
+    int64_t lanes = 0;
+    for (int32_t r = 0; r < c->ranks; r++)
+        lanes = ra__max(lanes, c->lane_first[r + 1] - c->lane_first[r]);
+    return lanes;
+}
+
+/* Tokens of a sequence whose keys the call may see; 0 if it has no new ones. */
+static int64_t ra__call_tokens(const ra_cache *c, int32_t b) {
+    return c->fresh[b] ? c->cached[b] + c->fresh[b] : 0;
 }
 
 /* Keys of a sequence of `tokens` tokens at a rank. */
@@ -19239,7 +19252,7 @@ RINGATTN_API int64_t ra_cache_row(const ra_cache *c, int64_t position) {
            ra__lane_keys(c, lane, position);
 }
 
-/* The whole subtrees of the tree over lanes [first, last) that lie in a rank's lanes. */
+/* The whole subtrees of the tree over lanes [first, last) that consist of a rank's lanes. */
 static int32_t ra__subtrees(const ra_cache *c, int32_t rank, int32_t first, int32_t last,
                             ra__subtree *out) {
     const int32_t from = c->lane_first[rank], to = c->lane_first[rank + 1];
@@ -19353,11 +19366,8 @@ static int64_t ra__own_most(const ra_cache *c, int32_t rank) {
 /* Bytes of keys that a rank may have to send at once. AUTO: not more than what the queries of the
  * largest call would take. */
 static int64_t ra__keys_most(const ra_cache *c) {
-    int64_t lanes = 0, full;
-    for (int32_t r = 0; r < c->ranks; r++)
-        lanes = ra__max(lanes, c->lane_first[r + 1] - c->lane_first[r]);
-    full = ra__mul_sat(c->d.sequences * lanes * c->lane_rows, ra__key_bytes(&c->d));
-    full = ra__min(full, INT64_MAX / 8);
+    const int64_t rows = c->d.sequences * ra__most_rank_lanes(c) * c->lane_rows;
+    const int64_t full = ra__min(ra__mul_sat(rows, ra__key_bytes(&c->d)), INT64_MAX / 8);
     if (c->cd.way == RA_INFER_PASS_KV) return full;
     return ra__min(full, ra__mul_sat(c->most_rows, ra__query_bytes(&c->d) +
                                                        8 * ra__partial_floats(&c->d)));
@@ -19412,11 +19422,8 @@ static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
 
 /* Slots for the spans of sequences whose keys several threads share out. */
 static void ra__cache_slots(ra_cache *c) {
-    int64_t lanes = 0;
-    for (int32_t r = 0; r < c->ranks; r++)
-        lanes = ra__max(lanes, c->lane_first[r + 1] - c->lane_first[r]);
     c->slot_floats = c->few_tokens * ra__partial_floats(&c->d);
-    c->slots = lanes * ra__ceil_div(c->lane_rows, RA__LEAF * RA__SPAN) *
+    c->slots = ra__most_rank_lanes(c) * ra__ceil_div(c->lane_rows, RA__LEAF * RA__SPAN) *
                ra__min(c->d.sequences, 2 * c->d.threads);
     if (c->d.threads == 1 || c->cd.form == RA_FORM_SAME) c->slots = 0;
 }
@@ -19460,63 +19467,53 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
 
 /* -------------------------------------------------------------------------- checks */
 static ra_status ra__cache_check_desc(const ra_desc *d, ra_error *e) {
-    if (d->kv_tokens < 1)
-        return ra__refuse(e, RA_E_UNSET, "kv_tokens",
-                          "the most positions of a sequence are required, is #", d->kv_tokens);
-    if (d->q_offset)
-        return ra__refuse(e, RA_E_SHAPE, "q_offset", "comes with each call: must be 0, is #",
-                          d->q_offset);
-    if (d->tokens_of || d->kv_tokens_of)
-        return ra__refuse(e, RA_E_SHAPE, d->tokens_of ? "tokens_of" : "kv_tokens_of",
-                          "comes with each call, of # sequences: must be null", d->sequences);
-    if (d->layout.kind)
-        return ra__refuse(e, RA_E_SHAPE, "layout.kind", "must be 0, is #", d->layout.kind);
-    if (d->mask.kind == RA_MASK_INTERVALS)
-        return ra__refuse(e, RA_E_UNSUPPORTED, "mask.kind", "# (INTERVALS) has no cache",
-                          d->mask.kind);
-    if (d->mask.doc_count)
-        return ra__refuse(e, RA_E_UNSUPPORTED, "mask.doc_count", "must be 0 with a cache, is #",
-                          d->mask.doc_count);
-    if (d->scores & RA_SCORE_BIAS)
-        return ra__refuse(e, RA_E_UNSUPPORTED, "scores", "# has RA_SCORE_BIAS", d->scores);
-    if (d->train) return ra__refuse(e, RA_E_UNSUPPORTED, "train", "must be 0, is #", d->train);
-    if (d->dropout > 0.0f)
-        return ra__refuse(e, RA_E_UNSUPPORTED, "dropout", "is for training: must be 0", 0);
-    if (d->engine) return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
-    return RA_OK;
+    const ra__rule rules[] = {
+        { d->kv_tokens < 1, RA_E_UNSET, "kv_tokens",
+          "the most positions of a sequence are required, is #", d->kv_tokens },
+        { d->q_offset != 0, RA_E_SHAPE, "q_offset", "comes with each call: must be 0, is #",
+          d->q_offset },
+        { d->tokens_of || d->kv_tokens_of, RA_E_SHAPE, d->tokens_of ? "tokens_of" : "kv_tokens_of",
+          "comes with each call, of # sequences: must be null", d->sequences },
+        { d->layout.kind != 0, RA_E_SHAPE, "layout.kind", "must be 0, is #", d->layout.kind },
+        { d->mask.kind == RA_MASK_INTERVALS, RA_E_UNSUPPORTED, "mask.kind",
+          "# (INTERVALS) has no cache", d->mask.kind },
+        { d->mask.doc_count != 0, RA_E_UNSUPPORTED, "mask.doc_count",
+          "must be 0 with a cache, is #", d->mask.doc_count },
+        { (d->scores & RA_SCORE_BIAS) != 0, RA_E_UNSUPPORTED, "scores", "# has RA_SCORE_BIAS",
+          d->scores },
+        { d->train != 0, RA_E_UNSUPPORTED, "train", "must be 0, is #", d->train },
+        { d->dropout > 0.0f, RA_E_UNSUPPORTED, "dropout", "is for training: must be 0", 0 },
+        { d->engine != NULL, RA_E_UNSUPPORTED, "engine", "serves rings only", 0 },
+    };
+    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
 static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd, ra_error *e) {
     const int32_t ranks = d->ranks ? d->ranks : 1;
-    const int32_t choice[3] = { cd->queries, cd->way, cd->form };
-    static const int32_t last[3] = { RA_QUERIES_ALL, RA_INFER_PASS_KV, RA_FORM_SAME };
-    static const char *const name[3] = { "cache.queries", "cache.way", "cache.form" };
-    const int64_t count[3] = { cd->new_tokens, cd->watchdog_ns, cd->quiesce_ns };
-    static const char *const count_name[3] = { "cache.new_tokens", "cache.watchdog_ns",
-                                               "cache.quiesce_ns" };
-    for (int i = 0; i < 3; i++)
-        if (choice[i] < 0 || choice[i] > last[i])
-            return ra__refuse(e, RA_E_ENUM, name[i], "# is no constant of it", choice[i]);
-    if (cd->lanes && (cd->lanes < ranks || cd->lanes > RA__MOST_LANES))
-        return ra__refuse(e, RA_E_RANGE, "cache.lanes", "# is not in ranks..1024", cd->lanes);
-    if (ranks > RA__MOST_LANES)
-        return ra__refuse(e, RA_E_RANGE, "ranks", "# are more than 1024 lanes", ranks);
-    for (int i = 0; i < 3; i++)
-        if (count[i] < 0)
-            return ra__refuse(e, RA_E_RANGE, count_name[i], "# is negative", count[i]);
-    if (cd->queries == RA_QUERIES_ALL && cd->way == RA_INFER_PASS_KV && ranks > 1)
-        return ra__refuse(e, RA_E_SHAPE, "cache.way",
-                          "# needs RA_QUERIES_OWN: every rank would compute every row", cd->way);
-    if (!cd->allocator.alloc != !cd->allocator.free)
-        return ra__refuse(e, RA_E_NULL, "cache.allocator", "needs both callbacks or none", 0);
-    if (cd->workspace && !cd->workspace_bytes)
-        return ra__refuse(e, RA_E_WORKSPACE, "cache.workspace_bytes", "is # beside a workspace", 0);
-    if ((uintptr_t)cd->workspace % 64)
-        return ra__refuse(e, RA_E_ALIGN, "cache.workspace", "must be aligned to #", 64);
-    return RA_OK;
+    const char *constant = "# is not one of its constants", *negative = "# is negative";
+    const ra__rule rules[] = {
+        { cd->queries < 0 || cd->queries > RA_QUERIES_ALL, RA_E_ENUM, "cache.queries", constant,
+          cd->queries },
+        { cd->way < 0 || cd->way > RA_INFER_PASS_KV, RA_E_ENUM, "cache.way", constant, cd->way },
+        { cd->form < 0 || cd->form > RA_FORM_SAME, RA_E_ENUM, "cache.form", constant, cd->form },
+        { cd->lanes && (cd->lanes < ranks || cd->lanes > RA__MOST_LANES), RA_E_RANGE, "cache.lanes",
+          "# is not in ranks..1024", cd->lanes },
+        { ranks > RA__MOST_LANES, RA_E_RANGE, "ranks", "# are more than 1024 lanes", ranks },
+        { cd->new_tokens < 0, RA_E_RANGE, "cache.new_tokens", negative, cd->new_tokens },
+        { cd->watchdog_ns < 0, RA_E_RANGE, "cache.watchdog_ns", negative, cd->watchdog_ns },
+        { cd->quiesce_ns < 0, RA_E_RANGE, "cache.quiesce_ns", negative, cd->quiesce_ns },
+        { cd->queries == RA_QUERIES_ALL && cd->way == RA_INFER_PASS_KV && ranks > 1, RA_E_SHAPE,
+          "cache.way", "# needs RA_QUERIES_OWN: every rank would compute every row", cd->way },
+        { cd->workspace && !cd->workspace_bytes, RA_E_WORKSPACE, "cache.workspace_bytes",
+          "is # beside a workspace", 0 },
+        { (uintptr_t)cd->workspace % 64 != 0, RA_E_ALIGN, "cache.workspace",
+          "must be aligned to #", 64 },
+    };
+    const ra_status s = ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    return s ? s : ra__check_allocator(&cd->allocator, "cache.allocator", e);
 }
 
-/* Everything of a cache but its memory. */
+/* Everything of a cache except its memory. */
 static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra_cache *c) {
     ra_error *e = d ? d->error : NULL;
     ra_desc plain;
@@ -19596,16 +19593,20 @@ RINGATTN_API size_t ra_cache_workspace(const ra_desc *d, const ra_cache_desc *cd
     return (size_t)ra__cache_bytes(&c, d->error);
 }
 
-/* Longest message but those of keys. */
+/* Bytes of a rank's partial results of some rows. */
+static int64_t ra__part_length(const ra_cache *c, int32_t rank, int64_t rows) {
+    return RA__FRAME_BYTES + rows * 4 * ra__partial_floats(&c->d) * ra__rank_trees(c, rank);
+}
+
+/* Longest message except those of keys. */
 static int64_t ra__cache_message(const ra_cache *c) {
     int64_t most = 0;
     for (int32_t r = 0; r < c->ranks; r++) {
         const int64_t rows = ra__own_most(c, r);
-        most = ra__max(most, rows * ra__query_bytes(&c->d));
-        for (int32_t q = 0; q < c->ranks; q++)
-            most = ra__max(most, rows * 4 * ra__partial_floats(&c->d) * ra__rank_trees(c, q));
+        most = ra__max(most, RA__FRAME_BYTES + rows * ra__query_bytes(&c->d));
+        for (int32_t q = 0; q < c->ranks; q++) most = ra__max(most, ra__part_length(c, q, rows));
     }
-    return RA__FRAME_BYTES + most;
+    return most;
 }
 
 static uint64_t ra__cache_agree(const ra_cache *c, const ra_desc *d) {
@@ -19723,11 +19724,11 @@ static int64_t ra__cache_longest(const ra_cache *c) {
 static int64_t ra__keys_length(const ra_cache *c, int32_t rank, int64_t *rows) {
     *rows = 0;
     for (int32_t b = 0; b < c->d.sequences; b++)
-        *rows += ra__rank_keys(c, rank, c->fresh[b] ? c->cached[b] + c->fresh[b] : 0);
+        *rows += ra__rank_keys(c, rank, ra__call_tokens(c, b));
     return RA__FRAME_BYTES + ra__round_up(*rows * ra__key_bytes(&c->d), 64) + 64;
 }
 
-/* PASS_KV if that moves fewer bytes and there is memory for it. Every rank comes to the same. */
+/* PASS_KV if that moves fewer bytes and there is memory for it. All ranks decide the same. */
 static int32_t ra__cache_way(const ra_cache *c) {
     double q, part = 0, keys = 0;
     if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL || c->cd.way == RA_INFER_PASS_Q)
@@ -19744,10 +19745,6 @@ static int32_t ra__cache_way(const ra_cache *c) {
         part * 4.0 * (double)ra__partial_floats(&c->d);
     keys *= (c->ranks - 1) * (double)ra__key_bytes(&c->d);
     return keys < q ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
-}
-
-static int64_t ra__part_length(const ra_cache *c, int32_t rank, int64_t rows) {
-    return RA__FRAME_BYTES + rows * 4 * ra__partial_floats(&c->d) * ra__rank_trees(c, rank);
 }
 
 /* Adds a swap unless both its messages are empty. */
@@ -19855,13 +19852,6 @@ static void ra__cache_companies(ra_cache *c, const ra_pages *p) {
     }
 }
 
-static int64_t ra__most_rank_lanes(const ra_cache *c) {
-    int64_t lanes = 0;
-    for (int32_t r = 0; r < c->ranks; r++)
-        lanes = ra__max(lanes, c->lane_first[r + 1] - c->lane_first[r]);
-    return lanes;
-}
-
 /* Slots for the spans of sequences in the form of decoding, as far as there are any. */
 static void ra__cache_share_slots(ra_cache *c) {
     const int64_t lanes = ra__most_rank_lanes(c);
@@ -19917,6 +19907,14 @@ static ra_status ra__cache_check_tables(ra_cache *c, const ra_pages *p) {
     return s;
 }
 
+/* The rows of a call with these counts, and what travels in it. */
+static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64_t *fresh) {
+    memcpy(c->cached, cached, (size_t)c->d.sequences * sizeof *cached);
+    memcpy(c->fresh, fresh, (size_t)c->d.sequences * sizeof *fresh);
+    ra__cache_rows_of(c);
+    c->way = ra__cache_way(c);
+}
+
 static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                  const int64_t *fresh, int64_t deadline_ns) {
     const ra_desc *d = &c->d;
@@ -19934,11 +19932,8 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
         return ra__refuse(e, RA_E_SHAPE, "t.q_pos", "must be {0}: the counts say it", 0);
     if (ra__positions_set(&t->k_pos))
         return ra__refuse(e, RA_E_SHAPE, "t.k_pos", "must be {0}: the counts say it", 0);
-    memcpy(c->cached, cached, (size_t)d->sequences * sizeof *cached);
-    memcpy(c->fresh, fresh, (size_t)d->sequences * sizeof *fresh);
-    ra__cache_rows_of(c);
-    c->way = ra__cache_way(c);
-    for (int32_t r = 0; r < c->ranks && c->way == RA_INFER_PASS_KV; r++)   /* alike on all ranks */
+    ra__cache_set_counts(c, cached, fresh);
+    for (int32_t r = 0; r < c->ranks && c->way == RA_INFER_PASS_KV; r++)   /* the same on all ranks */
         if (ra__keys_length(c, r, &n) > (int64_t)c->tp.max_msg)
             return ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
                               "is less than a message of # rows of keys", n);
@@ -20113,7 +20108,7 @@ static void ra__cache_pack_keys(ra_cache *c) {
     for (int32_t b = 0; b < d->sequences; b++)
         for (int32_t l = c->lane_first[c->rank]; l < c->lane_first[c->rank + 1]; l++) {
             const int64_t row = (l - c->lane_first[c->rank]) * c->lane_rows;
-            const int64_t n = ra__lane_keys(c, l, c->fresh[b] ? c->cached[b] + c->fresh[b] : 0);
+            const int64_t n = ra__lane_keys(c, l, ra__call_tokens(c, b));
             ra__cache_pack_lane(c, to, c->k, b, row, n, k);
             to += n * d->kv_heads * k;
             if (d->v_in_k) continue;
@@ -20289,7 +20284,7 @@ static int32_t ra__item_heads(const ra_cache *c, const ra__cache_item *x) {
     return x->few ? c->d.q_heads : c->group;
 }
 
-/* A packed one in scratch. */
+/* The partial result of an item, packed in scratch. */
 static ra__partial ra__part_packed(const ra_cache *c, const ra__cache_item *x, float *data) {
     ra__partial p;
     p.step = ra__item_heads(c, x);
@@ -20354,7 +20349,7 @@ static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lan
     t->v.head_stride = v.head;
 }
 
-/* A call of one item: `heads` KV heads from `head` on against rows [row[0], row[1]) of a lane. */
+/* Prepares a call on rows [row[0], row[1]) of a lane for the rows of an item: d has its heads. */
 static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, const int64_t row[2],
                           ra__partial out, ra_desc *d) {
     const ra__query_rows *q = &c->queries;
@@ -20748,7 +20743,7 @@ static void ra__cache_keys_of(ra_cache *c, int32_t rank, const uint8_t *message)
     for (int32_t b = 0; b < d->sequences; b++)
         for (int32_t l = c->lane_first[rank]; l < c->lane_first[rank + 1]; l++) {
             c->key_row[b * c->lanes + l - c->lane_first[rank]] = rows;
-            rows += ra__lane_keys(c, l, c->fresh[b] ? c->cached[b] + c->fresh[b] : 0);
+            rows += ra__lane_keys(c, l, ra__call_tokens(c, b));
         }
     c->keys.row = c->key_row;
     c->keys.k = ra__view_packed(message + RA__FRAME_BYTES, d->kv_heads, d->k_dim, d->k_dtype);
@@ -20917,13 +20912,18 @@ static void ra__cache_leave(ra_cache *c) {
     if (ra__add_i32(&c->inside, -1) == 1) ra__cache_part(c);
 }
 
-RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
-                                      const int64_t *fresh, int64_t deadline_ns) {
-    if (!c) return RA_E_NULL;
+/* RA_OK if a call may begin, otherwise the failure or a refusal. */
+static ra_status ra__cache_idle(ra_cache *c) {
     if (ra__load_i32(&c->failed)) return ra__load_i32(&c->failed);
     if (ra__add_i32(&c->inside, 0) || ra__load_i32(&c->state) == RA_RING_RUNNING)
         return ra__refuse(&c->why, RA_E_BUSY, "cache", "call # is under way", c->call);
-    return ra__cache_begin(c, t, cached, fresh, deadline_ns);
+    return RA_OK;
+}
+
+RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
+                                      const int64_t *fresh, int64_t deadline_ns) {
+    const ra_status s = c ? ra__cache_idle(c) : RA_E_NULL;
+    return s ? s : ra__cache_begin(c, t, cached, fresh, deadline_ns);
 }
 
 /* A step; after a failure the first one is what all threads get. */
@@ -21033,16 +21033,11 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
                                       ra_infer_report *out) {
     ra_status s;
     if (!c || !out) return RA_E_NULL;
-    if (ra__load_i32(&c->failed)) return ra__load_i32(&c->failed);
-    if (ra__add_i32(&c->inside, 0) || ra__load_i32(&c->state) == RA_RING_RUNNING)
-        return ra__refuse(&c->why, RA_E_BUSY, "cache", "call # is under way", c->call);
-    s = ra__cache_check_counts(c, cached, fresh);
+    s = ra__cache_idle(c);
+    if (!s) s = ra__cache_check_counts(c, cached, fresh);
     if (s) return s;
     memset(out, 0, sizeof *out);
-    memcpy(c->cached, cached, (size_t)c->d.sequences * sizeof *cached);
-    memcpy(c->fresh, fresh, (size_t)c->d.sequences * sizeof *fresh);
-    ra__cache_rows_of(c);
-    c->way = ra__cache_way(c);
+    ra__cache_set_counts(c, cached, fresh);
     ra__cache_swaps(c);
     out->way = c->way;
     out->q_rows = c->own_rows;
