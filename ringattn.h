@@ -12135,7 +12135,7 @@ struct ra_plan {
     ra__place *place;                  /* all segments of keys, and one entry that ends them; not
                                         * of ARRAY */
     int64_t *place_begin;              /* [B + 1] first place of a sequence */
-    ra__pass_lists forward, back;           /* back: if d.train is 1 */
+    ra__pass_lists forward, back;      /* back: if d.train is 1 */
     int32_t same_positions;            /* queries and keys are the same positions everywhere */
     int32_t owner_folds_twice;         /* backward, see ra__back_lists */
     int32_t back_direction;
@@ -12144,7 +12144,6 @@ struct ra_plan {
     int32_t *readers;                  /* ranks that read this rank's keys */
     ra__source_rank *source;           /* ranks whose keys it reads, by `end` */
     int64_t reader_count, source_count;
-    int64_t chunk_bytes;               /* longest message */
     int64_t *start;                    /* [chunks] scratch: the step in which a chunk leaves its
                                         * owner, see ra__tour_steps */
     int64_t *line;                     /* [2 ranks] scratch of ra__tour_steps */
@@ -12178,9 +12177,6 @@ RA__INLINE int ra__need(const ra__travel *t, int64_t c, int32_t rank) {
 }
 RA__INLINE int ra__needs(const ra_plan *p, int64_t chunk, int32_t rank) {
     return ra__need(&p->keys, chunk, rank);
-}
-RA__INLINE int ra__needs_q(const ra_plan *p, int64_t chunk, int32_t rank) {
-    return ra__need(&p->queries, chunk, rank);
 }
 
 /* Rows of the queries (keys = 0) or keys of a rank. ARRAY positions are filled in by the pass. */
@@ -12581,6 +12577,20 @@ RA__INLINE int ra__tour_arrives(const ra__tour *w, int64_t c, int32_t rank) {
 RA__INLINE int ra__tour_leaves(const ra__tour *w, int64_t c, int32_t rank) {
     int32_t n = ra__tour_apart(w, w->t->chunk[c].owner, rank), stations = ra__tour_stations(w, c);
     return n < stations || (w->back && stations && n == stations);
+}
+
+/* Bytes of a chunk's message to the rank `hop` ranks after its owner; backward, hop = ranks: to the
+ * owner. */
+static int64_t ra__tour_length(const ra__tour *w, const ra__chunk *c, int32_t hop) {
+    return w->back ? ra__back_length(&w->p->d, c, hop) : ra__message_bytes(&w->p->d, c, hop);
+}
+
+/* The longest of these messages. */
+static int64_t ra__tour_longest(const ra__tour *w, int32_t hop) {
+    int64_t most = 0;
+    for (int64_t c = 0; c < w->t->chunks; c++)
+        if (ra__tour_stations(w, c)) most = ra__max(most, ra__tour_length(w, &w->t->chunk[c], hop));
+    return most;
 }
 
 /* Sets how far every segment travels. Forward: returns the bytes on all links together. */
@@ -13340,7 +13350,7 @@ typedef struct ra__kept {
     int32_t chunk, hop;                /* hop: of the message's layout, see ra__message */
 } ra__kept;
 
-/* Begins memory that a ring gets when a pass is resumed; kept until the ring is destroyed. */
+/* Head of memory that a ring gets when a pass is resumed, and keeps until it is destroyed. */
 typedef struct ra__more { struct ra__more *next; int64_t bytes; } ra__more;
 
 struct ra_ring {
@@ -13351,7 +13361,7 @@ struct ra_ring {
     int32_t has_transport, shared, rank, ranks;
 
     const ra_plan *plan;               /* of the pass; below: what begin sets */
-    const ra__pass_lists *lists;            /* of the plan, for this kind of pass */
+    const ra__pass_lists *lists;       /* of the plan, for this kind of pass */
     const int64_t *task_begin;         /* [B + 1] first task of a sequence */
     ra_tensors t;
     ra__agreed agreed;                 /* of plan and call; under comm, as the next two */
@@ -13528,12 +13538,22 @@ RA__INLINE int64_t ra__ring_stripes(const ra_desc *d) {
     return ra__max(1, RA__STRIPES / d->sequences);
 }
 
+/* What follows the lanes of either pass. */
+static void ra__ring_carve_desks(ra__arena *a, const ra_desc *d, int64_t scratch_bytes,
+                                 ra_ring *r) {
+    int64_t ops = 0;
+    for (int32_t k = 0; k < RA__LANES; k++) ops += r->lane[k].slots;
+    r->list = (ra_transport_op **)ra__carve(a, ops * (int64_t)sizeof *r->list);
+    r->desk = (ra__desk *)ra__carve(a, d->threads * (int64_t)sizeof *r->desk);
+    r->scratch_bytes = scratch_bytes;
+    r->scratch = (uint8_t *)ra__carve(a, scratch_bytes * d->threads);
+}
+
 /* Lays out the workspace of a forward pass of one rank; counts only if a->base is null. Returns
  * bytes of state. */
 static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n, ra_ring *r) {
     const ra_desc *d = &p->d;
     int64_t heads = d->sequences * n->rows * d->q_heads, before, state;
-    int64_t notices = r->shared ? n->notices_in + n->notices_out : 0;
     (void)ra__carve(a, (int64_t)sizeof *r);
     before = a->used;
     r->work.m = (float *)ra__carve(a, heads * 4);
@@ -13542,17 +13562,13 @@ static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n
                                             : (uint8_t *)ra__carve(a, heads * d->v_dim * 4);
     r->turn = (ra__turn *)ra__carve(a, n->forward.tasks * (int64_t)sizeof *r->turn);
     state = a->used - before;
-    ra__ring_carve_links(a, p, &n->forward, p->chunk_bytes, r);
+    ra__ring_carve_links(a, p, &n->forward, p->forward.chunk_bytes, r);
     if (r->shared) {
         ra__lane_carve(a, &r->lane[RA__NOTICES_IN], n->notices_in, RA__FRAME_BYTES, 64);
         ra__lane_carve(a, &r->lane[RA__NOTICES_OUT], n->notices_out, RA__FRAME_BYTES, 64);
         r->owner_alive = (int64_t **)ra__carve(a, n->notices_out * 8);
     }
-    r->list = (ra_transport_op **)ra__carve(a, (2 + r->lane[RA__RECEIVES].slots +
-                                                r->lane[RA__SENDS].slots + notices) * 8);
-    r->desk = (ra__desk *)ra__carve(a, d->threads * (int64_t)sizeof *r->desk);
-    r->scratch_bytes = ra__thread_bytes(p, n->panels);
-    r->scratch = (uint8_t *)ra__carve(a, r->scratch_bytes * d->threads);
+    ra__ring_carve_desks(a, d, ra__thread_bytes(p, n->panels), r);
     return state;
 }
 
@@ -13585,14 +13601,9 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     if (r->shared) r->grad_slots = ra__min(own, ra__back_lag(p) + 2);
     r->grad_bytes = ra__plan_grad_bytes(p);
     r->grad_buf = (uint8_t *)ra__carve(a, r->grad_slots * r->grad_bytes);
-    r->list = (ra_transport_op **)ra__carve(a, (2 + (int64_t)r->lane[RA__RECEIVES].slots +
-                                                r->lane[RA__SENDS].slots +
-                                                r->lane[RA__RETURNS].slots) * 8);
     r->stripe = (ra__bounds *)ra__carve(a, d->sequences * ra__ring_stripes(d) *
                                                (int64_t)sizeof *r->stripe);
-    r->desk = (ra__desk *)ra__carve(a, d->threads * (int64_t)sizeof *r->desk);
-    r->scratch_bytes = ra__back_scratch_bytes(d);
-    r->scratch = (uint8_t *)ra__carve(a, r->scratch_bytes * d->threads);
+    ra__ring_carve_desks(a, d, ra__back_scratch_bytes(d), r);
     return state;
 }
 
@@ -13759,7 +13770,8 @@ static void ra__plan_held(ra_plan *p) {
     }
 }
 
-/* Carves the arrays of the descriptor (copies) and of cuts. Counting only if a->base is null. */
+/* Carves the arrays of the descriptor (copies) and of cuts; counts only if a->base is null. *p was
+ * cleared. */
 static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     ra_desc *d = &p->d;
     ra_layout *l = &d->layout;
@@ -13772,9 +13784,6 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     m->lo = (const int32_t *)ra__carve_copy(a, m->lo, m->interval_count, 4);
     m->hi = (const int32_t *)ra__carve_copy(a, m->hi, m->interval_count, 4);
     l->weights = (const int32_t *)ra__carve_copy(a, l->weights, d->ranks, 4);
-    p->q_run_begin = p->k_run_begin = NULL;
-    p->q_before = p->k_before = NULL;
-    p->held = NULL;
     if (l->kind == RA_LAYOUT_RUNS) {
         if (!l->k_runs) { l->k_runs = l->q_runs; l->k_run_count = l->q_run_count; }
         p->held_count = ra__runs_count(l, d->ranks, 1);
@@ -13789,7 +13798,6 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
         l->q_rows = (const int64_t *)ra__carve_copy(a, l->q_rows, d->ranks, 8);
         l->k_rows = (const int64_t *)ra__carve_copy(a, l->k_rows, d->ranks, 8);
     }
-    p->q_cut = p->k_cut = NULL;
     if (l->kind == RA_LAYOUT_CONTIGUOUS || l->kind == RA_LAYOUT_ZIGZAG) {
         p->q_cut = (int64_t *)ra__carve(a, cuts);
         p->k_cut = (int64_t *)ra__carve(a, cuts);
@@ -14012,7 +14020,6 @@ static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__pas
     r->backward = 1;
     r->direction = w->direction;
     r->chunk = w->t->chunk;
-    r->folds = r->recvs = r->sends = r->owns = r->returns = 0;
     for (int32_t b = 0; b < w->p->d.sequences; b++) {
         int32_t index = 0;
         for (; c < w->t->chunks && w->t->chunk[c].sequence == b; c++)
@@ -14020,19 +14027,6 @@ static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__pas
         index += ra__back_ends(&l, r, w->t->chunks, index);
         if (!index) ra__lists_fold(r, -1, -1, 0)->sequence = b;
         r->fold[r->folds - 1].last = 1;
-    }
-}
-
-/* Longest messages of a backward pass. */
-static void ra__plan_back_bytes(ra_plan *p) {
-    const ra__travel *t = ra__back_travel(p);
-    ra__pass_lists *w = &p->back;
-    w->chunk_bytes = w->return_bytes = 0;
-    for (int64_t c = 0; c < t->chunks; c++) {
-        if (!ra__back_stations(p, &t->chunk[c])) continue;
-        w->chunk_bytes = ra__max(w->chunk_bytes, ra__back_length(&p->d, &t->chunk[c], 1));
-        w->return_bytes =
-            ra__max(w->return_bytes, ra__back_length(&p->d, &t->chunk[c], p->d.ranks));
     }
 }
 
@@ -14291,12 +14285,6 @@ static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
     return n;
 }
 
-/* Bytes of a chunk's message to the rank `hop` ranks after its owner; backward, hop = ranks: to the
- * owner. */
-static int64_t ra__tour_length(const ra__tour *w, const ra__chunk *c, int32_t hop) {
-    return w->back ? ra__back_length(&w->p->d, c, hop) : ra__message_bytes(&w->p->d, c, hop);
-}
-
 /* Messages and bytes of a pass at one rank. */
 static void ra__report_messages(const ra__tour *w, int32_t rank, ra_pass_figures *f) {
     const int64_t address = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
@@ -14433,7 +14421,7 @@ static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report 
     r->forward.shared_bytes_in += in * RA__FRAME_BYTES;
     r->forward.shared_bytes_out += out * RA__FRAME_BYTES;
     ra__report_back(p, rank, r);
-    r->forward.chunk_bytes = p->chunk_bytes;
+    r->forward.chunk_bytes = p->forward.chunk_bytes;
     r->order = p->order;
     r->forward.direction = p->direction;
     r->forward.travel = RA_TRAVEL_KV;
@@ -14588,24 +14576,22 @@ static void ra__plan_fill_back(ra_plan *p) {
     (void)ra__tour_hops(&w);
     p->back.steps = ra__tour_steps(&w, p->line, p->start);
     ra__plan_back_lists(&w, p->start, &p->back);
-    ra__plan_back_bytes(p);
+    p->back.chunk_bytes = ra__tour_longest(&w, 1);
+    p->back.return_bytes = ra__tour_longest(&w, p->d.ranks);
 }
 
 /* From the list of chunks to the lists of this rank. */
 static void ra__plan_fill(ra_plan *p) {
+    ra__tour tour;
     ra__need_none(p, &p->keys);
     for (int32_t r = 0; r < p->d.ranks; r++)
         for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
     ra__plan_places(p);
     ra__plan_direction(p);
-    p->chunk_bytes = 0;
-    for (int64_t c = 0; c < p->keys.chunks; c++)
-        if (ra__chunk_reach(&p->keys.chunk[c]))
-            p->chunk_bytes =
-                ra__max(p->chunk_bytes, ra__message_bytes(&p->d, &p->keys.chunk[c], 1));
+    tour = ra__tour_of(p, 0);
     p->forward.direction = p->direction;
     p->forward.chunk = p->keys.chunk;
-    p->forward.chunk_bytes = p->chunk_bytes;
+    p->forward.chunk_bytes = ra__tour_longest(&tour, 1);
     if (p->d.train) ra__plan_fill_back(p);
     p->sizes = ra__plan_sizes(p, p->d.rank, p->task_begin);
     for (int32_t b = 0; b <= p->d.sequences; b++) p->back_task_begin[b] = b * p->sizes.back.tasks;
@@ -17314,7 +17300,7 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     }
     done = h->stage == RA__STAGES;
     if (!h->s.want_q ||
-        (chunk >= 0 && !(q ? ra__needs_q(p, chunk, r->rank) : ra__needs(p, chunk, r->rank))))
+        (chunk >= 0 && !ra__need(q ? &p->queries : &p->keys, chunk, r->rank)))
         memset(&h->x.tally, 0, sizeof h->x.tally); /* counted with dQ, or as unvisited */
     e->q_row = q && chunk >= 0 ? h->p.c.seg[0].pos : 0;
     e->q_rows = !q ? p->report.q_rows : chunk >= 0 ? ra__chunk_rows(&h->p.c) : 0;
@@ -17582,7 +17568,7 @@ RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
     *out = NULL;
     if (!first) return ra__refuse(rd->error, RA_E_NULL, "plan", "is required", 0);
     s = ra__ring_desc_check(rd, rd->error);
-    bytes = ra__max(first->chunk_bytes, first->back.chunk_bytes);
+    bytes = ra__max(first->forward.chunk_bytes, first->back.chunk_bytes);
     if (transport && (transport->caps & RA_CAP_SHARED)) bytes = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
     if (!s) s = ra__tp_check(transport, first->d.rank, first->d.ranks, bytes, rd->error);
     if (!s && transport) s = ra__tp_check_back(transport, first, rd->error);
@@ -17634,7 +17620,7 @@ static ra_status ra__begin_check_job(ra_ring *r, const ra_job *job) {
     ra_status s = ra__load_i32(&r->failed);
     if (!job) return ra__refuse(e, RA_E_NULL, "job", "is required", 0);
     if (!p) return ra__refuse(e, RA_E_NULL, "job.plan", "is required", 0);
-    const int64_t bytes = back ? p->back.chunk_bytes : p->chunk_bytes;
+    const int64_t bytes = back ? p->back.chunk_bytes : p->forward.chunk_bytes;
     const ra__rule rules[] = {
         { !job->tensors, RA_E_NULL, "job.tensors", "is required", 0 },
         { job->deadline_ns < 0, RA_E_RANGE, "job.deadline_ns", "# is negative", job->deadline_ns },
@@ -18412,8 +18398,8 @@ static void ra__resume_carve(ra__arena *a, const ra_ring *r, struct ra__resume *
                                                  (int64_t)sizeof *x->lists.recv);
     x->list = (ra_transport_op **)ra__carve(a, (slots + sends + ops) * 8);
     x->reports.of = (uint8_t *)ra__carve(a, x->n * x->reports.bytes);
-    ra__lane_carve(a, &x->lane[0], slots, p->chunk_bytes, align);
-    ra__lane_carve(a, &x->lane[1], sends, p->chunk_bytes, align);
+    ra__lane_carve(a, &x->lane[0], slots, p->forward.chunk_bytes, align);
+    ra__lane_carve(a, &x->lane[1], sends, p->forward.chunk_bytes, align);
 }
 
 /* Lists of what is kept and what is missing, from those of the pass so far. */
@@ -18902,10 +18888,10 @@ static ra_status ra__resume_check_ranks(const ra_ring *r, const ra_resume_desc *
 static ra_status ra__resume_check_transport(const ra_ring *r, const ra_resume_desc *rd, int32_t me,
                                             ra_error *e) {
     const ra_transport *t = rd->transport;
-    int64_t bytes = ra__max(r->plan->chunk_bytes, ra__reports_size(r->plan));
+    int64_t bytes = ra__max(r->plan->forward.chunk_bytes, ra__reports_size(r->plan));
     ra_status s;
     if (r->earlier.plan)
-        bytes = ra__max(bytes, ra__max(r->earlier.plan->chunk_bytes,
+        bytes = ra__max(bytes, ra__max(r->earlier.plan->forward.chunk_bytes,
                                        ra__reports_size(r->earlier.plan)));
     s = rd->ranks > 1 ? ra__tp_check(t, me, rd->ranks, bytes, e) : RA_OK;
     if (s || rd->ranks == 1) return s;
