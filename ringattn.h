@@ -757,8 +757,8 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
  * with ith = 0..nth-1, in any order, at any time, no barrier: no thread waits for another, each
  * returns when its share is done, and o is complete when all have returned. All of them must call:
  * with OpenMP, nth is omp_get_num_threads() inside the parallel region. d, t and what they point to
- * have equal contents on all threads: one copy, or one each. Bits do not depend on nth. Only the
- * thread with ith 0 writes d->error.
+ * have equal contents on all threads: one copy, or one each. Bits do not depend on nth. All threads
+ * return a refusal; the one with ith 0 writes d->error.
  *
  * layout.kind names the order of summation (see ra_plan_report.order), so that a ring of the same
  * layout gives the same bits. Exception: calls with tokens * Hq / Hkv <= 16 and no dropout use a
@@ -767,10 +767,10 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
  *
  * workspace: ra_attention_bytes(d, nth) bytes at any address, which need not be cleared. One call
  * at a time: all nth threads must have returned before any of them begins the next one with it. If
- * some of the nth threads did not make a call, zero the workspace before the next. One workspace
- * of the larger of both sizes may serve forward and backward. With nth = 1 it may be null if k_dim + v_dim is at most 512, or
- * 256 if K or V is not f32 (longer rows may be refused): then up to 256 KiB of the stack are used,
- * or 384 in a program compiled without optimisation. */
+ * some of the nth threads did not make a call, zero the workspace before the next. One workspace,
+ * of the larger of both sizes, may serve forward and backward. With nth = 1 it may be null if k_dim
+ * + v_dim is at most 512, or 256 if K or V is not f32 (longer rows may be refused): then up to 256
+ * KiB of the stack are used, or 384 in a program compiled without optimisation. */
 RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void *workspace,
                                     size_t bytes, int ith, int nth);
 
@@ -13638,10 +13638,15 @@ static int64_t ra__runs_count(const ra_layout *l, int32_t ranks, int keys) {
 }
 
 /* FNV-1a over the bytes of agreed values. */
+#define RA__HASH_START 14695981039346656037u
 static uint64_t ra__hash(uint64_t h, const void *data, size_t bytes) {
     const uint8_t *p = (const uint8_t *)data;
     for (size_t i = 0; i < bytes; i++) h = (h ^ p[i]) * 1099511628211u;
     return h;
+}
+
+static uint64_t ra__hash_of(const void *data, size_t bytes) {
+    return ra__hash(RA__HASH_START, data, bytes);
 }
 
 static uint64_t ra__hash_i64(uint64_t h, int64_t v) { return ra__hash(h, &v, sizeof v); }
@@ -13652,7 +13657,7 @@ static uint64_t ra__hash_array(uint64_t h, const void *data, int64_t n, size_t e
 }
 
 static uint64_t ra__hash_fields(const int64_t *fields, size_t n) {
-    uint64_t h = 14695981039346656037u;
+    uint64_t h = RA__HASH_START;
     for (size_t i = 0; i < n; i++) h = ra__hash_i64(h, fields[i]);
     return h;
 }
@@ -13677,7 +13682,7 @@ static void ra__agree_plain(const ra_desc *d, uint64_t *part) {
 }
 
 static uint64_t ra__agree_layout(const ra_layout *l, int32_t ranks) {
-    uint64_t h = ra__hash_i64(14695981039346656037u, l->kind);
+    uint64_t h = ra__hash_i64(RA__HASH_START, l->kind);
     h = ra__hash_array(h, l->weights, ranks, 4);
     h = ra__hash_array(h, l->q_rows, ranks, 8);
     h = ra__hash_array(h, l->k_rows, ranks, 8);
@@ -15735,7 +15740,7 @@ static void ra__ring_note_progress(ra_ring *r) {
  * random for each start: 16 bytes for this purpose on Linux, otherwise the address of the C
  * library. */
 static uint32_t ra__address_space(void) {
-    uint64_t h = ra__hash_i64(14695981039346656037u, (int64_t)RA__PROCESS_ID());
+    uint64_t h = ra__hash_i64(RA__HASH_START, (int64_t)RA__PROCESS_ID());
 #if defined(__linux__)
     const void *drawn = (const void *)(uintptr_t)getauxval(AT_RANDOM);
     if (drawn) h = ra__hash(h, drawn, 16);
@@ -15767,7 +15772,7 @@ static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, 
     f.abi = RA_TRANSPORT_ABI;
     f.pass = r->pass;
     f.pass |= (int64_t)r->epoch << RA__EPOCH_BIT;
-    f.hash = ra__hash(14695981039346656037u, &r->agreed, sizeof r->agreed);
+    f.hash = ra__hash_of(&r->agreed, sizeof r->agreed);
     for (int i = 0; i < RA__AGREE_PARTS; i++) {
         uint64_t h = r->agreed.part[i] ^ r->agreed.part[i] >> 29;
         f.parts |= h * 0x9e3779b97f4a7c15u >> 56 << 8 * i;
@@ -15777,7 +15782,7 @@ static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, 
     f.chunk = (int32_t)chunk;
     f.kind = (uint16_t)kind;
     f.sum[0] = r->space;
-    f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
+    f.check = ra__hash_of(&f, offsetof(ra__frame, check));
     return f;
 }
 
@@ -15786,7 +15791,7 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due, uint
     ra__frame f;
     memcpy(&f, message, sizeof f);
     if (f.magic != due->magic || f.abi != due->abi) return RA_E_PROTO;
-    if (f.check != ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check)))
+    if (f.check != ra__hash_of(&f, offsetof(ra__frame, check)))
         return RA_E_PROTO;
     const int elsewhere = due->sum[0] && f.sum[0] != due->sum[0];
     *differ = f.parts ^ due->parts;
@@ -15804,7 +15809,7 @@ static void ra__frame_seal(uint8_t *message, int64_t least, int64_t length) {
     memcpy(&f, message, sizeof f);
     f.sum[least == f.length] = ra__crc(0, message + RA__FRAME_BYTES, least - RA__FRAME_BYTES);
     if (least < length) f.sum[1] = ra__crc(f.sum[0], message + least, length - least);
-    f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
+    f.check = ra__hash_of(&f, offsetof(ra__frame, check));
     memcpy(message, &f, sizeof f);
 }
 
@@ -17736,7 +17741,7 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
 
 /* Whether a pass begins with hellos: all ranks alike, if they agree on the passes before. */
 static void ra__begin_meet(ra_ring *r, const ra_plan *p, int32_t pass) {
-    const uint64_t hash = ra__hash(14695981039346656037u, &p->agreed, sizeof p->agreed);
+    const uint64_t hash = ra__hash_of(&p->agreed, sizeof p->agreed);
     const uint64_t key = ra__hash_i64(hash, pass);
     int32_t met = 0;
     for (int64_t i = 0; i < ra__min(r->met_count, RA__MET); i++) met |= r->met_with[i] == key;
@@ -18264,19 +18269,19 @@ static int32_t ra__resume_state(const ra_ring *r) {
 }
 
 static uint64_t ra__resume_hash(const ra__agreed *a) {
-    return ra__hash(14695981039346656037u, a, sizeof *a);
+    return ra__hash_of(a, sizeof *a);
 }
 
 /* -------------------------------------------------------------------------- control messages */
 static ra__frame ra__resume_sealed(ra__frame f) {
-    f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
+    f.check = ra__hash_of(&f, offsetof(ra__frame, check));
     return f;
 }
 
 /* The hello of this rank. parts has the hash of the pass before. */
 static ra__frame ra__resume_hello(const ra_ring *r) {
     const struct ra__resume *x = r->resume;
-    uint64_t all = ra__hash(14695981039346656037u, x->rank, (size_t)x->n * sizeof *x->rank);
+    uint64_t all = ra__hash_of(x->rank, (size_t)x->n * sizeof *x->rank);
     ra__frame f = ra__ring_frame(r, RA__FRAME_MEET, r->rank, ra__resume_state(r), (int64_t)all);
     f.parts = r->earlier.plan ? ra__resume_hash(&r->earlier.agreed) : 0;
     return ra__resume_sealed(f);
@@ -18462,7 +18467,7 @@ static void ra__resume_report(ra_ring *r) {
     for (int32_t o = 0; o < p->d.ranks; o++)
         if (ra__resume_gives(r, o)) gives[o / 8] = (uint8_t)(gives[o / 8] | 1 << o % 8);
     f = ra__ring_frame(r, RA__FRAME_REPORT, r->rank, 0, v->bytes);
-    f.parts = ra__hash(14695981039346656037u, need, (size_t)(v->bytes - RA__FRAME_BYTES));
+    f.parts = ra__hash_of(need, (size_t)(v->bytes - RA__FRAME_BYTES));
     f = ra__resume_sealed(f);
     memcpy(v->of + x->me * v->bytes, &f, sizeof f);
 }
@@ -18701,8 +18706,7 @@ static ra_status ra__resume_met(ra_ring *r, int32_t i) {
         return ra__resume_check(r, i, &x->peer[i].heard, RA__FRAME_MEET, length);
     s = ra__resume_check(r, i, report, RA__FRAME_REPORT, length);
     memcpy(&f, report, sizeof f);
-    if (!s && f.parts != ra__hash(14695981039346656037u, report + RA__FRAME_BYTES,
-                                  (size_t)(length - RA__FRAME_BYTES)))
+    if (!s && f.parts != ra__hash_of(report + RA__FRAME_BYTES, (size_t)(length - RA__FRAME_BYTES)))
         s = ra__resume_refuse(r, RA_E_PROTO, i);
     return s;
 }
@@ -19600,7 +19604,7 @@ static uint64_t ra__cache_agree(const ra_cache *c, const ra_desc *d) {
     uint64_t h;
     memset(&a, 0, sizeof a);
     ra__agree(d, &c->d, &a);
-    h = ra__hash(14695981039346656037u, &a, sizeof a);
+    h = ra__hash_of(&a, sizeof a);
     h = ra__hash_i64(ra__hash_i64(ra__hash_i64(h, c->most_rows), c->lanes), c->cd.queries);
     return ra__hash_i64(ra__hash_i64(h, c->cd.way), c->cd.form);
 }
@@ -19908,7 +19912,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     ra__work w;
     ra__view kv[2];
     int64_t rows[2], n;
-    uint64_t h = 14695981039346656037u;
+    uint64_t h = RA__HASH_START;
     ra_status s = ra__cache_check_counts(c, cached, fresh);
     if (s) return s;
     if (!t) return ra__refuse(e, RA_E_NULL, "t", "is required", 0);
@@ -19919,7 +19923,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     if (ra__positions_set(&t->k_pos))
         return ra__refuse(e, RA_E_SHAPE, "t.k_pos", "must be {0}: the counts say it", 0);
     ra__cache_set_counts(c, cached, fresh);
-    for (int32_t r = 0; r < c->ranks && c->way == RA_INFER_PASS_KV; r++)   /* the same on all ranks */
+    for (int32_t r = 0; r < c->ranks && c->way == RA_INFER_PASS_KV; r++)
         if (ra__keys_length(c, r, &n) > (int64_t)c->tp.max_msg)
             return ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
                               "is less than a message of # rows of keys", n);
@@ -19974,10 +19978,6 @@ static ra_status ra__cache_fail(ra_cache *c, ra_status s, const char *field, con
     return ra__load_i32(&c->failed) ? ra__load_i32(&c->failed) : s;
 }
 
-static ra_status ra__cache_code(int code) {
-    return code <= RA_E_MISMATCH && code >= RA_E_UNSAFE ? code : RA_E_IO;
-}
-
 /* A code of the transport about a message to or from a peer. */
 static ra_status ra__cache_op_failed(ra_cache *c, int code, int32_t peer) {
     const char *text = "the transport failed on a message of rank #";
@@ -19985,7 +19985,7 @@ static ra_status ra__cache_op_failed(ra_cache *c, int code, int32_t peer) {
     if (code == RA_E_TRUNC) text = "a message of rank # has another length: do counts agree?";
     if (code == RA_E_ABORTED) text = "another rank failed or was cancelled; heard of rank #";
     if (code == RA_E_TIMEOUT) text = "the deadline passed while this rank waited for rank #";
-    return ra__cache_fail(c, ra__cache_code(code), "transport", text, peer);
+    return ra__cache_fail(c, ra__ring_code(code), "transport", text, peer);
 }
 
 /* The peer of the first message that is due. */
@@ -20027,7 +20027,7 @@ static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin
     f.length = length;
     f.origin = origin;
     f.kind = (uint16_t)kind;
-    f.check = ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check));
+    f.check = ra__hash_of(&f, offsetof(ra__frame, check));
     return f;
 }
 
@@ -20036,7 +20036,7 @@ static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
     ra__frame f;
     memcpy(&f, x->recv, sizeof f);
     if (f.magic != due.magic || f.abi != due.abi ||
-        f.check != ra__hash(14695981039346656037u, &f, offsetof(ra__frame, check)))
+        f.check != ra__hash_of(&f, offsetof(ra__frame, check)))
         return ra__cache_fail(c, RA_E_PROTO, "transport", "a frame of rank # is damaged", x->from);
     if (f.hash != due.hash)
         return ra__cache_fail(c, RA_E_MISMATCH, "d",
@@ -21072,9 +21072,9 @@ RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
 
 /* ========================================================================== ESTIMATE
  * How long a context fits into given hardware, and whether computing hides the transfer of a hop.
- * Takes figures of hardware and model and returns figures. With F FLOP/s and W bytes/s per device, c tokens per block, b sequences, e bytes per
- * element and f = 1 (balanced causal: 1/2), one hop computes 4 f b Hq D c^2 FLOPs and moves 2 b c
- * Hkv D e bytes. Compute covers the transfer from c = (F/W) e Hkv / (2 f Hq) on, which is F/W for
+ * Takes figures of hardware and model and returns figures. With F FLOP/s and W bytes/s per device,
+ * c tokens per block, b sequences, e bytes per element and f = 1 (balanced causal: 1/2), one hop
+ * computes 4 f b Hq D c^2 FLOPs and moves 2 b c Hkv D e bytes. Compute covers the transfer from c = (F/W) e Hkv / (2 f Hq) on, which is F/W for
  * MHA at 2 bytes. A device holds six blocks of hidden size h: Q; K, V in use; K, V arriving; the
  * output: 6 b c h e bytes. Liu, Zaharia, Abbeel, arXiv 2310.01889v4, section 3 and table 2. The
  * paper prints 6 b c h, which is the figure for one byte per element. For A100 with InfiniBand it
@@ -21252,6 +21252,7 @@ RA__ONCE_END
 #endif
 #undef RA__PROCESS_ID
 #undef RA__QUIET_NS
+#undef RA__HASH_START
 #undef RA__CLAIM_ITEMS
 #undef RA__ONCE_BEGIN
 #undef RA__ONCE_END
