@@ -21074,13 +21074,14 @@ RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
  * How long a context fits into given hardware, and whether computing hides the transfer of a hop.
  * Takes figures of hardware and model and returns figures. With F FLOP/s and W bytes/s per device,
  * c tokens per block, b sequences, e bytes per element and f = 1 (balanced causal: 1/2), one hop
- * computes 4 f b Hq D c^2 FLOPs and moves 2 b c Hkv D e bytes. Compute covers the transfer from c = (F/W) e Hkv / (2 f Hq) on, which is F/W for
- * MHA at 2 bytes. A device holds six blocks of hidden size h: Q; K, V in use; K, V arriving; the
- * output: 6 b c h e bytes. Liu, Zaharia, Abbeel, arXiv 2310.01889v4, section 3 and table 2. The
- * paper prints 6 b c h, which is the figure for one byte per element. For A100 with InfiniBand it
- * prints 24.5 and 149.5 thousand tokens, 2 % below its own formula. Everything is computed in
- * doubles. The checks keep counts below 2^31, and rates and memory between 1 and 1e30, so that no
- * product overflows; only context_max must fit 64 bits. */
+ * computes 4 f b Hq D c^2 FLOPs and moves 2 b c Hkv D e bytes. Compute covers the transfer from
+ * c = (F/W) e Hkv / (2 f Hq) on, which is F/W for MHA at 2 bytes. A device holds six blocks of
+ * hidden size h: Q; K, V in use; K, V arriving; the output: 6 b c h e bytes. Liu, Zaharia, Abbeel,
+ * arXiv 2310.01889v4, section 3 and table 2. The paper prints 6 b c h, which is the figure for one
+ * byte per element. For A100 with InfiniBand it prints 24.5 and 149.5 thousand tokens, 2 % below
+ * its own formula. Everything is computed in doubles. The checks keep counts below 2^31, and rates
+ * and memory between 1 and 1e30, so that no product overflows; only context_max must fit 64
+ * bits. */
 
 #define RA__EST_LIMIT 1e30             /* of FLOP/s, bytes, bytes/s and seconds */
 
