@@ -3,7 +3,7 @@
  * One C header for CPUs, without dependencies. It computes attention, forward and backward, on one
  * machine or on a sequence sharded across ranks (ring attention: Liu, Zaharia, Abbeel, arXiv
  * 2310.01889). The result is that of ordinary attention, not an approximation, and with the usual
- * layouts it has the same bits for every number of ranks.
+ * layouts it has the same bits for every number of ranks, unless you ask for another order.
  *
  *   You want                                             Call
  *   one call with the arguments small engines share     ra_attention_simple
@@ -257,10 +257,11 @@
  *            2^-16 of its row's largest magnitude, and a weight times the scale of a block of V by
  *            2^-16 of the largest of 16 keys; elements of the cache are off by up to 2^-8. Bits do
  *            not depend on threads, chunks, timing or transport, and with shards cut on the grid of
- *            64 tokens (contiguous and zigzag) they do not depend on the number of ranks. A row
- *            without keys gives 0, and its LSE is -inf, or the sink where sinks are
- *            given. NaN in Q stays in its row; NaN in K or V reaches the rows that see it and no
- *            others. V up to 1e28 stays finite (weights are as large as 2^32 until they are
+ *            64 tokens (contiguous and zigzag) they do not depend on the number of ranks. (With
+ *            RA_ORDER_ROUNDS those of a forward pass depend on ranks and chunks, but on nothing
+ *            else of this.) A row without keys gives 0, and its LSE is -inf, or the sink where
+ *            sinks are given. NaN in Q stays in its row; NaN in K or V reaches the rows that see it
+ *            and no others. V up to 1e28 stays finite (weights are as large as 2^32 until they are
  *            divided). All this also holds if your program is compiled with -Ofast.
  *
  *                       scalar  AVX2  AVX-512  NEON
@@ -406,8 +407,9 @@ enum { RA_LAYOUT_UNSET, RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPE
        RA_LAYOUT_ARRAY };
 enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };  /* flags */
 /* The order in which a row sums blocks of keys. DESCENDING: from its own block downwards.
- * ASCENDING: from the first to the last (zigzag: the mirrored pairs of blocks {k, n - 1 - k}). */
-enum { RA_ORDER_DESCENDING = 1, RA_ORDER_ASCENDING = 2 };
+ * ASCENDING: from the first to the last (zigzag: the mirrored pairs of blocks {k, n - 1 - k}).
+ * ROUNDS: see ra_desc.order. */
+enum { RA_ORDER_DESCENDING = 1, RA_ORDER_ASCENDING = 2, RA_ORDER_ROUNDS = 3 };
 /* What travels in a backward pass: K and V with their gradients, or Q, dO, LSE and delta with
  * dQ. */
 enum { RA_TRAVEL_AUTO, RA_TRAVEL_KV, RA_TRAVEL_Q };
@@ -587,6 +589,16 @@ typedef struct ra_desc {
     ra_rates rates;                    /* what you know of machines and network; {0}: nothing. A
                                         * default chunk then takes no less time than two latencies,
                                         * and a fast link gets fewer buffers */
+    int32_t order;                     /* forward passes of a ring. 0: DESCENDING or ASCENDING, by
+                                        * layout and mask, so that bits do not depend on ranks.
+                                        * RA_ORDER_ROUNDS: in rounds of one chunk from each rank,
+                                        * its own first, then around the ring. Links are busy from
+                                        * the start, and own keys are computed while others come:
+                                        * nearly all transfer is hidden also without a mask. In
+                                        * return bits of o and lse depend on ranks and chunk_tokens,
+                                        * but not on threads, timing or transport. Memory stays the
+                                        * same; it needs 2 buffers. Gradients keep their order. No
+                                        * effect on one rank */
     /* Training */
     int32_t train;                     /* 1: backward passes will follow. o and lse have the same
                                         * bits either way, except under dropout */
@@ -825,7 +837,8 @@ typedef struct ra_pass_figures {
     int32_t bits_any_ranks;            /* 1: forward o and lse, backward d_q, d_k and d_v have the
                                         * same bits for every number of ranks with this property,
                                         * this layout.kind and mask. (They never depend on threads,
-                                        * chunks, timing or transport; with an engine, on chunks) */
+                                        * timing or transport, and on chunks only with an engine or
+                                        * RA_ORDER_ROUNDS. Backward: from equal o and lse) */
 } ra_pass_figures;
 
 /* What passes of a plan do on one rank. Counters of a run (ra_ring_counters) equal these figures;
@@ -859,10 +872,11 @@ typedef struct ra_prediction {         /* seconds */
     double done_s;                     /* until this rank is done */
     double all_done_s;                 /* until the last rank is done */
     double bound_s;                    /* all_done_s with any number of buffers: what the order of
-                                        * keys, which makes bits independent of ranks, allows.
-                                        * Without a mask the last rank's own keys come last, so at
-                                        * most 1 - 1 / ranks of a transfer as long as computing can
-                                        * be hidden; causal ZIGZAG has no such limit */
+                                        * keys allows. Without a mask, in the order that makes bits
+                                        * independent of ranks, the last rank's own keys come last,
+                                        * so at most 1 - 1 / ranks of a transfer as long as computing
+                                        * can be hidden; causal ZIGZAG and RA_ORDER_ROUNDS have no
+                                        * such limit */
 } ra_prediction;
 RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const ra_rates *rates,
                                        ra_prediction *out);
@@ -8625,6 +8639,7 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
         { RA__FIELD(q_offset), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
         { RA__FIELD(chunk_tokens), RA_E_RANGE, RA__OPTIONAL, 0, 1 << 24 },
         { RA__FIELD(buffers), RA_E_RANGE, RA__OPTIONAL, 0, 64 },
+        { RA__FIELD(order), RA_E_ENUM, RA__OPTIONAL, 0, RA_ORDER_ROUNDS },
         { RA__FIELD(threads), RA_E_RANGE, RA__OPTIONAL, 0, 4096 },
         { RA__FIELD(page_tokens), RA_E_RANGE, RA__OPTIONAL, 0, 1 << 24 },
         { RA__FIELD(mask.kind), RA_E_ENUM, RA__REQUIRED, RA_MASK_NONE, RA_MASK_INTERVALS },
@@ -8748,6 +8763,10 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
           "# (RA_TRAVEL_Q) does not work with a bias or RA_LAYOUT_ARRAY", d->backward_travel },
         { !d->train && d->grad_return, RA_E_SHAPE, "grad_return", "# needs train = 1",
           d->grad_return },
+        { d->order && d->order != RA_ORDER_ROUNDS, RA_E_ENUM, "order",
+          "# is chosen by layout and mask: leave it 0, or take RA_ORDER_ROUNDS", d->order },
+        { d->order && d->buffers == 1 && d->ranks > 1, RA_E_SHAPE, "buffers",
+          "# is too few for RA_ORDER_ROUNDS, which needs 2", d->buffers },
         { !d->train && d->grad_dtype, RA_E_SHAPE, "grad_dtype", "# needs train = 1",
           d->grad_dtype },
         { !d->train && d->dropout > 0.0f, RA_E_SHAPE, "dropout", "needs train = 1; train is #",
@@ -12007,6 +12026,16 @@ RA__ONCE_BEGIN
  * ra__tour_steps shows it: it gives every message a step, and whatever a message waits for has an
  * earlier step.
  *
+ * Rounds. With RA_ORDER_ROUNDS each rank goes through the list of a forward pass in an order of its
+ * own. Round i of a sequence is chunk i of every shard. A rank folds its own, then that of the rank
+ * before it in the direction of travel, and so on around the ring; it sends in the same order. So
+ * all links are busy from the start, and own keys are folded while others come. No deadlock, with
+ * two buffers or more: sort all messages by round, then by hops from the owner. On a link they go
+ * in this order. The buffer of a message becomes free when the chunk in it is folded, which waits
+ * for earlier messages on this link only, and sent on. Between that chunk and the message at least
+ * one other came on this link. Of that chunk this one is of a later round or of more hops, so that
+ * sending the chunk on, by one hop more, is not after it, and before the message.
+ *
  * Time. With two buffers or more a forward pass of C chunks on P ranks takes less than C +
  * (sequences + 1) P steps, for every mask and layout. Going up, chunk c of the list may leave its
  * owner o in step c + o + P * sequence and never stop: a chunk of a later owner then stays behind
@@ -12042,6 +12071,10 @@ typedef struct ra__travel {
                                         * chunk c */
     int64_t need_row;                  /* bytes */
 } ra__travel;
+
+/* Entry of the list of rounds: a chunk, the first entry of its round, and how many the round has, by
+ * ascending owners. */
+typedef struct ra__round { int32_t chunk, first, count; } ra__round;
 
 /* A segment of a chunk of keys among all of its sequence, which are sorted by `first`. */
 typedef struct ra__place {
@@ -12087,7 +12120,7 @@ typedef struct ra__pass_lists {
     ra__own *own;                      /* backward: chunks that this rank owns */
     ra__returned *returned;            /* backward: those of them that leave and return */
     int64_t folds, recvs, sends, exchanges, owns, returns;
-    int64_t steps;                     /* of the lock-step run on all ranks */
+    int64_t steps;                     /* of the lock-step run on all ranks; 0 with rounds */
     int32_t backward, direction;       /* +1: chunks go to rank + 1 */
     int64_t chunk_bytes;               /* longest message between neighbours */
     int64_t return_bytes;              /* backward: longest message to an owner */
@@ -12132,6 +12165,7 @@ struct ra_plan {
     ra__held *held;                    /* RUNS: all runs of keys by their first position */
     int64_t *held_order, held_count;   /* entries of k_runs in that order */
     ra__travel keys, queries;          /* queries: RA_TRAVEL_Q */
+    ra__round *round;                  /* [chunks of keys] RA_ORDER_ROUNDS; otherwise null */
     ra__place *place;                  /* all segments of keys, and one entry that ends them; not
                                         * of ARRAY */
     int64_t *place_begin;              /* [B + 1] first place of a sequence */
@@ -12568,6 +12602,23 @@ RA__INLINE int32_t ra__tour_stations(const ra__tour *w, int64_t c) {
     return w->back ? ra__back_stations(w->p, &w->t->chunk[c]) : ra__chunk_reach(&w->t->chunk[c]);
 }
 
+/* Chunk k of a pass in the order of a rank. */
+static int64_t ra__tour_chunk(const ra__tour *w, int32_t rank, int64_t k) {
+    const ra__round *round = w->p->round;
+    const int32_t next = rank + (w->direction > 0);
+    int32_t before = 0, to, at;
+    if (w->back || !round) return k;
+    at = (int32_t)k - round[k].first;
+    round += round[k].first;
+    for (to = round->count; before < to;) {            /* owners below `next` */
+        int32_t mid = (before + to) / 2;
+        if (w->t->chunk[round[mid].chunk].owner < next) before = mid + 1;
+        else to = mid;
+    }
+    at = w->direction > 0 ? before - 1 - at : before + at;
+    return round[at < 0 ? at + round->count : at < round->count ? at : at - round->count].chunk;
+}
+
 /* Chunk c comes to a rank that is not its owner; it leaves the rank, to the next one or back to its
  * owner. */
 RA__INLINE int ra__tour_arrives(const ra__tour *w, int64_t c, int32_t rank) {
@@ -12694,8 +12745,8 @@ typedef struct ra__play_slot { int64_t arrived, folded, sent; } ra__play_slot;
 /* Positions that a block of queries sees: [lo, hi) and [doc, keep). */
 typedef struct ra__sight { int64_t lo, hi, doc, keep; } ra__sight;
 
-/* What a rank has done. send, fold, home: the next chunk of the list that it looks at for sending,
- * for folding, and for its return. Message i of a kind is in slot i mod slots. */
+/* What a rank has done. send, fold: the next chunk that it looks at for sending and for folding, in
+ * its order; home: the next of the list that returns. Message i of a kind is in slot i mod slots. */
 typedef struct ra__play_seat {
     int64_t send, fold, home;
     int64_t received, sent_on, visited; /* chunks of others: came, are past `send`, past `fold` */
@@ -12944,11 +12995,11 @@ static void ra__play_group(const ra__tour *w, ra__play *y, int32_t rank, int64_t
 /* The next visit of a chunk to a rank; 0: it must wait, or has had all. */
 static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
     ra__play_seat *s = &y->seat[rank];
-    const int64_t c = s->fold;
-    int64_t ready = 0;
-    int again = ra__play_again(w, y, rank, c), own, leaves;
+    int64_t ready = 0, c;
+    int again = ra__play_again(w, y, rank, s->fold), own, leaves;
     if (again) return again > 0;
-    if (c == w->t->chunks) return 0;
+    if (s->fold == w->t->chunks) return 0;
+    c = ra__tour_chunk(w, rank, s->fold);
     if (w->t->chunk[c].sequence != s->sequence) {
         s->sequence = w->t->chunk[c].sequence;
         s->blocks = ra__play_blocks(w, 1, rank, s->sequence);
@@ -13018,7 +13069,7 @@ static void ra__play_record(const ra__tour *w, ra__play *y, int32_t rank, int32_
 enum { RA__LEAVES, RA__ARRIVES, RA__RETURNS_TO };
 static void ra__play_move(const ra__tour *w, ra__play *y, int32_t rank, int32_t to, int64_t when) {
     ra__play_seat *s = &y->seat[rank], *o = &y->seat[to];
-    const int64_t c = s->send++;
+    const int64_t c = ra__tour_chunk(w, rank, s->send++);
     const int returns = w->t->chunk[c].owner == to;
     s->next_send = when + 1;
     if (w->t->chunk[c].owner == rank) s->own_left[s->own_sent++ % RA__PACK_SLOTS] = when + 1;
@@ -13041,7 +13092,7 @@ static void ra__play_move(const ra__tour *w, ra__play *y, int32_t rank, int32_t 
 static int ra__play_send(const ra__tour *w, ra__play *y, int32_t rank) {
     ra__play_seat *s = &y->seat[rank];
     for (; s->send < w->t->chunks; s->send++) {
-        const int64_t c = s->send;
+        const int64_t c = ra__tour_chunk(w, rank, s->send);
         const int32_t owner = w->t->chunk[c].owner, hop = ra__tour_apart(w, owner, rank);
         const int32_t stations = ra__tour_stations(w, c);
         const int arrives = hop > 0 && hop <= stations;
@@ -13670,12 +13721,12 @@ static void ra__agree_plain(const ra_desc *d, uint64_t *part) {
     const int64_t dtypes[] = { d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype };
     const int64_t scores[] = { d->scores };
     const int64_t training[] = { d->train, d->grad_dtype, d->grad_return, d->backward_travel };
-    const int64_t messages[] = { d->chunk_tokens, d->buffers };
+    const int64_t messages[] = { d->chunk_tokens, d->buffers, d->order };
     part[RA__AGREE_SIZES] = ra__hash_fields(sizes, sizeof sizes / sizeof *sizes);
     part[RA__AGREE_DTYPES] = ra__hash_fields(dtypes, sizeof dtypes / sizeof *dtypes);
     part[RA__AGREE_SCORES] = ra__hash_fields(scores, 1);
     part[RA__AGREE_TRAINING] = ra__hash_fields(training, sizeof training / sizeof *training);
-    part[RA__AGREE_MESSAGES] = ra__hash(ra__hash_fields(messages, 2), &d->rates, sizeof d->rates);
+    part[RA__AGREE_MESSAGES] = ra__hash(ra__hash_fields(messages, 3), &d->rates, sizeof d->rates);
     part[RA__AGREE_SCORES] = ra__hash(part[RA__AGREE_SCORES], &d->scale, sizeof d->scale);
     part[RA__AGREE_SCORES] = ra__hash(part[RA__AGREE_SCORES], &d->softcap, sizeof d->softcap);
     part[RA__AGREE_TRAINING] = ra__hash(part[RA__AGREE_TRAINING], &d->dropout, sizeof d->dropout);
@@ -13881,6 +13932,9 @@ static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queri
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) places = 0;
     ra__travel_carve(a, p, &p->keys, keys);
     ra__travel_carve(a, p, &p->queries, q ? queries : 0);
+    p->round = NULL;
+    if (p->d.order && p->d.ranks > 1)
+        p->round = (ra__round *)ra__carve(a, keys * (int64_t)sizeof(ra__round));
     p->place = (ra__place *)ra__carve(a, places * (int64_t)sizeof(ra__place));
     p->place_begin = (int64_t *)ra__carve(a, ((int64_t)B + 1) * 8);
     p->start = (int64_t *)ra__carve(a, ra__max(keys, p->queries.chunks) * 8);
@@ -13918,16 +13972,17 @@ static void ra__lists_send(ra__pass_lists *w, int32_t chunk, int32_t recv, int32
     m->fold = fold;
 }
 
-/* What this rank folds, receives and sends, in the order of the one list. */
+/* What this rank folds, receives and sends, in its order. */
 static void ra__plan_own_lists(ra_plan *p) {
     int32_t me = p->d.rank;
     const ra__tour tour = ra__tour_of(p, 0);
     ra__pass_lists *w = &p->forward;
-    int64_t c = 0;
+    int64_t k = 0;
     w->folds = w->recvs = w->sends = 0;
     for (int32_t b = 0; b < p->d.sequences; b++) {
         int64_t before = w->folds;
-        for (; c < p->keys.chunks && p->keys.chunk[c].sequence == b; c++) {
+        for (; k < p->keys.chunks && p->keys.chunk[k].sequence == b; k++) {
+            const int64_t c = ra__tour_chunk(&tour, me, k);
             int32_t recv = ra__tour_arrives(&tour, c, me) ? (int32_t)w->recvs : -1;
             int32_t fold = ra__needs(p, c, me) ? (int32_t)w->folds : -1;
             int32_t send = ra__tour_leaves(&tour, c, me) ? (int32_t)w->sends : -1;
@@ -14063,8 +14118,33 @@ static void ra__plan_readers(ra_plan *p) {
     }
 }
 
-/* The direction in which a pass takes fewer steps, then the one with fewer bytes on the links.
- * RA_ORDER_DESCENDING goes up, as the bounds of its steps assume. */
+/* Sorts the chunks of keys by sequences, rounds and owners. The list is sorted by owners, up or
+ * down. Cost: chunks x ranks. */
+static void ra__plan_rounds(ra_plan *p) {
+    int64_t *from = p->line, *to = p->line + p->d.ranks;
+    int32_t n = 0;
+    for (int64_t c = 0; p->round && n < p->keys.chunks;) {
+        const int32_t b = p->keys.chunk[c].sequence;
+        memset(p->line, 0, (size_t)p->d.ranks * 2 * sizeof *p->line);
+        for (; c < p->keys.chunks && p->keys.chunk[c].sequence == b; c++) {
+            const int32_t owner = p->keys.chunk[c].owner;
+            if (!to[owner]) from[owner] = c;
+            to[owner] = c + 1;
+        }
+        while (n < c) {
+            const int32_t first = n;
+            for (int32_t r = 0; r < p->d.ranks; r++)
+                if (from[r] < to[r]) p->round[n++].chunk = (int32_t)from[r]++;
+            for (int32_t k = first; k < n; k++) {
+                p->round[k].first = first;
+                p->round[k].count = n - first;
+            }
+        }
+    }
+}
+
+/* The direction in which a pass takes fewer steps, then the one with fewer bytes on the links; in
+ * rounds only the latter counts. RA_ORDER_DESCENDING goes up, as the bounds of its steps assume. */
 static void ra__plan_direction(ra_plan *p) {
     int64_t steps[2], bytes[2];
     for (int32_t down = 0; down < 2; down++) {
@@ -14072,7 +14152,7 @@ static void ra__plan_direction(ra_plan *p) {
         p->direction = down ? -1 : 1;
         w = ra__tour_of(p, 0);
         bytes[down] = ra__tour_hops(&w);
-        steps[down] = ra__tour_steps(&w, p->line, p->start);
+        steps[down] = p->round ? 0 : ra__tour_steps(&w, p->line, p->start);
         p->forward.steps = steps[down];
         if (p->order == RA_ORDER_DESCENDING || p->d.ranks < 3) return;
     }
@@ -14080,7 +14160,7 @@ static void ra__plan_direction(ra_plan *p) {
     p->direction = 1;
     ra__tour up = ra__tour_of(p, 0);
     (void)ra__tour_hops(&up);
-    p->forward.steps = ra__tour_steps(&up, p->line, p->start);
+    p->forward.steps = p->round ? 0 : ra__tour_steps(&up, p->line, p->start);
 }
 
 /* Sifts place i of the heap [0, n) down, by first position. */
@@ -14427,10 +14507,10 @@ static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report 
     r->forward.shared_bytes_out += out * RA__FRAME_BYTES;
     ra__report_back(p, rank, r);
     r->forward.chunk_bytes = p->forward.chunk_bytes;
-    r->order = p->order;
+    r->order = p->round ? RA_ORDER_ROUNDS : p->order;
     r->forward.direction = p->direction;
     r->forward.travel = RA_TRAVEL_KV;
-    r->forward.bits_any_ranks = p->on_grid && !p->d.engine;
+    r->forward.bits_any_ranks = p->on_grid && !p->d.engine && !p->round;
     r->chunk_tokens = p->d.chunk_tokens;
     r->buffers = p->d.buffers;
 }
@@ -14439,6 +14519,8 @@ static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report 
  * Scratch of the prediction in seconds: all [ranks] except freed, work and step. */
 typedef struct ra__prediction_scratch {
     double *link_free, *busy, *compute, *folded, *idle;
+    double *here;                      /* when the chunk of an owner came to the rank it is at, */
+    int64_t *number;                   /* as which of the messages to that rank */
     double *freed;                     /* [ranks][buffers] when a receive buffer is free again */
     double *work;                      /* [ranks][chunks] time of computing */
     double *step;                      /* [places + 1] of one rank */
@@ -14447,16 +14529,17 @@ typedef struct ra__prediction_scratch {
 } ra__prediction_scratch;
 
 static void ra__predict_carve(ra__arena *a, const ra_plan *p, ra__prediction_scratch *m) {
-    double **list[5];
+    double **list[6];
     int64_t ranks = p->d.ranks;
     list[0] = &m->link_free; list[1] = &m->busy; list[2] = &m->compute; list[3] = &m->folded;
-    list[4] = &m->idle;
-    for (int32_t i = 0; i < 5; i++) *list[i] = (double *)ra__carve(a, ranks * 8);
+    list[4] = &m->idle; list[5] = &m->here;
+    for (int32_t i = 0; i < 6; i++) *list[i] = (double *)ra__carve(a, ranks * 8);
     m->freed = (double *)ra__carve(a, ranks * p->d.buffers * 8);
     m->work = (double *)ra__carve(a, ranks * p->keys.chunks * 8);
     m->step = (double *)ra__carve(a, p->d.layout.kind == RA_LAYOUT_ARRAY ? 0
                                            : (p->place_begin[p->d.sequences] + 1) * 8);
     m->received = (int64_t *)ra__carve(a, ranks * 8);
+    m->number = (int64_t *)ra__carve(a, ranks * 8);
 }
 
 /* Adds the seconds that a rank needs for each chunk, from its non-empty tiles. A partial tile is
@@ -14506,36 +14589,34 @@ static void ra__predict_array(const ra_plan *p, int32_t rank, double pair_s,
             rows * RA_BLOCK_TOKENS * pair_s * (double)ra__chunk_blocks(&p->keys.chunk[c]);
 }
 
-/* Simulates one chunk on its way around the ring: it arrives, is folded in order, and is sent on
- * when the link is free and the next rank has a buffer. */
-static void ra__predict_chunk(const ra_plan *p, const ra_rates *rates, int64_t c,
+/* Simulates one chunk at the rank `h` ranks after its owner, where it has come at m->here: it is
+ * folded in order, and is sent on when the link is free and the next rank has a buffer. */
+static void ra__predict_visit(const ra_plan *p, const ra_rates *rates, int64_t c, int32_t h,
                               ra__prediction_scratch *m) {
     const ra__chunk *chunk = &p->keys.chunk[c];
-    int32_t buffers = p->d.buffers;
-    double here = 0;
-    for (int32_t h = 0; h < p->d.ranks; h++) {
-        int32_t rank = ra__rank_up(p, chunk->owner, h * p->direction);
-        int32_t next = ra__rank_up(p, rank, p->direction);
-        double sent = here, work = m->work[rank * p->keys.chunks + c], folded = here;
-        if (work > 0) {
-            m->idle[rank] += here > m->folded[rank] ? here - m->folded[rank] : 0;
-            folded = m->folded[rank] = work + (here > m->folded[rank] ? here : m->folded[rank]);
-            m->compute[rank] += work;
-        }
-        if (h < ra__chunk_reach(chunk)) {
-            double bytes = (double)ra__message_bytes(&p->d, chunk, h + 1);
-            double move = rates->link_latency_s + bytes / rates->link_bytes_per_s;
-            double free = m->freed[(int64_t)next * buffers + m->received[next]++ % buffers];
-            double start = here > m->link_free[rank] ? here : m->link_free[rank];
-            if (m->unlimited) free = 0;
-            sent = m->link_free[rank] = move + (free > start ? free : start);
-            m->busy[next] += move;
-        }
-        if (h > 0 && h <= ra__chunk_reach(chunk))
-            m->freed[(int64_t)rank * buffers + (m->received[rank] - 1) % buffers] =
-                sent > folded ? sent : folded;
-        here = sent;
+    const int32_t buffers = p->d.buffers, rank = ra__rank_up(p, chunk->owner, h * p->direction);
+    const int32_t next = ra__rank_up(p, rank, p->direction);
+    const double here = h ? m->here[chunk->owner] : 0, work = m->work[rank * p->keys.chunks + c];
+    double sent = here, folded = here;
+    if (work > 0) {
+        m->idle[rank] += here > m->folded[rank] ? here - m->folded[rank] : 0;
+        folded = m->folded[rank] = work + (here > m->folded[rank] ? here : m->folded[rank]);
+        m->compute[rank] += work;
     }
+    if (h < ra__chunk_reach(chunk)) {
+        double bytes = (double)ra__message_bytes(&p->d, chunk, h + 1);
+        double move = rates->link_latency_s + bytes / rates->link_bytes_per_s;
+        double free = m->freed[(int64_t)next * buffers + m->received[next] % buffers];
+        double start = here > m->link_free[rank] ? here : m->link_free[rank];
+        if (m->unlimited) free = 0;
+        sent = m->link_free[rank] = move + (free > start ? free : start);
+        m->busy[next] += move;
+    }
+    if (h > 0 && h <= ra__chunk_reach(chunk))
+        m->freed[(int64_t)rank * buffers + m->number[chunk->owner] % buffers] =
+            sent > folded ? sent : folded;
+    if (h < ra__chunk_reach(chunk)) m->number[chunk->owner] = m->received[next]++;
+    m->here[chunk->owner] = sent;
 }
 
 /* Simulates all chunks; returns when the last rank is done. */
@@ -14548,7 +14629,12 @@ static double ra__predict_pass(const ra_plan *p, const ra_rates *rates, int32_t 
         memset(zero[i], 0, (size_t)p->d.ranks * (i < 5 ? 1 : (size_t)p->d.buffers) * 8);
     memset(m->received, 0, (size_t)p->d.ranks * 8);
     m->unlimited = unlimited;
-    for (int64_t c = 0; c < p->keys.chunks; c++) ra__predict_chunk(p, rates, c, m);
+    for (int64_t k = 0, n; k < p->keys.chunks; k += n) {
+        n = p->round ? p->round[k].count : 1;
+        for (int32_t h = 0; h < p->d.ranks; h++)
+            for (int64_t i = k; i < k + n; i++)
+                ra__predict_visit(p, rates, p->round ? p->round[i].chunk : i, h, m);
+    }
     for (int32_t r = 0; r < p->d.ranks; r++) done = m->folded[r] > done ? m->folded[r] : done;
     return done;
 }
@@ -14592,6 +14678,7 @@ static void ra__plan_fill(ra_plan *p) {
     for (int32_t r = 0; r < p->d.ranks; r++)
         for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
     ra__plan_places(p);
+    ra__plan_rounds(p);
     ra__plan_direction(p);
     tour = ra__tour_of(p, 0);
     p->forward.direction = p->direction;
@@ -15625,7 +15712,7 @@ static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
     static const char *const name[RA__AGREE_PARTS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
         "forward or backward, gradients, dropout or seed",
-        "chunk_tokens, buffers, rates, trust_plans or checksums",
+        "chunk_tokens, buffers, order, rates, trust_plans or checksums",
         "the address space, although the transport declares RA_CAP_SHARED" };
     const size_t cap = sizeof f->text;
     const int silent = f->status == RA_E_TRUNC || f->status == RA_E_TIMEOUT ||
@@ -16894,8 +16981,9 @@ static int ra__fold_goes_on(const ra_ring *r, int64_t from, int64_t next) {
 
 /* Received chunks keep their buffers until tasks that fold them are stored. So that others can come
  * meanwhile, all tasks also store each time as many have been received as make half of the buffers,
- * unless that is so few keys that storing would cost too much, and before own chunks. Shared chunks
- * need no buffers, and during a sendrecv nothing is computed anyway. */
+ * unless that is so few keys that storing would cost too much, and before own chunks, except in
+ * rounds, where one comes at a time. Shared chunks need no buffers, and during a sendrecv nothing is
+ * computed anyway. */
 enum { RA__GROUP_LEAST = 1024 };
 static int ra__fold_joins(const ra_ring *r, const ra__fold_hand *h) {
     const ra_desc *d = &r->plan->d;
@@ -16905,7 +16993,7 @@ static int ra__fold_joins(const ra_ring *r, const ra__fold_hand *h) {
     if (h->x.block > 0) return 1;
     if (h->x.folded * RA_BLOCK_TOKENS >= RA__GROUP_KEYS) return 0;
     if (h->received < 0 || r->shared || !r->tp.post) return 1;
-    return recv >= 0 && recv / most == h->received / most;
+    return recv < 0 ? r->plan->round != NULL : recv / most == h->received / most;
 }
 
 /* Continues a task: the claimed chunk, then later ones that it sees and that have come, until
@@ -19474,6 +19562,7 @@ static ra_status ra__cache_check_desc(const ra_desc *d, ra_error *e) {
         { d->train != 0, RA_E_UNSUPPORTED, "train", "must be 0, is #", d->train },
         { d->dropout > 0.0f, RA_E_UNSUPPORTED, "dropout", "is for training: must be 0", 0 },
         { d->engine != NULL, RA_E_UNSUPPORTED, "engine", "serves rings only", 0 },
+        { d->order != 0, RA_E_UNSUPPORTED, "order", "# is for rings: must be 0", d->order },
     };
     return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }

@@ -768,13 +768,15 @@ static overlap overlap_of(const ra_plan *plan, int ranks, double latency)
     return x;
 }
 
-static ra_plan *overlap_plan(int ranks, int64_t shard, int causal, const ra_rates *rates)
+static ra_plan *overlap_plan(int ranks, int64_t shard, int causal, int32_t order,
+                             const ra_rates *rates)
 {
     ra_plan *plan = NULL;
     ra_desc d = ra_desc_make(32, 8, 128, RA_BF16, causal ? RA_MASK_CAUSAL : RA_MASK_NONE);
     d.ranks = ranks;
     d.tokens = shard * ranks;
     d.layout.kind = causal ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+    d.order = order;
     if (rates) d.rates = *rates;
     CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
     return plan;
@@ -788,8 +790,8 @@ TEST(default_chunks_hide_transfers)
     for (int i = 0; i < 2 * 5; i++) {
         const int ranks = i % 2 ? 4 : 2;
         const int64_t shard = (int64_t)1024 << i / 2;
-        ra_plan *causal = overlap_plan(ranks, shard, 1, NULL);
-        ra_plan *full = overlap_plan(ranks, shard, 0, NULL);
+        ra_plan *causal = overlap_plan(ranks, shard, 1, 0, NULL);
+        ra_plan *full = overlap_plan(ranks, shard, 0, 0, NULL);
         const overlap zigzag = overlap_of(causal, ranks, 0), whole = overlap_of(full, ranks, 0);
         snprintf(h_run.context, sizeof h_run.context, "%d ranks, %lld rows each: %.3f, %.3f", ranks,
                  (long long)shard, zigzag.hidden, whole.hidden);
@@ -801,13 +803,41 @@ TEST(default_chunks_hide_transfers)
     }
 }
 
+/* The same in rounds: with or without a mask, for any number of ranks, and with no rank waiting for
+ * a link that begins late: alone, the transfer takes as long as the busiest link needs for its
+ * bytes, and a message more for each rank. */
+TEST(rounds_hide_transfers)
+{
+    static const int worlds[5] = { 2, 3, 4, 8, 16 };
+    for (int i = 0; i < 5 * 5 * 2; i++) {
+        const int ranks = worlds[i % 5], causal = i / 25;
+        const int64_t shard = (int64_t)1024 << i / 5 % 5;
+        ra_plan *plan = overlap_plan(ranks, shard, causal, RA_ORDER_ROUNDS, NULL);
+        const overlap x = overlap_of(plan, ranks, 0);
+        const ra_prediction alone = predicted(plan, 0, 1e300, 1e9, 0);
+        ra_plan_report r;
+        double link = 0;
+        for (int rank = 0; rank < ranks; rank++)
+            link = fmax(link, predicted(plan, rank, 1e300, 1e9, 0).transfer_s);
+        CHECK_EQ(ra_plan_query(plan, 0, &r), RA_OK);
+        snprintf(h_run.context, sizeof h_run.context, "%d ranks, %lld rows each, causal %d: %.3f",
+                 ranks, (long long)shard, causal, x.hidden);
+        if (h_run.verbose) printf("%s\n", h_run.context);
+        CHECK(x.hidden >= 0.85);
+        CHECK(alone.all_done_s <= link + ranks * (double)r.forward.chunk_bytes / 1e9);
+        CHECK_EQ(r.order, RA_ORDER_ROUNDS);
+        CHECK_EQ(r.forward.bits_any_ranks, 0);
+        ra_plan_destroy(plan);
+    }
+}
+
 /* A network that is known: messages of two latencies at least, and three buffers where the link is
  * twice as fast as computing. Nothing else depends on it. */
 TEST(rates_choose_chunks)
 {
     const ra_rates slow = { 1e12, 5e8, 2e-3 }, fast = { 1e12, 1e10, 1e-6 };
     for (int i = 0; i < 3; i++) {
-        ra_plan *plan = overlap_plan(4, 1024, 1, i == 0 ? NULL : i == 1 ? &slow : &fast);
+        ra_plan *plan = overlap_plan(4, 1024, 1, 0, i == 0 ? NULL : i == 1 ? &slow : &fast);
         ra_plan_report r;
         CHECK_EQ(ra_plan_query(plan, 0, &r), RA_OK);
         CHECK_EQ(r.chunk_tokens, i == 1 ? 512 : 256);
@@ -1136,7 +1166,7 @@ static const h_test tests[] = {
     ENTRY(packed_documents), ENTRY(walks_are_linear), ENTRY(runs_that_meet),
     ENTRY(positions_held_twice), ENTRY(positions_held_twice_among_many),
     ENTRY(counters_of_random_runs), ENTRY(positions_of_layouts), ENTRY(prediction_by_hand),
-    ENTRY(prediction_of_imbalance), ENTRY(default_chunks_hide_transfers),
+    ENTRY(prediction_of_imbalance), ENTRY(default_chunks_hide_transfers), ENTRY(rounds_hide_transfers),
     ENTRY(rates_choose_chunks), ENTRY(workspace_to_the_byte),
     ENTRY(memory_is_a_few_chunks), ENTRY(few_rows_far_away), ENTRY(nothing_allocates_in_a_pass),
     ENTRY(every_allocation_may_fail)
