@@ -12,8 +12,18 @@
  * Checked: no buffer is copied from or to once its rank has parted, so not after quiesce either; a
  * message is copied once, in order, and DONE only after its copy; no copy is left open; without
  * deaths every rank comes to an end whatever is aborted when, and with them too, by its
- * deadline. */
-/* BREAK_*: mistakes that the model must find. */
+ * deadline.
+ *
+ * With -DCOARSE what one rank does between two looks at words that others change without a lock is
+ * one step (STEP), and a rank notifies in the step in which it changes what it notifies of. Nothing
+ * is lost by that: gone and why only rise and open is only added to, so such a look may as well
+ * come later; and a rank that is notified later than it could have seen the change looks once more
+ * and finds nothing. Four ranks are explored in this way, two and three in both.
+ *
+ * Variables that nobody reads again are set to one value: states that differ in them alone are the
+ * same state.
+ *
+ * BREAK_*: mistakes that the model must find. */
 #ifndef P
 #define P 2
 #endif
@@ -42,55 +52,73 @@ byte gone_count, copies[P];
 #define FAILURE(r) (why[r] || aborted)
 #define NOTIFY(r) event[r] = true
 
+#ifdef COARSE
+#define STEP atomic
+#else
+#define STEP
+#endif
+
 inline notify_all() {
     atomic { n = 0; do :: n < P -> NOTIFY(n); n++ :: else -> break od; n = 0 }
 }
 
-inline do_abort(r) {
-    why[r] = true;
-    atomic { if :: !aborted -> aborted = true; first = true :: else -> first = false fi }
-    if :: first -> notify_all() :: else fi
+/* The caller has set its own why. */
+inline do_abort() {
+    STEP {
+        atomic { if :: !aborted -> aborted = true; first = true :: else fi }
+        if :: first -> first = false; notify_all() :: else fi
+    }
 }
 
 /* Posts the op of one kind of the flow from src, for rank me. What happens under a lock is one step
  * as far as only holders of the lock can see it. */
 inline post(who, flow, side, other) {
-    atomic { !lock[NEXT(flow)] -> lock[NEXT(flow)] = true; report[OP(flow, side)] = QUEUED };
-    if
-#ifndef BREAK_WHY
-    :: atomic { why[who] -> state[OP(flow, side)] = FAILED; UNLOCK(NEXT(flow)) }
-#endif
-    :: else ->
+    STEP {
+        atomic {
+            !lock[NEXT(flow)] -> lock[NEXT(flow)] = true;
+            report[OP(flow, side)] = QUEUED
+        };
         if
-        :: atomic { gone[other] -> state[OP(flow, side)] = FAILED; UNLOCK(NEXT(flow)) }
+        :: atomic { why[who] -> state[OP(flow, side)] = FAILED; UNLOCK(NEXT(flow)) }
         :: else ->
             if
-            :: atomic { queue[flow] == 2 - side ->      /* the other side came first */
-                queue[flow] = 0;
-                report[OP(flow, 1 - side)] = TAKEN;
-                UNLOCK(NEXT(flow)) };
-                atomic {
-                    assert(!quiet[flow] && !quiet[NEXT(flow)] && !gone[flow] &&
-                           !gone[NEXT(flow)]);
-                    assert(state[OP(flow, 1 - side)] == PENDING);
-                    copies[flow]++;
-                    state[OP(flow, side)] = DONE
-                };
-                report[OP(flow, 1 - side)] = MOVED;
-                open[other]--;
-#ifndef BREAK_WAKE
-                NOTIFY(other)
-#else
-                skip
-#endif
-            :: atomic { else ->
-                assert(queue[flow] == 0);
-                state[OP(flow, side)] = PENDING;
-                open[who]++;
-                queue[flow] = 1 + side;
-                UNLOCK(NEXT(flow)) }
+            :: atomic { gone[other] -> state[OP(flow, side)] = FAILED; UNLOCK(NEXT(flow)) }
+            :: else ->
+                if
+                :: atomic { queue[flow] == 2 - side ->  /* the other side came first */
+                    queue[flow] = 0;
+                    report[OP(flow, 1 - side)] = TAKEN;
+                    take = true;
+                    UNLOCK(NEXT(flow)) }
+                :: atomic { else ->
+                    assert(queue[flow] == 0);
+                    state[OP(flow, side)] = PENDING;
+                    open[who]++;
+                    queue[flow] = 1 + side;
+                    UNLOCK(NEXT(flow)) }
+                fi
             fi
         fi
+    };
+    if
+    :: take ->
+        take = false;
+        STEP {
+            atomic {
+                assert(!quiet[flow] && !quiet[NEXT(flow)] && !gone[flow] && !gone[NEXT(flow)]);
+                assert(state[OP(flow, 1 - side)] == PENDING);
+                copies[flow]++;
+                state[OP(flow, side)] = DONE
+            };
+            report[OP(flow, 1 - side)] = MOVED;
+            open[other]--;
+#ifndef BREAK_WAKE
+            NOTIFY(other)
+#else
+            skip
+#endif
+        }
+    :: else
     fi
 }
 
@@ -128,9 +156,18 @@ inline settle(owner, way, half, partner, broken) {
             :: got == MOVED -> assert(copies[way] > 0); state[OP(way, half)] = DONE
             :: else
             fi
-        fi
+        fi;
+        got = 0
     :: else
     fi
+}
+
+/* The ops of rank r can be forgotten. */
+inline clear(r) {
+    state[OP(r, SEND)] = IDLE;
+    state[OP(PREV(r), RECV)] = IDLE;
+    report[OP(r, SEND)] = QUEUED;
+    report[OP(PREV(r), RECV)] = QUEUED
 }
 
 inline purge_one(leaver, stream, end) {
@@ -147,12 +184,12 @@ inline purge_one(leaver, stream, end) {
 proctype rank(byte me) {
     byte i, n;
     mtype got;
-    bool failure, first, fails, late;
+    bool failure, first, fails, late, take;
     do
     :: i < M && !fails ->
         failure = FAILURE(me);
         if
-        :: failure -> fails = true
+        :: failure -> failure = false; fails = true
         :: else ->
             post(me, PREV(me), RECV, PREV(me));
             post(me, me, SEND, NEXT(me));
@@ -160,19 +197,20 @@ proctype rank(byte me) {
             :: state[OP(me, SEND)] == DONE && state[OP(PREV(me), RECV)] == DONE ->
                 i++;
                 assert(copies[PREV(me)] >= i);
-                state[OP(me, SEND)] = IDLE;
-                state[OP(PREV(me), RECV)] = IDLE;
+                clear(me);
                 break
             :: state[OP(me, SEND)] == FAILED || state[OP(PREV(me), RECV)] == FAILED ->
                 fails = true;
                 break
             :: else ->
-                event[me] = false;
-                failure = FAILURE(me);
-                settle(me, PREV(me), RECV, PREV(me), failure);
-                settle(me, me, SEND, NEXT(me), failure);
+                STEP {
+                    event[me] = false;
+                    failure = FAILURE(me);
+                    settle(me, PREV(me), RECV, PREV(me), failure);
+                    settle(me, me, SEND, NEXT(me), failure)
+                };
                 if
-                :: failure -> fails = true; break
+                :: failure -> failure = false; fails = true; break
                 :: else
                 fi;
                 if                     /* sleeps, or its deadline comes: only then if one died */
@@ -191,25 +229,31 @@ proctype rank(byte me) {
     :: i < M && !fails && me == 0 -> break             /* leaves early */
     od;
     if
-    :: fails -> do_abort(me)
+    :: atomic { fails -> fails = false; why[me] = true }; do_abort()
     :: else
     fi;
-    /* part: from here on this rank posts nothing */
-    why[me] = true;
-    purge_one(me, PREV(me), RECV);
-    purge_one(me, me, SEND);
+    /* part: from here on this rank posts nothing, and hears of nothing */
+    atomic { why[me] = true; event[me] = true; i = 0 };
+    STEP {
+        purge_one(me, PREV(me), RECV);
+        purge_one(me, me, SEND)
+    };
 #ifndef BREAK_COPIES
     open[me] == 0;
 #endif
-    gone[me] = true;
-    atomic { gone_count++; late = gone_count == P || !aborted };
-    if :: late -> notify_all() :: else fi;
+    STEP {
+        atomic { gone[me] = true; clear(me) };
+        atomic { gone_count++; late = gone_count == P || !aborted };
+        if :: late -> late = false; notify_all() :: else fi
+    };
     /* quiesce: by its deadline if one died */
-    if
-    :: gone_count == P -> quiet[me] = true
-    :: dead[P - 1]
-    fi;
-    ended[me] = true;
+    atomic {
+        if
+        :: gone_count == P -> quiet[me] = true
+        :: dead[P - 1]
+        fi;
+        ended[me] = true
+    };
 end_dead: skip
 }
 
@@ -217,7 +261,7 @@ end_dead: skip
 proctype aborter(byte me) {
     byte n;
     bool first;
-    if :: do_abort(me) :: skip fi
+    if :: why[me] = true; do_abort() :: skip fi
 }
 
 init {

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs the model of the bundled world's protocol (tests/shm.pml) for 2 and 3 ranks, without and with
+# Runs the model of the bundled world's protocol (tests/shm.pml) for 2 to 4 ranks, without and with
 # one that dies, and with mistakes that it must find. Ends with "N passed, N failed".
 #
 #   spin.sh WORK [quick]               quick: 2 ranks, one message each
@@ -41,11 +41,16 @@ model() {
 
 model two-ranks right -DP=2 -DM=1
 model two-ranks-death right -DP=2 -DM=1 -DDEATHS
-model no-wait-for-copies wrong -DP=2 -DM=1 -DBREAK_COPIES
-model copies-wake-nobody wrong -DP=2 -DM=2 -DBREAK_WAKE
+for steps in fine COARSE; do           # large steps hide neither mistake
+    model no-wait-for-copies-$steps wrong -DP=2 -DM=1 -DBREAK_COPIES -D$steps
+    model copies-wake-nobody-$steps wrong -DP=2 -DM=2 -DBREAK_WAKE -D$steps
+done
 if [ "$quick" != quick ]; then
     model two-messages right -DP=2 -DM=2
-    model three-ranks right -DP=3 -DM=1            # a minute, 2.2 GB
+    model three-ranks right -DP=3 -DM=1            # 19 million states, 18 s
+    model three-ranks-death right -DP=3 -DM=1 -DDEATHS -DCOARSE
+    model three-ranks-two-messages right -DP=3 -DM=2 -DCOARSE
+    model four-ranks right -DP=4 -DM=1 -DCOARSE    # 36 million states, 2 GB, 50 s
 fi
 echo "$passed passed, $failed failed"
 [ "$failed" = 0 ]
