@@ -887,19 +887,28 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
  * same passes in the same order; nothing else matches them up. */
 typedef struct ra_ring ra_ring;
 
-enum { RA_EV_TILE = 1, RA_EV_SEND, RA_EV_RECV, RA_EV_WAIT, RA_EV_PASS, RA_EV_FAIL };
+enum { RA_EV_TILE = 1, RA_EV_SEND, RA_EV_RECV, RA_EV_WAIT, RA_EV_PASS, RA_EV_FAIL,
+       RA_EV_BEGIN,                    /* a pass begins */
+       RA_EV_POST_SEND, RA_EV_POST_RECV, /* a message is handed to the transport */
+       RA_EV_TOLD, RA_EV_HEARD,        /* one without a chunk has gone, has come */
+       RA_EV_FOLD,                     /* the last task here has folded the chunk */
+       RA_EV_ABORT };                  /* of the transport; see ra_ring_events */
+enum { RA_EVENTS = 64 };               /* that a ring remembers */
 typedef struct ra_event {              /* one event each, sent when it ends */
     int32_t kind, rank, thread;        /* thread: ith, or -1 */
     int32_t peer, origin, sequence;    /* -1: does not apply */
     int64_t pass, chunk;               /* chunk: its number in the plan; -1 */
     int64_t q_row, q_rows, head;       /* TILE: what was computed against the chunk */
     int64_t begin_ns, end_ns;
-    int64_t bytes;                     /* SEND, RECV: of the message */
+    int64_t bytes;                     /* of the message */
     int64_t tiles;                     /* TILE: tiles of this step that were not empty */
     int32_t backward;                  /* 1: of a backward pass, whose TILE is one step of the work
                                         * on one KV head (head is its first query head) of all rows,
                                         * or with RA_TRAVEL_Q of the chunk's rows, against this
                                         * rank's keys */
+    int32_t hop;                       /* of the chunk's message: from its owner to the receiver;
+                                        * -1: none, or of a resumed pass */
+    int32_t status;                    /* FAIL, ABORT: RA_E_* */
 } ra_event;
 
 typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
@@ -1030,10 +1039,17 @@ typedef struct ra_failure {            /* the first failure of the ring */
     int32_t sending;                   /* 1 sending, 0 receiving, -1 neither */
     int32_t code;                      /* what the transport or engine returned */
     int64_t pass, chunk, since_progress_ns;
+    int32_t hop;                       /* of that chunk's message, as in ra_event */
     char    text[RA_TEXT_BYTES];
 } ra_failure;
 RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out); /* RA_E_STATE: none */
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring); /* the last refusal; never null */
+/* The latest events, at most `most` and RA_EVENTS, oldest first; returns how many. No TILE;
+ * a WAIT after a WAIT lengthens it. Any thread, any time, also in a callback; wait-free. */
+RINGATTN_API int ra_ring_events(const ra_ring *ring, ra_event *out, int most);
+/* Writes an event as a line of text to `to`, which has RA_TEXT_BYTES bytes, and returns `to`. The
+ * line begins with the microseconds from zero_ns to the end of the event. */
+RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char *to);
 
 /* -------------------------------------------------------------------------- after a failure
  * A forward pass that failed because ranks are gone goes on among the survivors, who are yours to
@@ -13404,6 +13420,19 @@ typedef struct ra__kept {
 /* Head of memory that a ring gets when a pass is resumed, and keeps until it is destroyed. */
 typedef struct ra__more { struct ra__more *next; int64_t bytes; } ra__more;
 
+/* The latest events; every word is atomic. Any thread writes, and none waits: it draws a number and
+ * takes that number's slot. A thread that is held up in a slot until its turn comes round costs the
+ * event of that turn. What was read between two looks at the same number is whole. */
+enum { RA__EVENT_WORDS = sizeof(ra_event) / 8 };
+typedef struct ra__journal_slot {
+    int64_t number;                    /* of the event, from 1; 0: none, -1: a thread is in it */
+    int64_t word[RA__EVENT_WORDS];
+} ra__journal_slot;
+typedef struct ra__journal {
+    int64_t next;                      /* how many events there were */
+    ra__journal_slot slot[RA_EVENTS];  /* of event n: n - 1 mod RA_EVENTS */
+} ra__journal;
+
 struct ra_ring {
     ra_ring_desc rd;
     ra_transport tp;
@@ -13496,6 +13525,7 @@ struct ra_ring {
     ra_ring_counters counters;         /* each word on its own is atomic */
     ra_failure failure;
     ra_error refusal;
+    ra__journal journal;
 };
 
 /* Tasks of a rank with `panels` query blocks each; task_begin [B + 1], may be null: first of each
@@ -15667,9 +15697,28 @@ static int64_t ra__ring_left(const ra_ring *r, int64_t deadline_ns, int64_t most
 /* A time left as the deadline that a transport gets. */
 static int64_t ra__ring_until(int64_t left_ns) { return ra__time_add(ra_now_ns(), left_ns); }
 
-static void ra__ring_event(const ra_ring *r, int32_t kind, int32_t ith, const ra_event *more) {
+static void ra__journal_put(ra__journal *log, const ra_event *e) {
+    enum { END = offsetof(ra_event, end_ns) / 8 };
+    int64_t word[RA__EVENT_WORDS], last = ra__load_i64(&log->next), i, before;
+    ra__journal_slot *at = &log->slot[(last + RA_EVENTS - 1) % RA_EVENTS];
+    memcpy(word, e, sizeof word);
+    if (e->kind == RA_EV_WAIT && last && ra__cas_i64(&at->number, last, -1)) {
+        const int again = ra__load_i64(&at->word[0]) == word[0];   /* kind and rank */
+        if (again) ra__store_i64(&at->word[END], word[END]);
+        ra__store_i64(&at->number, last);
+        if (again) return;
+    }
+    i = ra__add_i64(&log->next, 1);
+    at = &log->slot[i % RA_EVENTS];
+    before = ra__load_i64(&at->number);
+    if (before < 0 || before > i || !ra__cas_i64(&at->number, before, -1)) return;
+    for (int32_t k = 0; k < RA__EVENT_WORDS; k++) ra__store_i64(&at->word[k], word[k]);
+    ra__store_i64(&at->number, i + 1);
+}
+
+static void ra__ring_event(ra_ring *r, int32_t kind, int32_t ith, const ra_event *more) {
     ra_event e;
-    if (!r->rd.trace) return;
+    if (kind == RA_EV_TILE && !r->rd.trace) return;
     e = *more;
     e.kind = kind;
     e.rank = r->rank;
@@ -15677,13 +15726,14 @@ static void ra__ring_event(const ra_ring *r, int32_t kind, int32_t ith, const ra
     e.pass = ra__load_i64(&r->counters.pass);
     e.backward = ra__load_i32(&r->backward);
     e.end_ns = ra__ring_now(r);
-    r->rd.trace(r->rd.trace_ctx, &e);
+    if (r->rd.trace && kind != RA_EV_ABORT) r->rd.trace(r->rd.trace_ctx, &e);
+    if (kind != RA_EV_TILE) ra__journal_put(&r->journal, &e);
 }
 
 static ra_event ra__event_none(void) {
     ra_event e;
     memset(&e, 0, sizeof e);
-    e.peer = e.origin = e.sequence = -1;
+    e.peer = e.origin = e.sequence = e.hop = -1;
     e.chunk = -1;
     return e;
 }
@@ -15705,6 +15755,23 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
     b.moved = -1;
     b.why = NULL;
     return b;
+}
+
+/* How many ranks the message of chunk c that a rank receives has come: 0 where it begins, at its
+ * owner. */
+static int32_t ra__ring_way(const ra_ring *r, int64_t c, int32_t rank) {
+    const int32_t owner = r->lists->chunk[c].owner;
+    return r->lists->direction > 0 ? ra__ranks_up(r->plan, owner, rank)
+                                   : ra__ranks_up(r->plan, rank, owner);
+}
+
+/* The hop of a message as events and failures name it. An owner receives what has come all round.
+ * -1: it has none. */
+static int32_t ra__ring_event_hop(const ra_ring *r, int64_t c, int32_t receiver) {
+    int32_t hop;
+    if (c < 0 || receiver < 0 || r->survivor) return -1;
+    hop = ra__ring_way(r, c, receiver);
+    return hop ? hop : r->ranks;
 }
 
 /* Says what ranks disagree about, or that they may if nothing has come yet. */
@@ -15758,6 +15825,7 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f, const ra__blame *o
         ra__failure_number(f, &at, f->sending == 1 ? "; sending to rank "
                                                    : "; receiving from rank ", f->peer);
     if (f->chunk >= 0) ra__failure_number(f, &at, ", chunk ", f->chunk);
+    if (f->hop >= 0) ra__failure_number(f, &at, ", hop ", f->hop);
     if (of->moved >= 0) ra__failure_number(f, &at, ", bytes moved ", of->moved);
     if (f->code) ra__failure_number(f, &at, ", code ", f->code);
     if (why) {
@@ -15775,8 +15843,12 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f, const ra__blame *o
 
 /* Aborts the transport, once in the life of a ring. */
 static void ra__ring_abort(ra_ring *r, ra_status why) {
-    if (r->has_transport && r->tp.abort && ra__cas_i32(&r->aborted, 0, 1))
-        (void)r->tp.abort(r->tp.ctx, why);
+    ra_event e = ra__event_none();
+    if (!r->has_transport || !r->tp.abort || !ra__cas_i32(&r->aborted, 0, 1)) return;
+    e.begin_ns = ra__ring_now(r);
+    (void)r->tp.abort(r->tp.ctx, why);
+    e.status = why;
+    ra__ring_event(r, RA_EV_ABORT, -1, &e);
 }
 
 /* A peer of the transport as a rank of the plan: in a resumed pass peers are numbered anew. */
@@ -15797,6 +15869,8 @@ static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
         f->sending = why.sending;
         f->code = why.code;
         f->chunk = why.chunk;
+        f->hop = why.sending < 0 || why.why ? -1
+                     : ra__ring_event_hop(r, why.chunk, why.sending ? why.peer : r->rank);
         f->pass = r->pass;
         f->since_progress_ns = ra__time_since(ra__ring_now(r), ra__load_i64(&r->progress_ns));
         ra__failure_text(r, f, &why);
@@ -15804,6 +15878,8 @@ static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
         ra__ring_abort(r, s);
         e.peer = f->peer;
         e.chunk = why.chunk;
+        e.hop = f->hop;
+        e.status = s;
         e.begin_ns = r->begin_ns;
         ra__ring_event(r, RA_EV_FAIL, -1, &e);
     }
@@ -15945,11 +16021,7 @@ static int32_t ra__ring_peer(const ra_ring *r, int32_t steps) {
 }
 
 /* How many ranks after the owner of chunk c this rank is. */
-static int32_t ra__ring_hop(const ra_ring *r, int64_t c) {
-    int32_t owner = r->lists->chunk[c].owner;
-    return r->lists->direction > 0 ? ra__ranks_up(r->plan, owner, r->rank)
-                                   : ra__ranks_up(r->plan, r->rank, owner);
-}
+static int32_t ra__ring_hop(const ra_ring *r, int64_t c) { return ra__ring_way(r, c, r->rank); }
 
 static int32_t ra__ring_kind(const ra_ring *r) {
     return r->lists->backward ? RA__FRAME_GRAD : RA__FRAME_CHUNK;
@@ -16167,11 +16239,33 @@ static uint64_t ra__ring_tag(const ra_ring *r, int64_t number) {
                                 : (uint64_t)number & (((uint64_t)1 << r->tp.tag_bits) - 1);
 }
 
+/* A message is posted or, if not, has ended. chunk: negative if it has none. */
+static void ra__ring_op_event(ra_ring *r, const ra_transport_op *op, int posted, int64_t chunk,
+                              int64_t begin_ns) {
+    const int sending = op->kind == RA_MSG_SEND;
+    ra_event e = ra__event_none();
+    int32_t kind = sending ? RA_EV_SEND : RA_EV_RECV;
+    if (posted) kind = sending ? RA_EV_POST_SEND : RA_EV_POST_RECV;
+    else if (chunk < 0) kind = sending ? RA_EV_TOLD : RA_EV_HEARD;
+    e.peer = ra__ring_rank_of(r, op->peer);
+    if (chunk >= 0) {
+        e.chunk = chunk;
+        e.origin = r->lists->chunk[chunk].owner;
+        e.sequence = r->lists->chunk[chunk].sequence;
+        e.hop = ra__ring_event_hop(r, chunk, sending ? op->peer : r->rank);
+    }
+    e.begin_ns = begin_ns;
+    e.bytes = (int64_t)op->len;
+    ra__ring_event(r, kind, -1, &e);
+}
+
 /* Posts the next message of a lane, of at most lane->bytes bytes at buf; returns its op. */
 static ra_transport_op *ra__lane_post(ra_ring *r, int which, int32_t peer, int64_t number,
                                       void *buf, int64_t length) {
     ra__lane *lane = &r->lane[which];
     ra_transport_op *op = ra__lane_op(lane, lane->posted);
+    const int64_t now = ra__ring_now(r);
+    const int chunks = which == RA__RECEIVES || which == RA__SENDS || which == RA__RETURNS;
     memset(op, 0, sizeof *op);
     op->kind = which == RA__SENDS || which == RA__NOTICES_OUT || which == RA__HELLO_OUT
                    ? RA_MSG_SEND : RA_MSG_RECV;
@@ -16181,9 +16275,10 @@ static ra_transport_op *ra__lane_post(ra_ring *r, int which, int32_t peer, int64
     op->buf = buf;
     op->len = (size_t)length;
     op->mr = r->mr;
-    if (lane->ns) lane->ns[lane->posted % lane->slots] = ra__ring_now(r);
+    if (lane->ns) lane->ns[lane->posted % lane->slots] = now;
     lane->posted++;
     r->moves++;
+    ra__ring_op_event(r, op, 1, chunks ? number : -1, now);
     return op;
 }
 
@@ -16553,19 +16648,6 @@ static int ra__ring_op_done(ra_ring *r, const ra_transport_op *op, int64_t chunk
     return 1;
 }
 
-static void ra__ring_trace_op(const ra_ring *r, int32_t kind, const ra_transport_op *op, int64_t c,
-                              int64_t begin_ns) {
-    ra_event e = ra__event_none();
-    if (!r->rd.trace) return;
-    e.peer = ra__ring_rank_of(r, op->peer);
-    e.chunk = c;
-    e.origin = r->lists->chunk[c].owner;
-    e.sequence = r->lists->chunk[c].sequence;
-    e.begin_ns = begin_ns;
-    e.bytes = (int64_t)op->len;
-    ra__ring_event(r, kind, -1, &e);
-}
-
 /* Looks at the next message of a lane, which is chunk c, RA__NOTICE or RA__HELLO: 1 done and as it
  * should be, 0 not yet, negative: the pass has failed. */
 static int ra__lane_look(ra_ring *r, const ra__lane *lane, int64_t c) {
@@ -16580,11 +16662,8 @@ static int ra__lane_look(ra_ring *r, const ra__lane *lane, int64_t c) {
         ra_status s = ra__ring_check(r, op, &due, c);
         if (s) return s;
     }
-    if (c >= 0) {
-        (void)ra__add_i64(sending ? &r->counters.chunks_out : &r->counters.chunks_in, 1);
-        ra__ring_trace_op(r, sending ? RA_EV_SEND : RA_EV_RECV, op, c,
-                          lane->ns ? lane->ns[lane->done % lane->slots] : r->begin_ns);
-    }
+    if (c >= 0) (void)ra__add_i64(sending ? &r->counters.chunks_out : &r->counters.chunks_in, 1);
+    ra__ring_op_event(r, op, 0, c, lane->ns ? lane->ns[lane->done % lane->slots] : r->begin_ns);
     if (c != RA__HELLO)
         (void)ra__add_i64(sending ? &r->counters.bytes_out : &r->counters.bytes_in,
                           (int64_t)op->len);
@@ -16811,9 +16890,16 @@ static ra__between ra__desk_between(ra__desk *desk) {
  * entry or will claim one. Under `sched`. */
 static void ra__ring_advance(ra_ring *r) {
     int64_t f = r->claim_fold;
+    ra_event e = ra__event_none();
     for (int32_t i = 0; i < r->plan->d.threads; i++)
         f = ra__min(f, ra__load_i64(&r->desk[i].fold));
-    if (f > r->folded) ra__store_i64(&r->folded, f);
+    if (f <= r->folded) return;
+    ra__store_i64(&r->folded, f);
+    e.sequence = r->lists->fold[f - 1].sequence;
+    e.chunk = r->lists->fold[f - 1].chunk;
+    if (e.chunk >= 0) e.origin = r->lists->chunk[e.chunk].owner;
+    e.begin_ns = ra__ring_now(r);
+    ra__ring_event(r, RA_EV_FOLD, -1, &e);
 }
 
 /* Backward: an own chunk may start, because there is a buffer for its gradient. */
@@ -17849,6 +17935,12 @@ static void ra__begin_earlier(ra_ring *r) {
     r->intact = 0;
 }
 
+static void ra__begin_event(ra_ring *r) {
+    ra_event e = ra__event_none();
+    e.begin_ns = r->begin_ns;
+    ra__ring_event(r, RA_EV_BEGIN, -1, &e);
+}
+
 /* ra_begin, and ra_join for the thread that holds `join`; other threads get RA_WAIT meanwhile. */
 static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__work w;
@@ -17882,6 +17974,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__store_i64(&ring->looked_ns, ring->begin_ns);
     ra__store_i32(&ring->threads, job->plan->d.threads);
     ra__store_i32(&ring->backward, ring->lists->backward);
+    ra__begin_event(ring);
     ra__store_i32(&ring->state, RA_RING_RUNNING);
     return RA_OK;
 }
@@ -18151,6 +18244,50 @@ RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out) {
     return RA_OK;
 }
 
+RINGATTN_API int ra_ring_events(const ra_ring *ring, ra_event *out, int most) {
+    const int64_t last = ring ? ra__load_i64(&ring->journal.next) : 0;
+    int n = 0;
+    if (!out) return 0;
+    for (int64_t i = ra__max(0, last - ra__min(most, RA_EVENTS)); i < last; i++) {
+        const ra__journal_slot *at = &ring->journal.slot[i % RA_EVENTS];
+        int64_t word[RA__EVENT_WORDS];
+        if (ra__load_i64(&at->number) != i + 1) continue;
+        for (int32_t k = 0; k < RA__EVENT_WORDS; k++) word[k] = ra__load_i64(&at->word[k]);
+        if (ra__load_i64(&at->number) == i + 1) memcpy(&out[n++], word, sizeof word);
+    }
+    return n;
+}
+
+RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char *to) {
+    static const char *const kind[RA_EV_ABORT + 1] = {
+        "?", "tiles", "sent", "received", "waited", "pass ended", "pass failed", "pass began",
+        "posted a send", "posted a receive", "told", "heard", "folded", "aborted the transport" };
+    static const char *const what[] = { ", us ", ", peer ", ", chunk ", ", hop ", ", bytes " };
+    const size_t cap = RA_TEXT_BYTES;
+    size_t at = 0;
+    if (!e || !to) return to;
+    const int lasts = e->kind == RA_EV_WAIT || e->kind == RA_EV_TILE;
+    const int64_t number[] = { lasts ? ra__time_since(e->end_ns, e->begin_ns) / 1000 : -1, e->peer,
+                               e->chunk, e->hop, e->bytes ? e->bytes : -1 };
+    to[0] = 0;
+    ra__put_i64(to, cap, &at, ra__time_since(e->end_ns, zero_ns) / 1000);
+    ra__put(to, cap, &at, " us: rank ");
+    ra__put_i64(to, cap, &at, e->rank);
+    ra__put(to, cap, &at, ", pass ");
+    ra__put_i64(to, cap, &at, e->pass);
+    ra__put(to, cap, &at, ": ");
+    ra__put(to, cap, &at, kind[e->kind > 0 && e->kind <= RA_EV_ABORT ? e->kind : 0]);
+    for (size_t i = 0; i < sizeof number / sizeof number[0]; i++) {
+        if (number[i] < 0) continue;
+        ra__put(to, cap, &at, what[i]);
+        ra__put_i64(to, cap, &at, number[i]);
+    }
+    if (!e->status) return to;
+    ra__put(to, cap, &at, ": ");
+    ra__put(to, cap, &at, ra_status_text(e->status));
+    return to;
+}
+
 RINGATTN_API const char *ra_ring_explain(const ra_ring *ring) {
     if (!ring) return "";
     return ra__load_i32(&ring->failed) ? ring->failure.text : ring->refusal.text;
@@ -18406,6 +18543,7 @@ static void ra__resume_post(ra_ring *r, int32_t i, int sending, void *buf, int64
     op->buf = buf;
     op->len = (size_t)length;
     r->moves++;
+    ra__ring_op_event(r, op, 1, -1, ra__ring_now(r));
 }
 
 /* A control message of peer i has ended: 1, and its op is free again; 0 not yet; < 0 failed. */
@@ -18413,6 +18551,7 @@ static int ra__resume_taken(ra_ring *r, int32_t i, int sending) {
     ra_transport_op *op = &r->control[2 * i + sending];
     int done = op->kind ? ra__ring_op_done(r, op, -1) : 0;
     if (done <= 0) return done;
+    ra__ring_op_event(r, op, 0, -1, r->begin_ns);
     op->kind = 0;
     r->moves++;
     (void)ra__add_i64(sending ? &r->counters.bytes_out : &r->counters.bytes_in, (int64_t)op->len);
@@ -18724,7 +18863,7 @@ static int ra__resume_take_sends(ra_ring *r) {
         const int32_t c = r->resume->sent[out->done % out->slots];
         int done = ra__ring_op_done(r, op, c);
         if (done <= 0) return done;
-        ra__ring_trace_op(r, RA_EV_SEND, op, c, r->begin_ns);
+        ra__ring_op_event(r, op, 0, c, r->begin_ns);
         (void)ra__add_i64(&r->counters.bytes_out, (int64_t)op->len);
         ra__lane_next(r, out);
     }
@@ -19111,6 +19250,7 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
     ra__store_i32(&ring->cancelled, 0);
     ra__store_i32(&ring->aborted, 0);
     ra__store_i32(&ring->failed, 0);
+    ra__begin_event(ring);
     ra__store_i32(&ring->state, RA_RING_RUNNING);
     return RA_OK;
 }

@@ -122,7 +122,7 @@ static ra_status attend(int rank, int ranks, const ra_transport *transport, floa
     t.o.data = mine;
     status = ra_ring_create(&ring, plan, transport, NULL);
     if (status == RA_OK) status = ra_forward(plan, ring, &t, ra_deadline_ms(20000));
-    if (status != RA_OK) printf("rank %d: %s\n", rank, ra_status_text(status));
+    if (status != RA_OK) printf("rank %d: %s\n", rank, ra_ring_explain(ring));
     const float *row = mine;
     for (int i = 0; i < run_count; i++) {
         memcpy(o + runs[i].first * ROW, row, (size_t)runs[i].count * ROW * sizeof(float));

@@ -8,7 +8,8 @@
  *   ./ring_survives [--ranks 4] [--tokens 2048] [--times 1] [--seed 1]
  *
  * You see, for each survivor, how many chunks it kept, how many came from whom (its own number: its
- * refetch), and the milliseconds from the failure until its rows were complete. */
+ * refetch), and the milliseconds from the failure until its rows were complete. Of one run you also
+ * see the last events of the first survivor's ring when its pass failed, ten of up to 64. */
 #define _POSIX_C_SOURCE 200809L
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -37,7 +38,7 @@ typedef struct process {               /* a rank; the parent's ends of its pipes
     char at[2][32];
 } process;
 
-static int ranks = 4, victim;
+static int ranks = 4, victim, times = 1;
 static int64_t tokens = 2048, fatal_tile;
 static uint32_t seed = 1;
 static process all[MOST];
@@ -146,6 +147,18 @@ static int64_t other_bits(const shard *s, const float *mine)
     return n;
 }
 
+/* Why the ring failed and what it did last. */
+static void print_failure(const ra_ring *ring)
+{
+    ra_event e[10];
+    char line[RA_TEXT_BYTES];
+    const int n = ra_ring_events(ring, e, 10);
+    printf("%s\n", ra_ring_explain(ring));
+    for (int i = 0; i < n; i++)
+        printf("    %s\n", ra_event_text(&e[i], e[n - 1].end_ns, line));
+    fflush(stdout);
+}
+
 static int run_rank(int rank, int listen_in, int report_out)
 {
     int32_t alive[MOST];
@@ -173,6 +186,7 @@ static int run_rank(int rank, int listen_in, int report_out)
     if (ra_ring_create(&ring, state.plan, ra_tcp_transport(first), &rd)) return 1;
     out.first = ra_forward(state.plan, ring, &t, ra_deadline_ms(20000));
     begin = ra_now_ns();
+    if (times == 1 && rank == (victim == 0)) print_failure(ring);
     memset(state.from, 0, sizeof state.from);
 
     /* Who is left, the parent knows: here that is waitpid, elsewhere your launcher. */
@@ -189,7 +203,7 @@ static int run_rank(int rank, int listen_in, int report_out)
     out.then = ra_resume(ring, &again, ra_deadline_ms(20000));
     out.ns = ra_now_ns() - begin;
     (void)ra_ring_resumed(ring, &out.resumed);
-    if (out.then) fprintf(stderr, "%s\n", ra_ring_explain(ring));
+    if (out.then) print_failure(ring);
     memcpy(out.from, state.from, sizeof out.from);
     out.other_bits = other_bits(&s, (const float *)t.o.data);
     (void)ra_ring_destroy(ring);
@@ -244,7 +258,6 @@ static int run_once(int print)
     failed |= waitpid(all[victim].pid, &status, 0) < 0 || !WIFSIGNALED(status);
     for (int r = 0; r < ranks; r++) if (r != victim) alive[n++] = r;
     while (n < MOST) alive[n++] = -1;
-    if (print) printf("rank  its pass ended with                 kept fetched        ms\n");
     for (int r = 0; r < ranks; r++)
         if (r != victim) failed |= write(all[r].tell, alive, sizeof alive) != sizeof alive;
     for (int r = 0; r < ranks; r++) {
@@ -253,6 +266,8 @@ static int run_once(int print)
             memset(&out, 0, sizeof out);
             out.then = RA_E_STATE;
             if (read(all[r].hear, &out, sizeof out) != sizeof out) failed = 1;
+            if (print && r == (victim == 0))
+                printf("rank  its pass ended with                 kept fetched        ms\n");
             failed |= out.then || out.other_bits;
             if (print || failed) print_rank(r, &out);
             failed |= waitpid(all[r].pid, &status, 0) < 0 || status != 0;
@@ -289,7 +304,7 @@ static int64_t attend_alone(void)
 int main(int argc, char **argv)
 {
     int64_t tiles;
-    int times = 1, failed = 0;
+    int failed = 0;
     for (int i = 1; i + 1 < argc; i += 2) {
         if (!strcmp(argv[i], "--ranks")) ranks = atoi(argv[i + 1]);
         else if (!strcmp(argv[i], "--tokens")) tokens = atoll(argv[i + 1]);

@@ -61,6 +61,7 @@ static void tl_trace(void *ctx, const ra_event *e) {
         lane->last_ns = e->end_ns;
         return;
     }
+    if (e->kind > RA_EV_PASS) return;
     if (last && e->kind == RA_EV_TILE && last->kind == RA_EV_TILE && last->chunk == e->chunk) {
         last->end = e->end_ns;
         last->tiles += e->tiles;

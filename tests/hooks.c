@@ -103,6 +103,11 @@ int64_t hook_open_ops(const ra_transport *t)
     return ((const ra__shm_seat *)t->ctx)->open;
 }
 
+void hook_remember(ra_ring *ring, const ra_event *e)
+{
+    ra__journal_put(&ring->journal, e);
+}
+
 int64_t hook_parted(const ra_ring *ring)
 {
     return ring->parted;

@@ -36,6 +36,9 @@ void hook_longest_failure(ra_status status, const char *text, ra_failure *out);
 /* Operations of a world's rank that are pending. */
 int64_t hook_open_ops(const ra_transport *t);
 
+/* The ring remembers this event. */
+void hook_remember(ra_ring *ring, const ra_event *e);
+
 /* 1 once the ring has left its transport after a failure. */
 int64_t hook_parted(const ra_ring *ring);
 

@@ -804,14 +804,14 @@ TEST(kernel_fails)
 /* -------------------------------------------------------------------------- 9: watching */
 
 typedef struct watcher {
-    int64_t count[8], tiles, bytes[2], last_done, last_all, backwards, odd;
+    int64_t count[RA_EV_ABORT + 1], tiles, bytes[2], last_done, last_all, backwards, odd;
     int busy;
 } watcher;
 
 static void watch_event(void *ctx, const ra_event *e)
 {
     watcher *w = (watcher *)ctx;
-    if (e->kind < RA_EV_TILE || e->kind > RA_EV_FAIL || e->end_ns < e->begin_ns || e->pass < 1)
+    if (e->kind < RA_EV_TILE || e->kind > RA_EV_ABORT || e->end_ns < e->begin_ns || e->pass < 1)
         __atomic_fetch_add(&w->odd, 1, __ATOMIC_SEQ_CST);
     else __atomic_fetch_add(&w->count[e->kind], 1, __ATOMIC_SEQ_CST);
     if (e->kind == RA_EV_TILE) __atomic_fetch_add(&w->tiles, e->tiles, __ATOMIC_SEQ_CST);
@@ -857,6 +857,10 @@ TEST(trace_and_progress)
             CHECK_EQ(w->count[RA_EV_FAIL], 0);
             CHECK_EQ(w->count[RA_EV_RECV], rep.forward.chunks_in);
             CHECK_EQ(w->count[RA_EV_SEND], rep.forward.chunks_out);
+            CHECK_EQ(w->count[RA_EV_BEGIN], 1);
+            CHECK_EQ(w->count[RA_EV_POST_SEND], w->count[RA_EV_SEND] + w->count[RA_EV_TOLD]);
+            CHECK_EQ(w->count[RA_EV_POST_RECV], w->count[RA_EV_RECV] + w->count[RA_EV_HEARD]);
+            CHECK_EQ(w->count[RA_EV_ABORT], 0);
             CHECK_EQ(c->chunks_in, rep.forward.chunks_in);
             CHECK_EQ(c->bytes_in, rep.forward.shared_bytes_in);
             CHECK_EQ(w->odd, 0);

@@ -1202,6 +1202,192 @@ TEST(packing_lets_others_wait)
     free(y.all);
 }
 
+/* -------------------------------------------------------------------------- events */
+static int64_t counting_clock(void *ctx) { return ++*(int64_t *)ctx; }
+
+typedef struct listener { ra_ring *ring; int64_t heard, late; } listener;
+
+/* A callback sees what there was before: the event that it is called for is not among them yet. */
+static void listen_event(void *ctx, const ra_event *e)
+{
+    listener *x = (listener *)ctx;
+    ra_event all[RA_EVENTS];
+    const int n = x->ring ? ra_ring_events(x->ring, all, RA_EVENTS) : 0;
+    x->heard += n > 0;
+    x->late += n > 0 && all[n - 1].end_ns >= e->end_ns;
+}
+
+/* Rank 1 stops after `steps` steps, and the deadline of rank 0 passes. Its last events are in
+ * order; they say which message was posted last that did not come. Returns how many there are. */
+static int one_death(const rig *g, int passes, int steps)
+{
+    mail_net *all = network_open(g, 0, NULL);
+    ra_ring *ring[2] = { NULL, NULL };
+    ra_transport net[2];
+    ra_event e[RA_EVENTS + 1], few[5];
+    ra_failure why;
+    ra_ring_desc rd;
+    listener ear = { NULL, 0, 0 };
+    int64_t clock = 0;
+    int n = 0, open = -1;
+    memset(&rd, 0, sizeof rd);
+    rd.clock_ns = counting_clock;
+    rd.clock_ctx = &clock;
+    rd.trace_ctx = &ear;
+    for (int r = 0; r < 2; r++) {
+        rd.trace = r ? NULL : listen_event;
+        net[r] = mail_transport(all, r);
+        CHECK_EQ(ra_ring_create(&ring[r], g->plan[r], &net[r], &rd), RA_OK);
+        CHECK_EQ(ra_ring_events(ring[r], e, RA_EVENTS), 0);
+    }
+    ear.ring = ring[0];
+    for (int i = 0; i <= passes; i++) {
+        ra_status s[2];
+        for (int r = 0; r < 2; r++) {
+            ra_job job = rig_job(g, r);
+            job.deadline_ns = i == passes ? clock + 100000 : 0;
+            CHECK_EQ(ra_begin(ring[r], &job), RA_OK);
+        }
+        if (i < passes) step_all(ring, 2, s);
+    }
+    for (int i = 0; i < steps; i++) (void)ra_step(ring[1], 0);
+    for (ra_status st = RA_AGAIN; st > 0; st = ra_step(ring[0], 0)) {
+        if (st == RA_WAIT) clock += 30000;
+        if (st == RA_WAIT) (void)ra_step_wait(ring[0], 0);
+    }
+    CHECK_EQ(ra_ring_failure(ring[0], &why), RA_OK);
+    CHECK_EQ(why.status, RA_E_TIMEOUT);
+    n = ra_ring_events(ring[0], e, RA_EVENTS + 1);
+    if (CHECK(n > 4 && n <= RA_EVENTS)) {
+        for (int i = 1; i < n; i++) CHECK(e[i].end_ns > e[i - 1].end_ns);
+        CHECK_EQ(e[n - 1].kind, RA_EV_FAIL);
+        CHECK_EQ(e[n - 1].status, RA_E_TIMEOUT);
+        CHECK_EQ(e[n - 2].kind, RA_EV_ABORT);
+        CHECK_EQ(e[n - 3].kind, RA_EV_WAIT);   /* one for all of them */
+        CHECK(e[n - 4].kind != RA_EV_WAIT);
+        for (int i = 0; i < n; i++) {
+            if (e[i].kind == RA_EV_POST_RECV && open < 0) open = i;
+            if ((e[i].kind == RA_EV_RECV || e[i].kind == RA_EV_HEARD) && open >= 0 &&
+                e[i].chunk == e[open].chunk)
+                for (open++; open < n && e[open].kind != RA_EV_POST_RECV; open++) { }
+        }
+        CHECK(why.peer == 1 && why.sending == 0);
+        if (CHECK(open >= 0 && open < n))
+            CHECK(e[open].peer == why.peer && e[open].chunk == why.chunk &&
+                  e[open].hop == why.hop && e[open].pass == why.pass);
+        CHECK_EQ(ra_ring_events(ring[0], few, 5), 5);
+        CHECK(memcmp(few, &e[n - 5], sizeof few) == 0);
+        CHECK_EQ(ra_ring_events(ring[0], few, 0), 0);
+        CHECK_EQ(ra_ring_events(ring[0], NULL, 5), 0);
+    }
+    CHECK(ear.heard > 0 && ear.late == 0);
+    for (int r = 0; r < 2; r++) (void)ra_ring_destroy(ring[r]);
+    mail_close(all);
+    return n;
+}
+
+/* What a ring remembers names the message that did not come: the hello, some chunk, and after many
+ * messages more than it remembers. */
+TEST(events_name_what_is_missing)
+{
+    rig *g = rig_new(2, 1024, 1);
+    CHECK(one_death(g, 0, 0) < RA_EVENTS);
+    for (int steps = 1; steps < 12; steps++) (void)one_death(g, 0, steps);
+    CHECK_EQ(one_death(g, 3, 2), RA_EVENTS);
+    rig_free(g);
+}
+
+TEST(events_as_text)
+{
+    char text[RA_TEXT_BYTES];
+    ra_event e;
+    memset(&e, 0, sizeof e);
+    e.kind = RA_EV_POST_RECV;
+    e.rank = 3;
+    e.peer = 2;
+    e.pass = 7;
+    e.chunk = 21;
+    e.hop = 4;
+    e.bytes = 4160;
+    e.begin_ns = e.end_ns = 5000;
+    CHECK(strcmp(ra_event_text(&e, 12000, text),
+                 "-7 us: rank 3, pass 7: posted a receive, peer 2, chunk 21, hop 4, bytes 4160") ==
+          0);
+    e.kind = RA_EV_FAIL;
+    e.peer = e.hop = -1;
+    e.chunk = -1;
+    e.bytes = 0;
+    e.status = RA_E_CANCELLED;
+    CHECK(strncmp(ra_event_text(&e, 5000, text), "0 us: rank 3, pass 7: pass failed: ", 35) == 0);
+    e.kind = 999;
+    e.end_ns = INT64_MIN;
+    CHECK(ra_event_text(&e, INT64_MAX, text) == text);
+    CHECK(ra_event_text(NULL, 0, text) == text && ra_event_text(&e, 0, NULL) == NULL);
+}
+
+enum { WRITERS = 3 };
+typedef struct writer { ra_ring *ring; int which; int64_t events, torn; } writer;
+
+static ra_event numbered_event(int which, int64_t number)
+{
+    ra_event e;
+    memset(&e, 0, sizeof e);
+    e.kind = number % 3 ? RA_EV_FOLD : RA_EV_WAIT;
+    e.rank = e.thread = e.peer = e.origin = which;
+    e.pass = e.chunk = e.q_row = e.q_rows = e.head = e.begin_ns = e.bytes = e.tiles = number;
+    e.end_ns = e.kind == RA_EV_WAIT ? 0 : number;      /* of a WAIT it may be that of a later one */
+    e.hop = e.status = e.backward = e.sequence = (int32_t)number;
+    return e;
+}
+
+/* All of an event is of one writer and number; numbers of a writer rise. */
+static void read_events(writer *w)
+{
+    ra_event e[RA_EVENTS];
+    int64_t last[WRITERS] = { -1, -1, -1 };
+    const int n = ra_ring_events(w->ring, e, RA_EVENTS);
+    for (int i = 0; i < n; i++) {
+        ra_event want = numbered_event(e[i].rank, e[i].pass);
+        want.end_ns = e[i].end_ns;
+        w->torn += memcmp(&want, &e[i], sizeof want) != 0 || e[i].rank < 0 ||
+                   e[i].rank >= WRITERS || e[i].pass <= last[e[i].rank % WRITERS] ||
+                   (e[i].kind == RA_EV_FOLD && e[i].end_ns != e[i].pass);
+        last[e[i].rank % WRITERS] = e[i].pass;
+    }
+    w->events += n;
+}
+
+static void *write_events(void *arg)
+{
+    writer *w = (writer *)arg;
+    for (int64_t i = 0; i < 30000; i++) {
+        const ra_event e = numbered_event(w->which, i);
+        hook_remember(w->ring, &e);
+        if (i % 64 == w->which) read_events(w);
+    }
+    return NULL;
+}
+
+/* Several threads write and read at the same time: no event is made of two. */
+TEST(events_are_whole)
+{
+    rig *g = rig_new(1, 64, 1);
+    pthread_t id[WRITERS];
+    writer w[WRITERS];
+    ra_ring *ring = NULL;
+    CHECK_EQ(ra_ring_create(&ring, g->plan[0], NULL, NULL), RA_OK);
+    for (int i = 0; i < WRITERS; i++) {
+        w[i].ring = ring;
+        w[i].which = i;
+        w[i].events = w[i].torn = 0;
+        if (pthread_create(&id[i], NULL, write_events, &w[i])) abort();
+    }
+    for (int i = 0; i < WRITERS; i++) pthread_join(id[i], NULL);
+    for (int i = 0; i < WRITERS; i++) CHECK(w[i].torn == 0 && w[i].events > 0);
+    CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+    rig_free(g);
+}
+
 int main(int argc, char **argv)
 {
     static const h_test tests[] = {
@@ -1213,6 +1399,7 @@ int main(int argc, char **argv)
         ENTRY(sendrecv_names_what_differs), ENTRY(steps_poll),
         ENTRY(quiesce_waits_for_wait), ENTRY(calls_never_overlap), ENTRY(no_failure_after_the_end),
         ENTRY(leave_beside_a_post), ENTRY(flushing_callers), ENTRY(packing_lets_others_wait),
+        ENTRY(events_name_what_is_missing), ENTRY(events_as_text), ENTRY(events_are_whole),
     };
     return hook_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

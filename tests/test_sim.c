@@ -607,10 +607,40 @@ TEST(shared_few_ops)
 
 /* The first rank that failed met the fault itself; all others may also have been told, or have
  * waited in vain. */
+static int64_t unposted, awaited;      /* messages that failures named, by what rings remembered */
+
 static int is_echo(const world *w, ra_status st)
 {
     if (st == RA_E_ABORTED) return w->net->c.told == 1;
     return st == RA_E_PEER || (st == RA_E_TIMEOUT && w->deadline);
+}
+
+/* What the ring remembers ends with the failure. If that names the message of a chunk, then this
+ * was posted, unless it had no room yet, and has not ended since. */
+static void check_events(world *w, const ra_ring *ring, const ra_failure *f)
+{
+    ra_event e[RA_EVENTS + 1];
+    const int n = ra_ring_events(ring, e, RA_EVENTS + 1);
+    int failed = 0, posted = 0;
+    char text[RA_TEXT_BYTES];
+    if (!SOUND(w, n > 0 && n <= RA_EVENTS)) return;
+    for (int i = 0; i < n; i++) {
+        const int post = f->sending == 1 ? RA_EV_POST_SEND : RA_EV_POST_RECV;
+        const int end = f->sending == 1 ? RA_EV_SEND : RA_EV_RECV;
+        SOUND(w, e[i].rank == f->rank && (i == 0 || e[i].end_ns >= e[i - 1].end_ns));
+        SOUND(w, strlen(ra_event_text(&e[i], e[0].end_ns, text)) > 20);
+        if (e[i].kind == RA_EV_FAIL) failed = ++i;
+        if (failed) break;
+        if (f->chunk < 0 || f->sending < 0 || e[i].chunk != f->chunk || e[i].pass != f->pass)
+            continue;
+        posted += e[i].kind == post && e[i].peer == f->peer && e[i].hop == f->hop;
+        SOUND(w, e[i].kind != end);
+    }
+    if (!SOUND(w, failed)) return;
+    SOUND(w, e[failed - 1].status == f->status && e[failed - 1].peer == f->peer);
+    SOUND(w, e[failed - 1].chunk == f->chunk && e[failed - 1].pass == f->pass);
+    unposted += f->chunk >= 0 && f->sending >= 0 && !posted;
+    awaited += f->chunk >= 0 && f->sending >= 0 && posted;
 }
 
 static void check_failure(world *w, int r)
@@ -625,6 +655,7 @@ static void check_failure(world *w, int r)
     SOUND(w, c.state == RA_RING_FAILED);
     SOUND(w, f.status == s->end);
     SOUND(w, f.rank == r);
+    check_events(w, s->ring, &f);
     SOUND(w, f.pass == s->ran + 1 || f.pass == s->ran);        /* cancelled between two */
     SOUND(w, f.text[0] != 0 && memchr(f.text, 0, sizeof f.text) != NULL);
     SOUND(w, f.sending >= -1 && f.sending <= 1 && f.peer >= -1 && f.peer < w->ranks);
@@ -825,6 +856,7 @@ TEST(faults)
     CHECK_EQ(t.named, t.cut);
     if (h_run.only_case < 0) CHECK(t.payload > 10 && t.damaged - t.payload > 10);
     CHECK(t.awaited >= t.calls * 3 / 4);
+    if (h_run.only_case < 0) CHECK(awaited > worlds / 2 && unposted < awaited / 10);
     CHECK_EQ(assert_failures, 0);
 }
 
