@@ -202,7 +202,7 @@
  *   GEOMETRY     positions, masks and chunks: which rows a rank holds, and who sees whom
  *   TENSORS      views, and checks of a call's tensors
  *   CHECK        checks of a descriptor, and its defaults
- *   FORWARD      query rows against one chunk, with our kernels or somebody else's
+ *   FORWARD      query rows against one chunk, with our kernels or the caller's
  *   BACKWARD     gradients of query rows and of the keys of one chunk
  *   LOCAL        one call on one rank, by tasks that its threads share
  *   DECODE       the same for few query rows
@@ -1229,8 +1229,8 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  * RA_CAP_SHARED, and in backward passes, where gradients return on it: from any rank, for which the
  * transport needs RA_CAP_ANY_PEER, or with RA_RETURN_RING from a neighbour. So a plan with train =
  * 1 needs two channels and max_ops of 3 of a transport that has post. ra_resume sends chunks and,
- * on channel 1, short messages between any two ranks; these lie on multiples of 8, whatever align
- * is.
+ * on channel 1, short messages between any two ranks; these start on multiples of 8, whatever
+ * align is.
  *
  * The first pass of a plan begins with a frame of 64 bytes from each rank to rank + 1, on channel
  * 0. A rank posts nothing else before that has gone and the other has come.
@@ -1648,7 +1648,7 @@ typedef struct ra__source { const uint8_t *data; int64_t stride; int32_t dtype, 
  * LSE of a row times log2(e), or +inf for a row without keys, and fwd.l is delta of a row. */
 typedef struct ra__back_panel {
     ra__panel fwd;
-    float *g;                          /* dO, laid out like p.q [Dv x 64] */
+    float *g;                          /* dO, laid out like fwd.q [Dv x 64] */
     float *q_rows, *g_rows;            /* Q and dO by rows, in the kernel's own layout */
     int32_t clean;                     /* 1: no NaN or infinity in Q and dO; by load_back */
     uint8_t *d_bias;                   /* of this head and row 0 of the block, or null */
@@ -1668,8 +1668,8 @@ typedef struct ra__back_job {
     int64_t dk_stride, dv_stride;      /* floats from row to row */
     float *p, *ds;                     /* weights, and the gradient of scores */
     float *cap, *drop;                 /* 1 - tanh^2 under a softcap; factors of dropout */
-    float *form;                       /* the store's s, for the kernel */
-    const void *k_form;                /* the store of K, as prepare_back left it */
+    float *form;                       /* scratch of the kernel: s of ra__key_scratch */
+    const void *k_form;                /* memory that prepare_back was given for K */
 } ra__back_job;
 
 /* Memory to prefetch in the order of its addresses: stretches of `lines` lines of 64 bytes, `jump`
@@ -1694,7 +1694,7 @@ typedef struct ra__decode_rows {
     float factor;                      /* of q k */
     int32_t modified;                  /* 1: some score needs more than the dot product */
     int32_t has_keys;                  /* bit r: row r has seen keys of the current block */
-    int32_t count;                     /* of rows that are there */
+    int32_t count;                     /* of rows that exist */
     int32_t one_row;                   /* 1: row 0 is the only one; scores and p are [key] */
 } ra__decode_rows;
 
@@ -2098,7 +2098,7 @@ static void ra__block_load(float x[32], const uint8_t *p, int32_t dtype) {
 }
 
 /* The same back. RA_Q8_0: the scale is 1/127 of the largest magnitude of the block; NaN becomes 0,
- * and what no f16 scale reaches the largest number that one does. */
+ * and magnitudes beyond the reach of an f16 scale become the largest within it. */
 static void ra__block_store(uint8_t *p, const float x[32], int32_t dtype) {
     const float reach = 127.0f * 65504.0f;
     float most = 0.0f, inverse, y[32];
@@ -7761,7 +7761,7 @@ static ra__bounds ra__rows_fill(const ra_mask *m, int64_t end, const ra__seg *s,
     return b;
 }
 
-/* Rows of a segment that lie in one document. */
+/* Rows of a segment that are in one document. */
 typedef struct ra__doc_rows {
     int64_t from, rows;                /* rows [from, from + rows) of the segment */
     int64_t doc, last;                 /* keys of the document; last as in ra__mask_in */
@@ -7808,7 +7808,7 @@ static ra__bounds ra__seg_bounds(const ra_mask *m, int64_t end, const ra__seg *s
     return b;
 }
 
-/* Class of keys whose positions lie in [first, last] for the rows of b. Empty and full are certain,
+/* Class of keys whose positions are in [first, last] for the rows of b. Empty and full are certain,
  * partial may be either. */
 RA__INLINE int ra__classify(const ra__bounds *b, int64_t first, int64_t last) {
     if (first >= 0 && ((first >= b->lo_max && last < b->hi_min) ||
@@ -9220,11 +9220,11 @@ RA__ONCE_END
  * softmax, so cutting keys into chunks and rows into tasks changes no bit. */
 
 enum { RA__PANELS = 16 };              /* most query blocks of a task */
-enum { RA__TILE_WORK = 64 };           /* work of a tile, in looks at one that turns out empty */
+enum { RA__TILE_WORK = 64 };           /* work of a tile; to look at an empty one is 1 */
 enum { RA__FIRST = 1, RA__LAST = 2 };  /* a chunk among those of a task */
 
 /* One chunk, and where the rows of its segments are: in a message or in the owner's memory. A
- * segment that did not come along has no row that anybody here sees, and is never touched. */
+ * segment that was left off has no row that is seen here, and is never read. */
 typedef struct ra__item {
     ra__chunk c;
     ra__view k[2], v[2];               /* first row of each segment */
@@ -9276,14 +9276,14 @@ typedef struct ra__scratch {
     ra__between between;
     ra__prefetch_list ahead;
     ra__task next;                     /* of this thread; count 0: not known */
-    int32_t asked;                     /* panels of it whose queries were asked for */
+    int32_t prefetched;                /* panels of it whose queries have been prefetched */
 } ra__scratch;
 
 /* Query blocks of a task, which share each block of K and V: as many as fit in half of a level 2
  * cache with queries and sums. Bits do not depend on it.
- * PERF: Zen 5, 4096 tokens, 8 heads. AVX-512, D 128 (64 KB a panel), 8 against 4: 84 to 88 % of the
- * FMA peak. bf16, D 64 (24 KB), 16 against 8: 81.7 to 82.7 % of its peak, causal 79 to 80.3 %;
- * AVX-512, D 64 (32 KB), 16 against 8: 88.2 to 87.2 %. */
+ * PERF: Zen 5, 4096 tokens, 8 heads. AVX-512, D 128 (64 KB per panel), 4 -> 8 panels: 84 -> 88 % of
+ * the FMA peak. bf16, D 64 (24 KB), 8 -> 16: 81.7 -> 82.7 % of its peak, causal 79 -> 80.3 %.
+ * AVX-512, D 64 (32 KB), 8 -> 16: 88.2 -> 87.2 %. */
 static int32_t ra__panels(const ra_desc *d) {
     ra__bytes size;
     ra__kernel_of(d)->sizes(&size, d, 1);
@@ -9323,7 +9323,7 @@ static void ra__scratch_carve(ra__arena *a, const ra_desc *d, int32_t panels, ra
     memset(&x->between, 0, sizeof x->between);
     x->waiting = 0;
     x->block = x->folded = 0;
-    x->next.count = x->asked = 0;
+    x->next.count = x->prefetched = 0;
 }
 
 static int64_t ra__scratch_bytes(const ra_desc *d, int32_t panels) {
@@ -9411,7 +9411,7 @@ static ra__drop ra__drop_of(const ra__work *w, int32_t b, int32_t head) {
     return x;
 }
 
-/* State of panel i: empty at the first chunk, else from memory. */
+/* State of panel i: empty at the first chunk, otherwise from memory. */
 static void ra__panel_load(const ra__work *w, const ra__task *t, ra__scratch *x, int32_t i,
                            int first) {
     const ra__panel *p = &x->panel[i];
@@ -9440,10 +9440,10 @@ static void ra__panel_store(const ra__work *w, const ra__task *t, const ra__scra
 }
 
 /* Final factor of a row's sums and its LSE, from (m, l) in powers of two and an optional sink: one
- * more score in the denominator, once a row. A row without keys: factor 0, LSE -inf or the sink.
+ * more score in the denominator, once per row. A row without keys: factor 0, LSE -inf or the sink.
  * lse may be null.
- * PERF: logarithms that nobody wants: Zen 5, bf16, causal, 1024 tokens, D 64: 59 to 62 % of the
- * vdpbf16ps peak without them. */
+ * PERF: no logarithm unless the LSE is requested. Zen 5, bf16, causal, 1024 tokens, D 64: 59 -> 62
+ * % of the vdpbf16ps peak. */
 static float ra__row_finish(float m, float l, const float *sink, float *lse) {
     const double ln2 = 0.69314718055994530942, log2e = 1.4426950408889634074;
     if (l == 0.0f) {
@@ -9532,7 +9532,7 @@ static void ra__task_load(const ra__work *w, const ra__task *t, ra__scratch *x, 
     ra__task_data(w, t, x, first);
 }
 
-/* Block s of segment i as it is stored; its positions stand in `pos`. */
+/* Block s of segment i as it is stored; its positions are in `pos`. */
 static ra__keys ra__block_keys(const ra__item *item, int32_t i, const ra__seg *s, int32_t kv_head,
                                const int32_t *pos) {
     int64_t row = s->row - item->c.seg[i].row;
@@ -9555,7 +9555,7 @@ static ra__keys ra__block_keys(const ra__item *item, int32_t i, const ra__seg *s
     return keys;
 }
 
-/* Rows of a block that are in several pages, or in none, one after the other in memory. */
+/* Gathers the rows of a block that is in several pages, or partly in none, one after the other. */
 static void ra__keys_gather(const ra_desc *d, const ra__item *item, const ra__seg *s,
                             int32_t kv_head, uint8_t *to, ra__keys *keys) {
     const int64_t k = ra__row_bytes(d->k_dtype, d->k_dim), v = ra__row_bytes(d->v_dtype, d->v_dim);
@@ -9592,7 +9592,7 @@ static ra__seg ra__item_block(const ra__work *w, const ra__item *item, int64_t i
 
 /* What the panels of a task see of a block of keys; returns if any sees any. Positions of an array
  * count on one rank only: the figures of a plan call such blocks partial.
- * PERF: Zen 4, 32K keys of 8 lanes of a sharded cache: 13 % of a prefill. */
+ * PERF: Zen 4, 32K keys of 8 lanes of a sharded cache: saves 13 % of a prefill. */
 static int ra__task_kinds(const ra__work *w, const ra__task *t, const ra__scratch *x,
                           const ra__seg *s, const int32_t *pos, int8_t *kind) {
     const int known = !pos || w->look;
@@ -9608,8 +9608,8 @@ static int ra__task_kinds(const ra__work *w, const ra__task *t, const ra__scratc
 
 /* Empties the tiles of a block that a bias hides from all rows of their panels; returns if any is
  * left. In the tally they stay what the mask says: a plan knows no bias.
- * PERF: Zen 4, 1024 tokens, 8 heads, D 128, a causal mask given as a bias of f16 alone: 2.15 to
- * 1.3 times the time of RA_MASK_CAUSAL. */
+ * PERF: Zen 4, 1024 tokens, 8 heads, D 128, a causal mask given as a bias of f16 alone: 2.15 -> 1.3
+ * times the time of RA_MASK_CAUSAL. */
 static int ra__task_hide(const ra__task *t, const ra__scratch *x, const ra__keys *keys,
                          int8_t *kind) {
     int any = 0, hidden = 0;
@@ -9628,15 +9628,15 @@ static int ra__task_hide(const ra__task *t, const ra__scratch *x, const ra__keys
 }
 
 /* Notes the queries of one more panel of the next task.
- * PERF: Zen 5, bf16, D 128, 2048 tokens: a window of 256 57.4 to 58.4, documents of 512 61.7 to
- * 62.8 % of the peak. */
+ * PERF: Zen 5, bf16, D 128, 2048 tokens: a window of 256 57.4 -> 58.4 % of the peak, documents of
+ * 512 61.7 -> 62.8 %. */
 static void ra__next_ahead(const ra__work *w, ra__scratch *x) {
     const ra_desc *d = w->d;
     const int32_t group = d->q_heads / d->kv_heads;
-    const int64_t panel = x->next.panel0 + x->asked;
+    const int64_t panel = x->next.panel0 + x->prefetched;
     ra__seg s;
-    if (x->asked == x->next.count) return;
-    x->asked++;
+    if (x->prefetched == x->next.count) return;
+    x->prefetched++;
     (void)ra__side_block(&w->q_side, x->next.sequence, ra__q_len(d, x->next.sequence),
                          panel / group, &s);
     ra__view q = ra__view_at(w->q, x->next.sequence, s.row,
@@ -9644,7 +9644,7 @@ static void ra__next_ahead(const ra__work *w, ra__scratch *x) {
     ra__prefetch_add(&x->ahead, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
 }
 
-/* Notes the next blocks from block i on that will be wanted. */
+/* Notes the next blocks, from block i on, to be prefetched. */
 static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item *item, int64_t i,
                            ra__scratch *x) {
     int64_t blocks = ra__chunk_blocks(&item->c);
@@ -9751,7 +9751,7 @@ static ra__task ra__task_of(int32_t b, int64_t all, int32_t panels, int64_t inde
     return t;
 }
 
-/* -------------------------------------------------------------------------- somebody else's kernel
+/* -------------------------------------------------------------------------- user-supplied kernels
  * The same for a block engine: a task is `block_queries` rows of a sequence, all heads; each
  * segment of a chunk is one call, and its partial result is merged into (m, l, acc). */
 typedef struct ra__engine_scratch {
@@ -9961,8 +9961,8 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
  * keys in the row's forward order. The dK and dV of a block of keys take query blocks by unit,
  * ascending and cyclic from their own unit on, of a query block all heads of the group: so a chunk
  * meets the query blocks of its own unit and later ones first (RA__AFTER), the earlier ones last
- * (RA__BEFORE); in a ring its sums start at its owner with the first, travel, and come home to the
- * second. Within both, query blocks ascend outside and key blocks are in forward's order inside.
+ * (RA__BEFORE); in a ring its sums start at its owner with the first, travel, and return to it for
+ * the second. In both, query blocks ascend outside and key blocks are in forward's order inside.
  * With RA_TRAVEL_Q it is the other way round: dK and dV take query blocks from the first on, and dQ
  * takes keys by unit cyclically from the row's own on, so RA__AFTER is query units up to the key's.
  * Where queries and keys are not the same positions all is RA__AFTER. */
@@ -10035,13 +10035,13 @@ typedef struct ra__back_scratch {
     int32_t head[RA__BACK_PANELS];
     ra__back_job tile[RA__BACK_PANELS];
     ra__prefetch_list ahead;
-    int32_t next, asked;               /* panels of the next group; how many were asked for */
+    int32_t next, prefetched;          /* panels of the next group; how many are prefetched */
     ra__key_scratch store;             /* [most]: of block i, or of one that is not kept */
     ra__bytes size;
     ra__ready *ready;                  /* [most] */
     int64_t most;
     int32_t *pos;
-    int32_t panels;                    /* as many as the kernel likes */
+    int32_t panels;                    /* as many as the kernel takes at a time */
     int32_t phase;                     /* RA__AFTER | RA__BEFORE: which tiles of a chunk count */
     int kind[RA__BACK_PANELS];         /* classes of the tiles of one block of keys */
     ra__tally tally;
@@ -10127,8 +10127,8 @@ static ra__source ra__source_of(ra__view v, int32_t dtype, int32_t dim) {
 }
 
 /* Weights can be made again from this LSE: half an ulp of it and half an ulp of it times log2(e)
- * change them by a factor of at most e. A row of larger scores, such as one of which -1e9 masks
- * every key, has an LSE that says nothing of the number of its keys. */
+ * change them by a factor of at most e. A row of larger scores, such as one in which -1e9 masks
+ * every key, has an LSE that does not show how many keys it has. */
 RA__INLINE int ra__lse_serves(float lse) {
     return !(lse <= -8388608.0f) && !(lse >= 8388608.0f && lse <= 3.40282347e38f);
 }
@@ -10239,7 +10239,7 @@ static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads 
 }
 
 /* Class of one block of keys (segment `which` of the item) for each panel of a group in a phase;
- * tiles of the other phase are empty and not counted. Returns RA__PARTIAL if any tile is, else
+ * tiles of the other phase are empty and not counted. Returns RA__PARTIAL if any tile is, otherwise
  * RA__FULL or RA__EMPTY. */
 static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s,
                           const int32_t *pos, ra__back_scratch *x) {
@@ -10266,8 +10266,8 @@ static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s
 
 /* Block i of a task's keys in the kernel's form, kept for the groups of panels to come if there is
  * room. Returns its store.
- * PERF: rows of several heads lie apart and are slow to get again and again. Zen 5, bf16, 4096
- * tokens of 8 heads, D 64 and 128: 82 to 83 and 81 to 84 % of the peak. */
+ * PERF: where heads alternate, the rows of one are far apart and slow to read again for each group.
+ * Zen 5, bf16, 4096 tokens of 8 heads, D 64: 82 -> 83 %, D 128: 81 -> 84 % of the peak. */
 static const void *ra__back_prepare(const ra__back *b, ra__back_scratch *x, int64_t i,
                                     ra__keys *keys, int partial) {
     const int64_t at = ra__min(i, x->most - 1), kept = i < x->most - 1;
@@ -10285,13 +10285,14 @@ static const void *ra__back_prepare(const ra__back *b, ra__back_scratch *x, int6
     return store.k;
 }
 
-/* Notes what will be wanted next: the keys of block i and, in a group's last blocks, one after the
- * other the panels of the next group. */
+/* Notes what to prefetch: the keys of block i and, in a group's last blocks, the panels of the next
+ * group one after the other. */
 static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item *item, int64_t i,
                            ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
     const int32_t group = d->q_heads / d->kv_heads;
-    const int64_t left = ra__chunk_blocks(&item->c) - i, panel = t->panel0 + t->count + x->asked;
+    const int64_t left = ra__chunk_blocks(&item->c) - i;
+    const int64_t panel = t->panel0 + t->count + x->prefetched;
     int64_t rows = 0;
     ra__prefetch_list *a = &x->ahead;
     memset(a, 0, sizeof *a);
@@ -10306,7 +10307,7 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
         ra__prefetch_add(a, x->store.k + i * x->size.k, 256, x->size.k / 256, 256);
         ra__prefetch_add(a, x->store.v + i * x->size.v, 256, x->size.v / 256, 256);
     }
-    if (x->asked < x->next && left < x->next - x->asked) {
+    if (x->prefetched < x->next && left < x->next - x->prefetched) {
         const int64_t o_bytes = ra__row_bytes(d->o_dtype, d->v_dim);
         const int32_t head = t->kv_head * group + (int32_t)(panel % group);
         ra__view q, o, d_o, lse;
@@ -10320,7 +10321,7 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
         ra__prefetch_add(a, d_o.data, d_o.token, s.rows, o_bytes);
         ra__prefetch_add(a, lse.data, lse.token, s.rows, 4);
         if (!b->delta) ra__prefetch_add(a, o.data, o.token, s.rows, o_bytes);
-        x->asked++;
+        x->prefetched++;
     }
     for (int32_t n = 0; n < a->count; n++) rows += a->rows[n];
     a->step = (int32_t)ra__ceil_div(rows, 16 * t->count);
@@ -10423,7 +10424,7 @@ static int ra__back_open(const ra__back *b, const ra__task *t, const ra__item *i
     x->left -= x->part.count * (1 + blocks);
     if (!x->used && !edge) return 0;
     x->next = (int32_t)ra__min(x->panels, rest - x->part.count);
-    x->asked = 0;
+    x->prefetched = 0;
     x->block = 0;
     ra__back_load(b, &x->part, g, x->used, x);
     x->left -= RA__TILE_WORK * x->part.count;
@@ -10815,12 +10816,12 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, i
             int64_t turn = index / nth, place = index % nth;
             if ((turn % 2 ? nth - 1 - place : place) != ith) continue;
             x.next = ra__task_of(b, all, panels, i);
-            x.asked = c->pairs ? x.next.count : 0;
+            x.prefetched = c->pairs ? x.next.count : 0;
             if (t.count) ra__local_task(c, &t, &x, gather);
             t = x.next;
         }
     }
-    x.next.count = x.asked = 0;
+    x.next.count = x.prefetched = 0;
     if (t.count) ra__local_task(c, &t, &x, gather);
 }
 
@@ -10860,7 +10861,7 @@ static int ra__local_walk_some(const ra__local *c, ra__local_walk *w, int64_t *l
         if (!w->loaded) {
             w->t = ra__local_walk_task(c, w, w->index);
             w->x.next = ra__local_walk_task(c, w, w->index + 1);
-            w->x.asked = c->pairs ? w->x.next.count : 0;
+            w->x.prefetched = c->pairs ? w->x.next.count : 0;
             ra__local_load(c, &w->t, &w->x, w->gather, &w->item);
             w->loaded = 1;
         }
@@ -10878,14 +10879,14 @@ static int ra__local_walk_some(const ra__local *c, ra__local_walk *w, int64_t *l
  * Few query rows: M = tokens * Hq / Hkv (token, head) pairs read each kv head, in fours, with dot
  * products over Dk instead of lanes of rows. Memory is all here, so a task is several kv heads of a
  * sequence, and a stretch of tokens is read for all of them before the next one: where the heads of
- * a token lie side by side, memory is read and asked for in the order of its addresses.
+ * a token are adjacent, memory is read and prefetched in the order of its addresses.
  * One row per kv head over few keys goes row by row instead, 64 keys of a head at a time, which the
  * processor prefetches by itself.
  * PERF: Zen 4, f32, beside a plain loop: 32 heads of D 128 over 128 keys 0.60 to 1.38 of its speed,
  * 12 of D 64 over 1024 keys 0.72 to 1.42. Rows 2 KB apart share so few sets of the L1 cache that
  * keys come from L2, at 15 cycles per key of 256 bytes and side, 6 to 10 otherwise.
  * PERF: Zen 5, rows of 512 bytes every 4 KB: 17 GB/s head by head, 33 in the order of addresses;
- * head after head, [Hkv][T][D], 13 without asking ahead along the rows of one head, 32 with it. */
+ * head after head, [Hkv][T][D], 13 -> 32 by prefetching along the rows of one head. */
 enum { RA__DECODE_PAIRS = 16, RA__DECODE_HEADS = 8, RA__DECODE_BYTES = 2304,
        RA__DECODE_AHEAD = 4096, RA__DECODE_NEAR = 16 << 20,
        RA__DECODE_PART = 16, RA__DECODE_SLOTS = 128 };
@@ -11110,8 +11111,8 @@ static uint64_t ra__decode_hide(const ra__local *c, ra__decode *x, int32_t n) {
     return any;
 }
 
-/* Keys [j, j + n) of the block as four `four` sees them; seen 0: none of them. Rows that are not
- * there see all. */
+/* Keys [j, j + n) of the block as four `four` sees them; seen 0: none of them. Missing rows see
+ * all. */
 static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra__decode_keys *t) {
     const uint32_t all = 0xffffu >> (RA__DECODE_KEYS -
                                      (t->n < RA__DECODE_KEYS ? t->n : RA__DECODE_KEYS));
@@ -11283,8 +11284,9 @@ static float *ra__slot_at(const ra__local *c, const ra__decode *x, float *slots,
     return slots + ((at * c->d.kv_heads + head) * x->fours + four) * ra__slot_floats(&c->d);
 }
 
-/* What comes of the sums of a part: O if it is the only one or the last; else they go to slots, of
- * all threads or, these being null, of this one, and to those of the parts before. */
+/* Ends a part. If it is the only one or the last, its sums become O. Otherwise they go to a slot:
+ * one that all threads can read or, if slots is null, the thread's own, which sums the parts
+ * before. */
 static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
     const int last = x->parts == 1 || (!slots && x->part + 1 == x->parts);
     for (int32_t h = 0; h < x->count; h++) {
@@ -11344,7 +11346,7 @@ static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
     }
 }
 
-/* Heads of one token lie side by side in K and in V. */
+/* The heads of a token are adjacent in K and in V. */
 static int ra__decode_beside(const ra__local *c) {
     const ra_desc *d = &c->d;
     return c->kv[0].head == ra__row_bytes(d->k_dtype, d->k_dim) &&
@@ -11372,8 +11374,8 @@ static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots,
     return index;
 }
 
-/* 1 for the last of nth threads. *done is memory that nobody has cleared: what does not bear the
- * mark is a count of 0, and so it is left behind. */
+/* 1 for the last of nth threads. *done need not be cleared: a value without the mark counts as 0.
+ * After the last thread it is 0 again. */
 static int ra__decode_last(int64_t *done, int nth) {
     const int64_t mark = (int64_t)0x52a77e9d31 << 24, most = ((int64_t)1 << 24) - 1;
     for (;;) {
