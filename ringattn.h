@@ -5734,7 +5734,7 @@ RA__BF_STATIC void ra__bf_back_general(const ra__bf_back *back) {
 /* dK or dV of one block of keys: the sum over one or two panels of A^T B, where A is dS or P and B
  * is Q or dO. */
 typedef struct ra__bf_key_grad {
-    const ra__back_job *jobs;              /* [panels] */
+    const ra__back_job *jobs;          /* [panels] */
     int32_t panels, dim;
     const uint16_t *a;                 /* [keys][64 rows]; RA__BF_SLOT further on for panel 1 */
     const float *row_pairs[2];         /* B of each panel, from ra__bf_pack_rows */
@@ -5890,8 +5890,8 @@ RA__BF_STATIC int32_t ra__bf_pack_rows(float *to, const ra__source *s, int32_t r
     return !bad;
 }
 
-/* Packs Q and dO. dO of another dtype is rounded to bf16
- * in the half of g_rows that the pairs do not use. */
+/* Packs Q and dO. dO of another dtype is rounded to bf16 in the half of g_rows that the pairs do
+ * not use. */
 RA__BF_STATIC void ra__load_back_bf16(ra__back_panel *panel, const ra__source *q,
                                       const ra__source *g) {
     ra__panel g_panel = panel->fwd;
@@ -6098,7 +6098,7 @@ RA__Q8_INLINE void ra__q8_transpose(__m512 *v) {
     v[3] = _mm512_shuffle_ps(b, d, 0xee);
 }
 
-/* Scores [key][4 rows] of 16 keys. Rows that are not there have 0. */
+/* Scores [key][4 rows] of 16 keys. Missing rows have 0. */
 RA__NOINLINE RA__Q8_TARGET void ra__q8_scores(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, float *s) {
     const ra__q8_queries *q = (const ra__q8_queries *)(const void *)rows->q;
@@ -19298,14 +19298,16 @@ enum { RA__SWAP_IDLE, RA__SWAP_POSTED, RA__SWAP_DONE };
 /* A whole subtree of the tree of lanes, held by one rank: lanes [first, last). */
 typedef struct ra__subtree { int32_t first, last; } ra__subtree;
 
-/* One message out and one in. */
+/* One message in and one out. */
+enum { RA__SWAP_IN, RA__SWAP_OUT };
+typedef struct ra__swap_side {
+    int32_t after;                     /* stages that must be done before it is posted */
+    int32_t state;                     /* RA__SWAP_IDLE, _POSTED, _DONE */
+    ra_transport_op op;                /* its message: frame, then payload; len 0: none */
+} ra__swap_side;
 typedef struct ra__swap {
-    int32_t kind, to, from;            /* RA__FRAME_*; ranks, or RA_NO_PEER */
-    uint8_t *send, *recv;              /* frame, then payload */
-    int64_t send_len, recv_len;
-    int32_t send_after, recv_after;    /* stages that must be done before it is posted */
-    int32_t sent, received;            /* RA__SWAP_* */
-    ra_transport_op out, in;
+    int32_t kind;                      /* RA__FRAME_* */
+    ra__swap_side side[2];             /* RA__SWAP_IN, RA__SWAP_OUT */
 } ra__swap;
 
 /* Query rows, sequence by sequence: row at[b] + i is row i of sequence b. */
@@ -19970,10 +19972,12 @@ static int32_t ra__cache_way(const ra_cache *c) {
 
 /* Adds a swap unless both its messages are empty. */
 static void ra__swap_add(ra_cache *c, ra__swap s) {
-    if (!s.send_len) s.to = RA_NO_PEER;
-    if (!s.recv_len) s.from = RA_NO_PEER;
-    if (s.to == RA_NO_PEER) s.sent = RA__SWAP_DONE;
-    if (s.from == RA_NO_PEER) s.received = RA__SWAP_DONE;
+    for (int side = 0; side < 2; side++) {
+        if (s.side[side].op.len) continue;
+        s.side[side].op.peer = RA_NO_PEER;
+        s.side[side].op.buf = NULL;
+        s.side[side].state = RA__SWAP_DONE;
+    }
     c->swap[c->swaps++] = s;
 }
 
@@ -19981,44 +19985,45 @@ static void ra__swap_add(ra_cache *c, ra__swap s) {
  * number i of its peers. */
 static void ra__cache_swaps(ra_cache *c) {
     const int own = c->cd.queries == RA_QUERIES_OWN;
-    const int64_t q = ra__query_bytes(&c->d);
+    const int64_t q = ra__query_bytes(&c->d), mine = c->rank_rows[c->rank];
+    ra__swap x;
+    ra_transport_op *in = &x.side[RA__SWAP_IN].op, *out = &x.side[RA__SWAP_OUT].op;
     int64_t rows;
     c->swaps = 0;
     for (int32_t s = 1; s < c->ranks && own; s++) {
-        ra__swap x;
         memset(&x, 0, sizeof x);
-        x.to = (c->rank + s) % c->ranks;
-        x.from = (c->rank + c->ranks - s) % c->ranks;
+        out->peer = (c->rank + s) % c->ranks;
+        in->peer = (c->rank + c->ranks - s) % c->ranks;
         if (c->way == RA_INFER_PASS_KV) {
             x.kind = RA__FRAME_KV;
-            x.send = c->kv_send;
-            x.recv = c->kv_recv[s % 2];
-            x.recv_after = s > 2 ? s - 1 : 0;
-            x.send_len = ra__keys_length(c, c->rank, &rows);
-            if (!rows || !c->rank_rows[x.to]) x.send_len = 0;
-            x.recv_len = ra__keys_length(c, x.from, &rows);
-            if (!rows || !c->rank_rows[c->rank]) x.recv_len = 0;
+            out->buf = c->kv_send;
+            in->buf = c->kv_recv[s % 2];
+            x.side[RA__SWAP_IN].after = s > 2 ? s - 1 : 0;
+            out->len = (size_t)ra__keys_length(c, c->rank, &rows);
+            if (!rows || !c->rank_rows[out->peer]) out->len = 0;
+            in->len = (size_t)ra__keys_length(c, in->peer, &rows);
+            if (!rows || !mine) in->len = 0;
         } else {
             x.kind = RA__FRAME_Q;
-            x.send = c->q_send;
-            x.recv = c->q_recv[x.from];
-            if (c->rank_rows[c->rank]) x.send_len = RA__FRAME_BYTES + c->rank_rows[c->rank] * q;
-            if (c->rank_rows[x.from]) x.recv_len = RA__FRAME_BYTES + c->rank_rows[x.from] * q;
+            out->buf = c->q_send;
+            in->buf = c->q_recv[in->peer];
+            if (mine) out->len = (size_t)(RA__FRAME_BYTES + mine * q);
+            rows = c->rank_rows[in->peer];
+            if (rows) in->len = (size_t)(RA__FRAME_BYTES + rows * q);
         }
         ra__swap_add(c, x);
     }
     for (int32_t s = 1; s < c->ranks && c->way == RA_INFER_PASS_Q; s++) {
-        ra__swap x;
         memset(&x, 0, sizeof x);
         x.kind = RA__FRAME_PART;
-        x.to = (c->rank + c->ranks - s) % c->ranks;
-        x.from = (c->rank + s) % c->ranks;
-        x.send = own ? c->part_send[x.to] : c->result[c->rank];
-        x.recv = c->result[x.from];
-        x.send_after = 1;
-        rows = own ? c->rank_rows[x.to] : c->rows;
-        if (rows) x.send_len = ra__part_length(c, c->rank, rows);
-        if (c->own_rows) x.recv_len = ra__part_length(c, x.from, c->own_rows);
+        out->peer = (c->rank + c->ranks - s) % c->ranks;
+        in->peer = (c->rank + s) % c->ranks;
+        out->buf = own ? c->part_send[out->peer] : c->result[c->rank];
+        in->buf = c->result[in->peer];
+        x.side[RA__SWAP_OUT].after = 1;
+        rows = own ? c->rank_rows[out->peer] : c->rows;
+        if (rows) out->len = (size_t)ra__part_length(c, c->rank, rows);
+        if (c->own_rows) in->len = (size_t)ra__part_length(c, in->peer, c->own_rows);
         ra__swap_add(c, x);
     }
     c->stages = c->way == RA_INFER_PASS_KV ? c->ranks + 1 : 2;
@@ -20221,10 +20226,9 @@ static ra_status ra__cache_op_failed(ra_cache *c, int code, int32_t peer) {
 
 /* The peer of the first message that is due. */
 static int32_t ra__cache_awaits(const ra_cache *c) {
-    for (int32_t i = 0; i < c->swaps; i++) {
-        if (c->swap[i].received != RA__SWAP_DONE) return c->swap[i].from;
-        if (c->swap[i].sent != RA__SWAP_DONE) return c->swap[i].to;
-    }
+    for (int32_t i = 0; i < c->swaps; i++)
+        for (int side = 0; side < 2; side++)
+            if (c->swap[i].side[side].state != RA__SWAP_DONE) return c->swap[i].side[side].op.peer;
     return RA_NO_PEER;
 }
 
@@ -20263,21 +20267,22 @@ static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin
 }
 
 static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
-    const ra__frame due = ra__cache_frame(c, x->kind, x->from, x->recv_len);
+    const ra_transport_op *in = &x->side[RA__SWAP_IN].op;
+    const ra__frame due = ra__cache_frame(c, x->kind, in->peer, (int64_t)in->len);
     ra__frame f;
-    memcpy(&f, x->recv, sizeof f);
+    memcpy(&f, in->buf, sizeof f);
     if (f.magic != due.magic || f.abi != due.abi ||
         f.check != ra__hash_of(&f, offsetof(ra__frame, check)))
-        return ra__cache_fail(c, RA_E_PROTO, "transport", "a frame of rank # is damaged", x->from);
+        return ra__cache_fail(c, RA_E_PROTO, "transport", "a frame of rank # is damaged", in->peer);
     if (f.hash != due.hash)
         return ra__cache_fail(c, RA_E_MISMATCH, "d",
-                              "rank # has another descriptor or ra_cache_desc", x->from);
+                              "rank # has another descriptor or ra_cache_desc", in->peer);
     if (f.parts != due.parts)
         return ra__cache_fail(c, RA_E_MISMATCH, "cached",
-                              "or fresh, alibi or sinks of rank # differ from ours", x->from);
+                              "or fresh, alibi or sinks of rank # differ from ours", in->peer);
     if (memcmp(&f, &due, sizeof f))
         return ra__cache_fail(c, RA_E_PROTO, "transport", "a frame of rank # is not the one due",
-                              x->from);
+                              in->peer);
     return RA_OK;
 }
 
@@ -20399,43 +20404,37 @@ static void ra__cache_hand_out(ra_cache *c) {
 
 /* Under comm: a message has come. */
 static ra_status ra__swap_came(ra_cache *c, ra__swap *x) {
+    const ra_transport_op *in = &x->side[RA__SWAP_IN].op;
     ra_status s = ra__cache_check_frame(c, x);
     if (s) return s;
-    x->received = RA__SWAP_DONE;
-    if (x->kind == RA__FRAME_Q) ra__cache_place_q(c, x->from, x->recv + RA__FRAME_BYTES);
+    x->side[RA__SWAP_IN].state = RA__SWAP_DONE;
+    if (x->kind == RA__FRAME_Q)
+        ra__cache_place_q(c, in->peer, (const uint8_t *)in->buf + RA__FRAME_BYTES);
     return RA_OK;
 }
 
-/* The op of one side of a swap, set when it is first listed. */
-static ra_transport_op *ra__swap_op(ra_cache *c, int32_t i, int sending) {
-    ra__swap *x = &c->swap[i];
-    ra_transport_op *op = sending ? &x->out : &x->in;
-    int32_t *state = sending ? &x->sent : &x->received;
+/* The op of one side of swap i, ready to be posted if there is a message. */
+static ra_transport_op *ra__swap_op(ra_cache *c, int32_t i, int side) {
+    ra__swap_side *x = &c->swap[i].side[side];
     const uint64_t tag = (uint64_t)(c->call * 64 + i % 64);
-    if (*state != RA__SWAP_IDLE) return op;
-    memset(op, 0, sizeof *op);
-    op->kind = sending ? RA_MSG_SEND : RA_MSG_RECV;
-    op->peer = sending ? x->to : x->from;
-    op->tag = c->tp.tag_bits >= 64 ? tag : tag & (((uint64_t)1 << c->tp.tag_bits) - 1);
-    op->buf = sending ? x->send : x->recv;
-    op->len = (size_t)(sending ? x->send_len : x->recv_len);
-    op->mr = c->mr;
-    *state = RA__SWAP_POSTED;
-    return op;
+    if (x->state != RA__SWAP_IDLE) return &x->op;
+    x->op.kind = side == RA__SWAP_OUT ? RA_MSG_SEND : RA_MSG_RECV;
+    x->op.tag = c->tp.tag_bits >= 64 ? tag : tag & (((uint64_t)1 << c->tp.tag_bits) - 1);
+    x->op.mr = c->mr;
+    x->state = RA__SWAP_POSTED;
+    return &x->op;
 }
 
 /* Ops that are posted or may be: receives first, at most half of max_ops of each kind. */
 static int ra__cache_list(ra_cache *c) {
     const int32_t stage = ra__load_i32(&c->stage);
     int n = 0;
-    for (int sending = 0; sending < 2; sending++) {
+    for (int side = 0; side < 2; side++) {
         int room = (int)(c->tp.max_ops / 2);
         for (int32_t i = 0; i < c->swaps && room > 0; i++) {
-            ra__swap *x = &c->swap[i];
-            const int32_t state = sending ? x->sent : x->received;
-            if (state == RA__SWAP_DONE) continue;
-            if ((sending ? x->send_after : x->recv_after) > stage) break;
-            c->list[n++] = ra__swap_op(c, i, sending);
+            if (c->swap[i].side[side].state == RA__SWAP_DONE) continue;
+            if (c->swap[i].side[side].after > stage) break;
+            c->list[n++] = ra__swap_op(c, i, side);
             room--;
         }
     }
@@ -20450,17 +20449,17 @@ static int ra__cache_drive(ra_cache *c) {
     if (code >= 0) code = c->tp.poll(c->tp.ctx, c->list, n);
     if (code < 0) return ra__cache_op_failed(c, code, ra__cache_awaits(c));
     for (int32_t i = 0; i < c->swaps; i++) {
-        ra__swap *x = &c->swap[i];
-        for (int sending = 0; sending < 2; sending++) {
-            const ra_transport_op *op = sending ? &x->out : &x->in;
-            if ((sending ? x->sent : x->received) != RA__SWAP_POSTED) continue;
+        for (int side = 0; side < 2; side++) {
+            ra__swap_side *x = &c->swap[i].side[side];
+            const ra_transport_op *op = &x->op;
+            if (x->state != RA__SWAP_POSTED) continue;
             if (op->state < 0) return ra__cache_op_failed(c, op->state, op->peer);
             if (op->state != RA_MSG_DONE) continue;
             if (op->done && op->done != op->len)
                 return ra__cache_op_failed(c, RA_E_TRUNC, op->peer);
             moved = 1;
-            if (sending) x->sent = RA__SWAP_DONE;
-            else if (ra__swap_came(c, x)) return ra__load_i32(&c->failed);
+            if (side == RA__SWAP_OUT) x->state = RA__SWAP_DONE;
+            else if (ra__swap_came(c, &c->swap[i])) return ra__load_i32(&c->failed);
         }
     }
     return moved;
@@ -20472,25 +20471,25 @@ static int ra__cache_exchange(ra_cache *c) {
     const int32_t stage = ra__load_i32(&c->stage);
     int64_t until = ra__add_sat(ra_now_ns(), c->cd.watchdog_ns);
     int code, late = !c->deadline || until < c->deadline;
-    if (c->ran == c->swaps || x->send_after > stage || x->recv_after > stage) return 0;
+    if (c->ran == c->swaps || x->side[0].after > stage || x->side[1].after > stage) return 0;
+    const ra_transport_op *in = ra__swap_op(c, c->ran, RA__SWAP_IN);
+    const ra_transport_op *out = ra__swap_op(c, c->ran, RA__SWAP_OUT);
     c->ran++;
-    if (x->to == RA_NO_PEER && x->from == RA_NO_PEER) return 1;
+    if (!in->len && !out->len) return 1;
     if (!late) until = c->deadline;
-    const ra_transport_op *out = x->to == RA_NO_PEER ? NULL : ra__swap_op(c, c->ran - 1, 1);
-    const ra_transport_op *in = x->from == RA_NO_PEER ? NULL : ra__swap_op(c, c->ran - 1, 0);
-    code = c->tp.sendrecv(c->tp.ctx, x->to, out ? out->buf : NULL, out ? out->len : 0, x->from,
-                          in ? in->buf : NULL, in ? in->len : 0, in ? in->tag : out->tag, until);
+    code = c->tp.sendrecv(c->tp.ctx, out->peer, out->buf, out->len, in->peer, in->buf, in->len,
+                          in->len ? in->tag : out->tag, until);
     if (code == RA_E_TIMEOUT && late) code = RA_E_PEER;
-    if (code) return ra__cache_op_failed(c, code, in ? x->from : x->to);
-    x->sent = RA__SWAP_DONE;
-    if (in && ra__swap_came(c, x)) return ra__load_i32(&c->failed);
+    if (code) return ra__cache_op_failed(c, code, in->len ? in->peer : out->peer);
+    x->side[RA__SWAP_OUT].state = RA__SWAP_DONE;
+    if (in->len && ra__swap_came(c, x)) return ra__load_i32(&c->failed);
     return 1;
 }
 
 /* Swaps whose messages have all come: the first so many. */
 static int32_t ra__swaps_in(const ra_cache *c) {
     int32_t n = 0;
-    while (n < c->swaps && c->swap[n].received == RA__SWAP_DONE) n++;
+    while (n < c->swaps && c->swap[n].side[RA__SWAP_IN].state == RA__SWAP_DONE) n++;
     return n;
 }
 
@@ -21029,8 +21028,7 @@ static int ra__stage_turn(ra_cache *c) {
 /* Under comm: 1 if the call has ended well. */
 static int ra__cache_complete(ra_cache *c) {
     if (ra__load_i32(&c->stage) < c->stages) return 0;
-    for (int32_t i = 0; i < c->swaps; i++)
-        if (c->swap[i].sent != RA__SWAP_DONE || c->swap[i].received != RA__SWAP_DONE) return 0;
+    if (ra__cache_awaits(c) != RA_NO_PEER) return 0;
     return ra__cas_i32(&c->state, RA_RING_RUNNING, RA_RING_IDLE);
 }
 
@@ -21261,11 +21259,11 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
     for (int32_t b = 0; b < c->d.sequences; b++)
         out->keys += ra__rank_keys(c, c->rank, cached[b] + fresh[b]);
     for (int32_t i = 0; i < c->swaps; i++) {
-        const ra__swap *x = &c->swap[i];
-        out->messages_out += x->to != RA_NO_PEER;
-        out->messages_in += x->from != RA_NO_PEER;
-        out->bytes_out += x->to == RA_NO_PEER ? 0 : x->send_len;
-        out->bytes_in += x->from == RA_NO_PEER ? 0 : x->recv_len;
+        const ra__swap_side *x = c->swap[i].side;
+        out->messages_in += x[RA__SWAP_IN].op.len > 0;
+        out->messages_out += x[RA__SWAP_OUT].op.len > 0;
+        out->bytes_in += (int64_t)x[RA__SWAP_IN].op.len;
+        out->bytes_out += (int64_t)x[RA__SWAP_OUT].op.len;
     }
     out->bits_any_company = c->cd.form == RA_FORM_SAME || !c->few_tokens;
     return RA_OK;
@@ -21274,11 +21272,11 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
 /* 1: the transport has an op that is not done. */
 static int ra__cache_pending(const ra_cache *c) {
     int pending = 0;
-    for (int32_t i = 0; i < c->swaps && c->tp.post; i++) {
-        const ra__swap *x = &c->swap[i];
-        pending |= x->sent == RA__SWAP_POSTED && x->out.state == RA_MSG_PENDING;
-        pending |= x->received == RA__SWAP_POSTED && x->in.state == RA_MSG_PENDING;
-    }
+    for (int32_t i = 0; i < c->swaps && c->tp.post; i++)
+        for (int side = 0; side < 2; side++) {
+            const ra__swap_side *x = &c->swap[i].side[side];
+            pending |= x->state == RA__SWAP_POSTED && x->op.state == RA_MSG_PENDING;
+        }
     return pending;
 }
 
