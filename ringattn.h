@@ -8779,8 +8779,8 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
           "# (RA_TRAVEL_Q) does not work with a bias or RA_LAYOUT_ARRAY", d->backward_travel },
         { !d->train && d->grad_return, RA_E_SHAPE, "grad_return", "# needs train = 1",
           d->grad_return },
-        { d->order && d->order != RA_ORDER_ROUNDS, RA_E_ENUM, "order",
-          "# is chosen by layout and mask: leave it 0, or take RA_ORDER_ROUNDS", d->order },
+        { d->order && d->order != RA_ORDER_ROUNDS, RA_E_UNSUPPORTED, "order",
+          "# follows from layout and mask: leave it 0, or take RA_ORDER_ROUNDS", d->order },
         { d->order && d->buffers == 1 && d->ranks > 1, RA_E_SHAPE, "buffers",
           "# is too few for RA_ORDER_ROUNDS, which needs 2", d->buffers },
         { !d->train && d->grad_dtype, RA_E_SHAPE, "grad_dtype", "# needs train = 1",
@@ -16321,16 +16321,20 @@ static int64_t ra__ring_ops(const ra_ring *r) {
            ra__ring_return_ops(r);
 }
 
-/* Posts receives that have a free buffer. */
+/* Posts receives that have a free buffer. Lent memory may be the sender's, whose send then ends when
+ * it is released. In rounds, where all ranks send on at the same time, they would wait for one
+ * another around the ring: nothing is borrowed there, unless nothing is sent on. */
 static void ra__ring_more_receives(ra_ring *r) {
     const ra__lane *lane = &r->lane[RA__RECEIVES];
+    const int borrows = (r->tp.caps & RA_CAP_LOAN) && !r->lists->backward &&
+                        (!r->plan->round || r->ranks == 2);
     int64_t most = ra__max(1, ra__ring_ops(r) / 2);
     while (ra__lane_open(lane, r->released, most)) {
         int32_t c = r->lists->recv[lane->posted].chunk;
         ra_transport_op *op = ra__lane_post(r, RA__RECEIVES, ra__ring_peer(r, -1), c,
                                             ra__lane_buf(lane, lane->posted),
                                             ra__ring_length(r, c, ra__ring_hop(r, c)));
-        if ((r->tp.caps & RA_CAP_LOAN) && !r->lists->backward) op->flags = RA_MSG_LOAN_OK;
+        if (borrows) op->flags = RA_MSG_LOAN_OK;
     }
 }
 

@@ -348,6 +348,7 @@ static inline void small_make(small *s, int ranks, int most, int threads)
     small_mask(s);
     small_layout(s);
     small_data(s);
+    if (small_chance(30) && d->buffers != 1) d->order = RA_ORDER_ROUNDS;
 }
 
 /* Adds gradients to a problem. by_ring: they return to their owners around the ring. */

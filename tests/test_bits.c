@@ -195,6 +195,65 @@ TEST(other_orders_differ)
     problem_free(&p);
 }
 
+/* Rounds: bits that follow from ranks and chunks alone, whatever the transport, the threads, the
+ * buffers and the call. They are other ones than those of the usual order, and on one rank they are
+ * the same. */
+TEST(rounds)
+{
+    static const int worlds[5] = { 2, 3, 4, 5, 8 };
+    int64_t i, n = h_run.large ? 10 : 1;
+    int j, differ = 0;
+    for (i = 0; i < 2 * MASKS * n; i++) {
+        const int P = worlds[i % 5], mask = (int)(i % MASKS), zigzag = (int)(i / MASKS % 2);
+        h_rng r = h_case_rng(i);
+        problem p;
+        setup s;
+        outcome usual, first, again;
+        size_t bytes;
+        if (!h_case(i) || !h_variant(mask, zigzag)) continue;
+        bits_problem(&p, &r, mask, 2 * P + h_range(&r, 0, 3), RA_ISA_AUTO);
+        bytes = (size_t)(p.B * p.q_max * p.Hq * p.Dv) * 4;
+        memset(&s, 0, sizeof s);
+        s.layout = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        s.call = CALL_FORWARD;
+        s.ranks = 1;
+        s.order = RA_ORDER_ROUNDS;
+        first = world_run(&p, &s);
+        s.order = 0;
+        usual = world_run(&p, &s);
+        if (outcome_whole(&first) && outcome_whole(&usual)) {
+            CHECK_BITS(first.o, usual.o, (int64_t)bytes);
+            CHECK_EQ(first.report[0].forward.bits_any_ranks, 1);
+            CHECK_EQ(first.report[0].order, usual.report[0].order);
+        }
+        outcome_free(&first);
+        s.ranks = P;
+        s.chunk_tokens = 128;
+        s.order = RA_ORDER_ROUNDS;
+        first = world_run(&p, &s);
+        if (outcome_whole(&first) && outcome_whole(&usual)) {
+            differ += memcmp(first.o, usual.o, bytes) != 0;
+            CHECK_EQ(first.report[0].forward.bits_any_ranks, 0);
+            CHECK_EQ(first.report[0].order, RA_ORDER_ROUNDS);
+        }
+        for (j = 0; j < 4; j++) {
+            variant(&s, &r, P);
+            s.chunk_tokens = 128;
+            describe_case(&p, &s);
+            again = world_run(&p, &s);
+            if (outcome_whole(&first) && outcome_whole(&again)) {
+                CHECK_BITS(again.o, first.o, (int64_t)bytes);
+                CHECK_BITS(again.lse, first.lse, p.B * p.q_max * p.Hq * 4);
+            }
+            outcome_free(&again);
+        }
+        outcome_free(&first);
+        outcome_free(&usual);
+        problem_free(&p);
+    }
+    if (h_run.only_case < 0) CHECK(differ > MASKS / 2);
+}
+
 /* ra_attention of few tokens and grouped heads, whose lanes are (token, head) pairs, gives the bits
  * of a ring of one, whose lanes are tokens. */
 TEST(lanes_of_pairs)
@@ -264,7 +323,7 @@ static const h_test tests[] = {
     ENTRY(every_mask_scalar), ENTRY(every_mask_avx2), ENTRY(every_mask_avx512),
     ENTRY(every_mask_avx512_bf16), ENTRY(every_mask_amx),
     ENTRY(every_mask_neon), ENTRY(whoever_promises_keeps), ENTRY(other_orders_differ),
-    ENTRY(lanes_of_pairs), ENTRY(no_promise_off_the_grid)
+    ENTRY(rounds), ENTRY(lanes_of_pairs), ENTRY(no_promise_off_the_grid)
 };
 
 int main(int argc, char **argv)

@@ -1199,6 +1199,9 @@ TEST(refusals)
     CHECK_EQ(create(&d, NULL, &why), RA_E_SHAPE);
     d = s.d; d.train = 1;
     CHECK_EQ(create(&d, NULL, &why), RA_E_UNSUPPORTED);
+    d = s.d; d.order = RA_ORDER_ROUNDS;
+    CHECK_EQ(create(&d, NULL, &why), RA_E_UNSUPPORTED);
+    CHECK(!strcmp(why.field, "order"));
     d = s.d; d.scores = RA_SCORE_BIAS;
     CHECK_EQ(create(&d, NULL, &why), RA_E_UNSUPPORTED);
     d = s.d; d.ranks = 4;

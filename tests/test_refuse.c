@@ -82,7 +82,7 @@ static void refused(ra_status got, const ra_error *e, ra_status status, const ch
 
 /* -------------------------------------------------------------------------- ra_desc */
 
-enum { ONE, FOUR, INTERVALS, DOCUMENTS, RUNS, ARRAY, MLA, BATCH, BASES };
+enum { ONE, FOUR, INTERVALS, DOCUMENTS, RUNS, ARRAY, MLA, BATCH, ROUNDS, BASES };
 
 static int32_t ints[MANY];
 static int64_t longs[MANY];
@@ -132,6 +132,8 @@ static void base_desc(ra_desc *d, int base)
     } else if (base == BATCH) {
         d->sequences = 2;
         d->tokens_of = lengths;
+    } else if (base == ROUNDS) {
+        d->order = RA_ORDER_ROUNDS;
     }
 }
 
@@ -264,6 +266,11 @@ static const row desc_rows[] = {
     { ONE, D(chunk_tokens), I32, INT32_MAX, RA_E_RANGE, "chunk_tokens" },
     { ONE, D(buffers), I32, -1, RA_E_RANGE, "buffers" },
     { ONE, D(buffers), I32, 65, RA_E_RANGE, "buffers" },
+    { ONE, D(order), I32, -1, RA_E_ENUM, "order" },
+    { ONE, D(order), I32, RA_ORDER_DESCENDING, RA_E_UNSUPPORTED, "order" },
+    { ONE, D(order), I32, RA_ORDER_ASCENDING, RA_E_UNSUPPORTED, "order" },
+    { ONE, D(order), I32, 4, RA_E_ENUM, "order" },
+    { ROUNDS, D(buffers), I32, 1, RA_E_SHAPE, "buffers" },
     { ONE, D(threads), I32, -1, RA_E_RANGE, "threads" },
     { ONE, D(threads), I32, INT32_MAX, RA_E_RANGE, "threads" },
     { ONE, D(isa), I32, -1, RA_E_ENUM, "isa" },
@@ -1714,8 +1721,8 @@ static void random_fields(ra_desc *d)
 {
     int32_t *narrow[] = { &d->sequences, &d->ranks, &d->rank, &d->q_heads, &d->kv_heads, &d->k_dim,
         &d->v_dim, &d->q_dtype, &d->k_dtype, &d->v_dtype, &d->o_dtype, &d->v_in_k, &d->v_column,
-        &d->scores, &d->chunk_tokens, &d->buffers, &d->threads, &d->isa, &d->mask.kind,
-        &d->mask.causal_block, &d->layout.kind };
+        &d->scores, &d->chunk_tokens, &d->buffers, &d->order, &d->threads, &d->isa,
+        &d->mask.kind, &d->mask.causal_block, &d->layout.kind };
     int64_t *wide[] = { &d->tokens, &d->kv_tokens, &d->q_offset, &d->mask.window,
         &d->mask.right_limit, &d->mask.prefix, &d->mask.keep, &d->mask.doc_count,
         &d->mask.interval_count };

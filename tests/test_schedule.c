@@ -517,11 +517,33 @@ static void play(ra_plan **plans, int ranks, int back, int shared, int level0, h
     }
 }
 
+/* The lists of a backward pass are those of the usual order. */
+static void same_back(const ra_plan *p, shape *s)
+{
+    const ra__pass_lists *a = &p->back, *b;
+    ra_plan *usual;
+    if (!p->round || !s->d.train) return;
+    s->d.order = 0;
+    usual = plan_of(s, p->d.rank);
+    s->d.order = RA_ORDER_ROUNDS;
+    if (!CHECK(usual != NULL)) return;
+    b = &usual->back;
+    CHECK(a->folds == b->folds && a->recvs == b->recvs && a->sends == b->sends &&
+          a->owns == b->owns && a->returns == b->returns && a->direction == b->direction);
+    CHECK_BITS(a->fold, b->fold, a->folds * (int64_t)sizeof *a->fold);
+    CHECK_BITS(a->recv, b->recv, a->recvs * (int64_t)sizeof *a->recv);
+    CHECK_BITS(a->send, b->send, a->sends * (int64_t)sizeof *a->send);
+    CHECK_BITS(a->own, b->own, a->owns * (int64_t)sizeof *a->own);
+    CHECK_BITS(a->returned, b->returned, a->returns * (int64_t)sizeof *a->returned);
+    ra_plan_destroy(usual);
+}
+
 static void play_all(shape *s, h_rng *r)
 {
     static ra_plan *plans[256];
     int i, ok = 1;
     for (i = 0; i < s->d.ranks; i++) ok &= (plans[i] = plan_of(s, i)) != NULL;
+    if (ok) same_back(plans[s->d.ranks / 2], s);
     for (i = 0; ok && i < s->d.ranks; i++) ra__plan_exchanges(plans[i]);
     for (i = 0; ok && i < 6; i++) {                    /* shared needs a transport that posts */
         if ((i & 1) && !s->d.train) continue;

@@ -22,6 +22,7 @@ typedef struct setup {
     int32_t any_isa;                   /* 1: every rank another instruction set */
     int32_t train;                     /* 1: a backward pass follows, problem.d_o is there */
     int32_t grad_return, way;          /* RA_RETURN_*, RA_TRAVEL_* */
+    int32_t order;                     /* 0, RA_ORDER_ROUNDS */
     int64_t shift;                     /* RUNS, ARRAY: all positions are so much higher than the
                                         * oracle's; for masks that only see differences */
     int64_t spare;                     /* tokens and kv_tokens are so far above the lengths of the
@@ -173,6 +174,7 @@ static inline ra_desc describe(const problem *p, const setup *s, int rank)
     d.softcap = p->softcap;
     d.chunk_tokens = s->chunk_tokens;
     d.buffers = s->buffers;
+    d.order = s->order;
     d.threads = s->threads;
     d.train = s->train;
     if (s->train) d.dropout = p->dropout;
@@ -1242,6 +1244,7 @@ static inline void random_setup(setup *s, problem *p, h_rng *r, const want *w)
     random_layout(s, p, r, layout);
     s->chunk_tokens = chunks[h_range(r, 0, 5)];
     s->buffers = (int32_t)h_range(r, 0, 4);
+    if ((s->seed >> 14) % 3 == 0 && s->buffers != 1) s->order = RA_ORDER_ROUNDS;
     s->isa = random_isa(r);
     s->strides = (int32_t)h_range(r, STRIDES_PACKED, STRIDES_MIXED);
     s->wire = h_one_in(r, 2) ? WIRE_SHARED : (int32_t)h_range(r, WIRE_POST, WIRE_SENDRECV);
@@ -1293,6 +1296,7 @@ static inline void variant(setup *s, h_rng *r, int ranks)
     s->seed = h_next(r);
     s->chunk_tokens = chunks[h_range(r, 0, 4)];
     s->buffers = (int32_t)h_range(r, 0, 4);
+    if (s->order && s->buffers == 1) s->buffers = 2;
     s->wire = h_one_in(r, 2) ? WIRE_SHARED : (int32_t)h_range(r, WIRE_POST, WIRE_SENDRECV);
     s->call = (int32_t)h_range(r, CALL_FORWARD, CALL_JOIN);
     s->threads = s->call >= CALL_STEP ? (int32_t)h_range(r, 1, 3) : 0;
@@ -1351,9 +1355,9 @@ static inline void describe_case(const problem *p, const setup *s)
         n += snprintf(out + n, room - (size_t)n, " bias %d%d%d%d keys %lld", p->bias_b, p->bias_h,
                       p->bias_r, p->bias_k, (long long)p->bias_keys);
     }
-    n += snprintf(out + n, room - (size_t)n, " | %s%s P %d chunk %d buffers %d %s strides %s",
+    n += snprintf(out + n, room - (size_t)n, " | %s%s P %d chunk %d buffers %d%s %s strides %s",
                   kinds[s->layout], s->weighted ? " weighted" : "", s->ranks, s->chunk_tokens,
-                  s->buffers, s->any_isa ? "mixed" : ra_isa_name(s->isa), strides[s->strides]);
+                  s->buffers, s->order ? " rounds" : "", s->any_isa ? "mixed" : ra_isa_name(s->isa), strides[s->strides]);
     n += snprintf(out + n, room - (size_t)n, " %s %s threads %d passes %d%s%s", wires[s->wire],
                   calls[s->call], s->threads, s->passes, s->exact ? " exact" : "",
                   s->no_lse ? " no lse" : "");
