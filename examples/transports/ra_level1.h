@@ -25,7 +25,9 @@
  * orders the calls so that they never block one another. A transport of level 1 is not told. So
  * this one moves in rounds. Each round is one exchange of a word, to the next rank and from the one
  * before and then the other way, that says which messages are ready and wanted on each of the
- * channels, and then one sendrecv for each message that has both its sides. Neighbours alone
+ * channels, and then one sendrecv for each message that has both its sides. With two ranks that
+ * sendrecv moves equally many bytes each way, and leaves the rest of the longer message to the next
+ * round: otherwise a link would stand idle until the longer one is through. Neighbours alone
  * exchange messages (no RA_CAP_ANY_PEER), so gradients return round the ring.
  *
  * Failure. abort, a deadline, or an error of yours ends the helper's rounds; the next word, if it
@@ -63,7 +65,10 @@ typedef struct ra_level1__word {
     uint64_t ready[RA_LEVEL1__CHANNELS], wanted[RA_LEVEL1__CHANNELS];
 } ra_level1__word;
 
-typedef struct ra_level1__queue { ra_transport_op *first, *last; } ra_level1__queue;
+typedef struct ra_level1__queue {
+    ra_transport_op *first, *last;
+    size_t moved;                      /* bytes of the first */
+} ra_level1__queue;
 
 typedef struct ra_level1 {
     ra_transport tp, below;
@@ -107,6 +112,7 @@ static void ra_level1__end(ra_level1__queue *q, int status) {
     ra_transport_op *op = q->first;
     q->first = (ra_transport_op *)op->scratch[RA_LEVEL1__NEXT_OP];
     if (!q->first) q->last = NULL;
+    q->moved = 0;
     op->scratch[RA_LEVEL1__ENDED] = (void *)(intptr_t)status;
 }
 
@@ -169,6 +175,12 @@ static ra_transport_op *ra_level1__match(ra_level1 *u, ra_level1__queue *q, uint
     return NULL;
 }
 
+/* So many bytes of the first op have moved. */
+static void ra_level1__advance(ra_level1__queue *q, size_t bytes) {
+    q->moved += bytes;
+    if (q->moved == q->first->len) ra_level1__end(q, RA_MSG_DONE);
+}
+
 /* Messages of one channel to one side, and from the other. Returns 1 if there were any, 0: none,
  * -1: this context has failed. */
 static int ra_level1__messages(ra_level1 *u, int channel, int way, const ra_level1__word mine[2],
@@ -176,21 +188,22 @@ static int ra_level1__messages(ra_level1 *u, int channel, int way, const ra_leve
     int back = u->sides == 2 ? 1 - way : way, c = channel, good;
     ra_level1__queue *sends = &u->sends[way][c], *recvs = &u->recvs[back][c];
     ra_transport_op *out, *in;
-    void *s = NULL, *r = NULL;
+    uint8_t *s = NULL, *r = NULL;
     size_t s_len = 0, r_len = 0;
     pthread_mutex_lock(&u->lock);
     out = ra_level1__match(u, sends, mine[way].ready[c], theirs[way].wanted[c]);
     in = ra_level1__match(u, recvs, mine[back].wanted[c], theirs[back].ready[c]);
-    if (out) { s = out->buf; s_len = out->len; }
-    if (in) { r = in->buf; r_len = in->len; }
+    if (out) { s = (uint8_t *)out->buf + sends->moved; s_len = out->len - sends->moved; }
+    if (in) { r = (uint8_t *)in->buf + recvs->moved; r_len = in->len - recvs->moved; }
+    if (out && in && u->sides == 1) s_len = r_len = s_len < r_len ? s_len : r_len;
     pthread_mutex_unlock(&u->lock);
     if (!s_len && !r_len) return 0;
     good = ra_level1__sendrecv(u, s_len ? u->peer[way] : RA_NO_PEER, s, s_len,
                                r_len ? u->peer[back] : RA_NO_PEER, r, r_len,
                                (uint64_t)(2 + 2 * c + way), RA_LEVEL1__COMING_MS);
     pthread_mutex_lock(&u->lock);
-    if (good && !u->dead && s_len) ra_level1__end(sends, RA_MSG_DONE);
-    if (good && !u->dead && r_len) ra_level1__end(recvs, RA_MSG_DONE);
+    if (good && !u->dead && s_len) ra_level1__advance(sends, s_len);
+    if (good && !u->dead && r_len) ra_level1__advance(recvs, r_len);
     pthread_mutex_unlock(&u->lock);
     return good ? 1 : -1;
 }

@@ -18,6 +18,7 @@ typedef struct up_world {
     pthread_mutex_t lock;
     pthread_cond_t moved;
     int ranks;
+    int one_way;                       /* calls that moved a message one way only */
     up_box box[CF_MOST_RINGS][CF_MOST_RANKS][CF_MOST_RANKS][UP_TAGS];
     up_seat seat[CF_MOST_RINGS][CF_MOST_RANKS];
 } up_world;
@@ -48,6 +49,7 @@ static int up_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from,
     up_box *out = NULL, *in = NULL;
     int status = RA_OK, code = RA_OK;
     pthread_mutex_lock(&w->lock);
+    w->one_way += (to == RA_NO_PEER) != (from == RA_NO_PEER);
     if (to != RA_NO_PEER) {
         out = &w->box[me->ring][me->rank][to][tag % UP_TAGS];
         out->bytes = s;
@@ -124,6 +126,42 @@ TEST(level_0_with_a_helper)
     CHECK_EQ(rep.unclaimed, 6);        /* any peer, loans, registration, those of sendrecv */
 }
 
+/* Two messages one way and four of half their length the other way: each call moves as much each
+ * way, so neither link waits for the other. */
+TEST(unequal_messages_move_together)
+{
+    enum { OPS = 6, SHORT = 100 };
+    up_world *w = (up_world *)up_make(NULL, 2, 1);
+    static uint8_t bytes[2][OPS][2 * SHORT];
+    ra_transport_op op[2][OPS], *ops[2][OPS];
+    const ra_transport *t[2];
+    memset(op, 0, sizeof op);
+    for (int r = 0; r < 2; r++) {
+        t[r] = up_join(w, 0, r);
+        for (int i = 0; i < OPS; i++) {
+            const int brief = i < 4;   /* rank 0 sends these, and receives the others */
+            ra_transport_op *x = ops[r][i] = &op[r][i];
+            x->kind = brief == !r ? RA_MSG_SEND : RA_MSG_RECV;
+            x->peer = 1 - r;
+            x->buf = bytes[r][i];
+            x->len = brief ? SHORT : 2 * SHORT;
+            memset(bytes[r][i], x->kind == RA_MSG_SEND ? i + 1 : 0, sizeof bytes[r][i]);
+        }
+    }
+    for (int r = 0; r < 2; r++) CHECK_EQ(t[r]->post(t[r]->ctx, ops[r], OPS), RA_OK);
+    for (int r = 0; r < 2; r++)
+        for (int i = 0; i < OPS; i++) {
+            const int64_t end = ra_deadline_ms(10000);
+            while (op[r][i].state == RA_MSG_PENDING && ra_now_ns() < end)
+                CHECK_EQ(t[r]->wait(t[r]->ctx, &ops[r][i], 1, end), RA_OK);
+            CHECK_EQ(op[r][i].state, RA_MSG_DONE);
+            CHECK_EQ(bytes[r][i][op[r][i].len - 1], i + 1);
+        }
+    CHECK_EQ(w->one_way, 0);
+    for (int r = 0; r < 2; r++) up_leave(w, 0, r, RA_E_ABORTED);
+    up_end(w);
+}
+
 TEST(refusals)
 {
     ra_transport none;
@@ -140,6 +178,7 @@ TEST(refusals)
 
 int main(int argc, char **argv)
 {
-    static const h_test tests[] = { ENTRY(level_0_with_a_helper), ENTRY(refusals) };
+    static const h_test tests[] = { ENTRY(level_0_with_a_helper),
+                                    ENTRY(unequal_messages_move_together), ENTRY(refusals) };
     return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }
