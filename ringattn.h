@@ -238,8 +238,9 @@
  *            gradients, because that many of a rank's own chunks are on their way at once. (With
  *            RA_TRAVEL_Q these too are whole messages.) Where messages are copied, default chunks
  *            make that less than K and V (RA_TRAVEL_Q: Q and O) of a shard of 32K tokens or more.
- *            A shorter shard has relatively larger buffers, up to 8192 keys: computing hides
- *            only transfers for which there is room.
+ *            A shorter shard has relatively larger buffers, up to 8192 keys, and so has a causal
+ *            ring of 2 or 3 ranks, up to half of its keys and values: computing hides only
+ *            transfers for which there is room.
  *   Threads  Plans may be shared. A ring runs one pass at a time, stepped by any number of your
  *            threads. The library starts threads only in ra_world_run.
  *   Errors   Every call that can fail returns a status; refusals name the field and say why.
@@ -585,7 +586,9 @@ typedef struct ra_desc {
                                         * per key, 256 to 4096. Rounded up to blocks (zigzag: to
                                         * mirrored pairs; RUNS: the last block may go beyond it) */
     int32_t buffers;                   /* receive buffers, 1..64; 0: as many as hold 8192 keys
-                                        * (training: 5120), at least 3 and at most 8 */
+                                        * (training: 5120), at least 3 and at most 8; causal on 2 or
+                                        * 3 ranks without training: 1 / ranks of a shard if that is
+                                        * more */
     ra_rates rates;                    /* what you know of machines and network; {0}: nothing. A
                                         * default chunk then takes no less time than two latencies,
                                         * and a fast link gets fewer buffers */
@@ -9124,7 +9127,13 @@ static int32_t ra__default_chunk(const ra_desc *d) {
 /* Receive buffers: three at least, and no more than a shard and two. With gradients, which make
  * messages up to three times as long, they hold fewer keys. While a rank computes half a shard, its
  * own, the link brings the rest of what it cannot bring during the other half: nothing if it is
- * twice as fast as computing. */
+ * twice as fast as computing.
+ *
+ * Of two ranks with a causal mask the first computes its own keys for half of the pass. If its
+ * buffers hold a part f of a shard, a transfer that takes as long as computing ends 1/2 - f of the
+ * pass late, so they hold half a shard, however long it is: at most a quarter of this rank's q, k,
+ * v and o together. Of three ranks a third does. From four on a chunk waits in other ranks' buffers
+ * too, and as many keys as above hide 86 %. */
 enum { RA__BUFFER_TOKENS = 8192, RA__TRAIN_TOKENS = 5120 };
 static int32_t ra__default_buffers(const ra_desc *d) {
     const int64_t parts = ra__ceil_div(ra__shard_tokens(d, 1), d->chunk_tokens);
@@ -9132,6 +9141,8 @@ static int32_t ra__default_buffers(const ra_desc *d) {
     const double bytes = (double)d->kv_heads * (double)(ra__row_bytes(d->k_dtype, d->k_dim) +
                          (d->v_in_k ? 0 : ra__row_bytes(d->v_dtype, d->v_dim)));
     int64_t most = ra__min(d->ranks < 24 ? 8 : 3, tokens / d->chunk_tokens);
+    if (d->ranks < 4 && d->mask.kind == RA_MASK_CAUSAL && !d->train)
+        most = ra__max(most, ra__min(64, ra__ceil_div(parts, ra__max(2, d->ranks))));
     if (!ra__rates_unknown(&d->rates) &&
         2 * bytes * d->rates.flops_per_s <= ra__flops_per_key(d) * d->rates.link_bytes_per_s)
         most = 3;

@@ -27,8 +27,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
-enum { RANKS = 16, PASSES = 99, HEADS = 4, KV_HEADS = 4, DIM = 64 };
+enum { RANKS = 16, PASSES = 99, HEADS = 8, KV_HEADS = 2, DIM = 64 };
 
 typedef struct options {
     int rank, ranks, full, passes;
@@ -141,6 +142,7 @@ static int network_open(network *w, const options *o) {
         d.rank = o->rank;
         d.ranks = o->ranks;
         d.provider = "tcp;ofi_rxm";
+        d.one_sided = 1;
         d.deadline_ns = ra_deadline_ms(1000 * o->seconds);
         d.error = &why;
         if (ra_ofi_open(&w->ofi, &d)) {
@@ -186,22 +188,6 @@ static int compute_nothing(void *ctx, const ra_block *b) {
     return RA_OK;
 }
 
-static ra_plan *make_plan(const options *o, const ra_engine *engine) {
-    ra_plan *plan = NULL;
-    ra_error why;
-    ra_desc d = ra_desc_make(HEADS, KV_HEADS, DIM, RA_F32,
-                             o->full ? RA_MASK_NONE : RA_MASK_CAUSAL);
-    memset(&why, 0, sizeof why);
-    d.error = &why;
-    d.rank = o->rank;
-    d.ranks = o->ranks;
-    d.tokens = o->tokens;
-    d.layout.kind = o->full ? RA_LAYOUT_CONTIGUOUS : RA_LAYOUT_ZIGZAG;
-    d.engine = engine;
-    if (ra_plan_create(&plan, &d, NULL)) fprintf(stderr, "%s %s\n", why.field, why.text);
-    return plan;
-}
-
 static int by_value(const void *a, const void *b) {
     const double x = *(const double *)a, y = *(const double *)b;
     return (x > y) - (x < y);
@@ -212,81 +198,164 @@ static double median(double *x, int n) {
     return x[n / 2];
 }
 
-static int one_pass(const options *o, ra_plan *plan, ra_ring *ring, ra_tensors *t, double *whole,
-                    double *tiles) {
-    ra_ring_counters c;
-    int64_t begin = ra_now_ns();
-    ra_status s = ra_forward(plan, ring, t, ra_deadline_ms(1000 * o->seconds));
-    *whole = (double)(ra_now_ns() - begin) * 1e-9;
-    if (s) {
-        fprintf(stderr, "rank %d: %s: %s\n", o->rank, ra_status_text(s), ra_ring_explain(ring));
+/* One rank on one transport. pass: what is measured; idle: the same with an engine that computes
+ * nothing; meet: a few rows of which every rank needs all, which ends when all have begun. */
+typedef struct seat {
+    const options *o;
+    int rank;
+    ra_plan *pass, *idle, *meet;
+    ra_ring *ring;
+    ra_tensors t;
+    float *memory;
+} seat;
+
+static ra_plan *make_plan(const options *o, int rank, int64_t tokens, int full,
+                          const ra_engine *engine) {
+    ra_plan *plan = NULL;
+    ra_error why;
+    ra_desc d = ra_desc_make(HEADS, KV_HEADS, DIM, RA_F32, full ? RA_MASK_NONE : RA_MASK_CAUSAL);
+    memset(&why, 0, sizeof why);
+    d.error = &why;
+    d.rank = rank;
+    d.ranks = o->ranks;
+    d.tokens = tokens;
+    d.layout.kind = full ? RA_LAYOUT_CONTIGUOUS : RA_LAYOUT_ZIGZAG;
+    d.engine = engine;
+    if (ra_plan_create(&plan, &d, NULL)) fprintf(stderr, "%s %s\n", why.field, why.text);
+    return plan;
+}
+
+static void seat_close(seat *s) {
+    (void)ra_ring_destroy(s->ring);
+    ra_plan_destroy(s->pass);
+    ra_plan_destroy(s->idle);
+    ra_plan_destroy(s->meet);
+    free(s->memory);
+}
+
+static int seat_open(seat *s, const options *o, int rank, const ra_transport *transport) {
+    static ra_engine nothing = { sizeof nothing, RA_ENGINE_ABI, 0, NULL, compute_nothing };
+    ra_plan_report r, more;
+    ra_ring_desc rd;
+    ra_error why;
+    float *m;
+    memset(s, 0, sizeof *s);
+    memset(&rd, 0, sizeof rd);
+    memset(&why, 0, sizeof why);
+    rd.error = &why;
+    s->o = o;
+    s->rank = rank;
+    s->pass = make_plan(o, rank, o->tokens, o->full, NULL);
+    s->idle = make_plan(o, rank, o->tokens, o->full, &nothing);
+    s->meet = make_plan(o, rank, o->ranks * RA_BLOCK_TOKENS, 1, NULL);
+    if (!s->pass || !s->idle || !s->meet) return -1;
+    (void)ra_plan_query(s->pass, rank, &r);
+    (void)ra_plan_query(s->idle, rank, &more);         /* the larger workspace serves both */
+    if (ra_ring_create(&s->ring, more.workspace_bytes > r.workspace_bytes ? s->idle : s->pass,
+                       transport, &rd)) {
+        fprintf(stderr, "rank %d: %s %s\n", rank, why.field, why.text);
         return -1;
     }
-    ra_ring_query(ring, &c);
-    *tiles = (double)c.compute_ns * 1e-9;
+    m = s->memory = (float *)calloc((size_t)r.q_rows * DIM * (2 * HEADS + 2 * KV_HEADS), sizeof *m);
+    if (!m) return -1;
+    for (int64_t i = 0; i < r.q_rows * DIM * HEADS; i++) m[i] = (float)(i * 37 % 101) * 0.01f;
+    s->t.q.data = m;
+    s->t.o.data = m += r.q_rows * DIM * HEADS;
+    s->t.k.data = m += r.q_rows * DIM * HEADS;
+    s->t.v.data = m + r.q_rows * DIM * KV_HEADS;
     return 0;
 }
 
-static void report(const options *o, const ra_plan *plan, double T, double C, double X) {
-    ra_plan_report r;
+static int forward(seat *s, const ra_plan *plan) {
+    ra_status code = ra_forward(plan, s->ring, &s->t, ra_deadline_ms(1000 * s->o->seconds));
+    if (!code) return 0;
+    fprintf(stderr, "rank %d: %s: %s\n", s->rank, ra_status_text(code), ra_ring_explain(s->ring));
+    return -1;
+}
+
+static void nap(double s) {
+    struct timespec t;
+    t.tv_sec = (time_t)s;
+    t.tv_nsec = (long)((s - (double)t.tv_sec) * 1e9);
+    (void)nanosleep(&t, NULL);
+}
+
+static double processor_s(void) {
+    struct timespec t;
+    (void)clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* From when all ranks are there until all of them are done, in seconds, and the processor time of
+ * this process meanwhile. */
+static int timed(seat *s, const ra_plan *plan, double *time, double *processor) {
+    double begin, used;
+    if (forward(s, s->meet)) return -1;
+    used = processor_s();
+    begin = (double)ra_now_ns() * 1e-9;
+    if (plan && forward(s, plan)) return -1;
+    if (forward(s, s->meet)) return -1;
+    *time = (double)ra_now_ns() * 1e-9 - begin;
+    *processor = processor_s() - used;
+    return 0;
+}
+
+/* All ranks in this process, where nothing is copied. */
+typedef struct alone { const options *o; double time; } alone;
+static ra_status alone_rank(ra_world *world, int rank, void *user) {
+    alone *a = (alone *)user;
+    seat s;
+    double time, processor;
+    int bad = seat_open(&s, a->o, rank, ra_world_transport(world, rank));
+    for (int i = 0; i < 2 && !bad; i++) bad = timed(&s, s.pass, &time, &processor);
+    if (!bad && rank == 0) a->time = time;
+    seat_close(&s);
+    return bad ? RA_E_IO : RA_OK;
+}
+
+/* Rates with which computing alone is predicted to take C, and transfer alone X. */
+static ra_rates rates_of(const ra_plan *plan, double C, double X) {
+    ra_rates rates = { 1e9, 1e300, 0 };
     ra_prediction p;
-    ra_rates rates;
+    (void)ra_plan_predict(plan, 0, &rates, &p);
+    rates.flops_per_s = 1e300;
+    rates.link_bytes_per_s = 1e9;
+    C = 1e9 * p.all_done_s / C;
+    (void)ra_plan_predict(plan, 0, &rates, &p);
+    rates.flops_per_s = C;
+    rates.link_bytes_per_s = 1e9 * p.all_done_s / X;
+    return rates;
+}
+
+static void report(const options *o, const ra_plan *plan, double T, double C, double X, double cpuT, double cpuX) {
+    const ra_rates rates = rates_of(plan, C, X);
     const double less = C < X ? C : X;
-    (void)ra_plan_query(plan, o->rank, &r);
-    rates.flops_per_s = r.forward.flops / C;
-    rates.link_bytes_per_s = (double)r.forward.bytes_in / X;
-    rates.link_latency_s = 0;
-    (void)ra_plan_predict(plan, o->rank, &rates, &p);
-    printf("%-7s %2d ranks %-6s %9.1f %9.1f %9.1f %8.0f %% %9.1f %6.2f   %.6f %lld\n",
+    ra_prediction p;
+    (void)ra_plan_predict(plan, 0, &rates, &p);
+    printf("%-7s %2d ranks %-6s %9.1f %9.1f %9.1f %8.0f %% %9.1f %6.2f  %9.1f %9.1f %.6f %.0f\n",
            o->transport, o->ranks, o->full ? "full" : "causal", 1e3 * C, 1e3 * X, 1e3 * T,
-           100 * (C + X - T) / less, 1e3 * p.done_s, T / p.done_s, C,
-           (long long)r.forward.bytes_in);
+           100 * (C + X - T) / less, 1e3 * p.all_done_s, T / p.all_done_s, 1e3*cpuT, 1e3*cpuX, C,
+           rates.link_bytes_per_s * X);
 }
 
 static int run(const options *o, const ra_transport *transport) {
-    static double T[PASSES], C[PASSES], X[PASSES];
-    ra_engine idle;
-    ra_plan *plan, *empty;
-    ra_plan_report r;
-    ra_ring *ring = NULL;
-    ra_tensors t;
-    ra_error why;
-    ra_ring_desc rd;
-    float *m;
-    double none;
-    int bad = 0;
-    memset(&idle, 0, sizeof idle);
-    memset(&rd, 0, sizeof rd);
-    memset(&t, 0, sizeof t);
-    memset(&why, 0, sizeof why);
-    idle.size = sizeof idle;
-    idle.abi = RA_ENGINE_ABI;
-    idle.fold = compute_nothing;
-    rd.error = &why;
-    plan = make_plan(o, NULL);
-    empty = make_plan(o, &idle);
-    if (!plan || !empty || ra_plan_query(plan, o->rank, &r)) return 1;
-    if (ra_ring_create(&ring, plan, transport, &rd)) {
-        fprintf(stderr, "rank %d: %s %s\n", o->rank, why.field, why.text);
-        return 1;
-    }
-    m = (float *)calloc((size_t)r.q_rows * DIM * (2 * HEADS + 2 * KV_HEADS), sizeof *m);
-    if (!m) return 1;
-    for (int64_t i = 0; i < r.q_rows * DIM * HEADS; i++) m[i] = (float)(i * 37 % 101) * 0.01f;
-    t.q.data = m;
-    t.o.data = m += r.q_rows * DIM * HEADS;
-    t.k.data = m += r.q_rows * DIM * HEADS;
-    t.v.data = m + r.q_rows * DIM * KV_HEADS;
-    bad = one_pass(o, plan, ring, &t, &none, &none);
+    static double T[PASSES], C[PASSES], X[PASSES], M[PASSES], cpuT[PASSES], cpuX[PASSES];
+    double none, meet;
+    seat s;
+    alone a = { o, 0 };
+    int bad = seat_open(&s, o, o->rank, transport) || timed(&s, s.pass, &none, &none);
     for (int i = 0; i < o->passes && !bad; i++) {
-        bad = one_pass(o, plan, ring, &t, &T[i], &C[i]);
-        if (!bad) bad = one_pass(o, empty, ring, &t, &X[i], &none);
+        bad = timed(&s, s.pass, &T[i], &cpuT[i]) || timed(&s, s.idle, &X[i], &cpuX[i]) ||
+              timed(&s, NULL, &M[i], &none);
+        if (!bad && o->rank == 0) bad = ra_world_run(o->ranks, alone_rank, &a, NULL) != RA_OK;
+        if (!bad && o->rank) nap(3 * T[i]);
+        C[i] = a.time;
     }
+    meet = median(M, o->passes);
     if (!bad && o->rank == 0)
-        report(o, plan, median(T, o->passes), median(C, o->passes), median(X, o->passes));
-    (void)ra_ring_destroy(ring);
-    ra_plan_destroy(plan);
-    ra_plan_destroy(empty);
+        report(o, s.pass, median(T, o->passes) - meet, median(C, o->passes),
+               median(X, o->passes) - meet, median(cpuT, o->passes), median(cpuX, o->passes));
+    seat_close(&s);
     return bad != 0;
 }
 
