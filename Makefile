@@ -30,7 +30,9 @@ endif
 B        := build/$(config)
 LOG      := $(B)/log
 BUILD     = $(CC) -std=c99 $(WARN) $(FLAGS_$(config)) $(CFLAGS) $(TOLD) -pthread -I. $(LDFLAGS)
-TESTS    := $(patsubst tests/%.c,%,$(wildcard tests/test_*.c))
+# Those that take longest begin first.
+LONGEST  := test_sim test_forward test_schedule test_cache test_back_ring test_bf16
+TESTS    := $(LONGEST) $(filter-out $(LONGEST),$(patsubst tests/%.c,%,$(wildcard tests/test_*.c)))
 EXAMPLES := $(filter-out demo million ring_mpi ring_ofi ring_nccl,\
             $(patsubst examples/%.c,%,$(wildcard examples/*.c)))
 HEADERS  := ringattn.h $(wildcard tests/*.h tests/conformance/*.h examples/*.h examples/infer/*.h \
@@ -74,20 +76,16 @@ help: ## lists the targets
 
 # A program includes the header with its implementation, as its users do. Here it is compiled twice,
 # as it is and as tests/hooks.h describes, and the programs are linked with one of these objects:
-# RA__IMPLEMENTED skips the implementation in their own sources. Two tests compile their own.
+# RA__IMPLEMENTED skips the implementation in their own sources. One test compiles its own:
 # test_schedule reaches into all private structs of the schedule, which has no vector code.
 HOOKED   := tests/test_clients tests/test_refuse tests/test_plan tests/test_bf16 \
-            tests/test_failure tests/test_steps tests/test_resume
-WHOLE    := tests/test_sim tests/test_schedule
+            tests/test_failure tests/test_steps tests/test_resume tests/test_sim
+WHOLE    := tests/test_schedule
 ifeq ($(config),release)
-$(B)/tests/hooks.o $(B)/tests/test_sim: TOLD = -O1
+$(B)/tests/hooks.o: TOLD = -O1
 $(B)/tests/test_schedule: TOLD = -O0
 endif
 $(B)/tests/test_schedule: TOLD += -DRINGATTN_SCALAR
-# Whole worlds in virtual time are about the ring. Sanitizers see the kernels in other tests.
-ifneq ($(filter asan ubsan tsan,$(config)),)
-$(B)/tests/test_sim: TOLD = -DRINGATTN_SCALAR
-endif
 
 $(WHOLE:%=$(B)/%): $(B)/%: %.c $(HEADERS) Makefile
 	@mkdir -p $(@D)
@@ -156,7 +154,7 @@ $(LOG)/bench.sum: $(B)/bench/bench
 $(LOG)/matrix.sum: $(B)/tests/ringattn.o ringattn.h $(wildcard tests/lang_*) tests/matrix.sh
 	@CC='$(CC)' sh tests/run.sh $(LOG)/matrix matrix sh tests/matrix.sh quick $(B)/matrix
 
-check-full: ## installs what is missing; all compilers, sanitizers, other machines; half an hour
+check-full: ## installs what is missing; all compilers, sanitizers, other machines; 25 minutes
 	@sh tests/check_full.sh
 
 # Needs libsodium: built only where its header is installed.

@@ -4,8 +4,9 @@
 /* A test harness in plain C99. A program defines tests with TEST(name) { ... }, lists them as
  * ENTRY(name) in a table and hands that to h_main; a test left out of the table is a compiler
  * warning (unused function). Command line:
- * [filter] [--seed N] [--case I] [--long] [--other] [--list] [-v]
+ * [filter] [--seed N] [--case I] [--long] [--other] [--list] [--first] [-v]
  * [--from N] [--count N], for tests that take seeds
+ * --first ends the program at the first failure.
  *
  * Whatever is random comes from h_case_rng(i), which depends on --seed, the test's name and i
  * alone, so that `filter --seed N --case I` runs one case again. A failing check prints file, line
@@ -19,6 +20,7 @@
 #define TEST(name)  static void test_##name(void)
 #define ENTRY(name) { #name, test_##name }
 #define CHECK(x)    h_check((x) ? 1 : 0, #x, __FILE__, __LINE__)
+#define SOUND(world, x) h_sound(&(world)->wrong, (x) ? 1 : 0, #x, __FILE__, __LINE__)
 #define CHECK_EQ(got, want) \
     h_check_eq((int64_t)(got), (int64_t)(want), #got " == " #want, __FILE__, __LINE__)
 #define CHECK_CLOSE(got, want, n, atol, rtol) \
@@ -37,6 +39,10 @@
 #endif
 #endif
 
+/* Functions that compute for the tests alone: the sanitizers of address and of undefined behaviour
+ * watch the library, and would take a third of their time here. */
+#define H_FAST inline __attribute__((no_sanitize("address"), no_sanitize("undefined")))
+
 typedef struct h_test { const char *name; void (*run)(void); } h_test;
 typedef struct h_rng { uint64_t state; } h_rng;
 typedef struct h_site { const char *what, *file; int line; } h_site;
@@ -45,11 +51,11 @@ typedef struct h_globals {
     uint64_t seed;
     int64_t only_case, case_now;       /* -1: all, none */
     int64_t from, count;               /* count 0: what the test thinks fit */
-    int verbose, large, other, checks, bad, skipped;
+    int verbose, large, other, first, checks, bad, skipped;
     const char *test, *program, *filter;
     char context[900];
 } h_globals;
-static h_globals h_run = { 1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0, "", "", "", "" };
+static h_globals h_run = { 1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, "", "", "", "" };
 
 static inline h_site h_args(const char *what, const char *file, int line)
 {
@@ -71,6 +77,7 @@ static inline void h_fail(h_site at, const char *message)
                (unsigned long long)h_run.seed, (long long)h_run.case_now);
     }
     h_run.bad++;
+    if (h_run.first) exit(1);
 }
 
 static inline int h_check(int ok, const char *what, const char *file, int line)
@@ -88,6 +95,16 @@ static inline int h_check_eq(int64_t got, int64_t want, const char *what, const 
     if (got == want) return 1;
     snprintf(m, sizeof m, "%lld, expected %lld", (long long)got, (long long)want);
     h_fail(h_args(what, file, line), m);
+    return 0;
+}
+
+/* As h_check; of a world, whose *wrong is set, only the first failure is reported. */
+static inline int h_sound(int *wrong, int ok, const char *what, const char *file, int line)
+{
+    h_run.checks++;
+    if (ok) return 1;
+    if (!*wrong) h_fail(h_args(what, file, line), "is false");
+    *wrong = 1;
     return 0;
 }
 
@@ -150,7 +167,7 @@ static inline void h_skip(const char *why)
 }
 
 /* PCG XSH RR 64/32 (O'Neill, 2014), fixed stream. */
-static inline uint32_t h_next(h_rng *r)
+static H_FAST uint32_t h_next(h_rng *r)
 {
     uint64_t s = r->state;
     uint32_t x = (uint32_t)(((s >> 18) ^ s) >> 27), turn = (uint32_t)(s >> 59);
@@ -158,14 +175,14 @@ static inline uint32_t h_next(h_rng *r)
     return (x >> turn) | (x << ((32u - turn) & 31u));
 }
 
-static inline int64_t h_range(h_rng *r, int64_t from, int64_t to)      /* both included */
+static H_FAST int64_t h_range(h_rng *r, int64_t from, int64_t to)      /* both included */
 {
     return from + (int64_t)(h_next(r) % (uint64_t)(to - from + 1));
 }
 
 static inline int h_one_in(h_rng *r, int n) { return h_next(r) % (uint32_t)n == 0; }
 
-static inline float h_normal(h_rng *r)                                 /* Marsaglia's polar form */
+static H_FAST float h_normal(h_rng *r)                                 /* Marsaglia's polar form */
 {
     double x, y, s;
     do {
@@ -221,6 +238,7 @@ static inline int h_arguments(int argc, char **argv)
         else if (!strcmp(argv[i], "--long")) h_run.large = 1;
         else if (!strcmp(argv[i], "--other")) h_run.other = 1;
         else if (!strcmp(argv[i], "--list")) list = 1;
+        else if (!strcmp(argv[i], "--first")) h_run.first = 1;
         else if (!strcmp(argv[i], "-v")) h_run.verbose = 1;
         else h_run.filter = argv[i];
     }

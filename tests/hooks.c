@@ -61,6 +61,21 @@ int64_t hook_runs_meet(const ra_run *a, const ra_run *b)
     return ra__runs_meet(a, b);
 }
 
+int hook_plans_agree(const ra_plan *a, const ra_plan *b)
+{
+    return !memcmp(&a->agreed, &b->agreed, sizeof a->agreed);
+}
+
+uint32_t hook_crc(uint32_t crc, const void *data, int64_t bytes)
+{
+    return ra__crc(crc, data, bytes);
+}
+
+uint32_t hook_crc_by_table(uint32_t crc, const void *data, int64_t bytes)
+{
+    return ra__crc_by_table(crc, (const uint8_t *)data, bytes);
+}
+
 int64_t hook_patience(const ra_plan *plan, int pass, int64_t tiles, int64_t ns)
 {
     const int64_t minute = 60000000000;

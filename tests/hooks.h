@@ -25,6 +25,13 @@ static inline int hook_main(int argc, char **argv, const h_test *tests, size_t n
 /* The lowest position that two runs share, or -1. */
 int64_t hook_runs_meet(const ra_run *a, const ra_run *b);
 
+/* 1: ranks with these plans find no difference when they compare them. */
+int hook_plans_agree(const ra_plan *a, const ra_plan *b);
+
+/* CRC-32C of data that follow those of crc; by the table as it is there, not inverted. */
+uint32_t hook_crc(uint32_t crc, const void *data, int64_t bytes);
+uint32_t hook_crc_by_table(uint32_t crc, const void *data, int64_t bytes);
+
 /* How long the default watchdog waits beyond 60 s on a rank that has computed `tiles` tiles of
  * `ns` each. */
 int64_t hook_patience(const ra_plan *plan, int pass, int64_t tiles, int64_t ns);

@@ -43,7 +43,7 @@ typedef struct truth {
 
 /* -------------------------------------------------------------------------- masks, scores */
 /* Does the query at position p see a key at position k? The rules of ra_mask as a predicate. */
-static inline int visible(const ra_mask *m, int64_t p, int64_t k)
+static H_FAST int visible(const ra_mask *m, int64_t p, int64_t k)
 {
     int64_t i, doc = 0, end = INT64_MAX, c = m->causal_block > 1 ? m->causal_block : 1;
     if (m->kind == RA_MASK_INTERVALS) return m->lo[p] <= k && k < m->hi[p];
@@ -61,7 +61,7 @@ static inline int visible(const ra_mask *m, int64_t p, int64_t k)
 }
 
 /* Bias is a hash of its coordinates, quarters from -4 to 4: nothing has to be stored. */
-static inline float bias_value(const problem *p, int b, int head, int64_t row, int64_t key)
+static H_FAST float bias_value(const problem *p, int b, int head, int64_t row, int64_t key)
 {
     uint32_t x = p->bias_seed;
     if (key >= p->bias_keys) return 0;
@@ -73,7 +73,7 @@ static inline float bias_value(const problem *p, int b, int head, int64_t row, i
     return (float)((x >> 16) % 33) * 0.25f - 4;
 }
 
-static inline double dot_product(const float *a, const float *b, int n)
+static H_FAST double dot_product(const float *a, const float *b, int n)
 {
     double s[4] = { 0, 0, 0, 0 };
     int i;
@@ -88,7 +88,7 @@ static inline double dot_product(const float *a, const float *b, int n)
 }
 
 /* Philox4x32-10 from its paper: the word that belongs to one weight. */
-static inline uint32_t philox_word(uint64_t seed, const uint32_t counter[4], int word)
+static H_FAST uint32_t philox_word(uint64_t seed, const uint32_t counter[4], int word)
 {
     uint32_t c[4], k[2], i;
     memcpy(c, counter, sizeof c);
@@ -108,7 +108,7 @@ static inline uint32_t philox_word(uint64_t seed, const uint32_t counter[4], int
 }
 
 /* What dropout does to the weight of one pair: 0, or more than 1. */
-static inline double drop_factor(const problem *p, int b, int64_t i, int head, int64_t key)
+static H_FAST double drop_factor(const problem *p, int b, int64_t i, int head, int64_t key)
 {
     uint32_t c[4];
     if (p->dropout <= 0) return 1;
@@ -123,27 +123,27 @@ static inline double drop_factor(const problem *p, int b, int64_t i, int head, i
 }
 
 /* -------------------------------------------------------------------------- attention */
-static inline double problem_scale(const problem *p)
+static H_FAST double problem_scale(const problem *p)
 {
     return p->scale != 0 ? (double)p->scale : 1 / sqrt((double)p->Dk);
 }
 
-static inline const float *q_row(const problem *p, int b, int64_t i, int head)
+static H_FAST const float *q_row(const problem *p, int b, int64_t i, int head)
 {
     return p->q + ((b * p->q_max + i) * p->Hq + head) * p->Dk;
 }
-static inline const float *k_row(const problem *p, int b, int64_t k, int head)
+static H_FAST const float *k_row(const problem *p, int b, int64_t k, int head)
 {
     return p->k + ((b * p->k_max + k) * p->Hkv + head) * p->Dk;
 }
-static inline const float *v_row(const problem *p, int b, int64_t k, int head)
+static H_FAST const float *v_row(const problem *p, int b, int64_t k, int head)
 {
     if (p->v_in_k) return k_row(p, b, k, head) + p->v_column;
     return p->v + ((b * p->k_max + k) * p->Hkv + head) * p->Dv;
 }
 
 /* The final score of one pair; *size gets the sum of the magnitudes that went into it. */
-static inline double score_of(const problem *p, int b, int64_t i, int head, int64_t key,
+static H_FAST double score_of(const problem *p, int b, int64_t i, int head, int64_t key,
                               double *size)
 {
     const float *q = q_row(p, b, i, head), *k = k_row(p, b, key, head / (p->Hq / p->Hkv));
@@ -164,19 +164,19 @@ static inline double score_of(const problem *p, int b, int64_t i, int head, int6
 }
 
 /* q, k and v all bf16: the kernels may round the weights to bf16 too. */
-static inline int is_bf16(const problem *p)
+static H_FAST int is_bf16(const problem *p)
 {
     return p->q_dtype == RA_BF16 && p->k_dtype == RA_BF16 &&
            (p->v_in_k || p->v_dtype == RA_BF16);
 }
 
-static inline int is_q8_0(const problem *p)
+static H_FAST int is_q8_0(const problem *p)
 {
     return p->k_dtype == RA_Q8_0 && (p->v_in_k || p->v_dtype == RA_Q8_0);
 }
 
 /* One row: keys [n] are the visible ones; s, size [n] is scratch. */
-static inline void oracle_row(const problem *p, const truth *t, int b, int64_t i, int head,
+static H_FAST void oracle_row(const problem *p, const truth *t, int b, int64_t i, int head,
                               const int32_t *keys, int64_t n, double *s, double *size)
 {
     double top = -HUGE_VAL, sum = 0, slack = 0, coarse = 0, big = 1;
@@ -220,7 +220,7 @@ static inline void oracle_row(const problem *p, const truth *t, int b, int64_t i
 }
 
 /* All rows, or every row_step-th; others stay 0. */
-static inline truth oracle(const problem *p)
+static H_FAST truth oracle(const problem *p)
 {
     truth t;
     size_t rows = (size_t)(p->B * p->q_max * p->Hq), room = (size_t)p->k_max + 1;
@@ -250,7 +250,7 @@ static inline truth oracle(const problem *p)
     return t;
 }
 
-static inline void truth_free(truth *t)
+static H_FAST void truth_free(truth *t)
 {
     free(t->o); free(t->lse); free(t->slack); free(t->rough);
     free(t->coarse);
@@ -270,7 +270,7 @@ typedef struct slopes {
 typedef struct slope_key { double w, drop, score, ds, size, rounding, bar; } slope_key;
 
 /* out += x a, bar += error |a|, for n elements. */
-static inline void slope_add(double *out, double *bar, double x, double error, const float *a,
+static H_FAST void slope_add(double *out, double *bar, double x, double error, const float *a,
                              int n)
 {
     int d;
@@ -282,7 +282,7 @@ static inline void slope_add(double *out, double *bar, double x, double error, c
 
 /* Weights of one row (sequence, row, head) over its visible keys [n], then dS. Returns delta, and
  * in *bar the error of that. */
-static inline double slope_weights(const problem *p, const int64_t at[3], const int32_t *keys,
+static H_FAST double slope_weights(const problem *p, const int64_t at[3], const int32_t *keys,
                                    int64_t n, slope_key *x, double *bar)
 {
     const int b = (int)at[0], head = (int)at[2], kv = head / (p->Hq / p->Hkv);
@@ -323,7 +323,7 @@ static inline double slope_weights(const problem *p, const int64_t at[3], const 
     return delta;
 }
 
-static inline void slope_row(const problem *p, slopes *s, const int64_t at[3],
+static H_FAST void slope_row(const problem *p, slopes *s, const int64_t at[3],
                              const int32_t *keys, int64_t n, slope_key *x)
 {
     const int b = (int)at[0], head = (int)at[2], kv = head / (p->Hq / p->Hkv);
@@ -354,7 +354,7 @@ static inline void slope_row(const problem *p, slopes *s, const int64_t at[3],
 }
 
 /* with_bias: also of every pair's final score. */
-static inline slopes oracle_slopes(const problem *p, int with_bias)
+static H_FAST slopes oracle_slopes(const problem *p, int with_bias)
 {
     size_t nq = (size_t)(p->B * p->q_max * p->Hq * p->Dk) + 1;
     size_t nk = (size_t)(p->B * p->k_max * p->Hkv) + 1, room = (size_t)p->k_max + 1;
@@ -384,9 +384,9 @@ static inline slopes oracle_slopes(const problem *p, int with_bias)
     return s;
 }
 
-static inline void slopes_free(slopes *s) { free(s->q); free(s->k); free(s->v); free(s->bias); }
+static H_FAST void slopes_free(slopes *s) { free(s->q); free(s->k); free(s->v); free(s->bias); }
 
-static inline void problem_free(problem *p)
+static H_FAST void problem_free(problem *p)
 {
     free(p->d_o); free(p->bias_of);
     free(p->lo); free(p->hi); free(p->q); free(p->k); free(p->v); free(p->absent);

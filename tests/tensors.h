@@ -4,6 +4,7 @@
 /* The tensors of one rank, for all tests: numbers of every dtype, rows in any strides, filled by
  * position. Gaps of inputs hold NaN; gaps of outputs hold the guard, which view_guard looks for.
  * What the numbers mean is up to the two oracles (oracle.h, small.h), which share nothing else. */
+#include "harness.h"
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -14,17 +15,17 @@ enum { STRIDES_PACKED, STRIDES_PADDED, STRIDES_INTERLEAVED, STRIDES_PERMUTED, ST
        STRIDES_MIXED };
 
 /* -------------------------------------------------------------------------- number formats */
-static inline int element_bytes(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
+static H_FAST int element_bytes(int32_t dtype) { return dtype == RA_F32 ? 4 : 2; }
 
 /* q8_0 of problems has one scale, 1/32, so that what a number is rounded to depends on it alone. */
 enum { Q8_SCALE = 32, Q8_SCALE_BITS = 0x2800, Q8_NAN_BITS = 0x7e00 };
-static inline int64_t row_bytes(int32_t dtype, int64_t dim)
+static H_FAST int64_t row_bytes(int32_t dtype, int64_t dim)
 {
     return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * element_bytes(dtype);
 }
 
 /* The distance of neighbouring numbers of a 16-bit dtype around x. */
-static inline double dtype_ulp(double x, int32_t dtype)
+static H_FAST double dtype_ulp(double x, int32_t dtype)
 {
     int e, digits = dtype == RA_F16 ? 11 : 8, least = dtype == RA_F16 ? -24 : -133;
     frexp(x, &e);
@@ -32,7 +33,7 @@ static inline double dtype_ulp(double x, int32_t dtype)
 }
 
 /* Round to nearest, ties to even, with overflow to infinity. */
-static inline float dtype_round(float x, int32_t dtype)
+static H_FAST float dtype_round(float x, int32_t dtype)
 {
     double ulp, r;
     if (dtype == RA_F32 || x != x || x - x != 0 || x == 0) return x;
@@ -47,7 +48,7 @@ static inline float dtype_round(float x, int32_t dtype)
 }
 
 /* x must be a number of the dtype (see dtype_round). */
-static inline void dtype_store(void *dst, float x, int32_t dtype)
+static H_FAST void dtype_store(void *dst, float x, int32_t dtype)
 {
     uint32_t bits;
     uint16_t w;
@@ -67,7 +68,7 @@ static inline void dtype_store(void *dst, float x, int32_t dtype)
 }
 
 /* Element d of a row; a NaN makes the scale of a block of q8_0 one. */
-static inline void row_store(uint8_t *row, int d, float x, int32_t dtype)
+static H_FAST void row_store(uint8_t *row, int d, float x, int32_t dtype)
 {
     uint8_t *block = row + d / 32 * 34;
     uint16_t scale = Q8_SCALE_BITS, bad = Q8_NAN_BITS;
@@ -77,7 +78,7 @@ static inline void row_store(uint8_t *row, int d, float x, int32_t dtype)
     block[2 + d % 32] = x == x ? (uint8_t)(int8_t)(x * Q8_SCALE) : 0;
 }
 
-static inline float dtype_load(const void *src, int32_t dtype)
+static H_FAST float dtype_load(const void *src, int32_t dtype)
 {
     uint32_t bits;
     uint16_t w;
@@ -102,13 +103,13 @@ typedef struct view {
     int64_t rows;
 } view;
 
-static inline uint8_t *view_at(const view *v, int64_t b, int64_t t, int64_t head)
+static H_FAST uint8_t *view_at(const view *v, int64_t b, int64_t t, int64_t head)
 {
     return v->mem + v->base + b * v->batch + t * v->token + head * v->head;
 }
 
 /* Strides for [B][rows][heads][dim]; slot: which third of an interleaved token is this tensor's. */
-static inline void view_shape(view *v, int kind, int B, int slot)
+static H_FAST void view_shape(view *v, int kind, int B, int slot)
 {
     int64_t e = element_bytes(v->dtype), row = row_bytes(v->dtype, v->dim);
     v->packed = kind == STRIDES_PACKED;
@@ -137,20 +138,20 @@ static inline void view_shape(view *v, int kind, int B, int slot)
                                   (v->heads - 1) * v->head + row) : 1;
 }
 
-static inline void view_make(view *v, int kind, int B, int slot, int fill)
+static H_FAST void view_make(view *v, int kind, int B, int slot, int fill)
 {
     view_shape(v, kind, B, slot);
     v->mem = (uint8_t *)malloc(v->bytes);
     memset(v->mem, fill, v->bytes);
 }
 
-static inline void view_free(view *v)
+static H_FAST void view_free(view *v)
 {
     if (!v->borrowed) free(v->mem);
     v->mem = NULL;
 }
 
-static inline uint64_t view_hash(const view *v)
+static H_FAST uint64_t view_hash(const view *v)
 {
     uint64_t x = 14695981039346656037u;
     size_t i;
@@ -158,21 +159,21 @@ static inline uint64_t view_hash(const view *v)
     return x;
 }
 
-static inline ra_in view_in(const view *v)
+static H_FAST ra_in view_in(const view *v)
 {
     ra_in in = { v->mem + v->base, v->batch, v->token, v->head };
     if (v->packed) in.batch_stride = in.token_stride = in.head_stride = 0;
     return in;
 }
 
-static inline ra_out view_out(const view *v)
+static H_FAST ra_out view_out(const view *v)
 {
     ra_out out = { v->mem + v->base, v->batch, v->token, v->head };
     if (v->packed) out.batch_stride = out.token_stride = out.head_stride = 0;
     return out;
 }
 
-static inline void view_put(const view *v, int b, int64_t t, const float *rows)
+static H_FAST void view_put(const view *v, int b, int64_t t, const float *rows)
 {
     int head, d;
     for (head = 0; head < v->heads; head++) {
@@ -182,7 +183,7 @@ static inline void view_put(const view *v, int b, int64_t t, const float *rows)
 }
 
 /* Reads a token's rows and leaves the guard there, so that view_guard then knows every byte. */
-static inline void view_take(const view *v, int b, int64_t t, float *rows)
+static H_FAST void view_take(const view *v, int b, int64_t t, float *rows)
 {
     int64_t e = element_bytes(v->dtype);
     int head, d;
@@ -193,7 +194,7 @@ static inline void view_take(const view *v, int b, int64_t t, float *rows)
     }
 }
 
-static inline int64_t view_guard(const view *v)
+static H_FAST int64_t view_guard(const view *v)
 {
     int64_t broken = 0;
     size_t i;
@@ -201,7 +202,7 @@ static inline int64_t view_guard(const view *v)
     return broken;
 }
 
-static inline view view_of(int32_t dtype, int64_t rows, int32_t heads, int32_t dim)
+static H_FAST view view_of(int32_t dtype, int64_t rows, int32_t heads, int32_t dim)
 {
     view v;
     memset(&v, 0, sizeof v);
@@ -211,7 +212,7 @@ static inline view view_of(int32_t dtype, int64_t rows, int32_t heads, int32_t d
 
 /* The rows of the positions that pos [B][rows] names, from all [B][most][heads][dim], whose first
  * position is `from`. */
-static inline void view_fill(const view *v, int B, const int32_t *pos, const float *all,
+static H_FAST void view_fill(const view *v, int B, const int32_t *pos, const float *all,
                              int64_t most, int64_t from)
 {
     int64_t t;
@@ -223,7 +224,7 @@ static inline void view_fill(const view *v, int B, const int32_t *pos, const flo
 }
 
 /* The positions of runs, each less `shift`. Returns the end of what it wrote. */
-static inline int32_t *runs_expand(int32_t *to, const ra_run *runs, int32_t n, int64_t shift)
+static H_FAST int32_t *runs_expand(int32_t *to, const ra_run *runs, int32_t n, int64_t shift)
 {
     int64_t j;
     int32_t i;

@@ -120,11 +120,8 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
     outcome first;
     if (!h_case(index)) return;
     train_problem(&p, &r, mask, 2 * most + h_range(&r, 0, 3), isa);
-    memset(&s, 0, sizeof s);
-    s.layout = layout;
+    setup_plain(&s, 1, layout);
     s.isa = isa;
-    s.ranks = 1;
-    s.call = CALL_FORWARD;
     s.chunk_tokens = 64;
     s.train = 1;
     s.way = some_way(&p, &s, &r);
@@ -255,10 +252,7 @@ TEST(sixty_four_ranks)
     p.mask.kind = RA_MASK_CAUSAL;
     problem_data(&p, &r);
     problem_cotangent(&p, &r);
-    memset(&s, 0, sizeof s);
-    s.layout = RA_LAYOUT_ZIGZAG;
-    s.ranks = 64;
-    s.call = CALL_FORWARD;
+    setup_plain(&s, 64, RA_LAYOUT_ZIGZAG);
     s.train = 1;
     as_the_oracle(&p, &s);
     s.layout = RA_LAYOUT_STRIPED;
@@ -283,10 +277,7 @@ TEST(more_blocks_than_are_kept)
     problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_BF16);
     problem_data(&p, &r);
     problem_cotangent(&p, &r);
-    memset(&s, 0, sizeof s);
-    s.layout = RA_LAYOUT_CONTIGUOUS;
-    s.ranks = 1;
-    s.call = CALL_FORWARD;
+    setup_plain(&s, 1, RA_LAYOUT_CONTIGUOUS);
     s.train = 1;
     first = world_run(&p, &s);
     s.call = CALL_ATTENTION;

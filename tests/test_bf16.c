@@ -16,24 +16,6 @@ static int machine_lacks(void)
     return 1;
 }
 
-static verdict compare(const problem *p, const setup *s)
-{
-    verdict w = { 0, 0, 0, 0 };
-    outcome r;
-    truth t;
-    describe_case(p, s);
-    r = world_run(p, s);
-    if (outcome_whole(&r)) {
-        t = oracle(p);
-        w = outcome_judge(&r, p, &t);
-        CHECK(w.o_ratio <= 1);
-        CHECK(w.lse_ratio <= 1);
-        truth_free(&t);
-    }
-    outcome_free(&r);
-    return w;
-}
-
 static void judge_gradients(const problem *p, const setup *s)
 {
     outcome r = world_run(p, s);
@@ -76,7 +58,7 @@ TEST(masks_and_layouts)
         s.isa = isas[h_one_in(&r, 3) ? 0 : 1];
         s.any_isa = 0;
         problem_data(&p, &r);
-        compare(&p, &s);
+        world_compare(&p, &s);
         setup_free(&s);
         problem_free(&p);
     }
@@ -102,13 +84,10 @@ TEST(one_nan)
           : i % 3 == 1 ? p.k + row * 35 + h_range(&r, 0, 34) : p.v + row * 37 + h_range(&r, 0, 36);
         *x = h_one_in(&r, 2) ? (float)NAN : HUGE_VALF;
         if (i % 3 < 2) *x = (float)NAN;
-        memset(&s, 0, sizeof s);
-        s.ranks = (int32_t)h_range(&r, 1, 4);
-        s.layout = RA_LAYOUT_CONTIGUOUS + (int32_t)h_range(&r, 0, 2);
-        s.call = CALL_FORWARD;
+        setup_plain(&s, (int)h_range(&r, 1, 4), RA_LAYOUT_CONTIGUOUS + (int32_t)h_range(&r, 0, 2));
         s.isa = isas[i / 3 % 2];
         s.chunk_tokens = 64;
-        compare(&p, &s);
+        world_compare(&p, &s);
         problem_free(&p);
     }
 }
@@ -234,12 +213,9 @@ TEST(error_of_rounding)
         problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_BF16);
         problem_data(&p, &r);
         plain = plain_error(&p);
-        memset(&s, 0, sizeof s);
-        s.layout = RA_LAYOUT_CONTIGUOUS;
-        s.call = CALL_FORWARD;
-        s.ranks = 2;
+        setup_plain(&s, 2, RA_LAYOUT_CONTIGUOUS);
         s.isa = isas[i / 6];
-        w = compare(&p, &s);
+        w = world_compare(&p, &s);
         if (w.o_error > 2 * plain) printf("    %.3g, plain %.3g\n", w.o_error, plain);
         CHECK(w.o_error <= 2 * plain);
         problem_free(&p);
@@ -261,12 +237,9 @@ TEST(sums_past_the_limit)
         problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
         if (i >= 8) problem_options(&p, &r, i % 2 ? RA_SCORE_BIAS : RA_SCORE_BIAS | RA_SCORE_ALIBI);
         problem_rises(&p, rises[i % 4], &r);
-        memset(&s, 0, sizeof s);
-        s.ranks = 1;
-        s.layout = RA_LAYOUT_CONTIGUOUS;
-        s.call = CALL_FORWARD;
+        setup_plain(&s, 1, RA_LAYOUT_CONTIGUOUS);
         s.isa = isas[i / 4 % 2];
-        compare(&p, &s);
+        world_compare(&p, &s);
         if (i < 8) stale_maxima(&p, s.isa, rises[i % 4] > 10, 4.3e9f);
         problem_free(&p);
     }
@@ -312,7 +285,7 @@ TEST(decoding)
         s.threads = 1;
         s.isa = isas[h_one_in(&r, 8)];
         s.strides = (int32_t)h_range(&r, STRIDES_PACKED, STRIDES_MIXED);
-        compare(&p, &s);
+        world_compare(&p, &s);
         same_on_threads(&p, &s, 3);
         problem_free(&p);
     }
@@ -338,11 +311,8 @@ TEST(same_bits)
         problem_dtypes(&p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
         problem_data(&p, &r);
         problem_cotangent(&p, &r);
-        memset(&s, 0, sizeof s);
-        s.layout = i / MASKS ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        setup_plain(&s, 1, i / MASKS ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS);
         s.isa = RA_ISA_AMX;
-        s.ranks = 1;
-        s.call = CALL_FORWARD;
         s.train = 1;
         describe_case(&p, &s);
         first = world_run(&p, &s);

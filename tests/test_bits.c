@@ -70,11 +70,8 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
     outcome first;
     if (!h_case(index)) return;
     bits_problem(&p, &r, mask, 2 * most + h_range(&r, 0, 3), isa);
-    memset(&s, 0, sizeof s);
-    s.layout = layout;
+    setup_plain(&s, 1, layout);
     s.isa = isa;
-    s.ranks = 1;
-    s.call = CALL_FORWARD;
     s.chunk_tokens = 64;
     describe_case(&p, &s);
     first = world_run(&p, &s);
@@ -172,10 +169,7 @@ TEST(other_orders_differ)
     p.mask.kind = RA_MASK_CAUSAL;
     problem_data(&p, &r);
     bytes = (size_t)(p.q_max * p.Hq * p.Dv) * 4;
-    memset(&s, 0, sizeof s);
-    s.call = CALL_FORWARD;
-    s.ranks = 1;
-    s.layout = RA_LAYOUT_CONTIGUOUS;
+    setup_plain(&s, 1, RA_LAYOUT_CONTIGUOUS);
     a = world_run(&p, &s);
     s.layout = RA_LAYOUT_ZIGZAG;
     b = world_run(&p, &s);
@@ -308,10 +302,7 @@ TEST(no_promise_off_the_grid)
     problem_shape(&p, 300, 1, 1, 8, 8);        /* 5 blocks, fewer than 2 per rank */
     p.mask.kind = RA_MASK_CAUSAL;
     problem_data(&p, &r);
-    memset(&s, 0, sizeof s);
-    s.call = CALL_FORWARD;
-    s.ranks = 3;
-    s.layout = RA_LAYOUT_CONTIGUOUS;
+    setup_plain(&s, 3, RA_LAYOUT_CONTIGUOUS);
     a = world_run(&p, &s);
     CHECK(outcome_whole(&a));
     CHECK_EQ(a.report[0].forward.bits_any_ranks, 0);

@@ -783,8 +783,9 @@ static ra_plan *overlap_plan(int ranks, int64_t shard, int causal, int layout, i
 }
 
 /* Default chunks and buffers, where the transfer takes as long as computing: causal rings hide 85 %
- * of it, however long shards are. Buffers hold half of a shard of two ranks at most. Without a mask the order of keys leaves the last rank its own, 1 / ranks of all, to
- * compute after everything has come: a pass takes at most 6 % longer than that. */
+ * of it, however long shards are. Buffers hold half of a shard of two ranks at most. Without a mask
+ * the order of keys leaves the last rank its own, 1 / ranks of all, to compute after everything has
+ * come: a pass takes at most 6 % longer than that. */
 TEST(default_chunks_hide_transfers)
 {
     for (int i = 0; i < 4 * 9; i++) {
@@ -822,7 +823,8 @@ TEST(rounds_hide_transfers)
     for (int i = 0; i < 5 * 5 * 2; i++) {
         const int ranks = worlds[i % 5], causal = i / 25;
         const int64_t shard = (int64_t)1024 << i / 5 % 5;
-        ra_plan *plan = overlap_plan(ranks, shard, causal, causal ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS,
+        ra_plan *plan = overlap_plan(ranks, shard, causal,
+                                     causal ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS,
                                      RA_ORDER_ROUNDS, NULL);
         const overlap x = overlap_of(plan, ranks, 0);
         const ra_prediction alone = predicted(plan, 0, 1e300, 1e9, 0);

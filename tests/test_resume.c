@@ -39,16 +39,6 @@ typedef struct sim {
 
 static int64_t resumed, refused, kept, from_owner, from_holder, again, refetched, ahead;
 
-static int sound(sim *w, int ok, const char *what, int line)
-{
-    h_run.checks++;
-    if (ok) return 1;
-    if (!w->wrong) h_fail(h_args(what, __FILE__, line), "is false");
-    w->wrong = 1;
-    return 0;
-}
-#define SOUND(w, x) sound(w, (x) ? 1 : 0, #x, __LINE__)
-
 static int64_t world_clock(void *ctx) { return ((sim *)ctx)->now; }
 
 /* -------------------------------------------------------------------------- worlds */
@@ -294,7 +284,7 @@ static ra_status refetch(void *ctx, int64_t pass, int32_t rank, ra_tensors *t)
     int me = (int)(s - w->seat), i = (int)pass - 1;
     if (!may_fetch(w, me)) return RA_E_STATE;
     if (i < 0 || i >= w->passes || rank < 0 || rank >= w->ranks) {
-        sound(w, 0, "refetch of a rank and pass that exist", __LINE__);
+        h_sound(&w->wrong, 0, "refetch of a rank and pass that exist", __FILE__, __LINE__);
         return RA_E_RANGE;
     }
     if (!t) return RA_OK;

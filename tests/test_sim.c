@@ -3,23 +3,13 @@
  * every pass must end, and what ends well must be right: against a double-precision reference
  * (small.h) and, where the plan promises it, bit for bit against one rank. Then with faults. */
 #define _POSIX_C_SOURCE 200112L
-#include "harness.h"
+#include "hooks.h"
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 #if defined(__GLIBC__)
 #include <malloc.h>
 #endif
-
-static int assert_failures;
-static int assert_failed(const char *what, int line)
-{
-    if (assert_failures++ == 0) printf("ringattn.h:%d: assertion: %s\n", line, what);
-    return 0;
-}
-#define RINGATTN_ASSERT(x) ((x) ? (void)0 : (void)assert_failed(#x, __LINE__))
-#define RINGATTN_IMPLEMENTATION
-#include "ringattn.h"
 #define SMALL_MOST_RANKS 64
 #include "small.h"
 #include "net.h"
@@ -76,17 +66,6 @@ static void world_progress(void *ctx, int64_t done, int64_t all)
     s->progress_done = done;
     s->progress_all = all;
 }
-
-/* Fails the test once a world. */
-static int sound(world *w, int ok, const char *what, int line)
-{
-    h_run.checks++;
-    if (ok) return 1;
-    if (!w->wrong) h_fail(h_args(what, __FILE__, line), "is false");
-    w->wrong = 1;
-    return 0;
-}
-#define SOUND(w, x) sound(w, (x) ? 1 : 0, #x, __LINE__)
 
 static void describe(const world *w)
 {
@@ -354,7 +333,7 @@ static int64_t hellos(const world *w)
     for (int i = 0; i < w->passes && w->ranks > 1; i++) {
         int met = 0;
         for (int k = 0; k < i; k++)
-            met |= !memcmp(&w->plan[k][0]->agreed, &w->plan[i][0]->agreed, sizeof(ra__agreed));
+            met |= hook_plans_agree(w->plan[k][0], w->plan[i][0]);
         if (!met) n += 1 + w->problem[i].d.train;
     }
     return n;
@@ -571,7 +550,7 @@ TEST(worlds)
         passes += one_fair(h_case_rng(i), 0);
         ran++;
     }
-    CHECK_EQ(assert_failures, 0);
+    CHECK_EQ(hook_broken, 0);
     printf("%lld worlds, %lld passes of a rank\n", (long long)ran, (long long)passes);
 }
 
@@ -600,7 +579,7 @@ TEST(shared_few_ops)
         free_world(w);
     }
     CHECK(passes > 0 || refusals > 0);
-    CHECK_EQ(assert_failures, 0);
+    CHECK_EQ(hook_broken, 0);
 }
 
 /* -------------------------------------------------------------------------- after a failure */
@@ -857,7 +836,7 @@ TEST(faults)
     if (h_run.only_case < 0) CHECK(t.payload > 10 && t.damaged - t.payload > 10);
     CHECK(t.awaited >= t.calls * 3 / 4);
     if (h_run.only_case < 0) CHECK(awaited > worlds / 2 && unposted < awaited / 10);
-    CHECK_EQ(assert_failures, 0);
+    CHECK_EQ(hook_broken, 0);
 }
 
 /* CRC-32C has the values of RFC 3720, appendix B.4, however it is computed and in whatever parts;
@@ -867,22 +846,22 @@ TEST(checksums)
     enum { MOST = 1 << 18 };
     uint8_t *data = (uint8_t *)calloc(1, MOST + 64);
     if (!data) abort();
-    CHECK_EQ(ra__crc(0, "123456789", 9), 0xe3069283u);
-    CHECK_EQ(ra__crc(0, data, 32), 0x8a9136aau);
+    CHECK_EQ(hook_crc(0, "123456789", 9), 0xe3069283u);
+    CHECK_EQ(hook_crc(0, data, 32), 0x8a9136aau);
     for (int i = 0; i < 32; i++) data[i] = (uint8_t)i;
-    CHECK_EQ(ra__crc(0, data, 32), 0x46dd794eu);
+    CHECK_EQ(hook_crc(0, data, 32), 0x46dd794eu);
     for (int i = 0; i < MOST + 64; i++) data[i] = (uint8_t)((uint32_t)i * 2654435761u >> 13);
     for (int64_t i = 0; i < 400; i++) {
         h_rng rng = h_case_rng(i);
         int64_t n = i < 200 ? i : h_range(&rng, 0, MOST), cut = h_range(&rng, 0, n);
         const uint8_t *p = data + h_range(&rng, 0, 63);
-        uint32_t crc = ~ra__crc_by_table(~0u, p, n);
+        uint32_t crc = ~hook_crc_by_table(~0u, p, n);
         uint8_t *bit = data + (p - data) + (n ? h_range(&rng, 0, n - 1) : 0);
         if (!h_case(i)) continue;
-        CHECK_EQ(ra__crc(0, p, n), crc);
-        CHECK_EQ(ra__crc(ra__crc(0, p, cut), p + cut, n - cut), crc);
+        CHECK_EQ(hook_crc(0, p, n), crc);
+        CHECK_EQ(hook_crc(hook_crc(0, p, cut), p + cut, n - cut), crc);
         *bit ^= (uint8_t)(1 << i % 8);
-        CHECK(!n || ra__crc(0, p, n) != crc);
+        CHECK(!n || hook_crc(0, p, n) != crc);
         *bit ^= (uint8_t)(1 << i % 8);
     }
     free(data);
@@ -948,7 +927,7 @@ TEST(silence)
     int64_t worlds = h_run.large ? 10000 : 400, tally[2] = { 0, 0 };
     for (int64_t i = 0; i < worlds; i++) if (h_case(i)) one_silence(h_case_rng(i), 0, tally);
     if (h_run.only_case < 0) CHECK(tally[0] > 20 && tally[1] > 5);
-    CHECK_EQ(assert_failures, 0);
+    CHECK_EQ(hook_broken, 0);
 }
 
 TEST(notified_deaths)
@@ -956,7 +935,7 @@ TEST(notified_deaths)
     int64_t worlds = h_run.large ? 10000 : 400, tally[2] = { 0, 0 };
     for (int64_t i = 0; i < worlds; i++) if (h_case(i)) one_silence(h_case_rng(i), 1, tally);
     if (h_run.only_case < 0) CHECK(tally[0] > 20);
-    CHECK_EQ(assert_failures, 0);
+    CHECK_EQ(hook_broken, 0);
 }
 
 /* Returns 1 if the pass of the rank that cancelled ended by that. */
@@ -990,7 +969,7 @@ TEST(cancel)
     int64_t worlds = h_run.large ? 10000 : 400, cancelled = 0;
     for (int64_t i = 0; i < worlds; i++) if (h_case(i)) cancelled += one_cancel(h_case_rng(i));
     if (h_run.only_case < 0) CHECK(cancelled > 50);
-    CHECK_EQ(assert_failures, 0);
+    CHECK_EQ(hook_broken, 0);
 }
 
 /* A fault of the network and then a rank that stops coming, dies or cancels: all end, with nothing
@@ -1213,7 +1192,7 @@ TEST(differences)
 {
     for (int64_t i = 0; i < (h_run.large ? 100 : 12) * DIFFS; i++) if (h_case(i)) one_difference(i);
     CHECK(diff_named >= diff_seen * 15 / 16);
-    CHECK_EQ(assert_failures, 0);
+    CHECK_EQ(hook_broken, 0);
 }
 
 /* Differences that change who sends what, and how long messages are. */
@@ -1311,7 +1290,7 @@ TEST(differing_routes)
         if (odd < ranks && h_case(i)) one_route(h_case_rng(i), ranks, odd, other, shared);
     }
     CHECK(diff_named >= diff_seen * 15 / 16);
-    CHECK_EQ(assert_failures, 0);
+    CHECK_EQ(hook_broken, 0);
 }
 
 /* -------------------------------------------------------------------------- seeds */
@@ -1330,7 +1309,7 @@ static int one_seed(int64_t seed)
     else if (kind < 800) one_silence(rng, 1, tally);
     else if (kind < 900) (void)one_cancel(rng);
     else one_of_both(rng);
-    if (assert_failures) CHECK_EQ(assert_failures, 0);
+    if (hook_broken) CHECK_EQ(hook_broken, 0);
     return h_run.bad > bad;
 }
 
@@ -1414,5 +1393,5 @@ int main(int argc, char **argv)
     (void)mallopt(M_MMAP_THRESHOLD, 1 << 28);
     (void)mallopt(M_TRIM_THRESHOLD, 1 << 29);
 #endif
-    return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
+    return hook_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

@@ -878,7 +878,7 @@ static inline void problem_shape(problem *p, int64_t tokens, int32_t q_heads, in
     p->bias_keys = 1;
 }
 
-static inline float *normal_rows(int64_t rows, int64_t n, int32_t dtype, h_rng *r)
+static H_FAST float *normal_rows(int64_t rows, int64_t n, int32_t dtype, h_rng *r)
 {
     float *x = (float *)malloc((size_t)(rows * n + 1) * sizeof *x);
     int64_t i;
@@ -1365,6 +1365,34 @@ static inline void describe_case(const problem *p, const setup *s)
     if (h_run.verbose && h_run.case_now >= 0) {
         printf("%s %lld: %s\n", h_run.test, (long long)h_run.case_now, out);
     }
+}
+
+static inline void setup_plain(setup *s, int ranks, int32_t layout)
+{
+    memset(s, 0, sizeof *s);
+    s->ranks = ranks;
+    s->layout = layout;
+    s->call = CALL_FORWARD;
+    s->seed = 4;
+}
+
+/* One problem through the library and through the oracle. */
+static inline verdict world_compare(const problem *p, const setup *s)
+{
+    verdict w = { 0, 0, 0, 0 };
+    truth t;
+    outcome r;
+    describe_case(p, s);
+    r = world_run(p, s);
+    if (outcome_whole(&r)) {
+        t = oracle(p);
+        w = outcome_judge(&r, p, &t);
+        CHECK(w.o_ratio <= 1);
+        CHECK(w.lse_ratio <= 1);
+        truth_free(&t);
+    }
+    outcome_free(&r);
+    return w;
 }
 
 /* O and LSE of ra_attention on 1 to `most` threads have the same bits. */
