@@ -1,109 +1,85 @@
 #!/bin/sh
-# Plants one mistake at a time (tests/mutants.txt) in a copy of ringattn.h and says which test finds
-# it. Ends with "N passed, N failed": a mistake that no test finds fails, and so does a line whose
-# text does not stand exactly once in the header. All tests first pass on the header as it is.
+# Plants mistakes (tests/mutants.txt) in ringattn.h, one at a time, and says which test finds each.
+# Ends with "N passed, N failed": a mistake that no test finds fails, and so does a line whose text
+# does not stand exactly once in the header. All tests first pass on the header as it is.
 #
-#   mutants.sh WORK [EVERY [JOBS]]     every EVERY-th mistake, JOBS at a time
+#   mutants.sh WORK [JOBS]             JOBS at a time
 #
+# The programs are compiled once, with all mistakes in them (tests/plant.py): MUTANT=n chooses one.
 # The scalar build is used: it is compiled fastest, and no mistake is in a kernel.
 
 cd "$(dirname "$0")/.." || exit 1
-work=${1:-build/mutants} every=${2:-1} jobs=${3:-$(nproc 2> /dev/null || echo 2)}
-cc="${CC:-gcc} -std=c99 -O1 -w -DRINGATTN_SCALAR -pthread"
+list=${LIST:-tests/mutants.txt}
 
-# build WHAT FOLDER: the header of FOLDER goes before that of the repository.
+# build PROGRAM: the header in $work goes before that of the repository.
 build() {
+    cc="${CC:-gcc} -std=c99 -O1 -w -DRINGATTN_SCALAR -pthread -I$work -I."
     case $1 in
-        sim | silence | differences)
-            [ -x "$2/sim" ] || $cc "-I$2" -I. -o "$2/sim" tests/test_sim.c -lm ;;
-        schedule) $cc "-I$2" -I. -o "$2/schedule" tests/test_schedule.c -lm ;;
-        resume)
-            [ -x "$2/resume" ] ||
-                $cc "-I$2" -I. -o "$2/resume" tests/test_resume.c tests/hooks.c -lm ;;
+        hooks) $cc -c -o "$work/hooks.o" tests/hooks.c ;;
+        sim | resume) $cc -o "$work/$1" "tests/test_$1.c" "$work/hooks.o" -lm ;;
+        schedule) $cc -o "$work/schedule" tests/test_schedule.c -lm ;;
         world)
-            $cc "-I$2" -I. -c -o "$2/ringattn.o" tests/lang_impl.c &&
-                $cc -o "$2/world" "$work/world.o" "$2/ringattn.o" -lm ;;
+            $cc -o "$work/world" tests/conformance/test_conformance.c tests/lang_impl.c -lm ;;
+    esac > "$work/$1.build" 2>&1 || echo "$1" >> "$work/broken"
+}
+
+# try WHAT: 0 if all is well.
+try() {
+    case $1 in
+        sim) timeout 120 "$work/sim" seeds --count 8000 --first ;;
+        silence | differences) timeout 60 "$work/sim" "$1" --first ;;
+        schedule) timeout 120 "$work/schedule" --first ;;
+        resume) timeout 120 "$work/resume" --first ;;
+        world) timeout 40 "$work/world" bundled --first ;;
     esac
 }
 
-# try WHAT FOLDER: 0 if all is well.
-try() {
-    case $1 in
-        sim) timeout 120 "$2/sim" seeds --count 1500 ;;
-        silence | differences) timeout 60 "$2/sim" "$1" ;;
-        schedule) timeout 60 "$2/schedule" ;;
-        resume) timeout 120 "$2/resume" ;;
-        world) timeout 120 "$2/world" bundled ;;
-    esac > "$2/$1.log" 2>&1
-}
-
-plant() {
-    awk -v from="$2" -v to="$3" '
-        { text = text $0 "\n" }
-        END {
-            gsub(/~/, "\n", from); gsub(/~/, "\n", to)
-            if (!(at = index(text, from))) { print "stands nowhere: " from > "/dev/stderr"; exit 1 }
-            rest = substr(text, at + length(from))
-            if (index(rest, from)) { print "stands twice: " from > "/dev/stderr"; exit 1 }
-            printf "%s%s%s", substr(text, 1, at - 1), to, rest
-        }' ringattn.h > "$1"
-}
-
-# one NAME TESTS FROM TO: a line of the report.
+# one NUMBER NAME TESTS: a line of the report.
 one() {
-    dir=$work/$1
-    rm -rf "$dir" && mkdir -p "$dir"
-    if ! plant "$dir/ringattn.h" "$3" "$4" 2> "$dir/why"; then
-        echo "FAIL $1: its text $(cat "$dir/why")"
-        return
-    fi
-    for test in $2; do
-        if ! build "$test" "$dir" > "$dir/build.log" 2>&1; then
-            echo "FAIL $1: does not compile"
-            return
+    for test in $3; do
+        MUTANT=$1 try "$test" > "$work/$2.log" 2>&1 && continue
+        if [ "$1" = 0 ]; then echo "FAIL $test: on the header as it is"
+        else echo "found $2 by $test"
         fi
-        try "$test" "$dir" && continue
-        echo "found $1 by $test"
-        [ -n "$KEEP" ] || rm -rf "$dir"
         return
     done
-    echo "FAIL $1: not found by $2"
+    [ "$1" = 0 ] || echo "FAIL $2: not found by $3"
 }
 
-if [ "$1" = one ]; then                # one of the jobs below
-    work=$2
-    one "$3" "$4" "$5" "$6"
-    exit
+case $1 in                             # one of the jobs below
+    --build) work=$2 && build "$3"; exit ;;
+    --one) work=$2 && one "$3" "$4" "$5"; exit ;;
+esac
+
+work=${1:-build/mutants} jobs=${2:-$(nproc 2> /dev/null || echo 2)}
+if ! command -v python3 > /dev/null; then
+    echo "skipped: no python3"
+    echo "0 passed, 0 failed, 1 skipped"
+    exit 0
 fi
-
 rm -rf "$work"
-mkdir -p "$work/right"
-cp ringattn.h "$work/right"
-$cc -DRA__IMPLEMENTED -I. -c -o "$work/world.o" tests/conformance/test_conformance.c || exit 1
-# right TESTS...: writes what fails although nothing is planted.
-right() {
-    for test in "$@"; do
-        build "$test" "$work/right" && try "$test" "$work/right" && continue
-        echo "FAIL $test: on the header as it is"
-    done
-}
-
-right schedule world resume > "$work/wrong.1" &
-right sim silence differences > "$work/wrong.2"
-wait
-if [ -s "$work/wrong.1" ] || [ -s "$work/wrong.2" ]; then
-    cat "$work/wrong.1" "$work/wrong.2"
+mkdir -p "$work"
+python3 tests/plant.py "$list" ringattn.h > "$work/ringattn.h" 2> "$work/unplanted" || exit 1
+for programs in 'hooks schedule world' 'sim resume'; do
+    echo $programs | xargs -n 1 -P "$jobs" sh tests/mutants.sh --build "$work"
+done
+if [ -s "$work/broken" ]; then
+    cat "$work"/*.build | head -n 20
+    echo "FAIL does not compile:" $(cat "$work/broken")
     echo "0 passed, 1 failed"
     exit 1
 fi
 
-# Arguments for xargs, one a line.
-awk -F ' [|] ' -v every="$every" '!/^#/ && NF == 4 && n++ % every == 0 {
-    for (i = 1; i <= 4; i++) print $i }' "${LIST:-tests/mutants.txt}" > "$work/list"
-tr '\n' '\0' < "$work/list" | xargs -0 -n 4 -P "$jobs" sh tests/mutants.sh one "$work" |
-    tee "$work/report"
+# Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
+awk -F ' [|] ' 'BEGIN { split("sim resume schedule world silence differences", right, " ")
+        for (i = 1; i in right; i++) print "0\nright_" right[i] "\n" right[i] }
+    !/^#/ && NF == 4 { print ++n "\n" $1 "\n" $2 }' "$list" > "$work/list"
+tr '\n' '\0' < "$work/list" |
+    xargs -0 -n 3 -P "$jobs" sh tests/mutants.sh --one "$work" > "$work/report"
+sed 's/^/FAIL /' "$work/unplanted" >> "$work/report"
+sort "$work/report"
 passed=$(grep -c '^found' "$work/report")
 failed=$(grep -c '^FAIL' "$work/report")
-[ $((passed + failed)) = $(($(wc -l < "$work/list") / 4)) ] || failed=$((failed + 1))
+[ $((passed + 6)) = $(($(wc -l < "$work/list") / 3)) ] || [ "$failed" != 0 ] || failed=1
 echo "$passed passed, $failed failed"
 [ "$failed" = 0 ]
