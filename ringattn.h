@@ -996,8 +996,8 @@ typedef struct ra_job {                /* copied by begin, with *tensors, withou
 RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job);
 /* One bounded piece of work: a round of communication, then tiles of at most 2^26 multiply-adds (64
  * * 64 * (Dk + Dv) each, backward 64 * 64 * (3 Dk + 2 Dv)) and one block of keys more, whatever the
- * length of chunks and shards; with an engine, one of its tasks against one chunk. With poll,
- * another round comes between tiles 0.2 ms after the last. Cancellation, deadline and failures are
+ * length of chunks and shards; with an engine, one of its tasks against one chunk. With poll see
+ * there for how often the transport is polled within. Cancellation, deadline and failures are
  * noticed between two steps; progress is reported after each. Never blocks (except in a level-0
  * sendrecv), never spins, waits for no thread. ith >= 0, unique among the threads inside; threads
  * with an ith from d.threads of the plan on get RA_WAIT until the pass is done, and compute
@@ -1322,7 +1322,10 @@ struct ra_transport {
 
     /* Required with post. Drives progress, also with n = 0; never blocks; moves PENDING ops among
      * ops[0..n), and any others if that is easier, to DONE or to a negative status. Returns RA_OK,
-     * or an RA_E_* of the context itself: the ring has then failed. */
+     * or an RA_E_* of the context itself: the ring has then failed. While a thread that may talk is
+     * in ra_step it comes again within 0.5 ms, also while chunks are computed, packed and checked:
+     * after 0.2 ms and one piece more. A call of a kernel (up to 8 tiles), of an engine, of refetch
+     * or of another callback is one piece. */
     int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* The callbacks from here on are optional. wait: as poll, but may block until one of ops leaves
@@ -1714,8 +1717,9 @@ typedef struct ra__decode_keys {
 enum { RA__DECODE_ROWS = 4, RA__DECODE_KEYS = 16, RA__DECODE_DIMS = 32 };
 enum { RA__DECODE_UNIT = 4 };          /* keys for which a maximum may rise; stretches are whole */
 
-/* What a long computation calls between two calls of its kernel; null: nothing. */
+/* What long work calls between two pieces, such as calls of its kernel; null: nothing. */
 typedef struct ra__between { void (*call)(void *ctx); void *ctx; } ra__between;
+RA__INLINE void ra__between_pieces(const ra__between *x) { if (x->call) x->call(x->ctx); }
 
 typedef struct ra__kernel {
     int32_t isa;
@@ -9587,7 +9591,7 @@ static void ra__keys_gather(const ra_desc *d, const ra__item *item, const ra__se
 static void ra__task_flush(const ra__work *w, const ra__task *t, ra__scratch *x) {
     for (int32_t j = 0; j < t->count && x->waiting; j++) {
         w->kernel->fold(&x->panel[j], x->keys, x->kind[j], x->waiting, w->d, x->store.s);
-        if (x->between.call) x->between.call(x->between.ctx);
+        ra__between_pieces(&x->between);
     }
     x->waiting = 0;
 }
@@ -10374,7 +10378,7 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     }
     x->left -= RA__TILE_WORK * count;
     b->kernel->fold_back(tile, count);
-    if (x->between.call) x->between.call(x->between.ctx);
+    ra__between_pieces(&x->between);
 }
 
 /* Does any tile of a group and the item's chunk count in this phase? If not, all are counted. */
@@ -13338,7 +13342,8 @@ typedef struct ra__address {           /* instead of the chunk, where memory is 
  * PERF: Zen 5, one thread, D 128, AVX-512: a step takes 1.4 ms forward, 1.7 ms backward; with 2^28,
  * 4.9 and 5.8 ms, in the same time overall. */
 enum { RA__STEP_WORK = 1 << 26 };
-enum { RA__POLL_NS = 200000 };         /* from one round of communication to the next in a step */
+enum { RA__POLL_NS = 200000 };         /* from one poll to the next, between two pieces of work */
+enum { RA__PIECE_BYTES = 1 << 18 };    /* of a checksum or a copy */
 enum { RA__STRIPES = 256 };            /* bounds of query rows that a backward pass keeps */
 enum { RA__PATIENT = 64 };             /* looks at a task left in hand, before one takes it */
 #define RA__NO_FOLD INT64_MAX          /* no entry of the fold list */
@@ -13473,7 +13478,8 @@ struct ra_ring {
     int32_t comm, sched, progress, inside;
     ra__tickets tickets;
     int64_t progress_ns, looked_ns, events;
-    int64_t polled_ns;                 /* the last round of communication */
+    int64_t polled_ns;                 /* the last poll */
+    ra__between pause;                 /* between pieces of a round of communication */
     int64_t most_tiles;                /* see ra__ring_patience; 0: not counted in this pass */
     int64_t alive, alive_seen;         /* shared: readers of this rank's keys count alive up */
     int64_t computed, computed_seen;   /* tasks done here, and as last announced to owners */
@@ -15978,23 +15984,34 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due, uint
     return memcmp(&f, due, sizeof f) ? RA_E_PROTO : RA_OK;
 }
 
+/* CRC-32C, continued from `sum`. */
+static uint32_t ra__ring_crc(const ra_ring *r, uint32_t sum, const uint8_t *at, int64_t bytes) {
+    for (int64_t n; bytes > 0; at += n, bytes -= n) {
+        n = ra__min(bytes, RA__PIECE_BYTES);
+        sum = ra__crc(sum, at, n);
+        ra__between_pieces(&r->pause);
+    }
+    return sum;
+}
+
 /* Writes into the frame of a message the checksums of the rest of it, of which `least` bytes travel
  * farthest. */
-static void ra__frame_seal(uint8_t *message, int64_t least, int64_t length) {
+static void ra__frame_seal(const ra_ring *r, uint8_t *message, int64_t least, int64_t length) {
     ra__frame f;
     memcpy(&f, message, sizeof f);
-    f.sum[least == f.length] = ra__crc(0, message + RA__FRAME_BYTES, least - RA__FRAME_BYTES);
-    if (least < length) f.sum[1] = ra__crc(f.sum[0], message + least, length - least);
+    f.sum[least == f.length] =
+        ra__ring_crc(r, 0, message + RA__FRAME_BYTES, least - RA__FRAME_BYTES);
+    if (least < length) f.sum[1] = ra__ring_crc(r, f.sum[0], message + least, length - least);
     f.check = ra__hash_of(&f, offsetof(ra__frame, check));
     memcpy(message, &f, sizeof f);
 }
 
 /* What follows the frame of a message is what its checksum says. */
-static int ra__frame_holds(const uint8_t *message, int64_t length) {
+static int ra__frame_holds(const ra_ring *r, const uint8_t *message, int64_t length) {
     ra__frame f;
     memcpy(&f, message, sizeof f);
     return f.sum[length == f.length] ==
-           ra__crc(0, message + RA__FRAME_BYTES, length - RA__FRAME_BYTES);
+           ra__ring_crc(r, 0, message + RA__FRAME_BYTES, length - RA__FRAME_BYTES);
 }
 
 /* Checks that the message of op, chunk c, begins with the frame that is due; otherwise the pass
@@ -16004,7 +16021,7 @@ static ra_status ra__ring_check(ra_ring *r, const ra_transport_op *op, const ra_
     ra_status s = ra__frame_check(op->buf, due, &r->differ);
     if (s == RA_OK) ra__store_i32(&r->met, 1);
     if (s == RA_OK && r->rd.checksums && !r->shared && op->len > RA__FRAME_BYTES &&
-        !ra__frame_holds((const uint8_t *)op->buf, (int64_t)op->len)) {
+        !ra__frame_holds(r, (const uint8_t *)op->buf, (int64_t)op->len)) {
         ra__store_i32(&r->corrupt, 1);
         s = RA_E_PROTO;
     }
@@ -16165,34 +16182,56 @@ static void ra__pack_rows(uint8_t *to, ra__view from, const ra__seg *s, int32_t 
     }
 }
 
-/* RA_TRAVEL_Q: packs own rows of queries into their message, which has their sums too. */
-static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *message) {
+/* The same in pieces. */
+static void ra__pack_seg(const ra_ring *r, uint8_t *to, ra__view from, const ra__seg *s,
+                         int32_t heads, int64_t bytes) {
+    for (int64_t at = 0; at < s->rows; at += RA_BLOCK_TOKENS) {
+        ra__seg some = ra__seg_part(s, at, ra__min(RA_BLOCK_TOKENS, s->rows - at));
+        ra__pack_rows(to + at * heads * bytes, from, &some, heads, bytes);
+        ra__between_pieces(&r->pause);
+    }
+}
+
+/* RA_TRAVEL_Q: packs own rows of queries s, from row `at` of the chunk on, into its message. */
+static void ra__ring_pack_q_rows(const ra_ring *r, const ra__chunk *chunk, const ra__seg *s,
+                                 int64_t at, uint8_t *message) {
     const ra_desc *d = &r->plan->d;
+    const int64_t rows = ra__chunk_rows(chunk);
+    const int64_t q_row = ra__row_bytes(d->q_dtype, d->k_dim);
+    const int64_t o_row = ra__row_bytes(d->o_dtype, d->v_dim);
     uint32_t mode = ra__fp_enter();
-    int64_t rows = ra__chunk_rows(chunk), at = 0;
-    int64_t q_row = ra__row_bytes(d->q_dtype, d->k_dim);
-    int64_t o_row = ra__row_bytes(d->o_dtype, d->v_dim);
     ra__message_offsets part[2], grad[2];
+    float *stats;
     (void)ra__back_message(d, chunk, 0, part, grad);
-    for (int32_t i = 0; i < chunk->segs; at += chunk->seg[i++].rows) {
-        const ra__seg *s = &chunk->seg[i];
-        float *stats = (float *)(void *)(message + part[0].pos) + at;
-        ra__pack_rows(message + part[0].k + at * d->q_heads * q_row,
-                      ra__view_at(r->work.q, chunk->sequence, 0, 0), s, d->q_heads, q_row);
-        ra__pack_rows(message + part[0].v + at * d->q_heads * o_row,
-                      ra__view_at(r->back.d_o, chunk->sequence, 0, 0), s, d->q_heads, o_row);
-        for (int32_t h = 0; h < d->q_heads; h++, stats += rows) {
-            ra__view lse = ra__view_at(r->work.lse, chunk->sequence, s->row, h);
-            ra__source o = ra__source_of(ra__view_at(r->work.o, chunk->sequence, s->row, h),
-                                         d->o_dtype, d->v_dim);
-            ra__source g = ra__source_of(ra__view_at(r->back.d_o, chunk->sequence, s->row, h),
-                                         d->o_dtype, d->v_dim);
-            for (int64_t j = 0; j < s->rows; j++, lse.data += lse.token)
-                memcpy(stats + j, lse.data, sizeof *stats);
-            r->back.kernel->deltas(stats + d->q_heads * rows, &o, &g, (int32_t)s->rows);
-        }
+    stats = (float *)(void *)(message + part[0].pos) + at;
+    ra__pack_rows(message + part[0].k + at * d->q_heads * q_row,
+                  ra__view_at(r->work.q, chunk->sequence, 0, 0), s, d->q_heads, q_row);
+    ra__pack_rows(message + part[0].v + at * d->q_heads * o_row,
+                  ra__view_at(r->back.d_o, chunk->sequence, 0, 0), s, d->q_heads, o_row);
+    for (int32_t h = 0; h < d->q_heads; h++, stats += rows) {
+        ra__view lse = ra__view_at(r->work.lse, chunk->sequence, s->row, h);
+        ra__source o = ra__source_of(ra__view_at(r->work.o, chunk->sequence, s->row, h),
+                                     d->o_dtype, d->v_dim);
+        ra__source g = ra__source_of(ra__view_at(r->back.d_o, chunk->sequence, s->row, h),
+                                     d->o_dtype, d->v_dim);
+        for (int64_t j = 0; j < s->rows; j++, lse.data += lse.token)
+            memcpy(stats + j, lse.data, sizeof *stats);
+        r->back.kernel->deltas(stats + d->q_heads * rows, &o, &g, (int32_t)s->rows);
     }
     ra__fp_leave(mode);
+}
+
+/* The same with all rows of an own chunk; the sums are in the message too. */
+static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *message,
+                            const ra__between *pause) {
+    int64_t at = 0;
+    for (int32_t i = 0; i < chunk->segs; i++)
+        for (int64_t j = 0; j < ra__seg_blocks(chunk, i); j++) {
+            const ra__seg s = ra__seg_block(&chunk->seg[i], j);
+            ra__ring_pack_q_rows(r, chunk, &s, at, message);
+            at += s.rows;
+            ra__between_pieces(pause);
+        }
 }
 
 /* Packs the keys of a chunk into a message for the next rank. kv, pos: of its owner's shard, all
@@ -16213,11 +16252,11 @@ static void ra__pack_keys(const ra_ring *r, const ra__chunk *chunk, const ra__vi
         if (hops[i] < 1) continue;
         if (d->layout.kind == RA_LAYOUT_ARRAY)
             memcpy(message + part[i].pos, pos + s->row, (size_t)s->rows * 4);
-        ra__pack_rows(message + part[i].k, k, s, d->kv_heads,
-                      ra__row_bytes(d->k_dtype, d->k_dim));
+        ra__pack_seg(r, message + part[i].k, k, s, d->kv_heads,
+                     ra__row_bytes(d->k_dtype, d->k_dim));
         if (!d->v_in_k)
-            ra__pack_rows(message + part[i].v, v, s, d->kv_heads,
-                          ra__row_bytes(d->v_dtype, d->v_dim));
+            ra__pack_seg(r, message + part[i].v, v, s, d->kv_heads,
+                         ra__row_bytes(d->v_dtype, d->v_dim));
     }
 }
 
@@ -16363,9 +16402,9 @@ static int ra__ring_may_send(const ra_ring *r, int64_t i) {
 static void ra__ring_seal(const ra_ring *r, int64_t c, int32_t hop, uint8_t *message) {
     const ra__chunk *chunk = &r->lists->chunk[c];
     const int64_t length = ra__ring_length(r, c, hop);
-    if (r->lists->backward) ra__frame_seal(message, length, length);
+    if (r->lists->backward) ra__frame_seal(r, message, length, length);
     else if (hop == 1)
-        ra__frame_seal(message, ra__ring_length(r, c, ra__chunk_reach(chunk)), length);
+        ra__frame_seal(r, message, ra__ring_length(r, c, ra__chunk_reach(chunk)), length);
 }
 
 /* Posts sends that may go, in order; packs own chunks. */
@@ -16616,15 +16655,35 @@ static ra_status ra__ring_exchange(ra_ring *r) {
     return s;
 }
 
-/* Posts what is idle and polls. */
+/* Posts what is idle and polls; after a failure it does neither. */
 static ra_status ra__ring_drive(ra_ring *r) {
     int n = ra__ring_list(r), idle = 0, code = RA_OK;
+    if (ra__load_i32(&r->state) != RA_RING_RUNNING)
+        return ra__ring_fail(r, RA_E_ABORTED, ra__blame_of(-1, -1, 0, -1));
     if (!r->tp.post) return ra__ring_exchange(r);
     for (int i = 0; i < n; i++) idle |= r->list[i]->state == RA_MSG_IDLE;
     if (idle) code = r->tp.post(r->tp.ctx, r->list, n);
     if (code >= 0) code = r->tp.poll(r->tp.ctx, r->list, n);
+    ra__store_i64(&r->polled_ns, ra__ring_now(r));
     if (code < 0) return ra__ring_fail_context(r, code);
     return RA_OK;
+}
+
+static int ra__ring_poll_due(const ra_ring *r) {
+    return ra__time_since(ra__ring_now(r), ra__load_i64(&r->polled_ns)) >= RA__POLL_NS;
+}
+
+/* Of ra_ring.pause. How a poll ends is noticed by the next one. */
+static void ra__ring_pause(void *ctx) {
+    ra_ring *r = (ra_ring *)ctx;
+    if (ra__ring_poll_due(r)) (void)ra__ring_drive(r);
+}
+
+/* The ring talks by this transport from now on. */
+static void ra__ring_bind(ra_ring *r, const ra_transport *tp) {
+    r->tp = *tp;
+    r->pause.call = tp->post ? ra__ring_pause : NULL;
+    r->pause.ctx = r;
 }
 
 /* The frame of the next message of a lane that receives: of chunk c, RA__NOTICE or RA__HELLO. */
@@ -16755,19 +16814,42 @@ static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t k
     ra__fp_leave(mode);
 }
 
+/* Rows of a chunk's segments from `at` on, at most a block of one segment, with their gradients;
+ * returns how many. */
+static int64_t ra__grads_rows(const ra__chunk *all, const ra__grads *g, int64_t at, ra__chunk *c,
+                              ra__grads *part) {
+    int32_t i = 0;
+    for (; i < all->segs && at >= all->seg[i].rows; i++) at -= all->seg[i].rows;
+    *c = *all;
+    *part = *g;
+    c->segs = 1;
+    c->seg[0] = ra__seg_part(&all->seg[i], at,
+                             ra__min(RA_BLOCK_TOKENS, all->seg[i].rows - at));
+    part->dk[0] = ra__view_at(g->dk[i], 0, at, 0);
+    part->dv[0] = ra__view_at(g->dv[i], 0, at, 0);
+    return c->seg[0].rows;
+}
+
 /* Adds the i-th returned gradients, of all heads, to the caller's. */
 static void ra__ring_return_over(const ra_ring *r, int64_t i) {
     const ra_desc *d = &r->plan->d;
     const ra__chunk *c = &r->lists->chunk[r->lists->returned[i].chunk];
     const uint8_t *sums = ra__ring_message_grads(r, ra__lane_buf(&r->lane[RA__RETURNS], i));
-    ra__grads g;
+    const int q = d->backward_travel == RA_TRAVEL_Q;
+    const int64_t end = q ? ra__chunk_blocks(c) : ra__chunk_rows(c);
+    ra__grads g, part;
+    ra__chunk some;
     for (int32_t h = 0; h < d->kv_heads; h++) {
-        if (d->backward_travel == RA_TRAVEL_Q) {
-            ra__ring_hand_over_q(r, c, h, 0, ra__chunk_blocks(c), sums);
-            continue;
+        if (!q) ra__ring_grad_views(d, c, sums, h, &g);
+        for (int64_t at = 0; at < end; ra__between_pieces(&r->pause)) {
+            if (q) {
+                ra__ring_hand_over_q(r, c, h, at, at + 1, sums);
+                at++;
+            } else {
+                at += ra__grads_rows(c, &g, at, &some, &part);
+                ra__grads_finish(&r->back, &some, h, r->d_kv, &part);
+            }
         }
-        ra__ring_grad_views(d, c, sums, h, &g);
-        ra__grads_finish(&r->back, c, h, r->d_kv, &g);
     }
 }
 
@@ -16781,7 +16863,7 @@ static int ra__ring_take_returns(ra_ring *r) {
         if (done <= 0) return done;
         if (lists->returned[i].fold < 0) ra__ring_return_over(r, i);
         else if (r->plan->d.backward_travel == RA_TRAVEL_Q && !r->shared)
-            ra__ring_pack_q(r, &lists->chunk[c], ra__lane_buf(lane, i));
+            ra__ring_pack_q(r, &lists->chunk[c], ra__lane_buf(lane, i), &r->pause);
         ra__lane_next(r, lane);
     }
 }
@@ -16875,24 +16957,27 @@ static int ra__ring_all_messages_done(const ra_ring *r) {
            r->returns_folded == r->lane[RA__RETURNS].total;
 }
 
-/* The same for any pass, also a resumed one. */
+/* A round of communication of any pass, also a resumed one. */
 static int ra__ring_round(ra_ring *r) {
-    int moved = r->resumed_comm ? r->resumed_comm(r) : r->has_transport ? ra__ring_comm(r) : 0;
-    ra__store_i64(&r->polled_ns, ra__ring_now(r));
-    return moved;
+    return r->resumed_comm ? r->resumed_comm(r) : r->has_transport ? ra__ring_comm(r) : 0;
 }
 
-/* Between two calls of a kernel in the step of a desk: a round of communication, if the last one
- * was long ago and no other thread has one. How it ends is noticed in the next step. */
+/* Between two pieces of a step: such a round, if the last poll was long ago and no other thread has
+ * one. How it ends is noticed in the next step. */
+static void ra__ring_visit(void *ctx) {
+    ra_ring *r = (ra_ring *)ctx;
+    if (!ra__ring_poll_due(r) || !ra__cas_i32(&r->comm, 0, 1)) return;
+    if (ra__load_i32(&r->state) == RA_RING_RUNNING) (void)ra__ring_round(r);
+    ra__store_i32(&r->comm, 0);
+}
+
+/* The same between two calls of a kernel, for a desk. */
 static void ra__ring_between(void *ctx) {
     const ra__desk *desk = (const ra__desk *)ctx;
-    ra_ring *r = desk->ring;
-    if (ra__time_since(ra__ring_now(r), ra__load_i64(&r->polled_ns)) < RA__POLL_NS) return;
-    if (!ra__cas_i32(&r->comm, 0, 1)) return;
+    if (!ra__ring_poll_due(desk->ring)) return;
     ra__fp_leave(desk->mode);
-    if (ra__load_i32(&r->state) == RA_RING_RUNNING) (void)ra__ring_round(r);
+    ra__ring_visit(desk->ring);
     (void)ra__fp_enter();
-    ra__store_i32(&r->comm, 0);
 }
 
 static ra__between ra__desk_between(ra__desk *desk) {
@@ -17318,22 +17403,6 @@ static int ra__ring_keys(const ra_ring *r, const ra__desk *desk, int64_t i, ra__
     return 1;
 }
 
-/* Rows of a chunk's segments from `at` on, at most a block of one segment, with their gradients;
- * returns how many. */
-static int64_t ra__grads_rows(const ra__item *item, const ra__grads *g, int64_t at, ra__chunk *c,
-                              ra__grads *part) {
-    int32_t i = 0;
-    for (; i < item->c.segs && at >= item->c.seg[i].rows; i++) at -= item->c.seg[i].rows;
-    *c = item->c;
-    *part = *g;
-    c->segs = 1;
-    c->seg[0] = ra__seg_part(&item->c.seg[i], at,
-                             ra__min(RA_BLOCK_TOKENS, item->c.seg[i].rows - at));
-    part->dk[0] = ra__view_at(g->dk[i], 0, at, 0);
-    part->dv[0] = ra__view_at(g->dv[i], 0, at, 0);
-    return c->seg[0].rows;
-}
-
 /* Clears the sums of dK and dV of a task or, if `last`, adds them to the caller's. 1: all of
  * them. */
 static int ra__back_keys(const ra_ring *r, ra__desk *desk, int last) {
@@ -17347,10 +17416,11 @@ static int ra__back_keys(const ra_ring *r, ra__desk *desk, int last) {
         const int64_t rows = ra__chunk_rows(&item.c);
         while (h->at < rows) {
             if (h->x.left <= 0) return 0;
-            h->at += ra__grads_rows(&item, &g, h->at, &c, &part);
+            h->at += ra__grads_rows(&item.c, &g, h->at, &c, &part);
             h->x.left -= RA__TILE_WORK;
             if (last) ra__grads_finish(&r->back, &c, h->s.t.kv_head, r->d_kv, &part);
             else ra__grads_clear(&r->plan->d, &c, &part);
+            if (desk->polls) ra__ring_visit(desk->ring);
         }
     }
     return 1;
@@ -17368,6 +17438,7 @@ static int ra__back_queries(const ra_ring *r, ra__desk *desk) {
         ra__ring_hand_over_q(r, ra__entry_chunk(r, desk->claim.fold), t->kv_head, block, block + 1,
                              h->p.sums);
         h->x.left -= RA__TILE_WORK * group;
+        if (desk->polls) ra__ring_visit(desk->ring);
     }
     return 1;
 }
@@ -17507,17 +17578,25 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     return done;
 }
 
-/* Packs the claimed chunk; the tasks that fold it wait for this. */
-static ra_status ra__ring_start_q(ra_ring *r, int64_t f) {
-    ra__ring_pack_q(r, ra__entry_chunk(r, f), ra__ring_fold_grads(r, f) - RA__FRAME_BYTES);
-    ra__store_i64(&r->packed, f + 1);
-    ra__ring_note_progress(r);
-    return RA_AGAIN;
-}
-
 /* Thread ith may call the transport. */
 static int ra__ring_may_talk(const ra_ring *r, int ith) {
     return ith == 0 || !r->has_transport || (r->tp.caps & RA_CAP_ANY_THREAD);
+}
+
+static int ra__ring_may_poll(const ra_ring *r, int ith) {
+    return ra__ring_may_talk(r, ith) && r->tp.post;
+}
+
+/* Packs the claimed chunk; the tasks that fold it wait for this. */
+static ra_status ra__ring_start_q(ra_ring *r, int ith, int64_t f) {
+    ra__between pause = { NULL, NULL };
+    if (ra__ring_may_poll(r, ith)) pause.call = ra__ring_visit;
+    pause.ctx = r;
+    ra__ring_pack_q(r, ra__entry_chunk(r, f), ra__ring_fold_grads(r, f) - RA__FRAME_BYTES,
+                    &pause);
+    ra__store_i64(&r->packed, f + 1);
+    ra__ring_note_progress(r);
+    return RA_AGAIN;
 }
 
 /* Computes the task in hand for one step. */
@@ -17531,7 +17610,7 @@ static ra_status ra__ring_compute(ra_ring *r, int ith, ra__desk *desk) {
     e.thread = ith;
     e.begin_ns = ra__ring_now(r);
     desk->ring = r;
-    desk->polls = ra__ring_may_talk(r, ith) && r->tp.post;
+    desk->polls = ra__ring_may_poll(r, ith);
     desk->mode = ra__fp_enter();
     ra__fp_leave(desk->mode);
     if (p->d.engine) code = ra__ring_engine(r, &desk->claim, &e, memory);
@@ -17680,7 +17759,7 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
         if (!desk) return ra__load_i32(&r->state) == RA_RING_IDLE ? RA_OK : moved ? RA_AGAIN : s;
     }
     if (ra__load_i64(&desk->fold) != RA__NO_FOLD) s = ra__ring_compute(r, ith, desk);
-    else if (desk->claim.task < 0) s = ra__ring_start_q(r, desk->claim.fold);
+    else if (desk->claim.task < 0) s = ra__ring_start_q(r, ith, desk->claim.fold);
     ra__store_i32(&desk->taken, 0);
     return s;
 }
@@ -17740,7 +17819,7 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     r->base = base;
     r->bytes = bytes;
     r->rd = *rd;
-    r->tp = tp;
+    ra__ring_bind(r, &tp);
     r->has_transport = p->d.ranks > 1;
     r->shared = shared;
     r->rank = p->d.rank;
@@ -18786,7 +18865,7 @@ static void ra__resume_open(ra_ring *r) {
                                      ra__ring_length(r, c, 1));
         memcpy(r->kept[i].message, &f, sizeof f);
         if (r->rd.checksums)
-            ra__frame_seal(r->kept[i].message,
+            ra__frame_seal(r, r->kept[i].message,
                            ra__ring_length(r, c, ra__chunk_reach(&x->lists.chunk[c])),
                            ra__ring_length(r, c, r->kept[i].hop));
     }
@@ -18856,8 +18935,13 @@ static ra_status ra__resume_serve(ra_ring *r, int32_t i) {
     for (int64_t k = 0; k < r->kept_count && r->lists->chunk[c].owner != r->rank; k++)
         if (r->kept[k].chunk == c && r->kept[k].hop <= hop) message = r->kept[k].message;
     if (message && (uintptr_t)message % r->tp.align) {   /* kept for another transport */
-        memcpy(ra__lane_buf(out, out->posted), message, (size_t)ra__ring_length(r, c, hop));
-        message = ra__lane_buf(out, out->posted);
+        const int64_t length = ra__ring_length(r, c, hop);
+        uint8_t *copy = ra__lane_buf(out, out->posted);
+        for (int64_t at = 0; at < length; at += RA__PIECE_BYTES) {
+            memcpy(copy + at, message + at, (size_t)ra__min(RA__PIECE_BYTES, length - at));
+            ra__between_pieces(&r->pause);
+        }
+        message = copy;
     }
     if (!message) {
         ra_status s;
@@ -18907,14 +18991,11 @@ static ra_status ra__resume_more(ra_ring *r) {
         ra_transport_op *op;
         ra_status s = RA_OK;
         if (from != x->me && r->control[2 * from + 1].kind) return RA_OK;
-        op = ra__lane_post(r, RA__RECEIVES, from, c, buf, length);
-        if (from == x->me) {
-            s = ra__resume_pack(r, c, buf);
-            op->state = RA_MSG_DONE;
-        } else {
-            ra__resume_request(r, from, RA__FRAME_REQUEST, c, length);
-        }
+        if (from == x->me) s = ra__resume_pack(r, c, buf);
         if (s) return s;
+        op = ra__lane_post(r, RA__RECEIVES, from, c, buf, length);
+        if (from == x->me) op->state = RA_MSG_DONE;
+        else ra__resume_request(r, from, RA__FRAME_REQUEST, c, length);
     }
     return RA_OK;
 }
@@ -19091,7 +19172,10 @@ static int ra__resume_comm(ra_ring *r) {
     const int64_t before = r->moves;
     ra_status s = RA_OK;
     if (!r->meeting) ra__ring_release(r);
-    if (!r->talking) return 0;
+    if (!r->talking) {                 /* there is nothing to poll */
+        ra__store_i64(&r->polled_ns, ra__ring_now(r));
+        return 0;
+    }
     if (x->stage == RA__MEET_TALK) s = ra__resume_talk(r);
     else ra__resume_meet(r);
     if (!s && x->n > 1) s = ra__ring_drive(r);
@@ -19205,6 +19289,7 @@ static ra_status ra__resume_alloc(ra_ring *r, const ra_resume_desc *rd, struct r
 
 /* The ring belongs to the new transport from here on. */
 static void ra__resume_bind(ra_ring *r, struct ra__resume *x, const ra_resume_desc *rd) {
+    ra_transport tp;
     x->rd = *rd;
     x->n = rd->ranks;
     memcpy(x->rank, rd->survivors, (size_t)x->n * sizeof *x->rank);
@@ -19212,9 +19297,10 @@ static void ra__resume_bind(ra_ring *r, struct ra__resume *x, const ra_resume_de
     for (int32_t i = 0; i < x->n; i++) x->peer[i].asked = -1;
     if (r->mr && r->tp.dereg) (void)r->tp.dereg(r->tp.ctx, r->mr);
     r->mr = NULL;
-    memset(&r->tp, 0, sizeof r->tp);
+    memset(&tp, 0, sizeof tp);
     r->has_transport = x->n > 1;
-    if (r->has_transport) r->tp = ra__tp_resolved(rd->transport);
+    if (r->has_transport) tp = ra__tp_resolved(rd->transport);
+    ra__ring_bind(r, &tp);
     r->resume = x;
     r->resumed_comm = ra__resume_comm;
     r->survivor = x->rank;

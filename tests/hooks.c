@@ -207,6 +207,23 @@ void hook_deltas(ra_ring *ring, void (*before)(void))
     ring->back.kernel = &watched;
 }
 
+static void (*before_put)(void);
+
+static void watched_put(void *dst, const float *src, int32_t dtype, int32_t dim)
+{
+    before_put();
+    real->put_grad(dst, src, dtype, dim);
+}
+
+void hook_puts(ra_ring *ring, void (*before)(void))
+{
+    real = ring->back.kernel;
+    watched = *real;
+    watched.put_grad = watched_put;
+    before_put = before;
+    ring->back.kernel = &watched;
+}
+
 void hook_loads(ra_ring *ring, int64_t *loads)
 {
     real = ring->work.kernel;

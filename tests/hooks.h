@@ -77,6 +77,10 @@ int hook_chunk_owner(const ra_plan *plan, int64_t c);
  * packs queries. One ring at a time; between begin and the first step. */
 void hook_deltas(ra_ring *ring, void (*before)(void));
 
+/* From now on `before` is called before each row of gradients that the pass adds to the caller's.
+ * One ring at a time; between begin and the first step. */
+void hook_puts(ra_ring *ring, void (*before)(void));
+
 /* From now on *loads counts the panels of queries that the pass loads. One ring at a time; between
  * begin and the first step. */
 void hook_loads(ra_ring *ring, int64_t *loads);

@@ -1202,6 +1202,108 @@ TEST(packing_lets_others_wait)
     free(y.all);
 }
 
+/* -------------------------------------------------------------------------- pieces
+ * Rank 0 of a pair. Each look at the clock takes longer than the time from poll to poll: it polls
+ * between any two pieces of work. */
+static struct {
+    ra_transport net;
+    int64_t polls, before, group;      /* of the transport; at the last event, the last group */
+    int64_t packed;                    /* fewest polls while an own chunk was packed */
+    int64_t groups, apart;             /* groups of rows; those that had a poll before them */
+    int64_t row, most;                 /* rows of gradients handed over since a poll, at most */
+} pieces;
+
+static int64_t slow_clock(void *ctx) { return *(int64_t *)ctx += 300000; }
+
+static int pieces_count(void *ctx, ra_transport_op *const *ops, int n)
+{
+    pieces.polls++;
+    pieces.row = 0;
+    return pieces.net.poll(ctx, ops, n);
+}
+
+static void pieces_event(void *ctx, const ra_event *e)
+{
+    const int64_t since = pieces.polls - pieces.before;
+    const int own = e->chunk >= 0 && e->origin == e->rank;
+    (void)ctx;
+    if (own && e->kind == RA_EV_POST_SEND && since < pieces.packed) pieces.packed = since;
+    pieces.before = pieces.polls;
+}
+
+static void pieces_deltas(void)
+{
+    pieces.groups++;
+    pieces.apart += pieces.polls > pieces.group;
+    pieces.group = pieces.polls;
+}
+
+static void pieces_put(void)
+{
+    if (++pieces.row > pieces.most) pieces.most = pieces.row;
+}
+
+enum { PIECES_FORWARD, PIECES_SUMS, PIECES_PACKED, PIECES_HANDED };
+
+static void pieces_pass(int travel, int how)
+{
+    pair x;
+    grads y;
+    ra_status s[2];
+    ra_ring_desc rd;
+    memset(&rd, 0, sizeof rd);
+    memset(&x, 0, sizeof x);
+    rd.checksums = how == PIECES_SUMS;
+    rd.watchdog_ns = (int64_t)1 << 60;
+    x.g = rig_new(2, 2048, 1);
+    x.g->d.chunk_tokens = 1024;
+    x.g->d.train = 1;
+    x.g->d.backward_travel = travel;
+    if (how == PIECES_HANDED) x.g->d.mask.kind = RA_MASK_CAUSAL;
+    for (int r = 0; r < 2; r++) ra_plan_destroy(x.g->plan[r]);
+    rig_plans(x.g);
+    grads_new(&y, x.g);
+    pair_open(&x, &rd);
+    CHECK_EQ(ra_ring_destroy(x.ring[0]), RA_OK);
+    memset(&pieces, 0, sizeof pieces);
+    pieces.net = x.net[0];
+    pieces.packed = INT64_MAX;
+    x.net[0].poll = pieces_count;
+    rd.clock_ns = slow_clock;
+    rd.clock_ctx = &x.clock;
+    rd.trace = pieces_event;
+    CHECK_EQ(ra_ring_create(&x.ring[0], x.g->plan[0], &x.net[0], &rd), RA_OK);
+    for (int r = 0; r < 2; r++) {
+        ra_job job = rig_job(x.g, r);
+        job.pass = how > PIECES_SUMS ? RA_PASS_BACKWARD : RA_PASS_FORWARD;
+        CHECK_EQ(ra_begin(x.ring[r], &job), RA_OK);
+    }
+    if (how == PIECES_PACKED) hook_deltas(x.ring[0], pieces_deltas);
+    if (how == PIECES_HANDED) hook_puts(x.ring[0], pieces_put);
+    step_all(x.ring, 2, s);
+    CHECK(s[0] == RA_OK && s[1] == RA_OK);
+    pair_close(&x);
+    free(y.all);
+}
+
+/* Blocks of 64 rows are packed and handed over with a poll after each, not a chunk at once. */
+TEST(pieces_poll)
+{
+    const int64_t blocks = 1024 / RA_BLOCK_TOKENS;
+    pieces_pass(RA_TRAVEL_KV, PIECES_FORWARD);
+    CHECK(pieces.packed >= 2 * blocks && pieces.packed < INT64_MAX);
+    pieces_pass(RA_TRAVEL_KV, PIECES_SUMS);
+    CHECK(pieces.packed > 2 * blocks && pieces.packed < INT64_MAX);
+    pieces_pass(RA_TRAVEL_KV, PIECES_PACKED);
+    CHECK(pieces.packed >= 2 * blocks && pieces.packed < INT64_MAX);
+    pieces_pass(RA_TRAVEL_Q, PIECES_PACKED);
+    CHECK(pieces.groups >= HEADS * blocks && pieces.apart * HEADS >= pieces.groups);
+    for (int travel = RA_TRAVEL_KV; travel <= RA_TRAVEL_Q; travel++) {
+        pieces_pass(travel, PIECES_HANDED);
+        CHECK(pieces.most > 0 && pieces.most <= 8 * RA_BLOCK_TOKENS);
+    }
+}
+
 /* -------------------------------------------------------------------------- events */
 static int64_t counting_clock(void *ctx) { return ++*(int64_t *)ctx; }
 
@@ -1399,6 +1501,7 @@ int main(int argc, char **argv)
         ENTRY(sendrecv_names_what_differs), ENTRY(steps_poll),
         ENTRY(quiesce_waits_for_wait), ENTRY(calls_never_overlap), ENTRY(no_failure_after_the_end),
         ENTRY(leave_beside_a_post), ENTRY(flushing_callers), ENTRY(packing_lets_others_wait),
+        ENTRY(pieces_poll),
         ENTRY(events_name_what_is_missing), ENTRY(events_as_text), ENTRY(events_are_whole),
     };
     return hook_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
