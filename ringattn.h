@@ -2366,15 +2366,16 @@ RA__INLINE uintptr_t ra__delay_address(uintptr_t x) {
     return x;
 }
 
-/* Prefetches the next n lines of two streams, at the end of a stretch perhaps some beyond it.
+/* Prefetches the next n lines of two streams into the level 2 cache, at the end of a stretch
+ * perhaps some beyond it.
  * PERF: processors drop requests that come faster than memory can serve them, and requests that
  * have waited come all at once. So each address is made to depend on the one before. Zen 5, 8 heads
  * of 512 bytes side by side: 54 -> 80 % of the read bandwidth, bf16 55 -> 75 %. */
 RA__INLINE void ra__stream_prefetch(ra__stream *a, int32_t n) {
     uintptr_t k = a[0].at, v = a[1].at;
     for (int32_t i = 0; i < n; i++) {
-        ra__prefetch(k, 64);
-        ra__prefetch(v, 64);
+        ra__prefetch_far(k);
+        ra__prefetch_far(v);
         k = ra__delay_address(k + 64);
         v = ra__delay_address(v + 64);
     }
@@ -3203,9 +3204,10 @@ RA__ISA_STATIC void RA__NAME(store_acc)(const ra__panel *panel, float *dst, int6
 
 /* ---- decode: lanes are dims. Scores and p are [key][4 rows], or [key] if there is one row. Arrays
  * of ra__decode_rows consist of chunks of RA__CHUNK dims: [chunk][4 rows][RA__CHUNK].
- * PERF: 4 rows of D 128 take 64 multiply-adds of 16 lanes per key. On Zen 5 a fold of keys that are
- * in L1 takes 11.5 ns per key of f32, 12.5 of f16, 14.9 of q8_0. Reading them from memory takes
- * 25.6, 12.8 and 6.8 ns at 40 GB/s. So f32 is bound by memory, f16 by both, q8_0 by arithmetic. */
+ * PERF: 4 rows of D 128 take 64 multiply-adds of 16 lanes per key, at one per cycle on Zen 4. There
+ * a fold of 16 keys that are in L1 takes 76 cycles per key in f32, 84 in f16, 66 in bf16 by dot
+ * products; of 4 keys 140 in f32, because sums of lanes and exponentials cannot overlap with the
+ * multiply-adds of so few. Reading from memory takes 160 cycles per key of f32, 80 of 16 bits. */
 #define RA__CHUNK (2 * RA__WIDTH)
 
 /* Elements [d, d + RA__CHUNK) of a row. d: a multiple of RA__CHUNK. */
@@ -10900,10 +10902,14 @@ static int ra__local_walk_some(const ra__local *c, ra__local_walk *w, int64_t *l
  * PERF: Zen 4, f32, beside a plain loop: 32 heads of D 128 over 128 keys 0.60 to 1.38 of its speed,
  * 12 of D 64 over 1024 keys 0.72 to 1.42. Rows 2 KB apart share so few sets of the L1 cache that
  * keys come from L2, at 15 cycles per key of 256 bytes and side, 6 to 10 otherwise.
- * PERF: Zen 5, rows of 512 bytes every 4 KB: 17 GB/s head by head, 33 in the order of addresses;
- * head after head, [Hkv][T][D], 13 -> 32 by prefetching along the rows of one head. */
-enum { RA__DECODE_PAIRS = 16, RA__DECODE_HEADS = 8, RA__DECODE_BYTES = 2304,
-       RA__DECODE_AHEAD = 4096, RA__DECODE_NEAR = 16 << 20,
+ * PERF: the memory of a stretch of 16 tokens is prefetched into the level 2 cache, in the order of
+ * its addresses, while the stretch before it is computed. The level 1 cache holds neither: rows
+ * 4 KB apart share its sets, and the queries and sums of 8 heads fill it. Zen 4, 32/8 heads of
+ * D 128, 32768 keys, one thread, share of what a reading loop gets: f32 62 -> 100 %, f16 62 -> 75,
+ * bf16 61 -> 105; [Hkv][T][D]: 80 -> 105, 69 -> 72, 75 -> 100. What is left in f16 is arithmetic.
+ * Prefetched into the level 1 cache the same stretches give 69 % in f32. */
+enum { RA__DECODE_PAIRS = 16, RA__DECODE_HEADS = 8, RA__DECODE_BYTES = 256 << 10,
+       RA__DECODE_AHEAD = 16 << 10, RA__DECODE_NEAR = 16 << 20,
        RA__DECODE_PART = 16, RA__DECODE_SLOTS = 128 };
 
 /* One thread's state, and the task under way. */
@@ -10917,7 +10923,7 @@ typedef struct ra__decode {
     int32_t sequence, head, count;     /* kv heads [head, head + count) */
     int32_t part, parts;               /* of the blocks [first, last) that some row sees */
     int64_t first, last, blocks;       /* blocks: of all keys */
-    int32_t pairs, fours, rows, keys, run; /* keys: of a stretch; of one head at once */
+    int32_t pairs, fours, rows, keys;  /* keys: of a stretch */
     int64_t last_row;                  /* of the keys */
     int32_t near;                      /* 1: one row, and keys that caches may hold */
     int32_t group;                     /* query heads per kv head */
@@ -11152,15 +11158,18 @@ static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra_
         t->seen |= (uint64_t)(bits[i % RA__DECODE_ROWS] >> i / RA__DECODE_ROWS & 1) << i;
 }
 
-/* Points a stream at the rows of all heads of the task, some 4 KB beyond token row `row`. */
+/* Points a stream at the rows of all heads of the task, RA__DECODE_AHEAD bytes or at least a
+ * stretch beyond token row `row`. */
 static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view *v, int64_t row) {
     const int64_t all = x->count > 1 ? x->count * v->head : ra__min(v->token, v->head);
-    const int64_t far = ra__max(x->run, RA__DECODE_AHEAD / all);
+    const int64_t far = ra__max(x->keys, RA__DECODE_AHEAD / all);
+    const int64_t rows = all == v->token ? x->keys : 1;     /* without a gap */
     a->at = (uintptr_t)v->data + (uintptr_t)((row + far) * v->token);
     if (x->paged.table)
-        a->at = ra__page_row(&x->paged, v, ra__min(row + ra__round_up(far, x->run), x->last_row));
-    a->lines = a->left = (int32_t)ra__ceil_div(all, 64);
-    a->jump = v->token - (int64_t)a->lines * 64;
+        a->at = ra__page_row(&x->paged, v,
+                             ra__min(row + ra__round_up(far, x->keys), x->last_row));
+    a->lines = a->left = (int32_t)ra__ceil_div(rows * all, 64);
+    a->jump = rows * v->token - (int64_t)a->lines * 64;
 }
 
 /* Addresses of n rows of K and V of a head: where they are, or gathered out of their pages. */
@@ -11187,43 +11196,43 @@ RA__NOINLINE void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int
     ra__page_copy(&x->paged, &v, row, t->n, x->gathered + RA_BLOCK_TOKENS * bytes[0], bytes[1]);
 }
 
-/* Keys [from, to) of a block, whose first is token row `row`, for all heads and fours. */
+/* The stretch of keys from `from` of a block, whose first is token row `row`, for all heads and
+ * fours. */
 static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
-                            int32_t to, ra__decode *x) {
+                            ra__decode *x) {
     const int32_t fours = (int32_t)ra__ceil_div(x->pairs, RA__DECODE_ROWS);
-    const int more = !x->near && row + from + x->run < ra__k_len(&c->d, x->sequence);
+    const int more = !x->near && row + from + x->keys < ra__k_len(&c->d, x->sequence);
+    ra__decode_keys *t = x->stretch[from / x->keys];
     ra__stream a[2];
     for (int i = 0; i < 2 && more; i++) ra__decode_ahead(&a[i], x, &kv[i], row + from);
-    for (int32_t h = 0; h < x->count; h++)
-        for (int32_t j = from; j < to; j += x->keys) {
-            ra__decode_keys *t = x->stretch[j / x->keys];
-            int first = more;
-            for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
-                if (!t[g].seen) continue;
-                if (x->paged.table) {
-                    ra__decode_rows_at(&c->d, kv, row + j, h, x, &t[g]);
-                } else {
-                    t[g].k = ra__view_at(kv[0], 0, row + j, h).data;
-                    t[g].v = ra__view_at(kv[1], 0, row + j, h).data;
-                }
-                t[g].streams = first ? a : NULL;
-                first = 0;
+    for (int32_t h = 0; h < x->count; h++) {
+        int first = more;
+        for (int32_t g = 0; g < fours; g++) {
+            if (!t[g].seen) continue;
+            if (x->paged.table) {
+                ra__decode_rows_at(&c->d, kv, row + from, h, x, &t[g]);
+            } else {
+                t[g].k = ra__view_at(kv[0], 0, row + from, h).data;
+                t[g].v = ra__view_at(kv[1], 0, row + from, h).data;
             }
-            c->w.kernel->decode_fold(&x->few[h * x->fours], t, fours);
+            t[g].streams = first ? a : NULL;
+            first = 0;
         }
+        c->w.kernel->decode_fold(&x->few[h * x->fours], t, fours);
+    }
 }
 
 /* One block of keys for all pairs and heads of the task. */
 static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra__seg *s,
                              const int32_t *pos, ra__decode *x) {
-    const int32_t keys = x->keys, run = x->run;
+    const int32_t keys = x->keys;
     if (!ra__decode_sees(x, s, pos)) return;
     if ((c->d.scores & RA_SCORE_BIAS) && !ra__decode_hide(c, x, (int32_t)s->rows)) return;
     if (x->near && x->few->one_row && c->d.softcap == 0.0f &&
         !(c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) &&       /* of any head */
         x->seen[0] == ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows) &&
         (!x->paged.table || ra__page_holds(&x->paged, s->row, s->rows)))
-        x->keys = x->run = RA_BLOCK_TOKENS;
+        x->keys = RA_BLOCK_TOKENS;
     for (int32_t j = 0; j < s->rows; j += x->keys)
         for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
             ra__decode_keys *t = &x->stretch[j / x->keys][g];
@@ -11233,14 +11242,12 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
             t->v_stride = kv[1].token;
             ra__decode_stretch(x, g, j, t);
         }
-    for (int32_t j = 0; j < s->rows; j += x->run)
-        ra__decode_fold(c, kv, s->row, j, (int32_t)ra__min(j + x->run, s->rows), x);
+    for (int32_t j = 0; j < s->rows; j += x->keys) ra__decode_fold(c, kv, s->row, j, x);
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++)
             if (x->few[h * x->fours + g].has_keys)
                 c->w.kernel->decode_close(&x->few[h * x->fours + g]);
     x->keys = keys;
-    x->run = run;
 }
 
 /* Rows of a sequence, and the parts of the blocks of keys that they see. */
@@ -11403,8 +11410,8 @@ static int ra__decode_last(int64_t *done, int nth) {
 /* shared, of several threads: a counter in 64 bytes, and slots. */
 static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, uint8_t *shared,
                            const int who[2]) {
-    const int64_t row = ra__max(ra__row_bytes(c->d.k_dtype, c->d.k_dim),
-                                ra__row_bytes(c->d.v_dtype, c->d.v_dim));
+    const int64_t row = ra__row_bytes(c->d.k_dtype, c->d.k_dim) +
+                        ra__row_bytes(c->d.v_dtype, c->d.v_dim);
     const int shares = who[1] > 1 && ra__decode_shares(&c->d);
     float *slots = shares ? (float *)(void *)(shared + 64) : NULL;
     int64_t *done = (int64_t *)(void *)shared;
@@ -11416,10 +11423,8 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     ra__decode_carve(&a, &c->d, heads, &x);
     if (!ra__decode_beside(c)) x.heads = 1;
     x.keys = RA__DECODE_KEYS;
-    while (x.fours == 1 && x.keys > c->w.kernel->decode_unit && x.keys * row > RA__DECODE_BYTES)
+    while (x.keys > c->w.kernel->decode_unit && x.keys * x.heads * row > RA__DECODE_BYTES)
         x.keys /= 2;
-    x.run = c->w.kernel->decode_unit < RA__DECODE_KEYS && c->d.page_tokens % (2 * x.keys) == 0
-                ? 2 * x.keys : x.keys;
     if (who[1] > 1) {
         n = ra__decode_tasks(c, &x, slots, 0, 0);
         from = n / who[1] * who[0] + n % who[1] * who[0] / who[1];
