@@ -1751,6 +1751,9 @@ typedef struct ra__kernel {
     void (*decode_fold)(ra__decode_rows *rows, const ra__decode_keys *keys, int32_t n);
     /* Ends the current block: adds its sums to acc and l. */
     void (*decode_close)(ra__decode_rows *rows);
+    /* decode_load, decode_fold of at most 64 keys and decode_close of a row that sees all of them
+     * and no others, scores not modified, with rows->one_row set; null: they are called. */
+    void (*decode_row)(ra__decode_rows *rows, const void *src, const ra__decode_keys *keys);
     /* Multiplies row r of acc by factor and writes it to dst. */
     void (*decode_store)(const ra__decode_rows *rows, int32_t r, void *dst, float factor);
     /* Merges m [4], l [4] and acc (in the layout of rows->acc) of other keys. Exchanging the two
@@ -3668,18 +3671,55 @@ RA__ISA_STATIC void RA__NAME(decode_load)(const ra__decode_rows *rows, int32_t r
     }
 }
 
+/* Where no maximum has to rise after the first unit, which is nearly always, the sums stay out of
+ * memory: the operations on them are those of decode_fold_keys and decode_close. */
+RA__ISA_STATIC void RA__NAME(decode_row)(ra__decode_rows *rows, const void *src,
+                                         const ra__decode_keys *keys) {
+    float s[4 * RA__DECODE_KEYS + RA__WIDTH], chain[RA__WIDTH / 4] = { 0.0f }, total = 0.0f;
+    float top = ra__neg_inf();
+    rows->has_keys = 0;
+    RA__NAME(decode_load)(rows, 0, src, rows->factor);
+    RA__NAME(decode_scores)(rows, keys, s);
+    RA__NAME(store)(s + keys->n, RA__NAME(set)(top));
+    for (int32_t i = 0; i < RA__DECODE_UNIT; i++) top = s[i] > top ? s[i] : top;
+    rows->m[0] = top;
+    if (ra__is_neg_inf(top) || !RA__NAME(decode_max_holds)(rows, s, keys->n)) {
+        for (int32_t i = 0; i < 16; i++) rows->block_l[i] = 0.0f;
+        for (int32_t i = 0; i < 16; i++) rows->m[i] = i % 4 ? 0.0f : ra__neg_inf();
+        rows->l[0] = 0.0f;
+        RA__NAME(decode_fold_keys)(rows, keys);
+        RA__NAME(decode_close)(rows);
+        return;
+    }
+    const RA__FLOATS shift = RA__NAME(shift_of)(RA__NAME(set)(top));
+    for (int32_t i = 0; i < keys->n; i += RA__WIDTH)
+        RA__NAME(store)(s + i, RA__NAME(exp2)(RA__NAME(load)(s + i) - shift));
+    for (int32_t i = 0; i < keys->n; i += RA__WIDTH / 4)
+        RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) chain[e] += s[i + e];
+    RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) total += chain[e];
+    rows->l[0] = total;
+    RA__NAME(decode_values)(rows, keys, s);
+    for (int32_t d = 0; d < rows->d->v_dim; d += RA__CHUNK)
+        for (int32_t i = 0; i < RA__CHUNK; i += RA__WIDTH) {
+            RA__FLOATS sum = RA__NAME(load)(rows->block_acc + 4 * d + i);
+            RA__NAME(store)(rows->acc + 4 * d + i, RA__NAME(set)(0.0f) + sum);
+        }
+}
+
 RA__ISA_STATIC void RA__NAME(decode_store)(const ra__decode_rows *rows, int32_t r, void *dst,
                                            float factor) {
     int32_t dim = rows->d->v_dim, dtype = rows->d->o_dtype, size = dtype == RA_F32 ? 4 : 2;
-    RA__NAME(decode_scale)(rows->acc, r, dim, RA__NAME(set)(factor));
+    const RA__FLOATS by = RA__NAME(set)(factor);
     for (int32_t d = 0; d < dim; d += RA__CHUNK) {
         const float *from = rows->acc + 4 * d + r * RA__CHUNK;
-        if (dtype == RA_F32 && dim - d >= RA__CHUNK) {
-            float *to = (float *)dst + d;
-            RA__NAME(store)(to, RA__NAME(load)(from));
-            RA__NAME(store)(to + RA__WIDTH, RA__NAME(load)(from + RA__WIDTH));
-        } else RA__NAME(write_row)((uint8_t *)dst + (int64_t)d * size, from, dtype,
-                            dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
+        float line[RA__CHUNK], *to = line;
+        const int32_t whole = dtype == RA_F32 && dim - d >= RA__CHUNK;
+        if (whole) to = (float *)dst + d;
+        RA__NAME(store)(to, RA__NAME(load)(from) * by);
+        RA__NAME(store)(to + RA__WIDTH, RA__NAME(load)(from + RA__WIDTH) * by);
+        if (!whole)
+            RA__NAME(write_row)((uint8_t *)dst + (int64_t)d * size, line, dtype,
+                                dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
     }
 }
 
@@ -4092,8 +4132,8 @@ RA__ISA_STATIC void RA__NAME(deltas)(float *delta, const ra__source *o, const ra
 static const ra__kernel RA__NAME(kernel) = {
     RA__ISA, RA__NAME(sizes), RA__NAME(widen), RA__NAME(prepare), RA__NAME(load_q),
     RA__NAME(load_acc), RA__NAME(store_acc), RA__NAME(fold), RA__NAME(store_o), RA__DECODE_UNIT,
-    RA__NAME(decode_load), RA__NAME(decode_fold), RA__NAME(decode_close), RA__NAME(decode_store),
-    RA__NAME(decode_merge), RA__NAME(sizes_back), RA__NAME(prepare_back), RA__NAME(load_back),
+    RA__NAME(decode_load), RA__NAME(decode_fold), RA__NAME(decode_close), RA__NAME(decode_row),
+    RA__NAME(decode_store), RA__NAME(decode_merge), RA__NAME(sizes_back), RA__NAME(prepare_back), RA__NAME(load_back),
     RA__NAME(deltas), RA__NAME(fold_back), RA__NAME(put_grad)};
 
 #undef RA__SLAB
@@ -5977,7 +6017,8 @@ static const ra__kernel ra__kernel_bf16 = {
     RA_ISA_AVX512_BF16, ra__sizes_bf16, ra__widen_avx512, ra__prepare_bf16, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_bf16, ra__store_o_avx512,
     RA__BF_DECODE_UNIT,
-    ra__decode_load_bf16, ra__decode_fold_bf16, ra__decode_close_avx512, ra__decode_store_bf16,
+    ra__decode_load_bf16, ra__decode_fold_bf16, ra__decode_close_avx512, NULL,
+    ra__decode_store_bf16,
     ra__decode_merge_avx512,
     ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_bf16,
     ra__fold_back_bf16, ra__put_grad_avx512};
@@ -6355,7 +6396,8 @@ RA__Q8_STATIC void ra__decode_load_q8(const ra__decode_rows *rows, int32_t r, co
 static const ra__kernel ra__kernel_q8 = {
     RA_ISA_AVX512_BF16, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
     RA__Q8_KEYS,
-    ra__decode_load_q8, ra__decode_fold_q8, ra__decode_close_avx512, ra__decode_store_avx512,
+    ra__decode_load_q8, ra__decode_fold_q8, ra__decode_close_avx512, NULL,
+    ra__decode_store_avx512,
     ra__decode_merge_avx512,
     NULL, NULL, NULL, NULL, NULL, NULL};
 #undef RA__Q8_TARGET
@@ -6979,7 +7021,7 @@ RA__AMX_STATIC int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d,
 static const ra__kernel ra__kernel_amx = {
     RA_ISA_AMX, ra__sizes_amx, ra__widen_avx512, ra__prepare_amx, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
-    0, NULL, NULL, NULL, NULL, NULL,
+    0, NULL, NULL, NULL, NULL, NULL, NULL,
     ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_bf16, ra__deltas_bf16,
     ra__fold_back_amx, ra__put_grad_avx512};
 
@@ -7096,7 +7138,6 @@ RA__ISA_INLINE void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
 #include RINGATTN_SELF
 #endif /* RA__NEON */
 #undef RA__BODY
-#undef RA__UNROLL
 #undef RA__UNROLL_2
 
 /* ========================================================================== DISPATCH
@@ -8163,8 +8204,6 @@ typedef struct ra__work {
                                         * an array, too */
 } ra__work;
 
-RA__ONCE_BEGIN
-
 /* One thing that a caller may get wrong, and what to say then ('#': value). */
 typedef struct ra__rule {
     int broken;
@@ -8173,9 +8212,10 @@ typedef struct ra__rule {
     int64_t value;
 } ra__rule;
 
-/* Refuses the first rule that is broken. */
-static ra_status ra__check_rules(const ra__rule *rule, size_t n, ra_error *e) {
-    for (size_t i = 0; i < n; i++)
+/* Refuses the first rule that is broken. Inlined and unrolled, a rule is one test: its values and
+ * texts are read only if it is broken. */
+RA__INLINE ra_status ra__check_rules(const ra__rule *rule, size_t n, ra_error *e) {
+    RA__UNROLL for (size_t i = 0; i < n; i++)
         if (rule[i].broken)
             return ra__refuse(e, rule[i].status, rule[i].field, rule[i].text, rule[i].value);
     return RA_OK;
@@ -8247,9 +8287,10 @@ static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e)
     const int64_t count[3] = { x->batch, x->rows, x->heads };
     int64_t element = ra__element(x->dtype), row = ra__row_bytes(x->dtype, x->dim), span = row;
     int64_t step[3], extent;
+    const int packed = !(stride[0] | stride[1] | stride[2]);
     const char *name[2];
     name[0] = x->field;
-    for (int i = 2; i >= 0; i--) {                         /* packed: extent of what is inside */
+    for (int i = 2; i >= 0; i--) {                         /* 0: extent of what is inside */
         name[1] = part[i];
         if (stride[i] < 0 || (stride[i] && stride[i] % element))
             return ra__refuse_part(e, RA_E_STRIDE, name,
@@ -8262,13 +8303,13 @@ static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e)
     if (x->rows && !x->in.data) return ra__refuse(e, RA_E_NULL, x->field, "data is required", 0);
     if ((uintptr_t)x->in.data & (uintptr_t)(element - 1))
         return ra__refuse(e, RA_E_ALIGN, x->field, "data must be aligned to # bytes", element);
-    for (int i = 2; !x->writable && i > 0; i--) {
+    for (int i = 2; !packed && !x->writable && i > 0; i--) {
         name[1] = part[i];
         if (count[i] > 1 && step[i] < row && x->rows)
             return ra__refuse_part(e, RA_E_STRIDE, name,
                                    "# is less than one row; strides are bytes", step[i]);
     }
-    for (int i = 2; i >= !x->writable; i--) {              /* what is inside fits into the step */
+    for (int i = 2; !packed && i >= !x->writable; i--) {   /* what is inside fits into the step */
         int64_t inner = row;
         for (int j = !x->writable; j < 3; j++)
             if (j != i && count[j] > 1 && step[j] <= step[i]) inner += step[j] * (count[j] - 1);
@@ -8317,8 +8358,13 @@ static ra__region ra__region_of(const ra__tensor *x) {
     if (!x->in.data) return r;
     r.data = (const uint8_t *)x->in.data;
     r.bytes = r.extent = span;
+    if (!(stride[0] | stride[1] | stride[2])) {            /* one piece */
+        r.bytes = r.extent = span * x->heads * x->rows * x->batch;
+        for (int i = 0; i < 3; i++) r.count[i] = 1;
+        return r;
+    }
     r.steps = 3;
-    for (int i = 0; i < 3; i++) {                          /* packed: extent of what is inside */
+    for (int i = 0; i < 3; i++) {                          /* 0: extent of what is inside */
         r.step[i] = stride[i] ? stride[i] : span;
         r.count[i] = count[i];
         span = ra__max(span, count[i] * r.step[i]);
@@ -8637,8 +8683,15 @@ typedef struct ra__field {
     size_t at, bytes;
     ra_status status;                  /* RA_E_RANGE: a number; RA_E_ENUM: a constant */
     int32_t required;
-    int64_t low, high;
+    int64_t low, high;                 /* 0 is never out of range */
 } ra__field;
+
+RA__NOINLINE ra_status ra__refuse_field(const ra__field *f, int64_t value, ra_error *e) {
+    if (!value) return ra__refuse(e, RA_E_UNSET, f->name, "must be set; it was left 0", 0);
+    return ra__refuse(e, f->status, f->name,
+                      f->status == RA_E_ENUM ? "# is not one of its constants"
+                      : value < f->low       ? "# is too small" : "# is too large", value);
+}
 
 #define RA__FIELD(name) #name, offsetof(ra_desc, name), sizeof(((const ra_desc *)0)->name)
 
@@ -8685,18 +8738,14 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     const int32_t required = RA__REQUIRED | (d->v_in_k ? 0 : RA__REQUIRED_V) |
                              (d->ranks > 1 ? RA__REQUIRED_RING : 0);
     for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
-        const uint8_t *at = (const uint8_t *)d + list[i].at;
+        const ra__field *f = &list[i];
+        const uint8_t *at = (const uint8_t *)d + f->at;
         int32_t narrow;
         int64_t value;
-        memcpy(&narrow, at, sizeof narrow);
-        value = narrow;
-        if (list[i].bytes == sizeof value) memcpy(&value, at, sizeof value);
-        if (!value && (list[i].required & required))
-            return ra__refuse(e, RA_E_UNSET, list[i].name, "must be set; it was left 0", 0);
-        if (value >= list[i].low && value <= list[i].high) continue;
-        return ra__refuse(e, list[i].status, list[i].name,
-                          list[i].status == RA_E_ENUM ? "# is not one of its constants"
-                          : value < list[i].low       ? "# is too small" : "# is too large", value);
+        if (f->bytes == sizeof value) memcpy(&value, at, sizeof value);
+        else { memcpy(&narrow, at, sizeof narrow); value = narrow; }
+        if (value ? value < f->low || value > f->high : f->required & required)
+            return ra__refuse_field(f, value, e);
     }
     if (d->rank >= ra__max(d->ranks, 1))
         return ra__refuse(e, RA_E_RANGE, "rank", "# is too large", d->rank);
@@ -9166,6 +9215,10 @@ static void ra__defaults(ra_desc *d) {
     if (!d->mask.causal_block) d->mask.causal_block = 1;
     if (!d->threads) d->threads = 1;
     if (d->isa == RA_ISA_AUTO) d->isa = ra_isa_best();
+}
+
+/* Of fields that say how chunks travel. */
+static void ra__defaults_ring(ra_desc *d) {
     if (!d->chunk_tokens) d->chunk_tokens = ra__default_chunk(d);
     d->chunk_tokens = (int32_t)ra__round_up(d->chunk_tokens,
                                             d->layout.kind == RA_LAYOUT_ZIGZAG
@@ -9174,8 +9227,8 @@ static void ra__defaults(ra_desc *d) {
 }
 
 /* Checks everything that follows no pointer to an array, then the arrays. kv_tokens may stay 0: see
- * ra__k_len. */
-static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
+ * ra__k_len. On one rank nothing travels: see ra__resolve. */
+static ra_status ra__resolve_local(const ra_desc *d, ra_desc *out) {
     ra_error *e;
     ra_status s;
     if (!d) return RA_E_NULL;
@@ -9195,6 +9248,12 @@ static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
     if (!s) s = ra__check_lengths(out, e);
     if (!s) s = ra__check_tables(out, e);
     return s ? s : ra__check_engine(out, e);
+}
+
+static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
+    const ra_status s = ra__resolve_local(d, out);
+    if (!s) ra__defaults_ring(out);
+    return s;
 }
 
 RINGATTN_API ra_desc ra_desc_make(int32_t q_heads, int32_t kv_heads, int32_t dim, int32_t dtype,
@@ -9227,8 +9286,6 @@ static int32_t ra__desc_order(const ra_desc *d, int square) {
                    d->mask.kind == RA_MASK_CAUSAL && d->mask.causal_block <= 1 && !d->mask.prefix
                ? RA_ORDER_DESCENDING : RA_ORDER_ASCENDING;
 }
-
-RA__ONCE_END
 
 /* ========================================================================== FORWARD
  * Computes: some query rows against the keys of one chunk. In: the call's tensors and where the
@@ -9325,12 +9382,15 @@ static int64_t ra__gathered_bytes(const ra_desc *d) {
 static void ra__scratch_carve(ra__arena *a, const ra_desc *d, int32_t panels, ra__scratch *x) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float);
     ra__kernel_of(d)->sizes(&x->size, d, panels > 1);
-    for (int32_t i = 0; i < panels; i++) {
-        x->panel[i].q = (float *)ra__carve(a, x->size.q);
-        x->panel[i].acc = (float *)ra__carve(a, x->size.acc);
-        x->panel[i].m = (float *)ra__carve(a, lane);
-        x->panel[i].l = (float *)ra__carve(a, lane);
-        x->rows[i] = (ra__rows *)ra__carve(a, (int64_t)sizeof(ra__rows));
+    const int64_t q = ra__round_up(x->size.q, 64), acc = ra__round_up(x->size.acc, 64);
+    const int64_t all = q + acc + 2 * lane + ra__round_up((int64_t)sizeof(ra__rows), 64);
+    uint8_t *at = (uint8_t *)ra__carve(a, panels * all);
+    for (int32_t i = 0; at && i < panels; i++, at += all) {
+        x->panel[i].q = (float *)(void *)at;
+        x->panel[i].acc = (float *)(void *)(at + q);
+        x->panel[i].m = (float *)(void *)(at + q + acc);
+        x->panel[i].l = (float *)(void *)(at + q + acc + lane);
+        x->rows[i] = (ra__rows *)(void *)(at + q + acc + 2 * lane);
     }
     ra__store_carve(a, &x->size, panels > 1, &x->store);
     x->pos = (int32_t *)ra__carve(a, lane * x->size.batch);
@@ -10648,7 +10708,7 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     ra_status s;
     if (d && d->ranks > 1)
         return ra__refuse(e, RA_E_SHAPE, "ranks", "# must be 0 or 1 on one rank", d->ranks);
-    s = ra__resolve(d, &c->d);
+    s = ra__resolve_local(d, &c->d);
     if (s) return s;
     if (c->d.layout.kind > RA_LAYOUT_STRIPED)
         return ra__refuse(e, RA_E_UNSUPPORTED, "layout.kind",
@@ -10927,6 +10987,8 @@ typedef struct ra__decode {
     int64_t last_row;                  /* of the keys */
     int32_t near;                      /* 1: one row, and keys that caches may hold */
     int32_t group;                     /* query heads per kv head */
+    int32_t modifies;                  /* 1: scores of some row may be more than dot products */
+    float factor;                      /* ra__q_factor */
     int32_t row[RA__DECODE_PAIRS], lane[RA__DECODE_PAIRS]; /* of a pair: row, head of the group */
     int32_t at[RA__DECODE_PAIRS], sees[RA__DECODE_PAIRS][4]; /* of a row: position, ra__mask_row */
     ra__bounds bounds[RA__DECODE_PAIRS];
@@ -10976,29 +11038,30 @@ RA__INLINE int64_t ra__slot_floats(const ra_desc *d) {
 }
 
 static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__decode *x) {
-    int64_t k = ra__round_up(d->k_dim, RA__DECODE_DIMS) * RA__DECODE_ROWS * (int64_t)sizeof(float);
-    int64_t v = ra__round_up(d->v_dim, RA__DECODE_DIMS) * RA__DECODE_ROWS * (int64_t)sizeof(float);
-    int64_t pairs = d->tokens * (d->q_heads / d->kv_heads);
-    float *wide = NULL;
+    const int64_t k = ra__round_up(d->k_dim, RA__DECODE_DIMS) * RA__DECODE_ROWS;
+    const int64_t v = ra__round_up(d->v_dim, RA__DECODE_DIMS) * RA__DECODE_ROWS;
+    const int64_t pairs = d->tokens * (d->q_heads / d->kv_heads);
     x->heads = heads;
     x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__DECODE_PAIRS), RA__DECODE_ROWS);
-    x->few = (ra__decode_rows *)ra__carve(a, heads * x->fours * (int64_t)sizeof *x->few);
+    const int64_t n = (int64_t)heads * x->fours, wide = x->fours > 2 ? 2 * k : 0;
+    x->few = (ra__decode_rows *)ra__carve(a, n * (int64_t)sizeof *x->few);
     x->pos = (int32_t *)ra__carve(a, RA_BLOCK_TOKENS * (int64_t)sizeof *x->pos);
     x->gathered = (uint8_t *)ra__carve(a, ra__gathered_bytes(d));
     x->slot = NULL;
     if (ra__k_most(d) > RA__DECODE_PART * RA_BLOCK_TOKENS)
-        x->slot = (float *)ra__carve(a, heads * x->fours * ra__slot_floats(d) * 4);
-    for (int32_t i = 0; i < heads * x->fours; i++) {
-        float *q = (float *)ra__carve(a, k), *acc = (float *)ra__carve(a, v);
-        float *sum = (float *)ra__carve(a, v);
-        if (x->fours > 2 && i % x->fours == 0) wide = (float *)ra__carve(a, 2 * k);
-        if (!a->base) continue;
-        x->few[i].wide = wide;
-        x->few[i].lane = i % x->fours * RA__DECODE_ROWS;
-        x->few[i].d = d;
-        x->few[i].q = q;
-        x->few[i].acc = acc;
-        x->few[i].block_acc = sum;
+        x->slot = (float *)ra__carve(a, n * ra__slot_floats(d) * 4);
+    float *q = (float *)ra__carve(a, (n * (k + 2 * v) + heads * wide) * 4);
+    for (int64_t i = 0; a->base && i < n; i++) {
+        ra__decode_rows *f = &x->few[i];
+        f->lane = (int32_t)i % x->fours * RA__DECODE_ROWS;
+        if (f->lane == 0) q += wide;
+        f->wide = wide ? q - wide : NULL;
+        if (f->lane) f->wide = f[-1].wide;
+        f->d = d;
+        f->q = q;
+        f->acc = q + k;
+        f->block_acc = f->acc + v;
+        q = f->block_acc + v;
     }
 }
 
@@ -11048,6 +11111,22 @@ static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
     x->at[i] = (int32_t)p;
 }
 
+/* How scores of up to 4 pairs are modified. */
+static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t head, int32_t pair,
+                              ra__decode_rows *f) {
+    memset(f->slope, 0, sizeof f->slope);
+    memset(f->pos, 0, sizeof f->pos);
+    memset(f->score, 0, sizeof f->score);
+    for (int32_t r = 0; r < f->count; r++) {
+        const int32_t row = x->row[pair + r];
+        const int32_t q_head = (x->head + head) * x->group + x->lane[pair + r];
+        f->score[r] = ra__score_of(&c->w, x->sequence, row, q_head);
+        f->modified |= ra__score_is_modified(&f->score[r]);
+        for (int32_t i = r; i < 16; i += RA__DECODE_ROWS) f->slope[i] = f->score[r].slope;
+        f->pos[r] = x->at[row];
+    }
+}
+
 /* Queries and empty state of up to 4 pairs from `pair` on, of kv head `head` of the task. */
 static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t pair) {
     ra__decode_rows *f = &x->few[head * x->fours + pair / RA__DECODE_ROWS];
@@ -11058,33 +11137,27 @@ static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int
     if (f->wide && pair == 0) memset(f->wide, 0, 8 * wide);
     wide = (size_t)ra__round_up(c->d.v_dim, RA__DECODE_DIMS) * sizeof(float);
     if (!f->one_row) memset(f->acc, 0, RA__DECODE_ROWS * wide);
-    memset(f->slope, 0, sizeof f->slope);
-    memset(f->pos, 0, sizeof f->pos);
     memset(f->block_l, 0, sizeof f->block_l);
     memset(f->l, 0, sizeof f->l);
-    for (int32_t i = 0; i < 16; i++)
-        f->m[i] = i % RA__DECODE_ROWS < f->count ? ra__neg_inf() : 0.0f;
+    for (int32_t i = 0; i < RA__DECODE_ROWS; i++)
+        f->m[i] = i < f->count ? ra__neg_inf() : 0.0f;
+    memcpy(f->m + 4, f->m, 4 * sizeof *f->m);
+    memcpy(f->m + 8, f->m, 8 * sizeof *f->m);
     f->has_keys = f->modified = 0;
-    f->factor = ra__q_factor(&c->d);
+    f->factor = x->factor;
+    if (x->modifies) ra__decode_scores(c, x, head, pair, f);
     for (int32_t r = 0; r < f->count; r++) {
         const int32_t row = x->row[pair + r];
         const int32_t q_head = (x->head + head) * x->group + x->lane[pair + r];
-        f->score[r] = ra__score_of(&c->w, x->sequence, row, q_head);
-        f->modified |= ra__score_is_modified(&f->score[r]);
-        for (int32_t i = r; i < 16 && f->score[r].slope != 0.0f; i += RA__DECODE_ROWS)
-            f->slope[i] = f->score[r].slope;
-        f->pos[r] = x->at[row];
-        c->w.kernel->decode_load(f, r, ra__view_at(c->w.q, x->sequence, row, q_head).data,
-                              f->factor);
+        const ra__view q = ra__view_at(c->w.q, x->sequence, row, q_head);
+        c->w.kernel->decode_load(f, r, q.data, f->factor);
     }
-    for (int32_t r = f->count; r < RA__DECODE_ROWS && f->modified; r++)
-        memset(&f->score[r], 0, sizeof f->score[r]);
 }
 
-static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head,
-                             int32_t pair) {
+/* O and LSE of a pair of kv head `head` of the task, from row pair % RA__DECODE_ROWS of f. */
+static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head, int32_t pair,
+                             const ra__decode_rows *f) {
     const int32_t q_head = (x->head + head) * x->group + x->lane[pair];
-    const ra__decode_rows *f = &x->few[head * x->fours + pair / RA__DECODE_ROWS];
     const float *sink = c->d.scores & RA_SCORE_SINKS ? c->w.t->sinks + q_head : NULL;
     ra__view o = ra__view_at(c->w.o, x->sequence, x->row[pair], q_head);
     ra__view lse = ra__view_at(c->w.lse, x->sequence, x->row[pair], q_head);
@@ -11228,8 +11301,7 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     const int32_t keys = x->keys;
     if (!ra__decode_sees(x, s, pos)) return;
     if ((c->d.scores & RA_SCORE_BIAS) && !ra__decode_hide(c, x, (int32_t)s->rows)) return;
-    if (x->near && x->few->one_row && c->d.softcap == 0.0f &&
-        !(c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) &&       /* of any head */
+    if (x->near && x->few->one_row && !x->modifies &&              /* in any head */
         x->seen[0] == ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows) &&
         (!x->paged.table || ra__page_holds(&x->paged, s->row, s->rows)))
         x->keys = RA_BLOCK_TOKENS;
@@ -11319,7 +11391,8 @@ static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
             if (!slots && x->part) c->w.kernel->decode_merge(f, to);
             if (!last) ra__slot_save(f, to);
         }
-        for (int32_t i = 0; i < x->pairs && last; i++) ra__decode_store(c, x, h, i);
+        for (int32_t i = 0; i < x->pairs && last; i++)
+            ra__decode_store(c, x, h, i, &x->few[h * x->fours + i / RA__DECODE_ROWS]);
     }
 }
 
@@ -11328,6 +11401,32 @@ static int64_t ra__decode_cut(const ra__local *c, const ra__decode *x, int32_t p
     const int64_t first = ra__min(ra__part_of(x->first), ra__decode_limit(&c->d) - 1);
     if (part == 0) return x->first;
     return part < x->parts ? ra__part_first(first + part) : x->last;
+}
+
+/* 1: done: all keys are one block, all of which the only row of each kv head sees. */
+static int ra__decode_single(const ra__local *c, const ra__view kv[2], const ra__seg *s,
+                             const int32_t *pos, ra__decode *x) {
+    ra__decode_rows *f = x->few;
+    ra__decode_keys *t = &x->stretch[0][0];
+    if (!c->w.kernel->decode_row || x->modifies || x->paged.table ||
+        !ra__decode_sees(x, s, pos) || x->seen[0] != ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows))
+        return 0;
+    t->n = (int32_t)s->rows;
+    t->pos = x->pos;
+    t->k_stride = kv[0].token;
+    t->v_stride = kv[1].token;
+    t->streams = NULL;
+    ra__decode_stretch(x, 0, 0, t);
+    f->count = f->one_row = 1;
+    f->modified = 0;
+    f->factor = x->factor;
+    for (int32_t h = 0; h < x->count; h++) {
+        t->k = ra__view_at(kv[0], 0, s->row, h).data;
+        t->v = ra__view_at(kv[1], 0, s->row, h).data;
+        c->w.kernel->decode_row(f, ra__view_at(c->w.q, x->sequence, 0, x->head + h).data, t);
+        ra__decode_store(c, x, h, 0, f);
+    }
+    return 1;
 }
 
 /* Part x->part of the keys, for kv heads [x->head, x->head + x->count) of a sequence. */
@@ -11343,6 +11442,10 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     for (int i = 0; i < 2; i++)
         kv[i] = ra__view_at(c->kv[i], x->paged.table ? 0 : x->sequence, 0, x->head);
     if (c->d.v_in_k) kv[1].data += ra__row_bytes(c->d.k_dtype, c->d.v_column);
+    if (x->near && x->blocks == 1 && to > from) {
+        (void)ra__side_block(&c->k_side, x->sequence, tokens, from, &block);
+        if (ra__decode_single(c, kv, &block, array ? array + block.row : NULL, x)) return;
+    }
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t i = 0; i < x->pairs; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i);
     for (int64_t i = from; i < to; i++) {
@@ -11363,7 +11466,8 @@ static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
                 for (int32_t i = 1; i < x->parts; i++)
                     c->w.kernel->decode_merge(&x->few[g], ra__slot_at(c, x, slots, i, x->head, g));
             }
-            for (int32_t i = 0; i < x->pairs; i++) ra__decode_store(c, x, 0, i);
+            for (int32_t i = 0; i < x->pairs; i++)
+                ra__decode_store(c, x, 0, i, &x->few[i / RA__DECODE_ROWS]);
         }
     }
 }
@@ -11422,6 +11526,8 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     a.base = memory;
     ra__decode_carve(&a, &c->d, heads, &x);
     if (!ra__decode_beside(c)) x.heads = 1;
+    x.modifies = c->d.softcap != 0.0f || (c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) != 0;
+    x.factor = ra__q_factor(&c->d);
     x.keys = RA__DECODE_KEYS;
     while (x.keys > c->w.kernel->decode_unit && x.keys * x.heads * row > RA__DECODE_BYTES)
         x.keys /= 2;
@@ -21594,6 +21700,7 @@ RA__ONCE_END
 #undef RA__ONCE_END
 #undef RA__RANGES_BEGIN
 #undef RA__RANGES_END
+#undef RA__UNROLL
 #undef RA__INSTRUCTIONS
 #undef RA__X86
 #undef RA__NEON

@@ -1263,9 +1263,9 @@ TEST(row_bits_do_not_depend_on_company)
 {
     static const int32_t isas[4] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512,
                                      RA_ISA_AVX512_BF16 };
-    static const int32_t keys[6] = { 7, 66, 1026, 1500, 16386, 17000 };
+    static const int32_t keys[8] = { 7, 33, 64, 66, 1026, 1500, 16386, 17000 };
     static const int32_t shape[4][2] = { { 4, 4 }, { 1, 16 }, { 8, 2 }, { 1, 3 } };
-    int64_t i, cases = 6 * 4 * 4 * 4;
+    int64_t i, cases = 8 * 4 * 4 * 4;
     for (i = 0; i < cases; i++) {
         h_rng r = h_case_rng(i);
         company c;
@@ -1273,12 +1273,12 @@ TEST(row_bits_do_not_depend_on_company)
         int64_t n, j;
         c.isa = isas[i % 4];
         c.dtype = (int32_t)(i / 4 % 4) + RA_F32;
-        c.keys = keys[i / 16 % 6];
-        c.heads = shape[i / 96][0];
-        c.tokens = shape[i / 96][1];
+        c.keys = keys[i / 16 % 8];
+        c.heads = shape[i / 128][0];
+        c.tokens = shape[i / 128][1];
         if (!ra_isa_available(c.isa) || !h_case(i)) continue;
         if (c.tokens > c.keys) c.tokens = c.keys;
-        if (c.keys > 2000 && !h_run.large && (i / 96 || c.isa == RA_ISA_SCALAR)) continue;
+        if (c.keys > 2000 && !h_run.large && (i / 128 || c.isa == RA_ISA_SCALAR)) continue;
         c.dim = (int32_t)h_range(&r, 1, 5) * (c.dtype == RA_Q8_0 || h_one_in(&r, 2) ? 32 : 24);
         if (c.dtype == RA_Q8_0) c.dim = c.dim / 32 * 32;
         c.window = h_one_in(&r, 3) ? (int32_t)h_range(&r, 1, c.keys) : 0;
