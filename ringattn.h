@@ -2269,6 +2269,7 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  *   RA__TILE_HEIGHT                  keys (scores) or dims (values) per tile of a whole slab
  *   RA__DECODE_TILE_KEYS             decode: keys per tile of scores
  *   RA__DECODE_TILE_CHUNKS           decode: chunks per tile of values
+ *   RA__DECODE_BY_DTYPE              decode: 1: code for each dtype; 0: for f32 and for the others
  * + - * / on RA__FLOATS are the compiler's. A tile is ni broadcast elements by nt vectors; these
  * parameters, and the dtype of inline functions, are constants after inlining. A slab with few rows
  * left, and half a slab in partial tiles, takes tiles of height 8 with fewer vectors. */
@@ -3358,6 +3359,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_scores)(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, float *s) {
     int32_t dtype = rows->d->k_dtype;
     if (dtype == RA_F32) RA__NAME(decode_scores_of)(rows, keys, s, RA_F32);
+    else if (!RA__DECODE_BY_DTYPE) RA__NAME(decode_scores_of)(rows, keys, s, dtype);
     else if (dtype == RA_F16) RA__NAME(decode_scores_of)(rows, keys, s, RA_F16);
     else if (dtype == RA_BF16) RA__NAME(decode_scores_of)(rows, keys, s, RA_BF16);
     else RA__NAME(decode_scores_of)(rows, keys, s, RA_Q8_0);
@@ -3577,6 +3579,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_values)(const ra__decode_rows *rows,
     int32_t d = 0;
     if (keys->partial) d = 0;          /* all chunks take the general form below */
     else if (dtype == RA_F32) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_F32);
+    else if (!RA__DECODE_BY_DTYPE) d = RA__NAME(decode_value_tiles)(rows, keys, p, dtype);
     else if (dtype == RA_F16) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_F16);
     else if (dtype == RA_BF16) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_BF16);
     else d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_Q8_0);
@@ -4152,6 +4155,7 @@ static const ra__kernel RA__NAME(kernel) = {
 #undef RA__TILE_HEIGHT
 #undef RA__DECODE_TILE_KEYS
 #undef RA__DECODE_TILE_CHUNKS
+#undef RA__DECODE_BY_DTYPE
 #endif /* RA__BODY */
 
 #if defined(RA__MAIN)
@@ -4173,10 +4177,12 @@ static const ra__kernel RA__NAME(kernel) = {
 #define RA__TILE_HEIGHT        4
 #define RA__DECODE_TILE_KEYS   2
 #define RA__DECODE_TILE_CHUNKS 1
+#define RA__DECODE_BY_DTYPE    0
 
 typedef float ra__v4f __attribute__((vector_size(16)));
 typedef int32_t ra__v4i __attribute__((vector_size(16)));
 typedef uint32_t ra__v4u __attribute__((vector_size(16)));
+typedef uint16_t ra__v4h __attribute__((vector_size(8)));
 
 RA__ISA_INLINE ra__v4f ra__set_scalar(float x) {
     ra__v4f v = {x, x, x, x};
@@ -4284,10 +4290,9 @@ RA__ISA_INLINE int32_t ra__any_nonfinite_scalar(ra__v4f v) {
     return b[0] | b[1] | b[2] | b[3];
 }
 RA__ISA_INLINE ra__v4i ra__load_half_scalar(const uint8_t *p) {
-    uint16_t h[4];
-    memcpy(h, p, sizeof h);
-    ra__v4i v = {h[0], h[1], h[2], h[3]};
-    return v;
+    ra__v4h h;
+    memcpy(&h, p, sizeof h);
+    return __builtin_convertvector(h, ra__v4i);
 }
 /* As ra__f32_of_f16, with all branches at once. */
 RA__ISA_INLINE ra__v4f ra__of_f16_scalar(const uint8_t *p) {
@@ -4300,9 +4305,8 @@ RA__ISA_INLINE ra__v4f ra__of_f16_scalar(const uint8_t *p) {
     return (ra__v4f)((ra__v4u)u | (ra__v4u)(h & 0x8000) << 16);
 }
 RA__ISA_INLINE ra__v4f ra__of_i8_scalar(const uint8_t *p) {
-    ra__v4f v = {(float)(int8_t)p[0], (float)(int8_t)p[1], (float)(int8_t)p[2],
-                 (float)(int8_t)p[3]};
-    return v;
+    ra__v4i v = {(int8_t)p[0], (int8_t)p[1], (int8_t)p[2], (int8_t)p[3]};
+    return __builtin_convertvector(v, ra__v4f);
 }
 RA__ISA_INLINE ra__v4f ra__of_bf16_scalar(const uint8_t *p) {
     return (ra__v4f)((ra__v4u)ra__load_half_scalar(p) << 16);
@@ -4345,6 +4349,7 @@ RA__ISA_INLINE void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
 #define RA__TILE_HEIGHT        6
 #define RA__DECODE_TILE_KEYS   2
 #define RA__DECODE_TILE_CHUNKS 1
+#define RA__DECODE_BY_DTYPE    1
 
 RA__ISA_INLINE __m256 ra__set_avx2(float x) { return _mm256_set1_ps(x); }
 RA__ISA_INLINE __m256 ra__load_avx2(const float *p) { return _mm256_loadu_ps(p); }
@@ -4490,6 +4495,7 @@ RA__ISA_INLINE void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
 #define RA__TILE_HEIGHT        4
 #define RA__DECODE_TILE_KEYS   4
 #define RA__DECODE_TILE_CHUNKS 2
+#define RA__DECODE_BY_DTYPE    1
 
 RA__ISA_INLINE __m512 ra__set_avx512(float x) { return _mm512_set1_ps(x); }
 RA__ISA_INLINE __m512 ra__load_avx512(const float *p) { return _mm512_loadu_ps(p); }
@@ -7054,6 +7060,7 @@ RA__RANGES_END
 #define RA__TILE_HEIGHT        5
 #define RA__DECODE_TILE_KEYS   4
 #define RA__DECODE_TILE_CHUNKS 2
+#define RA__DECODE_BY_DTYPE    1
 
 RA__ISA_INLINE float32x4_t ra__set_neon(float x) { return vdupq_n_f32(x); }
 RA__ISA_INLINE float32x4_t ra__load_neon(const float *p) { return vld1q_f32(p); }
