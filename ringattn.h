@@ -2544,20 +2544,22 @@ RA__ISA_STATIC void RA__NAME(write_row)(uint8_t *dst, const float *src, int32_t 
     }
 }
 
+/* Transposes a square in memory. Out of line, because it is long and its callers are many. */
+RA__ISA_NOINLINE void RA__NAME(transpose_square)(RA__FLOATS *v) { RA__NAME(transpose)(v); }
+
 /* v[i] = row i of a square of RA__WIDTH rows and columns. Only `rows` rows of n elements of dtype
  * are in memory; the others are 0. */
 RA__ISA_INLINE void RA__NAME(read_square)(RA__FLOATS *v, const uint8_t *src, int64_t stride,
                                           int32_t dtype, int32_t rows, int32_t n) {
-    float x[RA__WIDTH][RA__WIDTH] = {{0}};
     if (rows >= RA__WIDTH && n >= RA__WIDTH) {
-        RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++)
-            v[i] = RA__NAME(convert)(src + i * stride, dtype);
+        for (int32_t i = 0; i < RA__WIDTH; i++) v[i] = RA__NAME(convert)(src + i * stride, dtype);
         return;
     }
+    float x[RA__WIDTH][RA__WIDTH] = {{0}};
     n = n < RA__WIDTH ? n : RA__WIDTH;
     for (int32_t i = 0; i < RA__WIDTH && i < rows; i++)
         RA__NAME(read_row)(x[i], src + i * stride, dtype, n);
-    RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++) v[i] = RA__NAME(load)(x[i]);
+    for (int32_t i = 0; i < RA__WIDTH; i++) v[i] = RA__NAME(load)(x[i]);
 }
 
 /* The other way: writes what exists of the square. */
@@ -2565,12 +2567,12 @@ RA__ISA_INLINE void RA__NAME(write_square)(uint8_t *dst, int64_t stride, int32_t
                                            const RA__FLOATS *v, int32_t rows, int32_t n) {
     float x[RA__WIDTH][RA__WIDTH];
     if (rows >= RA__WIDTH && n >= RA__WIDTH && dtype == RA_F32) {
-        RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++)
+        for (int32_t i = 0; i < RA__WIDTH; i++)
             RA__NAME(store)((float *)(void *)(dst + i * stride), v[i]);
         return;
     }
     n = n < RA__WIDTH ? n : RA__WIDTH;
-    RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++) RA__NAME(store)(x[i], v[i]);
+    for (int32_t i = 0; i < RA__WIDTH; i++) RA__NAME(store)(x[i], v[i]);
     for (int32_t i = 0; i < RA__WIDTH && i < rows; i++)
         RA__NAME(write_row)(dst + i * stride, x[i], dtype, n);
 }
@@ -2608,7 +2610,7 @@ RA__ISA_INLINE void RA__NAME(multiply)(const RA__NAME(product) *ab, RA__FLOATS (
     int32_t b_step = ab->b_step;
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
         RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = RA__NAME(set)(0.0f);
-    RA__UNROLL_2 for (int32_t k = 0; k < ab->depth; k++, a += step, b += b_step) {
+    for (int32_t k = 0; k < ab->depth; k++, a += step, b += b_step) {
         RA__FLOATS y[RA__VECTORS];
         RA__UNROLL for (int32_t t = 0; t < nt; t++)
             y[t] = RA__NAME(hold)(RA__NAME(load)(b + t * RA__WIDTH));
@@ -2783,9 +2785,8 @@ RA__ISA_NOINLINE void RA__NAME(load_bias)(const RA__NAME(strip) *strip, int32_t 
                 ra__prefetch_far((uintptr_t)from +
                                  (uintptr_t)(RA_BLOCK_TOKENS * score->bias_key_stride));
             }
-            RA__NAME(transpose)(v);
-            RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++)
-                RA__NAME(store)(at + i * RA__WIDTH, v[i]);
+            RA__NAME(transpose_square)(v);
+            for (int32_t i = 0; i < RA__WIDTH; i++) RA__NAME(store)(at + i * RA__WIDTH, v[i]);
             j += RA__WIDTH;
         } else {
             RA__NAME(store)(at, RA__NAME(vector_bias)(strip->panel, row, strip->keys->pos[j]));
@@ -2848,33 +2849,24 @@ RA__ISA_NOINLINE void RA__NAME(adjust)(RA__NAME(strip) *strip) {
         keep |= geo->keep_first[i] < geo->keep_end[i];
     for (int32_t t = 0; t < strip->nt; t++) {
         if (ra__score_is_modified(&strip->panel->score)) RA__NAME(modify_vector)(strip, t);
-        if (strip->partial && !keep) RA__NAME(mask_vector)(strip, t, 0);
-        if (strip->partial && keep) RA__NAME(mask_vector)(strip, t, 1);
+        if (strip->partial) RA__NAME(mask_vector)(strip, t, keep);
     }
 }
 
 /* Scores become p, and p is summed. */
-RA__ISA_INLINE void RA__NAME(weigh_vectors)(RA__NAME(strip) *strip, int32_t nt) {
-    RA__FLOATS shift[RA__VECTORS], sum[RA__VECTORS];
-    float *s = strip->s + strip->first * RA__SLAB;
-    int32_t n = strip->last - strip->first;
-    RA__UNROLL for (int32_t t = 0; t < nt; t++) {
-        shift[t] = RA__NAME(load)(strip->shift + t * RA__WIDTH);
-        sum[t] = RA__NAME(set)(0.0f);
-    }
-    for (int32_t j = 0; j < n; j++, s += RA__SLAB)
-        RA__UNROLL for (int32_t t = 0; t < nt; t++) {
-            RA__FLOATS p = RA__NAME(exp2)(RA__NAME(load)(s + t * RA__WIDTH) - shift[t]);
-            RA__NAME(store)(s + t * RA__WIDTH, p);
-            sum[t] = sum[t] + p;
-        }
-    RA__UNROLL for (int32_t t = 0; t < nt; t++) RA__NAME(store)(strip->sum + t * RA__WIDTH, sum[t]);
-}
-
 RA__ISA_NOINLINE void RA__NAME(weigh)(RA__NAME(strip) *strip) {
-    if (strip->nt == RA__VECTORS) RA__NAME(weigh_vectors)(strip, RA__VECTORS);
-    else if (RA__VECTORS > 2 && strip->nt > 1) RA__NAME(weigh_vectors)(strip, RA__VECTORS / 2);
-    else RA__NAME(weigh_vectors)(strip, 1);
+    int32_t n = strip->last - strip->first;
+    for (int32_t t = 0; t < strip->nt; t++) {
+        RA__FLOATS shift = RA__NAME(load)(strip->shift + t * RA__WIDTH);
+        RA__FLOATS sum = RA__NAME(set)(0.0f);
+        float *s = strip->s + strip->first * RA__SLAB + t * RA__WIDTH;
+        for (int32_t j = 0; j < n; j++, s += RA__SLAB) {
+            RA__FLOATS p = RA__NAME(exp2)(RA__NAME(load)(s) - shift);
+            RA__NAME(store)(s, p);
+            sum = sum + p;
+        }
+        RA__NAME(store)(strip->sum + t * RA__WIDTH, sum);
+    }
 }
 
 /* Sets the shift from m. Returns nonzero if some row has no maximum yet. */
@@ -3150,8 +3142,8 @@ RA__ISA_STATIC void RA__NAME(prepare)(ra__keys *keys, const ra_desc *d,
 }
 
 /* Rows beyond the last one are 0 as far as fold works on them.
- * PERF: rows are transposed in registers. A buffer between would be written and read with different
- * widths, and such loads wait for the stores. */
+ * PERF: rows are transposed as vectors. A buffer that is read with another width than it is written
+ * with would make the loads wait for the stores. */
 RA__ISA_STATIC void RA__NAME(load_q)(const ra__panel *panel, const void *src, int64_t stride,
                                      int32_t dtype, int32_t dim) {
     int32_t size = dtype == RA_F32 ? 4 : 2, last = (panel->rows - 1) / RA__SLAB * RA__SLAB;
@@ -3163,9 +3155,9 @@ RA__ISA_STATIC void RA__NAME(load_q)(const ra__panel *panel, const void *src, in
             float *to = RA__NAME(panel_row)(panel->q, row, dim) + d * RA__SLAB;
             RA__FLOATS v[RA__WIDTH];
             RA__NAME(read_square)(v, from, stride, dtype, panel->rows - row, dim - d);
-            RA__NAME(transpose)(v);
-            RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++)
-                if (i < dim - d) RA__NAME(store)(to + i * RA__SLAB, v[i] * factor);
+            RA__NAME(transpose_square)(v);
+            for (int32_t i = 0; i < RA__WIDTH && i < dim - d; i++)
+                RA__NAME(store)(to + i * RA__SLAB, v[i] * factor);
         }
 }
 
@@ -3191,12 +3183,12 @@ RA__ISA_STATIC void RA__NAME(store_o)(const ra__panel *panel, void *dst, int64_t
             uint8_t *to = (uint8_t *)dst + row * stride + (int64_t)d * size;
             RA__FLOATS v[RA__WIDTH], x = zero;
             if (factor) x = RA__NAME(load)(factor + row);
-            RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++) {
+            for (int32_t i = 0; i < RA__WIDTH; i++) {
                 v[i] = zero;
                 if (i < dim - d) v[i] = RA__NAME(load)(acc + i * RA__SLAB);
                 if (factor) v[i] = v[i] * x + zero;
             }
-            RA__NAME(transpose)(v);
+            RA__NAME(transpose_square)(v);
             RA__NAME(write_square)(to, stride, dtype, v, panel->rows - row, dim - d);
         }
 }
@@ -4758,7 +4750,7 @@ RA__BF_INLINE void ra__bf_product(__m512 (*c)[4], const uint8_t *const *a, int64
  * bytes; those of b are [n][64]. */
 RA__BF_INLINE void ra__bf_products(__m512 (*c)[4], const uint8_t *a, int64_t row, int64_t step,
                                    const float *b, int32_t n, const int32_t ni, const int32_t nt) {
-    RA__UNROLL_2 for (int32_t j = 0; j < n; j++, b += 64, a += step) {
+    for (int32_t j = 0; j < n; j++, b += 64, a += step) {
         const uint8_t *at[8];
         RA__UNROLL for (int32_t i = 0; i < ni; i++) at[i] = a + row * i;
         ra__bf_product(c, at, 0, b, ni, nt);
@@ -4769,8 +4761,7 @@ RA__BF_INLINE void ra__bf_products(__m512 (*c)[4], const uint8_t *a, int64_t row
 RA__BF_INLINE void ra__bf_dots_from(const ra__bf_strip *strip, const uint8_t *const *k, int32_t d,
                                     __m512 (*c)[4], const int32_t ni, const int32_t nt) {
     const float *q = strip->panel->q + strip->row;
-    RA__UNROLL_2 for (; d + 1 < strip->k_dim; d += 2)
-        ra__bf_product(c, k, 2 * d, q + d * 32, ni, nt);
+    for (; d + 1 < strip->k_dim; d += 2) ra__bf_product(c, k, 2 * d, q + d * 32, ni, nt);
     if (d == strip->k_dim) return;
     RA__UNROLL for (int32_t i = 0; i < ni; i++) {
         uint16_t y;
@@ -5177,11 +5168,11 @@ RA__BF_STATIC void ra__load_q_bf16(const ra__panel *panel, const void *src, int6
         for (int32_t d = 0; d < dim; d += 32) {
             const uint32_t first = ra__bf_first_lanes(dim - d, 32);
             const uint8_t *at = from + row * stride + 2 * d;
-            RA__UNROLL for (int32_t i = 0; i < 16; i++)
+            for (int32_t i = 0; i < 16; i++)
                 r[i] = _mm512_castsi512_ps(
                     _mm512_maskz_loadu_epi16(row + i < panel->rows ? first : 0, at + i * stride));
-            ra__transpose_avx512(r);
-            RA__UNROLL for (int32_t i = 0; i < 16; i++)
+            ra__transpose_square_avx512(r);
+            for (int32_t i = 0; i < 16; i++)
                 _mm512_storeu_ps(panel->q + (d / 2 + i) * 64 + row, r[i]);
         }
 }
@@ -5804,7 +5795,7 @@ RA__BF_INLINE __m512 ra__bf_load_key_sums(const ra__bf_key_grad *grad, int32_t d
 
 /* Adds to 4 keys from j on, 64 columns from d on. whole: all of them exist. */
 RA__BF_INLINE void ra__bf_key_grad_tile(const ra__bf_key_grad *grad, int32_t d, int32_t j,
-                                        const int32_t whole) {
+                                        int32_t whole) {
     float *to = grad->to + j * grad->stride + d;
     __m512 c[4][4];
     RA__UNROLL for (int32_t i = 0; i < 4; i++) {
@@ -5860,10 +5851,8 @@ RA__BF_STATIC void ra__bf_add_key_grad(void *amx, const ra__bf_key_grad *grad) {
         return;
     }
     for (int32_t d = 0; d < grad->dim; d += 64)
-        for (int32_t j = 0; j < n; j += 4) {
-            if (grad->dim - d >= 64 && n - j >= 4) ra__bf_key_grad_tile(grad, d, j, 1);
-            else ra__bf_key_grad_tile(grad, d, j, 0);
-        }
+        for (int32_t j = 0; j < n; j += 4)
+            ra__bf_key_grad_tile(grad, d, j, grad->dim - d >= 64 && n - j >= 4);
 }
 
 /* 1 if two jobs must be added one after the other, because some sum would otherwise take its terms
@@ -6835,7 +6824,7 @@ RA__AMX_STATIC int32_t ra__amx_pack_v(uint8_t *to, const uint8_t *from, int64_t 
             for (int32_t i = 0; i < 16; i++)
                 r[i] = _mm512_castsi512_ps(ra__bf_pair_rows(
                     from + (j + 2 * i) * stride + 2 * d, stride, n - j - 2 * i, m, &bad));
-            ra__transpose_avx512(r);
+            ra__transpose_square_avx512(r);
             for (int32_t i = 0; i < 16; i++) _mm512_storeu_ps(to + 64 * i, r[i]);
         }
     return !bad;
@@ -13848,7 +13837,7 @@ static int64_t ra__runs_count(const ra_layout *l, int32_t ranks, int keys) {
 
 /* FNV-1a over the bytes of agreed values. */
 #define RA__HASH_START 14695981039346656037u
-static uint64_t ra__hash(uint64_t h, const void *data, size_t bytes) {
+RA__NOINLINE uint64_t ra__hash(uint64_t h, const void *data, size_t bytes) {
     const uint8_t *p = (const uint8_t *)data;
     for (size_t i = 0; i < bytes; i++) h = (h ^ p[i]) * 1099511628211u;
     return h;
@@ -13860,7 +13849,7 @@ static uint64_t ra__hash_of(const void *data, size_t bytes) {
 
 static uint64_t ra__hash_i64(uint64_t h, int64_t v) { return ra__hash(h, &v, sizeof v); }
 
-static uint64_t ra__hash_array(uint64_t h, const void *data, int64_t n, size_t element) {
+RA__NOINLINE uint64_t ra__hash_array(uint64_t h, const void *data, int64_t n, size_t element) {
     h = ra__hash_i64(h, data ? n : -1);
     return data ? ra__hash(h, data, (size_t)n * element) : h;
 }
