@@ -6154,6 +6154,7 @@ RA__NOINLINE RA__Q8_TARGET void ra__q8_scores(const ra__decode_rows *rows,
             ra__q8_load_keys(next, row, at, r);
             if (keys->streams) ra__q8_prefetch(keys->streams);
         }
+        if (keys->streams && b % 2) ra__q8_prefetch(keys->streams); /* 2 blocks: 17 lines */
     }
     RA__UNROLL for (int32_t r = 0; r < 4; r++)
         sum[r] = _mm512_mul_ps(sum[r], _mm512_set1_ps(q[-1].unit[r]));
@@ -10972,6 +10973,8 @@ typedef struct ra__decode {
     int64_t first, last, blocks;       /* blocks: of all keys */
     int32_t pairs, fours, rows, keys;  /* keys: of a stretch */
     int64_t last_row;                  /* of the keys */
+    ra__stream ahead[2];               /* over K and V, but for `at` */
+    int64_t far[2];                    /* rows from those computed to those prefetched */
     int32_t near;                      /* 1: one row, and keys that caches may hold */
     int32_t group;                     /* query heads per kv head */
     int32_t modifies;                  /* 1: scores of some row may be more than dot products */
@@ -11218,18 +11221,28 @@ static void ra__decode_stretch(const ra__decode *x, int32_t four, int32_t j, ra_
         t->seen |= (uint64_t)(bits[i % RA__DECODE_ROWS] >> i / RA__DECODE_ROWS & 1) << i;
 }
 
-/* Points a stream at the rows of all heads of the task, RA__DECODE_AHEAD bytes or at least a
- * stretch beyond token row `row`. */
-static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view *v, int64_t row) {
-    const int64_t all = x->count > 1 ? x->count * v->head : ra__min(v->token, v->head);
-    const int64_t far = ra__max(x->keys, RA__DECODE_AHEAD / all);
-    const int64_t rows = all == v->token ? x->keys : 1;     /* without a gap */
-    a->at = (uintptr_t)v->data + (uintptr_t)((row + far) * v->token);
-    if (x->paged.table)
-        a->at = ra__page_row(&x->paged, v,
-                             ra__min(row + ra__round_up(far, x->keys), x->last_row));
-    a->lines = a->left = (int32_t)ra__ceil_div(rows * all, 64);
-    a->jump = rows * v->token - (int64_t)a->lines * 64;
+/* Streams over the rows of all heads of the task, in stretches without a gap. How many rows ahead:
+ * RA__DECODE_AHEAD bytes, but whole stretches of keys. */
+static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
+    for (int i = 0; i < 2; i++) {
+        const int64_t token = kv[i].token;
+        const int64_t all = x->count > 1 ? x->count * kv[i].head : ra__min(token, kv[i].head);
+        const int64_t rows = all == token ? x->keys : 1;
+        x->far[i] = ra__round_up(ra__max(x->keys, RA__DECODE_AHEAD / all), x->keys);
+        x->ahead[i].lines = x->ahead[i].left = (int32_t)ra__ceil_div(rows * all, 64);
+        x->ahead[i].jump = rows * token - (int64_t)x->ahead[i].lines * 64;
+    }
+}
+
+/* Points a stream as many rows beyond token row `row`. */
+static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view kv[2],
+                             int64_t row) {
+    for (int i = 0; i < 2; i++) {
+        const int64_t at = row + x->far[i];
+        a[i] = x->ahead[i];
+        a[i].at = (uintptr_t)kv[i].data + (uintptr_t)(at * kv[i].token);
+        if (x->paged.table) a[i].at = ra__page_row(&x->paged, &kv[i], ra__min(at, x->last_row));
+    }
 }
 
 /* Addresses of n rows of K and V of a head: where they are, or gathered out of their pages. */
@@ -11264,7 +11277,7 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
     const int more = !x->near && row + from + x->keys < ra__k_len(&c->d, x->sequence);
     ra__decode_keys *t = x->stretch[from / x->keys];
     ra__stream a[2];
-    for (int i = 0; i < 2 && more; i++) ra__decode_ahead(&a[i], x, &kv[i], row + from);
+    if (more) ra__decode_ahead(a, x, kv, row + from);
     for (int32_t h = 0; h < x->count; h++) {
         int first = more;
         for (int32_t g = 0; g < fours; g++) {
@@ -11433,6 +11446,7 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
         (void)ra__side_block(&c->k_side, x->sequence, tokens, from, &block);
         if (ra__decode_single(c, kv, &block, array ? array + block.row : NULL, x)) return;
     }
+    if (!x->near) ra__decode_streams(x, kv);
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t i = 0; i < x->pairs; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i);
     for (int64_t i = from; i < to; i++) {

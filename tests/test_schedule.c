@@ -1,7 +1,8 @@
 /* The schedule of plans. Proves it by slow models: which rank needs which chunk, by looking at
  * every pair; how many steps a pass takes, by the bound that SCHEDULE states; and the lists of all
  * ranks, by playing them with zero-capacity messages under the rules of a ring until all is done;
- * and how long ranks wait in sendrecv, by clocks that count tiles. */
+ * and how long ranks wait in sendrecv, by clocks that count tiles. Decoding plans too: which lines
+ * of the cache it prefetches. */
 #define _POSIX_C_SOURCE 200112L
 #include "harness.h"
 #define RINGATTN_IMPLEMENTATION
@@ -953,12 +954,56 @@ TEST(figures_saturate)
     CHECK_EQ(ra__add_sat(3, 4), 7);
 }
 
+/* The lines that decoding prefetches are those of a later stretch of 16 keys, once each: of heads
+ * side by side, of one head, with and without gaps, of rows that are not whole lines (q8_0). */
+TEST(prefetched_lines_are_those_of_a_stretch)
+{
+    static const int64_t bytes[4] = { 512, 256, 136, 34 };
+    static char seen[1 << 16];
+    int64_t i, j, far, lines, token, all;
+    for (i = 0; i < 4 * 4 * 3; i++) {
+        const int32_t heads = 1 << i / 4 % 4;
+        const uintptr_t base = (uintptr_t)1 << 20;
+        ra__view kv[2];
+        ra__decode x;
+        ra__stream a[2];
+        all = heads * bytes[i % 4];
+        token = i / 16 == 0 ? all : i / 16 * 4096 + (all + 63) / 64 * 64;
+        if (token != all && all % 64) continue;
+        memset(&x, 0, sizeof x);
+        memset(kv, 0, sizeof kv);
+        x.count = heads;
+        x.keys = RA__DECODE_KEYS;
+        for (j = 0; j < 2; j++) {
+            kv[j].data = (const uint8_t *)base + j * 64;
+            kv[j].token = token;
+            kv[j].head = bytes[i % 4];
+        }
+        ra__decode_streams(&x, kv);
+        ra__decode_ahead(a, &x, kv, 32);
+        far = 32 + x.far[1];
+        CHECK(x.far[1] >= x.keys && x.far[1] % x.keys == 0);
+        CHECK_EQ(a[1].at, base + 64 + (uintptr_t)(far * token));
+        memset(seen, 0, sizeof seen);
+        lines = (x.keys * all + 63) / 64;
+        for (j = 0; j < lines; j++) {
+            const int64_t at = (int64_t)(a[1].at - base) - 64 - far * token;
+            CHECK(at >= 0 && at < x.keys * token && !seen[at / 64]);
+            seen[at / 64] = 1;
+            a[1].at += 64;
+            ra__stream_advance(&a[1], 1);
+        }
+        for (j = 0; j < x.keys * all; j++) CHECK(seen[(j / all * token + j % all) / 64]);
+    }
+}
+
 static const h_test tests[] = {
     ENTRY(bounds_and_pairs_of_rows), ENTRY(needs_and_tiles_by_blocks),
     ENTRY(steps_are_chunks_and_two_rounds), ENTRY(lists_play_through),
     ENTRY(sparse_masks_play_through), ENTRY(sendrecv_does_not_take_turns),
     ENTRY(transfers_hide_as_predicted),
-    ENTRY(figures_of_long_sequences), ENTRY(figures_saturate)
+    ENTRY(figures_of_long_sequences), ENTRY(figures_saturate),
+    ENTRY(prefetched_lines_are_those_of_a_stretch)
 };
 
 int main(int argc, char **argv)
