@@ -3203,7 +3203,9 @@ RA__ISA_STATIC void RA__NAME(store_acc)(const ra__panel *panel, float *dst, int6
  * PERF: 4 rows of D 128 take 64 multiply-adds of 16 lanes per key, at one per cycle on Zen 4. There
  * a fold of 16 keys that are in L1 takes 76 cycles per key in f32, 84 in f16, 66 in bf16 by dot
  * products; of 4 keys 140 in f32, because sums of lanes and exponentials cannot overlap with the
- * multiply-adds of so few. Reading from memory takes 160 cycles per key of f32, 80 of 16 bits. */
+ * multiply-adds of so few. Reading from memory takes 160 cycles per key of f32, 80 of 16 bits. So
+ * f32 and bf16 are bound by memory and f16 by arithmetic: a call whose keys the level 2 cache holds
+ * takes 96 cycles per key in f16. Its 16 conversions per key compete with multiply-adds. */
 #define RA__CHUNK (2 * RA__WIDTH)
 
 /* Elements [d, d + RA__CHUNK) of a row. d: a multiple of RA__CHUNK. */
@@ -6029,7 +6031,9 @@ static const ra__kernel ra__kernel_bf16 = {
  * PERF: Zen 4 issues one product per cycle, so that 4 rows of D 128 take 32 cycles per key. A fold
  * of keys that are in L1 takes 70, in f32 125. Keys of the next 32 dims are put in order between
  * the products of the rows of these, because the scheduler does not look that far ahead: 77 -> 70.
- * Over 32768 keys 9.5 -> 7.3 ms, and 11.3 in f16. Three digits each, as exact as f32, take 8.3. */
+ * Over 32768 keys 9.5 -> 7.3 ms, and 11.3 in f16. Three digits each, as exact as f32, take 8.3. A
+ * call whose keys are in caches takes 80 cycles per key, and reading a key from memory 43: so half
+ * of the read bandwidth is what this arithmetic allows. */
 #define RA__Q8_TARGET                                                                            \
     RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")
 #define RA__Q8_STATIC RA__UNUSED RA__Q8_TARGET static
