@@ -4130,8 +4130,8 @@ static const ra__kernel RA__NAME(kernel) = {
     RA__ISA, RA__NAME(sizes), RA__NAME(widen), RA__NAME(prepare), RA__NAME(load_q),
     RA__NAME(load_acc), RA__NAME(store_acc), RA__NAME(fold), RA__NAME(store_o), RA__DECODE_UNIT,
     RA__NAME(decode_load), RA__NAME(decode_fold), RA__NAME(decode_close), RA__NAME(decode_row),
-    RA__NAME(decode_store), RA__NAME(decode_merge), RA__NAME(sizes_back), RA__NAME(prepare_back), RA__NAME(load_back),
-    RA__NAME(deltas), RA__NAME(fold_back), RA__NAME(put_grad)};
+    RA__NAME(decode_store), RA__NAME(decode_merge), RA__NAME(sizes_back), RA__NAME(prepare_back),
+    RA__NAME(load_back), RA__NAME(deltas), RA__NAME(fold_back), RA__NAME(put_grad)};
 
 #undef RA__SLAB
 #undef RA__ISA_NOINLINE
@@ -21444,7 +21444,7 @@ RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t 
     while ((s = ra_infer_step(c, 0)) > 0) {
         idle = s == RA_AGAIN ? 0 : idle + 1;
         if (idle > 220) ra__cache_wait(c);
-        else if (idle > 200) ra__yield();
+        else if (idle > 10) ra__yield();                   /* ranks may share a processor */
         else if (idle) ra__pause();
     }
     return s;

@@ -638,7 +638,7 @@ static void cache_part(void *ctx, int ith, int nth) {
         for (int idle = 0; s == RA_AGAIN || s == RA_WAIT; idle++) {
             s = ra_infer_join(l->cache[rank], &job, ith / l->ranks);
             if (s == RA_AGAIN) idle = 0;
-            if (idle > 100) sched_yield();
+            if (idle > 10) sched_yield();  /* ranks share processors: see ra_infer */
         }
         if (s != RA_OK) __atomic_store_n(&l->status, s, __ATOMIC_RELAXED);
     }
