@@ -1121,7 +1121,8 @@ typedef struct ra_cache ra_cache;
  * outputs. */
 enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
 /* What travels (OWN): queries to all ranks and partial results back, or keys and values to the
- * queries. AUTO: what takes fewer bytes in this call, if there is memory for it. */
+ * queries. AUTO: what takes fewer bytes in this call, if there is memory for it, where a byte of a
+ * partial result counts as 3, because these are merged too. */
 enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV };
 /* AUTO: at most 16 new (token, head) pairs per KV head take the form of decoding, more the form of
  * prefill, which differ in the last bits. SAME: always the form of decoding (where Hq / Hkv <= 16),
@@ -20168,7 +20169,12 @@ static int64_t ra__keys_length(const ra_cache *c, int32_t rank, int64_t *rows) {
     return RA__FRAME_BYTES + ra__round_up(*rows * ra__key_bytes(&c->d), 64) + 64;
 }
 
-/* PASS_KV if that moves fewer bytes and there is memory for it. All ranks decide the same. */
+/* PASS_KV if that moves fewer bytes and there is memory for it. Every rank comes to the same.
+ * PERF: partial results are stored, moved, read and merged. 2 and 4 threads as ranks, 2 processors
+ * of Zen 4, 8/2 heads of 64 in f32, 1 to 1024 new and 0 to 32768 cached tokens: 1 MB of them and of
+ * their queries takes 230 to 410 us, 1 MB of keys 70. Unweighted, the way that is taken takes up to
+ * 1.25 times as long as the other. */
+enum { RA__PART_WEIGHT = 3 };
 static int32_t ra__cache_way(const ra_cache *c) {
     double q, part = 0, keys = 0;
     if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL || c->cd.way == RA_INFER_PASS_Q)
@@ -20182,7 +20188,7 @@ static int32_t ra__cache_way(const ra_cache *c) {
         part += (double)ra__rank_trees(c, r) * (double)(c->rows - c->rank_rows[r]);
     }
     q = (double)c->rows * (c->ranks - 1) * (double)ra__query_bytes(&c->d) +
-        part * 4.0 * (double)ra__partial_floats(&c->d);
+        part * (4.0 * RA__PART_WEIGHT) * (double)ra__partial_floats(&c->d);
     keys *= (c->ranks - 1) * (double)ra__key_bytes(&c->d);
     return keys < q ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
 }
