@@ -876,9 +876,9 @@ typedef struct ra_prediction {         /* seconds */
     double all_done_s;                 /* until the last rank is done */
     double bound_s;                    /* all_done_s with any number of buffers: what the order of
                                         * keys allows. Without a mask, in the order that makes bits
-                                        * independent of ranks, the last rank's own keys come last,
-                                        * so at most 1 - 1 / ranks of a transfer as long as computing
-                                        * can be hidden; causal ZIGZAG and RA_ORDER_ROUNDS have no
+                                        * independent of ranks, the last rank's own keys come last:
+                                        * at most 1 - 1 / ranks of a transfer as long as computing
+                                        * can be hidden. Causal ZIGZAG and RA_ORDER_ROUNDS have no
                                         * such limit */
 } ra_prediction;
 RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const ra_rates *rates,
@@ -12177,14 +12177,16 @@ RA__ONCE_BEGIN
  * earlier step.
  *
  * Rounds. With RA_ORDER_ROUNDS each rank goes through the list of a forward pass in an order of its
- * own. Round i of a sequence is chunk i of every shard. A rank folds its own, then that of the rank
- * before it in the direction of travel, and so on around the ring; it sends in the same order. So
- * all links are busy from the start, and own keys are folded while others come. No deadlock, with
- * two buffers or more: sort all messages by round, then by hops from the owner. On a link they go
- * in this order. The buffer of a message becomes free when the chunk in it is folded, which waits
- * for earlier messages on this link only, and sent on. Between that chunk and the message at least
- * one other came on this link. Of that chunk this one is of a later round or of more hops, so that
- * sending the chunk on, by one hop more, is not after it, and before the message.
+ * own. Round i of a sequence is chunk i of every shard. A rank folds its own chunk, then that of
+ * the rank before it in the direction of travel, and so on around the ring, and it sends in the
+ * same order. All links are busy from the start, and own keys are folded while others come.
+ *
+ * That cannot deadlock with two buffers or more. Sort all messages by round, then by hops from the
+ * owner: each link carries them in this order. A message needs a buffer. The chunk that was in it
+ * must have been folded, which waits for earlier messages of the same link only, and sent on. With
+ * two buffers at least one message came on this link in between. It has more hops than that chunk
+ * had, or belongs to a later round, so sending the chunk on, with one hop more, comes no later than
+ * it. So a message waits for earlier ones only.
  *
  * Time. With two buffers or more a forward pass of C chunks on P ranks takes less than C +
  * (sequences + 1) P steps, for every mask and layout. Going up, chunk c of the list may leave its
@@ -12222,8 +12224,8 @@ typedef struct ra__travel {
     int64_t need_row;                  /* bytes */
 } ra__travel;
 
-/* Entry of the list of rounds: a chunk, the first entry of its round, and how many the round has, by
- * ascending owners. */
+/* Entry of the list of rounds: a chunk, the first entry of its round, and how many that has. Owners
+ * ascend in a round. */
 typedef struct ra__round { int32_t chunk, first, count; } ra__round;
 
 /* A segment of a chunk of keys among all of its sequence, which are sorted by `first`. */
@@ -12895,8 +12897,9 @@ typedef struct ra__play_slot { int64_t arrived, folded, sent; } ra__play_slot;
 /* Positions that a block of queries sees: [lo, hi) and [doc, keep). */
 typedef struct ra__sight { int64_t lo, hi, doc, keep; } ra__sight;
 
-/* What a rank has done. send, fold: the next chunk that it looks at for sending and for folding, in
- * its order; home: the next of the list that returns. Message i of a kind is in slot i mod slots. */
+/* What a rank has done. send, fold: the next chunk, in its order, that it looks at for sending and
+ * for folding. home: the next of the list that returns. Message i of a kind is in slot i mod
+ * slots. */
 typedef struct ra__play_seat {
     int64_t send, fold, home;
     int64_t received, sent_on, visited; /* chunks of others: came, are past `send`, past `fold` */
@@ -16488,9 +16491,9 @@ static int64_t ra__ring_ops(const ra_ring *r) {
            ra__ring_return_ops(r);
 }
 
-/* Posts receives that have a free buffer. Lent memory may be the sender's, whose send then ends when
- * it is released. In rounds, where all ranks send on at the same time, they would wait for one
- * another around the ring: nothing is borrowed there, unless nothing is sent on. */
+/* Posts receives that have a free buffer. Lent memory may be the sender's, whose send then ends
+ * only when it is released. In rounds all ranks send on at the same time and would wait for one
+ * another: nothing is borrowed there, except by two ranks, which send nothing on. */
 static void ra__ring_more_receives(ra_ring *r) {
     const ra__lane *lane = &r->lane[RA__RECEIVES];
     const int borrows = (r->tp.caps & RA_CAP_LOAN) && !r->lists->backward &&
@@ -17286,9 +17289,9 @@ static int ra__fold_goes_on(const ra_ring *r, int64_t from, int64_t next) {
 
 /* Received chunks keep their buffers until tasks that fold them are stored. So that others can come
  * meanwhile, all tasks also store each time as many have been received as make half of the buffers,
- * unless that is so few keys that storing would cost too much, and before own chunks, except in
- * rounds, where one comes at a time. Shared chunks need no buffers, and during a sendrecv nothing is
- * computed anyway. */
+ * unless that is so few keys that storing would cost too much, and before own chunks (not in
+ * rounds, where one comes at a time). Shared chunks need no buffers, and during a sendrecv nothing
+ * is computed anyway. */
 enum { RA__GROUP_LEAST = 1024 };
 static int ra__fold_joins(const ra_ring *r, const ra__fold_hand *h) {
     const ra_desc *d = &r->plan->d;

@@ -820,9 +820,9 @@ TEST(default_chunks_hide_transfers)
 TEST(rounds_hide_transfers)
 {
     static const int worlds[5] = { 2, 3, 4, 8, 16 };
-    for (int i = 0; i < 5 * 5 * 2; i++) {
-        const int ranks = worlds[i % 5], causal = i / 25;
-        const int64_t shard = (int64_t)1024 << i / 5 % 5;
+    for (int i = 0; i < 5 * 7 * 2; i++) {
+        const int ranks = worlds[i % 5], causal = i / 35;
+        const int64_t shard = (int64_t)1024 << i / 5 % 7;
         ra_plan *plan = overlap_plan(ranks, shard, causal,
                                      causal ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS,
                                      RA_ORDER_ROUNDS, NULL);
@@ -1180,8 +1180,8 @@ static const h_test tests[] = {
     ENTRY(packed_documents), ENTRY(walks_are_linear), ENTRY(runs_that_meet),
     ENTRY(positions_held_twice), ENTRY(positions_held_twice_among_many),
     ENTRY(counters_of_random_runs), ENTRY(positions_of_layouts), ENTRY(prediction_by_hand),
-    ENTRY(prediction_of_imbalance), ENTRY(default_chunks_hide_transfers), ENTRY(rounds_hide_transfers),
-    ENTRY(rates_choose_chunks), ENTRY(workspace_to_the_byte),
+    ENTRY(prediction_of_imbalance), ENTRY(default_chunks_hide_transfers),
+    ENTRY(rounds_hide_transfers), ENTRY(rates_choose_chunks), ENTRY(workspace_to_the_byte),
     ENTRY(memory_is_a_few_chunks), ENTRY(few_rows_far_away), ENTRY(nothing_allocates_in_a_pass),
     ENTRY(every_allocation_may_fail)
 };

@@ -850,15 +850,16 @@ TEST(sendrecv_does_not_take_turns)
     int64_t i;
     pthread_mutex_init(&flat.lock, NULL);
     pthread_cond_init(&flat.moved, NULL);
-    for (i = 0; i < 3 * 2 * 3 * 2; i++) {
-        int ranks = i < 18 ? 2 : FLAT_RANKS;
+    for (i = 0; i < 3 * 2 * 3 * 2 + 6; i++) {          /* the last 6 are in rounds */
+        int ranks = i < 18 || i >= 39 ? 2 : FLAT_RANKS;
         int64_t blocking, posted;
         ra_desc d;
         if (!h_case(i) || (!h_run.large && i % 18 != 0 && i % 18 != 4)) continue;
         if (!h_variant(i / 6, 0)) continue;
         const int64_t shard = i % 18 < 6 ? 1024 : 2048;
-        d = flat_desc(ranks, shard, 2, i);
+        d = flat_desc(ranks, shard, 2, i < 36 ? i : i % 3 + (i & 1) * 3);
         d.chunk_tokens = (int32_t)(shard / 4);
+        if (i >= 36) d.order = RA_ORDER_ROUNDS;
         flat_world(d);
         blocking = flat_pass(ranks, 0);
         posted = flat_pass(ranks, 1);

@@ -73,16 +73,16 @@ static void describe(const world *w)
     const net_config *c = &w->net->c;
     snprintf(h_run.context, sizeof h_run.context,
              "P %d passes %d threads %d join %d | B %d T %lld keys %lld at %lld H %d/%d D %d/%d "
-             "v_in_k %d dtypes %d%d%d%d mask %d layout %d weights %d scores %d chunk %d buffers %d order %d"
-             " | delay %lld capacity %d refuse %d lend %d/%d peer %d thread %d shared %d reg %d"
-             " bare %d told %d ops %u | fault %d rank %d at %lld value %d byte %d fired %d",
+             "v_in_k %d dtypes %d%d%d%d mask %d layout %d weights %d scores %d chunk %d buffers %d"
+             " order %d | delay %lld capacity %d refuse %d lend %d/%d peer %d thread %d shared %d"
+             " reg %d bare %d told %d ops %u | fault %d rank %d at %lld value %d byte %d fired %d",
              w->ranks, w->passes, w->threads, w->join, d->sequences, (long long)d->tokens,
              (long long)d->kv_tokens, (long long)d->q_offset, d->q_heads, d->kv_heads, d->k_dim,
              d->v_dim, d->v_in_k, d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype, d->mask.kind,
              d->layout.kind, d->layout.weights != NULL, d->scores, d->chunk_tokens, d->buffers,
-             d->order, (long long)c->delay, c->capacity, c->refuse, c->lend, c->lend_sender, c->any_peer,
-             c->any_thread, c->shared, c->reg, c->bare, c->told, c->max_ops, c->fault.kind,
-             c->fault.rank, (long long)c->fault.at, c->fault.value, c->fault.byte, c->fault.fired);
+             d->order, (long long)c->delay, c->capacity, c->refuse, c->lend, c->lend_sender,
+             c->any_peer, c->any_thread, c->shared, c->reg, c->bare, c->told, c->max_ops,
+             c->fault.kind, c->fault.rank, (long long)c->fault.at, c->fault.value, c->fault.byte, c->fault.fired);
 }
 
 static void random_net(net_config *c, int ranks)
@@ -1005,7 +1005,8 @@ enum {
     DIFF_INTERVALS, DIFF_INTERVAL_COUNT, DIFF_TOKENS_OF, DIFF_CHUNK, DIFF_BUFFERS, DIFF_WEIGHTS,
     DIFF_COLUMN, DIFF_DOCUMENTS, DIFF_DOC_COUNT, DIFF_SEQUENCES, DIFF_KV_TOKENS, DIFF_Q_OFFSET,
     DIFF_CAUSAL, DIFF_CAUSAL_BLOCK, DIFF_PREFIX, DIFF_Q_RUNS, DIFF_KV_TOKENS_OF, DIFF_Q_DTYPE,
-    DIFF_Q_HEADS, DIFF_LAYOUT, DIFF_ALIBI, DIFF_SINK, DIFF_SEED, DIFF_ORDER, DIFF_ISA, DIFF_THREADS, DIFFS
+    DIFF_Q_HEADS, DIFF_LAYOUT, DIFF_ALIBI, DIFF_SINK, DIFF_SEED, DIFF_ORDER, DIFF_ISA,
+    DIFF_THREADS, DIFFS
 };
 
 static int diff_named, diff_seen;
@@ -1015,7 +1016,8 @@ static const char *const diff_text[DIFFS] = {
     ": scale", ": scale", ": scale", ": dtypes", ": mask", ": mask", ": mask", ": mask", ": mask",
     ": sizes", ": chunk_tokens", ": chunk_tokens", ": layout", ": sizes", ": mask", ": mask",
     ": sizes", ": sizes", ": sizes", ": mask", ": mask", ": mask", ": layout", ": sizes",
-    ": dtypes", ": sizes", ": layout", ": scale", ": scale", ": forward or backward", ": chunk_tokens", "", ""
+    ": dtypes", ": sizes", ": layout", ": scale", ": scale", ": forward or backward",
+    ": chunk_tokens", "", ""
 };
 
 /* A problem in which every rank sends something to every other, in messages whose number and length

@@ -1357,7 +1357,8 @@ static inline void describe_case(const problem *p, const setup *s)
     }
     n += snprintf(out + n, room - (size_t)n, " | %s%s P %d chunk %d buffers %d%s %s strides %s",
                   kinds[s->layout], s->weighted ? " weighted" : "", s->ranks, s->chunk_tokens,
-                  s->buffers, s->order ? " rounds" : "", s->any_isa ? "mixed" : ra_isa_name(s->isa), strides[s->strides]);
+                  s->buffers, s->order ? " rounds" : "",
+                  s->any_isa ? "mixed" : ra_isa_name(s->isa), strides[s->strides]);
     n += snprintf(out + n, room - (size_t)n, " %s %s threads %d passes %d%s%s", wires[s->wire],
                   calls[s->call], s->threads, s->passes, s->exact ? " exact" : "",
                   s->no_lse ? " no lse" : "");
