@@ -102,8 +102,8 @@ static void describe(const sim *w)
              "P %d passes %d threads %d | B %d T %lld keys %lld H %d/%d D %d/%d dtypes %d%d%d%d "
              "mask %d layout %d chunk %d buffers %d order %d fetch %d", w->ranks, w->passes,
              w->threads, d->sequences, (long long)d->tokens, (long long)d->kv_tokens, d->q_heads,
-             d->kv_heads, d->k_dim, d->v_dim, d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype, d->mask.kind,
-             d->layout.kind, d->chunk_tokens, d->buffers, d->order, w->fetch);
+             d->kv_heads, d->k_dim, d->v_dim, d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype,
+             d->mask.kind, d->layout.kind, d->chunk_tokens, d->buffers, d->order, w->fetch);
 }
 
 static sim *make_world(int ranks, int passes, const net_config *c)

@@ -82,7 +82,8 @@ static void describe(const world *w)
              d->layout.kind, d->layout.weights != NULL, d->scores, d->chunk_tokens, d->buffers,
              d->order, (long long)c->delay, c->capacity, c->refuse, c->lend, c->lend_sender,
              c->any_peer, c->any_thread, c->shared, c->reg, c->bare, c->told, c->max_ops,
-             c->fault.kind, c->fault.rank, (long long)c->fault.at, c->fault.value, c->fault.byte, c->fault.fired);
+             c->fault.kind, c->fault.rank, (long long)c->fault.at, c->fault.value, c->fault.byte,
+             c->fault.fired);
 }
 
 static void random_net(net_config *c, int ranks)
