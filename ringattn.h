@@ -171,10 +171,10 @@
  *   ra_attention   checks the descriptor and tensors (ra__local_check), picks a form and runs it:
  *                  few (token, head) pairs per KV head by ra__decode_run (DECODE), everything else
  *                  by ra__local_run (LOCAL), which gives each thread its tasks. A task loads query
- *                  rows (ra__task_load), folds one block of keys after the other through the table
- *                  of kernels (ra__task_fold, FORWARD; KERNEL), divides and writes o.
+ *                  rows (ra__task_data), folds one block of keys after the other through the table
+ *                  of kernels (ra__task_some, FORWARD; KERNEL), divides and writes o.
  *   ra_forward     is ra_begin, then ra_step until done. A step either moves messages or claims a
- *                  task and folds the next chunk for it by the same ra__task_fold (RING). Which
+ *                  task and folds the next chunk for it by the same ra__task_some (RING). Which
  *                  chunks, in which order, from and to whom: ra_plan_create wrote those lists
  *                  (SCHEDULE, PLAN).
  *   ra_infer       is ra_infer_begin, then ra_infer_step until done. A call has a few stages with
@@ -8238,7 +8238,7 @@ typedef struct ra__tensor {
       keys, writable }
 
 /* Tensor `which` of a call with rows[0] queries and rows[1] keys. */
-static ra__tensor ra__tensor_of(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+RA__INLINE ra__tensor ra__tensor_of(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                 int which) {
     static const struct { const char *field; size_t at, dim, dtype; int32_t keys, writable; }
     list[RA__TENSORS] = {
@@ -8318,7 +8318,7 @@ static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e)
 }
 
 /* The view of tensor `which` of a call. */
-static ra_status ra__check_tensor(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+RA__INLINE ra_status ra__check_tensor(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                   int which, ra__view *out, ra_error *e) {
     const ra__tensor x = ra__tensor_of(d, t, rows, which);
     return ra__view_check(&x, out, e);
@@ -8333,64 +8333,57 @@ static ra_status ra__check_keys(const ra_desc *d, const ra_tensors *t, const int
     return s;
 }
 
-/* The memory of a tensor: pieces of `bytes` without gaps, and the steps between them. */
+/* A tensor that ra__view_check has accepted, and the bytes from its first to its last; 0: none. */
+typedef struct ra__extent { ra__tensor x; int64_t bytes; } ra__extent;
+
+/* Memory in pieces of `bytes` without gaps, and the steps between them, the shortest first. */
 typedef struct ra__region {
-    const uint8_t *data;
     int64_t bytes, step[3], count[3];
-    int64_t extent;                    /* bytes from the first to the last; 0: no memory */
     int32_t steps;
 } ra__region;
 
-/* Of a tensor that ra__view_check has accepted. */
+static int64_t ra__extent_of(const ra__tensor *x) {
+    const int64_t stride[3] = { x->in.head_stride, x->in.token_stride, x->in.batch_stride };
+    const int64_t count[3] = { x->heads, x->rows, x->batch };
+    int64_t span = ra__row_bytes(x->dtype, x->dim), bytes = span;
+    if (!x->in.data || !x->heads || !x->rows || !x->batch) return 0;
+    for (int i = 0; i < 3; i++) {                          /* packed: extent of what is inside */
+        const int64_t step = stride[i] ? stride[i] : span;
+        span = ra__max(span, count[i] * step);
+        bytes = ra__add_sat(bytes, (count[i] - 1) * step);
+    }
+    return bytes;
+}
+
+/* The region of a tensor that has memory: no step where there is no gap. */
 static ra__region ra__region_of(const ra__tensor *x) {
     const int64_t stride[3] = { x->in.head_stride, x->in.token_stride, x->in.batch_stride };
     const int64_t count[3] = { x->heads, x->rows, x->batch };
     int64_t span = ra__row_bytes(x->dtype, x->dim);
-    ra__region r;
-    memset(&r, 0, sizeof r);
-    if (!x->in.data) return r;
-    r.data = (const uint8_t *)x->in.data;
-    r.bytes = r.extent = span;
-    if (!(stride[0] | stride[1] | stride[2])) {            /* one piece */
-        r.bytes = r.extent = span * x->heads * x->rows * x->batch;
-        for (int i = 0; i < 3; i++) r.count[i] = 1;
-        return r;
-    }
-    r.steps = 3;
-    for (int i = 0; i < 3; i++) {                          /* 0: extent of what is inside */
-        r.step[i] = stride[i] ? stride[i] : span;
-        r.count[i] = count[i];
-        span = ra__max(span, count[i] * r.step[i]);
-        r.extent = ra__add_sat(r.extent, (count[i] - 1) * r.step[i]);
-    }
-    if (!x->heads || !x->rows || !x->batch) r.extent = 0;
-    return r;
-}
-
-/* The same memory with the shortest step first, and no step where there is no gap. */
-static ra__region ra__region_sorted(const ra__region *r) {
-    ra__region out = *r;
     int32_t dense = 0;
-    out.steps = 0;
+    ra__region r;
+    r.bytes = span;
+    r.steps = 0;
     for (int i = 0; i < 3; i++) {
-        int at = out.steps;
-        if (r->count[i] == 1) continue;
-        for (; at > 0 && out.step[at - 1] > r->step[i]; at--) {
-            out.step[at] = out.step[at - 1];
-            out.count[at] = out.count[at - 1];
+        const int64_t step = stride[i] ? stride[i] : span;
+        int32_t at = r.steps;
+        span = ra__max(span, count[i] * step);
+        if (count[i] == 1) continue;
+        for (; at > 0 && r.step[at - 1] > step; at--) {
+            r.step[at] = r.step[at - 1];
+            r.count[at] = r.count[at - 1];
         }
-        out.step[at] = r->step[i];
-        out.count[at] = r->count[i];
-        out.steps++;
+        r.step[at] = step;
+        r.count[at] = count[i];
+        r.steps++;
     }
-    for (; dense < out.steps && out.step[dense] == out.bytes; dense++)
-        out.bytes *= out.count[dense];
-    out.steps -= dense;
-    for (int i = 0; i < out.steps; i++) {
-        out.step[i] = out.step[i + dense];
-        out.count[i] = out.count[i + dense];
+    for (; dense < r.steps && r.step[dense] == r.bytes; dense++) r.bytes *= r.count[dense];
+    r.steps -= dense;
+    for (int i = 0; i < r.steps; i++) {
+        r.step[i] = r.step[i + dense];
+        r.count[i] = r.count[i + dense];
     }
-    return out;
+    return r;
 }
 
 /* Bytes from the first to the last of a part of a region that has only the first n steps. */
@@ -8420,32 +8413,30 @@ static int ra__regions_meet(const ra__region *a, int32_t na, const ra__region *b
     return 0;
 }
 
-/* What is written must not share memory with the first n regions. */
-static ra_status ra__check_apart(const ra__region *out, const ra__region *others, int32_t n,
-                                 const char *field, ra_error *e) {
+/* What is written must not share memory with the first n tensors. */
+static ra_status ra__check_apart(const ra__extent *out, const ra__extent *others, int32_t n,
+                                 ra_error *e) {
     static const char *const text[RA__TENSOR_D_V] = {
         "overlaps t.q", "overlaps t.k", "overlaps t.v", "overlaps t.o", "overlaps t.lse",
         "overlaps t.d_o", "overlaps t.d_q", "overlaps t.d_k",
     };
-    for (int32_t i = 0; i < n && out->extent; i++) {
-        const int64_t gap = (int64_t)((uintptr_t)others[i].data - (uintptr_t)out->data);
+    for (int32_t i = 0; i < n && out->bytes; i++) {
+        const int64_t gap = (int64_t)((uintptr_t)others[i].x.in.data - (uintptr_t)out->x.in.data);
         ra__region a, b;
-        if (!others[i].extent || gap >= out->extent || -gap >= others[i].extent) continue;
-        a = ra__region_sorted(out);
-        b = ra__region_sorted(&others[i]);
+        if (!others[i].bytes || gap >= out->bytes || -gap >= others[i].bytes) continue;
+        a = ra__region_of(&out->x);
+        b = ra__region_of(&others[i].x);
         if (ra__regions_meet(&a, a.steps, &b, b.steps, gap))
-            return ra__refuse(e, RA_E_SHAPE, field, text[i], 0);
+            return ra__refuse(e, RA_E_SHAPE, out->x.field, text[i], 0);
     }
     return RA_OK;
 }
 
-/* The regions of the first n tensors of a call. All have been accepted. */
-static void ra__regions_of(const ra_desc *d, const ra_tensors *t, const int64_t rows[2], int n,
-                           ra__region *r) {
-    for (int i = 0; i < n; i++) {
-        const ra__tensor x = ra__tensor_of(d, t, rows, i);
-        r[i] = ra__region_of(&x);
-    }
+/* Notes tensor `which` of a call, which has been accepted. */
+RA__INLINE void ra__extent_note(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                int which, ra__extent *r) {
+    r[which].x = ra__tensor_of(d, t, rows, which);
+    r[which].bytes = ra__extent_of(&r[which].x);
 }
 
 /* Steps of a bias: bytes, and 0 where elements are shared. */
@@ -8567,25 +8558,29 @@ static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_
 /* What a forward call writes must not overlap what it reads. All tensors have been accepted. */
 static ra_status ra__check_forward(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                    ra_error *e) {
-    ra__region r[RA__TENSOR_LSE + 1];
+    ra__extent r[RA__TENSOR_LSE + 1];
     ra_status s;
-    ra__regions_of(d, t, rows, RA__TENSOR_LSE + 1, r);
-    s = ra__check_apart(&r[RA__TENSOR_O], r, RA__TENSOR_O, "t.o", e);
-    return s ? s : ra__check_apart(&r[RA__TENSOR_LSE], r, RA__TENSOR_LSE, "t.lse", e);
+    ra__extent_note(d, t, rows, RA__TENSOR_Q, r);
+    ra__extent_note(d, t, rows, RA__TENSOR_K, r);
+    ra__extent_note(d, t, rows, RA__TENSOR_V, r);
+    ra__extent_note(d, t, rows, RA__TENSOR_O, r);
+    ra__extent_note(d, t, rows, RA__TENSOR_LSE, r);
+    s = ra__check_apart(&r[RA__TENSOR_O], r, RA__TENSOR_O, e);
+    return s ? s : ra__check_apart(&r[RA__TENSOR_LSE], r, RA__TENSOR_LSE, e);
 }
 
-/* The view and the region of a gradient, if it is requested. It must not overlap the tensors before
- * it. */
+/* The view of a gradient, if it is requested. It must not overlap the tensors before it. */
 static ra_status ra__check_grad(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                int which, ra__region *r, ra__view *view) {
-    const ra__tensor x = ra__tensor_of(d, t, rows, which);
+                                int which, ra__extent *r, ra__view *view) {
+    ra__extent *out = &r[which];
     ra_status s;
     memset(view, 0, sizeof *view);
-    if (!x.in.data) return RA_OK;
-    s = ra__view_check(&x, view, d->error);
+    out->x = ra__tensor_of(d, t, rows, which);
+    if (!out->x.in.data) return RA_OK;
+    s = ra__view_check(&out->x, view, d->error);
     if (s) return s;
-    r[which] = ra__region_of(&x);
-    return ra__check_apart(&r[which], r, which, x.field, d->error);
+    out->bytes = ra__extent_of(&out->x);
+    return ra__check_apart(out, r, which, d->error);
 }
 
 /* Two elements of a tensor with these strides and counts overlap, other than by a stride of 0. */
@@ -8636,7 +8631,7 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
  * keys. */
 static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                  ra__view view[4]) {
-    ra__region r[RA__TENSORS];
+    ra__extent r[RA__TENSORS];
     ra_error *e = d->error;
     ra_status s = RA_OK;
     if (!d->train)
@@ -8653,7 +8648,7 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
         s = ra__check_tensor(d, t, rows, RA__TENSOR_O, &view[1], e);
         if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_LSE, &view[1], e);
         if (s) return s;
-        ra__regions_of(d, t, rows, RA__TENSOR_D_Q, r);
+        for (int i = 0; i < RA__TENSOR_D_Q; i++) ra__extent_note(d, t, rows, i, r);
     }
     s = ra__check_grad(d, t, rows, RA__TENSOR_D_Q, r, &view[1]);
     if (!s) s = ra__check_grad(d, t, rows, RA__TENSOR_D_K, r, &view[2]);
@@ -9596,12 +9591,6 @@ static void ra__task_data(const ra__work *w, const ra__task *t, ra__scratch *x, 
     }
 }
 
-/* Prepares the panels of a task: rows, geometry, packed queries, state. */
-static void ra__task_load(const ra__work *w, const ra__task *t, ra__scratch *x, int first) {
-    ra__task_rows(w, t, x);
-    ra__task_data(w, t, x, first);
-}
-
 /* Block s of segment i as it is stored; its positions are in `pos`. */
 static ra__keys ra__block_keys(const ra__item *item, int32_t i, const ra__seg *s, int32_t kv_head,
                                const int32_t *pos) {
@@ -9796,13 +9785,6 @@ static int ra__task_some(const ra__work *w, const ra__task *t, const ra__item *i
     }
     ra__task_flush(w, t, x);
     return 1;
-}
-
-static void ra__task_fold(const ra__work *w, const ra__task *t, const ra__item *item,
-                          ra__scratch *x, ra__tally *tally) {
-    x->block = 0;
-    x->left = INT64_MAX;
-    (void)ra__task_some(w, t, item, x, tally);
 }
 
 /* Tasks of a sequence with `blocks` query blocks. */
@@ -10832,7 +10814,8 @@ static void ra__local_load(const ra__local *c, const ra__task *t, ra__scratch *x
     memset(item, 0, sizeof *item);
     if (array) array += t->sequence * c->k_side.array_stride;
     for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_load(c, t, x, i, gather);
-    if (!c->pairs) ra__task_load(&c->w, t, x, 1);
+    if (!c->pairs) ra__task_rows(&c->w, t, x);
+    if (!c->pairs) ra__task_data(&c->w, t, x, 1);
     ra__chunk_side(&c->k_side, t->sequence, ra__k_len(&c->d, t->sequence), &item->c);
     item->paged = ra__paged_of(&c->d, &c->w.t->pages, t->sequence);
     ra__item_owned(item, c->kv, array);
@@ -10852,7 +10835,8 @@ static void ra__local_task(const ra__local *c, const ra__task *t, ra__scratch *x
     ra__tally tally = { 0, 0, 0 };
     ra__item item;
     ra__local_load(c, t, x, gather, &item);
-    ra__task_fold(&c->w, t, &item, x, &tally);
+    x->left = INT64_MAX;
+    (void)ra__task_some(&c->w, t, &item, x, &tally);
     ra__local_save(c, t, x, gather);
     ra__fp_leave(mode);
 }
@@ -12348,6 +12332,11 @@ RA__INLINE int32_t ra__ranks_up(const ra_plan *p, int32_t from, int32_t to) {
     return to < from ? to - from + p->d.ranks : to - from;
 }
 
+/* Steps from one rank to another in a direction of travel, +1 or -1. */
+RA__INLINE int32_t ra__ranks_along(const ra_plan *p, int32_t direction, int32_t from, int32_t to) {
+    return direction > 0 ? ra__ranks_up(p, from, to) : ra__ranks_up(p, to, from);
+}
+
 /* What travels backward. */
 RA__INLINE const ra__travel *ra__back_travel(const ra_plan *p) {
     return p->d.backward_travel == RA_TRAVEL_Q ? &p->queries : &p->keys;
@@ -12474,6 +12463,14 @@ static int64_t ra__back_length(const ra_desc *d, const ra__chunk *c, int32_t hop
 RA__INLINE int32_t ra__back_stations(const ra_plan *p, const ra__chunk *c) {
     int32_t reach = c->back_hops[c->back_lead];
     return reach && p->d.grad_return == RA_RETURN_RING ? p->d.ranks - 1 : reach;
+}
+
+/* Backward: the rank that a chunk goes to next, and the hop of that message. */
+RA__INLINE int32_t ra__back_to(const ra_plan *p, const ra__chunk *c, int32_t rank, int32_t *hop) {
+    const int32_t n = ra__ranks_along(p, p->back_direction, c->owner, rank);
+    const int returned = n == ra__back_stations(p, c);
+    *hop = returned ? p->d.ranks : n + 1;
+    return returned ? c->owner : ra__rank_up(p, rank, p->back_direction);
 }
 
 /* Pieces of a chunk in a plan, whose positions are one run each: its segments, or its runs. */
@@ -12748,7 +12745,7 @@ static ra__tour ra__tour_of(const ra_plan *p, int back) {
 /* Steps from one rank to another in the direction of travel; ranks that a chunk visits after its
  * owner. */
 RA__INLINE int32_t ra__tour_apart(const ra__tour *w, int32_t from, int32_t to) {
-    return w->direction > 0 ? ra__ranks_up(w->p, from, to) : ra__ranks_up(w->p, to, from);
+    return ra__ranks_along(w->p, w->direction, from, to);
 }
 RA__INLINE int32_t ra__tour_stations(const ra__tour *w, int64_t c) {
     return w->back ? ra__back_stations(w->p, &w->t->chunk[c]) : ra__chunk_reach(&w->t->chunk[c]);
@@ -13357,20 +13354,6 @@ static int64_t ra__tour_exchanges(const ra__tour *w, ra__play *y, int64_t tiles,
     return count;
 }
 
-/* Own chunks that have left and not returned yet, at most. */
-RA__INLINE int64_t ra__back_lag(const ra_plan *p) {
-    return p->d.ranks + (p->d.buffers > 1);
-}
-
-/* The rank that a chunk goes to next, and the hop of that message. */
-RA__INLINE int32_t ra__back_to(const ra_plan *p, const ra__chunk *c, int32_t rank, int32_t *hop) {
-    int32_t n = p->back_direction > 0 ? ra__ranks_up(p, c->owner, rank)
-                                      : ra__ranks_up(p, rank, c->owner);
-    int returned = n == ra__back_stations(p, c);
-    *hop = returned ? p->d.ranks : n + 1;
-    return returned ? c->owner : ra__rank_up(p, rank, p->back_direction);
-}
-
 /* ========================================================================== WORKSPACE
  * The memory of a ring: its structs, how they are laid out in one workspace, and how many bytes
  * that takes. The plan reports these bytes, so they are counted here, before it. */
@@ -13733,6 +13716,11 @@ static void ra__lane_carve(ra__arena *a, ra__lane *lane, int64_t slots, int64_t 
     lane->op = (ra_transport_op *)ra__carve(a, slots * (int64_t)sizeof *lane->op);
     lane->buf = bytes ? ra__carve_aligned(a, lane->bytes * slots, align) : NULL;
     lane->ns = NULL;
+}
+
+/* Own chunks that have left and not returned yet, at most. */
+RA__INLINE int64_t ra__back_lag(const ra_plan *p) {
+    return p->d.ranks + (p->d.buffers > 1);
 }
 
 /* The lanes between neighbours, for messages of up to `bytes` bytes; the other lanes are empty. */
