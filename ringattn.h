@@ -1096,7 +1096,8 @@ typedef struct ra_resumed {
  * ra_resume may be called again. Failures name ranks of the plan. RA_E_UNSAFE: the old transport
  * may still write. See ra_ring_error. */
 RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_t deadline_ns);
-/* The same without blocking: then ra_step, on any threads, until RA_OK or an error. */
+/* The same without blocking: then ra_step, on any threads, until RA_OK or an error. One step of the
+ * meeting looks at all chunks of all ranks; counters go on from where the pass was. */
 RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
                                        int64_t deadline_ns);
 RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /* RA_E_STATE: not */
@@ -9332,6 +9333,7 @@ typedef struct ra__scratch {
     int8_t kind[RA__PANELS][RA__BATCH];
     int32_t waiting;
     int64_t since;                     /* block of the chunk in hand that waits longest */
+    ra__tally held;                    /* of the blocks from there on, as they were counted */
     int64_t block;                     /* next one of the chunk in hand */
     int64_t folded;                    /* blocks folded since the task was loaded */
     int64_t left;                      /* work that this step may still do, see RA__TILE_WORK */
@@ -9778,10 +9780,15 @@ static int ra__task_some(const ra__work *w, const ra__task *t, const ra__item *i
     int64_t blocks = ra__chunk_blocks(&item->c);
     if (x->block == 0) x->ahead.count = 0;
     for (; x->block < blocks; x->block++) {
-        int64_t done = tally->partial + tally->full;
+        const ra__tally done = *tally;
         if (x->left <= 0) return 0;
+        if (!x->waiting) memset(&x->held, 0, sizeof x->held);
         ra__task_block(w, t, item, x->block, x, tally);
-        x->left -= t->count + RA__TILE_WORK * (tally->partial + tally->full - done);
+        x->held.empty += tally->empty - done.empty;
+        x->held.partial += tally->partial - done.partial;
+        x->held.full += tally->full - done.full;
+        x->left -= t->count +
+                   RA__TILE_WORK * (tally->partial + tally->full - done.partial - done.full);
     }
     ra__task_flush(w, t, x);
     return 1;
@@ -15887,9 +15894,7 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
 /* How many ranks the message of chunk c that a rank receives has come: 0 where it begins, at its
  * owner. */
 static int32_t ra__ring_way(const ra_ring *r, int64_t c, int32_t rank) {
-    const int32_t owner = r->lists->chunk[c].owner;
-    return r->lists->direction > 0 ? ra__ranks_up(r->plan, owner, rank)
-                                   : ra__ranks_up(r->plan, rank, owner);
+    return ra__ranks_along(r->plan, r->lists->direction, r->lists->chunk[c].owner, rank);
 }
 
 /* The hop of a message as events and failures name it. An owner receives what has come all round.
@@ -18649,14 +18654,19 @@ static int ra__resume_misses(const ra_ring *r, int64_t f) {
 }
 
 /* Stores the task on a desk, with the blocks that it has folded of the chunk in hand. Blocks that
- * wait to be folded are folded, or left for later if their memory was not of this rank: tiles of
- * those count twice. Stored after any block a sum has the same bits: chunks may end anywhere. */
+ * wait to be folded are folded, or left for later, and not counted yet, if their memory was not of
+ * this rank. Stored after any block a sum has the same bits: chunks may end anywhere. */
 static void ra__resume_store(ra_ring *r, ra__desk *desk) {
     ra__fold_hand *h = &desk->hand.fold;
     ra__turn *turn = &r->turn[desk->claim.task];
     const uint32_t mode = ra__fp_enter();
-    if (h->x.waiting && ra__resume_misses(r, h->next)) h->x.block = h->x.since;
-    else ra__task_flush(&r->work, &h->t, &h->x);
+    if (h->x.waiting && ra__resume_misses(r, h->next)) {
+        const ra__tally back = { -h->x.held.empty, -h->x.held.partial, -h->x.held.full };
+        ra__ring_count(r, &back, 0);
+        h->x.block = h->x.since;
+    } else {
+        ra__task_flush(&r->work, &h->t, &h->x);
+    }
     h->x.waiting = 0;
     if (h->loaded) {
         ra__task_save(&r->work, &h->t, &h->x, 0);
@@ -18801,9 +18811,15 @@ static void ra__resume_agree(ra_ring *r) {
         if (!ra__resume_judge_peer(r, i, &x->peer[i].heard, x->peer[first].heard.hash)) return;
 }
 
-/* Takes the ring back to the pass that is resumed, if it is one ahead: that one is complete. */
+/* Takes the ring back to the pass that is resumed, if it is one ahead: that one is complete, and so
+ * are the tiles in the counters. */
 static void ra__resume_step_back(ra_ring *r) {
     if (r->pass == r->resume->top) return;
+    const ra_pass_figures *all = &r->earlier.plan->report.forward;
+    ra__store_i64(&r->counters.tiles_empty, all->tiles_empty);
+    ra__store_i64(&r->counters.tiles_partial, all->tiles_partial);
+    ra__store_i64(&r->counters.tiles_full, all->tiles_full);
+    ra__store_i64(&r->counters.tiles_all, all->tiles_partial + all->tiles_full);
     r->plan = r->earlier.plan;
     r->lists = &r->plan->forward;
     r->task_begin = r->plan->task_begin;

@@ -12,6 +12,7 @@ enum { RANKS = 6, PASSES = 2, ATTEMPTS = 5, WATCHDOG = 2000000, STUCK = 60000 };
 enum { NOBODY, SOME, EVERYBODY };      /* who can fetch keys again */
 
 static int train;                      /* 1: problems have gradients, and passes are backward */
+static int batches;                    /* 1: blocks are folded several at a time, from messages */
 
 typedef struct seat {                  /* a rank */
     ra_ring *ring;
@@ -106,6 +107,27 @@ static void describe(const sim *w)
              d->mask.kind, d->layout.kind, d->chunk_tokens, d->buffers, d->order, w->fetch);
 }
 
+/* A problem of which AMX folds 8 blocks of a chunk at once and reads K where it came. */
+static void make_batches(small *s, int ranks, int threads)
+{
+    ra_desc *d = &s->d;
+    memset(s, 0, sizeof *s);
+    d->isa = RA_ISA_AMX;
+    d->ranks = ranks;
+    d->threads = threads;
+    d->kv_heads = 1;
+    d->q_heads = 8;                    /* tasks of 2 query blocks share what is prepared */
+    d->k_dim = d->v_dim = 32;
+    d->q_dtype = d->k_dtype = d->v_dtype = RA_BF16;
+    d->o_dtype = RA_F32;
+    d->chunk_tokens = 512;
+    d->mask.kind = RA_MASK_NONE;
+    d->layout.kind = RA_LAYOUT_CONTIGUOUS;
+    d->tokens = s->tokens[0] = 128 * ranks;
+    d->kv_tokens = s->keys[0] = 512 * ranks;
+    small_data(s);
+}
+
 static sim *make_world(int ranks, int passes, const net_config *c)
 {
     sim *w = (sim *)calloc(1, sizeof *w);
@@ -113,17 +135,13 @@ static sim *make_world(int ranks, int passes, const net_config *c)
     if (!w) abort();
     w->ranks = w->alive = ranks;
     w->passes = passes;
-    w->threads = small_chance(50) ? 1 : small_range(1, 4);
+    w->threads = batches || small_chance(50) ? 1 : small_range(1, 4);
     w->fetch = small_range(NOBODY, EVERYBODY);
     w->sums = small_chance(40);
     for (int i = 0; i < passes; i++) {
-        small_make(&w->problem[i], ranks, most, w->threads);
+        if (batches) make_batches(&w->problem[i], ranks, w->threads);
+        else small_make(&w->problem[i], ranks, most, w->threads);
         if (train) small_train(&w->problem[i], 0);
-        if (small_chance(20)) {        /* blocks of these may be folded several at a time */
-            ra_desc *d = &w->problem[i].d;
-            d->q_dtype = d->k_dtype = d->v_dtype = RA_BF16;
-            d->chunk_tokens = 256;
-        }
     }
     describe(w);
     w->net = w->old[w->nets++] = net_create(c);
@@ -211,7 +229,7 @@ static ra_status call(sim *w, int r, int ith)
     job.pass = w->problem[0].d.train ? RA_PASS_BACKWARD : RA_PASS_FORWARD;
     st = ra_begin(s->ring, &job);
     if (!SOUND(w, st == RA_OK)) return st;
-    if (small_chance(50)) hook_short_steps(s->ring, small_range(1, 3));
+    if (batches || small_chance(50)) hook_short_steps(s->ring, small_range(1, 3));
     s->begun = 1;
     return RA_AGAIN;
 }
@@ -346,6 +364,19 @@ static int same_result(const small_part *a, const small_part *b)
            (!a->lse.mem || !memcmp(a->lse.mem, b->lse.mem, a->lse.bytes));
 }
 
+/* Every tile of the pass was counted once. */
+static void check_tiles(sim *w, int r, int pass)
+{
+    const ra_pass_figures *all;
+    ra_plan_report p;
+    ra_ring_counters c;
+    ra_ring_query(w->seat[r].ring, &c);
+    SOUND(w, ra_plan_query(w->plan[pass][r], r, &p) == RA_OK);
+    all = &p.forward;
+    SOUND(w, c.tiles_empty == all->tiles_empty && c.tiles_partial == all->tiles_partial);
+    SOUND(w, c.tiles_full == all->tiles_full && c.tiles_all == c.tiles_partial + c.tiles_full);
+}
+
 /* A rank whose pass has been resumed: it is the pass that it would have been. */
 static int64_t check_resumed(sim *w, int r)
 {
@@ -357,6 +388,7 @@ static int64_t check_resumed(sim *w, int r)
     SOUND(w, n.pass >= 0 && n.pass <= w->passes);
     if (n.pass > s->ran) s->ran = (int)n.pass;
     if (n.pass > 0) SOUND(w, same_result(&s->part[n.pass - 1], &s->want[n.pass - 1]));
+    if (n.pass > 0) check_tiles(w, r, (int)n.pass - 1);
     memset(&job, 0, sizeof job);
     job.plan = w->plan[0][r];
     job.tensors = &s->part[0].t;
@@ -471,20 +503,21 @@ static void one_case(h_rng rng, int lend)
     sim *w;
     int ranks, victim, passes;
     small_seed(rng.state);
-    ranks = small_range(2, RANKS);
-    passes = small_chance(60) ? 1 : 2;
+    ranks = small_range(2, batches ? 3 : RANKS);
+    passes = batches || small_chance(60) ? 1 : 2;
     random_net(&c, ranks);
     c.any_peer = small_chance(50);
     c.reg = small_chance(30) ? 1 : 0;
     c.shared = !lend && small_chance(15);
     if (c.shared) c.any_peer = 1;
     if (c.shared) c.max_ops = 64;
-    if (lend) c.lend = small_range(20, 100);
+    if (lend) c.lend = batches ? 100 : small_range(20, 100);
     if (lend && small_chance(50)) c.lend_sender = small_range(20, 100);
     w = make_world(ranks, passes, &c);
     make_wanted(w);
     victim = small_range(0, ranks - 1);
-    if (!w->wrong) run_world(w, victim, small_range(0, small_chance(50) ? 100 : 1500) * ranks);
+    if (!w->wrong)
+        run_world(w, victim, small_range(0, batches ? 150 : small_chance(50) ? 100 : 1500) * ranks);
     for (int r = 0; r < ranks && !w->wrong; r++)
         for (int i = 0; i < ranks; i++)
             ahead += !w->seat[r].dead && !w->seat[i].dead && w->seat[r].end &&
@@ -514,6 +547,18 @@ static void run_cases(int64_t n, int lend)
 
 TEST(deaths) { run_cases(h_run.large ? 20000 : 300, 0); }
 TEST(lent) { run_cases(h_run.large ? 5000 : 160, 1); }
+
+/* A task that stopped within a batch of lent memory folds its blocks anew and counts them once. */
+TEST(lent_batches)
+{
+    if (!ra_isa_available(RA_ISA_AMX)) {
+        h_run.skipped = 1;
+        return;
+    }
+    batches = 1;
+    run_cases(h_run.large ? 300 : 40, 1);
+    batches = 0;
+}
 
 /* -------------------------------------------------------------------------- one thing at a time */
 
@@ -997,7 +1042,8 @@ TEST(threads)
 int main(int argc, char **argv)
 {
     static const h_test tests[] = {
-        ENTRY(sources), ENTRY(deaths), ENTRY(lent), ENTRY(epochs), ENTRY(refusals),
+        ENTRY(sources), ENTRY(deaths), ENTRY(lent), ENTRY(lent_batches), ENTRY(epochs),
+        ENTRY(refusals),
         ENTRY(nothing_to_resume), ENTRY(unsafe), ENTRY(backward),
         ENTRY(backward_is_complete), ENTRY(engines_that_failed), ENTRY(threads),
     };
