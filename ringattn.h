@@ -925,7 +925,8 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
                                         * a whole pass, at the speed and with the threads of this
                                         * rank. If you set it, remember that in a contiguous causal
                                         * ring the first ranks finish early and wait for the last */
-    int64_t quiesce_ns;                /* patience with quiesce after a failure; 0: 30 s */
+    int64_t quiesce_ns;                /* patience with quiesce after a failure, by which a blocking
+                                        * call may return after its deadline; 0: 30 s */
     int64_t (*clock_ns)(void *ctx);    /* null: ra_now_ns. The ring measures all its times on this
                                         * clock: deadlines of calls on it, watchdog, events. It may
                                         * start anywhere and run at any speed, but never backwards.
@@ -1017,8 +1018,9 @@ RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns);
  * otherwise it aborts and quiesces. Returns how the pass ended. */
 RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns);
 /* Any thread, any time, wait-free: calls on this ring end with RA_E_CANCELLED after the step in
- * progress, the peers' calls with RA_E_ABORTED or RA_E_PEER. An emergency brake: the ring has then
- * failed. To stop politely stop between passes, on all ranks at the same one. */
+ * progress, the peers' calls with RA_E_ABORTED or RA_E_PEER if the transport's abort tells them,
+ * otherwise by their deadline or watchdog. An emergency brake: the ring has then failed. To stop
+ * politely stop between passes, on all ranks at the same one. */
 RINGATTN_API void ra_ring_cancel(ra_ring *ring);
 
 enum { RA_RING_IDLE, RA_RING_RUNNING, RA_RING_FAILED };
@@ -1224,8 +1226,9 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  *  3 A pass: the library posts batches of ops, polls, waits. Calls of one ring never overlap. They
  *    come from whichever thread steps, without RA_CAP_ANY_THREAD only from steps with ith = 0. Only
  *    abort may come from any thread beside any other call.
- *  4 A failure: the library calls abort once, posts no more, calls quiesce.
- *  5 ra_ring_destroy: quiesce if a pass failed, then dereg. Your resources are yours to free.
+ *  4 A failure: the library calls abort once and posts no more. ctx serves no later ring.
+ *  5 ra_finish, which a blocking call, ra_resume and ra_ring_destroy contain, calls quiesce once
+ *    after a failure, on its own thread. ra_ring_destroy calls dereg; your resources are yours.
  *
  * Level 0 is sendrecv alone; level 1 is post and poll; everything else is optional.
  *
@@ -13453,7 +13456,7 @@ typedef struct ra__address {           /* instead of the chunk, where memory is 
  * 4.9 and 5.8 ms, in the same time overall. */
 enum { RA__STEP_WORK = 1 << 26 };
 enum { RA__POLL_NS = 200000 };         /* from one poll to the next, between two pieces of work */
-enum { RA__PIECE_BYTES = 1 << 18 };    /* of a checksum or a copy */
+enum { RA__PIECE_BYTES = 1 << 17 };    /* of a checksum or a copy */
 enum { RA__STRIPES = 256 };            /* bounds of query rows that a backward pass keeps */
 enum { RA__PATIENT = 64 };             /* looks at a task left in hand, before one takes it */
 #define RA__NO_FOLD INT64_MAX          /* no entry of the fold list */
