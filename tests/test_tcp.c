@@ -253,39 +253,62 @@ static int tn_reap(pid_t pid, int64_t limit_ms)
     return status;
 }
 
-/* Rank 1 of three gets a signal at a random moment; the others must come back. */
+/* In a signal handler: every connection of this process is cut, or gets bytes that belong to no
+ * message. */
+static void tn_spoil(int signal_number)
+{
+    static const char garbage[57] = "not a message of any ring";
+    const int was = errno;
+    for (int fd = 3; fd < 256; fd++) {
+        struct sockaddr_storage peer;
+        socklen_t n = sizeof peer;
+        if (getpeername(fd, (struct sockaddr *)&peer, &n) || peer.ss_family != AF_INET) continue;
+        if (signal_number == SIGUSR1) (void)shutdown(fd, SHUT_RDWR);
+        else (void)send(fd, garbage, sizeof garbage, MSG_DONTWAIT | MSG_NOSIGNAL);
+    }
+    errno = was;
+}
+
+/* A rank of two or three gets a signal at a random moment; the others must come back, and so must it
+ * unless it is killed or stopped. */
 static void tn_lose_a_rank(int signal_number, int rounds)
 {
-    enum { RANKS = 3 };
+    const int spoils = signal_number == SIGUSR1 || signal_number == SIGUSR2;
     tn_watch *seen = tn_watch_new();
+    (void)signal(SIGUSR1, tn_spoil);
+    (void)signal(SIGUSR2, tn_spoil);
     for (int round = 0; round < rounds; round++) {
         h_rng rng = h_case_rng(round);
+        const int ranks = 2 + round % 2, victim = (int)h_range(&rng, 0, ranks - 1);
         tn_world *w;
-        pid_t pid[RANKS];
+        pid_t pid[3];
         if (!h_case(round)) continue;
-        w = tn_make("127.0.0.1", RANKS, 1);
+        w = tn_make("127.0.0.1", ranks, 1);
         memset(seen, 0, sizeof *seen);
         fflush(NULL);
-        for (int r = 0; r < RANKS; r++) {
+        for (int r = 0; r < ranks; r++) {
             pid[r] = fork();
             if (pid[r] == 0) {
                 alarm(60);
-                tn_passes(w, seen, r, signal_number == SIGKILL ? 8000 : 1500);
+                tn_passes(w, seen, r, signal_number == SIGSTOP ? 1500 : 8000);
             }
         }
         for (int i = 0; i < 20000 && cf_load(&seen->passes[0]) < 2; i++) cf_sleep_us(500);
         CHECK(cf_load(&seen->passes[0]) >= 2);
         cf_sleep_us((long)h_range(&rng, 0, 20000));
-        kill(pid[1], signal_number);
-        for (int r = 0; r < RANKS; r += 2) CHECK_EQ(tn_reap(pid[r], 10000), 0);
-        kill(pid[1], SIGKILL);
-        (void)tn_reap(pid[1], 1000);
-        for (int r = 0; r < RANKS; r += 2) {
+        kill(pid[victim], signal_number);
+        for (int r = 0; r < ranks; r++)
+            if (r != victim || spoils) CHECK_EQ(tn_reap(pid[r], 10000), 0);
+        if (!spoils) kill(pid[victim], SIGKILL);
+        if (!spoils) (void)tn_reap(pid[victim], 1000);
+        for (int r = 0; r < ranks; r++) {
             int s = seen->status[r];
-            CHECK(s == RA_E_PEER || s == RA_E_ABORTED || (signal_number == SIGSTOP &&
-                                                          s == RA_E_TIMEOUT));
-            if (h_run.verbose) printf("rank %d: %s, %d ms after its deadline\n", r,
-                                      ra_status_text(s), seen->late_ms[r]);
+            if (r == victim && !spoils) continue;
+            CHECK(s == RA_E_PEER || s == RA_E_ABORTED ||
+                  (signal_number == SIGSTOP && s == RA_E_TIMEOUT) ||
+                  (signal_number == SIGUSR2 && (s == RA_E_PROTO || s == RA_E_MISMATCH)));
+            if (h_run.verbose) printf("rank %d of %d: %s, %d ms after its deadline\n", r,
+                                      ranks, ra_status_text(s), seen->late_ms[r]);
             CHECK(seen->late_ms[r] <= (h_run.large ? 100 : 1000));
         }
         tn_end(w);
@@ -294,6 +317,8 @@ static void tn_lose_a_rank(int signal_number, int rounds)
 }
 
 TEST(killed_rank) { tn_lose_a_rank(SIGKILL, h_run.large ? 30 : 3); }
+TEST(cut_rank) { tn_lose_a_rank(SIGUSR1, h_run.large ? 30 : 2); }
+TEST(garbage_of_a_rank) { tn_lose_a_rank(SIGUSR2, h_run.large ? 30 : 2); }
 TEST(stopped_rank) { tn_lose_a_rank(SIGSTOP, h_run.large ? 10 : 1); }
 
 /* -------------------------------------------------------------------------- handshakes */
@@ -688,7 +713,8 @@ int main(int argc, char **argv)
     static const h_test tests[] = {
         ENTRY(conformance_threads), ENTRY(conformance_processes), ENTRY(conformance_v6),
         ENTRY(conformance_from_outside),
-        ENTRY(killed_rank), ENTRY(stopped_rank), ENTRY(ranks_that_disagree),
+        ENTRY(killed_rank), ENTRY(stopped_rank), ENTRY(cut_rank), ENTRY(garbage_of_a_rank),
+        ENTRY(ranks_that_disagree),
         ENTRY(another_byte_order), ENTRY(nobody_there), ENTRY(listens_on_its_own_address_alone),
         ENTRY(strangers), ENTRY(spoilt_on_the_way),
 #ifdef RA_TCP_SODIUM
