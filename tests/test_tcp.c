@@ -269,8 +269,8 @@ static void tn_spoil(int signal_number)
     errno = was;
 }
 
-/* A rank of two or three gets a signal at a random moment; the others must come back, and so must it
- * unless it is killed or stopped. */
+/* A rank of two or three gets a signal at a random moment; the others must come back, and so must
+ * this one unless it is killed or stopped. */
 static void tn_lose_a_rank(int signal_number, int rounds)
 {
     const int spoils = signal_number == SIGUSR1 || signal_number == SIGUSR2;
