@@ -597,8 +597,7 @@ static void office_run(team *t, const mail_desc *d)
 
 static const int world_sizes[5] = { 1, 2, 3, 5, 8 };
 
-/* sendrecv alone, blocking, capacity zero: ten lines and it works. */
-TEST(network_level0)
+static void networks(int level)
 {
     for (int64_t i = 0; i < 40; i++) {
         team *t;
@@ -606,29 +605,20 @@ TEST(network_level0)
         if (!h_case(i)) continue;
         seed_case(i);
         t = team_new(world_sizes[i % 5], small_range(1, 400), small_range(1, 3));
-        d = office_desc(t->s.d.ranks, 0, (i & 1 ? RA_CAP_ANY_THREAD : 0) |
-                        (i & 2 ? RA_CAP_ANY_PEER : 0) | (i & 4 ? RA_CAP_DEADLINE : 0));
+        d = office_desc(t->s.d.ranks, level, (i & 1 ? RA_CAP_ANY_THREAD : 0) |
+                        (i & 2 ? RA_CAP_ANY_PEER : 0));
+        if (level == 0 && i & 4) d.caps |= RA_CAP_DEADLINE;
+        d.waits = level && i & 4;
+        d.max_ops = level && !(i & 8) ? 64 : 0;
         office_run(t, &d);
         team_free(t);
     }
 }
 
-TEST(network_level1)
-{
-    for (int64_t i = 0; i < 40; i++) {
-        team *t;
-        mail_desc d;
-        if (!h_case(i)) continue;
-        seed_case(i);
-        t = team_new(world_sizes[i % 5], small_range(1, 400), small_range(1, 3));
-        d = office_desc(t->s.d.ranks, 1, (i & 1 ? RA_CAP_ANY_THREAD : 0) |
-                        (i & 2 ? RA_CAP_ANY_PEER : 0));
-        d.waits = (i & 4) != 0;
-        d.max_ops = i & 8 ? 0 : 64;
-        office_run(t, &d);
-        team_free(t);
-    }
-}
+/* sendrecv alone, blocking, capacity zero: ten lines and it works. */
+TEST(network_level0) { networks(0); }
+
+TEST(network_level1) { networks(1); }
 
 /* A transport in front of the bundled one that does not say RA_CAP_SHARED: chunks are packed and
  * copied, and every bit is the same. */

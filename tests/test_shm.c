@@ -458,6 +458,27 @@ TEST(two_rings_at_once)
 }
 
 /* -------------------------------------------------------------------------- faults */
+/* A world of case i, 2 to `most` ranks, in which a rank gets a signal at a random moment. */
+static world world_hit(int i, int most, int64_t most_us, int signal, int64_t deadline_ms,
+                       int *victim)
+{
+    h_rng rng = h_case_rng(i);
+    world w = world_of((int)h_range(&rng, 2, most));
+    int64_t wait_us;
+    *victim = (int)h_range(&rng, 0, w.ranks - 1);
+    wait_us = h_range(&rng, 0, most_us);
+    w.task.full = h_one_in(&rng, 2);
+    if (deadline_ms) w.deadline_ms = deadline_ms;
+    snprintf(h_run.context, sizeof h_run.context, "rank %d of %d gets signal %d after %lld us",
+             *victim, w.ranks, signal, (long long)wait_us);
+    start(&w, attend_for_ever);
+    await_all(&w);
+    ra_shm__nap(wait_us * 1000);
+    kill(w.pid[*victim], signal);
+    w.s->fault_ns = ra_now_ns();
+    return w;
+}
+
 /* A rank is killed at a random moment: all others' passes end with RA_E_PEER, long before their
  * deadline. */
 TEST(killed)
@@ -465,22 +486,10 @@ TEST(killed)
     int before = entries("/dev/shm"), cases = h_run.large ? 500 : 48;
     lateness late = { 0, 0, 0 };
     for (int i = 0; i < cases; i++) {
-        h_rng rng = h_case_rng(i);
-        world w = world_of((int)h_range(&rng, 2, 5));
-        int victim = (int)h_range(&rng, 0, w.ranks - 1);
-        int64_t wait_us = h_range(&rng, 0, 12000);
-        w.task.full = h_one_in(&rng, 2);
-        if (!h_case(i)) {
-            world_free(&w);
-            continue;
-        }
-        snprintf(h_run.context, sizeof h_run.context, "rank %d of %d killed after %lld us", victim,
-                 w.ranks, (long long)wait_us);
-        start(&w, attend_for_ever);
-        await_all(&w);
-        ra_shm__nap(wait_us * 1000);
-        kill(w.pid[victim], SIGKILL);
-        w.s->fault_ns = ra_now_ns();
+        world w;
+        int victim;
+        if (!h_case(i)) continue;
+        w = world_hit(i, 5, 12000, SIGKILL, 0, &victim);
         for (int r = 0; r < w.ranks; r++) {
             CHECK_EQ(reap(w.pid[r], 30000), r == victim ? SIGKILL : 0);
             if (r == victim) continue;
@@ -500,22 +509,10 @@ TEST(stopped)
     int before = entries("/dev/shm"), cases = h_run.large ? 100 : 8;
     lateness late = { 0, 0, 0 };
     for (int i = 0; i < cases; i++) {
-        h_rng rng = h_case_rng(i);
-        world w = world_of((int)h_range(&rng, 2, 4));
-        int victim = (int)h_range(&rng, 0, w.ranks - 1);
-        int64_t wait_us = h_range(&rng, 0, 8000);
-        w.task.full = h_one_in(&rng, 2);
-        w.deadline_ms = 120;
-        if (!h_case(i)) {
-            world_free(&w);
-            continue;
-        }
-        snprintf(h_run.context, sizeof h_run.context, "rank %d of %d stopped after %lld us",
-                 victim, w.ranks, (long long)wait_us);
-        start(&w, attend_for_ever);
-        await_all(&w);
-        ra_shm__nap(wait_us * 1000);
-        kill(w.pid[victim], SIGSTOP);
+        world w;
+        int victim;
+        if (!h_case(i)) continue;
+        w = world_hit(i, 4, 8000, SIGSTOP, 120, &victim);
         for (int k = 0; k < 2; k++)    /* the others first */
             for (int r = 0; r < w.ranks; r++) {
                 int64_t ns;
