@@ -7,36 +7,6 @@
 #include "oracle.h"
 #include "world.h"
 
-/* A square problem of `blocks` blocks (the last one short) and random everything else. */
-static void train_problem(problem *p, h_rng *r, int mask, int64_t blocks, int32_t isa)
-{
-    static const int32_t heads[4][2] = { { 2, 1 }, { 1, 1 }, { 3, 3 }, { 4, 2 } };
-    int i = (int)h_range(r, 0, 3);
-    problem_shape(p, blocks * 64 - h_range(r, 0, 63), heads[i][0], heads[i][1],
-                  (int32_t)h_range(r, 1, 24), (int32_t)h_range(r, 1, 24));
-    if (h_one_in(r, 5)) {
-        p->B = 2;
-        p->tq[1] = p->q_max - p->q_max / 70;
-        p->tk[1] = p->tq[1];
-    }
-    if (h_one_in(r, 4)) {
-        p->v_in_k = 1;
-        p->Dv = (p->Dk + 1) / 2;
-    }
-    problem_mask(p, r, mask);
-    problem_options(p, r, h_one_in(r, 2) ? (int)h_range(r, 0, 31) : 0);
-    if (h_one_in(r, 3)) {
-        problem_dtypes(p, (int32_t)h_range(r, 1, 3), (int32_t)h_range(r, 1, 3),
-                       (int32_t)h_range(r, 1, 3), (int32_t)h_range(r, 1, 3));
-    }
-    if (isa == RA_ISA_AVX512_BF16) {
-        problem_dtypes(p, RA_BF16, RA_BF16, RA_BF16, (int32_t)h_range(r, 1, 3));
-    }
-    problem_data(p, r);
-    problem_cotangent(p, r);
-    if (h_one_in(r, 4)) p->dropout = 0.25f;
-}
-
 /* What a pass counted is what the plan had said. */
 static void counters_agree(const setup *s, const outcome *r)
 {
@@ -119,7 +89,7 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
     setup s;
     outcome first;
     if (!h_case(index)) return;
-    train_problem(&p, &r, mask, 2 * most + h_range(&r, 0, 3), isa);
+    problem_of_blocks(&p, &r, mask, 2 * most + h_range(&r, 0, 3), isa, 1);
     setup_plain(&s, 1, layout);
     s.isa = isa;
     s.chunk_tokens = 64;

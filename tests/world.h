@@ -1287,6 +1287,43 @@ static inline void problem_cotangent(problem *p, h_rng *r)
     p->seed = (uint64_t)h_next(r) << 32 | h_next(r);
 }
 
+/* A problem of `blocks` blocks (the last one short) and random everything else. train: it is square
+ * and has gradients. */
+static inline void problem_of_blocks(problem *p, h_rng *r, int mask, int64_t blocks, int32_t isa,
+                                     int train)
+{
+    static const int32_t heads[4][2] = { { 2, 1 }, { 1, 1 }, { 3, 3 }, { 4, 2 } };
+    int i = (int)h_range(r, 0, 3);
+    problem_shape(p, blocks * 64 - h_range(r, 0, 63), heads[i][0], heads[i][1],
+                  (int32_t)h_range(r, 1, 24), (int32_t)h_range(r, 1, 24));
+    if (!train && h_one_in(r, 4)) {    /* queries after a past, or unlike the keys */
+        p->q_offset = h_range(r, 0, 200);
+        p->tq[0] = p->q_max = h_range(r, 5, p->k_max);
+    }
+    if (h_one_in(r, 5)) {
+        p->B = 2;
+        p->tq[1] = p->q_max - p->q_max / 70;
+        p->tk[1] = train ? p->tq[1] : p->k_max;
+    }
+    if (h_one_in(r, 4)) {
+        p->v_in_k = 1;
+        p->Dv = (p->Dk + 1) / 2;
+    }
+    problem_mask(p, r, mask);
+    problem_options(p, r, h_one_in(r, 2) ? (int)h_range(r, 0, 31) : 0);
+    if (h_one_in(r, 3)) {
+        problem_dtypes(p, (int32_t)h_range(r, 1, 3), (int32_t)h_range(r, 1, 3),
+                       (int32_t)h_range(r, 1, 3), (int32_t)h_range(r, 1, 3));
+    }
+    if (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX) {
+        problem_dtypes(p, RA_BF16, RA_BF16, RA_BF16, (int32_t)h_range(r, 1, 3));
+    }
+    problem_data(p, r);
+    if (!train) return;
+    problem_cotangent(p, r);
+    if (h_one_in(r, 4)) p->dropout = 0.25f;
+}
+
 /* The same problem on so many ranks in another way. */
 static inline void variant(setup *s, h_rng *r, int ranks)
 {
