@@ -77,7 +77,9 @@ exec ip netns exec $id.\$r unshare -u sh -c "hostname ra\$r; \$*"
 END
 chmod +x "$dir/agent"
 
-# mpi_ring PROGRAM RANKS --mpi openmpi|mpich ARGUMENTS...: over TCP between the namespaces.
+# mpi_ring PROGRAM RANKS --mpi openmpi|mpich ARGUMENTS...: over TCP between the namespaces. Messages
+# of all lengths are sent at once: a receiver's consent to a long one would stand behind the bulk of
+# data that goes the same way, and each direction would wait for the other.
 mpi_ring() {
     program=$1 ranks=$2 mpi=$4 hosts=10.77.0.10
     shift 4
@@ -85,11 +87,13 @@ mpi_ring() {
     if [ "$mpi" = openmpi ]; then
         set -- --allow-run-as-root --host "$hosts" --map-by node --bind-to none \
             --mca plm_rsh_agent "$dir/agent" --mca pml ob1 --mca btl tcp,self \
+            --mca btl_tcp_eager_limit 4194304 \
             --mca btl_tcp_if_include 10.77.0.0/24 --mca oob_tcp_if_include 10.77.0.0/24 \
             -n "$ranks" "$program" "$@"
     else
         set -- -launcher rsh -launcher-exec "$dir/agent" -hosts "$hosts" -ppn 1 -iface eth0 \
-            -genv UCX_TLS tcp,self -genv UCX_NET_DEVICES eth0 \
+            -genv UCX_TLS tcp,self -genv UCX_RNDV_THRESH inf \
+            -genv UCX_NET_DEVICES eth0 \
             -n "$ranks" "$program" "$@"
     fi
     timeout -k 5 120 ip netns exec $id.0 unshare -u sh -c 'hostname ra0; exec "$@"' sh \
@@ -143,7 +147,9 @@ row() {
 
 cc="${CC:-gcc} -std=c99 -O2 -pthread -I$root"
 $cc -o "$dir/overlap" "$root/bench/overlap.c" -lm || exit 1
-echo "transport       mask     compute  transfer      pass     hidden predicted  ratio   (ms)"
+line="%-9s %6s %-6s %9s %9s %9s %10s %9s %6s %9s %9s\n"
+printf "$line" '' '' '' '' '' '(ms)' '' '' '' processor 'time of'
+printf "$line" transport ranks mask compute transfer pass hidden predicted ratio pass transfer
 for transport in tcp helper inline; do
     row "$dir/overlap" 2 --transport $transport
     [ "$mode" = short ] || row "$dir/overlap" 2 --transport $transport --full

@@ -5,13 +5,18 @@
  *           [--seconds N] host:port host:port...
  *
  * tcp: transports/ra_tcp.h. helper: a sendrecv over it, behind ra_level1.h. inline: the same
- * sendrecv as it is. ofi (built with OVERLAP_OFI): ra_ofi.h over tcp;ofi_rxm. mpi (OVERLAP_MPI):
- * ra_mpi.h; addresses and rank then come from mpirun.
+ * sendrecv as it is. ofi (built with OVERLAP_OFI): ra_ofi.h over tcp;ofi_rxm, one-sided. mpi
+ * (OVERLAP_MPI): ra_mpi.h; addresses and rank then come from mpirun.
  *
- * Three times are taken in turn, medians of the passes: T of a pass; C, the part of it in which
- * tiles were computed; X of the same pass with an engine that computes nothing, so that only
- * messages are left. Hidden is what C and X overlap, of the shorter: (C + X - T) / min(C, X). The
- * plan's prediction gets the rates of C and X. */
+ * Three times are taken in turn, medians of the passes, each from when all ranks have met until
+ * all are done: T of a pass; C of the same pass with all ranks in one process, where nothing is
+ * copied, while the others sleep; X of the same pass with an engine that computes nothing, so that
+ * only messages are left. Hidden is what C and X overlap, of the shorter: (C + X - T) / min(C, X).
+ *
+ * Beside them stands the processor time of rank 0 in T and in X: what a transport computes is not
+ * hidden where ranks compute on all processors. The plan's prediction gets a link with which
+ * messages alone take X, and the rate at which computing alone takes C, or the processor time of T
+ * where there is no processor to spare. */
 #define _POSIX_C_SOURCE 200809L
 #define RINGATTN_IMPLEMENTATION
 #ifdef OVERLAP_OFI
@@ -28,6 +33,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 enum { RANKS = 16, PASSES = 99, HEADS = 8, KV_HEADS = 2, DIM = 64 };
 
@@ -234,7 +240,7 @@ static void seat_close(seat *s) {
 }
 
 static int seat_open(seat *s, const options *o, int rank, const ra_transport *transport) {
-    static ra_engine nothing = { sizeof nothing, RA_ENGINE_ABI, 0, NULL, compute_nothing };
+    static const ra_engine nothing = { sizeof nothing, RA_ENGINE_ABI, 0, NULL, compute_nothing };
     ra_plan_report r, more;
     ra_ring_desc rd;
     ra_error why;
@@ -286,8 +292,8 @@ static double processor_s(void) {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-/* From when all ranks are there until all of them are done, in seconds, and the processor time of
- * this process meanwhile. */
+/* Seconds from when all ranks have met until all are done and have met again, and the processor
+ * time of this process meanwhile. plan null: of a meeting alone. */
 static int timed(seat *s, const ra_plan *plan, double *time, double *processor) {
     double begin, used;
     if (forward(s, s->meet)) return -1;
@@ -317,44 +323,56 @@ static ra_status alone_rank(ra_world *world, int rank, void *user) {
 static ra_rates rates_of(const ra_plan *plan, double C, double X) {
     ra_rates rates = { 1e9, 1e300, 0 };
     ra_prediction p;
+    double flops;
     (void)ra_plan_predict(plan, 0, &rates, &p);
+    flops = 1e9 * p.all_done_s / C;
     rates.flops_per_s = 1e300;
     rates.link_bytes_per_s = 1e9;
-    C = 1e9 * p.all_done_s / C;
     (void)ra_plan_predict(plan, 0, &rates, &p);
-    rates.flops_per_s = C;
     rates.link_bytes_per_s = 1e9 * p.all_done_s / X;
+    rates.flops_per_s = flops;
     return rates;
 }
 
-static void report(const options *o, const ra_plan *plan, double T, double C, double X, double cpuT, double cpuX) {
-    const ra_rates rates = rates_of(plan, C, X);
-    const double less = C < X ? C : X;
+typedef struct times {                 /* of all passes, then medians in [0] */
+    double T[PASSES], C[PASSES], X[PASSES], meet[PASSES]; /* T and X with a meeting at the end */
+    double T_processor[PASSES], X_processor[PASSES], meet_processor[PASSES];
+} times;
+
+static void report(const options *o, const ra_plan *plan, const times *t) {
+    const double C = t->C[0], X = t->X[0] - t->meet[0], T = t->T[0] - t->meet[0];
+    const double processor = t->T_processor[0] - t->meet_processor[0];
+    const double idle = t->X_processor[0] - t->meet_processor[0], less = C < X ? C : X;
+    const int spare = sysconf(_SC_NPROCESSORS_ONLN) > o->ranks;
+    const ra_rates rates = rates_of(plan, spare || processor < C ? C : processor, X);
     ra_prediction p;
     (void)ra_plan_predict(plan, 0, &rates, &p);
-    printf("%-7s %2d ranks %-6s %9.1f %9.1f %9.1f %8.0f %% %9.1f %6.2f  %9.1f %9.1f %.6f %.0f\n",
+    printf("%-9s %6d %-6s %9.1f %9.1f %9.1f %8.0f %% %9.1f %6.2f %9.1f %9.1f   %.6f %.0f\n",
            o->transport, o->ranks, o->full ? "full" : "causal", 1e3 * C, 1e3 * X, 1e3 * T,
-           100 * (C + X - T) / less, 1e3 * p.all_done_s, T / p.all_done_s, 1e3*cpuT, 1e3*cpuX, C,
-           rates.link_bytes_per_s * X);
+           100 * (C + X - T) / less, 1e3 * p.all_done_s, T / p.all_done_s, 1e3 * processor,
+           1e3 * idle, C, rates.link_bytes_per_s * X);
 }
 
 static int run(const options *o, const ra_transport *transport) {
-    static double T[PASSES], C[PASSES], X[PASSES], M[PASSES], cpuT[PASSES], cpuX[PASSES];
-    double none, meet;
+    static times t;
+    double *all[7], none;
+    alone a;
     seat s;
-    alone a = { o, 0 };
     int bad = seat_open(&s, o, o->rank, transport) || timed(&s, s.pass, &none, &none);
+    a.o = o;
+    a.time = 0;
     for (int i = 0; i < o->passes && !bad; i++) {
-        bad = timed(&s, s.pass, &T[i], &cpuT[i]) || timed(&s, s.idle, &X[i], &cpuX[i]) ||
-              timed(&s, NULL, &M[i], &none);
+        bad = timed(&s, s.pass, &t.T[i], &t.T_processor[i]) ||
+              timed(&s, s.idle, &t.X[i], &t.X_processor[i]) ||
+              timed(&s, NULL, &t.meet[i], &t.meet_processor[i]);
         if (!bad && o->rank == 0) bad = ra_world_run(o->ranks, alone_rank, &a, NULL) != RA_OK;
-        if (!bad && o->rank) nap(3 * T[i]);
-        C[i] = a.time;
+        if (!bad && o->rank) nap(3 * t.T[i]);
+        t.C[i] = a.time;
     }
-    meet = median(M, o->passes);
-    if (!bad && o->rank == 0)
-        report(o, s.pass, median(T, o->passes) - meet, median(C, o->passes),
-               median(X, o->passes) - meet, median(cpuT, o->passes), median(cpuX, o->passes));
+    all[0] = t.T; all[1] = t.C; all[2] = t.X; all[3] = t.meet;
+    all[4] = t.T_processor; all[5] = t.X_processor; all[6] = t.meet_processor;
+    for (int i = 0; i < 7; i++) all[i][0] = median(all[i], o->passes);
+    if (!bad && o->rank == 0) report(o, s.pass, &t);
     seat_close(&s);
     return bad != 0;
 }
