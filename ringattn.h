@@ -5653,7 +5653,8 @@ RA__BF_INLINE void ra__bf_store_ds(const ra__bf_back *back, int32_t j, int32_t r
 
 /* P of key j and the 32 rows from vector t on, from the scores in job->p, which P * scale
  * replaces. */
-RA__BF_INLINE void ra__bf_back_p(const ra__bf_back *back, int32_t j, int32_t t) {
+RA__BF_INLINE void ra__bf_back_p(const ra__bf_back *back, int32_t j, int32_t t,
+                                 const int32_t masked) {
     const ra__panel *panel = &back->job->panel->fwd;
     const __m512 factor = _mm512_set1_ps(panel->factor), scale = _mm512_set1_ps(back->job->scale);
     float *at = back->job->p + j % 4 * 64 + 16 * t;
@@ -5661,14 +5662,15 @@ RA__BF_INLINE void ra__bf_back_p(const ra__bf_back *back, int32_t j, int32_t t) 
     RA__UNROLL for (int32_t i = 0; i < 2; i++) {
         __m512 lse = _mm512_loadu_ps(panel->m + 16 * (t + i));
         w[i] = ra__bf_exp(_mm512_fmsub_ps(_mm512_loadu_ps(at + 16 * i), factor, lse), 0.0f);
-        w[i] = _mm512_maskz_mov_ps(ra__bf_lanes_seeing(&back->s, j, t + i), w[i]);
+        if (masked) w[i] = _mm512_maskz_mov_ps(ra__bf_lanes_seeing(&back->s, j, t + i), w[i]);
         _mm512_storeu_ps(at + 16 * i, _mm512_mul_ps(w[i], scale));
     }
     _mm512_storeu_si512(back->p + j * 64 + 16 * t, ra__bf_of_f32(w[0], w[1]));
 }
 
 /* dS of keys j and j + 1 and the 32 rows from vector t on, from P * scale and dP of the tile. */
-RA__BF_INLINE void ra__bf_back_ds(const ra__bf_back *back, int32_t j, int32_t t) {
+RA__BF_INLINE void ra__bf_back_ds(const ra__bf_back *back, int32_t j, int32_t t,
+                                  const int32_t masked) {
     const int32_t at = j % 4 * 64 + 16 * t;
     __m512i r[2];
     RA__UNROLL for (int32_t i = 0; i < 2; i++) {
@@ -5676,7 +5678,8 @@ RA__BF_INLINE void ra__bf_back_ds(const ra__bf_back *back, int32_t j, int32_t t)
         RA__UNROLL for (int32_t e = 0; e < 2; e++) {
             y[e] = _mm512_mul_ps(_mm512_loadu_ps(back->job->p + at + i * 64 + e * 16),
                                  _mm512_loadu_ps(back->job->ds + at + i * 64 + e * 16));
-            y[e] = _mm512_maskz_mov_ps(ra__bf_lanes_seeing(&back->s, j + i, t + e), y[e]);
+            if (masked)
+                y[e] = _mm512_maskz_mov_ps(ra__bf_lanes_seeing(&back->s, j + i, t + e), y[e]);
         }
         r[i] = ra__bf_of_f32(y[0], y[1]);
     }
@@ -5685,21 +5688,22 @@ RA__BF_INLINE void ra__bf_back_ds(const ra__bf_back *back, int32_t j, int32_t t)
 
 /* Piece n of a tile of 4 keys from j on. The tile has 8 pieces for P and 4 for dS. */
 RA__BF_INLINE void ra__bf_back_piece(const ra__bf_back *back, int32_t j, int32_t n,
-                                     const int32_t of_ds) {
-    if (of_ds) ra__bf_back_ds(back, j + n / 2 * 2, n % 2 * 2);
-    else ra__bf_back_p(back, j + n / 2, n % 2 * 2);
+                                     const int32_t of_ds, const int32_t masked) {
+    if (of_ds) ra__bf_back_ds(back, j + n / 2 * 2, n % 2 * 2, masked);
+    else ra__bf_back_p(back, j + n / 2, n % 2 * 2, masked);
 }
 
 /* Pieces [n, pieces), with no products beside them. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_back_last_pieces(const ra__bf_back *back, int32_t j,
                                                         int32_t n, int32_t pieces, int32_t of_ds) {
-    for (; n < pieces; n++) ra__bf_back_piece(back, j, n, of_ds);
+    const int32_t masked = back->job->partial || back->job->keys->n % 4;
+    for (; n < pieces; n++) ra__bf_back_piece(back, j, n, of_ds, masked);
 }
 
 /* Adds the products of 4 keys from j on to c and stores them in job->p (S) or job->ds (dP). Between
  * them run pieces: dS of the tile before during S, P of this tile during dP. */
 RA__BF_INLINE void ra__bf_back_dots(const ra__bf_back *back, const ra__bf_strip *strip, int32_t j,
-                                    __m512 (*c)[4], const int32_t of_ds) {
+                                    __m512 (*c)[4], const int32_t of_ds, const int32_t masked) {
     const int32_t pieces = !of_ds ? 8 : j > 0 ? 4 : 0, tile = of_ds ? j - 4 : j;
     float *to = of_ds ? back->job->p : back->job->ds;
     const float *q = strip->panel->q;
@@ -5708,29 +5712,34 @@ RA__BF_INLINE void ra__bf_back_dots(const ra__bf_back *back, const ra__bf_strip 
     ra__bf_key_rows(strip, j, k, 4);
     for (d = 0; n < pieces && d + 8 <= strip->k_dim; d += 8, n++) {
         ra__bf_eight_dims(c, k, d, q, 4, 4);
-        ra__bf_back_piece(back, tile, n, of_ds);
+        ra__bf_back_piece(back, tile, n, of_ds, masked);
     }
     ra__bf_dots_from(strip, k, d, c, 4, 4);
     if (n < pieces) ra__bf_back_last_pieces(back, tile, n, pieces, of_ds);
     ra__bf_store_sums(to, c, 4, 4);
 }
 
-/* P and dS of a block. dP starts at -delta. */
-RA__NOINLINE RA__BF_TARGET void ra__bf_back_plain(const ra__bf_back *back) {
+/* P and dS of a block. masked: some rows do not see some keys. dP starts at -delta. */
+RA__BF_INLINE void ra__bf_back_softmax(const ra__bf_back *back, const int32_t masked) {
     const ra__panel *panel = &back->job->panel->fwd;
     __m512 c[8][4];
     int32_t j;
     for (j = 0; j < back->job->keys->n; j += 4) {
         ra__bf_zero_sums(c, 4, 4);
-        ra__bf_back_dots(back, &back->s, j, c, 1);
+        ra__bf_back_dots(back, &back->s, j, c, 1, masked);
         RA__UNROLL for (int32_t t = 0; t < 4; t++) {
             c[0][t] = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_loadu_ps(panel->l + 16 * t));
             RA__UNROLL for (int32_t i = 1; i < 4; i++) c[i][t] = c[0][t];
         }
-        ra__bf_back_dots(back, &back->dp, j, c, 0);
+        ra__bf_back_dots(back, &back->dp, j, c, 0, masked);
         ra__prefetch_some(panel->prefetch);
     }
     ra__bf_back_last_pieces(back, j - 4, 0, 4, 1);
+}
+
+RA__NOINLINE RA__BF_TARGET void ra__bf_back_plain(const ra__bf_back *back) {
+    if (back->job->partial || back->job->keys->n % 4) ra__bf_back_softmax(back, 1);
+    else ra__bf_back_softmax(back, 0);
 }
 
 /* Dot products as f32 [keys][64 rows]. */
@@ -5903,7 +5912,7 @@ RA__BF_STATIC void ra__fold_back_bf16(const ra__back_job *jobs, int32_t count) {
     ra__bf_back back;
     for (int32_t i = 0; i < count; i++) {
         ra__bf_back_begin(&back, jobs + i, i % 2, 2);
-        ra__bf_find_seen(&back.s, jobs[i].partial);
+        if (jobs[i].partial || jobs->keys->n % 4) ra__bf_find_seen(&back.s, jobs[i].partial);
         if (ra__bf_back_is_general(back.job)) {
             ra__bf_store_products(&back.s, back.job->p);
             ra__bf_store_products(&back.dp, back.job->ds);
