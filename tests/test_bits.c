@@ -173,7 +173,7 @@ TEST(rounds)
         outcome usual, first, again;
         size_t bytes;
         if (!h_case(i) || !h_variant(mask, zigzag)) continue;
-        bits_problem(&p, &r, mask, 2 * P + h_range(&r, 0, 3), RA_ISA_AUTO);
+        problem_of_blocks(&p, &r, mask, 2 * P + h_range(&r, 0, 3), RA_ISA_AUTO, 0);
         bytes = (size_t)(p.B * p.q_max * p.Hq * p.Dv) * 4;
         memset(&s, 0, sizeof s);
         s.layout = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
