@@ -1252,6 +1252,10 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  * message boundaries: another length is RA_E_TRUNC. A send may wait for its receive. Tags start
  * anew with each pass. A cache (ra_infer) uses channel 0 alone, between any two ranks; ra_resume,
  * whose messages on channel 1 are short, both.
+ * Buffers are host memory. Without RA_CAP_SHARED a rank packs its own keys and values too, before it
+ * sends them. You are not told where a pass begins or ends. At level 0 you cannot report the length
+ * that has come: return RA_E_TRUNC if it is another. abort does not wait: what takes time belongs
+ * in quiesce.
  *
  * Time. deadline_ns of a callback is an absolute time on ra_now_ns(), whatever the ring's clock is.
  * RA_NO_DEADLINE does not occur. INT64_MAX does: subtract, do not add. */
