@@ -1252,10 +1252,10 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  * message boundaries: another length is RA_E_TRUNC. A send may wait for its receive. Tags start
  * anew with each pass. A cache (ra_infer) uses channel 0 alone, between any two ranks; ra_resume,
  * whose messages on channel 1 are short, both.
- * Buffers are host memory. Without RA_CAP_SHARED a rank packs its own keys and values too, before it
- * sends them. You are not told where a pass begins or ends. At level 0 you cannot report the length
- * that has come: return RA_E_TRUNC if it is another. abort does not wait: what takes time belongs
- * in quiesce.
+ * Buffers are host memory. Without RA_CAP_SHARED a rank packs its own keys and values too, before
+ * it sends them. You are not told where a pass begins or ends. At level 0 you cannot report the
+ * length that has come: return RA_E_TRUNC if it is another. abort does not wait: what takes time
+ * belongs in quiesce.
  *
  * Time. deadline_ns of a callback is an absolute time on ra_now_ns(), whatever the ring's clock is.
  * RA_NO_DEADLINE does not occur. INT64_MAX does: subtract, do not add. */
@@ -12136,6 +12136,7 @@ RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *de
     if (!d) return RA_E_NULL;
     if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
+    memset(&d_o, 0, sizeof d_o);
     s = ra__local_check(d, NULL, &c);
     if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
     if (!s) s = ra__check_tensor(&c.d, t, c.rows, RA__TENSOR_D_O, &d_o, d->error);
@@ -20211,7 +20212,7 @@ static int32_t ra__cache_way(const ra_cache *c) {
         part += (double)ra__rank_trees(c, r) * (double)(c->rows - c->rank_rows[r]);
     }
     q = (double)c->rows * (c->ranks - 1) * (double)ra__query_bytes(&c->d) +
-        part * (4.0 * RA__PART_WEIGHT) * (double)ra__partial_floats(&c->d);
+        part * (double)(4 * RA__PART_WEIGHT) * (double)ra__partial_floats(&c->d);
     keys *= (c->ranks - 1) * (double)ra__key_bytes(&c->d);
     return keys < q ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
 }
