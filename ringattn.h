@@ -586,9 +586,9 @@ typedef struct ra_desc {
                                         * per key, 256 to 4096. Rounded up to blocks (zigzag: to
                                         * mirrored pairs; RUNS: the last block may go beyond it) */
     int32_t buffers;                   /* receive buffers, 1..64; 0: as many as hold 8192 keys
-                                        * (training: 5120), at least 3 and at most 8; causal on 2 or
-                                        * 3 ranks without training: 1 / ranks of a shard if that is
-                                        * more */
+                                        * (training: 5120), at least 3 and at most 8. Causal on 2 or
+                                        * 3 ranks without window, training, rounds or a past: 1 /
+                                        * ranks of a shard if that is more */
     ra_rates rates;                    /* what you know of machines and network; {0}: nothing. A
                                         * default chunk then takes no less time than two latencies,
                                         * and a fast link gets fewer buffers */
@@ -874,12 +874,10 @@ typedef struct ra_prediction {         /* seconds */
     double hidden_s;                   /* the part of transfer_s during which this rank computes */
     double done_s;                     /* until this rank is done */
     double all_done_s;                 /* until the last rank is done */
-    double bound_s;                    /* all_done_s with any number of buffers: what the order of
-                                        * keys allows. Without a mask, in the order that makes bits
-                                        * independent of ranks, the last rank's own keys come last:
-                                        * at most 1 - 1 / ranks of a transfer as long as computing
-                                        * can be hidden. Causal ZIGZAG and RA_ORDER_ROUNDS have no
-                                        * such limit */
+    double bound_s;                    /* all_done_s with any number of buffers. Without a mask and
+                                        * without rounds the last rank's own keys come last: then at
+                                        * most 1 - 1 / ranks of a transfer as long as computing can
+                                        * be hidden. Causal ZIGZAG has no such limit */
 } ra_prediction;
 RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const ra_rates *rates,
                                        ra_prediction *out);
@@ -892,9 +890,9 @@ typedef struct ra_ring ra_ring;
 
 enum { RA_EV_TILE = 1, RA_EV_SEND, RA_EV_RECV, RA_EV_WAIT, RA_EV_PASS, RA_EV_FAIL,
        RA_EV_BEGIN,                    /* a pass begins */
-       RA_EV_POST_SEND, RA_EV_POST_RECV, /* a message is handed to the transport */
+       RA_EV_POST_SEND, RA_EV_POST_RECV, /* a message is ready for the transport */
        RA_EV_TOLD, RA_EV_HEARD,        /* one without a chunk has gone, has come */
-       RA_EV_FOLD,                     /* the last task here has folded the chunk */
+       RA_EV_FOLD,                     /* all tasks here have folded it and what is before it */
        RA_EV_ABORT };                  /* of the transport; see ra_ring_events */
 enum { RA_EVENTS = 64 };               /* that a ring remembers */
 typedef struct ra_event {              /* one event each, sent when it ends */
@@ -929,8 +927,9 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
                                         * call may return after its deadline; 0: 30 s */
     int64_t (*clock_ns)(void *ctx);    /* null: ra_now_ns. The ring measures all its times on this
                                         * clock: deadlines of calls on it, watchdog, events. It may
-                                        * start anywhere and run at any speed, but never backwards.
-                                        * A transport gets the time left, on ra_now_ns() */
+                                        * start anywhere, run at any speed, never backwards; any
+                                        * thread may read it. Transports get the time left, on
+                                        * ra_now_ns() */
     void   *clock_ctx;
     void  (*trace)(void *ctx, const ra_event *e);  /* from any stepping thread; must not block */
     void   *trace_ctx;
@@ -948,7 +947,8 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
 } ra_ring_desc;
 
 /* Binds a transport (null: a ring of one) and memory. Sends nothing, so ranks need not meet here.
- * `first` sizes the workspace; later plans must have its rank and ranks, and fit. */
+ * `first` sizes the workspace; later plans must have its rank and ranks, and fit: compare
+ * workspace_bytes of their reports, or set d.buffers alike (defaults differ between plans). */
 RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
                                       const ra_transport *transport, const ra_ring_desc *rd);
 /* No thread may be inside a call. After a failed pass with RA_CAP_SHARED it may wait, up to
@@ -9191,9 +9191,10 @@ static int32_t ra__default_chunk(const ra_desc *d) {
  *
  * Of two ranks with a causal mask the first computes its own keys for half of the pass. If its
  * buffers hold a part f of a shard, a transfer that takes as long as computing ends 1/2 - f of the
- * pass late, so they hold half a shard, however long it is: at most a quarter of this rank's q, k,
+ * pass late, so they hold half a shard, in up to 64 buffers: at most a quarter of this rank's q, k,
  * v and o together. Of three ranks a third does. From four on a chunk waits in other ranks' buffers
- * too, and as many keys as above hide 86 %. */
+ * too, and as many keys as above hide 86 %. A rank with a window, with fewer queries than keys or
+ * with rounds does not compute own keys for so long. */
 enum { RA__BUFFER_TOKENS = 8192, RA__TRAIN_TOKENS = 5120 };
 static int32_t ra__default_buffers(const ra_desc *d) {
     const int64_t parts = ra__ceil_div(ra__shard_tokens(d, 1), d->chunk_tokens);
@@ -9201,7 +9202,8 @@ static int32_t ra__default_buffers(const ra_desc *d) {
     const double bytes = (double)d->kv_heads * (double)(ra__row_bytes(d->k_dtype, d->k_dim) +
                          (d->v_in_k ? 0 : ra__row_bytes(d->v_dtype, d->v_dim)));
     int64_t most = ra__min(d->ranks < 24 ? 8 : 3, tokens / d->chunk_tokens);
-    if (d->ranks < 4 && d->mask.kind == RA_MASK_CAUSAL && !d->train)
+    if (d->ranks < 4 && d->mask.kind == RA_MASK_CAUSAL && !d->mask.window && !d->train &&
+        !d->order && d->tokens == ra__k_most(d))
         most = ra__max(most, ra__min(64, ra__ceil_div(parts, ra__max(2, d->ranks))));
     if (!ra__rates_unknown(&d->rates) &&
         2 * bytes * d->rates.flops_per_s <= ra__flops_per_key(d) * d->rates.link_bytes_per_s)
@@ -12169,8 +12171,8 @@ RA__ONCE_BEGIN
 
 /* ========================================================================== SCHEDULE
  * Chunks, their order, and how far each travels. In: a resolved descriptor. Out: one list of chunks
- * in the order in which every row folds them and every link carries them, and for one rank the
- * sublists of what it folds, receives and sends.
+ * in the order in which every row folds them and every link carries them (other than in rounds, see
+ * below), and for one rank the sublists of what it folds, receives and sends.
  *
  * Order. RA_ORDER_DESCENDING goes sequence by sequence, with owners and chunks descending. It
  * serves contiguous causal shards: a row then takes keys from its own block downwards. Under
@@ -13568,7 +13570,7 @@ typedef struct ra__more { struct ra__more *next; int64_t bytes; } ra__more;
 /* The latest events; every word is atomic. Any thread writes, and none waits: it draws a number and
  * takes that number's slot. A thread that is held up in a slot until its turn comes round costs the
  * event of that turn. What was read between two looks at the same number is whole. */
-enum { RA__EVENT_WORDS = sizeof(ra_event) / 8 };
+enum { RA__EVENT_WORDS = (sizeof(ra_event) + 7) / 8 };
 typedef struct ra__journal_slot {
     int64_t number;                    /* of the event, from 1; 0: none, -1: a thread is in it */
     int64_t word[RA__EVENT_WORDS];
@@ -15852,7 +15854,8 @@ static void ra__journal_put(ra__journal *log, const ra_event *e) {
     enum { END = offsetof(ra_event, end_ns) / 8 };
     int64_t word[RA__EVENT_WORDS], last = ra__load_i64(&log->next), i, before;
     ra__journal_slot *at = &log->slot[(last + RA_EVENTS - 1) % RA_EVENTS];
-    memcpy(word, e, sizeof word);
+    word[RA__EVENT_WORDS - 1] = 0;
+    memcpy(word, e, sizeof *e);
     if (e->kind == RA_EV_WAIT && last && ra__cas_i64(&at->number, last, -1)) {
         const int again = ra__load_i64(&at->word[0]) == word[0];   /* kind and rank */
         if (again) ra__store_i64(&at->word[END], word[END]);
@@ -16356,8 +16359,9 @@ static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *m
                             const ra__between *pause) {
     int64_t at = 0;
     for (int32_t i = 0; i < chunk->segs; i++)
-        for (int64_t j = 0; j < ra__seg_blocks(chunk, i); j++) {
-            const ra__seg s = ra__seg_block(&chunk->seg[i], j);
+        for (int64_t j = 0; j < chunk->seg[i].rows; j += RA_BLOCK_TOKENS) {
+            const ra__seg s = ra__seg_part(&chunk->seg[i], j,
+                                           ra__min(RA_BLOCK_TOKENS, chunk->seg[i].rows - j));
             ra__ring_pack_q_rows(r, chunk, &s, at, message);
             at += s.rows;
             ra__between_pieces(pause);
@@ -16723,8 +16727,11 @@ static ra__blame ra__ring_awaits(const ra_ring *r) {
         return ra__blame_of(ra__rank_up(p, r->rank, -1), 0, 0, -1);
     if (next[RA__RECEIVES] < lists->recvs)
         return ra__blame_of(ra__ring_peer(r, -1), 0, 0, lists->recv[next[RA__RECEIVES]].chunk);
-    if (next[RA__SENDS] < lists->sends)
-        return ra__blame_of(ra__ring_peer(r, 1), 1, 0, lists->send[next[RA__SENDS]].chunk);
+    if (next[RA__SENDS] < lists->sends) {
+        int32_t c = lists->send[next[RA__SENDS]].chunk, to = ra__ring_peer(r, 1), hop;
+        if (lists->backward) to = ra__back_to(p, &lists->chunk[c], r->rank, &hop);
+        return ra__blame_of(to, 1, 0, c);
+    }
     if (next[RA__RETURNS] < r->lane[RA__RETURNS].total) {
         int32_t c = lists->returned[next[RA__RETURNS]].chunk;
         return ra__blame_of(ra__ring_peer(r, ra__back_stations(p, &lists->chunk[c])), 0, 0, c);
@@ -16778,9 +16785,9 @@ static ra_status ra__ring_exchange(ra_ring *r) {
     if (x->returned >= 0) in = ra__lane_op(&r->lane[RA__RETURNS], x->returned);
     if (x->send >= 0) out = ra__lane_op(&r->lane[RA__SENDS], x->send);
     s = ra__ring_swap(r, out, in, x->step,
-                      x->send >= 0 ? lists->send[x->send].chunk :
-                      x->recv >= 0 ? lists->recv[x->recv].chunk
-                                   : lists->returned[x->returned].chunk);
+                      x->recv >= 0 ? lists->recv[x->recv].chunk :
+                      x->returned >= 0 ? lists->returned[x->returned].chunk
+                                       : lists->send[x->send].chunk);
     r->exchanged += s == RA_OK;
     return s;
 }
@@ -18479,7 +18486,7 @@ RINGATTN_API int ra_ring_events(const ra_ring *ring, ra_event *out, int most) {
         int64_t word[RA__EVENT_WORDS];
         if (ra__load_i64(&at->number) != i + 1) continue;
         for (int32_t k = 0; k < RA__EVENT_WORDS; k++) word[k] = ra__load_i64(&at->word[k]);
-        if (ra__load_i64(&at->number) == i + 1) memcpy(&out[n++], word, sizeof word);
+        if (ra__load_i64(&at->number) == i + 1) memcpy(&out[n++], word, sizeof *out);
     }
     return n;
 }
@@ -20217,7 +20224,7 @@ static int32_t ra__cache_way(const ra_cache *c) {
     return keys < q ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
 }
 
-/* Adds a swap unless both its messages are empty. */
+/* Adds a swap. A side of it may be empty: nothing moves there. */
 static void ra__swap_add(ra_cache *c, ra__swap s) {
     for (int side = 0; side < 2; side++) {
         if (s.side[side].op.len) continue;

@@ -214,9 +214,10 @@ beside() {
             step "schedule-$i" build/release/tests/test_schedule sendrecv --long --case $i
         done
     } &
+    group=$!
     step sim build/release/tests/test_sim seeds --long
     step mutants sh tests/mutants.sh "$work/mutants"
-    wait
+    wait "$group" || step -x spin-resume-schedule false
 }
 
 low() {

@@ -195,7 +195,11 @@ static int ra_level1__messages(ra_level1 *u, int channel, int way, const ra_leve
     in = ra_level1__match(u, recvs, mine[back].wanted[c], theirs[back].ready[c]);
     if (out) { s = (uint8_t *)out->buf + sends->moved; s_len = out->len - sends->moved; }
     if (in) { r = (uint8_t *)in->buf + recvs->moved; r_len = in->len - recvs->moved; }
-    if (out && in && u->sides == 1) s_len = r_len = s_len < r_len ? s_len : r_len;
+    if (out && in && u->sides == 1 && s_len != r_len) {
+        const size_t unit = u->below.align ? u->below.align : 64;      /* the rest stays aligned */
+        const size_t both = (s_len < r_len ? s_len : r_len) / unit * unit;
+        if (both) s_len = r_len = both;
+    }
     pthread_mutex_unlock(&u->lock);
     if (!s_len && !r_len) return 0;
     good = ra_level1__sendrecv(u, s_len ? u->peer[way] : RA_NO_PEER, s, s_len,
