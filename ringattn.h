@@ -1530,7 +1530,9 @@ RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_h
 #define RA__UNUSED   __attribute__((unused))
 
 /* Clients compile with -Ofast: from here on arithmetic is IEEE again, and a*b + c is fused only
- * where it says so, or bits would depend on the compiler's mood. */
+ * where it says so, or bits would depend on the compiler's mood. clang's -Ofast fuses all the same:
+ * RA__NAME(hold) prevents it where the sides of a sum change places. Bits are then those of that
+ * compiler and its flags, for every number of threads and ranks. */
 #if defined(__clang__)
 #if defined(__x86_64__)                /* clang 14 has it on x86 alone */
 #pragma float_control(precise, on, push)
@@ -3731,22 +3733,23 @@ RA__ISA_STATIC void RA__NAME(decode_store)(const ra__decode_rows *rows, int32_t 
 
 /* Sums are in units of 2^m. A row without keys has l = 0. */
 RA__ISA_STATIC void RA__NAME(decode_merge)(ra__decode_rows *rows, const float *other) {
-    float alpha[RA__WIDTH], beta[RA__WIDTH];
+    float l[RA__WIDTH];
     for (int32_t r = 0; r < 4; r++) {
         int32_t fresh = rows->l[r] == 0.0f;
         float top = fresh || other[r] > rows->m[r] ? other[r] : rows->m[r];
         RA__FLOATS a = RA__NAME(exp2)(RA__NAME(set)(rows->m[r] - top));
         RA__FLOATS b = RA__NAME(exp2)(RA__NAME(set)(other[r] - top));
         if (other[4 + r] == 0.0f) continue;
-        RA__NAME(store)(alpha, a);
-        RA__NAME(store)(beta, b);
-        rows->l[r] = fresh ? other[4 + r] : rows->l[r] * alpha[0] + other[4 + r] * beta[0];
+        RA__NAME(store)(l, RA__NAME(hold)(RA__NAME(set)(rows->l[r]) * a) +
+                           RA__NAME(hold)(RA__NAME(set)(other[4 + r]) * b));
+        rows->l[r] = fresh ? other[4 + r] : l[0];
         for (int32_t i = r; i < 16; i += 4) rows->m[i] = top;
         for (int32_t d = 0; d < rows->d->v_dim; d += RA__CHUNK)
             for (int32_t i = 0; i < RA__CHUNK; i += RA__WIDTH) {
                 int32_t at = 4 * d + r * RA__CHUNK + i;
                 RA__FLOATS x = RA__NAME(load)(other + 8 + at);
-                if (!fresh) x = RA__NAME(load)(rows->acc + at) * a + x * b;
+                if (!fresh)
+                    x = RA__NAME(hold)(RA__NAME(load)(rows->acc + at) * a) + RA__NAME(hold)(x * b);
                 RA__NAME(store)(rows->acc + at, x);
             }
     }
@@ -9202,9 +9205,9 @@ static int32_t ra__default_buffers(const ra_desc *d) {
     const double bytes = (double)d->kv_heads * (double)(ra__row_bytes(d->k_dtype, d->k_dim) +
                          (d->v_in_k ? 0 : ra__row_bytes(d->v_dtype, d->v_dim)));
     int64_t most = ra__min(d->ranks < 24 ? 8 : 3, tokens / d->chunk_tokens);
-    if (d->ranks < 4 && d->mask.kind == RA_MASK_CAUSAL && !d->mask.window && !d->train &&
-        !d->order && d->tokens == ra__k_most(d))
-        most = ra__max(most, ra__min(64, ra__ceil_div(parts, ra__max(2, d->ranks))));
+    if (d->ranks > 1 && d->ranks < 4 && d->mask.kind == RA_MASK_CAUSAL && !d->mask.window &&
+        !d->train && !d->order && d->tokens == ra__k_most(d))
+        most = ra__max(most, ra__min(64, ra__ceil_div(parts, d->ranks)));
     if (!ra__rates_unknown(&d->rates) &&
         2 * bytes * d->rates.flops_per_s <= ra__flops_per_key(d) * d->rates.link_bytes_per_s)
         most = 3;
@@ -10988,8 +10991,8 @@ typedef struct ra__decode {
     int32_t pairs, fours, rows, keys;  /* keys: of a stretch */
     int64_t last_row;                  /* of the keys */
     ra__stream ahead[2];               /* over K and V, but for `at` */
-    int64_t far[2];                    /* rows from those computed to those prefetched */
-    int32_t near;                      /* 1: one row, and keys that caches may hold */
+    int64_t rows_ahead[2];             /* rows from those computed to those prefetched */
+    int32_t lean;                      /* 1: one row, and keys that caches may hold */
     int32_t group;                     /* query heads per kv head */
     int32_t modifies;                  /* 1: scores of some row may be more than dot products */
     float factor;                      /* ra__q_factor */
@@ -11242,7 +11245,7 @@ static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
         const int64_t token = kv[i].token;
         const int64_t all = x->count > 1 ? x->count * kv[i].head : ra__min(token, kv[i].head);
         const int64_t rows = all == token ? x->keys : 1;
-        x->far[i] = ra__round_up(ra__max(x->keys, RA__DECODE_AHEAD / all), x->keys);
+        x->rows_ahead[i] = ra__round_up(ra__max(x->keys, RA__DECODE_AHEAD / all), x->keys);
         x->ahead[i].lines = x->ahead[i].left = (int32_t)ra__ceil_div(rows * all, 64);
         x->ahead[i].jump = rows * token - (int64_t)x->ahead[i].lines * 64;
     }
@@ -11252,7 +11255,7 @@ static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
 static void ra__decode_ahead(ra__stream *a, const ra__decode *x, const ra__view kv[2],
                              int64_t row) {
     for (int i = 0; i < 2; i++) {
-        const int64_t at = row + x->far[i];
+        const int64_t at = row + x->rows_ahead[i];
         a[i] = x->ahead[i];
         a[i].at = (uintptr_t)kv[i].data + (uintptr_t)(at * kv[i].token);
         if (x->paged.table) a[i].at = ra__page_row(&x->paged, &kv[i], ra__min(at, x->last_row));
@@ -11288,7 +11291,7 @@ RA__NOINLINE void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int
 static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
                             ra__decode *x) {
     const int32_t fours = (int32_t)ra__ceil_div(x->pairs, RA__DECODE_ROWS);
-    const int more = !x->near && row + from + x->keys < ra__k_len(&c->d, x->sequence);
+    const int more = !x->lean && row + from + x->keys < ra__k_len(&c->d, x->sequence);
     ra__decode_keys *t = x->stretch[from / x->keys];
     ra__stream a[2];
     if (more) ra__decode_ahead(a, x, kv, row + from);
@@ -11315,7 +11318,7 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     const int32_t keys = x->keys;
     if (!ra__decode_sees(x, s, pos)) return;
     if ((c->d.scores & RA_SCORE_BIAS) && !ra__decode_hide(c, x, (int32_t)s->rows)) return;
-    if (x->near && x->few->one_row && !x->modifies &&              /* in any head */
+    if (x->lean && x->few->one_row && !x->modifies &&              /* in any head */
         x->seen[0] == ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows) &&
         (!x->paged.table || ra__page_holds(&x->paged, s->row, s->rows)))
         x->keys = RA_BLOCK_TOKENS;
@@ -11350,7 +11353,7 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
         x->row[i] = i / group;
         x->lane[i] = i - x->row[i] * group;
     }
-    x->near = x->pairs == 1 && tokens * c->d.kv_heads <= RA__DECODE_NEAR /
+    x->lean = x->pairs == 1 && tokens * c->d.kv_heads <= RA__DECODE_NEAR /
               (ra__row_bytes(c->d.k_dtype, c->d.k_dim) + ra__row_bytes(c->d.v_dtype, c->d.v_dim));
     x->blocks = ra__side_blocks(&c->k_side, x->sequence, tokens);
     x->first = limit > 1 ? x->blocks : 0;
@@ -11456,11 +11459,11 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     for (int i = 0; i < 2; i++)
         kv[i] = ra__view_at(c->kv[i], x->paged.table ? 0 : x->sequence, 0, x->head);
     if (c->d.v_in_k) kv[1].data += ra__row_bytes(c->d.k_dtype, c->d.v_column);
-    if (x->near && x->blocks == 1 && to > from) {
+    if (x->lean && x->blocks == 1 && to > from) {
         (void)ra__side_block(&c->k_side, x->sequence, tokens, from, &block);
         if (ra__decode_single(c, kv, &block, array ? array + block.row : NULL, x)) return;
     }
-    if (!x->near) ra__decode_streams(x, kv);
+    if (!x->lean && tokens > x->keys) ra__decode_streams(x, kv);
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t i = 0; i < x->pairs; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i);
     for (int64_t i = from; i < to; i++) {

@@ -105,6 +105,15 @@ tsan() {
     fi
 }
 
+# clang's -Ofast fuses products and sums whatever the header says: rows keep their bits anyway.
+ofast() {
+    step -x ofast-build clang -std=c99 -Ofast -march=native $warn -I. -c tests/lang_impl.c \
+        -o "$work/ofast.o"
+    step -x ofast-forward-build gcc -std=c99 -O1 -DRA__IMPLEMENTED -pthread -I. \
+        tests/test_forward.c "$work/ofast.o" -o "$work/ofast-forward" -lm
+    step ofast "$work/ofast-forward" row_bits
+}
+
 # The NEON kernel and, forced, the scalar one, on an emulated machine whose memory order is weak in
 # name only. Three to five minutes.
 aarch64() {
@@ -232,6 +241,8 @@ survives() {
 windows() {
     step -x mingw-build x86_64-w64-mingw32-gcc -std=c99 -O2 $warn -static -I. \
         tests/lang_main.c -o "$work/main.exe" -lm -pthread
+    step -x mingw-windows.h x86_64-w64-mingw32-gcc -std=c99 $warn -include windows.h -I. \
+        -fsyntax-only tests/lang_impl.c
     WINEPREFIX=$PWD/$work/wine WINEDEBUG=-all
     export WINEPREFIX WINEDEBUG
     if timeout 120 /usr/lib/wine/wine64 cmd /c exit > "$work/wine.log" 2>&1; then
@@ -311,6 +322,7 @@ step asan make check config=asan werror=1 CC=gcc
 emulated() {
     aarch64
     windows
+    ofast
 }
 emulated &                             # on one core, as most of what tsan does
 tsan

@@ -315,6 +315,40 @@ static void one_clock(const rig *g, int64_t *clock, const ra_ring_desc *times, i
     CHECK_EQ(ra_ring_destroy(ring), RA_OK);
 }
 
+/* A failed exchange that was to bring a chunk names that one, not the own chunk that it sent. */
+TEST(failed_exchange_names_what_was_due)
+{
+    for (int order = 0; order <= RA_ORDER_ROUNDS; order += RA_ORDER_ROUNDS) {
+        rig *g = rig_new(2, 256, 1);
+        alarm_call a = { 0, 0 };
+        ra_ring_desc rd;
+        ra_ring *ring = NULL;
+        ra_transport net;
+        ra_desc d = g->d;
+        ra_plan *plan = NULL;
+        ra_failure f;
+        d.order = order;
+        memset(&rd, 0, sizeof rd);
+        rd.trust_plans = 1;            /* no hello comes first */
+        memset(&net, 0, sizeof net);
+        net.size = (uint32_t)sizeof net;
+        net.abi = RA_TRANSPORT_ABI;
+        net.ctx = &a;
+        net.sendrecv = expire_sendrecv;
+        CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
+        CHECK_EQ(ra_ring_create(&ring, plan, &net, &rd), RA_OK);
+        CHECK_EQ(ra_forward(plan, ring, &g->t[0], RA_NO_DEADLINE), RA_E_PEER);
+        CHECK_EQ(ra_ring_failure(ring, &f), RA_OK);
+        CHECK_EQ(f.peer, 1);
+        CHECK_EQ(f.hop, 1);
+        CHECK_EQ(f.sending, 0);
+        CHECK_EQ(f.chunk, 2);          /* chunks 0 and 1 are its own */
+        (void)ra_ring_destroy(ring);
+        ra_plan_destroy(plan);
+        rig_free(g);
+    }
+}
+
 /* A ring on a clock that is years off, either way, negative or at the end of its numbers. */
 TEST(deadlines_on_another_clock)
 {
@@ -1494,7 +1528,8 @@ int main(int argc, char **argv)
 {
     static const h_test tests[] = {
         ENTRY(shared_between_processes), ENTRY(shared_in_one_process), ENTRY(begin_reads_no_sinks),
-        ENTRY(deadlines_on_another_clock), ENTRY(quiesce_of_the_world_on_another_clock),
+        ENTRY(failed_exchange_names_what_was_due), ENTRY(deadlines_on_another_clock),
+        ENTRY(quiesce_of_the_world_on_another_clock),
         ENTRY(default_watchdog), ENTRY(default_watchdog_of_a_million_tokens),
         ENTRY(refused_tickets_stay_refused), ENTRY(first_failure_stays),
         ENTRY(short_messages_name_what_differs), ENTRY(sentences_are_whole),
