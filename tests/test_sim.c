@@ -545,7 +545,7 @@ static int64_t one_fair(h_rng rng, int ranks)
 
 TEST(worlds)
 {
-    int64_t worlds = h_run.large ? 20000 : 3000, ran = 0, passes = 0;
+    int64_t worlds = h_run.large ? 20000 : 2000, ran = 0, passes = 0;
     for (int64_t i = 0; i < worlds; i++) {
         if (!h_case(i)) continue;
         passes += one_fair(h_case_rng(i), 0);
