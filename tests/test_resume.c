@@ -557,7 +557,7 @@ TEST(lent_batches)
         return;
     }
     batches = 1;
-    run_cases(h_run.large ? 300 : 24, 1);
+    run_cases(h_run.large ? 300 : 40, 1);
     batches = 0;
 }
 
