@@ -10835,38 +10835,38 @@ static int64_t ra__local_blocks(const ra__local *c, int32_t b) {
 }
 
 /* -------------------------------------------------------------------------- tasks */
-/* A task with its rows loaded, and all keys of its sequence, none of them folded. */
-static void ra__local_load(const ra__local *c, const ra__task *t, ra__scratch *x, uint8_t *gather,
-                           ra__item *item) {
-    const int32_t *array = c->k_side.array;
-    memset(item, 0, sizeof *item);
-    if (array) array += t->sequence * c->k_side.array_stride;
-    for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_load(c, t, x, i, gather);
-    if (!c->pairs) ra__task_rows(&c->w, t, x);
-    if (!c->pairs) ra__task_data(&c->w, t, x, 1);
-    ra__chunk_side(&c->k_side, t->sequence, ra__k_len(&c->d, t->sequence), &item->c);
-    item->paged = ra__paged_of(&c->d, &c->w.t->pages, t->sequence);
-    ra__item_owned(item, c->kv, array);
-    x->block = 0;
-}
-
-static void ra__local_save(const ra__local *c, const ra__task *t, const ra__scratch *x,
-                           uint8_t *gather) {
-    for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_save(c, t, x, i, gather);
-    if (!c->pairs) ra__task_save(&c->w, t, x, 1);
-}
-
-/* One task against all keys of its sequence. */
-static void ra__local_task(const ra__local *c, const ra__task *t, ra__scratch *x,
-                           uint8_t *gather) {
-    uint32_t mode = ra__fp_enter();
-    ra__tally tally = { 0, 0, 0 };
+/* The tasks of one thread, which may stop after any block of keys and go on in another thread. */
+typedef struct ra__local_walk {
+    ra__scratch x;                     /* x.next: the task after the one in hand */
+    ra__task t;                        /* in hand; count 0: all are done */
     ra__item item;
-    ra__local_load(c, t, x, gather, &item);
-    x->left = INT64_MAX;
-    (void)ra__task_some(&c->w, t, &item, x, &tally);
-    ra__local_save(c, t, x, gather);
-    ra__fp_leave(mode);
+    uint8_t *gather;
+    int64_t passed, index;             /* tasks that were dealt out: of all; of `sequence` */
+    int32_t sequence, panels, ith, nth;
+    int32_t loaded;                    /* 1: the task in hand is */
+} ra__local_walk;
+
+/* Loads the rows of the task in hand, and points at all keys of its sequence. */
+static void ra__local_load(const ra__local *c, ra__local_walk *w) {
+    const ra__task *t = &w->t;
+    const int32_t *array = c->k_side.array;
+    memset(&w->item, 0, sizeof w->item);
+    if (array) array += t->sequence * c->k_side.array_stride;
+    for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_load(c, t, &w->x, i, w->gather);
+    if (!c->pairs) ra__task_rows(&c->w, t, &w->x);
+    if (!c->pairs) ra__task_data(&c->w, t, &w->x, 1);
+    ra__chunk_side(&c->k_side, t->sequence, ra__k_len(&c->d, t->sequence), &w->item.c);
+    w->item.paged = ra__paged_of(&c->d, &c->w.t->pages, t->sequence);
+    ra__item_owned(&w->item, c->kv, array);
+    w->x.block = 0;
+    w->loaded = 1;
+}
+
+static void ra__local_save(const ra__local *c, ra__local_walk *w) {
+    for (int32_t i = 0; c->pairs && i < w->t.count; i++)
+        ra__short_save(c, &w->t, &w->x, i, w->gather);
+    if (!c->pairs) ra__task_save(&c->w, &w->t, &w->x, 1);
+    w->loaded = 0;
 }
 
 /* Panels of a task: fewer if threads would otherwise have no work. */
@@ -10881,80 +10881,59 @@ static int32_t ra__local_panels(const ra__local *c, int nth) {
     return panels;
 }
 
-/* The tasks of thread ith: one of every nth, counted forwards and backwards in turn, because causal
- * rows cost more towards the end. */
-static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, int ith, int nth) {
-    ra__arena a = { NULL, 0 };
-    ra__scratch x;
-    int64_t index = 0;
-    a.base = memory;
-    ra__scratch_carve(&a, &c->d, panels, &x);
-    uint8_t *gather = c->pairs ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
-    ra__task t;
-    t.count = 0;
-    for (int32_t b = 0; b < c->d.sequences; b++) {
-        int64_t all = ra__local_blocks(c, b), tasks = c->d.kv_heads * ra__ceil_div(all, panels);
-        for (int64_t i = 0; i < tasks; i++, index++) {
-            int64_t turn = index / nth, place = index % nth;
-            if ((turn % 2 ? nth - 1 - place : place) != ith) continue;
-            x.next = ra__task_of(b, all, panels, i);
-            x.prefetched = c->pairs ? x.next.count : 0;
-            if (t.count) ra__local_task(c, &t, &x, gather);
-            t = x.next;
-        }
-    }
-    x.next.count = x.prefetched = 0;
-    if (t.count) ra__local_task(c, &t, &x, gather);
-}
-
-/* The tasks of a call of one sequence, one after the other, which may stop after any block of keys
- * and go on in another thread. */
-typedef struct ra__local_walk {
-    ra__scratch x;
-    ra__task t;
-    ra__item item;
-    uint8_t *gather;
-    int64_t index, tasks;              /* of the task in hand; of all */
-    int32_t panels, loaded;            /* loaded: 1: the task in hand is */
-} ra__local_walk;
-
-static void ra__local_walk_begin(const ra__local *c, uint8_t *memory, ra__local_walk *w) {
-    ra__arena a = { NULL, 0 };
-    a.base = memory;
-    w->panels = ra__panels(&c->d);
-    ra__scratch_carve(&a, &c->d, w->panels, &w->x);
-    w->gather = c->pairs ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
-    w->tasks = c->d.kv_heads * ra__ceil_div(ra__local_blocks(c, 0), w->panels);
-    w->index = 0;
-    w->loaded = 0;
-}
-
-static ra__task ra__local_walk_task(const ra__local *c, const ra__local_walk *w, int64_t index) {
+/* The next task of the thread, count 0 if there is none: one of every nth, counted forwards and
+ * backwards in turn, because causal rows cost more towards the end. */
+static ra__task ra__local_next(const ra__local *c, ra__local_walk *w) {
     const ra__task none = { 0, 0, 0, 0 };
-    if (index >= w->tasks) return none;
-    return ra__task_of(0, ra__local_blocks(c, 0), w->panels, index);
+    for (; w->sequence < c->d.sequences; w->sequence++, w->index = 0) {
+        const int64_t all = ra__local_blocks(c, w->sequence);
+        while (w->index < c->d.kv_heads * ra__ceil_div(all, w->panels)) {
+            const int64_t turn = w->passed / w->nth, place = w->passed % w->nth, i = w->index++;
+            w->passed++;
+            if ((turn % 2 ? w->nth - 1 - place : place) == w->ith)
+                return ra__task_of(w->sequence, all, w->panels, i);
+        }
+    }
+    return none;
 }
 
-/* Goes on until *left, in the measure of RA__TILE_WORK, is used up. 1: all tasks are done. */
-static int ra__local_walk_some(const ra__local *c, ra__local_walk *w, int64_t *left) {
-    for (; w->index < w->tasks; w->index++) {
+static void ra__local_begin(const ra__local *c, int32_t panels, uint8_t *memory, int ith, int nth,
+                            ra__local_walk *w) {
+    ra__arena a = { NULL, 0 };
+    a.base = memory;
+    ra__scratch_carve(&a, &c->d, panels, &w->x);
+    w->gather = c->pairs ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
+    w->panels = panels;
+    w->ith = ith;
+    w->nth = nth;
+    w->sequence = w->loaded = 0;
+    w->passed = w->index = 0;
+    w->t = ra__local_next(c, w);
+}
+
+/* Continues until w->x.left is used up. 1: all tasks are done. */
+static int ra__local_some(const ra__local *c, ra__local_walk *w) {
+    const uint32_t mode = ra__fp_enter();
+    for (; w->t.count && w->x.left > 0; w->t = w->x.next) {
         ra__tally tally = { 0, 0, 0 };
-        if (*left <= 0) return 0;
         if (!w->loaded) {
-            w->t = ra__local_walk_task(c, w, w->index);
-            w->x.next = ra__local_walk_task(c, w, w->index + 1);
+            w->x.next = ra__local_next(c, w);
             w->x.prefetched = c->pairs ? w->x.next.count : 0;
-            ra__local_load(c, &w->t, &w->x, w->gather, &w->item);
-            w->loaded = 1;
+            ra__local_load(c, w);
         }
-        w->x.left = *left;
-        const int done = ra__task_some(&c->w, &w->t, &w->item, &w->x, &tally);
-        *left = w->x.left;
-        if (!done) return 0;
-        ra__local_save(c, &w->t, &w->x, w->gather);
-        w->loaded = 0;
+        if (!ra__task_some(&c->w, &w->t, &w->item, &w->x, &tally)) break;
+        ra__local_save(c, w);
     }
-    return 1;
+    ra__fp_leave(mode);
+    return !w->t.count;
+}
+
+/* All tasks of a thread. */
+static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, int ith, int nth) {
+    ra__local_walk w;
+    ra__local_begin(c, panels, memory, ith, nth, &w);
+    w.x.left = INT64_MAX;
+    (void)ra__local_some(c, &w);
 }
 
 /* ========================================================================== DECODE
@@ -11709,7 +11688,7 @@ static ra_status ra__attend_walk(const ra_desc *d, const ra_tensors *t, uint8_t 
     ra_status s = ra__attend_check(d, t, &a->c, kernel);
     if (s) return s;
     a->c.pairs = ra__is_short(&a->c.d);
-    ra__local_walk_begin(&a->c, workspace, &a->walk);
+    ra__local_begin(&a->c, ra__panels(&a->c.d), workspace, 0, 1, &a->walk);
     return RA_OK;
 }
 
@@ -20870,8 +20849,7 @@ static int64_t ra__cache_dims(const ra_cache *c) {
 static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                 const int64_t row[2], ra__partial out, int64_t *left) {
     const int64_t tile = RA_BLOCK_TOKENS * RA_BLOCK_TOKENS * ra__cache_dims(c);
-    int64_t work = ra__max(1, *left / tile) * RA__TILE_WORK;
-    const int64_t all = work;
+    const int64_t work = ra__max(1, *left / tile) * RA__TILE_WORK;
     if (*left <= 0) return RA_AGAIN;
     if (!y->x.walking) {
         ra_desc d = c->tile;
@@ -20880,8 +20858,9 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
         if (s) return s;
         y->x.walking = 1;
     }
-    const int done = ra__local_walk_some(&y->a.c, &y->a.walk, &work);
-    *left -= ra__ceil_div((all - work) * tile, RA__TILE_WORK);
+    y->a.walk.x.left = work;
+    const int done = ra__local_some(&y->a.c, &y->a.walk);
+    *left -= ra__ceil_div((work - y->a.walk.x.left) * tile, RA__TILE_WORK);
     if (!done) return RA_AGAIN;
     y->x.walking = 0;
     return RA_OK;
