@@ -7650,23 +7650,23 @@ static int ra__side_seg(const ra__side *s, int32_t b, int64_t tokens, int64_t i,
     return 1;
 }
 
-/* Rows of sequence b on this side. */
-static int64_t ra__side_rows(const ra__side *s, int32_t b, int64_t tokens) {
-    ra__seg seg;
-    int64_t rows = 0;
-    if (s->layout == RA_LAYOUT_RUNS) return ra__list_all(&s->list).n[RA__ROWS];
-    for (int64_t i = 0; ra__side_seg(s, b, tokens, i, &seg); i++) rows += seg.rows;
-    return rows;
-}
-
-/* Blocks of at most 64 rows, counted from the start of each segment, never across two. */
-static int64_t ra__side_blocks(const ra__side *s, int32_t b, int64_t tokens) {
+/* Units that rows are counted in: rows, blocks, or calls of a block engine. Units of `unit` rows are
+ * counted from the start of each segment and never reach across two. */
+RA__INLINE int64_t ra__side_count(const ra__side *s, int32_t b, int64_t tokens, int what,
+                                  int64_t unit) {
     ra__seg seg;
     int64_t n = 0;
-    if (s->layout == RA_LAYOUT_RUNS) return ra__list_all(&s->list).n[RA__BLOCKS];
-    for (int64_t i = 0; ra__side_seg(s, b, tokens, i, &seg); i++)
-        n += ra__ceil_div(seg.rows, RA_BLOCK_TOKENS);
+    if (s->layout == RA_LAYOUT_RUNS) return ra__list_all(&s->list).n[what];
+    for (int64_t i = 0; ra__side_seg(s, b, tokens, i, &seg); i++) n += ra__ceil_div(seg.rows, unit);
     return n;
+}
+
+static int64_t ra__side_rows(const ra__side *s, int32_t b, int64_t tokens) {
+    return ra__side_count(s, b, tokens, RA__ROWS, 1);
+}
+
+static int64_t ra__side_blocks(const ra__side *s, int32_t b, int64_t tokens) {
+    return ra__side_count(s, b, tokens, RA__BLOCKS, RA_BLOCK_TOKENS);
 }
 
 RA__INLINE ra__seg ra__seg_part(const ra__seg *s, int64_t first, int64_t rows) {
@@ -7692,18 +7692,31 @@ static ra__seg ra__list_block(const ra__run_list *l, int64_t block) {
     return ra__seg_block(&s, block - at.n[RA__BLOCKS]);
 }
 
-/* A block of the rank's rows of sequence b; 0 if there is none. With RUNS there must be one. */
-static int ra__side_block(const ra__side *s, int32_t b, int64_t tokens, int64_t block,
-                          ra__seg *out) {
+/* Unit `index` of the rank's rows of sequence b, see ra__side_count; 0 if there is none. */
+RA__INLINE int ra__side_unit(const ra__side *s, int32_t b, int64_t tokens, int what, int64_t unit,
+                             int64_t index, ra__seg *out) {
     ra__seg seg;
+    ra__before at;
+    int64_t i = 0;
     memset(out, 0, sizeof *out);
-    if (s->layout == RA_LAYOUT_RUNS) { *out = ra__list_block(&s->list, block); return 1; }
-    for (int64_t i = 0; ra__side_seg(s, b, tokens, i, &seg); i++) {
-        int64_t n = ra__ceil_div(seg.rows, RA_BLOCK_TOKENS);
-        if (block < n) { *out = ra__seg_block(&seg, block); return 1; }
-        block -= n;
+    if (s->layout == RA_LAYOUT_RUNS) {
+        i = ra__list_find(&s->list, what, index, &at);
+        index -= at.n[what];
+    }
+    for (; ra__side_seg(s, b, tokens, i, &seg); i++) {
+        const int64_t n = ra__ceil_div(seg.rows, unit);
+        if (index < n) {
+            *out = ra__seg_part(&seg, index * unit, ra__min(unit, seg.rows - index * unit));
+            return 1;
+        }
+        index -= n;
     }
     return 0;
+}
+
+static int ra__side_block(const ra__side *s, int32_t b, int64_t tokens, int64_t block,
+                          ra__seg *out) {
+    return ra__side_unit(s, b, tokens, RA__BLOCKS, RA_BLOCK_TOKENS, block, out);
 }
 
 /* Positions of the rows of a segment; array: entry of its first row, or null. */
@@ -9855,34 +9868,14 @@ static void ra__engine_carve(ra__arena *a, const ra_desc *d, int64_t chunk_rows,
     x->lse = (float *)ra__carve(a, rows * d->q_heads * 4);
 }
 
-/* Query rows of engine task `index` of sequence b: never across two segments. */
+/* Query rows of engine task `index` of sequence b; 0 if there is none. */
 static int ra__engine_task(const ra__work *w, int32_t b, int64_t index, ra__seg *out) {
-    int64_t rows = ra__engine_rows(w->d), tokens = ra__q_len(w->d, b);
-    ra__seg s;
-    ra__before at;
-    int64_t from = 0;
-    if (w->q_side.layout == RA_LAYOUT_RUNS) {
-        from = ra__list_find(&w->q_side.list, RA__CALLS, index, &at);
-        index -= at.n[RA__CALLS];
-    }
-    for (int64_t i = from; ra__side_seg(&w->q_side, b, tokens, i, &s); i++) {
-        int64_t n = ra__ceil_div(s.rows, rows);
-        if (index < n) {
-            *out = ra__seg_part(&s, index * rows, ra__min(rows, s.rows - index * rows));
-            return 1;
-        }
-        index -= n;
-    }
-    return 0;
+    return ra__side_unit(&w->q_side, b, ra__q_len(w->d, b), RA__CALLS, ra__engine_rows(w->d), index,
+                         out);
 }
 
 static int64_t ra__engine_tasks(const ra_desc *d, const ra__side *side, int32_t b) {
-    ra__seg s;
-    int64_t n = 0;
-    if (side->layout == RA_LAYOUT_RUNS) return ra__list_all(&side->list).n[RA__CALLS];
-    for (int64_t i = 0; ra__side_seg(side, b, ra__q_len(d, b), i, &s); i++)
-        n += ra__ceil_div(s.rows, ra__engine_rows(d));
-    return n;
+    return ra__side_count(side, b, ra__q_len(d, b), RA__CALLS, ra__engine_rows(d));
 }
 
 /* Merges the engine's normalised partial (o, lse natural) of one row and head into the state. */
@@ -10754,14 +10747,8 @@ static int64_t ra__query_position(const ra__local *c, int32_t b, int64_t row) {
     const int32_t *array = c->w.q_side.array;
     ra__seg s;
     if (array) return array[b * c->w.q_side.array_stride + row];
-    if (c->w.q_side.layout == RA_LAYOUT_RUNS) {
-        ra__before at;
-        s = ra__list_run(&c->w.q_side.list, ra__list_find(&c->w.q_side.list, RA__ROWS, row, &at));
-        return s.pos + (row - s.row) * s.stride;
-    }
-    for (int64_t j = 0; ra__side_seg(&c->w.q_side, b, ra__q_len(&c->d, b), j, &s); j++)
-        if (row >= s.row && row < s.row + s.rows) return s.pos + (row - s.row) * s.stride;
-    return 0;
+    (void)ra__side_unit(&c->w.q_side, b, ra__q_len(&c->d, b), RA__ROWS, 1, row, &s);
+    return s.pos;
 }
 
 /* Points each pair of a panel, from `pair` on, at its row of the bias. */
