@@ -583,15 +583,16 @@ typedef struct ra_desc {
     int32_t ranks, rank;               /* ranks 0: 1. rank is local */
     ra_layout layout;
     int32_t chunk_tokens;              /* keys per message; 0: by the ranks, the shard and the work
-                                        * per key, 256 to 4096. Rounded up to blocks (zigzag: to
-                                        * mirrored pairs; RUNS: the last block may go beyond it) */
+                                        * per key, 256 (by rates: 64) to 4096. Rounded up to blocks
+                                        * (zigzag: mirrored pairs; RUNS: the last may go beyond) */
     int32_t buffers;                   /* receive buffers, 1..64; 0: as many as hold 8192 keys
                                         * (training: 5120), at least 3 and at most 8. Causal on 2 or
                                         * 3 ranks without window, training, rounds or a past: 1 /
                                         * ranks of a shard if that is more */
-    ra_rates rates;                    /* what you know of machines and network; {0}: nothing. A
-                                        * default chunk then takes no less time than two latencies,
-                                        * and a fast link gets fewer buffers */
+    ra_rates rates;                    /* what you know of machines and network; {0}: nothing. Set
+                                        * it for shards of up to 1024 rows: no default serves every
+                                        * network. Messages then take two latencies or more, and
+                                        * fast links get fewer buffers */
     int32_t order;                     /* forward passes of a ring. 0: DESCENDING or ASCENDING, by
                                         * layout and mask, so that bits do not depend on ranks.
                                         * RA_ORDER_ROUNDS: in rounds of one chunk from each rank,
@@ -9183,18 +9184,23 @@ static double ra__flops_per_key(const ra_desc *d) {
  * x ranks, allows fewer.
  *
  * A message also costs time of its own: what a rank computes on each is at least RA__CHUNK_WORK
- * flops, which takes some ms on a few cores, or takes twice the latency if that is known. */
+ * flops, which takes some ms on a few cores. No figure suits short shards on every network. At 1
+ * TFLOP/s, with 5 us or 2 ms per message and links as fast as computing or ten times as fast, 8
+ * ranks of 512 rows take up to 1.55 times as long with any one chunk as with the best of each
+ * network. Up to 1024 rows the default takes up to 1.95 times as long, known rates 1.2: computing
+ * on a message then takes twice the latency, and a short shard may have 8 messages. */
 enum { RA__CHUNK_LEAST = 256, RA__CHUNK_WORK = 1 << 29 };
 static int32_t ra__default_chunk(const ra_desc *d) {
     const int64_t shard = ra__shard_tokens(d, 1);
     const int64_t most = ra__max(1024, ra__min(4096, ra__ceil_div(shard, 32)));
     const int64_t parts = d->ranks > 8 && d->ranks < 24 ? 32 : 16;
     const int64_t few = ra__max(1, 1024 / d->ranks);
-    const double least = ra__rates_unknown(&d->rates)
-                             ? (double)RA__CHUNK_WORK
-                             : 2 * d->rates.link_latency_s * d->rates.flops_per_s;
+    const int known = !ra__rates_unknown(&d->rates);
+    const double least = known ? 2 * d->rates.link_latency_s * d->rates.flops_per_s
+                               : (double)RA__CHUNK_WORK;
     const double flops = ra__flops_per_key(d);
-    int64_t chunk = ra__max(RA__CHUNK_LEAST, ra__ceil_div(shard, ra__min(parts, few)));
+    const int64_t short_chunk = known ? ra__min(RA__CHUNK_LEAST, shard / 8) : RA__CHUNK_LEAST;
+    int64_t chunk = ra__max(short_chunk, ra__ceil_div(shard, ra__min(parts, few)));
     if (flops * (double)chunk < least)
         chunk = flops * (double)most <= least ? most : (int64_t)(least / flops);
     return (int32_t)ra__min(chunk, most);

@@ -768,7 +768,12 @@ static overlap overlap_of(const ra_plan *plan, int ranks, double latency)
     return x;
 }
 
-static ra_plan *overlap_plan(int ranks, int64_t shard, int causal, int layout, int order,
+static double predicted_at(const ra_plan *plan, const ra_rates *r)
+{
+    return predicted(plan, 0, r->flops_per_s, r->link_bytes_per_s, r->link_latency_s).all_done_s;
+}
+
+static ra_plan *overlap_plan(int ranks, int64_t shard, int causal, int layout, int order, int chunk,
                              const ra_rates *rates)
 {
     ra_plan *plan = NULL;
@@ -777,6 +782,7 @@ static ra_plan *overlap_plan(int ranks, int64_t shard, int causal, int layout, i
     d.tokens = shard * ranks;
     d.layout.kind = layout;
     d.order = order;
+    d.chunk_tokens = chunk;
     if (rates) d.rates = *rates;
     CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
     return plan;
@@ -791,9 +797,9 @@ TEST(default_chunks_hide_transfers)
     for (int i = 0; i < 4 * 9; i++) {
         const int ranks = i % 4 == 3 ? 8 : 2 + i % 4;
         const int64_t shard = (int64_t)1024 << i / 4;
-        ra_plan *causal = overlap_plan(ranks, shard, 1, RA_LAYOUT_ZIGZAG, 0, NULL);
-        ra_plan *late = overlap_plan(ranks, shard, 1, RA_LAYOUT_CONTIGUOUS, 0, NULL);
-        ra_plan *full = overlap_plan(ranks, shard, 0, RA_LAYOUT_CONTIGUOUS, 0, NULL);
+        ra_plan *causal = overlap_plan(ranks, shard, 1, RA_LAYOUT_ZIGZAG, 0, 0, NULL);
+        ra_plan *late = overlap_plan(ranks, shard, 1, RA_LAYOUT_CONTIGUOUS, 0, 0, NULL);
+        ra_plan *full = overlap_plan(ranks, shard, 0, RA_LAYOUT_CONTIGUOUS, 0, 0, NULL);
         const overlap zigzag = overlap_of(causal, ranks, 0), whole = overlap_of(full, ranks, 0);
         const overlap straight = overlap_of(late, ranks, 0);
         ra_plan_report r;
@@ -825,7 +831,7 @@ TEST(rounds_hide_transfers)
         const int64_t shard = (int64_t)1024 << i / 5 % 7;
         ra_plan *plan = overlap_plan(ranks, shard, causal,
                                      causal ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS,
-                                     RA_ORDER_ROUNDS, NULL);
+                                     RA_ORDER_ROUNDS, 0, NULL);
         const overlap x = overlap_of(plan, ranks, 0);
         const ra_prediction alone = predicted(plan, 0, 1e300, 1e9, 0);
         ra_plan_report r;
@@ -844,20 +850,69 @@ TEST(rounds_hide_transfers)
     }
 }
 
-/* A network that is known: messages of two latencies at least, and three buffers where the link is
- * twice as fast as computing. Nothing else depends on it. */
+/* A network that is known: messages of two latencies at least, short shards in eight, and three
+ * buffers where the link is twice as fast as computing. Nothing else depends on it. */
 TEST(rates_choose_chunks)
 {
     const ra_rates slow = { 1e12, 5e8, 2e-3 }, fast = { 1e12, 1e10, 1e-6 };
     for (int i = 0; i < 3; i++) {
-        ra_plan *plan = overlap_plan(4, 1024, 1, RA_LAYOUT_ZIGZAG, 0,
+        ra_plan *plan = overlap_plan(4, 1024, 1, RA_LAYOUT_ZIGZAG, 0, 0,
                                      i == 0 ? NULL : i == 1 ? &slow : &fast);
         ra_plan_report r;
         CHECK_EQ(ra_plan_query(plan, 0, &r), RA_OK);
-        CHECK_EQ(r.chunk_tokens, i == 1 ? 512 : 256);
+        CHECK_EQ(r.chunk_tokens, i == 0 ? 256 : i == 1 ? 512 : 128);
         CHECK_EQ(r.buffers, i == 0 ? 6 : i == 1 ? 4 : 3);
         ra_plan_destroy(plan);
     }
+}
+
+/* Short shards on four networks: a message takes 5 us or 2 ms beside its bytes, and the bytes alone
+ * take as long as computing or a tenth of it. Over the time with the best chunk, at worst: what
+ * known rates choose, the default, and the one chunk that serves all four networks best. */
+typedef struct short_shard { double known, unknown, one; } short_shard;
+static short_shard short_shard_of(int ranks, int64_t shard, int causal)
+{
+    const int layout = causal ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+    short_shard x = { 1, 1, 1e30 };
+    double one[5] = { 1, 1, 1, 1, 1 };
+    ra_plan *none = overlap_plan(ranks, shard, causal, layout, 0, 0, NULL);
+    const ra_prediction plain = predicted(none, 0, 1e12, 1e9, 0);
+    for (int k = 0; k < 4; k++) {
+        ra_rates rates = { 1e12, 0, k & 1 ? 2e-3 : 5e-6 };
+        double pass[5], best = 1e30;
+        rates.link_bytes_per_s = plain.transfer_s * 1e9 / plain.compute_s * (k & 2 ? 10 : 1);
+        ra_plan *told = overlap_plan(ranks, shard, causal, layout, 0, 0, &rates);
+        for (int c = 0; c < 5; c++) {
+            ra_plan *plan = overlap_plan(ranks, shard, causal, layout, 0, 64 << c, NULL);
+            pass[c] = predicted_at(plan, &rates);
+            best = fmin(best, pass[c]);
+            ra_plan_destroy(plan);
+        }
+        for (int c = 0; c < 5; c++) one[c] = fmax(one[c], pass[c] / best);
+        x.known = fmax(x.known, predicted_at(told, &rates) / best);
+        x.unknown = fmax(x.unknown, predicted_at(none, &rates) / best);
+        ra_plan_destroy(told);
+    }
+    for (int c = 0; c < 5; c++) x.one = fmin(x.one, one[c]);
+    ra_plan_destroy(none);
+    return x;
+}
+
+/* Messages that are chosen by the rates serve all networks within a quarter. No chunk does. */
+TEST(rates_serve_short_shards)
+{
+    double one = 1;
+    for (int i = 0; i < 3 * 3 * 2; i++) {
+        const int ranks = 2 << i % 3, shard = 256 << i / 3 % 3, causal = i / 9;
+        const short_shard x = short_shard_of(ranks, shard, causal);
+        snprintf(h_run.context, sizeof h_run.context, "%d ranks, %d rows each, causal %d: known "
+                 "rates %.2f, default %.2f, one chunk %.2f", ranks, shard, causal, x.known,
+                 x.unknown, x.one);
+        if (h_run.verbose) printf("%s\n", h_run.context);
+        CHECK(x.known <= 1.25);
+        one = fmax(one, x.one);
+    }
+    CHECK(one > 1.5);
 }
 
 /* A causal contiguous ring: rank 0 has the least to do, the last rank decides when all is done. */
@@ -1181,7 +1236,8 @@ static const h_test tests[] = {
     ENTRY(positions_held_twice), ENTRY(positions_held_twice_among_many),
     ENTRY(counters_of_random_runs), ENTRY(positions_of_layouts), ENTRY(prediction_by_hand),
     ENTRY(prediction_of_imbalance), ENTRY(default_chunks_hide_transfers),
-    ENTRY(rounds_hide_transfers), ENTRY(rates_choose_chunks), ENTRY(workspace_to_the_byte),
+    ENTRY(rates_serve_short_shards), ENTRY(rounds_hide_transfers), ENTRY(rates_choose_chunks),
+    ENTRY(workspace_to_the_byte),
     ENTRY(memory_is_a_few_chunks), ENTRY(few_rows_far_away), ENTRY(nothing_allocates_in_a_pass),
     ENTRY(every_allocation_may_fail)
 };
