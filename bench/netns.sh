@@ -154,6 +154,7 @@ for transport in tcp helper inline; do
     row "$dir/overlap" 2 --transport $transport
     [ "$mode" = short ] || row "$dir/overlap" 2 --transport $transport --full
 done
+row "$dir/overlap" 2 --transport tcp --rounds
 [ "$(nproc)" -lt 4 ] || row "$dir/overlap" 4 --transport tcp
 if [ -f /usr/include/rdma/fabric.h ]; then
     $cc -DOVERLAP_OFI -o "$dir/overlap_ofi" "$root/bench/overlap.c" -lfabric -lm || exit 1

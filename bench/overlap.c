@@ -1,8 +1,10 @@
 /* How much of the time that messages take is hidden behind computing, over a network whose rate can
  * be set. One process per rank; bench/netns.sh starts them, one in each network namespace.
  *
- *   overlap --rank R [--transport tcp|helper|inline|ofi|mpi] [--full] [--tokens N] [--passes N]
- *           [--seconds N] host:port host:port...
+ *   overlap --rank R [--transport tcp|helper|inline|ofi|mpi] [--full | --rounds] [--tokens N]
+ *           [--passes N] [--seconds N] host:port host:port...
+ *
+ * --full: no mask. --rounds: no mask, and chunks in rounds (RA_ORDER_ROUNDS).
  *
  * tcp: transports/ra_tcp.h. helper: a sendrecv over it, behind ra_level1.h. inline: the same
  * sendrecv as it is. ofi (built with OVERLAP_OFI): ra_ofi.h over tcp;ofi_rxm, one-sided. mpi
@@ -38,7 +40,7 @@
 enum { RANKS = 16, PASSES = 99, HEADS = 8, KV_HEADS = 2, DIM = 64 };
 
 typedef struct options {
-    int rank, ranks, full, passes;
+    int rank, ranks, full, rounds, passes;
     int64_t tokens, seconds;
     const char *transport, *at[RANKS];
 } options;
@@ -226,6 +228,7 @@ static ra_plan *make_plan(const options *o, int rank, int64_t tokens, int full,
     d.ranks = o->ranks;
     d.tokens = tokens;
     d.layout.kind = full ? RA_LAYOUT_CONTIGUOUS : RA_LAYOUT_ZIGZAG;
+    d.order = o->rounds ? RA_ORDER_ROUNDS : 0;
     d.engine = engine;
     if (ra_plan_create(&plan, &d, NULL)) fprintf(stderr, "%s %s\n", why.field, why.text);
     return plan;
@@ -348,9 +351,9 @@ static void report(const options *o, const ra_plan *plan, const times *t) {
     ra_prediction p;
     (void)ra_plan_predict(plan, 0, &rates, &p);
     printf("%-9s %6d %-6s %9.1f %9.1f %9.1f %8.0f %% %9.1f %6.2f %9.1f %9.1f   %.6f %.0f\n",
-           o->transport, o->ranks, o->full ? "full" : "causal", 1e3 * C, 1e3 * X, 1e3 * T,
-           100 * (C + X - T) / less, 1e3 * p.all_done_s, T / p.all_done_s, 1e3 * processor,
-           1e3 * idle, C, rates.link_bytes_per_s * X);
+           o->transport, o->ranks, o->rounds ? "rounds" : o->full ? "full" : "causal", 1e3 * C,
+           1e3 * X, 1e3 * T, 100 * (C + X - T) / less, 1e3 * p.all_done_s, T / p.all_done_s,
+           1e3 * processor, 1e3 * idle, C, rates.link_bytes_per_s * X);
 }
 
 static int run(const options *o, const ra_transport *transport) {
@@ -395,6 +398,7 @@ int main(int argc, char **argv) {
     for (int i = 1; i < argc; i++) {
         int more = i + 1 < argc;
         if (!strcmp(argv[i], "--full")) o.full = 1;
+        else if (!strcmp(argv[i], "--rounds")) o.full = o.rounds = 1;
         else if (!strcmp(argv[i], "--rank") && more) o.rank = atoi(argv[++i]);
         else if (!strcmp(argv[i], "--transport") && more) o.transport = argv[++i];
         else if (!strcmp(argv[i], "--tokens") && more) o.tokens = atoll(argv[++i]);
