@@ -4,32 +4,9 @@
 /* What attention is, in double precision, written from the rules of the API section alone. Inputs
  * are f32 by position, already rounded to the dtype that the library gets. Two passes over the
  * visible keys of each row; no tiles, no running maximum. */
-#include "tensors.h"
+#include "problem.h"
 
-enum { MAX_B = 3, LSE_LIMIT = 1 << 23 };       /* rows with an LSE beyond it give no gradients */
-
-typedef struct problem {
-    int32_t B, Hq, Hkv, Dk, Dv, v_in_k, v_column;
-    int32_t q_dtype, k_dtype, v_dtype, o_dtype, scores;
-    int64_t tq[MAX_B], tk[MAX_B];      /* tokens of each sequence */
-    int64_t q_max, k_max, q_offset;    /* longest; position of the first query */
-    ra_mask mask;
-    int64_t docs[16];                  /* room for mask.doc_first */
-    int32_t *lo, *hi;                  /* room for mask.lo, mask.hi */
-    float scale, softcap;
-    float alibi[64], sinks[64];
-    int32_t bias_b, bias_h, bias_r, bias_k; /* 1: bias differs by sequence, head, row, key */
-    int64_t bias_keys;
-    uint32_t bias_seed;
-    float *bias_of;                    /* [q_max][k_max] the bias; null: see bias_value */
-    float *q, *k, *v;                  /* [B][q_max][Hq][Dk], [B][k_max][Hkv][Dk], [..][Dv] */
-    uint8_t *absent;                   /* [B][k_max] 1: a key that nobody holds */
-    int32_t loose;                     /* 1: scores are large: the tolerance follows them */
-    int64_t row_step;                  /* the oracle computes every row_step-th row; 0: 1 */
-    float dropout;                     /* weights that are dropped; 0: off */
-    uint64_t seed;
-    float *d_o;                        /* [B][q_max][Hq][Dv] gradient of O; null: no gradients */
-} problem;
+enum { LSE_LIMIT = 1 << 23 };          /* rows with an LSE beyond it give no gradients */
 
 typedef struct truth {
     double *o, *lse;                   /* [B][q_max][Hq][Dv], [B][q_max][Hq] */
@@ -58,19 +35,6 @@ static H_FAST int visible(const ra_mask *m, int64_t p, int64_t k)
     if (m->right_limit && k > p + m->right_limit) return 0;
     if (m->window && p - k >= m->window && k - doc >= m->keep) return 0;
     return 1;
-}
-
-/* Bias is a hash of its coordinates, quarters from -4 to 4: nothing has to be stored. */
-static H_FAST float bias_value(const problem *p, int b, int head, int64_t row, int64_t key)
-{
-    uint32_t x = p->bias_seed;
-    if (key >= p->bias_keys) return 0;
-    if (p->bias_of) return row < 0 ? 0.0f : p->bias_of[row * p->k_max + key]; /* no such row */
-    x = (x ^ (p->bias_b ? (uint32_t)b + 1 : 0)) * 0x85EBCA6Bu;
-    x = (x ^ (x >> 13) ^ (p->bias_h ? (uint32_t)head + 1 : 0)) * 0xC2B2AE35u;
-    x = (x ^ (x >> 15) ^ (p->bias_r ? (uint32_t)row + 1 : 0)) * 0x27D4EB2Fu;
-    x = (x ^ (x >> 14) ^ (p->bias_k ? (uint32_t)key + 1 : 0)) * 0x165667B1u;
-    return (float)((x >> 16) % 33) * 0.25f - 4;
 }
 
 static H_FAST double dot_product(const float *a, const float *b, int n)
@@ -385,11 +349,5 @@ static H_FAST slopes oracle_slopes(const problem *p, int with_bias)
 }
 
 static H_FAST void slopes_free(slopes *s) { free(s->q); free(s->k); free(s->v); free(s->bias); }
-
-static H_FAST void problem_free(problem *p)
-{
-    free(p->d_o); free(p->bias_of);
-    free(p->lo); free(p->hi); free(p->q); free(p->k); free(p->v); free(p->absent);
-}
 
 #endif

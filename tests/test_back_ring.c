@@ -156,7 +156,7 @@ static void as_the_oracle(const problem *p, const setup *s)
 /* Any shape, mask, layout, dtypes, transport, call. */
 TEST(layouts)
 {
-    want w = { -1, 0, -1, -1, 3e5 };
+    wish w = { -1, 0, -1, -1, 3e5 };
     int64_t i, n = h_run.large ? 3000 : 160;
     for (i = 0; i < n; i++) {
         h_rng r = h_case_rng(i);
@@ -183,7 +183,7 @@ TEST(layouts)
 /* Chunks of many short runs, of keys and of queries; the length of messages changes no bit. */
 TEST(many_short_runs)
 {
-    want w = { -1, L_RUNS, -1, -1, 3e5 };
+    wish w = { -1, L_RUNS, -1, -1, 3e5 };
     int64_t i, n = h_run.large ? 2000 : 60;
     for (i = 0; i < n; i++) {
         h_rng r = h_case_rng(i);

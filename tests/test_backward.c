@@ -25,8 +25,8 @@ static void grad_view(view *v, const seat *e, int kind)
     float row[64 * 192 + 1];
     int64_t t, i, n = v->heads * v->dim;
     int b;
-    view_make(v, kind, e->world->p->B, 1, GUARD);
-    for (b = 0; b < e->world->p->B; b++) for (t = 0; t < v->rows; t++) {
+    view_make(v, kind, e->p->B, 1, GUARD);
+    for (b = 0; b < e->p->B; b++) for (t = 0; t < v->rows; t++) {
         for (i = 0; i < n; i++) row[i] = before(i);
         view_put(v, b, t, row);
     }
@@ -34,19 +34,18 @@ static void grad_view(view *v, const seat *e, int kind)
 
 static void grads_open(grads *g, seat *e)
 {
-    const problem *p = e->world->p;
-    const setup *s = e->world->s;
+    const problem *p = e->p;
     ra_bias_out *bias = &e->t.d_bias;
     int64_t i;
     g->d_o = view_of(p->o_dtype, e->q_rows, p->Hq, p->Dv);
     g->q = view_of(g->dtype ? g->dtype : RA_F32, e->q_rows, p->Hq, p->Dk);
     g->k = view_of(g->dtype ? g->dtype : RA_F32, e->k_rows, p->Hkv, p->Dk);
     g->v = view_of(g->dtype ? g->dtype : RA_F32, e->k_rows, p->Hkv, p->Dv);
-    view_make(&g->d_o, stride_kind(s, 5), p->B, 0, 0xFF);
+    view_make(&g->d_o, stride_kind(e, 5), p->B, 0, 0xFF);
     view_fill(&g->d_o, p->B, e->q_pos, p->d_o, p->q_max, p->q_offset);
-    grad_view(&g->q, e, stride_kind(s, 6));
-    grad_view(&g->k, e, stride_kind(s, 7));
-    grad_view(&g->v, e, stride_kind(s, 8));
+    grad_view(&g->q, e, stride_kind(e, 6));
+    grad_view(&g->k, e, stride_kind(e, 7));
+    grad_view(&g->v, e, stride_kind(e, 8));
     e->t.d_o = view_in(&g->d_o);
     e->t.d_q = view_out(&g->q);
     e->t.d_k = view_out(&g->k);
@@ -97,7 +96,7 @@ static double rough = 1;
 static double judge_view(const view *v, const seat *e, const double *real, const double *bar,
                          int keys)
 {
-    const problem *p = e->world->p;
+    const problem *p = e->p;
     const int32_t *pos = keys ? e->k_pos : e->q_pos;
     int64_t n = v->heads * v->dim, most = keys ? p->k_max : p->q_max, t, i;
     int plain = !p->loose && p->q_dtype == RA_F32 && p->k_dtype == RA_F32 && p->v_dtype == RA_F32 &&
@@ -132,7 +131,7 @@ static double judge_view(const view *v, const seat *e, const double *real, const
 
 static double judge_bias(const grads *g, const seat *e, const slopes *real)
 {
-    const problem *p = e->world->p;
+    const problem *p = e->p;
     const ra_bias_out *bias = &e->t.d_bias;
     double *x = (double *)calloc(2 * (size_t)g->bias_n + 2, sizeof *x), worst = 0;
     double *bar = x + g->bias_n;
@@ -174,7 +173,7 @@ static double judge_sinks(const grads *g, const problem *p, const slopes *real)
 /* Dropout forward: the same weights are gone as in the oracle. */
 static void check_forward(const seat *e)
 {
-    const problem *p = e->world->p;
+    const problem *p = e->p;
     truth t = oracle(p);
     float row[64 * 192];
     double worst = 0, far, tol, ulp = p->o_dtype == RA_F32 ? 0 : p->o_dtype == RA_F16 ? 6e-4 : 5e-3;
@@ -200,7 +199,7 @@ static int opened(world *w, const problem *p, const setup *s, int32_t dtype)
     describe_case(p, s);
     if (!CHECK_EQ(world_open(w, p, s), RA_OK)) return 0;
     if (positions_with_call(s) && e->d.kv_tokens == 0) { /* 0 would mean as many as queries */
-        seat_free(e);
+        part_free(e);
         return 0;
     }
     e->d.train = 1;
@@ -236,15 +235,15 @@ static void compare(const problem *p, const setup *s, int32_t dtype, int bias)
     if (!p->v_in_k) CHECK(judge_view(&g.v, e, real.v, real.v_bar, 1) <= 1);
     if (g.bias) CHECK(judge_bias(&g, e, &real) <= 1);
     CHECK(judge_sinks(&g, p, &real) <= 1);
-    CHECK_EQ(seat_hash(e), e->hash);
+    CHECK_EQ(part_hash(e), e->hash);
     if (p->dropout > 0) check_forward(e);
     slopes_free(&real);
     grads_close(&g);
-    seat_free(e);
+    part_free(e);
 }
 
 /* -------------------------------------------------------------------------- at random */
-static void random_case(int64_t i, const want *w, int32_t dtypes)
+static void random_case(int64_t i, const wish *w, int32_t dtypes)
 {
     static const float rates[4] = { 0, 0, 0.1f, 0.5f };
     h_rng r = h_case_rng(i);
@@ -274,7 +273,7 @@ static void random_case(int64_t i, const want *w, int32_t dtypes)
 TEST(masks_and_layouts)
 {
     static const int layouts[4] = { L_CONTIGUOUS, L_ZIGZAG, L_RUNS, L_ARRAY };
-    want w = { 0, 0, 1, -1, 2e6 };
+    wish w = { 0, 0, 1, -1, 2e6 };
     int64_t i, n = h_run.large ? 40 : 2;
     for (i = 0; i < n * MASKS * 4; i++) {
         w.mask = (int)(i % MASKS);
@@ -287,7 +286,7 @@ TEST(masks_and_layouts)
 
 TEST(everything_at_random)
 {
-    want w = { -1, -1, 1, -1, 3e6 };
+    wish w = { -1, -1, 1, -1, 3e6 };
     int64_t i, n = h_run.large ? 10000 : 200;
     for (i = 0; i < n; i++) {
         w.layout = (int)(i % 5);
@@ -454,7 +453,7 @@ static float *all_gradients(const problem *p, const setup *s, int nth, int bias,
     memcpy(out + q + k + v, g.sinks, sizeof g.sinks);
     if (g.bias) memcpy(out + q + k + v + 64, g.bias, (size_t)g.bias_n * 4);
     grads_close(&g);
-    seat_free(e);
+    part_free(e);
     return out;
 }
 
@@ -645,7 +644,7 @@ TEST(unseen_is_zero)
             }
         }
         grads_close(&g);
-        seat_free(e);
+        part_free(e);
         problem_free(&p);
     }
 }

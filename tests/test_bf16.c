@@ -34,7 +34,7 @@ static void spoil(problem *p, h_rng *r)
 }
 
 /* Case i of all masks and layouts. */
-static void random_case(problem *p, setup *s, h_rng *r, want *w, int64_t i)
+static void random_case(problem *p, setup *s, h_rng *r, wish *w, int64_t i)
 {
     w->mask = (int)(i % MASKS);
     w->layout = (int)(i / MASKS % LAYOUTS);
@@ -46,7 +46,7 @@ static void random_case(problem *p, setup *s, h_rng *r, want *w, int64_t i)
 /* Every mask, score change and layout, tails, odd and unequal dims, NaN in what nobody sees. */
 TEST(masks_and_layouts)
 {
-    want w = { 0, 0, 0, -1, 2e6 };
+    wish w = { 0, 0, 0, -1, 2e6 };
     int64_t i, n = h_run.large ? 20 : 1;
     if (machine_lacks()) return;
     for (i = 0; i < n * MASKS * LAYOUTS; i++) {
@@ -98,7 +98,7 @@ TEST(one_nan)
  * bf16 holds, of whatever dtype: how dO itself is rounded is test_backward's. */
 TEST(gradients)
 {
-    want w = { 0, 0, 0, -1, 3e5 };
+    wish w = { 0, 0, 0, -1, 3e5 };
     int64_t i, k, n = h_run.large ? 20 : 2;
     if (machine_lacks()) return;
     for (i = 0; i < n * MASKS * LAYOUTS; i++) {
@@ -130,7 +130,7 @@ TEST(huge_bias)
         h_rng r = h_case_rng(i);
         problem p;
         setup s;
-        want w = { M_CAUSAL, L_CONTIGUOUS, 0, 0, 1e5 };
+        wish w = { M_CAUSAL, L_CONTIGUOUS, 0, 0, 1e5 };
         if (!h_case(i)) continue;
         random_problem(&p, &r, &w);
         p.scores = RA_SCORE_BIAS | (i % 3 ? 0 : RA_SCORE_SINKS);

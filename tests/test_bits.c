@@ -87,7 +87,7 @@ TEST(every_mask_neon)   { every_mask(RA_ISA_NEON); }
 /* Any shape and layout at all: whatever says bits_any_ranks must keep to it. */
 TEST(whoever_promises_keeps)
 {
-    want w = { -1, 0, 0, -1, 4e5 };
+    wish w = { -1, 0, 0, -1, 4e5 };
     int64_t i, n = h_run.large ? 5000 : 150;
     int j, kept = 0;
     for (i = 0; i < n; i++) {

@@ -13,13 +13,13 @@
  * A problem, and what each rank needs for it; made and checked on the test's own thread. */
 typedef struct team {
     small s;
-    ra_plan *plan[SMALL_RANKS];
-    small_part part[SMALL_RANKS];
-    ra_status status[SMALL_RANKS];
-    ra_failure failure[SMALL_RANKS];
-    ra_ring_counters counters[SMALL_RANKS];
-    const ra_transport *net[SMALL_RANKS]; /* null: the world's */
-    ra_ring_desc rd[SMALL_RANKS];
+    ra_plan *plan[MAX_RANKS];
+    rank_part part[MAX_RANKS];
+    ra_status status[MAX_RANKS];
+    ra_failure failure[MAX_RANKS];
+    ra_ring_counters counters[MAX_RANKS];
+    const ra_transport *net[MAX_RANKS]; /* null: the world's */
+    ra_ring_desc rd[MAX_RANKS];
     int64_t deadline_ms;
     int stepping;                      /* threads per rank that step */
     int broken, how;                   /* rank that misbehaves, and how */
@@ -35,7 +35,7 @@ static void team_plans(team *t)
         d.error = &e;
         if (!CHECK_EQ(ra_plan_create(&t->plan[r], &d, NULL), RA_OK))
             printf("    %s: %s\n", e.field, e.text);
-        else small_part_make(&t->part[r], &t->s, t->plan[r], r);
+        else part_make(&t->part[r], &t->s.p, &t->s.s, t->plan[r], r);
     }
 }
 
@@ -52,23 +52,16 @@ static team *team_new(int ranks, int most, int threads)
 /* Every rank needs keys of every other: nothing is pruned. */
 static team *team_full(int ranks, int tokens, int threads)
 {
+    static const int shape[4] = { 2, 1, 8, 8 };
     team *t = team_new(ranks, 4, threads);
-    ra_desc *d = &t->s.d;
     small_free(&t->s);
-    memset(&t->s, 0, sizeof t->s);
-    d->sequences = 1;
-    d->ranks = ranks;
-    d->threads = threads;
-    d->q_heads = 2;
-    d->kv_heads = 1;
-    d->k_dim = d->v_dim = 8;
-    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
-    d->tokens = t->s.tokens[0] = t->s.keys[0] = tokens;
-    d->chunk_tokens = 64;
-    d->mask.kind = RA_MASK_NONE;
-    d->layout.kind = RA_LAYOUT_CONTIGUOUS;
+    small_plain(&t->s, ranks, tokens, shape);
+    t->s.s.threads = threads;
+    t->s.s.chunk_tokens = 64;
+    t->s.s.strides = STRIDES_MIXED;
+    t->s.s.seed = small_rand(UINT32_MAX);
     small_data(&t->s);
-    d->scores = 0;
+    small_desc(&t->s);
     return t;
 }
 
@@ -85,7 +78,7 @@ static void team_free(team *t)
 {
     for (int r = 0; r < t->s.d.ranks; r++) {
         ra_plan_destroy(t->plan[r]);
-        small_part_free(&t->part[r]);
+        part_free(&t->part[r]);
     }
     small_free(&t->s);
     free(t);
@@ -183,33 +176,26 @@ TEST(world_in_one_process)
 
 /* -------------------------------------------------------------------------- 2: one rank */
 
-static small *one_rank(int B, int T, int keys, int offset, const int *heads_and_dims)
+/* Causal, B sequences; small_data and small_desc come when the rest is set. */
+static small *one_rank(int B, int T, int keys, int offset, const int *shape)
 {
-    small *s = (small *)calloc(1, sizeof *s);
-    ra_desc *d;
+    small *s = (small *)malloc(sizeof *s);
     if (!s) abort();
-    d = &s->d;
-    d->sequences = B;
-    d->ranks = 1;
-    d->tokens = T;
-    d->kv_tokens = keys;
-    d->q_offset = offset;
-    d->q_heads = heads_and_dims[0];
-    d->kv_heads = heads_and_dims[1];
-    d->k_dim = heads_and_dims[2];
-    d->v_dim = heads_and_dims[3];
-    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
-    d->mask.kind = RA_MASK_CAUSAL;
-    for (int b = 0; b < B; b++) { s->tokens[b] = T; s->keys[b] = keys; }
+    small_plain(s, 1, keys, shape);
+    s->p.B = B;
+    s->p.q_max = T;
+    s->p.q_offset = offset;
+    s->p.mask.kind = RA_MASK_CAUSAL;
+    for (int b = 0; b < B; b++) { s->p.tq[b] = T; s->p.tk[b] = keys; }
     return s;
 }
 
 static int close_to(const small *s, int b, int head, int64_t p, const float *o)
 {
-    double want[1024], lse;
-    small_exact(s, b, head, p, want, &lse);
-    for (int i = 0; i < s->d.v_dim; i++)
-        if (!(fabs((double)o[i] - want[i]) <= 1e-5)) return 0;
+    double real[1024], lse;
+    small_exact(&s->p, b, head, p, real, &lse);
+    for (int i = 0; i < s->p.Dv; i++)
+        if (!(fabs((double)o[i] - real[i]) <= 1e-5)) return 0;
     return 1;
 }
 
@@ -229,13 +215,12 @@ TEST(simple_engine)
         keys = small_chance(70) ? T + offset : small_range(1, 200);
         window = small_chance(50) ? small_range(-1, 0) : small_range(1, 100);
         s = one_rank(1, T, keys, offset, shape);
-        s->d.mask.window = window > 0 ? window : 0;
-        s->d.scale = small_chance(50) ? 0.0f : 0.25f;
+        s->p.mask.window = window > 0 ? window : 0;
+        s->p.scale = small_chance(50) ? 0.0f : 0.25f;
         small_data(s);
-        s->d.scores = 0;
         out = (float *)small_memory((size_t)(T * shape[0] * shape[2]) * 4);
-        CHECK_EQ(ra_attention_simple(out, s->q, s->k, s->v, T, keys, shape[0], shape[1], shape[2],
-                                     s->d.scale, window, offset), RA_OK);
+        CHECK_EQ(ra_attention_simple(out, s->p.q, s->p.k, s->p.v, T, keys, shape[0], shape[1],
+                                     shape[2], s->p.scale, window, offset), RA_OK);
         for (int t = 0; t < T; t += 1 + T / 7)
             for (int n = 0; n < shape[0]; n++)
                 CHECK(close_to(s, 0, n, offset + t, out + (t * shape[0] + n) * shape[2]));
@@ -270,14 +255,14 @@ TEST(llm_c)
     seed_case(0);
     s = one_rank(B, T, T, 0, shape);
     small_data(s);
-    s->d.scores = 0;
+    small_desc(s);
     inp = (float *)small_memory(B * T * 3 * C * 4);
     out = (float *)small_memory(B * T * C * 4);
     lse = (float *)small_memory(B * T * 4 * 4);
     for (int i = 0; i < B * T; i++) {
-        memcpy(inp + i * 3 * C, s->q + i * C, C * 4);
-        memcpy(inp + i * 3 * C + C, s->k + i * C, C * 4);
-        memcpy(inp + i * 3 * C + 2 * C, s->v + i * C, C * 4);
+        memcpy(inp + i * 3 * C, s->p.q + i * C, C * 4);
+        memcpy(inp + i * 3 * C + C, s->p.k + i * C, C * 4);
+        memcpy(inp + i * 3 * C + 2 * C, s->p.v + i * C, C * 4);
     }
     d = s->d;
     d.ranks = 0;
@@ -294,7 +279,7 @@ TEST(llm_c)
     attend_alone(&d, &t, 3);
     for (int i = 0; i < B * T * 4; i += 5) {
         double o[12], l;
-        small_exact(s, i / (T * 4), i % 4, i / 4 % T, o, &l);
+        small_exact(&s->p, i / (T * 4), i % 4, i / 4 % T, o, &l);
         CHECK(close_to(s, i / (T * 4), i % 4, i / 4 % T, out + i * 12));
         CHECK(fabs((double)lse[i] - l) < 2e-5);
     }
@@ -319,7 +304,7 @@ TEST(ggml_strides)
     seed_case(0);
     s = one_rank(B, T, T, 0, shape);
     small_data(s);
-    s->d.scores = 0;
+    small_desc(s);
     q = (uint8_t *)small_memory(B * H * T * NB1);
     k = (uint8_t *)small_memory(B * K * T * NB1);
     v = (uint8_t *)small_memory(B * K * T * NB1);
@@ -330,10 +315,10 @@ TEST(ggml_strides)
     for (int b = 0; b < B; b++)
         for (int i = 0; i < T; i++) {
             for (int n = 0; n < H; n++)
-                memcpy(q + ((b * H + n) * T + i) * NB1, s->q + ((b * T + i) * H + n) * D, D * 4);
+                memcpy(q + ((b * H + n) * T + i) * NB1, s->p.q + ((b * T + i) * H + n) * D, D * 4);
             for (int n = 0; n < K; n++) {
-                memcpy(k + ((b * K + n) * T + i) * NB1, s->k + ((b * T + i) * K + n) * D, D * 4);
-                memcpy(v + ((b * K + n) * T + i) * NB1, s->v + ((b * T + i) * K + n) * D, D * 4);
+                memcpy(k + ((b * K + n) * T + i) * NB1, s->p.k + ((b * T + i) * K + n) * D, D * 4);
+                memcpy(v + ((b * K + n) * T + i) * NB1, s->p.v + ((b * T + i) * K + n) * D, D * 4);
             }
         }
     d = s->d;
@@ -369,17 +354,16 @@ TEST(mla_cache)
         ra_tensors t;
         seed_case(T);
         s = one_rank(1, T, CACHED, CACHED - T, shape);
-        s->d.v_in_k = 1;
-        s->d.k_dtype = RA_F16;
-        s->d.v_dtype = 0;
+        s->p.v_in_k = 1;
+        problem_dtypes(&s->p, RA_F32, RA_F16, RA_F16, RA_F32);
         small_data(s);
-        s->d.scores = 0;
+        small_desc(s);
         cache = (uint16_t *)small_memory(CACHED * 576 * 2);
         out = (float *)small_memory((size_t)T * 16 * 512 * 4);
-        for (int i = 0; i < CACHED * 576; i++) dtype_store(cache + i, s->k[i], RA_F16);
+        for (int i = 0; i < CACHED * 576; i++) dtype_store(cache + i, s->p.k[i], RA_F16);
         d = s->d;
         memset(&t, 0, sizeof t);
-        t.q.data = s->q;
+        t.q.data = s->p.q;
         t.k.data = cache;
         t.o.data = out;
         attend_alone(&d, &t, 2);
@@ -478,8 +462,9 @@ static void crew_wants(crew *c, int tokens)
         team *t = c->team[v] = team_full(c->ranks, tokens, CREW);
         float *want;
         t->stepping = 1;
-        if (v % 2) t->s.d.layout.kind = RA_LAYOUT_ZIGZAG;
-        if (v > 1) t->s.d.mask.kind = RA_MASK_CAUSAL;
+        if (v % 2) t->s.s.layout = RA_LAYOUT_ZIGZAG;
+        if (v > 1) t->s.p.mask.kind = RA_MASK_CAUSAL;
+        small_desc(&t->s);
         team_plans(t);
         c->floats = t->part[0].q_rows * 2 * 8;
         for (int r = 0; r < c->ranks; r++) {
@@ -573,7 +558,7 @@ static mail_desc office_desc(int ranks, int level, uint32_t caps)
 
 static void office_run(team *t, const mail_desc *d)
 {
-    ra_transport net[SMALL_RANKS];
+    ra_transport net[MAX_RANKS];
     mail_net *w = mail_open(d, NULL);
     int64_t bytes = d->ranks > 1 ? 64 * d->ranks : 0;  /* with which the first pass begins */
     team_plans(t);
@@ -626,10 +611,10 @@ TEST(wrapped_world)
 {
     for (int64_t i = 0; i < 40; i++) {
         team *t;
-        ra_transport net[SMALL_RANKS];
+        ra_transport net[MAX_RANKS];
         ra_world *world = NULL;
         ra_world_desc wd;
-        uint8_t *o[SMALL_RANKS];
+        uint8_t *o[MAX_RANKS];
         int ranks = world_sizes[i % 5];
         if (!h_case(i)) continue;
         seed_case(i);
@@ -823,7 +808,7 @@ static void watch_progress(void *ctx, int64_t done, int64_t all)
 TEST(trace_and_progress)
 {
     for (int64_t i = 0; i < 40; i++) {
-        watcher all[SMALL_RANKS];
+        watcher all[MAX_RANKS];
         team *t;
         if (!h_case(i)) continue;
         seed_case(i);

@@ -19,7 +19,7 @@ static verdict compare(const problem *p, const setup *s)
 }
 
 /* -------------------------------------------------------------------------- at random */
-static void random_case(int64_t i, const want *w, int32_t dtypes)
+static void random_case(int64_t i, const wish *w, int32_t dtypes)
 {
     h_rng r = h_case_rng(i);
     problem p;
@@ -37,7 +37,7 @@ static void random_case(int64_t i, const want *w, int32_t dtypes)
 
 TEST(masks_and_layouts)
 {
-    want w = { 0, 0, 0, -1, 4e6 };
+    wish w = { 0, 0, 0, -1, 4e6 };
     int64_t i, n = h_run.large ? 40 : 2;
     for (i = 0; i < n * MASKS * LAYOUTS; i++) {
         w.mask = (int)(i % MASKS);
@@ -49,7 +49,7 @@ TEST(masks_and_layouts)
 
 TEST(dtypes)
 {
-    want w = { -1, -1, 0, 0, 3e6 };
+    wish w = { -1, -1, 0, 0, 3e6 };
     int64_t i, n = h_run.large ? 40 : 1;
     for (i = 0; i < 81 * n; i++) random_case(i, &w, (int32_t)(i % 81));
 }
@@ -57,7 +57,7 @@ TEST(dtypes)
 /* Each score change alone, then each pair, over each layout. */
 TEST(score_changes)
 {
-    want w = { -1, 0, 0, 0, 3e6 };
+    wish w = { -1, 0, 0, 0, 3e6 };
     int64_t i = 0, n = h_run.large ? 20 : 1, turn;
     int a, b;
     for (turn = 0; turn < n; turn++) {
@@ -72,7 +72,7 @@ TEST(score_changes)
 
 TEST(everything_at_random)
 {
-    want w = { -1, -1, 0, -1, 6e6 };
+    wish w = { -1, -1, 0, -1, 6e6 };
     int64_t i, n = h_run.large ? 20000 : 300;
     for (i = 0; i < n; i++) random_case(i, &w, -1);
     printf("largest error of f32 O on unit-normal data so far: %.3g\n", largest_plain);
@@ -426,7 +426,7 @@ TEST(one_nan)
 /* Every key that no query sees holds NaN or infinity; so do empty cells and gaps, always. */
 TEST(nan_in_everything_unseen)
 {
-    want w = { 0, -1, 0, -1, 4e5 };
+    wish w = { 0, -1, 0, -1, 4e5 };
     int64_t i, k, q, j, hidden = 0;
     for (i = 0; i < 6 * MASKS; i++) {
         problem p;
@@ -555,7 +555,7 @@ TEST(positions_near_the_limit)
     static const int masks[4] = { M_CAUSAL, M_WINDOW, M_BOTH, M_NONE };
     int64_t i, k;
     for (i = 0; i < 24; i++) {
-        want w = { 0, 0, 0, 0, 3e5 };
+        wish w = { 0, 0, 0, 0, 3e5 };
         problem p;
         setup s;
         h_rng r = h_case_rng(i);
@@ -724,7 +724,7 @@ TEST(fold_merge_finish)
         setup_plain(&s, 1, RA_LAYOUT_CONTIGUOUS);
         s.isa = random_isa(&r);
         describe_case(&p, &s);
-        d = describe(&p, &s, 0);
+        d = rank_desc(&p, &s, 0);
         fold_and_merge(&p, &d, &r);
         problem_free(&p);
     }
@@ -817,7 +817,7 @@ TEST(merge_corners)
 /* Same bits for every nth and order of threads; a byte less of workspace is refused. */
 TEST(attention_threads)
 {
-    want w = { -1, 0, 1, -1, 2e6 };
+    wish w = { -1, 0, 1, -1, 2e6 };
     int64_t i, n = 40;
     for (i = 0; i < n; i++) {
         problem p;
@@ -902,7 +902,7 @@ static void random_q8_0(problem *p, h_rng *r)
 /* Every layout, transport and way to call, with K and V of q8_0, and with V a part of K. */
 TEST(q8_0_everywhere)
 {
-    want w = { -1, 0, 0, -1, 2e6 };
+    wish w = { -1, 0, 0, -1, 2e6 };
     int64_t i;
     for (i = 0; i < (h_run.large ? 1000 : 40); i++) {
         h_rng r = h_case_rng(i);
@@ -1172,7 +1172,7 @@ TEST(decoding)
 /* One rank, positions as runs or as cells that come with the call. */
 TEST(attention_at_positions)
 {
-    want w = { -1, 0, 1, -1, 1.5e6 };
+    wish w = { -1, 0, 1, -1, 1.5e6 };
     int64_t i, n = h_run.large ? 2000 : 80;
     for (i = 0; i < n; i++) {
         problem p;
@@ -1531,7 +1531,7 @@ TEST(bias_in_16_bits)
 /* Chunks and tasks of many short runs, over rings and on one rank. */
 TEST(many_short_runs)
 {
-    want w = { -1, L_RUNS, 1, -1, 1.5e6 };
+    wish w = { -1, L_RUNS, 1, -1, 1.5e6 };
     int64_t i, n = h_run.large ? 2000 : 80;
     for (i = 0; i < n; i++) {
         problem p;
@@ -1638,7 +1638,7 @@ TEST(ring_buffer_cache)
         s.call = i % 2 ? CALL_ATTENTION : CALL_FORWARD;
         s.threads = 1 + (int32_t)(i % 3);
         s.isa = random_isa(&r);
-        d = describe(&p, &s, 0);
+        d = rank_desc(&p, &s, 0);
         CHECK_EQ(d.kv_tokens, cells + 50);
         compare(&p, &s);
         setup_free(&s);
@@ -1685,7 +1685,7 @@ TEST(a_ring_serves_several_plans)
     int64_t i;
     int k;
     for (i = 0; i < 12; i++) {
-        want w = { -1, -1, 4, -1, 3e5 };
+        wish w = { -1, -1, 4, -1, 3e5 };
         h_rng r = h_case_rng(i);
         problem p[2];
         setup s[2];

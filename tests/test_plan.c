@@ -26,7 +26,7 @@ static totals plan_totals(const problem *p, const setup *s)
     ra_plan *plan = NULL;
     ra_plan_report r;
     ra_error e;
-    ra_desc d = describe(p, s, 0);
+    ra_desc d = rank_desc(p, s, 0);
     int rank;
     int64_t out = 0, row = p->Hkv * (p->Dk + p->Dv) * 4;
     memset(&t, 0, sizeof t);
@@ -152,7 +152,7 @@ TEST(bytes_to_the_byte)
     s.ranks = 3;
     s.layout = RA_LAYOUT_CONTIGUOUS;
     s.chunk_tokens = 128;                              /* one message a shard */
-    d = describe(&p, &s, 0);
+    d = rank_desc(&p, &s, 0);
     if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) return;
     for (i = 0; i < 3; i++) CHECK_EQ(ra_plan_query(plan, i, &r[i]), RA_OK);
     a = 64 + (67 * row_k + 63) / 64 * 64 + (67 * row_v + 63) / 64 * 64;
@@ -230,7 +230,7 @@ static tiles rank_tiles(const world *w, int rank)
 static void world_close(world *w)
 {
     int rank;
-    for (rank = 0; rank < w->s->ranks; rank++) seat_free(&w->seats[rank]);
+    for (rank = 0; rank < w->s->ranks; rank++) part_free(&w->seats[rank]);
 }
 
 /* Every mask on the grid, contiguous, zigzag and striped: tiles by class, pairs, flops. */
@@ -283,7 +283,7 @@ TEST(tiles_by_brute_force)
 TEST(pairs_by_brute_force)
 {
     static world w;
-    want want_ = { -1, 0, 0, 0, 2e5 };
+    wish want_ = { -1, 0, 0, 0, 2e5 };
     int64_t index;
     for (index = 0; index < 60; index++) {
         static const int layouts[4] = { L_RUNS, L_CONTIGUOUS_W, L_ZIGZAG_W, L_STRIPED };
@@ -344,7 +344,7 @@ static void check_counters(const setup *s, const outcome *o)
  * same about every rank. */
 TEST(counters_of_random_runs)
 {
-    want w = { -1, -1, 0, -1, 3e5 };
+    wish w = { -1, -1, 0, -1, 3e5 };
     int64_t i, n = h_run.large ? 5000 : 150;
     int rank;
     for (i = 0; i < n; i++) {
@@ -365,7 +365,7 @@ TEST(counters_of_random_runs)
         o = world_run(&p, &s);
         if (outcome_whole(&o)) {
             check_counters(&s, &o);
-            d = describe(&p, &s, (int)h_range(&r, 0, s.ranks - 1));
+            d = rank_desc(&p, &s, (int)h_range(&r, 0, s.ranks - 1));
             CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
             for (rank = 0; plan && rank < s.ranks; rank++) {
                 ra_plan_report g;
@@ -718,7 +718,7 @@ TEST(prediction_by_hand)
     ra_desc d;
     shape_for_hops(&p, &s, 4096, 4, RA_LAYOUT_CONTIGUOUS);
     p.mask.kind = RA_MASK_NONE;
-    d = describe(&p, &s, 0);
+    d = rank_desc(&p, &s, 0);
     d.chunk_tokens = 1024;
     d.buffers = 3;
     if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) return;
@@ -925,7 +925,7 @@ TEST(prediction_of_imbalance)
     double before = 0, last = 0;
     shape_for_hops(&p, &s, 8192, 8, RA_LAYOUT_CONTIGUOUS);
     p.mask.kind = RA_MASK_CAUSAL;
-    d = describe(&p, &s, 0);
+    d = rank_desc(&p, &s, 0);
     if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) return;
     for (int rank = 0; rank < 8; rank++) {
         ra_prediction x = predicted(plan, rank, 1e11, 1e30, 0);
@@ -942,7 +942,7 @@ TEST(prediction_of_imbalance)
  * for copying and for shared transports. */
 TEST(workspace_to_the_byte)
 {
-    want w = { -1, -1, 0, -1, 2e5 };
+    wish w = { -1, -1, 0, -1, 2e5 };
     int64_t i;
     for (i = 0; i < 60; i++) {
         h_rng r = h_case_rng(i);
@@ -960,7 +960,7 @@ TEST(workspace_to_the_byte)
         random_problem(&p, &r, &w);
         random_setup(&s, &p, &r, &w);
         describe_case(&p, &s);
-        d = describe(&p, &s, (int)h_range(&r, 0, s.ranks - 1));
+        d = rank_desc(&p, &s, (int)h_range(&r, 0, s.ranks - 1));
         memset(&wd, 0, sizeof wd);
         wd.ranks = s.ranks;
         s.wire = WIRE_POST;
@@ -1021,7 +1021,7 @@ TEST(memory_is_a_few_chunks)
                 s.layout = layout;
                 s.chunk_tokens = 256;
                 describe_case(&p, &s);
-                d = describe(&p, &s, 1);
+                d = rank_desc(&p, &s, 1);
                 if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) continue;
                 CHECK_EQ(ra_plan_query(plan, 1, &g), RA_OK);
                 ra_plan_destroy(plan);
@@ -1201,7 +1201,7 @@ TEST(every_allocation_may_fail)
     memset(&s, 0, sizeof s);
     s.ranks = 1;
     s.layout = RA_LAYOUT_CONTIGUOUS;
-    d = describe(&p, &s, 0);
+    d = rank_desc(&p, &s, 0);
     for (n = 1; n < 20; n++) {
         ra_plan *plan = NULL;
         ra_ring *ring = NULL;

@@ -1705,7 +1705,7 @@ static void random_arrays(void)
 static ra_run run_table[3 * MANY];
 static int32_t run_counts[MANY];
 
-static void random_runs(void)
+static void random_table(void)
 {
     int64_t at = 0;
     for (int i = 0; i < MANY; i++) run_counts[i] = small_chance(99) ? (int32_t)small_rand(3) : -1;
@@ -1740,7 +1740,7 @@ static void random_desc(ra_desc *d)
     int chance = small_chance(60) ? 0 : small_chance(60) ? 4 : 40;
     base_desc(d, small_range(0, BASES - 1));
     random_arrays();
-    random_runs();
+    random_table();
     random_fields(d);
     if (small_chance(chance)) d->tokens_of = (const int64_t *)null_or(longs);
     if (small_chance(chance)) d->kv_tokens_of = (const int64_t *)null_or(longs);

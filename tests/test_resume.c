@@ -17,8 +17,8 @@ static int batches;                    /* 1: blocks are folded several at a time
 typedef struct seat {                  /* a rank */
     ra_ring *ring;
     small_heap heap;
-    small_part part[PASSES], want[PASSES];       /* the second: of the run that nothing disturbs */
-    small_part fetched[PASSES][RANKS];
+    rank_part part[PASSES], want[PASSES];       /* the second: of the run that nothing disturbs */
+    rank_part fetched[PASSES][RANKS];
     ra_tensors given;
     int begun, ran, over, dead, fetches, spoilt[PASSES];
     ra_status end;
@@ -110,22 +110,17 @@ static void describe(const sim *w)
 /* A problem of which AMX folds 8 blocks of a chunk at once and reads K where it came. */
 static void make_batches(small *s, int ranks, int threads)
 {
-    ra_desc *d = &s->d;
-    memset(s, 0, sizeof *s);
-    d->isa = RA_ISA_AMX;
-    d->ranks = ranks;
-    d->threads = threads;
-    d->kv_heads = 1;
-    d->q_heads = 8;                    /* tasks of 2 query blocks share what is prepared */
-    d->k_dim = d->v_dim = 32;
-    d->q_dtype = d->k_dtype = d->v_dtype = RA_BF16;
-    d->o_dtype = RA_F32;
-    d->chunk_tokens = 512;
-    d->mask.kind = RA_MASK_NONE;
-    d->layout.kind = RA_LAYOUT_CONTIGUOUS;
-    d->tokens = s->tokens[0] = 128 * ranks;
-    d->kv_tokens = s->keys[0] = 512 * ranks;
+    static const int shape[4] = { 8, 1, 32, 32 };      /* tasks of 2 query blocks share the keys */
+    small_plain(s, ranks, 512 * ranks, shape);
+    problem_dtypes(&s->p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
+    s->p.tq[0] = s->p.q_max = 128 * ranks;
+    s->s.isa = RA_ISA_AMX;
+    s->s.threads = threads;
+    s->s.chunk_tokens = 512;
+    s->s.strides = STRIDES_MIXED;
+    s->s.seed = small_rand(UINT32_MAX) & ~7u;          /* kv_tokens is given */
     small_data(s);
+    small_desc(s);
 }
 
 static sim *make_world(int ranks, int passes, const net_config *c)
@@ -156,10 +151,9 @@ static sim *make_world(int ranks, int passes, const net_config *c)
         seat *s = &w->seat[r];
         s->sim = w;
         for (int i = 0; i < passes; i++) {
-            h_rng at = small_rng;      /* the same strides for both */
-            small_part_make(&s->part[i], &w->problem[i], w->plan[i][r], r);
-            small_rng = at;
-            small_part_make(&s->want[i], &w->problem[i], w->plan[i][r], r);
+            const small *x = &w->problem[i];
+            part_make(&s->part[i], &x->p, &x->s, w->plan[i][r], r);
+            part_make(&s->want[i], &x->p, &x->s, w->plan[i][r], r);
         }
         make_ring(w, r);
     }
@@ -172,9 +166,9 @@ static void free_world(sim *w)
         seat *s = &w->seat[r];
         small_heap_clear(&s->heap);
         for (int i = 0; i < w->passes; i++) {
-            small_part_free(&s->part[i]);
-            small_part_free(&s->want[i]);
-            for (int o = 0; o < w->ranks; o++) small_part_free(&s->fetched[i][o]);
+            part_free(&s->part[i]);
+            part_free(&s->want[i]);
+            for (int o = 0; o < w->ranks; o++) part_free(&s->fetched[i][o]);
         }
     }
     for (int i = 0; i < w->passes; i++) {
@@ -293,8 +287,6 @@ static int may_fetch(const sim *w, int r)
     return w->fetch == EVERYBODY || (w->fetch == SOME && r % 2 == 0);
 }
 
-static pthread_mutex_t fetching = PTHREAD_MUTEX_INITIALIZER;
-
 static ra_status refetch(void *ctx, int64_t pass, int32_t rank, ra_tensors *t)
 {
     seat *s = (seat *)ctx;
@@ -307,10 +299,8 @@ static ra_status refetch(void *ctx, int64_t pass, int32_t rank, ra_tensors *t)
     }
     if (!t) return RA_OK;
     s->fetches++;
-    pthread_mutex_lock(&fetching);     /* strides are drawn from one generator */
     if (!s->fetched[i][rank].s)
-        small_part_make(&s->fetched[i][rank], &w->problem[i], w->plan[i][rank], rank);
-    pthread_mutex_unlock(&fetching);
+        part_make(&s->fetched[i][rank], &w->problem[i].p, &w->problem[i].s, w->plan[i][rank], rank);
     t->k = s->fetched[i][rank].t.k;
     t->v = s->fetched[i][rank].t.v;
     t->k_pos = s->fetched[i][rank].t.k_pos;
@@ -357,7 +347,7 @@ static void begin_all(sim *w, int epoch, int odd)
     w->alive = n;
 }
 
-static int same_result(const small_part *a, const small_part *b)
+static int same_result(const rank_part *a, const rank_part *b)
 {
     return a->o.bytes == b->o.bytes && a->lse.bytes == b->lse.bytes &&
            !memcmp(a->o.mem, b->o.mem, a->o.bytes) &&

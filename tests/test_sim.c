@@ -10,7 +10,6 @@
 #if defined(__GLIBC__)
 #include <malloc.h>
 #endif
-#define SMALL_MOST_RANKS 64
 #include "small.h"
 #include "net.h"
 
@@ -18,7 +17,7 @@ enum { PASSES = 3, STUCK = 60000, WATCHDOG = 2000000 };
 
 typedef struct seat {                  /* one rank */
     ra_ring *ring;
-    small_part part;                   /* of the pass under way */
+    rank_part part;                   /* of the pass under way */
     ra_tensors given;                  /* what begin got: it copies, so this is spoilt at once */
     small_heap heap;
     uint8_t *workspace;                /* the caller's, with a margin behind it; or null */
@@ -45,7 +44,7 @@ typedef struct world {
     int wrong;                         /* 1: something was wrong, and has been reported */
     small problem[PASSES];
     ra_plan *plan[PASSES][NET_RANKS];
-    small_part whole[PASSES];          /* the same on one rank, where bits must be equal */
+    rank_part whole[PASSES];          /* the same on one rank, where bits must be equal */
     seat seat[NET_RANKS];
 } world;
 
@@ -169,12 +168,13 @@ static void make_whole(world *w, int pass)
     ra_plan *plan = NULL;
     ra_status st;
     if (ra_plan_query(w->plan[pass][0], 0, &rep) != RA_OK || !rep.forward.bits_any_ranks) return;
-    one.d.ranks = 1;
-    one.d.layout.weights = NULL;
+    one.s.ranks = 1;
+    one.s.weighted = 0;
+    small_desc(&one);
     if (one.d.layout.kind != RA_LAYOUT_CONTIGUOUS && one.d.layout.kind != RA_LAYOUT_ZIGZAG) return;
     if (!SOUND(w, ra_plan_create(&plan, &one.d, NULL) == RA_OK)) return;
-    small_part_make(&w->whole[pass], &one, plan, 0);
-    w->whole[pass].s = &w->problem[pass];
+    part_make(&w->whole[pass], &w->problem[pass].p, &one.s, plan, 0);
+    w->whole[pass].s = &w->problem[pass].s;
     st = ra_ring_once(&one.d, NULL, &w->whole[pass].t, RA_NO_DEADLINE);
     SOUND(w, st == RA_OK);
     if (rep.backward.bits_any_ranks) {
@@ -222,12 +222,12 @@ static void free_world(world *w)
     for (int r = 0; r < w->ranks; r++) {
         seat *s = &w->seat[r];
         free(s->workspace);
-        small_part_free(&s->part);
+        part_free(&s->part);
         small_heap_clear(&s->heap);
     }
     for (int i = 0; i < w->passes; i++) {
         for (int r = 0; r < w->ranks; r++) ra_plan_destroy(w->plan[i][r]);
-        small_part_free(&w->whole[i]);
+        part_free(&w->whole[i]);
         small_free(&w->problem[i]);
     }
     net_destroy(w->net);
@@ -243,25 +243,25 @@ static int row_of(const int32_t *of, int64_t rows, int64_t b, int32_t pos)
 }
 
 /* Rows of a gradient of this rank have the bits that one rank computes. */
-static int same_grads(const small_part *p, const small_part *whole, int keys)
+static int same_grads(const rank_part *p, const rank_part *whole, int keys)
 {
-    const ra_desc *d = &p->s->d;
+    const problem *x = p->p;
     const int32_t *pos = keys ? p->k_pos : p->q_pos, *all = keys ? whole->k_pos : whole->q_pos;
-    int64_t B = d->sequences ? d->sequences : 1, rows = keys ? p->k_rows : p->q_rows;
-    for (int64_t b = 0; b < B; b++)
+    int64_t rows = keys ? p->k_rows : p->q_rows;
+    for (int64_t b = 0; b < x->B; b++)
         for (int64_t i = 0; i < rows; i++) {
             int at;
             if (pos[b * rows + i] < 0) continue;
             at = row_of(all, keys ? whole->k_rows : whole->q_rows, b, pos[b * rows + i]);
             if (at < 0) return 0;
-            for (int64_t n = 0; n < (keys ? d->kv_heads : d->q_heads); n++) {
-                const view *x = keys ? &p->d_k : &p->d_q;
-                const view *y = keys ? &whole->d_k : &whole->d_q;
-                if (memcmp(view_at(x, b, i, n), view_at(y, b, at, n), (size_t)d->k_dim * 4))
+            for (int64_t n = 0; n < (keys ? x->Hkv : x->Hq); n++) {
+                const view *mine = keys ? &p->d_k : &p->d_q;
+                const view *all_of = keys ? &whole->d_k : &whole->d_q;
+                if (memcmp(view_at(mine, b, i, n), view_at(all_of, b, at, n), (size_t)x->Dk * 4))
                     return 0;
-                if (keys && !d->v_in_k &&
+                if (keys && !x->v_in_k &&
                     memcmp(view_at(&p->d_v, b, i, n), view_at(&whole->d_v, b, at, n),
-                           (size_t)d->v_dim * 4))
+                           (size_t)x->Dv * 4))
                     return 0;
             }
         }
@@ -269,12 +269,11 @@ static int same_grads(const small_part *p, const small_part *whole, int keys)
 }
 
 /* Rows of this rank have the bits that one rank computes. */
-static int same_bits(const small_part *p, const small_part *whole)
+static int same_bits(const rank_part *p, const rank_part *whole)
 {
-    const ra_desc *d = &p->s->d;
-    int64_t B = d->sequences ? d->sequences : 1;
-    size_t bytes = (size_t)(d->v_dim * element_bytes(d->o_dtype));
-    for (int64_t b = 0; b < B; b++) {
+    const problem *x = p->p;
+    size_t bytes = (size_t)(x->Dv * element_bytes(x->o_dtype));
+    for (int64_t b = 0; b < x->B; b++) {
         int at = -1;
         for (int64_t i = 0; i < p->q_rows; i++) {
             int32_t pos = p->q_pos[b * p->q_rows + i];
@@ -283,10 +282,10 @@ static int same_bits(const small_part *p, const small_part *whole)
             if (at >= whole->q_rows || whole->q_pos[b * whole->q_rows + at] != pos)
                 at = row_of(whole->q_pos, whole->q_rows, b, pos);
             if (at < 0) return 0;
-            for (int64_t n = 0; n < d->q_heads; n++) {
+            for (int64_t n = 0; n < x->Hq; n++) {
                 if (memcmp(view_at(&p->o, b, i, n), view_at(&whole->o, b, at, n), bytes))
                     return 0;
-                if (p->lse.mem && whole->lse.mem &&
+                if (p->t.lse.data && whole->t.lse.data &&
                     memcmp(view_at(&p->lse, b, i, n), view_at(&whole->lse, b, at, n), 4))
                     return 0;
             }
@@ -372,12 +371,12 @@ static int bits_of_grads(const world *w, int pass)
 static void end_pass(world *w, int r)
 {
     seat *s = &w->seat[r];
-    const small_part *whole = w->whole[s->pass].s ? &w->whole[s->pass] : NULL;
+    const rank_part *whole = w->whole[s->pass].s ? &w->whole[s->pass] : NULL;
     int exact = !s->back && !(w->problem[s->pass].d.dropout > 0.0f);   /* what small_exact knows */
     const char *why = exact ? small_part_check(&s->part, 24) : NULL;
     if (!SOUND(w, why == NULL)) printf("    %s\n", why);
     if (!s->back && whole) SOUND(w, same_bits(&s->part, whole));
-    if (s->back && whole && whole->s->d.train && bits_of_grads(w, s->pass))
+    if (s->back && whole && whole->s->train && bits_of_grads(w, s->pass))
         SOUND(w, same_grads(&s->part, whole, 0) && same_grads(&s->part, whole, 1));
     check_counters(w, r);
     s->ran++;
@@ -388,7 +387,7 @@ static void end_pass(world *w, int r)
     small_part_poison(&s->part);
     if (small_chance(20)) SOUND(w, !small_part_spills(&s->part));
     w->checked++;
-    small_part_free(&s->part);
+    part_free(&s->part);
     memset(&s->part, 0, sizeof s->part);
     if (++s->pass == w->passes) s->over = 1;
 }
@@ -408,7 +407,7 @@ static void prepare(world *w, int r)
 {
     seat *s = &w->seat[r];
     if (s->part.s) return;
-    small_part_make(&s->part, &w->problem[s->pass], w->plan[s->pass][r], r);
+    part_make(&s->part, &w->problem[s->pass].p, &w->problem[s->pass].s, w->plan[s->pass][r], r);
     s->progress_done = s->progress_all = 0;
 }
 
@@ -758,7 +757,7 @@ static void choose_fault(world *w)
     f->rank = r;
     f->peer = -1;
     f->at = (int64_t)small_rand((uint32_t)messages);
-    f->byte = small_range(0, w->checksums && small_chance(70) ? 1 << 20 : 63);
+    f->byte = small_range(0, w->checksums ? 1 << 20 : 63);
     f->value = kind == NET_DAMAGE ? 1 << small_rand(8) : small_range(1, 60);
     if (kind == NET_STALL) f->value = small_range(1, WATCHDOG / 8);
     if (kind >= NET_RECV_FAILS) f->value = codes[small_rand(3)];
@@ -1025,92 +1024,85 @@ static const char *const diff_text[DIFFS] = {
  * do not depend on what is changed below. */
 static void agree(small *s, int ranks, int diff)
 {
-    ra_desc *d = &s->d;
-    int n = small_range(3, 20);
-    memset(s, 0, sizeof *s);
-    d->sequences = diff == DIFF_TOKENS_OF || diff == DIFF_KV_TOKENS_OF ? 2 : diff != DIFF_SEQUENCES;
-    d->ranks = ranks;
-    d->q_heads = 2;
-    d->kv_heads = 1;
-    d->k_dim = d->v_dim = 4;
-    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
-    d->threads = 1;
-    d->tokens = n * ranks;
-    if (diff != DIFF_KV_TOKENS) d->kv_tokens = d->tokens;
-    d->mask.kind = diff == DIFF_CAUSAL_BLOCK || diff == DIFF_PREFIX ? RA_MASK_CAUSAL : RA_MASK_NONE;
-    d->layout.kind = d->mask.kind == RA_MASK_CAUSAL ? RA_LAYOUT_STRIPED : RA_LAYOUT_CONTIGUOUS;
-    if (diff == DIFF_CAUSAL) d->layout.kind = RA_LAYOUT_STRIPED;
-    if (diff == DIFF_COLUMN) { d->v_in_k = 1; d->v_dim = 2; }
-    if (diff == DIFF_KEEP) { d->mask.window = d->tokens; d->mask.keep = 1; }
+    static const int shape[4] = { 2, 1, 4, 4 };
+    problem *p = &s->p;
+    const int64_t n = small_range(3, 20), tokens = n * ranks;
+    small_plain(s, ranks, tokens, shape);
+    if (diff == DIFF_TOKENS_OF || diff == DIFF_KV_TOKENS_OF) p->B = 2;
+    p->tq[1] = tokens - (diff == DIFF_TOKENS_OF);
+    p->tk[1] = tokens;
+    if (diff == DIFF_CAUSAL_BLOCK || diff == DIFF_PREFIX) p->mask.kind = RA_MASK_CAUSAL;
+    if (diff == DIFF_CAUSAL_BLOCK || diff == DIFF_PREFIX || diff == DIFF_CAUSAL)
+        s->s.layout = RA_LAYOUT_STRIPED;
+    if (diff == DIFF_COLUMN) { p->v_in_k = 1; p->Dv = 2; }
+    if (diff == DIFF_KEEP) { p->mask.window = tokens; p->mask.keep = 1; }
     if (diff == DIFF_INTERVALS || diff == DIFF_INTERVAL_COUNT) {
-        d->mask.kind = RA_MASK_INTERVALS;
-        s->lo = (int32_t *)small_memory((size_t)(d->tokens + 1) * 4);
-        s->hi = (int32_t *)small_memory((size_t)(d->tokens + 1) * 4);
-        for (int64_t p = 0; p <= d->tokens; p++) { s->lo[p] = 0; s->hi[p] = (int32_t)d->tokens; }
-        d->mask.lo = s->lo;
-        d->mask.hi = s->hi;
-        d->mask.interval_count = d->tokens;
+        p->mask.kind = RA_MASK_INTERVALS;
+        p->lo = (int32_t *)small_memory((size_t)(tokens + 1) * 4);
+        p->hi = (int32_t *)small_memory((size_t)(tokens + 1) * 4);
+        for (int64_t i = 0; i <= tokens; i++) { p->lo[i] = 0; p->hi[i] = (int32_t)tokens; }
+        p->mask.lo = p->lo;
+        p->mask.hi = p->hi;
+        p->mask.interval_count = tokens;
     }
     if (diff == DIFF_DOCUMENTS) {
-        s->doc_first[1] = 1;
-        d->mask.doc_first = s->doc_first;
-        d->mask.doc_count = 2;
+        p->docs[1] = 1;
+        p->mask.doc_first = p->docs;
+        p->mask.doc_count = 2;
     }
-    for (int b = 0; b < 2; b++) {
-        s->tokens[b] = s->tokens_of[b] = d->tokens - b;
-        s->keys[b] = s->kv_tokens_of[b] = d->tokens;
-    }
-    if (diff == DIFF_TOKENS_OF) d->tokens_of = s->tokens_of;
-    else s->tokens[1] = d->tokens;
     if (diff == DIFF_Q_RUNS) {
-        d->layout.kind = RA_LAYOUT_RUNS;
+        s->s.layout = RA_LAYOUT_RUNS;
+        s->s.q_runs = (ra_run *)calloc((size_t)ranks, sizeof(ra_run));
+        s->s.k_runs = (ra_run *)calloc((size_t)ranks, sizeof(ra_run));
         for (int r = 0; r < ranks; r++) {
-            s->q_runs[r].first = s->k_runs[r].first = r * n;
-            s->q_runs[r].count = s->k_runs[r].count = n;
-            s->q_count[r] = s->k_count[r] = 1;
+            s->s.q_runs[r].first = s->s.k_runs[r].first = r * n;
+            s->s.q_runs[r].count = s->s.k_runs[r].count = n;
+            s->s.q_run_count[r] = s->s.k_run_count[r] = 1;
         }
-        d->layout.q_runs = s->q_runs;
-        d->layout.k_runs = s->k_runs;
-        d->layout.q_run_count = s->q_count;
-        d->layout.k_run_count = s->k_count;
     }
+    p->scores = diff == DIFF_ALIBI ? RA_SCORE_ALIBI : diff == DIFF_SINK ? RA_SCORE_SINKS : 0;
     small_data(s);
     if (diff == DIFF_SEED) small_train(s, 1);
-    if (diff == DIFF_SEED) d->dropout = 0.25f;
-    d->scores = diff == DIFF_ALIBI ? RA_SCORE_ALIBI : diff == DIFF_SINK ? RA_SCORE_SINKS : 0;
+    if (diff == DIFF_SEED) p->dropout = 0.25f;
+    small_desc(s);
+    if (diff == DIFF_SEQUENCES) s->d.sequences = 0;
+    if (diff == DIFF_KV_TOKENS) s->d.kv_tokens = 0;
+    if (diff == DIFF_KV_TOKENS_OF) s->d.tokens_of = s->d.kv_tokens_of = NULL;
+    if (diff == DIFF_TOKENS_OF) s->d.kv_tokens_of = NULL;
 }
 
 /* What the odd rank has instead. x: room for its own arrays. */
 static void disagree(small *x, int diff)
 {
+    static ra_run runs[NET_RANKS];
     ra_desc *d = &x->d;
     switch (diff) {
     case DIFF_SCALE: d->scale = 0.5000001f; break;
     case DIFF_SOFTCAP: d->softcap = 30; break;
-    case DIFF_SINKS: d->scores = RA_SCORE_SINKS; break;
+    case DIFF_SINKS: d->scores = x->p.scores = RA_SCORE_SINKS; break;
     case DIFF_O_DTYPE: d->o_dtype = RA_BF16; break;
     case DIFF_WINDOW: d->mask.window = d->tokens + 1; break;
     case DIFF_WINDOW_RIGHT: d->mask.right_limit = d->tokens + 1; break;
     case DIFF_KEEP: d->mask.keep = 2; break;
     case DIFF_INTERVALS: {
         int32_t *lo = (int32_t *)small_memory((size_t)(d->tokens + 1) * 4);
-        memcpy(lo, x->lo, (size_t)(d->tokens + 1) * 4);
+        memcpy(lo, x->p.lo, (size_t)(d->tokens + 1) * 4);
         lo[small_rand((uint32_t)d->tokens)] = 1;
-        d->mask.lo = x->lo = lo;
+        d->mask.lo = x->p.lo = lo;
         break;
     }
     case DIFF_INTERVAL_COUNT: d->mask.interval_count++; break;
-    case DIFF_TOKENS_OF: x->tokens[1] = --x->tokens_of[1]; d->tokens_of = x->tokens_of; break;
-    case DIFF_KV_TOKENS_OF: d->kv_tokens_of = x->kv_tokens_of; break;
+    case DIFF_TOKENS_OF: --x->p.tq[1]; d->tokens_of = x->p.tq; break;
+    case DIFF_KV_TOKENS_OF: d->kv_tokens_of = x->p.tk; break;
     case DIFF_CHUNK: d->chunk_tokens = 128; break;
     case DIFF_BUFFERS: d->buffers = 3; break;
     case DIFF_WEIGHTS:
-        for (int r = 0; r < d->ranks; r++) x->weights[r] = 1;
-        d->layout.weights = x->weights;
+        for (int r = 0; r < d->ranks; r++) x->s.weights[r] = 1;
+        d->layout.weights = x->s.weights;
         break;
     case DIFF_COLUMN: d->v_column = 2; break;
-    case DIFF_DOCUMENTS: x->doc_first[1] = 2; d->mask.doc_first = x->doc_first; break;
-    case DIFF_DOC_COUNT: d->mask.doc_first = x->doc_first; d->mask.doc_count = 1; break;
+    case DIFF_DOCUMENTS: x->p.docs[1] = 2; d->mask.doc_first = x->p.docs; break;
+    case DIFF_DOC_COUNT: d->mask.doc_first = x->p.docs; d->mask.doc_count = 1; break;
     case DIFF_SEQUENCES: d->sequences = 1; break;
     case DIFF_KV_TOKENS: d->kv_tokens = d->tokens; break;
     case DIFF_Q_OFFSET: d->q_offset = 1; break;
@@ -1118,9 +1110,10 @@ static void disagree(small *x, int diff)
     case DIFF_CAUSAL_BLOCK: d->mask.causal_block = 1; break;
     case DIFF_PREFIX: d->mask.prefix = 1; break;
     case DIFF_Q_RUNS:
-        x->q_runs[0] = x->k_runs[1];
-        x->q_runs[1] = x->k_runs[0];
-        d->layout.q_runs = x->q_runs;
+        memcpy(runs, x->s.k_runs, (size_t)d->ranks * sizeof *runs);
+        runs[0] = x->s.k_runs[1];
+        runs[1] = x->s.k_runs[0];
+        d->layout.q_runs = runs;
         break;
     case DIFF_Q_DTYPE: d->q_dtype = RA_BF16; break;
     case DIFF_Q_HEADS: d->q_heads = 1; break;
@@ -1162,7 +1155,7 @@ static void one_difference(int64_t i)
     if (make_plans(w, 0) && SOUND(w, ra_plan_create(&plan, &x->d, NULL) == RA_OK)) {
         ra_plan_destroy(w->plan[0][odd]);
         w->plan[0][odd] = plan;
-        small_part_make(&w->seat[odd].part, x, plan, odd);
+        part_make(&w->seat[odd].part, &x->p, &x->s, plan, odd);
         if (diff == DIFF_ALIBI) w->seat[odd].part.t.alibi = other;
         if (diff == DIFF_SINK) w->seat[odd].part.t.sinks = other;
         if (diff == DIFF_SEED) w->seat[odd].part.t.seed++;
@@ -1186,7 +1179,7 @@ static void one_difference(int64_t i)
     }
     if (w->wrong) print_ends(w);
     close_failed(w);
-    if (x->lo != w->problem[0].lo) free(x->lo);
+    if (x->p.lo != w->problem[0].p.lo) free(x->p.lo);
     free(x);
     free_world(w);
 }
@@ -1206,23 +1199,16 @@ static const char *const route_text[ROUTES] = { ": mask", ": layout", ": chunk_t
 
 static void route_make(small *s, int ranks, int other)
 {
-    ra_desc *d = &s->d;
-    memset(s, 0, sizeof *s);
-    d->ranks = ranks;
-    d->q_heads = 2;
-    d->kv_heads = other == ROUTE_HEADS ? 2 : 1;
-    d->k_dim = d->v_dim = 4;
-    d->q_dtype = d->o_dtype = RA_F32;
-    d->k_dtype = d->v_dtype = other == ROUTE_DTYPE ? RA_BF16 : RA_F32;
-    d->threads = 1;
-    d->tokens = 140 * ranks - (other == ROUTE_TOKENS ? 70 : 0);
-    d->chunk_tokens = other == ROUTE_CHUNK ? 128 : 64;
-    d->mask.kind = other == ROUTE_MASK ? RA_MASK_NONE : RA_MASK_CAUSAL;
-    if (other == ROUTE_WINDOW) d->mask.window = 8;
-    d->layout.kind = other == ROUTE_LAYOUT ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
-    s->tokens[0] = s->tokens_of[0] = s->keys[0] = s->kv_tokens_of[0] = d->tokens;
+    const int shape[4] = { 2, other == ROUTE_HEADS ? 2 : 1, 4, 4 };
+    const int32_t keys = other == ROUTE_DTYPE ? RA_BF16 : RA_F32;
+    small_plain(s, ranks, 140 * ranks - (other == ROUTE_TOKENS ? 70 : 0), shape);
+    problem_dtypes(&s->p, RA_F32, keys, keys, RA_F32);
+    s->p.mask.kind = other == ROUTE_MASK ? RA_MASK_NONE : RA_MASK_CAUSAL;
+    if (other == ROUTE_WINDOW) s->p.mask.window = 8;
+    s->s.chunk_tokens = other == ROUTE_CHUNK ? 128 : 64;
+    if (other == ROUTE_LAYOUT) s->s.layout = RA_LAYOUT_ZIGZAG;
     small_data(s);
-    d->scores = 0;
+    small_desc(s);
 }
 
 /* One rank has another plan. It and the rank after it say in what it differs, from the rank before;
@@ -1256,7 +1242,7 @@ static void one_route(h_rng rng, int ranks, int odd, int other, int shared)
     if (make_plans(w, 0)) {
         ra_plan_destroy(w->plan[0][odd]);
         SOUND(w, ra_plan_create(&w->plan[0][odd], &x->d, NULL) == RA_OK);
-        small_part_make(&w->seat[odd].part, x, w->plan[0][odd], odd);
+        part_make(&w->seat[odd].part, &x->p, &x->s, w->plan[0][odd], odd);
         for (int r = 0; r < ranks; r++) (void)make_ring(w, r);
         run_world(w);
     }
