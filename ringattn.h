@@ -2685,7 +2685,7 @@ RA__ISA_INLINE void RA__NAME(tile_scores)(RA__NAME(strip) *strip, float *s,
     RA__NAME(store)(strip->max + t * RA__WIDTH, top);
 }
 
-/* Scores, or p, of ni keys from key j on. */
+/* Scores, or p, of ni keys from key j on. Only whole slabs and whole tiles get p at once. */
 RA__ISA_INLINE void RA__NAME(score_tile)(RA__NAME(strip) *strip, int32_t k_dim, int32_t j,
                                          int32_t ni, int32_t nt) {
     RA__NAME(product) ab;
@@ -2695,7 +2695,7 @@ RA__ISA_INLINE void RA__NAME(score_tile)(RA__NAME(strip) *strip, int32_t k_dim, 
     ab.row = strip->keys->k_stride / 4;
     ab.b = RA__NAME(panel_row)(strip->panel->q, strip->row, k_dim);
     RA__NAME(multiply_long)(&ab, k_dim, s, RA__SLAB, c, ni, nt);
-    if (strip->stored) {
+    if (nt < RA__VECTORS || ni == 1 || strip->stored) {
         RA__UNROLL for (int32_t t = 0; t < nt; t++) RA__NAME(tile_scores)(strip, s, c, ni, t);
         return;
     }
@@ -2719,7 +2719,7 @@ RA__ISA_INLINE void RA__NAME(score_tiles)(RA__NAME(strip) *strip, int32_t k_dim,
 RA__ISA_NOINLINE void RA__NAME(scores)(RA__NAME(strip) *strip, int32_t k_dim) {
     if (strip->nt == RA__VECTORS) RA__NAME(score_tiles)(strip, k_dim, RA__TILE_HEIGHT, RA__VECTORS);
     else if (RA__VECTORS > 2 && strip->nt > 1)
-        RA__NAME(score_tiles)(strip, k_dim, 8, RA__VECTORS / 2);
+        RA__NAME(score_tiles)(strip, k_dim, 4, RA__VECTORS / 2);
     else RA__NAME(score_tiles)(strip, k_dim, 8, 1);
 }
 
@@ -2947,7 +2947,8 @@ RA__ISA_STATIC void RA__NAME(weigh_stored)(RA__NAME(strip) *strip, const ra_desc
 
 /* Computes p of the block and updates m and l. */
 RA__ISA_STATIC void RA__NAME(softmax)(RA__NAME(strip) *strip, const ra_desc *d) {
-    strip->stored = RA__NAME(load_shift)(strip) || strip->partial ||
+    const int32_t whole = strip->nt == RA__VECTORS && strip->last % RA__TILE_HEIGHT % 4 == 0;
+    strip->stored = RA__NAME(load_shift)(strip) || strip->partial || !whole ||
                     ra__score_is_modified(&strip->panel->score);
     if (strip->stored) RA__NAME(weigh_stored)(strip, d, 0);
     else RA__NAME(scores)(strip, d->k_dim);
@@ -3221,7 +3222,7 @@ RA__ISA_STATIC void RA__NAME(store_acc)(const ra__panel *panel, float *dst, int6
 #define RA__CHUNK (2 * RA__WIDTH)
 
 /* Elements [d, d + RA__CHUNK) of a row. d: a multiple of RA__CHUNK. */
-RA__ISA_INLINE void RA__NAME(load_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
+RA__ISA_INLINE void RA__NAME(convert_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
                                          int32_t dtype) {
     const uint8_t *block = row + (int64_t)(d / 32) * 34;
     RA__FLOATS scale = RA__NAME(set)(0.0f);
@@ -3230,6 +3231,18 @@ RA__ISA_INLINE void RA__NAME(load_chunk)(RA__FLOATS *out, const uint8_t *row, in
         if (dtype == RA_Q8_0) out[i] = RA__NAME(of_i8)(block + 2 + d % 32) * scale;
         else out[i] = RA__NAME(convert)(row + (int64_t)d * (dtype == RA_F32 ? 4 : 2), dtype);
     }
+}
+
+RA__ISA_NOINLINE void RA__NAME(convert_any_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
+                                                  int32_t dtype) {
+    RA__NAME(convert_chunk)(out, row, d, dtype);
+}
+
+/* The same; out of line where dtype is not constant. */
+RA__ISA_INLINE void RA__NAME(load_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
+                                         int32_t dtype) {
+    if (!RA__DECODE_BY_DTYPE && dtype != RA_F32) RA__NAME(convert_any_chunk)(out, row, d, dtype);
+    else RA__NAME(convert_chunk)(out, row, d, dtype);
 }
 
 /* The same for any dtype, also at the end of a row: elements beyond dim are 0. */
