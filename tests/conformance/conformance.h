@@ -39,6 +39,9 @@
 #include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <sys/prctl.h>
+#endif
 
 enum { CF_MOST_RANKS = 8, CF_MOST_RINGS = 2, CF_FLAGS = 8 };
 enum { CF_TOKENS = 1024, CF_HEADS = 2, CF_DIM = 16, CF_ROW = CF_HEADS * CF_DIM };
@@ -1617,6 +1620,14 @@ static inline void *cf_rank_main(void *arg)
     return NULL;
 }
 
+/* A process whose test is killed, for instance by timeout, does not go on. */
+static inline void cf_end_with_parent(void)
+{
+#ifdef __linux__
+    (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
+#endif
+}
+
 /* All ranks of one test, in the child process that was made for it. */
 static inline void cf_world(cf_rank *ranks, int n)
 {
@@ -1630,6 +1641,7 @@ static inline void cf_world(cf_rank *ranks, int n)
     for (int i = 0; i < n; i++) {
         pid[i] = fork();
         if (pid[i] == 0) {
+            cf_end_with_parent();
             (void)cf_rank_main(&ranks[i]);
             exit(0);
         }
@@ -1801,7 +1813,8 @@ static inline cf_result cf_run_test(const cf_maker *m, const cf_test *test, int 
     fflush(NULL);
     pid = fork();
     if (pid == 0) {
-        setpgid(0, 0);
+        setpgid(0, 0);                 /* so a signal to our group does not reach it, */
+        cf_end_with_parent();          /* but our death does */
         cf_child(&job);
     }
     if (pid > 0) {
