@@ -1721,13 +1721,17 @@ typedef struct ra__decode_rows {
 typedef struct ra__decode_keys {
     const uint8_t *k, *v;
     int64_t k_stride, v_stride;        /* bytes from row to row */
+    int64_t k_head, v_head;            /* bytes from head to head, if there is one row */
     const int32_t *pos;                /* [n] needed only where scores are modified */
     uint64_t seen;                     /* bit 4 j + r: row r sees key j */
     int32_t n, partial;                /* partial: some row does not see some key */
+    int32_t whole;                     /* 1: of one row, a block, which its fold closes too */
     ra__stream *streams;               /* [2] or null: as much as these rows of K, V to prefetch */
 } ra__decode_keys;
 enum { RA__DECODE_ROWS = 4, RA__DECODE_KEYS = 16, RA__DECODE_DIMS = 32 };
 enum { RA__DECODE_UNIT = 4 };          /* keys for which a maximum may rise; stretches are whole */
+enum { RA__DECODE_HEADS = 8 };         /* most kv heads of a task */
+enum { RA__DECODE_LINE = RA_BLOCK_TOKENS + 16 }; /* scores of one row, and a vector */
 
 /* What long work calls between two pieces, such as calls of its kernel; null: nothing. */
 typedef struct ra__between { void (*call)(void *ctx); void *ctx; } ra__between;
@@ -1759,13 +1763,11 @@ typedef struct ra__kernel {
     int32_t decode_unit;               /* keys: 4; 8 or 16 in kernels that do not know one_row */
     /* Decoding. Loads row r of q, times factor. If rows->one_row, acc of the row becomes 0. */
     void (*decode_load)(const ra__decode_rows *rows, int32_t r, const void *src, float factor);
-    /* Folds keys into the current block of rows[0 .. n - 1]. keys[i]: how rows[i] see them. */
+    /* Folds keys into the current block of rows[0 .. n - 1]. keys[i]: how rows[i] see them. If
+     * rows->one_row, rows[i] is that of head i, and keys[0] is those of head 0. */
     void (*decode_fold)(ra__decode_rows *rows, const ra__decode_keys *keys, int32_t n);
     /* Ends the current block: adds its sums to acc and l. */
     void (*decode_close)(ra__decode_rows *rows);
-    /* decode_load, decode_fold of at most 64 keys and decode_close of a row that sees all of them
-     * and no others, scores not modified, with rows->one_row set; null: they are called. */
-    void (*decode_row)(ra__decode_rows *rows, const void *src, const ra__decode_keys *keys);
     /* Multiplies row r of acc by factor and writes it to dst. */
     void (*decode_store)(const ra__decode_rows *rows, int32_t r, void *dst, float factor);
     /* Merges m [4], l [4] and acc (in the layout of rows->acc) of other keys. Exchanging the two
@@ -2292,8 +2294,8 @@ enum { RA__ALIAS_BYTES = 4096 };       /* rows this far apart compete for the sa
 static const float ra__log2e = 1.44269504f;
 static const float ra__l_limit = 4294967296.0f;
 static const float ra__decode_slack = 16.0f; /* decode: how far scores may exceed m */
-/* Flags that decode_value_tile takes with a dtype: any keys and dims; row 0 only. */
-enum { RA__DECODE_ANY = 8, RA__DECODE_ONE_ROW = 16 };
+/* A flag that tiles of values take with a dtype: any keys and dims. */
+enum { RA__DECODE_ANY = 8 };
 enum { RA__DECODE_ROW_CHUNKS = 4 };    /* per tile of values if there is one row */
 static const uint64_t ra__seen_by_row_0 = 0x1111111111111111u; /* in ra__decode_keys.seen */
 
@@ -3259,6 +3261,13 @@ RA__ISA_NOINLINE void RA__NAME(load_last_chunk)(RA__FLOATS *out, const uint8_t *
     RA__NAME(load_chunk)(out, row, d, dtype);
 }
 
+/* Lane i: the sum over the lanes of v[i]. */
+RA__ISA_INLINE RA__FLOATS RA__NAME(sums)(const RA__FLOATS *v) {
+    RA__FLOATS part[RA__WIDTH / 4];
+    RA__UNROLL for (int32_t i = 0; i < RA__WIDTH / 4; i++) part[i] = RA__NAME(sums_4)(v + 4 * i);
+    return RA__NAME(sums_join)(part);
+}
+
 /* c[4 key + row] += products of the elements of a chunk. */
 RA__ISA_INLINE void RA__NAME(decode_products)(RA__FLOATS *c, RA__FLOATS (*k)[2], const float *q) {
     RA__UNROLL for (int32_t t = 0; t < 2; t++)
@@ -3302,75 +3311,73 @@ RA__ISA_INLINE void RA__NAME(decode_dots)(const ra__decode_rows *rows, const ra_
         RA__NAME(store)(s + 4 * j + i, RA__NAME(sums)(c + i));
 }
 
-/* Score of row 0 and the key at `row`, by the same chain as in decode_dots, not yet summed over
- * lanes. */
-RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dot)(const ra__decode_rows *rows, const uint8_t *row,
-                                                   int32_t dtype) {
-    int32_t dim = rows->d->k_dim;
-    const float *q = rows->q;
-    RA__FLOATS sum = RA__NAME(set)(0.0f);
-    int32_t d = 0;
-    RA__UNROLL_2 for (; dim - d >= RA__CHUNK; d += RA__CHUNK, q += 4 * RA__CHUNK) {
-        RA__FLOATS k[2];
-        RA__NAME(load_chunk)(k, row, d, dtype);
-        sum = RA__NAME(fma)(RA__NAME(load)(q), k[0], sum);
-        sum = RA__NAME(fma)(RA__NAME(load)(q + RA__WIDTH), k[1], sum);
-    }
-    if (d < dim) {
-        RA__FLOATS k[2];
-        RA__NAME(load_last_chunk)(k, row, d, dim, dtype);
-        sum = RA__NAME(fma)(RA__NAME(load)(q), k[0], sum);
-        sum = RA__NAME(fma)(RA__NAME(load)(q + RA__WIDTH), k[1], sum);
-    }
-    return sum;
-}
-
-/* The same for 4 keys, if the dims are whole chunks. */
-RA__ISA_INLINE void RA__NAME(decode_row_dot_4)(const ra__decode_rows *rows, const uint8_t *row,
-                                               int64_t stride, RA__FLOATS *c, int32_t dtype) {
+/* sums_4 of row 0 and the keys at row[0 .. 3], by the same chains as in decode_dots. */
+RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
+                                                    const uint8_t *const *row, int32_t dtype) {
+    const int32_t dim = rows->d->k_dim;
     const float *q = rows->q;
     RA__FLOATS sum[4];
+    int32_t d = 0;
     RA__UNROLL for (int32_t e = 0; e < 4; e++) sum[e] = RA__NAME(set)(0.0f);
-    for (int32_t d = 0; d < rows->d->k_dim; d += RA__CHUNK, q += 4 * RA__CHUNK) {
-        RA__FLOATS y = RA__NAME(load)(q), z = RA__NAME(load)(q + RA__WIDTH);
+    for (; dim - d >= RA__CHUNK; d += RA__CHUNK, q += 4 * RA__CHUNK) {
+        const RA__FLOATS y = RA__NAME(load)(q), z = RA__NAME(load)(q + RA__WIDTH);
         RA__UNROLL for (int32_t e = 0; e < 4; e++) {
             RA__FLOATS k[2];
-            RA__NAME(load_chunk)(k, row + e * stride, d, dtype);
+            RA__NAME(load_chunk)(k, row[e], d, dtype);
             sum[e] = RA__NAME(fma)(y, k[0], sum[e]);
             sum[e] = RA__NAME(fma)(z, k[1], sum[e]);
         }
     }
-    RA__UNROLL for (int32_t e = 0; e < 4; e++) c[e] = sum[e];
+    RA__UNROLL for (int32_t e = 0; e < 4 && d < dim; e++) {
+        RA__FLOATS k[2];
+        RA__NAME(load_last_chunk)(k, row[e], d, dim, dtype);
+        sum[e] = RA__NAME(fma)(RA__NAME(load)(q), k[0], sum[e]);
+        sum[e] = RA__NAME(fma)(RA__NAME(load)(q + RA__WIDTH), k[1], sum[e]);
+    }
+    return RA__NAME(sums_4)(sum);
 }
 
-/* Scores of row 0 and RA__WIDTH keys from key j on. Few keys at a time, because processors prefetch
- * in the order of addresses by themselves. */
-RA__ISA_INLINE void RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
-                                              const ra__decode_keys *keys, int32_t j, float *s,
-                                              int32_t dtype) {
-    int32_t n = keys->n - j < RA__WIDTH ? keys->n - j : RA__WIDTH;
-    int32_t bytes = rows->d->k_dim * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
-    const uint8_t *row = keys->k + j * keys->k_stride;
-    RA__FLOATS c[RA__WIDTH];
-    int32_t i = 0, whole = rows->d->k_dim % RA__CHUNK == 0 ? n : 0;
-    for (; whole - i >= 4; i += 4, row += 4 * keys->k_stride) {
-        RA__NAME(decode_row_dot_4)(rows, row, keys->k_stride, c + i, dtype);
-        if (keys->streams) ra__stream_prefetch(keys->streams, (4 * bytes + 127) / 128);
+/* Scores of the row of each of n heads, s [head][RA__DECODE_LINE]. 4 keys at a time for all heads,
+ * which is the order of addresses if heads are adjacent. Beyond the last key that key is computed
+ * again. */
+RA__ISA_INLINE void RA__NAME(decode_row_scores_of)(const ra__decode_rows *rows, int32_t n,
+                                                   const ra__decode_keys *keys, float *s,
+                                                   int32_t dtype) {
+    const int32_t bytes = rows->d->k_dim * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+    RA__FLOATS part[RA__DECODE_HEADS][RA__WIDTH / 4];
+    for (int32_t j = 0; j < keys->n; j += 4) {
+        const int32_t at = j % RA__WIDTH / 4;
+        const uint8_t *row[4];
+        row[0] = keys->k + j * keys->k_stride;
+        RA__UNROLL for (int32_t e = 1; e < 4; e++)
+            row[e] = row[e - 1] + (j + e < keys->n ? keys->k_stride : 0);
+        for (int32_t h = 0; h < n; h++) {
+            part[h][at] = RA__NAME(decode_row_dots)(rows + h, row, dtype);
+            RA__UNROLL for (int32_t e = 0; e < 4; e++) row[e] += keys->k_head;
+            if (keys->streams) ra__stream_prefetch(keys->streams, (4 * bytes + 127) / 128);
+        }
+        if (at + 1 < RA__WIDTH / 4 && j + 4 < keys->n) continue;
+        for (int32_t h = 0; h < n; h++) {
+            for (int32_t i = at + 1; i < RA__WIDTH / 4; i++) part[h][i] = part[h][at];
+            RA__NAME(store)(s + h * RA__DECODE_LINE + j - 4 * at, RA__NAME(sums_join)(part[h]));
+        }
     }
-    for (; i < n; i++, row += keys->k_stride) {
-        c[i] = RA__NAME(decode_row_dot)(rows, row, dtype);
-        if (keys->streams) ra__stream_prefetch(keys->streams, (bytes + 127) / 128);
-    }
-    for (; i < RA__WIDTH; i++) c[i] = RA__NAME(hold)(RA__NAME(set)(0.0f)); /* hold: no memset */
-    RA__NAME(store)(s + j, RA__NAME(sums)(c));
+}
+
+RA__ISA_NOINLINE void RA__NAME(decode_row_scores)(const ra__decode_rows *rows, int32_t n,
+                                                  const ra__decode_keys *keys, float *s) {
+    const int32_t dtype = rows->d->k_dtype;
+    if (dtype == RA_F32) RA__NAME(decode_row_scores_of)(rows, n, keys, s, RA_F32);
+    else if (!RA__DECODE_BY_DTYPE) RA__NAME(decode_row_scores_of)(rows, n, keys, s, dtype);
+    else if (dtype == RA_F16) RA__NAME(decode_row_scores_of)(rows, n, keys, s, RA_F16);
+    else if (dtype == RA_BF16) RA__NAME(decode_row_scores_of)(rows, n, keys, s, RA_BF16);
+    else RA__NAME(decode_row_scores_of)(rows, n, keys, s, RA_Q8_0);
 }
 
 RA__ISA_INLINE void RA__NAME(decode_scores_of)(const ra__decode_rows *rows,
                                                const ra__decode_keys *keys, float *s,
                                                int32_t dtype) {
-    for (int32_t j = 0; rows->one_row && j < keys->n; j += RA__WIDTH)
-        RA__NAME(decode_row_dots)(rows, keys, j, s, dtype);
-    for (int32_t j = 0; !rows->one_row && j < keys->n; j += RA__DECODE_TILE_KEYS)
+    for (int32_t j = 0; j < keys->n; j += RA__DECODE_TILE_KEYS)
         RA__NAME(decode_dots)(rows, keys, j, s, dtype);
 }
 
@@ -3526,48 +3533,41 @@ RA__ISA_INLINE void RA__NAME(decode_weigh)(ra__decode_rows *rows, float *s, int3
     RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) rows->block_l[4 * e] = chain[e];
 }
 
-/* c += p [nr rows] of one key times nc chunks v of its value, in rows whose bit of seen is set. */
+/* c += p [4 rows] of one key times nc chunks v of its value, in rows whose bit of seen is set. */
 RA__ISA_INLINE void RA__NAME(decode_value_step)(RA__FLOATS *c, const RA__FLOATS *v, const float *p,
-                                                int32_t nc, int32_t nr, uint64_t seen) {
-    RA__UNROLL for (int32_t r = 0; r < nr; r++) {
+                                                int32_t nc, uint64_t seen) {
+    RA__UNROLL for (int32_t r = 0; r < 4; r++) {
         RA__FLOATS y = RA__NAME(set)(p[r]);
         if (!(seen >> r & 1)) continue;
         RA__UNROLL for (int32_t i = 0; i < 2 * nc; i++) {
-            int32_t at = i / 2 * 2 * nr + 2 * r + i % 2;
+            int32_t at = i / 2 * 8 + 2 * r + i % 2;
             c[at] = RA__NAME(fma)(y, v[i], c[at]);
         }
     }
 }
 
-/* Offset in block_acc of vector i of a tile of nr rows. */
-RA__ISA_INLINE int32_t RA__NAME(decode_sum_offset)(int32_t i, int32_t nr) {
-    return nr == 4 ? i * RA__WIDTH : i / 2 * (4 * RA__CHUNK) + i % 2 * RA__WIDTH;
-}
-
 /* block_acc += p V in nc chunks of dims from d on. form: a dtype; with RA__DECODE_ANY for keys that
- * not all rows see and for incomplete chunks; with RA__DECODE_ONE_ROW for row 0 only. */
+ * not all rows see and for incomplete chunks. */
 RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
                                                 const ra__decode_keys *keys, const float *p,
                                                 int32_t d, int32_t nc, int32_t form) {
-    int32_t dtype = form & 7, rest = form & RA__DECODE_ANY, nr = form & RA__DECODE_ONE_ROW ? 1 : 4;
+    int32_t dtype = form & 7, rest = form & RA__DECODE_ANY;
     int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
     const uint8_t *row = keys->v;
     float *to = rows->block_acc + 4 * d;
-    RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], v[2 * RA__DECODE_ROW_CHUNKS];
-    RA__UNROLL for (int32_t i = 0; i < 2 * nr * nc; i++)
-        c[i] = rows->has_keys ? RA__NAME(load)(to + RA__NAME(decode_sum_offset)(i, nr)) :
-               RA__NAME(set)(0.0f);
-    for (int32_t j = 0; j < keys->n; j++, row += keys->v_stride, p += nr) {
+    RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], v[2 * RA__DECODE_TILE_CHUNKS];
+    RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++)
+        c[i] = rows->has_keys ? RA__NAME(load)(to + i * RA__WIDTH) : RA__NAME(set)(0.0f);
+    for (int32_t j = 0; j < keys->n; j++, row += keys->v_stride, p += 4) {
         if (rest) RA__NAME(load_last_chunk)(v, row, d, rows->d->v_dim, dtype);
         else RA__UNROLL for (int32_t i = 0; i < nc; i++)
             RA__NAME(load_chunk)(v + 2 * i, row, d + i * RA__CHUNK, dtype);
-        int32_t all = !rest || keys->n > RA__DECODE_KEYS; /* so many only if the row sees all */
-        RA__NAME(decode_value_step)(c, v, p, nc, nr, all ? ~(uint64_t)0 : keys->seen >> 4 * j);
+        RA__NAME(decode_value_step)(c, v, p, nc, rest ? keys->seen >> 4 * j : ~(uint64_t)0);
         if (keys->streams && (nc * bytes >= 128 || j % 2 == 0))
             ra__stream_prefetch(keys->streams, (nc * bytes + 127) / 128);
     }
-    RA__UNROLL for (int32_t i = 0; i < 2 * nr * nc; i++)
-        RA__NAME(store)(to + RA__NAME(decode_sum_offset)(i, nr), c[i]);
+    RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++)
+        RA__NAME(store)(to + i * RA__WIDTH, c[i]);
 }
 
 /* Takes complete chunks of keys that all rows see. Returns the first dim that is left. */
@@ -3575,16 +3575,6 @@ RA__ISA_INLINE int32_t RA__NAME(decode_value_tiles)(const ra__decode_rows *rows,
                                                     const ra__decode_keys *keys, const float *p,
                                                     int32_t dtype) {
     int32_t dim = rows->d->v_dim, d = 0;
-    if (rows->one_row) {
-        for (; dim - d >= RA__DECODE_ROW_CHUNKS * RA__CHUNK; d += RA__DECODE_ROW_CHUNKS * RA__CHUNK)
-            RA__NAME(decode_value_tile)(rows, keys, p, d, RA__DECODE_ROW_CHUNKS,
-                                        dtype | RA__DECODE_ONE_ROW);
-        for (; dim - d >= 2 * RA__CHUNK; d += 2 * RA__CHUNK)
-            RA__NAME(decode_value_tile)(rows, keys, p, d, 2, dtype | RA__DECODE_ONE_ROW);
-        for (; dim - d >= RA__CHUNK; d += RA__CHUNK)
-            RA__NAME(decode_value_tile)(rows, keys, p, d, 1, dtype | RA__DECODE_ONE_ROW);
-        return d;
-    }
     for (; dim - d >= RA__DECODE_TILE_CHUNKS * RA__CHUNK; d += RA__DECODE_TILE_CHUNKS * RA__CHUNK)
         RA__NAME(decode_value_tile)(rows, keys, p, d, RA__DECODE_TILE_CHUNKS, dtype);
     for (; RA__DECODE_TILE_CHUNKS > 1 && dim - d >= RA__CHUNK; d += RA__CHUNK)
@@ -3602,12 +3592,92 @@ RA__ISA_NOINLINE void RA__NAME(decode_values)(const ra__decode_rows *rows,
     else if (dtype == RA_F16) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_F16);
     else if (dtype == RA_BF16) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_BF16);
     else d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_Q8_0);
-    for (; d < rows->d->v_dim; d += RA__CHUNK) {
-        if (rows->one_row)
-            RA__NAME(decode_value_tile)(rows, keys, p, d, 1,
-                                        dtype | RA__DECODE_ANY | RA__DECODE_ONE_ROW);
-        else RA__NAME(decode_value_tile)(rows, keys, p, d, 1, dtype | RA__DECODE_ANY);
+    for (; d < rows->d->v_dim; d += RA__CHUNK)
+        RA__NAME(decode_value_tile)(rows, keys, p, d, 1, dtype | RA__DECODE_ANY);
+}
+
+/* Where vector i of the sums of row 0 from dim d on is. */
+RA__ISA_INLINE int32_t RA__NAME(decode_sum_at)(int32_t d, int32_t i) {
+    return 4 * d + i / 2 * (4 * RA__CHUNK) + i % 2 * RA__WIDTH;
+}
+
+/* The same as decode_value_tile for the one row of nh heads; p [head][RA__DECODE_LINE]. */
+RA__ISA_INLINE void RA__NAME(decode_row_tile)(const ra__decode_rows *rows,
+                                              const ra__decode_keys *keys, const uint8_t *row,
+                                              const float *p, int32_t d, int32_t nh, int32_t nc,
+                                              int32_t form) {
+    int32_t dtype = form & 7, rest = form & RA__DECODE_ANY;
+    int32_t bytes = nh * nc * RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+    RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], v[2 * RA__DECODE_ROW_CHUNKS];
+    RA__UNROLL for (int32_t h = 0; h < nh; h++)
+        RA__UNROLL for (int32_t i = 0; i < 2 * nc; i++)
+            c[2 * nc * h + i] = rows[h].has_keys
+                ? RA__NAME(load)(rows[h].block_acc + RA__NAME(decode_sum_at)(d, i))
+                : RA__NAME(set)(0.0f);
+    for (int32_t j = 0; j < keys->n; j++, row += keys->v_stride) {
+        RA__UNROLL for (int32_t h = 0; h < nh; h++) {
+            const uint8_t *at = row + h * keys->v_head;
+            RA__FLOATS y = RA__NAME(set)(p[h * RA__DECODE_LINE + j]);
+            if (rest) RA__NAME(load_last_chunk)(v, at, d, rows->d->v_dim, dtype);
+            else RA__UNROLL for (int32_t i = 0; i < nc; i++)
+                RA__NAME(load_chunk)(v + 2 * i, at, d + i * RA__CHUNK, dtype);
+            if (rest && keys->partial && !(keys->seen >> 4 * j & 1)) continue;
+            RA__UNROLL for (int32_t i = 0; i < 2 * nc; i++)
+                c[2 * nc * h + i] = RA__NAME(fma)(y, v[i], c[2 * nc * h + i]);
+        }
+        if (keys->streams && (bytes >= 128 || j % 2 == 0))
+            ra__stream_prefetch(keys->streams, (bytes + 127) / 128);
     }
+    RA__UNROLL for (int32_t h = 0; h < nh; h++)
+        RA__UNROLL for (int32_t i = 0; i < 2 * nc; i++) {
+            const int32_t at = RA__NAME(decode_sum_at)(d, i);
+            if (keys->whole) c[2 * nc * h + i] += RA__NAME(load)(rows[h].acc + at);
+            RA__NAME(store)((keys->whole ? rows[h].acc : rows[h].block_acc) + at,
+                            c[2 * nc * h + i]);
+        }
+}
+
+/* All complete tiles of nc chunks from dim d on, of n heads. Several heads at once, so that memory
+ * is read in long pieces if they are adjacent. Returns the first dim that is left. */
+RA__ISA_INLINE int32_t RA__NAME(decode_row_tiles)(const ra__decode_rows *rows, int32_t n,
+                                                  const ra__decode_keys *keys, const float *p,
+                                                  int32_t d, int32_t nc, int32_t dtype) {
+    const int32_t most = nc == 1 ? 1 : RA__DECODE_ROW_CHUNKS * RA__DECODE_TILE_CHUNKS / nc;
+    for (; rows->d->v_dim - d >= nc * RA__CHUNK; d += nc * RA__CHUNK) {
+        const uint8_t *row = keys->v;
+        int32_t h = 0;
+        for (; n - h >= most; h += most, row += most * keys->v_head)
+            RA__NAME(decode_row_tile)(rows + h, keys, row, p + h * RA__DECODE_LINE, d, most, nc,
+                                      dtype);
+        for (; h < n; h++, row += keys->v_head)
+            RA__NAME(decode_row_tile)(rows + h, keys, row, p + h * RA__DECODE_LINE, d, 1, nc,
+                                      dtype);
+    }
+    return d;
+}
+
+RA__ISA_INLINE int32_t RA__NAME(decode_row_values_of)(const ra__decode_rows *rows, int32_t n,
+                                                      const ra__decode_keys *keys, const float *p,
+                                                      int32_t dtype) {
+    int32_t d = RA__NAME(decode_row_tiles)(rows, n, keys, p, 0, RA__DECODE_ROW_CHUNKS, dtype);
+    d = RA__NAME(decode_row_tiles)(rows, n, keys, p, d, 2, dtype);
+    return RA__NAME(decode_row_tiles)(rows, n, keys, p, d, 1, dtype);
+}
+
+RA__ISA_NOINLINE void RA__NAME(decode_row_values)(ra__decode_rows *rows, int32_t n,
+                                                  const ra__decode_keys *keys, const float *p) {
+    const int32_t dtype = rows->d->v_dtype & 7;
+    int32_t d = 0;
+    if (keys->partial) d = 0;
+    else if (dtype == RA_F32) d = RA__NAME(decode_row_values_of)(rows, n, keys, p, RA_F32);
+    else if (!RA__DECODE_BY_DTYPE) d = RA__NAME(decode_row_values_of)(rows, n, keys, p, dtype);
+    else if (dtype == RA_F16) d = RA__NAME(decode_row_values_of)(rows, n, keys, p, RA_F16);
+    else if (dtype == RA_BF16) d = RA__NAME(decode_row_values_of)(rows, n, keys, p, RA_BF16);
+    else d = RA__NAME(decode_row_values_of)(rows, n, keys, p, RA_Q8_0);
+    for (; d < rows->d->v_dim; d += RA__CHUNK)
+        for (int32_t h = 0; h < n; h++)
+            RA__NAME(decode_row_tile)(rows + h, keys, keys->v + h * keys->v_head,
+                                      p + h * RA__DECODE_LINE, d, 1, 1, dtype | RA__DECODE_ANY);
 }
 
 /* Adds keys [j, j + n), whose scores are s, to the sums: all keys that are left, or one unit. */
@@ -3625,45 +3695,51 @@ RA__ISA_NOINLINE void RA__NAME(decode_add)(ra__decode_rows *rows, const ra__deco
         RA__NAME(store)(p + n * nr, RA__NAME(set)(ra__neg_inf()));
     }
     RA__NAME(decode_weigh)(rows, p, n * nr);
-    RA__NAME(decode_values)(rows, &y, p);
+    if (rows->one_row) RA__NAME(decode_row_values)(rows, 1, &y, p);
+    else RA__NAME(decode_values)(rows, &y, p);
     for (int32_t r = 0; r < nr; r++)
         if (y.seen >> r & ra__seen_by_row_0) rows->has_keys |= 1 << r;
 }
 
-/* Adds keys to the sums of up to 4 rows. A maximum rises for one unit of keys. Units are the same
- * for all ways to cut keys into calls, and whatever other rows there are; so are the bits. */
-RA__ISA_STATIC void RA__NAME(decode_fold_keys)(ra__decode_rows *rows, const ra__decode_keys *keys) {
-    int32_t nr = rows->one_row ? 1 : 4;
-    float s[4 * RA__DECODE_KEYS + RA__WIDTH];
-    RA__NAME(decode_scores)(rows, keys, s);
-    if (rows->modified || keys->partial) RA__NAME(decode_adjust)(rows, keys, s);
-    RA__NAME(store)(s + nr * keys->n, RA__NAME(set)(ra__neg_inf()));
-    for (int32_t j = 0; j < keys->n; j += RA__DECODE_UNIT) {
-        int32_t n = keys->n - j < RA__DECODE_UNIT ? keys->n - j : RA__DECODE_UNIT;
-        if (!RA__NAME(decode_max_holds)(rows, s + j * nr, (keys->n - j) * nr)) {
-            RA__NAME(decode_raise)(rows, s + j * nr, n * nr);
-            if (!RA__NAME(decode_max_holds)(rows, s + j * nr, (keys->n - j) * nr)) {
-                RA__NAME(decode_add)(rows, keys, s, j, n);
-                continue;
-            }
-        }
-        RA__NAME(decode_add)(rows, keys, s, j, keys->n - j);
-        return;
+/* How many of n keys can be added, after a unit of them has raised the maxima: all or the unit. */
+RA__ISA_INLINE int32_t RA__NAME(decode_ready)(ra__decode_rows *rows, const float *s, int32_t n) {
+    const int32_t nr = rows->one_row ? 1 : 4, unit = n < RA__DECODE_UNIT ? n : RA__DECODE_UNIT;
+    if (RA__NAME(decode_max_holds)(rows, s, n * nr)) return n;
+    RA__NAME(decode_raise)(rows, s, unit * nr);
+    return RA__NAME(decode_max_holds)(rows, s, n * nr) ? n : unit;
+}
+
+/* Adds keys with scores s to the sums of up to 4 rows. A maximum rises for one unit of keys. Units
+ * are the same for all ways to cut keys into calls, and whatever other rows there are; so are the
+ * bits. */
+RA__ISA_NOINLINE void RA__NAME(decode_fold_scores)(ra__decode_rows *rows,
+                                                   const ra__decode_keys *keys, float *s) {
+    const int32_t nr = rows->one_row ? 1 : 4;
+    for (int32_t j = 0, n; j < keys->n; j += n) {
+        n = RA__NAME(decode_ready)(rows, s + j * nr, keys->n - j);
+        RA__NAME(decode_add)(rows, keys, s, j, n);
     }
 }
 
-RA__ISA_STATIC void RA__NAME(decode_fold)(ra__decode_rows *rows, const ra__decode_keys *keys,
-                                          int32_t n) {
-    for (; n > 0; n--, rows++, keys++)
-        if (keys->seen) RA__NAME(decode_fold_keys)(rows, keys);
+RA__ISA_STATIC void RA__NAME(decode_fold_keys)(ra__decode_rows *rows, const ra__decode_keys *keys) {
+    float s[4 * RA__DECODE_KEYS + RA__WIDTH];
+    RA__NAME(decode_scores)(rows, keys, s);
+    if (rows->modified || keys->partial) RA__NAME(decode_adjust)(rows, keys, s);
+    RA__NAME(store)(s + 4 * keys->n, RA__NAME(set)(ra__neg_inf()));
+    RA__NAME(decode_fold_scores)(rows, keys, s);
+}
+
+/* Adds block_l of row r to l. */
+RA__ISA_INLINE void RA__NAME(decode_close_l)(ra__decode_rows *rows, int32_t r) {
+    float total = 0.0f;
+    for (int32_t i = r; i < RA__WIDTH; i += 4) total += rows->block_l[i];
+    rows->l[r] += total;
 }
 
 RA__ISA_STATIC void RA__NAME(decode_close)(ra__decode_rows *rows) {
     for (int32_t r = 0; rows->has_keys >> r; r++) {
-        float total = 0.0f;
         if (!(rows->has_keys >> r & 1)) continue;
-        for (int32_t i = r; i < RA__WIDTH; i += 4) total += rows->block_l[i];
-        rows->l[r] += total;
+        RA__NAME(decode_close_l)(rows, r);
         for (int32_t d = 0; d < rows->d->v_dim; d += RA__CHUNK)
             for (int32_t i = 0; i < RA__CHUNK; i += RA__WIDTH) {
                 int32_t at = 4 * d + r * RA__CHUNK + i;
@@ -3671,8 +3747,51 @@ RA__ISA_STATIC void RA__NAME(decode_close)(ra__decode_rows *rows) {
                 RA__NAME(store)(rows->acc + at, RA__NAME(load)(rows->acc + at) + sum);
             }
     }
-    for (int32_t i = 0; i < 16; i++) rows->block_l[i] = 0.0f;
+    memset(rows->block_l, 0, sizeof rows->block_l);
     rows->has_keys = 0;
+}
+
+/* Scores of all heads, then weights, then values. Heads whose maximum would rise after the first
+ * unit, which are few, go by themselves. */
+RA__ISA_STATIC void RA__NAME(decode_fold_heads)(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                                int32_t n) {
+    float s[RA__DECODE_HEADS * RA__DECODE_LINE];
+    ra__decode_keys y = *keys;
+    int32_t first = 0;                 /* of the heads with weights */
+    RA__NAME(decode_row_scores)(rows, n, keys, s);
+    for (int32_t h = 0; h <= n; h++) {
+        float *own = s + h * RA__DECODE_LINE;
+        if (h < n) {
+            if (rows[h].modified || keys->partial) RA__NAME(decode_adjust)(rows + h, keys, own);
+            RA__NAME(store)(own + keys->n, RA__NAME(set)(ra__neg_inf()));
+            if (RA__NAME(decode_ready)(rows + h, own, keys->n) == keys->n) {
+                RA__NAME(decode_weigh)(rows + h, own, keys->n);
+                if (keys->whole) RA__NAME(decode_close_l)(rows + h, 0);
+                continue;
+            }
+        }
+        y.whole = keys->whole;
+        y.v = keys->v + first * keys->v_head;
+        if (first < h)
+            RA__NAME(decode_row_values)(rows + first, h - first, &y, s + first * RA__DECODE_LINE);
+        for (; first < h; first++) {
+            rows[first].has_keys = !keys->whole;
+            if (keys->whole) memset(rows[first].block_l, 0, sizeof rows->block_l);
+        }
+        if (h == n) break;
+        y.whole = 0;
+        y.v = keys->v + h * keys->v_head;
+        RA__NAME(decode_fold_scores)(rows + h, &y, own);
+        if (keys->whole) RA__NAME(decode_close)(rows + h);
+        first = h + 1;
+    }
+}
+
+RA__ISA_STATIC void RA__NAME(decode_fold)(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                          int32_t n) {
+    if (rows->one_row && keys->seen) RA__NAME(decode_fold_heads)(rows, keys, n);
+    for (; n > 0 && !rows->one_row; n--, rows++, keys++)
+        if (keys->seen) RA__NAME(decode_fold_keys)(rows, keys);
 }
 
 RA__ISA_STATIC void RA__NAME(decode_load)(const ra__decode_rows *rows, int32_t r, const void *src,
@@ -3691,41 +3810,6 @@ RA__ISA_STATIC void RA__NAME(decode_load)(const ra__decode_rows *rows, int32_t r
         RA__NAME(store)(rows->acc + 4 * d, RA__NAME(set)(0.0f));
         RA__NAME(store)(rows->acc + 4 * d + RA__WIDTH, RA__NAME(set)(0.0f));
     }
-}
-
-/* Where no maximum has to rise after the first unit, which is nearly always, the sums stay out of
- * memory: the operations on them are those of decode_fold_keys and decode_close. */
-RA__ISA_STATIC void RA__NAME(decode_row)(ra__decode_rows *rows, const void *src,
-                                         const ra__decode_keys *keys) {
-    float s[4 * RA__DECODE_KEYS + RA__WIDTH], chain[RA__WIDTH / 4] = { 0.0f }, total = 0.0f;
-    float top = ra__neg_inf();
-    rows->has_keys = 0;
-    RA__NAME(decode_load)(rows, 0, src, rows->factor);
-    RA__NAME(decode_scores)(rows, keys, s);
-    RA__NAME(store)(s + keys->n, RA__NAME(set)(top));
-    for (int32_t i = 0; i < RA__DECODE_UNIT; i++) top = s[i] > top ? s[i] : top;
-    rows->m[0] = top;
-    if (ra__is_neg_inf(top) || !RA__NAME(decode_max_holds)(rows, s, keys->n)) {
-        for (int32_t i = 0; i < 16; i++) rows->block_l[i] = 0.0f;
-        for (int32_t i = 0; i < 16; i++) rows->m[i] = i % 4 ? 0.0f : ra__neg_inf();
-        rows->l[0] = 0.0f;
-        RA__NAME(decode_fold_keys)(rows, keys);
-        RA__NAME(decode_close)(rows);
-        return;
-    }
-    const RA__FLOATS shift = RA__NAME(shift_of)(RA__NAME(set)(top));
-    for (int32_t i = 0; i < keys->n; i += RA__WIDTH)
-        RA__NAME(store)(s + i, RA__NAME(exp2)(RA__NAME(load)(s + i) - shift));
-    for (int32_t i = 0; i < keys->n; i += RA__WIDTH / 4)
-        RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) chain[e] += s[i + e];
-    RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) total += chain[e];
-    rows->l[0] = total;
-    RA__NAME(decode_values)(rows, keys, s);
-    for (int32_t d = 0; d < rows->d->v_dim; d += RA__CHUNK)
-        for (int32_t i = 0; i < RA__CHUNK; i += RA__WIDTH) {
-            RA__FLOATS sum = RA__NAME(load)(rows->block_acc + 4 * d + i);
-            RA__NAME(store)(rows->acc + 4 * d + i, RA__NAME(set)(0.0f) + sum);
-        }
 }
 
 RA__ISA_STATIC void RA__NAME(decode_store)(const ra__decode_rows *rows, int32_t r, void *dst,
@@ -4155,7 +4239,7 @@ RA__ISA_STATIC void RA__NAME(deltas)(float *delta, const ra__source *o, const ra
 static const ra__kernel RA__NAME(kernel) = {
     RA__ISA, RA__NAME(sizes), RA__NAME(widen), RA__NAME(prepare), RA__NAME(load_q),
     RA__NAME(load_acc), RA__NAME(store_acc), RA__NAME(fold), RA__NAME(store_o), RA__DECODE_UNIT,
-    RA__NAME(decode_load), RA__NAME(decode_fold), RA__NAME(decode_close), RA__NAME(decode_row),
+    RA__NAME(decode_load), RA__NAME(decode_fold), RA__NAME(decode_close),
     RA__NAME(decode_store), RA__NAME(decode_merge), RA__NAME(sizes_back), RA__NAME(prepare_back),
     RA__NAME(load_back), RA__NAME(deltas), RA__NAME(fold_back), RA__NAME(put_grad)};
 
@@ -4299,7 +4383,8 @@ RA__ISA_INLINE void ra__transpose_scalar(ra__v4f *v) {
 /* Sum of the lanes. */
 RA__ISA_INLINE float ra__sum_scalar(ra__v4f v) { return (v[0] + v[2]) + (v[1] + v[3]); }
 /* Lane i: the sum of v[i]. */
-RA__ISA_INLINE ra__v4f ra__sums_scalar(const ra__v4f *v) {
+RA__ISA_INLINE ra__v4f ra__sums_join_scalar(const ra__v4f *v) { return v[0]; }
+RA__ISA_INLINE ra__v4f ra__sums_4_scalar(const ra__v4f *v) {
     ra__v4f s = {ra__sum_scalar(v[0]), ra__sum_scalar(v[1]), ra__sum_scalar(v[2]),
                  ra__sum_scalar(v[3])};
     return s;
@@ -4451,10 +4536,11 @@ RA__ISA_INLINE float ra__sum_avx2(__m256 v) {
     a = a + _mm_movehl_ps(a, a);
     return _mm_cvtss_f32(a + _mm_shuffle_ps(a, a, 1));
 }
-RA__ISA_INLINE __m256 ra__sums_avx2(const __m256 *v) {
-    __m256 a = _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
-    __m256 b = _mm256_hadd_ps(_mm256_hadd_ps(v[4], v[5]), _mm256_hadd_ps(v[6], v[7]));
-    return _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+RA__ISA_INLINE __m256 ra__sums_4_avx2(const __m256 *v) {
+    return _mm256_hadd_ps(_mm256_hadd_ps(v[0], v[1]), _mm256_hadd_ps(v[2], v[3]));
+}
+RA__ISA_INLINE __m256 ra__sums_join_avx2(const __m256 *v) {
+    return _mm256_permute2f128_ps(v[0], v[1], 0x20) + _mm256_permute2f128_ps(v[0], v[1], 0x31);
 }
 RA__ISA_INLINE int32_t ra__any_nonfinite_avx2(__m256 v) {
     __m256i e = _mm256_set1_epi32(0x7f800000);
@@ -4605,11 +4691,9 @@ RA__ISA_INLINE __m512 ra__sums_4_avx512(const __m512 *v) {
     __m512d c = _mm512_castps_pd(a), d = _mm512_castps_pd(b);
     return _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)) + _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
 }
-RA__ISA_INLINE __m512 ra__sums_avx512(const __m512 *v) {
-    __m512 a = ra__sums_4_avx512(v), b = ra__sums_4_avx512(v + 4);
-    __m512 c = ra__sums_4_avx512(v + 8), d = ra__sums_4_avx512(v + 12);
-    a = _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
-    c = _mm512_shuffle_f32x4(c, d, 0x88) + _mm512_shuffle_f32x4(c, d, 0xdd);
+RA__ISA_INLINE __m512 ra__sums_join_avx512(const __m512 *v) {
+    __m512 a = _mm512_shuffle_f32x4(v[0], v[1], 0x88) + _mm512_shuffle_f32x4(v[0], v[1], 0xdd);
+    __m512 c = _mm512_shuffle_f32x4(v[2], v[3], 0x88) + _mm512_shuffle_f32x4(v[2], v[3], 0xdd);
     return _mm512_shuffle_f32x4(a, c, 0x88) + _mm512_shuffle_f32x4(a, c, 0xdd);
 }
 RA__ISA_INLINE int32_t ra__any_nonfinite_avx512(__m512 v) {
@@ -6040,7 +6124,7 @@ static const ra__kernel ra__kernel_bf16 = {
     RA_ISA_AVX512_BF16, ra__sizes_bf16, ra__widen_avx512, ra__prepare_bf16, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_bf16, ra__store_o_avx512,
     RA__BF_DECODE_UNIT,
-    ra__decode_load_bf16, ra__decode_fold_bf16, ra__decode_close_avx512, NULL,
+    ra__decode_load_bf16, ra__decode_fold_bf16, ra__decode_close_avx512,
     ra__decode_store_bf16,
     ra__decode_merge_avx512,
     ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_bf16,
@@ -6422,7 +6506,7 @@ RA__Q8_STATIC void ra__decode_load_q8(const ra__decode_rows *rows, int32_t r, co
 static const ra__kernel ra__kernel_q8 = {
     RA_ISA_AVX512_BF16, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
     RA__Q8_KEYS,
-    ra__decode_load_q8, ra__decode_fold_q8, ra__decode_close_avx512, NULL,
+    ra__decode_load_q8, ra__decode_fold_q8, ra__decode_close_avx512,
     ra__decode_store_avx512,
     ra__decode_merge_avx512,
     NULL, NULL, NULL, NULL, NULL, NULL};
@@ -7047,7 +7131,7 @@ RA__AMX_STATIC int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d,
 static const ra__kernel ra__kernel_amx = {
     RA_ISA_AMX, ra__sizes_amx, ra__widen_avx512, ra__prepare_amx, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
-    0, NULL, NULL, NULL, NULL, NULL, NULL,
+    0, NULL, NULL, NULL, NULL, NULL,
     ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_bf16, ra__deltas_bf16,
     ra__fold_back_amx, ra__put_grad_avx512};
 
@@ -7131,7 +7215,8 @@ RA__ISA_INLINE void ra__transpose_neon(float32x4_t *v) {
     for (int32_t i = 0; i < 4; i++) v[i] = (float32x4_t)x[i];
 }
 RA__ISA_INLINE float ra__sum_neon(float32x4_t v) { return vaddvq_f32(v); }
-RA__ISA_INLINE float32x4_t ra__sums_neon(const float32x4_t *v) {
+RA__ISA_INLINE float32x4_t ra__sums_join_neon(const float32x4_t *v) { return v[0]; }
+RA__ISA_INLINE float32x4_t ra__sums_4_neon(const float32x4_t *v) {
     return vpaddq_f32(vpaddq_f32(v[0], v[1]), vpaddq_f32(v[2], v[3]));
 }
 RA__ISA_INLINE int32_t ra__any_nonfinite_neon(float32x4_t v) {
@@ -10947,18 +11032,20 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, i
  * products over Dk instead of lanes of rows. Memory is all here, so a task is several kv heads of a
  * sequence, and a stretch of tokens is read for all of them before the next one: where the heads of
  * a token are adjacent, memory is read and prefetched in the order of its addresses.
- * One row per kv head over few keys goes row by row instead, 64 keys of a head at a time, which the
- * processor prefetches by itself.
- * PERF: Zen 4, f32, beside a plain loop: 32 heads of D 128 over 128 keys 0.60 to 1.38 of its speed,
- * 12 of D 64 over 1024 keys 0.72 to 1.42. Rows 2 KB apart share so few sets of the L1 cache that
- * keys come from L2, at 15 cycles per key of 256 bytes and side, 6 to 10 otherwise.
+ * One row per kv head over keys that caches may hold takes stretches of 64 keys. The kernel gets
+ * all heads of a task in one call and reads 4 keys of all heads before the next 4, and values in
+ * pieces of several heads, which the processor prefetches by itself.
+ * PERF: rows 2 KB apart share so few sets of the L1 cache that keys come from L2. Zen 4, f32, beside
+ * a plain loop at -Ofast -march=native, head by head -> all heads: 8 heads of D 64 over 64 keys that
+ * begin 16 bytes off a line 1.37 -> 1.75 of its speed, 32 heads 1.31 -> 1.92, over 1024 keys at
+ * multiples of 64 bytes 1.35 -> 1.46 and 1.46 -> 1.85. One head alone reads 5 lines for 4 there.
  * PERF: the memory of a stretch of 16 tokens is prefetched into the level 2 cache, in the order of
  * its addresses, while the stretch before it is computed. The level 1 cache holds neither: rows
  * 4 KB apart share its sets, and the queries and sums of 8 heads fill it. Zen 4, 32/8 heads of
  * D 128, 32768 keys, one thread, share of what a reading loop gets: f32 62 -> 100 %, f16 62 -> 75,
  * bf16 61 -> 105; [Hkv][T][D]: 80 -> 105, 69 -> 72, 75 -> 100. What is left in f16 is arithmetic.
  * Prefetched into the level 1 cache the same stretches give 69 % in f32. */
-enum { RA__DECODE_PAIRS = 16, RA__DECODE_HEADS = 8, RA__DECODE_BYTES = 256 << 10,
+enum { RA__DECODE_PAIRS = 16, RA__DECODE_BYTES = 256 << 10,
        RA__DECODE_AHEAD = 16 << 10, RA__DECODE_NEAR = 16 << 20,
        RA__DECODE_PART = 16, RA__DECODE_SLOTS = 128 };
 
@@ -11279,8 +11366,11 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
     const int more = !x->lean && row + from + x->keys < ra__k_len(&c->d, x->sequence);
     ra__decode_keys *t = x->stretch[from / x->keys];
     ra__stream a[2];
+    /* one_row: all heads at once, unless their rows have to be gathered */
+    const int32_t heads = x->few->one_row && (!x->paged.table ||
+                          ra__page_holds(&x->paged, row + from, t->n)) ? x->count : 1;
     if (more) ra__decode_ahead(a, x, kv, row + from);
-    for (int32_t h = 0; h < x->count; h++) {
+    for (int32_t h = 0; h < x->count; h += heads) {
         int first = more;
         for (int32_t g = 0; g < fours; g++) {
             if (!t[g].seen) continue;
@@ -11293,7 +11383,7 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
             t[g].streams = first ? a : NULL;
             first = 0;
         }
-        c->w.kernel->decode_fold(&x->few[h * x->fours], t, fours);
+        c->w.kernel->decode_fold(&x->few[h * x->fours], t, heads * fours);
     }
 }
 
@@ -11314,6 +11404,9 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
             t->pos = x->pos + j;
             t->k_stride = kv[0].token;
             t->v_stride = kv[1].token;
+            t->k_head = kv[0].head;
+            t->v_head = kv[1].head;
+            t->whole = x->keys == RA_BLOCK_TOKENS;
             ra__decode_stretch(x, g, j, t);
         }
     for (int32_t j = 0; j < s->rows; j += x->keys) ra__decode_fold(c, kv, s->row, j, x);
@@ -11405,32 +11498,6 @@ static int64_t ra__decode_cut(const ra__local *c, const ra__decode *x, int32_t p
     return part < x->parts ? ra__part_first(first + part) : x->last;
 }
 
-/* 1: done: all keys are one block, all of which the only row of each kv head sees. */
-static int ra__decode_single(const ra__local *c, const ra__view kv[2], const ra__seg *s,
-                             const int32_t *pos, ra__decode *x) {
-    ra__decode_rows *f = x->few;
-    ra__decode_keys *t = &x->stretch[0][0];
-    if (!c->w.kernel->decode_row || x->modifies || x->paged.table ||
-        !ra__decode_sees(x, s, pos) || x->seen[0] != ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows))
-        return 0;
-    t->n = (int32_t)s->rows;
-    t->pos = x->pos;
-    t->k_stride = kv[0].token;
-    t->v_stride = kv[1].token;
-    t->streams = NULL;
-    ra__decode_stretch(x, 0, 0, t);
-    f->count = f->one_row = 1;
-    f->modified = 0;
-    f->factor = x->factor;
-    for (int32_t h = 0; h < x->count; h++) {
-        t->k = ra__view_at(kv[0], 0, s->row, h).data;
-        t->v = ra__view_at(kv[1], 0, s->row, h).data;
-        c->w.kernel->decode_row(f, ra__view_at(c->w.q, x->sequence, 0, x->head + h).data, t);
-        ra__decode_store(c, x, h, 0, f);
-    }
-    return 1;
-}
-
 /* Part x->part of the keys, for kv heads [x->head, x->head + x->count) of a sequence. */
 static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     const int64_t tokens = ra__k_len(&c->d, x->sequence);
@@ -11444,10 +11511,6 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     for (int i = 0; i < 2; i++)
         kv[i] = ra__view_at(c->kv[i], x->paged.table ? 0 : x->sequence, 0, x->head);
     if (c->d.v_in_k) kv[1].data += ra__row_bytes(c->d.k_dtype, c->d.v_column);
-    if (x->lean && x->blocks == 1 && to > from) {
-        (void)ra__side_block(&c->k_side, x->sequence, tokens, from, &block);
-        if (ra__decode_single(c, kv, &block, array ? array + block.row : NULL, x)) return;
-    }
     if (!x->lean && tokens > x->keys) ra__decode_streams(x, kv);
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t i = 0; i < x->pairs; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i);
