@@ -3340,9 +3340,9 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
 /* Scores of the row of each of n heads, s [head][RA__DECODE_LINE]. 4 keys at a time for all heads,
  * which is the order of addresses if heads are adjacent. Beyond the last key that key is computed
  * again. */
-RA__ISA_INLINE void RA__NAME(decode_row_scores_of)(const ra__decode_rows *rows, int32_t n,
-                                                   const ra__decode_keys *keys, float *s,
-                                                   int32_t dtype) {
+RA__ISA_INLINE void RA__NAME(decode_row_scores)(const ra__decode_rows *rows, int32_t n,
+                                                const ra__decode_keys *keys, float *s,
+                                                int32_t dtype) {
     const int32_t bytes = rows->d->k_dim * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
     RA__FLOATS part[RA__DECODE_HEADS][RA__WIDTH / 4];
     for (int32_t j = 0; j < keys->n; j += 4) {
@@ -3364,31 +3364,23 @@ RA__ISA_INLINE void RA__NAME(decode_row_scores_of)(const ra__decode_rows *rows, 
     }
 }
 
-RA__ISA_NOINLINE void RA__NAME(decode_row_scores)(const ra__decode_rows *rows, int32_t n,
-                                                  const ra__decode_keys *keys, float *s) {
-    const int32_t dtype = rows->d->k_dtype;
-    if (dtype == RA_F32) RA__NAME(decode_row_scores_of)(rows, n, keys, s, RA_F32);
-    else if (!RA__DECODE_BY_DTYPE) RA__NAME(decode_row_scores_of)(rows, n, keys, s, dtype);
-    else if (dtype == RA_F16) RA__NAME(decode_row_scores_of)(rows, n, keys, s, RA_F16);
-    else if (dtype == RA_BF16) RA__NAME(decode_row_scores_of)(rows, n, keys, s, RA_BF16);
-    else RA__NAME(decode_row_scores_of)(rows, n, keys, s, RA_Q8_0);
-}
-
-RA__ISA_INLINE void RA__NAME(decode_scores_of)(const ra__decode_rows *rows,
+/* one_row: of n heads. */
+RA__ISA_INLINE void RA__NAME(decode_scores_of)(const ra__decode_rows *rows, int32_t n,
                                                const ra__decode_keys *keys, float *s,
                                                int32_t dtype) {
-    for (int32_t j = 0; j < keys->n; j += RA__DECODE_TILE_KEYS)
+    if (rows->one_row) RA__NAME(decode_row_scores)(rows, n, keys, s, dtype);
+    for (int32_t j = 0; !rows->one_row && j < keys->n; j += RA__DECODE_TILE_KEYS)
         RA__NAME(decode_dots)(rows, keys, j, s, dtype);
 }
 
-RA__ISA_NOINLINE void RA__NAME(decode_scores)(const ra__decode_rows *rows,
+RA__ISA_NOINLINE void RA__NAME(decode_scores)(const ra__decode_rows *rows, int32_t n,
                                               const ra__decode_keys *keys, float *s) {
     int32_t dtype = rows->d->k_dtype;
-    if (dtype == RA_F32) RA__NAME(decode_scores_of)(rows, keys, s, RA_F32);
-    else if (!RA__DECODE_BY_DTYPE) RA__NAME(decode_scores_of)(rows, keys, s, dtype);
-    else if (dtype == RA_F16) RA__NAME(decode_scores_of)(rows, keys, s, RA_F16);
-    else if (dtype == RA_BF16) RA__NAME(decode_scores_of)(rows, keys, s, RA_BF16);
-    else RA__NAME(decode_scores_of)(rows, keys, s, RA_Q8_0);
+    if (dtype == RA_F32) RA__NAME(decode_scores_of)(rows, n, keys, s, RA_F32);
+    else if (!RA__DECODE_BY_DTYPE) RA__NAME(decode_scores_of)(rows, n, keys, s, dtype);
+    else if (dtype == RA_F16) RA__NAME(decode_scores_of)(rows, n, keys, s, RA_F16);
+    else if (dtype == RA_BF16) RA__NAME(decode_scores_of)(rows, n, keys, s, RA_BF16);
+    else RA__NAME(decode_scores_of)(rows, n, keys, s, RA_Q8_0);
 }
 
 /* Bias of row r and the keys; 0: all of it is 0, and nothing is written.
@@ -3582,20 +3574,6 @@ RA__ISA_INLINE int32_t RA__NAME(decode_value_tiles)(const ra__decode_rows *rows,
     return d;
 }
 
-RA__ISA_NOINLINE void RA__NAME(decode_values)(const ra__decode_rows *rows,
-                                              const ra__decode_keys *keys, const float *p) {
-    int32_t dtype = rows->d->v_dtype & 7; /* compilers see that the flags of form are 0 */
-    int32_t d = 0;
-    if (keys->partial) d = 0;          /* all chunks take the general form below */
-    else if (dtype == RA_F32) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_F32);
-    else if (!RA__DECODE_BY_DTYPE) d = RA__NAME(decode_value_tiles)(rows, keys, p, dtype);
-    else if (dtype == RA_F16) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_F16);
-    else if (dtype == RA_BF16) d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_BF16);
-    else d = RA__NAME(decode_value_tiles)(rows, keys, p, RA_Q8_0);
-    for (; d < rows->d->v_dim; d += RA__CHUNK)
-        RA__NAME(decode_value_tile)(rows, keys, p, d, 1, dtype | RA__DECODE_ANY);
-}
-
 /* Where vector i of the sums of row 0 from dim d on is. */
 RA__ISA_INLINE int32_t RA__NAME(decode_sum_at)(int32_t d, int32_t i) {
     return 4 * d + i / 2 * (4 * RA__CHUNK) + i % 2 * RA__WIDTH;
@@ -3656,28 +3634,34 @@ RA__ISA_INLINE int32_t RA__NAME(decode_row_tiles)(const ra__decode_rows *rows, i
     return d;
 }
 
-RA__ISA_INLINE int32_t RA__NAME(decode_row_values_of)(const ra__decode_rows *rows, int32_t n,
-                                                      const ra__decode_keys *keys, const float *p,
-                                                      int32_t dtype) {
-    int32_t d = RA__NAME(decode_row_tiles)(rows, n, keys, p, 0, RA__DECODE_ROW_CHUNKS, dtype);
+/* Complete chunks. Returns the first dim that is left. one_row: of n heads. */
+RA__ISA_INLINE int32_t RA__NAME(decode_values_of)(const ra__decode_rows *rows, int32_t n,
+                                                  const ra__decode_keys *keys, const float *p,
+                                                  int32_t dtype) {
+    int32_t d = 0;
+    if (!rows->one_row) return RA__NAME(decode_value_tiles)(rows, keys, p, dtype);
+    d = RA__NAME(decode_row_tiles)(rows, n, keys, p, d, RA__DECODE_ROW_CHUNKS, dtype);
     d = RA__NAME(decode_row_tiles)(rows, n, keys, p, d, 2, dtype);
     return RA__NAME(decode_row_tiles)(rows, n, keys, p, d, 1, dtype);
 }
 
-RA__ISA_NOINLINE void RA__NAME(decode_row_values)(ra__decode_rows *rows, int32_t n,
-                                                  const ra__decode_keys *keys, const float *p) {
-    const int32_t dtype = rows->d->v_dtype & 7;
+RA__ISA_NOINLINE void RA__NAME(decode_values)(const ra__decode_rows *rows, int32_t n,
+                                              const ra__decode_keys *keys, const float *p) {
+    int32_t dtype = rows->d->v_dtype & 7; /* compilers see that the flags of form are 0 */
     int32_t d = 0;
-    if (keys->partial) d = 0;
-    else if (dtype == RA_F32) d = RA__NAME(decode_row_values_of)(rows, n, keys, p, RA_F32);
-    else if (!RA__DECODE_BY_DTYPE) d = RA__NAME(decode_row_values_of)(rows, n, keys, p, dtype);
-    else if (dtype == RA_F16) d = RA__NAME(decode_row_values_of)(rows, n, keys, p, RA_F16);
-    else if (dtype == RA_BF16) d = RA__NAME(decode_row_values_of)(rows, n, keys, p, RA_BF16);
-    else d = RA__NAME(decode_row_values_of)(rows, n, keys, p, RA_Q8_0);
-    for (; d < rows->d->v_dim; d += RA__CHUNK)
-        for (int32_t h = 0; h < n; h++)
+    if (keys->partial) d = 0;          /* all chunks take the general form below */
+    else if (dtype == RA_F32) d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_F32);
+    else if (!RA__DECODE_BY_DTYPE) d = RA__NAME(decode_values_of)(rows, n, keys, p, dtype);
+    else if (dtype == RA_F16) d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_F16);
+    else if (dtype == RA_BF16) d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_BF16);
+    else d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_Q8_0);
+    for (; d < rows->d->v_dim; d += RA__CHUNK) {
+        if (!rows->one_row)
+            RA__NAME(decode_value_tile)(rows, keys, p, d, 1, dtype | RA__DECODE_ANY);
+        for (int32_t h = 0; rows->one_row && h < n; h++)
             RA__NAME(decode_row_tile)(rows + h, keys, keys->v + h * keys->v_head,
                                       p + h * RA__DECODE_LINE, d, 1, 1, dtype | RA__DECODE_ANY);
+    }
 }
 
 /* Adds keys [j, j + n), whose scores are s, to the sums: all keys that are left, or one unit. */
@@ -3695,8 +3679,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_add)(ra__decode_rows *rows, const ra__deco
         RA__NAME(store)(p + n * nr, RA__NAME(set)(ra__neg_inf()));
     }
     RA__NAME(decode_weigh)(rows, p, n * nr);
-    if (rows->one_row) RA__NAME(decode_row_values)(rows, 1, &y, p);
-    else RA__NAME(decode_values)(rows, &y, p);
+    RA__NAME(decode_values)(rows, 1, &y, p);
     for (int32_t r = 0; r < nr; r++)
         if (y.seen >> r & ra__seen_by_row_0) rows->has_keys |= 1 << r;
 }
@@ -3723,7 +3706,7 @@ RA__ISA_NOINLINE void RA__NAME(decode_fold_scores)(ra__decode_rows *rows,
 
 RA__ISA_STATIC void RA__NAME(decode_fold_keys)(ra__decode_rows *rows, const ra__decode_keys *keys) {
     float s[4 * RA__DECODE_KEYS + RA__WIDTH];
-    RA__NAME(decode_scores)(rows, keys, s);
+    RA__NAME(decode_scores)(rows, 1, keys, s);
     if (rows->modified || keys->partial) RA__NAME(decode_adjust)(rows, keys, s);
     RA__NAME(store)(s + 4 * keys->n, RA__NAME(set)(ra__neg_inf()));
     RA__NAME(decode_fold_scores)(rows, keys, s);
@@ -3758,7 +3741,7 @@ RA__ISA_STATIC void RA__NAME(decode_fold_heads)(ra__decode_rows *rows, const ra_
     float s[RA__DECODE_HEADS * RA__DECODE_LINE];
     ra__decode_keys y = *keys;
     int32_t first = 0;                 /* of the heads with weights */
-    RA__NAME(decode_row_scores)(rows, n, keys, s);
+    RA__NAME(decode_scores)(rows, n, keys, s);
     for (int32_t h = 0; h <= n; h++) {
         float *own = s + h * RA__DECODE_LINE;
         if (h < n) {
@@ -3773,7 +3756,7 @@ RA__ISA_STATIC void RA__NAME(decode_fold_heads)(ra__decode_rows *rows, const ra_
         y.whole = keys->whole;
         y.v = keys->v + first * keys->v_head;
         if (first < h)
-            RA__NAME(decode_row_values)(rows + first, h - first, &y, s + first * RA__DECODE_LINE);
+            RA__NAME(decode_values)(rows + first, h - first, &y, s + first * RA__DECODE_LINE);
         for (; first < h; first++) {
             rows[first].has_keys = !keys->whole;
             if (keys->whole) memset(rows[first].block_l, 0, sizeof rows->block_l);
@@ -11037,8 +11020,7 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, i
  * pieces of several heads, which the processor prefetches by itself.
  * PERF: rows 2 KB apart share so few sets of the L1 cache that keys come from L2. Zen 4, f32, beside
  * a plain loop at -Ofast -march=native, head by head -> all heads: 8 heads of D 64 over 64 keys that
- * begin 16 bytes off a line 1.37 -> 1.75 of its speed, 32 heads 1.31 -> 1.92, over 1024 keys at
- * multiples of 64 bytes 1.35 -> 1.46 and 1.46 -> 1.85. One head alone reads 5 lines for 4 there.
+ * begin 16 bytes off a line 1.37 -> 1.75 of its speed, 32 heads 1.31 -> 1.92.
  * PERF: the memory of a stretch of 16 tokens is prefetched into the level 2 cache, in the order of
  * its addresses, while the stretch before it is computed. The level 1 cache holds neither: rows
  * 4 KB apart share its sets, and the queries and sums of 8 heads fill it. Zen 4, 32/8 heads of
