@@ -13008,14 +13008,15 @@ RA__INLINE int64_t ra__play_tokens(const ra__tour *w, int stays, int32_t b) {
 static ra__sight ra__sight_of(const ra_plan *p, int32_t b, const ra__seg *rows) {
     ra__bounds x = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, b, 0), rows);
     ra__sight s;
-    s.lo = ((int64_t)x.lo_min + x.lo_max) / 2;
-    s.hi = ((int64_t)x.hi_min + x.hi_max) / 2;
+    s.lo = x.lo_min;
+    s.hi = x.hi_max;
     s.doc = x.doc_min;
     s.keep = x.keep_max;
     return s;
 }
 
-/* How many keys of a run that ends at `last` are at [lo, hi). */
+/* How many keys of a run that ends at `last` are in its blocks with keys at [lo, hi): a tile takes
+ * as long if some rows do not see all of it. */
 RA__INLINE int64_t ra__sight_keys(const ra__seg *s, int64_t last, int64_t lo, int64_t hi) {
     int64_t from, to;
     if (hi <= s->pos || lo > last) return 0;           /* most: this or all */
@@ -13026,6 +13027,8 @@ RA__INLINE int64_t ra__sight_keys(const ra__seg *s, int64_t last, int64_t lo, in
         from /= s->stride;
         to = ra__ceil_div(to, s->stride);
     }
+    from -= from % RA_BLOCK_TOKENS;
+    to = ra__round_up(to, RA_BLOCK_TOKENS);
     return ra__max(0, ra__min(s->rows, to) - from);
 }
 static int64_t ra__sight_all(const ra__seg *s, const ra__sight *x, int64_t n) {
@@ -13144,13 +13147,14 @@ static int64_t ra__play_all(const ra__tour *w, const ra__play *y, int32_t rank, 
 }
 
 /* Work of an own chunk, which is folded once or in two parts of the rows that stay. These are
- * nearly proportional to where it is in the shard. */
+ * nearly proportional to where its units are in the shard. Rows of a unit's own count with the
+ * first part. */
 static int64_t ra__play_part(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c,
                              int second) {
     const ra__play_seat *s = &y->seat[rank];
     const int64_t all = ra__play_all(w, y, rank, c), own = ra__max(2 * s->own, 1);
     const int64_t middle = 2 * (second ? s->own_last : s->own_first) +
-                           ra__chunk_blocks(&w->t->chunk[c]);
+                           ra__chunk_blocks(&w->t->chunk[c]) - w->t->chunk[c].segs;
     if (!w->back || !w->p->owner_folds_twice || !ra__tour_stations(w, c)) return all;
     return all / own * ra__min(own, second ? middle : own - middle);
 }
@@ -13196,7 +13200,7 @@ static void ra__play_group(const ra__tour *w, ra__play *y, int32_t rank, int64_t
     s->group_keys += ra__chunk_rows(&w->t->chunk[c]);
     s->busy = ra__play_after(y, begin, own ? ra__play_part(w, y, rank, c, 0)
                                            : ra__play_all(w, y, rank, c));
-    for (int64_t i = ra__max(s->group_from, s->visited - n + 1); i < s->visited + !own; i++)
+    for (int64_t i = ra__max(s->group_from, s->visited - n + !own); i < s->visited + !own; i++)
         ra__play_at(w, y, rank, i)->folded = s->busy;
     ra__play_note(w, y, rank, begin, ready, joins);
 }
