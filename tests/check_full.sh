@@ -4,15 +4,14 @@
 # cores. Ends with "N passed, N failed, N skipped"; a column of the language matrix that cannot run
 # here is a failure.
 #
-#   check_full.sh [beside]             beside: only the steps that run beside others, see there
+#   check_full.sh [STEP...]            only these steps, which install nothing:
+#       lint matrix clang scalar asan tsan aarch64 windows ofast conformance tcp shm survives ofi
+#       nccl mpi netns openmp infer demo sim mutants spin resume schedule
 
 cd "$(dirname "$0")/.." || exit 1
+steps='lint matrix clang scalar asan tsan aarch64 windows ofast conformance tcp shm survives ofi
+    nccl mpi netns openmp infer demo sim mutants spin resume schedule'
 work=build/full
-if [ "$1" != beside ]; then
-    rm -rf "$work"
-    mkdir -p "$work"
-    : > "$work/sums"
-fi
 
 # need COMMAND PACKAGE...: the packages, if the command is missing.
 packages=
@@ -62,7 +61,7 @@ step() {
     fi
     name=$1
     shift
-    LIMIT=1500 sh tests/run.sh $how "$work/$name" "$name" "$@"
+    LIMIT=2400 sh tests/run.sh $how "$work/$name" "$name" "$@"
     echo "$name=$work/$name.sum" >> "$work/sums"
 }
 
@@ -73,6 +72,11 @@ skip() {
 }
 
 implementation=build/release/tests/ringattn.o  # what only includes it is linked with make's
+
+# released FILE...: built as by make check.
+released() {
+    make -s "$@" > "$work/released.log" 2>&1 || step -x released false
+}
 warn="-Wall -Wextra -Wpedantic -Wconversion -Wshadow -Wdouble-promotion -Wundef -Werror"
 
 # Programs that can show a race: worlds of threads in every kind of call, and examples that do not
@@ -91,7 +95,7 @@ races() {
         SUITES=test_conformance ARGS=world
 }
 
-tsan() {
+run_tsan() {
     echo 'int main(void) { return 0; }' > "$work/probe.c"
     if ! gcc -fsanitize=thread "$work/probe.c" -o "$work/probe" 2> "$work/probe.log"; then
         skip tsan "gcc has no thread sanitizer here"
@@ -106,7 +110,7 @@ tsan() {
 }
 
 # clang's -Ofast fuses products and sums whatever the header says: rows keep their bits anyway.
-ofast() {
+run_ofast() {
     step -x ofast-build clang -std=c99 -Ofast -march=native $warn -I. -c tests/lang_impl.c \
         -o "$work/ofast.o"
     step -x ofast-forward-build gcc -std=c99 -O1 -DRA__IMPLEMENTED -pthread -I. \
@@ -116,7 +120,7 @@ ofast() {
 
 # The NEON kernel and, forced, the scalar one, on an emulated machine whose memory order is weak in
 # name only. Three to five minutes.
-aarch64() {
+run_aarch64() {
     cross="aarch64-linux-gnu-gcc -std=c99 -O2 $warn -static -pthread -I."
     impl=$work/aarch64-ringattn.o
     linked="$cross -DRA__IMPLEMENTED -DH_SLOW=1"
@@ -151,14 +155,14 @@ aarch64() {
 }
 
 # Transports at length: all numbers of ranks, more kills, TCP with a key.
-conformance() {
+run_conformance() {
     step -x conformance-build make build/release/tests/conformance/test_conformance
     step conformance build/release/tests/conformance/test_conformance --long
     step -x level1-build make build/release/tests/conformance/test_conform_level1
     step level1 build/release/tests/conformance/test_conform_level1 --long
 }
 
-tcp() {
+run_tcp() {
     step -x tcp-build make build/release/tests/test_tcp
     step tcp build/release/tests/test_tcp --long
     if [ -f /usr/include/sodium.h ]; then
@@ -175,7 +179,7 @@ tcp() {
 
 # Processes over three providers of libfabric, which leave nothing behind. In a directory of their
 # own: a provider that catches signals writes its reports where it is.
-ofi() {
+run_ofi() {
     if [ ! -f /usr/include/rdma/fabric.h ]; then
         skip libfabric "no libfabric-dev"
         return
@@ -200,7 +204,7 @@ ofi() {
 }
 
 # Compiled and linked. To run it takes two GPUs.
-nccl() {
+run_nccl() {
     cuda=${CUDA:-/usr/local/cuda}
     if [ ! -f "$cuda/include/nccl.h" ] || [ ! -f "$cuda/include/cuda_runtime_api.h" ]; then
         skip nccl "no NCCL and CUDA runtime under $cuda"
@@ -213,32 +217,48 @@ nccl() {
         -c examples/ring_nccl.c -o "$work/ring_nccl.o"
 }
 
-# What only computes: it runs beside steps that mostly wait, on cycles that nobody else wants. Whole
-# worlds in virtual time, with faults; planted mistakes; a model of the bundled world's protocol.
-beside() {
-    {
-        step spin sh tests/spin.sh "$work/spin"
-        step resume timeout 600 build/release/tests/test_resume --long
-        for i in 10 16 28; do          # worlds that take longer
-            step "schedule-$i" build/release/tests/test_schedule sendrecv --long --case $i
-        done
-    } &
-    group=$!
+# What only computes. Whole worlds in virtual time, with faults; planted mistakes; a model of the
+# bundled world's protocol.
+run_sim() {
+    released build/release/tests/test_sim
     step sim build/release/tests/test_sim seeds --long
+}
+
+run_mutants() {
     step mutants sh tests/mutants.sh "$work/mutants"
-    wait "$group" || step -x spin-resume-schedule false
+}
+
+run_spin() {
+    step spin sh tests/spin.sh "$work/spin"
+}
+
+run_resume() {
+    released build/release/tests/test_resume
+    step resume timeout 600 build/release/tests/test_resume --long
+}
+
+run_schedule() {
+    released build/release/tests/test_schedule
+    for i in 10 16 28; do              # worlds that take longer
+        step "schedule-$i" build/release/tests/test_schedule sendrecv --long --case $i
+    done
 }
 
 low() {
     if chrt --idle 0 true 2> /dev/null; then chrt --idle 0 "$@"; else nice -n 19 "$@"; fi
 }
 
-survives() {
+# aside STEP...: on cycles that nobody else wants, one after the other, while this script goes on.
+aside() {
+    low sh tests/check_full.sh --into "$@" &
+}
+
+run_survives() {
     step -x survives-build make build/release/examples/ring_survives
     step -x ring-survives timeout 120 build/release/examples/ring_survives --tokens 1024 --times 50
 }
 
-windows() {
+run_windows() {
     step -x mingw-build x86_64-w64-mingw32-gcc -std=c99 -O2 $warn -static -I. \
         tests/lang_main.c -o "$work/main.exe" -lm -pthread
     step -x mingw-windows.h x86_64-w64-mingw32-gcc -std=c99 $warn -include windows.h -I. \
@@ -253,7 +273,7 @@ windows() {
 }
 
 # Processes over shared memory, killed and stopped at many random moments; ranks started one by one.
-shm() {
+run_shm() {
     step -x shm-build make build/release/tests/test_shm build/release/examples/ring_shm
     step shm build/release/tests/test_shm --long
     step -x shm-decode timeout 120 build/release/examples/ring_shm -n 2 --decode
@@ -266,7 +286,8 @@ shm() {
 }
 
 # Rings over both MPIs. Always with a time limit: a hanging MPI job never ends by itself.
-mpi() {
+run_mpi() {
+    released $implementation
     for m in openmpi mpich; do
         b=build/$m run="timeout -k 10 600 mpirun.$m"
         [ $m = mpich ] || run="$run --allow-run-as-root --oversubscribe"
@@ -284,13 +305,14 @@ mpi() {
 
 # The engine against the libraries that its models come from, in an environment that is removed
 # again: with PyTorch it takes 6 GB. It is downloaded while the compilers run.
-python() {
+libraries() {
     timeout 600 sh -c "python3 -m venv $work/python &&
         $work/python/bin/pip install -q torch transformers gguf sentencepiece tokenizers" \
         > "$work/python.log" 2>&1 && : > "$work/python.ready"
 }
 
-infer() {
+run_infer() {
+    [ -d "$work/python" ] || libraries
     step -x million-build make build/release/tests/test_infer
     step million timeout 120 build/release/tests/test_infer a_million_tokens --long
     if [ ! -f "$work/python.ready" ]; then
@@ -304,46 +326,100 @@ infer() {
     rm -rf "$work/python" "$work/models"
 }
 
-if [ "$1" = beside ]; then
-    beside
+run_lint() {
+    step -x lint sh tests/lint.sh
+}
+
+run_matrix() {
+    step matrix sh tests/matrix.sh full "$work/matrix"
+}
+
+# --other runs the half of the cases that make check leaves out (h_variant in harness.h).
+run_clang() {
+    step clang make check CC=clang werror=1 B=build/clang OTHERS= ARGS=--other
+}
+
+# What a build without vector kernels can change.
+run_scalar() {
+    step scalar make check config=scalar werror=1 SUITES= EXAMPLES= ARGS=--other \
+        TESTS='test_forward test_backward test_bits test_back_ring test_calls test_clients test_plan
+               test_refuse test_sim test_steps'
+}
+
+run_asan() {
+    step asan make check config=asan werror=1 CC=gcc
+}
+
+run_netns() {
+    step netns sh bench/netns.sh "$work/netns" short
+}
+
+run_openmp() {
+    released $implementation
+    step -x openmp-build gcc -std=c99 -O2 $warn -DRA__IMPLEMENTED -fopenmp -pthread -I. \
+        examples/engine_threads.c $implementation -o "$work/engine_threads" -lm
+    step -x openmp "$work/engine_threads"
+}
+
+run_demo() {
+    step -x demo make demo TOKENS=2048
+}
+
+emulated() {
+    run_aarch64
+    run_windows
+    run_ofast
+}
+
+all() {
+    install
+    libraries &
+    run_lint
+    run_matrix
+    run_clang
+    run_scalar
+    run_asan
+    step -x release-build make -j"$(nproc)" build/release/tests/test_sim \
+        build/release/tests/test_resume build/release/tests/test_schedule
+    emulated &                         # on one core, as most of what tsan does
+    lane=$!
+    aside sim spin                     # the two that have no time limit of their own
+    computing=$!
+    run_tsan
+    wait "$lane"
+    # One after the other: they judge whether ranks wake in time.
+    run_conformance
+    aside mutants resume schedule
+    lane=$!
+    run_tcp
+    run_shm
+    run_survives
+    run_ofi
+    run_nccl
+    run_mpi
+    run_netns
+    wait "$lane" || step -x aside false
+    wait "$computing" || step -x aside false
+    run_openmp
+    run_infer
+    run_demo
+}
+
+if [ "$1" = --into ]; then             # steps of a run of everything that is under way
+    shift
+    for s in "$@"; do "run_$s"; done
     exit
 fi
-install
-python &
-step -x lint sh tests/lint.sh
-step matrix sh tests/matrix.sh full "$work/matrix"
-# --other runs the half of the cases that make check leaves out (h_variant in harness.h).
-step clang make check CC=clang werror=1 B=build/clang OTHERS= ARGS=--other
-# What a build without vector kernels can change.
-step scalar make check config=scalar werror=1 SUITES= EXAMPLES= ARGS=--other \
-    TESTS='test_forward test_backward test_bits test_back_ring test_calls test_clients test_plan
-           test_refuse test_sim test_steps'
-step asan make check config=asan werror=1 CC=gcc
-emulated() {
-    aarch64
-    windows
-    ofast
-}
-emulated &                             # on one core, as most of what tsan does
-tsan
-wait
-step -x release-build make -j"$(nproc)" build/release/tests/test_sim \
-    build/release/tests/test_resume build/release/tests/test_schedule
-# One after the other: they judge whether ranks wake in time. The first keeps the processors busy.
-conformance
-low sh tests/check_full.sh beside &
-lane=$!
-tcp
-shm
-survives
-ofi
-nccl
-mpi
-step netns sh bench/netns.sh "$work/netns" short
-wait "$lane" || step -x beside false
-step -x openmp-build gcc -std=c99 -O2 $warn -DRA__IMPLEMENTED -fopenmp -pthread -I. \
-    examples/engine_threads.c $implementation -o "$work/engine_threads" -lm
-step -x openmp "$work/engine_threads"
-infer
-step -x demo make demo TOKENS=2048
+rm -rf "$work"
+mkdir -p "$work"
+: > "$work/sums"
+if [ $# = 0 ]; then
+    all
+fi
+for s in "$@"; do
+    case " $(echo $steps) " in
+        *" $s "*) "run_$s" ;;
+        *) echo "no step $s, there are: $(echo $steps)"; exit 1 ;;
+    esac
+done
 sh tests/run.sh -s $(cat "$work/sums")

@@ -88,8 +88,7 @@ $1 main.o -o main -lm
 # ways COMPILER DIALECT: how a header may come into a program.
 ways() {
     runs "$1" -O0 "$2" -DLANG_FIRST
-    no_threads "$1" "$2"
-    runs "$1" -O0 "$2" -DRINGATTN_SCALAR
+    no_threads "$1" "$2" -DRINGATTN_SCALAR
     runs "$1" -O0 "$2" '-DRINGATTN_ASSERT=assert -include assert.h'
     f="$1 $(flags "$1" "$2") -O0"
     cell "$1 $2 RINGATTN_STATIC in two translation units" \

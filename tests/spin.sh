@@ -23,7 +23,7 @@ model() {
     (
         cd "$work/$name" && timeout 60 spin "$@" -a shm.pml &&
             ${CC:-gcc} -O2 -w -DSAFETY -DHC4 -DMEMLIM=4000 -o pan pan.c &&
-            timeout 900 ./pan -m200000
+            timeout 1200 ./pan -m200000
     ) > "$work/$name.log" 2>&1
     errors=$(sed -n 's/.*errors: \([0-9]*\).*/\1/p' "$work/$name.log" | tail -n 1)
     states=$(sed -n 's/ *\([0-9.e+]*\) states, stored.*/\1/p' "$work/$name.log" | tail -n 1)

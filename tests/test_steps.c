@@ -143,7 +143,7 @@ TEST(steps_are_bounded)
         int way = h_digit(&digits, 3), zigzag = h_digit(&digits, 2);
         int threads = h_digit(&digits, 2) ? 3 : 1;
         if (!h_case(i)) continue;
-        rig_desc(&g, 3000, 2, 64, way > 0);
+        rig_desc(&g, H_SLOW ? 1500 : 3000, 2, 64, way > 0);
         g.d.layout.kind = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
         g.d.backward_travel = way;
         g.d.threads = threads;
