@@ -9428,6 +9428,17 @@ static void ra__item_owned(ra__item *item, const ra__view kv[2], const int32_t *
     }
 }
 
+/* All keys of sequence b on a side whose positions are known. */
+static void ra__item_side(const ra_desc *d, const ra__side *side, int32_t b, const ra_pages *pages,
+                          const ra__view kv[2], ra__item *item) {
+    const int32_t *array = side->array;
+    memset(item, 0, sizeof *item);
+    if (array) array += b * side->array_stride;
+    ra__chunk_side(side, b, ra__k_len(d, b), &item->c);
+    item->paged = ra__paged_of(d, pages, b);
+    ra__item_owned(item, kv, array);
+}
+
 /* Tiles of one task. */
 typedef struct ra__tally { int64_t empty, partial, full; } ra__tally;
 
@@ -10183,6 +10194,59 @@ static void ra__grads_at(const ra_desc *d, const ra__chunk *c, const ra__view su
     }
 }
 
+/* Cuts an item down to units [from, to) of its blocks of keys, with their gradients. In zigzag's
+ * second segment units count from its end. */
+static void ra__item_cut(ra__item *item, ra__grads *g, int64_t from, int64_t to) {
+    ra__chunk *c = &item->c;
+    for (int32_t i = 0; i < c->segs; i++) {
+        int64_t n = ra__seg_blocks(c, i);
+        int64_t row = i == 1 ? ra__seg_cut(c, i, ra__max(n - to, 0), ra__max(n - from, 0))
+                             : ra__seg_cut(c, i, from, to);
+        item->k[i] = ra__view_at(item->k[i], 0, row, 0);
+        item->v[i] = ra__view_at(item->v[i], 0, row, 0);
+        if (item->pos[i]) item->pos[i] += row;
+        g->dk[i] = ra__view_at(g->dk[i], 0, row, 0);
+        g->dv[i] = ra__view_at(g->dv[i], 0, row, 0);
+    }
+}
+
+static int64_t ra__item_units(const ra__item *item) {
+    int64_t most = 0;
+    for (int32_t i = 0; i < item->c.segs; i++)
+        most = ra__max(most, ra__seg_blocks(&item->c, i));
+    return most;
+}
+
+/* Part `part` of `parts` of an item's blocks of keys. */
+static void ra__item_part(ra__item *item, ra__grads *g, int32_t part, int32_t parts) {
+    int64_t units = ra__item_units(item);
+    ra__item_cut(item, g, ra__part(units, parts, part), ra__part(units, parts, part + 1));
+}
+
+/* The query blocks of a share, out of `blocks`: all if it has keys, otherwise its part. */
+static void ra__share_blocks(ra__share *s, int64_t blocks, int32_t group) {
+    const int64_t from = s->want_k ? 0 : ra__part(blocks, s->parts, s->part);
+    const int64_t to = s->want_k ? blocks : ra__part(blocks, s->parts, s->part + 1);
+    s->t.panel0 = from * group;
+    s->t.count = (int32_t)((to - from) * group);
+}
+
+/* The keys of a share out of those of a side, with their sums, see ra__grads_at: all of the
+ * sequence if it has queries, otherwise its part. */
+static void ra__share_keys(const ra__work *w, const ra__share *s, const ra__side *side,
+                           const ra__view kv[2], const ra__view sums[2], int32_t head,
+                           ra__item *item, ra__grads *g) {
+    ra__item_side(w->d, side, s->t.sequence, &w->t->pages, kv, item);
+    ra__grads_at(w->d, &item->c, sums, head, g);
+    if (!s->want_q) ra__item_part(item, g, s->part, s->parts);
+}
+
+/* 1 if a share adds to the gradient of the bias: with dK if that is one sum per key, otherwise with
+ * dQ. */
+static int32_t ra__share_adds_bias(const ra__work *w, const ra__share *s) {
+    return w->t->d_bias.row_step == 0 ? s->want_k : s->want_q;
+}
+
 /* A block of keys in the kernel's form, keys.n 0: not yet. */
 typedef struct ra__ready { ra__keys keys; int32_t clean; } ra__ready;
 
@@ -10923,15 +10987,10 @@ typedef struct ra__local_walk {
 /* Loads the rows of the task in hand, and points at all keys of its sequence. */
 static void ra__local_load(const ra__local *c, ra__local_walk *w) {
     const ra__task *t = &w->t;
-    const int32_t *array = c->k_side.array;
-    memset(&w->item, 0, sizeof w->item);
-    if (array) array += t->sequence * c->k_side.array_stride;
     for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_load(c, t, &w->x, i, w->gather);
     if (!c->pairs) ra__task_rows(&c->w, t, &w->x);
     if (!c->pairs) ra__task_data(&c->w, t, &w->x, 1);
-    ra__chunk_side(&c->k_side, t->sequence, ra__k_len(&c->d, t->sequence), &w->item.c);
-    w->item.paged = ra__paged_of(&c->d, &c->w.t->pages, t->sequence);
-    ra__item_owned(&w->item, c->kv, array);
+    ra__item_side(&c->d, &c->k_side, t->sequence, &c->w.t->pages, c->kv, &w->item);
     w->x.block = 0;
     w->loaded = 1;
 }
@@ -11924,78 +11983,35 @@ static int64_t ra__back_bytes(const ra_desc *d) {
     return a.used;
 }
 
-/* The keys of a share: all of the sequence, or the share's part of them if it has no queries. */
-static void ra__back_item(const ra__back_local *l, const ra__share *p, ra__item *item) {
-    const ra__local *c = &l->c;
-    const int32_t *array = c->k_side.array;
-    memset(item, 0, sizeof *item);
-    if (array) array += p->t.sequence * c->k_side.array_stride;
-    ra__chunk_side(&c->k_side, p->t.sequence, ra__k_len(&c->d, p->t.sequence), &item->c);
-    if (item->c.segs > 1) {
-        ra__seg s[2];
-        memcpy(s, item->c.seg, sizeof s);
-        memset(item->c.seg, 0, sizeof s);
-        ra__chunk_zigzag(&item->c, s, p->want_q ? 1 : p->parts, p->want_q ? 0 : p->part);
-    } else if (!p->want_q) {
-        int64_t n = ra__seg_blocks(&item->c, 0);
-        (void)ra__seg_cut(&item->c, 0, ra__part(n, p->parts, p->part),
-                          ra__part(n, p->parts, p->part + 1));
-    }
-    ra__item_owned(item, c->kv, array);
-}
-
-/* 1 if the share adds to the gradient of the bias: with dK if that is one sum per key, otherwise
- * with dQ. */
-static int32_t ra__back_has_bias(const ra__back_local *l, const ra__share *p) {
-    const ra_bias_out *bias = &l->c.w.t->d_bias;
-    if (!bias->data) return 0;
-    return bias->row_step == 0 ? p->want_k : p->want_q;
-}
-
-/* Points g at the sums of a chunk's keys in the memory of a thread, where they are wanted. */
-static void ra__back_point(const ra__back_local *l, const ra__share *p, const ra__chunk *c,
-                           const ra__back_memory *m, ra__grads *g) {
-    const float *dk = p->want_k && l->d_kv[0].data ? m->dk : NULL;
-    const float *dv = p->want_k && l->d_kv[1].data ? m->dv : NULL;
-    ra__view sums[2];
-    sums[0] = ra__view_packed((const uint8_t *)dk, 1, l->c.d.k_dim, RA_F32);
-    sums[1] = ra__view_packed((const uint8_t *)dv, 1, l->c.d.v_dim, RA_F32);
-    ra__grads_at(&l->c.d, c, sums, 0, g);
-}
-
 /* A share in one phase; g->edge loses RA__FIRST when the sums of dQ have begun. */
 static void ra__back_pass(const ra__back_local *l, const ra__share *p, const ra__item *item,
                           ra__grads *g, int last, ra__back_memory *m) {
-    const ra_desc *d = &l->c.d;
-    int32_t group = d->q_heads / d->kv_heads;
-    int64_t blocks = ra__side_blocks(&l->c.w.q_side, p->t.sequence, ra__q_len(d, p->t.sequence));
-    int64_t from = p->want_k ? 0 : ra__part(blocks, p->parts, p->part);
-    int64_t to = p->want_k ? blocks : ra__part(blocks, p->parts, p->part + 1);
-    ra__task t = p->t;
-    t.panel0 = from * group;
-    t.count = (int32_t)((to - from) * group);
     if (last) g->edge |= RA__LAST;
-    ra__back_task(&l->b, &t, item, g, &m->x);
+    ra__back_task(&l->b, &p->t, item, g, &m->x);
     g->edge &= ~RA__FIRST;
 }
 
-static void ra__back_run_piece(const ra__back_local *l, const ra__share *p,
-                               ra__back_memory *m) {
+static void ra__back_run_piece(const ra__back_local *l, ra__share *p, ra__back_memory *m) {
     const ra_desc *d = &l->c.d;
     const int32_t group = d->q_heads / d->kv_heads;
     const int twice = l->b.square && l->c.w.order != RA_ORDER_DESCENDING;
+    const float *dk = p->want_k && l->d_kv[0].data ? m->dk : NULL;
+    const float *dv = p->want_k && l->d_kv[1].data ? m->dv : NULL;
+    const ra__view sums[2] = { ra__view_packed((const uint8_t *)dk, 1, d->k_dim, RA_F32),
+                               ra__view_packed((const uint8_t *)dv, 1, d->v_dim, RA_F32) };
     ra__grads g;
     ra__item item;
     memset(&g, 0, sizeof g);
     g.edge = RA__FIRST;
-    g.bias = ra__back_has_bias(l, p);
+    g.bias = l->c.w.t->d_bias.data && ra__share_adds_bias(&l->c.w, p);
     if (!(p->want_q && l->b.d_q.data) &&
         !(p->want_k && (l->d_kv[0].data || l->d_kv[1].data)) && !g.bias)
         return;
     if (p->want_q && l->b.d_q.data)
         g.dq = ra__view_packed((const uint8_t *)m->dq, group, d->k_dim, RA_F32);
-    ra__back_item(l, p, &item);
-    ra__back_point(l, p, &item.c, m, &g);
+    ra__share_keys(&l->c.w, p, &l->c.k_side, l->c.kv, sums, 0, &item, &g);
+    ra__share_blocks(p, ra__side_blocks(&l->c.w.q_side, p->t.sequence,
+                                        ra__q_len(d, p->t.sequence)), group);
     if (p->want_k) ra__grads_clear(d, &item.c, &g);
     m->x.phase = twice ? RA__AFTER : RA__BOTH;
     ra__back_pass(l, p, &item, &g, !twice, m);
@@ -12106,15 +12122,14 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
     for (int32_t i = 0; i < d->sequences * d->kv_heads; i++) {
         p.t.sequence = i / d->kv_heads;
         p.t.kv_head = i % d->kv_heads;
-        p.t.count = (int32_t)ra__side_blocks(&l->c.w.q_side, p.t.sequence,
-                                             ra__q_len(d, p.t.sequence)) * group;
+        ra__share_blocks(&p, ra__side_blocks(&l->c.w.q_side, p.t.sequence,
+                                             ra__q_len(d, p.t.sequence)), group);
         if (into->d_q) {
             g.dq = ra__view_packed((const uint8_t *)into->d_q, d->q_heads, d->k_dim, RA_F32);
             g.dq.batch = d->tokens * g.dq.token;
             g.dq = ra__view_at(g.dq, p.t.sequence, 0, p.t.kv_head * group);
         }
-        ra__back_item(l, &p, &item);
-        ra__grads_at(d, &item.c, sums, p.t.kv_head, &g);
+        ra__share_keys(&l->c.w, &p, &l->c.k_side, l->c.kv, sums, p.t.kv_head, &item, &g);
         ra__back_task(&l->b, &p.t, &item, &g, &m.x);
     }
 }
@@ -17414,35 +17429,6 @@ static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint
     return code;
 }
 
-/* Cuts an item down to units [from, to) of its blocks of keys, with their gradients. In zigzag's
- * second segment units count from its end. */
-static void ra__item_cut(ra__item *item, ra__grads *g, int64_t from, int64_t to) {
-    ra__chunk *c = &item->c;
-    for (int32_t i = 0; i < c->segs; i++) {
-        int64_t n = ra__seg_blocks(c, i);
-        int64_t row = i == 1 ? ra__seg_cut(c, i, ra__max(n - to, 0), ra__max(n - from, 0))
-                             : ra__seg_cut(c, i, from, to);
-        item->k[i] = ra__view_at(item->k[i], 0, row, 0);
-        item->v[i] = ra__view_at(item->v[i], 0, row, 0);
-        if (item->pos[i]) item->pos[i] += row;
-        g->dk[i] = ra__view_at(g->dk[i], 0, row, 0);
-        g->dv[i] = ra__view_at(g->dv[i], 0, row, 0);
-    }
-}
-
-static int64_t ra__item_units(const ra__item *item) {
-    int64_t most = 0;
-    for (int32_t i = 0; i < item->c.segs; i++)
-        most = ra__max(most, ra__seg_blocks(&item->c, i));
-    return most;
-}
-
-/* Part `part` of `parts` of an item's blocks of keys. */
-static void ra__item_part(ra__item *item, ra__grads *g, int32_t part, int32_t parts) {
-    int64_t units = ra__item_units(item);
-    ra__item_cut(item, g, ra__part(units, parts, part), ra__part(units, parts, part + 1));
-}
-
 /* Cuts an item down to the units from the first to the last that rows with these bounds may see. */
 static void ra__item_narrow(ra__item *item, ra__grads *g, const ra__bounds *seen) {
     const int64_t lo = ra__min(seen->lo_min, seen->doc_min);
@@ -17466,20 +17452,14 @@ static ra__share ra__ring_share(const ra_ring *r, int32_t b, int64_t task, int64
     const ra_desc *d = &r->plan->d;
     int32_t parts = r->plan->sizes.back_parts, group = d->q_heads / d->kv_heads;
     int32_t a_head = parts > 1 ? 2 * parts : 1, index = (int32_t)(task % a_head);
-    int64_t from = 0, to = blocks;
     ra__share s;
     s.want_q = parts == 1 || index < parts;
     s.want_k = parts == 1 || index >= parts;
     s.part = index % parts;
     s.parts = parts;
-    if (!s.want_k) {
-        from = ra__part(blocks, parts, s.part);
-        to = ra__part(blocks, parts, s.part + 1);
-    }
     s.t.sequence = b;
     s.t.kv_head = (int32_t)(task / a_head);
-    s.t.panel0 = from * group;
-    s.t.count = (int32_t)((to - from) * group);
+    ra__share_blocks(&s, blocks, group);
     return s;
 }
 
@@ -17488,14 +17468,10 @@ static void ra__ring_key_item(const ra_ring *r, const ra__share *s, ra__item *it
     const ra_desc *d = &r->plan->d;
     ra__side side = ra__plan_side(r->plan, 1, r->rank);
     ra__view sums[2];
-    memset(item, 0, sizeof *item);
-    ra__chunk_side(&side, s->t.sequence, ra__k_len(d, s->t.sequence), &item->c);
-    ra__item_owned(item, r->kv, NULL);
     sums[0] = ra__view_packed((const uint8_t *)r->dk, d->kv_heads, d->k_dim, RA_F32);
     sums[1] = ra__view_packed((const uint8_t *)r->dv, d->kv_heads, d->v_dim, RA_F32);
     for (int32_t j = 0; j < 2; j++) sums[j].batch = r->plan->sizes.key_rows * sums[j].token;
-    ra__grads_at(d, &item->c, sums, s->t.kv_head, g);
-    if (!s->want_q) ra__item_part(item, g, s->part, s->parts);
+    ra__share_keys(&r->work, s, &side, r->kv, sums, s->t.kv_head, item, g);
 }
 
 static void ra__ring_unpack_q(const ra_ring *r, int64_t f, ra__packed *x) {
@@ -17716,7 +17692,7 @@ static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory
     if (q) dq = ra__view_packed(h->p.sums, d->q_heads, d->k_dim, RA_F32);
     if (h->s.want_q && (q || r->back.d_q.data))
         h->g.dq = ra__view_at(dq, q ? 0 : b, 0, h->s.t.kv_head * group);
-    h->g.bias = r->work.t->d_bias.row_step == 0 ? h->s.want_k : h->s.want_q;
+    h->g.bias = ra__share_adds_bias(&r->work, &h->s);
     h->keys_first = h->s.want_k && (q ? stay_first : travel_first);
     h->keys_last = h->s.want_k && (q ? stay_last : travel_last);
     h->q_first = q ? travel_first : stay_first;
