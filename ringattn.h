@@ -18872,13 +18872,26 @@ static void ra__resume_step_back(ra_ring *r) {
     r->serves = 1;
 }
 
+/* Cleared memory that the ring keeps until it is destroyed; base null: there is none. */
+static ra__arena ra__resume_memory(ra_ring *r, int64_t bytes) {
+    const int64_t head = ra__round_up((int64_t)sizeof(ra__more), 64);
+    ra__more *more = (ra__more *)ra__alloc(&r->rd.allocator, head + bytes, 64);
+    ra__arena a = { NULL, 0 };
+    if (!more) return a;
+    memset(more, 0, (size_t)(head + bytes));
+    more->next = r->more;
+    more->bytes = head + bytes;
+    r->more = more;
+    a.base = (uint8_t *)more + head;
+    return a;
+}
+
 /* Lays out the memory of a resumed pass; counts only if a->base is null. */
 static void ra__resume_carve(ra__arena *a, const ra_ring *r, struct ra__resume *x) {
     const ra_plan *p = r->plan;
     const int64_t align = ra__max(64, (int64_t)r->tp.align);
     const int64_t slots = ra__min(p->d.buffers, x->missing), ops = 2 * (int64_t)x->n;
     const int64_t sends = x->n > 1 ? RA__RESUME_SENDS : 0;
-    (void)ra__carve(a, (int64_t)sizeof(ra__more));
     x->kept = (ra__kept *)ra__carve(a, x->kept_count * (int64_t)sizeof *x->kept);
     x->source = (int32_t *)ra__carve(a, x->missing * 4);
     x->given = (ra__given *)ra__carve(a, p->d.ranks * (int64_t)sizeof *x->given);
@@ -18960,7 +18973,6 @@ static void ra__resume_report(ra_ring *r) {
 static ra_status ra__resume_prepare(ra_ring *r) {
     struct ra__resume *x = r->resume;
     ra__arena a = { NULL, 0 };
-    ra__more *more;
     ra__resume_step_back(r);
     for (int64_t i = 0; i < ra__max(r->kept_count, r->lane[RA__RECEIVES].done); i++)
         x->kept_count += ra__resume_intact(r, i);
@@ -18971,15 +18983,9 @@ static ra_status ra__resume_prepare(ra_ring *r) {
     x->reports.n = x->n;
     x->reports.bytes = ra__reports_size(r->plan);
     ra__resume_carve(&a, r, x);
-    more = (ra__more *)ra__alloc(&r->rd.allocator, a.used, 64);
-    if (!more) return RA_E_NOMEM;
-    more->next = r->more;
-    more->bytes = a.used;
-    r->more = more;
-    a.base = (uint8_t *)more;
-    a.used = 0;
+    a = ra__resume_memory(r, a.used);
+    if (!a.base) return RA_E_NOMEM;
     ra__resume_carve(&a, r, x);
-    memset(x->given, 0, (size_t)r->plan->d.ranks * sizeof *x->given);
     ra__resume_lists(r);
     ra__resume_report(r);
     return RA_OK;
@@ -19059,23 +19065,18 @@ static const ra__given *ra__resume_refetch(ra_ring *r, int32_t rank) {
 
 /* Packs chunk c, which this rank can give; the pass fails if refetch does not keep its word. */
 static ra_status ra__resume_pack(ra_ring *r, int64_t c, uint8_t *message) {
-    const struct ra__resume *x = r->resume;
     const ra__chunk *chunk = &r->lists->chunk[c];
-    const ra__given *g;
-    ra__frame f = ra__ring_frame(r, RA__FRAME_CHUNK, chunk->owner, c, ra__ring_length(r, c, 1));
-    memcpy(message, &f, sizeof f);
-    if (chunk->owner == r->rank && (!r->serves || x->rd.tensors_kept)) {
-        ra__pack_keys(r, chunk, r->kv, &r->t.k_pos, message);
-        if (r->rd.checksums) ra__ring_seal(r, c, 1, message);
-        return RA_OK;
-    }
-    g = ra__resume_refetch(r, chunk->owner);
-    if (!g) {
+    const int own = chunk->owner == r->rank && (!r->serves || r->resume->rd.tensors_kept);
+    const ra__given *g = own ? NULL : ra__resume_refetch(r, chunk->owner);
+    const ra__frame f = ra__ring_frame(r, RA__FRAME_CHUNK, chunk->owner, c,
+                                       ra__ring_length(r, c, 1));
+    if (!own && !g) {
         ra__blame blame = ra__blame_of(chunk->owner, -1, 0, c);
         blame.why = "has keys that refetch promised and did not give";
         return ra__ring_fail(r, RA_E_PEER, blame);
     }
-    ra__pack_keys(r, chunk, g->kv, &g->pos, message);
+    memcpy(message, &f, sizeof f);
+    ra__pack_keys(r, chunk, own ? r->kv : g->kv, own ? &r->t.k_pos : &g->pos, message);
     if (r->rd.checksums) ra__ring_seal(r, c, 1, message);
     return RA_OK;
 }
@@ -19110,7 +19111,6 @@ static ra_status ra__resume_serve(ra_ring *r, int32_t i) {
         s = ra__resume_pack(r, c, message);
         if (s) return s;
     }
-    (void)ra__add_i64(&r->counters.chunks_out, 1);
     x->sent[out->posted % out->slots] = (int32_t)c;
     (void)ra__lane_post(r, RA__SENDS, i, c, message, ra__ring_length(r, c, hop));
     x->peer[i].asked = -1;
@@ -19121,12 +19121,8 @@ static ra_status ra__resume_serve(ra_ring *r, int32_t i) {
 static int ra__resume_take_sends(ra_ring *r) {
     ra__lane *out = &r->lane[RA__SENDS];
     while (out->done < out->posted) {
-        const ra_transport_op *op = ra__lane_op(out, out->done);
-        const int32_t c = r->resume->sent[out->done % out->slots];
-        int done = ra__ring_op_done(r, op, c);
+        const int done = ra__lane_look(r, out, r->resume->sent[out->done % out->slots]);
         if (done <= 0) return done;
-        ra__ring_op_event(r, op, 0, c, r->begin_ns);
-        (void)ra__add_i64(&r->counters.bytes_out, (int64_t)op->len);
         ra__lane_next(r, out);
     }
     return 0;
@@ -19416,34 +19412,19 @@ static ra_status ra__resume_check_ring(const ra_ring *r, const ra_resume_desc *r
 
 /* Memory for what ranks say to each other. */
 static ra_status ra__resume_alloc(ra_ring *r, const ra_resume_desc *rd, struct ra__resume **out) {
-    const int64_t n = rd->ranks;
-    struct ra__resume *x = NULL;
-    ra__arena a = { NULL, 0 };
-    for (int32_t counted = 0; counted < 2; counted++) {
-        ra__more *more = (ra__more *)ra__carve(&a, (int64_t)sizeof(ra__more));
-        struct ra__resume *at = (struct ra__resume *)ra__carve(&a, (int64_t)sizeof *at);
-        int32_t *rank = (int32_t *)ra__carve(&a, n * 4);
-        ra__resume_peer *peer = (ra__resume_peer *)ra__carve(&a, n * (int64_t)sizeof *peer);
-        ra_transport_op *op = (ra_transport_op *)ra__carve(&a, 2 * n * (int64_t)sizeof *op);
-        ra_transport_op **list = (ra_transport_op **)ra__carve(&a, 2 * n * 8);
-        if (!counted) {
-            a.base = (uint8_t *)ra__alloc(&r->rd.allocator, a.used, 64);
-            if (!a.base)
-                return ra__refuse(&r->refusal, RA_E_NOMEM, "ring.allocator", "has no # bytes",
-                                  a.used);
-            memset(a.base, 0, (size_t)a.used);
-            ((ra__more *)(void *)a.base)->bytes = a.used;
-            a.used = 0;
-            continue;
-        }
-        more->next = r->more;
-        r->more = more;
-        x = at;
-        x->rank = rank;
-        x->peer = peer;
-        r->control = op;
-        r->list = list;
-    }
+    struct ra__resume *x;
+    const int64_t n = rd->ranks, rounded = 5 * 64, each = 4 + 2 * (int64_t)sizeof *r->list +
+        2 * (int64_t)sizeof *r->control + (int64_t)sizeof *x->peer;
+    const int64_t bytes = (int64_t)sizeof *x + n * each + rounded;
+    ra__arena a = ra__resume_memory(r, bytes);
+    if (!a.base)
+        return ra__refuse(&r->refusal, RA_E_NOMEM, "ring.allocator", "has no # bytes", bytes);
+    x = (struct ra__resume *)ra__carve(&a, (int64_t)sizeof *x);
+    x->rank = (int32_t *)ra__carve(&a, n * 4);
+    x->peer = (ra__resume_peer *)ra__carve(&a, n * (int64_t)sizeof *x->peer);
+    r->control = (ra_transport_op *)ra__carve(&a, 2 * n * (int64_t)sizeof *r->control);
+    r->list = (ra_transport_op **)ra__carve(&a, 2 * n * (int64_t)sizeof *r->list);
+    RINGATTN_ASSERT(a.used <= bytes);
     *out = x;
     return RA_OK;
 }
