@@ -16352,27 +16352,26 @@ static uint8_t *ra__ring_fold_grads(const ra_ring *r, int64_t f) {
     return ra__ring_packed(r, returned) + RA__FRAME_BYTES;
 }
 
-/* Rows of a segment into a message, all heads packed. */
-static void ra__pack_rows(uint8_t *to, ra__view from, const ra__seg *s, int32_t heads,
-                          int64_t bytes) {
-    for (int64_t i = 0; i < s->rows; i++) {
-        ra__view row = ra__view_at(from, 0, s->row + i, 0);
-        if (row.head == bytes) {
-            memcpy(to, row.data, (size_t)(bytes * heads));
+/* Rows of a view into a message, all heads packed. */
+static void ra__pack_rows(uint8_t *to, ra__view from, int64_t rows, int32_t heads, int64_t bytes) {
+    for (int64_t i = 0; i < rows; i++) {
+        const uint8_t *row = ra__view_at(from, 0, i, 0).data;
+        if (from.head == bytes) {
+            memcpy(to, row, (size_t)(bytes * heads));
             to += bytes * heads;
             continue;
         }
         for (int32_t h = 0; h < heads; h++, to += bytes)
-            memcpy(to, row.data + h * row.head, (size_t)bytes);
+            memcpy(to, row + h * from.head, (size_t)bytes);
     }
 }
 
-/* The same in pieces. */
+/* Rows of a segment, in pieces. */
 static void ra__pack_seg(const ra_ring *r, uint8_t *to, ra__view from, const ra__seg *s,
                          int32_t heads, int64_t bytes) {
     for (int64_t at = 0; at < s->rows; at += RA_BLOCK_TOKENS) {
-        ra__seg some = ra__seg_part(s, at, ra__min(RA_BLOCK_TOKENS, s->rows - at));
-        ra__pack_rows(to + at * heads * bytes, from, &some, heads, bytes);
+        ra__pack_rows(to + at * heads * bytes, ra__view_at(from, 0, s->row + at, 0),
+                      ra__min(RA_BLOCK_TOKENS, s->rows - at), heads, bytes);
         ra__between_pieces(&r->pause);
     }
 }
@@ -16390,9 +16389,10 @@ static void ra__ring_pack_q_rows(const ra_ring *r, const ra__chunk *chunk, const
     (void)ra__back_message(d, chunk, 0, part, grad);
     stats = (float *)(void *)(message + part[0].pos) + at;
     ra__pack_rows(message + part[0].k + at * d->q_heads * q_row,
-                  ra__view_at(r->work.q, chunk->sequence, 0, 0), s, d->q_heads, q_row);
+                  ra__view_at(r->work.q, chunk->sequence, s->row, 0), s->rows, d->q_heads, q_row);
     ra__pack_rows(message + part[0].v + at * d->q_heads * o_row,
-                  ra__view_at(r->back.d_o, chunk->sequence, 0, 0), s, d->q_heads, o_row);
+                  ra__view_at(r->back.d_o, chunk->sequence, s->row, 0), s->rows, d->q_heads,
+                  o_row);
     for (int32_t h = 0; h < d->q_heads; h++, stats += rows) {
         ra__view lse = ra__view_at(r->work.lse, chunk->sequence, s->row, h);
         ra__source o = ra__source_of(ra__view_at(r->work.o, chunk->sequence, s->row, h),
@@ -20539,19 +20539,12 @@ static void ra__cache_put_frame(const ra_cache *c, uint8_t *message, int32_t kin
     memcpy(message, &f, sizeof f);
 }
 
-/* Packed rows of `heads` heads. */
-static void ra__cache_pack(uint8_t *to, ra__view v, int64_t rows, int32_t heads, int64_t bytes) {
-    for (int64_t i = 0; i < rows; i++)
-        for (int32_t h = 0; h < heads; h++, to += bytes)
-            memcpy(to, v.data + i * v.token + h * v.head, (size_t)bytes);
-}
-
 static void ra__cache_pack_q(ra_cache *c) {
     const int64_t head = ra__row_bytes(c->d.q_dtype, c->d.k_dim), row = ra__query_bytes(&c->d);
     for (int32_t b = 0; b < c->d.sequences; b++)
-        ra__cache_pack(c->q_send + RA__FRAME_BYTES + c->own_at[b] * row,
-                       ra__view_at(c->q, b, 0, 0), c->own_at[b + 1] - c->own_at[b], c->d.q_heads,
-                       head);
+        ra__pack_rows(c->q_send + RA__FRAME_BYTES + c->own_at[b] * row,
+                      ra__view_at(c->q, b, 0, 0), c->own_at[b + 1] - c->own_at[b], c->d.q_heads,
+                      head);
     ra__cache_put_frame(c, c->q_send, RA__FRAME_Q, RA__FRAME_BYTES + c->own_rows * row);
 }
 
@@ -20564,7 +20557,7 @@ static void ra__cache_pack_lane(const ra_cache *c, uint8_t *to, ra__view v, int3
         const size_t size = (size_t)(c->d.kv_heads * bytes);
         if (p.table) step = ra__min(row + n - i, p.tokens - (i + p.first) % p.tokens);
         if (p.table && p.table[(i + p.first) / p.tokens] < 0) memset(to, 0, size * (size_t)step);
-        else ra__cache_pack(to, ra__cache_cell(c, &c->t, v, b, i), step, c->d.kv_heads, bytes);
+        else ra__pack_rows(to, ra__cache_cell(c, &c->t, v, b, i), step, c->d.kv_heads, bytes);
         to += (int64_t)size * step;
     }
 }
