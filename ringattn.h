@@ -11802,10 +11802,6 @@ static ra_status ra__attend_walk(const ra_desc *d, const ra_tensors *t, uint8_t 
     return RA_OK;
 }
 
-static void ra__simple_view(ra__view *v, const float *data, int32_t heads, int32_t dim) {
-    *v = ra__view_packed((const uint8_t *)data, heads, dim, RA_F32);
-}
-
 RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const float *k,
                                            const float *v, int seq_q, int seq_k, int n_heads,
                                            int n_kv_heads, int head_dim, float scale, int window,
@@ -11842,10 +11838,10 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     c.w.q_side.offset = q_offset;
     c.w.order = RA_ORDER_ASCENDING;
     c.w.clear = c.w.finish = 1;
-    ra__simple_view(&c.w.q, q, n_heads, head_dim);
-    ra__simple_view(&c.w.o, out, n_heads, head_dim);
-    ra__simple_view(&c.kv[0], k, n_kv_heads, head_dim);
-    ra__simple_view(&c.kv[1], v, n_kv_heads, head_dim);
+    c.w.q = ra__view_packed((const uint8_t *)q, n_heads, head_dim, RA_F32);
+    c.w.o = ra__view_packed((const uint8_t *)out, n_heads, head_dim, RA_F32);
+    c.kv[0] = ra__view_packed((const uint8_t *)k, n_kv_heads, head_dim, RA_F32);
+    c.kv[1] = ra__view_packed((const uint8_t *)v, n_kv_heads, head_dim, RA_F32);
     c.w.acc = c.w.o;
     if (ra__decodes(&c.d) && ra__decode_bytes(&c.d, 1) <= RA__STACK_DECODE) ra__decode_on_stack(&c);
     else ra__local_on_stack(&c, ra__decodes(&c.d));
@@ -12076,13 +12072,6 @@ static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_
     return RA_OK;
 }
 
-/* The caller's packed sums of all keys. */
-static void ra__fold_back_sums(const ra_desc *d, const ra_grads *into, ra__view sums[2]) {
-    sums[0] = ra__view_packed((const uint8_t *)into->d_k, d->kv_heads, d->k_dim, RA_F32);
-    sums[1] = ra__view_packed((const uint8_t *)into->d_v, d->kv_heads, d->v_dim, RA_F32);
-    for (int32_t i = 0; i < 2; i++) sums[i].batch = ra__k_most(d) * sums[i].token;
-}
-
 /* delta of all rows. */
 static void ra__delta_rows(const ra__work *w, ra__view d_o, const ra__kernel *kernel,
                            float *delta) {
@@ -12105,9 +12094,13 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
     ra__arena a = { NULL, 0 };
     ra__back_memory m;
     ra__share p;
-    ra__view sums[2];
     ra__grads g;
     ra__item item;
+    ra__view sums[2] = {               /* the caller's, packed, of all keys */
+        ra__view_packed((const uint8_t *)into->d_k, d->kv_heads, d->k_dim, RA_F32),
+        ra__view_packed((const uint8_t *)into->d_v, d->kv_heads, d->v_dim, RA_F32)
+    };
+    for (int32_t i = 0; i < 2; i++) sums[i].batch = ra__k_most(d) * sums[i].token;
     a.base = memory;
     ra__back_memory_carve(&a, d, &m);
     m.x.phase = RA__BOTH;
@@ -12117,7 +12110,6 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
     memset(&p, 0, sizeof p);
     p.want_q = p.want_k = p.parts = 1;
     memset(&g, 0, sizeof g);
-    ra__fold_back_sums(d, into, sums);
     g.bias = 1;
     for (int32_t i = 0; i < d->sequences * d->kv_heads; i++) {
         p.t.sequence = i / d->kv_heads;
@@ -14335,22 +14327,22 @@ static int ra__back_folds_twice(const ra_plan *p) {
  * a pass ends when the former have sent their notices. */
 static void ra__plan_readers(ra_plan *p) {
     ra__readers all;
-    p->reader_count = p->source_count = 0;
+    int64_t n = 0;
+    p->reader_count = 0;
     ra__readers_of(p, p->d.rank, &all);
-    for (int32_t r = 0; r < p->d.ranks; r++)
+    for (int32_t r = 0; r < p->d.ranks; r++) {
         if (all.reads[r]) p->readers[p->reader_count++] = r;
+        n += all.read[r];
+    }
+    p->source_count = n;
     for (int64_t f = p->forward.folds; f-- > 0;) {     /* the last entry of each comes first */
         int32_t c = p->forward.fold[f].chunk, owner = c < 0 ? p->d.rank : p->keys.chunk[c].owner;
         if (!all.read[owner]) continue;
         all.read[owner] = 0;
-        p->source[p->source_count].end = f + 1;
-        p->source[p->source_count++].rank = owner;
+        p->source[--n].end = f + 1;
+        p->source[n].rank = owner;
     }
-    for (int64_t i = 0; i < p->source_count / 2; i++) {
-        ra__source_rank t = p->source[i];
-        p->source[i] = p->source[p->source_count - 1 - i];
-        p->source[p->source_count - 1 - i] = t;
-    }
+    RINGATTN_ASSERT(n == 0);
 }
 
 /* Sorts the chunks of keys by sequences, rounds and owners. The list is sorted by owners, up or
@@ -18744,10 +18736,6 @@ static int32_t ra__resume_state(const ra_ring *r) {
            (ra__load_i32(&r->engine_failed) && !r->serves ? RA__RANK_ENGINE : 0);
 }
 
-static uint64_t ra__resume_hash(const ra__agreed *a) {
-    return ra__hash_of(a, sizeof *a);
-}
-
 /* -------------------------------------------------------------------------- control messages */
 static ra__frame ra__resume_sealed(ra__frame f) {
     f.check = ra__hash_of(&f, offsetof(ra__frame, check));
@@ -18759,7 +18747,7 @@ static ra__frame ra__resume_hello(const ra_ring *r) {
     const struct ra__resume *x = r->resume;
     uint64_t all = ra__hash_of(x->rank, (size_t)x->n * sizeof *x->rank);
     ra__frame f = ra__ring_frame(r, RA__FRAME_MEET, r->rank, ra__resume_state(r), (int64_t)all);
-    f.parts = r->earlier.plan ? ra__resume_hash(&r->earlier.agreed) : 0;
+    f.parts = r->earlier.plan ? ra__hash_of(&r->earlier.agreed, sizeof r->earlier.agreed) : 0;
     return ra__resume_sealed(f);
 }
 
