@@ -16123,26 +16123,38 @@ static void ra__ring_agree(ra_ring *r) {
     r->agreed_known = 1;
 }
 
-static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, int64_t chunk,
-                                int64_t length) {
+static ra__frame ra__frame_sealed(ra__frame f) {
+    f.check = ra__hash_of(&f, offsetof(ra__frame, check));
+    return f;
+}
+
+/* A frame of a ring or a cache, not sealed yet. */
+static ra__frame ra__frame_of(int32_t kind, int32_t origin, int64_t pass, uint64_t hash,
+                              int64_t length) {
     ra__frame f;
     memset(&f, 0, sizeof f);
     f.magic = RA__MAGIC;
     f.abi = RA_TRANSPORT_ABI;
-    f.pass = r->pass;
+    f.kind = (uint16_t)kind;
+    f.origin = origin;
+    f.pass = pass;
+    f.hash = hash;
+    f.length = length;
+    return f;
+}
+
+static ra__frame ra__ring_frame(const ra_ring *r, int32_t kind, int32_t origin, int64_t chunk,
+                                int64_t length) {
+    ra__frame f = ra__frame_of(kind, origin, r->pass, ra__hash_of(&r->agreed, sizeof r->agreed),
+                               length);
     f.pass |= (int64_t)r->epoch << RA__EPOCH_BIT;
-    f.hash = ra__hash_of(&r->agreed, sizeof r->agreed);
     for (int i = 0; i < RA__AGREE_PARTS; i++) {
         uint64_t h = r->agreed.part[i] ^ r->agreed.part[i] >> 29;
         f.parts |= h * 0x9e3779b97f4a7c15u >> 56 << 8 * i;
     }
-    f.length = length;
-    f.origin = origin;
     f.chunk = (int32_t)chunk;
-    f.kind = (uint16_t)kind;
     f.sum[0] = r->space;
-    f.check = ra__hash_of(&f, offsetof(ra__frame, check));
-    return f;
+    return ra__frame_sealed(f);
 }
 
 /* A frame is complete, of an equal plan, and the one that is due. */
@@ -16150,8 +16162,7 @@ static ra_status ra__frame_check(const void *message, const ra__frame *due, uint
     ra__frame f;
     memcpy(&f, message, sizeof f);
     if (f.magic != due->magic || f.abi != due->abi) return RA_E_PROTO;
-    if (f.check != ra__hash_of(&f, offsetof(ra__frame, check)))
-        return RA_E_PROTO;
+    if (f.check != ra__frame_sealed(f).check) return RA_E_PROTO;
     const int elsewhere = due->sum[0] && f.sum[0] != due->sum[0];
     *differ = f.parts ^ due->parts;
     if (elsewhere) *differ |= (uint64_t)1 << 8 * RA__AGREE_PARTS;
@@ -16179,7 +16190,7 @@ static void ra__frame_seal(const ra_ring *r, uint8_t *message, int64_t least, in
     f.sum[least == f.length] =
         ra__ring_crc(r, 0, message + RA__FRAME_BYTES, least - RA__FRAME_BYTES);
     if (least < length) f.sum[1] = ra__ring_crc(r, f.sum[0], message + least, length - least);
-    f.check = ra__hash_of(&f, offsetof(ra__frame, check));
+    f = ra__frame_sealed(f);
     memcpy(message, &f, sizeof f);
 }
 
@@ -18737,18 +18748,13 @@ static int32_t ra__resume_state(const ra_ring *r) {
 }
 
 /* -------------------------------------------------------------------------- control messages */
-static ra__frame ra__resume_sealed(ra__frame f) {
-    f.check = ra__hash_of(&f, offsetof(ra__frame, check));
-    return f;
-}
-
 /* The hello of this rank. parts has the hash of the pass before. */
 static ra__frame ra__resume_hello(const ra_ring *r) {
     const struct ra__resume *x = r->resume;
     uint64_t all = ra__hash_of(x->rank, (size_t)x->n * sizeof *x->rank);
     ra__frame f = ra__ring_frame(r, RA__FRAME_MEET, r->rank, ra__resume_state(r), (int64_t)all);
     f.parts = r->earlier.plan ? ra__hash_of(&r->earlier.agreed, sizeof r->earlier.agreed) : 0;
-    return ra__resume_sealed(f);
+    return ra__frame_sealed(f);
 }
 
 static ra_status ra__resume_refuse(ra_ring *r, ra_status s, int32_t i) {
@@ -18763,7 +18769,7 @@ static ra_status ra__resume_check(ra_ring *r, int32_t i, const void *message, in
     ra__frame f, due;
     memcpy(&f, message, sizeof f);
     due = ra__ring_frame(r, kind, x->rank[i], f.chunk, length);
-    if (f.magic != due.magic || f.abi != due.abi || f.check != ra__resume_sealed(f).check ||
+    if (f.magic != due.magic || f.abi != due.abi || f.check != ra__frame_sealed(f).check ||
         f.kind != kind || f.pass >> RA__EPOCH_BIT != r->epoch)
         return ra__resume_refuse(r, RA_E_PROTO, i);
     if (f.origin != x->rank[i] || f.length != length) return ra__resume_refuse(r, RA_E_MISMATCH, i);
@@ -18953,7 +18959,7 @@ static void ra__resume_report(ra_ring *r) {
         if (ra__resume_gives(r, o)) gives[o / 8] = (uint8_t)(gives[o / 8] | 1 << o % 8);
     f = ra__ring_frame(r, RA__FRAME_REPORT, r->rank, 0, v->bytes);
     f.parts = ra__hash_of(need, (size_t)(v->bytes - RA__FRAME_BYTES));
-    f = ra__resume_sealed(f);
+    f = ra__frame_sealed(f);
     memcpy(v->of + x->me * v->bytes, &f, sizeof f);
 }
 
@@ -20487,37 +20493,27 @@ static ra_status ra__cache_alarm(ra_cache *c) {
 }
 
 /* -------------------------------------------------------------------------- messages */
+/* parts has the hash of the descriptor alone, to tell what differs. */
 static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin, int64_t length) {
-    ra__frame f;
-    memset(&f, 0, sizeof f);
-    f.magic = RA__MAGIC;
-    f.abi = RA_TRANSPORT_ABI;
-    f.pass = c->call;
-    f.hash = c->agreed[0];
-    f.parts = c->agreed[1];
-    f.length = length;
-    f.origin = origin;
-    f.kind = (uint16_t)kind;
-    f.check = ra__hash_of(&f, offsetof(ra__frame, check));
-    return f;
+    ra__frame f = ra__frame_of(kind, origin, c->call, ra__hash_of(c->agreed, sizeof c->agreed),
+                               length);
+    f.parts = c->agreed[0];
+    return ra__frame_sealed(f);
 }
 
 static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
     const ra_transport_op *in = &x->side[RA__SWAP_IN].op;
     const ra__frame due = ra__cache_frame(c, x->kind, in->peer, (int64_t)in->len);
-    ra__frame f;
-    memcpy(&f, in->buf, sizeof f);
-    if (f.magic != due.magic || f.abi != due.abi ||
-        f.check != ra__hash_of(&f, offsetof(ra__frame, check)))
-        return ra__cache_fail(c, RA_E_PROTO, "transport", "a frame of rank # is damaged", in->peer);
-    if (f.hash != due.hash)
-        return ra__cache_fail(c, RA_E_MISMATCH, "d",
-                              "rank # has another descriptor or ra_cache_desc", in->peer);
-    if (f.parts != due.parts)
-        return ra__cache_fail(c, RA_E_MISMATCH, "cached",
+    uint64_t differ = 0;
+    const ra_status s = ra__frame_check(in->buf, &due, &differ);
+    if (s == RA_E_MISMATCH && differ)
+        return ra__cache_fail(c, s, "d", "rank # has another descriptor or ra_cache_desc",
+                              in->peer);
+    if (s == RA_E_MISMATCH)
+        return ra__cache_fail(c, s, "cached",
                               "or fresh, alibi or sinks of rank # differ from ours", in->peer);
-    if (memcmp(&f, &due, sizeof f))
-        return ra__cache_fail(c, RA_E_PROTO, "transport", "a frame of rank # is not the one due",
+    if (s)
+        return ra__cache_fail(c, s, "transport", "a frame of rank # is damaged or not the one due",
                               in->peer);
     return RA_OK;
 }
