@@ -7732,8 +7732,8 @@ static int ra__side_seg(const ra__side *s, int32_t b, int64_t tokens, int64_t i,
     return 1;
 }
 
-/* Units that rows are counted in: rows, blocks, or calls of a block engine. Units of `unit` rows are
- * counted from the start of each segment and never reach across two. */
+/* Units that rows are counted in: rows, blocks, or calls of a block engine. Units of `unit` rows
+ * are counted from the start of each segment and never reach across two. */
 RA__INLINE int64_t ra__side_count(const ra__side *s, int32_t b, int64_t tokens, int what,
                                   int64_t unit) {
     ra__seg seg;
@@ -13481,6 +13481,19 @@ typedef struct ra__tickets {
     int64_t refused[RA__REFUSALS];
     ra_status refused_status[RA__REFUSALS];
 } ra__tickets;
+
+/* The threads of a ring or a cache: who is inside a call, and how it ends. */
+typedef struct ra__crew {
+    int32_t state;                     /* RA_RING_*, RA__RING_ENDING; RUNNING is left once, by
+                                        * whoever swaps it first. All here except parted and shared
+                                        * is atomic */
+    int32_t failed;                    /* status, set once the failure is recorded */
+    int32_t comm;                      /* 1: a thread talks to the transport */
+    int32_t inside;                    /* threads that are in a step */
+    int32_t parted;                    /* under comm: see ra__crew_part */
+    const ra_transport *shared;        /* null: this rank reads no memory of others */
+    ra__tickets tickets;
+} ra__crew;
 enum { RA__RING_ENDING = 3 };          /* a pass that went well, while its last callbacks run */
 enum { RA__FRAME_CHUNK = 1, RA__FRAME_DONE = 2, RA__FRAME_GRAD = 3, RA__FRAME_HELLO = 7 };
 enum { RA__FRAME_MEET = 16, RA__FRAME_REPORT, RA__FRAME_REQUEST, RA__FRAME_END };  /* RESUME */
@@ -13643,13 +13656,10 @@ struct ra_ring {
     int64_t pass, deadline, begin_ns;
 
     int32_t unsafe, quiet;             /* of ra_finish: buffers are leaked; it has run */
-    int32_t parted;                    /* under comm: see ra__ring_part */
-    int32_t state, cancelled, aborted; /* state: RA_RING_*, RA__RING_ENDING; from here on threads
-                                        * share. RUNNING is left once, by whoever swaps it first */
+    ra__crew crew;                     /* from here on threads share */
+    int32_t cancelled, aborted;
     int32_t threads, backward;         /* of the plan; 1: a backward pass */
-    int32_t failed;                    /* status, set once `failure` is complete */
-    int32_t comm, sched, progress, inside;
-    ra__tickets tickets;
+    int32_t sched, progress;
     int64_t progress_ns, looked_ns, events;
     int64_t polled_ns;                 /* the last poll */
     ra__between pause;                 /* between pieces of a round of communication */
@@ -16057,7 +16067,7 @@ static int32_t ra__ring_rank_of(const ra_ring *r, int32_t peer) {
 static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
     ra_event e = ra__event_none();
     if (ra__load_i32(&r->cancelled)) s = RA_E_CANCELLED;   /* it may be what failed the network */
-    if (ra__cas_i32(&r->state, RA_RING_RUNNING, RA_RING_FAILED)) {
+    if (ra__cas_i32(&r->crew.state, RA_RING_RUNNING, RA_RING_FAILED)) {
         ra_failure *f = &r->failure;
         f->status = s;
         f->rank = r->rank;
@@ -16070,7 +16080,7 @@ static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
         f->pass = r->pass;
         f->since_progress_ns = ra__time_since(ra__ring_now(r), ra__load_i64(&r->progress_ns));
         ra__failure_text(r, f, &why);
-        ra__store_i32(&r->failed, s);
+        ra__store_i32(&r->crew.failed, s);
         ra__ring_abort(r, s);
         e.peer = f->peer;
         e.chunk = why.chunk;
@@ -16080,7 +16090,7 @@ static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
         ra__ring_event(r, RA_EV_FAIL, -1, &e);
     }
     (void)ra__add_i64(&r->events, 1);
-    return ra__load_i32(&r->failed) ? ra__load_i32(&r->failed) : s;
+    return ra__load_i32(&r->crew.failed) ? ra__load_i32(&r->crew.failed) : s;
 }
 
 /* What a callback returned, as a status of a failed pass. */
@@ -16850,7 +16860,7 @@ static ra_status ra__ring_exchange(ra_ring *r) {
 /* Posts what is idle and polls; after a failure it does neither. */
 static ra_status ra__ring_drive(ra_ring *r) {
     int n = ra__ring_list(r), idle = 0, code = RA_OK;
-    if (ra__load_i32(&r->state) != RA_RING_RUNNING)
+    if (ra__load_i32(&r->crew.state) != RA_RING_RUNNING)
         return ra__ring_fail(r, RA_E_ABORTED, ra__blame_of(-1, -1, 0, -1));
     if (!r->tp.post) return ra__ring_exchange(r);
     for (int i = 0; i < n; i++) idle |= r->list[i]->state == RA_MSG_IDLE;
@@ -17158,9 +17168,9 @@ static int ra__ring_round(ra_ring *r) {
  * one. How it ends is noticed in the next step. */
 static void ra__ring_visit(void *ctx) {
     ra_ring *r = (ra_ring *)ctx;
-    if (!ra__ring_poll_due(r) || !ra__cas_i32(&r->comm, 0, 1)) return;
-    if (ra__load_i32(&r->state) == RA_RING_RUNNING) (void)ra__ring_round(r);
-    ra__store_i32(&r->comm, 0);
+    if (!ra__ring_poll_due(r) || !ra__cas_i32(&r->crew.comm, 0, 1)) return;
+    if (ra__load_i32(&r->crew.state) == RA_RING_RUNNING) (void)ra__ring_round(r);
+    ra__store_i32(&r->crew.comm, 0);
 }
 
 /* The same between two calls of a kernel, for a desk. */
@@ -17812,12 +17822,12 @@ static ra__desk *ra__desk_adopt(ra_ring *r, int *more) {
 /* Ends a pass that has done everything, unless it has failed. Under `comm`. */
 static void ra__ring_complete(ra_ring *r) {
     ra_event e = ra__event_none();
-    if (!ra__cas_i32(&r->state, RA_RING_RUNNING, RA__RING_ENDING)) return;
+    if (!ra__cas_i32(&r->crew.state, RA_RING_RUNNING, RA__RING_ENDING)) return;
     ra__store_i32(&r->met, 1);
     e.begin_ns = r->begin_ns;
     ra__ring_event(r, RA_EV_PASS, -1, &e);
     ra__ring_progress(r);
-    ra__store_i32(&r->state, RA_RING_IDLE);
+    ra__store_i32(&r->crew.state, RA_RING_IDLE);
     (void)ra__add_i64(&r->events, 1);
 }
 
@@ -17825,7 +17835,7 @@ static void ra__ring_complete(ra_ring *r) {
  * recorded. */
 static ra_status ra__ring_alarm(ra_ring *r) {
     int64_t now, looked, quiet, patience;
-    if (ra__load_i32(&r->failed)) return ra__load_i32(&r->failed);
+    if (ra__load_i32(&r->crew.failed)) return ra__load_i32(&r->crew.failed);
     if (ra__load_i32(&r->cancelled))
         return ra__ring_fail(r, RA_E_CANCELLED, ra__blame_of(-1, -1, 0, -1));
     now = ra__ring_now(r);
@@ -17845,24 +17855,25 @@ static ra_status ra__ring_alarm(ra_ring *r) {
 }
 
 /* All threads return the same failure. RA_AGAIN while another thread still records it. */
-static ra_status ra__ring_agree_on_failure(const ra_ring *r, ra_status s) {
-    ra_status failed = s < 0 ? ra__load_i32(&r->failed) : RA_OK;
+static ra_status ra__crew_agree(const ra__crew *w, ra_status s) {
+    ra_status failed = s < 0 ? ra__load_i32(&w->failed) : RA_OK;
     return s >= 0 ? s : failed ? failed : RA_AGAIN;
 }
 
-/* Once no thread is inside a failed pass, announces that this rank reads nothing of others any
- * more, so that they need not wait for its ra_finish. Does not wait for them. The last thread to
- * leave calls it, and so does a thread that held `comm` without being inside. */
-static void ra__ring_part(ra_ring *r) {
-    if (ra__add_i32(&r->inside, 0) || !ra__load_i32(&r->failed) || !r->shared) return;
-    if (!ra__cas_i32(&r->comm, 0, 1)) return;
-    if (!r->parted) (void)r->tp.quiesce(r->tp.ctx, 1);
-    r->parted = 1;
-    ra__store_i32(&r->comm, 0);
+/* Once no thread is inside a failed call, announces that this rank reads nothing of others any
+ * more, so that they need not wait for its ra_finish or the end of its cache. Does not wait for
+ * them. The last thread to leave calls it, and so does a thread that held `comm` without being
+ * inside. */
+static void ra__crew_part(ra__crew *w) {
+    if (ra__add_i32(&w->inside, 0) || !ra__load_i32(&w->failed) || !w->shared) return;
+    if (!ra__cas_i32(&w->comm, 0, 1)) return;
+    if (!w->parted) (void)w->shared->quiesce(w->shared->ctx, 1);
+    w->parted = 1;
+    ra__store_i32(&w->comm, 0);
 }
 
-static void ra__ring_leave(ra_ring *r) {
-    if (ra__add_i32(&r->inside, -1) == 1) ra__ring_part(r);
+static void ra__crew_leave(ra__crew *w) {
+    if (ra__add_i32(&w->inside, -1) == 1) ra__crew_part(w);
 }
 
 /* Tries to claim a task for a desk: RA_WAIT if there is none, RA_AGAIN if there is one or another
@@ -17870,7 +17881,7 @@ static void ra__ring_leave(ra_ring *r) {
 static ra_status ra__ring_deal(ra_ring *r, ra__desk *desk, int *moved) {
     int claimed = 0;
     if (!ra__cas_i32(&r->sched, 0, 1)) return RA_AGAIN;
-    if (ra__load_i32(&r->state) == RA_RING_RUNNING) {
+    if (ra__load_i32(&r->crew.state) == RA_RING_RUNNING) {
         int64_t before = r->folded;
         claimed = ra__ring_claim(r, desk);
         *moved |= r->folded != before;
@@ -17884,21 +17895,21 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
     ra_status s = RA_OK;
     ra__desk *desk;
     int moved = 0;
-    if (ra__load_i32(&r->state) == RA_RING_IDLE) return RA_OK;
+    if (ra__load_i32(&r->crew.state) == RA_RING_IDLE) return RA_OK;
     if ((s = ra__ring_alarm(r)) != RA_OK) return s;
-    if (ra__ring_may_talk(r, ith) && ra__cas_i32(&r->comm, 0, 1)) {
-        int live = ra__load_i32(&r->state) == RA_RING_RUNNING;     /* it ends only under comm */
+    if (ra__ring_may_talk(r, ith) && ra__cas_i32(&r->crew.comm, 0, 1)) {
+        int live = ra__load_i32(&r->crew.state) == RA_RING_RUNNING; /* it ends only under comm */
         if (live) moved = ra__ring_round(r);
         if (live && moved == 0 && ra__load_i64(&r->folded) == r->lists->folds &&
             ra__ring_all_messages_done(r))
             ra__ring_complete(r);
-        ra__store_i32(&r->comm, 0);
+        ra__store_i32(&r->crew.comm, 0);
         if (moved < 0) return moved;
         if (moved && r->has_transport && !r->tp.post) return RA_AGAIN; /* peers may be waiting */
     }
     if (ra__load_i32(&r->meeting)) return moved ? RA_AGAIN : RA_WAIT;
     if (ith >= ra__load_i32(&r->threads)) {            /* the plan has no memory for it */
-        if (ra__load_i32(&r->state) == RA_RING_IDLE) return RA_OK;
+        if (ra__load_i32(&r->crew.state) == RA_RING_IDLE) return RA_OK;
         return moved ? RA_AGAIN : RA_WAIT;
     }
     desk = ra__desk_take(r, ith);
@@ -17909,7 +17920,8 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
     if (s == RA_WAIT) {
         ra__store_i32(&desk->taken, 0);
         desk = ra__desk_adopt(r, &moved);
-        if (!desk) return ra__load_i32(&r->state) == RA_RING_IDLE ? RA_OK : moved ? RA_AGAIN : s;
+        if (!desk && ra__load_i32(&r->crew.state) == RA_RING_IDLE) return RA_OK;
+        if (!desk) return moved ? RA_AGAIN : s;
     }
     if (ra__load_i64(&desk->fold) != RA__NO_FOLD) s = ra__ring_compute(r, ith, desk);
     else if (desk->claim.task < 0) s = ra__ring_start_q(r, ith, desk->claim.fold);
@@ -17975,6 +17987,7 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     ra__ring_bind(r, &tp);
     r->has_transport = p->d.ranks > 1;
     r->shared = shared;
+    r->crew.shared = shared ? &r->tp : NULL;
     r->rank = p->d.rank;
     r->ranks = p->d.ranks;
     r->counters.waiting_peer = -1;
@@ -18006,7 +18019,7 @@ RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
 RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring) {
     ra_allocator a;
     if (!ring) return RA_OK;
-    if (ra__load_i32(&ring->state) != RA_RING_IDLE || ra__load_i32(&ring->cancelled))
+    if (ra__load_i32(&ring->crew.state) != RA_RING_IDLE || ra__load_i32(&ring->cancelled))
         (void)ra_finish(ring, RA_NO_DEADLINE);
     if (ring->unsafe) return RA_E_UNSAFE;
     if (ring->mr && ring->tp.dereg) (void)ring->tp.dereg(ring->tp.ctx, ring->mr);
@@ -18045,7 +18058,7 @@ static ra_status ra__begin_check_job(ra_ring *r, const ra_job *job) {
     ra_error *e = &r->refusal;
     const ra_plan *p = job ? job->plan : NULL;
     const int back = job && job->pass == RA_PASS_BACKWARD;
-    ra_status s = ra__load_i32(&r->failed);
+    ra_status s = ra__load_i32(&r->crew.failed);
     if (!job) return ra__refuse(e, RA_E_NULL, "job", "is required", 0);
     if (!p) return ra__refuse(e, RA_E_NULL, "job.plan", "is required", 0);
     const int64_t bytes = back ? p->back.chunk_bytes : p->forward.chunk_bytes;
@@ -18057,7 +18070,7 @@ static ra_status ra__begin_check_job(ra_ring *r, const ra_job *job) {
         { back && !p->d.train, RA_E_SHAPE, "job.pass", "backward needs train = 1, not #",
           p->d.train },
         { s != RA_OK, s, "ring", "has failed in its pass #: create a new one", r->pass },
-        { ra__load_i32(&r->state) != RA_RING_IDLE, RA_E_BUSY, "ring", "is still in its pass #",
+        { ra__load_i32(&r->crew.state) != RA_RING_IDLE, RA_E_BUSY, "ring", "is still in its pass #",
           r->pass },
         { r->survivor != NULL, RA_E_STATE, "ring", "has resumed pass #: create a new one",
           r->pass },
@@ -18224,7 +18237,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__store_i32(&ring->threads, job->plan->d.threads);
     ra__store_i32(&ring->backward, ring->lists->backward);
     ra__begin_event(ring);
-    ra__store_i32(&ring->state, RA_RING_RUNNING);
+    ra__store_i32(&ring->crew.state, RA_RING_RUNNING);
     return RA_OK;
 }
 
@@ -18234,11 +18247,21 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
     if (job && job->ticket)
         return ra__refuse(&ring->refusal, RA_E_SHAPE, "job.ticket", "# is for ra_join only",
                           (int64_t)job->ticket);
-    inside = ra__add_i32(&ring->inside, 0);
+    inside = ra__add_i32(&ring->crew.inside, 0);
     if (inside)
         return ra__refuse(&ring->refusal, RA_E_BUSY, "ring.threads",
                           "# threads are still inside ra_step", inside);
     return ra__ring_begin(ring, job);
+}
+
+/* Of a ring. */
+static ra_status ra__ring_step_any(void *of, int ith) {
+    ra_ring *r = (ra_ring *)of;
+    return ra__crew_agree(&r->crew, ra__ring_step(r, ith));
+}
+
+static ra_status ra__ring_begin_any(void *of, const void *job) {
+    return ra__ring_begin((ra_ring *)of, (const ra_job *)job);
 }
 
 /* Adds itself to `inside` before it looks at the pass, because ra_begin does not wait but
@@ -18246,16 +18269,16 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
 RINGATTN_API ra_status ra_step(ra_ring *ring, int ith) {
     ra_status s;
     if (!ring) return RA_E_NULL;
-    (void)ra__add_i32(&ring->inside, 1);
-    if (ra__load_i32(&ring->state) == RA_RING_IDLE)
+    (void)ra__add_i32(&ring->crew.inside, 1);
+    if (ra__load_i32(&ring->crew.state) == RA_RING_IDLE)
         s = ra__load_i64(&ring->counters.pass)
                 ? RA_OK
                 : ra__refuse(&ring->refusal, RA_E_STATE, "ring.pass", "is 0: none has begun", 0);
     else if (ith < 0)
         s = ra__refuse(&ring->refusal, RA_E_RANGE, "ith", "# is negative", ith);
     else
-        s = ra__ring_agree_on_failure(ring, ra__ring_step(ring, ith));
-    ra__ring_leave(ring);
+        s = ra__ring_step_any(ring, ith);
+    ra__crew_leave(&ring->crew);
     return s;
 }
 
@@ -18272,10 +18295,11 @@ static void ra__ticket_begun(ra__tickets *t, int64_t ticket, ra_status s) {
     ra__store_i64(&t->last, ticket);
 }
 
-/* How the call of an earlier ticket ended, of an object that has not failed. */
-static ra_status ra__ticket_late(ra__tickets *t, int64_t ticket, ra_error *e) {
-    ra_status s = RA_OK;
-    if (!ra__load_i64(&t->refusals)) return RA_OK;
+/* How the call of an earlier ticket ended. */
+static ra_status ra__ticket_late(ra__crew *w, int64_t ticket, ra_error *e) {
+    ra__tickets *t = &w->tickets;
+    ra_status s = ra__load_i32(&w->failed);
+    if (s || !ra__load_i64(&t->refusals)) return s;
     if (!ra__cas_i32(&t->join, 0, 1)) return RA_WAIT;
     if (ticket <= t->forgotten)
         s = ra__refuse(e, RA_E_STATE, "job.ticket",
@@ -18294,67 +18318,77 @@ static ra_status ra__ticket_check(uint64_t ticket, int ith, ra_error *e) {
     return RA_OK;
 }
 
-/* The first thread with a new ticket begins, if no thread is inside the pass before. It sets `join`
+/* A call that threads join by its ticket: how the first of them begins it, and a step of it. */
+typedef struct ra__joined {
+    uint64_t ticket;
+    void *of;                          /* a ring or a cache */
+    const void *job;
+    ra_status (*begin)(void *of, const void *job);
+    ra_status (*step)(void *of, int ith);
+    ra_error *error;
+} ra__joined;
+
+/* The first thread with a new ticket begins, if no thread is inside the call before. It sets `join`
  * and reads `inside`; the others set `inside` and read `join`. */
-static ra_status ra__join_begin(ra_ring *r, const ra_job *job) {
+static ra_status ra__join_begin(ra__crew *w, const ra__joined *j) {
     ra_status s = RA_WAIT;
-    if (!ra__cas_i32(&r->tickets.join, 0, 1)) return RA_WAIT;
-    if (ra__load_i64(&r->tickets.last) >= (int64_t)job->ticket) {
+    if (!ra__cas_i32(&w->tickets.join, 0, 1)) return RA_WAIT;
+    if (ra__load_i64(&w->tickets.last) >= (int64_t)j->ticket) {
         s = RA_AGAIN;
-    } else if (ra__load_i32(&r->failed)) {
-        s = ra__load_i32(&r->failed);
-    } else if (!ra__add_i32(&r->inside, 0) && ra__load_i32(&r->state) == RA_RING_IDLE) {
-        s = ra__ring_begin(r, job);
-        ra__ticket_begun(&r->tickets, (int64_t)job->ticket, s);
+    } else if (ra__load_i32(&w->failed)) {
+        s = ra__load_i32(&w->failed);
+    } else if (!ra__add_i32(&w->inside, 0) && ra__load_i32(&w->state) == RA_RING_IDLE) {
+        s = j->begin(j->of, j->job);
+        ra__ticket_begun(&w->tickets, (int64_t)j->ticket, s);
     }
-    ra__store_i32(&r->tickets.join, 0);
+    ra__store_i32(&w->tickets.join, 0);
     return s;
 }
 
-/* How the pass of an earlier ticket ended. */
-static ra_status ra__join_late(ra_ring *r, int64_t ticket) {
-    const ra_status s = ra__load_i32(&r->failed);
-    return s ? s : ra__ticket_late(&r->tickets, ticket, &r->refusal);
+/* ra_join and ra_infer_join. */
+static ra_status ra__join(ra__crew *w, const ra__joined *j, int ith) {
+    ra__tickets *t = &w->tickets;
+    const int64_t ticket = (int64_t)j->ticket;
+    ra_status s = ra__ticket_check(j->ticket, ith, j->error);
+    if (s) return s;
+    if (ticket < ra__load_i64(&t->last)) return ra__ticket_late(w, ticket, j->error);
+    if (ticket > ra__load_i64(&t->last)) {
+        s = ra__join_begin(w, j);
+        if (s) return s;
+    }
+    (void)ra__add_i32(&w->inside, 1);
+    if (ra__add_i32(&t->join, 0)) {
+        s = RA_WAIT;
+    } else if (ra__load_i64(&t->last) != ticket) {
+        s = ra__ticket_late(w, ticket, j->error);
+    } else {
+        s = ra__load_i32(&t->status);
+        if (!s) s = j->step(j->of, ith);
+    }
+    ra__crew_leave(w);
+    return s;
 }
 
 RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith) {
-    ra_status s;
-    int64_t ticket;
     if (!ring || !job) return RA_E_NULL;
     if (!job->plan) return ra__refuse(&ring->refusal, RA_E_NULL, "job.plan", "is required", 0);
-    s = ra__ticket_check(job->ticket, ith, &ring->refusal);
-    if (s) return s;
     if (ring->survivor) return RA_E_STATE;         /* of the pass that was resumed or of none */
-    ticket = (int64_t)job->ticket;
-    if (ticket < ra__load_i64(&ring->tickets.last)) return ra__join_late(ring, ticket);
-    if (ticket > ra__load_i64(&ring->tickets.last)) {
-        s = ra__join_begin(ring, job);
-        if (s) return s;
-    }
-    (void)ra__add_i32(&ring->inside, 1);
-    if (ra__add_i32(&ring->tickets.join, 0)) {
-        s = RA_WAIT;
-    } else if (ra__load_i64(&ring->tickets.last) != ticket) {
-        s = ra__join_late(ring, ticket);
-    } else {
-        s = ra__load_i32(&ring->tickets.status);
-        if (!s) s = ra__ring_agree_on_failure(ring, ra__ring_step(ring, ith));
-    }
-    ra__ring_leave(ring);
-    return s;
+    const ra__joined j = { job->ticket, ring, job, ra__ring_begin_any, ra__ring_step_any,
+                           &ring->refusal };
+    return ra__join(&ring->crew, &j, ith);
 }
 
 /* Sleeps in the transport if that is possible, otherwise for 100 us. */
 static void ra__wait_slice(ra_ring *r, int64_t deadline_ns) {
     int64_t slice = ra__ring_left(r, deadline_ns, ra__load_i32(&r->threads) > 1 ? 200000 : 2000000);
     if (r->has_transport && r->tp.wait && (r->tp.caps & RA_CAP_ANY_THREAD) &&
-        ra__cas_i32(&r->comm, 0, 1)) {
-        int live = ra__load_i32(&r->state) == RA_RING_RUNNING;     /* as long as comm is held */
+        ra__cas_i32(&r->crew.comm, 0, 1)) {
+        int live = ra__load_i32(&r->crew.state) == RA_RING_RUNNING; /* as long as comm is held */
         int n = live ? ra__ring_list(r) : 0;
         int code = n ? r->tp.wait(r->tp.ctx, r->list, n, ra__ring_until(slice)) : RA_OK;
         if (code < 0) (void)ra__ring_fail_context(r, code);
-        (void)ra__add_i32(&r->comm, -1); /* before it reads `inside` */
-        ra__ring_part(r);
+        (void)ra__add_i32(&r->crew.comm, -1); /* before it reads `inside` */
+        ra__crew_part(&r->crew);
         if (n || !live) return;
     }
     ra__sleep_ns(100000);
@@ -18369,7 +18403,7 @@ RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns) {
     if (deadline_ns && begin > deadline_ns) return RA_E_TIMEOUT;
     for (int i = 0; i < 200 && ra__load_i64(&ring->events) == seen; i++) ra__pause();
     for (int i = 0; i < 4 && ra__load_i64(&ring->events) == seen; i++) ra__yield();
-    if (ra__load_i64(&ring->events) == seen && ra__load_i32(&ring->state) == RA_RING_RUNNING)
+    if (ra__load_i64(&ring->events) == seen && ra__load_i32(&ring->crew.state) == RA_RING_RUNNING)
         ra__wait_slice(ring, deadline_ns);
     e.begin_ns = begin;
     (void)ra__add_i64(&ring->counters.wait_ns, ra__time_since(ra__ring_now(ring), begin));
@@ -18381,9 +18415,9 @@ RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns) {
     int64_t left;
     ra_status s;
     if (!ring) return RA_E_NULL;
-    if (ra__load_i32(&ring->state) == RA_RING_IDLE && !ra__load_i32(&ring->cancelled))
+    if (ra__load_i32(&ring->crew.state) == RA_RING_IDLE && !ra__load_i32(&ring->cancelled))
         return RA_OK;
-    s = ra__load_i32(&ring->failed);
+    s = ra__load_i32(&ring->crew.failed);
     if (!s) s = ra__ring_fail(ring, RA_E_CANCELLED, ra__blame_of(-1, -1, 0, -1));
     if (!ring->has_transport || ring->quiet) return ring->unsafe && ring->shared ? RA_E_UNSAFE : s;
     left = ra__ring_left(ring, deadline_ns, ring->rd.quiesce_ns);
@@ -18467,9 +18501,9 @@ RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out) {
     out->waiting_peer = -1;
     if (!ring) return;
     c = &ring->counters;
-    out->state = ra__load_i32(&ring->state);
+    out->state = ra__load_i32(&ring->crew.state);
     if (out->state != RA_RING_IDLE)
-        out->state = ra__load_i32(&ring->failed) ? RA_RING_FAILED : RA_RING_RUNNING;
+        out->state = ra__load_i32(&ring->crew.failed) ? RA_RING_FAILED : RA_RING_RUNNING;
     out->bounded = !ring->has_transport || ring->tp.post || (ring->tp.caps & RA_CAP_DEADLINE);
     out->pass = ra__load_i64(&c->pass);
     out->tiles_empty = ra__load_i64(&c->tiles_empty);
@@ -18488,7 +18522,7 @@ RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out) {
 
 RINGATTN_API ra_status ra_ring_failure(const ra_ring *ring, ra_failure *out) {
     if (!ring || !out) return RA_E_NULL;
-    if (!ra__load_i32(&ring->failed)) return RA_E_STATE;
+    if (!ra__load_i32(&ring->crew.failed)) return RA_E_STATE;
     *out = ring->failure;
     return RA_OK;
 }
@@ -18539,7 +18573,7 @@ RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char 
 
 RINGATTN_API const char *ra_ring_explain(const ra_ring *ring) {
     if (!ring) return "";
-    return ra__load_i32(&ring->failed) ? ring->failure.text : ring->refusal.text;
+    return ra__load_i32(&ring->crew.failed) ? ring->failure.text : ring->refusal.text;
 }
 
 RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
@@ -18734,10 +18768,11 @@ static void ra__resume_look(ra_ring *r) {
     r->intact = ra__max(r->intact, lane->posted - lane->slots);
     if (r->shared) r->intact = lane->done;
     r->lent |= (r->tp.caps & RA_CAP_LOAN) && !r->pulled;
-    r->serves |= ra__load_i32(&r->state) == RA_RING_IDLE;
+    r->serves |= ra__load_i32(&r->crew.state) == RA_RING_IDLE;
     if (!r->serves && !r->lists->backward && !ra__load_i32(&r->engine_failed))
         ra__resume_clear(r);
     r->shared = r->notices = 0;
+    r->crew.shared = NULL;
     r->space = 0;
 }
 
@@ -19459,15 +19494,15 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
     ra_status s;
     if (!ring) return RA_E_NULL;
     if (!rd) return ra__refuse(e, RA_E_NULL, "resume", "is required", 0);
-    if (ra__add_i32(&ring->inside, 0) ||
-        (ra__load_i32(&ring->state) != RA_RING_IDLE && !ra__load_i32(&ring->failed)))
+    if (ra__add_i32(&ring->crew.inside, 0) ||
+        (ra__load_i32(&ring->crew.state) != RA_RING_IDLE && !ra__load_i32(&ring->crew.failed)))
         return ra__refuse(e, RA_E_BUSY, "ring", "is still in its pass #", ring->pass);
     s = ra__resume_check_ring(ring, rd, deadline_ns, e);
     if (!s) s = ra__resume_check_ranks(ring, rd, e);
     while (!s && rd->survivors[me] != ring->rank) me++;
     if (!s) s = ra__resume_check_transport(ring, rd, me, e);
     if (s) return s;
-    if (ra__load_i32(&ring->failed)) (void)ra_finish(ring, deadline_ns);
+    if (ra__load_i32(&ring->crew.failed)) (void)ra_finish(ring, deadline_ns);
     if (ring->unsafe)
         return ra__refuse(e, RA_E_UNSAFE, "ring",
                           "had a transport that may still write into buffers of pass #: it has no "
@@ -19480,7 +19515,7 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
     x->peer[x->me].heard = ra__resume_hello(ring);
     ring->deadline = deadline_ns;
     ring->begin_ns = ra__ring_now(ring);
-    ring->quiet = ring->parted = 0;
+    ring->quiet = ring->crew.parted = 0;
     ring->talking = 1;
     ra__store_i32(&ring->meeting, 1);
     ra__store_i32(&ring->awaited, -1);
@@ -19488,9 +19523,9 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
     ra__store_i64(&ring->looked_ns, ring->begin_ns);
     ra__store_i32(&ring->cancelled, 0);
     ra__store_i32(&ring->aborted, 0);
-    ra__store_i32(&ring->failed, 0);
+    ra__store_i32(&ring->crew.failed, 0);
     ra__begin_event(ring);
-    ra__store_i32(&ring->state, RA_RING_RUNNING);
+    ra__store_i32(&ring->crew.state, RA_RING_RUNNING);
     return RA_OK;
 }
 
@@ -19501,7 +19536,7 @@ RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_
 
 RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
     if (!ring || !out) return RA_E_NULL;
-    if (!ring->resume || ra__load_i32(&ring->state) != RA_RING_IDLE) return RA_E_STATE;
+    if (!ring->resume || ra__load_i32(&ring->crew.state) != RA_RING_IDLE) return RA_E_STATE;
     *out = ring->resume->figures;
     out->pass = ring->pass;
     out->epoch = ring->epoch;
@@ -19655,8 +19690,8 @@ struct ra_cache {
     int64_t packed_call;               /* the call whose messages are packed */
     int32_t open, stage;               /* atomic: 1: a stage is open; stages that are done */
     int32_t ran;                       /* level 0: swaps that are done */
-    int32_t state, failed, cancelled, aborted, comm, inside, parted; /* atomic except parted */
-    ra__tickets tickets;
+    ra__crew crew;
+    int32_t cancelled, aborted;        /* atomic */
     int64_t progress_ns, looked_ns;    /* atomic */
     ra_error why;
     ra__cache_desk *desk;              /* [threads] */
@@ -20118,6 +20153,7 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     c.agreed[0] = ra__cache_agree(&c, d);
     made = (ra_cache *)(void *)c.base;
     *made = c;
+    if (c.tp.caps & RA_CAP_SHARED) made->crew.shared = &made->tp;
     if (c.has_transport && ra__cache_message(made) > (int64_t)c.tp.max_msg) {
         s = ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
                        "is less than # bytes, of a message: lower cache.new_tokens",
@@ -20434,7 +20470,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     ra__store_i32(&c->open, 0);
     ra__store_i64(&c->progress_ns, ra_now_ns());
     ra__store_i64(&c->looked_ns, ra_now_ns());
-    ra__store_i32(&c->state, RA_RING_RUNNING);
+    ra__store_i32(&c->crew.state, RA_RING_RUNNING);
     return RA_OK;
 }
 
@@ -20448,12 +20484,12 @@ static void ra__cache_abort(ra_cache *c, ra_status why) {
 static ra_status ra__cache_fail(ra_cache *c, ra_status s, const char *field, const char *text,
                                 int64_t value) {
     if (ra__load_i32(&c->cancelled)) s = RA_E_CANCELLED;
-    if (ra__cas_i32(&c->state, RA_RING_RUNNING, RA_RING_FAILED)) {
+    if (ra__cas_i32(&c->crew.state, RA_RING_RUNNING, RA_RING_FAILED)) {
         (void)ra__refuse(&c->why, s, field, text, value);
-        ra__store_i32(&c->failed, s);
+        ra__store_i32(&c->crew.failed, s);
         ra__cache_abort(c, s);
     }
-    return ra__load_i32(&c->failed) ? ra__load_i32(&c->failed) : s;
+    return ra__load_i32(&c->crew.failed) ? ra__load_i32(&c->crew.failed) : s;
 }
 
 /* A code of the transport about a message to or from a peer. */
@@ -20477,7 +20513,7 @@ static int32_t ra__cache_awaits(const ra_cache *c) {
 static ra_status ra__cache_alarm(ra_cache *c) {
     const int64_t now = ra_now_ns(), looked = ra__load_i64(&c->looked_ns);
     ra__store_i64(&c->looked_ns, now);
-    if (ra__load_i32(&c->failed)) return ra__load_i32(&c->failed);
+    if (ra__load_i32(&c->crew.failed)) return ra__load_i32(&c->crew.failed);
     if (ra__load_i32(&c->cancelled))
         return ra__cache_fail(c, RA_E_CANCELLED, "cache", "ra_infer_cancel was called in call #",
                               c->call);
@@ -20684,7 +20720,7 @@ static int ra__cache_drive(ra_cache *c) {
                 return ra__cache_op_failed(c, RA_E_TRUNC, op->peer);
             moved = 1;
             if (side == RA__SWAP_OUT) x->state = RA__SWAP_DONE;
-            else if (ra__swap_came(c, &c->swap[i])) return ra__load_i32(&c->failed);
+            else if (ra__swap_came(c, &c->swap[i])) return ra__load_i32(&c->crew.failed);
         }
     }
     return moved;
@@ -20707,7 +20743,7 @@ static int ra__cache_exchange(ra_cache *c) {
     if (code == RA_E_TIMEOUT && late) code = RA_E_PEER;
     if (code) return ra__cache_op_failed(c, code, in->len ? in->peer : out->peer);
     x->side[RA__SWAP_OUT].state = RA__SWAP_DONE;
-    if (in->len && ra__swap_came(c, x)) return ra__load_i32(&c->failed);
+    if (in->len && ra__swap_came(c, x)) return ra__load_i32(&c->crew.failed);
     return 1;
 }
 
@@ -21254,7 +21290,7 @@ static int ra__stage_turn(ra_cache *c) {
 static int ra__cache_complete(ra_cache *c) {
     if (ra__load_i32(&c->stage) < c->stages) return 0;
     if (ra__cache_awaits(c) != RA_NO_PEER) return 0;
-    return ra__cas_i32(&c->state, RA_RING_RUNNING, RA_RING_IDLE);
+    return ra__cas_i32(&c->crew.state, RA_RING_RUNNING, RA_RING_IDLE);
 }
 
 /* A round under comm: > 0 something moved, < 0 failed. */
@@ -21323,39 +21359,23 @@ static ra_status ra__cache_desk_work(ra_cache *c, ra__cache_desk *y) {
 static ra_status ra__cache_step(ra_cache *c, int ith) {
     int moved = 0;
     ra_status s;
-    if (ra__load_i32(&c->state) == RA_RING_IDLE) return RA_OK;
+    if (ra__load_i32(&c->crew.state) == RA_RING_IDLE) return RA_OK;
     if ((s = ra__cache_alarm(c)) != RA_OK) return s;
     if ((ith == 0 || !c->has_transport || (c->tp.caps & RA_CAP_ANY_THREAD)) &&
-        ra__cas_i32(&c->comm, 0, 1)) {
-        if (ra__load_i32(&c->state) == RA_RING_RUNNING) moved = ra__cache_round(c);
-        ra__store_i32(&c->comm, 0);
+        ra__cas_i32(&c->crew.comm, 0, 1)) {
+        if (ra__load_i32(&c->crew.state) == RA_RING_RUNNING) moved = ra__cache_round(c);
+        ra__store_i32(&c->crew.comm, 0);
         if (moved < 0) return moved;
     }
-    if (ra__load_i32(&c->state) == RA_RING_IDLE) return RA_OK;
+    if (ra__load_i32(&c->crew.state) == RA_RING_IDLE) return RA_OK;
     ra__cache_desk *y = ith < c->d.threads ? ra__cache_desk_take(c, ith, &moved) : NULL;
     return y ? ra__cache_desk_work(c, y) : moved ? RA_AGAIN : RA_WAIT;
 }
 
-/* When no thread is inside a failed call any more: announces to the other ranks of the process,
- * without waiting, that this rank no longer reads their memory. */
-static void ra__cache_part(ra_cache *c) {
-    if (ra__add_i32(&c->inside, 0) || !ra__load_i32(&c->failed) ||
-        !(c->tp.caps & RA_CAP_SHARED))
-        return;
-    if (!ra__cas_i32(&c->comm, 0, 1)) return;
-    if (!c->parted) (void)c->tp.quiesce(c->tp.ctx, 1);
-    c->parted = 1;
-    ra__store_i32(&c->comm, 0);
-}
-
-static void ra__cache_leave(ra_cache *c) {
-    if (ra__add_i32(&c->inside, -1) == 1) ra__cache_part(c);
-}
-
 /* RA_OK if a call may begin, otherwise the failure or a refusal. */
 static ra_status ra__cache_idle(ra_cache *c) {
-    if (ra__load_i32(&c->failed)) return ra__load_i32(&c->failed);
-    if (ra__add_i32(&c->inside, 0) || ra__load_i32(&c->state) == RA_RING_RUNNING)
+    if (ra__load_i32(&c->crew.failed)) return ra__load_i32(&c->crew.failed);
+    if (ra__add_i32(&c->crew.inside, 0) || ra__load_i32(&c->crew.state) == RA_RING_RUNNING)
         return ra__refuse(&c->why, RA_E_BUSY, "cache", "call # is under way", c->call);
     return RA_OK;
 }
@@ -21366,79 +21386,40 @@ RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const in
     return s ? s : ra__cache_begin(c, t, cached, fresh, deadline_ns);
 }
 
-/* A step; after a failure the first one is what all threads get. */
-static ra_status ra__cache_step_any(ra_cache *c, int ith) {
-    ra_status s = ra__cache_step(c, ith);
-    if (s < 0 && s <= RA_E_MISMATCH) s = ra__load_i32(&c->failed) ? ra__load_i32(&c->failed)
-                                                                    : RA_AGAIN;
-    return s;
+static ra_status ra__cache_step_any(void *of, int ith) {
+    ra_cache *c = (ra_cache *)of;
+    return ra__crew_agree(&c->crew, ra__cache_step(c, ith));
 }
 
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith) {
     if (!c) return RA_E_NULL;
     if (ith < 0) return RA_E_RANGE;
-    (void)ra__add_i32(&c->inside, 1);
+    (void)ra__add_i32(&c->crew.inside, 1);
     const ra_status s = ra__load_i64(&c->call) ? ra__cache_step_any(c, ith) : RA_E_STATE;
-    ra__cache_leave(c);
+    ra__crew_leave(&c->crew);
     return s;
 }
 
-/* As ra__join_begin. */
-static ra_status ra__cache_join_begin(ra_cache *c, const ra_infer_job *job) {
-    ra_status s = RA_WAIT;
-    if (!ra__cas_i32(&c->tickets.join, 0, 1)) return RA_WAIT;
-    if (ra__load_i64(&c->tickets.last) >= (int64_t)job->ticket) {
-        s = RA_AGAIN;
-    } else if (ra__load_i32(&c->failed)) {
-        s = ra__load_i32(&c->failed);
-    } else if (!ra__add_i32(&c->inside, 0) && ra__load_i32(&c->state) == RA_RING_IDLE) {
-        s = ra__cache_begin(c, job->tensors, job->cached, job->fresh, job->deadline_ns);
-        ra__ticket_begun(&c->tickets, (int64_t)job->ticket, s);
-    }
-    ra__store_i32(&c->tickets.join, 0);
-    return s;
-}
-
-/* How the call of an earlier ticket ended. */
-static ra_status ra__cache_join_late(ra_cache *c, int64_t ticket) {
-    const ra_status s = ra__load_i32(&c->failed);
-    return s ? s : ra__ticket_late(&c->tickets, ticket, &c->why);
+static ra_status ra__cache_begin_job(void *of, const void *job) {
+    const ra_infer_job *j = (const ra_infer_job *)job;
+    return ra__cache_begin((ra_cache *)of, j->tensors, j->cached, j->fresh, j->deadline_ns);
 }
 
 RINGATTN_API ra_status ra_infer_join(ra_cache *c, const ra_infer_job *job, int ith) {
-    ra_status s;
-    int64_t ticket;
     if (!c || !job) return RA_E_NULL;
-    s = ra__ticket_check(job->ticket, ith, &c->why);
-    if (s) return s;
-    ticket = (int64_t)job->ticket;
-    if (ticket < ra__load_i64(&c->tickets.last)) return ra__cache_join_late(c, ticket);
-    if (ticket > ra__load_i64(&c->tickets.last)) {
-        s = ra__cache_join_begin(c, job);
-        if (s) return s;
-    }
-    (void)ra__add_i32(&c->inside, 1);
-    if (ra__add_i32(&c->tickets.join, 0)) {
-        s = RA_WAIT;
-    } else if (ra__load_i64(&c->tickets.last) != ticket) {
-        s = ra__cache_join_late(c, ticket);
-    } else {
-        s = ra__load_i32(&c->tickets.status);
-        if (!s) s = ra__cache_step_any(c, ith);
-    }
-    ra__cache_leave(c);
-    return s;
+    const ra__joined j = { job->ticket, c, job, ra__cache_begin_job, ra__cache_step_any, &c->why };
+    return ra__join(&c->crew, &j, ith);
 }
 
 /* Sleeps in the transport if that is possible, otherwise for a moment. */
 static void ra__cache_wait(ra_cache *c) {
-    if (c->has_transport && c->tp.wait && c->tp.post && ra__cas_i32(&c->comm, 0, 1)) {
-        const int live = ra__load_i32(&c->state) == RA_RING_RUNNING && !ra__load_i32(&c->open);
+    if (c->has_transport && c->tp.wait && c->tp.post && ra__cas_i32(&c->crew.comm, 0, 1)) {
+        const int live = ra__load_i32(&c->crew.state) == RA_RING_RUNNING && !ra__load_i32(&c->open);
         const int n = live ? ra__cache_list(c) : 0;
         const int64_t until = ra_now_ns() + (c->d.threads > 1 ? 200000 : 2000000);
         const int code = n ? c->tp.wait(c->tp.ctx, c->list, n, until) : RA_OK;
         if (code < 0) (void)ra__cache_op_failed(c, code, ra__cache_awaits(c));
-        ra__store_i32(&c->comm, 0);
+        ra__store_i32(&c->crew.comm, 0);
         if (n) return;
     }
     ra__sleep_ns(50000);
@@ -21508,11 +21489,11 @@ static int ra__cache_pending(const ra_cache *c) {
 RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
     ra_allocator a;
     if (!c) return RA_OK;
-    if (ra__load_i32(&c->state) == RA_RING_RUNNING || ra__load_i32(&c->cancelled)) {
-        ra__store_i32(&c->state, RA_RING_RUNNING);
+    if (ra__load_i32(&c->crew.state) == RA_RING_RUNNING || ra__load_i32(&c->cancelled)) {
+        ra__store_i32(&c->crew.state, RA_RING_RUNNING);
         (void)ra__cache_fail(c, RA_E_CANCELLED, "cache", "was destroyed in call #", c->call);
     }
-    if (ra__load_i32(&c->failed) && c->has_transport && !c->unsafe) {
+    if (ra__load_i32(&c->crew.failed) && c->has_transport && !c->unsafe) {
         const int64_t until = ra__add_sat(ra_now_ns(), c->cd.quiesce_ns);
         if (c->tp.quiesce ? c->tp.quiesce(c->tp.ctx, until) != RA_OK : ra__cache_pending(c))
             c->unsafe = 1;

@@ -125,7 +125,7 @@ void hook_remember(ra_ring *ring, const ra_event *e)
 
 int64_t hook_parted(const ra_ring *ring)
 {
-    return ring->parted;
+    return ring->crew.parted;
 }
 
 void hook_short_steps(ra_ring *ring, int64_t tiles)
