@@ -16694,43 +16694,30 @@ static int ra__ring_list(const ra_ring *r) {
  * its query blocks can see. all: every query block times every key block. */
 typedef struct ra__load { int64_t seen, all; } ra__load;
 
-/* Most blocks of keys of a sequence on all ranks: each piece of the layout has a short one. */
-static int64_t ra__load_keys(const ra_plan *p, int32_t b) {
-    int64_t n = 2 * (int64_t)p->d.ranks;
-    int loose = p->d.layout.kind == RA_LAYOUT_ARRAY || p->d.layout.kind == RA_LAYOUT_RUNS;
-    for (int32_t r = 0; loose && r < p->d.ranks; r++) {
-        ra__side side = ra__plan_side(p, 1, r);
-        n += side.list.count + side.array_rows / RA_BLOCK_TOKENS;
-    }
-    return p->d.layout.kind == RA_LAYOUT_ARRAY
-               ? n : n + ra__ceil_div(ra__k_len(&p->d, b), RA_BLOCK_TOKENS);
-}
-
-/* keys: blocks of keys of the sequence on all ranks. loose: how many of them may be only partly in
- * a span. */
-static void ra__load_block(const ra_plan *p, int32_t b, const ra__seg *rows, int64_t keys,
-                           ra__load *n) {
-    int64_t loose = p->d.layout.kind == RA_LAYOUT_STRIPED ? p->d.ranks : 1, seen = 0;
-    ra__bounds x = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, b, 0), rows);
-    if (x.lo_min < x.hi_max)
-        seen += ra__ceil_div((int64_t)x.hi_max - x.lo_min, RA_BLOCK_TOKENS) + loose;
-    if (x.doc_min < x.keep_max)
-        seen += ra__ceil_div((int64_t)x.keep_max - x.doc_min, RA_BLOCK_TOKENS) + loose;
-    n->seen += ra__min(seen, keys);
-}
-
-static void ra__load_rank(const ra_plan *p, int32_t rank, int32_t b, int64_t keys, ra__load *n) {
+/* Of sequence b. A span may have one block that is only partly in it, with stripes one per rank. */
+static void ra__load_rank(const ra_plan *p, int32_t rank, int32_t b, ra__load *n) {
+    const int64_t loose = p->d.layout.kind == RA_LAYOUT_STRIPED ? p->d.ranks : 1;
+    const int64_t block = RA_BLOCK_TOKENS, tokens = ra__q_len(&p->d, b);
     ra__side side = ra__plan_side(p, 0, rank);
+    const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
+    int64_t c, end, keys = 0, tiles;
     ra__seg s;
-    for (int64_t i = 0; ra__side_seg(&side, b, ra__q_len(&p->d, b), i, &s); i++) {
-        int64_t blocks = ra__ceil_div(s.rows, RA_BLOCK_TOKENS);
-        n->all += blocks * keys;
-        if (p->d.layout.kind == RA_LAYOUT_ARRAY) n->seen += blocks * keys;
-        for (int64_t k = 0; k < blocks && p->d.layout.kind != RA_LAYOUT_ARRAY; k++) {
-            ra__seg rows = ra__seg_block(&s, k);
-            ra__load_block(p, b, &rows, keys, n);
+    ra__chunk_range(&p->keys, b, &c, &end);
+    for (; c < end; c++) keys += ra__chunk_blocks(&p->keys.chunk[c]);
+    tiles = keys * ra__side_blocks(&side, b, tokens);
+    n->all += tiles;
+    if (array) n->seen += tiles;
+    for (int64_t i = 0; !array && ra__side_seg(&side, b, tokens, i, &s); i++)
+        for (int64_t j = 0; j < ra__ceil_div(s.rows, block); j++) {
+            const ra__seg rows = ra__seg_block(&s, j);
+            const ra__bounds x = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, b, 0), &rows);
+            int64_t seen = 0;
+            if (x.lo_min < x.hi_max)
+                seen += ra__ceil_div((int64_t)x.hi_max - x.lo_min, block) + loose;
+            if (x.doc_min < x.keep_max)
+                seen += ra__ceil_div((int64_t)x.keep_max - x.doc_min, block) + loose;
+            n->seen += ra__min(seen, keys);
         }
-    }
 }
 
 /* An upper bound on the tiles that are not empty on any one rank. Under RA_TRAVEL_Q a rank computes
@@ -16741,8 +16728,7 @@ static int64_t ra__load_most(const ra_plan *p, int backward) {
     int64_t total = 0, tiles;
     for (int32_t r = 0; r < p->d.ranks; r++) {
         ra__load n = { 0, 0 };
-        for (int32_t b = 0; b < p->d.sequences; b++)
-            ra__load_rank(p, r, b, ra__load_keys(p, b), &n);
+        for (int32_t b = 0; b < p->d.sequences; b++) ra__load_rank(p, r, b, &n);
         most.seen = ra__max(most.seen, n.seen);
         most.all = ra__max(most.all, n.all);
         total += n.seen;
