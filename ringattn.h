@@ -1921,43 +1921,40 @@ RA__INLINE int32_t ra__cas_i64(int64_t *p, int64_t from, int64_t to) {
  * Sentences of refusal, checked sizes, and memory from the caller's allocator. Nothing here knows
  * attention. */
 
-/* Appends s to dst[*at..cap), always terminated. */
-static void ra__put(char *dst, size_t cap, size_t *at, const char *s) {
-    while (*s && *at + 1 < cap) dst[(*at)++] = *s++;
+/* A text that grows to at most cap bytes, always terminated. */
+typedef struct ra__text { char *to; size_t cap, at; } ra__text;
+
+static void ra__put(ra__text *x, const char *s) {
+    while (*s && x->at + 1 < x->cap) x->to[x->at++] = *s++;
     RINGATTN_ASSERT(!*s);              /* no sentence is cut */
-    dst[*at] = 0;
+    x->to[x->at] = 0;
 }
 
-static void ra__put_i64(char *dst, size_t cap, size_t *at, int64_t value) {
-    char digits[24];
-    size_t n = sizeof digits;
-    uint64_t u = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
-    digits[--n] = 0;
-    do { digits[--n] = (char)('0' + (int)(u % 10)); u /= 10; } while (u);
-    if (value < 0) digits[--n] = '-';
-    ra__put(dst, cap, at, digits + n);
-}
-
-/* text with '#' replaced by value. */
-static void ra__sentence(char *dst, size_t cap, const char *text, int64_t value) {
-    size_t at = 0;
-    dst[0] = 0;
+/* Appends text, with '#' replaced by value. */
+static void ra__say(ra__text *x, const char *text, int64_t value) {
     for (; *text; text++) {
-        char one[2] = { 0, 0 };
-        one[0] = *text;
-        if (*text == '#') ra__put_i64(dst, cap, &at, value);
-        else ra__put(dst, cap, &at, one);
+        char digits[24] = { 0 };
+        size_t n = sizeof digits - 1;
+        uint64_t u = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
+        if (*text != '#') {
+            digits[--n] = *text;
+        } else {
+            do { digits[--n] = (char)('0' + (int)(u % 10)); u /= 10; } while (u);
+            if (value < 0) digits[--n] = '-';
+        }
+        ra__put(x, digits + n);
     }
 }
 
 /* Fills e (may be null) and returns s. status and field together name one check. */
 RA__NOINLINE ra_status ra__refuse(ra_error *e, ra_status s, const char *field, const char *text,
                                   int64_t value) {
-    size_t at = 0;
     if (!e) return s;
+    ra__text name = { e->field, sizeof e->field, 0 }, sentence = { e->text, sizeof e->text, 0 };
     e->status = s;
-    ra__put(e->field, sizeof e->field, &at, field);
-    ra__sentence(e->text, sizeof e->text, text, value);
+    ra__put(&name, field);
+    ra__put(&sentence, "");
+    ra__say(&sentence, text, value);
     return s;
 }
 
@@ -1965,9 +1962,9 @@ RA__NOINLINE ra_status ra__refuse(ra_error *e, ra_status s, const char *field, c
 RA__NOINLINE ra_status ra__refuse_part(ra_error *e, ra_status s, const char *const name[2],
                                        const char *text, int64_t value) {
     char field[sizeof e->field];
-    size_t at = 0;
-    ra__put(field, sizeof field, &at, name[0]);
-    ra__put(field, sizeof field, &at, name[1]);
+    ra__text x = { field, sizeof field, 0 };
+    ra__put(&x, name[0]);
+    ra__put(&x, name[1]);
     return ra__refuse(e, s, field, text, value);
 }
 
@@ -15981,70 +15978,61 @@ static int32_t ra__ring_event_hop(const ra_ring *r, int64_t c, int32_t receiver)
 }
 
 /* Says what ranks disagree about, or that they may if nothing has come yet. */
-static void ra__failure_hint(const ra_ring *r, ra_failure *f, size_t *at) {
+static void ra__failure_hint(const ra_ring *r, const ra_failure *f, ra__text *x) {
     static const char *const name[RA__AGREE_PARTS + 1] = {
         "sizes", "dtypes", "mask", "layout", "scale, scores, alibi or sinks",
         "forward or backward, gradients, dropout or seed",
         "chunk_tokens, buffers, order, rates, trust_plans or checksums",
         "the address space, although the transport declares RA_CAP_SHARED" };
-    const size_t cap = sizeof f->text;
     const int silent = f->status == RA_E_TRUNC || f->status == RA_E_TIMEOUT ||
                        f->status == RA_E_PEER;
     const char *comma = ": ";
     for (int i = 0; i <= RA__AGREE_PARTS && f->status == RA_E_MISMATCH; i++) {
         if (!(r->differ >> 8 * i & 255)) continue;
-        ra__put(f->text, cap, at, comma);
-        ra__put(f->text, cap, at, name[i]);
+        ra__put(x, comma);
+        ra__put(x, name[i]);
         comma = "; ";
     }
     if (f->status == RA_E_PROTO && ra__load_i32(&r->corrupt))
-        ra__put(f->text, cap, at, ": the checksum of its data is wrong");
+        ra__put(x, ": the checksum of its data is wrong");
     if (silent && f->peer >= 0 && !r->survivor && !ra__load_i32(&r->met))
-        ra__put(f->text, cap, at, r->rd.trust_plans
+        ra__put(x, r->rd.trust_plans
                     ? "; nothing of this plan has come yet: do all ranks have equal descriptors?"
                     : "; nothing of this plan has come yet: has that rank begun this pass?");
-}
-
-static void ra__failure_number(ra_failure *f, size_t *at, const char *what, int64_t value) {
-    ra__put(f->text, sizeof f->text, at, what);
-    ra__put_i64(f->text, sizeof f->text, at, value);
 }
 
 enum { RA__QUOTED = 160 };             /* bytes of a transport's own text */
 
 static void ra__failure_text(const ra_ring *r, ra_failure *f, const ra__blame *of) {
-    size_t at = 0, cap = sizeof f->text;
+    ra__text x = { f->text, sizeof f->text, 0 };
     const char *why = NULL;
     if (f->code && f->status != RA_E_ENGINE && r->has_transport && r->tp.error_text)
         why = r->tp.error_text(r->tp.ctx, f->code);
-    f->text[0] = 0;
-    ra__failure_number(f, &at, "rank ", f->rank);
-    ra__failure_number(f, &at, ", pass ", f->pass);
-    ra__put(f->text, cap, &at, ": ");
-    ra__put(f->text, cap, &at, ra_status_text(f->status));
-    ra__failure_hint(r, f, &at);
+    ra__say(&x, "rank #", f->rank);
+    ra__say(&x, ", pass #: ", f->pass);
+    ra__put(&x, ra_status_text(f->status));
+    ra__failure_hint(r, f, &x);
     if (of->why) {
-        ra__failure_number(f, &at, "; rank ", f->peer);
-        ra__put(f->text, cap, &at, " ");
-        ra__put(f->text, cap, &at, of->why);
-    } else if (f->peer >= 0)
-        ra__failure_number(f, &at, f->sending == 1 ? "; sending to rank "
-                                                   : "; receiving from rank ", f->peer);
-    if (f->chunk >= 0) ra__failure_number(f, &at, ", chunk ", f->chunk);
-    if (f->hop >= 0) ra__failure_number(f, &at, ", hop ", f->hop);
-    if (of->moved >= 0) ra__failure_number(f, &at, ", bytes moved ", of->moved);
-    if (f->code) ra__failure_number(f, &at, ", code ", f->code);
+        ra__say(&x, "; rank # ", f->peer);
+        ra__put(&x, of->why);
+    } else if (f->peer >= 0) {
+        ra__say(&x, f->sending == 1 ? "; sending to rank #" : "; receiving from rank #", f->peer);
+    }
+    if (f->chunk >= 0) ra__say(&x, ", chunk #", f->chunk);
+    if (f->hop >= 0) ra__say(&x, ", hop #", f->hop);
+    if (of->moved >= 0) ra__say(&x, ", bytes moved #", of->moved);
+    if (f->code) ra__say(&x, ", code #", f->code);
     if (why) {
         char quoted[RA__QUOTED + 1];
         size_t n = 0;
         for (; why[n] && n < RA__QUOTED; n++) quoted[n] = why[n];
         quoted[n] = 0;
-        ra__put(f->text, cap, &at, " (");
-        ra__put(f->text, cap, &at, quoted);
-        ra__put(f->text, cap, &at, ")");
+        ra__put(&x, " (");
+        ra__put(&x, quoted);
+        ra__put(&x, ")");
     }
     if (f->since_progress_ns < 1000000) return;
-    ra__failure_number(f, &at, ", ms since progress: ", f->since_progress_ns / 1000000);
+    ra__say(&x, ", ms since progress: #", f->since_progress_ns / 1000000);
 }
 
 /* Aborts the transport, once in the life of a ring. */
@@ -18531,29 +18519,22 @@ RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char 
     static const char *const kind[RA_EV_ABORT + 1] = {
         "?", "tiles", "sent", "received", "waited", "pass ended", "pass failed", "pass began",
         "posted a send", "posted a receive", "told", "heard", "folded", "aborted the transport" };
-    static const char *const what[] = { ", us ", ", peer ", ", chunk ", ", hop ", ", bytes " };
-    const size_t cap = RA_TEXT_BYTES;
-    size_t at = 0;
+    static const char *const what[] = { ", us #", ", peer #", ", chunk #", ", hop #",
+                                        ", bytes #" };
+    ra__text x = { to, RA_TEXT_BYTES, 0 };
     if (!e || !to) return to;
     const int lasts = e->kind == RA_EV_WAIT || e->kind == RA_EV_TILE;
     const int64_t number[] = { lasts ? ra__time_since(e->end_ns, e->begin_ns) / 1000 : -1, e->peer,
                                e->chunk, e->hop, e->bytes ? e->bytes : -1 };
-    to[0] = 0;
-    ra__put_i64(to, cap, &at, ra__time_since(e->end_ns, zero_ns) / 1000);
-    ra__put(to, cap, &at, " us: rank ");
-    ra__put_i64(to, cap, &at, e->rank);
-    ra__put(to, cap, &at, ", pass ");
-    ra__put_i64(to, cap, &at, e->pass);
-    ra__put(to, cap, &at, ": ");
-    ra__put(to, cap, &at, kind[e->kind > 0 && e->kind <= RA_EV_ABORT ? e->kind : 0]);
-    for (size_t i = 0; i < sizeof number / sizeof number[0]; i++) {
-        if (number[i] < 0) continue;
-        ra__put(to, cap, &at, what[i]);
-        ra__put_i64(to, cap, &at, number[i]);
-    }
+    ra__say(&x, "# us: ", ra__time_since(e->end_ns, zero_ns) / 1000);
+    ra__say(&x, "rank #, ", e->rank);
+    ra__say(&x, "pass #: ", e->pass);
+    ra__put(&x, kind[e->kind > 0 && e->kind <= RA_EV_ABORT ? e->kind : 0]);
+    for (size_t i = 0; i < sizeof number / sizeof number[0]; i++)
+        if (number[i] >= 0) ra__say(&x, what[i], number[i]);
     if (!e->status) return to;
-    ra__put(to, cap, &at, ": ");
-    ra__put(to, cap, &at, ra_status_text(e->status));
+    ra__put(&x, ": ");
+    ra__put(&x, ra_status_text(e->status));
     return to;
 }
 
