@@ -14750,30 +14750,28 @@ static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report 
 }
 
 /* -------------------------------------------------------------------------- prediction
- * Scratch of the prediction in seconds: all [ranks] except freed, work and step. */
+ * Times are in seconds. Of a rank: when its link and its processor are free, how long it receives,
+ * computes and waits, and how many messages it has received. Of its chunk on the way: when it came
+ * to the rank it is at, as which of the messages to that rank. */
+typedef struct ra__predicted {
+    double link_free, folded, busy, compute, idle, here;
+    int64_t received, number;
+} ra__predicted;
 typedef struct ra__prediction_scratch {
-    double *link_free, *busy, *compute, *folded, *idle;
-    double *here;                      /* when the chunk of an owner came to the rank it is at, */
-    int64_t *number;                   /* as which of the messages to that rank */
+    ra__predicted *rank;               /* [ranks] */
     double *freed;                     /* [ranks][buffers] when a receive buffer is free again */
     double *work;                      /* [ranks][chunks] time of computing */
     double *step;                      /* [places + 1] of one rank */
-    int64_t *received;
     int32_t unlimited;                 /* 1: as if a buffer were always free */
 } ra__prediction_scratch;
 
 static void ra__predict_carve(ra__arena *a, const ra_plan *p, ra__prediction_scratch *m) {
-    double **list[6];
-    int64_t ranks = p->d.ranks;
-    list[0] = &m->link_free; list[1] = &m->busy; list[2] = &m->compute; list[3] = &m->folded;
-    list[4] = &m->idle; list[5] = &m->here;
-    for (int32_t i = 0; i < 6; i++) *list[i] = (double *)ra__carve(a, ranks * 8);
+    const int64_t ranks = p->d.ranks;
+    m->rank = (ra__predicted *)ra__carve(a, ranks * (int64_t)sizeof *m->rank);
     m->freed = (double *)ra__carve(a, ranks * p->d.buffers * 8);
     m->work = (double *)ra__carve(a, ranks * p->keys.chunks * 8);
     m->step = (double *)ra__carve(a, p->d.layout.kind == RA_LAYOUT_ARRAY ? 0
                                            : (p->place_begin[p->d.sequences] + 1) * 8);
-    m->received = (int64_t *)ra__carve(a, ranks * 8);
-    m->number = (int64_t *)ra__carve(a, ranks * 8);
 }
 
 /* Adds the seconds that a rank needs for each chunk, from its non-empty tiles. A partial tile is
@@ -14828,40 +14826,36 @@ static void ra__predict_array(const ra_plan *p, int32_t rank, double pair_s,
 static void ra__predict_visit(const ra_plan *p, const ra_rates *rates, int64_t c, int32_t h,
                               ra__prediction_scratch *m) {
     const ra__chunk *chunk = &p->keys.chunk[c];
-    const int32_t buffers = p->d.buffers, rank = ra__rank_up(p, chunk->owner, h * p->direction);
-    const int32_t next = ra__rank_up(p, rank, p->direction);
-    const double here = h ? m->here[chunk->owner] : 0, work = m->work[rank * p->keys.chunks + c];
+    const int32_t rank = ra__rank_up(p, chunk->owner, h * p->direction);
+    const int64_t buffers = p->d.buffers, next = ra__rank_up(p, rank, p->direction);
+    ra__predicted *at = &m->rank[rank], *to = &m->rank[next], *owner = &m->rank[chunk->owner];
+    const double here = h ? owner->here : 0, work = m->work[rank * p->keys.chunks + c];
     double sent = here, folded = here;
     if (work > 0) {
-        m->idle[rank] += here > m->folded[rank] ? here - m->folded[rank] : 0;
-        folded = m->folded[rank] = work + (here > m->folded[rank] ? here : m->folded[rank]);
-        m->compute[rank] += work;
+        at->idle += here > at->folded ? here - at->folded : 0;
+        folded = at->folded = work + (here > at->folded ? here : at->folded);
+        at->compute += work;
     }
     if (h < ra__chunk_reach(chunk)) {
         double bytes = (double)ra__message_bytes(&p->d, chunk, h + 1);
         double move = rates->link_latency_s + bytes / rates->link_bytes_per_s;
-        double free = m->freed[(int64_t)next * buffers + m->received[next] % buffers];
-        double start = here > m->link_free[rank] ? here : m->link_free[rank];
-        if (m->unlimited) free = 0;
-        sent = m->link_free[rank] = move + (free > start ? free : start);
-        m->busy[next] += move;
+        double free = m->unlimited ? 0 : m->freed[next * buffers + to->received % buffers];
+        double start = here > at->link_free ? here : at->link_free;
+        sent = at->link_free = move + (free > start ? free : start);
+        to->busy += move;
     }
     if (h > 0 && h <= ra__chunk_reach(chunk))
-        m->freed[(int64_t)rank * buffers + m->number[chunk->owner] % buffers] =
-            sent > folded ? sent : folded;
-    if (h < ra__chunk_reach(chunk)) m->number[chunk->owner] = m->received[next]++;
-    m->here[chunk->owner] = sent;
+        m->freed[rank * buffers + owner->number % buffers] = sent > folded ? sent : folded;
+    if (h < ra__chunk_reach(chunk)) owner->number = to->received++;
+    owner->here = sent;
 }
 
 /* Simulates all chunks; returns when the last rank is done. */
 static double ra__predict_pass(const ra_plan *p, const ra_rates *rates, int32_t unlimited,
                                ra__prediction_scratch *m) {
-    double *zero[6], done = 0;
-    zero[0] = m->link_free; zero[1] = m->busy; zero[2] = m->compute; zero[3] = m->folded;
-    zero[4] = m->idle; zero[5] = m->freed;
-    for (int32_t i = 0; i < 6; i++)
-        memset(zero[i], 0, (size_t)p->d.ranks * (i < 5 ? 1 : (size_t)p->d.buffers) * 8);
-    memset(m->received, 0, (size_t)p->d.ranks * 8);
+    double done = 0;
+    memset(m->rank, 0, (size_t)p->d.ranks * sizeof *m->rank);
+    memset(m->freed, 0, (size_t)p->d.ranks * (size_t)p->d.buffers * sizeof *m->freed);
     m->unlimited = unlimited;
     for (int64_t k = 0, n; k < p->keys.chunks; k += n) {
         n = p->round ? p->round[k].count : 1;
@@ -14869,7 +14863,8 @@ static double ra__predict_pass(const ra_plan *p, const ra_rates *rates, int32_t 
             for (int64_t i = k; i < k + n; i++)
                 ra__predict_visit(p, rates, p->round ? p->round[i].chunk : i, h, m);
     }
-    for (int32_t r = 0; r < p->d.ranks; r++) done = m->folded[r] > done ? m->folded[r] : done;
+    for (int32_t r = 0; r < p->d.ranks; r++)
+        done = m->rank[r].folded > done ? m->rank[r].folded : done;
     return done;
 }
 
@@ -15124,11 +15119,12 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
     memset(out, 0, sizeof *out);
     out->bound_s = ra__predict_pass(plan, rates, 1, &m);
     out->all_done_s = ra__predict_pass(plan, rates, 0, &m);
-    out->compute_s = m.compute[rank];
-    out->transfer_s = m.busy[rank];
-    out->wait_s = m.idle[rank];
-    out->done_s = m.folded[rank];
-    out->hidden_s = m.busy[rank] > m.idle[rank] ? m.busy[rank] - m.idle[rank] : 0;
+    const ra__predicted *here = &m.rank[rank];
+    out->compute_s = here->compute;
+    out->transfer_s = here->busy;
+    out->wait_s = here->idle;
+    out->done_s = here->folded;
+    out->hidden_s = here->busy > here->idle ? here->busy - here->idle : 0;
     ra__free(&plan->allocator, arena.base, (size_t)bytes);
     return RA_OK;
 }
