@@ -809,7 +809,7 @@ typedef struct ra_transport ra_transport;
 
 /* Makes the schedule of d->rank and proves that it cannot deadlock, or refuses with d->error
  * filled. One allocation from a (null: malloc). It takes time in proportion to tokens /
- * RA_BLOCK_TOKENS + chunks * ranks (INTERVALS: tokens + chunks * ranks), and memory of 2 bits per
+ * RA_BLOCK_TOKENS + chunks * ranks / 64 (INTERVALS: tokens instead), and memory of 2 bits per
  * rank and chunk and some hundred bytes per chunk. It needs no network and no workspace. d and its
  * arrays are copied. A plan never changes: threads, rings and layers may share it. */
 RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a);
@@ -12379,7 +12379,7 @@ struct ra_plan {
     int64_t reader_count, source_count;
     int64_t *start;                    /* [chunks] scratch: the step in which a chunk leaves its
                                         * owner, see ra__tour_steps */
-    int64_t *line;                     /* [2 ranks] scratch of ra__tour_steps */
+    int64_t *line;                     /* [3 ranks] scratch of ra__tour_steps */
     ra__span *span;                    /* RA_TRAVEL_Q: scratch of ra__key_spans */
     struct ra__play *play;             /* scratch of ra__tour_exchanges */
     int64_t unvisited, back_unvisited; /* empty tiles of chunks that this rank never folds */
@@ -12656,25 +12656,98 @@ static int ra__spans_bounds(ra__spans *s, const ra__bounds *b) {
     return ra__spans_add(s, b->lo_min, b->hi_max) && ra__spans_add(s, b->doc_min, b->keep_max);
 }
 
-/* One of the spans reaches into the positions [first, last]. */
-RA__INLINE int ra__spans_meet(const ra__spans *s, int64_t first, int64_t last) {
-    int32_t from = 0, to = s->n;
-    while (from < to) {                                /* the first span that ends after `first` */
+/* What up to 64 viewers see: positions [at[i], at[i + 1]) by those with a bit in by[i]. Viewers are
+ * ranks, or segments of chunks of queries. */
+enum { RA__VIEWERS = 64, RA__VIEW_EDGES = 4 * RA__SPANS };
+typedef struct ra__views {
+    int64_t at[RA__VIEW_EDGES];
+    uint64_t by[RA__VIEW_EDGES];
+    int32_t n;
+} ra__views;
+
+/* The first edge above a position. */
+RA__INLINE int32_t ra__views_above(const ra__views *v, int64_t pos) {
+    int32_t from = 0, to = v->n;
+    while (from < to) {
         int32_t mid = (from + to) / 2;
-        if (s->at[mid][1] > first) to = mid;
+        if (v->at[mid] > pos) to = mid;
         else from = mid + 1;
     }
-    return from < s->n && s->at[from][0] <= last;
+    return from;
 }
 
-static void ra__need_set(const ra_plan *p, const ra__travel *t, int64_t c, int32_t i,
-                         int32_t rank) {
-    ra__chunk *chunk = &t->chunk[c];
-    int64_t bit = 2 * c + i;
-    int32_t up = ra__ranks_up(p, chunk->owner, rank);
-    t->need[rank * t->need_row + bit / 8] |= (uint8_t)(1 << (bit % 8));
-    if (up > chunk->up[i]) chunk->up[i] = up;
-    if (up && p->d.ranks - up > chunk->down[i]) chunk->down[i] = p->d.ranks - up;
+/* Makes a position an edge; returns which. */
+static int32_t ra__views_edge(ra__views *v, int64_t pos) {
+    int32_t i = ra__views_above(v, pos);
+    if (i && v->at[i - 1] == pos) return i - 1;
+    memmove(v->at + i + 1, v->at + i, (size_t)(v->n - i) * sizeof *v->at);
+    memmove(v->by + i + 1, v->by + i, (size_t)(v->n - i) * sizeof *v->by);
+    v->at[i] = pos;
+    v->by[i] = i ? v->by[i - 1] : 0;
+    v->n++;
+    return i;
+}
+
+/* Adds what one viewer sees; 0 if there may be no room. */
+static int ra__views_add(ra__views *v, const ra__spans *s, int32_t viewer) {
+    if (v->n + 2 * s->n > RA__VIEW_EDGES) return 0;
+    for (int32_t i = 0; i < s->n; i++) {
+        const int32_t from = ra__views_edge(v, s->at[i][0]), to = ra__views_edge(v, s->at[i][1]);
+        for (int32_t k = from; k < to; k++) v->by[k] |= (uint64_t)1 << viewer;
+    }
+    return 1;
+}
+
+/* Who sees one of the positions [first, last]. */
+static uint64_t ra__views_of(const ra__views *v, int64_t first, int64_t last) {
+    int32_t i = ra__views_above(v, first);
+    uint64_t by = i ? v->by[i - 1] : 0;
+    for (; i < v->n && v->at[i] <= last; i++) by |= v->by[i];
+    return by;
+}
+
+/* Swaps rows and columns of bits: bit j of row i becomes bit i of row j. (Warren, Hacker's Delight,
+ * 7-3) */
+static void ra__bits_transpose(uint64_t row[64]) {
+    uint64_t mask = 0xffffffffu;
+    for (int32_t width = 32; width; width /= 2, mask ^= mask << width)
+        for (int32_t i = 0; i < 64; i = ((i | width) + 1) & ~width) {
+            const uint64_t swap = (row[i] >> width ^ row[i | width]) & mask;
+            row[i] ^= swap << width;
+            row[i | width] ^= swap;
+        }
+}
+
+/* How far segment i of a chunk must travel for the ranks from `rank` on with a bit in `by`. Going
+ * up, a rank below the owner is farther than one above it, and the last of them is the farthest. */
+static void ra__need_reach(const ra_plan *p, ra__chunk *c, int32_t i, int32_t rank, uint64_t by) {
+    const int32_t at = c->owner - rank;
+    const uint64_t upto = at < 0 ? 0 : at > 63 ? UINT64_MAX : ((uint64_t)2 << at) - 1;
+    const uint64_t owner = at < 0 || at > 63 ? 0 : (uint64_t)1 << at;
+    const uint64_t below = by & upto & ~owner, above = by & ~upto;
+    uint64_t up = below ? below : above, down = above ? above : below;
+    int32_t last = rank, first = rank;
+    if (!up) return;
+    for (int32_t w = 32; w; w /= 2) {
+        if (up >> w) up >>= w, last += w;
+        if (!(down << (64 - w))) down >>= w, first += w;
+    }
+    c->up[i] = (int32_t)ra__max(c->up[i], ra__ranks_up(p, c->owner, last));
+    c->down[i] = (int32_t)ra__max(c->down[i], ra__ranks_up(p, first, c->owner));
+}
+
+/* Marks what rows say about 32 chunks from c on and 64 ranks from `rank` on, both multiples. Row
+ * 2 i + k is segment k of chunk c + i and has a bit per rank, or if by_rank is 1 the other way
+ * round. Clears the rows. */
+static void ra__need_block(const ra_plan *p, const ra__travel *t, int64_t c, int32_t rank,
+                           uint64_t row[64], int by_rank) {
+    if (by_rank) ra__bits_transpose(row);
+    for (int32_t i = 0; i < 64; i++)
+        if (row[i]) ra__need_reach(p, &t->chunk[c + i / 2], i % 2, rank, row[i]);
+    ra__bits_transpose(row);
+    for (int64_t i = 0; i < 64; i++)
+        for (int32_t k = 0; row[i]; k++, row[i] >>= 8)
+            t->need[(rank + i) * t->need_row + c / 4 + k] |= (uint8_t)row[i];
 }
 
 /* Chunks [*first, *end) of sequence b: the list is sorted by sequence. */
@@ -12693,83 +12766,106 @@ static void ra__chunk_range(const ra__travel *t, int32_t b, int64_t *first, int6
     *end = edge[1];
 }
 
-/* One of the runs of a chunk has keys in one of the spans; 1 for chunks without runs. */
-static int ra__pieces_meet(const ra__chunk *c, const ra__spans *s) {
+/* Who sees something of segment i of a chunk of keys. */
+static uint64_t ra__views_chunk(const ra__views *v, const ra__chunk *c, int32_t i) {
     int64_t first, last;
-    if (!c->list.run) return 1;
-    for (int64_t i = 0; i < c->list.count; i++) {
-        ra__seg run = ra__chunk_run(c, i);
+    uint64_t by;
+    ra__chunk_span(c, i, &first, &last);
+    by = ra__views_of(v, first, last);
+    if (!by || !c->list.run) return by;
+    by = 0;
+    for (int64_t k = 0; k < c->list.count; k++) {
+        ra__seg run = ra__chunk_run(c, k);
         ra__seg_span(&run, NULL, &first, &last);
-        if (ra__spans_meet(s, first, last)) return 1;
+        by |= ra__views_of(v, first, last);
     }
-    return 0;
+    return by;
 }
 
-/* Marks the chunks of keys [first, end) of which the rows of a rank may see something. */
+/* Marks the chunks of keys [first, end) of which the rows of ranks from `rank` on see something,
+ * and begins anew. */
 static void ra__needs_mark(const ra_plan *p, int32_t rank, int64_t first, int64_t end,
-                           const ra__spans *s) {
-    for (int64_t c = first; c < end; c++)
-        for (int32_t i = 0; i < p->keys.chunk[c].segs; i++) {
-            int64_t low, high;
-            ra__chunk_span(&p->keys.chunk[c], i, &low, &high);
-            if (ra__spans_meet(s, low, high) && ra__pieces_meet(&p->keys.chunk[c], s))
-                ra__need_set(p, &p->keys, c, i, rank);
-        }
+                           ra__views *v) {
+    uint64_t row[64] = { 0 };
+    for (int64_t c = first; v->n && c < end; c++) {
+        for (int32_t i = 0; i < p->keys.chunk[c].segs; i++)
+            row[c % 32 * 2 + i] = ra__views_chunk(v, &p->keys.chunk[c], i);
+        if (c % 32 == 31 || c + 1 == end)
+            ra__need_block(p, &p->keys, c / 32 * 32, rank, row, 0);
+    }
+    v->n = 0;
 }
 
-/* Marks who needs which chunk of keys: rank r if a block of its queries may see one of the keys. */
+/* Marks who needs which chunk of keys: rank r if a block of its queries may see one of the keys.
+ * `rank` is a multiple of RA__VIEWERS. */
 static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
-    ra__side side = ra__plan_side(p, 0, rank);
+    const int32_t ranks = (int32_t)ra__min(p->d.ranks - rank, RA__VIEWERS);
     int64_t tokens = ra__q_len(&p->d, b), first, end;
+    ra__views views;
     ra__spans spans;
     ra__seg s;
-    spans.n = 0;
+    views.n = 0;
     ra__chunk_range(&p->keys, b, &first, &end);
-    if (first == end) return;
-    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
-        if (p->d.layout.kind == RA_LAYOUT_ARRAY) {
-            if (s.rows) (void)ra__spans_add(&spans, 0, RA_MAX_POSITION);
-            continue;
+    for (int32_t r = 0; r < ranks && first < end; r++) {
+        ra__side side = ra__plan_side(p, 0, rank + r);
+        spans.n = 0;
+        for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
+            if (p->d.layout.kind == RA_LAYOUT_ARRAY && s.rows)
+                (void)ra__spans_add(&spans, 0, RA_MAX_POSITION);
+            if (p->d.layout.kind == RA_LAYOUT_ARRAY) continue;
+            for (int64_t j = 0; j < ra__ceil_div(s.rows, RA_BLOCK_TOKENS); j++) {
+                ra__seg block = ra__seg_block(&s, j);
+                ra__bounds bounds = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, b, 0), &block);
+                while (!ra__spans_bounds(&spans, &bounds)) {
+                    while (!ra__views_add(&views, &spans, r))
+                        ra__needs_mark(p, rank, first, end, &views);
+                    spans.n = 0;
+                }
+            }
         }
-        for (int64_t j = 0; j < ra__ceil_div(s.rows, RA_BLOCK_TOKENS); j++) {
-            ra__seg block = ra__seg_block(&s, j);
-            ra__bounds bounds = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, b, 0), &block);
-            if (ra__spans_bounds(&spans, &bounds)) continue;
-            ra__needs_mark(p, rank, first, end, &spans);
-            spans.n = 0;
-            (void)ra__spans_bounds(&spans, &bounds);
-        }
+        while (!ra__views_add(&views, &spans, r)) ra__needs_mark(p, rank, first, end, &views);
     }
-    ra__needs_mark(p, rank, first, end, &spans);
+    ra__needs_mark(p, rank, first, end, &views);
 }
 
-/* Marks the ranks with keys of the chunk's sequence where segment i of a chunk of queries sees
- * something. */
-static void ra__q_needs_mark(const ra_plan *p, int64_t c, int32_t i, const ra__span *span,
-                             int64_t spans, const ra__spans *s) {
-    for (int64_t k = 0; k < spans; k++)
-        if (ra__spans_meet(s, span[k].first, span[k].last))
-            ra__need_set(p, &p->queries, c, i, span[k].rank);
+/* Marks the ranks with keys that queries of 32 chunks from c on see, and begins anew. */
+static void ra__q_needs_mark(const ra_plan *p, int64_t c, const ra__span *span, int64_t spans,
+                             ra__views *v) {
+    uint64_t row[64] = { 0 };
+    for (int64_t k = 0; v->n && k < spans; k++) {
+        const int32_t rank = span[k].rank;
+        row[rank % 64] |= ra__views_of(v, span[k].first, span[k].last);
+        if (k + 1 == spans || span[k + 1].rank / 64 != rank / 64)
+            ra__need_block(p, &p->queries, c, rank / 64 * 64, row, 1);
+    }
+    v->n = 0;
 }
 
-/* Marks which ranks have keys that rows of a chunk of queries may see. */
-static void ra__chunk_q_needs(const ra_plan *p, int64_t c, const ra__span *span,
+/* Marks which ranks have keys that rows of chunks of queries of one sequence may see: of those
+ * from c to the next multiple of 32, if they are before `end`. */
+static void ra__chunk_q_needs(const ra_plan *p, int64_t c, int64_t end, const ra__span *span,
                               int64_t spans) {
-    const ra__chunk *chunk = &p->queries.chunk[c];
-    int64_t keys = ra__key_end(&p->d, chunk->sequence, 0);
-    for (int32_t i = 0; i < chunk->segs; i++) {
-        ra__spans s;
-        s.n = 0;
-        for (int64_t j = 0; j < ra__seg_blocks(chunk, i); j++) {
-            ra__seg rows = ra__seg_block_at(chunk, i, j);
-            ra__bounds bounds = ra__seg_bounds(&p->d.mask, keys, &rows);
-            if (ra__spans_bounds(&s, &bounds)) continue;
-            ra__q_needs_mark(p, c, i, span, spans, &s);
+    const int64_t keys = ra__key_end(&p->d, p->queries.chunk[c].sequence, 0), from = c / 32 * 32;
+    ra__views views;
+    views.n = 0;
+    for (; c < end && c < from + 32; c++)
+        for (int32_t i = 0; i < p->queries.chunk[c].segs; i++) {
+            const int32_t viewer = (int32_t)(c - from) * 2 + i;
+            ra__spans s;
             s.n = 0;
-            (void)ra__spans_bounds(&s, &bounds);
+            for (int64_t j = 0; j < ra__seg_blocks(&p->queries.chunk[c], i); j++) {
+                ra__seg rows = ra__seg_block_at(&p->queries.chunk[c], i, j);
+                ra__bounds bounds = ra__seg_bounds(&p->d.mask, keys, &rows);
+                while (!ra__spans_bounds(&s, &bounds)) {
+                    while (!ra__views_add(&views, &s, viewer))
+                        ra__q_needs_mark(p, from, span, spans, &views);
+                    s.n = 0;
+                }
+            }
+            while (!ra__views_add(&views, &s, viewer))
+                ra__q_needs_mark(p, from, span, spans, &views);
         }
-        ra__q_needs_mark(p, c, i, span, spans, &s);
-    }
+    ra__q_needs_mark(p, from, span, spans, &views);
 }
 
 /* Writes the keys of sequence b on all ranks; returns how many spans. */
@@ -12818,11 +12914,13 @@ RA__INLINE int32_t ra__tour_stations(const ra__tour *w, int64_t c) {
 static int64_t ra__tour_chunk(const ra__tour *w, int32_t rank, int64_t k) {
     const ra__round *round = w->p->round;
     const int32_t next = rank + (w->direction > 0);
-    int32_t before = 0, to, at;
+    int32_t before, to, at;
     if (w->back || !round) return k;
     at = (int32_t)k - round[k].first;
     round += round[k].first;
-    for (to = round->count; before < to;) {            /* owners below `next` */
+    to = round->count;
+    before = to == w->p->d.ranks ? to = next : 0;      /* most: a chunk of every rank */
+    while (before < to) {                              /* owners below `next` */
         int32_t mid = (before + to) / 2;
         if (w->t->chunk[round[mid].chunk].owner < next) before = mid + 1;
         else to = mid;
@@ -12879,23 +12977,41 @@ static int64_t ra__tour_hops(const ra__tour *w) {
  * gradient returns in the step after it came to its last rank. Chunks move on in the first half of
  * a step and return in the second half. A count is a step less the place of a rank in the direction
  * of travel: a chunk leaves all its ranks in the same count, those beyond the end of the ring
- * `ranks` later. free[x]: the first count in which a chunk may leave place x. Returns the first
- * count in which one may leave `leaves` places from `place` on. */
-static int64_t ra__line_least(const int64_t *free, int32_t ranks, int32_t place, int32_t leaves) {
-    int64_t least = free[place];
-    int32_t over = place + leaves - ranks;
-    for (int32_t x = place + 1; x < place + leaves && x < ranks; x++)
-        least = free[x] > least ? free[x] : least;
-    for (int32_t x = 0; x < over; x++)
-        least = free[x] - ranks > least ? free[x] - ranks : least;
+ * `ranks` later. free[x]: the first count in which a chunk may leave the places [x, end[x]), which
+ * is kept once for as many as have it alike; end[x] is 0 at the other places.
+ *
+ * Cost: a chunk makes one piece of all the pieces that it passes, and two more at its ends, so all
+ * chunks together pass few more than there are chunks and ranks. */
+typedef struct ra__line { int64_t *free, *end; } ra__line;
+
+/* Lets a piece begin at place x. */
+static void ra__line_split(const ra__line *l, int64_t x) {
+    int64_t from = x;
+    while (!l->end[from]) from--;
+    if (from == x) return;
+    l->free[x] = l->free[from];
+    l->end[x] = l->end[from];
+    l->end[from] = x;
+}
+
+/* The first count in which a chunk may leave the places [from, to). */
+static int64_t ra__line_least(const ra__line *l, int64_t from, int64_t to, int64_t ranks) {
+    int64_t least = INT64_MIN;
+    if (from < to) ra__line_split(l, from);
+    if (from < to && to < ranks) ra__line_split(l, to);
+    for (; from < to; from = l->end[from]) least = ra__max(least, l->free[from]);
     return least;
 }
 
-static void ra__line_set(int64_t *free, int32_t ranks, int32_t place, int32_t leaves,
-                         int64_t next) {
-    int32_t over = place + leaves - ranks;
-    for (int32_t x = place; x < place + leaves && x < ranks; x++) free[x] = next;
-    for (int32_t x = 0; x < over; x++) free[x] = next + ranks;
+/* Makes one piece of them. */
+static void ra__line_set(const ra__line *l, int64_t from, int64_t to, int64_t next) {
+    for (int64_t x = from, end; x < to; x = end) {
+        end = l->end[x];
+        l->end[x] = 0;
+    }
+    if (from == to) return;
+    l->free[from] = next;
+    l->end[from] = to;
 }
 
 /* Lets every chunk start, in the order of the list, in the first step from which it can travel
@@ -12905,31 +13021,35 @@ static void ra__line_set(int64_t *free, int32_t ranks, int32_t place, int32_t le
  * the next, so a rank keeps at most one while another comes: that takes two buffers. With one
  * buffer a rank is free in every other step. Own chunks return in order, one per step. If owners
  * fold twice, own chunks have returned before the rank folds one that stays, one of another rank,
- * or one of another sequence.
- *
- * Cost: chunks x ranks. */
+ * or one of another sequence. */
 static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) {
     const ra_plan *p = w->p;
     int32_t ranks = p->d.ranks, gap = p->d.buffers > 1 ? 1 : 2, last = 0;
-    int64_t *free = line, *returned = line + ranks, steps = 0;
+    int64_t *returned = line + 2 * ranks, steps = 0;
+    const ra__line l = { line, line + ranks };
     for (int32_t x = 0; x < ranks; x++) {
-        free[x] = -x;
+        l.free[x] = -x;
+        l.end[x] = x + 1;
         returned[x] = -1;
     }
     for (int64_t c = 0; c < w->t->chunks; c++) {
         const ra__chunk *chunk = &w->t->chunk[c];
         int32_t n = ra__tour_stations(w, c), leaves = n + w->back;
         int32_t place = w->direction > 0 ? chunk->owner : ranks - 1 - chunk->owner;
-        int64_t least;
+        int64_t end = ra__min(place + leaves, ranks), over = place + leaves - end, least;
         if (c && w->back && p->owner_folds_twice &&
-            (!n || place != last || chunk->sequence != chunk[-1].sequence))
-            free[last] = ra__max(free[last], returned[last] + 1 - last);
+            (!n || place != last || chunk->sequence != chunk[-1].sequence)) {
+            least = ra__line_least(&l, last, last + 1, ranks);
+            ra__line_set(&l, last, last + 1, ra__max(least, returned[last] + 1 - last));
+        }
         last = place;
         start[c] = -1;
         if (!n) continue;
-        least = ra__line_least(free, ranks, place, leaves);
+        least = ra__line_least(&l, place, end, ranks);
+        if (over) least = ra__max(least, ra__line_least(&l, 0, over, ranks) - ranks);
         if (w->back) least = ra__max(least, returned[place] + 1 - n - place);
-        ra__line_set(free, ranks, place, leaves, least + gap);
+        ra__line_set(&l, place, end, least + gap);
+        ra__line_set(&l, 0, over, least + gap + ranks);
         start[c] = least + place;
         returned[place] = start[c] + n;
         steps = ra__max(steps, start[c] + leaves);
@@ -12977,8 +13097,10 @@ typedef struct ra__play_seat {
     int64_t came_back[RA__RETURN_SLOTS], folded_again[RA__RETURN_SLOTS];
     int32_t sequence;                  /* of the blocks; -1: none yet */
     int32_t samples;                   /* of queries that stay */
-    ra__sight sight[RA__SAMPLES];
 } ra__play_seat;
+
+/* A chunk: `stations` as ra__tour_stations, and the next chunk of its owner that leaves. */
+typedef struct ra__play_chunk { int32_t owner, sequence, stations, next; } ra__play_chunk;
 
 /* Chunks that are folded together. */
 typedef struct ra__play_work { int64_t begin, end, folds; } ra__play_work;
@@ -12987,21 +13109,32 @@ typedef struct ra__play_work { int64_t begin, end, folds; } ra__play_work;
 enum { RA__PLAY_NONE, RA__PLAY_STARTED, RA__PLAY_DONE };
 typedef struct ra__play {
     ra__play_seat *seat;               /* [ranks] */
-    ra__play_slot *slot;               /* [ranks][buffers] */
+    ra__play_slot *slot;               /* [ranks][ra__play_slots] */
+    ra__sight *sight;                  /* [ranks][ra__play_samples] */
+    ra__play_chunk *chunk;             /* [chunks] */
     int64_t *moment[3];                /* of this rank's messages: sent, received, returned */
     ra__play_work *work;               /* what this rank folds, in order */
     int64_t *come;                     /* when each entry of its fold list and all before it have
                                         * come */
-    int64_t count[3], works, comes;
+    int64_t count[3], works, comes, last_slot;
     int32_t shift;                     /* of work, so that a pass fits into RA__WORK_BITS */
     int32_t state;                     /* atomic: RA__PLAY_* */
 } ra__play;
 
-/* The slot of message i of a rank. There are fewer than 2^32 messages. */
-RA__INLINE ra__play_slot *ra__play_at(const ra__tour *w, const ra__play *y, int32_t rank,
-                                      int64_t i) {
-    const uint32_t n = (uint32_t)w->p->d.buffers;
-    return &y->slot[(int64_t)rank * n + (uint32_t)i % n];
+/* Slots of a rank: a power of two and no fewer than buffers. That of message i. */
+RA__INLINE int64_t ra__play_slots(const ra_plan *p) {
+    int64_t n = 1;
+    while (n < p->d.buffers) n *= 2;
+    return n;
+}
+RA__INLINE ra__play_slot *ra__play_at(const ra__play *y, int32_t rank, int64_t i) {
+    return &y->slot[(rank * (y->last_slot + 1)) + (i & y->last_slot)];
+}
+RA__INLINE int64_t ra__play_samples(const ra_plan *p) {
+    return p->d.ranks > 64 ? RA__SAMPLES / 4 : RA__SAMPLES;
+}
+RA__INLINE ra__sight *ra__play_sight(const ra__tour *w, const ra__play *y, int32_t rank) {
+    return &y->sight[rank * ra__play_samples(w->p)];
 }
 
 RA__INLINE int64_t ra__play_tokens(const ra__tour *w, int stays, int32_t b) {
@@ -13045,15 +13178,12 @@ static int64_t ra__sight_all(const ra__seg *s, const ra__sight *x, int64_t n) {
     return all;
 }
 
-RA__INLINE int64_t ra__play_samples(const ra__tour *w) {
-    return w->p->d.ranks > 64 ? RA__SAMPLES / 4 : RA__SAMPLES;
-}
-
 /* Sets what some of a rank's blocks of queries see; none with ARRAY. */
-static void ra__play_sights(const ra__tour *w, ra__play_seat *s, int32_t rank) {
+static void ra__play_sights(const ra__tour *w, ra__play *y, int32_t rank) {
     ra__side side = ra__plan_side(w->p, 0, rank);
+    ra__play_seat *s = &y->seat[rank];
     const int64_t tokens = ra__q_len(&w->p->d, s->sequence);
-    const int64_t n = ra__min(ra__play_samples(w), s->blocks);
+    const int64_t n = ra__min(ra__play_samples(w->p), s->blocks);
     int64_t before = 0;
     ra__seg seg;
     s->samples = 0;
@@ -13064,7 +13194,7 @@ static void ra__play_sights(const ra__tour *w, ra__play_seat *s, int32_t rank) {
             const int64_t at = (2 * s->samples + 1) * s->blocks / (2 * n) - before;
             if (at >= blocks) break;
             ra__seg rows = ra__seg_block(&seg, at);
-            s->sight[s->samples] = ra__sight_of(w->p, s->sequence, &rows);
+            ra__play_sight(w, y, rank)[s->samples] = ra__sight_of(w->p, s->sequence, &rows);
         }
         before += blocks;
     }
@@ -13084,7 +13214,7 @@ static ra__seg ra__play_seg(const ra__chunk *c, int32_t i) {
  * them. */
 static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank) {
     ra__side side = ra__plan_side(w->p, 1, rank);
-    const int64_t blocks = ra__chunk_blocks(c), n = ra__min(ra__play_samples(w), blocks);
+    const int64_t blocks = ra__chunk_blocks(c), n = ra__min(ra__play_samples(w->p), blocks);
     const int64_t tokens = ra__k_len(&w->p->d, c->sequence);
     const int64_t skip = side.layout == RA_LAYOUT_RUNS
                              ? ra__max(1, side.list.count / RA__SAMPLES) : 1;
@@ -13115,10 +13245,10 @@ RA__INLINE int64_t ra__play_after(const ra__play *y, int64_t when, int64_t work)
     return ((when >> RA__MOMENT_BITS) + ra__max(1, work >> y->shift)) << RA__MOMENT_BITS;
 }
 
-/* The first own chunk from c on that leaves a rank. */
-static int64_t ra__play_own(const ra__tour *w, int32_t rank, int64_t c) {
-    while (c < w->t->chunks && (w->t->chunk[c].owner != rank || !ra__tour_stations(w, c))) c++;
-    return c;
+/* The chunk comes to a rank that is not its owner. */
+RA__INLINE int ra__play_arrives(const ra__tour *w, const ra__play_chunk *c, int32_t rank) {
+    const int32_t n = ra__tour_apart(w, c->owner, rank);
+    return n > 0 && n <= c->stations;
 }
 
 /* This rank has folded something, after `begin` or together with what it folded before. */
@@ -13145,7 +13275,7 @@ static int64_t ra__play_all(const ra__tour *w, const ra__play *y, int32_t rank, 
     if (w->t == &w->p->queries) return ra__play_seen(w, chunk, rank);
     for (int32_t i = 0; i < (chunk->list.run ? 1 : chunk->segs); i++) {
         ra__seg seg = ra__play_seg(chunk, i);
-        all += ra__sight_all(&seg, s->sight, s->samples);
+        all += ra__sight_all(&seg, ra__play_sight(w, y, rank), s->samples);
     }
     return s->samples ? ra__mul_sat(all, s->blocks) / s->samples : 0;
 }
@@ -13159,7 +13289,7 @@ static int64_t ra__play_part(const ra__tour *w, const ra__play *y, int32_t rank,
     const int64_t all = ra__play_all(w, y, rank, c), own = ra__max(2 * s->own, 1);
     const int64_t middle = 2 * (second ? s->own_last : s->own_first) +
                            ra__chunk_blocks(&w->t->chunk[c]) - w->t->chunk[c].segs;
-    if (!w->back || !w->p->owner_folds_twice || !ra__tour_stations(w, c)) return all;
+    if (!w->back || !w->p->owner_folds_twice || !y->chunk[c].stations) return all;
     return all / own * ra__min(own, second ? middle : own - middle);
 }
 
@@ -13169,12 +13299,13 @@ static int ra__play_again(const ra__tour *w, ra__play *y, int32_t rank, int64_t 
     ra__play_seat *s = &y->seat[rank];
     int64_t i = s->ended % RA__RETURN_SLOTS, begin, again, start;
     const int64_t *step = w->p->start;
+    const ra__play_chunk *chunk = &y->chunk[c];
     if (!w->p->owner_folds_twice || s->ended == s->started) return 0;
     again = s->own_next;
-    if (c < w->t->chunks && w->t->chunk[c].sequence == s->sequence) {
-        if (!(w->t->chunk[c].owner == rank || ra__tour_arrives(w, c, rank))) return 0;
-        start = step[again] + ra__tour_stations(w, again) + 2;
-        if (w->t->chunk[c].owner == rank && ra__tour_stations(w, c) && start > step[c]) return 0;
+    if (c < w->t->chunks && chunk->sequence == s->sequence) {
+        if (!(chunk->owner == rank || ra__play_arrives(w, chunk, rank))) return 0;
+        start = step[again] + y->chunk[again].stations + 2;
+        if (chunk->owner == rank && chunk->stations && start > step[c]) return 0;
     }
     if (s->ended == s->returned) return -1;
     begin = ra__max(s->busy, s->came_back[i] + 1);
@@ -13182,7 +13313,7 @@ static int ra__play_again(const ra__tour *w, ra__play *y, int32_t rank, int64_t 
     s->own_last += ra__chunk_blocks(&w->t->chunk[again]);
     s->folded_again[i] = s->busy;
     s->ended++;
-    s->own_next = ra__play_own(w, rank, again + 1);
+    s->own_next = y->chunk[again].next;
     ra__play_note(w, y, rank, begin, s->came_back[i] + 1, 0);
     return 1;
 }
@@ -13195,7 +13326,7 @@ static void ra__play_group(const ra__tour *w, ra__play *y, int32_t rank, int64_t
     const int joins = !w->back && !w->p->d.engine && s->group_keys < RA__GROUP_KEYS &&
                       s->group_keys && ready >> RA__MOMENT_BITS <= s->group >> RA__MOMENT_BITS;
     const int64_t begin = joins ? s->busy : ra__max(s->busy, ready);
-    const int own = w->t->chunk[c].owner == rank;
+    const int own = y->chunk[c].owner == rank;
     if (!joins) {
         s->group = begin;
         s->group_keys = 0;
@@ -13205,32 +13336,34 @@ static void ra__play_group(const ra__tour *w, ra__play *y, int32_t rank, int64_t
     s->busy = ra__play_after(y, begin, own ? ra__play_part(w, y, rank, c, 0)
                                            : ra__play_all(w, y, rank, c));
     for (int64_t i = ra__max(s->group_from, s->visited - n + !own); i < s->visited + !own; i++)
-        ra__play_at(w, y, rank, i)->folded = s->busy;
+        ra__play_at(y, rank, i)->folded = s->busy;
     ra__play_note(w, y, rank, begin, ready, joins);
 }
 
 /* The next visit of a chunk to a rank; 0: it must wait, or has had all. */
 static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
     ra__play_seat *s = &y->seat[rank];
+    const ra__play_chunk *chunk;
     int64_t ready = 0, c;
     int again = ra__play_again(w, y, rank, s->fold), own, leaves;
     if (again) return again > 0;
     if (s->fold == w->t->chunks) return 0;
     c = ra__tour_chunk(w, rank, s->fold);
-    if (w->t->chunk[c].sequence != s->sequence) {
-        s->sequence = w->t->chunk[c].sequence;
+    chunk = &y->chunk[c];
+    if (chunk->sequence != s->sequence) {
+        s->sequence = chunk->sequence;
         s->blocks = ra__play_blocks(w, 1, rank, s->sequence);
         s->own = ra__play_blocks(w, 0, rank, s->sequence);
         s->own_first = s->own_last = s->group_keys = 0;
-        ra__play_sights(w, s, rank);
+        ra__play_sights(w, y, rank);
     }
-    own = w->t->chunk[c].owner == rank;
-    leaves = own && w->back && ra__tour_stations(w, c);
+    own = chunk->owner == rank;
+    leaves = own && w->back && chunk->stations;
     if (leaves && s->started - s->own_sent >= RA__PACK_SLOTS) return 0;
     if (leaves && s->started >= RA__PACK_SLOTS) ready = s->own_left[s->started % RA__PACK_SLOTS];
-    if (!own && !ra__tour_arrives(w, c, rank)) return (int)(++s->fold > 0);
+    if (!own && !ra__play_arrives(w, chunk, rank)) return (int)(++s->fold > 0);
     if (!own && s->visited == s->received) return 0;
-    if (!own) ready = ra__play_at(w, y, rank, s->visited)->arrived + 1;
+    if (!own) ready = ra__play_at(y, rank, s->visited)->arrived + 1;
     if (ra__need(w->t, c, rank) || (own && w->back)) ra__play_group(w, y, rank, c, ready);
     if (leaves) {
         if (s->started == s->ended) s->own_next = c;
@@ -13245,8 +13378,8 @@ static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
 /* From which moment on a rank may send chunk c; -1: not known yet. */
 static int64_t ra__play_ready(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c) {
     const ra__play_seat *s = &y->seat[rank];
-    const ra__play_slot *slot = ra__play_at(w, y, rank, s->sent_on);
-    if (w->t->chunk[c].owner == rank) {
+    const ra__play_slot *slot = ra__play_at(y, rank, s->sent_on);
+    if (y->chunk[c].owner == rank) {
         if (!w->back) return s->next_send;
         if (s->started == s->own_sent) return -1;
         return ra__max(s->next_send, s->own_folded[s->own_sent % RA__PACK_SLOTS]);
@@ -13261,7 +13394,7 @@ static int64_t ra__play_free(const ra__tour *w, ra__play *y, int32_t rank) {
     const int32_t n = w->p->d.buffers;
     const int64_t before = s->received - n;
     if (before >= 0) {
-        const ra__play_slot *slot = ra__play_at(w, y, rank, s->received);
+        const ra__play_slot *slot = ra__play_at(y, rank, before);
         if (s->visited <= before || s->sent_on <= before) return -1;
         s->released = ra__max(s->released, ra__max(slot->folded, slot->sent));
     }
@@ -13270,7 +13403,7 @@ static int64_t ra__play_free(const ra__tour *w, ra__play *y, int32_t rank) {
 
 /* From which moment on the owner of chunk c may receive its gradient; -1: not known yet. */
 static int64_t ra__play_home(const ra__tour *w, const ra__play *y, int64_t c) {
-    const ra__play_seat *s = &y->seat[w->t->chunk[c].owner];
+    const ra__play_seat *s = &y->seat[y->chunk[c].owner];
     const int64_t before = s->returned - RA__RETURN_SLOTS;
     if (s->home != c || (w->p->owner_folds_twice && s->ended <= before)) return -1;
     if (before < 0 || !w->p->owner_folds_twice) return s->next_return;
@@ -13286,19 +13419,19 @@ static void ra__play_record(const ra__tour *w, ra__play *y, int32_t rank, int32_
 enum { RA__LEAVES, RA__ARRIVES, RA__RETURNS_TO };
 static void ra__play_move(const ra__tour *w, ra__play *y, int32_t rank, int32_t to, int64_t when) {
     ra__play_seat *s = &y->seat[rank], *o = &y->seat[to];
-    const int64_t c = ra__tour_chunk(w, rank, s->send++);
-    const int returns = w->t->chunk[c].owner == to;
+    const ra__play_chunk *c = &y->chunk[ra__tour_chunk(w, rank, s->send++)];
+    const int returns = c->owner == to;
     s->next_send = when + 1;
-    if (w->t->chunk[c].owner == rank) s->own_left[s->own_sent++ % RA__PACK_SLOTS] = when + 1;
-    else ra__play_at(w, y, rank, s->sent_on++)->sent = when + 1;
+    if (c->owner == rank) s->own_left[s->own_sent++ % RA__PACK_SLOTS] = when + 1;
+    else ra__play_at(y, rank, s->sent_on++)->sent = when + 1;
     ra__play_record(w, y, rank, RA__LEAVES, when);
     ra__play_record(w, y, to, returns ? RA__RETURNS_TO : RA__ARRIVES, when);
     if (returns) {
         o->came_back[o->returned++ % RA__RETURN_SLOTS] = when;
         o->next_return = when + 1;
-        o->home = ra__play_own(w, to, c + 1);
+        o->home = c->next;
     } else {
-        ra__play_slot *slot = ra__play_at(w, y, to, o->received++);
+        ra__play_slot *slot = ra__play_at(y, to, o->received++);
         slot->arrived = when;
         slot->folded = slot->sent = 0;
         o->next_receive = when + 1;
@@ -13310,8 +13443,8 @@ static int ra__play_send(const ra__tour *w, ra__play *y, int32_t rank) {
     ra__play_seat *s = &y->seat[rank];
     for (; s->send < w->t->chunks; s->send++) {
         const int64_t c = ra__tour_chunk(w, rank, s->send);
-        const int32_t owner = w->t->chunk[c].owner, hop = ra__tour_apart(w, owner, rank);
-        const int32_t stations = ra__tour_stations(w, c);
+        const int32_t owner = y->chunk[c].owner, hop = ra__tour_apart(w, owner, rank);
+        const int32_t stations = y->chunk[c].stations;
         const int arrives = hop > 0 && hop <= stations;
         int64_t ready, free;
         if (hop < stations || (w->back && stations && hop == stations)) {      /* it leaves */
@@ -13344,19 +13477,34 @@ static int32_t ra__play_shift(const ra__tour *w) {
     return shift;
 }
 
-/* Plays the pass through. Cost: chunks x ranks. */
-static void ra__play_through(const ra__tour *w, ra__play *y) {
+/* Everybody at the start of the pass. */
+static void ra__play_start(const ra__tour *w, ra__play *y) {
     const int32_t ranks = w->p->d.ranks;
-    int any = 1;
+    y->last_slot = ra__play_slots(w->p) - 1;
     memset(y->seat, 0, (size_t)ranks * sizeof *y->seat);
-    memset(y->slot, 0, (size_t)ranks * (size_t)w->p->d.buffers * sizeof *y->slot);
+    memset(y->slot, 0, (size_t)(ranks * (y->last_slot + 1)) * sizeof *y->slot);
     memset(y->count, 0, sizeof y->count);
     y->works = y->comes = 0;
     y->shift = ra__play_shift(w);
     for (int32_t r = 0; r < ranks; r++) {
         y->seat[r].sequence = -1;
-        y->seat[r].home = ra__play_own(w, r, 0);
+        y->seat[r].home = w->t->chunks;
     }
+    for (int64_t c = w->t->chunks; c-- > 0;) {
+        ra__play_chunk *chunk = &y->chunk[c];
+        chunk->owner = w->t->chunk[c].owner;
+        chunk->sequence = w->t->chunk[c].sequence;
+        chunk->stations = ra__tour_stations(w, c);
+        chunk->next = (int32_t)y->seat[chunk->owner].home;
+        if (chunk->stations) y->seat[chunk->owner].home = c;
+    }
+}
+
+/* Plays the pass through. Cost: chunks x ranks. */
+static void ra__play_through(const ra__tour *w, ra__play *y) {
+    const int32_t ranks = w->p->d.ranks;
+    int any = 1;
+    ra__play_start(w, y);
     while (any) {
         any = 0;                       /* folds first: a group must be complete before a receive
                                         * waits for its end */
@@ -14145,7 +14293,9 @@ static void ra__play_carve(ra__arena *a, ra_plan *p) {
     p->play = (ra__play *)ra__carve(a, (int64_t)sizeof y);
     if (ranks < 2) return;
     y.seat = (ra__play_seat *)ra__carve(a, ranks * (int64_t)sizeof *y.seat);
-    y.slot = (ra__play_slot *)ra__carve(a, ranks * p->d.buffers * (int64_t)sizeof *y.slot);
+    y.slot = (ra__play_slot *)ra__carve(a, ranks * ra__play_slots(p) * (int64_t)sizeof *y.slot);
+    y.sight = (ra__sight *)ra__carve(a, ranks * ra__play_samples(p) * (int64_t)sizeof *y.sight);
+    y.chunk = (ra__play_chunk *)ra__carve(a, chunks * (int64_t)sizeof *y.chunk);
     y.work = (ra__play_work *)ra__carve(a, 2 * chunks * (int64_t)sizeof *y.work);
     y.come = (int64_t *)ra__carve(a, 2 * chunks * 8);
     for (int32_t i = 0; i < 3; i++) y.moment[i] = (int64_t *)ra__carve(a, chunks * 8);
@@ -14172,7 +14322,7 @@ static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queri
     p->place = (ra__place *)ra__carve(a, places * (int64_t)sizeof(ra__place));
     p->place_begin = (int64_t *)ra__carve(a, ((int64_t)B + 1) * 8);
     p->start = (int64_t *)ra__carve(a, ra__max(keys, p->queries.chunks) * 8);
-    p->line = (int64_t *)ra__carve(a, 2 * (int64_t)p->d.ranks * 8);
+    p->line = (int64_t *)ra__carve(a, 3 * (int64_t)p->d.ranks * 8);
     p->span = (ra__span *)ra__carve(a, q ? ra__most_spans(p) * (int64_t)sizeof(ra__span) : 0);
     ra__play_carve(a, p);
     ra__lists_carve(a, &p->forward, keys, keys + B, 2 * keys, 0);
@@ -14875,13 +15025,12 @@ static void ra__need_none(const ra_plan *p, const ra__travel *t) {
 
 /* Chunks of queries and who needs them. */
 static void ra__plan_queries(ra_plan *p) {
-    int64_t spans = 0;
     p->queries.chunks = ra__chunk_all(p, 0, 0, p->queries.chunk);
     ra__need_none(p, &p->queries);
-    for (int64_t c = 0; c < p->queries.chunks; c++) {
-        int32_t b = p->queries.chunk[c].sequence;
-        if (!c || b != p->queries.chunk[c - 1].sequence) spans = ra__key_spans(p, b, p->span);
-        ra__chunk_q_needs(p, c, p->span, spans);
+    for (int32_t b = 0; b < p->d.sequences; b++) {
+        int64_t c, end, spans = ra__key_spans(p, b, p->span);
+        ra__chunk_range(&p->queries, b, &c, &end);
+        for (; c < end; c = c / 32 * 32 + 32) ra__chunk_q_needs(p, c, end, p->span, spans);
     }
 }
 
@@ -14904,7 +15053,7 @@ static void ra__plan_fill_back(ra_plan *p) {
 static void ra__plan_fill(ra_plan *p) {
     ra__tour tour;
     ra__need_none(p, &p->keys);
-    for (int32_t r = 0; r < p->d.ranks; r++)
+    for (int32_t r = 0; r < p->d.ranks; r += RA__VIEWERS)
         for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
     ra__plan_places(p);
     ra__plan_rounds(p);
