@@ -857,7 +857,8 @@ typedef struct ra_plan_report {
                                         * rank from here on needs them */
     int64_t resident_bytes;            /* your q, k, v, o and lse of this rank, packed */
     int64_t workspace_bytes;           /* of a ring that copies, to the byte; with d.train the
-                                        * larger of both passes */
+                                        * largest of both passes and of a forward pass of a plan
+                                        * without d.train */
     int64_t shared_workspace_bytes;    /* of a ring with RA_CAP_SHARED, to the byte */
     int32_t order;                     /* RA_ORDER_* */
     int32_t chunk_tokens, buffers;     /* as resolved */
@@ -949,7 +950,7 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
 
 /* Binds a transport (null: a ring of one) and memory. Sends nothing, so ranks need not meet here.
  * `first` sizes the workspace; later plans must have its rank and ranks, and fit: compare
- * workspace_bytes of their reports, or set d.buffers alike (defaults differ between plans). */
+ * workspace_bytes of their reports. A plan with d.train has room for the same one without it. */
 RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
                                       const ra_transport *transport, const ra_ring_desc *rd);
 /* No thread may be inside a call. After a failed pass with RA_CAP_SHARED it may wait, up to
@@ -12382,6 +12383,7 @@ struct ra_plan {
     int64_t *line;                     /* [3 ranks] scratch of ra__tour_steps */
     ra__span *span;                    /* RA_TRAVEL_Q: scratch of ra__key_spans */
     struct ra__play *play;             /* scratch of ra__tour_exchanges */
+    int32_t forward_buffers;           /* of this plan if it were not for training */
     int64_t unvisited, back_unvisited; /* empty tiles of chunks that this rank never folds */
     ra_plan_report report;             /* of d.rank */
 };
@@ -14043,18 +14045,23 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
 /* Bytes of a ring's workspace, and those of its running state in either pass. */
 typedef struct ra__ring_size { int64_t bytes, state, back_state; } ra__ring_size;
 
-/* For the ring of a rank with these counts, with buffers aligned as the transport wants. */
+/* For the ring of a rank with these counts, with buffers aligned as the transport wants. If it is
+ * for training it also has room for forward passes of the same shape with their own default
+ * buffers. */
 static ra__ring_size ra__ring_bytes(const ra_plan *p, const ra__sizes *n, int shared,
                                     size_t align) {
-    ra__arena a = { NULL, 0 }, b = { NULL, 0 };
+    ra__arena a = { NULL, 0 }, b = { NULL, 0 }, c = { NULL, 0 };
     ra__ring_size size = { 0, 0, 0 };
+    ra_plan alone = *p;
     ra_ring r;
     memset(&r, 0, sizeof r);
+    alone.d.buffers = p->forward_buffers;
     r.tp.align = align;
     r.shared = shared;
     size.state = ra__ring_carve(&a, p, n, &r);
     if (p->d.train) size.back_state = ra__ring_carve_back(&b, p, n, &r);
-    size.bytes = ra__max(a.used, b.used);
+    (void)ra__ring_carve(&c, &alone, n, &r);
+    size.bytes = ra__max(c.used, ra__max(a.used, b.used));
     return size;
 }
 
@@ -15181,6 +15188,9 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     if (a) p->allocator = *a;
     ra__plan_carve(&arena, p, &full, keys, queries);
     ra__agree(d, &full, &p->agreed);
+    p->forward_buffers = full.buffers;
+    full.train = 0;
+    if (!d->buffers) p->forward_buffers = ra__default_buffers(&full);
     ra__plan_cuts(p);
     p->keys.chunks = ra__chunk_all(p, 1, p->order == RA_ORDER_DESCENDING, p->keys.chunk);
     RINGATTN_ASSERT(p->keys.chunks <= keys);

@@ -303,15 +303,15 @@ static ra_plan_report report_of(const ra_desc *d)
  * that is less than a second shard. */
 TEST(memory_as_promised)
 {
-    int64_t i;
+    int64_t i, more_buffers = 0;
     for (i = 0; i < 2 * 2 * 2 * 4 * 3; i++) {
         int64_t digits = i, shard = (int64_t)4096 << h_digit(&digits, 3) * 3 / 2;
         int32_t ranks = 2 << h_digit(&digits, 4);
         int zigzag = h_digit(&digits, 2), by_keys = h_digit(&digits, 2), bf16 = h_digit(&digits, 2);
         int64_t gradients, thread, forward, back, lists, kv;
-        ra_plan_report one, two;
-        ra_desc d;
-        if (!h_case(i)) continue;
+        ra_plan_report one, two, alone;
+        ra_desc d, bare;
+        if (!h_case(i)) { more_buffers++; continue; }
         memset(&d, 0, sizeof d);
         d.ranks = ranks;
         d.rank = d.ranks / 2;
@@ -328,14 +328,22 @@ TEST(memory_as_promised)
         one = report_of(&d);
         d.threads = 2;
         two = report_of(&d);
+        bare = d;                      /* the ring has room for the same without gradients */
+        bare.threads = 1;
+        bare.train = bare.backward_travel = 0;
+        alone = report_of(&bare);
+        CHECK(alone.workspace_bytes <= one.workspace_bytes);
+        CHECK(alone.shared_workspace_bytes <= one.shared_workspace_bytes);
+        CHECK(alone.buffers >= one.buffers);
+        more_buffers += alone.buffers > one.buffers;
         thread = two.workspace_bytes - one.workspace_bytes;
         gradients = one.chunk_tokens * 2 * (128 + 64) * 4 + 4096;
         if (d.backward_travel == RA_TRAVEL_Q) gradients = one.backward.chunk_bytes + 4096;
         kv = shard * (128 + 64) * (bf16 ? 2 : 4);
         kv *= d.backward_travel == RA_TRAVEL_Q ? d.q_heads : d.kv_heads;
         lists = 65536;
-        forward =
-            one.forward.state_bytes + (one.buffers + 2) * one.forward.chunk_bytes + thread + lists;
+        forward = one.forward.state_bytes + (alone.buffers + 2) * one.forward.chunk_bytes + thread +
+                  lists;
         back = one.backward.state_bytes + (one.buffers + 2) * one.backward.chunk_bytes +
                4 * gradients + thread + lists;
         CHECK(one.workspace_bytes <= (forward > back ? forward : back));
@@ -344,6 +352,7 @@ TEST(memory_as_promised)
         back = one.backward.state_bytes + (d.ranks + 3) * gradients + thread + lists;
         CHECK(one.shared_workspace_bytes <= (forward > back ? forward : back));
     }
+    CHECK(more_buffers > 0);
 }
 
 /* -------------------------------------------------------------------------- refusals */
