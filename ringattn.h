@@ -894,7 +894,7 @@ enum { RA_EV_TILE = 1, RA_EV_SEND, RA_EV_RECV, RA_EV_WAIT, RA_EV_PASS, RA_EV_FAI
        RA_EV_BEGIN,                    /* a pass begins */
        RA_EV_POST_SEND, RA_EV_POST_RECV, /* a message is ready for the transport */
        RA_EV_TOLD, RA_EV_HEARD,        /* one without a chunk has gone, has come */
-       RA_EV_FOLD,                     /* all tasks here have folded it and what is before it */
+       RA_EV_FOLD,                     /* all tasks here have folded all chunks up to this one */
        RA_EV_ABORT };                  /* of the transport; see ra_ring_events */
 enum { RA_EVENTS = 64 };               /* that a ring remembers */
 typedef struct ra_event {              /* one event each, sent when it ends */
@@ -18674,10 +18674,10 @@ RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char 
     static const char *const kind[RA_EV_ABORT + 1] = {
         "?", "tiles", "sent", "received", "waited", "pass ended", "pass failed", "pass began",
         "posted a send", "posted a receive", "told", "heard", "folded", "aborted the transport" };
-    static const char *const what[] = { ", us #", ", peer #", ", chunk #", ", hop #",
-                                        ", bytes #" };
+    const char *what[] = { ", us #", ", peer #", ", chunk #", ", hop #", ", bytes #" };
     ra__text x = { to, RA_TEXT_BYTES, 0 };
     if (!e || !to) return to;
+    if (e->kind == RA_EV_FOLD) what[2] = " all up to chunk #";  /* one event for several */
     const int lasts = e->kind == RA_EV_WAIT || e->kind == RA_EV_TILE;
     const int64_t number[] = { lasts ? ra__time_since(e->end_ns, e->begin_ns) / 1000 : -1, e->peer,
                                e->chunk, e->hop, e->bytes ? e->bytes : -1 };

@@ -9,7 +9,7 @@
  *
  * You see, for each survivor, how many chunks it kept, how many came from whom (its own number: its
  * refetch), and the milliseconds from the failure until its rows were complete. Of one run you also
- * see the last events of the first survivor's ring when its pass failed, ten of up to 64. */
+ * see the last events of the first survivor's ring when its pass ended, ten of up to 64. */
 #define _POSIX_C_SOURCE 200809L
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -147,13 +147,14 @@ static int64_t other_bits(const shard *s, const float *mine)
     return n;
 }
 
-/* Why the ring failed and what it did last. */
+/* Why the ring failed, if it did, and what it did last. */
 static void print_failure(const ra_ring *ring)
 {
     ra_event e[10];
     char line[RA_TEXT_BYTES];
     const int n = ra_ring_events(ring, e, 10);
-    printf("%s\n", ra_ring_explain(ring));
+    const char *why = ra_ring_explain(ring);
+    printf("%s\n", *why ? why : "this rank had all its keys before it noticed");
     for (int i = 0; i < n; i++)
         printf("    %s\n", ra_event_text(&e[i], e[n - 1].end_ns, line));
     fflush(stdout);

@@ -1449,10 +1449,13 @@ TEST(events_as_text)
     CHECK(strcmp(ra_event_text(&e, 12000, text),
                  "-7 us: rank 3, pass 7: posted a receive, peer 2, chunk 21, hop 4, bytes 4160") ==
           0);
-    e.kind = RA_EV_FAIL;
+    e.kind = RA_EV_FOLD;
     e.peer = e.hop = -1;
-    e.chunk = -1;
     e.bytes = 0;
+    CHECK(strcmp(ra_event_text(&e, 5000, text),
+                 "0 us: rank 3, pass 7: folded all up to chunk 21") == 0);
+    e.kind = RA_EV_FAIL;
+    e.chunk = -1;
     e.status = RA_E_CANCELLED;
     CHECK(strncmp(ra_event_text(&e, 5000, text), "0 us: rank 3, pass 7: pass failed: ", 35) == 0);
     e.kind = 999;
