@@ -11075,9 +11075,9 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, i
  * One row per kv head over keys that caches may hold takes stretches of 64 keys. The kernel gets
  * all heads of a task in one call and reads 4 keys of all heads before the next 4, and values in
  * pieces of several heads, which the processor prefetches by itself.
- * PERF: rows 2 KB apart share so few sets of the L1 cache that keys come from L2. Zen 4, f32, beside
- * a plain loop at -Ofast -march=native, head by head -> all heads: 8 heads of D 64 over 64 keys that
- * begin 16 bytes off a line 1.37 -> 1.75 of its speed, 32 heads 1.31 -> 1.92.
+ * PERF: rows 2 KB apart share so few sets of the L1 cache that keys come from L2. Zen 4, f32,
+ * beside a plain loop at -Ofast -march=native, head by head -> all heads: over 64 keys that begin
+ * 16 bytes off a line 8 heads of D 64 1.37 -> 1.75 of its speed, 32 heads 1.31 -> 1.92.
  * PERF: the memory of a stretch of 16 tokens is prefetched into the level 2 cache, in the order of
  * its addresses, while the stretch before it is computed. The level 1 cache holds neither: rows
  * 4 KB apart share its sets, and the queries and sums of 8 heads fill it. Zen 4, 32/8 heads of

@@ -1,6 +1,6 @@
 /* How fast the library is on this machine, compared with what this machine can do.
  *
- *   make bench                    everything, in less than four minutes
+ *   make bench                    everything, in about six minutes
  *   make bench ONLY="decode f32"  the rows that match all of these words: a name (`make bench
  *                                 ONLY=help` lists them), an instruction set, a dtype, a mask,
  *                                 D128, Tq4096, Tk4096, Hq32, threads2, ranks4
@@ -57,7 +57,7 @@
 #endif
 #endif
 
-enum { MAX_THREADS = 4, MAX_ROWS = 300, MIN_REPS = 5, MAX_REPS = 41 };
+enum { MAX_THREADS = 4, MAX_ROWS = 340, MIN_REPS = 5, MAX_REPS = 41 };
 
 /* What is timed in turn with the kernel, besides the peak. */
 enum { VERSUS_NONE, VERSUS_PLAIN, VERSUS_ONE_RANK, VERSUS_LOOP, VERSUS_ONE_QUERY };
@@ -71,7 +71,7 @@ static const char *const mask_names[] = { "", "window", "documents", "prefix", "
 
 /* Kinds of rows: see `kinds`. */
 enum { FORWARD, BACKWARD, MASK, ALIBI, BIAS_KEY, BIAS_FULL, SINKS, SOFTCAP, TAILS, STRIDES, DIMS,
-       DECODE, SHORT, SMALL, SIMPLE, LOOP, RING, CACHE, PREFILL, KINDS };
+       DECODE, SHORT, SMALL, OFF, SIMPLE, LOOP, RING, CACHE, PREFILL, KINDS };
 
 typedef struct row {
     int32_t kind, isa, dtype, mask, mask_more, versus, layout;
@@ -82,7 +82,7 @@ typedef struct row {
 
 typedef struct result {
     int32_t done, reps;
-    double median_s, spread, rate, peak, fraction, relative, extra_s, idle;
+    double median_s, spread, rate, peak, fraction, relative, low, high, extra_s, idle;
     const char *unit;                  /* rate and peak are per second, not yet in units of it */
 } result;
 
@@ -293,7 +293,7 @@ static int v_in_k(const row *r) { return r->kv_heads == 1 && r->v_dim < r->dim; 
 /* Tokens are rounded up to whole blocks: the row without a tail that TAILS is compared with uses
  * the same data. A V with one head that is narrower than K is columns of K (MLA). */
 static data data_make(const row *r) {
-    const int64_t tokens = (r->tokens + 63) / 64 * 64, keys = (r->kv_tokens + 63) / 64 * 64;
+    const int64_t tokens = (r->tokens + 63) / 64 * 64, keys = (r->kv_tokens + 64) / 64 * 64;
     data x;
     x.q = map_random(tokens * r->q_heads * r->dim, q_dtype(r), 1);
     x.k = map_random(keys * r->kv_heads * r->dim, r->dtype, 2);
@@ -423,72 +423,21 @@ static void simple_part(void *ctx, int ith, int nth) {
     }
 }
 
-/* ---------------------------------------------------------------------------- a loop
- * Causal attention as small engines write it: scores, softmax and a weighted sum per query row. It
- * gets all that a compiler can do for it: -Ofast, and AVX2 if the machine has it. */
-#if !defined(__clang__)
-#pragma GCC push_options
-#pragma GCC optimize("O3", "fast-math")
-#endif
-typedef struct loop_row { const float *q, *k, *v; float *o, *att; int64_t keys, stride; int dim; }
-    loop_row;
-
-static inline __attribute__((always_inline)) void loop_body(const loop_row *x) {
-#if defined(__clang__)
-#pragma clang fp reassociate(on) contract(fast)
-#endif
-    const float scale = 1.0f / sqrtf((float)x->dim);
-    const int dim = x->dim;
-    float *o = x->o, *att = x->att;
-    float most = -1e30f, sum = 0;
-    for (int64_t j = 0; j < x->keys; j++) {
-        const float *q = x->q, *k = x->k + j * x->stride;
-        float score = 0;
-        for (int d = 0; d < dim; d++) score += q[d] * k[d];
-        att[j] = score * scale;
-        most = att[j] > most ? att[j] : most;
-    }
-    for (int64_t j = 0; j < x->keys; j++) {
-        att[j] = expf(att[j] - most);
-        sum += att[j];
-    }
-    for (int d = 0; d < dim; d++) o[d] = 0;
-    for (int64_t j = 0; j < x->keys; j++) {
-        const float *v = x->v + j * x->stride;
-        const float weight = att[j] / sum;
-        for (int d = 0; d < dim; d++) o[d] += weight * v[d];
-    }
-}
-
-static void loop_row_base(const loop_row *x) { loop_body(x); }
-#if defined(__x86_64__)
-__attribute__((target("avx2,fma"))) static void loop_row_avx2(const loop_row *x) { loop_body(x); }
-#endif
-#if !defined(__clang__)
-#pragma GCC pop_options
-#endif
+/* ---------------------------------------------------------------------------- a loop */
+void loop_row(const float *q, const float *k, const float *v, float *o, int64_t keys,
+              int64_t stride, int dim);                /* in loop.c */
 
 /* All rows and heads of a load, f32, packed, one thread. */
 static void loop_once(const load *l) {
-    static float att[65536];
     const ra_desc *d = &l->d;
-    loop_row x;
-    x.att = att;
-    x.dim = d->k_dim;
-    x.stride = (int64_t)d->kv_heads * d->k_dim;
+    const int64_t stride = (int64_t)d->kv_heads * d->k_dim;
     for (int64_t i = 0; i < d->tokens; i++) {
         for (int32_t head = 0; head < d->q_heads; head++) {
             const int64_t q = (i * d->q_heads + head) * d->k_dim;
             const int64_t kv = (int64_t)(head / (d->q_heads / d->kv_heads)) * d->k_dim;
-            x.q = (const float *)l->t.q.data + q;
-            x.k = (const float *)l->t.k.data + kv;
-            x.v = (const float *)l->t.v.data + kv;
-            x.o = (float *)l->t.o.data + q;
-            x.keys = d->kv_tokens - d->tokens + i + 1;
-#if defined(__x86_64__)
-            if (ra_isa_available(RA_ISA_AVX2)) { loop_row_avx2(&x); continue; }
-#endif
-            loop_row_base(&x);
+            loop_row((const float *)l->t.q.data + q, (const float *)l->t.k.data + kv,
+                     (const float *)l->t.v.data + kv, (float *)l->t.o.data + q,
+                     d->kv_tokens - d->tokens + i + 1, stride, d->k_dim);
         }
     }
 }
@@ -770,6 +719,8 @@ static void measure(const op *kernel, const op *versus, const op *peak, double b
     r->peak = quantile(rate, n, 0.5);
     r->fraction = quantile(fraction, n, 0.5);
     r->relative = quantile(relative, n, 0.5);
+    r->low = quantile(relative, n, 0.1);
+    r->high = quantile(relative, n, 0.9);
     r->extra_s = quantile(extra, n, 0.5);
     r->idle = quantile(idle, n, 0.5);
 }
@@ -843,6 +794,12 @@ static void make_short(const row *r, const data *x, trial *t) {
 
 static void make_small(const row *r, const data *x, trial *t) {
     load_make(r, x, &t->l);
+    if (r->kind == OFF) {
+        t->l.t.q.data = (const char *)x->q + 16;
+        t->l.t.k.data = (const char *)x->k + 16;
+        t->l.t.v.data = (const char *)x->v + 16;
+        t->l.t.o.data = (char *)x->o + 16;
+    }
     t->l.calls = (int32_t)(2000 / (1 + r->kv_tokens * r->kv_heads / 1024)) + 1;
     t->kernel = (op){ r->kind == SIMPLE ? simple_part : attention_part, &t->l, 1, t->l.calls,
                       (double)t->l.report.forward.flops, 0 };
@@ -893,6 +850,7 @@ static const struct kind {
     { "decode", "one query over a long cache", make_decode, 0.6, 1 },
     { "short", "a few queries over a long cache, next to one", make_short, 0.8, 0 },
     { "small", "a call too short to be timed alone, next to a loop", make_small, 0.5, 0 },
+    { "small_off", "the same with rows that begin 16 bytes off a line", make_small, 0.5, 0 },
     { "simple", "the same by ra_attention_simple", make_small, 0.5, 0 },
     { "loop", "a whole sequence, next to a loop", make_attention, 1.0, 0 },
     { "ring", "rings of 1, 2 and 4 ranks, next to one rank without a ring", make_ring, 2.0, 0 },
@@ -1087,10 +1045,11 @@ static void add_small_and_loop(int32_t best) {
     add(r);
     r.kind = SIMPLE;
     add(r);
-    for (int i = 0; i < 12; i++) {     /* a query row per KV head over a short cache */
+    for (int i = 0; i < 48; i++) {     /* a query row per KV head over a short cache */
         static const int64_t keys[6] = { 16, 32, 64, 128, 256, 1024 };
-        r = row_make(SMALL, best, RA_F32, RA_MASK_CAUSAL, i < 6 ? 64 : 128, 1);
-        r.q_heads = r.kv_heads = i < 6 ? 8 : 32;
+        static const int32_t heads[4] = { 8, 12, 32, 32 }, dim[4] = { 64, 64, 64, 128 };
+        r = row_make(i < 24 ? SMALL : OFF, best, RA_F32, RA_MASK_CAUSAL, dim[i / 6 % 4], 1);
+        r.q_heads = r.kv_heads = heads[i / 6 % 4];
         r.kv_tokens = keys[i % 6];
         r.versus = VERSUS_LOOP;
         add(r);
@@ -1208,7 +1167,7 @@ static void print_machine(void) {
 #else
     printf("compiler  gcc %s\n", __VERSION__);
 #endif
-    printf("flags     %s\n", BENCH_FLAGS);
+    printf("flags     %s; of the loop also -Ofast -march=native\n", BENCH_FLAGS);
     if (processor_time) printf("time      of the processor, except for rings\n");
     printf("library   %d.%d.%d, default instruction set %s\n", ra_version() >> 16,
            (ra_version() >> 8) & 255, ra_version() & 255, ra_isa_name(ra_isa_best()));
@@ -1299,7 +1258,8 @@ static void print_row(const row *r, const result *x) {
         printf("  %.2f x %s", r->versus == VERSUS_ONE_QUERY ? 1 / x->relative : x->relative,
                versus_text[r->versus]);
     }
-    if (r->kind == SMALL || r->kind == SIMPLE) printf(" (%+.3f us)", x->extra_s * 1e6);
+    if (r->versus == VERSUS_LOOP)
+        printf(" (%.2f to %.2f, %+.3f us)", x->low, x->high, x->extra_s * 1e6);
     if (r->kind == CACHE) printf(" (%+.1f us)", x->extra_s * 1e6);
     if (r->kind == RING) printf(", idle %.1f %%", x->idle * 100);
     printf("\n");
