@@ -589,10 +589,9 @@ typedef struct ra_desc {
                                         * (training: 5120), at least 3 and at most 8. Causal on 2 or
                                         * 3 ranks without window, training, rounds or a past: 1 /
                                         * ranks of a shard if that is more */
-    ra_rates rates;                    /* what you know of machines and network; {0}: nothing. Set
-                                        * it for shards of up to 1024 rows: no default serves every
-                                        * network. Messages then take two latencies or more, and
-                                        * fast links get fewer buffers */
+    ra_rates rates;                    /* what you know of machines and network; {0}: nothing. For
+                                        * shards of up to 1024 rows no default suits all networks.
+                                        * It chooses chunk_tokens and buffers where these are 0 */
     int32_t order;                     /* forward passes of a ring. 0: DESCENDING or ASCENDING, by
                                         * layout and mask, so that bits do not depend on ranks.
                                         * RA_ORDER_ROUNDS: in rounds of one chunk from each rank,
@@ -3326,7 +3325,8 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
             sum[e] = RA__NAME(fma)(z, k[1], sum[e]);
         }
     }
-    RA__UNROLL for (int32_t e = 0; e < 4 && d < dim; e++) {
+    if (d == dim) return RA__NAME(sums_4)(sum);
+    RA__UNROLL for (int32_t e = 0; e < 4; e++) {
         RA__FLOATS k[2];
         RA__NAME(load_last_chunk)(k, row[e], d, dim, dtype);
         sum[e] = RA__NAME(fma)(RA__NAME(load)(q), k[0], sum[e]);
@@ -9278,7 +9278,7 @@ static int32_t ra__default_chunk(const ra_desc *d) {
     const double least = known ? 2 * d->rates.link_latency_s * d->rates.flops_per_s
                                : (double)RA__CHUNK_WORK;
     const double flops = ra__flops_per_key(d);
-    const int64_t short_chunk = known ? ra__min(RA__CHUNK_LEAST, shard / 8) : RA__CHUNK_LEAST;
+    const int64_t short_chunk = ra__min(RA__CHUNK_LEAST, known ? shard / 8 : INT64_MAX);
     int64_t chunk = ra__max(short_chunk, ra__ceil_div(shard, ra__min(parts, few)));
     if (flops * (double)chunk < least)
         chunk = flops * (double)most <= least ? most : (int64_t)(least / flops);
