@@ -239,7 +239,7 @@ run_resume() {
 
 run_schedule() {
     released build/release/tests/test_schedule
-    for i in 10 16 28; do              # worlds that take longer
+    for i in 16 28 22; do              # zigzag, causal: worlds that take longer
         step "schedule-$i" build/release/tests/test_schedule sendrecv --long --case $i
     done
 }

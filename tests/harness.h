@@ -209,14 +209,6 @@ static inline int h_variant(int64_t i, int variant)
     return h_run.large || h_run.only_case >= 0 || (int)((i + h_run.other) & 1) == variant;
 }
 
-/* A case number as a number of several digits: takes its lowest digit, 0 to base - 1, away. */
-static inline int h_digit(int64_t *number, int base)
-{
-    int digit = (int)(*number % base);
-    *number /= base;
-    return digit;
-}
-
 static inline h_rng h_case_rng(int64_t i)
 {
     h_rng r;

@@ -303,11 +303,14 @@ static ra_plan_report report_of(const ra_desc *d)
  * that is less than a second shard. */
 TEST(memory_as_promised)
 {
-    int64_t i, more_buffers = 0;
-    for (i = 0; i < 2 * 2 * 2 * 4 * 3; i++) {
-        int64_t digits = i, shard = (int64_t)4096 << h_digit(&digits, 3) * 3 / 2;
-        int32_t ranks = 2 << h_digit(&digits, 4);
-        int zigzag = h_digit(&digits, 2), by_keys = h_digit(&digits, 2), bf16 = h_digit(&digits, 2);
+    static const int64_t shards[3] = { 4096, 8192, 32768 };
+    enum { ZIGZAG = 1, BY_KEYS = 2, IN_BF16 = 4, KINDS = 8 };
+    int64_t i = 0, more_buffers = 0;
+    for (int32_t ranks = 2; ranks <= 16; ranks *= 2)
+    for (int which = 0; which < 3; which++)
+    for (int kind = 0; kind < KINDS; kind++, i++) {
+        const int zigzag = kind & ZIGZAG, by_keys = kind & BY_KEYS, bf16 = kind & IN_BF16;
+        const int64_t shard = shards[which];
         int64_t gradients, thread, forward, back, lists, kv;
         ra_plan_report one, two, alone;
         ra_desc d, bare;

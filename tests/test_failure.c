@@ -441,11 +441,14 @@ TEST(default_watchdog)
 {
     static const int layouts[3] = { RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPED };
     static const int64_t sizes[4] = { 1000, 8192, 40000, 131072 };
-    for (int64_t i = 0; i < 4 * 3 * 4; i++) {
-        static const int64_t documents[3] = { 0, 300, 700 };
-        enum { NONE, CAUSAL, WINDOW, DOCUMENTS };
-        int64_t digits = i, tokens = sizes[h_digit(&digits, 4)];
-        int layout = layouts[h_digit(&digits, 3)], mask = h_digit(&digits, 4);
+    static const int64_t documents[3] = { 0, 300, 700 };
+    enum { NONE, CAUSAL, WINDOW, DOCUMENTS, MASKS };
+    int64_t i = 0;
+    for (int mask = NONE; mask < MASKS; mask++)
+    for (int l = 0; l < 3; l++)
+    for (int size = 0; size < 4; size++, i++) {
+        const int64_t tokens = sizes[size];
+        const int layout = layouts[l];
         ra_plan *plan = NULL;
         ra_desc d, resolved;
         ra_plan_report rep;

@@ -131,20 +131,34 @@ static int64_t walk(rig *g)
     return steps;
 }
 
+enum { PATHS = 6 };
+static const struct path { const char *name; int32_t way, layout; } paths[PATHS] = {
+    { "forward, contiguous", 0, RA_LAYOUT_CONTIGUOUS },
+    { "forward, zigzag", 0, RA_LAYOUT_ZIGZAG },
+    { "backward, keys travel, contiguous", RA_TRAVEL_KV, RA_LAYOUT_CONTIGUOUS },
+    { "backward, keys travel, zigzag", RA_TRAVEL_KV, RA_LAYOUT_ZIGZAG },
+    { "backward, queries travel, contiguous", RA_TRAVEL_Q, RA_LAYOUT_CONTIGUOUS },
+    { "backward, queries travel, zigzag", RA_TRAVEL_Q, RA_LAYOUT_ZIGZAG },
+};
+
+static int path_case(int64_t i, const struct path *p)
+{
+    if (!h_case(i)) return 0;
+    snprintf(h_run.context, sizeof h_run.context, "%s", p->name);
+    return 1;
+}
+
 /* Long chunks, both passes, keys or queries that travel: the work of one task and chunk is spread
  * over steps, each with its trace and progress. way 0 is the forward pass. */
 TEST(steps_are_bounded)
 {
-    int i;
-    for (i = 0; i < 12; i++) {
+    for (int64_t i = 0; i < 2 * PATHS; i++) {
+        const int way = paths[i / 2].way, threads = i % 2 ? 3 : 1;
         rig g;
         ra_ring_counters c;
-        int64_t digits = i;
-        int way = h_digit(&digits, 3), zigzag = h_digit(&digits, 2);
-        int threads = h_digit(&digits, 2) ? 3 : 1;
-        if (!h_case(i)) continue;
+        if (!path_case(i, &paths[i / 2])) continue;
         rig_desc(&g, H_SLOW ? 1500 : 3000, 2, 64, way > 0);
-        g.d.layout.kind = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        g.d.layout.kind = paths[i / 2].layout;
         g.d.backward_travel = way;
         g.d.threads = threads;
         g.d.chunk_tokens = 4096;
@@ -187,13 +201,11 @@ TEST(rows_are_bounded)
 /* 64K rows in one chunk: cancelled, or late, after some steps, a call computes no further. */
 TEST(cancel_and_deadline)
 {
-    int i;
-    for (i = 0; i < 6; i++) {
+    for (int64_t i = 0; i < PATHS; i++) {
+        const int way = paths[i].way, late = (int)(i % 2);
         rig g;
         ra_status s;
-        int64_t digits = i;
-        int way = h_digit(&digits, 3), late = h_digit(&digits, 2);
-        if (!h_case(i)) continue;
+        if (!path_case(i, &paths[i])) continue;
         rig_desc(&g, 65536, 1, 16, way > 0);
         g.d.backward_travel = way;
         g.d.chunk_tokens = 65536;
@@ -212,19 +224,18 @@ TEST(cancel_and_deadline)
  * same bits. */
 TEST(another_thread_goes_on)
 {
-    int i;
-    for (i = 0; i < 6; i++) {
+    for (int64_t i = 0; i < PATHS; i++) {
+        const int way = paths[i].way;
         rig a, b;
         ra_job job;
         ra_status s;
-        int64_t n, digits = i;
-        int way = h_digit(&digits, 3), zigzag = h_digit(&digits, 2);
-        if (!h_case(i)) continue;
+        int64_t n;
+        if (!path_case(i, &paths[i])) continue;
         rig_desc(&a, 1500, 3, 64, way > 0);
         a.d.q_heads = a.d.kv_heads = 2;
         a.d.backward_travel = way;
         a.d.threads = 3;
-        a.d.layout.kind = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
+        a.d.layout.kind = paths[i].layout;
         b = a;
         rig_open(&a, 0);
         rig_open(&b, 0);
@@ -249,15 +260,14 @@ TEST(another_thread_goes_on)
  * and no other. */
 TEST(unseen_chunks_cost_no_rows)
 {
-    int i;
-    for (i = 0; i < 6; i++) {
+    for (int64_t i = 0; i < 6; i++) {
+        const int zigzag = i >= 3;
         rig g;
         ra_job job;
         ra_status s;
-        int64_t panels, loads = 0, digits = i;
-        int heads = 1 + h_digit(&digits, 3), zigzag = h_digit(&digits, 2);
+        int64_t panels, loads = 0;
         if (!h_case(i)) continue;
-        rig_desc(&g, 8192, heads, 16, 0);
+        rig_desc(&g, 8192, 1 + (int)i % 3, 16, 0);
         g.d.mask.window = 200;
         g.d.chunk_tokens = 256;
         g.d.layout.kind = zigzag ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
