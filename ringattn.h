@@ -11748,15 +11748,18 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     int who[2];
     ra_status s;
     if (!d) return RA_E_NULL;
-    mine = *d;
-    if (ith > 0 && ith < nth) mine.error = NULL; /* the threads share d->error: one writes */
-    if (!t) return ra__refuse(mine.error, RA_E_NULL, "t", "is required", 0);
-    s = ra__local_check(&mine, t, &c);
+    if (ith > 0 && ith < nth) {        /* the threads share d->error: one writes */
+        mine = *d;
+        mine.error = NULL;
+        d = &mine;
+    }
+    if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
+    s = ra__local_check(d, t, &c);
     if (!s && c.d.engine)
-        s = ra__refuse(mine.error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
-    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, mine.error);
-    if (!s) s = ra__check_forward(&c.d, t, c.rows, mine.error);
-    if (!s) s = ra__check_tables_of(&c, mine.error);
+        s = ra__refuse(d->error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
+    if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
+    if (!s) s = ra__check_forward(&c.d, t, c.rows, d->error);
+    if (!s) s = ra__check_tables_of(&c, d->error);
     if (s) return s;
     c.w.clear = c.w.finish = 1;
     who[0] = ith;
