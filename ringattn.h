@@ -2186,6 +2186,8 @@ RA__NOINLINE double ra__exp(double x) {
 /* log(x), absolute error below 1e-15 near 1. x = 2^n f with f in [sqrt 1/2, sqrt 2) and
  * t = (f - 1) / (f + 1), |t| < 0.172: log f = 2 (t + t^3/3 + ... + t^21/21). */
 RA__NOINLINE double ra__log(double x) {
+    static const double series[11] = { 2.0 / 21, 2.0 / 19, 2.0 / 17, 2.0 / 15, 2.0 / 13, 2.0 / 11,
+                                       2.0 / 9, 2.0 / 7, 2.0 / 5, 2.0 / 3, 2.0 };
     uint64_t u = ra__f64_bits(x);
     double f, t, p = 0.0;
     int32_t n, k;
@@ -2199,7 +2201,7 @@ RA__NOINLINE double ra__log(double x) {
         n++;
     }
     t = (f - 1.0) / (f + 1.0);
-    for (k = 21; k > 0; k -= 2) p = p * (t * t) + 2.0 / (double)k;
+    for (k = 0; k < 11; k++) p = p * (t * t) + series[k];
     return (double)n * 0.69314718055994531 + p * t;
 }
 
@@ -2219,28 +2221,53 @@ RA__NOINLINE double ra__sqrt(double x) {
  *   o   = (exp(a) o + exp(b) o2) / (exp(a) + exp(b)), the weights being 1 / (1 + e), e / (1 + e),
  * in which nothing can overflow. A side whose lse is -inf has weight 0 and is left out by branch,
  * for its o may hold anything, and 0 * NaN is NaN. Swapping the sides gives the same bits. */
+static void ra__merge_row(float *o, const float *o2, const double w[2], int32_t dim) {
+    int32_t i, j;
+    for (i = 0; i + 16 <= dim; i += 16) {      /* a length that compilers make vectors of */
+        float x[16], y[16];
+        memcpy(x, o + i, sizeof x);
+        memcpy(y, o2 + i, sizeof y);
+        for (j = 0; j < 16; j++) x[j] = (float)((double)x[j] * w[0] + (double)y[j] * w[1]);
+        memcpy(o + i, x, sizeof x);
+    }
+    for (; i < dim; i++) o[i] = (float)((double)o[i] * w[0] + (double)o2[i] * w[1]);
+}
+
+/* Weights of both sides of n rows, 0 for one that is left out, and their lse.
+ * PERF: the chains of dependent divisions of several rows overlap only where nothing but the next
+ * row's follows. */
+enum { RA__MERGE_ROWS = 16 };
+static void ra__merge_weights(float *lse, const float *lse2, int32_t n, double w[][2]) {
+    int32_t i;
+    for (i = 0; i < n; i++) {
+        const float a = lse[i], b = lse2[i];
+        double e;
+        w[i][0] = !ra__is_neg_inf(a);
+        w[i][1] = !ra__is_neg_inf(b);
+        if (w[i][0] == 0.0) lse[i] = b;
+        if (w[i][0] == 0.0 || w[i][1] == 0.0) continue;
+        e = ra__exp(a > b ? (double)b - (double)a : (double)a - (double)b);
+        w[i][0] = (a > b ? 1.0 : e) / (1.0 + e);
+        w[i][1] = (a > b ? e : 1.0) / (1.0 + e);
+        lse[i] = (float)((double)(a > b ? a : b) + ra__log(1.0 + e));
+    }
+}
+
 RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
                            int32_t dim) {
-    int64_t row;
-    int32_t i;
-    for (row = 0; row < rows; row++, o += dim, o2 += dim) {
-        float a = lse[row], b = lse2[row];
-        double e, w, w2;
-        if (ra__is_neg_inf(a) && ra__is_neg_inf(b)) {
-            memset(o, 0, (size_t)dim * sizeof *o);
-            continue;
+    for (; rows > 0; rows -= RA__MERGE_ROWS, lse += RA__MERGE_ROWS, lse2 += RA__MERGE_ROWS) {
+        const int32_t n = rows < RA__MERGE_ROWS ? (int32_t)rows : RA__MERGE_ROWS;
+        float was[RA__MERGE_ROWS];
+        double w[RA__MERGE_ROWS][2];
+        int32_t i;
+        memcpy(was, lse, (size_t)n * sizeof *was);
+        ra__merge_weights(lse, lse2, n, w);
+        for (i = 0; i < n; i++, o += dim, o2 += dim) {
+            const int left = !ra__is_neg_inf(was[i]), right = !ra__is_neg_inf(lse2[i]);
+            if (left && right) ra__merge_row(o, o2, w[i], dim);
+            else if (right) memcpy(o, o2, (size_t)dim * sizeof *o);
+            else if (!left) memset(o, 0, (size_t)dim * sizeof *o);
         }
-        if (ra__is_neg_inf(b)) continue;
-        if (ra__is_neg_inf(a)) {
-            memcpy(o, o2, (size_t)dim * sizeof *o);
-            lse[row] = b;
-            continue;
-        }
-        e = ra__exp(a > b ? (double)b - (double)a : (double)a - (double)b);
-        w = (a > b ? 1.0 : e) / (1.0 + e);
-        w2 = (a > b ? e : 1.0) / (1.0 + e);
-        for (i = 0; i < dim; i++) o[i] = (float)((double)o[i] * w + (double)o2[i] * w2);
-        lse[row] = (float)((double)(a > b ? a : b) + ra__log(1.0 + e));
     }
 }
 
@@ -21271,30 +21298,35 @@ static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
 }
 
 /* -------------------------------------------------------------------------- the end of a call */
-/* Lanes [first, last) of own row n, out of the partial results of all ranks. */
-static void ra__row_sum(const ra_cache *c, const ra__cache_desk *y, int64_t n,
-                        ra__subtree lanes, int32_t depth, float *out) {
+/* O of lanes [first, last) of own row n, summed in the partial results of all ranks, and its LSE.
+ * What other ranks may be receiving still is summed at the desk instead. */
+static float *ra__row_sum(const ra_cache *c, const ra__cache_desk *y, int64_t n,
+                          ra__subtree lanes, int32_t depth, float **lse) {
     const int32_t middle = lanes.first + (lanes.last - lanes.first + 1) / 2;
     const int32_t rank = c->lane_owner[lanes.first], heads = c->d.q_heads;
     const int64_t dims = (int64_t)heads * c->d.v_dim;
     const ra__subtree left = { lanes.first, middle }, right = { middle, lanes.last };
+    const int sent = rank == c->rank && c->ranks > 1 && c->cd.queries == RA_QUERIES_ALL;
+    float *sum, *part, *part_lse;
     for (int32_t i = c->tree_first[rank]; i < c->tree_first[rank + 1]; i++) {
         const ra__partials p = ra__result_of(c, rank);
         if (c->tree[i].first != lanes.first || c->tree[i].last != lanes.last) continue;
-        memcpy(out, ra__part_o(c, p, i - c->tree_first[rank]) + n * dims, (size_t)dims * 4);
-        memcpy(out + dims, ra__part_lse(c, p, i - c->tree_first[rank]) + n * heads,
-               (size_t)heads * 4);
-        return;
+        part = ra__part_o(c, p, i - c->tree_first[rank]) + n * dims;
+        part_lse = ra__part_lse(c, p, i - c->tree_first[rank]) + n * heads;
+        sum = sent ? y->part[depth] : part;
+        *lse = sent ? sum + dims : part_lse;
+        if (sent) memcpy(sum, part, (size_t)dims * 4);
+        if (sent) memcpy(*lse, part_lse, (size_t)heads * 4);
+        return sum;
     }
-    float *part = y->part[depth];
-    ra__row_sum(c, y, n, left, depth + 1, out);
-    ra__row_sum(c, y, n, right, depth + 1, part);
-    ra_merge(out, out + dims, part, part + dims, heads, c->d.v_dim);
+    sum = ra__row_sum(c, y, n, left, depth, lse);
+    part = ra__row_sum(c, y, n, right, depth + 1, &part_lse);
+    ra_merge(sum, *lse, part, part_lse, heads, c->d.v_dim);
+    return sum;
 }
 
 /* Writes own row n: row i of sequence b. */
-static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, float *sum) {
-    float *lse = sum + c->d.q_heads * c->d.v_dim;
+static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, float *sum, float *lse) {
     ra_status s = RA_OK;
     for (int32_t h = 0; h < c->d.q_heads && !s; h++, sum += c->d.v_dim) {
         ra__view o = ra__view_at(c->o, b, i, h), l = ra__view_at(c->lse, b, i, h);
@@ -21319,8 +21351,8 @@ static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
     int32_t b = 0;
     for (int64_t i = first; i < c->own_rows && i < first + c->write_rows && !s; i++) {
         while (i >= c->own_at[b + 1]) b++;
-        ra__row_sum(c, y, i, all, 1, y->part[0]);
-        s = ra__row_write(c, b, i - c->own_at[b], y->part[0]);
+        float *lse, *sum = ra__row_sum(c, y, i, all, 0, &lse);
+        s = ra__row_write(c, b, i - c->own_at[b], sum, lse);
     }
     return s;
 }
