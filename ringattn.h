@@ -1704,8 +1704,6 @@ typedef struct ra__stream {
 typedef struct ra__decode_rows {
     const ra_desc *d;
     float *q, *acc, *block_acc;        /* [4][Dk], [4][Dv]; dims rounded up to RA__DECODE_DIMS */
-    float *wide;                       /* q of up to 16 rows that these share, or null */
-    int32_t lane;                      /* of row 0 among the 16 */
     float m[16], block_l[16], slope[16], l[4];
     ra__score score[4];                /* per row: its bias is row 0 */
     int32_t pos[4];
@@ -5388,9 +5386,7 @@ RA__BF_STATIC void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__
 
 /* ---- decoding
  * Scores. A lane is one of 4 rows and one of 4 pairs of dims: q is [Dk / 8][4 rows][8 dims], and 8
- * dims of K are broadcast. If up to 16 rows share the keys, a lane is a row: `wide` is [Dk / 2][16
- * rows][2 dims], and a pair of K is broadcast, as for panels. Both add the same numbers in the same
- * order, so their bits are the same.
+ * dims of K are broadcast, to two fours at once where there are two.
  *
  * Values. Lanes are dims, as in KERNEL. Keys come in groups of 8: key j is paired with key j + 4,
  * so that two vectors of scores [4 keys][4 rows] become the pairs of p. The unpack instructions
@@ -5403,53 +5399,71 @@ RA__BF_INLINE __m512i ra__bf_decode_spread(const uint8_t *k) {
     return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)k));
 }
 
-/* c[i] = products of key j + i for i < 8, not yet summed over the pairs of dims of a row. Keys
- * beyond the last repeat it. Each key has two chains of sums. */
+/* c[f][i] = products of rows[f] and key j + i, for nf fours and 8 / nf keys, not yet summed over
+ * the pairs of dims of a row. Keys beyond the last repeat it. Each key has two chains of sums. Two
+ * fours take 6 loads beside 8 products, one takes 9. */
 RA__BF_INLINE void ra__bf_decode_dots(const ra__decode_rows *rows, const ra__decode_keys *keys,
-                                      int32_t j, __m512 *c) {
-    const int32_t dim = rows->d->k_dim, last = keys->n - 1;
+                                      int32_t j, __m512 (*c)[8], const int32_t nf) {
+    const int32_t dim = rows->d->k_dim, last = keys->n - 1, nk = 8 / nf;
     const int32_t step = RA__BF_DECODE_UNIT;
-    const float *q = rows->q;
+    const float *q[2];
     const uint8_t *k[8];
-    __m512 odd[8];
+    __m512 odd[2][8];
     int32_t d;
-    RA__UNROLL for (int32_t i = 0; i < 8; i++) {
+    RA__UNROLL for (int32_t i = 0; i < nk; i++)
         k[i] = keys->k + (j + i < last ? j + i : last) * keys->k_stride;
-        c[i] = odd[i] = _mm512_setzero_ps();
+    RA__UNROLL for (int32_t f = 0; f < nf; f++) {
+        q[f] = rows[f].q;
+        RA__UNROLL for (int32_t i = 0; i < nk; i++) c[f][i] = odd[f][i] = _mm512_setzero_ps();
     }
     for (d = 0; dim - d >= 4 * step; d += 4 * step) {
-        RA__UNROLL for (int32_t e = 0; e < 4; e++, q += 16) {
-            const __m512i y = ra__bf_load(q);
-            RA__UNROLL for (int32_t i = 0; i < 8; i++) {
+        RA__UNROLL for (int32_t e = 0; e < 4; e++) {
+            __m512i y[2];
+            RA__UNROLL for (int32_t f = 0; f < nf; f++) y[f] = ra__bf_load(q[f] + 2 * d + 16 * e);
+            RA__UNROLL for (int32_t i = 0; i < nk; i++) {
                 const __m512i z = ra__bf_decode_spread(k[i] + 2 * d + 2 * e * step);
-                if (e % 2) odd[i] = ra__bf_dot(odd[i], y, z);
-                else c[i] = ra__bf_dot(c[i], y, z);
+                RA__UNROLL for (int32_t f = 0; f < nf; f++) {
+                    if (e % 2) odd[f][i] = ra__bf_dot(odd[f][i], y[f], z);
+                    else c[f][i] = ra__bf_dot(c[f][i], y[f], z);
+                }
             }
         }
-        if (keys->streams) ra__stream_prefetch(keys->streams, step / 2);
+        if (keys->streams) ra__stream_prefetch(keys->streams, nk / 2);
     }
-    for (; d < dim; d += step, q += 16)
-        RA__UNROLL for (int32_t i = 0; i < 8; i++) {
+    for (; d < dim; d += step)
+        RA__UNROLL for (int32_t i = 0; i < nk; i++) {
             uint8_t rest[16] = {0};
             memcpy(rest, k[i] + 2 * d, 2 * (size_t)(dim - d < step ? dim - d : step));
-            c[i] = ra__bf_dot(c[i], ra__bf_load(q), ra__bf_decode_spread(rest));
+            RA__UNROLL for (int32_t f = 0; f < nf; f++)
+                c[f][i] = ra__bf_dot(c[f][i], ra__bf_load(q[f] + 2 * d),
+                                     ra__bf_decode_spread(rest));
         }
-    RA__UNROLL for (int32_t i = 0; i < 8; i++) c[i] = _mm512_add_ps(c[i], odd[i]);
+    RA__UNROLL for (int32_t f = 0; f < nf; f++)
+        RA__UNROLL for (int32_t i = 0; i < nk; i++) c[f][i] = _mm512_add_ps(c[f][i], odd[f][i]);
 }
 
-/* Scores [key][4 rows]. */
-RA__NOINLINE RA__BF_TARGET void ra__bf_decode_scores(const ra__decode_rows *rows,
-                                                     const ra__decode_keys *keys, float *s) {
+/* Scores s[f] [key][4 rows] of rows[f], for nf fours. */
+RA__BF_INLINE void ra__bf_decode_scores_of(const ra__decode_rows *rows,
+                                           const ra__decode_keys *keys,
+                                           float (*s)[4 * RA__DECODE_KEYS], const int32_t nf) {
     const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512 factor = _mm512_set1_ps(rows->factor);
-    __m512 c[8];
-    for (int32_t j = 0; j < keys->n; j += 8) {
-        ra__bf_decode_dots(rows, keys, j, c);
-        RA__UNROLL for (int32_t i = 0; i < 8; i += 4) {
-            const __m512 y = _mm512_permutexvar_ps(turn, ra__sums_4_avx512(c + i));
-            _mm512_storeu_ps(s + 4 * (j + i), _mm512_mul_ps(y, factor));
-        }
+    __m512 c[2][8];
+    for (int32_t j = 0; j < keys->n; j += 8 / nf) {
+        ra__bf_decode_dots(rows, keys, j, c, nf);
+        RA__UNROLL for (int32_t f = 0; f < nf; f++)
+            RA__UNROLL for (int32_t i = 0; i < 8 / nf; i += 4) {
+                const __m512 y = _mm512_permutexvar_ps(turn, ra__sums_4_avx512(c[f] + i));
+                _mm512_storeu_ps(s[f] + 4 * (j + i), _mm512_mul_ps(y, factor));
+            }
     }
+}
+
+RA__NOINLINE RA__BF_TARGET void ra__bf_decode_scores(const ra__decode_rows *rows,
+                                                     const ra__decode_keys *keys,
+                                                     float (*s)[4 * RA__DECODE_KEYS], int32_t nf) {
+    if (nf == 2) ra__bf_decode_scores_of(rows, keys, s, 2);
+    else ra__bf_decode_scores_of(rows, keys, s, 1);
 }
 
 /* Modifies and masks the scores of n keys, a multiple of 8. */
@@ -5508,10 +5522,10 @@ RA__BF_INLINE void ra__bf_decode_product(const ra__decode_keys *keys, __m512 *c,
 }
 
 /* Adds p V to the sums of nc chunks of 32 dims from d on. nc 2 needs whole groups of keys that all
- * rows see. row: 4, or 16 if the pairs are shared. */
+ * rows see. */
 RA__BF_INLINE void ra__bf_decode_value_tile(const ra__decode_rows *rows,
                                             const ra__decode_keys *keys, const float *pairs,
-                                            int32_t d, const int32_t nc, int32_t row) {
+                                            int32_t d, const int32_t nc) {
     const int32_t dim = rows->d->v_dim, last = keys->n - 1;
     const uint32_t m = nc > 1 ? ~0u : ra__bf_first_lanes(dim - d, 32);
     const uint8_t *v0 = keys->v + 2 * (int64_t)d;
@@ -5520,7 +5534,7 @@ RA__BF_INLINE void ra__bf_decode_value_tile(const ra__decode_rows *rows,
     RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++)
         c[i] = rows->has_keys ? _mm512_loadu_ps(to + i * 16) : _mm512_setzero_ps();
     for (int32_t j = 0; j < keys->n; j += 8)
-        for (int32_t i = j; i < j + 4; i++, pairs += row) {
+        for (int32_t i = j; i < j + 4; i++, pairs += 4) {
             const uint8_t *a = v0 + (nc > 1 || i < last ? i : last) * keys->v_stride;
             const uint8_t *b = v0 + (nc > 1 || i + 4 < last ? i + 4 : last) * keys->v_stride;
             __m512i v[4];
@@ -5533,11 +5547,11 @@ RA__BF_INLINE void ra__bf_decode_value_tile(const ra__decode_rows *rows,
 
 RA__NOINLINE RA__BF_TARGET void ra__bf_decode_values(const ra__decode_rows *rows,
                                                      const ra__decode_keys *keys,
-                                                     const float *pairs, int32_t row) {
+                                                     const float *pairs) {
     const int32_t dim = rows->d->v_dim, whole = !keys->partial && keys->n % RA__BF_DECODE_UNIT == 0;
     int32_t d = 0;
-    for (; whole && dim - d >= 64; d += 64) ra__bf_decode_value_tile(rows, keys, pairs, d, 2, row);
-    for (; d < dim; d += 32) ra__bf_decode_value_tile(rows, keys, pairs, d, 1, row);
+    for (; whole && dim - d >= 64; d += 64) ra__bf_decode_value_tile(rows, keys, pairs, d, 2);
+    for (; d < dim; d += 32) ra__bf_decode_value_tile(rows, keys, pairs, d, 1);
 }
 
 /* Adds keys [j, j + n), whose scores are in s, to the sums. n is a multiple of 8. */
@@ -5549,17 +5563,16 @@ RA__BF_INLINE void ra__bf_decode_add(ra__decode_rows *rows, const ra__decode_key
     part.seen >>= 4 * j;
     part.n = keys->n - j < n ? keys->n - j : n;
     ra__bf_decode_weights(rows, s + 4 * j, n, pairs);
-    ra__bf_decode_values(rows, &part, pairs, 4);
+    ra__bf_decode_values(rows, &part, pairs);
     for (int32_t r = 0; r < 4; r++)
         if (part.seen >> r & ra__seen_by_row_0) rows->has_keys |= 1 << r;
 }
 
-/* Folds keys into the sums of up to 4 rows. A group of keys whose scores exceed the limit gets a
- * new maximum, as in KERNEL. */
-RA__BF_STATIC void ra__bf_decode_fold_keys(ra__decode_rows *rows, const ra__decode_keys *keys) {
+/* Folds keys with scores s into the sums of up to 4 rows. A group of keys whose scores exceed the
+ * limit gets a new maximum, as in KERNEL. */
+RA__BF_STATIC void ra__bf_decode_fold_keys(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                           float *s) {
     const int32_t n = (keys->n + RA__BF_DECODE_UNIT - 1) / RA__BF_DECODE_UNIT * RA__BF_DECODE_UNIT;
-    float s[4 * RA__DECODE_KEYS];
-    ra__bf_decode_scores(rows, keys, s);
     ra__bf_decode_modify(rows, keys, s, n);
     for (int32_t j = 0; j < n; j += RA__BF_DECODE_UNIT) {
         if (!ra__decode_max_holds_avx512(rows, s + 4 * j, 4 * (n - j))) {
@@ -5574,90 +5587,17 @@ RA__BF_STATIC void ra__bf_decode_fold_keys(ra__decode_rows *rows, const ra__deco
     }
 }
 
-/* Scores [key][16 rows] of keys j and j + 1, by the same chains and sums as in ra__bf_decode_dots:
- * each of the 4 pairs of 8 dims has two. */
-RA__BF_INLINE void ra__bf_wide_dots(const ra__decode_rows *rows, const ra__decode_keys *keys,
-                                    int32_t j, float *s) {
-    const uint8_t *k[2];
-    const float *q = rows->wide;
-    __m512 c[2][8];
-    RA__UNROLL for (int32_t i = 0; i < 2; i++) {
-        k[i] = keys->k + (j + i) * keys->k_stride;
-        RA__UNROLL for (int32_t e = 0; e < 8; e++) c[i][e] = _mm512_setzero_ps();
-    }
-    for (int32_t d = 0; d < rows->d->k_dim; d += 16) {
-        RA__UNROLL for (int32_t e = 0; e < 8; e++, q += 16) {
-            const __m512i y = ra__bf_load(q);
-            RA__UNROLL for (int32_t i = 0; i < 2; i++)
-                c[i][e] = ra__bf_dot(c[i][e], y, ra__bf_broadcast(k[i] + 2 * d + 4 * e));
-        }
-        if (keys->streams && d % 64 == 0) ra__stream_prefetch(keys->streams, 2);
-    }
-    RA__UNROLL for (int32_t i = 0; i < 2; i++) {
-        const __m512 a = _mm512_add_ps(c[i][0], c[i][4]), b = _mm512_add_ps(c[i][1], c[i][5]);
-        const __m512 y = _mm512_add_ps(c[i][2], c[i][6]), z = _mm512_add_ps(c[i][3], c[i][7]);
-        const __m512 sum = _mm512_add_ps(_mm512_add_ps(a, y), _mm512_add_ps(b, z));
-        _mm512_storeu_ps(s + 16 * (j + i), _mm512_mul_ps(sum, _mm512_set1_ps(rows->factor)));
-    }
-}
-
-RA__NOINLINE RA__BF_TARGET void ra__bf_wide_scores(const ra__decode_rows *rows,
-                                                   const ra__decode_keys *keys, float *s) {
-    for (int32_t j = 0; j < keys->n; j += 2) ra__bf_wide_dots(rows, keys, j, s);
-}
-
-/* p of n groups of 4 rows as pairs [pair of keys][16 rows], and the partial sums of l. Returns 0,
- * and does nothing, if a score is too far above m. */
-RA__BF_STATIC int32_t ra__bf_wide_softmax(ra__decode_rows *rows, const ra__decode_keys *keys,
-                                          int32_t n, const float *s, float *pairs) {
-    __m512 top = _mm512_set1_ps(ra__neg_inf()), shift, part;
-    float m[16] = {0}, l[4][16] = {{0}};
-    for (int32_t i = 0; i < n; i++) {
-        memcpy(m + 4 * i, rows[i].m, 4 * sizeof *m);
-        for (int32_t j = 0; j < 4; j++)
-            memcpy(l[j] + 4 * i, rows[i].block_l + 4 * j, 4 * sizeof *m);
-    }
-    for (int32_t j = 0; j < keys->n; j++) top = _mm512_max_ps(_mm512_loadu_ps(s + 16 * j), top);
-    shift = _mm512_loadu_ps(m);
-    if (_mm512_cmp_ps_mask(_mm512_add_ps(shift, _mm512_set1_ps(ra__decode_slack)), top, _CMP_LT_OQ))
-        return 0;
-    shift = ra__shift_of_avx512(shift);
-    for (int32_t j = 0; j < keys->n; j += j % 4 < 3 ? 1 : 5, pairs += 16) {
-        const __m512 a = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j), shift);
-        const __m512 b = _mm512_sub_ps(_mm512_loadu_ps(s + 16 * j + 64), shift);
-        part = _mm512_loadu_ps(l[j % 4]);
-        _mm512_storeu_si512(pairs, ra__bf_exp_pair(a, b, &part));
-        _mm512_storeu_ps(l[j % 4], part);
-    }
-    for (int32_t i = 0; i < n; i++)
-        for (int32_t j = 0; j < 4; j++)
-            memcpy(rows[i].block_l + 4 * j, l[j] + 4 * i, 4 * sizeof *m);
-    return 1;
-}
-
-/* 1 if all rows of n groups see all keys, in groups of 8, and no score is modified. */
-RA__BF_INLINE int32_t ra__bf_may_be_wide(const ra__decode_rows *rows, const ra__decode_keys *keys,
-                                         int32_t n) {
-    int32_t wide = rows->wide && keys->n % RA__BF_DECODE_UNIT == 0 && rows->d->k_dim % 32 == 0;
-    for (int32_t i = 0; i < n; i++) wide &= !keys[i].partial && !rows[i].modified;
-    return wide;
-}
-
 RA__BF_STATIC void ra__decode_fold_bf16(ra__decode_rows *rows, const ra__decode_keys *keys,
                                         int32_t n) {
-    float s[16 * RA__DECODE_KEYS], pairs[8 * RA__DECODE_KEYS];
-    if (ra__bf_may_be_wide(rows, keys, n)) {
-        ra__bf_wide_scores(rows, keys, s);
-        if (ra__bf_wide_softmax(rows, keys, n, s, pairs)) {
-            for (int32_t i = 0; i < n; i++) {
-                ra__bf_decode_values(&rows[i], &keys[i], pairs + rows[i].lane, 16);
-                rows[i].has_keys = 15;
-            }
-            return;
-        }
+    float s[2][4 * RA__DECODE_KEYS];
+    for (int32_t i = 0, nf; i < n; i += nf) {
+        nf = 1;
+        if (!keys[i].seen) continue;
+        if (i + 1 < n && keys[i + 1].seen) nf = 2;
+        ra__bf_decode_scores(rows + i, keys + i, s, nf);
+        for (int32_t f = 0; f < nf; f++)
+            ra__bf_decode_fold_keys(&rows[i + f], &keys[i + f], s[f]);
     }
-    for (int32_t i = 0; i < n; i++)
-        if (keys[i].seen) ra__bf_decode_fold_keys(&rows[i], &keys[i]);
 }
 
 /* Loads a row of Q. It is not scaled: the factor is in `rows`. */
@@ -5671,8 +5611,6 @@ RA__BF_STATIC void ra__decode_load_bf16(const ra__decode_rows *rows, int32_t r, 
         memset(to, 0, 16);
         memcpy(to, from + 2 * d, 2 * (size_t)(dim - d < 8 ? dim - d : 8));
     }
-    for (int32_t d = 0; rows->wide && d < dim; d += 2)
-        memcpy(rows->wide + 8 * d + rows->lane + r, from + 2 * d, dim - d > 1 ? 4 : 2);
 }
 
 /* Puts the dims of a row in order and stores it. */
@@ -11188,20 +11126,16 @@ static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__
     const int64_t pairs = d->tokens * (d->q_heads / d->kv_heads);
     x->heads = heads;
     x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__DECODE_PAIRS), RA__DECODE_ROWS);
-    const int64_t n = (int64_t)heads * x->fours, wide = x->fours > 2 ? 2 * k : 0;
+    const int64_t n = (int64_t)heads * x->fours;
     x->few = (ra__decode_rows *)ra__carve(a, n * (int64_t)sizeof *x->few);
     x->pos = (int32_t *)ra__carve(a, RA_BLOCK_TOKENS * (int64_t)sizeof *x->pos);
     x->gathered = (uint8_t *)ra__carve(a, ra__gathered_bytes(d));
     x->slot = NULL;
     if (ra__k_most(d) > RA__DECODE_PART * RA_BLOCK_TOKENS)
         x->slot = (float *)ra__carve(a, n * ra__slot_floats(d) * 4);
-    float *q = (float *)ra__carve(a, (n * (k + 2 * v) + heads * wide) * 4);
+    float *q = (float *)ra__carve(a, n * (k + 2 * v) * 4);
     for (int64_t i = 0; a->base && i < n; i++) {
         ra__decode_rows *f = &x->few[i];
-        f->lane = (int32_t)i % x->fours * RA__DECODE_ROWS;
-        if (f->lane == 0) q += wide;
-        f->wide = wide ? q - wide : NULL;
-        if (f->lane) f->wide = f[-1].wide;
         f->d = d;
         f->q = q;
         f->acc = q + k;
@@ -11279,7 +11213,6 @@ static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int
     f->count = (int32_t)ra__min(x->pairs - pair, RA__DECODE_ROWS);
     f->one_row = x->pairs == 1 && c->w.kernel->decode_unit == RA__DECODE_UNIT;
     if (f->count < RA__DECODE_ROWS && !f->one_row) memset(f->q, 0, RA__DECODE_ROWS * wide);
-    if (f->wide && pair == 0) memset(f->wide, 0, 8 * wide);
     wide = (size_t)ra__round_up(c->d.v_dim, RA__DECODE_DIMS) * sizeof(float);
     if (!f->one_row) memset(f->acc, 0, RA__DECODE_ROWS * wide);
     memset(f->block_l, 0, sizeof f->block_l);
