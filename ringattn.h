@@ -19647,6 +19647,7 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
 
 enum { RA__HOLD = 16 };                /* consecutive positions of a lane */
 enum { RA__LEAF = 1024, RA__SPAN = 4, RA__WRITE_ROWS = 16 };
+enum { RA__SHARE_WORK = 1 << 18 };    /* multiply-adds that are worth an item of their own */
 enum { RA__MOST_LANES = 1024, RA__TREE_DEPTH = 11 };        /* of the tree: log2 of lanes, plus 1 */
 enum { RA__FRAME_Q = 4, RA__FRAME_KV = 5, RA__FRAME_PART = 6 };
 enum { RA__SWAP_IDLE, RA__SWAP_POSTED, RA__SWAP_DONE };
@@ -19689,11 +19690,12 @@ typedef struct ra__partials { float *data; int64_t rows; } ra__partials;
 typedef struct ra__partial { float *o, *lse; int64_t step; } ra__partial;
 
 /* An item is some rows of a sequence against lanes of one rank: in the form of prefill up to
- * tile_rows rows of one KV head, in the form of decoding up to few_tokens rows of all heads; there
- * also, with slots, against one span of one lane. Sequences in company have one item, with a row of
- * each. At the end of a call it is some rows to write. */
+ * tile_rows rows of one KV head, in the form of decoding up to few_tokens rows of some or all
+ * heads; there also, with slots, against one span of one lane. Sequences in company have one item,
+ * with a row of each. At the end of a call it is some rows to write. */
 typedef struct ra__cache_item {
-    int32_t b, head, few;              /* head: KV head, 0 where all are meant */
+    int32_t b, few;
+    int32_t head, heads;               /* KV heads [head, head + heads) */
     int32_t company;                   /* sequences from b on */
     int64_t n;                         /* its number in the stage */
     int64_t row, rows;                 /* of the sequence, in `queries` */
@@ -19756,6 +19758,7 @@ struct ra_cache {
     int64_t *company_end;              /* [B] tokens of the longest of them */
     int64_t *slot;                     /* [B] first slot; -1: none */
     int64_t *slot_done;                /* [B] */
+    int32_t sharers;                   /* threads per sequence of the call */
     int64_t *key_row;                  /* [B][lanes] of received keys */
     uint8_t **result;                  /* [ranks] frame and partial results of the own rows */
     uint8_t *q_send, **q_recv, *q_all, *kv_send, *kv_recv[2];
@@ -20441,15 +20444,18 @@ static void ra__cache_companies(ra_cache *c, const ra_pages *p) {
     }
 }
 
-/* Slots for the spans of sequences in the form of decoding, as far as there are any. */
-static void ra__cache_share_slots(ra_cache *c) {
+/* How threads share out the sequences in the form of decoding: slots for spans, as far as there are
+ * any, where spans are many or heads are few, otherwise heads. */
+static void ra__cache_share(ra_cache *c) {
     const int64_t lanes = ra__most_rank_lanes(c);
-    int64_t used = 0;
+    int64_t used = 0, live = 0;
+    for (int32_t b = 0; b < c->d.sequences; b++) live += c->company[b] && c->fresh[b];
+    c->sharers = (int32_t)ra__ceil_div(c->d.threads, ra__max(1, live));
     for (int32_t b = 0; b < c->d.sequences; b++) {
         const int64_t n = c->company[b] ? lanes * ra__cache_spans(c, b) : 0;   /* with others: 0 */
         c->slot[b] = -1;
         if (!c->fresh[b] || !ra__cache_few(c, b) || c->fresh[b] > c->few_tokens || n < 2 ||
-            used + n > c->slots)
+            (n < 4 * c->sharers && c->sharers <= c->d.kv_heads) || used + n > c->slots)
             continue;
         c->slot[b] = used;
         used += n;
@@ -20549,7 +20555,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     ra__store_i64(&c->call, c->call + 1);
     ra__cache_swaps(c);
     ra__cache_companies(c, &t->pages);
-    ra__cache_share_slots(c);
+    ra__cache_share(c);
     c->ran = 0;
     ra__store_i32(&c->stage, 0);
     ra__store_i32(&c->open, 0);
@@ -20843,7 +20849,7 @@ static int32_t ra__swaps_in(const ra_cache *c) {
  * Functions named _some go on with the item of a desk until *left multiply-adds are used up: RA_OK
  * if they are done, RA_AGAIN if not. */
 static int32_t ra__item_heads(const ra_cache *c, const ra__cache_item *x) {
-    return x->few ? c->d.q_heads : c->group;
+    return x->heads * c->group;
 }
 
 /* The partial result of an item, packed in scratch. */
@@ -20983,8 +20989,8 @@ static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     ra__cache_item *x = &y->x;
     const int64_t rows = x->solo ? 1 : x->rows;
     const int64_t price = rows * c->group * (row[1] - row[0]) * ra__cache_dims(c);
-    while (x->at_head < c->d.kv_heads) {
-        int64_t heads = c->d.kv_heads - x->at_head;
+    while (x->at_head < x->heads) {
+        int64_t heads = x->heads - x->at_head;
         ra_desc d = c->few;
         if (*left <= 0 || (heads * price > *left && *left < RA__STEP_WORK)) return RA_AGAIN;
         heads = ra__max(1, ra__min(heads, *left / price));
@@ -21158,22 +21164,41 @@ static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *l
     return RA_OK;
 }
 
+static int64_t ra__sequence_rows(const ra_cache *c, int32_t b) {
+    return c->queries.at[b + c->company[b]] - c->queries.at[b];
+}
+
+/* KV heads of an item. In the form of decoding threads share out the heads of a sequence without
+ * slots, as long as the work of an item is worth it. */
+static int32_t ra__heads_each(const ra_cache *c, int32_t b) {
+    const int32_t rank = c->keys.rank, lanes = c->lane_first[rank + 1] - c->lane_first[rank];
+    const int64_t keys = lanes * ra__lane_keys(c, 0, c->company_end[b]);
+    const int64_t work = ra__mul_sat(ra__sequence_rows(c, b) * c->d.q_heads * ra__cache_dims(c),
+                                     keys);
+    if (!ra__cache_few(c, b)) return 1;
+    if (c->slot[b] >= 0) return c->d.kv_heads;
+    return (int32_t)ra__ceil_div(c->d.kv_heads, ra__max(1, ra__min(c->sharers,
+                                                                   work / RA__SHARE_WORK)));
+}
+
 /* Items of a sequence in the stage. */
 static int64_t ra__sequence_items(const ra_cache *c, int32_t b) {
-    const int64_t rows = c->queries.at[b + c->company[b]] - c->queries.at[b];
+    const int64_t rows = ra__sequence_rows(c, b);
     const int32_t rank = c->keys.rank, lanes = c->lane_first[rank + 1] - c->lane_first[rank];
     if (!rows) return 0;
-    if (!ra__cache_few(c, b)) return ra__ceil_div(rows, c->tile_rows) * c->d.kv_heads;
     if (c->slot[b] >= 0) return lanes * ra__cache_spans(c, b);
-    return ra__ceil_div(rows, c->few_tokens);
+    return ra__ceil_div(rows, ra__cache_few(c, b) ? c->few_tokens : c->tile_rows) *
+           ra__ceil_div(c->d.kv_heads, ra__heads_each(c, b));
 }
 
 /* Item n of a sequence; the cheapest rows come last. */
 static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
-    const int64_t rows = c->queries.at[b + c->company[b]] - c->queries.at[b];
+    const int64_t rows = ra__sequence_rows(c, b);
     const int32_t *pos = c->queries.pos + c->queries.at[b];
+    const int32_t heads = ra__heads_each(c, b);
+    const int64_t parts = ra__ceil_div(c->d.kv_heads, heads);
     int32_t first[4], last[4];
-    int64_t step = c->tile_rows, group = n;
+    int64_t step = c->tile_rows, group = n / parts;
     ra__cache_item x;
     memset(&x, 0, sizeof x);
     x.b = b;
@@ -21181,16 +21206,15 @@ static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
     x.n = n;
     x.lane = -1;
     x.few = ra__cache_few(c, b);
+    x.head = (int32_t)(n % parts) * heads;
     if (x.few) step = c->few_tokens;
-    else {
-        group = ra__ceil_div(rows, step) - 1 - n / c->d.kv_heads;
-        x.head = (int32_t)(n % c->d.kv_heads);
-    }
+    else group = ra__ceil_div(rows, step) - 1 - group;
     if (c->slot[b] >= 0) {
         x.lane = c->lane_first[c->keys.rank] + (int32_t)(n / ra__cache_spans(c, b));
         x.span = n % ra__cache_spans(c, b);
         group = 0;
     }
+    x.heads = (int32_t)ra__min(heads, c->d.kv_heads - x.head);
     x.row = group * step;
     x.rows = ra__min(step, rows - x.row);
     ra__mask_row(&c->d.mask, pos[x.row], c->cached[b] + c->fresh[b], first);

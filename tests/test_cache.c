@@ -750,6 +750,40 @@ TEST(shared_prefixes_are_one_item)
     free(q);
 }
 
+/* Threads share out the heads of one sequence where it has few spans: two items, and so two steps,
+ * where one thread has one; and each token has the bits it has on one thread. */
+TEST(threads_share_heads)
+{
+    enum { KEYS = 3000, HEADS = 4, DIM = 32 };
+    const int64_t cached = KEYS - 1, fresh = 1;
+    float *k = (float *)need(KEYS * HEADS * DIM * 4), q[HEADS * DIM], o[2][HEADS * DIM];
+    h_rng r = h_case_rng(0);
+    ra_desc d = ra_desc_make(HEADS, HEADS, DIM, RA_F32, RA_MASK_CAUSAL);
+    int steps[2] = { 0, 0 };
+    ra_tensors t;
+    for (int i = 0; i < KEYS * HEADS * DIM; i++) k[i] = h_normal(&r);
+    for (int i = 0; i < HEADS * DIM; i++) q[i] = h_normal(&r);
+    memset(&t, 0, sizeof t);
+    d.tokens = 1;
+    d.kv_tokens = KEYS;
+    t.q.data = q;
+    t.k.data = t.v.data = k;
+    for (int i = 0; i < 2; i++) {
+        ra_cache *c = NULL;
+        ra_status s;
+        d.threads = 1 + i;
+        t.o.data = o[i];
+        CHECK_EQ(ra_cache_create(&c, &d, NULL, NULL), RA_OK);
+        CHECK_EQ(ra_infer_begin(c, &t, &cached, &fresh, 0), RA_OK);
+        while ((s = ra_infer_step(c, 0)) > 0) steps[i]++;
+        CHECK_EQ(s, RA_OK);
+        CHECK_EQ(ra_cache_destroy(c), RA_OK);
+    }
+    CHECK_EQ(steps[1] - steps[0], 1);
+    CHECK_BITS(o[1], o[0], sizeof o[0]);
+    free(k);
+}
+
 /* -------------------------------------------------------------------------- ra_attention, pages */
 /* The same keys in rows and in pages. */
 typedef struct twice {
@@ -859,20 +893,22 @@ TEST(attention_pages)
     }
 }
 
-/* Lanes of several leaves and spans, shared out by threads. */
+/* Lanes of several leaves and spans, shared out by threads: by spans, the last case by heads. */
 TEST(long_caches)
 {
     static const int64_t fresh[] = { 4000, 4000, 1000, 1, 3, 8, 1 };
-    for (int64_t i = 0; i < 2; i++) {
+    static const int32_t kv_heads[] = { 1, 1, 3 }, lanes[] = { 2, 1, 1 };
+    static const int32_t dtypes[] = { RA_F32, RA_BF16, RA_F16 };
+    for (int64_t i = 0; i < 3; i++) {
         h_rng r = h_case_rng(i);
         script s;
         outcome one, many;
         int64_t at = 0;
         if (!h_case(i)) continue;
-        s = script_new(2, 1, 16, i ? RA_BF16 : RA_F32, 9100);
+        s = script_new(2 * kv_heads[i], kv_heads[i], 16, dtypes[i], 9100);
         s.d.tokens = 4000;
         s.d.v_dim = 24;
-        s.cd.lanes = 2 - (int32_t)i;
+        s.cd.lanes = lanes[i];
         s.cd.way = RA_INFER_PASS_Q;
         for (s.steps = 0; s.steps < 7; s.steps++) {
             s.cached[s.steps][0] = at;
@@ -1421,7 +1457,8 @@ TEST(failures)
 static const h_test tests[] = {
     ENTRY(ranks_and_ways), ENTRY(pages), ENTRY(ring_buffers), ENTRY(attention_pages),
     ENTRY(shared_prefixes), ENTRY(shared_prefixes_are_one_item),
-    ENTRY(long_caches), ENTRY(lanes_and_weights), ENTRY(drafts_are_exact),
+    ENTRY(threads_share_heads), ENTRY(long_caches), ENTRY(lanes_and_weights),
+    ENTRY(drafts_are_exact),
     ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(ways_by_cost), ENTRY(refusals),
     ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(failures),
 };
