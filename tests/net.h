@@ -586,15 +586,16 @@ static inline int net_post(void *ctx, ra_transport_op *const *ops, int n)
     return idle ? RA_AGAIN : RA_OK;
 }
 
-/* A receive from a rank that is dead or has aborted, or a send to it, ends with RA_E_PEER. */
+/* A receive from a rank that is dead or has aborted, or a send to it, ends with RA_E_PEER. So does
+ * a send whose memory that rank has on loan: no release will come any more, and nothing else would
+ * ever tell the sender, which may have neither a deadline nor a watchdog. */
 static inline void net_fail_ops(net_rank *r)
 {
     net *w = r->net;
     for (int i = 0; i < NET_SLOTS && (w->c.told == 2 || w->dead >= 0); i++) {
         net_slot *slot = &r->slots[i];
         net_link *l;
-        if (slot->use != NET_WAITS && (slot->use != NET_LENT || slot->op->peer != w->dead))
-            continue;
+        if (slot->use != NET_WAITS && slot->use != NET_LENT) continue;
         if (slot->op->peer != w->dead && (w->c.told != 2 || !w->rank[slot->op->peer].aborts))
             continue;
         if (slot->op->kind == RA_MSG_SEND) {
@@ -696,7 +697,7 @@ static inline int net_release(void *ctx, ra_transport_op *op)
         loan->sum = net_sum(loan->ptr, loan->len);
     } else {
         net_slot *slot = &w->rank[loan->from_rank].slots[loan->from_slot];
-        if (slot->use == NET_LENT) {   /* otherwise this rank is dead */
+        if (slot->use == NET_LENT) {   /* otherwise that rank has failed or been told */
             slot->use = NET_READY;
             slot->status = RA_MSG_DONE;
         }

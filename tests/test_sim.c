@@ -1213,8 +1213,10 @@ static void route_make(small *s, int ranks, int other)
 
 /* One rank has another plan. It and the rank after it say in what it differs, from the rank before;
  * the others hear that they have stopped. No time passes that anybody could wait for: there is
- * neither a deadline nor a watchdog. */
-static void one_route(h_rng rng, int ranks, int odd, int other, int shared)
+ * neither a deadline nor a watchdog. With LENT every send of a chunk waits for its release, which a
+ * rank that has stopped never gives. */
+enum { ROUTE_DRAWN, ROUTE_SHARED, ROUTE_LENT, ROUTE_WAYS };
+static void one_route(h_rng rng, int ranks, int odd, int other, int way)
 {
     small *x = (small *)calloc(1, sizeof *x);
     net_config c;
@@ -1223,9 +1225,13 @@ static void one_route(h_rng rng, int ranks, int odd, int other, int shared)
     small_seed(rng.state);
     random_net(&c, ranks);
     c.told = 2;
-    c.shared = shared;
+    c.shared = way == ROUTE_SHARED;
     c.train = 0;
-    if (shared) {
+    if (way == ROUTE_LENT) {
+        c.lend = c.capacity = 0;
+        c.lend_sender = 100;
+    }
+    if (c.shared) {
         c.any_peer = 1;
         c.lend = c.lend_sender = 0;
         c.max_ops = 64;
@@ -1273,12 +1279,12 @@ TEST(differing_routes)
     int64_t i = 0;
     diff_named = diff_seen = 0;
     for (int again = 0; again < (h_run.large ? 20 : 1); again++)
-        for (int shared = 0; shared < 2; shared++)
+        for (int way = 0; way < ROUTE_WAYS; way++)
             for (int other = 0; other < ROUTES; other++)
                 for (int odd = 0; odd < 5; odd++)
                     for (int w = 0; w < 3; w++, i++)
                         if (odd < worlds[w] && h_case(i))
-                            one_route(h_case_rng(i), worlds[w], odd, other, shared);
+                            one_route(h_case_rng(i), worlds[w], odd, other, way);
     CHECK(diff_named >= diff_seen * 15 / 16);
     CHECK_EQ(hook_broken, 0);
 }
