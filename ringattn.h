@@ -1339,9 +1339,8 @@ struct ra_transport {
     int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* The callbacks from here on are optional. wait: as poll, but may block until one of ops leaves
-     * PENDING, until abort, or until deadline_ns, at most 2 ms off or past; then it returns RA_OK:
-     * an error ends the pass. Returns at once if none is PENDING. Without it the library polls,
-     * yields and sleeps. */
+     * PENDING, until abort or deadline_ns, at most 2 ms off or past, and returns at once if none is
+     * PENDING: RA_OK, for an error ends the pass. Without it the library polls and sleeps. */
     int (*wait)(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns);
 
     /* Registers n bytes of the ring's buffers once, in ra_ring_create; dereg in ra_ring_destroy.
@@ -1352,7 +1351,8 @@ struct ra_transport {
 
     /* Required with RA_CAP_LOAN. Gives back op->buf of a receive that lent memory (the transport
      * changed buf), after its last use and its last onward send. Lent memory is aligned as buffers
-     * are. After abort lent memory is yours again without it. */
+     * are. A step may still read it after abort; from quiesce, or ra_ring_destroy, on it is yours
+     * without release. The send of memory on loan also ends when the borrower's abort is told. */
     int (*release)(void *ctx, ra_transport_op *op);
 
     /* Any thread, any time, wait-free, idempotent: all ops fail from now on, and wait wakes; frees
