@@ -1339,8 +1339,8 @@ struct ra_transport {
     int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* The callbacks from here on are optional. wait: as poll, but may block until one of ops leaves
-     * PENDING, until abort or deadline_ns, at most 2 ms off or past, and returns at once if none is
-     * PENDING: RA_OK, for an error ends the pass. Without it the library polls and sleeps. */
+     * PENDING, until abort, or until deadline_ns, at most 2 ms off or past. Returns RA_OK then, and
+     * at once if none is PENDING; an error ends the pass. Without it the library polls and sleeps. */
     int (*wait)(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns);
 
     /* Registers n bytes of the ring's buffers once, in ra_ring_create; dereg in ra_ring_destroy.
