@@ -866,8 +866,8 @@ RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_
 
 /* How long a forward pass takes at given rates: the schedule played through with every transfer and
  * every chunk's tiles (those not empty, each counted whole) in order, buffers included. A model,
- * not a measurement. It takes as long as ra_plan_create, and 8 bytes per rank and chunk while it
- * runs. */
+ * not a measurement. It takes time in proportion to chunks * ranks, and 8 bytes per rank and chunk
+ * while it runs. */
 typedef struct ra_prediction {         /* seconds */
     double compute_s;                  /* this rank computes */
     double transfer_s;                 /* the link into this rank is busy */
@@ -1340,7 +1340,7 @@ struct ra_transport {
 
     /* The callbacks from here on are optional. wait: as poll, but may block until one of ops leaves
      * PENDING, until abort, or until deadline_ns, at most 2 ms off or past. Returns RA_OK then, and
-     * at once if none is PENDING; an error ends the pass. Without it the library polls and sleeps. */
+     * at once if none is PENDING; an error ends the pass. Without it the library polls. */
     int (*wait)(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns);
 
     /* Registers n bytes of the ring's buffers once, in ra_ring_create; dereg in ra_ring_destroy.
@@ -5448,11 +5448,12 @@ RA__BF_INLINE void ra__bf_decode_scores_of(const ra__decode_rows *rows,
                                            float (*s)[4 * RA__DECODE_KEYS], const int32_t nf) {
     const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512 factor = _mm512_set1_ps(rows->factor);
+    const int32_t nk = 8 / nf;
     __m512 c[2][8];
-    for (int32_t j = 0; j < keys->n; j += 8 / nf) {
+    for (int32_t j = 0; j < keys->n; j += nk) {
         ra__bf_decode_dots(rows, keys, j, c, nf);
         RA__UNROLL for (int32_t f = 0; f < nf; f++)
-            RA__UNROLL for (int32_t i = 0; i < 8 / nf; i += 4) {
+            RA__UNROLL for (int32_t i = 0; i < nk; i += 4) {
                 const __m512 y = _mm512_permutexvar_ps(turn, ra__sums_4_avx512(c[f] + i));
                 _mm512_storeu_ps(s[f] + 4 * (j + i), _mm512_mul_ps(y, factor));
             }
@@ -9224,8 +9225,8 @@ static double ra__flops_per_key(const ra_desc *d) {
  * shard of 16 chunks with 8 buffers hides 89 to 96 % of it on 2 to 8 ranks, causal zigzag, against
  * 75 to 86 % with 1024 keys and 3 buffers (2 ranks and 4096 to 8192 keys). From 24 ranks on
  * buffers hardly matter, and around 16 ranks, where a chunk comes around the ring about when its
- * owner's last one leaves, 32 chunks are better. Beyond 64 ranks the schedule, whose cost is chunks
- * x ranks, allows fewer.
+ * owner's last one leaves, 32 chunks are better. Beyond 64 ranks predictions and the exchanges of
+ * sendrecv, whose cost is chunks x ranks, allow fewer.
  *
  * A message also costs time of its own: what a rank computes on each is at least RA__CHUNK_WORK
  * flops, which takes some ms on a few cores. No figure suits short shards on every network. At 1
@@ -9243,7 +9244,8 @@ static int32_t ra__default_chunk(const ra_desc *d) {
     const double least = known ? 2 * d->rates.link_latency_s * d->rates.flops_per_s
                                : (double)RA__CHUNK_WORK;
     const double flops = ra__flops_per_key(d);
-    const int64_t short_chunk = ra__min(RA__CHUNK_LEAST, known ? shard / 8 : INT64_MAX);
+    const int64_t eighth = ra__max(1, shard / 8);
+    const int64_t short_chunk = known ? ra__min(RA__CHUNK_LEAST, eighth) : (int64_t)RA__CHUNK_LEAST;
     int64_t chunk = ra__max(short_chunk, ra__ceil_div(shard, ra__min(parts, few)));
     if (flops * (double)chunk < least)
         chunk = flops * (double)most <= least ? most : (int64_t)(least / flops);
@@ -11064,7 +11066,8 @@ typedef struct ra__decode {
     int32_t sequence, head, count;     /* kv heads [head, head + count) */
     int32_t part, parts;               /* of the blocks [first, last) that some row sees */
     int64_t first, last, blocks;       /* blocks: of all keys */
-    int32_t pairs, fours, rows, keys;  /* keys: of a stretch */
+    int32_t pairs, fours, rows, keys;  /* fours: most of a sequence; keys: of a stretch */
+    int32_t step;                      /* fours of this sequence: from head to head of few */
     int64_t last_row;                  /* of the keys */
     ra__stream ahead[2];               /* over K and V, but for `at` */
     int64_t rows_ahead[2];             /* rows from those computed to those prefetched */
@@ -11208,7 +11211,7 @@ static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t h
 
 /* Queries and empty state of up to 4 pairs from `pair` on, of kv head `head` of the task. */
 static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t pair) {
-    ra__decode_rows *f = &x->few[head * x->fours + pair / RA__DECODE_ROWS];
+    ra__decode_rows *f = &x->few[head * x->step + pair / RA__DECODE_ROWS];
     size_t wide = (size_t)ra__round_up(c->d.k_dim, RA__DECODE_DIMS) * sizeof(float);
     f->count = (int32_t)ra__min(x->pairs - pair, RA__DECODE_ROWS);
     f->one_row = x->pairs == 1 && c->w.kernel->decode_unit == RA__DECODE_UNIT;
@@ -11361,7 +11364,6 @@ RA__NOINLINE void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int
  * fours. */
 static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
                             ra__decode *x) {
-    const int32_t fours = (int32_t)ra__ceil_div(x->pairs, RA__DECODE_ROWS);
     const int more = !x->lean && row + from + x->keys < ra__k_len(&c->d, x->sequence);
     ra__decode_keys *t = x->stretch[from / x->keys];
     ra__stream a[2];
@@ -11371,7 +11373,7 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
     if (more) ra__decode_ahead(a, x, kv, row + from);
     for (int32_t h = 0; h < x->count; h += heads) {
         int first = more;
-        for (int32_t g = 0; g < fours; g++) {
+        for (int32_t g = 0; g < x->step; g++) {
             if (!t[g].seen) continue;
             if (x->paged.table) {
                 ra__decode_rows_at(&c->d, kv, row + from, h, x, &t[g]);
@@ -11382,7 +11384,7 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
             t[g].streams = first ? a : NULL;
             first = 0;
         }
-        c->w.kernel->decode_fold(&x->few[h * x->fours], t, heads * fours);
+        c->w.kernel->decode_fold(&x->few[h * x->step], t, heads * x->step);
     }
 }
 
@@ -11411,8 +11413,8 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     for (int32_t j = 0; j < s->rows; j += x->keys) ra__decode_fold(c, kv, s->row, j, x);
     for (int32_t h = 0; h < x->count; h++)
         for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++)
-            if (x->few[h * x->fours + g].has_keys)
-                c->w.kernel->decode_close(&x->few[h * x->fours + g]);
+            if (x->few[h * x->step + g].has_keys)
+                c->w.kernel->decode_close(&x->few[h * x->step + g]);
     x->keys = keys;
 }
 
@@ -11424,6 +11426,7 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     ra__seg s;
     x->rows = (int32_t)ra__q_len(&c->d, x->sequence);
     x->pairs = x->rows * group;
+    x->step = (int32_t)ra__ceil_div(x->pairs, RA__DECODE_ROWS);
     for (int32_t i = 0; i < x->rows; i++) ra__decode_row(c, x, i);
     x->group = group;
     for (int32_t i = 0; i < x->pairs; i++) {
@@ -11479,14 +11482,14 @@ static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
     const int last = x->parts == 1 || (!slots && x->part + 1 == x->parts);
     for (int32_t h = 0; h < x->count; h++) {
         for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs && x->parts > 1; g++) {
-            ra__decode_rows *f = &x->few[h * x->fours + g];
+            ra__decode_rows *f = &x->few[h * x->step + g];
             float *to = slots ? ra__slot_at(c, x, slots, x->part, x->head + h, g)
                               : x->slot + (h * x->fours + g) * ra__slot_floats(&c->d);
             if (!slots && x->part) c->w.kernel->decode_merge(f, to);
             if (!last) ra__slot_save(f, to);
         }
         for (int32_t i = 0; i < x->pairs && last; i++)
-            ra__decode_store(c, x, h, i, &x->few[h * x->fours + i / RA__DECODE_ROWS]);
+            ra__decode_store(c, x, h, i, &x->few[h * x->step + i / RA__DECODE_ROWS]);
     }
 }
 
@@ -16800,17 +16803,15 @@ static int ra__ring_list(const ra_ring *r) {
  * its query blocks can see. all: every query block times every key block. */
 typedef struct ra__load { int64_t seen, all; } ra__load;
 
-/* Of sequence b. A span may have one block that is only partly in it, with stripes one per rank. */
-static void ra__load_rank(const ra_plan *p, int32_t rank, int32_t b, ra__load *n) {
+/* Of sequence b, which has `keys` blocks of keys. A span may have one block that is only partly in
+ * it, with stripes one per rank. */
+static void ra__load_rank(const ra_plan *p, int32_t rank, int32_t b, int64_t keys, ra__load *n) {
     const int64_t loose = p->d.layout.kind == RA_LAYOUT_STRIPED ? p->d.ranks : 1;
     const int64_t block = RA_BLOCK_TOKENS, tokens = ra__q_len(&p->d, b);
     ra__side side = ra__plan_side(p, 0, rank);
     const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
-    int64_t c, end, keys = 0, tiles;
+    const int64_t tiles = keys * ra__side_blocks(&side, b, tokens);
     ra__seg s;
-    ra__chunk_range(&p->keys, b, &c, &end);
-    for (; c < end; c++) keys += ra__chunk_blocks(&p->keys.chunk[c]);
-    tiles = keys * ra__side_blocks(&side, b, tokens);
     n->all += tiles;
     if (array) n->seen += tiles;
     for (int64_t i = 0; !array && ra__side_seg(&side, b, tokens, i, &s); i++)
@@ -16830,11 +16831,18 @@ static void ra__load_rank(const ra_plan *p, int32_t rank, int32_t b, ra__load *n
  * what all queries see of its keys: at most what is seen on all ranks together, and at most all
  * tiles of one rank. */
 static int64_t ra__load_most(const ra_plan *p, int backward) {
+    const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
+    const int64_t *at = p->place_begin;    /* ARRAY has no places; its sequences are alike */
     ra__load most = { 0, 0 };
-    int64_t total = 0, tiles;
+    int64_t total = 0, keys = 0, tiles;
+    for (int64_t c = 0; array && c < p->keys.chunks && !p->keys.chunk[c].sequence; c++)
+        keys += ra__chunk_blocks(&p->keys.chunk[c]);
     for (int32_t r = 0; r < p->d.ranks; r++) {
         ra__load n = { 0, 0 };
-        for (int32_t b = 0; b < p->d.sequences; b++) ra__load_rank(p, r, b, &n);
+        for (int32_t b = 0; b < p->d.sequences; b++) {
+            if (!array) keys = p->place[at[b + 1]].blocks - p->place[at[b]].blocks;
+            ra__load_rank(p, r, b, keys, &n);
+        }
         most.seen = ra__max(most.seen, n.seen);
         most.all = ra__max(most.all, n.all);
         total += n.seen;
@@ -17957,9 +17965,10 @@ static ra_status ra__crew_agree(const ra__crew *w, ra_status s) {
  * them. The last thread to leave calls it, and so does a thread that held `comm` without being
  * inside. */
 static void ra__crew_part(ra__crew *w) {
-    if (ra__add_i32(&w->inside, 0) || !ra__load_i32(&w->failed) || !w->shared) return;
+    const ra_transport *shared = w->shared;
+    if (ra__add_i32(&w->inside, 0) || !ra__load_i32(&w->failed) || !shared) return;
     if (!ra__cas_i32(&w->comm, 0, 1)) return;
-    if (!w->parted) (void)w->shared->quiesce(w->shared->ctx, 1);
+    if (!w->parted) (void)shared->quiesce(shared->ctx, 1);
     w->parted = 1;
     ra__store_i32(&w->comm, 0);
 }

@@ -1303,6 +1303,61 @@ TEST(row_bits_do_not_depend_on_company)
     }
 }
 
+/* A sequence of one row in a batch whose other one has more, with one query head per KV head or
+ * two: the bits it has alone, whatever the workspace held before. */
+TEST(short_row_in_a_longer_batch)
+{
+    enum { D = 32, KEYS = 100, MOST = 16, HEADS = 6, ROWS = KEYS + MOST };
+    static float q[2][MOST][2 * HEADS][D], o[2][MOST][2 * HEADS][D], alone[2 * HEADS][D];
+    static float x[2 * ROWS * HEADS * D], k[2][ROWS][HEADS][D], v[2][ROWS][HEADS][D];
+    for (int64_t i = 0; i < 4 * 4 * MOST; i++) {
+        h_rng r = h_case_rng(i);
+        const int32_t most = (int32_t)(i % MOST) + 1, isa = (int32_t)(i / MOST % 4) + RA_ISA_SCALAR;
+        const int32_t dtype = (int32_t)(i / MOST / 4) + RA_F32;
+        const int32_t group = most > 8 ? 1 : (int32_t)h_range(&r, 1, 2);   /* form of decoding */
+        const int64_t tokens[2] = { most, 1 }, kv_tokens[2] = { KEYS + most, KEYS + 1 };
+        ra_desc d = ra_desc_make(HEADS * group, HEADS, D, RA_F32, RA_MASK_CAUSAL);
+        const int64_t row = dtype == RA_Q8_0 ? 34 : dtype == RA_F32 ? 4 * D : 2 * D;
+        ra_tensors t;
+        scratch w;
+        if (!ra_isa_available(isa) || !h_case(i)) continue;
+        memset(&t, 0, sizeof t);
+        for (int j = 0; j < 2 * MOST * 2 * HEADS * D; j++) (&q[0][0][0][0])[j] = h_normal(&r);
+        for (int j = 0; j < 2 * ROWS * HEADS * D; j++) x[j] = h_normal(&r);
+        ra_convert(k, dtype, x, RA_F32, 2 * ROWS * HEADS * D);
+        for (int j = 0; j < 2 * ROWS * HEADS * D; j++) x[j] = h_normal(&r);
+        ra_convert(v, dtype, x, RA_F32, 2 * ROWS * HEADS * D);
+        d.k_dtype = d.v_dtype = dtype;
+        d.isa = isa;
+        d.sequences = 2;
+        d.tokens = most;
+        d.tokens_of = tokens;
+        d.kv_tokens = KEYS + most;
+        d.kv_tokens_of = kv_tokens;
+        d.q_offset = KEYS;
+        t.q.data = q;
+        t.k.data = k;
+        t.v.data = v;
+        t.o.data = o;
+        t.k.batch_stride = t.v.batch_stride = ROWS * HEADS * row;
+        w = scratch_for(&d, 1);
+        memset(w.mem, (int)h_range(&r, 0, 255), w.bytes);
+        CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, 1), RA_OK);
+        d.sequences = 1;
+        d.tokens = 1;
+        d.tokens_of = d.kv_tokens_of = NULL;
+        d.kv_tokens = 0;
+        t.q.data = &q[0][0][0][0] + (int64_t)most * HEADS * group * D;
+        t.k.data = (const uint8_t *)&k[0][0][0][0] + t.k.batch_stride;
+        t.v.data = (const uint8_t *)&v[0][0][0][0] + t.v.batch_stride;
+        t.o.data = alone;
+        CHECK_EQ(ra_attention(&d, &t, w.mem, w.bytes, 0, 1), RA_OK);
+        CHECK_BITS(alone, &o[0][0][0][0] + (int64_t)most * HEADS * group * D,
+                   (size_t)(HEADS * group * D) * sizeof(float));
+        free(w.raw);
+    }
+}
+
 /* Keys that a bias of -inf hides are as those that intervals mask, to the bit: whole blocks, with
  * NaN in K and V, and parts of blocks. Decoding, short and prefill; heads that share a bias or
  * have their own; a row that sees no key. */
@@ -1769,7 +1824,8 @@ static const h_test tests[] = {
     ENTRY(attention_threads), ENTRY(attention_workspace), ENTRY(q8_0_everywhere),
     ENTRY(q8_0_scales), ENTRY(convert),
     ENTRY(decoding), ENTRY(attention_at_positions), ENTRY(many_short_runs),
-    ENTRY(row_bits_do_not_depend_on_company), ENTRY(bias_in_16_bits),
+    ENTRY(row_bits_do_not_depend_on_company), ENTRY(short_row_in_a_longer_batch),
+    ENTRY(bias_in_16_bits),
     ENTRY(runs_of_whole_blocks_keep_the_bits), ENTRY(ring_buffer_cache),
     ENTRY(a_ring_serves_several_plans), ENTRY(simple_signature),
 };

@@ -864,6 +864,19 @@ TEST(rates_choose_chunks)
         CHECK_EQ(r.buffers, i == 0 ? 6 : i == 1 ? 4 : 3);
         ra_plan_destroy(plan);
     }
+    for (int i = 0; i < 2; i++) {      /* ranks without any keys */
+        static const int64_t q_rows[4] = { 5, 5, 5, 5 }, k_rows[4] = { 0, 0, 0, 0 };
+        ra_desc d = ra_desc_make(1, 1, 8, RA_F32, RA_MASK_NONE), out;
+        d.ranks = 4;
+        d.tokens = d.kv_tokens = 20;
+        d.layout.kind = RA_LAYOUT_ARRAY;
+        d.layout.q_rows = q_rows;
+        d.layout.k_rows = k_rows;
+        d.rates = fast;
+        d.rates.link_latency_s = i ? 1e-15 : 0;
+        CHECK_EQ(ra_desc_resolve(&d, &out), RA_OK);
+        CHECK(out.chunk_tokens >= RA_BLOCK_TOKENS && out.buffers >= 1);
+    }
 }
 
 /* Short shards on four networks: a message takes 5 us or 2 ms beside its bytes, and the bytes alone
