@@ -36,7 +36,7 @@ try() {
         resume) timeout 120 "$work/resume" --first ;;
         batches) timeout 120 "$work/batches" lent_batches --first ;;
         fields) return 1 ;;            # a line of the list that has not four
-        world) timeout 40 "$work/world" bundled --first ;;
+        world) timeout 90 "$work/world" bundled --first ;;
     esac
 }
 
