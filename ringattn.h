@@ -3638,19 +3638,20 @@ RA__ISA_INLINE void RA__NAME(decode_row_tile)(const ra__decode_rows *rows,
         }
 }
 
-/* All complete tiles of nc chunks from dim d on, of n heads. Several heads at once, so that memory
- * is read in long pieces if they are adjacent. Returns the first dim that is left. */
+/* All complete tiles of nc chunks from dim d on, of n heads. f32 takes several heads at once, so
+ * that memory is read in long pieces if they are adjacent. Returns the first dim that is left. */
 RA__ISA_INLINE int32_t RA__NAME(decode_row_tiles)(const ra__decode_rows *rows, int32_t n,
                                                   const ra__decode_keys *keys, const float *p,
                                                   int32_t d, int32_t nc, int32_t dtype) {
-    const int32_t most = nc == 1 ? 1 : RA__DECODE_ROW_CHUNKS * RA__DECODE_TILE_CHUNKS / nc;
+    const int32_t most = nc == 1 || dtype != RA_F32
+                             ? 1 : RA__DECODE_ROW_CHUNKS * RA__DECODE_TILE_CHUNKS / nc;
     for (; rows->d->v_dim - d >= nc * RA__CHUNK; d += nc * RA__CHUNK) {
         const uint8_t *row = keys->v;
         int32_t h = 0;
         for (; n - h >= most; h += most, row += most * keys->v_head)
             RA__NAME(decode_row_tile)(rows + h, keys, row, p + h * RA__DECODE_LINE, d, most, nc,
                                       dtype);
-        for (; h < n; h++, row += keys->v_head)
+        for (; most > 1 && h < n; h++, row += keys->v_head)
             RA__NAME(decode_row_tile)(rows + h, keys, row, p + h * RA__DECODE_LINE, d, 1, nc,
                                       dtype);
     }
