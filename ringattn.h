@@ -15684,15 +15684,17 @@ static void ra__shm_settle(ra__shm_seat *seat, ra_transport_op *op, int32_t fail
 /* How many ops were PENDING before a sweep, and still are. */
 typedef struct ra__shm_pending { int before, after; } ra__shm_pending;
 
-/* Settles ops[0..n). */
+/* Settles ops[0..n). After a failure the last comes first: what a peer that has not heard of it
+ * still matches is then the next op of its flow, not one behind those that were taken back. */
 static ra__shm_pending ra__shm_sweep(ra__shm_seat *seat, ra_transport_op *const *ops, int n,
                                      int32_t failure) {
     ra__shm_pending count = { 0, 0 };
     for (int i = 0; i < n; i++) {
-        if (ra__load_i32(&ops[i]->state) != RA_MSG_PENDING) continue;
+        ra_transport_op *op = ops[failure ? n - 1 - i : i];
+        if (ra__load_i32(&op->state) != RA_MSG_PENDING) continue;
         count.before++;
-        ra__shm_settle(seat, ops[i], failure);
-        count.after += ra__load_i32(&ops[i]->state) == RA_MSG_PENDING;
+        ra__shm_settle(seat, op, failure);
+        count.after += ra__load_i32(&op->state) == RA_MSG_PENDING;
     }
     return count;
 }
