@@ -591,7 +591,7 @@ typedef struct ra_desc {
                                         * ranks of a shard if that is more */
     ra_rates rates;                    /* what you know of machines and network; {0}: nothing. For
                                         * shards of up to 1024 rows no default suits all networks.
-                                        * It chooses chunk_tokens and buffers where these are 0 */
+                                        * Rates choose chunk_tokens and buffers where these are 0 */
     int32_t order;                     /* forward passes of a ring. 0: DESCENDING or ASCENDING, by
                                         * layout and mask, so that bits do not depend on ranks.
                                         * RA_ORDER_ROUNDS: in rounds of one chunk from each rank,
@@ -1339,8 +1339,8 @@ struct ra_transport {
     int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* The callbacks from here on are optional. wait: as poll, but may block until one of ops leaves
-     * PENDING, until abort, or until deadline_ns, at most 2 ms off or past. Returns RA_OK then, and
-     * at once if none is PENDING; an error ends the pass. Without it the library polls. */
+     * PENDING, until abort or deadline_ns, at most 2 ms off or past. It returns RA_OK, at once
+     * if none is PENDING; an error ends the pass. Without it the library polls, yields, sleeps. */
     int (*wait)(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns);
 
     /* Registers n bytes of the ring's buffers once, in ra_ring_create; dereg in ra_ring_destroy.
@@ -11041,8 +11041,8 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, i
  * sequence, and a stretch of tokens is read for all of them before the next one: where the heads of
  * a token are adjacent, memory is read and prefetched in the order of its addresses.
  * One row per kv head over keys that caches may hold takes stretches of 64 keys. The kernel gets
- * all heads of a task in one call and reads 4 keys of all heads before the next 4, and values in
- * pieces of several heads, which the processor prefetches by itself.
+ * all heads of a task in one call and reads 4 keys of all heads before the next 4, and f32 values
+ * in pieces of several heads, which the processor prefetches by itself.
  * PERF: rows 2 KB apart share so few sets of the L1 cache that keys come from L2. Zen 4, f32,
  * beside a plain loop at -Ofast -march=native, head by head -> all heads: over 64 keys that begin
  * 16 bytes off a line 8 heads of D 64 1.37 -> 1.75 of its speed, 32 heads 1.31 -> 1.92.
