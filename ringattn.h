@@ -1875,9 +1875,8 @@ RA__UNUSED static int ra__cond_init(pthread_cond_t *cond) {
 /* Sleeps on cond, with lock held, until a signal, spuriously, or for ns nanoseconds. */
 RA__UNUSED static void ra__cond_sleep(pthread_cond_t *cond, pthread_mutex_t *lock, int64_t ns) {
     struct timespec t;
-    int64_t until;
     clock_gettime(RA__COND_CLOCK, &t);
-    until = (int64_t)t.tv_nsec + ns;
+    int64_t until = (int64_t)t.tv_nsec + ns;
     t.tv_sec += (time_t)(until / 1000000000);
     t.tv_nsec = (long)(until % 1000000000);
     pthread_cond_timedwait(cond, lock, &t);
@@ -2107,9 +2106,8 @@ RA__INLINE uint16_t ra__f16_of_f32(float x) {
 /* 32 elements of dtype; q: a block. */
 static void ra__block_load(float x[32], const uint8_t *p, int32_t dtype) {
     uint16_t h;
-    int32_t i;
     if (dtype == RA_F32) memcpy(x, p, 128);
-    for (i = 0; i < 32 && dtype != RA_F32; i++) {
+    for (int32_t i = 0; i < 32 && dtype != RA_F32; i++) {
         memcpy(&h, p + (dtype == RA_Q8_0 ? 0 : 2 * i), sizeof h);
         x[i] = dtype == RA_BF16 ? ra__f32_of_bf16(h) : ra__f32_of_f16(h);
         if (dtype == RA_Q8_0) x[i] *= (float)(int8_t)p[2 + i];
@@ -2122,14 +2120,13 @@ static void ra__block_store(uint8_t *p, const float x[32], int32_t dtype) {
     const float reach = 127.0f * 65504.0f;
     float most = 0.0f, inverse, y[32];
     uint16_t h;
-    int32_t i;
     if (dtype == RA_F32) memcpy(p, x, 128);
-    for (i = 0; i < 32 && (dtype == RA_F16 || dtype == RA_BF16); i++) {
+    for (int32_t i = 0; i < 32 && (dtype == RA_F16 || dtype == RA_BF16); i++) {
         h = dtype == RA_F16 ? ra__f16_of_f32(x[i]) : ra__bf16_of_f32(x[i]);
         memcpy(p + 2 * i, &h, sizeof h);
     }
     if (dtype != RA_Q8_0) return;
-    for (i = 0; i < 32; i++) {
+    for (int32_t i = 0; i < 32; i++) {
         y[i] = (ra__f32_bits(x[i]) & 0x7fffffffu) > 0x7f800000u ? 0.0f : x[i];
         y[i] = y[i] > reach ? reach : y[i] < -reach ? -reach : y[i];
         if (y[i] > most || -y[i] > most) most = y[i] < 0.0f ? -y[i] : y[i];
@@ -2137,7 +2134,7 @@ static void ra__block_store(uint8_t *p, const float x[32], int32_t dtype) {
     h = ra__f16_of_f32(most / 127.0f);
     memcpy(p, &h, sizeof h);
     inverse = h ? 127.0f / most : 0.0f;
-    for (i = 0; i < 32; i++)
+    for (int32_t i = 0; i < 32; i++)
         p[2 + i] = (uint8_t)(int8_t)(y[i] * inverse + (y[i] < 0.0f ? -0.5f : 0.5f));
 }
 
@@ -2171,13 +2168,12 @@ RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src,
  * two parts, the first with zeros at its end, so that n * part is exact. */
 RA__NOINLINE double ra__exp(double x) {
     double p = 1.0, r;
-    int32_t n, k;
     if ((ra__f64_bits(x) & 0x7fffffffffffffffu) > 0x7ff0000000000000u) return x;
     if (x < -708.0) return 0.0;
     if (x > 709.7) return ra__f64_of(0x7ff0000000000000u);
-    n = (int32_t)(x * 1.4426950408889634 + (x < 0.0 ? -0.5 : 0.5));
+    int32_t n = (int32_t)(x * 1.4426950408889634 + (x < 0.0 ? -0.5 : 0.5));
     r = (x - (double)n * 6.93147180369123816490e-01) - (double)n * 1.90821492927058770002e-10;
-    for (k = 13; k > 0; k--) p = 1.0 + p * r / (double)k;
+    for (int32_t k = 13; k > 0; k--) p = 1.0 + p * r / (double)k;
     return p * ra__f64_of((uint64_t)(n + 1022) << 52) * 2.0;
 }
 
@@ -2188,29 +2184,26 @@ RA__NOINLINE double ra__log(double x) {
                                        2.0 / 9, 2.0 / 7, 2.0 / 5, 2.0 / 3, 2.0 };
     uint64_t u = ra__f64_bits(x);
     double f, t, p = 0.0;
-    int32_t n, k;
     if ((u & 0x7fffffffffffffffu) > 0x7ff0000000000000u || u == 0x7ff0000000000000u) return x;
     if ((u << 1) < 0x0020000000000000u) return ra__f64_of(0xfff0000000000000u);
     if (u >> 63) return ra__f64_of(0x7ff8000000000000u);
-    n = (int32_t)(u >> 52) - 1023;
+    int32_t n = (int32_t)(u >> 52) - 1023;
     f = ra__f64_of((u & 0x000fffffffffffffu) | 0x3ff0000000000000u);
     if (f > 1.4142135623730951) {
         f *= 0.5;
         n++;
     }
     t = (f - 1.0) / (f + 1.0);
-    for (k = 0; k < 11; k++) p = p * (t * t) + series[k];
+    for (int32_t k = 0; k < 11; k++) p = p * (t * t) + series[k];
     return (double)n * 0.69314718055994531 + p * t;
 }
 
 /* Square root of x >= 0 by Newton's iteration from a guess that is 4 % off; each step halves the
  * square of that. */
 RA__NOINLINE double ra__sqrt(double x) {
-    double y;
-    int32_t i;
     if (!(x > 0.0)) return 0.0;
-    y = ra__f64_of((ra__f64_bits(x) >> 1) + 0x1ff7a3bea91d9b1bu);
-    for (i = 0; i < 4; i++) y = 0.5 * (y + x / y);
+    double y = ra__f64_of((ra__f64_bits(x) >> 1) + 0x1ff7a3bea91d9b1bu);
+    for (int32_t i = 0; i < 4; i++) y = 0.5 * (y + x / y);
     return y;
 }
 
@@ -2220,12 +2213,12 @@ RA__NOINLINE double ra__sqrt(double x) {
  * in which nothing can overflow. A side whose lse is -inf has weight 0 and is left out by branch,
  * for its o may hold anything, and 0 * NaN is NaN. Swapping the sides gives the same bits. */
 static void ra__merge_row(float *o, const float *o2, const double w[2], int32_t dim) {
-    int32_t i, j;
+    int32_t i;
     for (i = 0; i + 16 <= dim; i += 16) {      /* a length that compilers make vectors of */
         float x[16], y[16];
         memcpy(x, o + i, sizeof x);
         memcpy(y, o2 + i, sizeof y);
-        for (j = 0; j < 16; j++) x[j] = (float)((double)x[j] * w[0] + (double)y[j] * w[1]);
+        for (int32_t j = 0; j < 16; j++) x[j] = (float)((double)x[j] * w[0] + (double)y[j] * w[1]);
         memcpy(o + i, x, sizeof x);
     }
     for (; i < dim; i++) o[i] = (float)((double)o[i] * w[0] + (double)o2[i] * w[1]);
@@ -2236,15 +2229,13 @@ static void ra__merge_row(float *o, const float *o2, const double w[2], int32_t 
  * row's follows. */
 enum { RA__MERGE_ROWS = 16 };
 static void ra__merge_weights(float *lse, const float *lse2, int32_t n, double w[][2]) {
-    int32_t i;
-    for (i = 0; i < n; i++) {
+    for (int32_t i = 0; i < n; i++) {
         const float a = lse[i], b = lse2[i];
-        double e;
         w[i][0] = !ra__is_neg_inf(a);
         w[i][1] = !ra__is_neg_inf(b);
         if (w[i][0] == 0.0) lse[i] = b;
         if (w[i][0] == 0.0 || w[i][1] == 0.0) continue;
-        e = ra__exp(a > b ? (double)b - (double)a : (double)a - (double)b);
+        double e = ra__exp(a > b ? (double)b - (double)a : (double)a - (double)b);
         w[i][0] = (a > b ? 1.0 : e) / (1.0 + e);
         w[i][1] = (a > b ? e : 1.0) / (1.0 + e);
         lse[i] = (float)((double)(a > b ? a : b) + ra__log(1.0 + e));
@@ -2257,10 +2248,9 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
         const int32_t n = rows < RA__MERGE_ROWS ? (int32_t)rows : RA__MERGE_ROWS;
         float was[RA__MERGE_ROWS];
         double w[RA__MERGE_ROWS][2];
-        int32_t i;
         memcpy(was, lse, (size_t)n * sizeof *was);
         ra__merge_weights(lse, lse2, n, w);
-        for (i = 0; i < n; i++, o += dim, o2 += dim) {
+        for (int32_t i = 0; i < n; i++, o += dim, o2 += dim) {
             const int left = !ra__is_neg_inf(was[i]), right = !ra__is_neg_inf(lse2[i]);
             if (left && right) ra__merge_row(o, o2, w[i], dim);
             else if (right) memcpy(o, o2, (size_t)dim * sizeof *o);
@@ -7893,18 +7883,17 @@ typedef struct ra__doc_rows {
 
 /* Moves on to the next document of a segment, from {0}; 0 if there is none. */
 static int ra__doc_next(const ra_mask *m, int64_t end, const ra__seg *s, ra__doc_rows *at) {
-    int64_t p, next;
     at->from += at->rows;
     if (at->from >= s->rows) return 0;
     at->rows = s->rows - at->from;
     at->doc = 0;
     at->last = end;
     if (!m->doc_count) return 1;
-    p = s->pos + at->from * s->stride;
+    int64_t p = s->pos + at->from * s->stride;
     at->index = ra__document_after(m, p, at->index);
     at->doc = m->doc_first[at->index];
     if (at->index + 1 == m->doc_count) return 1;
-    next = m->doc_first[at->index + 1];
+    int64_t next = m->doc_first[at->index + 1];
     at->last = ra__min(end, next);
     at->rows = ra__min(at->rows, ra__ceil_div(next - p, s->stride));
     return 1;
@@ -7966,14 +7955,13 @@ RA__INLINE int64_t ra__pairs_row(const int32_t v[4]) {
 static int64_t ra__floor_sum(int64_t n, int64_t a, int64_t b, int64_t m) {
     int64_t sum = 0;
     while (n > 0) {
-        int64_t top, t;
         sum += (a / m) * (n * (n - 1) / 2) + (b / m) * n;
         a %= m;
         b %= m;
-        top = a * n + b;
+        int64_t top = a * n + b;
         n = top / m;
         b = top % m;
-        t = m;
+        int64_t t = m;
         m = a;
         a = t;
     }
@@ -8076,9 +8064,8 @@ RA__INLINE int64_t ra__seg_blocks(const ra__chunk *c, int32_t i) {
 
 /* Block j of segment i, from the front. */
 static ra__seg ra__seg_block_at(const ra__chunk *c, int32_t i, int64_t j) {
-    ra__seg s;
     if (!c->list.run) return ra__seg_block(&c->seg[i], j);
-    s = ra__list_block(&c->list, c->block + j);
+    ra__seg s = ra__list_block(&c->list, c->block + j);
     s.row += c->seg[0].row - c->row;
     return s;
 }
@@ -8502,10 +8489,9 @@ static ra_status ra__check_apart(const ra__extent *out, const ra__extent *others
     };
     for (int32_t i = 0; i < n && out->bytes; i++) {
         const int64_t gap = (int64_t)((uintptr_t)others[i].x.in.data - (uintptr_t)out->x.in.data);
-        ra__region a, b;
         if (!others[i].bytes || gap >= out->bytes || -gap >= others[i].bytes) continue;
-        a = ra__region_of(&out->x);
-        b = ra__region_of(&others[i].x);
+        ra__region a = ra__region_of(&out->x);
+        ra__region b = ra__region_of(&others[i].x);
         if (ra__regions_meet(&a, a.steps, &b, b.steps, gap))
             return ra__refuse(e, RA_E_SHAPE, out->x.field, text[i], 0);
     }
@@ -8653,11 +8639,10 @@ static ra_status ra__check_forward(const ra_desc *d, const ra_tensors *t, const 
 static ra_status ra__check_grad(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                 int which, ra__extent *r, ra__view *view) {
     ra__extent *out = &r[which];
-    ra_status s;
     memset(view, 0, sizeof *view);
     out->x = ra__tensor_of(d, t, rows, which);
     if (!out->x.in.data) return RA_OK;
-    s = ra__view_check(&out->x, view, d->error);
+    ra_status s = ra__view_check(&out->x, view, d->error);
     if (s) return s;
     out->bytes = ra__extent_of(&out->x);
     return ra__check_apart(out, r, which, d->error);
@@ -8697,13 +8682,12 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
           "has steps that make elements of its # rows overlap", rows },
     };
     ra_error *e = d->error;
-    ra_status s;
     if (!b->data) return RA_OK;
     if (!(d->scores & RA_SCORE_BIAS))
         return ra__refuse(e, RA_E_SHAPE, "t.d_bias", "needs RA_SCORE_BIAS; scores is #", d->scores);
     if (b->keys < 1)
         return ra__refuse(e, RA_E_RANGE, "t.d_bias.keys", "# is not positive", b->keys);
-    s = ra__check_steps(steps, 4, "t.d_bias", e);
+    ra_status s = ra__check_steps(steps, 4, "t.d_bias", e);
     return s ? s : ra__check_rules(rules, sizeof rules / sizeof *rules, e);
 }
 
@@ -10500,13 +10484,12 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
     if (x->prefetched < x->next && left < x->next - x->prefetched) {
         const int64_t o_bytes = ra__row_bytes(d->o_dtype, d->v_dim);
         const int32_t head = t->kv_head * group + (int32_t)(panel % group);
-        ra__view q, o, d_o, lse;
         ra__seg s;
         ra__back_block(b, t->sequence, panel / group, &s);
-        q = ra__view_at(b->w->q, t->sequence, s.row, head);
-        o = ra__view_at(b->w->o, t->sequence, s.row, head);
-        d_o = ra__view_at(b->d_o, t->sequence, s.row, head);
-        lse = ra__view_at(b->w->lse, t->sequence, s.row, head);
+        ra__view q = ra__view_at(b->w->q, t->sequence, s.row, head);
+        ra__view o = ra__view_at(b->w->o, t->sequence, s.row, head);
+        ra__view d_o = ra__view_at(b->d_o, t->sequence, s.row, head);
+        ra__view lse = ra__view_at(b->w->lse, t->sequence, s.row, head);
         ra__prefetch_add(a, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
         ra__prefetch_add(a, d_o.data, d_o.token, s.rows, o_bytes);
         ra__prefetch_add(a, lse.data, lse.token, s.rows, 4);
@@ -10527,13 +10510,12 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     const int32_t *pos = item->pos[which] ? item->pos[which] + row : NULL;
     ra__view dk = ra__view_at(g->dk[which], 0, row, 0), dv = ra__view_at(g->dv[which], 0, row, 0);
     ra__back_job *tile = x->tile;
-    ra__keys keys;
     int32_t count = 0;
     int any = ra__back_kinds(b, t, &s, pos, x);
     if (any == RA__EMPTY) return;
     ra__back_ahead(b, t, item, i + 1, x);
     ra__seg_positions(&s, pos, x->pos);
-    keys = ra__block_keys(item, which, &s, t->kv_head, x->pos);
+    ra__keys keys = ra__block_keys(item, which, &s, t->kv_head, x->pos);
     tile->k_form = ra__back_prepare(b, x, i, &keys, any == RA__PARTIAL);
     tile->keys = &keys;
     tile->k_dim = d->k_dim;
@@ -10589,9 +10571,8 @@ static int64_t ra__back_blind(const ra__back *b, const ra__task *t, const ra__it
                               ra__back_scratch *x) {
     const int64_t stripe = b->stripe_blocks * (b->w->d->q_heads / b->w->d->kv_heads);
     int64_t at = t->panel0 + x->done, end = t->panel0 + t->count;
-    const ra__bounds *seen;
     if (!b->stripe) return 0;
-    seen = b->stripe + t->sequence * b->stripes;
+    const ra__bounds *seen = b->stripe + t->sequence * b->stripes;
     for (; at < end && !ra__chunk_seen(&item->c, &seen[at / stripe]); at += stripe - at % stripe)
         x->left--;
     return ra__min(at, end) - t->panel0 - x->done;
@@ -10719,9 +10700,8 @@ static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch 
     memset(&t, 0, sizeof t);
     t.count = 1;
     for (; x->sum_sequence < d->sequences; x->sum_sequence++, x->sum_block = 0) {
-        int64_t n;
         t.sequence = x->sum_sequence;
-        n = ra__side_blocks(&b->w->q_side, t.sequence, ra__q_len(d, t.sequence));
+        int64_t n = ra__side_blocks(&b->w->q_side, t.sequence, ra__q_len(d, t.sequence));
         for (; x->sum_block < n && x->left > 0; x->sum_block++) {
             x->sum = ra__back_sink_block(b, head, &t, x->sum_block, x);
             x->left -= RA__TILE_WORK;
@@ -12018,10 +11998,9 @@ static void ra__back_run(const ra__back_local *l, uint8_t *memory, int ith, int 
 static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_local *l) {
     ra__view view[4];
     ra_error *e = d->error;
-    ra_status s;
     if (!t) return ra__refuse(e, RA_E_NULL, "t", "is required", 0);
     memset(l, 0, sizeof *l);
-    s = ra__local_check(d, t, &l->c);
+    ra_status s = ra__local_check(d, t, &l->c);
     if (s) return s;
     if (l->c.d.engine) return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
     s = ra__check_grads(&l->c.d, t, l->c.rows, view);
@@ -12119,12 +12098,10 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
                                              void *workspace, size_t bytes, int ith, int nth) {
     ra__back_local l;
     uint8_t *memory = NULL;
-    ra_desc mine;
-    ra_status s;
     if (!d) return RA_E_NULL;
-    mine = *d;
+    ra_desc mine = *d;
     if (ith > 0 && ith < nth) mine.error = NULL; /* as in ra_attention */
-    s = ra__back_check(&mine, t, &l);
+    ra_status s = ra__back_check(&mine, t, &l);
     if (!s) s = ra__check_outputs(&l.c.d, t, l.c.rows[0], &l.c.w, mine.error);
     if (!s && !t->d_q.data && !t->d_k.data && !t->d_v.data && !t->d_sinks && !t->d_bias.data)
         s = ra__refuse(mine.error, RA_E_NULL, "t.d_q",
@@ -12139,12 +12116,11 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
 RINGATTN_API ra_status ra_delta(const ra_desc *d, const ra_tensors *t, float *delta) {
     ra__local c;
     ra__view d_o;
-    ra_status s;
     if (!d) return RA_E_NULL;
     if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
     memset(&d_o, 0, sizeof d_o);
-    s = ra__local_check(d, NULL, &c);
+    ra_status s = ra__local_check(d, NULL, &c);
     if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
     if (!s) s = ra__check_tensor(&c.d, t, c.rows, RA__TENSOR_D_O, &d_o, d->error);
     if (s) return s;
@@ -12156,11 +12132,10 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
                                         const ra_grads *g, void *workspace, size_t bytes) {
     ra__back_local l;
     uint8_t *memory = NULL;
-    ra_status s;
     if (!d) return RA_E_NULL;
     if (!delta) return ra__refuse(d->error, RA_E_NULL, "delta", "is required", 0);
     if (!g) return ra__refuse(d->error, RA_E_NULL, "grads", "is required", 0);
-    s = ra__back_check(d, t, &l);
+    ra_status s = ra__back_check(d, t, &l);
     if (!s && l.c.d.v_in_k && g->d_v)
         s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null, for v_in_k is #", 1);
     if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, 0, 1, &memory);
@@ -12551,14 +12526,13 @@ static int64_t ra__chunk_runs(const ra__side *side, int32_t b, int64_t chunk_tok
 static int64_t ra__chunk_shard(const ra__side *side, int32_t b, int64_t tokens,
                                int64_t chunk_tokens, ra__chunk *out) {
     int zigzag = side->layout == RA_LAYOUT_ZIGZAG;
-    int64_t rows, blocks, n;
     ra__chunk all;
     if (side->layout == RA_LAYOUT_RUNS) return ra__chunk_runs(side, b, chunk_tokens, out);
     ra__chunk_side(side, b, tokens, &all);
-    rows = ra__chunk_rows(&all);
-    blocks = ra__seg_blocks(&all, 0);
+    int64_t rows = ra__chunk_rows(&all);
+    int64_t blocks = ra__seg_blocks(&all, 0);
     if (zigzag) blocks = ra__max(blocks, ra__seg_blocks(&all, 1));
-    n = ra__min(blocks, ra__ceil_div(rows, chunk_tokens));
+    int64_t n = ra__min(blocks, ra__ceil_div(rows, chunk_tokens));
     for (int64_t j = 0; j < n; j++) {
         ra__chunk *c = &out[j];
         int64_t from = ra__part(blocks, n, j) * RA_BLOCK_TOKENS;
@@ -12738,9 +12712,8 @@ static void ra__chunk_range(const ra__travel *t, int32_t b, int64_t *first, int6
 /* Who sees something of segment i of a chunk of keys. */
 static uint64_t ra__views_chunk(const ra__views *v, const ra__chunk *c, int32_t i) {
     int64_t first, last;
-    uint64_t by;
     ra__chunk_span(c, i, &first, &last);
-    by = ra__views_of(v, first, last);
+    uint64_t by = ra__views_of(v, first, last);
     if (!by || !c->list.run) return by;
     by = 0;
     for (int64_t k = 0; k < c->list.count; k++) {
@@ -12883,12 +12856,11 @@ RA__INLINE int32_t ra__tour_stations(const ra__tour *w, int64_t c) {
 static int64_t ra__tour_chunk(const ra__tour *w, int32_t rank, int64_t k) {
     const ra__round *round = w->p->round;
     const int32_t next = rank + (w->direction > 0);
-    int32_t before, to, at;
     if (w->back || !round) return k;
-    at = (int32_t)k - round[k].first;
+    int32_t at = (int32_t)k - round[k].first;
     round += round[k].first;
-    to = round->count;
-    before = to == w->p->d.ranks ? to = next : 0;      /* most: a chunk of every rank */
+    int32_t to = round->count;
+    int32_t before = to == w->p->d.ranks ? to = next : 0;  /* most: a chunk of every rank */
     while (before < to) {                              /* owners below `next` */
         int32_t mid = (before + to) / 2;
         if (w->t->chunk[round[mid].chunk].owner < next) before = mid + 1;
@@ -13124,11 +13096,10 @@ static ra__sight ra__sight_of(const ra_plan *p, int32_t b, const ra__seg *rows) 
 /* How many keys of a run that ends at `last` are in its blocks with keys at [lo, hi): a tile takes
  * as long if some rows do not see all of it. */
 RA__INLINE int64_t ra__sight_keys(const ra__seg *s, int64_t last, int64_t lo, int64_t hi) {
-    int64_t from, to;
     if (hi <= s->pos || lo > last) return 0;           /* most: this or all */
     if (hi > last && lo <= s->pos) return s->rows;
-    from = ra__max(0, lo - s->pos);
-    to = ra__max(0, hi - s->pos);
+    int64_t from = ra__max(0, lo - s->pos);
+    int64_t to = ra__max(0, hi - s->pos);
     if (s->stride > 1) {
         from /= s->stride;
         to = ra__ceil_div(to, s->stride);
@@ -14129,9 +14100,8 @@ static ra__agreed ra__agree_call(const ra_plan *p, const ra_tensors *t) {
 
 /* Copies n elements into the arena; null stays null. */
 static void *ra__carve_copy(ra__arena *a, const void *from, int64_t n, size_t element) {
-    void *to;
     if (!from) return NULL;
-    to = ra__carve(a, n * (int64_t)element);
+    void *to = ra__carve(a, n * (int64_t)element);
     if (a->base && n) memcpy(to, from, (size_t)n * element);
     return to;
 }
@@ -14366,12 +14336,11 @@ typedef struct ra__back_lists {
 static int ra__back_late(const ra__back_lists *l, const ra__pass_lists *r, int64_t c) {
     const ra__tour *w = l->w;
     int32_t me = w->p->d.rank;
-    int64_t returned;
     if (!w->p->owner_folds_twice || l->ended == r->returns) return 0;
     if (c == w->t->chunks || w->t->chunk[c].owner != me || !ra__tour_leaves(w, c, me) ||
         w->t->chunk[c].sequence != l->sequence)
         return 1;
-    returned = r->returned[l->ended].chunk;
+    int64_t returned = r->returned[l->ended].chunk;
     return l->start[returned] + ra__tour_stations(w, returned) + 2 <= l->start[c];
 }
 
@@ -14506,9 +14475,8 @@ static void ra__plan_rounds(ra_plan *p) {
 static void ra__plan_direction(ra_plan *p) {
     int64_t steps[2], bytes[2];
     for (int32_t down = 0; down < 2; down++) {
-        ra__tour w;
         p->direction = down ? -1 : 1;
-        w = ra__tour_of(p, 0);
+        ra__tour w = ra__tour_of(p, 0);
         bytes[down] = ra__tour_hops(&w);
         steps[down] = p->round ? 0 : ra__tour_steps(&w, p->line, p->start);
         p->forward.steps = steps[down];
@@ -14786,10 +14754,9 @@ static void ra__tally_rank(const ra_plan *p, int32_t rank, int32_t b, const ra__
     ra__chunk_range(&p->keys, b, &c, &end);
     for (; side.layout == RA_LAYOUT_RUNS && c < end; c++) {    /* chunks first: runs may be many */
         const ra__chunk *chunk = &p->keys.chunk[c];
-        int kind;
         if (chunk->owner != rank) continue;
         ra__chunk_span(chunk, 0, &first, &last);
-        kind = ra__classify(bounds, first, last);
+        int kind = ra__classify(bounds, first, last);
         if (kind != RA__PARTIAL) tally[kind] += ra__chunk_blocks(chunk);
         for (int32_t i = 0; kind == RA__PARTIAL && i < ra__chunk_pieces(chunk); i++)
             ra__tally_seg(chunk, i, bounds, &edges, tally);
@@ -15011,11 +14978,10 @@ static void ra__plan_queries(ra_plan *p) {
 /* The lists of a backward pass. */
 static void ra__plan_fill_back(ra_plan *p) {
     int q = p->d.backward_travel == RA_TRAVEL_Q;
-    ra__tour w;
     if (q) ra__plan_queries(p);
     p->owner_folds_twice = ra__back_folds_twice(p);
     p->back_direction = p->order == RA_ORDER_DESCENDING && q ? -1 : 1;
-    w = ra__tour_of(p, 1);
+    ra__tour w = ra__tour_of(p, 1);
     (void)ra__tour_hops(&w);
     p->back.steps = ra__tour_steps(&w, p->line, p->start);
     ra__plan_back_lists(&w, p->start, &p->back);
@@ -15025,14 +14991,13 @@ static void ra__plan_fill_back(ra_plan *p) {
 
 /* From the list of chunks to the lists of this rank. */
 static void ra__plan_fill(ra_plan *p) {
-    ra__tour tour;
     ra__need_none(p, &p->keys);
     for (int32_t r = 0; r < p->d.ranks; r += RA__VIEWERS)
         for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
     ra__plan_places(p);
     ra__plan_rounds(p);
     ra__plan_direction(p);
-    tour = ra__tour_of(p, 0);
+    ra__tour tour = ra__tour_of(p, 0);
     p->forward.direction = p->direction;
     p->forward.chunk = p->keys.chunk;
     p->forward.chunk_bytes = ra__tour_longest(&tour, 1);
@@ -15123,12 +15088,10 @@ static void ra__plan_carve(ra__arena *a, ra_plan *p, const ra_desc *full, int64_
 
 RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a) {
     ra_desc full;
-    ra_plan *p, probe;
+    ra_plan probe;
     ra__arena arena = { NULL, 0 };
-    int64_t bytes, keys, queries;
-    ra_status s;
     if (out) *out = NULL;
-    s = ra__resolve(d, &full);
+    ra_status s = ra__resolve(d, &full);
     if (!s) s = ra__check_intervals(&full, d->error);
     if (!s && full.page_tokens)
         s = ra__refuse(d->error, RA_E_UNSUPPORTED, "page_tokens",
@@ -15138,18 +15101,18 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     s = a ? ra__check_allocator(a, "allocator", d->error) : RA_OK;
     if (s) return s;
     memset(&probe, 0, sizeof probe);
-    keys = ra__plan_most_chunks(&full, 1);
-    queries = ra__plan_most_chunks(&full, 0);
+    int64_t keys = ra__plan_most_chunks(&full, 1);
+    int64_t queries = ra__plan_most_chunks(&full, 0);
     if (keys > INT32_MAX / 2 || queries > INT32_MAX / 2)
         return ra__refuse(d->error, RA_E_OVERFLOW, "chunk_tokens",
                           "# leads to too many chunks", full.chunk_tokens);
     ra__plan_carve(&arena, &probe, &full, keys, queries);
-    bytes = arena.used;
+    int64_t bytes = arena.used;
     arena.base = (uint8_t *)ra__alloc(a, bytes, 64);
     if (!arena.base)
         return ra__refuse(d->error, RA_E_NOMEM, "allocator", "has no # bytes for the plan", bytes);
     arena.used = 0;
-    p = (ra_plan *)(void *)arena.base;
+    ra_plan *p = (ra_plan *)(void *)arena.base;
     memset(p, 0, sizeof *p);
     p->bytes = bytes;
     if (a) p->allocator = *a;
@@ -15171,24 +15134,21 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
 }
 
 RINGATTN_API void ra_plan_destroy(ra_plan *plan) {
-    ra_allocator a;
     if (!plan) return;
-    a = plan->allocator;
+    ra_allocator a = plan->allocator;
     ra__free(&a, plan, (size_t)plan->bytes);
 }
 
 static int32_t ra__plan_runs(const ra_plan *p, int keys, int32_t rank, int32_t sequence,
                              ra_run *runs, int32_t max_runs) {
-    ra__side side;
     ra__seg s;
-    int64_t tokens;
     int32_t n = 0;
     if (!p || rank < 0 || rank >= p->d.ranks || sequence < 0 || sequence >= p->d.sequences ||
         max_runs < 0 || (max_runs && !runs))
         return -1;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) return 0;
-    side = ra__plan_side(p, keys, rank);
-    tokens = keys ? ra__k_len(&p->d, sequence) : ra__q_len(&p->d, sequence);
+    ra__side side = ra__plan_side(p, keys, rank);
+    int64_t tokens = keys ? ra__k_len(&p->d, sequence) : ra__q_len(&p->d, sequence);
     for (int64_t i = 0; ra__side_seg(&side, sequence, tokens, i, &s); i++) {
         if (!s.rows) continue;
         if (n < max_runs) {
@@ -15223,19 +15183,17 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
                                        ra_prediction *out) {
     ra__arena arena = { NULL, 0 };
     ra__prediction_scratch m;
-    int64_t bytes;
-    double pair_s;
     if (!plan || !rates || !out) return RA_E_NULL;
     if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
     if (!ra__rates_valid(rates)) return RA_E_RANGE;
     ra__predict_carve(&arena, plan, &m);
-    bytes = arena.used;
+    int64_t bytes = arena.used;
     arena.base = (uint8_t *)ra__alloc(&plan->allocator, bytes, 64);
     if (!arena.base) return RA_E_NOMEM;
     memset(arena.base, 0, (size_t)bytes);
     arena.used = 0;
     ra__predict_carve(&arena, plan, &m);
-    pair_s = 2.0 * (plan->d.k_dim + plan->d.v_dim) * plan->d.q_heads / rates->flops_per_s;
+    double pair_s = 2.0 * (plan->d.k_dim + plan->d.v_dim) * plan->d.q_heads / rates->flops_per_s;
     for (int32_t r = 0; r < plan->d.ranks; r++) {
         if (plan->d.layout.kind == RA_LAYOUT_ARRAY)
             ra__predict_array(plan, r, pair_s, &m);
@@ -15333,11 +15291,10 @@ static ra_status ra__tp_check_plan(const ra_transport *t, int32_t rank, int32_t 
 
 static ra_status ra__tp_check(const ra_transport *t, int32_t rank, int32_t ranks,
                               int64_t chunk_bytes, ra_error *e) {
-    ra_status s;
     if (!t && ranks == 1) return RA_OK;
     if (!t)
         return ra__refuse(e, RA_E_NULL, "transport", "is null, but the plan has # ranks", ranks);
-    s = ra__tp_check_numbers(t, e);
+    ra_status s = ra__tp_check_numbers(t, e);
     if (!s) s = ra__tp_check_callbacks(t, e);
     return s ? s : ra__tp_check_plan(t, rank, ranks, chunk_bytes, e);
 }
@@ -16046,9 +16003,8 @@ static void ra__journal_put(ra__journal *log, const ra_event *e) {
 }
 
 static void ra__ring_event(ra_ring *r, int32_t kind, int32_t ith, const ra_event *more) {
-    ra_event e;
     if (kind == RA_EV_TILE && !r->rd.trace) return;
-    e = *more;
+    ra_event e = *more;
     e.kind = kind;
     e.rank = r->rank;
     e.thread = ith;
@@ -16095,9 +16051,8 @@ static int32_t ra__ring_way(const ra_ring *r, int64_t c, int32_t rank) {
 /* The hop of a message as events and failures name it. An owner receives what has come all round.
  * -1: it has none. */
 static int32_t ra__ring_event_hop(const ra_ring *r, int64_t c, int32_t receiver) {
-    int32_t hop;
     if (c < 0 || receiver < 0 || r->survivor) return -1;
-    hop = ra__ring_way(r, c, receiver);
+    int32_t hop = ra__ring_way(r, c, receiver);
     return hop ? hop : r->ranks;
 }
 
@@ -16510,9 +16465,8 @@ static void ra__ring_pack_q_rows(const ra_ring *r, const ra__chunk *chunk, const
     const int64_t o_row = ra__row_bytes(d->o_dtype, d->v_dim);
     uint32_t mode = ra__fp_enter();
     ra__message_offsets part[2], grad[2];
-    float *stats;
     (void)ra__back_message(d, chunk, 0, part, grad);
-    stats = (float *)(void *)(message + part[0].pos) + at;
+    float *stats = (float *)(void *)(message + part[0].pos) + at;
     ra__pack_rows(message + part[0].k + at * d->q_heads * q_row,
                   ra__view_at(r->work.q, chunk->sequence, s->row, 0), s->rows, d->q_heads, q_row);
     ra__pack_rows(message + part[0].v + at * d->q_heads * o_row,
@@ -16728,11 +16682,10 @@ static void ra__ring_more_sends(ra_ring *r) {
         int32_t to = ra__ring_peer(r, 1), hop = 1 + ra__ring_hop(r, c);
         uint8_t *buf = recv >= 0 ? (uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], recv)->buf
                                  : ra__ring_packed(r, r->own_posted);
-        ra_transport_op *op;
         if (lists->backward) to = ra__back_to(r->plan, &lists->chunk[c], r->rank, &hop);
         if (recv < 0) ra__ring_pack(r, c, r->own_posted++, buf);
         if (r->rd.checksums && !r->shared) ra__ring_seal(r, c, hop, buf);
-        op = ra__lane_post(r, RA__SENDS, to, c, buf, ra__ring_length(r, c, hop));
+        ra_transport_op *op = ra__lane_post(r, RA__SENDS, to, c, buf, ra__ring_length(r, c, hop));
         op->channel = lists->backward && hop == r->ranks;
         if (buf < r->base || buf >= r->base + r->bytes) op->mr = NULL; /* lent, not in reg */
     }
@@ -17032,12 +16985,11 @@ static int ra__ring_op_done(ra_ring *r, const ra_transport_op *op, int64_t chunk
 /* Looks at the next message of a lane, which is chunk c, RA__NOTICE or RA__HELLO: 1 done and as it
  * should be, 0 not yet, negative: the pass has failed. */
 static int ra__lane_look(ra_ring *r, const ra__lane *lane, int64_t c) {
-    const ra_transport_op *op;
-    int done, sending;
+    int done;
     if (lane->done == lane->posted) return 0;
-    op = ra__lane_op(lane, lane->done);
+    const ra_transport_op *op = ra__lane_op(lane, lane->done);
     if ((done = ra__ring_op_done(r, op, c)) <= 0) return done;
-    sending = op->kind == RA_MSG_SEND;
+    int sending = op->kind == RA_MSG_SEND;
     if (!sending) {
         ra__frame due = ra__ring_due(r, c);
         ra_status s = ra__ring_check(r, op, &due, c);
@@ -17238,10 +17190,9 @@ static void ra__ring_more(ra_ring *r) {
 /* A round of communication, under `comm`: > 0 something moved, 0 nothing, < 0 failed. */
 static int ra__ring_comm(ra_ring *r) {
     int64_t before = r->moves;
-    ra_status s;
     ra__ring_agree(r);
     if (ra__ring_hello(r)) ra__ring_more(r);
-    s = ra__ring_drive(r);
+    ra_status s = ra__ring_drive(r);
     if (!s) s = ra__ring_take_hellos(r);
     if (!s) s = ra__ring_take_receives(r);
     if (!s) s = ra__ring_take_returns(r);
@@ -17348,7 +17299,6 @@ static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
     ra__ring_advance(r);
     for (;;) {
         int64_t f = r->claim_fold;
-        int32_t b, before, next;
         if (f >= r->lists->folds || !ra__ring_inputs_ready(r, f)) return 0;
         desk->claim.fold = f;
         if (ra__ring_packs(r, f) && ra__load_i64(&r->packed) <= f) {
@@ -17357,10 +17307,10 @@ static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
             desk->claim.task = -1;
             return 1;
         }
-        b = r->lists->fold[f].sequence;
+        int32_t b = r->lists->fold[f].sequence;
         desk->claim.task = r->task_begin[b] + r->claim_task;
-        before = r->lists->fold[f].index;
-        next = ra__load_i32(&r->turn[desk->claim.task].next);
+        int32_t before = r->lists->fold[f].index;
+        int32_t next = ra__load_i32(&r->turn[desk->claim.task].next);
         if (next < before) return 0;
         if (next == before) {
             desk->open = 0;
@@ -17448,11 +17398,10 @@ static void ra__fold_load(const ra_ring *r, const ra__desk *desk, ra__fold_hand 
 static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e) {
     ra__fold_hand *h = &desk->hand.fold;
     const int64_t f = h->next;
-    int done;
     ra__fold_load(r, desk, h);
     (void)ra__ring_item(r, f, &h->item);
     h->received = r->lists->fold[f].recv;
-    done = ra__task_some(&r->work, &h->t, &h->item, &h->x, n);
+    int done = ra__task_some(&r->work, &h->t, &h->item, &h->x, n);
     if (done) {
         h->x.block = 0;
         h->next = r->lists->fold[f].last ? RA__NO_FOLD : ra__fold_next(r, h, f + 1, n);
@@ -17593,12 +17542,11 @@ static void ra__ring_key_item(const ra_ring *r, const ra__share *s, ra__item *it
 static void ra__ring_unpack_q(const ra_ring *r, int64_t f, ra__packed *x) {
     const ra_desc *d = &r->plan->d;
     uint8_t *message = ra__ring_fold_grads(r, f) - RA__FRAME_BYTES;
-    int64_t rows;
     ra__message_offsets part[2], grad[2];
     x->w = r->work;
     x->b = r->back;
     x->c = *ra__entry_chunk(r, f);
-    rows = ra__chunk_rows(&x->c);
+    int64_t rows = ra__chunk_rows(&x->c);
     (void)ra__back_message(d, &x->c, 0, part, grad);
     x->sums = message + grad[0].k;
     x->w.q = ra__view_packed(message + part[0].k, d->q_heads, d->k_dim, d->q_dtype);
@@ -17632,9 +17580,8 @@ static void ra__ring_stripe(ra_ring *r) {
         int64_t blocks = ra__side_blocks(side, b, ra__q_len(d, b));
         for (int64_t i = 0; i < blocks; i++) {
             ra__seg s;
-            ra__bounds bounds;
             ra__back_block(&r->back, b, i, &s);
-            bounds = ra__seg_bounds(&d->mask, ra__key_end(d, b, 0), &s);
+            ra__bounds bounds = ra__seg_bounds(&d->mask, ra__key_end(d, b, 0), &s);
             ra__bounds_join(&r->stripe[b * r->back.stripes + i / r->back.stripe_blocks], &bounds);
         }
     }
@@ -17823,7 +17770,6 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
     const int32_t chunk = r->lists->fold[f].chunk;
     const int q = p->d.backward_travel == RA_TRAVEL_Q;
     ra__back_hand *h = &desk->hand.back;
-    int done;
     if (!desk->open) ra__back_hand_open(r, desk, memory);
     h->x.left = r->step_work;
     h->x.between = ra__desk_between(desk);
@@ -17831,7 +17777,7 @@ static int ra__ring_back(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
         h->stage++;
         h->index = h->at = 0;
     }
-    done = h->stage == RA__STAGES;
+    int done = h->stage == RA__STAGES;
     if (!h->s.want_q ||
         (chunk >= 0 && !ra__need(q ? &p->queries : &p->keys, chunk, r->rank)))
         memset(&h->x.tally, 0, sizeof h->x.tally); /* counted with dQ, or as unvisited */
@@ -17937,19 +17883,18 @@ static void ra__ring_complete(ra_ring *r) {
 /* Checks deadline, watchdog and cancellation, and for a failure that another thread has
  * recorded. */
 static ra_status ra__ring_alarm(ra_ring *r) {
-    int64_t now, looked, quiet, patience;
     if (ra__load_i32(&r->crew.failed)) return ra__load_i32(&r->crew.failed);
     if (ra__load_i32(&r->cancelled))
         return ra__ring_fail(r, RA_E_CANCELLED, ra__blame_of(-1, -1, 0, -1));
-    now = ra__ring_now(r);
-    looked = ra__load_i64(&r->looked_ns);
+    int64_t now = ra__ring_now(r);
+    int64_t looked = ra__load_i64(&r->looked_ns);
     ra__store_i64(&r->looked_ns, now);
     if (r->deadline && now > r->deadline)
         return ra__ring_fail(r, RA_E_TIMEOUT, ra__ring_awaits(r));
-    quiet = ra__time_since(now, ra__load_i64(&r->progress_ns));
+    int64_t quiet = ra__time_since(now, ra__load_i64(&r->progress_ns));
     if (!r->has_transport || quiet <= (r->rd.watchdog_ns ? r->rd.watchdog_ns : RA__QUIET_NS))
         return RA_OK;
-    patience = ra__ring_patience(r);
+    int64_t patience = ra__ring_patience(r);
     if (ra__time_since(now, looked) > patience)
         ra__store_i64(&r->progress_ns, now);   /* no thread was inside to see progress */
     else if (quiet > patience)
@@ -17997,7 +17942,6 @@ static ra_status ra__ring_deal(ra_ring *r, ra__desk *desk, int *moved) {
 /* ra_step without the argument checks. */
 static ra_status ra__ring_step(ra_ring *r, int ith) {
     ra_status s = RA_OK;
-    ra__desk *desk;
     int moved = 0;
     if (ra__load_i32(&r->crew.state) == RA_RING_IDLE) return RA_OK;
     if ((s = ra__ring_alarm(r)) != RA_OK) return s;
@@ -18016,7 +17960,7 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
         if (ra__load_i32(&r->crew.state) == RA_RING_IDLE) return RA_OK;
         return moved ? RA_AGAIN : RA_WAIT;
     }
-    desk = ra__desk_take(r, ith);
+    ra__desk *desk = ra__desk_take(r, ith);
     if (!desk) return RA_AGAIN;
     s = RA_AGAIN;
     desk->claim.task = ra__load_i64(&desk->fold) == RA__NO_FOLD ? 0 : desk->claim.task;
@@ -18067,7 +18011,6 @@ static ra_status ra__ring_use(ra_ring *r, const ra_plan *p, int32_t pass, ra_err
 static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transport *transport,
                                const ra_ring_desc *rd) {
     ra_transport tp;
-    ra_ring *r;
     ra_error *e = rd->error;
     int64_t need, bytes = (int64_t)rd->workspace_bytes;
     int shared = transport && p->d.ranks > 1 && (transport->caps & RA_CAP_SHARED);
@@ -18083,7 +18026,7 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     if (!base)
         return ra__refuse(e, RA_E_NOMEM, "ring.allocator", "has no # bytes for the workspace",
                           bytes);
-    r = (ra_ring *)(void *)base;
+    ra_ring *r = (ra_ring *)(void *)base;
     memset(r, 0, sizeof *r);
     r->base = base;
     r->bytes = bytes;
@@ -18105,15 +18048,13 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
 RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
                                       const ra_transport *transport, const ra_ring_desc *rd) {
     ra_ring_desc none;
-    ra_status s;
-    int64_t bytes;
     memset(&none, 0, sizeof none);
     if (!rd) rd = &none;
     if (!out) return ra__refuse(rd->error, RA_E_NULL, "out", "is required", 0);
     *out = NULL;
     if (!first) return ra__refuse(rd->error, RA_E_NULL, "plan", "is required", 0);
-    s = ra__ring_desc_check(rd, rd->error);
-    bytes = ra__max(first->forward.chunk_bytes, first->back.chunk_bytes);
+    ra_status s = ra__ring_desc_check(rd, rd->error);
+    int64_t bytes = ra__max(first->forward.chunk_bytes, first->back.chunk_bytes);
     if (transport && (transport->caps & RA_CAP_SHARED)) bytes = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
     if (!s) s = ra__tp_check(transport, first->d.rank, first->d.ranks, bytes, rd->error);
     if (!s && transport) s = ra__tp_check_back(transport, first, rd->error);
@@ -18121,13 +18062,12 @@ RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
 }
 
 RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring) {
-    ra_allocator a;
     if (!ring) return RA_OK;
     if (ra__load_i32(&ring->crew.state) != RA_RING_IDLE || ra__load_i32(&ring->cancelled))
         (void)ra_finish(ring, RA_NO_DEADLINE);
     if (ring->unsafe) return RA_E_UNSAFE;
     if (ring->mr && ring->tp.dereg) (void)ring->tp.dereg(ring->tp.ctx, ring->mr);
-    a = ring->rd.allocator;
+    ra_allocator a = ring->rd.allocator;
     for (ra__more *next, *more = ring->more; more; more = next) {
         next = more->next;
         ra__free(&a, more, (size_t)more->bytes);
@@ -18142,9 +18082,8 @@ static ra_status ra__begin_grads(ra_ring *r, const ra_plan *p, const ra_tensors 
     const int64_t rows[2] = { p->report.q_rows, p->report.k_rows };
     ra__view view[4];
     ra_desc d = p->d;
-    ra_status s;
     d.error = e;
-    s = ra__check_grads(&d, t, rows, view);
+    ra_status s = ra__check_grads(&d, t, rows, view);
     if (s) return s;
     memset(&r->back, 0, sizeof r->back);
     r->back.w = &r->work;
@@ -18311,9 +18250,8 @@ static void ra__begin_event(ra_ring *r) {
 static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__work w;
     ra__view kv[2];
-    ra_status s;
     memset(&w, 0, sizeof w);
-    s = ra__begin_check(ring, job, &w, kv);
+    ra_status s = ra__begin_check(ring, job, &w, kv);
     if (s) return s;
     ring->work = w;
     s = ra__ring_use(ring, job->plan, job->pass, &ring->refusal);
@@ -18346,12 +18284,11 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
 }
 
 RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
-    int32_t inside;
     if (!ring) return RA_E_NULL;
     if (job && job->ticket)
         return ra__refuse(&ring->refusal, RA_E_SHAPE, "job.ticket", "# is for ra_join only",
                           (int64_t)job->ticket);
-    inside = ra__add_i32(&ring->crew.inside, 0);
+    int32_t inside = ra__add_i32(&ring->crew.inside, 0);
     if (inside)
         return ra__refuse(&ring->refusal, RA_E_BUSY, "ring.threads",
                           "# threads are still inside ra_step", inside);
@@ -18499,11 +18436,10 @@ static void ra__wait_slice(ra_ring *r, int64_t deadline_ns) {
 }
 
 RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns) {
-    int64_t seen, begin;
     ra_event e = ra__event_none();
     if (!ring) return RA_E_NULL;
-    seen = ra__load_i64(&ring->events);
-    begin = ra__ring_now(ring);
+    int64_t seen = ra__load_i64(&ring->events);
+    int64_t begin = ra__ring_now(ring);
     if (deadline_ns && begin > deadline_ns) return RA_E_TIMEOUT;
     for (int i = 0; i < 200 && ra__load_i64(&ring->events) == seen; i++) ra__pause();
     for (int i = 0; i < 4 && ra__load_i64(&ring->events) == seen; i++) ra__yield();
@@ -18516,15 +18452,13 @@ RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns) {
 }
 
 RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns) {
-    int64_t left;
-    ra_status s;
     if (!ring) return RA_E_NULL;
     if (ra__load_i32(&ring->crew.state) == RA_RING_IDLE && !ra__load_i32(&ring->cancelled))
         return RA_OK;
-    s = ra__load_i32(&ring->crew.failed);
+    ra_status s = ra__load_i32(&ring->crew.failed);
     if (!s) s = ra__ring_fail(ring, RA_E_CANCELLED, ra__blame_of(-1, -1, 0, -1));
     if (!ring->has_transport || ring->quiet) return ring->unsafe && ring->shared ? RA_E_UNSAFE : s;
-    left = ra__ring_left(ring, deadline_ns, ring->rd.quiesce_ns);
+    int64_t left = ra__ring_left(ring, deadline_ns, ring->rd.quiesce_ns);
     ring->quiet = 1;
     if (ring->tp.quiesce ? ring->tp.quiesce(ring->tp.ctx, ra__ring_until(left)) != RA_OK
                          : ra__ring_list(ring) > 0 && ring->tp.post != NULL)
@@ -18541,11 +18475,11 @@ RINGATTN_API void ra_ring_cancel(ra_ring *ring) {
 
 /* Steps the pass that has begun until it ends. */
 static ra_status ra__ring_run(ra_ring *ring, int64_t deadline_ns) {
-    ra_status s, end;
+    ra_status s;
     while ((s = ra_step(ring, 0)) > 0)
         if (s == RA_WAIT) (void)ra_step_wait(ring, deadline_ns);
     if (!s) return RA_OK;
-    end = ra_finish(ring, RA_NO_DEADLINE);
+    ra_status end = ra_finish(ring, RA_NO_DEADLINE);
     return end ? end : s;
 }
 
@@ -18553,13 +18487,12 @@ static ra_status ra__ring_run(ra_ring *ring, int64_t deadline_ns) {
 static ra_status ra__ring_pass(ra_ring *ring, const ra_plan *plan, const ra_tensors *t,
                                int64_t deadline_ns, int32_t pass) {
     ra_job job;
-    ra_status s;
     memset(&job, 0, sizeof job);
     job.plan = plan;
     job.tensors = t;
     job.deadline_ns = deadline_ns;
     job.pass = pass;
-    s = ra_begin(ring, &job);
+    ra_status s = ra_begin(ring, &job);
     return s ? s : ra__ring_run(ring, deadline_ns);
 }
 
@@ -18578,9 +18511,9 @@ RINGATTN_API ra_status ra_ring_once(const ra_desc *d, const ra_transport *transp
     ra_plan *plan = NULL;
     ra_ring *ring = NULL;
     ra_ring_desc rd;
-    ra_status s, end;
+    ra_status end;
     memset(&rd, 0, sizeof rd);
-    s = ra_plan_create(&plan, d, NULL);
+    ra_status s = ra_plan_create(&plan, d, NULL);
     if (s) return s;
     rd.error = d->error;
     s = ra_ring_create(&ring, plan, transport, &rd);
@@ -18599,12 +18532,11 @@ RINGATTN_API ra_status ra_ring_once(const ra_desc *d, const ra_transport *transp
 }
 
 RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out) {
-    const ra_ring_counters *c;
     if (!out) return;
     memset(out, 0, sizeof *out);
     out->waiting_peer = -1;
     if (!ring) return;
-    c = &ring->counters;
+    const ra_ring_counters *c = &ring->counters;
     out->state = ra__load_i32(&ring->crew.state);
     if (out->state != RA_RING_IDLE)
         out->state = ra__load_i32(&ring->crew.failed) ? RA_RING_FAILED : RA_RING_RUNNING;
@@ -18898,9 +18830,9 @@ static ra_status ra__resume_refuse(ra_ring *r, ra_status s, int32_t i) {
 static ra_status ra__resume_check(ra_ring *r, int32_t i, const void *message, int32_t kind,
                                   int64_t length) {
     const struct ra__resume *x = r->resume;
-    ra__frame f, due;
+    ra__frame f;
     memcpy(&f, message, sizeof f);
-    due = ra__ring_frame(r, kind, x->rank[i], f.chunk, length);
+    ra__frame due = ra__ring_frame(r, kind, x->rank[i], f.chunk, length);
     if (f.magic != due.magic || f.abi != due.abi || f.check != ra__frame_sealed(f).check ||
         f.kind != kind || f.pass >> RA__EPOCH_BIT != r->epoch)
         return ra__resume_refuse(r, RA_E_PROTO, i);
@@ -19073,7 +19005,6 @@ static void ra__resume_report(ra_ring *r) {
     const ra_plan *p = r->plan;
     uint8_t *need = ra__reports_need(v, x->me), *held = ra__reports_held(v, x->me);
     uint8_t *gives = ra__reports_gives(v, x->me);
-    ra__frame f;
     memset(v->of + x->me * v->bytes, 0, (size_t)v->bytes);
     for (int64_t i = 0; i < x->kept_count; i++)
         for (int32_t s = 0; s < p->keys.chunk[x->kept[i].chunk].segs; s++) {
@@ -19089,7 +19020,7 @@ static void ra__resume_report(ra_ring *r) {
         }
     for (int32_t o = 0; o < p->d.ranks; o++)
         if (ra__resume_gives(r, o)) gives[o / 8] = (uint8_t)(gives[o / 8] | 1 << o % 8);
-    f = ra__ring_frame(r, RA__FRAME_REPORT, r->rank, 0, v->bytes);
+    ra__frame f = ra__ring_frame(r, RA__FRAME_REPORT, r->rank, 0, v->bytes);
     f.parts = ra__hash_of(need, (size_t)(v->bytes - RA__FRAME_BYTES));
     f = ra__frame_sealed(f);
     memcpy(v->of + x->me * v->bytes, &f, sizeof f);
@@ -19174,12 +19105,11 @@ static const ra__given *ra__resume_refetch(ra_ring *r, int32_t rank) {
     ra__side side = ra__plan_side(r->plan, 1, rank);
     int64_t rows[2] = { 0, 0 };
     ra_tensors t;
-    ra_status s;
     if (g->known) return g;
     memset(&t, 0, sizeof t);
     for (int32_t b = 0; b < d->sequences; b++)
         rows[1] = ra__max(rows[1], ra__side_rows(&side, b, ra__k_len(d, b)));
-    s = x->rd.refetch(x->rd.ctx, r->pass, rank, &t);
+    ra_status s = x->rd.refetch(x->rd.ctx, r->pass, rank, &t);
     if (!s) s = ra__check_keys(d, &t, rows, g->kv, &r->refusal);
     if (!s && d->layout.kind == RA_LAYOUT_ARRAY)
         s = ra__check_array(d, &t.k_pos, rows[1], 1, &r->refusal);
@@ -19232,9 +19162,8 @@ static ra_status ra__resume_serve(ra_ring *r, int32_t i) {
         message = copy;
     }
     if (!message) {
-        ra_status s;
         message = ra__lane_buf(out, out->posted);
-        s = ra__resume_pack(r, c, message);
+        ra_status s = ra__resume_pack(r, c, message);
         if (s) return s;
     }
     x->sent[out->posted % out->slots] = (int32_t)c;
@@ -19271,12 +19200,11 @@ static ra_status ra__resume_more(ra_ring *r) {
         const int32_t from = x->source[in->posted - r->kept_count];
         const int64_t length = ra__ring_length(r, c, ra__plan_need_hop(r->plan, c, r->rank));
         uint8_t *buf = ra__lane_buf(in, in->posted);
-        ra_transport_op *op;
         ra_status s = RA_OK;
         if (from != x->me && r->control[2 * from + 1].kind) return RA_OK;
         if (from == x->me) s = ra__resume_pack(r, c, buf);
         if (s) return s;
-        op = ra__lane_post(r, RA__RECEIVES, from, c, buf, length);
+        ra_transport_op *op = ra__lane_post(r, RA__RECEIVES, from, c, buf, length);
         if (from == x->me) op->state = RA_MSG_DONE;
         else ra__resume_request(r, from, RA__FRAME_REQUEST, c, length);
     }
@@ -19290,12 +19218,11 @@ static ra_status ra__resume_hear(ra_ring *r, int32_t i) {
     const int32_t kind = peer->heard.kind, c = peer->heard.chunk;
     const int ends = kind == RA__FRAME_END;
     int64_t length = RA__FRAME_BYTES;
-    ra_status s;
     if (!ends && (x->verdict || x->idle || c < 0 || c >= r->plan->keys.chunks ||
                   !ra__needs(r->plan, c, x->rank[i])))
         return ra__resume_refuse(r, RA_E_PROTO, i);
     if (!ends) length = ra__ring_length(r, c, ra__plan_need_hop(r->plan, c, x->rank[i]));
-    s = ra__resume_check(r, i, &peer->heard, ends ? kind : RA__FRAME_REQUEST, length);
+    ra_status s = ra__resume_check(r, i, &peer->heard, ends ? kind : RA__FRAME_REQUEST, length);
     if (s) return s;
     if (ends) peer->ended = 1;
     else peer->asked = c;
@@ -19309,10 +19236,9 @@ static ra_status ra__resume_met(ra_ring *r, int32_t i) {
     const int64_t length = x->stage == RA__MEET_HELLO ? x->peer[x->me].heard.length
                                                       : x->reports.bytes;
     ra__frame f;
-    ra_status s;
     if (x->stage == RA__MEET_HELLO)
         return ra__resume_check(r, i, &x->peer[i].heard, RA__FRAME_MEET, length);
-    s = ra__resume_check(r, i, report, RA__FRAME_REPORT, length);
+    ra_status s = ra__resume_check(r, i, report, RA__FRAME_REPORT, length);
     memcpy(&f, report, sizeof f);
     if (!s && f.parts != ra__hash_of(report + RA__FRAME_BYTES, (size_t)(length - RA__FRAME_BYTES)))
         s = ra__resume_refuse(r, RA_E_PROTO, i);
@@ -19504,11 +19430,10 @@ static ra_status ra__resume_check_transport(const ra_ring *r, const ra_resume_de
                                             ra_error *e) {
     const ra_transport *t = rd->transport;
     int64_t bytes = ra__max(r->plan->forward.chunk_bytes, ra__reports_size(r->plan));
-    ra_status s;
     if (r->earlier.plan)
         bytes = ra__max(bytes, ra__max(r->earlier.plan->forward.chunk_bytes,
                                        ra__reports_size(r->earlier.plan)));
-    s = rd->ranks > 1 ? ra__tp_check(t, me, rd->ranks, bytes, e) : RA_OK;
+    ra_status s = rd->ranks > 1 ? ra__tp_check(t, me, rd->ranks, bytes, e) : RA_OK;
     if (s || rd->ranks == 1) return s;
     const ra__rule rules[] = {
         { !t->post, RA_E_TRANSPORT, "transport.post", "is null, but ra_resume needs it", 0 },
@@ -19588,13 +19513,12 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
     ra_error *e = ring ? &ring->refusal : NULL;
     struct ra__resume *x = NULL;
     int32_t me = 0;
-    ra_status s;
     if (!ring) return RA_E_NULL;
     if (!rd) return ra__refuse(e, RA_E_NULL, "resume", "is required", 0);
     if (ra__add_i32(&ring->crew.inside, 0) ||
         (ra__load_i32(&ring->crew.state) != RA_RING_IDLE && !ra__load_i32(&ring->crew.failed)))
         return ra__refuse(e, RA_E_BUSY, "ring", "is still in its pass #", ring->pass);
-    s = ra__resume_check_ring(ring, rd, deadline_ns, e);
+    ra_status s = ra__resume_check_ring(ring, rd, deadline_ns, e);
     if (!s) s = ra__resume_check_ranks(ring, rd, e);
     while (!s && rd->survivors[me] != ring->rank) me++;
     if (!s) s = ra__resume_check_transport(ring, rd, me, e);
@@ -21740,17 +21664,15 @@ static ra_status ra__est_compute(const ra_hardware *hw, const ra_model *m, ra_es
     const double q_row = (double)m->q_heads * (double)m->head_dim;     /* elements per token */
     const double kv_row = (double)m->kv_heads * (double)m->head_dim;
     const double hidden = m->hidden ? (double)m->hidden : q_row;
-    double c;
-    ra_status s;
     r->block_min = hw->flops_per_s / hw->link_bytes_per_s * e * kv_row / (2.0 * f * q_row);
     r->device_tokens_min = 6.0 * r->block_min;
     r->activation_bytes_token = 6.0 * b * hidden * e;
     r->cache_bytes_token = 2.0 * (double)m->layers * kv_row * e;
-    s = ra__est_context(hw, m, r->activation_bytes_token + b * r->cache_bytes_token,
-                        &r->context_max);
+    ra_status s = ra__est_context(hw, m, r->activation_bytes_token + b * r->cache_bytes_token,
+                                  &r->context_max);
     if (s) return s;
     r->cache_bytes = (double)r->context_max * b * r->cache_bytes_token;
-    c = hw->block_tokens ? (double)hw->block_tokens : r->block_min;
+    double c = hw->block_tokens ? (double)hw->block_tokens : r->block_min;
     r->hop_compute_s = 4.0 * f * b * q_row * c * c / hw->flops_per_s;
     r->hop_transfer_s = hw->link_latency_s + 2.0 * b * kv_row * c * e / hw->link_bytes_per_s;
     r->hidden_fraction = r->hop_compute_s < r->hop_transfer_s
@@ -21760,12 +21682,11 @@ static ra_status ra__est_compute(const ra_hardware *hw, const ra_model *m, ra_es
 
 RINGATTN_API ra_status ra_hardware_preset(int32_t hw, int32_t net, int64_t devices,
                                           ra_hardware *out) {
-    ra_hardware h;
     if (!out) return RA_E_NULL;
     if (hw < RA_HW_NONE || hw > RA_HW_TPU_V5E) return RA_E_ENUM;
     if (net < RA_NET_NONE || net > RA_NET_IB_HDR) return RA_E_ENUM;
     if (devices < 1 || devices > INT32_MAX) return RA_E_RANGE;
-    h = ra__est_devices[hw];
+    ra_hardware h = ra__est_devices[hw];
     if (net != RA_NET_NONE) {
         h.link_bytes_per_s = ra__est_networks[net].link_bytes_per_s;
         h.link_latency_s = ra__est_networks[net].link_latency_s;
@@ -21779,11 +21700,10 @@ RINGATTN_API ra_status ra_hardware_preset(int32_t hw, int32_t net, int64_t devic
 RINGATTN_API ra_status ra_estimate(const ra_hardware *hw, const ra_model *model,
                                    ra_estimate_result *out) {
     ra_estimate_result r;
-    ra_status s;
     if (!model) return RA_E_NULL;
     if (!hw) return ra__refuse(model->error, RA_E_NULL, "hw", "must not be null", 0);
     if (!out) return ra__refuse(model->error, RA_E_NULL, "out", "must not be null", 0);
-    s = ra__est_check_hardware(model->error, hw);
+    ra_status s = ra__est_check_hardware(model->error, hw);
     if (!s) s = ra__est_check_model(model->error, model);
     if (!s) s = ra__est_compute(hw, model, &r);
     if (!s) *out = r;

@@ -529,8 +529,8 @@ TEST(stopped)
     judge_lateness(&late, "peers of a stopped rank are out after their deadline +");
 }
 
-/* All ranks at once: nobody is left who could clean up, and nothing has to be. All are stopped before
- * the first is killed, so that none sees the death of another and ends by itself. */
+/* All ranks at once: nobody is left who could clean up, and nothing has to be. All are stopped
+ * before the first is killed, so that none sees the death of another and ends by itself. */
 TEST(all_killed)
 {
     int before = entries("/dev/shm");
