@@ -90,7 +90,8 @@
  *       t.q.data = q[rank]; t.k.data = k[rank]; t.v.data = v[rank]; t.o.data = o[rank];
  *       ra_status s = ra_ring_once(&d, ra_world_transport(world, rank), &t, RA_NO_DEADLINE);
  *       if (s) fprintf(stderr, "rank %d: %s: %s\n", rank, why.field, why.text);
- *       return user ? RA_E_STATE : s;
+ *       (void)user;
+ *       return s;
  *   }
  *   int main(void) { return ra_world_run(4, on_rank, NULL, NULL) ? 1 : 0; }
  *
@@ -139,7 +140,8 @@
  *           if (!s) s = ra_infer(cache, &t, &n, &fresh, RA_NO_DEADLINE);
  *       }
  *       ra_cache_destroy(cache);
- *       return user ? RA_E_STATE : s;
+ *       (void)user;
+ *       return s;
  *   }
  *   int main(void) { return ra_world_run(3, on_rank, NULL, NULL) ? 1 : 0; }
  *
@@ -147,7 +149,8 @@
  * parallelism (they work around it), GPUs, networking of its own except threads. Sharding a
  * sequence of fewer than about 8K tokens gains nothing. A forked child must not use rings or worlds
  * created before fork(). Do not call the library from signal handlers or with thread cancellation
- * enabled. It needs gcc or clang, on Linux or mingw; x86-64 and AArch64 have kernels of their own.
+ * enabled. It needs gcc 12 or clang 14, or later, on Linux or mingw; x86-64 and AArch64 have
+ * kernels of their own.
  *
  * Words that this file uses
  *   rank      one participant of a ring: a process, or a thread of the bundled world
@@ -155,16 +158,18 @@
  *   run       rows at positions first, first + stride, ...
  *   block     up to RA_BLOCK_TOKENS (64) consecutive rows of a run: the grid of cuts and sums
  *   tile      one block of queries against one block of keys, of one head
- *   chunk     consecutive blocks of one rank's shard that travel in one message
- *   hop       the way of a chunk from one rank to the next
+ *   chunk     consecutive blocks of one rank's shard (zigzag: mirrored pairs) that travel together
+ *   hop       the journey of a chunk from one rank to the next
  *   pass      one forward or backward, on all ranks of a ring
- *   plan      the schedule of a rank for passes of one shape: knowledge only
- *   ring      a rank's memory, its transport and the pass in progress
+ *   plan      the schedule of a rank for passes of one shape; it holds no tensors and no workspace
+ *   ring      a rank's workspace, its transport and the pass in progress
  *   lane      a part of a sharded KV cache: every n-th group of 16 positions
  *   world     ranks as threads of this process, with their transports
  *   task      inside: up to 256 query rows of one head group that one thread works on
  *   panel     inside: the rows of a task that one call of a kernel holds in registers and cache
  *   segment   inside: a piece of a run
+ *   item      inside: some keys that a task meets, and where they are stored
+ *   lane      inside RING: a queue of messages; inside kernels: a place of a vector
  * and LSE is the natural log of the sum of exp of a row's scores.
  *
  * How a call runs
@@ -178,9 +183,9 @@
  *                  chunks, in which order, from and to whom: ra_plan_create wrote those lists
  *                  (SCHEDULE, PLAN).
  *   ra_infer       is ra_infer_begin, then ra_infer_step until done. A call has a few stages with
- *                  messages between them: attend some rows to the keys of one rank, and at last
- *                  merge. A step goes on with an item of a stage: the tasks of LOCAL or DECODE for
- *                  some rows (CACHE).
+ *                  messages between them: each attends some rows to the keys of one rank, and the
+ *                  last merges. A step works on an item of a stage by the tasks of LOCAL or DECODE
+ *                  (CACHE).
  *
  * Contents. Each room uses only rooms above it.
  *   API          types, descriptors, functions, the transport's contract; ends with a stop sign
@@ -230,17 +235,17 @@
  *
  * Promises
  *   Memory   A plan is one allocation, a ring is one or none (your workspace); nothing allocates
- *            during a pass. The plan reports every byte in advance. Beside the running state of the
- *            local queries (forward it is kept in an f32 o; backward it is the f32 sums of dQ, or
- *            of dK and dV) a rank needs scratch for each thread and a few chunks: forward `buffers`
- *            + 2 messages. A backward message carries the chunk and its f32 gradients: `buffers` +
- *            2 of them and 4 chunks of gradients, or with RA_CAP_SHARED ranks + 3 chunks of
- *            gradients, because that many of a rank's own chunks are on their way at once. (With
- *            RA_TRAVEL_Q these too are whole messages.) Where messages are copied, default chunks
- *            make that less than K and V (RA_TRAVEL_Q: Q and O) of a shard of 32K tokens or more.
- *            A shorter shard has relatively larger buffers, up to 8192 keys, and so has a causal
- *            ring of 2 or 3 ranks, up to half of its keys and values: computing hides only
- *            transfers for which there is room.
+ *            during a pass (ra_resume does, once). The plan reports every byte in advance. A rank
+ *            needs the running state of its queries (forward an f32 o holds most of it; backward it
+ *            is the f32 sums of dQ, or of dK and dV), scratch for each thread, and buffers. Forward
+ *            these are `buffers` + 2 messages. A backward message carries a chunk and its f32
+ *            gradients: buffers are `buffers` + 2 messages and 4 chunks of gradients, or with
+ *            RA_CAP_SHARED ranks + 3 chunks of gradients. (With RA_TRAVEL_Q these too are whole
+ *            messages.) Where messages are copied, default chunks make that less than K and V
+ *            (RA_TRAVEL_Q: Q and O) of a shard of 32K tokens or more. Shorter shards have
+ *            relatively larger buffers, up to 8192 keys, and so has a causal ring of 2 or 3 ranks,
+ *            up to half of its keys and values: computing hides only transfers for which there is
+ *            room.
  *   Threads  Plans may be shared. A ring runs one pass at a time, stepped by any number of your
  *            threads. The library starts threads only in ra_world_run.
  *   Errors   Every call that can fail returns a status; refusals name the field and say why.
@@ -256,14 +261,14 @@
  *            numerator and in the denominator; the backward pass also rounds dO and the score
  *            gradients. With integer arithmetic (decoding q8_0, see RA_ISA_*) q is off by at most
  *            2^-16 of its row's largest magnitude, and a weight times the scale of a block of V by
- *            2^-16 of the largest of 16 keys; elements of the cache are off by up to 2^-8. Bits do
- *            not depend on threads, chunks, timing or transport, and with shards cut on the grid of
- *            64 tokens (contiguous and zigzag) they do not depend on the number of ranks. (With
- *            RA_ORDER_ROUNDS those of a forward pass depend on ranks and chunks, but on nothing
- *            else of this.) A row without keys gives 0, and its LSE is -inf, or the sink where
- *            sinks are given. NaN in Q stays in its row; NaN in K or V reaches the rows that see it
- *            and no others. V up to 1e28 stays finite (weights are as large as 2^32 until they are
- *            divided). All this also holds if your program is compiled with -Ofast.
+ *            2^-16 of the largest of 16 keys; elements of the cache are off by up to 2^-8.
+ *   Bits     They do not depend on threads, chunks, timing or transport, nor, with shards cut on
+ *            the grid of 64 tokens (contiguous and zigzag), on the number of ranks. (With
+ *            RA_ORDER_ROUNDS those of a forward pass depend on ranks and chunks, with an engine on
+ *            chunks.) All promises also hold if your program is compiled with -Ofast.
+ *   Rows     A row without keys gives 0, and its LSE is -inf, or the sink where sinks are given.
+ *            NaN in Q stays in its row; NaN in K or V reaches the rows that see it and no others. V
+ *            up to 1e28 stays finite (weights are as large as 2^32 until they are divided).
  *
  *                       scalar  AVX2  AVX-512  NEON
  *   f32                   +      +      +      +
@@ -305,7 +310,7 @@ extern "C" {
 #endif
 
 /* ========================================================================== API
- * Zero. Every struct works from {0}, and every field that is 0 has its default, which is given at
+ * Zero. Set a struct to {0} and then the fields that you need: 0 is the default, which is given at
  * the field. Where a default could give wrong numbers (dtypes, mask.kind, head counts, tokens) 0 is
  * refused. The word "step" in a name marks the few distances whose 0 means "the same for all".
  *
@@ -316,8 +321,9 @@ extern "C" {
  * group of fields. If the disagreement changes message sizes or peers, the status is RA_E_TRUNC,
  * RA_E_PEER or RA_E_TIMEOUT instead. All other fields are local.
  *
- * Units. Strides are bytes, dims are elements, positions and tokens are tokens, *_ns nanoseconds,
- * *_s seconds. B sequences, Hq and Hkv heads, Tq and Tk tokens, Dk and Dv elements per row of K, V.
+ * Units. Strides are bytes, dims are elements, positions are counted in tokens, *_ns is nanoseconds
+ * and *_s seconds. A shape is written with B sequences, Hq and Hkv heads, and Dk and Dv elements
+ * per row of K and of V.
  *
  * Lifetimes. Arrays of a descriptor are copied by ra_plan_create; one call on one rank reads them
  * during the call. Destroy rings first, then transports (worlds), then plans. */
@@ -339,7 +345,7 @@ extern "C" {
     X(RA_WAIT,           2, "nothing to do for this thread now: call again or do other work")    \
     X(RA_E_NULL,        -1, "a required pointer is null")                                        \
     X(RA_E_UNSET,       -2, "a field without a safe default was left zero")                      \
-    X(RA_E_RANGE,       -3, "a value lies outside its range")                                    \
+    X(RA_E_RANGE,       -3, "a value is outside its range")                                      \
     X(RA_E_ENUM,        -4, "an unknown constant")                                               \
     X(RA_E_OVERFLOW,    -5, "sizes overflow 64 bits or positions reach RA_MAX_POSITION")         \
     X(RA_E_SHAPE,       -6, "shapes or fields contradict each other")                            \
@@ -361,7 +367,7 @@ extern "C" {
     X(RA_E_CANCELLED,  -34, "ra_ring_cancel was called on this rank")                            \
     X(RA_E_ABORTED,    -35, "another rank failed or was cancelled")                              \
     X(RA_E_TRUNC,      -36, "a message was shorter or longer than agreed")                       \
-    X(RA_E_PROTO,      -37, "a message was damaged, stale, doubled or out of order")               \
+    X(RA_E_PROTO,      -37, "a message was damaged, stale, doubled or out of order")             \
     X(RA_E_ENGINE,     -38, "the block engine reported an error")                                \
     X(RA_E_UNSAFE,     -39, "the transport may still touch buffers: they were leaked on purpose")
 
@@ -397,10 +403,10 @@ typedef struct ra_allocator {          /* all zero: malloc and free; otherwise s
 /* -------------------------------------------------------------------------- constants
  * Stored in int32_t fields. */
 enum { RA_DTYPE_UNSET, RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
-/* Instruction sets. AVX512_BF16 and AMX multiply bf16 where q, k and v are all bf16 (not under
- * dropout; AMX not in the decoding form). Where k and v are q8_0 they decode by products of
- * integers, if the processor has AVX512 VNNI and VBMI; AVX512 decodes them in f32. Otherwise the
- * three are the same. AUTO is the fastest that this processor has. */
+/* Instruction sets. AUTO is the fastest that this processor has. AVX512_BF16 and AMX multiply bf16
+ * where q, k and v are all bf16 (not under dropout; AMX not in the decoding form). Where k and v
+ * are q8_0 both decode by products of integers, if the processor has AVX512 VNNI and VBMI.
+ * Otherwise they compute in f32, as AVX512 always does. */
 enum { RA_ISA_AUTO, RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_AVX512_BF16, RA_ISA_AMX,
        RA_ISA_NEON };
 enum { RA_MASK_UNSET, RA_MASK_NONE, RA_MASK_CAUSAL, RA_MASK_INTERVALS };
@@ -408,7 +414,7 @@ enum { RA_LAYOUT_UNSET, RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPE
        RA_LAYOUT_ARRAY };
 enum { RA_SCORE_ALIBI = 1, RA_SCORE_BIAS = 2, RA_SCORE_SINKS = 4 };  /* flags */
 /* The order in which a row sums blocks of keys. DESCENDING: from its own block downwards.
- * ASCENDING: from the first to the last (zigzag: the mirrored pairs of blocks {k, n - 1 - k}).
+ * ASCENDING: from the first to the last (zigzag: by mirrored pairs {k, n - 1 - k} of its n blocks).
  * ROUNDS: see ra_desc.order. */
 enum { RA_ORDER_DESCENDING = 1, RA_ORDER_ASCENDING = 2, RA_ORDER_ROUNDS = 3 };
 /* What travels in a backward pass: K and V with their gradients, or Q, dO, LSE and delta with
@@ -424,13 +430,13 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);      /* "avx512"; never null 
 
 /* -------------------------------------------------------------------------- views
  * Element (b, t, h, d) is at data + b*batch_stride + t*token_stride + h*head_stride + d*element.
- * Rows are contiguous. Strides are bytes: keys in a cache of kv_dim floats per token have
- * token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one row, token = all
- * heads, batch = the rows of the longest sequence on this rank times the token_stride. That is the
- * rule of every call. (On one rank those rows are the largest of tokens_of and of kv_tokens_of,
- * whatever tokens and kv_tokens are. K and V of a sharded cache have ra_cache_rows rows.) Memory
- * with room for more rows, such as a cache, needs its own batch_stride, also where the token_stride
- * is set. The dtype is in the descriptor. (q8_0 rows consist of blocks of 34 bytes.)
+ * Rows are contiguous. The dtype is in the descriptor. Strides are bytes: keys in a cache of kv_dim
+ * floats per token have token_stride kv_dim * sizeof(float). A stride of 0 means packed: head = one
+ * row, token = all heads, batch = the rows of the longest sequence on this rank times the
+ * token_stride. (On one rank those rows are the largest of tokens_of and of kv_tokens_of, whatever
+ * tokens and kv_tokens are. K and V of a sharded cache have ra_cache_rows rows.) So a batch in
+ * memory with room for more rows, such as a cache, needs a batch_stride, also where the
+ * token_stride is set.
  *
  * The memory stays yours. It must stay where it is and, for inputs, unchanged until the pass is
  * done. Any alignment that suits the element will do. Inputs may overlap one another, and the
@@ -440,8 +446,8 @@ RINGATTN_API const char *ra_isa_name(int32_t isa);      /* "avx512"; never null 
  * is refused, except between tensors of unlike strides that both have gaps.)
  *
  * A rank's shard is a view into a tensor of the whole sequence if the layout is CONTIGUOUS (data at
- * its first row) or STRIPED (data at row `rank`, token_stride of `ranks` rows). The two pieces of a
- * ZIGZAG shard are no view: copy them together. */
+ * its first row) or STRIPED (data at row `rank`, token_stride of `ranks` rows). A ZIGZAG shard has
+ * two pieces: copy them into one buffer. */
 typedef struct ra_in  { const void *data; int64_t batch_stride, token_stride, head_stride; } ra_in;
 typedef struct ra_out { void *data;       int64_t batch_stride, token_stride, head_stride; } ra_out;
 
@@ -586,22 +592,23 @@ typedef struct ra_desc {
                                         * per key, 256 (by rates: 64) to 4096. Rounded up to blocks
                                         * (zigzag: mirrored pairs; RUNS: the last may go beyond) */
     int32_t buffers;                   /* receive buffers, 1..64; 0: as many as hold 8192 keys
-                                        * (training: 5120), at least 3 and at most 8. Causal on 2 or
-                                        * 3 ranks without window, training, rounds or a past: 1 /
-                                        * ranks of a shard if that is more */
-    ra_rates rates;                    /* what you know of machines and network; {0}: nothing. For
-                                        * shards of up to 1024 rows no default suits all networks.
-                                        * Rates choose chunk_tokens and buffers where these are 0 */
+                                        * (training: 5120), at least 3 and at most 8 (from 24 ranks
+                                        * on 3). Causal on 2 or 3 ranks without window, training,
+                                        * rounds or cached keys: 1 / ranks of a shard if that is
+                                        * more. Never more than a shard and 2 */
+    ra_rates rates;                    /* what you know of machines and network; {0}: nothing. They
+                                        * choose chunk_tokens and buffers where these are 0. Shards
+                                        * of up to 1024 rows need them: no default suits all
+                                        * networks */
     int32_t order;                     /* forward passes of a ring. 0: DESCENDING or ASCENDING, by
                                         * layout and mask, so that bits do not depend on ranks.
                                         * RA_ORDER_ROUNDS: in rounds of one chunk from each rank,
-                                        * its own first, then around the ring. Links are busy from
-                                        * the start, and own keys are computed while others come:
-                                        * nearly all transfer is hidden also without a mask. In
-                                        * return bits of o and lse depend on ranks and chunk_tokens,
-                                        * but not on threads, timing or transport. Memory stays the
-                                        * same; it needs 2 buffers. Gradients keep their order. No
-                                        * effect on one rank */
+                                        * its own first, then around the ring. Nearly all transfer
+                                        * is then hidden, also without a mask. In return the bits of
+                                        * o and lse depend on ranks and chunk_tokens (not on
+                                        * threads, timing or transport). It needs 2 buffers and no
+                                        * more memory. Gradients keep their order; on one rank it
+                                        * does nothing */
     /* Training */
     int32_t train;                     /* 1: backward passes will follow. o and lse have the same
                                         * bits either way, except under dropout */
@@ -618,7 +625,7 @@ typedef struct ra_desc {
     int32_t grad_return;               /* RA_RETURN_*. With more than 2 ranks DIRECT needs
                                         * RA_CAP_ANY_PEER */
     /* This machine. Local. */
-    int32_t threads;                   /* rings: how many threads may compute a pass at the same
+    int32_t threads;                   /* rings and caches: how many threads may compute at the same
                                         * time; 0: 1. Set it to the number of your engine's threads:
                                         * any beyond it find no work. ra_attention takes nth instead
                                         * and ignores this */
@@ -649,7 +656,7 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
  * tile are left out. A finite mask value such as -1e9 hides a key only in a row that also has keys
  * without it. A row in which every key has -1e9 sees them all and has an output. Its gradients are
  * 0: backward computes weights again from the f32 LSE, which puts them off by a factor of at most
- * exp(|LSE| / 2^23), and a row whose |LSE| is 2^23 or more counts there as one without keys. */
+ * exp(|LSE| / 2^23), and a row whose |LSE| is 2^23 or more is there treated as one without keys. */
 typedef struct ra_bias {
     const void *data;
     int64_t batch_step, head_step, row_step, key_step; /* bytes, multiples of an element */
@@ -696,11 +703,11 @@ typedef struct ra_tensors {
 } ra_tensors;
 
 /* ========================================================================== L0: block mathematics
- * No threads, no network, no allocation. A state is one online softmax per query row and head,
- * unnormalised, f32, packed. m is a running maximum of score * log2(e). It may lag behind the true
- * maximum: it is raised only when l would exceed 2^32. l is the sum of 2^(score log2(e) - m), acc
- * the same sum weighted by V. Empty: m = -inf, l = 0, acc = 0. Milakov and Gimelshein, arXiv
- * 1805.02867, algorithm 3. */
+ * For programs that move keys themselves. No threads, no network, no allocation. A state is one
+ * online softmax per query row and head, unnormalised, f32, packed. m is a running maximum of score
+ * * log2(e). It may lag behind the true maximum: it is raised only when l would exceed 2^32. l is
+ * the sum of 2^(score log2(e) - m), acc the same sum weighted by V. Empty: m = -inf, l = 0, acc =
+ * 0. Milakov and Gimelshein, arXiv 1805.02867, algorithm 3. */
 typedef struct ra_state {
     float *m, *l;                      /* [B][tokens][Hq]; here, in ra_grads and in delta it is
                                         * d.tokens even where every sequence is shorter */
@@ -753,10 +760,10 @@ RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src,
  * [seq_k][n_kv_heads][head_dim]. Causal, query i at position q_offset + i, key j at j. window <= 0
  * is off; otherwise a query sees the last `window` keys, its own included. scale 0:
  * 1/sqrt(head_dim). One thread, no allocation, at most 208 KiB of stack (52 KiB where seq_q *
- * n_heads / n_kv_heads is at most 8), twice that without optimisation; head_dim <= 256. It has no
- * ra_error for a sentence. RA_E_RANGE: a count or q_offset is negative, heads or head_dim are below
- * 1, head_dim is above 256, positions reach RA_MAX_POSITION, or scale is negative or not finite.
- * RA_E_SHAPE: n_heads is not a multiple of n_kv_heads. RA_E_NULL: a pointer to rows is null. */
+ * n_heads / n_kv_heads is at most 8), twice that without optimisation. Refuses without a sentence.
+ * RA_E_RANGE: a count or q_offset is negative, heads or head_dim are below 1, head_dim is above
+ * 256, positions reach RA_MAX_POSITION, or scale is negative or not finite. RA_E_SHAPE: n_heads is
+ * not a multiple of n_kv_heads. RA_E_NULL: a pointer to rows is null. */
 RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const float *k,
                                            const float *v, int seq_q, int seq_k, int n_heads,
                                            int n_kv_heads, int head_dim, float scale, int window,
@@ -764,21 +771,23 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
 
 /* Bytes of workspace for ra_attention and ra_fold on nth threads; 0: d or nth is refused. They are
  * enough for every call with the same heads, dims, dtypes, scores, mask, layout and dropout on at
- * most nth threads, with at most as many sequences, tokens and kv_tokens, whatever q_offset is: ask
- * once for the largest. It is 300 KiB (D 64) to some MiB per thread, even for one token. */
+ * most nth threads, with at most as many sequences, tokens and kv_tokens, whatever q_offset is: so
+ * allocate once for the largest call. It is 300 KiB (D 64) to some MiB per thread, even for one
+ * token. */
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
 
-/* Everything on one rank: tokens and kv_tokens rows at t->q_pos and t->k_pos. Called by nth threads
- * with ith = 0..nth-1, in any order, at any time, no barrier: no thread waits for another, each
- * returns when its share is done, and o is complete when all have returned. All of them must call:
- * with OpenMP, nth is omp_get_num_threads() inside the parallel region. d, t and what they point to
- * have equal contents on all threads: one copy, or one each. Bits do not depend on nth. All threads
- * return a refusal; the one with ith 0 writes d->error.
+/* Writes t->o and t->lse: attention on one rank, of tokens query rows at t->q_pos over kv_tokens
+ * keys at t->k_pos. Called by nth threads with ith = 0..nth-1, in any order, at any time, without a
+ * barrier: no thread waits for another, each returns when its share is done, and o is complete when
+ * all have returned. All of them must call: with OpenMP, nth is omp_get_num_threads() inside the
+ * parallel region. d, t and what they point to have equal contents on all threads: one copy, or one
+ * each. Bits do not depend on nth. All threads return a refusal; the one with ith 0 writes
+ * d->error.
  *
- * layout.kind names the order of summation (see ra_plan_report.order), so that a ring of the same
- * layout gives the same bits. Exception: calls with tokens * Hq / Hkv <= 16 and no dropout use a
- * separate decoding form, fastest if all heads of a token, or all tokens of a head, are contiguous.
- * There too a row's bits depend on no other row of the call. d.engine must be null.
+ * d.engine must be null. layout.kind names the order of summation (see ra_plan_report.order), so
+ * that a ring of the same layout gives the same bits. Exception: calls with tokens * Hq / Hkv <= 16
+ * and no dropout use a separate decoding form, which is fastest if all heads of a token, or all
+ * tokens of a head, are contiguous. There too a row's bits depend on no other row of the call.
  *
  * workspace: ra_attention_bytes(d, nth) bytes at any address, which need not be cleared. One call
  * at a time: all nth threads must have returned before any of them begins the next one with it. If
@@ -806,11 +815,11 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
 typedef struct ra_plan ra_plan;
 typedef struct ra_transport ra_transport;
 
-/* Makes the schedule of d->rank and proves that it cannot deadlock, or refuses with d->error
- * filled. One allocation from a (null: malloc). It takes time in proportion to tokens /
- * RA_BLOCK_TOKENS + chunks * ranks / 64 (INTERVALS: tokens instead), and memory of 2 bits per
- * rank and chunk and some hundred bytes per chunk. It needs no network and no workspace. d and its
- * arrays are copied. A plan never changes: threads, rings and layers may share it. */
+/* Makes the schedule of d->rank, or refuses with d->error filled. No schedule can deadlock. One
+ * allocation from a (null: malloc). It takes time in proportion to tokens / RA_BLOCK_TOKENS +
+ * chunks * ranks / 64 (INTERVALS: tokens instead), and memory of 2 bits per rank and chunk and some
+ * hundred bytes per chunk. It needs no network and no workspace. d and its arrays are copied.
+ * Threads, rings and layers may share a plan. */
 RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_allocator *a);
 RINGATTN_API void      ra_plan_destroy(ra_plan *plan);               /* null is fine */
 
@@ -837,11 +846,9 @@ typedef struct ra_pass_figures {
     int64_t chunk_bytes;               /* largest message, which is the size of a buffer */
     int32_t travel;                    /* RA_TRAVEL_KV or RA_TRAVEL_Q */
     int32_t direction;                 /* +1: chunks go to rank + 1; -1: to rank - 1 */
-    int32_t bits_any_ranks;            /* 1: forward o and lse, backward d_q, d_k and d_v have the
-                                        * same bits for every number of ranks with this property,
-                                        * this layout.kind and mask. (They never depend on threads,
-                                        * timing or transport, and on chunks only with an engine or
-                                        * RA_ORDER_ROUNDS. Backward: from equal o and lse) */
+    int32_t bits_any_ranks;            /* 1: forward o and lse, backward (from equal o and lse) d_q,
+                                        * d_k and d_v have the same bits for every number of ranks
+                                        * with this property, this layout.kind and mask */
 } ra_pass_figures;
 
 /* What passes of a plan do on one rank. Counters of a run (ra_ring_counters) equal these figures;
@@ -851,9 +858,9 @@ typedef struct ra_plan_report {
     ra_pass_figures forward, backward; /* backward: all 0 without d.train */
     int64_t q_rows, k_rows;            /* rows of the longest sequence on this rank */
     int64_t pairs;                     /* visible (query, key) pairs of one head */
-    int64_t hops, hops_skipped;        /* forward: other ranks (counted per sequence) whose keys
-                                        * pass through here, and those whose keys do not, because no
-                                        * rank from here on needs them */
+    int64_t hops, hops_skipped;        /* forward, per sequence: other ranks whose keys reach this
+                                        * rank, and those whose keys do not, because neither it nor
+                                        * a rank after it needs them */
     int64_t resident_bytes;            /* your q, k, v, o and lse of this rank, packed */
     int64_t workspace_bytes;           /* of a ring that copies, to the byte; with d.train the
                                         * largest of both passes and of a forward pass of a plan
@@ -864,10 +871,9 @@ typedef struct ra_plan_report {
 } ra_plan_report;
 RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_report *out);
 
-/* How long a forward pass takes at given rates: the schedule played through with every transfer and
- * every chunk's tiles (those not empty, each counted whole) in order, buffers included. A model,
- * not a measurement. It takes time in proportion to chunks * ranks, and 8 bytes per rank and chunk
- * while it runs. */
+/* How long a forward pass takes at given rates: simulates all transfers, buffers and tiles that are
+ * not empty (each counted whole). A model, not a measurement. It takes time in proportion to chunks
+ * * ranks, and 8 bytes per rank and chunk while it runs. */
 typedef struct ra_prediction {         /* seconds */
     double compute_s;                  /* this rank computes */
     double transfer_s;                 /* the link into this rank is busy */
@@ -884,19 +890,18 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
                                        ra_prediction *out);
 
 /* ========================================================================== L2: ring
- * A ring is a rank's workspace, its binding to one transport, the pass in progress and, after a
- * failure, the failure. It runs one pass at a time and serves any number of plans. Ranks start the
- * same passes in the same order; nothing else matches them up. */
+ * A ring runs one pass at a time and serves any number of plans. Ranks start the same passes in the
+ * same order; nothing else matches them up. */
 typedef struct ra_ring ra_ring;
 
 enum { RA_EV_TILE = 1, RA_EV_SEND, RA_EV_RECV, RA_EV_WAIT, RA_EV_PASS, RA_EV_FAIL,
        RA_EV_BEGIN,                    /* a pass begins */
        RA_EV_POST_SEND, RA_EV_POST_RECV, /* a message is ready for the transport */
-       RA_EV_TOLD, RA_EV_HEARD,        /* one without a chunk has gone, has come */
+       RA_EV_TOLD, RA_EV_HEARD,        /* a message without a chunk was sent, was received */
        RA_EV_FOLD,                     /* all tasks here have folded all chunks up to this one */
        RA_EV_ABORT };                  /* of the transport; see ra_ring_events */
-enum { RA_EVENTS = 64 };               /* that a ring remembers */
-typedef struct ra_event {              /* one event each, sent when it ends */
+enum { RA_EVENTS = 64 };               /* that a ring remembers. One is sent when it ends */
+typedef struct ra_event {
     int32_t kind, rank, thread;        /* thread: ith, or -1 */
     int32_t peer, origin, sequence;    /* -1: does not apply */
     int64_t pass, chunk;               /* chunk: its number in the plan; -1 */
@@ -938,18 +943,19 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
                                         * thread, one at a time; tiles that are not empty */
     void   *progress_ctx;
     ra_error *error;                   /* of ra_ring_create */
-    int32_t trust_plans;               /* AGREED. 0: ranks whose plans differ, even about who sends
-                                        * what, fail with RA_E_MISMATCH before the first forward
-                                        * and the first backward message of a plan. It takes 64
-                                        * bytes to rank + 1, in no report or counter; a ring
-                                        * remembers 32 plans. 1: they may wait for a deadline */
+    int32_t trust_plans;               /* AGREED. 0: the first forward and the first backward pass
+                                        * of a plan begin with a frame of 64 bytes to rank + 1 (not
+                                        * in reports and counters; a ring remembers 32 plans). Ranks
+                                        * whose plans differ, even about who sends what, then fail
+                                        * with RA_E_MISMATCH. 1: they may wait for a deadline */
     int32_t checksums;                 /* AGREED. 1: messages that carry data have a CRC-32C, and a
                                         * wrong one is RA_E_PROTO before anything is folded */
 } ra_ring_desc;
 
 /* Binds a transport (null: a ring of one) and memory. Sends nothing, so ranks need not meet here.
  * `first` sizes the workspace; later plans must have its rank and ranks, and fit: compare
- * workspace_bytes of their reports. A plan with d.train has room for the same one without it. */
+ * workspace_bytes of their reports. A plan with d.train has room for the same one without it. With
+ * sendrecv alone the first use of a plan takes time in proportion to chunks * ranks. */
 RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
                                       const ra_transport *transport, const ra_ring_desc *rd);
 /* No thread may be inside a call. After a failed pass with RA_CAP_SHARED it may wait, up to
@@ -970,7 +976,7 @@ RINGATTN_API ra_status ra_forward(const ra_plan *plan, ra_ring *ring, const ra_t
  * failure gradients may have been added to in part. */
 RINGATTN_API ra_status ra_backward(const ra_plan *plan, ra_ring *ring, const ra_tensors *t,
                                    int64_t deadline_ns);
-/* Plan, ring, forward, and both destroyed: for programs that attend once. Allocates. */
+/* Makes a plan and a ring, runs one forward pass, destroys both. Allocates. */
 RINGATTN_API ra_status ra_ring_once(const ra_desc *d, const ra_transport *transport,
                                     const ra_tensors *t, int64_t deadline_ns);
 
@@ -983,9 +989,8 @@ RINGATTN_API const char *ra_ring_explain(const ra_ring *ring);
  * or an error. Without one (ggml): every thread calls ra_join with equal jobs until RA_OK or an
  * error. ra_finish is needed only to leave early and after an error. */
 typedef struct ra_job {                /* copied by begin, with *tensors, without data */
-    uint64_t ticket;                   /* ra_join: number of the pass, from 1, rising, gaps are
-                                        * fine; each thread brings the tickets in this order.
-                                        * ra_begin: 0 */
+    uint64_t ticket;                   /* ra_join: number of the pass, from 1; every thread passes
+                                        * rising numbers, gaps are fine. ra_begin: 0 */
     const ra_plan *plan;
     const ra_tensors *tensors;
     int64_t deadline_ns;
@@ -998,14 +1003,16 @@ typedef struct ra_job {                /* copied by begin, with *tensors, withou
 RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job);
 /* One bounded piece of work: a round of communication, then tiles of at most 2^26 multiply-adds (64
  * * 64 * (Dk + Dv) each, backward 64 * 64 * (3 Dk + 2 Dv)) and one block of keys more, whatever the
- * length of chunks and shards; with an engine, one of its tasks against one chunk. With poll see
- * there for how often the transport is polled within. Cancellation, deadline and failures are
+ * length of chunks and shards; with an engine, one of its tasks against one chunk. Meanwhile the
+ * transport is polled as often as ra_transport.poll says. Cancellation, deadline and failures are
  * noticed between two steps; progress is reported after each. Never blocks (except in a level-0
- * sendrecv), never spins, waits for no thread. ith >= 0, unique among the threads inside; threads
- * with an ith from d.threads of the plan on get RA_WAIT until the pass is done, and compute
- * nothing. Any thread may stay away or leave (others finish what it has begun), but without
- * RA_CAP_ANY_THREAD ith 0 must keep coming. RA_AGAIN: there may be more to do. RA_WAIT: nothing to
- * do now. RA_OK: the pass is done on this rank, and its outputs are visible to this thread. */
+ * sendrecv), never spins, waits for no thread.
+ *
+ * ith >= 0, unique among the threads inside. Only threads with an ith below d.threads of the plan
+ * compute; others get RA_WAIT until the pass is done. Any thread may stay away or leave, and others
+ * finish what it has begun, but without RA_CAP_ANY_THREAD ith 0 must keep coming. RA_AGAIN: there
+ * may be more to do. RA_WAIT: nothing to do now. RA_OK: the pass is done on this rank, and its
+ * outputs are visible to this thread. */
 RINGATTN_API ra_status ra_step(ra_ring *ring, int ith);
 /* Begins the pass, if this thread is the first to bring this ticket, then ra_step. RA_OK at once
  * for tickets whose pass is done; RA_WAIT while a thread is still inside the pass before. If begin
@@ -1015,25 +1022,26 @@ RINGATTN_API ra_status ra_join(ra_ring *ring, const ra_job *job, int ith);
 /* After RA_WAIT, if there is nothing better to do: spins a little, yields, then sleeps until there
  * may be work (RA_OK) or deadline_ns (RA_E_TIMEOUT, of this call alone). */
 RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns);
-/* One thread, none in ra_step or ra_step_wait. After a pass that ended well it does nothing;
- * otherwise it aborts and quiesces. Returns how the pass ended. */
+/* Call it on one thread, when none is in ra_step or ra_step_wait. After a pass that ended well it
+ * does nothing; otherwise it aborts and quiesces. Returns how the pass ended. */
 RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns);
 /* Any thread, any time, wait-free: calls on this ring end with RA_E_CANCELLED after the step in
  * progress, the peers' calls with RA_E_ABORTED or RA_E_PEER if the transport's abort tells them,
- * otherwise by their deadline or watchdog. An emergency brake: the ring has then failed. To stop
- * politely stop between passes, on all ranks at the same one. */
+ * otherwise by their deadline or watchdog. The ring has then failed. To stop without a failure stop
+ * between two passes, the same two on all ranks. */
 RINGATTN_API void ra_ring_cancel(ra_ring *ring);
 
 enum { RA_RING_IDLE, RA_RING_RUNNING, RA_RING_FAILED };
 typedef struct ra_ring_counters {      /* of the pass in progress or the last one; any thread */
     int32_t state;                     /* RA_RING_* */
     int32_t waiting_peer;              /* neighbour that still has chunks to send, -1: none */
-    int32_t bounded;                   /* 0: a dead peer may block a call for ever (sendrecv without
-                                        * RA_CAP_DEADLINE) */
+    int32_t bounded;                   /* 0: sendrecv without RA_CAP_DEADLINE, where a dead peer may
+                                        * block a call for ever */
     int64_t pass;                      /* number of the pass, from 1 */
-    int64_t tiles_empty, tiles_partial, tiles_full, tiles_all; /* done; all: not empty, in all */
-    int64_t chunks_in, chunks_out, bytes_in, bytes_out; /* with RA_CAP_SHARED: shared_bytes_* of the
-                                        * report */
+    int64_t tiles_empty, tiles_partial, tiles_full; /* done so far */
+    int64_t tiles_all;                 /* partial and full ones of the whole pass */
+    int64_t chunks_in, chunks_out, bytes_in, bytes_out; /* with RA_CAP_SHARED bytes are the report's
+                                        * shared_bytes_* */
     int64_t compute_ns, wait_ns;       /* in tiles, and in ra_step_wait; sums over threads */
     int64_t peak_bytes;                /* workspace in use */
 } ra_ring_counters;
@@ -1058,49 +1066,52 @@ RINGATTN_API int ra_ring_events(const ra_ring *ring, ra_event *out, int most);
 RINGATTN_API const char *ra_event_text(const ra_event *e, int64_t zero_ns, char *to);
 
 /* -------------------------------------------------------------------------- after a failure
- * A forward pass that failed because ranks are gone goes on among the survivors, who are yours to
- * find out. What they have folded stays, and chunks that have come; each missing one comes from its
- * owner, from a rank that still holds it, or from your refetch. Their rows then have the bits that
- * the pass would have had. Such a ring can only be resumed again, with a higher epoch and none but
- * these ranks, or destroyed: later passes need a plan and a ring of the survivors. The plans of the
- * last two passes must exist until then. */
+ * A forward pass that failed because ranks are gone goes on among the survivors; you find out who
+ * they are. What they have folded stays, and so do chunks that have come. Each missing chunk comes
+ * from its owner, from a rank that still holds it, or from your refetch. Rows of survivors get the
+ * bits that the pass would have given. Such a ring can only be resumed again, with a higher epoch
+ * and only these ranks, or destroyed: later passes need a plan and a ring of the survivors. The
+ * plans of the last two passes must exist until then. */
 typedef struct ra_resume_desc {
     const ra_transport *transport;     /* new, of the survivors: rank i is survivors[i]. With post,
                                         * two channels, max_ops of 2 ranks and, of more than two,
                                         * RA_CAP_ANY_PEER. reg is not called. One rank: null */
     const int32_t *survivors;          /* ranks of the plan, ascending, this one too; copied */
-    int32_t ranks, epoch;              /* how many; 1 or more, higher with every attempt. Equal on
-                                        * all of them, as survivors is */
+    int32_t ranks, epoch;              /* ranks: how many. epoch: 1 to 2^22 - 1, higher with every
+                                        * attempt. Both and survivors are equal on all of them */
     int32_t tensors_kept;              /* 1: k, v and k_pos of the last two passes that went well
-                                        * here are as they were. 0: refetch has these keys. (Of the
-                                        * pass that failed they, o and lse must be) */
+                                        * here are unchanged. 0: they may have changed, and refetch
+                                        * has them. (Those of the pass that failed, its o and its
+                                        * lse must be unchanged) */
     /* Fills t->k, t->v and, under ARRAY, t->k_pos with the shard of a rank in a pass, as ra_forward
-     * gets it there; they stay so until the resumed pass ends. t null: says whether it can, which
-     * every survivor is asked first. RA_OK: yes. From any thread that steps, inside the step: while
-     * it works this rank notices nothing, and its peers' watchdogs run. May be null. */
+     * gets it there; they stay so until the resumed pass ends. t null: returns RA_OK if it can; all
+     * survivors ask that first. Called by any thread inside ra_step: while it works this rank
+     * notices nothing, and its peers' watchdogs run. May be null. */
     ra_status (*refetch)(void *ctx, int64_t pass, int32_t rank, ra_tensors *t);
     void *ctx;
 } ra_resume_desc;
 typedef struct ra_resumed {
     int64_t pass;                      /* which is now complete */
-    int64_t chunks_kept;               /* of those it folds, what this rank had; and what it got: */
+    int64_t chunks_kept;               /* of those that this rank folds, the ones it had. Others: */
     int64_t chunks_from_owner, chunks_from_holder, chunks_refetched;
     int32_t epoch;
 } ra_resumed;
 
 /* Collective among the survivors, blocking. Completes the lowest pass that any of them is in. Ranks
- * where it was complete help; of those a pass ahead the later one is dropped: begin it anew. (A
- * rank that has begun no pass has nothing to resume: let it begin this one, which fails.) No other
- * call may run, not even ra_ring_cancel before this one has begun; ra_join gets RA_E_STATE from
- * here on. The old transport must still exist: it is quiesced within the same deadline, then its
- * reg undone. Allocates as much as a ring. On all ranks, before a chunk moves: RA_E_PEER, nobody
- * can give ra_failure.chunk of rank ra_failure.peer; RA_E_UNSUPPORTED, a backward pass, a failed
- * engine, a rank that is further ahead: begin the pass anew. After these and any later failure
- * ra_resume may be called again. Failures name ranks of the plan. RA_E_UNSAFE: the old transport
- * may still write. See ra_ring_error. */
+ * on which it was complete help. A rank that was one pass ahead drops the later pass: begin that
+ * one anew. (A rank that has begun no pass has nothing to resume: let it begin this one, which
+ * fails.) No other call may run, not even ra_ring_cancel before this one has begun; ra_join returns
+ * RA_E_STATE from here on. The old transport must still exist: it is quiesced within the same
+ * deadline, then its reg is undone. Allocates as much as a ring.
+ *
+ * Failures on all ranks, before a chunk moves: RA_E_PEER, nobody can give ra_failure.chunk of rank
+ * ra_failure.peer; RA_E_UNSUPPORTED, a backward pass, a failed engine or a rank that is more than
+ * one pass ahead: begin the pass anew. After these and any later failure ra_resume may be called
+ * again. Failures name ranks of the plan. RA_E_UNSAFE: the old transport may still write; see
+ * ra_ring_error. */
 RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_t deadline_ns);
-/* The same without blocking: then ra_step, on any threads, until RA_OK or an error. One step of the
- * meeting looks at all chunks of all ranks; counters go on from where the pass was. */
+/* The same without blocking: then ra_step, on any threads, until RA_OK or an error. One step looks
+ * at all chunks of all ranks, to choose who gives what. Counters go on from where the pass was. */
 RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
                                        int64_t deadline_ns);
 RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /* RA_E_STATE: not */
@@ -1118,15 +1129,16 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
  *
  * Every rank attends the queries to its own keys or receives the keys of the others, whichever
  * moves fewer bytes, and the partial results of the lanes are merged in a fixed tree. So bits do
- * not depend on threads, on the way, on transport, or, for an equal number of lanes, on ranks. */
+ * not depend on threads, on what travels, on the transport, or, for an equal number of lanes, on
+ * ranks. */
 typedef struct ra_cache ra_cache;
 /* Whose queries a call has. OWN: each rank passes those of the new tokens whose positions it holds,
  * and gets their outputs. ALL: every rank passes the queries of all new tokens and gets all
  * outputs. */
 enum { RA_QUERIES_OWN, RA_QUERIES_ALL };
 /* What travels (OWN): queries to all ranks and partial results back, or keys and values to the
- * queries. AUTO: what takes fewer bytes in this call, if there is memory for it, where a byte of a
- * partial result counts as 3, because these are merged too. */
+ * queries. AUTO: what takes fewer bytes in this call, if there is memory for it. A byte of a
+ * partial result counts as 3, because partial results are merged too. */
 enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV };
 /* AUTO: at most 16 new (token, head) pairs per KV head take the form of decoding, more the form of
  * prefill, which differ in the last bits. SAME: always the form of decoding (where Hq / Hkv <= 16),
@@ -1142,11 +1154,11 @@ typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. A
     int32_t queries;                   /* RA_QUERIES_* */
     int32_t way;                       /* RA_INFER_*; PASS_Q needs no buffers for keys */
     int32_t form;                      /* RA_FORM_* */
-    void   *workspace;                 /* aligned to 64, yours, until destroy; null: from the
-                                        * allocator */
+    void   *workspace;                 /* as in ra_ring_desc */
     size_t  workspace_bytes;           /* see ra_cache_workspace */
     ra_allocator allocator;
-    int64_t watchdog_ns;               /* RA_E_PEER after this long without progress; 0: 60 s */
+    int64_t watchdog_ns;               /* fail with RA_E_PEER after this long without progress; 0:
+                                        * 60 s */
     int64_t quiesce_ns;                /* patience of ra_cache_destroy after a failure; 0: 30 s */
 } ra_cache_desc;
 
@@ -1163,9 +1175,9 @@ RINGATTN_API size_t ra_cache_workspace(const ra_desc *d, const ra_cache_desc *cd
 /* No thread may be inside a call. RA_E_UNSAFE: as ra_ring_destroy. null is fine. */
 RINGATTN_API ra_status ra_cache_destroy(ra_cache *c);
 
-/* Rows of K and of V that one sequence needs on this rank: room for d->kv_tokens positions. Which
- * rank holds a position, and in which of its rows. -1: no such position. */
+/* Rows of K and of V that one sequence needs on this rank: room for d->kv_tokens positions. */
 RINGATTN_API int64_t ra_cache_rows(const ra_cache *c);
+/* Which rank holds a position, and in which of its rows. -1: no such position. */
 RINGATTN_API int32_t ra_cache_owner(const ra_cache *c, int64_t position);
 RINGATTN_API int64_t ra_cache_row(const ra_cache *c, int64_t position);
 /* Converts K [Hkv][Dk] and V [Hkv][Dv] of one token from f32 and stores them in t->k and t->v, if
@@ -1179,26 +1191,21 @@ RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, in
  * of all of them are in t->k, t->v. t->q, t->o and t->lse (or {0}) are [B][rows][Hq][..], a row for
  * each new token (OWN: of those with ra_cache_owner(c, position) == rank), by ascending position.
  * With a batch_stride of 0 rows is the largest such count of a sequence here, so it changes from
- * call to call. A rank without rows may pass null. cached and fresh are AGREED; they are copied.
- * Blocks until this rank is done, on the calling thread alone; then no rank reads its tensors.
- * Statuses as ra_forward. */
+ * call to call. Without rows here they may be null. cached and fresh are AGREED, and copied. Blocks
+ * until this rank is done, on the calling thread alone; then no rank reads its tensors. Statuses as
+ * ra_forward. */
 RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                 const int64_t *fresh, int64_t deadline_ns);
-/* The same on threads of yours: begin on one of them, then step on any. A step is bounded as
- * ra_step: a round of communication, then at most 2^26 multiply-adds and one block of keys more.
- * Cancellation, deadline and failures are noticed between two steps. A thread that is late, stays
- * away or leaves stalls nobody (without RA_CAP_ANY_THREAD ith 0 must come). After RA_WAIT yield or
- * do other work. To leave early cancel. */
+/* The same on threads of yours: begin on one of them, then step on any until RA_OK or an error. A
+ * step is bounded, and threads come and go, as in ra_step. After RA_WAIT yield or do other work. To
+ * leave early cancel. */
 RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                       const int64_t *fresh, int64_t deadline_ns);
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith);
 /* Without a main thread (ggml), as ra_join: every thread calls it with equal jobs until RA_OK or an
- * error. The first to bring a ticket begins; RA_OK at once for tickets whose call is done, RA_WAIT
- * while a thread is still inside the call before. A refusal goes to every thread that brings the
- * ticket. */
+ * error. */
 typedef struct ra_infer_job {          /* copied by begin, with *tensors and counts, without data */
-    uint64_t ticket;                   /* number of the call, from 1, rising, gaps are fine; each
-                                        * thread brings the tickets in this order */
+    uint64_t ticket;                   /* number of the call, as in ra_job */
     const ra_tensors *tensors;
     const int64_t *cached, *fresh;
     int64_t deadline_ns;
@@ -1226,45 +1233,40 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  *  2 ra_ring_create copies the struct and may call reg for its buffers. No message travels.
  *  3 A pass: the library posts batches of ops, polls, waits. Calls of one ring never overlap. They
  *    come from whichever thread steps, without RA_CAP_ANY_THREAD only from steps with ith = 0. Only
- *    abort may come from any thread beside any other call.
+ *    abort may come from any thread during any other call.
  *  4 A failure: the library calls abort once and posts no more. ctx serves no later ring.
  *  5 ra_finish, which a blocking call, ra_resume and ra_ring_destroy contain, calls quiesce once
  *    after a failure, on its own thread. ra_ring_destroy calls dereg; your resources are yours.
  *
  * Level 0 is sendrecv alone; level 1 is post and poll; everything else is optional.
  *
- * Messages. The n-th send matches the n-th receive per (peer, channel). Channel 0 carries chunks
- * from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan says). Channel 1 is used with
- * RA_CAP_SHARED, and in backward passes, where gradients return on it: from any rank, for which the
- * transport needs RA_CAP_ANY_PEER, or with RA_RETURN_RING from a neighbour. So a plan with train =
- * 1 needs two channels and max_ops of 3 of a transport that has post. ra_resume sends chunks and,
- * on channel 1, short messages between any two ranks; these start on multiples of 8, whatever
- * align is.
+ * Messages. The n-th send matches the n-th receive per (peer, channel). Both sides compute the same
+ * lengths, exact and at most max_msg; nothing is split or empty. Keep message boundaries: another
+ * length is RA_E_TRUNC. (At level 0 you cannot report the length that has come: return RA_E_TRUNC
+ * if it is another.) A send may wait for its receive. Tags start anew with each pass. Buffers are
+ * host memory. You are not told where a pass begins or ends.
+ *
+ * Channel 0 carries chunks from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan
+ * says). Channel 1 is used with RA_CAP_SHARED, and in backward passes, where gradients return on
+ * it: from any rank, for which the transport needs RA_CAP_ANY_PEER, or with RA_RETURN_RING from a
+ * neighbour. So a plan with train = 1 needs two channels and max_ops of 3 of a transport that has
+ * post. ra_resume sends chunks and, on channel 1, short messages between any two ranks; these start
+ * on multiples of 8, whatever align is. A cache (ra_infer) uses channel 0 alone, between any two
+ * ranks.
  *
  * The first pass of a plan begins with a frame of 64 bytes from each rank to rank + 1, on channel
- * 0. A rank posts nothing else before that has gone and the other has come.
- *
- * A forward message is a 64-byte frame and the chunk: for each of its pieces of positions (zigzag
- * chunks have two) the positions if the layout is ARRAY, K rows, V rows, each part on a multiple of
- * 64. The piece that travels farther comes first, and the other is left off where no rank needs it
- * any more. Backward the f32 sums of gradients are between frame and chunk; on the return they are
- * alone.
- * Both sides compute the same lengths, exact and at most max_msg; nothing is split or empty. Keep
- * message boundaries: another length is RA_E_TRUNC. A send may wait for its receive. Tags start
- * anew with each pass. A cache (ra_infer) uses channel 0 alone, between any two ranks; ra_resume,
- * whose messages on channel 1 are short, both.
- * Buffers are host memory. Without RA_CAP_SHARED a rank packs its own keys and values too, before
- * it sends them. You are not told where a pass begins or ends. At level 0 you cannot report the
- * length that has come: return RA_E_TRUNC if it is another. abort does not wait: what takes time
- * belongs in quiesce.
+ * 0. A rank posts nothing else before its own is sent and the other is received. A forward message
+ * is such a frame and the chunk: for each of its pieces of positions (zigzag chunks have two) the
+ * positions if the layout is ARRAY, K rows, V rows, each part on a multiple of 64. The piece that
+ * travels farther comes first, and the other is left off where no rank needs it any more. Backward
+ * the f32 sums of gradients are between frame and chunk; on the return they are alone.
  *
  * Time. deadline_ns of a callback is an absolute time on ra_now_ns(), whatever the ring's clock is.
  * RA_NO_DEADLINE does not occur. INT64_MAX does: subtract, do not add. */
 #define RA_TRANSPORT_ABI 1u
 enum { RA_MSG_SEND = 1, RA_MSG_RECV = 2 };                          /* ra_transport_op.kind */
-enum { RA_MSG_IDLE = 0, RA_MSG_PENDING = 1, RA_MSG_DONE = 2 };      /* ra_transport_op.state;
-                                                                     * otherwise RA_E_*; anything
-                                                                     * else is RA_E_IO */
+/* ra_transport_op.state, or an RA_E_*. Any other value counts as RA_E_IO. */
+enum { RA_MSG_IDLE = 0, RA_MSG_PENDING = 1, RA_MSG_DONE = 2 };
 enum { RA_MSG_LOAN_OK = 1 };           /* ra_transport_op.flags: a receive may point buf to lent
                                         * memory */
 enum {
@@ -1332,15 +1334,16 @@ struct ra_transport {
 
     /* Required with post. Drives progress, also with n = 0; never blocks; moves PENDING ops among
      * ops[0..n), and any others if that is easier, to DONE or to a negative status. Returns RA_OK,
-     * or an RA_E_* of the context itself: the ring has then failed. While a thread that may talk is
-     * in ra_step it comes again within 0.5 ms, also while chunks are computed, packed and checked:
-     * after 0.2 ms and one piece more. A call of a kernel (up to 8 tiles), of an engine, of refetch
-     * or of another callback is one piece. */
+     * or an RA_E_* of the context itself: the ring has then failed. While a thread that may call
+     * the transport is in ra_step the next poll comes within 0.5 ms, also while chunks are
+     * computed, packed and checked: after 0.2 ms and one piece of work more. A call of a kernel (up
+     * to 8 tiles), of an engine, of refetch or of another callback is one piece. */
     int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* The callbacks from here on are optional. wait: as poll, but may block until one of ops leaves
-     * PENDING, until abort or deadline_ns, at most 2 ms off or past. It returns RA_OK, at once
-     * if none is PENDING; an error ends the pass. Without it the library polls, yields, sleeps. */
+     * PENDING, until abort or until deadline_ns, which is at most 2 ms away and may be past. It
+     * returns RA_OK, at once if none is PENDING; an error ends the pass. Without it the library
+     * polls, yields, sleeps. */
     int (*wait)(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns);
 
     /* Registers n bytes of the ring's buffers once, in ra_ring_create; dereg in ra_ring_destroy.
@@ -1352,7 +1355,8 @@ struct ra_transport {
     /* Required with RA_CAP_LOAN. Gives back op->buf of a receive that lent memory (the transport
      * changed buf), after its last use and its last onward send. Lent memory is aligned as buffers
      * are. A step may still read it after abort; from quiesce, or ra_ring_destroy, on it is yours
-     * without release. The send of memory on loan also ends when the borrower's abort is told. */
+     * without release. A send whose memory is on loan also ends when the borrower's abort is
+     * reported to you. */
     int (*release)(void *ctx, ra_transport_op *op);
 
     /* Any thread, any time, wait-free, idempotent: all ops fail from now on, and wait wakes; frees
@@ -1361,11 +1365,11 @@ struct ra_transport {
     int (*abort)(void *ctx, int why);
 
     /* Required with RA_CAP_SHARED; without it a ring that fails with ops pending is leaked
-     * (RA_E_UNSAFE). After abort, as the ring ends; gets no ops. RA_OK: no buffer of the ring, and
-     * with RA_CAP_SHARED no tensor of this rank, will be touched again. Anything else is final. May
-     * block until deadline_ns; receive what peers still send, or they wait for you. With
-     * RA_CAP_SHARED the last thread in ra_step also calls it, with a past deadline, only to
-     * announce that this rank has stopped. */
+     * (RA_E_UNSAFE). Called after abort, as the ring ends, without ops. RA_OK: no buffer of the
+     * ring, and with RA_CAP_SHARED no tensor of this rank, will be touched again. Anything else is
+     * final. May block until deadline_ns (abort does not); receive what peers still send, or they
+     * wait for you. With RA_CAP_SHARED the last thread in ra_step also calls it, with a past
+     * deadline, only to announce that this rank has stopped. */
     int (*quiesce)(void *ctx, int64_t deadline_ns);
 
     /* Text for a code that a callback returned, or null. A failure quotes 160 bytes of it. */
@@ -1386,8 +1390,8 @@ typedef struct ra_world_desc {         /* {0} or a null pointer: all defaults */
 
 /* Creates a world, runs fn on `ranks` threads, joins, destroys. When fn of one rank returns an
  * error, pending and later calls of every other rank fail with RA_E_ABORTED instead of hanging.
- * When it returns RA_OK while others still wait for it, they get RA_E_PEER. Returns the first
- * cause. */
+ * When it returns RA_OK while others still wait for it, they fail with RA_E_PEER. Returns the first
+ * error, RA_E_ABORTED only if there is no other. */
 RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const ra_world_desc *wd);
 
 /* The same in parts, for programs with threads of their own. */
@@ -1399,12 +1403,12 @@ RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why); /* t
 RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; null is fine */
 
 /* ========================================================================== block engines
- * User-supplied arithmetic; plan, pruning, ring, order and merge stay here. fold gets query rows of
- * one sequence, all heads, against some keys of one chunk, and writes the normalised partial
- * result, which the library merges. (RUNS: the keys are those of several runs, the rows of one.)
- * Calls for the same rows come one at a time in the order that fixes the bits; calls for other rows
- * may come at the same time from other stepping threads. Returns RA_OK or a negative code: the pass
- * then fails with RA_E_ENGINE and that code. */
+ * Arithmetic of your own for forward passes, such as a GPU's; the library keeps plan, order, ring
+ * and merge. fold gets query rows of one sequence, all heads, against some keys of one chunk, and
+ * writes the normalised partial result, which the library merges. (RUNS: the keys are those of
+ * several runs, the rows of one.) Calls for the same rows come one at a time in the order that
+ * fixes the bits; calls for other rows may come at the same time from other stepping threads.
+ * Returns RA_OK or a negative code: the pass then fails with RA_E_ENGINE and that code. */
 #define RA_ENGINE_ABI 1u
 typedef struct ra_block {
     const ra_desc *desc;               /* resolved */
