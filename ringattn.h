@@ -7623,12 +7623,10 @@ static int64_t ra__list_find(const ra__run_list *l, int what, int64_t value, ra_
 
 /* All rows of run i. */
 static ra__seg ra__list_run(const ra__run_list *l, int64_t i) {
-    ra__seg s;
     while (!l->before && l->cursor->run != i) ra__cursor_step(l, l->cursor->run > i);
-    s.row = l->before ? l->before[i].n[RA__ROWS] : l->cursor->at.n[RA__ROWS];
-    s.rows = l->run[i].count;
-    s.pos = l->run[i].first;
-    s.stride = ra__run_step(&l->run[i]);
+    const ra__before *at = l->before ? &l->before[i] : &l->cursor->at;
+    const ra__seg s = { at->n[RA__ROWS], l->run[i].count, l->run[i].first,
+                        ra__run_step(&l->run[i]) };
     return s;
 }
 
@@ -7711,11 +7709,7 @@ static int64_t ra__side_blocks(const ra__side *s, int32_t b, int64_t tokens) {
 }
 
 RA__INLINE ra__seg ra__seg_part(const ra__seg *s, int64_t first, int64_t rows) {
-    ra__seg part;
-    part.row = s->row + first;
-    part.rows = rows;
-    part.pos = s->pos + first * s->stride;
-    part.stride = s->stride;
+    const ra__seg part = { s->row + first, rows, s->pos + first * s->stride, s->stride };
     return part;
 }
 
@@ -8244,11 +8238,8 @@ static void ra__page_copy(const ra__paged *p, const ra__view *v, int64_t row, in
 
 /* Rows of `heads` adjacent heads; one sequence. */
 static ra__view ra__view_packed(const uint8_t *data, int32_t heads, int32_t dim, int32_t dtype) {
-    ra__view v;
-    v.data = data;
-    v.head = ra__row_bytes(dtype, dim);
-    v.token = v.head * heads;
-    v.batch = 0;
+    const int64_t row = ra__row_bytes(dtype, dim);
+    const ra__view v = { data, 0, row * heads, row };
     return v;
 }
 
@@ -9393,8 +9384,11 @@ static void ra__item_side(const ra_desc *d, const ra__side *side, int32_t b, con
     ra__item_owned(item, kv, array);
 }
 
-/* Tiles of one task. */
-typedef struct ra__tally { int64_t empty, partial, full; } ra__tally;
+/* Numbers of tiles by class: RA__EMPTY, RA__PARTIAL, RA__FULL. */
+typedef struct ra__tally { int64_t tiles[3]; } ra__tally;
+RA__INLINE int64_t ra__tally_seen(const ra__tally *t) {
+    return t->tiles[RA__PARTIAL] + t->tiles[RA__FULL];
+}
 
 /* Panels [panel0, panel0 + count) of kv head `kv_head` of a sequence. Panel i is query block
  * i / (Hq / Hkv), head i % (Hq / Hkv) of the group. */
@@ -9553,14 +9547,9 @@ static int ra__bias_hides(const ra__score *s, int32_t rows, const int32_t *pos, 
 }
 
 static ra__drop ra__drop_of(const ra__work *w, int32_t b, int32_t head) {
-    ra__drop x;
-    memset(&x, 0, sizeof x);
-    if (w->d->dropout <= 0.0f) return x;
-    x.seed = w->t->seed;
-    x.head = (uint32_t)head;
-    x.sequence = (uint32_t)b;
-    x.threshold = (uint32_t)((double)w->d->dropout * 4294967296.0);
-    x.scale = (float)(1.0 / (1.0 - (double)w->d->dropout));
+    const double p = (double)w->d->dropout;
+    const ra__drop x = { w->t->seed, (uint32_t)head, (uint32_t)b, (uint32_t)(p * 4294967296.0),
+                         (float)(1.0 / (1.0 - p)) };
     return x;
 }
 
@@ -9685,20 +9674,13 @@ static ra__keys ra__block_keys(const ra__item *item, int32_t i, const ra__seg *s
     int64_t row = s->row - item->c.seg[i].row;
     ra__view k = ra__view_at(item->k[i], 0, row, kv_head);
     ra__view v = ra__view_at(item->v[i], 0, row, kv_head);
-    ra__keys keys;
     if (item->paged.table) {
         k = ra__view_at(item->k[i], 0, 0, kv_head);
         v = ra__view_at(item->v[i], 0, 0, kv_head);
         k.data = (const uint8_t *)ra__page_row(&item->paged, &k, s->row);
         v.data = (const uint8_t *)ra__page_row(&item->paged, &v, s->row);
     }
-    memset(&keys, 0, sizeof keys);
-    keys.n = (int32_t)s->rows;
-    keys.pos = pos;
-    keys.k = k.data;
-    keys.k_stride = k.token;
-    keys.v = v.data;
-    keys.v_stride = v.token;
+    const ra__keys keys = { k.data, v.data, k.token, v.token, (int32_t)s->rows, 0, pos };
     return keys;
 }
 
@@ -9826,11 +9808,7 @@ static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item 
     ra__seg s = ra__item_block(w, item, i, &which, &pos);
     ra__key_scratch store = x->store;
     int any = ra__task_kinds(w, t, x, &s, pos, kind);
-    for (int32_t j = 0; j < t->count; j++) {
-        tally->empty += kind[j] == RA__EMPTY;
-        tally->partial += kind[j] == RA__PARTIAL;
-        tally->full += kind[j] == RA__FULL;
-    }
+    for (int32_t j = 0; j < t->count; j++) tally->tiles[kind[j]]++;
     if (!any) return;
     x->folded++;
     if (at == 0) x->since = i;
@@ -9870,11 +9848,8 @@ static int ra__task_some(const ra__work *w, const ra__task *t, const ra__item *i
         if (x->left <= 0) return 0;
         if (!x->waiting) memset(&x->held, 0, sizeof x->held);
         ra__task_block(w, t, item, x->block, x, tally);
-        x->held.empty += tally->empty - done.empty;
-        x->held.partial += tally->partial - done.partial;
-        x->held.full += tally->full - done.full;
-        x->left -= t->count +
-                   RA__TILE_WORK * (tally->partial + tally->full - done.partial - done.full);
+        for (int k = 0; k < 3; k++) x->held.tiles[k] += tally->tiles[k] - done.tiles[k];
+        x->left -= t->count + RA__TILE_WORK * (ra__tally_seen(tally) - ra__tally_seen(&done));
     }
     ra__task_flush(w, t, x);
     return 1;
@@ -9887,12 +9862,9 @@ RA__INLINE int64_t ra__tasks(const ra_desc *d, int64_t blocks, int32_t panels) {
 
 /* Task `index` of a sequence with `all` panels per KV head. */
 static ra__task ra__task_of(int32_t b, int64_t all, int32_t panels, int64_t index) {
-    int64_t a_head = ra__ceil_div(all, panels);
-    ra__task t;
-    t.sequence = b;
-    t.kv_head = (int32_t)(index / a_head);
-    t.panel0 = index % a_head * panels;
-    t.count = (int32_t)ra__min(panels, all - t.panel0);
+    const int64_t per_head = ra__ceil_div(all, panels), first = index % per_head * panels;
+    const ra__task t = { b, (int32_t)(index / per_head), (int32_t)ra__min(panels, all - first),
+                         first };
     return t;
 }
 
@@ -9912,8 +9884,7 @@ RA__INLINE int64_t ra__engine_rows(const ra_desc *d) {
 static void ra__engine_carve(ra__arena *a, const ra_desc *d, int64_t chunk_rows,
                              ra__engine_scratch *x) {
     int64_t rows = ra__engine_rows(d);
-    int32_t **list[5];
-    list[0] = &x->q_pos; list[1] = &x->lo; list[2] = &x->hi; list[3] = &x->doc; list[4] = &x->keep;
+    int32_t **const list[5] = { &x->q_pos, &x->lo, &x->hi, &x->doc, &x->keep };
     for (int32_t i = 0; i < 5; i++) *list[i] = (int32_t *)ra__carve(a, rows * 4);
     x->k_pos = (int32_t *)ra__carve(a, chunk_rows * 4);
     x->o = (float *)ra__carve(a, rows * d->q_heads * d->v_dim * 4);
@@ -10055,9 +10026,7 @@ static void ra__engine_tally(const ra__work *w, int32_t b, const ra__seg *rows,
             int64_t first, last;
             ra__seg_span(&s, NULL, &first, &last);
             int kind = item->pos[0] ? RA__PARTIAL : ra__classify(&bounds, first, last);
-            tally->empty += (kind == RA__EMPTY) * w->d->q_heads;
-            tally->partial += (kind == RA__PARTIAL) * w->d->q_heads;
-            tally->full += (kind == RA__FULL) * w->d->q_heads;
+            tally->tiles[kind] += w->d->q_heads;
         }
     }
 }
@@ -10296,11 +10265,7 @@ static void ra__back_block(const ra__back *x, int32_t b, int64_t i, ra__seg *out
 }
 
 static ra__source ra__source_of(ra__view v, int32_t dtype, int32_t dim) {
-    ra__source s;
-    s.data = v.data;
-    s.stride = v.token;
-    s.dtype = dtype;
-    s.dim = dim;
+    const ra__source s = { v.data, v.token, dtype, dim };
     return s;
 }
 
@@ -10380,13 +10345,12 @@ static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads 
     const ra_desc *d = b->w->d;
     for (int32_t i = 0; i < t->count; i++) {
         ra__back_panel *p = &x->panel[i];
-        ra__view q = ra__view_at(b->w->q, t->sequence, x->seg[i].row, x->head[i]);
-        ra__view d_o = ra__view_at(b->d_o, t->sequence, x->seg[i].row, x->head[i]);
-        ra__source from[2];
-        from[0] = ra__source_of(q, d->q_dtype, d->k_dim);
-        from[1] = ra__source_of(d_o, d->o_dtype, d->v_dim);
+        ra__source q = ra__source_of(ra__view_at(b->w->q, t->sequence, x->seg[i].row, x->head[i]),
+                                     d->q_dtype, d->k_dim);
+        ra__source d_o = ra__source_of(ra__view_at(b->d_o, t->sequence, x->seg[i].row, x->head[i]),
+                                       d->o_dtype, d->v_dim);
         if (used) {
-            b->kernel->load_back(p, &from[0], &from[1]);
+            b->kernel->load_back(p, &q, &d_o);
             ra__back_stats(b, t, x, i);
             ra__back_bias(b, t, x, i, g->bias);
         }
@@ -10435,9 +10399,7 @@ static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s
         x->kind[j] = pos ? RA__PARTIAL : ra__classify(&x->bounds[j], first, last);
         any |= x->kind[j] != RA__EMPTY;
         partial |= x->kind[j] == RA__PARTIAL;
-        x->tally.empty += x->kind[j] == RA__EMPTY;
-        x->tally.partial += x->kind[j] == RA__PARTIAL;
-        x->tally.full += x->kind[j] == RA__FULL;
+        x->tally.tiles[x->kind[j]]++;
     }
     return partial ? RA__PARTIAL : any ? RA__FULL : RA__EMPTY;
 }
@@ -10592,7 +10554,7 @@ static int ra__back_open(const ra__back *b, const ra__task *t, const ra__item *i
     x->part = *t;
     x->part.panel0 = t->panel0 + x->done;
     x->part.count = (int32_t)(blind && !edge ? blind : ra__min(x->panels, blind ? blind : rest));
-    if (blind && (x->phase & RA__AFTER)) x->tally.empty += x->part.count * blocks;
+    if (blind && (x->phase & RA__AFTER)) x->tally.tiles[RA__EMPTY] += x->part.count * blocks;
     if (blind && !edge) return 0;
     ra__back_geometry(b, &x->part, x);
     x->used = !blind && ra__back_any(b, &x->part, item, x);
@@ -10982,8 +10944,7 @@ static ra__task ra__local_next(const ra__local *c, ra__local_walk *w) {
 
 static void ra__local_begin(const ra__local *c, int32_t panels, uint8_t *memory, int ith, int nth,
                             ra__local_walk *w) {
-    ra__arena a = { NULL, 0 };
-    a.base = memory;
+    ra__arena a = { memory, 0 };
     ra__scratch_carve(&a, &c->d, panels, &w->x);
     w->gather = c->pairs ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
     w->panels = panels;
@@ -10998,7 +10959,7 @@ static void ra__local_begin(const ra__local *c, int32_t panels, uint8_t *memory,
 static int ra__local_some(const ra__local *c, ra__local_walk *w) {
     const uint32_t mode = ra__fp_enter();
     for (; w->t.count && w->x.left > 0; w->t = w->x.next) {
-        ra__tally tally = { 0, 0, 0 };
+        ra__tally tally = { { 0, 0, 0 } };
         if (!w->loaded) {
             w->x.next = ra__local_next(c, w);
             w->x.prefetched = c->pairs ? w->x.next.count : 0;
@@ -11970,10 +11931,9 @@ static void ra__back_run(const ra__back_local *l, uint8_t *memory, int ith, int 
     const ra_desc *d = &l->c.d;
     int64_t pairs = (int64_t)d->sequences * d->kv_heads, rest = pairs % nth;
     int64_t whole = rest * 7 < (int64_t)nth * 5 ? pairs - rest : pairs, index = 0;
-    ra__arena a = { NULL, 0 };
+    ra__arena a = { memory, 0 };
     ra__back_memory m;
     ra__share p;
-    a.base = memory;
     ra__back_memory_carve(&a, d, &m);
     memset(&p, 0, sizeof p);
     p.want_q = p.want_k = p.parts = 1;
@@ -12039,7 +11999,7 @@ static void ra__delta_rows(const ra__work *w, ra__view d_o, const ra__kernel *ke
 static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *memory) {
     const ra_desc *d = &l->c.d;
     const int32_t group = d->q_heads / d->kv_heads;
-    ra__arena a = { NULL, 0 };
+    ra__arena a = { memory, 0 };
     ra__back_memory m;
     ra__share p;
     ra__grads g;
@@ -12049,7 +12009,6 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
         ra__view_packed((const uint8_t *)into->d_v, d->kv_heads, d->v_dim, RA_F32)
     };
     for (int32_t i = 0; i < 2; i++) sums[i].batch = ra__k_most(d) * sums[i].token;
-    a.base = memory;
     ra__back_memory_carve(&a, d, &m);
     m.x.phase = RA__BOTH;
     l->c.w.ml_head = 1;
@@ -12248,8 +12207,8 @@ typedef struct ra__fold {
     int32_t recv;                      /* the message that brings it; -1: its own chunk */
     int32_t index;                     /* how many entries of its sequence come before it */
     int32_t own;                       /* backward: its own chunk's entry in `own` */
-    uint8_t last;                      /* 1: the last of its sequence */
-    uint8_t phase;                     /* backward: RA__AFTER, RA__BEFORE: which tiles */
+    uint16_t last;                     /* 1: the last of its sequence */
+    uint16_t phase;                    /* backward: RA__AFTER, RA__BEFORE: which tiles */
 } ra__fold;
 typedef struct ra__recv { int32_t chunk, fold, send; } ra__recv;   /* from a neighbour */
 typedef struct ra__send { int32_t chunk, recv, fold; } ra__send;   /* goes after `fold` */
@@ -12839,11 +12798,8 @@ typedef struct ra__tour {
 } ra__tour;
 
 static ra__tour ra__tour_of(const ra_plan *p, int back) {
-    ra__tour w;
-    w.p = p;
-    w.t = back ? ra__back_travel(p) : &p->keys;
-    w.back = back;
-    w.direction = back ? p->back_direction : p->direction;
+    const ra__tour w = { p, back ? ra__back_travel(p) : &p->keys, back,
+                         back ? p->back_direction : p->direction };
     return w;
 }
 
@@ -14280,28 +14236,19 @@ static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queri
 
 /* Appends an entry to the list of folds. chunk -1: the caller sets the sequence. */
 static ra__fold *ra__lists_fold(ra__pass_lists *w, int32_t chunk, int32_t recv, int32_t index) {
-    ra__fold *f = &w->fold[w->folds++];
-    memset(f, 0, sizeof *f);
-    f->sequence = chunk < 0 ? -1 : w->chunk[chunk].sequence;
-    f->chunk = chunk;
-    f->recv = recv;
-    f->index = index;
-    f->own = -1;
-    return f;
+    const ra__fold f = { chunk < 0 ? -1 : w->chunk[chunk].sequence, chunk, recv, index, -1, 0, 0 };
+    w->fold[w->folds++] = f;
+    return &w->fold[w->folds - 1];
 }
 
 static void ra__lists_recv(ra__pass_lists *w, int32_t chunk, int32_t fold, int32_t send) {
-    ra__recv *m = &w->recv[w->recvs++];
-    m->chunk = chunk;
-    m->fold = fold;
-    m->send = send;
+    const ra__recv m = { chunk, fold, send };
+    w->recv[w->recvs++] = m;
 }
 
 static void ra__lists_send(ra__pass_lists *w, int32_t chunk, int32_t recv, int32_t fold) {
-    ra__send *m = &w->send[w->sends++];
-    m->chunk = chunk;
-    m->recv = recv;
-    m->fold = fold;
+    const ra__send m = { chunk, recv, fold };
+    w->send[w->sends++] = m;
 }
 
 /* What this rank folds, receives and sends, in its order. */
@@ -14372,10 +14319,8 @@ static void ra__back_own(ra__back_lists *l, ra__pass_lists *r, int64_t c, int32_
     own->fold = (int32_t)r->folds - 1;
     own->returned = travels ? (int32_t)r->returns : -1;
     if (travels) {
-        ra__returned *returned = &r->returned[r->returns++];
-        returned->chunk = (int32_t)c;
-        returned->own = f->own;
-        returned->fold = -1;
+        const ra__returned returned = { (int32_t)c, f->own, -1 };
+        r->returned[r->returns++] = returned;
         l->sequence = l->w->t->chunk[c].sequence;
     }
 }
@@ -14563,26 +14508,26 @@ static ra__edges ra__edges_of(const ra__bounds *b) {
     return e;
 }
 
-/* Adds the blocks of a run of keys to tally[class]. */
+/* Adds the blocks of a run of keys. */
 static void ra__tally_run(const ra__seg *s, const ra__bounds *b, const ra__edges *e,
-                          int64_t tally[3]) {
+                          ra__tally *tally) {
     int64_t n = ra__ceil_div(s->rows, RA_BLOCK_TOKENS), step = RA_BLOCK_TOKENS * s->stride;
     int64_t end = s->pos + (s->rows - 1) * s->stride, i = 0, first, last;
     for (int32_t k = 0; k < e->n; k++) {
         int64_t j = (e->at[k] - 1 - s->pos) / step;    /* the block with the edge, if any */
         if (e->at[k] <= s->pos || e->at[k] > end || j < i) continue;
         ra__seg block = ra__seg_block(s, j);
-        if (j > i) tally[ra__classify(b, s->pos + i * step, s->pos + i * step)] += j - i;
+        if (j > i) tally->tiles[ra__classify(b, s->pos + i * step, s->pos + i * step)] += j - i;
         ra__seg_span(&block, NULL, &first, &last);
-        tally[ra__classify(b, first, last)]++;
+        tally->tiles[ra__classify(b, first, last)]++;
         i = j + 1;
     }
-    if (n > i) tally[ra__classify(b, s->pos + i * step, s->pos + i * step)] += n - i;
+    if (n > i) tally->tiles[ra__classify(b, s->pos + i * step, s->pos + i * step)] += n - i;
 }
 
 /* The same for piece i of a chunk. */
 static void ra__tally_seg(const ra__chunk *c, int32_t i, const ra__bounds *b, const ra__edges *e,
-                          int64_t tally[3]) {
+                          ra__tally *tally) {
     ra__seg s = ra__chunk_piece(c, i);
     ra__tally_run(&s, b, e, tally);
 }
@@ -14598,13 +14543,8 @@ typedef struct ra__walk {
 } ra__walk;
 
 static ra__walk ra__walk_start(const ra_plan *p, int32_t b, const ra__bounds *bounds) {
-    ra__walk w;
-    memset(&w, 0, sizeof w);
-    w.place = p->place;
-    w.bounds = bounds;
-    w.edges = ra__edges_of(bounds);
-    w.next = p->place_begin[b];
-    w.end = p->place_begin[b + 1];
+    const ra__walk w = { p->place, bounds, ra__edges_of(bounds), p->place_begin[b],
+                         p->place_begin[b + 1], 0, 0, 0, 0 };
     return w;
 }
 
@@ -14632,7 +14572,7 @@ static int ra__walk_next(ra__walk *w) {
 }
 
 /* -------------------------------------------------------------------------- figures of one rank */
-static void ra__report_tiles(const ra_plan *p, int32_t rank, int32_t b, int64_t tally[3]) {
+static void ra__report_tiles(const ra_plan *p, int32_t rank, int32_t b, ra__tally *tally) {
     ra__side side = ra__plan_side(p, 0, rank);
     int64_t tokens = ra__q_len(&p->d, b), end = ra__key_end(&p->d, b, 0);
     ra__seg s;
@@ -14643,7 +14583,7 @@ static void ra__report_tiles(const ra_plan *p, int32_t rank, int32_t b, int64_t 
             ra__walk w = ra__walk_start(p, b, &bounds);
             while (ra__walk_next(&w)) {
                 const ra__place *at = &p->place[w.from];
-                if (w.kind >= 0) tally[w.kind] += p->place[w.to].blocks - at->blocks;
+                if (w.kind >= 0) tally->tiles[w.kind] += p->place[w.to].blocks - at->blocks;
                 else ra__tally_seg(&p->keys.chunk[at->chunk], at->seg, &bounds, &w.edges, tally);
             }
         }
@@ -14750,7 +14690,7 @@ static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
 
 /* Adds the blocks of a rank's keys of sequence b for one block of queries. */
 static void ra__tally_rank(const ra_plan *p, int32_t rank, int32_t b, const ra__bounds *bounds,
-                           int64_t tally[3]) {
+                           ra__tally *tally) {
     ra__side side = ra__plan_side(p, 1, rank);
     ra__edges edges = ra__edges_of(bounds);
     int64_t c, end, first, last;
@@ -14761,7 +14701,7 @@ static void ra__tally_rank(const ra_plan *p, int32_t rank, int32_t b, const ra__
         if (chunk->owner != rank) continue;
         ra__chunk_span(chunk, 0, &first, &last);
         int kind = ra__classify(bounds, first, last);
-        if (kind != RA__PARTIAL) tally[kind] += ra__chunk_blocks(chunk);
+        if (kind != RA__PARTIAL) tally->tiles[kind] += ra__chunk_blocks(chunk);
         for (int32_t i = 0; kind == RA__PARTIAL && i < ra__chunk_pieces(chunk); i++)
             ra__tally_seg(chunk, i, bounds, &edges, tally);
     }
@@ -14771,7 +14711,7 @@ static void ra__tally_rank(const ra_plan *p, int32_t rank, int32_t b, const ra__
 }
 
 /* RA_TRAVEL_Q: the tiles of all chunks of queries against this rank's keys. */
-static void ra__report_q_tiles(const ra_plan *p, int32_t rank, int64_t tally[3]) {
+static void ra__report_q_tiles(const ra_plan *p, int32_t rank, ra__tally *tally) {
     for (int64_t c = 0; c < p->queries.chunks; c++) {
         const ra__chunk *chunk = &p->queries.chunk[c];
         for (int64_t i = 0; i < ra__chunk_blocks(chunk); i++) {
@@ -14784,20 +14724,21 @@ static void ra__report_q_tiles(const ra_plan *p, int32_t rank, int64_t tally[3])
     }
 }
 
+static void ra__report_heads(const ra_plan *p, const ra__tally *one, ra_pass_figures *f) {
+    f->tiles_empty = ra__mul_sat(one->tiles[RA__EMPTY], p->d.q_heads);
+    f->tiles_partial = ra__mul_sat(one->tiles[RA__PARTIAL], p->d.q_heads);
+    f->tiles_full = ra__mul_sat(one->tiles[RA__FULL], p->d.q_heads);
+}
+
 static void ra__report_all_tiles(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    int64_t tally[2][3] = { { 0, 0, 0 }, { 0, 0, 0 } }, *back = tally[0];
-    for (int32_t b = 0; b < p->d.sequences && p->d.layout.kind != RA_LAYOUT_ARRAY; b++)
-        ra__report_tiles(p, rank, b, tally[0]);
-    if (p->d.layout.kind == RA_LAYOUT_ARRAY)
-        tally[0][RA__PARTIAL] = ra__report_array_tiles(p, rank);
-    r->forward.tiles_empty = ra__mul_sat(tally[0][RA__EMPTY], p->d.q_heads);
-    r->forward.tiles_partial = ra__mul_sat(tally[0][RA__PARTIAL], p->d.q_heads);
-    r->forward.tiles_full = ra__mul_sat(tally[0][RA__FULL], p->d.q_heads);
+    const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
+    ra__tally one = { { 0, 0, 0 } }, q = one;          /* of one head */
+    for (int32_t b = 0; b < p->d.sequences && !array; b++) ra__report_tiles(p, rank, b, &one);
+    if (array) one.tiles[RA__PARTIAL] = ra__report_array_tiles(p, rank);
+    ra__report_heads(p, &one, &r->forward);
     if (!p->d.train) return;
-    if (p->d.backward_travel == RA_TRAVEL_Q) ra__report_q_tiles(p, rank, back = tally[1]);
-    r->backward.tiles_empty = ra__mul_sat(back[RA__EMPTY], p->d.q_heads);
-    r->backward.tiles_partial = ra__mul_sat(back[RA__PARTIAL], p->d.q_heads);
-    r->backward.tiles_full = ra__mul_sat(back[RA__FULL], p->d.q_heads);
+    if (p->d.backward_travel == RA_TRAVEL_Q) ra__report_q_tiles(p, rank, &q);
+    ra__report_heads(p, p->d.backward_travel == RA_TRAVEL_Q ? &q : &one, &r->backward);
 }
 
 static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r) {
@@ -14885,16 +14826,16 @@ static void ra__predict_work(const ra_plan *p, int32_t rank, int32_t b, double p
             ra__walk w = ra__walk_start(p, b, &bounds);
             while (ra__walk_next(&w)) {
                 const ra__place *at = &p->place[w.from];
-                int64_t tally[3] = { 0, 0, 0 };
+                ra__tally tally = { { 0, 0, 0 } };
                 if (w.kind == RA__EMPTY) continue;
                 if (w.kind >= 0) {
                     m->step[w.from] += (double)block.rows;
                     m->step[w.to] -= (double)block.rows;
                     continue;
                 }
-                ra__tally_seg(&p->keys.chunk[at->chunk], at->seg, &bounds, &w.edges, tally);
+                ra__tally_seg(&p->keys.chunk[at->chunk], at->seg, &bounds, &w.edges, &tally);
                 work[at->chunk] += (double)block.rows * RA_BLOCK_TOKENS * pair_s *
-                                   (double)(tally[RA__PARTIAL] + tally[RA__FULL]);
+                                   (double)ra__tally_seen(&tally);
             }
         }
     }
@@ -16036,13 +15977,7 @@ typedef struct ra__blame {
 } ra__blame;
 
 static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64_t chunk) {
-    ra__blame b;
-    b.peer = peer;
-    b.sending = sending;
-    b.code = code;
-    b.chunk = ra__max(chunk, -1);
-    b.moved = -1;
-    b.why = NULL;
+    const ra__blame b = { peer, sending, code, ra__max(chunk, -1), -1, NULL };
     return b;
 }
 
@@ -16365,15 +16300,8 @@ static void ra__item_packed(const ra_ring *r, const uint8_t *message, int32_t ho
 
 static void ra__item_address(const uint8_t *message, ra__item *out) {
     ra__address a;
-    ra__view kv[2];
-    memset(kv, 0, sizeof kv);
     memcpy(&a, message + RA__FRAME_BYTES, sizeof a);
-    kv[0].data = a.k;
-    kv[0].token = a.k_token;
-    kv[0].head = a.k_head;
-    kv[1].data = a.v;
-    kv[1].token = a.v_token;
-    kv[1].head = a.v_head;
+    const ra__view kv[2] = { { a.k, 0, a.k_token, a.k_head }, { a.v, 0, a.v_token, a.v_head } };
     ra__item_owned(out, kv, a.pos);
 }
 
@@ -17241,9 +17169,7 @@ static void ra__ring_between(void *ctx) {
 }
 
 static ra__between ra__desk_between(ra__desk *desk) {
-    ra__between x = { NULL, NULL };
-    if (desk->polls) x.call = ra__ring_between;
-    x.ctx = desk;
+    const ra__between x = { desk->polls ? ra__ring_between : NULL, desk };
     return x;
 }
 
@@ -17329,9 +17255,9 @@ static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
 }
 
 static void ra__ring_count(ra_ring *r, const ra__tally *n, int64_t ns) {
-    (void)ra__add_i64(&r->counters.tiles_empty, n->empty);
-    (void)ra__add_i64(&r->counters.tiles_partial, n->partial);
-    (void)ra__add_i64(&r->counters.tiles_full, n->full);
+    (void)ra__add_i64(&r->counters.tiles_empty, n->tiles[RA__EMPTY]);
+    (void)ra__add_i64(&r->counters.tiles_partial, n->tiles[RA__PARTIAL]);
+    (void)ra__add_i64(&r->counters.tiles_full, n->tiles[RA__FULL]);
     (void)ra__add_i64(&r->counters.compute_ns, ns);
 }
 
@@ -17353,7 +17279,7 @@ static void ra__ring_folded(ra_ring *r, int64_t f, const ra__tally *n, ra_event 
     const ra__chunk *chunk = ra__entry_chunk(r, f);
     e->chunk = chunk ? r->lists->fold[f].chunk : -1;
     e->origin = chunk ? chunk->owner : -1;
-    e->tiles = n->partial + n->full;
+    e->tiles = ra__tally_seen(n);
     ra__ring_count(r, n, ra__time_since(ra__ring_now(r), e->begin_ns));
     ra__ring_event(r, RA_EV_TILE, e->thread, e);
     e->begin_ns = ra__ring_now(r);
@@ -17365,7 +17291,7 @@ static int64_t ra__fold_next(const ra_ring *r, const ra__fold_hand *h, int64_t f
     for (;; f++) {
         const ra__chunk *c = ra__entry_chunk(r, f);
         if (c && (r->work.any_position || ra__chunk_seen(c, &h->seen))) return f;
-        if (c) n->empty += h->t.count * ra__chunk_blocks(c);
+        if (c) n->tiles[RA__EMPTY] += h->t.count * ra__chunk_blocks(c);
         if (r->lists->fold[f].last) return RA__NO_FOLD;
     }
 }
@@ -17376,8 +17302,7 @@ static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra_
     const int32_t b = r->lists->fold[desk->claim.fold].sequence;
     ra__fold_hand *h = &desk->hand.fold;
     const int64_t blocks = ra__side_blocks(&r->work.q_side, b, ra__q_len(&p->d, b));
-    ra__arena a = { NULL, 0 };
-    a.base = memory;
+    ra__arena a = { memory, 0 };
     ra__scratch_carve(&a, &p->d, p->sizes.panels, &h->x);
     h->t = ra__task_of(b, blocks * (p->d.q_heads / p->d.kv_heads), p->sizes.panels,
                        desk->claim.task - p->task_begin[b]);
@@ -17449,7 +17374,7 @@ static int ra__fold_joins(const ra_ring *r, const ra__fold_hand *h) {
 static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memory) {
     ra__fold_hand *h = &desk->hand.fold;
     ra__turn *turn = &r->turn[desk->claim.task];
-    ra__tally n = { 0, 0, 0 };
+    ra__tally n = { { 0, 0, 0 } };
     uint32_t mode = ra__fp_enter();
     int more = 1;
     if (!desk->open) ra__fold_open(r, desk, memory, &n);
@@ -17462,7 +17387,7 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
         more = h->x.left > 0 && ra__fold_chunk(r, desk, &n, e);
     if (more) {
         if (h->next == RA__NO_FOLD) ra__fold_load(r, desk, h);
-        if (n.empty) ra__ring_folded(r, desk->claim.fold, &n, e);
+        if (n.tiles[RA__EMPTY]) ra__ring_folded(r, desk->claim.fold, &n, e);
         if (h->loaded) ra__task_save(&r->work, &h->t, &h->x, h->next == RA__NO_FOLD);
         if (h->loaded) turn->begun = 1;
         ra__store_i32(&turn->next, h->next == RA__NO_FOLD ? INT32_MAX
@@ -17476,8 +17401,8 @@ static int ra__ring_fold(ra_ring *r, ra__desk *desk, ra_event *e, uint8_t *memor
 static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint8_t *memory) {
     const ra_plan *p = r->plan;
     ra__turn *turn = &r->turn[claim->task];
-    ra__arena a = { NULL, 0 };
-    ra__tally n = { 0, 0, 0 };
+    ra__arena a = { memory, 0 };
+    ra__tally n = { { 0, 0, 0 } };
     ra__seg rows = { 0, 0, 0, 1 };
     ra__engine_scratch x;
     ra__item item;
@@ -17485,7 +17410,6 @@ static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint
     int any = ra__ring_item(r, f, &item), code = 0;
     int edge = (r->lists->fold[f].index == 0 ? RA__FIRST : 0) |
                (r->lists->fold[f].last ? RA__LAST : 0);
-    a.base = memory;
     ra__engine_carve(&a, &p->d, p->d.chunk_tokens + 2 * RA_BLOCK_TOKENS, &x);
     x.thread = e->thread;
     if (ra__engine_task(&r->work, e->sequence, claim->task - p->task_begin[e->sequence], &rows))
@@ -17536,9 +17460,8 @@ static ra__share ra__ring_share(const ra_ring *r, int32_t b, int64_t task, int64
 static void ra__ring_key_item(const ra_ring *r, const ra__share *s, ra__item *item, ra__grads *g) {
     const ra_desc *d = &r->plan->d;
     ra__side side = ra__plan_side(r->plan, 1, r->rank);
-    ra__view sums[2];
-    sums[0] = ra__view_packed((const uint8_t *)r->dk, d->kv_heads, d->k_dim, RA_F32);
-    sums[1] = ra__view_packed((const uint8_t *)r->dv, d->kv_heads, d->v_dim, RA_F32);
+    ra__view sums[2] = { ra__view_packed((const uint8_t *)r->dk, d->kv_heads, d->k_dim, RA_F32),
+                         ra__view_packed((const uint8_t *)r->dv, d->kv_heads, d->v_dim, RA_F32) };
     for (int32_t j = 0; j < 2; j++) sums[j].batch = r->plan->sizes.key_rows * sums[j].token;
     ra__share_keys(&r->work, s, &side, r->kv, sums, s->t.kv_head, item, g);
 }
@@ -17672,7 +17595,7 @@ static int ra__back_item_open(const ra_ring *r, ra__desk *desk, int begins, int 
         int64_t blocks = ra__chunk_blocks(&h->item.c);
         ra__item_narrow(&h->item, &h->g, &h->seen);
         blocks -= ra__chunk_blocks(&h->item.c);
-        if (h->x.phase & RA__AFTER) h->x.tally.empty += h->s.t.count * blocks;
+        if (h->x.phase & RA__AFTER) h->x.tally.tiles[RA__EMPTY] += h->s.t.count * blocks;
     }
     if (!any || !h->s.want_k) {
         memset(h->g.dk, 0, sizeof h->g.dk);
@@ -17743,11 +17666,10 @@ static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory
                             (r->lists->own[own].returned < 0 || at->phase == RA__BEFORE);
     const int stay_first = at->index == 0, stay_last = at->last;
     ra__back_hand *h = &desk->hand.back;
-    ra__arena a = { NULL, 0 };
+    ra__arena a = { memory, 0 };
     ra__view dq = ra__view_packed((const uint8_t *)r->dq, d->q_heads, d->k_dim, RA_F32);
     int64_t blocks = ra__side_blocks(&r->work.q_side, b, ra__q_len(d, b));
     memset(h, 0, sizeof *h);
-    a.base = memory;
     ra__back_carve(&a, d, 0, &h->x);
     if (q && any) {
         ra__ring_unpack_q(r, f, &h->p);
@@ -17805,9 +17727,7 @@ static int ra__ring_may_poll(const ra_ring *r, int ith) {
 
 /* Packs the claimed chunk; the tasks that fold it wait for this. */
 static ra_status ra__ring_start_q(ra_ring *r, int ith, int64_t f) {
-    ra__between pause = { NULL, NULL };
-    if (ra__ring_may_poll(r, ith)) pause.call = ra__ring_visit;
-    pause.ctx = r;
+    const ra__between pause = { ra__ring_may_poll(r, ith) ? ra__ring_visit : NULL, r };
     ra__ring_pack_q(r, ra__entry_chunk(r, f), ra__ring_fold_grads(r, f) - RA__FRAME_BYTES,
                     &pause);
     ra__store_i64(&r->packed, f + 1);
@@ -18490,12 +18410,7 @@ static ra_status ra__ring_run(ra_ring *ring, int64_t deadline_ns) {
 /* A whole pass on the calling thread. */
 static ra_status ra__ring_pass(ra_ring *ring, const ra_plan *plan, const ra_tensors *t,
                                int64_t deadline_ns, int32_t pass) {
-    ra_job job;
-    memset(&job, 0, sizeof job);
-    job.plan = plan;
-    job.tensors = t;
-    job.deadline_ns = deadline_ns;
-    job.pass = pass;
+    const ra_job job = { 0, plan, t, deadline_ns, pass };
     ra_status s = ra_begin(ring, &job);
     return s ? s : ra__ring_run(ring, deadline_ns);
 }
@@ -18768,7 +18683,8 @@ static void ra__resume_store(ra_ring *r, ra__desk *desk) {
     ra__turn *turn = &r->turn[desk->claim.task];
     const uint32_t mode = ra__fp_enter();
     if (h->x.waiting && ra__resume_misses(r, h->next)) {
-        const ra__tally back = { -h->x.held.empty, -h->x.held.partial, -h->x.held.full };
+        const int64_t *held = h->x.held.tiles;
+        const ra__tally back = { { -held[0], -held[1], -held[2] } };
         ra__ring_count(r, &back, 0);
         h->x.block = h->x.since;
     } else {
