@@ -2368,13 +2368,16 @@ RA__INLINE void ra__prefetch_add(ra__prefetch_list *x, const uint8_t *at, int64_
     x->count += bytes > 0 && rows > 0;
 }
 
-/* Prefetches the next rows of the list.
+/* Prefetches the next rows of the list into the level 2 cache.
  * PERF: a few at a time, because processors drop requests that come all at once. Zen 5, 4096 tokens
- * of 8 heads, AVX-512: D 64 80 -> 83, D 128 83 -> 86 % of the FMA peak. */
+ * of 8 heads, AVX-512: D 64 80 -> 83, D 128 83 -> 86 % of the FMA peak.
+ * PERF: level 1 does not hold a block, and rows 2 KB apart share a few of its sets. Zen 4, 32/8
+ * heads of D 128, 8 tokens over 32768 keys, level 1 -> 2: bf16 50 -> 39 ms, f32 92 -> 62. */
 RA__NOINLINE void ra__prefetch_some(ra__prefetch_list *x) {
     for (int32_t i = 0; i < x->step && x->which < x->count; i++) {
         int64_t offset = x->row * x->stride[x->which];
-        ra__prefetch((uintptr_t)x->at[x->which] + (uintptr_t)offset, x->bytes[x->which]);
+        for (int32_t j = 0; j < x->bytes[x->which]; j += 64)
+            ra__prefetch_far((uintptr_t)x->at[x->which] + (uintptr_t)(offset + j));
         if (++x->row < x->rows[x->which]) continue;
         x->row = 0;
         x->which++;
@@ -9391,11 +9394,21 @@ RA__INLINE int64_t ra__tally_seen(const ra__tally *t) {
 }
 
 /* Panels [panel0, panel0 + count) of kv head `kv_head` of a sequence. Panel i is query block
- * i / (Hq / Hkv), head i % (Hq / Hkv) of the group. */
+ * i / (Hq / Hkv), head i % (Hq / Hkv) of the group. On one rank also those of the heads - 1 that
+ * follow: then `first` is the panel of the scratch from which on those of kv_head are. */
 typedef struct ra__task {
     int32_t sequence, kv_head, count;
     int64_t panel0;
+    int32_t heads, first;
 } ra__task;
+
+/* Head h of a task. */
+RA__INLINE ra__task ra__task_head(const ra__task *t, int32_t h) {
+    ra__task one = *t;
+    one.kv_head += h;
+    one.first = h * t->count;
+    return one;
+}
 
 /* Scratch of one thread for our kernels; geometry is made once a query block and shared by its
  * heads. */
@@ -9703,7 +9716,7 @@ static void ra__keys_gather(const ra_desc *d, const ra__item *item, const ra__se
 
 /* Folds the blocks that wait. */
 static void ra__task_flush(const ra__work *w, const ra__task *t, ra__scratch *x) {
-    for (int32_t j = 0; j < t->count && x->waiting; j++) {
+    for (int32_t j = t->first; j < t->first + t->count && x->waiting; j++) {
         w->kernel->fold(&x->panel[j], x->keys, x->kind[j], x->waiting, w->d, x->store.s);
         ra__between_pieces(&x->between);
     }
@@ -9729,7 +9742,8 @@ static int ra__task_kinds(const ra__work *w, const ra__task *t, const ra__scratc
     int any = 0;
     ra__seg_span(s, pos, &first, &last);
     for (int32_t j = 0; j < t->count; j++) {
-        kind[j] = (int8_t)(known ? ra__classify(&x->bounds[j], first, last) : RA__PARTIAL);
+        kind[j] = (int8_t)(known ? ra__classify(&x->bounds[t->first + j], first, last)
+                                 : RA__PARTIAL);
         any |= kind[j] != RA__EMPTY;
     }
     return any;
@@ -9744,10 +9758,10 @@ static int ra__task_hide(const ra__task *t, const ra__scratch *x, const ra__keys
     int any = 0, hidden = 0;
     const uint8_t *looked = NULL;
     for (int32_t j = 0; j < t->count; j++) {
-        const ra__panel *p = &x->panel[j];
+        const ra__panel *p = &x->panel[t->first + j];
         const int32_t rows = p->score.bias_row_stride ? p->rows : 1;
         if (kind[j] == RA__EMPTY) continue;
-        if (!looked || p->score.bias != looked || p->geo != x->panel[j - 1].geo)
+        if (!looked || p->score.bias != looked || p->geo != p[-1].geo)
             hidden = ra__bias_hides(&p->score, rows, keys->pos, keys->n);
         looked = p->score.bias;
         if (hidden) kind[j] = RA__EMPTY;
@@ -9773,12 +9787,14 @@ static void ra__next_ahead(const ra__work *w, ra__scratch *x) {
     ra__prefetch_add(&x->ahead, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
 }
 
-/* Notes the next blocks, from block i on, to be prefetched. */
+/* Notes the next blocks, from block i on, to be prefetched: of several heads, for each an equal
+ * part of the tokens for all. */
 static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item *item, int64_t i,
                            ra__scratch *x) {
     int64_t blocks = ra__chunk_blocks(&item->c);
-    int64_t k_bytes = ra__row_bytes(w->d->k_dtype, w->d->k_dim);
-    int64_t v_bytes = w->d->v_in_k ? 0 : ra__row_bytes(w->d->v_dtype, w->d->v_dim);
+    int64_t k_bytes = t->heads * ra__row_bytes(w->d->k_dtype, w->d->k_dim);
+    int64_t v_bytes = w->d->v_in_k ? 0 : t->heads * ra__row_bytes(w->d->v_dtype, w->d->v_dim);
+    const int32_t h = t->first / t->count;
     int32_t n = 0;
     ra__prefetch_list *a = &x->ahead;
     memset(a, 0, sizeof *a);
@@ -9788,13 +9804,15 @@ static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item 
         const int32_t *pos;
         ra__seg s = ra__item_block(w, item, i, &which, &pos);
         if (!ra__task_kinds(w, t, x, &s, pos, kind)) continue;
-        ra__keys keys = ra__block_keys(item, which, &s, t->kv_head, NULL);
+        s.row += s.rows * h / t->heads;
+        s.rows = s.rows * (h + 1) / t->heads - s.rows * h / t->heads;
+        ra__keys keys = ra__block_keys(item, which, &s, t->kv_head - h, NULL);
         ra__prefetch_add(a, keys.k, keys.k_stride, keys.n, k_bytes);
         ra__prefetch_add(a, keys.v, keys.v_stride, keys.n, v_bytes);
         n++;
     }
     ra__next_ahead(w, x);
-    a->step = 2 * RA_BLOCK_TOKENS * n / (32 * t->count * x->size.batch) + 1;
+    a->step = 2 * RA_BLOCK_TOKENS * n / (32 * t->heads * t->count * x->size.batch) + 1;
 }
 
 /* One block of keys, to be folded into the panels of a task that see any of it. */
@@ -9816,7 +9834,7 @@ static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item 
     x->keys[at] = ra__block_keys(item, which, &s, t->kv_head, to);
     if ((w->d->scores & RA_SCORE_BIAS) && !ra__task_hide(t, x, &x->keys[at], kind)) return;
     for (int32_t j = 0; j < t->count; j++) {
-        x->kind[j][at] = kind[j];
+        x->kind[t->first + j][at] = kind[j];
         partial |= kind[j] == RA__PARTIAL;
     }
     store.k += at * x->size.k;
@@ -9847,7 +9865,10 @@ static int ra__task_some(const ra__work *w, const ra__task *t, const ra__item *i
         const ra__tally done = *tally;
         if (x->left <= 0) return 0;
         if (!x->waiting) memset(&x->held, 0, sizeof x->held);
-        ra__task_block(w, t, item, x->block, x, tally);
+        for (int32_t h = 0; h < t->heads; h++) {
+            const ra__task one = ra__task_head(t, h);
+            ra__task_block(w, &one, item, x->block, x, tally);
+        }
         for (int k = 0; k < 3; k++) x->held.tiles[k] += tally->tiles[k] - done.tiles[k];
         x->left -= t->count + RA__TILE_WORK * (ra__tally_seen(tally) - ra__tally_seen(&done));
     }
@@ -9864,7 +9885,7 @@ RA__INLINE int64_t ra__tasks(const ra_desc *d, int64_t blocks, int32_t panels) {
 static ra__task ra__task_of(int32_t b, int64_t all, int32_t panels, int64_t index) {
     const int64_t per_head = ra__ceil_div(all, panels), first = index % per_head * panels;
     const ra__task t = { b, (int32_t)(index / per_head), (int32_t)ra__min(panels, all - first),
-                         first };
+                         first, 1, 0 };
     return t;
 }
 
@@ -10832,7 +10853,8 @@ static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x
     const int64_t pair = (t->panel0 + i) * RA_BLOCK_TOKENS;
     const int64_t size = ra__row_bytes(d->q_dtype, d->k_dim);
     int32_t pos[RA_BLOCK_TOKENS];
-    ra__panel *p = &x->panel[i];
+    const int32_t at = t->first + i;
+    ra__panel *p = &x->panel[at];
     ra__seg s = { 0, 0, 0, 1 };
     s.rows = ra__min(RA_BLOCK_TOKENS, ra__q_len(d, t->sequence) * group - pair);
     for (int64_t r = 0; r < s.rows; r++) {
@@ -10840,12 +10862,12 @@ static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x
         pos[r] = (int32_t)ra__query_position(c, t->sequence, row);
         memcpy(gather + r * size, ra__view_at(c->w.q, t->sequence, row, head).data, (size_t)size);
     }
-    x->bounds[i] = ra__rows_fill(&d->mask, ra__key_end(d, t->sequence, c->w.any_position), &s, pos,
-                                 x->rows[i]);
-    p->geo = x->rows[i];
+    x->bounds[at] = ra__rows_fill(&d->mask, ra__key_end(d, t->sequence, c->w.any_position), &s,
+                                  pos, x->rows[at]);
+    p->geo = x->rows[at];
     ra__panel_scores(&c->w, t->sequence, &s, 0, &x->ahead, p);
     p->score = ra__score_of(&c->w, t->sequence, 0, t->kv_head * group);
-    if (p->score.bias) ra__short_bias(&c->w.t->bias, group, pair, p, x->rows[i]);
+    if (p->score.bias) ra__short_bias(&c->w.t->bias, group, pair, p, x->rows[at]);
     c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
     for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
         p->m[r] = r < p->rows ? ra__neg_inf() : 0.0f;
@@ -10860,7 +10882,7 @@ static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scra
     const int32_t group = d->q_heads / d->kv_heads;
     const int64_t pair = (t->panel0 + i) * RA_BLOCK_TOKENS;
     const int64_t size = ra__row_bytes(d->o_dtype, d->v_dim);
-    const ra__panel *p = &x->panel[i];
+    const ra__panel *p = &x->panel[t->first + i];
     float factor[RA_BLOCK_TOKENS] = { 0 }, sum;
     for (int32_t r = 0; r < p->rows; r++) {
         int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
@@ -10875,6 +10897,13 @@ static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scra
         memcpy((void *)(uintptr_t)ra__view_at(c->w.o, t->sequence, row, head).data,
                gather + r * size, (size_t)size);
     }
+}
+
+/* The heads of a token are adjacent in K and in V. */
+static int ra__local_beside(const ra__local *c) {
+    const ra_desc *d = &c->d;
+    return c->kv[0].head == ra__row_bytes(d->k_dtype, d->k_dim) &&
+           (d->v_in_k || c->kv[1].head == ra__row_bytes(d->v_dtype, d->v_dim));
 }
 
 /* Panels of one kv head of a sequence. */
@@ -10892,14 +10921,17 @@ typedef struct ra__local_walk {
     ra__item item;
     uint8_t *gather;
     int64_t passed, index;             /* tasks that were dealt out: of all; of `sequence` */
-    int32_t sequence, panels, ith, nth;
+    int32_t sequence, panels, heads, ith, nth;
     int32_t loaded;                    /* 1: the task in hand is */
 } ra__local_walk;
 
 /* Loads the rows of the task in hand, and points at all keys of its sequence. */
 static void ra__local_load(const ra__local *c, ra__local_walk *w) {
     const ra__task *t = &w->t;
-    for (int32_t i = 0; c->pairs && i < t->count; i++) ra__short_load(c, t, &w->x, i, w->gather);
+    for (int32_t i = 0; c->pairs && i < t->heads * t->count; i++) {
+        const ra__task one = ra__task_head(t, i / t->count);
+        ra__short_load(c, &one, &w->x, i % t->count, w->gather);
+    }
     if (!c->pairs) ra__task_rows(&c->w, t, &w->x);
     if (!c->pairs) ra__task_data(&c->w, t, &w->x, 1);
     ra__item_side(&c->d, &c->k_side, t->sequence, &c->w.t->pages, c->kv, &w->item);
@@ -10908,15 +10940,34 @@ static void ra__local_load(const ra__local *c, ra__local_walk *w) {
 }
 
 static void ra__local_save(const ra__local *c, ra__local_walk *w) {
-    for (int32_t i = 0; c->pairs && i < w->t.count; i++)
-        ra__short_save(c, &w->t, &w->x, i, w->gather);
+    for (int32_t i = 0; c->pairs && i < w->t.heads * w->t.count; i++) {
+        const ra__task one = ra__task_head(&w->t, i / w->t.count);
+        ra__short_save(c, &one, &w->x, i % w->t.count, w->gather);
+    }
     if (!c->pairs) ra__task_save(&c->w, &w->t, &w->x, 1);
     w->loaded = 0;
 }
 
+/* kv heads of a task of (token, head) pairs with at most `panels` panels, as many as nth threads
+ * can share evenly, if the heads of a token are adjacent and the kernel takes block by block.
+ * PERF: memory is read in the order of its addresses. Zen 4, 8 tokens, 32/8 heads of D 128, 32768
+ * keys, one thread, one head -> 8: bf16 38.6 -> 26.9 ms, f16 61 -> 50, f32 61 -> 55; 16 tokens:
+ * 62 -> 47, 106 -> 88, 98 -> 90. */
+static int32_t ra__local_heads(const ra__local *c, int32_t panels, int32_t batch, int nth) {
+    int64_t all = 1, least = INT64_MAX;
+    int32_t best = 1;
+    if (!c->pairs || batch > 1 || !ra__local_beside(c)) return 1;
+    for (int32_t b = 0; b < c->d.sequences; b++) all = ra__max(all, ra__local_blocks(c, b));
+    for (int32_t n = (int32_t)ra__min(c->d.kv_heads, panels / all); n > 0; n--) {
+        const int64_t tasks = c->d.sequences * ra__ceil_div(c->d.kv_heads, n);
+        const int64_t turns = ra__ceil_div(tasks, nth) * n;
+        if (turns < least) { least = turns; best = n; }
+    }
+    return best;
+}
+
 /* Panels of a task: fewer if threads would otherwise have no work. */
-static int32_t ra__local_panels(const ra__local *c, int nth) {
-    int32_t panels = ra__panels(&c->d);
+static int32_t ra__local_panels(const ra__local *c, int32_t panels, int nth) {
     for (; nth > 1 && panels > 1; panels /= 2) {
         int64_t tasks = 0;
         for (int32_t b = 0; b < c->d.sequences; b++)
@@ -10929,25 +10980,31 @@ static int32_t ra__local_panels(const ra__local *c, int nth) {
 /* The next task of the thread, count 0 if there is none: one of every nth, counted forwards and
  * backwards in turn, because causal rows cost more towards the end. */
 static ra__task ra__local_next(const ra__local *c, ra__local_walk *w) {
-    const ra__task none = { 0, 0, 0, 0 };
+    const ra__task none = { 0, 0, 0, 0, 0, 0 };
     for (; w->sequence < c->d.sequences; w->sequence++, w->index = 0) {
         const int64_t all = ra__local_blocks(c, w->sequence);
-        while (w->index < c->d.kv_heads * ra__ceil_div(all, w->panels)) {
+        const int64_t heads = ra__ceil_div(c->d.kv_heads, w->heads);
+        while (w->index < heads * ra__ceil_div(all, w->panels)) {
             const int64_t turn = w->passed / w->nth, place = w->passed % w->nth, i = w->index++;
             w->passed++;
-            if ((turn % 2 ? w->nth - 1 - place : place) == w->ith)
-                return ra__task_of(w->sequence, all, w->panels, i);
+            if ((turn % 2 ? w->nth - 1 - place : place) != w->ith) continue;
+            ra__task t = ra__task_of(w->sequence, all, w->panels, i);
+            t.kv_head *= w->heads;
+            t.heads = (int32_t)ra__min(w->heads, c->d.kv_heads - t.kv_head);
+            return t;
         }
     }
     return none;
 }
 
+/* panels: for which there is memory. */
 static void ra__local_begin(const ra__local *c, int32_t panels, uint8_t *memory, int ith, int nth,
                             ra__local_walk *w) {
     ra__arena a = { memory, 0 };
     ra__scratch_carve(&a, &c->d, panels, &w->x);
     w->gather = c->pairs ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
-    w->panels = panels;
+    w->heads = ra__local_heads(c, panels, w->x.size.batch, nth);
+    w->panels = w->heads > 1 ? panels / w->heads : ra__local_panels(c, panels, nth);
     w->ith = ith;
     w->nth = nth;
     w->sequence = w->loaded = 0;
@@ -11486,13 +11543,6 @@ static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
     }
 }
 
-/* The heads of a token are adjacent in K and in V. */
-static int ra__decode_beside(const ra__local *c) {
-    const ra_desc *d = &c->d;
-    return c->kv[0].head == ra__row_bytes(d->k_dtype, d->k_dim) &&
-           (d->v_in_k || c->kv[1].head == ra__row_bytes(d->v_dtype, d->v_dim));
-}
-
 /* Tasks of all sequences; runs those that begin at [from, to) of all blocks one after the other. */
 static int64_t ra__decode_tasks(const ra__local *c, ra__decode *x, float *slots, int64_t from,
                                 int64_t to) {
@@ -11539,7 +11589,7 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     int64_t n = INT64_MAX, from = 0, to = n;
     a.base = memory;
     ra__decode_carve(&a, &c->d, heads, &x);
-    if (!ra__decode_beside(c)) x.heads = 1;
+    if (!ra__local_beside(c)) x.heads = 1;
     x.modifies = c->d.softcap != 0.0f || (c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) != 0;
     x.factor = ra__q_factor(&c->d);
     x.keys = RA__DECODE_KEYS;
@@ -11646,7 +11696,7 @@ static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes,
     uint8_t *memory = base + shared + need * who[0];
     const int32_t heads = ra__decode_heads(&c->d, who[1]);
     if (decode) ra__decode_run(c, heads, memory, base, who);
-    else ra__local_run(c, ra__local_panels(c, who[1]), memory, who[0], who[1]);
+    else ra__local_run(c, ra__panels(&c->d), memory, who[0], who[1]);
     return RA_OK;
 }
 
