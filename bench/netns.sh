@@ -4,7 +4,8 @@
 # conformance suite over links that are slow, late and lose frames. Needs root, ip and tc
 # (iproute2). Leaves nothing behind.
 #
-#   netns.sh DIR [short]  DIR: where the programs are built
+#   netns.sh DIR [short]                 DIR: where the programs are built
+#   ONLY="2 --transport tcp" netns.sh DIR    one row of the table, as the calls of row below name it
 # Prints a table, then "N passed, N failed, N skipped". What is counted is that rings end as they
 # should; how much they hide is for the reader.
 
@@ -125,6 +126,7 @@ port_step=0
 # A row of the table: first without a limit, for the time of computing; then with the rate at which
 # the messages take as long.
 row() {
+    [ -z "$ONLY" ] || [ "$ONLY" = "${*#* }" ] || return
     what="$2 ranks $3 $4 $5"
     if ! ring "$@" --passes 5; then
         echo "FAIL $what: $(cat "$dir"/err.* | head -n 2)"
@@ -174,6 +176,8 @@ for mpi in openmpi mpich; do
     row "$dir/overlap_$mpi" 2 --mpi $mpi
     row "$dir/overlap_$mpi" 2 --mpi $mpi --full
 done
+
+[ -z "$ONLY" ] || finish
 
 # A link goes down in the middle of a pass: both ranks end soon after their deadline and say why.
 rate 2000000
