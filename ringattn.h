@@ -1336,8 +1336,9 @@ struct ra_transport {
      * ops[0..n), and any others if that is easier, to DONE or to a negative status. Returns RA_OK,
      * or an RA_E_* of the context itself: the ring has then failed. While a thread that may call
      * the transport is in ra_step the next poll comes within 0.5 ms, also while chunks are
-     * computed, packed and checked: after 0.2 ms and one piece of work more. A call of a kernel (up
-     * to 8 tiles), of an engine, of refetch or of another callback is one piece. */
+     * computed, packed and checked: after 0.2 ms and one piece of work more. A call of a kernel (a
+     * tile or two, with AMX up to 8), of an engine, of refetch or of another callback is one
+     * piece. */
     int (*poll)(void *ctx, ra_transport_op *const *ops, int n);
 
     /* The callbacks from here on are optional. wait: as poll, but may block until one of ops leaves
@@ -1639,10 +1640,11 @@ typedef struct ra__panel {
 } ra__panel;
 
 /* Bytes that a kernel needs: for q and acc of a panel, for scores, and for its copies of 64 keys.
- * batch: how many blocks it prefers to fold in one call. */
+ * batch: how many blocks it prefers to fold in one call. pace: backward, how many tiles a call must
+ * have to be no slower than one of all panels. */
 typedef struct ra__bytes {
     int64_t q, acc, s, k, v;
-    int32_t batch;
+    int32_t batch, pace;
 } ra__bytes;
 
 /* Memory of one thread with those sizes, aligned to 64. */
@@ -4147,6 +4149,7 @@ RA__ISA_STATIC void RA__NAME(fold_back)(const ra__back_job *job, int32_t count) 
 RA__ISA_STATIC void RA__NAME(sizes_back)(ra__bytes *out, const ra_desc *d) {
     RA__NAME(sizes)(out, d, 1);
     out->batch = 4;
+    out->pace = 1;
     out->s = 0;
     out->k = RA_BLOCK_TOKENS * (int64_t)sizeof(float) * d->k_dim;
     if (d->v_dtype == RA_F32) out->v = 0;
@@ -6050,6 +6053,7 @@ RA__BF_STATIC void ra__sizes_back_bf16(ra__bytes *out, const ra_desc *d) {
     ra__sizes_avx512(out, d, 1);
     out->s = 4 * RA__BF_SLOT + 128 * 64;
     out->batch = d->k_dim + d->v_dim <= 160 ? 8 : 4; /* 48 KB each at D 64: they stay in L2 */
+    out->pace = 2;
     out->k = 128 * (ra__round_up(d->k_dim, 16) + d->k_dim);
     out->v = d->v_in_k ? 0 : 128 * (int64_t)d->v_dim;
 }
@@ -7055,6 +7059,7 @@ RA__AMX_STATIC void ra__fold_back_amx(const ra__back_job *jobs, int32_t count) {
 /* Sizes for K^T, and for K and V padded for tiles. */
 RA__AMX_STATIC void ra__sizes_back_amx(ra__bytes *out, const ra_desc *d) {
     ra__sizes_back_bf16(out, d);
+    out->pace = out->batch;            /* tiles overlap in a call */
     out->s = RA__AMX_SLOTS * 2 * RA__BF_SLOT + 128 * 64;
     out->k = 2 * 128 * ra__round_up(d->k_dim, 32);
     out->v = 128 * ra__round_up(d->v_dim, 32);
@@ -10521,8 +10526,10 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
         tile[count++].partial = x->kind[j] == RA__PARTIAL;
     }
     x->left -= RA__TILE_WORK * count;
-    b->kernel->fold_back(tile, count);
-    ra__between_pieces(&x->between);
+    for (int32_t j = 0; j < count; j += x->size.pace) {
+        b->kernel->fold_back(&tile[j], (int32_t)ra__min(x->size.pace, count - j));
+        ra__between_pieces(&x->between);
+    }
 }
 
 /* Does any tile of a group and the item's chunk count in this phase? If not, all are counted. */
