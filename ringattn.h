@@ -3241,7 +3241,9 @@ RA__ISA_STATIC void RA__NAME(store_acc)(const ra__panel *panel, float *dst, int6
  * products; of 4 keys 140 in f32, because sums of lanes and exponentials cannot overlap with the
  * multiply-adds of so few. Reading from memory takes 160 cycles per key of f32, 80 of 16 bits. So
  * f32 and bf16 are bound by memory and f16 by arithmetic: a call whose keys the level 2 cache holds
- * takes 96 cycles per key in f16. Its 16 conversions per key compete with multiply-adds. */
+ * takes 96 cycles per key in f16. Its 16 conversions per key compete with multiply-adds.
+ * PERF: values of f16 keys prefetch for the scores too, 2 lines per step instead of 1. Zen 4, 32768
+ * keys, 32/8 heads of D 128: 10.8 -> 9.9 ms. In f32 and q8_0 the same is slower. */
 #define RA__CHUNK (2 * RA__WIDTH)
 
 /* Elements [d, d + RA__CHUNK) of a row. d: a multiple of RA__CHUNK. */
@@ -3319,7 +3321,7 @@ RA__ISA_INLINE void RA__NAME(decode_dots)(const ra__decode_rows *rows, const ra_
         RA__UNROLL for (int32_t i = 0; i < RA__DECODE_TILE_KEYS; i++)
             RA__NAME(load_chunk)(k[i], row[i], d, dtype);
         RA__NAME(decode_products)(c, k, rows->q + 4 * d);
-        if (keys->streams)
+        if (keys->streams && dtype != RA_F16)
             ra__stream_prefetch(keys->streams, (RA__DECODE_TILE_KEYS * bytes + 127) / 128);
     }
     if (d < dim) {
@@ -3567,6 +3569,7 @@ RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
                                                 int32_t d, int32_t nc, int32_t form) {
     int32_t dtype = form & 7, rest = form & RA__DECODE_ANY;
     int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+    const int32_t times = rows->d->k_dtype == RA_F16 ? 2 : 1; /* for the scores too */
     const uint8_t *row = keys->v;
     float *to = rows->block_acc + 4 * d;
     RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], v[2 * RA__DECODE_TILE_CHUNKS];
@@ -3578,7 +3581,7 @@ RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
             RA__NAME(load_chunk)(v + 2 * i, row, d + i * RA__CHUNK, dtype);
         RA__NAME(decode_value_step)(c, v, p, nc, rest ? keys->seen >> 4 * j : ~(uint64_t)0);
         if (keys->streams && (nc * bytes >= 128 || j % 2 == 0))
-            ra__stream_prefetch(keys->streams, (nc * bytes + 127) / 128);
+            ra__stream_prefetch(keys->streams, (nc * bytes + 127) / 128 * times);
     }
     RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++)
         RA__NAME(store)(to + i * RA__WIDTH, c[i]);
