@@ -1,5 +1,5 @@
 /* A causal ring of 2 ranks and 4 tokens, step by step.
- * You will see who computes what at each step, what travels, and that rank 1's keys stay at home:
+ * You will see who computes what at each step, what travels, and that rank 1's keys never travel:
  * the plan finds that nobody else may see them. Every number is checked against full attention, and
  * the same pass on two threads gives the same. Exits with 1 if anything differs.
  *
@@ -33,13 +33,8 @@ static void expect(const char *what, double got, double want, double within) {
 
 /* The whole pass, seen by one rank. */
 static void describe(ra_desc *d, int rank, ra_error *error) {
-    ra_desc zero = {0};
-    *d = zero;
+    *d = ra_desc_make(1, 1, DIM, RA_F32, RA_MASK_CAUSAL);
     d->tokens = TOKENS;
-    d->q_heads = d->kv_heads = 1;
-    d->k_dim = d->v_dim = DIM;
-    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
-    d->mask.kind = RA_MASK_CAUSAL;
     d->layout.kind = RA_LAYOUT_CONTIGUOUS;
     d->rank = rank;
     d->ranks = RANKS;

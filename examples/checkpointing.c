@@ -18,11 +18,9 @@ static float d_x[2][N], d_q[N], d_k[N], d_v[N];
 static void *workspace;
 
 static ra_desc layer(void) {
-    ra_desc d = {0};
+    ra_desc d = ra_desc_make(HEADS, HEADS, DIM, RA_F32, RA_MASK_CAUSAL);
     d.train = 1;
-    d.tokens = TOKENS; d.q_heads = d.kv_heads = HEADS; d.k_dim = d.v_dim = DIM;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-    d.mask.kind = RA_MASK_CAUSAL;
+    d.tokens = TOKENS;
     return d;
 }
 

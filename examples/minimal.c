@@ -18,13 +18,10 @@ static void fill(float *x, size_t n, uint32_t seed) {          /* your model doe
 
 static ra_status on_rank(ra_world *world, int rank, void *user) {   /* on a thread of its own */
     ra_error why = {0};
-    ra_desc d = {0};
+    ra_desc d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);    /* 8 query heads, 2 KV heads */
     ra_tensors t = {0};
-    d.tokens = 4096; d.q_heads = 8; d.kv_heads = 2; d.k_dim = d.v_dim = 64;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
-    d.mask.kind = RA_MASK_CAUSAL;
+    d.tokens = 4096; d.rank = rank; d.ranks = 4;
     d.layout.kind = RA_LAYOUT_ZIGZAG;  /* rank r has the r-th eighth and the r-th from the back */
-    d.rank = rank; d.ranks = 4;
     d.error = &why;
     t.q.data = q[rank]; t.k.data = k[rank]; t.v.data = v[rank]; t.o.data = o[rank];
     (void)user;

@@ -67,12 +67,8 @@ static int net_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from
 
 /* -------------------------------------------------------------------------- the attention */
 static void describe(ra_desc *d, int rank, int ranks, ra_error *error) {
-    memset(d, 0, sizeof *d);
+    *d = ra_desc_make(HEADS, HEADS, DIM, RA_F32, RA_MASK_CAUSAL);
     d->tokens = TOKENS;
-    d->q_heads = d->kv_heads = HEADS;
-    d->k_dim = d->v_dim = DIM;
-    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
-    d->mask.kind = RA_MASK_CAUSAL;
     d->layout.kind = RA_LAYOUT_ZIGZAG;
     d->rank = rank;
     d->ranks = ranks;

@@ -139,13 +139,11 @@ static ra_status on_rank(ra_world *world, int rank, void *user)
     ra_desc d;
     layer l[LAYERS + 1];
     ra_status s;
-    memset(&d, 0, sizeof d);
     memset(l, 0, sizeof l);
+    d = ra_desc_make(H, HKV, D, RA_F32, RA_MASK_CAUSAL);
     d.train = 1;
     d.ranks = r->ranks; d.rank = rank; d.tokens = T;
-    d.layout.kind = RA_LAYOUT_ZIGZAG; d.mask.kind = RA_MASK_CAUSAL;
-    d.q_heads = H; d.kv_heads = HKV; d.k_dim = d.v_dim = D;
-    d.q_dtype = d.k_dtype = d.v_dtype = d.o_dtype = RA_F32;
+    d.layout.kind = RA_LAYOUT_ZIGZAG;
     d.error = rd.error = &error;
     s = ra_plan_create(&e.plan, &d, NULL);
     if (!s) s = ra_ring_create(&e.ring, e.plan, ra_world_transport(world, rank), &rd);

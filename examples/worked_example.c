@@ -59,13 +59,8 @@ static void must(ra_status status, const ra_error *error) {
 
 /* A description of what one rank does in one round: its 2 queries against 2 keys. */
 static void describe(ra_desc *d, ra_error *error) {
-    ra_desc zero = {0};
-    *d = zero;
+    *d = ra_desc_make(1, 1, DIM, RA_F32, RA_MASK_NONE);
     d->tokens = SHARD;
-    d->q_heads = d->kv_heads = 1;
-    d->k_dim = d->v_dim = DIM;
-    d->q_dtype = d->k_dtype = d->v_dtype = d->o_dtype = RA_F32;
-    d->mask.kind = RA_MASK_NONE;
     d->scale = 0;                      /* 0 is 1/sqrt(DIM) = 0.7071 */
     d->error = error;
 }
