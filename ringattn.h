@@ -1026,7 +1026,7 @@ RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns);
  * does nothing; otherwise it aborts and quiesces. Returns how the pass ended. */
 RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns);
 /* Any thread, any time, wait-free: calls on this ring end with RA_E_CANCELLED after the step in
- * progress, the peers' calls with RA_E_ABORTED or RA_E_PEER if the transport's abort tells them,
+ * progress, the peers' calls with RA_E_ABORTED or RA_E_PEER if the transport's abort reaches them,
  * otherwise by their deadline or watchdog. The ring has then failed. To stop without a failure stop
  * between two passes, the same two on all ranks. */
 RINGATTN_API void ra_ring_cancel(ra_ring *ring);
@@ -1244,7 +1244,7 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  * lengths, exact and at most max_msg; nothing is split or empty. Keep message boundaries: another
  * length is RA_E_TRUNC. (At level 0 you cannot report the length that has come: return RA_E_TRUNC
  * if it is another.) A send may wait for its receive. Tags start anew with each pass. Buffers are
- * host memory. You are not told where a pass begins or ends.
+ * host memory. Nothing marks where a pass begins or ends.
  *
  * Channel 0 carries chunks from a rank to its neighbour (r + 1 or r - 1 mod ranks, as the plan
  * says). Channel 1 is used with RA_CAP_SHARED, and in backward passes, where gradients return on
@@ -1307,7 +1307,7 @@ struct ra_transport {
     uint32_t tag_bits;                 /* 0: 15 */
     uint32_t max_ops;                  /* most PENDING at once; 0: 2, one send and one receive.
                                         * train = 1 (with post) needs 3 */
-    int32_t  rank, ranks;              /* 0, 0: not told; otherwise checked against the plan */
+    int32_t  rank, ranks;              /* 0, 0: unknown; otherwise checked against the plan */
     size_t   max_msg;                  /* 0: 1 GiB; larger chunks are refused by ra_ring_create */
     size_t   align;                    /* of buffers for chunks, a power of two; 0: 64. More costs
                                         * more workspace than the plan says */
@@ -1535,8 +1535,8 @@ RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_h
 #define RA__NOINLINE static __attribute__((noinline, unused))
 #define RA__UNUSED   __attribute__((unused))
 
-/* Clients compile with -Ofast: from here on arithmetic is IEEE again, and a*b + c is fused only
- * where it says so, or bits would depend on the compiler's mood. clang's -Ofast fuses all the same:
+/* Clients may compile with -Ofast. From here on arithmetic is IEEE again, and a*b + c is fused only
+ * where the code says so: otherwise bits would depend on the compiler. clang's -Ofast fuses anyway:
  * RA__NAME(hold) prevents it where the sides of a sum change places. Bits are then those of that
  * compiler and its flags, for every number of threads and ranks. */
 #if defined(__clang__)
@@ -1832,7 +1832,7 @@ RA__INLINE int64_t ra__time_since(int64_t now, int64_t then) {
     return now < then ? INT64_MIN : INT64_MAX;
 }
 
-/* Gives the processor's other hyperthread a chance; nanoseconds. */
+/* Lets the processor's other hyperthread run for some nanoseconds. */
 RA__INLINE void ra__pause(void) {
 #if defined(__x86_64__) || defined(__i386__)
     __builtin_ia32_pause();
@@ -1865,7 +1865,7 @@ extern int pthread_condattr_setclock(pthread_condattr_t *attr, int clock);
 #define RA__COND_CLOCK 0               /* CLOCK_REALTIME everywhere: the default of pthreads */
 #endif
 
-/* 0: fine. */
+/* Returns 0 or the error of pthreads. */
 RA__UNUSED static int ra__cond_init(pthread_cond_t *cond) {
     pthread_condattr_t attr;
     int bad = pthread_condattr_init(&attr);
@@ -2046,7 +2046,7 @@ RINGATTN_API int32_t ra_version(void) { return RINGATTN_VERSION; }
 
 /* ========================================================================== MATH
  * Scalar arithmetic without libm: bits of floats, 16-bit formats, exp, log, sqrt, and the merge of
- * partial results. NaN and infinity are told by their bits, which no compiler flag can take away.
+ * partial results. NaN and infinity are recognised by their bits, whatever the compiler's flags.
  * Works with and without flushing of denormals. In and out: plain numbers; no state. */
 RA__INLINE uint32_t ra__f32_bits(float x) {
     uint32_t u;
@@ -2231,8 +2231,7 @@ static void ra__merge_row(float *o, const float *o2, const double w[2], int32_t 
 }
 
 /* Weights of both sides of n rows, 0 for one that is left out, and their lse.
- * PERF: the chains of dependent divisions of several rows overlap only where nothing but the next
- * row's follows. */
+ * PERF: a loop of its own, so that the chains of dependent divisions of several rows overlap. */
 enum { RA__MERGE_ROWS = 16 };
 static void ra__merge_weights(float *lse, const float *lse2, int32_t n, double w[][2]) {
     for (int32_t i = 0; i < n; i++) {
@@ -7516,6 +7515,10 @@ RA__INLINE int64_t ra__k_len(const ra_desc *d, int32_t b) {
     return d->kv_tokens ? d->kv_tokens : ra__q_len(d, b) + d->q_offset;
 }
 
+RA__INLINE int64_t ra__len(const ra_desc *d, int32_t b, int keys) {
+    return keys ? ra__k_len(d, b) : ra__q_len(d, b);
+}
+
 /* Most keys that a sequence may have. */
 RA__INLINE int64_t ra__k_most(const ra_desc *d) {
     return d->kv_tokens ? d->kv_tokens : d->tokens + d->q_offset;
@@ -7526,7 +7529,7 @@ static int64_t ra__longest(const ra_desc *d, int keys) {
     int64_t most = 0;
     if (!d->tokens_of && !d->kv_tokens_of) return keys ? ra__k_most(d) : d->tokens;
     for (int32_t b = 0; b < d->sequences; b++)
-        most = ra__max(most, keys ? ra__k_len(d, b) : ra__q_len(d, b));
+        most = ra__max(most, ra__len(d, b, keys));
     return most;
 }
 
@@ -8213,6 +8216,10 @@ RA__INLINE ra__view ra__view_at(ra__view v, int32_t b, int64_t row, int64_t head
     return v;
 }
 
+/* The rows of an output, as memory that may be written. */
+RA__INLINE void *ra__view_out(ra__view v) { return (void *)(uintptr_t)v.data; }
+RA__INLINE float *ra__view_floats(ra__view v) { return (float *)ra__view_out(v); }
+
 /* Keys of one sequence in pages, which are the batches of a view; table null: no pages. */
 enum { RA__PAGE = 16 };                /* page sizes are multiples of it */
 typedef struct ra__paged { const int32_t *table; int64_t tokens, first; } ra__paged;
@@ -8468,7 +8475,7 @@ static int64_t ra__region_extent(const ra__region *r, int32_t n) {
 }
 
 /* Parts of two sorted regions, na and nb steps deep, share a byte; b begins `gap` bytes after a.
- * Regions with unlike steps, both with gaps, are not told apart. */
+ * Regions with unlike steps, both with gaps, count as apart. */
 static int ra__regions_meet(const ra__region *a, int32_t na, const ra__region *b, int32_t nb,
                             int64_t gap) {
     const int64_t step = ra__max(na ? a->step[na - 1] : 0, nb ? b->step[nb - 1] : 0);
@@ -8811,7 +8818,7 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
 }
 #undef RA__FIELD
 
-/* No infinity. */
+/* Above 0, and neither NaN nor infinite. */
 RA__INLINE int ra__rate_valid(double x) { return x > 0 && x <= 1e300; }
 RA__INLINE int ra__rates_unknown(const ra_rates *x) {
     return x->flops_per_s == 0 && x->link_bytes_per_s == 0 && x->link_latency_s == 0;
@@ -9283,7 +9290,7 @@ static void ra__defaults(ra_desc *d) {
     if (d->isa == RA_ISA_AUTO) d->isa = ra_isa_best();
 }
 
-/* Of fields that say how chunks travel. */
+/* Defaults of the fields that say how chunks travel. */
 static void ra__defaults_ring(ra_desc *d) {
     if (!d->chunk_tokens) d->chunk_tokens = ra__default_chunk(d);
     d->chunk_tokens = (int32_t)ra__round_up(d->chunk_tokens,
@@ -9427,7 +9434,7 @@ typedef struct ra__scratch {
     ra__bounds bounds[RA__PANELS];
     int32_t head[RA__PANELS];
     ra__bytes size;
-    ra__key_scratch store;             /* k, v, pos: of size.batch blocks */
+    ra__key_scratch store;             /* its k and v, and pos: of size.batch blocks */
     int32_t *pos;
     uint8_t *gathered;                 /* K and V of blocks that are in several pages */
     ra__keys keys[RA__BATCH];          /* blocks that wait to be folded */
@@ -9586,8 +9593,7 @@ static void ra__panel_load(const ra__work *w, const ra__task *t, ra__scratch *x,
         p->m[r] = live ? w->m[at + r * w->ml_row] : r < p->rows ? ra__neg_inf() : 0.0f;
         p->l[r] = live ? w->l[at + r * w->ml_row] : 0.0f;
     }
-    w->kernel->load_acc(p, clear ? NULL : (const float *)(const void *)acc.data, acc.token / 4,
-                        w->d->v_dim);
+    w->kernel->load_acc(p, clear ? NULL : ra__view_floats(acc), acc.token / 4, w->d->v_dim);
 }
 
 static void ra__panel_store(const ra__work *w, const ra__task *t, const ra__scratch *x,
@@ -9599,7 +9605,7 @@ static void ra__panel_store(const ra__work *w, const ra__task *t, const ra__scra
         w->m[at + r * w->ml_row] = p->m[r];
         w->l[at + r * w->ml_row] = p->l[r];
     }
-    w->kernel->store_acc(p, (float *)(uintptr_t)acc.data, acc.token / 4, w->d->v_dim);
+    w->kernel->store_acc(p, ra__view_floats(acc), acc.token / 4, w->d->v_dim);
 }
 
 /* Final factor of a row's sums and its LSE, from (m, l) in powers of two and an optional sink: one
@@ -9634,10 +9640,10 @@ static void ra__panel_finish(const ra__work *w, const ra__task *t, const ra__scr
     float factor[RA_BLOCK_TOKENS], sum;
     for (int32_t r = 0; r < p->rows; r++) {
         factor[r] = ra__row_finish(p->m[r], p->l[r], sink, lse.data ? &sum : NULL);
-        if (lse.data) memcpy((void *)(uintptr_t)(lse.data + r * lse.token), &sum, sizeof sum);
+        if (lse.data) memcpy(ra__view_out(ra__view_at(lse, 0, r, 0)), &sum, sizeof sum);
     }
     for (int32_t r = p->rows; r < RA_BLOCK_TOKENS; r++) factor[r] = 0.0f;
-    w->kernel->store_o(p, (void *)(uintptr_t)o.data, o.token, w->d->o_dtype, w->d->v_dim, factor);
+    w->kernel->store_o(p, ra__view_out(o), o.token, w->d->o_dtype, w->d->v_dim, factor);
 }
 
 /* What the rows of seg see, as bounds and, per row, in `rows`. */
@@ -9958,13 +9964,12 @@ static void ra__rows_finish(const ra__work *w, int32_t b, const ra__seg *s, int3
         int64_t at = ra__ml_at(w, b, r, head);
         const float *sink = w->d->scores & RA_SCORE_SINKS ? w->t->sinks + head : NULL;
         ra__view acc = ra__view_at(w->acc, b, r, head), o = ra__view_at(w->o, b, r, head);
-        const float *from = (const float *)(const void *)acc.data;
-        uint8_t *to = (uint8_t *)(uintptr_t)o.data;
+        const float *from = ra__view_floats(acc);
+        uint8_t *to = (uint8_t *)ra__view_out(o);
         factor = ra__row_finish(w->m[at], w->l[at], sink, &sum);
         for (int32_t i = 0; i < w->d->v_dim; i++)
             ra__store_element(to, i, w->d->o_dtype, from[i] * factor);
-        if (w->lse.data)
-            memcpy((void *)(uintptr_t)ra__view_at(w->lse, b, r, head).data, &sum, sizeof sum);
+        if (w->lse.data) memcpy(ra__view_out(ra__view_at(w->lse, b, r, head)), &sum, sizeof sum);
     }
 }
 
@@ -9973,8 +9978,7 @@ static void ra__rows_clear(const ra__work *w, int32_t b, const ra__seg *s, int32
         int64_t at = ra__ml_at(w, b, r, head);
         w->m[at] = ra__neg_inf();
         w->l[at] = 0.0f;
-        memset((void *)(uintptr_t)ra__view_at(w->acc, b, r, head).data, 0,
-               (size_t)w->d->v_dim * sizeof(float));
+        memset(ra__view_out(ra__view_at(w->acc, b, r, head)), 0, (size_t)w->d->v_dim * 4);
     }
 }
 
@@ -10033,9 +10037,8 @@ static int ra__engine_call(const ra__work *w, const ra__item *item, const ra__se
     for (int64_t r = 0; code == 0 && r < rows->rows; r++) {
         for (int32_t h = 0; h < d->q_heads; h++) {
             int64_t ml = ra__ml_at(w, b, rows->row + r, h), part = r * d->q_heads + h;
-            ra__view acc = ra__view_at(w->acc, b, rows->row + r, h);
             ra__engine_merge(x->o + part * d->v_dim, x->lse[part], w->m + ml, w->l + ml,
-                             (float *)(uintptr_t)acc.data, d->v_dim);
+                             ra__view_floats(ra__view_at(w->acc, b, rows->row + r, h)), d->v_dim);
         }
     }
     return code;
@@ -10176,7 +10179,8 @@ static void ra__item_part(ra__item *item, ra__grads *g, int32_t part, int32_t pa
 }
 
 /* The query blocks of a share, out of `blocks`: all if it has keys, otherwise its part. */
-static void ra__share_blocks(ra__share *s, int64_t blocks, int32_t group) {
+static void ra__share_blocks(const ra_desc *d, ra__share *s, int64_t blocks) {
+    const int32_t group = d->q_heads / d->kv_heads;
     const int64_t from = s->want_k ? 0 : ra__part(blocks, s->parts, s->part);
     const int64_t to = s->want_k ? blocks : ra__part(blocks, s->parts, s->part + 1);
     s->t.panel0 = from * group;
@@ -10386,7 +10390,7 @@ static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads 
         if (!g->dq.data) continue;
         ra__view dq = ra__back_dq(t, b, g, x, i);
         if (g->edge & RA__FIRST) dq.data = NULL;
-        b->kernel->load_acc(&p->fwd, (const float *)(const void *)dq.data, dq.token / 4, d->k_dim);
+        b->kernel->load_acc(&p->fwd, ra__view_floats(dq), dq.token / 4, d->k_dim);
     }
 }
 
@@ -10398,13 +10402,13 @@ static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads 
         const ra__panel *p = &x->panel[i].fwd;
         ra__view dq = ra__back_dq(t, b, g, x, i);
         if (!(g->edge & RA__LAST)) {
-            b->kernel->store_acc(p, (float *)(uintptr_t)dq.data, dq.token / 4, d->k_dim);
+            b->kernel->store_acc(p, ra__view_floats(dq), dq.token / 4, d->k_dim);
             continue;
         }
         b->kernel->store_acc(p, p->q, d->k_dim, d->k_dim); /* Q is not needed any more */
         dq = ra__view_at(b->d_q, t->sequence, x->seg[i].row, x->head[i]);
         for (int32_t r = 0; r < p->rows; r++)
-            b->kernel->put_grad((void *)(uintptr_t)(dq.data + r * dq.token),
+            b->kernel->put_grad(ra__view_out(ra__view_at(dq, 0, r, 0)),
                                 p->q + (int64_t)r * d->k_dim, d->grad_dtype, d->k_dim);
     }
 }
@@ -10518,8 +10522,8 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     tile->scale = d->scale;
     tile->want_q = g->dq.data != NULL;
     tile->v_in_k = d->v_in_k;
-    tile->dk = (float *)(uintptr_t)dk.data;
-    tile->dv = (float *)(uintptr_t)dv.data;
+    tile->dk = ra__view_floats(dk);
+    tile->dv = ra__view_floats(dv);
     tile->dk_stride = dk.token / 4;
     tile->dv_stride = dv.token / 4;
     for (int32_t j = 0; j < t->count; j++) {
@@ -10639,9 +10643,8 @@ static void ra__grads_clear(const ra_desc *d, const ra__chunk *c, const ra__grad
     for (int32_t i = 0; i < c->segs; i++)
         for (int64_t j = 0; j < c->seg[i].rows; j++) {
             ra__view k = ra__view_at(g->dk[i], 0, j, 0), v = ra__view_at(g->dv[i], 0, j, 0);
-            if (k.data) memset((void *)(uintptr_t)k.data, 0, (size_t)d->k_dim * 4);
-            if (v.data && !d->v_in_k)
-                memset((void *)(uintptr_t)v.data, 0, (size_t)d->v_dim * 4);
+            if (k.data) memset(ra__view_out(k), 0, (size_t)d->k_dim * 4);
+            if (v.data && !d->v_in_k) memset(ra__view_out(v), 0, (size_t)d->v_dim * 4);
         }
 }
 
@@ -10653,17 +10656,13 @@ static void ra__grads_finish(const ra__back *b, const ra__chunk *c, int32_t kv_h
     for (int32_t i = 0; i < c->segs; i++)
         for (int64_t j = 0; j < c->seg[i].rows; j++) {
             int64_t row = c->seg[i].row + j;
-            void *dk = (void *)(uintptr_t)ra__view_at(out[0], c->sequence, row, kv_head).data;
-            void *dv = (void *)(uintptr_t)ra__view_at(out[1], c->sequence, row, kv_head).data;
+            void *dk = ra__view_out(ra__view_at(out[0], c->sequence, row, kv_head));
+            void *dv = ra__view_out(ra__view_at(out[1], c->sequence, row, kv_head));
             ra__view k = ra__view_at(g->dk[i], 0, j, 0), v = ra__view_at(g->dv[i], 0, j, 0);
             ra__prefetch_row((const float *)dk, out[0].token, d->k_dim * 4);
             ra__prefetch_row((const float *)dv, out[1].token, d->v_dim * 4);
-            if (dk)
-                b->kernel->put_grad(dk, (const float *)(const void *)k.data, d->grad_dtype,
-                                    d->k_dim);
-            if (dv)
-                b->kernel->put_grad(dv, (const float *)(const void *)v.data, d->grad_dtype,
-                                    d->v_dim);
+            if (dk) b->kernel->put_grad(dk, ra__view_floats(k), d->grad_dtype, d->k_dim);
+            if (dv) b->kernel->put_grad(dv, ra__view_floats(v), d->grad_dtype, d->v_dim);
         }
     ra__fp_leave(mode);
 }
@@ -10711,11 +10710,6 @@ static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch 
     x->sum = 0.0;
     x->sum_block = x->sum_sequence = 0;
     return 1;
-}
-
-static void ra__back_sink(const ra__back *b, int32_t head, ra__back_scratch *x) {
-    x->left = INT64_MAX;
-    (void)ra__back_sink_some(b, head, x);
 }
 
 /* ========================================================================== LOCAL
@@ -10899,13 +10893,13 @@ static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scra
         ra__view lse = ra__view_at(c->w.lse, t->sequence, row, head);
         factor[r] = ra__row_finish(p->m[r], p->l[r],
                                    d->scores & RA_SCORE_SINKS ? c->w.t->sinks + head : NULL, &sum);
-        if (lse.data) memcpy((void *)(uintptr_t)lse.data, &sum, sizeof sum);
+        if (lse.data) memcpy(ra__view_out(lse), &sum, sizeof sum);
     }
     c->w.kernel->store_o(p, gather, size, d->o_dtype, d->v_dim, factor);
     for (int64_t r = 0; r < p->rows; r++) {
         int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
-        memcpy((void *)(uintptr_t)ra__view_at(c->w.o, t->sequence, row, head).data,
-               gather + r * size, (size_t)size);
+        memcpy(ra__view_out(ra__view_at(c->w.o, t->sequence, row, head)), gather + r * size,
+               (size_t)size);
     }
 }
 
@@ -11976,8 +11970,8 @@ static void ra__back_run_piece(const ra__back_local *l, ra__share *p, ra__back_m
     if (p->want_q && l->b.d_q.data)
         g.dq = ra__view_packed((const uint8_t *)m->dq, group, d->k_dim, RA_F32);
     ra__share_keys(&l->c.w, p, &l->c.k_side, l->c.kv, sums, 0, &item, &g);
-    ra__share_blocks(p, ra__side_blocks(&l->c.w.q_side, p->t.sequence,
-                                        ra__q_len(d, p->t.sequence)), group);
+    ra__share_blocks(d, p, ra__side_blocks(&l->c.w.q_side, p->t.sequence,
+                                           ra__q_len(d, p->t.sequence)));
     if (p->want_k) ra__grads_clear(d, &item.c, &g);
     m->x.phase = twice ? RA__AFTER : RA__BOTH;
     ra__back_pass(l, p, &item, &g, !twice, m);
@@ -12014,8 +12008,9 @@ static void ra__back_run(const ra__back_local *l, uint8_t *memory, int ith, int 
                 ra__back_run_piece(l, &p, &m);
             }
     }
+    m.x.left = INT64_MAX;
     for (int32_t h = ith; l->c.w.t->d_sinks && h < d->q_heads; h += nth)
-        ra__back_sink(&l->b, h, &m.x);
+        (void)ra__back_sink_some(&l->b, h, &m.x);
 }
 
 /* Points a checked call at the gradients. */
@@ -12081,8 +12076,8 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
     for (int32_t i = 0; i < d->sequences * d->kv_heads; i++) {
         p.t.sequence = i / d->kv_heads;
         p.t.kv_head = i % d->kv_heads;
-        ra__share_blocks(&p, ra__side_blocks(&l->c.w.q_side, p.t.sequence,
-                                             ra__q_len(d, p.t.sequence)), group);
+        ra__share_blocks(d, &p, ra__side_blocks(&l->c.w.q_side, p.t.sequence,
+                                                ra__q_len(d, p.t.sequence)));
         if (into->d_q) {
             g.dq = ra__view_packed((const uint8_t *)into->d_q, d->q_heads, d->k_dim, RA_F32);
             g.dq.batch = d->tokens * g.dq.token;
@@ -12295,7 +12290,9 @@ typedef struct ra__pass_lists {
 /* Counts that size a rank's workspace. own: own chunks that leave; stays: those that do not. */
 typedef struct ra__counts { int64_t tasks, recvs, sends, own, stays; } ra__counts;
 typedef struct ra__sizes {
-    int64_t rows, key_rows, notices_in, notices_out;
+    int64_t rows, key_rows;            /* of its longest sequence; key_rows with d.train */
+    int64_t notices_in, notices_out;   /* that end a shared pass: one from each reader, one to each
+                                        * owner that is read */
     int32_t panels, back_parts;
     ra__counts forward, back;
 } ra__sizes;
@@ -12380,11 +12377,8 @@ RA__INLINE int ra__need_seg(const ra__travel *t, int64_t c, int32_t i, int32_t r
 RA__INLINE int ra__need(const ra__travel *t, int64_t c, int32_t rank) {
     return ((t->need[rank * t->need_row + c / 4] >> (2 * c % 8)) & 3) != 0;
 }
-RA__INLINE int ra__needs(const ra_plan *p, int64_t chunk, int32_t rank) {
-    return ra__need(&p->keys, chunk, rank);
-}
 
-/* Rows of the queries (keys = 0) or keys of a rank. ARRAY positions are filled in by the pass. */
+/* Rows of a rank, of its queries or keys. ARRAY positions are filled in by the pass. */
 static ra__side ra__plan_side(const ra_plan *p, int keys, int32_t rank) {
     const ra_layout *l = &p->d.layout;
     const int64_t *run_begin = keys ? p->k_run_begin : p->q_run_begin;
@@ -12403,6 +12397,46 @@ static ra__side ra__plan_side(const ra_plan *p, int keys, int32_t rank) {
     }
     if (l->kind == RA_LAYOUT_ARRAY) s.array_rows = (keys ? l->k_rows : l->q_rows)[rank];
     return s;
+}
+
+/* Most rows that a rank has of a sequence. */
+static int64_t ra__plan_rows(const ra_plan *p, int keys, int32_t rank) {
+    ra__side side = ra__plan_side(p, keys, rank);
+    int64_t most = 0;
+    for (int32_t b = 0; b < p->d.sequences; b++)
+        most = ra__max(most, ra__side_rows(&side, b, ra__len(&p->d, b, keys)));
+    return most;
+}
+
+/* A walk over the query blocks of a rank in a sequence. rows, bounds: of the block in hand. */
+typedef struct ra__query_walk {
+    const ra_desc *d;
+    ra__side side;
+    ra__seg seg, rows;
+    ra__bounds bounds;                 /* what the rows see */
+    int64_t segs, block;               /* the next ones */
+    int32_t sequence;
+} ra__query_walk;
+
+static ra__query_walk ra__queries_of(const ra_plan *p, int32_t rank, int32_t b) {
+    ra__query_walk w;
+    memset(&w, 0, sizeof w);
+    w.d = &p->d;
+    w.side = ra__plan_side(p, 0, rank);
+    w.sequence = b;
+    return w;
+}
+
+/* Moves on to the next block; 0 if there is none. */
+static int ra__queries_next(ra__query_walk *w) {
+    while (w->block >= ra__ceil_div(w->seg.rows, RA_BLOCK_TOKENS)) {
+        w->block = 0;
+        if (!ra__side_seg(&w->side, w->sequence, ra__q_len(w->d, w->sequence), w->segs++, &w->seg))
+            return 0;
+    }
+    w->rows = ra__seg_block(&w->seg, w->block++);
+    w->bounds = ra__seg_bounds(&w->d->mask, ra__key_end(w->d, w->sequence, 0), &w->rows);
+    return 1;
 }
 
 /* Offsets of the positions, K and V of a segment in its message. */
@@ -12577,8 +12611,8 @@ static int64_t ra__chunk_all(const ra_plan *p, int keys, int down, ra__chunk *ou
     for (int32_t b = 0; b < p->d.sequences; b++) {
         for (int32_t i = 0; i < p->d.ranks; i++) {
             ra__side side = ra__plan_side(p, keys, down ? p->d.ranks - 1 - i : i);
-            int64_t k = ra__chunk_shard(&side, b, keys ? ra__k_len(&p->d, b) : ra__q_len(&p->d, b),
-                                        p->d.chunk_tokens, out + n);
+            int64_t k = ra__chunk_shard(&side, b, ra__len(&p->d, b, keys), p->d.chunk_tokens,
+                                        out + n);
             for (int64_t j = 0; down && j < k / 2; j++) {
                 ra__chunk t = out[n + j];
                 out[n + j] = out[n + k - 1 - j];
@@ -12765,29 +12799,22 @@ static void ra__needs_mark(const ra_plan *p, int32_t rank, int64_t first, int64_
  * `rank` is a multiple of RA__VIEWERS. */
 static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
     const int32_t ranks = (int32_t)ra__min(p->d.ranks - rank, RA__VIEWERS);
-    int64_t tokens = ra__q_len(&p->d, b), first, end;
+    const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
+    int64_t first, end;
     ra__views views;
     ra__spans spans;
-    ra__seg s;
     views.n = 0;
     ra__chunk_range(&p->keys, b, &first, &end);
     for (int32_t r = 0; r < ranks && first < end; r++) {
-        ra__side side = ra__plan_side(p, 0, rank + r);
+        ra__query_walk w = ra__queries_of(p, rank + r, b);
         spans.n = 0;
-        for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
-            if (p->d.layout.kind == RA_LAYOUT_ARRAY && s.rows)
-                (void)ra__spans_add(&spans, 0, RA_MAX_POSITION);
-            if (p->d.layout.kind == RA_LAYOUT_ARRAY) continue;
-            for (int64_t j = 0; j < ra__ceil_div(s.rows, RA_BLOCK_TOKENS); j++) {
-                ra__seg block = ra__seg_block(&s, j);
-                ra__bounds bounds = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, b, 0), &block);
-                while (!ra__spans_bounds(&spans, &bounds)) {
-                    while (!ra__views_add(&views, &spans, r))
-                        ra__needs_mark(p, rank, first, end, &views);
-                    spans.n = 0;
-                }
+        if (array && w.side.array_rows) (void)ra__spans_add(&spans, 0, RA_MAX_POSITION);
+        while (!array && ra__queries_next(&w))
+            while (!ra__spans_bounds(&spans, &w.bounds)) {
+                while (!ra__views_add(&views, &spans, r))
+                    ra__needs_mark(p, rank, first, end, &views);
+                spans.n = 0;
             }
-        }
         while (!ra__views_add(&views, &spans, r)) ra__needs_mark(p, rank, first, end, &views);
     }
     ra__needs_mark(p, rank, first, end, &views);
@@ -12938,8 +12965,8 @@ static int64_t ra__tour_hops(const ra__tour *w) {
  * gradient returns in the step after it came to its last rank. Chunks move on in the first half of
  * a step and return in the second half. A count is a step less the place of a rank in the direction
  * of travel: a chunk leaves all its ranks in the same count, those beyond the end of the ring
- * `ranks` later. free[x]: the first count in which a chunk may leave the places [x, end[x]), which
- * is kept once for as many as have it alike; end[x] is 0 at the other places.
+ * `ranks` later. free[x]: the first count in which a chunk may leave the places [x, end[x]), one
+ * value for a piece of places that share it; end[x] is 0 inside a piece.
  *
  * Cost: a chunk makes one piece of all the pieces that it passes, and two more at its ends, so all
  * chunks together pass few more than there are chunks and ranks. */
@@ -13554,22 +13581,11 @@ static void ra__readers_of(const ra_plan *p, int32_t rank, ra__readers *out) {
     for (int64_t c = 0; c < p->keys.chunks; c++) {
         int32_t owner = p->keys.chunk[c].owner;
         if (owner != rank) {
-            out->read[owner] |= (uint8_t)ra__needs(p, c, rank);
+            out->read[owner] |= (uint8_t)ra__need(&p->keys, c, rank);
             continue;
         }
         for (int32_t r = 0; r < p->d.ranks; r++)
-            out->reads[r] |= (uint8_t)(r != rank && ra__needs(p, c, r));
-    }
-}
-
-/* The notices that end a shared pass: one from each reader, one to each owner that is read. */
-static void ra__count_notices(const ra_plan *p, int32_t rank, int64_t *in, int64_t *out) {
-    ra__readers all;
-    ra__readers_of(p, rank, &all);
-    *in = *out = 0;
-    for (int32_t r = 0; r < p->d.ranks; r++) {
-        *in += all.reads[r];
-        *out += all.read[r];
+            out->reads[r] |= (uint8_t)(r != rank && ra__need(&p->keys, c, r));
     }
 }
 
@@ -13863,12 +13879,11 @@ static void ra__plan_pass_sizes(const ra__tour *w, int32_t rank, ra__counts *s) 
 /* Counts of one rank. There are fewer panels per task if threads would otherwise have no work; bits
  * do not depend on it. */
 static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task_begin) {
-    ra__side side = ra__plan_side(p, 0, rank), keys = ra__plan_side(p, 1, rank);
     ra__tour forward = ra__tour_of(p, 0), back = ra__tour_of(p, 1);
+    ra__readers all;
     ra__sizes s;
     memset(&s, 0, sizeof s);
-    for (int32_t b = 0; b < p->d.sequences; b++)
-        s.rows = ra__max(s.rows, ra__side_rows(&side, b, ra__q_len(&p->d, b)));
+    s.rows = ra__plan_rows(p, 0, rank);
     s.panels = ra__panels(&p->d);
     s.back_parts = (int32_t)ra__ceil_div(p->d.threads, p->d.kv_heads);
     s.back.tasks = p->d.kv_heads * (s.back_parts > 1 ? 2 * (int64_t)s.back_parts : 1);
@@ -13876,11 +13891,14 @@ static ra__sizes ra__plan_sizes(const ra_plan *p, int32_t rank, int64_t *task_be
                8 * (int64_t)p->d.threads && s.panels > 1)
         s.panels /= 2;
     ra__plan_pass_sizes(&forward, rank, &s.forward);
-    ra__count_notices(p, rank, &s.notices_in, &s.notices_out);
+    ra__readers_of(p, rank, &all);
+    for (int32_t r = 0; r < p->d.ranks; r++) {
+        s.notices_in += all.reads[r];
+        s.notices_out += all.read[r];
+    }
     if (!p->d.train) return s;
     ra__plan_pass_sizes(&back, rank, &s.back);
-    for (int32_t b = 0; b < p->d.sequences; b++)
-        s.key_rows = ra__max(s.key_rows, ra__side_rows(&keys, b, ra__k_len(&p->d, b)));
+    s.key_rows = ra__plan_rows(p, 1, rank);
     return s;
 }
 
@@ -14266,17 +14284,15 @@ static void ra__play_carve(ra__arena *a, ra_plan *p) {
     if (a->base) *p->play = y;
 }
 
-/* Most segments of keys of a sequence, on all ranks together. */
-static int64_t ra__most_spans(const ra_plan *p) {
-    return p->d.layout.kind == RA_LAYOUT_RUNS ? p->held_count : 2 * (int64_t)p->d.ranks;
-}
-
 /* Carves what depends on the number of chunks: at most `keys` of keys, `queries` of queries. */
 static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queries) {
     const int32_t B = p->d.sequences;
     const int q = p->d.train && p->d.backward_travel == RA_TRAVEL_Q;
-    int64_t places = 2 * keys + 1, back;
-    if (p->d.layout.kind == RA_LAYOUT_RUNS) places += p->held_count * B;
+    int64_t places = 2 * keys + 1, spans = 2 * (int64_t)p->d.ranks, back;
+    if (p->d.layout.kind == RA_LAYOUT_RUNS) {
+        places += p->held_count * B;
+        spans = p->held_count;
+    }
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) places = 0;
     ra__travel_carve(a, p, &p->keys, keys);
     ra__travel_carve(a, p, &p->queries, q ? queries : 0);
@@ -14287,7 +14303,7 @@ static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queri
     p->place_begin = (int64_t *)ra__carve(a, ((int64_t)B + 1) * 8);
     p->start = (int64_t *)ra__carve(a, ra__max(keys, p->queries.chunks) * 8);
     p->line = (int64_t *)ra__carve(a, 3 * (int64_t)p->d.ranks * 8);
-    p->span = (ra__span *)ra__carve(a, q ? ra__most_spans(p) * (int64_t)sizeof(ra__span) : 0);
+    p->span = (ra__span *)ra__carve(a, q ? spans * (int64_t)sizeof(ra__span) : 0);
     ra__play_carve(a, p);
     ra__lists_carve(a, &p->forward, keys, keys + B, 2 * keys, 0);
     back = p->d.train ? ra__back_travel(p)->chunks : 0;        /* own chunks may be folded twice */
@@ -14323,7 +14339,7 @@ static void ra__plan_own_lists(ra_plan *p) {
         for (; k < p->keys.chunks && p->keys.chunk[k].sequence == b; k++) {
             const int64_t c = ra__tour_chunk(&tour, me, k);
             int32_t recv = ra__tour_arrives(&tour, c, me) ? (int32_t)w->recvs : -1;
-            int32_t fold = ra__needs(p, c, me) ? (int32_t)w->folds : -1;
+            int32_t fold = ra__need(&p->keys, c, me) ? (int32_t)w->folds : -1;
             int32_t send = ra__tour_leaves(&tour, c, me) ? (int32_t)w->sends : -1;
             if (fold >= 0) (void)ra__lists_fold(w, (int32_t)c, recv, (int32_t)(fold - before));
             if (send >= 0) ra__lists_send(w, (int32_t)c, recv, -1);
@@ -14424,12 +14440,6 @@ static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__pas
         if (!index) ra__lists_fold(r, -1, -1, 0)->sequence = b;
         r->fold[r->folds - 1].last = 1;
     }
-}
-
-/* Owners fold twice if a contiguous or zigzag layout has units and queries and keys are the same
- * positions. Under RA_ORDER_DESCENDING no row comes before its key. */
-static int ra__back_folds_twice(const ra_plan *p) {
-    return p->same_positions && p->q_cut != NULL && p->order == RA_ORDER_ASCENDING;
 }
 
 /* Ranks that read this rank's keys, and ranks whose keys it reads. With addresses instead of copies
@@ -14633,19 +14643,13 @@ static int ra__walk_next(ra__walk *w) {
 
 /* -------------------------------------------------------------------------- figures of one rank */
 static void ra__report_tiles(const ra_plan *p, int32_t rank, int32_t b, ra__tally *tally) {
-    ra__side side = ra__plan_side(p, 0, rank);
-    int64_t tokens = ra__q_len(&p->d, b), end = ra__key_end(&p->d, b, 0);
-    ra__seg s;
-    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
-        for (int64_t j = 0; j < ra__ceil_div(s.rows, RA_BLOCK_TOKENS); j++) {
-            ra__seg block = ra__seg_block(&s, j);
-            ra__bounds bounds = ra__seg_bounds(&p->d.mask, end, &block);
-            ra__walk w = ra__walk_start(p, b, &bounds);
-            while (ra__walk_next(&w)) {
-                const ra__place *at = &p->place[w.from];
-                if (w.kind >= 0) tally->tiles[w.kind] += p->place[w.to].blocks - at->blocks;
-                else ra__tally_seg(&p->keys.chunk[at->chunk], at->seg, &bounds, &w.edges, tally);
-            }
+    ra__query_walk q = ra__queries_of(p, rank, b);
+    while (ra__queries_next(&q)) {
+        ra__walk w = ra__walk_start(p, b, &q.bounds);
+        while (ra__walk_next(&w)) {
+            const ra__place *at = &p->place[w.from];
+            if (w.kind >= 0) tally->tiles[w.kind] += p->place[w.to].blocks - at->blocks;
+            else ra__tally_seg(&p->keys.chunk[at->chunk], at->seg, &q.bounds, &w.edges, tally);
         }
     }
 }
@@ -14821,9 +14825,10 @@ static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r)
         r->resident_bytes += k_rows * d->kv_heads * ra__row_bytes(d->v_dtype, d->v_dim);
 }
 
-static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+static void ra__plan_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
+    const ra__sizes n = rank == p->d.rank ? p->sizes : ra__plan_sizes(p, rank, NULL);
+    const ra__ring_size size = ra__ring_bytes(p, &n, 0, 64);
     const ra__tour w = ra__tour_of(p, 0);
-    int64_t in, out;
     memset(r, 0, sizeof *r);
     ra__report_memory(p, rank, r);
     ra__report_all_tiles(p, rank, r);
@@ -14832,9 +14837,8 @@ static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report 
     r->forward.flops = 2.0 * (p->d.k_dim + p->d.v_dim) * p->d.q_heads * (double)r->pairs;
     ra__report_messages(&w, rank, &r->forward);
     ra__report_hops(&w, rank, r);
-    ra__count_notices(p, rank, &in, &out);
-    r->forward.shared_bytes_in += in * RA__FRAME_BYTES;
-    r->forward.shared_bytes_out += out * RA__FRAME_BYTES;
+    r->forward.shared_bytes_in += n.notices_in * RA__FRAME_BYTES;
+    r->forward.shared_bytes_out += n.notices_out * RA__FRAME_BYTES;
     ra__report_back(p, rank, r);
     r->forward.chunk_bytes = p->forward.chunk_bytes;
     r->order = p->round ? RA_ORDER_ROUNDS : p->order;
@@ -14843,6 +14847,10 @@ static void ra__plan_report_rank(const ra_plan *p, int32_t rank, ra_plan_report 
     r->forward.bits_any_ranks = p->on_grid && !p->d.engine && !p->round;
     r->chunk_tokens = p->d.chunk_tokens;
     r->buffers = p->d.buffers;
+    r->workspace_bytes = size.bytes;
+    r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64).bytes;
+    r->forward.state_bytes = size.state;
+    r->backward.state_bytes = size.back_state;
 }
 
 /* -------------------------------------------------------------------------- prediction
@@ -14875,28 +14883,22 @@ static void ra__predict_carve(ra__arena *a, const ra_plan *p, ra__prediction_scr
  * per block. */
 static void ra__predict_work(const ra_plan *p, int32_t rank, int32_t b, double pair_s,
                              ra__prediction_scratch *m) {
-    ra__side side = ra__plan_side(p, 0, rank);
-    int64_t tokens = ra__q_len(&p->d, b), end = ra__key_end(&p->d, b, 0);
+    ra__query_walk q = ra__queries_of(p, rank, b);
     double *work = m->work + rank * p->keys.chunks, block_s = 0;
-    ra__seg s;
-    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
-        for (int64_t j = 0; j < ra__ceil_div(s.rows, RA_BLOCK_TOKENS); j++) {
-            ra__seg block = ra__seg_block(&s, j);
-            ra__bounds bounds = ra__seg_bounds(&p->d.mask, end, &block);
-            ra__walk w = ra__walk_start(p, b, &bounds);
-            while (ra__walk_next(&w)) {
-                const ra__place *at = &p->place[w.from];
-                ra__tally tally = { { 0, 0, 0 } };
-                if (w.kind == RA__EMPTY) continue;
-                if (w.kind >= 0) {
-                    m->step[w.from] += (double)block.rows;
-                    m->step[w.to] -= (double)block.rows;
-                    continue;
-                }
-                ra__tally_seg(&p->keys.chunk[at->chunk], at->seg, &bounds, &w.edges, &tally);
-                work[at->chunk] += (double)block.rows * RA_BLOCK_TOKENS * pair_s *
-                                   (double)ra__tally_seen(&tally);
+    while (ra__queries_next(&q)) {
+        const double rows = (double)q.rows.rows;
+        ra__walk w = ra__walk_start(p, b, &q.bounds);
+        while (ra__walk_next(&w)) {
+            const ra__place *at = &p->place[w.from];
+            ra__tally tally = { { 0, 0, 0 } };
+            if (w.kind == RA__EMPTY) continue;
+            if (w.kind >= 0) {
+                m->step[w.from] += rows;
+                m->step[w.to] -= rows;
+                continue;
             }
+            ra__tally_seg(&p->keys.chunk[at->chunk], at->seg, &q.bounds, &w.edges, &tally);
+            work[at->chunk] += rows * RA_BLOCK_TOKENS * pair_s * (double)ra__tally_seen(&tally);
         }
     }
     for (int64_t i = p->place_begin[b]; i < p->place_begin[b + 1]; i++) {
@@ -14980,11 +14982,13 @@ static void ra__plan_queries(ra_plan *p) {
     }
 }
 
-/* The lists of a backward pass. */
+/* The lists of a backward pass. Owners fold twice if a contiguous or zigzag layout has units and
+ * queries and keys are the same positions. Under RA_ORDER_DESCENDING no row comes before its
+ * key. */
 static void ra__plan_fill_back(ra_plan *p) {
     int q = p->d.backward_travel == RA_TRAVEL_Q;
     if (q) ra__plan_queries(p);
-    p->owner_folds_twice = ra__back_folds_twice(p);
+    p->owner_folds_twice = p->same_positions && p->q_cut && p->order == RA_ORDER_ASCENDING;
     p->back_direction = p->order == RA_ORDER_DESCENDING && q ? -1 : 1;
     ra__tour w = ra__tour_of(p, 1);
     (void)ra__tour_hops(&w);
@@ -15021,21 +15025,11 @@ static int64_t ra__plan_unvisited(const ra_plan *p, const ra__travel *t) {
     for (int64_t c = 0; c < t->chunks; c++) {
         int32_t b = t->chunk[c].sequence;
         if (!c || b != t->chunk[c - 1].sequence)
-            blocks = ra__side_blocks(&side, b, keys ? ra__k_len(&p->d, b) : ra__q_len(&p->d, b));
+            blocks = ra__side_blocks(&side, b, ra__len(&p->d, b, keys));
         if (!ra__need(t, c, p->d.rank))
             n = ra__add_sat(n, ra__mul_sat(blocks, ra__chunk_blocks(&t->chunk[c])));
     }
     return ra__mul_sat(n, p->d.q_heads);
-}
-
-static void ra__plan_full_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    ra__sizes n = rank == p->d.rank ? p->sizes : ra__plan_sizes(p, rank, NULL);
-    ra__ring_size size = ra__ring_bytes(p, &n, 0, 64);
-    ra__plan_report_rank(p, rank, r);
-    r->workspace_bytes = size.bytes;
-    r->shared_workspace_bytes = ra__ring_bytes(p, &n, 1, 64).bytes;
-    r->forward.state_bytes = size.state;
-    r->backward.state_bytes = size.back_state;
 }
 
 /* The calls of sendrecv, for transports that have nothing else: made when a ring first needs them,
@@ -15071,7 +15065,7 @@ static int64_t ra__layout_rows(const ra_desc *d, int32_t b, int keys) {
     } else if (l->kind == RA_LAYOUT_ARRAY) {
         for (int32_t r = 0; r < d->ranks; r++) n = ra__add_sat(n, rows[r]);
     } else {
-        n = keys ? ra__k_len(d, b) : ra__q_len(d, b);
+        n = ra__len(d, b, keys);
     }
     return n;
 }
@@ -15132,7 +15126,7 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     ra__plan_fill(p);
     p->unvisited = ra__plan_unvisited(p, &p->keys);
     p->back_unvisited = ra__plan_unvisited(p, ra__back_travel(p));
-    ra__plan_full_report(p, p->d.rank, &p->report);
+    ra__plan_report(p, p->d.rank, &p->report);
     p->d.error = NULL;
     *out = p;
     return RA_OK;
@@ -15153,7 +15147,7 @@ static int32_t ra__plan_runs(const ra_plan *p, int keys, int32_t rank, int32_t s
         return -1;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) return 0;
     ra__side side = ra__plan_side(p, keys, rank);
-    int64_t tokens = keys ? ra__k_len(&p->d, sequence) : ra__q_len(&p->d, sequence);
+    int64_t tokens = ra__len(&p->d, sequence, keys);
     for (int64_t i = 0; ra__side_seg(&side, sequence, tokens, i, &s); i++) {
         if (!s.rows) continue;
         if (n < max_runs) {
@@ -15180,7 +15174,7 @@ RINGATTN_API ra_status ra_plan_query(const ra_plan *plan, int32_t rank, ra_plan_
     if (!plan || !out) return RA_E_NULL;
     if (rank < 0 || rank >= plan->d.ranks) return RA_E_RANGE;
     if (rank == plan->d.rank) *out = plan->report;
-    else ra__plan_full_report(plan, rank, out);
+    else ra__plan_report(plan, rank, out);
     return RA_OK;
 }
 
@@ -16041,9 +16035,8 @@ static ra__blame ra__blame_of(int32_t peer, int32_t sending, int32_t code, int64
     return b;
 }
 
-/* How many ranks the message of chunk c that a rank receives has come: 0 where it begins, at its
- * owner. */
-static int32_t ra__ring_way(const ra_ring *r, int64_t c, int32_t rank) {
+/* How many ranks after the owner of chunk c a rank is, in the direction of travel. */
+static int32_t ra__ring_hop_at(const ra_ring *r, int64_t c, int32_t rank) {
     return ra__ranks_along(r->plan, r->lists->direction, r->lists->chunk[c].owner, rank);
 }
 
@@ -16051,7 +16044,7 @@ static int32_t ra__ring_way(const ra_ring *r, int64_t c, int32_t rank) {
  * -1: it has none. */
 static int32_t ra__ring_event_hop(const ra_ring *r, int64_t c, int32_t receiver) {
     if (c < 0 || receiver < 0 || r->survivor) return -1;
-    int32_t hop = ra__ring_way(r, c, receiver);
+    int32_t hop = ra__ring_hop_at(r, c, receiver);
     return hop ? hop : r->ranks;
 }
 
@@ -16113,14 +16106,20 @@ static void ra__failure_text(const ra_ring *r, ra_failure *f, const ra__blame *o
     ra__say(&x, ", ms since progress: #", f->since_progress_ns / 1000000);
 }
 
+/* An event without a chunk or a peer. */
+static void ra__ring_event_plain(ra_ring *r, int32_t kind, int64_t begin_ns, ra_status status) {
+    ra_event e = ra__event_none();
+    e.begin_ns = begin_ns;
+    e.status = status;
+    ra__ring_event(r, kind, -1, &e);
+}
+
 /* Aborts the transport, once in the life of a ring. */
 static void ra__ring_abort(ra_ring *r, ra_status why) {
-    ra_event e = ra__event_none();
     if (!r->has_transport || !r->tp.abort || !ra__cas_i32(&r->aborted, 0, 1)) return;
-    e.begin_ns = ra__ring_now(r);
+    const int64_t begin_ns = ra__ring_now(r);
     (void)r->tp.abort(r->tp.ctx, why);
-    e.status = why;
-    ra__ring_event(r, RA_EV_ABORT, -1, &e);
+    ra__ring_event_plain(r, RA_EV_ABORT, begin_ns, why);
 }
 
 /* A peer of the transport as a rank of the plan: in a resumed pass peers are numbered anew. */
@@ -16314,8 +16313,7 @@ static int32_t ra__ring_peer(const ra_ring *r, int32_t steps) {
     return ra__rank_up(r->plan, r->rank, steps * r->lists->direction);
 }
 
-/* How many ranks after the owner of chunk c this rank is. */
-static int32_t ra__ring_hop(const ra_ring *r, int64_t c) { return ra__ring_way(r, c, r->rank); }
+static int32_t ra__ring_hop(const ra_ring *r, int64_t c) { return ra__ring_hop_at(r, c, r->rank); }
 
 static int32_t ra__ring_kind(const ra_ring *r) {
     return r->lists->backward ? RA__FRAME_GRAD : RA__FRAME_CHUNK;
@@ -16755,24 +16753,21 @@ typedef struct ra__load { int64_t seen, all; } ra__load;
  * it, with stripes one per rank. */
 static void ra__load_rank(const ra_plan *p, int32_t rank, int32_t b, int64_t keys, ra__load *n) {
     const int64_t loose = p->d.layout.kind == RA_LAYOUT_STRIPED ? p->d.ranks : 1;
-    const int64_t block = RA_BLOCK_TOKENS, tokens = ra__q_len(&p->d, b);
-    ra__side side = ra__plan_side(p, 0, rank);
+    const int64_t block = RA_BLOCK_TOKENS;
     const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
-    const int64_t tiles = keys * ra__side_blocks(&side, b, tokens);
-    ra__seg s;
+    ra__query_walk w = ra__queries_of(p, rank, b);
+    const ra__bounds *x = &w.bounds;
+    const int64_t tiles = keys * ra__side_blocks(&w.side, b, ra__q_len(&p->d, b));
     n->all += tiles;
     if (array) n->seen += tiles;
-    for (int64_t i = 0; !array && ra__side_seg(&side, b, tokens, i, &s); i++)
-        for (int64_t j = 0; j < ra__ceil_div(s.rows, block); j++) {
-            const ra__seg rows = ra__seg_block(&s, j);
-            const ra__bounds x = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, b, 0), &rows);
-            int64_t seen = 0;
-            if (x.lo_min < x.hi_max)
-                seen += ra__ceil_div((int64_t)x.hi_max - x.lo_min, block) + loose;
-            if (x.doc_min < x.keep_max)
-                seen += ra__ceil_div((int64_t)x.keep_max - x.doc_min, block) + loose;
-            n->seen += ra__min(seen, keys);
-        }
+    while (!array && ra__queries_next(&w)) {
+        int64_t seen = 0;
+        if (x->lo_min < x->hi_max)
+            seen += ra__ceil_div((int64_t)x->hi_max - x->lo_min, block) + loose;
+        if (x->doc_min < x->keep_max)
+            seen += ra__ceil_div((int64_t)x->keep_max - x->doc_min, block) + loose;
+        n->seen += ra__min(seen, keys);
+    }
 }
 
 /* An upper bound on the tiles that are not empty on any one rank. Under RA_TRAVEL_Q a rank computes
@@ -17055,8 +17050,7 @@ static void ra__ring_hand_over_q(const ra_ring *r, const ra__chunk *c, int32_t k
             for (int32_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
                 ra__view q = ra__view_at(r->back.d_q, c->sequence, s.row + j, h);
                 ra__view x = ra__view_at(packed, 0, row + j, h);
-                r->back.kernel->put_grad((void *)(uintptr_t)q.data,
-                                         (const float *)(const void *)x.data, d->grad_dtype,
+                r->back.kernel->put_grad(ra__view_out(q), ra__view_floats(x), d->grad_dtype,
                                          d->k_dim);
             }
     }
@@ -17128,7 +17122,7 @@ static int ra__ring_take_sends(ra_ring *r) {
     }
 }
 
-/* Takes the hellos, first the own one: a rank that fails because of the other has told the next. */
+/* Takes the hellos, this rank's own first: so a rank that the other one fails has sent its own. */
 static int ra__ring_take_hellos(ra_ring *r) {
     const ra__lane *in = &r->lane[RA__HELLO_IN];
     if (in->done < in->posted && ra__lane_op(in, 0)->state < 0)
@@ -17503,16 +17497,11 @@ static void ra__item_narrow(ra__item *item, ra__grads *g, const ra__bounds *seen
 
 static ra__share ra__ring_share(const ra_ring *r, int32_t b, int64_t task, int64_t blocks) {
     const ra_desc *d = &r->plan->d;
-    int32_t parts = r->plan->sizes.back_parts, group = d->q_heads / d->kv_heads;
-    int32_t a_head = parts > 1 ? 2 * parts : 1, index = (int32_t)(task % a_head);
-    ra__share s;
-    s.want_q = parts == 1 || index < parts;
-    s.want_k = parts == 1 || index >= parts;
-    s.part = index % parts;
-    s.parts = parts;
-    s.t.sequence = b;
-    s.t.kv_head = (int32_t)(task / a_head);
-    ra__share_blocks(&s, blocks, group);
+    const int32_t parts = r->plan->sizes.back_parts, per_head = parts > 1 ? 2 * parts : 1;
+    const int32_t index = (int32_t)(task % per_head);
+    ra__share s = { { b, (int32_t)(task / per_head), 0, 0 }, parts == 1 || index < parts,
+                    parts == 1 || index >= parts, index % parts, parts };
+    ra__share_blocks(d, &s, blocks);
     return s;
 }
 
@@ -17854,11 +17843,9 @@ static ra__desk *ra__desk_adopt(ra_ring *r, int *more) {
 
 /* Ends a pass that has done everything, unless it has failed. Under `comm`. */
 static void ra__ring_complete(ra_ring *r) {
-    ra_event e = ra__event_none();
     if (!ra__cas_i32(&r->crew.state, RA_RING_RUNNING, RA__RING_ENDING)) return;
     ra__store_i32(&r->met, 1);
-    e.begin_ns = r->begin_ns;
-    ra__ring_event(r, RA_EV_PASS, -1, &e);
+    ra__ring_event_plain(r, RA_EV_PASS, r->begin_ns, RA_OK);
     ra__ring_progress(r);
     ra__store_i32(&r->crew.state, RA_RING_IDLE);
     (void)ra__add_i64(&r->events, 1);
@@ -18202,7 +18189,7 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     for (int64_t i = 0; i < total[RA__NOTICES_OUT]; i++) r->owner_alive[i] = NULL;
 }
 
-/* Whether a pass begins with hellos: all ranks alike, if they agree on the passes before. */
+/* Decides whether a pass begins with hellos. Ranks that agree on the passes before decide alike. */
 static void ra__begin_meet(ra_ring *r, const ra_plan *p, int32_t pass) {
     const uint64_t hash = ra__hash_of(&p->agreed, sizeof p->agreed);
     const uint64_t key = ra__hash_i64(hash, pass);
@@ -18222,12 +18209,6 @@ static void ra__begin_earlier(ra_ring *r) {
     at->kv[1] = r->kv[1];
     at->agreed = r->agreed;
     r->intact = 0;
-}
-
-static void ra__begin_event(ra_ring *r) {
-    ra_event e = ra__event_none();
-    e.begin_ns = r->begin_ns;
-    ra__ring_event(r, RA_EV_BEGIN, -1, &e);
 }
 
 /* ra_begin, and ra_join for the thread that holds `join`; other threads get RA_WAIT meanwhile. */
@@ -18262,7 +18243,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ra__store_i64(&ring->looked_ns, ring->begin_ns);
     ra__store_i32(&ring->threads, job->plan->d.threads);
     ra__store_i32(&ring->backward, ring->lists->backward);
-    ra__begin_event(ring);
+    ra__ring_event_plain(ring, RA_EV_BEGIN, ring->begin_ns, RA_OK);
     ra__store_i32(&ring->crew.state, RA_RING_RUNNING);
     return RA_OK;
 }
@@ -18279,7 +18260,7 @@ RINGATTN_API ra_status ra_begin(ra_ring *ring, const ra_job *job) {
     return ra__ring_begin(ring, job);
 }
 
-/* Of a ring. */
+/* For ra__joined. */
 static ra_status ra__ring_step_any(void *of, int ith) {
     ra_ring *r = (ra_ring *)of;
     return ra__crew_agree(&r->crew, ra__ring_step(r, ith));
@@ -18420,7 +18401,6 @@ static void ra__wait_slice(ra_ring *r, int64_t deadline_ns) {
 }
 
 RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns) {
-    ra_event e = ra__event_none();
     if (!ring) return RA_E_NULL;
     int64_t seen = ra__load_i64(&ring->events);
     int64_t begin = ra__ring_now(ring);
@@ -18429,9 +18409,8 @@ RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns) {
     for (int i = 0; i < 4 && ra__load_i64(&ring->events) == seen; i++) ra__yield();
     if (ra__load_i64(&ring->events) == seen && ra__load_i32(&ring->crew.state) == RA_RING_RUNNING)
         ra__wait_slice(ring, deadline_ns);
-    e.begin_ns = begin;
     (void)ra__add_i64(&ring->counters.wait_ns, ra__time_since(ra__ring_now(ring), begin));
-    ra__ring_event(ring, RA_EV_WAIT, -1, &e);
+    ra__ring_event_plain(ring, RA_EV_WAIT, begin, RA_OK);
     return RA_OK;
 }
 
@@ -18785,7 +18764,7 @@ static void ra__resume_look(ra_ring *r) {
     r->space = 0;
 }
 
-/* What this rank says of it. */
+/* The state of its pass, as this rank's hello has it: RA__RANK_*. */
 static int32_t ra__resume_state(const ra_ring *r) {
     return (r->serves ? RA__RANK_COMPLETE : 0) | (r->lists->backward ? RA__RANK_BACKWARD : 0) |
            (ra__load_i32(&r->engine_failed) && !r->serves ? RA__RANK_ENGINE : 0);
@@ -18848,7 +18827,7 @@ static int ra__resume_taken(ra_ring *r, int32_t i, int sending) {
 }
 
 /* -------------------------------------------------------------------------- meeting */
-/* Not to go on, because of a rank of the plan, which the sentence is about. */
+/* Sets the verdict not to go on. rank: of the plan, which the sentence is about. */
 static void ra__resume_judge(ra_ring *r, ra_status s, int32_t rank, int64_t chunk,
                              const char *why) {
     r->resume->verdict = s;
@@ -18978,7 +18957,7 @@ static int ra__resume_gives(const ra_ring *r, int32_t rank) {
     return rd->refetch && rd->refetch(rd->ctx, r->pass, rank, NULL) == RA_OK;
 }
 
-/* Writes this rank's report into its place. */
+/* Writes what this rank reports to the others. */
 static void ra__resume_report(ra_ring *r) {
     const struct ra__resume *x = r->resume;
     const ra__reports *v = &x->reports;
@@ -19082,13 +19061,10 @@ static const ra__given *ra__resume_refetch(ra_ring *r, int32_t rank) {
     struct ra__resume *x = r->resume;
     ra__given *g = &x->given[rank];
     const ra_desc *d = &r->plan->d;
-    ra__side side = ra__plan_side(r->plan, 1, rank);
-    int64_t rows[2] = { 0, 0 };
     ra_tensors t;
     if (g->known) return g;
+    const int64_t rows[2] = { 0, ra__plan_rows(r->plan, 1, rank) };
     memset(&t, 0, sizeof t);
-    for (int32_t b = 0; b < d->sequences; b++)
-        rows[1] = ra__max(rows[1], ra__side_rows(&side, b, ra__k_len(d, b)));
     ra_status s = x->rd.refetch(x->rd.ctx, r->pass, rank, &t);
     if (!s) s = ra__check_keys(d, &t, rows, g->kv, &r->refusal);
     if (!s && d->layout.kind == RA_LAYOUT_ARRAY)
@@ -19199,7 +19175,7 @@ static ra_status ra__resume_hear(ra_ring *r, int32_t i) {
     const int ends = kind == RA__FRAME_END;
     int64_t length = RA__FRAME_BYTES;
     if (!ends && (x->verdict || x->idle || c < 0 || c >= r->plan->keys.chunks ||
-                  !ra__needs(r->plan, c, x->rank[i])))
+                  !ra__need(&r->plan->keys, c, x->rank[i])))
         return ra__resume_refuse(r, RA_E_PROTO, i);
     if (!ends) length = ra__ring_length(r, c, ra__plan_need_hop(r->plan, c, x->rank[i]));
     ra_status s = ra__resume_check(r, i, &peer->heard, ends ? kind : RA__FRAME_REQUEST, length);
@@ -19525,7 +19501,7 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
     ra__store_i32(&ring->cancelled, 0);
     ra__store_i32(&ring->aborted, 0);
     ra__store_i32(&ring->crew.failed, 0);
-    ra__begin_event(ring);
+    ra__ring_event_plain(ring, RA_EV_BEGIN, ring->begin_ns, RA_OK);
     ra__store_i32(&ring->crew.state, RA_RING_RUNNING);
     return RA_OK;
 }
