@@ -9581,19 +9581,25 @@ static ra__drop ra__drop_of(const ra__work *w, int32_t b, int32_t head) {
     return x;
 }
 
-/* State of panel i: empty at the first chunk, otherwise from memory. */
-static void ra__panel_load(const ra__work *w, const ra__task *t, ra__scratch *x, int32_t i,
-                           int first) {
+/* The state of a panel whose rows have seen no key. */
+static void ra__panel_clear(const ra__work *w, const ra__panel *p) {
+    for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
+        p->m[r] = r < p->rows ? ra__neg_inf() : 0.0f;
+        p->l[r] = 0.0f;
+    }
+    w->kernel->load_acc(p, NULL, 0, w->d->v_dim);
+}
+
+/* The state of panel i from memory. */
+static void ra__panel_load(const ra__work *w, const ra__task *t, ra__scratch *x, int32_t i) {
     const ra__panel *p = &x->panel[i];
     ra__view acc = ra__view_at(w->acc, t->sequence, x->seg[i].row, x->head[i]);
     int64_t at = ra__ml_at(w, t->sequence, x->seg[i].row, x->head[i]);
-    int clear = first && w->clear;
     for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
-        int live = !clear && r < p->rows;
-        p->m[r] = live ? w->m[at + r * w->ml_row] : r < p->rows ? ra__neg_inf() : 0.0f;
-        p->l[r] = live ? w->l[at + r * w->ml_row] : 0.0f;
+        p->m[r] = r < p->rows ? w->m[at + r * w->ml_row] : 0.0f;
+        p->l[r] = r < p->rows ? w->l[at + r * w->ml_row] : 0.0f;
     }
-    w->kernel->load_acc(p, clear ? NULL : ra__view_floats(acc), acc.token / 4, w->d->v_dim);
+    w->kernel->load_acc(p, ra__view_floats(acc), acc.token / 4, w->d->v_dim);
 }
 
 static void ra__panel_store(const ra__work *w, const ra__task *t, const ra__scratch *x,
@@ -9630,19 +9636,25 @@ static float ra__row_finish(float m, float l, const float *sink, float *lse) {
     return (float)(keep / sum);
 }
 
+/* The same of a row of the call, whose LSE is written if it is requested. */
+static float ra__row_end(const ra__work *w, int32_t b, int64_t row, int64_t head, float m,
+                         float l) {
+    const float *sink = w->d->scores & RA_SCORE_SINKS ? w->t->sinks + head : NULL;
+    const ra__view out = ra__view_at(w->lse, b, row, head);
+    float lse = 0.0f;
+    const float factor = ra__row_finish(m, l, sink, out.data ? &lse : NULL);
+    if (out.data) memcpy(ra__view_out(out), &lse, sizeof lse);
+    return factor;
+}
+
 /* Writes the rows of panel i to o and lse. */
 static void ra__panel_finish(const ra__work *w, const ra__task *t, const ra__scratch *x,
                              int32_t i) {
     const ra__panel *p = &x->panel[i];
     ra__view o = ra__view_at(w->o, t->sequence, x->seg[i].row, x->head[i]);
-    ra__view lse = ra__view_at(w->lse, t->sequence, x->seg[i].row, x->head[i]);
-    const float *sink = w->d->scores & RA_SCORE_SINKS ? w->t->sinks + x->head[i] : NULL;
-    float factor[RA_BLOCK_TOKENS], sum;
-    for (int32_t r = 0; r < p->rows; r++) {
-        factor[r] = ra__row_finish(p->m[r], p->l[r], sink, lse.data ? &sum : NULL);
-        if (lse.data) memcpy(ra__view_out(ra__view_at(lse, 0, r, 0)), &sum, sizeof sum);
-    }
-    for (int32_t r = p->rows; r < RA_BLOCK_TOKENS; r++) factor[r] = 0.0f;
+    float factor[RA_BLOCK_TOKENS] = { 0 };
+    for (int32_t r = 0; r < p->rows; r++)
+        factor[r] = ra__row_end(w, t->sequence, x->seg[i].row + r, x->head[i], p->m[r], p->l[r]);
     w->kernel->store_o(p, ra__view_out(o), o.token, w->d->o_dtype, w->d->v_dim, factor);
 }
 
@@ -9691,7 +9703,8 @@ static void ra__task_data(const ra__work *w, const ra__task *t, ra__scratch *x, 
     for (int32_t i = 0; i < t->count; i++) {
         ra__view q = ra__view_at(w->q, t->sequence, x->seg[i].row, x->head[i]);
         w->kernel->load_q(&x->panel[i], q.data, q.token, w->d->q_dtype, w->d->k_dim);
-        ra__panel_load(w, t, x, i, first);
+        if (first && w->clear) ra__panel_clear(w, &x->panel[i]);
+        else ra__panel_load(w, t, x, i);
     }
 }
 
@@ -9959,17 +9972,13 @@ RA__INLINE void ra__store_element(uint8_t *row, int32_t i, int32_t dtype, float 
 
 /* Writes final rows from a state in memory: for engines and ra_state_finish. */
 static void ra__rows_finish(const ra__work *w, int32_t b, const ra__seg *s, int32_t head) {
-    float factor, sum;
     for (int64_t r = s->row; r < s->row + s->rows; r++) {
-        int64_t at = ra__ml_at(w, b, r, head);
-        const float *sink = w->d->scores & RA_SCORE_SINKS ? w->t->sinks + head : NULL;
-        ra__view acc = ra__view_at(w->acc, b, r, head), o = ra__view_at(w->o, b, r, head);
-        const float *from = ra__view_floats(acc);
-        uint8_t *to = (uint8_t *)ra__view_out(o);
-        factor = ra__row_finish(w->m[at], w->l[at], sink, &sum);
+        const int64_t at = ra__ml_at(w, b, r, head);
+        const float *from = ra__view_floats(ra__view_at(w->acc, b, r, head));
+        uint8_t *to = (uint8_t *)ra__view_out(ra__view_at(w->o, b, r, head));
+        const float factor = ra__row_end(w, b, r, head, w->m[at], w->l[at]);
         for (int32_t i = 0; i < w->d->v_dim; i++)
             ra__store_element(to, i, w->d->o_dtype, from[i] * factor);
-        if (w->lse.data) memcpy(ra__view_out(ra__view_at(w->lse, b, r, head)), &sum, sizeof sum);
     }
 }
 
@@ -10873,11 +10882,7 @@ static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x
     p->score = ra__score_of(&c->w, t->sequence, 0, t->kv_head * group);
     if (p->score.bias) ra__short_bias(&c->w.t->bias, group, pair, p, x->rows[at]);
     c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
-    for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
-        p->m[r] = r < p->rows ? ra__neg_inf() : 0.0f;
-        p->l[r] = 0.0f;
-    }
-    c->w.kernel->load_acc(p, NULL, 0, d->v_dim);
+    ra__panel_clear(&c->w, p);
 }
 
 static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scratch *x, int32_t i,
@@ -10887,13 +10892,10 @@ static void ra__short_save(const ra__local *c, const ra__task *t, const ra__scra
     const int64_t pair = (t->panel0 + i) * RA_BLOCK_TOKENS;
     const int64_t size = ra__row_bytes(d->o_dtype, d->v_dim);
     const ra__panel *p = &x->panel[t->first + i];
-    float factor[RA_BLOCK_TOKENS] = { 0 }, sum;
+    float factor[RA_BLOCK_TOKENS] = { 0 };
     for (int32_t r = 0; r < p->rows; r++) {
         int64_t row = (pair + r) / group, head = t->kv_head * group + (pair + r) % group;
-        ra__view lse = ra__view_at(c->w.lse, t->sequence, row, head);
-        factor[r] = ra__row_finish(p->m[r], p->l[r],
-                                   d->scores & RA_SCORE_SINKS ? c->w.t->sinks + head : NULL, &sum);
-        if (lse.data) memcpy(ra__view_out(lse), &sum, sizeof sum);
+        factor[r] = ra__row_end(&c->w, t->sequence, row, head, p->m[r], p->l[r]);
     }
     c->w.kernel->store_o(p, gather, size, d->o_dtype, d->v_dim, factor);
     for (int64_t r = 0; r < p->rows; r++) {
@@ -12428,7 +12430,7 @@ static ra__query_walk ra__queries_of(const ra_plan *p, int32_t rank, int32_t b) 
 }
 
 /* Moves on to the next block; 0 if there is none. */
-static int ra__queries_next(ra__query_walk *w) {
+RA__INLINE int ra__queries_next(ra__query_walk *w) {
     while (w->block >= ra__ceil_div(w->seg.rows, RA_BLOCK_TOKENS)) {
         w->block = 0;
         if (!ra__side_seg(&w->side, w->sequence, ra__q_len(w->d, w->sequence), w->segs++, &w->seg))
@@ -13780,9 +13782,9 @@ struct ra_ring {
     ra__crew crew;                     /* from here on threads share */
     int32_t cancelled, aborted;
     int32_t threads, backward;         /* of the plan; 1: a backward pass */
-    int32_t sched, progress;
-    int64_t progress_ns, looked_ns, events;
-    int64_t polled_ns;                 /* the last poll */
+    int32_t sched, progress;           /* the try-lock of claims; see ra__ring_progress */
+    int64_t progress_ns, looked_ns, polled_ns; /* the last progress, alarm check and poll */
+    int64_t events;                    /* counts what ends a wait of ra_step_wait */
     ra__between pause;                 /* between pieces of a round of communication */
     int64_t most_tiles;                /* see ra__ring_patience; 0: not counted in this pass */
     int64_t alive, alive_seen;         /* shared: readers of this rank's keys count alive up */
@@ -13804,7 +13806,7 @@ struct ra_ring {
     int64_t pack_slots, own_posted, own_sent; /* own chunks that have been packed, and sent */
     int64_t released;                  /* receives that are folded by all tasks and sent on */
     int64_t moves;                     /* messages posted and taken */
-    int64_t exchanged;
+    int64_t exchanged;                 /* sendrecv alone: exchanges that are done */
     int32_t greets;                    /* 1: this pass begins with hellos */
     int32_t notices;                   /* 1: this pass ends with notices: shared, forward */
     int32_t met;                       /* some rank's frame was as it should be, in this pass or
@@ -16747,11 +16749,12 @@ static int ra__ring_list(const ra_ring *r) {
 
 /* Upper bounds for one rank in one pass. seen: non-empty tiles, from the ranges of positions that
  * its query blocks can see. all: every query block times every key block. */
-typedef struct ra__load { int64_t seen, all; } ra__load;
+typedef struct ra__tile_bound { int64_t seen, all; } ra__tile_bound;
 
 /* Of sequence b, which has `keys` blocks of keys. A span may have one block that is only partly in
  * it, with stripes one per rank. */
-static void ra__load_rank(const ra_plan *p, int32_t rank, int32_t b, int64_t keys, ra__load *n) {
+static void ra__tile_bound_rank(const ra_plan *p, int32_t rank, int32_t b, int64_t keys,
+                                ra__tile_bound *n) {
     const int64_t loose = p->d.layout.kind == RA_LAYOUT_STRIPED ? p->d.ranks : 1;
     const int64_t block = RA_BLOCK_TOKENS;
     const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
@@ -16773,18 +16776,18 @@ static void ra__load_rank(const ra_plan *p, int32_t rank, int32_t b, int64_t key
 /* An upper bound on the tiles that are not empty on any one rank. Under RA_TRAVEL_Q a rank computes
  * what all queries see of its keys: at most what is seen on all ranks together, and at most all
  * tiles of one rank. */
-static int64_t ra__load_most(const ra_plan *p, int backward) {
+static int64_t ra__tile_bound_most(const ra_plan *p, int backward) {
     const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
     const int64_t *at = p->place_begin;    /* ARRAY has no places; its sequences are alike */
-    ra__load most = { 0, 0 };
+    ra__tile_bound most = { 0, 0 };
     int64_t total = 0, keys = 0, tiles;
     for (int64_t c = 0; array && c < p->keys.chunks && !p->keys.chunk[c].sequence; c++)
         keys += ra__chunk_blocks(&p->keys.chunk[c]);
     for (int32_t r = 0; r < p->d.ranks; r++) {
-        ra__load n = { 0, 0 };
+        ra__tile_bound n = { 0, 0 };
         for (int32_t b = 0; b < p->d.sequences; b++) {
             if (!array) keys = p->place[at[b + 1]].blocks - p->place[at[b]].blocks;
-            ra__load_rank(p, r, b, keys, &n);
+            ra__tile_bound_rank(p, r, b, keys, &n);
         }
         most.seen = ra__max(most.seen, n.seen);
         most.all = ra__max(most.all, n.all);
@@ -16803,7 +16806,7 @@ static int64_t ra__ring_patience(ra_ring *r) {
     int64_t done = ra__load_i64(&c->tiles_partial) + ra__load_i64(&c->tiles_full), ns;
     if (r->rd.watchdog_ns) return r->rd.watchdog_ns;
     if (!ra__load_i64(&r->most_tiles))
-        ra__store_i64(&r->most_tiles, ra__max(1, ra__load_most(r->plan, r->lists->backward)));
+        ra__store_i64(&r->most_tiles, ra__max(1, ra__tile_bound_most(r->plan, r->lists->backward)));
     ns = (int64_t)400 * (d->k_dim + d->v_dim);         /* a tile at 20 GFLOP/s */
     if (r->lists->backward) ns *= 3;
     if (done) ns = ra__load_i64(&c->compute_ns) / done;
