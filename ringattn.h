@@ -1551,24 +1551,19 @@ RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_h
 #endif
 
 /* gcc spends a quarter of -O2 on passes that find little here. Kernels are unrolled and vectorised
- * by hand; only those between RA__RANGES_BEGIN and RA__RANGES_END gain from value ranges. Rooms
- * between RA__ONCE_BEGIN and RA__ONCE_END run per plan or message, not per tile. Clients that do
- * not optimise get none of this. */
+ * by hand; those of bf16 gain from value ranges. What runs per task (O1), per plan or per message
+ * (Og) takes half the time to compile, and is too small a part of any call to be missed there.
+ * Clients that do not optimise get none of this. */
 #if !defined(__clang__) && defined(__OPTIMIZE__) && !defined(__OPTIMIZE_SIZE__)
 #pragma GCC optimize("no-tree-vrp", "no-tree-pre", "no-gcse", "no-tree-slp-vectorize")
-#define RA__ONCE_BEGIN                                                                           \
-    _Pragma("GCC push_options")                                                                  \
-    _Pragma("GCC optimize(\"O1\", \"no-fast-math\", \"fp-contract=off\")")
-#define RA__ONCE_END _Pragma("GCC pop_options")
-#define RA__RANGES_BEGIN                                                                         \
-    _Pragma("GCC push_options")                                                                  \
-    _Pragma("GCC optimize(\"tree-vrp\")")
-#define RA__RANGES_END _Pragma("GCC pop_options")
+#define RA__PRAGMA(x) _Pragma(#x)
+#define RA__OPTIMIZE_BEGIN(how)                                                                  \
+    RA__PRAGMA(GCC push_options)                                                                 \
+    RA__PRAGMA(GCC optimize(how, "no-fast-math", "fp-contract=off"))
+#define RA__OPTIMIZE_END RA__PRAGMA(GCC pop_options)
 #else
-#define RA__ONCE_BEGIN
-#define RA__ONCE_END
-#define RA__RANGES_BEGIN
-#define RA__RANGES_END
+#define RA__OPTIMIZE_BEGIN(how)
+#define RA__OPTIMIZE_END
 #endif
 
 #ifdef __cplusplus
@@ -4740,7 +4735,7 @@ RA__ISA_INLINE void ra__to_bf16_avx512(uint8_t *p, __m512 v) {
 
 #include RINGATTN_SELF
 
-RA__RANGES_BEGIN
+RA__OPTIMIZE_BEGIN("tree-vrp")
 
 /* ========================================================================== AVX512 BF16
  * The tile body for q, k and v of bf16. Its products are vdpbf16ps: c += a1 b1, then c += a0 b0,
@@ -7093,7 +7088,7 @@ static const ra__kernel ra__kernel_amx = {
 #undef RA__BF_TARGET
 #undef RA__BF_STATIC
 #undef RA__BF_INLINE
-RA__RANGES_END
+RA__OPTIMIZE_END
 
 #if !defined(__clang__)
 #pragma GCC diagnostic pop
@@ -9360,6 +9355,8 @@ static int32_t ra__desc_order(const ra_desc *d, int square) {
                ? RA_ORDER_DESCENDING : RA_ORDER_ASCENDING;
 }
 
+RA__OPTIMIZE_BEGIN("O1")
+
 /* ========================================================================== FORWARD
  * Computes: some query rows against the keys of one chunk. In: the call's tensors and where the
  * keys are. Out: running (m, l, acc), or O and LSE after the last chunk. Every row meets the blocks
@@ -10721,6 +10718,8 @@ static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch 
     return 1;
 }
 
+RA__OPTIMIZE_END
+
 /* ========================================================================== LOCAL
  * One call on one rank: its checks, and attention by tasks that the threads (ith of nth) share. In:
  * a descriptor and tensors. Out: O and LSE. No plan, no ring, no allocation. */
@@ -11911,6 +11910,8 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
     return RA_OK;
 }
 
+RA__OPTIMIZE_BEGIN("O1")
+
 /* ========================================================================== LOCAL BACKWARD
  * Gradients on one rank. In: the tensors of a call, dO, and O and LSE of its forward pass. Out: dQ,
  * dK, dV, or sums of them in arrays of the caller's.
@@ -12166,8 +12167,6 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
     ra__fold_back_run(&l, g, memory);
     return RA_OK;
 }
-
-RA__ONCE_BEGIN
 
 /* ========================================================================== SCHEDULE
  * Chunks, their order, and how far each travels. In: a resolved descriptor. Out: one list of chunks
@@ -13557,6 +13556,10 @@ static int64_t ra__tour_exchanges(const ra__tour *w, ra__play *y, int64_t tiles,
                       (out[i].step & (((int64_t)1 << RA__MOMENT_BITS) - 1));
     return count;
 }
+
+RA__OPTIMIZE_END
+
+RA__OPTIMIZE_BEGIN("Og")
 
 /* ========================================================================== WORKSPACE
  * The memory of a ring: its structs, how they are laid out in one workspace, and how many bytes
@@ -21681,7 +21684,7 @@ RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_h
 }
 #undef RA__EST_LIMIT
 
-RA__ONCE_END
+RA__OPTIMIZE_END
 
 #ifdef __cplusplus
 }
@@ -21695,10 +21698,9 @@ RA__ONCE_END
 #undef RA__QUIET_NS
 #undef RA__HASH_START
 #undef RA__CLAIM_ITEMS
-#undef RA__ONCE_BEGIN
-#undef RA__ONCE_END
-#undef RA__RANGES_BEGIN
-#undef RA__RANGES_END
+#undef RA__PRAGMA
+#undef RA__OPTIMIZE_BEGIN
+#undef RA__OPTIMIZE_END
 #undef RA__UNROLL
 #undef RA__INSTRUCTIONS
 #undef RA__X86
