@@ -17505,7 +17505,7 @@ static ra__share ra__ring_share(const ra_ring *r, int32_t b, int64_t task, int64
     const ra_desc *d = &r->plan->d;
     const int32_t parts = r->plan->sizes.back_parts, per_head = parts > 1 ? 2 * parts : 1;
     const int32_t index = (int32_t)(task % per_head);
-    ra__share s = { { b, (int32_t)(task / per_head), 0, 0 }, parts == 1 || index < parts,
+    ra__share s = { { b, (int32_t)(task / per_head), 0, 0, 1, 0 }, parts == 1 || index < parts,
                     parts == 1 || index >= parts, index % parts, parts };
     ra__share_blocks(d, &s, blocks);
     return s;
