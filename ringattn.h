@@ -168,8 +168,8 @@
  *   task      inside: up to 256 query rows of one head group that one thread works on
  *   panel     inside: the rows of a task that one call of a kernel holds in registers and cache
  *   segment   inside: a piece of a run
- *   item      inside: some keys that a task meets, and where they are stored
- *   lane      inside RING: a queue of messages; inside kernels: a place of a vector
+ *   item      inside: some keys and where they are stored; in CACHE a part of a stage
+ *   queue     inside: messages of one kind and direction
  * and LSE is the natural log of the sum of exp of a row's scores.
  *
  * How a call runs
@@ -13718,19 +13718,19 @@ typedef struct ra__desk {
 
 /* A queue of messages of one kind and direction. Message i of the pass uses slot i mod slots
  * and is posted after message i - 1; messages are taken in the same order. */
-typedef struct ra__lane {
+typedef struct ra__queue {
     ra_transport_op *op;               /* [slots] */
     uint8_t *buf;                      /* [slots][bytes]; null: each send has its own place */
     int64_t *ns;                       /* [slots] when each was posted; null: not noted */
     int64_t bytes, posted, done;       /* done is written under comm and read by all threads */
     int32_t slots, total;              /* total: messages of this pass */
-} ra__lane;
+} ra__queue;
 
 /* Hellos begin the first pass of a plan: a frame from each rank to the next, before anything else
  * is posted. Notices end a pass with shared memory: a rank sends one to each owner of keys that it
  * reads when it has finished with them. */
 enum { RA__HELLO_OUT, RA__HELLO_IN, RA__RECEIVES, RA__SENDS, RA__RETURNS, RA__NOTICES_IN,
-       RA__NOTICES_OUT, RA__LANES };
+       RA__NOTICES_OUT, RA__QUEUES };
 enum { RA__NOTICE = -1, RA__HELLO = -2 };              /* in place of the number of a chunk */
 
 /* The forward pass before the one in progress, for ranks that resume it: this one may be ahead. */
@@ -13803,8 +13803,8 @@ struct ra_ring {
     ra__bounds *stripe;                /* backward: of back.stripe */
     int64_t step_work;                 /* most of one step, see RA__TILE_WORK */
 
-    ra__lane lane[RA__LANES];          /* under comm */
-    ra_transport_op **list;            /* of all lanes: what is posted and not taken */
+    ra__queue queue[RA__QUEUES];       /* under comm */
+    ra_transport_op **list;            /* of all queues: what is posted and not taken */
     uint8_t *pack_buf;                 /* [pack_slots] own chunks that leave */
     int64_t pack_slots, own_posted, own_sent; /* own chunks that have been packed, and sent */
     int64_t released;                  /* receives that are folded by all tasks and sent on */
@@ -13916,14 +13916,14 @@ static int64_t ra__thread_bytes(const ra_plan *p, int32_t panels) {
     return a.used;
 }
 
-/* Ops of a lane, and buffers of `bytes` bytes unless that is 0. */
-static void ra__lane_carve(ra__arena *a, ra__lane *lane, int64_t slots, int64_t bytes,
-                           int64_t align) {
-    lane->slots = (int32_t)slots;
-    lane->bytes = ra__round_up(bytes, align);
-    lane->op = (ra_transport_op *)ra__carve(a, slots * (int64_t)sizeof *lane->op);
-    lane->buf = bytes ? ra__carve_aligned(a, lane->bytes * slots, align) : NULL;
-    lane->ns = NULL;
+/* Ops of a queue, and buffers of `bytes` bytes unless that is 0. */
+static void ra__queue_carve(ra__arena *a, ra__queue *queue, int64_t slots, int64_t bytes,
+                            int64_t align) {
+    queue->slots = (int32_t)slots;
+    queue->bytes = ra__round_up(bytes, align);
+    queue->op = (ra_transport_op *)ra__carve(a, slots * (int64_t)sizeof *queue->op);
+    queue->buf = bytes ? ra__carve_aligned(a, queue->bytes * slots, align) : NULL;
+    queue->ns = NULL;
 }
 
 /* Own chunks that have left and not returned yet, at most. */
@@ -13931,18 +13931,18 @@ RA__INLINE int64_t ra__back_lag(const ra_plan *p) {
     return p->d.ranks + (p->d.buffers > 1);
 }
 
-/* The lanes between neighbours, for messages of up to `bytes` bytes; the other lanes are empty. */
+/* The queues between neighbours, for messages of up to `bytes` bytes; the others are empty. */
 static void ra__ring_carve_links(ra__arena *a, const ra_plan *p, const ra__counts *n,
                                  int64_t bytes, ra_ring *r) {
     int64_t align = ra__max(64, (int64_t)r->tp.align);
-    ra__lane *in = &r->lane[RA__RECEIVES], *out = &r->lane[RA__SENDS];
-    memset(r->lane, 0, sizeof r->lane);
+    ra__queue *in = &r->queue[RA__RECEIVES], *out = &r->queue[RA__SENDS];
+    memset(r->queue, 0, sizeof r->queue);
     for (int32_t k = RA__HELLO_OUT; k <= RA__HELLO_IN; k++)
-        ra__lane_carve(a, &r->lane[k], p->d.ranks > 1, RA__FRAME_BYTES, align);
+        ra__queue_carve(a, &r->queue[k], p->d.ranks > 1, RA__FRAME_BYTES, align);
     if (r->shared) bytes = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
-    ra__lane_carve(a, in, ra__min(r->shared ? RA__SHARED_BUFFERS : p->d.buffers, n->recvs), bytes,
-                   align);
-    ra__lane_carve(a, out, ra__min(RA__SEND_SLOTS, n->sends), 0, align);
+    ra__queue_carve(a, in, ra__min(r->shared ? RA__SHARED_BUFFERS : p->d.buffers, n->recvs), bytes,
+                    align);
+    ra__queue_carve(a, out, ra__min(RA__SEND_SLOTS, n->sends), 0, align);
     in->ns = (int64_t *)ra__carve(a, in->slots * 8);
     out->ns = (int64_t *)ra__carve(a, out->slots * 8);
     r->pack_slots = ra__min(n->own, r->shared ? RA__SEND_SLOTS : RA__PACK_SLOTS);
@@ -13954,11 +13954,11 @@ RA__INLINE int64_t ra__ring_stripes(const ra_desc *d) {
     return ra__max(1, RA__STRIPES / d->sequences);
 }
 
-/* What follows the lanes of either pass. */
+/* What follows the queues of either pass. */
 static void ra__ring_carve_desks(ra__arena *a, const ra_desc *d, int64_t scratch_bytes,
                                  ra_ring *r) {
     int64_t ops = 0;
-    for (int32_t k = 0; k < RA__LANES; k++) ops += r->lane[k].slots;
+    for (int32_t k = 0; k < RA__QUEUES; k++) ops += r->queue[k].slots;
     r->list = (ra_transport_op **)ra__carve(a, ops * (int64_t)sizeof *r->list);
     r->desk = (ra__desk *)ra__carve(a, d->threads * (int64_t)sizeof *r->desk);
     r->scratch_bytes = scratch_bytes;
@@ -13980,8 +13980,8 @@ static int64_t ra__ring_carve(ra__arena *a, const ra_plan *p, const ra__sizes *n
     state = a->used - before;
     ra__ring_carve_links(a, p, &n->forward, p->forward.chunk_bytes, r);
     if (r->shared) {
-        ra__lane_carve(a, &r->lane[RA__NOTICES_IN], n->notices_in, RA__FRAME_BYTES, 64);
-        ra__lane_carve(a, &r->lane[RA__NOTICES_OUT], n->notices_out, RA__FRAME_BYTES, 64);
+        ra__queue_carve(a, &r->queue[RA__NOTICES_IN], n->notices_in, RA__FRAME_BYTES, 64);
+        ra__queue_carve(a, &r->queue[RA__NOTICES_OUT], n->notices_out, RA__FRAME_BYTES, 64);
         r->owner_alive = (int64_t **)ra__carve(a, n->notices_out * 8);
     }
     ra__ring_carve_desks(a, d, ra__thread_bytes(p, n->panels), r);
@@ -14010,9 +14010,9 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
     ra__ring_carve_links(a, p, &n->back, p->back.chunk_bytes, r);
     if (d->backward_travel == RA_TRAVEL_Q) longest = p->back.chunk_bytes;
     if (r->shared) longest = RA__FRAME_BYTES + RA__ADDRESS_BYTES;
-    ra__lane_carve(a, &r->lane[RA__RETURNS],
-                   ra__min(n->back.own, r->shared ? RA__SHARED_BUFFERS : RA__RETURN_SLOTS), longest,
-                   align);
+    ra__queue_carve(a, &r->queue[RA__RETURNS],
+                    ra__min(n->back.own, r->shared ? RA__SHARED_BUFFERS : RA__RETURN_SLOTS),
+                    longest, align);
     r->grad_slots = n->back.stays ? ra__min(own, RA__PACK_SLOTS) : 0;
     if (r->shared) r->grad_slots = ra__min(own, ra__back_lag(p) + 2);
     r->grad_bytes = ra__plan_grad_bytes(p);
@@ -16296,12 +16296,12 @@ static ra_status ra__ring_check(ra_ring *r, const ra_transport_op *op, const ra_
     return s ? ra__ring_fail(r, s, ra__blame_of(op->peer, 0, 0, c)) : RA_OK;
 }
 
-/* Slot of message i of a lane. */
-RA__INLINE ra_transport_op *ra__lane_op(const ra__lane *lane, int64_t i) {
-    return &lane->op[i % lane->slots];
+/* Slot of message i of a queue. */
+RA__INLINE ra_transport_op *ra__queue_op(const ra__queue *queue, int64_t i) {
+    return &queue->op[i % queue->slots];
 }
-RA__INLINE uint8_t *ra__lane_buf(const ra__lane *lane, int64_t i) {
-    return lane->buf + i % lane->slots * lane->bytes;
+RA__INLINE uint8_t *ra__queue_buf(const ra__queue *queue, int64_t i) {
+    return queue->buf + i % queue->slots * queue->bytes;
 }
 
 /* -------------------------------------------------------------------------- where chunks are */
@@ -16342,7 +16342,7 @@ static int32_t ra__ring_recv_hop(const ra_ring *r, int64_t i, int64_t c) {
 
 static uint8_t *ra__ring_recv_message(const ra_ring *r, int64_t i) {
     return i < r->kept_count ? r->kept[i].message
-                             : (uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], i)->buf;
+                             : (uint8_t *)ra__queue_op(&r->queue[RA__RECEIVES], i)->buf;
 }
 
 /* The segments that came in a message `hop` ranks away from their owner. */
@@ -16402,7 +16402,7 @@ static uint8_t *ra__ring_grads(const ra_ring *r, int64_t own) {
 
 /* Buffer of own chunk i of those that leave. */
 static uint8_t *ra__ring_packed(const ra_ring *r, int64_t i) {
-    return r->pack_buf + i % r->pack_slots * r->lane[RA__RECEIVES].bytes;
+    return r->pack_buf + i % r->pack_slots * r->queue[RA__RECEIVES].bytes;
 }
 
 /* Gradients that belong to a message, or with shared memory to the address in it. */
@@ -16419,11 +16419,11 @@ static uint8_t *ra__ring_fold_grads(const ra_ring *r, int64_t f) {
     int32_t recv = at->recv, returned;
     if (recv >= 0)
         return ra__ring_message_grads(
-            r, (uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], recv)->buf);
+            r, (uint8_t *)ra__queue_op(&r->queue[RA__RECEIVES], recv)->buf);
     returned = r->lists->own[at->own].returned;
     if (returned < 0 || r->shared) return ra__ring_grads(r, at->own);
     if (at->phase == RA__BEFORE)
-        return ra__lane_buf(&r->lane[RA__RETURNS], returned) + RA__FRAME_BYTES;
+        return ra__queue_buf(&r->queue[RA__RETURNS], returned) + RA__FRAME_BYTES;
     return ra__ring_packed(r, returned) + RA__FRAME_BYTES;
 }
 
@@ -16571,11 +16571,11 @@ static void ra__ring_op_event(ra_ring *r, const ra_transport_op *op, int posted,
     ra__ring_event(r, kind, -1, &e);
 }
 
-/* Posts the next message of a lane, of at most lane->bytes bytes at buf; returns its op. */
-static ra_transport_op *ra__lane_post(ra_ring *r, int which, int32_t peer, int64_t number,
-                                      void *buf, int64_t length) {
-    ra__lane *lane = &r->lane[which];
-    ra_transport_op *op = ra__lane_op(lane, lane->posted);
+/* Posts the next message of a queue, of at most queue->bytes bytes at buf; returns its op. */
+static ra_transport_op *ra__queue_post(ra_ring *r, int which, int32_t peer, int64_t number,
+                                       void *buf, int64_t length) {
+    ra__queue *queue = &r->queue[which];
+    ra_transport_op *op = ra__queue_op(queue, queue->posted);
     const int64_t now = ra__ring_now(r);
     const int chunks = which == RA__RECEIVES || which == RA__SENDS || which == RA__RETURNS;
     memset(op, 0, sizeof *op);
@@ -16587,33 +16587,33 @@ static ra_transport_op *ra__lane_post(ra_ring *r, int which, int32_t peer, int64
     op->buf = buf;
     op->len = (size_t)length;
     op->mr = r->mr;
-    if (lane->ns) lane->ns[lane->posted % lane->slots] = now;
-    lane->posted++;
+    if (queue->ns) queue->ns[queue->posted % queue->slots] = now;
+    queue->posted++;
     r->moves++;
     ra__ring_op_event(r, op, 1, chunks ? number : -1, now);
     return op;
 }
 
-/* A lane has a message to post and room for it. freed: messages whose slots are free again; most:
+/* A queue has a message to post and room for it. freed: messages whose slots are free again; most:
  * ops that may be pending. */
-static int ra__lane_open(const ra__lane *lane, int64_t freed, int64_t most) {
-    return lane->posted < lane->total && lane->posted - freed < lane->slots &&
-           lane->posted - lane->done < most;
+static int ra__queue_open(const ra__queue *queue, int64_t freed, int64_t most) {
+    return queue->posted < queue->total && queue->posted - freed < queue->slots &&
+           queue->posted - queue->done < most;
 }
 
 /* Receive i, which has come, is folded by all tasks and sent on. */
 static int ra__ring_recv_slot_free(const ra_ring *r, int64_t i) {
     int32_t fold = r->lists->recv[i].fold, send = r->lists->recv[i].send;
     return (fold < 0 || fold < ra__load_i64(&r->folded)) &&
-           (send < 0 || send < r->lane[RA__SENDS].done);
+           (send < 0 || send < r->queue[RA__SENDS].done);
 }
 
 /* Frees the buffers of receives that are no longer needed, in order, and releases lent memory. */
 static void ra__ring_release(ra_ring *r) {
-    const ra__lane *lane = &r->lane[RA__RECEIVES];
-    while (r->released < lane->done && ra__ring_recv_slot_free(r, r->released)) {
-        ra_transport_op *op = ra__lane_op(lane, r->released);
-        void *own = ra__lane_buf(lane, r->released);
+    const ra__queue *queue = &r->queue[RA__RECEIVES];
+    while (r->released < queue->done && ra__ring_recv_slot_free(r, r->released)) {
+        ra_transport_op *op = ra__queue_op(queue, r->released);
+        void *own = ra__queue_buf(queue, r->released);
         if (op->buf != own && (r->tp.caps & RA_CAP_LOAN)) (void)r->tp.release(r->tp.ctx, op);
         op->buf = own;
         r->released++;
@@ -16635,15 +16635,15 @@ static int64_t ra__ring_ops(const ra_ring *r) {
  * only when it is released. In rounds all ranks send on at the same time and would wait for one
  * another: nothing is borrowed there, except by two ranks, which send nothing on. */
 static void ra__ring_more_receives(ra_ring *r) {
-    const ra__lane *lane = &r->lane[RA__RECEIVES];
+    const ra__queue *queue = &r->queue[RA__RECEIVES];
     const int borrows = (r->tp.caps & RA_CAP_LOAN) && !r->lists->backward &&
                         (!r->plan->round || r->ranks == 2);
     int64_t most = ra__max(1, ra__ring_ops(r) / 2);
-    while (ra__lane_open(lane, r->released, most)) {
-        int32_t c = r->lists->recv[lane->posted].chunk;
-        ra_transport_op *op = ra__lane_post(r, RA__RECEIVES, ra__ring_peer(r, -1), c,
-                                            ra__lane_buf(lane, lane->posted),
-                                            ra__ring_length(r, c, ra__ring_hop(r, c)));
+    while (ra__queue_open(queue, r->released, most)) {
+        int32_t c = r->lists->recv[queue->posted].chunk;
+        ra_transport_op *op = ra__queue_post(r, RA__RECEIVES, ra__ring_peer(r, -1), c,
+                                             ra__queue_buf(queue, queue->posted),
+                                             ra__ring_length(r, c, ra__ring_hop(r, c)));
         if (borrows) op->flags = RA_MSG_LOAN_OK;
     }
 }
@@ -16652,7 +16652,7 @@ static void ra__ring_more_receives(ra_ring *r) {
 static int ra__ring_may_send(const ra_ring *r, int64_t i) {
     int32_t recv = r->lists->send[i].recv, fold = r->lists->send[i].fold;
     if (fold >= 0 && fold >= ra__load_i64(&r->folded)) return 0;
-    return recv >= 0 ? recv < r->lane[RA__RECEIVES].done
+    return recv >= 0 ? recv < r->queue[RA__RECEIVES].done
                      : r->own_posted - r->own_sent < r->pack_slots;
 }
 
@@ -16670,17 +16670,17 @@ static void ra__ring_seal(const ra_ring *r, int64_t c, int32_t hop, uint8_t *mes
 /* Posts sends that may go, in order; packs own chunks. */
 static void ra__ring_more_sends(ra_ring *r) {
     const ra__pass_lists *lists = r->lists;
-    const ra__lane *lane = &r->lane[RA__SENDS];
+    const ra__queue *queue = &r->queue[RA__SENDS];
     int64_t most = ra__max(1, ra__ring_ops(r) - ra__ring_ops(r) / 2);
-    while (ra__lane_open(lane, lane->done, most) && ra__ring_may_send(r, lane->posted)) {
-        int32_t c = lists->send[lane->posted].chunk, recv = lists->send[lane->posted].recv;
+    while (ra__queue_open(queue, queue->done, most) && ra__ring_may_send(r, queue->posted)) {
+        int32_t c = lists->send[queue->posted].chunk, recv = lists->send[queue->posted].recv;
         int32_t to = ra__ring_peer(r, 1), hop = 1 + ra__ring_hop(r, c);
-        uint8_t *buf = recv >= 0 ? (uint8_t *)ra__lane_op(&r->lane[RA__RECEIVES], recv)->buf
+        uint8_t *buf = recv >= 0 ? (uint8_t *)ra__queue_op(&r->queue[RA__RECEIVES], recv)->buf
                                  : ra__ring_packed(r, r->own_posted);
         if (lists->backward) to = ra__back_to(r->plan, &lists->chunk[c], r->rank, &hop);
         if (recv < 0) ra__ring_pack(r, c, r->own_posted++, buf);
         if (r->rd.checksums && !r->shared) ra__ring_seal(r, c, hop, buf);
-        ra_transport_op *op = ra__lane_post(r, RA__SENDS, to, c, buf, ra__ring_length(r, c, hop));
+        ra_transport_op *op = ra__queue_post(r, RA__SENDS, to, c, buf, ra__ring_length(r, c, hop));
         op->channel = lists->backward && hop == r->ranks;
         if (buf < r->base || buf >= r->base + r->bytes) op->mr = NULL; /* lent, not in reg */
     }
@@ -16689,15 +16689,15 @@ static void ra__ring_more_sends(ra_ring *r) {
 /* Backward: posts receives of the gradients of own chunks, from the last rank that had each. */
 static void ra__ring_more_returns(ra_ring *r) {
     const ra__pass_lists *lists = r->lists;
-    const ra__lane *lane = &r->lane[RA__RETURNS];
-    while (r->returns_folded < lane->done &&
+    const ra__queue *queue = &r->queue[RA__RETURNS];
+    while (r->returns_folded < queue->done &&
            lists->returned[r->returns_folded].fold < ra__load_i64(&r->folded))
         ra__store_i64(&r->returns_folded, r->returns_folded + 1);
-    while (ra__lane_open(lane, r->returns_folded, ra__ring_return_ops(r))) {
-        int32_t c = lists->returned[lane->posted].chunk;
-        (void)ra__lane_post(r, RA__RETURNS,
-                            ra__ring_peer(r, ra__back_stations(r->plan, &lists->chunk[c])), c,
-                            ra__lane_buf(lane, lane->posted), ra__ring_length(r, c, r->ranks));
+    while (ra__queue_open(queue, r->returns_folded, ra__ring_return_ops(r))) {
+        int32_t c = lists->returned[queue->posted].chunk;
+        (void)ra__queue_post(r, RA__RETURNS,
+                             ra__ring_peer(r, ra__back_stations(r->plan, &lists->chunk[c])), c,
+                             ra__queue_buf(queue, queue->posted), ra__ring_length(r, c, r->ranks));
     }
 }
 
@@ -16705,17 +16705,17 @@ static void ra__ring_more_returns(ra_ring *r) {
  * longer read here. */
 static void ra__ring_more_notices(ra_ring *r) {
     const ra_plan *p = r->plan;
-    const ra__lane *in = &r->lane[RA__NOTICES_IN], *out = &r->lane[RA__NOTICES_OUT];
+    const ra__queue *in = &r->queue[RA__NOTICES_IN], *out = &r->queue[RA__NOTICES_OUT];
     while (in->posted < in->total)
-        (void)ra__lane_post(r, RA__NOTICES_IN, p->readers[in->posted], r->pass,
-                            ra__lane_buf(in, in->posted), RA__FRAME_BYTES);
+        (void)ra__queue_post(r, RA__NOTICES_IN, p->readers[in->posted], r->pass,
+                             ra__queue_buf(in, in->posted), RA__FRAME_BYTES);
     while (out->posted < out->total && ra__load_i64(&r->folded) >= p->source[out->posted].end) {
         int32_t owner = p->source[out->posted].rank;
-        uint8_t *buf = ra__lane_buf(out, out->posted);
+        uint8_t *buf = ra__queue_buf(out, out->posted);
         ra__frame f = ra__ring_frame(r, RA__FRAME_DONE, owner, -1, RA__FRAME_BYTES);
         memcpy(buf, &f, sizeof f);
         r->owner_alive[out->posted] = NULL;
-        (void)ra__lane_post(r, RA__NOTICES_OUT, owner, r->pass, buf, RA__FRAME_BYTES);
+        (void)ra__queue_post(r, RA__NOTICES_OUT, owner, r->pass, buf, RA__FRAME_BYTES);
     }
 }
 
@@ -16727,24 +16727,24 @@ static ra__frame ra__ring_greeting(const ra_ring *r, int32_t origin) {
 /* Posts the hellos, of which each rank has one or none. 1: there are none, or they have come and
  * gone. */
 static int ra__ring_hello(ra_ring *r) {
-    const ra__lane *in = &r->lane[RA__HELLO_IN], *out = &r->lane[RA__HELLO_OUT];
+    const ra__queue *in = &r->queue[RA__HELLO_IN], *out = &r->queue[RA__HELLO_OUT];
     if (in->posted < in->total) {
         ra__frame f = ra__ring_greeting(r, r->rank);
         memcpy(out->buf, &f, sizeof f);
-        (void)ra__lane_post(r, RA__HELLO_IN, ra__rank_up(r->plan, r->rank, -1), 0, in->buf,
-                            RA__FRAME_BYTES);
-        (void)ra__lane_post(r, RA__HELLO_OUT, ra__rank_up(r->plan, r->rank, 1), 0, out->buf,
-                            RA__FRAME_BYTES);
+        (void)ra__queue_post(r, RA__HELLO_IN, ra__rank_up(r->plan, r->rank, -1), 0, in->buf,
+                             RA__FRAME_BYTES);
+        (void)ra__queue_post(r, RA__HELLO_OUT, ra__rank_up(r->plan, r->rank, 1), 0, out->buf,
+                             RA__FRAME_BYTES);
     }
     return in->done == in->total && out->done == out->total;
 }
 
-/* Lists ops that have been posted and not taken, lane by lane, each in order. */
+/* Lists ops that have been posted and not taken, queue by queue, each in order. */
 static int ra__ring_list(const ra_ring *r) {
     int n = 0;
-    for (int32_t k = 0; k < RA__LANES; k++)
-        for (int64_t i = r->lane[k].done; i < r->lane[k].posted; i++)
-            r->list[n++] = ra__lane_op(&r->lane[k], i);
+    for (int32_t k = 0; k < RA__QUEUES; k++)
+        for (int64_t i = r->queue[k].done; i < r->queue[k].posted; i++)
+            r->list[n++] = ra__queue_op(&r->queue[k], i);
     for (int64_t i = 0; i < r->controls; i++)
         if (r->control[i].kind) r->list[n++] = &r->control[i];
     return n;
@@ -16832,12 +16832,12 @@ static int ra__exchange_due(ra_ring *r, const ra__exchange *x) {
 static ra__blame ra__ring_awaits(const ra_ring *r) {
     const ra_plan *p = r->plan;
     const ra__pass_lists *lists = r->lists;
-    int64_t next[RA__LANES];
+    int64_t next[RA__QUEUES];
     if (r->survivor) return ra__blame_of(ra__load_i32(&r->awaited), 0, 0, -1);
-    for (int32_t k = 0; k < RA__LANES; k++) next[k] = ra__load_i64(&r->lane[k].done);
-    if (next[RA__HELLO_OUT] < r->lane[RA__HELLO_OUT].total)
+    for (int32_t k = 0; k < RA__QUEUES; k++) next[k] = ra__load_i64(&r->queue[k].done);
+    if (next[RA__HELLO_OUT] < r->queue[RA__HELLO_OUT].total)
         return ra__blame_of(ra__rank_up(p, r->rank, 1), 1, 0, -1);
-    if (next[RA__HELLO_IN] < r->lane[RA__HELLO_IN].total)
+    if (next[RA__HELLO_IN] < r->queue[RA__HELLO_IN].total)
         return ra__blame_of(ra__rank_up(p, r->rank, -1), 0, 0, -1);
     if (next[RA__RECEIVES] < lists->recvs)
         return ra__blame_of(ra__ring_peer(r, -1), 0, 0, lists->recv[next[RA__RECEIVES]].chunk);
@@ -16846,11 +16846,11 @@ static ra__blame ra__ring_awaits(const ra_ring *r) {
         if (lists->backward) to = ra__back_to(p, &lists->chunk[c], r->rank, &hop);
         return ra__blame_of(to, 1, 0, c);
     }
-    if (next[RA__RETURNS] < r->lane[RA__RETURNS].total) {
+    if (next[RA__RETURNS] < r->queue[RA__RETURNS].total) {
         int32_t c = lists->returned[next[RA__RETURNS]].chunk;
         return ra__blame_of(ra__ring_peer(r, ra__back_stations(p, &lists->chunk[c])), 0, 0, c);
     }
-    if (next[RA__NOTICES_IN] < r->lane[RA__NOTICES_IN].total)
+    if (next[RA__NOTICES_IN] < r->queue[RA__NOTICES_IN].total)
         return ra__blame_of(p->readers[next[RA__NOTICES_IN]], 0, 0, -1);
     return ra__blame_of(-1, -1, 0, -1);
 }
@@ -16887,17 +16887,17 @@ static ra_status ra__ring_exchange(ra_ring *r) {
     const ra__exchange *x;
     ra_transport_op *in = NULL, *out = NULL;
     ra_status s;
-    if (r->lane[RA__HELLO_IN].done < r->lane[RA__HELLO_IN].posted)
-        return ra__ring_swap(r, ra__lane_op(&r->lane[RA__HELLO_OUT], 0),
-                             ra__lane_op(&r->lane[RA__HELLO_IN], 0), 0, -1);
+    if (r->queue[RA__HELLO_IN].done < r->queue[RA__HELLO_IN].posted)
+        return ra__ring_swap(r, ra__queue_op(&r->queue[RA__HELLO_OUT], 0),
+                             ra__queue_op(&r->queue[RA__HELLO_IN], 0), 0, -1);
     if (r->exchanged == lists->exchanges) return RA_OK;
     x = &lists->exchange[r->exchanged];
-    if (x->recv >= r->lane[RA__RECEIVES].posted || x->send >= r->lane[RA__SENDS].posted ||
-        x->returned >= r->lane[RA__RETURNS].posted || !ra__exchange_due(r, x))
+    if (x->recv >= r->queue[RA__RECEIVES].posted || x->send >= r->queue[RA__SENDS].posted ||
+        x->returned >= r->queue[RA__RETURNS].posted || !ra__exchange_due(r, x))
         return RA_OK;
-    if (x->recv >= 0) in = ra__lane_op(&r->lane[RA__RECEIVES], x->recv);
-    if (x->returned >= 0) in = ra__lane_op(&r->lane[RA__RETURNS], x->returned);
-    if (x->send >= 0) out = ra__lane_op(&r->lane[RA__SENDS], x->send);
+    if (x->recv >= 0) in = ra__queue_op(&r->queue[RA__RECEIVES], x->recv);
+    if (x->returned >= 0) in = ra__queue_op(&r->queue[RA__RETURNS], x->returned);
+    if (x->send >= 0) out = ra__queue_op(&r->queue[RA__SENDS], x->send);
     s = ra__ring_swap(r, out, in, x->step,
                       x->recv >= 0 ? lists->recv[x->recv].chunk :
                       x->returned >= 0 ? lists->returned[x->returned].chunk
@@ -16937,7 +16937,7 @@ static void ra__ring_bind(ra_ring *r, const ra_transport *tp) {
     r->pause.ctx = r;
 }
 
-/* The frame of the next message of a lane that receives: of chunk c, RA__NOTICE or RA__HELLO. */
+/* The frame of the next message of a queue that receives: of chunk c, RA__NOTICE or RA__HELLO. */
 static ra__frame ra__ring_due(const ra_ring *r, int64_t c) {
     if (c == RA__HELLO) return ra__ring_greeting(r, ra__rank_up(r->plan, r->rank, -1));
     if (c < 0) return ra__ring_frame(r, RA__FRAME_DONE, r->rank, -1, RA__FRAME_BYTES);
@@ -16975,12 +16975,12 @@ static int ra__ring_op_done(ra_ring *r, const ra_transport_op *op, int64_t chunk
     return 1;
 }
 
-/* Looks at the next message of a lane, which is chunk c, RA__NOTICE or RA__HELLO: 1 done and as it
+/* Looks at the next message of a queue, which is chunk c, RA__NOTICE or RA__HELLO: 1 done and as it
  * should be, 0 not yet, negative: the pass has failed. */
-static int ra__lane_look(ra_ring *r, const ra__lane *lane, int64_t c) {
+static int ra__queue_look(ra_ring *r, const ra__queue *queue, int64_t c) {
     int done;
-    if (lane->done == lane->posted) return 0;
-    const ra_transport_op *op = ra__lane_op(lane, lane->done);
+    if (queue->done == queue->posted) return 0;
+    const ra_transport_op *op = ra__queue_op(queue, queue->done);
     if ((done = ra__ring_op_done(r, op, c)) <= 0) return done;
     int sending = op->kind == RA_MSG_SEND;
     if (!sending) {
@@ -16989,22 +16989,22 @@ static int ra__lane_look(ra_ring *r, const ra__lane *lane, int64_t c) {
         if (s) return s;
     }
     if (c >= 0) (void)ra__add_i64(sending ? &r->counters.chunks_out : &r->counters.chunks_in, 1);
-    ra__ring_op_event(r, op, 0, c, lane->ns ? lane->ns[lane->done % lane->slots] : r->begin_ns);
+    ra__ring_op_event(r, op, 0, c, queue->ns ? queue->ns[queue->done % queue->slots] : r->begin_ns);
     if (c != RA__HELLO)
         (void)ra__add_i64(sending ? &r->counters.bytes_out : &r->counters.bytes_in,
                           (int64_t)op->len);
     return 1;
 }
 
-/* The next message of a lane has been taken: other threads may use what came. */
-static void ra__lane_next(ra_ring *r, ra__lane *lane) {
-    ra__store_i64(&lane->done, lane->done + 1);
+/* The next message of a queue has been taken: other threads may use what came. */
+static void ra__queue_next(ra_ring *r, ra__queue *queue) {
+    ra__store_i64(&queue->done, queue->done + 1);
     r->moves++;
 }
 
 /* Shared memory: notes where an owner listens for signs of life, for as long as it is read here. */
 static void ra__ring_listen(ra_ring *r, const ra_transport_op *op, int32_t owner) {
-    const ra__lane *out = &r->lane[RA__NOTICES_OUT];
+    const ra__queue *out = &r->queue[RA__NOTICES_OUT];
     ra__address a;
     memcpy(&a, (const uint8_t *)op->buf + RA__FRAME_BYTES, sizeof a);
     for (int64_t i = out->posted; i < out->total; i++)
@@ -17013,15 +17013,15 @@ static void ra__ring_listen(ra_ring *r, const ra_transport_op *op, int32_t owner
 
 /* Takes chunks that came from the neighbour. 0, or the failure of the pass; as the others below. */
 static int ra__ring_take_receives(ra_ring *r) {
-    ra__lane *lane = &r->lane[RA__RECEIVES];
+    ra__queue *queue = &r->queue[RA__RECEIVES];
     for (;;) {
-        int64_t c = lane->done < lane->total ? r->lists->recv[lane->done].chunk : -1;
-        int done = ra__lane_look(r, lane, c);
+        int64_t c = queue->done < queue->total ? r->lists->recv[queue->done].chunk : -1;
+        int done = ra__queue_look(r, queue, c);
         if (done <= 0) return done;
         if (r->notices)
-            ra__ring_listen(r, ra__lane_op(lane, lane->done), r->lists->chunk[c].owner);
-        ra__lane_next(r, lane);
-        if (lane->done == lane->total) ra__store_i32(&r->counters.waiting_peer, -1);
+            ra__ring_listen(r, ra__queue_op(queue, queue->done), r->lists->chunk[c].owner);
+        ra__queue_next(r, queue);
+        if (queue->done == queue->total) ra__store_i32(&r->counters.waiting_peer, -1);
     }
 }
 
@@ -17083,7 +17083,7 @@ static int64_t ra__grads_rows(const ra__chunk *all, const ra__grads *g, int64_t 
 static void ra__ring_return_over(const ra_ring *r, int64_t i) {
     const ra_desc *d = &r->plan->d;
     const ra__chunk *c = &r->lists->chunk[r->lists->returned[i].chunk];
-    const uint8_t *sums = ra__ring_message_grads(r, ra__lane_buf(&r->lane[RA__RETURNS], i));
+    const uint8_t *sums = ra__ring_message_grads(r, ra__queue_buf(&r->queue[RA__RETURNS], i));
     const int q = d->backward_travel == RA_TRAVEL_Q;
     const int64_t end = q ? ra__chunk_blocks(c) : ra__chunk_rows(c);
     ra__grads g, part;
@@ -17105,39 +17105,39 @@ static void ra__ring_return_over(const ra_ring *r, int64_t i) {
 /* Backward: takes returned gradients; adds them to the caller's if nothing is left to fold. */
 static int ra__ring_take_returns(ra_ring *r) {
     const ra__pass_lists *lists = r->lists;
-    ra__lane *lane = &r->lane[RA__RETURNS];
+    ra__queue *queue = &r->queue[RA__RETURNS];
     for (;;) {
-        int64_t i = lane->done, c = i < lane->total ? lists->returned[i].chunk : -1;
-        int done = ra__lane_look(r, lane, c);
+        int64_t i = queue->done, c = i < queue->total ? lists->returned[i].chunk : -1;
+        int done = ra__queue_look(r, queue, c);
         if (done <= 0) return done;
         if (lists->returned[i].fold < 0) ra__ring_return_over(r, i);
         else if (r->plan->d.backward_travel == RA_TRAVEL_Q && !r->shared)
-            ra__ring_pack_q(r, &lists->chunk[c], ra__lane_buf(lane, i), &r->pause);
-        ra__lane_next(r, lane);
+            ra__ring_pack_q(r, &lists->chunk[c], ra__queue_buf(queue, i), &r->pause);
+        ra__queue_next(r, queue);
     }
 }
 
 static int ra__ring_take_sends(ra_ring *r) {
-    ra__lane *lane = &r->lane[RA__SENDS];
+    ra__queue *queue = &r->queue[RA__SENDS];
     for (;;) {
-        int64_t c = lane->done < lane->total ? r->lists->send[lane->done].chunk : -1;
-        int done = ra__lane_look(r, lane, c);
+        int64_t c = queue->done < queue->total ? r->lists->send[queue->done].chunk : -1;
+        int done = ra__queue_look(r, queue, c);
         if (done <= 0) return done;
-        if (r->lists->send[lane->done].recv < 0) ra__store_i64(&r->own_sent, r->own_sent + 1);
-        ra__lane_next(r, lane);
+        if (r->lists->send[queue->done].recv < 0) ra__store_i64(&r->own_sent, r->own_sent + 1);
+        ra__queue_next(r, queue);
     }
 }
 
 /* Takes the hellos, this rank's own first: so a rank that the other one fails has sent its own. */
 static int ra__ring_take_hellos(ra_ring *r) {
-    const ra__lane *in = &r->lane[RA__HELLO_IN];
-    if (in->done < in->posted && ra__lane_op(in, 0)->state < 0)
-        return ra__ring_op_done(r, ra__lane_op(in, 0), RA__HELLO);
+    const ra__queue *in = &r->queue[RA__HELLO_IN];
+    if (in->done < in->posted && ra__queue_op(in, 0)->state < 0)
+        return ra__ring_op_done(r, ra__queue_op(in, 0), RA__HELLO);
     for (int32_t k = RA__HELLO_OUT; k <= RA__HELLO_IN; k++) {
-        int done = ra__lane_look(r, &r->lane[k], RA__HELLO);
+        int done = ra__queue_look(r, &r->queue[k], RA__HELLO);
         if (done < 0) return done;
-        if (done > 0) ra__lane_next(r, &r->lane[k]);
-        if (r->lane[k].done < r->lane[k].total) return 0;
+        if (done > 0) ra__queue_next(r, &r->queue[k]);
+        if (r->queue[k].done < r->queue[k].total) return 0;
     }
     return 0;
 }
@@ -17145,12 +17145,12 @@ static int ra__ring_take_hellos(ra_ring *r) {
 /* Takes notices. One that fails is seen at once, whichever others are still to come. */
 static int ra__ring_take_notices(ra_ring *r) {
     for (int32_t k = RA__NOTICES_IN; k <= RA__NOTICES_OUT; k++) {
-        ra__lane *lane = &r->lane[k];
+        ra__queue *queue = &r->queue[k];
         int done;
-        while ((done = ra__lane_look(r, lane, RA__NOTICE)) > 0) ra__lane_next(r, lane);
-        for (int64_t i = lane->done; i < lane->posted && done >= 0; i++)
-            if (ra__lane_op(lane, i)->state < 0)
-                done = ra__ring_op_done(r, ra__lane_op(lane, i), RA__NOTICE);
+        while ((done = ra__queue_look(r, queue, RA__NOTICE)) > 0) ra__queue_next(r, queue);
+        for (int64_t i = queue->done; i < queue->posted && done >= 0; i++)
+            if (ra__queue_op(queue, i)->state < 0)
+                done = ra__ring_op_done(r, ra__queue_op(queue, i), RA__NOTICE);
         if (done < 0) return done;
     }
     return 0;
@@ -17162,7 +17162,7 @@ static int ra__ring_take_notices(ra_ring *r) {
 static void ra__ring_pulse(ra_ring *r) {
     int64_t computed = ra__load_i64(&r->computed), alive = ra__load_i64(&r->alive);
     if (computed != r->computed_seen)
-        for (int32_t i = 0; i < r->lane[RA__NOTICES_OUT].total; i++)
+        for (int32_t i = 0; i < r->queue[RA__NOTICES_OUT].total; i++)
             if (r->owner_alive[i]) (void)ra__add_i64(r->owner_alive[i], 1);
     if (alive != r->alive_seen) ra__store_i64(&r->progress_ns, ra__ring_now(r));
     r->computed_seen = computed;
@@ -17199,10 +17199,10 @@ static int ra__ring_comm(ra_ring *r) {
 
 /* Nothing of this pass is left to move. Under `comm`. */
 static int ra__ring_all_messages_done(const ra_ring *r) {
-    for (int32_t k = 0; k < RA__LANES; k++)
-        if (r->lane[k].done < r->lane[k].total) return 0;
-    return !r->talking && r->released == r->lane[RA__RECEIVES].total &&
-           r->returns_folded == r->lane[RA__RETURNS].total;
+    for (int32_t k = 0; k < RA__QUEUES; k++)
+        if (r->queue[k].done < r->queue[k].total) return 0;
+    return !r->talking && r->released == r->queue[RA__RECEIVES].total &&
+           r->returns_folded == r->queue[RA__RETURNS].total;
 }
 
 /* A round of communication of any pass, also a resumed one. */
@@ -17265,10 +17265,10 @@ static int ra__ring_grad_slot_free(const ra_ring *r, int64_t own) {
 /* Everything that entry f of the fold list needs has come. */
 static int ra__ring_inputs_ready(const ra_ring *r, int64_t f) {
     const ra__fold *at = &r->lists->fold[f];
-    if (at->recv >= 0) return at->recv < ra__load_i64(&r->lane[RA__RECEIVES].done);
+    if (at->recv >= 0) return at->recv < ra__load_i64(&r->queue[RA__RECEIVES].done);
     if (at->own < 0) return 1;
     if (at->phase != RA__BEFORE) return ra__ring_grad_slot_free(r, at->own);
-    return r->lists->own[at->own].returned < ra__load_i64(&r->lane[RA__RETURNS].done);
+    return r->lists->own[at->own].returned < ra__load_i64(&r->queue[RA__RETURNS].done);
 }
 
 /* RA_TRAVEL_Q: entry f starts an own chunk of queries, which must be packed before it is folded. */
@@ -18157,7 +18157,7 @@ static void ra__begin_work(ra_ring *r, const ra_plan *p) {
 
 /* Counters and cursors of a new pass. */
 static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
-    const int64_t total[RA__LANES] = { r->greets, r->greets,
+    const int64_t total[RA__QUEUES] = { r->greets, r->greets,
                                        r->lists->recvs, r->lists->sends, r->lists->returns,
                                        r->notices ? p->reader_count : 0,
                                        r->notices ? p->source_count : 0 };
@@ -18179,10 +18179,10 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     ra__store_i64(&r->own_sent, 0);
     ra__store_i64(&r->folded, 0);
     ra__store_i64(&r->returns_folded, 0);
-    for (int32_t k = 0; k < RA__LANES; k++) {
-        r->lane[k].total = (int32_t)total[k];
-        r->lane[k].posted = 0;
-        ra__store_i64(&r->lane[k].done, 0);
+    for (int32_t k = 0; k < RA__QUEUES; k++) {
+        r->queue[k].total = (int32_t)total[k];
+        r->queue[k].posted = 0;
+        ra__store_i64(&r->queue[k].done, 0);
     }
     memset(r->turn, 0, (size_t)r->task_begin[p->d.sequences] * sizeof *r->turn);
     for (int32_t i = 0; i < p->d.threads; i++) {
@@ -18640,7 +18640,7 @@ struct ra__resume {
     ra_status verdict;
     ra__blame blame;                   /* of the verdict */
     ra__pass_lists lists;
-    ra__lane lane[2];                  /* receives and sends of the resumed pass */
+    ra__queue queue[2];                /* receives and sends of the resumed pass */
     ra_transport_op **list;
     ra__kept *kept;
     int64_t kept_count, missing;
@@ -18708,10 +18708,10 @@ static int64_t ra__reports_lost(const ra__reports *v) {
 /* -------------------------------------------------------------------------- what is here */
 /* Receive i has come and its bytes are still there. */
 static int ra__resume_intact(const ra_ring *r, int64_t i) {
-    const ra__lane *lane = &r->lane[RA__RECEIVES];
+    const ra__queue *queue = &r->queue[RA__RECEIVES];
     if (i < r->kept_count) return 1;
-    if (i < r->intact || i >= lane->done) return 0;
-    return !r->lent || (i >= r->released && ra__lane_op(lane, i)->buf == ra__lane_buf(lane, i));
+    if (i < r->intact || i >= queue->done) return 0;
+    return !r->lent || (i >= r->released && ra__queue_op(queue, i)->buf == ra__queue_buf(queue, i));
 }
 
 /* Entry f of the fold list is still needed and has to be received. */
@@ -18758,9 +18758,9 @@ static void ra__resume_clear(ra_ring *r) {
 
 /* The state of this rank's last pass, before anything of it is changed. */
 static void ra__resume_look(ra_ring *r) {
-    const ra__lane *lane = &r->lane[RA__RECEIVES];
-    r->intact = ra__max(r->intact, lane->posted - lane->slots);
-    if (r->shared) r->intact = lane->done;
+    const ra__queue *queue = &r->queue[RA__RECEIVES];
+    r->intact = ra__max(r->intact, queue->posted - queue->slots);
+    if (r->shared) r->intact = queue->done;
     r->lent |= (r->tp.caps & RA_CAP_LOAN) && !r->pulled;
     r->serves |= ra__load_i32(&r->crew.state) == RA_RING_IDLE;
     if (!r->serves && !r->lists->backward && !ra__load_i32(&r->engine_failed))
@@ -18890,7 +18890,7 @@ static void ra__resume_step_back(ra_ring *r) {
     r->earlier.plan = NULL;
     r->pass = r->resume->top;
     ra__store_i64(&r->counters.pass, r->pass);
-    r->lane[RA__RECEIVES].done = r->lane[RA__RECEIVES].posted = 0;
+    r->queue[RA__RECEIVES].done = r->queue[RA__RECEIVES].posted = 0;
     r->kept_count = r->intact = 0;
     r->serves = 1;
 }
@@ -18923,8 +18923,8 @@ static void ra__resume_carve(ra__arena *a, const ra_ring *r, struct ra__resume *
                                                  (int64_t)sizeof *x->lists.recv);
     x->list = (ra_transport_op **)ra__carve(a, (slots + sends + ops) * 8);
     x->reports.of = (uint8_t *)ra__carve(a, x->n * x->reports.bytes);
-    ra__lane_carve(a, &x->lane[0], slots, p->forward.chunk_bytes, align);
-    ra__lane_carve(a, &x->lane[1], sends, p->forward.chunk_bytes, align);
+    ra__queue_carve(a, &x->queue[0], slots, p->forward.chunk_bytes, align);
+    ra__queue_carve(a, &x->queue[1], sends, p->forward.chunk_bytes, align);
 }
 
 /* Lists of what is kept and what is missing, from those of the pass so far. */
@@ -18932,7 +18932,7 @@ static void ra__resume_lists(ra_ring *r) {
     struct ra__resume *x = r->resume;
     const ra__pass_lists *old = r->lists;
     ra__pass_lists *w = &x->lists;
-    const int64_t came = ra__max(r->kept_count, r->lane[RA__RECEIVES].done);
+    const int64_t came = ra__max(r->kept_count, r->queue[RA__RECEIVES].done);
     w->direction = old->direction;
     w->chunk = old->chunk;
     w->chunk_bytes = old->chunk_bytes;
@@ -18996,7 +18996,7 @@ static ra_status ra__resume_prepare(ra_ring *r) {
     struct ra__resume *x = r->resume;
     ra__arena a = { NULL, 0 };
     ra__resume_step_back(r);
-    for (int64_t i = 0; i < ra__max(r->kept_count, r->lane[RA__RECEIVES].done); i++)
+    for (int64_t i = 0; i < ra__max(r->kept_count, r->queue[RA__RECEIVES].done); i++)
         x->kept_count += ra__resume_intact(r, i);
     for (int64_t f = 0; f < r->lists->folds && !r->serves; f++)
         x->missing += ra__resume_misses(r, f);
@@ -19017,7 +19017,7 @@ static ra_status ra__resume_prepare(ra_ring *r) {
 static void ra__resume_open(ra_ring *r) {
     struct ra__resume *x = r->resume;
     ra_resumed *n = &x->figures;
-    ra__lane *in = &r->lane[RA__RECEIVES], *out = &r->lane[RA__SENDS];
+    ra__queue *in = &r->queue[RA__RECEIVES], *out = &r->queue[RA__SENDS];
     for (int64_t i = 0; i < x->missing; i++) {
         const int32_t c = x->lists.recv[x->kept_count + i].chunk;
         const int32_t from = ra__reports_source(&x->reports, c, x->me);
@@ -19029,8 +19029,8 @@ static void ra__resume_open(ra_ring *r) {
     }
     for (int64_t f = 0; f < x->lists.folds; f++) n->chunks_kept += x->lists.fold[f].chunk >= 0;
     n->chunks_kept -= x->missing;
-    *in = x->lane[0];
-    *out = x->lane[1];
+    *in = x->queue[0];
+    *out = x->queue[1];
     in->total = (int32_t)x->lists.recvs;
     in->posted = x->kept_count;
     ra__store_i64(&in->done, x->kept_count);
@@ -19102,13 +19102,13 @@ static ra_status ra__resume_pack(ra_ring *r, int64_t c, uint8_t *message) {
 /* Sends chunk c, which peer i has requested, if there is room. */
 static ra_status ra__resume_serve(ra_ring *r, int32_t i) {
     struct ra__resume *x = r->resume;
-    ra__lane *out = &r->lane[RA__SENDS];
+    ra__queue *out = &r->queue[RA__SENDS];
     const int64_t spare = (int64_t)r->tp.max_ops - 2 * (x->n - 1);
     const int64_t most = ra__max(1, spare - spare / 2), c = x->peer[i].asked;
     const int32_t hop = ra__plan_need_hop(r->plan, c, x->rank[i]);
     uint8_t *message = NULL;
     out->total = (int32_t)out->posted + 1;
-    if (!ra__lane_open(out, out->done, most)) {
+    if (!ra__queue_open(out, out->done, most)) {
         out->total = (int32_t)out->posted;
         return RA_OK;
     }
@@ -19116,7 +19116,7 @@ static ra_status ra__resume_serve(ra_ring *r, int32_t i) {
         if (r->kept[k].chunk == c && r->kept[k].hop <= hop) message = r->kept[k].message;
     if (message && (uintptr_t)message % r->tp.align) {   /* kept for another transport */
         const int64_t length = ra__ring_length(r, c, hop);
-        uint8_t *copy = ra__lane_buf(out, out->posted);
+        uint8_t *copy = ra__queue_buf(out, out->posted);
         for (int64_t at = 0; at < length; at += RA__PIECE_BYTES) {
             memcpy(copy + at, message + at, (size_t)ra__min(RA__PIECE_BYTES, length - at));
             ra__between_pieces(&r->pause);
@@ -19124,23 +19124,23 @@ static ra_status ra__resume_serve(ra_ring *r, int32_t i) {
         message = copy;
     }
     if (!message) {
-        message = ra__lane_buf(out, out->posted);
+        message = ra__queue_buf(out, out->posted);
         ra_status s = ra__resume_pack(r, c, message);
         if (s) return s;
     }
     x->sent[out->posted % out->slots] = (int32_t)c;
-    (void)ra__lane_post(r, RA__SENDS, i, c, message, ra__ring_length(r, c, hop));
+    (void)ra__queue_post(r, RA__SENDS, i, c, message, ra__ring_length(r, c, hop));
     x->peer[i].asked = -1;
     return RA_OK;
 }
 
 /* Takes sends that are done. */
 static int ra__resume_take_sends(ra_ring *r) {
-    ra__lane *out = &r->lane[RA__SENDS];
+    ra__queue *out = &r->queue[RA__SENDS];
     while (out->done < out->posted) {
-        const int done = ra__lane_look(r, out, r->resume->sent[out->done % out->slots]);
+        const int done = ra__queue_look(r, out, r->resume->sent[out->done % out->slots]);
         if (done <= 0) return done;
-        ra__lane_next(r, out);
+        ra__queue_next(r, out);
     }
     return 0;
 }
@@ -19155,18 +19155,18 @@ static void ra__resume_request(ra_ring *r, int32_t i, int32_t kind, int64_t c, i
 /* Posts receives of missing chunks that have a free buffer, each with its request. */
 static ra_status ra__resume_more(ra_ring *r) {
     struct ra__resume *x = r->resume;
-    const ra__lane *in = &r->lane[RA__RECEIVES];
+    const ra__queue *in = &r->queue[RA__RECEIVES];
     const int64_t spare = (int64_t)r->tp.max_ops - 2 * (x->n - 1);
-    while (ra__lane_open(in, r->released, ra__max(1, spare / 2))) {
+    while (ra__queue_open(in, r->released, ra__max(1, spare / 2))) {
         const int32_t c = r->lists->recv[in->posted].chunk;
         const int32_t from = x->source[in->posted - r->kept_count];
         const int64_t length = ra__ring_length(r, c, ra__plan_need_hop(r->plan, c, r->rank));
-        uint8_t *buf = ra__lane_buf(in, in->posted);
+        uint8_t *buf = ra__queue_buf(in, in->posted);
         ra_status s = RA_OK;
         if (from != x->me && r->control[2 * from + 1].kind) return RA_OK;
         if (from == x->me) s = ra__resume_pack(r, c, buf);
         if (s) return s;
-        ra_transport_op *op = ra__lane_post(r, RA__RECEIVES, from, c, buf, length);
+        ra_transport_op *op = ra__queue_post(r, RA__RECEIVES, from, c, buf, length);
         if (from == x->me) op->state = RA_MSG_DONE;
         else ra__resume_request(r, from, RA__FRAME_REQUEST, c, length);
     }
@@ -19230,7 +19230,7 @@ static void ra__resume_meet(ra_ring *r) {
  * that it needs. */
 static ra_status ra__resume_talk(ra_ring *r) {
     struct ra__resume *x = r->resume;
-    const ra__lane *in = &r->lane[RA__RECEIVES];
+    const ra__queue *in = &r->queue[RA__RECEIVES];
     const int all = r->meeting || in->done == in->total;
     ra_status s = r->meeting ? RA_OK : ra__resume_more(r);
     for (int32_t k = 0; k < x->n && !s; k++) {
@@ -19269,7 +19269,7 @@ static ra_status ra__resume_take(ra_ring *r) {
 /* The peer that this rank waits for: its message of the meeting, a chunk, its END. */
 static void ra__resume_await(ra_ring *r) {
     const struct ra__resume *x = r->resume;
-    const ra__lane *in = &r->lane[RA__RECEIVES];
+    const ra__queue *in = &r->queue[RA__RECEIVES];
     int32_t peer = -1;
     if (!r->meeting && in->done < in->total) peer = x->source[in->done - r->kept_count];
     for (int32_t i = 0; i < x->n && peer < 0; i++) {
@@ -19311,10 +19311,10 @@ static ra_status ra__resume_end(ra_ring *r) {
     for (int32_t i = 0; i < x->n; i++)
         if (i != x->me && (!x->peer[i].ended || !x->peer[i].told || r->control[2 * i + 1].kind))
             return RA_OK;
-    if (r->lane[RA__SENDS].done < r->lane[RA__SENDS].posted || x->stage != RA__MEET_TALK)
+    if (r->queue[RA__SENDS].done < r->queue[RA__SENDS].posted || x->stage != RA__MEET_TALK)
         return RA_OK;
     if (!x->verdict && r->meeting && !x->idle) return RA_OK;
-    if (!r->meeting && r->lane[RA__RECEIVES].done < r->lane[RA__RECEIVES].total) return RA_OK;
+    if (!r->meeting && r->queue[RA__RECEIVES].done < r->queue[RA__RECEIVES].total) return RA_OK;
     if (x->idle && r->meeting) {       /* nothing to fold, here or elsewhere */
         if (r->pass == x->top + 1 && r->earlier.plan) ra__resume_step_back(r);
         memset(&x->lists, 0, sizeof x->lists);
@@ -19323,9 +19323,9 @@ static ra_status ra__resume_end(ra_ring *r) {
         r->serves = 1;
         r->claim_fold = 0;
         ra__store_i64(&r->folded, 0);
-        ra__store_i64(&r->lane[RA__RECEIVES].done, 0);
-        r->lane[RA__RECEIVES].total = 0;
-        r->lane[RA__RECEIVES].posted = r->released = r->kept_count = 0;
+        ra__store_i64(&r->queue[RA__RECEIVES].done, 0);
+        r->queue[RA__RECEIVES].total = 0;
+        r->queue[RA__RECEIVES].posted = r->released = r->kept_count = 0;
         ra__store_i32(&r->threads, 0);
         ra__store_i32(&r->meeting, 0);
     }
@@ -19462,11 +19462,11 @@ static void ra__resume_bind(ra_ring *r, struct ra__resume *x, const ra_resume_de
     r->controls = 2 * (int64_t)x->n;
     r->epoch = rd->epoch;
     ra__store_i64(&r->returns_folded, 0);
-    r->lane[RA__RECEIVES].posted = r->lane[RA__RECEIVES].done;
-    for (int32_t k = 0; k < RA__LANES; k++) {
+    r->queue[RA__RECEIVES].posted = r->queue[RA__RECEIVES].done;
+    for (int32_t k = 0; k < RA__QUEUES; k++) {
         if (k == RA__RECEIVES) continue;
-        r->lane[k].posted = r->lane[k].total = 0;
-        ra__store_i64(&r->lane[k].done, 0);
+        r->queue[k].posted = r->queue[k].total = 0;
+        ra__store_i64(&r->queue[k].done, 0);
     }
 }
 
