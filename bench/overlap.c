@@ -18,7 +18,7 @@
  * A rank computes on its share of the processors, as a host does on its own. Left to choose, Linux
  * puts a rank that a segment wakes beside the sender, and both take turns there for up to 24 ms.
  *
- * Beside them stands the processor time of rank 0 in T and in X: what a transport computes is not
+ * Beside them is the processor time of rank 0 in T and in X: what a transport computes is not
  * hidden where ranks compute on all processors. The plan's prediction gets a link with which
  * messages alone take X, and the rate at which computing alone takes C, or the processor time of T
  * where there is no processor to spare. */

@@ -167,7 +167,7 @@ static uint64_t scramble(uint64_t z) { /* splitmix64 */
     return z ^ (z >> 31);
 }
 
-/* row[KEY_DIM] += weight * the random signs that stand for `what`. */
+/* row[KEY_DIM] += weight * the random signs of `what`. */
 static void add_signs(float *row, uint64_t what, float weight) {
     uint64_t bits = scramble(what);
     for (int i = 0; i < KEY_DIM; i++) row[i] += bits >> i & 1 ? weight : -weight;
@@ -1063,7 +1063,7 @@ static void parse(options *o, int argc, char **argv) {
     }
 }
 
-/* Writes the timeline where --out says, else beside the program (the build directory). */
+/* Writes the timeline where --out says, or beside the program (the build directory). */
 static void write_picture(tl *picture, const options *o, const char *program, char *body) {
     char path[4096];
     const char *slash = strrchr(program, '/');

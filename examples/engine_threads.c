@@ -57,7 +57,7 @@ static void attend_in_ring(call *c, int ith, int nth) {
 
 /* -------------------------------------------------------------------------- ggml
  * ggml_map_custom1(ctx, a, fn, n_tasks, userdata) calls fn on every thread of the graph, with a
- * barrier after it. This stands in for ggml: its tensor, the type of fn, and n_tasks threads. */
+ * barrier after it. What follows mimics ggml: its tensor, the type of fn, and n_tasks threads. */
 typedef struct tensor { void *data; int64_t ne[4]; size_t nb[4]; } tensor;
 typedef void (*custom1)(tensor *dst, const tensor *a, int ith, int nth, void *userdata);
 

@@ -207,7 +207,7 @@ c_levels() {
     for level in -Og -Ofast "-O2 -march=native"; do
         runs "$1" "$level" c99
     done
-    runs "$1" -O3 gnu99                # where the compiler contracts a*b + c unless told not to
+    runs "$1" -O3 gnu99                # where the compiler contracts a*b + c by default
     for dialect in gnu99 c11 c17; do
         parses "$1" $dialect dialect "-I'$root' '$main'"
     done

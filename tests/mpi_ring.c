@@ -12,7 +12,7 @@
 typedef struct mpi_run { int rank, ranks, checks, bad, passed, failed; const char *test; } mpi_run;
 static mpi_run g;
 
-/* Failed checks are told by each rank as they happen. */
+/* Each rank prints its failed checks as they happen. */
 static int check(int ok, const char *what, int line) {
     g.checks++;
     if (ok) return 1;
@@ -169,8 +169,8 @@ static void and_then(void) {
     end_test();
 }
 
-/* One rank has other sizes, or another window. The first is told at once. The second changes who
- * sends what: one rank is told, or waits for its deadline, and the others end with it. */
+/* One rank has other sizes, or another window. The first fails at once. The second changes who
+ * sends what: one rank gets an error or waits for its deadline, and the others end with it. */
 static void mismatch(int what) {
     seat s = seat_of();
     int64_t late = 0, begin;
@@ -346,7 +346,7 @@ static void *call_from_thread(void *ctx) {
     return NULL;
 }
 
-/* Below MPI_THREAD_SERIALIZED only the main thread may call, and the library is told so. */
+/* Below MPI_THREAD_SERIALIZED only the main thread may call, and the library knows it. */
 static void one_thread(void) {
     ra_mpi *m = NULL;
     pthread_t thread;

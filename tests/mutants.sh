@@ -1,7 +1,7 @@
 #!/bin/sh
 # Plants mistakes (tests/mutants.txt) in ringattn.h, one at a time, and says which test finds each.
 # Ends with "N passed, N failed": a mistake that no test finds fails, and so does a line whose text
-# does not stand exactly once in the header. All tests first pass on the header as it is.
+# is not exactly once in the header. All tests first pass on the header as it is.
 #
 #   mutants.sh WORK [JOBS]             JOBS at a time
 #

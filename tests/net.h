@@ -131,7 +131,7 @@ typedef struct net {
     int64_t now;
     h_rng rng;
     int thread;                        /* ith of the step under way */
-    int dead;                          /* rank whose death the others are told, -1: none */
+    int dead;                          /* rank of whose death the others hear, -1: none */
     FILE *log;                         /* the schedule is written to it; null: nowhere */
     int expect_faults;                 /* 1: tags and lengths may differ, ops may be left */
     int breaches;
@@ -588,7 +588,7 @@ static inline int net_post(void *ctx, ra_transport_op *const *ops, int n)
 
 /* A receive from a rank that is dead or has aborted, or a send to it, ends with RA_E_PEER. So does
  * a send whose memory that rank has on loan: no release will come any more, and nothing else would
- * ever tell the sender, which may have neither a deadline nor a watchdog. */
+ * ever reach the sender, which may have neither a deadline nor a watchdog. */
 static inline void net_fail_ops(net_rank *r)
 {
     net *w = r->net;
@@ -697,7 +697,7 @@ static inline int net_release(void *ctx, ra_transport_op *op)
         loan->sum = net_sum(loan->ptr, loan->len);
     } else {
         net_slot *slot = &w->rank[loan->from_rank].slots[loan->from_slot];
-        if (slot->use == NET_LENT) {   /* otherwise that rank has failed or been told */
+        if (slot->use == NET_LENT) {   /* otherwise that rank has failed or heard of it */
             slot->use = NET_READY;
             slot->status = RA_MSG_DONE;
         }

@@ -649,7 +649,7 @@ TEST(unseen_is_zero)
     }
 }
 
-/* With V the identity O is the matrix of weights: what dropout left of them is told by a run
+/* With V the identity O is the matrix of weights: what dropout left of them is shown by a run
  * without it. Rate, factor, and none of it different in another call. */
 TEST(dropout_keeps_what_it_promises)
 {

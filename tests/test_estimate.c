@@ -190,12 +190,12 @@ TEST(longest_context)
     ra_hardware hw = device(RA_HW_A100_NVLINK, RA_NET_NONE, 8);
     ra_model m = mha();
     ra_estimate_result r;
-    /* 7B in 16 bits: 80e9 - 14e9 for 49152 + 524288 = 573440 bytes a token: 115094 on each of 8. */
+    /* 7B in 16 bits: 80e9 - 14e9 for 49152 + 524288 = 573440 bytes per token: 115094 on each. */
     m.weight_bytes = 14000000000;
     r = estimate(&hw, &m);
     CHECK_EQ(r.context_max, 920752);
     CHECK(near(r.cache_bytes, 920752.0 * 524288.0));
-    /* Two sequences: 1146880 bytes a token, 57547 on each. */
+    /* Two sequences: 1146880 bytes per token, 57547 on each. */
     m.batch = 2;
     r = estimate(&hw, &m);
     CHECK_EQ(r.context_max, 460376);
@@ -395,7 +395,7 @@ TEST(extremes)
     CHECK(r.hop_compute_s > 0 && r.hop_compute_s < 1e100);
     m.layers = m.q_heads = m.kv_heads = m.head_dim = m.hidden = m.batch = 1;
     m.element_bytes = 1;
-    hw.devices = 1; hw.memory_bytes = 8e18;           /* 8 bytes a token */
+    hw.devices = 1; hw.memory_bytes = 8e18;           /* 8 bytes per token */
     CHECK_EQ(estimate(&hw, &m).context_max, 1000000000000000000);
 }
 

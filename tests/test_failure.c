@@ -949,7 +949,7 @@ static void fail_beside(guard *x)
 }
 
 /* While one thread sleeps in the transport, another finds the failure and is the last inside: the
- * transport is told by the one that sleeps, once it is back. */
+ * transport learns it from the one that sleeps, once it is back. */
 TEST(quiesce_waits_for_wait)
 {
     rig *g = rig_new(2, 256, 2);
@@ -1207,7 +1207,7 @@ TEST(flushing_callers) { h_run.skipped = 1; }
 static ra_ring *packing_ring;
 static int packing_calls, packing_depth;
 
-/* While one thread packs queries, another steps until it is told to wait. */
+/* While one thread packs queries, another steps until it gets RA_WAIT. */
 static void packing_deltas(void)
 {
     int again = 0;

@@ -561,7 +561,7 @@ TEST(sampling) {
     }
 }
 
-/* A cache in fewer bits, all threads, and what a call may not ask for. */
+/* A cache in fewer bits, all threads, and what a call may not request. */
 TEST(options) {
     file f;
     gguf g;

@@ -85,7 +85,7 @@ TEST(travel_of_causal_masks)
         CHECK_EQ(2 * t.chunks, P * (P - 1) * n);
         s.layout = RA_LAYOUT_ZIGZAG;
         t = plan_totals(&p, &s);
-        up = P == 2 || P > 6;                          /* few chunks a shard: down takes longer */
+        up = P == 2 || P > 6;                          /* few chunks per shard: down is longer */
         CHECK_EQ(t.last.forward.direction, up ? 1 : -1);
         CHECK_EQ(4 * t.tokens, (up ? 2 * (2 * P - 1) : 3 * P) * (P - 1) * shard);
         CHECK_EQ(t.last.order, RA_ORDER_ASCENDING);

@@ -750,7 +750,7 @@ static sim *with_gradients(h_rng rng)
     return w;
 }
 
-/* They are begun anew: every rank is told the same. */
+/* They are begun anew: every rank gets the same status. */
 TEST(backward)
 {
     for (int64_t i = 0; i < 30; i++) {

@@ -295,7 +295,7 @@ static int64_t steps_of(const ra_plan *p, int back)
     return steps;
 }
 
-/* Masks of the test below: the last two hide what lies far to both sides. */
+/* Masks of the test below: the last two hide what is far away on both sides. */
 static void some_mask(shape *s, int m, int64_t shard)
 {
     s->d.mask.kind = m == 0 || m == 7 ? RA_MASK_NONE : RA_MASK_CAUSAL;
@@ -308,8 +308,8 @@ static void some_mask(shape *s, int m, int64_t shard)
 }
 
 /* Every layout, mask and number of ranks: less than chunks + (sequences + 1) P steps forward. The
- * same backward, where an owner's chunks travel equally far; else the gradients of an owner come
- * home in order, which costs up to a round an owner. One chunk a shard is the hardest. */
+ * same backward, where an owner's chunks travel equally far; otherwise gradients of an owner come
+ * return in order, which costs up to a round per owner. One chunk per shard is the hardest. */
 TEST(steps_are_chunks_and_two_rounds)
 {
     static const int worlds[12] = { 1, 2, 3, 4, 5, 7, 8, 16, 33, 64, 128, 256 };
@@ -903,7 +903,7 @@ TEST(transfers_hide_as_predicted)
     for (i = 0; i < 2 * 2 * 2 + 1; i++) {
         const int more = i == 8, ranks = i & 2 ? FLAT_RANKS : 2, causal = (i & 1) || more;
         const int rounds = i >= 4 && !more;
-        const ra_rates known = { 1, 1e-3, 0 };         /* no latency; nothing else is told */
+        const ra_rates known = { 1, 1e-3, 0 };         /* no latency */
         ra_desc d = flat_desc(ranks, 2048, 1, causal ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS,
                               causal ? RA_MASK_CAUSAL : RA_MASK_NONE, 0);
         ra_rates rates = { 1e12, 1e9, 0 };

@@ -136,7 +136,7 @@ static int make_ring(world *w, int r)
         bytes = w->net->c.shared ? rep.shared_workspace_bytes : rep.workspace_bytes;
         if (bytes > most) most = bytes;
     }
-    if (small_chance(50) && w->net->c.align <= 64) {   /* else the plan does not know the size */
+    if (small_chance(50) && w->net->c.align <= 64) {   /* or the plan does not know the size */
         s->workspace = (uint8_t *)net_memory((size_t)most, 64);
         memset(s->workspace, 0xCD, (size_t)most);
         rd.workspace = s->workspace;
@@ -584,7 +584,7 @@ TEST(shared_few_ops)
 
 /* -------------------------------------------------------------------------- after a failure */
 
-/* The first rank that failed met the fault itself; all others may also have been told, or have
+/* The first rank that failed met the fault itself; all others may also have heard of it, or have
  * waited in vain. */
 static int64_t unposted, awaited;      /* messages that failures named, by what rings remembered */
 
@@ -1011,7 +1011,7 @@ enum {
 
 static int diff_named, diff_seen;
 
-/* What the text of the failure says; one in 256 times a byte of hash does not tell. */
+/* What the text of the failure says; one in 256 times a byte of hash is equal by chance. */
 static const char *const diff_text[DIFFS] = {
     ": scale", ": scale", ": scale", ": dtypes", ": mask", ": mask", ": mask", ": mask", ": mask",
     ": sizes", ": chunk_tokens", ": chunk_tokens", ": layout", ": sizes", ": mask", ": mask",
@@ -1291,7 +1291,7 @@ TEST(differing_routes)
 
 /* -------------------------------------------------------------------------- seeds */
 
-/* What a seed stands for depends on the seed alone. Returns whether something was wrong. */
+/* What a seed means depends on the seed alone. Returns whether something was wrong. */
 static int one_seed(int64_t seed)
 {
     static fault_tally faults;

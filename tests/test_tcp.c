@@ -506,7 +506,7 @@ TEST(listens_on_its_own_address_alone)
 }
 
 /* Strangers call first: silent ones, more than there are places for, one that talks nonsense, one
- * that begins like a rank and goes on byte by byte. The ring stands all the same, and then nobody
+ * that begins like a rank and goes on byte by byte. The ring forms anyway, and then nobody
  * can call any more. */
 TEST(strangers)
 {

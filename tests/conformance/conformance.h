@@ -495,7 +495,7 @@ static inline int cf_post(cf_rank *r, int ring, cf_op *const *ops, int n)
     return cf_check_prefix(r, ops, n, before);
 }
 
-/* deadline -1: poll, else wait with that deadline. */
+/* deadline -1: poll, otherwise wait with that deadline. */
 static inline int cf_poll(cf_rank *r, int ring, cf_op *const *ops, int n, int64_t deadline)
 {
     const ra_transport *t = r->t[ring];
@@ -892,7 +892,7 @@ static inline int cf_wait_deadline(cf_rank *r, cf_op *const *list)
     return 1;
 }
 
-/* Rank 0 waits with two receives, of which one comes: it is told of that one. */
+/* Rank 0 waits with two receives, of which one comes: the wait reports that one. */
 static inline void cf_wait_for_one(cf_rank *r)
 {
     int32_t *flag = &r->shared->flag[0][2];
@@ -1145,7 +1145,7 @@ static inline void cf_t_trunc(cf_rank *r)
     if (cf_meet(r) && r->rank < 2 && t->quiesce) cf_op_free(&o);
 }
 
-/* Chunks go round on loan: each is received, kept, sent on from where it is, and released. */
+/* Chunks go around on loan: each is received, kept, sent on from where it is, and released. */
 static inline void cf_t_loans(cf_rank *r)
 {
     enum { HELD = 3 };
@@ -1453,7 +1453,7 @@ static inline void cf_t_passes(cf_rank *r)
 }
 
 /* Rank 0 cancels after some steps of a forward pass. All ranks get out: at the latest with their
- * deadline, and where the transport tells its peers, long before. */
+ * deadline, and where its abort reaches the peers, long before. */
 static inline void cf_t_cancel(cf_rank *r)
 {
     static const int steps[] = { 0, 1, 2, 5, 9, 17 };
