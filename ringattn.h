@@ -7665,7 +7665,6 @@ static int ra__side_seg(const ra__side *s, int32_t b, int64_t tokens, int64_t i,
     out->stride = 1;
     if (s->array || s->layout == RA_LAYOUT_ARRAY) {
         out->rows = s->array_rows;
-        out->pos = 0;
         return i == 0;
     }
     if (s->layout == RA_LAYOUT_RUNS) {
@@ -14089,12 +14088,11 @@ static void ra__agree_plain(const ra_desc *d, uint64_t *part) {
                               d->k_dim, d->v_dim, d->v_in_k, d->v_column, d->tokens, d->kv_tokens,
                               d->q_offset };
     const int64_t dtypes[] = { d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype };
-    const int64_t scores[] = { d->scores };
     const int64_t training[] = { d->train, d->grad_dtype, d->grad_return, d->backward_travel };
     const int64_t messages[] = { d->chunk_tokens, d->buffers, d->order };
     part[RA__AGREE_SIZES] = ra__hash_fields(sizes, sizeof sizes / sizeof *sizes);
     part[RA__AGREE_DTYPES] = ra__hash_fields(dtypes, sizeof dtypes / sizeof *dtypes);
-    part[RA__AGREE_SCORES] = ra__hash_fields(scores, 1);
+    part[RA__AGREE_SCORES] = ra__hash_i64(RA__HASH_START, d->scores);
     part[RA__AGREE_TRAINING] = ra__hash_fields(training, sizeof training / sizeof *training);
     part[RA__AGREE_MESSAGES] = ra__hash(ra__hash_fields(messages, 3), &d->rates, sizeof d->rates);
     part[RA__AGREE_SCORES] = ra__hash(part[RA__AGREE_SCORES], &d->scale, sizeof d->scale);
@@ -18165,13 +18163,11 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     int64_t *zero[] = { &c->tiles_partial, &c->tiles_full, &c->chunks_in, &c->chunks_out,
                         &c->bytes_in, &c->bytes_out, &c->compute_ns, &c->wait_ns };
     for (size_t i = 0; i < sizeof zero / sizeof zero[0]; i++) ra__store_i64(zero[i], 0);
-    int back = r->lists->backward;
+    const int back = r->lists->backward;
+    const ra_pass_figures *all = back ? &p->report.backward : &p->report.forward;
     ra__store_i64(&c->tiles_empty, back ? p->back_unvisited : p->unvisited);
-    ra__store_i64(&c->tiles_all,
-                  back ? p->report.backward.tiles_partial + p->report.backward.tiles_full
-                       : p->report.forward.tiles_partial + p->report.forward.tiles_full);
-    ra__store_i32(&c->waiting_peer,
-                  r->lists->recvs ? ra__ring_peer(r, -1) : -1);
+    ra__store_i64(&c->tiles_all, all->tiles_partial + all->tiles_full);
+    ra__store_i32(&c->waiting_peer, r->lists->recvs ? ra__ring_peer(r, -1) : -1);
     ra__store_i64(&c->pass, r->pass);
     r->claim_fold = r->claim_task = r->packing = 0;
     ra__store_i64(&r->packed, 0);
@@ -19013,6 +19009,14 @@ static ra_status ra__resume_prepare(ra_ring *r) {
     return RA_OK;
 }
 
+/* This rank has nothing to fold: it only helps. */
+static void ra__resume_serves(ra_ring *r) {
+    r->serves = 1;
+    r->claim_fold = r->claim_task = 0;
+    ra__store_i64(&r->folded, 0);
+    ra__store_i32(&r->threads, 0);
+}
+
 /* The ranks agree: the pass goes on with the new lists. Threads compute once `meeting` is 0. */
 static void ra__resume_open(ra_ring *r) {
     struct ra__resume *x = r->resume;
@@ -19043,11 +19047,7 @@ static void ra__resume_open(ra_ring *r) {
     r->kept_count = x->kept_count;
     r->lists = &x->lists;
     r->list = x->list;
-    if (r->serves) {
-        r->claim_fold = r->claim_task = 0;
-        ra__store_i64(&r->folded, 0);
-        ra__store_i32(&r->threads, 0);
-    }
+    if (r->serves) ra__resume_serves(r);
     for (int64_t i = 0; i < r->kept_count; i++) {
         const int32_t c = r->kept[i].chunk;
         ra__frame f = ra__ring_frame(r, RA__FRAME_CHUNK, x->lists.chunk[c].owner, c,
@@ -19320,13 +19320,10 @@ static ra_status ra__resume_end(ra_ring *r) {
         memset(&x->lists, 0, sizeof x->lists);
         r->lists = &x->lists;
         r->pass = x->top;
-        r->serves = 1;
-        r->claim_fold = 0;
-        ra__store_i64(&r->folded, 0);
+        ra__resume_serves(r);
         ra__store_i64(&r->queue[RA__RECEIVES].done, 0);
         r->queue[RA__RECEIVES].total = 0;
         r->queue[RA__RECEIVES].posted = r->released = r->kept_count = 0;
-        ra__store_i32(&r->threads, 0);
         ra__store_i32(&r->meeting, 0);
     }
     if (r->talking) r->moves++;
