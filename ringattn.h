@@ -3761,17 +3761,20 @@ RA__ISA_STATIC void RA__NAME(decode_fold_heads)(ra__decode_rows *rows, const ra_
     float s[RA__DECODE_HEADS * RA__DECODE_LINE];
     ra__decode_keys y = *keys;
     int32_t first = 0;                 /* of the heads with weights */
+    int32_t ready[RA__DECODE_HEADS];   /* a loop of its own: both have long chains, and overlap */
     RA__NAME(decode_scores)(rows, n, keys, s);
+    for (int32_t h = 0; h < n; h++) {
+        float *own = s + h * RA__DECODE_LINE;
+        if (rows[h].modified || keys->partial) RA__NAME(decode_adjust)(rows + h, keys, own);
+        RA__NAME(store)(own + keys->n, RA__NAME(set)(ra__neg_inf()));
+        ready[h] = RA__NAME(decode_ready)(rows + h, own, keys->n) == keys->n;
+    }
     for (int32_t h = 0; h <= n; h++) {
         float *own = s + h * RA__DECODE_LINE;
-        if (h < n) {
-            if (rows[h].modified || keys->partial) RA__NAME(decode_adjust)(rows + h, keys, own);
-            RA__NAME(store)(own + keys->n, RA__NAME(set)(ra__neg_inf()));
-            if (RA__NAME(decode_ready)(rows + h, own, keys->n) == keys->n) {
-                RA__NAME(decode_weigh)(rows + h, own, keys->n);
-                if (keys->whole) RA__NAME(decode_close_l)(rows + h, 0);
-                continue;
-            }
+        if (h < n && ready[h]) {
+            RA__NAME(decode_weigh)(rows + h, own, keys->n);
+            if (keys->whole) RA__NAME(decode_close_l)(rows + h, 0);
+            continue;
         }
         y.whole = keys->whole;
         y.v = keys->v + first * keys->v_head;
@@ -3802,6 +3805,12 @@ RA__ISA_STATIC void RA__NAME(decode_load)(const ra__decode_rows *rows, int32_t r
     int32_t dim = rows->d->k_dim, dtype = rows->d->q_dtype, d = 0;
     float *to = rows->q + r * RA__CHUNK;
     const uint8_t *from = (const uint8_t *)src;
+    for (; dtype == RA_F32 && dim - d >= RA__CHUNK; d += RA__CHUNK, to += 4 * RA__CHUNK) {
+        RA__FLOATS x[2];
+        RA__NAME(load_chunk)(x, from, d, RA_F32);
+        RA__NAME(store)(to, x[0] * RA__NAME(set)(factor));
+        RA__NAME(store)(to + RA__WIDTH, x[1] * RA__NAME(set)(factor));
+    }
     for (; d < dim; d += RA__CHUNK, to += 4 * RA__CHUNK) {
         RA__FLOATS x[2];
         if (dim - d < RA__CHUNK) RA__NAME(load_last_chunk)(x, from, d, dim, dtype);
@@ -7501,6 +7510,12 @@ typedef struct ra__side {
     int64_t array_stride, array_rows;
 } ra__side;
 
+/* All tokens of a sequence, on one rank. */
+RA__INLINE void ra__side_whole(ra__side *s, int32_t layout, int64_t offset) {
+    const ra__side whole = { layout, 0, 1, 0, offset, NULL, { NULL, 0, NULL, NULL }, NULL, 0, 0 };
+    *s = whole;
+}
+
 RA__INLINE int64_t ra__q_len(const ra_desc *d, int32_t b) {
     return d->tokens_of ? d->tokens_of[b] : d->tokens;
 }
@@ -8279,8 +8294,15 @@ typedef struct ra__rule {
     int64_t value;
 } ra__rule;
 
-/* Refuses the first rule that is broken. Inlined and unrolled, a rule is one test: its values and
- * texts are read only if it is broken. */
+/* Where every call passes, rules are statements instead of a table: the first that is broken is
+ * refused. PERF: each is one test; gcc 12 stores a table although all of its rules hold. */
+typedef struct ra__checks { ra_error *e; ra_status status; } ra__checks;
+RA__INLINE void ra__refuse_if(ra__checks *x, int broken, ra_status status, const char *field,
+                              const char *text, int64_t value) {
+    if (!x->status && broken) x->status = ra__refuse(x->e, status, field, text, value);
+}
+
+/* Refuses the first rule of a table that is broken. */
 RA__INLINE ra_status ra__check_rules(const ra__rule *rule, size_t n, ra_error *e) {
     RA__UNROLL for (size_t i = 0; i < n; i++)
         if (rule[i].broken)
@@ -8311,9 +8333,10 @@ typedef struct ra__tensor {
     { "t." #name, offsetof(ra_tensors, name), offsetof(ra_desc, dim), offsetof(ra_desc, dtype),  \
       keys, writable }
 
-/* Tensor `which` of a call with rows[0] queries and rows[1] keys. */
-RA__INLINE ra__tensor ra__tensor_of(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                int which) {
+/* Tensor `which` of a call with rows[0] queries and rows[1] keys. PERF: gcc 12 copies a result in
+ * pieces across those that it was stored in, which waits for the stores: 20 ns each. */
+RA__INLINE void ra__tensor_of(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                              int which, ra__tensor *x) {
     static const struct { const char *field; size_t at, dim, dtype; int32_t keys, writable; }
     list[RA__TENSORS] = {
         RA__TENSOR(q, k_dim, q_dtype, 0, 0), RA__TENSOR(k, k_dim, k_dtype, 1, 0),
@@ -8324,59 +8347,51 @@ RA__INLINE ra__tensor ra__tensor_of(const ra_desc *d, const ra_tensors *t, const
     };
     const int32_t keys = list[which].keys;
     int32_t dim;
-    ra__tensor x;
-    x.field = list[which].field;
-    memcpy(&x.in, (const uint8_t *)t + list[which].at, sizeof x.in); /* ra_out is laid out alike */
+    x->field = list[which].field;
+    memcpy(&x->in, (const uint8_t *)t + list[which].at, sizeof x->in); /* ra_out looks alike */
     memcpy(&dim, (const uint8_t *)d + list[which].dim, sizeof dim);
-    memcpy(&x.dtype, (const uint8_t *)d + list[which].dtype, sizeof x.dtype);
-    x.batch = d->sequences;
-    x.rows = rows[keys];
-    x.heads = keys ? d->kv_heads : d->q_heads;
-    x.dim = dim;
-    x.writable = list[which].writable;
+    memcpy(&x->dtype, (const uint8_t *)d + list[which].dtype, sizeof x->dtype);
+    x->batch = d->sequences;
+    x->rows = rows[keys];
+    x->heads = keys ? d->kv_heads : d->q_heads;
+    x->dim = dim;
+    x->writable = list[which].writable;
     if (which == RA__TENSOR_LSE) {
-        x.dim = 1;
-        x.dtype = RA_F32;
+        x->dim = 1;
+        x->dtype = RA_F32;
     }
     if (d->page_tokens && (which == RA__TENSOR_K || which == RA__TENSOR_V)) {
-        x.batch = t->pages.count;
-        if (x.rows) x.rows = d->page_tokens;
+        x->batch = t->pages.count;
+        if (x->rows) x->rows = d->page_tokens;
     }
-    return x;
 }
 #undef RA__TENSOR
 
-/* Fills in default strides and checks a tensor: distinct rows must not overlap, except inputs of
- * different sequences. */
-static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e) {
-    static const char *const part[3] = { ".batch_stride", ".token_stride", ".head_stride" };
-    const int64_t stride[3] = { x->in.batch_stride, x->in.token_stride, x->in.head_stride };
+static const char *const ra__stride_of[3] = { ".batch_stride", ".token_stride", ".head_stride" };
+
+/* Refuses the first stride, from the inside, that is negative or splits an element. */
+RA__NOINLINE ra_status ra__refuse_stride(const ra__tensor *x, const int64_t stride[3],
+                                         int64_t element, ra_error *e) {
+    const char *name[2] = { x->field, NULL };
+    int i = 2;
+    while (i > 0 && stride[i] >= 0 && stride[i] % element == 0) i--;
+    name[1] = ra__stride_of[i];
+    return ra__refuse_part(e, RA_E_STRIDE, name,
+                           "# is negative or not a multiple of the element", stride[i]);
+}
+
+/* Rows of a tensor with strides must not overlap, except inputs of different sequences. */
+RA__NOINLINE ra_status ra__check_strides(const ra__tensor *x, const int64_t step[3], int64_t row,
+                                         ra_error *e) {
     const int64_t count[3] = { x->batch, x->rows, x->heads };
-    int64_t element = ra__element(x->dtype), row = ra__row_bytes(x->dtype, x->dim), span = row;
-    int64_t step[3], extent;
-    const int packed = !(stride[0] | stride[1] | stride[2]);
-    const char *name[2];
-    name[0] = x->field;
-    for (int i = 2; i >= 0; i--) {                         /* 0: extent of what is inside */
-        name[1] = part[i];
-        if (stride[i] < 0 || (stride[i] && stride[i] % element))
-            return ra__refuse_part(e, RA_E_STRIDE, name,
-                                   "# is negative or not a multiple of the element", stride[i]);
-        step[i] = stride[i] ? stride[i] : span;
-        if (!ra__mul(ra__max(count[i], 1), step[i], &extent))
-            return ra__refuse_part(e, RA_E_OVERFLOW, name, "# overflows", step[i]);
-        span = ra__max(span, extent);
-    }
-    if (x->rows && !x->in.data) return ra__refuse(e, RA_E_NULL, x->field, "data is required", 0);
-    if ((uintptr_t)x->in.data & (uintptr_t)(element - 1))
-        return ra__refuse(e, RA_E_ALIGN, x->field, "data must be aligned to # bytes", element);
-    for (int i = 2; !packed && !x->writable && i > 0; i--) {
-        name[1] = part[i];
+    const char *name[2] = { x->field, NULL };
+    for (int i = 2; !x->writable && i > 0; i--) {
+        name[1] = ra__stride_of[i];
         if (count[i] > 1 && step[i] < row && x->rows)
             return ra__refuse_part(e, RA_E_STRIDE, name,
                                    "# is less than one row; strides are bytes", step[i]);
     }
-    for (int i = 2; !packed && i >= !x->writable; i--) {   /* what is inside fits into the step */
+    for (int i = 2; i >= !x->writable; i--) {              /* what is inside fits into the step */
         int64_t inner = row;
         for (int j = !x->writable; j < 3; j++)
             if (j != i && count[j] > 1 && step[j] <= step[i]) inner += step[j] * (count[j] - 1);
@@ -8384,17 +8399,40 @@ static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e)
             return ra__refuse(e, RA_E_STRIDE, x->field,
                               "stride # makes rows overlap; strides are bytes", step[i]);
     }
+    return RA_OK;
+}
+
+/* Fills in default strides, which are the extent of what is inside, and checks a tensor. */
+static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e) {
+    const int64_t stride[3] = { x->in.batch_stride, x->in.token_stride, x->in.head_stride };
+    const int64_t count[3] = { x->batch, x->rows, x->heads };
+    const int64_t element = ra__element(x->dtype), row = ra__row_bytes(x->dtype, x->dim);
+    const int64_t any = stride[0] | stride[1] | stride[2];
+    int64_t step[3], extent, span = row;
+    if (any < 0 || (any & (element - 1))) return ra__refuse_stride(x, stride, element, e);
+    RA__UNROLL for (int i = 2; i >= 0; i--) {
+        step[i] = stride[i] ? stride[i] : span;
+        if (!ra__mul(ra__max(count[i], 1), step[i], &extent)) {
+            const char *const name[2] = { x->field, ra__stride_of[i] };
+            return ra__refuse_part(e, RA_E_OVERFLOW, name, "# overflows", step[i]);
+        }
+        span = ra__max(span, extent);
+    }
+    if (x->rows && !x->in.data) return ra__refuse(e, RA_E_NULL, x->field, "data is required", 0);
+    if ((uintptr_t)x->in.data & (uintptr_t)(element - 1))
+        return ra__refuse(e, RA_E_ALIGN, x->field, "data must be aligned to # bytes", element);
     out->data = (const uint8_t *)x->in.data;
     out->batch = step[0];
     out->token = step[1];
     out->head = step[2];
-    return RA_OK;
+    return any ? ra__check_strides(x, step, row, e) : RA_OK;
 }
 
 /* The view of tensor `which` of a call. */
 RA__INLINE ra_status ra__check_tensor(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                   int which, ra__view *out, ra_error *e) {
-    const ra__tensor x = ra__tensor_of(d, t, rows, which);
+    ra__tensor x;
+    ra__tensor_of(d, t, rows, which, &x);
     return ra__view_check(&x, out, e);
 }
 
@@ -8407,27 +8445,11 @@ static ra_status ra__check_keys(const ra_desc *d, const ra_tensors *t, const int
     return s;
 }
 
-/* A tensor that ra__view_check has accepted, and the bytes from its first to its last; 0: none. */
-typedef struct ra__extent { ra__tensor x; int64_t bytes; } ra__extent;
-
 /* Memory in pieces of `bytes` without gaps, and the steps between them, the shortest first. */
 typedef struct ra__region {
     int64_t bytes, step[3], count[3];
     int32_t steps;
 } ra__region;
-
-static int64_t ra__extent_of(const ra__tensor *x) {
-    const int64_t stride[3] = { x->in.head_stride, x->in.token_stride, x->in.batch_stride };
-    const int64_t count[3] = { x->heads, x->rows, x->batch };
-    int64_t span = ra__row_bytes(x->dtype, x->dim), bytes = span;
-    if (!x->in.data || !x->heads || !x->rows || !x->batch) return 0;
-    for (int i = 0; i < 3; i++) {                          /* packed: extent of what is inside */
-        const int64_t step = stride[i] ? stride[i] : span;
-        span = ra__max(span, count[i] * step);
-        bytes = ra__add_sat(bytes, (count[i] - 1) * step);
-    }
-    return bytes;
-}
 
 /* The region of a tensor that has memory: no step where there is no gap. */
 static ra__region ra__region_of(const ra__tensor *x) {
@@ -8487,36 +8509,64 @@ static int ra__regions_meet(const ra__region *a, int32_t na, const ra__region *b
     return 0;
 }
 
-/* What is written must not share memory with the first n tensors. */
-static ra_status ra__check_apart(const ra__extent *out, const ra__extent *others, int32_t n,
-                                 ra_error *e) {
+/* From the first byte of a tensor that has been accepted to its last; 0: none. */
+typedef struct ra__extent { uintptr_t first; int64_t bytes; } ra__extent;
+
+RA__INLINE ra__extent ra__extent_of(const ra__tensor *x, const ra__view *v) {
+    ra__extent r;
+    r.first = (uintptr_t)x->in.data;
+    r.bytes = 0;
+    if (x->in.data && x->rows && x->batch)
+        r.bytes = ra__add_sat(ra__add_sat(ra__row_bytes(x->dtype, x->dim),
+                                          (x->heads - 1) * v->head),
+                              ra__add_sat((x->rows - 1) * v->token, (x->batch - 1) * v->batch));
+    return r;
+}
+
+/* Notes tensor `which` of a call, which has been accepted with this view. */
+RA__INLINE void ra__extent_note(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                int which, const ra__view *v, ra__extent *r) {
+    ra__tensor x;
+    ra__tensor_of(d, t, rows, which, &x);
+    r[which] = ra__extent_of(&x, v);
+}
+
+/* Two tensors of a call, b `gap` bytes after a, share memory. */
+RA__NOINLINE int ra__tensors_meet(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                  int a, int b, int64_t gap) {
+    ra__tensor x, y;
+    ra__region p, q;
+    ra__tensor_of(d, t, rows, a, &x);
+    ra__tensor_of(d, t, rows, b, &y);
+    p = ra__region_of(&x);
+    q = ra__region_of(&y);
+    return ra__regions_meet(&p, p.steps, &q, q.steps, gap);
+}
+
+/* Tensor `which`, which is written, must not share memory with those before it. */
+static ra_status ra__check_apart(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                 int which, const ra__extent *r, ra_error *e) {
+    static const char *const name[RA__TENSORS] = {
+        "t.q", "t.k", "t.v", "t.o", "t.lse", "t.d_o", "t.d_q", "t.d_k", "t.d_v",
+    };
     static const char *const text[RA__TENSOR_D_V] = {
         "overlaps t.q", "overlaps t.k", "overlaps t.v", "overlaps t.o", "overlaps t.lse",
         "overlaps t.d_o", "overlaps t.d_q", "overlaps t.d_k",
     };
-    for (int32_t i = 0; i < n && out->bytes; i++) {
-        const int64_t gap = (int64_t)((uintptr_t)others[i].x.in.data - (uintptr_t)out->x.in.data);
-        if (!others[i].bytes || gap >= out->bytes || -gap >= others[i].bytes) continue;
-        ra__region a = ra__region_of(&out->x);
-        ra__region b = ra__region_of(&others[i].x);
-        if (ra__regions_meet(&a, a.steps, &b, b.steps, gap))
-            return ra__refuse(e, RA_E_SHAPE, out->x.field, text[i], 0);
+    for (int i = 0; i < which && r[which].bytes; i++) {
+        const int64_t gap = (int64_t)(r[i].first - r[which].first);
+        if (!r[i].bytes || gap >= r[which].bytes || -gap >= r[i].bytes) continue;
+        if (ra__tensors_meet(d, t, rows, which, i, gap))
+            return ra__refuse(e, RA_E_SHAPE, name[which], text[i], 0);
     }
     return RA_OK;
-}
-
-/* Notes tensor `which` of a call, which has been accepted. */
-RA__INLINE void ra__extent_note(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                int which, ra__extent *r) {
-    r[which].x = ra__tensor_of(d, t, rows, which);
-    r[which].bytes = ra__extent_of(&r[which].x);
 }
 
 /* Steps of a bias: bytes, and 0 where elements are shared. */
 static ra_status ra__check_steps(const int64_t step[4], int64_t element, const char *field,
                                  ra_error *e) {
     for (int i = 0; i < 4; i++)
-        if (step[i] < 0 || step[i] % element)
+        if (step[i] < 0 || (step[i] & (element - 1)))
             return ra__refuse(e, RA_E_STRIDE, field,
                               element == 2 ? "step # is negative or not a multiple of 2"
                                            : "step # is negative or not a multiple of 4, the bytes "
@@ -8528,19 +8578,22 @@ static ra_status ra__check_steps(const int64_t step[4], int64_t element, const c
 static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, ra_error *e) {
     const ra_bias *b = &t->bias;
     const int64_t steps[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
-    const ra__rule rules[] = {
-        { !(d->scores & RA_SCORE_ALIBI) != !t->alibi, t->alibi ? RA_E_SHAPE : RA_E_NULL, "t.alibi",
-          "must be set if and only if scores has RA_SCORE_ALIBI; scores is #", d->scores },
-        { !(d->scores & RA_SCORE_SINKS) != !t->sinks, t->sinks ? RA_E_SHAPE : RA_E_NULL, "t.sinks",
-          "must be set if and only if scores has RA_SCORE_SINKS; scores is #", d->scores },
-        { !(d->scores & RA_SCORE_BIAS) != !b->data, b->data ? RA_E_SHAPE : RA_E_NULL, "t.bias",
-          "must be set if and only if scores has RA_SCORE_BIAS; scores is #", d->scores },
-        { b->data && b->keys < 1, RA_E_RANGE, "t.bias.keys", "# is not positive", b->keys },
-        { b->dtype < 0 || b->dtype > RA_BF16, RA_E_ENUM, "t.bias.dtype",
-          "# is not RA_F32, RA_F16 or RA_BF16", b->dtype },
-    };
-    ra_status s = ra__check_rules(rules, sizeof rules / sizeof *rules, e);
-    return s ? s : ra__check_steps(steps, b->dtype > RA_F32 ? 2 : 4, "t.bias", e);
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, !(d->scores & RA_SCORE_ALIBI) != !t->alibi, t->alibi ? RA_E_SHAPE : RA_E_NULL,
+                  "t.alibi", "must be set if and only if scores has RA_SCORE_ALIBI; scores is #",
+                  d->scores);
+    ra__refuse_if(&x, !(d->scores & RA_SCORE_SINKS) != !t->sinks, t->sinks ? RA_E_SHAPE : RA_E_NULL,
+                  "t.sinks", "must be set if and only if scores has RA_SCORE_SINKS; scores is #",
+                  d->scores);
+    ra__refuse_if(&x, !(d->scores & RA_SCORE_BIAS) != !b->data, b->data ? RA_E_SHAPE : RA_E_NULL,
+                  "t.bias", "must be set if and only if scores has RA_SCORE_BIAS; scores is #",
+                  d->scores);
+    ra__refuse_if(&x, b->data && b->keys < 1, RA_E_RANGE, "t.bias.keys", "# is not positive",
+                  b->keys);
+    ra__refuse_if(&x, b->dtype < 0 || b->dtype > RA_BF16, RA_E_ENUM, "t.bias.dtype",
+                  "# is not RA_F32, RA_F16 or RA_BF16", b->dtype);
+    if (x.status) return x.status;
+    return ra__check_steps(steps, b->dtype > RA_F32 ? 2 : 4, "t.bias", e);
 }
 
 /* Positions are below this. Those of queries must have an entry in the caller's intervals. */
@@ -8581,17 +8634,17 @@ static int ra__positions_set(const ra_positions *p) {
 static ra_status ra__check_pages(const ra_desc *d, const ra_pages *p, ra_error *e) {
     const int none = !p->table && !p->batch_step && !p->count && !p->first;
     if (none && !d->page_tokens) return RA_OK;
-    const ra__rule rules[] = {
-        { !d->page_tokens, RA_E_SHAPE, "t.pages", "must be {0}: d.page_tokens is #", 0 },
-        { !p->table, RA_E_NULL, "t.pages.table",
-          "is required: d.page_tokens is #", d->page_tokens },
-        { p->batch_step < 0, RA_E_STRIDE, "t.pages.batch_step", "# is negative", p->batch_step },
-        { p->count < 1 || p->count > INT32_MAX, RA_E_RANGE, "t.pages.count",
-          "# is not in 1..2^31-1", p->count },
-        { p->first < 0 || p->first >= d->page_tokens, RA_E_RANGE, "t.pages.first",
-          "# is not in 0..page_tokens-1", p->first },
-    };
-    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, !d->page_tokens, RA_E_SHAPE, "t.pages", "must be {0}: d.page_tokens is #", 0);
+    ra__refuse_if(&x, !p->table, RA_E_NULL, "t.pages.table", "is required: d.page_tokens is #",
+                  d->page_tokens);
+    ra__refuse_if(&x, p->batch_step < 0, RA_E_STRIDE, "t.pages.batch_step", "# is negative",
+                  p->batch_step);
+    ra__refuse_if(&x, p->count < 1 || p->count > INT32_MAX, RA_E_RANGE, "t.pages.count",
+                  "# is not in 1..2^31-1", p->count);
+    ra__refuse_if(&x, p->first < 0 || p->first >= d->page_tokens, RA_E_RANGE, "t.pages.first",
+                  "# is not in 0..page_tokens-1", p->first);
+    return x.status;
 }
 
 /* Entries of the rows [from, to) of a sequence. */
@@ -8630,29 +8683,35 @@ static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_
 
 /* What a forward call writes must not overlap what it reads. All tensors have been accepted. */
 static ra_status ra__check_forward(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
-                                   ra_error *e) {
+                                   const ra__work *w, const ra__view kv[2], ra_error *e) {
     ra__extent r[RA__TENSOR_LSE + 1];
     ra_status s;
-    ra__extent_note(d, t, rows, RA__TENSOR_Q, r);
-    ra__extent_note(d, t, rows, RA__TENSOR_K, r);
-    ra__extent_note(d, t, rows, RA__TENSOR_V, r);
-    ra__extent_note(d, t, rows, RA__TENSOR_O, r);
-    ra__extent_note(d, t, rows, RA__TENSOR_LSE, r);
-    s = ra__check_apart(&r[RA__TENSOR_O], r, RA__TENSOR_O, e);
-    return s ? s : ra__check_apart(&r[RA__TENSOR_LSE], r, RA__TENSOR_LSE, e);
+    ra__extent_note(d, t, rows, RA__TENSOR_Q, &w->q, r);
+    ra__extent_note(d, t, rows, RA__TENSOR_K, &kv[0], r);
+    ra__extent_note(d, t, rows, RA__TENSOR_V, &kv[1], r);
+    ra__extent_note(d, t, rows, RA__TENSOR_O, &w->o, r);
+    ra__extent_note(d, t, rows, RA__TENSOR_LSE, &w->lse, r);
+    s = ra__check_apart(d, t, rows, RA__TENSOR_O, r, e);
+    return s ? s : ra__check_apart(d, t, rows, RA__TENSOR_LSE, r, e);
+}
+
+/* The view of tensor `which` of a backward call, if it has memory, and where that is. */
+static ra_status ra__check_extent(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
+                                  int which, ra__extent *r, ra__view *view) {
+    ra__tensor x;
+    ra_status s = RA_OK;
+    ra__tensor_of(d, t, rows, which, &x);
+    memset(view, 0, sizeof *view);
+    if (x.in.data) s = ra__view_check(&x, view, d->error);
+    r[which] = ra__extent_of(&x, view);
+    return s;
 }
 
 /* The view of a gradient, if it is requested. It must not overlap the tensors before it. */
 static ra_status ra__check_grad(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                 int which, ra__extent *r, ra__view *view) {
-    ra__extent *out = &r[which];
-    memset(view, 0, sizeof *view);
-    out->x = ra__tensor_of(d, t, rows, which);
-    if (!out->x.in.data) return RA_OK;
-    ra_status s = ra__view_check(&out->x, view, d->error);
-    if (s) return s;
-    out->bytes = ra__extent_of(&out->x);
-    return ra__check_apart(out, r, which, d->error);
+    const ra_status s = ra__check_extent(d, t, rows, which, r, view);
+    return s ? s : ra__check_apart(d, t, rows, which, r, d->error);
 }
 
 /* Two elements of a tensor with these strides and counts overlap, other than by a stride of 0. */
@@ -8674,28 +8733,27 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
     const int64_t keys = ra__min(b->keys, RA_MAX_POSITION); /* positions are below it */
     const int64_t counts[4] = { d->sequences, d->q_heads, rows, keys };
     const int64_t steps[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
-    const ra__rule rules[] = {
-        { !b->batch_step && d->sequences > 1 && rows, RA_E_SHAPE, "t.d_bias.batch_step",
-          "is 0, which would add up # sequences", d->sequences },
-        { !b->head_step && d->q_heads > 1 && rows, RA_E_SHAPE, "t.d_bias.head_step",
-          "is 0, which would add up # heads", d->q_heads },
-        { !b->row_step && !b->key_step, RA_E_SHAPE, "t.d_bias.key_step",
-          "is #, and so is row_step", 0 },
-        { (uintptr_t)b->data % 4 != 0, RA_E_ALIGN, "t.d_bias", "data must be aligned to # bytes",
-          4 },
-        { b->data == t->bias.data || b->data == t->d_sinks, RA_E_SHAPE, "t.d_bias",
-          "is the memory of another tensor; it has # rows", rows },
-        { ra__strides_overlap(steps, counts), RA_E_STRIDE, "t.d_bias",
-          "has steps that make elements of its # rows overlap", rows },
-    };
     ra_error *e = d->error;
+    ra__checks x = { e, RA_OK };
     if (!b->data) return RA_OK;
     if (!(d->scores & RA_SCORE_BIAS))
         return ra__refuse(e, RA_E_SHAPE, "t.d_bias", "needs RA_SCORE_BIAS; scores is #", d->scores);
     if (b->keys < 1)
         return ra__refuse(e, RA_E_RANGE, "t.d_bias.keys", "# is not positive", b->keys);
-    ra_status s = ra__check_steps(steps, 4, "t.d_bias", e);
-    return s ? s : ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    x.status = ra__check_steps(steps, 4, "t.d_bias", e);
+    ra__refuse_if(&x, !b->batch_step && d->sequences > 1 && rows, RA_E_SHAPE, "t.d_bias.batch_step",
+                  "is 0, which would add up # sequences", d->sequences);
+    ra__refuse_if(&x, !b->head_step && d->q_heads > 1 && rows, RA_E_SHAPE, "t.d_bias.head_step",
+                  "is 0, which would add up # heads", d->q_heads);
+    ra__refuse_if(&x, !b->row_step && !b->key_step, RA_E_SHAPE, "t.d_bias.key_step",
+                  "is #, and so is row_step", 0);
+    ra__refuse_if(&x, (uintptr_t)b->data % 4 != 0, RA_E_ALIGN, "t.d_bias",
+                  "data must be aligned to # bytes", 4);
+    ra__refuse_if(&x, b->data == t->bias.data || b->data == t->d_sinks, RA_E_SHAPE, "t.d_bias",
+                  "is the memory of another tensor; it has # rows", rows);
+    ra__refuse_if(&x, ra__strides_overlap(steps, counts), RA_E_STRIDE, "t.d_bias",
+                  "has steps that make elements of its # rows overlap", rows);
+    return x.status;
 }
 
 /* Additional tensors of backward calls: view [0..3] are d_o, d_q, d_k, d_v. rows: of queries,
@@ -8718,8 +8776,9 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
     if (t->d_q.data || t->d_k.data || t->d_v.data) {       /* such calls read o and lse */
         s = ra__check_tensor(d, t, rows, RA__TENSOR_O, &view[1], e);
         if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_LSE, &view[1], e);
+        for (int i = 0; i < RA__TENSOR_D_Q && !s; i++)
+            s = ra__check_extent(d, t, rows, i, r, &view[1]);
         if (s) return s;
-        for (int i = 0; i < RA__TENSOR_D_Q; i++) ra__extent_note(d, t, rows, i, r);
     }
     s = ra__check_grad(d, t, rows, RA__TENSOR_D_Q, r, &view[1]);
     if (!s) s = ra__check_grad(d, t, rows, RA__TENSOR_D_K, r, &view[2]);
@@ -8735,82 +8794,68 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
 
 enum { RA__MOST_RANKS = 4096 };
 
-/* A number or a constant of the descriptor: what it may be, and where 0 is refused. */
-enum { RA__OPTIONAL = 0, RA__REQUIRED = 1, RA__REQUIRED_V = 2, RA__REQUIRED_RING = 4 };
-typedef struct ra__field {
-    const char *name;
-    size_t at, bytes;
-    ra_status status;                  /* RA_E_RANGE: a number; RA_E_ENUM: a constant */
-    int32_t required;
-    int64_t low, high;                 /* 0 is never out of range */
-} ra__field;
-
-RA__NOINLINE ra_status ra__refuse_field(const ra__field *f, int64_t value, ra_error *e) {
-    if (!value) return ra__refuse(e, RA_E_UNSET, f->name, "must be set; it was left 0", 0);
-    return ra__refuse(e, f->status, f->name,
-                      f->status == RA_E_ENUM ? "# is not one of its constants"
-                      : value < f->low       ? "# is too small" : "# is too large", value);
+/* Fields of the descriptor: a number (RA_E_RANGE) or a constant (RA_E_ENUM) from 0 to `high`.
+ * required: 0 means that it was not set. */
+RA__NOINLINE ra_status ra__refuse_field(ra_error *e, ra_status status, const char *field,
+                                        int64_t value) {
+    if (!value) return ra__refuse(e, RA_E_UNSET, field, "must be set; it was left 0", 0);
+    return ra__refuse(e, status, field, status == RA_E_ENUM ? "# is not one of its constants"
+                                        : value < 0 ? "# is too small" : "# is too large", value);
 }
-
-#define RA__FIELD(name) #name, offsetof(ra_desc, name), sizeof(((const ra_desc *)0)->name)
+RA__INLINE void ra__number(ra__checks *x, const char *field, int64_t value, int required,
+                           int64_t high) {
+    if (!x->status && (value < required || value > high))
+        x->status = ra__refuse_field(x->e, RA_E_RANGE, field, value);
+}
+RA__INLINE void ra__constant(ra__checks *x, const char *field, int32_t value, int required,
+                             int32_t high) {
+    if (!x->status && (value < required || value > high))
+        x->status = ra__refuse_field(x->e, RA_E_ENUM, field, value);
+}
 
 static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
-    static const ra__field list[] = {
-        { RA__FIELD(sequences), RA_E_RANGE, RA__OPTIONAL, 0, 1 << 20 },
-        { RA__FIELD(ranks), RA_E_RANGE, RA__OPTIONAL, 0, RA__MOST_RANKS },
-        { RA__FIELD(rank), RA_E_RANGE, RA__OPTIONAL, 0, RA__MOST_RANKS },
-        { RA__FIELD(q_heads), RA_E_RANGE, RA__REQUIRED, 0, 1 << 16 },
-        { RA__FIELD(kv_heads), RA_E_RANGE, RA__REQUIRED, 0, 1 << 16 },
-        { RA__FIELD(k_dim), RA_E_RANGE, RA__REQUIRED, 0, 1024 },
-        { RA__FIELD(v_dim), RA_E_RANGE, RA__REQUIRED, 0, 1024 },
-        { RA__FIELD(v_in_k), RA_E_RANGE, RA__OPTIONAL, 0, 1 },
-        { RA__FIELD(v_column), RA_E_RANGE, RA__OPTIONAL, 0, 1024 },
-        { RA__FIELD(scores), RA_E_RANGE, RA__OPTIONAL, 0,
-          RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS },
-        { RA__FIELD(q_dtype), RA_E_ENUM, RA__REQUIRED, RA_F32, RA_Q8_0 },
-        { RA__FIELD(k_dtype), RA_E_ENUM, RA__REQUIRED, RA_F32, RA_Q8_0 },
-        { RA__FIELD(v_dtype), RA_E_ENUM, RA__REQUIRED_V, 0, RA_Q8_0 },
-        { RA__FIELD(o_dtype), RA_E_ENUM, RA__REQUIRED, RA_F32, RA_Q8_0 },
-        { RA__FIELD(tokens), RA_E_RANGE, RA__REQUIRED, 0, RA_MAX_POSITION },
-        { RA__FIELD(kv_tokens), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
-        { RA__FIELD(q_offset), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
-        { RA__FIELD(chunk_tokens), RA_E_RANGE, RA__OPTIONAL, 0, 1 << 24 },
-        { RA__FIELD(buffers), RA_E_RANGE, RA__OPTIONAL, 0, 64 },
-        { RA__FIELD(order), RA_E_ENUM, RA__OPTIONAL, 0, RA_ORDER_ROUNDS },
-        { RA__FIELD(threads), RA_E_RANGE, RA__OPTIONAL, 0, 4096 },
-        { RA__FIELD(page_tokens), RA_E_RANGE, RA__OPTIONAL, 0, 1 << 24 },
-        { RA__FIELD(mask.kind), RA_E_ENUM, RA__REQUIRED, RA_MASK_NONE, RA_MASK_INTERVALS },
-        { RA__FIELD(mask.causal_block), RA_E_RANGE, RA__OPTIONAL, 0, 1 << 30 },
-        { RA__FIELD(mask.window), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
-        { RA__FIELD(mask.right_limit), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
-        { RA__FIELD(mask.prefix), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
-        { RA__FIELD(mask.keep), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
-        { RA__FIELD(mask.doc_count), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
-        { RA__FIELD(mask.interval_count), RA_E_RANGE, RA__OPTIONAL, 0, RA_MAX_POSITION },
-        { RA__FIELD(layout.kind), RA_E_ENUM, RA__REQUIRED_RING, 0, RA_LAYOUT_ARRAY },
-        { RA__FIELD(train), RA_E_ENUM, RA__OPTIONAL, 0, 1 },
-        { RA__FIELD(grad_dtype), RA_E_ENUM, RA__OPTIONAL, 0, RA_BF16 },
-        { RA__FIELD(grad_return), RA_E_ENUM, RA__OPTIONAL, RA_RETURN_DIRECT, RA_RETURN_RING },
-        { RA__FIELD(backward_travel), RA_E_ENUM, RA__OPTIONAL, RA_TRAVEL_AUTO, RA_TRAVEL_Q },
-        { RA__FIELD(isa), RA_E_ENUM, RA__OPTIONAL, RA_ISA_AUTO, RA_ISA_NEON },
-    };
-    const int32_t required = RA__REQUIRED | (d->v_in_k ? 0 : RA__REQUIRED_V) |
-                             (d->ranks > 1 ? RA__REQUIRED_RING : 0);
-    for (size_t i = 0; i < sizeof list / sizeof *list; i++) {
-        const ra__field *f = &list[i];
-        const uint8_t *at = (const uint8_t *)d + f->at;
-        int32_t narrow;
-        int64_t value;
-        if (f->bytes == sizeof value) memcpy(&value, at, sizeof value);
-        else { memcpy(&narrow, at, sizeof narrow); value = narrow; }
-        if (value ? value < f->low || value > f->high : f->required & required)
-            return ra__refuse_field(f, value, e);
-    }
-    if (d->rank >= ra__max(d->ranks, 1))
-        return ra__refuse(e, RA_E_RANGE, "rank", "# is too large", d->rank);
-    return RA_OK;
+    const ra_mask *m = &d->mask;
+    ra__checks x = { e, RA_OK };
+    ra__number(&x, "sequences", d->sequences, 0, 1 << 20);
+    ra__number(&x, "ranks", d->ranks, 0, RA__MOST_RANKS);
+    ra__number(&x, "rank", d->rank, 0, RA__MOST_RANKS);
+    ra__number(&x, "q_heads", d->q_heads, 1, 1 << 16);
+    ra__number(&x, "kv_heads", d->kv_heads, 1, 1 << 16);
+    ra__number(&x, "k_dim", d->k_dim, 1, 1024);
+    ra__number(&x, "v_dim", d->v_dim, 1, 1024);
+    ra__number(&x, "v_in_k", d->v_in_k, 0, 1);
+    ra__number(&x, "v_column", d->v_column, 0, 1024);
+    ra__number(&x, "scores", d->scores, 0, RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS);
+    ra__constant(&x, "q_dtype", d->q_dtype, 1, RA_Q8_0);
+    ra__constant(&x, "k_dtype", d->k_dtype, 1, RA_Q8_0);
+    ra__constant(&x, "v_dtype", d->v_dtype, !d->v_in_k, RA_Q8_0);
+    ra__constant(&x, "o_dtype", d->o_dtype, 1, RA_Q8_0);
+    ra__number(&x, "tokens", d->tokens, 1, RA_MAX_POSITION);
+    ra__number(&x, "kv_tokens", d->kv_tokens, 0, RA_MAX_POSITION);
+    ra__number(&x, "q_offset", d->q_offset, 0, RA_MAX_POSITION);
+    ra__number(&x, "chunk_tokens", d->chunk_tokens, 0, 1 << 24);
+    ra__number(&x, "buffers", d->buffers, 0, 64);
+    ra__constant(&x, "order", d->order, 0, RA_ORDER_ROUNDS);
+    ra__number(&x, "threads", d->threads, 0, 4096);
+    ra__number(&x, "page_tokens", d->page_tokens, 0, 1 << 24);
+    ra__constant(&x, "mask.kind", m->kind, 1, RA_MASK_INTERVALS);
+    ra__number(&x, "mask.causal_block", m->causal_block, 0, 1 << 30);
+    ra__number(&x, "mask.window", m->window, 0, RA_MAX_POSITION);
+    ra__number(&x, "mask.right_limit", m->right_limit, 0, RA_MAX_POSITION);
+    ra__number(&x, "mask.prefix", m->prefix, 0, RA_MAX_POSITION);
+    ra__number(&x, "mask.keep", m->keep, 0, RA_MAX_POSITION);
+    ra__number(&x, "mask.doc_count", m->doc_count, 0, RA_MAX_POSITION);
+    ra__number(&x, "mask.interval_count", m->interval_count, 0, RA_MAX_POSITION);
+    ra__constant(&x, "layout.kind", d->layout.kind, d->ranks > 1, RA_LAYOUT_ARRAY);
+    ra__constant(&x, "train", d->train, 0, 1);
+    ra__constant(&x, "grad_dtype", d->grad_dtype, 0, RA_BF16);
+    ra__constant(&x, "grad_return", d->grad_return, 0, RA_RETURN_RING);
+    ra__constant(&x, "backward_travel", d->backward_travel, 0, RA_TRAVEL_Q);
+    ra__constant(&x, "isa", d->isa, 0, RA_ISA_NEON);
+    ra__refuse_if(&x, d->rank >= ra__max(d->ranks, 1), RA_E_RANGE, "rank", "# is too large",
+                  d->rank);
+    return x.status;
 }
-#undef RA__FIELD
 
 /* Above 0, and neither NaN nor infinite. */
 RA__INLINE int ra__rate_valid(double x) { return x > 0 && x <= 1e300; }
@@ -8823,17 +8868,16 @@ RA__INLINE int ra__rates_valid(const ra_rates *x) {
 }
 
 static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
-    const ra__rule rules[] = {
-        { !ra__is_finite(d->scale) || d->scale < 0.0f, RA_E_RANGE, "scale",
-          "must be finite and not negative", 0 },
-        { !ra__is_finite(d->softcap) || d->softcap < 0.0f, RA_E_RANGE, "softcap",
-          "must be finite and not negative", 0 },
-        { !(d->dropout >= 0.0f && d->dropout < 1.0f), RA_E_RANGE, "dropout",
-          "must be at least 0 and less than 1", 0 },
-        { !ra__rates_unknown(&d->rates) && !ra__rates_valid(&d->rates), RA_E_RANGE, "rates",
-          "must be finite and above 0 (the latency: not below), or all 0", 0 },
-    };
-    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, !ra__is_finite(d->scale) || d->scale < 0.0f, RA_E_RANGE, "scale",
+                  "must be finite and not negative", 0);
+    ra__refuse_if(&x, !ra__is_finite(d->softcap) || d->softcap < 0.0f, RA_E_RANGE, "softcap",
+                  "must be finite and not negative", 0);
+    ra__refuse_if(&x, !(d->dropout >= 0.0f && d->dropout < 1.0f), RA_E_RANGE, "dropout",
+                  "must be at least 0 and less than 1", 0);
+    ra__refuse_if(&x, !ra__rates_unknown(&d->rates) && !ra__rates_valid(&d->rates), RA_E_RANGE,
+                  "rates", "must be finite and above 0 (the latency: not below), or all 0", 0);
+    return x.status;
 }
 
 /* RA_Q8_0 has blocks of 32 elements, and serves keys and values only. */
@@ -8876,38 +8920,39 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
     const int q_travels = d->backward_travel == RA_TRAVEL_Q;
     const int fits = ra__mul(rows, d->q_heads * width, &bytes) &&
                      ra__mul(bytes, ra__max(d->sequences, 1), &bytes);
-    const ra__rule rules[] = {
-        { d->q_heads % d->kv_heads != 0, RA_E_SHAPE, "q_heads", "# is not a multiple of kv_heads",
-          d->q_heads },
-        { d->tokens + d->q_offset > RA_MAX_POSITION, RA_E_OVERFLOW, "q_offset",
-          "tokens + # exceeds RA_MAX_POSITION", d->q_offset },
-        { !fits, RA_E_OVERFLOW, "tokens", "# tokens of this shape overflow 62 bits", d->tokens },
-        { !d->v_in_k && d->v_column, RA_E_SHAPE, "v_in_k", "is 0, but v_column is #",
-          d->v_column },
-        { d->v_in_k && d->v_column + d->v_dim > d->k_dim, RA_E_SHAPE, "v_column",
-          "# + v_dim exceeds k_dim", d->v_column },
-        { d->page_tokens % RA__PAGE != 0, RA_E_RANGE, "page_tokens", "# is not a multiple of 16",
-          d->page_tokens },
-        { d->page_tokens && d->train, RA_E_UNSUPPORTED, "page_tokens",
-          "# has no gradients: train must be 0", d->page_tokens },
-        { !d->train && d->backward_travel, RA_E_SHAPE, "backward_travel", "# needs train = 1",
-          d->backward_travel },
-        { q_travels && !ra__q_may_travel(d), RA_E_UNSUPPORTED, "backward_travel",
-          "# (RA_TRAVEL_Q) does not work with a bias or RA_LAYOUT_ARRAY", d->backward_travel },
-        { !d->train && d->grad_return, RA_E_SHAPE, "grad_return", "# needs train = 1",
-          d->grad_return },
-        { d->order && d->order != RA_ORDER_ROUNDS, RA_E_UNSUPPORTED, "order",
-          "# follows from layout and mask: leave it 0, or take RA_ORDER_ROUNDS", d->order },
-        { d->order && d->buffers == 1 && d->ranks > 1, RA_E_SHAPE, "buffers",
-          "# is too few for RA_ORDER_ROUNDS, which needs 2", d->buffers },
-        { !d->train && d->grad_dtype, RA_E_SHAPE, "grad_dtype", "# needs train = 1",
-          d->grad_dtype },
-        { !d->train && d->dropout > 0.0f, RA_E_SHAPE, "dropout", "needs train = 1; train is #",
-          d->train },
-        { d->v_in_k && d->v_dtype && d->v_dtype != d->k_dtype, RA_E_SHAPE, "v_dtype",
-          "# differs from k_dtype although v_in_k is 1", d->v_dtype },
-    };
-    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, d->q_heads % d->kv_heads != 0, RA_E_SHAPE, "q_heads",
+                  "# is not a multiple of kv_heads", d->q_heads);
+    ra__refuse_if(&x, d->tokens + d->q_offset > RA_MAX_POSITION, RA_E_OVERFLOW, "q_offset",
+                  "tokens + # exceeds RA_MAX_POSITION", d->q_offset);
+    ra__refuse_if(&x, !fits, RA_E_OVERFLOW, "tokens", "# tokens of this shape overflow 62 bits",
+                  d->tokens);
+    ra__refuse_if(&x, !d->v_in_k && d->v_column, RA_E_SHAPE, "v_in_k", "is 0, but v_column is #",
+                  d->v_column);
+    ra__refuse_if(&x, d->v_in_k && d->v_column + d->v_dim > d->k_dim, RA_E_SHAPE, "v_column",
+                  "# + v_dim exceeds k_dim", d->v_column);
+    ra__refuse_if(&x, d->page_tokens % RA__PAGE != 0, RA_E_RANGE, "page_tokens",
+                  "# is not a multiple of 16", d->page_tokens);
+    ra__refuse_if(&x, d->page_tokens && d->train, RA_E_UNSUPPORTED, "page_tokens",
+                  "# has no gradients: train must be 0", d->page_tokens);
+    ra__refuse_if(&x, !d->train && d->backward_travel, RA_E_SHAPE, "backward_travel",
+                  "# needs train = 1", d->backward_travel);
+    ra__refuse_if(&x, q_travels && !ra__q_may_travel(d), RA_E_UNSUPPORTED, "backward_travel",
+                  "# (RA_TRAVEL_Q) does not work with a bias or RA_LAYOUT_ARRAY",
+                  d->backward_travel);
+    ra__refuse_if(&x, !d->train && d->grad_return, RA_E_SHAPE, "grad_return", "# needs train = 1",
+                  d->grad_return);
+    ra__refuse_if(&x, d->order && d->order != RA_ORDER_ROUNDS, RA_E_UNSUPPORTED, "order",
+                  "# follows from layout and mask: leave it 0, or take RA_ORDER_ROUNDS", d->order);
+    ra__refuse_if(&x, d->order && d->buffers == 1 && d->ranks > 1, RA_E_SHAPE, "buffers",
+                  "# is too few for RA_ORDER_ROUNDS, which needs 2", d->buffers);
+    ra__refuse_if(&x, !d->train && d->grad_dtype, RA_E_SHAPE, "grad_dtype", "# needs train = 1",
+                  d->grad_dtype);
+    ra__refuse_if(&x, !d->train && d->dropout > 0.0f, RA_E_SHAPE, "dropout",
+                  "needs train = 1; train is #", d->train);
+    ra__refuse_if(&x, d->v_in_k && d->v_dtype && d->v_dtype != d->k_dtype, RA_E_SHAPE, "v_dtype",
+                  "# differs from k_dtype although v_in_k is 1", d->v_dtype);
+    return x.status;
 }
 
 /* Fields of a mask that contradict each other; follows no pointer. */
@@ -8915,27 +8960,26 @@ static ra_status ra__check_mask(const ra_desc *d, ra_error *e) {
     const ra_mask *m = &d->mask;
     int intervals = m->kind == RA_MASK_INTERVALS;
     const char *alone = "is #; it must be 0 with RA_MASK_INTERVALS";
-    const ra__rule rules[] = {
-        { m->causal_block > 1 && m->kind != RA_MASK_CAUSAL, RA_E_SHAPE, "mask.causal_block",
-          "# needs RA_MASK_CAUSAL", m->causal_block },
-        { m->right_limit && m->kind != RA_MASK_NONE, RA_E_SHAPE, "mask.right_limit",
-          "# needs RA_MASK_NONE", m->right_limit },
-        { intervals && m->window, RA_E_SHAPE, "mask.window", alone, m->window },
-        { intervals && m->prefix, RA_E_SHAPE, "mask.prefix", alone, m->prefix },
-        { intervals && m->keep, RA_E_SHAPE, "mask.keep", alone, m->keep },
-        { intervals && m->doc_count, RA_E_SHAPE, "mask.doc_count", alone, m->doc_count },
-        { !intervals && m->interval_count, RA_E_SHAPE, "mask.interval_count",
-          "# needs RA_MASK_INTERVALS", m->interval_count },
-        { !intervals && (m->lo || m->hi), RA_E_SHAPE, m->lo ? "mask.lo" : "mask.hi",
-          "needs RA_MASK_INTERVALS, not kind #", m->kind },
-        { intervals && (!m->lo || !m->hi), RA_E_NULL, m->lo ? "mask.hi" : "mask.lo",
-          "is null, but RA_MASK_INTERVALS needs it", 0 },
-        { m->doc_count && !m->doc_first, RA_E_NULL, "mask.doc_first",
-          "is null, but doc_count is #", m->doc_count },
-        { !m->doc_count && m->doc_first, RA_E_SHAPE, "mask.doc_first",
-          "is set, but doc_count is 0", 0 },
-    };
-    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, m->causal_block > 1 && m->kind != RA_MASK_CAUSAL, RA_E_SHAPE,
+                  "mask.causal_block", "# needs RA_MASK_CAUSAL", m->causal_block);
+    ra__refuse_if(&x, m->right_limit && m->kind != RA_MASK_NONE, RA_E_SHAPE, "mask.right_limit",
+                  "# needs RA_MASK_NONE", m->right_limit);
+    ra__refuse_if(&x, intervals && m->window, RA_E_SHAPE, "mask.window", alone, m->window);
+    ra__refuse_if(&x, intervals && m->prefix, RA_E_SHAPE, "mask.prefix", alone, m->prefix);
+    ra__refuse_if(&x, intervals && m->keep, RA_E_SHAPE, "mask.keep", alone, m->keep);
+    ra__refuse_if(&x, intervals && m->doc_count, RA_E_SHAPE, "mask.doc_count", alone, m->doc_count);
+    ra__refuse_if(&x, !intervals && m->interval_count, RA_E_SHAPE, "mask.interval_count",
+                  "# needs RA_MASK_INTERVALS", m->interval_count);
+    ra__refuse_if(&x, !intervals && (m->lo || m->hi), RA_E_SHAPE, m->lo ? "mask.lo" : "mask.hi",
+                  "needs RA_MASK_INTERVALS, not kind #", m->kind);
+    ra__refuse_if(&x, intervals && (!m->lo || !m->hi), RA_E_NULL, m->lo ? "mask.hi" : "mask.lo",
+                  "is null, but RA_MASK_INTERVALS needs it", 0);
+    ra__refuse_if(&x, m->doc_count && !m->doc_first, RA_E_NULL, "mask.doc_first",
+                  "is null, but doc_count is #", m->doc_count);
+    ra__refuse_if(&x, !m->doc_count && m->doc_first, RA_E_SHAPE, "mask.doc_first",
+                  "is set, but doc_count is 0", 0);
+    return x.status;
 }
 
 /* Positions that follow from the descriptor have an entry in the caller's intervals. */
@@ -8978,28 +9022,27 @@ static ra_status ra__check_layout(const ra_desc *d, ra_error *e) {
     const char *run = l->q_runs        ? "layout.q_runs"
                       : l->q_run_count ? "layout.q_run_count"
                       : l->k_runs      ? "layout.k_runs" : "layout.k_run_count";
-    const ra__rule rules[] = {
-        { l->weights && l->kind != RA_LAYOUT_CONTIGUOUS && l->kind != RA_LAYOUT_ZIGZAG, RA_E_SHAPE,
-          "layout.weights", "need CONTIGUOUS or ZIGZAG, not kind #", l->kind },
-        { !runs && (l->q_runs || l->q_run_count || l->k_runs || l->k_run_count), RA_E_SHAPE, run,
-          "needs RA_LAYOUT_RUNS, not kind #", l->kind },
-        { !array && (l->q_rows || l->k_rows), RA_E_SHAPE,
-          l->q_rows ? "layout.q_rows" : "layout.k_rows", "needs RA_LAYOUT_ARRAY, not kind #",
-          l->kind },
-        { runs && !l->q_run_count, RA_E_NULL, "layout.q_run_count",
-          "is null, but RA_LAYOUT_RUNS needs it", 0 },
-        { runs && !l->q_runs, RA_E_NULL, "layout.q_runs", "is null, but RA_LAYOUT_RUNS needs it",
-          0 },
-        { runs && !l->k_runs != !l->k_run_count, RA_E_NULL,
-          l->k_runs ? "layout.k_run_count" : "layout.k_runs",
-          "is null: set both k_runs and k_run_count, or neither", 0 },
-        { array && !l->q_rows, RA_E_NULL, "layout.q_rows",
-          "is null, but RA_LAYOUT_ARRAY needs it", 0 },
-        { (runs || array) && (d->tokens_of || d->kv_tokens_of), RA_E_SHAPE,
-          d->tokens_of ? "tokens_of" : "kv_tokens_of",
-          "must be null: RUNS and ARRAY give every sequence the same rows", 0 },
-    };
-    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, l->weights && l->kind != RA_LAYOUT_CONTIGUOUS && l->kind != RA_LAYOUT_ZIGZAG,
+                  RA_E_SHAPE, "layout.weights", "need CONTIGUOUS or ZIGZAG, not kind #", l->kind);
+    ra__refuse_if(&x, !runs && (l->q_runs || l->q_run_count || l->k_runs || l->k_run_count),
+                  RA_E_SHAPE, run, "needs RA_LAYOUT_RUNS, not kind #", l->kind);
+    ra__refuse_if(&x, !array && (l->q_rows || l->k_rows), RA_E_SHAPE,
+                  l->q_rows ? "layout.q_rows" : "layout.k_rows",
+                  "needs RA_LAYOUT_ARRAY, not kind #", l->kind);
+    ra__refuse_if(&x, runs && !l->q_run_count, RA_E_NULL, "layout.q_run_count",
+                  "is null, but RA_LAYOUT_RUNS needs it", 0);
+    ra__refuse_if(&x, runs && !l->q_runs, RA_E_NULL, "layout.q_runs",
+                  "is null, but RA_LAYOUT_RUNS needs it", 0);
+    ra__refuse_if(&x, runs && !l->k_runs != !l->k_run_count, RA_E_NULL,
+                  l->k_runs ? "layout.k_run_count" : "layout.k_runs",
+                  "is null: set both k_runs and k_run_count, or neither", 0);
+    ra__refuse_if(&x, array && !l->q_rows, RA_E_NULL, "layout.q_rows",
+                  "is null, but RA_LAYOUT_ARRAY needs it", 0);
+    ra__refuse_if(&x, (runs || array) && (d->tokens_of || d->kv_tokens_of), RA_E_SHAPE,
+                  d->tokens_of ? "tokens_of" : "kv_tokens_of",
+                  "must be null: RUNS and ARRAY give every sequence the same rows", 0);
+    return x.status;
 }
 
 /* First common position of two runs, or -1. With strides s and t and g = gcd(s, t) the positions
@@ -9177,19 +9220,20 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
 static ra_status ra__check_engine(const ra_desc *d, ra_error *e) {
     const ra_engine *engine = d->engine;
     if (!engine) return RA_OK;
-    const ra__rule rules[] = {
-        { engine->size < sizeof(ra_engine), RA_E_ABI, "engine.size",
-          "# is smaller than ra_engine of version 1", engine->size },
-        { engine->abi != RA_ENGINE_ABI, RA_E_ABI, "engine.abi", "# is not RA_ENGINE_ABI",
-          engine->abi },
-        { engine->block_queries < 0 || engine->block_queries > 1 << 24, RA_E_RANGE,
-          "engine.block_queries", "# is out of range", engine->block_queries },
-        { engine->block_queries % RA_BLOCK_TOKENS != 0, RA_E_SHAPE, "engine.block_queries",
-          "# is not a multiple of RA_BLOCK_TOKENS", engine->block_queries },
-        { !engine->fold, RA_E_NULL, "engine.fold", "is required", 0 },
-        { d->train != 0, RA_E_UNSUPPORTED, "train", "must be 0 with an engine, is #", d->train },
-    };
-    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, engine->size < sizeof(ra_engine), RA_E_ABI, "engine.size",
+                  "# is smaller than ra_engine of version 1", engine->size);
+    ra__refuse_if(&x, engine->abi != RA_ENGINE_ABI, RA_E_ABI, "engine.abi",
+                  "# is not RA_ENGINE_ABI", engine->abi);
+    ra__refuse_if(&x, engine->block_queries < 0 || engine->block_queries > 1 << 24, RA_E_RANGE,
+                  "engine.block_queries", "# is out of range", engine->block_queries);
+    ra__refuse_if(&x, engine->block_queries % RA_BLOCK_TOKENS != 0, RA_E_SHAPE,
+                  "engine.block_queries", "# is not a multiple of RA_BLOCK_TOKENS",
+                  engine->block_queries);
+    ra__refuse_if(&x, !engine->fold, RA_E_NULL, "engine.fold", "is required", 0);
+    ra__refuse_if(&x, d->train != 0, RA_E_UNSUPPORTED, "train", "must be 0 with an engine, is #",
+                  d->train);
+    return x.status;
 }
 
 /* Queries or keys of an average shard. The tables of the layout have not been checked yet. */
@@ -10739,10 +10783,8 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
                                 ra__cursor *cursor) {
     ra_error *e = d->error;
     int64_t rows = keys ? ra__k_most(d) : d->tokens, sum = 0;
-    memset(side, 0, sizeof *side);
-    side->layout = d->layout.kind == RA_LAYOUT_STRIPED ? RA_LAYOUT_CONTIGUOUS : d->layout.kind;
-    side->ranks = 1;
-    side->offset = keys ? 0 : d->q_offset;
+    const int striped = d->layout.kind == RA_LAYOUT_STRIPED;
+    ra__side_whole(side, striped ? RA_LAYOUT_CONTIGUOUS : d->layout.kind, keys ? 0 : d->q_offset);
     if (!ra__positions_set(p)) return keys ? RA_OK : ra__check_intervals(d, e);
     if (d->tokens_of || d->kv_tokens_of)
         return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos" : "t.q_pos",
@@ -11228,9 +11270,7 @@ static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int
     memset(f->block_l, 0, sizeof f->block_l);
     memset(f->l, 0, sizeof f->l);
     for (int32_t i = 0; i < RA__DECODE_ROWS; i++)
-        f->m[i] = i < f->count ? ra__neg_inf() : 0.0f;
-    memcpy(f->m + 4, f->m, 4 * sizeof *f->m);
-    memcpy(f->m + 8, f->m, 8 * sizeof *f->m);
+        f->m[i] = f->m[i + 4] = f->m[i + 8] = f->m[i + 12] = i < f->count ? ra__neg_inf() : 0.0f;
     f->has_keys = f->modified = 0;
     f->factor = x->factor;
     if (x->modifies) ra__decode_scores(c, x, head, pair, f);
@@ -11247,12 +11287,13 @@ static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t he
                              const ra__decode_rows *f) {
     const int32_t q_head = (x->head + head) * x->group + x->lane[pair];
     const float *sink = c->d.scores & RA_SCORE_SINKS ? c->w.t->sinks + q_head : NULL;
-    ra__view o = ra__view_at(c->w.o, x->sequence, x->row[pair], q_head);
-    ra__view lse = ra__view_at(c->w.lse, x->sequence, x->row[pair], q_head);
+    const uint8_t *o = ra__view_at(c->w.o, x->sequence, x->row[pair], q_head).data;
     int32_t r = pair % RA__DECODE_ROWS;
-    float sum, factor = ra__row_finish(f->m[r], f->l[r], sink, lse.data ? &sum : NULL);
-    c->w.kernel->decode_store(f, r, (void *)(uintptr_t)o.data, factor);
-    if (lse.data) memcpy((void *)(uintptr_t)lse.data, &sum, sizeof sum);
+    float sum, factor = ra__row_finish(f->m[r], f->l[r], sink, c->w.lse.data ? &sum : NULL);
+    c->w.kernel->decode_store(f, r, (void *)(uintptr_t)o, factor);
+    if (!c->w.lse.data) return;
+    memcpy((void *)(uintptr_t)ra__view_at(c->w.lse, x->sequence, x->row[pair], q_head).data, &sum,
+           sizeof sum);
 }
 
 /* Which keys of a block each row sees; the union. pos: of the array, or null. */
@@ -11260,13 +11301,13 @@ static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *
     uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows), any = 0;
     int64_t first, last;
     ra__seg_span(s, pos, &first, &last);
-    ra__seg_positions(s, pos, x->pos);
+    if (x->modifies) ra__seg_positions(s, pos, x->pos);
     for (int32_t i = 0; i < x->rows; i++) {
         const int32_t *v = x->sees[i];
         int kind = pos ? RA__PARTIAL : ra__classify(&x->bounds[i], first, last);
         x->seen[i] = kind == RA__FULL ? all : 0;
         for (int32_t j = 0; j < s->rows && kind == RA__PARTIAL; j++) {
-            int32_t k = x->pos[j];
+            const int64_t k = pos ? pos[j] : s->pos + j * s->stride;
             if (k >= 0 && ((v[0] <= k && k < v[1]) || (v[2] <= k && k < v[3])))
                 x->seen[i] |= (uint64_t)1 << j;
         }
@@ -11502,9 +11543,9 @@ static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
 
 /* First block of a part, counting from the first that has a key that some row sees. */
 static int64_t ra__decode_cut(const ra__local *c, const ra__decode *x, int32_t part) {
-    const int64_t first = ra__min(ra__part_of(x->first), ra__decode_limit(&c->d) - 1);
     if (part == 0) return x->first;
-    return part < x->parts ? ra__part_first(first + part) : x->last;
+    if (part == x->parts) return x->last;
+    return ra__part_first(part + ra__min(ra__part_of(x->first), ra__decode_limit(&c->d) - 1));
 }
 
 /* Part x->part of the keys, for kv heads [x->head, x->head + x->count) of a sequence. */
@@ -11721,7 +11762,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     if (!s && c.d.engine)
         s = ra__refuse(d->error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
     if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
-    if (!s) s = ra__check_forward(&c.d, t, c.rows, d->error);
+    if (!s) s = ra__check_forward(&c.d, t, c.rows, &c.w, c.kv, d->error);
     if (!s) s = ra__check_tables_of(&c, d->error);
     if (s) return s;
     c.w.clear = c.w.finish = 1;
@@ -11793,13 +11834,13 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     c.d.mask.kind = RA_MASK_CAUSAL;
     c.d.mask.window = window > 0 ? window : 0;
     c.d.isa = ra_isa_best();
-    c.d.layout.kind = c.w.q_side.layout = c.k_side.layout = RA_LAYOUT_CONTIGUOUS;
+    c.d.layout.kind = RA_LAYOUT_CONTIGUOUS;
     if (scale == 0.0f) c.d.scale = (float)(1.0 / ra__sqrt((double)head_dim));
     c.w.d = &c.d;
     c.w.t = &t;
     c.w.kernel = ra__kernel_of(&c.d);
-    c.w.q_side.ranks = c.k_side.ranks = 1;
-    c.w.q_side.offset = q_offset;
+    ra__side_whole(&c.w.q_side, RA_LAYOUT_CONTIGUOUS, q_offset);
+    ra__side_whole(&c.k_side, RA_LAYOUT_CONTIGUOUS, 0);
     c.w.order = RA_ORDER_ASCENDING;
     c.w.clear = c.w.finish = 1;
     c.w.q = ra__view_packed((const uint8_t *)q, n_heads, head_dim, RA_F32);
@@ -18118,7 +18159,7 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
     s = ra__check_tensors(&p->d, t, rows, w, kv, e);
     if (!s) s = ra__check_outputs(&p->d, t, rows[0], w, e);
     if (!s) s = job->pass == RA_PASS_BACKWARD ? ra__begin_grads(r, p, t, e)
-                                              : ra__check_forward(&p->d, t, rows, e);
+                                              : ra__check_forward(&p->d, t, rows, w, kv, e);
     if (s) return s;
     if (p->d.layout.kind != RA_LAYOUT_ARRAY)
         return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
@@ -20432,7 +20473,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     rows[1] = ra_cache_rows(c);
     s = ra__check_tensors(d, t, rows, &w, kv, e);
     if (!s) s = ra__check_outputs(d, t, rows[0], &w, e);
-    if (!s) s = ra__check_forward(d, t, rows, e);
+    if (!s) s = ra__check_forward(d, t, rows, &w, kv, e);
     if (!s) s = ra__cache_check_tables(c, &t->pages);
     if (s) return s;
     c->t = *t;
