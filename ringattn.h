@@ -8123,6 +8123,7 @@ static void ra__chunk_positions(const ra__chunk *c, int32_t i, const int32_t *ar
 
 /* Blocks of a chunk, in the order in which a row folds them. */
 RA__INLINE int64_t ra__chunk_blocks(const ra__chunk *c) {
+    RINGATTN_ASSERT(c->segs >= 0 && c->segs <= 2);
     return c->segs > 1 ? ra__seg_blocks(c, 0) + ra__seg_blocks(c, 1) : ra__seg_blocks(c, 0);
 }
 

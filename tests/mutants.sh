@@ -19,7 +19,7 @@ build() {
     cc="$native -DRINGATTN_SCALAR"
     case $1 in
         hooks) $cc -c -o "$work/hooks.o" tests/hooks.c ;;
-        sim | resume) $cc -o "$work/$1" "tests/test_$1.c" "$work/hooks.o" -lm ;;
+        sim | resume | failure) $cc -o "$work/$1" "tests/test_$1.c" "$work/hooks.o" -lm ;;
         schedule) $cc -o "$work/schedule" tests/test_schedule.c -lm ;;
         batches) $native -o "$work/batches" tests/test_resume.c tests/hooks.c -lm ;;
         world)
@@ -34,6 +34,7 @@ try() {
         silence | differences) timeout 60 "$work/sim" "$1" --first ;;
         schedule) timeout 120 "$work/schedule" --first ;;
         resume) timeout 120 "$work/resume" --first ;;
+        failure) timeout 60 "$work/failure" default_watchdog --first ;;
         batches) timeout 120 "$work/batches" lent_batches --first ;;
         fields) return 1 ;;            # a line of the list that has not four
         world) timeout 90 "$work/world" bundled --first ;;
@@ -72,7 +73,7 @@ python3 tests/plant.py "$list" ringattn.h > "$work/ringattn.h" 2> "$work/unplant
     cat "$work/unplanted"
     exit 1
 }
-for programs in 'hooks schedule world' "sim resume $batches"; do
+for programs in 'hooks schedule world' "sim resume failure $batches"; do
     echo $programs | xargs -n 1 -P "$jobs" sh tests/mutants.sh --build "$work"
 done
 if [ -s "$work/broken" ]; then
@@ -83,7 +84,7 @@ if [ -s "$work/broken" ]; then
 fi
 
 # Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
-right="sim resume schedule world silence differences $batches"
+right="sim resume failure schedule world silence differences $batches"
 awk -F ' [|] ' -v list="$right" -v batches="$batches" 'BEGIN { split(list, right, " ")
         for (i = 1; i in right; i++) print "0\nright_" right[i] "\n" right[i] }
     /^#/ || !NF { next }

@@ -484,6 +484,33 @@ TEST(default_watchdog)
     }
 }
 
+/* The bound looks at each chunk once at most, however many ranks there are. Every look at a chunk
+ * evaluates an assertion, and those are counted. */
+TEST(default_watchdog_of_many_ranks)
+{
+    enum { MANY = 4096 };
+    static int64_t rows[MANY];
+    for (int r = 0; r < MANY; r++) rows[r] = 64;
+    for (int array = 0; array < 2; array++) {
+        ra_plan *plan = NULL;
+        ra_desc d;
+        int64_t looks;
+        rig_desc(&d, MANY, (int64_t)MANY * 64, 1);
+        if (array) {
+            d.layout.kind = RA_LAYOUT_ARRAY;
+            d.layout.q_rows = rows;
+        }
+        if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) continue;
+        looks = hook_asserts;
+        CHECK(hook_patience(plan, RA_PASS_FORWARD, 0, 0) > 0);
+        looks = hook_asserts - looks;
+        snprintf(h_run.context, sizeof h_run.context, "array %d: %lld looks", array,
+                 (long long)looks);
+        CHECK(looks <= 2 * MANY);
+        ra_plan_destroy(plan);
+    }
+}
+
 /* 1M tokens, 32 heads, 8 ranks, 16 threads at 20 us a tile: 671 s of computing at most, not days;
  * the most is INT64_MAX. */
 TEST(default_watchdog_of_a_million_tokens)
@@ -1538,7 +1565,8 @@ int main(int argc, char **argv)
         ENTRY(shared_between_processes), ENTRY(shared_in_one_process), ENTRY(begin_reads_no_sinks),
         ENTRY(failed_exchange_names_what_was_due), ENTRY(deadlines_on_another_clock),
         ENTRY(quiesce_of_the_world_on_another_clock),
-        ENTRY(default_watchdog), ENTRY(default_watchdog_of_a_million_tokens),
+        ENTRY(default_watchdog), ENTRY(default_watchdog_of_many_ranks),
+        ENTRY(default_watchdog_of_a_million_tokens),
         ENTRY(refused_tickets_stay_refused), ENTRY(first_failure_stays),
         ENTRY(short_messages_name_what_differs), ENTRY(sentences_are_whole),
         ENTRY(sendrecv_names_what_differs), ENTRY(steps_poll),

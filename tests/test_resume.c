@@ -21,6 +21,7 @@ typedef struct seat {                  /* a rank */
     rank_part fetched[PASSES][RANKS];
     ra_tensors given;
     int begun, ran, over, dead, fetches, spoilt[PASSES];
+    int64_t chunks_out;                /* before it resumes */
     ra_status end;
     struct sim *sim;
 } seat;
@@ -39,6 +40,7 @@ typedef struct sim {
 } sim;
 
 static int64_t resumed, refused, kept, from_owner, from_holder, again, refetched, ahead;
+static int64_t messages;               /* of resumed passes */
 
 static int64_t world_clock(void *ctx) { return ((sim *)ctx)->now; }
 
@@ -320,6 +322,7 @@ static void begin_all(sim *w, int epoch, int odd)
     for (int i = 0; i < n && !w->wrong; i++) {
         seat *s = &w->seat[w->survivor[i]];
         ra_resume_desc rd;
+        ra_ring_counters c;
         ra_status st;
         memset(&rd, 0, sizeof rd);
         rd.transport = n > 1 ? &w->net->rank[i].transport : NULL;
@@ -336,6 +339,8 @@ static void begin_all(sim *w, int epoch, int odd)
             rd.tensors_kept = 0;
         }
         if (s->end && small_chance(50)) (void)ra_finish(s->ring, RA_NO_DEADLINE);
+        ra_ring_query(s->ring, &c);
+        s->chunks_out = c.chunks_out;
         st = ra_resume_begin(s->ring, &rd, RA_NO_DEADLINE);
         if (!SOUND(w, st == RA_OK))
             printf("    rank %d: %s: %s: %s\n", w->survivor[i], ra_status_text(st),
@@ -365,6 +370,17 @@ static void check_tiles(sim *w, int r, int pass)
     all = &p.forward;
     SOUND(w, c.tiles_empty == all->tiles_empty && c.tiles_partial == all->tiles_partial);
     SOUND(w, c.tiles_full == all->tiles_full && c.tiles_all == c.tiles_partial + c.tiles_full);
+}
+
+/* Survivor i has counted every chunk that it sent over the network on which it resumed. */
+static void check_messages(sim *w, int i)
+{
+    const seat *s = &w->seat[w->survivor[i]];
+    const int64_t sent = w->net->rank[i].messages[1];
+    ra_ring_counters c;
+    ra_ring_query(s->ring, &c);
+    SOUND(w, c.chunks_out - s->chunks_out == sent);
+    messages += sent;
 }
 
 /* A rank whose pass has been resumed: it is the pass that it would have been. */
@@ -407,6 +423,7 @@ static int check_ends(sim *w)
             printf("    rank %d of %d: %s\n", w->survivor[i], w->alive, f.text);
         } else if (s->end == RA_OK) {
             int64_t its = check_resumed(w, w->survivor[i]);
+            check_messages(w, i);
             SOUND(w, pass < 0 || its == pass);
             pass = its;
         } else {
@@ -529,11 +546,11 @@ static void run_cases(int64_t n, int lend)
            "%lld kept, %lld of owners, %lld of holders, %lld fetched again; %lld ahead\n",
            (long long)resumed, (long long)again, (long long)refused, (long long)kept,
            (long long)from_owner, (long long)from_holder, (long long)refetched, (long long)ahead);
-    if (h_run.only_case < 0) CHECK(resumed > 0 && refetched > 0 && refused > 0);
+    if (h_run.only_case < 0) CHECK(resumed > 0 && refetched > 0 && refused > 0 && messages > 0);
     if (h_run.large && !batches)
         CHECK(from_holder > 0);        /* rare: the owner is dead, its chunk still there */
     resumed = again = refused = kept = from_owner = from_holder = refetched = 0;
-    ahead = 0;
+    ahead = messages = 0;
 }
 
 TEST(deaths) { run_cases(h_run.large ? 20000 : 300, 0); }
