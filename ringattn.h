@@ -4882,17 +4882,20 @@ RA__BF_INLINE void ra__bf_products(__m512 (*c)[4], const uint8_t *a, int64_t row
     }
 }
 
-/* c[i][t] += K Q^T of dims [d, Dk). An odd last dim has no partner in K and is loaded alone. */
-RA__BF_INLINE void ra__bf_dots_from(const ra__bf_strip *strip, const uint8_t *const *k, int32_t d,
+/* c[i][t] += K Q^T of dims [d, Dk). An odd last dim has no partner in K; k points to copies. */
+RA__BF_INLINE void ra__bf_dots_from(const ra__bf_strip *strip, const uint8_t **k, int32_t d,
                                     __m512 (*c)[4], const int32_t ni, const int32_t nt) {
     const float *q = strip->panel->q + strip->row;
-    for (; d + 1 < strip->k_dim; d += 2) ra__bf_product(c, k, 2 * d, q + d * 32, ni, nt);
-    if (d == strip->k_dim) return;
-    RA__UNROLL for (int32_t i = 0; i < ni; i++) {
-        uint16_t y;
-        memcpy(&y, k[i] + 2 * d, sizeof y);
-        RA__UNROLL for (int32_t t = 0; t < nt; t++)
-            c[i][t] = ra__bf_dot(c[i][t], ra__bf_load(q + d * 32 + 16 * t), _mm512_set1_epi32(y));
+    uint32_t last[8] = {0};
+    for (int64_t at = 2 * d; d < strip->k_dim; d += 2, at += 4) {
+        if (d + 1 == strip->k_dim) {
+            RA__UNROLL for (int32_t i = 0; i < ni; i++) {
+                memcpy(&last[i], k[i] + at, 2);
+                k[i] = (const uint8_t *)&last[i];
+            }
+            at = 0;
+        }
+        ra__bf_product(c, k, at, q + d * 32, ni, nt);
     }
 }
 
@@ -4905,10 +4908,7 @@ RA__BF_INLINE void ra__bf_zero_sums(__m512 (*c)[4], const int32_t ni, const int3
  * that follows: clang 14 would move them behind it, but not their operands. */
 RA__BF_INLINE void ra__bf_eight_dims(__m512 (*c)[4], const uint8_t *const *k, int32_t d,
                                      const float *q, const int32_t ni, const int32_t nt) {
-    ra__bf_product(c, k, 2 * d, q + d * 32, ni, nt);
-    ra__bf_product(c, k, 2 * d + 4, q + d * 32 + 64, ni, nt);
-    ra__bf_product(c, k, 2 * d + 8, q + d * 32 + 128, ni, nt);
-    ra__bf_product(c, k, 2 * d + 12, q + d * 32 + 192, ni, nt);
+    for (int32_t e = d; e < d + 8; e += 2) ra__bf_product(c, k, 2 * e, q + e * 32, ni, nt);
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
         RA__UNROLL for (int32_t t = 0; t < nt; t++) __asm__ volatile("" : "+v"(c[i][t]));
 }
@@ -5031,8 +5031,7 @@ RA__BF_INLINE void ra__bf_score_tiles(const ra__bf_strip *strip, const int32_t n
 RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_strip *strip, int32_t store) {
     const int32_t modified = !store && ra__score_is_modified(&strip->panel->score);
     strip->slot_mask = store ? 63 : 15;
-    if (strip->vectors == 4 && modified) ra__bf_score_tiles(strip, 4, 4, 1);
-    else if (strip->vectors == 4) ra__bf_score_tiles(strip, 4, 4, 0);
+    if (strip->vectors == 4) ra__bf_score_tiles(strip, 4, 4, modified);
     else if (strip->vectors == 2) ra__bf_score_tiles(strip, 8, 2, modified);
     else ra__bf_score_tiles(strip, 8, 1, modified);
 }
@@ -5778,9 +5777,10 @@ RA__BF_INLINE void ra__bf_back_dots(const ra__bf_back *back, const ra__bf_strip 
     ra__bf_store_sums(to, c, 4, 4);
 }
 
-/* P and dS of a block. masked: some rows do not see some keys. dP starts at -delta. */
-RA__BF_INLINE void ra__bf_back_softmax(const ra__bf_back *back, const int32_t masked) {
+/* P and dS of a block whose scores are not modified. dP starts at -delta. */
+RA__NOINLINE RA__BF_TARGET void ra__bf_back_plain(const ra__bf_back *back) {
     const ra__panel *panel = &back->job->panel->fwd;
+    const int32_t masked = back->job->partial || back->job->keys->n % 4;
     __m512 c[8][4];
     int32_t j;
     for (j = 0; j < back->job->keys->n; j += 4) {
@@ -5794,11 +5794,6 @@ RA__BF_INLINE void ra__bf_back_softmax(const ra__bf_back *back, const int32_t ma
         ra__prefetch_some(panel->prefetch);
     }
     ra__bf_back_last_pieces(back, j - 4, 0, 4, 1);
-}
-
-RA__NOINLINE RA__BF_TARGET void ra__bf_back_plain(const ra__bf_back *back) {
-    if (back->job->partial || back->job->keys->n % 4) ra__bf_back_softmax(back, 1);
-    else ra__bf_back_softmax(back, 0);
 }
 
 /* Dot products as f32 [keys][64 rows]. */
