@@ -260,6 +260,28 @@ void hook_work(ra_ring *ring, void (*after)(int64_t multiply_adds))
     ring->work.kernel = ring->back.kernel = &watched;
 }
 
+void hook_copy_begins(const ra_transport *net, ra_transport_op *op)
+{
+    ra__shm_seat *seat = (ra__shm_seat *)net->ctx;
+    pthread_mutex_lock(&seat->inbox_lock);
+    ra__shm_unlink(ra__shm_bucket_of(seat, op), op);
+    ra__shm_report(op, RA__SHM_TAKEN);
+    pthread_mutex_unlock(&seat->inbox_lock);
+}
+
+void hook_copy_ends(const ra_transport *net, ra_transport_op *op)
+{
+    ra__shm_seat *seat = (ra__shm_seat *)net->ctx;
+    ra__shm_report(op, RA__SHM_MOVED);
+    ra__add_i32(&seat->open, -1);
+    ra__shm_notify(seat);
+}
+
+void hook_post_unheard(const ra_transport *net, ra_transport_op *op)
+{
+    ra__shm_post_one((ra__shm_seat *)net->ctx, op);
+}
+
 static ra__kernel watched_tile, watched_decode;
 static const ra__kernel *real_tile, *real_decode;
 static int64_t *work_seen;

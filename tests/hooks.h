@@ -89,6 +89,13 @@ void hook_loads(ra_ring *ring, int64_t *loads);
  * One ring at a time; between begin and the first step. */
 void hook_work(ra_ring *ring, void (*after)(int64_t multiply_adds));
 
+/* Bundled world: a peer begins to copy a message into a receive of this rank, or has done so. */
+void hook_copy_begins(const ra_transport *net, ra_transport_op *op);
+void hook_copy_ends(const ra_transport *net, ra_transport_op *op);
+
+/* Bundled world: posts an op as a rank does that has not heard of an abort. */
+void hook_post_unheard(const ra_transport *net, ra_transport_op *op);
+
 /* From now on *work counts the multiply-adds of calls on this cache: whole tiles, and all four rows
  * of the form of decoding. One cache at a time. */
 void hook_cache_work(ra_cache *c, int64_t *work);

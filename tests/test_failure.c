@@ -1559,9 +1559,69 @@ TEST(events_are_whole)
     rig_free(g);
 }
 
+/* Rank 0 of a bundled world gives up with receives 0 and 2 of one flow, and 1 of another between
+ * them, into which a copy is under way: it has to wait there while it takes its ops back. */
+typedef struct giver_up { const ra_transport *net; ra_transport_op *ops[3]; } giver_up;
+
+static void *give_up(void *arg)
+{
+    giver_up *g = (giver_up *)arg;
+    CHECK_EQ(g->net->abort(g->net->ctx, RA_E_CANCELLED), RA_OK);
+    CHECK_EQ(g->net->poll(g->net->ctx, g->ops, 3), RA_E_CANCELLED);
+    return NULL;
+}
+
+static ra_transport_op op_of(int kind, int peer, int channel, uint64_t *buf)
+{
+    ra_transport_op op;
+    memset(&op, 0, sizeof op);
+    op.kind = (uint8_t)kind;
+    op.channel = (uint8_t)channel;
+    op.peer = peer;
+    op.buf = buf;
+    op.len = sizeof *buf;
+    return op;
+}
+
+/* What a peer that has not heard of it sends meanwhile comes into the next receive of its flow, not
+ * into the one behind it. */
+TEST(ops_are_taken_back_from_the_last)
+{
+    uint64_t got[3] = { 0, 0, 0 }, sent = 7;
+    ra_transport_op in[3], out = op_of(RA_MSG_SEND, 0, 0, &sent);
+    ra_world_desc wd;
+    ra_world *world;
+    pthread_t thread;
+    giver_up g;
+    memset(&wd, 0, sizeof wd);
+    wd.ranks = 2;
+    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+    g.net = ra_world_transport(world, 0);
+    for (int i = 0; i < 3; i++) {
+        in[i] = op_of(RA_MSG_RECV, 1, i == 1, &got[i]);
+        g.ops[i] = &in[i];
+    }
+    CHECK_EQ(g.net->post(g.net->ctx, g.ops, 3), RA_OK);
+    hook_copy_begins(g.net, &in[1]);
+    if (pthread_create(&thread, NULL, give_up, &g)) abort();
+    while (__atomic_load_n(&in[0].state, __ATOMIC_ACQUIRE) == RA_MSG_PENDING &&
+           __atomic_load_n(&in[2].state, __ATOMIC_ACQUIRE) == RA_MSG_PENDING) {}
+    hook_post_unheard(ra_world_transport(world, 1), &out);
+    hook_copy_ends(g.net, &in[1]);
+    pthread_join(thread, NULL);
+    CHECK_EQ(got[0], 7);
+    CHECK_EQ(got[2], 0);
+    CHECK_EQ(out.state, RA_MSG_DONE);
+    for (int i = 0; i < 3; i++) CHECK_EQ(in[i].state, RA_E_CANCELLED);
+    ra_world_leave(world, 0, RA_E_CANCELLED);
+    ra_world_leave(world, 1, RA_OK);
+    ra_world_destroy(world);
+}
+
 int main(int argc, char **argv)
 {
     static const h_test tests[] = {
+        ENTRY(ops_are_taken_back_from_the_last),
         ENTRY(shared_between_processes), ENTRY(shared_in_one_process), ENTRY(begin_reads_no_sinks),
         ENTRY(failed_exchange_names_what_was_due), ENTRY(deadlines_on_another_clock),
         ENTRY(quiesce_of_the_world_on_another_clock),

@@ -380,8 +380,9 @@ static int ra_mpi__all_here(const ra_mpi *m) {
     return 1;
 }
 
+/* The last receive of a flow goes first: what still comes meets the next one, not one behind it. */
 static void ra_mpi__part_begin(ra_mpi *m) {
-    for (int i = 0; i < m->pending; i++)
+    for (int i = m->pending; i-- > 0;)
         if (m->op[i]->kind == RA_MSG_RECV) (void)MPI_Cancel(&m->request[i]);
     ra_mpi__test(m);
     m->parting = 1;
