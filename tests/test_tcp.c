@@ -414,17 +414,6 @@ static void tn_refused(const ra_tcp_desc *zero, const ra_tcp_desc *one, int want
 
 /* What differs is named. Without a key at once; with one, who has not shown it decides nothing, and
  * it is at the end of connect_ns. */
-/* A rank that waits yields, then naps for a 32nd of its wait, and never beyond its deadline. */
-TEST(naps)
-{
-    static const struct { int64_t idle, left, nap; } row[] = {
-        {0, TN_MS, 0}, {49999, TN_MS, 0}, {50000, TN_MS, 50000}, {1600000, TN_MS, 50000},
-        {3200000, TN_MS, 100000}, {32 * TN_MS, 2 * TN_MS, TN_MS}, {INT64_MAX, INT64_MAX, TN_MS},
-        {INT64_MAX, 1, 1}, {TN_MS, 0, 0}, {TN_MS, -1, 0}, {TN_MS, INT64_MIN, 0}};
-    for (size_t i = 0; i < sizeof row / sizeof *row; i++)
-        CHECK_EQ(ra_tcp_nap_ns(row[i].idle, row[i].left), row[i].nap);
-}
-
 TEST(ranks_that_disagree)
 {
     for (int i = 0; i < 4; i++) {
@@ -725,7 +714,7 @@ int main(int argc, char **argv)
         ENTRY(conformance_threads), ENTRY(conformance_processes), ENTRY(conformance_v6),
         ENTRY(conformance_from_outside),
         ENTRY(killed_rank), ENTRY(stopped_rank), ENTRY(cut_rank), ENTRY(garbage_of_a_rank),
-        ENTRY(naps), ENTRY(ranks_that_disagree),
+        ENTRY(ranks_that_disagree),
         ENTRY(another_byte_order), ENTRY(nobody_there), ENTRY(listens_on_its_own_address_alone),
         ENTRY(strangers), ENTRY(spoilt_on_the_way),
 #ifdef RA_TCP_SODIUM

@@ -62,7 +62,6 @@
 #include <sys/socket.h>
 #include <sys/types.h>
 #include <sys/uio.h>
-#include <time.h>
 #include <unistd.h>
 #ifdef RA_TCP_SODIUM
 #include <sodium.h>
@@ -164,12 +163,12 @@ typedef struct ra_tcp {
     int32_t busy;                      /* atomic: 1 while a call or an abort is inside */
     int32_t why, told;                 /* atomic: of this rank's abort; the peers know */
     int32_t heard;                     /* failure that a peer told of */
-    int64_t moved_ns;                  /* when bytes last moved */
+    int32_t wake[2];                   /* a pipe: abort writes, wait reads */
     ra_tcp_desc d;
     uint8_t key[32];
     ra_tcp_conn *conn;                 /* [ranks] by rank */
     ra_tcp_conn *stranger;             /* [RA_TCP_STRANGERS] accepted, not known yet */
-    struct pollfd *fds;                /* [ranks + RA_TCP_STRANGERS + 1] */
+    struct pollfd *fds;                /* [ranks + RA_TCP_STRANGERS + 2] */
     uint8_t *waste;                    /* RA_TCP_PLAIN bytes for what nobody wants */
     int listener;
     char note[216], text[216];         /* the last refusal of a handshake; for error_text */
@@ -370,7 +369,7 @@ static RA_TCP_UNUSED int ra_tcp_next(ra_tcp *t, ra_tcp_conn *c)
 }
 
 /* Writes what is staged. 1: all of it; 0: the socket is full; -1: the connection is gone. */
-static RA_TCP_UNUSED int ra_tcp_write(ra_tcp *t, ra_tcp_conn *c)
+static RA_TCP_UNUSED int ra_tcp_write(ra_tcp_conn *c)
 {
     while (c->out_at < c->out_len + c->out_body) {
         size_t head = c->out_at < c->out_len ? c->out_len - c->out_at : 0;
@@ -389,7 +388,6 @@ static RA_TCP_UNUSED int ra_tcp_write(ra_tcp *t, ra_tcp_conn *c)
         if (n < 0 && errno == EINTR) continue;
         if (n < 0) return errno == EAGAIN || errno == EWOULDBLOCK ? 0 : -1;
         c->out_at += (size_t)n;
-        t->moved_ns = ra_now_ns();
     }
     c->out_at = c->out_len = c->out_body = 0;
     return 1;
@@ -408,7 +406,7 @@ static RA_TCP_UNUSED void ra_tcp_sent(ra_tcp_conn *c)
 static RA_TCP_UNUSED void ra_tcp_flush(ra_tcp *t, ra_tcp_conn *c)
 {
     while (c->fd >= 0 && !c->hush) {
-        int done = ra_tcp_write(t, c);
+        int done = ra_tcp_write(c);
         if (done < 0) {
             c->hush = 1;               /* what the peer has sent may still be read */
             return;
@@ -539,7 +537,6 @@ static RA_TCP_UNUSED int ra_tcp_read(ra_tcp *t, ra_tcp_conn *c)
         if (n < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) return 0;
         if (n <= 0) return RA_E_PEER;
         c->in_at += (size_t)n;
-        t->moved_ns = ra_now_ns();
     }
     return 1;
 }
@@ -710,7 +707,7 @@ static RA_TCP_UNUSED int ra_tcp_heard_hello(ra_tcp *t, ra_tcp_conn *c)
     if (!c->dialed) ra_tcp_say_hello(t, c, c->peer_hello.from);
     code = ra_tcp_judge(t, &c->peer_hello, c->dialed, c->peer);
     if (code != RA_OK) {
-        (void)ra_tcp_write(t, c);      /* so that the other side can say why */
+        (void)ra_tcp_write(c);         /* so that the other side can say why */
         return code;
     }
     return ra_tcp_accept_hello(t, c) ? RA_AGAIN : RA_OK;
@@ -721,7 +718,7 @@ static RA_TCP_UNUSED int ra_tcp_shake(ra_tcp *t, ra_tcp_conn *c)
 {
     for (;;) {
         int code;
-        if (ra_tcp_write(t, c) < 0) return RA_AGAIN;
+        if (ra_tcp_write(c) < 0) return RA_AGAIN;
         if (c->stage == RA_TCP_AT_OPEN) return RA_OK;
         code = ra_tcp_read(t, c);
         if (code < 0) {
@@ -916,9 +913,9 @@ static RA_TCP_UNUSED void ra_tcp_tell(ra_tcp *t)
         ra_tcp_conn *c = &t->conn[r];
         ra_tcp_head h = ra_tcp_head_of(RA_TCP_ABORT, 0, (uint64_t)-(int64_t)why & 255);
         if (c->fd < 0) continue;
-        if (!c->hush && ra_tcp_write(t, c) == 1) {
+        if (!c->hush && ra_tcp_write(c) == 1) {
             ra_tcp_stage(t, c, &h, NULL);
-            (void)ra_tcp_write(t, c);
+            (void)ra_tcp_write(c);
         }
         c->hush = 1;
         c->out_op = NULL;
@@ -1024,46 +1021,51 @@ static RA_TCP_UNUSED int ra_tcp_poll(void *ctx, ra_transport_op *const *ops, int
     return failure;
 }
 
-/* How long a rank sleeps for which no byte has moved for idle_ns and which may sleep left_ns; 0: it
- * yields. At first it yields, then it naps for a 32nd of the time that it has waited. A rank that
- * sleeps on its sockets instead is woken by the segment that comes, and Linux puts it beside the
- * sender where both share a machine: the two then take turns on one processor for up to 24 ms while
- * another is idle. A timer wakes it where it slept. */
-static RA_TCP_UNUSED int64_t ra_tcp_nap_ns(int64_t idle_ns, int64_t left_ns)
+/* What wait sleeps on: sockets that could move, and the pipe as the last. Under `busy`. */
+static RA_TCP_UNUSED int ra_tcp_watch(ra_tcp *t)
 {
-    int64_t nap = idle_ns / 32;
-    if (idle_ns < RA_TCP_MS / 20 || left_ns <= 0) return 0;
-    if (nap < RA_TCP_MS / 20) nap = RA_TCP_MS / 20;
-    if (nap > RA_TCP_MS) nap = RA_TCP_MS;
-    return nap < left_ns ? nap : left_ns;
+    int n = 0;
+    for (int r = 0; r < t->ranks; r++) {
+        const ra_tcp_conn *c = &t->conn[r];
+        int writes = !c->hush && c->out_at < c->out_len + c->out_body;
+        if (c->fd < 0) continue;
+        t->fds[n].fd = c->fd;
+        t->fds[n].events = (short)(writes ? POLLIN | POLLOUT : POLLIN);
+        t->fds[n++].revents = 0;
+    }
+    t->fds[n].fd = t->wake[0];
+    t->fds[n].events = POLLIN;
+    t->fds[n].revents = 0;
+    return n;
 }
 
-static RA_TCP_UNUSED void ra_tcp_nap(int64_t moved_ns, int64_t deadline_ns)
+/* Sleeps until one of them moves, an abort, or the deadline; a second at most. */
+static RA_TCP_UNUSED void ra_tcp_sleep(ra_tcp *t, int n, int64_t deadline_ns)
 {
-    int64_t now = ra_now_ns();
-    struct timespec t;
-    t.tv_sec = 0;
-    t.tv_nsec = (long)ra_tcp_nap_ns(now - moved_ns, deadline_ns ? deadline_ns - now : RA_TCP_MS);
-    if (t.tv_nsec) (void)nanosleep(&t, NULL);
-    else (void)sched_yield();
+    int64_t left = deadline_ns ? deadline_ns - ra_now_ns() : 1000 * RA_TCP_MS;
+    char drain[64];
+    if (left <= 0) return;
+    if (left > 1000 * RA_TCP_MS) left = 1000 * RA_TCP_MS;
+    left = (left + RA_TCP_MS - 1) / RA_TCP_MS;
+    if (poll(t->fds, (nfds_t)n + 1, (int)left) > 0 && t->fds[n].revents)
+        while (read(t->wake[0], drain, sizeof drain) == (ssize_t)sizeof drain) {}
 }
 
 static RA_TCP_UNUSED int ra_tcp_wait(void *ctx, ra_transport_op *const *ops, int n,
                                      int64_t deadline_ns) {
     ra_tcp *t = (ra_tcp *)ctx;
-    int before = 0, left, failure;
-    int64_t moved;
+    int before = 0, left, failure, sockets;
     for (int i = 0; i < n; i++) before += ops[i]->state == RA_MSG_PENDING;
     for (;;) {
         ra_tcp_enter(t);
         ra_tcp_move(t);
         left = ra_tcp_settle(t, ops, n);
         failure = ra_tcp_failure(t);
-        moved = t->moved_ns;
+        sockets = ra_tcp_watch(t);
         ra_tcp_leave(t);
         if (failure || left == 0 || left < before) return failure;
         if (deadline_ns && ra_now_ns() >= deadline_ns) return RA_OK;
-        ra_tcp_nap(moved, deadline_ns);
+        ra_tcp_sleep(t, sockets, deadline_ns);
     }
 }
 
@@ -1071,8 +1073,11 @@ static RA_TCP_UNUSED int ra_tcp_abort(void *ctx, int why)
 {
     ra_tcp *t = (ra_tcp *)ctx;
     int32_t none = 0;
+    ssize_t n;
     (void)__atomic_compare_exchange_n(&t->why, &none, why < 0 ? why : RA_E_ABORTED, 0,
                                       __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+    n = write(t->wake[1], "", 1);      /* full: the sleeper is awake already */
+    (void)n;
     if (!__atomic_exchange_n(&t->busy, 1, __ATOMIC_SEQ_CST)) ra_tcp_leave(t);
     return RA_OK;
 }
@@ -1094,7 +1099,7 @@ static RA_TCP_UNUSED void ra_tcp_drain(ra_tcp *t, int64_t deadline_ns)
             else open = 1;
         }
         if (open && ra_now_ns() >= deadline_ns) return;
-        if (open) ra_tcp_nap(t->moved_ns, deadline_ns);
+        if (open) ra_tcp_sleep(t, ra_tcp_watch(t), deadline_ns);
     }
 }
 
@@ -1135,6 +1140,7 @@ static RA_TCP_UNUSED void ra_tcp_free(ra_tcp *t)
         free(t->stranger[i].in_buf);
     }
     if (t->listener >= 0) close(t->listener);
+    for (int i = 0; i < 2; i++) if (t->wake[i] >= 0) close(t->wake[i]);
 #ifdef RA_TCP_SODIUM
     sodium_memzero(t->key, sizeof t->key);
 #endif
@@ -1208,12 +1214,14 @@ static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t)
     int port = 0;
     t->conn = (ra_tcp_conn *)calloc((size_t)t->ranks, sizeof *t->conn);
     t->stranger = (ra_tcp_conn *)calloc(RA_TCP_STRANGERS, sizeof *t->stranger);
-    t->fds = (struct pollfd *)calloc((size_t)t->ranks + RA_TCP_STRANGERS + 1, sizeof *t->fds);
+    t->fds = (struct pollfd *)calloc((size_t)t->ranks + RA_TCP_STRANGERS + 2, sizeof *t->fds);
     t->waste = (uint8_t *)malloc(RA_TCP_PLAIN);
     if (!t->conn || !t->stranger || !t->fds || !t->waste ||
         !ra_tcp_conns(t->conn, t->ranks, t, bytes) ||
         !ra_tcp_conns(t->stranger, RA_TCP_STRANGERS, t, RA_TCP_TALK))
         return ra_tcp_refuse(&t->d, RA_E_NOMEM, "ranks", "no memory for %d connections", t->ranks);
+    if (pipe(t->wake) || ra_tcp_prepare(t->wake[0]) || ra_tcp_prepare(t->wake[1]))
+        return ra_tcp_refuse(&t->d, RA_E_IO, "wake", "no pipe: %s", strerror(errno));
     if (t->listener < 0 && t->ranks > 1 && t->rank < t->ranks - 1)
         t->listener = ra_tcp_listen(t->d.addresses[t->rank], &port);
     if (t->listener < 0 && t->rank < t->ranks - 1)
@@ -1240,6 +1248,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_open(ra_tcp **out, const ra_tcp_desc *d)
     t->rank = d->rank;
     t->ranks = d->ranks;
     t->listener = d->listen_fd > 0 ? d->listen_fd : -1;
+    t->wake[0] = t->wake[1] = -1;
     t->sealed = d->key != NULL;
     if (d->key) memcpy(t->key, d->key, sizeof t->key);
 #ifdef RA_TCP_SODIUM
