@@ -2295,7 +2295,8 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  *   RA__TILE_HEIGHT                  keys (scores) or dims (values) per tile of a whole slab
  *   RA__DECODE_TILE_KEYS             decode: keys per tile of scores
  *   RA__DECODE_TILE_CHUNKS           decode: chunks per tile of values
- *   RA__DECODE_BY_DTYPE              decode: 1: code for each dtype; 0: for f32 and for the others
+ *   RA__DECODE_DIRECT                decode: RA_BF16: code for each of f32, f16 and bf16; RA_F32:
+ *                                    for f32 alone. Rows of other dtypes are converted first.
  * + - * / on RA__FLOATS are the compiler's. A tile is ni broadcast elements by nt vectors; these
  * parameters, and the dtype of inline functions, are constants after inlining. A slab with few rows
  * left, and half a slab in partial tiles, takes tiles of height 8 with fewer vectors. */
@@ -2309,6 +2310,7 @@ static const float ra__decode_slack = 16.0f; /* decode: how far scores may excee
 /* A flag that tiles of values take with a dtype: any keys and dims. */
 enum { RA__DECODE_ANY = 8 };
 enum { RA__DECODE_ROW_CHUNKS = 4 };    /* per tile of values if there is one row */
+enum { RA__DECODE_COPY = 4096 };       /* floats: rows that are converted before they are used */
 static const uint64_t ra__seen_by_row_0 = 0x1111111111111111u; /* in ra__decode_keys.seen */
 
 /* 2^f as a polynomial: coefficients by powers of f, minimax in relative error. c0 = 1, so that 2^0
@@ -2386,6 +2388,12 @@ RA__INLINE void ra__stream_advance(ra__stream *a, int32_t n) {
     if (a->left > 0) return;
     a->at += (uintptr_t)(a->jump + 64 * (int64_t)a->left);
     a->left = a->lines;
+}
+
+/* How many of n rows are converted at once: all, or a multiple of 4. */
+RA__INLINE int32_t ra__decode_piece(int32_t n, int32_t dim) {
+    const int32_t most = RA__DECODE_COPY / dim / 4 * 4;
+    return n < most ? n : most;
 }
 
 /* Returns x about 9 cycles later. */
@@ -2523,12 +2531,12 @@ RA__INLINE int32_t ra__score_is_modified(const ra__score *score) {
 /* A phase of the work. As a function of its own it has all registers. */
 #define RA__ISA_NOINLINE __attribute__((noinline)) RA__ISA_STATIC
 
-/* RA__WIDTH elements of a q8_0 row from element i on, a multiple of RA__WIDTH. of_f16 converts
- * several halves, of which the first is the scale. */
-RA__ISA_INLINE RA__FLOATS RA__NAME(of_q8_0)(const uint8_t *row, int32_t i) {
-    const uint8_t *block = row + (int64_t)(i / 32) * 34;
-    RA__FLOATS scale = RA__NAME(of_f16)(block);
-    return RA__NAME(of_i8)(block + 2 + i % 32) * RA__NAME(set)(scale[0]);
+/* A block of 32 elements of a q8_0 row. of_f16 converts several halves, of which the first is the
+ * scale. */
+RA__ISA_INLINE void RA__NAME(read_q8_0)(float *dst, const uint8_t *block) {
+    const RA__FLOATS scale = RA__NAME(set)(RA__NAME(of_f16)(block)[0]);
+    RA__UNROLL for (int32_t i = 0; i < 32; i += RA__WIDTH)
+        RA__NAME(store)(dst + i, RA__NAME(of_i8)(block + 2 + i) * scale);
 }
 
 /* RA__WIDTH elements of dtype. src may have any alignment. */
@@ -2541,8 +2549,9 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(convert)(const uint8_t *src, int32_t dtype) {
 /* n elements of dtype to floats. src may have any alignment. */
 RA__ISA_STATIC void RA__NAME(read_row)(float *dst, const uint8_t *src, int32_t dtype, int32_t n) {
     int32_t size = dtype == RA_F32 ? 4 : 2, i = 0;
-    for (; dtype == RA_Q8_0 && i < n; i += RA__WIDTH)
-        RA__NAME(store)(dst + i, RA__NAME(of_q8_0)(src, i));
+    for (; dtype == RA_Q8_0 && i < n; i += 32, src += 34) RA__NAME(read_q8_0)(dst + i, src);
+    for (; dtype == RA_BF16 && n - i >= RA__WIDTH; i += RA__WIDTH)
+        RA__NAME(store)(dst + i, RA__NAME(of_bf16)(src + (int64_t)i * size));
     for (; n - i >= RA__WIDTH; i += RA__WIDTH)
         RA__NAME(store)(dst + i, RA__NAME(convert)(src + (int64_t)i * size, dtype));
     for (; i < n; i++) {
@@ -3240,28 +3249,11 @@ RA__ISA_STATIC void RA__NAME(store_acc)(const ra__panel *panel, float *dst, int6
  * keys, 32/8 heads of D 128: 10.8 -> 9.9 ms. In f32 and q8_0 the same is slower. */
 #define RA__CHUNK (2 * RA__WIDTH)
 
-/* Elements [d, d + RA__CHUNK) of a row. d: a multiple of RA__CHUNK. */
-RA__ISA_INLINE void RA__NAME(convert_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
-                                         int32_t dtype) {
-    const uint8_t *block = row + (int64_t)(d / 32) * 34;
-    RA__FLOATS scale = RA__NAME(set)(0.0f);
-    if (dtype == RA_Q8_0) scale = RA__NAME(set)(RA__NAME(of_f16)(block)[0]);
-    RA__UNROLL for (int32_t i = 0; i < 2; i++, d += RA__WIDTH) {
-        if (dtype == RA_Q8_0) out[i] = RA__NAME(of_i8)(block + 2 + d % 32) * scale;
-        else out[i] = RA__NAME(convert)(row + (int64_t)d * (dtype == RA_F32 ? 4 : 2), dtype);
-    }
-}
-
-RA__ISA_NOINLINE void RA__NAME(convert_any_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
-                                                  int32_t dtype) {
-    RA__NAME(convert_chunk)(out, row, d, dtype);
-}
-
-/* The same; out of line where dtype is not constant. */
+/* Elements [d, d + RA__CHUNK) of a row. d: a multiple of RA__CHUNK. Not q8_0. */
 RA__ISA_INLINE void RA__NAME(load_chunk)(RA__FLOATS *out, const uint8_t *row, int32_t d,
                                          int32_t dtype) {
-    if (!RA__DECODE_BY_DTYPE && dtype != RA_F32) RA__NAME(convert_any_chunk)(out, row, d, dtype);
-    else RA__NAME(convert_chunk)(out, row, d, dtype);
+    RA__UNROLL for (int32_t i = 0; i < 2; i++, d += RA__WIDTH)
+        out[i] = RA__NAME(convert)(row + (int64_t)d * (dtype == RA_F32 ? 4 : 2), dtype);
 }
 
 /* The same for any dtype, also at the end of a row: elements beyond dim are 0. */
@@ -3276,6 +3268,16 @@ RA__ISA_NOINLINE void RA__NAME(load_last_chunk)(RA__FLOATS *out, const uint8_t *
         d = 0;
     }
     RA__NAME(load_chunk)(out, row, d, dtype);
+}
+
+/* Converts n rows to f32, and prefetches `lines` lines of each stream per row. */
+RA__ISA_NOINLINE void RA__NAME(decode_copy)(float *to, const uint8_t *row, int64_t stride,
+                                            int32_t n, int32_t dim, int32_t dtype,
+                                            ra__stream *streams, int32_t lines) {
+    for (int32_t j = 0; j < n; j++, row += stride, to += dim) {
+        RA__NAME(read_row)(to, row, dtype, dim);
+        if (streams) ra__stream_prefetch(streams, lines);
+    }
 }
 
 /* Lane i: the sum over the lanes of v[i]. */
@@ -3300,7 +3302,7 @@ RA__ISA_INLINE void RA__NAME(decode_products)(RA__FLOATS *c, RA__FLOATS (*k)[2],
 RA__ISA_INLINE void RA__NAME(decode_dots)(const ra__decode_rows *rows, const ra__decode_keys *keys,
                                           int32_t j, float *s, int32_t dtype) {
     int32_t dim = rows->d->k_dim;
-    int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+    int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : 2);
     const uint8_t *row[RA__DECODE_TILE_KEYS];
     RA__FLOATS c[4 * RA__DECODE_TILE_KEYS];
     int32_t d = 0;
@@ -3361,7 +3363,7 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
 RA__ISA_INLINE void RA__NAME(decode_row_scores)(const ra__decode_rows *rows, int32_t n,
                                                 const ra__decode_keys *keys, float *s,
                                                 int32_t dtype) {
-    const int32_t bytes = rows->d->k_dim * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+    const int32_t bytes = rows->d->k_dim * (dtype == RA_F32 ? 4 : 2);
     RA__FLOATS part[RA__DECODE_HEADS][RA__WIDTH / 4];
     for (int32_t j = 0; j < keys->n; j += 4) {
         const int32_t at = j % RA__WIDTH / 4;
@@ -3391,14 +3393,39 @@ RA__ISA_INLINE void RA__NAME(decode_scores_of)(const ra__decode_rows *rows, int3
         RA__NAME(decode_dots)(rows, keys, j, s, dtype);
 }
 
+RA__ISA_NOINLINE void RA__NAME(decode_scores_as)(const ra__decode_rows *rows, int32_t n,
+                                                 const ra__decode_keys *keys, float *s,
+                                                 int32_t dtype) {
+    if (dtype == RA_F32) RA__NAME(decode_scores_of)(rows, n, keys, s, RA_F32);
+    else if (RA__DECODE_DIRECT == RA_F32) return;
+    else if (dtype == RA_F16) RA__NAME(decode_scores_of)(rows, n, keys, s, RA_F16);
+    else RA__NAME(decode_scores_of)(rows, n, keys, s, RA_BF16);
+}
+
+/* The same for all dtypes.
+ * PERF: code for q8_0 too gained 7 % with 4 rows and 40 % with one (Zen 4, AVX-512 without VNNI),
+ * for some 7 KB of text per instruction set. SCALAR converts f16 and q8_0 1.2 to 1.5 times as fast
+ * in whole rows as in chunks. */
 RA__ISA_NOINLINE void RA__NAME(decode_scores)(const ra__decode_rows *rows, int32_t n,
                                               const ra__decode_keys *keys, float *s) {
-    int32_t dtype = rows->d->k_dtype;
-    if (dtype == RA_F32) RA__NAME(decode_scores_of)(rows, n, keys, s, RA_F32);
-    else if (!RA__DECODE_BY_DTYPE) RA__NAME(decode_scores_of)(rows, n, keys, s, dtype);
-    else if (dtype == RA_F16) RA__NAME(decode_scores_of)(rows, n, keys, s, RA_F16);
-    else if (dtype == RA_BF16) RA__NAME(decode_scores_of)(rows, n, keys, s, RA_BF16);
-    else RA__NAME(decode_scores_of)(rows, n, keys, s, RA_Q8_0);
+    const int32_t dim = rows->d->k_dim, dtype = rows->d->k_dtype, step = rows->one_row ? 1 : 4;
+    const int32_t lines = (dim * (dtype == RA_Q8_0 ? 1 : 2) + 127) / 128;
+    float copy[RA__DECODE_COPY];
+    if (dtype <= RA__DECODE_DIRECT) {
+        RA__NAME(decode_scores_as)(rows, n, keys, s, dtype);
+        return;
+    }
+    ra__decode_keys y = *keys;
+    y.k = (const uint8_t *)(const void *)copy;
+    y.k_stride = (int64_t)dim * 4;
+    y.streams = NULL;
+    for (int32_t h = 0; h < n; h++, s += RA__DECODE_LINE)
+        for (int32_t j = 0; j < keys->n; j += y.n) {
+            y.n = ra__decode_piece(keys->n - j, dim);
+            RA__NAME(decode_copy)(copy, keys->k + h * keys->k_head + j * keys->k_stride,
+                                  keys->k_stride, y.n, dim, dtype, keys->streams, lines);
+            RA__NAME(decode_scores_as)(rows + h, 1, &y, s + step * j, RA_F32);
+        }
 }
 
 /* Bias of row r and the keys; 0: all of it is 0, and nothing is written.
@@ -3556,14 +3583,19 @@ RA__ISA_INLINE void RA__NAME(decode_value_step)(RA__FLOATS *c, const RA__FLOATS 
     }
 }
 
+/* 1 if values prefetch for the scores too. */
+RA__ISA_INLINE int32_t RA__NAME(decode_defers)(const ra__decode_rows *rows) {
+    return RA__DECODE_DIRECT != RA_F32 && rows->d->k_dtype == RA_F16 && !rows->one_row;
+}
+
 /* block_acc += p V in nc chunks of dims from d on. form: a dtype; with RA__DECODE_ANY for keys that
  * not all rows see and for incomplete chunks. */
 RA__ISA_INLINE void RA__NAME(decode_value_tile)(const ra__decode_rows *rows,
                                                 const ra__decode_keys *keys, const float *p,
                                                 int32_t d, int32_t nc, int32_t form) {
     int32_t dtype = form & 7, rest = form & RA__DECODE_ANY;
-    int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
-    const int32_t times = rows->d->k_dtype == RA_F16 ? 2 : 1; /* for the scores too */
+    int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : 2);
+    const int32_t times = RA__NAME(decode_defers)(rows) ? 2 : 1;
     const uint8_t *row = keys->v;
     float *to = rows->block_acc + 4 * d;
     RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], v[2 * RA__DECODE_TILE_CHUNKS];
@@ -3604,7 +3636,7 @@ RA__ISA_INLINE void RA__NAME(decode_row_tile)(const ra__decode_rows *rows,
                                               const float *p, int32_t d, int32_t nh, int32_t nc,
                                               int32_t form) {
     int32_t dtype = form & 7, rest = form & RA__DECODE_ANY;
-    int32_t bytes = nh * nc * RA__CHUNK * (dtype == RA_F32 ? 4 : dtype == RA_Q8_0 ? 1 : 2);
+    int32_t bytes = nh * nc * RA__CHUNK * (dtype == RA_F32 ? 4 : 2);
     RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], v[2 * RA__DECODE_ROW_CHUNKS];
     RA__UNROLL for (int32_t h = 0; h < nh; h++)
         RA__UNROLL for (int32_t i = 0; i < 2 * nc; i++)
@@ -3660,27 +3692,56 @@ RA__ISA_INLINE int32_t RA__NAME(decode_values_of)(const ra__decode_rows *rows, i
                                                   int32_t dtype) {
     int32_t d = 0;
     if (!rows->one_row) return RA__NAME(decode_value_tiles)(rows, keys, p, dtype);
-    d = RA__NAME(decode_row_tiles)(rows, n, keys, p, d, RA__DECODE_ROW_CHUNKS, dtype);
+    if (dtype == RA_F32)
+        d = RA__NAME(decode_row_tiles)(rows, n, keys, p, d, RA__DECODE_ROW_CHUNKS, dtype);
     d = RA__NAME(decode_row_tiles)(rows, n, keys, p, d, 2, dtype);
     return RA__NAME(decode_row_tiles)(rows, n, keys, p, d, 1, dtype);
 }
 
-RA__ISA_NOINLINE void RA__NAME(decode_values)(const ra__decode_rows *rows, int32_t n,
-                                              const ra__decode_keys *keys, const float *p) {
-    int32_t dtype = rows->d->v_dtype & 7; /* compilers see that the flags of form are 0 */
+RA__ISA_NOINLINE void RA__NAME(decode_values_as)(const ra__decode_rows *rows, int32_t n,
+                                                 const ra__decode_keys *keys, const float *p,
+                                                 int32_t dtype) {
     int32_t d = 0;
+    dtype &= 7;                        /* compilers see that the flags of form are 0 */
     if (keys->partial) d = 0;          /* all chunks take the general form below */
     else if (dtype == RA_F32) d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_F32);
-    else if (!RA__DECODE_BY_DTYPE) d = RA__NAME(decode_values_of)(rows, n, keys, p, dtype);
+    else if (RA__DECODE_DIRECT == RA_F32) return;
     else if (dtype == RA_F16) d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_F16);
-    else if (dtype == RA_BF16) d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_BF16);
-    else d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_Q8_0);
+    else d = RA__NAME(decode_values_of)(rows, n, keys, p, RA_BF16);
     for (; d < rows->d->v_dim; d += RA__CHUNK) {
         if (!rows->one_row)
             RA__NAME(decode_value_tile)(rows, keys, p, d, 1, dtype | RA__DECODE_ANY);
         for (int32_t h = 0; rows->one_row && h < n; h++)
             RA__NAME(decode_row_tile)(rows + h, keys, keys->v + h * keys->v_head,
                                       p + h * RA__DECODE_LINE, d, 1, 1, dtype | RA__DECODE_ANY);
+    }
+}
+
+/* The same for all dtypes. A piece goes on with the sums of the one before. */
+RA__ISA_NOINLINE void RA__NAME(decode_values)(const ra__decode_rows *rows, int32_t n,
+                                              const ra__decode_keys *keys, const float *p) {
+    const int32_t dim = rows->d->v_dim, dtype = rows->d->v_dtype, step = rows->one_row ? 1 : 4;
+    const int32_t also = RA__NAME(decode_defers)(rows) ? 2 * rows->d->k_dim : 0;
+    const int32_t lines = (dim * (dtype == RA_Q8_0 ? 1 : 2) + also + 127) / 128;
+    float copy[RA__DECODE_COPY];
+    if (dtype <= RA__DECODE_DIRECT) {
+        RA__NAME(decode_values_as)(rows, n, keys, p, dtype);
+        return;
+    }
+    ra__decode_keys y = *keys;
+    y.v = (const uint8_t *)(const void *)copy;
+    y.v_stride = (int64_t)dim * 4;
+    y.streams = NULL;
+    for (int32_t h = 0; h < n; h++, p += RA__DECODE_LINE) {
+        ra__decode_rows part = rows[h];
+        for (int32_t j = 0; j < keys->n; j += y.n, part.has_keys = 1) {
+            y.n = ra__decode_piece(keys->n - j, dim);
+            y.whole = keys->whole && j + y.n == keys->n;
+            y.seen = keys->partial ? keys->seen >> 4 * j : keys->seen;
+            RA__NAME(decode_copy)(copy, keys->v + h * keys->v_head + j * keys->v_stride,
+                                  keys->v_stride, y.n, dim, dtype, keys->streams, lines);
+            RA__NAME(decode_values_as)(&part, 1, &y, p + step * j, RA_F32);
+        }
     }
 }
 
@@ -3813,8 +3874,9 @@ RA__ISA_STATIC void RA__NAME(decode_load)(const ra__decode_rows *rows, int32_t r
     }
     for (; d < dim; d += RA__CHUNK, to += 4 * RA__CHUNK) {
         RA__FLOATS x[2];
-        if (dim - d < RA__CHUNK) RA__NAME(load_last_chunk)(x, from, d, dim, dtype);
-        else RA__NAME(load_chunk)(x, from, d, dtype);
+        if (dim - d < RA__CHUNK || dtype != RA_F32)
+            RA__NAME(load_last_chunk)(x, from, d, dim, dtype);
+        else RA__NAME(load_chunk)(x, from, d, RA_F32);
         RA__NAME(store)(to, x[0] * RA__NAME(set)(factor));
         RA__NAME(store)(to + RA__WIDTH, x[1] * RA__NAME(set)(factor));
     }
@@ -4272,7 +4334,7 @@ static const ra__kernel RA__NAME(kernel) = {
 #undef RA__TILE_HEIGHT
 #undef RA__DECODE_TILE_KEYS
 #undef RA__DECODE_TILE_CHUNKS
-#undef RA__DECODE_BY_DTYPE
+#undef RA__DECODE_DIRECT
 #endif /* RA__BODY */
 
 #if defined(RA__MAIN)
@@ -4294,7 +4356,7 @@ static const ra__kernel RA__NAME(kernel) = {
 #define RA__TILE_HEIGHT        4
 #define RA__DECODE_TILE_KEYS   2
 #define RA__DECODE_TILE_CHUNKS 1
-#define RA__DECODE_BY_DTYPE    0
+#define RA__DECODE_DIRECT      RA_F32
 
 typedef float ra__v4f __attribute__((vector_size(16)));
 typedef int32_t ra__v4i __attribute__((vector_size(16)));
@@ -4467,7 +4529,7 @@ RA__ISA_INLINE void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
 #define RA__TILE_HEIGHT        6
 #define RA__DECODE_TILE_KEYS   2
 #define RA__DECODE_TILE_CHUNKS 1
-#define RA__DECODE_BY_DTYPE    1
+#define RA__DECODE_DIRECT      RA_BF16
 
 RA__ISA_INLINE __m256 ra__set_avx2(float x) { return _mm256_set1_ps(x); }
 RA__ISA_INLINE __m256 ra__load_avx2(const float *p) { return _mm256_loadu_ps(p); }
@@ -4614,7 +4676,7 @@ RA__ISA_INLINE void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
 #define RA__TILE_HEIGHT        4
 #define RA__DECODE_TILE_KEYS   4
 #define RA__DECODE_TILE_CHUNKS 2
-#define RA__DECODE_BY_DTYPE    1
+#define RA__DECODE_DIRECT      RA_BF16
 
 RA__ISA_INLINE __m512 ra__set_avx512(float x) { return _mm512_set1_ps(x); }
 RA__ISA_INLINE __m512 ra__load_avx512(const float *p) { return _mm512_loadu_ps(p); }
@@ -7115,7 +7177,7 @@ RA__OPTIMIZE_END
 #define RA__TILE_HEIGHT        5
 #define RA__DECODE_TILE_KEYS   4
 #define RA__DECODE_TILE_CHUNKS 2
-#define RA__DECODE_BY_DTYPE    1
+#define RA__DECODE_DIRECT      RA_BF16
 
 RA__ISA_INLINE float32x4_t ra__set_neon(float x) { return vdupq_n_f32(x); }
 RA__ISA_INLINE float32x4_t ra__load_neon(const float *p) { return vld1q_f32(p); }
