@@ -1715,8 +1715,8 @@ typedef struct ra__decode_rows {
     int32_t one_row;                   /* 1: row 0 is the only one; scores and p are [key] */
 } ra__decode_rows;
 
-/* At most 16 keys of one head, as stored. Up to 64 if there is one row, it sees all of them, and
- * scores are not modified. */
+/* At most 16 keys of one head, as stored. Up to 64 if there is one row, or decode_most is 64, all
+ * rows see all of them, and scores are not modified. */
 typedef struct ra__decode_keys {
     const uint8_t *k, *v;
     int64_t k_stride, v_stride;        /* bytes from row to row */
@@ -1724,7 +1724,7 @@ typedef struct ra__decode_keys {
     const int32_t *pos;                /* [n] needed only where scores are modified */
     uint64_t seen;                     /* bit 4 j + r: row r sees key j */
     int32_t n, partial;                /* partial: some row does not see some key */
-    int32_t whole;                     /* 1: of one row, a block, which its fold closes too */
+    int32_t whole;                     /* 1: a block, which its fold may close too */
     ra__stream *streams;               /* [2] or null: as much as these rows of K, V to prefetch */
 } ra__decode_keys;
 enum { RA__DECODE_ROWS = 4, RA__DECODE_KEYS = 16, RA__DECODE_DIMS = 32 };
@@ -1760,6 +1760,8 @@ typedef struct ra__kernel {
     void (*store_o)(const ra__panel *p, void *dst, int64_t stride, int32_t dtype, int32_t dim,
                     const float *factor);
     int32_t decode_unit;               /* keys: 4; 8 or 16 in kernels that do not know one_row */
+    int32_t decode_most;               /* keys of a call for several rows: 16; or a block, if all
+                                        * rows see all of it and scores are not modified */
     /* Decoding. Loads row r of q, times factor. If rows->one_row, acc of the row becomes 0. */
     void (*decode_load)(const ra__decode_rows *rows, int32_t r, const void *src, float factor);
     /* Folds keys into the current block of rows[0 .. n - 1]. keys[i]: how rows[i] see them. If
@@ -4314,6 +4316,7 @@ RA__ISA_STATIC void RA__NAME(deltas)(float *delta, const ra__source *o, const ra
 static const ra__kernel RA__NAME(kernel) = {
     RA__ISA, RA__NAME(sizes), RA__NAME(widen), RA__NAME(prepare), RA__NAME(load_q),
     RA__NAME(load_acc), RA__NAME(store_acc), RA__NAME(fold), RA__NAME(store_o), RA__DECODE_UNIT,
+    RA__DECODE_KEYS,
     RA__NAME(decode_load), RA__NAME(decode_fold), RA__NAME(decode_close),
     RA__NAME(decode_store), RA__NAME(decode_merge), RA__NAME(sizes_back), RA__NAME(prepare_back),
     RA__NAME(load_back), RA__NAME(deltas), RA__NAME(fold_back), RA__NAME(put_grad)};
@@ -5459,7 +5462,14 @@ RA__BF_STATIC void ra__prepare_bf16(ra__keys *keys, const ra_desc *d, const ra__
  * Values. Lanes are dims, as in KERNEL. Keys come in groups of 8: key j is paired with key j + 4,
  * so that two vectors of scores [4 keys][4 rows] become the pairs of p. The unpack instructions
  * leave dims of the two vectors of a chunk in alternate groups of 4; ra__decode_store_bf16 puts
- * them in order. */
+ * them in order.
+ *
+ * PERF: a block of 64 keys that all rows see is one call, and ends in acc; two fours read and pair
+ * V once for both. Zen 4, 32/8 heads of D 128, 2048 keys, one thread, cycles per key and kv head: 2
+ * tokens 110 -> 98, 4 tokens 218 -> 193. The 64 products per key of two fours take 64 cycles at
+ * least. Scores take 42 in level 1 (their sums across lanes use the same units) and 45 from level
+ * 2; values 37 (4 unpacks beside 32 products) and 45; 2^x 4; the rest 4. Prefetching V into level 1
+ * makes values slower, 45 -> 65, because rows 2 KB apart share its sets. */
 enum { RA__BF_DECODE_UNIT = 8 };       /* dims per step; keys per group with one maximum */
 
 /* The 8 dims of a step, once per row. */
@@ -5513,7 +5523,7 @@ RA__BF_INLINE void ra__bf_decode_dots(const ra__decode_rows *rows, const ra__dec
 /* Scores s[f] [key][4 rows] of rows[f], for nf fours. */
 RA__BF_INLINE void ra__bf_decode_scores_of(const ra__decode_rows *rows,
                                            const ra__decode_keys *keys,
-                                           float (*s)[4 * RA__DECODE_KEYS], const int32_t nf) {
+                                           float (*s)[4 * RA_BLOCK_TOKENS], const int32_t nf) {
     const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     const __m512 factor = _mm512_set1_ps(rows->factor);
     const int32_t nk = 8 / nf;
@@ -5530,7 +5540,7 @@ RA__BF_INLINE void ra__bf_decode_scores_of(const ra__decode_rows *rows,
 
 RA__NOINLINE RA__BF_TARGET void ra__bf_decode_scores(const ra__decode_rows *rows,
                                                      const ra__decode_keys *keys,
-                                                     float (*s)[4 * RA__DECODE_KEYS], int32_t nf) {
+                                                     float (*s)[4 * RA_BLOCK_TOKENS], int32_t nf) {
     if (nf == 2) ra__bf_decode_scores_of(rows, keys, s, 2);
     else ra__bf_decode_scores_of(rows, keys, s, 1);
 }
@@ -5574,44 +5584,54 @@ RA__BF_INLINE void ra__bf_decode_pair(__m512i *v, const uint8_t *a, const uint8_
     v[1] = _mm512_unpackhi_epi16(y, z);
 }
 
-/* c += p times the pairs v of keys j and j + 4, in nc chunks of 32 dims. nc 2: all rows see
- * both. */
+/* c[nf fours][nc chunks of 32 dims] += p times the pairs v of keys j and j + 4. masked: some row
+ * may not see one of them. */
 RA__BF_INLINE void ra__bf_decode_product(const ra__decode_keys *keys, __m512 *c, int32_t j,
-                                         const __m512i *v, const float *p, const int32_t nc) {
-    RA__UNROLL for (int32_t r = 0; r < 4; r++) {
-        const __m512i y = ra__bf_broadcast((const uint8_t *)(p + r));
+                                         const __m512i *v, const float *p, const int32_t nf,
+                                         const int32_t nc, int32_t masked) {
+    RA__UNROLL for (int32_t i = 0; i < 4 * nf; i++) {
+        const __m512i y =
+            ra__bf_broadcast((const uint8_t *)(p + i / 4 * 2 * RA_BLOCK_TOKENS + i % 4));
         RA__UNROLL for (int32_t t = 0; t < 2 * nc; t++) {
-            const int32_t at = t / 2 * 8 + 2 * r + t % 2;
+            const int32_t at = (i / 4 * nc + t / 2) * 8 + i % 4 * 2 + t % 2;
             __m512i z = v[t];
-            if (nc == 1) z = _mm512_and_si512(z, ra__bf_decode_seen(keys, j, r));
+            if (masked) z = _mm512_and_si512(z, ra__bf_decode_seen(keys, j, i));
             c[at] = ra__bf_dot(c[at], z, y);
         }
     }
     if (keys->streams) ra__stream_prefetch(keys->streams, nc);
 }
 
-/* Adds p V to the sums of nc chunks of 32 dims from d on. nc 2 needs whole groups of keys that all
- * rows see. */
+/* Adds p V to the sums of nf fours and nc chunks of 32 dims from d on: to those of the block or, if
+ * the keys end it, to acc. nf nc 2 needs whole chunks, and whole groups of keys that all rows
+ * see. */
 RA__BF_INLINE void ra__bf_decode_value_tile(const ra__decode_rows *rows,
                                             const ra__decode_keys *keys, const float *pairs,
-                                            int32_t d, const int32_t nc) {
+                                            int32_t d, const int32_t nf, const int32_t nc) {
     const int32_t dim = rows->d->v_dim, last = keys->n - 1;
-    const uint32_t m = nc > 1 ? ~0u : ra__bf_first_lanes(dim - d, 32);
+    const int32_t masked = nf * nc == 1 && (keys->partial || keys->n % RA__BF_DECODE_UNIT);
+    const uint32_t m = nf * nc > 1 ? ~0u : ra__bf_first_lanes(dim - d, 32);
     const uint8_t *v0 = keys->v + 2 * (int64_t)d;
-    float *to = rows->block_acc + 4 * d;
     __m512 c[16];
-    RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++)
-        c[i] = rows->has_keys ? _mm512_loadu_ps(to + i * 16) : _mm512_setzero_ps();
+    RA__UNROLL for (int32_t i = 0; i < 8 * nf * nc; i++)
+        c[i] = rows[i / (8 * nc)].has_keys
+                   ? _mm512_loadu_ps(rows[i / (8 * nc)].block_acc + 4 * d + i % (8 * nc) * 16)
+                   : _mm512_setzero_ps();
     for (int32_t j = 0; j < keys->n; j += 8)
         for (int32_t i = j; i < j + 4; i++, pairs += 4) {
-            const uint8_t *a = v0 + (nc > 1 || i < last ? i : last) * keys->v_stride;
-            const uint8_t *b = v0 + (nc > 1 || i + 4 < last ? i + 4 : last) * keys->v_stride;
+            const uint8_t *a = v0 + (nf * nc > 1 || i < last ? i : last) * keys->v_stride;
+            const uint8_t *b = v0 + (nf * nc > 1 || i + 4 < last ? i + 4 : last) * keys->v_stride;
             __m512i v[4];
             RA__UNROLL for (int32_t t = 0; t < nc; t++)
                 ra__bf_decode_pair(v + 2 * t, a + 64 * t, b + 64 * t, m);
-            ra__bf_decode_product(keys, c, i, v, pairs, nc);
+            ra__bf_decode_product(keys, c, i, v, pairs, nf, nc, masked);
         }
-    RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++) _mm512_storeu_ps(to + i * 16, c[i]);
+    RA__UNROLL for (int32_t i = 0; i < 8 * nf * nc; i++) {
+        const ra__decode_rows *f = &rows[i / (8 * nc)];
+        float *to = (keys->whole ? f->acc : f->block_acc) + 4 * d + i % (8 * nc) * 16;
+        if (keys->whole) c[i] = _mm512_add_ps(_mm512_loadu_ps(to), c[i]);
+        _mm512_storeu_ps(to, c[i]);
+    }
 }
 
 RA__NOINLINE RA__BF_TARGET void ra__bf_decode_values(const ra__decode_rows *rows,
@@ -5619,53 +5639,81 @@ RA__NOINLINE RA__BF_TARGET void ra__bf_decode_values(const ra__decode_rows *rows
                                                      const float *pairs) {
     const int32_t dim = rows->d->v_dim, whole = !keys->partial && keys->n % RA__BF_DECODE_UNIT == 0;
     int32_t d = 0;
-    for (; whole && dim - d >= 64; d += 64) ra__bf_decode_value_tile(rows, keys, pairs, d, 2);
-    for (; d < dim; d += 32) ra__bf_decode_value_tile(rows, keys, pairs, d, 1);
+    for (; whole && dim - d >= 64; d += 64) ra__bf_decode_value_tile(rows, keys, pairs, d, 1, 2);
+    for (; d < dim; d += 32) ra__bf_decode_value_tile(rows, keys, pairs, d, 1, 1);
 }
 
-/* Adds keys [j, j + n), whose scores are in s, to the sums. n is a multiple of 8. */
+/* Of two fours, with whole groups of keys that all rows see. V is read once for both. */
+RA__NOINLINE RA__BF_TARGET void ra__bf_decode_values_2(const ra__decode_rows *rows,
+                                                       const ra__decode_keys *keys,
+                                                       const float *pairs) {
+    const int32_t dim = rows->d->v_dim;
+    int32_t d = 0;
+    for (; dim - d >= 32; d += 32) ra__bf_decode_value_tile(rows, keys, pairs, d, 2, 1);
+    for (int32_t f = 0; f < 2 && d < dim; f++)
+        ra__bf_decode_value_tile(rows + f, keys, pairs + f * 2 * RA_BLOCK_TOKENS, d, 1, 1);
+}
+
+/* Ends a block whose values are in acc. */
+RA__BF_INLINE void ra__bf_decode_close(ra__decode_rows *rows) {
+    for (int32_t r = 0; r < 4; r++) ra__decode_close_l_avx512(rows, r);
+    memset(rows->block_l, 0, sizeof rows->block_l);
+    rows->has_keys = 0;
+}
+
+/* Adds keys [j, j + n), whose scores are in s, to the sums of nf fours. n is a multiple of 8. */
 RA__BF_INLINE void ra__bf_decode_add(ra__decode_rows *rows, const ra__decode_keys *keys,
-                                     const float *s, int32_t j, int32_t n) {
-    float pairs[2 * RA__DECODE_KEYS];
+                                     float (*s)[4 * RA_BLOCK_TOKENS], int32_t j, int32_t n,
+                                     const int32_t nf) {
+    float pairs[2][2 * RA_BLOCK_TOKENS];
     ra__decode_keys part = *keys;
     part.v += j * keys->v_stride;
-    part.seen >>= 4 * j;
+    if (keys->n <= RA__DECODE_KEYS) part.seen >>= 4 * j;
     part.n = keys->n - j < n ? keys->n - j : n;
-    ra__bf_decode_weights(rows, s + 4 * j, n, pairs);
-    ra__bf_decode_values(rows, &part, pairs);
-    for (int32_t r = 0; r < 4; r++)
-        if (part.seen >> r & ra__seen_by_row_0) rows->has_keys |= 1 << r;
+    part.whole &= j + n == keys->n;
+    for (int32_t f = 0; f < nf; f++) ra__bf_decode_weights(rows + f, s[f] + 4 * j, n, pairs[f]);
+    if (nf == 2) ra__bf_decode_values_2(rows, &part, pairs[0]);
+    else ra__bf_decode_values(rows, &part, pairs[0]);
+    for (int32_t f = 0; f < nf; f++) {
+        for (int32_t r = 0; r < 4; r++)
+            if (part.seen >> r & ra__seen_by_row_0) rows[f].has_keys |= 1 << r;
+        if (part.whole) ra__bf_decode_close(&rows[f]);
+    }
 }
 
-/* Folds keys with scores s into the sums of up to 4 rows. A group of keys whose scores exceed the
- * limit gets a new maximum, as in KERNEL. */
-RA__BF_STATIC void ra__bf_decode_fold_keys(ra__decode_rows *rows, const ra__decode_keys *keys,
-                                           float *s) {
-    const int32_t n = (keys->n + RA__BF_DECODE_UNIT - 1) / RA__BF_DECODE_UNIT * RA__BF_DECODE_UNIT;
-    ra__bf_decode_modify(rows, keys, s, n);
+/* Modifies the scores of n keys and adds groups of keys one by one, as long as scores exceed the
+ * limit of the maximum, which rises as in KERNEL. The first key that is left. */
+RA__BF_STATIC int32_t ra__bf_decode_rise(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                         float (*s)[4 * RA_BLOCK_TOKENS], int32_t n) {
+    ra__bf_decode_modify(rows, keys, s[0], n);
     for (int32_t j = 0; j < n; j += RA__BF_DECODE_UNIT) {
-        if (!ra__decode_max_holds_avx512(rows, s + 4 * j, 4 * (n - j))) {
-            ra__decode_raise_avx512(rows, s + 4 * j, 4 * RA__BF_DECODE_UNIT);
-            if (!ra__decode_max_holds_avx512(rows, s + 4 * j, 4 * (n - j))) {
-                ra__bf_decode_add(rows, keys, s, j, RA__BF_DECODE_UNIT);
-                continue;
-            }
-        }
-        ra__bf_decode_add(rows, keys, s, j, n - j);
-        return;
+        if (ra__decode_max_holds_avx512(rows, s[0] + 4 * j, 4 * (n - j))) return j;
+        ra__decode_raise_avx512(rows, s[0] + 4 * j, 4 * RA__BF_DECODE_UNIT);
+        if (ra__decode_max_holds_avx512(rows, s[0] + 4 * j, 4 * (n - j))) return j;
+        ra__bf_decode_add(rows, keys, s, j, RA__BF_DECODE_UNIT, 1);
     }
+    return n;
 }
 
 RA__BF_STATIC void ra__decode_fold_bf16(ra__decode_rows *rows, const ra__decode_keys *keys,
                                         int32_t n) {
-    float s[2][4 * RA__DECODE_KEYS];
+    float s[2][4 * RA_BLOCK_TOKENS];
     for (int32_t i = 0, nf; i < n; i += nf) {
+        const int32_t all = (keys[i].n + RA__BF_DECODE_UNIT - 1) / RA__BF_DECODE_UNIT *
+                            RA__BF_DECODE_UNIT;
+        int32_t from[2], whole = keys[i].n == all;
         nf = 1;
         if (!keys[i].seen) continue;
         if (i + 1 < n && keys[i + 1].seen) nf = 2;
         ra__bf_decode_scores(rows + i, keys + i, s, nf);
-        for (int32_t f = 0; f < nf; f++)
-            ra__bf_decode_fold_keys(&rows[i + f], &keys[i + f], s[f]);
+        for (int32_t f = 0; f < nf; f++) {
+            from[f] = ra__bf_decode_rise(&rows[i + f], &keys[i + f], s + f, all);
+            whole &= from[f] == 0 && !keys[i + f].partial;
+        }
+        if (whole && nf == 2) ra__bf_decode_add(rows + i, keys + i, s, 0, all, 2);
+        for (int32_t f = 0; f < nf && !(whole && nf == 2); f++)
+            if (from[f] < all)
+                ra__bf_decode_add(&rows[i + f], &keys[i + f], s + f, from[f], all - from[f], 1);
     }
 }
 
@@ -6135,7 +6183,7 @@ RA__BF_STATIC int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d,
 static const ra__kernel ra__kernel_bf16 = {
     RA_ISA_AVX512_BF16, ra__sizes_bf16, ra__widen_avx512, ra__prepare_bf16, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_bf16, ra__store_o_avx512,
-    RA__BF_DECODE_UNIT,
+    RA__BF_DECODE_UNIT, RA_BLOCK_TOKENS,
     ra__decode_load_bf16, ra__decode_fold_bf16, ra__decode_close_avx512,
     ra__decode_store_bf16,
     ra__decode_merge_avx512,
@@ -6517,7 +6565,7 @@ RA__Q8_STATIC void ra__decode_load_q8(const ra__decode_rows *rows, int32_t r, co
 /* For decoding only. */
 static const ra__kernel ra__kernel_q8 = {
     RA_ISA_AVX512_BF16, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-    RA__Q8_KEYS,
+    RA__Q8_KEYS, RA__DECODE_KEYS,
     ra__decode_load_q8, ra__decode_fold_q8, ra__decode_close_avx512,
     ra__decode_store_avx512,
     ra__decode_merge_avx512,
@@ -7144,7 +7192,7 @@ RA__AMX_STATIC int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d,
 static const ra__kernel ra__kernel_amx = {
     RA_ISA_AMX, ra__sizes_amx, ra__widen_avx512, ra__prepare_amx, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
-    0, NULL, NULL, NULL, NULL, NULL,
+    0, 0, NULL, NULL, NULL, NULL, NULL,
     ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_bf16, ra__deltas_bf16,
     ra__fold_back_amx, ra__put_grad_avx512};
 
@@ -11152,7 +11200,7 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, i
  * PERF: rows 2 KB apart share so few sets of the L1 cache that keys come from L2. Zen 4, f32,
  * beside a plain loop at -Ofast -march=native, head by head -> all heads: over 64 keys that begin
  * 16 bytes off a line 8 heads of D 64 1.37 -> 1.75 of its speed, 32 heads 1.31 -> 1.92.
- * PERF: the memory of a stretch of 16 tokens is prefetched into the level 2 cache, in the order of
+ * PERF: memory of a stretch of 16 or 64 tokens is prefetched into the level 2 cache in the order of
  * its addresses, while the stretch before it is computed. The level 1 cache holds neither: rows
  * 4 KB apart share its sets, and the queries and sums of 8 heads fill it. Zen 4, 32/8 heads of
  * D 128, 32768 keys, one thread, share of what a reading loop gets: f32 62 -> 100 %, f16 62 -> 75,
@@ -11174,6 +11222,7 @@ typedef struct ra__decode {
     int32_t part, parts;               /* of the blocks [first, last) that some row sees */
     int64_t first, last, blocks;       /* blocks: of all keys */
     int32_t pairs, fours, rows, keys;  /* fours: most of a sequence; keys: of a stretch */
+    int32_t most;                      /* keys of a stretch that all rows see, unmodified */
     int32_t step;                      /* fours of this sequence: from head to head of few */
     int64_t last_row;                  /* of the keys */
     ra__stream ahead[2];               /* over K and V, but for `at` */
@@ -11424,8 +11473,8 @@ static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
     for (int i = 0; i < 2; i++) {
         const int64_t token = kv[i].token;
         const int64_t all = x->count > 1 ? x->count * kv[i].head : ra__min(token, kv[i].head);
-        const int64_t rows = all == token ? x->keys : 1;
-        x->rows_ahead[i] = ra__round_up(ra__max(x->keys, RA__DECODE_AHEAD / all), x->keys);
+        const int64_t rows = all == token ? x->most : 1;
+        x->rows_ahead[i] = ra__round_up(ra__max(x->most, RA__DECODE_AHEAD / all), x->most);
         x->ahead[i].lines = x->ahead[i].left = (int32_t)ra__ceil_div(rows * all, 64);
         x->ahead[i].jump = rows * token - (int64_t)x->ahead[i].lines * 64;
     }
@@ -11494,16 +11543,25 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
     }
 }
 
+/* Keys of the stretches of a block. */
+static int32_t ra__decode_keys_of(const ra__decode *x, const ra__seg *s) {
+    const uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows);
+    const int32_t most = x->few->one_row && x->lean ? RA_BLOCK_TOKENS : x->most;
+    if (x->modifies || (s->rows < RA_BLOCK_TOKENS && !x->few->one_row) ||  /* in any head */
+        (x->paged.table && !ra__page_holds(&x->paged, s->row, s->rows)))
+        return x->keys;
+    for (int32_t i = 0; i < x->rows; i++)
+        if (x->seen[i] != all) return x->keys;
+    return most;
+}
+
 /* One block of keys for all pairs and heads of the task. */
 static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra__seg *s,
                              const int32_t *pos, ra__decode *x) {
     const int32_t keys = x->keys;
     if (!ra__decode_sees(x, s, pos)) return;
     if ((c->d.scores & RA_SCORE_BIAS) && !ra__decode_hide(c, x, (int32_t)s->rows)) return;
-    if (x->lean && x->few->one_row && !x->modifies &&              /* in any head */
-        x->seen[0] == ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows) &&
-        (!x->paged.table || ra__page_holds(&x->paged, s->row, s->rows)))
-        x->keys = RA_BLOCK_TOKENS;
+    x->keys = ra__decode_keys_of(x, s);
     for (int32_t j = 0; j < s->rows; j += x->keys)
         for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
             ra__decode_keys *t = &x->stretch[j / x->keys][g];
@@ -11698,6 +11756,9 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     x.keys = RA__DECODE_KEYS;
     while (x.keys > c->w.kernel->decode_unit && x.keys * x.heads * row > RA__DECODE_BYTES)
         x.keys /= 2;
+    x.most = x.keys;
+    if (c->w.kernel->decode_most * x.heads * row <= RA__DECODE_BYTES)
+        x.most = (int32_t)ra__max(x.keys, c->w.kernel->decode_most);
     if (who[1] > 1) {
         n = ra__decode_tasks(c, &x, slots, 0, 0);
         from = n / who[1] * who[0] + n % who[1] * who[0] / who[1];
