@@ -1192,13 +1192,13 @@ RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, in
  * each new token (OWN: of those with ra_cache_owner(c, position) == rank), by ascending position.
  * With a batch_stride of 0 rows is the largest such count of a sequence here, so it changes from
  * call to call. Without rows here they may be null. cached and fresh are AGREED, and copied. Blocks
- * until this rank is done, on the calling thread alone; then no rank reads its tensors. Statuses as
- * ra_forward. */
+ * until this rank is done, on the calling thread alone; then no rank touches its tensors, which
+ * they do with RA_CAP_SHARED. Statuses as ra_forward. */
 RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                 const int64_t *fresh, int64_t deadline_ns);
 /* The same on threads of yours: begin on one of them, then step on any until RA_OK or an error. A
  * step is bounded, and threads come and go, as in ra_step. After RA_WAIT yield or do other work. To
- * leave early cancel. */
+ * leave early cancel. After a failure with RA_CAP_SHARED keep tensors until ra_cache_destroy. */
 RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                       const int64_t *fresh, int64_t deadline_ns);
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith);
@@ -19779,6 +19779,13 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  * for swaps, a swap for stages. Threads share out the items of the stage that is open. A step does
  * a bounded part of one, and the next step of any thread goes on with it.
  *
+ * Pools. Where one rank has all keys, or can read them all because memory is shared (RA_CAP_SHARED,
+ * RA_INFER_PASS_KV), a call has one stage. Its items are attended to all lanes, and whoever does an
+ * item writes its outputs, wherever they are. Several ranks send each other the addresses of their
+ * caches (RA__FRAME_POOL), share out the items by a counter of rank 0, and tell each other when
+ * they hold none any more (RA__FRAME_POOL_END). A call ends with these, so until then counts and
+ * tensors of all ranks stay as they are. After a failure quiesce says when nobody reads them.
+ *
  * Order of sums. The keys of a lane are summed in ascending order: in the form of prefill block by
  * block in one online softmax; in the form of decoding RA__LEAF keys in one, RA__SPAN such leaves
  * merged one after the other, then spans one after the other. Lanes are merged in a binary tree
@@ -19794,8 +19801,11 @@ enum { RA__LEAF = 1024, RA__SPAN = 4, RA__WRITE_ROWS = 16 };
 enum { RA__SHARE_WORK = 1 << 18 };    /* multiply-adds that are worth an item of their own */
 enum { RA__MOST_LANES = 1024, RA__TREE_DEPTH = 11 };        /* of the tree: log2 of lanes, plus 1 */
 enum { RA__FRAME_Q = 4, RA__FRAME_KV = 5, RA__FRAME_PART = 6 };
+enum { RA__FRAME_POOL = 8, RA__FRAME_POOL_END = 9 };
+enum { RA__NOTE_BYTES = RA__FRAME_BYTES + 64 };        /* a frame, and the address of a cache */
 enum { RA__SWAP_IDLE, RA__SWAP_POSTED, RA__SWAP_DONE };
 #define RA__CLAIM_ITEMS (((int64_t)1 << 40) - 1)
+#define RA__CLAIM_TURNS ((int64_t)0x3fffff)
 
 /* A whole subtree of the tree of lanes, held by one rank: lanes [first, last). */
 typedef struct ra__subtree { int32_t first, last; } ra__subtree;
@@ -19820,9 +19830,9 @@ typedef struct ra__query_rows {
     const int32_t *pos;                /* [rows] */
 } ra__query_rows;
 
-/* Keys of one rank. */
+/* Keys of the lanes [first, last), which are those of one rank, except in a pool. */
 typedef struct ra__key_rows {
-    int32_t rank;
+    int32_t rank, first, last;
     ra__view k, v;
     const int64_t *row;                /* [B][lanes of the rank] first row; null: the caller's */
 } ra__key_rows;
@@ -19852,13 +19862,15 @@ typedef struct ra__cache_item {
     int64_t at_span, at_leaf;
     int32_t at_member, solo;           /* solo: 0: all rows in one call; n: only row n - 1 */
     int32_t walking;                   /* 1: a lane in the form of prefill is begun */
+    int32_t gathered;                  /* 1: its queries are at the desk, if they have to be */
 } ra__cache_item;
 
 /* A desk: memory of one thread, and the item that is in hand there. A step leaves an item that is
  * not done, and the next step of any thread may take it up. */
 typedef struct ra__cache_desk {
-    float *part[RA__TREE_DEPTH + 3];
+    float *part[RA__TREE_DEPTH + 3];   /* the last: the sum of an item of a pool */
     uint8_t *workspace;
+    uint8_t *queries;                  /* of an item of a pool of several ranks, packed */
     int32_t busy, open, idle;          /* atomic: a thread is at the desk; there is an item in
                                         * hand; looks at it since it was left */
     ra__cache_item x;
@@ -19876,10 +19888,13 @@ struct ra_cache {
     uint8_t *base;                     /* workspace; this struct is at its start */
     int64_t bytes;
     int32_t owns_base, has_transport, rank, ranks, lanes, unsafe;
+    int32_t shared;                    /* 1: RA_CAP_SHARED, several ranks */
+    uint32_t space;                    /* shared: address space */
     int32_t group;                     /* Hq / Hkv */
     int32_t few_tokens;                /* most new tokens of a sequence that takes the form of
                                         * decoding, 0: none does; also most tokens of one item */
-    int64_t lane_rows, tile_rows, write_rows; /* write_rows: of an item at the end of a call */
+    int64_t lane_rows, write_rows;     /* write_rows: of an item at the end of a call */
+    int64_t tile_rows, item_rows;      /* most rows of an item; most in this call */
     int32_t *lane_first;               /* [ranks + 1] */
     int32_t *lane_owner;               /* [lanes] */
     int32_t *tree_first;               /* [ranks + 1] first subtree of a rank */
@@ -19896,7 +19911,8 @@ struct ra_cache {
     int64_t *cached, *fresh;           /* [B] */
     int64_t *all_at, *own_at;          /* [B + 1] */
     int32_t *all_pos, *own_pos;
-    int64_t *rank_rows;                /* [ranks] */
+    int32_t *all_row;                  /* shared: row of its sequence, at the rank that holds it */
+    int64_t *rank_rows, *rank_from;    /* [ranks] of all sequences; of those before this one */
     int32_t *company;                  /* [B] sequences from b on that are attended together,
                                         * because they share pages; 0: with one before */
     int64_t *company_end;              /* [B] tokens of the longest of them */
@@ -19907,20 +19923,27 @@ struct ra_cache {
     uint8_t **result;                  /* [ranks] frame and partial results of the own rows */
     uint8_t *q_send, **q_recv, *q_all, *kv_send, *kv_recv[2];
     uint8_t *part_out, **part_send;
+    uint8_t *notes;                    /* shared: messages of a pool, see ra__pool_note */
+    int64_t note_bytes;
     float *slot_data;
     ra__swap *swap;
     ra_transport_op **list;
     int32_t way, swaps, stages;
+    int32_t pooled;                    /* 1: the call is a pool */
+    struct ra_cache **peer;            /* [ranks] of a pool; this one among them */
 
     ra__query_rows queries;            /* of the open stage */
     ra__key_rows keys;
     ra__partials out;
     int64_t items, opened;             /* of the open stage; stages opened so far */
-    int64_t claim, finished;           /* atomic: `opened` and items that are left to claim, in one
-                                        * word, so that nobody claims an item of an earlier stage;
-                                        * items that are done */
+    int64_t claim;                     /* atomic: `opened` and items that are left to claim, in one
+                                        * word, so that nobody claims an item of an earlier stage */
+    int64_t pool;                      /* rank 0, atomic: the same with the call, of a pool of
+                                        * several ranks */
+    int32_t holding;                   /* atomic: threads that claim, and items in hand */
     int64_t packed_call;               /* the call whose messages are packed */
-    int32_t open, stage;               /* atomic: 1: a stage is open; stages that are done */
+    int32_t open, stage;               /* atomic: 1: a stage is open, 2: all its items are claimed;
+                                        * stages that are done */
     int32_t ran;                       /* level 0: swaps that are done */
     ra__crew crew;
     int32_t cancelled, aborted;        /* atomic */
@@ -20099,11 +20122,19 @@ static int64_t ra__keys_most(const ra_cache *c) {
                                                        8 * ra__partial_floats(&c->d)));
 }
 
+/* Memory of a call on the keys of a lane, which another rank may hold in pages. */
+static int64_t ra__walk_bytes(const ra_cache *c, const ra_desc *d) {
+    ra_desc any = *d;
+    if (c->ranks > 1 && !any.page_tokens) any.page_tokens = RA__HOLD;
+    return (int64_t)ra_attention_bytes(&any, 1);
+}
+
 static void ra__cache_carve_desks(ra__arena *a, ra_cache *c) {
     const int64_t tile = c->tile_rows * c->group * (c->d.v_dim + 1);
     const int64_t few = c->few_tokens * ra__partial_floats(&c->d);
-    const int64_t bytes = (int64_t)ra__max((int64_t)ra_attention_bytes(&c->tile, 1),
-                                           (int64_t)ra_attention_bytes(&c->few, 1));
+    const int64_t queries = ra__max(c->tile_rows, c->few_tokens * c->d.kv_heads) * c->group *
+                            ra__row_bytes(c->d.q_dtype, c->d.k_dim);
+    const int64_t bytes = (int64_t)ra__max(ra__walk_bytes(c, &c->tile), ra__walk_bytes(c, &c->few));
     for (int32_t i = 0; i < c->d.threads; i++) {
         ra__cache_desk x;
         memset(&x, 0, sizeof x);
@@ -20111,6 +20142,7 @@ static void ra__cache_carve_desks(ra__arena *a, ra_cache *c) {
             x.part[j] = (float *)ra__carve(a, 4 * ra__max(ra__max(tile, few),
                                                          ra__partial_floats(&c->d)));
         x.workspace = (uint8_t *)ra__carve(a, bytes);
+        if (c->ranks > 1) x.queries = (uint8_t *)ra__carve(a, queries);
         if (a->base) c->desk[i] = x;
     }
 }
@@ -20121,7 +20153,7 @@ static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
     const int64_t part = 4 * ra__partial_floats(&c->d), own = ra__own_most(c, c->rank);
     const int moves = c->ranks > 1 && c->cd.queries == RA_QUERIES_OWN;
     const int64_t mine = part * ra__rank_trees(c, c->rank);
-    for (int32_t r = 0; r < c->ranks; r++) {
+    for (int32_t r = 0; r < c->ranks && c->ranks > 1; r++) {
         const int64_t rows = ra__own_most(c, r);
         uint8_t *result = ra__carve_aligned(a, RA__FRAME_BYTES + part * ra__rank_trees(c, r) * own,
                                             align);
@@ -20140,6 +20172,9 @@ static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
     c->q_all = (uint8_t *)ra__carve(a, c->most_rows * q);
     c->part_out = (uint8_t *)ra__carve(a, c->most_rows * mine);
     if (c->cd.way == RA_INFER_PASS_Q) return;
+    c->note_bytes = ra__round_up(RA__NOTE_BYTES, align);
+    c->notes = ra__carve_aligned(a, c->note_bytes * 2 * ((int64_t)c->ranks + 1), align);
+    if (c->shared) return;
     c->most_keys = ra__keys_most(c);
     c->kv_send = ra__carve_aligned(a, RA__FRAME_BYTES + 64 + c->most_keys, align);
     for (int i = 0; i < 2; i++)
@@ -20173,7 +20208,10 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
     c->own_at = (int64_t *)ra__carve(a, (b + 1) * 8);
     c->all_pos = (int32_t *)ra__carve(a, c->most_rows * 4);
     c->own_pos = (int32_t *)ra__carve(a, c->most_rows * 4);
+    c->all_row = (int32_t *)ra__carve(a, c->most_rows * 4);
     c->rank_rows = (int64_t *)ra__carve(a, c->ranks * 8);
+    c->rank_from = (int64_t *)ra__carve(a, c->ranks * 8);
+    c->peer = (ra_cache **)ra__carve(a, c->ranks * (int64_t)sizeof(ra_cache *));
     c->company = (int32_t *)ra__carve(a, b * 4);
     c->company_end = (int64_t *)ra__carve(a, b * 8);
     c->slot = (int64_t *)ra__carve(a, b * 8);
@@ -20261,7 +20299,8 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->group = c->d.q_heads / c->d.kv_heads;
     c->few_tokens = c->group <= RA__DECODE_PAIRS ? RA__DECODE_PAIRS / c->group : 0;
     c->lane_rows = ra__ceil_div(c->d.kv_tokens, RA__HOLD * (int64_t)c->lanes) * RA__HOLD;
-    c->tile_rows = RA_BLOCK_TOKENS * ra__max(1, ra__min(4, RA__PANELS / c->group));
+    c->tile_rows = (c->lanes > 1 ? RA__PANELS / 2 : RA__PANELS) / c->group;
+    c->tile_rows = RA_BLOCK_TOKENS * ra__max(1, ra__min(4, c->tile_rows));
     c->most_rows = c->cd.new_tokens ? c->cd.new_tokens : ra__mul_sat(c->d.sequences, c->d.tokens);
     if (c->most_rows > (int64_t)1 << 31)
         return ra__refuse(e, RA_E_RANGE, "cache.new_tokens", "# are too many", c->most_rows);
@@ -20343,6 +20382,7 @@ static uint64_t ra__cache_agree(const ra_cache *c, const ra_desc *d) {
     ra__agree(d, &c->d, &a);
     h = ra__hash_of(&a, sizeof a);
     h = ra__hash_i64(ra__hash_i64(ra__hash_i64(h, c->most_rows), c->lanes), c->cd.queries);
+    if (c->shared) h = ra__hash_i64(h, c->d.isa + 1);  /* they compute rows of each other */
     return ra__hash_i64(ra__hash_i64(h, c->cd.way), c->cd.form);
 }
 
@@ -20359,6 +20399,8 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     if (s) return s;
     c.has_transport = c.ranks > 1;
     if (c.has_transport) c.tp = ra__tp_resolved(net);
+    c.shared = c.has_transport && (c.tp.caps & RA_CAP_SHARED);
+    c.space = c.shared ? ra__address_space() : 0;
     if (c.ranks > 2 && !(net->caps & RA_CAP_ANY_PEER))
         return ra__refuse(e, RA_E_TRANSPORT, "transport.caps",
                           "# lacks RA_CAP_ANY_PEER: ranks of a cache talk to all others",
@@ -20385,7 +20427,8 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     c.agreed[0] = ra__cache_agree(&c, d);
     made = (ra_cache *)(void *)c.base;
     *made = c;
-    if (c.tp.caps & RA_CAP_SHARED) made->crew.shared = &made->tp;
+    if (c.shared) made->crew.shared = &made->tp;
+    made->peer[c.rank] = made;
     if (c.has_transport && ra__cache_message(made) > (int64_t)c.tp.max_msg) {
         s = ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
                        "is less than # bytes, of a message: lower cache.new_tokens",
@@ -20426,11 +20469,13 @@ static void ra__cache_rows_of(ra_cache *c) {
     int64_t all = 0, own = 0;
     memset(c->rank_rows, 0, (size_t)c->ranks * sizeof *c->rank_rows);
     for (int32_t b = 0; b < c->d.sequences; b++) {
+        memcpy(c->rank_from, c->rank_rows, (size_t)c->ranks * sizeof *c->rank_from);
         c->all_at[b] = all;
         c->own_at[b] = own;
         for (int64_t i = 0; i < c->fresh[b]; i++) {
             const int64_t p = c->cached[b] + i;
             const int32_t r = c->lane_owner[ra__lane_of(c, p)];
+            c->all_row[all] = (int32_t)(c->rank_rows[r] - c->rank_from[r]);
             c->all_pos[all++] = (int32_t)p;
             c->rank_rows[r]++;
             if (r == c->rank || c->cd.queries == RA_QUERIES_ALL) c->own_pos[own++] = (int32_t)p;
@@ -20456,6 +20501,26 @@ static int64_t ra__keys_length(const ra_cache *c, int32_t rank, int64_t *rows) {
     return RA__FRAME_BYTES + ra__round_up(*rows * ra__key_bytes(&c->d), 64) + 64;
 }
 
+/* 1: this sequence takes the form of decoding. */
+static int ra__cache_few(const ra_cache *c, int32_t b) {
+    if (!c->few_tokens) return 0;
+    return c->cd.form == RA_FORM_SAME || c->fresh[b] <= c->few_tokens;
+}
+
+/* Items of a call in the form of prefill, if each has up to `rows` rows. */
+static int64_t ra__tile_items(const ra_cache *c, int64_t rows) {
+    int64_t items = 0;
+    for (int32_t b = 0; b < c->d.sequences; b++)
+        if (!ra__cache_few(c, b)) items += ra__ceil_div(c->fresh[b], rows) * c->d.kv_heads;
+    return items;
+}
+
+/* Where memory is shared: PASS_KV, which moves no keys then, if its items occupy all ranks. In the
+ * form of decoding each rank better reads the keys that are near it. */
+static int32_t ra__cache_pays(const ra_cache *c) {
+    return ra__tile_items(c, RA__HOLD) >= c->ranks ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
+}
+
 /* PASS_KV if that moves fewer bytes and there is memory for it. Every rank comes to the same.
  * PERF: partial results are stored, moved, read and merged. 2 and 4 threads as ranks, 2 processors
  * of Zen 4, 8/2 heads of 64 in f32, 1 to 1024 new and 0 to 32768 cached tokens: 1 MB of them and of
@@ -20466,6 +20531,7 @@ static int32_t ra__cache_way(const ra_cache *c) {
     double q, part = 0, keys = 0;
     if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL || c->cd.way == RA_INFER_PASS_Q)
         return RA_INFER_PASS_Q;
+    if (c->shared && (c->cd.way != RA_INFER_PASS_KV || !c->rows)) return ra__cache_pays(c);
     if (c->cd.way == RA_INFER_PASS_KV) return RA_INFER_PASS_KV;
     for (int32_t r = 0; r < c->ranks; r++) {
         int64_t rows, bytes = ra__keys_length(c, r, &rows);
@@ -20491,6 +20557,28 @@ static void ra__swap_add(ra_cache *c, ra__swap s) {
     c->swap[c->swaps++] = s;
 }
 
+/* A message of a pool: 0 and 1 are sent, at its beginning and its end; 2 r + 2 and 2 r + 3 come
+ * from rank r. */
+static uint8_t *ra__pool_note(const ra_cache *c, int64_t i) { return c->notes + i * c->note_bytes; }
+
+static void ra__pool_swaps(ra_cache *c) {
+    for (int32_t end = 0; end < 2; end++)
+        for (int32_t s = 1; s < c->ranks; s++) {
+            ra__swap x;
+            ra_transport_op *in = &x.side[RA__SWAP_IN].op, *out = &x.side[RA__SWAP_OUT].op;
+            memset(&x, 0, sizeof x);
+            x.kind = end ? RA__FRAME_POOL_END : RA__FRAME_POOL;
+            x.side[RA__SWAP_OUT].after = end;
+            out->peer = (c->rank + s) % c->ranks;
+            in->peer = (c->rank + c->ranks - s) % c->ranks;
+            out->buf = ra__pool_note(c, end);
+            in->buf = ra__pool_note(c, 2 * in->peer + 2 + end);
+            out->len = in->len = end ? RA__FRAME_BYTES : RA__NOTE_BYTES;
+            ra__swap_add(c, x);
+        }
+    c->stages = 1;
+}
+
 /* Messages of a call, in an order that is the same on all ranks: swap number i of one is swap
  * number i of its peers. */
 static void ra__cache_swaps(ra_cache *c) {
@@ -20500,6 +20588,10 @@ static void ra__cache_swaps(ra_cache *c) {
     ra_transport_op *in = &x.side[RA__SWAP_IN].op, *out = &x.side[RA__SWAP_OUT].op;
     int64_t rows;
     c->swaps = 0;
+    if (c->pooled) {
+        ra__pool_swaps(c);
+        return;
+    }
     for (int32_t s = 1; s < c->ranks && own; s++) {
         memset(&x, 0, sizeof x);
         out->peer = (c->rank + s) % c->ranks;
@@ -20537,12 +20629,6 @@ static void ra__cache_swaps(ra_cache *c) {
         ra__swap_add(c, x);
     }
     c->stages = c->way == RA_INFER_PASS_KV ? c->ranks + 1 : 2;
-}
-
-/* 1: this sequence takes the form of decoding. */
-static int ra__cache_few(const ra_cache *c, int32_t b) {
-    if (!c->few_tokens) return 0;
-    return c->cd.form == RA_FORM_SAME || c->fresh[b] <= c->few_tokens;
 }
 
 /* Spans of the longest lane of a sequence, or of those in its company. */
@@ -20592,13 +20678,14 @@ static void ra__cache_companies(ra_cache *c, const ra_pages *p) {
  * any, where spans are many or heads are few, otherwise heads. */
 static void ra__cache_share(ra_cache *c) {
     const int64_t lanes = ra__most_rank_lanes(c);
+    const int many = c->pooled && c->ranks > 1;        /* all ranks see the same items */
     int64_t used = 0, live = 0;
     for (int32_t b = 0; b < c->d.sequences; b++) live += c->company[b] && c->fresh[b];
-    c->sharers = (int32_t)ra__ceil_div(c->d.threads, ra__max(1, live));
+    c->sharers = (int32_t)ra__ceil_div(many ? c->ranks : c->d.threads, ra__max(1, live));
     for (int32_t b = 0; b < c->d.sequences; b++) {
         const int64_t n = c->company[b] ? lanes * ra__cache_spans(c, b) : 0;   /* with others: 0 */
         c->slot[b] = -1;
-        if (!c->fresh[b] || !ra__cache_few(c, b) || c->fresh[b] > c->few_tokens || n < 2 ||
+        if (many || !c->fresh[b] || !ra__cache_few(c, b) || c->fresh[b] > c->few_tokens || n < 2 ||
             (n < 4 * c->sharers && c->sharers <= c->d.kv_heads) || used + n > c->slots)
             continue;
         c->slot[b] = used;
@@ -20652,6 +20739,11 @@ static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64
     memcpy(c->fresh, fresh, (size_t)c->d.sequences * sizeof *fresh);
     ra__cache_rows_of(c);
     c->way = ra__cache_way(c);
+    c->pooled = c->ranks == 1 || (c->shared && c->way == RA_INFER_PASS_KV);
+    c->item_rows = c->tile_rows;
+    while (c->pooled && c->item_rows > RA__HOLD &&
+           ra__tile_items(c, c->item_rows) < 2 * (int64_t)(c->ranks > 1 ? c->ranks : c->d.threads))
+        c->item_rows /= 2;
 }
 
 static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
@@ -20672,7 +20764,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     if (ra__positions_set(&t->k_pos))
         return ra__refuse(e, RA_E_SHAPE, "t.k_pos", "must be {0}: the counts say it", 0);
     ra__cache_set_counts(c, cached, fresh);
-    for (int32_t r = 0; r < c->ranks && c->way == RA_INFER_PASS_KV; r++)
+    for (int32_t r = 0; r < c->ranks && c->way == RA_INFER_PASS_KV && !c->pooled; r++)
         if (ra__keys_length(c, r, &n) > (int64_t)c->tp.max_msg)
             return ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
                               "is less than a message of # rows of keys", n);
@@ -20701,6 +20793,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     ra__cache_companies(c, &t->pages);
     ra__cache_share(c);
     c->ran = 0;
+    ra__store_i32(&c->holding, 0);
     ra__store_i32(&c->stage, 0);
     ra__store_i32(&c->open, 0);
     ra__store_i64(&c->progress_ns, ra_now_ns());
@@ -20769,6 +20862,7 @@ static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin
     ra__frame f = ra__frame_of(kind, origin, c->call, ra__hash_of(c->agreed, sizeof c->agreed),
                                length);
     f.parts = c->agreed[0];
+    f.sum[0] = c->space;
     return ra__frame_sealed(f);
 }
 
@@ -20904,6 +20998,8 @@ static ra_status ra__swap_came(ra_cache *c, ra__swap *x) {
     ra_status s = ra__cache_check_frame(c, x);
     if (s) return s;
     x->side[RA__SWAP_IN].state = RA__SWAP_DONE;
+    if (x->kind == RA__FRAME_POOL)
+        memcpy(&c->peer[in->peer], (const uint8_t *)in->buf + RA__FRAME_BYTES, sizeof *c->peer);
     if (x->kind == RA__FRAME_Q)
         ra__cache_place_q(c, in->peer, (const uint8_t *)in->buf + RA__FRAME_BYTES);
     return RA_OK;
@@ -21033,22 +21129,23 @@ static void ra__part_merge(const ra_cache *c, const ra__cache_item *x, ra__parti
 /* K and V of rows [row[0], row[1]) of a lane, from KV head `head` on. */
 static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                const int64_t row[2], int32_t head, ra_desc *d) {
-    const int32_t local = lane - c->lane_first[c->keys.rank];
+    const ra_cache *holder = c->pooled ? c->peer[c->lane_owner[lane]] : c;
+    const int32_t local = lane - c->lane_first[c->pooled ? holder->rank : c->keys.rank];
     const int32_t b = y->x.b + (y->x.solo ? y->x.solo - 1 : 0);
     const int64_t first = row[0] + (c->keys.row ? c->keys.row[b * c->lanes + local]
                                                 : local * c->lane_rows);
-    const int paged = d->page_tokens && !c->keys.row;
+    const int paged = holder->d.page_tokens && !c->keys.row;
     const int64_t at = paged ? 0 : first;
     const int32_t kb = c->keys.row || paged ? 0 : b;
-    const ra__view k = ra__view_at(c->keys.k, kb, at, head);
-    const ra__view v = ra__view_at(c->keys.v, kb, at, head);
+    const ra__view k = ra__view_at(c->keys.row ? c->keys.k : holder->k, kb, at, head);
+    const ra__view v = ra__view_at(c->keys.row ? c->keys.v : holder->v, kb, at, head);
     ra_tensors *t = &y->t;
-    if (!paged) d->page_tokens = 0;
+    d->page_tokens = paged ? holder->d.page_tokens : 0;
     if (paged) {
-        const ra__paged p = ra__paged_of(d, &c->t.pages, b);
+        const ra__paged p = ra__paged_of(d, &holder->t.pages, b);
         t->pages.table = p.table + (first + p.first) / p.tokens;
         t->pages.first = (first + p.first) % p.tokens;
-        t->pages.count = c->t.pages.count;
+        t->pages.count = holder->t.pages.count;
     }
     t->k.data = k.data;
     t->k.batch_stride = k.batch;
@@ -21061,6 +21158,27 @@ static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lan
     t->v.head_stride = v.head;
 }
 
+/* Queries of an item of a pool of several ranks, at its desk. */
+static ra__view ra__pool_queries(const ra_cache *c, const ra__cache_desk *y) {
+    return ra__view_packed(y->queries, ra__item_heads(c, &y->x), c->d.k_dim, c->d.q_dtype);
+}
+
+/* Brings them there, run by run of rows that one rank holds. */
+static void ra__pool_gather(const ra_cache *c, ra__cache_desk *y) {
+    const ra__cache_item *x = &y->x;
+    const int64_t size = ra__row_bytes(c->d.q_dtype, c->d.k_dim), at = c->all_at[x->b] + x->row;
+    const int32_t heads = ra__item_heads(c, x);
+    uint8_t *to = y->queries;
+    int64_t n;
+    for (int64_t i = at; i < at + x->rows; i += n) {
+        const int32_t lane = ra__lane_of(c, c->all_pos[i]);
+        n = ra__min(at + x->rows - i, RA__HOLD - c->all_pos[i] % RA__HOLD);
+        ra__pack_rows(to, ra__view_at(c->peer[c->lane_owner[lane]]->q, x->b, c->all_row[i],
+                                      x->head * (int64_t)c->group), n, heads, size);
+        to += n * heads * size;
+    }
+}
+
 /* Prepares a call on rows [row[0], row[1]) of a lane for the rows of an item: d has its heads. */
 static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, const int64_t row[2],
                           ra__partial out, ra_desc *d) {
@@ -21069,9 +21187,12 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, co
     const int32_t head = x->head + x->at_head;
     const int32_t member = x->solo ? x->solo - 1 : 0;
     const int64_t at = q->at[x->b] + x->row + member, q_head = head * (int64_t)c->group;
-    const ra__view qv = q->packed ? ra__view_at(q->v, 0, at, q_head)
-                                  : ra__view_at(q->v, x->b + member, x->row, q_head);
+    ra__view qv;
     ra_tensors *t = &y->t;
+    if (c->pooled && c->ranks > 1)
+        qv = ra__view_at(ra__pool_queries(c, y), 0, 0, x->at_head * (int64_t)c->group);
+    else if (q->packed) qv = ra__view_at(q->v, 0, at, q_head);
+    else qv = ra__view_at(q->v, x->b + member, x->row, q_head);
     memset(t, 0, sizeof *t);
     d->tokens = x->solo ? 1 : x->rows;
     d->kv_tokens = row[1] - row[0];
@@ -21227,7 +21348,7 @@ static float *ra__span_slot(const ra_cache *c, int32_t b, int32_t local, int64_t
 static ra_status ra__slot_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra__partial out,
                                int64_t *left) {
     const ra__cache_item *x = &y->x;
-    const int32_t local = lane - c->lane_first[c->keys.rank];
+    const int32_t local = lane - c->keys.first;
     if (*left <= 0) return RA_AGAIN;
     *left -= x->rows * ra__partial_floats(&c->d);
     if (x->at_span == 0) ra__part_clear(c, x, out);
@@ -21284,19 +21405,28 @@ static int32_t ra__lane_places(const ra_cache *c, const ra__cache_desk *y, ra__s
     return n;
 }
 
+/* The sum of an item of a pool over all lanes. */
+static ra__partial ra__item_sum(const ra_cache *c, const ra__cache_desk *y) {
+    return ra__part_packed(c, &y->x, y->part[RA__TREE_DEPTH + 2]);
+}
+
 static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *left) {
     ra__cache_item *x = &y->x;
     const int64_t row = (c->queries.at[x->b] + x->row) * c->d.q_heads + x->head * (int64_t)c->group;
-    const int32_t rank = c->keys.rank;
-    for (; x->at_tree < ra__rank_trees(c, rank); x->at_tree++) {
-        const ra__subtree lanes = c->tree[c->tree_first[rank] + x->at_tree];
+    const int32_t rank = c->keys.rank, trees = c->pooled ? 1 : ra__rank_trees(c, rank);
+    for (; x->at_tree < trees; x->at_tree++) {
+        ra__subtree lanes = { 0, c->lanes };
+        if (!c->pooled) lanes = c->tree[c->tree_first[rank] + x->at_tree];
         if (x->at_lane < lanes.first) x->at_lane = lanes.first;
         for (; x->at_lane < lanes.last; x->at_lane++) {
             ra__partial to[RA__TREE_DEPTH + 1];
             int32_t n, closed;
-            to[0].step = c->d.q_heads;
-            to[0].o = ra__part_o(c, c->out, x->at_tree) + row * c->d.v_dim;
-            to[0].lse = ra__part_lse(c, c->out, x->at_tree) + row;
+            to[0] = ra__item_sum(c, y);
+            if (!c->pooled) {
+                to[0].step = c->d.q_heads;
+                to[0].o = ra__part_o(c, c->out, x->at_tree) + row * c->d.v_dim;
+                to[0].lse = ra__part_lse(c, c->out, x->at_tree) + row;
+            }
             n = ra__lane_places(c, y, lanes, x->at_lane, to, &closed);
             if (*left <= 0) return RA_AGAIN;
             ra_status s = ra__lane_some(c, y, x->at_lane, to[n], left);
@@ -21315,7 +21445,7 @@ static int64_t ra__sequence_rows(const ra_cache *c, int32_t b) {
 /* KV heads of an item. In the form of decoding threads share out the heads of a sequence without
  * slots, as long as the work of an item is worth it. */
 static int32_t ra__heads_each(const ra_cache *c, int32_t b) {
-    const int32_t rank = c->keys.rank, lanes = c->lane_first[rank + 1] - c->lane_first[rank];
+    const int32_t lanes = c->keys.last - c->keys.first;
     const int64_t keys = lanes * ra__lane_keys(c, 0, c->company_end[b]);
     const int64_t work = ra__mul_sat(ra__sequence_rows(c, b) * c->d.q_heads * ra__cache_dims(c),
                                      keys);
@@ -21328,10 +21458,9 @@ static int32_t ra__heads_each(const ra_cache *c, int32_t b) {
 /* Items of a sequence in the stage. */
 static int64_t ra__sequence_items(const ra_cache *c, int32_t b) {
     const int64_t rows = ra__sequence_rows(c, b);
-    const int32_t rank = c->keys.rank, lanes = c->lane_first[rank + 1] - c->lane_first[rank];
     if (!rows) return 0;
-    if (c->slot[b] >= 0) return lanes * ra__cache_spans(c, b);
-    return ra__ceil_div(rows, ra__cache_few(c, b) ? c->few_tokens : c->tile_rows) *
+    if (c->slot[b] >= 0) return (c->keys.last - c->keys.first) * ra__cache_spans(c, b);
+    return ra__ceil_div(rows, ra__cache_few(c, b) ? c->few_tokens : c->item_rows) *
            ra__ceil_div(c->d.kv_heads, ra__heads_each(c, b));
 }
 
@@ -21342,7 +21471,7 @@ static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
     const int32_t heads = ra__heads_each(c, b);
     const int64_t parts = ra__ceil_div(c->d.kv_heads, heads);
     int32_t first[4], last[4];
-    int64_t step = c->tile_rows, group = n / parts;
+    int64_t step = c->item_rows, group = n / parts;
     ra__cache_item x;
     memset(&x, 0, sizeof x);
     x.b = b;
@@ -21354,7 +21483,7 @@ static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
     if (x.few) step = c->few_tokens;
     else group = ra__ceil_div(rows, step) - 1 - group;
     if (c->slot[b] >= 0) {
-        x.lane = c->lane_first[c->keys.rank] + (int32_t)(n / ra__cache_spans(c, b));
+        x.lane = c->keys.first + (int32_t)(n / ra__cache_spans(c, b));
         x.span = n % ra__cache_spans(c, b);
         group = 0;
     }
@@ -21374,28 +21503,20 @@ static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
     return x;
 }
 
+/* 1: the items of this stage are rows to write. */
+static int ra__stage_writes(const ra_cache *c, int32_t stage) {
+    return !c->pooled && stage == c->stages - 1;
+}
+
 /* Item n of the open stage. */
 static ra__cache_item ra__item_new(const ra_cache *c, int64_t n) {
     ra__cache_item x;
     int32_t b = 0;
     memset(&x, 0, sizeof x);
     x.n = n;
-    if (ra__load_i32(&c->stage) == c->stages - 1) return x;
+    if (ra__stage_writes(c, ra__load_i32(&c->stage))) return x;
     while (n >= ra__sequence_items(c, b)) n -= ra__sequence_items(c, b++);
     return ra__item_at(c, b, n);
-}
-
-static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
-    ra__cache_item *x = &y->x;
-    int64_t left = RA__STEP_WORK;
-    if (x->lane >= 0) {
-        float *slot = ra__span_slot(c, x->b, x->lane - c->lane_first[c->keys.rank], x->span);
-        ra_status s = ra__span_some(c, y, x->lane, x->span, ra__part_packed(c, x, slot), &left);
-        if (s || ra__add_i64(&c->slot_done[x->b], 1) + 1 < ra__sequence_items(c, x->b)) return s;
-        x->lane = -1;                  /* this was the last span */
-        x->at_leaf = 0;
-    }
-    return ra__trees_some(c, y, &left);
 }
 
 /* -------------------------------------------------------------------------- the end of a call */
@@ -21426,18 +21547,24 @@ static float *ra__row_sum(const ra_cache *c, const ra__cache_desk *y, int64_t n,
     return sum;
 }
 
-/* Writes own row n: row i of sequence b. */
-static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, float *sum, float *lse) {
+/* Query heads [first, first + count). */
+typedef struct ra__heads { int32_t first, count; } ra__heads;
+
+/* Writes some heads of row i of sequence b of a rank. */
+static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, ra__heads heads, float *sum,
+                               float *lse) {
     ra_status s = RA_OK;
-    for (int32_t h = 0; h < c->d.q_heads && !s; h++, sum += c->d.v_dim) {
-        ra__view o = ra__view_at(c->o, b, i, h), l = ra__view_at(c->lse, b, i, h);
+    for (int32_t h = 0; h < heads.count && !s; h++, sum += c->d.v_dim) {
+        ra__view o = ra__view_at(c->o, b, i, heads.first + h);
+        ra__view l = ra__view_at(c->lse, b, i, heads.first + h);
         if (c->d.scores & RA_SCORE_SINKS) {
-            const double sink = (double)c->t.sinks[h], was = (double)lse[h];
+            const float own = c->t.sinks[heads.first + h];
+            const double sink = (double)own, was = (double)lse[h];
             const double top = sink > was ? sink : was;
             const double all = ra__exp(was - top) + ra__exp(sink - top);
             const double factor = ra__is_neg_inf(lse[h]) ? 0.0 : ra__exp(was - top) / all;
             for (int32_t j = 0; j < c->d.v_dim; j++) sum[j] = (float)((double)sum[j] * factor);
-            lse[h] = ra__is_neg_inf(lse[h]) ? c->t.sinks[h] : (float)(top + ra__log(all));
+            lse[h] = ra__is_neg_inf(lse[h]) ? own : (float)(top + ra__log(all));
         }
         if (l.data) memcpy((void *)(uintptr_t)l.data, &lse[h], sizeof lse[h]);
         s = ra_convert((void *)(uintptr_t)o.data, c->d.o_dtype, sum, RA_F32, c->d.v_dim);
@@ -21447,15 +21574,53 @@ static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, float *s
 
 static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
     const ra__subtree all = { 0, c->lanes };
+    const ra__heads heads = { 0, c->d.q_heads };
     const int64_t first = y->x.n * c->write_rows;
     ra_status s = RA_OK;
     int32_t b = 0;
     for (int64_t i = first; i < c->own_rows && i < first + c->write_rows && !s; i++) {
         while (i >= c->own_at[b + 1]) b++;
         float *lse, *sum = ra__row_sum(c, y, i, all, 0, &lse);
-        s = ra__row_write(c, b, i - c->own_at[b], sum, lse);
+        s = ra__row_write(c, b, i - c->own_at[b], heads, sum, lse);
     }
     return s;
+}
+
+/* Writes the rows of an item of a pool at the ranks that hold them; in company each is of a
+ * sequence of its own. */
+static ra_status ra__pool_write(const ra_cache *c, const ra__cache_desk *y) {
+    const ra__cache_item *x = &y->x;
+    const ra__heads heads = { x->head * c->group, ra__item_heads(c, x) };
+    const int64_t at = c->queries.at[x->b] + x->row;
+    const int together = x->company > 1;
+    ra_status s = RA_OK;
+    for (int64_t i = 0; i < x->rows && !s; i++) {
+        const ra__partial sum = ra__part_row(c, ra__item_sum(c, y), i);
+        const ra_cache *to = c;
+        int64_t row = together ? 0 : x->row + i;
+        if (c->ranks > 1) {
+            to = c->peer[c->lane_owner[ra__lane_of(c, c->all_pos[at + i])]];
+            row = c->all_row[at + i];
+        }
+        s = ra__row_write(to, x->b + (together ? (int32_t)i : 0), row, heads, sum.o, sum.lse);
+    }
+    return s;
+}
+
+static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
+    ra__cache_item *x = &y->x;
+    int64_t left = RA__STEP_WORK;
+    if (c->pooled && c->ranks > 1 && !x->gathered) ra__pool_gather(c, y);
+    x->gathered = 1;
+    if (x->lane >= 0) {
+        float *slot = ra__span_slot(c, x->b, x->lane - c->keys.first, x->span);
+        ra_status s = ra__span_some(c, y, x->lane, x->span, ra__part_packed(c, x, slot), &left);
+        if (s || ra__add_i64(&c->slot_done[x->b], 1) + 1 < ra__sequence_items(c, x->b)) return s;
+        x->lane = -1;                  /* this was the last span */
+        x->at_leaf = 0;
+    }
+    const ra_status s = ra__trees_some(c, y, &left);
+    return s || !c->pooled ? s : ra__pool_write(c, y);
 }
 
 /* -------------------------------------------------------------------------- stages */
@@ -21463,6 +21628,14 @@ static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
  * receives. */
 static void ra__cache_pack_all(ra_cache *c) {
     if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL) return;
+    if (c->pooled) {
+        const ra_cache *here = c;
+        memset(ra__pool_note(c, 0), 0, RA__NOTE_BYTES);
+        memcpy(ra__pool_note(c, 0) + RA__FRAME_BYTES, &here, sizeof here);
+        ra__cache_put_frame(c, ra__pool_note(c, 0), RA__FRAME_POOL, RA__NOTE_BYTES);
+        ra__cache_put_frame(c, ra__pool_note(c, 1), RA__FRAME_POOL_END, RA__FRAME_BYTES);
+        return;
+    }
     if (c->way == RA_INFER_PASS_KV) {
         ra__cache_pack_keys(c);
         return;
@@ -21490,29 +21663,33 @@ static void ra__cache_keys_of(ra_cache *c, int32_t rank, const uint8_t *message)
 
 /* Messages that a stage waits for: the first so many swaps. */
 static int32_t ra__stage_swaps(const ra_cache *c, int32_t stage) {
+    if (c->pooled) return c->ranks - 1;
     if (c->way == RA_INFER_PASS_KV) return (int32_t)ra__min(stage, c->ranks - 1);
     return stage ? c->swaps : c->cd.queries == RA_QUERIES_OWN ? c->ranks - 1 : 0;
 }
 
 /* Under comm: sets what a stage computes and opens it. */
 static void ra__stage_open(ra_cache *c, int32_t stage) {
+    const int all = c->pooled && c->ranks > 1;
     const int own = c->way == RA_INFER_PASS_KV || c->ranks == 1 ||
                     c->cd.queries == RA_QUERIES_ALL;
     c->items = 0;
-    if (stage == c->stages - 1) {
+    if (ra__stage_writes(c, stage)) {
         c->items = ra__ceil_div(c->own_rows, c->write_rows);
     } else {
         c->queries.v = own ? c->q : ra__view_packed(c->q_all, c->d.q_heads, c->d.k_dim,
                                                     c->d.q_dtype);
         c->queries.packed = !own;
-        c->queries.at = own ? c->own_at : c->all_at;
-        c->queries.pos = own ? c->own_pos : c->all_pos;
+        c->queries.at = own && !all ? c->own_at : c->all_at;
+        c->queries.pos = own && !all ? c->own_pos : c->all_pos;
         c->keys.rank = (c->rank + c->ranks - stage) % c->ranks;
+        c->keys.first = c->pooled ? 0 : c->lane_first[c->keys.rank];
+        c->keys.last = c->pooled ? c->lanes : c->lane_first[c->keys.rank + 1];
         c->keys.row = NULL;
         c->keys.k = c->k;
         c->keys.v = c->v;
         if (stage) ra__cache_keys_of(c, c->keys.rank, c->kv_recv[stage % 2]);
-        c->out = ra__result_of(c, c->keys.rank);
+        if (!c->pooled) c->out = ra__result_of(c, c->keys.rank);
         if (!own) {
             c->out.data = (float *)(void *)c->part_out;
             c->out.rows = c->rows;
@@ -21523,9 +21700,26 @@ static void ra__stage_open(ra_cache *c, int32_t stage) {
         }
     }
     c->opened++;
-    ra__store_i64(&c->finished, 0);
     ra__store_i32(&c->open, 1);
-    ra__store_i64(&c->claim, (c->opened & 0x3fffff) << 40 | c->items);
+    if (!all) {
+        ra__store_i64(&c->claim, (c->opened & RA__CLAIM_TURNS) << 40 | c->items);
+        return;
+    }
+    const int64_t word = ra__load_i64(&c->peer[0]->pool);      /* the first rank sets it */
+    if (word >> 40 != (c->call & RA__CLAIM_TURNS))
+        (void)ra__cas_i64(&c->peer[0]->pool, word,
+                          (c->call & RA__CLAIM_TURNS) << 40 | c->items);
+}
+
+/* Items of the open stage that are left to claim. */
+static int64_t ra__items_left(const ra_cache *c, int64_t *claim, int64_t *word) {
+    *word = ra__load_i64(claim);
+    if (claim != &c->claim && *word >> 40 != (c->call & RA__CLAIM_TURNS)) return 0;
+    return *word & RA__CLAIM_ITEMS;
+}
+
+static int64_t *ra__stage_claim(ra_cache *c) {
+    return c->pooled && c->ranks > 1 ? &c->peer[0]->pool : &c->claim;
 }
 
 /* Under comm: ends the open stage if all its items are done, opens the next if its messages are
@@ -21533,7 +21727,10 @@ static void ra__stage_open(ra_cache *c, int32_t stage) {
 static int ra__stage_turn(ra_cache *c) {
     const int32_t stage = ra__load_i32(&c->stage);
     if (ra__load_i32(&c->open)) {
-        if (ra__load_i64(&c->finished) < c->items) return 0;
+        int64_t word;
+        if (ra__items_left(c, ra__stage_claim(c), &word)) return 0;
+        ra__store_i32(&c->open, 2);
+        if (ra__add_i32(&c->holding, 0)) return 0;
         ra__store_i32(&c->open, 0);
         if (stage == 0 && c->way == RA_INFER_PASS_Q && c->ranks > 1) ra__cache_hand_out(c);
         ra__store_i32(&c->stage, stage + 1);
@@ -21566,13 +21763,19 @@ static int ra__cache_round(ra_cache *c) {
     return ra__cache_complete(c) ? 1 : moved;
 }
 
-/* Claims an item of the open stage: its number, or -1. */
+/* Claims an item of the open stage: its number, or -1. `holding` rises before the stage is looked at,
+ * so once it is closing and nobody holds, all items are done and nobody looks at other ranks. */
 static int64_t ra__item_claim(ra_cache *c) {
-    for (;;) {
-        const int64_t word = ra__load_i64(&c->claim), left = word & RA__CLAIM_ITEMS;
-        if (!left) return -1;
-        if (ra__cas_i64(&c->claim, word, word - 1)) return c->items - left;
+    int64_t word, left;
+    if (ra__load_i32(&c->open) != 1) return -1;
+    (void)ra__add_i32(&c->holding, 1);
+    if (ra__load_i32(&c->open) == 1) {
+        int64_t *claim = ra__stage_claim(c);
+        while ((left = ra__items_left(c, claim, &word)) != 0)
+            if (ra__cas_i64(claim, word, word - 1)) return c->items - left;
     }
+    (void)ra__add_i32(&c->holding, -1);
+    return -1;
 }
 
 /* Takes a desk for thread ith, with an item in hand: its own with what was left there, otherwise
@@ -21603,13 +21806,13 @@ static ra__cache_desk *ra__cache_desk_take(ra_cache *c, int ith, int *more) {
 /* Goes on with the item of a desk, and leaves the desk. */
 static ra_status ra__cache_desk_work(ra_cache *c, ra__cache_desk *y) {
     const uint32_t mode = ra__fp_enter();
-    const int last = ra__load_i32(&c->stage) == c->stages - 1;
-    const ra_status s = last ? ra__cache_write(c, y) : ra__cache_compute(c, y);
+    const int writes = ra__stage_writes(c, ra__load_i32(&c->stage));
+    const ra_status s = writes ? ra__cache_write(c, y) : ra__cache_compute(c, y);
     ra__fp_leave(mode);
     if (s < 0) return ra__cache_fail(c, RA_E_ENGINE, "cache", "an item ended with status #", s);
     if (s == RA_OK) ra__store_i32(&y->open, 0);
     ra__store_i32(&y->busy, 0);
-    if (s == RA_OK) (void)ra__add_i64(&c->finished, 1);
+    if (s == RA_OK) (void)ra__add_i32(&c->holding, -1);
     ra__store_i64(&c->progress_ns, ra_now_ns());
     return RA_AGAIN;
 }
@@ -21683,6 +21886,25 @@ static void ra__cache_wait(ra_cache *c) {
     ra__sleep_ns(50000);
 }
 
+/* 1: the transport has an op that is not done. */
+static int ra__cache_pending(const ra_cache *c) {
+    int pending = 0;
+    for (int32_t i = 0; i < c->swaps && c->tp.post; i++)
+        for (int side = 0; side < 2; side++) {
+            const ra__swap_side *x = &c->swap[i].side[side];
+            pending |= x->state == RA__SWAP_POSTED && x->op.state == RA_MSG_PENDING;
+        }
+    return pending;
+}
+
+/* After a failure: waits until no rank touches buffers of this one, or in a pool its tensors. */
+static void ra__cache_quiet(ra_cache *c) {
+    const int64_t until = ra__add_sat(ra_now_ns(), c->cd.quiesce_ns);
+    if (!ra__load_i32(&c->crew.failed) || c->unsafe) return;
+    if (c->tp.quiesce ? c->tp.quiesce(c->tp.ctx, until) != RA_OK : ra__cache_pending(c))
+        c->unsafe = 1;
+}
+
 RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                 const int64_t *fresh, int64_t deadline_ns) {
     ra_status s = ra_infer_begin(c, t, cached, fresh, deadline_ns);
@@ -21694,7 +21916,8 @@ RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t 
         else if (idle > 10) ra__yield();                   /* ranks may share a processor */
         else if (idle) ra__pause();
     }
-    return s;
+    if (s < 0 && c->pooled && c->has_transport) ra__cache_quiet(c);
+    return c->unsafe ? (ra_status)RA_E_UNSAFE : s;
 }
 
 RINGATTN_API void ra_infer_cancel(ra_cache *c) {
@@ -21733,17 +21956,6 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
     return RA_OK;
 }
 
-/* 1: the transport has an op that is not done. */
-static int ra__cache_pending(const ra_cache *c) {
-    int pending = 0;
-    for (int32_t i = 0; i < c->swaps && c->tp.post; i++)
-        for (int side = 0; side < 2; side++) {
-            const ra__swap_side *x = &c->swap[i].side[side];
-            pending |= x->state == RA__SWAP_POSTED && x->op.state == RA_MSG_PENDING;
-        }
-    return pending;
-}
-
 RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
     ra_allocator a;
     if (!c) return RA_OK;
@@ -21751,11 +21963,7 @@ RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
         ra__store_i32(&c->crew.state, RA_RING_RUNNING);
         (void)ra__cache_fail(c, RA_E_CANCELLED, "cache", "was destroyed in call #", c->call);
     }
-    if (ra__load_i32(&c->crew.failed) && c->has_transport && !c->unsafe) {
-        const int64_t until = ra__add_sat(ra_now_ns(), c->cd.quiesce_ns);
-        if (c->tp.quiesce ? c->tp.quiesce(c->tp.ctx, until) != RA_OK : ra__cache_pending(c))
-            c->unsafe = 1;
-    }
+    if (c->has_transport) ra__cache_quiet(c);
     if (c->unsafe) return RA_E_UNSAFE;
     if (c->mr && c->tp.dereg) (void)c->tp.dereg(c->tp.ctx, c->mr);
     a = c->cd.allocator;

@@ -19,7 +19,7 @@ typedef struct script {
     int32_t steps;
     int64_t cached[64][MAX_B], fresh[64][MAX_B];
     float *q, *k, *v;                  /* [B][kv_tokens][heads][dim], by position */
-    int level_0;                       /* sendrecv alone */
+    int level_0;                       /* 1: sendrecv alone; 2: memory is not shared */
     int32_t page;                      /* ranks have pages of unlike sizes; 0: no pages */
     int ring;                          /* pages of 16 come round; lanes are ranks */
     int64_t prefix;                    /* tokens that all sequences have in the same pages */
@@ -393,7 +393,8 @@ static ra_status on_rank(ra_world *world, int rank, void *user)
     d.error = &why;
     d.threads = x->s->threads;
     d.page_tokens = page_of(x->s, rank);
-    end = ra_cache_create(&c, &d, x->s->level_0 ? &zero : &net, &x->s->cd);
+    if (x->s->level_0 == 2) net.caps &= ~(uint32_t)RA_CAP_SHARED;
+    end = ra_cache_create(&c, &d, x->s->level_0 == 1 ? &zero : &net, &x->s->cd);
     if (end) fprintf(stderr, "%s %s\n", why.field, why.text);
     if (!end) end = steps_of(x, c, rank);
     x->end[rank] = end;
@@ -540,7 +541,7 @@ static void everywhere(script *s, h_rng *r)
         outcome many;
         s->cd.way = s->cd.queries == RA_QUERIES_ALL ? RA_INFER_AUTO : h_below(r, 3);
         s->threads = 1 + h_below(r, 3);
-        s->level_0 = h_below(r, 3) == 0;
+        s->level_0 = h_below(r, 3);
         many = script_run(s, ranks[i]);
         CHECK_BITS(many.o, one.o, n * s->d.v_dim * 4);
         CHECK_BITS(many.lse, one.lse, n * 4);
@@ -1214,15 +1215,22 @@ static ra_status create(const ra_desc *d, const ra_cache_desc *cd, ra_error *why
 }
 
 /* What travels on 4 ranks. Where bytes are nearly equal keys win, for partial results are merged:
- * 64 new tokens after 256 move 798 KB with their results, or 983 KB of keys. */
+ * 64 new tokens after 256 move 798 KB with their results, or 983 KB of keys. Where memory is shared
+ * nothing travels except addresses: a call is a pool if it can have an item for each rank. */
 TEST(ways_by_cost)
 {
-    static const struct { int64_t fresh, cached; int32_t way; } list[] = {
-        { 1, 256, RA_INFER_PASS_Q },      { 16, 256, RA_INFER_PASS_Q },
-        { 16, 32768, RA_INFER_PASS_Q },   { 64, 0, RA_INFER_PASS_KV },
-        { 64, 256, RA_INFER_PASS_KV },    { 64, 2048, RA_INFER_PASS_Q },
-        { 256, 256, RA_INFER_PASS_KV },   { 256, 2048, RA_INFER_PASS_Q },
-        { 1024, 2048, RA_INFER_PASS_KV }, { 1024, 32768, RA_INFER_PASS_Q },
+    static const struct { int64_t fresh, cached; int32_t way, shared; } list[] = {
+        { 1, 256, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
+        { 4, 256, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
+        { 16, 32768, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
+        { 32, 32768, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
+        { 64, 0, RA_INFER_PASS_KV, RA_INFER_PASS_KV },
+        { 64, 256, RA_INFER_PASS_KV, RA_INFER_PASS_KV },
+        { 64, 2048, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
+        { 256, 256, RA_INFER_PASS_KV, RA_INFER_PASS_KV },
+        { 256, 2048, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
+        { 1024, 2048, RA_INFER_PASS_KV, RA_INFER_PASS_KV },
+        { 1024, 32768, RA_INFER_PASS_Q, RA_INFER_PASS_KV },
     };
     ra_desc d = ra_desc_make(8, 2, 64, RA_F32, RA_MASK_CAUSAL);
     ra_cache *c = NULL;
@@ -1234,13 +1242,21 @@ TEST(ways_by_cost)
     d.kv_tokens = 1024 + 32768;
     CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
     if (!world) return;
-    CHECK_EQ(ra_cache_create(&c, &d, ra_world_transport(world, 0), NULL), RA_OK);
-    for (size_t i = 0; c && i < sizeof list / sizeof *list; i++) {
-        ra_infer_report report;
-        CHECK_EQ(ra_infer_query(c, &list[i].cached, &list[i].fresh, &report), RA_OK);
-        CHECK_EQ(report.way, list[i].way);
+    for (int shared = 0; shared < 2; shared++) {
+        ra_transport net = *ra_world_transport(world, 0);
+        if (!shared) net.caps &= ~(uint32_t)RA_CAP_SHARED;
+        CHECK_EQ(ra_cache_create(&c, &d, &net, NULL), RA_OK);
+        for (size_t i = 0; c && i < sizeof list / sizeof *list; i++) {
+            ra_infer_report report;
+            const int32_t way = shared ? list[i].shared : list[i].way;
+            CHECK_EQ(ra_infer_query(c, &list[i].cached, &list[i].fresh, &report), RA_OK);
+            CHECK_EQ(report.way, way);
+            if (!shared || way == RA_INFER_PASS_Q) continue;
+            CHECK_EQ(report.messages_out, 6);
+            CHECK_EQ(report.bytes_out, 3 * (128 + 64));
+        }
+        CHECK_EQ(ra_cache_destroy(c), RA_OK);
     }
-    CHECK_EQ(ra_cache_destroy(c), RA_OK);
     ra_world_destroy(world);
 }
 
@@ -1454,6 +1470,92 @@ TEST(failures)
     }
 }
 
+/* Three ranks that read and write each other's tensors, of which one ends in the midst of a call.
+ * Once its call has failed (ra_infer), or its cache is destroyed (ra_infer_step), a rank writes over
+ * its tensors: sanitizers see who touches them still. */
+typedef struct ending { int what, spins; ra_status end[3]; } ending;
+typedef struct canceller { ra_cache *c; int spins; } canceller;
+enum { END_CANCEL, END_DEADLINE, END_STEPS, END_LEAVE, ENDS };
+
+static void *canceller_main(void *arg)
+{
+    const canceller *x = (const canceller *)arg;
+    for (int i = 0; i < x->spins; i++) sched_yield();
+    ra_infer_cancel(x->c);
+    return NULL;
+}
+
+static ra_status ending_calls(const ending *x, ra_cache *c, const ra_tensors *t, int rank)
+{
+    ra_status end = RA_OK;
+    for (int i = 0; i < 200 && !end; i++) {
+        const int64_t cached = i % 2 * 200, fresh = 200;
+        const int64_t soon = x->what == END_DEADLINE && rank == 1 ? x->spins * 5000 : 20000000000;
+        if (x->what == END_LEAVE && rank == 1 && i == x->spins % 5) return RA_E_STATE;
+        if (x->what != END_STEPS) {
+            end = ra_infer(c, t, &cached, &fresh, ra_now_ns() + soon);
+            continue;
+        }
+        end = ra_infer_begin(c, t, &cached, &fresh, ra_now_ns() + soon);
+        while (!end && (end = ra_infer_step(c, 0)) > 0) {
+            end = RA_OK;
+            sched_yield();
+        }
+    }
+    return end;
+}
+
+static ra_status ending_rank(ra_world *world, int rank, void *user)
+{
+    enum { ROWS = 400 * 2 * 32, BYTES = 4 * (2 * ROWS + 2 * 2 * ROWS) };
+    ending *x = (ending *)user;
+    script s = script_new(4, 2, 32, RA_F32, 400);
+    float *room = (float *)need(BYTES);
+    canceller by;
+    pthread_t id;
+    ra_tensors t;
+    ra_desc d = s.d;
+    memset(room, 0, BYTES);
+    memset(&t, 0, sizeof t);
+    t.k.data = room; t.v.data = room + ROWS; t.q.data = room + 2 * ROWS; t.o.data = room + 4 * ROWS;
+    d.tokens = 200;
+    d.ranks = 3;
+    d.rank = rank;
+    s.cd.way = RA_INFER_PASS_KV;
+    s.cd.lanes = 0;
+    ra_status end = ra_cache_create(&by.c, &d, ra_world_transport(world, rank), &s.cd);
+    if (end) return end;
+    by.spins = x->spins;
+    const int cancels = rank == 1 && (x->what == END_CANCEL || x->what == END_STEPS);
+    if (cancels && pthread_create(&id, NULL, canceller_main, &by)) abort();
+    end = ending_calls(x, by.c, &t, rank);
+    x->end[rank] = end;
+    if (x->what != END_STEPS) memset(room, 0xff, BYTES);
+    if (cancels) pthread_join(id, NULL);
+    const ra_status gone = ra_cache_destroy(by.c);
+    memset(room, 0xff, BYTES);
+    free(room);
+    if (gone) x->end[rank] = gone;
+    return end;
+}
+
+TEST(ends_in_place)
+{
+    for (int i = 0; i < 5 * ENDS; i++) {
+        h_rng r = h_case_rng(i);
+        ending x;
+        if (!h_case(i)) continue;
+        memset(&x, 0, sizeof x);
+        x.what = i % ENDS;
+        x.spins = h_below(&r, 300);
+        (void)ra_world_run(3, ending_rank, &x, NULL);
+        for (int rank = 0; rank < 3; rank++)
+            CHECK(x.end[rank] < 0 && x.end[rank] != RA_E_UNSAFE);
+        if (x.what == END_DEADLINE) CHECK_EQ(x.end[1], RA_E_TIMEOUT);
+        if (x.what == END_CANCEL || x.what == END_STEPS) CHECK_EQ(x.end[1], RA_E_CANCELLED);
+    }
+}
+
 static const h_test tests[] = {
     ENTRY(ranks_and_ways), ENTRY(pages), ENTRY(ring_buffers), ENTRY(attention_pages),
     ENTRY(shared_prefixes), ENTRY(shared_prefixes_are_one_item),
@@ -1461,6 +1563,7 @@ static const h_test tests[] = {
     ENTRY(drafts_are_exact),
     ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(ways_by_cost), ENTRY(refusals),
     ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(failures),
+    ENTRY(ends_in_place),
 };
 
 int main(int argc, char **argv)
