@@ -1471,8 +1471,8 @@ TEST(failures)
 }
 
 /* Three ranks that read and write each other's tensors, of which one ends in the midst of a call.
- * Once its call has failed (ra_infer), or its cache is destroyed (ra_infer_step), a rank writes over
- * its tensors: sanitizers see who touches them still. */
+ * Once its call has failed (ra_infer), or its cache is destroyed (ra_infer_step), a rank writes
+ * over its tensors: sanitizers see who touches them still. */
 typedef struct ending { int what, spins; ra_status end[3]; } ending;
 typedef struct canceller { ra_cache *c; int spins; } canceller;
 enum { END_CANCEL, END_DEADLINE, END_STEPS, END_LEAVE, ENDS };
@@ -1490,7 +1490,8 @@ static ra_status ending_calls(const ending *x, ra_cache *c, const ra_tensors *t,
     ra_status end = RA_OK;
     for (int i = 0; i < 200 && !end; i++) {
         const int64_t cached = i % 2 * 200, fresh = 200;
-        const int64_t soon = x->what == END_DEADLINE && rank == 1 ? x->spins * 5000 : 20000000000;
+        const int late = x->what == END_DEADLINE && rank == 1;
+        const int64_t soon = late ? x->spins * 5000 : 20000000000;
         if (x->what == END_LEAVE && rank == 1 && i == x->spins % 5) return RA_E_STATE;
         if (x->what != END_STEPS) {
             end = ra_infer(c, t, &cached, &fresh, ra_now_ns() + soon);
