@@ -20604,7 +20604,7 @@ static void ra__pool_swaps(ra_cache *c) {
             in->peer = (c->rank + c->ranks - s) % c->ranks;
             out->buf = ra__pool_note(c, end);
             in->buf = ra__pool_note(c, 2 * in->peer + 2 + end);
-            out->len = in->len = end ? RA__FRAME_BYTES : RA__NOTE_BYTES;
+            out->len = in->len = (size_t)(end ? (int)RA__FRAME_BYTES : (int)RA__NOTE_BYTES);
             ra__swap_add(c, x);
         }
     c->stages = 1;
