@@ -8484,6 +8484,7 @@ typedef struct ra__work {
     int32_t any_position;              /* keys may be at any position, not only below kv_tokens */
     int32_t look;                      /* 1: blocks are empty, partial or full by the positions of
                                         * an array, too */
+    int32_t queries_kept;              /* 1: the panels of the only task hold its queries */
 } ra__work;
 
 /* One thing that a caller may get wrong, and what to say then ('#': value). */
@@ -9968,7 +9969,8 @@ static void ra__task_rows(const ra__work *w, const ra__task *t, ra__scratch *x) 
 static void ra__task_data(const ra__work *w, const ra__task *t, ra__scratch *x, int first) {
     for (int32_t i = 0; i < t->count; i++) {
         ra__view q = ra__view_at(w->q, t->sequence, x->seg[i].row, x->head[i]);
-        w->kernel->load_q(&x->panel[i], q.data, q.token, w->d->q_dtype, w->d->k_dim);
+        if (!w->queries_kept)
+            w->kernel->load_q(&x->panel[i], q.data, q.token, w->d->q_dtype, w->d->k_dim);
         if (first && w->clear) ra__panel_clear(w, &x->panel[i]);
         else ra__panel_load(w, t, x, i);
     }
@@ -11147,7 +11149,7 @@ static void ra__short_load(const ra__local *c, const ra__task *t, ra__scratch *x
     ra__panel_scores(&c->w, t->sequence, &s, 0, &x->ahead, p);
     p->score = ra__score_of(&c->w, t->sequence, 0, t->kv_head * group);
     if (p->score.bias) ra__short_bias(&c->w.t->bias, group, pair, p, x->rows[at]);
-    c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
+    if (!c->w.queries_kept) c->w.kernel->load_q(p, gather, size, d->q_dtype, d->k_dim);
     ra__panel_clear(&c->w, p);
 }
 
@@ -19894,6 +19896,7 @@ typedef struct ra__cache_item {
     int32_t at_member, solo;           /* solo: 0: all rows in one call; n: only row n - 1 */
     int32_t walking;                   /* 1: a lane in the form of prefill is begun */
     int32_t gathered;                  /* 1: its queries are at the desk, if they have to be */
+    int32_t kept;                      /* 1: they are in panels, for the lanes to come */
 } ra__cache_item;
 
 /* A desk: memory of one thread, and the item that is in hand there. A step leaves an item that is
@@ -21151,10 +21154,12 @@ static void ra__part_clear(const ra_cache *c, const ra__cache_item *x, ra__parti
 
 static void ra__part_merge(const ra_cache *c, const ra__cache_item *x, ra__partial into,
                            ra__partial from) {
-    for (int64_t i = 0; i < x->rows; i++)
+    const int64_t heads = ra__item_heads(c, x);
+    const int packed = into.step == heads && from.step == heads;
+    for (int64_t i = 0; i < (packed ? 1 : x->rows); i++)
         c->tile_kernel->merge(into.o + i * into.step * c->d.v_dim, into.lse + i * into.step,
                               from.o + i * from.step * c->d.v_dim, from.lse + i * from.step,
-                              ra__item_heads(c, x), c->d.v_dim);
+                              packed ? x->rows * heads : heads, c->d.v_dim);
 }
 
 /* K and V of rows [row[0], row[1]) of a lane, from KV head `head` on. */
@@ -21268,6 +21273,8 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
         ra__lane_call(c, y, lane, row, out, &d);
         ra_status s = ra__attend_walk(&d, &y->t, y->workspace, c->tile_kernel, &y->a);
         if (s) return s;
+        y->a.c.w.queries_kept = y->x.kept;
+        y->x.kept = ra__local_blocks(&y->a.c, 0) <= y->a.walk.panels;
         y->x.walking = 1;
     }
     y->a.walk.x.left = work;
