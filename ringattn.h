@@ -1199,7 +1199,6 @@ RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t 
 /* The same on threads of yours: begin on one of them, then step on any until RA_OK or an error. A
  * step is bounded, and threads come and go, as in ra_step. After RA_WAIT yield or do other work. To
  * leave early cancel. After a failure with RA_CAP_SHARED keep tensors until ra_cache_destroy. */
- * leave early cancel. After a failure with RA_CAP_SHARED keep tensors until ra_cache_destroy. */
 RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                       const int64_t *fresh, int64_t deadline_ns);
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith);
