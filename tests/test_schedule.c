@@ -999,7 +999,7 @@ TEST(prefetched_lines_are_those_of_a_stretch)
         memset(&x, 0, sizeof x);
         memset(kv, 0, sizeof kv);
         x.count = heads;
-        x.keys = RA__DECODE_KEYS;
+        x.most = RA__DECODE_KEYS;
         for (j = 0; j < 2; j++) {
             kv[j].data = (const uint8_t *)base + j * 64;
             kv[j].token = token;
@@ -1008,18 +1008,18 @@ TEST(prefetched_lines_are_those_of_a_stretch)
         ra__decode_streams(&x, kv);
         ra__decode_ahead(a, &x, kv, 32);
         far = 32 + x.rows_ahead[1];
-        CHECK(x.rows_ahead[1] >= x.keys && x.rows_ahead[1] % x.keys == 0);
+        CHECK(x.rows_ahead[1] >= x.most && x.rows_ahead[1] % x.most == 0);
         CHECK_EQ(a[1].at, base + 64 + (uintptr_t)(far * token));
         memset(seen, 0, sizeof seen);
-        lines = (x.keys * all + 63) / 64;
+        lines = (x.most * all + 63) / 64;
         for (j = 0; j < lines; j++) {
             const int64_t at = (int64_t)(a[1].at - base) - 64 - far * token;
-            CHECK(at >= 0 && at < x.keys * token && !seen[at / 64]);
+            CHECK(at >= 0 && at < x.most * token && !seen[at / 64]);
             seen[at / 64] = 1;
             a[1].at += 64;
             ra__stream_advance(&a[1], 1);
         }
-        for (j = 0; j < x.keys * all; j++) CHECK(seen[(j / all * token + j % all) / 64]);
+        for (j = 0; j < x.most * all; j++) CHECK(seen[(j / all * token + j % all) / 64]);
     }
 }
 
