@@ -1157,9 +1157,9 @@ typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. A
     void   *workspace;                 /* as in ra_ring_desc */
     size_t  workspace_bytes;           /* see ra_cache_workspace */
     ra_allocator allocator;
-    int64_t watchdog_ns;               /* fail with RA_E_PEER after this long without progress; 0:
-                                        * 60 s */
-    int64_t quiesce_ns;                /* patience of ra_cache_destroy after a failure; 0: 30 s */
+    int64_t watchdog_ns;               /* RA_E_PEER after this long without progress; 0: 60 s */
+    int64_t quiesce_ns;                /* patience after a failure of ra_cache_destroy, and of
+                                        * ra_infer where ranks read its tensors; 0: 30 s */
 } ra_cache_desc;
 
 /* d->tokens is the most new tokens of a sequence per call, d->kv_tokens the most positions of a
@@ -1550,10 +1550,10 @@ RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_h
 #pragma GCC optimize("no-fast-math", "fp-contract=off")
 #endif
 
-/* gcc spends a quarter of -O2 on passes that find little here. Kernels are unrolled and vectorised
- * by hand; those of bf16 gain from value ranges. What runs per task (O1), per plan or per message
- * (Og) takes half the time to compile, and is too small a part of any call to be missed there.
- * Clients that do not optimise get none of this. */
+/* gcc spends much of -O2 on passes that find little here. Kernels are unrolled and vectorised by
+ * hand (O1; those of bf16 gain from value ranges). What runs per task (O1), per plan or per message
+ * (Og) is too small a part of any call for more to be measured. Clients that do not optimise get
+ * none of this. PERF: kernels at O1 are as fast, and all takes 9.5 instead of 11.9 s to compile. */
 #if !defined(__clang__) && defined(__OPTIMIZE__) && !defined(__OPTIMIZE_SIZE__)
 #pragma GCC optimize("no-tree-vrp", "no-tree-pre", "no-gcse", "no-tree-slp-vectorize")
 #define RA__PRAGMA(x) _Pragma(#x)
@@ -4437,6 +4437,8 @@ static const ra__kernel RA__NAME(kernel) = {
 #undef RA__MAIN
 #define RA__BODY
 
+RA__OPTIMIZE_BEGIN("O1")
+
 /* ========================================================================== SCALAR
  * For every processor: vectors of four floats as the compiler's extension, which become SSE2, NEON
  * or plain scalars. Comments on operations hold for the other instruction sets too. */
@@ -7302,6 +7304,8 @@ RA__OPTIMIZE_END
 #endif
 #endif /* RA__X86 */
 
+RA__OPTIMIZE_END
+
 #if RA__NEON
 /* ========================================================================== NEON
  * Advanced SIMD of AArch64, which all such processors have: 32 registers of 4 lanes. Tiles have 5
@@ -8941,6 +8945,7 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
     if (b->keys < 1)
         return ra__refuse(e, RA_E_RANGE, "t.d_bias.keys", "# is not positive", b->keys);
     x.status = ra__check_steps(steps, 4, "t.d_bias", e);
+    if (x.status) return x.status;
     ra__refuse_if(&x, !b->batch_step && d->sequences > 1 && rows, RA_E_SHAPE, "t.d_bias.batch_step",
                   "is 0, which would add up # sequences", d->sequences);
     ra__refuse_if(&x, !b->head_step && d->q_heads > 1 && rows, RA_E_SHAPE, "t.d_bias.head_step",
@@ -10164,7 +10169,8 @@ static int ra__task_some(const ra__work *w, const ra__task *t, const ra__item *i
             ra__task_block(w, &one, item, x->block, x, tally);
         }
         for (int k = 0; k < 3; k++) x->held.tiles[k] += tally->tiles[k] - done.tiles[k];
-        x->left -= t->count + RA__TILE_WORK * (ra__tally_seen(tally) - ra__tally_seen(&done));
+        x->left -= t->heads * t->count +
+                   RA__TILE_WORK * (ra__tally_seen(tally) - ra__tally_seen(&done));
     }
     ra__task_flush(w, t, x);
     return 1;
@@ -19846,7 +19852,7 @@ typedef struct ra__subtree { int32_t first, last; } ra__subtree;
 enum { RA__SWAP_IN, RA__SWAP_OUT };
 typedef struct ra__swap_side {
     int32_t after;                     /* stages that must be done before it is posted */
-    int32_t state;                     /* RA__SWAP_IDLE, _POSTED, _DONE */
+    int32_t state;                     /* written under comm: RA__SWAP_IDLE, _POSTED, _DONE */
     ra_transport_op op;                /* its message: frame, then payload; len 0: none */
 } ra__swap_side;
 typedef struct ra__swap {
@@ -19971,8 +19977,8 @@ struct ra_cache {
     int64_t items, opened;             /* of the open stage; stages opened so far */
     int64_t claim;                     /* atomic: `opened` and items that are left to claim, in one
                                         * word, so that nobody claims an item of an earlier stage */
-    int64_t pool;                      /* rank 0, atomic: the same with the call, of a pool of
-                                        * several ranks */
+    int64_t pools;                     /* pools of several ranks so far */
+    int64_t pool;                      /* rank 0, atomic: as claim, with `pools`, for all ranks */
     int32_t holding;                   /* atomic: threads that claim, and items in hand */
     int64_t packed_call;               /* the call whose messages are packed */
     int32_t open, stage;               /* atomic: 1: a stage is open, 2: all its items are claimed;
@@ -20822,6 +20828,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     c->agreed[1] = h;
     c->deadline = deadline_ns;
     ra__store_i64(&c->call, c->call + 1);
+    c->pools += c->pooled && c->ranks > 1;
     ra__cache_swaps(c);
     ra__cache_companies(c, &t->pages);
     ra__cache_share(c);
@@ -20867,7 +20874,8 @@ static ra_status ra__cache_op_failed(ra_cache *c, int code, int32_t peer) {
 static int32_t ra__cache_awaits(const ra_cache *c) {
     for (int32_t i = 0; i < c->swaps; i++)
         for (int side = 0; side < 2; side++)
-            if (c->swap[i].side[side].state != RA__SWAP_DONE) return c->swap[i].side[side].op.peer;
+            if (ra__load_i32(&c->swap[i].side[side].state) != RA__SWAP_DONE)
+                return c->swap[i].side[side].op.peer;
     return RA_NO_PEER;
 }
 
@@ -21030,7 +21038,7 @@ static ra_status ra__swap_came(ra_cache *c, ra__swap *x) {
     const ra_transport_op *in = &x->side[RA__SWAP_IN].op;
     ra_status s = ra__cache_check_frame(c, x);
     if (s) return s;
-    x->side[RA__SWAP_IN].state = RA__SWAP_DONE;
+    ra__store_i32(&x->side[RA__SWAP_IN].state, RA__SWAP_DONE);
     if (x->kind == RA__FRAME_POOL)
         memcpy(&c->peer[in->peer], (const uint8_t *)in->buf + RA__FRAME_BYTES, sizeof *c->peer);
     if (x->kind == RA__FRAME_Q)
@@ -21046,7 +21054,7 @@ static ra_transport_op *ra__swap_op(ra_cache *c, int32_t i, int side) {
     x->op.kind = side == RA__SWAP_OUT ? RA_MSG_SEND : RA_MSG_RECV;
     x->op.tag = c->tp.tag_bits >= 64 ? tag : tag & (((uint64_t)1 << c->tp.tag_bits) - 1);
     x->op.mr = c->mr;
-    x->state = RA__SWAP_POSTED;
+    ra__store_i32(&x->state, RA__SWAP_POSTED);
     return &x->op;
 }
 
@@ -21083,7 +21091,7 @@ static int ra__cache_drive(ra_cache *c) {
             if (op->done && op->done != op->len)
                 return ra__cache_op_failed(c, RA_E_TRUNC, op->peer);
             moved = 1;
-            if (side == RA__SWAP_OUT) x->state = RA__SWAP_DONE;
+            if (side == RA__SWAP_OUT) ra__store_i32(&x->state, RA__SWAP_DONE);
             else if (ra__swap_came(c, &c->swap[i])) return ra__load_i32(&c->crew.failed);
         }
     }
@@ -21106,7 +21114,7 @@ static int ra__cache_exchange(ra_cache *c) {
                           in->len ? in->tag : out->tag, until);
     if (code == RA_E_TIMEOUT && late) code = RA_E_PEER;
     if (code) return ra__cache_op_failed(c, code, in->len ? in->peer : out->peer);
-    x->side[RA__SWAP_OUT].state = RA__SWAP_DONE;
+    ra__store_i32(&x->side[RA__SWAP_OUT].state, RA__SWAP_DONE);
     if (in->len && ra__swap_came(c, x)) return ra__load_i32(&c->crew.failed);
     return 1;
 }
@@ -21743,15 +21751,15 @@ static void ra__stage_open(ra_cache *c, int32_t stage) {
         return;
     }
     const int64_t word = ra__load_i64(&c->peer[0]->pool);      /* the first rank sets it */
-    if (word >> 40 != (c->call & RA__CLAIM_TURNS))
+    if (word >> 40 != (c->pools & RA__CLAIM_TURNS))
         (void)ra__cas_i64(&c->peer[0]->pool, word,
-                          (c->call & RA__CLAIM_TURNS) << 40 | c->items);
+                          (c->pools & RA__CLAIM_TURNS) << 40 | c->items);
 }
 
 /* Items of the open stage that are left to claim. */
 static int64_t ra__items_left(const ra_cache *c, int64_t *claim, int64_t *word) {
     *word = ra__load_i64(claim);
-    if (claim != &c->claim && *word >> 40 != (c->call & RA__CLAIM_TURNS)) return 0;
+    if (claim != &c->claim && *word >> 40 != (c->pools & RA__CLAIM_TURNS)) return 0;
     return *word & RA__CLAIM_ITEMS;
 }
 
@@ -21943,6 +21951,21 @@ static void ra__cache_quiet(ra_cache *c) {
         c->unsafe = 1;
 }
 
+/* After a failure in a pool, once this rank has announced that it stops: 1 if another rank may have
+ * the address of its cache. */
+static int ra__pool_known(ra_cache *c) {
+    int known = 0;
+    if (!c->tp.post) return 1;
+    for (int32_t i = 0; i < c->swaps; i++) {
+        const ra__swap_side *x = &c->swap[i].side[RA__SWAP_OUT];
+        ra_transport_op *op = &c->swap[i].side[RA__SWAP_OUT].op;
+        if (c->swap[i].kind != RA__FRAME_POOL || x->state == RA__SWAP_IDLE) continue;
+        if (op->state == RA_MSG_PENDING) (void)c->tp.poll(c->tp.ctx, &op, 1);
+        known |= op->state == RA_MSG_DONE || op->state == RA_MSG_PENDING;
+    }
+    return known;
+}
+
 RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                 const int64_t *fresh, int64_t deadline_ns) {
     ra_status s = ra_infer_begin(c, t, cached, fresh, deadline_ns);
@@ -21954,7 +21977,10 @@ RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t 
         else if (idle > 10) ra__yield();                   /* ranks may share a processor */
         else if (idle) ra__pause();
     }
-    if (s < 0 && c->pooled && c->has_transport) ra__cache_quiet(c);
+    if (s < 0 && c->pooled && c->ranks > 1) {
+        (void)c->tp.quiesce(c->tp.ctx, 1);                 /* takes addresses back that still can */
+        if (ra__pool_known(c)) ra__cache_quiet(c);
+    }
     return c->unsafe ? (ra_status)RA_E_UNSAFE : s;
 }
 

@@ -1557,6 +1557,53 @@ TEST(ends_in_place)
     }
 }
 
+/* A call that ends before another rank can know its tensors does not wait for that rank. */
+typedef struct unknown { int cancel, ended; ra_status call; } unknown;
+
+static ra_status unknown_rank(ra_world *world, int rank, void *user)
+{
+    enum { ROWS = 64 * 2 * 32, BYTES = 4 * (2 * ROWS + 2 * 2 * ROWS) };
+    unknown *x = (unknown *)user;
+    const int64_t cached = 0, fresh = 64;
+    script s = script_new(4, 2, 32, RA_F32, 64);
+    ra_cache *c;
+    ra_tensors t;
+    ra_desc d = s.d;
+    float *room = (float *)need(BYTES);
+    memset(room, 0, BYTES);
+    memset(&t, 0, sizeof t);
+    t.k.data = room; t.v.data = room + ROWS; t.q.data = room + 2 * ROWS; t.o.data = room + 4 * ROWS;
+    d.tokens = 64;
+    d.ranks = 2;
+    d.rank = rank;
+    s.cd.way = RA_INFER_PASS_KV;
+    s.cd.lanes = 0;
+    s.cd.quiesce_ns = 10000000;
+    ra_status end = ra_cache_create(&c, &d, ra_world_transport(world, rank), &s.cd);
+    if (!end && rank == 1) {           /* stays, and takes no part */
+        while (!__atomic_load_n(&x->ended, __ATOMIC_ACQUIRE)) sched_yield();
+        (void)ra_cache_destroy(c);
+    }
+    if (!end && rank == 0) {
+        if (x->cancel) ra_infer_cancel(c);
+        x->call = ra_infer(c, &t, &cached, &fresh, ra_deadline_ms(20));
+        __atomic_store_n(&x->ended, 1, __ATOMIC_RELEASE);
+        (void)ra_cache_destroy(c);
+    }
+    ra_world_leave(world, rank, RA_OK);
+    free(room);
+    return end;
+}
+
+TEST(ends_unknown)
+{
+    for (int cancel = 0; cancel < 2; cancel++) {
+        unknown x = { cancel, 0, RA_OK };
+        CHECK_EQ(ra_world_run(2, unknown_rank, &x, NULL), RA_OK);
+        CHECK_EQ(x.call, cancel ? RA_E_CANCELLED : RA_E_TIMEOUT);
+    }
+}
+
 static const h_test tests[] = {
     ENTRY(ranks_and_ways), ENTRY(pages), ENTRY(ring_buffers), ENTRY(attention_pages),
     ENTRY(shared_prefixes), ENTRY(shared_prefixes_are_one_item),
@@ -1564,7 +1611,7 @@ static const h_test tests[] = {
     ENTRY(drafts_are_exact),
     ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(ways_by_cost), ENTRY(refusals),
     ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(failures),
-    ENTRY(ends_in_place),
+    ENTRY(ends_in_place), ENTRY(ends_unknown),
 };
 
 int main(int argc, char **argv)

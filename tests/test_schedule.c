@@ -1023,7 +1023,52 @@ TEST(prefetched_lines_are_those_of_a_stretch)
     }
 }
 
+/* Two pools of the same cache: the items of the second are not taken for done, however many calls
+ * were between them: numbers of turns have 22 bits. */
+static ra_status far_apart_rank(ra_world *world, int rank, void *user)
+{
+    enum { ROWS = 256 * 2 * 16 };
+    const int64_t none = 0, all = 256, turns = 1 << 22;
+    float *const room = (float *)user + rank * 4 * ROWS;
+    ra_desc d = ra_desc_make(2, 2, 16, RA_F32, RA_MASK_CAUSAL);
+    ra_cache_desc cd;
+    ra_tensors t;
+    ra_cache *c;
+    memset(&cd, 0, sizeof cd);
+    memset(&t, 0, sizeof t);
+    cd.way = RA_INFER_PASS_KV;
+    d.tokens = d.kv_tokens = 256;
+    d.ranks = 2;
+    d.rank = rank;
+    t.k.data = room;
+    t.v.data = room + ROWS;
+    t.q.data = room + 2 * ROWS;
+    t.o.data = room + 3 * ROWS;
+    ra_status s = ra_cache_create(&c, &d, ra_world_transport(world, rank), &cd);
+    if (s) return s;
+    c->call = turns - 1;
+    for (int i = 0; i < 2 && !s; i++) {
+        for (int j = 0; j < ROWS; j++) room[j] = room[ROWS + j] = room[2 * ROWS + j] = 1.0f;
+        memset(room + 3 * ROWS, 0, sizeof *room * ROWS);
+        s = ra_infer(c, &t, &none, &all, ra_deadline_ms(20000));
+        for (int j = 0; j < ROWS / 2 && !s; j++)           /* a rank has half of the rows */
+            if (fabsf(room[3 * ROWS + j] - 1.0f) > 1e-5f) s = RA_E_SHAPE;
+        c->call += turns - 1;
+    }
+    (void)ra_cache_destroy(c);
+    return s;
+}
+
+TEST(pools_far_apart)
+{
+    float *room = (float *)calloc(2 * 4 * 256 * 2 * 16, sizeof *room);
+    CHECK(room != NULL);
+    if (room) CHECK_EQ(ra_world_run(2, far_apart_rank, room, NULL), RA_OK);
+    free(room);
+}
+
 static const h_test tests[] = {
+    ENTRY(pools_far_apart),
     ENTRY(bounds_and_pairs_of_rows), ENTRY(needs_and_tiles_by_blocks),
     ENTRY(steps_are_chunks_and_two_rounds), ENTRY(lists_play_through),
     ENTRY(sparse_masks_play_through), ENTRY(sendrecv_does_not_take_turns),
