@@ -1127,10 +1127,10 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /*
  * a table covers these rows. Entries of rows that are not stored yet are not read, and those of
  * pages that no row of the call sees may be -1.
  *
- * Every rank attends the queries to its own keys or gets the keys of the others, whichever moves
- * fewer bytes, and the partial results of the lanes are merged in a fixed tree. So bits do not
- * depend on threads, on what travels, on the transport, or, for an equal number of lanes, on
- * ranks. */
+ * Every rank attends the queries to its own keys or gets the keys of the others (with RA_CAP_SHARED
+ * it reads them in place), whichever costs less. Partial results of the lanes are merged in a fixed
+ * tree. So bits do not depend on threads, on what travels, on the transport, or, for an equal
+ * number of lanes, on ranks. */
 typedef struct ra_cache ra_cache;
 /* Whose queries a call has. OWN: each rank passes those of the new tokens whose positions it holds,
  * and gets their outputs. ALL: every rank passes the queries of all new tokens and gets all
@@ -2231,8 +2231,8 @@ RA__INLINE void ra__eight_select(ra__eight *to, const ra__eight_ints *where, con
 /* exp(x) for -708 <= x <= 0. */
 RA__INLINE void ra__eight_exp(ra__eight *x) {
     const ra__eight scaled = *x * 1.4426950408889634 - 0.5;
-    ra__eight_ints power;
-    ra__eight p = *x * 0.0 + 1.0, n, r;
+    ra__eight_ints power = { 0 };      /* gcc 12 warns if elements alone are set */
+    ra__eight p = *x * 0.0 + 1.0, n = { 0 }, r;
     for (int32_t i = 0; i < 8; i++) {
         const int32_t whole = (int32_t)scaled[i];
         n[i] = (double)whole;
@@ -2250,7 +2250,7 @@ RA__INLINE void ra__eight_log(ra__eight *x) {
     const ra__eight f = (ra__eight)((u & 0x000fffffffffffff) | 0x3ff0000000000000);
     const ra__eight_ints large = (ra__eight_ints)(f > 1.4142135623730951);
     const ra__eight half = f * 0.5;
-    ra__eight p = f * 0.0, n, t, g;
+    ra__eight p = f * 0.0, n = { 0 }, t, g;
     for (int32_t i = 0; i < 8; i++) n[i] = (double)((int32_t)(shift[i] - large[i]) - 1023);
     ra__eight_select(&g, &large, &half, &f);
     t = (g - 1.0) / (g + 1.0);
@@ -2292,7 +2292,7 @@ RA__INLINE void ra__merge_weigh(float *lse, float b, double w[2]) {
 /* The same of n <= 8 rows, together if all have two sides no more than e^700 apart.
  * PERF: Zen 4, AVX-512, a row of 128 floats merged: 101 -> 50 ns. */
 RA__INLINE void ra__merge_weights(float *lse, const float *lse2, int32_t n, double w[8][2]) {
-    ra__eight a, b, e, one, left, right;
+    ra__eight a = { 0 }, b = { 0 }, e, one, left, right;
     ra__eight_ints more;
     int32_t plain = 1;
     for (int32_t i = 0; i < 8; i++) {
@@ -9895,7 +9895,7 @@ static float ra__row_end(const ra__work *w, int32_t b, int64_t row, int64_t head
 /* The same of eight rows without sinks, with LSE, with the same bits; 0: some has no key, or is not
  * finite. */
 static int ra__eight_end(const float *m, const float *l, float *factor, ra__view lse) {
-    ra__eight x;
+    ra__eight x = { 0 };
     int plain = 1;
     for (int32_t i = 0; i < 8; i++) {
         plain &= l[i] > 0.0f && l[i] <= 3.4e38f;
@@ -10086,8 +10086,8 @@ static void ra__next_ahead(const ra__work *w, ra__scratch *x) {
     ra__prefetch_add(&x->ahead, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
 }
 
-/* Notes the next blocks, from block i on, to be prefetched: of several heads, for each an equal
- * part of the tokens for all. */
+/* Notes the next blocks, from block i on, to be prefetched. Head h of several heads prefetches the
+ * h-th equal part of their tokens, for all heads. */
 static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item *item, int64_t i,
                            ra__scratch *x) {
     int64_t blocks = ra__chunk_blocks(&item->c);
