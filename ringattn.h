@@ -1040,8 +1040,8 @@ typedef struct ra_ring_counters {      /* of the pass in progress or the last on
     int64_t pass;                      /* number of the pass, from 1 */
     int64_t tiles_empty, tiles_partial, tiles_full; /* done so far */
     int64_t tiles_all;                 /* partial and full ones of the whole pass */
-    int64_t chunks_in, chunks_out, bytes_in, bytes_out; /* with RA_CAP_SHARED bytes are the report's
-                                        * shared_bytes_* */
+    int64_t chunks_in, chunks_out, bytes_in, bytes_out; /* in messages; those of ra_resume are
+                                        * added. With RA_CAP_SHARED bytes are shared_bytes_* */
     int64_t compute_ns, wait_ns;       /* in tiles, and in ra_step_wait; sums over threads */
     int64_t peak_bytes;                /* workspace in use */
 } ra_ring_counters;
@@ -14019,12 +14019,22 @@ enum { RA__HELLO_OUT, RA__HELLO_IN, RA__RECEIVES, RA__SENDS, RA__RETURNS, RA__NO
        RA__NOTICES_OUT, RA__QUEUES };
 enum { RA__NOTICE = -1, RA__HELLO = -2 };              /* in place of the number of a chunk */
 
+/* Counters that begin anew with each pass. */
+enum { RA__PASS_COUNTERS = 10 };
+static int64_t *ra__pass_counter(ra_ring_counters *c, int i) {
+    int64_t *const all[RA__PASS_COUNTERS] = {
+        &c->tiles_empty, &c->tiles_partial, &c->tiles_full, &c->tiles_all, &c->chunks_in,
+        &c->chunks_out, &c->bytes_in, &c->bytes_out, &c->compute_ns, &c->wait_ns };
+    return all[i];
+}
+
 /* The forward pass before the one in progress, for ranks that resume it: this one may be ahead. */
 typedef struct ra__earlier {
     const ra_plan *plan;               /* null: there is none, or it was backward */
     ra_tensors t;
     ra__view kv[2];
     ra__agreed agreed;
+    int64_t counted[RA__PASS_COUNTERS];
 } ra__earlier;
 
 /* A chunk that came before a pass was resumed and whose bytes are still there. */
@@ -16845,6 +16855,7 @@ static void ra__ring_op_event(ra_ring *r, const ra_transport_op *op, int posted,
     if (posted) kind = sending ? RA_EV_POST_SEND : RA_EV_POST_RECV;
     else if (chunk < 0) kind = sending ? RA_EV_TOLD : RA_EV_HEARD;
     e.peer = ra__ring_rank_of(r, op->peer);
+    if (e.peer == r->rank) return;     /* as ra__queue_look */
     if (chunk >= 0) {
         e.chunk = chunk;
         e.origin = r->lists->chunk[chunk].owner;
@@ -17273,6 +17284,7 @@ static int ra__queue_look(ra_ring *r, const ra__queue *queue, int64_t c) {
         ra_status s = ra__ring_check(r, op, &due, c);
         if (s) return s;
     }
+    if (ra__ring_rank_of(r, op->peer) == r->rank) return 1;    /* fetched again: no message */
     if (c >= 0) (void)ra__add_i64(sending ? &r->counters.chunks_out : &r->counters.chunks_in, 1);
     ra__ring_op_event(r, op, 0, c, queue->ns ? queue->ns[queue->done % queue->slots] : r->begin_ns);
     if (c != RA__HELLO)
@@ -18447,9 +18459,7 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
                                        r->notices ? p->reader_count : 0,
                                        r->notices ? p->source_count : 0 };
     ra_ring_counters *c = &r->counters;
-    int64_t *zero[] = { &c->tiles_partial, &c->tiles_full, &c->chunks_in, &c->chunks_out,
-                        &c->bytes_in, &c->bytes_out, &c->compute_ns, &c->wait_ns };
-    for (size_t i = 0; i < sizeof zero / sizeof zero[0]; i++) ra__store_i64(zero[i], 0);
+    for (int i = 0; i < RA__PASS_COUNTERS; i++) ra__store_i64(ra__pass_counter(c, i), 0);
     const int back = r->lists->backward;
     const ra_pass_figures *all = back ? &p->report.backward : &p->report.forward;
     ra__store_i64(&c->tiles_empty, back ? p->back_unvisited : p->unvisited);
@@ -18497,6 +18507,8 @@ static void ra__begin_earlier(ra_ring *r) {
     at->kv[0] = r->kv[0];
     at->kv[1] = r->kv[1];
     at->agreed = r->agreed;
+    for (int i = 0; i < RA__PASS_COUNTERS; i++)
+        at->counted[i] = ra__load_i64(ra__pass_counter(&r->counters, i));
     r->intact = 0;
 }
 
@@ -19154,15 +19166,11 @@ static void ra__resume_agree(ra_ring *r) {
         if (!ra__resume_judge_peer(r, i, &x->peer[i].heard, x->peer[first].heard.hash)) return;
 }
 
-/* Takes the ring back to the pass that is resumed, if it is one ahead: that one is complete, and so
- * are the tiles in the counters. */
+/* Takes the ring back to the pass that is resumed, if it is one ahead. That one is complete. */
 static void ra__resume_step_back(ra_ring *r) {
     if (r->pass == r->resume->top) return;
-    const ra_pass_figures *all = &r->earlier.plan->report.forward;
-    ra__store_i64(&r->counters.tiles_empty, all->tiles_empty);
-    ra__store_i64(&r->counters.tiles_partial, all->tiles_partial);
-    ra__store_i64(&r->counters.tiles_full, all->tiles_full);
-    ra__store_i64(&r->counters.tiles_all, all->tiles_partial + all->tiles_full);
+    for (int i = 0; i < RA__PASS_COUNTERS; i++)
+        ra__store_i64(ra__pass_counter(&r->counters, i), r->earlier.counted[i]);
     r->plan = r->earlier.plan;
     r->lists = &r->plan->forward;
     r->task_begin = r->plan->task_begin;

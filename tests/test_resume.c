@@ -21,7 +21,7 @@ typedef struct seat {                  /* a rank */
     rank_part fetched[PASSES][RANKS];
     ra_tensors given;
     int begun, ran, over, dead, fetches, spoilt[PASSES];
-    int64_t chunks_out;                /* before it resumes */
+    ra_ring_counters before;           /* it resumes */
     ra_status end;
     struct sim *sim;
 } seat;
@@ -40,7 +40,7 @@ typedef struct sim {
 } sim;
 
 static int64_t resumed, refused, kept, from_owner, from_holder, again, refetched, ahead;
-static int64_t messages;               /* of resumed passes */
+static int64_t messages, stepped_back; /* of resumed passes, ranks that had been ahead */
 
 static int64_t world_clock(void *ctx) { return ((sim *)ctx)->now; }
 
@@ -322,7 +322,6 @@ static void begin_all(sim *w, int epoch, int odd)
     for (int i = 0; i < n && !w->wrong; i++) {
         seat *s = &w->seat[w->survivor[i]];
         ra_resume_desc rd;
-        ra_ring_counters c;
         ra_status st;
         memset(&rd, 0, sizeof rd);
         rd.transport = n > 1 ? &w->net->rank[i].transport : NULL;
@@ -339,8 +338,7 @@ static void begin_all(sim *w, int epoch, int odd)
             rd.tensors_kept = 0;
         }
         if (s->end && small_chance(50)) (void)ra_finish(s->ring, RA_NO_DEADLINE);
-        ra_ring_query(s->ring, &c);
-        s->chunks_out = c.chunks_out;
+        ra_ring_query(s->ring, &s->before);
         st = ra_resume_begin(s->ring, &rd, RA_NO_DEADLINE);
         if (!SOUND(w, st == RA_OK))
             printf("    rank %d: %s: %s: %s\n", w->survivor[i], ra_status_text(st),
@@ -372,15 +370,26 @@ static void check_tiles(sim *w, int r, int pass)
     SOUND(w, c.tiles_full == all->tiles_full && c.tiles_all == c.tiles_partial + c.tiles_full);
 }
 
-/* Survivor i has counted every chunk that it sent over the network on which it resumed. */
+/* Survivor i has counted every chunk that it sent and received over the network on which it
+ * resumed, and nothing else. A rank that was a pass ahead begins with the figures of the pass that
+ * it had done, which are the plan's. */
 static void check_messages(sim *w, int i)
 {
-    const seat *s = &w->seat[w->survivor[i]];
-    const int64_t sent = w->net->rank[i].messages[1];
-    ra_ring_counters c;
+    const int r = w->survivor[i];
+    const seat *s = &w->seat[r];
+    const int64_t *moved = w->net->rank[i].messages;
+    ra_ring_counters c, before = s->before;
+    ra_plan_report p;
     ra_ring_query(s->ring, &c);
-    SOUND(w, c.chunks_out - s->chunks_out == sent);
-    messages += sent;
+    if (c.pass < before.pass) {
+        SOUND(w, ra_plan_query(w->plan[c.pass - 1][r], r, &p) == RA_OK);
+        before.chunks_in = p.forward.chunks_in;
+        before.chunks_out = p.forward.chunks_out;
+        stepped_back++;
+    }
+    SOUND(w, c.chunks_in - before.chunks_in == moved[0]);
+    SOUND(w, c.chunks_out - before.chunks_out == moved[1]);
+    messages += moved[1];
 }
 
 /* A rank whose pass has been resumed: it is the pass that it would have been. */
@@ -547,10 +556,11 @@ static void run_cases(int64_t n, int lend)
            (long long)resumed, (long long)again, (long long)refused, (long long)kept,
            (long long)from_owner, (long long)from_holder, (long long)refetched, (long long)ahead);
     if (h_run.only_case < 0) CHECK(resumed > 0 && refetched > 0 && refused > 0 && messages > 0);
+    if (h_run.only_case < 0 && !lend) CHECK(stepped_back > 0);
     if (h_run.large && !batches)
         CHECK(from_holder > 0);        /* rare: the owner is dead, its chunk still there */
     resumed = again = refused = kept = from_owner = from_holder = refetched = 0;
-    ahead = messages = 0;
+    ahead = messages = stepped_back = 0;
 }
 
 TEST(deaths) { run_cases(h_run.large ? 20000 : 300, 0); }
