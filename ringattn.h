@@ -20413,7 +20413,7 @@ static int64_t ra__part_length(const ra_cache *c, int32_t rank, int64_t rows) {
 
 /* Longest message except those of keys. */
 static int64_t ra__cache_message(const ra_cache *c) {
-    int64_t most = 0;
+    int64_t most = c->shared && c->notes ? RA__NOTE_BYTES : 0;
     for (int32_t r = 0; r < c->ranks; r++) {
         const int64_t rows = ra__own_most(c, r);
         most = ra__max(most, RA__FRAME_BYTES + rows * ra__query_bytes(&c->d));

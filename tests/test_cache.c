@@ -1324,6 +1324,83 @@ TEST(refusals)
     CHECK_EQ(ra_cache_destroy(c), RA_OK);
 }
 
+/* A network that takes messages of its max_msg and no longer one. */
+typedef struct narrow { const ra_transport *below; size_t most, longest; } narrow;
+typedef struct narrow_run { size_t most, longest[2]; ra_status end[2]; } narrow_run;
+
+static int narrow_post(void *ctx, ra_transport_op *const *ops, int n)
+{
+    narrow *x = (narrow *)ctx;
+    for (int i = 0; i < n; i++) x->longest = ops[i]->len > x->longest ? ops[i]->len : x->longest;
+    return x->longest > x->most ? RA_E_IO : x->below->post(x->below->ctx, ops, n);
+}
+static int narrow_poll(void *ctx, ra_transport_op *const *ops, int n)
+{
+    narrow *x = (narrow *)ctx;
+    return x->below->poll(x->below->ctx, ops, n);
+}
+static int narrow_abort(void *ctx, int why)
+{
+    narrow *x = (narrow *)ctx;
+    return x->below->abort(x->below->ctx, why);
+}
+static int narrow_quiesce(void *ctx, int64_t deadline_ns)
+{
+    narrow *x = (narrow *)ctx;
+    return x->below->quiesce(x->below->ctx, deadline_ns);
+}
+
+static ra_status narrow_rank(ra_world *world, int rank, void *user)
+{
+    narrow_run *its = (narrow_run *)user;
+    const int64_t cached = 0, fresh = 2;
+    float room[4][64];
+    narrow x = { ra_world_transport(world, rank), its->most, 0 };
+    ra_transport net = *x.below;
+    script s = script_new(1, 1, 4, RA_F32, 2);
+    ra_cache *c = NULL;
+    ra_tensors t;
+    memset(room, 0, sizeof room);
+    memset(&t, 0, sizeof t);
+    t.k.data = room[0]; t.v.data = room[1]; t.q.data = room[2]; t.o.data = room[3];
+    s.d.tokens = 2;
+    s.d.ranks = 2;
+    s.d.rank = rank;
+    s.cd.way = RA_INFER_PASS_KV;
+    s.cd.lanes = 0;
+    net.ctx = &x;
+    net.post = narrow_post;
+    net.poll = narrow_poll;
+    net.wait = NULL;
+    net.abort = narrow_abort;
+    net.quiesce = narrow_quiesce;
+    net.max_msg = its->most;
+    its->end[rank] = ra_cache_create(&c, &s.d, &net, &s.cd);
+    if (!its->end[rank]) its->end[rank] = ra_infer(c, &t, &cached, &fresh, ra_deadline_ms(20000));
+    (void)ra_cache_destroy(c);
+    its->longest[rank] = x.longest;
+    return RA_OK;
+}
+
+/* A cache is refused exactly if one of its messages is longer than the network takes, also those
+ * that say where a rank keeps its own. */
+TEST(longest_messages)
+{
+    narrow_run wide, x;
+    memset(&wide, 0, sizeof wide);
+    wide.most = 4096;
+    CHECK_EQ(ra_world_run(2, narrow_rank, &wide, NULL), RA_OK);
+    CHECK(wide.end[0] == RA_OK && wide.end[1] == RA_OK && wide.longest[0] == wide.longest[1]);
+    for (size_t most = 64; most <= 256; most += 8) {
+        const ra_status due = most < wide.longest[0] ? RA_E_TRANSPORT : RA_OK;
+        memset(&x, 0, sizeof x);
+        x.most = most;
+        CHECK_EQ(ra_world_run(2, narrow_rank, &x, NULL), RA_OK);
+        CHECK_EQ(x.end[0], due);
+        CHECK_EQ(x.end[1], due);
+    }
+}
+
 TEST(refused_page_tokens)
 {
     script s = script_new(4, 2, 32, RA_F32, 300);
@@ -1610,7 +1687,7 @@ static const h_test tests[] = {
     ENTRY(threads_share_heads), ENTRY(long_caches), ENTRY(lanes_and_weights),
     ENTRY(drafts_are_exact),
     ENTRY(joined_threads), ENTRY(joined_refusals), ENTRY(ways_by_cost), ENTRY(refusals),
-    ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(failures),
+    ENTRY(longest_messages), ENTRY(refused_page_tokens), ENTRY(refused_pages), ENTRY(failures),
     ENTRY(ends_in_place), ENTRY(ends_unknown),
 };
 
