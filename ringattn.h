@@ -959,9 +959,9 @@ typedef struct ra_ring_desc {          /* {0} or a null pointer: all defaults */
 RINGATTN_API ra_status ra_ring_create(ra_ring **out, const ra_plan *first,
                                       const ra_transport *transport, const ra_ring_desc *rd);
 /* No thread may be inside a call. After a failed pass with RA_CAP_SHARED it may wait, up to
- * quiesce_ns, until the other ranks have noticed, in ra_step or by ending. RA_E_UNSAFE: a pass
- * failed and the transport cannot promise to leave the buffers alone. They were leaked (do not free
- * a workspace of yours). null is fine. */
+ * quiesce_ns, until other ranks in a pass have noticed, in ra_step or by ending. RA_E_UNSAFE: a
+ * pass failed and the transport cannot promise to leave the buffers alone. They were leaked (do not
+ * free a workspace of yours). null is fine. */
 RINGATTN_API ra_status ra_ring_destroy(ra_ring *ring);
 
 /* One blocking pass on the calling thread. Collective. On a refusal nothing has moved and the ring
@@ -15684,6 +15684,8 @@ RINGATTN_API void ra_world_destroy(ra_world *world) {
     (void)world;
 }
 
+static void ra__tp_rest(const ra_transport *t) { (void)t; }
+
 #else
 
 enum { RA__SHM_BUCKETS = 16, RA__SHM_CHANNELS = 2 };
@@ -15706,6 +15708,7 @@ typedef struct ra__shm_seat {
     int32_t open;                      /* ops of this rank that are queued or being copied */
     RA__SHM_LINE int32_t why;          /* failure of this rank, 0: none; rarely written */
     int32_t gone;                      /* 1: has quiesced or left */
+    int32_t busy;                      /* 1: has posted something and not rested since */
     int32_t rank;
     struct ra_world *world;
     RA__SHM_LINE pthread_mutex_t inbox_lock; /* guards bucket[] and the scratch of ops in it */
@@ -15718,6 +15721,7 @@ typedef struct ra__shm_seat {
 struct ra_world {
     RA__SHM_LINE int32_t aborted;      /* 1: some rank aborted */
     int32_t gone;                      /* ranks that have quiesced or left */
+    int32_t busy;                      /* ranks whose seat is busy and not gone */
     int32_t ranks;
     ra__shm_seat *seats;               /* [ranks], behind this struct */
     size_t bytes;
@@ -15957,13 +15961,26 @@ static ra__shm_pending ra__shm_sweep(ra__shm_seat *seat, ra_transport_op *const 
 
 /* -------------------------------------------------------------------------- callbacks */
 
+/* This rank neither has nor uses anything of the others until it posts again. A rank that has
+ * aborted then need not wait for it: a post counts as busy before it looks for an abort, and
+ * whoever quiesces has aborted before it counts who is busy. So the post fails or is waited for. */
+static void ra__shm_rest(ra__shm_seat *seat) {
+    ra_world *world = seat->world;
+    if (!ra__cas_i32(&seat->busy, 1, 0)) return;
+    if (ra__add_i32(&world->busy, -1) == 1 && ra__load_i32(&world->aborted))
+        ra__shm_notify_all(world);
+}
+
 /* Who: the owner. Blocks: no; copies the bytes of ops that match immediately. Buffers: as
  * ra_transport_op.buf says. Order: receives first, each flow in the order of ops; all are accepted,
  * and it never returns RA_AGAIN. Errors: see above; every idle op then fails in the same way.
  * Required. */
 static int ra__shm_post(void *ctx, ra_transport_op *const *ops, int n) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
+    const int rested = ra__cas_i32(&seat->busy, 0, 1);
+    if (rested) (void)ra__add_i32(&seat->world->busy, 1);
     int32_t failure = ra__shm_failure(seat);
+    if (failure && rested) ra__shm_rest(seat);
     for (int kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--) {
         for (int i = 0; i < n; i++) {
             if (ops[i]->kind != kind || ra__load_i32(&ops[i]->state) != RA_MSG_IDLE) continue;
@@ -16038,20 +16055,23 @@ static void ra__shm_part(ra__shm_seat *seat) {
     ra__cas_i32(&seat->why, 0, failure ? failure : RA_E_STATE);
     ra__shm_purge(seat);
     if (!ra__cas_i32(&seat->gone, 0, 1)) return;
+    ra__shm_rest(seat);
     if (ra__add_i32(&world->gone, 1) + 1 == world->ranks || !ra__load_i32(&world->aborted))
         ra__shm_notify_all(world);
 }
 
 /* Who: the owner, when no thread of the rank reads what it received. Blocks: until every rank has
- * quiesced or left, or deadline_ns. Buffers: all belong to the rank again after RA_OK. Order: the
- * rank leaves permanently, even if nobody aborted; later ops fail. Errors: RA_E_UNSAFE at the
- * deadline; may be called again. Optional. */
+ * quiesced or left (after an abort: or rests), or deadline_ns. Buffers: all belong to the rank
+ * again after RA_OK. Order: the rank leaves permanently, even if nobody aborted; later ops fail.
+ * Errors: RA_E_UNSAFE at the deadline; may be called again. Optional. */
 static int ra__shm_quiesce(void *ctx, int64_t deadline_ns) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
     ra__shm_part(seat);
     for (;;) {
         int64_t seen = ra__load_i64(&seat->event) / RA__SHM_EVENT;
         if (ra__load_i32(&seat->world->gone) == seat->world->ranks) return RA_OK;
+        if (ra__load_i32(&seat->world->aborted) && !ra__add_i32(&seat->world->busy, 0))
+            return RA_OK;
         if (!ra__shm_doze(seat, seen, deadline_ns)) return RA_E_UNSAFE;
     }
 }
@@ -16245,6 +16265,12 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
         return ra__refuse(e, RA_E_NOMEM, "threads", "the thread of rank # did not start", started);
     if (run.cause) return run.cause;
     return run.aborted ? RA_E_ABORTED : RA_OK;
+}
+
+/* A pass of this rank has ended well: if its network is the world, it rests until the next one.
+ * (Through callbacks of another transport it cannot say so.) */
+static void ra__tp_rest(const ra_transport *t) {
+    if (t->post == ra__shm_post) ra__shm_rest((ra__shm_seat *)t->ctx);
 }
 
 #undef RA__SHM_SLICE_NS
@@ -18150,6 +18176,7 @@ static void ra__ring_complete(ra_ring *r) {
     ra__store_i32(&r->met, 1);
     ra__ring_event_plain(r, RA_EV_PASS, r->begin_ns, RA_OK);
     ra__ring_progress(r);
+    if (r->shared) ra__tp_rest(&r->tp);
     ra__store_i32(&r->crew.state, RA_RING_IDLE);
     (void)ra__add_i64(&r->events, 1);
 }
@@ -21798,7 +21825,9 @@ static int ra__stage_turn(ra_cache *c) {
 static int ra__cache_complete(ra_cache *c) {
     if (ra__load_i32(&c->stage) < c->stages) return 0;
     if (ra__cache_awaits(c) != RA_NO_PEER) return 0;
-    return ra__cas_i32(&c->crew.state, RA_RING_RUNNING, RA_RING_IDLE);
+    if (!ra__cas_i32(&c->crew.state, RA_RING_RUNNING, RA_RING_IDLE)) return 0;
+    if (c->shared) ra__tp_rest(&c->tp);
+    return 1;
 }
 
 /* A round under comm: > 0 something moved, < 0 failed. */

@@ -35,6 +35,7 @@ try() {
         schedule) timeout 120 "$work/schedule" --first ;;
         resume) timeout 120 "$work/resume" --first ;;
         failure) timeout 60 "$work/failure" default_watchdog --first ;;
+        ends) timeout 60 "$work/failure" world --first ;;
         batches) timeout 120 "$work/batches" lent_batches --first ;;
         fields) return 1 ;;            # a line of the list that has not four
         world) timeout 90 "$work/world" bundled --first ;;
@@ -84,7 +85,7 @@ if [ -s "$work/broken" ]; then
 fi
 
 # Arguments for xargs: number, name and tests of each mistake; 0 is the header as it is.
-right="sim resume failure schedule world silence differences $batches"
+right="sim resume failure ends schedule world silence differences $batches"
 awk -F ' [|] ' -v list="$right" -v batches="$batches" 'BEGIN { split(list, right, " ")
         for (i = 1; i in right; i++) print "0\nright_" right[i] "\n" right[i] }
     /^#/ || !NF { next }

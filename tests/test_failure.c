@@ -378,7 +378,18 @@ static void *leave_later(void *arg)
     return NULL;
 }
 
-static void *kept[2][2];               /* a leak checker finds what it points to */
+static void *kept[2][3];               /* a leak checker finds what it points to */
+
+/* A ring of the world, in the midst of its first pass. */
+static ra_ring *under_way(const rig *g, ra_world *world, int rank, const ra_ring_desc *rd)
+{
+    ra_ring *ring = NULL;
+    ra_job job = rig_job(g, rank);
+    CHECK_EQ(ra_ring_create(&ring, g->plan[rank], ra_world_transport(world, rank), rd), RA_OK);
+    CHECK_EQ(ra_begin(ring, &job), RA_OK);
+    CHECK_EQ(ra_step(ring, 0), RA_AGAIN);
+    return ring;
+}
 
 /* The bundled world waits in quiesce on its own clock: not for ever with one that is ahead, and
  * long enough with one that is behind. */
@@ -390,8 +401,7 @@ TEST(quiesce_of_the_world_on_another_clock)
         ra_world *world = NULL;
         ra_world_desc wd;
         ra_ring_desc rd;
-        ra_ring *ring = NULL;
-        ra_job job = rig_job(g, 0);
+        ra_ring *ring, *other;
         pthread_t id;
         memset(&wd, 0, sizeof wd);
         memset(&rd, 0, sizeof rd);
@@ -400,24 +410,68 @@ TEST(quiesce_of_the_world_on_another_clock)
         rd.clock_ctx = &clock;
         rd.quiesce_ns = i < 2 ? 1 : INT64_MAX;
         CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
-        CHECK_EQ(ra_ring_create(&ring, g->plan[0], ra_world_transport(world, 0), &rd), RA_OK);
-        CHECK_EQ(ra_begin(ring, &job), RA_OK);
-        CHECK_EQ(ra_step(ring, 0), RA_AGAIN);
+        ring = under_way(g, world, 0, &rd);
+        other = under_way(g, world, 1, NULL);
         ra_ring_cancel(ring);
         CHECK_EQ(ra_step(ring, 0), RA_E_CANCELLED);
         if (i < 2) {
             CHECK_EQ(ra_finish(ring, RA_NO_DEADLINE), RA_E_UNSAFE);
             kept[i][0] = ring;         /* leaked on purpose */
             kept[i][1] = world;
+            kept[i][2] = other;
             continue;
         }
         if (pthread_create(&id, NULL, leave_later, world)) abort();
         CHECK_EQ(ra_finish(ring, RA_NO_DEADLINE), RA_E_CANCELLED);
         pthread_join(id, NULL);
         CHECK_EQ(ra_ring_destroy(ring), RA_OK);
+        CHECK_EQ(ra_ring_destroy(other), RA_OK);
         ra_world_destroy(world);
     }
     CHECK(kept[0][0] && kept[1][1]);
+    rig_free(g);
+}
+
+/* A rank between two passes uses nothing of a rank that fails, which does not wait for it: not
+ * before its first pass, nor after one, nor while a third rank is in the pass and notices. What it
+ * begins later ends at once. */
+TEST(world_waits_for_no_rank_that_rests)
+{
+    enum { AT_FIRST, LATER, THIRD, WAYS };
+    rig *g = rig_new(3, 384, 1);
+    for (int i = 0; i < WAYS; i++) {
+        ra_world *world = NULL;
+        ra_world_desc wd;
+        ra_ring_desc rd;
+        ra_ring *ring[3];
+        ra_job job[3];
+        ra_status s[3];
+        memset(&wd, 0, sizeof wd);
+        memset(&rd, 0, sizeof rd);
+        wd.ranks = 3;
+        rd.quiesce_ns = 50000000;      /* of all of which it would wait, to leak its ring then */
+        CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+        for (int r = 0; r < 3; r++) {
+            job[r] = rig_job(g, r);
+            CHECK_EQ(ra_ring_create(&ring[r], g->plan[r], ra_world_transport(world, r), &rd),
+                     RA_OK);
+        }
+        for (int r = 0; r < 3 && i != AT_FIRST; r++) CHECK_EQ(ra_begin(ring[r], &job[r]), RA_OK);
+        if (i != AT_FIRST) step_all(ring, 3, s);
+        for (int r = 0; r < (i == THIRD ? 2 : 1); r++) {
+            CHECK_EQ(ra_begin(ring[r], &job[r]), RA_OK);
+            CHECK(ra_step(ring[r], 0) > 0);
+        }
+        ra_ring_cancel(ring[0]);
+        CHECK_EQ(ra_step(ring[0], 0), RA_E_CANCELLED);
+        if (i == THIRD) CHECK_EQ(ra_step(ring[1], 0), RA_E_ABORTED);
+        CHECK_EQ(ra_finish(ring[0], RA_NO_DEADLINE), RA_E_CANCELLED);
+        CHECK_EQ(ra_ring_destroy(ring[0]), RA_OK);
+        CHECK_EQ(ra_begin(ring[2], &job[2]), RA_OK);
+        CHECK_EQ(ra_step(ring[2], 0), RA_E_ABORTED);
+        for (int r = 1; r < 3; r++) CHECK_EQ(ra_ring_destroy(ring[r]), RA_OK);
+        ra_world_destroy(world);
+    }
     rig_free(g);
 }
 
@@ -1624,7 +1678,7 @@ int main(int argc, char **argv)
         ENTRY(ops_are_taken_back_from_the_last),
         ENTRY(shared_between_processes), ENTRY(shared_in_one_process), ENTRY(begin_reads_no_sinks),
         ENTRY(failed_exchange_names_what_was_due), ENTRY(deadlines_on_another_clock),
-        ENTRY(quiesce_of_the_world_on_another_clock),
+        ENTRY(quiesce_of_the_world_on_another_clock), ENTRY(world_waits_for_no_rank_that_rests),
         ENTRY(default_watchdog), ENTRY(default_watchdog_of_many_ranks),
         ENTRY(default_watchdog_of_a_million_tokens),
         ENTRY(refused_tickets_stay_refused), ENTRY(first_failure_stays),
