@@ -13391,7 +13391,9 @@ typedef struct ra__play {
     ra__play_work *work;               /* what this rank folds, in order */
     int64_t *come;                     /* when each entry of its fold list and all before it have
                                         * come */
-    int64_t count[3], works, comes, last_slot;
+    uint8_t *stores;                   /* forward, [folds]: 1: a group begins with this entry of
+                                        * the fold list; all tasks are stored before it */
+    int64_t count[3], works, comes, stored, last_slot; /* stored: the next one of `stores` */
     int32_t shift;                     /* of work, so that a pass fits into RA__WORK_BITS */
     int32_t state;                     /* atomic: RA__PLAY_* */
 } ra__play;
@@ -13530,6 +13532,10 @@ static void ra__play_note(const ra__tour *w, ra__play *y, int32_t rank, int64_t 
                           int64_t ready, int joins) {
     ra__play_work *work = &y->work[y->works];
     if (rank != w->p->d.rank) return;
+    if (!w->back) {
+        while (w->p->forward.fold[y->stored].chunk < 0) y->stores[y->stored++] = 1;
+        y->stores[y->stored++] = !joins;
+    }
     y->come[y->comes] = y->comes ? ra__max(ready, y->come[y->comes - 1]) : ready;
     y->comes++;
     if (joins) work--;
@@ -13758,7 +13764,7 @@ static void ra__play_start(const ra__tour *w, ra__play *y) {
     memset(y->seat, 0, (size_t)ranks * sizeof *y->seat);
     memset(y->slot, 0, (size_t)(ranks * (y->last_slot + 1)) * sizeof *y->slot);
     memset(y->count, 0, sizeof y->count);
-    y->works = y->comes = 0;
+    y->works = y->comes = y->stored = 0;
     y->shift = ra__play_shift(w);
     for (int32_t r = 0; r < ranks; r++) {
         y->seat[r].sequence = -1;
@@ -14580,6 +14586,7 @@ static void ra__play_carve(ra__arena *a, ra_plan *p) {
     y.chunk = (ra__play_chunk *)ra__carve(a, chunks * (int64_t)sizeof *y.chunk);
     y.work = (ra__play_work *)ra__carve(a, 2 * chunks * (int64_t)sizeof *y.work);
     y.come = (int64_t *)ra__carve(a, 2 * chunks * 8);
+    y.stores = (uint8_t *)ra__carve(a, p->keys.chunks + p->d.sequences);
     for (int32_t i = 0; i < 3; i++) y.moment[i] = (int64_t *)ra__carve(a, chunks * 8);
     if (a->base) *p->play = y;
 }
@@ -17607,7 +17614,8 @@ static int64_t ra__step_work(const ra_desc *d, int32_t backward) {
 }
 
 /* Claims the next task if its chunk has come and the task has folded the chunk before. Skips tasks
- * that have folded it already, together with an earlier one, or see none of it. Under `sched`. */
+ * that have folded it already, together with an earlier one, or see none of it. Buffers of entries
+ * that it has gone past become free before the next task is computed. Under `sched`. */
 static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
     ra__ring_advance(r);
     for (;;) {
@@ -17632,6 +17640,7 @@ static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
         if (++r->claim_task == r->task_begin[b + 1] - r->task_begin[b]) {
             r->claim_task = 0;
             r->claim_fold++;
+            ra__ring_advance(r);
         }
         if (next == before) return 1;
     }
@@ -17724,12 +17733,14 @@ static int ra__fold_chunk(ra_ring *r, ra__desk *desk, ra__tally *n, ra_event *e)
     return done;
 }
 
-/* Whether a task may fold its next entry. With sendrecv alone it must not pass an entry that has
- * not come: a buffer is free only after every task has used it, and a peer may wait for it. */
+/* Whether a task that was claimed at entry `from` may fold entry `next`. With sendrecv alone it
+ * must not pass an entry that has not come: a buffer is free only after every task has used it, and
+ * a peer may wait for it. For the same reason all tasks stop where a group ends. */
 static int ra__fold_goes_on(const ra_ring *r, int64_t from, int64_t next) {
     if (next == RA__NO_FOLD || !ra__ring_inputs_ready(r, next)) return 0;
     if (!r->has_transport || r->tp.post) return 1;
-    while (from < next && ra__ring_inputs_ready(r, from)) from++;
+    while (from < next && ra__ring_inputs_ready(r, from) && !r->plan->play->stores[from + 1])
+        from++;
     return from == next;
 }
 

@@ -893,6 +893,42 @@ TEST(sendrecv_does_not_take_turns)
     pthread_cond_destroy(&flat.moved);
 }
 
+/* The same where tasks see unlike many of the chunks that they fold together, or where chunks are
+ * small: a buffer of which all is folded goes to the peer before anything else is computed. */
+TEST(sendrecv_waits_for_no_group)
+{
+    static const struct { int ranks, layout, mask, shard, chunk, order, always; } shapes[] = {
+        { 3, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, RA_ORDER_ROUNDS, 1 },
+        { 3, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, 0, 1 },
+        { 3, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 512, 0, 0 },
+        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_NONE, 1024, 64, 0, 1 },
+        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_NONE, 2048, 64, 0, 0 },
+        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_CAUSAL, 1024, 64, RA_ORDER_ROUNDS, 1 },
+        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_CAUSAL, 2048, 64, RA_ORDER_ROUNDS, 0 },
+        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_CAUSAL, 2048, 128, RA_ORDER_ROUNDS, 0 },
+        { 4, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 64, RA_ORDER_ROUNDS, 0 },
+        { 4, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 128, RA_ORDER_ROUNDS, 0 },
+        { 4, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, 0, 0 },
+        { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 1024, 64, 0, 1 },
+        { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 64, 0, 0 },
+        { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 512, 0, 0 },
+    };
+    pthread_mutex_init(&flat.lock, NULL);
+    pthread_cond_init(&flat.moved, NULL);
+    for (int i = 0; i < (int)(sizeof shapes / sizeof *shapes); i++) {
+        ra_desc d = flat_desc(shapes[i].ranks, shapes[i].shard, 2, shapes[i].layout, shapes[i].mask,
+                              0);
+        d.chunk_tokens = shapes[i].chunk;
+        d.order = shapes[i].order;
+        if ((!h_run.large && !shapes[i].always) || !h_case(i)) continue;
+        snprintf(h_run.context, sizeof h_run.context, "%d ranks, layout %d, %d of %d, order %d",
+                 d.ranks, shapes[i].layout, shapes[i].chunk, shapes[i].shard, shapes[i].order);
+        takes_no_turns(&d);
+    }
+    pthread_mutex_destroy(&flat.lock);
+    pthread_cond_destroy(&flat.moved);
+}
+
 /* Links on which the messages of a pass take as long as its tiles: the ring takes as long as
  * predicted, and with default chunks causal zigzag hides 85 % of the transfer (on two ranks also
  * with 32 chunks per shard: --long), and so does every mask in rounds. Otherwise, without a mask,
@@ -1072,6 +1108,7 @@ static const h_test tests[] = {
     ENTRY(bounds_and_pairs_of_rows), ENTRY(needs_and_tiles_by_blocks),
     ENTRY(steps_are_chunks_and_two_rounds), ENTRY(lists_play_through),
     ENTRY(sparse_masks_play_through), ENTRY(sendrecv_does_not_take_turns),
+    ENTRY(sendrecv_waits_for_no_group),
     ENTRY(transfers_hide_as_predicted),
     ENTRY(figures_of_long_sequences), ENTRY(figures_saturate),
     ENTRY(prefetched_lines_are_those_of_a_stretch)
