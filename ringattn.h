@@ -1551,11 +1551,16 @@ RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_h
 #endif
 
 /* gcc spends much of -O2 on passes that find little here. Kernels are unrolled and vectorised by
- * hand (O1; those of bf16 gain from value ranges). What runs per task (O1), per plan or per message
- * (Og) is too small a part of any call for more to be measured. Clients that do not optimise get
- * none of this. PERF: kernels at O1 are as fast, and all takes 9.5 instead of 11.9 s to compile. */
+ * hand, and are O2 without those passes. What runs per task (O1), per plan or per message (Og) is
+ * too small a part of any call for more to be measured. Clients that do not optimise get none of
+ * this. PERF: kernels need O2, because only there gcc 12 unrolls loops before it takes arrays into
+ * registers. At O1 each tile of sums goes through the stack: bf16, 4096 tokens, D 64 and 128, 4
+ * rounds on a Zen 5, O1 -> O2: forward 313 -> 390 and 348 -> 414 GFLOP/s, backward 315 -> 393 and
+ * 346 -> 393. */
 #if !defined(__clang__) && defined(__OPTIMIZE__) && !defined(__OPTIMIZE_SIZE__)
-#pragma GCC optimize("no-tree-vrp", "no-tree-pre", "no-gcse", "no-tree-slp-vectorize")
+#pragma GCC optimize("no-tree-vrp", "no-tree-pre", "no-gcse", "no-tree-slp-vectorize",          \
+                     "no-tree-loop-vectorize", "no-schedule-insns2", "no-rerun-cse-after-loop",  \
+                     "no-tree-tail-merge", "no-optimize-strlen")
 #define RA__PRAGMA(x) _Pragma(#x)
 #define RA__OPTIMIZE_BEGIN(how)                                                                  \
     RA__PRAGMA(GCC push_options)                                                                 \
@@ -2671,15 +2676,13 @@ RA__ISA_STATIC void RA__NAME(write_row)(uint8_t *dst, const float *src, int32_t 
     }
 }
 
-/* Transposes a square in memory. Out of line, because it is long and its callers are many. */
-RA__ISA_NOINLINE void RA__NAME(transpose_square)(RA__FLOATS *v) { RA__NAME(transpose)(v); }
-
 /* v[i] = row i of a square of RA__WIDTH rows and columns. Only `rows` rows of n elements of dtype
  * are in memory; the others are 0. */
 RA__ISA_INLINE void RA__NAME(read_square)(RA__FLOATS *v, const uint8_t *src, int64_t stride,
                                           int32_t dtype, int32_t rows, int32_t n) {
     if (rows >= RA__WIDTH && n >= RA__WIDTH) {
-        for (int32_t i = 0; i < RA__WIDTH; i++) v[i] = RA__NAME(convert)(src + i * stride, dtype);
+        RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++)
+            v[i] = RA__NAME(convert)(src + i * stride, dtype);
         return;
     }
     float x[RA__WIDTH][RA__WIDTH] = {{0}};
@@ -2694,7 +2697,7 @@ RA__ISA_INLINE void RA__NAME(write_square)(uint8_t *dst, int64_t stride, int32_t
                                            const RA__FLOATS *v, int32_t rows, int32_t n) {
     float x[RA__WIDTH][RA__WIDTH];
     if (rows >= RA__WIDTH && n >= RA__WIDTH && dtype == RA_F32) {
-        for (int32_t i = 0; i < RA__WIDTH; i++)
+        RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++)
             RA__NAME(store)((float *)(void *)(dst + i * stride), v[i]);
         return;
     }
@@ -2729,7 +2732,8 @@ typedef struct RA__NAME(product) {
 } RA__NAME(product);
 
 /* c[i][t] = sum over k < depth of a[i * row + k * step] b[k * b_step + t], with t in vectors. c is
- * in registers. */
+ * in registers. PERF: two columns per turn, and squares transposed in registers, are 1 to 4 % of a
+ * call (Zen 5, f32 and bf16). */
 RA__ISA_INLINE void RA__NAME(multiply)(const RA__NAME(product) *ab, RA__FLOATS (*c)[RA__VECTORS],
                                        int32_t ni, int32_t nt) {
     const float *a = ab->a, *b = ab->b;
@@ -2737,7 +2741,7 @@ RA__ISA_INLINE void RA__NAME(multiply)(const RA__NAME(product) *ab, RA__FLOATS (
     int32_t b_step = ab->b_step;
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
         RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = RA__NAME(set)(0.0f);
-    for (int32_t k = 0; k < ab->depth; k++, a += step, b += b_step) {
+    RA__UNROLL_2 for (int32_t k = 0; k < ab->depth; k++, a += step, b += b_step) {
         RA__FLOATS y[RA__VECTORS];
         RA__UNROLL for (int32_t t = 0; t < nt; t++)
             y[t] = RA__NAME(hold)(RA__NAME(load)(b + t * RA__WIDTH));
@@ -2912,8 +2916,9 @@ RA__ISA_NOINLINE void RA__NAME(load_bias)(const RA__NAME(strip) *strip, int32_t 
                 ra__prefetch_far((uintptr_t)from +
                                  (uintptr_t)(RA_BLOCK_TOKENS * score->bias_key_stride));
             }
-            RA__NAME(transpose_square)(v);
-            for (int32_t i = 0; i < RA__WIDTH; i++) RA__NAME(store)(at + i * RA__WIDTH, v[i]);
+            RA__NAME(transpose)(v);
+            RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++)
+                RA__NAME(store)(at + i * RA__WIDTH, v[i]);
             j += RA__WIDTH;
         } else {
             RA__NAME(store)(at, RA__NAME(vector_bias)(strip->panel, row, strip->keys->pos[j]));
@@ -3283,7 +3288,7 @@ RA__ISA_STATIC void RA__NAME(load_q)(const ra__panel *panel, const void *src, in
             float *to = RA__NAME(panel_row)(panel->q, row, dim) + d * RA__SLAB;
             RA__FLOATS v[RA__WIDTH];
             RA__NAME(read_square)(v, from, stride, dtype, panel->rows - row, dim - d);
-            RA__NAME(transpose_square)(v);
+            RA__NAME(transpose)(v);
             for (int32_t i = 0; i < RA__WIDTH && i < dim - d; i++)
                 RA__NAME(store)(to + i * RA__SLAB, v[i] * factor);
         }
@@ -3311,12 +3316,12 @@ RA__ISA_STATIC void RA__NAME(store_o)(const ra__panel *panel, void *dst, int64_t
             uint8_t *to = (uint8_t *)dst + row * stride + (int64_t)d * size;
             RA__FLOATS v[RA__WIDTH], x = zero;
             if (factor) x = RA__NAME(load)(factor + row);
-            for (int32_t i = 0; i < RA__WIDTH; i++) {
+            RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++) {
                 v[i] = zero;
                 if (i < dim - d) v[i] = RA__NAME(load)(acc + i * RA__SLAB);
                 if (factor) v[i] = v[i] * x + zero;
             }
-            RA__NAME(transpose_square)(v);
+            RA__NAME(transpose)(v);
             RA__NAME(write_square)(to, stride, dtype, v, panel->rows - row, dim - d);
         }
 }
@@ -4437,8 +4442,6 @@ static const ra__kernel RA__NAME(kernel) = {
 #undef RA__MAIN
 #define RA__BODY
 
-RA__OPTIMIZE_BEGIN("O1")
-
 /* ========================================================================== SCALAR
  * For every processor: vectors of four floats as the compiler's extension, which become SSE2, NEON
  * or plain scalars. Comments on operations hold for the other instruction sets too. */
@@ -5035,7 +5038,7 @@ RA__BF_INLINE void ra__bf_product(__m512 (*c)[4], const uint8_t *const *a, int64
  * bytes; those of b are [n][64]. */
 RA__BF_INLINE void ra__bf_products(__m512 (*c)[4], const uint8_t *a, int64_t row, int64_t step,
                                    const float *b, int32_t n, const int32_t ni, const int32_t nt) {
-    for (int32_t j = 0; j < n; j++, b += 64, a += step) {
+    RA__UNROLL_2 for (int32_t j = 0; j < n; j++, b += 64, a += step) {
         const uint8_t *at[8];
         RA__UNROLL for (int32_t i = 0; i < ni; i++) at[i] = a + row * i;
         ra__bf_product(c, at, 0, b, ni, nt);
@@ -5068,7 +5071,8 @@ RA__BF_INLINE void ra__bf_zero_sums(__m512 (*c)[4], const int32_t ni, const int3
  * that follows: clang 14 would move them behind it, but not their operands. */
 RA__BF_INLINE void ra__bf_eight_dims(__m512 (*c)[4], const uint8_t *const *k, int32_t d,
                                      const float *q, const int32_t ni, const int32_t nt) {
-    for (int32_t e = d; e < d + 8; e += 2) ra__bf_product(c, k, 2 * e, q + e * 32, ni, nt);
+    RA__UNROLL for (int32_t e = 0; e < 8; e += 2)
+        ra__bf_product(c, k, 2 * (d + e), q + (d + e) * 32, ni, nt);
     RA__UNROLL for (int32_t i = 0; i < ni; i++)
         RA__UNROLL for (int32_t t = 0; t < nt; t++) __asm__ volatile("" : "+v"(c[i][t]));
 }
@@ -5144,9 +5148,9 @@ RA__BF_INLINE void ra__bf_piece(const ra__bf_strip *strip, int32_t j, int32_t t,
 /* Pieces [n, pieces) of the tile of keys from j on, with no products beside them. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_last_pieces(const ra__bf_strip *strip, int32_t j, int32_t n,
                                                    int32_t pieces, int32_t modified) {
+    const int32_t nt = strip->vectors; /* 1, 2 or 4: no division */
     for (; n < pieces; n++)
-        ra__bf_piece(strip, j + n / strip->vectors * 2, n % strip->vectors, strip->vectors < 4,
-                     modified);
+        ra__bf_piece(strip, j + (n >> nt / 2) * 2, n & (nt - 1), nt < 4, modified);
 }
 
 /* Scores of ni keys from j on, and between their products the first `pieces` pieces of the tile
@@ -5183,7 +5187,12 @@ RA__BF_INLINE void ra__bf_score_tiles(const ra__bf_strip *strip, const int32_t n
         pieces = strip->slot_mask == 63 ? 0 : ni / 2 * nt;
         ra__prefetch_some(strip->panel->prefetch);
     }
-    ra__bf_last_pieces(strip, j - ni, 0, pieces, modified);
+    if (nt < 4 || modified) {
+        ra__bf_last_pieces(strip, j - ni, 0, pieces, modified);
+        return;
+    }
+    for (int32_t n = 0; n < pieces; n++)
+        ra__bf_piece(strip, j - ni + n / nt * 2, n % nt, 0, 0);
 }
 
 /* store: writes all scores to strip->scores. Otherwise makes p and l of them, and keeps only the
@@ -5191,7 +5200,8 @@ RA__BF_INLINE void ra__bf_score_tiles(const ra__bf_strip *strip, const int32_t n
 RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_strip *strip, int32_t store) {
     const int32_t modified = !store && ra__score_is_modified(&strip->panel->score);
     strip->slot_mask = store ? 63 : 15;
-    if (strip->vectors == 4) ra__bf_score_tiles(strip, 4, 4, modified);
+    if (strip->vectors == 4 && !modified) ra__bf_score_tiles(strip, 4, 4, 0);
+    else if (strip->vectors == 4) ra__bf_score_tiles(strip, 4, 4, 1);
     else if (strip->vectors == 2) ra__bf_score_tiles(strip, 8, 2, modified);
     else ra__bf_score_tiles(strip, 8, 1, modified);
 }
@@ -5452,11 +5462,11 @@ RA__BF_STATIC void ra__load_q_bf16(const ra__panel *panel, const void *src, int6
         for (int32_t d = 0; d < dim; d += 32) {
             const uint32_t first = ra__bf_first_lanes(dim - d, 32);
             const uint8_t *at = from + row * stride + 2 * d;
-            for (int32_t i = 0; i < 16; i++)
+            RA__UNROLL for (int32_t i = 0; i < 16; i++)
                 r[i] = _mm512_castsi512_ps(
                     _mm512_maskz_loadu_epi16(row + i < panel->rows ? first : 0, at + i * stride));
-            ra__transpose_square_avx512(r);
-            for (int32_t i = 0; i < 16; i++)
+            ra__transpose_avx512(r);
+            RA__UNROLL for (int32_t i = 0; i < 16; i++)
                 _mm512_storeu_ps(panel->q + (d / 2 + i) * 64 + row, r[i]);
         }
 }
@@ -7103,7 +7113,7 @@ RA__AMX_STATIC int32_t ra__amx_pack_v(uint8_t *to, const uint8_t *from, int64_t 
             for (int32_t i = 0; i < 16; i++)
                 r[i] = _mm512_castsi512_ps(ra__bf_pair_rows(
                     from + (j + 2 * i) * stride + 2 * d, stride, n - j - 2 * i, m, &bad));
-            ra__transpose_square_avx512(r);
+            ra__transpose_avx512(r);
             for (int32_t i = 0; i < 16; i++) _mm512_storeu_ps(to + 64 * i, r[i]);
         }
     return !bad;
@@ -7303,8 +7313,6 @@ RA__OPTIMIZE_END
 #pragma GCC diagnostic pop
 #endif
 #endif /* RA__X86 */
-
-RA__OPTIMIZE_END
 
 #if RA__NEON
 /* ========================================================================== NEON
