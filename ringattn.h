@@ -1709,15 +1709,20 @@ typedef struct ra__stream {
  * in block_acc and block_l. Arrays of 16 numbers hold those of row r at r, r + 4, r + 8, r + 12. */
 typedef struct ra__decode_rows {
     const ra_desc *d;
-    float *q, *acc, *block_acc;        /* [4][Dk], [4][Dv]; dims rounded up to RA__DECODE_DIMS */
-    float m[16], block_l[16], slope[16], l[4];
-    ra__score score[4];                /* per row: its bias is row 0 */
-    int32_t pos[4];
-    float factor;                      /* of q k */
+    float *q, *acc, *block_acc;        /* [4][Dk], [4][Dv], one_row: [Dk], [Dv]; dims rounded up to
+                                        * RA__DECODE_DIMS */
+    float *o;                          /* not null: where the only call that has keys for the row
+                                        * may write O, f32, in place of acc; then it becomes null */
+    float l[4];
     int32_t modified;                  /* 1: some score needs more than the dot product */
     int32_t has_keys;                  /* bit r: row r has seen keys of the current block */
     int32_t count;                     /* of rows that exist */
     int32_t one_row;                   /* 1: row 0 is the only one; scores and p are [key] */
+    float m[16], block_l[16], slope[16];
+    ra__score score[4];                /* per row: its bias is row 0 */
+    int32_t pos[4];
+    float factor;                      /* of q k */
+    float o_factor;                    /* of the sums, with o */
 } ra__decode_rows;
 
 /* At most 16 keys of one head, as stored. Up to 64 if there is one row, or decode_most is 64, all
@@ -1767,8 +1772,9 @@ typedef struct ra__kernel {
     int32_t decode_unit;               /* keys: 4; 8 or 16 in kernels that do not know one_row */
     int32_t decode_most;               /* keys of a call for several rows: 16; or a block, if all
                                         * rows see all of it and scores are not modified */
-    /* Decoding. Loads row r of q, times factor. If rows->one_row, acc of the row becomes 0. */
-    void (*decode_load)(const ra__decode_rows *rows, int32_t r, const void *src, float factor);
+    /* Decoding. Loads row r of q, times factor. If rows->one_row, acc of the row becomes 0, unless
+     * rows->o is set. */
+    void (*decode_load)(ra__decode_rows *rows, int32_t r, const void *src, float factor);
     /* Folds keys into the current block of rows[0 .. n - 1]. keys[i]: how rows[i] see them. If
      * rows->one_row, rows[i] is that of head i, and keys[0] is those of head 0. */
     void (*decode_fold)(ra__decode_rows *rows, const ra__decode_keys *keys, int32_t n);
@@ -2405,6 +2411,11 @@ static const float ra__decode_slack = 16.0f; /* decode: how far scores may excee
 enum { RA__DECODE_ANY = 8 };
 enum { RA__DECODE_ROW_CHUNKS = 4 };    /* per tile of values if there is one row */
 enum { RA__DECODE_COPY = 4096 };       /* floats: rows that are converted before they are used */
+
+/* From 16 - n on: a vector that is negative beyond its first n <= 16 lanes. */
+static const float ra__decode_edge[32] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                                          -1, -1, -1, -1, -1, -1, -1, -1,
+                                          -1, -1, -1, -1, -1, -1, -1, -1};
 static const uint64_t ra__seen_by_row_0 = 0x1111111111111111u; /* in ra__decode_keys.seen */
 
 /* 2^f as a polynomial: coefficients by powers of f, minimax in relative error. c0 = 1, so that 2^0
@@ -3432,7 +3443,7 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
     RA__FLOATS sum[4];
     int32_t d = 0;
     RA__UNROLL for (int32_t e = 0; e < 4; e++) sum[e] = RA__NAME(set)(0.0f);
-    for (; dim - d >= RA__CHUNK; d += RA__CHUNK, q += 4 * RA__CHUNK) {
+    for (; dim - d >= RA__CHUNK; d += RA__CHUNK, q += RA__CHUNK) {
         const RA__FLOATS y = RA__NAME(load)(q), z = RA__NAME(load)(q + RA__WIDTH);
         RA__UNROLL for (int32_t e = 0; e < 4; e++) {
             RA__FLOATS k[2];
@@ -3452,8 +3463,8 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(decode_row_dots)(const ra__decode_rows *rows,
 }
 
 /* Scores of the row of each of n heads, s [head][RA__DECODE_LINE]. 4 keys at a time for all heads,
- * which is the order of addresses if heads are adjacent. Beyond the last key that key is computed
- * again. */
+ * which is the order of addresses if heads are adjacent. Beyond the last key scores are -inf, up to
+ * the end of the vector. */
 RA__ISA_INLINE void RA__NAME(decode_row_scores)(const ra__decode_rows *rows, int32_t n,
                                                 const ra__decode_keys *keys, float *s,
                                                 int32_t dtype) {
@@ -3471,9 +3482,14 @@ RA__ISA_INLINE void RA__NAME(decode_row_scores)(const ra__decode_rows *rows, int
             if (keys->streams) ra__stream_prefetch(keys->streams, (4 * bytes + 127) / 128);
         }
         if (at + 1 < RA__WIDTH / 4 && j + 4 < keys->n) continue;
+        const float *edge = ra__decode_edge + 16 - (keys->n - j < 4 ? keys->n - j : 4) - 4 * at;
+        const RA__MASK beyond = RA__NAME(less)(RA__NAME(load)(edge), RA__NAME(set)(0.0f));
         for (int32_t h = 0; h < n; h++) {
             for (int32_t i = at + 1; i < RA__WIDTH / 4; i++) part[h][i] = part[h][at];
-            RA__NAME(store)(s + h * RA__DECODE_LINE + j - 4 * at, RA__NAME(sums_join)(part[h]));
+            RA__FLOATS x = RA__NAME(sums_join)(part[h]);
+            if (keys->n % RA__WIDTH)
+                x = RA__NAME(select)(beyond, RA__NAME(set)(ra__neg_inf()), x);
+            RA__NAME(store)(s + h * RA__DECODE_LINE + j - 4 * at, x);
         }
     }
 }
@@ -3595,10 +3611,17 @@ RA__ISA_NOINLINE void RA__NAME(decode_adjust)(const ra__decode_rows *rows,
         if (!(keys->seen >> (rows->one_row ? 4 * i : i) & 1)) s[i] = ra__neg_inf();
 }
 
-/* Multiplies row r of an array of chunks by the factor. */
-RA__ISA_INLINE void RA__NAME(decode_scale)(float *x, int32_t r, int32_t dim, RA__FLOATS factor) {
+/* Floats from a chunk of a row to the next. */
+RA__ISA_INLINE int32_t RA__NAME(decode_step)(const ra__decode_rows *rows) {
+    return rows->one_row ? RA__CHUNK : 4 * RA__CHUNK;
+}
+
+/* Multiplies row r of sums by the factor. */
+RA__ISA_INLINE void RA__NAME(decode_scale)(const ra__decode_rows *rows, float *x, int32_t r,
+                                           RA__FLOATS factor) {
+    const int32_t dim = rows->d->v_dim, step = RA__NAME(decode_step)(rows);
     x += r * RA__CHUNK;
-    for (int32_t d = 0; d < dim; d += RA__CHUNK, x += 4 * RA__CHUNK) {
+    for (int32_t d = 0; d < dim; d += RA__CHUNK, x += step) {
         RA__NAME(store)(x, RA__NAME(load)(x) * factor);
         RA__NAME(store)(x + RA__WIDTH, RA__NAME(load)(x + RA__WIDTH) * factor);
     }
@@ -3617,9 +3640,9 @@ RA__ISA_NOINLINE void RA__NAME(decode_raise)(ra__decode_rows *rows, const float 
             continue;                  /* the sums are 0 or NaN */
         }
         RA__NAME(store)(alpha, RA__NAME(exp2)(RA__NAME(set)(rows->m[r] - top)));
-        RA__NAME(decode_scale)(rows->acc, r, rows->d->v_dim, RA__NAME(set)(alpha[0]));
+        RA__NAME(decode_scale)(rows, rows->acc, r, RA__NAME(set)(alpha[0]));
         if (rows->has_keys)
-            RA__NAME(decode_scale)(rows->block_acc, r, rows->d->v_dim, RA__NAME(set)(alpha[0]));
+            RA__NAME(decode_scale)(rows, rows->block_acc, r, RA__NAME(set)(alpha[0]));
         rows->l[r] *= alpha[0];
         for (int32_t i = r; i < 16; i += 4) {
             rows->block_l[i] *= alpha[0];
@@ -3643,24 +3666,39 @@ RA__ISA_INLINE int32_t RA__NAME(decode_max_holds)(const ra__decode_rows *rows, c
     return !RA__NAME(any_nonfinite)(flag);
 }
 
-/* s [n] becomes p, which is added to block_l. Lanes beyond n, up to RA__WIDTH of them, become 0. A
- * single row is summed as it would be beside others: in RA__WIDTH / 4 chains of keys. */
-RA__ISA_INLINE void RA__NAME(decode_weigh)(ra__decode_rows *rows, float *s, int32_t n) {
-    RA__FLOATS shift = RA__NAME(shift_of)(RA__NAME(decode_max)(rows));
-    RA__FLOATS sum = RA__NAME(load)(rows->block_l);
-    float chain[RA__WIDTH / 4];
+/* s [n] becomes p; lanes beyond n, up to RA__WIDTH of them, become 0. Returns the sums of lanes. */
+RA__ISA_INLINE RA__FLOATS RA__NAME(decode_exp)(const ra__decode_rows *rows, float *s, int32_t n,
+                                               RA__FLOATS sum) {
+    const RA__FLOATS shift = RA__NAME(shift_of)(RA__NAME(decode_max)(rows));
     for (int32_t i = 0; i < n; i += RA__WIDTH) {
         RA__FLOATS p = RA__NAME(exp2)(RA__NAME(load)(s + i) - shift);
         RA__NAME(store)(s + i, p);
         sum = sum + p;
     }
-    if (!rows->one_row) {
-        RA__NAME(store)(rows->block_l, sum);
-        return;
-    }
+    return sum;
+}
+
+/* s [n] of fours becomes p, which is added to block_l. */
+RA__ISA_INLINE void RA__NAME(decode_weigh)(ra__decode_rows *rows, float *s, int32_t n) {
+    const RA__FLOATS sum = RA__NAME(decode_exp)(rows, s, n, RA__NAME(load)(rows->block_l));
+    RA__NAME(store)(rows->block_l, sum);
+}
+
+/* s [n] of a single row becomes p. It is summed as it would be beside other rows, in RA__WIDTH / 4
+ * chains of keys: to block_l, or if the keys are a whole block, to l. */
+RA__ISA_INLINE void RA__NAME(decode_weigh_row)(ra__decode_rows *rows, float *s, int32_t n,
+                                               int32_t whole) {
+    float chain[RA__WIDTH / 4], total = 0.0f;
+    (void)RA__NAME(decode_exp)(rows, s, n, RA__NAME(set)(0.0f));
     RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) chain[e] = rows->block_l[4 * e];
     for (int32_t i = 0; i < n; i += RA__WIDTH / 4)
         RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) chain[e] += s[i + e];
+    RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) total += chain[e];
+    if (whole) {
+        rows->l[0] += total;
+        rows->o_factor = rows->l[0] == 0.0f ? 0.0f : 1.0f / rows->l[0]; /* as ra__row_finish */
+        return;
+    }
     RA__UNROLL for (int32_t e = 0; e < RA__WIDTH / 4; e++) rows->block_l[4 * e] = chain[e];
 }
 
@@ -3719,11 +3757,6 @@ RA__ISA_INLINE int32_t RA__NAME(decode_value_tiles)(const ra__decode_rows *rows,
     return d;
 }
 
-/* Where vector i of the sums of row 0 from dim d on is. */
-RA__ISA_INLINE int32_t RA__NAME(decode_sum_at)(int32_t d, int32_t i) {
-    return 4 * d + i / 2 * (4 * RA__CHUNK) + i % 2 * RA__WIDTH;
-}
-
 /* The same as decode_value_tile for the one row of nh heads; p [head][RA__DECODE_LINE]. */
 RA__ISA_INLINE void RA__NAME(decode_row_tile)(const ra__decode_rows *rows,
                                               const ra__decode_keys *keys, const uint8_t *row,
@@ -3732,18 +3765,20 @@ RA__ISA_INLINE void RA__NAME(decode_row_tile)(const ra__decode_rows *rows,
     int32_t dtype = form & 7, rest = form & RA__DECODE_ANY;
     int32_t bytes = nh * nc * RA__CHUNK * (dtype == RA_F32 ? 4 : 2);
     RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], v[2 * RA__DECODE_ROW_CHUNKS];
+    const int64_t stride = keys->v_stride, next = keys->v_head;
+    if (!rest) row += (int64_t)d * (dtype == RA_F32 ? 4 : 2);
     RA__UNROLL for (int32_t h = 0; h < nh; h++)
         RA__UNROLL for (int32_t i = 0; i < 2 * nc; i++)
             c[2 * nc * h + i] = rows[h].has_keys
-                ? RA__NAME(load)(rows[h].block_acc + RA__NAME(decode_sum_at)(d, i))
+                ? RA__NAME(load)(rows[h].block_acc + d + i * RA__WIDTH)
                 : RA__NAME(set)(0.0f);
-    for (int32_t j = 0; j < keys->n; j++, row += keys->v_stride) {
-        RA__UNROLL for (int32_t h = 0; h < nh; h++) {
-            const uint8_t *at = row + h * keys->v_head;
+    for (int32_t j = 0; j < keys->n; j++, row += stride) {
+        const uint8_t *at = row;
+        RA__UNROLL for (int32_t h = 0; h < nh; h++, at += next) {
             RA__FLOATS y = RA__NAME(set)(p[h * RA__DECODE_LINE + j]);
             if (rest) RA__NAME(load_last_chunk)(v, at, d, rows->d->v_dim, dtype);
             else RA__UNROLL for (int32_t i = 0; i < nc; i++)
-                RA__NAME(load_chunk)(v + 2 * i, at, d + i * RA__CHUNK, dtype);
+                RA__NAME(load_chunk)(v + 2 * i, at, i * RA__CHUNK, dtype);
             if (rest && keys->partial && !(keys->seen >> 4 * j & 1)) continue;
             RA__UNROLL for (int32_t i = 0; i < 2 * nc; i++)
                 c[2 * nc * h + i] = RA__NAME(fma)(y, v[i], c[2 * nc * h + i]);
@@ -3753,10 +3788,16 @@ RA__ISA_INLINE void RA__NAME(decode_row_tile)(const ra__decode_rows *rows,
     }
     RA__UNROLL for (int32_t h = 0; h < nh; h++)
         RA__UNROLL for (int32_t i = 0; i < 2 * nc; i++) {
-            const int32_t at = RA__NAME(decode_sum_at)(d, i);
-            if (keys->whole) c[2 * nc * h + i] += RA__NAME(load)(rows[h].acc + at);
-            RA__NAME(store)((keys->whole ? rows[h].acc : rows[h].block_acc) + at,
-                            c[2 * nc * h + i]);
+            const int32_t at = d + i * RA__WIDTH;
+            RA__FLOATS *x = &c[2 * nc * h + i];
+            float *to = keys->whole ? rows[h].acc : rows[h].block_acc;
+            if (keys->whole && rows[h].o) {
+                to = rows[h].o;
+                *x = (*x + RA__NAME(set)(0.0f)) * RA__NAME(set)(rows[h].o_factor);
+            } else if (keys->whole) {
+                *x += RA__NAME(load)(to + at);
+            }
+            RA__NAME(store)(to + at, *x);
         }
 }
 
@@ -3853,15 +3894,24 @@ RA__ISA_NOINLINE void RA__NAME(decode_add)(ra__decode_rows *rows, const ra__deco
         p = unit;
         RA__NAME(store)(p + n * nr, RA__NAME(set)(ra__neg_inf()));
     }
-    RA__NAME(decode_weigh)(rows, p, n * nr);
+    if (nr == 1) RA__NAME(decode_weigh_row)(rows, p, n, 0);
+    else RA__NAME(decode_weigh)(rows, p, n * nr);
     RA__NAME(decode_values)(rows, 1, &y, p);
     for (int32_t r = 0; r < nr; r++)
         if (y.seen >> r & ra__seen_by_row_0) rows->has_keys |= 1 << r;
 }
 
+/* The maximum of a single row that has none yet: as decode_raise. */
+RA__ISA_INLINE void RA__NAME(decode_start)(ra__decode_rows *rows, const float *s, int32_t unit) {
+    float top = ra__neg_inf();
+    for (int32_t i = 0; i < unit; i++) top = s[i] > top ? s[i] : top;
+    for (int32_t i = 0; i < 16; i += 4) rows->m[i] = top;
+}
+
 /* How many of n keys can be added, after a unit of them has raised the maxima: all or the unit. */
 RA__ISA_INLINE int32_t RA__NAME(decode_ready)(ra__decode_rows *rows, const float *s, int32_t n) {
     const int32_t nr = rows->one_row ? 1 : 4, unit = n < RA__DECODE_UNIT ? n : RA__DECODE_UNIT;
+    if (rows->one_row && ra__is_neg_inf(rows->m[0])) RA__NAME(decode_start)(rows, s, unit);
     if (RA__NAME(decode_max_holds)(rows, s, n * nr)) return n;
     RA__NAME(decode_raise)(rows, s, unit * nr);
     return RA__NAME(decode_max_holds)(rows, s, n * nr) ? n : unit;
@@ -3895,18 +3945,57 @@ RA__ISA_INLINE void RA__NAME(decode_close_l)(ra__decode_rows *rows, int32_t r) {
 }
 
 RA__ISA_STATIC void RA__NAME(decode_close)(ra__decode_rows *rows) {
+    const int32_t step = RA__NAME(decode_step)(rows);
     for (int32_t r = 0; rows->has_keys >> r; r++) {
         if (!(rows->has_keys >> r & 1)) continue;
         RA__NAME(decode_close_l)(rows, r);
-        for (int32_t d = 0; d < rows->d->v_dim; d += RA__CHUNK)
+        for (int32_t d = 0, from = r * RA__CHUNK; d < rows->d->v_dim; d += RA__CHUNK, from += step)
             for (int32_t i = 0; i < RA__CHUNK; i += RA__WIDTH) {
-                int32_t at = 4 * d + r * RA__CHUNK + i;
+                const int32_t at = from + i;
                 RA__FLOATS sum = RA__NAME(load)(rows->block_acc + at);
                 RA__NAME(store)(rows->acc + at, RA__NAME(load)(rows->acc + at) + sum);
             }
     }
     memset(rows->block_l, 0, sizeof rows->block_l);
     rows->has_keys = 0;
+}
+
+/* acc of a single row becomes 0. */
+RA__ISA_INLINE void RA__NAME(decode_clear)(ra__decode_rows *rows) {
+    for (int32_t d = 0; d < rows->d->v_dim; d += RA__WIDTH)
+        RA__NAME(store)(rows->acc + d, RA__NAME(set)(0.0f));
+    rows->o = NULL;
+}
+
+RA__ISA_STATIC void RA__NAME(decode_store)(const ra__decode_rows *rows, int32_t r, void *dst,
+                                           float factor) {
+    int32_t dim = rows->d->v_dim, dtype = rows->d->o_dtype, size = dtype == RA_F32 ? 4 : 2;
+    const int32_t step = RA__NAME(decode_step)(rows);
+    const RA__FLOATS by = RA__NAME(set)(factor);
+    const float *from = rows->acc + r * RA__CHUNK;
+    for (int32_t d = 0; d < dim; d += RA__CHUNK, from += step) {
+        float line[RA__CHUNK], *to = line;
+        const int32_t whole = dtype == RA_F32 && dim - d >= RA__CHUNK;
+        if (whole) to = (float *)dst + d;
+        RA__NAME(store)(to, RA__NAME(load)(from) * by);
+        RA__NAME(store)(to + RA__WIDTH, RA__NAME(load)(from + RA__WIDTH) * by);
+        if (!whole)
+            RA__NAME(write_row)((uint8_t *)dst + (int64_t)d * size, line, dtype,
+                                dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
+    }
+}
+
+/* A head that goes by itself. */
+RA__ISA_NOINLINE void RA__NAME(decode_fold_alone)(ra__decode_rows *rows,
+                                                  const ra__decode_keys *keys, float *s,
+                                                  int32_t whole) {
+    const float *l = rows->l;
+    float *o = whole ? rows->o : NULL;
+    if (o) RA__NAME(decode_clear)(rows);
+    RA__NAME(store)(s + keys->n, RA__NAME(set)(ra__neg_inf()));
+    RA__NAME(decode_fold_scores)(rows, keys, s);
+    if (whole) RA__NAME(decode_close)(rows);
+    if (o) RA__NAME(decode_store)(rows, 0, o, *l == 0.0f ? 0.0f : 1.0f / *l);
 }
 
 /* Scores of all heads, then weights, then values. Heads whose maximum would rise after the first
@@ -3921,14 +4010,12 @@ RA__ISA_STATIC void RA__NAME(decode_fold_heads)(ra__decode_rows *rows, const ra_
     for (int32_t h = 0; h < n; h++) {
         float *own = s + h * RA__DECODE_LINE;
         if (rows[h].modified || keys->partial) RA__NAME(decode_adjust)(rows + h, keys, own);
-        RA__NAME(store)(own + keys->n, RA__NAME(set)(ra__neg_inf()));
         ready[h] = RA__NAME(decode_ready)(rows + h, own, keys->n) == keys->n;
     }
     for (int32_t h = 0; h <= n; h++) {
         float *own = s + h * RA__DECODE_LINE;
         if (h < n && ready[h]) {
-            RA__NAME(decode_weigh)(rows + h, own, keys->n);
-            if (keys->whole) RA__NAME(decode_close_l)(rows + h, 0);
+            RA__NAME(decode_weigh_row)(rows + h, own, keys->n, keys->whole);
             continue;
         }
         y.whole = keys->whole;
@@ -3937,13 +4024,12 @@ RA__ISA_STATIC void RA__NAME(decode_fold_heads)(ra__decode_rows *rows, const ra_
             RA__NAME(decode_values)(rows + first, h - first, &y, s + first * RA__DECODE_LINE);
         for (; first < h; first++) {
             rows[first].has_keys = !keys->whole;
-            if (keys->whole) memset(rows[first].block_l, 0, sizeof rows->block_l);
+            if (keys->whole) rows[first].o = NULL;
         }
         if (h == n) break;
         y.whole = 0;
         y.v = keys->v + h * keys->v_head;
-        RA__NAME(decode_fold_scores)(rows + h, &y, own);
-        if (keys->whole) RA__NAME(decode_close)(rows + h);
+        RA__NAME(decode_fold_alone)(rows + h, &y, own, keys->whole);
         first = h + 1;
     }
 }
@@ -3955,18 +4041,20 @@ RA__ISA_STATIC void RA__NAME(decode_fold)(ra__decode_rows *rows, const ra__decod
         if (keys->seen) RA__NAME(decode_fold_keys)(rows, keys);
 }
 
-RA__ISA_STATIC void RA__NAME(decode_load)(const ra__decode_rows *rows, int32_t r, const void *src,
+RA__ISA_STATIC void RA__NAME(decode_load)(ra__decode_rows *rows, int32_t r, const void *src,
                                           float factor) {
-    int32_t dim = rows->d->k_dim, dtype = rows->d->q_dtype, d = 0;
+    const int32_t dim = rows->d->k_dim, dtype = rows->d->q_dtype;
+    const int32_t step = RA__NAME(decode_step)(rows);
+    int32_t d = 0;
     float *to = rows->q + r * RA__CHUNK;
     const uint8_t *from = (const uint8_t *)src;
-    for (; dtype == RA_F32 && dim - d >= RA__CHUNK; d += RA__CHUNK, to += 4 * RA__CHUNK) {
+    for (; dtype == RA_F32 && dim - d >= RA__CHUNK; d += RA__CHUNK, to += step) {
         RA__FLOATS x[2];
         RA__NAME(load_chunk)(x, from, d, RA_F32);
         RA__NAME(store)(to, x[0] * RA__NAME(set)(factor));
         RA__NAME(store)(to + RA__WIDTH, x[1] * RA__NAME(set)(factor));
     }
-    for (; d < dim; d += RA__CHUNK, to += 4 * RA__CHUNK) {
+    for (; d < dim; d += RA__CHUNK, to += step) {
         RA__FLOATS x[2];
         if (dim - d < RA__CHUNK || dtype != RA_F32)
             RA__NAME(load_last_chunk)(x, from, d, dim, dtype);
@@ -3974,31 +4062,12 @@ RA__ISA_STATIC void RA__NAME(decode_load)(const ra__decode_rows *rows, int32_t r
         RA__NAME(store)(to, x[0] * RA__NAME(set)(factor));
         RA__NAME(store)(to + RA__WIDTH, x[1] * RA__NAME(set)(factor));
     }
-    for (d = 0; d < rows->d->v_dim && rows->one_row; d += RA__CHUNK) {
-        RA__NAME(store)(rows->acc + 4 * d, RA__NAME(set)(0.0f));
-        RA__NAME(store)(rows->acc + 4 * d + RA__WIDTH, RA__NAME(set)(0.0f));
-    }
-}
-
-RA__ISA_STATIC void RA__NAME(decode_store)(const ra__decode_rows *rows, int32_t r, void *dst,
-                                           float factor) {
-    int32_t dim = rows->d->v_dim, dtype = rows->d->o_dtype, size = dtype == RA_F32 ? 4 : 2;
-    const RA__FLOATS by = RA__NAME(set)(factor);
-    for (int32_t d = 0; d < dim; d += RA__CHUNK) {
-        const float *from = rows->acc + 4 * d + r * RA__CHUNK;
-        float line[RA__CHUNK], *to = line;
-        const int32_t whole = dtype == RA_F32 && dim - d >= RA__CHUNK;
-        if (whole) to = (float *)dst + d;
-        RA__NAME(store)(to, RA__NAME(load)(from) * by);
-        RA__NAME(store)(to + RA__WIDTH, RA__NAME(load)(from + RA__WIDTH) * by);
-        if (!whole)
-            RA__NAME(write_row)((uint8_t *)dst + (int64_t)d * size, line, dtype,
-                                dim - d < RA__CHUNK ? dim - d : RA__CHUNK);
-    }
+    if (rows->one_row && !rows->o) RA__NAME(decode_clear)(rows);
 }
 
 /* Sums are in units of 2^m. A row without keys has l = 0. */
 RA__ISA_STATIC void RA__NAME(decode_merge)(ra__decode_rows *rows, const float *other) {
+    const int32_t step = RA__NAME(decode_step)(rows);
     float l[RA__WIDTH];
     for (int32_t r = 0; r < 4; r++) {
         int32_t fresh = rows->l[r] == 0.0f;
@@ -4010,9 +4079,9 @@ RA__ISA_STATIC void RA__NAME(decode_merge)(ra__decode_rows *rows, const float *o
                            RA__NAME(hold)(RA__NAME(set)(other[4 + r]) * b));
         rows->l[r] = fresh ? other[4 + r] : l[0];
         for (int32_t i = r; i < 16; i += 4) rows->m[i] = top;
-        for (int32_t d = 0; d < rows->d->v_dim; d += RA__CHUNK)
+        for (int32_t d = 0, from = r * RA__CHUNK; d < rows->d->v_dim; d += RA__CHUNK, from += step)
             for (int32_t i = 0; i < RA__CHUNK; i += RA__WIDTH) {
-                int32_t at = 4 * d + r * RA__CHUNK + i;
+                const int32_t at = from + i;
                 RA__FLOATS x = RA__NAME(load)(other + 8 + at);
                 if (!fresh)
                     x = RA__NAME(hold)(RA__NAME(load)(rows->acc + at) * a) + RA__NAME(hold)(x * b);
@@ -5823,7 +5892,7 @@ RA__BF_STATIC void ra__decode_fold_bf16(ra__decode_rows *rows, const ra__decode_
 }
 
 /* Loads a row of Q. It is not scaled: the factor is in `rows`. */
-RA__BF_STATIC void ra__decode_load_bf16(const ra__decode_rows *rows, int32_t r, const void *src,
+RA__BF_STATIC void ra__decode_load_bf16(ra__decode_rows *rows, int32_t r, const void *src,
                                         float factor) {
     const int32_t dim = rows->d->k_dim;
     const uint8_t *from = (const uint8_t *)src;
@@ -6638,7 +6707,7 @@ RA__Q8_INLINE void ra__q8_digits(ra__q8_queries *q, int32_t r, const float *x, f
 }
 
 /* Row r of q in digits. A row with a NaN or an infinity has NaN for its unit. */
-RA__Q8_STATIC void ra__decode_load_q8(const ra__decode_rows *rows, int32_t r, const void *src,
+RA__Q8_STATIC void ra__decode_load_q8(ra__decode_rows *rows, int32_t r, const void *src,
                                       float factor) {
     const int32_t dim = rows->d->k_dim, dtype = rows->d->q_dtype, size = dtype == RA_F32 ? 4 : 2;
     const uint8_t *from = (const uint8_t *)src;
@@ -11362,6 +11431,8 @@ typedef struct ra__decode {
     int64_t last_row;                  /* of the keys */
     ra__stream ahead[2];               /* over K and V, but for `at` */
     int64_t rows_ahead[2];             /* rows from those computed to those prefetched */
+    int32_t one_row;                   /* as in few, of the sequence */
+    int32_t direct;                    /* 1: few have o */
     int32_t lean;                      /* 1: one row, and keys that caches may hold */
     int32_t group;                     /* query heads per kv head */
     int32_t modifies;                  /* 1: scores of some row may be more than dot products */
@@ -11414,9 +11485,11 @@ RA__INLINE int64_t ra__slot_floats(const ra_desc *d) {
     return RA__DECODE_ROWS * (2 + ra__round_up(d->v_dim, RA__DECODE_DIMS));
 }
 
-static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__decode *x) {
-    const int64_t k = ra__round_up(d->k_dim, RA__DECODE_DIMS) * RA__DECODE_ROWS;
-    const int64_t v = ra__round_up(d->v_dim, RA__DECODE_DIMS) * RA__DECODE_ROWS;
+/* rows: of a four, 1 if there is only one row and the kernel knows one_row. */
+static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, int64_t rows,
+                             ra__decode *x) {
+    const int64_t k = ra__round_up(d->k_dim, RA__DECODE_DIMS) * rows;
+    const int64_t v = ra__round_up(d->v_dim, RA__DECODE_DIMS) * rows;
     const int64_t pairs = d->tokens * (d->q_heads / d->kv_heads);
     x->heads = heads;
     x->fours = (int32_t)ra__ceil_div(ra__min(pairs, RA__DECODE_PAIRS), RA__DECODE_ROWS);
@@ -11438,11 +11511,22 @@ static void ra__decode_carve(ra__arena *a, const ra_desc *d, int32_t heads, ra__
     }
 }
 
-static int64_t ra__decode_bytes(const ra_desc *d, int32_t heads) {
+static int64_t ra__decode_bytes_of(const ra_desc *d, int32_t heads, int64_t rows) {
     ra__arena a = { NULL, 0 };
     ra__decode x;
-    ra__decode_carve(&a, d, heads, &x);
+    ra__decode_carve(&a, d, heads, rows, &x);
     return a.used;
+}
+
+/* Enough for every number of rows. */
+static int64_t ra__decode_bytes(const ra_desc *d, int32_t heads) {
+    return ra__decode_bytes_of(d, heads, RA__DECODE_ROWS);
+}
+
+/* Rows of a four of this call in memory. */
+RA__INLINE int32_t ra__decode_rows_of(const ra__local *c) {
+    return c->w.kernel->decode_unit == RA__DECODE_UNIT && c->d.tokens == 1 &&
+                   c->d.q_heads == c->d.kv_heads ? 1 : RA__DECODE_ROWS;
 }
 
 /* Bytes of the sums of all parts of all sequences, where several threads share out keys: enough for
@@ -11500,19 +11584,39 @@ static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t h
     }
 }
 
+/* Query and empty state of the only row of kv head `head` of the task. */
+static void ra__decode_load_row(const ra__local *c, ra__decode *x, int32_t head) {
+    ra__decode_rows *f = &x->few[head];
+    const ra__view q = ra__view_at(c->w.q, x->sequence, 0, x->head + head);
+    memset(f->m, 0, sizeof f->m);
+    memset(f->block_l, 0, sizeof f->block_l);
+    memset(f->l, 0, sizeof f->l);
+    f->m[0] = f->m[4] = f->m[8] = f->m[12] = ra__neg_inf();
+    f->o = NULL;
+    if (x->direct)
+        f->o = ra__view_floats(ra__view_at(c->w.o, x->sequence, 0, x->head + head));
+    f->has_keys = f->modified = 0;
+    f->count = f->one_row = 1;
+    f->factor = x->factor;
+    if (x->modifies) ra__decode_scores(c, x, head, 0, f);
+    c->w.kernel->decode_load(f, 0, q.data, f->factor);
+}
+
 /* Queries and empty state of up to 4 pairs from `pair` on, of kv head `head` of the task. */
 static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t pair) {
     ra__decode_rows *f = &x->few[head * x->step + pair / RA__DECODE_ROWS];
     size_t wide = (size_t)ra__round_up(c->d.k_dim, RA__DECODE_DIMS) * sizeof(float);
     f->count = (int32_t)ra__min(x->pairs - pair, RA__DECODE_ROWS);
-    f->one_row = x->pairs == 1 && c->w.kernel->decode_unit == RA__DECODE_UNIT;
-    if (f->count < RA__DECODE_ROWS && !f->one_row) memset(f->q, 0, RA__DECODE_ROWS * wide);
+    f->one_row = 0;
+    f->o = NULL;
+    if (f->count < RA__DECODE_ROWS) memset(f->q, 0, RA__DECODE_ROWS * wide);
     wide = (size_t)ra__round_up(c->d.v_dim, RA__DECODE_DIMS) * sizeof(float);
-    if (!f->one_row) memset(f->acc, 0, RA__DECODE_ROWS * wide);
+    memset(f->acc, 0, RA__DECODE_ROWS * wide);
+    memset(f->m, 0, sizeof f->m);
     memset(f->block_l, 0, sizeof f->block_l);
     memset(f->l, 0, sizeof f->l);
-    for (int32_t i = 0; i < RA__DECODE_ROWS; i++)
-        f->m[i] = f->m[i + 4] = f->m[i + 8] = f->m[i + 12] = i < f->count ? ra__neg_inf() : 0.0f;
+    for (int32_t i = 0; i < f->count; i++)
+        f->m[i] = f->m[i + 4] = f->m[i + 8] = f->m[i + 12] = ra__neg_inf();
     f->has_keys = f->modified = 0;
     f->factor = x->factor;
     if (x->modifies) ra__decode_scores(c, x, head, pair, f);
@@ -11524,6 +11628,25 @@ static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int
     }
 }
 
+/* 1 if the kernel may write O of the task: one row reads one stretch.
+ * PERF: sums that keys would push out of the level 1 cache are neither cleared nor stored. Zen 5,
+ * f32, 16 keys, beside a plain loop at -Ofast -march=native, with sums of one row side by side: 8
+ * heads of D 64 0.91 -> 1.05 of its speed, of D 128 0.82 -> 0.99, 32 of D 128 0.90 -> 1.12. */
+static int ra__decode_direct(const ra__local *c, const ra__decode *x, int64_t blocks) {
+    return x->one_row && x->lean && x->parts == 1 && blocks == 1 && !c->w.lse.data &&
+           !(c->d.scores & RA_SCORE_SINKS) && c->d.o_dtype == RA_F32 &&
+           c->d.v_dim % RA__DECODE_DIMS == 0;
+}
+
+/* The kernel shall sum in acc after all. */
+static void ra__decode_indirect(const ra__local *c, ra__decode *x) {
+    for (int32_t h = 0; h < x->count && x->direct; h++) {
+        x->few[h].o = NULL;
+        memset(x->few[h].acc, 0, (size_t)c->d.v_dim * sizeof(float));
+    }
+    x->direct = 0;
+}
+
 /* O and LSE of a pair of kv head `head` of the task, from row pair % RA__DECODE_ROWS of f. */
 static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t head, int32_t pair,
                              const ra__decode_rows *f) {
@@ -11531,7 +11654,9 @@ static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t he
     const float *sink = c->d.scores & RA_SCORE_SINKS ? c->w.t->sinks + q_head : NULL;
     const uint8_t *o = ra__view_at(c->w.o, x->sequence, x->row[pair], q_head).data;
     int32_t r = pair % RA__DECODE_ROWS;
-    float sum, factor = ra__row_finish(f->m[r], f->l[r], sink, c->w.lse.data ? &sum : NULL);
+    const int plain = !sink && !c->w.lse.data && f->l[r] != 0.0f; /* as ra__row_finish */
+    float sum = 0.0f, factor = plain ? 1.0f / f->l[r] : 0.0f;
+    if (!plain) factor = ra__row_finish(f->m[r], f->l[r], sink, c->w.lse.data ? &sum : NULL);
     c->w.kernel->decode_store(f, r, (void *)(uintptr_t)o, factor);
     if (!c->w.lse.data) return;
     memcpy((void *)(uintptr_t)ra__view_at(c->w.lse, x->sequence, x->row[pair], q_head).data, &sum,
@@ -11697,6 +11822,7 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     if (!ra__decode_sees(x, s, pos)) return;
     if ((c->d.scores & RA_SCORE_BIAS) && !ra__decode_hide(c, x, (int32_t)s->rows)) return;
     x->keys = ra__decode_keys_of(x, s);
+    if (x->keys != RA_BLOCK_TOKENS) ra__decode_indirect(c, x);
     for (int32_t j = 0; j < s->rows; j += x->keys)
         for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
             ra__decode_keys *t = &x->stretch[j / x->keys][g];
@@ -11726,6 +11852,7 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     x->rows = (int32_t)ra__q_len(&c->d, x->sequence);
     x->pairs = x->rows * group;
     x->step = (int32_t)ra__ceil_div(x->pairs, RA__DECODE_ROWS);
+    x->one_row = x->pairs == 1 && c->w.kernel->decode_unit == RA__DECODE_UNIT;
     for (int32_t i = 0; i < x->rows; i++) ra__decode_row(c, x, i);
     x->group = group;
     for (int32_t i = 0; i < x->pairs; i++) {
@@ -11753,18 +11880,22 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
                              ra__min(ra__part_of(x->first), limit - 1));
 }
 
+/* Bytes of the sums of a four. */
+RA__INLINE size_t ra__slot_sums(const ra__decode_rows *f) {
+    const int64_t dims = ra__round_up(f->d->v_dim, RA__DECODE_DIMS);
+    return (size_t)(f->one_row ? dims : RA__DECODE_ROWS * dims) * sizeof(float);
+}
+
 /* Sums of a four from and to a slot. */
 static void ra__slot_load(ra__decode_rows *f, const float *slot) {
     memcpy(f->l, slot + RA__DECODE_ROWS, sizeof f->l);
     for (int32_t i = 0; i < 16; i++) f->m[i] = slot[i % RA__DECODE_ROWS];
-    memcpy(f->acc, slot + 2 * RA__DECODE_ROWS,
-           (size_t)(ra__slot_floats(f->d) - 2 * RA__DECODE_ROWS) * sizeof *slot);
+    memcpy(f->acc, slot + 2 * RA__DECODE_ROWS, ra__slot_sums(f));
 }
 static void ra__slot_save(const ra__decode_rows *f, float *slot) {
     memcpy(slot, f->m, RA__DECODE_ROWS * sizeof *slot);
     memcpy(slot + RA__DECODE_ROWS, f->l, sizeof f->l);
-    memcpy(slot + 2 * RA__DECODE_ROWS, f->acc,
-           (size_t)(ra__slot_floats(f->d) - 2 * RA__DECODE_ROWS) * sizeof *slot);
+    memcpy(slot + 2 * RA__DECODE_ROWS, f->acc, ra__slot_sums(f));
 }
 
 /* Slot of a part, kv head and four among those of all threads. */
@@ -11779,6 +11910,8 @@ static float *ra__slot_at(const ra__local *c, const ra__decode *x, float *slots,
  * before. */
 static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
     const int last = x->parts == 1 || (!slots && x->part + 1 == x->parts);
+    if (x->direct && !x->few->o) return;
+    ra__decode_indirect(c, x);
     for (int32_t h = 0; h < x->count; h++) {
         for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs && x->parts > 1; g++) {
             ra__decode_rows *f = &x->few[h * x->step + g];
@@ -11813,7 +11946,9 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
         kv[i] = ra__view_at(c->kv[i], x->paged.table ? 0 : x->sequence, 0, x->head);
     if (c->d.v_in_k) kv[1].data += ra__row_bytes(c->d.k_dtype, c->d.v_column);
     if (!x->lean && tokens > x->keys) ra__decode_streams(x, kv);
-    for (int32_t h = 0; h < x->count; h++)
+    x->direct = ra__decode_direct(c, x, to - from);
+    for (int32_t h = 0; h < x->count && x->one_row; h++) ra__decode_load_row(c, x, h);
+    for (int32_t h = 0; h < x->count && !x->one_row; h++)
         for (int32_t i = 0; i < x->pairs; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i);
     for (int64_t i = from; i < to; i++) {
         (void)ra__side_block(&c->k_side, x->sequence, tokens, i, &block);
@@ -11829,6 +11964,7 @@ static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
         ra__decode_begin(c, x);
         for (x->head = 0; x->head < c->d.kv_heads && x->parts > 1; x->head++) {
             for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
+                x->few[g].one_row = x->one_row;
                 ra__slot_load(&x->few[g], ra__slot_at(c, x, slots, 0, x->head, g));
                 for (int32_t i = 1; i < x->parts; i++)
                     c->w.kernel->decode_merge(&x->few[g], ra__slot_at(c, x, slots, i, x->head, g));
@@ -11884,7 +12020,7 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     ra__decode x;
     int64_t n = INT64_MAX, from = 0, to = n;
     a.base = memory;
-    ra__decode_carve(&a, &c->d, heads, &x);
+    ra__decode_carve(&a, &c->d, heads, ra__decode_rows_of(c), &x);
     if (!ra__local_beside(c)) x.heads = 1;
     x.modifies = c->d.softcap != 0.0f || (c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) != 0;
     x.factor = ra__q_factor(&c->d);
@@ -11948,14 +12084,13 @@ RA__NOINLINE void ra__local_on_stack(const ra__local *c, int decode) {
     else ra__local_run(c, 1, (uint8_t *)at, 0, 1);
 }
 
-/* With as many kv heads at once as fit, at least one. */
-RA__NOINLINE void ra__decode_on_stack(const ra__local *c) {
+/* With as many kv heads at once as surely fit; `bytes` of one do. */
+RA__NOINLINE void ra__decode_on_stack(const ra__local *c, int64_t bytes) {
     uint8_t memory[RA__STACK_DECODE + 64];
     uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
-    int32_t heads = ra__decode_heads(&c->d, 1);
+    const int64_t heads = ra__decode_heads(&c->d, 1);
     const int who[2] = { 0, 1 };
-    while (heads > 1 && ra__decode_bytes(&c->d, heads) > RA__STACK_DECODE) heads--;
-    ra__decode_run(c, heads, (uint8_t *)at, NULL, who);
+    ra__decode_run(c, (int32_t)ra__min(heads, RA__STACK_DECODE / bytes), (uint8_t *)at, NULL, who);
 }
 
 /* Pages of all keys. */
@@ -11978,11 +12113,13 @@ static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes,
     if (!workspace) {
         if (who[1] > 1)
             return ra__refuse(e, RA_E_NULL, "workspace", "is required for # threads", who[1]);
-        if ((decode ? ra__decode_bytes(&c->d, 1) : ra__scratch_bytes(&c->d, 1)) > RA__STACK_BYTES)
+        need = decode ? ra__decode_bytes_of(&c->d, 1, ra__decode_rows_of(c))
+                      : ra__scratch_bytes(&c->d, 1);
+        if (need > RA__STACK_BYTES)
             return ra__refuse(e, RA_E_WORKSPACE, "k_dim",
                               "rows of # elements do not fit on the stack: give a workspace",
                               c->d.k_dim);
-        if (decode && ra__decode_bytes(&c->d, 1) <= RA__STACK_DECODE) ra__decode_on_stack(c);
+        if (decode && need <= RA__STACK_DECODE) ra__decode_on_stack(c, need);
         else ra__local_on_stack(c, decode);
         return RA_OK;
     }
@@ -12102,8 +12239,10 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     c.kv[0] = ra__view_packed((const uint8_t *)k, n_kv_heads, head_dim, RA_F32);
     c.kv[1] = ra__view_packed((const uint8_t *)v, n_kv_heads, head_dim, RA_F32);
     c.w.acc = c.w.o;
-    if (ra__decodes(&c.d) && ra__decode_bytes(&c.d, 1) <= RA__STACK_DECODE) ra__decode_on_stack(&c);
-    else ra__local_on_stack(&c, ra__decodes(&c.d));
+    const int decode = ra__decodes(&c.d);
+    const int64_t bytes = decode ? ra__decode_bytes_of(&c.d, 1, ra__decode_rows_of(&c)) : 0;
+    if (decode && bytes <= RA__STACK_DECODE) ra__decode_on_stack(&c, bytes);
+    else ra__local_on_stack(&c, decode);
     return RA_OK;
 }
 
