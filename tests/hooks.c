@@ -316,3 +316,11 @@ void hook_cache_work(ra_cache *c, int64_t *work)
     c->tile_kernel = &watched_tile;
     c->decode_kernel = &watched_decode;
 }
+
+void hook_merge(int32_t isa, float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
+                int32_t dim)
+{
+    ra_desc d = ra_desc_make(1, 1, dim, RA_BF16, RA_MASK_NONE);
+    d.isa = isa;
+    ra__kernel_of(&d)->merge(o, lse, o2, lse2, rows, dim);
+}

@@ -100,4 +100,8 @@ void hook_post_unheard(const ra_transport *net, ra_transport_op *op);
  * of the form of decoding. One cache at a time. */
 void hook_cache_work(ra_cache *c, int64_t *work);
 
+/* ra_merge by the kernel of an instruction set that this machine has. */
+void hook_merge(int32_t isa, float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
+                int32_t dim);
+
 #endif

@@ -1,8 +1,9 @@
 /* ra_step and ra_infer_step. Proves that one step is a bounded amount of work for any length of
  * sequence, counted in tiles and in loaded panels, or by what the kernels of a cache do, that the
  * next step of any thread continues an unfinished one, and that no bit of the outputs depends on
- * that. */
+ * that; and that the merges of those steps are right. */
 #include "hooks.h"
+#include <math.h>
 
 enum { STEP_WORK = 1 << 26, PANELS = 16 };     /* as ra_step says; most panels of a task */
 
@@ -418,9 +419,94 @@ TEST(cache_cancel_and_deadline)
     }
 }
 
+/* -------------------------------------------------------------------------- merges */
+enum { MERGED = 21, WIDEST = 130 };    /* most rows and dims of a case */
+typedef struct side { float o[MERGED * WIDEST], lse[MERGED]; } side;
+
+/* LSE of both sides: far apart, equal, next to one another, or -inf on one side or both. */
+static void merged_lse(h_rng *r, float *a, float *b)
+{
+    const int64_t reach = h_one_in(r, 4) ? 2000000 : 20000;    /* exp underflows beyond 745 */
+    *a = (float)h_range(r, -reach, reach) * 1e-3f;
+    *b = h_one_in(r, 4) ? *a : *a + (float)h_range(r, -reach, reach) * 1e-3f;
+    if (h_one_in(r, 6)) *a = -INFINITY;
+    if (h_one_in(r, 6)) *b = -INFINITY;
+}
+
+/* Random sides. What a side of LSE -inf holds is never read. */
+static void merged_fill(h_rng *r, side *x, side *y, int64_t rows, int32_t dim)
+{
+    for (int64_t i = 0; i < rows; i++) {
+        merged_lse(r, &x->lse[i], &y->lse[i]);
+        for (int32_t j = 0; j < dim; j++) {
+            const int64_t at = i * dim + j;
+            x->o[at] = isinf(x->lse[i]) ? NAN : h_normal(r);
+            y->o[at] = isinf(y->lse[i]) ? NAN : h_normal(r);
+        }
+    }
+}
+
+/* Element `at` of row i, or its LSE if at is -1, in double precision. */
+static double merged_exactly(const side *x, const side *y, int64_t i, int64_t at)
+{
+    const double a = (double)x->lse[i], b = (double)y->lse[i], hi = a > b ? a : b;
+    const double p = isinf(a) ? 0 : exp(a - hi), q = isinf(b) ? 0 : exp(b - hi);
+    double sum = 0;
+    if (p + q == 0) return at < 0 ? -INFINITY : 0;
+    if (at < 0) return hi + log(p + q);
+    if (p > 0) sum += p / (p + q) * (double)x->o[at];
+    if (q > 0) sum += q / (p + q) * (double)y->o[at];
+    return sum;
+}
+
+/* Rounded once, after a few roundings in double precision. */
+static int merged_right(float got, double want)
+{
+    if (isinf(want)) return isinf(got) && got < 0;
+    return fabs((double)got - want) <= 6.1e-8 * fabs(want) + 1e-14;
+}
+
+/* x and y merged by `isa`: right, with the bits of ra_merge, and with those of y and x merged. */
+static void merge_once(int32_t isa, const side *x, const side *y, int64_t rows, int32_t dim)
+{
+    const size_t bytes = (size_t)(rows * dim) * sizeof(float);
+    side a = *x, b = *y, plain = *x;
+    int wrong = 0;
+    hook_merge(isa, a.o, a.lse, y->o, y->lse, rows, dim);
+    hook_merge(isa, b.o, b.lse, x->o, x->lse, rows, dim);
+    ra_merge(plain.o, plain.lse, y->o, y->lse, rows, dim);
+    for (int64_t i = 0; i < rows; i++) {
+        int right = merged_right(a.lse[i], merged_exactly(x, y, i, -1));
+        h_sound(&wrong, right, "LSE is right", __FILE__, __LINE__);
+        for (int64_t at = i * dim; at < (i + 1) * dim; at++) {
+            right = merged_right(a.o[at], merged_exactly(x, y, i, at));
+            h_sound(&wrong, right, "O is right", __FILE__, __LINE__);
+        }
+    }
+    CHECK_BITS(a.o, plain.o, bytes);
+    CHECK_BITS(a.o, b.o, bytes);
+    CHECK_BITS(a.lse, plain.lse, (size_t)rows * sizeof(float));
+    CHECK_BITS(a.lse, b.lse, (size_t)rows * sizeof(float));
+}
+
+TEST(merges_of_every_isa)
+{
+    static const int32_t dims[] = { 1, 3, 8, 15, 16, 17, 31, 33, 64, 80, 127, 128, WIDEST };
+    static side x, y;
+    for (int64_t i = 0; i < 400; i++) {
+        if (!h_case(i)) continue;
+        h_rng r = h_case_rng(i);
+        const int32_t dim = dims[h_range(&r, 0, 12)];
+        const int64_t rows = h_range(&r, 1, MERGED);
+        merged_fill(&r, &x, &y, rows, dim);
+        for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++)
+            if (ra_isa_available(isa)) merge_once(isa, &x, &y, rows, dim);
+    }
+}
+
 static const h_test tests[] = {
-    ENTRY(steps_are_bounded), ENTRY(rows_are_bounded), ENTRY(cancel_and_deadline),
-    ENTRY(another_thread_goes_on), ENTRY(unseen_chunks_cost_no_rows),
+    ENTRY(merges_of_every_isa), ENTRY(steps_are_bounded), ENTRY(rows_are_bounded),
+    ENTRY(cancel_and_deadline), ENTRY(another_thread_goes_on), ENTRY(unseen_chunks_cost_no_rows),
     ENTRY(cache_steps_are_bounded), ENTRY(cache_empty_lanes_are_work),
     ENTRY(cache_cancel_and_deadline)
 };
