@@ -8567,28 +8567,12 @@ typedef struct ra__work {
     int32_t queries_kept;              /* 1: the panels of the only task hold its queries */
 } ra__work;
 
-/* One thing that a caller may get wrong, and what to say then ('#': value). */
-typedef struct ra__rule {
-    int broken;
-    ra_status status;
-    const char *field, *text;
-    int64_t value;
-} ra__rule;
-
-/* Where every call passes, rules are statements instead of a table: the first that is broken is
- * refused. PERF: each is one test; gcc 12 stores a table although all of its rules hold. */
+/* Checks of a struct: the first rule that is broken is refused, as '#' with its value. PERF: rules
+ * are statements, each one test; gcc 12 stores a table of them although all hold. */
 typedef struct ra__checks { ra_error *e; ra_status status; } ra__checks;
 RA__INLINE void ra__refuse_if(ra__checks *x, int broken, ra_status status, const char *field,
                               const char *text, int64_t value) {
     if (!x->status && broken) x->status = ra__refuse(x->e, status, field, text, value);
-}
-
-/* Refuses the first rule of a table that is broken. */
-RA__INLINE ra_status ra__check_rules(const ra__rule *rule, size_t n, ra_error *e) {
-    RA__UNROLL for (size_t i = 0; i < n; i++)
-        if (rule[i].broken)
-            return ra__refuse(e, rule[i].status, rule[i].field, rule[i].text, rule[i].value);
-    return RA_OK;
 }
 
 /* An allocator has both of its callbacks or neither. */
@@ -15679,67 +15663,68 @@ enum { RA__TP_CAPS = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_LOAN | RA_CAP_
 #define RA__TP_MAX_MSG ((size_t)1 << 30)
 
 static ra_status ra__tp_check_numbers(const ra_transport *t, ra_error *e) {
-    const ra__rule rules[] = {
-        { t->size < RA__TP_SIZE_V1 || t->size > RA__TP_SIZE_MAX, RA_E_ABI, "transport.size",
-          "must be sizeof(ra_transport), is #: was it set?", (int64_t)t->size },
-        { t->abi != RA_TRANSPORT_ABI, RA_E_ABI, "transport.abi",
-          "must be RA_TRANSPORT_ABI, which is 1 here, is #", (int64_t)t->abi },
-        { (t->caps & ~(uint32_t)RA__TP_CAPS) != 0, RA_E_ENUM, "transport.caps",
-          "has bits that are not RA_CAP_*: #", (int64_t)t->caps },
-        { t->channels > 64, RA_E_RANGE, "transport.channels", "must be 0 (1) to 64, is #",
-          (int64_t)t->channels },
-        { t->tag_bits > 64, RA_E_RANGE, "transport.tag_bits", "must be 0 (15) to 64, is #",
-          (int64_t)t->tag_bits },
-        { t->max_ops == 1, RA_E_RANGE, "transport.max_ops",
-          "must be 0 (2) or at least 2, for a send and a receive; is #", 1 },
-        { t->align > 4096 || (t->align & (t->align - 1)), RA_E_RANGE, "transport.align",
-          "must be 0 (64) or a power of two up to 4096, is #", (int64_t)t->align },
-    };
-    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, t->size < RA__TP_SIZE_V1 || t->size > RA__TP_SIZE_MAX, RA_E_ABI,
+                  "transport.size", "must be sizeof(ra_transport), is #: was it set?",
+                  (int64_t)t->size);
+    ra__refuse_if(&x, t->abi != RA_TRANSPORT_ABI, RA_E_ABI, "transport.abi",
+                  "must be RA_TRANSPORT_ABI, which is 1 here, is #", (int64_t)t->abi);
+    ra__refuse_if(&x, (t->caps & ~(uint32_t)RA__TP_CAPS) != 0, RA_E_ENUM, "transport.caps",
+                  "has bits that are not RA_CAP_*: #", (int64_t)t->caps);
+    ra__refuse_if(&x, t->channels > 64, RA_E_RANGE, "transport.channels",
+                  "must be 0 (1) to 64, is #", (int64_t)t->channels);
+    ra__refuse_if(&x, t->tag_bits > 64, RA_E_RANGE, "transport.tag_bits",
+                  "must be 0 (15) to 64, is #", (int64_t)t->tag_bits);
+    ra__refuse_if(&x, t->max_ops == 1, RA_E_RANGE, "transport.max_ops",
+                  "must be 0 (2) or at least 2, for a send and a receive; is #", 1);
+    ra__refuse_if(&x, t->align > 4096 || (t->align & (t->align - 1)), RA_E_RANGE, "transport.align",
+                  "must be 0 (64) or a power of two up to 4096, is #", (int64_t)t->align);
+    return x.status;
 }
 
 /* Callbacks and properties that need another one. */
 static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
     const int shared = (t->caps & RA_CAP_SHARED) != 0;
     const int64_t caps = (int64_t)t->caps;
-    const ra__rule rules[] = {
-        { !t->sendrecv && !t->post, RA_E_TRANSPORT, "transport.sendrecv",
-          "is null and so is post: set one of them", 0 },
-        { t->post && !t->poll, RA_E_TRANSPORT, "transport.poll", "is null, but post needs it", 0 },
-        { t->reg && !t->dereg, RA_E_TRANSPORT, "transport.dereg", "is null, but reg needs it", 0 },
-        { (t->caps & RA_CAP_LOAN) && !t->release, RA_E_TRANSPORT, "transport.release",
-          "is null, but caps (#) has RA_CAP_LOAN", caps },
-        { shared && !t->post, RA_E_TRANSPORT, "transport.post",
-          "is null, but caps (#) has RA_CAP_SHARED", caps },
-        { shared && !t->quiesce, RA_E_TRANSPORT, "transport.quiesce",
-          "is null, but caps (#) has RA_CAP_SHARED", caps },
-        { shared && !(t->caps & RA_CAP_ANY_PEER), RA_E_TRANSPORT, "transport.caps",
-          "is #: RA_CAP_SHARED needs RA_CAP_ANY_PEER", caps },
-        { shared && t->channels < 2, RA_E_TRANSPORT, "transport.channels",
-          "is #: RA_CAP_SHARED needs at least 2 channels", (int64_t)t->channels },
-    };
-    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, !t->sendrecv && !t->post, RA_E_TRANSPORT, "transport.sendrecv",
+                  "is null and so is post: set one of them", 0);
+    ra__refuse_if(&x, t->post && !t->poll, RA_E_TRANSPORT, "transport.poll",
+                  "is null, but post needs it", 0);
+    ra__refuse_if(&x, t->reg && !t->dereg, RA_E_TRANSPORT, "transport.dereg",
+                  "is null, but reg needs it", 0);
+    ra__refuse_if(&x, (t->caps & RA_CAP_LOAN) && !t->release, RA_E_TRANSPORT, "transport.release",
+                  "is null, but caps (#) has RA_CAP_LOAN", caps);
+    ra__refuse_if(&x, shared && !t->post, RA_E_TRANSPORT, "transport.post",
+                  "is null, but caps (#) has RA_CAP_SHARED", caps);
+    ra__refuse_if(&x, shared && !t->quiesce, RA_E_TRANSPORT, "transport.quiesce",
+                  "is null, but caps (#) has RA_CAP_SHARED", caps);
+    ra__refuse_if(&x, shared && !(t->caps & RA_CAP_ANY_PEER), RA_E_TRANSPORT, "transport.caps",
+                  "is #: RA_CAP_SHARED needs RA_CAP_ANY_PEER", caps);
+    ra__refuse_if(&x, shared && t->channels < 2, RA_E_TRANSPORT, "transport.channels",
+                  "is #: RA_CAP_SHARED needs at least 2 channels", (int64_t)t->channels);
+    return x.status;
 }
 
 /* rank and ranks of the plan; chunk_bytes: the longest message that it sends. */
 static ra_status ra__tp_check_plan(const ra_transport *t, int32_t rank, int32_t ranks,
                                    int64_t chunk_bytes, ra_error *e) {
     const uint64_t max_msg = t->max_msg ? t->max_msg : RA__TP_MAX_MSG;
-    const ra__rule rules[] = {
-        { !t->ranks && t->rank, RA_E_UNSET, "transport.ranks",
-          "is 0, but transport.rank is #: set both or neither", t->rank },
-        { t->ranks && t->ranks != ranks, RA_E_TRANSPORT, "transport.ranks",
-          "is #, but the descriptor has another number of ranks", t->ranks },
-        { t->ranks && t->rank != rank, RA_E_TRANSPORT, "transport.rank",
-          "is #, but the plan is for another rank", t->rank },
-        { (t->caps & RA_CAP_SHARED) && (int64_t)t->max_ops < 2 * (int64_t)ranks + 2,
-          RA_E_TRANSPORT, "transport.max_ops", "is #: RA_CAP_SHARED needs at least 2 ranks + 2",
-          (int64_t)t->max_ops },
-        { ranks > 1 && chunk_bytes > 0 && (uint64_t)chunk_bytes > max_msg, RA_E_TRANSPORT,
-          "transport.max_msg",
-          "is less than the # bytes of a message of this plan: lower chunk_tokens", chunk_bytes },
-    };
-    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, !t->ranks && t->rank, RA_E_UNSET, "transport.ranks",
+                  "is 0, but transport.rank is #: set both or neither", t->rank);
+    ra__refuse_if(&x, t->ranks && t->ranks != ranks, RA_E_TRANSPORT, "transport.ranks",
+                  "is #, but the descriptor has another number of ranks", t->ranks);
+    ra__refuse_if(&x, t->ranks && t->rank != rank, RA_E_TRANSPORT, "transport.rank",
+                  "is #, but the plan is for another rank", t->rank);
+    ra__refuse_if(&x, (t->caps & RA_CAP_SHARED) && (int64_t)t->max_ops < 2 * (int64_t)ranks + 2,
+                  RA_E_TRANSPORT, "transport.max_ops",
+                  "is #: RA_CAP_SHARED needs at least 2 ranks + 2", (int64_t)t->max_ops);
+    ra__refuse_if(&x, ranks > 1 && chunk_bytes > 0 && (uint64_t)chunk_bytes > max_msg,
+                  RA_E_TRANSPORT, "transport.max_msg",
+                  "is less than the # bytes of a message of this plan: lower chunk_tokens",
+                  chunk_bytes);
+    return x.status;
 }
 
 static ra_status ra__tp_check(const ra_transport *t, int32_t rank, int32_t ranks,
@@ -15754,18 +15739,17 @@ static ra_status ra__tp_check(const ra_transport *t, int32_t rank, int32_t ranks
 
 /* What a backward pass needs of a transport: gradients return on a channel of their own. */
 static ra_status ra__tp_check_back(const ra_transport *t, const ra_plan *p, ra_error *e) {
-    const ra__rule rules[] = {
-        { t->post && t->channels < 2, RA_E_TRANSPORT, "transport.channels",
-          "is #; backward passes need at least 2", (int64_t)t->channels },
-        { t->post && t->max_ops < 3, RA_E_TRANSPORT, "transport.max_ops",
-          "is # (0: 2); backward passes need at least 3", (int64_t)t->max_ops },
-        { p->d.ranks > 2 && p->d.grad_return == RA_RETURN_DIRECT &&
-          !(t->caps & RA_CAP_ANY_PEER), RA_E_TRANSPORT, "transport.caps",
-          "# lacks RA_CAP_ANY_PEER: set grad_return of the plan to RA_RETURN_RING",
-          (int64_t)t->caps },
-    };
+    const int direct = p->d.ranks > 2 && p->d.grad_return == RA_RETURN_DIRECT;
+    ra__checks x = { e, RA_OK };
     if (!p->d.train || p->d.ranks < 2) return RA_OK;
-    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    ra__refuse_if(&x, t->post && t->channels < 2, RA_E_TRANSPORT, "transport.channels",
+                  "is #; backward passes need at least 2", (int64_t)t->channels);
+    ra__refuse_if(&x, t->post && t->max_ops < 3, RA_E_TRANSPORT, "transport.max_ops",
+                  "is # (0: 2); backward passes need at least 3", (int64_t)t->max_ops);
+    ra__refuse_if(&x, direct && !(t->caps & RA_CAP_ANY_PEER), RA_E_TRANSPORT, "transport.caps",
+                  "# lacks RA_CAP_ANY_PEER: set grad_return of the plan to RA_RETURN_RING",
+                  (int64_t)t->caps);
+    return x.status;
 }
 
 /* A copy with the defaults in place of zeros. t has passed ra__tp_check. What a later version
@@ -18438,18 +18422,14 @@ static ra_status ra__ring_step(ra_ring *r, int ith) {
 
 /* -------------------------------------------------------------------------- rings */
 static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
-    const ra__rule rules[] = {
-        { rd->watchdog_ns < 0, RA_E_RANGE, "ring.watchdog_ns", "# is negative", rd->watchdog_ns },
-        { rd->quiesce_ns < 0, RA_E_RANGE, "ring.quiesce_ns", "# is negative", rd->quiesce_ns },
-        { rd->trust_plans != 0 && rd->trust_plans != 1, RA_E_RANGE, "ring.trust_plans",
-          "must be 0 or 1, is #", rd->trust_plans },
-        { rd->checksums != 0 && rd->checksums != 1, RA_E_RANGE, "ring.checksums",
-          "must be 0 or 1, is #", rd->checksums },
-        { (uintptr_t)rd->workspace % 64 != 0, RA_E_ALIGN, "ring.workspace", "must be aligned to #",
-          64 },
-    };
-    ra_status s = ra__check_rules(rules, sizeof rules / sizeof *rules, e);
-    return s ? s : ra__check_allocator(&rd->allocator, "ring.allocator", e);
+    ra__checks x = { e, RA_OK };
+    ra__number(&x, "ring.watchdog_ns", rd->watchdog_ns, 0, INT64_MAX);
+    ra__number(&x, "ring.quiesce_ns", rd->quiesce_ns, 0, INT64_MAX);
+    ra__number(&x, "ring.trust_plans", rd->trust_plans, 0, 1);
+    ra__number(&x, "ring.checksums", rd->checksums, 0, 1);
+    ra__refuse_if(&x, (uintptr_t)rd->workspace % 64 != 0, RA_E_ALIGN, "ring.workspace",
+                  "must be aligned to #", 64);
+    return x.status ? x.status : ra__check_allocator(&rd->allocator, "ring.allocator", e);
 }
 
 /* Lays out the ring for a pass of a plan; RA_E_WORKSPACE if it does not fit. */
@@ -18564,25 +18544,23 @@ static ra_status ra__begin_check_job(ra_ring *r, const ra_job *job) {
     if (!job) return ra__refuse(e, RA_E_NULL, "job", "is required", 0);
     if (!p) return ra__refuse(e, RA_E_NULL, "job.plan", "is required", 0);
     const int64_t bytes = back ? p->back.chunk_bytes : p->forward.chunk_bytes;
-    const ra__rule rules[] = {
-        { !job->tensors, RA_E_NULL, "job.tensors", "is required", 0 },
-        { job->deadline_ns < 0, RA_E_RANGE, "job.deadline_ns", "# is negative", job->deadline_ns },
-        { job->pass != RA_PASS_FORWARD && !back, RA_E_ENUM, "job.pass", "# is not an RA_PASS_*",
-          job->pass },
-        { back && !p->d.train, RA_E_SHAPE, "job.pass", "backward needs train = 1, not #",
-          p->d.train },
-        { s != RA_OK, s, "ring", "has failed in its pass #: create a new one", r->pass },
-        { ra__load_i32(&r->crew.state) != RA_RING_IDLE, RA_E_BUSY, "ring", "is still in its pass #",
-          r->pass },
-        { r->survivor != NULL, RA_E_STATE, "ring", "has resumed pass #: create a new one",
-          r->pass },
-        { p->d.rank != r->rank || p->d.ranks != r->ranks, RA_E_SHAPE, "job.plan",
-          "is for rank # or another number of ranks, unlike the ring", p->d.rank },
-        { r->has_transport && bytes > (int64_t)r->tp.max_msg && !r->shared, RA_E_TRANSPORT,
-          "job.plan", "has chunks of # bytes, which exceed the transport's max_msg", bytes },
-    };
-    s = ra__check_rules(rules, sizeof rules / sizeof *rules, e);
-    return s || !r->has_transport || !back ? s : ra__tp_check_back(&r->tp, p, e);
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, !job->tensors, RA_E_NULL, "job.tensors", "is required", 0);
+    ra__number(&x, "job.deadline_ns", job->deadline_ns, 0, INT64_MAX);
+    ra__constant(&x, "job.pass", job->pass, 0, RA_PASS_BACKWARD);
+    ra__refuse_if(&x, back && !p->d.train, RA_E_SHAPE, "job.pass",
+                  "backward needs train = 1, not #", p->d.train);
+    ra__refuse_if(&x, s != RA_OK, s, "ring", "has failed in its pass #: create a new one", r->pass);
+    ra__refuse_if(&x, ra__load_i32(&r->crew.state) != RA_RING_IDLE, RA_E_BUSY, "ring",
+                  "is still in its pass #", r->pass);
+    ra__refuse_if(&x, r->survivor != NULL, RA_E_STATE, "ring",
+                  "has resumed pass #: create a new one", r->pass);
+    ra__refuse_if(&x, p->d.rank != r->rank || p->d.ranks != r->ranks, RA_E_SHAPE, "job.plan",
+                  "is for rank # or another number of ranks, unlike the ring", p->d.rank);
+    ra__refuse_if(&x, r->has_transport && bytes > (int64_t)r->tp.max_msg && !r->shared,
+                  RA_E_TRANSPORT, "job.plan",
+                  "has chunks of # bytes, which exceed the transport's max_msg", bytes);
+    return x.status || !r->has_transport || !back ? x.status : ra__tp_check_back(&r->tp, p, e);
 }
 
 /* Checks a job and its tensors. */
@@ -18593,21 +18571,21 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
     const ra_plan *p = job->plan;
     const ra_tensors *t = job->tensors;
     const int64_t rows[2] = { p->report.q_rows, p->report.k_rows };
-    const ra__rule rules[] = {
-        { ra__positions_set(&t->q_pos), RA_E_POSITIONS, "t.q_pos",
-          "must be {0}: layout.kind is #", p->d.layout.kind },
-        { ra__positions_set(&t->k_pos), RA_E_POSITIONS, "t.k_pos",
-          "must be {0}: layout.kind is #", p->d.layout.kind },
-    };
     s = ra__check_tensors(&p->d, t, rows, w, kv, e);
     if (!s) s = ra__check_outputs(&p->d, t, rows[0], w, e);
     if (!s) s = job->pass == RA_PASS_BACKWARD ? ra__begin_grads(r, p, t, e)
                                               : ra__check_forward(&p->d, t, rows, w, kv, e);
     if (s) return s;
-    if (p->d.layout.kind != RA_LAYOUT_ARRAY)
-        return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
-    s = ra__check_array(&p->d, &t->q_pos, rows[0], 0, e);
-    return s ? s : ra__check_array(&p->d, &t->k_pos, rows[1], 1, e);
+    if (p->d.layout.kind == RA_LAYOUT_ARRAY) {
+        s = ra__check_array(&p->d, &t->q_pos, rows[0], 0, e);
+        return s ? s : ra__check_array(&p->d, &t->k_pos, rows[1], 1, e);
+    }
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, ra__positions_set(&t->q_pos), RA_E_POSITIONS, "t.q_pos",
+                  "must be {0}: layout.kind is #", p->d.layout.kind);
+    ra__refuse_if(&x, ra__positions_set(&t->k_pos), RA_E_POSITIONS, "t.k_pos",
+                  "must be {0}: layout.kind is #", p->d.layout.kind);
+    return x.status;
 }
 
 /* Where the running state lives and what the tasks share. */
@@ -19874,30 +19852,33 @@ static ra_status ra__resume_check_transport(const ra_ring *r, const ra_resume_de
                                        ra__reports_size(r->earlier.plan)));
     ra_status s = rd->ranks > 1 ? ra__tp_check(t, me, rd->ranks, bytes, e) : RA_OK;
     if (s || rd->ranks == 1) return s;
-    const ra__rule rules[] = {
-        { !t->post, RA_E_TRANSPORT, "transport.post", "is null, but ra_resume needs it", 0 },
-        { rd->ranks > 2 && !(t->caps & RA_CAP_ANY_PEER), RA_E_TRANSPORT, "transport.caps",
-          "# lacks RA_CAP_ANY_PEER, which ra_resume needs", (int64_t)t->caps },
-        { t->channels < 2, RA_E_TRANSPORT, "transport.channels", "is #; ra_resume needs 2",
-          (int64_t)t->channels },
-        { (int64_t)t->max_ops < 2 * (int64_t)rd->ranks, RA_E_TRANSPORT, "transport.max_ops",
-          "is # (0: 2); ra_resume needs 2 for each rank", (int64_t)t->max_ops },
-    };
-    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, !t->post, RA_E_TRANSPORT, "transport.post", "is null, but ra_resume needs it",
+                  0);
+    ra__refuse_if(&x, rd->ranks > 2 && !(t->caps & RA_CAP_ANY_PEER), RA_E_TRANSPORT,
+                  "transport.caps", "# lacks RA_CAP_ANY_PEER, which ra_resume needs",
+                  (int64_t)t->caps);
+    ra__refuse_if(&x, t->channels < 2, RA_E_TRANSPORT, "transport.channels",
+                  "is #; ra_resume needs 2", (int64_t)t->channels);
+    ra__refuse_if(&x, (int64_t)t->max_ops < 2 * (int64_t)rd->ranks, RA_E_TRANSPORT,
+                  "transport.max_ops", "is # (0: 2); ra_resume needs 2 for each rank",
+                  (int64_t)t->max_ops);
+    return x.status;
 }
 
 static ra_status ra__resume_check_ring(const ra_ring *r, const ra_resume_desc *rd,
                                        int64_t deadline_ns, ra_error *e) {
-    const ra__rule rules[] = {
-        { !r->plan, RA_E_STATE, "ring", "has begun # passes: there is nothing to resume", 0 },
-        { deadline_ns < 0, RA_E_RANGE, "deadline_ns", "# is negative", deadline_ns },
-        { rd->epoch <= r->epoch || rd->epoch > RA__MOST_EPOCH, RA_E_RANGE, "resume.epoch",
-          "must be above that of the last attempt, and at most 4194303; is #", rd->epoch },
-        { rd->tensors_kept < 0 || rd->tensors_kept > 1, RA_E_RANGE, "resume.tensors_kept",
-          "must be 0 or 1, is #", rd->tensors_kept },
-        { r->ranks == 1, RA_E_UNSUPPORTED, "ring", "is of # rank: begin the pass anew", 1 },
-    };
-    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, !r->plan, RA_E_STATE, "ring",
+                  "has begun # passes: there is nothing to resume", 0);
+    ra__number(&x, "deadline_ns", deadline_ns, 0, INT64_MAX);
+    ra__refuse_if(&x, rd->epoch <= r->epoch || rd->epoch > RA__MOST_EPOCH, RA_E_RANGE,
+                  "resume.epoch",
+                  "must be above that of the last attempt, and at most 4194303; is #", rd->epoch);
+    ra__number(&x, "resume.tensors_kept", rd->tensors_kept, 0, 1);
+    ra__refuse_if(&x, r->ranks == 1, RA_E_UNSUPPORTED, "ring", "is of # rank: begin the pass anew",
+                  1);
+    return x.status;
 }
 
 /* Memory for what ranks say to each other. */
@@ -20463,51 +20444,52 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
 
 /* -------------------------------------------------------------------------- checks */
 static ra_status ra__cache_check_desc(const ra_desc *d, ra_error *e) {
-    const ra__rule rules[] = {
-        { d->kv_tokens < 1, RA_E_UNSET, "kv_tokens",
-          "the most positions of a sequence are required, is #", d->kv_tokens },
-        { d->q_offset != 0, RA_E_SHAPE, "q_offset", "comes with each call: must be 0, is #",
-          d->q_offset },
-        { d->tokens_of || d->kv_tokens_of, RA_E_SHAPE, d->tokens_of ? "tokens_of" : "kv_tokens_of",
-          "comes with each call, of # sequences: must be null", d->sequences },
-        { d->layout.kind != 0, RA_E_SHAPE, "layout.kind", "must be 0, is #", d->layout.kind },
-        { d->mask.kind == RA_MASK_INTERVALS, RA_E_UNSUPPORTED, "mask.kind",
-          "# (INTERVALS) has no cache", d->mask.kind },
-        { d->mask.doc_count != 0, RA_E_UNSUPPORTED, "mask.doc_count",
-          "must be 0 with a cache, is #", d->mask.doc_count },
-        { (d->scores & RA_SCORE_BIAS) != 0, RA_E_UNSUPPORTED, "scores", "# has RA_SCORE_BIAS",
-          d->scores },
-        { d->train != 0, RA_E_UNSUPPORTED, "train", "must be 0, is #", d->train },
-        { d->dropout > 0.0f, RA_E_UNSUPPORTED, "dropout", "is for training: must be 0", 0 },
-        { d->engine != NULL, RA_E_UNSUPPORTED, "engine", "serves rings only", 0 },
-        { d->order != 0, RA_E_UNSUPPORTED, "order", "# is for rings: must be 0", d->order },
-    };
-    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    ra__checks x = { e, RA_OK };
+    ra__refuse_if(&x, d->kv_tokens < 1, RA_E_UNSET, "kv_tokens",
+                  "the most positions of a sequence are required, is #", d->kv_tokens);
+    ra__refuse_if(&x, d->q_offset != 0, RA_E_SHAPE, "q_offset",
+                  "comes with each call: must be 0, is #", d->q_offset);
+    ra__refuse_if(&x, d->tokens_of || d->kv_tokens_of, RA_E_SHAPE,
+                  d->tokens_of ? "tokens_of" : "kv_tokens_of",
+                  "comes with each call, of # sequences: must be null", d->sequences);
+    ra__refuse_if(&x, d->layout.kind != 0, RA_E_SHAPE, "layout.kind", "must be 0, is #",
+                  d->layout.kind);
+    ra__refuse_if(&x, d->mask.kind == RA_MASK_INTERVALS, RA_E_UNSUPPORTED, "mask.kind",
+                  "# (INTERVALS) has no cache", d->mask.kind);
+    ra__refuse_if(&x, d->mask.doc_count != 0, RA_E_UNSUPPORTED, "mask.doc_count",
+                  "must be 0 with a cache, is #", d->mask.doc_count);
+    ra__refuse_if(&x, (d->scores & RA_SCORE_BIAS) != 0, RA_E_UNSUPPORTED, "scores",
+                  "# has RA_SCORE_BIAS", d->scores);
+    ra__refuse_if(&x, d->train != 0, RA_E_UNSUPPORTED, "train", "must be 0, is #", d->train);
+    ra__refuse_if(&x, d->dropout > 0.0f, RA_E_UNSUPPORTED, "dropout", "is for training: must be 0",
+                  0);
+    ra__refuse_if(&x, d->engine != NULL, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
+    ra__refuse_if(&x, d->order != 0, RA_E_UNSUPPORTED, "order", "# is for rings: must be 0",
+                  d->order);
+    return x.status;
 }
 
 static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd, ra_error *e) {
     const int32_t ranks = d->ranks ? d->ranks : 1;
-    const char *constant = "# is not one of its constants", *negative = "# is negative";
-    const ra__rule rules[] = {
-        { cd->queries < 0 || cd->queries > RA_QUERIES_ALL, RA_E_ENUM, "cache.queries", constant,
-          cd->queries },
-        { cd->way < 0 || cd->way > RA_INFER_PASS_KV, RA_E_ENUM, "cache.way", constant, cd->way },
-        { cd->form < 0 || cd->form > RA_FORM_SAME, RA_E_ENUM, "cache.form", constant, cd->form },
-        { cd->lanes && (cd->lanes < ranks || cd->lanes > RA__MOST_LANES), RA_E_RANGE, "cache.lanes",
-          "# is not in ranks..1024", cd->lanes },
-        { ranks > RA__MOST_LANES, RA_E_RANGE, "ranks", "# are more than 1024 lanes", ranks },
-        { cd->new_tokens < 0, RA_E_RANGE, "cache.new_tokens", negative, cd->new_tokens },
-        { cd->watchdog_ns < 0, RA_E_RANGE, "cache.watchdog_ns", negative, cd->watchdog_ns },
-        { cd->quiesce_ns < 0, RA_E_RANGE, "cache.quiesce_ns", negative, cd->quiesce_ns },
-        { cd->queries == RA_QUERIES_ALL && cd->way == RA_INFER_PASS_KV && ranks > 1, RA_E_SHAPE,
-          "cache.way", "# needs RA_QUERIES_OWN: every rank would compute every row", cd->way },
-        { cd->workspace && !cd->workspace_bytes, RA_E_WORKSPACE, "cache.workspace_bytes",
-          "is # beside a workspace", 0 },
-        { (uintptr_t)cd->workspace % 64 != 0, RA_E_ALIGN, "cache.workspace",
-          "must be aligned to #", 64 },
-    };
-    const ra_status s = ra__check_rules(rules, sizeof rules / sizeof *rules, e);
-    return s ? s : ra__check_allocator(&cd->allocator, "cache.allocator", e);
+    ra__checks x = { e, RA_OK };
+    ra__constant(&x, "cache.queries", cd->queries, 0, RA_QUERIES_ALL);
+    ra__constant(&x, "cache.way", cd->way, 0, RA_INFER_PASS_KV);
+    ra__constant(&x, "cache.form", cd->form, 0, RA_FORM_SAME);
+    ra__refuse_if(&x, cd->lanes && (cd->lanes < ranks || cd->lanes > RA__MOST_LANES), RA_E_RANGE,
+                  "cache.lanes", "# is not in ranks..1024", cd->lanes);
+    ra__refuse_if(&x, ranks > RA__MOST_LANES, RA_E_RANGE, "ranks", "# are more than 1024 lanes",
+                  ranks);
+    ra__number(&x, "cache.new_tokens", cd->new_tokens, 0, INT64_MAX);
+    ra__number(&x, "cache.watchdog_ns", cd->watchdog_ns, 0, INT64_MAX);
+    ra__number(&x, "cache.quiesce_ns", cd->quiesce_ns, 0, INT64_MAX);
+    ra__refuse_if(&x, cd->queries == RA_QUERIES_ALL && cd->way == RA_INFER_PASS_KV && ranks > 1,
+                  RA_E_SHAPE, "cache.way",
+                  "# needs RA_QUERIES_OWN: every rank would compute every row", cd->way);
+    ra__refuse_if(&x, cd->workspace && !cd->workspace_bytes, RA_E_WORKSPACE,
+                  "cache.workspace_bytes", "is # beside a workspace", 0);
+    ra__refuse_if(&x, (uintptr_t)cd->workspace % 64 != 0, RA_E_ALIGN, "cache.workspace",
+                  "must be aligned to #", 64);
+    return x.status ? x.status : ra__check_allocator(&cd->allocator, "cache.allocator", e);
 }
 
 /* Everything of a cache except its memory. */
@@ -22279,43 +22261,32 @@ static ra_status ra__est_check_real(ra_error *e, const char *field, double x, do
                              : "must be a finite number", about);
 }
 
-/* Refuses a count outside [0, INT32_MAX], and a zero if it is required. */
-static ra_status ra__est_check_count(ra_error *e, const char *field, int64_t n, int32_t required) {
-    if (n < 0 || n > INT32_MAX)
-        return ra__refuse(e, RA_E_RANGE, field, "must be between 0 and 2147483647, is #", n);
-    if (required && n == 0) return ra__refuse(e, RA_E_UNSET, field, "must be set, is #", 0);
-    return RA_OK;
-}
-
 static ra_status ra__est_check_hardware(ra_error *e, const ra_hardware *hw) {
     ra_status s = ra__est_check_real(e, "hw.flops_per_s", hw->flops_per_s, 1.0);
     if (!s) s = ra__est_check_real(e, "hw.memory_bytes", hw->memory_bytes, 1.0);
     if (!s) s = ra__est_check_real(e, "hw.link_bytes_per_s", hw->link_bytes_per_s, 1.0);
     if (!s) s = ra__est_check_real(e, "hw.link_latency_s", hw->link_latency_s, 0.0);
-    if (!s) s = ra__est_check_count(e, "hw.devices", hw->devices, 1);
-    if (!s) s = ra__est_check_count(e, "hw.block_tokens", hw->block_tokens, 0);
-    return s;
+    ra__checks x = { e, s };
+    ra__number(&x, "hw.devices", hw->devices, 1, INT32_MAX);
+    ra__number(&x, "hw.block_tokens", hw->block_tokens, 0, INT32_MAX);
+    return x.status;
 }
 
 static ra_status ra__est_check_model(ra_error *e, const ra_model *m) {
-    ra_status s = ra__est_check_count(e, "model.layers", m->layers, 1);
-    if (!s) s = ra__est_check_count(e, "model.q_heads", m->q_heads, 1);
-    if (!s) s = ra__est_check_count(e, "model.kv_heads", m->kv_heads, 1);
-    if (!s) s = ra__est_check_count(e, "model.head_dim", m->head_dim, 1);
-    if (!s) s = ra__est_check_count(e, "model.hidden", m->hidden, 0);
-    if (!s) s = ra__est_check_count(e, "model.batch", m->batch, 0);
-    if (s) return s;
-    const ra__rule rules[] = {
-        { m->q_heads % m->kv_heads != 0, RA_E_SHAPE, "model.q_heads",
-          "must be a multiple of kv_heads, leaves #", m->q_heads % m->kv_heads },
-        { m->element_bytes < 0 || m->element_bytes > 8, RA_E_RANGE, "model.element_bytes",
-          "must be 1 to 8, or 0 for 2; is #", m->element_bytes },
-        { m->causal != 0 && m->causal != 1, RA_E_RANGE, "model.causal", "must be 0 or 1, is #",
-          m->causal },
-        { m->weight_bytes < 0, RA_E_RANGE, "model.weight_bytes", "must not be negative, is #",
-          m->weight_bytes },
-    };
-    return ra__check_rules(rules, sizeof rules / sizeof *rules, e);
+    ra__checks x = { e, RA_OK };
+    ra__number(&x, "model.layers", m->layers, 1, INT32_MAX);
+    ra__number(&x, "model.q_heads", m->q_heads, 1, INT32_MAX);
+    ra__number(&x, "model.kv_heads", m->kv_heads, 1, INT32_MAX);
+    ra__number(&x, "model.head_dim", m->head_dim, 1, INT32_MAX);
+    ra__number(&x, "model.hidden", m->hidden, 0, INT32_MAX);
+    ra__number(&x, "model.batch", m->batch, 0, INT32_MAX);
+    if (x.status) return x.status;
+    ra__refuse_if(&x, m->q_heads % m->kv_heads != 0, RA_E_SHAPE, "model.q_heads",
+                  "must be a multiple of kv_heads, leaves #", m->q_heads % m->kv_heads);
+    ra__number(&x, "model.element_bytes", m->element_bytes, 0, 8);
+    ra__number(&x, "model.causal", m->causal, 0, 1);
+    ra__number(&x, "model.weight_bytes", m->weight_bytes, 0, INT64_MAX);
+    return x.status;
 }
 
 /* Whole tokens per device in the memory that the weights leave, times the devices. RA_E_OVERFLOW if
