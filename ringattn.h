@@ -13199,18 +13199,45 @@ static uint64_t ra__views_chunk(const ra__views *v, const ra__chunk *c, int32_t 
     return by;
 }
 
-/* Marks the chunks of keys [first, end) of which the rows of ranks from `rank` on see something,
- * and begins anew. */
-static void ra__needs_mark(const ra_plan *p, int32_t rank, int64_t first, int64_t end,
-                           ra__views *v) {
+/* What viewers see, gathered until there is no more room: then who needs what is marked, and it
+ * begins anew. */
+typedef struct ra__needs {
+    const ra_plan *p;
+    int32_t rank;                      /* viewers are ranks from this on: they may need the chunks */
+    int64_t first, end;                /* of keys [first, end) */
+    const ra__span *span;              /* [spans] or viewers are chunks of queries from `first` on: */
+    int64_t spans;                     /* they may need these keys; otherwise null */
+    ra__spans seen;                    /* by the viewer in hand, not among the views yet */
+    ra__views views;
+} ra__needs;
+
+static void ra__needs_mark(ra__needs *x) {
+    const ra__travel *keys = &x->p->keys;
     uint64_t row[64] = { 0 };
-    for (int64_t c = first; v->n && c < end; c++) {
-        for (int32_t i = 0; i < p->keys.chunk[c].segs; i++)
-            row[c % 32 * 2 + i] = ra__views_chunk(v, &p->keys.chunk[c], i);
-        if (c % 32 == 31 || c + 1 == end)
-            ra__need_block(p, &p->keys, c / 32 * 32, rank, row, 0);
+    for (int64_t c = x->first; x->views.n && !x->span && c < x->end; c++) {
+        for (int32_t i = 0; i < keys->chunk[c].segs; i++)
+            row[c % 32 * 2 + i] = ra__views_chunk(&x->views, &keys->chunk[c], i);
+        if (c % 32 == 31 || c + 1 == x->end)
+            ra__need_block(x->p, keys, c / 32 * 32, x->rank, row, 0);
     }
-    v->n = 0;
+    for (int64_t k = 0; x->views.n && k < x->spans; k++) {
+        const int32_t rank = x->span[k].rank;
+        row[rank % 64] |= ra__views_of(&x->views, x->span[k].first, x->span[k].last);
+        if (k + 1 == x->spans || x->span[k + 1].rank / 64 != rank / 64)
+            ra__need_block(x->p, &x->p->queries, x->first, rank / 64 * 64, row, 1);
+    }
+    x->views.n = 0;
+}
+
+/* The viewer in hand has seen all of x->seen. */
+static void ra__needs_view(ra__needs *x, int32_t viewer) {
+    while (!ra__views_add(&x->views, &x->seen, viewer)) ra__needs_mark(x);
+    x->seen.n = 0;
+}
+
+/* Rows of a viewer with these bounds. */
+static void ra__needs_rows(ra__needs *x, const ra__bounds *b, int32_t viewer) {
+    while (!ra__spans_bounds(&x->seen, b)) ra__needs_view(x, viewer);
 }
 
 /* Marks who needs which chunk of keys: rank r if a block of its queries may see one of the keys.
@@ -13218,64 +13245,44 @@ static void ra__needs_mark(const ra_plan *p, int32_t rank, int64_t first, int64_
 static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
     const int32_t ranks = (int32_t)ra__min(p->d.ranks - rank, RA__VIEWERS);
     const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
-    int64_t first, end;
-    ra__views views;
-    ra__spans spans;
-    views.n = 0;
-    ra__chunk_range(&p->keys, b, &first, &end);
-    for (int32_t r = 0; r < ranks && first < end; r++) {
+    ra__needs x;
+    x.p = p;
+    x.span = NULL;
+    x.spans = x.views.n = x.seen.n = 0;
+    x.rank = rank;
+    ra__chunk_range(&p->keys, b, &x.first, &x.end);
+    for (int32_t r = 0; r < ranks && x.first < x.end; r++) {
         ra__query_walk w = ra__queries_of(p, rank + r, b);
-        spans.n = 0;
-        if (array && w.side.array_rows) (void)ra__spans_add(&spans, 0, RA_MAX_POSITION);
-        while (!array && ra__queries_next(&w))
-            while (!ra__spans_bounds(&spans, &w.bounds)) {
-                while (!ra__views_add(&views, &spans, r))
-                    ra__needs_mark(p, rank, first, end, &views);
-                spans.n = 0;
-            }
-        while (!ra__views_add(&views, &spans, r)) ra__needs_mark(p, rank, first, end, &views);
+        if (array && w.side.array_rows) (void)ra__spans_add(&x.seen, 0, RA_MAX_POSITION);
+        while (!array && ra__queries_next(&w)) ra__needs_rows(&x, &w.bounds, r);
+        ra__needs_view(&x, r);
     }
-    ra__needs_mark(p, rank, first, end, &views);
-}
-
-/* Marks the ranks with keys that queries of 32 chunks from c on see, and begins anew. */
-static void ra__q_needs_mark(const ra_plan *p, int64_t c, const ra__span *span, int64_t spans,
-                             ra__views *v) {
-    uint64_t row[64] = { 0 };
-    for (int64_t k = 0; v->n && k < spans; k++) {
-        const int32_t rank = span[k].rank;
-        row[rank % 64] |= ra__views_of(v, span[k].first, span[k].last);
-        if (k + 1 == spans || span[k + 1].rank / 64 != rank / 64)
-            ra__need_block(p, &p->queries, c, rank / 64 * 64, row, 1);
-    }
-    v->n = 0;
+    ra__needs_mark(&x);
 }
 
 /* Marks which ranks have keys that rows of chunks of queries of one sequence may see: of those
  * from c to the next multiple of 32, if they are before `end`. */
 static void ra__chunk_q_needs(const ra_plan *p, int64_t c, int64_t end, const ra__span *span,
                               int64_t spans) {
-    const int64_t keys = ra__key_end(&p->d, p->queries.chunk[c].sequence, 0), from = c / 32 * 32;
-    ra__views views;
-    views.n = 0;
-    for (; c < end && c < from + 32; c++)
+    const int64_t keys = ra__key_end(&p->d, p->queries.chunk[c].sequence, 0);
+    ra__needs x;
+    x.p = p;
+    x.span = span;
+    x.spans = spans;
+    x.views.n = x.seen.n = x.rank = 0;
+    x.first = c / 32 * 32;
+    x.end = ra__min(end, x.first + 32);
+    for (; c < x.end; c++)
         for (int32_t i = 0; i < p->queries.chunk[c].segs; i++) {
-            const int32_t viewer = (int32_t)(c - from) * 2 + i;
-            ra__spans s;
-            s.n = 0;
+            const int32_t viewer = (int32_t)(c - x.first) * 2 + i;
             for (int64_t j = 0; j < ra__seg_blocks(&p->queries.chunk[c], i); j++) {
                 ra__seg rows = ra__seg_block_at(&p->queries.chunk[c], i, j);
                 ra__bounds bounds = ra__seg_bounds(&p->d.mask, keys, &rows);
-                while (!ra__spans_bounds(&s, &bounds)) {
-                    while (!ra__views_add(&views, &s, viewer))
-                        ra__q_needs_mark(p, from, span, spans, &views);
-                    s.n = 0;
-                }
+                ra__needs_rows(&x, &bounds, viewer);
             }
-            while (!ra__views_add(&views, &s, viewer))
-                ra__q_needs_mark(p, from, span, spans, &views);
+            ra__needs_view(&x, viewer);
         }
-    ra__q_needs_mark(p, from, span, spans, &views);
+    ra__needs_mark(&x);
 }
 
 /* Writes the keys of sequence b on all ranks; returns how many spans. */
