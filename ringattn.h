@@ -1973,13 +1973,13 @@ RA__NOINLINE ra_status ra__refuse(ra_error *e, ra_status s, const char *field, c
 }
 
 /* The same for part of a field: "t.o" and ".head_stride". */
-RA__NOINLINE ra_status ra__refuse_part(ra_error *e, ra_status s, const char *const name[2],
-                                       const char *text, int64_t value) {
-    char field[sizeof e->field];
-    ra__text x = { field, sizeof field, 0 };
-    ra__put(&x, name[0]);
-    ra__put(&x, name[1]);
-    return ra__refuse(e, s, field, text, value);
+RA__NOINLINE ra_status ra__refuse_part(ra_error *e, ra_status s, const char *field,
+                                       const char *part, const char *text, int64_t value) {
+    char both[sizeof e->field];
+    ra__text x = { both, sizeof both, 0 };
+    ra__put(&x, field);
+    ra__put(&x, part);
+    return ra__refuse(e, s, both, text, value);
 }
 
 /* *out = a * b; 0 if that overflows 62 bits. a, b >= 0. */
@@ -7817,8 +7817,7 @@ RA__INLINE int64_t ra__k_most(const ra_desc *d) {
 static int64_t ra__longest(const ra_desc *d, int keys) {
     int64_t most = 0;
     if (!d->tokens_of && !d->kv_tokens_of) return keys ? ra__k_most(d) : d->tokens;
-    for (int32_t b = 0; b < d->sequences; b++)
-        most = ra__max(most, ra__len(d, b, keys));
+    for (int32_t b = 0; b < d->sequences; b++) most = ra__max(most, ra__len(d, b, keys));
     return most;
 }
 
@@ -8577,9 +8576,9 @@ RA__INLINE void ra__refuse_if(ra__checks *x, int broken, ra_status status, const
 
 /* An allocator has both of its callbacks or neither. */
 static ra_status ra__check_allocator(const ra_allocator *a, const char *field, ra_error *e) {
-    const char *const name[2] = { field, a->alloc ? ".free" : ".alloc" };
     if (!a->alloc == !a->free) return RA_OK;
-    return ra__refuse_part(e, RA_E_NULL, name, "is null: set both alloc and free, or neither", 0);
+    return ra__refuse_part(e, RA_E_NULL, field, a->alloc ? ".free" : ".alloc",
+                           "is null: set both alloc and free, or neither", 0);
 }
 
 /* Tensors of a call. */
@@ -8637,11 +8636,9 @@ static const char *const ra__stride_of[3] = { ".batch_stride", ".token_stride", 
 /* Refuses the first stride, from the inside, that is negative or splits an element. */
 RA__NOINLINE ra_status ra__refuse_stride(const ra__tensor *x, const int64_t stride[3],
                                          int64_t element, ra_error *e) {
-    const char *name[2] = { x->field, NULL };
     int i = 2;
     while (i > 0 && stride[i] >= 0 && stride[i] % element == 0) i--;
-    name[1] = ra__stride_of[i];
-    return ra__refuse_part(e, RA_E_STRIDE, name,
+    return ra__refuse_part(e, RA_E_STRIDE, x->field, ra__stride_of[i],
                            "# is negative or not a multiple of the element", stride[i]);
 }
 
@@ -8649,13 +8646,10 @@ RA__NOINLINE ra_status ra__refuse_stride(const ra__tensor *x, const int64_t stri
 RA__NOINLINE ra_status ra__check_strides(const ra__tensor *x, const int64_t step[3], int64_t row,
                                          ra_error *e) {
     const int64_t count[3] = { x->batch, x->rows, x->heads };
-    const char *name[2] = { x->field, NULL };
-    for (int i = 2; !x->writable && i > 0; i--) {
-        name[1] = ra__stride_of[i];
+    for (int i = 2; !x->writable && i > 0; i--)
         if (count[i] > 1 && step[i] < row && x->rows)
-            return ra__refuse_part(e, RA_E_STRIDE, name,
+            return ra__refuse_part(e, RA_E_STRIDE, x->field, ra__stride_of[i],
                                    "# is less than one row; strides are bytes", step[i]);
-    }
     for (int i = 2; i >= !x->writable; i--) {              /* what is inside fits into the step */
         int64_t inner = row;
         for (int j = !x->writable; j < 3; j++)
@@ -8677,10 +8671,9 @@ static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e)
     if (any < 0 || (any & (element - 1))) return ra__refuse_stride(x, stride, element, e);
     RA__UNROLL for (int i = 2; i >= 0; i--) {
         step[i] = stride[i] ? stride[i] : span;
-        if (!ra__mul(ra__max(count[i], 1), step[i], &extent)) {
-            const char *const name[2] = { x->field, ra__stride_of[i] };
-            return ra__refuse_part(e, RA_E_OVERFLOW, name, "# overflows", step[i]);
-        }
+        if (!ra__mul(ra__max(count[i], 1), step[i], &extent))
+            return ra__refuse_part(e, RA_E_OVERFLOW, x->field, ra__stride_of[i], "# overflows",
+                                   step[i]);
         span = ra__max(span, extent);
     }
     if (x->rows && !x->in.data) return ra__refuse(e, RA_E_NULL, x->field, "data is required", 0);
@@ -9459,8 +9452,7 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
         if (l->weights[r] < 0)
             return ra__refuse(e, RA_E_RANGE, "layout.weights", "# is negative", l->weights[r]);
     }
-    if (l->weights && !sum)
-        return ra__refuse(e, RA_E_UNSET, "layout.weights", "are all 0", 0);
+    if (l->weights && !sum) return ra__refuse(e, RA_E_UNSET, "layout.weights", "are all 0", 0);
     for (int32_t r = 0; l->kind == RA_LAYOUT_ARRAY && r < d->ranks; r++) {
         if (l->q_rows[r] < 0 || l->q_rows[r] > RA_MAX_POSITION)
             return ra__refuse(e, RA_E_RANGE, "layout.q_rows", "# is out of range", l->q_rows[r]);
@@ -9508,8 +9500,7 @@ static int64_t ra__shard_tokens(const ra_desc *d, int keys) {
     int64_t sum = 0;
     if (d->layout.kind != RA_LAYOUT_ARRAY)
         return ra__ceil_div(keys ? ra__k_most(d) : d->tokens, d->ranks);
-    for (int32_t r = 0; r < d->ranks; r++)
-        sum += ra__max(0, ra__min(rows[r], RA_MAX_POSITION));
+    for (int32_t r = 0; r < d->ranks; r++) sum += ra__max(0, ra__min(rows[r], RA_MAX_POSITION));
     return ra__ceil_div(sum, d->ranks);
 }
 
@@ -10510,8 +10501,7 @@ static void ra__item_cut(ra__item *item, ra__grads *g, int64_t from, int64_t to)
 
 static int64_t ra__item_units(const ra__item *item) {
     int64_t most = 0;
-    for (int32_t i = 0; i < item->c.segs; i++)
-        most = ra__max(most, ra__seg_blocks(&item->c, i));
+    for (int32_t i = 0; i < item->c.segs; i++) most = ra__max(most, ra__seg_blocks(&item->c, i));
     return most;
 }
 
@@ -10640,8 +10630,10 @@ static void ra__back_block(const ra__back *x, int32_t b, int64_t i, ra__seg *out
     *out = ra__chunk_block(&c, RA_ORDER_ASCENDING, i, &which);
 }
 
-static ra__source ra__source_of(ra__view v, int32_t dtype, int32_t dim) {
-    const ra__source s = { v.data, v.token, dtype, dim };
+/* Rows of a head, from `row` on. */
+static ra__source ra__source_at(ra__view v, int32_t b, int64_t row, int64_t head, int32_t dtype,
+                                int32_t dim) {
+    const ra__source s = { ra__view_at(v, b, row, head).data, v.token, dtype, dim };
     return s;
 }
 
@@ -10659,10 +10651,8 @@ static void ra__back_stats(const ra__back *b, const ra__task *t, ra__back_scratc
     const ra__panel *p = &x->panel[i].fwd;
     int64_t row = x->seg[i].row, at = ra__ml_at(w, t->sequence, row, x->head[i]);
     ra__view lse = ra__view_at(w->lse, t->sequence, row, x->head[i]);
-    ra__source o = ra__source_of(ra__view_at(w->o, t->sequence, row, x->head[i]), w->d->o_dtype,
-                                 w->d->v_dim);
-    ra__source g = ra__source_of(ra__view_at(b->d_o, t->sequence, row, x->head[i]),
-                                 w->d->o_dtype, w->d->v_dim);
+    ra__source o = ra__source_at(w->o, t->sequence, row, x->head[i], w->d->o_dtype, w->d->v_dim);
+    ra__source g = ra__source_at(b->d_o, t->sequence, row, x->head[i], w->d->o_dtype, w->d->v_dim);
     if (!b->delta) b->kernel->deltas(p->l, &o, &g, p->rows);
     for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
         float sum = ra__neg_inf();
@@ -10721,10 +10711,10 @@ static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads 
     const ra_desc *d = b->w->d;
     for (int32_t i = 0; i < t->count; i++) {
         ra__back_panel *p = &x->panel[i];
-        ra__source q = ra__source_of(ra__view_at(b->w->q, t->sequence, x->seg[i].row, x->head[i]),
-                                     d->q_dtype, d->k_dim);
-        ra__source d_o = ra__source_of(ra__view_at(b->d_o, t->sequence, x->seg[i].row, x->head[i]),
-                                       d->o_dtype, d->v_dim);
+        ra__source q =
+            ra__source_at(b->w->q, t->sequence, x->seg[i].row, x->head[i], d->q_dtype, d->k_dim);
+        ra__source d_o =
+            ra__source_at(b->d_o, t->sequence, x->seg[i].row, x->head[i], d->o_dtype, d->v_dim);
         if (used) {
             b->kernel->load_back(p, &q, &d_o);
             ra__back_stats(b, t, x, i);
@@ -11991,12 +11981,15 @@ static int ra__decode_last(int64_t *done, int nth) {
     }
 }
 
+/* Thread ith of nth. */
+typedef struct ra__thread { int ith, nth; } ra__thread;
+
 /* shared, of several threads: a counter in 64 bytes, and slots. */
 static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, uint8_t *shared,
-                           const int who[2]) {
+                           ra__thread who) {
     const int64_t row = ra__row_bytes(c->d.k_dtype, c->d.k_dim) +
                         ra__row_bytes(c->d.v_dtype, c->d.v_dim);
-    const int shares = who[1] > 1 && ra__decode_shares(&c->d);
+    const int shares = who.nth > 1 && ra__decode_shares(&c->d);
     float *slots = shares ? (float *)(void *)(shared + 64) : NULL;
     int64_t *done = (int64_t *)(void *)shared;
     uint32_t mode = ra__fp_enter();
@@ -12014,13 +12007,13 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     x.most = x.keys;
     if (c->w.kernel->decode_most * x.heads * row <= RA__DECODE_BYTES)
         x.most = (int32_t)ra__max(x.keys, c->w.kernel->decode_most);
-    if (who[1] > 1) {
+    if (who.nth > 1) {
         n = ra__decode_tasks(c, &x, slots, 0, 0);
-        from = n / who[1] * who[0] + n % who[1] * who[0] / who[1];
-        to = n / who[1] * (who[0] + 1) + n % who[1] * (who[0] + 1) / who[1];
+        from = n / who.nth * who.ith + n % who.nth * who.ith / who.nth;
+        to = n / who.nth * (who.ith + 1) + n % who.nth * (who.ith + 1) / who.nth;
     }
     ra__decode_tasks(c, &x, slots, from, to);
-    if (slots && ra__decode_last(done, who[1]))
+    if (slots && ra__decode_last(done, who.nth))
         ra__decode_finish(c, &x, slots);
     ra__fp_leave(mode);
 }
@@ -12049,8 +12042,7 @@ static int64_t ra__local_bytes(const ra_desc *d) {
 
 static ra_status ra__check_who(int ith, int nth, ra_error *e) {
     if (nth < 1 || nth > 4096) return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", nth);
-    if (ith < 0 || ith >= nth)
-        return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", ith);
+    if (ith < 0 || ith >= nth) return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", ith);
     return RA_OK;
 }
 
@@ -12063,7 +12055,7 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
 RA__NOINLINE void ra__local_on_stack(const ra__local *c, int decode) {
     uint8_t memory[RA__STACK_BYTES + 64];
     uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
-    const int who[2] = { 0, 1 };
+    const ra__thread who = { 0, 1 };
     if (decode) ra__decode_run(c, 1, (uint8_t *)at, NULL, who);
     else ra__local_run(c, 1, (uint8_t *)at, 0, 1);
 }
@@ -12073,7 +12065,7 @@ RA__NOINLINE void ra__decode_on_stack(const ra__local *c, int64_t bytes) {
     uint8_t memory[RA__STACK_DECODE + 64];
     uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
     const int64_t heads = ra__decode_heads(&c->d, 1);
-    const int who[2] = { 0, 1 };
+    const ra__thread who = { 0, 1 };
     ra__decode_run(c, (int32_t)ra__min(heads, RA__STACK_DECODE / bytes), (uint8_t *)at, NULL, who);
 }
 
@@ -12088,15 +12080,15 @@ static ra_status ra__check_tables_of(const ra__local *c, ra_error *e) {
 }
 
 /* Runs a checked call in the workspace, or on the stack if there is none. */
-static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes, const int who[2],
+static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes, ra__thread who,
                               int decode) {
     ra_error *e = c->d.error;
     int64_t need, shared;
-    ra_status s = ra__check_who(who[0], who[1], e);
+    ra_status s = ra__check_who(who.ith, who.nth, e);
     if (s) return s;
     if (!workspace) {
-        if (who[1] > 1)
-            return ra__refuse(e, RA_E_NULL, "workspace", "is required for # threads", who[1]);
+        if (who.nth > 1)
+            return ra__refuse(e, RA_E_NULL, "workspace", "is required for # threads", who.nth);
         need = decode ? ra__decode_bytes_of(&c->d, 1, ra__decode_rows_of(c))
                       : ra__scratch_bytes(&c->d, 1);
         if (need > RA__STACK_BYTES)
@@ -12108,15 +12100,15 @@ static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes,
         return RA_OK;
     }
     uint8_t *base = ra__workspace_align(workspace, &bytes);
-    shared = ra__local_shared(&c->d, who[1]);
+    shared = ra__local_shared(&c->d, who.nth);
     need = ra__local_bytes(&c->d);
-    if (bytes < (size_t)shared || (int64_t)((bytes - (size_t)shared) / (size_t)who[1]) < need)
+    if (bytes < (size_t)shared || (int64_t)((bytes - (size_t)shared) / (size_t)who.nth) < need)
         return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes",
-                          64 + shared + need * who[1]);
-    uint8_t *memory = base + shared + need * who[0];
-    const int32_t heads = ra__decode_heads(&c->d, who[1]);
+                          64 + shared + need * who.nth);
+    uint8_t *memory = base + shared + need * who.ith;
+    const int32_t heads = ra__decode_heads(&c->d, who.nth);
     if (decode) ra__decode_run(c, heads, memory, base, who);
-    else ra__local_run(c, ra__panels(&c->d), memory, who[0], who[1]);
+    else ra__local_run(c, ra__panels(&c->d), memory, who.ith, who.nth);
     return RA_OK;
 }
 
@@ -12124,7 +12116,6 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
                                     size_t bytes, int ith, int nth) {
     ra__local c;
     ra_desc mine;
-    int who[2];
     ra_status s;
     if (!d) return RA_E_NULL;
     if (ith > 0 && ith < nth) {        /* the threads share d->error: one writes */
@@ -12141,8 +12132,7 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     if (!s) s = ra__check_tables_of(&c, d->error);
     if (s) return s;
     c.w.clear = c.w.finish = 1;
-    who[0] = ith;
-    who[1] = nth;
+    const ra__thread who = { ith, nth };
     const int decode = ra__decodes(&c.d);
     c.pairs = !decode && ra__is_short(&c.d) &&
               (workspace || ra__scratch_bytes(&c.d, 1) + ra__short_bytes(&c.d) <= RA__STACK_BYTES);
@@ -12165,7 +12155,7 @@ static ra_status ra__attend_check(const ra_desc *d, const ra_tensors *t, ra__loc
 
 static ra_status ra__attend_decode(const ra_desc *d, const ra_tensors *t, uint8_t *workspace,
                                    const ra__kernel *kernel) {
-    const int who[2] = { 0, 1 };
+    const ra__thread who = { 0, 1 };
     ra__local c;
     ra_status s = ra__attend_check(d, t, &c, kernel);
     if (!s) ra__decode_run(&c, ra__decode_heads(&c.d, 1), workspace, NULL, who);
@@ -12261,7 +12251,7 @@ RINGATTN_API ra_status ra_state_clear(const ra_desc *d, const ra_state *s) {
 RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_tensors *t,
                                void *workspace, size_t bytes) {
     ra__local c;
-    const int who[2] = { 0, 1 };
+    const ra__thread who = { 0, 1 };
     ra_status status;
     if (d && !t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     status = ra__local_check(d, t, &c);
@@ -12463,8 +12453,8 @@ static void ra__delta_rows(const ra__work *w, ra__view d_o, const ra__kernel *ke
     for (int32_t b = 0; b < d->sequences; b++)
         for (int64_t r = 0; r < ra__q_len(d, b); r++)
             for (int32_t h = 0; h < d->q_heads; h++) {
-                ra__source o = ra__source_of(ra__view_at(w->o, b, r, h), d->o_dtype, d->v_dim);
-                ra__source g = ra__source_of(ra__view_at(d_o, b, r, h), d->o_dtype, d->v_dim);
+                ra__source o = ra__source_at(w->o, b, r, h, d->o_dtype, d->v_dim);
+                ra__source g = ra__source_at(d_o, b, r, h, d->o_dtype, d->v_dim);
                 kernel->deltas(delta + (b * d->tokens + r) * d->q_heads + h, &o, &g, 1);
             }
     ra__fp_leave(mode);
@@ -12577,8 +12567,7 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
     if (!s && l.c.d.v_in_k && g->d_v)
         s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null, for v_in_k is #", 1);
     if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, 0, 1, &memory);
-    if (!s)
-        s = ra__check_tensor(&l.c.d, t, l.c.rows, RA__TENSOR_LSE, &l.c.w.lse, d->error);
+    if (!s) s = ra__check_tensor(&l.c.d, t, l.c.rows, RA__TENSOR_LSE, &l.c.w.lse, d->error);
     if (s) return s;
     l.b.delta = delta;
     ra__fold_back_run(&l, g, memory);
@@ -13203,10 +13192,10 @@ static uint64_t ra__views_chunk(const ra__views *v, const ra__chunk *c, int32_t 
  * begins anew. */
 typedef struct ra__needs {
     const ra_plan *p;
-    int32_t rank;                      /* viewers are ranks from this on: they may need the chunks */
-    int64_t first, end;                /* of keys [first, end) */
-    const ra__span *span;              /* [spans] or viewers are chunks of queries from `first` on: */
-    int64_t spans;                     /* they may need these keys; otherwise null */
+    int32_t rank;                      /* viewers are ranks from here on, */
+    int64_t first, end;                /* which may need these chunks of keys; */
+    const ra__span *span;              /* or not null: chunks of queries from `first` on, */
+    int64_t spans;                     /* which may need these [spans] keys */
     ra__spans seen;                    /* by the viewer in hand, not among the views yet */
     ra__views views;
 } ra__needs;
@@ -13373,8 +13362,7 @@ static int64_t ra__tour_hops(const ra__tour *w) {
     for (int64_t c = 0; c < w->t->chunks; c++) {
         ra__chunk *chunk = &w->t->chunk[c];
         int32_t *hops = w->back ? chunk->back_hops : chunk->hops;
-        for (int32_t i = 0; i < 2; i++)
-            hops[i] = w->direction > 0 ? chunk->up[i] : chunk->down[i];
+        for (int32_t i = 0; i < 2; i++) hops[i] = w->direction > 0 ? chunk->up[i] : chunk->down[i];
         *(w->back ? &chunk->back_lead : &chunk->lead) = hops[1] > hops[0];
         for (int32_t h = 0; !w->back && h < ra__chunk_reach(chunk);) {
             int32_t on = hops[0] > h && (hops[0] < hops[1] || hops[1] <= h) ? hops[0] : hops[1];
@@ -15266,8 +15254,7 @@ static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r)
                             (ra__row_bytes(d->q_dtype, d->k_dim) +
                              ra__row_bytes(d->o_dtype, d->v_dim) + 4) +
                         k_rows * d->kv_heads * ra__row_bytes(d->k_dtype, d->k_dim);
-    if (!d->v_in_k)
-        r->resident_bytes += k_rows * d->kv_heads * ra__row_bytes(d->v_dtype, d->v_dim);
+    if (!d->v_in_k) r->resident_bytes += k_rows * d->kv_heads * ra__row_bytes(d->v_dtype, d->v_dim);
 }
 
 static void ra__plan_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
@@ -15639,8 +15626,7 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
     ra__predict_carve(&arena, plan, &m);
     double pair_s = 2.0 * (plan->d.k_dim + plan->d.v_dim) * plan->d.q_heads / rates->flops_per_s;
     for (int32_t r = 0; r < plan->d.ranks; r++) {
-        if (plan->d.layout.kind == RA_LAYOUT_ARRAY)
-            ra__predict_array(plan, r, pair_s, &m);
+        if (plan->d.layout.kind == RA_LAYOUT_ARRAY) ra__predict_array(plan, r, pair_s, &m);
         for (int32_t b = 0; b < plan->d.sequences && plan->d.layout.kind != RA_LAYOUT_ARRAY; b++)
             ra__predict_work(plan, r, b, pair_s, &m);
     }
@@ -16935,10 +16921,8 @@ static void ra__ring_pack_q_rows(const ra_ring *r, const ra__chunk *chunk, const
                   o_row);
     for (int32_t h = 0; h < d->q_heads; h++, stats += rows) {
         ra__view lse = ra__view_at(r->work.lse, chunk->sequence, s->row, h);
-        ra__source o = ra__source_of(ra__view_at(r->work.o, chunk->sequence, s->row, h),
-                                     d->o_dtype, d->v_dim);
-        ra__source g = ra__source_of(ra__view_at(r->back.d_o, chunk->sequence, s->row, h),
-                                     d->o_dtype, d->v_dim);
+        ra__source o = ra__source_at(r->work.o, chunk->sequence, s->row, h, d->o_dtype, d->v_dim);
+        ra__source g = ra__source_at(r->back.d_o, chunk->sequence, s->row, h, d->o_dtype, d->v_dim);
         for (int64_t j = 0; j < s->rows; j++, lse.data += lse.token)
             memcpy(stats + j, lse.data, sizeof *stats);
         r->back.kernel->deltas(stats + d->q_heads * rows, &o, &g, (int32_t)s->rows);
@@ -17437,8 +17421,7 @@ static int ra__ring_op_done(ra_ring *r, const ra_transport_op *op, int64_t chunk
         return ra__ring_fail(r, ra__ring_code(op->state),
                              ra__blame_of(op->peer, sending, op->state, chunk));
     if (op->state != RA_MSG_DONE) return 0;
-    if (op->done && op->done != op->len)
-        return ra__ring_fail_length(r, op, chunk);
+    if (op->done && op->done != op->len) return ra__ring_fail_length(r, op, chunk);
     return 1;
 }
 
@@ -17540,8 +17523,7 @@ static int64_t ra__grads_rows(const ra__chunk *all, const ra__grads *g, int64_t 
     *c = *all;
     *part = *g;
     c->segs = 1;
-    c->seg[0] = ra__seg_part(&all->seg[i], at,
-                             ra__min(RA_BLOCK_TOKENS, all->seg[i].rows - at));
+    c->seg[0] = ra__seg_part(&all->seg[i], at, ra__min(RA_BLOCK_TOKENS, all->seg[i].rows - at));
     part->dk[0] = ra__view_at(g->dk[i], 0, at, 0);
     part->dv[0] = ra__view_at(g->dv[i], 0, at, 0);
     return c->seg[0].rows;
@@ -17707,8 +17689,7 @@ static ra__between ra__desk_between(ra__desk *desk) {
 static void ra__ring_advance(ra_ring *r) {
     int64_t f = r->claim_fold;
     ra_event e = ra__event_none();
-    for (int32_t i = 0; i < r->plan->d.threads; i++)
-        f = ra__min(f, ra__load_i64(&r->desk[i].fold));
+    for (int32_t i = 0; i < r->plan->d.threads; i++) f = ra__min(f, ra__load_i64(&r->desk[i].fold));
     if (f <= r->folded) return;
     ra__store_i64(&r->folded, f);
     e.sequence = r->lists->fold[f - 1].sequence;
@@ -17722,8 +17703,7 @@ static void ra__ring_advance(ra_ring *r) {
 static int ra__ring_grad_slot_free(const ra_ring *r, int64_t own) {
     const ra__pass_lists *lists = r->lists;
     int64_t returned = lists->own[own].returned, before = own - r->grad_slots;
-    if (returned >= 0 && !r->shared)
-        return returned - ra__load_i64(&r->own_sent) < r->pack_slots;
+    if (returned >= 0 && !r->shared) return returned - ra__load_i64(&r->own_sent) < r->pack_slots;
     if (before < 0) return 1;
     returned = lists->own[before].returned;
     if (r->shared && returned >= 0) return returned < ra__load_i64(&r->returns_folded);
@@ -17848,8 +17828,7 @@ static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra_
 
 /* Loads the queries and the running state of a task into its scratch. */
 static void ra__fold_load(const ra_ring *r, const ra__desk *desk, ra__fold_hand *h) {
-    if (!h->loaded)
-        ra__task_data(&r->work, &h->t, &h->x, !r->turn[desk->claim.task].begun);
+    if (!h->loaded) ra__task_data(&r->work, &h->t, &h->x, !r->turn[desk->claim.task].begun);
     h->loaded = 1;
 }
 
@@ -18255,8 +18234,7 @@ static int ra__ring_may_poll(const ra_ring *r, int ith) {
 /* Packs the claimed chunk; the tasks that fold it wait for this. */
 static ra_status ra__ring_start_q(ra_ring *r, int ith, int64_t f) {
     const ra__between pause = { ra__ring_may_poll(r, ith) ? ra__ring_visit : NULL, r };
-    ra__ring_pack_q(r, ra__entry_chunk(r, f), ra__ring_fold_grads(r, f) - RA__FRAME_BYTES,
-                    &pause);
+    ra__ring_pack_q(r, ra__entry_chunk(r, f), ra__ring_fold_grads(r, f) - RA__FRAME_BYTES, &pause);
     ra__store_i64(&r->packed, f + 1);
     ra__ring_note_progress(r);
     return RA_AGAIN;
@@ -18339,16 +18317,14 @@ static ra_status ra__ring_alarm(ra_ring *r) {
     int64_t now = ra__ring_now(r);
     int64_t looked = ra__load_i64(&r->looked_ns);
     ra__store_i64(&r->looked_ns, now);
-    if (r->deadline && now > r->deadline)
-        return ra__ring_fail(r, RA_E_TIMEOUT, ra__ring_awaits(r));
+    if (r->deadline && now > r->deadline) return ra__ring_fail(r, RA_E_TIMEOUT, ra__ring_awaits(r));
     int64_t quiet = ra__time_since(now, ra__load_i64(&r->progress_ns));
     if (!r->has_transport || quiet <= (r->rd.watchdog_ns ? r->rd.watchdog_ns : RA__QUIET_NS))
         return RA_OK;
     int64_t patience = ra__ring_patience(r);
     if (ra__time_since(now, looked) > patience)
         ra__store_i64(&r->progress_ns, now);   /* no thread was inside to see progress */
-    else if (quiet > patience)
-        return ra__ring_fail(r, RA_E_PEER, ra__ring_awaits(r));
+    else if (quiet > patience) return ra__ring_fail(r, RA_E_PEER, ra__ring_awaits(r));
     return RA_OK;
 }
 
@@ -19228,8 +19204,7 @@ static void ra__resume_look(ra_ring *r) {
     if (r->shared) r->intact = queue->done;
     r->lent |= (r->tp.caps & RA_CAP_LOAN) && !r->pulled;
     r->serves |= ra__load_i32(&r->crew.state) == RA_RING_IDLE;
-    if (!r->serves && !r->lists->backward && !ra__load_i32(&r->engine_failed))
-        ra__resume_clear(r);
+    if (!r->serves && !r->lists->backward && !ra__load_i32(&r->engine_failed)) ra__resume_clear(r);
     r->shared = r->notices = 0;
     r->crew.shared = NULL;
     r->space = 0;
@@ -19306,9 +19281,13 @@ static void ra__resume_judge(ra_ring *r, ra_status s, int32_t rank, int64_t chun
     r->resume->blame.why = why;
 }
 
+static int64_t ra__frame_pass(const ra__frame *f) {
+    return f->pass & (((int64_t)1 << RA__EPOCH_BIT) - 1);
+}
+
 /* Peer i, of whom `f` says how far it is, can take part in pass `top`, whose hash is `hash`. */
 static int ra__resume_judge_peer(ra_ring *r, int32_t i, const ra__frame *f, uint64_t hash) {
-    const int64_t ahead = (f->pass & (((int64_t)1 << RA__EPOCH_BIT) - 1)) - r->resume->top;
+    const int64_t ahead = ra__frame_pass(f) - r->resume->top;
     const uint64_t its = ahead ? f->parts : f->hash;
     const int32_t rank = r->resume->rank[i];
     const char *why = NULL;
@@ -19323,14 +19302,13 @@ static int ra__resume_judge_peer(ra_ring *r, int32_t i, const ra__frame *f, uint
 /* From all hellos: which pass is resumed, and whether that can be. */
 static void ra__resume_agree(ra_ring *r) {
     struct ra__resume *x = r->resume;
-    const int64_t mask = ((int64_t)1 << RA__EPOCH_BIT) - 1;
     int32_t first = 0;
     x->idle = 1;
     for (int32_t i = 1; i < x->n; i++)
-        if ((x->peer[i].heard.pass & mask) < (x->peer[first].heard.pass & mask)) first = i;
-    x->top = x->peer[first].heard.pass & mask;
+        if (ra__frame_pass(&x->peer[i].heard) < ra__frame_pass(&x->peer[first].heard)) first = i;
+    x->top = ra__frame_pass(&x->peer[first].heard);
     for (int32_t i = 0; i < x->n; i++)
-        if ((x->peer[i].heard.pass & mask) == x->top)
+        if (ra__frame_pass(&x->peer[i].heard) == x->top)
             x->idle &= x->peer[i].heard.chunk & RA__RANK_COMPLETE;
     for (int32_t i = 0; i < x->n && !x->idle; i++)
         if (!ra__resume_judge_peer(r, i, &x->peer[i].heard, x->peer[first].heard.hash)) return;
@@ -19424,6 +19402,10 @@ static int ra__resume_gives(const ra_ring *r, int32_t rank) {
     return rd->refetch && rd->refetch(rd->ctx, r->pass, rank, NULL) == RA_OK;
 }
 
+static void ra__bit_set(uint8_t *row, int64_t bit) {
+    row[bit / 8] = (uint8_t)(row[bit / 8] | 1 << bit % 8);
+}
+
 /* Writes what this rank reports to the others. */
 static void ra__resume_report(ra_ring *r) {
     const struct ra__resume *x = r->resume;
@@ -19433,19 +19415,15 @@ static void ra__resume_report(ra_ring *r) {
     uint8_t *gives = ra__reports_gives(v, x->me);
     memset(v->of + x->me * v->bytes, 0, (size_t)v->bytes);
     for (int64_t i = 0; i < x->kept_count; i++)
-        for (int32_t s = 0; s < p->keys.chunk[x->kept[i].chunk].segs; s++) {
-            int64_t bit = 2 * (int64_t)x->kept[i].chunk + s;
+        for (int32_t s = 0; s < p->keys.chunk[x->kept[i].chunk].segs; s++)
             if (p->keys.chunk[x->kept[i].chunk].hops[s] >= x->kept[i].hop)
-                held[bit / 8] = (uint8_t)(held[bit / 8] | 1 << bit % 8);
-        }
+                ra__bit_set(held, 2 * (int64_t)x->kept[i].chunk + s);
     for (int64_t i = x->kept_count; i < x->lists.recvs; i++)
-        for (int32_t s = 0; s < 2; s++) {
-            int64_t bit = 2 * (int64_t)x->lists.recv[i].chunk + s;
+        for (int32_t s = 0; s < 2; s++)
             if (ra__need_seg(&p->keys, x->lists.recv[i].chunk, s, r->rank))
-                need[bit / 8] = (uint8_t)(need[bit / 8] | 1 << bit % 8);
-        }
+                ra__bit_set(need, 2 * (int64_t)x->lists.recv[i].chunk + s);
     for (int32_t o = 0; o < p->d.ranks; o++)
-        if (ra__resume_gives(r, o)) gives[o / 8] = (uint8_t)(gives[o / 8] | 1 << o % 8);
+        if (ra__resume_gives(r, o)) ra__bit_set(gives, o);
     ra__frame f = ra__ring_frame(r, RA__FRAME_REPORT, r->rank, 0, v->bytes);
     f.parts = ra__hash_of(need, (size_t)(v->bytes - RA__FRAME_BYTES));
     f = ra__frame_sealed(f);
@@ -20120,7 +20098,7 @@ struct ra_cache {
     int32_t *tree_first;               /* [ranks + 1] first subtree of a rank */
     ra__subtree *tree;                 /* [lanes] */
     int32_t *pos;                      /* [lanes][lane_rows] positions; one lane: null */
-    int64_t most_rows, most_own, most_keys; /* rows and own rows of a call; bytes of keys sent */
+    int64_t most_rows, most_keys;      /* rows of a call; bytes of keys sent */
     int64_t slots, slot_floats;
     void *mr;
 
@@ -21351,6 +21329,17 @@ static void ra__part_merge(const ra_cache *c, const ra__cache_item *x, ra__parti
                               packed ? x->rows * heads : heads, c->d.v_dim);
 }
 
+/* A view as a caller would give it. */
+static ra_in ra__view_in(ra__view v) {
+    ra_in in;
+    memset(&in, 0, sizeof in);
+    in.data = v.data;
+    in.batch_stride = v.batch;
+    in.token_stride = v.token;
+    in.head_stride = v.head;
+    return in;
+}
+
 /* K and V of rows [row[0], row[1]) of a lane, from KV head `head` on. */
 static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                const int64_t row[2], int32_t head, ra_desc *d) {
@@ -21372,15 +21361,8 @@ static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lan
         t->pages.first = (first + p.first) % p.tokens;
         t->pages.count = holder->t.pages.count;
     }
-    t->k.data = k.data;
-    t->k.batch_stride = k.batch;
-    t->k.token_stride = k.token;
-    t->k.head_stride = k.head;
-    if (d->v_in_k) return;
-    t->v.data = v.data;
-    t->v.batch_stride = v.batch;
-    t->v.token_stride = v.token;
-    t->v.head_stride = v.head;
+    t->k = ra__view_in(k);
+    if (!d->v_in_k) t->v = ra__view_in(v);
 }
 
 /* Queries of an item of a pool of several ranks, at its desk. */
@@ -21898,8 +21880,7 @@ static int32_t ra__stage_swaps(const ra_cache *c, int32_t stage) {
 /* Under comm: sets what a stage computes and opens it. */
 static void ra__stage_open(ra_cache *c, int32_t stage) {
     const int all = c->pooled && c->ranks > 1;
-    const int own = c->way == RA_INFER_PASS_KV || c->ranks == 1 ||
-                    c->cd.queries == RA_QUERIES_ALL;
+    const int own = c->way == RA_INFER_PASS_KV || c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL;
     c->items = 0;
     if (ra__stage_writes(c, stage)) {
         c->items = ra__ceil_div(c->own_rows, c->write_rows);
@@ -21934,8 +21915,7 @@ static void ra__stage_open(ra_cache *c, int32_t stage) {
     }
     const int64_t word = ra__load_i64(&c->peer[0]->pool);      /* the first rank sets it */
     if (word >> 40 != (c->pools & RA__CLAIM_TURNS))
-        (void)ra__cas_i64(&c->peer[0]->pool, word,
-                          (c->pools & RA__CLAIM_TURNS) << 40 | c->items);
+        (void)ra__cas_i64(&c->peer[0]->pool, word, (c->pools & RA__CLAIM_TURNS) << 40 | c->items);
 }
 
 /* Items of the open stage that are left to claim. */
