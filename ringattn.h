@@ -17462,20 +17462,6 @@ static void ra__ring_listen(ra_ring *r, const ra_transport_op *op, int32_t owner
         if (r->plan->source[i].rank == owner) r->owner_alive[i] = a.alive;
 }
 
-/* Takes chunks that came from the neighbour. 0, or the failure of the pass; as the others below. */
-static int ra__ring_take_receives(ra_ring *r) {
-    ra__queue *queue = &r->queue[RA__RECEIVES];
-    for (;;) {
-        int64_t c = queue->done < queue->total ? r->lists->recv[queue->done].chunk : -1;
-        int done = ra__queue_look(r, queue, c);
-        if (done <= 0) return done;
-        if (r->notices)
-            ra__ring_listen(r, ra__queue_op(queue, queue->done), r->lists->chunk[c].owner);
-        ra__queue_next(r, queue);
-        if (queue->done == queue->total) ra__store_i32(&r->counters.waiting_peer, -1);
-    }
-}
-
 /* Views of a chunk's gradients of one kv head, first row of each segment. */
 static void ra__ring_grad_views(const ra_desc *d, const ra__chunk *c, const uint8_t *base,
                                 int32_t kv_head, ra__grads *g) {
@@ -17552,29 +17538,37 @@ static void ra__ring_return_over(const ra_ring *r, int64_t i) {
     }
 }
 
-/* Backward: takes returned gradients; adds them to the caller's if nothing is left to fold. */
-static int ra__ring_take_returns(ra_ring *r) {
-    const ra__pass_lists *lists = r->lists;
-    ra__queue *queue = &r->queue[RA__RETURNS];
-    for (;;) {
-        int64_t i = queue->done, c = i < queue->total ? lists->returned[i].chunk : -1;
-        int done = ra__queue_look(r, queue, c);
-        if (done <= 0) return done;
-        if (lists->returned[i].fold < 0) ra__ring_return_over(r, i);
-        else if (r->plan->d.backward_travel == RA_TRAVEL_Q && !r->shared)
-            ra__ring_pack_q(r, &lists->chunk[c], ra__queue_buf(queue, i), &r->pause);
-        ra__queue_next(r, queue);
-    }
+/* Gradients have returned: they are added to the caller's if nothing is left to fold. */
+static void ra__ring_returned(const ra_ring *r, int64_t i) {
+    const ra__returned *at = &r->lists->returned[i];
+    if (at->fold < 0) ra__ring_return_over(r, i);
+    else if (r->plan->d.backward_travel == RA_TRAVEL_Q && !r->shared)
+        ra__ring_pack_q(r, &r->lists->chunk[at->chunk], ra__queue_buf(&r->queue[RA__RETURNS], i),
+                        &r->pause);
 }
 
-static int ra__ring_take_sends(ra_ring *r) {
-    ra__queue *queue = &r->queue[RA__SENDS];
+/* The chunk of message i of a queue of chunks. */
+static int64_t ra__queue_chunk(const ra__pass_lists *lists, int which, int64_t i) {
+    return which == RA__RECEIVES ? lists->recv[i].chunk
+           : which == RA__SENDS  ? lists->send[i].chunk : lists->returned[i].chunk;
+}
+
+/* Takes messages of a queue of chunks. 0, or the failure of the pass; as the others below. */
+static int ra__ring_take(ra_ring *r, int which) {
+    ra__queue *queue = &r->queue[which];
     for (;;) {
-        int64_t c = queue->done < queue->total ? r->lists->send[queue->done].chunk : -1;
-        int done = ra__queue_look(r, queue, c);
+        const int64_t i = queue->done;
+        const int64_t c = i < queue->total ? ra__queue_chunk(r->lists, which, i) : -1;
+        const int done = ra__queue_look(r, queue, c);
         if (done <= 0) return done;
-        if (r->lists->send[queue->done].recv < 0) ra__store_i64(&r->own_sent, r->own_sent + 1);
+        if (which == RA__RECEIVES && r->notices)
+            ra__ring_listen(r, ra__queue_op(queue, i), r->lists->chunk[c].owner);
+        if (which == RA__SENDS && r->lists->send[i].recv < 0)
+            ra__store_i64(&r->own_sent, r->own_sent + 1);
+        if (which == RA__RETURNS) ra__ring_returned(r, i);
         ra__queue_next(r, queue);
+        if (which == RA__RECEIVES && queue->done == queue->total)
+            ra__store_i32(&r->counters.waiting_peer, -1);
     }
 }
 
@@ -17636,9 +17630,9 @@ static int ra__ring_comm(ra_ring *r) {
     if (ra__ring_hello(r)) ra__ring_more(r);
     ra_status s = ra__ring_drive(r);
     if (!s) s = ra__ring_take_hellos(r);
-    if (!s) s = ra__ring_take_receives(r);
-    if (!s) s = ra__ring_take_returns(r);
-    if (!s) s = ra__ring_take_sends(r);
+    if (!s) s = ra__ring_take(r, RA__RECEIVES);
+    if (!s) s = ra__ring_take(r, RA__RETURNS);
+    if (!s) s = ra__ring_take(r, RA__SENDS);
     if (!s) s = ra__ring_take_notices(r);
     if (s) return s;
     ra__ring_release(r);
@@ -19791,7 +19785,7 @@ static int ra__resume_comm(ra_ring *r) {
     else ra__resume_meet(r);
     if (!s && x->n > 1) s = ra__ring_drive(r);
     if (!s) s = ra__resume_take(r);
-    if (!s && !r->meeting) s = ra__ring_take_receives(r);
+    if (!s && !r->meeting) s = ra__ring_take(r, RA__RECEIVES);
     if (!s && !r->meeting) s = ra__resume_take_sends(r);
     if (!s && x->stage != RA__MEET_TALK) s = ra__resume_turn(r);
     if (!s) s = ra__resume_end(r);
