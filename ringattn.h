@@ -1740,6 +1740,7 @@ typedef struct ra__decode_keys {
 enum { RA__DECODE_ROWS = 4, RA__DECODE_KEYS = 16, RA__DECODE_DIMS = 32 };
 enum { RA__DECODE_UNIT = 4 };          /* keys for which a maximum may rise; stretches are whole */
 enum { RA__DECODE_HEADS = 8 };         /* most kv heads of a task */
+enum { RA__DECODE_NEAR = 64 };         /* dims: see decode_near */
 enum { RA__DECODE_LINE = RA_BLOCK_TOKENS + 16 }; /* scores of one row, and a vector */
 
 /* What long work calls between two pieces, such as calls of its kernel; null: nothing. */
@@ -1778,6 +1779,11 @@ typedef struct ra__kernel {
     /* Folds keys into the current block of rows[0 .. n - 1]. keys[i]: how rows[i] see them. If
      * rows->one_row, rows[i] is that of head i, and keys[0] is those of head 0. */
     void (*decode_fold)(ra__decode_rows *rows, const ra__decode_keys *keys, int32_t n);
+    /* The same for up to 4 rows in each of n heads, 2 or more in all, keys->n a multiple of
+     * decode_unit. All rows see all keys, and scores are not modified. keys[0]: of head 0. Dims are
+     * multiples of RA__DECODE_NEAR, and K and V have one dtype, f32, f16 or bf16. Each unit of keys
+     * is finished before the next, and memory is prefetched into the level 1 cache. May be null. */
+    void (*decode_near)(ra__decode_rows *rows, const ra__decode_keys *keys, int32_t n);
     /* Ends the current block: adds its sums to acc and l. */
     void (*decode_close)(ra__decode_rows *rows);
     /* Multiplies row r of acc by factor and writes it to dst. */
@@ -2395,6 +2401,7 @@ RINGATTN_API void ra_merge(float *o, float *lse, const float *o2, const float *l
  *   RA__TILE_HEIGHT                  keys (scores) or dims (values) per tile of a whole slab
  *   RA__DECODE_TILE_KEYS             decode: keys per tile of scores
  *   RA__DECODE_TILE_CHUNKS           decode: chunks per tile of values
+ *   RA__DECODE_NEAR_FOLD             decode_near or NULL
  *   RA__DECODE_DIRECT                decode: RA_BF16: code for each of f32, f16 and bf16; RA_F32:
  *                                    for f32 alone. Rows of other dtypes are converted first.
  * + - * / on RA__FLOATS are the compiler's. A tile is ni broadcast elements by nt vectors; these
@@ -2495,10 +2502,51 @@ RA__INLINE void ra__stream_advance(ra__stream *a, int32_t n) {
     a->left = a->lines;
 }
 
+/* Where two streams are, in registers. */
+typedef struct ra__near_ahead {
+    uintptr_t at[2];
+    int32_t slow;                      /* 1: see ra__prefetch_near */
+} ra__near_ahead;
+
+/* n lines up to x->at[i] have been prefetched of each of two streams. */
+RA__INLINE void ra__stream_move(ra__stream *a, const ra__near_ahead *x, int32_t n) {
+    for (int i = 0; i < 2; i++) {
+        a[i].at = x->at[i];
+        ra__stream_advance(&a[i], n);
+    }
+}
+
+/* Decoding: a few keys of a head. */
+typedef struct ra__near_unit {
+    int32_t head, first;               /* key of the call */
+    const uint8_t *k, *v;
+} ra__near_unit;
+
+/* The next `unit` keys of the head, or the first of the next head. */
+RA__INLINE void ra__near_next(ra__near_unit *x, const ra__decode_keys *keys, int32_t unit) {
+    x->first += unit;
+    x->k += unit * keys->k_stride;
+    x->v += unit * keys->v_stride;
+    if (x->first < keys->n) return;
+    x->first = 0;
+    x->head++;
+    x->k = keys->k + x->head * keys->k_head;
+    x->v = keys->v + x->head * keys->v_head;
+}
+
 /* How many of n rows are converted at once: all, or a multiple of 4. */
 RA__INLINE int32_t ra__decode_piece(int32_t n, int32_t dim) {
     const int32_t most = RA__DECODE_COPY / dim / 4 * 4;
     return n < most ? n : most;
+}
+
+/* Returns x about 3 cycles later. */
+RA__INLINE uintptr_t ra__delay_step(uintptr_t x) {
+    uintptr_t one = 1;
+    __asm__("" : "+r"(one));
+    x *= one;
+    __asm__("" : "+r"(x));
+    return x;
 }
 
 /* Returns x about 9 cycles later. */
@@ -2628,6 +2676,22 @@ RA__INLINE int32_t ra__score_is_modified(const ra__score *score) {
 #define RA__UNROLL _Pragma("GCC unroll 16")
 #define RA__UNROLL_2 _Pragma("GCC unroll 2")
 #endif
+
+/* Prefetches n lines from each address of x on into the level 1 cache, and moves x on. A pair of
+ * lines comes some 10 cycles after the one before, 13 if x is slow.
+ * PERF: see ra__stream_prefetch. Zen 5, 32/8 heads of D 128, 32768 keys, 13 cycles instead of 10:
+ * f32 81 -> 86 % of a reading loop, bf16 77 -> 80; [Hkv][T][D] 95 -> 81, bf16 89 -> 80. */
+RA__INLINE void ra__prefetch_near(ra__near_ahead *x, int32_t n) {
+    RA__UNROLL for (int32_t i = 0; i < n; i++) {
+        __builtin_prefetch((const void *)x->at[0]);
+        __builtin_prefetch((const void *)x->at[1]);
+        x->at[0] = ra__delay_address(x->at[0] + 64);
+        x->at[1] = ra__delay_address(x->at[1] + 64);
+        if (!x->slow) continue;
+        x->at[0] = ra__delay_step(x->at[0]);
+        x->at[1] = ra__delay_step(x->at[1]);
+    }
+}
 #define RA__MAIN                       /* the first inclusion: rooms follow the body */
 #endif /* RINGATTN_IMPLEMENTATION, first part */
 
@@ -4041,6 +4105,104 @@ RA__ISA_STATIC void RA__NAME(decode_fold)(ra__decode_rows *rows, const ra__decod
         if (keys->seen) RA__NAME(decode_fold_keys)(rows, keys);
 }
 
+/* Scores s [key][4 rows] of the keys at k. */
+RA__ISA_INLINE void RA__NAME(decode_near_scores)(const ra__decode_rows *rows, const uint8_t *k,
+                                                 int64_t stride, float *s,
+                                                 ra__near_ahead *ahead, int32_t dtype) {
+    const int32_t dim = rows->d->k_dim, nk = RA__DECODE_TILE_KEYS;
+    const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : 2);
+    for (int32_t j = 0; j < RA__DECODE_UNIT; j += nk, k += nk * stride) {
+        RA__FLOATS c[4 * RA__DECODE_TILE_KEYS];
+        RA__UNROLL for (int32_t i = 0; i < 4 * nk; i++) c[i] = RA__NAME(set)(0.0f);
+        for (int32_t d = 0; d < dim; d += RA__CHUNK) {
+            RA__FLOATS x[RA__DECODE_TILE_KEYS][2];
+            RA__UNROLL for (int32_t i = 0; i < nk; i++)
+                RA__NAME(load_chunk)(x[i], k + i * stride, d, dtype);
+            RA__NAME(decode_products)(c, x, rows->q + 4 * d);
+            ra__prefetch_near(ahead, nk * bytes / 128);
+        }
+        RA__UNROLL for (int32_t i = 0; i < 4 * nk; i += RA__WIDTH)
+            RA__NAME(store)(s + 4 * j + i, RA__NAME(sums)(c + i));
+    }
+}
+
+/* block_acc += p [key][4 rows] times the values at v. */
+RA__ISA_INLINE void RA__NAME(decode_near_values)(const ra__decode_rows *rows, const uint8_t *v,
+                                                 int64_t stride, const float *p,
+                                                 ra__near_ahead *ahead, int32_t dtype) {
+    const int32_t nc = RA__DECODE_TILE_CHUNKS;
+    const int32_t bytes = RA__CHUNK * (dtype == RA_F32 ? 4 : 2);
+    for (int32_t d = 0; d < rows->d->v_dim; d += nc * RA__CHUNK) {
+        float *to = rows->block_acc + 4 * d;
+        RA__FLOATS c[8 * RA__DECODE_TILE_CHUNKS], x[2 * RA__DECODE_TILE_CHUNKS];
+        RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++) c[i] = RA__NAME(load)(to + i * RA__WIDTH);
+        RA__UNROLL for (int32_t j = 0; j < RA__DECODE_UNIT; j++) {
+            RA__UNROLL for (int32_t i = 0; i < nc; i++)
+                RA__NAME(load_chunk)(x + 2 * i, v + j * stride, d + i * RA__CHUNK, dtype);
+            RA__NAME(decode_value_step)(c, x, p + 4 * j, nc, ~(uint64_t)0);
+            ra__prefetch_near(ahead, nc * bytes / 128);
+        }
+        RA__UNROLL for (int32_t i = 0; i < 8 * nc; i++) RA__NAME(store)(to + i * RA__WIDTH, c[i]);
+    }
+}
+
+/* Keys at k and v, whose maximum would rise. */
+RA__ISA_NOINLINE void RA__NAME(decode_near_rise)(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                                 const uint8_t *k, const uint8_t *v, float *s) {
+    ra__decode_keys y = *keys;
+    y.k = k;
+    y.v = v;
+    y.n = RA__DECODE_UNIT;
+    y.whole = 0;
+    y.streams = NULL;
+    RA__NAME(decode_fold_scores)(rows, &y, s);
+}
+
+/* Weights of a unit of keys from its scores s; 0 if a maximum would rise. */
+RA__ISA_INLINE int32_t RA__NAME(decode_near_weigh)(ra__decode_rows *rows, float *s) {
+    const int32_t n = 4 * RA__DECODE_UNIT;
+    if (!rows->has_keys)
+        memset(rows->block_acc, 0, (size_t)rows->d->v_dim * 4 * sizeof *rows->block_acc);
+    rows->has_keys = (1 << RA__DECODE_ROWS) - 1;
+    if (!RA__NAME(decode_max_holds)(rows, s, n)) return 0;
+    RA__NAME(decode_weigh)(rows, s, n);
+    return 1;
+}
+
+/* Scores of a unit come before the values of the unit before, so that the processor always has
+ * products to do beside sums of lanes and exponentials. */
+RA__ISA_INLINE void RA__NAME(decode_near_as)(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                             int32_t n, int32_t dtype, int32_t slow) {
+    const int32_t units = keys->n / RA__DECODE_UNIT, size = dtype == RA_F32 ? 4 : 2;
+    float s[2][4 * RA__DECODE_UNIT + RA__WIDTH];
+    ra__near_unit now = { 0, 0, keys->k, keys->v }, last = now;
+    for (int32_t i = 0, ready = 0; i <= n * units; i++) {
+        ra__near_ahead ahead = { { keys->streams[0].at, keys->streams[1].at }, slow };
+        if (i > 0) ready = RA__NAME(decode_near_weigh)(rows + last.head, s[(i - 1) % 2]);
+        if (i < n * units)
+            RA__NAME(decode_near_scores)(rows + now.head, now.k, keys->k_stride, s[i % 2], &ahead,
+                                         dtype);
+        if (i > 0 && ready)
+            RA__NAME(decode_near_values)(rows + last.head, last.v, keys->v_stride, s[(i - 1) % 2],
+                                         &ahead, dtype);
+        else if (i > 0)
+            RA__NAME(decode_near_rise)(rows + last.head, keys, last.k, last.v, s[(i - 1) % 2]);
+        ra__stream_move(keys->streams, &ahead,
+                        RA__DECODE_UNIT * (rows->d->k_dim + rows->d->v_dim) * size / 128);
+        last = now;
+        ra__near_next(&now, keys, RA__DECODE_UNIT);
+    }
+}
+
+RA__ISA_STATIC void RA__NAME(decode_near)(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                          int32_t n) {
+    const int32_t dtype = rows->d->k_dtype;
+    if (dtype == RA_F16) RA__NAME(decode_near_as)(rows, keys, n, RA_F16, 0);
+    else if (dtype == RA_BF16) RA__NAME(decode_near_as)(rows, keys, n, RA_BF16, 0);
+    else if (n == 1) RA__NAME(decode_near_as)(rows, keys, n, RA_F32, 0);
+    else RA__NAME(decode_near_as)(rows, keys, n, RA_F32, 1);
+}
+
 RA__ISA_STATIC void RA__NAME(decode_load)(ra__decode_rows *rows, int32_t r, const void *src,
                                           float factor) {
     const int32_t dim = rows->d->k_dim, dtype = rows->d->q_dtype;
@@ -4483,7 +4645,7 @@ static const ra__kernel RA__NAME(kernel) = {
     RA__ISA, RA__NAME(sizes), RA__NAME(widen), RA__NAME(prepare), RA__NAME(load_q),
     RA__NAME(load_acc), RA__NAME(store_acc), RA__NAME(fold), RA__NAME(store_o), RA__DECODE_UNIT,
     RA__DECODE_KEYS,
-    RA__NAME(decode_load), RA__NAME(decode_fold), RA__NAME(decode_close),
+    RA__NAME(decode_load), RA__NAME(decode_fold), RA__DECODE_NEAR_FOLD, RA__NAME(decode_close),
     RA__NAME(decode_store), RA__NAME(decode_merge), RA__NAME(sizes_back), RA__NAME(prepare_back),
     RA__NAME(load_back), RA__NAME(deltas), RA__NAME(fold_back), RA__NAME(put_grad),
     RA__NAME(merge)};
@@ -4505,6 +4667,7 @@ static const ra__kernel RA__NAME(kernel) = {
 #undef RA__DECODE_TILE_KEYS
 #undef RA__DECODE_TILE_CHUNKS
 #undef RA__DECODE_DIRECT
+#undef RA__DECODE_NEAR_FOLD
 #endif /* RA__BODY */
 
 #if defined(RA__MAIN)
@@ -4527,6 +4690,7 @@ static const ra__kernel RA__NAME(kernel) = {
 #define RA__DECODE_TILE_KEYS   2
 #define RA__DECODE_TILE_CHUNKS 1
 #define RA__DECODE_DIRECT      RA_F32
+#define RA__DECODE_NEAR_FOLD   NULL
 
 typedef float ra__v4f __attribute__((vector_size(16)));
 typedef int32_t ra__v4i __attribute__((vector_size(16)));
@@ -4700,6 +4864,7 @@ RA__ISA_INLINE void ra__to_bf16_scalar(uint8_t *p, ra__v4f v) {
 #define RA__DECODE_TILE_KEYS   2
 #define RA__DECODE_TILE_CHUNKS 1
 #define RA__DECODE_DIRECT      RA_BF16
+#define RA__DECODE_NEAR_FOLD   NULL
 
 RA__ISA_INLINE __m256 ra__set_avx2(float x) { return _mm256_set1_ps(x); }
 RA__ISA_INLINE __m256 ra__load_avx2(const float *p) { return _mm256_loadu_ps(p); }
@@ -4847,6 +5012,7 @@ RA__ISA_INLINE void ra__to_bf16_avx2(uint8_t *p, __m256 v) {
 #define RA__DECODE_TILE_KEYS   4
 #define RA__DECODE_TILE_CHUNKS 2
 #define RA__DECODE_DIRECT      RA_BF16
+#define RA__DECODE_NEAR_FOLD   ra__decode_near_avx512
 
 RA__ISA_INLINE __m512 ra__set_avx512(float x) { return _mm512_set1_ps(x); }
 RA__ISA_INLINE __m512 ra__load_avx512(const float *p) { return _mm512_loadu_ps(p); }
@@ -5891,6 +6057,113 @@ RA__BF_STATIC void ra__decode_fold_bf16(ra__decode_rows *rows, const ra__decode_
     }
 }
 
+/* Scores s of 8 keys from k on, by the same chains as in ra__bf_decode_dots. */
+RA__BF_INLINE void ra__bf_near_scores(const ra__decode_rows *rows, const uint8_t *k, int64_t stride,
+                                      __m512 *s, ra__near_ahead *ahead) {
+    const __m512i turn = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const int32_t step = RA__BF_DECODE_UNIT;
+    __m512 c[8], odd[8];
+    RA__UNROLL for (int32_t i = 0; i < 8; i++) c[i] = odd[i] = _mm512_setzero_ps();
+    for (int32_t d = 0; d < rows->d->k_dim; d += 4 * step) {
+        RA__UNROLL for (int32_t e = 0; e < 4; e++) {
+            const __m512i y = ra__bf_load(rows->q + 2 * d + 16 * e);
+            RA__UNROLL for (int32_t i = 0; i < 8; i++) {
+                const __m512i z = ra__bf_decode_spread(k + i * stride + 2 * d + 2 * e * step);
+                if (e % 2) odd[i] = ra__bf_dot(odd[i], y, z);
+                else c[i] = ra__bf_dot(c[i], y, z);
+            }
+            ra__prefetch_near(ahead, 1);
+        }
+    }
+    RA__UNROLL for (int32_t i = 0; i < 8; i++) c[i] = _mm512_add_ps(c[i], odd[i]);
+    RA__UNROLL for (int32_t i = 0; i < 2; i++)
+        s[i] = _mm512_mul_ps(_mm512_permutexvar_ps(turn, ra__sums_4_avx512(c + 4 * i)),
+                             _mm512_set1_ps(rows->factor));
+}
+
+/* block_acc += p of 8 keys times their values. */
+RA__BF_INLINE void ra__bf_near_values(const ra__decode_rows *rows, const uint8_t *v, int64_t stride,
+                                      const float *pairs, ra__near_ahead *ahead) {
+    for (int32_t d = 0; d < rows->d->v_dim; d += 64, v += 128) {
+        float *to = rows->block_acc + 4 * d;
+        __m512 c[16];
+        RA__UNROLL for (int32_t i = 0; i < 16; i++) c[i] = _mm512_loadu_ps(to + 16 * i);
+        RA__UNROLL for (int32_t j = 0; j < 4; j++) {
+            const uint8_t *a = v + j * stride, *b = v + (j + 4) * stride;
+            __m512i x[4];
+            RA__UNROLL for (int32_t t = 0; t < 2; t++)
+                ra__bf_decode_pair(x + 2 * t, a + 64 * t, b + 64 * t, ~0u);
+            RA__UNROLL for (int32_t r = 0; r < 4; r++) {
+                const __m512i y = ra__bf_broadcast((const uint8_t *)(pairs + 4 * j + r));
+                RA__UNROLL for (int32_t t = 0; t < 4; t++)
+                    c[t / 2 * 8 + 2 * r + t % 2] =
+                        ra__bf_dot(c[t / 2 * 8 + 2 * r + t % 2], x[t], y);
+            }
+            ra__prefetch_near(ahead, 2);
+        }
+        RA__UNROLL for (int32_t i = 0; i < 16; i++) _mm512_storeu_ps(to + 16 * i, c[i]);
+    }
+}
+
+/* Keys at k and v, whose maximum would rise. */
+RA__NOINLINE RA__BF_TARGET void ra__bf_near_rise(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                                 const uint8_t *k, const uint8_t *v,
+                                                 const __m512 *score) {
+    float s[1][4 * RA_BLOCK_TOKENS];
+    ra__decode_keys y = *keys;
+    y.k = k;
+    y.v = v;
+    y.n = RA__BF_DECODE_UNIT;
+    y.whole = 0;
+    y.streams = NULL;
+    for (int32_t i = 0; i < 2; i++) _mm512_storeu_ps(s[0] + 16 * i, score[i]);
+    if (ra__bf_decode_rise(rows, &y, s, y.n) < y.n) ra__bf_decode_add(rows, &y, s, 0, y.n, 1);
+}
+
+/* Weights of 8 keys as pairs, from their scores; 0 if a maximum would rise. */
+RA__BF_INLINE int32_t ra__bf_near_weigh(ra__decode_rows *rows, const __m512 *s, float *pairs) {
+    const __m512 m = _mm512_loadu_ps(rows->m), shift = ra__shift_of_avx512(m);
+    const __m512 limit = _mm512_add_ps(m, _mm512_set1_ps(ra__decode_slack));
+    __m512 part = _mm512_loadu_ps(rows->block_l);
+    if (!rows->has_keys)
+        memset(rows->block_acc, 0, (size_t)rows->d->v_dim * 4 * sizeof *rows->block_acc);
+    rows->has_keys = (1 << RA__DECODE_ROWS) - 1;
+    if (_mm512_cmp_ps_mask(limit, _mm512_max_ps(s[0], s[1]), _CMP_LT_OQ)) return 0;
+    _mm512_storeu_si512(pairs, ra__bf_exp_pair(_mm512_sub_ps(s[0], shift),
+                                               _mm512_sub_ps(s[1], shift), &part));
+    _mm512_storeu_ps(rows->block_l, part);
+    return 1;
+}
+
+/* As ra__decode_near_as_avx512. */
+RA__BF_INLINE void ra__bf_near(ra__decode_rows *rows, const ra__decode_keys *keys, int32_t n,
+                               int32_t slow) {
+    const int32_t units = keys->n / RA__BF_DECODE_UNIT;
+    float pairs[16];
+    __m512 s[2] = { _mm512_setzero_ps(), _mm512_setzero_ps() }, before[2];
+    ra__near_unit now = { 0, 0, keys->k, keys->v }, last = now;
+    for (int32_t i = 0, ready = 0; i <= n * units; i++) {
+        ra__near_ahead ahead = { { keys->streams[0].at, keys->streams[1].at }, slow };
+        before[0] = s[0];
+        before[1] = s[1];
+        if (i > 0) ready = ra__bf_near_weigh(rows + last.head, s, pairs);
+        if (i < n * units) ra__bf_near_scores(rows + now.head, now.k, keys->k_stride, s, &ahead);
+        if (i > 0 && ready)
+            ra__bf_near_values(rows + last.head, last.v, keys->v_stride, pairs, &ahead);
+        else if (i > 0) ra__bf_near_rise(rows + last.head, keys, last.k, last.v, before);
+        ra__stream_move(keys->streams, &ahead,
+                        RA__BF_DECODE_UNIT * (rows->d->k_dim + rows->d->v_dim) / 64);
+        last = now;
+        ra__near_next(&now, keys, RA__BF_DECODE_UNIT);
+    }
+}
+
+RA__BF_STATIC void ra__decode_near_bf16(ra__decode_rows *rows, const ra__decode_keys *keys,
+                                        int32_t n) {
+    if (n == 1) ra__bf_near(rows, keys, n, 0);
+    else ra__bf_near(rows, keys, n, 1);
+}
+
 /* Loads a row of Q. It is not scaled: the factor is in `rows`. */
 RA__BF_STATIC void ra__decode_load_bf16(ra__decode_rows *rows, int32_t r, const void *src,
                                         float factor) {
@@ -6358,7 +6631,7 @@ static const ra__kernel ra__kernel_bf16 = {
     RA_ISA_AVX512_BF16, ra__sizes_bf16, ra__widen_avx512, ra__prepare_bf16, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_bf16, ra__store_o_avx512,
     RA__BF_DECODE_UNIT, RA_BLOCK_TOKENS,
-    ra__decode_load_bf16, ra__decode_fold_bf16, ra__decode_close_avx512,
+    ra__decode_load_bf16, ra__decode_fold_bf16, ra__decode_near_bf16, ra__decode_close_avx512,
     ra__decode_store_bf16,
     ra__decode_merge_avx512,
     ra__sizes_back_bf16, ra__prepare_back_bf16, ra__load_back_bf16, ra__deltas_bf16,
@@ -6740,7 +7013,7 @@ RA__Q8_STATIC void ra__decode_load_q8(ra__decode_rows *rows, int32_t r, const vo
 static const ra__kernel ra__kernel_q8 = {
     RA_ISA_AVX512_BF16, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
     RA__Q8_KEYS, RA__DECODE_KEYS,
-    ra__decode_load_q8, ra__decode_fold_q8, ra__decode_close_avx512,
+    ra__decode_load_q8, ra__decode_fold_q8, NULL, ra__decode_close_avx512,
     ra__decode_store_avx512,
     ra__decode_merge_avx512,
     NULL, NULL, NULL, NULL, NULL, NULL, ra__merge_avx512};
@@ -7366,7 +7639,7 @@ RA__AMX_STATIC int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d,
 static const ra__kernel ra__kernel_amx = {
     RA_ISA_AMX, ra__sizes_amx, ra__widen_avx512, ra__prepare_amx, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
-    0, 0, NULL, NULL, NULL, NULL, NULL,
+    0, 0, NULL, NULL, NULL, NULL, NULL, NULL,
     ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_bf16, ra__deltas_bf16,
     ra__fold_back_amx, ra__put_grad_avx512, ra__merge_avx512};
 
@@ -7400,6 +7673,7 @@ RA__OPTIMIZE_END
 #define RA__DECODE_TILE_KEYS   4
 #define RA__DECODE_TILE_CHUNKS 2
 #define RA__DECODE_DIRECT      RA_BF16
+#define RA__DECODE_NEAR_FOLD   NULL
 
 RA__ISA_INLINE float32x4_t ra__set_neon(float x) { return vdupq_n_f32(x); }
 RA__ISA_INLINE float32x4_t ra__load_neon(const float *p) { return vld1q_f32(p); }
@@ -7493,18 +7767,23 @@ RA__ISA_INLINE void ra__to_bf16_neon(uint8_t *p, float32x4_t v) {
  * Sets the floating-point mode of the kernels. */
 /* More bits of ra__isa_found: see ra__isa_bf16_fast; AVX512 VNNI and VBMI; the instruction for
  * CRC-32C. */
-enum { RA__BF16_FAST = 1 << 30, RA__INT8_FAST = 1 << 29, RA__HAS_CRC = 1 << 28 };
+enum { RA__BF16_FAST = 1 << 30, RA__INT8_FAST = 1 << 29, RA__HAS_CRC = 1 << 28,
+       RA__FAMILY_19 = 1 << 27 };
 
 #if RA__X86
-/* 1 if vdpbf16ps issues as often as a multiply-add, so that it does twice the work: AMD from Zen 4
- * on. Intel has a quarter of that rate, which is slower than f32 arithmetic on widened values. */
-static int32_t ra__isa_bf16_fast(void) {
+/* Family * 256 + model of a processor by AMD; otherwise 0. */
+static uint32_t ra__amd_model(void) {
     uint32_t a = 0, b = 0, c = 0, d = 0;
     if (!__get_cpuid(0, &a, &b, &c, &d) || b != 0x68747541u) return 0; /* "Auth" of AMD */
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
-    uint32_t family = (a >> 8 & 15u) + (a >> 20 & 255u);
-    uint32_t model = (a >> 4 & 15u) | (a >> 12 & 0xf0u);
-    return family >= 0x1au || (family == 0x19u && model >= 0x10u);
+    return ((a >> 8 & 15u) + (a >> 20 & 255u)) << 8 | (a >> 4 & 15u) | (a >> 12 & 0xf0u);
+}
+
+/* 1 if vdpbf16ps issues as often as a multiply-add, so that it does twice the work: AMD from Zen 4
+ * on. Intel has a quarter of that rate, which is slower than f32 arithmetic on widened values. */
+static int32_t ra__isa_bf16_fast(void) {
+    const uint32_t id = ra__amd_model();
+    return id >= 0x1a00u || (id >> 8 == 0x19u && (id & 255u) >= 0x10u);
 }
 
 /* 1 if the processor has tiles with bf16 products and this process may use them. Linux grants the
@@ -7548,6 +7827,7 @@ static uint32_t ra__isa_probe(void) {
     if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1u)) return found;
     found |= 1u << RA_ISA_AVX512_BF16;
     if (ra__isa_bf16_fast()) found |= RA__BF16_FAST;
+    if (ra__amd_model() >> 8 == 0x19u) found |= RA__FAMILY_19;
     if (ra__isa_amx(d7, xcr0)) found |= 1u << RA_ISA_AMX;
     return found;
 }
@@ -7632,6 +7912,11 @@ static RA__UNUSED const ra__kernel *ra__kernel_decode(const ra_desc *d) {
 #endif
     const ra__kernel *kernel = ra__kernel_of(d);
     return kernel->decode_fold ? kernel : ra__kernel_f32(d->isa);
+}
+
+/* 1 if decoding takes decode_near: not on Zen 3 and Zen 4, see DECODE. */
+RA__INLINE int ra__decodes_near(void) {
+    return !(ra__isa_detect() & (uint32_t)RA__FAMILY_19);
 }
 
 RINGATTN_API int32_t ra_isa_best(void) {
@@ -11383,9 +11668,15 @@ static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, i
  * 4 KB apart share its sets, and the queries and sums of 8 heads fill it. Zen 4, 32/8 heads of
  * D 128, 32768 keys, one thread, share of what a reading loop gets: f32 62 -> 100 %, f16 62 -> 75,
  * bf16 61 -> 105; [Hkv][T][D]: 80 -> 105, 69 -> 72, 75 -> 100. What is left in f16 is arithmetic.
- * Prefetched into the level 1 cache the same stretches give 69 % in f32. */
+ * Prefetched into the level 1 cache the same stretches give 69 % in f32.
+ * PERF: AMD's family 0x19 (Zen 3, Zen 4) decodes like that. Other processors take decode_near where
+ * a kernel has it: stretches of two units, prefetched into the level 1 cache. Zen 5, the same
+ * [T][Hkv][D], gcc -O2, level 2 -> near: f32 66 -> 82 %, f16 57 -> 74, bf16 59 -> 79; two threads
+ * 76 -> 94, 68 -> 89, 72 -> 86. [Hkv][T][D]: 71 -> 97, 59 -> 81, 67 -> 82; two threads 79 -> 101,
+ * 72 -> 86, 79 -> 92. Queries and sums of 8 heads do not fit into the level 1 cache beside keys: a
+ * loop that uses those of one head for all takes as long as reading. */
 enum { RA__DECODE_PAIRS = 16, RA__DECODE_BYTES = 256 << 10,
-       RA__DECODE_AHEAD = 16 << 10, RA__DECODE_NEAR = 16 << 20,
+       RA__DECODE_AHEAD = 16 << 10, RA__DECODE_NEAR_AHEAD = 4 << 10, RA__DECODE_CACHED = 16 << 20,
        RA__DECODE_PART = 16, RA__DECODE_SLOTS = 128 };
 
 /* One thread's state, and the task under way. */
@@ -11408,6 +11699,9 @@ typedef struct ra__decode {
     int32_t one_row;                   /* as in few, of the sequence */
     int32_t direct;                    /* 1: few have o */
     int32_t lean;                      /* 1: one row, and keys that caches may hold */
+    int32_t unit;                      /* decode_unit */
+    int32_t nears;                     /* 1: decode_near takes blocks that all rows see, ... */
+    int32_t near;                      /* ... and this one */
     int32_t group;                     /* query heads per kv head */
     int32_t modifies;                  /* 1: scores of some row may be more than dot products */
     float factor;                      /* ra__q_factor */
@@ -11707,8 +12001,10 @@ static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
     for (int i = 0; i < 2; i++) {
         const int64_t token = kv[i].token;
         const int64_t all = x->count > 1 ? x->count * kv[i].head : ra__min(token, kv[i].head);
-        const int64_t rows = all == token ? x->most : 1;
-        x->rows_ahead[i] = ra__round_up(ra__max(x->most, RA__DECODE_AHEAD / all), x->most);
+        const int64_t most = x->nears ? 2 * x->unit : x->most;
+        const int64_t rows = all == token ? most : 1;
+        const int64_t bytes = x->nears ? RA__DECODE_NEAR_AHEAD : RA__DECODE_AHEAD;
+        x->rows_ahead[i] = ra__round_up(ra__max(most, bytes / all), most);
         x->ahead[i].lines = x->ahead[i].left = (int32_t)ra__ceil_div(rows * all, 64);
         x->ahead[i].jump = rows * token - (int64_t)x->ahead[i].lines * 64;
     }
@@ -11753,11 +12049,11 @@ RA__NOINLINE void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int
  * fours. */
 static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
                             ra__decode *x) {
-    const int more = !x->lean && row + from + x->keys < ra__k_len(&c->d, x->sequence);
+    const int more = x->near || (!x->lean && row + from + x->keys < ra__k_len(&c->d, x->sequence));
     ra__decode_keys *t = x->stretch[from / x->keys];
     ra__stream a[2];
-    /* one_row: all heads at once, unless their rows have to be gathered */
-    const int32_t heads = x->few->one_row && (!x->paged.table ||
+    /* All heads at once, unless their rows have to be gathered. */
+    const int32_t heads = (x->few->one_row || x->near) && (!x->paged.table ||
                           ra__page_holds(&x->paged, row + from, t->n)) ? x->count : 1;
     if (more) ra__decode_ahead(a, x, kv, row + from);
     for (int32_t h = 0; h < x->count; h += heads) {
@@ -11773,20 +12069,37 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
             t[g].streams = first ? a : NULL;
             first = 0;
         }
-        c->w.kernel->decode_fold(&x->few[h * x->step], t, heads * x->step);
+        if (x->near && heads == x->count) c->w.kernel->decode_near(&x->few[h], t, heads);
+        else c->w.kernel->decode_fold(&x->few[h * x->step], t, heads * x->step);
     }
 }
 
-/* Keys of the stretches of a block. */
-static int32_t ra__decode_keys_of(const ra__decode *x, const ra__seg *s) {
+/* Keys of the stretches of a block. Chooses decode_near for it. */
+static int32_t ra__decode_keys_of(ra__decode *x, const ra__seg *s) {
     const uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows);
-    const int32_t most = x->few->one_row && x->lean ? RA_BLOCK_TOKENS : x->most;
+    const int cut = x->paged.table && !ra__page_holds(&x->paged, s->row, s->rows);
+    x->near = 0;
     if (x->modifies || (s->rows < RA_BLOCK_TOKENS && !x->few->one_row) ||  /* in any head */
-        (x->paged.table && !ra__page_holds(&x->paged, s->row, s->rows)))
+        (cut && !x->nears))
         return x->keys;
     for (int32_t i = 0; i < x->rows; i++)
         if (x->seen[i] != all) return x->keys;
-    return most;
+    x->near = x->nears;
+    if (x->near) return x->count > 1 ? 2 * x->unit : cut ? x->keys : RA_BLOCK_TOKENS;
+    return x->few->one_row && x->lean ? RA_BLOCK_TOKENS : x->most;
+}
+
+/* 1 if decode_near can take the heads of the task. */
+static int32_t ra__decode_nears(const ra__local *c, const ra__decode *x, const ra__view kv[2]) {
+    const ra_desc *d = &c->d;
+    const int64_t bytes[2] = { ra__row_bytes(d->k_dtype, d->k_dim),
+                               ra__row_bytes(d->v_dtype, d->v_dim) };
+    if (!c->w.kernel->decode_near || !ra__decodes_near() || x->lean || x->step > 1) return 0;
+    if (x->pairs == 1 && x->unit == RA__DECODE_UNIT) return 0;       /* one_row */
+    if (d->k_dtype != d->v_dtype || d->k_dtype > RA_BF16) return 0;
+    for (int i = 0; i < 2; i++)        /* units of a head are not longer than stretches */
+        if (kv[i].token != x->count * bytes[i] && x->count < x->unit) return 0;
+    return d->k_dim % RA__DECODE_NEAR == 0 && d->v_dim % RA__DECODE_NEAR == 0;
 }
 
 /* One block of keys for all pairs and heads of the task. */
@@ -11833,7 +12146,7 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
         x->row[i] = i / group;
         x->lane[i] = i - x->row[i] * group;
     }
-    x->lean = x->pairs == 1 && tokens * c->d.kv_heads <= RA__DECODE_NEAR /
+    x->lean = x->pairs == 1 && tokens * c->d.kv_heads <= RA__DECODE_CACHED /
               (ra__row_bytes(c->d.k_dtype, c->d.k_dim) + ra__row_bytes(c->d.v_dtype, c->d.v_dim));
     x->blocks = ra__side_blocks(&c->k_side, x->sequence, tokens);
     x->first = limit > 1 ? x->blocks : 0;
@@ -11919,6 +12232,7 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     for (int i = 0; i < 2; i++)
         kv[i] = ra__view_at(c->kv[i], x->paged.table ? 0 : x->sequence, 0, x->head);
     if (c->d.v_in_k) kv[1].data += ra__row_bytes(c->d.k_dtype, c->d.v_column);
+    x->nears = ra__decode_nears(c, x, kv);
     if (!x->lean && tokens > x->keys) ra__decode_streams(x, kv);
     x->direct = ra__decode_direct(c, x, to - from);
     for (int32_t h = 0; h < x->count && x->one_row; h++) ra__decode_load_row(c, x, h);
@@ -12002,7 +12316,8 @@ static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, u
     x.modifies = c->d.softcap != 0.0f || (c->d.scores & (RA_SCORE_ALIBI | RA_SCORE_BIAS)) != 0;
     x.factor = ra__q_factor(&c->d);
     x.keys = RA__DECODE_KEYS;
-    while (x.keys > c->w.kernel->decode_unit && x.keys * x.heads * row > RA__DECODE_BYTES)
+    x.unit = c->w.kernel->decode_unit;
+    while (x.keys > x.unit && x.keys * x.heads * row > RA__DECODE_BYTES)
         x.keys /= 2;
     x.most = x.keys;
     if (c->w.kernel->decode_most * x.heads * row <= RA__DECODE_BYTES)

@@ -304,6 +304,13 @@ static void watched_decode_fold(ra__decode_rows *f, const ra__decode_keys *x, in
     real_decode->decode_fold(f, x, n);
 }
 
+static void watched_decode_near(ra__decode_rows *f, const ra__decode_keys *x, int32_t n)
+{
+    int64_t keys = (int64_t)n * x->n * 4 * ((int64_t)f->d->k_dim + f->d->v_dim);
+    __atomic_fetch_add(work_seen, keys, __ATOMIC_RELAXED);
+    real_decode->decode_near(f, x, n);
+}
+
 void hook_cache_work(ra_cache *c, int64_t *work)
 {
     real_tile = c->tile_kernel;
@@ -312,6 +319,7 @@ void hook_cache_work(ra_cache *c, int64_t *work)
     watched_decode = *real_decode;
     watched_tile.fold = watched_fold;
     watched_decode.decode_fold = watched_decode_fold;
+    if (real_decode->decode_near) watched_decode.decode_near = watched_decode_near;
     work_seen = work;
     c->tile_kernel = &watched_tile;
     c->decode_kernel = &watched_decode;
