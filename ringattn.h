@@ -5285,16 +5285,14 @@ RA__BF_INLINE void ra__bf_dots_from(const ra__bf_strip *strip, const uint8_t **k
                                     __m512 (*c)[4], const int32_t ni, const int32_t nt) {
     const float *q = strip->panel->q + strip->row;
     uint32_t last[8] = {0};
-    for (int64_t at = 2 * d; d < strip->k_dim; d += 2, at += 4) {
-        if (d + 1 == strip->k_dim) {
-            RA__UNROLL for (int32_t i = 0; i < ni; i++) {
-                memcpy(&last[i], k[i] + at, 2);
-                k[i] = (const uint8_t *)&last[i];
-            }
-            at = 0;
-        }
-        ra__bf_product(c, k, at, q + d * 32, ni, nt);
+    RA__UNROLL_2 for (; d + 1 < strip->k_dim; d += 2)
+        ra__bf_product(c, k, 2 * d, q + d * 32, ni, nt);
+    if (d == strip->k_dim) return;
+    RA__UNROLL for (int32_t i = 0; i < ni; i++) {
+        memcpy(&last[i], k[i] + 2 * d, 2);
+        k[i] = (const uint8_t *)&last[i];
     }
+    ra__bf_product(c, k, 0, q + d * 32, ni, nt);
 }
 
 RA__BF_INLINE void ra__bf_zero_sums(__m512 (*c)[4], const int32_t ni, const int32_t nt) {
@@ -6422,7 +6420,7 @@ RA__BF_INLINE __m512 ra__bf_load_key_sums(const ra__bf_key_grad *grad, int32_t d
 
 /* Adds to 4 keys from j on, 64 columns from d on. whole: all of them exist. */
 RA__BF_INLINE void ra__bf_key_grad_tile(const ra__bf_key_grad *grad, int32_t d, int32_t j,
-                                        int32_t whole) {
+                                        const int32_t whole) {
     float *to = grad->to + j * grad->stride + d;
     __m512 c[4][4];
     RA__UNROLL for (int32_t i = 0; i < 4; i++) {
@@ -6478,8 +6476,10 @@ RA__BF_STATIC void ra__bf_add_key_grad(void *amx, const ra__bf_key_grad *grad) {
         return;
     }
     for (int32_t d = 0; d < grad->dim; d += 64)
-        for (int32_t j = 0; j < n; j += 4)
-            ra__bf_key_grad_tile(grad, d, j, grad->dim - d >= 64 && n - j >= 4);
+        for (int32_t j = 0; j < n; j += 4) {
+            if (grad->dim - d >= 64 && n - j >= 4) ra__bf_key_grad_tile(grad, d, j, 1);
+            else ra__bf_key_grad_tile(grad, d, j, 0);
+        }
 }
 
 /* 1 if two jobs must be added one after the other, because some sum would otherwise take its terms
