@@ -6654,12 +6654,13 @@ static const ra__kernel ra__kernel_bf16 = {
  * Error: q is off by at most 2^-16 of the largest magnitude of its row, and a weight by 2^-16 of
  * the largest of 16 keys. Elements of K and V are off by up to 2^-8 of the largest of their block.
  *
- * PERF: Zen 4 issues one product per cycle, so that 4 rows of D 128 take 32 cycles per key. A fold
- * of keys that are in L1 takes 70, in f32 125. Keys of the next 32 dims are put in order between
- * the products of the rows of these, because the scheduler does not look that far ahead: 77 -> 70.
- * Over 32768 keys 9.5 -> 7.3 ms, and 11.3 in f16. Three digits each, as exact as f32, take 8.3. A
- * call whose keys are in caches takes 80 cycles per key, and reading a key from memory 43: so half
- * of the read bandwidth is what this arithmetic allows. */
+ * PERF: per key and 4 rows of D 128, 32 products and some 45 other vector operations. 32 keys share
+ * the broadcasts of q. A row of 34-byte blocks often crosses a line, which counts as two loads, and
+ * loads are what there is least of: two per cycle. Weights of 64 keys are made before any of them
+ * is used, because each takes long but leaves room for others. Zen 5, cycles per key that is in L1:
+ * 48 -> 37 (scores 18 -> 15, values 26 -> 19, of which 7 for the weights); over 32768 keys, 32/8
+ * heads, one thread 4.2 -> 3.4 ms, two 2.6 -> 2.1, where f16 takes 5.7 and 4.3. Three digits each,
+ * as exact as f32, would take 1.15 times as long. */
 #define RA__Q8_TARGET                                                                            \
     RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")
 #define RA__Q8_STATIC RA__UNUSED RA__Q8_TARGET static
@@ -6671,37 +6672,53 @@ enum { RA__Q8_TINY = 27 << 23 };       /* 2^-100 as bits of f32 */
 /* 32 dims of Q, in ra__decode_rows.q. */
 typedef struct ra__q8_queries {
     int8_t digit[4][2][32];            /* of each row: b, a */
-    int32_t start[4][2];               /* -128 times their sums */
+    int32_t start[4];                  /* -128 times the sum of 256 a + b */
     float unit[4];                     /* times the factor of scores */
 } ra__q8_queries;
 
 /* Weights of 16 keys for RA__Q8_BLOCKS blocks of V. */
 typedef struct ra__q8_weights {
-    uint8_t digit[RA__Q8_BLOCKS][4][64]; /* per block and row: [digit][16 keys] */
+    uint8_t digit[RA__Q8_BLOCKS][2][64]; /* per block and 8 keys: [row][digit][8 keys] */
     float unit[4 * RA__Q8_BLOCKS];     /* [block][row] */
 } ra__q8_weights;
 
-/* The rows of 16 keys in the order of lanes. Those beyond the last one repeat it. */
-RA__Q8_INLINE void ra__q8_rows(const uint8_t **row, const uint8_t *first, int64_t stride,
-                               int32_t n) {
-    for (int32_t i = 0; i < RA__Q8_KEYS; i++) {
-        const int32_t j = i % 4 * 4 + i / 4;
-        row[i] = first + (j < n ? j : n - 1) * stride;
+/* Rows of 16 keys of K or V. If all exist, four[i] is that of key 4 i; otherwise row[i] is that of
+ * key i, or of the last one. */
+typedef struct ra__q8_rows {
+    const uint8_t *four[4], *row[RA__Q8_KEYS];
+    int64_t stride;
+} ra__q8_rows;
+
+RA__Q8_INLINE void ra__q8_find_rows(ra__q8_rows *x, const uint8_t *first, int64_t stride, int32_t n,
+                                    const int32_t whole) {
+    x->stride = stride;
+    RA__UNROLL for (int32_t i = 0; i < 4; i++) x->four[i] = first + 4 * i * stride;
+    for (int32_t i = 0; i < RA__Q8_KEYS && !whole; i++)
+        x->row[i] = first + (i < n ? i : n - 1) * stride;
+}
+
+RA__Q8_INLINE const uint8_t *ra__q8_row(const ra__q8_rows *x, const int32_t i, int64_t at,
+                                        const int32_t whole) {
+    return whole ? x->four[i / 4] + at + i % 4 * x->stride : x->row[i] + at;
+}
+
+/* Prefetches lines [from, from + n) of each stream, counting from where it is. The arithmetic in
+ * between keeps requests apart. */
+RA__Q8_INLINE void ra__q8_prefetch(const uintptr_t *at, const int32_t from, const int32_t n) {
+    RA__UNROLL for (int32_t i = from; i < from + n; i++)
+        RA__UNROLL for (int32_t e = 0; e < 2; e++) ra__prefetch(at[e] + 64 * (uintptr_t)i, 1);
+}
+
+/* Where the streams are. They advance by n lines. */
+RA__Q8_INLINE void ra__q8_advance(uintptr_t *at, ra__stream *a, int32_t n) {
+    for (int32_t e = 0; a && e < 2; e++) {
+        at[e] = a[e].at;
+        a[e].at += 64 * (uintptr_t)n;
+        ra__stream_advance(&a[e], n);
     }
 }
 
-/* Prefetches a line of each stream. The arithmetic in between keeps requests apart. */
-RA__Q8_INLINE void ra__q8_prefetch(ra__stream *a) {
-    for (int32_t i = 0; i < 2; i++) {
-        ra__prefetch(a[i].at, 64);
-        a[i].at += 64;
-        ra__stream_advance(&a[i], 1);
-    }
-}
-
-RA__Q8_INLINE __m128i ra__q8_load(const uint8_t *p) {
-    return _mm_loadu_si128((const __m128i *)(const void *)p);
-}
+RA__Q8_INLINE __m128i ra__q8_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
 
 /* 32 bytes at a, then 32 at b. */
 RA__Q8_INLINE __m512i ra__q8_join(const uint8_t *a, const uint8_t *b) {
@@ -6710,27 +6727,34 @@ RA__Q8_INLINE __m512i ra__q8_join(const uint8_t *a, const uint8_t *b) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(y), z, 1);
 }
 
-/* Scales of a block of 16 keys: the first two bytes of the block at `at`. */
-RA__Q8_INLINE __m512 ra__q8_scales(const uint8_t *const *row, int64_t at) {
-    __m128i x[8];
-    RA__UNROLL for (int32_t i = 0; i < 8; i++)
-        x[i] = _mm_unpacklo_epi16(ra__q8_load(row[2 * i] + at), ra__q8_load(row[2 * i + 1] + at));
-    RA__UNROLL for (int32_t i = 0; i < 4; i++)
-        x[i] = _mm_unpacklo_epi32(x[2 * i], x[2 * i + 1]);
-    return _mm512_cvtph_ps(_mm256_set_m128i(_mm_unpacklo_epi64(x[2], x[3]),
-                                            _mm_unpacklo_epi64(x[0], x[1])));
+/* Scales of two blocks of 16 keys, the first at `at`; both: there is a second one. Word i of
+ * half[h] is of key 8 h + i and the first block, word 17 + i of the second. Each key is loaded from
+ * where its scales come to their words, so that nothing has to be moved. Bytes that are masked need
+ * not exist. */
+RA__Q8_INLINE void ra__q8_scales(__m512i *half, const ra__q8_rows *x, int64_t at, int32_t both,
+                                 const int32_t whole) {
+    __mmask32 m = both ? 0x20001 : 1;
+    RA__UNROLL for (int32_t h = 0; h < 2; h++) half[h] = _mm512_setzero_si512();
+    for (int32_t i = 0; i < 8; i++) {
+        RA__UNROLL for (int32_t h = 0; h < 2; h++) {
+            const uint8_t *row = whole ? x->four[2 * h] + i * x->stride : x->row[8 * h + i];
+            half[h] = _mm512_mask_loadu_epi16(half[h], m, row + at - 2 * i);
+        }
+        m = _kshiftli_mask32(m, 1);
+    }
 }
 
 /* One of 4 stages of loading 32 dims of 16 keys. After the last x[i] holds dims 4 i to 4 i + 3 of
- * all keys as unsigned bytes. */
-RA__Q8_INLINE void ra__q8_load_keys(__m512i *x, const uint8_t *const *row, int64_t at,
-                                    const int32_t stage) {
+ * all keys as unsigned bytes, in the order of lanes. */
+RA__Q8_INLINE void ra__q8_load_keys(__m512i *x, const ra__q8_rows *rows, int64_t at,
+                                    const int32_t stage, const int32_t whole) {
     const __m512i flip = _mm512_set1_epi8(-128);
     __m512i y[8];
     RA__UNROLL for (int32_t i = 0; i < 8; i++) {
-        const int32_t j = i % 4 + i / 4 * 8, even = i / 2 * 2, half = i / 4 * 4 + i % 4 / 2;
+        const int32_t j = i % 4 * 4 + i / 4 * 2, even = i / 2 * 2, half = i / 4 * 4 + i % 4 / 2;
         if (stage == 0)
-            y[i] = _mm512_xor_si512(flip, ra__q8_join(row[j] + at, row[j + 4] + at));
+            y[i] = _mm512_xor_si512(flip, ra__q8_join(ra__q8_row(rows, j, at, whole),
+                                                      ra__q8_row(rows, j + 1, at, whole)));
         if (stage == 1 && i == even) y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
         if (stage == 1 && i != even) y[i] = _mm512_unpackhi_epi32(x[even], x[i]);
         if (stage == 2 && i == even) y[i] = _mm512_unpacklo_epi64(x[half], x[half + 2]);
@@ -6741,17 +6765,26 @@ RA__Q8_INLINE void ra__q8_load_keys(__m512i *x, const uint8_t *const *row, int64
     RA__UNROLL for (int32_t i = 0; i < 8; i++) x[i] = y[i];
 }
 
-/* Products of a row of q with 32 dims of 16 keys, in units of q and K. */
-RA__Q8_INLINE __m512 ra__q8_dot(const ra__q8_queries *q, int32_t r, const __m512i *k) {
-    __m512i c[2];
-    RA__UNROLL for (int32_t e = 0; e < 2; e++) c[e] = _mm512_set1_epi32(q->start[r][e]);
+/* sum[g] += products of a row of q with 32 dims of 16 keys of group g, of which there are ng. */
+RA__Q8_INLINE void ra__q8_dot(__m512 *sum, const ra__q8_queries *q, int32_t r, __m512i (*k)[8],
+                              const __m512 *scale, const int32_t ng) {
+    __m512i c[2][2];
+    RA__UNROLL for (int32_t g = 0; g < ng; g++) {
+        c[g][0] = _mm512_set1_epi32(q->start[r]);
+        c[g][1] = _mm512_setzero_si512();
+    }
     RA__UNROLL for (int32_t i = 0; i < 8; i++)
         RA__UNROLL for (int32_t e = 0; e < 2; e++) {
             int32_t four;
             memcpy(&four, &q->digit[r][e][4 * i], sizeof four);
-            c[e] = _mm512_dpbusd_epi32(c[e], k[i], _mm512_set1_epi32(four));
+            const __m512i y = _mm512_set1_epi32(four);
+            RA__UNROLL for (int32_t g = 0; g < ng; g++)
+                c[g][e] = _mm512_dpbusd_epi32(c[g][e], k[g][i], y);
         }
-    return _mm512_cvtepi32_ps(_mm512_add_epi32(c[0], _mm512_slli_epi32(c[1], 8)));
+    RA__UNROLL for (int32_t g = 0; g < ng; g++)
+        sum[g] = _mm512_fmadd_ps(
+            _mm512_cvtepi32_ps(_mm512_add_epi32(c[g][0], _mm512_slli_epi32(c[g][1], 8))),
+            scale[g], sum[g]);
 }
 
 /* Transposes 4 x 4 lanes of each 128 bits. */
@@ -6764,195 +6797,284 @@ RA__Q8_INLINE void ra__q8_transpose(__m512 *v) {
     v[3] = _mm512_shuffle_ps(b, d, 0xee);
 }
 
-/* Scores [key][4 rows] of 16 keys. Missing rows have 0. */
-RA__NOINLINE RA__Q8_TARGET void ra__q8_scores(const ra__decode_rows *rows,
-                                              const ra__decode_keys *keys, float *s) {
+/* Scores [key][4 rows] of ng groups of 16 keys from key j on. Missing rows have 0. Two groups have
+ * to be whole. */
+RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decode_keys *keys,
+                                    int32_t j, float *s, const int32_t ng) {
+    const __m256i lanes = _mm256_setr_epi16(0, 4, 32, 36, 1, 5, 33, 37, 2, 6, 34, 38,
+                                            3, 7, 35, 39);
+    const int32_t blocks = rows->d->k_dim / 32, n = rows->count, whole = ng == 2;
     const ra__q8_queries *q = (const ra__q8_queries *)(const void *)rows->q;
-    const int32_t blocks = rows->d->k_dim / 32, n = rows->count;
-    const uint8_t *row[RA__Q8_KEYS];
-    __m512i k[8], next[8];
-    __m512 sum[4];
-    ra__q8_rows(row, keys->k, keys->k_stride, keys->n);
-    RA__UNROLL for (int32_t i = 0; i < 4; i++) ra__q8_load_keys(next, row, 2, i);
-    RA__UNROLL for (int32_t r = 0; r < 4; r++) sum[r] = _mm512_setzero_ps();
+    ra__stream *streams = keys->streams;
+    uintptr_t at_line[2] = { 0, 0 };
+    ra__q8_rows x[2];
+    __m512i k[2][8], half[2][2];
+    __m512 sum[4][2], scale[2];
+    RA__UNROLL for (int32_t g = 0; g < ng; g++)
+        ra__q8_find_rows(&x[g], keys->k + (j + 16 * g) * keys->k_stride, keys->k_stride,
+                         keys->n - j, whole);
+    RA__UNROLL for (int32_t i = 0; i < 8; i++) sum[i / 2][i % 2] = _mm512_setzero_ps();
     for (int32_t b = 0; b < blocks; b++, q++) {
-        const __m512 scale = ra__q8_scales(row, b * RA__Q8_BYTES);
-        const int64_t at = (b + 1 < blocks ? b + 1 : b) * RA__Q8_BYTES + 2;
-        RA__UNROLL for (int32_t i = 0; i < 8; i++) k[i] = next[i];
-        RA__UNROLL for (int32_t r = 0; r < 4; r++) {
-            if (r < n) sum[r] = _mm512_fmadd_ps(ra__q8_dot(q, r, k), scale, sum[r]);
-            ra__q8_load_keys(next, row, at, r);
-            if (keys->streams) ra__q8_prefetch(keys->streams);
+        ra__q8_advance(at_line, streams, (4 + b % 2) * ng);
+        const int64_t at = (int64_t)b * RA__Q8_BYTES;
+        const __m512i where = _mm512_castsi256_si512(
+            _mm256_add_epi16(lanes, _mm256_set1_epi16((int16_t)(b % 2 * 17))));
+        RA__UNROLL for (int32_t g = 0; g < ng; g++) {
+            if (b % 2 == 0) ra__q8_scales(half[g], &x[g], at, b + 1 < blocks, whole);
+            scale[g] = _mm512_cvtph_ps(_mm512_castsi512_si256(
+                _mm512_permutex2var_epi16(half[g][0], where, half[g][1])));
+            RA__UNROLL for (int32_t i = 0; i < 4; i++)
+                ra__q8_load_keys(k[g], &x[g], at + 2, i, whole);
         }
-        if (keys->streams && b % 2) ra__q8_prefetch(keys->streams); /* 2 blocks: 17 lines */
+        RA__UNROLL for (int32_t r = 0; r < 4; r++) {
+            if (r < n) ra__q8_dot(sum[r], q, r, k, scale, ng);
+            if (streams) ra__q8_prefetch(at_line, r * ng, ng);
+        }
+        if (streams && b % 2) ra__q8_prefetch(at_line, 4 * ng, ng); /* 2 blocks: 17 lines */
     }
-    RA__UNROLL for (int32_t r = 0; r < 4; r++)
-        sum[r] = _mm512_mul_ps(sum[r], _mm512_set1_ps(q[-1].unit[r]));
-    ra__q8_transpose(sum);
-    RA__UNROLL for (int32_t i = 0; i < 4; i++) _mm512_storeu_ps(s + 16 * i, sum[i]);
+    RA__UNROLL for (int32_t g = 0; g < ng; g++, s += 4 * RA__Q8_KEYS) {
+        __m512 v[4];
+        RA__UNROLL for (int32_t r = 0; r < 4; r++)
+            v[r] = _mm512_mul_ps(sum[r][g], _mm512_set1_ps(q[-1].unit[r]));
+        ra__q8_transpose(v);
+        RA__UNROLL for (int32_t i = 0; i < 4; i++) _mm512_storeu_ps(s + 16 * i, v[i]);
+    }
 }
 
-/* Lane 4 i + j: the maximum over the 128 bits i of v[j], of integers. */
-RA__Q8_INLINE __m512i ra__q8_tops_4(const __m512i *v) {
-    const __m512i a = _mm512_max_epi32(_mm512_unpacklo_epi32(v[0], v[1]),
-                                       _mm512_unpackhi_epi32(v[0], v[1]));
-    const __m512i b = _mm512_max_epi32(_mm512_unpacklo_epi32(v[2], v[3]),
-                                       _mm512_unpackhi_epi32(v[2], v[3]));
-    return _mm512_max_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+RA__NOINLINE RA__Q8_TARGET void ra__q8_scores(const ra__decode_rows *rows,
+                                              const ra__decode_keys *keys, float *s) {
+    int32_t j = 0;
+    for (; keys->n - j >= 2 * RA__Q8_KEYS; j += 2 * RA__Q8_KEYS)
+        ra__q8_scores_of(rows, keys, j, s + 4 * j, 2);
+    for (; j < keys->n; j += RA__Q8_KEYS) ra__q8_scores_of(rows, keys, j, s + 4 * j, 1);
 }
+
 RA__Q8_INLINE __m512i ra__q8_tops_of_halves(__m512i a, __m512i b) {
     return _mm512_max_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
 }
 
-/* Lane i: the maximum of v[i]. */
-RA__Q8_INLINE __m512i ra__q8_tops(const __m512i *v) {
-    return ra__q8_tops_of_halves(ra__q8_tops_of_halves(ra__q8_tops_4(v), ra__q8_tops_4(v + 4)),
-                                 ra__q8_tops_of_halves(ra__q8_tops_4(v + 8),
-                                                       ra__q8_tops_4(v + 12)));
+/* scale[block][i]: of keys 4 i to 4 i + 3, each 4 times. Returns 1 if some are negative. */
+RA__Q8_INLINE int32_t ra__q8_spread(__m512 (*scale)[4], const ra__q8_rows *x, int64_t at,
+                                    int32_t blocks, const int32_t whole) {
+    const __m512i pack = _mm512_castsi256_si512(
+        _mm256_setr_epi16(0, 1, 2, 3, 4, 5, 6, 7, 17, 18, 19, 20, 21, 22, 23, 24));
+    const __m512i spread = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    __m512i half[2][2], all = _mm512_setzero_si512();
+    RA__UNROLL for (int32_t e = 0; e < 2; e++)
+        ra__q8_scales(half[e], x, blocks > 2 * e ? at + 2 * e * RA__Q8_BYTES : at,
+                      blocks > 2 * e + 1, whole);
+    RA__UNROLL for (int32_t h = 0; h < 4; h++) {
+        const __m512 y = _mm512_cvtph_ps(_mm512_castsi512_si256(
+            _mm512_permutexvar_epi16(pack, half[h / 2][h % 2])));
+        RA__UNROLL for (int32_t i = 0; i < 4; i++)
+            scale[h / 2 * 2 + i / 2][h % 2 * 2 + i % 2] = _mm512_permutexvar_ps(
+                _mm512_add_epi32(spread, _mm512_set1_epi32(4 * i)), y);
+        all = _mm512_or_si512(all, half[h / 2][h % 2]);
+    }
+    return _mm512_movepi16_mask(all) != 0;
 }
 
-/* Weights p [row][16 keys] times the scales of `blocks` blocks at `at` of V: of keys whose scale
- * has this sign and which the row sees. Returns 1 if some scale has the other sign. The unit is a
- * power of two, 2^-15 of that of the largest weight; 2^23 units added leave the number of units in
- * the low bits. NaN is the largest of all integers here, so that the unit becomes NaN. */
-RA__Q8_INLINE int32_t ra__q8_weigh(ra__q8_weights *x, const uint8_t *const *row, int64_t at,
-                                   int32_t blocks, const __m512 *p, const __mmask16 *seen,
-                                   int32_t negative) {
-    const __m512i where = _mm512_add_epi32(
-        _mm512_mullo_epi32(_mm512_setr_epi32(0, 16, 32, 48, 1, 17, 33, 49, 2, 18, 34, 50,
-                                             3, 19, 35, 51), _mm512_set1_epi32(0x01010101)),
-        _mm512_set1_epi32(0x0c080400));
+/* Values of groups of 16 keys, to be added to the sums of `blocks` blocks. */
+typedef struct ra__q8_work {
+    ra__q8_rows rows;                  /* of the first group, at the first block */
+    ra__q8_weights *w;                 /* [groups] */
+    float *acc;                        /* [blocks][4 rows][32 dims] */
+    ra__stream *streams;
+    int32_t groups, blocks, count;     /* count: of rows that exist */
+    int32_t fresh;                     /* 1: acc has no sums yet */
+    uint64_t seen;                     /* bit 4 j + r: row r sees key j; if a group is not whole */
+} ra__q8_work;
+
+/* Weights of group g: p [16 keys][4 rows] times the scales of V, of keys whose scale has this sign
+ * and which the row sees. Returns 1 if some scale has the other sign. The unit is a power of two,
+ * 2^-15 of that of the largest weight; 2^23 units added leave the number of units in the low bits.
+ * NaN is the largest of all integers here, so that the unit becomes NaN. */
+RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float *p,
+                                   int32_t negative, const int32_t whole) {
+    const int64_t at = RA__Q8_KEYS * g * x->rows.stride;
+    const uint64_t seen = whole ? ~(uint64_t)0 : x->seen;
+    ra__q8_weights *to = &x->w[g];
     const __m512i infinity = _mm512_set1_epi32(0x7f800000);
-    __m512i w[4 * RA__Q8_BLOCKS], top, unit;
-    float large[4 * RA__Q8_BLOCKS];
-    int32_t other = 0;
-    RA__UNROLL for (int32_t b = 0; b < RA__Q8_BLOCKS; b++) {
-        RA__UNROLL for (int32_t r = 0; r < 4; r++) w[4 * b + r] = _mm512_setzero_si512();
-        if (b >= blocks) continue;
-        const __m512 scale = ra__q8_scales(row, at + b * RA__Q8_BYTES);
-        const __mmask16 below = _mm512_movepi32_mask(_mm512_castps_si512(scale));
-        const __mmask16 take = negative ? below : (__mmask16)~below;
-        other |= take != 0xffff;
-        RA__UNROLL for (int32_t r = 0; r < 4; r++)
-            w[4 * b + r] = _mm512_castps_si512(_mm512_maskz_mul_ps(
-                (__mmask16)(seen[r] & take), p[r], ra__abs_avx512(scale)));
+    const __m512i where = _mm512_add_epi32(
+        _mm512_mullo_epi32(_mm512_setr_epi32(0, 64, 1, 65, 4, 68, 5, 69, 8, 72, 9, 73, 12, 76, 13,
+                                             77), _mm512_set1_epi32(0x01010101)),
+        _mm512_set1_epi32(0x30201000));
+    __m512i w[RA__Q8_BLOCKS][4], top[RA__Q8_BLOCKS], unit;
+    __m512 scale[RA__Q8_BLOCKS][4];
+    uint32_t large[4 * RA__Q8_BLOCKS], most[4 * RA__Q8_BLOCKS];
+    int32_t other = 0, masked = negative || !whole;
+    masked |= ra__q8_spread(scale, &x->rows, at, x->blocks, whole);
+    RA__UNROLL for (int32_t i = 0; i < 4; i++) {
+        const __m512 y = ra__abs_avx512(_mm512_loadu_ps(p + 64 * g + 16 * i));
+        RA__UNROLL for (int32_t b = 0; b < RA__Q8_BLOCKS; b++) {
+            __m512 z = _mm512_mul_ps(y, ra__abs_avx512(scale[b][i]));
+            if (masked) {
+                const __mmask16 below = _mm512_movepi32_mask(_mm512_castps_si512(scale[b][i]));
+                const __mmask16 take = negative ? below : (__mmask16)~below;
+                other |= take != 0xffff;
+                z = _mm512_maskz_mov_ps((__mmask16)(take & (seen >> 16 * i)), z);
+            }
+            w[b][i] = _mm512_castps_si512(z);
+            top[b] = i ? _mm512_max_epi32(top[b], w[b][i]) : w[b][i];
+        }
     }
-    top = _mm512_max_epi32(ra__q8_tops(w), _mm512_set1_epi32(RA__Q8_TINY));
-    unit = _mm512_and_si512(top, infinity);
-    _mm512_storeu_si512(large, _mm512_add_epi32(unit, _mm512_set1_epi32(8 << 23)));
+    unit = ra__q8_tops_of_halves(ra__q8_tops_of_halves(top[0], top[1]),
+                                 ra__q8_tops_of_halves(top[2], top[3]));
+    top[0] = _mm512_max_epi32(unit, _mm512_set1_epi32(RA__Q8_TINY));
+    unit = _mm512_and_si512(top[0], infinity);
+    top[1] = _mm512_add_epi32(unit, _mm512_set1_epi32(8 << 23));
+    _mm512_storeu_si512(large, top[1]);
+    _mm512_storeu_si512(most, _mm512_or_si512(top[1], _mm512_set1_epi32(0xffff)));
     unit = _mm512_sub_epi32(unit, _mm512_set1_epi32(15 << 23));
     if (negative) unit = _mm512_or_si512(unit, _mm512_set1_epi32(INT32_MIN));
-    unit = _mm512_mask_mov_epi32(unit, _mm512_cmpge_epi32_mask(top, infinity),
+    unit = _mm512_mask_mov_epi32(unit, _mm512_cmpge_epi32_mask(top[0], infinity),
                                  _mm512_set1_epi32(0x7fc00000));
-    _mm512_storeu_si512(x->unit, unit);
-    RA__UNROLL for (int32_t i = 0; i < 4 * RA__Q8_BLOCKS; i++) {
-        const __m512 y = _mm512_add_ps(_mm512_castsi512_ps(w[i]), _mm512_set1_ps(large[i]));
-        const __m512i most = _mm512_castps_si512(_mm512_set1_ps(large[i]));
-        const __m512i z = _mm512_min_epi32(_mm512_castps_si512(y),
-                                           _mm512_or_si512(most, _mm512_set1_epi32(0xffff)));
-        _mm512_storeu_si512(x->digit[i / 4][i % 4], _mm512_permutexvar_epi8(where, z));
+    _mm512_storeu_si512(to->unit, unit);
+    RA__UNROLL for (int32_t b = 0; b < RA__Q8_BLOCKS; b++) {
+        const __m512i bias = _mm512_broadcast_i32x4(ra__q8_load(large + 4 * b));
+        const __m512i end = _mm512_broadcast_i32x4(ra__q8_load(most + 4 * b));
+        __m512i z[4];
+        RA__UNROLL for (int32_t i = 0; i < 4; i++)
+            z[i] = _mm512_min_epi32(_mm512_castps_si512(_mm512_add_ps(
+                       _mm512_castsi512_ps(w[b][i]), _mm512_castsi512_ps(bias))), end);
+        RA__UNROLL for (int32_t i = 0; i < 2; i++)
+            _mm512_storeu_si512(to->digit[b][i],
+                                _mm512_permutex2var_epi8(z[2 * i], where, z[2 * i + 1]));
     }
     return other;
 }
 
-/* Two vectors of 16 dims of keys 4 g to 4 g + 3 of the order of lanes. */
-RA__Q8_INLINE void ra__q8_load_values(__m512i *v, const uint8_t *const *row, int64_t at,
-                                      const int32_t g, __m512i where) {
-    const __m512i y = ra__q8_join(row[4 * g] + at, row[4 * g + 1] + at);
-    const __m512i z = ra__q8_join(row[4 * g + 2] + at, row[4 * g + 3] + at);
+/* Two vectors of 16 dims of keys 4 g to 4 g + 3. */
+RA__Q8_INLINE void ra__q8_load_values(__m512i *v, const ra__q8_rows *x, int64_t at,
+                                      const int32_t g, __m512i where, const int32_t whole) {
+    const __m512i y = ra__q8_join(ra__q8_row(x, 4 * g, at, whole),
+                                  ra__q8_row(x, 4 * g + 1, at, whole));
+    const __m512i z = ra__q8_join(ra__q8_row(x, 4 * g + 2, at, whole),
+                                  ra__q8_row(x, 4 * g + 3, at, whole));
     v[2 * g] = _mm512_permutex2var_epi8(y, where, z);
     v[2 * g + 1] = _mm512_permutex2var_epi8(
         y, _mm512_add_epi32(where, _mm512_set1_epi32(0x10101010)), z);
 }
 
-/* Sums of a row over 32 dims: to = old + digits times v. */
-RA__Q8_INLINE void ra__q8_add(float *to, int32_t fresh, const uint8_t *digit, float unit,
+/* c[0], c[1] += digits times v, for a row and 32 dims. */
+RA__Q8_INLINE void ra__q8_add(__m512 *c, const uint8_t (*digit)[64], int32_t r, float unit,
                               const __m512i *v) {
-    __m512i c[2] = { _mm512_setzero_si512(), _mm512_setzero_si512() };
+    __m512i z[2] = { _mm512_setzero_si512(), _mm512_setzero_si512() };
     RA__UNROLL for (int32_t e = 1; e >= 0; e--) {
-        c[0] = _mm512_slli_epi32(c[0], 8);             /* 0 at first */
-        c[1] = _mm512_slli_epi32(c[1], 8);
         RA__UNROLL for (int32_t g = 0; g < 4; g++) {
             int32_t four;
-            memcpy(&four, digit + 16 * e + 4 * g, sizeof four);
+            memcpy(&four, &digit[g / 2][16 * r + 8 * e + g % 2 * 4], sizeof four);
+            const __m512i y = _mm512_set1_epi32(four);
             RA__UNROLL for (int32_t t = 0; t < 2; t++)
-                c[t] = _mm512_dpbusd_epi32(c[t], _mm512_set1_epi32(four), v[2 * g + t]);
+                z[t] = _mm512_dpbusd_epi32(z[t], y, v[2 * g + t]);
         }
+        RA__UNROLL for (int32_t t = 0; t < 2 && e; t++) z[t] = _mm512_slli_epi32(z[t], 8);
     }
-    RA__UNROLL for (int32_t t = 0; t < 2; t++, to += 16) {
-        const __m512 old = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(to);
-        _mm512_storeu_ps(to, _mm512_fmadd_ps(_mm512_cvtepi32_ps(c[t]), _mm512_set1_ps(unit), old));
-    }
+    RA__UNROLL for (int32_t t = 0; t < 2; t++)
+        c[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(z[t]), _mm512_set1_ps(unit), c[t]);
 }
 
-/* Keys of the group that row r sees, in the order of lanes. */
-RA__Q8_INLINE __mmask16 ra__q8_seen(uint64_t seen, int32_t r) {
-    uint32_t mask = 0;
-    for (int32_t i = 0; i < RA__Q8_KEYS; i++)
-        mask |= (uint32_t)(seen >> (4 * (i % 4 * 4 + i / 4) + r) & 1) << i;
-    return (__mmask16)mask;
-}
-
-/* Adds p V of 16 keys, p being [key][4 rows]. */
-RA__NOINLINE RA__Q8_TARGET void ra__q8_values(const ra__decode_rows *rows,
-                                              const ra__decode_keys *keys, const float *s) {
+/* Adds block b of groups [g, end). */
+RA__Q8_INLINE void ra__q8_add_block(const ra__q8_work *x, int32_t b, int32_t g, int32_t end,
+                                    int32_t fresh, const int32_t whole) {
     const __m512i where = _mm512_add_epi32(
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
                            _mm512_set1_epi32(0x01010101)), _mm512_set1_epi32(0x60402000));
-    const __m512 sign = _mm512_set1_ps(-0.0f);
-    const int32_t blocks = rows->d->v_dim / 32, n = rows->count;
-    const uint8_t *row[RA__Q8_KEYS];
+    const int32_t n = x->count;
+    float *acc = x->acc + 128 * b;
+    int64_t at = RA__Q8_KEYS * g * x->rows.stride + b * RA__Q8_BYTES + 2;
+    uintptr_t at_line[2] = { 0, 0 };
     __m512i v[8], next[8];
-    __mmask16 seen[4];
-    ra__q8_weights x;
-    __m512 p[4];
-    ra__q8_rows(row, keys->v, keys->v_stride, keys->n);
-    for (int32_t r = 0; r < 4; r++) {
-        seen[r] = r < n ? 0xffff : 0;
-        if (r < n && (keys->partial || keys->n < RA__Q8_KEYS))
-            seen[r] = ra__q8_seen(keys->seen, r);
-        p[r] = _mm512_andnot_ps(sign, _mm512_loadu_ps(s + 16 * r));
+    __m512 c[4][2];
+    RA__UNROLL for (int32_t i = 0; i < 8; i++)
+        c[i / 2][i % 2] = fresh ? _mm512_setzero_ps() : _mm512_loadu_ps(acc + 16 * i);
+    RA__UNROLL for (int32_t i = 0; i < 4; i++)
+        ra__q8_load_values(next, &x->rows, at, i, where, whole);
+    for (; g < end; g++) {
+        const ra__q8_weights *w = &x->w[g];
+        at += g + 1 < end ? RA__Q8_KEYS * x->rows.stride : 0;
+        ra__q8_advance(at_line, x->streams, 4);
+        RA__UNROLL for (int32_t i = 0; i < 8; i++) v[i] = next[i];
+        RA__UNROLL for (int32_t r = 0; r < 4; r++) {
+            if (r < n) ra__q8_add(c[r], w->digit[b], r, w->unit[4 * b + r], v);
+            ra__q8_load_values(next, &x->rows, at, r, where, whole);
+            if (x->streams) ra__q8_prefetch(at_line, r, 1);
+        }
     }
-    ra__q8_transpose(p);
-    for (int32_t b = 0; b < blocks; b += RA__Q8_BLOCKS) {
-        const int32_t some = blocks - b < RA__Q8_BLOCKS ? blocks - b : RA__Q8_BLOCKS;
-        int32_t more = 1;
-        for (int32_t negative = 0; negative < 2 && more; negative++) {
-            more = ra__q8_weigh(&x, row, (int64_t)b * RA__Q8_BYTES, some, p, seen, negative);
-            const int32_t fresh = !negative && !rows->has_keys;
-            int64_t at = (int64_t)b * RA__Q8_BYTES + 2;
-            RA__UNROLL for (int32_t g = 0; g < 4; g++) ra__q8_load_values(next, row, at, g, where);
-            for (int32_t i = 0; i < some; i++) {
-                at += i + 1 < some ? RA__Q8_BYTES : 0;
-                RA__UNROLL for (int32_t g = 0; g < 8; g++) v[g] = next[g];
-                RA__UNROLL for (int32_t r = 0; r < 4; r++) {
-                    if (r < n)
-                        ra__q8_add(rows->block_acc + 128 * (b + i) + 32 * r, fresh, x.digit[i][r],
-                                   x.unit[4 * i + r], v);
-                    ra__q8_load_values(next, row, at, r, where);
-                    if (keys->streams && !negative) ra__q8_prefetch(keys->streams);
-                }
-            }
+    RA__UNROLL for (int32_t i = 0; i < 8; i++) _mm512_storeu_ps(acc + 16 * i, c[i / 2][i % 2]);
+}
+
+/* Adds up to RA__Q8_BLOCKS blocks; p: [group][16 keys][4 rows]. Weights of all groups are made
+ * first, because those of one take long but leave room for others. A group with negative scales is
+ * added alone, and twice. */
+RA__Q8_INLINE void ra__q8_add_blocks(const ra__q8_work *x, const float *p, const int32_t whole) {
+    int32_t more = 0;
+    for (int32_t g = 0; g < x->groups; g++) more |= ra__q8_weigh(x, g, p, 0, whole) << g;
+    for (int32_t g = 0, end; g < x->groups; g = end) {
+        const int32_t twice = more >> g & 1;
+        end = more ? g + 1 : x->groups;
+        for (int32_t negative = 0; negative <= twice; negative++) {
+            if (negative) (void)ra__q8_weigh(x, g, p, 1, whole);
+            for (int32_t b = 0; b < x->blocks; b++)
+                ra__q8_add_block(x, b, g, end, x->fresh && g == 0 && !negative, whole);
         }
     }
 }
 
+/* Adds p V of n keys from key j on, p being [key][4 rows]. More than 16 are whole groups. */
+RA__Q8_INLINE void ra__q8_add_keys(const ra__decode_rows *rows, const ra__decode_keys *keys,
+                                   int32_t j, int32_t n, const float *p, const int32_t whole) {
+    const int32_t blocks = rows->d->v_dim / 32;
+    ra__q8_weights w[RA_BLOCK_TOKENS / RA__Q8_KEYS];
+    ra__q8_work x;
+    x.w = w;
+    x.streams = keys->streams;
+    x.groups = (n + RA__Q8_KEYS - 1) / RA__Q8_KEYS;
+    x.count = rows->count;
+    x.fresh = !rows->has_keys;
+    x.seen = keys->seen;
+    for (int32_t b = 0; b < blocks; b += RA__Q8_BLOCKS) {
+        x.blocks = blocks - b < RA__Q8_BLOCKS ? blocks - b : RA__Q8_BLOCKS;
+        x.acc = rows->block_acc + 128 * b;
+        ra__q8_find_rows(&x.rows, keys->v + j * keys->v_stride + (int64_t)b * RA__Q8_BYTES,
+                         keys->v_stride, n, whole);
+        ra__q8_add_blocks(&x, p, whole);
+    }
+}
+
+RA__NOINLINE RA__Q8_TARGET void ra__q8_values(const ra__decode_rows *rows,
+                                              const ra__decode_keys *keys, int32_t j, int32_t n,
+                                              const float *s) {
+    if (n % RA__Q8_KEYS == 0 && !keys->partial) ra__q8_add_keys(rows, keys, j, n, s, 1);
+    else ra__q8_add_keys(rows, keys, j, n, s, 0);
+}
+
+/* Adds groups of 16 keys from key j on, whose scores are in s, as long as maxima hold. Groups have
+ * one maximum, which rises before they are added. */
 RA__Q8_STATIC void ra__decode_fold_q8(ra__decode_rows *rows, const ra__decode_keys *keys,
                                       int32_t n) {
     const __m512 low = _mm512_set1_ps(ra__neg_inf());
-    float s[4 * RA__Q8_KEYS];
+    float s[4 * RA_BLOCK_TOKENS];
     for (; n > 0; n--, rows++, keys++) {
+        const int32_t all = (keys->n + RA__Q8_KEYS - 1) / RA__Q8_KEYS * RA__Q8_KEYS;
         if (!keys->seen) continue;
         ra__q8_scores(rows, keys, s);
         if (rows->modified) ra__decode_modify_avx512(rows, keys, s, 4 * keys->n);
         for (int32_t i = 0; i < 64 && (keys->partial || keys->n < RA__Q8_KEYS); i += 16)
             _mm512_storeu_ps(s + i, _mm512_mask_blend_ps((__mmask16)(keys->seen >> i), low,
                                                          _mm512_loadu_ps(s + i)));
-        if (!ra__decode_max_holds_avx512(rows, s, 64)) ra__decode_raise_avx512(rows, s, 64);
-        ra__decode_weigh_avx512(rows, s, 64);
-        ra__q8_values(rows, keys, s);
-        for (int32_t r = 0; r < rows->count; r++)
-            if (keys->seen >> r & ra__seen_by_row_0) rows->has_keys |= 1 << r;
+        for (int32_t j = 0, end = all; j < all; j = end) {
+            end = all;
+            if (!ra__decode_max_holds_avx512(rows, s + 4 * j, 4 * (all - j))) {
+                ra__decode_raise_avx512(rows, s + 4 * j, 64);
+                if (!ra__decode_max_holds_avx512(rows, s + 4 * j, 4 * (all - j)))
+                    end = j + RA__Q8_KEYS;
+            }
+            ra__decode_weigh_avx512(rows, s + 4 * j, 4 * (end - j));
+            ra__q8_values(rows, keys, j, (keys->n < end ? keys->n : end) - j, s + 4 * j);
+            for (int32_t r = 0; r < rows->count; r++)
+                if (keys->seen >> r & ra__seen_by_row_0) rows->has_keys |= 1 << r;
+        }
     }
 }
 
@@ -6975,8 +7097,8 @@ RA__Q8_INLINE void ra__q8_digits(ra__q8_queries *q, int32_t r, const float *x, f
         for (int32_t e = 0; e < 2; e++) memcpy(&q->digit[r][e][16 * i], bytes + 16 * e, 16);
     }
     _mm512_storeu_si512(sums, sum);
-    for (int32_t e = 0; e < 2; e++)
-        q->start[r][e] = -(sums[4 * e] + sums[4 * e + 1] + sums[4 * e + 2] + sums[4 * e + 3]);
+    q->start[r] = 0;
+    for (int32_t i = 0; i < 4; i++) q->start[r] -= sums[i] + 256 * sums[4 + i];
 }
 
 /* Row r of q in digits. A row with a NaN or an infinity has NaN for its unit. */
@@ -7012,7 +7134,7 @@ RA__Q8_STATIC void ra__decode_load_q8(ra__decode_rows *rows, int32_t r, const vo
 /* For decoding only. */
 static const ra__kernel ra__kernel_q8 = {
     RA_ISA_AVX512_BF16, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
-    RA__Q8_KEYS, RA__DECODE_KEYS,
+    RA__Q8_KEYS, RA_BLOCK_TOKENS,
     ra__decode_load_q8, ra__decode_fold_q8, NULL, ra__decode_close_avx512,
     ra__decode_store_avx512,
     ra__decode_merge_avx512,
