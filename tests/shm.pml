@@ -23,6 +23,10 @@
  * Variables that nobody reads again are set to one value: states that differ in them alone are the
  * same state.
  *
+ * With -DREST a rank is busy from its first post until it has all its messages, and after an abort
+ * quiesce waits for busy ranks only. Checked there too: what a busy rank has received is not of a
+ * rank that has quiesced.
+ *
  * BREAK_*: mistakes that the model must find. */
 #ifndef P
 #define P 2
@@ -46,6 +50,15 @@ bool why[P], gone[P], quiet[P], dead[P], ended[P];
 bool event[P];                         /* something has happened since the rank looked */
 bool aborted;
 byte gone_count, copies[P];
+#ifdef REST
+bool busy[P];
+byte busy_count;
+#define BUSY(r) atomic { if :: !busy[r] -> busy[r] = true; busy_count++ :: else fi }
+#define RESTS(r) atomic { if :: busy[r] -> busy[r] = false; busy_count-- :: else fi }
+#define NOBODY_USES (gone_count == P || (aborted && busy_count == 0))
+#else
+#define NOBODY_USES (gone_count == P)
+#endif
 
 #define LOCK(r) atomic { !lock[r] -> lock[r] = true }
 #define UNLOCK(r) lock[r] = false
@@ -187,6 +200,9 @@ proctype rank(byte me) {
     bool failure, first, fails, late, take;
     do
     :: i < M && !fails ->
+#if defined(REST) && !defined(BREAK_BUSY)
+        BUSY(me);
+#endif
         failure = FAILURE(me);
         if
         :: failure -> failure = false; fails = true
@@ -197,6 +213,10 @@ proctype rank(byte me) {
             :: state[OP(me, SEND)] == DONE && state[OP(PREV(me), RECV)] == DONE ->
                 i++;
                 assert(copies[PREV(me)] >= i);
+#ifdef REST
+                assert(!quiet[PREV(me)] && !quiet[NEXT(me)]);
+                if :: i == M -> RESTS(me) :: else fi;
+#endif
                 clear(me);
                 break
             :: state[OP(me, SEND)] == FAILED || state[OP(PREV(me), RECV)] == FAILED ->
@@ -243,13 +263,16 @@ proctype rank(byte me) {
 #endif
     STEP {
         atomic { gone[me] = true; clear(me) };
+#ifdef REST
+        RESTS(me);
+#endif
         atomic { gone_count++; late = gone_count == P || !aborted };
         if :: late -> late = false; notify_all() :: else fi
     };
     /* quiesce: by its deadline if one died */
     atomic {
         if
-        :: gone_count == P -> quiet[me] = true
+        :: NOBODY_USES -> quiet[me] = true
         :: dead[P - 1]
         fi;
         ended[me] = true

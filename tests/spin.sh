@@ -45,10 +45,13 @@ for steps in fine COARSE; do           # large steps hide neither mistake
     model no-wait-for-copies-$steps wrong -DP=2 -DM=1 -DBREAK_COPIES -D$steps
     model copies-wake-nobody-$steps wrong -DP=2 -DM=2 -DBREAK_WAKE -D$steps
 done
+model resting right -DP=2 -DM=2 -DREST
+model nobody-is-busy wrong -DP=2 -DM=2 -DREST -DBREAK_BUSY
 if [ "$quick" != quick ]; then
     model two-messages right -DP=2 -DM=2
     model three-ranks right -DP=3 -DM=1            # 19 million states, 18 s
     model three-ranks-death right -DP=3 -DM=1 -DDEATHS -DCOARSE
+    model three-ranks-resting right -DP=3 -DM=1 -DREST -DDEATHS -DCOARSE
     model three-ranks-two-messages right -DP=3 -DM=2 -DCOARSE
     # A rank that may die may also live: this holds all runs without a death. 38 million states,
     # 2.1 GB, 47 s
