@@ -6985,7 +6985,8 @@ RA__Q8_INLINE void ra__q8_add(__m512 *c, const uint8_t (*digit)[64], int32_t r, 
             RA__UNROLL for (int32_t t = 0; t < 2; t++)
                 z[t] = _mm512_dpbusd_epi32(z[t], y, v[2 * g + t]);
         }
-        RA__UNROLL for (int32_t t = 0; t < 2 && e; t++) z[t] = _mm512_slli_epi32(z[t], 8);
+        if (e == 0) continue;
+        RA__UNROLL for (int32_t t = 0; t < 2; t++) z[t] = _mm512_slli_epi32(z[t], 8);
     }
     RA__UNROLL for (int32_t t = 0; t < 2; t++)
         c[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(z[t]), _mm512_set1_ps(unit), c[t]);
