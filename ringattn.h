@@ -1398,7 +1398,7 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
 /* The same in parts, for programs with threads of their own. */
 RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd);
 RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank); /* lives as long as
-                                        * world; null: no such rank */
+                                        * world; passes on it take turns; null: no such rank */
 RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why); /* this rank makes no
                                         * more calls; an error aborts the others. Any thread. */
 RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; null is fine */

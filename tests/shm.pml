@@ -1,16 +1,21 @@
 /* The protocol of the bundled world (room SHM of ringattn.h) for Spin: P ranks in a ring, each
- * sends M messages to the next and receives M from the one before, over inboxes with a lock. At any
- * moment any rank may be aborted by another thread, may stop for ever (-DDEATHS), or may leave
- * between two calls. tests/spin.sh says how it is run.
+ * sends M messages to the next and receives M from the one before, over inboxes with a lock: a pass,
+ * of which there are PASSES. At any moment any rank may be aborted by another thread, may stop for
+ * ever (-DDEATHS), or may leave between two calls; with -DRESTS the last rank may also stay between
+ * two passes for ever, and with -DLEAVES another thread may make rank 0 leave. tests/spin.sh says
+ * how it is run.
  *
  * Modelled as they are: post (whoever comes second takes the op of the first out of the inbox,
  * under its lock, and copies after unlocking), poll and wait with settle and withdraw, abort,
- * purge, part and quiesce, with every shared word read and written in the order of the header. Left
+ * purge, rest, part and quiesce, with every shared word read and written in the order of the header. Left
  * out: bytes, and how a sleeper hears of an event, which is a counter that it compares: here it is
  * a flag.
  *
- * Checked: no buffer is copied from or to once its rank has parted, so not after quiesce either; a
- * message is copied once, in order, and DONE only after its copy; no copy is left open; without
+ * From its first message of a pass to the end of the pass a rank uses memory of the others (their
+ * addresses are what messages are), or until it has failed and parts.
+ *
+ * Checked: no buffer is copied from or to once its rank has parted, so not after quiesce either; no
+ * rank uses memory of others while one is quiet after an abort; a message is copied once, in order, and DONE only after its copy; no copy is left open; without
  * deaths every rank comes to an end whatever is aborted when, and with them too, by its
  * deadline.
  *
@@ -23,16 +28,15 @@
  * Variables that nobody reads again are set to one value: states that differ in them alone are the
  * same state.
  *
- * With -DREST a rank is busy from its first post until it has all its messages, and after an abort
- * quiesce waits for busy ranks only. Checked there too: what a busy rank has received is not of a
- * rank that has quiesced.
- *
  * BREAK_*: mistakes that the model must find. */
 #ifndef P
 #define P 2
 #endif
 #ifndef M
 #define M 2
+#endif
+#ifndef PASSES
+#define PASSES 1
 #endif
 #define NEXT(r) ((r + 1) % P)
 #define PREV(r) ((r + P - 1) % P)
@@ -50,15 +54,9 @@ bool why[P], gone[P], quiet[P], dead[P], ended[P];
 bool event[P];                         /* something has happened since the rank looked */
 bool aborted;
 byte gone_count, copies[P];
-#ifdef REST
-bool busy[P];
-byte busy_count;
-#define BUSY(r) atomic { if :: !busy[r] -> busy[r] = true; busy_count++ :: else fi }
-#define RESTS(r) atomic { if :: busy[r] -> busy[r] = false; busy_count-- :: else fi }
-#define NOBODY_USES (gone_count == P || (aborted && busy_count == 0))
-#else
-#define NOBODY_USES (gone_count == P)
-#endif
+bool busy[P], uses[P];
+byte busy_count;                       /* wraps around with BREAK_COUNT */
+bool freed;                            /* some rank is quiet after an abort: it frees its memory */
 
 #define LOCK(r) atomic { !lock[r] -> lock[r] = true }
 #define UNLOCK(r) lock[r] = false
@@ -81,6 +79,41 @@ inline do_abort() {
         atomic { if :: !aborted -> aborted = true; first = true :: else fi }
         if :: first -> first = false; notify_all() :: else fi
     }
+}
+
+/* A rank that begins to post: counted before it is marked, and both before it looks for an abort.
+ * Only who makes another rank leave sees these two as two steps. */
+#ifdef LEAVES
+#define MARKS
+#else
+#define MARKS atomic
+#endif
+
+inline rise(who) {
+    if
+    :: !busy[who] ->
+#ifdef BREAK_COUNT
+        atomic { !busy[who] -> busy[who] = true };
+        atomic { busy_count++; rested = true }
+#else
+        MARKS { busy_count++; atomic { busy[who] = true; rested = true } }
+#endif
+    :: else
+    fi
+}
+
+inline rest(who) {
+    MARKS {
+        atomic { if :: busy[who] -> busy[who] = false; last = true :: else fi; uses[who] = false };
+        atomic { if :: last -> busy_count--; late = busy_count == 0 :: else fi }
+    };
+    if
+    :: last ->
+        last = false;
+        if :: late -> late = aborted :: else fi;
+        if :: late -> late = false; notify_all() :: else fi
+    :: else
+    fi
 }
 
 /* Posts the op of one kind of the flow from src, for rank me. What happens under a lock is one step
@@ -118,7 +151,10 @@ inline post(who, flow, side, other) {
         take = false;
         STEP {
             atomic {
-                assert(!quiet[flow] && !quiet[NEXT(flow)] && !gone[flow] && !gone[NEXT(flow)]);
+                assert(!quiet[flow] && !quiet[NEXT(flow)] && !gone[other]);
+#ifndef LEAVES
+                assert(!gone[who]);
+#endif
                 assert(state[OP(flow, 1 - side)] == PENDING);
                 copies[flow]++;
                 state[OP(flow, side)] = DONE
@@ -194,30 +230,52 @@ inline purge_one(leaver, stream, end) {
     }
 }
 
+inline part_last(who) {
+    atomic { if :: !gone[who] -> gone[who] = true; first = true :: else fi };
+    if
+    :: first ->
+        first = false;
+        rest(who);
+        atomic { gone_count++; late = gone_count == P || !aborted };
+        if :: late -> late = false; notify_all() :: else fi
+    :: else
+    fi
+}
+
 proctype rank(byte me) {
-    byte i, n;
+    byte i, n, pass;
     mtype got;
-    bool failure, first, fails, late, take;
+    bool failure, first, fails, late, take, last, rested;
+#ifdef RESTS
+    if :: me == P - 1 -> ended[me] = true; goto end_dead :: skip fi;
+#endif
+again:
     do
     :: i < M && !fails ->
-#if defined(REST) && !defined(BREAK_BUSY)
-        BUSY(me);
-#endif
+        rise(me);
         failure = FAILURE(me);
         if
-        :: failure -> failure = false; fails = true
+        :: failure ->
+            failure = false;
+            fails = true;
+            if :: rested -> rested = false; rest(me) :: else fi
         :: else ->
+            rested = false;
             post(me, PREV(me), RECV, PREV(me));
             post(me, me, SEND, NEXT(me));
             do                         /* wait until both are through */
             :: state[OP(me, SEND)] == DONE && state[OP(PREV(me), RECV)] == DONE ->
-                i++;
-                assert(copies[PREV(me)] >= i);
-#ifdef REST
-                assert(!quiet[PREV(me)] && !quiet[NEXT(me)]);
-                if :: i == M -> RESTS(me) :: else fi;
+                atomic {
+                    i++;
+                    assert(copies[PREV(me)] >= pass * M + i);
+#ifdef LEAVES
+                    uses[me] = me > 0; /* whose rank is made to leave must see to that itself */
+#else
+                    uses[me] = true;
 #endif
-                clear(me);
+                    assert(!freed || !uses[me]);
+                    clear(me)
+                };
                 break
             :: state[OP(me, SEND)] == FAILED || state[OP(PREV(me), RECV)] == FAILED ->
                 fails = true;
@@ -233,7 +291,10 @@ proctype rank(byte me) {
                 :: failure -> failure = false; fails = true; break
                 :: else
                 fi;
-                if                     /* sleeps, or its deadline comes: only then if one died */
+                if                     /* sleeps, or its deadline comes: only if one is not there */
+#ifdef RESTS
+                :: ended[P - 1] -> fails = true; break
+#endif
                 :: event[me]
                 :: state[OP(me, SEND)] != PENDING && state[OP(PREV(me), RECV)] != PENDING
                 :: dead[NEXT(me)] || dead[PREV(me)] || (P > 3 && dead[NEXT(NEXT(me))]) ->
@@ -249,11 +310,28 @@ proctype rank(byte me) {
     :: i < M && !fails && me == 0 -> break             /* leaves early */
     od;
     if
+    :: i == M && !fails ->
+#ifndef BREAK_REST
+        rest(me);
+#endif
+        atomic {
+            pass++;
+            if
+            :: pass < PASSES -> i = 0; goto again
+#ifdef RESTS
+            :: me == P - 1 -> ended[me] = true; goto end_dead
+#endif
+            :: pass == PASSES
+            fi
+        }
+    :: else
+    fi;
+    if
     :: atomic { fails -> fails = false; why[me] = true }; do_abort()
     :: else
     fi;
     /* part: from here on this rank posts nothing, and hears of nothing */
-    atomic { why[me] = true; event[me] = true; i = 0 };
+    atomic { why[me] = true; event[me] = true; uses[me] = false; i = 0 };
     STEP {
         purge_one(me, PREV(me), RECV);
         purge_one(me, me, SEND)
@@ -261,24 +339,40 @@ proctype rank(byte me) {
 #ifndef BREAK_COPIES
     open[me] == 0;
 #endif
-    STEP {
-        atomic { gone[me] = true; clear(me) };
-#ifdef REST
-        RESTS(me);
-#endif
-        atomic { gone_count++; late = gone_count == P || !aborted };
-        if :: late -> late = false; notify_all() :: else fi
-    };
-    /* quiesce: by its deadline if one died */
+    STEP { part_last(me); clear(me) };
+    /* quiesce: by its deadline if one died; one that leaves well need not */
     atomic {
         if
-        :: NOBODY_USES -> quiet[me] = true
+        :: gone_count == P -> quiet[me] = true
+        :: aborted && busy_count == 0 -> quiet[me] = true; freed = true
         :: dead[P - 1]
+#ifdef RESTS
+        :: !aborted
+#endif
         fi;
+        do :: n < P -> assert(!freed || !uses[n]); n++ :: else -> break od;
+        n = 0;
         ended[me] = true
     };
 end_dead: skip
 }
+
+#ifdef LEAVES
+proctype leaver(byte me) {
+    byte n;
+    bool first, last, late;
+    if
+    :: why[me] = true; do_abort();
+        STEP {
+            purge_one(me, PREV(me), RECV);
+            purge_one(me, me, SEND)
+        };
+        open[me] == 0;
+        part_last(me)
+    :: skip
+    fi
+}
+#endif
 
 /* Another thread of some rank, at some moment, or never. */
 proctype aborter(byte me) {
@@ -292,6 +386,9 @@ init {
     atomic {
         do :: r < P -> run rank(r); r++ :: else -> break od;
         run aborter(0);
+#ifdef LEAVES
+        run leaver(0);
+#endif
         r = 0
     }
     /* all have ended: nothing may be left */
