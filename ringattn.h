@@ -16550,12 +16550,23 @@ static ra__shm_pending ra__shm_sweep(ra__shm_seat *seat, ra_transport_op *const 
 
 /* This rank neither has nor uses anything of the others until it posts again. A rank that has
  * aborted then need not wait for it: a post counts as busy before it looks for an abort, and
- * whoever quiesces has aborted before it counts who is busy. So the post fails or is waited for. */
+ * whoever quiesces has aborted before it counts who is busy. So the post fails or is waited for.
+ * Looks at `busy` by adding to it, because a compare that fails orders nothing: if this rank is
+ * leaving, a post that comes after this sees that it left, and rests itself. */
 static void ra__shm_rest(ra__shm_seat *seat) {
     ra_world *world = seat->world;
-    if (!ra__cas_i32(&seat->busy, 1, 0)) return;
+    if (!ra__add_i32(&seat->busy, 0) || !ra__cas_i32(&seat->busy, 1, 0)) return;
     if (ra__add_i32(&world->busy, -1) == 1 && ra__load_i32(&world->aborted))
         ra__shm_notify_all(world);
+}
+
+/* 1: the seat was at rest and now is busy. Counted before it is marked: another thread may make
+ * this rank leave at any moment, and takes off the count what it finds marked. If that came first,
+ * the count would be short by one for a moment, and another busy rank would not be seen. */
+static int ra__shm_rise(ra__shm_seat *seat) {
+    if (ra__load_i32(&seat->busy)) return 0;
+    (void)ra__add_i32(&seat->world->busy, 1);
+    return ra__cas_i32(&seat->busy, 0, 1);
 }
 
 /* Who: the owner. Blocks: no; copies the bytes of ops that match immediately. Buffers: as
@@ -16564,8 +16575,7 @@ static void ra__shm_rest(ra__shm_seat *seat) {
  * Required. */
 static int ra__shm_post(void *ctx, ra_transport_op *const *ops, int n) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
-    const int rested = ra__cas_i32(&seat->busy, 0, 1);
-    if (rested) (void)ra__add_i32(&seat->world->busy, 1);
+    const int rested = ra__shm_rise(seat);
     int32_t failure = ra__shm_failure(seat);
     if (failure && rested) ra__shm_rest(seat);
     for (int kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--) {
@@ -16854,8 +16864,8 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
     return run.aborted ? RA_E_ABORTED : RA_OK;
 }
 
-/* A pass of this rank has ended well: if its network is the world, it rests until the next one.
- * (Through callbacks of another transport it cannot say so.) */
+/* Nothing of a pass of this rank is left to move, and nothing that it read: if its network is the
+ * world, it rests until the next one. (Through callbacks of another transport it cannot say so.) */
 static void ra__tp_rest(const ra_transport *t) {
     if (t->post == ra__shm_post) ra__shm_rest((ra__shm_seat *)t->ctx);
 }
@@ -18753,7 +18763,7 @@ static void ra__ring_complete(ra_ring *r) {
     ra__store_i32(&r->met, 1);
     ra__ring_event_plain(r, RA_EV_PASS, r->begin_ns, RA_OK);
     ra__ring_progress(r);
-    if (r->shared) ra__tp_rest(&r->tp);
+    ra__tp_rest(&r->tp);
     ra__store_i32(&r->crew.state, RA_RING_IDLE);
     (void)ra__add_i64(&r->events, 1);
 }
@@ -20222,6 +20232,7 @@ static ra_status ra__resume_end(ra_ring *r) {
     if (r->talking) r->moves++;
     r->talking = 0;
     if (!x->verdict) return RA_OK;
+    ra__tp_rest(&r->tp);
     r->quiet = 1;                      /* nothing is pending: neither abort nor quiesce */
     ra__store_i32(&r->aborted, 1);
     return ra__ring_fail(r, x->verdict, x->blame);
@@ -22403,7 +22414,7 @@ static int ra__cache_complete(ra_cache *c) {
     if (ra__load_i32(&c->stage) < c->stages) return 0;
     if (ra__cache_awaits(c) != RA_NO_PEER) return 0;
     if (!ra__cas_i32(&c->crew.state, RA_RING_RUNNING, RA_RING_IDLE)) return 0;
-    if (c->shared) ra__tp_rest(&c->tp);
+    ra__tp_rest(&c->tp);
     return 1;
 }
 

@@ -475,6 +475,87 @@ TEST(world_waits_for_no_rank_that_rests)
     rig_free(g);
 }
 
+static ra_status refetched(void *ctx, int64_t pass, int32_t rank, ra_tensors *t)
+{
+    const rig *g = (const rig *)ctx;
+    CHECK_EQ(pass, 1);
+    if (t) t->k = g->t[rank].k;
+    if (t) t->v = g->t[rank].v;
+    return RA_OK;
+}
+
+/* Two of three ranks resume on `world` what the third one left; well if they can fetch again. */
+static void resumes(const rig *g, ra_world *world, int fetches)
+{
+    static const int32_t survivors[2] = { 0, 1 };
+    ra_world *before = NULL;
+    ra_world_desc wd;
+    ra_resume_desc xd;
+    ra_ring *ring[2];
+    ra_status s[2];
+    memset(&wd, 0, sizeof wd);
+    memset(&xd, 0, sizeof xd);
+    wd.ranks = 3;
+    CHECK_EQ(ra_world_create(&before, &wd), RA_OK);
+    for (int r = 0; r < 2; r++) ring[r] = under_way(g, before, r, NULL);
+    ra_world_leave(before, 2, RA_E_IO);
+    step_all(ring, 2, s);
+    xd.survivors = survivors;
+    xd.ranks = 2;
+    xd.epoch = 1;
+    xd.tensors_kept = 1;
+    xd.refetch = fetches ? refetched : NULL;
+    xd.ctx = (void *)(uintptr_t)g;
+    for (int r = 0; r < 2; r++) {
+        CHECK_EQ(s[r], RA_E_ABORTED);
+        xd.transport = ra_world_transport(world, r);
+        CHECK_EQ(ra_resume_begin(ring[r], &xd, ra_deadline_ms(20000)), RA_OK);
+    }
+    step_all(ring, 2, s);
+    for (int r = 0; r < 2; r++) CHECK_EQ(s[r], fetches ? RA_OK : RA_E_PEER);
+    for (int r = 0; r < 2; r++) CHECK_EQ(ra_ring_destroy(ring[r]), RA_OK);
+    ra_world_destroy(before);
+}
+
+/* A rank rests in the world too after a pass that copied, after one that was resumed, and after one
+ * that could not be resumed. */
+TEST(world_rests_after_any_pass)
+{
+    enum { COPIED, RESUMED, REFUSED, WAYS };
+    rig *g = rig_new(2, 256, 1), *three = rig_new(3, 384, 1);
+    for (int i = 0; i < WAYS; i++) {
+        ra_world *world = NULL;
+        ra_world_desc wd;
+        ra_ring_desc rd;
+        ra_ring *ring[2];
+        ra_job job[2];
+        ra_status s[2];
+        memset(&wd, 0, sizeof wd);
+        memset(&rd, 0, sizeof rd);
+        wd.ranks = 2;
+        rd.quiesce_ns = 50000000;      /* of all of which it would wait */
+        CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+        if (i != COPIED) resumes(three, world, i == RESUMED);
+        for (int r = 0; r < 2; r++) {
+            ra_transport net = *ra_world_transport(world, r);
+            if (i == COPIED) net.caps &= ~(uint32_t)RA_CAP_SHARED;
+            job[r] = rig_job(g, r);
+            CHECK_EQ(ra_ring_create(&ring[r], g->plan[r], &net, &rd), RA_OK);
+            if (i == COPIED) CHECK_EQ(ra_begin(ring[r], &job[r]), RA_OK);
+        }
+        if (i == COPIED) step_all(ring, 2, s);
+        CHECK_EQ(ra_begin(ring[0], &job[0]), RA_OK);
+        CHECK(ra_step(ring[0], 0) > 0);
+        ra_ring_cancel(ring[0]);
+        CHECK_EQ(ra_step(ring[0], 0), RA_E_CANCELLED);
+        CHECK_EQ(ra_finish(ring[0], RA_NO_DEADLINE), RA_E_CANCELLED);
+        for (int r = 0; r < 2; r++) CHECK_EQ(ra_ring_destroy(ring[r]), RA_OK);
+        ra_world_destroy(world);
+    }
+    rig_free(g);
+    rig_free(three);
+}
+
 /* -------------------------------------------------------------------------- patience */
 
 /* A plan of rank 0, and the most tiles that are not empty which any rank's report has. */
@@ -1679,6 +1760,7 @@ int main(int argc, char **argv)
         ENTRY(shared_between_processes), ENTRY(shared_in_one_process), ENTRY(begin_reads_no_sinks),
         ENTRY(failed_exchange_names_what_was_due), ENTRY(deadlines_on_another_clock),
         ENTRY(quiesce_of_the_world_on_another_clock), ENTRY(world_waits_for_no_rank_that_rests),
+        ENTRY(world_rests_after_any_pass),
         ENTRY(default_watchdog), ENTRY(default_watchdog_of_many_ranks),
         ENTRY(default_watchdog_of_a_million_tokens),
         ENTRY(refused_tickets_stay_refused), ENTRY(first_failure_stays),
