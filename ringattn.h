@@ -6675,9 +6675,8 @@ static const ra__kernel ra__kernel_bf16 = {
  * the broadcasts of q. A row of 34-byte blocks often crosses a line, which counts as two loads, and
  * loads are what there is least of: two per cycle. Weights of 64 keys are made before any of them
  * is used, because each takes long but leaves room for others. Zen 5, cycles per key that is in L1:
- * 48 -> 37 (scores 18 -> 15, values 26 -> 19, of which 7 for the weights); over 32768 keys, 32/8
- * heads, one thread 4.2 -> 3.4 ms, two 2.6 -> 2.1, f16 in turn 5.7 and 4.3. Three digits each,
- * as exact as f32, would take 1.15 times as long. */
+ * 48 -> 37 (scores 18 -> 15, values 25 -> 19); over 32768 keys, 32/8 heads, one thread 4.2 -> 3.4
+ * ms, two 2.6 -> 2.1. Three digits each, as exact as f32, would take 1.15 times as long. */
 #define RA__Q8_TARGET                                                                            \
     RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")
 #define RA__Q8_STATIC RA__UNUSED RA__Q8_TARGET static
