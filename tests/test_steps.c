@@ -452,7 +452,7 @@ static double merged_exactly(const side *x, const side *y, int64_t i, int64_t at
     const double a = (double)x->lse[i], b = (double)y->lse[i], hi = a > b ? a : b;
     const double p = isinf(a) ? 0 : exp(a - hi), q = isinf(b) ? 0 : exp(b - hi);
     double sum = 0;
-    if (p + q == 0) return at < 0 ? -INFINITY : 0;
+    if (p + q == 0) return at < 0 ? -(double)INFINITY : 0;
     if (at < 0) return hi + log(p + q);
     if (p > 0) sum += p / (p + q) * (double)x->o[at];
     if (q > 0) sum += q / (p + q) * (double)y->o[at];
