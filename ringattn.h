@@ -1702,7 +1702,7 @@ typedef struct ra__stream {
     uintptr_t at;
     int64_t jump;
     int32_t left, lines;               /* of this stretch, of each */
-    int32_t near;                      /* 1: see ra__bf_decode_prefetch */
+    int32_t level_1;                   /* 1: see ra__bf_decode_prefetch */
 } ra__stream;
 
 /* Decoding: up to 4 query rows that read the same kv head, in the kernel's own order of dims. The
@@ -5816,7 +5816,7 @@ enum { RA__BF_DECODE_UNIT = 8 };       /* dims per step; keys per group with one
  * tokens over 32768 keys, 32/8 heads of D 128, 7.7 -> 5.0 ms, 4 tokens 11.1 -> 9.0; beside one four
  * 4.9 -> 5.3. */
 RA__BF_INLINE void ra__bf_decode_prefetch(ra__stream *a, const int32_t n, const int32_t nf) {
-    if (nf < 2 || !a->near) {
+    if (nf < 2 || !a->level_1) {
         ra__stream_prefetch(a, n);
         return;
     }
@@ -11840,7 +11840,7 @@ typedef struct ra__decode {
     int32_t lean;                      /* 1: one row, and keys that caches may hold */
     int32_t unit;                      /* decode_unit */
     int32_t nears;                     /* 1: decode_near takes blocks that all rows see, ... */
-    int32_t near;                      /* ... and this one */
+    int32_t now;                       /* ... and this one */
     int32_t group;                     /* query heads per kv head */
     int32_t modifies;                  /* 1: scores of some row may be more than dot products */
     float factor;                      /* ra__q_factor */
@@ -12146,7 +12146,7 @@ static void ra__decode_streams(ra__decode *x, const ra__view kv[2]) {
         x->rows_ahead[i] = ra__round_up(ra__max(most, bytes / all), most);
         x->ahead[i].lines = x->ahead[i].left = (int32_t)ra__ceil_div(rows * all, 64);
         x->ahead[i].jump = rows * token - (int64_t)x->ahead[i].lines * 64;
-        x->ahead[i].near = ra__decodes_near();
+        x->ahead[i].level_1 = ra__decodes_near();
     }
 }
 
@@ -12189,11 +12189,11 @@ RA__NOINLINE void ra__decode_rows_at(const ra_desc *d, const ra__view kv[2], int
  * fours. */
 static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t row, int32_t from,
                             ra__decode *x) {
-    const int more = x->near || (!x->lean && row + from + x->keys < ra__k_len(&c->d, x->sequence));
+    const int more = x->now || (!x->lean && row + from + x->keys < ra__k_len(&c->d, x->sequence));
     ra__decode_keys *t = x->stretch[from / x->keys];
     ra__stream a[2];
     /* All heads at once, unless their rows have to be gathered. */
-    const int32_t heads = (x->few->one_row || x->near) && (!x->paged.table ||
+    const int32_t heads = (x->few->one_row || x->now) && (!x->paged.table ||
                           ra__page_holds(&x->paged, row + from, t->n)) ? x->count : 1;
     if (more) ra__decode_ahead(a, x, kv, row + from);
     for (int32_t h = 0; h < x->count; h += heads) {
@@ -12209,7 +12209,7 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
             t[g].streams = first ? a : NULL;
             first = 0;
         }
-        if (x->near && heads == x->count) c->w.kernel->decode_near(&x->few[h], t, heads);
+        if (x->now && heads == x->count) c->w.kernel->decode_near(&x->few[h], t, heads);
         else c->w.kernel->decode_fold(&x->few[h * x->step], t, heads * x->step);
     }
 }
@@ -12218,14 +12218,14 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
 static int32_t ra__decode_keys_of(ra__decode *x, const ra__seg *s) {
     const uint64_t all = ~(uint64_t)0 >> (RA_BLOCK_TOKENS - s->rows);
     const int cut = x->paged.table && !ra__page_holds(&x->paged, s->row, s->rows);
-    x->near = 0;
+    x->now = 0;
     if (x->modifies || (s->rows < RA_BLOCK_TOKENS && !x->few->one_row) ||  /* in any head */
         (cut && !x->nears))
         return x->keys;
     for (int32_t i = 0; i < x->rows; i++)
         if (x->seen[i] != all) return x->keys;
-    x->near = x->nears;
-    if (x->near) return x->count > 1 ? 2 * x->unit : cut ? x->keys : RA_BLOCK_TOKENS;
+    x->now = x->nears;
+    if (x->now) return x->count > 1 ? 2 * x->unit : cut ? x->keys : RA_BLOCK_TOKENS;
     return x->few->one_row && x->lean ? RA_BLOCK_TOKENS : x->most;
 }
 
@@ -17744,7 +17744,7 @@ static int ra__exchange_due(ra_ring *r, const ra__exchange *x) {
 
 /* The message that this rank waits for: a hello, first to send, otherwise the next chunk to
  * receive, otherwise to send, otherwise the next gradient to return, otherwise the notice of a
- * reader. */
+ * reader, otherwise its own to an owner. */
 static ra__blame ra__ring_awaits(const ra_ring *r) {
     const ra_plan *p = r->plan;
     const ra__pass_lists *lists = r->lists;
@@ -17768,6 +17768,8 @@ static ra__blame ra__ring_awaits(const ra_ring *r) {
     }
     if (next[RA__NOTICES_IN] < r->queue[RA__NOTICES_IN].total)
         return ra__blame_of(p->readers[next[RA__NOTICES_IN]], 0, 0, -1);
+    if (next[RA__NOTICES_OUT] < r->queue[RA__NOTICES_OUT].total)
+        return ra__blame_of(p->source[next[RA__NOTICES_OUT]].rank, 1, 0, -1);
     return ra__blame_of(-1, -1, 0, -1);
 }
 
@@ -18191,8 +18193,9 @@ static int64_t ra__step_work(const ra_desc *d, int32_t backward) {
 }
 
 /* Claims the next task if its chunk has come and the task has folded the chunk before. Skips tasks
- * that have folded it already, together with an earlier one, or see none of it. Buffers of entries
- * that it has gone past become free before the next task is computed. Under `sched`. */
+ * that have folded it already, together with an earlier one, or see none of it. With sendrecv
+ * alone, buffers of entries that it has gone past become free before the next task is computed.
+ * Under `sched`. */
 static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
     ra__ring_advance(r);
     for (;;) {
@@ -18217,7 +18220,7 @@ static int ra__ring_claim(ra_ring *r, ra__desk *desk) {
         if (++r->claim_task == r->task_begin[b + 1] - r->task_begin[b]) {
             r->claim_task = 0;
             r->claim_fold++;
-            ra__ring_advance(r);
+            if (r->has_transport && !r->tp.post) ra__ring_advance(r);
         }
         if (next == before) return 1;
     }
