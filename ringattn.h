@@ -759,7 +759,7 @@ RINGATTN_API ra_status ra_convert(void *dst, int32_t dst_dtype, const void *src,
  * The argument list that small engines share. All f32; q, out [seq_q][n_heads][head_dim], k, v
  * [seq_k][n_kv_heads][head_dim]. Causal, query i at position q_offset + i, key j at j. window <= 0
  * is off; otherwise a query sees the last `window` keys, its own included. scale 0:
- * 1/sqrt(head_dim). One thread, no allocation, at most 208 KiB of stack (52 KiB where seq_q *
+ * 1/sqrt(head_dim). One thread, no allocation, at most 240 KiB of stack (80 KiB where seq_q *
  * n_heads / n_kv_heads is at most 8), twice that without optimisation. Refuses without a sentence.
  * RA_E_RANGE: a count or q_offset is negative, heads or head_dim are below 1, head_dim is above
  * 256, positions reach RA_MAX_POSITION, or scale is negative or not finite. RA_E_SHAPE: n_heads is
@@ -12090,16 +12090,16 @@ static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *
     return any;
 }
 
-/* Rows do not see a block that their bias hides for all heads of the task. The union of what rows
- * see then. */
+/* Rows do not see a block that their bias hides for all heads. (Those of the task alone would be
+ * others with other threads, and a row with a NaN in Q would tell.) The union of what rows see
+ * then. */
 static uint64_t ra__decode_hide(const ra__local *c, ra__decode *x, int32_t n) {
-    const int32_t group = c->d.q_heads / c->d.kv_heads;
-    const int32_t heads = c->w.t->bias.head_step ? x->count * group : 1;
+    const int32_t heads = c->w.t->bias.head_step ? c->d.q_heads : 1;
     uint64_t any = 0;
     for (int32_t i = 0; i < x->rows; i++) {
         int hidden = x->seen[i] != 0;
         for (int32_t h = 0; h < heads && hidden; h++) {
-            const ra__score s = ra__score_of(&c->w, x->sequence, i, x->head * group + h);
+            const ra__score s = ra__score_of(&c->w, x->sequence, i, h);
             hidden = ra__bias_hides(&s, 1, x->pos, n);
         }
         if (hidden) x->seen[i] = 0;

@@ -440,6 +440,39 @@ TEST(rows_that_fit_the_stack)
     }
 }
 
+/* A bias that hides all keys from one of two heads, whose q has a NaN: the bits of its row do not
+ * depend on which heads a thread takes together. */
+TEST(hidden_heads_on_any_threads)
+{
+    static float q[2][64], k[64][2][64], o[2][2][64], bias[2][64];
+    ra_desc d = ra_desc_make(2, 2, 64, RA_F32, RA_MASK_CAUSAL);
+    ra_tensors t;
+    memset(&t, 0, sizeof t);
+    for (int i = 0; i < 64; i++) {
+        q[0][i] = q[1][i] = 1;
+        bias[0][i] = -HUGE_VALF;
+        for (int j = 0; j < 64; j++) k[j][0][i] = k[j][1][i] = 1;
+    }
+    q[0][3] = HUGE_VALF - HUGE_VALF;
+    d.tokens = 1;
+    d.q_offset = 63;
+    d.scores = RA_SCORE_BIAS;
+    t.q.data = q; t.k.data = t.v.data = k; t.bias.data = bias;
+    t.bias.head_step = sizeof bias[0];
+    t.bias.key_step = sizeof(float);
+    t.bias.keys = 64;
+    for (int nth = 1; nth <= 2; nth++) {
+        const size_t bytes = ra_attention_bytes(&d, nth);
+        void *workspace = malloc(bytes);
+        t.o.data = o[nth - 1];
+        for (int i = 0; i < nth; i++)
+            CHECK_EQ(ra_attention(&d, &t, workspace, bytes, i, nth), RA_OK);
+        free(workspace);
+    }
+    CHECK(!isnan(o[0][0][0]) == !isnan(o[1][0][0]));
+    CHECK(o[0][1][0] == 1 && o[1][1][0] == 1);
+}
+
 /* ARRAY: rows come from the tables; tokens and kv_tokens change nothing, chunks neither. */
 TEST(array_tokens_say_nothing)
 {
@@ -772,6 +805,7 @@ static const h_test tests[] = {
     ENTRY(batch_stride_beside_others), ENTRY(gradients_in_one_buffer),
     ENTRY(one_workspace_for_both), ENTRY(one_workspace_for_smaller_calls),
     ENTRY(shards_of_a_shared_tensor), ENTRY(refusals_of_simple),
+    ENTRY(hidden_heads_on_any_threads),
     ENTRY(error_of_f32), ENTRY(bias_at_the_end_of_f32),
     ENTRY(packed_by_the_longest), ENTRY(strides_of_the_longest),
 };
