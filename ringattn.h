@@ -358,7 +358,7 @@ extern "C" {
     X(RA_E_NOMEM,      -13, "the allocator returned null")                                       \
     X(RA_E_TRANSPORT,  -14, "the transport lacks a callback or property that this plan needs")   \
     X(RA_E_ABI,        -15, "struct size or ABI number of a vtable is not known here")           \
-    X(RA_E_BUSY,       -16, "a pass is under way in this ring")                                  \
+    X(RA_E_BUSY,       -16, "a pass is under way, and passes take turns")                        \
     X(RA_E_STATE,      -17, "call out of order")                                                 \
     X(RA_E_MISMATCH,   -30, "ranks disagree on an agreed value")                                 \
     X(RA_E_IO,         -31, "the transport failed")                                              \
@@ -1233,7 +1233,7 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
  *  2 ra_ring_create copies the struct and may call reg for its buffers. No message travels.
  *  3 A pass: the library posts batches of ops, polls, waits. Calls of one ring never overlap. They
  *    come from whichever thread steps, without RA_CAP_ANY_THREAD only from steps with ith = 0. Only
- *    abort may come from any thread during any other call.
+ *    abort may come from any thread during any other call. Passes of rings on one ctx take turns.
  *  4 A failure: the library calls abort once and posts no more. ctx serves no later ring.
  *  5 ra_finish, which a blocking call, ra_resume and ra_ring_destroy contain, calls quiesce once
  *    after a failure, on its own thread. ra_ring_destroy calls dereg; your resources are yours.
@@ -1398,7 +1398,7 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
 /* The same in parts, for programs with threads of their own. */
 RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd);
 RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank); /* lives as long as
-                                        * world; passes on it take turns; null: no such rank */
+                                        * world; a pass beside another: RA_E_BUSY; null: no rank */
 RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why); /* this rank makes no
                                         * more calls; an error aborts the others. Any thread. */
 RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; null is fine */
@@ -16219,9 +16219,9 @@ static ra_transport ra__tp_resolved(const ra_transport *t) {
 #undef RA__TP_MAX_MSG
 
 /* ========================================================================== SHM
- * The bundled world: its ranks are threads of this process, and each has a seat. A world carries
- * one ring per rank at a time, because quiesce is for the whole rank and a failure is for the life
- * of the world.
+ * The bundled world: its ranks are threads of this process, and each has a seat. Rings and caches
+ * of a rank take turns on it, pass by pass, because messages match by their order alone. quiesce is
+ * for all of them and a failure for the life of the world.
  *
  * A send and a receive match in order per (source, destination, channel). Both look into the inbox
  * of the destination, under its lock. Whichever comes second takes the other's op out, copies the
@@ -16270,6 +16270,7 @@ RINGATTN_API void ra_world_destroy(ra_world *world) {
     (void)world;
 }
 
+static int ra__tp_turn(const ra_transport *t) { return t != NULL; }
 static void ra__tp_rest(const ra_transport *t) { (void)t; }
 
 #else
@@ -16295,6 +16296,7 @@ typedef struct ra__shm_seat {
     RA__SHM_LINE int32_t why;          /* failure of this rank, 0: none; rarely written */
     int32_t gone;                      /* 1: has quiesced or left */
     int32_t busy;                      /* 1: has posted something and not rested since */
+    int32_t turn;                      /* 1: a ring or a cache of this rank is in a pass */
     int32_t rank;
     struct ra_world *world;
     RA__SHM_LINE pthread_mutex_t inbox_lock; /* guards bucket[] and the scratch of ops in it */
@@ -16863,10 +16865,23 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
     return run.aborted ? RA_E_ABORTED : RA_OK;
 }
 
+/* A ring or a cache of this rank begins a pass. 0: another one is in a pass on this seat of the
+ * world. Messages of the two would match each other, and where the plans are equal no frame would
+ * show it. On a seat that has failed every pass may begin, and fails with its reason. */
+static int ra__tp_turn(const ra_transport *t) {
+    ra__shm_seat *seat = (ra__shm_seat *)t->ctx;
+    if (t->post != ra__shm_post) return 1;
+    return ra__cas_i32(&seat->turn, 0, 1) || ra__shm_failure(seat);
+}
+
 /* Nothing of a pass of this rank is left to move, and nothing that it read: if its network is the
- * world, it rests until the next one. (Through callbacks of another transport it cannot say so.) */
+ * world, it rests until the next one. (Through callbacks of another transport it cannot say so.)
+ * The last act of a pass on the seat: another may begin on any thread. */
 static void ra__tp_rest(const ra_transport *t) {
-    if (t->post == ra__shm_post) ra__shm_rest((ra__shm_seat *)t->ctx);
+    ra__shm_seat *seat = (ra__shm_seat *)t->ctx;
+    if (t->post != ra__shm_post) return;
+    ra__shm_rest(seat);
+    ra__store_i32(&seat->turn, 0);
 }
 
 #undef RA__SHM_SLICE_NS
@@ -19107,6 +19122,12 @@ static void ra__begin_meet(ra_ring *r, const ra_plan *p, int32_t pass) {
     r->greets = !met && r->has_transport && !r->rd.trust_plans;
 }
 
+/* The refusal of a pass whose turn it is not; `done`: passes of this ring or cache before. */
+static ra_status ra__crew_waits(ra_error *e, int64_t done) {
+    return ra__refuse(e, RA_E_BUSY, "transport",
+                      "carries a pass of another ring or cache of this rank; here # ended", done);
+}
+
 /* Notes the pass that has ended, before another one begins. */
 static void ra__begin_earlier(ra_ring *r) {
     ra__earlier *at = &r->earlier;
@@ -19130,6 +19151,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     ring->work = w;
     s = ra__ring_use(ring, job->plan, job->pass, &ring->refusal);
     if (s) return s;
+    if (!ra__tp_turn(&ring->tp)) return ra__crew_waits(&ring->refusal, ring->pass);
     if (ring->has_transport && !ring->tp.post) ra__plan_exchanges(job->plan);
     ra__begin_earlier(ring);
     ring->plan = job->plan;
@@ -21437,6 +21459,7 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     if (!s) s = ra__check_outputs(d, t, rows[0], &w, e);
     if (!s) s = ra__check_forward(d, t, rows, &w, kv, e);
     if (!s) s = ra__cache_check_tables(c, &t->pages);
+    if (!s && !ra__tp_turn(&c->tp)) s = ra__crew_waits(e, c->call);
     if (s) return s;
     c->t = *t;
     c->q = w.q;
@@ -22415,8 +22438,9 @@ static int ra__stage_turn(ra_cache *c) {
 static int ra__cache_complete(ra_cache *c) {
     if (ra__load_i32(&c->stage) < c->stages) return 0;
     if (ra__cache_awaits(c) != RA_NO_PEER) return 0;
-    if (!ra__cas_i32(&c->crew.state, RA_RING_RUNNING, RA_RING_IDLE)) return 0;
+    if (!ra__cas_i32(&c->crew.state, RA_RING_RUNNING, RA__RING_ENDING)) return 0;
     ra__tp_rest(&c->tp);
+    ra__store_i32(&c->crew.state, RA_RING_IDLE);
     return 1;
 }
 
@@ -22509,7 +22533,7 @@ static ra_status ra__cache_step(ra_cache *c, int ith) {
 /* RA_OK if a call may begin, otherwise the failure or a refusal. */
 static ra_status ra__cache_idle(ra_cache *c) {
     if (ra__load_i32(&c->crew.failed)) return ra__load_i32(&c->crew.failed);
-    if (ra__add_i32(&c->crew.inside, 0) || ra__load_i32(&c->crew.state) == RA_RING_RUNNING)
+    if (ra__add_i32(&c->crew.inside, 0) || ra__load_i32(&c->crew.state) != RA_RING_IDLE)
         return ra__refuse(&c->why, RA_E_BUSY, "cache", "call # is under way", c->call);
     return RA_OK;
 }

@@ -556,6 +556,85 @@ TEST(world_rests_after_any_pass)
     rig_free(three);
 }
 
+/* A cache of rank 0 on `world`, and a call of it that decodes a token. */
+typedef struct small_cache {
+    ra_cache *cache;
+    ra_tensors t;
+    int64_t cached, fresh;
+    float q[HEADS][DIM], o[HEADS][DIM], keys[2][64 * HEADS * DIM];
+} small_cache;
+
+static void small_cache_open(small_cache *c, const rig *g, ra_world *world, int rank)
+{
+    ra_desc d = g->d;
+    ra_cache_desc cd;
+    memset(c, 0, sizeof *c);
+    memset(&cd, 0, sizeof cd);
+    d.rank = rank;
+    d.tokens = 1;
+    d.kv_tokens = 64;
+    d.chunk_tokens = 0;
+    d.layout.kind = 0;
+    cd.queries = RA_QUERIES_ALL;
+    CHECK_EQ(ra_cache_create(&c->cache, &d, ra_world_transport(world, rank), &cd), RA_OK);
+    c->t.q.data = c->q;
+    c->t.o.data = c->o;
+    c->t.k.data = c->keys[0];
+    c->t.v.data = c->keys[1];
+    c->cached = 40;
+    c->fresh = 1;
+}
+
+/* Messages of two passes on one seat would match each other, and if their plans are equal no frame
+ * would show it. So the second is refused, whether of a ring or of a cache, and may begin when the
+ * first has ended. */
+TEST(world_passes_take_turns)
+{
+    rig *g = rig_new(2, 256, 1);
+    ra_world *world = NULL;
+    ra_world_desc wd;
+    ra_ring *a[2], *b[2];
+    ra_job job[2];
+    ra_status s[2] = { RA_AGAIN, RA_AGAIN };
+    small_cache c[2];
+    memset(&wd, 0, sizeof wd);
+    wd.ranks = 2;
+    CHECK_EQ(ra_world_create(&world, &wd), RA_OK);
+    for (int r = 0; r < 2; r++) {
+        job[r] = rig_job(g, r);
+        a[r] = under_way(g, world, r, NULL);
+        small_cache_open(&c[r], g, world, r);
+        CHECK_EQ(ra_ring_create(&b[r], g->plan[r], ra_world_transport(world, r), NULL), RA_OK);
+        CHECK_EQ(ra_begin(b[r], &job[r]), RA_E_BUSY);
+        CHECK(strstr(ra_ring_explain(b[r]), "another ring or cache of this rank"));
+        CHECK_EQ(ra_infer_begin(c[r].cache, &c[r].t, &c[r].cached, &c[r].fresh, 0), RA_E_BUSY);
+    }
+    step_all(a, 2, s);
+    rig_check(g);
+    for (int r = 0; r < 2; r++) {
+        CHECK_EQ(ra_infer_begin(c[r].cache, &c[r].t, &c[r].cached, &c[r].fresh, 0), RA_OK);
+        CHECK_EQ(ra_begin(b[r], &job[r]), RA_E_BUSY);
+        s[r] = RA_AGAIN;
+    }
+    for (int left = 2; left > 0;)
+        for (int r = left = 0; r < 2; r++) {
+            if (s[r] > 0) s[r] = ra_infer_step(c[r].cache, 0);
+            left += s[r] > 0;
+        }
+    CHECK(s[0] == RA_OK && s[1] == RA_OK);
+    memset(g->o, 0xFF, (size_t)g->d.tokens * HEADS * DIM * sizeof(float));
+    for (int r = 0; r < 2; r++) CHECK_EQ(ra_begin(b[r], &job[r]), RA_OK);
+    step_all(b, 2, s);
+    rig_check(g);
+    for (int r = 0; r < 2; r++) {
+        CHECK_EQ(ra_ring_destroy(a[r]), RA_OK);
+        CHECK_EQ(ra_ring_destroy(b[r]), RA_OK);
+        CHECK_EQ(ra_cache_destroy(c[r].cache), RA_OK);
+    }
+    ra_world_destroy(world);
+    rig_free(g);
+}
+
 /* -------------------------------------------------------------------------- patience */
 
 /* A plan of rank 0, and the most tiles that are not empty which any rank's report has. */
@@ -1761,6 +1840,7 @@ int main(int argc, char **argv)
         ENTRY(failed_exchange_names_what_was_due), ENTRY(deadlines_on_another_clock),
         ENTRY(quiesce_of_the_world_on_another_clock), ENTRY(world_waits_for_no_rank_that_rests),
         ENTRY(world_rests_after_any_pass),
+        ENTRY(world_passes_take_turns),
         ENTRY(default_watchdog), ENTRY(default_watchdog_of_many_ranks),
         ENTRY(default_watchdog_of_a_million_tokens),
         ENTRY(refused_tickets_stay_refused), ENTRY(first_failure_stays),
