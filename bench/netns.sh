@@ -123,10 +123,22 @@ ring() {
 }
 port_step=0
 
+# built PROGRAM: bench/overlap.c on its transport, compiled when the first row needs it.
+built() {
+    [ ! -x "$1" ] || return 0
+    case ${1##*/} in
+        overlap) $cc -o "$1" "$root/bench/overlap.c" -lm ;;
+        overlap_ofi) $cc -DOVERLAP_OFI -o "$1" "$root/bench/overlap.c" -lfabric -lm ;;
+        *) "mpicc.${1##*_}" -std=c99 -O2 -pthread -I"$root" -DOVERLAP_MPI -o "$1" \
+            "$root/bench/overlap.c" -lm ;;
+    esac
+}
+
 # A row of the table: first without a limit, for the time of computing; then with the rate at which
 # the messages take as long.
 row() {
     [ -z "$ONLY" ] || [ "$ONLY" = "${*#* }" ] || return
+    built "$1" || exit 1
     what="$2 ranks $3 $4 $5"
     if ! ring "$@" --passes 5; then
         echo "FAIL $what: $(cat "$dir"/err.* | head -n 2)"
@@ -148,7 +160,7 @@ row() {
 }
 
 cc="${CC:-gcc} -std=c99 -O2 -pthread -I$root"
-$cc -o "$dir/overlap" "$root/bench/overlap.c" -lm || exit 1
+rm -f "$dir"/overlap*
 line="%-9s %6s %-6s %9s %9s %9s %10s %9s %6s %9s %9s\n"
 printf "$line" '' '' '' '' '' '(ms)' '' '' '' processor 'time of'
 printf "$line" transport ranks mask compute transfer pass hidden predicted ratio pass transfer
@@ -159,7 +171,6 @@ done
 row "$dir/overlap" 2 --transport tcp --rounds
 [ "$(nproc)" -lt 4 ] || row "$dir/overlap" 4 --transport tcp
 if [ -f /usr/include/rdma/fabric.h ]; then
-    $cc -DOVERLAP_OFI -o "$dir/overlap_ofi" "$root/bench/overlap.c" -lfabric -lm || exit 1
     row "$dir/overlap_ofi" 2 --transport ofi
     [ "$mode" = short ] || row "$dir/overlap_ofi" 2 --transport ofi --full
 else
@@ -171,8 +182,6 @@ for mpi in openmpi mpich; do
         skip $mpi "no mpirun.$mpi"
         continue
     fi
-    mpicc.$mpi -std=c99 -O2 -pthread -I"$root" -DOVERLAP_MPI \
-        -o "$dir/overlap_$mpi" "$root/bench/overlap.c" -lm || exit 1
     row "$dir/overlap_$mpi" 2 --mpi $mpi
     row "$dir/overlap_$mpi" 2 --mpi $mpi --full
 done
