@@ -406,8 +406,8 @@ static void leave(int number) {
 }
 
 /* MPICH 4.0.2 with UCX: between namespaces a rank in six to ten runs never returns from
- * MPI_Finalize, even if the program does nothing but MPI_Init and MPI_Barrier. So it has 5 s. Rank 0
- * leaves last, because its mpirun fails if a rank goes on without that one. */
+ * MPI_Finalize, even if the program does nothing but MPI_Init and MPI_Barrier. So it has 5 s. Rank
+ * 0 leaves last, because its mpirun fails if a rank goes on without that one. */
 static void finalize(int bad, int rank) {
     fflush(stdout);
     outcome = bad;
