@@ -1,6 +1,6 @@
 /* ra_nccl.h - a transport of ringattn.h over NCCL: ranks with a GPU each
  *
- * Copy this file beside ringattn.h. It needs NCCL 2.18 or later, the CUDA runtime, gcc or clang.
+ * Copy this file beside ringattn.h. It needs NCCL 2.22 or later, the CUDA runtime, gcc or clang.
  *
  *   #define RINGATTN_IMPLEMENTATION
  *   #include "ra_nccl.h"              // includes ringattn.h
@@ -31,19 +31,22 @@
  * Communicators. In one communicator NCCL runs operations one after the other, while a ring needs
  * all of its messages to move at the same time. So each flow (to a neighbour, on a channel) has a
  * communicator of its own, of two ranks, and a stream of its own: eight per rank, four if there are
- * two ranks. Within a flow messages follow one another, which is their order anyway. Only
- * neighbours are reached: set ra_desc.grad_return = RA_RETURN_RING to train. The communicators do
- * not block; NCCL refuses two ranks on one GPU.
+ * two ranks. Within a flow messages follow one another, which is their order anyway. Operations of
+ * different flows are in no group, because a group launches nothing before all of it can be
+ * launched; and a byte goes through each flow when ranks meet, because NCCL connects at the first
+ * operation and waits there for the peer's. Only neighbours are reached: set ra_desc.grad_return =
+ * RA_RETURN_RING to train. The communicators do not block; NCCL refuses two ranks on one GPU.
  *
  * How ranks meet: `exchange`, a function of yours that gathers a record from all ranks, like
  * MPI_Allgather; or `directory`, which all ranks see and which is new for each run.
  *
  * Failure. Errors of NCCL (ncclCommGetAsyncError) fail the context with RA_E_PEER or RA_E_IO.
- * abort only sets a word; the next call ends all communicators by ncclCommAbort, which stops their
- * kernels, and quiesce is over when the streams are empty. NCCL carries no goodbye: peers notice as
- * far as NCCL tells them (ncclRemoteError), otherwise by their deadline. It carries no lengths
- * either: ranks that disagree are refused only by `shape`, when they meet. A context that has
- * failed stays failed: open another one.
+ * abort only sets a word; the next call has a thread end all communicators by ncclCommAbort, which
+ * stops their kernels and may itself wait for peers. quiesce is over when that thread is, and the
+ * streams are empty; at its deadline it returns RA_E_UNSAFE. NCCL carries no goodbye: peers notice
+ * as far as NCCL tells them (ncclRemoteError), otherwise by their deadline. It carries no lengths
+ * either: ranks that disagree are refused by `shape`, when they meet, or by the frames that the
+ * library sends before the first chunk. A context that has failed stays failed: open another one.
  *
  * SPDX-License-Identifier: MIT OR Unlicense */
 #if !defined(RA_NCCL_H)
@@ -58,6 +61,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <nccl.h>
+#include <pthread.h>
 #include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -111,7 +115,8 @@ struct ra_nccl {
     ra_nccl_desc d;
     int32_t rank, ranks, pending;
     int32_t why;                       /* abort was called: RA_E_*; any thread */
-    int32_t broken, ended;             /* an error; 1: the communicators are gone */
+    int32_t broken;                    /* an error */
+    int32_t ending, over;              /* 1: a thread ends the communicators; has done so */
     ra_nccl__flow flow[RA_NCCL__FLOWS];
     char path[512];                    /* of its file, "": none */
     int text_code;
@@ -169,30 +174,19 @@ static void ra_nccl__pop(ra_nccl *n, ra_nccl__flow *f, int32_t state) {
     op->state = state;
 }
 
-/* The first op of each idle flow, as one group. */
-static void ra_nccl__start(ra_nccl *n) {
-    int due = 0;
-    for (int i = 0; i < RA_NCCL__FLOWS; i++)
-        due += n->flow[i].first && n->flow[i].state == RA_NCCL__IDLE;
-    if (!due || ra_nccl__nccl(n, ncclGroupStart(), "ncclGroupStart")) return;
-    for (int i = 0; i < RA_NCCL__FLOWS && !n->broken; i++) {
-        ra_nccl__flow *f = &n->flow[i];
-        ra_transport_op *op = f->first;
-        void *at = f->staging ? f->staging : op ? op->buf : NULL;
-        if (!op || f->state != RA_NCCL__IDLE) continue;
-        f->state = RA_NCCL__LAUNCHED;
-        if (f->receives) {
-            (void)ra_nccl__nccl(n, ncclRecv(at, op->len, ncclUint8, 0, f->comm, f->stream),
-                                "ncclRecv");
-            continue;
-        }
-        if (f->staging && ra_nccl__cuda(n, cudaMemcpyAsync(at, op->buf, op->len,
-                                                           cudaMemcpyHostToDevice, f->stream),
-                                        "cudaMemcpyAsync"))
-            continue;
-        (void)ra_nccl__nccl(n, ncclSend(at, op->len, ncclUint8, 1, f->comm, f->stream), "ncclSend");
+/* Starts the first op of an idle flow. */
+static void ra_nccl__start(ra_nccl *n, ra_nccl__flow *f) {
+    ra_transport_op *op = f->first;
+    void *at = f->staging ? f->staging : op->buf;
+    f->state = RA_NCCL__LAUNCHED;
+    if (f->receives) {
+        (void)ra_nccl__nccl(n, ncclRecv(at, op->len, ncclUint8, 0, f->comm, f->stream), "ncclRecv");
+        return;
     }
-    (void)ra_nccl__nccl(n, ncclGroupEnd(), "ncclGroupEnd");
+    if (f->staging && ra_nccl__cuda(n, cudaMemcpyAsync(at, op->buf, op->len, cudaMemcpyHostToDevice,
+                                                       f->stream), "cudaMemcpyAsync"))
+        return;
+    (void)ra_nccl__nccl(n, ncclSend(at, op->len, ncclUint8, 1, f->comm, f->stream), "ncclSend");
 }
 
 /* What follows NCCL's kernel may go to the stream only when NCCL has launched it. A copy to memory
@@ -249,13 +243,35 @@ static ra_nccl__flow *ra_nccl__flow_of(ra_nccl *n, const ra_transport_op *op) {
     return op->channel < RA_NCCL__CHANNELS && f->comm && f->peer == op->peer ? f : NULL;
 }
 
-/* Ends all communicators, which stops their kernels. */
-static void ra_nccl__end(ra_nccl *n) {
-    for (int i = 0; i < RA_NCCL__FLOWS && !n->ended; i++) {
+/* In one group: all are told to stop before memory of one is freed, for which CUDA waits until the
+ * kernels of all have ended. */
+static void *ra_nccl__ender(void *arg) {
+    ra_nccl *n = (ra_nccl *)arg;
+    (void)cudaSetDevice(n->d.device);
+    (void)ncclGroupStart();
+    for (int i = 0; i < RA_NCCL__FLOWS; i++)
         if (n->flow[i].comm) (void)ncclCommAbort(n->flow[i].comm);
-        n->flow[i].comm = NULL;
-    }
-    n->ended = 1;
+    (void)ncclGroupEnd();
+    __atomic_store_n(&n->over, 1, __ATOMIC_RELEASE);
+    return NULL;
+}
+
+/* Has all communicators ended, on a thread of its own. Nothing uses them from here on. */
+static void ra_nccl__end(ra_nccl *n) {
+    pthread_t id;
+    if (n->ending) return;
+    n->ending = 1;
+    if (n->ranks == 1) n->over = 1;
+    else if (pthread_create(&id, NULL, ra_nccl__ender, n)) (void)ra_nccl__ender(n);
+    else (void)pthread_detach(id);
+}
+
+/* 1: they have ended, and the streams are empty. */
+static int ra_nccl__over(const ra_nccl *n) {
+    int busy = !__atomic_load_n(&n->over, __ATOMIC_ACQUIRE);
+    for (int i = 0; i < RA_NCCL__FLOWS && !busy; i++)
+        busy = n->flow[i].stream && cudaStreamQuery(n->flow[i].stream) == cudaErrorNotReady;
+    return !busy;
 }
 
 /* RA_OK, or what the context has come to. */
@@ -279,9 +295,11 @@ static int ra_nccl__poll(void *ctx, ra_transport_op *const *ops, int count) {
     (void)ops, (void)count;
     if (code || !n->pending) return code;
     if (!ra_nccl__cuda(n, cudaSetDevice(n->d.device), "cudaSetDevice")) {
-        for (int i = 0; i < RA_NCCL__FLOWS && !n->broken; i++)
-            if (n->flow[i].first) ra_nccl__advance(n, &n->flow[i]);
-        if (!n->broken) ra_nccl__start(n);
+        for (int i = 0; i < RA_NCCL__FLOWS && !n->broken; i++) {
+            ra_nccl__flow *f = &n->flow[i];
+            if (f->first) ra_nccl__advance(n, f);
+            if (f->first && f->state == RA_NCCL__IDLE && !n->broken) ra_nccl__start(n, f);
+        }
     }
     return ra_nccl__verdict(n);
 }
@@ -339,19 +357,16 @@ static int ra_nccl__abort(void *ctx, int why) {
     return RA_OK;
 }
 
-/* Over when nothing is on the streams any more. */
+/* Over when the communicators have ended and nothing is on the streams any more. */
 static int ra_nccl__quiesce(void *ctx, int64_t deadline_ns) {
     ra_nccl *n = (ra_nccl *)ctx;
     (void)ra_nccl__abort(ctx, RA_E_ABORTED);
     (void)ra_nccl__verdict(n);
-    for (;;) {
-        int busy = 0;
-        for (int i = 0; i < RA_NCCL__FLOWS; i++)
-            busy += n->flow[i].stream && cudaStreamQuery(n->flow[i].stream) == cudaErrorNotReady;
-        if (!busy) return RA_OK;
+    while (!ra_nccl__over(n)) {
         if (deadline_ns && ra_now_ns() >= deadline_ns) return RA_E_UNSAFE;
         ra_nccl__nap(100000);
     }
+    return RA_OK;
 }
 
 static const char *ra_nccl__error_text(void *ctx, int code) {
@@ -434,13 +449,9 @@ static ra_status ra_nccl__gather(ra_nccl *n, ra_nccl__record *all) {
     return s;
 }
 
-/* Stream, event and staging of each flow; then all communicators at once, without blocking. */
-static ra_status ra_nccl__connect(ra_nccl *n, const ra_nccl__record *all) {
-    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-    int next = (n->rank + 1) % n->ranks, prev = (n->rank + n->ranks - 1) % n->ranks, waits = 1;
-    int grouped = 0;
-    config.blocking = 0;
-    config.maxCTAs = 4;                /* kernels of all flows must fit the GPU together */
+/* Stream, event and staging of each flow. */
+static void ra_nccl__flows(ra_nccl *n) {
+    int next = (n->rank + 1) % n->ranks, prev = (n->rank + n->ranks - 1) % n->ranks;
     for (int i = 0; i < RA_NCCL__FLOWS && !n->broken; i++) {
         ra_nccl__flow *f = &n->flow[i];
         int side = i >> 1 & 1;
@@ -454,6 +465,32 @@ static ra_status ra_nccl__connect(ra_nccl *n, const ra_nccl__record *all) {
         if (!n->d.direct)
             (void)ra_nccl__cuda(n, cudaMalloc(&f->staging, n->d.message_bytes), "cudaMalloc");
     }
+}
+
+/* Waits until NCCL has done what was asked of all communicators. */
+static ra_status ra_nccl__await(ra_nccl *n) {
+    for (int waits = 1; waits && !n->broken;) {
+        waits = 0;
+        for (int i = 0; i < RA_NCCL__FLOWS; i++) {
+            ra_nccl__flow *f = &n->flow[i];
+            waits += f->comm && (ra_nccl__ready(n, f) == 0 ||
+                                 cudaStreamQuery(f->stream) == cudaErrorNotReady);
+        }
+        if (waits && ra_now_ns() > n->d.deadline_ns)
+            return ra_nccl__refuse(&n->d, RA_E_TIMEOUT, "deadline_ns",
+                                   "NCCL has not connected to both neighbours by the deadline");
+        if (waits) ra_nccl__nap(200000);
+    }
+    return n->broken ? ra_nccl__refuse(&n->d, n->broken, "nccl", "%s", n->text) : RA_OK;
+}
+
+/* All communicators at once, without blocking. */
+static ra_status ra_nccl__connect(ra_nccl *n, const ra_nccl__record *all) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    int grouped = 0;
+    config.blocking = 0;
+    config.maxCTAs = 4;                /* kernels of all flows must fit the GPU together */
+    ra_nccl__flows(n);
     if (!n->broken) grouped = !ra_nccl__nccl(n, ncclGroupStart(), "ncclGroupStart");
     for (int i = 0; i < RA_NCCL__FLOWS && !n->broken; i++) {
         ra_nccl__flow *f = &n->flow[i];
@@ -464,16 +501,30 @@ static ra_status ra_nccl__connect(ra_nccl *n, const ra_nccl__record *all) {
                                 "ncclCommInitRankConfig");
     }
     if (grouped) (void)ra_nccl__nccl(n, ncclGroupEnd(), "ncclGroupEnd");
-    while (waits && !n->broken) {
-        waits = 0;
-        for (int i = 0; i < RA_NCCL__FLOWS; i++)
-            waits += n->flow[i].comm && ra_nccl__ready(n, &n->flow[i]) == 0;
-        if (waits && ra_now_ns() > n->d.deadline_ns)
-            return ra_nccl__refuse(&n->d, RA_E_TIMEOUT, "deadline_ns",
-                                   "NCCL has not connected to both neighbours by the deadline");
-        if (waits) ra_nccl__nap(200000);
+    return ra_nccl__await(n);
+}
+
+/* A byte through each flow, all at once. */
+static ra_status ra_nccl__greet(ra_nccl *n) {
+    char *bytes = NULL;
+    ra_status s;
+    if (ra_nccl__cuda(n, cudaMalloc((void **)&bytes, RA_NCCL__FLOWS), "cudaMalloc") ||
+        ra_nccl__cuda(n, cudaMemset(bytes, 0, RA_NCCL__FLOWS), "cudaMemset") ||
+        ra_nccl__nccl(n, ncclGroupStart(), "ncclGroupStart"))
+        return ra_nccl__refuse(&n->d, n->broken, "nccl", "%s", n->text);
+    for (int i = 0; i < RA_NCCL__FLOWS && !n->broken; i++) {
+        ra_nccl__flow *f = &n->flow[i];
+        if (f->comm && f->receives)
+            (void)ra_nccl__nccl(n, ncclRecv(bytes + i, 1, ncclUint8, 0, f->comm, f->stream),
+                                "ncclRecv");
+        else if (f->comm)
+            (void)ra_nccl__nccl(n, ncclSend(bytes + i, 1, ncclUint8, 1, f->comm, f->stream),
+                                "ncclSend");
     }
-    return n->broken ? ra_nccl__refuse(&n->d, n->broken, "nccl", "%s", n->text) : RA_OK;
+    (void)ra_nccl__nccl(n, ncclGroupEnd(), "ncclGroupEnd");
+    s = ra_nccl__await(n);
+    if (s == RA_OK) (void)cudaFree(bytes);     /* otherwise kernels may still use it */
+    return s;
 }
 
 static void ra_nccl__fill(ra_nccl *n) {
@@ -500,15 +551,21 @@ static void ra_nccl__fill(ra_nccl *n) {
     t->error_text = ra_nccl__error_text;
 }
 
+/* If NCCL does not end in 10 s, what it may still use is leaked. */
 static void ra_nccl__free(ra_nccl *n) {
+    int64_t until = ra_deadline_ms(10000);
+    if (n->path[0]) (void)unlink(n->path);
     ra_nccl__end(n);
+    while (!ra_nccl__over(n)) {
+        if (ra_now_ns() > until) return;
+        ra_nccl__nap(100000);
+    }
     for (int i = 0; i < RA_NCCL__FLOWS; i++) {
         ra_nccl__flow *f = &n->flow[i];
         if (f->event) (void)cudaEventDestroy(f->event);
         if (f->stream) (void)cudaStreamDestroy(f->stream);
         if (f->staging) (void)cudaFree(f->staging);
     }
-    if (n->path[0]) (void)unlink(n->path);
     free(n);
 }
 
@@ -561,6 +618,7 @@ RA_NCCL_API ra_status ra_nccl_open(ra_nccl **out, const ra_nccl_desc *desc) {
         s = ra_nccl__refuse(&n->d, RA_E_IO, "device", "%s", n->text);
     if (!s && n->ranks > 1) s = ra_nccl__gather(n, all);
     if (!s && n->ranks > 1) s = ra_nccl__connect(n, all);
+    if (!s && n->ranks > 1) s = ra_nccl__greet(n);
     free(all);
     if (s) {
         ra_nccl__free(n);
@@ -571,7 +629,7 @@ RA_NCCL_API ra_status ra_nccl_open(ra_nccl **out, const ra_nccl_desc *desc) {
     return RA_OK;
 }
 
-/* After the rings on it; null is fine. Lets NCCL end what it has, at most 10 s. */
+/* After the rings on it; null is fine. Lets NCCL end what it has, 10 s, and end at all, 10 s. */
 RA_NCCL_API void ra_nccl_close(ra_nccl *n) {
     int64_t until = ra_deadline_ms(10000);
     if (!n) return;
