@@ -8754,15 +8754,19 @@ static int64_t ra__pairs_seg(const ra_mask *m, int64_t end, const ra__seg *s) {
     return n;
 }
 
+/* How far the segments of a chunk travel in one kind of pass. */
+typedef struct ra__reach {
+    int32_t hops[2];                   /* ranks that a segment visits after its owner */
+    int32_t lead;                      /* the segment that travels farther: first in a message */
+} ra__reach;
+
 /* Keys of one owner that travel together: one segment, or for zigzag two, mirrored. With RUNS the
  * segment is whole blocks of a list, from several runs that follow one another: pos and stride are
  * those of its first row. */
 typedef struct ra__chunk {
     int32_t sequence, owner;
     int32_t segs;
-    int32_t lead;                      /* the segment that travels farther: first in a message */
-    int32_t hops[2];                   /* ranks that a segment visits after its owner */
-    int32_t back_lead, back_hops[2];   /* the same in a backward pass */
+    ra__reach reach[2];                /* forward, backward */
     int32_t up[2], down[2];            /* ranks that a segment would visit upwards, downwards */
     ra__seg seg[2];
     ra__run_list list;                 /* RUNS: the runs of the segment, the first and the last one
@@ -8774,6 +8778,11 @@ typedef struct ra__chunk {
 /* Positions from here on hold no key of sequence b. */
 RA__INLINE int64_t ra__key_end(const ra_desc *d, int32_t b, int array) {
     return array ? RA_MAX_POSITION : ra__k_len(d, b);
+}
+
+/* Ranks that a chunk visits after its owner. */
+RA__INLINE int32_t ra__chunk_hops(const ra__chunk *c, int back) {
+    return c->reach[back].hops[c->reach[back].lead];
 }
 
 RA__INLINE int64_t ra__chunk_rows(const ra__chunk *c) {
@@ -13301,8 +13310,8 @@ RA__INLINE int ra__queries_next(ra__query_walk *w) {
     return 1;
 }
 
-/* Offsets of the positions, K and V of a segment in its message. */
-typedef struct ra__message_offsets { int64_t pos, k, v; } ra__message_offsets;
+/* Offsets of the positions, K, V and f32 gradients of a segment in its message. */
+typedef struct ra__message_offsets { int64_t pos, k, v, dk, dv; } ra__message_offsets;
 
 /* Positions, K and V of a segment from offset `at` on; returns where they end. */
 static int64_t ra__message_keys(const ra_desc *d, const ra__seg *s, int64_t at,
@@ -13317,54 +13326,37 @@ static int64_t ra__message_keys(const ra_desc *d, const ra__seg *s, int64_t at,
     return at + ra__round_up(heads * ra__row_bytes(d->v_dtype, d->v_dim), 64);
 }
 
-/* Lays out the message of a chunk to the rank `hop` ranks after its owner: the segments that travel
- * that far. Returns its length. Each part starts on a multiple of 64; there is no other padding. */
-static int64_t ra__message(const ra_desc *d, const ra__chunk *c, int32_t hop,
-                           ra__message_offsets part[2]) {
-    int64_t at = RA__FRAME_BYTES;
-    for (int32_t i = 0; i < c->segs; i++) {
-        int32_t s = i ? 1 - c->lead : c->lead;
-        if (c->hops[s] < hop) break;
-        at = ra__message_keys(d, &c->seg[s], at, &part[s]);
-    }
-    return at;
-}
-
-static int64_t ra__message_bytes(const ra_desc *d, const ra__chunk *c, int32_t hop) {
-    ra__message_offsets part[2];
-    return ra__message(d, c, hop, part);
-}
-
-RA__INLINE int32_t ra__chunk_reach(const ra__chunk *c) { return c->hops[c->lead]; }
-
-/* The f32 gradients of a chunk: offsets of dK and dV of each segment, all heads packed, from `at`
- * on; returns where they end. Under v_in_k dK has both. RA_TRAVEL_Q: dQ of both segments
- * together. */
-static int64_t ra__grad_parts(const ra_desc *d, const ra__chunk *c, int64_t at,
-                              ra__message_offsets grad[2]) {
-    memset(grad, 0, 2 * sizeof *grad);
-    grad[0].k = at;
-    if (d->backward_travel == RA_TRAVEL_Q)
+/* The f32 gradients of a chunk, all heads packed, from `at` on; returns where they end. Under
+ * v_in_k dK has both. RA_TRAVEL_Q: dQ of both segments together, as dK of the first. */
+static int64_t ra__message_grads(const ra_desc *d, const ra__chunk *c, int64_t at,
+                                 ra__message_offsets part[2]) {
+    if (d->backward_travel == RA_TRAVEL_Q) {
+        part[0].dk = at;
         return at + ra__round_up(ra__chunk_rows(c) * d->q_heads * d->k_dim * 4, 64);
+    }
     for (int32_t i = 0; i < c->segs; i++) {
         int64_t heads = c->seg[i].rows * d->kv_heads;
-        grad[i].k = grad[i].v = at;
+        part[i].dk = part[i].dv = at;
         at += ra__round_up(heads * d->k_dim * 4, 64);
         if (d->v_in_k) continue;
-        grad[i].v = at;
+        part[i].dv = at;
         at += ra__round_up(heads * d->v_dim * 4, 64);
     }
     return at;
 }
 
-/* Backward: the message of a chunk to the rank `hop` ranks after its owner has gradients, then keys
- * of the segments that are still needed there. hop = ranks: back to its owner. RA_TRAVEL_Q: dQ, and
- * part[0].k, .v, .pos are Q, dO, and LSE and delta [2][Hq][rows], of both segments together. */
-static int64_t ra__back_message(const ra_desc *d, const ra__chunk *c, int32_t hop,
-                                ra__message_offsets part[2], ra__message_offsets grad[2]) {
-    int64_t rows = ra__chunk_rows(c), at = ra__grad_parts(d, c, RA__FRAME_BYTES, grad);
-    if (d->backward_travel == RA_TRAVEL_Q) {
-        if (c->back_hops[c->back_lead] < hop) return at;
+/* Lays out the message of a chunk to the rank `hop` ranks after its owner: backward the gradients,
+ * then the keys of the segments that travel that far. Returns its length. Each part starts on a
+ * multiple of 64; there is no other padding. hop = ranks: back to its owner. Backward with
+ * RA_TRAVEL_Q part[0].k, .v, .pos are Q, dO, and LSE and delta [2][Hq][rows], of both segments
+ * together. */
+static int64_t ra__message(const ra_desc *d, const ra__chunk *c, int back, int32_t hop,
+                           ra__message_offsets part[2]) {
+    const ra__reach *reach = &c->reach[back];
+    int64_t rows = ra__chunk_rows(c), at = RA__FRAME_BYTES;
+    if (back) at = ra__message_grads(d, c, at, part);
+    if (back && d->backward_travel == RA_TRAVEL_Q) {
+        if (ra__chunk_hops(c, 1) < hop) return at;
         part[0].k = at;
         at += ra__round_up(rows * d->q_heads * ra__row_bytes(d->q_dtype, d->k_dim), 64);
         part[0].v = at;
@@ -13373,21 +13365,21 @@ static int64_t ra__back_message(const ra_desc *d, const ra__chunk *c, int32_t ho
         return at + ra__round_up(2 * rows * d->q_heads * 4, 64);
     }
     for (int32_t i = 0; i < c->segs; i++) {
-        int32_t s = i ? 1 - c->back_lead : c->back_lead;
-        if (c->back_hops[s] < hop) break;
+        int32_t s = i ? 1 - reach->lead : reach->lead;
+        if (reach->hops[s] < hop) break;
         at = ra__message_keys(d, &c->seg[s], at, &part[s]);
     }
     return at;
 }
 
-static int64_t ra__back_length(const ra_desc *d, const ra__chunk *c, int32_t hop) {
-    ra__message_offsets part[2], grad[2];
-    return ra__back_message(d, c, hop, part, grad);
+static int64_t ra__message_bytes(const ra_desc *d, const ra__chunk *c, int back, int32_t hop) {
+    ra__message_offsets part[2];
+    return ra__message(d, c, back, hop, part);
 }
 
 /* Ranks that a chunk visits in a backward pass before its gradient returns to the owner. */
 RA__INLINE int32_t ra__back_stations(const ra_plan *p, const ra__chunk *c) {
-    int32_t reach = c->back_hops[c->back_lead];
+    int32_t reach = ra__chunk_hops(c, 1);
     return reach && p->d.grad_return == RA_RETURN_RING ? p->d.ranks - 1 : reach;
 }
 
@@ -13765,7 +13757,7 @@ RA__INLINE int32_t ra__tour_apart(const ra__tour *w, int32_t from, int32_t to) {
     return ra__ranks_along(w->p, w->direction, from, to);
 }
 RA__INLINE int32_t ra__tour_stations(const ra__tour *w, int64_t c) {
-    return w->back ? ra__back_stations(w->p, &w->t->chunk[c]) : ra__chunk_reach(&w->t->chunk[c]);
+    return w->back ? ra__back_stations(w->p, &w->t->chunk[c]) : ra__chunk_hops(&w->t->chunk[c], 0);
 }
 
 /* Chunk k of a pass in the order of a rank. */
@@ -13797,17 +13789,12 @@ RA__INLINE int ra__tour_leaves(const ra__tour *w, int64_t c, int32_t rank) {
     return n < stations || (w->back && stations && n == stations);
 }
 
-/* Bytes of a chunk's message to the rank `hop` ranks after its owner; backward, hop = ranks: to the
- * owner. */
-static int64_t ra__tour_length(const ra__tour *w, const ra__chunk *c, int32_t hop) {
-    return w->back ? ra__back_length(&w->p->d, c, hop) : ra__message_bytes(&w->p->d, c, hop);
-}
-
-/* The longest of these messages. */
+/* The longest message of a chunk to the rank `hop` ranks after its owner, see ra__message. */
 static int64_t ra__tour_longest(const ra__tour *w, int32_t hop) {
     int64_t most = 0;
     for (int64_t c = 0; c < w->t->chunks; c++)
-        if (ra__tour_stations(w, c)) most = ra__max(most, ra__tour_length(w, &w->t->chunk[c], hop));
+        if (ra__tour_stations(w, c))
+            most = ra__max(most, ra__message_bytes(&w->p->d, &w->t->chunk[c], w->back, hop));
     return most;
 }
 
@@ -13816,12 +13803,12 @@ static int64_t ra__tour_hops(const ra__tour *w) {
     int64_t bytes = 0;
     for (int64_t c = 0; c < w->t->chunks; c++) {
         ra__chunk *chunk = &w->t->chunk[c];
-        int32_t *hops = w->back ? chunk->back_hops : chunk->hops;
+        int32_t *hops = chunk->reach[w->back].hops;
         for (int32_t i = 0; i < 2; i++) hops[i] = w->direction > 0 ? chunk->up[i] : chunk->down[i];
-        *(w->back ? &chunk->back_lead : &chunk->lead) = hops[1] > hops[0];
-        for (int32_t h = 0; !w->back && h < ra__chunk_reach(chunk);) {
+        chunk->reach[w->back].lead = hops[1] > hops[0];
+        for (int32_t h = 0; !w->back && h < ra__chunk_hops(chunk, 0);) {
             int32_t on = hops[0] > h && (hops[0] < hops[1] || hops[1] <= h) ? hops[0] : hops[1];
-            int64_t length = ra__message_bytes(&w->p->d, chunk, h + 1);
+            int64_t length = ra__message_bytes(&w->p->d, chunk, 0, h + 1);
             bytes = ra__add_sat(bytes, (on - h) * length);     /* same length up to hop `on` */
             h = on;
         }
@@ -14441,12 +14428,12 @@ RA__OPTIMIZE_BEGIN("Og")
 /* Longest gradients of a chunk; RA_TRAVEL_Q: longest message, which holds its rows too. */
 static int64_t ra__plan_grad_bytes(const ra_plan *p) {
     const ra__travel *t = ra__back_travel(p);
-    ra__message_offsets part[2], grad[2];
+    ra__message_offsets part[2];
     int64_t most = 0;
     for (int64_t c = 0; c < t->chunks; c++)
         most = ra__max(most, p->d.backward_travel == RA_TRAVEL_Q
-                                 ? ra__back_message(&p->d, &t->chunk[c], 0, part, grad)
-                                 : ra__grad_parts(&p->d, &t->chunk[c], 0, grad));
+                                 ? ra__message(&p->d, &t->chunk[c], 1, 0, part)
+                                 : ra__message_grads(&p->d, &t->chunk[c], 0, part));
     return most;
 }
 
@@ -14518,7 +14505,7 @@ typedef struct ra__address {           /* instead of the chunk, where memory is 
     const int32_t *pos;
     int64_t *alive;                    /* counts while a reader makes progress with anything */
     int64_t k_token, k_head, v_token, v_head;
-    uint8_t *grad;                     /* backward: the chunk's gradients, see ra__grad_parts */
+    uint8_t *grad;                     /* backward: the chunk's gradients, see ra__message_grads */
     int64_t spare[7];
 } ra__address;
 
@@ -15602,12 +15589,12 @@ static void ra__report_messages(const ra__tour *w, int32_t rank, ra_pass_figures
         int leaves = ra__tour_leaves(w, c, rank);
         if (leaves) {
             f->chunks_out++;
-            f->bytes_out += ra__tour_length(w, chunk, last ? ranks : hop + 1);
+            f->bytes_out += ra__message_bytes(&w->p->d, chunk, w->back, last ? ranks : hop + 1);
             f->shared_bytes_out += address;
         }
         if (hop ? !ra__tour_arrives(w, c, rank) : !(w->back && leaves)) continue;
         f->chunks_in++;
-        f->bytes_in += ra__tour_length(w, chunk, hop ? hop : ranks);
+        f->bytes_in += ra__message_bytes(&w->p->d, chunk, w->back, hop ? hop : ranks);
         f->shared_bytes_in += address;
     }
 }
@@ -15821,17 +15808,17 @@ static void ra__predict_visit(const ra_plan *p, const ra_rates *rates, int64_t c
         folded = at->folded = work + (here > at->folded ? here : at->folded);
         at->compute += work;
     }
-    if (h < ra__chunk_reach(chunk)) {
-        double bytes = (double)ra__message_bytes(&p->d, chunk, h + 1);
+    if (h < ra__chunk_hops(chunk, 0)) {
+        double bytes = (double)ra__message_bytes(&p->d, chunk, 0, h + 1);
         double move = rates->link_latency_s + bytes / rates->link_bytes_per_s;
         double free = m->unlimited ? 0 : m->freed[next * buffers + to->received % buffers];
         double start = here > at->link_free ? here : at->link_free;
         sent = at->link_free = move + (free > start ? free : start);
         to->busy += move;
     }
-    if (h > 0 && h <= ra__chunk_reach(chunk))
+    if (h > 0 && h <= ra__chunk_hops(chunk, 0))
         m->freed[rank * buffers + owner->number % buffers] = sent > folded ? sent : folded;
-    if (h < ra__chunk_reach(chunk)) owner->number = to->received++;
+    if (h < ra__chunk_hops(chunk, 0)) owner->number = to->received++;
     owner->here = sent;
 }
 
@@ -17239,10 +17226,8 @@ RA__INLINE uint8_t *ra__queue_buf(const ra__queue *queue, int64_t i) {
 /* -------------------------------------------------------------------------- where chunks are */
 /* Length of chunk c's message to the rank `hop` ranks after its owner. */
 static int64_t ra__ring_length(const ra_ring *r, int64_t c, int32_t hop) {
-    const ra__chunk *chunk = &r->lists->chunk[c];
     if (r->shared) return RA__FRAME_BYTES + RA__ADDRESS_BYTES;
-    return r->lists->backward ? ra__back_length(&r->plan->d, chunk, hop)
-                              : ra__message_bytes(&r->plan->d, chunk, hop);
+    return ra__message_bytes(&r->plan->d, &r->lists->chunk[c], r->lists->backward, hop);
 }
 
 /* The rank `steps` further in the direction of travel. */
@@ -17260,9 +17245,10 @@ static int32_t ra__ring_kind(const ra_ring *r) {
  * owner: as many as the segments travel that the rank needs. */
 static int32_t ra__plan_need_hop(const ra_plan *p, int64_t c, int32_t rank) {
     const ra__chunk *chunk = &p->keys.chunk[c];
-    int32_t hop = ra__chunk_reach(chunk);
+    int32_t hop = ra__chunk_hops(chunk, 0);
     for (int32_t i = 0; i < chunk->segs; i++)
-        if (ra__need_seg(&p->keys, c, i, rank) && chunk->hops[i] < hop) hop = chunk->hops[i];
+        if (ra__need_seg(&p->keys, c, i, rank) && chunk->reach[0].hops[i] < hop)
+            hop = chunk->reach[0].hops[i];
     return hop;
 }
 
@@ -17280,12 +17266,11 @@ static uint8_t *ra__ring_recv_message(const ra_ring *r, int64_t i) {
 /* The segments that came in a message `hop` ranks away from their owner. */
 static void ra__item_packed(const ra_ring *r, const uint8_t *message, int32_t hop, ra__item *out) {
     const ra_desc *d = &r->plan->d;
-    const int32_t *hops = r->lists->backward ? out->c.back_hops : out->c.hops;
-    ra__message_offsets part[2], grad[2];
-    if (r->lists->backward) (void)ra__back_message(d, &out->c, hop, part, grad);
-    else (void)ra__message(d, &out->c, hop, part);
+    const int32_t back = r->lists->backward;
+    ra__message_offsets part[2];
+    (void)ra__message(d, &out->c, back, hop, part);
     for (int32_t i = 0; i < out->c.segs; i++) {
-        if (hops[i] < hop) continue;
+        if (out->c.reach[back].hops[i] < hop) continue;
         out->k[i] = ra__view_packed(message + part[i].k, d->kv_heads, d->k_dim, d->k_dtype);
         out->v[i] = ra__view_packed(message + part[i].v, d->kv_heads, d->v_dim, d->v_dtype);
         if (d->layout.kind == RA_LAYOUT_ARRAY)
@@ -17391,8 +17376,8 @@ static void ra__ring_pack_q_rows(const ra_ring *r, const ra__chunk *chunk, const
     const int64_t q_row = ra__row_bytes(d->q_dtype, d->k_dim);
     const int64_t o_row = ra__row_bytes(d->o_dtype, d->v_dim);
     uint32_t mode = ra__fp_enter();
-    ra__message_offsets part[2], grad[2];
-    (void)ra__back_message(d, chunk, 0, part, grad);
+    ra__message_offsets part[2];
+    (void)ra__message(d, chunk, 1, 0, part);
     float *stats = (float *)(void *)(message + part[0].pos) + at;
     ra__pack_rows(message + part[0].k + at * d->q_heads * q_row,
                   ra__view_at(r->work.q, chunk->sequence, s->row, 0), s->rows, d->q_heads, q_row);
@@ -17429,14 +17414,12 @@ static void ra__ring_pack_q(const ra_ring *r, const ra__chunk *chunk, uint8_t *m
 static void ra__pack_keys(const ra_ring *r, const ra__chunk *chunk, const ra__view kv[2],
                           const ra_positions *at, uint8_t *message) {
     const ra_desc *d = &r->plan->d;
-    const int32_t *hops = r->lists->backward ? chunk->back_hops : chunk->hops;
-    const int32_t *pos = at->array;
+    const int32_t *hops = chunk->reach[r->lists->backward].hops, *pos = at->array;
     ra__view k = ra__view_at(kv[0], chunk->sequence, 0, 0);
     ra__view v = ra__view_at(kv[1], chunk->sequence, 0, 0);
-    ra__message_offsets part[2], grad[2];
+    ra__message_offsets part[2];
     if (pos) pos += chunk->sequence * at->batch_step;
-    if (r->lists->backward) (void)ra__back_message(d, chunk, 1, part, grad);
-    else (void)ra__message(d, chunk, 1, part);
+    (void)ra__message(d, chunk, r->lists->backward, 1, part);
     for (int32_t i = 0; i < chunk->segs; i++) {
         const ra__seg *s = &chunk->seg[i];
         if (hops[i] < 1) continue;
@@ -17595,7 +17578,7 @@ static void ra__ring_seal(const ra_ring *r, int64_t c, int32_t hop, uint8_t *mes
     const int64_t length = ra__ring_length(r, c, hop);
     if (r->lists->backward) ra__frame_seal(r, message, length, length);
     else if (hop == 1)
-        ra__frame_seal(r, message, ra__ring_length(r, c, ra__chunk_reach(chunk)), length);
+        ra__frame_seal(r, message, ra__ring_length(r, c, ra__chunk_hops(chunk, 0)), length);
 }
 
 /* Posts sends that may go, in order; packs own chunks. */
@@ -17948,10 +17931,10 @@ static void ra__ring_listen(ra_ring *r, const ra_transport_op *op, int32_t owner
 static void ra__ring_grad_views(const ra_desc *d, const ra__chunk *c, const uint8_t *base,
                                 int32_t kv_head, ra__grads *g) {
     ra__message_offsets part[2];
-    (void)ra__grad_parts(d, c, 0, part);
+    (void)ra__message_grads(d, c, 0, part);
     for (int32_t i = 0; i < c->segs; i++) {
-        ra__view k = ra__view_packed(base + part[i].k, d->kv_heads, d->k_dim, RA_F32);
-        ra__view v = ra__view_packed(base + part[i].v, d->kv_heads, d->v_dim, RA_F32);
+        ra__view k = ra__view_packed(base + part[i].dk, d->kv_heads, d->k_dim, RA_F32);
+        ra__view v = ra__view_packed(base + part[i].dv, d->kv_heads, d->v_dim, RA_F32);
         g->dk[i] = ra__view_at(k, 0, 0, kv_head);
         g->dv[i] = ra__view_at(v, 0, 0, kv_head);
         if (!d->v_in_k) continue;
@@ -18452,13 +18435,13 @@ static void ra__ring_key_item(const ra_ring *r, const ra__share *s, ra__item *it
 static void ra__ring_unpack_q(const ra_ring *r, int64_t f, ra__packed *x) {
     const ra_desc *d = &r->plan->d;
     uint8_t *message = ra__ring_fold_grads(r, f) - RA__FRAME_BYTES;
-    ra__message_offsets part[2], grad[2];
+    ra__message_offsets part[2];
     x->w = r->work;
     x->b = r->back;
     x->c = *ra__entry_chunk(r, f);
     int64_t rows = ra__chunk_rows(&x->c);
-    (void)ra__back_message(d, &x->c, 0, part, grad);
-    x->sums = message + grad[0].k;
+    (void)ra__message(d, &x->c, 1, 0, part);
+    x->sums = message + part[0].dk;
     x->w.q = ra__view_packed(message + part[0].k, d->q_heads, d->k_dim, d->q_dtype);
     x->w.lse = ra__view_packed(message + part[0].pos, 1, 1, RA_F32);
     x->w.lse.head = rows * 4;
@@ -19900,7 +19883,7 @@ static void ra__resume_report(ra_ring *r) {
     memset(v->of + x->me * v->bytes, 0, (size_t)v->bytes);
     for (int64_t i = 0; i < x->kept_count; i++)
         for (int32_t s = 0; s < p->keys.chunk[x->kept[i].chunk].segs; s++)
-            if (p->keys.chunk[x->kept[i].chunk].hops[s] >= x->kept[i].hop)
+            if (p->keys.chunk[x->kept[i].chunk].reach[0].hops[s] >= x->kept[i].hop)
                 ra__bit_set(held, 2 * (int64_t)x->kept[i].chunk + s);
     for (int64_t i = x->kept_count; i < x->lists.recvs; i++)
         for (int32_t s = 0; s < 2; s++)
@@ -19982,7 +19965,7 @@ static void ra__resume_open(ra_ring *r) {
         memcpy(r->kept[i].message, &f, sizeof f);
         if (r->rd.checksums)
             ra__frame_seal(r, r->kept[i].message,
-                           ra__ring_length(r, c, ra__chunk_reach(&x->lists.chunk[c])),
+                           ra__ring_length(r, c, ra__chunk_hops(&x->lists.chunk[c], 0)),
                            ra__ring_length(r, c, r->kept[i].hop));
     }
     ra__store_i32(&r->meeting, 0);
