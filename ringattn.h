@@ -13204,7 +13204,7 @@ struct ra_plan {
     int64_t *place_begin;              /* [B + 1] first place of a sequence */
     ra__pass_lists forward, back;      /* back: if d.train is 1 */
     int32_t same_positions;            /* queries and keys are the same positions everywhere */
-    int32_t owner_folds_twice;         /* backward, see ra__back_lists */
+    int32_t owner_folds_twice;         /* backward, see ra__plan_fill_back */
     int32_t back_direction;
     int64_t *task_begin, *back_task_begin; /* [B + 1] first task of a sequence */
     ra__sizes sizes;                   /* of d.rank */
@@ -14142,7 +14142,7 @@ static int64_t ra__play_part(const ra__tour *w, const ra__play *y, int32_t rank,
 }
 
 /* The second visit of the own chunk of a rank that started first, if it comes before chunk c; as
- * ra__back_late. */
+ * ra__lists_late. */
 static int ra__play_again(const ra__tour *w, ra__play *y, int32_t rank, int64_t c) {
     ra__play_seat *s = &y->seat[rank];
     int64_t i = s->ended % RA__RETURN_SLOTS, begin, again, start;
@@ -15185,135 +15185,99 @@ static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queri
     if (p->d.train) ra__lists_carve(a, &p->back, back, 2 * back + B, 3 * back, back);
 }
 
-/* Appends an entry to the list of folds. chunk -1: the caller sets the sequence. */
-static ra__fold *ra__lists_fold(ra__pass_lists *w, int32_t chunk, int32_t recv, int32_t index) {
-    const ra__fold f = { chunk < 0 ? -1 : w->chunk[chunk].sequence, chunk, recv, index, -1, 0, 0 };
-    w->fold[w->folds++] = f;
-    return &w->fold[w->folds - 1];
+static void ra__lists_recv(ra__pass_lists *r, int64_t chunk, int32_t fold, int32_t send) {
+    const ra__recv m = { (int32_t)chunk, fold, send };
+    r->recv[r->recvs++] = m;
 }
 
-static void ra__lists_recv(ra__pass_lists *w, int32_t chunk, int32_t fold, int32_t send) {
-    const ra__recv m = { chunk, fold, send };
-    w->recv[w->recvs++] = m;
+static void ra__lists_send(ra__pass_lists *r, int64_t chunk, int32_t recv, int32_t fold) {
+    const ra__send m = { (int32_t)chunk, recv, fold };
+    r->send[r->sends++] = m;
 }
 
-static void ra__lists_send(ra__pass_lists *w, int32_t chunk, int32_t recv, int32_t fold) {
-    const ra__send m = { chunk, recv, fold };
-    w->send[w->sends++] = m;
-}
-
-/* What this rank folds, receives and sends, in its order. */
-static void ra__plan_own_lists(ra_plan *p) {
-    int32_t me = p->d.rank;
-    const ra__tour tour = ra__tour_of(p, 0);
-    ra__pass_lists *w = &p->forward;
-    int64_t k = 0;
-    w->folds = w->recvs = w->sends = 0;
-    for (int32_t b = 0; b < p->d.sequences; b++) {
-        int64_t before = w->folds;
-        for (; k < p->keys.chunks && p->keys.chunk[k].sequence == b; k++) {
-            const int64_t c = ra__tour_chunk(&tour, me, k);
-            int32_t recv = ra__tour_arrives(&tour, c, me) ? (int32_t)w->recvs : -1;
-            int32_t fold = ra__need(&p->keys, c, me) ? (int32_t)w->folds : -1;
-            int32_t send = ra__tour_leaves(&tour, c, me) ? (int32_t)w->sends : -1;
-            if (fold >= 0) (void)ra__lists_fold(w, (int32_t)c, recv, (int32_t)(fold - before));
-            if (send >= 0) ra__lists_send(w, (int32_t)c, recv, -1);
-            if (recv >= 0) ra__lists_recv(w, (int32_t)c, fold, send);
-        }
-        if (w->folds == before && p->task_begin[b + 1] > p->task_begin[b])
-            ra__lists_fold(w, -1, -1, 0)->sequence = b;
-        if (w->folds > before) w->fold[w->folds - 1].last = 1;
-    }
-}
-
-/* The lists of a backward pass while they are made. */
-typedef struct ra__back_lists {
+/* The lists of a pass while they are made. */
+typedef struct ra__listing {
     const ra__tour *w;
-    const int64_t *start;              /* of ra__tour_steps */
+    ra__pass_lists *r;
     int64_t ended;                     /* own chunks that have returned and been folded again */
-    int32_t sequence;                  /* of the own chunk that started last */
-} ra__back_lists;
+    int32_t sequence, index;           /* in hand; entries of the fold list that it has */
+} ra__listing;
+
+/* Appends an entry to the list of folds. chunk -1: the sequence has no keys. */
+static ra__fold *ra__lists_fold(ra__listing *l, int64_t chunk, int32_t recv) {
+    const ra__fold f = { l->sequence, (int32_t)chunk, recv, l->index++, -1, 0,
+                         (uint16_t)(chunk < 0 ? 0 : RA__BOTH) };
+    l->r->fold[l->r->folds++] = f;
+    return &l->r->fold[l->r->folds - 1];
+}
 
 /* The next entry of this rank's fold list is the second visit of an own chunk, not chunk c. */
-static int ra__back_late(const ra__back_lists *l, const ra__pass_lists *r, int64_t c) {
+static int ra__lists_late(const ra__listing *l, int64_t c) {
     const ra__tour *w = l->w;
-    int32_t me = w->p->d.rank;
-    if (!w->p->owner_folds_twice || l->ended == r->returns) return 0;
-    if (c == w->t->chunks || w->t->chunk[c].owner != me || !ra__tour_leaves(w, c, me) ||
-        w->t->chunk[c].sequence != l->sequence)
-        return 1;
-    int64_t returned = r->returned[l->ended].chunk;
-    return l->start[returned] + ra__tour_stations(w, returned) + 2 <= l->start[c];
+    const int32_t me = w->p->d.rank;
+    if (!w->p->owner_folds_twice || l->ended == l->r->returns) return 0;
+    if (c == w->t->chunks || w->t->chunk[c].owner != me || !ra__tour_leaves(w, c, me)) return 1;
+    const int64_t returned = l->r->returned[l->ended].chunk;
+    return w->p->start[returned] + ra__tour_stations(w, returned) + 2 <= w->p->start[c];
 }
 
-/* Adds the second visits of own chunks that come before the visit of chunk c; returns how many. */
-static int32_t ra__back_ends(ra__back_lists *l, ra__pass_lists *r, int64_t c, int32_t index) {
-    int32_t n = 0;
-    while (ra__back_late(l, r, c)) {
-        ra__returned *returned = &r->returned[l->ended++];
-        ra__fold *f = ra__lists_fold(r, returned->chunk, -1, index + n++);
+/* Adds the second visits of own chunks that come before the visit of chunk c. */
+static void ra__lists_ends(ra__listing *l, int64_t c) {
+    while (ra__lists_late(l, c)) {
+        ra__returned *returned = &l->r->returned[l->ended++];
+        ra__fold *f = ra__lists_fold(l, returned->chunk, -1);
         f->phase = RA__BEFORE;
         f->own = returned->own;
-        returned->fold = (int32_t)r->folds - 1;
-    }
-    return n;
-}
-
-/* This rank's own chunk c: its first visit. */
-static void ra__back_own(ra__back_lists *l, ra__pass_lists *r, int64_t c, int32_t index) {
-    int travels = ra__tour_leaves(l->w, c, l->w->p->d.rank);
-    ra__fold *f = ra__lists_fold(r, (int32_t)c, -1, index);
-    ra__own *own = &r->own[r->owns];
-    f->phase = travels && l->w->p->owner_folds_twice ? RA__AFTER : RA__BOTH;
-    f->own = (int32_t)r->owns++;
-    own->chunk = (int32_t)c;
-    own->fold = (int32_t)r->folds - 1;
-    own->returned = travels ? (int32_t)r->returns : -1;
-    if (travels) {
-        const ra__returned returned = { (int32_t)c, f->own, -1 };
-        r->returned[r->returns++] = returned;
-        l->sequence = l->w->t->chunk[c].sequence;
+        returned->fold = (int32_t)l->r->folds - 1;
     }
 }
 
-/* Visits of chunk c: received, folded, sent, in the order of the one list. Returns folds. */
-static int32_t ra__back_visit(ra__back_lists *l, ra__pass_lists *r, int64_t c, int32_t index) {
+/* Backward: the first visit of this rank's own chunk c. */
+static void ra__lists_own(ra__listing *l, int64_t c, int leaves) {
+    ra__pass_lists *r = l->r;
+    ra__fold *f = ra__lists_fold(l, c, -1);
+    const ra__own own = { (int32_t)c, (int32_t)r->folds - 1, leaves ? (int32_t)r->returns : -1 };
+    const ra__returned returned = { (int32_t)c, (int32_t)r->owns, -1 };
+    if (leaves && l->w->p->owner_folds_twice) f->phase = RA__AFTER;
+    f->own = (int32_t)r->owns;
+    r->own[r->owns++] = own;
+    if (leaves) r->returned[r->returns++] = returned;
+}
+
+/* Visits of chunk c: received, folded, sent. Backward it is sent on when it is folded. */
+static void ra__lists_visit(ra__listing *l, int64_t c) {
     const ra__tour *w = l->w;
-    int32_t me = w->p->d.rank, before = index, fold = -1;
-    int own = w->t->chunk[c].owner == me, arrives = ra__tour_arrives(w, c, me);
-    int needs = ra__need(w->t, c, me);
-    int32_t recv = arrives ? (int32_t)r->recvs : -1;
-    if (!own && !arrives) return 0;
-    index += ra__back_ends(l, r, c, index);
-    if (own) ra__back_own(l, r, c, index);
-    else if (needs) ra__lists_fold(r, (int32_t)c, recv, index)->phase = RA__BOTH;
-    if (own || needs) {
-        fold = (int32_t)r->folds - 1;
-        index++;
-    }
-    if (arrives) ra__lists_recv(r, (int32_t)c, fold, (int32_t)r->sends);
-    if (ra__tour_leaves(w, c, me)) ra__lists_send(r, (int32_t)c, recv, fold);
-    return index - before;
+    ra__pass_lists *r = l->r;
+    const int32_t me = w->p->d.rank;
+    const int own = w->t->chunk[c].owner == me, arrives = ra__tour_arrives(w, c, me);
+    const int leaves = ra__tour_leaves(w, c, me);
+    const int32_t recv = arrives ? (int32_t)r->recvs : -1;
+    if (!own && !arrives) return;
+    ra__lists_ends(l, c);
+    int32_t fold = (int32_t)r->folds;
+    if (own && w->back) ra__lists_own(l, c, leaves);
+    else if (ra__need(w->t, c, me)) (void)ra__lists_fold(l, c, recv);
+    else fold = -1;
+    if (arrives) ra__lists_recv(r, c, fold, leaves ? (int32_t)r->sends : -1);
+    if (leaves) ra__lists_send(r, c, recv, w->back ? fold : -1);
 }
 
-/* What this rank does in a backward pass. Where own chunks are folded twice, all of those end
- * before the list of their sequence does. */
-static void ra__plan_back_lists(const ra__tour *w, const int64_t *start, ra__pass_lists *r) {
-    ra__back_lists l;
-    int64_t c = 0;
-    memset(&l, 0, sizeof l);
-    l.w = w;
-    l.start = start;
-    r->backward = 1;
+/* What this rank folds, receives and sends in a pass, in its order. Where own chunks are folded
+ * twice, all of those end before the list of their sequence does. tasks: of this rank by
+ * sequence. */
+static void ra__lists_fill(const ra__tour *w, const int64_t *tasks, ra__pass_lists *r) {
+    ra__listing l = { w, r, 0, 0, 0 };
+    int64_t k = 0;
+    r->backward = w->back;
     r->direction = w->direction;
     r->chunk = w->t->chunk;
-    for (int32_t b = 0; b < w->p->d.sequences; b++) {
-        int32_t index = 0;
-        for (; c < w->t->chunks && w->t->chunk[c].sequence == b; c++)
-            index += ra__back_visit(&l, r, c, index);
-        index += ra__back_ends(&l, r, w->t->chunks, index);
-        if (!index) ra__lists_fold(r, -1, -1, 0)->sequence = b;
-        r->fold[r->folds - 1].last = 1;
+    for (; l.sequence < w->p->d.sequences; l.sequence++) {
+        l.index = 0;
+        for (; k < w->t->chunks && w->t->chunk[k].sequence == l.sequence; k++)
+            ra__lists_visit(&l, ra__tour_chunk(w, w->p->d.rank, k));
+        ra__lists_ends(&l, w->t->chunks);
+        if (!l.index && tasks[l.sequence + 1] > tasks[l.sequence]) (void)ra__lists_fold(&l, -1, -1);
+        if (l.index) r->fold[r->folds - 1].last = 1;
     }
 }
 
@@ -15856,7 +15820,7 @@ static void ra__plan_queries(ra_plan *p) {
     }
 }
 
-/* The lists of a backward pass. Owners fold twice if a contiguous or zigzag layout has units and
+/* The tour of a backward pass. Owners fold twice if a contiguous or zigzag layout has units and
  * queries and keys are the same positions. Under RA_ORDER_DESCENDING no row comes before its
  * key. */
 static void ra__plan_fill_back(ra_plan *p) {
@@ -15867,7 +15831,6 @@ static void ra__plan_fill_back(ra_plan *p) {
     ra__tour w = ra__tour_of(p, 1);
     (void)ra__tour_hops(&w);
     p->back.steps = ra__tour_steps(&w, p->line, p->start);
-    ra__plan_back_lists(&w, p->start, &p->back);
     p->back.chunk_bytes = ra__tour_longest(&w, 1);
     p->back.return_bytes = ra__tour_longest(&w, p->d.ranks);
 }
@@ -15881,13 +15844,13 @@ static void ra__plan_fill(ra_plan *p) {
     ra__plan_rounds(p);
     ra__plan_direction(p);
     ra__tour tour = ra__tour_of(p, 0);
-    p->forward.direction = p->direction;
-    p->forward.chunk = p->keys.chunk;
     p->forward.chunk_bytes = ra__tour_longest(&tour, 1);
     if (p->d.train) ra__plan_fill_back(p);
     p->sizes = ra__plan_sizes(p, p->d.rank, p->task_begin);
     for (int32_t b = 0; b <= p->d.sequences; b++) p->back_task_begin[b] = b * p->sizes.back.tasks;
-    ra__plan_own_lists(p);
+    ra__lists_fill(&tour, p->task_begin, &p->forward);
+    tour = ra__tour_of(p, 1);
+    if (p->d.train) ra__lists_fill(&tour, p->back_task_begin, &p->back);
     ra__plan_readers(p);
 }
 
