@@ -8204,9 +8204,8 @@ typedef struct ra__run_list {
 
 /* The rows of one rank, of the queries or of the keys. */
 typedef struct ra__side {
-    int32_t layout, rank, ranks;
-    int32_t batch_cuts;                /* 1: cut has an entry for each sequence */
-    int64_t offset;                    /* position of the first token of a sequence */
+    const ra_desc *d;                  /* resolved */
+    int32_t keys, layout, rank;
     const int64_t *cut;                /* [B][2 ranks + 1] see ra__cut; null: one rank */
     ra__run_list list;                 /* RUNS: of this rank */
     const int32_t *array;              /* ARRAY: of this rank, if known */
@@ -8214,9 +8213,16 @@ typedef struct ra__side {
 } ra__side;
 
 /* All tokens of a sequence, on one rank. */
-RA__INLINE void ra__side_whole(ra__side *s, int32_t layout, int64_t offset) {
-    const ra__side whole = { layout, 0, 1, 0, offset, NULL, { NULL, 0, NULL, NULL }, NULL, 0, 0 };
-    *s = whole;
+RA__INLINE void ra__side_whole(ra__side *s, const ra_desc *d, int keys, int32_t layout) {
+    memset(s, 0, sizeof *s);
+    s->d = d;
+    s->keys = keys;
+    s->layout = layout;
+}
+
+/* Positions of the rows of a sequence, if they are an array; otherwise null. */
+RA__INLINE const int32_t *ra__side_array(const ra__side *s, int32_t b) {
+    return s->array ? s->array + b * s->array_stride : NULL;
 }
 
 RA__INLINE int64_t ra__q_len(const ra_desc *d, int32_t b) {
@@ -8374,10 +8380,12 @@ static ra__before ra__list_all(const ra__run_list *l) {
     return all;
 }
 
-/* Segment i of the rank's rows of sequence b with `tokens` tokens; 0 if there is none. */
-static int ra__side_seg(const ra__side *s, int32_t b, int64_t tokens, int64_t i, ra__seg *out) {
+/* Segment i of the rank's rows of sequence b; 0 if there is none. */
+static int ra__side_seg(const ra__side *s, int32_t b, int64_t i, ra__seg *out) {
+    const int64_t tokens = ra__len(s->d, b, s->keys), first = s->keys ? 0 : s->d->q_offset;
+    const int32_t ranks = s->d->ranks;
     int64_t own[3];
-    const int64_t *cut = s->cut;
+    const int64_t *cut = own;
     out->row = out->rows = out->pos = 0;
     out->stride = 1;
     if (s->array || s->layout == RA_LAYOUT_ARRAY) {
@@ -8390,47 +8398,42 @@ static int ra__side_seg(const ra__side *s, int32_t b, int64_t tokens, int64_t i,
         return 1;
     }
     if (s->layout == RA_LAYOUT_STRIPED) {
-        out->rows = tokens > s->rank ? ra__ceil_div(tokens - s->rank, s->ranks) : 0;
-        out->pos = s->offset + s->rank;
-        out->stride = s->ranks;
+        out->rows = tokens > s->rank ? ra__ceil_div(tokens - s->rank, ranks) : 0;
+        out->pos = first + s->rank;
+        out->stride = ranks;
         return i == 0;
     }
-    if (!cut && s->layout != RA_LAYOUT_ZIGZAG && s->ranks == 1) {
+    if (!s->cut && s->layout != RA_LAYOUT_ZIGZAG) {
         out->rows = tokens;
-        out->pos = s->offset;
+        out->pos = first;
         return i == 0;
     }
-    if (cut) {
-        if (s->batch_cuts) cut += (int64_t)b * (2 * s->ranks + 1);
-    } else {
-        ra__cut(tokens, 1, NULL, s->layout == RA_LAYOUT_ZIGZAG, own);
-        cut = own;
-    }
+    if (s->cut) cut = s->cut + (int64_t)b * (2 * ranks + 1);
+    else ra__cut(tokens, 1, NULL, 1, own);
     if (i > (s->layout == RA_LAYOUT_ZIGZAG)) return 0;
-    int32_t piece = i ? 2 * s->ranks - 1 - s->rank : s->rank;
+    int32_t piece = i ? 2 * ranks - 1 - s->rank : s->rank;
     if (i) out->row = cut[s->rank + 1] - cut[s->rank];
     out->rows = cut[piece + 1] - cut[piece];
-    out->pos = s->offset + cut[piece];
+    out->pos = first + cut[piece];
     return 1;
 }
 
 /* Units that rows are counted in: rows, blocks, or calls of a block engine. Units of `unit` rows
  * are counted from the start of each segment and never reach across two. */
-RA__INLINE int64_t ra__side_count(const ra__side *s, int32_t b, int64_t tokens, int what,
-                                  int64_t unit) {
+RA__INLINE int64_t ra__side_count(const ra__side *s, int32_t b, int what, int64_t unit) {
     ra__seg seg;
     int64_t n = 0;
     if (s->layout == RA_LAYOUT_RUNS) return ra__list_all(&s->list).n[what];
-    for (int64_t i = 0; ra__side_seg(s, b, tokens, i, &seg); i++) n += ra__ceil_div(seg.rows, unit);
+    for (int64_t i = 0; ra__side_seg(s, b, i, &seg); i++) n += ra__ceil_div(seg.rows, unit);
     return n;
 }
 
-static int64_t ra__side_rows(const ra__side *s, int32_t b, int64_t tokens) {
-    return ra__side_count(s, b, tokens, RA__ROWS, 1);
+static int64_t ra__side_rows(const ra__side *s, int32_t b) {
+    return ra__side_count(s, b, RA__ROWS, 1);
 }
 
-static int64_t ra__side_blocks(const ra__side *s, int32_t b, int64_t tokens) {
-    return ra__side_count(s, b, tokens, RA__BLOCKS, RA_BLOCK_TOKENS);
+static int64_t ra__side_blocks(const ra__side *s, int32_t b) {
+    return ra__side_count(s, b, RA__BLOCKS, RA_BLOCK_TOKENS);
 }
 
 RA__INLINE ra__seg ra__seg_part(const ra__seg *s, int64_t first, int64_t rows) {
@@ -8453,8 +8456,8 @@ static ra__seg ra__list_block(const ra__run_list *l, int64_t block) {
 }
 
 /* Unit `index` of the rank's rows of sequence b, see ra__side_count; 0 if there is none. */
-RA__INLINE int ra__side_unit(const ra__side *s, int32_t b, int64_t tokens, int what, int64_t unit,
-                             int64_t index, ra__seg *out) {
+RA__INLINE int ra__side_unit(const ra__side *s, int32_t b, int what, int64_t unit, int64_t index,
+                             ra__seg *out) {
     ra__seg seg;
     ra__before at;
     int64_t i = 0;
@@ -8463,7 +8466,7 @@ RA__INLINE int ra__side_unit(const ra__side *s, int32_t b, int64_t tokens, int w
         i = ra__list_find(&s->list, what, index, &at);
         index -= at.n[what];
     }
-    for (; ra__side_seg(s, b, tokens, i, &seg); i++) {
+    for (; ra__side_seg(s, b, i, &seg); i++) {
         const int64_t n = ra__ceil_div(seg.rows, unit);
         if (index < n) {
             *out = ra__seg_part(&seg, index * unit, ra__min(unit, seg.rows - index * unit));
@@ -8474,9 +8477,8 @@ RA__INLINE int ra__side_unit(const ra__side *s, int32_t b, int64_t tokens, int w
     return 0;
 }
 
-static int ra__side_block(const ra__side *s, int32_t b, int64_t tokens, int64_t block,
-                          ra__seg *out) {
-    return ra__side_unit(s, b, tokens, RA__BLOCKS, RA_BLOCK_TOKENS, block, out);
+static int ra__side_block(const ra__side *s, int32_t b, int64_t block, ra__seg *out) {
+    return ra__side_unit(s, b, RA__BLOCKS, RA_BLOCK_TOKENS, block, out);
 }
 
 /* Positions of the rows of a segment; array: entry of its first row, or null. */
@@ -8905,16 +8907,16 @@ static int64_t ra__seg_cut(ra__chunk *c, int32_t i, int64_t from, int64_t to) {
 }
 
 /* All rows of a side as one chunk. */
-static void ra__chunk_side(const ra__side *side, int32_t b, int64_t tokens, ra__chunk *c) {
+static void ra__chunk_side(const ra__side *side, int32_t b, ra__chunk *c) {
     memset(c, 0, sizeof *c);
     c->sequence = b;
     c->owner = side->rank;
     if (side->layout == RA_LAYOUT_RUNS) {
-        ra__chunk_of_list(c, &side->list, 0, ra__side_blocks(side, b, tokens));
+        ra__chunk_of_list(c, &side->list, 0, ra__side_blocks(side, b));
         return;
     }
     c->segs = 1 + (side->layout == RA_LAYOUT_ZIGZAG);
-    for (int32_t i = 0; i < c->segs; i++) (void)ra__side_seg(side, b, tokens, i, &c->seg[i]);
+    for (int32_t i = 0; i < c->segs; i++) (void)ra__side_seg(side, b, i, &c->seg[i]);
 }
 
 /* ========================================================================== TENSORS
@@ -10124,12 +10126,10 @@ static void ra__item_owned(ra__item *item, const ra__view kv[2], const int32_t *
 /* All keys of sequence b on a side whose positions are known. */
 static void ra__item_side(const ra_desc *d, const ra__side *side, int32_t b, const ra_pages *pages,
                           const ra__view kv[2], ra__item *item) {
-    const int32_t *array = side->array;
     memset(item, 0, sizeof *item);
-    if (array) array += b * side->array_stride;
-    ra__chunk_side(side, b, ra__k_len(d, b), &item->c);
+    ra__chunk_side(side, b, &item->c);
     item->paged = ra__paged_of(d, pages, b);
-    ra__item_owned(item, kv, array);
+    ra__item_owned(item, kv, ra__side_array(side, b));
 }
 
 /* Numbers of tiles by class: RA__EMPTY, RA__PARTIAL, RA__FULL. */
@@ -10417,11 +10417,9 @@ static void ra__panel_finish(const ra__work *w, const ra__task *t, const ra__scr
 /* What the rows of seg see, as bounds and, per row, in `rows`. */
 static ra__bounds ra__panel_mask(const ra__work *w, int32_t sequence, const ra__seg *seg,
                                  ra__rows *rows, ra__panel *p) {
-    const int32_t *array = w->q_side.array;
-    if (array) array += sequence * w->q_side.array_stride;
     p->geo = rows;
     int64_t end = ra__key_end(w->d, sequence, w->any_position);
-    return ra__rows_fill(&w->d->mask, end, seg, array, rows);
+    return ra__rows_fill(&w->d->mask, end, seg, ra__side_array(&w->q_side, sequence), rows);
 }
 
 /* Number of rows of a panel, how their scores are modified, and what to prefetch meanwhile. */
@@ -10437,7 +10435,6 @@ static void ra__panel_scores(const ra__work *w, int32_t sequence, const ra__seg 
 /* Rows, heads and geometry of the panels of a task. Reads none of the call's tensors. */
 static void ra__task_rows(const ra__work *w, const ra__task *t, ra__scratch *x) {
     int32_t group = w->d->q_heads / w->d->kv_heads;
-    int64_t tokens = ra__q_len(w->d, t->sequence);
     for (int32_t i = 0; i < t->count; i++) {
         int64_t block = (t->panel0 + i) / group;
         ra__panel *p = &x->panel[i];
@@ -10447,7 +10444,7 @@ static void ra__task_rows(const ra__work *w, const ra__task *t, ra__scratch *x) 
             x->bounds[i] = x->bounds[i - 1];
             p->geo = x->panel[i - 1].geo;
         } else {
-            (void)ra__side_block(&w->q_side, t->sequence, tokens, block, &x->seg[i]);
+            (void)ra__side_block(&w->q_side, t->sequence, block, &x->seg[i]);
             x->bounds[i] = ra__panel_mask(w, t->sequence, &x->seg[i], x->rows[i], p);
         }
         ra__panel_scores(w, t->sequence, &x->seg[i], x->head[i], &x->ahead, p);
@@ -10564,8 +10561,7 @@ static void ra__next_ahead(const ra__work *w, ra__scratch *x) {
     ra__seg s;
     if (x->prefetched == x->next.count) return;
     x->prefetched++;
-    (void)ra__side_block(&w->q_side, x->next.sequence, ra__q_len(d, x->next.sequence),
-                         panel / group, &s);
+    (void)ra__side_block(&w->q_side, x->next.sequence, panel / group, &s);
     ra__view q = ra__view_at(w->q, x->next.sequence, s.row,
                              x->next.kv_head * group + panel % group);
     ra__prefetch_add(&x->ahead, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
@@ -10699,12 +10695,11 @@ static void ra__engine_carve(ra__arena *a, const ra_desc *d, int64_t chunk_rows,
 
 /* Query rows of engine task `index` of sequence b; 0 if there is none. */
 static int ra__engine_task(const ra__work *w, int32_t b, int64_t index, ra__seg *out) {
-    return ra__side_unit(&w->q_side, b, ra__q_len(w->d, b), RA__CALLS, ra__engine_rows(w->d), index,
-                         out);
+    return ra__side_unit(&w->q_side, b, RA__CALLS, ra__engine_rows(w->d), index, out);
 }
 
-static int64_t ra__engine_tasks(const ra_desc *d, const ra__side *side, int32_t b) {
-    return ra__side_count(side, b, ra__q_len(d, b), RA__CALLS, ra__engine_rows(d));
+static int64_t ra__engine_tasks(const ra__side *side, int32_t b) {
+    return ra__side_count(side, b, RA__CALLS, ra__engine_rows(side->d));
 }
 
 /* Merges the engine's normalised partial (o, lse natural) of one row and head into the state. */
@@ -10754,10 +10749,9 @@ static ra__bounds ra__engine_geometry(const ra__work *w, int32_t b, const ra__se
                                       const ra__engine_scratch *x) {
     ra__bounds all = ra__bounds_none();
     int64_t end = ra__key_end(w->d, b, w->any_position);
-    const int32_t *array = w->q_side.array;
-    if (array) array += b * w->q_side.array_stride + rows->row;
+    const int32_t *array = ra__side_array(&w->q_side, b);
     for (int64_t i = 0; i < rows->rows; i++) {
-        int64_t p = array ? array[i] : rows->pos + i * rows->stride;
+        int64_t p = array ? array[rows->row + i] : rows->pos + i * rows->stride;
         int32_t v[4];
         ra__mask_row(&w->d->mask, p, end, v);
         ra__bounds_row(&all, v);
@@ -11048,7 +11042,6 @@ static int64_t ra__unit(const ra_desc *d, int32_t b, int64_t pos) {
 /* Query block i of sequence b by unit, ascending: zigzag's two segments in turn, as keys are. */
 static void ra__back_block(const ra__back *x, int32_t b, int64_t i, ra__seg *out) {
     const ra__work *w = x->w;
-    int64_t tokens = ra__q_len(w->d, b);
     int32_t which;
     ra__chunk c;
     if (x->rows) {
@@ -11056,10 +11049,10 @@ static void ra__back_block(const ra__back *x, int32_t b, int64_t i, ra__seg *out
         return;
     }
     if (w->q_side.layout != RA_LAYOUT_ZIGZAG) {
-        (void)ra__side_block(&w->q_side, b, tokens, i, out);
+        (void)ra__side_block(&w->q_side, b, i, out);
         return;
     }
-    ra__chunk_side(&w->q_side, b, tokens, &c);
+    ra__chunk_side(&w->q_side, b, &c);
     *out = ra__chunk_block(&c, RA_ORDER_ASCENDING, i, &which);
 }
 
@@ -11438,15 +11431,14 @@ static double ra__back_sink_block(const ra__back *b, int32_t head, const ra__tas
                                   ra__back_scratch *x) {
     const double ln2 = 0.69314718055994530942;
     const float sink = b->w->t->sinks[head];
-    const int32_t *pos = b->w->q_side.array;       /* empty cells have dO, but no part in this */
+    const int32_t *pos = ra__side_array(&b->w->q_side, t->sequence);
     const ra__panel *p = &x->panel[0].fwd;
     double sum = x->sum;
-    if (pos) pos += t->sequence * b->w->q_side.array_stride;
     ra__back_block(b, t->sequence, i, &x->seg[0]);
     x->head[0] = head;
     x->panel[0].fwd.rows = (int32_t)x->seg[0].rows;
     ra__back_stats(b, t, x, 0);
-    for (int32_t r = 0; r < p->rows && !ra__is_neg_inf(sink); r++)
+    for (int32_t r = 0; r < p->rows && !ra__is_neg_inf(sink); r++) /* empty cells have no part */
         if (!ra__is_neg_inf(-p->m[r]) && !(pos && pos[x->seg[0].row + r] < 0))
             sum -= ra__exp((double)sink - (double)p->m[r] * ln2) * (double)p->l[r];
     return sum;
@@ -11463,7 +11455,7 @@ static int ra__back_sink_some(const ra__back *b, int32_t head, ra__back_scratch 
     t.count = 1;
     for (; x->sum_sequence < d->sequences; x->sum_sequence++, x->sum_block = 0) {
         t.sequence = x->sum_sequence;
-        int64_t n = ra__side_blocks(&b->w->q_side, t.sequence, ra__q_len(d, t.sequence));
+        int64_t n = ra__side_blocks(&b->w->q_side, t.sequence);
         for (; x->sum_block < n && x->left > 0; x->sum_block++) {
             x->sum = ra__back_sink_block(b, head, &t, x->sum_block, x);
             x->left -= RA__TILE_WORK;
@@ -11501,7 +11493,7 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
     ra_error *e = d->error;
     int64_t rows = keys ? ra__k_most(d) : d->tokens, sum = 0;
     const int striped = d->layout.kind == RA_LAYOUT_STRIPED;
-    ra__side_whole(side, striped ? RA_LAYOUT_CONTIGUOUS : d->layout.kind, keys ? 0 : d->q_offset);
+    ra__side_whole(side, d, keys, striped ? RA_LAYOUT_CONTIGUOUS : d->layout.kind);
     if (!ra__positions_set(p)) return keys ? RA_OK : ra__check_intervals(d, e);
     if (d->tokens_of || d->kv_tokens_of)
         return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos" : "t.q_pos",
@@ -11598,10 +11590,10 @@ static int64_t ra__short_bytes(const ra_desc *d) {
 
 /* Position of a query row of this rank. */
 static int64_t ra__query_position(const ra__local *c, int32_t b, int64_t row) {
-    const int32_t *array = c->w.q_side.array;
+    const int32_t *array = ra__side_array(&c->w.q_side, b);
     ra__seg s;
-    if (array) return array[b * c->w.q_side.array_stride + row];
-    (void)ra__side_unit(&c->w.q_side, b, ra__q_len(&c->d, b), RA__ROWS, 1, row, &s);
+    if (array) return array[row];
+    (void)ra__side_unit(&c->w.q_side, b, RA__ROWS, 1, row, &s);
     return s.pos;
 }
 
@@ -11671,9 +11663,9 @@ static int ra__local_beside(const ra__local *c) {
 
 /* Panels of one kv head of a sequence. */
 static int64_t ra__local_blocks(const ra__local *c, int32_t b) {
-    int64_t group = c->d.q_heads / c->d.kv_heads, tokens = ra__q_len(&c->d, b);
-    if (c->pairs) return ra__ceil_div(tokens * group, RA_BLOCK_TOKENS);
-    return ra__side_blocks(&c->w.q_side, b, tokens) * group;
+    int64_t group = c->d.q_heads / c->d.kv_heads;
+    if (c->pairs) return ra__ceil_div(ra__q_len(&c->d, b) * group, RA_BLOCK_TOKENS);
+    return ra__side_blocks(&c->w.q_side, b) * group;
 }
 
 /* -------------------------------------------------------------------------- tasks */
@@ -12297,13 +12289,13 @@ static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     }
     x->lean = x->pairs == 1 && tokens * c->d.kv_heads <= RA__DECODE_CACHED /
               (ra__row_bytes(c->d.k_dtype, c->d.k_dim) + ra__row_bytes(c->d.v_dtype, c->d.v_dim));
-    x->blocks = ra__side_blocks(&c->k_side, x->sequence, tokens);
+    x->blocks = ra__side_blocks(&c->k_side, x->sequence);
     x->first = limit > 1 ? x->blocks : 0;
     x->last = limit > 1 ? 0 : x->blocks;
     x->parts = 1;
     for (int64_t i = 0; limit > 1 && i < x->blocks; i++) {
         int seen = c->k_side.array != NULL;
-        (void)ra__side_block(&c->k_side, x->sequence, tokens, i, &s);
+        (void)ra__side_block(&c->k_side, x->sequence, i, &s);
         ra__seg_span(&s, NULL, &first, &last);
         for (int32_t r = 0; r < x->rows && !seen; r++)
             seen = ra__classify(&x->bounds[r], first, last) != RA__EMPTY;
@@ -12372,10 +12364,9 @@ static int64_t ra__decode_cut(const ra__local *c, const ra__decode *x, int32_t p
 static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     const int64_t tokens = ra__k_len(&c->d, x->sequence);
     const int64_t from = ra__decode_cut(c, x, x->part), to = ra__decode_cut(c, x, x->part + 1);
-    const int32_t *array = c->k_side.array;
+    const int32_t *array = ra__side_array(&c->k_side, x->sequence);
     ra__view kv[2];
     ra__seg block;
-    if (array) array += x->sequence * c->k_side.array_stride;
     x->paged = ra__paged_of(&c->d, &c->w.t->pages, x->sequence);
     x->last_row = tokens - 1;
     for (int i = 0; i < 2; i++)
@@ -12388,7 +12379,7 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     for (int32_t h = 0; h < x->count && !x->one_row; h++)
         for (int32_t i = 0; i < x->pairs; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i);
     for (int64_t i = from; i < to; i++) {
-        (void)ra__side_block(&c->k_side, x->sequence, tokens, i, &block);
+        (void)ra__side_block(&c->k_side, x->sequence, i, &block);
         ra__decode_block(c, kv, &block, array ? array + block.row : NULL, x);
     }
     ra__decode_end(c, x, slots);
@@ -12668,8 +12659,8 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
     c.w.d = &c.d;
     c.w.t = &t;
     c.w.kernel = ra__kernel_of(&c.d);
-    ra__side_whole(&c.w.q_side, RA_LAYOUT_CONTIGUOUS, q_offset);
-    ra__side_whole(&c.k_side, RA_LAYOUT_CONTIGUOUS, 0);
+    ra__side_whole(&c.w.q_side, &c.d, 0, RA_LAYOUT_CONTIGUOUS);
+    ra__side_whole(&c.k_side, &c.d, 1, RA_LAYOUT_CONTIGUOUS);
     c.w.order = RA_ORDER_ASCENDING;
     c.w.clear = c.w.finish = 1;
     c.w.q = ra__view_packed((const uint8_t *)q, n_heads, head_dim, RA_F32);
@@ -12844,8 +12835,7 @@ static void ra__back_run_piece(const ra__back_local *l, ra__share *p, ra__back_m
     if (p->want_q && l->b.d_q.data)
         g.dq = ra__view_packed((const uint8_t *)m->dq, group, d->k_dim, RA_F32);
     ra__share_keys(&l->c.w, p, &l->c.k_side, l->c.kv, sums, 0, &item, &g);
-    ra__share_blocks(d, p, ra__side_blocks(&l->c.w.q_side, p->t.sequence,
-                                           ra__q_len(d, p->t.sequence)));
+    ra__share_blocks(d, p, ra__side_blocks(&l->c.w.q_side, p->t.sequence));
     if (p->want_k) ra__grads_clear(d, &item.c, &g);
     m->x.phase = twice ? RA__AFTER : RA__BOTH;
     ra__back_pass(l, p, &item, &g, !twice, m);
@@ -12950,8 +12940,7 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
     for (int32_t i = 0; i < d->sequences * d->kv_heads; i++) {
         p.t.sequence = i / d->kv_heads;
         p.t.kv_head = i % d->kv_heads;
-        ra__share_blocks(d, &p, ra__side_blocks(&l->c.w.q_side, p.t.sequence,
-                                                ra__q_len(d, p.t.sequence)));
+        ra__share_blocks(d, &p, ra__side_blocks(&l->c.w.q_side, p.t.sequence));
         if (into->d_q) {
             g.dq = ra__view_packed((const uint8_t *)into->d_q, d->q_heads, d->k_dim, RA_F32);
             g.dq.batch = d->tokens * g.dq.token;
@@ -13254,12 +13243,8 @@ static ra__side ra__plan_side(const ra_plan *p, int keys, int32_t rank) {
     const ra_layout *l = &p->d.layout;
     const int64_t *run_begin = keys ? p->k_run_begin : p->q_run_begin;
     ra__side s;
-    memset(&s, 0, sizeof s);
-    s.layout = l->kind;
+    ra__side_whole(&s, &p->d, keys, l->kind);
     s.rank = rank;
-    s.ranks = p->d.ranks;
-    s.batch_cuts = 1;
-    s.offset = keys ? 0 : p->d.q_offset;
     s.cut = keys ? p->k_cut : p->q_cut;
     if (l->kind == RA_LAYOUT_RUNS) {
         s.list.run = (keys ? l->k_runs : l->q_runs) + run_begin[rank];
@@ -13275,7 +13260,7 @@ static int64_t ra__plan_rows(const ra_plan *p, int keys, int32_t rank) {
     ra__side side = ra__plan_side(p, keys, rank);
     int64_t most = 0;
     for (int32_t b = 0; b < p->d.sequences; b++)
-        most = ra__max(most, ra__side_rows(&side, b, ra__len(&p->d, b, keys)));
+        most = ra__max(most, ra__side_rows(&side, b));
     return most;
 }
 
@@ -13302,8 +13287,7 @@ static ra__query_walk ra__queries_of(const ra_plan *p, int32_t rank, int32_t b) 
 RA__INLINE int ra__queries_next(ra__query_walk *w) {
     while (w->block >= ra__ceil_div(w->seg.rows, RA_BLOCK_TOKENS)) {
         w->block = 0;
-        if (!ra__side_seg(&w->side, w->sequence, ra__q_len(w->d, w->sequence), w->segs++, &w->seg))
-            return 0;
+        if (!ra__side_seg(&w->side, w->sequence, w->segs++, &w->seg)) return 0;
     }
     w->rows = ra__seg_block(&w->seg, w->block++);
     w->bounds = ra__seg_bounds(&w->d->mask, ra__key_end(w->d, w->sequence, 0), &w->rows);
@@ -13400,11 +13384,10 @@ static ra__seg ra__chunk_piece(const ra__chunk *c, int32_t i) {
 }
 
 /* The chunks of a list, cut between blocks so that they have nearly equally many rows. */
-static int64_t ra__chunk_runs(const ra__side *side, int32_t b, int64_t chunk_tokens,
-                              ra__chunk *out) {
+static int64_t ra__chunk_runs(const ra__side *side, int32_t b, ra__chunk *out) {
     const ra__run_list *l = &side->list;
-    int64_t rows = ra__list_all(l).n[RA__ROWS], n = ra__ceil_div(rows, chunk_tokens), count = 0;
-    int64_t from = 0;
+    int64_t rows = ra__list_all(l).n[RA__ROWS], from = 0, count = 0;
+    int64_t n = ra__ceil_div(rows, side->d->chunk_tokens);
     for (int64_t j = 1; j <= n; j++) {
         int64_t cut = rows * j / n, to, first, last;
         ra__chunk *c = &out[count];
@@ -13434,12 +13417,12 @@ static int64_t ra__chunk_runs(const ra__side *side, int32_t b, int64_t chunk_tok
 }
 
 /* Writes the chunks of one shard, ascending; returns how many. */
-static int64_t ra__chunk_shard(const ra__side *side, int32_t b, int64_t tokens,
-                               int64_t chunk_tokens, ra__chunk *out) {
+static int64_t ra__chunk_shard(const ra__side *side, int32_t b, ra__chunk *out) {
+    const int64_t chunk_tokens = side->d->chunk_tokens;
     int zigzag = side->layout == RA_LAYOUT_ZIGZAG;
     ra__chunk all;
-    if (side->layout == RA_LAYOUT_RUNS) return ra__chunk_runs(side, b, chunk_tokens, out);
-    ra__chunk_side(side, b, tokens, &all);
+    if (side->layout == RA_LAYOUT_RUNS) return ra__chunk_runs(side, b, out);
+    ra__chunk_side(side, b, &all);
     int64_t rows = ra__chunk_rows(&all);
     int64_t blocks = ra__seg_blocks(&all, 0);
     if (zigzag) blocks = ra__max(blocks, ra__seg_blocks(&all, 1));
@@ -13465,8 +13448,7 @@ static int64_t ra__chunk_all(const ra_plan *p, int keys, int down, ra__chunk *ou
     for (int32_t b = 0; b < p->d.sequences; b++) {
         for (int32_t i = 0; i < p->d.ranks; i++) {
             ra__side side = ra__plan_side(p, keys, down ? p->d.ranks - 1 - i : i);
-            int64_t k = ra__chunk_shard(&side, b, ra__len(&p->d, b, keys), p->d.chunk_tokens,
-                                        out + n);
+            int64_t k = ra__chunk_shard(&side, b, out + n);
             for (int64_t j = 0; down && j < k / 2; j++) {
                 ra__chunk t = out[n + j];
                 out[n + j] = out[n + k - 1 - j];
@@ -13723,11 +13705,11 @@ static void ra__chunk_q_needs(const ra_plan *p, int64_t c, int64_t end, const ra
 
 /* Writes the keys of sequence b on all ranks; returns how many spans. */
 static int64_t ra__key_spans(const ra_plan *p, int32_t b, ra__span *span) {
-    int64_t n = 0, keys = ra__k_len(&p->d, b);
+    int64_t n = 0;
     for (int32_t r = 0; r < p->d.ranks; r++) {
         ra__side side = ra__plan_side(p, 1, r);
         ra__seg s;
-        for (int64_t i = 0; ra__side_seg(&side, b, keys, i, &s); i++) {
+        for (int64_t i = 0; ra__side_seg(&side, b, i, &s); i++) {
             if (!s.rows) continue;
             ra__seg_span(&s, NULL, &span[n].first, &span[n].last);
             span[n++].rank = r;
@@ -13982,11 +13964,6 @@ RA__INLINE ra__sight *ra__play_sight(const ra__tour *w, const ra__play *y, int32
     return &y->sight[rank * ra__play_samples(w->p)];
 }
 
-RA__INLINE int64_t ra__play_tokens(const ra__tour *w, int stays, int32_t b) {
-    int keys = stays == (w->t == &w->p->queries);
-    return keys ? ra__k_len(&w->p->d, b) : ra__q_len(&w->p->d, b);
-}
-
 static ra__sight ra__sight_of(const ra_plan *p, int32_t b, const ra__seg *rows) {
     ra__bounds x = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, b, 0), rows);
     ra__sight s;
@@ -14026,13 +14003,12 @@ static int64_t ra__sight_all(const ra__seg *s, const ra__sight *x, int64_t n) {
 static void ra__play_sights(const ra__tour *w, ra__play *y, int32_t rank) {
     ra__side side = ra__plan_side(w->p, 0, rank);
     ra__play_seat *s = &y->seat[rank];
-    const int64_t tokens = ra__q_len(&w->p->d, s->sequence);
     const int64_t n = ra__min(ra__play_samples(w->p), s->blocks);
     int64_t before = 0;
     ra__seg seg;
     s->samples = 0;
     if (side.layout == RA_LAYOUT_ARRAY || w->t == &w->p->queries) return;
-    for (int64_t i = 0; s->samples < n && ra__side_seg(&side, s->sequence, tokens, i, &seg); i++) {
+    for (int64_t i = 0; s->samples < n && ra__side_seg(&side, s->sequence, i, &seg); i++) {
         const int64_t blocks = ra__ceil_div(seg.rows, RA_BLOCK_TOKENS);
         for (; s->samples < n; s->samples++) {
             const int64_t at = (2 * s->samples + 1) * s->blocks / (2 * n) - before;
@@ -14059,7 +14035,6 @@ static ra__seg ra__play_seg(const ra__chunk *c, int32_t i) {
 static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank) {
     ra__side side = ra__plan_side(w->p, 1, rank);
     const int64_t blocks = ra__chunk_blocks(c), n = ra__min(ra__play_samples(w->p), blocks);
-    const int64_t tokens = ra__k_len(&w->p->d, c->sequence);
     const int64_t skip = side.layout == RA_LAYOUT_RUNS
                              ? ra__max(1, side.list.count / RA__SAMPLES) : 1;
     int64_t all = 0;
@@ -14072,7 +14047,7 @@ static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank
         ra__seg rows = ra__chunk_block(c, RA_ORDER_ASCENDING, at, &which);
         x[i] = ra__sight_of(w->p, c->sequence, &rows);
     }
-    for (int64_t i = 0; ra__side_seg(&side, c->sequence, tokens, i, &s); i += skip)
+    for (int64_t i = 0; ra__side_seg(&side, c->sequence, i, &s); i += skip)
         if (s.rows) all += ra__sight_all(&s, x, n);
     return n ? ra__mul_sat(ra__mul_sat(all, skip), blocks) / n : 0;
 }
@@ -14080,7 +14055,7 @@ static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank
 /* Blocks of a rank's sequence of what stays, or of what travels. */
 static int64_t ra__play_blocks(const ra__tour *w, int stays, int32_t rank, int32_t b) {
     ra__side side = ra__plan_side(w->p, stays == (w->t == &w->p->queries), rank);
-    return ra__side_blocks(&side, b, ra__play_tokens(w, stays, b));
+    return ra__side_blocks(&side, b);
 }
 
 /* The time after `when` and some work. */
@@ -14733,8 +14708,8 @@ static int64_t ra__plan_tasks(const ra_plan *p, int32_t rank, int32_t panels, in
     int64_t n = 0;
     for (int32_t b = 0; b < p->d.sequences; b++) {
         if (task_begin) task_begin[b] = n;
-        n += p->d.engine ? ra__engine_tasks(&p->d, &side, b)
-                         : ra__tasks(&p->d, ra__side_blocks(&side, b, ra__q_len(&p->d, b)), panels);
+        n += p->d.engine ? ra__engine_tasks(&side, b)
+                         : ra__tasks(&p->d, ra__side_blocks(&side, b), panels);
     }
     if (task_begin) task_begin[p->d.sequences] = n;
     return n;
@@ -15498,7 +15473,7 @@ static int64_t ra__report_array_tiles(const ra_plan *p, int32_t rank) {
     ra__side side = ra__plan_side(p, 0, rank);
     int64_t blocks = 0;
     for (int64_t c = 0; c < p->keys.chunks; c++) blocks += ra__chunk_blocks(&p->keys.chunk[c]);
-    return ra__mul_sat(blocks, ra__side_blocks(&side, 0, ra__q_len(&p->d, 0)));
+    return ra__mul_sat(blocks, ra__side_blocks(&side, 0));
 }
 
 /* Keys below a position that some rank holds. */
@@ -15525,13 +15500,13 @@ static int64_t ra__keys_held(const ra_plan *p, int64_t lo, int64_t hi) {
 
 static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
     ra__side side = ra__plan_side(p, 0, rank);
-    int64_t tokens = ra__q_len(&p->d, b), end = ra__k_len(&p->d, b), n = 0;
+    int64_t end = ra__k_len(&p->d, b), n = 0;
     ra__seg s;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) {
         for (int32_t r = 0; r < p->d.ranks; r++) n += p->d.layout.k_rows[r];
         return ra__mul_sat(n, p->d.layout.q_rows[rank]);
     }
-    for (int64_t i = 0; ra__side_seg(&side, b, tokens, i, &s); i++) {
+    for (int64_t i = 0; ra__side_seg(&side, b, i, &s); i++) {
         if (p->all_positions_held) n += ra__pairs_seg(&p->d.mask, end, &s);
         for (int64_t j = 0; !p->all_positions_held && j < s.rows; j++) {
             int32_t v[4];
@@ -15608,8 +15583,7 @@ static void ra__tally_rank(const ra_plan *p, int32_t rank, int32_t b, const ra__
         for (int32_t i = 0; kind == RA__PARTIAL && i < ra__chunk_pieces(chunk); i++)
             ra__tally_seg(chunk, i, bounds, &edges, tally);
     }
-    for (int64_t j = 0; side.layout != RA_LAYOUT_RUNS &&
-                        ra__side_seg(&side, b, ra__k_len(&p->d, b), j, &s); j++)
+    for (int64_t j = 0; side.layout != RA_LAYOUT_RUNS && ra__side_seg(&side, b, j, &s); j++)
         if (s.rows) ra__tally_run(&s, bounds, &edges, tally);
 }
 
@@ -15649,8 +15623,7 @@ static void ra__report_memory(const ra_plan *p, int32_t rank, ra_plan_report *r)
     ra__side q = ra__plan_side(p, 0, rank), k = ra__plan_side(p, 1, rank);
     int64_t q_rows = 0, k_rows = 0;
     for (int32_t b = 0; b < d->sequences; b++) {
-        int64_t nq = ra__side_rows(&q, b, ra__q_len(d, b));
-        int64_t nk = ra__side_rows(&k, b, ra__k_len(d, b));
+        int64_t nq = ra__side_rows(&q, b), nk = ra__side_rows(&k, b);
         q_rows += nq;
         k_rows += nk;
         r->q_rows = ra__max(r->q_rows, nq);
@@ -15862,7 +15835,7 @@ static int64_t ra__plan_unvisited(const ra_plan *p, const ra__travel *t) {
     for (int64_t c = 0; c < t->chunks; c++) {
         int32_t b = t->chunk[c].sequence;
         if (!c || b != t->chunk[c - 1].sequence)
-            blocks = ra__side_blocks(&side, b, ra__len(&p->d, b, keys));
+            blocks = ra__side_blocks(&side, b);
         if (!ra__need(t, c, p->d.rank))
             n = ra__add_sat(n, ra__mul_sat(blocks, ra__chunk_blocks(&t->chunk[c])));
     }
@@ -15984,8 +15957,7 @@ static int32_t ra__plan_runs(const ra_plan *p, int keys, int32_t rank, int32_t s
         return -1;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) return 0;
     ra__side side = ra__plan_side(p, keys, rank);
-    int64_t tokens = ra__len(&p->d, sequence, keys);
-    for (int64_t i = 0; ra__side_seg(&side, sequence, tokens, i, &s); i++) {
+    for (int64_t i = 0; ra__side_seg(&side, sequence, i, &s); i++) {
         if (!s.rows) continue;
         if (n < max_runs) {
             runs[n].first = s.pos;
@@ -17640,7 +17612,7 @@ static void ra__tile_bound_rank(const ra_plan *p, int32_t rank, int32_t b, int64
     const int array = p->d.layout.kind == RA_LAYOUT_ARRAY;
     ra__query_walk w = ra__queries_of(p, rank, b);
     const ra__bounds *x = &w.bounds;
-    const int64_t tiles = keys * ra__side_blocks(&w.side, b, ra__q_len(&p->d, b));
+    const int64_t tiles = keys * ra__side_blocks(&w.side, b);
     n->all += tiles;
     if (array) n->seen += tiles;
     while (!array && ra__queries_next(&w)) {
@@ -18234,7 +18206,7 @@ static void ra__fold_open(const ra_ring *r, ra__desk *desk, uint8_t *memory, ra_
     const ra_plan *p = r->plan;
     const int32_t b = r->lists->fold[desk->claim.fold].sequence;
     ra__fold_hand *h = &desk->hand.fold;
-    const int64_t blocks = ra__side_blocks(&r->work.q_side, b, ra__q_len(&p->d, b));
+    const int64_t blocks = ra__side_blocks(&r->work.q_side, b);
     ra__arena a = { memory, 0 };
     ra__scratch_carve(&a, &p->d, p->sizes.panels, &h->x);
     h->t = ra__task_of(b, blocks * (p->d.q_heads / p->d.kv_heads), p->sizes.panels,
@@ -18427,13 +18399,13 @@ static void ra__ring_stripe(ra_ring *r) {
     r->back.stripe = NULL;
     if (r->work.any_position || d->backward_travel == RA_TRAVEL_Q) return;
     for (int32_t b = 0; b < d->sequences; b++)
-        most = ra__max(most, ra__side_blocks(side, b, ra__q_len(d, b)));
+        most = ra__max(most, ra__side_blocks(side, b));
     r->back.stripe = r->stripe;
     r->back.stripes = ra__ring_stripes(d);
     r->back.stripe_blocks = ra__ceil_div(most, r->back.stripes);
     for (int64_t i = 0; i < d->sequences * r->back.stripes; i++) r->stripe[i] = ra__bounds_none();
     for (int32_t b = 0; b < d->sequences; b++) {
-        int64_t blocks = ra__side_blocks(side, b, ra__q_len(d, b));
+        int64_t blocks = ra__side_blocks(side, b);
         for (int64_t i = 0; i < blocks; i++) {
             ra__seg s;
             ra__back_block(&r->back, b, i, &s);
@@ -18597,7 +18569,7 @@ static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory
     ra__back_hand *h = &desk->hand.back;
     ra__arena a = { memory, 0 };
     ra__view dq = ra__view_packed((const uint8_t *)r->dq, d->q_heads, d->k_dim, RA_F32);
-    int64_t blocks = ra__side_blocks(&r->work.q_side, b, ra__q_len(d, b));
+    int64_t blocks = ra__side_blocks(&r->work.q_side, b);
     memset(h, 0, sizeof *h);
     ra__back_carve(&a, d, 0, &h->x);
     if (q && any) {

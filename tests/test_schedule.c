@@ -212,8 +212,7 @@ static void check_needs(const ra_plan *p, const ra__travel *t, int queries)
         ra__seg s;
         for (part = 0; part < chunk->segs; part++) {
             int need = 0;
-            for (i = 0; ra__side_seg(&side, b, queries ? ra__k_len(&p->d, b) : ra__q_len(&p->d, b),
-                                     i, &s); i++)
+            for (i = 0; ra__side_seg(&side, b, i, &s); i++)
                 for (int32_t k = 0; s.rows && k < ra__chunk_pieces(chunk); k++) {
                     ra__seg piece = ra__chunk_piece(chunk, k);
                     if (!chunk->list.run && k != part) continue;
@@ -232,7 +231,7 @@ static void slow_tiles(const ra_plan *p, int rank, int64_t tally[3], double *wei
     ra__side side = ra__plan_side(p, 0, rank);
     ra__seg s;
     for (b = 0; b < p->d.sequences; b++)
-        for (i = 0; ra__side_seg(&side, b, ra__q_len(&p->d, b), i, &s); i++)
+        for (i = 0; ra__side_seg(&side, b, i, &s); i++)
             for (j = 0; j < (s.rows + 63) / 64; j++) {
                 ra__seg rows = ra__seg_block(&s, j);
                 ra__bounds bounds = bounds_of(p, b, &rows);
