@@ -8782,6 +8782,11 @@ RA__INLINE int64_t ra__key_end(const ra_desc *d, int32_t b, int array) {
     return array ? RA_MAX_POSITION : ra__k_len(d, b);
 }
 
+/* What query rows of sequence b, whose positions are known, see of a plan's keys. */
+static ra__bounds ra__query_bounds(const ra_desc *d, int32_t b, const ra__seg *s) {
+    return ra__seg_bounds(&d->mask, ra__key_end(d, b, 0), s);
+}
+
 /* Ranks that a chunk visits after its owner. */
 RA__INLINE int32_t ra__chunk_hops(const ra__chunk *c, int back) {
     return c->reach[back].hops[c->reach[back].lead];
@@ -8858,21 +8863,6 @@ static ra__seg ra__chunk_block(const ra__chunk *c, int32_t order, int64_t i, int
 /* Part i of n nearly equal parts of `blocks` blocks, as first block (i = n: the end). */
 RA__INLINE int64_t ra__part(int64_t blocks, int64_t n, int64_t i) { return blocks * i / n; }
 
-/* Chunk j of a zigzag shard with front segment s[0] and back segment s[1]: mirrored blocks
- * [a, b) from the front of the one and from the back of the other. */
-static void ra__chunk_zigzag(ra__chunk *c, const ra__seg s[2], int64_t n, int64_t j) {
-    int64_t n0 = ra__ceil_div(s[0].rows, RA_BLOCK_TOKENS);
-    int64_t n1 = ra__ceil_div(s[1].rows, RA_BLOCK_TOKENS), units = ra__max(n0, n1);
-    int64_t a = ra__part(units, n, j), b = ra__part(units, n, j + 1);
-    int64_t f0 = ra__min(a * RA_BLOCK_TOKENS, s[0].rows);
-    int64_t f1 = ra__min(b * RA_BLOCK_TOKENS, s[0].rows);
-    int64_t g0 = ra__max(n1 - b, 0) * RA_BLOCK_TOKENS;
-    int64_t g1 = ra__min(ra__max(n1 - a, 0) * RA_BLOCK_TOKENS, s[1].rows);
-    c->segs = 0;
-    if (f1 > f0) c->seg[c->segs++] = ra__seg_part(&s[0], f0, f1 - f0);
-    if (g1 > g0) c->seg[c->segs++] = ra__seg_part(&s[1], g0, g1 - g0);
-}
-
 /* Makes a chunk blocks [from, to) of a list. */
 static void ra__chunk_of_list(ra__chunk *c, const ra__run_list *l, int64_t from, int64_t to) {
     ra__seg s = { 0, 0, 0, 1 };
@@ -8886,12 +8876,21 @@ static void ra__chunk_of_list(ra__chunk *c, const ra__run_list *l, int64_t from,
     c->seg[0].rows = to > from ? ra__list_row(l, to) - s.row : 0;
 }
 
-/* Cuts segment i of a chunk down to its blocks [from, to), as far as it has them. Returns the rows
- * that this removes before them. */
+/* Units of a chunk: its blocks, or with zigzag mirrored pairs of blocks. */
+static int64_t ra__chunk_units(const ra__chunk *c) {
+    int64_t most = 0;
+    for (int32_t i = 0; i < c->segs; i++) most = ra__max(most, ra__seg_blocks(c, i));
+    return most;
+}
+
+/* Cuts segment i of a chunk down to its blocks of the units [from, to), as far as it has them. In
+ * zigzag's second segment units count from its end. Returns the rows that this removes before
+ * them. */
 static int64_t ra__seg_cut(ra__chunk *c, int32_t i, int64_t from, int64_t to) {
-    int64_t n = ra__seg_blocks(c, i), row = c->row, first = c->seg[i].row;
+    int64_t n = ra__seg_blocks(c, i), row = c->row, first = c->seg[i].row, end = ra__min(to, n);
     from = ra__min(from, n);
-    to = ra__min(to, n);
+    to = i == 1 ? n - from : end;
+    if (i == 1) from = n - end;
     if (c->list.run) {
         ra__run_list l = c->list;
         ra__chunk_of_list(c, &l, c->block + from, c->block + to);
@@ -10808,12 +10807,11 @@ static int ra__engine_call(const ra__work *w, const ra__item *item, const ra__se
 /* Tiles of one head in a piece of work that an engine did in one call. */
 static void ra__engine_tally(const ra__work *w, int32_t b, const ra__seg *rows,
                              const ra__item *item, ra__tally *tally) {
-    int64_t end = ra__key_end(w->d, b, w->any_position);
     int32_t which;
     for (int64_t i = 0; i < ra__ceil_div(rows->rows, RA_BLOCK_TOKENS); i++) {
         ra__seg block = ra__seg_block(rows, i);
         ra__bounds bounds = { 0, 0, 0, 0, 0, 0, 0, 0 };
-        if (!item->pos[0]) bounds = ra__seg_bounds(&w->d->mask, end, &block);
+        if (!item->pos[0]) bounds = ra__query_bounds(w->d, b, &block);
         for (int64_t j = 0; j < ra__chunk_blocks(&item->c); j++) {
             ra__seg s = ra__chunk_block(&item->c, w->order, j, &which);
             int64_t first, last;
@@ -10910,14 +10908,11 @@ static void ra__grads_at(const ra_desc *d, const ra__chunk *c, const ra__view su
     }
 }
 
-/* Cuts an item down to units [from, to) of its blocks of keys, with their gradients. In zigzag's
- * second segment units count from its end. */
+/* Cuts an item down to units [from, to) of its keys, with their gradients. */
 static void ra__item_cut(ra__item *item, ra__grads *g, int64_t from, int64_t to) {
     ra__chunk *c = &item->c;
     for (int32_t i = 0; i < c->segs; i++) {
-        int64_t n = ra__seg_blocks(c, i);
-        int64_t row = i == 1 ? ra__seg_cut(c, i, ra__max(n - to, 0), ra__max(n - from, 0))
-                             : ra__seg_cut(c, i, from, to);
+        int64_t row = ra__seg_cut(c, i, from, to);
         item->k[i] = ra__view_at(item->k[i], 0, row, 0);
         item->v[i] = ra__view_at(item->v[i], 0, row, 0);
         if (item->pos[i]) item->pos[i] += row;
@@ -10926,15 +10921,9 @@ static void ra__item_cut(ra__item *item, ra__grads *g, int64_t from, int64_t to)
     }
 }
 
-static int64_t ra__item_units(const ra__item *item) {
-    int64_t most = 0;
-    for (int32_t i = 0; i < item->c.segs; i++) most = ra__max(most, ra__seg_blocks(&item->c, i));
-    return most;
-}
-
 /* Part `part` of `parts` of an item's blocks of keys. */
 static void ra__item_part(ra__item *item, ra__grads *g, int32_t part, int32_t parts) {
-    int64_t units = ra__item_units(item);
+    int64_t units = ra__chunk_units(&item->c);
     ra__item_cut(item, g, ra__part(units, parts, part), ra__part(units, parts, part + 1));
 }
 
@@ -13290,7 +13279,7 @@ RA__INLINE int ra__queries_next(ra__query_walk *w) {
         if (!ra__side_seg(&w->side, w->sequence, w->segs++, &w->seg)) return 0;
     }
     w->rows = ra__seg_block(&w->seg, w->block++);
-    w->bounds = ra__seg_bounds(&w->d->mask, ra__key_end(w->d, w->sequence, 0), &w->rows);
+    w->bounds = ra__query_bounds(w->d, w->sequence, &w->rows);
     return 1;
 }
 
@@ -13418,25 +13407,20 @@ static int64_t ra__chunk_runs(const ra__side *side, int32_t b, ra__chunk *out) {
 
 /* Writes the chunks of one shard, ascending; returns how many. */
 static int64_t ra__chunk_shard(const ra__side *side, int32_t b, ra__chunk *out) {
-    const int64_t chunk_tokens = side->d->chunk_tokens;
-    int zigzag = side->layout == RA_LAYOUT_ZIGZAG;
     ra__chunk all;
     if (side->layout == RA_LAYOUT_RUNS) return ra__chunk_runs(side, b, out);
     ra__chunk_side(side, b, &all);
-    int64_t rows = ra__chunk_rows(&all);
-    int64_t blocks = ra__seg_blocks(&all, 0);
-    if (zigzag) blocks = ra__max(blocks, ra__seg_blocks(&all, 1));
-    int64_t n = ra__min(blocks, ra__ceil_div(rows, chunk_tokens));
+    int64_t rows = ra__chunk_rows(&all), units = ra__chunk_units(&all);
+    int64_t n = ra__min(units, ra__ceil_div(rows, side->d->chunk_tokens));
     for (int64_t j = 0; j < n; j++) {
         ra__chunk *c = &out[j];
-        int64_t from = ra__part(blocks, n, j) * RA_BLOCK_TOKENS;
-        int64_t to = ra__min(ra__part(blocks, n, j + 1) * RA_BLOCK_TOKENS, all.seg[0].rows);
-        memset(c, 0, sizeof *c);
-        c->sequence = b;
-        c->owner = side->rank;
-        c->segs = 1;
-        if (zigzag) ra__chunk_zigzag(c, all.seg, n, j);
-        else c->seg[0] = ra__seg_part(&all.seg[0], from, to - from);
+        *c = all;
+        c->segs = 0;
+        for (int32_t i = 0; i < all.segs; i++) {           /* only segments with rows are kept */
+            c->seg[i] = all.seg[i];
+            (void)ra__seg_cut(c, i, ra__part(units, n, j), ra__part(units, n, j + 1));
+            if (c->seg[i].rows) c->seg[c->segs++] = c->seg[i];
+        }
     }
     return n;
 }
@@ -13682,7 +13666,6 @@ static void ra__chunk_needs(const ra_plan *p, int32_t rank, int32_t b) {
  * from c to the next multiple of 32, if they are before `end`. */
 static void ra__chunk_q_needs(const ra_plan *p, int64_t c, int64_t end, const ra__span *span,
                               int64_t spans) {
-    const int64_t keys = ra__key_end(&p->d, p->queries.chunk[c].sequence, 0);
     ra__needs x;
     x.p = p;
     x.span = span;
@@ -13690,16 +13673,18 @@ static void ra__chunk_q_needs(const ra_plan *p, int64_t c, int64_t end, const ra
     x.views.n = x.seen.n = x.rank = 0;
     x.first = c / 32 * 32;
     x.end = ra__min(end, x.first + 32);
-    for (; c < x.end; c++)
-        for (int32_t i = 0; i < p->queries.chunk[c].segs; i++) {
+    for (; c < x.end; c++) {
+        const ra__chunk *chunk = &p->queries.chunk[c];
+        for (int32_t i = 0; i < chunk->segs; i++) {
             const int32_t viewer = (int32_t)(c - x.first) * 2 + i;
-            for (int64_t j = 0; j < ra__seg_blocks(&p->queries.chunk[c], i); j++) {
-                ra__seg rows = ra__seg_block_at(&p->queries.chunk[c], i, j);
-                ra__bounds bounds = ra__seg_bounds(&p->d.mask, keys, &rows);
+            for (int64_t j = 0; j < ra__seg_blocks(chunk, i); j++) {
+                ra__seg rows = ra__seg_block_at(chunk, i, j);
+                ra__bounds bounds = ra__query_bounds(&p->d, chunk->sequence, &rows);
                 ra__needs_rows(&x, &bounds, viewer);
             }
             ra__needs_view(&x, viewer);
         }
+    }
     ra__needs_mark(&x);
 }
 
@@ -13899,9 +13884,6 @@ enum { RA__MOMENT_BITS = 24, RA__WORK_BITS = 36, RA__SAMPLES = 16 };
 
 typedef struct ra__play_slot { int64_t arrived, folded, sent; } ra__play_slot;
 
-/* Positions that a block of queries sees: [lo, hi) and [doc, keep). */
-typedef struct ra__sight { int64_t lo, hi, doc, keep; } ra__sight;
-
 /* What a rank has done. send, fold: the next chunk, in its order, that it looks at for sending and
  * for folding. home: the next of the list that returns. Message i of a kind is in slot i mod
  * slots. */
@@ -13935,7 +13917,7 @@ enum { RA__PLAY_NONE, RA__PLAY_STARTED, RA__PLAY_DONE };
 typedef struct ra__play {
     ra__play_seat *seat;               /* [ranks] */
     ra__play_slot *slot;               /* [ranks][ra__play_slots] */
-    ra__sight *sight;                  /* [ranks][ra__play_samples] */
+    ra__bounds *seen;                  /* [ranks][ra__play_samples] by blocks of queries */
     ra__play_chunk *chunk;             /* [chunks] */
     int64_t *moment[3];                /* of this rank's messages: sent, received, returned */
     ra__play_work *work;               /* what this rank folds, in order */
@@ -13960,23 +13942,13 @@ RA__INLINE ra__play_slot *ra__play_at(const ra__play *y, int32_t rank, int64_t i
 RA__INLINE int64_t ra__play_samples(const ra_plan *p) {
     return p->d.ranks > 64 ? RA__SAMPLES / 4 : RA__SAMPLES;
 }
-RA__INLINE ra__sight *ra__play_sight(const ra__tour *w, const ra__play *y, int32_t rank) {
-    return &y->sight[rank * ra__play_samples(w->p)];
-}
-
-static ra__sight ra__sight_of(const ra_plan *p, int32_t b, const ra__seg *rows) {
-    ra__bounds x = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, b, 0), rows);
-    ra__sight s;
-    s.lo = x.lo_min;
-    s.hi = x.hi_max;
-    s.doc = x.doc_min;
-    s.keep = x.keep_max;
-    return s;
+RA__INLINE ra__bounds *ra__play_seen_by(const ra__tour *w, const ra__play *y, int32_t rank) {
+    return &y->seen[rank * ra__play_samples(w->p)];
 }
 
 /* How many keys of a run that ends at `last` are in its blocks with keys at [lo, hi): a tile takes
  * as long if some rows do not see all of it. */
-RA__INLINE int64_t ra__sight_keys(const ra__seg *s, int64_t last, int64_t lo, int64_t hi) {
+RA__INLINE int64_t ra__play_keys(const ra__seg *s, int64_t last, int64_t lo, int64_t hi) {
     if (hi <= s->pos || lo > last) return 0;           /* most: this or all */
     if (hi > last && lo <= s->pos) return s->rows;
     int64_t from = ra__max(0, lo - s->pos);
@@ -13989,12 +13961,12 @@ RA__INLINE int64_t ra__sight_keys(const ra__seg *s, int64_t last, int64_t lo, in
     to = ra__round_up(to, RA_BLOCK_TOKENS);
     return ra__max(0, ra__min(s->rows, to) - from);
 }
-static int64_t ra__sight_all(const ra__seg *s, const ra__sight *x, int64_t n) {
+static int64_t ra__play_keys_seen(const ra__seg *s, const ra__bounds *x, int64_t n) {
     const int64_t last = s->pos + (s->rows - 1) * s->stride;
     int64_t all = 0;
     for (; n > 0; n--, x++) {
-        all += ra__sight_keys(s, last, x->lo, x->hi);
-        if (x->doc < x->keep) all += ra__sight_keys(s, last, x->doc, x->keep);
+        all += ra__play_keys(s, last, x->lo_min, x->hi_max);
+        if (x->doc_min < x->keep_max) all += ra__play_keys(s, last, x->doc_min, x->keep_max);
     }
     return all;
 }
@@ -14014,7 +13986,8 @@ static void ra__play_sights(const ra__tour *w, ra__play *y, int32_t rank) {
             const int64_t at = (2 * s->samples + 1) * s->blocks / (2 * n) - before;
             if (at >= blocks) break;
             ra__seg rows = ra__seg_block(&seg, at);
-            ra__play_sight(w, y, rank)[s->samples] = ra__sight_of(w->p, s->sequence, &rows);
+            ra__play_seen_by(w, y, rank)[s->samples] =
+                ra__query_bounds(&w->p->d, s->sequence, &rows);
         }
         before += blocks;
     }
@@ -14038,17 +14011,17 @@ static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank
     const int64_t skip = side.layout == RA_LAYOUT_RUNS
                              ? ra__max(1, side.list.count / RA__SAMPLES) : 1;
     int64_t all = 0;
-    ra__sight x[RA__SAMPLES];
+    ra__bounds x[RA__SAMPLES];
     ra__seg s;
     for (int64_t i = 0; i < n; i++) {
         int64_t at = (2 * i + 1) * blocks / (2 * n);
         int32_t which;
         if (c->segs == 2) at = ra__min(at / 2 * 2 + i % 2, blocks - 1);    /* blocks alternate */
         ra__seg rows = ra__chunk_block(c, RA_ORDER_ASCENDING, at, &which);
-        x[i] = ra__sight_of(w->p, c->sequence, &rows);
+        x[i] = ra__query_bounds(&w->p->d, c->sequence, &rows);
     }
     for (int64_t i = 0; ra__side_seg(&side, c->sequence, i, &s); i += skip)
-        if (s.rows) all += ra__sight_all(&s, x, n);
+        if (s.rows) all += ra__play_keys_seen(&s, x, n);
     return n ? ra__mul_sat(ra__mul_sat(all, skip), blocks) / n : 0;
 }
 
@@ -14098,7 +14071,7 @@ static int64_t ra__play_all(const ra__tour *w, const ra__play *y, int32_t rank, 
     if (w->t == &w->p->queries) return ra__play_seen(w, chunk, rank);
     for (int32_t i = 0; i < (chunk->list.run ? 1 : chunk->segs); i++) {
         ra__seg seg = ra__play_seg(chunk, i);
-        all += ra__sight_all(&seg, ra__play_sight(w, y, rank), s->samples);
+        all += ra__play_keys_seen(&seg, ra__play_seen_by(w, y, rank), s->samples);
     }
     return s->samples ? ra__mul_sat(all, s->blocks) / s->samples : 0;
 }
@@ -15125,7 +15098,7 @@ static void ra__play_carve(ra__arena *a, ra_plan *p) {
     if (ranks < 2) return;
     y.seat = (ra__play_seat *)ra__carve(a, ranks * (int64_t)sizeof *y.seat);
     y.slot = (ra__play_slot *)ra__carve(a, ranks * ra__play_slots(p) * (int64_t)sizeof *y.slot);
-    y.sight = (ra__sight *)ra__carve(a, ranks * ra__play_samples(p) * (int64_t)sizeof *y.sight);
+    y.seen = (ra__bounds *)ra__carve(a, ranks * ra__play_samples(p) * (int64_t)sizeof *y.seen);
     y.chunk = (ra__play_chunk *)ra__carve(a, chunks * (int64_t)sizeof *y.chunk);
     y.work = (ra__play_work *)ra__carve(a, 2 * chunks * (int64_t)sizeof *y.work);
     y.come = (int64_t *)ra__carve(a, 2 * chunks * 8);
@@ -15594,8 +15567,7 @@ static void ra__report_q_tiles(const ra_plan *p, int32_t rank, ra__tally *tally)
         for (int64_t i = 0; i < ra__chunk_blocks(chunk); i++) {
             int32_t which;
             ra__seg rows = ra__chunk_block(chunk, RA_ORDER_ASCENDING, i, &which);
-            ra__bounds bounds = ra__seg_bounds(&p->d.mask, ra__key_end(&p->d, chunk->sequence, 0),
-                                               &rows);
+            ra__bounds bounds = ra__query_bounds(&p->d, chunk->sequence, &rows);
             ra__tally_rank(p, rank, chunk->sequence, &bounds, tally);
         }
     }
@@ -18332,7 +18304,7 @@ static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint
 static void ra__item_narrow(ra__item *item, ra__grads *g, const ra__bounds *seen) {
     const int64_t lo = ra__min(seen->lo_min, seen->doc_min);
     const int64_t hi = ra__max(seen->hi_max, seen->keep_max);
-    int64_t from = ra__item_units(item), to = 0;
+    int64_t from = ra__chunk_units(&item->c), to = 0;
     if (item->c.list.run) return;      /* runs may be in any order */
     for (int32_t i = 0; i < item->c.segs; i++) {
         const ra__seg *s = &item->c.seg[i];
@@ -18409,7 +18381,7 @@ static void ra__ring_stripe(ra_ring *r) {
         for (int64_t i = 0; i < blocks; i++) {
             ra__seg s;
             ra__back_block(&r->back, b, i, &s);
-            ra__bounds bounds = ra__seg_bounds(&d->mask, ra__key_end(d, b, 0), &s);
+            ra__bounds bounds = ra__query_bounds(d, b, &s);
             ra__bounds_join(&r->stripe[b * r->back.stripes + i / r->back.stripe_blocks], &bounds);
         }
     }
@@ -18421,7 +18393,7 @@ static ra__bounds ra__packed_bounds(const ra_desc *d, const ra__chunk *c) {
     for (int32_t i = 0; i < c->segs; i++)
         for (int64_t j = 0; j < ra__seg_blocks(c, i); j++) {
             ra__seg s = ra__seg_block_at(c, i, j);
-            ra__bounds b = ra__seg_bounds(&d->mask, ra__key_end(d, c->sequence, 0), &s);
+            ra__bounds b = ra__query_bounds(d, c->sequence, &s);
             ra__bounds_join(&all, &b);
         }
     return all;
