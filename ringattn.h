@@ -14543,11 +14543,11 @@ enum { RA__NOTICE = -1, RA__HELLO = -2 };              /* in place of the number
 
 /* Counters that begin anew with each pass. */
 enum { RA__PASS_COUNTERS = 10 };
-static int64_t *ra__pass_counter(ra_ring_counters *c, int i) {
-    int64_t *const all[RA__PASS_COUNTERS] = {
+static int64_t *ra__pass_counter(const ra_ring_counters *c, int i) {
+    const int64_t *const all[RA__PASS_COUNTERS] = {
         &c->tiles_empty, &c->tiles_partial, &c->tiles_full, &c->tiles_all, &c->chunks_in,
         &c->chunks_out, &c->bytes_in, &c->bytes_out, &c->compute_ns, &c->wait_ns };
-    return all[i];
+    return (int64_t *)(uintptr_t)all[i];
 }
 
 /* The forward pass before the one in progress, for ranks that resume it: this one may be ahead. */
@@ -19321,16 +19321,8 @@ RINGATTN_API void ra_ring_query(const ra_ring *ring, ra_ring_counters *out) {
         out->state = ra__load_i32(&ring->crew.failed) ? RA_RING_FAILED : RA_RING_RUNNING;
     out->bounded = !ring->has_transport || ring->tp.post || (ring->tp.caps & RA_CAP_DEADLINE);
     out->pass = ra__load_i64(&c->pass);
-    out->tiles_empty = ra__load_i64(&c->tiles_empty);
-    out->tiles_partial = ra__load_i64(&c->tiles_partial);
-    out->tiles_full = ra__load_i64(&c->tiles_full);
-    out->tiles_all = ra__load_i64(&c->tiles_all);
-    out->chunks_in = ra__load_i64(&c->chunks_in);
-    out->chunks_out = ra__load_i64(&c->chunks_out);
-    out->bytes_in = ra__load_i64(&c->bytes_in);
-    out->bytes_out = ra__load_i64(&c->bytes_out);
-    out->compute_ns = ra__load_i64(&c->compute_ns);
-    out->wait_ns = ra__load_i64(&c->wait_ns);
+    for (int i = 0; i < RA__PASS_COUNTERS; i++)
+        *ra__pass_counter(out, i) = ra__load_i64(ra__pass_counter(c, i));
     out->peak_bytes = ra__load_i64(&c->peak_bytes);
     if (out->state == RA_RING_RUNNING) out->waiting_peer = ra__load_i32(&c->waiting_peer);
 }
