@@ -9296,26 +9296,58 @@ static int64_t ra__position_top(const ra_desc *d, int keys) {
 /* A position array of `rows` entries per sequence. */
 static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_t rows, int keys,
                                  ra_error *e) {
-    int64_t top = ra__position_top(d, keys);
+    const int64_t top = ra__position_top(d, keys);
+    const char *field = keys ? "t.k_pos" : "t.q_pos";
     if (p->batch_step < 0)
-        return ra__refuse(e, RA_E_STRIDE, keys ? "t.k_pos.batch_step" : "t.q_pos.batch_step",
-                          "# is negative", p->batch_step);
+        return ra__refuse_part(e, RA_E_STRIDE, field, ".batch_step", "# is negative",
+                               p->batch_step);
     if (p->count != rows)
-        return ra__refuse(e, RA_E_POSITIONS, keys ? "t.k_pos.count" : "t.q_pos.count",
-                          "# is not the number of rows", p->count);
-    if (!p->array && rows)
-        return ra__refuse(e, RA_E_NULL, keys ? "t.k_pos.array" : "t.q_pos.array", "is required", 0);
+        return ra__refuse_part(e, RA_E_POSITIONS, field, ".count", "# is not the number of rows",
+                               p->count);
+    if (!p->array && rows) return ra__refuse_part(e, RA_E_NULL, field, ".array", "is required", 0);
     for (int32_t b = 0; b < (p->batch_step ? d->sequences : 1); b++)
         for (int64_t i = 0; i < rows; i++) {
             int32_t v = p->array[b * p->batch_step + i];
             if (v < -1 || v >= RA_MAX_POSITION)
-                return ra__refuse(e, RA_E_RANGE, keys ? "t.k_pos.array" : "t.q_pos.array",
-                                  "position # is out of range", v);
+                return ra__refuse_part(e, RA_E_RANGE, field, ".array", "position # is out of range",
+                                       v);
             if (v >= top)
-                return ra__refuse(e, RA_E_POSITIONS, "t.q_pos.array",
-                                  "position # has no entry in mask.lo and mask.hi", v);
+                return ra__refuse_part(e, RA_E_POSITIONS, field, ".array",
+                                       "position # has no entry in mask.lo and mask.hi", v);
         }
     return RA_OK;
+}
+
+/* The positions of a run are in [first, end), and it has at least so many rows. */
+static int ra__run_within(const ra_run *run, int64_t rows, int64_t first, int64_t end) {
+    int64_t last;
+    return run->count >= rows && ra__run_step(run) >= 1 && run->first >= first &&
+           run->first < end &&
+           ra__mul(ra__max(run->count - 1, 0), ra__run_step(run), &last) &&
+           run->first + last < end;
+}
+
+/* Runs of positions, `rows` in all. */
+static ra_status ra__check_position_runs(const ra_desc *d, const ra_positions *p, int64_t rows,
+                                         int keys, ra_error *e) {
+    const char *field = keys ? "t.k_pos" : "t.q_pos";
+    int64_t sum = 0;
+    if (p->count < 0)
+        return ra__refuse_part(e, RA_E_RANGE, field, ".count", "# is negative", p->count);
+    if (!p->runs)
+        return ra__refuse_part(e, RA_E_NULL, field, ".runs", "are null, but count is #", p->count);
+    if (p->batch_step)
+        return ra__refuse_part(e, RA_E_SHAPE, field, ".batch_step", "# needs an array",
+                               p->batch_step);
+    for (int64_t i = 0; i < p->count; i++) {
+        if (!ra__run_within(&p->runs[i], 0, 0, ra__position_top(d, keys)))
+            return ra__refuse_part(e, RA_E_RANGE, field, ".runs",
+                                   "entry # steps back or leaves the positions", i);
+        sum += p->runs[i].count;
+    }
+    if (sum == rows) return RA_OK;
+    return ra__refuse_part(e, RA_E_POSITIONS, field, ".runs",
+                           "hold # rows, not as many as there are tokens", sum);
 }
 
 static int ra__positions_set(const ra_positions *p) {
@@ -9863,10 +9895,7 @@ static ra_status ra__check_runs(const ra__run_table *t, int32_t ranks, ra_error 
         n += t->count[r];
     }
     for (int64_t i = 0; i < n; i++) {
-        const ra_run *run = &t->run[i];
-        int64_t stride = ra__run_step(run), last;
-        if (run->count < 1 || stride < 1 || run->first < t->first || run->first >= t->end ||
-            !ra__mul(run->count - 1, stride, &last) || run->first + last >= t->end)
+        if (!ra__run_within(&t->run[i], 1, t->first, t->end))
             return ra__refuse(e, RA_E_RANGE, t->run_field,
                               "entry # has no rows, or steps back, or leaves the tokens", i);
     }
@@ -11479,13 +11508,13 @@ typedef struct ra__local {
 /* Positions given with the call replace the layout's. */
 static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int keys, ra__side *side,
                                 ra__cursor *cursor) {
-    ra_error *e = d->error;
-    int64_t rows = keys ? ra__k_most(d) : d->tokens, sum = 0;
+    const char *field = keys ? "t.k_pos" : "t.q_pos";
+    const int64_t rows = keys ? ra__k_most(d) : d->tokens;
     const int striped = d->layout.kind == RA_LAYOUT_STRIPED;
     ra__side_whole(side, d, keys, striped ? RA_LAYOUT_CONTIGUOUS : d->layout.kind);
-    if (!ra__positions_set(p)) return keys ? RA_OK : ra__check_intervals(d, e);
+    if (!ra__positions_set(p)) return keys ? RA_OK : ra__check_intervals(d, d->error);
     if (d->tokens_of || d->kv_tokens_of)
-        return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos" : "t.q_pos",
+        return ra__refuse(d->error, RA_E_SHAPE, field,
                           "give every sequence the same rows: no tokens_of, no kv_tokens_of", 0);
     if (p->array) {
         side->layout = RA_LAYOUT_ARRAY;
@@ -11493,38 +11522,15 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
         side->array_stride = p->batch_step;
         side->array_rows = rows;
         if (p->runs)
-            return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos.runs" : "t.q_pos.runs",
-                              "beside an array", 0);
-        return ra__check_array(d, p, rows, keys, e);
+            return ra__refuse_part(d->error, RA_E_SHAPE, field, ".runs", "beside an array", 0);
+        return ra__check_array(d, p, rows, keys, d->error);
     }
     side->layout = RA_LAYOUT_RUNS;
     side->list.run = p->runs;
     side->list.count = p->count;
     side->list.cursor = cursor;
     memset(cursor, 0, sizeof *cursor);
-    if (p->count < 0)
-        return ra__refuse(e, RA_E_RANGE, keys ? "t.k_pos.count" : "t.q_pos.count",
-                          "# is negative", p->count);
-    if (!p->runs)
-        return ra__refuse(e, RA_E_NULL, keys ? "t.k_pos.runs" : "t.q_pos.runs",
-                          "are null, but count is #", p->count);
-    if (p->batch_step)
-        return ra__refuse(e, RA_E_SHAPE, keys ? "t.k_pos.batch_step" : "t.q_pos.batch_step",
-                          "# needs an array", p->batch_step);
-    for (int64_t i = 0; i < p->count; i++) {
-        int64_t last, step = ra__run_step(&p->runs[i]);
-        int64_t top = ra__position_top(d, keys);
-        if (p->runs[i].count < 0 || p->runs[i].first < 0 || p->runs[i].first >= top || step < 0 ||
-            !ra__mul(ra__max(p->runs[i].count - 1, 0), step, &last) ||
-            p->runs[i].first + last >= top)
-            return ra__refuse(e, RA_E_RANGE, keys ? "t.k_pos.runs" : "t.q_pos.runs",
-                              "entry # steps back or leaves the positions", i);
-        sum += p->runs[i].count;
-    }
-    if (sum != rows)
-        return ra__refuse(e, RA_E_POSITIONS, keys ? "t.k_pos.runs" : "t.q_pos.runs",
-                          "hold # rows, not as many as there are tokens", sum);
-    return RA_OK;
+    return ra__check_position_runs(d, p, rows, keys, d->error);
 }
 
 static int ra__local_square(const ra__local *c) {
