@@ -8507,9 +8507,12 @@ static int64_t ra__document_after(const ra_mask *m, int64_t p, int64_t from) {
     return ra__document_of(m, p, from, ra__min(from + step, m->doc_count));
 }
 
+/* What a query row sees: keys at [lo, hi) and at [keep_first, keep_end). */
+typedef struct ra__sees { int32_t lo, hi, keep_first, keep_end; } ra__sees;
+
 /* What the query at position p >= 0 sees in its document, whose keys are [doc, last), by the three
- * steps of ra_mask: [v[0], v[1]) and [v[2], v[3]). Not for INTERVALS. */
-RA__INLINE void ra__mask_in(const ra_mask *m, int64_t p, int64_t doc, int64_t last, int32_t v[4]) {
+ * steps of ra_mask. Not for INTERVALS. */
+RA__INLINE void ra__mask_in(const ra_mask *m, int64_t p, int64_t doc, int64_t last, ra__sees *v) {
     int64_t lo = doc, hi = last;
     if (m->kind == RA_MASK_CAUSAL) {
         hi = p + 1;
@@ -8519,20 +8522,20 @@ RA__INLINE void ra__mask_in(const ra_mask *m, int64_t p, int64_t doc, int64_t la
     hi = ra__min(hi, last);
     if (m->window) lo = ra__max(lo, p - m->window + 1);
     if (m->right_limit) hi = ra__min(hi, p + m->right_limit + 1);
-    v[0] = (int32_t)lo;
-    v[1] = (int32_t)hi;
-    v[2] = (int32_t)doc;
-    v[3] = (int32_t)(m->keep ? ra__min(doc + m->keep, hi) : doc);
+    v->lo = (int32_t)lo;
+    v->hi = (int32_t)hi;
+    v->keep_first = (int32_t)doc;
+    v->keep_end = (int32_t)(m->keep ? ra__min(doc + m->keep, hi) : doc);
 }
 
 /* The same of any mask. end: keys from this position on do not exist. p = -1 sees nothing. */
-static void ra__mask_row(const ra_mask *m, int64_t p, int64_t end, int32_t v[4]) {
+static void ra__mask_row(const ra_mask *m, int64_t p, int64_t end, ra__sees *v) {
     int64_t doc = 0, last = end;
-    v[0] = v[1] = v[2] = v[3] = 0;
+    v->lo = v->hi = v->keep_first = v->keep_end = 0;
     if (p < 0) return;
     if (m->kind == RA_MASK_INTERVALS) {
-        v[0] = (int32_t)ra__max(m->lo[p], 0);
-        v[1] = (int32_t)ra__min(m->hi[p], end);
+        v->lo = (int32_t)ra__max(m->lo[p], 0);
+        v->hi = (int32_t)ra__min(m->hi[p], end);
         return;
     }
     if (m->doc_count) {
@@ -8569,12 +8572,12 @@ static void ra__bounds_join(ra__bounds *a, const ra__bounds *more) {
     a->keep_min = more->keep_min < a->keep_min ? more->keep_min : a->keep_min;
 }
 
-/* Bounds of the rows of b and of a row that sees [v[0], v[1]) and [v[2], v[3]). */
-static void ra__bounds_row(ra__bounds *b, const int32_t v[4]) {
-    const int some = v[0] < v[1], kept = v[2] < v[3];
-    const ra__bounds row = { some ? v[0] : INT32_MAX, some ? v[1] : INT32_MIN,
-                             kept ? v[2] : INT32_MAX, kept ? v[3] : INT32_MIN,
-                             v[0], v[1], v[2], v[3] };
+/* Bounds of the rows of b and of a row that sees v. */
+static void ra__bounds_row(ra__bounds *b, const ra__sees *v) {
+    const int some = v->lo < v->hi, kept = v->keep_first < v->keep_end;
+    const ra__bounds row = { some ? v->lo : INT32_MAX, some ? v->hi : INT32_MIN,
+                             kept ? v->keep_first : INT32_MAX, kept ? v->keep_end : INT32_MIN,
+                             v->lo, v->hi, v->keep_first, v->keep_end };
     ra__bounds_join(b, &row);
 }
 
@@ -8584,15 +8587,15 @@ static ra__bounds ra__rows_fill(const ra_mask *m, int64_t end, const ra__seg *s,
     ra__bounds b = ra__bounds_none();
     for (int64_t i = 0; i < s->rows; i++) {
         int64_t p = array ? array[s->row + i] : s->pos + i * s->stride;
-        int32_t v[4];
-        ra__mask_row(m, p, end, v);
-        ra__bounds_row(&b, v);
+        ra__sees v;
+        ra__mask_row(m, p, end, &v);
+        ra__bounds_row(&b, &v);
         if (!g) continue;
         g->pos[i] = (int32_t)p;
-        g->lo[i] = v[0];
-        g->hi[i] = v[1];
-        g->keep_first[i] = v[2];
-        g->keep_end[i] = v[3];
+        g->lo[i] = v.lo;
+        g->hi[i] = v.hi;
+        g->keep_first[i] = v.keep_first;
+        g->keep_end[i] = v.keep_end;
     }
     for (int64_t i = s->rows; g && i < RA_BLOCK_TOKENS; i++)
         g->pos[i] = g->lo[i] = g->hi[i] = g->keep_first[i] = g->keep_end[i] = 0;
@@ -8629,17 +8632,17 @@ static int ra__doc_next(const ra_mask *m, int64_t end, const ra__seg *s, ra__doc
 static ra__bounds ra__seg_bounds(const ra_mask *m, int64_t end, const ra__seg *s) {
     ra__bounds b = ra__bounds_none();
     ra__doc_rows at = { 0, 0, 0, 0, 0 };
-    int32_t v[4];
+    ra__sees v;
     if (m->kind == RA_MASK_INTERVALS) return ra__rows_fill(m, end, s, NULL, NULL);
     while (ra__doc_next(m, end, s, &at)) {
         int64_t first = s->pos + at.from * s->stride;
         int64_t others = at.rows - 1;
-        ra__mask_in(m, first + others * s->stride, at.doc, at.last, v);
-        ra__bounds_row(&b, v);
-        if (v[0] < v[1]) others = ra__min(others, 1);
+        ra__mask_in(m, first + others * s->stride, at.doc, at.last, &v);
+        ra__bounds_row(&b, &v);
+        if (v.lo < v.hi) others = ra__min(others, 1);
         for (int64_t i = 0; i < others; i++) {
-            ra__mask_in(m, first + i * s->stride, at.doc, at.last, v);
-            ra__bounds_row(&b, v);
+            ra__mask_in(m, first + i * s->stride, at.doc, at.last, &v);
+            ra__bounds_row(&b, &v);
         }
     }
     return b;
@@ -8669,9 +8672,9 @@ static void ra__seg_span(const ra__seg *s, const int32_t *array, int64_t *first,
 }
 
 /* Visible keys of a row among the dense positions [0, end). */
-RA__INLINE int64_t ra__pairs_row(const int32_t v[4]) {
-    if (v[0] >= v[1]) return ra__max(0, v[3] - v[2]);
-    return v[1] - v[0] + ra__max(0, ra__min(v[3], v[0]) - v[2]);
+RA__INLINE int64_t ra__pairs_row(const ra__sees *v) {
+    if (v->lo >= v->hi) return ra__max(0, v->keep_end - v->keep_first);
+    return v->hi - v->lo + ra__max(0, ra__min(v->keep_end, v->lo) - v->keep_first);
 }
 
 /* Sum of floor((a i + b) / m) over i in [0, n), for a, b >= 0 and m > 0, by Euclid's algorithm:
@@ -8697,16 +8700,14 @@ static int64_t ra__floor_sum(int64_t n, int64_t a, int64_t b, int64_t m) {
  * between them: from row to row the counts grow by the same number, except with causal blocks. */
 static int64_t ra__pairs_piece(const ra_mask *m, int64_t p, int64_t step, int64_t n, int64_t doc,
                                int64_t last) {
-    int32_t v[4], w[4];
-    int64_t c = m->causal_block, a, z, flat;
-    ra__mask_in(m, p, doc, last, v);
-    ra__mask_in(m, p + (n - 1) * step, doc, last, w);
-    a = ra__pairs_row(v);
-    z = ra__pairs_row(w);
-    if (c <= 1 || v[0] >= v[1] || v[1] != doc + ra__round_up(p + 1 - doc, c) ||
-        w[1] != doc + ra__round_up(p + (n - 1) * step + 1 - doc, c))
+    ra__sees v, w;
+    ra__mask_in(m, p, doc, last, &v);
+    ra__mask_in(m, p + (n - 1) * step, doc, last, &w);
+    int64_t c = m->causal_block, a = ra__pairs_row(&v), z = ra__pairs_row(&w), flat;
+    if (c <= 1 || v.lo >= v.hi || v.hi != doc + ra__round_up(p + 1 - doc, c) ||
+        w.hi != doc + ra__round_up(p + (n - 1) * step + 1 - doc, c))
         return (a + z) * n / 2;
-    flat = (a - v[1] + z - w[1]) * n / 2;      /* without hi, which is doc + c + c floor(./c) */
+    flat = (a - v.hi + z - w.hi) * n / 2;      /* without hi, which is doc + c + c floor(./c) */
     return flat + n * (doc + c) + c * ra__floor_sum(n, step, p - doc, c);
 }
 
@@ -8735,9 +8736,9 @@ static int64_t ra__pairs_seg(const ra_mask *m, int64_t end, const ra__seg *s) {
     int64_t n = 0;
     if (m->kind == RA_MASK_INTERVALS) {
         for (int64_t i = 0; i < s->rows; i++) {
-            int32_t v[4];
-            ra__mask_row(m, s->pos + i * s->stride, end, v);
-            n += ra__pairs_row(v);
+            ra__sees v;
+            ra__mask_row(m, s->pos + i * s->stride, end, &v);
+            n += ra__pairs_row(&v);
         }
         return n;
     }
@@ -10780,14 +10781,14 @@ static ra__bounds ra__engine_geometry(const ra__work *w, int32_t b, const ra__se
     const int32_t *array = ra__side_array(&w->q_side, b);
     for (int64_t i = 0; i < rows->rows; i++) {
         int64_t p = array ? array[rows->row + i] : rows->pos + i * rows->stride;
-        int32_t v[4];
-        ra__mask_row(&w->d->mask, p, end, v);
-        ra__bounds_row(&all, v);
+        ra__sees v;
+        ra__mask_row(&w->d->mask, p, end, &v);
+        ra__bounds_row(&all, &v);
         x->q_pos[i] = (int32_t)p;
-        x->lo[i] = v[0];
-        x->hi[i] = v[1];
-        x->doc[i] = v[2];
-        x->keep[i] = v[3];
+        x->lo[i] = v.lo;
+        x->hi[i] = v.hi;
+        x->doc[i] = v.keep_first;
+        x->keep[i] = v.keep_end;
     }
     return all;
 }
@@ -11841,7 +11842,8 @@ typedef struct ra__decode {
     int32_t modifies;                  /* 1: scores of some row may be more than dot products */
     float factor;                      /* ra__q_factor */
     int32_t row[RA__DECODE_PAIRS], lane[RA__DECODE_PAIRS]; /* of a pair: row, head of the group */
-    int32_t at[RA__DECODE_PAIRS], sees[RA__DECODE_PAIRS][4]; /* of a row: position, ra__mask_row */
+    int32_t at[RA__DECODE_PAIRS];      /* position of a row, */
+    ra__sees sees[RA__DECODE_PAIRS];   /* what it sees */
     ra__bounds bounds[RA__DECODE_PAIRS];
     uint64_t seen[RA__DECODE_PAIRS];   /* of a row: keys of the block */
     ra__decode_keys stretch[RA_BLOCK_TOKENS / 4][RA__DECODE_PAIRS / RA__DECODE_ROWS]; /* of block */
@@ -11963,11 +11965,9 @@ static int32_t ra__decode_heads(const ra_desc *d, int nth) {
 static void ra__decode_row(const ra__local *c, ra__decode *x, int32_t i) {
     int64_t p = ra__query_position(c, x->sequence, i);
     int64_t end = ra__key_end(&c->d, x->sequence, c->w.any_position);
-    const ra__bounds none = { INT32_MAX, INT32_MIN, INT32_MAX, INT32_MIN,
-                              INT32_MIN, INT32_MAX, INT32_MIN, INT32_MAX };
-    ra__mask_row(&c->d.mask, p, end, x->sees[i]);
-    x->bounds[i] = none;
-    ra__bounds_row(&x->bounds[i], x->sees[i]);
+    ra__mask_row(&c->d.mask, p, end, &x->sees[i]);
+    x->bounds[i] = ra__bounds_none();
+    ra__bounds_row(&x->bounds[i], &x->sees[i]);
     x->at[i] = (int32_t)p;
 }
 
@@ -12073,12 +12073,12 @@ static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *
     ra__seg_span(s, pos, &first, &last);
     if (x->modifies) ra__seg_positions(s, pos, x->pos);
     for (int32_t i = 0; i < x->rows; i++) {
-        const int32_t *v = x->sees[i];
+        const ra__sees *v = &x->sees[i];
         int kind = pos ? RA__PARTIAL : ra__classify(&x->bounds[i], first, last);
         x->seen[i] = kind == RA__FULL ? all : 0;
         for (int32_t j = 0; j < s->rows && kind == RA__PARTIAL; j++) {
             const int64_t k = pos ? pos[j] : s->pos + j * s->stride;
-            if (k >= 0 && ((v[0] <= k && k < v[1]) || (v[2] <= k && k < v[3])))
+            if (k >= 0 && ((v->lo <= k && k < v->hi) || (v->keep_first <= k && k < v->keep_end)))
                 x->seen[i] |= (uint64_t)1 << j;
         }
         any |= x->seen[i];
@@ -15488,10 +15488,11 @@ static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
     for (int64_t i = 0; ra__side_seg(&side, b, i, &s); i++) {
         if (p->all_positions_held) n += ra__pairs_seg(&p->d.mask, end, &s);
         for (int64_t j = 0; !p->all_positions_held && j < s.rows; j++) {
-            int32_t v[4];
-            ra__mask_row(&p->d.mask, s.pos + j * s.stride, end, v);
-            if (v[0] >= v[1]) n += ra__keys_held(p, v[2], v[3]);
-            else n += ra__keys_held(p, v[0], v[1]) + ra__keys_held(p, v[2], ra__min(v[3], v[0]));
+            ra__sees v;
+            ra__mask_row(&p->d.mask, s.pos + j * s.stride, end, &v);
+            const int some = v.lo < v.hi;
+            if (some) n += ra__keys_held(p, v.lo, v.hi);
+            n += ra__keys_held(p, v.keep_first, some ? ra__min(v.keep_end, v.lo) : v.keep_end);
         }
     }
     return n;
@@ -21292,12 +21293,12 @@ static ra_status ra__cache_check_tables(ra_cache *c, const ra_pages *p) {
     ra_status s = RA_OK;
     for (int32_t b = 0; b < c->d.sequences && c->d.page_tokens; b++) {
         const int64_t end = c->cached[b] + c->fresh[b];
-        int32_t sees[4];
         if (!c->fresh[b]) continue;
-        ra__mask_row(&c->d.mask, c->cached[b], end, sees);
+        ra__sees sees;
+        ra__mask_row(&c->d.mask, c->cached[b], end, &sees);
         for (int32_t l = first; l < c->lane_first[c->rank + 1] && !s; l++) {
-            const int64_t row[3] = { ra__lane_keys(c, l, ra__max(0, ra__min(sees[3], end))),
-                                     ra__lane_keys(c, l, ra__max(0, ra__min(sees[0], end))),
+            const int64_t row[3] = { ra__lane_keys(c, l, ra__max(0, ra__min(sees.keep_end, end))),
+                                     ra__lane_keys(c, l, ra__max(0, ra__min(sees.lo, end))),
                                      ra__lane_keys(c, l, end) };
             if (row[2]) s = ra__cache_check_lane(c, p, b, (l - first) * c->lane_rows, row);
         }
@@ -21862,11 +21863,11 @@ static int64_t ra__part_work(const ra_cache *c, const ra__cache_item *x) {
 /* Row i of an item in company sees the positions lo <= p < hi, at most. */
 static void ra__member_sees(const ra_cache *c, const ra__cache_item *x, int32_t i, int64_t *lo,
                             int64_t *hi) {
-    int32_t sees[4];
+    ra__sees sees;
     ra__mask_row(&c->d.mask, c->queries.pos[c->queries.at[x->b] + i],
-                 c->cached[x->b + i] + c->fresh[x->b + i], sees);
-    *lo = c->d.mask.keep ? 0 : sees[0];
-    *hi = ra__max(sees[1], sees[3]);
+                 c->cached[x->b + i] + c->fresh[x->b + i], &sees);
+    *lo = c->d.mask.keep ? 0 : sees.lo;
+    *hi = ra__max(sees.hi, sees.keep_end);
 }
 
 /* A leaf of a lane for sequences in company: in one call if all of them have it whole in the same
@@ -22053,7 +22054,8 @@ static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
     const int32_t *pos = c->queries.pos + c->queries.at[b];
     const int32_t heads = ra__heads_each(c, b);
     const int64_t parts = ra__ceil_div(c->d.kv_heads, heads);
-    int32_t first[4], last[4];
+    const int64_t end = c->cached[b] + c->fresh[b];
+    ra__sees first, last;
     int64_t step = c->item_rows, group = n / parts;
     ra__cache_item x;
     memset(&x, 0, sizeof x);
@@ -22073,10 +22075,10 @@ static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
     x.heads = (int32_t)ra__min(heads, c->d.kv_heads - x.head);
     x.row = group * step;
     x.rows = ra__min(step, rows - x.row);
-    ra__mask_row(&c->d.mask, pos[x.row], c->cached[b] + c->fresh[b], first);
-    ra__mask_row(&c->d.mask, pos[x.row + x.rows - 1], c->cached[b] + c->fresh[b], last);
-    x.lo = c->d.mask.keep ? 0 : first[0];
-    x.hi = ra__max(last[1], last[3]);
+    ra__mask_row(&c->d.mask, pos[x.row], end, &first);
+    ra__mask_row(&c->d.mask, pos[x.row + x.rows - 1], end, &last);
+    x.lo = c->d.mask.keep ? 0 : first.lo;
+    x.hi = ra__max(last.hi, last.keep_end);
     for (int32_t i = 0; i < x.company && x.company > 1; i++) {
         int64_t lo, hi;
         ra__member_sees(c, &x, i, &lo, &hi);

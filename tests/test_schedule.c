@@ -159,9 +159,9 @@ TEST(bounds_and_pairs_of_rows)
             if (!seg.pos) seg.rows = (seg.rows + 1) / 2;
         }
         for (k = 0; k < seg.rows; k++) {
-            int32_t v[4];
-            ra__mask_row(&s.d.mask, seg.pos + k * seg.stride, end, v);
-            pairs += ra__pairs_row(v);
+            ra__sees v;
+            ra__mask_row(&s.d.mask, seg.pos + k * seg.stride, end, &v);
+            pairs += ra__pairs_row(&v);
         }
         CHECK_EQ(ra__pairs_seg(&s.d.mask, end, &seg), pairs);
         if (seg.rows > 64) seg.rows = 64;
