@@ -9,15 +9,14 @@
  *   one call with the arguments small engines share     ra_attention_simple
  *   prefill or decode over a cache, any dtype or mask   ra_attention
  *   gradients on one machine                            ra_attention_backward
- *   a sharded sequence: once                            ra_ring_once
- *     for every layer and step                          ra_plan_create, ra_ring_create, ra_forward
- *     inference over a cache that is sharded            ra_cache_create, ra_infer
- *   gradients of a sharded sequence                     ra_backward
- *   a pass that lost a rank, without beginning anew     ra_resume
- *   passes on your own threads, without blocking        ra_begin and ra_step, or ra_join
- *     the same for inference                            ra_infer_begin and _step, ra_infer_join
- *   ranks as threads of one process                     ra_world_run
- *   your own network                                    ra_transport
+ *   inference over a KV cache split over ranks          ra_cache_create, ra_infer
+ *   one pass over a sharded sequence                    ra_ring_once
+ *   the same for every layer and step                   ra_plan_create, ra_ring_create, ra_forward,
+ *                                                       ra_backward
+ *   passes or inference on threads of your engine       ra_join, ra_infer_join (or ra_begin and
+ *                                                       ra_step, ra_infer_begin and ra_infer_step)
+ *   ranks as threads of one process, your own network   ra_world_run, ra_transport
+ *   to go on after a rank was lost                      ra_resume
  *   FLOPs, bytes, memory and time in advance            ra_plan_query, ra_plan_predict, ra_estimate
  *
  * In one C or C++ file of a program define RINGATTN_IMPLEMENTATION before the include; everywhere
@@ -12712,23 +12711,25 @@ RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_ten
     return ra__local_go(&c, workspace, bytes, who, 0);
 }
 
-/* (m, l, acc) of one row and head: rescales both sums to the larger maximum. l = 0 is empty. */
-static void ra__state_merge_row(const float from[2], const float *from_acc, float *m, float *l,
-                                float *acc, int32_t dim) {
+/* Row i, one head of a token: rescales both sums to the larger maximum. l = 0 is empty. */
+static void ra__state_merge_row(const ra_state *into, const ra_state *from, int64_t i,
+                                int32_t dim) {
     const double ln2 = 0.69314718055994530942;
-    float top = from[0] > *m ? from[0] : *m, a, b;
-    if (from[1] == 0.0f) return;
-    if (*l == 0.0f) {
+    const float top = from->m[i] > into->m[i] ? from->m[i] : into->m[i];
+    const float *from_acc = from->acc + i * dim;
+    float *acc = into->acc + i * dim;
+    if (from->l[i] == 0.0f) return;
+    if (into->l[i] == 0.0f) {
         memcpy(acc, from_acc, (size_t)dim * sizeof(float));
-        *m = from[0];
-        *l = from[1];
+        into->m[i] = from->m[i];
+        into->l[i] = from->l[i];
         return;
     }
-    a = (float)ra__exp(((double)*m - (double)top) * ln2);
-    b = (float)ra__exp(((double)from[0] - (double)top) * ln2);
-    for (int32_t i = 0; i < dim; i++) acc[i] = acc[i] * a + from_acc[i] * b;
-    *l = *l * a + from[1] * b;
-    *m = top;
+    const float a = (float)ra__exp(((double)into->m[i] - (double)top) * ln2);
+    const float b = (float)ra__exp(((double)from->m[i] - (double)top) * ln2);
+    for (int32_t j = 0; j < dim; j++) acc[j] = acc[j] * a + from_acc[j] * b;
+    into->l[i] = into->l[i] * a + from->l[i] * b;
+    into->m[i] = top;
 }
 
 RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
@@ -12738,13 +12739,8 @@ RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
     if (!s) s = ra__state_use(from, &c, d->error);
     if (!s) s = ra__state_use(into, &c, d->error);
     if (s) return s;
-    for (int64_t i = 0; i < c.d.sequences * c.w.ml_batch; i++) {
-        float ml[2];
-        ml[0] = from->m[i];
-        ml[1] = from->l[i];
-        ra__state_merge_row(ml, from->acc + i * c.d.v_dim, into->m + i, into->l + i,
-                            into->acc + i * c.d.v_dim, c.d.v_dim);
-    }
+    for (int64_t i = 0; i < c.d.sequences * c.w.ml_batch; i++)
+        ra__state_merge_row(into, from, i, c.d.v_dim);
     return RA_OK;
 }
 
