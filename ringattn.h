@@ -698,7 +698,7 @@ typedef struct ra_tensors {
                                         * {0} and d_k receives both */
     float *d_sinks;                    /* [Hq] added to: the part of this rank's rows; sum the
                                         * ranks */
-    ra_bias_out d_bias;                /* the same where rows of several ranks share an element */
+    ra_bias_out d_bias;                /* added to; where ranks share an element, sum theirs */
 } ra_tensors;
 
 /* ========================================================================== L0: block mathematics
@@ -1026,8 +1026,8 @@ RINGATTN_API ra_status ra_step_wait(ra_ring *ring, int64_t deadline_ns);
 RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns);
 /* Any thread, any time, wait-free: calls on this ring end with RA_E_CANCELLED after the step in
  * progress, the peers' calls with RA_E_ABORTED or RA_E_PEER if the transport's abort reaches them,
- * otherwise by their deadline or watchdog. The ring has then failed. To stop without a failure stop
- * between two passes, the same two on all ranks. */
+ * otherwise by their deadline or watchdog. The ring has then failed. To stop without a failure,
+ * stop between the same two passes on all ranks. */
 RINGATTN_API void ra_ring_cancel(ra_ring *ring);
 
 enum { RA_RING_IDLE, RA_RING_RUNNING, RA_RING_FAILED };
@@ -1110,7 +1110,7 @@ typedef struct ra_resumed {
  * ra_ring_error. */
 RINGATTN_API ra_status ra_resume(ra_ring *ring, const ra_resume_desc *rd, int64_t deadline_ns);
 /* The same without blocking: then ra_step, on any threads, until RA_OK or an error. One step looks
- * at all chunks of all ranks, to choose who gives what. Counters go on from where the pass was. */
+ * at all chunks of all ranks, to choose who gives what. Counters continue from where they were. */
 RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
                                        int64_t deadline_ns);
 RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out); /* RA_E_STATE: not */
@@ -1396,7 +1396,7 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
 
 /* The same in parts, for programs with threads of their own. */
 RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd);
-RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank); /* lives as long as
+RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank); /* valid as long as
                                         * world; a pass beside another: RA_E_BUSY; null: no rank */
 RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why); /* this rank makes no
                                         * more calls; an error aborts the others. Any thread. */
@@ -3982,8 +3982,7 @@ RA__ISA_INLINE int32_t RA__NAME(decode_ready)(ra__decode_rows *rows, const float
 }
 
 /* Adds keys with scores s to the sums of up to 4 rows. A maximum rises for one unit of keys. Units
- * are the same for all ways to cut keys into calls, and whatever other rows there are; so are the
- * bits. */
+ * depend neither on how keys are cut into calls nor on other rows, so the bits do not either. */
 RA__ISA_NOINLINE void RA__NAME(decode_fold_scores)(ra__decode_rows *rows,
                                                    const ra__decode_keys *keys, float *s) {
     const int32_t nr = rows->one_row ? 1 : 4;
@@ -5456,7 +5455,7 @@ RA__BF_STATIC void ra__bf_finish_scores(ra__bf_strip *strip, int32_t t) {
 }
 
 /* Sets m of vector t. A row without m gets the block's maximum. A row in `over`, whose l exceeds
- * the limit, gets at least so much more that its old l becomes about 1, and its sums are
+ * the limit, gets an m so much higher that its old l becomes about 1 or less, and its sums are
  * rescaled. */
 RA__BF_STATIC void ra__bf_raise_max(ra__bf_strip *strip, int32_t t, __mmask16 over) {
     const int32_t row = strip->row + 16 * t;
@@ -8242,7 +8241,8 @@ RA__INLINE int64_t ra__k_most(const ra_desc *d) {
     return d->kv_tokens ? d->kv_tokens : d->tokens + d->q_offset;
 }
 
-/* Queries, or keys, of the longest sequence: what packed tensors of one rank are cut by. */
+/* Queries, or keys, of the longest sequence: the rows per sequence of a packed tensor on one rank.
+ * */
 static int64_t ra__longest(const ra_desc *d, int keys) {
     int64_t most = 0;
     if (!d->tokens_of && !d->kv_tokens_of) return keys ? ra__k_most(d) : d->tokens;
@@ -8496,7 +8496,7 @@ static int64_t ra__document_of(const ra_mask *m, int64_t p, int64_t from, int64_
     return from;
 }
 
-/* The document that holds p, from document `from` on: near it if p is. */
+/* The same, looked for from document `from` on: quick if p is not far after it. */
 static int64_t ra__document_after(const ra_mask *m, int64_t p, int64_t from) {
     int64_t step = 1;
     while (from + step < m->doc_count && m->doc_first[from + step] <= p) {
@@ -8527,7 +8527,7 @@ RA__INLINE void ra__mask_in(const ra_mask *m, int64_t p, int64_t doc, int64_t la
     v->keep_end = (int32_t)(m->keep ? ra__min(doc + m->keep, hi) : doc);
 }
 
-/* The same of any mask. end: keys from this position on do not exist. p = -1 sees nothing. */
+/* The same for any mask. end: keys from this position on do not exist. p = -1 sees nothing. */
 static void ra__mask_row(const ra_mask *m, int64_t p, int64_t end, ra__sees *v) {
     int64_t doc = 0, last = end;
     v->lo = v->hi = v->keep_first = v->keep_end = 0;
@@ -9067,7 +9067,7 @@ RA__INLINE void ra__tensor_of(const ra_desc *d, const ra_tensors *t, const int64
 
 static const char *const ra__stride_of[3] = { ".batch_stride", ".token_stride", ".head_stride" };
 
-/* Refuses the first stride, from the inside, that is negative or splits an element. */
+/* Refuses the innermost stride that is negative or not a multiple of the element. */
 RA__NOINLINE ra_status ra__refuse_stride(const ra__tensor *x, const int64_t stride[3],
                                          int64_t element, ra_error *e) {
     int i = 2;
@@ -9629,7 +9629,7 @@ static int ra__q_may_travel(const ra_desc *d) {
 }
 
 /* The side with fewer bytes per token and hop, with f32 gradients (the Q side for Hq / Hkv below
- * 1.49 with 16-bit rows, 1.33 with f32). Rows must be set. */
+ * 1.49 with 16-bit rows, 1.33 with f32). All dtypes must be set. */
 static int32_t ra__cheaper_travel(const ra_desc *d) {
     int64_t v = d->v_in_k ? 0 : d->v_dim;
     int64_t keys = d->kv_heads * (4 * (d->k_dim + v) + ra__row_bytes(d->k_dtype, d->k_dim) +
@@ -10270,7 +10270,7 @@ RA__INLINE int64_t ra__ml_at(const ra__work *w, int32_t b, int64_t row, int64_t 
     return (int64_t)b * w->ml_batch + row * w->ml_row + head * w->ml_head;
 }
 
-/* Factor of a panel: scores in kernels are times log2(e), under a softcap still natural. */
+/* Factor of q in a panel: kernels have scores in base 2, under a softcap natural ones. */
 RA__INLINE float ra__q_factor(const ra_desc *d) {
     return d->softcap > 0 ? d->scale : (float)((double)d->scale * 1.4426950408889634074);
 }
@@ -11081,15 +11081,15 @@ static ra__source ra__source_at(ra__view v, int32_t b, int64_t row, int64_t head
     return s;
 }
 
-/* Weights can be made again from this LSE: half an ulp of it and half an ulp of it times log2(e)
- * change them by a factor of at most e. A row of larger scores, such as one in which -1e9 masks
- * every key, has an LSE that does not show how many keys it has. */
+/* Weights can be computed again from this LSE: half an ulp of it and half an ulp of it times
+ * log2(e) change them by a factor of at most e. A row of larger scores, such as one in which -1e9
+ * masks every key, has an LSE that does not show how many keys it has. */
 RA__INLINE int ra__lse_serves(float lse) {
     return !(lse <= -8388608.0f) && !(lse >= 8388608.0f && lse <= 3.40282347e38f);
 }
 
 /* LSE in powers of two and delta of a panel's rows. A row without keys has weights 0 then, as has
- * one whose LSE does not serve. */
+ * one whose LSE is of no use. */
 static void ra__back_stats(const ra__back *b, const ra__task *t, ra__back_scratch *x, int32_t i) {
     const ra__work *w = b->w;
     const ra__panel *p = &x->panel[i].fwd;
@@ -11171,7 +11171,7 @@ static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads 
     }
 }
 
-/* Sums of dQ go to memory, or after the last chunk to the caller. */
+/* Stores the sums of dQ; after the last chunk hands them to the caller. */
 static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads *g,
                           ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
@@ -11316,7 +11316,8 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     }
 }
 
-/* Does any tile of a group and the item's chunk count in this phase? If not, all are counted. */
+/* 1: some tile of a group and the item's chunk is to be computed in this phase. 0: none is, and all
+ * that belong to the phase are counted. */
 static int ra__back_any(const ra__back *b, const ra__task *t, const ra__item *item,
                         ra__back_scratch *x) {
     ra__tally before = x->tally;
@@ -11499,7 +11500,7 @@ typedef struct ra__local {
     ra_desc d;
     ra__work w;
     ra__side k_side;
-    ra__cursor q_cursor, k_cursor;     /* of the sides, if they are runs: a call is one thread's */
+    ra__cursor q_cursor, k_cursor;     /* for sides that are runs; each thread has its own call */
     ra__view kv[2];
     int64_t rows[2];                   /* of queries and keys in the longest sequence: views */
     int32_t pairs;                     /* 1: lanes of panels are (token, head) pairs */
@@ -12085,9 +12086,9 @@ static uint64_t ra__decode_sees(ra__decode *x, const ra__seg *s, const int32_t *
     return any;
 }
 
-/* Rows do not see a block that their bias hides for all heads. (Those of the task alone would be
- * others with other threads, and a row with a NaN in Q would tell.) The union of what rows see
- * then. */
+/* Rows do not see a block that their bias hides for all heads. (Which heads a task has depends on
+ * the number of threads. If it decided by those alone, a row with a NaN in Q would have other
+ * bits.) The union of what rows see then. */
 static uint64_t ra__decode_hide(const ra__local *c, ra__decode *x, int32_t n) {
     const int32_t heads = c->w.t->bias.head_step ? c->d.q_heads : 1;
     uint64_t any = 0;
@@ -13196,7 +13197,7 @@ struct ra_plan {
     int64_t *line;                     /* [3 ranks] scratch of ra__tour_steps */
     ra__span *span;                    /* RA_TRAVEL_Q: scratch of ra__key_spans */
     struct ra__play *play;             /* scratch of ra__tour_exchanges */
-    int32_t forward_buffers;           /* of this plan if it were not for training */
+    int32_t forward_buffers;           /* of the same plan without training */
     int64_t unvisited, back_unvisited; /* empty tiles of chunks that this rank never folds */
     ra_plan_report report;             /* of d.rank */
 };
@@ -13510,7 +13511,7 @@ static int32_t ra__views_edge(ra__views *v, int64_t pos) {
     return i;
 }
 
-/* Adds what one viewer sees; 0 if there may be no room. */
+/* Adds what one viewer sees; 0 if there may not be room for it. */
 static int ra__views_add(ra__views *v, const ra__spans *s, int32_t viewer) {
     if (v->n + 2 * s->n > RA__VIEW_EDGES) return 0;
     for (int32_t i = 0; i < s->n; i++) {
@@ -13737,7 +13738,8 @@ static int64_t ra__tour_chunk(const ra__tour *w, int32_t rank, int64_t k) {
     int32_t at = (int32_t)k - round[k].first;
     round += round[k].first;
     int32_t to = round->count;
-    int32_t before = to == w->p->d.ranks ? to = next : 0;  /* most: a chunk of every rank */
+    int32_t before = to == w->p->d.ranks ? to = next : 0;  /* mostly: the round has a chunk of every
+                                                            * rank */
     while (before < to) {                              /* owners below `next` */
         int32_t mid = (before + to) / 2;
         if (w->t->chunk[round[mid].chunk].owner < next) before = mid + 1;
@@ -13891,7 +13893,8 @@ typedef struct ra__play_slot { int64_t arrived, folded, sent; } ra__play_slot;
  * slots. */
 typedef struct ra__play_seat {
     int64_t send, fold, home;
-    int64_t received, sent_on, visited; /* chunks of others: came, are past `send`, past `fold` */
+    int64_t received, sent_on, visited; /* chunks of others that have come; are past `send`; are
+                                        * past `fold` */
     int64_t started, own_sent, returned, ended; /* own chunks that leave: first visit, sent, back,
                                         * second visit */
     int64_t next_send, next_receive, next_return; /* not before these moments */
@@ -13932,7 +13935,7 @@ typedef struct ra__play {
     int32_t state;                     /* atomic: RA__PLAY_* */
 } ra__play;
 
-/* Slots of a rank: a power of two and no fewer than buffers. That of message i. */
+/* Slots of a rank: a power of two, at least as many as buffers. The slot of message i. */
 RA__INLINE int64_t ra__play_slots(const ra_plan *p) {
     int64_t n = 1;
     while (n < p->d.buffers) n *= 2;
@@ -14079,8 +14082,8 @@ static int64_t ra__play_all(const ra__tour *w, const ra__play *y, int32_t rank, 
 }
 
 /* Work of an own chunk, which is folded once or in two parts of the rows that stay. These are
- * nearly proportional to where its units are in the shard. Rows of a unit's own count with the
- * first part. */
+ * nearly proportional to where its units are in the shard. The unit's own rows count with the first
+ * part. */
 static int64_t ra__play_part(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c,
                              int second) {
     const ra__play_seat *s = &y->seat[rank];
@@ -14173,7 +14176,7 @@ static int ra__play_visit(const ra__tour *w, ra__play *y, int32_t rank) {
     return (int)(++s->fold > 0);
 }
 
-/* From which moment on a rank may send chunk c; -1: not known yet. */
+/* The first moment at which a rank may send chunk c; -1: not known yet. */
 static int64_t ra__play_ready(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c) {
     const ra__play_seat *s = &y->seat[rank];
     const ra__play_slot *slot = ra__play_at(y, rank, s->sent_on);
@@ -14186,7 +14189,7 @@ static int64_t ra__play_ready(const ra__tour *w, const ra__play *y, int32_t rank
     return ra__max(s->next_send, ra__max(slot->arrived + 1, w->back ? slot->folded : 0));
 }
 
-/* From which moment on the next rank may receive; -1: not known yet. */
+/* The first moment at which a rank may receive from the one before it; -1: not known yet. */
 static int64_t ra__play_free(const ra__tour *w, ra__play *y, int32_t rank) {
     ra__play_seat *s = &y->seat[rank];
     const int32_t n = w->p->d.buffers;
@@ -14199,7 +14202,7 @@ static int64_t ra__play_free(const ra__tour *w, ra__play *y, int32_t rank) {
     return ra__max(s->released, s->next_receive);
 }
 
-/* From which moment on the owner of chunk c may receive its gradient; -1: not known yet. */
+/* The first moment at which the owner of chunk c may receive its gradient; -1: not known yet. */
 static int64_t ra__play_home(const ra__tour *w, const ra__play *y, int64_t c) {
     const ra__play_seat *s = &y->seat[y->chunk[c].owner];
     const int64_t before = s->returned - RA__RETURN_SLOTS;
@@ -14275,7 +14278,7 @@ static int32_t ra__play_shift(const ra__tour *w) {
     return shift;
 }
 
-/* Everybody at the start of the pass. */
+/* Puts all ranks at the start of the pass. */
 static void ra__play_start(const ra__tour *w, ra__play *y) {
     const int32_t ranks = w->p->d.ranks;
     y->last_slot = ra__play_slots(w->p) - 1;
@@ -14420,9 +14423,9 @@ typedef struct ra__tickets {
 
 /* The threads of a ring or a cache: who is inside a call, and how it ends. */
 typedef struct ra__crew {
-    int32_t state;                     /* RA_RING_*, RA__RING_ENDING; RUNNING is left once, by
-                                        * whoever swaps it first. All here except parted and shared
-                                        * is atomic */
+    int32_t state;                     /* RA_RING_*, RA__RING_ENDING; RUNNING ends once, by the
+                                        * thread that swaps it first. All here except parted and
+                                        * shared is atomic */
     int32_t failed;                    /* status, set once the failure is recorded */
     int32_t comm;                      /* 1: a thread talks to the transport */
     int32_t inside;                    /* threads that are in a step */
@@ -14571,8 +14574,8 @@ typedef struct ra__kept {
 typedef struct ra__more { struct ra__more *next; int64_t bytes; } ra__more;
 
 /* The latest events; every word is atomic. Any thread writes, and none waits: it draws a number and
- * takes that number's slot. A thread that is held up in a slot until its turn comes round costs the
- * event of that turn. What was read between two looks at the same number is whole. */
+ * takes that number's slot. If a thread is held up in a slot until the slot is due again, that
+ * later event is lost. What was read is whole if the slot had the same number before and after. */
 enum { RA__EVENT_WORDS = (sizeof(ra_event) + 7) / 8 };
 typedef struct ra__journal_slot {
     int64_t number;                    /* of the event, from 1; 0: none, -1: a thread is in it */
@@ -14846,8 +14849,8 @@ static int64_t ra__ring_carve_back(ra__arena *a, const ra_plan *p, const ra__siz
 /* Bytes of a ring's workspace, and those of its running state in either pass. */
 typedef struct ra__ring_size { int64_t bytes, state, back_state; } ra__ring_size;
 
-/* For the ring of a rank with these counts, with buffers aligned as the transport wants. If it is
- * for training it also has room for forward passes of the same shape with their own default
+/* The size of the ring of a rank with these counts, with buffers aligned as the transport wants. If
+ * it is for training it also has room for forward passes of the same shape with their own default
  * buffers. */
 static ra__ring_size ra__ring_bytes(const ra_plan *p, const ra__sizes *n, int shared,
                                     size_t align) {
@@ -15150,7 +15153,7 @@ typedef struct ra__listing {
     const ra__tour *w;
     ra__pass_lists *r;
     int64_t ended;                     /* own chunks that have returned and been folded again */
-    int32_t sequence, index;           /* in hand; entries of the fold list that it has */
+    int32_t sequence, index;           /* in hand; entries that it has in the fold list */
 } ra__listing;
 
 /* Appends an entry to the list of folds. chunk -1: the sequence has no keys. */
@@ -15665,8 +15668,8 @@ static void ra__predict_carve(ra__arena *a, const ra_plan *p, ra__prediction_scr
 }
 
 /* Adds the seconds that a rank needs for each chunk, from its non-empty tiles. A partial tile is
- * counted whole. Where no edge lies between, only the first and last block are stored, as changes
- * per block. */
+ * counted whole. Where there is no edge between, only the first and last block are stored, as
+ * changes per block. */
 static void ra__predict_work(const ra_plan *p, int32_t rank, int32_t b, double pair_s,
                              ra__prediction_scratch *m) {
     ra__query_walk q = ra__queries_of(p, rank, b);
@@ -16874,8 +16877,8 @@ static int32_t ra__ring_hop_at(const ra_ring *r, int64_t c, int32_t rank) {
     return ra__ranks_along(r->plan, r->lists->direction, r->lists->chunk[c].owner, rank);
 }
 
-/* The hop of a message as events and failures name it. An owner receives what has come all round.
- * -1: it has none. */
+/* The hop of a message as events and failures name it. What an owner receives has come all the way
+ * around. -1: it has none. */
 static int32_t ra__ring_event_hop(const ra_ring *r, int64_t c, int32_t receiver) {
     if (c < 0 || receiver < 0 || r->survivor) return -1;
     int32_t hop = ra__ring_hop_at(r, c, receiver);
@@ -16965,7 +16968,7 @@ static int32_t ra__ring_rank_of(const ra_ring *r, int32_t peer) {
  * the status of the ring, which may be that of an earlier failure; s if there is none (yet). */
 static ra_status ra__ring_fail(ra_ring *r, ra_status s, ra__blame why) {
     ra_event e = ra__event_none();
-    if (ra__load_i32(&r->cancelled)) s = RA_E_CANCELLED;   /* it may be what failed the network */
+    if (ra__load_i32(&r->cancelled)) s = RA_E_CANCELLED;   /* the network may fail because of it */
     if (ra__cas_i32(&r->crew.state, RA_RING_RUNNING, RA_RING_FAILED)) {
         ra_failure *f = &r->failure;
         f->status = s;
@@ -17641,7 +17644,7 @@ static int64_t ra__ring_patience(ra_ring *r) {
     return ra__time_add(RA__QUIET_NS, ns / d->threads);
 }
 
-/* This rank has computed as much as it should have by the time of an exchange. Tiles tell how far
+/* This rank has computed as much as it should have by the time of an exchange. Tiles show how far
  * it is within a chunk; chunks of which everything is folded also count if the plan's figure of
  * tiles is too high, as with positions that it does not know. */
 static int ra__exchange_due(ra_ring *r, const ra__exchange *x) {
@@ -18628,7 +18631,7 @@ static ra_status ra__ring_compute(ra_ring *r, int ith, ra__desk *desk) {
     else if (r->lists->backward) done = ra__ring_back(r, desk, &e, memory);
     else done = ra__ring_fold(r, desk, &e, memory);
     if (code) {
-        ra__store_i32(&r->engine_failed, 1);           /* whatever else fails the pass as well */
+        ra__store_i32(&r->engine_failed, 1);           /* even if another failure is recorded */
         return ra__ring_fail(r, RA_E_ENGINE, ra__blame_of(-1, -1, code, r->lists->fold[f].chunk));
     }
     if (done) ra__store_i64(&desk->fold, RA__NO_FOLD);
@@ -18941,7 +18944,7 @@ static ra_status ra__begin_check(ra_ring *r, const ra_job *job, ra__work *w, ra_
     return x.status;
 }
 
-/* Where the running state lives and what the tasks share. */
+/* Where the running state is, and what the tasks share. */
 static void ra__begin_work(ra_ring *r, const ra_plan *p) {
     ra__work *w = &r->work;
     int64_t rows = p->report.q_rows;
@@ -19004,7 +19007,8 @@ static void ra__begin_reset(ra_ring *r, const ra_plan *p) {
     for (int64_t i = 0; i < total[RA__NOTICES_OUT]; i++) r->owner_alive[i] = NULL;
 }
 
-/* Decides whether a pass begins with hellos. Ranks that agree on the passes before decide alike. */
+/* Decides whether a pass begins with hellos. Ranks that agree on earlier passes decide in the same
+ * way. */
 static void ra__begin_meet(ra_ring *r, const ra_plan *p, int32_t pass) {
     const uint64_t hash = ra__hash_of(&p->agreed, sizeof p->agreed);
     const uint64_t key = ra__hash_i64(hash, pass);
@@ -20347,11 +20351,12 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
  * a bounded part of one, and the next step of any thread goes on with it.
  *
  * Pools. Where one rank has all keys, or can read them all because memory is shared (RA_CAP_SHARED,
- * RA_INFER_PASS_KV), a call has one stage. Its items are attended to all lanes, and whoever does an
- * item writes its outputs, wherever they are. Several ranks send each other the addresses of their
- * caches (RA__FRAME_POOL), share out the items by a counter of rank 0, and tell each other when
- * they hold none any more (RA__FRAME_POOL_END). A call ends with these, so until then counts and
- * tensors of all ranks stay as they are. After a failure quiesce says when nobody reads them.
+ * RA_INFER_PASS_KV), a call has one stage. The rows of an item are attended to all lanes. The rank
+ * that takes an item also writes its outputs, in the memory of the ranks that they belong to.
+ * Several ranks send each other the addresses of their caches (RA__FRAME_POOL), share out the items
+ * by a counter of rank 0, and say when they hold no item any more (RA__FRAME_POOL_END). A call ends
+ * with these, so until then counts and tensors of all ranks stay as they are. After a failure
+ * quiesce says when nobody reads them.
  *
  * Order of sums. The keys of a lane are summed in ascending order: in the form of prefill block by
  * block in one online softmax; in the form of decoding RA__LEAF keys in one, RA__SPAN such leaves
@@ -20413,7 +20418,7 @@ typedef struct ra__partial { float *o, *lse; int64_t step; } ra__partial;
 /* An item is some rows of a sequence against lanes of one rank: in the form of prefill up to
  * tile_rows rows of one KV head, in the form of decoding up to few_tokens rows of some or all
  * heads; there also, with slots, against one span of one lane. Sequences in company have one item,
- * with a row of each. At the end of a call it is some rows to write. */
+ * with a row of each. In the last stage of a call an item is some rows to write. */
 typedef struct ra__cache_item {
     int32_t b, few;
     int32_t head, heads;               /* KV heads [head, head + heads) */
@@ -21243,8 +21248,8 @@ static void ra__cache_companies(ra_cache *c, const ra_pages *p) {
     }
 }
 
-/* How threads share out the sequences in the form of decoding: slots for spans, as far as there are
- * any, where spans are many or heads are few, otherwise heads. */
+/* How threads divide a sequence in the form of decoding. Where it has many spans or few heads they
+ * share its spans, each with a slot, as long as there are slots; otherwise they share its heads. */
 static void ra__cache_share(ra_cache *c) {
     const int64_t lanes = ra__most_rank_lanes(c);
     const int many = c->pooled && c->ranks > 1;        /* all ranks see the same items */
@@ -21429,7 +21434,7 @@ static ra_status ra__cache_alarm(ra_cache *c) {
 }
 
 /* -------------------------------------------------------------------------- messages */
-/* parts has the hash of the descriptor alone, to tell what differs. */
+/* parts has the hash of the descriptor alone, so that a mismatch can be explained. */
 static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin, int64_t length) {
     ra__frame f = ra__frame_of(kind, origin, c->call, ra__hash_of(c->agreed, sizeof c->agreed),
                                length);
@@ -21741,7 +21746,7 @@ static ra__view ra__pool_queries(const ra_cache *c, const ra__cache_desk *y) {
     return ra__view_packed(y->queries, ra__item_heads(c, &y->x), c->d.k_dim, c->d.q_dtype);
 }
 
-/* Brings them there, run by run of rows that one rank holds. */
+/* Packs them there, run by run of rows that one rank holds. */
 static void ra__pool_gather(const ra_cache *c, ra__cache_desk *y) {
     const ra__cache_item *x = &y->x;
     const int64_t size = ra__row_bytes(c->d.q_dtype, c->d.k_dim), at = c->all_at[x->b] + x->row;
@@ -21924,7 +21929,7 @@ static float *ra__span_slot(const ra_cache *c, int32_t b, int32_t local, int64_t
     return c->slot_data + (c->slot[b] + local * ra__cache_spans(c, b) + span) * c->slot_floats;
 }
 
-/* A span of a lane that is in its slot. */
+/* Adds a span of a lane from its slot. */
 static ra_status ra__slot_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra__partial out,
                                int64_t *left) {
     const ra__cache_item *x = &y->x;
@@ -22510,7 +22515,7 @@ RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t 
     if (s) return s;
     while ((s = ra_infer_step(c, 0)) > 0) {
         idle = s == RA_AGAIN ? 0 : idle + 1;
-        if (idle > 40) ra__cache_wait(c);                  /* an idle processor takes other ranks */
+        if (idle > 40) ra__cache_wait(c);                  /* leaves the processor to other ranks */
         else if (idle > 10) ra__yield();                   /* ranks may share a processor */
         else if (idle) ra__pause();
     }
