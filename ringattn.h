@@ -13132,7 +13132,6 @@ typedef struct ra__pass_lists {
     ra__own *own;                      /* backward: chunks that this rank owns */
     ra__returned *returned;            /* backward: those of them that leave and return */
     int64_t folds, recvs, sends, exchanges, owns, returns;
-    int64_t steps;                     /* of the lock-step run on all ranks; 0 with rounds */
     int32_t backward, direction;       /* +1: chunks go to rank + 1 */
     int64_t chunk_bytes;               /* longest message between neighbours */
     int64_t return_bytes;              /* backward: longest message to an owner */
@@ -13170,9 +13169,8 @@ struct ra_plan {
     ra_allocator allocator;
     int64_t bytes;                     /* of this allocation */
     ra__agreed agreed;
-    int32_t order, direction;
+    int32_t order;
     int32_t on_grid;                   /* 1: all cuts are on the block grid */
-    int32_t all_positions_held;        /* 1: some rank holds each key position [0, kv_tokens) */
     int64_t *q_cut, *k_cut;            /* [B][2 ranks + 1], null for STRIPED, RUNS, ARRAY */
     int64_t *q_run_begin, *k_run_begin; /* RUNS: [ranks + 1] first entry in the tables */
     ra__before *q_before, *k_before;   /* RUNS: of rank r from entry run_begin[r] + r on */
@@ -13186,7 +13184,6 @@ struct ra_plan {
     ra__pass_lists forward, back;      /* back: if d.train is 1 */
     int32_t same_positions;            /* queries and keys are the same positions everywhere */
     int32_t owner_folds_twice;         /* backward, see ra__plan_fill_back */
-    int32_t back_direction;
     int64_t *task_begin, *back_task_begin; /* [B + 1] first task of a sequence */
     ra__sizes sizes;                   /* of d.rank */
     int32_t *readers;                  /* ranks that read this rank's keys */
@@ -13361,10 +13358,10 @@ RA__INLINE int32_t ra__back_stations(const ra_plan *p, const ra__chunk *c) {
 
 /* Backward: the rank that a chunk goes to next, and the hop of that message. */
 RA__INLINE int32_t ra__back_to(const ra_plan *p, const ra__chunk *c, int32_t rank, int32_t *hop) {
-    const int32_t n = ra__ranks_along(p, p->back_direction, c->owner, rank);
+    const int32_t n = ra__ranks_along(p, p->back.direction, c->owner, rank);
     const int returned = n == ra__back_stations(p, c);
     *hop = returned ? p->d.ranks : n + 1;
-    return returned ? c->owner : ra__rank_up(p, rank, p->back_direction);
+    return returned ? c->owner : ra__rank_up(p, rank, p->back.direction);
 }
 
 /* Pieces of a chunk in a plan, whose positions are one run each: its segments, or its runs. */
@@ -13717,7 +13714,7 @@ typedef struct ra__tour {
 
 static ra__tour ra__tour_of(const ra_plan *p, int back) {
     const ra__tour w = { p, back ? ra__back_travel(p) : &p->keys, back,
-                         back ? p->back_direction : p->direction };
+                         back ? p->back.direction : p->forward.direction };
     return w;
 }
 
@@ -15071,7 +15068,6 @@ static void ra__plan_cuts(ra_plan *p) {
     }
     p->order = ra__desc_order(d, square);
     p->same_positions = square;
-    p->all_positions_held = d->layout.kind != RA_LAYOUT_RUNS && d->layout.kind != RA_LAYOUT_ARRAY;
 }
 
 /* Chunks of a list with need bits. The bits of different ranks are in different lines and sets of a
@@ -15222,7 +15218,6 @@ static void ra__lists_fill(const ra__tour *w, const int64_t *tasks, ra__pass_lis
     ra__listing l = { w, r, 0, 0, 0 };
     int64_t k = 0;
     r->backward = w->back;
-    r->direction = w->direction;
     r->chunk = w->t->chunk;
     for (; l.sequence < w->p->d.sequences; l.sequence++) {
         l.index = 0;
@@ -15286,18 +15281,16 @@ static void ra__plan_rounds(ra_plan *p) {
 static void ra__plan_direction(ra_plan *p) {
     int64_t steps[2], bytes[2];
     for (int32_t down = 0; down < 2; down++) {
-        p->direction = down ? -1 : 1;
+        p->forward.direction = down ? -1 : 1;
         ra__tour w = ra__tour_of(p, 0);
         bytes[down] = ra__tour_hops(&w);
-        steps[down] = p->round ? 0 : ra__tour_steps(&w, p->line, p->start);
-        p->forward.steps = steps[down];
         if (p->order == RA_ORDER_DESCENDING || p->d.ranks < 3) return;
+        steps[down] = p->round ? 0 : ra__tour_steps(&w, p->line, p->start);
     }
     if (steps[1] < steps[0] || (steps[1] == steps[0] && bytes[1] < bytes[0])) return;
-    p->direction = 1;
+    p->forward.direction = 1;
     ra__tour up = ra__tour_of(p, 0);
     (void)ra__tour_hops(&up);
-    p->forward.steps = p->round ? 0 : ra__tour_steps(&up, p->line, p->start);
 }
 
 /* Sifts place i of the heap [0, n) down, by first position. */
@@ -15485,8 +15478,8 @@ static int64_t ra__report_pairs(const ra_plan *p, int32_t rank, int32_t b) {
         return ra__mul_sat(n, p->d.layout.q_rows[rank]);
     }
     for (int64_t i = 0; ra__side_seg(&side, b, i, &s); i++) {
-        if (p->all_positions_held) n += ra__pairs_seg(&p->d.mask, end, &s);
-        for (int64_t j = 0; !p->all_positions_held && j < s.rows; j++) {
+        if (!p->held) n += ra__pairs_seg(&p->d.mask, end, &s);     /* each position is held */
+        for (int64_t j = 0; p->held && j < s.rows; j++) {
             ra__sees v;
             ra__mask_row(&p->d.mask, s.pos + j * s.stride, end, &v);
             const int some = v.lo < v.hi;
@@ -15542,7 +15535,7 @@ static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     r->backward.chunk_bytes = p->back.chunk_bytes;
     r->backward.bits_any_ranks = p->on_grid && p->same_positions;
     r->backward.travel = p->d.backward_travel;
-    r->backward.direction = p->back_direction;
+    r->backward.direction = p->back.direction;
 }
 
 /* Adds the blocks of a rank's keys of sequence b for one block of queries. */
@@ -15631,7 +15624,7 @@ static void ra__plan_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     ra__report_back(p, rank, r);
     r->forward.chunk_bytes = p->forward.chunk_bytes;
     r->order = p->round ? RA_ORDER_ROUNDS : p->order;
-    r->forward.direction = p->direction;
+    r->forward.direction = p->forward.direction;
     r->forward.travel = RA_TRAVEL_KV;
     r->forward.bits_any_ranks = p->on_grid && !p->d.engine && !p->round;
     r->chunk_tokens = p->d.chunk_tokens;
@@ -15713,8 +15706,8 @@ static void ra__predict_array(const ra_plan *p, int32_t rank, double pair_s,
 static void ra__predict_visit(const ra_plan *p, const ra_rates *rates, int64_t c, int32_t h,
                               ra__prediction_scratch *m) {
     const ra__chunk *chunk = &p->keys.chunk[c];
-    const int32_t rank = ra__rank_up(p, chunk->owner, h * p->direction);
-    const int64_t buffers = p->d.buffers, next = ra__rank_up(p, rank, p->direction);
+    const int32_t rank = ra__rank_up(p, chunk->owner, h * p->forward.direction);
+    const int64_t buffers = p->d.buffers, next = ra__rank_up(p, rank, p->forward.direction);
     ra__predicted *at = &m->rank[rank], *to = &m->rank[next], *owner = &m->rank[chunk->owner];
     const double here = h ? owner->here : 0, work = m->work[rank * p->keys.chunks + c];
     double sent = here, folded = here;
@@ -15778,10 +15771,10 @@ static void ra__plan_fill_back(ra_plan *p) {
     int q = p->d.backward_travel == RA_TRAVEL_Q;
     if (q) ra__plan_queries(p);
     p->owner_folds_twice = p->same_positions && p->q_cut && p->order == RA_ORDER_ASCENDING;
-    p->back_direction = p->order == RA_ORDER_DESCENDING && q ? -1 : 1;
+    p->back.direction = p->order == RA_ORDER_DESCENDING && q ? -1 : 1;
     ra__tour w = ra__tour_of(p, 1);
     (void)ra__tour_hops(&w);
-    p->back.steps = ra__tour_steps(&w, p->line, p->start);
+    (void)ra__tour_steps(&w, p->line, p->start);
     p->back.chunk_bytes = ra__tour_longest(&w, 1);
     p->back.return_bytes = ra__tour_longest(&w, p->d.ranks);
 }
@@ -19747,8 +19740,6 @@ static void ra__resume_lists(ra_ring *r) {
     const int64_t came = ra__max(r->kept_count, r->queue[RA__RECEIVES].done);
     w->direction = old->direction;
     w->chunk = old->chunk;
-    w->chunk_bytes = old->chunk_bytes;
-    w->steps = old->steps;
     w->folds = r->serves ? 0 : old->folds;
     if (w->folds) memcpy(w->fold, old->fold, (size_t)w->folds * sizeof *w->fold);
     for (int64_t f = 0; f < w->folds; f++) w->fold[f].recv = -1;
@@ -20460,7 +20451,7 @@ struct ra_cache {
     ra_transport tp;
     uint8_t *base;                     /* workspace; this struct is at its start */
     int64_t bytes;
-    int32_t owns_base, has_transport, rank, ranks, lanes, unsafe;
+    int32_t has_transport, rank, ranks, lanes, unsafe;
     int32_t shared;                    /* 1: RA_CAP_SHARED, several ranks */
     uint32_t space;                    /* shared: address space */
     int32_t group;                     /* Hq / Hkv */
@@ -20986,9 +20977,8 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     c.bytes = c.cd.workspace ? (int64_t)c.cd.workspace_bytes : need;
     if (c.bytes < need)
         return ra__refuse(e, RA_E_WORKSPACE, "cache.workspace_bytes", "needs # bytes", need);
-    c.owns_base = !c.cd.workspace;
-    c.base = c.owns_base ? (uint8_t *)ra__alloc(&c.cd.allocator, need, 64)
-                         : (uint8_t *)c.cd.workspace;
+    c.base = c.cd.workspace ? (uint8_t *)c.cd.workspace
+                            : (uint8_t *)ra__alloc(&c.cd.allocator, need, 64);
     if (!c.base)
         return ra__refuse(e, RA_E_NOMEM, "cache.allocator", "no # bytes for the workspace", need);
     a.base = c.base;
@@ -22573,7 +22563,7 @@ RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
     if (c->unsafe) return RA_E_UNSAFE;
     if (c->mr && c->tp.dereg) (void)c->tp.dereg(c->tp.ctx, c->mr);
     a = c->cd.allocator;
-    if (c->owns_base) ra__free(&a, c->base, (size_t)c->bytes);
+    if (!c->cd.workspace) ra__free(&a, c->base, (size_t)c->bytes);
     return RA_OK;
 }
 

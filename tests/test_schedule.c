@@ -288,7 +288,6 @@ static int64_t steps_of(const ra_plan *p, int back)
     int64_t *line = (int64_t *)malloc((size_t)p->d.ranks * 24);
     int64_t *start = (int64_t *)malloc((size_t)(w.t->chunks + 1) * 8), steps;
     steps = ra__tour_steps(&w, line, start);
-    CHECK_EQ(steps, back ? p->back.steps : p->forward.steps);
     free(line);
     free(start);
     return steps;
