@@ -13171,9 +13171,10 @@ struct ra_plan {
     ra__agreed agreed;
     int32_t order;
     int32_t on_grid;                   /* 1: all cuts are on the block grid */
-    int64_t *q_cut, *k_cut;            /* [B][2 ranks + 1], null for STRIPED, RUNS, ARRAY */
-    int64_t *q_run_begin, *k_run_begin; /* RUNS: [ranks + 1] first entry in the tables */
-    ra__before *q_before, *k_before;   /* RUNS: of rank r from entry run_begin[r] + r on */
+    int64_t *cut[2];                   /* of queries, of keys: [B][2 ranks + 1], null for STRIPED,
+                                        * RUNS, ARRAY */
+    int64_t *run_begin[2];             /* RUNS: [ranks + 1] first entry in the tables */
+    ra__before *before[2];             /* RUNS: of rank r from entry run_begin[r] + r on */
     ra__held *held;                    /* RUNS: all runs of keys by their first position */
     int64_t *held_order, held_count;   /* entries of k_runs in that order */
     ra__travel keys, queries;          /* queries: RA_TRAVEL_Q */
@@ -13230,15 +13231,15 @@ RA__INLINE int ra__need(const ra__travel *t, int64_t c, int32_t rank) {
 /* Rows of a rank, of its queries or keys. ARRAY positions are filled in by the pass. */
 static ra__side ra__plan_side(const ra_plan *p, int keys, int32_t rank) {
     const ra_layout *l = &p->d.layout;
-    const int64_t *run_begin = keys ? p->k_run_begin : p->q_run_begin;
+    const int64_t *run_begin = p->run_begin[keys];
     ra__side s;
     ra__side_whole(&s, &p->d, keys, l->kind);
     s.rank = rank;
-    s.cut = keys ? p->k_cut : p->q_cut;
+    s.cut = p->cut[keys];
     if (l->kind == RA_LAYOUT_RUNS) {
         s.list.run = (keys ? l->k_runs : l->q_runs) + run_begin[rank];
         s.list.count = run_begin[rank + 1] - run_begin[rank];
-        s.list.before = (keys ? p->k_before : p->q_before) + run_begin[rank] + rank;
+        s.list.before = p->before[keys] + run_begin[rank] + rank;
     }
     if (l->kind == RA_LAYOUT_ARRAY) s.array_rows = (keys ? l->k_rows : l->q_rows)[rank];
     return s;
@@ -14978,8 +14979,8 @@ static void ra__carve_runs(ra__arena *a, ra_plan *p, int keys) {
     const int64_t call = p->d.engine ? ra__engine_rows(&p->d) : RA_BLOCK_TOKENS;
     int64_t *run_begin = (int64_t *)ra__carve(a, ((int64_t)ranks + 1) * 8);
     ra__before *before = (ra__before *)ra__carve(a, (n + ranks) * (int64_t)sizeof *before);
-    *(keys ? &p->k_run_begin : &p->q_run_begin) = run_begin;
-    *(keys ? &p->k_before : &p->q_before) = before;
+    p->run_begin[keys] = run_begin;
+    p->before[keys] = before;
     *runs = (const ra_run *)ra__carve_copy(a, *runs, n, sizeof(ra_run));
     *count = (const int32_t *)ra__carve_copy(a, *count, ranks, 4);
     if (!a->base) return;
@@ -15042,10 +15043,8 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
         l->q_rows = (const int64_t *)ra__carve_copy(a, l->q_rows, d->ranks, 8);
         l->k_rows = (const int64_t *)ra__carve_copy(a, l->k_rows, d->ranks, 8);
     }
-    if (l->kind == RA_LAYOUT_CONTIGUOUS || l->kind == RA_LAYOUT_ZIGZAG) {
-        p->q_cut = (int64_t *)ra__carve(a, cuts);
-        p->k_cut = (int64_t *)ra__carve(a, cuts);
-    }
+    if (l->kind == RA_LAYOUT_CONTIGUOUS || l->kind == RA_LAYOUT_ZIGZAG)
+        for (int keys = 0; keys < 2; keys++) p->cut[keys] = (int64_t *)ra__carve(a, cuts);
     p->task_begin = (int64_t *)ra__carve(a, (B + 1) * 8);
     p->back_task_begin = (int64_t *)ra__carve(a, (B + 1) * 8);
     p->readers = (int32_t *)ra__carve(a, (int64_t)d->ranks * 4);
@@ -15057,13 +15056,13 @@ static void ra__plan_cuts(ra_plan *p) {
     const ra_desc *d = &p->d;
     int zigzag = d->layout.kind == RA_LAYOUT_ZIGZAG, square = 1;
     int64_t stride = 2 * (int64_t)d->ranks + 1;
-    p->on_grid = p->q_cut != NULL;
+    p->on_grid = p->cut[0] != NULL;
     for (int32_t b = 0; b < d->sequences; b++) {
         int64_t tq = ra__q_len(d, b), tk = ra__k_len(d, b);
         square &= tq == tk && !d->q_offset;
-        if (!p->q_cut) continue;
-        ra__cut(tq, d->ranks, d->layout.weights, zigzag, p->q_cut + b * stride);
-        ra__cut(tk, d->ranks, d->layout.weights, zigzag, p->k_cut + b * stride);
+        if (!p->cut[0]) continue;
+        ra__cut(tq, d->ranks, d->layout.weights, zigzag, p->cut[0] + b * stride);
+        ra__cut(tk, d->ranks, d->layout.weights, zigzag, p->cut[1] + b * stride);
         p->on_grid &= tk == 0 || ra__cut_unit(tk, d->ranks) > 1 || (d->ranks == 1 && !zigzag);
     }
     p->order = ra__desc_order(d, square);
@@ -15770,7 +15769,7 @@ static void ra__plan_queries(ra_plan *p) {
 static void ra__plan_fill_back(ra_plan *p) {
     int q = p->d.backward_travel == RA_TRAVEL_Q;
     if (q) ra__plan_queries(p);
-    p->owner_folds_twice = p->same_positions && p->q_cut && p->order == RA_ORDER_ASCENDING;
+    p->owner_folds_twice = p->same_positions && p->cut[0] && p->order == RA_ORDER_ASCENDING;
     p->back.direction = p->order == RA_ORDER_DESCENDING && q ? -1 : 1;
     ra__tour w = ra__tour_of(p, 1);
     (void)ra__tour_hops(&w);
@@ -18878,7 +18877,7 @@ static ra_status ra__begin_grads(ra_ring *r, const ra_plan *p, const ra_tensors 
     r->back.kernel = ra__kernel_of(&p->d);
     r->back.d_o = view[0];
     r->back.d_q = view[1];
-    r->back.square = p->same_positions && p->q_cut;
+    r->back.square = p->same_positions && p->cut[0];
     r->d_kv[0] = view[2];
     r->d_kv[1] = view[3];
     return RA_OK;
