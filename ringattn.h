@@ -9347,7 +9347,7 @@ static ra_status ra__check_position_runs(const ra_desc *d, const ra_positions *p
     }
     if (sum == rows) return RA_OK;
     return ra__refuse_part(e, RA_E_POSITIONS, field, ".runs",
-                           "hold # rows, not as many as there are tokens", sum);
+                           "hold # rows, which is not the number of tokens", sum);
 }
 
 static int ra__positions_set(const ra_positions *p) {
@@ -9925,7 +9925,7 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
     }
     if (!ra__mul(rows, d->q_heads * (4 * (int64_t)ra__max(d->k_dim, d->v_dim)), &bytes) ||
         !ra__mul(bytes, d->sequences, &bytes))
-        return ra__refuse(e, RA_E_OVERFLOW, "layout.q_rows", "# rows in all overflow 62 bits",
+        return ra__refuse(e, RA_E_OVERFLOW, "layout.q_rows", "# rows in total overflow 62 bits",
                           rows);
     if (l->kind != RA_LAYOUT_RUNS) return RA_OK;
     s = ra__check_runs(&q, d->ranks, e);
@@ -11523,7 +11523,8 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
         side->array_stride = p->batch_step;
         side->array_rows = rows;
         if (p->runs)
-            return ra__refuse_part(d->error, RA_E_SHAPE, field, ".runs", "beside an array", 0);
+            return ra__refuse_part(d->error, RA_E_SHAPE, field, ".runs",
+                                   "must be null with an array", 0);
         return ra__check_array(d, p, rows, keys, d->error);
     }
     side->layout = RA_LAYOUT_RUNS;
@@ -11550,7 +11551,7 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     if (s) return s;
     if (c->d.layout.kind > RA_LAYOUT_STRIPED)
         return ra__refuse(e, RA_E_UNSUPPORTED, "layout.kind",
-                          "# on one rank: positions come with the call", c->d.layout.kind);
+                          "# is not for one rank: pass positions with the call", c->d.layout.kind);
     memset(&c->w, 0, sizeof c->w);
     c->pairs = 0;
     c->w.d = &c->d;
@@ -13010,7 +13011,7 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
     if (!g) return ra__refuse(d->error, RA_E_NULL, "grads", "is required", 0);
     ra_status s = ra__back_check(d, t, &l);
     if (!s && l.c.d.v_in_k && g->d_v)
-        s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null, for v_in_k is #", 1);
+        s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null because v_in_k is #", 1);
     if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, 0, 1, &memory);
     if (!s) s = ra__check_tensor(&l.c.d, t, l.c.rows, RA__TENSOR_LSE, &l.c.w.lse, d->error);
     if (s) return s;
@@ -15889,7 +15890,8 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     int64_t bytes = arena.used;
     arena.base = (uint8_t *)ra__alloc(a, bytes, 64);
     if (!arena.base)
-        return ra__refuse(d->error, RA_E_NOMEM, "allocator", "has no # bytes for the plan", bytes);
+        return ra__refuse(d->error, RA_E_NOMEM, "allocator",
+                          "returned null for the # bytes of the plan", bytes);
     arena.used = 0;
     ra_plan *p = (ra_plan *)(void *)arena.base;
     memset(p, 0, sizeof *p);
@@ -18811,8 +18813,8 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
                           need);
     if (!base) base = (uint8_t *)ra__alloc(&rd->allocator, bytes, 64);
     if (!base)
-        return ra__refuse(e, RA_E_NOMEM, "ring.allocator", "has no # bytes for the workspace",
-                          bytes);
+        return ra__refuse(e, RA_E_NOMEM, "ring.allocator",
+                          "returned null for the # bytes of the workspace", bytes);
     ra_ring *r = (ra_ring *)(void *)base;
     memset(r, 0, sizeof *r);
     r->base = base;
@@ -19660,7 +19662,8 @@ static int ra__resume_judge_peer(ra_ring *r, int32_t i, const ra__frame *f, uint
     else if (!ahead && (f->chunk & RA__RANK_ENGINE)) why = "has an engine that failed";
     else if (ahead > 1 || !its) why = "is more than one forward pass ahead";
     if (why) ra__resume_judge(r, RA_E_UNSUPPORTED, rank, -1, why);
-    else if (its != hash) ra__resume_judge(r, RA_E_MISMATCH, rank, -1, "has another pass there");
+    else if (its != hash)
+        ra__resume_judge(r, RA_E_MISMATCH, rank, -1, "has another pass of that number");
     return !r->resume->verdict;
 }
 
@@ -20225,7 +20228,7 @@ static ra_status ra__resume_check_ring(const ra_ring *r, const ra_resume_desc *r
                   "resume.epoch",
                   "must be above that of the last attempt, and at most 4194303; is #", rd->epoch);
     ra__number(&x, "resume.tensors_kept", rd->tensors_kept, 0, 1);
-    ra__refuse_if(&x, r->ranks == 1, RA_E_UNSUPPORTED, "ring", "is of # rank: begin the pass anew",
+    ra__refuse_if(&x, r->ranks == 1, RA_E_UNSUPPORTED, "ring", "has # rank: begin the pass anew",
                   1);
     return x.status;
 }
@@ -20238,7 +20241,8 @@ static ra_status ra__resume_alloc(ra_ring *r, const ra_resume_desc *rd, struct r
     const int64_t bytes = (int64_t)sizeof *x + n * each + rounded;
     ra__arena a = ra__resume_memory(r, bytes);
     if (!a.base)
-        return ra__refuse(&r->refusal, RA_E_NOMEM, "ring.allocator", "has no # bytes", bytes);
+        return ra__refuse(&r->refusal, RA_E_NOMEM, "ring.allocator",
+                          "returned null for # bytes", bytes);
     x = (struct ra__resume *)ra__carve(&a, (int64_t)sizeof *x);
     x->rank = (int32_t *)ra__carve(&a, n * 4);
     x->peer = (ra__resume_peer *)ra__carve(&a, n * (int64_t)sizeof *x->peer);
@@ -20798,14 +20802,14 @@ static ra_status ra__cache_check_desc(const ra_desc *d, ra_error *e) {
     ra__refuse_if(&x, d->kv_tokens < 1, RA_E_UNSET, "kv_tokens",
                   "the most positions of a sequence are required, is #", d->kv_tokens);
     ra__refuse_if(&x, d->q_offset != 0, RA_E_SHAPE, "q_offset",
-                  "comes with each call: must be 0, is #", d->q_offset);
+                  "must be 0, is #: each call brings its counts", d->q_offset);
     ra__refuse_if(&x, d->tokens_of || d->kv_tokens_of, RA_E_SHAPE,
                   d->tokens_of ? "tokens_of" : "kv_tokens_of",
-                  "comes with each call, of # sequences: must be null", d->sequences);
+                  "must be null: each call brings the lengths of its # sequences", d->sequences);
     ra__refuse_if(&x, d->layout.kind != 0, RA_E_SHAPE, "layout.kind", "must be 0, is #",
                   d->layout.kind);
     ra__refuse_if(&x, d->mask.kind == RA_MASK_INTERVALS, RA_E_UNSUPPORTED, "mask.kind",
-                  "# (INTERVALS) has no cache", d->mask.kind);
+                  "# (INTERVALS) is not supported with a cache", d->mask.kind);
     ra__refuse_if(&x, d->mask.doc_count != 0, RA_E_UNSUPPORTED, "mask.doc_count",
                   "must be 0 with a cache, is #", d->mask.doc_count);
     ra__refuse_if(&x, (d->scores & RA_SCORE_BIAS) != 0, RA_E_UNSUPPORTED, "scores",
@@ -20836,7 +20840,7 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
                   RA_E_SHAPE, "cache.way",
                   "# needs RA_QUERIES_OWN: every rank would compute every row", cd->way);
     ra__refuse_if(&x, cd->workspace && !cd->workspace_bytes, RA_E_WORKSPACE,
-                  "cache.workspace_bytes", "is # beside a workspace", 0);
+                  "cache.workspace_bytes", "must be set with a workspace, is #", 0);
     ra__refuse_if(&x, (uintptr_t)cd->workspace % 64 != 0, RA_E_ALIGN, "cache.workspace",
                   "must be aligned to #", 64);
     return x.status ? x.status : ra__check_allocator(&cd->allocator, "cache.allocator", e);
@@ -20903,7 +20907,8 @@ static int64_t ra__cache_bytes(ra_cache *c, ra_error *e) {
     bytes = a.used;
     a.base = (uint8_t *)ra__alloc(&c->cd.allocator, bytes, 64);
     if (!a.base) {
-        (void)ra__refuse(e, RA_E_NOMEM, "cache.allocator", "no # bytes for tables", bytes);
+        (void)ra__refuse(e, RA_E_NOMEM, "cache.allocator",
+                         "returned null for # bytes of tables", bytes);
         return 0;
     }
     a.used = 0;
@@ -20979,7 +20984,8 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     c.base = c.cd.workspace ? (uint8_t *)c.cd.workspace
                             : (uint8_t *)ra__alloc(&c.cd.allocator, need, 64);
     if (!c.base)
-        return ra__refuse(e, RA_E_NOMEM, "cache.allocator", "no # bytes for the workspace", need);
+        return ra__refuse(e, RA_E_NOMEM, "cache.allocator",
+                          "returned null for the # bytes of the workspace", need);
     a.base = c.base;
     ra__cache_carve_tables(&a, &c);
     ra__lane_tables(&c);
@@ -20994,7 +21000,7 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     made->peer[c.rank] = made;
     if (c.has_transport && ra__cache_message(made) > (int64_t)c.tp.max_msg) {
         s = ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
-                       "is less than # bytes, of a message: lower cache.new_tokens",
+                       "is less than the # bytes of a message: lower cache.new_tokens",
                        ra__cache_message(made));
         (void)ra_cache_destroy(made);
         return s;
@@ -21271,7 +21277,7 @@ static ra_status ra__cache_check_lane(ra_cache *c, const ra_pages *p, int32_t b,
                               x.table[i]);
         if (seen && i < last && x.table[i] == x.table[last])
             return ra__refuse(&c->why, RA_E_SHAPE, "t.pages.table",
-                              "has page # for the newest tokens and for others that are seen still",
+                              "has page # for both the newest tokens and others that are seen",
                               x.table[i]);
     }
     return RA_OK;
@@ -21323,9 +21329,11 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     if (deadline_ns < 0) return ra__refuse(e, RA_E_RANGE, "deadline_ns", "# is negative",
                                            deadline_ns);
     if (ra__positions_set(&t->q_pos))
-        return ra__refuse(e, RA_E_SHAPE, "t.q_pos", "must be {0}: the counts say it", 0);
+        return ra__refuse(e, RA_E_SHAPE, "t.q_pos",
+                          "must be {0}: positions follow from the counts", 0);
     if (ra__positions_set(&t->k_pos))
-        return ra__refuse(e, RA_E_SHAPE, "t.k_pos", "must be {0}: the counts say it", 0);
+        return ra__refuse(e, RA_E_SHAPE, "t.k_pos",
+                          "must be {0}: positions follow from the counts", 0);
     ra__cache_set_counts(c, cached, fresh);
     for (int32_t r = 0; r < c->ranks && c->way == RA_INFER_PASS_KV && !c->pooled; r++)
         if (ra__keys_length(c, r, &n) > (int64_t)c->tp.max_msg)
@@ -21390,7 +21398,7 @@ static ra_status ra__cache_op_failed(ra_cache *c, int code, int32_t peer) {
     const char *text = "the transport failed on a message of rank #";
     if (code == RA_E_PEER) text = "rank # is gone or silent";
     if (code == RA_E_TRUNC) text = "a message of rank # has another length: do counts agree?";
-    if (code == RA_E_ABORTED) text = "another rank failed or was cancelled; heard of rank #";
+    if (code == RA_E_ABORTED) text = "another rank failed or was cancelled, as rank # shows";
     if (code == RA_E_TIMEOUT) text = "the deadline passed while this rank waited for rank #";
     return ra__cache_fail(c, ra__ring_code(code), "transport", text, peer);
 }
@@ -21444,8 +21452,8 @@ static ra_status ra__cache_check_frame(ra_cache *c, const ra__swap *x) {
         return ra__cache_fail(c, s, "cached",
                               "or fresh, alibi or sinks of rank # differ from ours", in->peer);
     if (s)
-        return ra__cache_fail(c, s, "transport", "a frame of rank # is damaged or not the one due",
-                              in->peer);
+        return ra__cache_fail(c, s, "transport",
+                              "a frame of rank # is damaged or not the one expected", in->peer);
     return RA_OK;
 }
 
