@@ -6,17 +6,26 @@
  *   cc -O2 -std=c99 -pthread -I. -o ring_infer examples/ring_infer.c -lm
  *   ./ring_infer model.gguf --prompt "Once upon a time" --ranks 4
  *
- * Without arguments it lists its options. */
+ * Without arguments it lists its options. Over MPI:
+ *
+ *   mpicc -O2 -std=c99 -pthread -I. -DRING_INFER_MPI -o ring_infer examples/ring_infer.c -lm
+ *   mpirun -n 4 ./ring_infer model.gguf --prompt "Once upon a time" */
+#define _DEFAULT_SOURCE 1
 #define _POSIX_C_SOURCE 200809L
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
 #include "infer/engine.h"
 #include "infer/tokenizer.h"
+#include "transports/ra_shm.h"
 #include "transports/ra_tcp.h"
+#if defined(RING_INFER_MPI)
+#include "transports/ra_mpi.h"
+#endif
 
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 static const char usage[] =
@@ -32,11 +41,13 @@ static const char usage[] =
     "  --temp X, --top-k N, --top-p X, --seed N   draw tokens (0: take the likeliest)\n"
     "  --logits FILE     writes the logits of every position as f32\n"
     "  --ids             prints the numbers of tokens instead of text\n"
-    "  --at H:P,H:P,...  with --rank R: this process is rank R, and they meet over TCP\n";
+    "  --shm             the ranks are processes that share memory, not threads\n"
+    "  --at H:P,H:P,...  with --rank R: this process is rank R, and they meet over TCP\n"
+    "Compiled with -DRING_INFER_MPI it runs under mpirun, one rank per process.\n";
 
 typedef struct program {
     const char *path, *prompt, *file, *tokens, *logits, *at;
-    int ids;
+    int ids, shm, mpi;
     int32_t rank;                      /* of this process, -1: all of them are here */
     infer_options o;
     gguf g;
@@ -116,18 +127,20 @@ static int arguments(program *p, int argc, char **argv) {
     const long cores = sysconf(_SC_NPROCESSORS_ONLN);
     p->path = argv[1];
     p->o.predict = 64;
-    p->rank = -1;
     p->o.cache_dtype = RA_F16;
     p->o.threads = cores > 0 && cores < 1024 ? (int32_t)cores : 1;
     for (int i = 2; i < argc; i++) {
         if (!strcmp(argv[i], "--ids")) p->ids = 1;
+        else if (!strcmp(argv[i], "--shm")) p->shm = 1;
         else if (!option(p, argv[i], argv[i + 1])) return 0;
         else i++;
     }
     if (!p->prompt + !p->file + !p->tokens != 2)
         return refuse(p->path, "give one of --prompt, --file and --tokens");
-    if (!p->at != (p->rank < 0)) return refuse(p->path, "--at and --rank go together");
-    if (p->at && p->logits) return refuse("--logits", "no process has those of all positions");
+    if (!p->mpi && !p->at != (p->rank < 0)) return refuse(p->path, "--at and --rank go together");
+    if (!!p->at + p->shm + p->mpi > 1) return refuse(p->path, "--at, --shm or mpirun, one of them");
+    if ((p->at || p->shm || p->mpi) && p->logits)
+        return refuse("--logits", "no process has those of all positions");
     p->o.all_logits = p->logits != NULL;
     return 1;
 }
@@ -196,6 +209,12 @@ static int open_model(program *p) {
 }
 
 /* -------------------------------------------------------------------------- ranks */
+/* Why a transport could not be opened. */
+static int no_transport(infer_result *r, const ra_error *why) {
+    snprintf(r->why, sizeof r->why, "%.40s: %.200s", why->field, why->text);
+    return 0;
+}
+
 /* Runs this process as one of the ranks that --at lists. */
 static int run_over_tcp(program *p, infer_result *r) {
     const char *at[INFER_RANKS];
@@ -204,7 +223,6 @@ static int run_over_tcp(program *p, infer_result *r) {
     ra_tcp *tcp = NULL;
     ra_error why;
     int ok;
-    memset(r, 0, sizeof *r);
     memset(&d, 0, sizeof d);
     memset(&why, 0, sizeof why);
     snprintf(list, sizeof list, "%s", p->at);
@@ -213,14 +231,76 @@ static int run_over_tcp(program *p, infer_result *r) {
     d.rank = p->rank;
     d.addresses = at;
     d.error = &why;
-    if (ra_tcp_open(&tcp, &d) != RA_OK) {
-        snprintf(r->why, sizeof r->why, "%.40s: %.200s", why.field, why.text);
-        return 0;
-    }
+    if (ra_tcp_open(&tcp, &d) != RA_OK) return no_transport(r, &why);
     p->o.ranks = d.ranks;
     ok = infer_run_rank(&p->m, &p->o, p->in.data, p->in.count, ra_tcp_transport(tcp), r);
     ra_tcp_close(tcp);
     return ok;
+}
+
+/* One of the processes that share memory. */
+static int run_in_shm(const program *p, const char *name, infer_result *r) {
+    ra_shm_desc d;
+    ra_shm *shm = NULL;
+    ra_error why;
+    int ok;
+    memset(&d, 0, sizeof d);
+    memset(&why, 0, sizeof why);
+    d.name = name;
+    d.rank = p->rank;
+    d.ranks = p->o.ranks;
+    d.slot_bytes = infer_message_bytes(&p->m, &p->o, p->in.count);
+    d.error = &why;
+    if (ra_shm_open(&shm, &d) != RA_OK) return no_transport(r, &why);
+    ok = infer_run_rank(&p->m, &p->o, p->in.data, p->in.count, ra_shm_transport(shm), r);
+    ra_shm_close(shm);
+    return ok;
+}
+
+/* This process becomes rank 0 and starts the others, which share the mapped weights with it. */
+static int run_over_shm(program *p, infer_result *r) {
+    pid_t pid[INFER_RANKS];
+    char name[40];
+    int ok;
+    snprintf(name, sizeof name, "ring_infer.%ld", (long)getpid());
+    p->rank = 0;
+    for (int32_t i = 1; i < p->o.ranks; i++) {
+        pid[i] = fork();
+        if (pid[i]) continue;
+        p->rank = i;
+        p->o.progress = NULL;
+        p->o.token = NULL;
+        _exit(!run_in_shm(p, name, r));
+    }
+    ok = run_in_shm(p, name, r);
+    for (int32_t i = 1; i < p->o.ranks; i++) {
+        int status = 0;
+        ok &= pid[i] > 0 && waitpid(pid[i], &status, 0) == pid[i] && !status;
+    }
+    if (!ok && !r->why[0]) snprintf(r->why, sizeof r->why, "a process failed");
+    return ok;
+}
+
+#if defined(RING_INFER_MPI)
+static int run_over_mpi(program *p, infer_result *r) {
+    ra_mpi *mpi = NULL;
+    ra_error why;
+    int ok;
+    memset(&why, 0, sizeof why);
+    if (ra_mpi_open(&mpi, MPI_COMM_WORLD, 0, &why) != RA_OK) return no_transport(r, &why);
+    ok = infer_run_rank(&p->m, &p->o, p->in.data, p->in.count, ra_mpi_transport(mpi), r);
+    return ra_mpi_close(mpi) == RA_OK && ok;
+}
+#else
+static int run_over_mpi(program *p, infer_result *r) { (void)p; (void)r; return 0; }
+#endif
+
+static int run_ranks(program *p, infer_result *r) {
+    memset(r, 0, sizeof *r);
+    if (p->at) return run_over_tcp(p, r);
+    if (p->mpi) return run_over_mpi(p, r);
+    if (p->shm && p->o.ranks > 1) return run_over_shm(p, r);
+    return infer_run(&p->m, &p->o, p->in.data, p->in.count, r);
 }
 
 /* -------------------------------------------------------------------------- output */
@@ -254,32 +334,51 @@ static void show_figures(const program *p, const infer_result *r) {
             (double)r->prompt * 1e9 / (double)(r->prefill_ns + 1));
     fprintf(stderr, "text    %6lld tokens, %8.1f tokens/s, %lld calls of the model\n",
             (long long)more, (double)more * 1e9 / (double)(r->decode_ns + 1), (long long)r->steps);
-    fprintf(stderr, "cache   %6.1f MiB on each of %ld ranks\n",
-            (double)r->cache_bytes / 1048576, (long)(p->o.ranks ? p->o.ranks : 1));
+    fprintf(stderr, "cache   %6.1f KiB on each of %ld ranks\n",
+            (double)r->cache_bytes / 1024, (long)(p->o.ranks ? p->o.ranks : 1));
 }
 
-int main(int argc, char **argv) {
-    static program p;
+static int run(program *p, int argc, char **argv) {
     infer_result r;
     int ok;
     if (argc < 2 || argv[1][0] == '-') {
         fputs(usage, argc < 2 ? stdout : stderr);
-        return argc < 2 ? 0 : 1;
+        return argc >= 2;
     }
-    if (!arguments(&p, argc, argv) || !open_model(&p)) return 1;
-    if (p.rank < 1) {                  /* the others compute and say nothing */
-        p.o.progress = show_progress;
-        p.o.token = show_token;
-        p.o.user = &p;
+    if (!arguments(p, argc, argv) || !open_model(p)) return 1;
+    if (p->rank < 1) {                 /* the others compute and say nothing */
+        p->o.progress = show_progress;
+        p->o.token = show_token;
+        p->o.user = p;
     }
-    ok = p.at ? run_over_tcp(&p, &r) : infer_run(&p.m, &p.o, p.in.data, p.in.count, &r);
-    if (!ok) (void)refuse(p.path, r.why);
-    if (ok && p.logits) ok = write_logits(&p, &r);
-    if (ok && p.rank < 1) show_figures(&p, &r);
+    ok = run_ranks(p, &r);
+    if (!ok) (void)refuse(p->path, r.why);
+    if (ok && p->logits) ok = write_logits(p, &r);
+    if (ok && p->rank < 1) show_figures(p, &r);
     infer_free(&r);
-    free(p.in.data);
-    tokenizer_close(&p.t);
-    model_close(&p.m);
-    gguf_close(&p.g);
+    free(p->in.data);
+    tokenizer_close(&p->t);
+    model_close(&p->m);
+    gguf_close(&p->g);
     return !ok;
+}
+
+int main(int argc, char **argv) {
+    static program p;
+    int bad;
+    p.rank = -1;
+#if defined(RING_INFER_MPI)
+    int level = 0, ranks = 0;
+    MPI_Init_thread(&argc, &argv, MPI_THREAD_SERIALIZED, &level);
+    MPI_Comm_rank(MPI_COMM_WORLD, &p.rank);
+    MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+    p.mpi = 1;
+    p.o.ranks = ranks;
+#endif
+    bad = run(&p, argc, argv);
+#if defined(RING_INFER_MPI)
+    if (bad) MPI_Abort(MPI_COMM_WORLD, bad);
+    MPI_Finalize();
+#endif
+    return bad;
 }

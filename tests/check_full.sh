@@ -311,6 +311,8 @@ libraries() {
         > "$work/python.log" 2>&1 && : > "$work/python.ready"
 }
 
+infer_of() { echo "build/$1/examples/ring_infer"; }
+
 run_infer() {
     [ -d "$work/python" ] || libraries
     step -x million-build make build/release/tests/test_infer
@@ -320,8 +322,15 @@ run_infer() {
     else
         step -x infer-build make werror=1 CC=gcc build/release/examples/ring_infer \
             build/release/tests/infer/tokens
+        for m in openmpi mpich; do
+            mkdir -p build/$m/tests && cp $implementation build/$m/tests
+            step -x infer-$m-build make werror=1 B=build/$m CC=mpicc.$m CFLAGS=-DRING_INFER_MPI \
+                "$(infer_of $m)"
+        done
         step infer timeout 600 "$work/python/bin/python" tests/infer/check.py \
-            build/release/examples/ring_infer build/release/tests/infer/tokens "$work/models"
+            build/release/examples/ring_infer build/release/tests/infer/tokens "$work/models" \
+            "mpirun.openmpi --allow-run-as-root --oversubscribe -n 3 $(infer_of openmpi)" \
+            "mpirun.mpich -n 3 $(infer_of mpich)"
     fi
     rm -rf "$work/python" "$work/models"
 }

@@ -1,12 +1,16 @@
 /* examples/infer: a tiny model that this file writes as GGUF itself, run on 1 to 8 ranks and held
  * against a plain forward pass in double precision; guesses, sampling, and files that are
  * truncated or damaged at every byte. */
+#define _DEFAULT_SOURCE 1
 #define _POSIX_C_SOURCE 200809L
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
 #include "harness.h"
 #include "examples/infer/engine.h"
 #include "examples/infer/tokenizer.h"
+#if defined(__linux__) && defined(__LP64__)
+#include "examples/transports/ra_shm.h"
+#endif
 
 enum { LAYERS = 2, HIDDEN = 32, HEADS = 4, KV_HEADS = 2, DIM = 8, FEED = 64, WORDS = 48,
        CONTEXT = 96, Q = HEADS * DIM, KV = KV_HEADS * DIM };
@@ -496,6 +500,64 @@ TEST(ranks_apart) {
     free_file(&f);
 }
 
+#if defined(__linux__) && defined(__LP64__)
+/* The same over a transport that carries no message longer than the engine says, with keys that do
+ * not fit: their queries travel. */
+static ra_status on_rank_in_shm(ra_world *world, int rank, void *user) {
+    apart *a = (apart *)user;
+    infer_options o = { 0 };
+    ra_shm_desc d;
+    ra_shm *shm = NULL;
+    ra_error why;
+    char name[40];
+    int ok = 0;
+    (void)world;
+    o.ranks = 3;
+    o.threads = 1;
+    o.predict = 20;
+    o.speculate = 3;
+    o.chunk = 17;
+    snprintf(name, sizeof name, "test_infer.%ld", (long)getpid());
+    memset(&d, 0, sizeof d);
+    d.name = name;
+    d.rank = rank;
+    d.ranks = 3;
+    d.slot_bytes = infer_message_bytes(a->m, &o, PROMPT);
+    d.error = &why;
+    if (!CHECK_EQ(ra_shm_open(&shm, &d), RA_OK)) printf("%s: %s\n", why.field, why.text);
+    else ok = infer_run_rank(a->m, &o, a->prompt, PROMPT, ra_shm_transport(shm), &a->got[rank]);
+    ra_shm_close(shm);
+    return ok ? RA_OK : RA_E_STATE;
+}
+
+TEST(ranks_in_shared_memory) {
+    file f;
+    gguf g;
+    model m;
+    int32_t prompt[PROMPT];
+    h_rng r = h_case_rng(0);
+    make_file(&f, &shapes[4]);
+    prompt_of(prompt, &r);
+    if (open_file(&f, &g, &m)) {
+        infer_options o = { 0 };
+        infer_result one;
+        apart a = { &m, prompt, { { 0 } } };
+        o.predict = 20;
+        CHECK(infer_run(&m, &o, prompt, PROMPT, &one));
+        CHECK_EQ(ra_world_run(3, on_rank_in_shm, &a, NULL), RA_OK);
+        for (int i = 0; i < 3; i++) {
+            if (CHECK_EQ(a.got[i].count, one.count))
+                CHECK_BITS(a.got[i].tokens, one.tokens, one.count * 4);
+            infer_free(&a.got[i]);
+        }
+        infer_free(&one);
+        model_close(&m);
+        gguf_close(&g);
+    }
+    free_file(&f);
+}
+#endif
+
 /* Guesses change how often the model is called, never the tokens. */
 TEST(guesses) {
     file f;
@@ -810,6 +872,9 @@ int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(ranks_and_chunks), ENTRY(ranks_apart), ENTRY(guesses), ENTRY(sampling),
         ENTRY(options), ENTRY(threads_of_a_rank), ENTRY(a_million_tokens),
+#if defined(__linux__) && defined(__LP64__)
+        ENTRY(ranks_in_shared_memory),
+#endif
         ENTRY(truncated_at_every_byte),
         ENTRY(damaged_at_every_byte), ENTRY(sentences), ENTRY(tokens_of_a_text) };
     return h_main(argc, argv, tests, sizeof tests / sizeof *tests);

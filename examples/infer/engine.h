@@ -5,6 +5,7 @@
  *
  *   infer_run          ranks as threads: prefill in chunks, then token after token
  *   infer_run_rank     one rank of processes that a transport connects
+ *   infer_message_bytes   what such a transport must be able to carry
  *   infer_forward      one call of the model for new tokens of the sequence, on one rank
  *   infer_share        tells all ranks which tokens follow
  *
@@ -612,6 +613,15 @@ static inline int infer_resolve(infer_engine *e, const int32_t *prompt, int64_t 
         return 0;
     }
     return 1;
+}
+
+/* No message of a run is longer: the partial results of a chunk from all lanes. Keys that are
+ * longer than that do not travel. */
+static inline size_t infer_message_bytes(const model *m, const infer_options *o, int64_t prompt) {
+    const int64_t lanes = o->ranks <= 8 ? 8 : INFER_RANKS, chunk = o->chunk ? o->chunk : 16 * lanes;
+    const int64_t context = o->context ? o->context : prompt + o->predict;
+    const int64_t rows = chunk < context ? chunk : context;
+    return 65536 + (size_t)(rows * lanes) * (size_t)m->heads * (size_t)(m->dim + 2) * 4;
 }
 
 static inline void infer_free(infer_result *r) {

@@ -1,11 +1,13 @@
 """Holds examples/ring_infer.c against the libraries that the models come from.
 
-    check.py RING_INFER TOKENS FOLDER
+    check.py RING_INFER TOKENS FOLDER [OVER_MPI...]
 
-RING_INFER and TOKENS are the built programs, FOLDER is for models. For every family: the logits of
-512 tokens are those of transformers in f32 to 1e-4 for 1, 2, 3 and 5 ranks and chunks of 1, 7 and
-128 tokens, and the tokens that follow are the same for all of them, with guesses and without. For every
-kind of vocabulary: texts are cut into the tokens of tokenizers and sentencepiece.
+RING_INFER and TOKENS are the built programs, FOLDER is for models, each OVER_MPI is a command that
+starts three ranks. For every family: the logits of 512 tokens are those of transformers in f32 to
+1e-4 for 1, 2, 3 and 5 ranks and chunks of 1, 7 and 128 tokens, and the tokens that follow are the
+same for all of them, with guesses and without, by threads and by processes over TCP, shared memory
+and MPI. For every kind of vocabulary: texts are cut into the tokens of tokenizers and
+sentencepiece.
 """
 import os
 import socket
@@ -64,23 +66,33 @@ def check_model(program, name, folder):
     os.remove(path)
 
 
-def check_processes(program, folder):
-    """Ranks that are processes and meet over TCP, if three ports are free."""
-    path, tokens, _ = make_models.make("qwen3", folder)
-    at, held = [], []
-    for _ in range(3):
-        held.append(socket.socket())
-        held[-1].bind(("127.0.0.1", 0))
-        at.append("127.0.0.1:%d" % held[-1].getsockname()[1])
+def free_ports(count):
+    held = [socket.socket() for _ in range(count)]
+    for each in held:
+        each.bind(("127.0.0.1", 0))
+    at = ["127.0.0.1:%d" % each.getsockname()[1] for each in held]
     for each in held:
         each.close()
-    command = [program, path, "--ids", "--tokens", ",".join(map(str, tokens)), "--predict",
-               str(PREDICT), "--cache", "f32", "--at", ",".join(at), "--rank"]
-    others = [subprocess.Popen(["timeout", "120"] + command + [str(r)]) for r in (1, 2)]
-    got = run(command + ["0"]).stdout.split()
-    check(all(each.wait() == 0 for each in others), "processes: a rank failed")
-    check(got == [b"%d" % x for x in generate(program, path, tokens) or [-1]],
-          "processes: other tokens follow")
+    return at
+
+
+def check_processes(program, folder, over_mpi):
+    """Three ranks that are processes: over TCP, if three ports are free, shared memory and MPI."""
+    path, tokens, _ = make_models.make("qwen3", folder)
+    options = [path, "--ids", "--tokens", ",".join(map(str, tokens)), "--predict", str(PREDICT),
+               "--cache", "f32"]
+    expected = [b"%d" % x for x in generate(program, path, tokens) or [-1]]
+    apart = [program] + options + ["--at", ",".join(free_ports(3)), "--rank"]
+    others = [subprocess.Popen(["timeout", "120"] + apart + [str(r)]) for r in (1, 2)]
+    got = run(apart + ["0"]).stdout.split()
+    check(all(each.wait() == 0 for each in others), "TCP: a rank failed")
+    check(got == expected, "TCP: other tokens follow")
+    for guesses in ([], ["--speculate", "4"]):
+        got = run([program] + options + ["--shm", "--ranks", "3"] + guesses).stdout.split()
+        check(got == expected, "shared memory: other tokens follow")
+        for command in over_mpi:
+            got = run(command.split() + options + guesses).stdout.split()
+            check(got == expected, f"{command}: other tokens follow")
 
 
 def check_vocabulary(program, name, path, encode):
@@ -104,7 +116,7 @@ def main():
         check_vocabulary(tokens, name, path, encode)
     for name in make_models.MODELS:
         check_model(ring_infer, name, folder)
-    check_processes(ring_infer, folder)
+    check_processes(ring_infer, folder, sys.argv[4:])
     print(f"{counts['passed']} passed, {counts['failed']} failed")
     return counts["failed"] > 0
 

@@ -119,7 +119,7 @@ def rope_factors(model):
     return (plain / rotary.inv_freq.double()).float().numpy()
 
 
-def make(name, folder, vocabulary=None):
+def make(name, folder):
     """Writes folder/name.gguf; returns its path, tokens and the logits expected for them."""
     family, changes, kind = MODELS[name]
     model, config = random_model(name)
