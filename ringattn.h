@@ -651,10 +651,10 @@ RINGATTN_API ra_status ra_desc_resolve(const ra_desc *d, ra_desc *out);
  * means the same bias for all: with row_step 0 it is one per key. d.scores needs RA_SCORE_BIAS.
  *
  * A bias of -inf, or of -2.36e38 or less (so also -FLT_MAX), hides the key from the row. So a mask
- * may be given as a bias alone (ggml's kq_mask): blocks of keys that it hides from all rows of a
- * tile are left out. A finite mask value such as -1e9 hides a key only in a row that also has keys
- * without it. A row in which every key has -1e9 sees them all and has an output. Its gradients are
- * 0: backward computes weights again from the f32 LSE, which puts them off by a factor of at most
+ * may be given as a bias alone (ggml's kq_mask; mask.kind is then RA_MASK_NONE): blocks of keys
+ * that it hides from all rows of a tile are left out. A finite value such as -1e9 hides a key only
+ * in a row that also has keys without it. A row of -1e9 alone sees all keys and has an output. Its
+ * gradients are 0: backward computes weights again from the f32 LSE, off by a factor of at most
  * exp(|LSE| / 2^23), and a row whose |LSE| is 2^23 or more is there treated as one without keys. */
 typedef struct ra_bias {
     const void *data;
@@ -768,11 +768,11 @@ RINGATTN_API ra_status ra_attention_simple(float *out, const float *q, const flo
                                            int n_kv_heads, int head_dim, float scale, int window,
                                            int q_offset);
 
-/* Bytes of workspace for ra_attention and ra_fold on nth threads; 0: d or nth is refused. They are
- * enough for every call with the same heads, dims, dtypes, scores, mask, layout and dropout on at
- * most nth threads, with at most as many sequences, tokens and kv_tokens, whatever q_offset is: so
- * allocate once for the largest call. It is 300 KiB (D 64) to some MiB per thread, even for one
- * token. */
+/* Bytes of workspace for ra_attention and ra_fold on nth threads; 0: d or nth is refused, see
+ * *d->error. They are enough for every call with the same heads, dims, dtypes, scores, mask, layout
+ * and dropout on at most nth threads, with at most as many sequences, tokens and kv_tokens,
+ * whatever q_offset is: so allocate once for the largest call. It is 300 KiB (D 64) to some MiB per
+ * thread, even for one token. */
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth);
 
 /* Writes t->o and t->lse: attention on one rank, of tokens query rows at t->q_pos over kv_tokens
@@ -1142,7 +1142,7 @@ enum { RA_INFER_AUTO, RA_INFER_PASS_Q, RA_INFER_PASS_KV };
 /* AUTO: at most 16 new (token, head) pairs per KV head take the form of decoding, more the form of
  * prefill, which differ in the last bits. SAME: always the form of decoding (where Hq / Hkv <= 16),
  * so the bits of a row depend on nothing but the row: tokens of a draft that were verified together
- * are those of plain decoding, however the prompt was cut. Prefill is several times slower then. */
+ * are those of plain decoding, however the prompt was cut. Prefill in bf16 takes twice as long. */
 enum { RA_FORM_AUTO, RA_FORM_SAME };
 typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. AGREED: the first
                                         * five */
@@ -1164,8 +1164,8 @@ typedef struct ra_cache_desc {         /* {0} or a null pointer: all defaults. A
 /* d->tokens is the most new tokens of a sequence per call, d->kv_tokens the most positions of a
  * sequence, ranks and rank as for a plan; q_offset, tokens_of, kv_tokens_of and layout.kind stay 0.
  * layout.weights: relative sizes of the shards. d->mask is NONE or CAUSAL without documents,
- * d->scores without bias. d->threads threads may step a call. With more than 2 ranks the transport
- * must reach any peer; null: one rank. One cache object serves all layers of a model. */
+ * d->scores without bias. d->threads threads may step a call. net (null: one rank) must reach any
+ * peer if there are more than 2; a refusal says what max_msg must be. Serves all layers. */
 RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const ra_transport *net,
                                        const ra_cache_desc *cd);
 /* Bytes of workspace on this rank; 0: d or cd is refused. A transport with an align above 64 needs
@@ -9538,6 +9538,14 @@ RA__INLINE void ra__constant(ra__checks *x, const char *field, int32_t value, in
         x->status = ra__refuse_field(x->e, RA_E_ENUM, field, value);
 }
 
+/* An engine has dtypes that this library lacks: the sentence says which ones there are. */
+static void ra__dtype(ra__checks *x, const char *field, int32_t value, int required) {
+    if (x->status || (value >= required && value <= RA_Q8_0)) return;
+    x->status = ra__refuse(x->e, value ? RA_E_ENUM : RA_E_UNSET, field,
+                           "must be RA_F32, RA_F16, RA_BF16 or, for K and V, RA_Q8_0, not #",
+                           value);
+}
+
 static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     const ra_mask *m = &d->mask;
     ra__checks x = { e, RA_OK };
@@ -9551,10 +9559,10 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     ra__number(&x, "v_in_k", d->v_in_k, 0, 1);
     ra__number(&x, "v_column", d->v_column, 0, 1024);
     ra__number(&x, "scores", d->scores, 0, RA_SCORE_ALIBI | RA_SCORE_BIAS | RA_SCORE_SINKS);
-    ra__constant(&x, "q_dtype", d->q_dtype, 1, RA_Q8_0);
-    ra__constant(&x, "k_dtype", d->k_dtype, 1, RA_Q8_0);
-    ra__constant(&x, "v_dtype", d->v_dtype, !d->v_in_k, RA_Q8_0);
-    ra__constant(&x, "o_dtype", d->o_dtype, 1, RA_Q8_0);
+    ra__dtype(&x, "q_dtype", d->q_dtype, 1);
+    ra__dtype(&x, "k_dtype", d->k_dtype, 1);
+    ra__dtype(&x, "v_dtype", d->v_dtype, !d->v_in_k);
+    ra__dtype(&x, "o_dtype", d->o_dtype, 1);
     ra__number(&x, "tokens", d->tokens, 1, RA_MAX_POSITION);
     ra__number(&x, "kv_tokens", d->kv_tokens, 0, RA_MAX_POSITION);
     ra__number(&x, "q_offset", d->q_offset, 0, RA_MAX_POSITION);

@@ -327,6 +327,22 @@ TEST(desc_fields)
     }
 }
 
+/* An engine's dtype that the library lacks: the sentence lists those that there are. */
+TEST(dtypes_of_an_engine)
+{
+    static const char *const names[] = { "RA_F32", "RA_F16", "RA_BF16", "RA_Q8_0" };
+    for (int32_t dtype = 0; dtype <= 12; dtype += 12) {
+        ra_error why;
+        ra_desc d;
+        memset(&why, 0, sizeof why);
+        base_desc(&d, ONE);
+        d.k_dtype = dtype;
+        d.error = &why;
+        CHECK_EQ(ra_desc_resolve(&d, &d), dtype ? RA_E_ENUM : RA_E_UNSET);
+        for (int i = 0; i < 4; i++) CHECK(strstr(why.text, names[i]) != NULL);
+    }
+}
+
 /* What no single field shows: contents of arrays, and sums. */
 TEST(desc_contents)
 {
@@ -2060,8 +2076,8 @@ TEST(every_refusal)
 int main(int argc, char **argv)
 {
     static const h_test tests[] = {
-        ENTRY(desc_fields), ENTRY(desc_contents), ENTRY(desc_runs), ENTRY(desc_floats),
-        ENTRY(desc_rates), ENTRY(desc_resolved), ENTRY(blocks_of_q8_0),
+        ENTRY(desc_fields), ENTRY(dtypes_of_an_engine), ENTRY(desc_contents), ENTRY(desc_runs),
+        ENTRY(desc_floats), ENTRY(desc_rates), ENTRY(desc_resolved), ENTRY(blocks_of_q8_0),
         ENTRY(isa), ENTRY(engine), ENTRY(transport), ENTRY(ring_desc), ENTRY(plan_arguments),
         ENTRY(rates), ENTRY(world), ENTRY(estimate), ENTRY(tensors), ENTRY(tensor_alignment),
         ENTRY(tensor_scores), ENTRY(tensor_positions), ENTRY(jobs), ENTRY(order_of_calls),
