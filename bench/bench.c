@@ -6,6 +6,7 @@
  *                                 D128, Tq4096, Tk4096, Hq32, threads2, ranks4
  *   make bench ONLY=plan          how many seconds plans take, from 1M to 64M tokens
  *   make bench ONLY=ways          what the choice between passing queries and keys costs
+ *   make bench ONLY=forms         what bits that depend on nothing but the row cost in a cache
  *   make bench ONLY=checksum      how fast CRC-32C is, and what it costs a pass that copies
  *   make bench ONLY=first         time to first token and tokens per second, prompts up to 128K;
  *                                 ONLY="first 8192": of one length, 2048 times a power of 4
@@ -1399,6 +1400,40 @@ static void print_ways(void) {
     }
 }
 
+/* ---------------------------------------------------------------------------- forms
+ * What it costs that the bits of a row depend on nothing but the row: calls of RA_FORM_SAME and of
+ * RA_FORM_AUTO in turn, on one rank and thread. The shortest time of each counts. */
+static void print_forms(void) {
+    static const int64_t fresh[] = { 1, 4, 8, 16, 64, 256 }, cached[] = { 2048, 32768 };
+    static cache_load form[2];
+    row r = cache_row(PREFILL, ra_isa_best(), RA_BF16, 256);
+    ra_cache_desc cd;
+    data x;
+    memset(&cd, 0, sizeof cd);
+    r.kv_tokens = 256 + 32768;
+    x = data_make(&r);
+    for (int k = 0; k < 2; k++) {
+        cd.form = k ? RA_FORM_SAME : RA_FORM_AUTO;
+        cache_make(&r, &x, &cd, &form[k]);
+        if (form[k].status != RA_OK) failed_rows++;
+    }
+    for (int i = 0; i < 12 && !failed_rows; i++) {
+        double best[2] = { 1e9, 1e9 }, spent = 0;
+        for (int n = 0; n < 200 && (n < 2 || spent < 0.2); n++)
+            for (int k = 0; k < 2; k++) {
+                const double t = way_seconds(&form[k], fresh[i / 2], cached[i % 2]);
+                best[k] = t < best[k] ? t : best[k];
+                spent += t;
+            }
+        printf("forms new %4lld cached %6lld: auto %9.1f us, same %9.1f us, %.2f x as long\n",
+               (long long)fresh[i / 2], (long long)cached[i % 2], best[0] * 1e6, best[1] * 1e6,
+               best[1] / best[0]);
+        fflush(stdout);
+    }
+    for (int k = 0; k < 2; k++) cache_free(&form[k]);
+    unmap_all();
+}
+
 /* ---------------------------------------------------------------------------- checksums
  * Two ranks on this thread, over a network that copies: the bundled world does if it is not told
  * that memory is shared. Rings without ([0]) and with ([1]) checksums run in turn. */
@@ -1593,6 +1628,8 @@ static void print_kinds(void) {
     for (int i = 0; i < KINDS; i++) printf("  %-10s %s\n", kinds[i].name, kinds[i].what);
     printf("  %-10s %s\n", "plan", "seconds that plans take");
     printf("  %-10s %s\n", "ways", "passing queries or keys, over a cache of 2 and 4 ranks");
+    printf("  %-10s %s\n", "forms", "what bits that depend on nothing but the row cost");
+    printf("  %-10s %s\n", "checksum", "CRC-32C, and what it costs a pass");
     printf("  %-10s %s\n", "first", "time to first token and tokens per second, on ranks");
 }
 
@@ -1638,7 +1675,7 @@ static void clear_progress(void) {
 int main(int argc, char **argv) {
     char words[512] = "";
     const char *json = "build/bench.json";
-    int large = 0, kept = 0, plans, ways, checksums, first;
+    int large = 0, kept = 0, plans, ways, forms, checksums, first;
     double begin;
     for (int i = 1; i < argc; i++) {
         if (strcmp(argv[i], "--json") == 0 && i + 1 < argc) json = argv[++i];
@@ -1652,6 +1689,7 @@ int main(int argc, char **argv) {
     }
     plans = !words[0] || strcmp(words + strspn(words, " "), "plan") == 0;
     ways = !words[0] || strcmp(words + strspn(words, " "), "ways") == 0;
+    forms = !words[0] || strcmp(words + strspn(words, " "), "forms") == 0;
     checksums = !words[0] || strcmp(words + strspn(words, " "), "checksum") == 0;
     first = strncmp(words + strspn(words, " "), "first", 5) == 0;
     if (strcmp(words + strspn(words, " "), "help") == 0) { print_kinds(); return 0; }
@@ -1676,10 +1714,11 @@ int main(int argc, char **argv) {
         if (results[i].done) print_row(&rows[i], &results[i]);
     }
     printf("%d rows in %.0f s%s\n", row_count, now_s() - begin,
-           row_count || plans || ways || checksums || first
+           row_count || plans || ways || forms || checksums || first
                ? "" : ": nothing matches, try ONLY=help");
     if (plans) print_plans();
     if (ways) print_ways();
+    if (forms) print_forms();
     if (checksums) print_checksums();
     for (int64_t n = 2048; first && n <= 131072; n *= 4) {
         const int64_t only = strtoll(words + strspn(words, " ") + 5, NULL, 10);
@@ -1690,5 +1729,6 @@ int main(int argc, char **argv) {
                runs_disturbed, runs_in_all);
     }
     if (write_json(json) != 0) return 1;
-    return failed_rows != 0 || (row_count == 0 && !plans && !ways && !checksums && !first);
+    return failed_rows != 0 ||
+           (row_count == 0 && !plans && !ways && !forms && !checksums && !first);
 }
