@@ -18,25 +18,17 @@ typedef struct { int dim, n_heads, n_kv_heads, seq_len; } Config;
 typedef struct { float *xb, *q, *key_cache, *value_cache; } RunState;
 
 static ra_status llama2_attention(const Config *p, RunState *s, int64_t loff, int pos) {
-    ra_desc d = ra_desc_make(p->n_heads, p->n_kv_heads, p->dim / p->n_heads, RA_F32,
-                             RA_MASK_CAUSAL);
-    ra_tensors t;
-    memset(&t, 0, sizeof t);
-    d.tokens = 1;
-    d.q_offset = pos;
-    t.q.data = s->q;
-    t.k.data = s->key_cache + loff;
-    t.v.data = s->value_cache + loff;
-    t.o.data = s->xb;
-    return ra_attention(&d, &t, NULL, 0, 0, 1);
+    return ra_attention_simple(s->xb, s->q, s->key_cache + loff, s->value_cache + loff, 1, pos + 1,
+                               p->n_heads, p->n_kv_heads, p->dim / p->n_heads, 0, 0, pos);
 }
 
 /* -------------------------------------------------------------------------- ggml
- * A custom op, ggml_custom_4d(ctx, GGML_TYPE_F32, D, H, T, 1, qkv, 3, ring_op, n_tasks, &op) with
- * qkv = { q, k, v }, in place of ggml_flash_attn_ext: q [D, T, H], k and v [D, KV, Hkv] in any
- * strides, the result [D, H, T]. The last T of the KV keys are those of the T queries. bytes is
- * ra_attention_bytes for the largest call. */
-struct ggml_tensor { int64_t ne[4]; size_t nb[4]; struct ggml_tensor *src[3]; void *data; };
+ * A custom op, ggml_custom_4d(ctx, GGML_TYPE_F32, D, H, T, 1, args, 4, ring_op, GGML_N_TASKS_MAX,
+ * &op) with args = { q, k, v, mask }, in place of ggml_flash_attn_ext: q [D, T, H], k and v
+ * [D, KV, Hkv] in any strides, mask [KV, T] in f16 as llama.cpp makes it, the result [D, H, T].
+ * With three args the last T of the KV keys are those of the T queries. bytes is ra_attention_bytes
+ * for the largest call on all threads. */
+struct ggml_tensor { int64_t ne[4]; size_t nb[4]; struct ggml_tensor *src[4]; void *data; };
 struct ring_op { void *workspace; size_t bytes; int32_t kv_dtype; ra_status status[64]; };
 
 static ra_in view(const struct ggml_tensor *x) {
@@ -46,14 +38,20 @@ static ra_in view(const struct ggml_tensor *x) {
 
 static void ring_op(struct ggml_tensor *dst, int ith, int nth, void *userdata) {
     struct ring_op *op = (struct ring_op *)userdata;
-    const struct ggml_tensor *q = dst->src[0], *k = dst->src[1];
+    const struct ggml_tensor *q = dst->src[0], *k = dst->src[1], *m = dst->src[3];
     ra_desc d = ra_desc_make((int32_t)q->ne[2], (int32_t)k->ne[2], (int32_t)q->ne[0], RA_F32,
-                             RA_MASK_CAUSAL);
+                             m ? RA_MASK_NONE : RA_MASK_CAUSAL);
     ra_tensors t;
     memset(&t, 0, sizeof t);
     d.k_dtype = d.v_dtype = op->kv_dtype;
     d.tokens = q->ne[1];
-    d.q_offset = k->ne[1] - q->ne[1];
+    d.kv_tokens = k->ne[1];
+    d.q_offset = m ? 0 : k->ne[1] - q->ne[1];
+    if (m) {
+        const ra_bias b = { m->data, 0, 0, (int64_t)m->nb[1], (int64_t)m->nb[0], m->ne[0], RA_F16 };
+        d.scores = RA_SCORE_BIAS;
+        t.bias = b;
+    }
     t.q = view(q);
     t.k = view(k);
     t.v = view(dst->src[2]);
@@ -93,10 +91,8 @@ static ra_status attention_backward(float *dinp, const float *dout, float *out, 
     t.d_q.data = dinp; t.d_k.data = dinp + n.C; t.d_v.data = dinp + 2 * n.C;
     t.d_q.token_stride = t.d_k.token_stride = t.d_v.token_stride = t.q.token_stride;
     const size_t bytes = ra_attention_backward_bytes(&d, 1);
-    char *memory = (char *)malloc(bytes + 64);
-    if (!memory) return RA_E_NOMEM;
-    const ra_status s = ra_attention_backward(&d, &t, memory + (64 - (uintptr_t)memory % 64), bytes,
-                                              0, 1);
+    void *memory = malloc(bytes);
+    const ra_status s = memory ? ra_attention_backward(&d, &t, memory, bytes, 0, 1) : RA_E_NOMEM;
     free(memory);
     return s;
 }
@@ -117,7 +113,7 @@ static ra_status paged_attention(ra_desc d, ra_tensors pool, const int32_t *tabl
 }
 
 /* -------------------------------------------------------------------------- plain loops */
-enum { HEADS = 8, KV_HEADS = 2, DIM = 32, TEXT = 70 };
+enum { HEADS = 8, KV_HEADS = 2, DIM = 32, TEXT = 70, ROOM = 96, MINUS_INFINITY = 0xfc00 };
 
 static float q[TEXT][HEADS][DIM], k[TEXT][KV_HEADS][DIM], v[TEXT][KV_HEADS][DIM];
 
@@ -180,39 +176,49 @@ static int try_llama2(void) {
     return judged("llama2.c", s, far, 2e-6);
 }
 
-/* Heads apart from tokens, as llama.cpp permutes them, and a cache in f16. */
-static int try_ggml(int tokens) {
+/* Heads apart from tokens, as llama.cpp permutes them, and a cache in f16. With a mask the cache is
+ * longer than what is in it, as there. */
+static int try_ggml(int tokens, int masked) {
     static float heads_first[HEADS][TEXT][DIM], out[TEXT][HEADS][DIM];
-    static uint16_t half[2][TEXT][KV_HEADS][DIM];
+    static uint16_t half[2][ROOM][KV_HEADS][DIM], hidden[TEXT][ROOM];
     const int first = TEXT - tokens, nth = 3;
     struct ring_op op;
     ra_desc d = ra_desc_make(HEADS, KV_HEADS, DIM, RA_F32, RA_MASK_CAUSAL);
     struct ggml_tensor a = { { DIM, tokens, HEADS, 1 },
                              { 4, DIM * 4, TEXT * DIM * 4, sizeof heads_first },
-                             { NULL, NULL, NULL }, heads_first };
-    struct ggml_tensor b = { { DIM, TEXT, KV_HEADS, 1 },
+                             { NULL, NULL, NULL, NULL }, heads_first };
+    struct ggml_tensor b = { { DIM, masked ? ROOM : TEXT, KV_HEADS, 1 },
                              { 2, KV_HEADS * DIM * 2, DIM * 2, sizeof half[0] },
-                             { NULL, NULL, NULL }, half[0] };
+                             { NULL, NULL, NULL, NULL }, half[0] };
     struct ggml_tensor c = b;
+    struct ggml_tensor m = { { ROOM, tokens, 1, 1 }, { 2, ROOM * 2, sizeof hidden, sizeof hidden },
+                             { NULL, NULL, NULL, NULL }, hidden };
     struct ggml_tensor dst = { { DIM, HEADS, tokens, 1 },
-                               { 4, DIM * 4, HEADS * DIM * 4, sizeof out }, { &a, &b, &c }, out };
-    char *memory;
+                               { 4, DIM * 4, HEADS * DIM * 4, sizeof out },
+                               { &a, &b, &c, masked ? &m : NULL }, out };
+    char what[40];
+    int bad = 0;
     c.data = half[1];
     for (int i = 0; i < tokens; i++)
         for (int h = 0; h < HEADS; h++) memcpy(heads_first[h][i], q[first + i][h], DIM * 4);
     (void)ra_convert(half[0], RA_F16, k, RA_F32, TEXT * KV_HEADS * DIM);
     (void)ra_convert(half[1], RA_F16, v, RA_F32, TEXT * KV_HEADS * DIM);
+    for (int i = 0; i < tokens; i++)
+        for (int j = 0; j < ROOM; j++) hidden[i][j] = j <= first + i ? 0 : MINUS_INFINITY;
     d.k_dtype = d.v_dtype = op.kv_dtype = RA_F16;
     d.tokens = tokens;
-    d.q_offset = first;
+    d.kv_tokens = ROOM;
+    d.scores = masked ? RA_SCORE_BIAS : 0;
+    d.mask.kind = masked ? RA_MASK_NONE : RA_MASK_CAUSAL;
     op.bytes = ra_attention_bytes(&d, nth);
-    memory = (char *)malloc(op.bytes + 64);
-    if (!memory) return 1;
-    op.workspace = memory + (64 - (uintptr_t)memory % 64);
+    op.workspace = malloc(op.bytes);
+    if (!op.workspace) return 1;
     for (int ith = 0; ith < nth; ith++) ring_op(&dst, ith, nth, &op);
-    free(memory);
-    return judged(tokens > 1 ? "ggml, f16, 20 tokens" : "ggml, f16, decode", op.status[0],
-                  far_from_plain(&out[0][0][0], first, tokens), 1e-3);
+    free(op.workspace);
+    for (int ith = 0; ith < nth; ith++) bad |= op.status[ith] != RA_OK;
+    snprintf(what, sizeof what, "ggml, f16, %d token%s%s", tokens, tokens > 1 ? "s" : "",
+             masked ? ", mask" : "");
+    return judged(what, op.status[0], far_from_plain(&out[0][0][0], first, tokens), 1e-3) | bad;
 }
 
 /* MHA: the queries of every fourth head. Gradients by the plain formulas, in double precision. */
@@ -295,7 +301,7 @@ int main(void) {
     fill(&k[0][0][0], sizeof k / sizeof(float), 2);
     fill(&v[0][0][0], sizeof v / sizeof(float), 3);
     bad = try_llama2();
-    bad |= try_ggml(1) | try_ggml(20);
+    for (int i = 0; i < 4; i++) bad |= try_ggml(i % 2 ? 20 : 1, i / 2);
     bad |= try_llmc();
     bad |= try_paged();
     return bad;

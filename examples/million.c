@@ -7,7 +7,8 @@
  *   cc -O2 -std=c99 -pthread -I. -o million examples/million.c -lm && ./million
  *   ./million [--tokens N] [--ranks P] [--dtype f32|bf16] [--out TIMELINE.html|.svg|.json]
  *
- * A million tokens are 1.4e14 operations: some minutes for each dtype on two cores. */
+ * A million tokens are 1.4e14 operations: some minutes for each dtype on two cores. The timeline is
+ * that of the last dtype. */
 #define _GNU_SOURCE
 #define RINGATTN_IMPLEMENTATION
 #include "ringattn.h"
@@ -246,7 +247,9 @@ int main(int argc, char **argv) {
         else if (!strcmp(argv[i], "--ranks")) bad = !number(value, 1, TL_RANKS, &ranks);
         else if (!strcmp(argv[i], "--out") && value) j.picture_path = value;
         else if (strcmp(argv[i], "--dtype") || !value) bad = 1;
-        else only = !strcmp(value, "f32") ? RA_F32 : RA_BF16;
+        else if (!strcmp(value, "f32")) only = RA_F32;
+        else if (!strcmp(value, "bf16")) only = RA_BF16;
+        else bad = 1;
     }
     if (bad) {
         fprintf(stderr, "million [--tokens N] [--ranks P] [--dtype f32|bf16] [--out FILE]\n");
