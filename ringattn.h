@@ -21384,6 +21384,21 @@ static ra_status ra__cache_check_tables(ra_cache *c, const ra_pages *p) {
     return s;
 }
 
+/* Cuts the items of a pool until there are enough for all who share them out: two each, or one if
+ * all have about the same number of keys.
+ * PERF: 64 tokens of 8/2 heads, D 64, f32, over 32768 on 4 ranks, two processors of a Zen 5: 1.16 ->
+ * 1.03 times the time of PASS_Q, which cuts no rows; over 256 1.13 -> 1.02. */
+static void ra__cache_cut(ra_cache *c) {
+    const int64_t n = c->ranks > 1 ? c->ranks : c->d.threads;
+    int even = 1;
+    for (int32_t b = 0; b < c->d.sequences; b++)
+        even &= !c->fresh[b] || (c->cached[b] >= 4 * c->fresh[b] && c->cached[b] == c->cached[0]);
+    for (; c->item_rows > RA__HOLD; c->item_rows /= 2) {
+        const int64_t items = ra__tile_items(c, c->item_rows);
+        if (items >= 2 * n || (even && items == n)) return;
+    }
+}
+
 /* The rows of a call with these counts, and what travels in it. */
 static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64_t *fresh) {
     memcpy(c->cached, cached, (size_t)c->d.sequences * sizeof *cached);
@@ -21392,9 +21407,7 @@ static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64
     c->way = ra__cache_way(c);
     c->pooled = c->ranks == 1 || (c->shared && c->way == RA_INFER_PASS_KV);
     c->item_rows = c->tile_rows;
-    while (c->pooled && c->item_rows > RA__HOLD &&
-           ra__tile_items(c, c->item_rows) < 2 * (int64_t)(c->ranks > 1 ? c->ranks : c->d.threads))
-        c->item_rows /= 2;
+    if (c->pooled) ra__cache_cut(c);
 }
 
 static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
