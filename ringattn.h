@@ -21386,8 +21386,8 @@ static ra_status ra__cache_check_tables(ra_cache *c, const ra_pages *p) {
 
 /* Cuts the items of a pool until there are enough for all who share them out: two each, or one if
  * all have about the same number of keys.
- * PERF: 64 tokens of 8/2 heads, D 64, f32, over 32768 on 4 ranks, two processors of a Zen 5: 1.16 ->
- * 1.03 times the time of PASS_Q, which cuts no rows; over 256 1.13 -> 1.02. */
+ * PERF: 64 tokens of 8/2 heads, D 64, f32, over 32768 on 4 ranks, two processors of a Zen 5: 1.16
+ * -> 1.03 times the time of PASS_Q, which cuts no rows; over 256 1.13 -> 1.02. */
 static void ra__cache_cut(ra_cache *c) {
     const int64_t n = c->ranks > 1 ? c->ranks : c->d.threads;
     int even = 1;

@@ -330,5 +330,5 @@ void hook_merge(int32_t isa, float *o, float *lse, const float *o2, const float 
 {
     ra_desc d = ra_desc_make(1, 1, dim, RA_BF16, RA_MASK_NONE);
     d.isa = isa;
-    ra__kernel_of(&d)->merge(o, lse, o2, lse2, rows, dim);
+    ra__kernel_of(&d)->merge(o, lse, 1, o2, lse2, rows, dim);
 }
