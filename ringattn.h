@@ -1091,7 +1091,7 @@ typedef struct ra_resume_desc {
 } ra_resume_desc;
 typedef struct ra_resumed {
     int64_t pass;                      /* which is now complete */
-    int64_t chunks_kept;               /* of those that this rank folds, the ones it had. Others: */
+    int64_t chunks_kept;               /* that this rank folds and still had; the others came: */
     int64_t chunks_from_owner, chunks_from_holder, chunks_refetched;
     int32_t epoch;
 } ra_resumed;
@@ -1186,10 +1186,10 @@ RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, in
                                       int64_t position, const float *k, const float *v);
 
 /* The attention of one layer. Collective; ranks make the same calls in the same order. Sequence s
- * has cached[s] tokens from before and fresh[s] >= 0 new ones at the positions after them. K and V
- * of all of them are in t->k, t->v. t->q, t->o and t->lse (or {0}) are [B][rows][Hq][..], a row for
+ * has cached[s] tokens from before and fresh[s] >= 0 new ones at the positions after them. t->k and
+ * t->v have K and V of all of them. t->q, t->o and t->lse (or {0}) are [B][rows][Hq][..], a row for
  * each new token (OWN: of those with ra_cache_owner(c, position) == rank), by ascending position.
- * With a batch_stride of 0 rows is the largest such count of a sequence here, so it changes from
+ * Where a batch_stride is 0, rows is the largest such count of a sequence here, so it changes from
  * call to call. Without rows here they may be null. cached and fresh are AGREED, and copied. Blocks
  * until this rank is done, on the calling thread alone; then no rank touches its tensors, which
  * they do with RA_CAP_SHARED. Statuses as ra_forward. */
@@ -1197,7 +1197,7 @@ RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t 
                                 const int64_t *fresh, int64_t deadline_ns);
 /* The same on threads of yours: begin on one of them, then step on any until RA_OK or an error. A
  * step is bounded, and threads come and go, as in ra_step. After RA_WAIT yield or do other work. To
- * leave early cancel. After a failure with RA_CAP_SHARED keep tensors until ra_cache_destroy. */
+ * leave early, cancel. After a failure with RA_CAP_SHARED keep tensors until ra_cache_destroy. */
 RINGATTN_API ra_status ra_infer_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
                                       const int64_t *fresh, int64_t deadline_ns);
 RINGATTN_API ra_status ra_infer_step(ra_cache *c, int ith);
