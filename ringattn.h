@@ -2362,7 +2362,7 @@ RA__INLINE void ra__merge_weigh(float *lse, float b, double w[2]) {
 
 enum { RA__MERGE_ROWS = 32 };         /* whose weights are found together */
 
-/* The same of eight rows, whose new lse come to side[0], if all have two sides that are no more
+/* The same for eight rows, whose new lse come to side[0], if all have two sides that are no more
  * than e^700 apart; otherwise returns 0. */
 RA__INLINE int ra__eight_weigh(float side[2][8], double w[8], double w2[8]) {
     ra__eight_floats x, y;
@@ -10489,7 +10489,7 @@ static void ra__panel_store(const ra__work *w, const ra__task *t, const ra__scra
     w->kernel->store_acc(p, ra__view_floats(acc), acc.token / 4, w->d->v_dim);
 }
 
-/* The same of a row of the call, whose LSE is written if it is requested. */
+/* The same for a row of the call, whose LSE is written if it is requested. */
 static float ra__row_end(const ra__work *w, int32_t b, int64_t row, int64_t head, float m,
                          float l) {
     const float *sink = w->d->scores & RA_SCORE_SINKS ? w->t->sinks + head : NULL;

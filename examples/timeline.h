@@ -379,8 +379,8 @@ static void tl_map_block(const tl *t, FILE *f, const tl_grid *g, const int at[4]
             (long long)chunk, tl_ms(t, m->begin));
 }
 
-/* Rows [row, row + rows), all of one rank: keys from 0 to the diagonal. What lies left of the
- * diagonal in all rows is one block a chunk, the rest goes row by row. */
+/* Rows [row, row + rows), all of one rank: keys from 0 to the diagonal. What is left of the
+ * diagonal in all rows is one block per chunk, the rest is drawn row by row. */
 static void tl_map_band(const tl *t, FILE *f, const tl_grid *g, int row, int rows) {
     double where;
     int64_t chunk = 0, other = 0;

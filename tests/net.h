@@ -238,7 +238,7 @@ static inline void net_check_op(net_rank *r, const ra_transport_op *op)
     if (op->channel >= (w->c.shared || w->c.train ? 2 : 1))
         net_breach(w, "channel %d", op->channel);
     if (op->flags & ~RA_MSG_LOAN_OK) net_breach(w, "op flags %d", op->flags);
-    if (op->flags && !(w->c.lend || w->c.lend_sender)) net_breach(w, "asks for a loan unasked");
+    if (op->flags && !(w->c.lend || w->c.lend_sender)) net_breach(w, "a loan that is not offered");
     if (op->flags && op->kind == RA_MSG_SEND) net_breach(w, "a send with RA_MSG_LOAN_OK");
     if (op->peer < 0 || op->peer >= w->c.ranks || op->peer == me)
         net_breach(w, "rank %d: peer %d of %d", me, op->peer, w->c.ranks);

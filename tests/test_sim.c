@@ -1360,7 +1360,7 @@ TEST(seeds)
            (long long)(from + seeds - 1), (long long)time(NULL) - (long long)begin, workers);
 }
 
-/* The tests above together produced every way in which a pass can fail, but for those of engines
+/* The tests above together produced every way in which a pass can fail, except those of engines
  * (test_clients.c). */
 TEST(statuses)
 {

@@ -314,7 +314,7 @@ static inline int gguf_read_all(gguf_reader *r, gguf *g, uint64_t *offset) {
     return 1;
 }
 
-/* Opens the file that lies in data, aligned to at least 32 bytes (mapped memory is), which must
+/* Opens the file in data, aligned to at least 32 bytes (mapped memory is), which must
  * stay there. 0: why says what is wrong; then there is nothing to close. */
 static inline int gguf_open(gguf *g, const void *data, size_t size, char why[INFER_WHY]) {
     gguf_reader r;

@@ -41,7 +41,7 @@
  * MPI reports no dead peers: mpirun ends the job then, or deadlines end the wait. After a failure
  * among live ranks open another context and go on.
  *
- * Level 0 stands at the end: ten lines that do without all of this, and block if a peer fails.
+ * Level 0 is at the end: ten lines that do without all of this, and block if a peer fails.
  *
  * SPDX-License-Identifier: MIT OR Unlicense */
 #if !defined(RA_MPI_H)
@@ -216,7 +216,7 @@ static int ra_mpi__verdict(ra_mpi *m) {
     if (!main_thread) {
         m->text_code = RA_E_IO;
         snprintf(m->text, sizeof m->text, "called from a thread that MPI was not initialised for: "
-                                          "ask for MPI_THREAD_SERIALIZED");
+                                          "request MPI_THREAD_SERIALIZED");
         return RA_E_IO;
     }
     if (why) {

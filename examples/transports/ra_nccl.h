@@ -44,7 +44,7 @@
  * abort only sets a word; the next call has a thread end all communicators by ncclCommAbort, which
  * stops their kernels and may itself wait for peers. quiesce is over when that thread is, and the
  * streams are empty; at its deadline it returns RA_E_UNSAFE. NCCL carries no goodbye: peers notice
- * as far as NCCL tells them (ncclRemoteError), otherwise by their deadline. It carries no lengths
+ * as far as NCCL reports them (ncclRemoteError), otherwise by their deadline. It carries no lengths
  * either: ranks that disagree are refused by `shape`, when they meet, or by the frames that the
  * library sends before the first chunk. A context that has failed stays failed: open another one.
  *

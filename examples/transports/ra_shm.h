@@ -107,7 +107,7 @@ enum { RA_SHM_MAX_RANKS = 128 };
 
 /* ========================================================================== layout
  * Everything in the file is zero at first, and zero is the right start of every word. What several
- * processes write stands in words of its own 128 bytes. */
+ * processes write has 128 bytes of its own. */
 enum { RA_SHM__CHANNELS = 2, RA_SHM__QUEUE = 16, RA_SHM__SLOTS = 16, RA_SHM__VERSION = 1 };
 enum { RA_SHM__MAGIC = 0x68735261, RA_SHM__HERE = 1, RA_SHM__LEFT = 2 };
 

@@ -24,7 +24,7 @@
  * RA_TCP_SODIUM and a key of 32 bytes both sides of a connection prove that they have it, every
  * frame is encrypted and authenticated, and who has no key can neither join the ring nor stall or
  * crash it: strangers hold a place for some seconds at most, in bounded memory, and once the ring
- * stands its port is closed. (Who can cut the wire can of course cut the ring.)
+ * is connected its port is closed. (Who can cut the wire can of course cut the ring.)
  *
  * Connections. A rank listens on its own address and on no other, connects to all ranks below it
  * and is called by those above; there is one connection per pair, so any rank reaches any other.
@@ -38,11 +38,12 @@
  * nothing is ever stored for a receive that is not there, no channel holds up another, and memory
  * is bounded by the ring's own buffers. Where heads are nonsense the connection is closed.
  *
- * Failure. abort reaches the peers at once, in a frame if that can be sent without waiting, else by
- * closing: they get RA_E_ABORTED or RA_E_PEER. A peer that dies closes its connections: what is
- * pending with it fails with RA_E_PEER. A peer that is stopped or cut off is silent: deadlines and
- * the ring's watchdog end the wait, and keep-alive probes find it later. No call here blocks but
- * wait, until its deadline, ra_tcp_open, until connect_ns, and quiesce, for at most 50 ms.
+ * Failure. abort reaches the peers at once, in a frame if that can be sent without waiting,
+ * otherwise by closing: they get RA_E_ABORTED or RA_E_PEER. A peer that dies closes its
+ * connections: what is pending with it fails with RA_E_PEER. A peer that is stopped or cut off is
+ * silent: deadlines and the ring's watchdog end the wait, and keep-alive probes find it later. No
+ * call here blocks except wait, until its deadline, ra_tcp_open, until connect_ns, and quiesce, for
+ * at most 50 ms.
  *
  * Limits: names are looked up once, in ra_tcp_open, which may block for as long as DNS does. Hosts
  * of different byte order refuse each other. gcc or clang, POSIX.
@@ -69,7 +70,7 @@
 
 #define RA_TCP_UNUSED __attribute__((unused))
 
-/* Zero it first. All ranks give equal values but for rank, listen_fd and error. */
+/* Zero it first. All ranks give equal values except rank, listen_fd and error. */
 typedef struct ra_tcp_desc {
     int32_t rank, ranks;
     const char *const *addresses;      /* [ranks] "host:port" or "[v6]:port"; a rank listens on its
@@ -287,7 +288,7 @@ static RA_TCP_UNUSED void ra_tcp_reset(ra_tcp_conn *c)
     c->in_need = RA_TCP_HELLO;
 }
 
-/* An op has ended; its state is written when the library asks for it. */
+/* An op has ended; its state is written when the library polls. */
 static RA_TCP_UNUSED void ra_tcp_end(ra_tcp_queue *q, int state)
 {
     ra_transport_op *op = q->first;
