@@ -10269,11 +10269,11 @@ static void ra__item_owned(ra__item *item, const ra__view kv[2], const int32_t *
 }
 
 /* All keys of sequence b on a side whose positions are known. */
-static void ra__item_side(const ra_desc *d, const ra__side *side, int32_t b, const ra_pages *pages,
+static void ra__item_side(const ra__side *side, int32_t b, const ra_pages *pages,
                           const ra__view kv[2], ra__item *item) {
     memset(item, 0, sizeof *item);
     ra__chunk_side(side, b, &item->c);
-    item->paged = ra__paged_of(d, pages, b);
+    item->paged = ra__paged_of(side->d, pages, b);
     ra__item_owned(item, kv, ra__side_array(side, b));
 }
 
@@ -10792,12 +10792,11 @@ RA__INLINE int64_t ra__engine_rows(const ra_desc *d) {
     return d->engine->block_queries ? d->engine->block_queries : 256;
 }
 
-static void ra__engine_carve(ra__arena *a, const ra_desc *d, int64_t chunk_rows,
-                             ra__engine_scratch *x) {
-    int64_t rows = ra__engine_rows(d);
+static void ra__engine_carve(ra__arena *a, const ra_desc *d, ra__engine_scratch *x) {
+    const int64_t rows = ra__engine_rows(d), keys = d->chunk_tokens + 2 * RA_BLOCK_TOKENS;
     int32_t **const list[5] = { &x->q_pos, &x->lo, &x->hi, &x->doc, &x->keep };
     for (int32_t i = 0; i < 5; i++) *list[i] = (int32_t *)ra__carve(a, rows * 4);
-    x->k_pos = (int32_t *)ra__carve(a, chunk_rows * 4);
+    x->k_pos = (int32_t *)ra__carve(a, keys * 4);
     x->o = (float *)ra__carve(a, rows * d->q_heads * d->v_dim * 4);
     x->lse = (float *)ra__carve(a, rows * d->q_heads * 4);
 }
@@ -11051,7 +11050,7 @@ static void ra__share_blocks(const ra_desc *d, ra__share *s, int64_t blocks) {
 static void ra__share_keys(const ra__work *w, const ra__share *s, const ra__side *side,
                            const ra__view kv[2], const ra__view sums[2], int32_t head,
                            ra__item *item, ra__grads *g) {
-    ra__item_side(w->d, side, s->t.sequence, &w->t->pages, kv, item);
+    ra__item_side(side, s->t.sequence, &w->t->pages, kv, item);
     ra__grads_at(w->d, &item->c, sums, head, g);
     if (!s->want_q) ra__item_part(item, g, s->part, s->parts);
 }
@@ -11767,7 +11766,7 @@ static void ra__local_load(const ra__local *c, ra__local_walk *w) {
     }
     if (!c->pairs) ra__task_rows(&c->w, t, &w->x);
     if (!c->pairs) ra__task_data(&c->w, t, &w->x, 1);
-    ra__item_side(&c->d, &c->k_side, t->sequence, &c->w.t->pages, c->kv, &w->item);
+    ra__item_side(&c->k_side, t->sequence, &c->w.t->pages, c->kv, &w->item);
     w->x.block = 0;
     w->loaded = 1;
 }
@@ -13338,7 +13337,6 @@ static int64_t ra__plan_rows(const ra_plan *p, int keys, int32_t rank) {
 
 /* A walk over the query blocks of a rank in a sequence. rows, bounds: of the block in hand. */
 typedef struct ra__query_walk {
-    const ra_desc *d;
     ra__side side;
     ra__seg seg, rows;
     ra__bounds bounds;                 /* what the rows see */
@@ -13349,7 +13347,6 @@ typedef struct ra__query_walk {
 static ra__query_walk ra__queries_of(const ra_plan *p, int32_t rank, int32_t b) {
     ra__query_walk w;
     memset(&w, 0, sizeof w);
-    w.d = &p->d;
     w.side = ra__plan_side(p, 0, rank);
     w.sequence = b;
     return w;
@@ -13362,7 +13359,7 @@ RA__INLINE int ra__queries_next(ra__query_walk *w) {
         if (!ra__side_seg(&w->side, w->sequence, w->segs++, &w->seg)) return 0;
     }
     w->rows = ra__seg_block(&w->seg, w->block++);
-    w->bounds = ra__query_bounds(w->d, w->sequence, &w->rows);
+    w->bounds = ra__query_bounds(w->side.d, w->sequence, &w->rows);
     return 1;
 }
 
@@ -14815,7 +14812,7 @@ static int64_t ra__thread_bytes(const ra_plan *p, int32_t panels) {
     ra__arena a = { NULL, 0 };
     ra__engine_scratch x;
     if (!p->d.engine) return ra__scratch_bytes(&p->d, panels);
-    ra__engine_carve(&a, &p->d, p->d.chunk_tokens + 2 * RA_BLOCK_TOKENS, &x);
+    ra__engine_carve(&a, &p->d, &x);
     return a.used;
 }
 
@@ -18369,7 +18366,7 @@ static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint
     int any = ra__ring_item(r, f, &item), code = 0;
     int edge = (r->lists->fold[f].index == 0 ? RA__FIRST : 0) |
                (r->lists->fold[f].last ? RA__LAST : 0);
-    ra__engine_carve(&a, &p->d, p->d.chunk_tokens + 2 * RA_BLOCK_TOKENS, &x);
+    ra__engine_carve(&a, &p->d, &x);
     x.thread = e->thread;
     if (ra__engine_task(&r->work, e->sequence, claim->task - p->task_begin[e->sequence], &rows))
         code = ra__engine_run(&r->work, e->sequence, &rows, any ? &item : NULL, edge, &x);
