@@ -10766,11 +10766,6 @@ static int ra__task_some(const ra__work *w, const ra__task *t, const ra__item *i
     return 1;
 }
 
-/* Tasks of a sequence with `blocks` query blocks. */
-RA__INLINE int64_t ra__tasks(const ra_desc *d, int64_t blocks, int32_t panels) {
-    return d->kv_heads * ra__ceil_div(blocks * (d->q_heads / d->kv_heads), panels);
-}
-
 /* Task `index` of a sequence with `all` panels per KV head. */
 static ra__task ra__task_of(int32_t b, int64_t all, int32_t panels, int64_t index) {
     const int64_t per_head = ra__ceil_div(all, panels), first = index % per_head * panels;
@@ -10799,15 +10794,6 @@ static void ra__engine_carve(ra__arena *a, const ra_desc *d, ra__engine_scratch 
     x->k_pos = (int32_t *)ra__carve(a, keys * 4);
     x->o = (float *)ra__carve(a, rows * d->q_heads * d->v_dim * 4);
     x->lse = (float *)ra__carve(a, rows * d->q_heads * 4);
-}
-
-/* Query rows of engine task `index` of sequence b; 0 if there is none. */
-static int ra__engine_task(const ra__work *w, int32_t b, int64_t index, ra__seg *out) {
-    return ra__side_unit(&w->q_side, b, RA__CALLS, ra__engine_rows(w->d), index, out);
-}
-
-static int64_t ra__engine_tasks(const ra__side *side, int32_t b) {
-    return ra__side_count(side, b, RA__CALLS, ra__engine_rows(side->d));
 }
 
 /* Merges the engine's normalised partial (o, lse natural) of one row and head into the state. */
@@ -13551,11 +13537,6 @@ static int ra__spans_add(ra__spans *s, int64_t from, int64_t to) {
     return 1;
 }
 
-/* Adds what rows with these bounds may see: all that ra__classify does not call empty. */
-static int ra__spans_bounds(ra__spans *s, const ra__bounds *b) {
-    return ra__spans_add(s, b->lo_min, b->hi_max) && ra__spans_add(s, b->doc_min, b->keep_max);
-}
-
 /* What up to 64 viewers see: positions [at[i], at[i + 1]) by those with a bit in by[i]. Viewers are
  * ranks, or segments of chunks of queries. */
 enum { RA__VIEWERS = 64, RA__VIEW_EDGES = 4 * RA__SPANS };
@@ -13717,9 +13698,11 @@ static void ra__needs_view(ra__needs *x, int32_t viewer) {
     x->seen.n = 0;
 }
 
-/* Rows of a viewer with these bounds. */
+/* Rows of a viewer with these bounds may see all that ra__classify does not call empty. */
 static void ra__needs_rows(ra__needs *x, const ra__bounds *b, int32_t viewer) {
-    while (!ra__spans_bounds(&x->seen, b)) ra__needs_view(x, viewer);
+    while (!ra__spans_add(&x->seen, b->lo_min, b->hi_max) ||
+           !ra__spans_add(&x->seen, b->doc_min, b->keep_max))
+        ra__needs_view(x, viewer);
 }
 
 /* Marks who needs which chunk of keys: rank r if a block of its queries may see one of the keys.
@@ -14759,12 +14742,13 @@ struct ra_ring {
 /* Tasks of a rank with `panels` query blocks each; task_begin [B + 1], may be null: first of each
  * sequence. */
 static int64_t ra__plan_tasks(const ra_plan *p, int32_t rank, int32_t panels, int64_t *task_begin) {
+    const int32_t group = p->d.q_heads / p->d.kv_heads;
     ra__side side = ra__plan_side(p, 0, rank);
     int64_t n = 0;
     for (int32_t b = 0; b < p->d.sequences; b++) {
         if (task_begin) task_begin[b] = n;
-        n += p->d.engine ? ra__engine_tasks(&side, b)
-                         : ra__tasks(&p->d, ra__side_blocks(&side, b), panels);
+        n += p->d.engine ? ra__side_count(&side, b, RA__CALLS, ra__engine_rows(&p->d))
+                         : p->d.kv_heads * ra__ceil_div(ra__side_blocks(&side, b) * group, panels);
     }
     if (task_begin) task_begin[p->d.sequences] = n;
     return n;
@@ -18362,13 +18346,13 @@ static int ra__ring_engine(ra_ring *r, const ra__claim *claim, ra_event *e, uint
     ra__seg rows = { 0, 0, 0, 1 };
     ra__engine_scratch x;
     ra__item item;
-    int64_t f = claim->fold;
+    const int64_t f = claim->fold, task = claim->task - p->task_begin[e->sequence];
     int any = ra__ring_item(r, f, &item), code = 0;
     int edge = (r->lists->fold[f].index == 0 ? RA__FIRST : 0) |
                (r->lists->fold[f].last ? RA__LAST : 0);
     ra__engine_carve(&a, &p->d, &x);
     x.thread = e->thread;
-    if (ra__engine_task(&r->work, e->sequence, claim->task - p->task_begin[e->sequence], &rows))
+    if (ra__side_unit(&r->work.q_side, e->sequence, RA__CALLS, ra__engine_rows(&p->d), task, &rows))
         code = ra__engine_run(&r->work, e->sequence, &rows, any ? &item : NULL, edge, &x);
     if (any) ra__engine_tally(&r->work, e->sequence, &rows, &item, &n);
     e->q_row = rows.row;
