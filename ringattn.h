@@ -12867,14 +12867,6 @@ static int64_t ra__back_bytes(const ra_desc *d) {
     return a.used;
 }
 
-/* A share in one phase; g->edge loses RA__FIRST when the sums of dQ have begun. */
-static void ra__back_pass(const ra__back_local *l, const ra__share *p, const ra__item *item,
-                          ra__grads *g, int last, ra__back_memory *m) {
-    if (last) g->edge |= RA__LAST;
-    ra__back_task(&l->b, &p->t, item, g, &m->x);
-    g->edge &= ~RA__FIRST;
-}
-
 static void ra__back_run_piece(const ra__back_local *l, ra__share *p, ra__back_memory *m) {
     const ra_desc *d = &l->c.d;
     const int32_t group = d->q_heads / d->kv_heads;
@@ -12896,10 +12888,12 @@ static void ra__back_run_piece(const ra__back_local *l, ra__share *p, ra__back_m
     ra__share_keys(&l->c.w, p, &l->c.k_side, l->c.kv, sums, 0, &item, &g);
     ra__share_blocks(d, p, ra__side_blocks(&l->c.w.q_side, p->t.sequence));
     if (p->want_k) ra__grads_clear(d, &item.c, &g);
-    m->x.phase = twice ? RA__AFTER : RA__BOTH;
-    ra__back_pass(l, p, &item, &g, !twice, m);
-    m->x.phase = RA__BEFORE;
-    if (twice) ra__back_pass(l, p, &item, &g, 1, m);
+    for (int i = 0; i <= twice; i++) {
+        m->x.phase = !twice ? RA__BOTH : i ? RA__BEFORE : RA__AFTER;
+        if (i == twice) g.edge |= RA__LAST;
+        ra__back_task(&l->b, &p->t, &item, &g, &m->x);
+        g.edge &= ~RA__FIRST;          /* the sums of dQ have begun */
+    }
     if (p->want_k) ra__grads_finish(&l->b, &item.c, p->t.kv_head, l->d_kv, &g);
 }
 
