@@ -15133,6 +15133,7 @@ static void ra__travel_carve(ra__arena *a, const ra_plan *p, ra__travel *t, int6
     t->chunk = (ra__chunk *)ra__carve(a, chunks * (int64_t)sizeof(ra__chunk));
     t->need_row = (ra__ceil_div(chunks, 256) | 1) * 64;
     t->need = (uint8_t *)ra__carve(a, p->d.ranks * t->need_row);
+    if (a->base) memset(t->need, 0, (size_t)(p->d.ranks * t->need_row));
 }
 
 /* Room for n messages each way, and for so many folds, exchanges and own chunks. */
@@ -15805,14 +15806,9 @@ static double ra__predict_pass(const ra_plan *p, const ra_rates *rates, int32_t 
 }
 
 /* -------------------------------------------------------------------------- plans */
-static void ra__need_none(const ra_plan *p, const ra__travel *t) {
-    memset(t->need, 0, (size_t)(p->d.ranks * t->need_row));
-}
-
 /* Chunks of queries and who needs them. */
 static void ra__plan_queries(ra_plan *p) {
     p->queries.chunks = ra__chunk_all(p, 0, 0, p->queries.chunk);
-    ra__need_none(p, &p->queries);
     for (int32_t b = 0; b < p->d.sequences; b++) {
         int64_t c, end, spans = ra__key_spans(p, b, p->span);
         ra__chunk_range(&p->queries, b, &c, &end);
@@ -15837,7 +15833,6 @@ static void ra__plan_fill_back(ra_plan *p) {
 
 /* From the list of chunks to the lists of this rank. */
 static void ra__plan_fill(ra_plan *p) {
-    ra__need_none(p, &p->keys);
     for (int32_t r = 0; r < p->d.ranks; r += RA__VIEWERS)
         for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
     ra__plan_places(p);
