@@ -14030,25 +14030,26 @@ static int64_t ra__play_keys_seen(const ra__seg *s, const ra__bounds *x, int64_t
     return all;
 }
 
-/* Sets what some of a rank's blocks of queries see; none with ARRAY. */
+/* Which of `blocks` blocks is sample i of n. Even and odd ones in turn: the first rows of a chunk
+ * of two blocks see one of them, the others both. */
+RA__INLINE int64_t ra__play_sample(int64_t i, int64_t blocks, int64_t n) {
+    return (4 * i + 1 + 2 * (i & 1)) * blocks / (4 * n);
+}
+
+/* Sets what some of a rank's blocks of queries see, in the order of units; none with ARRAY. */
 static void ra__play_sights(const ra__tour *w, ra__play *y, int32_t rank) {
-    ra__side side = ra__plan_side(w->p, 0, rank);
+    const ra__side side = ra__plan_side(w->p, 0, rank);
     ra__play_seat *s = &y->seat[rank];
     const int64_t n = ra__min(ra__play_samples(w->p), s->blocks);
-    int64_t before = 0;
-    ra__seg seg;
+    ra__chunk all;
+    int32_t which;
     s->samples = 0;
     if (side.layout == RA_LAYOUT_ARRAY || w->t == &w->p->queries) return;
-    for (int64_t i = 0; s->samples < n && ra__side_seg(&side, s->sequence, i, &seg); i++) {
-        const int64_t blocks = ra__ceil_div(seg.rows, RA_BLOCK_TOKENS);
-        for (; s->samples < n; s->samples++) {
-            const int64_t at = (2 * s->samples + 1) * s->blocks / (2 * n) - before;
-            if (at >= blocks) break;
-            ra__seg rows = ra__seg_block(&seg, at);
-            ra__play_seen_by(w, y, rank)[s->samples] =
-                ra__query_bounds(&w->p->d, s->sequence, &rows);
-        }
-        before += blocks;
+    ra__chunk_side(&side, s->sequence, &all);
+    for (; s->samples < n; s->samples++) {
+        const int64_t at = ra__play_sample(s->samples, s->blocks, n);
+        const ra__seg rows = ra__chunk_block(&all, RA_ORDER_ASCENDING, at, &which);
+        ra__play_seen_by(w, y, rank)[s->samples] = ra__query_bounds(&w->p->d, s->sequence, &rows);
     }
 }
 
@@ -14120,32 +14121,44 @@ static void ra__play_note(const ra__tour *w, ra__play *y, int32_t rank, int64_t 
     work->folds = (joins ? work->folds : 0) + 1;
 }
 
-/* Work of a chunk on a rank. */
-static int64_t ra__play_all(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c) {
+/* Work of a chunk on a rank, of the rows of samples from `first` to `end`. */
+static int64_t ra__play_some(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c,
+                             int64_t first, int64_t end) {
     const ra__play_seat *s = &y->seat[rank];
     const ra__chunk *chunk = &w->t->chunk[c];
     int64_t all = 0;
-    if (w->p->d.layout.kind == RA_LAYOUT_ARRAY)
-        return ra__mul_sat(ra__chunk_rows(chunk), s->blocks);
-    if (w->t == &w->p->queries) return ra__play_seen(w, chunk, rank);
     for (int32_t i = 0; i < (chunk->list.run ? 1 : chunk->segs); i++) {
         ra__seg seg = ra__play_seg(chunk, i);
-        all += ra__play_keys_seen(&seg, ra__play_seen_by(w, y, rank), s->samples);
+        all += ra__play_keys_seen(&seg, ra__play_seen_by(w, y, rank) + first, end - first);
     }
     return s->samples ? ra__mul_sat(all, s->blocks) / s->samples : 0;
 }
 
-/* Work of an own chunk, which is folded once or in two parts of the rows that stay. These are
- * nearly proportional to where its units are in the shard. The unit's own rows count with the first
- * part. */
+/* Work of a chunk on a rank. */
+static int64_t ra__play_all(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c) {
+    if (w->p->d.layout.kind == RA_LAYOUT_ARRAY)
+        return ra__mul_sat(ra__chunk_rows(&w->t->chunk[c]), y->seat[rank].blocks);
+    if (w->t == &w->p->queries) return ra__play_seen(w, &w->t->chunk[c], rank);
+    return ra__play_some(w, y, rank, c, 0, y->seat[rank].samples);
+}
+
+/* Work of an own chunk, which is folded once or in two parts of the rows that stay: those before
+ * the chunk's place in the shard come second. Rows of a unit's own count with the first part. */
 static int64_t ra__play_part(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c,
                              int second) {
     const ra__play_seat *s = &y->seat[rank];
-    const int64_t all = ra__play_all(w, y, rank, c), own = ra__max(2 * s->own, 1);
+    const int64_t own = ra__max(2 * s->own, 1), n = s->samples;
     const int64_t middle = 2 * (second ? s->own_last : s->own_first) +
                            ra__chunk_blocks(&w->t->chunk[c]) - w->t->chunk[c].segs;
-    if (!w->back || !w->p->owner_folds_twice || !y->chunk[c].stations) return all;
-    return all / own * ra__min(own, second ? middle : own - middle);
+    if (!w->back || !w->p->owner_folds_twice || !y->chunk[c].stations)
+        return ra__play_all(w, y, rank, c);
+    const int64_t all = ra__play_all(w, y, rank, c), at = ra__min(own, middle) * n / own;
+    int64_t before = ra__min(own, middle) * (all / own);
+    if (n) before = ra__play_some(w, y, rank, c, 0, at);
+    if (at < n)
+        before += ra__mul_sat(ra__play_some(w, y, rank, c, at, at + 1),
+                              ra__min(own, middle) * n - at * own) / own;
+    return second ? before : all - before;
 }
 
 /* The second visit of the own chunk of a rank that started first, if it comes before chunk c; as

@@ -892,30 +892,34 @@ TEST(sendrecv_does_not_take_turns)
 }
 
 /* The same where tasks see unlike many of the chunks that they fold together, or where chunks are
- * small: a buffer of which all is folded goes to the peer before anything else is computed. */
+ * small: a buffer of which all is folded goes to the peer before anything else is computed.
+ * Backward the two visits of an own chunk are unlike. */
 TEST(sendrecv_waits_for_no_group)
 {
-    static const struct { int ranks, layout, mask, shard, chunk, order, always; } shapes[] = {
-        { 3, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, RA_ORDER_ROUNDS, 1 },
-        { 3, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, 0, 1 },
-        { 3, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 512, 0, 0 },
-        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_NONE, 1024, 64, 0, 1 },
-        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_NONE, 2048, 64, 0, 0 },
-        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_CAUSAL, 1024, 64, RA_ORDER_ROUNDS, 1 },
-        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_CAUSAL, 2048, 64, RA_ORDER_ROUNDS, 0 },
-        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_CAUSAL, 2048, 128, RA_ORDER_ROUNDS, 0 },
-        { 4, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 64, RA_ORDER_ROUNDS, 0 },
-        { 4, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 128, RA_ORDER_ROUNDS, 0 },
-        { 4, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, 0, 0 },
-        { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 1024, 64, 0, 1 },
-        { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 64, 0, 0 },
-        { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 512, 0, 0 },
+    static const struct { int ranks, layout, mask, shard, chunk, order, always, way; } shapes[] = {
+        { 3, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, RA_ORDER_ROUNDS, 1, 0 },
+        { 3, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, 0, 1, 0 },
+        { 3, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 512, 0, 0, 0 },
+        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_NONE, 1024, 64, 0, 1, 0 },
+        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_NONE, 2048, 64, 0, 0, 0 },
+        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_CAUSAL, 1024, 64, RA_ORDER_ROUNDS, 1, 0 },
+        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_CAUSAL, 2048, 64, RA_ORDER_ROUNDS, 0, 0 },
+        { 4, RA_LAYOUT_CONTIGUOUS, RA_MASK_CAUSAL, 2048, 128, RA_ORDER_ROUNDS, 0, 0 },
+        { 4, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 64, RA_ORDER_ROUNDS, 0, 0 },
+        { 4, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 128, RA_ORDER_ROUNDS, 0, 0 },
+        { 4, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, 0, 0, 0 },
+        { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 1024, 64, 0, 1, 0 },
+        { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 64, 0, 0, 0 },
+        { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 512, 0, 0, 0 },
+        { 2, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 128, 0, 1, RA_TRAVEL_KV },
+        { 4, RA_LAYOUT_STRIPED, RA_MASK_CAUSAL, 2048, 128, 0, 0, RA_TRAVEL_KV },
+        { 4, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 128, 0, 0, RA_TRAVEL_KV },
     };
     pthread_mutex_init(&flat.lock, NULL);
     pthread_cond_init(&flat.moved, NULL);
     for (int i = 0; i < (int)(sizeof shapes / sizeof *shapes); i++) {
         ra_desc d = flat_desc(shapes[i].ranks, shapes[i].shard, 2, shapes[i].layout, shapes[i].mask,
-                              0);
+                              shapes[i].way);
         d.chunk_tokens = shapes[i].chunk;
         d.order = shapes[i].order;
         if ((!h_run.large && !shapes[i].always) || !h_case(i)) continue;
