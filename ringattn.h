@@ -1624,6 +1624,10 @@ typedef struct ra__prefetch_list {
     int32_t count;
     int32_t which, row;                /* to prefetch next */
     int32_t step;                      /* rows to prefetch at once */
+    int32_t level1;                    /* 1: into the level 1 cache */
+    const struct ra__panel *bias;      /* biases of this panel and the keys from bias_pos on are */
+    int32_t bias_pos;                  /* needed after those of a call */
+    int32_t next_pos;                  /* of the next block of keys; -1: not known */
 } ra__prefetch_list;
 
 /* Up to 64 query rows of one head. q [Dk x 64] and acc [Dv x 64] are floats in a layout that only
@@ -1693,6 +1697,8 @@ typedef struct ra__back_job {
     float *cap, *drop;                 /* 1 - tanh^2 under a softcap; factors of dropout */
     float *form;                       /* scratch of the kernel: s of ra__key_scratch */
     const void *k_form;                /* memory that prepare_back was given for K */
+    const ra__panel *next;             /* whose biases are needed soon, from key next_pos on */
+    int32_t next_pos;
 } ra__back_job;
 
 /* Memory to prefetch in the order of its addresses: stretches of `lines` lines of 64 bytes, `jump`
@@ -2563,19 +2569,37 @@ RA__INLINE void ra__prefetch_add(ra__prefetch_list *x, const uint8_t *at, int64_
     x->count += bytes > 0 && rows > 0;
 }
 
-/* Prefetches the next rows of the list into the level 2 cache.
+/* Prefetches the next rows of the list into the level 2 cache, or level 1 if they are near.
  * PERF: a few at a time, because processors drop requests that come all at once. Zen 5, 4096 tokens
  * of 8 heads, AVX-512: D 64 80 -> 83, D 128 83 -> 86 % of the FMA peak.
  * PERF: level 1 does not hold a block, and rows 2 KB apart share a few of its sets. Zen 4, 32/8
- * heads of D 128, 8 tokens over 32768 keys, level 1 -> 2: bf16 50 -> 39 ms, f32 92 -> 62. */
+ * heads of D 128, 8 tokens over 32768 keys, level 1 -> 2: bf16 50 -> 39 ms, f32 92 -> 62. But where
+ * several panels take a block in turn, level 2 -> 1 saves 1 % on a Zen 5. */
 RA__NOINLINE void ra__prefetch_some(ra__prefetch_list *x) {
     for (int32_t i = 0; i < x->step && x->which < x->count; i++) {
         int64_t offset = x->row * x->stride[x->which];
-        for (int32_t j = 0; j < x->bytes[x->which]; j += 64)
-            ra__prefetch_far((uintptr_t)x->at[x->which] + (uintptr_t)(offset + j));
+        const uintptr_t at = (uintptr_t)x->at[x->which] + (uintptr_t)offset;
+        for (int32_t j = 0; !x->level1 && j < x->bytes[x->which]; j += 64)
+            ra__prefetch_far(at + (uintptr_t)j);
+        if (x->level1) ra__prefetch(at, x->bytes[x->which]);
         if (++x->row < x->rows[x->which]) continue;
         x->row = 0;
         x->which++;
+    }
+}
+
+/* Prefetches the biases of rows [row, end) of a panel and the keys of a block from pos on, if they
+ * are contiguous.
+ * PERF: a few rows at a time. Biases of a later block would be evicted before their use if rows are
+ * a multiple of 16 KB apart. */
+RA__NOINLINE void ra__prefetch_bias(const ra__panel *panel, int32_t pos, int32_t row, int32_t end) {
+    const ra__score *score = panel ? &panel->score : NULL;
+    if (!score || !score->bias_row_stride || pos < 0 || pos >= score->bias_keys) return;
+    if (score->bias_key_stride > (int64_t)sizeof(float)) return;
+    for (int32_t r = row; r < end && r < panel->rows; r++) {
+        const uint8_t *at = ra__bias_row(score, r) + pos * score->bias_key_stride;
+        for (int32_t i = 0; i < RA_BLOCK_TOKENS * score->bias_key_stride; i += 64)
+            ra__prefetch_far((uintptr_t)at + (uintptr_t)i);
     }
 }
 
@@ -2877,6 +2901,11 @@ typedef struct RA__NAME(strip) {
     int32_t first, last;               /* no row sees the other keys */
     int32_t partial;                   /* 1: some row does not see some key */
     int32_t stored;                    /* 1: s gets scores, and max is found; 0: s gets p */
+    int32_t modified, capped;          /* 1: a score is not the product; under a softcap */
+    int32_t keep;                      /* partial: 1: some row sees keys that no window hides */
+    const ra__panel *next;             /* what is folded after this block: see ra__prefetch_bias */
+    int32_t next_pos;
+    float key_bias[RA_BLOCK_TOKENS];   /* biases that are the same for all rows */
     float max[RA__SLAB];               /* largest score of the block */
     float shift[RA__SLAB];             /* u, see above */
     float sum[RA__SLAB];               /* of p over the block */
@@ -2953,55 +2982,6 @@ RA__ISA_INLINE void RA__NAME(tile_weights)(RA__NAME(strip) *strip, float *s,
     RA__NAME(store)(strip->sum + t * RA__WIDTH, sum);
 }
 
-/* Stores the scores of ni keys and vector t to s and finds their maximum. */
-RA__ISA_INLINE void RA__NAME(tile_scores)(RA__NAME(strip) *strip, float *s,
-                                          RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t t) {
-    RA__FLOATS top = RA__NAME(load)(strip->max + t * RA__WIDTH);
-    RA__UNROLL for (int32_t i = 0; i < ni; i++) {
-        RA__NAME(store)(s + i * RA__SLAB + t * RA__WIDTH, c[i][t]);
-        top = RA__NAME(max)(top, c[i][t]);
-    }
-    RA__NAME(store)(strip->max + t * RA__WIDTH, top);
-}
-
-/* Scores, or p, of ni keys from key j on. Only whole slabs and whole tiles get p at once. */
-RA__ISA_INLINE void RA__NAME(score_tile)(RA__NAME(strip) *strip, int32_t k_dim, int32_t j,
-                                         int32_t ni, int32_t nt) {
-    RA__NAME(product) ab;
-    RA__FLOATS c[8][RA__VECTORS];
-    float *s = strip->s + j * RA__SLAB;
-    ab.a = ra__key_row(strip->keys, j);
-    ab.row = strip->keys->k_stride / 4;
-    ab.b = RA__NAME(panel_row)(strip->panel->q, strip->row, k_dim);
-    RA__NAME(multiply_long)(&ab, k_dim, s, RA__SLAB, c, ni, nt);
-    if (nt < RA__VECTORS || ni == 1 || strip->stored) {
-        RA__UNROLL for (int32_t t = 0; t < nt; t++) RA__NAME(tile_scores)(strip, s, c, ni, t);
-        return;
-    }
-    RA__UNROLL for (int32_t t = 0; t < nt; t++) RA__NAME(tile_weights)(strip, s, c, ni, t);
-}
-
-/* Scores, or p, of all keys; the last few in smaller tiles. */
-RA__ISA_INLINE void RA__NAME(score_tiles)(RA__NAME(strip) *strip, int32_t k_dim, int32_t ni,
-                                          int32_t nt) {
-    int32_t j = strip->first;
-    for (int32_t t = 0; t < nt; t++)
-        RA__NAME(store)(strip->max + t * RA__WIDTH, RA__NAME(set)(ra__neg_inf()));
-    for (; strip->last - j >= ni; j += ni) {
-        RA__NAME(score_tile)(strip, k_dim, j, ni, nt);
-        ra__prefetch_some(strip->panel->prefetch);
-    }
-    for (; ni > 4 && strip->last - j >= 4; j += 4) RA__NAME(score_tile)(strip, k_dim, j, 4, nt);
-    for (; j < strip->last; j++) RA__NAME(score_tile)(strip, k_dim, j, 1, nt);
-}
-
-RA__ISA_NOINLINE void RA__NAME(scores)(RA__NAME(strip) *strip, int32_t k_dim) {
-    if (strip->nt == RA__VECTORS) RA__NAME(score_tiles)(strip, k_dim, RA__TILE_HEIGHT, RA__VECTORS);
-    else if (RA__VECTORS > 2 && strip->nt > 1)
-        RA__NAME(score_tiles)(strip, k_dim, 4, RA__VECTORS / 2);
-    else RA__NAME(score_tiles)(strip, k_dim, 8, 1);
-}
-
 /* tanh(y): y + y^3 P(y^2) for |y| < 0.625, otherwise (1 - e) / (1 + e) with e = exp(-2 |y|) and the
  * sign of y. The error is about 1e-7, relative to y if y is small. */
 RA__ISA_INLINE RA__FLOATS RA__NAME(tanh)(RA__FLOATS y) {
@@ -3046,103 +3026,199 @@ RA__ISA_INLINE RA__FLOATS RA__NAME(vector_bias)(const ra__panel *panel, int32_t 
     return RA__NAME(load)(bias);
 }
 
-/* 1 if the biases of RA__WIDTH keys from key j on are contiguous. */
-RA__ISA_INLINE int32_t RA__NAME(bias_is_contiguous)(const RA__NAME(strip) *strip, int32_t j) {
-    const int32_t *pos = strip->keys->pos + j;
-    int32_t size = strip->panel->score.bias_dtype == RA_F32 ? 4 : 2;
-    if (strip->panel->score.bias_key_stride != size || strip->last - j < RA__WIDTH) return 0;
-    if (pos[0] < 0 || strip->panel->score.bias_keys - pos[0] < RA__WIDTH) return 0;
+/* Stores the scores c of ni keys and vector t to s and finds their maximum. */
+RA__ISA_INLINE void RA__NAME(tile_scores)(RA__NAME(strip) *strip, float *s,
+                                          RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t t) {
+    RA__FLOATS top = RA__NAME(load)(strip->max + t * RA__WIDTH);
+    RA__UNROLL for (int32_t i = 0; i < ni; i++) {
+        RA__NAME(store)(s + i * RA__SLAB + t * RA__WIDTH, c[i][t]);
+        top = RA__NAME(max)(top, c[i][t]);
+    }
+    RA__NAME(store)(strip->max + t * RA__WIDTH, top);
+}
+
+/* 1 if the biases of the RA__WIDTH keys from key j on are contiguous. */
+RA__ISA_INLINE int32_t RA__NAME(bias_is_contiguous)(const ra__score *score, const ra__keys *keys,
+                                                    int32_t j) {
+    const int32_t *pos = keys->pos + j;
+    if (score->bias_key_stride != (score->bias_dtype == RA_F32 ? 4 : 2)) return 0;
+    if (pos[0] < 0 || score->bias_keys - pos[0] < RA__WIDTH) return 0;
     for (int32_t i = 1; i < RA__WIDTH; i++)
         if (pos[i] != pos[0] + i) return 0;
     return 1;
 }
 
-/* to[j - strip->first] = bias of key j for the rows from `row` on; 0 beyond the panel.
+/* v[i] = RA__WIDTH elements of dtype at from + offset[i]. */
+RA__ISA_INLINE void RA__NAME(load_offsets)(RA__FLOATS *v, const uint8_t *from,
+                                           const int64_t *offset, int32_t dtype) {
+    if (dtype == RA_F32) {
+        RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++)
+            v[i] = RA__NAME(load)((const float *)(const void *)(from + offset[i]));
+        return;
+    }
+    for (int32_t i = 0; i < RA__WIDTH; i++) v[i] = RA__NAME(convert)(from + offset[i], dtype);
+}
+
+/* to[j * step] = a vector of the biases of key j and the rows from `row` on, for the keys
+ * [first, last); 0 beyond the panel. They are not the same for all rows.
  * PERF: rows of the bias are loaded as vectors and transposed. Zen 5, D 128: AVX-512 51 -> 68, AVX2
- * 64 -> 75 % of the FMA peak. The bias of the next block is prefetched, although other panels come
- * before it: 72.8 -> 76.1 %, bf16 60 -> 70 % of its peak. */
-RA__ISA_NOINLINE void RA__NAME(load_bias)(const RA__NAME(strip) *strip, int32_t row,
-                                          float (*to)[RA__WIDTH]) {
-    const ra__score *score = &strip->panel->score;
-    int32_t j = strip->first;
-    while (j < strip->last) {
-        float *at = to[j - strip->first];
-        if (strip->panel->rows - row >= RA__WIDTH && RA__NAME(bias_is_contiguous)(strip, j)) {
-            int64_t first = strip->keys->pos[j] * score->bias_key_stride;
-            RA__FLOATS v[RA__WIDTH];
-            for (int32_t i = 0; i < RA__WIDTH; i++) {
-                const uint8_t *from = ra__bias_row(score, row + i) + first;
-                v[i] = RA__NAME(convert)(from, score->bias_dtype);
-                ra__prefetch_far((uintptr_t)from +
-                                 (uintptr_t)(RA_BLOCK_TOKENS * score->bias_key_stride));
-            }
-            RA__NAME(transpose)(v);
-            RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++)
-                RA__NAME(store)(at + i * RA__WIDTH, v[i]);
-            j += RA__WIDTH;
-        } else {
-            RA__NAME(store)(at, RA__NAME(vector_bias)(strip->panel, row, strip->keys->pos[j]));
+ * 64 -> 75 % of the FMA peak. */
+RA__ISA_NOINLINE void RA__NAME(load_bias)(const ra__panel *panel, const ra__keys *keys,
+                                          int32_t row, int32_t first, int32_t last, float *to,
+                                          int32_t step) {
+    const ra__score *score = &panel->score;
+    const int32_t whole = panel->rows - row >= RA__WIDTH;
+    int64_t offset[RA__WIDTH];
+    for (int32_t i = 0; whole && i < RA__WIDTH; i++)
+        offset[i] = ra__bias_row(score, row + i) - score->bias;
+    for (int32_t j = first; j < last;) {
+        RA__FLOATS v[RA__WIDTH];
+        if (!whole || last - j < RA__WIDTH || !RA__NAME(bias_is_contiguous)(score, keys, j)) {
+            RA__NAME(store)(to + j * step, RA__NAME(vector_bias)(panel, row, keys->pos[j]));
             j++;
+            continue;
         }
+        RA__NAME(load_offsets)(v, score->bias + keys->pos[j] * score->bias_key_stride, offset,
+                               score->bias_dtype);
+        RA__NAME(transpose)(v);
+        RA__UNROLL for (int32_t i = 0; i < RA__WIDTH; i++)
+            RA__NAME(store)(to + (j + i) * step, v[i]);
+        j += RA__WIDTH;
     }
 }
 
-/* Modifies the scores of vector t and finds their maximum. */
-RA__ISA_NOINLINE void RA__NAME(modify_vector)(RA__NAME(strip) *strip, int32_t t) {
-    const ra__score *score = &strip->panel->score;
-    int32_t row = strip->row + t * RA__WIDTH, full = score->bias && score->bias_row_stride != 0;
-    float bias[RA_BLOCK_TOKENS][RA__WIDTH];
-    RA__FLOATS top = RA__NAME(set)(ra__neg_inf()), b = RA__NAME(set)(0.0f);
-    if (full) RA__NAME(load_bias)(strip, row, bias);
-    for (int32_t j = strip->first; j < strip->last; j++) {
-        int32_t pos = strip->keys->pos ? strip->keys->pos[j] : 0;
-        float *s = strip->s + j * RA__SLAB + t * RA__WIDTH;
-        if (full) b = RA__NAME(load)(bias[j - strip->first]);
-        else if (score->bias) b = RA__NAME(set)(ra__bias_at(score, 0, pos));
-        RA__FLOATS x = RA__NAME(distance)(strip->panel->geo->pos + row, pos);
-        x = RA__NAME(modify)(score, RA__NAME(load)(s), x, b);
-        top = RA__NAME(max)(top, x);
-        RA__NAME(store)(s, x);
-    }
-    RA__NAME(store)(strip->max + t * RA__WIDTH, top);
-}
-
-/* Masks the scores of vector t. Finds their maximum, and which rows see a key. */
-RA__ISA_INLINE void RA__NAME(mask_vector)(RA__NAME(strip) *strip, int32_t t, int32_t keep) {
+/* Products c [ni][RA__SLAB] of the keys from key j on become scores, modified and masked, in s,
+ * and their maximum is found. s holds biases that are not the same for all rows. */
+RA__ISA_NOINLINE void RA__NAME(adjust_tile)(RA__NAME(strip) *strip, const float *c, int32_t j,
+                                            int32_t ni) {
     const ra__rows *geo = strip->panel->geo;
-    const int32_t *pos = strip->keys->pos;
-    int32_t row = strip->row + t * RA__WIDTH;
-    RA__INTS lo = RA__NAME(load_int)(geo->lo + row), hi = RA__NAME(load_int)(geo->hi + row);
-    RA__INTS first = RA__NAME(load_int)(geo->keep_first + row);
-    RA__INTS end = RA__NAME(load_int)(geo->keep_end + row);
-    RA__FLOATS low = RA__NAME(set)(ra__neg_inf()), top = low;
-    RA__MASK any = RA__NAME(none)();
-    for (int32_t j = strip->first; j < strip->last; j++) {
-        float *s = strip->s + j * RA__SLAB + t * RA__WIDTH;
-        RA__MASK seen = RA__NAME(none)();
-        if (pos[j] >= 0) seen = RA__NAME(within)(lo, hi, pos[j]);
-        if (keep && pos[j] >= 0)
-            seen = RA__NAME(any_of)(seen, RA__NAME(within)(first, end, pos[j]));
-        any = RA__NAME(any_of)(any, seen);
-        RA__FLOATS x = RA__NAME(select)(seen, RA__NAME(load)(s), low);
-        top = RA__NAME(max)(top, x);
-        RA__NAME(store)(s, x);
-    }
-    RA__NAME(store)(strip->max + t * RA__WIDTH, top);
-    strip->seen[t] = any;
-}
-
-/* Second pass over the scores if the dot product is not all: modifies and masks them, and finds
- * their maximum. */
-RA__ISA_NOINLINE void RA__NAME(adjust)(RA__NAME(strip) *strip) {
-    const ra__rows *geo = strip->panel->geo;
-    int32_t keep = 0, last = strip->row + strip->nt * RA__WIDTH;
-    for (int32_t i = strip->row; i < last && strip->partial; i++)
-        keep |= geo->keep_first[i] < geo->keep_end[i];
+    const ra__score score = strip->panel->score;
+    const int32_t modified = strip->modified, full = score.bias_row_stride != 0;
     for (int32_t t = 0; t < strip->nt; t++) {
-        if (ra__score_is_modified(&strip->panel->score)) RA__NAME(modify_vector)(strip, t);
-        if (strip->partial) RA__NAME(mask_vector)(strip, t, keep);
+        const int32_t at = t * RA__WIDTH, row = strip->row + at;
+        RA__FLOATS top = RA__NAME(load)(strip->max + at), b = top;
+        for (int32_t i = 0; i < ni; i++) {
+            const int32_t pos = strip->keys->pos ? strip->keys->pos[j + i] : 0;
+            float *s = strip->s + (j + i) * RA__SLAB + at;
+            RA__FLOATS x = RA__NAME(load)(c + i * RA__SLAB + at);
+            if (modified) {
+                if (score.bias && full) b = RA__NAME(load)(s);
+                else if (score.bias) b = RA__NAME(set)(strip->key_bias[j + i]);
+                x = RA__NAME(modify)(&score, x, RA__NAME(distance)(geo->pos + row, pos), b);
+            }
+            if (strip->partial) {
+                RA__MASK seen = RA__NAME(sees)(geo, row, pos);
+                strip->seen[t] = RA__NAME(any_of)(strip->seen[t], seen);
+                x = RA__NAME(select)(seen, x, RA__NAME(set)(ra__neg_inf()));
+            }
+            top = RA__NAME(max)(top, x);
+            RA__NAME(store)(s, x);
+        }
+        RA__NAME(store)(strip->max + at, top);
     }
+}
+
+/* Products c of ni keys from key j on become scores, without a softcap. */
+RA__ISA_INLINE void RA__NAME(tile_modify)(const RA__NAME(strip) *strip, int32_t j,
+                                          RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t nt) {
+    const ra__score *score = &strip->panel->score;
+    const int32_t *pos = strip->keys->pos + j, *row = strip->panel->geo->pos + strip->row;
+    const float *s = strip->s + j * RA__SLAB;
+    RA__FLOATS slope = RA__NAME(set)(-score->slope * ra__log2e), log2e = RA__NAME(set)(ra__log2e);
+    if (score->slope != 0.0f)
+        RA__UNROLL for (int32_t i = 0; i < ni; i++)
+            RA__UNROLL for (int32_t t = 0; t < nt; t++)
+                c[i][t] = RA__NAME(fma)(slope, RA__NAME(distance)(row + t * RA__WIDTH, pos[i]),
+                                        c[i][t]);
+    if (score->bias && score->bias_row_stride)
+        RA__UNROLL for (int32_t i = 0; i < ni; i++)
+            RA__UNROLL for (int32_t t = 0; t < nt; t++)
+                c[i][t] = RA__NAME(fma)(RA__NAME(load)(s + i * RA__SLAB + t * RA__WIDTH), log2e,
+                                        c[i][t]);
+    else if (score->bias)
+        RA__UNROLL for (int32_t i = 0; i < ni; i++) {
+            RA__FLOATS b = RA__NAME(set)(strip->key_bias[j + i]);
+            RA__UNROLL for (int32_t t = 0; t < nt; t++) c[i][t] = RA__NAME(fma)(b, log2e, c[i][t]);
+        }
+}
+
+/* Masks scores c of ni keys from key j on. */
+RA__ISA_INLINE void RA__NAME(tile_mask)(RA__NAME(strip) *strip, int32_t j,
+                                        RA__FLOATS (*c)[RA__VECTORS], int32_t ni, int32_t nt) {
+    const ra__rows *geo = strip->panel->geo;
+    const int32_t *pos = strip->keys->pos + j;
+    RA__UNROLL for (int32_t t = 0; t < nt; t++) {
+        const int32_t row = strip->row + t * RA__WIDTH;
+        RA__INTS lo = RA__NAME(load_int)(geo->lo + row), hi = RA__NAME(load_int)(geo->hi + row);
+        RA__MASK any = strip->seen[t];
+        RA__UNROLL for (int32_t i = 0; i < ni; i++) {
+            RA__MASK seen = RA__NAME(none)();
+            if (strip->keep) seen = RA__NAME(sees)(geo, row, pos[i]);
+            else if (pos[i] >= 0) seen = RA__NAME(within)(lo, hi, pos[i]);
+            any = RA__NAME(any_of)(any, seen);
+            c[i][t] = RA__NAME(select)(seen, c[i][t], RA__NAME(set)(ra__neg_inf()));
+        }
+        strip->seen[t] = any;
+    }
+}
+
+/* Scores, or p, of ni keys from key j on. */
+RA__ISA_INLINE void RA__NAME(score_tile)(RA__NAME(strip) *strip, int32_t k_dim, int32_t j,
+                                         int32_t ni, int32_t nt) {
+    RA__NAME(product) ab;
+    RA__FLOATS c[8][RA__VECTORS], sum[8][RA__VECTORS];
+    float *part = (float *)(void *)sum, *s = strip->s + j * RA__SLAB;
+    ab.a = ra__key_row(strip->keys, j);
+    ab.row = strip->keys->k_stride / 4;
+    ab.b = RA__NAME(panel_row)(strip->panel->q, strip->row, k_dim);
+    RA__NAME(multiply_long)(&ab, k_dim, part, RA__SLAB, c, ni, nt);
+    if (nt > 1 && ni > 1 && !strip->capped) {
+        if (strip->modified) RA__NAME(tile_modify)(strip, j, c, ni, nt);
+        if (strip->partial) RA__NAME(tile_mask)(strip, j, c, ni, nt);
+        RA__UNROLL for (int32_t t = 0; t < nt; t++) {
+            if (strip->stored) RA__NAME(tile_scores)(strip, s, c, ni, t);
+            else RA__NAME(tile_weights)(strip, s, c, ni, t);
+        }
+        return;
+    }
+    RA__UNROLL for (int32_t i = 0; i < ni; i++)
+        RA__UNROLL for (int32_t t = 0; t < nt; t++)
+            RA__NAME(store)(part + i * RA__SLAB + t * RA__WIDTH, c[i][t]);
+    RA__NAME(adjust_tile)(strip, part, j, ni);
+}
+
+/* Scores, or p, of all keys; the last few in smaller tiles. */
+RA__ISA_INLINE void RA__NAME(score_tiles)(RA__NAME(strip) *strip, int32_t k_dim, int32_t ni,
+                                          int32_t nt) {
+    const int32_t rows = nt * RA__WIDTH;
+    int32_t j = strip->first;
+    for (; strip->last - j >= ni; j += ni) {
+        RA__NAME(score_tile)(strip, k_dim, j, ni, nt);
+        ra__prefetch_some(strip->panel->prefetch);
+        if (strip->panel->score.bias)
+            ra__prefetch_bias(strip->next, strip->next_pos,
+                              strip->row + rows * j / RA_BLOCK_TOKENS,
+                              strip->row + rows * (j + ni) / RA_BLOCK_TOKENS);
+    }
+    for (; ni > 4 && strip->last - j >= 4; j += 4) RA__NAME(score_tile)(strip, k_dim, j, 4, nt);
+    for (; j < strip->last; j++) RA__NAME(score_tile)(strip, k_dim, j, 1, nt);
+}
+
+RA__ISA_NOINLINE void RA__NAME(scores)(RA__NAME(strip) *strip, int32_t k_dim) {
+    if (strip->nt == RA__VECTORS) RA__NAME(score_tiles)(strip, k_dim, RA__TILE_HEIGHT, RA__VECTORS);
+    else if (RA__VECTORS > 2 && strip->nt > 1)
+        RA__NAME(score_tiles)(strip, k_dim, 8, RA__VECTORS / 2);
+    else RA__NAME(score_tiles)(strip, k_dim, 8, 1);
+}
+
+/* The biases of a strip: those of all rows in key_bias, others in s. */
+RA__ISA_STATIC void RA__NAME(strip_bias)(RA__NAME(strip) *strip) {
+    const ra__score *score = &strip->panel->score;
+    for (int32_t t = 0; t < strip->nt && score->bias_row_stride; t++)
+        RA__NAME(load_bias)(strip->panel, strip->keys, strip->row + t * RA__WIDTH, strip->first,
+                            strip->last, strip->s + t * RA__WIDTH, RA__SLAB);
+    for (int32_t j = strip->first; j < strip->last && !score->bias_row_stride; j++)
+        strip->key_bias[j] = ra__bias_at(score, 0, strip->keys->pos[j]);
 }
 
 /* Scores become p, and p is summed. */
@@ -3214,24 +3290,38 @@ RA__ISA_NOINLINE void RA__NAME(raise_max)(RA__NAME(strip) *strip, int32_t v_dim,
     }
 }
 
+/* Finds scores, or p, of the block as strip->stored says. */
+RA__ISA_STATIC void RA__NAME(find_scores)(RA__NAME(strip) *strip, const ra_desc *d) {
+    for (int32_t t = 0; t < strip->nt; t++) {
+        RA__NAME(store)(strip->max + t * RA__WIDTH, RA__NAME(set)(ra__neg_inf()));
+        strip->seen[t] = RA__NAME(none)();
+    }
+    if (strip->panel->score.bias) RA__NAME(strip_bias)(strip);
+    RA__NAME(scores)(strip, d->k_dim);
+}
+
 /* Stores the scores of the block, sets the maxima, and computes p. again: 1 if l of some row has
  * passed the limit. */
 RA__ISA_STATIC void RA__NAME(weigh_stored)(RA__NAME(strip) *strip, const ra_desc *d,
                                            int32_t again) {
     strip->stored = 1;
-    RA__NAME(scores)(strip, d->k_dim);
-    if (strip->partial || ra__score_is_modified(&strip->panel->score)) RA__NAME(adjust)(strip);
+    RA__NAME(find_scores)(strip, d);
     RA__NAME(raise_max)(strip, d->v_dim, again);
     RA__NAME(weigh)(strip);
 }
 
-/* Computes p of the block and updates m and l. */
+/* Computes p of the block and updates m and l. Scores become p in registers, except where a row
+ * needs a maximum, under a softcap, and in tiles of one key or vector.
+ * PERF: a softcap is a long chain: it runs on its own, then the exponentials. */
 RA__ISA_STATIC void RA__NAME(softmax)(RA__NAME(strip) *strip, const ra_desc *d) {
-    const int32_t whole = strip->nt == RA__VECTORS && strip->last % RA__TILE_HEIGHT % 4 == 0;
-    strip->stored = RA__NAME(load_shift)(strip) || strip->partial || !whole ||
-                    ra__score_is_modified(&strip->panel->score);
-    if (strip->stored) RA__NAME(weigh_stored)(strip, d, 0);
-    else RA__NAME(scores)(strip, d->k_dim);
+    const int32_t n = strip->last - strip->first;
+    const int32_t tiles = n % (strip->nt == RA__VECTORS ? RA__TILE_HEIGHT : 4) % 4 == 0;
+    strip->stored = 0;
+    strip->modified = ra__score_is_modified(&strip->panel->score);
+    strip->capped = strip->panel->score.softcap != 0.0f;
+    if (RA__NAME(load_shift)(strip) || strip->capped || strip->nt == 1 || !tiles)
+        RA__NAME(weigh_stored)(strip, d, 0);
+    else RA__NAME(find_scores)(strip, d);
     if (RA__NAME(any_over_limit)(strip)) RA__NAME(weigh_stored)(strip, d, 1);
     for (int32_t t = 0; t < strip->nt; t++) {
         float *l = strip->panel->l + strip->row + t * RA__WIDTH;
@@ -3329,6 +3419,7 @@ RA__ISA_STATIC void RA__NAME(find_keys)(RA__NAME(strip) *strip) {
             keep_end = geo->keep_end[i] > keep_end ? geo->keep_end[i] : keep_end;
         }
     }
+    strip->keep = keep_end > 0;
     strip->last = 0;
     for (int32_t i = strip->keys->n - 1; i >= 0; i--) {
         if ((lo > pos[i] || pos[i] >= hi) && (keep_first > pos[i] || pos[i] >= keep_end)) continue;
@@ -3365,6 +3456,8 @@ RA__ISA_STATIC void RA__NAME(fold)(const ra__panel *panel, const ra__keys *keys,
         if (kind[i] == RA__EMPTY) continue;
         strip.keys = keys + i;
         strip.partial = kind[i] == RA__PARTIAL;
+        strip.next = i + 1 < count ? panel : panel->prefetch->bias;
+        strip.next_pos = i + 1 < count ? keys[i + 1].pos[0] : panel->prefetch->bias_pos;
         RA__NAME(fold_block)(&strip, d);
     }
 }
@@ -4400,8 +4493,13 @@ RA__ISA_NOINLINE void RA__NAME(back_score_grads)(const ra__back_job *job, int32_
 RA__ISA_NOINLINE void RA__NAME(back_weights)(const ra__back_job *job, int32_t row) {
     const ra__panel *fwd = &job->panel->fwd;
     const ra__score *score = &fwd->score;
-    int32_t modified = ra__score_is_modified(score);
+    int32_t modified = ra__score_is_modified(score), full = score->bias_row_stride != 0;
     RA__FLOATS lse = RA__NAME(load)(fwd->m + row), zero = RA__NAME(set)(0.0f), bias = zero;
+    float biases[RA_BLOCK_TOKENS * RA__WIDTH];
+    if (score->bias && full) {
+        RA__NAME(load_bias)(fwd, job->keys, row, 0, job->keys->n, biases, RA__WIDTH);
+        ra__prefetch_bias(job->next, job->next_pos, row, row + RA__WIDTH);
+    }
     for (int32_t j = 0; j < job->keys->n; j++) {
         int32_t pos = job->keys->pos[j], at = j * RA_BLOCK_TOKENS + row;
         RA__FLOATS s = RA__NAME(load)(job->p + at);
@@ -4412,7 +4510,8 @@ RA__ISA_NOINLINE void RA__NAME(back_weights)(const ra__back_job *job, int32_t ro
             RA__NAME(store)(job->cap + at, y);
         }
         if (modified) {
-            if (score->bias) bias = RA__NAME(vector_bias)(fwd, row, pos);
+            if (score->bias && full) bias = RA__NAME(load)(biases + j * RA__WIDTH);
+            else if (score->bias) bias = RA__NAME(set)(ra__bias_at(score, 0, pos));
             s = RA__NAME(modify)(score, s, RA__NAME(distance)(fwd->geo->pos + row, pos), bias);
         }
         s = RA__NAME(exp2)(s - lse);
@@ -5298,10 +5397,11 @@ typedef struct ra__bf_strip {
     int32_t masked;                    /* 0: all rows see all keys, and `seen` is not set */
     uint64_t seen[64];                 /* bit r: row r sees this key */
     uint64_t seeing;                   /* bit r: row r sees some key */
-    float factor;                      /* score * factor is to base 2 */
+    float factor;                      /* a stored score * factor is to base 2 */
+    int32_t modified;                  /* 1: scores are modified before they are stored */
     int32_t slot_mask;                 /* 63: scores of all keys are kept; 15: of the last 16 */
     int32_t finished;                  /* AMX: 1: scores are modified and masked */
-    float *bias;                       /* [64 keys], or [4][64 keys][16 rows] */
+    float *bias;                       /* [64 keys], or [64 keys][64 rows] */
     float shift[64];                   /* per row: m, or 0 if m is -inf */
     float old_l[64];                   /* l before this block */
     float block_max[64];               /* of the scores of this block */
@@ -5431,53 +5531,81 @@ RA__BF_INLINE void ra__bf_store_sums(float *to, __m512 (*c)[4], const int32_t ni
 /* Loads the bias of the keys and rows of a strip into strip->bias. */
 RA__BF_STATIC void ra__bf_load_bias(const ra__bf_strip *strip) {
     const ra__score *score = &strip->panel->score;
-    ra__strip_avx512 forward;
-    forward.panel = strip->panel;
-    forward.keys = strip->keys;
-    forward.first = strip->first;
-    forward.last = strip->last < strip->keys->n ? strip->last : strip->keys->n;
-    for (int32_t t = strip->row / 16;
-         t < strip->row / 16 + strip->vectors && score->bias_row_stride; t++)
-        ra__load_bias_avx512(&forward, 16 * t,
-                             (float(*)[16])(strip->bias + (t * 64 + forward.first) * 16));
-    for (int32_t j = forward.first; j < forward.last && !score->bias_row_stride; j++)
+    const int32_t last = strip->last < strip->keys->n ? strip->last : strip->keys->n;
+    const int32_t end = strip->row + 16 * strip->vectors;
+    for (int32_t row = strip->row; row < end && score->bias_row_stride; row += 16)
+        ra__load_bias_avx512(strip->panel, strip->keys, row, strip->first, last, strip->bias + row,
+                             64);
+    for (int32_t j = strip->first; j < last && !score->bias_row_stride; j++)
         strip->bias[j] = ra__bias_at(score, 0, strip->keys->pos[j]);
 }
 
-/* The modified score, to base 2, of key j and rows [row, row + 16). x is the dot product. */
-RA__BF_INLINE __m512 ra__bf_modify(const ra__bf_strip *strip, const ra__score *score, int32_t j,
-                                   int32_t row, __m512 x) {
-    const int32_t pos = strip->keys->pos ? strip->keys->pos[j] : 0;
-    __m512 bias = _mm512_setzero_ps();
-    if (score->bias && !score->bias_row_stride) bias = _mm512_set1_ps(strip->bias[j]);
-    else if (score->bias) bias = _mm512_loadu_ps(strip->bias + (row / 16 * 64 + j) * 16);
-    x = _mm512_mul_ps(x, _mm512_set1_ps(strip->panel->factor));
-    return ra__modify_avx512(score, x, ra__distance_avx512(strip->panel->geo->pos + row, pos),
-                             bias);
+/* Dot products of n keys from key j on, as stored, become modified scores to base 2. */
+RA__NOINLINE RA__BF_TARGET void ra__bf_modify_tile(const ra__bf_strip *strip, int32_t j,
+                                                   int32_t n) {
+    const ra__panel *panel = strip->panel;
+    const ra__score score = panel->score;
+    const __m512 factor = _mm512_set1_ps(panel->factor);
+    for (int32_t row = strip->row; row < strip->row + 16 * strip->vectors; row += 16)
+        for (int32_t i = j; i < j + n; i++) {
+            const int32_t key = i < strip->keys->n ? i : strip->keys->n - 1;
+            const int32_t pos = strip->keys->pos ? strip->keys->pos[key] : 0;
+            float *at = strip->scores + (i & strip->slot_mask) * 64 + row;
+            __m512 x = _mm512_mul_ps(_mm512_loadu_ps(at), factor), bias = x;
+            if (score.bias && score.bias_row_stride)
+                bias = _mm512_loadu_ps(strip->bias + key * 64 + row);
+            else if (score.bias) bias = _mm512_set1_ps(strip->bias[key]);
+            x = ra__modify_avx512(&score, x, ra__distance_avx512(panel->geo->pos + row, pos), bias);
+            _mm512_storeu_ps(at, x);
+        }
 }
 
-/* log2 of p of key j and vector t. modified: by ALiBi or a bias. */
+/* The same in registers: of 4 keys and 64 rows, without a softcap. */
+RA__BF_INLINE void ra__bf_modify_sums(const ra__bf_strip *strip, int32_t j, __m512 (*c)[4]) {
+    const ra__panel *panel = strip->panel;
+    const ra__score *score = &panel->score;
+    const int32_t *pos = strip->keys->pos + j;
+    const __m512 log2e = _mm512_set1_ps(ra__log2e), factor = _mm512_set1_ps(panel->factor);
+    RA__UNROLL for (int32_t i = 0; i < 4; i++)
+        RA__UNROLL for (int32_t t = 0; t < 4; t++) c[i][t] = _mm512_mul_ps(c[i][t], factor);
+    if (score->slope != 0.0f) {
+        const __m512 slope = _mm512_set1_ps(-score->slope * ra__log2e);
+        RA__UNROLL for (int32_t i = 0; i < 4; i++)
+            RA__UNROLL for (int32_t t = 0; t < 4; t++)
+                c[i][t] = _mm512_fmadd_ps(
+                    slope, ra__distance_avx512(panel->geo->pos + 16 * t, pos[i]), c[i][t]);
+    }
+    if (score->bias && score->bias_row_stride)
+        RA__UNROLL for (int32_t i = 0; i < 4; i++)
+            RA__UNROLL for (int32_t t = 0; t < 4; t++)
+                c[i][t] = _mm512_fmadd_ps(_mm512_loadu_ps(strip->bias + (j + i) * 64 + 16 * t),
+                                          log2e, c[i][t]);
+    else if (score->bias)
+        RA__UNROLL for (int32_t i = 0; i < 4; i++) {
+            const __m512 b = _mm512_set1_ps(strip->bias[j + i]);
+            RA__UNROLL for (int32_t t = 0; t < 4; t++) c[i][t] = _mm512_fmadd_ps(b, log2e, c[i][t]);
+        }
+}
+
+/* log2 of p of key j and vector t. */
 RA__BF_INLINE __m512 ra__bf_exponent(const ra__bf_strip *strip, int32_t j, int32_t t,
-                                     const int32_t masked, const int32_t modified) {
+                                     const int32_t masked) {
     const int32_t row = strip->row + 16 * t;
     const __m512 shift = _mm512_loadu_ps(strip->shift + row);
     const __m512 factor = _mm512_set1_ps(strip->factor);
     __m512 x = _mm512_loadu_ps(strip->scores + (j & strip->slot_mask) * 64 + row);
-    ra__score score = strip->panel->score;
-    score.softcap = 0.0f;
-    if (modified) x = _mm512_sub_ps(ra__bf_modify(strip, &score, j, row, x), shift);
-    else x = _mm512_fmsub_ps(x, factor, shift);
+    x = _mm512_fmsub_ps(x, factor, shift);
     if (!masked) return x;
     return _mm512_mask_blend_ps(ra__bf_lanes_seeing(strip, j, t), _mm512_set1_ps(ra__neg_inf()), x);
 }
 
 /* A piece: turns the scores of keys j and j + 1 and vector t into p, and adds them to l. */
 RA__BF_INLINE void ra__bf_piece(const ra__bf_strip *strip, int32_t j, int32_t t,
-                                const int32_t masked, const int32_t modified) {
+                                const int32_t masked) {
     float *l = strip->panel->l + strip->row + 16 * t;
     __m512 sum = _mm512_loadu_ps(l);
-    __m512 x = ra__bf_exponent(strip, j, t, masked, modified);
-    __m512 y = ra__bf_exponent(strip, j + 1, t, masked, modified);
+    __m512 x = ra__bf_exponent(strip, j, t, masked);
+    __m512 y = ra__bf_exponent(strip, j + 1, t, masked);
     _mm512_storeu_si512(strip->p_pairs + j / 2 * 64 + strip->row + 16 * t,
                         ra__bf_exp_pair(x, y, &sum));
     _mm512_storeu_ps(l, sum);
@@ -5485,16 +5613,15 @@ RA__BF_INLINE void ra__bf_piece(const ra__bf_strip *strip, int32_t j, int32_t t,
 
 /* Pieces [n, pieces) of the tile of keys from j on, with no products beside them. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_last_pieces(const ra__bf_strip *strip, int32_t j, int32_t n,
-                                                   int32_t pieces, int32_t modified) {
+                                                   int32_t pieces) {
     const int32_t nt = strip->vectors; /* 1, 2 or 4: no division */
-    for (; n < pieces; n++)
-        ra__bf_piece(strip, j + (n >> nt / 2) * 2, n & (nt - 1), nt < 4, modified);
+    for (; n < pieces; n++) ra__bf_piece(strip, j + (n >> nt / 2) * 2, n & (nt - 1), nt < 4);
 }
 
 /* Scores of ni keys from j on, and between their products the first `pieces` pieces of the tile
  * before. */
 RA__BF_INLINE void ra__bf_score_tile(const ra__bf_strip *strip, int32_t j, int32_t pieces,
-                                     const int32_t ni, const int32_t nt, const int32_t modified) {
+                                     const int32_t ni, const int32_t nt) {
     __m512 c[8][4];
     const uint8_t *k[8];
     const float *q = strip->panel->q + strip->row;
@@ -5504,11 +5631,14 @@ RA__BF_INLINE void ra__bf_score_tile(const ra__bf_strip *strip, int32_t j, int32
     ra__bf_zero_sums(c, ni, nt);
     for (d = 0; n < pieces && d + 8 <= strip->k_dim; d += 8, n++) {
         ra__bf_eight_dims(c, k, d, q, ni, nt);
-        ra__bf_piece(strip, j - ni + n / nt * 2, n % nt, nt < 4, modified);
+        ra__bf_piece(strip, j - ni + n / nt * 2, n % nt, nt < 4);
     }
     ra__bf_dots_from(strip, k, d, c, ni, nt);
+    const int32_t now = nt == 4 && strip->panel->score.softcap == 0.0f;
+    if (strip->modified && now) ra__bf_modify_sums(strip, j, c);
     ra__bf_store_sums(s, c, ni, nt);
-    if (n < pieces) ra__bf_last_pieces(strip, j - ni, n, pieces, modified);
+    if (strip->modified && !now) ra__bf_modify_tile(strip, j, ni);
+    if (n < pieces) ra__bf_last_pieces(strip, j - ni, n, pieces);
 }
 
 /* Products and pieces of all keys of a strip. PERF: 2^x is a long chain, which leaves the
@@ -5517,40 +5647,39 @@ RA__BF_INLINE void ra__bf_score_tile(const ra__bf_strip *strip, int32_t j, int32
  * (Zen 5, 4096 tokens). Modifying scores in a pass over the block -> in the pieces, relative to
  * unmodified scores: ALiBi 0.90 -> 0.95, bias per key 0.56 -> 0.97, full bias 0.41 -> 0.71 (D 128,
  * 2048 tokens). */
-RA__BF_INLINE void ra__bf_score_tiles(const ra__bf_strip *strip, const int32_t ni, const int32_t nt,
-                                      const int32_t modified) {
+RA__BF_INLINE void ra__bf_score_tiles(const ra__bf_strip *strip, const int32_t ni,
+                                      const int32_t nt) {
     int32_t j = strip->first, pieces = 0;
     for (; j < strip->last; j += ni) {
-        ra__bf_score_tile(strip, j, pieces, ni, nt, modified);
+        ra__bf_score_tile(strip, j, pieces, ni, nt);
         pieces = strip->slot_mask == 63 ? 0 : ni / 2 * nt;
         ra__prefetch_some(strip->panel->prefetch);
+        if (strip->modified)
+            ra__prefetch_bias(strip->panel->prefetch->bias, strip->panel->prefetch->bias_pos,
+                              strip->row + nt * j / 4, strip->row + nt * (j + ni) / 4);
     }
-    if (nt < 4 || modified) {
-        ra__bf_last_pieces(strip, j - ni, 0, pieces, modified);
+    if (nt < 4) {
+        ra__bf_last_pieces(strip, j - ni, 0, pieces);
         return;
     }
-    for (int32_t n = 0; n < pieces; n++)
-        ra__bf_piece(strip, j - ni + n / nt * 2, n % nt, 0, 0);
+    for (int32_t n = 0; n < pieces; n++) ra__bf_piece(strip, j - ni + n / nt * 2, n % nt, 0);
 }
 
 /* store: writes all scores to strip->scores. Otherwise makes p and l of them, and keeps only the
  * last tiles. */
 RA__NOINLINE RA__BF_TARGET void ra__bf_scores(ra__bf_strip *strip, int32_t store) {
-    const int32_t modified = !store && ra__score_is_modified(&strip->panel->score);
     strip->slot_mask = store ? 63 : 15;
-    if (strip->vectors == 4 && !modified) ra__bf_score_tiles(strip, 4, 4, 0);
-    else if (strip->vectors == 4) ra__bf_score_tiles(strip, 4, 4, 1);
-    else if (strip->vectors == 2) ra__bf_score_tiles(strip, 8, 2, modified);
-    else ra__bf_score_tiles(strip, 8, 1, modified);
+    if (strip->vectors == 4) ra__bf_score_tiles(strip, 4, 4);
+    else if (strip->vectors == 2) ra__bf_score_tiles(strip, 8, 2);
+    else ra__bf_score_tiles(strip, 8, 1);
 }
 
-/* Modifies and masks the stored scores of vector t, and finds their maximum. */
+/* Masks the stored scores of vector t, and finds their maximum. */
 RA__BF_STATIC void ra__bf_finish_scores(ra__bf_strip *strip, int32_t t) {
-    const int32_t row = strip->row + 16 * t, modified = ra__score_is_modified(&strip->panel->score);
+    const int32_t row = strip->row + 16 * t;
     __m512 top = _mm512_set1_ps(ra__neg_inf());
     for (int32_t j = strip->first; j < strip->last; j++) {
         __m512 x = _mm512_loadu_ps(strip->scores + j * 64 + row);
-        if (modified) x = ra__bf_modify(strip, &strip->panel->score, j, row, x);
         if (strip->masked)
             x = _mm512_mask_blend_ps(ra__bf_lanes_seeing(strip, j, t),
                                      _mm512_set1_ps(ra__neg_inf()), x);
@@ -5612,14 +5741,13 @@ RA__BF_INLINE int32_t ra__bf_lacks_max(ra__bf_strip *strip) {
 RA__BF_STATIC void ra__bf_store_scores(ra__bf_strip *strip) {
     ra__bf_scores(strip, 1);
     for (int32_t t = 0; t < strip->vectors; t++) ra__bf_finish_scores(strip, t);
-    if (ra__score_is_modified(&strip->panel->score)) strip->factor = 1.0f;
 }
 
 /* p, m and l from stored scores. Rows in `over` get a new maximum. */
 RA__BF_STATIC void ra__bf_pieces_from_scores(ra__bf_strip *strip, const __mmask16 over[4]) {
     for (int32_t t = 0; t < strip->vectors; t++) {
         ra__bf_raise_max(strip, t, over[t]);
-        for (int32_t j = strip->first; j < strip->last; j += 2) ra__bf_piece(strip, j, t, 0, 0);
+        for (int32_t j = strip->first; j < strip->last; j += 2) ra__bf_piece(strip, j, t, 0);
     }
 }
 
@@ -5637,11 +5765,12 @@ RA__BF_INLINE int32_t ra__bf_past_limit(const ra__bf_strip *strip, __mmask16 ove
 }
 
 /* p, m and l of the block. Scores are stored only where a maximum is needed: for rows without one,
- * under a softcap, and for rows whose l exceeds the limit. */
+ * and for rows whose l exceeds the limit. */
 RA__BF_STATIC void ra__bf_softmax(ra__bf_strip *strip) {
-    const int32_t kept = ra__bf_lacks_max(strip) || strip->panel->score.softcap != 0.0f;
+    const int32_t kept = ra__bf_lacks_max(strip);
     __mmask16 over[4] = {0, 0, 0, 0};
-    strip->factor = strip->panel->factor;
+    strip->modified = ra__score_is_modified(&strip->panel->score);
+    strip->factor = strip->modified ? 1.0f : strip->panel->factor;
     if (strip->panel->score.bias) ra__bf_load_bias(strip);
     if (kept) {
         ra__bf_store_scores(strip);
@@ -7447,7 +7576,7 @@ RA__NOINLINE RA__AMX_TARGET void ra__amx_back_piece(const ra__bf_back *back, int
 /* The next n pieces of forward. */
 RA__AMX_INLINE void ra__amx_some_pieces(ra__amx_state *amx, int32_t n) {
     for (; n > 0 && amx->piece < amx->pieces; n--, amx->piece++)
-        ra__bf_piece(amx->p_item, amx->piece / 2 * 2, amx->piece % 2, 0, 0);
+        ra__bf_piece(amx->p_item, amx->piece / 2 * 2, amx->piece % 2, 0);
 }
 
 RA__AMX_INLINE void ra__amx_back_next_piece(ra__amx_state *amx) {
@@ -7592,6 +7721,7 @@ RA__AMX_STATIC void ra__amx_prepare_p(ra__bf_strip *strip) {
     strip->slot_mask = 63;
     strip->finished = fresh || modified || strip->masked;
     if (strip->panel->score.bias) ra__bf_load_bias(strip);
+    if (modified) ra__bf_modify_tile(strip, strip->first, strip->last - strip->first);
     for (int32_t t = 0; t < 2 && strip->finished; t++) ra__bf_finish_scores(strip, t);
     for (int32_t t = 0; t < 2 && fresh; t++) ra__bf_raise_max(strip, t, 0);
 }
@@ -8161,6 +8291,12 @@ static RA__UNUSED const ra__kernel *ra__kernel_decode(const ra_desc *d) {
 /* 1 if decoding takes decode_near: not on Zen 3 and Zen 4, see DECODE. */
 RA__INLINE int ra__decodes_near(void) {
     return !(ra__isa_detect() & (uint32_t)RA__FAMILY_19);
+}
+
+/* 1 if tiles of several panels prefetch rows into the level 1 cache: see ra__prefetch_some. AMX
+ * does not, because its operands bypass level 1. */
+RA__INLINE int ra__prefetches_level1(const ra_desc *d) {
+    return ra__decodes_near() && d->isa != RA_ISA_AMX;
 }
 
 RINGATTN_API int32_t ra_isa_best(void) {
@@ -10436,7 +10572,12 @@ static int ra__bias_hides_row(const uint8_t *at, int32_t n, int64_t step, int32_
 /* 1 if the bias hides the n keys at `pos` from the first `rows` rows of a block. Looks at the last
  * row first: under most masks it sees more than the others. */
 static int ra__bias_hides(const ra__score *s, int32_t rows, const int32_t *pos, int32_t n) {
+    const uint8_t *last = ra__bias_row(s, rows - 1);
     int32_t run = 1;
+    if (pos[0] < 0 || pos[0] >= s->bias_keys ||
+        !ra__bias_hides_row(last + pos[0] * s->bias_key_stride, 1, s->bias_key_stride,
+                            s->bias_dtype))
+        return 0;
     for (int32_t i = 0; i < n; i += run) {
         if (pos[i] < 0 || pos[i] >= s->bias_keys) return 0;
         for (run = 1; i + run < n && pos[i + run] == pos[i] + run; run++) continue;
@@ -10606,7 +10747,10 @@ static void ra__keys_gather(const ra_desc *d, const ra__item *item, const ra__se
 
 /* Folds the blocks that wait. */
 static void ra__task_flush(const ra__work *w, const ra__task *t, ra__scratch *x) {
-    for (int32_t j = t->first; j < t->first + t->count && x->waiting; j++) {
+    const int32_t end = t->first + t->count;
+    for (int32_t j = t->first; j < end && x->waiting; j++) {
+        x->ahead.bias = &x->panel[j + 1 < end ? j + 1 : t->first];
+        x->ahead.bias_pos = j + 1 < end ? x->keys[0].pos[0] : x->ahead.next_pos;
         w->kernel->fold(&x->panel[j], x->keys, x->kind[j], x->waiting, w->d, x->store.s);
         ra__between_pieces(&x->between);
     }
@@ -10651,7 +10795,7 @@ static int ra__task_hide(const ra__task *t, const ra__scratch *x, const ra__keys
         const ra__panel *p = &x->panel[t->first + j];
         const int32_t rows = p->score.bias_row_stride ? p->rows : 1;
         if (kind[j] == RA__EMPTY) continue;
-        if (!looked || p->score.bias != looked || p->geo != p[-1].geo)
+        if (p->score.bias != looked || (p->score.bias_row_stride && p->geo != p[-1].geo))
             hidden = ra__bias_hides(&p->score, rows, keys->pos, keys->n);
         looked = p->score.bias;
         if (hidden) kind[j] = RA__EMPTY;
@@ -10687,12 +10831,15 @@ static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item 
     int32_t n = 0;
     ra__prefetch_list *a = &x->ahead;
     memset(a, 0, sizeof *a);
+    a->next_pos = -1;
+    a->level1 = t->count > 1 && !(w->d->scores & RA_SCORE_BIAS) && ra__prefetches_level1(w->d);
     for (; i < blocks && n < x->size.batch; i++) {
         int8_t kind[RA__PANELS];
         int32_t which;
         const int32_t *pos;
         ra__seg s = ra__item_block(w, item, i, &which, &pos);
         if (!ra__task_kinds(w, t, x, &s, pos, kind)) continue;
+        if (n == 0) a->next_pos = pos ? pos[0] : (int32_t)s.pos;
         s.row += s.rows * h / t->heads;
         s.rows = s.rows * (h + 1) / t->heads - s.rows * h / t->heads;
         ra__keys keys = ra__block_keys(item, which, &s, t->kv_head - h, NULL);
@@ -10749,7 +10896,10 @@ static void ra__task_save(const ra__work *w, const ra__task *t, const ra__scratc
 static int ra__task_some(const ra__work *w, const ra__task *t, const ra__item *item,
                          ra__scratch *x, ra__tally *tally) {
     int64_t blocks = ra__chunk_blocks(&item->c);
-    if (x->block == 0) x->ahead.count = 0;
+    if (x->block == 0) {
+        x->ahead.count = 0;
+        x->ahead.next_pos = -1;
+    }
     for (; x->block < blocks; x->block++) {
         const ra__tally done = *tally;
         if (x->left <= 0) return 0;
@@ -11312,6 +11462,13 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
     int64_t rows = 0;
     ra__prefetch_list *a = &x->ahead;
     memset(a, 0, sizeof *a);
+    a->level1 = ra__prefetches_level1(d);
+    a->next_pos = -1;
+    if (left > 0) {
+        int32_t which;
+        ra__seg s = ra__chunk_block(&item->c, b->w->order, i, &which);
+        if (!item->pos[which]) a->next_pos = (int32_t)s.pos;
+    }
     if (left > 0 && (i >= x->most - 1 || x->ready[i].keys.n == 0)) {
         int32_t which;
         ra__seg s = ra__chunk_block(&item->c, b->w->order, i, &which);
@@ -11374,6 +11531,11 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
         tile[count] = tile[0];
         tile[count].panel = &x->panel[j];
         tile[count++].partial = x->kind[j] == RA__PARTIAL;
+    }
+    for (int32_t j = 0; j < count; j++) {
+        const int32_t then = j + x->size.pace;
+        tile[j].next = &tile[then < count ? then : then % count].panel->fwd;
+        tile[j].next_pos = then < count ? x->pos[0] : x->ahead.next_pos;
     }
     x->left -= RA__TILE_WORK * count;
     for (int32_t j = 0; j < count; j += x->size.pace) {
