@@ -14100,7 +14100,7 @@ static int64_t ra__tour_steps(const ra__tour *w, int64_t *line, int64_t *start) 
  *
  * Work is an estimate: what a few blocks of queries see of the chunk (with RA_TRAVEL_Q: what blocks
  * of the chunk see of the rank's keys). A poor one costs time and nothing else. */
-enum { RA__MOMENT_BITS = 24, RA__WORK_BITS = 36, RA__SAMPLES = 16 };
+enum { RA__MOMENT_BITS = 24, RA__WORK_BITS = 36, RA__SAMPLES = 64 };
 
 typedef struct ra__play_slot { int64_t arrived, folded, sent; } ra__play_slot;
 
@@ -14160,8 +14160,10 @@ RA__INLINE int64_t ra__play_slots(const ra_plan *p) {
 RA__INLINE ra__play_slot *ra__play_at(const ra__play *y, int32_t rank, int64_t i) {
     return &y->slot[(rank * (y->last_slot + 1)) + (i & y->last_slot)];
 }
+/* Blocks of queries to look at per rank. Many ranks have many chunks, each of which takes time for
+ * every sample. Few samples per chunk of a shard make a poor estimate of its two visits. */
 RA__INLINE int64_t ra__play_samples(const ra_plan *p) {
-    return p->d.ranks > 64 ? RA__SAMPLES / 4 : RA__SAMPLES;
+    return p->d.ranks > 64 ? 4 : ra__max(16, ra__min(RA__SAMPLES, 512 / p->d.ranks));
 }
 RA__INLINE ra__bounds *ra__play_seen_by(const ra__tour *w, const ra__play *y, int32_t rank) {
     return &y->seen[rank * ra__play_samples(w->p)];
@@ -14192,10 +14194,10 @@ static int64_t ra__play_keys_seen(const ra__seg *s, const ra__bounds *x, int64_t
     return all;
 }
 
-/* Which of `blocks` blocks is sample i of n. Even and odd ones in turn: the first rows of a chunk
- * of two blocks see one of them, the others both. */
+/* Which of `blocks` blocks is sample i of n. Even and odd ones in turn: they mirror each other in
+ * zigzag, and the first rows of a chunk of two blocks see one of them, the others both. */
 RA__INLINE int64_t ra__play_sample(int64_t i, int64_t blocks, int64_t n) {
-    return (4 * i + 1 + 2 * (i & 1)) * blocks / (4 * n);
+    return ra__min((2 * i + 1) * blocks / (2 * n) / 2 * 2 + i % 2, blocks - 1);
 }
 
 /* Sets what some of a rank's blocks of queries see, in the order of units; none with ARRAY. */
@@ -14230,15 +14232,14 @@ static ra__seg ra__play_seg(const ra__chunk *c, int32_t i) {
 static int64_t ra__play_seen(const ra__tour *w, const ra__chunk *c, int32_t rank) {
     ra__side side = ra__plan_side(w->p, 1, rank);
     const int64_t blocks = ra__chunk_blocks(c), n = ra__min(ra__play_samples(w->p), blocks);
-    const int64_t skip = side.layout == RA_LAYOUT_RUNS
-                             ? ra__max(1, side.list.count / RA__SAMPLES) : 1;
+    const int64_t runs = side.layout == RA_LAYOUT_RUNS ? side.list.count : 0;
+    const int64_t skip = ra__max(1, runs / ra__max(1, n));
     int64_t all = 0;
     ra__bounds x[RA__SAMPLES];
     ra__seg s;
     for (int64_t i = 0; i < n; i++) {
-        int64_t at = (2 * i + 1) * blocks / (2 * n);
+        const int64_t at = ra__play_sample(i, blocks, n);
         int32_t which;
-        if (c->segs == 2) at = ra__min(at / 2 * 2 + i % 2, blocks - 1);    /* blocks alternate */
         ra__seg rows = ra__chunk_block(c, RA_ORDER_ASCENDING, at, &which);
         x[i] = ra__query_bounds(&w->p->d, c->sequence, &rows);
     }
@@ -14305,18 +14306,18 @@ static int64_t ra__play_all(const ra__tour *w, const ra__play *y, int32_t rank, 
 }
 
 /* Work of an own chunk, which is folded once or in two parts of the rows that stay: those before
- * the chunk's place in the shard come second. Rows of a unit's own count with the first part. */
+ * the chunk's place in the shard come second. Rows of a unit's own count with the first part. Where
+ * not every block is a sample, work is taken to be proportional to rows. */
 static int64_t ra__play_part(const ra__tour *w, const ra__play *y, int32_t rank, int64_t c,
                              int second) {
     const ra__play_seat *s = &y->seat[rank];
     const int64_t own = ra__max(2 * s->own, 1), n = s->samples;
     const int64_t middle = 2 * (second ? s->own_last : s->own_first) +
                            ra__chunk_blocks(&w->t->chunk[c]) - w->t->chunk[c].segs;
-    if (!w->back || !w->p->owner_folds_twice || !y->chunk[c].stations)
-        return ra__play_all(w, y, rank, c);
     const int64_t all = ra__play_all(w, y, rank, c), at = ra__min(own, middle) * n / own;
-    int64_t before = ra__min(own, middle) * (all / own);
-    if (n) before = ra__play_some(w, y, rank, c, 0, at);
+    if (!w->back || !w->p->owner_folds_twice || !y->chunk[c].stations) return all;
+    if (n < s->blocks) return all / own * ra__min(own, second ? middle : own - middle);
+    int64_t before = ra__play_some(w, y, rank, c, 0, at);
     if (at < n)
         before += ra__mul_sat(ra__play_some(w, y, rank, c, at, at + 1),
                               ra__min(own, middle) * n - at * own) / own;
