@@ -3312,7 +3312,9 @@ RA__ISA_STATIC void RA__NAME(weigh_stored)(RA__NAME(strip) *strip, const ra_desc
 
 /* Computes p of the block and updates m and l. Scores become p in registers, except where a row
  * needs a maximum, under a softcap, and in tiles of one key or vector.
- * PERF: a softcap is a long chain: it runs on its own, then the exponentials. */
+ * PERF: a softcap is a long chain: it runs on its own, then the exponentials.
+ * PERF: in a pass over the block -> in registers. Zen 5, AVX-512, D 64, 4 heads, 1024 tokens: ALiBi
+ * 6.4 -> 5.8, bias per key 5.5 -> 5.0, full bias 6.8 -> 6.2 ms. */
 RA__ISA_STATIC void RA__NAME(softmax)(RA__NAME(strip) *strip, const ra_desc *d) {
     const int32_t n = strip->last - strip->first;
     const int32_t tiles = n % (strip->nt == RA__VECTORS ? RA__TILE_HEIGHT : 4) % 4 == 0;
@@ -4489,7 +4491,10 @@ RA__ISA_NOINLINE void RA__NAME(back_score_grads)(const ra__back_job *job, int32_
 }
 
 /* Scores in job->p become p, for rows [row, row + RA__WIDTH): they are modified first, and p is 0
- * where a row does not see the key. */
+ * where a row does not see the key.
+ * PERF: biases gathered key by key -> transposed as in forward, or one for all rows. Zen 5, D 64, 4
+ * heads, 1024 tokens, backward in all: f32 bias per key 20.8 -> 13.6, full bias 23.3 -> 15.2 ms,
+ * bf16 16.0 -> 9.5 and 18.5 -> 10.2 ms. */
 RA__ISA_NOINLINE void RA__NAME(back_weights)(const ra__back_job *job, int32_t row) {
     const ra__panel *fwd = &job->panel->fwd;
     const ra__score *score = &fwd->score;
