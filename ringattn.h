@@ -6971,8 +6971,6 @@ RA__Q8_INLINE void ra__q8_advance(uintptr_t *at, ra__stream *a, int32_t n) {
     }
 }
 
-RA__Q8_INLINE __m128i ra__q8_load(const void *p) { return _mm_loadu_si128((const __m128i *)p); }
-
 /* 32 bytes at a, then 32 at b. */
 RA__Q8_INLINE __m512i ra__q8_join(const uint8_t *a, const uint8_t *b) {
     const __m256i y = _mm256_loadu_si256((const __m256i *)(const void *)a);
@@ -7148,19 +7146,19 @@ RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float 
     const uint64_t seen = whole ? ~(uint64_t)0 : x->seen;
     ra__q8_weights *to = &x->w[g];
     const __m512i infinity = _mm512_set1_epi32(0x7f800000);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3);
     const __m512i where = _mm512_add_epi32(
         _mm512_mullo_epi32(_mm512_setr_epi32(0, 64, 1, 65, 4, 68, 5, 69, 8, 72, 9, 73, 12, 76, 13,
                                              77), _mm512_set1_epi32(0x01010101)),
         _mm512_set1_epi32(0x30201000));
     __m512i w[RA__Q8_BLOCKS][4], top[RA__Q8_BLOCKS], unit;
     __m512 scale[RA__Q8_BLOCKS][4];
-    uint32_t large[4 * RA__Q8_BLOCKS], most[4 * RA__Q8_BLOCKS];
     int32_t other = 0, masked = negative || !whole;
     masked |= ra__q8_spread(scale, &x->rows, at, x->blocks, whole);
     RA__UNROLL for (int32_t i = 0; i < 4; i++) {
-        const __m512 y = ra__abs_avx512(_mm512_loadu_ps(p + 64 * g + 16 * i));
+        const __m512 y = _mm512_loadu_ps(p + 64 * g + 16 * i);
         RA__UNROLL for (int32_t b = 0; b < RA__Q8_BLOCKS; b++) {
-            __m512 z = _mm512_mul_ps(y, ra__abs_avx512(scale[b][i]));
+            __m512 z = ra__abs_avx512(_mm512_mul_ps(y, scale[b][i]));
             if (masked) {
                 const __mmask16 below = _mm512_movepi32_mask(_mm512_castps_si512(scale[b][i]));
                 const __mmask16 take = negative ? below : (__mmask16)~below;
@@ -7176,16 +7174,15 @@ RA__Q8_INLINE int32_t ra__q8_weigh(const ra__q8_work *x, int32_t g, const float 
     top[0] = _mm512_max_epi32(unit, _mm512_set1_epi32(RA__Q8_TINY));
     unit = _mm512_and_si512(top[0], infinity);
     top[1] = _mm512_add_epi32(unit, _mm512_set1_epi32(8 << 23));
-    _mm512_storeu_si512(large, top[1]);
-    _mm512_storeu_si512(most, _mm512_or_si512(top[1], _mm512_set1_epi32(0xffff)));
     unit = _mm512_sub_epi32(unit, _mm512_set1_epi32(15 << 23));
     if (negative) unit = _mm512_or_si512(unit, _mm512_set1_epi32(INT32_MIN));
     unit = _mm512_mask_mov_epi32(unit, _mm512_cmpge_epi32_mask(top[0], infinity),
                                  _mm512_set1_epi32(0x7fc00000));
     _mm512_storeu_si512(to->unit, unit);
     RA__UNROLL for (int32_t b = 0; b < RA__Q8_BLOCKS; b++) {
-        const __m512i bias = _mm512_broadcast_i32x4(ra__q8_load(large + 4 * b));
-        const __m512i end = _mm512_broadcast_i32x4(ra__q8_load(most + 4 * b));
+        const __m512i bias = _mm512_permutexvar_epi32(
+            _mm512_add_epi32(lanes, _mm512_set1_epi32(4 * b)), top[1]);
+        const __m512i end = _mm512_or_si512(bias, _mm512_set1_epi32(0xffff));
         __m512i z[4];
         RA__UNROLL for (int32_t i = 0; i < 4; i++)
             z[i] = _mm512_min_epi32(_mm512_castps_si512(_mm512_add_ps(
@@ -7212,20 +7209,20 @@ RA__Q8_INLINE void ra__q8_load_values(__m512i *v, const ra__q8_rows *x, int64_t 
 /* c[0], c[1] += digits times v, for a row and 32 dims. */
 RA__Q8_INLINE void ra__q8_add(__m512 *c, const uint8_t (*digit)[64], int32_t r, float unit,
                               const __m512i *v) {
-    __m512i z[2] = { _mm512_setzero_si512(), _mm512_setzero_si512() };
-    RA__UNROLL for (int32_t e = 1; e >= 0; e--) {
-        RA__UNROLL for (int32_t g = 0; g < 4; g++) {
+    __m512i z[2][2];
+    RA__UNROLL for (int32_t i = 0; i < 4; i++) z[i / 2][i % 2] = _mm512_setzero_si512();
+    RA__UNROLL for (int32_t g = 0; g < 4; g++)
+        RA__UNROLL for (int32_t e = 0; e < 2; e++) {
             int32_t four;
             memcpy(&four, &digit[g / 2][16 * r + 8 * e + g % 2 * 4], sizeof four);
             const __m512i y = _mm512_set1_epi32(four);
             RA__UNROLL for (int32_t t = 0; t < 2; t++)
-                z[t] = _mm512_dpbusd_epi32(z[t], y, v[2 * g + t]);
+                z[e][t] = _mm512_dpbusd_epi32(z[e][t], y, v[2 * g + t]);
         }
-        if (e == 0) continue;
-        RA__UNROLL for (int32_t t = 0; t < 2; t++) z[t] = _mm512_slli_epi32(z[t], 8);
-    }
     RA__UNROLL for (int32_t t = 0; t < 2; t++)
-        c[t] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(z[t]), _mm512_set1_ps(unit), c[t]);
+        c[t] = _mm512_fmadd_ps(
+            _mm512_cvtepi32_ps(_mm512_add_epi32(z[0][t], _mm512_slli_epi32(z[1][t], 8))),
+            _mm512_set1_ps(unit), c[t]);
 }
 
 /* Adds block b of groups [g, end). */
