@@ -6897,10 +6897,11 @@ static const ra__kernel ra__kernel_bf16 = {
  * which have one maximum; lane 4 l + i of a vector belongs to key 4 i + l of the group. A matrix of
  * 4 x 4 lanes is then transposed between [row][16 keys] and [key][4 rows] without crossing lanes.
  *
- * Scores: q of a row is unit (256 a + b), where a and b are signed bytes. A step is 4 dims of 16
+ * Scores: q of a row is unit (256 a + b), where a and b are signed bytes. A step is 8 dims of 8
  * keys; digits of q are broadcast. K comes in as k + 128, because one side is unsigned. The sums
- * begin at -128 times the sum of the digits. After 32 dims they are exact integers, which are
- * multiplied by the scales of K.
+ * begin at -128 times the sum of the digits. A key has two lanes, for dims 0 to 3 and 4 to 7 of
+ * each 8, until 32 dims are added. Then their sum is an exact integer, which is multiplied by the
+ * scale of K.
  * Values: p times the scale of a block of V is unit (256 a + b), where a and b are unsigned bytes.
  * The unit is a power of two: 2^-15 of that of the largest weight of the row's 16 keys. A step is 4
  * keys of 16 dims. Keys with negative scales come in a second pass, with the opposite sign.
@@ -6908,12 +6909,14 @@ static const ra__kernel ra__kernel_bf16 = {
  * Error: q is off by at most 2^-16 of the largest magnitude of its row, and a weight by 2^-16 of
  * the largest of 16 keys. Elements of K and V are off by up to 2^-8 of the largest of their block.
  *
- * PERF: per key and 4 rows of D 128, 32 products and some 45 other vector operations. 32 keys share
- * the broadcasts of q. A row of 34-byte blocks often crosses a line, which counts as two loads, and
- * loads are what there is least of: two per cycle. Weights of 64 keys are made before any of them
- * is used, because each takes long but leaves room for others. Zen 5, cycles per key that is in L1:
- * 48 -> 37 (scores 18 -> 15, values 25 -> 19); over 32768 keys, 32/8 heads, one thread 4.2 -> 3.4
- * ms, two 2.6 -> 2.1. Three digits each, as exact as f32, would take 1.15 times as long. */
+ * PERF: per key and 4 rows of D 128, 32 products and some 50 other vector operations. A row of
+ * 34-byte blocks often crosses a line, which counts as two loads, and loads are scarce: two per
+ * cycle. So a broadcast of q is of 8 dims and serves 32 keys. Weights of 64 keys are made before
+ * any of them is used, because each takes long but leaves room for others. Zen 5, cycles per key
+ * that is in L1: 48 -> 37 (scores 18 -> 15, values 25 -> 19); over 32768 keys, 32/8 heads, one
+ * thread 4.2 -> 3.4 ms, two 2.6 -> 2.1. Four chains of sums for values, and broadcasts of 8 dims
+ * in place of 4: one thread 3.14 -> 3.02 ms, [Hkv][T][D] 3.03 -> 2.82; from L1 the broadcasts gain
+ * nothing. Three digits each, as exact as f32, would take 1.15 times as long. */
 #define RA__Q8_TARGET                                                                            \
     RA__INSTRUCTIONS("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx512vbmi,avx2,fma,f16c")
 #define RA__Q8_STATIC RA__UNUSED RA__Q8_TARGET static
@@ -6995,23 +6998,22 @@ RA__Q8_INLINE void ra__q8_scales(__m512i *half, const ra__q8_rows *x, int64_t at
     }
 }
 
-/* One of 4 stages of loading 32 dims of 16 keys. After the last x[i] holds dims 4 i to 4 i + 3 of
- * all keys as unsigned bytes, in the order of lanes. */
+/* One of 3 stages of loading 32 dims of 16 keys. After the last x[2 i + h] holds dims 8 i to
+ * 8 i + 7 of 8 keys as unsigned bytes; pairs of lanes of both h are in the order of lanes. */
 RA__Q8_INLINE void ra__q8_load_keys(__m512i *x, const ra__q8_rows *rows, int64_t at,
                                     const int32_t stage, const int32_t whole) {
     const __m512i flip = _mm512_set1_epi8(-128);
     __m512i y[8];
     RA__UNROLL for (int32_t i = 0; i < 8; i++) {
-        const int32_t j = i % 4 * 4 + i / 4 * 2, even = i / 2 * 2, half = i / 4 * 4 + i % 4 / 2;
+        const int32_t j = i / 4 * 8 + i % 2 * 4 + i % 4 / 2 * 2, even = i / 2 * 2;
+        const int32_t a = i % 2 * 4 + i / 2 % 2;
         if (stage == 0)
             y[i] = _mm512_xor_si512(flip, ra__q8_join(ra__q8_row(rows, j, at, whole),
                                                       ra__q8_row(rows, j + 1, at, whole)));
-        if (stage == 1 && i == even) y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
-        if (stage == 1 && i != even) y[i] = _mm512_unpackhi_epi32(x[even], x[i]);
-        if (stage == 2 && i == even) y[i] = _mm512_unpacklo_epi64(x[half], x[half + 2]);
-        if (stage == 2 && i != even) y[i] = _mm512_unpackhi_epi64(x[half], x[half + 2]);
-        if (stage == 3 && i < 4) y[i] = _mm512_shuffle_i32x4(x[i], x[i + 4], 0x88);
-        if (stage == 3 && i >= 4) y[i] = _mm512_shuffle_i32x4(x[i - 4], x[i], 0xdd);
+        if (stage == 1 && i == even) y[i] = _mm512_unpacklo_epi64(x[i], x[i + 1]);
+        if (stage == 1 && i != even) y[i] = _mm512_unpackhi_epi64(x[even], x[i]);
+        if (stage == 2 && i < 4) y[i] = _mm512_shuffle_i32x4(x[a], x[a + 2], 0x88);
+        if (stage == 2 && i >= 4) y[i] = _mm512_shuffle_i32x4(x[a], x[a + 2], 0xdd);
     }
     RA__UNROLL for (int32_t i = 0; i < 8; i++) x[i] = y[i];
 }
@@ -7019,23 +7021,29 @@ RA__Q8_INLINE void ra__q8_load_keys(__m512i *x, const ra__q8_rows *rows, int64_t
 /* sum[g] += products of a row of q with 32 dims of 16 keys of group g, of which there are ng. */
 RA__Q8_INLINE void ra__q8_dot(__m512 *sum, const ra__q8_queries *q, int32_t r, __m512i (*k)[8],
                               const __m512 *scale, const int32_t ng) {
-    __m512i c[2][2];
-    RA__UNROLL for (int32_t g = 0; g < ng; g++) {
-        c[g][0] = _mm512_set1_epi32(q->start[r]);
-        c[g][1] = _mm512_setzero_si512();
+    __m512i c[2][2][2];
+    RA__UNROLL for (int32_t i = 0; i < 4; i++) {
+        c[i / 2][i % 2][0] = _mm512_maskz_set1_epi32(0x5555, q->start[r]);
+        c[i / 2][i % 2][1] = _mm512_setzero_si512();
     }
-    RA__UNROLL for (int32_t i = 0; i < 8; i++)
+    RA__UNROLL for (int32_t i = 0; i < 4; i++)
         RA__UNROLL for (int32_t e = 0; e < 2; e++) {
-            int32_t four;
-            memcpy(&four, &q->digit[r][e][4 * i], sizeof four);
-            const __m512i y = _mm512_set1_epi32(four);
-            RA__UNROLL for (int32_t g = 0; g < ng; g++)
-                c[g][e] = _mm512_dpbusd_epi32(c[g][e], k[g][i], y);
+            int64_t eight;
+            memcpy(&eight, &q->digit[r][e][8 * i], sizeof eight);
+            const __m512i y = _mm512_set1_epi64(eight);
+            RA__UNROLL for (int32_t g = 0; g < 2 * ng; g++)
+                c[g / 2][g % 2][e] = _mm512_dpbusd_epi32(c[g / 2][g % 2][e],
+                                                         k[g / 2][2 * i + g % 2], y);
         }
-    RA__UNROLL for (int32_t g = 0; g < ng; g++)
-        sum[g] = _mm512_fmadd_ps(
-            _mm512_cvtepi32_ps(_mm512_add_epi32(c[g][0], _mm512_slli_epi32(c[g][1], 8))),
-            scale[g], sum[g]);
+    RA__UNROLL for (int32_t g = 0; g < ng; g++) {
+        __m512 z[2];
+        RA__UNROLL for (int32_t i = 0; i < 2; i++)
+            z[i] = _mm512_castsi512_ps(_mm512_add_epi32(c[g][i][0],
+                                                        _mm512_slli_epi32(c[g][i][1], 8)));
+        sum[g] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_add_epi32(
+                     _mm512_castps_si512(_mm512_shuffle_ps(z[0], z[1], 0x88)),
+                     _mm512_castps_si512(_mm512_shuffle_ps(z[0], z[1], 0xdd)))), scale[g], sum[g]);
+    }
 }
 
 /* Transposes 4 x 4 lanes of each 128 bits. */
@@ -7074,7 +7082,7 @@ RA__Q8_INLINE void ra__q8_scores_of(const ra__decode_rows *rows, const ra__decod
             if (b % 2 == 0) ra__q8_scales(half[g], &x[g], at, b + 1 < blocks, whole);
             scale[g] = _mm512_cvtph_ps(_mm512_castsi512_si256(
                 _mm512_permutex2var_epi16(half[g][0], where, half[g][1])));
-            RA__UNROLL for (int32_t i = 0; i < 4; i++)
+            RA__UNROLL for (int32_t i = 0; i < 3; i++)
                 ra__q8_load_keys(k[g], &x[g], at + 2, i, whole);
         }
         RA__UNROLL for (int32_t r = 0; r < 4; r++) {
