@@ -100,8 +100,12 @@ void hook_post_unheard(const ra_transport *net, ra_transport_op *op);
  * of the form of decoding. One cache at a time. */
 void hook_cache_work(ra_cache *c, int64_t *work);
 
-/* ra_merge by the kernel of an instruction set that this machine has. */
+/* ra_merge by the kernel of an instruction set that this machine has, into rows that are
+ * apart. */
 void hook_merge(int32_t isa, float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
                 int32_t dim);
+
+/* Rows out of n <= 64 whose factor or LSE at the end of a panel is not what ra__row_finish says. */
+int64_t hook_ends(int32_t isa, const float *m, const float *l, int32_t n);
 
 #endif

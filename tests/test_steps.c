@@ -420,7 +420,7 @@ TEST(cache_cancel_and_deadline)
 }
 
 /* -------------------------------------------------------------------------- merges */
-enum { MERGED = 21, WIDEST = 130 };    /* most rows and dims of a case */
+enum { MERGED = 45, WIDEST = 130 };    /* most rows and dims of a case */
 typedef struct side { float o[MERGED * WIDEST], lse[MERGED]; } side;
 
 /* LSE of both sides: far apart, equal, next to one another, or -inf on one side or both. */
@@ -504,8 +504,28 @@ TEST(merges_of_every_isa)
     }
 }
 
+/* Sums of which some rows have no key, and some are not finite. */
+TEST(ends_of_every_isa)
+{
+    float m[64], l[64];
+    for (int64_t i = 0; i < 400; i++) {
+        if (!h_case(i)) continue;
+        h_rng r = h_case_rng(i);
+        const int32_t rows = (int32_t)h_range(&r, 1, 64);
+        for (int32_t j = 0; j < rows; j++) {
+            m[j] = (float)h_normal(&r) * 100.0f;
+            l[j] = expf((float)h_normal(&r) * 10.0f);
+            if (h_one_in(&r, 20)) l[j] = 0.0f;
+            if (h_one_in(&r, 40)) l[j] = h_one_in(&r, 2) ? INFINITY : NAN;
+        }
+        for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++)
+            if (ra_isa_available(isa)) CHECK(hook_ends(isa, m, l, rows) == 0);
+    }
+}
+
 static const h_test tests[] = {
-    ENTRY(merges_of_every_isa), ENTRY(steps_are_bounded), ENTRY(rows_are_bounded),
+    ENTRY(merges_of_every_isa), ENTRY(ends_of_every_isa), ENTRY(steps_are_bounded),
+    ENTRY(rows_are_bounded),
     ENTRY(cancel_and_deadline), ENTRY(another_thread_goes_on), ENTRY(unseen_chunks_cost_no_rows),
     ENTRY(cache_steps_are_bounded), ENTRY(cache_empty_lanes_are_work),
     ENTRY(cache_cancel_and_deadline)
