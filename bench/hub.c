@@ -47,36 +47,32 @@ static int64_t delay_ns;
 static uint64_t dice = 1;
 static volatile sig_atomic_t cut;
 
-static void on_cut(int signal)
-{
+static void on_cut(int signal) {
     (void)signal;
     cut = 1;
 }
 
-static int64_t now_ns(void)
-{
+static int64_t now_ns(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-static double roll(void)               /* splitmix64 */
-{
+/* splitmix64 */
+static double roll(void) {
     uint64_t z = dice += 0x9e3779b97f4a7c15u;
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9u;
     z = (z ^ z >> 27) * 0x94d049bb133111ebu;
     return (double)((z ^ z >> 31) >> 11) / 9007199254740992.0;
 }
 
-static void die(const char *what)
-{
+static void die(const char *what) {
     fprintf(stderr, "hub: %s: %s\n", what, strerror(errno));
     exit(1);
 }
 
 /* Makes eth0 in a namespace; a descriptor stays with the namespace in which it was opened. */
-static int tap(const char *name)
-{
+static int tap(const char *name) {
     static int home = -1;
     char path[256];
     struct ifreq request;
@@ -97,8 +93,7 @@ static int tap(const char *name)
 }
 
 /* Takes one frame from a port: 0 if there is none. */
-static int take(port *p)
-{
+static int take(port *p) {
     frame *f = (frame *)malloc(sizeof *f);
     int64_t now = now_ns();
     if (!f) die("memory");
@@ -123,8 +118,7 @@ static int take(port *p)
 }
 
 /* Delivers what is due; returns when the next frame will be, or -1. */
-static int64_t deliver(void)
-{
+static int64_t deliver(void) {
     int64_t next = -1, now = now_ns();
     for (int i = 0; i < count; i++) {
         port *p = &ports[i];
@@ -146,8 +140,7 @@ static int64_t deliver(void)
     return next;
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     int at = 1;
     for (; at + 1 < argc && argv[at][0] == '-'; at += 2) {
         double value = atof(argv[at + 1]);

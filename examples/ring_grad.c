@@ -32,8 +32,7 @@ typedef struct seat { ra_plan *plan; ra_ring *ring; int64_t rows; } seat; /* of 
 
 /* out[n][p] += a[n][m] b[m][p], with a or b transposed in memory. */
 static void multiply(float *out, const float *a, const float *b, const int64_t size[3], int a_t,
-                     int b_t)
-{
+                     int b_t) {
     const int64_t n = size[0], m = size[1], p = size[2];
     for (int64_t i = 0; i < n; i++)
         for (int64_t k = 0; k < m; k++) {
@@ -44,40 +43,35 @@ static void multiply(float *out, const float *a, const float *b, const int64_t s
 }
 
 static void project(float *out, const float *x, const float *w, int64_t rows, int64_t from,
-                    int64_t to)
-{
+                    int64_t to) {
     const int64_t size[3] = { rows, from, to };
     multiply(out, x, w, size, 0, 0);
 }
 
 /* Back through out = x w: d_x += d_out w^T, d_w += x^T d_out. */
 static void project_back(float *d_x, float *d_w, const float *d_out, const float *x,
-                         const float *w, const int64_t shape[3])
-{
+                         const float *w, const int64_t shape[3]) {
     const int64_t to_x[3] = { shape[0], shape[2], shape[1] };
     const int64_t to_w[3] = { shape[1], shape[0], shape[2] };
     multiply(d_x, d_out, w, to_x, 0, 1);
     multiply(d_w, x, d_out, to_w, 1, 0);
 }
 
-static float *floats(int64_t n)
-{
+static float *floats(int64_t n) {
     float *x = (float *)calloc((size_t)n, sizeof *x);
     if (x) return x;
     fprintf(stderr, "no memory\n");
     exit(1);
 }
 
-static ra_tensors tensors_of(const layer *l)
-{
+static ra_tensors tensors_of(const layer *l) {
     ra_tensors t;
     memset(&t, 0, sizeof t);
     t.q.data = l->q; t.k.data = l->k; t.v.data = l->v; t.o.data = l->o; t.lse.data = l->lse;
     return t;
 }
 
-static ra_status forward(const seat *e, const float *w, layer *l, float *next)
-{
+static ra_status forward(const seat *e, const float *w, layer *l, float *next) {
     const int64_t rows = e->rows;
     ra_tensors t;
     ra_status s;
@@ -94,8 +88,7 @@ static ra_status forward(const seat *e, const float *w, layer *l, float *next)
 }
 
 /* d_x: of the layer's output, becomes that of its input. */
-static ra_status backward(const seat *e, const float *w, const layer *l, float *d_x, float *d_w)
-{
+static ra_status backward(const seat *e, const float *w, const layer *l, float *d_x, float *d_w) {
     const int64_t rows = e->rows, q[3] = { rows, C, C };
     const int64_t kv[3] = { rows, C, CKV };
     float *d_o = floats(rows * C), *d_q = floats(rows * C);
@@ -116,8 +109,7 @@ static ra_status backward(const seat *e, const float *w, const layer *l, float *
 static float input(int64_t pos, int c) { return sinf(0.37f * (float)(pos % 97) * (float)(c + 1)); }
 
 /* Rows of this rank to or from an array by position. */
-static void rows_copy(const ra_plan *plan, int rank, float *rows, float (*all)[C], int out)
-{
+static void rows_copy(const ra_plan *plan, int rank, float *rows, float (*all)[C], int out) {
     ra_run part[2];
     int32_t n = ra_plan_q_runs(plan, rank, 0, part, 2);
     for (int32_t i = 0; i < n; i++)
@@ -128,8 +120,7 @@ static void rows_copy(const ra_plan *plan, int rank, float *rows, float (*all)[C
         }
 }
 
-static ra_status on_rank(ra_world *world, int rank, void *user)
-{
+static ra_status on_rank(ra_world *world, int rank, void *user) {
     run *r = (run *)user;
     seat e = { NULL, NULL, 0 };
     ra_plan_report report;
@@ -176,30 +167,26 @@ static ra_status on_rank(ra_world *world, int rank, void *user)
     return s;
 }
 
-static double loss_of(const run *r)
-{
+static double loss_of(const run *r) {
     double sum = 0;
     for (int i = 0; i < r->ranks; i++) sum += r->loss[i];
     return sum;
 }
 
-static int train(run *r, int ranks, const float *w)
-{
+static int train(run *r, int ranks, const float *w) {
     memset(r, 0, sizeof *r);
     r->ranks = ranks;
     r->w = w;
     return ra_world_run(ranks, on_rank, r, NULL);
 }
 
-static int64_t other_bits(const float *a, const float *b, int64_t n)
-{
+static int64_t other_bits(const float *a, const float *b, int64_t n) {
     int64_t other = 0;
     for (int64_t i = 0; i < n; i++) other += memcmp(a + i, b + i, sizeof *a) != 0;
     return other;
 }
 
-int main(void)
-{
+int main(void) {
     static run one, four, more, less;
     static float w[LAYERS * WEIGHTS];
     double apart = 0, size = 0, slope, sum = 0;

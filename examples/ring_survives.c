@@ -45,16 +45,14 @@ static process all[MOST];
 static float *alone;                   /* O of the whole sequence, from one rank */
 
 /* The number in column c of the row at a position; which: 0 q, 1 k, 2 v. */
-static float input(int which, int64_t position, int c)
-{
+static float input(int which, int64_t position, int c) {
     uint32_t x = ((uint32_t)(position * ROW + c) * 3 + (uint32_t)which) ^ seed * 0x9e3779b9u;
     x = (x ^ (x >> 16)) * 0x45d9f3bu;
     x = (x ^ (x >> 16)) * 0x45d9f3bu;
     return (float)((x ^ (x >> 16)) & 0xffff) / 32768 - 1;
 }
 
-static float *rows_of(const shard *s, int width, int which)
-{
+static float *rows_of(const shard *s, int width, int which) {
     float *rows = (float *)calloc((size_t)(s->rows * width) + 1, sizeof *rows), *row = rows;
     if (!rows) abort();
     for (int i = 0; i < s->count && which >= 0; i++)
@@ -63,8 +61,7 @@ static float *rows_of(const shard *s, int width, int which)
     return rows;
 }
 
-static shard shard_of(const ra_plan *plan, int rank)
-{
+static shard shard_of(const ra_plan *plan, int rank) {
     shard s;
     memset(&s, 0, sizeof s);
     s.count = ra_plan_k_runs(plan, rank, 0, s.runs, 2);
@@ -72,8 +69,7 @@ static shard shard_of(const ra_plan *plan, int rank)
     return s;
 }
 
-static ra_plan *plan_of(int rank, int of)
-{
+static ra_plan *plan_of(int rank, int of) {
     ra_desc d = ra_desc_make(HEADS, KV_HEADS, DIM, RA_F32, RA_MASK_CAUSAL);
     ra_plan *plan = NULL;
     d.rank = rank;
@@ -85,8 +81,7 @@ static ra_plan *plan_of(int rank, int of)
     return plan;
 }
 
-static ra_tensors tensors_of(const shard *s)
-{
+static ra_tensors tensors_of(const shard *s) {
     ra_tensors t;
     memset(&t, 0, sizeof t);
     t.q.data = rows_of(s, ROW, 0);
@@ -99,8 +94,7 @@ static ra_tensors tensors_of(const shard *s)
 /* -------------------------------------------------------------------------- a rank */
 typedef struct rank_state { int rank; int64_t tiles, from[MOST]; const ra_plan *plan; } rank_state;
 
-static void on_event(void *ctx, const ra_event *e)
-{
+static void on_event(void *ctx, const ra_event *e) {
     rank_state *me = (rank_state *)ctx;
     if (e->kind == RA_EV_RECV) me->from[e->peer]++;
     if (e->kind == RA_EV_TILE) me->tiles += e->tiles;
@@ -108,8 +102,7 @@ static void on_event(void *ctx, const ra_event *e)
 }
 
 /* The keys of any rank, made again. They stay until the process ends. */
-static ra_status refetch(void *ctx, int64_t pass, int32_t rank, ra_tensors *t)
-{
+static ra_status refetch(void *ctx, int64_t pass, int32_t rank, ra_tensors *t) {
     const rank_state *me = (const rank_state *)ctx;
     const shard s = shard_of(me->plan, rank);
     (void)pass;
@@ -120,8 +113,7 @@ static ra_status refetch(void *ctx, int64_t pass, int32_t rank, ra_tensors *t)
 }
 
 /* Ring number `ring` of these ranks, of which this process is number me. */
-static ra_tcp *connect_all(const int32_t *rank, int n, int me, int ring)
-{
+static ra_tcp *connect_all(const int32_t *rank, int n, int me, int ring) {
     const char *at[MOST];
     ra_tcp_desc d;
     ra_tcp *tcp = NULL;
@@ -138,8 +130,7 @@ static ra_tcp *connect_all(const int32_t *rank, int n, int me, int ring)
     return tcp;
 }
 
-static int64_t other_bits(const shard *s, const float *mine)
-{
+static int64_t other_bits(const shard *s, const float *mine) {
     int64_t n = 0;
     for (int i = 0; i < s->count; i++)
         for (int64_t j = 0; j < s->runs[i].count * ROW; j++)
@@ -148,8 +139,7 @@ static int64_t other_bits(const shard *s, const float *mine)
 }
 
 /* Why the ring failed, if it did, and what it did last. */
-static void print_failure(const ra_ring *ring)
-{
+static void print_failure(const ra_ring *ring) {
     ra_event e[10];
     char line[RA_TEXT_BYTES];
     const int n = ra_ring_events(ring, e, 10);
@@ -160,8 +150,7 @@ static void print_failure(const ra_ring *ring)
     fflush(stdout);
 }
 
-static int run_rank(int rank, int listen_in, int report_out)
-{
+static int run_rank(int rank, int listen_in, int report_out) {
     int32_t alive[MOST];
     rank_state state = { 0, 0, { 0 }, NULL };
     ra_ring_desc rd;
@@ -214,8 +203,7 @@ static int run_rank(int rank, int listen_in, int report_out)
 }
 
 /* -------------------------------------------------------------------------- the parent */
-static void begin_rank(int r)
-{
+static void begin_rank(int r) {
     int down[2], up[2];
     if (pipe(down) || pipe(up)) perror("pipe"), exit(1);
     all[r].pid = fork();
@@ -231,8 +219,7 @@ static void begin_rank(int r)
     all[r].hear = up[0];
 }
 
-static void print_rank(int r, const result *out)
-{
+static void print_rank(int r, const result *out) {
     const ra_resumed *n = &out->resumed;
     printf("%4d  %-36s %4lld %7lld  %8.1f  %s ", r, ra_status_text(out->first),
            (long long)n->chunks_kept,
@@ -243,8 +230,7 @@ static void print_rank(int r, const result *out)
     printf("\n");
 }
 
-static int run_once(int print)
-{
+static int run_once(int print) {
     int32_t alive[MOST];
     int n = 0, status, failed = 0;
     for (int r = 0; r < ranks; r++)
@@ -280,8 +266,7 @@ static int run_once(int print)
 }
 
 /* O of one rank that has the whole sequence; returns what one of several ranks computes. */
-static int64_t attend_alone(void)
-{
+static int64_t attend_alone(void) {
     ra_plan_report report;
     ra_plan *plan = plan_of(0, ranks);
     ra_ring *ring = NULL;
@@ -302,8 +287,7 @@ static int64_t attend_alone(void)
     return report.forward.tiles_partial + report.forward.tiles_full;
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     int64_t tiles;
     int failed = 0;
     for (int i = 1; i + 1 < argc; i += 2) {

@@ -47,8 +47,7 @@ typedef struct part {                  /* the rows of one rank */
     link_time link;
 } part;
 
-static void on_event(void *ctx, const ra_event *e)
-{
+static void on_event(void *ctx, const ra_event *e) {
     link_time *l = (link_time *)ctx;
     int64_t begin = e->begin_ns > l->until_ns ? e->begin_ns : l->until_ns;
     if (e->kind != RA_EV_RECV || e->end_ns <= begin) return;
@@ -57,16 +56,14 @@ static void on_event(void *ctx, const ra_event *e)
 }
 
 /* The number in column c of the row at a position; which: 0 q, 1 k, 2 v, 3 the gradient of o. */
-static float input(int which, int64_t position, int c)
-{
+static float input(int which, int64_t position, int c) {
     uint32_t x = (uint32_t)(position * ROW + c) * 4 + (uint32_t)which;
     x = (x ^ (x >> 16)) * 0x45d9f3bu;
     x = (x ^ (x >> 16)) * 0x45d9f3bu;
     return (float)((x ^ (x >> 16)) & 0xffff) / 32768 - 1;
 }
 
-static float *rows_of(const part *p, int width, int which)
-{
+static float *rows_of(const part *p, int width, int which) {
     float *rows = (float *)calloc((size_t)(p->rows * width) + 1, sizeof *rows), *row = rows;
     if (!rows) {
         fprintf(stderr, "no memory\n");
@@ -78,8 +75,7 @@ static float *rows_of(const part *p, int width, int which)
     return rows;
 }
 
-static ra_status part_open(part *p, int rank, int ranks, int64_t tokens, const ra_transport *tp)
-{
+static ra_status part_open(part *p, int rank, int ranks, int64_t tokens, const ra_transport *tp) {
     ra_error why;
     ra_ring_desc rd;
     ra_status s;
@@ -115,16 +111,14 @@ static ra_status part_open(part *p, int rank, int ranks, int64_t tokens, const r
     return RA_OK;
 }
 
-static void part_close(part *p)
-{
+static void part_close(part *p) {
     (void)ra_ring_destroy(p->ring);
     ra_plan_destroy(p->plan);
     free(p->q); free(p->k); free(p->v); free(p->o); free(p->lse);
     free(p->d_o); free(p->d_q); free(p->d_k); free(p->d_v);
 }
 
-static void print_pass(const part *p, int rank, const char *name, int64_t ns)
-{
+static void print_pass(const part *p, int rank, const char *name, int64_t ns) {
     ra_ring_counters c;
     ra_plan_report report;
     double link = (double)p->link.covered_ns / 1e6, waited, hidden;
@@ -139,8 +133,7 @@ static void print_pass(const part *p, int rank, const char *name, int64_t ns)
 }
 
 /* Both passes; prints a line for each if there is a ring. */
-static ra_status part_run(part *p, int rank, int ranks)
-{
+static ra_status part_run(part *p, int rank, int ranks) {
     ra_failure why;
     ra_status s = RA_OK;
     for (int back = 0; back < 2 && !s; back++) {
@@ -161,8 +154,7 @@ static ra_status part_run(part *p, int rank, int ranks)
     return s;
 }
 
-static int64_t differ(const part *p, const float *mine, const float *all, int width)
-{
+static int64_t differ(const part *p, const float *mine, const float *all, int width) {
     int64_t n = 0;
     for (int i = 0; i < p->run_count; i++)
         for (int64_t j = 0; j < p->runs[i].count; j++, mine += width)
@@ -172,8 +164,7 @@ static int64_t differ(const part *p, const float *mine, const float *all, int wi
 }
 
 /* One rank: the ring, then the whole sequence alone, then the comparison. Exit code. */
-static int attend(const options *o, const ra_transport *tp)
-{
+static int attend(const options *o, const ra_transport *tp) {
     part mine, one;
     int64_t other, numbers;
     int failed = part_open(&mine, o->rank, o->ranks, o->tokens, tp) ||
@@ -193,8 +184,7 @@ static int attend(const options *o, const ra_transport *tp)
 }
 
 /* Connects and attends. listen_fd: 0, or a socket made before. */
-static int run_rank(const options *o, int listen_fd)
-{
+static int run_rank(const options *o, int listen_fd) {
     static unsigned char key[32];
     ra_tcp_desc d;
     ra_tcp *tcp = NULL;
@@ -226,8 +216,7 @@ static int run_rank(const options *o, int listen_fd)
     return failed;
 }
 
-static void print_head(const options *o)
-{
+static void print_head(const options *o) {
     printf("%lld tokens, %d/%d heads of %d, f32, causal, zigzag, %d ranks\n",
            (long long)o->tokens, HEADS, KV_HEADS, DIM, o->ranks);
     printf("rank  pass      hops chunks     MiB in    MiB out        ms  computed   link ms"
@@ -236,8 +225,7 @@ static void print_head(const options *o)
 }
 
 /* All ranks as processes of this machine; prints what each of them printed, in order. */
-static int run_local(options *o)
-{
+static int run_local(options *o) {
     static char text[RANKS][32];
     int fd[RANKS], out[RANKS][2], failed = 0, status;
     pid_t pid[RANKS];
@@ -276,15 +264,13 @@ static int run_local(options *o)
     return failed;
 }
 
-static int usage(void)
-{
+static int usage(void) {
     fprintf(stderr, "ring_tcp [--tokens N] [--key FILE] --local RANKS\n"
                     "ring_tcp [--tokens N] [--key FILE] --rank R host:port host:port...\n");
     return 2;
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     options o;
     memset(&o, 0, sizeof o);
     o.tokens = 2048;

@@ -57,16 +57,14 @@ typedef struct h_globals {
 } h_globals;
 static h_globals h_run = { 1, -1, -1, 0, 0, 0, 0, 0, 0, 0, 0, 0, "", "", "", "" };
 
-static inline h_site h_args(const char *what, const char *file, int line)
-{
+static inline h_site h_args(const char *what, const char *file, int line) {
     h_site s;
     s.what = what; s.file = file; s.line = line;
     return s;
 }
 
 /* Counts a failure and prints where; the first of a test also prints the case and how to rerun. */
-static inline void h_fail(h_site at, const char *message)
-{
+static inline void h_fail(h_site at, const char *message) {
     printf("%s:%d: %s: %s: %s\n", at.file, at.line, h_run.test, at.what, message);
     if (h_run.context[0]) {
         printf("    case: %s\n", h_run.context);
@@ -80,16 +78,14 @@ static inline void h_fail(h_site at, const char *message)
     if (h_run.first) exit(1);
 }
 
-static inline int h_check(int ok, const char *what, const char *file, int line)
-{
+static inline int h_check(int ok, const char *what, const char *file, int line) {
     h_run.checks++;
     if (!ok) h_fail(h_args(what, file, line), "is false");
     return ok;
 }
 
 static inline int h_check_eq(int64_t got, int64_t want, const char *what, const char *file,
-                             int line)
-{
+                             int line) {
     char m[80];
     h_run.checks++;
     if (got == want) return 1;
@@ -99,8 +95,7 @@ static inline int h_check_eq(int64_t got, int64_t want, const char *what, const 
 }
 
 /* As h_check; of a world, whose *wrong is set, only the first failure is reported. */
-static inline int h_sound(int *wrong, int ok, const char *what, const char *file, int line)
-{
+static inline int h_sound(int *wrong, int ok, const char *what, const char *file, int line) {
     h_run.checks++;
     if (ok) return 1;
     if (!*wrong) h_fail(h_args(what, file, line), "is false");
@@ -109,8 +104,7 @@ static inline int h_sound(int *wrong, int ok, const char *what, const char *file
 }
 
 /* How far got is from want in units of tol; NaN and infinities must be the same. */
-static inline double h_distance(double got, double want, double tol)
-{
+static inline double h_distance(double got, double want, double tol) {
     if (got != got || want != want) return (got != got) == (want != want) ? 0 : 1e300;
     if (got > 1e300 || got < -1e300 || want > 1e300 || want < -1e300) {
         return (got > 1e300) == (want > 1e300) && (got < -1e300) == (want < -1e300) ? 0 : 1e300;
@@ -120,8 +114,7 @@ static inline double h_distance(double got, double want, double tol)
 
 /* |got - want| <= atol + rtol |want| for all n; reports the worst. */
 static inline int h_check_close(h_site at, const float *got, const double *want, int64_t n,
-                                double atol, double rtol)
-{
+                                double atol, double rtol) {
     double worst = -1;
     int64_t i, w = 0;
     char m[200];
@@ -138,8 +131,7 @@ static inline int h_check_close(h_site at, const float *got, const double *want,
 }
 
 /* The same bytes; reports the first 32-bit word that differs and how many do. */
-static inline int h_check_bits(h_site at, const void *got, const void *want, size_t bytes)
-{
+static inline int h_check_bits(h_site at, const void *got, const void *want, size_t bytes) {
     const uint8_t *a = (const uint8_t *)got, *b = (const uint8_t *)want;
     size_t i, first = bytes, differ = 0;
     float fa = 0, fb = 0;
@@ -160,30 +152,28 @@ static inline int h_check_bits(h_site at, const void *got, const void *want, siz
 }
 
 /* This test cannot run here. */
-static inline void h_skip(const char *why)
-{
+static inline void h_skip(const char *why) {
     printf("%s: skipped: %s\n", h_run.test, why);
     h_run.skipped = 1;
 }
 
 /* PCG XSH RR 64/32 (O'Neill, 2014), fixed stream. */
-static H_FAST uint32_t h_next(h_rng *r)
-{
+static H_FAST uint32_t h_next(h_rng *r) {
     uint64_t s = r->state;
     uint32_t x = (uint32_t)(((s >> 18) ^ s) >> 27), turn = (uint32_t)(s >> 59);
     r->state = s * 6364136223846793005u + 1442695040888963407u;
     return (x >> turn) | (x << ((32u - turn) & 31u));
 }
 
-static H_FAST int64_t h_range(h_rng *r, int64_t from, int64_t to)      /* both included */
-{
+/* From and to are included. */
+static H_FAST int64_t h_range(h_rng *r, int64_t from, int64_t to) {
     return from + (int64_t)(h_next(r) % (uint64_t)(to - from + 1));
 }
 
 static inline int h_one_in(h_rng *r, int n) { return h_next(r) % (uint32_t)n == 0; }
 
-static H_FAST float h_normal(h_rng *r)                                 /* Marsaglia's polar form */
-{
+/* Marsaglia's polar form. */
+static H_FAST float h_normal(h_rng *r) {
     double x, y, s;
     do {
         x = h_next(r) * (2.0 / 4294967296.0) - 1;
@@ -194,8 +184,7 @@ static H_FAST float h_normal(h_rng *r)                                 /* Marsag
 }
 
 /* Begins case i of this test. 0 if --case selects another one. */
-static inline int h_case(int64_t i)
-{
+static inline int h_case(int64_t i) {
     h_run.case_now = i;
     h_run.context[0] = 0;
     return (h_run.only_case < 0 || h_run.only_case == i) && h_run.bad < 5;
@@ -204,13 +193,11 @@ static inline int h_case(int64_t i)
 /* For tests whose cases are all entries of a table in two variants: 1 if this run has `variant`, 0
  * or 1, of entry i. A run has one variant of each entry, with --other the other one, with --long or
  * --case both. */
-static inline int h_variant(int64_t i, int variant)
-{
+static inline int h_variant(int64_t i, int variant) {
     return h_run.large || h_run.only_case >= 0 || (int)((i + h_run.other) & 1) == variant;
 }
 
-static inline h_rng h_case_rng(int64_t i)
-{
+static inline h_rng h_case_rng(int64_t i) {
     h_rng r;
     const char *c;
     r.state = h_run.seed * 0x9E3779B97F4A7C15u + (uint64_t)i * 0xD1B54A32D192ED03u + 1;
@@ -219,8 +206,7 @@ static inline h_rng h_case_rng(int64_t i)
     return r;
 }
 
-static inline int h_arguments(int argc, char **argv)
-{
+static inline int h_arguments(int argc, char **argv) {
     int i, list = 0;
     for (i = 1; i < argc; i++) {
         if (!strcmp(argv[i], "--seed") && i + 1 < argc) h_run.seed = strtoull(argv[++i], NULL, 0);
@@ -237,8 +223,7 @@ static inline int h_arguments(int argc, char **argv)
     return list;
 }
 
-static inline int h_main(int argc, char **argv, const h_test *tests, size_t n)
-{
+static inline int h_main(int argc, char **argv, const h_test *tests, size_t n) {
     int passed = 0, failed = 0, skipped = 0, list = h_arguments(argc, argv);
     size_t i;
     h_run.program = argv[0];

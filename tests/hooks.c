@@ -8,29 +8,25 @@
 int64_t hook_asserts, hook_broken, hook_allocations, hook_blocks;
 void (*hook_before_lock)(void);
 
-static void hook_assert(int ok, const char *what, int line)
-{
+static void hook_assert(int ok, const char *what, int line) {
     __atomic_fetch_add(&hook_asserts, 1, __ATOMIC_RELAXED);
     if (ok || __atomic_fetch_add(&hook_broken, 1, __ATOMIC_RELAXED)) return;
     printf("ringattn.h:%d: assertion: %s\n", line, what);
 }
 
-static void *hook_malloc(size_t bytes)
-{
+static void *hook_malloc(size_t bytes) {
     __atomic_fetch_add(&hook_allocations, 1, __ATOMIC_RELAXED);
     __atomic_fetch_add(&hook_blocks, 1, __ATOMIC_RELAXED);
     return malloc(bytes);
 }
 
-static void hook_free(void *p)
-{
+static void hook_free(void *p) {
     __atomic_fetch_add(&hook_allocations, 1, __ATOMIC_RELAXED);
     if (p) __atomic_fetch_sub(&hook_blocks, 1, __ATOMIC_RELAXED);
     free(p);
 }
 
-static int hook_lock(pthread_mutex_t *lock)
-{
+static int hook_lock(pthread_mutex_t *lock) {
     void (*hook)(void) = hook_before_lock;
     if (hook) {
         hook_before_lock = NULL;
@@ -56,28 +52,23 @@ static int hook_lock(pthread_mutex_t *lock)
 #undef pthread_mutex_lock
 #include "hooks.h"
 
-int64_t hook_runs_meet(const ra_run *a, const ra_run *b)
-{
+int64_t hook_runs_meet(const ra_run *a, const ra_run *b) {
     return ra__runs_meet(a, b);
 }
 
-int hook_plans_agree(const ra_plan *a, const ra_plan *b)
-{
+int hook_plans_agree(const ra_plan *a, const ra_plan *b) {
     return !memcmp(&a->agreed, &b->agreed, sizeof a->agreed);
 }
 
-uint32_t hook_crc(uint32_t crc, const void *data, int64_t bytes)
-{
+uint32_t hook_crc(uint32_t crc, const void *data, int64_t bytes) {
     return ra__crc(crc, data, bytes);
 }
 
-uint32_t hook_crc_by_table(uint32_t crc, const void *data, int64_t bytes)
-{
+uint32_t hook_crc_by_table(uint32_t crc, const void *data, int64_t bytes) {
     return ra__crc_by_table(crc, (const uint8_t *)data, bytes);
 }
 
-int64_t hook_patience(const ra_plan *plan, int pass, int64_t tiles, int64_t ns)
-{
+int64_t hook_patience(const ra_plan *plan, int pass, int64_t tiles, int64_t ns) {
     const int64_t minute = 60000000000;
     ra_ring ring;
     memset(&ring, 0, sizeof ring);
@@ -88,14 +79,12 @@ int64_t hook_patience(const ra_plan *plan, int pass, int64_t tiles, int64_t ns)
     return ra__ring_patience(&ring) - minute;
 }
 
-static const char *longest_text(void *ctx, int code)
-{
+static const char *longest_text(void *ctx, int code) {
     (void)code;
     return (const char *)ctx;
 }
 
-void hook_longest_failure(ra_status status, const char *text, ra_failure *out)
-{
+void hook_longest_failure(ra_status status, const char *text, ra_failure *out) {
     ra_ring ring;
     ra__blame blame = ra__blame_of(-1, -1, 0, -1);
     memset(&ring, 0, sizeof ring);
@@ -113,23 +102,19 @@ void hook_longest_failure(ra_status status, const char *text, ra_failure *out)
     ra__failure_text(&ring, out, &blame);
 }
 
-int64_t hook_open_ops(const ra_transport *t)
-{
+int64_t hook_open_ops(const ra_transport *t) {
     return ((const ra__shm_seat *)t->ctx)->open;
 }
 
-void hook_remember(ra_ring *ring, const ra_event *e)
-{
+void hook_remember(ra_ring *ring, const ra_event *e) {
     ra__journal_put(&ring->journal, e);
 }
 
-int64_t hook_parted(const ra_ring *ring)
-{
+int64_t hook_parted(const ra_ring *ring) {
     return ring->crew.parted;
 }
 
-void hook_short_steps(ra_ring *ring, int64_t tiles)
-{
+void hook_short_steps(ra_ring *ring, int64_t tiles) {
     ring->step_work = tiles * RA__TILE_WORK;
 }
 
@@ -137,8 +122,7 @@ int64_t hook_chunks(const ra_plan *plan) { return plan->keys.chunks; }
 int hook_chunk_owner(const ra_plan *plan, int64_t c) { return plan->keys.chunk[c].owner; }
 
 /* The reports as they travel. */
-static ra__reports hook_pack_reports(const hook_reports *h)
-{
+static ra__reports hook_pack_reports(const hook_reports *h) {
     const int64_t chunks = h->plan->keys.chunks;
     ra__reports v;
     v.p = h->plan;
@@ -164,16 +148,14 @@ static ra__reports hook_pack_reports(const hook_reports *h)
     return v;
 }
 
-int hook_source(const hook_reports *h, int64_t c, int to)
-{
+int hook_source(const hook_reports *h, int64_t c, int to) {
     ra__reports v = hook_pack_reports(h);
     int source = ra__reports_source(&v, c, to);
     hook_free(v.of);
     return source;
 }
 
-int64_t hook_lost(const hook_reports *h)
-{
+int64_t hook_lost(const hook_reports *h) {
     ra__reports v = hook_pack_reports(h);
     int64_t c = ra__reports_lost(&v);
     hook_free(v.of);
@@ -185,21 +167,18 @@ static const ra__kernel *real;         /* and the kernel that it replaces */
 static void (*before_deltas)(void);
 static int64_t *loads_seen;
 
-static void watched_deltas(float *delta, const ra__source *o, const ra__source *g, int32_t rows)
-{
+static void watched_deltas(float *delta, const ra__source *o, const ra__source *g, int32_t rows) {
     before_deltas();
     real->deltas(delta, o, g, rows);
 }
 
 static void watched_load(const ra__panel *p, const void *src, int64_t stride, int32_t dtype,
-                         int32_t dim)
-{
+                         int32_t dim) {
     __atomic_fetch_add(loads_seen, 1, __ATOMIC_RELAXED);
     real->load_q(p, src, stride, dtype, dim);
 }
 
-void hook_deltas(ra_ring *ring, void (*before)(void))
-{
+void hook_deltas(ra_ring *ring, void (*before)(void)) {
     real = ring->back.kernel;
     watched = *real;
     watched.deltas = watched_deltas;
@@ -209,14 +188,12 @@ void hook_deltas(ra_ring *ring, void (*before)(void))
 
 static void (*before_put)(void);
 
-static void watched_put(void *dst, const float *src, int32_t dtype, int32_t dim)
-{
+static void watched_put(void *dst, const float *src, int32_t dtype, int32_t dim) {
     before_put();
     real->put_grad(dst, src, dtype, dim);
 }
 
-void hook_puts(ra_ring *ring, void (*before)(void))
-{
+void hook_puts(ra_ring *ring, void (*before)(void)) {
     real = ring->back.kernel;
     watched = *real;
     watched.put_grad = watched_put;
@@ -224,8 +201,7 @@ void hook_puts(ra_ring *ring, void (*before)(void))
     ring->back.kernel = &watched;
 }
 
-void hook_loads(ra_ring *ring, int64_t *loads)
-{
+void hook_loads(ra_ring *ring, int64_t *loads) {
     real = ring->work.kernel;
     watched = *real;
     watched.load_q = watched_load;
@@ -236,22 +212,19 @@ void hook_loads(ra_ring *ring, int64_t *loads)
 static void (*after_work)(int64_t multiply_adds);
 
 static void timed_fold(const ra__panel *p, const ra__keys *keys, const int8_t *kind,
-                       int32_t count, const ra_desc *d, float *s)
-{
+                       int32_t count, const ra_desc *d, float *s) {
     int64_t n = 0;
     for (int32_t i = 0; i < count; i++) n += kind[i] != RA__EMPTY;
     real->fold(p, keys, kind, count, d, s);
     after_work(n * 64 * 64 * ((int64_t)d->k_dim + d->v_dim));
 }
 
-static void timed_fold_back(const ra__back_job *x, int32_t count)
-{
+static void timed_fold_back(const ra__back_job *x, int32_t count) {
     real->fold_back(x, count);
     after_work(count * (int64_t)64 * 64 * (3 * x->k_dim + 2 * x->v_dim));
 }
 
-void hook_work(ra_ring *ring, void (*after)(int64_t multiply_adds))
-{
+void hook_work(ra_ring *ring, void (*after)(int64_t multiply_adds)) {
     real = ring->work.kernel;
     watched = *real;
     watched.fold = timed_fold;
@@ -260,8 +233,7 @@ void hook_work(ra_ring *ring, void (*after)(int64_t multiply_adds))
     ring->work.kernel = ring->back.kernel = &watched;
 }
 
-void hook_copy_begins(const ra_transport *net, ra_transport_op *op)
-{
+void hook_copy_begins(const ra_transport *net, ra_transport_op *op) {
     ra__shm_seat *seat = (ra__shm_seat *)net->ctx;
     pthread_mutex_lock(&seat->inbox_lock);
     ra__shm_unlink(ra__shm_bucket_of(seat, op), op);
@@ -269,16 +241,14 @@ void hook_copy_begins(const ra_transport *net, ra_transport_op *op)
     pthread_mutex_unlock(&seat->inbox_lock);
 }
 
-void hook_copy_ends(const ra_transport *net, ra_transport_op *op)
-{
+void hook_copy_ends(const ra_transport *net, ra_transport_op *op) {
     ra__shm_seat *seat = (ra__shm_seat *)net->ctx;
     ra__shm_report(op, RA__SHM_MOVED);
     ra__add_i32(&seat->open, -1);
     ra__shm_notify(seat);
 }
 
-void hook_post_unheard(const ra_transport *net, ra_transport_op *op)
-{
+void hook_post_unheard(const ra_transport *net, ra_transport_op *op) {
     ra__shm_post_one((ra__shm_seat *)net->ctx, op);
 }
 
@@ -287,16 +257,14 @@ static const ra__kernel *real_tile, *real_decode;
 static int64_t *work_seen;
 
 static void watched_fold(const ra__panel *p, const ra__keys *keys, const int8_t *kind,
-                         int32_t count, const ra_desc *d, float *s)
-{
+                         int32_t count, const ra_desc *d, float *s) {
     int64_t n = 0;
     for (int32_t i = 0; i < count; i++) n += kind[i] != RA__EMPTY;
     __atomic_fetch_add(work_seen, n * 64 * 64 * ((int64_t)d->k_dim + d->v_dim), __ATOMIC_RELAXED);
     real_tile->fold(p, keys, kind, count, d, s);
 }
 
-static void watched_decode_fold(ra__decode_rows *f, const ra__decode_keys *x, int32_t n)
-{
+static void watched_decode_fold(ra__decode_rows *f, const ra__decode_keys *x, int32_t n) {
     int64_t keys = 0;
     for (int32_t i = 0; i < n; i++) keys += x[i].seen ? x[i].n : 0;
     keys *= (f->one_row ? 1 : 4) * ((int64_t)f->d->k_dim + f->d->v_dim);
@@ -304,15 +272,13 @@ static void watched_decode_fold(ra__decode_rows *f, const ra__decode_keys *x, in
     real_decode->decode_fold(f, x, n);
 }
 
-static void watched_decode_near(ra__decode_rows *f, const ra__decode_keys *x, int32_t n)
-{
+static void watched_decode_near(ra__decode_rows *f, const ra__decode_keys *x, int32_t n) {
     int64_t keys = (int64_t)n * x->n * 4 * ((int64_t)f->d->k_dim + f->d->v_dim);
     __atomic_fetch_add(work_seen, keys, __ATOMIC_RELAXED);
     real_decode->decode_near(f, x, n);
 }
 
-void hook_cache_work(ra_cache *c, int64_t *work)
-{
+void hook_cache_work(ra_cache *c, int64_t *work) {
     real_tile = c->tile_kernel;
     real_decode = c->decode_kernel;
     watched_tile = *real_tile;
@@ -326,8 +292,7 @@ void hook_cache_work(ra_cache *c, int64_t *work)
 }
 
 void hook_merge(int32_t isa, float *o, float *lse, const float *o2, const float *lse2, int64_t rows,
-                int32_t dim)
-{
+                int32_t dim) {
     ra_desc d = ra_desc_make(1, 1, dim, RA_BF16, RA_MASK_NONE);
     enum { STEP = 3 };
     float *spread = (float *)malloc((size_t)(rows * (dim + 1)) * STEP * sizeof *spread);
@@ -346,8 +311,7 @@ void hook_merge(int32_t isa, float *o, float *lse, const float *o2, const float 
     free(spread);
 }
 
-int64_t hook_ends(int32_t isa, const float *m, const float *l, int32_t n)
-{
+int64_t hook_ends(int32_t isa, const float *m, const float *l, int32_t n) {
     ra_desc d = ra_desc_make(1, 1, 64, RA_BF16, RA_MASK_NONE);
     float factor[64], lse[64], one;
     int64_t differ = 0;

@@ -15,8 +15,7 @@ extern int64_t hook_allocations, hook_blocks;  /* calls of malloc and free; bloc
 extern void (*hook_before_lock)(void);
 
 /* As h_main. A failed assertion of the library fails the program. */
-static inline int hook_main(int argc, char **argv, const h_test *tests, size_t n)
-{
+static inline int hook_main(int argc, char **argv, const h_test *tests, size_t n) {
     int failed = h_main(argc, argv, tests, n);
     if (hook_broken) printf("%lld assertions failed\n", (long long)hook_broken);
     return failed || hook_broken;

@@ -57,6 +57,7 @@ function open_brace(    t) {
     function_line = 0
     if (t ~ /\)$/ && t !~ /=/ && t !~ /^(typedef|enum|union) / && t !~ /^struct [^ ]*$/) {
         function_line = text_line
+        if (code ~ /^[ \t]*\{/) finding(FNR, "opening", "{ of a function is on a line of its own")
         count = parameters(t); function_name = called
         if (mode != "test" && count > 8 && called != "ra_attention_simple" && called !~ /sendrecv/)
             finding(text_line, "parameters", called " has " count ", at most 8")
@@ -250,7 +251,8 @@ bad_sample() {
         echo "/* TO""DO */"
         echo "static int ra__later(int a);"
         echo "static int ra__many(int a, int (*b)(int, int), int c, int d, int e, int f,"
-        echo "                    int g, int h, int i) {"
+        echo "                    int g, int h, int i)"
+        echo "{"
         seq 75 | sed 's/.*/    x++;/'
         echo '    if (a) abort(); /* } */ x = b("}", 0);'
         echo "}"
@@ -272,7 +274,7 @@ bad_sample "$scratch/bad"
 judged "$scratch/bad" > "$scratch/bad.log"
 deaf=0
 for rule in columns tabs blanks unfinished head contents banner api includes macros undef \
-            conditionals length parameters forward calls braces statuses top; do
+            conditionals opening length parameters forward calls braces statuses top; do
     grep -q "^[^ ]*:[0-9]*: $rule: " "$scratch/bad.log" && continue
     echo "tests/lint.sh:1: self-test: rule '$rule' finds nothing in the bad sample"
     deaf=1

@@ -58,8 +58,7 @@ typedef struct mail_net {
 
 /* Enters a call: calls of one rank never overlap and, without RA_CAP_ANY_THREAD, all come from one
  * thread. */
-static inline void mail_enter(mail_end *e)
-{
+static inline void mail_enter(mail_end *e) {
     mail_net *w = e->net;
     pthread_mutex_lock(&w->lock);
     if (!e->owned) e->owner = pthread_self();
@@ -72,14 +71,12 @@ static inline void mail_enter(mail_end *e)
     w->calls++;
 }
 
-static inline void mail_leave(mail_end *e)
-{
+static inline void mail_leave(mail_end *e) {
     e->inside = 0;
     pthread_mutex_unlock(&e->net->lock);
 }
 
-static inline mail *mail_alloc(mail_net *w, size_t bytes)
-{
+static inline mail *mail_alloc(mail_net *w, size_t bytes) {
     mail *m;
     if (w->arena) {
         bytes = (bytes + 63) / 64 * 64;
@@ -93,14 +90,12 @@ static inline mail *mail_alloc(mail_net *w, size_t bytes)
     return m;
 }
 
-static inline void mail_free(mail_net *w, mail *m)
-{
+static inline void mail_free(mail_net *w, mail *m) {
     if (!w->arena) free(m);
 }
 
 /* Moves what has both ends. */
-static inline void mail_move(mail_net *w, mail_link *link)
-{
+static inline void mail_move(mail_net *w, mail_link *link) {
     while (link->sends && link->receives) {
         mail *s = link->sends, *r = link->receives;
         link->sends = s->next;
@@ -115,14 +110,12 @@ static inline void mail_move(mail_net *w, mail_link *link)
     }
 }
 
-static inline void mail_append(mail **list, mail *m)
-{
+static inline void mail_append(mail **list, mail *m) {
     while (*list) list = &(*list)->next;
     *list = m;
 }
 
-static inline mail mail_make(mail_end *e, void *buf, size_t len, uint64_t tag)
-{
+static inline mail mail_make(mail_end *e, void *buf, size_t len, uint64_t tag) {
     mail m;
     memset(&m, 0, sizeof m);
     m.end = e;
@@ -135,8 +128,7 @@ static inline mail mail_make(mail_end *e, void *buf, size_t len, uint64_t tag)
 
 /* Sends what is held: it ends at once. */
 static inline void mail_hold(mail_end *e, int to, int channel, const void *s, size_t len,
-                             uint64_t tag)
-{
+                             uint64_t tag) {
     mail_net *w = e->net;
     mail_link *link = &w->links[e->rank][to][channel];
     mail *m = mail_alloc(w, sizeof *m + len);
@@ -147,8 +139,7 @@ static inline void mail_hold(mail_end *e, int to, int channel, const void *s, si
 }
 
 /* Takes back one message of this rank, or all: nothing moves from or to its buffers any more. */
-static inline void mail_forget(mail_end *e, const mail *one)
-{
+static inline void mail_forget(mail_end *e, const mail *one) {
     mail_net *w = e->net;
     for (int i = 0; i < w->d.ranks * w->d.ranks * 4; i++) {
         mail_link *link = &w->links[i / 4 / w->d.ranks][i / 4 % w->d.ranks][i / 2 % 2];
@@ -166,8 +157,7 @@ static inline void mail_forget(mail_end *e, const mail *one)
 }
 
 /* Sleeps until something has moved, at most 2 ms. */
-static inline void mail_sleep(mail_net *w)
-{
+static inline void mail_sleep(mail_net *w) {
     struct timespec t;
     clock_gettime(CLOCK_REALTIME, &t);
     t.tv_nsec += 2000000;
@@ -179,8 +169,7 @@ static inline void mail_sleep(mail_net *w)
 }
 
 static int mail_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
-                         size_t r_len, uint64_t tag, int64_t deadline_ns)
-{
+                         size_t r_len, uint64_t tag, int64_t deadline_ns) {
     mail_end *e = (mail_end *)ctx;
     mail_net *w = e->net;
     mail out = mail_make(e, (void *)(uintptr_t)s, s_len, tag), in = mail_make(e, r, r_len, tag);
@@ -216,8 +205,7 @@ static int mail_sendrecv(void *ctx, int to, const void *s, size_t s_len, int fro
 }
 
 /* With moods a random prefix of each direction is accepted: nothing after the first refused. */
-static int mail_post(void *ctx, ra_transport_op *const *ops, int n)
-{
+static int mail_post(void *ctx, ra_transport_op *const *ops, int n) {
     mail_end *e = (mail_end *)ctx;
     mail_net *w = e->net;
     int left = 0, gone;
@@ -258,8 +246,7 @@ static int mail_post(void *ctx, ra_transport_op *const *ops, int n)
 }
 
 /* Returns how many ops have ended since the last look. */
-static inline int mail_look(mail_end *e, ra_transport_op *const *ops, int n)
-{
+static inline int mail_look(mail_end *e, ra_transport_op *const *ops, int n) {
     mail_net *w = e->net;
     int moved = 0;
     for (int i = 0; i < w->d.ranks * 2; i++) mail_move(w, &w->links[i / 2][e->rank][i % 2]);
@@ -276,8 +263,7 @@ static inline int mail_look(mail_end *e, ra_transport_op *const *ops, int n)
     return moved;
 }
 
-static int mail_poll(void *ctx, ra_transport_op *const *ops, int n)
-{
+static int mail_poll(void *ctx, ra_transport_op *const *ops, int n) {
     mail_end *e = (mail_end *)ctx;
     int gone;
     mail_enter(e);
@@ -287,8 +273,7 @@ static int mail_poll(void *ctx, ra_transport_op *const *ops, int n)
     return gone ? RA_E_ABORTED : RA_OK;
 }
 
-static int mail_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns)
-{
+static int mail_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns) {
     mail_end *e = (mail_end *)ctx;
     int gone, pending = 0;
     mail_enter(e);
@@ -302,8 +287,7 @@ static int mail_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t dead
     return gone ? RA_E_ABORTED : RA_OK;
 }
 
-static int mail_abort(void *ctx, int why)
-{
+static int mail_abort(void *ctx, int why) {
     mail_end *e = (mail_end *)ctx;
     (void)why;
     pthread_mutex_lock(&e->net->lock);
@@ -315,15 +299,13 @@ static int mail_abort(void *ctx, int why)
     return RA_OK;
 }
 
-static int mail_quiesce(void *ctx, int64_t deadline_ns)
-{
+static int mail_quiesce(void *ctx, int64_t deadline_ns) {
     (void)ctx, (void)deadline_ns;
     return RA_OK;
 }
 
 /* shared: null, or MAIL_BYTES of zeros on a multiple of 64 that processes forked later share. */
-static inline mail_net *mail_open(const mail_desc *d, void *shared)
-{
+static inline mail_net *mail_open(const mail_desc *d, void *shared) {
     mail_net *w = (mail_net *)(shared ? shared : calloc(1, sizeof *w));
     pthread_mutexattr_t of_lock;
     pthread_condattr_t of_news;
@@ -346,8 +328,7 @@ static inline mail_net *mail_open(const mail_desc *d, void *shared)
     return w;
 }
 
-static inline ra_transport mail_transport(mail_net *w, int rank)
-{
+static inline ra_transport mail_transport(mail_net *w, int rank) {
     ra_transport t;
     memset(&t, 0, sizeof t);
     t.size = (uint32_t)sizeof t;
@@ -374,8 +355,7 @@ static inline ra_transport mail_transport(mail_net *w, int rank)
 }
 
 /* Returns how many messages were held for nobody and how many rules were broken. */
-static inline int64_t mail_close(mail_net *w)
-{
+static inline int64_t mail_close(mail_net *w) {
     int64_t left = w->wrong;
     for (int r = 0; r < w->d.ranks; r++) mail_forget(&w->ends[r], NULL);
     for (int i = 0; i < w->d.ranks * w->d.ranks * 2; i++) {

@@ -138,18 +138,15 @@ typedef struct net {
     char why[200];
 } net;
 
-static inline uint32_t net_rand(net *w, uint32_t below)
-{
+static inline uint32_t net_rand(net *w, uint32_t below) {
     return h_next(&w->rng) % below;
 }
 
-static inline int net_chance(net *w, int percent)
-{
+static inline int net_chance(net *w, int percent) {
     return percent > 0 && (int)net_rand(w, 100) < percent;
 }
 
-static inline void net_breach(net *w, const char *format, ...)
-{
+static inline void net_breach(net *w, const char *format, ...) {
     va_list args;
     if (w->breaches++) return;
     va_start(args, format);
@@ -157,23 +154,20 @@ static inline void net_breach(net *w, const char *format, ...)
     va_end(args);
 }
 
-static inline uint64_t net_sum(const void *ptr, size_t n)
-{
+static inline uint64_t net_sum(const void *ptr, size_t n) {
     const uint8_t *p = (const uint8_t *)ptr;
     uint64_t sum = 1469598103934665603u;
     for (size_t i = 0; i < n; i++) sum = (sum ^ p[i]) * 1099511628211u;
     return sum;
 }
 
-static inline int net_is(const void *ptr, size_t n, uint8_t value)
-{
+static inline int net_is(const void *ptr, size_t n, uint8_t value) {
     const uint8_t *p = (const uint8_t *)ptr;
     for (size_t i = 0; i < n; i++) if (p[i] != value) return 0;
     return 1;
 }
 
-static inline void *net_memory(size_t n, size_t align)
-{
+static inline void *net_memory(size_t n, size_t align) {
     void *p = NULL;
     if (posix_memalign(&p, align < 64 ? 64 : align, n ? n : 1)) abort();
     return p;
@@ -183,21 +177,18 @@ static inline void *net_memory(size_t n, size_t align)
 
 static inline int net_rank_of(const net_rank *r) { return (int)(r - r->net->rank); }
 
-static inline void net_check_thread(net_rank *r, const char *call)
-{
+static inline void net_check_thread(net_rank *r, const char *call) {
     net *w = r->net;
     if (!w->c.any_thread && w->thread != 0)
         net_breach(w, "%s from thread %d without RA_CAP_ANY_THREAD", call, w->thread);
 }
 
-static inline int net_is_neighbour(const net *w, int a, int b)
-{
+static inline int net_is_neighbour(const net *w, int a, int b) {
     int n = w->c.ranks;
     return (a + 1) % n == b || (b + 1) % n == a;
 }
 
-static inline int net_has_loan(const net *w, int rank, const void *ptr, size_t len)
-{
+static inline int net_has_loan(const net *w, int rank, const void *ptr, size_t len) {
     for (int i = w->loan_count - 1; i >= 0; i--) {
         const net_loan *l = &w->loans[i];
         if (l->rank == rank && !l->back && l->ptr == ptr && len <= l->len) return 1;
@@ -206,8 +197,7 @@ static inline int net_has_loan(const net *w, int rank, const void *ptr, size_t l
 }
 
 /* Every op must lie in registered memory and say so, lent memory and shared words apart. */
-static inline void net_check_mr(net_rank *r, const ra_transport_op *op)
-{
+static inline void net_check_mr(net_rank *r, const ra_transport_op *op) {
     net *w = r->net;
     if (w->c.reg != 1) {
         if (op->mr) net_breach(w, "mr without a registration");
@@ -228,8 +218,7 @@ static inline void net_check_mr(net_rank *r, const ra_transport_op *op)
     net_breach(w, "rank %d: a buffer that was not registered", net_rank_of(r));
 }
 
-static inline void net_check_op(net_rank *r, const ra_transport_op *op)
-{
+static inline void net_check_op(net_rank *r, const ra_transport_op *op) {
     net *w = r->net;
     int me = net_rank_of(r);
     uint32_t bits = w->c.tag_bits ? w->c.tag_bits : 15;
@@ -260,21 +249,18 @@ static inline void net_check_op(net_rank *r, const ra_transport_op *op)
 
 /* -------------------------------------------------------------------------- messages */
 
-static inline net_link *net_link_of(net *w, int from, int to, int channel)
-{
+static inline net_link *net_link_of(net *w, int from, int to, int channel) {
     return &w->link[(from * w->c.ranks + to) * NET_CHANNELS + channel];
 }
 
-static inline void net_enqueue(net_link *l, net_message *m)
-{
+static inline void net_enqueue(net_link *l, net_message *m) {
     m->next = NULL;
     if (l->last) l->last->next = m;
     else l->first = m;
     l->last = m;
 }
 
-static inline net_message *net_dequeue(net_link *l)
-{
+static inline net_message *net_dequeue(net_link *l) {
     net_message *m = l->first;
     l->first = m->next;
     if (!l->first) l->last = NULL;
@@ -282,8 +268,7 @@ static inline net_message *net_dequeue(net_link *l)
 }
 
 /* A line of the schedule. */
-static inline void net_log(const net *w, const char *format, ...)
-{
+static inline void net_log(const net *w, const char *format, ...) {
     va_list args;
     if (!w->log) return;
     va_start(args, format);
@@ -291,15 +276,13 @@ static inline void net_log(const net *w, const char *format, ...)
     va_end(args);
 }
 
-static inline void net_message_free(net_message *m)
-{
+static inline void net_message_free(net_message *m) {
     if (!m) return;
     free(m->bytes);
     free(m);
 }
 
-static inline net_message *net_message_new(net *w, const ra_transport_op *op, int slot)
-{
+static inline net_message *net_message_new(net *w, const ra_transport_op *op, int slot) {
     net_message *m = (net_message *)calloc(1, sizeof *m);
     if (!m) abort();
     m->bytes = (uint8_t *)net_memory(op->len, 64);
@@ -312,8 +295,7 @@ static inline net_message *net_message_new(net *w, const ra_transport_op *op, in
 }
 
 /* Puts the bytes of an earlier message of this length in place of its own; 0: there is none. */
-static inline int net_stale(net_link *l, net_message *m)
-{
+static inline int net_stale(net_link *l, net_message *m) {
     const net_message *p = l->past;
     while (p && (p->len != m->len || !memcmp(p->bytes, m->bytes, m->len))) p = p->next;
     if (!p) return 0;
@@ -321,15 +303,13 @@ static inline int net_stale(net_link *l, net_message *m)
     return 1;
 }
 
-static inline int net_fault_here(net_rank *r, int64_t count, int first, int last)
-{
+static inline int net_fault_here(net_rank *r, int64_t count, int first, int last) {
     net_fault *f = &r->net->c.fault;
     return f->kind >= first && f->kind <= last && f->rank == net_rank_of(r) && f->at == count;
 }
 
 /* Puts a copy of the message on its link and applies the fault if this is its message. */
-static inline void net_send(net_rank *r, ra_transport_op *op, int slot)
-{
+static inline void net_send(net_rank *r, ra_transport_op *op, int slot) {
     net *w = r->net;
     net_fault *f = &w->c.fault;
     net_link *l = net_link_of(w, net_rank_of(r), op->peer, op->channel);
@@ -377,8 +357,7 @@ static inline void net_send(net_rank *r, ra_transport_op *op, int slot)
 }
 
 /* The first message of a link meets the first receive. */
-static inline void net_match(net *w, int from, int to, int channel)
-{
+static inline void net_match(net *w, int from, int to, int channel) {
     net_link *l = net_link_of(w, from, to, channel);
     net_rank *s = &w->rank[from], *r = &w->rank[to];
     while (l->first && l->recv_first >= 0 && l->first->due <= w->now) {
@@ -414,8 +393,7 @@ static inline void net_match(net *w, int from, int to, int channel)
 
 /* -------------------------------------------------------------------------- completion */
 
-static inline void net_lend(net *w, int rank, net_slot *slot, void *ptr, int from_rank)
-{
+static inline void net_lend(net *w, int rank, net_slot *slot, void *ptr, int from_rank) {
     net_loan *loan;
     if (w->loan_count == w->loan_room) {
         w->loan_room = w->loan_room ? 2 * w->loan_room : 64;
@@ -433,8 +411,7 @@ static inline void net_lend(net *w, int rank, net_slot *slot, void *ptr, int fro
     slot->op->buf = ptr;
 }
 
-static inline void net_finish_recv(net_rank *r, net_slot *slot)
-{
+static inline void net_finish_recv(net_rank *r, net_slot *slot) {
     net *w = r->net;
     net_message *m = slot->message;
     ra_transport_op *op = slot->op;
@@ -469,8 +446,7 @@ static inline void net_finish_recv(net_rank *r, net_slot *slot)
     slot->message = NULL;
 }
 
-static inline void net_finish_send(net_rank *r, net_slot *slot)
-{
+static inline void net_finish_send(net_rank *r, net_slot *slot) {
     net *w = r->net;
     ra_transport_op *op = slot->op;
     if (memcmp(op->buf, slot->bytes, op->len))
@@ -489,8 +465,7 @@ static inline void net_finish_send(net_rank *r, net_slot *slot)
     slot->bytes = NULL;
 }
 
-static inline void net_complete(net_rank *r, net_slot *slot)
-{
+static inline void net_complete(net_rank *r, net_slot *slot) {
     ra_transport_op *op = slot->op;
     const ra_transport_op *was = &slot->copy;
     if (op->kind != was->kind || op->channel != was->channel || op->peer != was->peer ||
@@ -511,8 +486,7 @@ static inline void net_complete(net_rank *r, net_slot *slot)
 
 /* -------------------------------------------------------------------------- callbacks */
 
-static inline void net_accept(net_rank *r, ra_transport_op *op)
-{
+static inline void net_accept(net_rank *r, ra_transport_op *op) {
     net *w = r->net;
     int me = net_rank_of(r), at = 0;
     uint32_t most = w->c.max_ops ? w->c.max_ops : 2;
@@ -547,8 +521,7 @@ static inline void net_accept(net_rank *r, ra_transport_op *op)
 }
 
 /* What an abort elsewhere does to the calls of this rank; RA_OK: nothing. */
-static inline int net_told(net_rank *r)
-{
+static inline int net_told(net_rank *r) {
     net *w = r->net;
     if (r->aborts) return RA_E_ABORTED;
     if (w->c.told != 1) return RA_OK;
@@ -556,8 +529,7 @@ static inline int net_told(net_rank *r)
     return RA_OK;
 }
 
-static inline int net_post(void *ctx, ra_transport_op *const *ops, int n)
-{
+static inline int net_post(void *ctx, ra_transport_op *const *ops, int n) {
     net_rank *r = (net_rank *)ctx;
     net *w = r->net;
     uint8_t shut[NET_RANKS * NET_CHANNELS * 2] = { 0 };
@@ -589,8 +561,7 @@ static inline int net_post(void *ctx, ra_transport_op *const *ops, int n)
 /* A receive from a rank that is dead or has aborted, or a send to it, ends with RA_E_PEER. So does
  * a send whose memory that rank has on loan: no release will come any more, and nothing else would
  * ever reach the sender, which may have neither a deadline nor a watchdog. */
-static inline void net_fail_ops(net_rank *r)
-{
+static inline void net_fail_ops(net_rank *r) {
     net *w = r->net;
     for (int i = 0; i < NET_SLOTS && (w->c.told == 2 || w->dead >= 0); i++) {
         net_slot *slot = &r->slots[i];
@@ -614,8 +585,7 @@ static inline void net_fail_ops(net_rank *r)
     }
 }
 
-static inline int net_poll(void *ctx, ra_transport_op *const *ops, int n)
-{
+static inline int net_poll(void *ctx, ra_transport_op *const *ops, int n) {
     net_rank *r = (net_rank *)ctx;
     net *w = r->net;
     int me = net_rank_of(r), told = net_told(r);
@@ -644,8 +614,7 @@ static inline int net_poll(void *ctx, ra_transport_op *const *ops, int n)
     return RA_OK;
 }
 
-static inline int net_reg(void *ctx, void *p, size_t n, void **mr)
-{
+static inline int net_reg(void *ctx, void *p, size_t n, void **mr) {
     net_rank *r = (net_rank *)ctx;
     r->regs++;
     if (r->net->c.reg == 2) return RA_E_IO;
@@ -659,8 +628,7 @@ static inline int net_reg(void *ctx, void *p, size_t n, void **mr)
     return RA_E_NOMEM;
 }
 
-static inline int net_dereg(void *ctx, void *mr)
-{
+static inline int net_dereg(void *ctx, void *mr) {
     net_rank *r = (net_rank *)ctx;
     void **region = (void **)mr;
     r->deregs++;
@@ -672,8 +640,7 @@ static inline int net_dereg(void *ctx, void *mr)
     return RA_OK;
 }
 
-static inline int net_release(void *ctx, ra_transport_op *op)
-{
+static inline int net_release(void *ctx, ra_transport_op *op) {
     net_rank *r = (net_rank *)ctx;
     net *w = r->net;
     int me = net_rank_of(r), at = w->loan_count - 1;
@@ -705,8 +672,7 @@ static inline int net_release(void *ctx, ra_transport_op *op)
     return RA_OK;
 }
 
-static inline int net_abort(void *ctx, int why)
-{
+static inline int net_abort(void *ctx, int why) {
     net_rank *r = (net_rank *)ctx;
     if (r->aborts++) net_breach(r->net, "rank %d: abort called twice", net_rank_of(r));
     if (why > RA_E_MISMATCH || why < RA_E_UNSAFE) net_breach(r->net, "abort because of %d", why);
@@ -716,8 +682,7 @@ static inline int net_abort(void *ctx, int why)
 }
 
 /* Forgets all ops of the rank. What its peers still send to it, or receive from it, stays. */
-static inline int net_quiesce(void *ctx, int64_t deadline_ns)
-{
+static inline int net_quiesce(void *ctx, int64_t deadline_ns) {
     net_rank *r = (net_rank *)ctx;
     net *w = r->net;
     int me = net_rank_of(r);
@@ -743,16 +708,14 @@ static inline int net_quiesce(void *ctx, int64_t deadline_ns)
     return RA_OK;
 }
 
-static inline const char *net_error_text(void *ctx, int code)
-{
+static inline const char *net_error_text(void *ctx, int code) {
     (void)ctx;
     return code == -1234 ? "the cable is cut" : NULL;
 }
 
 /* -------------------------------------------------------------------------- world */
 
-static inline net *net_create(const net_config *c)
-{
+static inline net *net_create(const net_config *c) {
     net *w = (net *)calloc(1, sizeof *w);
     if (!w || c->ranks < 1 || c->ranks > NET_RANKS) abort();
     w->c = *c;
@@ -794,8 +757,7 @@ static inline net *net_create(const net_config *c)
 }
 
 /* After a run in which nothing failed: nothing may be left. */
-static inline void net_check_empty(net *w)
-{
+static inline void net_check_empty(net *w) {
     for (int i = 0; i < w->c.ranks; i++) {
         net_rank *r = &w->rank[i];
         if (r->pending) net_breach(w, "rank %d: %d ops left pending", i, r->pending);
@@ -808,8 +770,7 @@ static inline void net_check_empty(net *w)
 }
 
 /* After the rings are gone: what was registered or lent must be back. */
-static inline void net_check_end(net *w)
-{
+static inline void net_check_end(net *w) {
     for (int i = 0; i < w->c.ranks; i++)
         for (int k = 0; k < NET_REGIONS; k++)
             if (w->rank[i].region[k]) net_breach(w, "rank %d: memory still registered", i);
@@ -819,8 +780,7 @@ static inline void net_check_end(net *w)
             net_breach(w, "rank %d: wrote into memory after its release", w->loans[i].rank);
 }
 
-static inline void net_destroy(net *w)
-{
+static inline void net_destroy(net *w) {
     for (int i = 0; i < w->c.ranks; i++)
         for (int k = 0; k < NET_SLOTS; k++) {
             free(w->rank[i].slots[k].bytes);
@@ -843,8 +803,7 @@ static inline void net_destroy(net *w)
 
 /* -------------------------------------------------------------------------- random networks
  * By the generator of small.h: the moods of a network, and what its transport says of itself. */
-static inline void small_net(net_config *c, int ranks)
-{
+static inline void small_net(net_config *c, int ranks) {
     memset(c, 0, sizeof *c);
     c->ranks = ranks;
     c->seed = small_rand(1u << 30);
@@ -857,8 +816,7 @@ static inline void small_net(net_config *c, int ranks)
     c->any_thread = small_chance(50);
 }
 
-static inline void small_net_limits(net_config *c)
-{
+static inline void small_net_limits(net_config *c) {
     c->tag_bits = small_chance(50) ? 0 : (uint32_t)small_range(1, 64);
     c->align = small_chance(50) ? 0 : (size_t)1 << small_rand(10);
     c->told = small_range(0, 2);

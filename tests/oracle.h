@@ -20,8 +20,7 @@ typedef struct truth {
 
 /* -------------------------------------------------------------------------- masks, scores */
 /* Does the query at position p see a key at position k? The rules of ra_mask as a predicate. */
-static H_FAST int visible(const ra_mask *m, int64_t p, int64_t k)
-{
+static H_FAST int visible(const ra_mask *m, int64_t p, int64_t k) {
     int64_t i, doc = 0, end = INT64_MAX, c = m->causal_block > 1 ? m->causal_block : 1;
     if (m->kind == RA_MASK_INTERVALS) return m->lo[p] <= k && k < m->hi[p];
     for (i = 0; i < m->doc_count; i++) {
@@ -37,8 +36,7 @@ static H_FAST int visible(const ra_mask *m, int64_t p, int64_t k)
     return 1;
 }
 
-static H_FAST double dot_product(const float *a, const float *b, int n)
-{
+static H_FAST double dot_product(const float *a, const float *b, int n) {
     double s[4] = { 0, 0, 0, 0 };
     int i;
     for (i = 0; i + 4 <= n; i += 4) {
@@ -52,8 +50,7 @@ static H_FAST double dot_product(const float *a, const float *b, int n)
 }
 
 /* Philox4x32-10 from its paper: the word that belongs to one weight. */
-static H_FAST uint32_t philox_word(uint64_t seed, const uint32_t counter[4], int word)
-{
+static H_FAST uint32_t philox_word(uint64_t seed, const uint32_t counter[4], int word) {
     uint32_t c[4], k[2], i;
     memcpy(c, counter, sizeof c);
     k[0] = (uint32_t)(seed & 0xFFFFFFFFu);
@@ -72,8 +69,7 @@ static H_FAST uint32_t philox_word(uint64_t seed, const uint32_t counter[4], int
 }
 
 /* What dropout does to the weight of one pair: 0, or more than 1. */
-static H_FAST double drop_factor(const problem *p, int b, int64_t i, int head, int64_t key)
-{
+static H_FAST double drop_factor(const problem *p, int b, int64_t i, int head, int64_t key) {
     uint32_t c[4];
     if (p->dropout <= 0) return 1;
     c[0] = (uint32_t)(key / 4);
@@ -87,29 +83,24 @@ static H_FAST double drop_factor(const problem *p, int b, int64_t i, int head, i
 }
 
 /* -------------------------------------------------------------------------- attention */
-static H_FAST double problem_scale(const problem *p)
-{
+static H_FAST double problem_scale(const problem *p) {
     return p->scale != 0 ? (double)p->scale : 1 / sqrt((double)p->Dk);
 }
 
-static H_FAST const float *q_row(const problem *p, int b, int64_t i, int head)
-{
+static H_FAST const float *q_row(const problem *p, int b, int64_t i, int head) {
     return p->q + ((b * p->q_max + i) * p->Hq + head) * p->Dk;
 }
-static H_FAST const float *k_row(const problem *p, int b, int64_t k, int head)
-{
+static H_FAST const float *k_row(const problem *p, int b, int64_t k, int head) {
     return p->k + ((b * p->k_max + k) * p->Hkv + head) * p->Dk;
 }
-static H_FAST const float *v_row(const problem *p, int b, int64_t k, int head)
-{
+static H_FAST const float *v_row(const problem *p, int b, int64_t k, int head) {
     if (p->v_in_k) return k_row(p, b, k, head) + p->v_column;
     return p->v + ((b * p->k_max + k) * p->Hkv + head) * p->Dv;
 }
 
 /* The final score of one pair; *size gets the sum of the magnitudes that went into it. */
 static H_FAST double score_of(const problem *p, int b, int64_t i, int head, int64_t key,
-                              double *size)
-{
+                              double *size) {
     const float *q = q_row(p, b, i, head), *k = k_row(p, b, key, head / (p->Hq / p->Hkv));
     double c = problem_scale(p), s = c * dot_product(q, k, p->Dk), a;
     if (p->loose) *size = c * sqrt(dot_product(q, q, p->Dk) * dot_product(k, k, p->Dk));
@@ -128,21 +119,18 @@ static H_FAST double score_of(const problem *p, int b, int64_t i, int head, int6
 }
 
 /* q, k and v all bf16: the kernels may round the weights to bf16 too. */
-static H_FAST int is_bf16(const problem *p)
-{
+static H_FAST int is_bf16(const problem *p) {
     return p->q_dtype == RA_BF16 && p->k_dtype == RA_BF16 &&
            (p->v_in_k || p->v_dtype == RA_BF16);
 }
 
-static H_FAST int is_q8_0(const problem *p)
-{
+static H_FAST int is_q8_0(const problem *p) {
     return p->k_dtype == RA_Q8_0 && (p->v_in_k || p->v_dtype == RA_Q8_0);
 }
 
 /* One row: keys [n] are the visible ones; s, size [n] is scratch. */
 static H_FAST void oracle_row(const problem *p, const truth *t, int b, int64_t i, int head,
-                              const int32_t *keys, int64_t n, double *s, double *size)
-{
+                              const int32_t *keys, int64_t n, double *s, double *size) {
     double top = -HUGE_VAL, sum = 0, slack = 0, coarse = 0, big = 1;
     int64_t at = (b * p->q_max + i) * p->Hq + head, j;
     double *o = t->o + at * p->Dv;
@@ -184,8 +172,7 @@ static H_FAST void oracle_row(const problem *p, const truth *t, int b, int64_t i
 }
 
 /* All rows, or every row_step-th; others stay 0. */
-static H_FAST truth oracle(const problem *p)
-{
+static H_FAST truth oracle(const problem *p) {
     truth t;
     size_t rows = (size_t)(p->B * p->q_max * p->Hq), room = (size_t)p->k_max + 1;
     int32_t *keys = (int32_t *)malloc(room * sizeof *keys);
@@ -214,8 +201,7 @@ static H_FAST truth oracle(const problem *p)
     return t;
 }
 
-static H_FAST void truth_free(truth *t)
-{
+static H_FAST void truth_free(truth *t) {
     free(t->o); free(t->lse); free(t->slack); free(t->rough);
     free(t->coarse);
 }
@@ -235,8 +221,7 @@ typedef struct slope_key { double w, drop, score, ds, size, rounding, bar; } slo
 
 /* out += x a, bar += error |a|, for n elements. */
 static H_FAST void slope_add(double *out, double *bar, double x, double error, const float *a,
-                             int n)
-{
+                             int n) {
     int d;
     for (d = 0; d < n; d++) {
         out[d] += x * (double)a[d];
@@ -247,8 +232,7 @@ static H_FAST void slope_add(double *out, double *bar, double x, double error, c
 /* Weights of one row (sequence, row, head) over its visible keys [n], then dS. Returns delta, and
  * in *bar the error of that. */
 static H_FAST double slope_weights(const problem *p, const int64_t at[3], const int32_t *keys,
-                                   int64_t n, slope_key *x, double *bar)
-{
+                                   int64_t n, slope_key *x, double *bar) {
     const int b = (int)at[0], head = (int)at[2], kv = head / (p->Hq / p->Hkv);
     const float *g = p->d_o + ((b * p->q_max + at[1]) * p->Hq + head) * p->Dv;
     double top = -HUGE_VAL, sum = 0, delta = 0, o_half_ulp = p->o_dtype == RA_F32 ? 0 : 0.004;
@@ -288,8 +272,7 @@ static H_FAST double slope_weights(const problem *p, const int64_t at[3], const 
 }
 
 static H_FAST void slope_row(const problem *p, slopes *s, const int64_t at[3],
-                             const int32_t *keys, int64_t n, slope_key *x)
-{
+                             const int32_t *keys, int64_t n, slope_key *x) {
     const int b = (int)at[0], head = (int)at[2], kv = head / (p->Hq / p->Hkv);
     const int64_t row = (b * p->q_max + at[1]) * p->Hq + head;
     const float *q = p->q + row * p->Dk, *g = p->d_o + row * p->Dv;
@@ -318,8 +301,7 @@ static H_FAST void slope_row(const problem *p, slopes *s, const int64_t at[3],
 }
 
 /* with_bias: also of every pair's final score. */
-static H_FAST slopes oracle_slopes(const problem *p, int with_bias)
-{
+static H_FAST slopes oracle_slopes(const problem *p, int with_bias) {
     size_t nq = (size_t)(p->B * p->q_max * p->Hq * p->Dk) + 1;
     size_t nk = (size_t)(p->B * p->k_max * p->Hkv) + 1, room = (size_t)p->k_max + 1;
     size_t pairs = (size_t)(p->B * p->Hq * p->q_max * p->k_max) + 1;

@@ -13,8 +13,7 @@ READ = """
 #define RA__MUTANT
 #include <stdlib.h>
 static int ra__mutant;
-__attribute__((constructor)) static void ra__mutant_read(void)
-{
+__attribute__((constructor)) static void ra__mutant_read(void) {
     const char *text = getenv("MUTANT");
     ra__mutant = text ? atoi(text) : 0;
 }

@@ -60,8 +60,7 @@ typedef struct setup {
 } setup;
 
 /* Bias is a hash of its coordinates, quarters from -4 to 4: nothing has to be stored. */
-static H_FAST float bias_value(const problem *p, int b, int head, int64_t row, int64_t key)
-{
+static H_FAST float bias_value(const problem *p, int b, int head, int64_t row, int64_t key) {
     uint32_t x = p->bias_seed;
     if (key >= p->bias_keys) return 0;
     if (p->bias_of) return row < 0 ? 0.0f : p->bias_of[row * p->k_max + key]; /* no such row */
@@ -72,8 +71,7 @@ static H_FAST float bias_value(const problem *p, int b, int head, int64_t row, i
     return (float)((x >> 16) % 33) * 0.25f - 4;
 }
 
-static H_FAST void problem_free(problem *p)
-{
+static H_FAST void problem_free(problem *p) {
     free(p->d_o); free(p->bias_of);
     free(p->lo); free(p->hi); free(p->q); free(p->k); free(p->v); free(p->absent);
 }
@@ -99,8 +97,7 @@ static const int32_t layout_kinds[LAYOUTS] = { RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_Z
 /* One sequence, plain f32 multi-head attention, no mask; lengths, mask and the rest are then set
  * by hand, the data made last. */
 static inline void problem_shape(problem *p, int64_t tokens, int32_t q_heads, int32_t kv_heads,
-                                 int32_t k_dim, int32_t v_dim)
-{
+                                 int32_t k_dim, int32_t v_dim) {
     memset(p, 0, sizeof *p);
     p->B = 1;
     p->Hq = q_heads; p->Hkv = kv_heads; p->Dk = k_dim; p->Dv = v_dim;
@@ -110,8 +107,7 @@ static inline void problem_shape(problem *p, int64_t tokens, int32_t q_heads, in
     p->bias_keys = 1;
 }
 
-static H_FAST float *normal_rows(int64_t rows, int64_t n, int32_t dtype, h_rng *r)
-{
+static H_FAST float *normal_rows(int64_t rows, int64_t n, int32_t dtype, h_rng *r) {
     float *x = (float *)malloc((size_t)(rows * n + 1) * sizeof *x);
     int64_t i;
     for (i = 0; i < rows * n; i++) x[i] = dtype_round(h_normal(r), dtype);
@@ -119,8 +115,7 @@ static H_FAST float *normal_rows(int64_t rows, int64_t n, int32_t dtype, h_rng *
 }
 
 /* Unit-normal Q, K, V, and the parameters of score changes. */
-static inline void problem_data(problem *p, h_rng *r)
-{
+static inline void problem_data(problem *p, h_rng *r) {
     int i;
     p->q = normal_rows(p->B * p->q_max, p->Hq * p->Dk, p->q_dtype, r);
     p->k = normal_rows(p->B * p->k_max, p->Hkv * p->Dk, p->k_dtype, r);
@@ -136,8 +131,7 @@ static inline void problem_data(problem *p, h_rng *r)
 
 /* A bias with huge values, whose kind goes by the row. Scores must have RA_SCORE_BIAS; lengths and
  * mask must be set. */
-static inline void problem_huge_bias(problem *p, h_rng *r)
-{
+static inline void problem_huge_bias(problem *p, h_rng *r) {
     static const float most[8] = { -1e9f, -1e8f, -1e8f, 0, 0, -1e4f, 0, -1e6f };
     static const float other[8] = { -1e9f, -1e8f, -1e9f, -1e9f, 1e9f, -1e4f, -3.4e38f, -1e9f };
     p->bias_r = p->bias_k = p->loose = 1;
@@ -150,8 +144,7 @@ static inline void problem_huge_bias(problem *p, h_rng *r)
     }
 }
 
-static inline void mask_docs(problem *p, h_rng *r, int64_t span)
-{
+static inline void mask_docs(problem *p, h_rng *r, int64_t span) {
     int64_t at = 0;
     while (p->mask.doc_count < 8 && at < span) {
         p->docs[p->mask.doc_count++] = at;
@@ -161,8 +154,7 @@ static inline void mask_docs(problem *p, h_rng *r, int64_t span)
 }
 
 /* Any intervals at all, or bands whose two bounds both rise. */
-static inline void mask_intervals(problem *p, h_rng *r, int64_t span, int rising)
-{
+static inline void mask_intervals(problem *p, h_rng *r, int64_t span, int rising) {
     int64_t i, a, b, lo = 0, hi = 0;
     p->lo = (int32_t *)malloc((size_t)span * sizeof *p->lo);
     p->hi = (int32_t *)malloc((size_t)span * sizeof *p->hi);
@@ -187,8 +179,7 @@ static inline void mask_intervals(problem *p, h_rng *r, int64_t span, int rising
 }
 
 /* One of M_*, sizes at random. Lengths must be set. */
-static inline void problem_mask(problem *p, h_rng *r, int m)
-{
+static inline void problem_mask(problem *p, h_rng *r, int m) {
     ra_mask *k = &p->mask;
     int64_t span = p->q_offset + p->q_max > p->k_max ? p->q_offset + p->q_max : p->k_max;
     int64_t most = h_one_in(r, 3) ? 8 : h_one_in(r, 12) ? 2000000000 : span;
@@ -217,8 +208,7 @@ static inline void problem_mask(problem *p, h_rng *r, int m)
 }
 
 /* Score changes: RA_SCORE_* and OPTION_*. */
-static inline void problem_options(problem *p, h_rng *r, int options)
-{
+static inline void problem_options(problem *p, h_rng *r, int options) {
     int64_t span = p->q_offset + p->q_max > p->k_max ? p->q_offset + p->q_max : p->k_max;
     p->scores = options & 7;
     p->loose = options & (RA_SCORE_ALIBI | RA_SCORE_BIAS | OPTION_SCALE);
@@ -235,16 +225,14 @@ static inline void problem_options(problem *p, h_rng *r, int options)
 
 typedef struct wish { int mask, layout, ranks, options; double work; } wish;  /* -1: at random */
 
-static inline int64_t random_tokens(h_rng *r)
-{
+static inline int64_t random_tokens(h_rng *r) {
     static const int64_t from[10] = { 1, 5, 62, 32, 64, 126, 130, 130, 250, 380 };
     static const int64_t to[10] = { 4, 31, 66, 130, 128, 130, 260, 200, 420, 700 };
     int i = (int)h_range(r, 0, 9);
     return h_range(r, from[i], to[i]);
 }
 
-static inline void random_lengths(problem *p, h_rng *r)
-{
+static inline void random_lengths(problem *p, h_rng *r) {
     int b, cross = h_one_in(r, 4);
     p->B = h_one_in(r, 2) ? 1 : (int32_t)h_range(r, 1, MAX_B);
     p->q_offset = h_one_in(r, 3) ? h_range(r, 1, 200) : 0;
@@ -257,15 +245,13 @@ static inline void random_lengths(problem *p, h_rng *r)
     }
 }
 
-static inline int32_t random_dim(h_rng *r)
-{
+static inline int32_t random_dim(h_rng *r) {
     static const int32_t usual[12] = { 1, 2, 8, 16, 31, 32, 40, 64, 80, 96, 128, 192 };
     return h_one_in(r, 2) ? usual[h_range(r, 0, 11)] : (int32_t)h_range(r, 1, 192);
 }
 
 /* Lengths, heads and dims such that the oracle's work stays in bounds. */
-static inline void random_shape(problem *p, h_rng *r, double work)
-{
+static inline void random_shape(problem *p, h_rng *r, double work) {
     static const int32_t heads[10][2] = { { 1, 1 }, { 2, 1 }, { 2, 2 }, { 3, 3 }, { 4, 2 },
                                           { 4, 1 }, { 6, 2 }, { 5, 5 }, { 8, 1 }, { 8, 4 } };
     double pairs;
@@ -281,8 +267,7 @@ static inline void random_shape(problem *p, h_rng *r, double work)
     } while (pairs * p->Hq * (p->Dk + p->Dv) > work);
 }
 
-static inline void random_problem(problem *p, h_rng *r, const wish *w)
-{
+static inline void random_problem(problem *p, h_rng *r, const wish *w) {
     int options = w->options >= 0 ? w->options : h_one_in(r, 2) ? 0 : (int)h_range(r, 0, 31);
     problem_shape(p, 1, 1, 1, 1, 1);
     random_shape(p, r, w->work);
@@ -296,8 +281,7 @@ static inline void random_problem(problem *p, h_rng *r, const wish *w)
     p->absent = (uint8_t *)calloc((size_t)(p->B * p->k_max) + 1, 1);
 }
 
-static inline void problem_dtypes(problem *p, int32_t q, int32_t k, int32_t v, int32_t o)
-{
+static inline void problem_dtypes(problem *p, int32_t q, int32_t k, int32_t v, int32_t o) {
     p->q_dtype = q; p->k_dtype = k; p->v_dtype = p->v_in_k ? k : v; p->o_dtype = o;
 }
 
@@ -305,8 +289,7 @@ static inline void problem_dtypes(problem *p, int32_t q, int32_t k, int32_t v, i
 /* A table of runs over [from, from + tokens) with segments of all kinds in any order; marks what
  * it leaves out in absent if that is not null. */
 static inline ra_run *random_runs(h_rng *r, int ranks, const int64_t *span, int32_t *count,
-                                  uint8_t *absent)
-{
+                                  uint8_t *absent) {
     enum { MOST = 48 };
     ra_run made[MOST], *out = (ra_run *)malloc(MOST * sizeof *out);
     int owner[MOST], n = 0, rank, i, total = 0;
@@ -336,16 +319,14 @@ static inline ra_run *random_runs(h_rng *r, int ranks, const int64_t *span, int3
     return out;
 }
 
-static inline int lengths_differ(const problem *p)
-{
+static inline int lengths_differ(const problem *p) {
     int b, differ = 0;
     for (b = 0; b < p->B; b++) differ |= p->tq[b] != p->q_max || p->tk[b] != p->k_max;
     return differ;
 }
 
 /* Cells of all ranks for ARRAY: each position at one rank, some keys nowhere, some cells empty. */
-static inline void random_cells(h_rng *r, const problem *p, int ranks, int keys, setup *s)
-{
+static inline void random_cells(h_rng *r, const problem *p, int ranks, int keys, setup *s) {
     int64_t *rows = keys ? s->k_rows : s->q_rows, most = keys ? p->k_max : p->q_max, i, j;
     int32_t **cells = keys ? s->k_cells : s->q_cells;
     int64_t counts[MAX_B][MAX_RANKS];
@@ -387,8 +368,7 @@ static inline void random_cells(h_rng *r, const problem *p, int ranks, int keys,
 }
 
 /* RUNS and ARRAY give all sequences the same rows: lengths that differ are refused there. */
-static inline void random_layout(setup *s, problem *p, h_rng *r, int layout)
-{
+static inline void random_layout(setup *s, problem *p, h_rng *r, int layout) {
     int64_t span[2];
     int i, b;
     for (b = 0; b < p->B && layout == L_RUNS; b++) { p->tq[b] = p->q_max; p->tk[b] = p->k_max; }
@@ -418,8 +398,7 @@ static inline void random_layout(setup *s, problem *p, h_rng *r, int layout)
  * after the other or one position each in turn, ascending or descending; the last of several ranks
  * has none. */
 static inline ra_run *short_runs(h_rng *r, int ranks, const int64_t *span, int32_t *count,
-                                 uint8_t *absent)
-{
+                                 uint8_t *absent) {
     static const int64_t lengths[9] = { 1, 2, 16, 31, 63, 64, 64, 65, 130 };
     const int64_t end = span[0] + span[1];
     ra_run *made = (ra_run *)malloc((size_t)(span[1] + 4) * sizeof *made);
@@ -454,8 +433,7 @@ static inline ra_run *short_runs(h_rng *r, int ranks, const int64_t *span, int32
 }
 
 /* Replaces the tables of a setup of RUNS by such ones. */
-static inline void short_layout(setup *s, const problem *p, h_rng *r)
-{
+static inline void short_layout(setup *s, const problem *p, h_rng *r) {
     int64_t q[2], k[2];
     int b, own = p->q_offset || p->q_max != p->k_max || h_one_in(r, 2), holes = h_one_in(r, 3);
     q[0] = p->q_offset;
@@ -470,14 +448,12 @@ static inline void short_layout(setup *s, const problem *p, h_rng *r)
     for (b = 1; b < p->B; b++) memcpy(p->absent + b * p->k_max, p->absent, (size_t)p->k_max);
 }
 
-static inline int32_t random_isa(h_rng *r)
-{
+static inline int32_t random_isa(h_rng *r) {
     int32_t isa = (int32_t)h_range(r, RA_ISA_AUTO, RA_ISA_NEON);
     return isa == RA_ISA_AUTO || ra_isa_available(isa) ? isa : RA_ISA_SCALAR;
 }
 
-static inline void random_setup(setup *s, problem *p, h_rng *r, const wish *w)
-{
+static inline void random_setup(setup *s, problem *p, h_rng *r, const wish *w) {
     static const int32_t worlds[7] = { 1, 2, 3, 4, 5, 7, 8 };
     static const int32_t chunks[6] = { 0, 64, 64, 100, 128, 192 };
     int layout = w->layout >= 0 ? w->layout : (int)h_range(r, 0, LAYOUTS - 1);
@@ -505,8 +481,7 @@ static inline void random_setup(setup *s, problem *p, h_rng *r, const wish *w)
     }
 }
 
-static inline void setup_free(setup *s)
-{
+static inline void setup_free(setup *s) {
     int i;
     free(s->q_runs);
     free(s->k_runs);
@@ -514,8 +489,7 @@ static inline void setup_free(setup *s)
 }
 
 /* Shares of the units of cuts (blocks, or mirrored pairs of blocks) by lot; some ranks get none. */
-static inline void uneven(setup *s, const problem *p, h_rng *r)
-{
+static inline void uneven(setup *s, const problem *p, h_rng *r) {
     int64_t units = (p->k_max + 63) / 64;
     int i;
     if (s->layout == RA_LAYOUT_ZIGZAG) units = (units + 1) / 2;
@@ -525,8 +499,7 @@ static inline void uneven(setup *s, const problem *p, h_rng *r)
 }
 
 /* The gradient of O, and the seed of dropout. */
-static inline void problem_cotangent(problem *p, h_rng *r)
-{
+static inline void problem_cotangent(problem *p, h_rng *r) {
     p->d_o = normal_rows(p->B * p->q_max, p->Hq * p->Dv, p->o_dtype, r);
     p->seed = (uint64_t)h_next(r) << 32 | h_next(r);
 }
@@ -534,8 +507,7 @@ static inline void problem_cotangent(problem *p, h_rng *r)
 /* A problem of `blocks` blocks (the last one short) and random everything else. train: it is square
  * and has gradients. */
 static inline void problem_of_blocks(problem *p, h_rng *r, int mask, int64_t blocks, int32_t isa,
-                                     int train)
-{
+                                     int train) {
     static const int32_t heads[4][2] = { { 2, 1 }, { 1, 1 }, { 3, 3 }, { 4, 2 } };
     int i = (int)h_range(r, 0, 3);
     problem_shape(p, blocks * 64 - h_range(r, 0, 63), heads[i][0], heads[i][1],
@@ -569,8 +541,7 @@ static inline void problem_of_blocks(problem *p, h_rng *r, int mask, int64_t blo
 }
 
 /* The same problem on so many ranks in another way. */
-static inline void variant(setup *s, h_rng *r, int ranks)
-{
+static inline void variant(setup *s, h_rng *r, int ranks) {
     static const int32_t chunks[5] = { 64, 128, 192, 320, 0 };
     s->ranks = ranks;
     s->weighted = 0;
@@ -585,8 +556,7 @@ static inline void variant(setup *s, h_rng *r, int ranks)
 }
 
 /* -------------------------------------------------------------------------- one line per case */
-static inline int mask_text(const ra_mask *m, char *out, size_t room)
-{
+static inline int mask_text(const ra_mask *m, char *out, size_t room) {
     static const char *const kinds[4] = { "unset", "none", "causal", "intervals" };
     int n = snprintf(out, room, "mask %s", kinds[m->kind & 3]), i;
     if (m->causal_block) n += snprintf(out + n, room - (size_t)n, " block %d", m->causal_block);
@@ -603,8 +573,7 @@ static inline int mask_text(const ra_mask *m, char *out, size_t room)
     return n;
 }
 
-static inline void describe_case(const problem *p, const setup *s)
-{
+static inline void describe_case(const problem *p, const setup *s) {
     static const char *const wires[4] = { "shared", "post", "sendrecv", "null" };
     static const char dtypes[] = "?fhbq";
     static const char *const calls[5] = { "attend", "forward", "step", "join", "attention" };
@@ -649,8 +618,7 @@ static inline void describe_case(const problem *p, const setup *s)
     }
 }
 
-static inline void setup_plain(setup *s, int ranks, int32_t layout)
-{
+static inline void setup_plain(setup *s, int ranks, int32_t layout) {
     memset(s, 0, sizeof *s);
     s->ranks = ranks;
     s->layout = layout;
@@ -681,8 +649,7 @@ typedef struct rank_part {
     ra_ring_counters counters;
 } rank_part;
 
-static inline void describe_layout(const setup *s, ra_layout *l)
-{
+static inline void describe_layout(const setup *s, ra_layout *l) {
     l->kind = s->layout;
     if (s->weighted) l->weights = s->weights;
     if (s->layout == RA_LAYOUT_RUNS) {
@@ -697,15 +664,13 @@ static inline void describe_layout(const setup *s, ra_layout *l)
     }
 }
 
-static inline int64_t tokens_to_spare(const problem *p, const setup *s)
-{
+static inline int64_t tokens_to_spare(const problem *p, const setup *s) {
     if (s->shift || s->layout > RA_LAYOUT_STRIPED) return 0;
     return p->mask.kind == RA_MASK_INTERVALS ? 0 : s->spare;
 }
 
 /* The descriptor of one rank. Fields that may be left 0 are left 0 where the seed says so. */
-static inline ra_desc rank_desc(const problem *p, const setup *s, int rank)
-{
+static inline ra_desc rank_desc(const problem *p, const setup *s, int rank) {
     ra_desc d;
     int r, self = 1, b;
     int64_t spare = tokens_to_spare(p, s);
@@ -756,16 +721,14 @@ static inline ra_desc rank_desc(const problem *p, const setup *s, int rank)
 }
 
 /* L1 has no plan: there positions come with the call, as runs or as an array. */
-static inline int positions_with_call(const setup *s)
-{
+static inline int positions_with_call(const setup *s) {
     return s->layout == RA_LAYOUT_ARRAY ||
            (s->layout == RA_LAYOUT_RUNS && s->call == CALL_ATTENTION);
 }
 
 /* Runs of one tensor of a rank, from the plan or from the table. */
 static inline int32_t part_runs(const rank_part *e, const ra_plan *plan, int keys, int b,
-                                ra_run *runs)
-{
+                                ra_run *runs) {
     const setup *s = e->s;
     int own = keys && s->k_runs;
     int32_t n = own ? s->k_run_count[0] : s->q_run_count[0];
@@ -779,8 +742,7 @@ static inline int32_t part_runs(const rank_part *e, const ra_plan *plan, int key
 
 /* Positions [B][*rows] of one tensor of a rank, from runs or from the cells. */
 static inline int32_t *part_positions(const rank_part *e, const ra_plan *plan, int keys,
-                                      int64_t *rows, int64_t *len)
-{
+                                      int64_t *rows, int64_t *len) {
     const problem *p = e->p;
     const setup *s = e->s;
     ra_run runs[MOST_RUNS];
@@ -813,8 +775,7 @@ static inline int32_t *part_positions(const rank_part *e, const ra_plan *plan, i
 
 /* Bias of this rank's rows, [B or 1][Hq or 1][rows or 1][keys or 1], key or row innermost. With a
  * bias that differs by row sequences have their own, for their rows may be other positions. */
-static inline void part_bias(rank_part *e)
-{
+static inline void part_bias(rank_part *e) {
     const problem *p = e->p;
     int64_t nb = p->bias_b ? p->B : 1, nh = p->bias_h ? p->Hq : 1, i, k;
     int64_t nr = p->bias_r ? e->q_rows : 1, nk = p->bias_k ? p->bias_keys : 1;
@@ -841,22 +802,19 @@ static inline void part_bias(rank_part *e)
 }
 
 /* One buffer with Q, K and V side by side in each token, as llm.c has it, where shapes allow. */
-static inline int part_interleaves(const rank_part *e)
-{
+static inline int part_interleaves(const rank_part *e) {
     const view *q = &e->q, *k = &e->k, *v = &e->v;
     return e->s->strides == STRIDES_INTERLEAVED && !e->p->v_in_k &&
            q->dtype == k->dtype && q->dtype == v->dtype && q->rows == k->rows &&
            q->heads == k->heads && q->dim == k->dim && q->dim == v->dim;
 }
 
-static inline int stride_kind(const rank_part *e, int tensor)
-{
+static inline int stride_kind(const rank_part *e, int tensor) {
     const uint32_t seed = e->s->seed + 2654435769u * (uint32_t)e->rank;
     return e->s->strides == STRIDES_MIXED ? (int)((seed >> (3 * tensor)) % 5u) : e->s->strides;
 }
 
-static inline void part_views(rank_part *e)
-{
+static inline void part_views(rank_part *e) {
     const problem *p = e->p;
     const setup *s = e->s;
     e->q = view_of(p->q_dtype, e->q_rows, p->Hq, p->Dk);
@@ -895,23 +853,20 @@ static inline void part_views(rank_part *e)
     view_fill(&e->d_o, p->B, e->q_pos, p->d_o, p->q_max, p->q_offset);
 }
 
-static inline uint64_t part_hash(const rank_part *e)
-{
+static inline uint64_t part_hash(const rank_part *e) {
     return view_hash(&e->q) ^ (view_hash(&e->k) * 3) ^ (e->v.mem ? view_hash(&e->v) * 5 : 0) ^
            (e->bias.mem ? view_hash(&e->bias) * 7 : 0) ^
            (e->d_o.mem ? view_hash(&e->d_o) * 11 : 0);
 }
 
-static inline int32_t *positions_given(const int32_t *pos, int64_t n, int64_t shift)
-{
+static inline int32_t *positions_given(const int32_t *pos, int64_t n, int64_t shift) {
     int32_t *out = (int32_t *)malloc((size_t)(n + 1) * sizeof *out);
     int64_t i;
     for (i = 0; i < n; i++) out[i] = pos[i] < 0 ? -1 : (int32_t)(pos[i] + shift);
     return out;
 }
 
-static inline void part_tensors(rank_part *e)
-{
+static inline void part_tensors(rank_part *e) {
     const problem *p = e->p;
     const setup *s = e->s;
     part_views(e);
@@ -962,8 +917,7 @@ static inline void part_tensors(rank_part *e)
 
 /* plan: of any of the ranks; not needed if positions come with the call. */
 static inline void part_make(rank_part *e, const problem *p, const setup *s, const ra_plan *plan,
-                             int rank)
-{
+                             int rank) {
     memset(e, 0, sizeof *e);
     e->p = p;
     e->s = s;
@@ -975,8 +929,7 @@ static inline void part_make(rank_part *e, const problem *p, const setup *s, con
     part_tensors(e);
 }
 
-static inline void part_free(rank_part *e)
-{
+static inline void part_free(rank_part *e) {
     view_free(&e->q); view_free(&e->k); view_free(&e->v); view_free(&e->o); view_free(&e->lse);
     free(e->d_bias);
     view_free(&e->d_o); view_free(&e->d_q); view_free(&e->d_k); view_free(&e->d_v);

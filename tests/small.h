@@ -11,20 +11,17 @@ static h_rng small_rng;
 static inline uint32_t small_rand(uint32_t below) { return h_next(&small_rng) % below; }
 
 static inline int small_chance(int percent) { return (int)small_rand(100) < percent; }
-static inline int small_range(int lo, int hi)
-{
+static inline int small_range(int lo, int hi) {
     return lo + (int)small_rand((uint32_t)(hi - lo + 1));
 }
 static inline float small_float(void) { return (float)small_rand(1u << 20) / 524288.0f - 1.0f; }
 
-static inline void small_seed(uint64_t seed)
-{
+static inline void small_seed(uint64_t seed) {
     small_rng.state = seed;
     (void)h_next(&small_rng);          /* the first number of a small seed is small */
 }
 
-static inline void *small_memory(size_t bytes)
-{
+static inline void *small_memory(size_t bytes) {
     void *p = NULL;
     if (posix_memalign(&p, 64, bytes + 64)) abort();
     return p;
@@ -45,8 +42,7 @@ typedef struct small_block {
     size_t bytes;
 } small_block;
 
-static inline void *small_heap_alloc(void *ctx, size_t bytes, size_t align)
-{
+static inline void *small_heap_alloc(void *ctx, size_t bytes, size_t align) {
     small_heap *heap = (small_heap *)ctx;
     size_t lead = align < sizeof(small_block) ? sizeof(small_block) : align;
     void *base = NULL;
@@ -69,8 +65,7 @@ static inline void *small_heap_alloc(void *ctx, size_t bytes, size_t align)
     return block + 1;
 }
 
-static inline void small_heap_free(void *ctx, void *ptr, size_t bytes)
-{
+static inline void small_heap_free(void *ctx, void *ptr, size_t bytes) {
     small_heap *heap = (small_heap *)ctx;
     small_block *block = (small_block *)ptr - 1;
     if (!ptr || block->bytes != bytes) { heap->wrong++; return; }
@@ -83,8 +78,7 @@ static inline void small_heap_free(void *ctx, void *ptr, size_t bytes)
     free(block->base);
 }
 
-static inline ra_allocator small_heap_allocator(small_heap *heap)
-{
+static inline ra_allocator small_heap_allocator(small_heap *heap) {
     ra_allocator a;
     a.alloc = small_heap_alloc;
     a.free = small_heap_free;
@@ -93,8 +87,7 @@ static inline ra_allocator small_heap_allocator(small_heap *heap)
 }
 
 /* What the library leaked on purpose. */
-static inline void small_heap_clear(small_heap *heap)
-{
+static inline void small_heap_clear(small_heap *heap) {
     while (heap->first) {
         small_block *block = (small_block *)heap->first;
         heap->first = block->next;
@@ -113,15 +106,13 @@ typedef struct small {
 /* After a change of p or s. */
 static inline void small_desc(small *s) { s->d = rank_desc(&s->p, &s->s, 0); }
 
-static inline float *small_fill(int64_t n, float amplitude, int dtype)
-{
+static inline float *small_fill(int64_t n, float amplitude, int dtype) {
     float *x = (float *)small_memory((size_t)n * 4);
     for (int64_t i = 0; i < n; i++) x[i] = dtype_round(small_float() * amplitude, dtype);
     return x;
 }
 
-static inline void small_data(small *s)
-{
+static inline void small_data(small *s) {
     problem *p = &s->p;
     const int64_t queries = p->B * p->q_max * p->Hq, keys = p->B * p->k_max * p->Hkv;
     p->q = small_fill(queries * p->Dk, small_chance(20) ? 6.0f : 1.5f, p->q_dtype);
@@ -137,8 +128,7 @@ static inline void small_data(small *s)
 
 /* A problem of one shape on `ranks` ranks, contiguous; small_desc and small_data come when the rest
  * is set. shape: q_heads, kv_heads, k_dim, v_dim. */
-static inline void small_plain(small *s, int ranks, int64_t tokens, const int *shape)
-{
+static inline void small_plain(small *s, int ranks, int64_t tokens, const int *shape) {
     memset(s, 0, sizeof *s);
     problem_shape(&s->p, tokens, shape[0], shape[1], shape[2], shape[3]);
     setup_plain(&s->s, ranks, RA_LAYOUT_CONTIGUOUS);
@@ -146,8 +136,7 @@ static inline void small_plain(small *s, int ranks, int64_t tokens, const int *s
     s->s.threads = 1;
 }
 
-static inline void small_lengths(problem *p, int most)
-{
+static inline void small_lengths(problem *p, int most) {
     const int cross = small_chance(20), tokens = small_chance(10) ? 3 : most;
     p->B = small_chance(70) ? 1 : small_range(1, MAX_B);
     p->q_offset = small_chance(25) ? small_range(1, most / 2 + 1) : 0;
@@ -163,8 +152,7 @@ static inline void small_lengths(problem *p, int most)
 }
 
 /* most: the largest number of tokens. */
-static inline void small_make(small *s, int ranks, int most, int threads)
-{
+static inline void small_make(small *s, int ranks, int most, int threads) {
     static const int chance[OPTIONS] = { 15, 20, 15, 15, 40 };
     problem *p = &s->p;
     setup *how = &s->s;
@@ -201,8 +189,7 @@ static inline void small_make(small *s, int ranks, int most, int threads)
 }
 
 /* Adds gradients to a problem. by_ring: they return to their owners around the ring. */
-static inline void small_train(small *s, int by_ring)
-{
+static inline void small_train(small *s, int by_ring) {
     problem *p = &s->p;
     setup *how = &s->s;
     how->train = 1;
@@ -217,16 +204,14 @@ static inline void small_train(small *s, int by_ring)
     small_desc(s);
 }
 
-static inline void small_free(small *s)
-{
+static inline void small_free(small *s) {
     problem_free(&s->p);
     setup_free(&s->s);
 }
 
 /* -------------------------------------------------------------------------- exact result */
 
-static inline int small_sees(const problem *x, int b, int64_t p, int64_t k)
-{
+static inline int small_sees(const problem *x, int b, int64_t p, int64_t k) {
     const ra_mask *m = &x->mask;
     int64_t d = 0, e = x->tk[b], lo, hi;
     if (k >= e || x->absent[b * x->k_max + k]) return 0;
@@ -245,8 +230,7 @@ static inline int small_sees(const problem *x, int b, int64_t p, int64_t k)
     return (k >= lo || (k >= d && k < d + m->keep)) && k < hi;
 }
 
-static inline double small_score(const problem *x, int b, int head, int64_t p, int64_t k)
-{
+static inline double small_score(const problem *x, int b, int head, int64_t p, int64_t k) {
     const int hk = head / (x->Hq / x->Hkv);
     const float *q = x->q + ((b * x->q_max + p - x->q_offset) * x->Hq + head) * x->Dk;
     const float *kk = x->k + ((b * x->k_max + k) * x->Hkv + hk) * x->Dk;
@@ -260,8 +244,8 @@ static inline double small_score(const problem *x, int b, int head, int64_t p, i
 }
 
 /* o [Dv] and lse of the query at position p, head head, of sequence b. */
-static inline void small_exact(const problem *x, int b, int head, int64_t p, double *o, double *lse)
-{
+static inline void small_exact(const problem *x, int b, int head, int64_t p, double *o,
+                               double *lse) {
     const int64_t n = x->k_max, hk = head / (x->Hq / x->Hkv);
     const int64_t row = x->Hkv * (int64_t)(x->v_in_k ? x->Dk : x->Dv);
     const float *v = x->v_in_k ? x->k + hk * x->Dk + x->v_column : x->v + hk * x->Dv;
@@ -287,16 +271,14 @@ static inline void small_exact(const problem *x, int b, int head, int64_t p, dou
 /* -------------------------------------------------------------------------- a rank's part */
 
 /* After a pass the inputs belong to the caller: whoever still reads them gets NaN. */
-static inline void small_part_poison(rank_part *e)
-{
+static inline void small_part_poison(rank_part *e) {
     view *const inputs[4] = { &e->q, &e->k, &e->v, &e->d_o };
     for (int i = 0; i < 4; i++) if (inputs[i]->mem) memset(inputs[i]->mem, GAP, inputs[i]->bytes);
 }
 
 /* Compares up to `most` values of (b, row, head) with the exact result. Returns null, or what is
  * wrong in a static buffer. */
-static inline const char *small_part_check(const rank_part *e, int64_t most)
-{
+static inline const char *small_part_check(const rank_part *e, int64_t most) {
     static char why[256];
     const problem *p = e->p;
     int64_t all = p->B * e->q_rows * p->Hq, step = all > most ? all / most : 1;
@@ -334,8 +316,7 @@ static inline const char *small_part_check(const rank_part *e, int64_t most)
 }
 
 /* Whether anything outside the rows was written: gaps of o and lse. Destroys the rows. */
-static inline int small_part_spills(rank_part *e)
-{
+static inline int small_part_spills(rank_part *e) {
     float row[64];
     for (int b = 0; b < e->p->B; b++)
         for (int64_t t = 0; t < e->q_rows; t++) {

@@ -19,22 +19,19 @@ static H_FAST int element_bytes(int32_t dtype) { return dtype == RA_F32 ? 4 : 2;
 
 /* q8_0 of problems has one scale, 1/32, so that what a number is rounded to depends on it alone. */
 enum { Q8_SCALE = 32, Q8_SCALE_BITS = 0x2800, Q8_NAN_BITS = 0x7e00 };
-static H_FAST int64_t row_bytes(int32_t dtype, int64_t dim)
-{
+static H_FAST int64_t row_bytes(int32_t dtype, int64_t dim) {
     return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * element_bytes(dtype);
 }
 
 /* The distance of neighbouring numbers of a 16-bit dtype around x. */
-static H_FAST double dtype_ulp(double x, int32_t dtype)
-{
+static H_FAST double dtype_ulp(double x, int32_t dtype) {
     int e, digits = dtype == RA_F16 ? 11 : 8, least = dtype == RA_F16 ? -24 : -133;
     frexp(x, &e);
     return ldexp(1.0, e - digits > least ? e - digits : least);
 }
 
 /* Round to nearest, ties to even, with overflow to infinity. */
-static H_FAST float dtype_round(float x, int32_t dtype)
-{
+static H_FAST float dtype_round(float x, int32_t dtype) {
     double ulp, r;
     if (dtype == RA_F32 || x != x || x - x != 0 || x == 0) return x;
     if (dtype == RA_Q8_0) {
@@ -48,8 +45,7 @@ static H_FAST float dtype_round(float x, int32_t dtype)
 }
 
 /* x must be a number of the dtype (see dtype_round). */
-static H_FAST void dtype_store(void *dst, float x, int32_t dtype)
-{
+static H_FAST void dtype_store(void *dst, float x, int32_t dtype) {
     uint32_t bits;
     uint16_t w;
     int e;
@@ -68,8 +64,7 @@ static H_FAST void dtype_store(void *dst, float x, int32_t dtype)
 }
 
 /* Element d of a row; a NaN makes the scale of a block of q8_0 one. */
-static H_FAST void row_store(uint8_t *row, int d, float x, int32_t dtype)
-{
+static H_FAST void row_store(uint8_t *row, int d, float x, int32_t dtype) {
     uint8_t *block = row + d / 32 * 34;
     uint16_t scale = Q8_SCALE_BITS, bad = Q8_NAN_BITS;
     if (dtype != RA_Q8_0) { dtype_store(row + d * element_bytes(dtype), x, dtype); return; }
@@ -78,8 +73,7 @@ static H_FAST void row_store(uint8_t *row, int d, float x, int32_t dtype)
     block[2 + d % 32] = x == x ? (uint8_t)(int8_t)(x * Q8_SCALE) : 0;
 }
 
-static H_FAST float dtype_load(const void *src, int32_t dtype)
-{
+static H_FAST float dtype_load(const void *src, int32_t dtype) {
     uint32_t bits;
     uint16_t w;
     float x;
@@ -103,14 +97,12 @@ typedef struct view {
     int64_t rows;
 } view;
 
-static H_FAST uint8_t *view_at(const view *v, int64_t b, int64_t t, int64_t head)
-{
+static H_FAST uint8_t *view_at(const view *v, int64_t b, int64_t t, int64_t head) {
     return v->mem + v->base + b * v->batch + t * v->token + head * v->head;
 }
 
 /* Strides for [B][rows][heads][dim]; slot: which third of an interleaved token is this tensor's. */
-static H_FAST void view_shape(view *v, int kind, int B, int slot)
-{
+static H_FAST void view_shape(view *v, int kind, int B, int slot) {
     int64_t e = element_bytes(v->dtype), row = row_bytes(v->dtype, v->dim);
     v->packed = kind == STRIDES_PACKED;
     v->base = 0;
@@ -138,43 +130,37 @@ static H_FAST void view_shape(view *v, int kind, int B, int slot)
                                   (v->heads - 1) * v->head + row) : 1;
 }
 
-static H_FAST void view_make(view *v, int kind, int B, int slot, int fill)
-{
+static H_FAST void view_make(view *v, int kind, int B, int slot, int fill) {
     view_shape(v, kind, B, slot);
     v->mem = (uint8_t *)malloc(v->bytes);
     memset(v->mem, fill, v->bytes);
 }
 
-static H_FAST void view_free(view *v)
-{
+static H_FAST void view_free(view *v) {
     if (!v->borrowed) free(v->mem);
     v->mem = NULL;
 }
 
-static H_FAST uint64_t view_hash(const view *v)
-{
+static H_FAST uint64_t view_hash(const view *v) {
     uint64_t x = 14695981039346656037u;
     size_t i;
     for (i = 0; i < v->bytes; i++) x = (x ^ v->mem[i]) * 1099511628211u;
     return x;
 }
 
-static H_FAST ra_in view_in(const view *v)
-{
+static H_FAST ra_in view_in(const view *v) {
     ra_in in = { v->mem + v->base, v->batch, v->token, v->head };
     if (v->packed) in.batch_stride = in.token_stride = in.head_stride = 0;
     return in;
 }
 
-static H_FAST ra_out view_out(const view *v)
-{
+static H_FAST ra_out view_out(const view *v) {
     ra_out out = { v->mem + v->base, v->batch, v->token, v->head };
     if (v->packed) out.batch_stride = out.token_stride = out.head_stride = 0;
     return out;
 }
 
-static H_FAST void view_put(const view *v, int b, int64_t t, const float *rows)
-{
+static H_FAST void view_put(const view *v, int b, int64_t t, const float *rows) {
     int head, d;
     for (head = 0; head < v->heads; head++) {
         uint8_t *at = view_at(v, b, t, head);
@@ -183,8 +169,7 @@ static H_FAST void view_put(const view *v, int b, int64_t t, const float *rows)
 }
 
 /* Reads a token's rows and leaves the guard there, so that view_guard then knows every byte. */
-static H_FAST void view_take(const view *v, int b, int64_t t, float *rows)
-{
+static H_FAST void view_take(const view *v, int b, int64_t t, float *rows) {
     int64_t e = element_bytes(v->dtype);
     int head, d;
     for (head = 0; head < v->heads; head++) {
@@ -194,16 +179,14 @@ static H_FAST void view_take(const view *v, int b, int64_t t, float *rows)
     }
 }
 
-static H_FAST int64_t view_guard(const view *v)
-{
+static H_FAST int64_t view_guard(const view *v) {
     int64_t broken = 0;
     size_t i;
     for (i = 0; i < v->bytes; i++) broken += v->mem[i] != GUARD;
     return broken;
 }
 
-static H_FAST view view_of(int32_t dtype, int64_t rows, int32_t heads, int32_t dim)
-{
+static H_FAST view view_of(int32_t dtype, int64_t rows, int32_t heads, int32_t dim) {
     view v;
     memset(&v, 0, sizeof v);
     v.dtype = dtype; v.rows = rows; v.heads = heads; v.dim = dim;
@@ -213,8 +196,7 @@ static H_FAST view view_of(int32_t dtype, int64_t rows, int32_t heads, int32_t d
 /* The rows of the positions that pos [B][rows] names, from all [B][most][heads][dim], whose first
  * position is `from`. */
 static H_FAST void view_fill(const view *v, int B, const int32_t *pos, const float *all,
-                             int64_t most, int64_t from)
-{
+                             int64_t most, int64_t from) {
     int64_t t;
     int b;
     for (b = 0; b < B; b++) for (t = 0; t < v->rows; t++) {
@@ -224,8 +206,7 @@ static H_FAST void view_fill(const view *v, int B, const int32_t *pos, const flo
 }
 
 /* The positions of runs, each less `shift`. Returns the end of what it wrote. */
-static H_FAST int32_t *runs_expand(int32_t *to, const ra_run *runs, int32_t n, int64_t shift)
-{
+static H_FAST int32_t *runs_expand(int32_t *to, const ra_run *runs, int32_t n, int64_t shift) {
     int64_t j;
     int32_t i;
     for (i = 0; i < n; i++) {

@@ -8,8 +8,7 @@
 #include "world.h"
 
 /* What a pass counted is what the plan had said. */
-static void counters_agree(const setup *s, const outcome *r)
-{
+static void counters_agree(const setup *s, const outcome *r) {
     int i, shared = s->wire == WIRE_SHARED;
     if (s->call < CALL_FORWARD || s->call > CALL_JOIN) return;
     for (i = 0; i < s->ranks; i++) {
@@ -27,8 +26,7 @@ static void counters_agree(const setup *s, const outcome *r)
 
 static int kept, kept_q;               /* comparisons that the plan had promised; by RA_TRAVEL_Q */
 
-static void same_gradients(const problem *p, const setup *s, const outcome *first)
-{
+static void same_gradients(const problem *p, const setup *s, const outcome *first) {
     outcome r;
     int i, any = 1;
     describe_case(p, s);
@@ -49,8 +47,7 @@ static void same_gradients(const problem *p, const setup *s, const outcome *firs
 }
 
 /* A second world of RUNS that differs in the length of its messages alone has the same bits. */
-static void same_sums(const problem *p, const setup *s, const outcome *first)
-{
+static void same_sums(const problem *p, const setup *s, const outcome *first) {
     outcome r;
     describe_case(p, s);
     r = world_run(p, s);
@@ -65,23 +62,20 @@ static void same_sums(const problem *p, const setup *s, const outcome *first)
 }
 
 /* What travels: Q where that is possible, in two of three cases. */
-static int32_t some_way(const problem *p, const setup *s, h_rng *r)
-{
+static int32_t some_way(const problem *p, const setup *s, h_rng *r) {
     int possible = !(p->scores & RA_SCORE_BIAS) && s->layout != RA_LAYOUT_ARRAY;
     return h_one_in(r, 3) || !possible ? RA_TRAVEL_KV : RA_TRAVEL_Q;
 }
 
 /* Another way home too. */
-static void train_variant(setup *s, h_rng *r, int ranks)
-{
+static void train_variant(setup *s, h_rng *r, int ranks) {
     variant(s, r, ranks);
     s->grad_return = h_one_in(r, 3) ? RA_RETURN_RING : RA_RETURN_DIRECT;
     s->exact = h_one_in(r, 2);
 }
 
 /* One problem on 1 rank, then on other numbers of ranks, then with uneven cuts, then by L1. */
-static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
-{
+static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa) {
     static const int worlds[6] = { 2, 3, 4, 5, 7, 8 };
     h_rng r = h_case_rng(index);
     int most = (isa == RA_ISA_SCALAR || H_SLOW) && !h_run.large ? 3 : 8, i;
@@ -116,8 +110,7 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
     problem_free(&p);
 }
 
-static void every_mask(int32_t isa)
-{
+static void every_mask(int32_t isa) {
     static const int32_t layouts[2] = { RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG };
     int64_t n = h_run.large ? 10 : 1, cases = 0, i;
     if (!ra_isa_available(isa)) {
@@ -141,8 +134,7 @@ TEST(every_mask_avx512_bf16) { every_mask(RA_ISA_AVX512_BF16); }
 TEST(every_mask_neon)   { every_mask(RA_ISA_NEON); }
 
 /* -------------------------------------------------------------------------- the oracle */
-static void as_the_oracle(const problem *p, const setup *s)
-{
+static void as_the_oracle(const problem *p, const setup *s) {
     outcome r;
     describe_case(p, s);
     r = world_run(p, s);
@@ -154,8 +146,7 @@ static void as_the_oracle(const problem *p, const setup *s)
 }
 
 /* Any shape, mask, layout, dtypes, transport, call. */
-TEST(layouts)
-{
+TEST(layouts) {
     wish w = { -1, 0, -1, -1, 3e5 };
     int64_t i, n = h_run.large ? 3000 : 160;
     for (i = 0; i < n; i++) {
@@ -181,8 +172,7 @@ TEST(layouts)
 }
 
 /* Chunks of many short runs, of keys and of queries; the length of messages changes no bit. */
-TEST(many_short_runs)
-{
+TEST(many_short_runs) {
     wish w = { -1, L_RUNS, -1, -1, 3e5 };
     int64_t i, n = h_run.large ? 2000 : 60;
     for (i = 0; i < n; i++) {
@@ -214,8 +204,7 @@ TEST(many_short_runs)
 }
 
 /* Errors do not grow with the number of ranks. */
-TEST(sixty_four_ranks)
-{
+TEST(sixty_four_ranks) {
     h_rng r = h_case_rng(0);
     problem p;
     setup s;
@@ -237,8 +226,7 @@ TEST(sixty_four_ranks)
 
 /* One rank by itself keeps the first blocks of 16-bit keys in the form of its kernels, for tasks of
  * many queries; a ring does not. */
-TEST(more_blocks_than_are_kept)
-{
+TEST(more_blocks_than_are_kept) {
     h_rng r = h_case_rng(0);
     problem p;
     setup s;
@@ -259,8 +247,7 @@ TEST(more_blocks_than_are_kept)
 }
 
 /* More threads than kv heads: dQ and dK, dV apart; few enough for a race detector. */
-TEST(threads)
-{
+TEST(threads) {
     int64_t i;
     for (i = 0; i < 6; i++) {
         h_rng r = h_case_rng(i);
@@ -286,8 +273,7 @@ TEST(threads)
 }
 
 /* -------------------------------------------------------------------------- memory */
-static ra_plan_report report_of(const ra_desc *d)
-{
+static ra_plan_report report_of(const ra_desc *d) {
     ra_plan *plan = NULL;
     ra_plan_report g;
     memset(&g, 0, sizeof g);
@@ -301,8 +287,7 @@ static ra_plan_report report_of(const ra_desc *d)
 /* Beyond its state and the scratch of threads a rank has the chunks that the promise on memory
  * counts, whatever the ranks, shards, layouts and ways; copying, with shards of 32K tokens or more,
  * that is less than a second shard. */
-TEST(memory_as_promised)
-{
+TEST(memory_as_promised) {
     static const int64_t shards[3] = { 4096, 8192, 32768 };
     enum { ZIGZAG = 1, BY_KEYS = 2, IN_BF16 = 4, KINDS = 8 };
     int64_t i = 0;
@@ -356,8 +341,7 @@ TEST(memory_as_promised)
 }
 
 /* A forward plan has more buffers by default; a ring made by the training plan holds them. */
-TEST(training_has_room_for_forward)
-{
+TEST(training_has_room_for_forward) {
     for (int32_t ranks = 2; ranks <= 16; ranks *= 2) {
         ra_plan_report train, alone;
         ra_desc d;
@@ -388,8 +372,7 @@ static int no_ops(void *ctx, ra_transport_op *const *ops, int n) {
 }
 static int no_engine(void *ctx, const ra_block *b) { (void)ctx; (void)b; return 0; }
 
-static void train_desc(ra_desc *d, ra_error *e)
-{
+static void train_desc(ra_desc *d, ra_error *e) {
     memset(d, 0, sizeof *d);
     d->ranks = 3;
     d->tokens = 640;
@@ -402,16 +385,14 @@ static void train_desc(ra_desc *d, ra_error *e)
     d->error = e;
 }
 
-static void refused(ra_status got, const ra_error *e, ra_status status, const char *field)
-{
+static void refused(ra_status got, const ra_error *e, ra_status status, const char *field) {
     CHECK_EQ(got, status);
     CHECK_EQ(e->status, status);
     CHECK(strcmp(e->field, field) == 0);
     if (strcmp(e->field, field)) printf("    %s, not %s: %s\n", e->field, field, e->text);
 }
 
-TEST(refusals)
-{
+TEST(refusals) {
     ra_error e;
     ra_desc d;
     ra_engine engine;
@@ -481,7 +462,6 @@ static const h_test tests[] = {
     ENTRY(refusals)
 };
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

@@ -20,8 +20,7 @@ static double largest_plain;           /* error on unit-normal f32 problems, of 
 static float before(int64_t i) { return (float)(i % 7 - 3) * 0.25f; }
 
 /* Every row of a gradient holds `before` of its element. */
-static void grad_view(view *v, const seat *e, int kind)
-{
+static void grad_view(view *v, const seat *e, int kind) {
     float row[64 * 192 + 1];
     int64_t t, i, n = v->heads * v->dim;
     int b;
@@ -32,8 +31,7 @@ static void grad_view(view *v, const seat *e, int kind)
     }
 }
 
-static void grads_open(grads *g, seat *e)
-{
+static void grads_open(grads *g, seat *e) {
     const problem *p = e->p;
     ra_bias_out *bias = &e->t.d_bias;
     int64_t i;
@@ -64,15 +62,13 @@ static void grads_open(grads *g, seat *e)
     for (i = 0; i < g->bias_n; i++) g->bias[i] = before(i);
 }
 
-static void grads_close(grads *g)
-{
+static void grads_close(grads *g) {
     view_free(&g->d_o); view_free(&g->q); view_free(&g->k); view_free(&g->v);
     free(g->bias);
 }
 
 /* Forward, then backward, one thread after another, in memory full of garbage. */
-static ra_status seat_gradients(seat *e, grads *g, int nth)
-{
+static ra_status seat_gradients(seat *e, grads *g, int nth) {
     ra_status status = seat_attention(e);
     size_t bytes = ra_attention_backward_bytes(&e->d, nth);
     uint8_t *mem = (uint8_t *)malloc(bytes + 64), *work = mem + (64 - (uintptr_t)mem % 64) % 64;
@@ -94,8 +90,7 @@ static double rough = 1;
 
 /* Worst |got - want| over the bar, over all elements of a gradient by position. */
 static double judge_view(const view *v, const seat *e, const double *real, const double *bar,
-                         int keys)
-{
+                         int keys) {
     const problem *p = e->p;
     const int32_t *pos = keys ? e->k_pos : e->q_pos;
     int64_t n = v->heads * v->dim, most = keys ? p->k_max : p->q_max, t, i;
@@ -129,8 +124,7 @@ static double judge_view(const view *v, const seat *e, const double *real, const
     return v->rows && view_guard(v) ? HUGE_VAL : worst; /* bytes beside a gradient were written */
 }
 
-static double judge_bias(const grads *g, const seat *e, const slopes *real)
-{
+static double judge_bias(const grads *g, const seat *e, const slopes *real) {
     const problem *p = e->p;
     const ra_bias_out *bias = &e->t.d_bias;
     double *x = (double *)calloc(2 * (size_t)g->bias_n + 2, sizeof *x), worst = 0;
@@ -157,8 +151,7 @@ static double judge_bias(const grads *g, const seat *e, const slopes *real)
     return worst;
 }
 
-static double judge_sinks(const grads *g, const problem *p, const slopes *real)
-{
+static double judge_sinks(const grads *g, const problem *p, const slopes *real) {
     double worst = 0;
     int h;
     for (h = 0; h < 64; h++) {
@@ -171,8 +164,7 @@ static double judge_sinks(const grads *g, const problem *p, const slopes *real)
 }
 
 /* Dropout forward: the same weights are gone as in the oracle. */
-static void check_forward(const seat *e)
-{
+static void check_forward(const seat *e) {
     const problem *p = e->p;
     truth t = oracle(p);
     float row[64 * 192];
@@ -193,8 +185,7 @@ static void check_forward(const seat *e)
     truth_free(&t);
 }
 
-static int opened(world *w, const problem *p, const setup *s, int32_t dtype)
-{
+static int opened(world *w, const problem *p, const setup *s, int32_t dtype) {
     seat *e = &w->seats[0];
     describe_case(p, s);
     if (!CHECK_EQ(world_open(w, p, s), RA_OK)) return 0;
@@ -209,16 +200,14 @@ static int opened(world *w, const problem *p, const setup *s, int32_t dtype)
     return 1;
 }
 
-static int ran(seat *e, ra_status status)
-{
+static int ran(seat *e, ra_status status) {
     if (CHECK_EQ(status, RA_OK)) return 1;
     printf("    %s: %s\n", e->error.field, e->error.text);
     return 0;
 }
 
 /* One problem through the library and through the oracle. bias: 0 all of it, 1 by key, 2 by row. */
-static void compare(const problem *p, const setup *s, int32_t dtype, int bias)
-{
+static void compare(const problem *p, const setup *s, int32_t dtype, int bias) {
     static world w;
     seat *e = &w.seats[0];
     grads g;
@@ -243,8 +232,7 @@ static void compare(const problem *p, const setup *s, int32_t dtype, int bias)
 }
 
 /* -------------------------------------------------------------------------- at random */
-static void random_case(int64_t i, const wish *w, int32_t dtypes)
-{
+static void random_case(int64_t i, const wish *w, int32_t dtypes) {
     static const float rates[4] = { 0, 0, 0.1f, 0.5f };
     h_rng r = h_case_rng(i);
     problem p;
@@ -270,8 +258,7 @@ static void random_case(int64_t i, const wish *w, int32_t dtypes)
     problem_free(&p);
 }
 
-TEST(masks_and_layouts)
-{
+TEST(masks_and_layouts) {
     static const int layouts[4] = { L_CONTIGUOUS, L_ZIGZAG, L_RUNS, L_ARRAY };
     wish w = { 0, 0, 1, -1, 2e6 };
     int64_t i, n = h_run.large ? 40 : 2;
@@ -284,8 +271,7 @@ TEST(masks_and_layouts)
     printf("largest error on unit-normal f32 data: %.3g\n", largest_plain);
 }
 
-TEST(everything_at_random)
-{
+TEST(everything_at_random) {
     wish w = { -1, -1, 1, -1, 3e6 };
     int64_t i, n = h_run.large ? 10000 : 200;
     for (i = 0; i < n; i++) {
@@ -296,8 +282,7 @@ TEST(everything_at_random)
 }
 
 /* -------------------------------------------------------------------------- by hand */
-static void hand_setup(setup *s, int32_t layout, int32_t isa, int32_t threads)
-{
+static void hand_setup(setup *s, int32_t layout, int32_t isa, int32_t threads) {
     memset(s, 0, sizeof *s);
     s->ranks = 1;
     s->layout = layout;
@@ -308,8 +293,7 @@ static void hand_setup(setup *s, int32_t layout, int32_t isa, int32_t threads)
 }
 
 /* Tails of rows, keys and columns, and rows longer than a chain of products. */
-TEST(shapes_on_every_instruction_set)
-{
+TEST(shapes_on_every_instruction_set) {
     static const int32_t dims[8][2] = { { 64, 64 }, { 128, 128 }, { 40, 96 }, { 7, 5 },
                                         { 192, 128 }, { 1, 1 }, { 300, 20 }, { 18, 260 } };
     static const int64_t tokens[8] = { 128, 192, 131, 65, 97, 70, 66, 63 };
@@ -335,8 +319,7 @@ TEST(shapes_on_every_instruction_set)
 }
 
 /* A key gets a gradient from many rows: sums over blocks keep the error down. */
-TEST(long_sequence)
-{
+TEST(long_sequence) {
     h_rng r = h_case_rng(0);
     problem p;
     setup s;
@@ -353,8 +336,7 @@ TEST(long_sequence)
 }
 
 /* Loss in double precision. */
-static double loss(const problem *p)
-{
+static double loss(const problem *p) {
     truth t = oracle(p);
     int64_t i, n = p->B * p->q_max * p->Hq * p->Dv;
     double sum = 0;
@@ -365,8 +347,7 @@ static double loss(const problem *p)
 
 /* (loss(x + h u) - loss(x - h u)) / 2h for u of signs; x are multiples of 2^-12, so both are exact.
  * *real gets the sum of slope times u. */
-static double difference(const problem *p, float *x, const double *slope, int64_t n, double *real)
-{
+static double difference(const problem *p, float *x, const double *slope, int64_t n, double *real) {
     const float h = 1.0f / 1024;
     double a, b;
     int64_t i;
@@ -382,14 +363,12 @@ static double difference(const problem *p, float *x, const double *slope, int64_
     return (a - b) * 512;
 }
 
-static void quantize(float *x, int64_t n)
-{
+static void quantize(float *x, int64_t n) {
     int64_t i;
     for (i = 0; i < n; i++) x[i] = rintf(x[i] * 4096) / 4096;
 }
 
-TEST(oracle_against_finite_differences)
-{
+TEST(oracle_against_finite_differences) {
     int64_t i;
     for (i = 0; i < 8; i++) {
         h_rng r = h_case_rng(i);
@@ -432,8 +411,7 @@ TEST(oracle_against_finite_differences)
 
 /* -------------------------------------------------------------------------- bits */
 /* All gradients of a problem in one array: d_q, d_k, d_v, sinks, bias. */
-static float *all_gradients(const problem *p, const setup *s, int nth, int bias, size_t *n)
-{
+static float *all_gradients(const problem *p, const setup *s, int nth, int bias, size_t *n) {
     static world w;
     seat *e = &w.seats[0];
     grads g;
@@ -457,8 +435,7 @@ static float *all_gradients(const problem *p, const setup *s, int nth, int bias,
     return out;
 }
 
-TEST(threads_do_not_change_bits)
-{
+TEST(threads_do_not_change_bits) {
     static const int32_t heads[3][2] = { { 2, 1 }, { 3, 3 }, { 4, 2 } };
     int64_t i;
     for (i = 0; i < 24; i++) {
@@ -489,8 +466,7 @@ TEST(threads_do_not_change_bits)
 }
 
 /* Asking for less gives the same bits of the rest. */
-TEST(gradients_one_by_one)
-{
+TEST(gradients_one_by_one) {
     enum { T = 150, HQ = 4, HK = 2, D = 16, Q = T * HQ * D, K = T * HK * D };
     static float q[Q], k[K], v[K], o[Q], lse[T * HQ], d_o[Q], all[3][Q], part[3][Q];
     h_rng r = h_case_rng(0);
@@ -532,8 +508,7 @@ TEST(gradients_one_by_one)
 /* -------------------------------------------------------------------------- hostile numbers */
 /* Masks of huge finite values: weights are those of forward as far as an f32 LSE can hold them, and
  * 0 in rows where it cannot; never above 1 by much, never NaN. */
-TEST(huge_bias)
-{
+TEST(huge_bias) {
     int64_t i = 0;
     int32_t isa, turn;
     for (isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) for (turn = 0; turn < 12; turn++) {
@@ -557,8 +532,7 @@ TEST(huge_bias)
 }
 
 /* A window of 20 over 200 tokens: NaN in one row of one tensor reaches what saw it, no more. */
-TEST(nan_stays_where_it_is_seen)
-{
+TEST(nan_stays_where_it_is_seen) {
     enum { T = 200, W = 20, BAD = 100, D = 8 };
     int64_t i, j, d;
     for (i = 0; i < 16; i++) {
@@ -600,8 +574,7 @@ TEST(nan_stays_where_it_is_seen)
 }
 
 /* Rows that see nothing and keys that nobody sees: exact zeros, also where zeros are written. */
-TEST(unseen_is_zero)
-{
+TEST(unseen_is_zero) {
     enum { T = 140, D = 8 };
     static int32_t lo[T], hi[T];
     int32_t dtype, i;
@@ -651,8 +624,7 @@ TEST(unseen_is_zero)
 
 /* With V the identity O is the matrix of weights: what dropout left of them is shown by a run
  * without it. Rate, factor, and none of it different in another call. */
-TEST(dropout_keeps_what_it_promises)
-{
+TEST(dropout_keeps_what_it_promises) {
     enum { N = 128 };
     static float q[N][8], k[N][8], v[N][N], o[3][N][N];
     h_rng r = h_case_rng(0);
@@ -697,8 +669,7 @@ TEST(dropout_keeps_what_it_promises)
 
 /* -------------------------------------------------------------------------- L0 */
 /* Keys in three pieces, folded forward and backward piece by piece, against the oracle. */
-TEST(blocks_of_keys)
-{
+TEST(blocks_of_keys) {
     enum { T = 170, D = 20, HQ = 2, N = T * HQ * D, M = T * D };
     static const int64_t cut[4] = { 0, 64, 128, T };
     static float q[N], k[M], v[M], o[N], lse[T * HQ], m[T * HQ], l[T * HQ], acc[N], delta[T * HQ];
@@ -764,8 +735,7 @@ TEST(blocks_of_keys)
 static struct { float x[64], o[64], lse[8], g[4][64]; ra_desc d; ra_tensors t; ra_error e; } sane;
 static uint64_t room[1 << 16];
 
-static void sane_make(void)
-{
+static void sane_make(void) {
     memset(&sane, 0, sizeof sane);
     sane.d.tokens = 2; sane.d.q_heads = 2; sane.d.kv_heads = 1; sane.d.k_dim = sane.d.v_dim = 4;
     sane.d.q_dtype = sane.d.k_dtype = sane.d.v_dtype = sane.d.o_dtype = RA_F32;
@@ -777,8 +747,7 @@ static void sane_make(void)
     sane.t.d_q.data = sane.g[1]; sane.t.d_k.data = sane.g[2]; sane.t.d_v.data = sane.g[3];
 }
 
-static void refused(ra_status want_status, const char *field, int line)
-{
+static void refused(ra_status want_status, const char *field, int line) {
     size_t bytes = ra_attention_backward_bytes(&sane.d, 1);
     uint8_t *work = (uint8_t *)room + (64 - (uintptr_t)room % 64) % 64;
     ra_status got = ra_attention_backward(&sane.d, &sane.t, work, sizeof room - 64, 0, 1);
@@ -792,8 +761,7 @@ static void refused(ra_status want_status, const char *field, int line)
 
 /* The loss of a merge of two rows: sum(d_o * o) + d_lse * lse. */
 static double merged_loss(const float *o1, float lse1, const float *o2, float lse2,
-                          const float *d_o, float d_lse)
-{
+                          const float *d_o, float d_lse) {
     float o[12], lse = lse1;
     double sum;
     int i;
@@ -806,8 +774,7 @@ static double merged_loss(const float *o1, float lse1, const float *o2, float ls
 
 /* The gradient of a merge against differences of ra_merge: with w = exp(lse1 - lse) it hands on
  * d_o1 = w d_o and d_lse1 = w (d_o (o1 - o) + d_lse). */
-static void merge_by_differences(h_rng *r)
-{
+static void merge_by_differences(h_rng *r) {
     float o1[12], o2[12], d_o[12], o[12];
     const float lse1 = h_normal(r), lse2 = h_normal(r), d_lse = h_normal(r);
     const float above = lse1 + 0.01f, below = lse1 - 0.01f;
@@ -836,8 +803,7 @@ static void merge_by_differences(h_rng *r)
 /* Why a block of keys needs nothing but the LSE and delta of all keys: with the gradient of the
  * merge, p1 (d_o1 v - d_o1 o1 + d_lse1) is p (d_o v - d_o o), what backward computes for each of
  * two blocks whose results were merged, here against the oracle. */
-TEST(gradient_of_the_merge)
-{
+TEST(gradient_of_the_merge) {
     enum { T = 150, D = 12, N = T * D };
     static float o[N], o2[N], lse[T], lse2[T], delta[T], d_q[N], d_k[N], d_v[N];
     const int64_t cut[3] = { 0, 64, T };
@@ -895,8 +861,7 @@ TEST(gradient_of_the_merge)
  * against a map of floats. Those with unlike steps may go unnoticed; what is apart never does. */
 typedef struct placed { int64_t at, step[3]; } placed;   /* floats: sequence, token, head */
 
-static placed place(h_rng *r, const int64_t count[3], int64_t dim)
-{
+static placed place(h_rng *r, const int64_t count[3], int64_t dim) {
     placed p;
     int64_t inner = dim, order = h_range(r, 0, 2);
     p.at = h_range(r, 0, 40) * (h_one_in(r, 2) ? dim : 1);
@@ -912,8 +877,7 @@ static placed place(h_rng *r, const int64_t count[3], int64_t dim)
     return p;
 }
 
-static int mark(uint8_t *map, const placed *p, const int64_t count[3], int64_t dim)
-{
+static int mark(uint8_t *map, const placed *p, const int64_t count[3], int64_t dim) {
     int met = 0;
     for (int64_t b = 0; b < count[0]; b++)
         for (int64_t i = 0; i < count[1]; i++)
@@ -923,8 +887,7 @@ static int mark(uint8_t *map, const placed *p, const int64_t count[3], int64_t d
     return met;
 }
 
-TEST(gradients_apart)
-{
+TEST(gradients_apart) {
     enum { MOST = 1 << 14, SMALL = 64 };
     static float memory[MOST], x[SMALL], d_o[SMALL], o[SMALL], lse[SMALL];
     static uint8_t map[MOST], work[1 << 20] __attribute__((aligned(64)));
@@ -979,8 +942,7 @@ TEST(gradients_apart)
     printf("%lld of %lld overlaps noticed\n", (long long)noticed, (long long)met);
 }
 
-TEST(refusals)
-{
+TEST(refusals) {
     float other[4] = { 0, 0, 0, 0 };
     sane_make();
     if (!CHECK(ra_attention_backward_bytes(&sane.d, 1) < sizeof room - 64)) return;
@@ -1043,8 +1005,7 @@ TEST(refusals)
     REFUSED(RA_OK, "");             /* keys inside, heads within a key */
 }
 
-TEST(refusals_beside_the_tensors)
-{
+TEST(refusals_beside_the_tensors) {
     ra_grads g;
     uint8_t *work = (uint8_t *)room + (64 - (uintptr_t)room % 64) % 64;
     size_t bytes;
@@ -1091,7 +1052,6 @@ static const h_test tests[] = {
     ENTRY(gradients_apart), ENTRY(refusals), ENTRY(refusals_beside_the_tensors),
 };
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

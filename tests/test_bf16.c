@@ -9,23 +9,20 @@
 static const int32_t isas[2] = { RA_ISA_AVX512_BF16, RA_ISA_AMX };
 
 /* 1 if this test cannot run here; reports why. */
-static int machine_lacks(void)
-{
+static int machine_lacks(void) {
     if (ra_isa_available(RA_ISA_AMX)) return 0;
     h_skip("this machine has no AVX-512 with bf16");
     return 1;
 }
 
-static void judge_gradients(const problem *p, const setup *s)
-{
+static void judge_gradients(const problem *p, const setup *s) {
     outcome r = world_run(p, s);
     if (outcome_whole(&r)) CHECK(outcome_gradients(&r, p) <= 1);
     outcome_free(&r);
 }
 
 /* A NaN in one of the inputs. A row that sees a sink alone hands it a NaN in dO: not here. */
-static void spoil(problem *p, h_rng *r)
-{
+static void spoil(problem *p, h_rng *r) {
     const int64_t nq = p->B * p->q_max * p->Hq, nk = p->B * p->k_max * p->Hkv;
     const int which = (int)h_range(r, 0, p->v_in_k ? 2 : 3);
     float *x = which == 0 ? p->q : which == 1 ? p->k : which == 2 ? p->d_o : p->v;
@@ -34,8 +31,7 @@ static void spoil(problem *p, h_rng *r)
 }
 
 /* Case i of all masks and layouts. */
-static void random_case(problem *p, setup *s, h_rng *r, wish *w, int64_t i)
-{
+static void random_case(problem *p, setup *s, h_rng *r, wish *w, int64_t i) {
     w->mask = (int)(i % MASKS);
     w->layout = (int)(i / MASKS % LAYOUTS);
     random_problem(p, r, w);
@@ -44,8 +40,7 @@ static void random_case(problem *p, setup *s, h_rng *r, wish *w, int64_t i)
 }
 
 /* Every mask, score change and layout, tails, odd and unequal dims, NaN in what nobody sees. */
-TEST(masks_and_layouts)
-{
+TEST(masks_and_layouts) {
     wish w = { 0, 0, 0, -1, 2e6 };
     int64_t i, n = h_run.large ? 20 : 1;
     if (machine_lacks()) return;
@@ -65,8 +60,7 @@ TEST(masks_and_layouts)
 }
 
 /* NaN in one row of Q, K or V must appear where the oracle has it and nowhere else. */
-TEST(one_nan)
-{
+TEST(one_nan) {
     int64_t i;
     if (machine_lacks()) return;
     for (i = 0; i < 6 * MASKS; i++) {
@@ -96,8 +90,7 @@ TEST(one_nan)
  * of scores and the gradient of the bias, against the oracle; in a third of the cases with a NaN
  * in a row of Q, K, V or dO, which must appear where the oracle has it and nowhere else. dO is what
  * bf16 holds, of whatever dtype: how dO itself is rounded is test_backward's. */
-TEST(gradients)
-{
+TEST(gradients) {
     wish w = { 0, 0, 0, -1, 3e5 };
     int64_t i, k, n = h_run.large ? 20 : 2;
     if (machine_lacks()) return;
@@ -123,8 +116,7 @@ TEST(gradients)
 }
 
 /* Masks of huge finite values, in rings and on one rank. */
-TEST(huge_bias)
-{
+TEST(huge_bias) {
     if (machine_lacks()) return;
     for (int64_t i = 0; i < 24; i++) {
         h_rng r = h_case_rng(i);
@@ -163,8 +155,7 @@ TEST(huge_bias)
 
 /* The largest errors of O that come of rounding, in double precision otherwise: the weights to
  * bf16 before they are summed and multiplied, and the result to bf16. */
-static double plain_error(const problem *p)
-{
+static double plain_error(const problem *p) {
     double *w = (double *)malloc((size_t)p->k_max * sizeof *w), worst = 0, size;
     int64_t i, k;
     int d;
@@ -196,8 +187,7 @@ static double plain_error(const problem *p)
 }
 
 /* With O in bf16: at most twice the error of that plain form. */
-TEST(error_of_rounding)
-{
+TEST(error_of_rounding) {
     static const int32_t dims[3] = { 64, 128, 80 };
     int64_t i;
     if (machine_lacks()) return;
@@ -223,8 +213,7 @@ TEST(error_of_rounding)
 }
 
 /* 2^32 is 22.2 in natural logarithms. The second half with a bias, or ALiBi and a bias. */
-TEST(sums_past_the_limit)
-{
+TEST(sums_past_the_limit) {
     static const float rises[4] = { 5, 16, 48, 200 };
     int64_t i;
     if (machine_lacks()) return;
@@ -248,8 +237,7 @@ TEST(sums_past_the_limit)
 /* The decode form: 1 to 16 query rows a kv head after many keys, of any dims, strides and masks,
  * scores that grow, NaN in every key that nobody sees and sometimes in one that is seen; the
  * same bits on any number of threads. */
-TEST(decoding)
-{
+TEST(decoding) {
     int64_t i = h_run.other ? 75 : 0, k, q, n = h_run.large ? 2000 : i + 75;
     if (machine_lacks()) return;
     for (; i < n; i++) {
@@ -292,8 +280,7 @@ TEST(decoding)
 }
 
 /* O, LSE and gradients do not depend on ranks, chunks and threads. */
-TEST(same_bits)
-{
+TEST(same_bits) {
     int64_t i;
     if (machine_lacks()) return;
     for (i = 0; i < 2 * MASKS; i++) {
@@ -343,7 +330,6 @@ static const h_test tests[] = {
     ENTRY(error_of_rounding), ENTRY(sums_past_the_limit), ENTRY(decoding), ENTRY(same_bits)
 };
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     return hook_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

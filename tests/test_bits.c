@@ -8,8 +8,7 @@
 #include "oracle.h"
 #include "world.h"
 
-static void same_bits(const problem *p, const setup *s, const outcome *first, int promised)
-{
+static void same_bits(const problem *p, const setup *s, const outcome *first, int promised) {
     outcome r;
     int i, any = 1;
     describe_case(p, s);
@@ -28,8 +27,7 @@ static void same_bits(const problem *p, const setup *s, const outcome *first, in
 }
 
 /* One problem on 1 rank, then on other numbers of ranks, then with uneven cuts, then by L1. */
-static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
-{
+static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa) {
     static const int worlds[5] = { 2, 3, 4, 5, 8 };
     h_rng r = h_case_rng(index);
     int most = (isa == RA_ISA_SCALAR || H_SLOW) && !h_run.large ? 3 : 8, i;
@@ -63,8 +61,7 @@ static void all_the_same(int64_t index, int mask, int32_t layout, int32_t isa)
     problem_free(&p);
 }
 
-static void every_mask(int32_t isa)
-{
+static void every_mask(int32_t isa) {
     static const int32_t layouts[2] = { RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG };
     int64_t i, n = h_run.large ? 10 : 1;
     if (!ra_isa_available(isa)) {
@@ -85,8 +82,7 @@ TEST(every_mask_amx)    { every_mask(RA_ISA_AMX); }
 TEST(every_mask_neon)   { every_mask(RA_ISA_NEON); }
 
 /* Any shape and layout at all: whatever says bits_any_ranks must keep to it. */
-TEST(whoever_promises_keeps)
-{
+TEST(whoever_promises_keeps) {
     wish w = { -1, 0, 0, -1, 4e5 };
     int64_t i, n = h_run.large ? 5000 : 150;
     int j, kept = 0;
@@ -126,8 +122,7 @@ TEST(whoever_promises_keeps)
 
 /* The comparison sees differences: two layouts sum in two orders, and striped sums in as many as
  * there are ranks, which the plan admits. */
-TEST(other_orders_differ)
-{
+TEST(other_orders_differ) {
     h_rng r = h_case_rng(0);
     problem p;
     setup s;
@@ -160,8 +155,7 @@ TEST(other_orders_differ)
 /* Rounds: bits that follow from ranks and chunks alone, whatever the transport, the threads, the
  * buffers and the call. They are other ones than those of the usual order, and on one rank they are
  * the same. */
-TEST(rounds)
-{
+TEST(rounds) {
     static const int worlds[5] = { 2, 3, 4, 5, 8 };
     int64_t i, n = h_run.large ? 10 : 1;
     int j, differ = 0;
@@ -218,8 +212,7 @@ TEST(rounds)
 
 /* ra_attention of few tokens and grouped heads, whose lanes are (token, head) pairs and whose tasks
  * are several kv heads, gives the bits of a ring of one, whose lanes are tokens. */
-TEST(lanes_of_pairs)
-{
+TEST(lanes_of_pairs) {
     enum { T = 63, HQ = 20, HKV = 5, D = 40, K = 264 };
     static float q[T * HQ * D], k[K * HKV * D], v[K * HKV * D], o[2][T * HQ * D], lse[2][T * HQ];
     static uint16_t half[3][T * HQ * D + K * HKV * D];
@@ -263,8 +256,7 @@ TEST(lanes_of_pairs)
 }
 
 /* One block that the cut at a power of two would split: nothing is promised off the grid. */
-TEST(no_promise_off_the_grid)
-{
+TEST(no_promise_off_the_grid) {
     h_rng r = h_case_rng(0);
     problem p;
     setup s;
@@ -287,7 +279,6 @@ static const h_test tests[] = {
     ENTRY(rounds), ENTRY(lanes_of_pairs), ENTRY(no_promise_off_the_grid)
 };
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

@@ -37,29 +37,25 @@ typedef struct run { const script *s; outcome *out; int32_t ranks; ra_status end
 
 static int64_t q_size(const script *s) { return s->d.sequences * s->d.kv_tokens * s->d.q_heads; }
 
-static int64_t row_bytes(int32_t dtype, int64_t dim)
-{
+static int64_t row_bytes(int32_t dtype, int64_t dim) {
     return dtype == RA_Q8_0 ? dim / 32 * 34 : dim * (dtype == RA_F32 ? 4 : 2);
 }
 
-static void *need(size_t bytes)
-{
+static void *need(size_t bytes) {
     void *p = calloc(bytes ? bytes : 1, 1);
     if (!p) abort();
     return p;
 }
 
 /* x as a cache of this dtype keeps it. */
-static void round_to(float *x, int64_t n, int32_t dtype)
-{
+static void round_to(float *x, int64_t n, int32_t dtype) {
     uint8_t *y = (uint8_t *)need((size_t)n * 4);
     CHECK_EQ(ra_convert(y, dtype, x, RA_F32, n), RA_OK);
     CHECK_EQ(ra_convert(x, RA_F32, y, dtype, n), RA_OK);
     free(y);
 }
 
-static void script_fill(script *s, h_rng *r)
-{
+static void script_fill(script *s, h_rng *r) {
     int64_t n = s->d.sequences * s->d.kv_tokens;
     s->q = (float *)need((size_t)(n * s->d.q_heads * s->d.k_dim) * 4);
     s->k = (float *)need((size_t)(n * s->d.kv_heads * s->d.k_dim) * 4);
@@ -76,15 +72,13 @@ static void script_fill(script *s, h_rng *r)
     }
 }
 
-static void script_free(script *s)
-{
+static void script_free(script *s) {
     free(s->q);
     free(s->k);
     free(s->v);
 }
 
-static outcome outcome_new(const script *s)
-{
+static outcome outcome_new(const script *s) {
     outcome x;
     memset(&x, 0, sizeof x);
     x.o = (float *)need((size_t)(q_size(s) * s->d.v_dim) * 4);
@@ -92,8 +86,7 @@ static outcome outcome_new(const script *s)
     return x;
 }
 
-static void outcome_free(outcome *x)
-{
+static void outcome_free(outcome *x) {
     free(x->o);
     free(x->lse);
 }
@@ -101,15 +94,13 @@ static void outcome_free(outcome *x)
 /* -------------------------------------------------------------------------- one rank */
 typedef struct engine { ra_cache *c; int ith; ra_status end; } engine;
 
-static void *engine_main(void *arg)
-{
+static void *engine_main(void *arg) {
     engine *x = (engine *)arg;
     while ((x->end = ra_infer_step(x->c, x->ith)) > 0) sched_yield();
     return NULL;
 }
 
-static ra_status infer(const script *s, ra_cache *c, const ra_tensors *t, int32_t step)
-{
+static ra_status infer(const script *s, ra_cache *c, const ra_tensors *t, int32_t step) {
     pthread_t id[8];
     engine x[8];
     ra_status end;
@@ -129,8 +120,7 @@ static ra_status infer(const script *s, ra_cache *c, const ra_tensors *t, int32_
 }
 
 static int zero_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
-                         size_t r_len, uint64_t tag, int64_t deadline_ns)
-{
+                         size_t r_len, uint64_t tag, int64_t deadline_ns) {
     const ra_transport *t = (const ra_transport *)ctx;
     ra_transport_op op[2], *list[2];
     int n = 0, code, open = 1;
@@ -168,8 +158,7 @@ static int zero_sendrecv(void *ctx, int to, const void *s, size_t s_len, int fro
 
 /* Rows of this rank's queries in a step: positions and how many of each sequence. */
 static int64_t rows_here(const script *s, const ra_cache *c, int32_t step, int32_t b, int32_t rank,
-                         int64_t *pos)
-{
+                         int64_t *pos) {
     int64_t n = 0;
     for (int64_t i = 0; i < s->fresh[step][b]; i++) {
         int64_t p = s->cached[step][b] + i;
@@ -180,8 +169,7 @@ static int64_t rows_here(const script *s, const ra_cache *c, int32_t step, int32
 
 /* Queries of a step on this rank, `most` rows for each sequence. */
 static void step_queries(const script *s, const ra_cache *c, int32_t step, int32_t rank,
-                         int64_t most, float *q)
-{
+                         int64_t most, float *q) {
     const int64_t row = s->d.q_heads * (int64_t)s->d.k_dim;
     int64_t *pos = (int64_t *)need((size_t)s->d.tokens * 8);
     for (int32_t b = 0; b < s->d.sequences; b++) {
@@ -195,8 +183,7 @@ static void step_queries(const script *s, const ra_cache *c, int32_t step, int32
 
 /* Outputs of a step on this rank to their positions. */
 static void step_outputs(const run *x, const ra_cache *c, int32_t step, int32_t rank, int64_t most,
-                         const float *o, const float *lse)
-{
+                         const float *o, const float *lse) {
     const ra_desc *d = &x->s->d;
     int64_t *pos = (int64_t *)need((size_t)d->tokens * 8);
     for (int32_t b = 0; b < d->sequences; b++) {
@@ -224,14 +211,12 @@ typedef struct pool {
     int64_t bytes[2];                  /* of a page of K, of V */
 } pool;
 
-static int32_t page_of(const script *s, int32_t rank)
-{
+static int32_t page_of(const script *s, int32_t rank) {
     if (s->ring) return 16;
     return s->page ? 16 * (1 + (s->page + 3 * rank) % 5) : 0;
 }
 
-static pool pool_new(const script *s, const ra_cache *c, int32_t rank, int32_t page)
-{
+static pool pool_new(const script *s, const ra_cache *c, int32_t rank, int32_t page) {
     const ra_desc *d = &s->d;
     pool x;
     h_rng r = h_case_rng(77 + rank);
@@ -269,16 +254,14 @@ static pool pool_new(const script *s, const ra_cache *c, int32_t rank, int32_t p
     return x;
 }
 
-static void pool_free(pool *x)
-{
+static void pool_free(pool *x) {
     free(x->table);
     free(x->unused);
     free(x->ends);
 }
 
 /* The page of a row that is going to be written. */
-static void pool_take(pool *x, int32_t b, int64_t entry)
-{
+static void pool_take(pool *x, int32_t b, int64_t entry) {
     int32_t *page = &x->table[b * x->entries + entry];
     if (*page >= 0) return;
     if (b && x->ends[2 * entry + 1] < x->prefix) {
@@ -295,8 +278,7 @@ static void pool_take(pool *x, int32_t b, int64_t entry)
 }
 
 /* Takes back what the window of a row at `at` and of those after it does not reach. */
-static void pool_give(pool *x, const ra_mask *m, int32_t b, int64_t at, uint8_t *const kv[2])
-{
+static void pool_give(pool *x, const ra_mask *m, int32_t b, int64_t at, uint8_t *const kv[2]) {
     for (int64_t i = 0; i < x->entries && m->window && !x->ring && !x->prefix; i++) {
         int32_t *page = &x->table[b * x->entries + i];
         const int64_t *ends = x->ends + 2 * i;
@@ -308,8 +290,7 @@ static void pool_give(pool *x, const ra_mask *m, int32_t b, int64_t at, uint8_t 
     }
 }
 
-static ra_status steps_of(const run *x, ra_cache *c, int32_t rank)
-{
+static ra_status steps_of(const run *x, ra_cache *c, int32_t rank) {
     const script *s = x->s;
     const ra_desc *d = &s->d;
     const int64_t rows = ra_cache_rows(c), qrow = d->q_heads * (int64_t)d->k_dim;
@@ -373,8 +354,7 @@ static ra_status steps_of(const run *x, ra_cache *c, int32_t rank)
     return end;
 }
 
-static ra_status on_rank(ra_world *world, int rank, void *user)
-{
+static ra_status on_rank(ra_world *world, int rank, void *user) {
     run *x = (run *)user;
     ra_desc d = x->s->d;
     ra_cache *c = NULL;
@@ -402,8 +382,7 @@ static ra_status on_rank(ra_world *world, int rank, void *user)
     return end ? end : gone;
 }
 
-static outcome script_run(const script *s, int32_t ranks)
-{
+static outcome script_run(const script *s, int32_t ranks) {
     outcome out = outcome_new(s);
     run x;
     memset(&x, 0, sizeof x);
@@ -415,8 +394,7 @@ static outcome script_run(const script *s, int32_t ranks)
 }
 
 /* -------------------------------------------------------------------------- the reference */
-static int sees(const ra_mask *m, int64_t p, int64_t key, int64_t end)
-{
+static int sees(const ra_mask *m, int64_t p, int64_t key, int64_t end) {
     int64_t hi = m->kind == RA_MASK_CAUSAL ? p + 1 : end;
     if (key >= hi || key >= end) return 0;
     return !m->window || key > p - m->window || key < m->keep;
@@ -424,8 +402,7 @@ static int sees(const ra_mask *m, int64_t p, int64_t key, int64_t end)
 
 /* Row (b, p, h), with `end` keys in the cache. */
 static void plain_row(const script *s, int32_t b, int64_t p, int32_t h, int64_t end, double *o,
-                      double *lse)
-{
+                      double *lse) {
     const ra_desc *d = &s->d;
     const int32_t kh = h / (d->q_heads / d->kv_heads);
     const float *q = s->q + ((b * d->kv_tokens + p) * d->q_heads + h) * d->k_dim;
@@ -457,8 +434,7 @@ static void plain_row(const script *s, int32_t b, int64_t p, int32_t h, int64_t 
 
 /* The rows of step i of sequence b may be decoded by products of integers: q and weights of 16
  * bits, off by 5e-5 at most in thousands of rows. */
-static int integers(const script *s, int32_t i, int32_t b)
-{
+static int integers(const script *s, int32_t i, int32_t b) {
     const int32_t isa = s->d.isa ? s->d.isa : ra_isa_best();
     const int64_t pairs = s->fresh[i][b] * s->d.q_heads / s->d.kv_heads;
     return s->d.k_dtype == RA_Q8_0 && (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX) &&
@@ -466,8 +442,7 @@ static int integers(const script *s, int32_t i, int32_t b)
 }
 
 /* Some rows of the outcome against the reference. */
-static void compare(const script *s, const outcome *x, h_rng *r, double most)
-{
+static void compare(const script *s, const outcome *x, h_rng *r, double most) {
     const ra_desc *d = &s->d;
     double *o = (double *)need((size_t)d->v_dim * 8), lse;
     for (int n = 0; n < 60; n++) {
@@ -490,8 +465,7 @@ static void compare(const script *s, const outcome *x, h_rng *r, double most)
 
 /* -------------------------------------------------------------------------- scripts */
 /* Sequences of different speed: prompts in pieces, then decoding, drafts and rollbacks. */
-static void grow(script *s, h_rng *r, int64_t prompt)
-{
+static void grow(script *s, h_rng *r, int64_t prompt) {
     int64_t at[MAX_B] = { 0 };
     s->steps = 0;
     while (s->steps < 24) {
@@ -511,8 +485,7 @@ static void grow(script *s, h_rng *r, int64_t prompt)
     }
 }
 
-static script script_new(int32_t hq, int32_t hkv, int32_t dim, int32_t dtype, int64_t kv_tokens)
-{
+static script script_new(int32_t hq, int32_t hkv, int32_t dim, int32_t dtype, int64_t kv_tokens) {
     script s;
     memset(&s, 0, sizeof s);
     s.d = ra_desc_make(hq, hkv, dim, RA_F32, RA_MASK_CAUSAL);
@@ -525,14 +498,12 @@ static script script_new(int32_t hq, int32_t hkv, int32_t dim, int32_t dtype, in
     return s;
 }
 
-static double tolerance(const script *s)
-{
+static double tolerance(const script *s) {
     return s->d.q_dtype == RA_BF16 ? 4e-3 : 4e-6;
 }
 
 /* Any number of ranks and either way gives the numbers of one rank, bit for bit. */
-static void everywhere(script *s, h_rng *r)
-{
+static void everywhere(script *s, h_rng *r) {
     static const int32_t ranks[] = { 2, 3, 4, 5, 8 };
     outcome one = script_run(s, 1);
     int64_t n = q_size(s);
@@ -552,8 +523,7 @@ static void everywhere(script *s, h_rng *r)
     outcome_free(&one);
 }
 
-TEST(ranks_and_ways)
-{
+TEST(ranks_and_ways) {
     for (int64_t i = 0; i < 11; i++) {
         static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
         h_rng r = h_case_rng(i);
@@ -579,8 +549,7 @@ TEST(ranks_and_ways)
 
 /* Caches in pages, of another size on every rank and in any order, have the bits of those without:
  * for every way and form, and where pages that no row sees any more are written over. */
-TEST(pages)
-{
+TEST(pages) {
     static const int32_t ranks[] = { 1, 2, 3, 5 };
     for (int64_t i = 0; i < 12; i++) {
         static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
@@ -626,8 +595,7 @@ TEST(pages)
 }
 
 /* Ring buffers, with a window and kept tokens, are tables whose entries come round. */
-TEST(ring_buffers)
-{
+TEST(ring_buffers) {
     static const int32_t ranks[] = { 1, 2, 3, 5 };
     for (int64_t i = 0; i < 8; i++) {
         h_rng r = h_case_rng(i);
@@ -662,8 +630,7 @@ TEST(ring_buffers)
 }
 
 /* Sequences that begin with the same pages: decoded together they have the bits of each alone. */
-TEST(shared_prefixes)
-{
+TEST(shared_prefixes) {
     for (int64_t i = 0; i < 8; i++) {
         static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
         h_rng r = h_case_rng(i);
@@ -711,8 +678,7 @@ TEST(shared_prefixes)
 }
 
 /* A prefix of whole leaves is one item for all sequences, and so one step. */
-TEST(shared_prefixes_are_one_item)
-{
+TEST(shared_prefixes_are_one_item) {
     enum { B = 6, KEYS = 1024, PAGES = B * (KEYS / 16 + 1) };
     int64_t cached[B], fresh[B];
     int32_t table[B][KEYS / 16 + 1];
@@ -753,8 +719,7 @@ TEST(shared_prefixes_are_one_item)
 
 /* Threads share out the heads of one sequence where it has few spans: two items, and so two steps,
  * where one thread has one; and each token has the bits it has on one thread. */
-TEST(threads_share_heads)
-{
+TEST(threads_share_heads) {
     enum { KEYS = 3000, HEADS = 4, DIM = 32 };
     const int64_t cached = KEYS - 1, fresh = 1;
     float *k = (float *)need(KEYS * HEADS * DIM * 4), q[HEADS * DIM], o[2][HEADS * DIM];
@@ -795,8 +760,7 @@ typedef struct twice {
     uint8_t *kv[2][2];                 /* K and V in rows, in pages */
 } twice;
 
-static void twice_data(twice *x, h_rng *r)
-{
+static void twice_data(twice *x, h_rng *r) {
     const ra_desc *d = &x->d;
     const int64_t rows = d->sequences * d->kv_tokens, first = x->t[1].pages.first;
     const int64_t per = x->t[1].pages.batch_step, cells = x->t[1].pages.count * x->page;
@@ -819,8 +783,7 @@ static void twice_data(twice *x, h_rng *r)
     }
 }
 
-static void twice_make(twice *x, h_rng *r)
-{
+static void twice_make(twice *x, h_rng *r) {
     static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16, RA_Q8_0 };
     int32_t used[240] = { 0 };
     const int64_t keys = 1 + h_below(r, 900), fresh = h_below(r, 2) ? 1 : 1 + h_below(r, 80);
@@ -856,8 +819,7 @@ static void twice_make(twice *x, h_rng *r)
 }
 
 /* ra_attention over pages has the bits of the same call without. */
-TEST(attention_pages)
-{
+TEST(attention_pages) {
     for (int64_t i = 0; i < 40; i++) {
         h_rng r = h_case_rng(i);
         twice x;
@@ -895,8 +857,7 @@ TEST(attention_pages)
 }
 
 /* Lanes of several leaves and spans, shared out by threads: by spans, the last case by heads. */
-TEST(long_caches)
-{
+TEST(long_caches) {
     static const int64_t fresh[] = { 4000, 4000, 1000, 1, 3, 8, 1 };
     static const int32_t kv_heads[] = { 1, 1, 3 }, lanes[] = { 2, 1, 1 };
     static const int32_t dtypes[] = { RA_F32, RA_BF16, RA_F16 };
@@ -932,8 +893,7 @@ TEST(long_caches)
 
 /* Any number of lanes from the number of ranks on, shards of unequal size, and lanes of their own
  * for each number of ranks, compared with the reference alone. */
-TEST(lanes_and_weights)
-{
+TEST(lanes_and_weights) {
     for (int64_t i = 0; i < 12; i++) {
         h_rng r = h_case_rng(i);
         int32_t weights[MAX_P], ranks = 1 + h_below(&r, 6);
@@ -967,8 +927,7 @@ TEST(lanes_and_weights)
 
 /* RA_FORM_SAME: the bits of a row are those of the row alone, however the tokens were cut into
  * calls, and in any batch. */
-TEST(drafts_are_exact)
-{
+TEST(drafts_are_exact) {
     for (int64_t i = 0; i < 6; i++) {
         static const int32_t dtype[] = { RA_F32, RA_F16, RA_BF16 };
         h_rng r = h_case_rng(i);
@@ -1013,8 +972,7 @@ typedef struct crew {
 typedef struct hand { crew *w; int ith; h_rng rng; } hand;
 
 /* A thread may leave in the midst of a step, and then comes to the next. */
-static void *hand_main(void *arg)
-{
+static void *hand_main(void *arg) {
     hand *h = (hand *)arg;
     crew *w = h->w;
     const script *s = w->x->s;
@@ -1044,8 +1002,7 @@ static void *hand_main(void *arg)
     return NULL;
 }
 
-static void crew_outputs(crew *w)
-{
+static void crew_outputs(crew *w) {
     for (int32_t i = 0; i < w->x->s->steps; i++) {
         step_outputs(w->x, w->c, i, w->rank, w->most[i], (const float *)w->t[i].o.data,
                      (const float *)w->t[i].lse.data);
@@ -1056,8 +1013,7 @@ static void crew_outputs(crew *w)
 }
 
 /* All keys are stored beforehand: those of later steps are not seen. */
-static ra_status crew_steps(crew *w, float *k, float *v)
-{
+static ra_status crew_steps(crew *w, float *k, float *v) {
     const script *s = w->x->s;
     const ra_desc *d = &s->d;
     int64_t *pos = (int64_t *)need((size_t)d->tokens * 8);
@@ -1090,8 +1046,7 @@ static ra_status crew_steps(crew *w, float *k, float *v)
 }
 
 /* Of the threads 0 to threads - 1, number 1 never comes where there are three. */
-static ra_status crew_rank(ra_world *world, int rank, void *user)
-{
+static ra_status crew_rank(ra_world *world, int rank, void *user) {
     crew w;
     hand h[4];
     pthread_t id[4];
@@ -1128,8 +1083,7 @@ static ra_status crew_rank(ra_world *world, int rank, void *user)
 }
 
 /* Threads that come late, leave early or never come stall nobody, and change no bit. */
-TEST(joined_threads)
-{
+TEST(joined_threads) {
     for (int64_t i = 0; i < 6; i++) {
         h_rng r = h_case_rng(i);
         script s;
@@ -1157,8 +1111,7 @@ TEST(joined_threads)
 }
 
 /* A refusal goes to every thread that brings its ticket, however late. The next ticket works. */
-TEST(joined_refusals)
-{
+TEST(joined_refusals) {
     script s = script_new(4, 2, 32, RA_F32, 100);
     static float room[128 * 2 * 32], q[4 * 32], o[4 * 32];
     int64_t cached = 100, fresh = 1;
@@ -1201,8 +1154,7 @@ TEST(joined_refusals)
 }
 
 /* -------------------------------------------------------------------------- refusals, failures */
-static ra_status create(const ra_desc *d, const ra_cache_desc *cd, ra_error *why)
-{
+static ra_status create(const ra_desc *d, const ra_cache_desc *cd, ra_error *why) {
     ra_desc mine = *d;
     ra_cache *c = NULL;
     ra_status s;
@@ -1217,8 +1169,7 @@ static ra_status create(const ra_desc *d, const ra_cache_desc *cd, ra_error *why
 /* What travels on 4 ranks. Where bytes are nearly equal keys win, for partial results are merged:
  * 64 new tokens after 256 move 798 KB with their results, or 983 KB of keys. Where memory is shared
  * nothing travels except addresses: a call is a pool if it can have an item for each rank. */
-TEST(ways_by_cost)
-{
+TEST(ways_by_cost) {
     static const struct { int64_t fresh, cached; int32_t way, shared; } list[] = {
         { 1, 256, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
         { 4, 256, RA_INFER_PASS_Q, RA_INFER_PASS_Q },
@@ -1260,8 +1211,7 @@ TEST(ways_by_cost)
     ra_world_destroy(world);
 }
 
-TEST(refusals)
-{
+TEST(refusals) {
     script s = script_new(4, 2, 32, RA_F32, 100);
     ra_desc d = s.d;
     ra_cache_desc cd;
@@ -1328,30 +1278,25 @@ TEST(refusals)
 typedef struct narrow { const ra_transport *below; size_t most, longest; } narrow;
 typedef struct narrow_run { size_t most, longest[2]; ra_status end[2]; } narrow_run;
 
-static int narrow_post(void *ctx, ra_transport_op *const *ops, int n)
-{
+static int narrow_post(void *ctx, ra_transport_op *const *ops, int n) {
     narrow *x = (narrow *)ctx;
     for (int i = 0; i < n; i++) x->longest = ops[i]->len > x->longest ? ops[i]->len : x->longest;
     return x->longest > x->most ? RA_E_IO : x->below->post(x->below->ctx, ops, n);
 }
-static int narrow_poll(void *ctx, ra_transport_op *const *ops, int n)
-{
+static int narrow_poll(void *ctx, ra_transport_op *const *ops, int n) {
     narrow *x = (narrow *)ctx;
     return x->below->poll(x->below->ctx, ops, n);
 }
-static int narrow_abort(void *ctx, int why)
-{
+static int narrow_abort(void *ctx, int why) {
     narrow *x = (narrow *)ctx;
     return x->below->abort(x->below->ctx, why);
 }
-static int narrow_quiesce(void *ctx, int64_t deadline_ns)
-{
+static int narrow_quiesce(void *ctx, int64_t deadline_ns) {
     narrow *x = (narrow *)ctx;
     return x->below->quiesce(x->below->ctx, deadline_ns);
 }
 
-static ra_status narrow_rank(ra_world *world, int rank, void *user)
-{
+static ra_status narrow_rank(ra_world *world, int rank, void *user) {
     narrow_run *its = (narrow_run *)user;
     const int64_t cached = 0, fresh = 2;
     float room[4][64];
@@ -1384,8 +1329,7 @@ static ra_status narrow_rank(ra_world *world, int rank, void *user)
 
 /* A cache is refused exactly if one of its messages is longer than the network takes, also those
  * that say where a rank keeps its own. */
-TEST(longest_messages)
-{
+TEST(longest_messages) {
     narrow_run wide, x;
     memset(&wide, 0, sizeof wide);
     wide.most = 4096;
@@ -1401,8 +1345,7 @@ TEST(longest_messages)
     }
 }
 
-TEST(refused_page_tokens)
-{
+TEST(refused_page_tokens) {
     script s = script_new(4, 2, 32, RA_F32, 300);
     ra_desc d = s.d;
     ra_error why;
@@ -1420,8 +1363,7 @@ TEST(refused_page_tokens)
     CHECK(!strcmp(why.field, "page_tokens"));
 }
 
-TEST(refused_pages)
-{
+TEST(refused_pages) {
     script s = script_new(4, 2, 32, RA_F32, 300);
     ra_desc d = s.d;
     ra_error why;
@@ -1486,8 +1428,7 @@ TEST(refused_pages)
 /* Two ranks of which one does something else. */
 typedef struct clash { int what; ra_status end[2]; char text[2][RA_TEXT_BYTES]; } clash;
 
-static ra_status clash_rank(ra_world *world, int rank, void *user)
-{
+static ra_status clash_rank(ra_world *world, int rank, void *user) {
     static const float slope[2][4] = { { 0.1f, 0.1f, 0.1f, 0.1f }, { 0.1f, 0.1f, 0.1f, 5 } };
     clash *x = (clash *)user;
     script s = script_new(4, 2, 32, RA_F32, 200);
@@ -1521,8 +1462,7 @@ static ra_status clash_rank(ra_world *world, int rank, void *user)
     return RA_OK;
 }
 
-TEST(failures)
-{
+TEST(failures) {
     clash x;
     for (x.what = 0; x.what < 6; x.what++) {
         memset(x.end, 0, sizeof x.end);
@@ -1554,16 +1494,14 @@ typedef struct ending { int what, spins; ra_status end[3]; } ending;
 typedef struct canceller { ra_cache *c; int spins; } canceller;
 enum { END_CANCEL, END_DEADLINE, END_STEPS, END_LEAVE, ENDS };
 
-static void *canceller_main(void *arg)
-{
+static void *canceller_main(void *arg) {
     const canceller *x = (const canceller *)arg;
     for (int i = 0; i < x->spins; i++) sched_yield();
     ra_infer_cancel(x->c);
     return NULL;
 }
 
-static ra_status ending_calls(const ending *x, ra_cache *c, const ra_tensors *t, int rank)
-{
+static ra_status ending_calls(const ending *x, ra_cache *c, const ra_tensors *t, int rank) {
     ra_status end = RA_OK;
     for (int i = 0; i < 1000000 && !end; i++) {
         const int64_t cached = i % 2 * 200, fresh = 200;
@@ -1583,8 +1521,7 @@ static ra_status ending_calls(const ending *x, ra_cache *c, const ra_tensors *t,
     return end;
 }
 
-static ra_status ending_rank(ra_world *world, int rank, void *user)
-{
+static ra_status ending_rank(ra_world *world, int rank, void *user) {
     enum { ROWS = 400 * 2 * 32, BYTES = 4 * (2 * ROWS + 2 * 2 * ROWS) };
     ending *x = (ending *)user;
     script s = script_new(4, 2, 32, RA_F32, 400);
@@ -1617,8 +1554,7 @@ static ra_status ending_rank(ra_world *world, int rank, void *user)
     return end;
 }
 
-TEST(ends_in_place)
-{
+TEST(ends_in_place) {
     for (int i = 0; i < 5 * ENDS; i++) {
         h_rng r = h_case_rng(i);
         ending x;
@@ -1639,8 +1575,7 @@ TEST(ends_in_place)
  * not: they wait for each other and not for it. */
 typedef struct unknown { int cancel, rests, ended, met; ra_status call, gone; } unknown;
 
-static ra_status unknown_rank(ra_world *world, int rank, void *user)
-{
+static ra_status unknown_rank(ra_world *world, int rank, void *user) {
     enum { ROWS = 64 * 2 * 32, BYTES = 4 * (2 * ROWS + 2 * 2 * ROWS) };
     unknown *x = (unknown *)user;
     const int64_t cached = 0, fresh = 64;
@@ -1682,8 +1617,7 @@ static ra_status unknown_rank(ra_world *world, int rank, void *user)
     return end;
 }
 
-TEST(ends_unknown)
-{
+TEST(ends_unknown) {
     for (int i = 0; i < 4; i++) {
         unknown x = { i % 2, i / 2, 0, 0, RA_OK, RA_OK };
         CHECK_EQ(ra_world_run(2 + x.rests, unknown_rank, &x, NULL), RA_OK);
@@ -1702,7 +1636,6 @@ static const h_test tests[] = {
     ENTRY(ends_in_place), ENTRY(ends_unknown),
 };
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

@@ -8,8 +8,7 @@
 
 /* Memory aligned to 64, full of `fill`. */
 typedef struct block { void *raw; uint8_t *at; size_t bytes; } block;
-static block block_new(size_t bytes, int fill)
-{
+static block block_new(size_t bytes, int fill) {
     block x;
     x.bytes = bytes;
     x.raw = malloc(bytes + 64);
@@ -18,16 +17,14 @@ static block block_new(size_t bytes, int fill)
     return x;
 }
 
-static float *floats(int64_t n, float value)
-{
+static float *floats(int64_t n, float value) {
     float *x = (float *)malloc((size_t)(n + 1) * sizeof *x);
     for (int64_t i = 0; i <= n; i++) x[i] = value;
     return x;
 }
 
 /* The descriptor of a problem on one rank in f32, for gradients if there is a d_o. */
-static ra_desc desc_of(const problem *p)
-{
+static ra_desc desc_of(const problem *p) {
     ra_desc d;
     memset(&d, 0, sizeof d);
     d.sequences = p->B;
@@ -52,8 +49,7 @@ typedef struct packed {
     int64_t nq, nk, nb;                /* rows of d_q and d_k times heads; elements of the bias */
 } packed;
 
-static void packed_clear(packed *x)
-{
+static void packed_clear(packed *x) {
     memset(x->o, 0xCC, (size_t)(x->nq * x->p.Dv) * 4);
     memset(x->lse, 0xCC, (size_t)x->nq * 4);
     memset(x->d_q, 0, (size_t)(x->nq * x->p.Dk) * 4);
@@ -62,8 +58,7 @@ static void packed_clear(packed *x)
     memset(x->d_bias, 0, (size_t)x->nb * 4);
 }
 
-static void packed_bias(packed *x)
-{
+static void packed_bias(packed *x) {
     problem *p = &x->p;
     ra_bias *b = &x->t.bias;
     ra_bias_out *g = &x->t.d_bias;
@@ -84,8 +79,7 @@ static void packed_bias(packed *x)
 }
 
 /* tokens_of {64, 40} and keys {90, 70} of 128 and 200: only 64 and 90 count. */
-static void packed_open(packed *x, int32_t layout, int self, h_rng *r)
-{
+static void packed_open(packed *x, int32_t layout, int self, h_rng *r) {
     problem *p = &x->p;
     memset(x, 0, sizeof *x);
     problem_shape(p, 64, 4, 2, 16, 24);
@@ -122,8 +116,7 @@ static void packed_open(packed *x, int32_t layout, int self, h_rng *r)
     x->d.error = &x->e;
 }
 
-static void packed_close(packed *x)
-{
+static void packed_close(packed *x) {
     free(x->o); free(x->lse); free(x->d_q); free(x->d_k); free(x->d_v);
     free(x->bias); free(x->d_bias);
     problem_free(&x->p);
@@ -131,8 +124,7 @@ static void packed_close(packed *x)
 
 /* Elements [B][most][width] of got, [B][stride][width], against right in rows that exist. */
 static void check_rows(const float *got, int64_t stride, const double *right, const double *bar,
-                       const int64_t *len, int64_t most, int64_t width)
-{
+                       const int64_t *len, int64_t most, int64_t width) {
     double worst = 0;
     for (int b = 0; b < 2; b++)
         for (int64_t i = 0; i < len[b] * width; i++) {
@@ -144,8 +136,7 @@ static void check_rows(const float *got, int64_t stride, const double *right, co
     CHECK(worst <= 1);
 }
 
-static void packed_forward(packed *x, const truth *right)
-{
+static void packed_forward(packed *x, const truth *right) {
     const problem *p = &x->p;
     check_rows(x->o, p->q_max, right->o, NULL, p->tq, p->q_max, p->Hq * p->Dv);
     check_rows(x->lse, p->q_max, right->lse, NULL, p->tq, p->q_max, p->Hq);
@@ -153,8 +144,7 @@ static void packed_forward(packed *x, const truth *right)
 
 /* Gradients of sums with these many rows a sequence. */
 static void packed_backward(packed *x, const slopes *right, const float *const *g, int64_t tokens,
-                            int64_t keys)
-{
+                            int64_t keys) {
     const problem *p = &x->p;
     const int64_t all[2] = { p->Hq * p->q_max, p->Hq * p->q_max };
     check_rows(g[0], tokens, right->q, right->q_bar, p->tq, p->q_max, p->Hq * p->Dk);
@@ -165,8 +155,7 @@ static void packed_backward(packed *x, const slopes *right, const float *const *
 }
 
 /* Block mathematics: states and sums are cut by tokens and kv_tokens, tensors are not. */
-static void packed_fold(packed *x, const truth *right, const slopes *slope)
-{
+static void packed_fold(packed *x, const truth *right, const slopes *slope) {
     const problem *p = &x->p;
     const int64_t tokens = 128, keys = x->d.kv_tokens ? 200 : 128, n = p->B * tokens * p->Hq;
     block w = block_new(ra_attention_backward_bytes(&x->d, 1) + ra_attention_bytes(&x->d, 1), 0xA5);
@@ -189,8 +178,7 @@ static void packed_fold(packed *x, const truth *right, const slopes *slope)
     for (int i = 0; i < 3; i++) free(g[i]);
 }
 
-static void packed_ring(packed *x, const truth *right, const slopes *slope)
-{
+static void packed_ring(packed *x, const truth *right, const slopes *slope) {
     const problem *p = &x->p;
     const float *g[3];
     ra_plan *plan = NULL;
@@ -207,8 +195,7 @@ static void packed_ring(packed *x, const truth *right, const slopes *slope)
     ra_plan_destroy(plan);
 }
 
-static void packed_attention(packed *x, const truth *right, const slopes *slope)
-{
+static void packed_attention(packed *x, const truth *right, const slopes *slope) {
     const problem *p = &x->p;
     const float *g[3];
     block w = block_new(ra_attention_backward_bytes(&x->d, 1) + ra_attention_bytes(&x->d, 1), 0xA5);
@@ -222,8 +209,7 @@ static void packed_attention(packed *x, const truth *right, const slopes *slope)
 }
 
 /* A stride of 0 means rows of the longest sequence in every call, not d.tokens or d.kv_tokens. */
-TEST(packed_by_the_longest)
-{
+TEST(packed_by_the_longest) {
     for (int64_t i = 0; i < 6; i++) {
         h_rng r = h_case_rng(i);
         packed x;
@@ -243,8 +229,7 @@ TEST(packed_by_the_longest)
 }
 
 /* Strides that leave room for the longest sequence are valid, smaller ones are not. */
-TEST(strides_of_the_longest)
-{
+TEST(strides_of_the_longest) {
     h_rng r = h_case_rng(0);
     packed x;
     ra_ring *ring = NULL;
@@ -281,8 +266,7 @@ typedef struct tiny {
     ra_error e;
 } tiny;
 
-static void tiny_make(tiny *x, int64_t tokens, int64_t keys)
-{
+static void tiny_make(tiny *x, int64_t tokens, int64_t keys) {
     memset(x, 0, sizeof *x);
     x->d.q_heads = x->d.kv_heads = x->d.k_dim = x->d.v_dim = 1;
     x->d.q_dtype = x->d.k_dtype = x->d.v_dtype = x->d.o_dtype = RA_F32;
@@ -300,8 +284,7 @@ static void tiny_make(tiny *x, int64_t tokens, int64_t keys)
 }
 
 /* Where a finite bias acts as -inf, and where it does not yet. */
-TEST(bias_at_the_end_of_f32)
-{
+TEST(bias_at_the_end_of_f32) {
     static const float masks[3] = { -3.4028234e38f, -2.4e38f, -2.3e38f };
     for (int i = 0; i < 3; i++) for (int32_t isa = RA_ISA_SCALAR; isa <= RA_ISA_NEON; isa++) {
         for (int64_t tokens = 1; tokens <= 4; tokens += 3) {
@@ -321,8 +304,7 @@ TEST(bias_at_the_end_of_f32)
 }
 
 /* The error of O of one row against the formula of the promise. */
-static double promised(const problem *p, const truth *t, const float *o, int64_t row)
-{
+static double promised(const problem *p, const truth *t, const float *o, int64_t row) {
     double top = 0, k = 0, worst = 0, q = sqrt(dot_product(q_row(p, 0, row, 0), q_row(p, 0, row, 0),
                                                            p->Dk));
     for (int64_t j = 0; j < p->k_max; j++) {
@@ -335,8 +317,7 @@ static double promised(const problem *p, const truth *t, const float *o, int64_t
 }
 
 /* Chains of scores of 128, large and small norms, many keys of about the same value. */
-TEST(error_of_f32)
-{
+TEST(error_of_f32) {
     static const int64_t shapes[7][3] = { { 256, 24, 128 }, { 256, 24, 112 }, { 64, 300, 300 },
                                           { 64, 24, 1 }, { 64, 3, 16 }, { 64, 64, 64 },
                                           { 4, 60000, 8 } };
@@ -375,8 +356,7 @@ TEST(error_of_f32)
 }
 
 /* A row without keys: the sink is its LSE, or -inf where there are none; in every form. */
-TEST(lse_without_keys)
-{
+TEST(lse_without_keys) {
     for (int i = 0; i < 8; i++) {
         static const int32_t lo[4] = { 9, 9, 9, 9 }, hi[4] = { 9, 9, 9, 9 };
         tiny x;
@@ -412,8 +392,7 @@ TEST(lse_without_keys)
 
 /* -------------------------------------------------------------------------- memory of a call */
 /* No workspace: 512 elements of K and V in f32, 256 if either has to be widened. */
-TEST(rows_that_fit_the_stack)
-{
+TEST(rows_that_fit_the_stack) {
     static const int32_t dtypes[5][2] = { { RA_F32, RA_F32 }, { RA_F16, RA_F16 },
                                           { RA_Q8_0, RA_Q8_0 }, { RA_F32, RA_Q8_0 },
                                           { RA_BF16, RA_F32 } };
@@ -442,8 +421,7 @@ TEST(rows_that_fit_the_stack)
 
 /* A bias that hides all keys from one of two heads, whose q has a NaN: the bits of its row do not
  * depend on which heads a thread takes together. */
-TEST(hidden_heads_on_any_threads)
-{
+TEST(hidden_heads_on_any_threads) {
     static float q[2][64], k[64][2][64], o[2][2][64], bias[2][64];
     ra_desc d = ra_desc_make(2, 2, 64, RA_F32, RA_MASK_CAUSAL);
     ra_tensors t;
@@ -474,8 +452,7 @@ TEST(hidden_heads_on_any_threads)
 }
 
 /* ARRAY: rows come from the tables; tokens and kv_tokens change nothing, chunks neither. */
-TEST(array_tokens_say_nothing)
-{
+TEST(array_tokens_say_nothing) {
     static const int64_t rows[2] = { 200000, 60000 };
     static const int64_t tokens[3] = { 1, 260000, 2000000000 };
     ra_plan_report first[2], report;
@@ -511,8 +488,7 @@ typedef struct shared {
     int64_t n[3];                      /* floats of the gradients */
 } shared;
 
-static void shared_open(shared *x, int32_t heads, int64_t tokens, h_rng *r)
-{
+static void shared_open(shared *x, int32_t heads, int64_t tokens, h_rng *r) {
     problem *p = &x->p;
     memset(x, 0, sizeof *x);
     problem_shape(p, tokens, heads, heads, 8, 8);
@@ -534,8 +510,7 @@ static void shared_open(shared *x, int32_t heads, int64_t tokens, h_rng *r)
     CHECK_EQ(ra_attention_backward(&x->d, &x->t, x->w.at, x->w.bytes, 0, 1), RA_OK);
 }
 
-static void shared_close(shared *x)
-{
+static void shared_close(shared *x) {
     free(x->o); free(x->lse); free(x->w.raw);
     for (int i = 0; i < 3; i++) free(x->g[i]);
     problem_free(&x->p);
@@ -543,8 +518,7 @@ static void shared_close(shared *x)
 
 /* [B][T][H][8] as [B][H][T][8] and back: the strides of heads and tokens say how far sequences are
  * apart, so batch_stride may stay 0. */
-TEST(batch_stride_beside_others)
-{
+TEST(batch_stride_beside_others) {
     enum { T = 50, H = 3, N = 2 * T * H * 8 };
     h_rng r = h_case_rng(0);
     shared x;
@@ -578,8 +552,7 @@ TEST(batch_stride_beside_others)
 
 /* Q, K and V in one buffer, and their gradients in another, (B, T, 3C); the strides of sequences
  * follow from those of tokens. */
-TEST(gradients_in_one_buffer)
-{
+TEST(gradients_in_one_buffer) {
     enum { T = 50, H = 3, C = H * 8, N = 2 * T * C };
     h_rng r = h_case_rng(0);
     shared x;
@@ -620,8 +593,7 @@ TEST(gradients_in_one_buffer)
 }
 
 /* One workspace serves forward, in both forms and with several threads, and backward in turn. */
-TEST(one_workspace_for_both)
-{
+TEST(one_workspace_for_both) {
     for (int i = 0; i < 2; i++) {
         h_rng r = h_case_rng(i);
         shared x;
@@ -657,8 +629,7 @@ TEST(one_workspace_for_both)
 }
 
 /* The workspace of the largest call serves every smaller one, at any address, uncleared. */
-TEST(one_workspace_for_smaller_calls)
-{
+TEST(one_workspace_for_smaller_calls) {
     static const int32_t heads[6][2] = {{1, 1}, {4, 4}, {8, 2}, {16, 1}, {24, 1}, {32, 8}};
     for (int i = 0; i < 600 && h_case(i); i++) {
         h_rng r = h_case_rng(i);
@@ -717,8 +688,7 @@ TEST(one_workspace_for_smaller_calls)
 
 /* Three ranks on tensors that they share: shards of CONTIGUOUS and STRIPED are views. */
 typedef struct hall { shared x; int32_t layout; float *o; } hall;
-static ra_status hall_rank(ra_world *of, int rank, void *user)
-{
+static ra_status hall_rank(ra_world *of, int rank, void *user) {
     const hall *h = (const hall *)user;
     const int striped = h->layout == RA_LAYOUT_STRIPED;
     const int64_t row = h->x.p.Hq * 8 * 4, batch = h->x.p.q_max * row;
@@ -751,8 +721,7 @@ static ra_status hall_rank(ra_world *of, int rank, void *user)
     return s ? s : ra_ring_once(&d, ra_world_transport(of, rank), &t, RA_NO_DEADLINE);
 }
 
-TEST(shards_of_a_shared_tensor)
-{
+TEST(shards_of_a_shared_tensor) {
     for (int64_t i = 0; i < 2; i++) {
         h_rng r = h_case_rng(i);
         hall h;
@@ -775,8 +744,7 @@ TEST(shards_of_a_shared_tensor)
 }
 
 /* The statuses of ra_attention_simple, one by one. */
-TEST(refusals_of_simple)
-{
+TEST(refusals_of_simple) {
     static float x[64];
     static const struct { int32_t a[6]; float scale; int null; ra_status status; } rows[16] = {
         { { 2, 2, 2, 1, 4, 0 }, 0, 0, RA_OK },
@@ -810,7 +778,6 @@ static const h_test tests[] = {
     ENTRY(packed_by_the_longest), ENTRY(strides_of_the_longest),
 };
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

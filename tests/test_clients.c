@@ -25,8 +25,7 @@ typedef struct team {
     int broken, how;                   /* rank that misbehaves, and how */
 } team;
 
-static void team_plans(team *t)
-{
+static void team_plans(team *t) {
     for (int r = 0; r < t->s.d.ranks; r++) {
         ra_desc d = t->s.d;
         ra_error e;
@@ -39,8 +38,7 @@ static void team_plans(team *t)
     }
 }
 
-static team *team_new(int ranks, int most, int threads)
-{
+static team *team_new(int ranks, int most, int threads) {
     team *t = (team *)calloc(1, sizeof *t);
     if (!t) abort();
     t->broken = -1;
@@ -50,8 +48,7 @@ static team *team_new(int ranks, int most, int threads)
 }
 
 /* Every rank needs keys of every other: nothing is pruned. */
-static team *team_full(int ranks, int tokens, int threads)
-{
+static team *team_full(int ranks, int tokens, int threads) {
     static const int shape[4] = { 2, 1, 8, 8 };
     team *t = team_new(ranks, 4, threads);
     small_free(&t->s);
@@ -65,8 +62,7 @@ static team *team_full(int ranks, int tokens, int threads)
     return t;
 }
 
-static void team_check(team *t)
-{
+static void team_check(team *t) {
     for (int r = 0; r < t->s.d.ranks; r++) {
         const char *why = small_part_check(&t->part[r], 60);
         CHECK_EQ(t->status[r], RA_OK);
@@ -74,8 +70,7 @@ static void team_check(team *t)
     }
 }
 
-static void team_free(team *t)
-{
+static void team_free(team *t) {
     for (int r = 0; r < t->s.d.ranks; r++) {
         ra_plan_destroy(t->plan[r]);
         part_free(&t->part[r]);
@@ -84,16 +79,14 @@ static void team_free(team *t)
     free(t);
 }
 
-static void seed_case(int64_t i)
-{
+static void seed_case(int64_t i) {
     h_rng rng = h_case_rng(i);
     small_seed(rng.state);
 }
 
 typedef struct stepper { team *t; ra_ring *ring; int rank, ith; ra_status status; } stepper;
 
-static void *step_to_the_end(void *arg)
-{
+static void *step_to_the_end(void *arg) {
     stepper *s = (stepper *)arg;
     while ((s->status = ra_step(s->ring, s->ith)) > 0)
         if (s->status == RA_WAIT) (void)ra_step_wait(s->ring, ra_deadline_ms(20));
@@ -101,8 +94,7 @@ static void *step_to_the_end(void *arg)
 }
 
 /* One pass: begin here, step here and on other threads. */
-static ra_status pass_with_threads(team *t, ra_ring *ring, int rank)
-{
+static ra_status pass_with_threads(team *t, ra_ring *ring, int rank) {
     stepper s[8];
     pthread_t id[8];
     ra_job job;
@@ -126,8 +118,7 @@ static ra_status pass_with_threads(team *t, ra_ring *ring, int rank)
 }
 
 /* A rank's whole life: ring, one pass, end. */
-static ra_status live(team *t, const ra_transport *net, int rank)
-{
+static ra_status live(team *t, const ra_transport *net, int rank) {
     ra_ring *ring = NULL;
     ra_status s, end;
     s = ra_ring_create(&ring, t->plan[rank], net, &t->rd[rank]);
@@ -141,8 +132,7 @@ static ra_status live(team *t, const ra_transport *net, int rank)
     return t->status[rank] = s ? s : end;
 }
 
-static ra_status live_in_world(ra_world *world, int rank, void *user)
-{
+static ra_status live_in_world(ra_world *world, int rank, void *user) {
     team *t = (team *)user;
     const ra_transport *net = t->net[rank] ? t->net[rank] : ra_world_transport(world, rank);
     return live(t, net, rank);
@@ -150,8 +140,7 @@ static ra_status live_in_world(ra_world *world, int rank, void *user)
 
 /* -------------------------------------------------------------------------- 1: one process */
 
-static ra_status attend_in_world(ra_world *world, int rank, void *user)
-{
+static ra_status attend_in_world(ra_world *world, int rank, void *user) {
     team *t = (team *)user;
     ra_desc d = t->s.d;
     d.rank = rank;
@@ -159,8 +148,7 @@ static ra_status attend_in_world(ra_world *world, int rank, void *user)
                                        RA_NO_DEADLINE);
 }
 
-TEST(world_in_one_process)
-{
+TEST(world_in_one_process) {
     for (int64_t i = 0; i < 60; i++) {
         team *t;
         if (!h_case(i)) continue;
@@ -177,8 +165,7 @@ TEST(world_in_one_process)
 /* -------------------------------------------------------------------------- 2: one rank */
 
 /* Causal, B sequences; small_data and small_desc come when the rest is set. */
-static small *one_rank(int B, int T, int keys, int offset, const int *shape)
-{
+static small *one_rank(int B, int T, int keys, int offset, const int *shape) {
     small *s = (small *)malloc(sizeof *s);
     if (!s) abort();
     small_plain(s, 1, keys, shape);
@@ -190,8 +177,7 @@ static small *one_rank(int B, int T, int keys, int offset, const int *shape)
     return s;
 }
 
-static int close_to(const small *s, int b, int head, int64_t p, const float *o)
-{
+static int close_to(const small *s, int b, int head, int64_t p, const float *o) {
     double real[1024], lse;
     small_exact(&s->p, b, head, p, real, &lse);
     for (int i = 0; i < s->p.Dv; i++)
@@ -199,8 +185,7 @@ static int close_to(const small *s, int b, int head, int64_t p, const float *o)
     return 1;
 }
 
-TEST(simple_engine)
-{
+TEST(simple_engine) {
     for (int64_t i = 0; i < 200; i++) {
         int shape[4], T, keys, offset, window;
         small *s;
@@ -231,8 +216,7 @@ TEST(simple_engine)
 }
 
 /* All threads of a call, one after the other in random order: none may wait for another. */
-static void attend_alone(const ra_desc *d, const ra_tensors *t, int nth)
-{
+static void attend_alone(const ra_desc *d, const ra_tensors *t, int nth) {
     size_t n = ra_attention_bytes(d, nth);
     uint8_t *ws = (uint8_t *)small_memory(n);
     int first = small_range(0, nth - 1);
@@ -244,8 +228,7 @@ static void attend_alone(const ra_desc *d, const ra_tensors *t, int nth)
 }
 
 /* llm.c: one buffer [B][T][3 C], rows of q, k and v side by side. */
-TEST(llm_c)
-{
+TEST(llm_c) {
     static const int shape[4] = { 4, 4, 12, 12 };
     enum { B = 2, T = 150, C = 48 };
     small *s;
@@ -292,8 +275,7 @@ TEST(llm_c)
 
 /* ggml: ne = [D, tokens, heads, sequences], nb in bytes with rows padded; output permuted to
  * [D, heads, tokens, sequences]. */
-TEST(ggml_strides)
-{
+TEST(ggml_strides) {
     static const int shape[4] = { 6, 2, 8, 8 };
     enum { B = 2, T = 70, D = 8, H = 6, K = 2, NB1 = (D + 4) * 4 };
     small *s;
@@ -342,8 +324,7 @@ TEST(ggml_strides)
 
 /* MLA, 576/512: V is the first 512 columns of K; a cache of f16 rows that 16 heads share; one token
  * to decode, and a few. */
-TEST(mla_cache)
-{
+TEST(mla_cache) {
     static const int shape[4] = { 16, 1, 576, 512 };
     for (int T = 1; T <= 6; T += 5) {
         enum { CACHED = 130 };
@@ -378,8 +359,7 @@ TEST(mla_cache)
 
 /* -------------------------------------------------------------------------- 3: own threads */
 
-TEST(main_thread_begins)
-{
+TEST(main_thread_begins) {
     for (int64_t i = 0; i < 60; i++) {
         team *t;
         if (!h_case(i)) continue;
@@ -411,16 +391,14 @@ typedef struct crew {
 typedef struct hand { crew *c; int rank, ith; h_rng rng; } hand;
 
 /* Waits until thread 0 has finished: no ticket may come before the next lower one. */
-static void hand_rests(const hand *x, int layer)
-{
+static void hand_rests(const hand *x, int layer) {
     const crew *c = x->c;
     while (__atomic_load_n(&c->through[x->rank], __ATOMIC_SEQ_CST) <= layer &&
            !__atomic_load_n(&c->worst, __ATOMIC_SEQ_CST)) sched_yield();
 }
 
 /* One thread of a ggml-like pool: no barrier anywhere. */
-static void *hand_main(void *arg)
-{
+static void *hand_main(void *arg) {
     hand *x = (hand *)arg;
     crew *c = x->c;
     for (int layer = 0; layer < c->layers; layer++) {
@@ -456,8 +434,7 @@ static void *hand_main(void *arg)
 }
 
 /* What every variant gives, by ra_forward on a world. */
-static void crew_wants(crew *c, int tokens)
-{
+static void crew_wants(crew *c, int tokens) {
     for (int v = 0; v < VARIANTS; v++) {
         team *t = c->team[v] = team_full(c->ranks, tokens, CREW);
         float *want;
@@ -481,8 +458,7 @@ static void crew_wants(crew *c, int tokens)
     }
 }
 
-static void crew_run(crew *c)
-{
+static void crew_run(crew *c) {
     pthread_t id[2 * CREW];
     hand hands[2 * CREW];
     ra_world *world = NULL;
@@ -528,8 +504,7 @@ static void crew_run(crew *c)
 }
 
 /* Rising tickets, no barrier, eight threads: late ones, absent ones, some that leave early. */
-TEST(join_by_ticket)
-{
+TEST(join_by_ticket) {
     for (int k = 0; k < 4; k++) {
         crew c;
         memset(&c, 0, sizeof c);
@@ -546,8 +521,7 @@ TEST(join_by_ticket)
 /* -------------------------------------------------------------------------- 6: other networks
  * A stand-in for MPI between threads: nothing is held, so a send ends when its receive has the
  * bytes. */
-static mail_desc office_desc(int ranks, int level, uint32_t caps)
-{
+static mail_desc office_desc(int ranks, int level, uint32_t caps) {
     mail_desc d;
     memset(&d, 0, sizeof d);
     d.ranks = ranks;
@@ -556,8 +530,7 @@ static mail_desc office_desc(int ranks, int level, uint32_t caps)
     return d;
 }
 
-static void office_run(team *t, const mail_desc *d)
-{
+static void office_run(team *t, const mail_desc *d) {
     ra_transport net[MAX_RANKS];
     mail_net *w = mail_open(d, NULL);
     int64_t bytes = d->ranks > 1 ? 64 * d->ranks : 0;  /* with which the first pass begins */
@@ -582,8 +555,7 @@ static void office_run(team *t, const mail_desc *d)
 
 static const int world_sizes[5] = { 1, 2, 3, 5, 8 };
 
-static void networks(int level)
-{
+static void networks(int level) {
     for (int64_t i = 0; i < 40; i++) {
         team *t;
         mail_desc d;
@@ -607,8 +579,7 @@ TEST(network_level1) { networks(1); }
 
 /* A transport in front of the bundled one that does not say RA_CAP_SHARED: chunks are packed and
  * copied, and every bit is the same. */
-TEST(wrapped_world)
-{
+TEST(wrapped_world) {
     for (int64_t i = 0; i < 40; i++) {
         team *t;
         ra_transport net[MAX_RANKS];
@@ -650,8 +621,7 @@ TEST(wrapped_world)
 typedef struct kernel { int64_t calls, rows, lies; int fail_after; } kernel;
 
 /* Score of row r, head n against key j of the block, from memory alone. */
-static double kernel_score(const ra_block *b, int64_t r, int n, int64_t j)
-{
+static double kernel_score(const ra_block *b, int64_t r, int n, int64_t j) {
     const ra_desc *d = b->desc;
     int64_t hk = n / (d->q_heads / d->kv_heads);
     const uint8_t *q = b->q + r * b->q_token_stride + n * b->q_head_stride;
@@ -674,14 +644,12 @@ static double kernel_score(const ra_block *b, int64_t r, int n, int64_t j)
     return s;
 }
 
-static int kernel_sees(const ra_block *b, int64_t r, int64_t j)
-{
+static int kernel_sees(const ra_block *b, int64_t r, int64_t j) {
     int32_t k = b->k_pos[j];
     return k >= 0 && ((k >= b->lo[r] && k < b->hi[r]) || (k >= b->doc[r] && k < b->keep_end[r]));
 }
 
-static void kernel_row(const ra_block *b, int64_t r, int n, kernel *x)
-{
+static void kernel_row(const ra_block *b, int64_t r, int n, kernel *x) {
     const ra_desc *d = b->desc;
     int64_t hk = n / (d->q_heads / d->kv_heads);
     double acc[16] = { 0 }, max = -HUGE_VAL, sum = 0;
@@ -705,8 +673,7 @@ static void kernel_row(const ra_block *b, int64_t r, int n, kernel *x)
     b->lse[r * d->q_heads + n] = sum > 0 ? (float)(max + log(sum)) : -HUGE_VALF;
 }
 
-static int kernel_fold(void *ctx, const ra_block *b)
-{
+static int kernel_fold(void *ctx, const ra_block *b) {
     kernel *x = (kernel *)ctx;
     int64_t call = __atomic_fetch_add(&x->calls, 1, __ATOMIC_SEQ_CST);
     if (x->fail_after && call >= x->fail_after) return -77;
@@ -718,8 +685,7 @@ static int kernel_fold(void *ctx, const ra_block *b)
     return RA_OK;
 }
 
-static void kernel_engine(ra_engine *e, kernel *x)
-{
+static void kernel_engine(ra_engine *e, kernel *x) {
     memset(e, 0, sizeof *e);
     memset(x, 0, sizeof *x);
     e->size = sizeof *e;
@@ -729,8 +695,7 @@ static void kernel_engine(ra_engine *e, kernel *x)
     e->fold = kernel_fold;
 }
 
-TEST(another_kernel)
-{
+TEST(another_kernel) {
     int called = 0;
     for (int64_t i = 0; i < 120; i++) {
         team *t;
@@ -751,8 +716,7 @@ TEST(another_kernel)
     if (h_run.only_case < 0) CHECK(called > 60);
 }
 
-TEST(kernel_fails)
-{
+TEST(kernel_fails) {
     for (int64_t i = 0; i < 20; i++) {
         team *t;
         ra_engine e;
@@ -783,8 +747,7 @@ typedef struct watcher {
     int busy;
 } watcher;
 
-static void watch_event(void *ctx, const ra_event *e)
-{
+static void watch_event(void *ctx, const ra_event *e) {
     watcher *w = (watcher *)ctx;
     if (e->kind < RA_EV_TILE || e->kind > RA_EV_ABORT || e->end_ns < e->begin_ns || e->pass < 1)
         __atomic_fetch_add(&w->odd, 1, __ATOMIC_SEQ_CST);
@@ -795,8 +758,7 @@ static void watch_event(void *ctx, const ra_event *e)
 }
 
 /* One thread at a time, and never backwards. */
-static void watch_progress(void *ctx, int64_t done, int64_t all)
-{
+static void watch_progress(void *ctx, int64_t done, int64_t all) {
     watcher *w = (watcher *)ctx;
     if (__atomic_exchange_n(&w->busy, 1, __ATOMIC_SEQ_CST)) w->odd++;
     if (done < w->last_done || done > all) w->backwards++;
@@ -805,8 +767,7 @@ static void watch_progress(void *ctx, int64_t done, int64_t all)
     __atomic_store_n(&w->busy, 0, __ATOMIC_SEQ_CST);
 }
 
-TEST(trace_and_progress)
-{
+TEST(trace_and_progress) {
     for (int64_t i = 0; i < 40; i++) {
         watcher all[MAX_RANKS];
         team *t;
@@ -852,16 +813,14 @@ TEST(trace_and_progress)
 typedef struct brake { ra_ring *ring; ra_world *world; int reached, pulled; } brake;
 
 /* The pass continues only after it has been cancelled. */
-static void brake_progress(void *ctx, int64_t done, int64_t all)
-{
+static void brake_progress(void *ctx, int64_t done, int64_t all) {
     brake *b = (brake *)ctx;
     if (done == all) return;
     __atomic_store_n(&b->reached, 1, __ATOMIC_SEQ_CST);
     while (!__atomic_load_n(&b->pulled, __ATOMIC_SEQ_CST)) sched_yield();
 }
 
-static void *brake_main(void *arg)
-{
+static void *brake_main(void *arg) {
     brake *b = (brake *)arg;
     while (!__atomic_load_n(&b->reached, __ATOMIC_SEQ_CST)) sched_yield();
     ra_ring_cancel(b->ring);
@@ -872,8 +831,7 @@ static void *brake_main(void *arg)
 
 /* A big pass under way, cancelled from another thread; and a pass that waits for a rank that never
  * comes. */
-TEST(cancel_from_another_thread)
-{
+TEST(cancel_from_another_thread) {
     for (int ranks = 1; ranks <= 2; ranks++) {
         team *t = (seed_case(ranks), team_full(ranks, 2000, 1));
         ra_world *world = NULL;
@@ -908,8 +866,7 @@ TEST(cancel_from_another_thread)
 
 enum { HOW_BEFORE, HOW_AFTER, HOW_NEVER, HOW_CANCEL, HOW_NEVER_OK, HOW_DEADLINE, HOWS };
 
-static ra_status misbehave(ra_world *world, int rank, void *user)
-{
+static ra_status misbehave(ra_world *world, int rank, void *user) {
     team *t = (team *)user;
     ra_status s;
     if (rank != t->broken) return live_in_world(world, rank, user);
@@ -943,8 +900,7 @@ static ra_status misbehave(ra_world *world, int rank, void *user)
 }
 
 /* One rank's trouble reaches all others as an error; nobody hangs. */
-TEST(one_rank_fails)
-{
+TEST(one_rank_fails) {
     for (int64_t i = 0; i < 10 * HOWS; i++) {
         team *t;
         ra_status all;
@@ -982,8 +938,7 @@ TEST(one_rank_fails)
 }
 
 /* Over a network that can only be stopped by a deadline: the missing rank is noticed by it. */
-TEST(deadline_at_level0)
-{
+TEST(deadline_at_level0) {
     for (int threads = 1; threads <= 2; threads++) {
         team *t = (seed_case(threads), team_full(3, 600, threads));
         ra_transport net[3];
@@ -1005,8 +960,7 @@ TEST(deadline_at_level0)
     }
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(world_in_one_process), ENTRY(simple_engine), ENTRY(llm_c), ENTRY(ggml_strides),
         ENTRY(mla_cache), ENTRY(main_thread_begins), ENTRY(join_by_ticket), ENTRY(network_level0),

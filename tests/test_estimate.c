@@ -6,8 +6,7 @@
 #include "harness.h"
 
 /* Multi-head attention as the paper has it: 32 heads of 128, 2 bytes an element, not causal. */
-static ra_model mha(void)
-{
+static ra_model mha(void) {
     ra_model m;
     memset(&m, 0, sizeof m);
     m.layers = 32;
@@ -16,16 +15,14 @@ static ra_model mha(void)
     return m;
 }
 
-static ra_hardware device(int32_t hw, int32_t net, int64_t devices)
-{
+static ra_hardware device(int32_t hw, int32_t net, int64_t devices) {
     ra_hardware preset;
     memset(&preset, 0xff, sizeof preset);
     CHECK_EQ(ra_hardware_preset(hw, net, devices, &preset), RA_OK);
     return preset;
 }
 
-static ra_estimate_result estimate(const ra_hardware *hw, const ra_model *m)
-{
+static ra_estimate_result estimate(const ra_hardware *hw, const ra_model *m) {
     ra_estimate_result r;
     memset(&r, 0, sizeof r);
     CHECK_EQ(ra_estimate(hw, m, &r), RA_OK);
@@ -33,8 +30,7 @@ static ra_estimate_result estimate(const ra_hardware *hw, const ra_model *m)
 }
 
 /* Equal except for rounding in double precision. */
-static int near(double got, double want)
-{
+static int near(double got, double want) {
     const double far = fabs(got - want), tolerance = 1e-12 * fabs(want);
     snprintf(h_run.context, sizeof h_run.context, "got %.17g, expected %.17g", got, want);
     return far <= tolerance;
@@ -46,8 +42,7 @@ typedef struct table2_row {
     int64_t block, tokens;             /* to the token; printed in thousands with one decimal */
 } table2_row;
 
-TEST(table_2)
-{
+TEST(table_2) {
     static const table2_row rows[] = {
         { RA_HW_A100_NVLINK, 312e12, 80e9, 300e9,  1040,  6240 },
         { RA_HW_A100_IB,     312e12, 80e9, 12.5e9, 24960, 149760 },
@@ -70,8 +65,7 @@ TEST(table_2)
     }
 }
 
-TEST(networks)
-{
+TEST(networks) {
     ra_hardware hw = device(RA_HW_NONE, RA_NET_NVLINK4, 3);
     CHECK(near(hw.link_bytes_per_s, 600e9));
     CHECK(near(hw.link_latency_s, 1e-6));
@@ -101,8 +95,7 @@ TEST(networks)
     CHECK_EQ(hw.devices, 7);
 }
 
-TEST(preset_refusals)
-{
+TEST(preset_refusals) {
     ra_hardware hw, before;
     memset(&before, 0x5a, sizeof before);
     hw = before;
@@ -117,8 +110,7 @@ TEST(preset_refusals)
     CHECK_BITS(&hw, &before, sizeof hw);
 }
 
-TEST(cache_bytes)
-{
+TEST(cache_bytes) {
     /* Llama-3-70B, a million tokens, 16 bits: 2 x 1e6 x 80 x 8 x 128 x 2. */
     CHECK_EQ(ra_cache_bytes(1000000, 80, 8, 128, 2), 327680000000);
     CHECK_EQ(ra_cache_bytes(1, 80, 8, 128, 2), 327680);
@@ -129,8 +121,7 @@ TEST(cache_bytes)
              (int64_t)1 << 62);
 }
 
-TEST(cache_bytes_refusals)
-{
+TEST(cache_bytes_refusals) {
     CHECK_EQ(ra_cache_bytes(0, 80, 8, 128, 2), 0);
     CHECK_EQ(ra_cache_bytes(1, 0, 8, 128, 2), 0);
     CHECK_EQ(ra_cache_bytes(1, 80, 0, 128, 2), 0);
@@ -145,8 +136,7 @@ TEST(cache_bytes_refusals)
 }
 
 /* c = (F/W) e Hkv / (2 f Hq) on A100 with InfiniBand, F/W = 24960. */
-TEST(block_of_other_models)
-{
+TEST(block_of_other_models) {
     const ra_hardware hw = device(RA_HW_A100_IB, RA_NET_NONE, 8);
     ra_model m = mha();
     CHECK(near(estimate(&hw, &m).block_min, 24960));
@@ -168,8 +158,7 @@ TEST(block_of_other_models)
 }
 
 /* Six blocks of b c h elements: 12 b c h bytes at 2 bytes an element, 6 b c h at one. */
-TEST(activations)
-{
+TEST(activations) {
     const ra_hardware hw = device(RA_HW_A100_NVLINK, RA_NET_NONE, 8);
     ra_model m = mha();
     CHECK(near(estimate(&hw, &m).activation_bytes_token, 49152));       /* 12 x 4096 */
@@ -185,8 +174,7 @@ TEST(activations)
     CHECK_EQ(ra_cache_bytes(1, 80, 8, 128, 2), 327680);
 }
 
-TEST(longest_context)
-{
+TEST(longest_context) {
     ra_hardware hw = device(RA_HW_A100_NVLINK, RA_NET_NONE, 8);
     ra_model m = mha();
     ra_estimate_result r;
@@ -215,8 +203,7 @@ TEST(longest_context)
 }
 
 /* c = 8192, Hq = 32, Hkv = 8, D = 128: 4 x 4096 x c^2 = 1.0995e12 FLOPs, 4 x 1024 x c bytes. */
-TEST(hops)
-{
+TEST(hops) {
     ra_hardware hw = device(RA_HW_NONE, RA_NET_NVLINK4, 8);
     ra_model m = mha();
     ra_estimate_result r;
@@ -296,8 +283,7 @@ static const refusal refusals[] = {
 
 /* Expects one refusal: its status and field, a sentence, `out` untouched, and no need of an error
  * to write to. */
-static void refused(const ra_hardware *hw, const ra_model *m, ra_status status, const char *field)
-{
+static void refused(const ra_hardware *hw, const ra_model *m, ra_status status, const char *field) {
     ra_model quiet = *m;
     ra_estimate_result r, before;
     ra_error *e = m->error;
@@ -314,8 +300,7 @@ static void refused(const ra_hardware *hw, const ra_model *m, ra_status status, 
     CHECK_BITS(&r, &before, sizeof r);
 }
 
-TEST(refusals)
-{
+TEST(refusals) {
     for (size_t i = 0; i < sizeof refusals / sizeof *refusals; i++) {
         const refusal *f = &refusals[i];
         ra_hardware hw = device(RA_HW_A100_NVLINK, RA_NET_PCIE4_X16, 8);
@@ -335,8 +320,7 @@ TEST(refusals)
 }
 
 /* Infinities and NaN of both signs, made from bits: this file may be compiled with -ffast-math. */
-TEST(not_finite)
-{
+TEST(not_finite) {
     static const uint64_t bits[] = { 0x7ff0000000000000, 0xfff0000000000000, 0x7ff8000000000000,
                                      0xfff8000000000001, 0x7ff0000000000001 };
     static const struct { const char *field; size_t offset; } fields[] = {
@@ -356,8 +340,7 @@ TEST(not_finite)
     }
 }
 
-TEST(null_arguments)
-{
+TEST(null_arguments) {
     const ra_hardware hw = device(RA_HW_A100_NVLINK, RA_NET_NONE, 8);
     ra_model m = mha();
     ra_error e;
@@ -375,8 +358,7 @@ TEST(null_arguments)
 }
 
 /* The largest and smallest accepted figures: every result is finite. */
-TEST(extremes)
-{
+TEST(extremes) {
     ra_hardware hw = device(RA_HW_NONE, RA_NET_NONE, INT32_MAX);
     ra_model m = mha();
     ra_estimate_result r;
@@ -406,7 +388,6 @@ static const h_test tests[] = {
     ENTRY(extremes),
 };
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     return h_main(argc, argv, tests, sizeof tests / sizeof *tests);
 }

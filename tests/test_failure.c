@@ -21,8 +21,7 @@ typedef struct rig {
     ra_tensors t[RANKS];
 } rig;
 
-static void rig_desc(ra_desc *d, int ranks, int64_t tokens, int threads)
-{
+static void rig_desc(ra_desc *d, int ranks, int64_t tokens, int threads) {
     memset(d, 0, sizeof *d);
     d->ranks = ranks;
     d->threads = threads;
@@ -35,8 +34,7 @@ static void rig_desc(ra_desc *d, int ranks, int64_t tokens, int threads)
     d->layout.kind = RA_LAYOUT_CONTIGUOUS;
 }
 
-static void rig_plans(rig *g)
-{
+static void rig_plans(rig *g) {
     for (int r = 0; r < g->d.ranks; r++) {
         ra_desc d = g->d;
         d.rank = r;
@@ -45,8 +43,7 @@ static void rig_plans(rig *g)
 }
 
 /* tokens: a multiple of 64 times ranks. */
-static rig *rig_new(int ranks, int64_t tokens, int threads)
-{
+static rig *rig_new(int ranks, int64_t tokens, int threads) {
     rig *g = (rig *)calloc(1, sizeof *g);
     int64_t row = HEADS * DIM, n = tokens * row;
     h_rng rng = h_case_rng(0);
@@ -78,20 +75,17 @@ static rig *rig_new(int ranks, int64_t tokens, int threads)
     return g;
 }
 
-static void rig_free(rig *g)
-{
+static void rig_free(rig *g) {
     for (int r = 0; r < g->d.ranks; r++) ra_plan_destroy(g->plan[r]);
     free(g->q);
     free(g);
 }
 
-static void rig_check(const rig *g)
-{
+static void rig_check(const rig *g) {
     CHECK_BITS(g->o, g->want, g->d.tokens * HEADS * DIM * 4);
 }
 
-static ra_job rig_job(const rig *g, int rank)
-{
+static ra_job rig_job(const rig *g, int rank) {
     ra_job job;
     memset(&job, 0, sizeof job);
     job.plan = g->plan[rank];
@@ -101,8 +95,7 @@ static ra_job rig_job(const rig *g, int rank)
 
 /* -------------------------------------------------------------------------- a memory network */
 
-static mail_net *network_open(const rig *g, uint32_t caps, void *shared)
-{
+static mail_net *network_open(const rig *g, uint32_t caps, void *shared) {
     mail_desc d;
     memset(&d, 0, sizeof d);
     d.ranks = g->d.ranks;
@@ -115,8 +108,7 @@ static mail_net *network_open(const rig *g, uint32_t caps, void *shared)
 }
 
 /* Steps `ranks` rings on this thread until all have ended; status[r] is how. */
-static void step_all(ra_ring *const *ring, int ranks, ra_status *status)
-{
+static void step_all(ra_ring *const *ring, int ranks, ra_status *status) {
     int left = ranks;
     for (int r = 0; r < ranks; r++) status[r] = RA_AGAIN;
     while (left > 0) {
@@ -130,8 +122,7 @@ static void step_all(ra_ring *const *ring, int ranks, ra_status *status)
 
 /* -------------------------------------------------------------------------- address spaces */
 
-static ra_status one_rank(rig *g, mail_net *all, int rank, ra_failure *why)
-{
+static ra_status one_rank(rig *g, mail_net *all, int rank, ra_failure *why) {
     ra_ring *ring = NULL;
     ra_ring_desc rd;
     ra_transport net = mail_transport(all, rank);
@@ -145,15 +136,13 @@ static ra_status one_rank(rig *g, mail_net *all, int rank, ra_failure *why)
     return s;
 }
 
-static int names_the_space(const ra_failure *f)
-{
+static int names_the_space(const ra_failure *f) {
     return f->status == RA_E_MISMATCH && strstr(f->text, "address space") != NULL;
 }
 
 /* A forked child has the parent's memory at the parent's addresses: what they lead to there can be
  * read, and is not what the parent has. */
-TEST(shared_between_processes)
-{
+TEST(shared_between_processes) {
     rig *g = rig_new(2, 256, 1);
     void *shared = mmap(NULL, MAIL_BYTES, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
                         0);
@@ -183,8 +172,7 @@ TEST(shared_between_processes)
 }
 
 /* The same network between ranks of one process is what RA_CAP_SHARED is for. */
-TEST(shared_in_one_process)
-{
+TEST(shared_in_one_process) {
     rig *g = rig_new(3, 384, 1);
     mail_net *all = network_open(g, RA_CAP_SHARED, NULL);
     ra_ring *ring[3];
@@ -209,8 +197,7 @@ TEST(shared_in_one_process)
 /* -------------------------------------------------------------------------- what begin reads */
 
 /* ra_begin copies pointers: sinks that are there before the first step are in time. */
-TEST(begin_reads_no_sinks)
-{
+TEST(begin_reads_no_sinks) {
     rig *g = rig_new(2, 256, 1);
     mail_net *all = network_open(g, 0, NULL);
     ra_ring *ring[2];
@@ -251,8 +238,7 @@ static int nothing_abort(void *ctx, int why) { (void)ctx, (void)why; return RA_O
 typedef struct alarm_call { int64_t until; int calls; } alarm_call;
 
 static int expire_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
-                           size_t r_len, uint64_t tag, int64_t deadline_ns)
-{
+                           size_t r_len, uint64_t tag, int64_t deadline_ns) {
     alarm_call *a = (alarm_call *)ctx;
     (void)to, (void)s, (void)s_len, (void)from, (void)r, (void)r_len, (void)tag;
     a->until = deadline_ns;
@@ -260,8 +246,7 @@ static int expire_sendrecv(void *ctx, int to, const void *s, size_t s_len, int f
     return RA_E_TIMEOUT;
 }
 
-static int late_quiesce(void *ctx, int64_t deadline_ns)
-{
+static int late_quiesce(void *ctx, int64_t deadline_ns) {
     alarm_call *a = (alarm_call *)ctx;
     a->until = deadline_ns;
     a->calls++;
@@ -269,8 +254,7 @@ static int late_quiesce(void *ctx, int64_t deadline_ns)
 }
 
 /* until is `left` after a time between `before` and now; saturated. */
-static int is_left(int64_t until, int64_t before, int64_t left)
-{
+static int is_left(int64_t until, int64_t before, int64_t left) {
     int64_t now = ra_now_ns();
     int64_t least = left > INT64_MAX - before ? INT64_MAX : before + left;
     int64_t most = left > INT64_MAX - now ? INT64_MAX : now + left;
@@ -280,8 +264,7 @@ static int is_left(int64_t until, int64_t before, int64_t left)
 
 /* One pass at level 0 that times out in its first exchange: RA_E_PEER if that is the watchdog's
  * time, RA_E_TIMEOUT if it is the call's; then ra_finish. left: of the two, in ns. */
-static void one_clock(const rig *g, int64_t *clock, const ra_ring_desc *times, int64_t deadline)
-{
+static void one_clock(const rig *g, int64_t *clock, const ra_ring_desc *times, int64_t deadline) {
     alarm_call a = { 0, 0 };
     ra_ring_desc rd = *times;
     ra_ring *ring = NULL;
@@ -316,8 +299,7 @@ static void one_clock(const rig *g, int64_t *clock, const ra_ring_desc *times, i
 }
 
 /* A failed exchange that was to bring a chunk names that one, not the own chunk that it sent. */
-TEST(failed_exchange_names_what_was_due)
-{
+TEST(failed_exchange_names_what_was_due) {
     for (int order = 0; order <= RA_ORDER_ROUNDS; order += RA_ORDER_ROUNDS) {
         rig *g = rig_new(2, 256, 1);
         alarm_call a = { 0, 0 };
@@ -350,8 +332,7 @@ TEST(failed_exchange_names_what_was_due)
 }
 
 /* A ring on a clock that is years off, either way, negative or at the end of its numbers. */
-TEST(deadlines_on_another_clock)
-{
+TEST(deadlines_on_another_clock) {
     rig *g = rig_new(2, 256, 1);
     static const int64_t longest[3] = { 5000000000, 1, INT64_MAX };
     for (int i = 0; i < 3; i++) {
@@ -371,8 +352,7 @@ TEST(deadlines_on_another_clock)
     rig_free(g);
 }
 
-static void *leave_later(void *arg)
-{
+static void *leave_later(void *arg) {
     sched_yield();
     ra_world_leave((ra_world *)arg, 1, RA_OK);
     return NULL;
@@ -381,8 +361,7 @@ static void *leave_later(void *arg)
 static void *kept[2][3];               /* a leak checker finds what it points to */
 
 /* A ring of the world, in the midst of its first pass. */
-static ra_ring *under_way(const rig *g, ra_world *world, int rank, const ra_ring_desc *rd)
-{
+static ra_ring *under_way(const rig *g, ra_world *world, int rank, const ra_ring_desc *rd) {
     ra_ring *ring = NULL;
     ra_job job = rig_job(g, rank);
     CHECK_EQ(ra_ring_create(&ring, g->plan[rank], ra_world_transport(world, rank), rd), RA_OK);
@@ -393,8 +372,7 @@ static ra_ring *under_way(const rig *g, ra_world *world, int rank, const ra_ring
 
 /* The bundled world waits in quiesce on its own clock: not for ever with one that is ahead, and
  * long enough with one that is behind. */
-TEST(quiesce_of_the_world_on_another_clock)
-{
+TEST(quiesce_of_the_world_on_another_clock) {
     rig *g = rig_new(2, 256, 1);
     for (int i = 0; i < 4; i++) {
         int64_t clock = ra_now_ns() + (i % 2 ? YEARS : -YEARS);
@@ -435,8 +413,7 @@ TEST(quiesce_of_the_world_on_another_clock)
 /* A rank between two passes uses nothing of a rank that fails, which does not wait for it: not
  * before its first pass, nor after one, nor while a third rank is in the pass and notices. What it
  * begins later ends at once. */
-TEST(world_waits_for_no_rank_that_rests)
-{
+TEST(world_waits_for_no_rank_that_rests) {
     enum { AT_FIRST, LATER, THIRD, WAYS };
     rig *g = rig_new(3, 384, 1);
     for (int i = 0; i < WAYS; i++) {
@@ -475,8 +452,7 @@ TEST(world_waits_for_no_rank_that_rests)
     rig_free(g);
 }
 
-static ra_status refetched(void *ctx, int64_t pass, int32_t rank, ra_tensors *t)
-{
+static ra_status refetched(void *ctx, int64_t pass, int32_t rank, ra_tensors *t) {
     const rig *g = (const rig *)ctx;
     CHECK_EQ(pass, 1);
     if (t) t->k = g->t[rank].k;
@@ -485,8 +461,7 @@ static ra_status refetched(void *ctx, int64_t pass, int32_t rank, ra_tensors *t)
 }
 
 /* Two of three ranks resume on `world` what the third one left; well if they can fetch again. */
-static void resumes(const rig *g, ra_world *world, int fetches)
-{
+static void resumes(const rig *g, ra_world *world, int fetches) {
     static const int32_t survivors[2] = { 0, 1 };
     ra_world *before = NULL;
     ra_world_desc wd;
@@ -519,8 +494,7 @@ static void resumes(const rig *g, ra_world *world, int fetches)
 
 /* A rank rests in the world too after a pass that copied, after one that was resumed, and after one
  * that could not be resumed. */
-TEST(world_rests_after_any_pass)
-{
+TEST(world_rests_after_any_pass) {
     enum { COPIED, RESUMED, REFUSED, WAYS };
     rig *g = rig_new(2, 256, 1), *three = rig_new(3, 384, 1);
     for (int i = 0; i < WAYS; i++) {
@@ -564,8 +538,7 @@ typedef struct small_cache {
     float q[HEADS][DIM], o[HEADS][DIM], keys[2][64 * HEADS * DIM];
 } small_cache;
 
-static void small_cache_open(small_cache *c, const rig *g, ra_world *world, int rank)
-{
+static void small_cache_open(small_cache *c, const rig *g, ra_world *world, int rank) {
     ra_desc d = g->d;
     ra_cache_desc cd;
     memset(c, 0, sizeof *c);
@@ -588,8 +561,7 @@ static void small_cache_open(small_cache *c, const rig *g, ra_world *world, int 
 /* Messages of two passes on one seat would match each other, and if their plans are equal no frame
  * would show it. So the second is refused, whether of a ring or of a cache, and may begin when the
  * first has ended. */
-TEST(world_passes_take_turns)
-{
+TEST(world_passes_take_turns) {
     rig *g = rig_new(2, 256, 1);
     ra_world *world = NULL;
     ra_world_desc wd;
@@ -638,8 +610,7 @@ TEST(world_passes_take_turns)
 /* -------------------------------------------------------------------------- patience */
 
 /* A plan of rank 0, and the most tiles that are not empty which any rank's report has. */
-static int64_t most_tiles(const ra_plan *plan, int backward)
-{
+static int64_t most_tiles(const ra_plan *plan, int backward) {
     ra_plan_report rep;
     int64_t most = 0;
     for (int r = 0; ra_plan_query(plan, r, &rep) == RA_OK; r++) {
@@ -651,8 +622,7 @@ static int64_t most_tiles(const ra_plan *plan, int backward)
 }
 
 /* Beyond 60 s the default watchdog waits for no more than the longest computation of any rank. */
-TEST(default_watchdog)
-{
+TEST(default_watchdog) {
     static const int layouts[3] = { RA_LAYOUT_CONTIGUOUS, RA_LAYOUT_ZIGZAG, RA_LAYOUT_STRIPED };
     static const int64_t sizes[4] = { 1000, 8192, 40000, 131072 };
     static const int64_t documents[3] = { 0, 300, 700 };
@@ -700,8 +670,7 @@ TEST(default_watchdog)
 
 /* The bound looks at each chunk once at most, however many ranks there are. Every look at a chunk
  * evaluates an assertion, and those are counted. */
-TEST(default_watchdog_of_many_ranks)
-{
+TEST(default_watchdog_of_many_ranks) {
     enum { MANY = 4096 };
     static int64_t rows[MANY];
     for (int r = 0; r < MANY; r++) rows[r] = 64;
@@ -727,8 +696,7 @@ TEST(default_watchdog_of_many_ranks)
 
 /* 1M tokens, 32 heads, 8 ranks, 16 threads at 20 us a tile: 671 s of computing at most, not days;
  * the most is INT64_MAX. */
-TEST(default_watchdog_of_a_million_tokens)
-{
+TEST(default_watchdog_of_a_million_tokens) {
     ra_plan *plan = NULL;
     ra_plan_report rep;
     ra_desc d;
@@ -754,8 +722,7 @@ TEST(default_watchdog_of_a_million_tokens)
 /* -------------------------------------------------------------------------- tickets */
 
 /* Joins a ticket on one thread until its pass has ended. */
-static ra_status bring(ra_ring *ring, ra_job *job, int64_t ticket, const ra_tensors *t)
-{
+static ra_status bring(ra_ring *ring, ra_job *job, int64_t ticket, const ra_tensors *t) {
     ra_status s = RA_AGAIN;
     job->ticket = (uint64_t)ticket;
     job->tensors = t;
@@ -764,8 +731,7 @@ static ra_status bring(ra_ring *ring, ra_job *job, int64_t ticket, const ra_tens
 }
 
 /* A thread may bring a ticket long after others: what was refused is never RA_OK. */
-TEST(refused_tickets_stay_refused)
-{
+TEST(refused_tickets_stay_refused) {
     rig *g = rig_new(1, 64, 1);
     ra_ring *ring = NULL;
     ra_tensors none = g->t[0], odd = g->t[0];
@@ -794,8 +760,7 @@ TEST(refused_tickets_stay_refused)
 
 typedef struct grads { float *all, *d_o, *lse, *d_q, *d_k, *d_v; int64_t n; } grads;
 
-static void grads_new(grads *y, rig *g)
-{
+static void grads_new(grads *y, rig *g) {
     const int64_t row = HEADS * DIM;
     y->n = g->d.tokens * row;
     y->all = (float *)calloc((size_t)y->n * 5, sizeof(float));
@@ -825,8 +790,7 @@ typedef struct pair {
     int64_t clock;
 } pair;
 
-static void pair_open(pair *x, const ra_ring_desc *more)
-{
+static void pair_open(pair *x, const ra_ring_desc *more) {
     x->all = network_open(x->g, 0, NULL);
     x->clock = 1;
     for (int r = 0; r < 2; r++) {
@@ -838,15 +802,13 @@ static void pair_open(pair *x, const ra_ring_desc *more)
     }
 }
 
-static void pair_close(pair *x)
-{
+static void pair_close(pair *x) {
     for (int r = 0; r < 2; r++) CHECK_EQ(ra_ring_destroy(x->ring[r]), RA_OK);
     mail_close(x->all);
     rig_free(x->g);
 }
 
-static void pair_pass(pair *x, int pass)
-{
+static void pair_pass(pair *x, int pass) {
     ra_status s[2];
     for (int r = 0; r < 2; r++) {
         ra_job job = rig_job(x->g, r);
@@ -860,8 +822,7 @@ static void pair_pass(pair *x, int pass)
 /* Rank 0 of a pair, whose clock shows the work that it has done. */
 static struct { pair *x; ra_transport net; int64_t polled, most, longest; } worker;
 
-static void worker_works(int64_t multiply_adds)
-{
+static void worker_works(int64_t multiply_adds) {
     const int64_t ns = multiply_adds / 10;         /* 20 GFLOP/s */
     int64_t gap;
     worker.x->clock += ns;
@@ -870,14 +831,12 @@ static void worker_works(int64_t multiply_adds)
     if (ns > worker.longest) worker.longest = ns;
 }
 
-static int worker_poll(void *ctx, ra_transport_op *const *ops, int n)
-{
+static int worker_poll(void *ctx, ra_transport_op *const *ops, int n) {
     worker.polled = worker.x->clock;
     return worker.net.poll(ctx, ops, n);
 }
 
-static void worker_begin(pair *x, int pass)
-{
+static void worker_begin(pair *x, int pass) {
     worker.x = x;
     worker.polled = x->clock;
     worker.most = worker.longest = 0;
@@ -891,8 +850,7 @@ static void worker_begin(pair *x, int pass)
 
 /* The transport is polled within a step too: 0.2 ms after the last time, or one call of a kernel
  * later, whatever the length of the step. */
-TEST(steps_poll)
-{
+TEST(steps_poll) {
     pair x;
     grads y;
     ra_status s[2];
@@ -931,8 +889,7 @@ enum { SHORT_ERROR, SHORT_DONE, SHORT_ERROR_AND_BYTES, SHORT_ODD };
 static ra_transport short_net;
 static int short_way;
 
-static int short_poll(void *ctx, ra_transport_op *const *ops, int n)
-{
+static int short_poll(void *ctx, ra_transport_op *const *ops, int n) {
     int code = short_net.poll(ctx, ops, n);
     for (int i = 0; i < n; i++) {
         ra_transport_op *op = ops[i];
@@ -946,8 +903,7 @@ static int short_poll(void *ctx, ra_transport_op *const *ops, int n)
 /* Rank 1 has another scale. Rank 0 says so if it sees the frame, also of a message of another
  * length. It takes no number of bytes for a code of the transport and no code for a number of
  * bytes. */
-TEST(short_messages_name_what_differs)
-{
+TEST(short_messages_name_what_differs) {
     for (int way = SHORT_ERROR; way <= SHORT_ODD; way++) {
         pair x;
         ra_ring_desc rd;
@@ -991,8 +947,7 @@ TEST(short_messages_name_what_differs)
 
 typedef struct seat_0 { rig *g; mail_net *all; int rank; ra_status end; ra_failure why; } seat_0;
 
-static void *seat_0_main(void *arg)
-{
+static void *seat_0_main(void *arg) {
     seat_0 *x = (seat_0 *)arg;
     x->end = one_rank(x->g, x->all, x->rank, &x->why);
     return NULL;
@@ -1000,8 +955,7 @@ static void *seat_0_main(void *arg)
 
 /* At level 0 too a rank whose messages go elsewhere and the one after it name what differs, the
  * others hear of it; without a deadline. */
-TEST(sendrecv_names_what_differs)
-{
+TEST(sendrecv_names_what_differs) {
     static const char *const text[3] = { ": mask", ": layout", ": chunk_tokens" };
     static const int worlds[3] = { 2, 3, 5 };
     for (int i = 0; i < 3 * 5 * 3; i++) {
@@ -1046,8 +1000,7 @@ TEST(sendrecv_names_what_differs)
 }
 
 /* The end of a sentence is never cut off, however much a transport has to say. */
-TEST(sentences_are_whole)
-{
+TEST(sentences_are_whole) {
     char long_text[1000];
     size_t most = 0;
     memset(long_text, 'x', sizeof long_text);
@@ -1066,8 +1019,7 @@ TEST(sentences_are_whole)
 }
 
 /* After a failure every call gives the same status, and its text knows what went well before. */
-TEST(first_failure_stays)
-{
+TEST(first_failure_stays) {
     for (int passes = 0; passes < 3; passes++) {
         pair x;
         ra_ring_desc rd;
@@ -1112,8 +1064,7 @@ typedef struct guard {
     ra_ring *ring;
 } guard;
 
-static void guard_enter(guard *x)
-{
+static void guard_enter(guard *x) {
     __atomic_fetch_add(&x->calls, 1, __ATOMIC_SEQ_CST);
     if (__atomic_exchange_n(&x->inside, 1, __ATOMIC_SEQ_CST))
         __atomic_fetch_add(&x->overlaps, 1, __ATOMIC_SEQ_CST);
@@ -1121,8 +1072,7 @@ static void guard_enter(guard *x)
 
 static void guard_leave(guard *x) { __atomic_store_n(&x->inside, 0, __ATOMIC_SEQ_CST); }
 
-static int guard_post(void *ctx, ra_transport_op *const *ops, int n)
-{
+static int guard_post(void *ctx, ra_transport_op *const *ops, int n) {
     guard *x = (guard *)ctx;
     int code;
     guard_enter(x);
@@ -1131,8 +1081,7 @@ static int guard_post(void *ctx, ra_transport_op *const *ops, int n)
     return code;
 }
 
-static int guard_poll(void *ctx, ra_transport_op *const *ops, int n)
-{
+static int guard_poll(void *ctx, ra_transport_op *const *ops, int n) {
     guard *x = (guard *)ctx;
     int code, failing = __atomic_add_fetch(&x->polls, 1, __ATOMIC_SEQ_CST) == x->fail_at;
     guard_enter(x);
@@ -1141,8 +1090,7 @@ static int guard_poll(void *ctx, ra_transport_op *const *ops, int n)
     return failing ? RA_E_IO : code;
 }
 
-static int guard_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns)
-{
+static int guard_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns) {
     guard *x = (guard *)ctx;
     void (*hook)(guard *) = x->in_wait;
     int code;
@@ -1154,8 +1102,7 @@ static int guard_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t dea
     return code;
 }
 
-static int guard_quiesce(void *ctx, int64_t deadline_ns)
-{
+static int guard_quiesce(void *ctx, int64_t deadline_ns) {
     guard *x = (guard *)ctx;
     int code;
     guard_enter(x);
@@ -1164,14 +1111,12 @@ static int guard_quiesce(void *ctx, int64_t deadline_ns)
     return code;
 }
 
-static int guard_abort(void *ctx, int why)
-{
+static int guard_abort(void *ctx, int why) {
     guard *x = (guard *)ctx;
     return x->world->abort(x->world->ctx, why);
 }
 
-static ra_transport guard_transport(guard *x, const ra_transport *world)
-{
+static ra_transport guard_transport(guard *x, const ra_transport *world) {
     ra_transport t = *world;
     x->world = world;
     t.ctx = x;
@@ -1183,16 +1128,14 @@ static ra_transport guard_transport(guard *x, const ra_transport *world)
     return t;
 }
 
-static void fail_beside(guard *x)
-{
+static void fail_beside(guard *x) {
     ra_ring_cancel(x->ring);
     CHECK_EQ(ra_step(x->ring, 1), RA_E_CANCELLED);
 }
 
 /* While one thread sleeps in the transport, another finds the failure and is the last inside: the
  * transport learns it from the one that sleeps, once it is back. */
-TEST(quiesce_waits_for_wait)
-{
+TEST(quiesce_waits_for_wait) {
     rig *g = rig_new(2, 256, 2);
     guard x;
     ra_world *world = NULL;
@@ -1231,14 +1174,12 @@ typedef struct crew {
 } crew;
 typedef struct hand { crew *c; int rank, ith; ra_status end; } hand;
 
-static void crew_event(void *ctx, const ra_event *e)
-{
+static void crew_event(void *ctx, const ra_event *e) {
     crew *c = (crew *)ctx;
     if (e->backward == 0) __atomic_fetch_add(&c->events, 1, __ATOMIC_RELAXED);
 }
 
-static void *hand_main(void *arg)
-{
+static void *hand_main(void *arg) {
     hand *x = (hand *)arg;
     crew *c = x->c;
     ra_ring *ring = c->ring[x->rank];
@@ -1257,8 +1198,7 @@ static void *hand_main(void *arg)
     return NULL;
 }
 
-static void crew_run(crew *c)
-{
+static void crew_run(crew *c) {
     pthread_t id[2 * CREW];
     hand hands[2 * CREW];
     ra_world *world = NULL;
@@ -1294,8 +1234,7 @@ static void crew_run(crew *c)
 }
 
 /* Several threads per rank, in steps and in waits, with failures at every place. */
-TEST(calls_never_overlap)
-{
+TEST(calls_never_overlap) {
     for (int64_t i = 0; i < 120; i++) {
         crew c;
         if (!h_case(i)) continue;
@@ -1315,8 +1254,7 @@ TEST(calls_never_overlap)
 typedef struct late_clock { ra_ring *ring; int64_t now; int armed; } late_clock;
 
 /* While one thread reads the time, another ends the pass. */
-static int64_t late_now(void *ctx)
-{
+static int64_t late_now(void *ctx) {
     late_clock *x = (late_clock *)ctx;
     ra_status s = RA_AGAIN;
     if (!x->armed) return x->now;
@@ -1327,8 +1265,7 @@ static int64_t late_now(void *ctx)
 }
 
 /* A thread that finds the deadline passed after the pass has ended fails nothing. */
-TEST(no_failure_after_the_end)
-{
+TEST(no_failure_after_the_end) {
     rig *g = rig_new(1, 256, 2);
     ra_ring *ring = NULL;
     ra_ring_desc rd;
@@ -1366,8 +1303,7 @@ static void leave_rank_0(void) { ra_world_leave(left_world, 0, RA_OK); }
 
 /* A rank leaves between the moment a call of its own looks for failures and the moment it queues an
  * op: nothing may be queued behind the leaving thread, which waits until nothing is. */
-TEST(leave_beside_a_post)
-{
+TEST(leave_beside_a_post) {
     for (int kind = RA_MSG_SEND; kind <= RA_MSG_RECV; kind++) {
         const ra_transport *t;
         ra_world_desc wd;
@@ -1400,8 +1336,7 @@ TEST(leave_beside_a_post)
 
 /* A pair whose backward pass sends queries. O and dO are small enough for the products of their
  * elements to be denormal, weights are nearly 0 or 1, and K is large enough to show it in dQ. */
-static void q_pair(pair *x, grads *y, int threads)
-{
+static void q_pair(pair *x, grads *y, int threads) {
     ra_ring_desc rd;
     memset(&rd, 0, sizeof rd);
     memset(x, 0, sizeof *x);
@@ -1423,8 +1358,7 @@ static void q_pair(pair *x, grads *y, int threads)
 
 #if defined(__x86_64__)
 /* The caller's FTZ and DAZ change no bit of a gradient. */
-TEST(flushing_callers)
-{
+TEST(flushing_callers) {
     uint32_t mode = __builtin_ia32_stmxcsr();
     grads y[2];
     for (int i = 0; i < 2; i++) {
@@ -1449,8 +1383,7 @@ static ra_ring *packing_ring;
 static int packing_calls, packing_depth;
 
 /* While one thread packs queries, another steps until it gets RA_WAIT. */
-static void packing_deltas(void)
-{
+static void packing_deltas(void) {
     int again = 0;
     if (!packing_depth++) {
         while (ra_step(packing_ring, 1) == RA_AGAIN && again < 1000) again++;
@@ -1461,8 +1394,7 @@ static void packing_deltas(void)
 }
 
 /* Nobody spins while a chunk is packed: RA_AGAIN means that something was done. */
-TEST(packing_lets_others_wait)
-{
+TEST(packing_lets_others_wait) {
     pair x;
     grads y;
     ra_status s[2];
@@ -1495,15 +1427,13 @@ static struct {
 
 static int64_t slow_clock(void *ctx) { return *(int64_t *)ctx += 300000; }
 
-static int pieces_count(void *ctx, ra_transport_op *const *ops, int n)
-{
+static int pieces_count(void *ctx, ra_transport_op *const *ops, int n) {
     pieces.polls++;
     pieces.row = 0;
     return pieces.net.poll(ctx, ops, n);
 }
 
-static void pieces_event(void *ctx, const ra_event *e)
-{
+static void pieces_event(void *ctx, const ra_event *e) {
     const int64_t since = pieces.polls - pieces.before;
     const int own = e->chunk >= 0 && e->origin == e->rank;
     (void)ctx;
@@ -1511,22 +1441,19 @@ static void pieces_event(void *ctx, const ra_event *e)
     pieces.before = pieces.polls;
 }
 
-static void pieces_deltas(void)
-{
+static void pieces_deltas(void) {
     pieces.groups++;
     pieces.apart += pieces.polls > pieces.group;
     pieces.group = pieces.polls;
 }
 
-static void pieces_put(void)
-{
+static void pieces_put(void) {
     if (++pieces.row > pieces.most) pieces.most = pieces.row;
 }
 
 enum { PIECES_FORWARD, PIECES_SUMS, PIECES_PACKED, PIECES_HANDED };
 
-static void pieces_pass(int travel, int how)
-{
+static void pieces_pass(int travel, int how) {
     pair x;
     grads y;
     ra_status s[2];
@@ -1567,8 +1494,7 @@ static void pieces_pass(int travel, int how)
 }
 
 /* Blocks of 64 rows are packed and handed over with a poll after each, not a chunk at once. */
-TEST(pieces_poll)
-{
+TEST(pieces_poll) {
     const int64_t blocks = 1024 / RA_BLOCK_TOKENS;
     pieces_pass(RA_TRAVEL_KV, PIECES_FORWARD);
     CHECK(pieces.packed >= 2 * blocks && pieces.packed < INT64_MAX);
@@ -1590,8 +1516,7 @@ static int64_t counting_clock(void *ctx) { return ++*(int64_t *)ctx; }
 typedef struct listener { ra_ring *ring; int64_t heard, late; } listener;
 
 /* A callback sees what there was before: the event that it is called for is not among them yet. */
-static void listen_event(void *ctx, const ra_event *e)
-{
+static void listen_event(void *ctx, const ra_event *e) {
     listener *x = (listener *)ctx;
     ra_event all[RA_EVENTS];
     const int n = x->ring ? ra_ring_events(x->ring, all, RA_EVENTS) : 0;
@@ -1601,8 +1526,7 @@ static void listen_event(void *ctx, const ra_event *e)
 
 /* Rank 1 stops after `steps` steps, and the deadline of rank 0 passes. Its last events are in
  * order; they say which message was posted last that did not come. Returns how many there are. */
-static int one_death(const rig *g, int passes, int steps)
-{
+static int one_death(const rig *g, int passes, int steps) {
     mail_net *all = network_open(g, 0, NULL);
     ra_ring *ring[2] = { NULL, NULL };
     ra_transport net[2];
@@ -1670,8 +1594,7 @@ static int one_death(const rig *g, int passes, int steps)
 
 /* What a ring remembers names the message that did not come: the hello, some chunk, and after many
  * messages more than it remembers. */
-TEST(events_name_what_is_missing)
-{
+TEST(events_name_what_is_missing) {
     rig *g = rig_new(2, 1024, 1);
     CHECK(one_death(g, 0, 0) < RA_EVENTS);
     for (int steps = 1; steps < 12; steps++) (void)one_death(g, 0, steps);
@@ -1679,8 +1602,7 @@ TEST(events_name_what_is_missing)
     rig_free(g);
 }
 
-TEST(events_as_text)
-{
+TEST(events_as_text) {
     char text[RA_TEXT_BYTES];
     ra_event e;
     memset(&e, 0, sizeof e);
@@ -1713,8 +1635,7 @@ TEST(events_as_text)
 enum { WRITERS = 3 };
 typedef struct writer { ra_ring *ring; int which; int64_t events, torn; } writer;
 
-static ra_event numbered_event(int which, int64_t number)
-{
+static ra_event numbered_event(int which, int64_t number) {
     ra_event e;
     memset(&e, 0, sizeof e);
     e.kind = number % 3 ? RA_EV_FOLD : RA_EV_WAIT;
@@ -1726,8 +1647,7 @@ static ra_event numbered_event(int which, int64_t number)
 }
 
 /* All of an event is of one writer and number; numbers of a writer rise. */
-static void read_events(writer *w)
-{
+static void read_events(writer *w) {
     ra_event e[RA_EVENTS];
     int64_t last[WRITERS] = { -1, -1, -1 };
     const int n = ra_ring_events(w->ring, e, RA_EVENTS);
@@ -1742,8 +1662,7 @@ static void read_events(writer *w)
     w->events += n;
 }
 
-static void *write_events(void *arg)
-{
+static void *write_events(void *arg) {
     writer *w = (writer *)arg;
     for (int64_t i = 0; i < 30000; i++) {
         const ra_event e = numbered_event(w->which, i);
@@ -1754,8 +1673,7 @@ static void *write_events(void *arg)
 }
 
 /* Several threads write and read at the same time: no event is made of two. */
-TEST(events_are_whole)
-{
+TEST(events_are_whole) {
     rig *g = rig_new(1, 64, 1);
     pthread_t id[WRITERS];
     writer w[WRITERS];
@@ -1777,16 +1695,14 @@ TEST(events_are_whole)
  * them, into which a copy is under way: it has to wait there while it takes its ops back. */
 typedef struct giver_up { const ra_transport *net; ra_transport_op *ops[3]; } giver_up;
 
-static void *give_up(void *arg)
-{
+static void *give_up(void *arg) {
     giver_up *g = (giver_up *)arg;
     CHECK_EQ(g->net->abort(g->net->ctx, RA_E_CANCELLED), RA_OK);
     CHECK_EQ(g->net->poll(g->net->ctx, g->ops, 3), RA_E_CANCELLED);
     return NULL;
 }
 
-static ra_transport_op op_of(int kind, int peer, int channel, uint64_t *buf)
-{
+static ra_transport_op op_of(int kind, int peer, int channel, uint64_t *buf) {
     ra_transport_op op;
     memset(&op, 0, sizeof op);
     op.kind = (uint8_t)kind;
@@ -1799,8 +1715,7 @@ static ra_transport_op op_of(int kind, int peer, int channel, uint64_t *buf)
 
 /* What a peer that has not heard of it sends meanwhile comes into the next receive of its flow, not
  * into the one behind it. */
-TEST(ops_are_taken_back_from_the_last)
-{
+TEST(ops_are_taken_back_from_the_last) {
     uint64_t got[3] = { 0, 0, 0 }, sent = 7;
     ra_transport_op in[3], out = op_of(RA_MSG_SEND, 0, 0, &sent);
     ra_world_desc wd;
@@ -1832,8 +1747,7 @@ TEST(ops_are_taken_back_from_the_last)
     ra_world_destroy(world);
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(ops_are_taken_back_from_the_last),
         ENTRY(shared_between_processes), ENTRY(shared_in_one_process), ENTRY(begin_reads_no_sinks),

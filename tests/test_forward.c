@@ -8,8 +8,7 @@
 
 static double largest_plain;           /* error of O over unit-normal problems with f32 K, V, O */
 
-static verdict compare(const problem *p, const setup *s)
-{
+static verdict compare(const problem *p, const setup *s) {
     verdict w = world_compare(p, s);
     if (!p->loose && p->o_dtype == RA_F32 && p->k_dtype == RA_F32 && p->v_dtype == RA_F32 &&
         w.o_error > largest_plain) {
@@ -19,8 +18,7 @@ static verdict compare(const problem *p, const setup *s)
 }
 
 /* -------------------------------------------------------------------------- at random */
-static void random_case(int64_t i, const wish *w, int32_t dtypes)
-{
+static void random_case(int64_t i, const wish *w, int32_t dtypes) {
     h_rng r = h_case_rng(i);
     problem p;
     setup s;
@@ -35,8 +33,7 @@ static void random_case(int64_t i, const wish *w, int32_t dtypes)
     problem_free(&p);
 }
 
-TEST(masks_and_layouts)
-{
+TEST(masks_and_layouts) {
     wish w = { 0, 0, 0, -1, 4e6 };
     int64_t i, n = h_run.large ? 40 : 2;
     for (i = 0; i < n * MASKS * LAYOUTS; i++) {
@@ -47,16 +44,14 @@ TEST(masks_and_layouts)
     }
 }
 
-TEST(dtypes)
-{
+TEST(dtypes) {
     wish w = { -1, -1, 0, 0, 3e6 };
     int64_t i, n = h_run.large ? 40 : 1;
     for (i = 0; i < 81 * n; i++) random_case(i, &w, (int32_t)(i % 81));
 }
 
 /* Each score change alone, then each pair, over each layout. */
-TEST(score_changes)
-{
+TEST(score_changes) {
     wish w = { -1, 0, 0, 0, 3e6 };
     int64_t i = 0, n = h_run.large ? 20 : 1, turn;
     int a, b;
@@ -70,8 +65,7 @@ TEST(score_changes)
     }
 }
 
-TEST(everything_at_random)
-{
+TEST(everything_at_random) {
     wish w = { -1, -1, 0, -1, 6e6 };
     int64_t i, n = h_run.large ? 20000 : 300;
     for (i = 0; i < n; i++) random_case(i, &w, -1);
@@ -80,8 +74,7 @@ TEST(everything_at_random)
 
 /* -------------------------------------------------------------------------- by hand */
 /* Data, comparison over `ranks` in a layout, and the end of the problem. */
-static verdict compare_on(problem *p, int ranks, int32_t layout)
-{
+static verdict compare_on(problem *p, int ranks, int32_t layout) {
     h_rng r = h_case_rng(h_run.case_now < 0 ? 0 : h_run.case_now);
     verdict w;
     setup s;
@@ -92,8 +85,7 @@ static verdict compare_on(problem *p, int ranks, int32_t layout)
     return w;
 }
 
-TEST(world_sizes)
-{
+TEST(world_sizes) {
     static const int worlds[7] = { 1, 2, 3, 4, 5, 7, 8 };
     int64_t i = 0;
     int a, j;
@@ -115,8 +107,7 @@ TEST(world_sizes)
     }
 }
 
-TEST(long_sequences_5_heads_of_128)
-{
+TEST(long_sequences_5_heads_of_128) {
     int64_t i;
     for (i = 0; i < 2; i++) {
         problem p;
@@ -128,8 +119,7 @@ TEST(long_sequences_5_heads_of_128)
     }
 }
 
-TEST(packed_documents)
-{
+TEST(packed_documents) {
     static const int64_t firsts[3][3] = { { 0, 120, 1248 }, { 0, 128, 1248 }, { 0, 7, 14 } };
     static const int64_t ends[3] = { 4232, 4240, 16 };
     int64_t i;
@@ -147,8 +137,7 @@ TEST(packed_documents)
     }
 }
 
-TEST(grouped_heads)
-{
+TEST(grouped_heads) {
     static const int32_t heads[3][2] = { { 32, 4 }, { 12, 2 }, { 8, 2 } };
     int64_t i;
     for (i = 0; i < 3; i++) {
@@ -160,8 +149,7 @@ TEST(grouped_heads)
     }
 }
 
-TEST(unequal_and_large_dims)
-{
+TEST(unequal_and_large_dims) {
     static const int32_t dims[6][2] = { { 192, 128 }, { 576, 512 }, { 1024, 1024 }, { 1, 1 },
                                         { 1, 1024 }, { 1024, 1 } };
     int64_t i;
@@ -178,8 +166,7 @@ TEST(unequal_and_large_dims)
 }
 
 /* window_size (512, 0) and (512, 512) of the flash attention interface. */
-TEST(windows_of_512)
-{
+TEST(windows_of_512) {
     int64_t i;
     for (i = 0; i < 4; i++) {
         problem p;
@@ -193,8 +180,7 @@ TEST(windows_of_512)
     }
 }
 
-TEST(softcap_sinks_alibi)
-{
+TEST(softcap_sinks_alibi) {
     int64_t i;
     for (i = 0; i < 9; i++) {
         problem p;
@@ -209,8 +195,7 @@ TEST(softcap_sinks_alibi)
 }
 
 /* A few new queries after, or beside, many keys. */
-TEST(cross_attention)
-{
+TEST(cross_attention) {
     static const int64_t keys[3] = { 113, 512, 1024 }, queries[4] = { 1, 3, 32, 75 };
     int64_t i;
     for (i = 0; i < 48; i++) {
@@ -227,8 +212,7 @@ TEST(cross_attention)
 }
 
 /* The error must not grow with the number of ranks. */
-TEST(error_over_1_to_64_ranks)
-{
+TEST(error_over_1_to_64_ranks) {
     double most = 0, first = 0;
     int P, step = h_run.large ? 1 : 3, worst = 0;
     h_rng r = h_case_rng(0);
@@ -263,8 +247,7 @@ TEST(error_over_1_to_64_ranks)
 
 /* -------------------------------------------------------------------------- hostile numbers */
 /* Scores that are exactly +-x: q = x e_0, k = +-e_0, scale 1. */
-static void problem_signs(problem *p, float x, h_rng *r)
-{
+static void problem_signs(problem *p, float x, h_rng *r) {
     int64_t i;
     int d;
     p->scale = 1;
@@ -277,8 +260,7 @@ static void problem_signs(problem *p, float x, h_rng *r)
     }
 }
 
-TEST(huge_scores)
-{
+TEST(huge_scores) {
     static const float sizes[5] = { 80, -80, 2e5f, -2e5f, 3e37f };
     int64_t i;
     for (i = 0; i < 20; i++) {
@@ -302,8 +284,7 @@ TEST(huge_scores)
 }
 
 /* 2^32 is 22.2 in natural logarithms. */
-TEST(sums_past_the_limit)
-{
+TEST(sums_past_the_limit) {
     static const int32_t isas[4] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_NEON };
     static const float rises[3] = { 5, 16, 200 };
     int64_t i;
@@ -325,8 +306,7 @@ TEST(sums_past_the_limit)
 /* A bias takes the scores of the first block close to the lowest float: that is a maximum, and no
  * weight is left of it. Or those of the second so far up that weights come close to the limit of l:
  * values of 1e28 stay finite. */
-TEST(scores_near_the_limits)
-{
+TEST(scores_near_the_limits) {
     static const int32_t isas[4] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512, RA_ISA_NEON };
     enum { ROWS = 20, KEYS = 128, D = 8 };
     static float q[ROWS * D], k[KEYS * D], v[KEYS * D], o[ROWS * D], lse[ROWS], bias[KEYS];
@@ -362,8 +342,7 @@ TEST(scores_near_the_limits)
 }
 
 /* Rows whose interval is empty: exactly 0 and -inf, with a sink 0 and the sink. */
-TEST(rows_without_keys)
-{
+TEST(rows_without_keys) {
     int64_t i, t;
     for (i = 0; i < 12; i++) {
         problem p;
@@ -395,8 +374,7 @@ TEST(rows_without_keys)
 
 /* NaN in one row of Q, K or V must appear where the oracle has it and nowhere else. Each ISA,
  * each dtype. */
-TEST(one_nan)
-{
+TEST(one_nan) {
     int64_t i;
     for (i = 0; i < 9 * 4 * MASKS; i++) {
         problem p;
@@ -424,8 +402,7 @@ TEST(one_nan)
 }
 
 /* Every key that no query sees holds NaN or infinity; so do empty cells and gaps, always. */
-TEST(nan_in_everything_unseen)
-{
+TEST(nan_in_everything_unseen) {
     wish w = { 0, -1, 0, -1, 4e5 };
     int64_t i, k, q, j, hidden = 0;
     for (i = 0; i < 6 * MASKS; i++) {
@@ -460,8 +437,7 @@ TEST(nan_in_everything_unseen)
 }
 
 /* A bias of -inf is how engines hand over masks of their own: such a key has no weight. */
-TEST(bias_of_minus_infinity)
-{
+TEST(bias_of_minus_infinity) {
     enum { T = 200 };
     static float bias[T], q[T * 8], k[T * 8], v[T * 8], o[T * 8], lse[T];
     h_rng r = h_case_rng(0);
@@ -501,8 +477,7 @@ TEST(bias_of_minus_infinity)
 
 /* One visible key: O is its V, rounded once. Every finite 16-bit pattern as V, and f32 values near
  * ties and limits of the 16-bit formats. What is subnormal as f32 may become 0. */
-TEST(one_key_gives_its_value)
-{
+TEST(one_key_gives_its_value) {
     int64_t i, j;
     for (i = 0; i < 12; i++) {
         problem p;
@@ -550,8 +525,7 @@ TEST(one_key_gives_its_value)
 }
 
 /* The highest positions there are, from RUNS and from ARRAY: nothing wraps around. */
-TEST(positions_near_the_limit)
-{
+TEST(positions_near_the_limit) {
     static const int masks[4] = { M_CAUSAL, M_WINDOW, M_BOTH, M_NONE };
     int64_t i, k;
     for (i = 0; i < 24; i++) {
@@ -586,8 +560,7 @@ static float *floats(int64_t n) { return (float *)calloc((size_t)n + 1, sizeof(f
 
 /* Memory of the right size and alignment for calls on one rank. */
 typedef struct scratch { void *raw, *mem; size_t bytes; } scratch;
-static scratch scratch_for(const ra_desc *d, int nth)
-{
+static scratch scratch_for(const ra_desc *d, int nth) {
     scratch w;
     w.bytes = ra_attention_bytes(d, nth);
     w.raw = malloc(w.bytes + 64);
@@ -596,8 +569,7 @@ static scratch scratch_for(const ra_desc *d, int nth)
     return w;
 }
 
-static ra_state state_new(const problem *p)
-{
+static ra_state state_new(const problem *p) {
     ra_state s;
     int64_t rows = p->B * p->q_max * p->Hq;
     s.m = floats(rows);
@@ -611,8 +583,7 @@ static void state_free(ra_state *s) { free(s->m); free(s->l); free(s->acc); }
 /* Folds the keys whose piece is `piece`, as one run or as cells in any order with empty ones among
  * them (NaN there). f32, packed. */
 static void fold_piece(const problem *p, const ra_desc *whole, const ra_state *s,
-                       const int *pieces, int piece, h_rng *r)
-{
+                       const int *pieces, int piece, h_rng *r) {
     int32_t *cells = (int32_t *)malloc((size_t)(2 * p->k_max + 8) * sizeof *cells);
     int64_t n = 0, i, j, kn = p->Hkv * p->Dk, vn = p->Hkv * p->Dv;
     float *k, *v;
@@ -652,8 +623,7 @@ static void fold_piece(const problem *p, const ra_desc *whole, const ra_state *s
 }
 
 /* O and LSE of a state, against the oracle. */
-static void check_finish(const problem *p, const ra_desc *d, const ra_state *s)
-{
+static void check_finish(const problem *p, const ra_desc *d, const ra_state *s) {
     outcome r;
     ra_tensors t;
     truth want_ = oracle(p);
@@ -677,8 +647,7 @@ static void check_finish(const problem *p, const ra_desc *d, const ra_state *s)
 }
 
 /* Random pieces into two states, these into an empty third, and an empty one into that. */
-static void fold_and_merge(const problem *p, const ra_desc *d, h_rng *r)
-{
+static void fold_and_merge(const problem *p, const ra_desc *d, h_rng *r) {
     ra_state s[4];
     float *before = floats(p->B * p->q_max * p->Hq * p->Dv);
     size_t bytes = (size_t)(p->B * p->q_max * p->Hq * p->Dv) * 4;
@@ -704,8 +673,7 @@ static void fold_and_merge(const problem *p, const ra_desc *d, h_rng *r)
     free(before);
 }
 
-TEST(fold_merge_finish)
-{
+TEST(fold_merge_finish) {
     int64_t i;
     for (i = 0; i < 3 * MASKS; i++) {
         h_rng r = h_case_rng(i);
@@ -732,8 +700,7 @@ TEST(fold_merge_finish)
 
 /* Normalised partials of n sets of keys, one after the other, against all keys at once. Sets may
  * be empty: lse -inf next to garbage. */
-static void merge_partials(int sets, int64_t keys_a_set, float spread)
-{
+static void merge_partials(int sets, int64_t keys_a_set, float spread) {
     enum { D = 8, ROWS = 3 };
     h_rng r = h_case_rng(sets);
     double all[ROWS][D], sum[ROWS];
@@ -771,8 +738,7 @@ static void merge_partials(int sets, int64_t keys_a_set, float spread)
     }
 }
 
-TEST(merges_of_many_partials)
-{
+TEST(merges_of_many_partials) {
     merge_partials(1, 3, 1);
     merge_partials(2, 3, 1);
     merge_partials(100, 4, 1);
@@ -780,8 +746,7 @@ TEST(merges_of_many_partials)
     merge_partials(100, 2, 20);
 }
 
-TEST(merge_corners)
-{
+TEST(merge_corners) {
     float o[2] = { 1, 2 }, lse = 3, o2[2] = { 5, 8 }, lse2 = 3, keep[2], inf = HUGE_VALF;
     double half[2] = { 3, 5 }, l = 3 + log(2.0);
     ra_merge(o, &lse, o2, &lse2, 1, 2);                 /* equal: the mean */
@@ -815,8 +780,7 @@ TEST(merge_corners)
 
 /* -------------------------------------------------------------------------- L1 */
 /* Same bits for every nth and order of threads; a byte less of workspace is refused. */
-TEST(attention_threads)
-{
+TEST(attention_threads) {
     wish w = { -1, 0, 1, -1, 2e6 };
     int64_t i, n = 40;
     for (i = 0; i < n; i++) {
@@ -861,8 +825,7 @@ TEST(attention_threads)
     }
 }
 
-TEST(attention_workspace)
-{
+TEST(attention_workspace) {
     float q[5 * 8], o[5 * 8];
     ra_desc d;
     ra_tensors t;
@@ -891,8 +854,7 @@ TEST(attention_workspace)
 /* Decoding: 1 to 4 queries (in a form of their own), or 5 (which have not), after many keys, from
  * any dtypes, with NaN in every key that nobody sees and sometimes in one that is seen. */
 /* K or V or both of some problems in q8_0. */
-static void random_q8_0(problem *p, h_rng *r)
-{
+static void random_q8_0(problem *p, h_rng *r) {
     int which = (int)h_range(r, 0, 8);
     if (which >= 4 || which == 0) return;
     if (which & 1) { p->k_dtype = RA_Q8_0; p->Dk = (p->Dk + 31) / 32 * 32; }
@@ -900,8 +862,7 @@ static void random_q8_0(problem *p, h_rng *r)
 }
 
 /* Every layout, transport and way to call, with K and V of q8_0, and with V a part of K. */
-TEST(q8_0_everywhere)
-{
+TEST(q8_0_everywhere) {
     wish w = { -1, 0, 0, -1, 2e6 };
     int64_t i;
     for (i = 0; i < (h_run.large ? 1000 : 40); i++) {
@@ -934,8 +895,7 @@ typedef struct q8_case {
 
 /* Blocks: whole steps of 2^-6, or of powers of two up to 2^12 apart; zero and negative scales, -0;
  * only extremes, only zeros. */
-static void q8_fill(uint8_t *block, int64_t n, int wild, h_rng *r)
-{
+static void q8_fill(uint8_t *block, int64_t n, int wild, h_rng *r) {
     for (; n > 0; n--, block += 34) {
         const int kind = wild ? (int)h_range(r, 0, 7) : 0;
         float scale = (float)ldexp(1 + (double)h_range(r, 0, 1023) / 1024,
@@ -956,8 +916,7 @@ static void q8_fill(uint8_t *block, int64_t n, int wild, h_rng *r)
 }
 
 /* Element d of a row, and the scale of its block times 128. */
-static double q8_value(const uint8_t *row, int32_t d, double *most)
-{
+static double q8_value(const uint8_t *row, int32_t d, double *most) {
     float scale;
     (void)ra_convert(&scale, RA_F32, row + d / 32 * 34, RA_F16, 1);
     *most = fabs((double)scale) * 128;
@@ -966,8 +925,7 @@ static double q8_value(const uint8_t *row, int32_t d, double *most)
 
 /* Head h against double precision. step: of q, relative to its largest magnitude, and of weights,
  * relative to the largest of 16 keys. */
-static void q8_check(const q8_case *c, int32_t h, double step)
-{
+static void q8_check(const q8_case *c, int32_t h, double step) {
     const int32_t kv_head = h / (c->q_heads / c->kv_heads), n = c->keys;
     const float *q = c->q + h * c->k_dim;
     double *s = (double *)calloc((size_t)n, sizeof *s), top = -HUGE_VAL, sum = 0, most, worst = 0;
@@ -1002,8 +960,7 @@ static void q8_check(const q8_case *c, int32_t h, double step)
     free(off);
 }
 
-static ra_desc q8_desc(const q8_case *c, int32_t isa)
-{
+static ra_desc q8_desc(const q8_case *c, int32_t isa) {
     ra_desc d = ra_desc_make(c->q_heads, c->kv_heads, c->k_dim, RA_F32, RA_MASK_CAUSAL);
     d.v_dim = c->v_dim;
     d.k_dtype = d.v_dtype = RA_Q8_0;
@@ -1013,8 +970,7 @@ static ra_desc q8_desc(const q8_case *c, int32_t isa)
     return d;
 }
 
-static void q8_run(const q8_case *c, int32_t isa)
-{
+static void q8_run(const q8_case *c, int32_t isa) {
     ra_desc d = q8_desc(c, isa);
     ra_tensors t;
     size_t bytes = ra_attention_bytes(&d, 1);
@@ -1031,8 +987,7 @@ static void q8_run(const q8_case *c, int32_t isa)
 
 /* A NaN in a scale of V reaches the 32 dims of its block in the rows of its head, one in K or in q
  * all dims of the rows that see it, and neither any other row. */
-static void q8_nan(const q8_case *c, int32_t isa, h_rng *r)
-{
+static void q8_nan(const q8_case *c, int32_t isa, h_rng *r) {
     const int32_t which = (int32_t)h_range(r, 0, 2), group = c->q_heads / c->kv_heads;
     const int32_t j = (int32_t)h_range(r, 0, c->keys - 1);
     const int32_t h = (int32_t)h_range(r, 0, c->q_heads - 1);
@@ -1051,8 +1006,7 @@ static void q8_nan(const q8_case *c, int32_t isa, h_rng *r)
     }
 }
 
-TEST(q8_0_scales)
-{
+TEST(q8_0_scales) {
     for (int64_t i = 0; i < (h_run.large ? 600 : 40); i++) {
         h_rng r = h_case_rng(i);
         q8_case c;
@@ -1089,8 +1043,7 @@ TEST(q8_0_scales)
 }
 
 /* To q8_0 and back: within half a step of the scale. 16-bit numbers and f32 are kept to the bit. */
-TEST(convert)
-{
+TEST(convert) {
     enum { N = 320 };
     static float x[N], y[N], z[N];
     static uint8_t packed[N / 32 * 34], half[2 * N];
@@ -1132,8 +1085,7 @@ TEST(convert)
     CHECK_EQ(ra_convert(NULL, RA_F16, NULL, RA_F32, 0), RA_OK);
 }
 
-TEST(decoding)
-{
+TEST(decoding) {
     int64_t i = h_run.other ? 63 : 0, k, q, n = h_run.large ? 2000 : i + 63;
     for (; i < n; i++) {
         h_rng r = h_case_rng(i);
@@ -1170,8 +1122,7 @@ TEST(decoding)
 }
 
 /* One rank, positions as runs or as cells that come with the call. */
-TEST(attention_at_positions)
-{
+TEST(attention_at_positions) {
     wish w = { -1, 0, 1, -1, 1.5e6 };
     int64_t i, n = h_run.large ? 2000 : 80;
     for (i = 0; i < n; i++) {
@@ -1200,8 +1151,7 @@ typedef struct company {
 
 /* The rows [token, token + tokens) of heads [head, head + heads), among `batch` equal sequences. */
 static void company_call(const company *c, int32_t token, int32_t tokens, int32_t head,
-                         int32_t heads, int32_t batch, int nth, float *o)
-{
+                         int32_t heads, int32_t batch, int nth, float *o) {
     ra_desc d;
     ra_tensors t;
     scratch w;
@@ -1232,8 +1182,7 @@ static void company_call(const company *c, int32_t token, int32_t tokens, int32_
     free(w.raw);
 }
 
-static void company_check(const company *c)
-{
+static void company_check(const company *c) {
     const size_t size = (size_t)c->dim * sizeof(float);
     float *all = (float *)malloc(16 * size), *some = (float *)malloc(48 * size);
     int32_t t, h;
@@ -1259,8 +1208,7 @@ static void company_check(const company *c)
 /* Decoding: a row has the same bits alone and beside up to 15 others, of its token, of later tokens
  * and of other sequences, and on any number of threads. Scores grow along the cache, so that
  * maxima rise. */
-TEST(row_bits_do_not_depend_on_company)
-{
+TEST(row_bits_do_not_depend_on_company) {
     static const int32_t isas[4] = { RA_ISA_SCALAR, RA_ISA_AVX2, RA_ISA_AVX512,
                                      RA_ISA_AVX512_BF16 };
     static const int32_t keys[8] = { 7, 33, 64, 66, 1026, 1500, 16386, 17000 };
@@ -1305,8 +1253,7 @@ TEST(row_bits_do_not_depend_on_company)
 
 /* A sequence of one row in a batch whose other one has more, with one query head per KV head or
  * two: the bits it has alone, whatever the workspace held before. */
-TEST(short_row_in_a_longer_batch)
-{
+TEST(short_row_in_a_longer_batch) {
     enum { D = 32, KEYS = 100, MOST = 16, HEADS = 6, ROWS = KEYS + MOST };
     static float q[2][MOST][2 * HEADS][D], o[2][MOST][2 * HEADS][D], alone[2 * HEADS][D];
     static float x[2 * ROWS * HEADS * D], k[2][ROWS][HEADS][D], v[2][ROWS][HEADS][D];
@@ -1361,8 +1308,7 @@ TEST(short_row_in_a_longer_batch)
 /* Keys that a bias of -inf hides are as those that intervals mask, to the bit: whole blocks, with
  * NaN in K and V, and parts of blocks. Decoding, short and prefill; heads that share a bias or
  * have their own; a row that sees no key. */
-TEST(hidden_blocks_are_as_masked)
-{
+TEST(hidden_blocks_are_as_masked) {
     enum { D = 40, KEYS = 1300, HEADS = 4, ROWS = 70, ALL = HEADS * ROWS * KEYS };
     static const int32_t tokens[4] = { 1, 3, 8, ROWS };
     static float x[KEYS * 2 * D], q[ROWS * HEADS * D], o[2][ROWS * HEADS * (D + 1)], wide[2][ALL];
@@ -1436,8 +1382,7 @@ typedef struct shelf {
     int32_t at[CELLS], asks[70], window, keep;
 } shelf;
 
-static double cells_score(const shelf *x, int row, int head, int cell)
-{
+static double cells_score(const shelf *x, int row, int head, int cell) {
     const int32_t p = x->asks[row], key = x->at[cell];
     double s = 0;
     if (key < 0 || key / SPAN != p / SPAN || key > p) return -HUGE_VAL;
@@ -1448,8 +1393,7 @@ static double cells_score(const shelf *x, int row, int head, int cell)
     return s / sqrt((double)CELL_DIM);
 }
 
-static void cells_row(const shelf *x, int row, int head, double *o)
-{
+static void cells_row(const shelf *x, int row, int head, double *o) {
     double top = -HUGE_VAL, sum = 0;
     memset(o, 0, CELL_DIM * sizeof *o);
     for (int c = 0; c < CELLS; c++) top = fmax(top, cells_score(x, row, head, c));
@@ -1463,8 +1407,7 @@ static void cells_row(const shelf *x, int row, int head, double *o)
 }
 
 /* Cells that are taken by one of three sequences, each of which grows from position 0. */
-static void cells_fill(shelf *x, h_rng *r, int rows)
-{
+static void cells_fill(shelf *x, h_rng *r, int rows) {
     int32_t next[3] = { 0, 0, 0 };
     for (int i = 0; i < rows * 4 * CELL_DIM; i++) x->q[i] = (float)h_normal(r);
     for (int c = 0; c < CELLS; c++) {
@@ -1485,8 +1428,7 @@ static void cells_fill(shelf *x, h_rng *r, int rows)
     }
 }
 
-TEST(sequences_in_one_cache)
-{
+TEST(sequences_in_one_cache) {
     static const int32_t rows[4] = { 3, 4, 20, 70 };
     static const int64_t first[3] = { 0, SPAN, 2 * SPAN };
     static shelf x;
@@ -1526,8 +1468,7 @@ TEST(sequences_in_one_cache)
 
 /* A bias of f16 or bf16 gives the bits of the same numbers in f32, with -inf among them as in a
  * mask; decoding, short and prefill, and every kind of broadcast. */
-TEST(bias_in_16_bits)
-{
+TEST(bias_in_16_bits) {
     static const int32_t tokens[3] = { 1, 8, 70 };
     enum { D = 40, KEYS = 150, HEADS = 4, ALL = HEADS * 70 * KEYS };
     static float x[KEYS * HEADS * D], q[70 * HEADS * D], o[2][70 * HEADS * D], wide[ALL];
@@ -1584,8 +1525,7 @@ TEST(bias_in_16_bits)
 }
 
 /* Chunks and tasks of many short runs, over rings and on one rank. */
-TEST(many_short_runs)
-{
+TEST(many_short_runs) {
     wish w = { -1, L_RUNS, 1, -1, 1.5e6 };
     int64_t i, n = h_run.large ? 2000 : 80;
     for (i = 0; i < n; i++) {
@@ -1608,8 +1548,7 @@ TEST(many_short_runs)
 
 /* Runs of whole blocks in order hold the rows of CONTIGUOUS: the same bits without a mask, with
  * every length of messages, in every call, and of keys alone for a few query rows. */
-TEST(runs_of_whole_blocks_keep_the_bits)
-{
+TEST(runs_of_whole_blocks_keep_the_bits) {
     enum { N = 21, T = 64 * 70 };
     static const int64_t lengths[N] = { 64, 64, 128, 64, 64, 64, 256, 64, 64, 512, 64, 64, 64, 128,
                                         640, 1024, 64, 64, 64, 64, 896 };
@@ -1660,8 +1599,7 @@ TEST(runs_of_whole_blocks_keep_the_bits)
 
 /* A ring-buffer cache: key p in cell p mod cells, so out of order, with cells not yet filled, and a
  * kept prefix that is never overwritten. */
-TEST(ring_buffer_cache)
-{
+TEST(ring_buffer_cache) {
     int64_t i, k;
     for (i = 0; i < 36; i++) {
         problem p;
@@ -1704,8 +1642,7 @@ TEST(ring_buffer_cache)
 /* One ring serves plans of several shapes in turn, and each pass is as if it were alone. */
 typedef struct two_plans { world w[2]; } two_plans;
 
-static ra_status two_plans_rank(ra_world *library_world, int rank, void *user)
-{
+static ra_status two_plans_rank(ra_world *library_world, int rank, void *user) {
     two_plans *y = (two_plans *)user;
     ra_plan *plans[2] = { NULL, NULL };
     ra_plan_report g;
@@ -1734,8 +1671,7 @@ static ra_status two_plans_rank(ra_world *library_world, int rank, void *user)
     return status;
 }
 
-TEST(a_ring_serves_several_plans)
-{
+TEST(a_ring_serves_several_plans) {
     static two_plans y;
     int64_t i;
     int k;
@@ -1771,8 +1707,7 @@ TEST(a_ring_serves_several_plans)
 }
 
 /* The plain signature: prefill, chunks after a past, decode, windows. */
-TEST(simple_signature)
-{
+TEST(simple_signature) {
     static const int dims[6] = { 64, 128, 8, 80, 256, 3 };
     int64_t i;
     for (i = 0; i < 90; i++) {
@@ -1830,7 +1765,6 @@ static const h_test tests[] = {
     ENTRY(a_ring_serves_several_plans), ENTRY(simple_signature),
 };
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

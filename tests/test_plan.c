@@ -11,8 +11,7 @@
 #include "world.h"
 
 /* Lookups so far: the library asserts one invariant in each step of a walk or of a bisection. */
-static int64_t lookups(void)
-{
+static int64_t lookups(void) {
     return hook_asserts;
 }
 
@@ -20,8 +19,7 @@ static int64_t lookups(void)
 typedef struct totals { int64_t bytes, chunks, hops, skipped, tokens; ra_plan_report last; } totals;
 
 /* Figures of a plan over all ranks. tokens: what travels, in tokens times hops, from the bytes. */
-static totals plan_totals(const problem *p, const setup *s)
-{
+static totals plan_totals(const problem *p, const setup *s) {
     totals t;
     ra_plan *plan = NULL;
     ra_plan_report r;
@@ -54,8 +52,7 @@ static totals plan_totals(const problem *p, const setup *s)
     return t;
 }
 
-static void shape_for_hops(problem *p, setup *s, int64_t tokens, int ranks, int32_t layout)
-{
+static void shape_for_hops(problem *p, setup *s, int64_t tokens, int ranks, int32_t layout) {
     problem_shape(p, tokens, 2, 1, 16, 12);    /* rows of 64 and 48 bytes: 64 tokens need no pad */
     p->mask.kind = RA_MASK_CAUSAL;
     memset(s, 0, sizeof *s);
@@ -66,8 +63,7 @@ static void shape_for_hops(problem *p, setup *s, int64_t tokens, int ranks, int3
 
 /* Totals in shards, twice, at P ranks with shards of n blocks: unpruned P(P-1); causal contiguous
  * up P(P-1)/2; zigzag down 3P(P-1)/4, up (2P-1)(P-1)/2; striped P(P-1). */
-TEST(travel_of_causal_masks)
-{
+TEST(travel_of_causal_masks) {
     int P, n, up;
     for (P = 2; P <= 8; P++) for (n = 2; n <= 4; n += 2) {
         problem p;
@@ -95,8 +91,7 @@ TEST(travel_of_causal_masks)
     }
 }
 
-TEST(travel_without_a_mask)
-{
+TEST(travel_without_a_mask) {
     int i;
     for (i = 0; i < 24; i++) {
         int P = 1 + i / 3;
@@ -114,8 +109,7 @@ TEST(travel_without_a_mask)
 
 /* A window of T/16 at P = 8: 3.5 shards contiguous, 28 zigzag in either direction, 56 striped; and
  * a window of a block, or a token: what is within a shard does not travel. */
-TEST(travel_of_windows)
-{
+TEST(travel_of_windows) {
     static const int64_t windows[4] = { 64, 1, 65, 129 };
     static const int64_t contiguous[4] = { 7 * 64, 0, 7 * 64, 7 * 128 };
     problem p;
@@ -136,8 +130,7 @@ TEST(travel_of_windows)
 
 /* Hop by hop, by hand: 3 ranks, 200 tokens, more than one kind of rounding. Too few blocks for the
  * grid (4 < 6), so shards of 67, 67, 66 tokens; causal, upwards: rank 0's keys go to 1 and 2. */
-TEST(bytes_to_the_byte)
-{
+TEST(bytes_to_the_byte) {
     problem p;
     setup s;
     ra_desc d;
@@ -176,8 +169,7 @@ TEST(bytes_to_the_byte)
 
 /* -------------------------------------------------------------------------- brute force */
 /* Where interval bounds over the rows of a tile say exactly what the pairs say. */
-static int bounds_are_exact(int m)
-{
+static int bounds_are_exact(int m) {
     return m == M_NONE || m == M_CAUSAL || m == M_WINDOW || m == M_LEFT || m == M_RIGHT ||
            m == M_BOTH || m == M_PREFIX || m == M_PREFIX_WINDOW || m == M_BLOCK || m == M_DOCS ||
            m == M_DOCS_CAUSAL || m == M_DOCS_PREFIX;
@@ -187,8 +179,7 @@ typedef struct tiles { int64_t empty, partial, full, pairs; } tiles;
 
 /* Tiles of the rows from `row` on (at most 64, of one run) against those of a key block. */
 static void count_tile(const problem *p, const int32_t *q, int64_t nq, const int32_t *k, int64_t nk,
-                       tiles *t)
-{
+                       tiles *t) {
     int64_t i, j, seen = 0;
     for (i = 0; i < nq; i++) for (j = 0; j < nk; j++) seen += visible(&p->mask, q[i], k[j]);
     t->pairs += seen;
@@ -198,15 +189,13 @@ static void count_tile(const problem *p, const int32_t *q, int64_t nq, const int
 }
 
 /* Rows of a block from row i on: up to 64, as long as positions step evenly. */
-static int64_t block_rows(const int32_t *pos, int64_t i, int64_t n)
-{
+static int64_t block_rows(const int32_t *pos, int64_t i, int64_t n) {
     int64_t j = i + 1;
     while (j < n && j - i < 64 && pos[j] - pos[j - 1] == pos[i + 1] - pos[i]) j++;
     return j - i;
 }
 
-static tiles rank_tiles(const world *w, int rank)
-{
+static tiles rank_tiles(const world *w, int rank) {
     const problem *p = w->p;
     const seat *q = &w->seats[rank], *k;
     tiles t = { 0, 0, 0, 0 };
@@ -227,15 +216,13 @@ static tiles rank_tiles(const world *w, int rank)
     return t;
 }
 
-static void world_close(world *w)
-{
+static void world_close(world *w) {
     int rank;
     for (rank = 0; rank < w->s->ranks; rank++) part_free(&w->seats[rank]);
 }
 
 /* Every mask on the grid, contiguous, zigzag and striped: tiles by class, pairs, flops. */
-TEST(tiles_by_brute_force)
-{
+TEST(tiles_by_brute_force) {
     static world w;
     int64_t index;
     for (index = 0; index < 3 * MASKS; index++) {
@@ -280,8 +267,7 @@ TEST(tiles_by_brute_force)
 }
 
 /* Pairs of RUNS with absent keys, and of sequences of different lengths. */
-TEST(pairs_by_brute_force)
-{
+TEST(pairs_by_brute_force) {
     static world w;
     wish want_ = { -1, 0, 0, 0, 2e5 };
     int64_t index;
@@ -314,8 +300,7 @@ TEST(pairs_by_brute_force)
 }
 
 /* -------------------------------------------------------------------------- against runs */
-static void check_counters(const setup *s, const outcome *o)
-{
+static void check_counters(const setup *s, const outcome *o) {
     int rank, shared = s->wire == WIRE_SHARED;
     int64_t in = 0, out = 0;
     for (rank = 0; rank < s->ranks; rank++) {
@@ -342,8 +327,7 @@ static void check_counters(const setup *s, const outcome *o)
 
 /* A run counts what the plan said, in a workspace as small as it said; every rank's plan says the
  * same about every rank. */
-TEST(counters_of_random_runs)
-{
+TEST(counters_of_random_runs) {
     wish w = { -1, -1, 0, -1, 3e5 };
     int64_t i, n = h_run.large ? 5000 : 150;
     int rank;
@@ -390,8 +374,7 @@ typedef struct packed {
     ra_desc d;
 } packed;
 
-static void packed_make(packed *x, int docs, int64_t length, int sorted, int32_t way)
-{
+static void packed_make(packed *x, int docs, int64_t length, int sorted, int32_t way) {
     int64_t piece = length / 16, n = 0;
     int rank, i;
     memset(x, 0, sizeof *x);
@@ -422,8 +405,7 @@ static void packed_make(packed *x, int docs, int64_t length, int sorted, int32_t
     x->d.backward_travel = way;
 }
 
-static void packed_free(packed *x)
-{
+static void packed_free(packed *x) {
     free(x->first);
     free(x->runs);
 }
@@ -431,8 +413,7 @@ static void packed_free(packed *x)
 /* As few messages as if the shards were CONTIGUOUS. Where pieces that the same ranks need are
  * adjacent, each travels as far as those of ZIGZAG: 3P(P-1)/4 shards in all. Lookups grow no faster
  * than n log n with the number of documents. */
-TEST(packed_documents)
-{
+TEST(packed_documents) {
     enum { LENGTH = 1024 };
     int sorted, way, half, rank;
     for (way = 0; way <= RA_TRAVEL_Q; way++) for (sorted = 0; sorted < 2; sorted++) {
@@ -465,8 +446,7 @@ TEST(packed_documents)
 
 /* A call on one rank walks its runs in order: lookups are linear in runs for one token, and in
  * tiles for many. */
-TEST(walks_are_linear)
-{
+TEST(walks_are_linear) {
     enum { MOST = 8192, DIM = 4 };
     static ra_run runs[MOST];
     static float q[MOST * DIM], o[MOST * DIM];
@@ -509,14 +489,12 @@ TEST(walks_are_linear)
 }
 
 /* Positions of a run. */
-static int run_has(const ra_run *run, int64_t p)
-{
+static int run_has(const ra_run *run, int64_t p) {
     int64_t at = p - run->first;
     return at >= 0 && at % run->stride == 0 && at / run->stride < run->count;
 }
 
-TEST(runs_that_meet)
-{
+TEST(runs_that_meet) {
     static const int64_t top = (int64_t)RA_MAX_POSITION - 1;
     ra_run hostile[2];
     int64_t i, p;
@@ -552,8 +530,7 @@ TEST(runs_that_meet)
 }
 
 /* A table of runs is refused if and only if it has a position twice, and the sentence names one. */
-TEST(positions_held_twice)
-{
+TEST(positions_held_twice) {
     int64_t i;
     int refused = 0;
     for (i = 0; i < 400; i++) {
@@ -596,8 +573,7 @@ TEST(positions_held_twice)
 
 /* The same in a table of more runs than are sorted at once, in any order: one more run, at any
  * place, that holds a position of one of the others or of none. */
-TEST(positions_held_twice_among_many)
-{
+TEST(positions_held_twice_among_many) {
     enum { MANY = 5000 };
     static ra_run run[MANY + 1];
     int64_t i;
@@ -643,8 +619,7 @@ TEST(positions_held_twice_among_many)
 
 /* -------------------------------------------------------------------------- layouts */
 /* The rules of ra_layout, where they say exactly which positions a rank holds. */
-TEST(positions_of_layouts)
-{
+TEST(positions_of_layouts) {
     static world w;
     problem p;
     setup s;
@@ -693,8 +668,7 @@ TEST(positions_of_layouts)
 /* -------------------------------------------------------------------------- prediction */
 
 static ra_prediction predicted(const ra_plan *plan, int rank, double flops, double bytes,
-                               double latency)
-{
+                               double latency) {
     ra_rates rates;
     ra_prediction out;
     rates.flops_per_s = flops;
@@ -710,8 +684,7 @@ static int near(double a, double b) { return fabs(a - b) <= 1e-9 * (fabs(a) + fa
 /* No mask, 4 ranks of one chunk each: every rank computes 4 equal pieces of W seconds; a chunk
  * takes X seconds a hop. In the order TURN rank r folds 0, 1, 2, 3, and the chunk of rank 0 reaches
  * rank 3 after 3 X. */
-TEST(prediction_by_hand)
-{
+TEST(prediction_by_hand) {
     problem p;
     setup s;
     ra_plan *plan = NULL;
@@ -747,8 +720,7 @@ TEST(prediction_by_hand)
 /* The part that is hidden of the shorter of computing and transfer, all ranks together, where the
  * busiest link takes as long as the busiest rank; and the same with any number of buffers. */
 typedef struct overlap { double hidden, bound, pass, compute; } overlap;
-static overlap overlap_of(const ra_plan *plan, int ranks, double latency)
-{
+static overlap overlap_of(const ra_plan *plan, int ranks, double latency) {
     ra_prediction with, without;
     overlap x = { 0, 0, 0, 0 };
     double rate = 0, less;
@@ -768,14 +740,12 @@ static overlap overlap_of(const ra_plan *plan, int ranks, double latency)
     return x;
 }
 
-static double predicted_at(const ra_plan *plan, const ra_rates *r)
-{
+static double predicted_at(const ra_plan *plan, const ra_rates *r) {
     return predicted(plan, 0, r->flops_per_s, r->link_bytes_per_s, r->link_latency_s).all_done_s;
 }
 
 static ra_plan *overlap_plan(int ranks, int64_t shard, int causal, int layout, int order, int chunk,
-                             const ra_rates *rates)
-{
+                             const ra_rates *rates) {
     ra_plan *plan = NULL;
     ra_desc d = ra_desc_make(32, 8, 128, RA_BF16, causal ? RA_MASK_CAUSAL : RA_MASK_NONE);
     d.ranks = ranks;
@@ -792,8 +762,7 @@ static ra_plan *overlap_plan(int ranks, int64_t shard, int causal, int layout, i
  * of it, however long shards are. Buffers hold half of a shard of two ranks at most. Without a mask
  * the order of keys leaves the last rank its own, 1 / ranks of all, to compute after everything has
  * come: a pass takes at most 6 % longer than that. */
-TEST(default_chunks_hide_transfers)
-{
+TEST(default_chunks_hide_transfers) {
     for (int i = 0; i < 4 * 9; i++) {
         const int ranks = i % 4 == 3 ? 8 : 2 + i % 4;
         const int64_t shard = (int64_t)1024 << i / 4;
@@ -823,8 +792,7 @@ TEST(default_chunks_hide_transfers)
 /* The same in rounds: with or without a mask, for any number of ranks, and with no rank waiting for
  * a link that begins late: alone, the transfer takes as long as the busiest link needs for its
  * bytes, and a message more for each rank. */
-TEST(rounds_hide_transfers)
-{
+TEST(rounds_hide_transfers) {
     static const int worlds[5] = { 2, 3, 4, 8, 16 };
     for (int i = 0; i < 5 * 7 * 2; i++) {
         const int ranks = worlds[i % 5], causal = i / 35;
@@ -852,8 +820,7 @@ TEST(rounds_hide_transfers)
 
 /* A network that is known: messages of two latencies at least, short shards in eight, and three
  * buffers where the link is twice as fast as computing. Nothing else depends on it. */
-TEST(rates_choose_chunks)
-{
+TEST(rates_choose_chunks) {
     const ra_rates slow = { 1e12, 5e8, 2e-3 }, fast = { 1e12, 1e10, 1e-6 };
     for (int i = 0; i < 3; i++) {
         ra_plan *plan = overlap_plan(4, 1024, 1, RA_LAYOUT_ZIGZAG, 0, 0,
@@ -883,8 +850,7 @@ TEST(rates_choose_chunks)
  * take as long as computing or a tenth of it. Over the time with the best chunk, at worst: what
  * known rates choose, the default, and the one chunk that serves all four networks best. */
 typedef struct short_shard { double known, unknown, one; } short_shard;
-static short_shard short_shard_of(int ranks, int64_t shard, int causal)
-{
+static short_shard short_shard_of(int ranks, int64_t shard, int causal) {
     const int layout = causal ? RA_LAYOUT_ZIGZAG : RA_LAYOUT_CONTIGUOUS;
     short_shard x = { 1, 1, 1e30 };
     double one[5] = { 1, 1, 1, 1, 1 };
@@ -912,8 +878,7 @@ static short_shard short_shard_of(int ranks, int64_t shard, int causal)
 }
 
 /* Messages that are chosen by the rates serve all networks within a quarter. No chunk does. */
-TEST(rates_serve_short_shards)
-{
+TEST(rates_serve_short_shards) {
     double one = 1;
     for (int i = 0; i < 3 * 3 * 2; i++) {
         const int ranks = 2 << i % 3, shard = 256 << i / 3 % 3, causal = i / 9;
@@ -929,8 +894,7 @@ TEST(rates_serve_short_shards)
 }
 
 /* A causal contiguous ring: rank 0 has the least to do, the last rank decides when all is done. */
-TEST(prediction_of_imbalance)
-{
+TEST(prediction_of_imbalance) {
     problem p;
     setup s;
     ra_plan *plan = NULL;
@@ -953,8 +917,7 @@ TEST(prediction_of_imbalance)
 /* -------------------------------------------------------------------------- memory */
 /* Exactly the workspace that the plan named is enough, a byte less is not, and 64 is the alignment;
  * for copying and for shared transports. */
-TEST(workspace_to_the_byte)
-{
+TEST(workspace_to_the_byte) {
     wish w = { -1, -1, 0, -1, 2e5 };
     int64_t i;
     for (i = 0; i < 60; i++) {
@@ -1012,8 +975,7 @@ TEST(workspace_to_the_byte)
 
 /* At fixed chunk_tokens a rank's memory beyond the state of its queries does not grow with the
  * sequence, and is a few chunks. An f32 output holds the sums: the state is then m and l alone. */
-TEST(memory_is_a_few_chunks)
-{
+TEST(memory_is_a_few_chunks) {
     static const int64_t lengths[3] = { 32768, 65536, 131072 };
     int layout, i, f16;
     for (layout = RA_LAYOUT_CONTIGUOUS; layout <= RA_LAYOUT_STRIPED; layout++) {
@@ -1057,8 +1019,7 @@ TEST(memory_is_a_few_chunks)
 /* An allocator that counts, checks sizes on free, and fails the n-th call if asked. */
 typedef struct purse { int64_t calls, live, bytes, fail_at, wrong; } purse;
 
-static void *purse_alloc(void *ctx, size_t bytes, size_t align)
-{
+static void *purse_alloc(void *ctx, size_t bytes, size_t align) {
     purse *u = (purse *)ctx;
     uint8_t *raw, *at;
     if (++u->calls == u->fail_at) return NULL;
@@ -1071,8 +1032,7 @@ static void *purse_alloc(void *ctx, size_t bytes, size_t align)
     return at;
 }
 
-static void purse_free(void *ctx, void *ptr, size_t bytes)
-{
+static void purse_free(void *ctx, void *ptr, size_t bytes) {
     purse *u = (purse *)ctx;
     size_t was;
     void *raw;
@@ -1084,8 +1044,7 @@ static void purse_free(void *ctx, void *ptr, size_t bytes)
     free(raw);
 }
 
-static ra_allocator purse_allocator(purse *u)
-{
+static ra_allocator purse_allocator(purse *u) {
     ra_allocator a;
     memset(u, 0, sizeof *u);
     a.alloc = purse_alloc;
@@ -1095,8 +1054,7 @@ static ra_allocator purse_allocator(purse *u)
 }
 
 /* A plan's memory follows rows, also where a table has few at the end of a long sequence. */
-TEST(few_rows_far_away)
-{
+TEST(few_rows_far_away) {
     static const int layouts[2] = { RA_LAYOUT_RUNS, RA_LAYOUT_ARRAY };
     for (int i = 0; i < 2; i++) {
         static const int32_t counts[2] = { 1, 1 };
@@ -1136,8 +1094,7 @@ TEST(few_rows_far_away)
 typedef struct counted { world w; purse purses[4]; int64_t before[4], after[4]; } counted;
 
 /* A rank that notes what was allocated when its ring stood, and after its passes. */
-static ra_status counted_rank(ra_world *library_world, int rank, void *user)
-{
+static ra_status counted_rank(ra_world *library_world, int rank, void *user) {
     counted *c = (counted *)user;
     seat *e = &c->w.seats[rank];
     ra_allocator a = purse_allocator(&c->purses[rank]);
@@ -1162,8 +1119,7 @@ static ra_status counted_rank(ra_world *library_world, int rank, void *user)
 
 /* After ra_ring_create nothing allocates, neither from the allocator nor from malloc; with an
  * allocator plan and ring never touch malloc; all of it is given back, in its right size. */
-TEST(nothing_allocates_in_a_pass)
-{
+TEST(nothing_allocates_in_a_pass) {
     static counted c;
     problem p;
     setup s;
@@ -1203,8 +1159,7 @@ TEST(nothing_allocates_in_a_pass)
 }
 
 /* The allocator failing at its n-th call, for every n: RA_E_NOMEM and nothing kept. */
-TEST(every_allocation_may_fail)
-{
+TEST(every_allocation_may_fail) {
     problem p;
     setup s;
     ra_desc d;
@@ -1255,7 +1210,6 @@ static const h_test tests[] = {
     ENTRY(every_allocation_may_fail)
 };
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     return hook_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

@@ -20,8 +20,7 @@ static int refusal_count, scope;
 static int64_t produced[64];           /* by -status */
 
 /* The sentence without its numbers: what remains belongs to the check. */
-static void form_of(const char *text, char *form)
-{
+static void form_of(const char *text, char *form) {
     size_t n = 0;
     for (; *text; text++) {
         int digit = *text >= '0' && *text <= '9';
@@ -33,8 +32,7 @@ static void form_of(const char *text, char *form)
 }
 
 /* Checks the form of a refusal. Ranges have two ends, so two sentences may share RA_E_RANGE. */
-static void record(const ra_error *e, ra_status status)
-{
+static void record(const ra_error *e, ra_status status) {
     char form[RA_TEXT_BYTES];
     int other = -1;
     CHECK_EQ(e->status, status);
@@ -63,8 +61,7 @@ static void record(const ra_error *e, ra_status status)
 /* got is what a call returned and e what it filled in. value: a number that the sentence must
  * contain; 0: none. */
 static void refused(ra_status got, const ra_error *e, ra_status status, const char *field,
-                    int64_t value)
-{
+                    int64_t value) {
     char number[32];
     int ok = CHECK_EQ(got, status);
     if (!ok || strcmp(e->field, field)) {
@@ -90,8 +87,7 @@ static int64_t docs[MANY], lengths[MANY], rows[MANY];
 static int32_t counts[MANY];
 static ra_run runs[MANY];
 
-static void base_desc(ra_desc *d, int base)
-{
+static void base_desc(ra_desc *d, int base) {
     memset(d, 0, sizeof *d);
     d->q_heads = 4;
     d->kv_heads = 2;
@@ -147,8 +143,7 @@ typedef struct row {                   /* one field of one base set to one value
     const char *field;                 /* null: in words of the offset, see name */
 } row;
 
-static void set_field(void *base, size_t at, int kind, int64_t value)
-{
+static void set_field(void *base, size_t at, int kind, int64_t value) {
     uint8_t *p = (uint8_t *)base + at;
     int32_t narrow = (int32_t)value;
     float real = (float)value;
@@ -278,8 +273,7 @@ static const row desc_rows[] = {
 };
 
 /* The same answer from everything that takes a descriptor, and nothing is made. */
-static void refuse_desc(const ra_desc *bad, int status, const char *field, int64_t value)
-{
+static void refuse_desc(const ra_desc *bad, int status, const char *field, int64_t value) {
     ra_desc d = *bad, out;
     ra_error e[2];
     ra_plan *plan = (ra_plan *)(void *)longs;
@@ -302,8 +296,7 @@ static void refuse_desc(const ra_desc *bad, int status, const char *field, int64
     CHECK_EQ(ra_ring_once(&d, NULL, NULL, RA_NO_DEADLINE) < 0, 1);
 }
 
-TEST(desc_fields)
-{
+TEST(desc_fields) {
     ra_desc d, out;
     scope = IN_DESC;
     for (int b = 0; b < BASES; b++) {
@@ -328,8 +321,7 @@ TEST(desc_fields)
 }
 
 /* An engine's dtype that the library lacks: the sentence lists those that there are. */
-TEST(dtypes_of_an_engine)
-{
+TEST(dtypes_of_an_engine) {
     static const char *const names[] = { "RA_F32", "RA_F16", "RA_BF16", "RA_Q8_0" };
     for (int32_t dtype = 0; dtype <= 12; dtype += 12) {
         ra_error why;
@@ -344,8 +336,7 @@ TEST(dtypes_of_an_engine)
 }
 
 /* What no single field shows: contents of arrays, and sums. */
-TEST(desc_contents)
-{
+TEST(desc_contents) {
     static int64_t first[3], of[2], many[4];
     static int32_t weight[4];
     ra_desc d;
@@ -392,8 +383,7 @@ TEST(desc_contents)
     refuse_desc(&d, RA_E_OVERFLOW, "tokens", TOP - 1);
 }
 
-TEST(desc_runs)
-{
+TEST(desc_runs) {
     static int32_t count[4];
     static ra_run run[5];
     ra_desc d;
@@ -437,8 +427,7 @@ TEST(desc_runs)
     refuse_desc(&d, RA_E_POSITIONS, "kv_tokens", 3);
 }
 
-TEST(desc_floats)
-{
+TEST(desc_floats) {
     const float bad[3] = { NAN, INFINITY, -INFINITY };
     ra_desc d;
     for (int i = 0; i < 3; i++) {
@@ -452,8 +441,7 @@ TEST(desc_floats)
 }
 
 /* Rates are all 0 or all there. */
-TEST(desc_rates)
-{
+TEST(desc_rates) {
     static const double bad[5][3] = { { 0, 1, 0 }, { 1, 0, 0 }, { 0, 0, 1 }, { 1, 1, -1 },
                                       { -1, 1, 1 } };
     for (int i = 0; i < 5 + 6; i++) {
@@ -470,8 +458,7 @@ TEST(desc_rates)
 }
 
 /* A resolved descriptor means what the given one means. */
-TEST(desc_resolved)
-{
+TEST(desc_resolved) {
     for (int b = 0; b < BASES; b++) {
         ra_desc d, once, twice;
         ra_plan *plan[2] = { NULL, NULL };
@@ -493,8 +480,7 @@ TEST(desc_resolved)
     }
 }
 
-TEST(blocks_of_q8_0)
-{
+TEST(blocks_of_q8_0) {
     ra_desc d;
     base_desc(&d, ONE);
     d.k_dtype = RA_Q8_0;
@@ -515,8 +501,7 @@ TEST(blocks_of_q8_0)
     refuse_desc(&d, RA_E_ALIGN, "v_column", 8);
 }
 
-TEST(isa)
-{
+TEST(isa) {
     ra_desc d;
     int missing = 0;
     CHECK_EQ(ra_isa_available(RA_ISA_SCALAR), 1);
@@ -536,14 +521,12 @@ TEST(isa)
 
 /* -------------------------------------------------------------------------- ra_engine */
 
-static int stand_in_fold(void *ctx, const ra_block *block)
-{
+static int stand_in_fold(void *ctx, const ra_block *block) {
     (void)ctx, (void)block;
     return RA_OK;
 }
 
-TEST(engine)
-{
+TEST(engine) {
     static ra_engine engine;
     static const row engine_rows[] = {
         { 0, offsetof(ra_engine, size), I32, 0, RA_E_ABI, "engine.size" },
@@ -579,21 +562,18 @@ TEST(engine)
 /* -------------------------------------------------------------------------- ra_transport */
 
 static int stand_in_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
-                             size_t r_len, uint64_t tag, int64_t deadline_ns)
-{
+                             size_t r_len, uint64_t tag, int64_t deadline_ns) {
     (void)ctx, (void)to, (void)s, (void)s_len, (void)from, (void)r, (void)r_len, (void)tag;
     (void)deadline_ns;
     return RA_E_IO;
 }
 
-static int stand_in_ops(void *ctx, ra_transport_op *const *ops, int n)
-{
+static int stand_in_ops(void *ctx, ra_transport_op *const *ops, int n) {
     (void)ctx, (void)ops, (void)n;
     return RA_E_IO;
 }
 
-static int stand_in_reg(void *ctx, void *p, size_t n, void **mr)
-{
+static int stand_in_reg(void *ctx, void *p, size_t n, void **mr) {
     (void)ctx, (void)p, (void)n, (void)mr;
     return RA_E_IO;
 }
@@ -604,8 +584,7 @@ static int stand_in_quiesce(void *ctx, int64_t until) { (void)ctx, (void)until; 
 static int stand_in_release(void *ctx, ra_transport_op *op) { (void)ctx, (void)op; return RA_OK; }
 
 /* level 0, 1, or 2: all that there is but wait */
-static void base_transport(ra_transport *t, int level)
-{
+static void base_transport(ra_transport *t, int level) {
     memset(t, 0, sizeof *t);
     t->size = sizeof *t;
     t->abi = RA_TRANSPORT_ABI;
@@ -652,8 +631,7 @@ static const row transport_rows[] = {
     { 0, T(max_msg), I64, 100, RA_E_TRANSPORT, "transport.max_msg" },
 };
 
-static ra_plan *plan_of(int base, int rank)
-{
+static ra_plan *plan_of(int base, int rank) {
     ra_plan *plan = NULL;
     ra_desc d;
     base_desc(&d, base);
@@ -663,8 +641,7 @@ static ra_plan *plan_of(int base, int rank)
 }
 
 static void refuse_ring(const ra_plan *plan, const ra_transport *t, const ra_ring_desc *rd,
-                        int status, const char *field, int64_t value)
-{
+                        int status, const char *field, int64_t value) {
     ra_ring *ring = (ra_ring *)(void *)longs;
     ra_ring_desc copy = *rd;
     small_heap heap;
@@ -681,8 +658,7 @@ static void refuse_ring(const ra_plan *plan, const ra_transport *t, const ra_rin
     CHECK_EQ(ra_ring_create(&ring, plan, t, &copy), status);
 }
 
-TEST(transport)
-{
+TEST(transport) {
     ra_plan *plan = plan_of(FOUR, 1);
     ra_ring_desc rd;
     ra_transport t;
@@ -723,8 +699,7 @@ static const row ring_rows[] = {
     { 0, R(workspace_bytes), I64, 64, RA_E_WORKSPACE, "ring.workspace_bytes" },
 };
 
-TEST(ring_desc)
-{
+TEST(ring_desc) {
     ra_plan *plan = plan_of(FOUR, 1);
     ra_plan_report rep;
     ra_ring_desc rd;
@@ -779,8 +754,7 @@ TEST(ring_desc)
 
 /* -------------------------------------------------------------------------- plan */
 
-TEST(plan_arguments)
-{
+TEST(plan_arguments) {
     ra_plan *plan = plan_of(FOUR, 1), *none = NULL;
     ra_plan_report rep;
     ra_allocator half;
@@ -825,8 +799,7 @@ TEST(plan_arguments)
     ra_plan_destroy(plan);
 }
 
-TEST(rates)
-{
+TEST(rates) {
     const double bad[4] = { 0, -1, (double)NAN, HUGE_VAL };
     ra_plan *plan = plan_of(FOUR, 1);
     ra_prediction out;
@@ -861,14 +834,12 @@ TEST(rates)
 
 /* -------------------------------------------------------------------------- world */
 
-static ra_status no_rank(ra_world *world, int rank, void *user)
-{
+static ra_status no_rank(ra_world *world, int rank, void *user) {
     (void)world, (void)rank, (void)user;
     return RA_OK;
 }
 
-TEST(world)
-{
+TEST(world) {
     static const row world_rows[] = {
         { 0, offsetof(ra_world_desc, ranks), I32, 0, RA_E_UNSET, "ranks" },
         { 0, offsetof(ra_world_desc, ranks), I32, -2, RA_E_RANGE, "ranks" },
@@ -939,8 +910,7 @@ static const row model_rows[] = {
     { 1, H(block_tokens), I64, -1, RA_E_RANGE, "hw.block_tokens" },
 };
 
-static void refuse_real(size_t at, double value, int status, const char *field)
-{
+static void refuse_real(size_t at, double value, int status, const char *field) {
     ra_hardware hw;
     ra_model m;
     ra_estimate_result out;
@@ -956,8 +926,7 @@ static void refuse_real(size_t at, double value, int status, const char *field)
     refused(ra_estimate(&hw, &m, &out), &e, status, field, 0);
 }
 
-TEST(estimate)
-{
+TEST(estimate) {
     static const size_t reals[4] = { H(flops_per_s), H(memory_bytes), H(link_bytes_per_s),
                                      H(link_latency_s) };
     static const char *const names[4] = { "hw.flops_per_s", "hw.memory_bytes",
@@ -1008,8 +977,7 @@ TEST(estimate)
 static uint8_t *pool;                  /* POOL bytes: whatever a small call reads */
 static uint8_t *out_pool;              /* whatever it writes */
 
-static void base_tensors(ra_tensors *t, int base)
-{
+static void base_tensors(ra_tensors *t, int base) {
     memset(t, 0, sizeof *t);
     t->q.data = pool;
     t->k.data = pool;
@@ -1023,8 +991,7 @@ static void base_tensors(ra_tensors *t, int base)
 }
 
 static ra_plan *ring_plan;             /* of the ring that refuses */
-static ra_ring *make_base_ring(int base)
-{
+static ra_ring *make_base_ring(int base) {
     ra_transport t;
     ra_ring *ring = NULL;
     base_transport(&t, 1);
@@ -1035,8 +1002,7 @@ static ra_ring *make_base_ring(int base)
 
 /* A refused begin leaves the ring idle and says why, also through ra_join and ra_forward. */
 static void refuse_begin(ra_ring *ring, const ra_tensors *t, int status, const char *field,
-                         int64_t value)
-{
+                         int64_t value) {
     static uint64_t ticket = 10;
     ra_ring_counters c;
     ra_failure f;
@@ -1087,8 +1053,7 @@ static const row tensor_rows[] = {
     { ARRAY, X(q_pos.batch_step), I64, -3, RA_E_STRIDE, "t.q_pos.batch_step" },
 };
 
-TEST(tensors)
-{
+TEST(tensors) {
     scope = IN_TENSORS;
     for (int base = 0; base < BASES; base++) {
         ra_ring *ring = make_base_ring(base);
@@ -1108,8 +1073,7 @@ TEST(tensors)
     }
 }
 
-TEST(tensor_alignment)
-{
+TEST(tensor_alignment) {
     static const char *const names[5] = { "t.q", "t.k", "t.v", "t.o", "t.lse" };
     ra_ring *ring = make_base_ring(ONE);
     scope = IN_TENSORS;
@@ -1127,8 +1091,7 @@ TEST(tensor_alignment)
     ra_plan_destroy(ring_plan);
 }
 
-TEST(tensor_scores)
-{
+TEST(tensor_scores) {
     ra_desc d;
     ra_ring *ring = NULL;
     ra_tensors t;
@@ -1162,8 +1125,7 @@ TEST(tensor_scores)
 }
 
 /* Positions known to their owner alone, against mask and range. */
-TEST(tensor_positions)
-{
+TEST(tensor_positions) {
     static int32_t cells[75];
     ra_desc d;
     ra_tensors t;
@@ -1195,8 +1157,7 @@ TEST(tensor_positions)
 
 /* -------------------------------------------------------------------------- jobs */
 
-TEST(jobs)
-{
+TEST(jobs) {
     ra_ring *ring = make_base_ring(ONE);
     ra_plan *other = plan_of(FOUR, 1), *large = NULL;
     const ra_error *e = ra_ring_error(ring);
@@ -1253,8 +1214,7 @@ TEST(jobs)
     ra_plan_destroy(large);
 }
 
-TEST(order_of_calls)
-{
+TEST(order_of_calls) {
     ra_ring *ring = make_base_ring(ONE);
     ra_ring_counters c;
     ra_tensors t;
@@ -1286,8 +1246,7 @@ TEST(order_of_calls)
 }
 
 /* A ring whose pass failed takes no other, and says what happened to it. */
-TEST(failed_ring)
-{
+TEST(failed_ring) {
     ra_plan *plan = plan_of(FOUR, 0);
     ra_ring *ring = NULL;
     ra_transport net;
@@ -1312,8 +1271,7 @@ TEST(failed_ring)
 
 /* -------------------------------------------------------------------------- one rank */
 
-TEST(attention)
-{
+TEST(attention) {
     ra_desc d;
     ra_tensors t;
     ra_error e;
@@ -1365,8 +1323,7 @@ TEST(attention)
 }
 
 /* Sequences of different lengths without lengths of keys: the same as tokens_of (+ q_offset). */
-TEST(attention_lengths)
-{
+TEST(attention_lengths) {
     ra_desc d;
     ra_tensors t;
     ra_error e;
@@ -1386,8 +1343,7 @@ TEST(attention_lengths)
     free(ws);
 }
 
-TEST(attention_positions)
-{
+TEST(attention_positions) {
     static ra_run list[2];
     static int32_t cells[300];
     ra_positions *of[2];
@@ -1453,15 +1409,13 @@ TEST(attention_positions)
     free(ws);
 }
 
-static int simple(const int *a, float scale)
-{
+static int simple(const int *a, float scale) {
     const float *in = (const float *)(void *)pool;
     return ra_attention_simple((float *)(void *)out_pool, in, in, in, a[0], a[1], a[2], a[3], a[4],
                                scale, a[5], a[6]);
 }
 
-TEST(attention_simple)
-{
+TEST(attention_simple) {
     static const int good[7] = { 4, 8, 4, 2, 16, 0, 4 };
     static const struct { int at, value, status; } bad[] = {
         { 0, -1, RA_E_RANGE }, { 1, -8, RA_E_RANGE },
@@ -1490,8 +1444,7 @@ TEST(attention_simple)
     CHECK_EQ(ra_attention_simple(out, in, in, NULL, 1, 1, 1, 1, 8, 0, 0, 0), RA_E_NULL);
 }
 
-TEST(states)
-{
+TEST(states) {
     ra_desc d;
     ra_tensors t;
     ra_state s, bad;
@@ -1544,8 +1497,7 @@ TEST(states)
 
 static int64_t plan_refusals, ring_refusals, world_refusals;
 
-static void fail_plan(int base)
-{
+static void fail_plan(int base) {
     for (int64_t n = 1; ; n++) {
         small_heap heap;
         ra_allocator a = small_heap_allocator(&heap);
@@ -1573,8 +1525,7 @@ static void fail_plan(int base)
     }
 }
 
-static void fail_ring(int base, int own_workspace)
-{
+static void fail_ring(int base, int own_workspace) {
     ra_plan *plan = plan_of(base, 0);
     ra_plan_report rep;
     uint8_t *room;
@@ -1614,8 +1565,7 @@ static void fail_ring(int base, int own_workspace)
     ra_plan_destroy(plan);
 }
 
-TEST(allocations)
-{
+TEST(allocations) {
     scope = IN_PLAN;
     for (int base = 0; base < BASES; base++) {
         fail_plan(base);
@@ -1651,8 +1601,7 @@ TEST(allocations)
 }
 
 /* Nothing allocates between the making of a ring and its end. */
-TEST(no_allocation_in_a_pass)
-{
+TEST(no_allocation_in_a_pass) {
     ra_plan *plan = plan_of(ONE, 0);
     small_heap heap;
     ra_ring_desc rd;
@@ -1677,8 +1626,7 @@ TEST(no_allocation_in_a_pass)
  * Pointers are null or valid: arrays have MANY entries, so counts are small or out of range, and
  * strides are small or absurd. What is accepted is small enough to be run. */
 
-static int64_t some_number(void)
-{
+static int64_t some_number(void) {
     static const int64_t odd[] = { 0, 1, -1, 2, 3, 4, 63, 64, 65, 127, 300, 1024, 1025, 4096, 4097,
                                    INT32_MAX, INT32_MIN, RA_MAX_POSITION, INT64_MAX, INT64_MIN };
     if (small_chance(50)) return odd[small_rand(sizeof odd / sizeof odd[0])];
@@ -1686,8 +1634,7 @@ static int64_t some_number(void)
     return (int64_t)(((uint64_t)small_rand(UINT32_MAX) << 32) | small_rand(UINT32_MAX));
 }
 
-static float some_float(void)
-{
+static float some_float(void) {
     uint32_t bits = small_rand(UINT32_MAX);
     float x;
     if (small_chance(40)) return 0;
@@ -1697,16 +1644,14 @@ static float some_float(void)
 }
 
 /* Keeps a count where it is refused, or small. */
-static int64_t small_or_absurd(int64_t value, int64_t most, int64_t absurd)
-{
+static int64_t small_or_absurd(int64_t value, int64_t most, int64_t absurd) {
     if (value < 0 || value > absurd) return value;
     return value > most ? value % (most + 1) : value;
 }
 
 static const void *null_or(const void *p) { return small_chance(50) ? p : NULL; }
 
-static void random_arrays(void)
-{
+static void random_arrays(void) {
     static const int32_t small_values[8] = { 0, 1, 2, 3, -1, 64, 5, 7 };
     int wild = small_chance(30);
     for (int i = 0; i < MANY; i++) {
@@ -1721,8 +1666,7 @@ static void random_arrays(void)
 static ra_run run_table[3 * MANY];
 static int32_t run_counts[MANY];
 
-static void random_table(void)
-{
+static void random_table(void) {
     int64_t at = 0;
     for (int i = 0; i < MANY; i++) run_counts[i] = small_chance(99) ? (int32_t)small_rand(3) : -1;
     for (int i = 0; i < 200; i++) {
@@ -1733,8 +1677,7 @@ static void random_table(void)
     }
 }
 
-static void random_fields(ra_desc *d)
-{
+static void random_fields(ra_desc *d) {
     int32_t *narrow[] = { &d->sequences, &d->ranks, &d->rank, &d->q_heads, &d->kv_heads, &d->k_dim,
         &d->v_dim, &d->q_dtype, &d->k_dtype, &d->v_dtype, &d->o_dtype, &d->v_in_k, &d->v_column,
         &d->scores, &d->chunk_tokens, &d->buffers, &d->order, &d->threads, &d->isa,
@@ -1751,8 +1694,7 @@ static void random_fields(ra_desc *d)
     if (small_chance(chance)) d->softcap = some_float();
 }
 
-static void random_desc(ra_desc *d)
-{
+static void random_desc(ra_desc *d) {
     int chance = small_chance(60) ? 0 : small_chance(60) ? 4 : 40;
     base_desc(d, small_range(0, BASES - 1));
     random_arrays();
@@ -1785,14 +1727,12 @@ static void random_desc(ra_desc *d)
     d->mask.interval_count = small_or_absurd(d->mask.interval_count, MANY, RA_MAX_POSITION);
 }
 
-static int64_t small_stride(void)
-{
+static int64_t small_stride(void) {
     int64_t x = small_chance(50) ? 0 : small_chance(90) ? 4 * small_range(0, 128) : some_number();
     return small_or_absurd(x, 512, (int64_t)1 << 54);
 }
 
-static void random_positions(ra_positions *p)
-{
+static void random_positions(ra_positions *p) {
     if (small_chance(70)) return;
     p->array = (const int32_t *)null_or(ints);
     p->runs = small_chance(30) ? run_table : NULL;
@@ -1802,8 +1742,7 @@ static void random_positions(ra_positions *p)
     if (p->count > MANY / 16 || p->batch_step > MANY / 16) p->array = NULL;
 }
 
-static void random_tensors(ra_tensors *t, const ra_desc *d)
-{
+static void random_tensors(ra_tensors *t, const ra_desc *d) {
     ra_in *in[3];
     ra_out *out[2];
     memset(t, 0, sizeof *t);
@@ -1838,8 +1777,7 @@ static void random_tensors(ra_tensors *t, const ra_desc *d)
 
 /* Strides of 2^54 and more overflow, for nothing that is accepted has fewer than a few rows: but a
  * single row may have any stride, and nothing is read there. */
-static void random_call(const ra_desc *given, int64_t *ran)
-{
+static void random_call(const ra_desc *given, int64_t *ran) {
     ra_desc d = *given;
     ra_tensors t;
     int nth = small_range(1, 3), ok = 1;
@@ -1862,8 +1800,7 @@ static void random_call(const ra_desc *given, int64_t *ran)
     free(ws);
 }
 
-static void random_transport(ra_transport *t)
-{
+static void random_transport(ra_transport *t) {
     base_transport(t, small_range(0, 2));
     if (small_chance(10)) t->size = small_rand(400);
     if (small_chance(5)) t->abi = small_rand(3);
@@ -1883,8 +1820,7 @@ static void random_transport(ra_transport *t)
     if (small_chance(20)) t->quiesce = NULL;
 }
 
-static void random_ring(const ra_plan *plan, small_heap *heap, int64_t *made)
-{
+static void random_ring(const ra_plan *plan, small_heap *heap, int64_t *made) {
     ra_ring_desc rd;
     ra_transport t;
     ra_ring *ring = NULL;
@@ -1911,8 +1847,7 @@ static void random_ring(const ra_plan *plan, small_heap *heap, int64_t *made)
     CHECK(heap->wrong == 0);
 }
 
-TEST(random_bytes)
-{
+TEST(random_bytes) {
     int64_t cases = h_run.large ? 1000000 : 25000, accepted = 0, ran = 0, made = 0;
     for (int64_t i = 0; i < cases; i++) {
         h_rng rng;
@@ -1959,8 +1894,7 @@ TEST(random_bytes)
 
 /* Strides that fit each dimension beside its neighbour, but not all of them together; strides in
  * elements where bytes are meant; an output in the memory of an input. */
-TEST(strides_together)
-{
+TEST(strides_together) {
     static float q[4096], o[4096];
     ra_error e;
     ra_desc d;
@@ -1992,8 +1926,7 @@ TEST(strides_together)
 }
 
 /* A thread that brings a ticket late learns how that pass ended, not how a later one did. */
-TEST(late_tickets)
-{
+TEST(late_tickets) {
     static float q[64 * 16], o[64 * 16];
     ra_plan *plan = NULL;
     ra_ring *ring = NULL;
@@ -2035,8 +1968,7 @@ TEST(late_tickets)
     ra_plan_destroy(plan);
 }
 
-TEST(every_refusal)
-{
+TEST(every_refusal) {
     static const int statuses[] = {
         RA_E_NULL, RA_E_UNSET, RA_E_RANGE, RA_E_ENUM, RA_E_OVERFLOW, RA_E_SHAPE, RA_E_STRIDE,
         RA_E_ALIGN, RA_E_POSITIONS, RA_E_UNSUPPORTED, RA_E_ISA, RA_E_WORKSPACE, RA_E_NOMEM,
@@ -2073,8 +2005,7 @@ TEST(every_refusal)
     printf("%d pairs of status and field\n", refusal_count);
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(desc_fields), ENTRY(dtypes_of_an_engine), ENTRY(desc_contents), ENTRY(desc_runs),
         ENTRY(desc_floats), ENTRY(desc_rates), ENTRY(desc_resolved), ENTRY(blocks_of_q8_0),

@@ -46,16 +46,14 @@ static int64_t world_clock(void *ctx) { return ((sim *)ctx)->now; }
 
 /* -------------------------------------------------------------------------- worlds */
 
-static void random_net(net_config *c, int ranks)
-{
+static void random_net(net_config *c, int ranks) {
     small_net(c, ranks);
     c->max_ops = small_chance(40) ? 0 : (uint32_t)small_range(2, 40);
     small_net_limits(c);
 }
 
 /* A network for ranks that resume. */
-static void next_net(sim *w, int fault)
-{
+static void next_net(sim *w, int fault) {
     net_config c;
     random_net(&c, w->alive);
     c.any_peer = w->alive > 2 || small_chance(50);
@@ -73,8 +71,7 @@ static void next_net(sim *w, int fault)
     w->net->now = w->now;
 }
 
-static void make_ring(sim *w, int r)
-{
+static void make_ring(sim *w, int r) {
     seat *s = &w->seat[r];
     ra_ring_desc rd;
     ra_error error;
@@ -98,8 +95,7 @@ static void make_ring(sim *w, int r)
         printf("    refused: %s: %s\n", error.field, error.text);
 }
 
-static void describe(const sim *w)
-{
+static void describe(const sim *w) {
     const ra_desc *d = &w->problem[0].d;
     snprintf(h_run.context, sizeof h_run.context,
              "P %d passes %d threads %d | B %d T %lld keys %lld H %d/%d D %d/%d dtypes %d%d%d%d "
@@ -110,8 +106,7 @@ static void describe(const sim *w)
 }
 
 /* A problem of which AMX folds 8 blocks of a chunk at once and reads K where it came. */
-static void make_batches(small *s, int ranks, int threads)
-{
+static void make_batches(small *s, int ranks, int threads) {
     static const int shape[4] = { 8, 1, 32, 32 };      /* tasks of 2 query blocks share the keys */
     small_plain(s, ranks, 512 * ranks, shape);
     problem_dtypes(&s->p, RA_BF16, RA_BF16, RA_BF16, RA_F32);
@@ -125,8 +120,7 @@ static void make_batches(small *s, int ranks, int threads)
     small_desc(s);
 }
 
-static sim *make_world(int ranks, int passes, const net_config *c)
-{
+static sim *make_world(int ranks, int passes, const net_config *c) {
     sim *w = (sim *)calloc(1, sizeof *w);
     const int most = small_range(1, small_chance(70) ? 200 * ranks : 64 * ranks);
     if (!w) abort();
@@ -162,8 +156,7 @@ static sim *make_world(int ranks, int passes, const net_config *c)
     return w;
 }
 
-static void free_world(sim *w)
-{
+static void free_world(sim *w) {
     for (int r = 0; r < w->ranks; r++) {
         seat *s = &w->seat[r];
         small_heap_clear(&s->heap);
@@ -184,8 +177,7 @@ static void free_world(sim *w)
 /* What nothing disturbs: the same plans on ranks that are threads. */
 typedef struct fair { sim *w; int pass; } fair;
 
-static ra_status fair_rank(ra_world *threads, int rank, void *user)
-{
+static ra_status fair_rank(ra_world *threads, int rank, void *user) {
     fair *f = (fair *)user;
     ra_ring *ring = NULL;
     const ra_plan *plan = f->w->plan[f->pass][rank];
@@ -195,8 +187,7 @@ static ra_status fair_rank(ra_world *threads, int rank, void *user)
     return s;
 }
 
-static void make_wanted(sim *w)
-{
+static void make_wanted(sim *w) {
     for (int i = 0; i < w->passes && !w->wrong; i++) {
         fair f = { w, i };
         SOUND(w, ra_world_run(w->ranks, fair_rank, &f, NULL) == RA_OK);
@@ -206,14 +197,12 @@ static void make_wanted(sim *w)
 /* -------------------------------------------------------------------------- stepping */
 
 /* Where rank r is among those that the network joins. */
-static int place_of(const sim *w, int r)
-{
+static int place_of(const sim *w, int r) {
     for (int i = 0; i < w->net->c.ranks; i++) if (w->survivor[i] == r) return i;
     return -1;
 }
 
-static ra_status call(sim *w, int r, int ith)
-{
+static ra_status call(sim *w, int r, int ith) {
     seat *s = &w->seat[r];
     ra_job job;
     ra_status st;
@@ -230,8 +219,7 @@ static ra_status call(sim *w, int r, int ith)
     return RA_AGAIN;
 }
 
-static void step_world(sim *w)
-{
+static void step_world(sim *w) {
     const int r = w->survivor[small_range(0, w->net->c.ranks - 1)];
     seat *s = &w->seat[r];
     ra_status st;
@@ -256,8 +244,7 @@ static void step_world(sim *w)
     s->over = ++s->ran == w->passes;
 }
 
-static int running(const sim *w)
-{
+static int running(const sim *w) {
     for (int i = 0; i < w->net->c.ranks; i++) {
         const seat *s = &w->seat[w->survivor[i]];
         if (!s->over && !s->dead) return 1;
@@ -266,8 +253,7 @@ static int running(const sim *w)
 }
 
 /* Steps until all have ended; `victim` dies after `after` steps. */
-static void run_world(sim *w, int victim, int64_t after)
-{
+static void run_world(sim *w, int victim, int64_t after) {
     int64_t most = 3000000, begin = w->steps;
     w->idle = 0;
     while (running(w) && !w->wrong && !w->net->breaches && w->idle < STUCK && --most > 0) {
@@ -284,13 +270,11 @@ static void run_world(sim *w, int victim, int64_t after)
 
 /* -------------------------------------------------------------------------- resuming */
 
-static int may_fetch(const sim *w, int r)
-{
+static int may_fetch(const sim *w, int r) {
     return w->fetch == EVERYBODY || (w->fetch == SOME && r % 2 == 0);
 }
 
-static ra_status refetch(void *ctx, int64_t pass, int32_t rank, ra_tensors *t)
-{
+static ra_status refetch(void *ctx, int64_t pass, int32_t rank, ra_tensors *t) {
     seat *s = (seat *)ctx;
     sim *w = s->sim;
     int me = (int)(s - w->seat), i = (int)pass - 1;
@@ -309,14 +293,12 @@ static ra_status refetch(void *ctx, int64_t pass, int32_t rank, ra_tensors *t)
     return RA_OK;
 }
 
-static void spoil(view *v)
-{
+static void spoil(view *v) {
     if (v->mem) memset(v->mem, NET_POISON, v->bytes);
 }
 
 /* All that are left begin; the keys of passes that ended well may be gone. */
-static void begin_all(sim *w, int epoch, int odd)
-{
+static void begin_all(sim *w, int epoch, int odd) {
     int n = 0;
     for (int r = 0; r < w->ranks; r++) if (!w->seat[r].dead) w->survivor[n++] = r;
     for (int i = 0; i < n && !w->wrong; i++) {
@@ -350,16 +332,14 @@ static void begin_all(sim *w, int epoch, int odd)
     w->alive = n;
 }
 
-static int same_result(const rank_part *a, const rank_part *b)
-{
+static int same_result(const rank_part *a, const rank_part *b) {
     return a->o.bytes == b->o.bytes && a->lse.bytes == b->lse.bytes &&
            !memcmp(a->o.mem, b->o.mem, a->o.bytes) &&
            (!a->lse.mem || !memcmp(a->lse.mem, b->lse.mem, a->lse.bytes));
 }
 
 /* Every tile of the pass was counted once. */
-static void check_tiles(sim *w, int r, int pass)
-{
+static void check_tiles(sim *w, int r, int pass) {
     const ra_pass_figures *all;
     ra_plan_report p;
     ra_ring_counters c;
@@ -373,8 +353,7 @@ static void check_tiles(sim *w, int r, int pass)
 /* Survivor i has counted every chunk that it sent and received over the network on which it
  * resumed, and nothing else. A rank that was a pass ahead begins with the figures of the pass that
  * it had done, which are the plan's. */
-static void check_messages(sim *w, int i)
-{
+static void check_messages(sim *w, int i) {
     const int r = w->survivor[i];
     const seat *s = &w->seat[r];
     const int64_t *moved = w->net->rank[i].messages;
@@ -393,8 +372,7 @@ static void check_messages(sim *w, int i)
 }
 
 /* A rank whose pass has been resumed: it is the pass that it would have been. */
-static int64_t check_resumed(sim *w, int r)
-{
+static int64_t check_resumed(sim *w, int r) {
     seat *s = &w->seat[r];
     ra_resumed n;
     ra_job job;
@@ -416,8 +394,7 @@ static int64_t check_resumed(sim *w, int r)
 }
 
 /* All ended well, on the same pass, or all say the same. 1: well. */
-static int check_ends(sim *w)
-{
+static int check_ends(sim *w) {
     ra_failure first, f;
     int64_t pass = -1;
     int well = 0;
@@ -448,8 +425,7 @@ static int check_ends(sim *w)
     return well > 0;
 }
 
-static void close_world(sim *w)
-{
+static void close_world(sim *w) {
     for (int r = 0; r < w->ranks; r++) {
         seat *s = &w->seat[r];
         ra_status st;
@@ -466,8 +442,7 @@ static void close_world(sim *w)
 }
 
 /* What a dead rank had, and what a network had lent, is gone. */
-static void forget(sim *w, int victim)
-{
+static void forget(sim *w, int victim) {
     for (int i = 0; i < w->passes; i++) {
         spoil(&w->seat[victim].part[i].k);
         spoil(&w->seat[victim].part[i].v);
@@ -481,8 +456,7 @@ static void forget(sim *w, int victim)
 
 /* One attempt after another, each with perhaps another death or a fault in the way; at last one
  * that nothing disturbs, and if keys were lost in it, one that can fetch everything. */
-static void resume_until_done(sim *w)
-{
+static void resume_until_done(sim *w) {
     int epoch = small_range(1, 3), last = 0;
     for (int a = 0; a < ATTEMPTS && !last && !w->wrong; a++) {
         int fault = a < ATTEMPTS - 2 && small_chance(30);
@@ -513,8 +487,7 @@ static void resume_until_done(sim *w)
     }
 }
 
-static void one_case(h_rng rng, int lend)
-{
+static void one_case(h_rng rng, int lend) {
     net_config c;
     sim *w;
     int ranks, victim, passes;
@@ -544,8 +517,7 @@ static void one_case(h_rng rng, int lend)
     free_world(w);
 }
 
-static void run_cases(int64_t n, int lend)
-{
+static void run_cases(int64_t n, int lend) {
     for (int64_t i = 0; i < n; i++) {
         if (!h_case(i)) continue;
         one_case(h_case_rng(i), lend);
@@ -567,8 +539,7 @@ TEST(deaths) { run_cases(h_run.large ? 20000 : 300, 0); }
 TEST(lent) { run_cases(h_run.large ? 5000 : 160, 1); }
 
 /* A task that stopped within a batch of lent memory folds its blocks anew and counts them once. */
-TEST(lent_batches)
-{
+TEST(lent_batches) {
     if (!ra_isa_available(RA_ISA_AMX)) {
         h_run.skipped = 1;
         return;
@@ -581,8 +552,7 @@ TEST(lent_batches)
 /* -------------------------------------------------------------------------- one thing at a time */
 
 /* A world of one pass in which rank `victim` has died after some steps. */
-static sim *after_a_death(uint64_t seed, int ranks, int victim, int64_t after)
-{
+static sim *after_a_death(uint64_t seed, int ranks, int victim, int64_t after) {
     net_config c;
     sim *w;
     small_seed(seed);
@@ -597,8 +567,7 @@ static sim *after_a_death(uint64_t seed, int ranks, int victim, int64_t after)
 }
 
 /* One rank brings another epoch: nobody goes on; then all bring the same one. */
-TEST(epochs)
-{
+TEST(epochs) {
     for (int64_t i = 0; i < 40; i++) {
         sim *w;
         if (!h_case(i)) continue;
@@ -618,8 +587,7 @@ TEST(epochs)
 }
 
 /* Each of these has one thing wrong; good is right. */
-static void refuse_each(ra_ring *ring, const ra_resume_desc *good)
-{
+static void refuse_each(ra_ring *ring, const ra_resume_desc *good) {
     static const int32_t all[3] = { 0, 1, 2 }, down[3] = { 2, 1, 0 }, wide[3] = { 0, 1, 9 };
     static const int32_t short_list[2] = { 0, 2 };
     ra_transport tp = *good->transport;
@@ -661,8 +629,7 @@ static void refuse_each(ra_ring *ring, const ra_resume_desc *good)
 }
 
 /* What is wrong with a call is refused, by name, and the ring resumes all the same. */
-TEST(refusals)
-{
+TEST(refusals) {
     sim *w = after_a_death(7, 4, 3, 40);
     ra_ring *ring = w->seat[1].ring;
     ra_resume_desc good, rd;
@@ -713,8 +680,7 @@ TEST(refusals)
 }
 
 /* A ring that has begun no pass, and a ring of one. */
-TEST(nothing_to_resume)
-{
+TEST(nothing_to_resume) {
     ra_desc d = ra_desc_make(1, 1, 8, RA_F32, RA_MASK_CAUSAL);
     net_config c;
     net *n;
@@ -740,8 +706,7 @@ TEST(nothing_to_resume)
 }
 
 /* A transport that cannot promise to leave the buffers alone. */
-TEST(unsafe)
-{
+TEST(unsafe) {
     sim *w = after_a_death(11, 2, 1, 0);
     ra_resume_desc rd;
     int32_t alive[1] = { 0 };
@@ -762,8 +727,7 @@ TEST(unsafe)
 }
 
 /* A world of three ranks that computes gradients. */
-static sim *with_gradients(h_rng rng)
-{
+static sim *with_gradients(h_rng rng) {
     net_config c;
     sim *w;
     small_seed(rng.state);
@@ -778,8 +742,7 @@ static sim *with_gradients(h_rng rng)
 }
 
 /* They are begun anew: every rank gets the same status. */
-TEST(backward)
-{
+TEST(backward) {
     for (int64_t i = 0; i < 30; i++) {
         sim *w;
         int failed = 0;
@@ -803,8 +766,7 @@ TEST(backward)
 }
 
 /* Gradients that are complete everywhere are no reason to begin anew, for one rank or more. */
-TEST(backward_is_complete)
-{
+TEST(backward_is_complete) {
     for (int64_t i = 0; i < 20; i++) {
         const int left = 1 + (int)(i % 3);
         sim *w;
@@ -829,8 +791,7 @@ TEST(backward_is_complete)
 /* An engine that fails leaves its state in the middle of a chunk, whatever else fails the pass. */
 typedef struct broken_engine { ra_ring *ring; int calls, fails, cancels; } broken_engine;
 
-static int broken_fold(void *ctx, const ra_block *b)
-{
+static int broken_fold(void *ctx, const ra_block *b) {
     broken_engine *e = (broken_engine *)ctx;
     for (int64_t i = 0; i < b->q_rows * b->desc->q_heads; i++) b->lse[i] = -INFINITY;
     if (++e->calls != e->fails) return 0;
@@ -838,8 +799,7 @@ static int broken_fold(void *ctx, const ra_block *b)
     return -77;
 }
 
-TEST(engines_that_failed)
-{
+TEST(engines_that_failed) {
     static float x[3][512][8], o[512][8];
     for (int i = 0; i < 12; i++) {
         ra_desc d = ra_desc_make(1, 1, 8, RA_F32, RA_MASK_CAUSAL);
@@ -890,8 +850,7 @@ TEST(engines_that_failed)
 /* -------------------------------------------------------------------------- the pure part */
 
 /* The order of sources, once more in other words. */
-static int want_source(const hook_reports *v, int64_t chunks, int64_t c, int to)
-{
+static int want_source(const hook_reports *v, int64_t chunks, int64_t c, int to) {
     const int owner = hook_chunk_owner(v->plan, c);
     int best = -1, rank = 99;
     for (int i = v->n - 1; i >= 0; i--) {
@@ -906,8 +865,7 @@ static int want_source(const hook_reports *v, int64_t chunks, int64_t c, int to)
     return best;
 }
 
-TEST(sources)
-{
+TEST(sources) {
     static uint8_t need[RANKS * 256], held[RANKS * 256];
     int64_t seen[2] = { 0, 0 };
     for (int64_t i = 0; i < (h_run.large ? 3000 : 300); i++) {
@@ -962,15 +920,13 @@ typedef struct party {
 } party;
 typedef struct guest { party *p; int rank, tiles; ra_status end; } guest;
 
-static void on_event(void *ctx, const ra_event *e)
-{
+static void on_event(void *ctx, const ra_event *e) {
     guest *g = (guest *)ctx;
     if (e->kind != RA_EV_TILE || g->rank != g->p->victim || ++g->tiles <= g->p->tiles) return;
     ra_ring_cancel(g->p->w->seat[g->rank].ring);
 }
 
-static void *attend(void *arg)
-{
+static void *attend(void *arg) {
     guest *g = (guest *)arg;
     party *p = g->p;
     seat *s = &p->w->seat[g->rank];
@@ -997,8 +953,7 @@ static void *attend(void *arg)
     return NULL;
 }
 
-static void one_party(h_rng rng)
-{
+static void one_party(h_rng rng) {
     net_config c;
     mail_desc m;
     guest g[RANKS];
@@ -1051,14 +1006,12 @@ static void one_party(h_rng rng)
     free_world(w);
 }
 
-TEST(threads)
-{
+TEST(threads) {
     for (int64_t i = 0; i < (h_run.large ? 400 : 25); i++)
         if (h_case(i)) one_party(h_case_rng(i));
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(sources), ENTRY(deaths), ENTRY(lent), ENTRY(lent_batches), ENTRY(epochs),
         ENTRY(refusals),

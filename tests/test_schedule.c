@@ -22,8 +22,7 @@ typedef struct shape {
     ra_run runs[256];
 } shape;
 
-static void shape_plain(shape *s, int64_t tokens, int ranks, int32_t layout, int32_t mask)
-{
+static void shape_plain(shape *s, int64_t tokens, int ranks, int32_t layout, int32_t mask) {
     memset(s, 0, sizeof *s);
     s->d.tokens = tokens;
     s->d.ranks = ranks;
@@ -38,16 +37,14 @@ static void shape_plain(shape *s, int64_t tokens, int ranks, int32_t layout, int
     s->d.error = &s->e;
 }
 
-static void shape_documents(shape *s, int64_t tokens)
-{
+static void shape_documents(shape *s, int64_t tokens) {
     int64_t p = 0, n = 0;
     while (p < s->d.tokens + s->d.q_offset && n < 256) { s->docs[n++] = p; p += tokens; }
     s->d.mask.doc_first = s->docs;
     s->d.mask.doc_count = n;
 }
 
-static void random_mask(shape *s, h_rng *r)
-{
+static void random_mask(shape *s, h_rng *r) {
     ra_mask *m = &s->d.mask;
     int i, w = (int)h_range(r, 1, 600);
     if (m->kind == RA_MASK_INTERVALS) {
@@ -69,8 +66,7 @@ static void random_mask(shape *s, h_rng *r)
 }
 
 /* Positions dealt out in pieces, some of them interleaved. */
-static void random_runs(shape *s, h_rng *r)
-{
+static void random_runs(shape *s, h_rng *r) {
     int64_t p = 0, step = h_one_in(r, 3) ? h_range(r, 2, 5) : 1;
     int n = 0, rank, left, i;
     while (p < s->d.tokens && n < 200) {
@@ -98,8 +94,7 @@ static void random_runs(shape *s, h_rng *r)
     s->d.layout.q_run_count = s->count;
 }
 
-static void random_shape(shape *s, h_rng *r, int32_t layout)
-{
+static void random_shape(shape *s, h_rng *r, int32_t layout) {
     int i, free = layout <= RA_LAYOUT_STRIPED;
     shape_plain(s, h_range(r, 1, h_one_in(r, 2) ? 2000 : 300), (int)h_range(r, 1, 9), layout,
                 (int32_t)h_range(r, RA_MASK_NONE, RA_MASK_INTERVALS));
@@ -127,8 +122,7 @@ static void random_shape(shape *s, h_rng *r, int32_t layout)
     if (layout == RA_LAYOUT_ARRAY) s->d.layout.q_rows = s->rows;
 }
 
-static ra_plan *plan_of(shape *s, int rank)
-{
+static ra_plan *plan_of(shape *s, int rank) {
     ra_plan *plan = NULL;
     s->d.rank = rank;
     if (!CHECK_EQ(ra_plan_create(&plan, &s->d, NULL), RA_OK))
@@ -138,8 +132,7 @@ static ra_plan *plan_of(shape *s, int rank)
 
 /* -------------------------------------------------------------------------- geometry */
 /* Bounds and pairs by formula against every row, for positions even and odd. */
-TEST(bounds_and_pairs_of_rows)
-{
+TEST(bounds_and_pairs_of_rows) {
     static shape s;
     int64_t i;
     for (i = 0; i < (h_run.large ? 200000 : 8000); i++) {
@@ -172,16 +165,14 @@ TEST(bounds_and_pairs_of_rows)
 }
 
 /* -------------------------------------------------------------------------- needs and tiles */
-static ra__bounds bounds_of(const ra_plan *p, int32_t b, const ra__seg *rows)
-{
+static ra__bounds bounds_of(const ra_plan *p, int32_t b, const ra__seg *rows) {
     ra__bounds none;
     memset(&none, 0, sizeof none);
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) return none;
     return ra__rows_fill(&p->d.mask, ra__key_end(&p->d, b, 0), rows, NULL, NULL);
 }
 
-static int class_of(const ra_plan *p, const ra__seg *keys, const ra__bounds *b)
-{
+static int class_of(const ra_plan *p, const ra__seg *keys, const ra__bounds *b) {
     int64_t first, last;
     if (p->d.layout.kind == RA_LAYOUT_ARRAY) return RA__PARTIAL;
     ra__seg_span(keys, NULL, &first, &last);
@@ -189,8 +180,7 @@ static int class_of(const ra_plan *p, const ra__seg *keys, const ra__bounds *b)
 }
 
 /* Whether rows of `stay` see keys of `go` (queries = 0), or rows of `go` keys of `stay`. */
-static int meets(const ra_plan *p, int32_t b, const ra__seg *stay, const ra__seg *go, int queries)
-{
+static int meets(const ra_plan *p, int32_t b, const ra__seg *stay, const ra__seg *go, int queries) {
     const ra__seg *rows = queries ? go : stay, *keys = queries ? stay : go;
     int64_t i, n = (rows->rows + 63) / 64;
     for (i = 0; i < n; i++) {
@@ -201,8 +191,7 @@ static int meets(const ra_plan *p, int32_t b, const ra__seg *stay, const ra__seg
     return 0;
 }
 
-static void check_needs(const ra_plan *p, const ra__travel *t, int queries)
-{
+static void check_needs(const ra_plan *p, const ra__travel *t, int queries) {
     int64_t c, i;
     int rank;
     for (c = 0; c < t->chunks; c++) for (rank = 0; rank < p->d.ranks; rank++) {
@@ -224,8 +213,7 @@ static void check_needs(const ra_plan *p, const ra__travel *t, int queries)
 }
 
 /* Tiles of a rank's rows, and its seconds a chunk as tiles that are not empty times rows. */
-static void slow_tiles(const ra_plan *p, int rank, int64_t tally[3], double *weight)
-{
+static void slow_tiles(const ra_plan *p, int rank, int64_t tally[3], double *weight) {
     int32_t b, part;
     int64_t i, j, k, c;
     ra__side side = ra__plan_side(p, 0, rank);
@@ -248,8 +236,7 @@ static void slow_tiles(const ra_plan *p, int rank, int64_t tally[3], double *wei
 }
 
 /* Who needs what, the tiles of every rank, and what predictions count, against block by block. */
-TEST(needs_and_tiles_by_blocks)
-{
+TEST(needs_and_tiles_by_blocks) {
     static shape s;
     int64_t i;
     for (i = 0; i < (h_run.large ? 3000 : 250); i++) {
@@ -282,8 +269,7 @@ TEST(needs_and_tiles_by_blocks)
 }
 
 /* -------------------------------------------------------------------------- steps */
-static int64_t steps_of(const ra_plan *p, int back)
-{
+static int64_t steps_of(const ra_plan *p, int back) {
     ra__tour w = ra__tour_of(p, back);
     int64_t *line = (int64_t *)malloc((size_t)p->d.ranks * 24);
     int64_t *start = (int64_t *)malloc((size_t)(w.t->chunks + 1) * 8), steps;
@@ -294,8 +280,7 @@ static int64_t steps_of(const ra_plan *p, int back)
 }
 
 /* Masks of the test below: the last two hide what is far away on both sides. */
-static void some_mask(shape *s, int m, int64_t shard)
-{
+static void some_mask(shape *s, int m, int64_t shard) {
     s->d.mask.kind = m == 0 || m == 7 ? RA_MASK_NONE : RA_MASK_CAUSAL;
     if (m == 2) s->d.mask.window = shard / 2 + 1;
     if (m == 3) s->d.mask.window = 3 * shard;
@@ -308,8 +293,7 @@ static void some_mask(shape *s, int m, int64_t shard)
 /* Every layout, mask and number of ranks: less than chunks + (sequences + 1) P steps forward. The
  * same backward, where an owner's chunks travel equally far; otherwise gradients of an owner come
  * return in order, which costs up to a round per owner. One chunk per shard is the hardest. */
-TEST(steps_are_chunks_and_two_rounds)
-{
+TEST(steps_are_chunks_and_two_rounds) {
     static const int worlds[12] = { 1, 2, 3, 4, 5, 7, 8, 16, 33, 64, 128, 256 };
     static shape s;
     int64_t i;
@@ -348,8 +332,7 @@ typedef struct player {
     int shared;
 } player;
 
-static void player_open(player *y, const ra_plan *p, int back, int shared)
-{
+static void player_open(player *y, const ra_plan *p, int back, int shared) {
     const ra__counts *n = back ? &p->sizes.back : &p->sizes.forward;
     int64_t own = n->own + n->stays;
     memset(y, 0, sizeof *y);
@@ -364,8 +347,7 @@ static void player_open(player *y, const ra_plan *p, int back, int shared)
 }
 
 /* There is a place for the gradient of an own chunk. */
-static int player_room(const player *y, int64_t own)
-{
+static int player_room(const player *y, int64_t own) {
     const ra__pass_lists *w = y->way;
     int64_t home = w->own[own].returned, before = own - y->grads;
     if (home >= 0 && !y->shared && home - y->own_sent >= y->packs) return 0;
@@ -375,8 +357,7 @@ static int player_room(const player *y, int64_t own)
     return w->own[before].fold < y->folded;
 }
 
-static int player_folds(const player *y)
-{
+static int player_folds(const player *y) {
     const ra__pass_lists *w = y->way;
     int64_t f = y->folded;
     if (f == w->folds) return 0;
@@ -386,8 +367,7 @@ static int player_folds(const player *y)
     return w->own[w->fold[f].own].returned < y->home_received;
 }
 
-static int player_sends(const player *y)
-{
+static int player_sends(const player *y) {
     const ra__pass_lists *w = y->way;
     int64_t i = y->ready;
     if (i == w->sends) return 0;
@@ -397,8 +377,7 @@ static int player_sends(const player *y)
 }
 
 /* All that a rank does on its own. Returns how much that was. */
-static int player_moves(player *y)
-{
+static int player_moves(player *y) {
     const ra__pass_lists *w = y->way;
     int any = 0;
     for (;;) {
@@ -419,8 +398,7 @@ static int player_moves(player *y)
 }
 
 /* Whom the next send of a rank goes to, and whether home. */
-static int player_to(const player *y, int *home)
-{
+static int player_to(const player *y, int *home) {
     const ra_plan *p = y->plan;
     int32_t hop = 0;
     *home = 0;
@@ -431,8 +409,7 @@ static int player_to(const player *y, int *home)
 }
 
 /* Whether an exchange of the rank may begin: as ra__ring_exchange sees it if it counts no tiles. */
-static const ra__exchange *player_exchange(const player *y)
-{
+static const ra__exchange *player_exchange(const player *y) {
     const ra__exchange *x = &y->way->exchange[y->at];
     if (y->at == y->way->exchanges || x->send >= y->ready || x->recv >= y->posted ||
         x->returned >= y->home_posted || y->folded < x->after_folds)
@@ -442,8 +419,7 @@ static const ra__exchange *player_exchange(const player *y)
 
 /* The next send of rank `from`, if its receive is posted. level0: and both are the exchange that
  * the ranks are at; those end together, so each half only marks (done). */
-static int pass_message(player *all, int from, int level0, int *done)
-{
+static int pass_message(player *all, int from, int level0, int *done) {
     player *a = &all[from], *b;
     const ra__exchange *x = level0 ? player_exchange(a) : NULL, *z;
     int64_t i;
@@ -471,8 +447,7 @@ static int pass_message(player *all, int from, int level0, int *done)
 }
 
 /* Ends exchanges of which both halves are over. */
-static int end_exchanges(player *all, int ranks, int *done)
-{
+static int end_exchanges(player *all, int ranks, int *done) {
     int i, any = 0;
     for (i = 0; i < ranks; i++) {
         player *y = &all[i];
@@ -489,8 +464,7 @@ static int end_exchanges(player *all, int ranks, int *done)
 }
 
 /* Plays a pass of all ranks in some order; every list must come to its end. */
-static void play(ra_plan **plans, int ranks, int back, int shared, int level0, h_rng *r)
-{
+static void play(ra_plan **plans, int ranks, int back, int shared, int level0, h_rng *r) {
     static player all[256];
     static int done[256];
     int i, any = 1;
@@ -517,8 +491,7 @@ static void play(ra_plan **plans, int ranks, int back, int shared, int level0, h
 }
 
 /* The lists of a backward pass are those of the usual order. */
-static void same_back(const ra_plan *p, shape *s)
-{
+static void same_back(const ra_plan *p, shape *s) {
     const ra__pass_lists *a = &p->back, *b;
     ra_plan *usual;
     if (!p->round || !s->d.train) return;
@@ -537,8 +510,7 @@ static void same_back(const ra_plan *p, shape *s)
     ra_plan_destroy(usual);
 }
 
-static void play_all(shape *s, h_rng *r)
-{
+static void play_all(shape *s, h_rng *r) {
     static ra_plan *plans[256];
     int i, ok = 1;
     for (i = 0; i < s->d.ranks; i++) ok &= (plans[i] = plan_of(s, i)) != NULL;
@@ -552,8 +524,7 @@ static void play_all(shape *s, h_rng *r)
 }
 
 /* Random plans: no interleaving stops, posted or by exchanges, copying or shared. */
-TEST(lists_play_through)
-{
+TEST(lists_play_through) {
     static shape s;
     int64_t i;
     for (i = 0; i < (h_run.large ? 5000 : 400); i++) {
@@ -566,8 +537,7 @@ TEST(lists_play_through)
 
 /* Masks that hide much on many ranks: chunks of one owner that travel near and far, and some that
  * stay. */
-TEST(sparse_masks_play_through)
-{
+TEST(sparse_masks_play_through) {
     static shape s;
     int64_t i;
     for (i = 0; i < 8 * 3 * 8; i++) {
@@ -619,15 +589,13 @@ typedef struct flat_seat {
 static flat_net flat;
 static flat_seat flat_seats[FLAT_RANKS];
 
-static void flat_progress(void *ctx, int64_t done, int64_t all)
-{
+static void flat_progress(void *ctx, int64_t done, int64_t all) {
     (void)all;
     ((flat_seat *)ctx)->tiles = done;
 }
 
 /* Adds a half; the later of a pair moves the bytes. Returns the other half, or null. */
-static flat_end *flat_add(int send, int from, int to, int channel, flat_end half)
-{
+static flat_end *flat_add(int send, int from, int to, int channel, flat_end half) {
     int *n = &flat.count[send][from][to][channel], i = *n % FLAT_OPS;
     flat_end *all = flat.half[send][from][to][channel];
     flat_end *other = &flat.half[!send][from][to][channel][i];
@@ -638,8 +606,7 @@ static flat_end *flat_add(int send, int from, int to, int channel, flat_end half
     return other;
 }
 
-static void flat_half(flat_seat *s, int send, int peer, flat_end half)
-{
+static void flat_half(flat_seat *s, int send, int peer, flat_end half) {
     flat_end *other = flat_add(send, send ? s->rank : peer, send ? peer : s->rank, 0, half);
     flat_seat *o = &flat_seats[peer];
     if (!other) return;
@@ -651,8 +618,7 @@ static void flat_half(flat_seat *s, int send, int peer, flat_end half)
 }
 
 static int flat_sendrecv(void *ctx, int to, const void *out, size_t out_len, int from, void *in,
-                         size_t in_len, uint64_t tag, int64_t deadline_ns)
-{
+                         size_t in_len, uint64_t tag, int64_t deadline_ns) {
     flat_seat *s = (flat_seat *)ctx;
     flat_end half;
     (void)tag; (void)deadline_ns;
@@ -671,15 +637,13 @@ static int flat_sendrecv(void *ctx, int to, const void *out, size_t out_len, int
 }
 
 /* When a message of which both halves are posted has come. */
-static int64_t flat_comes(int from, int to, const flat_end *a, const flat_end *b)
-{
+static int64_t flat_comes(int from, int to, const flat_end *a, const flat_end *b) {
     int64_t *busy = &flat.busy[from][to], at = ra__max(a->at, b->at);
     if (flat.rate > 0) *busy = at = ra__max(at, *busy) + (int64_t)((double)a->len / flat.rate);
     return at;
 }
 
-static int flat_post(void *ctx, ra_transport_op *const *ops, int n)
-{
+static int flat_post(void *ctx, ra_transport_op *const *ops, int n) {
     flat_seat *s = (flat_seat *)ctx;
     int i;
     for (i = 0; i < n; i++) {
@@ -703,8 +667,7 @@ static int flat_post(void *ctx, ra_transport_op *const *ops, int n)
     return RA_OK;
 }
 
-static int flat_poll(void *ctx, ra_transport_op *const *ops, int n)
-{
+static int flat_poll(void *ctx, ra_transport_op *const *ops, int n) {
     const flat_seat *s = (const flat_seat *)ctx;
     int i;
     for (i = 0; i < n; i++) {
@@ -717,8 +680,7 @@ static int flat_poll(void *ctx, ra_transport_op *const *ops, int n)
 }
 
 /* Begins a pass whose steps are as short as they can be. */
-static void flat_begin(flat_seat *s, int level)
-{
+static void flat_begin(flat_seat *s, int level) {
     ra_transport net;
     ra_ring_desc rd;
     memset(&net, 0, sizeof net);
@@ -742,15 +704,13 @@ static void flat_begin(flat_seat *s, int level)
     s->ring->step_work = RA__TILE_WORK;
 }
 
-static void *flat_live(void *ctx)
-{
+static void *flat_live(void *ctx) {
     flat_seat *s = (flat_seat *)ctx;
     do s->end = ra_step(s->ring, 0); while (s->end > 0);
     return NULL;
 }
 
-static void flat_take_turns(int ranks)
-{
+static void flat_take_turns(int ranks) {
     for (;;) {
         flat_seat *s = NULL, *next = NULL;
         int i;
@@ -768,8 +728,7 @@ static void flat_take_turns(int ranks)
 }
 
 /* How long the pass takes, in tiles. */
-static int64_t flat_pass(int ranks, int level)
-{
+static int64_t flat_pass(int ranks, int level) {
     pthread_t thread[FLAT_RANKS];
     int64_t worst = 0;
     int i;
@@ -791,8 +750,7 @@ static int64_t flat_pass(int ranks, int level)
     return worst;
 }
 
-static void flat_open(flat_seat *s, const ra_desc *d)
-{
+static void flat_open(flat_seat *s, const ra_desc *d) {
     const size_t n = (size_t)(d->tokens / d->ranks * d->q_heads * d->k_dim);
     float *at;
     memset(s, 0, sizeof *s);
@@ -814,13 +772,11 @@ static void flat_open(flat_seat *s, const ra_desc *d)
     s->job.pass = d->train ? RA_PASS_BACKWARD : RA_PASS_FORWARD;
 }
 
-static void flat_world(ra_desc d)
-{
+static void flat_world(ra_desc d) {
     for (d.rank = 0; d.rank < d.ranks; d.rank++) flat_open(&flat_seats[d.rank], &d);
 }
 
-static void flat_close(int ranks)
-{
+static void flat_close(int ranks) {
     for (int r = 0; r < ranks; r++) {
         ra_plan_destroy(flat_seats[r].plan);
         free(flat_seats[r].memory);
@@ -828,8 +784,7 @@ static void flat_close(int ranks)
 }
 
 /* way: 0 is the forward pass. */
-static ra_desc flat_desc(int ranks, int64_t shard, int heads, int layout, int mask, int way)
-{
+static ra_desc flat_desc(int ranks, int64_t shard, int heads, int layout, int mask, int way) {
     ra_desc d = ra_desc_make(heads, heads, 4, RA_F32, mask);
     d.ranks = ranks;
     d.tokens = shard * ranks;
@@ -840,8 +795,7 @@ static ra_desc flat_desc(int ranks, int64_t shard, int heads, int layout, int ma
     return d;
 }
 
-static void takes_no_turns(const ra_desc *d)
-{
+static void takes_no_turns(const ra_desc *d) {
     int64_t blocking, posted;
     flat_world(*d);
     blocking = flat_pass(d->ranks, 0);
@@ -853,8 +807,7 @@ static void takes_no_turns(const ra_desc *d)
 /* Level 0 takes at most 5 % longer than level 1. Forward the chunks of a shard are as many as
  * buffers, backward they are larger: an exchange may come as late as a step is long, which is
  * several tiles there. */
-TEST(sendrecv_does_not_take_turns)
-{
+TEST(sendrecv_does_not_take_turns) {
     enum { ZIGZAG_CAUSAL = 4 };
     static const struct { const char *name; int32_t layout, mask, always; } shapes[6] = {
         { "contiguous, full", RA_LAYOUT_CONTIGUOUS, RA_MASK_NONE, 1 },
@@ -894,8 +847,7 @@ TEST(sendrecv_does_not_take_turns)
 /* The same where tasks see unlike many of the chunks that they fold together, or where chunks are
  * small: a buffer of which all is folded goes to the peer before anything else is computed.
  * Backward the two visits of an own chunk are unlike. */
-TEST(sendrecv_waits_for_no_group)
-{
+TEST(sendrecv_waits_for_no_group) {
     static const struct { int ranks, layout, mask, shard, chunk, order, always, way; } shapes[] = {
         { 3, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, RA_ORDER_ROUNDS, 1, 0 },
         { 3, RA_LAYOUT_ZIGZAG, RA_MASK_CAUSAL, 2048, 512, 0, 1, 0 },
@@ -936,8 +888,7 @@ TEST(sendrecv_waits_for_no_group)
  * predicted, and with default chunks causal zigzag hides 85 % of the transfer (on two ranks also
  * with 32 chunks per shard: --long), and so does every mask in rounds. Otherwise, without a mask,
  * the last rank's keys, 1 / ranks of all, are computed after everything has come. */
-TEST(transfers_hide_as_predicted)
-{
+TEST(transfers_hide_as_predicted) {
     int64_t i;
     for (i = 0; i < 2 * 2 * 2 + 1; i++) {
         const int more = i == 8, ranks = i & 2 ? FLAT_RANKS : 2, causal = (i & 1) || more;
@@ -987,8 +938,7 @@ TEST(transfers_hide_as_predicted)
 
 /* -------------------------------------------------------------------------- large figures */
 /* 64 million tokens on 16 ranks: more than 2^63 operations. */
-TEST(figures_of_long_sequences)
-{
+TEST(figures_of_long_sequences) {
     static shape s;
     ra_plan *p;
     ra_plan_report g;
@@ -1010,8 +960,7 @@ TEST(figures_of_long_sequences)
 }
 
 /* Sums and products of figures stop at INT64_MAX. */
-TEST(figures_saturate)
-{
+TEST(figures_saturate) {
     CHECK_EQ(ra__mul_sat((int64_t)1 << 40, (int64_t)1 << 40), INT64_MAX);
     CHECK_EQ(ra__mul_sat((int64_t)1 << 40, 4), (int64_t)1 << 42);
     CHECK_EQ(ra__add_sat(INT64_MAX - 3, 4), INT64_MAX);
@@ -1021,8 +970,7 @@ TEST(figures_saturate)
 
 /* The lines that decoding prefetches are those of a later stretch of 16 keys, once each: of heads
  * side by side, of one head, with and without gaps, of rows that are not whole lines (q8_0). */
-TEST(prefetched_lines_are_those_of_a_stretch)
-{
+TEST(prefetched_lines_are_those_of_a_stretch) {
     static const int64_t bytes[4] = { 512, 256, 136, 34 };
     static char seen[1 << 16];
     int64_t i, j, far, lines, token, all;
@@ -1064,8 +1012,7 @@ TEST(prefetched_lines_are_those_of_a_stretch)
 
 /* Two pools of the same cache: the items of the second are not taken for done, however many calls
  * were between them: numbers of turns have 22 bits. */
-static ra_status far_apart_rank(ra_world *world, int rank, void *user)
-{
+static ra_status far_apart_rank(ra_world *world, int rank, void *user) {
     enum { ROWS = 256 * 2 * 16 };
     const int64_t none = 0, all = 256, turns = 1 << 22;
     float *const room = (float *)user + rank * 4 * ROWS;
@@ -1098,8 +1045,7 @@ static ra_status far_apart_rank(ra_world *world, int rank, void *user)
     return s;
 }
 
-TEST(pools_far_apart)
-{
+TEST(pools_far_apart) {
     float *room = (float *)calloc(2 * 4 * 256 * 2 * 16, sizeof *room);
     CHECK(room != NULL);
     if (room) CHECK_EQ(ra_world_run(2, far_apart_rank, room, NULL), RA_OK);
@@ -1117,7 +1063,6 @@ static const h_test tests[] = {
     ENTRY(prefetched_lines_are_those_of_a_stretch)
 };
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

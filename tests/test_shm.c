@@ -41,23 +41,20 @@ static void put(int32_t *p, int32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE
 /* How late things were: none by a second, and with --long nine in ten within the bound. */
 typedef struct lateness { int64_t worst; int many, late; } lateness;
 
-static void was_late(lateness *l, int64_t ns, int64_t bound_ns)
-{
+static void was_late(lateness *l, int64_t ns, int64_t bound_ns) {
     CHECK(ns < bound_ns + 1000000000);
     l->many++;
     l->late += ns >= bound_ns;
     if (ns > l->worst) l->worst = ns;
 }
 
-static void judge_lateness(const lateness *l, const char *what)
-{
+static void judge_lateness(const lateness *l, const char *what) {
     printf("%s: at most %.2f ms, %d of %d late\n", what, (double)l->worst / 1e6, l->late, l->many);
     if (h_run.large) CHECK(l->late * 3 <= l->many);
 }
 
 /* -------------------------------------------------------------------------- processes */
-static world world_of(int ranks)
-{
+static world world_of(int ranks) {
     static int number;
     world w;
     memset(&w, 0, sizeof w);
@@ -81,8 +78,7 @@ static world world_of(int ranks)
 
 static void world_free(world *w) { (void)munmap(w->s, sizeof *w->s); }
 
-static void start(world *w, void (*fn)(const world *w, int rank))
-{
+static void start(world *w, void (*fn)(const world *w, int rank)) {
     pid_t parent = getpid();
     w->fn = fn;
     fflush(stdout);
@@ -97,8 +93,7 @@ static void start(world *w, void (*fn)(const world *w, int rank))
 }
 
 /* Waits for a process, at most ms; kills it then. The wait status, -1: it had to be killed. */
-static int reap(pid_t pid, int64_t ms)
-{
+static int reap(pid_t pid, int64_t ms) {
     int64_t until = ra_deadline_ms(ms);
     int status = 0;
     while (waitpid(pid, &status, WNOHANG) == 0) {
@@ -112,22 +107,19 @@ static int reap(pid_t pid, int64_t ms)
     return status;
 }
 
-static void await_all(const world *w)
-{
+static void await_all(const world *w) {
     int64_t until = ra_deadline_ms(20000);
     while (get(&w->s->arrived) < w->ranks && ra_now_ns() < until) ra_shm__nap(50000);
     CHECK_EQ(get(&w->s->arrived), w->ranks);
 }
 
-static void barrier(const world *w, int32_t all)
-{
+static void barrier(const world *w, int32_t all) {
     (void)__atomic_fetch_add(&w->s->arrived, 1, __ATOMIC_ACQ_REL);
     while (get(&w->s->arrived) < all) ra_shm__nap(50000);
 }
 
 /* Entries of a directory, and of /dev/shm. */
-static int entries(const char *path)
-{
+static int entries(const char *path) {
     DIR *d = opendir(path);
     int n = 0;
     if (!d) return 0;
@@ -137,15 +129,13 @@ static int entries(const char *path)
 }
 
 /* No child of this process is left, nor anything in /dev/shm that was not there before. */
-static void nothing_left(int before)
-{
+static void nothing_left(int before) {
     CHECK(waitpid(-1, NULL, WNOHANG) < 0);
     CHECK(entries("/dev/shm") <= before);
 }
 
 /* -------------------------------------------------------------------------- what ranks do */
-static ra_plan *plan_of(const world *w, int rank)
-{
+static ra_plan *plan_of(const world *w, int rank) {
     ra_plan *plan = NULL;
     ra_error error;
     ra_desc d;
@@ -157,8 +147,7 @@ static ra_plan *plan_of(const world *w, int rank)
     return plan;
 }
 
-static ra_shm *open_shm(const world *w, const ra_plan *plan, int rank, const char *suffix)
-{
+static ra_shm *open_shm(const world *w, const ra_plan *plan, int rank, const char *suffix) {
     char name[64];
     ra_shm *shm = NULL;
     ra_shm_desc sd;
@@ -180,8 +169,7 @@ static ra_shm *open_shm(const world *w, const ra_plan *plan, int rank, const cha
 }
 
 /* One forward and one backward pass, their numbers and counters into the shared block. */
-static void attend_once(const world *w, int rank)
-{
+static void attend_once(const world *w, int rank) {
     ra_plan *plan = plan_of(w, rank);
     ra_shm *shm = open_shm(w, plan, rank, "");
     if (shm) {
@@ -193,8 +181,7 @@ static void attend_once(const world *w, int rank)
     ra_plan_destroy(plan);
 }
 
-static ra_tensors tensors_of(const ring_rows *r)
-{
+static ra_tensors tensors_of(const ring_rows *r) {
     ra_tensors x;
     memset(&x, 0, sizeof x);
     x.q.data = r->q; x.k.data = r->k; x.v.data = r->v; x.o.data = r->o; x.lse.data = r->lse;
@@ -203,8 +190,7 @@ static ra_tensors tensors_of(const ring_rows *r)
 }
 
 /* Pass after pass, forward and backward in turn, until one fails. */
-static void attend_for_ever(const world *w, int rank)
-{
+static void attend_for_ever(const world *w, int rank) {
     ra_plan *plan = plan_of(w, rank);
     ra_shm *shm = open_shm(w, plan, rank, "");
     ra_ring *ring = NULL;
@@ -232,8 +218,7 @@ static void attend_for_ever(const world *w, int rank)
 }
 
 /* Runs attend_once on all ranks; 1 if all ended well. */
-static int run_once(world *w)
-{
+static int run_once(world *w) {
     int ok = 1;
     start(w, attend_once);
     for (int r = 0; r < w->ranks; r++) {
@@ -245,8 +230,7 @@ static int run_once(world *w)
 }
 
 /* -------------------------------------------------------------------------- right numbers */
-TEST(numbers_are_those_of_one_rank)
-{
+TEST(numbers_are_those_of_one_rank) {
     static const int ranks[] = { 1, 2, 3, 5, 8 };
     static const int64_t tokens[] = { 1024, 1100 };
     int before = entries("/dev/shm"), fds = entries("/proc/self/fd");
@@ -277,8 +261,7 @@ TEST(numbers_are_those_of_one_rank)
 
 /* Forward: own chunks are copied once; what arrives or is passed on is lent. The backward pass
  * lends nothing, nor is the frame lent with which the first pass of either kind begins. */
-TEST(loans_are_counted)
-{
+TEST(loans_are_counted) {
     for (int i = 0; i < 6; i++) {
         world w = world_of(2 + i % 3);
         if (!h_case(i)) {
@@ -302,8 +285,7 @@ TEST(loans_are_counted)
 }
 
 /* Many forward passes on one ring: every slot comes back, so nothing is ever copied out. */
-static void attend_often(const world *w, int rank)
-{
+static void attend_often(const world *w, int rank) {
     ra_plan *plan = plan_of(w, rank);
     ra_shm *shm = open_shm(w, plan, rank, "");
     ra_ring *ring = NULL;
@@ -325,8 +307,7 @@ static void attend_often(const world *w, int rank)
     ra_plan_destroy(plan);
 }
 
-TEST(loans_come_back)
-{
+TEST(loans_come_back) {
     world w = world_of(3);
     w.slots = 16;
     start(&w, attend_often);
@@ -341,8 +322,7 @@ TEST(loans_come_back)
 
 /* The contract by hand, one rank that sends to itself: of two slots one is never lent, so messages
  * arrive however many loans are held. */
-TEST(one_slot_is_never_lent)
-{
+TEST(one_slot_is_never_lent) {
     char from[3][64], to[3][64];
     ra_transport_op op[6], *ops[6];
     ra_shm *shm = NULL;
@@ -379,8 +359,7 @@ TEST(one_slot_is_never_lent)
 
 /* With two slots a lane, of which one is never lent, most receives have to copy; all are counted,
  * and numbers stay the same. */
-TEST(where_loans_cannot_hold_it_copies)
-{
+TEST(where_loans_cannot_hold_it_copies) {
     world w = world_of(4);
     w.task.tokens = 2048;
     w.task.heads = w.task.kv_heads = 1;
@@ -400,8 +379,7 @@ TEST(where_loans_cannot_hold_it_copies)
 }
 
 /* Two contexts per process, a pass on each stepped in turn by one thread. */
-static void two_rings(const world *w, int rank)
-{
+static void two_rings(const world *w, int rank) {
     ra_plan *plan = plan_of(w, rank);
     ra_shm *shm[2];
     ra_ring *ring[2];
@@ -437,8 +415,7 @@ static void two_rings(const world *w, int rank)
     ra_plan_destroy(plan);
 }
 
-TEST(two_rings_at_once)
-{
+TEST(two_rings_at_once) {
     world w = world_of(3);
     size_t n = (size_t)(w.task.tokens * w.task.heads * w.task.dim);
     float *one = (float *)calloc(ring_floats(&w.task), sizeof *one);
@@ -460,8 +437,7 @@ TEST(two_rings_at_once)
 /* -------------------------------------------------------------------------- faults */
 /* A world of case i, 2 to `most` ranks, in which a rank gets a signal at a random moment. */
 static world world_hit(int i, int most, int64_t most_us, int signal, int64_t deadline_ms,
-                       int *victim)
-{
+                       int *victim) {
     h_rng rng = h_case_rng(i);
     world w = world_of((int)h_range(&rng, 2, most));
     int64_t wait_us;
@@ -481,8 +457,7 @@ static world world_hit(int i, int most, int64_t most_us, int signal, int64_t dea
 
 /* A rank is killed at a random moment: all others' passes end with RA_E_PEER, long before their
  * deadline. */
-TEST(killed)
-{
+TEST(killed) {
     int before = entries("/dev/shm"), cases = h_run.large ? 500 : 48;
     lateness late = { 0, 0, 0 };
     for (int i = 0; i < cases; i++) {
@@ -504,8 +479,7 @@ TEST(killed)
 
 /* A rank is stopped at a random moment: all others are out by their deadline + 100 ms, and so is it
  * when it goes on. */
-TEST(stopped)
-{
+TEST(stopped) {
     int before = entries("/dev/shm"), cases = h_run.large ? 100 : 8;
     lateness late = { 0, 0, 0 };
     for (int i = 0; i < cases; i++) {
@@ -531,8 +505,7 @@ TEST(stopped)
 
 /* All ranks at once: nobody is left who could clean up, and nothing has to be. All are stopped
  * before the first is killed, so that none sees the death of another and ends by itself. */
-TEST(all_killed)
-{
+TEST(all_killed) {
     int before = entries("/dev/shm");
     for (int i = 0; i < 6; i++) {
         h_rng rng = h_case_rng(i);
@@ -558,16 +531,15 @@ TEST(all_killed)
     nothing_left(before);
 }
 
-static int64_t processor_ns(void)      /* of this thread, whatever else runs here */
-{
+/* Of this thread, whatever else runs here. */
+static int64_t processor_ns(void) {
     struct timespec t;
     (void)clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
 /* Rank 0 never joins the pass but cancels, while the others sleep in theirs. */
-static void cancel_or_wait(const world *w, int rank)
-{
+static void cancel_or_wait(const world *w, int rank) {
     ra_plan *plan = plan_of(w, rank);
     ra_shm *shm = open_shm(w, plan, rank, "");
     ra_ring *ring = NULL;
@@ -594,8 +566,7 @@ static void cancel_or_wait(const world *w, int rank)
     ra_plan_destroy(plan);
 }
 
-TEST(abort_wakes_all_ranks)
-{
+TEST(abort_wakes_all_ranks) {
     lateness late = { 0, 0, 0 };
     int64_t longest = 0;
     int asleep = 0;                    /* on a busy machine a rank may be too late to sleep */
@@ -621,8 +592,7 @@ TEST(abort_wakes_all_ranks)
 
 /* -------------------------------------------------------------------------- meeting */
 /* Opens once with a descriptor in which one value of one rank differs. */
-static void open_with(const world *w, int rank)
-{
+static void open_with(const world *w, int rank) {
     ra_shm *shm = NULL;
     ra_shm_desc sd;
     ra_error why;
@@ -649,8 +619,7 @@ static void open_with(const world *w, int rank)
 
 typedef struct meeting { int what, sign, status0, status1; const char *text0, *text1; } meeting;
 
-TEST(ranks_that_do_not_fit_are_told)
-{
+TEST(ranks_that_do_not_fit_are_told) {
     static const meeting m[] = {
         { 0, 0, RA_OK, RA_OK, "", "" },
         { 1, 0, RA_E_TIMEOUT, RA_E_SHAPE, "refused was: slot_bytes is 8192 here, but 4096",
@@ -685,8 +654,7 @@ TEST(ranks_that_do_not_fit_are_told)
 }
 
 /* The same rank twice: one of the two is refused. Rank 0 twice: the second is refused at once. */
-TEST(a_rank_comes_twice)
-{
+TEST(a_rank_comes_twice) {
     world w = world_of(3);
     int refused;
     w.slots = 4;
@@ -702,8 +670,7 @@ TEST(a_rank_comes_twice)
 
 /* Rank 0 of two rings under one name: the second is refused while the first waits; once the first
  * was killed the name is free, and nothing stale is in the way. */
-TEST(names_collide_and_are_free_again)
-{
+TEST(names_collide_and_are_free_again) {
     world a = world_of(2), b = world_of(2);
     int64_t until = ra_deadline_ms(10000);
     ra_shm *shm = NULL;
@@ -736,8 +703,7 @@ TEST(names_collide_and_are_free_again)
 }
 
 /* Each field of the descriptor. */
-TEST(bad_descriptors)
-{
+TEST(bad_descriptors) {
     ra_shm *shm = NULL;
     ra_error why;
     for (int i = 0; i < 8; i++) {
@@ -757,8 +723,7 @@ TEST(bad_descriptors)
     }
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(numbers_are_those_of_one_rank),
         ENTRY(loans_are_counted),

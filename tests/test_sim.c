@@ -53,21 +53,18 @@ static FILE *sim_log;                  /* the schedule of every world; null: now
 
 static int64_t world_clock(void *ctx) { return ((world *)ctx)->net->now; }
 
-static void world_trace(void *ctx, const ra_event *e)
-{
+static void world_trace(void *ctx, const ra_event *e) {
     seat *s = (seat *)ctx;
     if (e->kind == RA_EV_FAIL) s->trace_failures++;
 }
 
-static void world_progress(void *ctx, int64_t done, int64_t all)
-{
+static void world_progress(void *ctx, int64_t done, int64_t all) {
     seat *s = (seat *)ctx;
     s->progress_done = done;
     s->progress_all = all;
 }
 
-static void describe(const world *w)
-{
+static void describe(const world *w) {
     const ra_desc *d = &w->problem[0].d;
     const net_config *c = &w->net->c;
     snprintf(h_run.context, sizeof h_run.context,
@@ -85,8 +82,7 @@ static void describe(const world *w)
              c->fault.fired);
 }
 
-static void random_net(net_config *c, int ranks)
-{
+static void random_net(net_config *c, int ranks) {
     small_net(c, ranks);
     c->shared = small_chance(20) && 2 * ranks + 2 <= 64;
     c->any_peer = c->shared || small_chance(50);
@@ -101,8 +97,7 @@ static void random_net(net_config *c, int ranks)
 
 /* -------------------------------------------------------------------------- making and ending */
 
-static int make_plans(world *w, int pass)
-{
+static int make_plans(world *w, int pass) {
     small *s = &w->problem[pass];
     ra_error error;
     for (int r = 0; r < w->ranks; r++) {
@@ -120,8 +115,7 @@ static int make_plans(world *w, int pass)
     return 1;
 }
 
-static int make_ring(world *w, int r)
-{
+static int make_ring(world *w, int r) {
     seat *s = &w->seat[r];
     ra_ring_desc rd;
     ra_error error;
@@ -161,8 +155,7 @@ static int make_ring(world *w, int r)
 }
 
 /* One rank's result of the same problem, if the plan says that its bits are the same. */
-static void make_whole(world *w, int pass)
-{
+static void make_whole(world *w, int pass) {
     ra_plan_report rep;
     small one = w->problem[pass];
     ra_plan *plan = NULL;
@@ -186,8 +179,7 @@ static void make_whole(world *w, int pass)
     ra_plan_destroy(plan);
 }
 
-static world *make_world(int ranks, int passes, int most, const net_config *c)
-{
+static world *make_world(int ranks, int passes, int most, const net_config *c) {
     world *w = (world *)calloc(1, sizeof *w);
     h_rng begin = small_rng;
     if (!w) abort();
@@ -209,16 +201,14 @@ static world *make_world(int ranks, int passes, int most, const net_config *c)
     return w;
 }
 
-static int open_world(world *w)
-{
+static int open_world(world *w) {
     for (int i = 0; i < w->passes; i++) if (!make_plans(w, i)) return 0;
     for (int i = 0; i < w->passes; i++) make_whole(w, i);
     for (int r = 0; r < w->ranks; r++) if (!make_ring(w, r)) return 0;
     return 1;
 }
 
-static void free_world(world *w)
-{
+static void free_world(world *w) {
     for (int r = 0; r < w->ranks; r++) {
         seat *s = &w->seat[r];
         free(s->workspace);
@@ -236,15 +226,13 @@ static void free_world(world *w)
 
 /* -------------------------------------------------------------------------- results */
 
-static int row_of(const int32_t *of, int64_t rows, int64_t b, int32_t pos)
-{
+static int row_of(const int32_t *of, int64_t rows, int64_t b, int32_t pos) {
     for (int64_t i = 0; i < rows; i++) if (of[b * rows + i] == pos) return (int)i;
     return -1;
 }
 
 /* Rows of a gradient of this rank have the bits that one rank computes. */
-static int same_grads(const rank_part *p, const rank_part *whole, int keys)
-{
+static int same_grads(const rank_part *p, const rank_part *whole, int keys) {
     const problem *x = p->p;
     const int32_t *pos = keys ? p->k_pos : p->q_pos, *all = keys ? whole->k_pos : whole->q_pos;
     int64_t rows = keys ? p->k_rows : p->q_rows;
@@ -269,8 +257,7 @@ static int same_grads(const rank_part *p, const rank_part *whole, int keys)
 }
 
 /* Rows of this rank have the bits that one rank computes. */
-static int same_bits(const rank_part *p, const rank_part *whole)
-{
+static int same_bits(const rank_part *p, const rank_part *whole) {
     const problem *x = p->p;
     size_t bytes = (size_t)(x->Dv * element_bytes(x->o_dtype));
     for (int64_t b = 0; b < x->B; b++) {
@@ -295,8 +282,7 @@ static int same_bits(const rank_part *p, const rank_part *whole)
 }
 
 /* What the ring counted is what the plan had said. */
-static void check_counters(world *w, int r)
-{
+static void check_counters(world *w, int r) {
     seat *s = &w->seat[r];
     ra_ring_counters c;
     ra_plan_report p;
@@ -327,8 +313,7 @@ static void check_counters(world *w, int r)
 }
 
 /* Hellos of a rank: one for each plan that it has not met, and one more for its gradients. */
-static int64_t hellos(const world *w)
-{
+static int64_t hellos(const world *w) {
     int64_t n = 0;
     for (int i = 0; i < w->passes && w->ranks > 1; i++) {
         int met = 0;
@@ -340,8 +325,7 @@ static int64_t hellos(const world *w)
 }
 
 /* Counted by the network over all passes. */
-static void check_traffic(world *w, int r)
-{
+static void check_traffic(world *w, int r) {
     const net_rank *n = &w->net->rank[r];
     int64_t chunks[2] = { 0, 0 }, bytes[2] = { 0, 0 };
     for (int i = 0; i < w->passes; i++) {
@@ -361,15 +345,13 @@ static void check_traffic(world *w, int r)
     }
 }
 
-static int bits_of_grads(const world *w, int pass)
-{
+static int bits_of_grads(const world *w, int pass) {
     ra_plan_report p;
     return ra_plan_query(w->plan[pass][0], 0, &p) == RA_OK && p.backward.bits_any_ranks;
 }
 
 /* A pass that ended well is right, and nobody looks at its tensors any more. */
-static void end_pass(world *w, int r)
-{
+static void end_pass(world *w, int r) {
     seat *s = &w->seat[r];
     const rank_part *whole = w->whole[s->pass].s ? &w->whole[s->pass] : NULL;
     int exact = !s->back && !(w->problem[s->pass].d.dropout > 0.0f);   /* what small_exact knows */
@@ -394,8 +376,7 @@ static void end_pass(world *w, int r)
 
 /* -------------------------------------------------------------------------- stepping */
 
-static void fail_pass(world *w, int r, ra_status st)
-{
+static void fail_pass(world *w, int r, ra_status st) {
     seat *s = &w->seat[r];
     s->over = 1;
     s->end = st;
@@ -403,16 +384,14 @@ static void fail_pass(world *w, int r, ra_status st)
     if (w->first_failed < 0) w->first_failed = r;
 }
 
-static void prepare(world *w, int r)
-{
+static void prepare(world *w, int r) {
     seat *s = &w->seat[r];
     if (s->part.s) return;
     part_make(&s->part, &w->problem[s->pass].p, &w->problem[s->pass].s, w->plan[s->pass][r], r);
     s->progress_done = s->progress_all = 0;
 }
 
-static ra_status call(world *w, int r, int ith)
-{
+static ra_status call(world *w, int r, int ith) {
     seat *s = &w->seat[r];
     ra_status st;
     ra_job job;
@@ -439,8 +418,7 @@ static ra_status call(world *w, int r, int ith)
     return st;
 }
 
-static void step_world(world *w)
-{
+static void step_world(world *w) {
     int r = small_range(0, w->ranks - 1), ith;
     seat *s = &w->seat[r];
     ra_status st;
@@ -468,14 +446,12 @@ static void step_world(world *w)
     }
 }
 
-static int running(const world *w)
-{
+static int running(const world *w) {
     for (int r = 0; r < w->ranks; r++) if (!w->seat[r].over && r != w->silent) return 1;
     return 0;
 }
 
-static void run_world(world *w)
-{
+static void run_world(world *w) {
     int64_t most = 4000000;
     while (running(w) && !w->wrong && !w->net->breaches && w->idle < STUCK && --most > 0)
         step_world(w);
@@ -483,8 +459,7 @@ static void run_world(world *w)
     SOUND(w, w->idle < STUCK && most > 0);
 }
 
-static void close_fine(world *w)
-{
+static void close_fine(world *w) {
     for (int r = 0; r < w->ranks; r++) {
         seat *s = &w->seat[r];
         if (!s->ring) continue;
@@ -507,22 +482,19 @@ static void close_fine(world *w)
     if (w->wrong) h_run.context[0] = 0;
 }
 
-static int pick_ranks(void)
-{
+static int pick_ranks(void) {
     static const int common[8] = { 1, 2, 3, 4, 5, 6, 7, 8 };
     return small_chance(80) ? common[small_rand(8)] : small_range(9, 16);
 }
 
-static int pick_size(int ranks)
-{
+static int pick_size(int ranks) {
     if (small_chance(60)) return small_range(1, 130);
     if (small_chance(80)) return small_range(1, 64 * (ranks < 5 ? ranks : 5));
     return small_range(1, 200 * (ranks < 6 ? ranks : 6));
 }
 
 /* Nothing is wrong: every pass ends, and is right. Returns the passes of a rank. */
-static int64_t one_fair(h_rng rng, int ranks)
-{
+static int64_t one_fair(h_rng rng, int ranks) {
     net_config c;
     world *w;
     int64_t passes;
@@ -542,8 +514,7 @@ static int64_t one_fair(h_rng rng, int ranks)
     return passes;
 }
 
-TEST(worlds)
-{
+TEST(worlds) {
     int64_t worlds = h_run.large ? 20000 : 2000, ran = 0, passes = 0;
     for (int64_t i = 0; i < worlds; i++) {
         if (!h_case(i)) continue;
@@ -555,8 +526,7 @@ TEST(worlds)
 }
 
 /* A transport of one address space that takes few ops at once: obeyed, or refused in time. */
-TEST(shared_few_ops)
-{
+TEST(shared_few_ops) {
     int64_t passes = 0, refusals = 0;
     for (int64_t i = 0; i < 200; i++) {
         net_config c;
@@ -588,16 +558,14 @@ TEST(shared_few_ops)
  * waited in vain. */
 static int64_t unposted, awaited;      /* messages that failures named, by what rings remembered */
 
-static int is_echo(const world *w, ra_status st)
-{
+static int is_echo(const world *w, ra_status st) {
     if (st == RA_E_ABORTED) return w->net->c.told == 1;
     return st == RA_E_PEER || (st == RA_E_TIMEOUT && w->deadline);
 }
 
 /* What the ring remembers ends with the failure. If that names the message of a chunk, then this
  * was posted, unless it had no room yet, and has not ended since. */
-static void check_events(world *w, const ra_ring *ring, const ra_failure *f)
-{
+static void check_events(world *w, const ra_ring *ring, const ra_failure *f) {
     ra_event e[RA_EVENTS + 1];
     const int n = ra_ring_events(ring, e, RA_EVENTS + 1);
     int failed = 0, posted = 0;
@@ -622,8 +590,7 @@ static void check_events(world *w, const ra_ring *ring, const ra_failure *f)
     awaited += f->chunk >= 0 && f->sending >= 0 && posted;
 }
 
-static void check_failure(world *w, int r)
-{
+static void check_failure(world *w, int r) {
     seat *s = &w->seat[r];
     ra_failure f;
     ra_ring_counters c;
@@ -650,8 +617,7 @@ static void check_failure(world *w, int r)
 }
 
 /* Everybody has ended, or will not be stepped again: takes the world apart. */
-static void close_failed(world *w)
-{
+static void close_failed(world *w) {
     for (int r = 0; r < w->ranks; r++) {
         seat *s = &w->seat[r];
         net_rank *n = &w->net->rank[r];
@@ -682,8 +648,7 @@ static void close_failed(world *w)
     if (w->wrong) h_run.context[0] = 0;
 }
 
-static void print_ends(const world *w)
-{
+static void print_ends(const world *w) {
     for (int r = 0; r < w->ranks; r++) {
         ra_failure f;
         memset(&f, 0, sizeof f);
@@ -693,8 +658,7 @@ static void print_ends(const world *w)
     }
 }
 
-static world *fault_world(h_rng rng, int fewest)
-{
+static world *fault_world(h_rng rng, int fewest) {
     net_config c;
     world *w;
     int ranks;
@@ -709,8 +673,7 @@ static world *fault_world(h_rng rng, int fewest)
 }
 
 /* A rank that sends, or -1. */
-static int some_sender(const world *w, int64_t *messages)
-{
+static int some_sender(const world *w, int64_t *messages) {
     int first = small_range(0, w->ranks - 1);
     for (int i = 0; i < w->ranks; i++) {
         int r = (first + i) % w->ranks;
@@ -729,8 +692,7 @@ static int some_sender(const world *w, int64_t *messages)
 static int one_of(int x, int a, int b, int c) { return x == a || x == b || x == c; }
 
 /* Whether rank r may say what it says because of the fault itself. */
-static int fits(const world *w, int r)
-{
+static int fits(const world *w, int r) {
     const net_fault *f = &w->net->c.fault;
     int status = w->seat[r].end, code = f->value == RA_E_PEER ? RA_E_PEER : RA_E_IO;
     int disorder = status == RA_E_MISMATCH || one_of(status, RA_E_PROTO, RA_E_TRUNC, RA_E_PROTO);
@@ -746,8 +708,7 @@ static int fits(const world *w, int r)
     }
 }
 
-static void choose_fault(world *w)
-{
+static void choose_fault(world *w) {
     static const int codes[3] = { RA_E_IO, RA_E_PEER, -1234 };
     net_fault *f = &w->net->c.fault;
     int64_t messages = 0;
@@ -770,8 +731,7 @@ typedef struct fault_tally {           /* over all worlds of a test */
     int64_t calls, awaited;            /* post or poll that failed, while a peer was waited for */
 } fault_tally;
 
-static void check_fault(world *w, fault_tally *t)
-{
+static void check_fault(world *w, fault_tally *t) {
     const net_fault *f = &w->net->c.fault;
     ra_failure why;
     if (f->fired) t->fired[f->kind]++;
@@ -810,8 +770,7 @@ static void check_fault(world *w, fault_tally *t)
 
 /* One fault of the network: an error of the right kind where it happens, an end everywhere, never a
  * wrong number. */
-static void one_fault(h_rng rng, fault_tally *t)
-{
+static void one_fault(h_rng rng, fault_tally *t) {
     world *w = fault_world(rng, 2);
     if (open_world(w)) {
         choose_fault(w);
@@ -825,8 +784,7 @@ static void one_fault(h_rng rng, fault_tally *t)
     free_world(w);
 }
 
-TEST(faults)
-{
+TEST(faults) {
     int64_t worlds = h_run.large ? 30000 : 2000;
     static fault_tally t;
     for (int64_t i = 0; i < worlds; i++) if (h_case(i)) one_fault(h_case_rng(i), &t);
@@ -841,8 +799,7 @@ TEST(faults)
 
 /* CRC-32C has the values of RFC 3720, appendix B.4, however it is computed and in whatever parts;
  * any bit that differs makes another one. */
-TEST(checksums)
-{
+TEST(checksums) {
     enum { MOST = 1 << 18 };
     uint8_t *data = (uint8_t *)calloc(1, MOST + 64);
     if (!data) abort();
@@ -868,16 +825,14 @@ TEST(checksums)
 }
 
 /* Steps the world up to some moment; a rank that is then at work. -1: there is none. */
-static int some_moment(world *w)
-{
+static int some_moment(world *w) {
     int victim = small_range(0, w->ranks - 1);
     int64_t steps = (int64_t)small_rand(60) * (int64_t)small_rand(40);
     while (running(w) && !w->wrong && !w->net->breaches && steps-- > 0) step_world(w);
     return w->seat[victim].over ? -1 : victim;
 }
 
-static void check_silence(world *w)
-{
+static void check_silence(world *w) {
     const seat *s = &w->seat[w->first_failed];
     ra_failure f;
     memset(&f, 0, sizeof f);
@@ -901,8 +856,7 @@ static void check_silence(world *w)
 /* A rank stops coming. Who waits for it says so: by the watchdog, earlier by a deadline, or (told)
  * at once, as the transport knows that it is dead. tally: ends by the watchdog or notice, by a
  * deadline. */
-static void one_silence(h_rng rng, int told, int64_t tally[2])
-{
+static void one_silence(h_rng rng, int told, int64_t tally[2]) {
     world *w = fault_world(rng, 2);
     if (open_world(w)) {
         w->silent = some_moment(w);
@@ -922,16 +876,14 @@ static void one_silence(h_rng rng, int told, int64_t tally[2])
     free_world(w);
 }
 
-TEST(silence)
-{
+TEST(silence) {
     int64_t worlds = h_run.large ? 10000 : 400, tally[2] = { 0, 0 };
     for (int64_t i = 0; i < worlds; i++) if (h_case(i)) one_silence(h_case_rng(i), 0, tally);
     if (h_run.only_case < 0) CHECK(tally[0] > 20 && tally[1] > 5);
     CHECK_EQ(hook_broken, 0);
 }
 
-TEST(notified_deaths)
-{
+TEST(notified_deaths) {
     int64_t worlds = h_run.large ? 10000 : 400, tally[2] = { 0, 0 };
     for (int64_t i = 0; i < worlds; i++) if (h_case(i)) one_silence(h_case_rng(i), 1, tally);
     if (h_run.only_case < 0) CHECK(tally[0] > 20);
@@ -939,8 +891,7 @@ TEST(notified_deaths)
 }
 
 /* Returns 1 if the pass of the rank that cancelled ended by that. */
-static int one_cancel(h_rng rng)
-{
+static int one_cancel(h_rng rng) {
     world *w = fault_world(rng, 1);
     int victim = -1, cancelled = 0;
     if (open_world(w)) {
@@ -964,8 +915,7 @@ static int one_cancel(h_rng rng)
     return cancelled;
 }
 
-TEST(cancel)
-{
+TEST(cancel) {
     int64_t worlds = h_run.large ? 10000 : 400, cancelled = 0;
     for (int64_t i = 0; i < worlds; i++) if (h_case(i)) cancelled += one_cancel(h_case_rng(i));
     if (h_run.only_case < 0) CHECK(cancelled > 50);
@@ -974,8 +924,7 @@ TEST(cancel)
 
 /* A fault of the network and then a rank that stops coming, dies or cancels: all end, with nothing
  * that none of the two can be, and what ended well is right. */
-static void one_of_both(h_rng rng)
-{
+static void one_of_both(h_rng rng) {
     world *w = fault_world(rng, 2);
     if (open_world(w)) {
         int victim, how = small_range(0, 2);
@@ -1022,8 +971,7 @@ static const char *const diff_text[DIFFS] = {
 
 /* A problem in which every rank sends something to every other, in messages whose number and length
  * do not depend on what is changed below. */
-static void agree(small *s, int ranks, int diff)
-{
+static void agree(small *s, int ranks, int diff) {
     static const int shape[4] = { 2, 1, 4, 4 };
     problem *p = &s->p;
     const int64_t n = small_range(3, 20), tokens = n * ranks;
@@ -1072,8 +1020,7 @@ static void agree(small *s, int ranks, int diff)
 }
 
 /* What the odd rank has instead. x: room for its own arrays. */
-static void disagree(small *x, int diff)
-{
+static void disagree(small *x, int diff) {
     static ra_run runs[NET_RANKS];
     ra_desc *d = &x->d;
     switch (diff) {
@@ -1126,8 +1073,7 @@ static void disagree(small *x, int diff)
 }
 
 /* One descriptor field differs on one rank: RA_E_MISMATCH, whatever it is, unless it is local. */
-static void one_difference(int64_t i)
-{
+static void one_difference(int64_t i) {
     h_rng rng = h_case_rng(i);
     int diff = (int)(i % DIFFS), local = diff == DIFF_ISA || diff == DIFF_THREADS, ranks, odd;
     small *x = (small *)calloc(1, sizeof *x);
@@ -1184,8 +1130,7 @@ static void one_difference(int64_t i)
     free_world(w);
 }
 
-TEST(differences)
-{
+TEST(differences) {
     for (int64_t i = 0; i < (h_run.large ? 100 : 12) * DIFFS; i++) if (h_case(i)) one_difference(i);
     CHECK(diff_named >= diff_seen * 15 / 16);
     CHECK_EQ(hook_broken, 0);
@@ -1197,8 +1142,7 @@ enum { ROUTE_WINDOW, ROUTE_LAYOUT, ROUTE_CHUNK, ROUTE_MASK, ROUTE_DTYPE, ROUTE_T
 static const char *const route_text[ROUTES] = { ": mask", ": layout", ": chunk_tokens", ": mask",
                                                 ": dtypes", ": sizes", ": sizes" };
 
-static void route_make(small *s, int ranks, int other)
-{
+static void route_make(small *s, int ranks, int other) {
     const int shape[4] = { 2, other == ROUTE_HEADS ? 2 : 1, 4, 4 };
     const int32_t keys = other == ROUTE_DTYPE ? RA_BF16 : RA_F32;
     small_plain(s, ranks, 140 * ranks - (other == ROUTE_TOKENS ? 70 : 0), shape);
@@ -1216,8 +1160,7 @@ static void route_make(small *s, int ranks, int other)
  * neither a deadline nor a watchdog. With LENT every send of a chunk waits for its release, which a
  * rank that has stopped never gives. */
 enum { ROUTE_DRAWN, ROUTE_SHARED, ROUTE_LENT, ROUTE_WAYS };
-static void one_route(h_rng rng, int ranks, int odd, int other, int way)
-{
+static void one_route(h_rng rng, int ranks, int odd, int other, int way) {
     small *x = (small *)calloc(1, sizeof *x);
     net_config c;
     world *w;
@@ -1273,8 +1216,7 @@ static void one_route(h_rng rng, int ranks, int odd, int other, int way)
     free_world(w);
 }
 
-TEST(differing_routes)
-{
+TEST(differing_routes) {
     static const int worlds[3] = { 2, 3, 5 };
     int64_t i = 0;
     diff_named = diff_seen = 0;
@@ -1292,8 +1234,7 @@ TEST(differing_routes)
 /* -------------------------------------------------------------------------- seeds */
 
 /* What a seed means depends on the seed alone. Returns whether something was wrong. */
-static int one_seed(int64_t seed)
-{
+static int one_seed(int64_t seed) {
     static fault_tally faults;
     static int64_t tally[2];
     h_rng rng = h_case_rng(seed);
@@ -1311,8 +1252,7 @@ static int one_seed(int64_t seed)
 
 /* Seeds from + nth, from + nth + workers, ... Stops at the first that is wrong; if it is the only
  * one, it is run again with its schedule in print. */
-static int some_seeds(int64_t from, int64_t seeds, int nth, int workers)
-{
+static int some_seeds(int64_t from, int64_t seeds, int nth, int workers) {
     for (int64_t i = nth; i < seeds; i += workers) {
         h_run.case_now = -1;
         h_run.context[0] = 0;
@@ -1331,8 +1271,7 @@ static int some_seeds(int64_t from, int64_t seeds, int nth, int workers)
 }
 
 /* make sim SEEDS=n FROM=seed. On all cores with --long. */
-TEST(seeds)
-{
+TEST(seeds) {
     int64_t from = h_run.from, seeds = h_run.count, begin;
     int workers = 1, bad = 0, status;
     if (seeds <= 0) seeds = h_run.large ? 200000 : 1000;
@@ -1362,8 +1301,7 @@ TEST(seeds)
 
 /* The tests above together produced every way in which a pass can fail, except those of engines
  * (test_clients.c). */
-TEST(statuses)
-{
+TEST(statuses) {
     static const int failures[] = { RA_E_MISMATCH, RA_E_IO, RA_E_PEER, RA_E_TIMEOUT,
                                     RA_E_CANCELLED, RA_E_ABORTED, RA_E_TRUNC, RA_E_PROTO,
                                     RA_E_UNSAFE };
@@ -1377,8 +1315,7 @@ TEST(statuses)
     }
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(worlds), ENTRY(shared_few_ops), ENTRY(faults), ENTRY(silence), ENTRY(cancel),
         ENTRY(notified_deaths), ENTRY(differences),

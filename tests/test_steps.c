@@ -18,8 +18,7 @@ typedef struct rig {
     float *memory;
 } rig;
 
-static void watch(void *ctx, const ra_event *e)
-{
+static void watch(void *ctx, const ra_event *e) {
     rig *g = (rig *)ctx;
     if (e->kind != RA_EV_TILE) return;
     g->events++;
@@ -27,8 +26,7 @@ static void watch(void *ctx, const ra_event *e)
     if (e->tiles > g->event_most) g->event_most = e->tiles;
 }
 
-static void count_calls(void *ctx, int64_t done, int64_t all)
-{
+static void count_calls(void *ctx, int64_t done, int64_t all) {
     rig *g = (rig *)ctx;
     (void)done;
     (void)all;
@@ -39,8 +37,7 @@ static void count_calls(void *ctx, int64_t done, int64_t all)
 static int64_t calls_clock(void *ctx) { return ((rig *)ctx)->calls + 1; }
 
 /* Fills in random tensors, the plan and the ring of a rig that has its descriptor. */
-static void rig_open(rig *g, int own_clock)
-{
+static void rig_open(rig *g, int own_clock) {
     const ra_desc *d = &g->d;
     int64_t q = d->tokens * d->q_heads, k = d->tokens * d->kv_heads, n = 0, i;
     int64_t dims = d->train ? 3 * d->k_dim + 2 * d->v_dim : d->k_dim + d->v_dim;
@@ -76,15 +73,13 @@ static void rig_open(rig *g, int own_clock)
     CHECK_EQ(ra_ring_create(&g->ring, g->plan, NULL, &rd), RA_OK);
 }
 
-static void rig_close(rig *g)
-{
+static void rig_close(rig *g) {
     ra_ring_destroy(g->ring);
     ra_plan_destroy(g->plan);
     free(g->memory);
 }
 
-static void rig_desc(rig *g, int64_t tokens, int heads, int dim, int train)
-{
+static void rig_desc(rig *g, int64_t tokens, int heads, int dim, int train) {
     memset(g, 0, sizeof *g);
     g->d.tokens = tokens;
     g->d.q_heads = heads;
@@ -95,8 +90,7 @@ static void rig_desc(rig *g, int64_t tokens, int heads, int dim, int train)
     g->d.train = train;
 }
 
-static ra_job rig_job(const rig *g)
-{
+static ra_job rig_job(const rig *g) {
     ra_job job;
     memset(&job, 0, sizeof job);
     job.plan = g->plan;
@@ -105,16 +99,14 @@ static ra_job rig_job(const rig *g)
     return job;
 }
 
-static int64_t tiles_done(const rig *g)
-{
+static int64_t tiles_done(const rig *g) {
     ra_ring_counters c;
     ra_ring_query(g->ring, &c);
     return c.tiles_partial + c.tiles_full;
 }
 
 /* Steps of one thread to the end of a pass; no step does more tiles than `most`. */
-static int64_t walk(rig *g)
-{
+static int64_t walk(rig *g) {
     int64_t steps = 0, before = 0;
     ra_job job = rig_job(g);
     ra_status s = ra_begin(g->ring, &job);
@@ -142,8 +134,7 @@ static const struct path { const char *name; int32_t way, layout; } paths[PATHS]
     { "backward, queries travel, zigzag", RA_TRAVEL_Q, RA_LAYOUT_ZIGZAG },
 };
 
-static int path_case(int64_t i, const struct path *p)
-{
+static int path_case(int64_t i, const struct path *p) {
     if (!h_case(i)) return 0;
     snprintf(h_run.context, sizeof h_run.context, "%s", p->name);
     return 1;
@@ -151,8 +142,7 @@ static int path_case(int64_t i, const struct path *p)
 
 /* Long chunks, both passes, keys or queries that travel: the work of one task and chunk is spread
  * over steps, each with its trace and progress. way 0 is the forward pass. */
-TEST(steps_are_bounded)
-{
+TEST(steps_are_bounded) {
     for (int64_t i = 0; i < 2 * PATHS; i++) {
         const int way = paths[i / 2].way, threads = i % 2 ? 3 : 1;
         rig g;
@@ -175,8 +165,7 @@ TEST(steps_are_bounded)
 }
 
 /* Work without tiles is bounded too: clearing sums, returning them, the sums of sinks. */
-TEST(rows_are_bounded)
-{
+TEST(rows_are_bounded) {
     int way;
     for (way = RA_TRAVEL_KV; way <= RA_TRAVEL_Q; way++) {
         rig g;
@@ -200,8 +189,7 @@ TEST(rows_are_bounded)
 }
 
 /* 64K rows in one chunk: cancelled, or late, after some steps, a call computes no further. */
-TEST(cancel_and_deadline)
-{
+TEST(cancel_and_deadline) {
     for (int64_t i = 0; i < PATHS; i++) {
         const int way = paths[i].way, late = (int)(i % 2);
         rig g;
@@ -223,8 +211,7 @@ TEST(cancel_and_deadline)
 
 /* A thread leaves in the middle of a task and never comes back: another one finishes it, with the
  * same bits. */
-TEST(another_thread_goes_on)
-{
+TEST(another_thread_goes_on) {
     for (int64_t i = 0; i < PATHS; i++) {
         const int way = paths[i].way;
         rig a, b;
@@ -259,8 +246,7 @@ TEST(another_thread_goes_on)
 /* -------------------------------------------------------------------------- rows that are read */
 /* A window over many chunks: every row of queries and of O is loaded for the chunks that it sees
  * and no other. */
-TEST(unseen_chunks_cost_no_rows)
-{
+TEST(unseen_chunks_cost_no_rows) {
     for (int64_t i = 0; i < 6; i++) {
         const int zigzag = i >= 3;
         rig g;
@@ -296,8 +282,7 @@ typedef struct shelf {
     float *memory;
 } shelf;
 
-static void shelf_open(shelf *x)
-{
+static void shelf_open(shelf *x) {
     int64_t q = x->fresh * x->d.q_heads * x->d.k_dim, rows, k, n;
     h_rng r = h_case_rng(x->fresh);
     float *at;
@@ -315,16 +300,14 @@ static void shelf_open(shelf *x)
     x->t.lse.data = at + q + 2 * k + x->fresh * x->d.q_heads * x->d.v_dim;
 }
 
-static void shelf_close(shelf *x)
-{
+static void shelf_close(shelf *x) {
     ra_cache_destroy(x->c);
     free(x->memory);
 }
 
 /* Shape i of a cache and a call: prefill by tiles, few tokens whose heads share panels, decoding
  * with more heads than a step can take, and prefill in the form of decoding; with lanes. */
-static shelf shelf_of(int64_t i)
-{
+static shelf shelf_of(int64_t i) {
     static const int64_t fresh[4] = { 300, 20, 16, 60 }, cached[4] = { 5700, 9000, 1484, 4000 };
     static const int32_t q_heads[4] = { 4, 8, 64, 8 }, kv_heads[4] = { 2, 1, 64, 2 };
     static const int32_t lanes[4] = { 1, 3, 1, 5 };
@@ -344,8 +327,7 @@ static shelf shelf_of(int64_t i)
 
 /* No step of a call on a cache does more than ra_step would, and threads that leave what they have
  * begun change no bit. */
-TEST(cache_steps_are_bounded)
-{
+TEST(cache_steps_are_bounded) {
     for (int64_t i = 0; i < 12; i++) {
         shelf a, b;
         int64_t steps = 0, before = 0, block;
@@ -378,8 +360,7 @@ TEST(cache_steps_are_bounded)
 }
 
 /* Lanes without keys are cleared and merged: that is work too. */
-TEST(cache_empty_lanes_are_work)
-{
+TEST(cache_empty_lanes_are_work) {
     enum { LANES = 1024, TOKENS = 64, HEADS = 32, DIM = 64 };
     const int64_t work = (2 * LANES - 1) * (int64_t)TOKENS * HEADS * (DIM + 1);
     int64_t steps = 0;
@@ -398,8 +379,7 @@ TEST(cache_empty_lanes_are_work)
 }
 
 /* Cancellation and a deadline end a call after the step in progress, in the midst of an item. */
-TEST(cache_cancel_and_deadline)
-{
+TEST(cache_cancel_and_deadline) {
     for (int64_t i = 0; i < 8; i++) {
         shelf x;
         int64_t until, work;
@@ -424,8 +404,7 @@ enum { MERGED = 45, WIDEST = 130 };    /* most rows and dims of a case */
 typedef struct side { float o[MERGED * WIDEST], lse[MERGED]; } side;
 
 /* LSE of both sides: far apart, equal, next to one another, or -inf on one side or both. */
-static void merged_lse(h_rng *r, float *a, float *b)
-{
+static void merged_lse(h_rng *r, float *a, float *b) {
     const int64_t reach = h_one_in(r, 4) ? 2000000 : 20000;    /* exp underflows beyond 745 */
     *a = (float)h_range(r, -reach, reach) * 1e-3f;
     *b = h_one_in(r, 4) ? *a : *a + (float)h_range(r, -reach, reach) * 1e-3f;
@@ -434,8 +413,7 @@ static void merged_lse(h_rng *r, float *a, float *b)
 }
 
 /* Random sides. What a side of LSE -inf holds is never read. */
-static void merged_fill(h_rng *r, side *x, side *y, int64_t rows, int32_t dim)
-{
+static void merged_fill(h_rng *r, side *x, side *y, int64_t rows, int32_t dim) {
     for (int64_t i = 0; i < rows; i++) {
         merged_lse(r, &x->lse[i], &y->lse[i]);
         for (int32_t j = 0; j < dim; j++) {
@@ -447,8 +425,7 @@ static void merged_fill(h_rng *r, side *x, side *y, int64_t rows, int32_t dim)
 }
 
 /* Element `at` of row i, or its LSE if at is -1, in double precision. */
-static double merged_exactly(const side *x, const side *y, int64_t i, int64_t at)
-{
+static double merged_exactly(const side *x, const side *y, int64_t i, int64_t at) {
     const double a = (double)x->lse[i], b = (double)y->lse[i], hi = a > b ? a : b;
     const double p = isinf(a) ? 0 : exp(a - hi), q = isinf(b) ? 0 : exp(b - hi);
     double sum = 0;
@@ -460,15 +437,13 @@ static double merged_exactly(const side *x, const side *y, int64_t i, int64_t at
 }
 
 /* Rounded once, after a few roundings in double precision. */
-static int merged_right(float got, double want)
-{
+static int merged_right(float got, double want) {
     if (isinf(want)) return isinf(got) && got < 0;
     return fabs((double)got - want) <= 6.1e-8 * fabs(want) + 1e-14;
 }
 
 /* x and y merged by `isa`: right, with the bits of ra_merge, and with those of y and x merged. */
-static void merge_once(int32_t isa, const side *x, const side *y, int64_t rows, int32_t dim)
-{
+static void merge_once(int32_t isa, const side *x, const side *y, int64_t rows, int32_t dim) {
     const size_t bytes = (size_t)(rows * dim) * sizeof(float);
     side a = *x, b = *y, plain = *x;
     int wrong = 0;
@@ -489,8 +464,7 @@ static void merge_once(int32_t isa, const side *x, const side *y, int64_t rows, 
     CHECK_BITS(a.lse, b.lse, (size_t)rows * sizeof(float));
 }
 
-TEST(merges_of_every_isa)
-{
+TEST(merges_of_every_isa) {
     static const int32_t dims[] = { 1, 3, 8, 15, 16, 17, 31, 33, 64, 80, 127, 128, WIDEST };
     static side x, y;
     for (int64_t i = 0; i < 400; i++) {
@@ -505,8 +479,7 @@ TEST(merges_of_every_isa)
 }
 
 /* Sums of which some rows have no key, and some are not finite. */
-TEST(ends_of_every_isa)
-{
+TEST(ends_of_every_isa) {
     float m[64], l[64];
     for (int64_t i = 0; i < 400; i++) {
         if (!h_case(i)) continue;
@@ -531,7 +504,6 @@ static const h_test tests[] = {
     ENTRY(cache_cancel_and_deadline)
 };
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     return hook_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

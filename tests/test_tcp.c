@@ -23,8 +23,7 @@ typedef struct tn_world {
 
 static const char tn_key[32] = "thirty-two bytes of test secret";
 
-static tn_world *tn_make(const char *host, int ranks, int rings)
-{
+static tn_world *tn_make(const char *host, int ranks, int rings) {
     tn_world *w = (tn_world *)calloc(1, sizeof *w);
     if (!w) abort();
     w->ranks = ranks;
@@ -45,8 +44,7 @@ static tn_world *tn_make(const char *host, int ranks, int rings)
     return w;
 }
 
-static ra_tcp_desc tn_desc(tn_world *w, int ring, int rank)
-{
+static ra_tcp_desc tn_desc(tn_world *w, int ring, int rank) {
     ra_tcp_desc d;
     memset(&d, 0, sizeof d);
     d.rank = rank;
@@ -61,14 +59,12 @@ static ra_tcp_desc tn_desc(tn_world *w, int ring, int rank)
     return d;
 }
 
-static void *tn_maker_make(void *user, int ranks, int rings)
-{
+static void *tn_maker_make(void *user, int ranks, int rings) {
     return tn_make((const char *)user, ranks, rings);
 }
 
 /* A rank in a separate process closes the sockets of the others. */
-static const ra_transport *tn_join(void *world, int ring, int rank)
-{
+static const ra_transport *tn_join(void *world, int ring, int rank) {
     tn_world *w = (tn_world *)world;
     ra_error why;
     ra_tcp_desc d = tn_desc(w, ring, rank);
@@ -78,23 +74,20 @@ static const ra_transport *tn_join(void *world, int ring, int rank)
     return NULL;
 }
 
-static void tn_leave(void *world, int ring, int rank, int why)
-{
+static void tn_leave(void *world, int ring, int rank, int why) {
     tn_world *w = (tn_world *)world;
     (void)why;
     ra_tcp_close(w->tcp[ring][rank]);
 }
 
-static void tn_end(void *world)
-{
+static void tn_end(void *world) {
     tn_world *w = (tn_world *)world;
     for (int i = 0; i < w->rings; i++)
         for (int r = 0; r < w->ranks; r++) if (w->fd[i][r] > 0) close(w->fd[i][r]);
     free(w);
 }
 
-static cf_maker tn_maker(const char *host, int processes)
-{
+static cf_maker tn_maker(const char *host, int processes) {
     static char name[80];
     cf_maker m = { "tcp", NULL, tn_maker_make, tn_join, tn_leave, tn_end, 0, 1, 0, 0, NULL };
     m.user = (void *)(uintptr_t)host;
@@ -104,15 +97,13 @@ static cf_maker tn_maker(const char *host, int processes)
     return m;
 }
 
-static int tn_has_v6(void)
-{
+static int tn_has_v6(void) {
     int port = 0, fd = ra_tcp_listen("[::1]:0", &port);
     if (fd >= 0) close(fd);
     return fd >= 0;
 }
 
-TEST(conformance_threads)
-{
+TEST(conformance_threads) {
     cf_maker m = tn_maker("127.0.0.1", 0);
     cf_report rep;
     m.most_ranks = h_run.large ? 0 : 3;
@@ -121,15 +112,13 @@ TEST(conformance_threads)
     CHECK_EQ(rep.unclaimed, 5);            /* loans, registration, and those of sendrecv */
 }
 
-TEST(conformance_processes)
-{
+TEST(conformance_processes) {
     cf_maker m = tn_maker("127.0.0.1", 1);
     m.most_ranks = h_run.large ? 0 : 3;
     CHECK_EQ(cf_judge(&m, h_run.large ? NULL : "pass", 0, stdout).failed, 0);
 }
 
-TEST(conformance_v6)
-{
+TEST(conformance_v6) {
     cf_maker m = tn_maker("[::1]", 0);
     m.most_ranks = h_run.large ? 0 : 3;
     if (!tn_has_v6()) h_skip("no ::1 here");
@@ -138,8 +127,7 @@ TEST(conformance_v6)
 
 /* Processes that the suite did not start, as under mpirun; every world on the same ports, told
  * apart by the number of its ring. */
-static void *tn_outside_make(void *user, int ranks, int rings)
-{
+static void *tn_outside_make(void *user, int ranks, int rings) {
     static uint32_t count;
     const tn_world *ports = (const tn_world *)user;
     tn_world *w = (tn_world *)calloc(1, sizeof *w);
@@ -152,8 +140,7 @@ static void *tn_outside_make(void *user, int ranks, int rings)
     return w;
 }
 
-TEST(conformance_from_outside)
-{
+TEST(conformance_from_outside) {
     enum { RANKS = 3 };
     tn_world *ports = tn_make("127.0.0.1", RANKS, 2);
     cf_maker m = tn_maker("127.0.0.1", 1);
@@ -193,8 +180,7 @@ TEST(conformance_from_outside)
 /* -------------------------------------------------------------------------- a peer that is gone */
 typedef struct tn_watch { int32_t passes[TN_RANKS], status[TN_RANKS], late_ms[TN_RANKS]; } tn_watch;
 
-static tn_watch *tn_watch_new(void)
-{
+static tn_watch *tn_watch_new(void) {
     FILE *f = tmpfile();
     void *p = MAP_FAILED;
     if (f && !ftruncate(fileno(f), (off_t)sizeof(tn_watch)))
@@ -205,8 +191,7 @@ static tn_watch *tn_watch_new(void)
 }
 
 /* Passes until one fails: how it ended, and how long after its deadline it came back. */
-static void tn_passes(tn_world *w, tn_watch *seen, int rank, int64_t ms)
-{
+static void tn_passes(tn_world *w, tn_watch *seen, int rank, int64_t ms) {
     static cf_shared shared;
     cf_maker m = tn_maker("", 1);
     cf_rank r;
@@ -238,8 +223,7 @@ static void tn_passes(tn_world *w, tn_watch *seen, int rank, int64_t ms)
     exit(0);
 }
 
-static int tn_reap(pid_t pid, int64_t limit_ms)
-{
+static int tn_reap(pid_t pid, int64_t limit_ms) {
     int64_t until = ra_deadline_ms(limit_ms);
     int status = -1;
     while (waitpid(pid, &status, WNOHANG) == 0) {
@@ -255,8 +239,7 @@ static int tn_reap(pid_t pid, int64_t limit_ms)
 
 /* In a signal handler: every connection of this process is cut, or gets bytes that belong to no
  * message. */
-static void tn_spoil(int signal_number)
-{
+static void tn_spoil(int signal_number) {
     static const char garbage[57] = "not a message of any ring";
     const int was = errno;
     for (int fd = 3; fd < 256; fd++) {
@@ -271,8 +254,7 @@ static void tn_spoil(int signal_number)
 
 /* A rank of two or three gets a signal at a random moment; the others must come back, and so must
  * this one unless it is killed or stopped. */
-static void tn_lose_a_rank(int signal_number, int rounds)
-{
+static void tn_lose_a_rank(int signal_number, int rounds) {
     const int spoils = signal_number == SIGUSR1 || signal_number == SIGUSR2;
     tn_watch *seen = tn_watch_new();
     (void)signal(SIGUSR1, tn_spoil);
@@ -330,8 +312,7 @@ typedef struct tn_opening {            /* ra_tcp_open on a separate thread */
     pthread_t id;
 } tn_opening;
 
-static void *tn_open_main(void *arg)
-{
+static void *tn_open_main(void *arg) {
     tn_opening *o = (tn_opening *)arg;
     o->d.error = &o->why;
     o->status = ra_tcp_open(&o->tcp, &o->d);
@@ -339,22 +320,19 @@ static void *tn_open_main(void *arg)
     return NULL;
 }
 
-static void tn_start(tn_opening *o, const ra_tcp_desc *d)
-{
+static void tn_start(tn_opening *o, const ra_tcp_desc *d) {
     memset(o, 0, sizeof *o);
     o->d = *d;
     if (pthread_create(&o->id, NULL, tn_open_main, o)) abort();
 }
 
-static int tn_join_open(tn_opening *o)
-{
+static int tn_join_open(tn_opening *o) {
     pthread_join(o->id, NULL);
     return o->status;
 }
 
 /* A raw connection to a rank's port; -1: refused. */
-static int tn_call(const char *address)
-{
+static int tn_call(const char *address) {
     struct addrinfo *a = ra_tcp_resolve(address, 0);
     int fd = a ? socket(a->ai_family, SOCK_STREAM, 0) : -1;
     if (fd >= 0 && connect(fd, a->ai_addr, a->ai_addrlen)) {
@@ -366,8 +344,7 @@ static int tn_call(const char *address)
 }
 
 /* One message from rank 1 to rank 0 through two opened transports; what rank 0's receive became. */
-static int tn_message(ra_tcp *zero, ra_tcp *one)
-{
+static int tn_message(ra_tcp *zero, ra_tcp *one) {
     uint8_t in[3000], out[3000];
     ra_transport_op op[2], *list[2] = { &op[0], &op[1] };
     int64_t until = ra_deadline_ms(5000);
@@ -397,8 +374,7 @@ static int tn_message(ra_tcp *zero, ra_tcp *one)
 
 /* Opens two ranks that differ. Expected: statuses, and a word of the sentences. */
 static void tn_refused(const ra_tcp_desc *zero, const ra_tcp_desc *one, int want_zero, int want_one,
-                       const char *word)
-{
+                       const char *word) {
     tn_opening o[2];
     tn_start(&o[0], zero);
     tn_start(&o[1], one);
@@ -414,8 +390,7 @@ static void tn_refused(const ra_tcp_desc *zero, const ra_tcp_desc *one, int want
 
 /* What differs is named. Without a key at once; with one, who has not shown it decides nothing, and
  * it is at the end of connect_ns. */
-TEST(ranks_that_disagree)
-{
+TEST(ranks_that_disagree) {
     for (int i = 0; i < 4; i++) {
         static const char *const word[] = { "world", "ring", "ranks", "shape" };
         tn_world *w = tn_make("127.0.0.1", 2, 1);
@@ -437,8 +412,7 @@ TEST(ranks_that_disagree)
     }
 }
 
-TEST(another_byte_order)
-{
+TEST(another_byte_order) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     ra_tcp_desc d = tn_desc(w, 0, 0);
     ra_tcp_hello hello;
@@ -457,8 +431,7 @@ TEST(another_byte_order)
     tn_end(w);
 }
 
-TEST(nobody_there)
-{
+TEST(nobody_there) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     ra_tcp_desc d = tn_desc(w, 0, 1);
     ra_tcp *tcp = NULL;
@@ -481,8 +454,7 @@ TEST(nobody_there)
     tn_end(w);
 }
 
-TEST(listens_on_its_own_address_alone)
-{
+TEST(listens_on_its_own_address_alone) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     char other[40];
     int fd;
@@ -497,8 +469,7 @@ TEST(listens_on_its_own_address_alone)
 /* Strangers call first: silent ones, more than there are places for, one that talks nonsense, one
  * that begins like a rank and goes on byte by byte. The ring forms anyway, and then nobody
  * can call any more. */
-TEST(strangers)
-{
+TEST(strangers) {
     enum { SILENT = 2 * RA_TCP_STRANGERS };
     static const char nonsense[] = "GET / HTTP/1.1\r\nHost: the ring, please, and a lot of bytes "
                                    "so that a whole hello is here: 0123456789 0123456789 012345";
@@ -538,8 +509,7 @@ typedef struct tn_path {
     pthread_t id;
 } tn_path;
 
-static int tn_relay(tn_path *p, int from, int to, int keeps)
-{
+static int tn_relay(tn_path *p, int from, int to, int keeps) {
     uint8_t buf[4096];
     ssize_t n = recv(from, buf, sizeof buf, MSG_DONTWAIT);
     if (n == 0 || (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK)) return 0;
@@ -550,8 +520,7 @@ static int tn_relay(tn_path *p, int from, int to, int keeps)
     return n < 0 || send(to, buf, (size_t)n, MSG_NOSIGNAL) == n;
 }
 
-static void *tn_path_main(void *arg)
-{
+static void *tn_path_main(void *arg) {
     tn_path *p = (tn_path *)arg;
     int a = -1, b = -1, open = 1;
     while (!cf_load(&p->stop) && a < 0) {
@@ -569,8 +538,7 @@ static void *tn_path_main(void *arg)
 }
 
 /* Two ranks, rank 1 by way of p; its address goes to `at`. Returns what became of a message. */
-static int tn_by_way_of(tn_path *p, tn_world *w)
-{
+static int tn_by_way_of(tn_path *p, tn_world *w) {
     ra_tcp_desc zero = tn_desc(w, 0, 0), one = tn_desc(w, 0, 1);
     const char *at[2];
     char text[32];
@@ -599,8 +567,7 @@ static int tn_by_way_of(tn_path *p, tn_world *w)
 
 /* Bytes that change on the way: nonsense in a head closes the connection, and sealed, so does any
  * change; nothing is written where it does not belong. */
-TEST(spoilt_on_the_way)
-{
+TEST(spoilt_on_the_way) {
     for (int i = 0; i < 8; i++) {
         size_t shake = RA_TCP_HELLO + RA_TCP_START + RA_TCP_HEAD + RA_TCP_A;
         tn_world *w = tn_make("127.0.0.1", 2, 1);
@@ -620,8 +587,7 @@ TEST(spoilt_on_the_way)
 
 #ifdef RA_TCP_SODIUM
 /* Rank 1 with another key does not get in, nor does one without; the right one then does. */
-TEST(wrong_key)
-{
+TEST(wrong_key) {
     static const char wrong[32] = "thirty-two bytes of test secreT";
     for (int i = 0; i < 2; i++) {
         tn_world *w = tn_make("127.0.0.1", 2, 1);
@@ -649,8 +615,7 @@ TEST(wrong_key)
 }
 
 /* Everything that rank 1 sent in a good run, sent again by a stranger, opens nothing. */
-TEST(replayed_handshake)
-{
+TEST(replayed_handshake) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     ra_tcp_desc zero, one;
     tn_opening o[2];
@@ -678,8 +643,7 @@ TEST(replayed_handshake)
 }
 
 /* What goes over the wire does not show what is sent. */
-TEST(nothing_in_the_clear)
-{
+TEST(nothing_in_the_clear) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     int run = 0, longest = 0;
     tn_path p;
@@ -694,8 +658,7 @@ TEST(nothing_in_the_clear)
     tn_end(w);
 }
 #else
-TEST(a_key_needs_sodium)
-{
+TEST(a_key_needs_sodium) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     ra_tcp_desc d = tn_desc(w, 0, 0);
     ra_tcp *tcp = NULL;
@@ -708,8 +671,7 @@ TEST(a_key_needs_sodium)
 }
 #endif
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(conformance_threads), ENTRY(conformance_processes), ENTRY(conformance_v6),
         ENTRY(conformance_from_outside),

@@ -25,8 +25,7 @@ typedef struct outcome {
 
 /* -------------------------------------------------------------------------- a copying transport
  * Unlike the bundled world it shares no addresses. */
-static inline mail_net *setup_network(const setup *s)
-{
+static inline mail_net *setup_network(const setup *s) {
     uint32_t seed = s->seed >> 8;
     mail_desc d;
     memset(&d, 0, sizeof d);
@@ -60,8 +59,7 @@ typedef struct world {
 /* -------------------------------------------------------------------------- calls */
 typedef struct stepper { seat *seat; int ith, join, pass; ra_status status; } stepper;
 
-static inline ra_job seat_job(seat *e, uint64_t ticket, int32_t pass)
-{
+static inline ra_job seat_job(seat *e, uint64_t ticket, int32_t pass) {
     ra_job j;
     memset(&j, 0, sizeof j);
     j.ticket = ticket;
@@ -73,8 +71,7 @@ static inline ra_job seat_job(seat *e, uint64_t ticket, int32_t pass)
 }
 
 /* One thread of a rank: steps, or joins `passes` tickets with gaps. */
-static void *step_thread(void *user)
-{
+static void *step_thread(void *user) {
     stepper *y = (stepper *)user;
     const setup *s = y->seat->s;
     int pass, passes = y->join && s->passes > 1 ? s->passes : 1;
@@ -92,8 +89,7 @@ static void *step_thread(void *user)
     return NULL;
 }
 
-static inline ra_status seat_step(seat *e, int join, int32_t which)
-{
+static inline ra_status seat_step(seat *e, int join, int32_t which) {
     const setup *s = e->s;
     pthread_t threads[8];
     stepper y[8];
@@ -118,8 +114,7 @@ static inline ra_status seat_step(seat *e, int join, int32_t which)
 }
 
 /* The smallest workspace that the plan allows, full of garbage, with a guard behind it. */
-static inline void seat_workspace(seat *e, ra_ring_desc *rd)
-{
+static inline void seat_workspace(seat *e, ra_ring_desc *rd) {
     int shared = e->s->wire == WIRE_SHARED;
     int64_t bytes = shared ? e->report.shared_workspace_bytes : e->report.workspace_bytes;
     uint8_t *mem = (uint8_t *)malloc((size_t)bytes + 128);
@@ -132,8 +127,7 @@ static inline void seat_workspace(seat *e, ra_ring_desc *rd)
     e->workspace_end = at + bytes;
 }
 
-static inline ra_status seat_forward(seat *e, const ra_transport *transport)
-{
+static inline ra_status seat_forward(seat *e, const ra_transport *transport) {
     const setup *s = e->s;
     ra_ring_desc rd;
     ra_status status;
@@ -170,8 +164,7 @@ static inline ra_status seat_forward(seat *e, const ra_transport *transport)
     return status;
 }
 
-static ra_status seat_run(ra_world *library_world, int rank, void *user)
-{
+static ra_status seat_run(ra_world *library_world, int rank, void *user) {
     world *w = (world *)user;
     seat *e = &w->seats[rank];
     ra_transport copying;
@@ -192,8 +185,7 @@ static ra_status seat_run(ra_world *library_world, int rank, void *user)
 
 /* Without ranks: the threads of ra_attention one after the other in a random order, over a
  * workspace full of garbage. */
-static inline ra_status seat_attention(seat *e)
-{
+static inline ra_status seat_attention(seat *e) {
     const setup *s = e->s;
     int nth = s->threads, order[16], i, j;
     h_rng rng = { s->seed };
@@ -227,8 +219,7 @@ static inline ra_status seat_attention(seat *e)
 /* -------------------------------------------------------------------------- outcomes */
 
 /* The gradient of the bias, by position. */
-static inline void outcome_bias(outcome *r, const seat *e)
-{
+static inline void outcome_bias(outcome *r, const seat *e) {
     const problem *p = e->p;
     int64_t shift = e->s->shift, keys = p->k_max + shift, t;
     int b, head;
@@ -244,8 +235,7 @@ static inline void outcome_bias(outcome *r, const seat *e)
 }
 
 /* Rows of a gradient to their positions. */
-static inline void outcome_grad(float *to, const view *v, const seat *e, int keys)
-{
+static inline void outcome_grad(float *to, const view *v, const seat *e, int keys) {
     const problem *p = e->p;
     const int32_t *pos = keys ? e->k_pos : e->q_pos;
     const int64_t *len = keys ? e->k_len : e->q_len;
@@ -258,8 +248,7 @@ static inline void outcome_grad(float *to, const view *v, const seat *e, int key
     }
 }
 
-static inline void outcome_take(outcome *r, seat *e, uint8_t *seen)
-{
+static inline void outcome_take(outcome *r, seat *e, uint8_t *seen) {
     const problem *p = e->p;
     int64_t t, d, n = p->Hq * p->Dv;
     float *row = (float *)malloc((size_t)n * sizeof *row), lse[64];
@@ -292,8 +281,7 @@ static inline void outcome_take(outcome *r, seat *e, uint8_t *seen)
     free(row);
 }
 
-static inline void outcome_blame(outcome *r, const seat *e)
-{
+static inline void outcome_blame(outcome *r, const seat *e) {
     if (r->status == RA_OK || (r->status == RA_E_ABORTED && e->status != RA_E_ABORTED)) {
         r->status = e->status;
         snprintf(r->text, sizeof r->text, "rank %d: %s (%s: %s)", e->rank,
@@ -302,8 +290,7 @@ static inline void outcome_blame(outcome *r, const seat *e)
 }
 
 /* The tensors of all ranks; the status of the first refusal. */
-static inline ra_status world_open(world *w, const problem *p, const setup *s)
-{
+static inline ra_status world_open(world *w, const problem *p, const setup *s) {
     ra_plan *plan = NULL;
     ra_status status = RA_OK;
     ra_desc d = rank_desc(p, s, 0);
@@ -321,23 +308,20 @@ static inline ra_status world_open(world *w, const problem *p, const setup *s)
 
 /* Does the library compute d in bf16? Not under dropout, and by AMX not in the decode
  * form of ra_attention: see decodes_in_f32. */
-static inline int rounds_weights(const ra_desc *d)
-{
+static inline int rounds_weights(const ra_desc *d) {
     int32_t isa = d->isa ? d->isa : ra_isa_best();
     return d->q_dtype == RA_BF16 && d->k_dtype == RA_BF16 &&
            (d->v_in_k || d->v_dtype == RA_BF16) &&
            (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX) && d->dropout <= 0;
 }
 
-static inline int decodes_in_f32(const setup *s, const ra_desc *d)
-{
+static inline int decodes_in_f32(const setup *s, const ra_desc *d) {
     return s->call == CALL_ATTENTION && d->tokens * (d->q_heads / d->kv_heads) <= 16 &&
            (d->isa ? d->isa : ra_isa_best()) != RA_ISA_AVX512_BF16;
 }
 
 /* May the library decode d, in q8_0, by products of integers? */
-static inline int may_use_integers(const ra_desc *d)
-{
+static inline int may_use_integers(const ra_desc *d) {
     const int32_t isa = d->isa ? d->isa : ra_isa_best();
     return d->k_dtype == RA_Q8_0 && (d->v_in_k || d->v_dtype == RA_Q8_0) &&
            (isa == RA_ISA_AVX512_BF16 || isa == RA_ISA_AMX) &&
@@ -345,8 +329,7 @@ static inline int may_use_integers(const ra_desc *d)
 }
 
 /* Collects what all ranks wrote and frees their tensors. */
-static inline outcome outcome_gather(world *w)
-{
+static inline outcome outcome_gather(world *w) {
     const problem *p = w->p;
     const setup *s = w->s;
     outcome r;
@@ -380,8 +363,7 @@ static inline outcome outcome_gather(world *w)
     return r;
 }
 
-static inline outcome world_run(const problem *p, const setup *s)
-{
+static inline outcome world_run(const problem *p, const setup *s) {
     static world w;
     int64_t left = 0;
     outcome r;
@@ -399,8 +381,7 @@ static inline outcome world_run(const problem *p, const setup *s)
 /* Worst |got - real| over the bar; rough: P, dS and dO are rounded to bf16. Where the oracle has a
  * NaN there must be one. */
 static inline double worst_gradient(const float *got, const double *real, const double *bar,
-                                    int64_t n, int rough)
-{
+                                    int64_t n, int rough) {
     double worst = 0;
     int64_t i;
     for (i = 0; i < n; i++) {
@@ -413,8 +394,7 @@ static inline double worst_gradient(const float *got, const double *real, const 
 }
 
 /* The worst of all gradients of a training pass. */
-static inline double outcome_gradients(const outcome *r, const problem *p)
-{
+static inline double outcome_gradients(const outcome *r, const problem *p) {
     const int64_t nq = p->B * p->q_max * p->Hq, nk = p->B * p->k_max * p->Hkv;
     slopes real = oracle_slopes(p, r->d_bias != NULL);
     double worst[5] = { 0 };
@@ -436,15 +416,13 @@ static inline double outcome_gradients(const outcome *r, const problem *p)
     return worst[0];
 }
 
-static inline void outcome_free(outcome *r)
-{
+static inline void outcome_free(outcome *r) {
     free(r->o); free(r->lse);
     free(r->d_q); free(r->d_k); free(r->d_v); free(r->d_bias);
 }
 
 /* CHECKs that a run ended well and kept to its memory. */
-static inline int outcome_whole(const outcome *r)
-{
+static inline int outcome_whole(const outcome *r) {
     if (!CHECK_EQ(r->status, RA_OK)) { printf("    %s\n", r->text); return 0; }
     return CHECK_EQ(r->guard_broken, 0) & CHECK_EQ(r->missing, 0) & CHECK_EQ(r->empty_wrong, 0);
 }
@@ -455,8 +433,7 @@ typedef struct verdict { double o_error, lse_error, o_ratio, lse_ratio; } verdic
 /* Compares with the oracle. O: 2e-6, plus the slack if the problem is loose, plus half a step of a
  * 16-bit o, plus what rounding of weights to bf16 and of q8_0's products explains. LSE: 4e-6
  * max(1, |L|), plus the slack, plus one rounding. Ratios are in units of these. */
-static inline verdict outcome_judge(const outcome *r, const problem *p, const truth *t)
-{
+static inline verdict outcome_judge(const outcome *r, const problem *p, const truth *t) {
     verdict w = { 0, 0, 0, 0 };
     int64_t i, d, at, step = p->row_step ? p->row_step : 1, worst_o = -1, worst_l = -1;
     int b, head;
@@ -496,8 +473,7 @@ static inline verdict outcome_judge(const outcome *r, const problem *p, const tr
 }
 
 /* One problem through the library and through the oracle. */
-static inline verdict world_compare(const problem *p, const setup *s)
-{
+static inline verdict world_compare(const problem *p, const setup *s) {
     verdict w = { 0, 0, 0, 0 };
     truth t;
     outcome r;
@@ -515,8 +491,7 @@ static inline verdict world_compare(const problem *p, const setup *s)
 }
 
 /* O and LSE of ra_attention on 1 to `most` threads have the same bits. */
-static inline void same_on_threads(const problem *p, setup *s, int32_t most)
-{
+static inline void same_on_threads(const problem *p, setup *s, int32_t most) {
     outcome first = world_run(p, s), got;
     for (s->threads = 2; s->threads <= most; s->threads++) {
         got = world_run(p, s);
@@ -529,8 +504,7 @@ static inline void same_on_threads(const problem *p, setup *s, int32_t most)
 
 /* Scores are exact: those of block b are b times the rise and one more for odd keys, or 0 for every
  * third query. */
-static inline void problem_rises(problem *p, float rise, h_rng *r)
-{
+static inline void problem_rises(problem *p, float rise, h_rng *r) {
     int64_t i, d;
     p->scale = 1;
     p->loose = 1;
@@ -545,8 +519,7 @@ static inline void problem_rises(problem *p, float rise, h_rng *r)
 
 /* m of such a problem's state after all keys is the first block's maximum, except in rows whose
  * scores `rise` so far that l would pass the limit. */
-static inline void stale_maxima(const problem *p, int32_t isa, int rise, float limit)
-{
+static inline void stale_maxima(const problem *p, int32_t isa, int rise, float limit) {
     const int64_t rows = p->q_max, n = rows * p->Dk;
     const int32_t size = (int32_t)element_bytes(p->q_dtype);
     uint8_t *data[3];

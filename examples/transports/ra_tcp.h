@@ -178,8 +178,7 @@ typedef struct ra_tcp {
 
 /* -------------------------------------------------------------------------- sentences */
 static RA_TCP_UNUSED ra_status ra_tcp_refuse(const ra_tcp_desc *d, ra_status s, const char *field,
-                                             const char *format, ...)
-{
+                                             const char *format, ...) {
     va_list args;
     if (!d->error) return s;
     d->error->status = s;
@@ -190,8 +189,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_refuse(const ra_tcp_desc *d, ra_status s, 
     return s;
 }
 
-static RA_TCP_UNUSED void ra_tcp_note(ra_tcp *t, const char *format, ...)
-{
+static RA_TCP_UNUSED void ra_tcp_note(ra_tcp *t, const char *format, ...) {
     va_list args;
     va_start(args, format);
     vsnprintf(t->note, sizeof t->note, format, args);
@@ -199,13 +197,11 @@ static RA_TCP_UNUSED void ra_tcp_note(ra_tcp *t, const char *format, ...)
 }
 
 /* -------------------------------------------------------------------------- sockets */
-static RA_TCP_UNUSED void ra_tcp_option(int fd, int level, int name, int value)
-{
+static RA_TCP_UNUSED void ra_tcp_option(int fd, int level, int name, int value) {
     (void)setsockopt(fd, level, name, &value, sizeof value);
 }
 
-static RA_TCP_UNUSED int ra_tcp_prepare(int fd)
-{
+static RA_TCP_UNUSED int ra_tcp_prepare(int fd) {
     int flags = fcntl(fd, F_GETFL, 0);
     if (flags < 0 || fcntl(fd, F_SETFL, flags | O_NONBLOCK) < 0) return -1;
     (void)fcntl(fd, F_SETFD, FD_CLOEXEC);
@@ -220,8 +216,7 @@ static RA_TCP_UNUSED int ra_tcp_prepare(int fd)
 }
 
 /* "host:port" or "[v6]:port" as addresses; null: not one, or not known. */
-static RA_TCP_UNUSED struct addrinfo *ra_tcp_resolve(const char *address, int listens)
-{
+static RA_TCP_UNUSED struct addrinfo *ra_tcp_resolve(const char *address, int listens) {
     struct addrinfo hints, *out = NULL;
     const char *colon = strrchr(address, ':');
     char host[256];
@@ -240,8 +235,7 @@ static RA_TCP_UNUSED struct addrinfo *ra_tcp_resolve(const char *address, int li
 }
 
 /* A socket that listens on this address alone; port 0 takes a free one. *port: which. -1: errno. */
-static RA_TCP_UNUSED int ra_tcp_listen(const char *address, int *port)
-{
+static RA_TCP_UNUSED int ra_tcp_listen(const char *address, int *port) {
     struct addrinfo *list = ra_tcp_resolve(address, 1), *a;
     struct sockaddr_storage at;
     socklen_t n = sizeof at;
@@ -265,8 +259,7 @@ static RA_TCP_UNUSED int ra_tcp_listen(const char *address, int *port)
 }
 
 /* -------------------------------------------------------------------------- a connection's end */
-static RA_TCP_UNUSED void ra_tcp_drop(ra_tcp_conn *c, int why)
-{
+static RA_TCP_UNUSED void ra_tcp_drop(ra_tcp_conn *c, int why) {
     if (c->fd >= 0) close(c->fd);
     c->fd = -1;
     c->dead = why;
@@ -275,8 +268,7 @@ static RA_TCP_UNUSED void ra_tcp_drop(ra_tcp_conn *c, int why)
     c->out_at = c->out_len = c->out_body = 0;
 }
 
-static RA_TCP_UNUSED void ra_tcp_reset(ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED void ra_tcp_reset(ra_tcp_conn *c) {
     uint8_t *out = c->out_buf, *in = c->in_buf;
     int peer = c->peer;
     ra_tcp_drop(c, 0);
@@ -289,8 +281,7 @@ static RA_TCP_UNUSED void ra_tcp_reset(ra_tcp_conn *c)
 }
 
 /* An op has ended; its state is written when the library polls. */
-static RA_TCP_UNUSED void ra_tcp_end(ra_tcp_queue *q, int state)
-{
+static RA_TCP_UNUSED void ra_tcp_end(ra_tcp_queue *q, int state) {
     ra_transport_op *op = q->first;
     q->first = (ra_transport_op *)op->scratch[RA_TCP_NEXT];
     if (!q->first) q->last = NULL;
@@ -298,15 +289,13 @@ static RA_TCP_UNUSED void ra_tcp_end(ra_tcp_queue *q, int state)
 }
 
 /* -------------------------------------------------------------------------- frames out */
-static RA_TCP_UNUSED size_t ra_tcp_piece(const ra_tcp *t)
-{
+static RA_TCP_UNUSED size_t ra_tcp_piece(const ra_tcp *t) {
     return t->sealed ? (size_t)RA_TCP_SEALED : (size_t)RA_TCP_PLAIN;
 }
 
 /* Makes a frame the one under way. data: of a send's buffer, `h->body` bytes. */
 static RA_TCP_UNUSED void ra_tcp_stage(ra_tcp *t, ra_tcp_conn *c, const ra_tcp_head *h,
-                                       const uint8_t *data)
-{
+                                       const uint8_t *data) {
     c->out_at = 0;
     if (!t->sealed) {
         memcpy(c->out_buf, h, RA_TCP_HEAD);
@@ -327,8 +316,7 @@ static RA_TCP_UNUSED void ra_tcp_stage(ra_tcp *t, ra_tcp_conn *c, const ra_tcp_h
 #endif
 }
 
-static RA_TCP_UNUSED ra_tcp_head ra_tcp_head_of(int kind, int channel, uint64_t tag)
-{
+static RA_TCP_UNUSED ra_tcp_head ra_tcp_head_of(int kind, int channel, uint64_t tag) {
     ra_tcp_head h;
     memset(&h, 0, sizeof h);
     h.kind = (uint8_t)kind;
@@ -339,8 +327,7 @@ static RA_TCP_UNUSED ra_tcp_head ra_tcp_head_of(int kind, int channel, uint64_t 
 
 /* The next frame that is due: grants first, for they let the peer go on; then pieces of messages,
  * channels in turns. 0: none. */
-static RA_TCP_UNUSED int ra_tcp_next(ra_tcp *t, ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED int ra_tcp_next(ra_tcp *t, ra_tcp_conn *c) {
     for (int i = 0; i < RA_TCP_CHANNELS; i++) {
         ra_tcp_head h = ra_tcp_head_of(RA_TCP_GRANT, i, c->to_grant[i]);
         if (!c->to_grant[i]) continue;
@@ -370,8 +357,7 @@ static RA_TCP_UNUSED int ra_tcp_next(ra_tcp *t, ra_tcp_conn *c)
 }
 
 /* Writes what is staged. 1: all of it; 0: the socket is full; -1: the connection is gone. */
-static RA_TCP_UNUSED int ra_tcp_write(ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED int ra_tcp_write(ra_tcp_conn *c) {
     while (c->out_at < c->out_len + c->out_body) {
         size_t head = c->out_at < c->out_len ? c->out_len - c->out_at : 0;
         size_t past = head ? 0 : c->out_at - c->out_len;
@@ -395,8 +381,7 @@ static RA_TCP_UNUSED int ra_tcp_write(ra_tcp_conn *c)
 }
 
 /* A piece of a send is with the system; the whole send, perhaps. */
-static RA_TCP_UNUSED void ra_tcp_sent(ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED void ra_tcp_sent(ra_tcp_conn *c) {
     ra_transport_op *op = c->out_op;
     c->out_op = NULL;
     if (!op || (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED] < op->len) return;
@@ -404,8 +389,7 @@ static RA_TCP_UNUSED void ra_tcp_sent(ra_tcp_conn *c)
     ra_tcp_end(&c->send[op->channel], RA_MSG_DONE);
 }
 
-static RA_TCP_UNUSED void ra_tcp_flush(ra_tcp *t, ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED void ra_tcp_flush(ra_tcp *t, ra_tcp_conn *c) {
     while (c->fd >= 0 && !c->hush) {
         int done = ra_tcp_write(c);
         if (done < 0) {
@@ -420,14 +404,12 @@ static RA_TCP_UNUSED void ra_tcp_flush(ra_tcp *t, ra_tcp_conn *c)
 
 /* -------------------------------------------------------------------------- frames in */
 /* Bytes to read for a head or for a body of n bytes. */
-static RA_TCP_UNUSED size_t ra_tcp_on_wire(const ra_tcp *t, size_t n)
-{
+static RA_TCP_UNUSED size_t ra_tcp_on_wire(const ra_tcp *t, size_t n) {
     return n + (t->sealed ? (size_t)RA_TCP_A : 0);
 }
 
 /* Where the body of c->head belongs: a receive's buffer, or nowhere. */
-static RA_TCP_UNUSED uint8_t *ra_tcp_target(ra_tcp *t, const ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED uint8_t *ra_tcp_target(ra_tcp *t, const ra_tcp_conn *c) {
     int channel = c->head.channel;
     const ra_transport_op *op = c->recv[channel].first;
     if (c->skip[channel] || !op) return t->waste;
@@ -435,8 +417,7 @@ static RA_TCP_UNUSED uint8_t *ra_tcp_target(ra_tcp *t, const ra_tcp_conn *c)
 }
 
 /* A head has come. 0, or what is wrong with the connection. */
-static RA_TCP_UNUSED int ra_tcp_take_head(ra_tcp *t, ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED int ra_tcp_take_head(ra_tcp *t, ra_tcp_conn *c) {
     const ra_tcp_head *h = &c->head;
     int channel = h->channel;
     ra_transport_op *op;
@@ -471,8 +452,7 @@ static RA_TCP_UNUSED int ra_tcp_take_head(ra_tcp *t, ra_tcp_conn *c)
 }
 
 /* The body of c->head is where it belongs. */
-static RA_TCP_UNUSED void ra_tcp_take_body(ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED void ra_tcp_take_body(ra_tcp_conn *c) {
     int channel = c->head.channel;
     ra_transport_op *op = c->recv[channel].first;
     size_t moved;
@@ -491,8 +471,7 @@ static RA_TCP_UNUSED void ra_tcp_take_body(ra_tcp_conn *c)
 }
 
 /* Opens the n sealed bytes of in_buf into `to`; 0: they are no frame of this connection. */
-static RA_TCP_UNUSED int ra_tcp_unseal(ra_tcp_conn *c, uint8_t *to, size_t n)
-{
+static RA_TCP_UNUSED int ra_tcp_unseal(ra_tcp_conn *c, uint8_t *to, size_t n) {
 #ifdef RA_TCP_SODIUM
     unsigned char tag;
     return crypto_secretstream_xchacha20poly1305_pull(&c->pull, to, NULL, &tag, c->in_buf, n, NULL,
@@ -504,8 +483,7 @@ static RA_TCP_UNUSED int ra_tcp_unseal(ra_tcp_conn *c, uint8_t *to, size_t n)
 }
 
 /* in_need bytes have come: a head, or a body. 0, or what is wrong. */
-static RA_TCP_UNUSED int ra_tcp_take(ra_tcp *t, ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED int ra_tcp_take(ra_tcp *t, ra_tcp_conn *c) {
     int code = RA_OK;
     if (!c->in_body) {
         if (t->sealed && !ra_tcp_unseal(c, (uint8_t *)&c->head, c->in_need)) return RA_E_PROTO;
@@ -528,8 +506,7 @@ static RA_TCP_UNUSED int ra_tcp_take(ra_tcp *t, ra_tcp_conn *c)
 }
 
 /* Reads towards in_need bytes. 1: they are here; 0: not yet; negative: the connection is gone. */
-static RA_TCP_UNUSED int ra_tcp_read(ra_tcp *t, ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED int ra_tcp_read(ra_tcp *t, ra_tcp_conn *c) {
     while (c->in_at < c->in_need) {
         uint8_t *to = c->in_body && !t->sealed && c->stage == RA_TCP_AT_OPEN
                           ? ra_tcp_target(t, c) : c->in_buf;
@@ -543,8 +520,7 @@ static RA_TCP_UNUSED int ra_tcp_read(ra_tcp *t, ra_tcp_conn *c)
 }
 
 /* Reads what is there of an open connection, some MiB at most: other connections want a turn. */
-static RA_TCP_UNUSED void ra_tcp_drink(ra_tcp *t, ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED void ra_tcp_drink(ra_tcp *t, ra_tcp_conn *c) {
     for (int frames = 0; c->fd >= 0 && frames < 32; frames++) {
         int code = ra_tcp_read(t, c);
         if (code == 0) return;
@@ -559,8 +535,7 @@ static RA_TCP_UNUSED void ra_tcp_drink(ra_tcp *t, ra_tcp_conn *c)
 }
 
 /* -------------------------------------------------------------------------- handshake */
-static RA_TCP_UNUSED ra_tcp_hello ra_tcp_hello_of(const ra_tcp *t, int to)
-{
+static RA_TCP_UNUSED ra_tcp_hello ra_tcp_hello_of(const ra_tcp *t, int to) {
     ra_tcp_hello h;
     memset(&h, 0, sizeof h);
     memcpy(h.magic, "ra_tcp\r\n", 8);
@@ -577,16 +552,14 @@ static RA_TCP_UNUSED ra_tcp_hello ra_tcp_hello_of(const ra_tcp *t, int to)
 }
 
 /* More bytes behind those that are to be written; only the few of a handshake. */
-static RA_TCP_UNUSED void ra_tcp_append(ra_tcp_conn *c, const void *data, size_t n)
-{
+static RA_TCP_UNUSED void ra_tcp_append(ra_tcp_conn *c, const void *data, size_t n) {
     memcpy(c->out_buf + c->out_len, data, n);
     c->out_len += n;
 }
 
 /* Keys of both directions from the shared key, keys of this connection alone, and all that both
  * sides have said. 0: a public key is not one. */
-static RA_TCP_UNUSED int ra_tcp_agree(ra_tcp *t, ra_tcp_conn *c, uint8_t *start)
-{
+static RA_TCP_UNUSED int ra_tcp_agree(ra_tcp *t, ra_tcp_conn *c, uint8_t *start) {
 #ifdef RA_TCP_SODIUM
     uint8_t said[32 + 2 * RA_TCP_HELLO], rx[32], tx[32], key[32];
     const ra_tcp_hello *first = c->dialed ? &c->hello : &c->peer_hello;
@@ -617,8 +590,7 @@ static RA_TCP_UNUSED int ra_tcp_agree(ra_tcp *t, ra_tcp_conn *c, uint8_t *start)
 }
 
 /* This side is content: says so in its first frame, and waits for the other's. */
-static RA_TCP_UNUSED int ra_tcp_accept_hello(ra_tcp *t, ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED int ra_tcp_accept_hello(ra_tcp *t, ra_tcp_conn *c) {
     uint8_t start[64], frame[RA_TCP_HEAD + 64];
     ra_tcp_head h = ra_tcp_head_of(RA_TCP_READY, 0, 0);
     if (t->sealed && !ra_tcp_agree(t, c, start)) return RA_E_PROTO;
@@ -638,8 +610,7 @@ static RA_TCP_UNUSED int ra_tcp_accept_hello(ra_tcp *t, ra_tcp_conn *c)
 }
 
 /* This side's hello becomes what is to be written. */
-static RA_TCP_UNUSED void ra_tcp_say_hello(ra_tcp *t, ra_tcp_conn *c, int to)
-{
+static RA_TCP_UNUSED void ra_tcp_say_hello(ra_tcp *t, ra_tcp_conn *c, int to) {
     c->hello = ra_tcp_hello_of(t, to);
 #ifdef RA_TCP_SODIUM
     if (t->sealed) (void)crypto_kx_keypair(c->hello.public_key, c->secret_key);
@@ -650,8 +621,7 @@ static RA_TCP_UNUSED void ra_tcp_say_hello(ra_tcp *t, ra_tcp_conn *c, int to)
 
 /* What a hello says that this rank cannot agree to: RA_OK; RA_AGAIN: not this one, but the right
  * one may come; negative: the ring cannot be. The sentence goes to t->note. */
-static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_hello *h, int dialed, int peer)
-{
+static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_hello *h, int dialed, int peer) {
     int again = t->sealed ? RA_AGAIN : RA_E_MISMATCH;    /* who has no key decides nothing */
     if (h->order != 0x01020304) {
         ra_tcp_note(t, "a rank has another byte order, which this transport does not convert");
@@ -697,8 +667,7 @@ static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_hello *h, int dial
 }
 
 /* The peer's hello is here. */
-static RA_TCP_UNUSED int ra_tcp_heard_hello(ra_tcp *t, ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED int ra_tcp_heard_hello(ra_tcp *t, ra_tcp_conn *c) {
     int code;
     memcpy(&c->peer_hello, c->in_buf, sizeof c->peer_hello);
     if (memcmp(c->peer_hello.magic, "ra_tcp\r\n", 8)) {
@@ -715,8 +684,7 @@ static RA_TCP_UNUSED int ra_tcp_heard_hello(ra_tcp *t, ra_tcp_conn *c)
 }
 
 /* Moves a handshake on. RA_OK, RA_AGAIN (this connection is of no use), or negative (the ring). */
-static RA_TCP_UNUSED int ra_tcp_shake(ra_tcp *t, ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED int ra_tcp_shake(ra_tcp *t, ra_tcp_conn *c) {
     for (;;) {
         int code;
         if (ra_tcp_write(c) < 0) return RA_AGAIN;
@@ -750,8 +718,7 @@ static RA_TCP_UNUSED int ra_tcp_shake(ra_tcp *t, ra_tcp_conn *c)
 }
 
 /* -------------------------------------------------------------------------- connecting */
-static RA_TCP_UNUSED void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct addrinfo *list)
-{
+static RA_TCP_UNUSED void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct addrinfo *list) {
     int count = 0, pick, fd;
     const struct addrinfo *a;
     for (a = list; a; a = a->ai_next) count++;
@@ -772,8 +739,7 @@ static RA_TCP_UNUSED void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct ad
 }
 
 /* A call that was answered: now the hello. */
-static RA_TCP_UNUSED int ra_tcp_dialed(ra_tcp *t, ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED int ra_tcp_dialed(ra_tcp *t, ra_tcp_conn *c) {
     int error = 0;
     socklen_t n = sizeof error;
     if (getsockopt(c->fd, SOL_SOCKET, SO_ERROR, &error, &n) || error) {
@@ -786,8 +752,7 @@ static RA_TCP_UNUSED int ra_tcp_dialed(ra_tcp *t, ra_tcp_conn *c)
 }
 
 /* Takes in callers; if there are too many, the one that has been here longest has to go. */
-static RA_TCP_UNUSED void ra_tcp_callers(ra_tcp *t)
-{
+static RA_TCP_UNUSED void ra_tcp_callers(ra_tcp *t) {
     for (int n = 0; n < RA_TCP_STRANGERS; n++) {
         ra_tcp_conn *c = &t->stranger[0];
         int fd = accept(t->listener, NULL, NULL);
@@ -807,8 +772,7 @@ static RA_TCP_UNUSED void ra_tcp_callers(ra_tcp *t)
 
 /* A caller that has shown who it is takes its place, whose buffers are those for messages; an
  * earlier connection of it is of no use. */
-static RA_TCP_UNUSED void ra_tcp_seat(ra_tcp *t, ra_tcp_conn *c)
-{
+static RA_TCP_UNUSED void ra_tcp_seat(ra_tcp *t, ra_tcp_conn *c) {
     ra_tcp_conn *seat = &t->conn[c->peer_hello.from], old;
     ra_tcp_reset(seat);
     memcpy(seat->out_buf, c->out_buf, c->out_len);
@@ -822,8 +786,7 @@ static RA_TCP_UNUSED void ra_tcp_seat(ra_tcp *t, ra_tcp_conn *c)
 }
 
 /* One look at a connection that is not open yet. Negative: the ring cannot be. */
-static RA_TCP_UNUSED int ra_tcp_attend(ra_tcp *t, ra_tcp_conn *c, short events)
-{
+static RA_TCP_UNUSED int ra_tcp_attend(ra_tcp *t, ra_tcp_conn *c, short events) {
     int code = RA_OK;
     if (events && c->stage == RA_TCP_AT_DIAL) code = ra_tcp_dialed(t, c);
     if (code == RA_OK && events && c->stage != RA_TCP_AT_DIAL) code = ra_tcp_shake(t, c);
@@ -839,16 +802,14 @@ static RA_TCP_UNUSED int ra_tcp_attend(ra_tcp *t, ra_tcp_conn *c, short events)
     return RA_OK;
 }
 
-static RA_TCP_UNUSED int ra_tcp_missing(const ra_tcp *t)
-{
+static RA_TCP_UNUSED int ra_tcp_missing(const ra_tcp *t) {
     for (int r = 0; r < t->ranks; r++)
         if (r != t->rank && t->conn[r].stage != RA_TCP_AT_OPEN) return r;
     return -1;
 }
 
 /* One round of connecting. `list`: addresses of the ranks below. */
-static RA_TCP_UNUSED int ra_tcp_round(ra_tcp *t, struct addrinfo *const *list)
-{
+static RA_TCP_UNUSED int ra_tcp_round(ra_tcp *t, struct addrinfo *const *list) {
     int n = 0, code = RA_OK;
     for (int r = 0; r < t->rank; r++) {
         ra_tcp_conn *c = &t->conn[r];
@@ -875,8 +836,7 @@ static RA_TCP_UNUSED int ra_tcp_round(ra_tcp *t, struct addrinfo *const *list)
     return code;
 }
 
-static RA_TCP_UNUSED ra_status ra_tcp_connect(ra_tcp *t)
-{
+static RA_TCP_UNUSED ra_status ra_tcp_connect(ra_tcp *t) {
     struct addrinfo **list = (struct addrinfo **)calloc((size_t)t->ranks, sizeof *list);
     int64_t until = ra_now_ns() + t->d.connect_ns;
     int code = list ? RA_OK : RA_E_NOMEM, missing = -1;
@@ -905,8 +865,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_connect(ra_tcp *t)
 /* -------------------------------------------------------------------------- one call at a time
  * A call holds `busy`, but not while it sleeps. abort never waits for it: who finds it held leaves
  * the telling to the holder, which looks for that after letting go. */
-static RA_TCP_UNUSED void ra_tcp_tell(ra_tcp *t)
-{
+static RA_TCP_UNUSED void ra_tcp_tell(ra_tcp *t) {
     int why = __atomic_load_n(&t->why, __ATOMIC_SEQ_CST);
     if (!why || t->told) return;
     __atomic_store_n(&t->told, 1, __ATOMIC_SEQ_CST);
@@ -924,13 +883,11 @@ static RA_TCP_UNUSED void ra_tcp_tell(ra_tcp *t)
     }
 }
 
-static RA_TCP_UNUSED void ra_tcp_enter(ra_tcp *t)
-{
+static RA_TCP_UNUSED void ra_tcp_enter(ra_tcp *t) {
     while (__atomic_exchange_n(&t->busy, 1, __ATOMIC_SEQ_CST)) sched_yield();
 }
 
-static RA_TCP_UNUSED void ra_tcp_leave(ra_tcp *t)
-{
+static RA_TCP_UNUSED void ra_tcp_leave(ra_tcp *t) {
     do {
         ra_tcp_tell(t);
         __atomic_store_n(&t->busy, 0, __ATOMIC_SEQ_CST);
@@ -939,8 +896,7 @@ static RA_TCP_UNUSED void ra_tcp_leave(ra_tcp *t)
              !__atomic_exchange_n(&t->busy, 1, __ATOMIC_SEQ_CST));
 }
 
-static RA_TCP_UNUSED int ra_tcp_failure(const ra_tcp *t)
-{
+static RA_TCP_UNUSED int ra_tcp_failure(const ra_tcp *t) {
     int why = __atomic_load_n(&t->why, __ATOMIC_SEQ_CST);
     return why ? why : t->heard;
 }
@@ -948,8 +904,7 @@ static RA_TCP_UNUSED int ra_tcp_failure(const ra_tcp *t)
 /* -------------------------------------------------------------------------- callbacks
  * Six facts a callback: who calls, does it block, whose are the buffers, order, errors, required;
  * as ra_transport says where nothing is said. */
-static RA_TCP_UNUSED void ra_tcp_move(ra_tcp *t)
-{
+static RA_TCP_UNUSED void ra_tcp_move(ra_tcp *t) {
     for (int r = 0; r < t->ranks && !ra_tcp_failure(t); r++) {
         ra_tcp_conn *c = &t->conn[r];
         if (c->fd >= 0) ra_tcp_drink(t, c);
@@ -958,8 +913,7 @@ static RA_TCP_UNUSED void ra_tcp_move(ra_tcp *t)
 }
 
 /* Tells the library what has ended of its ops. Returns how many are PENDING. */
-static RA_TCP_UNUSED int ra_tcp_settle(ra_tcp *t, ra_transport_op *const *ops, int n)
-{
+static RA_TCP_UNUSED int ra_tcp_settle(ra_tcp *t, ra_transport_op *const *ops, int n) {
     int failure = ra_tcp_failure(t), left = 0;
     for (int i = 0; i < n; i++) {
         ra_transport_op *op = ops[i];
@@ -972,8 +926,7 @@ static RA_TCP_UNUSED int ra_tcp_settle(ra_tcp *t, ra_transport_op *const *ops, i
     return left;
 }
 
-static RA_TCP_UNUSED void ra_tcp_queue_op(ra_tcp *t, ra_transport_op *op)
-{
+static RA_TCP_UNUSED void ra_tcp_queue_op(ra_tcp *t, ra_transport_op *op) {
     ra_tcp_conn *c;
     ra_tcp_queue *q;
     int good = op->peer >= 0 && op->peer < t->ranks && op->peer != t->rank && op->len > 0 &&
@@ -990,8 +943,7 @@ static RA_TCP_UNUSED void ra_tcp_queue_op(ra_tcp *t, ra_transport_op *op)
 }
 
 /* Accepts everything; bytes begin to move at once. */
-static RA_TCP_UNUSED int ra_tcp_post(void *ctx, ra_transport_op *const *ops, int n)
-{
+static RA_TCP_UNUSED int ra_tcp_post(void *ctx, ra_transport_op *const *ops, int n) {
     ra_tcp *t = (ra_tcp *)ctx;
     int failure;
     ra_tcp_enter(t);
@@ -1010,8 +962,7 @@ static RA_TCP_UNUSED int ra_tcp_post(void *ctx, ra_transport_op *const *ops, int
     return failure;
 }
 
-static RA_TCP_UNUSED int ra_tcp_poll(void *ctx, ra_transport_op *const *ops, int n)
-{
+static RA_TCP_UNUSED int ra_tcp_poll(void *ctx, ra_transport_op *const *ops, int n) {
     ra_tcp *t = (ra_tcp *)ctx;
     int failure;
     ra_tcp_enter(t);
@@ -1023,8 +974,7 @@ static RA_TCP_UNUSED int ra_tcp_poll(void *ctx, ra_transport_op *const *ops, int
 }
 
 /* What wait sleeps on: sockets that could move, and the pipe as the last. Under `busy`. */
-static RA_TCP_UNUSED int ra_tcp_watch(ra_tcp *t)
-{
+static RA_TCP_UNUSED int ra_tcp_watch(ra_tcp *t) {
     int n = 0;
     for (int r = 0; r < t->ranks; r++) {
         const ra_tcp_conn *c = &t->conn[r];
@@ -1041,8 +991,7 @@ static RA_TCP_UNUSED int ra_tcp_watch(ra_tcp *t)
 }
 
 /* Sleeps until one of them moves, an abort, or the deadline; a second at most. */
-static RA_TCP_UNUSED void ra_tcp_sleep(ra_tcp *t, int n, int64_t deadline_ns)
-{
+static RA_TCP_UNUSED void ra_tcp_sleep(ra_tcp *t, int n, int64_t deadline_ns) {
     int64_t left = deadline_ns ? deadline_ns - ra_now_ns() : 1000 * RA_TCP_MS;
     char drain[64];
     if (left <= 0) return;
@@ -1070,8 +1019,7 @@ static RA_TCP_UNUSED int ra_tcp_wait(void *ctx, ra_transport_op *const *ops, int
     }
 }
 
-static RA_TCP_UNUSED int ra_tcp_abort(void *ctx, int why)
-{
+static RA_TCP_UNUSED int ra_tcp_abort(void *ctx, int why) {
     ra_tcp *t = (ra_tcp *)ctx;
     int32_t none = 0;
     ssize_t n;
@@ -1085,8 +1033,7 @@ static RA_TCP_UNUSED int ra_tcp_abort(void *ctx, int why)
 
 /* Reads what the peers still send, into nowhere, until they have closed too or the deadline: what
  * is unread when a socket closes makes the system forget what is still to be sent. */
-static RA_TCP_UNUSED void ra_tcp_drain(ra_tcp *t, int64_t deadline_ns)
-{
+static RA_TCP_UNUSED void ra_tcp_drain(ra_tcp *t, int64_t deadline_ns) {
     int open = 1;
     while (open) {
         open = 0;
@@ -1106,8 +1053,7 @@ static RA_TCP_UNUSED void ra_tcp_drain(ra_tcp *t, int64_t deadline_ns)
 
 /* Nobody but the calls of this rank touches its buffers, and from here on they do not. Blocks for
  * 50 ms at most, for the peers to close as well. */
-static RA_TCP_UNUSED int ra_tcp_quiesce(void *ctx, int64_t deadline_ns)
-{
+static RA_TCP_UNUSED int ra_tcp_quiesce(void *ctx, int64_t deadline_ns) {
     ra_tcp *t = (ra_tcp *)ctx;
     int64_t until = ra_now_ns() + RA_TCP_DRAIN_NS;
     (void)ra_tcp_abort(t, RA_E_ABORTED);
@@ -1117,8 +1063,7 @@ static RA_TCP_UNUSED int ra_tcp_quiesce(void *ctx, int64_t deadline_ns)
     return RA_OK;
 }
 
-static RA_TCP_UNUSED const char *ra_tcp_error_text(void *ctx, int code)
-{
+static RA_TCP_UNUSED const char *ra_tcp_error_text(void *ctx, int code) {
     const ra_tcp *t = (const ra_tcp *)ctx;
     if (code == RA_E_TRUNC) return "send and receive differ in length";
     if (code == RA_E_IO) return "an op has no bytes, an unknown channel, or no peer of the ring";
@@ -1127,8 +1072,7 @@ static RA_TCP_UNUSED const char *ra_tcp_error_text(void *ctx, int code)
 }
 
 /* -------------------------------------------------------------------------- life */
-static RA_TCP_UNUSED void ra_tcp_free(ra_tcp *t)
-{
+static RA_TCP_UNUSED void ra_tcp_free(ra_tcp *t) {
     if (!t) return;
     for (int r = 0; t->conn && r < t->ranks; r++) {
         ra_tcp_drop(&t->conn[r], RA_E_PEER);
@@ -1152,8 +1096,7 @@ static RA_TCP_UNUSED void ra_tcp_free(ra_tcp *t)
     free(t);
 }
 
-static RA_TCP_UNUSED ra_status ra_tcp_check(const ra_tcp_desc *d)
-{
+static RA_TCP_UNUSED ra_status ra_tcp_check(const ra_tcp_desc *d) {
     if (d->ranks < 1 || d->ranks > 1024)
         return ra_tcp_refuse(d, RA_E_RANGE, "ranks", "must be 1 to 1024, is %d", (int)d->ranks);
     if (d->rank < 0 || d->rank >= d->ranks)
@@ -1173,8 +1116,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_check(const ra_tcp_desc *d)
     return RA_OK;
 }
 
-static RA_TCP_UNUSED int ra_tcp_conns(ra_tcp_conn *c, int n, const ra_tcp *t, size_t bytes)
-{
+static RA_TCP_UNUSED int ra_tcp_conns(ra_tcp_conn *c, int n, const ra_tcp *t, size_t bytes) {
     for (int i = 0; i < n; i++) {
         c[i].fd = -1;
         c[i].peer = t->conn == c ? i : -1;
@@ -1186,8 +1128,7 @@ static RA_TCP_UNUSED int ra_tcp_conns(ra_tcp_conn *c, int n, const ra_tcp *t, si
     return 1;
 }
 
-static RA_TCP_UNUSED void ra_tcp_fill(ra_tcp *t)
-{
+static RA_TCP_UNUSED void ra_tcp_fill(ra_tcp *t) {
     ra_transport *tp = &t->transport;
     tp->size = (uint32_t)sizeof *tp;
     tp->abi = RA_TRANSPORT_ABI;
@@ -1209,8 +1150,7 @@ static RA_TCP_UNUSED void ra_tcp_fill(ra_tcp *t)
 }
 
 /* Allocates, opens the pipe and the listening socket. */
-static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t)
-{
+static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t) {
     size_t bytes = RA_TCP_TALK + (t->sealed ? (size_t)RA_TCP_SEALED + RA_TCP_HEAD : (size_t)0);
     int port = 0;
     t->conn = (ra_tcp_conn *)calloc((size_t)t->ranks, sizeof *t->conn);
@@ -1232,8 +1172,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t)
 }
 
 /* Meets the other ranks, which takes until the last of them has come or connect_ns has passed. */
-static RA_TCP_UNUSED ra_status ra_tcp_open(ra_tcp **out, const ra_tcp_desc *d)
-{
+static RA_TCP_UNUSED ra_status ra_tcp_open(ra_tcp **out, const ra_tcp_desc *d) {
     ra_status s = ra_tcp_check(d);
     ra_tcp *t = NULL;
     *out = NULL;
@@ -1272,8 +1211,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_open(ra_tcp **out, const ra_tcp_desc *d)
 static RA_TCP_UNUSED const ra_transport *ra_tcp_transport(ra_tcp *t) { return &t->transport; }
 
 /* After the rings on it. null is fine. */
-static RA_TCP_UNUSED void ra_tcp_close(ra_tcp *t)
-{
+static RA_TCP_UNUSED void ra_tcp_close(ra_tcp *t) {
     if (!t) return;
     for (int r = 0; r < t->ranks; r++)
         if (t->conn[r].fd >= 0) (void)shutdown(t->conn[r].fd, SHUT_WR);

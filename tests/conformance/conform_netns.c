@@ -24,8 +24,7 @@ static char **nn_names;                /* of rank r: [2 r] the namespace, [2 r +
 static int nn_port;
 
 /* Every world has ports of its own, for a port that was closed may still have late segments. */
-static void *nn_make(void *user, int ranks, int rings)
-{
+static void *nn_make(void *user, int ranks, int rings) {
     static uint32_t worlds;
     nn_world *w = (nn_world *)calloc(1, sizeof *w);
     (void)user;
@@ -41,8 +40,7 @@ static void *nn_make(void *user, int ranks, int rings)
     return w;
 }
 
-static const ra_transport *nn_join(void *world, int ring, int rank)
-{
+static const ra_transport *nn_join(void *world, int ring, int rank) {
     nn_world *w = (nn_world *)world;
     char path[256];
     ra_tcp_desc d;
@@ -68,16 +66,14 @@ static const ra_transport *nn_join(void *world, int ring, int rank)
     return NULL;
 }
 
-static void nn_leave(void *world, int ring, int rank, int why)
-{
+static void nn_leave(void *world, int ring, int rank, int why) {
     (void)rank, (void)why;
     ra_tcp_close(((nn_world *)world)->tcp[ring]);
 }
 
 static void nn_end(void *world) { free(world); }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     cf_maker m = { "tcp between network namespaces", NULL, nn_make, nn_join, nn_leave, nn_end, 1, 1,
                    0, 0, NULL };
     if (argc < 6 || argc % 2 || argc > 2 + 2 * CF_MOST_RANKS) {

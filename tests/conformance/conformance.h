@@ -173,16 +173,14 @@ static inline int32_t cf_load(const int32_t *p) { return __atomic_load_n(p, __AT
 static inline void cf_store(int32_t *p, int32_t x) { __atomic_store_n(p, x, __ATOMIC_RELEASE); }
 static inline int cf_over(const cf_rank *r) { return cf_load(&r->shared->over); }
 
-static inline void cf_sleep_us(long us)
-{
+static inline void cf_sleep_us(long us) {
     struct timespec t;
     t.tv_sec = us / 1000000;
     t.tv_nsec = us % 1000000 * 1000;
     nanosleep(&t, NULL);
 }
 
-static inline uint32_t cf_random(cf_rank *r, uint32_t below)
-{
+static inline uint32_t cf_random(cf_rank *r, uint32_t below) {
     r->random ^= r->random << 13;
     r->random ^= r->random >> 7;
     r->random ^= r->random << 17;
@@ -190,8 +188,7 @@ static inline uint32_t cf_random(cf_rank *r, uint32_t below)
 }
 
 /* The first breach of a test counts. Returns 0, for `return cf_break(...)`. */
-static inline int cf_break(cf_rank *r, int rule, const char *format, ...)
-{
+static inline int cf_break(cf_rank *r, int rule, const char *format, ...) {
     cf_shared *s = r->shared;
     int32_t none = -1;
     va_list args;
@@ -207,8 +204,7 @@ static inline int cf_break(cf_rank *r, int rule, const char *format, ...)
 }
 
 /* Waits until a flag has the value, at most `ns`; 1: it has. */
-static inline int cf_await(const cf_rank *r, const int32_t *flag, int32_t value, int64_t ns)
-{
+static inline int cf_await(const cf_rank *r, const int32_t *flag, int32_t value, int64_t ns) {
     int64_t until = ra_now_ns() + ns;
     while (cf_load(flag) != value) {
         if (cf_over(r) || ra_now_ns() > until) return cf_load(flag) == value;
@@ -218,8 +214,7 @@ static inline int cf_await(const cf_rank *r, const int32_t *flag, int32_t value,
 }
 
 /* All ranks of the test meet; 0: the test is over. */
-static inline int cf_meet(cf_rank *r)
-{
+static inline int cf_meet(cf_rank *r) {
     cf_shared *s = r->shared;
     int32_t round = cf_load(&s->round);
     if (__atomic_add_fetch(&s->arrived, 1, __ATOMIC_ACQ_REL) == r->ranks) {
@@ -242,23 +237,20 @@ typedef struct cf_op {
 
 enum { CF_POISON_SENT = 0xA5, CF_POISON_RECV = 0x5A, CF_POISON_GUARD = 0x3C };
 
-static inline uint64_t cf_mix(uint64_t x)
-{
+static inline uint64_t cf_mix(uint64_t x) {
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9u;
     x = (x ^ x >> 27) * 0x94D049BB133111EBu;
     return x ^ x >> 31;
 }
 
-static inline uint64_t cf_key(cf_id m)
-{
+static inline uint64_t cf_key(cf_id m) {
     uint64_t k = (uint64_t)m.from * 64 + (uint64_t)m.to;
     k = (k * 64 + (uint64_t)m.ring) * 64 + (uint64_t)m.channel;
     return cf_mix(k << 32 ^ (uint64_t)(m.seq + 1)) | 1;
 }
 
 /* Writes the message, or (check) compares: bytes that differ. */
-static inline size_t cf_pattern(uint8_t *p, size_t n, cf_id m, int check)
-{
+static inline size_t cf_pattern(uint8_t *p, size_t n, cf_id m, int check) {
     uint64_t key = cf_key(m);
     size_t differ = 0;
     for (size_t i = 0; i < n; i += 8, key += 0x9E3779B97F4A7C15u) {
@@ -273,19 +265,16 @@ static inline size_t cf_pattern(uint8_t *p, size_t n, cf_id m, int check)
     return differ;
 }
 
-static inline int cf_all(const uint8_t *p, size_t n, int value)
-{
+static inline int cf_all(const uint8_t *p, size_t n, int value) {
     return !n || (p[0] == value && !memcmp(p, p + 1, n - 1));
 }
 
-static inline size_t cf_align(const cf_rank *r, int ring)
-{
+static inline size_t cf_align(const cf_rank *r, int ring) {
     return r->t[ring]->align ? r->t[ring]->align : 64;
 }
 
 /* Prepares op to send or receive message m of n bytes; memory is the op's until cf_op_free. */
-static inline void cf_op_make(cf_rank *r, cf_op *o, int kind, cf_id m, size_t n)
-{
+static inline void cf_op_make(cf_rank *r, cf_op *o, int kind, cf_id m, size_t n) {
     size_t align = cf_align(r, m.ring), guard = align < 64 ? 64 : align;
     uint32_t bits = r->t[m.ring]->tag_bits ? r->t[m.ring]->tag_bits : 15;
     void *p = NULL;
@@ -306,22 +295,19 @@ static inline void cf_op_make(cf_rank *r, cf_op *o, int kind, cf_id m, size_t n)
     o->was = o->op;
 }
 
-static inline void cf_op_free(cf_op *o)
-{
+static inline void cf_op_free(cf_op *o) {
     free(o->mem);
     o->mem = o->own = NULL;
 }
 
-static inline cf_id cf_message(int from, int to, int ring, int channel, int seq)
-{
+static inline cf_id cf_message(int from, int to, int ring, int channel, int seq) {
     cf_id m;
     m.from = from; m.to = to; m.ring = ring; m.channel = channel; m.seq = seq;
     return m;
 }
 
 /* Which rule a message breaks that is not what it should be. */
-static inline int cf_wrong_bytes(cf_rank *r, const cf_op *o, uint8_t *p)
-{
+static inline int cf_wrong_bytes(cf_rank *r, const cf_op *o, uint8_t *p) {
     size_t n = o->op.len, differ = cf_pattern(p, n, o->id, 1);
     cf_id m = o->id;
     if (cf_all(p, n, CF_POISON_RECV))
@@ -357,8 +343,7 @@ static inline int cf_wrong_bytes(cf_rank *r, const cf_op *o, uint8_t *p)
 }
 
 /* A receive that is DONE for the first time. */
-static inline int cf_check_received(cf_rank *r, cf_op *o)
-{
+static inline int cf_check_received(cf_rank *r, cf_op *o) {
     uint8_t *at = (uint8_t *)o->op.buf;
     if (at != o->own) {
         if (!(o->was.flags & RA_MSG_LOAN_OK))
@@ -374,8 +359,7 @@ static inline int cf_check_received(cf_rank *r, cf_op *o)
 
 /* An op that is DONE: what the contract says about that moment. Then a send's buffer is used for
  * something else. */
-static inline int cf_check_done(cf_rank *r, cf_op *o)
-{
+static inline int cf_check_done(cf_rank *r, cf_op *o) {
     size_t guard = (size_t)(o->own - o->mem);
     o->checked = 1;
     if (o->op.done && o->op.done != o->op.len)
@@ -394,8 +378,7 @@ static inline int cf_check_done(cf_rank *r, cf_op *o)
 }
 
 /* Receives that are DONE must stay as they are. */
-static inline int cf_check_kept(cf_rank *r, cf_op *const *ops, int n)
-{
+static inline int cf_check_kept(cf_rank *r, cf_op *const *ops, int n) {
     for (int i = 0; i < n; i++) {
         cf_op *o = ops[i];
         if (o->op.kind != RA_MSG_RECV || !o->checked || o->failed) continue;
@@ -407,8 +390,7 @@ static inline int cf_check_kept(cf_rank *r, cf_op *const *ops, int n)
     return 1;
 }
 
-static inline int cf_check_fields(cf_rank *r, const cf_op *o)
-{
+static inline int cf_check_fields(cf_rank *r, const cf_op *o) {
     const ra_transport_op *a = &o->op, *b = &o->was;
     if (a->kind == b->kind && a->channel == b->channel && a->flags == b->flags &&
         a->peer == b->peer && a->tag == b->tag && a->len == b->len && a->mr == b->mr &&
@@ -421,8 +403,7 @@ static inline int cf_check_fields(cf_rank *r, const cf_op *o)
 
 /* What a call left of each op. before: the states before it. */
 static inline int cf_check_states(cf_rank *r, cf_op *const *ops, int n, const int32_t *before,
-                                  int posting)
-{
+                                  int posting) {
     for (int i = 0; i < n; i++) {
         cf_op *o = ops[i];
         int32_t s = o->op.state;
@@ -451,8 +432,7 @@ static inline int cf_check_states(cf_rank *r, cf_op *const *ops, int n, const in
 }
 
 /* Where one op of a (peer, channel, direction) stays idle, all behind it do. */
-static inline int cf_check_prefix(cf_rank *r, cf_op *const *ops, int n, const int32_t *before)
-{
+static inline int cf_check_prefix(cf_rank *r, cf_op *const *ops, int n, const int32_t *before) {
     for (int i = 0; i < n; i++)
         for (int j = i + 1; j < n && ops[i]->op.state == RA_MSG_IDLE; j++) {
             const ra_transport_op *a = &ops[i]->op, *b = &ops[j]->op;
@@ -467,8 +447,7 @@ static inline int cf_check_prefix(cf_rank *r, cf_op *const *ops, int n, const in
 }
 
 enum { CF_MOST = 64 };
-static inline void cf_list(cf_op *const *ops, int n, ra_transport_op **list, int32_t *before)
-{
+static inline void cf_list(cf_op *const *ops, int n, ra_transport_op **list, int32_t *before) {
     for (int i = 0; i < n; i++) {
         list[i] = &ops[i]->op;
         before[i] = ops[i]->op.state;
@@ -476,8 +455,7 @@ static inline void cf_list(cf_op *const *ops, int n, ra_transport_op **list, int
 }
 
 /* 1: fine; 0: the test is over; negative: an error, which the test expects (r->breaks). */
-static inline int cf_post(cf_rank *r, int ring, cf_op *const *ops, int n)
-{
+static inline int cf_post(cf_rank *r, int ring, cf_op *const *ops, int n) {
     ra_transport_op *list[CF_MOST];
     int32_t before[CF_MOST] = { 0 };
     int code, idle = 0;
@@ -496,8 +474,7 @@ static inline int cf_post(cf_rank *r, int ring, cf_op *const *ops, int n)
 }
 
 /* deadline -1: poll, otherwise wait with that deadline. */
-static inline int cf_poll(cf_rank *r, int ring, cf_op *const *ops, int n, int64_t deadline)
-{
+static inline int cf_poll(cf_rank *r, int ring, cf_op *const *ops, int n, int64_t deadline) {
     const ra_transport *t = r->t[ring];
     ra_transport_op *list[CF_MOST];
     int32_t before[CF_MOST] = { 0 };
@@ -514,8 +491,7 @@ static inline int cf_poll(cf_rank *r, int ring, cf_op *const *ops, int n, int64_
     return 1;
 }
 
-static inline int cf_unfinished(cf_op *const *ops, int n)
-{
+static inline int cf_unfinished(cf_op *const *ops, int n) {
     int left = 0;
     for (int i = 0; i < n; i++)
         left += ops[i]->op.state == RA_MSG_IDLE || ops[i]->op.state == RA_MSG_PENDING;
@@ -523,8 +499,7 @@ static inline int cf_unfinished(cf_op *const *ops, int n)
 }
 
 /* Posts and polls as a ring does, until all ops are done or ns have passed: 1, 0 (over), 2. */
-static inline int cf_drive(cf_rank *r, int ring, cf_op *const *ops, int n, int64_t ns)
-{
+static inline int cf_drive(cf_rank *r, int ring, cf_op *const *ops, int n, int64_t ns) {
     int64_t until = ra_now_ns() + ns;
     while (cf_unfinished(ops, n)) {
         int idle = 0, code = 1, left = cf_unfinished(ops, n);
@@ -542,8 +517,7 @@ static inline int cf_drive(cf_rank *r, int ring, cf_op *const *ops, int n, int64
 }
 
 /* Posts until no op is idle, for transports that accept only some: 1, or 0 (over, or never). */
-static inline int cf_accept(cf_rank *r, cf_op *const *ops, int n)
-{
+static inline int cf_accept(cf_rank *r, cf_op *const *ops, int n) {
     int64_t until = ra_now_ns() + r->patience;
     for (;;) {
         int idle = 0;
@@ -557,8 +531,7 @@ static inline int cf_accept(cf_rank *r, cf_op *const *ops, int n)
 }
 
 /* All ops must be done in time. rule: what is broken if they are not. */
-static inline int cf_finish(cf_rank *r, int ring, cf_op *const *ops, int n, int rule)
-{
+static inline int cf_finish(cf_rank *r, int ring, cf_op *const *ops, int n, int rule) {
     int code = cf_drive(r, ring, ops, n, r->patience);
     if (code != 2) return code == 1;
     for (int i = 0; i < n; i++)
@@ -572,8 +545,7 @@ static inline int cf_finish(cf_rank *r, int ring, cf_op *const *ops, int n, int 
     return 0;
 }
 
-static inline size_t cf_largest(const cf_rank *r)
-{
+static inline size_t cf_largest(const cf_rank *r) {
     const size_t most = (size_t)4 << 20, given = r->t[0]->max_msg;
     return given && given < most ? given : most;
 }
@@ -581,16 +553,14 @@ static inline size_t cf_largest(const cf_rank *r)
 static inline int cf_channels(const cf_rank *r) { return r->t[0]->channels > 1 ? 2 : 1; }
 
 /* Ops that may be pending at once, of `cap` that a test would like. */
-static inline int cf_depth(const cf_rank *r, int cap)
-{
+static inline int cf_depth(const cf_rank *r, int cap) {
     int most = r->t[0]->max_ops ? (int)(r->t[0]->max_ops < 64 ? r->t[0]->max_ops : 64) : 2;
     return most < cap ? most : cap;
 }
 
 static inline void cf_unclaimed(cf_rank *r) { cf_store(&r->shared->unclaimed, 1); }
 
-static inline int cf_sendrecv(cf_rank *r, cf_op *out, cf_op *in, int64_t deadline)
-{
+static inline int cf_sendrecv(cf_rank *r, cf_op *out, cf_op *in, int64_t deadline) {
     const ra_transport *t = r->t[0];
     int code = t->sendrecv(t->ctx, out ? out->op.peer : RA_NO_PEER, out ? out->own : NULL,
                            out ? out->op.len : 0, in ? in->op.peer : RA_NO_PEER,
@@ -606,8 +576,7 @@ static inline int cf_sendrecv(cf_rank *r, cf_op *out, cf_op *in, int64_t deadlin
 static inline void cf_free_all(cf_op *ops, int n) { while (n-- > 0) cf_op_free(&ops[n]); }
 
 /* One message to each neighbour and one from each, on every channel; returns 1 or 0 (over). */
-static inline int cf_swap(cf_rank *r, int ring, int seq, size_t n, int rule)
-{
+static inline int cf_swap(cf_rank *r, int ring, int seq, size_t n, int rule) {
     for (int way = 0; way < 2 * cf_channels(r); way++) {
         int to = way & 1 ? r->prev : r->next, from = way & 1 ? r->next : r->prev;
         cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
@@ -621,8 +590,7 @@ static inline int cf_swap(cf_rank *r, int ring, int seq, size_t n, int rule)
     return 1;
 }
 
-static inline void cf_t_struct(cf_rank *r)
-{
+static inline void cf_t_struct(cf_rank *r) {
     const ra_transport *t = r->t[0];
     const uint32_t known = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_LOAN | RA_CAP_DEADLINE |
                            RA_CAP_SHARED;
@@ -643,21 +611,18 @@ static inline void cf_t_struct(cf_rank *r)
     if (wrong) cf_break(r, CF_STRUCT, "%s is not what it must be", wrong);
 }
 
-static inline void cf_t_sizes(cf_rank *r)
-{
+static inline void cf_t_sizes(cf_rank *r) {
     static const int size[] = { 1, 2, 3, 7, 8, 63, 64, 65, 127, 4096, 4097, 65535, 65537, 300001 };
     for (int i = 0; i < (int)(sizeof size / sizeof *size); i++)
         if (!cf_swap(r, 0, 2 * i, (size_t)size[i], CF_PROGRESS)) return;
 }
 
-static inline void cf_t_largest(cf_rank *r)
-{
+static inline void cf_t_largest(cf_rank *r) {
     if (cf_swap(r, 0, 0, cf_largest(r), CF_LARGEST)) cf_meet(r);
 }
 
 /* Batches of many messages of one length to each neighbour, in an order of its own per flow. */
-static inline void cf_t_order(cf_rank *r)
-{
+static inline void cf_t_order(cf_rank *r) {
     int depth = cf_depth(r, 48), each = depth / 4 ? depth / 4 : 1, seq[2] = { 0, 0 };
     int ways = depth >= 4 ? 2 : 1;
     for (int round = 0; round < 6; round++) {
@@ -681,8 +646,7 @@ static inline void cf_t_order(cf_rank *r)
 }
 
 /* A message whose receive is not there yet holds up no other flow: not another channel, ... */
-static inline int cf_other_channel(cf_rank *r)
-{
+static inline int cf_other_channel(cf_rank *r) {
     for (int first = 0; first < 2 && cf_channels(r) == 2; first++) {
         cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
         int kind = r->rank == 0 ? RA_MSG_SEND : RA_MSG_RECV;
@@ -700,8 +664,7 @@ static inline int cf_other_channel(cf_rank *r)
 }
 
 /* ... and not another peer. */
-static inline int cf_other_peer(cf_rank *r)
-{
+static inline int cf_other_peer(cf_rank *r) {
     int last = r->ranks - 1, n = r->rank == 0 ? 2 : r->rank == 1 || r->rank == last ? 1 : 0;
     cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
     if (r->ranks < 3) return 1;
@@ -721,8 +684,7 @@ static inline int cf_other_peer(cf_rank *r)
     return 1;
 }
 
-static inline void cf_t_progress(cf_rank *r)
-{
+static inline void cf_t_progress(cf_rank *r) {
     int ways = cf_depth(r, 4) >= 4 ? 2 : 1, n = 0;
     cf_op ops[4], *list[4] = { &ops[0], &ops[1], &ops[2], &ops[3] };
     if (!cf_other_channel(r) || !cf_other_peer(r)) return;
@@ -737,8 +699,7 @@ static inline void cf_t_progress(cf_rank *r)
 }
 
 /* A rank that posts and polls says so by flags; its peer moves only then. */
-static inline void cf_t_blocks(cf_rank *r)
-{
+static inline void cf_t_blocks(cf_rank *r) {
     cf_op op, *list[1] = { &op };
     for (int way = 0; way < 2; way++) {            /* way 0: rank 0 first; 1: the receiver first */
         int32_t *flag = &r->shared->flag[way][0];
@@ -766,8 +727,7 @@ static inline void cf_t_blocks(cf_rank *r)
 }
 
 /* Rank 0 sends and then polls with no ops at all until the other side has everything. */
-static inline void cf_t_poll_none(cf_rank *r)
-{
+static inline void cf_t_poll_none(cf_rank *r) {
     int32_t *flag = &r->shared->flag[0][0];
     cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
     for (int i = 0; r->rank < 2 && i < 2; i++)
@@ -795,8 +755,7 @@ static inline void cf_t_poll_none(cf_rank *r)
     if (cf_meet(r) && r->rank < 2) cf_free_all(ops, 2);
 }
 
-static inline void cf_t_any_peer(cf_rank *r)
-{
+static inline void cf_t_any_peer(cf_rank *r) {
     int depth = cf_depth(r, CF_MOST), seq = 0;
     if (!(r->t[0]->caps & RA_CAP_ANY_PEER)) {
         cf_unclaimed(r);
@@ -820,8 +779,7 @@ static inline void cf_t_any_peer(cf_rank *r)
 }
 
 /* At level 0 a late rank holds up its neighbours, no more. */
-static inline void cf_t_late(cf_rank *r)
-{
+static inline void cf_t_late(cf_rank *r) {
     cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
     cf_op_make(r, &ops[0], RA_MSG_SEND, cf_message(r->rank, r->next, 0, 0, 0), 20011);
     cf_op_make(r, &ops[1], RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, 0), 20011);
@@ -835,8 +793,7 @@ static inline void cf_t_late(cf_rank *r)
 }
 
 /* Two rings over the same ranks, used in turns and at the same time. */
-static inline void cf_t_rings(cf_rank *r)
-{
+static inline void cf_t_rings(cf_rank *r) {
     for (int round = 0; round < 8; round++) {
         cf_op ops[4];
         for (int ring = 0; ring < 2; ring++) {
@@ -868,8 +825,7 @@ static inline void cf_t_rings(cf_rank *r)
     cf_meet(r);
 }
 
-static inline int cf_wait_idle(cf_rank *r)
-{
+static inline int cf_wait_idle(cf_rank *r) {
     int64_t begin = ra_now_ns();
     if (cf_poll(r, 0, NULL, 0, begin + r->patience) != 1) return 0;
     if (ra_now_ns() - begin < r->patience * 3 / 4) return 1;
@@ -878,8 +834,7 @@ static inline int cf_wait_idle(cf_rank *r)
 }
 
 /* Rank 0 waits for rank 1, which does not send. */
-static inline int cf_wait_deadline(cf_rank *r, cf_op *const *list)
-{
+static inline int cf_wait_deadline(cf_rank *r, cf_op *const *list) {
     int32_t *flag = &r->shared->flag[0][1];
     if (r->rank == 0) {
         if (!cf_accept(r, list, 1)) return 0;
@@ -893,8 +848,7 @@ static inline int cf_wait_deadline(cf_rank *r, cf_op *const *list)
 }
 
 /* Rank 0 waits with two receives, of which one comes: the wait reports that one. */
-static inline void cf_wait_for_one(cf_rank *r)
-{
+static inline void cf_wait_for_one(cf_rank *r) {
     int32_t *flag = &r->shared->flag[0][2];
     cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
     int64_t begin = ra_now_ns();
@@ -919,8 +873,7 @@ static inline void cf_wait_for_one(cf_rank *r)
     if (cf_meet(r) && r->rank < 2) cf_free_all(ops, 2);
 }
 
-static inline void cf_t_wait(cf_rank *r)
-{
+static inline void cf_t_wait(cf_rank *r) {
     cf_op op, *list[1] = { &op };
     int64_t begin;
     if (!r->t[0]->wait) {
@@ -949,8 +902,7 @@ static inline void cf_t_wait(cf_rank *r)
 }
 
 /* -------------------------------------------------------------------------- abort and quiesce */
-static inline int cf_abort(cf_rank *r)
-{
+static inline int cf_abort(cf_rank *r) {
     int64_t begin = ra_now_ns();
     (void)r->t[0]->abort(r->t[0]->ctx, r->rank ? RA_E_ABORTED : RA_E_CANCELLED);
     if (ra_now_ns() - begin < r->patience / 2) return 1;
@@ -959,8 +911,7 @@ static inline int cf_abort(cf_rank *r)
 }
 
 /* All ops must fail, or the context: a negative return of post or poll. */
-static inline int cf_fails(cf_rank *r, cf_op *const *ops, int n, int rule, const char *what)
-{
+static inline int cf_fails(cf_rank *r, cf_op *const *ops, int n, int rule, const char *what) {
     int64_t until = ra_now_ns() + r->patience / 2;
     for (;;) {
         int code = cf_drive(r, 0, ops, n, 0), good = 0;
@@ -976,8 +927,7 @@ static inline int cf_fails(cf_rank *r, cf_op *const *ops, int n, int rule, const
 }
 
 /* A receive and a send, one after the other: their failures are two. */
-static inline int cf_later_fails(cf_rank *r, cf_op *ops, int rule)
-{
+static inline int cf_later_fails(cf_rank *r, cf_op *ops, int rule) {
     cf_op *in[1] = { &ops[0] }, *out[1] = { &ops[1] };
     cf_op_make(r, &ops[0], RA_MSG_RECV, cf_message(r->prev, r->rank, 0, 0, 50), 1009);
     cf_op_make(r, &ops[1], RA_MSG_SEND, cf_message(r->rank, r->next, 0, 0, 50), 1009);
@@ -986,8 +936,7 @@ static inline int cf_later_fails(cf_rank *r, cf_op *ops, int rule)
 }
 
 /* Goes on with the ops until `calls` calls are through: the moment of an abort. */
-static inline int cf_go_on(cf_rank *r, cf_op *const *ops, int n, int calls)
-{
+static inline int cf_go_on(cf_rank *r, cf_op *const *ops, int n, int calls) {
     for (int i = 0; i < calls; i++) {
         int code = i & 1 ? cf_poll(r, 0, ops, n, -1) : cf_post(r, 0, ops, n);
         if (code != 1) return code;
@@ -995,8 +944,7 @@ static inline int cf_go_on(cf_rank *r, cf_op *const *ops, int n, int calls)
     return 1;
 }
 
-static inline void *cf_abort_soon(void *arg)
-{
+static inline void *cf_abort_soon(void *arg) {
     cf_rank *r = (cf_rank *)arg;
     cf_sleep_us(40000);
     (void)cf_abort(r);
@@ -1004,8 +952,7 @@ static inline void *cf_abort_soon(void *arg)
 }
 
 /* Rank 0 sleeps in wait while a thread of its own aborts. */
-static inline int cf_abort_wakes(cf_rank *r, cf_op *const *list, int n)
-{
+static inline int cf_abort_wakes(cf_rank *r, cf_op *const *list, int n) {
     int64_t begin = ra_now_ns();
     pthread_t id;
     int code = 1;
@@ -1022,8 +969,7 @@ static inline int cf_abort_wakes(cf_rank *r, cf_op *const *list, int n)
 }
 
 /* Calls quiesce as the library does, first with a deadline that has passed. */
-static inline int cf_quiesce(cf_rank *r, int64_t wait_ns)
-{
+static inline int cf_quiesce(cf_rank *r, int64_t wait_ns) {
     const ra_transport *t = r->t[0];
     int64_t begin = ra_now_ns();
     int code = t->quiesce ? t->quiesce(t->ctx, begin - 1) : RA_OK;
@@ -1040,8 +986,7 @@ static inline int cf_quiesce(cf_rank *r, int64_t wait_ns)
 
 /* variant 0: nothing is pending; 1: receives; 2: sends; 3: much of both; 4: in wait; from 5 on:
  * much of both after that many calls less 5. */
-static inline void cf_t_abort(cf_rank *r)
-{
+static inline void cf_t_abort(cf_rank *r) {
     cf_op ops[8], later[4], *list[8] = { NULL };
     int n = 0, depth = cf_depth(r, 8), aborts = r->rank == 0, amid = r->variant == 3;
     if (!r->t[0]->abort || (r->variant == 4 && !r->t[0]->wait)) {
@@ -1078,8 +1023,7 @@ static inline void cf_t_abort(cf_rank *r)
 }
 
 /* After quiesce has said RA_OK the buffers are used for something else and must stay that. */
-static inline void cf_t_quiesce(cf_rank *r)
-{
+static inline void cf_t_quiesce(cf_rank *r) {
     cf_op ops[8], *list[8] = { NULL };
     int n = 0, depth = cf_depth(r, 8), touched = 0, code;
     if (!r->t[0]->abort || !r->t[0]->quiesce) {
@@ -1111,8 +1055,7 @@ static inline void cf_t_quiesce(cf_rank *r)
 }
 
 /* Rank 0 sends 1000 bytes, rank 1 wants fewer (variant 0) or more. */
-static inline void cf_t_trunc(cf_rank *r)
-{
+static inline void cf_t_trunc(cf_rank *r) {
     size_t want = r->variant ? 1008 : 992;
     int64_t until = ra_now_ns() + r->patience;
     const ra_transport *t = r->t[0];
@@ -1146,8 +1089,7 @@ static inline void cf_t_trunc(cf_rank *r)
 }
 
 /* Chunks go around on loan: each is received, kept, sent on from where it is, and released. */
-static inline void cf_t_loans(cf_rank *r)
-{
+static inline void cf_t_loans(cf_rank *r) {
     enum { HELD = 3 };
     cf_op in[HELD], out;
     int lent = 0, hold = cf_depth(r, HELD + 1) - 1;
@@ -1189,8 +1131,7 @@ static inline void cf_t_loans(cf_rank *r)
         snprintf(r->shared->note, sizeof r->shared->note, "nothing was ever lent");
 }
 
-static inline void cf_t_reg(cf_rank *r)
-{
+static inline void cf_t_reg(cf_rank *r) {
     const ra_transport *t = r->t[0];
     cf_op ops[2], *list[2] = { &ops[0], &ops[1] };
     void *mr[2] = { NULL, NULL };
@@ -1215,8 +1156,7 @@ static inline void cf_t_reg(cf_rank *r)
 
 /* -------------------------------------------------------------------------- tests of level 0 */
 /* Everybody to the next, everybody to the one before; an odd number of ranks too. */
-static inline void cf_t_both_ways(cf_rank *r)
-{
+static inline void cf_t_both_ways(cf_rank *r) {
     static const int size[] = { 1, 3, 64, 65, 4097, 300001, 2000003 };
     for (int i = 0; i < 14; i++) {
         int to = i & 1 ? r->prev : r->next, from = i & 1 ? r->next : r->prev, code;
@@ -1239,8 +1179,7 @@ static inline void cf_t_both_ways(cf_rank *r)
 }
 
 /* A chain: the first rank only sends, the last only receives. */
-static inline void cf_t_one_side(cf_rank *r)
-{
+static inline void cf_t_one_side(cf_rank *r) {
     for (int i = 0; i < 4; i++) {
         int sends = r->rank < r->ranks - 1, receives = r->rank > 0, code;
         cf_op out, in;
@@ -1261,8 +1200,7 @@ static inline void cf_t_one_side(cf_rank *r)
 }
 
 /* Rank 0 wants something from rank 1, which does nothing. */
-static inline void cf_t_sendrecv_deadline(cf_rank *r)
-{
+static inline void cf_t_sendrecv_deadline(cf_rank *r) {
     int32_t *flag = &r->shared->flag[0][0];
     if (!(r->t[0]->caps & RA_CAP_DEADLINE)) {
         cf_unclaimed(r);
@@ -1294,15 +1232,13 @@ typedef struct cf_pass {               /* rows of one rank */
     float *memory;
 } cf_pass;
 
-static inline float cf_input(int which, int64_t pos, int c)
-{
+static inline float cf_input(int which, int64_t pos, int c) {
     uint64_t x = cf_mix((uint64_t)pos * 4096 + (uint64_t)c * 8 + (uint64_t)which + 1);
     return (float)(x & 0xffff) / 32768 - 1;
 }
 
 /* Copies rows to or from an array by position; or (all null) fills them with input. */
-static inline void cf_rows(const cf_pass *p, float *rows, float *all, int width, int which)
-{
+static inline void cf_rows(const cf_pass *p, float *rows, float *all, int width, int which) {
     for (int i = 0; i < p->run_count; i++)
         for (int64_t j = 0; j < p->runs[i].count; j++, rows += width) {
             int64_t pos = p->runs[i].first + j;
@@ -1312,8 +1248,7 @@ static inline void cf_rows(const cf_pass *p, float *rows, float *all, int width,
 }
 
 static inline ra_status cf_pass_open(cf_rank *r, cf_pass *p, int rank, int ranks,
-                                     const ra_transport *t, ra_error *e)
-{
+                                     const ra_transport *t, ra_error *e) {
     ra_ring_desc rd;
     ra_status s;
     ra_desc d;
@@ -1353,8 +1288,7 @@ static inline ra_status cf_pass_open(cf_rank *r, cf_pass *p, int rank, int ranks
 }
 
 /* A ring that ends with RA_E_UNSAFE is leaked with the tensors that others may still read. */
-static inline void cf_pass_close(cf_rank *r, cf_pass *p)
-{
+static inline void cf_pass_close(cf_rank *r, cf_pass *p) {
     if (ra_ring_destroy(p->ring) == RA_OK) {
         free(p->memory);
     } else {
@@ -1365,8 +1299,7 @@ static inline void cf_pass_close(cf_rank *r, cf_pass *p)
 }
 
 /* Gradients are added to: they begin at 0. */
-static inline ra_status cf_pass_run(cf_pass *p, int64_t deadline)
-{
+static inline ra_status cf_pass_run(cf_pass *p, int64_t deadline) {
     ra_tensors t = p->t;
     ra_status s;
     memset(t.d_q.data, 0, (size_t)p->rows * (CF_ROW + 2 * CF_DIM) * sizeof(float));
@@ -1377,8 +1310,7 @@ static inline ra_status cf_pass_run(cf_pass *p, int64_t deadline)
     return s;
 }
 
-static inline void cf_pass_results(const cf_pass *p, cf_shared *s)
-{
+static inline void cf_pass_results(const cf_pass *p, cf_shared *s) {
     cf_rows(p, (float *)p->t.o.data, s->o, CF_ROW, 0);
     cf_rows(p, (float *)p->t.lse.data, s->lse, CF_HEADS, 0);
     cf_rows(p, (float *)p->t.d_q.data, s->d_q, CF_ROW, 0);
@@ -1387,8 +1319,7 @@ static inline void cf_pass_results(const cf_pass *p, cf_shared *s)
 }
 
 static inline int cf_same(cf_rank *r, const char *what, const float *got, const float *want,
-                          int64_t n)
-{
+                          int64_t n) {
     int64_t differ = 0;
     for (int64_t i = 0; i < n; i++) differ += memcmp(got + i, want + i, sizeof *got) != 0;
     if (!differ) return 1;
@@ -1397,8 +1328,7 @@ static inline int cf_same(cf_rank *r, const char *what, const float *got, const 
 }
 
 /* The same on one rank, compared with what all ranks left. */
-static inline void cf_pass_compare(cf_rank *r)
-{
+static inline void cf_pass_compare(cf_rank *r) {
     static cf_shared one;
     cf_shared *s = r->shared;
     ra_error e;
@@ -1417,8 +1347,7 @@ static inline void cf_pass_compare(cf_rank *r)
            cf_same(r, "dV", s->d_v, one.d_v, CF_TOKENS * CF_DIM));
 }
 
-static inline void cf_pass_failed(cf_rank *r, const cf_pass *p, ra_status s, const ra_error *e)
-{
+static inline void cf_pass_failed(cf_rank *r, const cf_pass *p, ra_status s, const ra_error *e) {
     ra_failure f;
     memset(&f, 0, sizeof f);
     if (p->ring && ra_ring_failure(p->ring, &f) == RA_OK)
@@ -1430,8 +1359,7 @@ static inline void cf_pass_failed(cf_rank *r, const cf_pass *p, ra_status s, con
 }
 
 /* Two passes forward and two backward. */
-static inline void cf_t_passes(cf_rank *r)
-{
+static inline void cf_t_passes(cf_rank *r) {
     ra_status s;
     ra_error e;
     cf_pass p;
@@ -1454,8 +1382,7 @@ static inline void cf_t_passes(cf_rank *r)
 
 /* Rank 0 cancels after some steps of a forward pass. All ranks get out: at the latest with their
  * deadline, and where its abort reaches the peers, long before. */
-static inline void cf_t_cancel(cf_rank *r)
-{
+static inline void cf_t_cancel(cf_rank *r) {
     static const int steps[] = { 0, 1, 2, 5, 9, 17 };
     int64_t begin = ra_now_ns(), deadline;
     ra_status s;
@@ -1502,8 +1429,7 @@ static inline void cf_t_cancel(cf_rank *r)
 }
 
 /* The last rank never begins its pass. All others get out by their deadline. */
-static inline void cf_t_absent(cf_rank *r)
-{
+static inline void cf_t_absent(cf_rank *r) {
     int64_t deadline = ra_deadline_ms(300);
     cf_rank brief = *r;                /* of patience with quiesce, where the last rank is asked */
     ra_status s;
@@ -1538,8 +1464,7 @@ static inline void cf_t_absent(cf_rank *r)
 }
 
 /* A ring of one over a world of one. */
-static inline void cf_t_lone(cf_rank *r)
-{
+static inline void cf_t_lone(cf_rank *r) {
     ra_error e;
     cf_pass p;
     ra_status s;
@@ -1584,8 +1509,7 @@ static const cf_test cf_tests[] = {
 enum { CF_TEST_COUNT = (int)(sizeof cf_tests / sizeof *cf_tests) };
 
 /* What a test needs of the transport that is not there; null: it can run. */
-static inline const char *cf_unfit(const cf_test *test, const ra_transport *t)
-{
+static inline const char *cf_unfit(const cf_test *test, const ra_transport *t) {
     if ((test->flags & CF_LEVEL_1) && !(test->flags & CF_LEVEL_0) && !t->post) return "no post";
     if ((test->flags & CF_LEVEL_0) && !(test->flags & CF_LEVEL_1) && !t->sendrecv)
         return "no sendrecv";
@@ -1597,8 +1521,7 @@ static inline const char *cf_unfit(const cf_test *test, const ra_transport *t)
 }
 
 /* One rank of one test, on the thread or in the process that is its own. */
-static inline void *cf_rank_main(void *arg)
-{
+static inline void *cf_rank_main(void *arg) {
     cf_rank *r = (cf_rank *)arg;
     int rings = r->test->flags & CF_TWO_RINGS ? 2 : 1, joined = 0;
     if ((r->test->flags & CF_LATE_RANK) && r->rank == r->ranks - 1) cf_sleep_us(120000);
@@ -1621,16 +1544,14 @@ static inline void *cf_rank_main(void *arg)
 }
 
 /* A process whose test is killed, for instance by timeout, does not go on. */
-static inline void cf_end_with_parent(void)
-{
+static inline void cf_end_with_parent(void) {
 #ifdef __linux__
     (void)prctl(PR_SET_PDEATHSIG, SIGKILL);
 #endif
 }
 
 /* All ranks of one test, in the child process that was made for it. */
-static inline void cf_world(cf_rank *ranks, int n)
-{
+static inline void cf_world(cf_rank *ranks, int n) {
     pthread_t id[CF_MOST_RANKS];
     pid_t pid[CF_MOST_RANKS];
     int status = 0;
@@ -1660,8 +1581,7 @@ typedef struct cf_job {
     int ranks, variant;
 } cf_job;
 
-static inline void cf_rank_make(cf_rank *r, const cf_job *job, void *world, int rank)
-{
+static inline void cf_rank_make(cf_rank *r, const cf_job *job, void *world, int rank) {
     const cf_maker *m = job->maker;
     memset(r, 0, sizeof *r);
     r->shared = job->shared;
@@ -1677,16 +1597,14 @@ static inline void cf_rank_make(cf_rank *r, const cf_job *job, void *world, int 
     r->random = cf_mix((uint64_t)(rank * 64 + job->variant) + 77) | 1;
 }
 
-static inline void *cf_make(const cf_job *job)
-{
+static inline void *cf_make(const cf_job *job) {
     int rings = job->test->flags & CF_TWO_RINGS ? 2 : 1;
     void *world = job->maker->make(job->maker->user, job->ranks, rings);
     if (!world) cf_store(&job->shared->unclaimed, 2);
     return world;
 }
 
-static inline void cf_child(const cf_job *job)
-{
+static inline void cf_child(const cf_job *job) {
     static cf_rank ranks[CF_MOST_RANKS];
     const cf_maker *m = job->maker;
     cf_shared *shared = job->shared;
@@ -1700,8 +1618,7 @@ static inline void cf_child(const cf_job *job)
 }
 
 /* Waits for the child, no longer than a test may take; after a breach, only a moment. */
-static inline int cf_reap(pid_t pid, const cf_shared *s, int64_t limit_ms)
-{
+static inline int cf_reap(pid_t pid, const cf_shared *s, int64_t limit_ms) {
     int64_t until = ra_deadline_ms(limit_ms), soon = 0;
     int status = 0;
     for (;;) {
@@ -1722,8 +1639,7 @@ typedef struct cf_result {
     char text[400], note[160];
 } cf_result;
 
-static inline void *cf_map(FILE *file, size_t bytes)
-{
+static inline void *cf_map(FILE *file, size_t bytes) {
     void *p = MAP_FAILED;
     if (file && !ftruncate(fileno(file), (off_t)bytes))
         p = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fileno(file), 0);
@@ -1732,8 +1648,7 @@ static inline void *cf_map(FILE *file, size_t bytes)
     exit(2);
 }
 
-static inline cf_result cf_result_of(const cf_shared *s)
-{
+static inline cf_result cf_result_of(const cf_shared *s) {
     cf_result out;
     memset(&out, 0, sizeof out);
     out.rule = s->rule;
@@ -1745,8 +1660,7 @@ static inline cf_result cf_result_of(const cf_shared *s)
 
 /* All processes of a run from outside meet. */
 typedef struct cf_gate { int32_t arrived, round; cf_shared shared; } cf_gate;
-static inline void cf_pass_gate(cf_gate *g, int ranks)
-{
+static inline void cf_pass_gate(cf_gate *g, int ranks) {
     int32_t round = cf_load(&g->round);
     if (__atomic_add_fetch(&g->arrived, 1, __ATOMIC_ACQ_REL) == ranks) {
         cf_store(&g->arrived, 0);
@@ -1755,8 +1669,7 @@ static inline void cf_pass_gate(cf_gate *g, int ranks)
     while (cf_load(&g->round) == round) cf_sleep_us(200);
 }
 
-static inline cf_result cf_run_outside(const cf_maker *m, const cf_test *test, int n, int variant)
-{
+static inline cf_result cf_run_outside(const cf_maker *m, const cf_test *test, int n, int variant) {
     static cf_gate *gate;
     const cf_outside *o = m->outside;
     cf_result out;
@@ -1792,8 +1705,7 @@ static inline cf_result cf_run_outside(const cf_maker *m, const cf_test *test, i
 }
 
 /* One test with n ranks in a process of its own. */
-static inline cf_result cf_run_test(const cf_maker *m, const cf_test *test, int n, int variant)
-{
+static inline cf_result cf_run_test(const cf_maker *m, const cf_test *test, int n, int variant) {
     FILE *file;
     cf_shared *s;
     cf_result out;
@@ -1844,8 +1756,7 @@ typedef struct cf_report {
 } cf_report;
 
 /* One line of the report: a test with all numbers of ranks and all variants. */
-static inline void cf_line(const cf_maker *m, const cf_test *test, cf_report *rep, FILE *to)
-{
+static inline void cf_line(const cf_maker *m, const cf_test *test, cf_report *rep, FILE *to) {
     static const int ranks[] = { 2, 3, 5, 8, 1 };
     int ran = 0, most = m->most_ranks ? m->most_ranks : CF_MOST_RANKS;
     char done[64] = "", note[160] = "";
@@ -1885,8 +1796,7 @@ static inline void cf_line(const cf_maker *m, const cf_test *test, cf_report *re
 
 /* All tests; passes only if the messages under them are right. only: a part of a test's name, or
  * null. first: stop at the first breach. to: the report; null: none. */
-static inline cf_report cf_judge(const cf_maker *m, const char *only, int first, FILE *to)
-{
+static inline cf_report cf_judge(const cf_maker *m, const char *only, int first, FILE *to) {
     cf_report rep;
     memset(&rep, 0, sizeof rep);
     rep.first = -1;

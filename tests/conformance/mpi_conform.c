@@ -18,8 +18,7 @@ typedef struct mpi_world {
 } mpi_world;
 
 /* Made on all ranks at the same time. Contexts are opened here, for opening is collective. */
-static void *mpi_make(void *user, int ranks, int rings)
-{
+static void *mpi_make(void *user, int ranks, int rings) {
     mpi_world *w = (mpi_world *)calloc(1, sizeof *w);
     int rank;
     if (!w) return NULL;
@@ -37,20 +36,17 @@ static void *mpi_make(void *user, int ranks, int rings)
     return w;
 }
 
-static const ra_transport *mpi_join(void *world, int ring, int rank)
-{
+static const ra_transport *mpi_join(void *world, int ring, int rank) {
     mpi_world *w = (mpi_world *)world;
     (void)rank;
     return w->level ? ra_mpi_transport(w->mpi[ring]) : &w->plain[ring];
 }
 
-static void mpi_leave(void *world, int ring, int rank, int why)
-{
+static void mpi_leave(void *world, int ring, int rank, int why) {
     (void)world, (void)ring, (void)rank, (void)why;
 }
 
-static void mpi_end(void *world)
-{
+static void mpi_end(void *world) {
     mpi_world *w = (mpi_world *)world;
     for (int i = 0; i < w->rings && w->comm != MPI_COMM_NULL; i++) {
         if (w->level) (void)ra_mpi_close(w->mpi[i]);
@@ -61,16 +57,14 @@ static void mpi_end(void *world)
 }
 
 static int outcome;
-static void leave(int number)
-{
+static void leave(int number) {
     (void)number;
     _exit(outcome);
 }
 
 /* MPICH 4.0.2 with UCX: between hosts a rank in six to ten runs never returns from MPI_Finalize. So
  * it has 5 s. Rank 0 leaves last, because its mpirun fails if a rank goes on without that one. */
-static void finalize(int bad, int rank)
-{
+static void finalize(int bad, int rank) {
     fflush(stdout);
     outcome = bad;
     (void)signal(SIGALRM, leave);
@@ -78,8 +72,7 @@ static void finalize(int bad, int rank)
     MPI_Finalize();
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     int given = 0, level;
     cf_maker m = { "MPI", NULL, mpi_make, mpi_join, mpi_leave, mpi_end, 1, 1, 0, 0, NULL };
     cf_report rep;

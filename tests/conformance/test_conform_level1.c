@@ -24,8 +24,7 @@ typedef struct up_world {
 } up_world;
 
 /* One look at both sides, under the lock. Returns 1 when both are through. */
-static int up_move(up_box *out, up_box *in, void *r, size_t r_len, int *status)
-{
+static int up_move(up_box *out, up_box *in, void *r, size_t r_len, int *status) {
     if (in && r && in->bytes && !in->taken) {
         in->status = in->len == r_len ? RA_OK : RA_E_TRUNC;
         if (!in->status) memcpy(r, in->bytes, r_len);
@@ -42,8 +41,7 @@ static int up_move(up_box *out, up_box *in, void *r, size_t r_len, int *status)
 }
 
 static int up_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from, void *r,
-                       size_t r_len, uint64_t tag, int64_t deadline_ns)
-{
+                       size_t r_len, uint64_t tag, int64_t deadline_ns) {
     up_seat *me = (up_seat *)ctx;
     up_world *w = me->world;
     up_box *out = NULL, *in = NULL;
@@ -78,8 +76,7 @@ static int up_sendrecv(void *ctx, int to, const void *s, size_t s_len, int from,
     return code;
 }
 
-static void *up_make(void *user, int ranks, int rings)
-{
+static void *up_make(void *user, int ranks, int rings) {
     up_world *w = (up_world *)calloc(1, sizeof *w);
     (void)user, (void)rings;
     if (!w || pthread_mutex_init(&w->lock, NULL) || pthread_cond_init(&w->moved, NULL)) abort();
@@ -87,8 +84,7 @@ static void *up_make(void *user, int ranks, int rings)
     return w;
 }
 
-static const ra_transport *up_join(void *world, int ring, int rank)
-{
+static const ra_transport *up_join(void *world, int ring, int rank) {
     up_world *w = (up_world *)world;
     up_seat *s = &w->seat[ring][rank];
     ra_transport below;
@@ -106,8 +102,7 @@ static const ra_transport *up_join(void *world, int ring, int rank)
     return ra_level1_transport(s->up);
 }
 
-static void up_leave(void *world, int ring, int rank, int why)
-{
+static void up_leave(void *world, int ring, int rank, int why) {
     up_seat *s = &((up_world *)world)->seat[ring][rank];
     if (why) (void)ra_level1_transport(s->up)->abort(s->up, why);
     ra_level1_close(s->up);
@@ -115,8 +110,7 @@ static void up_leave(void *world, int ring, int rank, int why)
 
 static void up_end(void *world) { free(world); }
 
-TEST(level_0_with_a_helper)
-{
+TEST(level_0_with_a_helper) {
     cf_maker m = { "level 1 from a sendrecv", NULL, up_make, up_join, up_leave, up_end, 0, 1, 0,
                    0, NULL };
     cf_report rep;
@@ -128,8 +122,7 @@ TEST(level_0_with_a_helper)
 
 /* Two messages one way and four of half their length the other way: each call moves as much each
  * way, so neither link waits for the other. */
-TEST(unequal_messages_move_together)
-{
+TEST(unequal_messages_move_together) {
     enum { OPS = 6, SHORT = 128 };    /* the rest of a message stays aligned to 64 */
     up_world *w = (up_world *)up_make(NULL, 2, 1);
     static uint8_t bytes[2][OPS][2 * SHORT];
@@ -162,8 +155,7 @@ TEST(unequal_messages_move_together)
     up_end(w);
 }
 
-TEST(refusals)
-{
+TEST(refusals) {
     ra_transport none;
     ra_level1 *up = NULL;
     memset(&none, 0, sizeof none);
@@ -176,8 +168,7 @@ TEST(refusals)
     ra_level1_close(NULL);
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     static const h_test tests[] = { ENTRY(level_0_with_a_helper),
                                     ENTRY(unequal_messages_move_together), ENTRY(refusals) };
     return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);

@@ -20,8 +20,7 @@ typedef struct ofi_world {
     ra_ofi *ofi[CF_MOST_RINGS][CF_MOST_RANKS];
 } ofi_world;
 
-static ra_ofi_desc describe(const form *f, int rank, int ranks, ra_error *why)
-{
+static ra_ofi_desc describe(const form *f, int rank, int ranks, ra_error *why) {
     ra_ofi_desc d;
     memset(&d, 0, sizeof d);
     memset(why, 0, sizeof *why);
@@ -38,8 +37,7 @@ static ra_ofi_desc describe(const form *f, int rank, int ranks, ra_error *why)
 }
 
 /* 1: the provider is here; otherwise the test is skipped. */
-static int here(const form *f)
-{
+static int here(const form *f) {
     char text[RA_TEXT_BYTES];
     ra_error why;
     ra_ofi *ofi = NULL;
@@ -54,8 +52,7 @@ static int here(const form *f)
 }
 
 /* -------------------------------------------------------------------------- the suite */
-static void *ofi_make(void *user, int ranks, int rings)
-{
+static void *ofi_make(void *user, int ranks, int rings) {
     ofi_world *w = (ofi_world *)calloc(1, sizeof *w);
     (void)rings;
     if (!w) return NULL;
@@ -67,8 +64,7 @@ static void *ofi_make(void *user, int ranks, int rings)
     return NULL;
 }
 
-static const ra_transport *ofi_join(void *world, int ring, int rank)
-{
+static const ra_transport *ofi_join(void *world, int ring, int rank) {
     ofi_world *w = (ofi_world *)world;
     ra_error why;
     ra_ofi_desc d = describe(w->f, rank, w->ranks, &why);
@@ -80,22 +76,19 @@ static const ra_transport *ofi_join(void *world, int ring, int rank)
     return NULL;
 }
 
-static void ofi_leave(void *world, int ring, int rank, int why)
-{
+static void ofi_leave(void *world, int ring, int rank, int why) {
     ra_ofi *ofi = ((ofi_world *)world)->ofi[ring][rank];
     if (why) (void)ra_ofi_transport(ofi)->abort(ra_ofi_transport(ofi)->ctx, why);
     (void)ra_ofi_close(ofi);
 }
 
-static void ofi_end(void *world)
-{
+static void ofi_end(void *world) {
     (void)rmdir(((ofi_world *)world)->directory);  /* the ranks took their files away */
     free(world);
 }
 
 /* ranks: at most, without --long. */
-static void judge(const form *f, const char *name, int processes, int ranks)
-{
+static void judge(const form *f, const char *name, int processes, int ranks) {
     cf_maker m = { name, NULL, ofi_make, ofi_join, ofi_leave, ofi_end, processes, 1, 0, 0, NULL };
     cf_report rep;
     form copy = *f;
@@ -127,30 +120,26 @@ typedef struct meeting {               /* one rank of two, as threads */
     ra_status status;
 } meeting;
 
-static void *meet(void *arg)
-{
+static void *meet(void *arg) {
     meeting *m = (meeting *)arg;
     m->status = ra_ofi_open(&m->ofi, &m->d);
     return NULL;
 }
 
-static void *part(void *arg)
-{
+static void *part(void *arg) {
     meeting *m = (meeting *)arg;
     if (m->status == RA_OK) m->status = ra_ofi_close(m->ofi);
     return NULL;
 }
 
-static void both(meeting *m, void *(*what)(void *))
-{
+static void both(meeting *m, void *(*what)(void *)) {
     pthread_t id[2];
     for (int r = 0; r < 2; r++)
         if (pthread_create(&id[r], NULL, what, &m[r])) abort();
     for (int r = 0; r < 2; r++) pthread_join(id[r], NULL);
 }
 
-static void describe_both(meeting *m, const form *f)
-{
+static void describe_both(meeting *m, const form *f) {
     memset(m, 0, 2 * sizeof *m);
     for (int r = 0; r < 2; r++) m[r].d = describe(f, r, 2, &m[r].why);
 }
@@ -158,8 +147,7 @@ static void describe_both(meeting *m, const form *f)
 /* Gathers as MPI_Allgather does. ctx: this rank's record goes to table[rank]. */
 static struct { pthread_barrier_t gate; char record[2][1024]; } table;
 
-static int gather(void *ctx, const void *mine, void *all, size_t bytes)
-{
+static int gather(void *ctx, const void *mine, void *all, size_t bytes) {
     if (bytes > sizeof table.record[0]) return 1;
     memcpy(table.record[*(int *)ctx], mine, bytes);
     (void)pthread_barrier_wait(&table.gate);
@@ -167,8 +155,7 @@ static int gather(void *ctx, const void *mine, void *all, size_t bytes)
     return 0;
 }
 
-TEST(by_exchange)
-{
+TEST(by_exchange) {
     static int rank[2] = { 0, 1 };
     meeting m[2];
     if (!here(&rxm)) return;
@@ -186,8 +173,7 @@ TEST(by_exchange)
 }
 
 /* A port that was free a moment ago. */
-static int free_port(void)
-{
+static int free_port(void) {
     struct sockaddr_in a;
     socklen_t n = sizeof a;
     int fd = socket(AF_INET, SOCK_STREAM, 0), port = 0;
@@ -201,8 +187,7 @@ static int free_port(void)
     return port;
 }
 
-TEST(by_environment)
-{
+TEST(by_environment) {
     char list[96];
     meeting m[2];
     if (!here(&rxm)) return;
@@ -222,8 +207,7 @@ TEST(by_environment)
     unsetenv("RA_OFI_ADDRESSES");
 }
 
-TEST(whoever_differs_is_told)
-{
+TEST(whoever_differs_is_told) {
     char directory[] = "/tmp/ra_ofi.XXXXXX", path[64];
     meeting m[2];
     if (!here(&rxm) || !CHECK(mkdtemp(directory) != NULL)) return;
@@ -242,8 +226,7 @@ TEST(whoever_differs_is_told)
     CHECK_EQ(rmdir(directory), 0);
 }
 
-TEST(bad_descriptors)
-{
+TEST(bad_descriptors) {
     static const form nobody = { "no such provider", 0, 0 };
     ra_error why;
     ra_ofi *ofi = NULL;
@@ -266,8 +249,7 @@ TEST(bad_descriptors)
 /* -------------------------------------------------------------------------- dead peers */
 /* Rank 1, in a process of its own, ends without a word while rank 0 awaits its message. Rank 0's op
  * ends with RA_E_PEER, and the context can be closed. */
-static void lose_a_peer(const form *f, int no_pidfd)
-{
+static void lose_a_peer(const form *f, int no_pidfd) {
     char directory[] = "/tmp/ra_ofi.XXXXXX", byte[1024];
     ra_transport_op op, *list[1] = { &op };
     int64_t until = ra_deadline_ms(15000);
@@ -309,8 +291,7 @@ static void lose_a_peer(const form *f, int no_pidfd)
 }
 
 /* Rank 1 of three ends while rank 0 still waits for rank 2, which never comes. */
-TEST(a_process_that_dies_while_ranks_meet)
-{
+TEST(a_process_that_dies_while_ranks_meet) {
     char directory[] = "/tmp/ra_ofi.XXXXXX", path[64];
     ra_ofi *ofi = NULL;
     ra_error why;
@@ -339,8 +320,7 @@ TEST(a_process_that_dies_while_ranks_meet)
 /* Rank 1 is stopped while rank 0 sends it a message and awaits one: wait ends at its deadline, and
  * quiesce when nothing has moved for a while. Where closing the endpoint is enough, buffers are
  * safe then. */
-static void stop_a_peer(const form *f, int safe)
-{
+static void stop_a_peer(const form *f, int safe) {
     static char byte[2][1 << 20];
     char directory[] = "/tmp/ra_ofi.XXXXXX";
     ra_transport_op op[2], *list[2] = { &op[0], &op[1] };
@@ -394,8 +374,7 @@ TEST(a_killed_process_of_shm) { lose_a_peer(&shm, 0); }
 TEST(a_killed_process_of_net) { lose_a_peer(&net, 0); }
 TEST(a_peer_that_only_pings_find) { lose_a_peer(&rxm, 1); }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(tcp_rxm), ENTRY(tcp_rxm_one_sided), ENTRY(tcp_rxm_threads), ENTRY(shared_memory),
         ENTRY(tcp_net), ENTRY(by_exchange), ENTRY(by_environment), ENTRY(whoever_differs_is_told),

@@ -10,8 +10,7 @@ typedef struct shm_world {
     ra_shm *shm[CF_MOST_RINGS][CF_MOST_RANKS];
 } shm_world;
 
-static void *shm_make(void *user, int ranks, int rings)
-{
+static void *shm_make(void *user, int ranks, int rings) {
     static int number;
     shm_world *w = (shm_world *)calloc(1, sizeof *w);
     (void)user, (void)rings;
@@ -21,8 +20,7 @@ static void *shm_make(void *user, int ranks, int rings)
     return w;
 }
 
-static const ra_transport *shm_join(void *world, int ring, int rank)
-{
+static const ra_transport *shm_join(void *world, int ring, int rank) {
     shm_world *w = (shm_world *)world;
     char name[64];
     ra_shm_desc d;
@@ -41,16 +39,14 @@ static const ra_transport *shm_join(void *world, int ring, int rank)
     return ra_shm_transport(w->shm[ring][rank]);
 }
 
-static void shm_leave(void *world, int ring, int rank, int why)
-{
+static void shm_leave(void *world, int ring, int rank, int why) {
     (void)why;
     ra_shm_close(((shm_world *)world)->shm[ring][rank]);
 }
 
 static void shm_end(void *world) { free(world); }
 
-static void judge(const char *name, int processes)
-{
+static void judge(const char *name, int processes) {
     cf_maker m = { name, NULL, shm_make, shm_join, shm_leave, shm_end, processes, 1, 0, 0, NULL };
     cf_report rep;
     if (!h_run.large) m.most_ranks = 3;
@@ -62,8 +58,7 @@ static void judge(const char *name, int processes)
 TEST(processes) { judge("shared memory between processes", 1); }
 TEST(threads) { judge("shared memory between threads", 0); }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     static const h_test tests[] = { ENTRY(processes), ENTRY(threads) };
     return h_main(argc, argv, tests, sizeof tests / sizeof tests[0]);
 }

@@ -74,22 +74,19 @@ typedef struct ch_world {
  * memory. */
 enum { CH_NEXT, CH_MET, CH_DELAY, CH_COPY, CH_LENT };
 
-static uint32_t ch_random(ch_world *w, uint32_t below)
-{
+static uint32_t ch_random(ch_world *w, uint32_t below) {
     w->random = cf_mix(w->random + 0x9E3779B97F4A7C15u);
     return (uint32_t)(w->random >> 33) % below;
 }
 
-static void ch_append(ch_queue *q, ra_transport_op *op)
-{
+static void ch_append(ch_queue *q, ra_transport_op *op) {
     op->scratch[CH_NEXT] = NULL;
     if (q->last) q->last->scratch[CH_NEXT] = op;
     else q->first = op;
     q->last = op;
 }
 
-static void ch_remove(ch_queue *q, ra_transport_op *op)
-{
+static void ch_remove(ch_queue *q, ra_transport_op *op) {
     ra_transport_op *before = NULL, *at = q->first;
     while (at && at != op) {
         before = at;
@@ -101,8 +98,7 @@ static void ch_remove(ch_queue *q, ra_transport_op *op)
     if (q->last == op) q->last = before;
 }
 
-static ch_queue *ch_queue_of(ch_seat *s, const ra_transport_op *op)
-{
+static ch_queue *ch_queue_of(ch_seat *s, const ra_transport_op *op) {
     ch_world *w = s->world;
     int ring = w->wrong == CH_RINGS ? 0 : s->ring;
     int channel = w->wrong == CH_CHANNELS ? 0 : op->channel, to = op->peer;
@@ -112,20 +108,17 @@ static ch_queue *ch_queue_of(ch_seat *s, const ra_transport_op *op)
     return &w->recvs[ring][op->peer][s->rank][channel];
 }
 
-static int ch_tells_late(const ch_world *w)
-{
+static int ch_tells_late(const ch_world *w) {
     return w->wrong == CH_RIGHT || w->wrong == CH_POSTED_AGAIN;
 }
 
-static void ch_met(ch_world *w, ra_transport_op *op, int status)
-{
+static void ch_met(ch_world *w, ra_transport_op *op, int status) {
     op->scratch[CH_MET] = (void *)(intptr_t)(status < 0 ? status : 1);
     op->scratch[CH_DELAY] = (void *)(uintptr_t)(ch_tells_late(w) ? ch_random(w, 4) : 0);
 }
 
 /* Memory on loan: a copy of its own. */
-static void ch_lend(ch_world *w, ra_transport_op *in)
-{
+static void ch_lend(ch_world *w, ra_transport_op *in) {
     void *p = NULL;
     int i = 0;
     while (i < CH_LOANS && w->loan[i]) i++;
@@ -136,8 +129,7 @@ static void ch_lend(ch_world *w, ra_transport_op *in)
     in->scratch[CH_LENT] = p;
 }
 
-static void ch_copy(ch_world *w, const ra_transport_op *out, ra_transport_op *in)
-{
+static void ch_copy(ch_world *w, const ra_transport_op *out, ra_transport_op *in) {
     const uint8_t *from = (const uint8_t *)(out->scratch[CH_COPY] ? out->scratch[CH_COPY]
                                                                    : out->buf);
     size_t n = in->len < out->len ? in->len : out->len;
@@ -152,16 +144,14 @@ static void ch_copy(ch_world *w, const ra_transport_op *out, ra_transport_op *in
     if (w->wrong == CH_BOUNDS) to[n] = 1;
 }
 
-static void ch_insert(ch_queue *q, ra_transport_op *op)
-{
+static void ch_insert(ch_queue *q, ra_transport_op *op) {
     op->scratch[CH_NEXT] = q->first;
     q->first = op;
     if (!q->last) q->last = op;
 }
 
 /* DROP: one message of a long flow never arrives. */
-static int ch_lose(ch_world *w, ch_queue *sends, ra_transport_op *out)
-{
+static int ch_lose(ch_world *w, ch_queue *sends, ra_transport_op *out) {
     if (w->wrong != CH_DROP || out->len != 1021 || !out->scratch[CH_NEXT] || w->played++) return 0;
     ch_remove(sends, out);
     ch_met(w, out, RA_OK);
@@ -169,8 +159,7 @@ static int ch_lose(ch_world *w, ch_queue *sends, ra_transport_op *out)
 }
 
 /* STALE: keeps what a flow brought last and delivers that. */
-static void ch_stale(ch_world *w, ra_transport_op *in)
-{
+static void ch_stale(ch_world *w, ra_transport_op *in) {
     static uint8_t before[1021];
     static int flow;
     int now = 1 + in->peer;
@@ -187,8 +176,7 @@ static void ch_stale(ch_world *w, ra_transport_op *in)
 }
 
 /* The first send of a flow meets its first receive. */
-static void ch_meet(ch_world *w, ch_queue *sends, ch_queue *recvs)
-{
+static void ch_meet(ch_world *w, ch_queue *sends, ch_queue *recvs) {
     while (sends->first && recvs->first) {
         ra_transport_op *out = sends->first, *in = recvs->first, *second;
         int fits;
@@ -214,8 +202,7 @@ static void ch_meet(ch_world *w, ch_queue *sends, ch_queue *recvs)
 }
 
 /* ONE_AT_A_TIME: a send of this rank to a lower rank waits for its receive, or of a lower rank. */
-static int ch_other_first(const ch_seat *s)
-{
+static int ch_other_first(const ch_seat *s) {
     ch_world *w = s->world;
     for (int from = 0; from < w->ranks; from++)
         for (int to = 0; to < w->ranks; to++)
@@ -225,8 +212,7 @@ static int ch_other_first(const ch_seat *s)
 }
 
 /* polls: the call brought ops. */
-static void ch_meet_all(ch_seat *s, int polls)
-{
+static void ch_meet_all(ch_seat *s, int polls) {
     ch_world *w = s->world;
     if (w->wrong == CH_ONE_AT_A_TIME && ch_other_first(s)) return;
     for (int other = 0; other < w->ranks; other++)
@@ -241,24 +227,21 @@ static void ch_meet_all(ch_seat *s, int polls)
             }
 }
 
-static int ch_failure(const ch_seat *s)
-{
+static int ch_failure(const ch_seat *s) {
     int why = cf_load(&s->why);
     if (why) return why;
     return cf_load(&s->world->aborted[s->ring]) ? RA_E_ABORTED : RA_OK;
 }
 
 /* Takes a copy of a send at once, or (REUSE) when it is too late. */
-static void ch_capture(ra_transport_op *op)
-{
+static void ch_capture(ra_transport_op *op) {
     if (op->scratch[CH_COPY]) return;
     op->scratch[CH_COPY] = malloc(op->len);
     if (!op->scratch[CH_COPY]) abort();
     memcpy(op->scratch[CH_COPY], op->buf, op->len);
 }
 
-static void ch_accept(ch_seat *s, ra_transport_op *op)
-{
+static void ch_accept(ch_seat *s, ra_transport_op *op) {
     ch_world *w = s->world;
     int far = (op->peer - s->rank + w->ranks) % w->ranks;
     if (w->wrong == CH_CRASH && op->len == 127) raise(SIGSEGV);
@@ -287,16 +270,14 @@ static void ch_accept(ch_seat *s, ra_transport_op *op)
 }
 
 /* POSTED_AGAIN: a send that is PENDING and has met becomes one more message. */
-static void ch_again(ch_seat *s, ra_transport_op *op)
-{
+static void ch_again(ch_seat *s, ra_transport_op *op) {
     if (op->kind != RA_MSG_SEND || op->state != RA_MSG_PENDING || !op->scratch[CH_MET]) return;
     op->scratch[CH_MET] = NULL;
     ch_append(ch_queue_of(s, op), op);
 }
 
 /* Receives first, of each flow a prefix. Returns how many are left idle. Under the lock. */
-static int ch_accept_some(ch_seat *s, ra_transport_op *const *ops, int n)
-{
+static int ch_accept_some(ch_seat *s, ra_transport_op *const *ops, int n) {
     ch_world *w = s->world;
     int left = 0, refuses = w->refuses;
     uint8_t closed[2][CH_MOST_RANKS][2];
@@ -316,8 +297,7 @@ static int ch_accept_some(ch_seat *s, ra_transport_op *const *ops, int n)
     return left;
 }
 
-static int ch_post(void *ctx, ra_transport_op *const *ops, int n)
-{
+static int ch_post(void *ctx, ra_transport_op *const *ops, int n) {
     ch_seat *s = (ch_seat *)ctx;
     ch_world *w = s->world;
     int failure = ch_failure(s), left = 0;
@@ -338,8 +318,7 @@ static int ch_post(void *ctx, ra_transport_op *const *ops, int n)
     return left && w->wrong != CH_AGAIN ? RA_AGAIN : RA_OK;
 }
 
-static void ch_tell(ch_seat *s, ra_transport_op *op, int status)
-{
+static void ch_tell(ch_seat *s, ra_transport_op *op, int status) {
     int wrong = s->world->wrong;
     op->done = status == RA_MSG_DONE && ch_random(s->world, 2) ? op->len : 0;
     if (wrong == CH_DONE_BYTES) op->done = op->len - 1;
@@ -352,8 +331,7 @@ static void ch_tell(ch_seat *s, ra_transport_op *op, int status)
 }
 
 /* Moves what has met, and what has failed. Returns how many ops are still PENDING. */
-static int ch_settle(ch_seat *s, ra_transport_op *const *ops, int n, int failure)
-{
+static int ch_settle(ch_seat *s, ra_transport_op *const *ops, int n, int failure) {
     int left = 0, wrong = s->world->wrong;
     for (int i = 0; i < n; i++) {
         ra_transport_op *op = ops[i];
@@ -383,8 +361,7 @@ static int ch_settle(ch_seat *s, ra_transport_op *const *ops, int n, int failure
 }
 
 /* What some broken transports do besides. Under the lock. */
-static void ch_mischief(ch_seat *s, ra_transport_op *const *ops, int n)
-{
+static void ch_mischief(ch_seat *s, ra_transport_op *const *ops, int n) {
     int wrong = s->world->wrong;
     for (int i = 0; i < n; i++) {
         ra_transport_op *op = ops[i];
@@ -401,8 +378,7 @@ static void ch_mischief(ch_seat *s, ra_transport_op *const *ops, int n)
     s->after = NULL;
 }
 
-static int ch_look(ch_seat *s, ra_transport_op *const *ops, int n, int *left)
-{
+static int ch_look(ch_seat *s, ra_transport_op *const *ops, int n, int *left) {
     ch_world *w = s->world;
     int failure = ch_failure(s), shown;
     if (w->wrong == CH_ABORT_LATER && s->purged) failure = RA_OK;
@@ -425,8 +401,7 @@ static int ch_look(ch_seat *s, ra_transport_op *const *ops, int n, int *left)
     return shown;
 }
 
-static int ch_poll(void *ctx, ra_transport_op *const *ops, int n)
-{
+static int ch_poll(void *ctx, ra_transport_op *const *ops, int n) {
     ch_seat *s = (ch_seat *)ctx;
     int left, code = ch_look(s, ops, n, &left), wrong = s->world->wrong, before = left;
     while (wrong == CH_POLL_BLOCKS && !code && left && left == before) {
@@ -437,8 +412,7 @@ static int ch_poll(void *ctx, ra_transport_op *const *ops, int n)
     return wrong == CH_ABORT_LATER ? RA_OK : code;
 }
 
-static int ch_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns)
-{
+static int ch_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns) {
     ch_seat *s = (ch_seat *)ctx;
     int wrong = s->world->wrong, before = 0, left = 0, code = RA_OK;
     for (int i = 0; i < n; i++) before += ops[i]->state == RA_MSG_PENDING;
@@ -456,8 +430,7 @@ static int ch_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadli
     return wrong == CH_ABORT_LATER ? RA_OK : code;
 }
 
-static int ch_abort(void *ctx, int why)
-{
+static int ch_abort(void *ctx, int why) {
     ch_seat *s = (ch_seat *)ctx;
     int twice = cf_load(&s->why) != 0;
     if (s->world->wrong == CH_ABORT_BLOCKS) cf_sleep_us(700 * CH_PATIENCE_MS);
@@ -472,8 +445,7 @@ static int ch_abort(void *ctx, int why)
 }
 
 /* Takes back what this rank has queued. */
-static void ch_purge(ch_seat *s)
-{
+static void ch_purge(ch_seat *s) {
     ch_world *w = s->world;
     pthread_mutex_lock(&w->lock);
     for (int other = 0; other < w->ranks; other++)
@@ -486,15 +458,13 @@ static void ch_purge(ch_seat *s)
     pthread_mutex_unlock(&w->lock);
 }
 
-static void *ch_late_write(void *buf)
-{
+static void *ch_late_write(void *buf) {
     cf_sleep_us(30000);
     *(volatile uint8_t *)buf = 0x77;
     return NULL;
 }
 
-static int ch_quiesce(void *ctx, int64_t deadline_ns)
-{
+static int ch_quiesce(void *ctx, int64_t deadline_ns) {
     ch_seat *s = (ch_seat *)ctx;
     pthread_t id;
     (void)deadline_ns;
@@ -508,8 +478,7 @@ static int ch_quiesce(void *ctx, int64_t deadline_ns)
     return RA_OK;
 }
 
-static int ch_release(void *ctx, ra_transport_op *op)
-{
+static int ch_release(void *ctx, ra_transport_op *op) {
     ch_seat *s = (ch_seat *)ctx;
     if (s->last == (uint8_t *)op->buf) s->last = NULL;
     pthread_mutex_lock(&s->world->lock);
@@ -524,23 +493,20 @@ static int ch_release(void *ctx, ra_transport_op *op)
     return RA_OK;
 }
 
-static int ch_reg(void *ctx, void *p, size_t n, void **mr)
-{
+static int ch_reg(void *ctx, void *p, size_t n, void **mr) {
     (void)ctx, (void)n;
     *mr = p;
     return RA_OK;
 }
 
-static int ch_dereg(void *ctx, void *mr)
-{
+static int ch_dereg(void *ctx, void *mr) {
     ch_seat *s = (ch_seat *)ctx;
     (void)mr;
     return s->world->wrong == CH_REG ? RA_E_IO : RA_OK;
 }
 
 /* One op until it is done, in turn with another. */
-static int ch_level_0(ch_seat *s, ra_transport_op *const *ops, int n, int64_t deadline_ns)
-{
+static int ch_level_0(ch_seat *s, ra_transport_op *const *ops, int n, int64_t deadline_ns) {
     int code = RA_OK, left = n;
     while (left && code >= 0) {
         code = ch_post(s, ops, n);
@@ -562,8 +528,7 @@ static int ch_level_0(ch_seat *s, ra_transport_op *const *ops, int n, int64_t de
 }
 
 static int ch_sendrecv(void *ctx, int to, const void *sbuf, size_t slen, int from, void *rbuf,
-                       size_t rlen, uint64_t tag, int64_t deadline_ns)
-{
+                       size_t rlen, uint64_t tag, int64_t deadline_ns) {
     ch_seat *s = (ch_seat *)ctx;
     ra_transport_op op[2], *list[2] = { &op[0], &op[1] };
     int n = 0, code;
@@ -593,8 +558,7 @@ static int ch_sendrecv(void *ctx, int to, const void *sbuf, size_t slen, int fro
 /* -------------------------------------------------------------------------- makers */
 typedef struct ch_kind { int wrong, level; } ch_kind;
 
-static void ch_fill(ch_seat *s, int level)
-{
+static void ch_fill(ch_seat *s, int level) {
     ra_transport *t = &s->t;
     t->size = sizeof *t;
     t->abi = RA_TRANSPORT_ABI;
@@ -622,8 +586,7 @@ static void ch_fill(ch_seat *s, int level)
     t->dereg = ch_dereg;
 }
 
-static void *ch_make(void *user, int ranks, int rings)
-{
+static void *ch_make(void *user, int ranks, int rings) {
     const ch_kind *kind = (const ch_kind *)user;
     ch_world *w = (ch_world *)calloc(1, sizeof *w);
     if (!w || pthread_mutex_init(&w->lock, NULL)) abort();
@@ -646,8 +609,7 @@ static void *ch_make(void *user, int ranks, int rings)
 }
 
 /* LATE: what was sent to a rank before it came is lost. */
-static const ra_transport *ch_join(void *world, int ring, int rank)
-{
+static const ra_transport *ch_join(void *world, int ring, int rank) {
     ch_world *w = (ch_world *)world;
     if (w->wrong == CH_LATE && ra_now_ns() - w->begin_ns > 90000000) {
         pthread_mutex_lock(&w->lock);
@@ -661,15 +623,13 @@ static const ra_transport *ch_join(void *world, int ring, int rank)
     return &w->seat[ring][rank].t;
 }
 
-static void ch_leave(void *world, int ring, int rank, int why)
-{
+static void ch_leave(void *world, int ring, int rank, int why) {
     ch_world *w = (ch_world *)world;
     if (why) cf_store(&w->aborted[ring], 1);
     ch_purge(&w->seat[ring][rank]);
 }
 
-static void ch_end(void *world)
-{
+static void ch_end(void *world) {
     ch_world *w = (ch_world *)world;
     for (int i = 0; i < CH_LOANS; i++) free(w->loan[i]);       /* after an abort they are ours */
     pthread_mutex_destroy(&w->lock);
@@ -679,8 +639,7 @@ static void ch_end(void *world)
 /* The bundled world: one per ring. */
 typedef struct bundled { ra_world *ring[CF_MOST_RINGS]; int rings; } bundled;
 
-static void *bundled_make(void *user, int ranks, int rings)
-{
+static void *bundled_make(void *user, int ranks, int rings) {
     bundled *b = (bundled *)calloc(1, sizeof *b);
     ra_world_desc wd;
     (void)user;
@@ -691,26 +650,22 @@ static void *bundled_make(void *user, int ranks, int rings)
     return b;
 }
 
-static const ra_transport *bundled_join(void *world, int ring, int rank)
-{
+static const ra_transport *bundled_join(void *world, int ring, int rank) {
     return ra_world_transport(((bundled *)world)->ring[ring], rank);
 }
 
-static void bundled_leave(void *world, int ring, int rank, int why)
-{
+static void bundled_leave(void *world, int ring, int rank, int why) {
     ra_world_leave(((bundled *)world)->ring[ring], rank, why);
 }
 
-static void bundled_end(void *world)
-{
+static void bundled_end(void *world) {
     bundled *b = (bundled *)world;
     for (int i = 0; i < b->rings; i++) ra_world_destroy(b->ring[i]);
     free(b);
 }
 
 /* -------------------------------------------------------------------------- tests */
-static cf_maker chaos(ch_kind *kind, int wrong, int level)
-{
+static cf_maker chaos(ch_kind *kind, int wrong, int level) {
     cf_maker m = { "chaos", NULL, ch_make, ch_join, ch_leave, ch_end, 0, 1, 0, 0, NULL };
     kind->wrong = wrong;
     kind->level = level;
@@ -719,16 +674,14 @@ static cf_maker chaos(ch_kind *kind, int wrong, int level)
     return m;
 }
 
-TEST(bundled_world)
-{
+TEST(bundled_world) {
     cf_maker m = { "the bundled world", NULL, bundled_make, bundled_join, bundled_leave,
                    bundled_end, 0, 1, 0, 0, NULL };
     CHECK_EQ(cf_suite(&m, stdout), 0);
 }
 
 /* Whoever posts after another rank's abort, which it has not seen yet, gets its op back. */
-TEST(bundled_post_after_abort)
-{
+TEST(bundled_post_after_abort) {
     for (int kind = RA_MSG_SEND; kind <= RA_MSG_RECV; kind++) {
         bundled *b = (bundled *)bundled_make(NULL, 2, 1);
         const ra_transport *t[2];
@@ -750,8 +703,7 @@ TEST(bundled_post_after_abort)
     }
 }
 
-TEST(chaos_level_1)
-{
+TEST(chaos_level_1) {
     ch_kind kind;
     cf_maker m = chaos(&kind, CH_RIGHT, 1);
     if (!h_run.large) m.most_ranks = 3;
@@ -760,8 +712,7 @@ TEST(chaos_level_1)
     CHECK_EQ(rep.unclaimed, 3);            /* those of sendrecv */
 }
 
-TEST(chaos_level_0)
-{
+TEST(chaos_level_0) {
     ch_kind kind;
     cf_maker m = chaos(&kind, CH_RIGHT, 0);
     cf_report rep = cf_judge(&m, NULL, 0, stdout);
@@ -770,8 +721,7 @@ TEST(chaos_level_0)
 }
 
 /* The report on a broken transport names the rule, and says its sentence. */
-static int says_the_rule(FILE *report, int rule)
-{
+static int says_the_rule(FILE *report, int rule) {
     char line[600], name[80];
     int found = 0;
     rewind(report);
@@ -782,20 +732,17 @@ static int says_the_rule(FILE *report, int rule)
     return found;
 }
 
-static int rule_of(int wrong)
-{
+static int rule_of(int wrong) {
     return wrong < CF_RULE_COUNT ? wrong : ch_defect_rule[wrong - CH_RIGHT - 1];
 }
 
-static int ranks_for(int wrong)
-{
+static int ranks_for(int wrong) {
     if (wrong == CH_ANY_PEER) return 5;
     return wrong == CH_PEERS || h_run.large ? 3 : 2;
 }
 
 /* The first rule that a broken transport is found to break; -1: none, or it is not told. */
-static int found_in(int wrong)
-{
+static int found_in(int wrong) {
     int level = wrong == CF_BOTH_WAYS || wrong == CF_ONE_SIDE || wrong == CF_SENDRECV_DEADLINE ? 0
                                                                                                : 1;
     FILE *report = h_run.verbose ? stdout : tmpfile();
@@ -814,8 +761,7 @@ static int found_in(int wrong)
     return first;
 }
 
-static void check_found(int wrong, int found)
-{
+static void check_found(int wrong, int found) {
     int rule = rule_of(wrong);
     snprintf(h_run.context, sizeof h_run.context, "a transport that %s should break %s, found: %s",
              wrong < CF_RULE_COUNT ? "is named after the rule"
@@ -831,8 +777,7 @@ static void check_found(int wrong, int found)
 /* Of every broken transport in [first, end) the suite names the rule that it breaks, and first.
  * They mostly wait: some are judged at a time, each in a process whose exit status is what was
  * found. */
-static void judge_broken(int first, int last)
-{
+static void judge_broken(int first, int last) {
     enum { AT_ONCE = 6 };
     int at_once = h_run.verbose ? 1 : AT_ONCE;
     for (int base = first; base < last; base += at_once) {
@@ -854,20 +799,17 @@ static void judge_broken(int first, int last)
     }
 }
 
-TEST(every_broken_rule_is_found)
-{
+TEST(every_broken_rule_is_found) {
     if (!h_run.large) h_skip("transports that break one rule each: --long, in make check-full");
     else judge_broken(0, CF_RULE_COUNT);
 }
 
-TEST(other_defects_are_found)
-{
+TEST(other_defects_are_found) {
     if (!h_run.large) h_skip("transports with one defect each: --long, in make check-full");
     else judge_broken(CH_RIGHT + 1, CH_COUNT);
 }
 
-int main(int argc, char **argv)
-{
+int main(int argc, char **argv) {
     static const h_test tests[] = {
         ENTRY(bundled_world), ENTRY(bundled_post_after_abort), ENTRY(chaos_level_1),
         ENTRY(chaos_level_0), ENTRY(every_broken_rule_is_found), ENTRY(other_defects_are_found),
