@@ -19020,18 +19020,16 @@ static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
     return x.status ? x.status : ra__check_allocator(&rd->allocator, "ring.allocator", e);
 }
 
-/* Lays out the ring for a pass of a plan; RA_E_WORKSPACE if it does not fit. */
-static ra_status ra__ring_use(ra_ring *r, const ra_plan *p, int32_t pass, ra_error *e) {
-    ra__arena a = { NULL, 0 };
-    int64_t need = ra__ring_bytes(p, &p->sizes, r->shared, r->tp.align).bytes;
-    if (need > r->bytes)
-        return ra__refuse(e, RA_E_WORKSPACE, "ring.workspace_bytes", "this plan needs # bytes",
-                          need);
-    a.base = r->base;
+/* Lays out the workspace, which is large enough, for a pass of a plan. */
+static void ra__ring_use(ra_ring *r, const ra_plan *p, int32_t pass) {
+    ra__arena a = { r->base, 0 };
     if (pass == RA_PASS_BACKWARD) (void)ra__ring_carve_back(&a, p, &p->sizes, r);
     else (void)ra__ring_carve(&a, p, &p->sizes, r);
     ra__store_i64(&r->counters.peak_bytes, a.used);
-    return RA_OK;
+}
+
+static ra_status ra__ring_too_small(ra_error *e, int64_t need) {
+    return ra__refuse(e, RA_E_WORKSPACE, "ring.workspace_bytes", "this plan needs # bytes", need);
 }
 
 /* Sets up a ring in its workspace, which may be refused as too small or not be available. */
@@ -19046,9 +19044,7 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     if (transport && p->d.ranks > 1) tp = ra__tp_resolved(transport);
     need = ra__ring_bytes(p, &p->sizes, shared, tp.align).bytes;
     if (!bytes && !base) bytes = need;
-    if (bytes < need)
-        return ra__refuse(e, RA_E_WORKSPACE, "ring.workspace_bytes", "this plan needs # bytes",
-                          need);
+    if (bytes < need) return ra__ring_too_small(e, need);
     if (!base) base = (uint8_t *)ra__alloc(&rd->allocator, bytes, 64);
     if (!base)
         return ra__refuse(e, RA_E_NOMEM, "ring.allocator",
@@ -19277,10 +19273,12 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     memset(&w, 0, sizeof w);
     ra_status s = ra__begin_check(ring, job, &w, kv);
     if (s) return s;
-    ring->work = w;
-    s = ra__ring_use(ring, job->plan, job->pass, &ring->refusal);
-    if (s) return s;
+    const int64_t need =
+        ra__ring_bytes(job->plan, &job->plan->sizes, ring->shared, ring->tp.align).bytes;
+    if (need > ring->bytes) return ra__ring_too_small(&ring->refusal, need);
     if (!ra__tp_turn(&ring->tp)) return ra__crew_waits(&ring->refusal, ring->pass);
+    ring->work = w;
+    ra__ring_use(ring, job->plan, job->pass);
     if (ring->has_transport && !ring->tp.post) ra__plan_exchanges(job->plan);
     ra__begin_earlier(ring);
     ring->plan = job->plan;

@@ -568,6 +568,7 @@ TEST(world_passes_take_turns) {
     ra_ring *a[2], *b[2];
     ra_job job[2];
     ra_status s[2] = { RA_AGAIN, RA_AGAIN };
+    ra_ring_counters now;
     small_cache c[2];
     memset(&wd, 0, sizeof wd);
     wd.ranks = 2;
@@ -579,6 +580,8 @@ TEST(world_passes_take_turns) {
         CHECK_EQ(ra_ring_create(&b[r], g->plan[r], ra_world_transport(world, r), NULL), RA_OK);
         CHECK_EQ(ra_begin(b[r], &job[r]), RA_E_BUSY);
         CHECK(strstr(ra_ring_explain(b[r]), "another ring or cache of this rank"));
+        ra_ring_query(b[r], &now);
+        CHECK_EQ(now.peak_bytes, 0);               /* nothing is laid out for a refused pass */
         CHECK_EQ(ra_infer_begin(c[r].cache, &c[r].t, &c[r].cached, &c[r].fresh, 0), RA_E_BUSY);
     }
     step_all(a, 2, s);
