@@ -894,8 +894,7 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
 typedef struct ra_ring ra_ring;
 
 enum { RA_EV_TILE = 1, RA_EV_SEND, RA_EV_RECV, RA_EV_WAIT, RA_EV_PASS, RA_EV_FAIL,
-       RA_EV_BEGIN,                    /* a pass begins */
-       RA_EV_POST_SEND, RA_EV_POST_RECV, /* a message is ready for the transport */
+       RA_EV_BEGIN, RA_EV_POST_SEND, RA_EV_POST_RECV, /* a pass begins; a message may be posted */
        RA_EV_TOLD, RA_EV_HEARD,        /* a message without a chunk was sent, was received */
        RA_EV_FOLD,                     /* all tasks here have folded all chunks up to this one */
        RA_EV_ABORT };                  /* of the transport; see ra_ring_events */
@@ -1375,6 +1374,8 @@ struct ra_transport {
     /* Text for a code that a callback returned, or null. A failure quotes 160 bytes of it. */
     const char *(*error_text)(void *ctx, int code);
     /* v1 ends here; append only */
+    int32_t *turn;                     /* null, or a 0 shared by all transports on ctx: 1 during a
+                                        * pass; any other pass is then refused with RA_E_BUSY */
 };
 
 /* -------------------------------------------------------------------------- bundled world
@@ -1394,10 +1395,9 @@ typedef struct ra_world_desc {         /* {0} or a null pointer: all defaults */
  * error, RA_E_ABORTED only if there is no other. */
 RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const ra_world_desc *wd);
 
-/* The same in parts, for programs with threads of their own. */
+/* The same in parts, for programs with threads of their own. Transports live as long as world. */
 RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd);
-RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank); /* valid as long as
-                                        * world; a pass beside another: RA_E_BUSY; null: no rank */
+RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank); /* null: no rank */
 RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why); /* this rank makes no
                                         * more calls; an error aborts the others. Any thread. */
 RINGATTN_API void ra_world_destroy(ra_world *world); /* after all rings on it; null is fine */
@@ -16332,10 +16332,12 @@ static ra_status ra__tp_check_back(const ra_transport *t, const ra_plan *p, ra_e
     return x.status;
 }
 
-/* A copy with the defaults in place of zeros. t has passed ra__tp_check. What a later version
- * appends is not copied, because nothing here would call it. */
+/* A copy with the defaults in place of zeros. t has passed ra__tp_check. It may be of an earlier
+ * version and have fewer fields, or of a later one: nothing here uses what that has more. */
 static ra_transport ra__tp_resolved(const ra_transport *t) {
-    ra_transport r = *t;
+    ra_transport r;
+    memset(&r, 0, sizeof r);
+    memcpy(&r, t, t->size < sizeof r ? t->size : sizeof r);
     r.size = (uint32_t)sizeof r;
     if (!r.channels) r.channels = 1;
     if (!r.tag_bits) r.tag_bits = 15;
@@ -16344,6 +16346,17 @@ static ra_transport ra__tp_resolved(const ra_transport *t) {
     if (!r.align) r.align = 64;
     if (!r.name) r.name = "unnamed";
     return r;
+}
+
+/* A ring or a cache begins a pass. 0: another one is in a pass on the same ctx. Messages of the two
+ * would match each other, and if their plans are equal no frame would show it. */
+static int ra__tp_turn(const ra_transport *t) {
+    return !t->turn || ra__cas_i32(t->turn, 0, 1);
+}
+
+/* That pass has made its last call of a callback: another one may begin, on any thread. */
+static void ra__tp_turn_ends(const ra_transport *t) {
+    if (t->turn) ra__store_i32(t->turn, 0);
 }
 
 #undef RA__TP_SIZE_V1
@@ -16402,8 +16415,7 @@ RINGATTN_API void ra_world_destroy(ra_world *world) {
     (void)world;
 }
 
-static int ra__tp_turn(const ra_transport *t) { return t != NULL; }
-static void ra__tp_rest(const ra_transport *t) { (void)t; }
+static void ra__tp_rest(const ra_transport *t) { ra__tp_turn_ends(t); }
 
 #else
 
@@ -16428,7 +16440,7 @@ typedef struct ra__shm_seat {
     RA__SHM_LINE int32_t why;          /* failure of this rank, 0: none; rarely written */
     int32_t gone;                      /* 1: has quiesced or left */
     int32_t busy;                      /* 1: has posted something and not rested since */
-    int32_t turn;                      /* 1: a ring or a cache of this rank is in a pass */
+    int32_t turn;                      /* see ra_transport.turn */
     int32_t rank;
     struct ra_world *world;
     RA__SHM_LINE pthread_mutex_t inbox_lock; /* guards bucket[] and the scratch of ops in it */
@@ -16853,6 +16865,7 @@ static int ra__shm_open_seat(ra_world *world, int32_t rank) {
     t->abort = ra__shm_abort;
     t->quiesce = ra__shm_quiesce;
     t->error_text = ra__shm_error_text;
+    t->turn = &seat->turn;
     if (pthread_mutex_init(&seat->inbox_lock, NULL)) return 0;
     if (!pthread_mutex_init(&seat->sleep_lock, NULL)) {
         if (!ra__cond_init(&seat->wake)) return 1;
@@ -16997,23 +17010,12 @@ RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const 
     return run.aborted ? RA_E_ABORTED : RA_OK;
 }
 
-/* A ring or a cache of this rank begins a pass. 0: another one is in a pass on this seat of the
- * world. Messages of the two would match each other, and where the plans are equal no frame would
- * show it. On a seat that has failed every pass may begin, and fails with its reason. */
-static int ra__tp_turn(const ra_transport *t) {
-    ra__shm_seat *seat = (ra__shm_seat *)t->ctx;
-    if (t->post != ra__shm_post) return 1;
-    return ra__cas_i32(&seat->turn, 0, 1) || ra__shm_failure(seat);
-}
-
-/* Nothing of a pass of this rank is left to move, and nothing that it read: if its network is the
- * world, it rests until the next one. (Through callbacks of another transport it cannot say so.)
- * The last act of a pass on the seat: another may begin on any thread. */
+/* A pass of this rank has ended well: it has nothing left to move, and reads nothing of others. If
+ * its network is the world, its seat rests until the next pass. (Callbacks of another transport
+ * cannot say so.) */
 static void ra__tp_rest(const ra_transport *t) {
-    ra__shm_seat *seat = (ra__shm_seat *)t->ctx;
-    if (t->post != ra__shm_post) return;
-    ra__shm_rest(seat);
-    ra__store_i32(&seat->turn, 0);
+    if (t->post == ra__shm_post) ra__shm_rest((ra__shm_seat *)t->ctx);
+    ra__tp_turn_ends(t);
 }
 
 #undef RA__SHM_SLICE_NS
@@ -19484,6 +19486,7 @@ RINGATTN_API ra_status ra_finish(ra_ring *ring, int64_t deadline_ns) {
     if (ring->tp.quiesce ? ring->tp.quiesce(ring->tp.ctx, ra__ring_until(left)) != RA_OK
                          : ra__ring_list(ring) > 0 && ring->tp.post != NULL)
         ring->unsafe = 1;
+    if (ra__load_i32(&ring->crew.state) != RA_RING_IDLE) ra__tp_turn_ends(&ring->tp);
     return ring->unsafe && ring->shared ? RA_E_UNSAFE : s;
 }
 
@@ -20490,8 +20493,8 @@ static ra_status ra__resume_alloc(ra_ring *r, const ra_resume_desc *rd, struct r
 }
 
 /* The ring belongs to the new transport from here on. */
-static void ra__resume_bind(ra_ring *r, struct ra__resume *x, const ra_resume_desc *rd) {
-    ra_transport tp;
+static void ra__resume_bind(ra_ring *r, struct ra__resume *x, const ra_resume_desc *rd,
+                            const ra_transport *tp) {
     x->rd = *rd;
     x->n = rd->ranks;
     memcpy(x->rank, rd->survivors, (size_t)x->n * sizeof *x->rank);
@@ -20499,10 +20502,8 @@ static void ra__resume_bind(ra_ring *r, struct ra__resume *x, const ra_resume_de
     for (int32_t i = 0; i < x->n; i++) x->peer[i].asked = -1;
     if (r->mr && r->tp.dereg) (void)r->tp.dereg(r->tp.ctx, r->mr);
     r->mr = NULL;
-    memset(&tp, 0, sizeof tp);
     r->has_transport = x->n > 1;
-    if (r->has_transport) tp = ra__tp_resolved(rd->transport);
-    ra__ring_bind(r, &tp);
+    ra__ring_bind(r, tp);
     r->resume = x;
     r->resumed_comm = ra__resume_comm;
     r->survivor = x->rank;
@@ -20521,6 +20522,7 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
                                        int64_t deadline_ns) {
     ra_error *e = ring ? &ring->refusal : NULL;
     struct ra__resume *x = NULL;
+    ra_transport tp;
     int32_t me = 0;
     if (!ring) return RA_E_NULL;
     if (!rd) return ra__refuse(e, RA_E_NULL, "resume", "is required", 0);
@@ -20537,10 +20539,14 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
         return ra__refuse(e, RA_E_UNSAFE, "ring",
                           "had a transport that may still write into buffers of pass #: it has no "
                           "quiesce, or that failed", ring->pass);
+    memset(&tp, 0, sizeof tp);
+    if (rd->ranks > 1) tp = ra__tp_resolved(rd->transport);
+    if (!ra__tp_turn(&tp)) return ra__crew_waits(e, ring->pass);
     s = ra__resume_alloc(ring, rd, &x);
+    if (s) ra__tp_turn_ends(&tp);
     if (s) return s;
     ra__resume_look(ring);
-    ra__resume_bind(ring, x, rd);
+    ra__resume_bind(ring, x, rd, &tp);
     ra__ring_agree(ring);
     x->peer[x->me].heard = ra__resume_hello(ring);
     ring->deadline = deadline_ns;
@@ -22823,11 +22829,13 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
 RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
     ra_allocator a;
     if (!c) return RA_OK;
+    const int in_pass = ra__load_i32(&c->crew.state) != RA_RING_IDLE;
     if (ra__load_i32(&c->crew.state) == RA_RING_RUNNING || ra__load_i32(&c->cancelled)) {
         ra__store_i32(&c->crew.state, RA_RING_RUNNING);
         (void)ra__cache_fail(c, RA_E_CANCELLED, "cache", "was destroyed in call #", c->call);
     }
     if (c->has_transport) ra__cache_quiet(c);
+    if (in_pass) ra__tp_turn_ends(&c->tp);
     if (c->unsafe) return RA_E_UNSAFE;
     if (c->mr && c->tp.dereg) (void)c->tp.dereg(c->tp.ctx, c->mr);
     a = c->cd.allocator;

@@ -26,6 +26,7 @@ typedef struct mail_end {              /* of one rank */
     struct mail_net *net;
     struct mail *posted;               /* of its ops that have not been seen to end */
     int rank, inside, owned, gone;
+    int32_t turn;                      /* of the transport */
     pthread_t owner;                   /* the first thread that called */
 } mail_end;
 
@@ -340,6 +341,7 @@ static inline ra_transport mail_transport(mail_net *w, int rank) {
     t.ranks = w->d.ranks;
     t.name = "mail";
     t.ctx = &w->ends[rank];
+    t.turn = &w->ends[rank].turn;
     if (w->d.level == 0) {
         t.sendrecv = mail_sendrecv;
     } else {

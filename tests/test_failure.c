@@ -610,6 +610,49 @@ TEST(world_passes_take_turns) {
     rig_free(g);
 }
 
+/* Any network whose transports have a turn does as the world does, by all transports on one ctx. A
+ * pass that has failed has the turn until it is finished. How little a transport of an earlier
+ * version has is not looked at. */
+TEST(networks_take_turns_like_the_world)
+{
+    rig *g = rig_new(2, 256, 1);
+    mail_net *all = network_open(g, 0, NULL);
+    ra_ring *ring[2], *late, *old;
+    ra_transport net[2], twin;
+    ra_status s[2];
+    ra_job job[2];
+    for (int r = 0; r < 2; r++) {
+        job[r] = rig_job(g, r);
+        net[r] = mail_transport(all, r);
+        CHECK_EQ(ra_ring_create(&ring[r], g->plan[r], &net[r], NULL), RA_OK);
+        CHECK_EQ(ra_begin(ring[r], &job[r]), RA_OK);
+    }
+    twin = net[0];
+    CHECK_EQ(ra_ring_create(&late, g->plan[0], &twin, NULL), RA_OK);
+    twin.size = (uint32_t)offsetof(ra_transport, turn);
+    CHECK_EQ(ra_ring_create(&old, g->plan[0], &twin, NULL), RA_OK);
+    CHECK_EQ(ra_begin(late, &job[0]), RA_E_BUSY);
+    step_all(ring, 2, s);
+    rig_check(g);
+    CHECK_EQ(all->ends[0].turn, 0);
+    for (int r = 0; r < 2; r++) CHECK_EQ(ra_begin(ring[r], &job[r]), RA_OK);
+    ra_ring_cancel(ring[0]);
+    CHECK_EQ(ra_step(ring[0], 0), RA_E_CANCELLED);
+    CHECK_EQ(ra_begin(late, &job[0]), RA_E_BUSY);
+    CHECK_EQ(ra_finish(ring[0], RA_NO_DEADLINE), RA_E_CANCELLED);
+    CHECK_EQ(ra_begin(late, &job[0]), RA_OK);
+    CHECK_EQ(ra_finish(ring[0], RA_NO_DEADLINE), RA_E_CANCELLED);
+    CHECK_EQ(all->ends[0].turn, 1);                /* of `late` */
+    CHECK_EQ(ra_begin(old, &job[0]), RA_OK);
+    CHECK_EQ(ra_ring_destroy(old), RA_OK);
+    CHECK_EQ(all->ends[0].turn, 1);
+    CHECK_EQ(ra_ring_destroy(late), RA_OK);
+    CHECK_EQ(all->ends[0].turn, 0);
+    for (int r = 0; r < 2; r++) CHECK_EQ(ra_ring_destroy(ring[r]), RA_OK);
+    mail_close(all);
+    rig_free(g);
+}
+
 /* -------------------------------------------------------------------------- patience */
 
 /* A plan of rank 0, and the most tiles that are not empty which any rank's report has. */
@@ -1757,7 +1800,7 @@ int main(int argc, char **argv) {
         ENTRY(failed_exchange_names_what_was_due), ENTRY(deadlines_on_another_clock),
         ENTRY(quiesce_of_the_world_on_another_clock), ENTRY(world_waits_for_no_rank_that_rests),
         ENTRY(world_rests_after_any_pass),
-        ENTRY(world_passes_take_turns),
+        ENTRY(world_passes_take_turns), ENTRY(networks_take_turns_like_the_world),
         ENTRY(default_watchdog), ENTRY(default_watchdog_of_many_ranks),
         ENTRY(default_watchdog_of_a_million_tokens),
         ENTRY(refused_tickets_stay_refused), ENTRY(first_failure_stays),
