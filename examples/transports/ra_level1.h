@@ -72,6 +72,7 @@ typedef struct ra_level1__queue {
 
 typedef struct ra_level1 {
     ra_transport tp, below;
+    int32_t turn;                      /* of tp */
     pthread_t helper;                  /* makes all calls of below */
     int rank, ranks, sides;            /* sides: 1 with two ranks, where next is previous */
     int peer[2];                       /* next, previous; RA_NO_PEER: has left */
@@ -401,6 +402,7 @@ RA_LEVEL1_API ra_status ra_level1_open(ra_level1 **out, const ra_transport *belo
     t->align = below->align;
     t->name = below->name;
     t->ctx = u;
+    t->turn = &u->turn;
     t->post = ra_level1__post;
     t->poll = ra_level1__poll;
     t->wait = ra_level1__wait;

@@ -71,6 +71,7 @@ typedef struct ra_mpi__counts { int n[RA_MPI__COUNTS]; } ra_mpi__counts; /* mess
 
 struct ra_mpi {
     ra_transport tp;
+    int32_t turn;                      /* of tp */
     MPI_Comm data, control;            /* duplicates: messages; goodbyes and counts */
     int rank, ranks, level;            /* level: MPI_THREAD_* */
     int64_t patience_ns;
@@ -471,6 +472,7 @@ static void ra_mpi__fill(ra_mpi *m) {
     t->align = 64;
     t->name = "MPI";
     t->ctx = m;
+    t->turn = &m->turn;
     t->post = ra_mpi__post;
     t->poll = ra_mpi__poll;
     t->wait = ra_mpi__wait;

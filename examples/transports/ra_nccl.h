@@ -112,6 +112,7 @@ typedef struct ra_nccl__record {
 
 struct ra_nccl {
     ra_transport tp;
+    int32_t turn;                      /* of tp */
     ra_nccl_desc d;
     int32_t rank, ranks, pending;
     int32_t why;                       /* abort was called: RA_E_*; any thread */
@@ -541,6 +542,7 @@ static void ra_nccl__fill(ra_nccl *n) {
     t->align = 64;
     t->name = "NCCL";
     t->ctx = n;
+    t->turn = &n->turn;
     t->post = ra_nccl__post;
     t->poll = ra_nccl__poll;
     t->wait = ra_nccl__wait;

@@ -213,6 +213,7 @@ typedef struct ra_ofi__peer {
 
 struct ra_ofi {
     ra_transport tp;
+    int32_t turn;                      /* of tp */
     ra_ofi_desc d;
     struct fi_info *info;
     struct fid_fabric *fabric;
@@ -1284,6 +1285,7 @@ static void ra_ofi__fill(ra_ofi *o) {
     t->align = 64;
     t->name = o->info->fabric_attr->prov_name;
     t->ctx = o;
+    t->turn = &o->turn;
     t->post = ra_ofi__post;
     t->poll = ra_ofi__poll;
     t->wait = ra_ofi__wait;

@@ -146,6 +146,7 @@ typedef struct ra_shm__fifo { ra_transport_op *first, *last; } ra_shm__fifo;   /
 
 struct ra_shm {
     ra_transport tp;
+    int32_t turn;                      /* of tp */
     int32_t rank, ranks, slots, gone;  /* gone: some process is dead that has not left */
     uint32_t aborted;                  /* abort was called here; any thread */
     int32_t pending;                   /* ops in all FIFOs */
@@ -812,6 +813,7 @@ static void ra_shm__fill(ra_shm *s) {
     t->align = 64;
     t->name = "shared memory";
     t->ctx = s;
+    t->turn = &s->turn;
     t->post = ra_shm__post;
     t->poll = ra_shm__poll;
     t->wait = ra_shm__wait;

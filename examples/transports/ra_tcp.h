@@ -174,6 +174,7 @@ typedef struct ra_tcp {
     int listener;
     char note[216], text[216];         /* the last refusal of a handshake; for error_text */
     ra_transport transport;
+    int32_t turn;                      /* of the transport */
 } ra_tcp;
 
 /* -------------------------------------------------------------------------- sentences */
@@ -1141,6 +1142,7 @@ static RA_TCP_UNUSED void ra_tcp_fill(ra_tcp *t) {
     tp->max_msg = t->d.max_msg;
     tp->name = t->sealed ? "tcp, sealed" : "tcp";
     tp->ctx = t;
+    tp->turn = &t->turn;
     tp->post = ra_tcp_post;
     tp->poll = ra_tcp_poll;
     tp->wait = ra_tcp_wait;
