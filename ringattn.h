@@ -18941,13 +18941,14 @@ static ra_status ra__crew_agree(const ra__crew *w, ra_status s) {
     return s >= 0 ? s : failed ? failed : RA_AGAIN;
 }
 
-/* Once no thread is inside a failed call, announces that this rank reads nothing of others any
- * more, so that they need not wait for its ra_finish or the end of its cache. Does not wait for
+/* Once no thread is inside a failed call, announces that this rank reads no memory of others any
+ * more, so that they need not wait for its ra_finish or the end of its cache. It does not wait for
  * them. The last thread to leave calls it, and so does a thread that held `comm` without being
- * inside. */
+ * inside. It looks for the failure before it looks for threads: one that enters later sees the
+ * failure too and reads nothing. tests/crew.pml is a model of it. */
 static void ra__crew_part(ra__crew *w) {
     const ra_transport *shared = w->shared;
-    if (ra__add_i32(&w->inside, 0) || !ra__load_i32(&w->failed) || !shared) return;
+    if (!shared || !ra__load_i32(&w->failed) || ra__add_i32(&w->inside, 0)) return;
     if (!ra__cas_i32(&w->comm, 0, 1)) return;
     if (!w->parted) (void)shared->quiesce(shared->ctx, 1);
     w->parted = 1;

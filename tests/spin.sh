@@ -1,6 +1,7 @@
 #!/bin/sh
 # Runs the model of the bundled world's protocol (tests/shm.pml) for 2 to 4 ranks, without and with
-# one that dies, and with mistakes that it must find. Ends with "N passed, N failed".
+# one that dies, and that of how the threads of a failed pass stop (tests/crew.pml), also with
+# mistakes that they must find. Ends with "N passed, N failed".
 #
 #   spin.sh WORK [quick]               quick: 2 ranks, one message each
 
@@ -14,14 +15,15 @@ fi
 rm -rf "$work"
 mkdir -p "$work"
 
-# model NAME WANT FLAGS...: WANT is right, or wrong for a mistake that must be found.
+# model NAME WANT FLAGS...: WANT is right, or wrong for a mistake that must be found. Of $pml.
+pml=shm
 model() {
     name=$1 want=$2
     shift 2
     mkdir -p "$work/$name"
-    cp tests/shm.pml "$work/$name"
+    cp tests/$pml.pml "$work/$name"
     (
-        cd "$work/$name" && timeout 60 spin "$@" -a shm.pml &&
+        cd "$work/$name" && timeout 60 spin "$@" -a $pml.pml &&
             ${CC:-gcc} -O2 -w -DSAFETY -DHC4 -DMEMLIM=4000 -o pan pan.c &&
             timeout 1200 ./pan -m200000
     ) > "$work/$name.log" 2>&1
@@ -39,6 +41,10 @@ model() {
     fi
 }
 
+pml=crew
+model threads-stop right
+model threads-stop-order wrong -DBREAK_ORDER
+pml=shm
 model two-ranks right -DP=2 -DM=1
 model two-ranks-death right -DP=2 -DM=1 -DDEATHS
 model two-passes-rests right -DP=2 -DM=1 -DPASSES=2 -DRESTS
