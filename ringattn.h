@@ -16226,6 +16226,7 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
     out->wait_s = here->idle;
     out->done_s = here->folded;
     out->hidden_s = here->busy > here->idle ? here->busy - here->idle : 0;
+    if (out->hidden_s > here->compute) out->hidden_s = here->compute;  /* others come later */
     ra__free(&plan->allocator, arena.base, (size_t)bytes);
     return RA_OK;
 }

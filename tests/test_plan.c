@@ -717,6 +717,26 @@ TEST(prediction_by_hand) {
     ra_plan_destroy(plan);
 }
 
+/* Chunks that come to a rank after its last tile, to be sent on, are hidden by nothing. */
+TEST(predicted_hiding_is_computing)
+{
+    problem p;
+    setup s;
+    ra_plan *plan = NULL;
+    ra_desc d;
+    shape_for_hops(&p, &s, 16384, 64, RA_LAYOUT_ZIGZAG);
+    d = rank_desc(&p, &s, 0);
+    d.mask.window = 300;
+    d.chunk_tokens = 128;
+    if (!CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK)) return;
+    for (int rank = 0; rank < 64; rank++) {
+        ra_prediction r = predicted(plan, rank, 1e13, 1e8, 0);
+        CHECK(r.compute_s > 0 && r.transfer_s > 10 * r.compute_s);
+        CHECK(r.hidden_s <= r.compute_s);
+    }
+    ra_plan_destroy(plan);
+}
+
 /* The part that is hidden of the shorter of computing and transfer, all ranks together, where the
  * busiest link takes as long as the busiest rank; and the same with any number of buffers. */
 typedef struct overlap { double hidden, bound, pass, compute; } overlap;
@@ -1203,6 +1223,7 @@ static const h_test tests[] = {
     ENTRY(packed_documents), ENTRY(walks_are_linear), ENTRY(runs_that_meet),
     ENTRY(positions_held_twice), ENTRY(positions_held_twice_among_many),
     ENTRY(counters_of_random_runs), ENTRY(positions_of_layouts), ENTRY(prediction_by_hand),
+    ENTRY(predicted_hiding_is_computing),
     ENTRY(prediction_of_imbalance), ENTRY(default_chunks_hide_transfers),
     ENTRY(rates_serve_short_shards), ENTRY(rounds_hide_transfers), ENTRY(rates_choose_chunks),
     ENTRY(workspace_to_the_byte),
