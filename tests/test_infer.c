@@ -104,7 +104,11 @@ static void put_values(file *f, const shape *s) {
     if (s->window) put_u32(f, s->arch, "attention.sliding_window", (uint32_t)s->window);
     put_key(f, s->arch, "attention.layer_norm_rms_epsilon", GGUF_F32);
     put(f, &epsilon, 4);
-    if (s->extra_text) put_string(f, s->extra_text_key, s->extra_text);
+    if (s->extra_text && s->extra_text[1] == '.') {    /* a number */
+        const float x = strtof(s->extra_text, NULL);
+        put_key(f, "", s->extra_text_key, GGUF_F32);
+        put(f, &x, 4);
+    } else if (s->extra_text) put_string(f, s->extra_text_key, s->extra_text);
     put_string(f, "tokenizer.ggml.model", "llama");
     put_u32(f, "tokenizer.ggml", "eos_token_id", 1);
     put_array(f, "tokenizer.ggml.tokens", GGUF_STRING);
@@ -500,6 +504,68 @@ TEST(ranks_apart) {
     free_file(&f);
 }
 
+/* A transport whose sends fail and whose receives end only in quiesce. */
+typedef struct broken { ra_transport_op *receive; int32_t aborts; int quiesce; } broken;
+
+static int broken_post(void *ctx, ra_transport_op *const *ops, int n) {
+    broken *b = (broken *)ctx;
+    for (int i = 0; i < n; i++) {
+        ops[i]->state = ops[i]->kind == RA_MSG_SEND ? (int)RA_E_PEER : (int)RA_MSG_PENDING;
+        if (ops[i]->kind == RA_MSG_RECV) b->receive = ops[i];
+    }
+    return RA_OK;
+}
+
+static int broken_poll(void *ctx, ra_transport_op *const *ops, int n) {
+    (void)ctx, (void)ops, (void)n;
+    return RA_OK;
+}
+
+static int broken_abort(void *ctx, int why) {
+    ((broken *)ctx)->aborts += why == RA_E_PEER;
+    return RA_OK;
+}
+
+static int broken_quiesce(void *ctx, int64_t deadline_ns) {
+    broken *b = (broken *)ctx;
+    (void)deadline_ns;
+    b->receive->state = RA_E_ABORTED;
+    return b->quiesce;
+}
+
+/* Where tokens cannot be shared, the other ranks are stopped and the receive is over before its
+ * memory is freed; if it is not over, the memory is kept. */
+TEST(tokens_cannot_be_shared) {
+    static const int ends[] = { RA_OK, RA_E_UNSAFE };
+    for (int i = 0; i < 2; i++) {
+        broken b = { NULL, 0, ends[i] };
+        ra_transport_op hop[2];
+        int32_t next[2] = { 1, -1 }, heard[2];
+        ra_transport net = { 0 };
+        infer_result result = { 0 };
+        infer_engine e = { 0 };
+        infer_rank r = { 0 };
+        net.ctx = &b;
+        net.post = broken_post;
+        net.poll = broken_poll;
+        net.abort = broken_abort;
+        net.quiesce = broken_quiesce;
+        e.o.ranks = 2;
+        e.result = &result;
+        pthread_mutex_init(&e.lock, NULL);
+        r.e = &e;
+        r.net = &net;
+        r.hop = hop;
+        r.next = next;
+        r.heard = heard;
+        CHECK_EQ(infer_share(&r, 0, 2), RA_E_PEER);
+        CHECK_EQ(b.aborts, 1);
+        CHECK_EQ(hop[0].state, RA_E_ABORTED);
+        CHECK_EQ(r.unsafe, ends[i] != RA_OK);
+        pthread_mutex_destroy(&e.lock);
+    }
+}
+
 #if defined(__linux__) && defined(__LP64__)
 /* The same over a transport that carries no message longer than the engine says, with keys that do
  * not fit: their queries travel. */
@@ -821,6 +887,8 @@ TEST(sentences) {
           "llama.rope.scaling.type is 'yarn'" },
         { { "llama", RA_F32, 0, 0, 0, 0, "llama.attention.key_length", "8", NULL, NULL, 0, 0, 0 },
           "llama.attention.key_length is no single number" },
+        { { "llama", RA_F32, 0, 0, 0, 0, "llama.rope.dimension_count", "4.5", NULL, NULL, 0, 0, 0 },
+          "llama.rope.dimension_count is 4.5, not a whole number" },
         { { "llama", RA_F32, 0, 0, 0, 0, "general.alignment", "8", NULL, NULL, 0, 0, 0 },
           "general.alignment is 0" },
         { { "llama", RA_F32, 0, 0, 0, 0, NULL, NULL, "blk.0.ffn_gate_inp.weight", NULL, 0, 0, 0 },
@@ -870,8 +938,9 @@ TEST(tokens_of_a_text) {
 
 int main(int argc, char **argv) {
     static const h_test tests[] = {
-        ENTRY(ranks_and_chunks), ENTRY(ranks_apart), ENTRY(guesses), ENTRY(sampling),
-        ENTRY(options), ENTRY(threads_of_a_rank), ENTRY(a_million_tokens),
+        ENTRY(ranks_and_chunks), ENTRY(ranks_apart), ENTRY(guesses),
+        ENTRY(tokens_cannot_be_shared), ENTRY(sampling), ENTRY(options), ENTRY(threads_of_a_rank),
+        ENTRY(a_million_tokens),
 #if defined(__linux__) && defined(__LP64__)
         ENTRY(ranks_in_shared_memory),
 #endif

@@ -602,7 +602,7 @@ static void open_with(const world *w, int rank) {
     sd.rank = rank;
     sd.ranks = w->ranks;
     sd.slot_bytes = 4096;
-    sd.deadline_ns = ra_deadline_ms(w->deadline_ms);
+    sd.deadline_ns = w->slots == 8 ? INT64_MAX : ra_deadline_ms(w->deadline_ms);
     sd.error = &why;
     if (rank == 1 && w->slots == 1) sd.slot_bytes = 8192;
     if (rank == 1 && w->slots == 2) sd.ranks = 4;
@@ -622,6 +622,7 @@ typedef struct meeting { int what, sign, status0, status1; const char *text0, *t
 TEST(ranks_that_do_not_fit_are_told) {
     static const meeting m[] = {
         { 0, 0, RA_OK, RA_OK, "", "" },
+        { 8, 0, RA_OK, RA_OK, "", "" },                 /* no deadline */
         { 1, 0, RA_E_TIMEOUT, RA_E_SHAPE, "refused was: slot_bytes is 8192 here, but 4096",
           "slot_bytes is 8192 here, but 4096 at rank 0" },
         { 2, 0, RA_E_TIMEOUT, RA_E_SHAPE, "has not come", "ranks is 4 here, but 3 at rank 0" },

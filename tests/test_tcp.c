@@ -454,6 +454,16 @@ TEST(nobody_there) {
     tn_end(w);
 }
 
+/* The longest patience there is. */
+TEST(patience_without_end) {
+    tn_world *w = tn_make("127.0.0.1", 2, 1);
+    ra_tcp_desc zero = tn_desc(w, 0, 0), one = tn_desc(w, 0, 1);
+    zero.connect_ns = one.connect_ns = INT64_MAX;
+    tn_refused(&zero, &one, RA_OK, RA_OK, "");
+    CHECK_EQ(ra_tcp_open(NULL, &zero), RA_E_NULL);
+    tn_end(w);
+}
+
 TEST(listens_on_its_own_address_alone) {
     tn_world *w = tn_make("127.0.0.1", 2, 1);
     char other[40];
@@ -677,8 +687,8 @@ int main(int argc, char **argv) {
         ENTRY(conformance_from_outside),
         ENTRY(killed_rank), ENTRY(stopped_rank), ENTRY(cut_rank), ENTRY(garbage_of_a_rank),
         ENTRY(ranks_that_disagree),
-        ENTRY(another_byte_order), ENTRY(nobody_there), ENTRY(listens_on_its_own_address_alone),
-        ENTRY(strangers), ENTRY(spoilt_on_the_way),
+        ENTRY(another_byte_order), ENTRY(nobody_there), ENTRY(patience_without_end),
+        ENTRY(listens_on_its_own_address_alone), ENTRY(strangers), ENTRY(spoilt_on_the_way),
 #ifdef RA_TCP_SODIUM
         ENTRY(wrong_key), ENTRY(replayed_handshake), ENTRY(nothing_in_the_clear),
 #else

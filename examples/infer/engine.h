@@ -82,6 +82,8 @@ typedef struct infer_rank {
     struct infer_choice *choice;       /* [vocabulary] for sampling */
     int32_t *tokens;                   /* [context + 1] */
     int32_t decoding;                  /* which of the caches the calls go through */
+    ra_transport_op *hop;              /* [2] of infer_hop: a receive, a send */
+    int32_t unsafe;                    /* 1: the transport may still use hop, next and heard */
 } infer_rank;
 
 typedef struct infer_choice { float logit; int32_t id; } infer_choice;
@@ -95,13 +97,13 @@ static inline ra_status infer_fail(infer_engine *e, ra_status s, const char *why
 }
 
 /* Sends n tokens to one rank and receives n from another. */
-static inline ra_status infer_hop(const ra_transport *net, int to, const int32_t *out, int from,
-                                  int32_t *in, size_t n) {
-    ra_transport_op op[2], *ops[2];
+static inline ra_status infer_hop(const ra_transport *net, ra_transport_op op[2], int to,
+                                  const int32_t *out, int from, int32_t *in, size_t n) {
+    ra_transport_op *ops[2];
     int s = RA_AGAIN;
     if (!net->post)
         return net->sendrecv(net->ctx, to, out, n * 4, from, in, n * 4, 0, INT64_MAX);
-    memset(op, 0, sizeof op);
+    memset(op, 0, 2 * sizeof *op);
     op[0].kind = RA_MSG_RECV;
     op[0].peer = from;
     op[0].buf = in;
@@ -126,6 +128,14 @@ static inline ra_status infer_hop(const ra_transport *net, int to, const int32_t
     return s;
 }
 
+/* A hop has failed: stops the other ranks, and waits until the transport has let go of its ops. */
+static inline ra_status infer_hop_failed(infer_rank *r, ra_status s) {
+    const ra_transport *net = r->net;
+    if (net->abort) (void)net->abort(net->ctx, s);
+    r->unsafe = net->post && (!net->quiesce || net->quiesce(net->ctx, ra_deadline_ms(1000)));
+    return infer_fail(r->e, s, ra_status_text(s));
+}
+
 /* Every rank hears the tokens from `want` to `count` that others chose: from the one before it what
  * that one chose, then from the one 2 before it what those two know, then 4, and so on. */
 static inline ra_status infer_share(infer_rank *r, int64_t want, int64_t count) {
@@ -133,11 +143,11 @@ static inline ra_status infer_share(infer_rank *r, int64_t want, int64_t count) 
     ra_status s = RA_OK;
     for (int32_t far = 1; far < ranks && want < count && s == RA_OK; far *= 2) {
         const int to = (r->rank + far) % ranks, from = (r->rank + ranks - far) % ranks;
-        s = infer_hop(r->net, to, r->next + want, from, r->heard, (size_t)(count - want));
+        s = infer_hop(r->net, r->hop, to, r->next + want, from, r->heard, (size_t)(count - want));
         for (int64_t i = want; i < count && s == RA_OK; i++)
             if (r->next[i] < 0) r->next[i] = r->heard[i - want];
     }
-    return s == RA_OK ? s : infer_fail(r->e, s, ra_status_text(s));
+    return s == RA_OK ? s : infer_hop_failed(r, s);
 }
 
 /* -------------------------------------------------------------------------- sampling */
@@ -464,8 +474,11 @@ static inline void infer_close_rank(infer_rank *r) {
         free(r->memory);
         free(r->floats);
     }
+    if (!r->unsafe) {
+        free(r->next);
+        free(r->hop);
+    }
     free(r->own);
-    free(r->next);
     free(r->choice);
     free(r->tokens);
 }
@@ -539,7 +552,8 @@ static inline ra_status infer_open_rank(infer_rank *r) {
     r->next = (int32_t *)calloc((size_t)e->o.chunk * 2, sizeof *r->next);
     r->choice = (infer_choice *)calloc((size_t)m->vocabulary, sizeof *r->choice);
     r->tokens = (int32_t *)calloc((size_t)e->o.context + 1, sizeof *r->tokens);
-    if (!r->memory || !r->floats || !r->own || !r->next || !r->choice || !r->tokens) {
+    r->hop = (ra_transport_op *)calloc(2, sizeof *r->hop);
+    if (!r->memory || !r->floats || !r->own || !r->next || !r->choice || !r->tokens || !r->hop) {
         char text[INFER_WHY];
         snprintf(text, sizeof text, "no memory for %.1f MiB of cache and %.1f MiB beside it on a "
                  "rank", (double)m->layers * 2 * (double)r->k_bytes / 1048576,

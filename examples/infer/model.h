@@ -175,7 +175,7 @@ static inline int model_read_tensors(model_reader *r) {
 static inline int model_read_rope(model_reader *r) {
     model *m = r->m;
     const gguf_value *kind = model_value(r, "rope.scaling.type");
-    double dims;
+    int64_t dims;
     char name[64] = "";
     gguf_text text = { NULL, 0 };
     m->rope_scale = 1;
@@ -184,13 +184,13 @@ static inline int model_read_rope(model_reader *r) {
         text = gguf_next_string(&p);
         gguf_show(text, name, sizeof name);
     }
-    if (!model_number(r, "rope.dimension_count", 2, m->dim, m->dim, &dims) ||
+    if (!model_integer(r, "rope.dimension_count", m->dim, m->dim, &dims) ||
         !model_number(r, "rope.freq_base", 1, 1e12, 10000, &m->rope_base))
         return 0;
     m->rope_dims = (int32_t)dims;
-    if (m->rope_dims % 2) {
-        snprintf(r->why, INFER_WHY, "%s.rope.dimension_count is %ld, which is odd", m->name,
-                 (long)m->rope_dims);
+    if (m->rope_dims < 2 || m->rope_dims % 2) {
+        snprintf(r->why, INFER_WHY, "%s.rope.dimension_count is %ld, which is not even and above 0",
+                 m->name, (long)m->rope_dims);
         return 0;
     }
     if (gguf_is(text, "linear"))

@@ -434,9 +434,9 @@ static int ra_mpi__abort(void *ctx, int why) {
 
 static int ra_mpi__quiesce(void *ctx, int64_t deadline_ns) {
     ra_mpi *m = (ra_mpi *)ctx;
-    int64_t until = ra_now_ns() + m->patience_ns;
+    int64_t now = ra_now_ns(), until = deadline_ns ? deadline_ns : INT64_MAX;
     int why = __atomic_load_n(&m->why, __ATOMIC_ACQUIRE);
-    if (deadline_ns && deadline_ns < until) until = deadline_ns;
+    if (until > now && until - now > m->patience_ns) until = now + m->patience_ns;
     ra_mpi__say_goodbye(m, why ? why : RA_E_ABORTED);
     if (ra_mpi__part(m, until)) return RA_OK;
     return m->pending ? RA_E_UNSAFE : RA_OK;

@@ -619,7 +619,10 @@ static void ra_shm__admit(ra_shm *s, int listener, int file, int *seat, char *la
             seat[hello.rank] = c;
             return;
         }
-        snprintf(answer.text, sizeof answer.text, "pidfd_open failed: %s", strerror(errno));
+        snprintf(answer.text, sizeof answer.text, "%s failed: %s",
+                 s->pidfd[hello.rank].fd < 0 ? "pidfd_open" : "sendmsg", strerror(errno));
+        if (s->pidfd[hello.rank].fd >= 0) close(s->pidfd[hello.rank].fd);
+        s->pidfd[hello.rank].fd = -1;
     }
     answer.status = RA_E_SHAPE;
     snprintf(last, RA_TEXT_BYTES, "%s", answer.text);
@@ -750,7 +753,7 @@ static ra_status ra_shm__join(ra_shm *s, const ra_shm_desc *d) {
     int fds[RA_SHM_MAX_RANKS], c = -1, got;
     ra_shm__answer answer;
     ra_shm__hello h;
-    int64_t late;
+    int64_t late;                      /* so that rank 0 can say who is missing */
     ra_status status = ra_shm__connect(d, &c);
     if (status) return status;
     memset(&h, 0, sizeof h);
@@ -762,7 +765,7 @@ static ra_status ra_shm__join(ra_shm *s, const ra_shm_desc *d) {
     h.ranks = s->ranks;
     h.slots = s->slots;
     h.slot_bytes = s->slot_bytes;
-    late = d->deadline_ns + 80000000;  /* so that rank 0 can say who is missing */
+    late = d->deadline_ns > INT64_MAX - 80000000 ? INT64_MAX : d->deadline_ns + 80000000;
     got = ra_shm__give(c, &h, sizeof h, NULL, 0) ? -1 : ra_shm__take(c, &answer, fds, 1, late);
     status = ra_shm__heard(d, got, 1, &answer);
     if (!status) {

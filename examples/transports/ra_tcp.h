@@ -839,7 +839,7 @@ static RA_TCP_UNUSED int ra_tcp_round(ra_tcp *t, struct addrinfo *const *list) {
 
 static RA_TCP_UNUSED ra_status ra_tcp_connect(ra_tcp *t) {
     struct addrinfo **list = (struct addrinfo **)calloc((size_t)t->ranks, sizeof *list);
-    int64_t until = ra_now_ns() + t->d.connect_ns;
+    int64_t begin = ra_now_ns();
     int code = list ? RA_OK : RA_E_NOMEM, missing = -1;
     for (int r = 0; r < t->rank && code == RA_OK; r++) {
         list[r] = ra_tcp_resolve(t->d.addresses[r], 0);
@@ -850,7 +850,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_connect(ra_tcp *t) {
     }
     while (code >= 0 && (missing = ra_tcp_missing(t)) >= 0) {
         code = ra_tcp_round(t, list);
-        if (code >= 0 && ra_now_ns() > until) code = RA_E_TIMEOUT;
+        if (code >= 0 && ra_now_ns() - begin > t->d.connect_ns) code = RA_E_TIMEOUT;
         if (code == RA_E_TIMEOUT)
             (void)ra_tcp_refuse(&t->d, code, "connect_ns",
                                 "%lld ms have passed without rank %d%s%s",
@@ -1175,8 +1175,9 @@ static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t) {
 
 /* Meets the other ranks, which takes until the last of them has come or connect_ns has passed. */
 static RA_TCP_UNUSED ra_status ra_tcp_open(ra_tcp **out, const ra_tcp_desc *d) {
-    ra_status s = ra_tcp_check(d);
+    ra_status s = out && d ? ra_tcp_check(d) : RA_E_NULL;
     ra_tcp *t = NULL;
+    if (!out || !d) return s;
     *out = NULL;
     if (s == RA_OK) t = (ra_tcp *)calloc(1, sizeof *t);
     if (s == RA_OK && !t) s = ra_tcp_refuse(d, RA_E_NOMEM, "ranks", "no memory");
