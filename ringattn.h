@@ -19818,18 +19818,16 @@ static void ra__resume_look(ra_ring *r) {
     r->space = 0;
 }
 
-/* The state of its pass, as this rank's hello has it: RA__RANK_*. */
-static int32_t ra__resume_state(const ra_ring *r) {
-    return (r->serves ? RA__RANK_COMPLETE : 0) | (r->lists->backward ? RA__RANK_BACKWARD : 0) |
-           (ra__load_i32(&r->engine_failed) && !r->serves ? RA__RANK_ENGINE : 0);
-}
-
 /* -------------------------------------------------------------------------- control messages */
-/* The hello of this rank. parts has the hash of the pass before. */
+/* The hello of this rank: the state of its pass (RA__RANK_*) as chunk, the hash of the survivors as
+ * length, and the hash of the pass before as parts. */
 static ra__frame ra__resume_hello(const ra_ring *r) {
     const struct ra__resume *x = r->resume;
-    uint64_t all = ra__hash_of(x->rank, (size_t)x->n * sizeof *x->rank);
-    ra__frame f = ra__ring_frame(r, RA__FRAME_MEET, r->rank, ra__resume_state(r), (int64_t)all);
+    const int32_t state = (r->serves ? RA__RANK_COMPLETE : 0) |
+        (r->lists->backward ? RA__RANK_BACKWARD : 0) |
+        (ra__load_i32(&r->engine_failed) && !r->serves ? RA__RANK_ENGINE : 0);
+    const uint64_t all = ra__hash_of(x->rank, (size_t)x->n * sizeof *x->rank);
+    ra__frame f = ra__ring_frame(r, RA__FRAME_MEET, r->rank, state, (int64_t)all);
     f.parts = r->earlier.plan ? ra__hash_of(&r->earlier.agreed, sizeof r->earlier.agreed) : 0;
     return ra__frame_sealed(f);
 }
@@ -20059,14 +20057,6 @@ static ra_status ra__resume_prepare(ra_ring *r) {
     return RA_OK;
 }
 
-/* This rank has nothing to fold: it only helps. */
-static void ra__resume_serves(ra_ring *r) {
-    r->serves = 1;
-    r->claim_fold = r->claim_task = 0;
-    ra__store_i64(&r->folded, 0);
-    ra__store_i32(&r->threads, 0);
-}
-
 /* The ranks agree: the pass goes on with the new lists. Threads compute once `meeting` is 0. */
 static void ra__resume_open(ra_ring *r) {
     struct ra__resume *x = r->resume;
@@ -20096,8 +20086,12 @@ static void ra__resume_open(ra_ring *r) {
     r->kept = x->kept;
     r->kept_count = x->kept_count;
     r->lists = &x->lists;
-    r->list = x->list;
-    if (r->serves) ra__resume_serves(r);
+    if (x->list) r->list = x->list;
+    if (r->serves) {                   /* nothing to fold: this rank only helps */
+        r->claim_fold = r->claim_task = 0;
+        ra__store_i64(&r->folded, 0);
+        ra__store_i32(&r->threads, 0);
+    }
     for (int64_t i = 0; i < r->kept_count; i++) {
         const int32_t c = r->kept[i].chunk;
         ra__frame f = ra__ring_frame(r, RA__FRAME_CHUNK, x->lists.chunk[c].owner, c,
@@ -20241,38 +20235,37 @@ static ra_status ra__resume_hear(ra_ring *r, int32_t i) {
     return RA_OK;
 }
 
-/* A message of the meeting has come from peer i. */
-static ra_status ra__resume_met(ra_ring *r, int32_t i) {
-    const struct ra__resume *x = r->resume;
-    const uint8_t *report = x->reports.of + i * x->reports.bytes;
-    const int64_t length = x->stage == RA__MEET_HELLO ? x->peer[x->me].heard.length
-                                                      : x->reports.bytes;
-    ra__frame f;
-    if (x->stage == RA__MEET_HELLO)
-        return ra__resume_check(r, i, &x->peer[i].heard, RA__FRAME_MEET, length);
-    ra_status s = ra__resume_check(r, i, report, RA__FRAME_REPORT, length);
-    memcpy(&f, report, sizeof f);
-    if (!s && f.parts != ra__hash_of(report + RA__FRAME_BYTES, (size_t)(length - RA__FRAME_BYTES)))
-        s = ra__resume_refuse(r, RA_E_PROTO, i);
-    return s;
+/* The hello or, in the second round, the report of rank i of the meeting; its bytes. */
+static uint8_t *ra__resume_letter(const struct ra__resume *x, int32_t i, int64_t *bytes) {
+    *bytes = x->stage == RA__MEET_REPORT ? x->reports.bytes : (int64_t)RA__FRAME_BYTES;
+    return x->stage == RA__MEET_REPORT ? x->reports.of + i * x->reports.bytes
+                                       : (uint8_t *)&x->peer[i].heard;
 }
 
-/* While ranks meet: posts this stage's message to each peer and the receive of theirs. */
+/* Checks the message of the meeting that has come from peer i. */
+static ra_status ra__resume_met(ra_ring *r, int32_t i) {
+    const struct ra__resume *x = r->resume;
+    const int hello = x->stage == RA__MEET_HELLO;
+    int64_t bytes;
+    const uint8_t *letter = ra__resume_letter(x, i, &bytes);
+    ra__frame f;
+    memcpy(&f, letter, sizeof f);
+    const ra_status s = ra__resume_check(r, i, letter, hello ? RA__FRAME_MEET : RA__FRAME_REPORT,
+                                         hello ? x->peer[x->me].heard.length : bytes);
+    if (s || hello || f.parts == ra__hash_of(letter + sizeof f, (size_t)bytes - sizeof f)) return s;
+    return ra__resume_refuse(r, RA_E_PROTO, i);
+}
+
+/* Posts this rank's message of the round to each peer, and a receive for theirs. */
 static void ra__resume_meet(ra_ring *r) {
     struct ra__resume *x = r->resume;
     for (int32_t i = 0; i < x->n; i++) {
-        ra__resume_peer *peer = &x->peer[i];
-        void *in = &peer->heard, *out = &x->peer[x->me].heard;
-        int64_t length = RA__FRAME_BYTES;
-        if (x->stage == RA__MEET_REPORT) {
-            in = x->reports.of + i * x->reports.bytes;
-            out = x->reports.of + x->me * x->reports.bytes;
-            length = x->reports.bytes;
-        }
-        if (i == x->me || peer->in) continue;
-        ra__resume_post(r, i, 0, in, length);
-        ra__resume_post(r, i, 1, out, length);
-        peer->in = peer->out = 1;
+        int64_t bytes;
+        uint8_t *in = ra__resume_letter(x, i, &bytes), *out = ra__resume_letter(x, x->me, &bytes);
+        if (i == x->me || x->peer[i].in) continue;
+        ra__resume_post(r, i, 0, in, bytes);
+        ra__resume_post(r, i, 1, out, bytes);
+        x->peer[i].in = x->peer[i].out = 1;
     }
 }
 
@@ -20367,14 +20360,9 @@ static ra_status ra__resume_end(ra_ring *r) {
     if (!r->meeting && r->queue[RA__RECEIVES].done < r->queue[RA__RECEIVES].total) return RA_OK;
     if (x->idle && r->meeting) {       /* nothing to fold, here or elsewhere */
         if (r->pass == x->top + 1 && r->earlier.plan) ra__resume_step_back(r);
-        memset(&x->lists, 0, sizeof x->lists);
-        r->lists = &x->lists;
         r->pass = x->top;
-        ra__resume_serves(r);
-        ra__store_i64(&r->queue[RA__RECEIVES].done, 0);
-        r->queue[RA__RECEIVES].total = 0;
-        r->queue[RA__RECEIVES].posted = r->released = r->kept_count = 0;
-        ra__store_i32(&r->meeting, 0);
+        r->serves = 1;
+        ra__resume_open(r);            /* with empty lists */
     }
     if (r->talking) r->moves++;
     r->talking = 0;
@@ -20412,9 +20400,12 @@ static int ra__resume_comm(ra_ring *r) {
 }
 
 /* -------------------------------------------------------------------------- beginning */
-static ra_status ra__resume_check_ranks(const ra_ring *r, const ra_resume_desc *rd, ra_error *e) {
+/* Checks the list of survivors; *me: this rank's number in it. */
+static ra_status ra__resume_check_ranks(const ra_ring *r, const ra_resume_desc *rd, int32_t *me,
+                                        ra_error *e) {
     const int32_t *last = r->survivor;     /* of the last attempt */
-    int32_t before = -1, here = 0, at = 0;
+    int32_t before = -1, at = 0;
+    *me = -1;
     if (rd->ranks < 1 || rd->ranks > r->ranks)
         return ra__refuse(e, RA_E_RANGE, "resume.ranks", "# is less than 1 or more than there were",
                           rd->ranks);
@@ -20428,10 +20419,10 @@ static ra_status ra__resume_check_ranks(const ra_ring *r, const ra_resume_desc *
         if (last && (at == r->resume->n || last[at] != rank))
             return ra__refuse(e, RA_E_SHAPE, "resume.survivors",
                               "rank # was not among those of the last attempt", rank);
-        here |= rank == r->rank;
+        if (rank == r->rank) *me = i;
         before = rank;
     }
-    if (here) return RA_OK;
+    if (*me >= 0) return RA_OK;
     return ra__refuse(e, RA_E_SHAPE, "resume.survivors", "lacks this rank, #", r->rank);
 }
 
@@ -20500,7 +20491,6 @@ static void ra__resume_bind(ra_ring *r, struct ra__resume *x, const ra_resume_de
     x->rd = *rd;
     x->n = rd->ranks;
     memcpy(x->rank, rd->survivors, (size_t)x->n * sizeof *x->rank);
-    while (x->rank[x->me] != r->rank) x->me++;
     for (int32_t i = 0; i < x->n; i++) x->peer[i].asked = -1;
     if (r->mr && r->tp.dereg) (void)r->tp.dereg(r->tp.ctx, r->mr);
     r->mr = NULL;
@@ -20532,8 +20522,7 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
         (ra__load_i32(&ring->crew.state) != RA_RING_IDLE && !ra__load_i32(&ring->crew.failed)))
         return ra__refuse(e, RA_E_BUSY, "ring", "is still in its pass #", ring->pass);
     ra_status s = ra__resume_check_ring(ring, rd, deadline_ns, e);
-    if (!s) s = ra__resume_check_ranks(ring, rd, e);
-    while (!s && rd->survivors[me] != ring->rank) me++;
+    if (!s) s = ra__resume_check_ranks(ring, rd, &me, e);
     if (!s) s = ra__resume_check_transport(ring, rd, me, e);
     if (s) return s;
     if (ra__load_i32(&ring->crew.failed)) (void)ra_finish(ring, deadline_ns);
@@ -20547,6 +20536,7 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
     s = ra__resume_alloc(ring, rd, &x);
     if (s) ra__tp_turn_ends(&tp);
     if (s) return s;
+    x->me = me;
     ra__resume_look(ring);
     ra__resume_bind(ring, x, rd, &tp);
     ra__ring_agree(ring);
