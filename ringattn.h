@@ -19624,78 +19624,81 @@ RINGATTN_API const ra_error *ra_ring_error(const ra_ring *ring) {
 }
 
 /* ========================================================================== RESUME
- * A forward pass that has failed goes on among the ranks that are left. In: a ring whose buffers
- * are quiet, a transport of the survivors, who they are. Out: the same pass, whole, with the bits
- * that it would have had; or the same reason on all ranks why not.
+ * Continues a failed forward pass on the ranks that are left. In: a ring whose buffers no transport
+ * touches any more, a transport between the survivors, and their ranks. Out: the whole pass, with
+ * the bits that it would have had without the failure; or, on all ranks, the same reason why it
+ * cannot go on.
  *
- * What stays: the list of folds and how far each task has come in it (turns, desks, running sums),
- * and every message that has come, was checked and has not been overwritten (ra__kept). So a row
- * meets the remaining chunks in the order that it always had. What is new: from whom missing chunks
- * come. Every entry of lists->recv after the kept ones is a missing chunk, in the order of folds.
+ * What is kept: the list of folds, how far each task is in it (turns, desks, running sums), and
+ * every message that was received, checked and not overwritten (ra__kept). So every row folds the
+ * remaining chunks in the original order. Only the sources of missing chunks are new. The entries
+ * of lists->recv after the kept ones are the missing chunks, in the order of folds.
  *
- * Meeting. A rank says hello to each: the pass that it is in, whether that is complete here, hashes
- * of it and of the one before. The pass to resume is the lowest of all. Then each reports which
- * pieces of chunks it needs, which it holds, and the keys of which ranks it can give. From equal
- * reports every rank computes the same source of each missing chunk (ra__reports_source). A chunk
- * without a source, or any other reason not to go on, is a verdict: all ranks have the same one,
- * none has moved a chunk, and nobody aborts the transport.
+ * The meeting has two rounds. In the first each rank sends all others a hello: its pass, whether
+ * that is complete there, and the hashes of this pass and of the one before. The earliest of these
+ * passes is resumed. In the second round each rank sends a report: which pieces of chunks it needs,
+ * which it holds, and whose keys it can give. All ranks have the same reports, so they compute the
+ * same source of each missing chunk (ra__reports_source). If a chunk has no source, or for another
+ * reason, the verdict is not to go on. It is the same on all ranks, no chunk has moved, and no rank
+ * aborts the transport.
  *
- * Chunks are pulled. A rank posts a receive into a free buffer and then requests the chunk from its
- * source, so every chunk that is sent has a place, and no order of ranks can deadlock. From each
- * peer one control message at a time is received; the receive for the next is posted when the
- * request has become a send. END says that a rank requests nothing more. A rank is done when it has
- * folded everything and has heard END from all.
+ * Chunks are pulled. A rank posts a receive into a free buffer and then sends its source a request.
+ * So every chunk that is sent has a buffer, and no order of ranks can deadlock. A rank has one
+ * receive for control messages per peer. When the peer has requested a chunk, the next such receive
+ * is posted after the chunk's send. END says that a rank requests nothing more. A rank is done when
+ * it has folded everything and END has come from every peer.
  *
- * Kept messages are never overwritten: new ones get buffers of their own. The memory of earlier
- * attempts stays until the ring is destroyed. Peers are numbered by the new transport in here; the
- * failure, events and counters name ranks of the plan. */
+ * Kept messages are not overwritten: new ones have other buffers. The memory of earlier attempts is
+ * freed with the ring. In this room peers are numbered as in the new transport; the failure, events
+ * and counters name ranks of the plan. */
 
-enum { RA__MEET_HELLO, RA__MEET_REPORT, RA__MEET_TALK };
+enum { RA__MEET_HELLO, RA__MEET_REPORT, RA__MEET_OVER };
 enum { RA__RANK_COMPLETE = 1, RA__RANK_BACKWARD = 2, RA__RANK_ENGINE = 4 };
 enum { RA__MOST_EPOCH = (1 << 22) - 1, RA__RESUME_SENDS = 2 };
 
-/* What all ranks have reported about the pass that is resumed. */
+/* The reports of all survivors. */
 typedef struct ra__reports {
     const ra_plan *p;
-    const int32_t *rank;               /* [n] of the plan */
+    const int32_t *rank;               /* [n] their ranks of the plan, ascending */
     int32_t n;
-    uint8_t *of;                       /* [n][bytes]: frame, need, held (as ra__travel.need, one
-                                        * row each), bits of ranks whose keys it can give */
+    uint8_t *of;                       /* [n][bytes] frame; pieces needed, pieces held (a row of
+                                        * ra__travel.need each); ranks whose keys it can give */
     int64_t bytes;
 } ra__reports;
 
 typedef struct ra__resume_peer {
-    ra__frame said, heard;             /* control messages of RA__FRAME_BYTES */
-    uint8_t out, in;                   /* while ranks meet: 1 posted, 2 done */
-    uint8_t told, ended;               /* 1: END was posted, has come */
-    int32_t asked;                     /* the chunk that it has requested; -1: none */
+    ra__frame to_peer, from_peer;      /* control messages of RA__FRAME_BYTES */
+    uint8_t out, in;                   /* messages of the round: 1 posted, 2 done */
+    uint8_t end_posted, end_came;      /* 1: END was posted, has come */
+    int32_t requested;                 /* the chunk that it waits for; -1: none */
 } ra__resume_peer;
 
-/* The shard of a rank as the caller gave it. */
-typedef struct ra__given {
-    int32_t known;
+/* Keys and values of another rank's shard, from rd.refetch. */
+typedef struct ra__refetched {
+    int32_t known;                     /* 1: the caller was asked, and gave them */
     ra__view kv[2];
     ra_positions pos;
-} ra__given;
+} ra__refetched;
 
 struct ra__resume {
-    ra_resume_desc rd;                 /* without pointers to what the caller may free */
-    int32_t n, me, stage;
-    int32_t *rank;                     /* [n] */
+    ra_resume_desc rd;                 /* its pointers to lists are not used */
+    int32_t n, me;                     /* survivors; the number of this rank among them */
+    int32_t stage;                     /* RA__MEET_* */
+    int32_t *rank;                     /* [n] of the plan */
     ra__resume_peer *peer;             /* [n] */
     ra__reports reports;
-    int64_t top;                       /* the pass that is resumed */
-    int32_t idle;                      /* 1: every rank has it complete */
-    ra_status verdict;
+    int64_t pass;                      /* the one that is resumed */
+    int32_t complete;                  /* 1: every rank has it complete */
+    ra_status verdict;                 /* RA_OK: it goes on */
     ra__blame blame;                   /* of the verdict */
     ra__pass_lists lists;
     ra__queue queue[2];                /* receives and sends of the resumed pass */
     ra_transport_op **list;
     ra__kept *kept;
     int64_t kept_count, missing;
-    int32_t *source;                   /* [missing] */
-    ra__given *given;                  /* [ranks of the plan] */
-    int32_t sent[RA__RESUME_SENDS];    /* chunks of the sends under way */
+    int32_t *source;                   /* [missing] number of a survivor */
+    ra__refetched *refetched;          /* [ranks of the plan] */
+    int32_t sent[RA__RESUME_SENDS];    /* chunks of the pending sends */
     ra_resumed figures;
 };
 
@@ -19712,6 +19715,7 @@ RA__INLINE uint8_t *ra__reports_held(const ra__reports *v, int32_t i) {
 RA__INLINE uint8_t *ra__reports_gives(const ra__reports *v, int32_t i) {
     return ra__reports_held(v, i) + v->p->keys.need_row;
 }
+/* The bits of chunk c in a row of needed or held pieces. */
 RA__INLINE int32_t ra__pieces(const uint8_t *row, int64_t c) {
     return row[c / 4] >> (2 * c % 8) & 3;
 }
@@ -19719,7 +19723,7 @@ RA__INLINE int ra__can_give(const ra__reports *v, int32_t i, int32_t rank) {
     return ra__reports_gives(v, i)[rank / 8] >> rank % 8 & 1;
 }
 
-/* The number of chunk c's owner if it survives and can give it; -1. */
+/* The number of the survivor that owns chunk c and can give it; -1: none. */
 static int32_t ra__reports_owner(const ra__reports *v, int64_t c) {
     const int32_t owner = v->p->keys.chunk[c].owner;
     int32_t from = 0, to = v->n;
@@ -19731,9 +19735,9 @@ static int32_t ra__reports_owner(const ra__reports *v, int64_t c) {
     return v->rank[from] == owner && ra__can_give(v, from, owner) ? from : -1;
 }
 
-/* From which rank the one numbered `to` gets chunk c, which it needs: its owner, otherwise the
- * first that holds the pieces, otherwise `to` itself if it can fetch them again, otherwise the
- * first that can. -1: the chunk is lost. The same on every rank. */
+/* The survivor from which number `to` gets chunk c, of which it needs pieces. The order of choice:
+ * the owner; the first that holds these pieces; `to` itself if its caller can fetch them again; the
+ * first whose caller can. -1: the chunk is lost. */
 static int32_t ra__reports_source(const ra__reports *v, int64_t c, int32_t to) {
     const int32_t owner = v->p->keys.chunk[c].owner, need = ra__pieces(ra__reports_need(v, to), c);
     const int32_t from = ra__reports_owner(v, c);
@@ -19746,7 +19750,7 @@ static int32_t ra__reports_source(const ra__reports *v, int64_t c, int32_t to) {
     return -1;
 }
 
-/* The first chunk that a rank needs and nobody can give; -1: none. */
+/* The first chunk that some rank needs and none can give; -1: none. */
 static int64_t ra__reports_lost(const ra__reports *v) {
     for (int64_t c = 0; c < v->p->keys.chunks; c++)
         for (int32_t i = 0; i < v->n && ra__reports_owner(v, c) < 0; i++)
@@ -19754,8 +19758,8 @@ static int64_t ra__reports_lost(const ra__reports *v) {
     return -1;
 }
 
-/* -------------------------------------------------------------------------- what is here */
-/* Receive i has come and its bytes are still there. */
+/* -------------------------------------------------------------------------- what this rank has */
+/* 1: receive i has ended and its bytes are still in memory. */
 static int ra__resume_intact(const ra_ring *r, int64_t i) {
     const ra__queue *queue = &r->queue[RA__RECEIVES];
     if (i < r->kept_count) return 1;
@@ -19763,16 +19767,17 @@ static int ra__resume_intact(const ra_ring *r, int64_t i) {
     return !r->lent || (i >= r->released && ra__queue_op(queue, i)->buf == ra__queue_buf(queue, i));
 }
 
-/* Entry f of the fold list is still needed and has to be received. */
+/* 1: fold f is not done, and its chunk has to be received. */
 static int ra__resume_misses(const ra_ring *r, int64_t f) {
     const int32_t recv = r->lists->fold[f].recv;
     return f >= r->folded && recv >= 0 && !ra__resume_intact(r, recv);
 }
 
-/* Stores the task on a desk, with the blocks that it has folded of the chunk in hand. Blocks that
- * wait to be folded are folded, or left for later, and not counted yet, if their memory was not of
- * this rank. Stored after any block a sum has the same bits: chunks may end anywhere. */
-static void ra__resume_store(ra_ring *r, ra__desk *desk) {
+/* Stores the task of a desk, and how many blocks of the current chunk it has folded. Blocks that
+ * wait for their fold are folded first. If their memory was lent by the transport they are left for
+ * later, and taken out of the counts. The bits of a sum do not depend on the block after which it
+ * is stored. */
+static void ra__resume_store_task(ra_ring *r, ra__desk *desk) {
     ra__fold_hand *h = &desk->hand.fold;
     ra__turn *turn = &r->turn[desk->claim.task];
     const uint32_t mode = ra__fp_enter();
@@ -19794,25 +19799,26 @@ static void ra__resume_store(ra_ring *r, ra__desk *desk) {
     ra__store_i64(&desk->fold, RA__NO_FOLD);
 }
 
-/* Puts the tasks in hand away. Those that were handed out are handed out again, to whoever comes:
- * a desk with a task whose chunk has to come once more would keep its thread from earlier ones. */
-static void ra__resume_clear(ra_ring *r) {
+/* Stores the tasks of all desks. They are claimed anew, by any thread: a thread whose task waits
+ * for a missing chunk would otherwise not take a task of an earlier one. */
+static void ra__resume_store_tasks(ra_ring *r) {
     ra__ring_advance(r);
     for (int32_t i = 0; i < r->plan->d.threads; i++)
         if (ra__load_i64(&r->desk[i].fold) != RA__NO_FOLD && r->desk[i].open)
-            ra__resume_store(r, &r->desk[i]);
+            ra__resume_store_task(r, &r->desk[i]);
     r->claim_fold = r->folded;
     r->claim_task = 0;
 }
 
-/* The state of this rank's last pass, before anything of it is changed. */
-static void ra__resume_look(ra_ring *r) {
+/* Records which messages of the failed pass are intact, and whether it is complete here. */
+static void ra__resume_note_state(ra_ring *r) {
     const ra__queue *queue = &r->queue[RA__RECEIVES];
     r->intact = ra__max(r->intact, queue->posted - queue->slots);
     if (r->shared) r->intact = queue->done;
     r->lent |= (r->tp.caps & RA_CAP_LOAN) && !r->pulled;
     r->serves |= ra__load_i32(&r->crew.state) == RA_RING_IDLE;
-    if (!r->serves && !r->lists->backward && !ra__load_i32(&r->engine_failed)) ra__resume_clear(r);
+    if (!r->serves && !r->lists->backward && !ra__load_i32(&r->engine_failed))
+        ra__resume_store_tasks(r);
     r->shared = r->notices = 0;
     r->crew.shared = NULL;
     r->space = 0;
@@ -19837,7 +19843,7 @@ static ra_status ra__resume_refuse(ra_ring *r, ra_status s, int32_t i) {
     return ra__ring_fail(r, s, ra__blame_of(i, 0, 0, -1));
 }
 
-/* Checks what came from peer i: of this attempt, of this kind, from that rank. */
+/* Checks the frame of a message from peer i: this attempt, this kind, that rank, this length. */
 static ra_status ra__resume_check(ra_ring *r, int32_t i, const void *message, int32_t kind,
                                   int64_t length) {
     const struct ra__resume *x = r->resume;
@@ -19866,8 +19872,9 @@ static void ra__resume_post(ra_ring *r, int32_t i, int sending, void *buf, int64
     ra__ring_op_event(r, op, 1, -1, ra__ring_now(r));
 }
 
-/* A control message of peer i has ended: 1, and its op is free again; 0 not yet; < 0 failed. */
-static int ra__resume_taken(ra_ring *r, int32_t i, int sending) {
+/* 1: the control message to or from peer i has ended, and its op is free again; 0: not yet; < 0: it
+ * failed. */
+static int ra__resume_control_done(ra_ring *r, int32_t i, int sending) {
     ra_transport_op *op = &r->control[2 * i + sending];
     int done = op->kind ? ra__ring_op_done(r, op, -1) : 0;
     if (done <= 0) return done;
@@ -19879,8 +19886,8 @@ static int ra__resume_taken(ra_ring *r, int32_t i, int sending) {
 }
 
 /* -------------------------------------------------------------------------- meeting */
-/* Sets the verdict not to go on. rank: of the plan, which the sentence is about. */
-static void ra__resume_judge(ra_ring *r, ra_status s, int32_t rank, int64_t chunk,
+/* Sets the verdict not to go on. rank: the rank of the plan that `why` is about. */
+static void ra__resume_set_verdict(ra_ring *r, ra_status s, int32_t rank, int64_t chunk,
                              const char *why) {
     r->resume->verdict = s;
     r->resume->blame = ra__blame_of(rank, -1, 0, chunk);
@@ -19891,39 +19898,40 @@ static int64_t ra__frame_pass(const ra__frame *f) {
     return f->pass & (((int64_t)1 << RA__EPOCH_BIT) - 1);
 }
 
-/* Peer i, of whom `f` says how far it is, can take part in pass `top`, whose hash is `hash`. */
-static int ra__resume_judge_peer(ra_ring *r, int32_t i, const ra__frame *f, uint64_t hash) {
-    const int64_t ahead = ra__frame_pass(f) - r->resume->top;
+/* Sets the verdict if peer i cannot take part in the pass that is resumed, whose hash is `hash`. */
+static void ra__resume_check_peer(ra_ring *r, int32_t i, uint64_t hash) {
+    const ra__frame *f = &r->resume->peer[i].from_peer;
+    const int64_t ahead = ra__frame_pass(f) - r->resume->pass;
     const uint64_t its = ahead ? f->parts : f->hash;
     const int32_t rank = r->resume->rank[i];
     const char *why = NULL;
     if (!ahead && (f->chunk & RA__RANK_BACKWARD)) why = "has a backward pass: begin it anew";
     else if (!ahead && (f->chunk & RA__RANK_ENGINE)) why = "has an engine that failed";
     else if (ahead > 1 || !its) why = "is more than one forward pass ahead";
-    if (why) ra__resume_judge(r, RA_E_UNSUPPORTED, rank, -1, why);
+    if (why) ra__resume_set_verdict(r, RA_E_UNSUPPORTED, rank, -1, why);
     else if (its != hash)
-        ra__resume_judge(r, RA_E_MISMATCH, rank, -1, "has another pass of that number");
-    return !r->resume->verdict;
+        ra__resume_set_verdict(r, RA_E_MISMATCH, rank, -1, "has another pass of that number");
 }
 
-/* From all hellos: which pass is resumed, and whether that can be. */
+/* From all hellos: the pass that is resumed, and whether it can be. */
 static void ra__resume_agree(ra_ring *r) {
     struct ra__resume *x = r->resume;
-    int32_t first = 0;
-    x->idle = 1;
+    const ra__frame *first = &x->peer[0].from_peer;
     for (int32_t i = 1; i < x->n; i++)
-        if (ra__frame_pass(&x->peer[i].heard) < ra__frame_pass(&x->peer[first].heard)) first = i;
-    x->top = ra__frame_pass(&x->peer[first].heard);
+        if (ra__frame_pass(&x->peer[i].from_peer) < ra__frame_pass(first))
+            first = &x->peer[i].from_peer;
+    x->pass = ra__frame_pass(first);
+    x->complete = 1;
     for (int32_t i = 0; i < x->n; i++)
-        if (ra__frame_pass(&x->peer[i].heard) == x->top)
-            x->idle &= x->peer[i].heard.chunk & RA__RANK_COMPLETE;
-    for (int32_t i = 0; i < x->n && !x->idle; i++)
-        if (!ra__resume_judge_peer(r, i, &x->peer[i].heard, x->peer[first].heard.hash)) return;
+        if (ra__frame_pass(&x->peer[i].from_peer) == x->pass)
+            x->complete &= x->peer[i].from_peer.chunk & RA__RANK_COMPLETE;
+    for (int32_t i = 0; i < x->n && !x->complete && !x->verdict; i++)
+        ra__resume_check_peer(r, i, first->hash);
 }
 
-/* Takes the ring back to the pass that is resumed, if it is one ahead. That one is complete. */
+/* If the ring is one pass ahead, returns it to the pass that is resumed, which is complete here. */
 static void ra__resume_step_back(ra_ring *r) {
-    if (r->pass == r->resume->top) return;
+    if (r->pass == r->resume->pass) return;
     for (int i = 0; i < RA__PASS_COUNTERS; i++)
         ra__store_i64(ra__pass_counter(&r->counters, i), r->earlier.counted[i]);
     r->plan = r->earlier.plan;
@@ -19934,14 +19942,14 @@ static void ra__resume_step_back(ra_ring *r) {
     r->kv[1] = r->earlier.kv[1];
     r->agreed = r->earlier.agreed;
     r->earlier.plan = NULL;
-    r->pass = r->resume->top;
+    r->pass = r->resume->pass;
     ra__store_i64(&r->counters.pass, r->pass);
     r->queue[RA__RECEIVES].done = r->queue[RA__RECEIVES].posted = 0;
     r->kept_count = r->intact = 0;
     r->serves = 1;
 }
 
-/* Cleared memory that the ring keeps until it is destroyed; base null: there is none. */
+/* Cleared memory that is freed with the ring; base null: the allocator has none. */
 static ra__arena ra__resume_memory(ra_ring *r, int64_t bytes) {
     const int64_t head = ra__round_up((int64_t)sizeof(ra__more), 64);
     ra__more *more = (ra__more *)ra__alloc(&r->rd.allocator, head + bytes, 64);
@@ -19955,7 +19963,7 @@ static ra__arena ra__resume_memory(ra_ring *r, int64_t bytes) {
     return a;
 }
 
-/* Lays out the memory of a resumed pass; counts only if a->base is null. */
+/* Lays out the memory of a resumed pass, or only counts it if a->base is null. */
 static void ra__resume_carve(ra__arena *a, const ra_ring *r, struct ra__resume *x) {
     const ra_plan *p = r->plan;
     const int64_t align = ra__max(64, (int64_t)r->tp.align);
@@ -19963,7 +19971,7 @@ static void ra__resume_carve(ra__arena *a, const ra_ring *r, struct ra__resume *
     const int64_t sends = x->n > 1 ? RA__RESUME_SENDS : 0;
     x->kept = (ra__kept *)ra__carve(a, x->kept_count * (int64_t)sizeof *x->kept);
     x->source = (int32_t *)ra__carve(a, x->missing * 4);
-    x->given = (ra__given *)ra__carve(a, p->d.ranks * (int64_t)sizeof *x->given);
+    x->refetched = (ra__refetched *)ra__carve(a, p->d.ranks * (int64_t)sizeof *x->refetched);
     x->lists.fold = (ra__fold *)ra__carve(a, r->lists->folds * (int64_t)sizeof *x->lists.fold);
     x->lists.recv = (ra__recv *)ra__carve(a, (x->kept_count + x->missing) *
                                                  (int64_t)sizeof *x->lists.recv);
@@ -19973,7 +19981,7 @@ static void ra__resume_carve(ra__arena *a, const ra_ring *r, struct ra__resume *
     ra__queue_carve(a, &x->queue[1], sends, p->forward.chunk_bytes, align);
 }
 
-/* Lists of what is kept and what is missing, from those of the pass so far. */
+/* Makes the lists of kept messages and missing chunks from those of the failed pass. */
 static void ra__resume_lists(ra_ring *r) {
     struct ra__resume *x = r->resume;
     const ra__pass_lists *old = r->lists;
@@ -20000,8 +20008,8 @@ static void ra__resume_lists(ra_ring *r) {
     }
 }
 
-/* This rank can give the keys of a rank of the plan. */
-static int ra__resume_gives(const ra_ring *r, int32_t rank) {
+/* 1: this rank can give the keys of `rank` of the plan: its own, or by refetch. */
+static int ra__resume_can_give(const ra_ring *r, int32_t rank) {
     const ra_resume_desc *rd = &r->resume->rd;
     if (rank == r->rank && (!r->serves || rd->tensors_kept)) return 1;
     return rd->refetch && rd->refetch(rd->ctx, r->pass, rank, NULL) == RA_OK;
@@ -20011,7 +20019,7 @@ static void ra__bit_set(uint8_t *row, int64_t bit) {
     row[bit / 8] = (uint8_t)(row[bit / 8] | 1 << bit % 8);
 }
 
-/* Writes what this rank reports to the others. */
+/* Writes this rank's report. */
 static void ra__resume_report(ra_ring *r) {
     const struct ra__resume *x = r->resume;
     const ra__reports *v = &x->reports;
@@ -20028,14 +20036,14 @@ static void ra__resume_report(ra_ring *r) {
             if (ra__need_seg(&p->keys, x->lists.recv[i].chunk, s, r->rank))
                 ra__bit_set(need, 2 * (int64_t)x->lists.recv[i].chunk + s);
     for (int32_t o = 0; o < p->d.ranks; o++)
-        if (ra__resume_gives(r, o)) ra__bit_set(gives, o);
+        if (ra__resume_can_give(r, o)) ra__bit_set(gives, o);
     ra__frame f = ra__ring_frame(r, RA__FRAME_REPORT, r->rank, 0, v->bytes);
     f.parts = ra__hash_of(need, (size_t)(v->bytes - RA__FRAME_BYTES));
     f = ra__frame_sealed(f);
     memcpy(v->of + x->me * v->bytes, &f, sizeof f);
 }
 
-/* The pass to resume is known: gets memory for it and notes what is here. */
+/* Once the pass to resume is known: allocates, makes the lists and the report. */
 static ra_status ra__resume_prepare(ra_ring *r) {
     struct ra__resume *x = r->resume;
     ra__arena a = { NULL, 0 };
@@ -20057,7 +20065,7 @@ static ra_status ra__resume_prepare(ra_ring *r) {
     return RA_OK;
 }
 
-/* The ranks agree: the pass goes on with the new lists. Threads compute once `meeting` is 0. */
+/* All ranks agree to go on: the ring takes the new lists. Threads compute once `meeting` is 0. */
 static void ra__resume_open(ra_ring *r) {
     struct ra__resume *x = r->resume;
     ra_resumed *n = &x->figures;
@@ -20106,10 +20114,10 @@ static void ra__resume_open(ra_ring *r) {
 }
 
 /* -------------------------------------------------------------------------- giving */
-/* The shard of a rank, from the caller. */
-static const ra__given *ra__resume_refetch(ra_ring *r, int32_t rank) {
+/* The shard of a rank, from the caller; null: refused, or not as promised. */
+static const ra__refetched *ra__resume_refetch(ra_ring *r, int32_t rank) {
     struct ra__resume *x = r->resume;
-    ra__given *g = &x->given[rank];
+    ra__refetched *g = &x->refetched[rank];
     const ra_desc *d = &r->plan->d;
     ra_tensors t;
     if (g->known) return g;
@@ -20125,11 +20133,12 @@ static const ra__given *ra__resume_refetch(ra_ring *r, int32_t rank) {
     return g;
 }
 
-/* Packs chunk c, which this rank can give; the pass fails if refetch does not keep its word. */
+/* Packs chunk c, which this rank can give. The pass fails if refetch does not return what it
+ * promised. */
 static ra_status ra__resume_pack(ra_ring *r, int64_t c, uint8_t *message) {
     const ra__chunk *chunk = &r->lists->chunk[c];
     const int own = chunk->owner == r->rank && (!r->serves || r->resume->rd.tensors_kept);
-    const ra__given *g = own ? NULL : ra__resume_refetch(r, chunk->owner);
+    const ra__refetched *g = own ? NULL : ra__resume_refetch(r, chunk->owner);
     const ra__frame f = ra__ring_frame(r, RA__FRAME_CHUNK, chunk->owner, c,
                                        ra__ring_length(r, c, 1));
     if (!own && !g) {
@@ -20143,12 +20152,12 @@ static ra_status ra__resume_pack(ra_ring *r, int64_t c, uint8_t *message) {
     return RA_OK;
 }
 
-/* Sends chunk c, which peer i has requested, if there is room. */
-static ra_status ra__resume_serve(ra_ring *r, int32_t i) {
+/* Sends the chunk that peer i has requested, if a send is free. */
+static ra_status ra__resume_send(ra_ring *r, int32_t i) {
     struct ra__resume *x = r->resume;
     ra__queue *out = &r->queue[RA__SENDS];
     const int64_t spare = (int64_t)r->tp.max_ops - 2 * (x->n - 1);
-    const int64_t most = ra__max(1, spare - spare / 2), c = x->peer[i].asked;
+    const int64_t most = ra__max(1, spare - spare / 2), c = x->peer[i].requested;
     const int32_t hop = ra__plan_need_hop(r->plan, c, x->rank[i]);
     uint8_t *message = NULL;
     out->total = (int32_t)out->posted + 1;
@@ -20174,11 +20183,11 @@ static ra_status ra__resume_serve(ra_ring *r, int32_t i) {
     }
     x->sent[out->posted % out->slots] = (int32_t)c;
     (void)ra__queue_post(r, RA__SENDS, i, c, message, ra__ring_length(r, c, hop));
-    x->peer[i].asked = -1;
+    x->peer[i].requested = -1;
     return RA_OK;
 }
 
-/* Takes sends that are done. */
+/* Frees the sends that are done. */
 static int ra__resume_take_sends(ra_ring *r) {
     ra__queue *out = &r->queue[RA__SENDS];
     while (out->done < out->posted) {
@@ -20192,12 +20201,12 @@ static int ra__resume_take_sends(ra_ring *r) {
 /* -------------------------------------------------------------------------- taking */
 static void ra__resume_request(ra_ring *r, int32_t i, int32_t kind, int64_t c, int64_t length) {
     ra__resume_peer *peer = &r->resume->peer[i];
-    peer->said = ra__ring_frame(r, kind, r->rank, c, length);
-    ra__resume_post(r, i, 1, &peer->said, RA__FRAME_BYTES);
+    peer->to_peer = ra__ring_frame(r, kind, r->rank, c, length);
+    ra__resume_post(r, i, 1, &peer->to_peer, RA__FRAME_BYTES);
 }
 
-/* Posts receives of missing chunks that have a free buffer, each with its request. */
-static ra_status ra__resume_more(ra_ring *r) {
+/* Posts receives of missing chunks into free buffers, and requests the chunks. */
+static ra_status ra__resume_pull(ra_ring *r) {
     struct ra__resume *x = r->resume;
     const ra__queue *in = &r->queue[RA__RECEIVES];
     const int64_t spare = (int64_t)r->tp.max_ops - 2 * (x->n - 1);
@@ -20217,21 +20226,21 @@ static ra_status ra__resume_more(ra_ring *r) {
     return RA_OK;
 }
 
-/* A control message of peer i, after the meeting: a request or END. */
-static ra_status ra__resume_hear(ra_ring *r, int32_t i) {
+/* Takes a control message of peer i after the meeting: a request or END. */
+static ra_status ra__resume_take_request(ra_ring *r, int32_t i) {
     const struct ra__resume *x = r->resume;
     ra__resume_peer *peer = &r->resume->peer[i];
-    const int32_t kind = peer->heard.kind, c = peer->heard.chunk;
+    const int32_t kind = peer->from_peer.kind, c = peer->from_peer.chunk;
     const int ends = kind == RA__FRAME_END;
     int64_t length = RA__FRAME_BYTES;
-    if (!ends && (x->verdict || x->idle || c < 0 || c >= r->plan->keys.chunks ||
+    if (!ends && (x->verdict || x->complete || c < 0 || c >= r->plan->keys.chunks ||
                   !ra__need(&r->plan->keys, c, x->rank[i])))
         return ra__resume_refuse(r, RA_E_PROTO, i);
     if (!ends) length = ra__ring_length(r, c, ra__plan_need_hop(r->plan, c, x->rank[i]));
-    ra_status s = ra__resume_check(r, i, &peer->heard, ends ? kind : RA__FRAME_REQUEST, length);
+    ra_status s = ra__resume_check(r, i, &peer->from_peer, ends ? kind : RA__FRAME_REQUEST, length);
     if (s) return s;
-    if (ends) peer->ended = 1;
-    else peer->asked = c;
+    if (ends) peer->end_came = 1;
+    else peer->requested = c;
     return RA_OK;
 }
 
@@ -20239,11 +20248,11 @@ static ra_status ra__resume_hear(ra_ring *r, int32_t i) {
 static uint8_t *ra__resume_letter(const struct ra__resume *x, int32_t i, int64_t *bytes) {
     *bytes = x->stage == RA__MEET_REPORT ? x->reports.bytes : (int64_t)RA__FRAME_BYTES;
     return x->stage == RA__MEET_REPORT ? x->reports.of + i * x->reports.bytes
-                                       : (uint8_t *)&x->peer[i].heard;
+                                       : (uint8_t *)&x->peer[i].from_peer;
 }
 
 /* Checks the message of the meeting that has come from peer i. */
-static ra_status ra__resume_met(ra_ring *r, int32_t i) {
+static ra_status ra__resume_check_letter(ra_ring *r, int32_t i) {
     const struct ra__resume *x = r->resume;
     const int hello = x->stage == RA__MEET_HELLO;
     int64_t bytes;
@@ -20251,7 +20260,7 @@ static ra_status ra__resume_met(ra_ring *r, int32_t i) {
     ra__frame f;
     memcpy(&f, letter, sizeof f);
     const ra_status s = ra__resume_check(r, i, letter, hello ? RA__FRAME_MEET : RA__FRAME_REPORT,
-                                         hello ? x->peer[x->me].heard.length : bytes);
+                                         hello ? x->peer[x->me].from_peer.length : bytes);
     if (s || hello || f.parts == ra__hash_of(letter + sizeof f, (size_t)bytes - sizeof f)) return s;
     return ra__resume_refuse(r, RA_E_PROTO, i);
 }
@@ -20269,47 +20278,48 @@ static void ra__resume_meet(ra_ring *r) {
     }
 }
 
-/* After the meeting: listens to each peer, gives what they request, and says when this rank has all
- * that it needs. */
-static ra_status ra__resume_talk(ra_ring *r) {
+/* After the meeting: receives control messages, sends requested chunks, pulls missing ones, and
+ * sends END when this rank has all that it needs. */
+static ra_status ra__resume_transfer(ra_ring *r) {
     struct ra__resume *x = r->resume;
     const ra__queue *in = &r->queue[RA__RECEIVES];
     const int all = r->meeting || in->done == in->total;
-    ra_status s = r->meeting ? RA_OK : ra__resume_more(r);
+    ra_status s = r->meeting ? RA_OK : ra__resume_pull(r);
     for (int32_t k = 0; k < x->n && !s; k++) {
         const int32_t i = (int32_t)((k + r->moves) % x->n);
         ra__resume_peer *peer = &x->peer[i];
         if (i == x->me) continue;
-        if (peer->asked >= 0) s = ra__resume_serve(r, i);
-        if (peer->asked < 0 && !peer->ended && !r->control[2 * i].kind)
-            ra__resume_post(r, i, 0, &peer->heard, RA__FRAME_BYTES);
-        if (all && !peer->told && !r->control[2 * i + 1].kind) {
+        if (peer->requested >= 0) s = ra__resume_send(r, i);
+        if (peer->requested < 0 && !peer->end_came && !r->control[2 * i].kind)
+            ra__resume_post(r, i, 0, &peer->from_peer, RA__FRAME_BYTES);
+        if (all && !peer->end_posted && !r->control[2 * i + 1].kind) {
             ra__resume_request(r, i, RA__FRAME_END, -1, RA__FRAME_BYTES);
-            peer->told = 1;
+            peer->end_posted = 1;
         }
     }
     return s;
 }
 
-/* Takes control messages that have ended. */
-static ra_status ra__resume_take(ra_ring *r) {
+/* Takes the control messages that have ended. */
+static ra_status ra__resume_take_controls(ra_ring *r) {
     struct ra__resume *x = r->resume;
     for (int32_t i = 0; i < x->n; i++) {
         ra__resume_peer *peer = &x->peer[i];
-        int done = ra__resume_taken(r, i, 1);
+        int done = ra__resume_control_done(r, i, 1);
         if (done < 0) return done;
         if (done) peer->out = 2;
-        done = ra__resume_taken(r, i, 0);
+        done = ra__resume_control_done(r, i, 0);
         if (done < 0) return done;
         if (!done) continue;
         peer->in = 2;
-        done = x->stage == RA__MEET_TALK ? ra__resume_hear(r, i) : ra__resume_met(r, i);
+        done = x->stage == RA__MEET_OVER ? ra__resume_take_request(r, i)
+                                         : ra__resume_check_letter(r, i);
         if (done) return done;
     }
     return RA_OK;
 }
 
-/* The peer that this rank waits for: its message of the meeting, a chunk, its END. */
+/* Records the peer that this rank waits for: for a chunk, END, or a message of the meeting. */
 static void ra__resume_await(ra_ring *r) {
     const struct ra__resume *x = r->resume;
     const ra__queue *in = &r->queue[RA__RECEIVES];
@@ -20317,7 +20327,7 @@ static void ra__resume_await(ra_ring *r) {
     if (!r->meeting && in->done < in->total) peer = x->source[in->done - r->kept_count];
     for (int32_t i = 0; i < x->n && peer < 0; i++) {
         if (i == x->me) continue;
-        if (x->stage == RA__MEET_TALK ? !x->peer[i].ended || r->control[2 * i + 1].kind
+        if (x->stage == RA__MEET_OVER ? !x->peer[i].end_came || r->control[2 * i + 1].kind
                                       : x->peer[i].in != 2 || x->peer[i].out != 2)
             peer = i;
     }
@@ -20325,8 +20335,8 @@ static void ra__resume_await(ra_ring *r) {
     ra__store_i32(&r->counters.waiting_peer, ra__ring_rank_of(r, peer == x->me ? -1 : peer));
 }
 
-/* All messages of a stage of the meeting have ended: the next one. */
-static ra_status ra__resume_turn(ra_ring *r) {
+/* Once all messages of a round of the meeting have ended: begins the next round, or goes on. */
+static ra_status ra__resume_next_round(ra_ring *r) {
     struct ra__resume *x = r->resume;
     ra_status s = RA_OK;
     int64_t lost;
@@ -20335,32 +20345,33 @@ static ra_status ra__resume_turn(ra_ring *r) {
     for (int32_t i = 0; i < x->n; i++) x->peer[i].in = x->peer[i].out = 0;
     r->moves++;
     if (x->stage == RA__MEET_REPORT) {
-        x->stage = RA__MEET_TALK;
+        x->stage = RA__MEET_OVER;
         lost = ra__reports_lost(&x->reports);
         if (lost < 0) ra__resume_open(r);
-        else ra__resume_judge(r, RA_E_PEER, r->plan->keys.chunk[lost].owner, lost,
+        else ra__resume_set_verdict(r, RA_E_PEER, r->plan->keys.chunk[lost].owner, lost,
                               "is gone, and nobody holds this chunk of it or can fetch it");
         return RA_OK;
     }
     ra__resume_agree(r);
-    x->stage = x->verdict || x->idle ? RA__MEET_TALK : RA__MEET_REPORT;
+    x->stage = x->verdict || x->complete ? RA__MEET_OVER : RA__MEET_REPORT;
     if (x->stage == RA__MEET_REPORT) s = ra__resume_prepare(r);
     return s ? ra__ring_fail(r, s, ra__blame_of(-1, -1, 0, -1)) : RA_OK;
 }
 
-/* Every rank has what it needs, or the same verdict. */
+/* Ends the communication once every rank has what it needs, or the same verdict. */
 static ra_status ra__resume_end(ra_ring *r) {
     struct ra__resume *x = r->resume;
     for (int32_t i = 0; i < x->n; i++)
-        if (i != x->me && (!x->peer[i].ended || !x->peer[i].told || r->control[2 * i + 1].kind))
+        if (i != x->me && (!x->peer[i].end_came || !x->peer[i].end_posted ||
+                           r->control[2 * i + 1].kind))
             return RA_OK;
-    if (r->queue[RA__SENDS].done < r->queue[RA__SENDS].posted || x->stage != RA__MEET_TALK)
+    if (r->queue[RA__SENDS].done < r->queue[RA__SENDS].posted || x->stage != RA__MEET_OVER)
         return RA_OK;
-    if (!x->verdict && r->meeting && !x->idle) return RA_OK;
+    if (!x->verdict && r->meeting && !x->complete) return RA_OK;
     if (!r->meeting && r->queue[RA__RECEIVES].done < r->queue[RA__RECEIVES].total) return RA_OK;
-    if (x->idle && r->meeting) {       /* nothing to fold, here or elsewhere */
-        if (r->pass == x->top + 1 && r->earlier.plan) ra__resume_step_back(r);
-        r->pass = x->top;
+    if (x->complete && r->meeting) {       /* nothing to fold, here or elsewhere */
+        if (r->pass == x->pass + 1 && r->earlier.plan) ra__resume_step_back(r);
+        r->pass = x->pass;
         r->serves = 1;
         ra__resume_open(r);            /* with empty lists */
     }
@@ -20383,13 +20394,13 @@ static int ra__resume_comm(ra_ring *r) {
         ra__store_i64(&r->polled_ns, ra__ring_now(r));
         return 0;
     }
-    if (x->stage == RA__MEET_TALK) s = ra__resume_talk(r);
+    if (x->stage == RA__MEET_OVER) s = ra__resume_transfer(r);
     else ra__resume_meet(r);
     if (!s && x->n > 1) s = ra__ring_drive(r);
-    if (!s) s = ra__resume_take(r);
+    if (!s) s = ra__resume_take_controls(r);
     if (!s && !r->meeting) s = ra__ring_take(r, RA__RECEIVES);
     if (!s && !r->meeting) s = ra__resume_take_sends(r);
-    if (!s && x->stage != RA__MEET_TALK) s = ra__resume_turn(r);
+    if (!s && x->stage != RA__MEET_OVER) s = ra__resume_next_round(r);
     if (!s) s = ra__resume_end(r);
     if (s) return s;
     ra__resume_await(r);
@@ -20426,7 +20437,7 @@ static ra_status ra__resume_check_ranks(const ra_ring *r, const ra_resume_desc *
     return ra__refuse(e, RA_E_SHAPE, "resume.survivors", "lacks this rank, #", r->rank);
 }
 
-/* The transport joins the survivors, any two of them, on two channels. */
+/* Checks the new transport: it must join any two survivors, on two channels. */
 static ra_status ra__resume_check_transport(const ra_ring *r, const ra_resume_desc *rd, int32_t me,
                                             ra_error *e) {
     const ra_transport *t = rd->transport;
@@ -20465,7 +20476,7 @@ static ra_status ra__resume_check_ring(const ra_ring *r, const ra_resume_desc *r
     return x.status;
 }
 
-/* Memory for what ranks say to each other. */
+/* Memory for the control messages. */
 static ra_status ra__resume_alloc(ra_ring *r, const ra_resume_desc *rd, struct ra__resume **out) {
     struct ra__resume *x;
     const int64_t n = rd->ranks, rounded = 5 * 64, each = 4 + 2 * (int64_t)sizeof *r->list +
@@ -20485,13 +20496,13 @@ static ra_status ra__resume_alloc(ra_ring *r, const ra_resume_desc *rd, struct r
     return RA_OK;
 }
 
-/* The ring belongs to the new transport from here on. */
+/* Moves the ring to the new transport. */
 static void ra__resume_bind(ra_ring *r, struct ra__resume *x, const ra_resume_desc *rd,
                             const ra_transport *tp) {
     x->rd = *rd;
     x->n = rd->ranks;
     memcpy(x->rank, rd->survivors, (size_t)x->n * sizeof *x->rank);
-    for (int32_t i = 0; i < x->n; i++) x->peer[i].asked = -1;
+    for (int32_t i = 0; i < x->n; i++) x->peer[i].requested = -1;
     if (r->mr && r->tp.dereg) (void)r->tp.dereg(r->tp.ctx, r->mr);
     r->mr = NULL;
     r->has_transport = x->n > 1;
@@ -20537,10 +20548,10 @@ RINGATTN_API ra_status ra_resume_begin(ra_ring *ring, const ra_resume_desc *rd,
     if (s) ra__tp_turn_ends(&tp);
     if (s) return s;
     x->me = me;
-    ra__resume_look(ring);
+    ra__resume_note_state(ring);
     ra__resume_bind(ring, x, rd, &tp);
     ra__ring_agree(ring);
-    x->peer[x->me].heard = ra__resume_hello(ring);
+    x->peer[x->me].from_peer = ra__resume_hello(ring);
     ring->deadline = deadline_ns;
     ring->begin_ns = ra__ring_now(ring);
     ring->quiet = ring->crew.parted = 0;
