@@ -20872,21 +20872,17 @@ static ra__view ra__cache_cell(const ra_cache *c, const ra_tensors *t, ra__view 
 RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, int32_t sequence,
                                       int64_t position, const float *k, const float *v) {
     ra__view to[2];
-    int64_t row[2], rows[2];
-    ra_status s = RA_OK;
     if (!c || !t || !k || (!v && !c->d.v_in_k)) return RA_E_NULL;
     if (sequence < 0 || sequence >= c->d.sequences || position < 0 || position >= c->d.kv_tokens)
         return RA_E_RANGE;
     if (ra_cache_owner(c, position) != c->rank) return RA_OK;
-    row[0] = ra_cache_row(c, position);
-    row[1] = row[0] + 1;
-    rows[0] = 0;
-    rows[1] = ra_cache_rows(c);
-    s = ra__check_pages(&c->d, &t->pages, NULL);
+    const int64_t at = ra_cache_row(c, position), row[2] = { at, at + 1 };
+    const int64_t rows[2] = { 0, ra_cache_rows(c) };
+    ra_status s = ra__check_pages(&c->d, &t->pages, NULL);
     if (!s) s = ra__check_table(&c->d, &t->pages, sequence, row, NULL);
     if (!s) s = ra__check_keys(&c->d, t, rows, to, NULL);
     if (s) return s;
-    for (int i = 0; i < 2; i++) to[i] = ra__cache_cell(c, t, to[i], sequence, row[0]);
+    for (int i = 0; i < 2; i++) to[i] = ra__cache_cell(c, t, to[i], sequence, at);
     for (int32_t h = 0; h < c->d.kv_heads && !s; h++) {
         s = ra_convert((void *)(uintptr_t)(to[0].data + h * to[0].head), c->d.k_dtype,
                        k + h * c->d.k_dim, RA_F32, c->d.k_dim);
@@ -21330,13 +21326,9 @@ static int64_t ra__tile_items(const ra_cache *c, int64_t rows) {
     return items;
 }
 
-/* Where memory is shared: PASS_KV, which moves no keys then, if its items occupy all ranks. In the
- * form of decoding each rank better reads the keys that are near it. */
-static int32_t ra__cache_pays(const ra_cache *c) {
-    return ra__tile_items(c, RA__HOLD) >= c->ranks ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
-}
-
-/* PASS_KV if that moves fewer bytes and there is memory for it. Every rank comes to the same.
+/* What travels: keys if that moves fewer bytes and there is memory for them. Every rank makes the
+ * same choice. Where memory is shared keys do not move: PASS_KV if its items occupy all ranks. In
+ * the form of decoding each rank had better read the keys that are near it.
  * PERF: partial results are stored, moved, read and merged. 2 and 4 threads as ranks, 2 processors
  * of Zen 4, 8/2 heads of 64 in f32, 1 to 1024 new and 0 to 32768 cached tokens: 1 MB of them and of
  * their queries takes 230 to 410 us, 1 MB of keys 70. Unweighted, the way that is taken takes up to
@@ -21346,7 +21338,8 @@ static int32_t ra__cache_way(const ra_cache *c) {
     double q, part = 0, keys = 0;
     if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL || c->cd.way == RA_INFER_PASS_Q)
         return RA_INFER_PASS_Q;
-    if (c->shared && (c->cd.way != RA_INFER_PASS_KV || !c->rows)) return ra__cache_pays(c);
+    if (c->shared && (c->cd.way != RA_INFER_PASS_KV || !c->rows))
+        return ra__tile_items(c, RA__HOLD) >= c->ranks ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
     if (c->cd.way == RA_INFER_PASS_KV) return RA_INFER_PASS_KV;
     for (int32_t r = 0; r < c->ranks; r++) {
         int64_t rows, bytes = ra__keys_length(c, r, &rows);
@@ -21773,36 +21766,33 @@ static void ra__cache_place_q(ra_cache *c, int32_t rank, const uint8_t *from) {
     }
 }
 
-static float *ra__part_o(const ra_cache *c, ra__partials p, int64_t tree) {
-    return p.data + tree * p.rows * ra__partial_floats(&c->d);
+/* All heads of a row in the partial results of a subtree. */
+static ra__partial ra__tree_part(const ra_cache *c, ra__partials p, int64_t tree, int64_t row) {
+    const int64_t heads = c->d.q_heads;
+    float *data = p.data + tree * p.rows * ra__partial_floats(&c->d);
+    const ra__partial x = { data + row * heads * c->d.v_dim,
+                            data + (p.rows * c->d.v_dim + row) * heads, heads };
+    return x;
 }
 
-static float *ra__part_lse(const ra_cache *c, ra__partials p, int64_t tree) {
-    return ra__part_o(c, p, tree) + p.rows * c->d.q_heads * c->d.v_dim;
+static void ra__part_copy(const ra_cache *c, ra__partial to, ra__partial from) {
+    memcpy(to.o, from.o, (size_t)(from.step * c->d.v_dim) * sizeof(float));
+    memcpy(to.lse, from.lse, (size_t)from.step * sizeof(float));
 }
 
 static ra__partials ra__result_of(const ra_cache *c, int32_t rank) {
-    ra__partials p;
-    p.data = (float *)(void *)(c->result[rank] + RA__FRAME_BYTES);
-    p.rows = c->own_rows;
+    const ra__partials p = { (float *)(void *)(c->result[rank] + RA__FRAME_BYTES), c->own_rows };
     return p;
 }
 
 /* Partial results of a rank's rows, out of those of all rows. */
 static void ra__cache_pack_part(const ra_cache *c, int32_t rank, ra__partials to) {
-    const int64_t o = c->d.q_heads * c->d.v_dim, lse = c->d.q_heads;
-    ra__partials all;
-    all.data = (float *)(void *)c->part_out;
-    all.rows = c->rows;
+    const ra__partials all = { (float *)(void *)c->part_out, c->rows };
     for (int32_t s = 0; s < ra__rank_trees(c, c->rank); s++) {
         int64_t n = 0;
-        for (int64_t i = 0; i < c->rows; i++) {
-            if (c->lane_owner[ra__lane_of(c, c->all_pos[i])] != rank) continue;
-            memcpy(ra__part_o(c, to, s) + n * o, ra__part_o(c, all, s) + i * o, (size_t)o * 4);
-            memcpy(ra__part_lse(c, to, s) + n * lse, ra__part_lse(c, all, s) + i * lse,
-                   (size_t)lse * 4);
-            n++;
-        }
+        for (int64_t i = 0; i < c->rows; i++)
+            if (c->lane_owner[ra__lane_of(c, c->all_pos[i])] == rank)
+                ra__part_copy(c, ra__tree_part(c, to, s, n++), ra__tree_part(c, all, s, i));
     }
 }
 
@@ -21941,14 +21931,13 @@ static ra__partial ra__part_row(const ra_cache *c, ra__partial p, int64_t i) {
     return p;
 }
 
-static void ra__part_clear_row(const ra_cache *c, const ra__cache_item *x, ra__partial p) {
+/* Makes n rows of a partial result those of no keys. */
+static void ra__part_clear(const ra_cache *c, const ra__cache_item *x, ra__partial p, int64_t n) {
     const int32_t heads = ra__item_heads(c, x);
-    memset(p.o, 0, (size_t)(heads * c->d.v_dim) * sizeof(float));
-    for (int32_t h = 0; h < heads; h++) p.lse[h] = ra__neg_inf();
-}
-
-static void ra__part_clear(const ra_cache *c, const ra__cache_item *x, ra__partial p) {
-    for (int64_t i = 0; i < x->rows; i++) ra__part_clear_row(c, x, ra__part_row(c, p, i));
+    for (int64_t i = 0; i < n; i++, p = ra__part_row(c, p, 1)) {
+        memset(p.o, 0, (size_t)(heads * c->d.v_dim) * sizeof(float));
+        for (int32_t h = 0; h < heads; h++) p.lse[h] = ra__neg_inf();
+    }
 }
 
 static void ra__part_merge(const ra_cache *c, const ra__cache_item *x, ra__partial into,
@@ -21963,12 +21952,7 @@ static void ra__part_merge(const ra_cache *c, const ra__cache_item *x, ra__parti
 
 /* A view as a caller would give it. */
 static ra_in ra__view_in(ra__view v) {
-    ra_in in;
-    memset(&in, 0, sizeof in);
-    in.data = v.data;
-    in.batch_stride = v.batch;
-    in.token_stride = v.token;
-    in.head_stride = v.head;
+    const ra_in in = { v.data, v.batch, v.token, v.head };
     return in;
 }
 
@@ -21997,12 +21981,8 @@ static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lan
     if (!d->v_in_k) t->v = ra__view_in(v);
 }
 
-/* Queries of an item of a pool of several ranks, at its desk. */
-static ra__view ra__pool_queries(const ra_cache *c, const ra__cache_desk *y) {
-    return ra__view_packed(y->queries, ra__item_heads(c, &y->x), c->d.k_dim, c->d.q_dtype);
-}
-
-/* Packs them there, run by run of rows that one rank holds. */
+/* Packs the queries of an item of a pool of several ranks at its desk, run by run of rows that one
+ * rank holds. */
 static void ra__pool_gather(const ra_cache *c, ra__cache_desk *y) {
     const ra__cache_item *x = &y->x;
     const int64_t size = ra__row_bytes(c->d.q_dtype, c->d.k_dim), at = c->all_at[x->b] + x->row;
@@ -22029,15 +22009,15 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, co
     ra__view qv;
     ra_tensors *t = &y->t;
     if (c->pooled && c->ranks > 1)
-        qv = ra__view_at(ra__pool_queries(c, y), 0, 0, x->at_head * (int64_t)c->group);
+        qv = ra__view_at(ra__view_packed(y->queries, ra__item_heads(c, x), c->d.k_dim, d->q_dtype),
+                         0, 0, x->at_head * (int64_t)c->group);
     else if (q->packed) qv = ra__view_at(q->v, 0, at, q_head);
     else qv = ra__view_at(q->v, x->b + member, x->row, q_head);
     memset(t, 0, sizeof *t);
     d->tokens = x->solo ? 1 : x->rows;
     d->kv_tokens = row[1] - row[0];
-    t->q.data = qv.data;
-    t->q.token_stride = x->company > 1 && !q->packed ? qv.batch : qv.token;
-    t->q.head_stride = qv.head;
+    t->q = ra__view_in(qv);
+    if (x->company > 1 && !q->packed) t->q.token_stride = qv.batch;
     ra__lane_call_keys(c, y, lane, row, head, d);
     t->o.data = out.o + x->at_head * c->group * (int64_t)c->d.v_dim;
     t->o.token_stride = out.step * c->d.v_dim * (int64_t)sizeof(float);
@@ -22158,7 +22138,7 @@ static ra_status ra__company_some(const ra_cache *c, ra__cache_desk *y, int32_t 
         from = ra__max(whole[0], ra__lane_keys(c, lane, lo));
         x->solo = x->at_member + 1;
         if (from < row[1]) s = ra__leaf_some(c, y, lane, row, part, left);
-        else ra__part_clear_row(c, x, part);
+        else ra__part_clear(c, x, part, 1);
         x->solo = 0;
         if (s) return s;
     }
@@ -22174,7 +22154,7 @@ static ra_status ra__span_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     const int64_t first = ra__max(span * RA__SPAN, from / RA__LEAF);
     const int64_t last = ra__min((span + 1) * RA__SPAN, ra__ceil_div(to, RA__LEAF));
     if (first >= last || from >= to) {
-        ra__part_clear(c, x, out);
+        ra__part_clear(c, x, out, x->rows);
         return RA_OK;
     }
     for (x->at_leaf = ra__max(x->at_leaf, first); x->at_leaf < last; x->at_leaf++) {
@@ -22199,7 +22179,7 @@ static ra_status ra__slot_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     const int32_t local = lane - c->keys.first;
     if (*left <= 0) return RA_AGAIN;
     *left -= x->rows * ra__partial_floats(&c->d);
-    if (x->at_span == 0) ra__part_clear(c, x, out);
+    if (x->at_span == 0) ra__part_clear(c, x, out, x->rows);
     ra__part_merge(c, x, out, ra__part_packed(c, x, ra__span_slot(c, x->b, local, x->at_span)));
     return RA_OK;
 }
@@ -22216,7 +22196,7 @@ static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     const int64_t spans = ra__cache_spans(c, x->b);
     x->merges = x->walking && x->merges;
     if (row[0] >= row[1]) {
-        ra__part_clear(c, x, out);
+        ra__part_clear(c, x, out, x->rows);
         return RA_OK;
     }
     if (!x->few) return ra__tiles_some(c, y, lane, row, to, merges, left);
@@ -22262,7 +22242,7 @@ static ra__partial ra__item_sum(const ra_cache *c, const ra__cache_desk *y) {
 
 static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *left) {
     ra__cache_item *x = &y->x;
-    const int64_t row = (c->queries.at[x->b] + x->row) * c->d.q_heads + x->head * (int64_t)c->group;
+    const int64_t row = c->queries.at[x->b] + x->row, head = x->head * (int64_t)c->group;
     const int32_t rank = c->keys.rank, trees = c->pooled ? 1 : ra__rank_trees(c, rank);
     for (; x->at_tree < trees; x->at_tree++) {
         ra__subtree lanes = { 0, c->lanes };
@@ -22271,12 +22251,9 @@ static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *l
         for (; x->at_lane < lanes.last; x->at_lane++) {
             ra__partial to[RA__TREE_DEPTH + 1];
             int32_t n, closed;
-            to[0] = ra__item_sum(c, y);
-            if (!c->pooled) {
-                to[0].step = c->d.q_heads;
-                to[0].o = ra__part_o(c, c->out, x->at_tree) + row * c->d.v_dim;
-                to[0].lse = ra__part_lse(c, c->out, x->at_tree) + row;
-            }
+            to[0] = c->pooled ? ra__item_sum(c, y) : ra__tree_part(c, c->out, x->at_tree, row);
+            to[0].o += c->pooled ? 0 : head * c->d.v_dim;
+            to[0].lse += c->pooled ? 0 : head;
             n = ra__lane_places(c, y, lanes, x->at_lane, to, &closed);
             if (*left <= 0) return RA_AGAIN;
             ra_status s = ra__lane_some(c, y, x->at_lane, to + n, closed > 0, left);
@@ -22373,68 +22350,58 @@ static ra__cache_item ra__item_new(const ra_cache *c, int64_t n) {
 }
 
 /* -------------------------------------------------------------------------- the end of a call */
-/* O of lanes [first, last) of own row n, summed in the partial results of all ranks, and its LSE.
- * What other ranks may be receiving still is summed at the desk instead. */
-static float *ra__row_sum(const ra_cache *c, const ra__cache_desk *y, int64_t n,
-                          ra__subtree lanes, int32_t depth, float **lse) {
+/* Lanes [first, last) of own row n, summed in place in the partial results of all ranks. Those that
+ * other ranks may still be receiving are summed at the desk instead. */
+static ra__partial ra__row_sum(const ra_cache *c, const ra__cache_desk *y, int64_t n,
+                               ra__subtree lanes, int32_t depth) {
     const int32_t middle = lanes.first + (lanes.last - lanes.first + 1) / 2;
     const int32_t rank = c->lane_owner[lanes.first], heads = c->d.q_heads;
-    const int64_t dims = (int64_t)heads * c->d.v_dim;
     const ra__subtree left = { lanes.first, middle }, right = { middle, lanes.last };
     const int sent = rank == c->rank && c->ranks > 1 && c->cd.queries == RA_QUERIES_ALL;
-    float *sum, *part, *part_lse;
     for (int32_t i = c->tree_first[rank]; i < c->tree_first[rank + 1]; i++) {
-        const ra__partials p = ra__result_of(c, rank);
         if (c->tree[i].first != lanes.first || c->tree[i].last != lanes.last) continue;
-        part = ra__part_o(c, p, i - c->tree_first[rank]) + n * dims;
-        part_lse = ra__part_lse(c, p, i - c->tree_first[rank]) + n * heads;
-        sum = sent ? y->part[depth] : part;
-        *lse = sent ? sum + dims : part_lse;
-        if (sent) memcpy(sum, part, (size_t)dims * 4);
-        if (sent) memcpy(*lse, part_lse, (size_t)heads * 4);
-        return sum;
+        const ra__partial part = ra__tree_part(c, ra__result_of(c, rank), i - c->tree_first[rank],
+                                               n);
+        const ra__partial copy = { y->part[depth], y->part[depth] + heads * c->d.v_dim, heads };
+        if (sent) ra__part_copy(c, copy, part);
+        return sent ? copy : part;
     }
-    sum = ra__row_sum(c, y, n, left, depth, lse);
-    part = ra__row_sum(c, y, n, right, depth + 1, &part_lse);
-    c->tile_kernel->merge(sum, *lse, 1, part, part_lse, heads, c->d.v_dim);
+    const ra__partial sum = ra__row_sum(c, y, n, left, depth);
+    const ra__partial part = ra__row_sum(c, y, n, right, depth + 1);
+    c->tile_kernel->merge(sum.o, sum.lse, 1, part.o, part.lse, heads, c->d.v_dim);
     return sum;
 }
 
-/* Query heads [first, first + count). */
-typedef struct ra__heads { int32_t first, count; } ra__heads;
-
-/* Writes some heads of row i of sequence b of a rank. */
-static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, ra__heads heads, float *sum,
-                               float *lse) {
+/* Writes the heads [first, first + heads) of row i of sequence b to O and LSE. Changes `sum`. */
+static ra_status ra__row_write(const ra_cache *c, int32_t b, int64_t i, int32_t first,
+                               int32_t heads, ra__partial sum) {
     ra_status s = RA_OK;
-    for (int32_t h = 0; h < heads.count && !s; h++, sum += c->d.v_dim) {
-        ra__view o = ra__view_at(c->o, b, i, heads.first + h);
-        ra__view l = ra__view_at(c->lse, b, i, heads.first + h);
+    for (int32_t h = 0; h < heads && !s; h++, sum.o += c->d.v_dim, sum.lse++) {
+        ra__view o = ra__view_at(c->o, b, i, first + h);
+        ra__view l = ra__view_at(c->lse, b, i, first + h);
         if (c->d.scores & RA_SCORE_SINKS) {
-            const float own = c->t.sinks[heads.first + h];
-            const double sink = (double)own, was = (double)lse[h];
+            const float own = c->t.sinks[first + h];
+            const double sink = (double)own, was = (double)*sum.lse;
             const double top = sink > was ? sink : was;
             const double all = ra__exp(was - top) + ra__exp(sink - top);
-            const double factor = ra__is_neg_inf(lse[h]) ? 0.0 : ra__exp(was - top) / all;
-            for (int32_t j = 0; j < c->d.v_dim; j++) sum[j] = (float)((double)sum[j] * factor);
-            lse[h] = ra__is_neg_inf(lse[h]) ? own : (float)(top + ra__log(all));
+            const double factor = ra__is_neg_inf(*sum.lse) ? 0.0 : ra__exp(was - top) / all;
+            for (int32_t j = 0; j < c->d.v_dim; j++) sum.o[j] = (float)((double)sum.o[j] * factor);
+            *sum.lse = ra__is_neg_inf(*sum.lse) ? own : (float)(top + ra__log(all));
         }
-        if (l.data) memcpy((void *)(uintptr_t)l.data, &lse[h], sizeof lse[h]);
-        s = ra_convert((void *)(uintptr_t)o.data, c->d.o_dtype, sum, RA_F32, c->d.v_dim);
+        if (l.data) memcpy((void *)(uintptr_t)l.data, sum.lse, sizeof *sum.lse);
+        s = ra_convert((void *)(uintptr_t)o.data, c->d.o_dtype, sum.o, RA_F32, c->d.v_dim);
     }
     return s;
 }
 
 static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
     const ra__subtree all = { 0, c->lanes };
-    const ra__heads heads = { 0, c->d.q_heads };
     const int64_t first = y->x.n * c->write_rows;
     ra_status s = RA_OK;
     int32_t b = 0;
     for (int64_t i = first; i < c->own_rows && i < first + c->write_rows && !s; i++) {
         while (i >= c->own_at[b + 1]) b++;
-        float *lse, *sum = ra__row_sum(c, y, i, all, 0, &lse);
-        s = ra__row_write(c, b, i - c->own_at[b], heads, sum, lse);
+        s = ra__row_write(c, b, i - c->own_at[b], 0, c->d.q_heads, ra__row_sum(c, y, i, all, 0));
     }
     return s;
 }
@@ -22443,7 +22410,6 @@ static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
  * sequence of its own. */
 static ra_status ra__pool_write(const ra_cache *c, const ra__cache_desk *y) {
     const ra__cache_item *x = &y->x;
-    const ra__heads heads = { x->head * c->group, ra__item_heads(c, x) };
     const int64_t at = c->queries.at[x->b] + x->row;
     const int together = x->company > 1;
     ra_status s = RA_OK;
@@ -22455,7 +22421,8 @@ static ra_status ra__pool_write(const ra_cache *c, const ra__cache_desk *y) {
             to = c->peer[c->lane_owner[ra__lane_of(c, c->all_pos[at + i])]];
             row = c->all_row[at + i];
         }
-        s = ra__row_write(to, x->b + (together ? (int32_t)i : 0), row, heads, sum.o, sum.lse);
+        s = ra__row_write(to, x->b + (together ? (int32_t)i : 0), row, x->head * c->group,
+                          ra__item_heads(c, x), sum);
     }
     return s;
 }
