@@ -21170,9 +21170,14 @@ RINGATTN_API size_t ra_cache_workspace(const ra_desc *d, const ra_cache_desc *cd
     return (size_t)ra__cache_bytes(&c, d->error);
 }
 
-/* Bytes of a rank's partial results of some rows. */
+/* Bytes of a message of rows; without rows there is none. */
+static int64_t ra__rows_message(int64_t rows, int64_t row_bytes) {
+    return rows ? RA__FRAME_BYTES + rows * row_bytes : 0;
+}
+
+/* Bytes of a message with a rank's partial results of some rows. */
 static int64_t ra__part_length(const ra_cache *c, int32_t rank, int64_t rows) {
-    return RA__FRAME_BYTES + rows * 4 * ra__partial_floats(&c->d) * ra__rank_trees(c, rank);
+    return ra__rows_message(rows, 4 * ra__partial_floats(&c->d) * ra__rank_trees(c, rank));
 }
 
 /* Longest message except those of keys. */
@@ -21354,89 +21359,79 @@ static int32_t ra__cache_way(const ra_cache *c) {
     return keys < q ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
 }
 
-/* Adds a swap. A side of it may be empty: nothing moves there. */
-static void ra__swap_add(ra_cache *c, ra__swap s) {
-    for (int side = 0; side < 2; side++) {
-        if (s.side[side].op.len) continue;
-        s.side[side].op.peer = RA_NO_PEER;
-        s.side[side].op.buf = NULL;
-        s.side[side].state = RA__SWAP_DONE;
+/* One side of a swap: len 0: nothing moves there. */
+typedef struct ra__swap_message { uint8_t *buf; int64_t len; int32_t after; } ra__swap_message;
+
+/* Adds a swap: `out` goes to the rank `ahead` ranks on, `in` comes from the one as many before. */
+static void ra__swap_add(ra_cache *c, int32_t kind, int32_t ahead, const ra__swap_message *out,
+                         const ra__swap_message *in) {
+    ra__swap *x = &c->swap[c->swaps++];
+    memset(x, 0, sizeof *x);
+    x->kind = kind;
+    for (int i = 0; i < 2; i++) {
+        const ra__swap_message *m = i == RA__SWAP_OUT ? out : in;
+        ra__swap_side *side = &x->side[i];
+        side->after = m->after;
+        side->state = m->len ? RA__SWAP_IDLE : RA__SWAP_DONE;
+        side->op.peer = (c->rank + (i == RA__SWAP_OUT ? ahead : c->ranks - ahead)) % c->ranks;
+        if (!m->len) side->op.peer = RA_NO_PEER;
+        side->op.buf = m->len ? m->buf : NULL;
+        side->op.len = (size_t)m->len;
     }
-    c->swap[c->swaps++] = s;
 }
 
-/* A message of a pool: 0 and 1 are sent, at its beginning and its end; 2 r + 2 and 2 r + 3 come
- * from rank r. */
+/* Number i of the messages of a pool: 0 and 1 are sent, at its beginning and its end; 2 r + 2 and
+ * 2 r + 3 come from rank r. */
 static uint8_t *ra__pool_note(const ra_cache *c, int64_t i) { return c->notes + i * c->note_bytes; }
 
 static void ra__pool_swaps(ra_cache *c) {
     for (int32_t end = 0; end < 2; end++)
         for (int32_t s = 1; s < c->ranks; s++) {
-            ra__swap x;
-            ra_transport_op *in = &x.side[RA__SWAP_IN].op, *out = &x.side[RA__SWAP_OUT].op;
-            memset(&x, 0, sizeof x);
-            x.kind = end ? RA__FRAME_POOL_END : RA__FRAME_POOL;
-            x.side[RA__SWAP_OUT].after = end;
-            out->peer = (c->rank + s) % c->ranks;
-            in->peer = (c->rank + c->ranks - s) % c->ranks;
-            out->buf = ra__pool_note(c, end);
-            in->buf = ra__pool_note(c, 2 * in->peer + 2 + end);
-            out->len = in->len = (size_t)(end ? (int)RA__FRAME_BYTES : (int)RA__NOTE_BYTES);
-            ra__swap_add(c, x);
+            const int32_t from = (c->rank + c->ranks - s) % c->ranks;
+            const int64_t bytes = end ? (int64_t)RA__FRAME_BYTES : (int64_t)RA__NOTE_BYTES;
+            const ra__swap_message out = { ra__pool_note(c, end), bytes, end };
+            const ra__swap_message in = { ra__pool_note(c, 2 * from + 2 + end), bytes, 0 };
+            ra__swap_add(c, end ? RA__FRAME_POOL_END : RA__FRAME_POOL, s, &out, &in);
         }
     c->stages = 1;
 }
 
-/* Messages of a call, in an order that is the same on all ranks: swap number i of one is swap
- * number i of its peers. */
-static void ra__cache_swaps(ra_cache *c) {
-    const int own = c->cd.queries == RA_QUERIES_OWN;
-    const int64_t q = ra__query_bytes(&c->d), mine = c->rank_rows[c->rank];
-    ra__swap x;
-    ra_transport_op *in = &x.side[RA__SWAP_IN].op, *out = &x.side[RA__SWAP_OUT].op;
+/* Keys of this rank to the one `s` ranks on, and those of the one as many before to this one. */
+static void ra__keys_swap(ra_cache *c, int32_t s) {
+    const int32_t to = (c->rank + s) % c->ranks, from = (c->rank + c->ranks - s) % c->ranks;
     int64_t rows;
+    ra__swap_message out = { c->kv_send, ra__keys_length(c, c->rank, &rows), 0 };
+    if (!rows || !c->rank_rows[to]) out.len = 0;
+    ra__swap_message in = { c->kv_recv[s % 2], ra__keys_length(c, from, &rows), s > 2 ? s - 1 : 0 };
+    if (!rows || !c->own_rows) in.len = 0;
+    ra__swap_add(c, RA__FRAME_KV, s, &out, &in);
+}
+
+/* The messages of a call, in the same order on all ranks: swap i of a rank meets swap i of its
+ * peers. */
+static void ra__cache_swaps(ra_cache *c) {
+    const int own = c->cd.queries == RA_QUERIES_OWN, keys = c->way == RA_INFER_PASS_KV;
+    const int64_t row = ra__query_bytes(&c->d), *rows = c->rank_rows;
     c->swaps = 0;
+    c->stages = keys ? c->ranks + 1 : 2;
     if (c->pooled) {
         ra__pool_swaps(c);
         return;
     }
     for (int32_t s = 1; s < c->ranks && own; s++) {
-        memset(&x, 0, sizeof x);
-        out->peer = (c->rank + s) % c->ranks;
-        in->peer = (c->rank + c->ranks - s) % c->ranks;
-        if (c->way == RA_INFER_PASS_KV) {
-            x.kind = RA__FRAME_KV;
-            out->buf = c->kv_send;
-            in->buf = c->kv_recv[s % 2];
-            x.side[RA__SWAP_IN].after = s > 2 ? s - 1 : 0;
-            out->len = (size_t)ra__keys_length(c, c->rank, &rows);
-            if (!rows || !c->rank_rows[out->peer]) out->len = 0;
-            in->len = (size_t)ra__keys_length(c, in->peer, &rows);
-            if (!rows || !mine) in->len = 0;
-        } else {
-            x.kind = RA__FRAME_Q;
-            out->buf = c->q_send;
-            in->buf = c->q_recv[in->peer];
-            if (mine) out->len = (size_t)(RA__FRAME_BYTES + mine * q);
-            rows = c->rank_rows[in->peer];
-            if (rows) in->len = (size_t)(RA__FRAME_BYTES + rows * q);
-        }
-        ra__swap_add(c, x);
+        const int32_t from = (c->rank + c->ranks - s) % c->ranks;
+        const ra__swap_message out = { c->q_send, ra__rows_message(rows[c->rank], row), 0 };
+        const ra__swap_message in = { c->q_recv[from], ra__rows_message(rows[from], row), 0 };
+        if (keys) ra__keys_swap(c, s);
+        else ra__swap_add(c, RA__FRAME_Q, s, &out, &in);
     }
-    for (int32_t s = 1; s < c->ranks && c->way == RA_INFER_PASS_Q; s++) {
-        memset(&x, 0, sizeof x);
-        x.kind = RA__FRAME_PART;
-        out->peer = (c->rank + c->ranks - s) % c->ranks;
-        in->peer = (c->rank + s) % c->ranks;
-        out->buf = own ? c->part_send[out->peer] : c->result[c->rank];
-        in->buf = c->result[in->peer];
-        x.side[RA__SWAP_OUT].after = 1;
-        rows = own ? c->rank_rows[out->peer] : c->rows;
-        if (rows) out->len = (size_t)ra__part_length(c, c->rank, rows);
-        if (c->own_rows) in->len = (size_t)ra__part_length(c, in->peer, c->own_rows);
-        ra__swap_add(c, x);
+    for (int32_t s = 1; s < c->ranks && !keys; s++) {
+        const int32_t to = (c->rank + c->ranks - s) % c->ranks, from = (c->rank + s) % c->ranks;
+        const ra__swap_message out = { own ? c->part_send[to] : c->result[c->rank],
+                                  ra__part_length(c, c->rank, own ? rows[to] : c->rows), 1 };
+        const ra__swap_message in = { c->result[from], ra__part_length(c, from, c->own_rows), 0 };
+        ra__swap_add(c, RA__FRAME_PART, c->ranks - s, &out, &in);
     }
-    c->stages = c->way == RA_INFER_PASS_KV ? c->ranks + 1 : 2;
 }
 
 /* Spans of the longest lane of a sequence, or of those in its company. */
