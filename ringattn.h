@@ -11470,6 +11470,8 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
     const int32_t group = d->q_heads / d->kv_heads;
     const int64_t left = ra__chunk_blocks(&item->c) - i;
     const int64_t panel = t->panel0 + t->count + x->prefetched;
+    const int64_t k_bytes = ra__row_bytes(d->k_dtype, d->k_dim);
+    const int64_t v_bytes = d->v_in_k ? 0 : ra__row_bytes(d->v_dtype, d->v_dim);
     int64_t rows = 0;
     ra__prefetch_list *a = &x->ahead;
     memset(a, 0, sizeof *a);
@@ -11477,19 +11479,18 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
     a->next_pos = -1;
     if (left > 0) {
         int32_t which;
-        ra__seg s = ra__chunk_block(&item->c, b->w->order, i, &which);
-        if (!item->pos[which]) a->next_pos = (int32_t)s.pos;
-    }
-    if (left > 0 && (i >= x->most - 1 || x->ready[i].keys.n == 0)) {
-        int32_t which;
-        ra__seg s = ra__chunk_block(&item->c, b->w->order, i, &which);
+        const int32_t *pos;
+        ra__seg s = ra__item_block(b->w, item, i, &which, &pos);
         ra__keys keys = ra__block_keys(item, which, &s, t->kv_head, NULL);
-        ra__prefetch_add(a, keys.k, keys.k_stride, keys.n, ra__row_bytes(d->k_dtype, d->k_dim));
-        if (!d->v_in_k)
-            ra__prefetch_add(a, keys.v, keys.v_stride, keys.n, ra__row_bytes(d->v_dtype, d->v_dim));
-    } else if (left > 0) {
-        ra__prefetch_add(a, x->store.k + i * x->size.k, 256, x->size.k / 256, 256);
-        ra__prefetch_add(a, x->store.v + i * x->size.v, 256, x->size.v / 256, 256);
+        const int kept = i < x->most - 1 && x->ready[i].keys.n > 0;
+        if (!pos) a->next_pos = (int32_t)s.pos;
+        if (kept) {
+            ra__prefetch_add(a, x->store.k + i * x->size.k, 256, x->size.k / 256, 256);
+            ra__prefetch_add(a, x->store.v + i * x->size.v, 256, x->size.v / 256, 256);
+        } else {
+            ra__prefetch_add(a, keys.k, keys.k_stride, keys.n, k_bytes);
+            ra__prefetch_add(a, keys.v, keys.v_stride, keys.n, v_bytes);
+        }
     }
     if (x->prefetched < x->next && left < x->next - x->prefetched) {
         const int64_t o_bytes = ra__row_bytes(d->o_dtype, d->v_dim);
@@ -11515,9 +11516,9 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
                            const ra__grads *g, ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
     int32_t which;
-    ra__seg s = ra__chunk_block(&item->c, b->w->order, i, &which);
+    const int32_t *pos;
+    ra__seg s = ra__item_block(b->w, item, i, &which, &pos);
     int64_t row = s.row - item->c.seg[which].row;
-    const int32_t *pos = item->pos[which] ? item->pos[which] + row : NULL;
     ra__view dk = ra__view_at(g->dk[which], 0, row, 0), dv = ra__view_at(g->dv[which], 0, row, 0);
     ra__back_job *tile = x->tile;
     int32_t count = 0;
@@ -11563,10 +11564,9 @@ static int ra__back_any(const ra__back *b, const ra__task *t, const ra__item *it
     int any = 0;
     int64_t blocks = ra__chunk_blocks(&item->c);
     int32_t which;
+    const int32_t *pos;
     for (int64_t i = 0; i < blocks && !any; i++) {
-        ra__seg s = ra__chunk_block(&item->c, b->w->order, i, &which);
-        const int32_t *pos = item->pos[which];
-        if (pos) pos += s.row - item->c.seg[which].row;
+        ra__seg s = ra__item_block(b->w, item, i, &which, &pos);
         any = ra__back_kinds(b, t, &s, pos, x) != RA__EMPTY;
     }
     if (any) x->tally = before;
