@@ -11939,22 +11939,29 @@ static void ra__local_save(const ra__local *c, ra__local_walk *w) {
     w->loaded = 0;
 }
 
+/* The number n of kv heads per task, 1 to `most`, with which nth threads share the (sequence, kv
+ * head) pairs most evenly; of equal ones the largest. 1 if `most` is 0. */
+static int32_t ra__even_heads(const ra_desc *d, int64_t most, int nth) {
+    int64_t least = INT64_MAX;
+    int32_t best = 1;
+    for (int32_t n = (int32_t)most; n > 0; n--) {
+        const int64_t tasks = d->sequences * ra__ceil_div(d->kv_heads, n);
+        const int64_t heads = ra__ceil_div(tasks, nth) * n;            /* of the busiest thread */
+        if (heads < least) { least = heads; best = n; }
+    }
+    return best;
+}
+
 /* kv heads of a task of (token, head) pairs with at most `panels` panels, as many as nth threads
  * can share evenly, if the heads of a token are adjacent and the kernel takes block by block.
  * PERF: memory is read in the order of its addresses. Zen 4, 8 tokens, 32/8 heads of D 128, 32768
  * keys, one thread, one head -> 8: bf16 38.6 -> 26.9 ms, f16 61 -> 50, f32 61 -> 55; 16 tokens:
  * 62 -> 47, 106 -> 88, 98 -> 90. */
 static int32_t ra__local_heads(const ra__local *c, int32_t panels, int32_t batch, int nth) {
-    int64_t all = 1, least = INT64_MAX;
-    int32_t best = 1;
+    int64_t all = 1;
     if (!c->pairs || batch > 1 || !ra__local_beside(c)) return 1;
     for (int32_t b = 0; b < c->d.sequences; b++) all = ra__max(all, ra__local_blocks(c, b));
-    for (int32_t n = (int32_t)ra__min(c->d.kv_heads, panels / all); n > 0; n--) {
-        const int64_t tasks = c->d.sequences * ra__ceil_div(c->d.kv_heads, n);
-        const int64_t turns = ra__ceil_div(tasks, nth) * n;
-        if (turns < least) { least = turns; best = n; }
-    }
-    return best;
+    return ra__even_heads(&c->d, ra__min(c->d.kv_heads, panels / all), nth);
 }
 
 /* Panels of a task: fewer if threads would otherwise have no work. */
@@ -12189,16 +12196,8 @@ static int64_t ra__decode_slots(const ra_desc *d) {
 
 /* kv heads of a task: as many as nth threads can share evenly, or all if they share out keys. */
 static int32_t ra__decode_heads(const ra_desc *d, int nth) {
-    const int64_t turns_least = ra__ceil_div(d->kv_heads, RA__DECODE_HEADS);
-    int32_t best = 1, most = (int32_t)ra__ceil_div(d->kv_heads, turns_least);
-    int64_t least = INT64_MAX;
-    if (nth == 1 || ra__decode_shares(d)) return most;
-    for (int32_t n = most; n > 0; n--) {
-        int64_t tasks = d->sequences * ra__ceil_div(d->kv_heads, n);
-        int64_t turns = ra__ceil_div(tasks, nth) * n;
-        if (turns < least) { least = turns; best = n; }
-    }
-    return best;
+    const int64_t most = ra__ceil_div(d->kv_heads, ra__ceil_div(d->kv_heads, RA__DECODE_HEADS));
+    return nth == 1 || ra__decode_shares(d) ? (int32_t)most : ra__even_heads(d, most, nth);
 }
 
 /* Position of row i and what it sees. */
