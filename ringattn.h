@@ -9510,22 +9510,35 @@ static ra_status ra__check_apart(const ra_desc *d, const ra_tensors *t, const in
     return RA_OK;
 }
 
-/* Steps of a bias: bytes, and 0 where elements are shared. */
-static ra_status ra__check_steps(const int64_t step[4], int64_t element, const char *field,
-                                 ra_error *e) {
-    for (int i = 0; i < 4; i++)
+/* Steps of a bias with these numbers of sequences, heads, rows and keys: bytes, and 0 where
+ * elements are shared. */
+static ra_status ra__check_steps(const int64_t step[4], const int64_t count[4], int64_t element,
+                                 const char *field, ra_error *e) {
+    int64_t all = 0;
+    for (int i = 0; i < 4; i++) {
         if (step[i] < 0 || (step[i] & (element - 1)))
             return ra__refuse(e, RA_E_STRIDE, field,
                               element == 2 ? "step # is negative or not a multiple of 2"
                                            : "step # is negative or not a multiple of 4, the bytes "
                                              "of f32 (dtype 0)", step[i]);
+        all = ra__add_sat(all, ra__mul_sat(step[i], count[i]));
+        if (all >= INT64_MAX / 2)
+            return ra__refuse(e, RA_E_OVERFLOW, field, "step # overflows 62 bits", step[i]);
+    }
     return RA_OK;
 }
 
-/* Pointers of score changes are given if and only if the descriptor says so. */
-static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, ra_error *e) {
+/* Keys that a bias has: positions are below RA_MAX_POSITION. */
+RA__INLINE int64_t ra__bias_keys(int64_t keys) {
+    return ra__max(0, ra__min(keys, RA_MAX_POSITION));
+}
+
+/* What changes scores is given if and only if the descriptor says so. rows: of queries. */
+static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, int64_t rows,
+                                  ra_error *e) {
     const ra_bias *b = &t->bias;
     const int64_t steps[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
+    const int64_t counts[4] = { d->sequences, d->q_heads, rows, ra__bias_keys(b->keys) };
     ra__checks x = { e, RA_OK };
     ra__refuse_if(&x, !(d->scores & RA_SCORE_ALIBI) != !t->alibi, t->alibi ? RA_E_SHAPE : RA_E_NULL,
                   "t.alibi", "must be set if and only if scores has RA_SCORE_ALIBI; scores is #",
@@ -9541,7 +9554,7 @@ static ra_status ra__check_scores(const ra_desc *d, const ra_tensors *t, ra_erro
     ra__refuse_if(&x, b->dtype < 0 || b->dtype > RA_BF16, RA_E_ENUM, "t.bias.dtype",
                   "# is not RA_F32, RA_F16 or RA_BF16", b->dtype);
     if (x.status) return x.status;
-    return ra__check_steps(steps, b->dtype > RA_F32 ? 2 : 4, "t.bias", e);
+    return ra__check_steps(steps, counts, b->dtype > RA_F32 ? 2 : 4, "t.bias", e);
 }
 
 /* Positions are below this. Those of queries must have an entry in the caller's intervals. */
@@ -9556,6 +9569,9 @@ static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_
     const char *field = keys ? "t.k_pos" : "t.q_pos";
     if (p->batch_step < 0)
         return ra__refuse_part(e, RA_E_STRIDE, field, ".batch_step", "# is negative",
+                               p->batch_step);
+    if (ra__mul_sat(p->batch_step, 4 * (int64_t)d->sequences) == INT64_MAX)
+        return ra__refuse_part(e, RA_E_OVERFLOW, field, ".batch_step", "# overflows",
                                p->batch_step);
     if (p->count != rows)
         return ra__refuse_part(e, RA_E_POSITIONS, field, ".count", "# is not the number of rows",
@@ -9620,6 +9636,8 @@ static ra_status ra__check_pages(const ra_desc *d, const ra_pages *p, ra_error *
                   d->page_tokens);
     ra__refuse_if(&x, p->batch_step < 0, RA_E_STRIDE, "t.pages.batch_step", "# is negative",
                   p->batch_step);
+    ra__refuse_if(&x, ra__mul_sat(p->batch_step, 4 * (int64_t)d->sequences) == INT64_MAX,
+                  RA_E_OVERFLOW, "t.pages.batch_step", "# overflows", p->batch_step);
     ra__refuse_if(&x, p->count < 1 || p->count > INT32_MAX, RA_E_RANGE, "t.pages.count",
                   "# is not in 1..2^31-1", p->count);
     ra__refuse_if(&x, p->first < 0 || p->first >= d->page_tokens, RA_E_RANGE, "t.pages.first",
@@ -9643,7 +9661,7 @@ static ra_status ra__check_table(const ra_desc *d, const ra_pages *p, int32_t b,
 /* Views and score pointers of a call with these numbers of rows. */
 static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                    ra__work *w, ra__view kv[2], ra_error *e) {
-    ra_status s = ra__check_scores(d, t, e);
+    ra_status s = ra__check_scores(d, t, rows[0], e);
     if (!s) s = ra__check_pages(d, &t->pages, e);
     if (!s) s = ra__check_tensor(d, t, rows, RA__TENSOR_Q, &w->q, e);
     if (!s) s = ra__check_keys(d, t, rows, kv, e);
@@ -9710,8 +9728,7 @@ static int ra__strides_overlap(const int64_t stride[4], const int64_t count[4]) 
 
 static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64_t rows) {
     const ra_bias_out *b = &t->d_bias;
-    const int64_t keys = ra__min(b->keys, RA_MAX_POSITION); /* positions are below it */
-    const int64_t counts[4] = { d->sequences, d->q_heads, rows, keys };
+    const int64_t counts[4] = { d->sequences, d->q_heads, rows, ra__bias_keys(b->keys) };
     const int64_t steps[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
     ra_error *e = d->error;
     ra__checks x = { e, RA_OK };
@@ -9720,7 +9737,7 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
         return ra__refuse(e, RA_E_SHAPE, "t.d_bias", "needs RA_SCORE_BIAS; scores is #", d->scores);
     if (b->keys < 1)
         return ra__refuse(e, RA_E_RANGE, "t.d_bias.keys", "# is not positive", b->keys);
-    x.status = ra__check_steps(steps, 4, "t.d_bias", e);
+    x.status = ra__check_steps(steps, counts, 4, "t.d_bias", e);
     if (x.status) return x.status;
     ra__refuse_if(&x, !b->batch_step && d->sequences > 1 && rows, RA_E_SHAPE, "t.d_bias.batch_step",
                   "is 0, which would add up # sequences", d->sequences);
@@ -12729,16 +12746,43 @@ static int64_t ra__local_bytes(const ra_desc *d) {
     return bytes;
 }
 
-static ra_status ra__check_who(int ith, int nth, ra_error *e) {
-    if (nth < 1 || nth > 4096) return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", nth);
-    if (ith < 0 || ith >= nth) return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", ith);
+static ra_status ra__check_who(ra__thread who, ra_error *e) {
+    if (who.nth < 1 || who.nth > 4096)
+        return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", who.nth);
+    if (who.ith < 0 || who.ith >= who.nth)
+        return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", who.ith);
     return RA_OK;
 }
 
+/* Bytes of a workspace at any address: `shared`, and `need` for each of nth threads. INT64_MAX if
+ * that overflows. */
+static int64_t ra__workspace_total(int64_t shared, int64_t need, int nth) {
+    return ra__add_sat(64 + shared, ra__mul_sat(need, nth));
+}
+
+/* The same for the caller. 0 if a size_t does not hold it, which is refused. */
+static size_t ra__workspace_bytes(int64_t shared, int64_t need, int nth, ra_error *e) {
+    const int64_t bytes = ra__workspace_total(shared, need, nth);
+    if (bytes < INT64_MAX && (uint64_t)bytes <= SIZE_MAX) return (size_t)bytes;
+    (void)ra__refuse(e, RA_E_OVERFLOW, "nth", "workspaces of # threads overflow a size_t", nth);
+    return 0;
+}
+
+/* Points *base at the first multiple of 64 in such a workspace, or refuses. */
+static ra_status ra__check_workspace(void *workspace, size_t bytes, int64_t shared, int64_t need,
+                                     int nth, ra_error *e, uint8_t **base) {
+    *base = ra__workspace_align(workspace, &bytes);
+    if (bytes >= (size_t)shared && (int64_t)((bytes - (size_t)shared) / (size_t)nth) >= need)
+        return RA_OK;
+    return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes",
+                      ra__workspace_total(shared, need, nth));
+}
+
 RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
+    const ra__thread who = { 0, nth };
     ra__local c;
-    if (!d || ra__check_who(0, nth, d->error) || ra__local_check(d, NULL, &c)) return 0;
-    return (size_t)(64 + ra__local_shared(&c.d, nth) + ra__local_bytes(&c.d) * nth);
+    if (!d || ra__check_who(who, d->error) || ra__local_check(d, NULL, &c)) return 0;
+    return ra__workspace_bytes(ra__local_shared(&c.d, nth), ra__local_bytes(&c.d), nth, d->error);
 }
 
 RA__NOINLINE void ra__local_on_stack(const ra__local *c, int decode) {
@@ -12773,7 +12817,8 @@ static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes,
                               int decode) {
     ra_error *e = c->d.error;
     int64_t need, shared;
-    ra_status s = ra__check_who(who.ith, who.nth, e);
+    uint8_t *base = NULL;
+    ra_status s = ra__check_who(who, e);
     if (s) return s;
     if (!workspace) {
         if (who.nth > 1)
@@ -12788,12 +12833,10 @@ static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes,
         else ra__local_on_stack(c, decode);
         return RA_OK;
     }
-    uint8_t *base = ra__workspace_align(workspace, &bytes);
     shared = ra__local_shared(&c->d, who.nth);
     need = ra__local_bytes(&c->d);
-    if (bytes < (size_t)shared || (int64_t)((bytes - (size_t)shared) / (size_t)who.nth) < need)
-        return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes",
-                          64 + shared + need * who.nth);
+    s = ra__check_workspace(workspace, bytes, shared, need, who.nth, e, &base);
+    if (s) return s;
     uint8_t *memory = base + shared + need * who.ith;
     const int32_t heads = ra__decode_heads(&c->d, who.nth);
     if (decode) ra__decode_run(c, heads, memory, base, who);
@@ -13162,9 +13205,9 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
     p.want_q = p.want_k = p.parts = 1;
     memset(&g, 0, sizeof g);
     g.bias = 1;
-    for (int32_t i = 0; i < d->sequences * d->kv_heads; i++) {
-        p.t.sequence = i / d->kv_heads;
-        p.t.kv_head = i % d->kv_heads;
+    for (int64_t i = 0; i < (int64_t)d->sequences * d->kv_heads; i++) {
+        p.t.sequence = (int32_t)(i / d->kv_heads);
+        p.t.kv_head = (int32_t)(i % d->kv_heads);
         ra__share_blocks(d, &p, ra__side_blocks(&l->c.w.q_side, p.t.sequence));
         if (into->d_q) {
             g.dq = ra__view_packed((const uint8_t *)into->d_q, d->q_heads, d->k_dim, RA_F32);
@@ -13177,27 +13220,25 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
 }
 
 /* Points *memory at the part of thread ith, or refuses. */
-static ra_status ra__back_workspace(const ra_desc *d, void *workspace, size_t bytes, int ith,
-                                    int nth, uint8_t **memory) {
-    int64_t need = ra__back_bytes(d);
-    ra_error *e = d->error;
-    ra_status s = ra__check_who(ith, nth, e);
-    if (s) return s;
-    if (!workspace) return ra__refuse(e, RA_E_NULL, "workspace", "is required", 0);
-    *memory = ra__workspace_align(workspace, &bytes) + need * ith;
-    if ((int64_t)(bytes / (size_t)nth) < need)
-        return ra__refuse(e, RA_E_WORKSPACE, "workspace", "needs # bytes", 64 + need * nth);
-    return RA_OK;
+static ra_status ra__back_workspace(const ra_desc *d, void *workspace, size_t bytes,
+                                    ra__thread who, uint8_t **memory) {
+    const int64_t need = ra__back_bytes(d);
+    ra_status s = ra__check_who(who, d->error);
+    if (!s && !workspace) s = ra__refuse(d->error, RA_E_NULL, "workspace", "is required", 0);
+    if (!s) s = ra__check_workspace(workspace, bytes, 0, need, who.nth, d->error, memory);
+    if (!s) *memory += need * who.ith;
+    return s;
 }
 
 RINGATTN_API size_t ra_attention_backward_bytes(const ra_desc *d, int nth) {
+    const ra__thread who = { 0, nth };
     ra__local c;
-    if (!d || ra__check_who(0, nth, d->error) || ra__local_check(d, NULL, &c)) return 0;
+    if (!d || ra__check_who(who, d->error) || ra__local_check(d, NULL, &c)) return 0;
     if (!c.d.train) {
         ra__refuse(d->error, RA_E_SHAPE, "train", "must be 1 for gradients, is #", c.d.train);
         return 0;
     }
-    return (size_t)(64 + ra__back_bytes(&c.d) * nth);
+    return ra__workspace_bytes(0, ra__back_bytes(&c.d), nth, d->error);
 }
 
 RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors *t,
@@ -13212,7 +13253,8 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
     if (!s && !t->d_q.data && !t->d_k.data && !t->d_v.data && !t->d_sinks && !t->d_bias.data)
         s = ra__refuse(mine.error, RA_E_NULL, "t.d_q",
                        "is null, and so are all other gradients", 0);
-    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, ith, nth, &memory);
+    const ra__thread who = { ith, nth };
+    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, who, &memory);
     if (s) return s;
     l.c.w.ml_head = 1;
     ra__back_run(&l, memory, ith, nth);
@@ -13244,7 +13286,8 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
     ra_status s = ra__back_check(d, t, &l);
     if (!s && l.c.d.v_in_k && g->d_v)
         s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null because v_in_k is #", 1);
-    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, 0, 1, &memory);
+    const ra__thread who = { 0, 1 };
+    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, who, &memory);
     if (!s) s = ra__check_tensor(&l.c.d, t, l.c.rows, RA__TENSOR_LSE, &l.c.w.lse, d->error);
     if (s) return s;
     l.b.delta = delta;

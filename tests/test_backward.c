@@ -998,7 +998,11 @@ TEST(refusals) {
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = INT64_MAX;
     sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = INT64_MAX;
     sane.t.d_bias.head_step = INT64_MAX - 3; sane.t.d_bias.key_step = INT64_MAX / 8 * 4;
-    REFUSED(RA_E_STRIDE, "t.d_bias");
+    REFUSED(RA_E_OVERFLOW, "t.d_bias");
+    sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = INT64_MAX;
+    sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = 1;
+    sane.t.d_bias.head_step = INT64_MAX / 4 * 4; sane.t.d_bias.key_step = 4;
+    REFUSED(RA_E_OVERFLOW, "t.d_bias");
     sane.d.scores = RA_SCORE_BIAS; sane.t.bias.data = other; sane.t.bias.keys = INT64_MAX;
     sane.t.d_bias.data = sane.x + 32; sane.t.d_bias.keys = INT64_MAX;
     sane.t.d_bias.head_step = 4; sane.t.d_bias.key_step = 8;

@@ -1392,6 +1392,8 @@ TEST(refused_pages) {
     t.pages.first = 0;
     t.pages.batch_step = -1;
     CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_STRIDE);
+    t.pages.batch_step = INT64_MAX;
+    CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_E_OVERFLOW);
     t.pages.batch_step = 20;
     CHECK_EQ(ra_infer(c, &t, &cached, &fresh, 0), RA_OK);
     CHECK_EQ(ra_cache_store(c, &t, 0, 299, q, q), RA_OK);

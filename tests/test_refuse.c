@@ -1051,6 +1051,7 @@ static const row tensor_rows[] = {
     { ARRAY, X(q_pos.count), I64, 74, RA_E_POSITIONS, "t.q_pos.count" },
     { ARRAY, X(k_pos.count), I64, 76, RA_E_POSITIONS, "t.k_pos.count" },
     { ARRAY, X(q_pos.batch_step), I64, -3, RA_E_STRIDE, "t.q_pos.batch_step" },
+    { ARRAY, X(k_pos.batch_step), I64, INT64_MAX, RA_E_OVERFLOW, "t.k_pos.batch_step" },
 };
 
 TEST(tensors) {
@@ -1102,7 +1103,7 @@ TEST(tensor_scores) {
     CHECK_EQ(ra_plan_create(&plan, &d, NULL), RA_OK);
     CHECK_EQ(ra_ring_create(&ring, plan, NULL, NULL), RA_OK);
     ring_plan = plan;
-    for (int i = 0; i < 9; i++) {
+    for (int i = 0; i < 13; i++) {
         int64_t *stride[4];
         base_tensors(&t, ONE);
         t.alibi = t.sinks = t.bias.data = (const float *)(void *)pool;
@@ -1114,7 +1115,10 @@ TEST(tensor_scores) {
         if (i == 2) { t.bias.data = NULL; refuse_begin(ring, &t, RA_E_NULL, "t.bias", 0); }
         if (i == 3) { t.bias.keys = 0; refuse_begin(ring, &t, RA_E_RANGE, "t.bias.keys", 0); }
         if (i == 4) { t.bias.keys = -1; refuse_begin(ring, &t, RA_E_RANGE, "t.bias.keys", -1); }
-        if (i > 4) {
+        if (i > 8) {                   /* even one step of it has no address */
+            *stride[i - 9] = INT64_MAX - 3;
+            refuse_begin(ring, &t, RA_E_OVERFLOW, "t.bias", INT64_MAX - 3);
+        } else if (i > 4) {
             *stride[i - 5] = i + 1;
             if ((i + 1) % 4 == 0) *stride[i - 5] = -8;
             refuse_begin(ring, &t, RA_E_STRIDE, "t.bias", *stride[i - 5]);
@@ -1272,7 +1276,7 @@ TEST(failed_ring) {
 /* -------------------------------------------------------------------------- one rank */
 
 TEST(attention) {
-    ra_desc d;
+    ra_desc d, vast;
     ra_tensors t;
     ra_error e;
     size_t n;
@@ -1289,6 +1293,13 @@ TEST(attention) {
     CHECK(n > 0);
     CHECK_EQ((int64_t)ra_attention_bytes(NULL, 1), 0);
     CHECK_EQ((int64_t)ra_attention_bytes(&d, 0), 0);
+    vast = d;                          /* 2^59 bytes of dQ per thread */
+    vast.train = vast.kv_heads = 1;
+    vast.tokens = TOP - 1;
+    vast.q_heads = 1 << 16;
+    vast.k_dim = 1024;
+    CHECK_EQ((int64_t)ra_attention_backward_bytes(&vast, 4096), 0);
+    refused(e.status, &e, RA_E_OVERFLOW, "nth", 4096);
     CHECK_EQ(ra_attention(&d, &t, ws, n, 0, 2), RA_OK);
     CHECK_EQ(ra_attention(&d, &t, ws, n, 1, 2), RA_OK);
     refused(ra_attention(&d, &t, ws, n - 65, 0, 2), &e, RA_E_WORKSPACE, "workspace", (int64_t)n);
