@@ -9332,23 +9332,33 @@ RA__NOINLINE ra_status ra__refuse_stride(const ra__tensor *x, const int64_t stri
                            "# is negative or not a multiple of the element", stride[i]);
 }
 
+/* The last of n steps between pieces of memory, each of so many bytes, that is too short for what
+ * is inside: pieces overlap. -1: there is none. Steps of 0 share memory on purpose. */
+static int ra__step_too_short(const int64_t *step, const int64_t *count, int n, int64_t bytes) {
+    for (int i = n - 1; i >= 0; i--) {
+        int64_t inner = bytes;
+        if (count[i] <= 1 || !step[i]) continue;
+        for (int j = 0; j < n; j++)
+            if (j != i && count[j] > 1 && step[j] <= step[i])
+                inner = ra__add_sat(inner, ra__mul_sat(step[j], count[j] - 1));
+        if (step[i] < inner) return i;
+    }
+    return -1;
+}
+
 /* Rows of a tensor with strides must not overlap, except inputs of different sequences. */
 RA__NOINLINE ra_status ra__check_strides(const ra__tensor *x, const int64_t step[3], int64_t row,
                                          ra_error *e) {
     const int64_t count[3] = { x->batch, x->rows, x->heads };
+    const int outer = !x->writable;    /* the first of the steps that count */
     for (int i = 2; !x->writable && i > 0; i--)
         if (count[i] > 1 && step[i] < row && x->rows)
             return ra__refuse_part(e, RA_E_STRIDE, x->field, ra__stride_of[i],
                                    "# is less than one row; strides are bytes", step[i]);
-    for (int i = 2; i >= !x->writable; i--) {              /* what is inside fits into the step */
-        int64_t inner = row;
-        for (int j = !x->writable; j < 3; j++)
-            if (j != i && count[j] > 1 && step[j] <= step[i]) inner += step[j] * (count[j] - 1);
-        if (count[i] > 1 && step[i] < inner && x->rows)
-            return ra__refuse(e, RA_E_STRIDE, x->field,
-                              "stride # makes rows overlap; strides are bytes", step[i]);
-    }
-    return RA_OK;
+    const int bad = x->rows ? ra__step_too_short(step + outer, count + outer, 3 - outer, row) : -1;
+    if (bad < 0) return RA_OK;
+    return ra__refuse(e, RA_E_STRIDE, x->field, "stride # makes rows overlap; strides are bytes",
+                      step[bad + outer]);
 }
 
 /* Fills in default strides, which are the extent of what is inside, and checks a tensor. */
@@ -9494,18 +9504,15 @@ RA__NOINLINE int ra__tensors_meet(const ra_desc *d, const ra_tensors *t, const i
 /* Tensor `which`, which is written, must not share memory with those before it. */
 static ra_status ra__check_apart(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                  int which, const ra__extent *r, ra_error *e) {
-    static const char *const name[RA__TENSORS] = {
-        "t.q", "t.k", "t.v", "t.o", "t.lse", "t.d_o", "t.d_q", "t.d_k", "t.d_v",
-    };
-    static const char *const text[RA__TENSOR_D_V] = {
+    static const char *const text[RA__TENSORS] = {         /* they end with the field */
         "overlaps t.q", "overlaps t.k", "overlaps t.v", "overlaps t.o", "overlaps t.lse",
-        "overlaps t.d_o", "overlaps t.d_q", "overlaps t.d_k",
+        "overlaps t.d_o", "overlaps t.d_q", "overlaps t.d_k", "overlaps t.d_v",
     };
     for (int i = 0; i < which && r[which].bytes; i++) {
         const int64_t gap = (int64_t)(r[i].first - r[which].first);
         if (!r[i].bytes || gap >= r[which].bytes || -gap >= r[i].bytes) continue;
         if (ra__tensors_meet(d, t, rows, which, i, gap))
-            return ra__refuse(e, RA_E_SHAPE, name[which], text[i], 0);
+            return ra__refuse(e, RA_E_SHAPE, text[which] + sizeof "overlaps", text[i], 0);
     }
     return RA_OK;
 }
@@ -9581,8 +9588,8 @@ static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_
         for (int64_t i = 0; i < rows; i++) {
             int32_t v = p->array[b * p->batch_step + i];
             if (v < -1 || v >= RA_MAX_POSITION)
-                return ra__refuse_part(e, RA_E_RANGE, field, ".array", "position # is out of range",
-                                       v);
+                return ra__refuse_part(e, RA_E_RANGE, field, ".array",
+                                       "position # is below -1 or reaches RA_MAX_POSITION", v);
             if (v >= top)
                 return ra__refuse_part(e, RA_E_POSITIONS, field, ".array",
                                        "position # has no entry in mask.lo and mask.hi", v);
@@ -9614,7 +9621,8 @@ static ra_status ra__check_position_runs(const ra_desc *d, const ra_positions *p
     for (int64_t i = 0; i < p->count; i++) {
         if (!ra__run_within(&p->runs[i], 0, 0, ra__position_top(d, keys)))
             return ra__refuse_part(e, RA_E_RANGE, field, ".runs",
-                                   "entry # steps back or leaves the positions", i);
+                                   "entry # steps back, or leaves the positions of the mask or "
+                                   "those below RA_MAX_POSITION", i);
         sum += p->runs[i].count;
     }
     if (sum == rows) return RA_OK;
@@ -9712,20 +9720,6 @@ static ra_status ra__check_grad(const ra_desc *d, const ra_tensors *t, const int
     return s ? s : ra__check_apart(d, t, rows, which, r, d->error);
 }
 
-/* Two elements of a tensor with these strides and counts overlap, other than by a stride of 0. */
-static int ra__strides_overlap(const int64_t stride[4], const int64_t count[4]) {
-    for (int i = 0; i < 4; i++) {
-        int64_t space = stride[i] - 4, inner;
-        if (count[i] <= 1 || !stride[i]) continue;
-        for (int j = 0; j < 4; j++) {
-            if (j == i || count[j] <= 1 || stride[j] > stride[i]) continue;
-            if (!ra__mul(stride[j], count[j] - 1, &inner) || inner > space) return 1;
-            space -= inner;
-        }
-    }
-    return 0;
-}
-
 static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64_t rows) {
     const ra_bias_out *b = &t->d_bias;
     const int64_t counts[4] = { d->sequences, d->q_heads, rows, ra__bias_keys(b->keys) };
@@ -9749,7 +9743,7 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
                   "data must be aligned to # bytes", 4);
     ra__refuse_if(&x, b->data == t->bias.data || b->data == t->d_sinks, RA_E_SHAPE, "t.d_bias",
                   "is the memory of another tensor; it has # rows", rows);
-    ra__refuse_if(&x, ra__strides_overlap(steps, counts), RA_E_STRIDE, "t.d_bias",
+    ra__refuse_if(&x, ra__step_too_short(steps, counts, 4, 4) >= 0, RA_E_STRIDE, "t.d_bias",
                   "has steps that make elements of its # rows overlap", rows);
     return x.status;
 }
@@ -9792,28 +9786,33 @@ static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const in
 
 enum { RA__MOST_RANKS = 4096 };
 
-/* Fields of the descriptor: a number (RA_E_RANGE) or a constant (RA_E_ENUM) from 0 to `high`.
- * required: 0 means that it was not set. */
+/* Refuses a field that is not in low..high. If low is 1, 0 means that it was not set. */
 RA__NOINLINE ra_status ra__refuse_field(ra_error *e, ra_status status, const char *field,
-                                        int64_t value) {
-    if (!value) return ra__refuse(e, RA_E_UNSET, field, "must be set; it was left 0", 0);
-    return ra__refuse(e, status, field, status == RA_E_ENUM ? "# is not one of its constants"
-                                        : value < 0 ? "# is too small" : "# is too large", value);
+                                        int64_t value, int low, int64_t high) {
+    char range[64];
+    ra__text x = { range, sizeof range, 0 };
+    ra__put(&x, !value ? "must be set to " : status == RA_E_ENUM ? "# is not a constant of "
+                                                                 : "# is not in ");
+    ra__say(&x, "#", low);
+    ra__say(&x, "..#", high);
+    if (!value) ra__put(&x, "; it is 0");
+    return ra__refuse(e, value ? status : RA_E_UNSET, field, range, value);
 }
-RA__INLINE void ra__number(ra__checks *x, const char *field, int64_t value, int required,
+/* A number (RA_E_RANGE) or a constant (RA_E_ENUM) from `low`, 0 or 1, to `high`. */
+RA__INLINE void ra__number(ra__checks *x, const char *field, int64_t value, int low,
                            int64_t high) {
-    if (!x->status && (value < required || value > high))
-        x->status = ra__refuse_field(x->e, RA_E_RANGE, field, value);
+    if (!x->status && (value < low || value > high))
+        x->status = ra__refuse_field(x->e, RA_E_RANGE, field, value, low, high);
 }
-RA__INLINE void ra__constant(ra__checks *x, const char *field, int32_t value, int required,
+RA__INLINE void ra__constant(ra__checks *x, const char *field, int32_t value, int low,
                              int32_t high) {
-    if (!x->status && (value < required || value > high))
-        x->status = ra__refuse_field(x->e, RA_E_ENUM, field, value);
+    if (!x->status && (value < low || value > high))
+        x->status = ra__refuse_field(x->e, RA_E_ENUM, field, value, low, high);
 }
 
-/* An engine has dtypes that this library lacks: the sentence says which ones there are. */
-static void ra__dtype(ra__checks *x, const char *field, int32_t value, int required) {
-    if (x->status || (value >= required && value <= RA_Q8_0)) return;
+/* A dtype: the sentence names those of this library, because engines have others. */
+static void ra__dtype(ra__checks *x, const char *field, int32_t value, int low) {
+    if (x->status || (value >= low && value <= RA_Q8_0)) return;
     x->status = ra__refuse(x->e, value ? RA_E_ENUM : RA_E_UNSET, field,
                            "must be RA_F32, RA_F16, RA_BF16 or, for K and V, RA_Q8_0, not #",
                            value);
@@ -9858,7 +9857,7 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     ra__constant(&x, "grad_return", d->grad_return, 0, RA_RETURN_RING);
     ra__constant(&x, "backward_travel", d->backward_travel, 0, RA_TRAVEL_Q);
     ra__constant(&x, "isa", d->isa, 0, RA_ISA_NEON);
-    ra__refuse_if(&x, d->rank >= ra__max(d->ranks, 1), RA_E_RANGE, "rank", "# is too large",
+    ra__refuse_if(&x, d->rank >= ra__max(d->ranks, 1), RA_E_RANGE, "rank", "# is not below ranks",
                   d->rank);
     return x.status;
 }
@@ -10189,6 +10188,7 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
                               "layout.q_runs", "layout.q_run_count" };
     const ra__run_table k = { l->k_runs, l->k_run_count, 0, ra__k_most(d), "layout.k_runs",
                               "layout.k_run_count" };
+    const char *rows_text = "# is negative or above RA_MAX_POSITION";
     int64_t sum = 0, rows = 0, bytes;
     ra_status s = RA_OK;
     for (int32_t r = 0; l->weights && r < d->ranks; r++) {
@@ -10199,9 +10199,9 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
     if (l->weights && !sum) return ra__refuse(e, RA_E_UNSET, "layout.weights", "are all 0", 0);
     for (int32_t r = 0; l->kind == RA_LAYOUT_ARRAY && r < d->ranks; r++) {
         if (l->q_rows[r] < 0 || l->q_rows[r] > RA_MAX_POSITION)
-            return ra__refuse(e, RA_E_RANGE, "layout.q_rows", "# is out of range", l->q_rows[r]);
+            return ra__refuse(e, RA_E_RANGE, "layout.q_rows", rows_text, l->q_rows[r]);
         if (l->k_rows && (l->k_rows[r] < 0 || l->k_rows[r] > RA_MAX_POSITION))
-            return ra__refuse(e, RA_E_RANGE, "layout.k_rows", "# is out of range", l->k_rows[r]);
+            return ra__refuse(e, RA_E_RANGE, "layout.k_rows", rows_text, l->k_rows[r]);
         rows += l->q_rows[r] + (l->k_rows ? l->k_rows[r] : 0);
     }
     if (!ra__mul(rows, d->q_heads * (4 * (int64_t)ra__max(d->k_dim, d->v_dim)), &bytes) ||
@@ -10228,7 +10228,7 @@ static ra_status ra__check_engine(const ra_desc *d, ra_error *e) {
     ra__refuse_if(&x, engine->abi != RA_ENGINE_ABI, RA_E_ABI, "engine.abi",
                   "# is not RA_ENGINE_ABI", engine->abi);
     ra__refuse_if(&x, engine->block_queries < 0 || engine->block_queries > 1 << 24, RA_E_RANGE,
-                  "engine.block_queries", "# is out of range", engine->block_queries);
+                  "engine.block_queries", "# is not in 0..2^24", engine->block_queries);
     ra__refuse_if(&x, engine->block_queries % RA_BLOCK_TOKENS != 0, RA_E_SHAPE,
                   "engine.block_queries", "# is not a multiple of RA_BLOCK_TOKENS",
                   engine->block_queries);
@@ -10238,13 +10238,13 @@ static ra_status ra__check_engine(const ra_desc *d, ra_error *e) {
     return x.status;
 }
 
-/* Queries or keys of an average shard. The tables of the layout have not been checked yet. */
+/* Queries or keys of an average shard. */
 static int64_t ra__shard_tokens(const ra_desc *d, int keys) {
     const int64_t *rows = keys && d->layout.k_rows ? d->layout.k_rows : d->layout.q_rows;
     int64_t sum = 0;
     if (d->layout.kind != RA_LAYOUT_ARRAY)
         return ra__ceil_div(keys ? ra__k_most(d) : d->tokens, d->ranks);
-    for (int32_t r = 0; r < d->ranks; r++) sum += ra__max(0, ra__min(rows[r], RA_MAX_POSITION));
+    for (int32_t r = 0; r < d->ranks; r++) sum += rows[r];
     return ra__ceil_div(sum, d->ranks);
 }
 
@@ -13035,7 +13035,7 @@ RINGATTN_API ra_status ra_state_finish(const ra_desc *d, const ra_state *s, cons
     if (status) return status;
     if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     if ((c.d.scores & RA_SCORE_SINKS) && !t->sinks)
-        return ra__refuse(d->error, RA_E_NULL, "t.sinks", "scores is #", c.d.scores);
+        return ra__refuse(d->error, RA_E_NULL, "t.sinks", "is required: scores is #", c.d.scores);
     c.w.t = t;
     status = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
     if (status) return status;
