@@ -10692,10 +10692,9 @@ static void ra__panel_finish(const ra__work *w, const ra__task *t, const ra__scr
     w->kernel->store_o(p, ra__view_out(o), o.token, w->d->o_dtype, w->d->v_dim, factor);
 }
 
-/* What the rows of seg see, as bounds and, per row, in `rows`. */
-static ra__bounds ra__panel_mask(const ra__work *w, int32_t sequence, const ra__seg *seg,
-                                 ra__rows *rows, ra__panel *p) {
-    p->geo = rows;
+/* What the rows of a segment of at most 64 see: as bounds and, per row, in `rows`. */
+static ra__bounds ra__rows_mask(const ra__work *w, int32_t sequence, const ra__seg *seg,
+                                ra__rows *rows) {
     int64_t end = ra__key_end(w->d, sequence, w->any_position);
     return ra__rows_fill(&w->d->mask, end, seg, ra__side_array(&w->q_side, sequence), rows);
 }
@@ -10723,7 +10722,8 @@ static void ra__task_rows(const ra__work *w, const ra__task *t, ra__scratch *x) 
             p->geo = x->panel[i - 1].geo;
         } else {
             (void)ra__side_block(&w->q_side, t->sequence, block, &x->seg[i]);
-            x->bounds[i] = ra__panel_mask(w, t->sequence, &x->seg[i], x->rows[i], p);
+            x->bounds[i] = ra__rows_mask(w, t->sequence, &x->seg[i], x->rows[i]);
+            p->geo = x->rows[i];
         }
         ra__panel_scores(w, t->sequence, &x->seg[i], x->head[i], &x->ahead, p);
     }
@@ -10974,17 +10974,23 @@ static void ra__engine_carve(ra__arena *a, const ra_desc *d, ra__engine_scratch 
     x->lse = (float *)ra__carve(a, rows * d->q_heads * 4);
 }
 
-/* Merges the engine's normalised partial (o, lse natural) of one row and head into the state. */
-static void ra__engine_merge(const float *o, float lse, float *m, float *l, float *acc,
-                             int32_t dim) {
+/* Adds to the state (m, l, acc [dim]) of a row the state (m2, l2, acc2) that it has for other keys:
+ * both are scaled to the larger maximum. l 0: no key was seen. */
+static void ra__row_merge(float *m, float *l, float *acc, float m2, float l2, const float *acc2,
+                          int32_t dim) {
     const double ln2 = 0.69314718055994530942;
-    float m2 = (float)((double)lse / ln2);
-    if (ra__is_neg_inf(lse)) return;
-    float top = *l == 0.0f || m2 > *m ? m2 : *m;
-    float old = *l == 0.0f ? 0.0f : (float)ra__exp(((double)*m - (double)top) * ln2);
-    float now = (float)ra__exp(((double)m2 - (double)top) * ln2);
-    for (int32_t i = 0; i < dim; i++) acc[i] = acc[i] * old + o[i] * now;
-    *l = *l * old + now;
+    const float top = m2 > *m ? m2 : *m;
+    if (l2 == 0.0f) return;
+    if (*l == 0.0f) {
+        memcpy(acc, acc2, (size_t)dim * sizeof(float));
+        *m = m2;
+        *l = l2;
+        return;
+    }
+    const float a = (float)ra__exp(((double)*m - (double)top) * ln2);
+    const float b = (float)ra__exp(((double)m2 - (double)top) * ln2);
+    for (int32_t i = 0; i < dim; i++) acc[i] = acc[i] * a + acc2[i] * b;
+    *l = *l * a + l2 * b;
     *m = top;
 }
 
@@ -11020,20 +11026,31 @@ static void ra__rows_clear(const ra__work *w, int32_t b, const ra__seg *s, int32
 static ra__bounds ra__engine_geometry(const ra__work *w, int32_t b, const ra__seg *rows,
                                       const ra__engine_scratch *x) {
     ra__bounds all = ra__bounds_none();
-    int64_t end = ra__key_end(w->d, b, w->any_position);
-    const int32_t *array = ra__side_array(&w->q_side, b);
-    for (int64_t i = 0; i < rows->rows; i++) {
-        int64_t p = array ? array[rows->row + i] : rows->pos + i * rows->stride;
-        ra__sees v;
-        ra__mask_row(&w->d->mask, p, end, &v);
-        ra__bounds_row(&all, &v);
-        x->q_pos[i] = (int32_t)p;
-        x->lo[i] = v.lo;
-        x->hi[i] = v.hi;
-        x->doc[i] = v.keep_first;
-        x->keep[i] = v.keep_end;
+    ra__rows g;
+    for (int64_t i = 0; i * RA_BLOCK_TOKENS < rows->rows; i++) {
+        const ra__seg block = ra__seg_block(rows, i);
+        const ra__bounds bounds = ra__rows_mask(w, b, &block, &g);
+        const int32_t *const from[5] = { g.pos, g.lo, g.hi, g.keep_first, g.keep_end };
+        int32_t *const to[5] = { x->q_pos, x->lo, x->hi, x->doc, x->keep };
+        for (int k = 0; k < 5; k++)
+            memcpy(to[k] + i * RA_BLOCK_TOKENS, from[k], (size_t)block.rows * sizeof(int32_t));
+        ra__bounds_join(&all, &bounds);
     }
     return all;
+}
+
+/* Adds the engine's o and lse of some rows, normalised, to their states. */
+static void ra__engine_merge(const ra__work *w, int32_t b, const ra__seg *rows,
+                             const ra__engine_scratch *x) {
+    for (int64_t r = 0, i = 0; r < rows->rows; r++)
+        for (int32_t h = 0; h < w->d->q_heads; h++, i++) {
+            const int64_t at = ra__ml_at(w, b, rows->row + r, h);
+            const float m = (float)((double)x->lse[i] / 0.69314718055994530942);
+            ra__row_merge(w->m + at, w->l + at,
+                          ra__view_floats(ra__view_at(w->acc, b, rows->row + r, h)), m,
+                          ra__is_neg_inf(x->lse[i]) ? 0.0f : 1.0f, x->o + i * w->d->v_dim,
+                          w->d->v_dim);
+        }
 }
 
 /* One call of the engine: rows against segment i of the item's chunk. 0 or its error. */
@@ -11067,13 +11084,7 @@ static int ra__engine_call(const ra__work *w, const ra__item *item, const ra__se
     call.q_pos = x->q_pos; call.k_pos = x->k_pos; call.lo = x->lo; call.hi = x->hi;
     call.doc = x->doc; call.keep_end = x->keep; call.o = x->o; call.lse = x->lse;
     int code = d->engine->fold(d->engine->ctx, &call);
-    for (int64_t r = 0; code == 0 && r < rows->rows; r++) {
-        for (int32_t h = 0; h < d->q_heads; h++) {
-            int64_t ml = ra__ml_at(w, b, rows->row + r, h), part = r * d->q_heads + h;
-            ra__engine_merge(x->o + part * d->v_dim, x->lse[part], w->m + ml, w->l + ml,
-                             ra__view_floats(ra__view_at(w->acc, b, rows->row + r, h)), d->v_dim);
-        }
-    }
+    if (!code) ra__engine_merge(w, b, rows, x);
     return code;
 }
 
@@ -11380,7 +11391,8 @@ static void ra__back_geometry(const ra__back *b, const ra__task *t, ra__back_scr
             p->geo = x->panel[i - 1].fwd.geo;
         } else {
             ra__back_block(b, t->sequence, block, &x->seg[i]);
-            x->bounds[i] = ra__panel_mask(b->w, t->sequence, &x->seg[i], x->rows[i], p);
+            x->bounds[i] = ra__rows_mask(b->w, t->sequence, &x->seg[i], x->rows[i]);
+            p->geo = x->rows[i];
         }
         ra__panel_scores(b->w, t->sequence, &x->seg[i], x->head[i], &x->ahead, p);
     }
@@ -12994,27 +13006,6 @@ RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_ten
     return ra__local_go(&c, workspace, bytes, who, 0);
 }
 
-/* Row i, one head of a token: rescales both sums to the larger maximum. l = 0 is empty. */
-static void ra__state_merge_row(const ra_state *into, const ra_state *from, int64_t i,
-                                int32_t dim) {
-    const double ln2 = 0.69314718055994530942;
-    const float top = from->m[i] > into->m[i] ? from->m[i] : into->m[i];
-    const float *from_acc = from->acc + i * dim;
-    float *acc = into->acc + i * dim;
-    if (from->l[i] == 0.0f) return;
-    if (into->l[i] == 0.0f) {
-        memcpy(acc, from_acc, (size_t)dim * sizeof(float));
-        into->m[i] = from->m[i];
-        into->l[i] = from->l[i];
-        return;
-    }
-    const float a = (float)ra__exp(((double)into->m[i] - (double)top) * ln2);
-    const float b = (float)ra__exp(((double)from->m[i] - (double)top) * ln2);
-    for (int32_t j = 0; j < dim; j++) acc[j] = acc[j] * a + from_acc[j] * b;
-    into->l[i] = into->l[i] * a + from->l[i] * b;
-    into->m[i] = top;
-}
-
 RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
                                       const ra_state *from) {
     ra__local c;
@@ -13023,7 +13014,8 @@ RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
     if (!s) s = ra__state_use(into, &c, d->error);
     if (s) return s;
     for (int64_t i = 0; i < c.d.sequences * c.w.ml_batch; i++)
-        ra__state_merge_row(into, from, i, c.d.v_dim);
+        ra__row_merge(into->m + i, into->l + i, into->acc + i * c.d.v_dim, from->m[i], from->l[i],
+                      from->acc + i * c.d.v_dim, c.d.v_dim);
     return RA_OK;
 }
 
