@@ -1756,9 +1756,6 @@ RA__INLINE void ra__between_pieces(const ra__between *x) { if (x->call) x->call(
 typedef struct ra__kernel {
     int32_t isa;
     void (*sizes)(ra__bytes *out, const ra_desc *d, int32_t shared);
-    /* rows x dim elements, rows `stride` bytes apart, to packed f32 rows of dim floats. */
-    void (*widen)(float *dst, const void *src, int64_t stride, int32_t dtype, int32_t rows,
-                  int32_t dim);
     /* Brings keys from rows as stored to the form that the kernel needs, in place or in scratch.
      * Sets v_clean if the block has a partial tile. If d->v_in_k is set, V is found in K. */
     void (*prepare)(ra__keys *keys, const ra_desc *d, const ra__key_scratch *store,
@@ -3464,7 +3461,8 @@ RA__ISA_STATIC void RA__NAME(fold)(const ra__panel *panel, const ra__keys *keys,
     }
 }
 
-/* PERF: prefetches 10 rows ahead, for rows that are far apart. Zen 5, 8 heads of 128 side by side,
+/* rows x dim elements, rows `stride` bytes apart, to packed f32 rows of dim floats.
+ * PERF: prefetches 10 rows ahead, for rows that are far apart. Zen 5, 8 heads of 128 side by side,
  * f32 backward: 86.9 -> 88.2 % of the FMA peak. */
 RA__ISA_STATIC void RA__NAME(widen)(float *dst, const void *src, int64_t stride, int32_t dtype,
                                     int32_t rows, int32_t dim) {
@@ -4835,9 +4833,8 @@ RA__ISA_STATIC void RA__NAME(deltas)(float *delta, const ra__source *o, const ra
 }
 
 static const ra__kernel RA__NAME(kernel) = {
-    RA__ISA, RA__NAME(sizes), RA__NAME(widen), RA__NAME(prepare), RA__NAME(load_q),
-    RA__NAME(load_acc), RA__NAME(store_acc), RA__NAME(fold), RA__NAME(store_o), RA__DECODE_UNIT,
-    RA__DECODE_KEYS,
+    RA__ISA, RA__NAME(sizes), RA__NAME(prepare), RA__NAME(load_q), RA__NAME(load_acc),
+    RA__NAME(store_acc), RA__NAME(fold), RA__NAME(store_o), RA__DECODE_UNIT, RA__DECODE_KEYS,
     RA__NAME(decode_load), RA__NAME(decode_fold), RA__DECODE_NEAR_FOLD, RA__NAME(decode_close),
     RA__NAME(decode_store), RA__NAME(decode_merge), RA__NAME(sizes_back), RA__NAME(prepare_back),
     RA__NAME(load_back), RA__NAME(deltas), RA__NAME(fold_back), RA__NAME(put_grad),
@@ -6882,7 +6879,7 @@ RA__BF_STATIC int32_t ra__prepare_back_bf16(ra__keys *keys, const ra_desc *d,
 }
 
 static const ra__kernel ra__kernel_bf16 = {
-    RA_ISA_AVX512_BF16, ra__sizes_bf16, ra__widen_avx512, ra__prepare_bf16, ra__load_q_bf16,
+    RA_ISA_AVX512_BF16, ra__sizes_bf16, ra__prepare_bf16, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_bf16, ra__store_o_avx512,
     RA__BF_DECODE_UNIT, RA_BLOCK_TOKENS,
     ra__decode_load_bf16, ra__decode_fold_bf16, ra__decode_near_bf16, ra__decode_close_avx512,
@@ -8021,7 +8018,7 @@ RA__AMX_STATIC int32_t ra__prepare_back_amx(ra__keys *keys, const ra_desc *d,
 }
 
 static const ra__kernel ra__kernel_amx = {
-    RA_ISA_AMX, ra__sizes_amx, ra__widen_avx512, ra__prepare_amx, ra__load_q_bf16,
+    RA_ISA_AMX, ra__sizes_amx, ra__prepare_amx, ra__load_q_bf16,
     ra__load_acc_bf16, ra__store_acc_avx512, ra__fold_amx, ra__store_o_avx512,
     0, 0, NULL, NULL, NULL, NULL, NULL, NULL,
     ra__sizes_back_amx, ra__prepare_back_amx, ra__load_back_bf16, ra__deltas_bf16,
