@@ -1955,42 +1955,52 @@ static void ra__put(ra__text *x, const char *s) {
     x->to[x->at] = 0;
 }
 
-/* Appends text, with '#' replaced by value. */
-static void ra__say(ra__text *x, const char *text, int64_t value) {
+/* Appends text, with '#' replaced by value and '@' by other. */
+static void ra__say_pair(ra__text *x, const char *text, int64_t value, int64_t other) {
     for (; *text; text++) {
         char digits[24] = { 0 };
         size_t n = sizeof digits - 1;
-        uint64_t u = value < 0 ? 0 - (uint64_t)value : (uint64_t)value;
-        if (*text != '#') {
+        const int64_t v = *text == '#' ? value : other;
+        uint64_t u = v < 0 ? 0 - (uint64_t)v : (uint64_t)v;
+        if (*text != '#' && *text != '@') {
             digits[--n] = *text;
         } else {
             do { digits[--n] = (char)('0' + (int)(u % 10)); u /= 10; } while (u);
-            if (value < 0) digits[--n] = '-';
+            if (v < 0) digits[--n] = '-';
         }
         ra__put(x, digits + n);
     }
 }
+static void ra__say(ra__text *x, const char *text, int64_t value) {
+    ra__say_pair(x, text, value, 0);
+}
 
-/* Fills e (may be null) and returns s. status and field together name one check. */
-RA__NOINLINE ra_status ra__refuse(ra_error *e, ra_status s, const char *field, const char *text,
-                                  int64_t value) {
+/* Fills e (may be null) and returns s. status and field together name one check. The sentence says
+ * the wrong value ('#') and what is allowed ('@' if that is a number of the call). */
+RA__NOINLINE ra_status ra__refuse_pair(ra_error *e, ra_status s, const char *field,
+                                       const char *text, int64_t value, int64_t other) {
     if (!e) return s;
     ra__text name = { e->field, sizeof e->field, 0 }, sentence = { e->text, sizeof e->text, 0 };
     e->status = s;
     ra__put(&name, field);
     ra__put(&sentence, "");
-    ra__say(&sentence, text, value);
+    ra__say_pair(&sentence, text, value, other);
     return s;
+}
+RA__NOINLINE ra_status ra__refuse(ra_error *e, ra_status s, const char *field, const char *text,
+                                  int64_t value) {
+    return ra__refuse_pair(e, s, field, text, value, 0);
 }
 
 /* The same for part of a field: "t.o" and ".head_stride". */
 RA__NOINLINE ra_status ra__refuse_part(ra_error *e, ra_status s, const char *field,
-                                       const char *part, const char *text, int64_t value) {
+                                       const char *part, const char *text, int64_t value,
+                                       int64_t other) {
     char both[sizeof e->field];
     ra__text x = { both, sizeof both, 0 };
     ra__put(&x, field);
     ra__put(&x, part);
-    return ra__refuse(e, s, both, text, value);
+    return ra__refuse_pair(e, s, both, text, value, other);
 }
 
 /* *out = a * b; 0 if that overflows 62 bits. a, b >= 0. */
@@ -7391,7 +7401,7 @@ RA__Q8_STATIC void ra__decode_load_q8(ra__decode_rows *rows, int32_t r, const vo
 
 /* For decoding only. */
 static const ra__kernel ra__kernel_q8 = {
-    RA_ISA_AVX512_BF16, NULL, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
+    RA_ISA_AVX512_BF16, NULL, NULL, NULL, NULL, NULL, NULL, NULL,
     RA__Q8_KEYS, RA_BLOCK_TOKENS,
     ra__decode_load_q8, ra__decode_fold_q8, NULL, ra__decode_close_avx512,
     ra__decode_store_avx512,
@@ -9253,19 +9263,23 @@ typedef struct ra__work {
                                         * f32, and here is room for those of a panel */
 } ra__work;
 
-/* Checks of a struct: the first rule that is broken is refused, as '#' with its value. PERF: rules
- * are statements, each one test; gcc 12 stores a table of them although all hold. */
+/* Checks of a struct: the first rule that is broken is refused as by ra__refuse. PERF: rules are
+ * statements, each one test; gcc 12 stores a table of them although all hold. */
 typedef struct ra__checks { ra_error *e; ra_status status; } ra__checks;
 RA__INLINE void ra__refuse_if(ra__checks *x, int broken, ra_status status, const char *field,
                               const char *text, int64_t value) {
     if (!x->status && broken) x->status = ra__refuse(x->e, status, field, text, value);
+}
+RA__INLINE void ra__refuse_pair_if(ra__checks *x, int broken, ra_status status, const char *field,
+                                   const char *text, int64_t value, int64_t other) {
+    if (!x->status && broken) x->status = ra__refuse_pair(x->e, status, field, text, value, other);
 }
 
 /* An allocator has both of its callbacks or neither. */
 static ra_status ra__check_allocator(const ra_allocator *a, const char *field, ra_error *e) {
     if (!a->alloc == !a->free) return RA_OK;
     return ra__refuse_part(e, RA_E_NULL, field, a->alloc ? ".free" : ".alloc",
-                           "is null: set both alloc and free, or neither", 0);
+                           "is null: set both alloc and free, or neither", 0, 0);
 }
 
 /* Tensors of a call. */
@@ -9326,19 +9340,21 @@ RA__NOINLINE ra_status ra__refuse_stride(const ra__tensor *x, const int64_t stri
     int i = 2;
     while (i > 0 && stride[i] >= 0 && stride[i] % element == 0) i--;
     return ra__refuse_part(e, RA_E_STRIDE, x->field, ra__stride_of[i],
-                           "# is negative or not a multiple of the element", stride[i]);
+                           "# is negative or not a multiple of @, the bytes of an element",
+                           stride[i], element);
 }
 
 /* The last of n steps between pieces of memory, each of so many bytes, that is too short for what
- * is inside: pieces overlap. -1: there is none. Steps of 0 share memory on purpose. */
-static int ra__step_too_short(const int64_t *step, const int64_t *count, int n, int64_t bytes) {
+ * is inside, *inner bytes: pieces overlap. -1: there is none. Steps of 0 share memory on purpose. */
+static int ra__step_too_short(const int64_t *step, const int64_t *count, int n, int64_t bytes,
+                              int64_t *inner) {
     for (int i = n - 1; i >= 0; i--) {
-        int64_t inner = bytes;
+        *inner = bytes;
         if (count[i] <= 1 || !step[i]) continue;
         for (int j = 0; j < n; j++)
             if (j != i && count[j] > 1 && step[j] <= step[i])
-                inner = ra__add_sat(inner, ra__mul_sat(step[j], count[j] - 1));
-        if (step[i] < inner) return i;
+                *inner = ra__add_sat(*inner, ra__mul_sat(step[j], count[j] - 1));
+        if (step[i] < *inner) return i;
     }
     return -1;
 }
@@ -9351,11 +9367,15 @@ RA__NOINLINE ra_status ra__check_strides(const ra__tensor *x, const int64_t step
     for (int i = 2; !x->writable && i > 0; i--)
         if (count[i] > 1 && step[i] < row && x->rows)
             return ra__refuse_part(e, RA_E_STRIDE, x->field, ra__stride_of[i],
-                                   "# is less than one row; strides are bytes", step[i]);
-    const int bad = x->rows ? ra__step_too_short(step + outer, count + outer, 3 - outer, row) : -1;
+                                   "# is less than the @ bytes of a row; strides are bytes",
+                                   step[i], row);
+    int64_t inner = 0;
+    const int bad = x->rows ? ra__step_too_short(step + outer, count + outer, 3 - outer, row, &inner)
+                            : -1;
     if (bad < 0) return RA_OK;
-    return ra__refuse(e, RA_E_STRIDE, x->field, "stride # makes rows overlap; strides are bytes",
-                      step[bad + outer]);
+    return ra__refuse_pair(e, RA_E_STRIDE, x->field,
+                           "stride # makes rows overlap: it must be at least @ bytes",
+                           step[bad + outer], inner);
 }
 
 /* Fills in default strides, which are the extent of what is inside, and checks a tensor. */
@@ -9369,8 +9389,8 @@ static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e)
     RA__UNROLL for (int i = 2; i >= 0; i--) {
         step[i] = stride[i] ? stride[i] : span;
         if (!ra__mul(ra__max(count[i], 1), step[i], &extent))
-            return ra__refuse_part(e, RA_E_OVERFLOW, x->field, ra__stride_of[i], "# overflows",
-                                   step[i]);
+            return ra__refuse_part(e, RA_E_OVERFLOW, x->field, ra__stride_of[i],
+                                   "# bytes times @ overflow 62 bits", step[i], count[i]);
         span = ra__max(span, extent);
     }
     if (x->rows && !x->in.data) return ra__refuse(e, RA_E_NULL, x->field, "data is required", 0);
@@ -9573,23 +9593,25 @@ static ra_status ra__check_array(const ra_desc *d, const ra_positions *p, int64_
     const char *field = keys ? "t.k_pos" : "t.q_pos";
     if (p->batch_step < 0)
         return ra__refuse_part(e, RA_E_STRIDE, field, ".batch_step", "# is negative",
-                               p->batch_step);
+                               p->batch_step, 0);
     if (ra__mul_sat(p->batch_step, 4 * (int64_t)d->sequences) == INT64_MAX)
         return ra__refuse_part(e, RA_E_OVERFLOW, field, ".batch_step", "# overflows",
-                               p->batch_step);
+                               p->batch_step, 0);
     if (p->count != rows)
-        return ra__refuse_part(e, RA_E_POSITIONS, field, ".count", "# is not the number of rows",
-                               p->count);
-    if (!p->array && rows) return ra__refuse_part(e, RA_E_NULL, field, ".array", "is required", 0);
+        return ra__refuse_part(e, RA_E_POSITIONS, field, ".count",
+                               "# is not @, the number of rows", p->count, rows);
+    if (!p->array && rows)
+        return ra__refuse_part(e, RA_E_NULL, field, ".array", "is required", 0, 0);
     for (int32_t b = 0; b < (p->batch_step ? d->sequences : 1); b++)
         for (int64_t i = 0; i < rows; i++) {
             int32_t v = p->array[b * p->batch_step + i];
             if (v < -1 || v >= RA_MAX_POSITION)
                 return ra__refuse_part(e, RA_E_RANGE, field, ".array",
-                                       "position # is below -1 or reaches RA_MAX_POSITION", v);
+                                       "position # is not in -1..@", v, RA_MAX_POSITION - 1);
             if (v >= top)
                 return ra__refuse_part(e, RA_E_POSITIONS, field, ".array",
-                                       "position # has no entry in mask.lo and mask.hi", v);
+                                       "position # has no entry in mask.lo and mask.hi, which have "
+                                       "@", v, top);
         }
     return RA_OK;
 }
@@ -9606,25 +9628,26 @@ static int ra__run_within(const ra_run *run, int64_t rows, int64_t first, int64_
 /* Runs of positions, `rows` in all. */
 static ra_status ra__check_position_runs(const ra_desc *d, const ra_positions *p, int64_t rows,
                                          int keys, ra_error *e) {
+    const int64_t top = ra__position_top(d, keys);
     const char *field = keys ? "t.k_pos" : "t.q_pos";
     int64_t sum = 0;
     if (p->count < 0)
-        return ra__refuse_part(e, RA_E_RANGE, field, ".count", "# is negative", p->count);
+        return ra__refuse_part(e, RA_E_RANGE, field, ".count", "# is negative", p->count, 0);
     if (!p->runs)
-        return ra__refuse_part(e, RA_E_NULL, field, ".runs", "are null, but count is #", p->count);
+        return ra__refuse_part(e, RA_E_NULL, field, ".runs", "are null, but count is #", p->count,
+                               0);
     if (p->batch_step)
         return ra__refuse_part(e, RA_E_SHAPE, field, ".batch_step", "# needs an array",
-                               p->batch_step);
+                               p->batch_step, 0);
     for (int64_t i = 0; i < p->count; i++) {
-        if (!ra__run_within(&p->runs[i], 0, 0, ra__position_top(d, keys)))
+        if (!ra__run_within(&p->runs[i], 0, 0, top))
             return ra__refuse_part(e, RA_E_RANGE, field, ".runs",
-                                   "entry # steps back, or leaves the positions of the mask or "
-                                   "those below RA_MAX_POSITION", i);
+                                   "entry # steps back or leaves the positions 0..@", i, top - 1);
         sum += p->runs[i].count;
     }
     if (sum == rows) return RA_OK;
-    return ra__refuse_part(e, RA_E_POSITIONS, field, ".runs",
-                           "hold # rows, which is not the number of tokens", sum);
+    return ra__refuse_part(e, RA_E_POSITIONS, field, ".runs", "hold # rows, not @, one per token",
+                           sum, rows);
 }
 
 static int ra__positions_set(const ra_positions *p) {
@@ -9645,8 +9668,8 @@ static ra_status ra__check_pages(const ra_desc *d, const ra_pages *p, ra_error *
                   RA_E_OVERFLOW, "t.pages.batch_step", "# overflows", p->batch_step);
     ra__refuse_if(&x, p->count < 1 || p->count > INT32_MAX, RA_E_RANGE, "t.pages.count",
                   "# is not in 1..2^31-1", p->count);
-    ra__refuse_if(&x, p->first < 0 || p->first >= d->page_tokens, RA_E_RANGE, "t.pages.first",
-                  "# is not in 0..page_tokens-1", p->first);
+    ra__refuse_pair_if(&x, p->first < 0 || p->first >= d->page_tokens, RA_E_RANGE, "t.pages.first",
+                       "# is not in 0..@, as page_tokens demands", p->first, d->page_tokens - 1);
     return x.status;
 }
 
@@ -9657,8 +9680,8 @@ static ra_status ra__check_table(const ra_desc *d, const ra_pages *p, int32_t b,
     for (int64_t i = row[0]; x.table && i < row[1]; i += x.tokens - (i + x.first) % x.tokens) {
         const int32_t page = x.table[(i + x.first) / x.tokens];
         if (page < 0 || page >= p->count)
-            return ra__refuse(e, RA_E_RANGE, "t.pages.table",
-                              "has page #, which is not in 0..count-1", page);
+            return ra__refuse_pair(e, RA_E_RANGE, "t.pages.table",
+                                   "has page #, which is not in 0..@", page, p->count - 1);
     }
     return RA_OK;
 }
@@ -9721,6 +9744,7 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
     const ra_bias_out *b = &t->d_bias;
     const int64_t counts[4] = { d->sequences, d->q_heads, rows, ra__bias_keys(b->keys) };
     const int64_t steps[4] = { b->batch_step, b->head_step, b->row_step, b->key_step };
+    int64_t inner;
     ra_error *e = d->error;
     ra__checks x = { e, RA_OK };
     if (!b->data) return RA_OK;
@@ -9740,7 +9764,7 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
                   "data must be aligned to # bytes", 4);
     ra__refuse_if(&x, b->data == t->bias.data || b->data == t->d_sinks, RA_E_SHAPE, "t.d_bias",
                   "is the memory of another tensor; it has # rows", rows);
-    ra__refuse_if(&x, ra__step_too_short(steps, counts, 4, 4) >= 0, RA_E_STRIDE, "t.d_bias",
+    ra__refuse_if(&x, ra__step_too_short(steps, counts, 4, 4, &inner) >= 0, RA_E_STRIDE, "t.d_bias",
                   "has steps that make elements of its # rows overlap", rows);
     return x.status;
 }
@@ -9786,14 +9810,14 @@ enum { RA__MOST_RANKS = 4096 };
 /* Refuses a field that is not in low..high. If low is 1, 0 means that it was not set. */
 RA__NOINLINE ra_status ra__refuse_field(ra_error *e, ra_status status, const char *field,
                                         int64_t value, int low, int64_t high) {
-    char range[64];
-    ra__text x = { range, sizeof range, 0 };
-    ra__put(&x, !value ? "must be set to " : status == RA_E_ENUM ? "# is not a constant of "
-                                                                 : "# is not in ");
-    ra__say(&x, "#", low);
-    ra__say(&x, "..#", high);
-    if (!value) ra__put(&x, "; it is 0");
-    return ra__refuse(e, value ? status : RA_E_UNSET, field, range, value);
+    static const char *const text[2][2] = {
+        { "# is not in 0..@", "# is not in 1..@" },
+        { "# is not one of the constants 0..@", "# is not one of the constants 1..@" },
+    };
+    if (!value)
+        return ra__refuse_pair(e, RA_E_UNSET, field, "must be set to 1..@; it was left #", 0, high);
+    if (high == INT64_MAX) return ra__refuse(e, status, field, "# is negative", value);
+    return ra__refuse_pair(e, status, field, text[status == RA_E_ENUM][low], value, high);
 }
 /* A number (RA_E_RANGE) or a constant (RA_E_ENUM) from `low`, 0 or 1, to `high`. */
 RA__INLINE void ra__number(ra__checks *x, const char *field, int64_t value, int low,
@@ -9820,7 +9844,6 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     ra__checks x = { e, RA_OK };
     ra__number(&x, "sequences", d->sequences, 0, 1 << 20);
     ra__number(&x, "ranks", d->ranks, 0, RA__MOST_RANKS);
-    ra__number(&x, "rank", d->rank, 0, RA__MOST_RANKS);
     ra__number(&x, "q_heads", d->q_heads, 1, 1 << 16);
     ra__number(&x, "kv_heads", d->kv_heads, 1, 1 << 16);
     ra__number(&x, "k_dim", d->k_dim, 1, 1024);
@@ -9854,8 +9877,7 @@ static ra_status ra__check_fields(const ra_desc *d, ra_error *e) {
     ra__constant(&x, "grad_return", d->grad_return, 0, RA_RETURN_RING);
     ra__constant(&x, "backward_travel", d->backward_travel, 0, RA_TRAVEL_Q);
     ra__constant(&x, "isa", d->isa, 0, RA_ISA_NEON);
-    ra__refuse_if(&x, d->rank >= ra__max(d->ranks, 1), RA_E_RANGE, "rank", "# is not below ranks",
-                  d->rank);
+    ra__number(&x, "rank", d->rank, 0, ra__max(d->ranks, 1) - 1);
     return x.status;
 }
 
@@ -9923,16 +9945,16 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
     const int fits = ra__mul(rows, d->q_heads * width, &bytes) &&
                      ra__mul(bytes, ra__max(d->sequences, 1), &bytes);
     ra__checks x = { e, RA_OK };
-    ra__refuse_if(&x, d->q_heads % d->kv_heads != 0, RA_E_SHAPE, "q_heads",
-                  "# is not a multiple of kv_heads", d->q_heads);
-    ra__refuse_if(&x, d->tokens + d->q_offset > RA_MAX_POSITION, RA_E_OVERFLOW, "q_offset",
-                  "tokens + # exceeds RA_MAX_POSITION", d->q_offset);
+    ra__refuse_pair_if(&x, d->q_heads % d->kv_heads != 0, RA_E_SHAPE, "q_heads",
+                       "# is not a multiple of kv_heads, @", d->q_heads, d->kv_heads);
+    ra__refuse_pair_if(&x, d->tokens + d->q_offset > RA_MAX_POSITION, RA_E_OVERFLOW, "q_offset",
+                       "# + tokens is more than @", d->q_offset, RA_MAX_POSITION);
     ra__refuse_if(&x, !fits, RA_E_OVERFLOW, "tokens", "# tokens of this shape overflow 62 bits",
                   d->tokens);
     ra__refuse_if(&x, !d->v_in_k && d->v_column, RA_E_SHAPE, "v_in_k", "is 0, but v_column is #",
                   d->v_column);
-    ra__refuse_if(&x, d->v_in_k && d->v_column + d->v_dim > d->k_dim, RA_E_SHAPE, "v_column",
-                  "# + v_dim exceeds k_dim", d->v_column);
+    ra__refuse_pair_if(&x, d->v_in_k && d->v_column + d->v_dim > d->k_dim, RA_E_SHAPE, "v_column",
+                       "# + v_dim is more than k_dim, @", d->v_column, d->k_dim);
     ra__refuse_if(&x, d->page_tokens % RA__PAGE != 0, RA_E_RANGE, "page_tokens",
                   "# is not a multiple of 16", d->page_tokens);
     ra__refuse_if(&x, d->page_tokens && d->train, RA_E_UNSUPPORTED, "page_tokens",
@@ -9947,7 +9969,7 @@ static ra_status ra__check_shape(const ra_desc *d, ra_error *e) {
     ra__refuse_if(&x, d->order && d->order != RA_ORDER_ROUNDS, RA_E_UNSUPPORTED, "order",
                   "# follows from layout and mask: leave it 0, or take RA_ORDER_ROUNDS", d->order);
     ra__refuse_if(&x, d->order && d->buffers == 1 && d->ranks > 1, RA_E_SHAPE, "buffers",
-                  "# is too few for RA_ORDER_ROUNDS, which needs 2", d->buffers);
+                  "# is less than 2, which RA_ORDER_ROUNDS needs", d->buffers);
     ra__refuse_if(&x, !d->train && d->grad_dtype, RA_E_SHAPE, "grad_dtype", "# needs train = 1",
                   d->grad_dtype);
     ra__refuse_if(&x, !d->train && d->dropout > 0.0f, RA_E_SHAPE, "dropout",
@@ -9988,8 +10010,9 @@ static ra_status ra__check_mask(const ra_desc *d, ra_error *e) {
 static ra_status ra__check_intervals(const ra_desc *d, ra_error *e) {
     if (d->mask.kind == RA_MASK_INTERVALS && d->layout.kind != RA_LAYOUT_ARRAY &&
         d->mask.interval_count < d->q_offset + d->tokens)
-        return ra__refuse(e, RA_E_POSITIONS, "mask.interval_count",
-                          "# entries do not reach q_offset + tokens", d->mask.interval_count);
+        return ra__refuse_pair(e, RA_E_POSITIONS, "mask.interval_count",
+                               "# is less than q_offset + tokens, @", d->mask.interval_count,
+                               d->q_offset + d->tokens);
     return RA_OK;
 }
 
@@ -9999,8 +10022,8 @@ static ra_status ra__check_documents(const ra_mask *m, ra_error *e) {
             return ra__refuse(e, RA_E_POSITIONS, "mask.doc_first",
                               "must start with 0 and ascend; entry # does not", i);
         if (m->doc_first[i] > RA_MAX_POSITION)
-            return ra__refuse(e, RA_E_OVERFLOW, "mask.doc_first", "# is above RA_MAX_POSITION",
-                              m->doc_first[i]);
+            return ra__refuse_pair(e, RA_E_OVERFLOW, "mask.doc_first", "# is above @",
+                                   m->doc_first[i], RA_MAX_POSITION);
     }
     return RA_OK;
 }
@@ -10008,12 +10031,12 @@ static ra_status ra__check_documents(const ra_mask *m, ra_error *e) {
 static ra_status ra__check_lengths(const ra_desc *d, ra_error *e) {
     for (int32_t b = 0; d->tokens_of && b < d->sequences; b++)
         if (d->tokens_of[b] < 0 || d->tokens_of[b] > d->tokens)
-            return ra__refuse(e, RA_E_RANGE, "tokens_of", "# is negative or above tokens",
-                              d->tokens_of[b]);
+            return ra__refuse_pair(e, RA_E_RANGE, "tokens_of", "# is not in 0..@, tokens",
+                                   d->tokens_of[b], d->tokens);
     for (int32_t b = 0; d->kv_tokens_of && b < d->sequences; b++)
         if (d->kv_tokens_of[b] < 0 || d->kv_tokens_of[b] > ra__k_most(d))
-            return ra__refuse(e, RA_E_RANGE, "kv_tokens_of", "# is negative or above kv_tokens",
-                              d->kv_tokens_of[b]);
+            return ra__refuse_pair(e, RA_E_RANGE, "kv_tokens_of", "# is not in 0..@, kv_tokens",
+                                   d->kv_tokens_of[b], ra__k_most(d));
     return RA_OK;
 }
 
@@ -10185,7 +10208,6 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
                               "layout.q_runs", "layout.q_run_count" };
     const ra__run_table k = { l->k_runs, l->k_run_count, 0, ra__k_most(d), "layout.k_runs",
                               "layout.k_run_count" };
-    const char *rows_text = "# is negative or above RA_MAX_POSITION";
     int64_t sum = 0, rows = 0, bytes;
     ra_status s = RA_OK;
     for (int32_t r = 0; l->weights && r < d->ranks; r++) {
@@ -10195,16 +10217,16 @@ static ra_status ra__check_tables(const ra_desc *d, ra_error *e) {
     }
     if (l->weights && !sum) return ra__refuse(e, RA_E_UNSET, "layout.weights", "are all 0", 0);
     for (int32_t r = 0; l->kind == RA_LAYOUT_ARRAY && r < d->ranks; r++) {
-        if (l->q_rows[r] < 0 || l->q_rows[r] > RA_MAX_POSITION)
-            return ra__refuse(e, RA_E_RANGE, "layout.q_rows", rows_text, l->q_rows[r]);
-        if (l->k_rows && (l->k_rows[r] < 0 || l->k_rows[r] > RA_MAX_POSITION))
-            return ra__refuse(e, RA_E_RANGE, "layout.k_rows", rows_text, l->k_rows[r]);
+        ra__checks x = { e, RA_OK };
+        ra__number(&x, "layout.q_rows", l->q_rows[r], 0, RA_MAX_POSITION);
+        if (l->k_rows) ra__number(&x, "layout.k_rows", l->k_rows[r], 0, RA_MAX_POSITION);
+        if (x.status) return x.status;
         rows += l->q_rows[r] + (l->k_rows ? l->k_rows[r] : 0);
     }
     if (!ra__mul(rows, d->q_heads * (4 * (int64_t)ra__max(d->k_dim, d->v_dim)), &bytes) ||
         !ra__mul(bytes, d->sequences, &bytes))
-        return ra__refuse(e, RA_E_OVERFLOW, "layout.q_rows", "# rows in total overflow 62 bits",
-                          rows);
+        return ra__refuse(e, RA_E_OVERFLOW, "layout.q_rows",
+                          "# rows in total of this shape overflow 62 bits", rows);
     if (l->kind != RA_LAYOUT_RUNS) return RA_OK;
     s = ra__check_runs(&q, d->ranks, e);
     if (!s && l->k_runs) s = ra__check_runs(&k, d->ranks, e);
@@ -10220,14 +10242,14 @@ static ra_status ra__check_engine(const ra_desc *d, ra_error *e) {
     const ra_engine *engine = d->engine;
     if (!engine) return RA_OK;
     ra__checks x = { e, RA_OK };
-    ra__refuse_if(&x, engine->size < sizeof(ra_engine), RA_E_ABI, "engine.size",
-                  "# is smaller than ra_engine of version 1", engine->size);
-    ra__refuse_if(&x, engine->abi != RA_ENGINE_ABI, RA_E_ABI, "engine.abi",
-                  "# is not RA_ENGINE_ABI", engine->abi);
-    ra__refuse_if(&x, engine->block_queries < 0 || engine->block_queries > 1 << 24, RA_E_RANGE,
-                  "engine.block_queries", "# is not in 0..2^24", engine->block_queries);
+    ra__refuse_pair_if(&x, engine->size < sizeof(ra_engine), RA_E_ABI, "engine.size",
+                       "# is less than @, the size of ra_engine in version 1", engine->size,
+                       (int64_t)sizeof(ra_engine));
+    ra__refuse_pair_if(&x, engine->abi != RA_ENGINE_ABI, RA_E_ABI, "engine.abi",
+                       "# is not RA_ENGINE_ABI, @", engine->abi, RA_ENGINE_ABI);
+    ra__number(&x, "engine.block_queries", engine->block_queries, 0, 1 << 24);
     ra__refuse_if(&x, engine->block_queries % RA_BLOCK_TOKENS != 0, RA_E_SHAPE,
-                  "engine.block_queries", "# is not a multiple of RA_BLOCK_TOKENS",
+                  "engine.block_queries", "# is not a multiple of 64, RA_BLOCK_TOKENS",
                   engine->block_queries);
     ra__refuse_if(&x, !engine->fold, RA_E_NULL, "engine.fold", "is required", 0);
     ra__refuse_if(&x, d->train != 0, RA_E_UNSUPPORTED, "train", "must be 0 with an engine, is #",
@@ -10973,7 +10995,7 @@ static void ra__engine_carve(ra__arena *a, const ra_desc *d, ra__engine_scratch 
 
 /* Adds to the state (m, l, acc [dim]) of a row the state (m2, l2, acc2) that it has for other keys:
  * both are scaled to the larger maximum. l 0: no key was seen. */
-static void ra__row_merge(float *m, float *l, float *acc, float m2, float l2, const float *acc2,
+static void ra__state_merge(float *m, float *l, float *acc, float m2, float l2, const float *acc2,
                           int32_t dim) {
     const double ln2 = 0.69314718055994530942;
     const float top = m2 > *m ? m2 : *m;
@@ -11043,7 +11065,7 @@ static void ra__engine_merge(const ra__work *w, int32_t b, const ra__seg *rows,
         for (int32_t h = 0; h < w->d->q_heads; h++, i++) {
             const int64_t at = ra__ml_at(w, b, rows->row + r, h);
             const float m = (float)((double)x->lse[i] / 0.69314718055994530942);
-            ra__row_merge(w->m + at, w->l + at,
+            ra__state_merge(w->m + at, w->l + at,
                           ra__view_floats(ra__view_at(w->acc, b, rows->row + r, h)), m,
                           ra__is_neg_inf(x->lse[i]) ? 0.0f : 1.0f, x->o + i * w->d->v_dim,
                           w->d->v_dim);
@@ -11789,7 +11811,7 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
         side->array_rows = rows;
         if (p->runs)
             return ra__refuse_part(d->error, RA_E_SHAPE, field, ".runs",
-                                   "must be null with an array", 0);
+                                   "must be null with an array", 0, 0);
         return ra__check_array(d, p, rows, keys, d->error);
     }
     side->layout = RA_LAYOUT_RUNS;
@@ -12759,7 +12781,7 @@ static ra_status ra__check_who(ra__thread who, ra_error *e) {
     if (who.nth < 1 || who.nth > 4096)
         return ra__refuse(e, RA_E_RANGE, "nth", "# is not in 1..4096", who.nth);
     if (who.ith < 0 || who.ith >= who.nth)
-        return ra__refuse(e, RA_E_RANGE, "ith", "# is not in 0..nth-1", who.ith);
+        return ra__refuse_pair(e, RA_E_RANGE, "ith", "# is not in 0..@", who.ith, who.nth - 1);
     return RA_OK;
 }
 
@@ -13011,7 +13033,7 @@ RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
     if (!s) s = ra__state_use(into, &c, d->error);
     if (s) return s;
     for (int64_t i = 0; i < c.d.sequences * c.w.ml_batch; i++)
-        ra__row_merge(into->m + i, into->l + i, into->acc + i * c.d.v_dim, from->m[i], from->l[i],
+        ra__state_merge(into->m + i, into->l + i, into->acc + i * c.d.v_dim, from->m[i], from->l[i],
                       from->acc + i * c.d.v_dim, c.d.v_dim);
     return RA_OK;
 }
@@ -16153,8 +16175,8 @@ RINGATTN_API ra_status ra_plan_create(ra_plan **out, const ra_desc *d, const ra_
     int64_t keys = ra__plan_most_chunks(&full, 1);
     int64_t queries = ra__plan_most_chunks(&full, 0);
     if (keys > INT32_MAX / 2 || queries > INT32_MAX / 2)
-        return ra__refuse(d->error, RA_E_OVERFLOW, "chunk_tokens",
-                          "# leads to too many chunks", full.chunk_tokens);
+        return ra__refuse_pair(d->error, RA_E_OVERFLOW, "chunk_tokens",
+                               "# leads to more than @ chunks", full.chunk_tokens, INT32_MAX / 2);
     ra__plan_carve(&arena, &probe, &full, keys, queries);
     int64_t bytes = arena.used;
     arena.base = (uint8_t *)ra__alloc(a, bytes, 64);
@@ -16322,20 +16344,22 @@ static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
 static ra_status ra__tp_check_plan(const ra_transport *t, int32_t rank, int32_t ranks,
                                    int64_t chunk_bytes, ra_error *e) {
     const uint64_t max_msg = t->max_msg ? t->max_msg : RA__TP_MAX_MSG;
+    const int64_t most_ops = 2 * (int64_t)ranks + 2;
     ra__checks x = { e, RA_OK };
     ra__refuse_if(&x, !t->ranks && t->rank, RA_E_UNSET, "transport.ranks",
                   "is 0, but transport.rank is #: set both or neither", t->rank);
-    ra__refuse_if(&x, t->ranks && t->ranks != ranks, RA_E_TRANSPORT, "transport.ranks",
-                  "is #, but the descriptor has another number of ranks", t->ranks);
-    ra__refuse_if(&x, t->ranks && t->rank != rank, RA_E_TRANSPORT, "transport.rank",
-                  "is #, but the plan is for another rank", t->rank);
-    ra__refuse_if(&x, (t->caps & RA_CAP_SHARED) && (int64_t)t->max_ops < 2 * (int64_t)ranks + 2,
-                  RA_E_TRANSPORT, "transport.max_ops",
-                  "is #: RA_CAP_SHARED needs at least 2 ranks + 2", (int64_t)t->max_ops);
-    ra__refuse_if(&x, ranks > 1 && chunk_bytes > 0 && (uint64_t)chunk_bytes > max_msg,
-                  RA_E_TRANSPORT, "transport.max_msg",
-                  "is less than the # bytes of a message of this plan: lower chunk_tokens",
-                  chunk_bytes);
+    ra__refuse_pair_if(&x, t->ranks && t->ranks != ranks, RA_E_TRANSPORT, "transport.ranks",
+                       "is #, but the descriptor has @ ranks", t->ranks, ranks);
+    ra__refuse_pair_if(&x, t->ranks && t->rank != rank, RA_E_TRANSPORT, "transport.rank",
+                       "is #, but this is rank @", t->rank, rank);
+    ra__refuse_pair_if(&x, (t->caps & RA_CAP_SHARED) && (int64_t)t->max_ops < most_ops,
+                       RA_E_TRANSPORT, "transport.max_ops",
+                       "is #: RA_CAP_SHARED needs at least @, 2 per rank and 2 more",
+                       (int64_t)t->max_ops, most_ops);
+    ra__refuse_pair_if(&x, ranks > 1 && chunk_bytes > 0 && (uint64_t)chunk_bytes > max_msg,
+                       RA_E_TRANSPORT, "transport.max_msg",
+                       "# is less than the @ bytes of a message of this plan: lower chunk_tokens",
+                       (int64_t)max_msg, chunk_bytes);
     return x.status;
 }
 
@@ -19051,7 +19075,7 @@ static ra_status ra__ring_desc_check(const ra_ring_desc *rd, ra_error *e) {
     ra__number(&x, "ring.trust_plans", rd->trust_plans, 0, 1);
     ra__number(&x, "ring.checksums", rd->checksums, 0, 1);
     ra__refuse_if(&x, (uintptr_t)rd->workspace % 64 != 0, RA_E_ALIGN, "ring.workspace",
-                  "must be aligned to #", 64);
+                  "must be aligned to # bytes", 64);
     return x.status ? x.status : ra__check_allocator(&rd->allocator, "ring.allocator", e);
 }
 
@@ -19063,8 +19087,9 @@ static void ra__ring_use(ra_ring *r, const ra_plan *p, int32_t pass) {
     ra__store_i64(&r->counters.peak_bytes, a.used);
 }
 
-static ra_status ra__ring_too_small(ra_error *e, int64_t need) {
-    return ra__refuse(e, RA_E_WORKSPACE, "ring.workspace_bytes", "this plan needs # bytes", need);
+static ra_status ra__ring_too_small(ra_error *e, int64_t bytes, int64_t need) {
+    return ra__refuse_pair(e, RA_E_WORKSPACE, "ring.workspace_bytes",
+                           "# is less than the @ bytes that this plan needs", bytes, need);
 }
 
 /* Sets up a ring in its workspace, which may be refused as too small or not be available. */
@@ -19079,7 +19104,7 @@ static ra_status ra__ring_open(ra_ring **out, const ra_plan *p, const ra_transpo
     if (transport && p->d.ranks > 1) tp = ra__tp_resolved(transport);
     need = ra__ring_bytes(p, &p->sizes, shared, tp.align).bytes;
     if (!bytes && !base) bytes = need;
-    if (bytes < need) return ra__ring_too_small(e, need);
+    if (bytes < need) return ra__ring_too_small(e, bytes, need);
     if (!base) base = (uint8_t *)ra__alloc(&rd->allocator, bytes, 64);
     if (!base)
         return ra__refuse(e, RA_E_NOMEM, "ring.allocator",
@@ -19174,11 +19199,12 @@ static ra_status ra__begin_check_job(ra_ring *r, const ra_job *job) {
                   "is still in its pass #", r->pass);
     ra__refuse_if(&x, r->survivor != NULL, RA_E_STATE, "ring",
                   "has resumed pass #: create a new one", r->pass);
-    ra__refuse_if(&x, p->d.rank != r->rank || p->d.ranks != r->ranks, RA_E_SHAPE, "job.plan",
-                  "is for rank # or another number of ranks, unlike the ring", p->d.rank);
-    ra__refuse_if(&x, r->has_transport && bytes > (int64_t)r->tp.max_msg && !r->shared,
-                  RA_E_TRANSPORT, "job.plan",
-                  "has chunks of # bytes, which exceed the transport's max_msg", bytes);
+    ra__refuse_pair_if(&x, p->d.rank != r->rank || p->d.ranks != r->ranks, RA_E_SHAPE, "job.plan",
+                       "is for rank # of @, unlike the ring", p->d.rank, p->d.ranks);
+    ra__refuse_pair_if(&x, r->has_transport && bytes > (int64_t)r->tp.max_msg && !r->shared,
+                       RA_E_TRANSPORT, "job.plan",
+                       "has chunks of # bytes, above the transport's max_msg, @", bytes,
+                       (int64_t)r->tp.max_msg);
     return x.status || !r->has_transport || !back ? x.status : ra__tp_check_back(&r->tp, p, e);
 }
 
@@ -19310,7 +19336,7 @@ static ra_status ra__ring_begin(ra_ring *ring, const ra_job *job) {
     if (s) return s;
     const int64_t need =
         ra__ring_bytes(job->plan, &job->plan->sizes, ring->shared, ring->tp.align).bytes;
-    if (need > ring->bytes) return ra__ring_too_small(&ring->refusal, need);
+    if (need > ring->bytes) return ra__ring_too_small(&ring->refusal, ring->bytes, need);
     if (!ra__tp_turn(&ring->tp)) return ra__crew_waits(&ring->refusal, ring->pass);
     ring->work = w;
     ra__ring_use(ring, job->plan, job->pass);
@@ -20449,14 +20475,15 @@ static ra_status ra__resume_check_ranks(const ra_ring *r, const ra_resume_desc *
     int32_t before = -1, at = 0;
     *me = -1;
     if (rd->ranks < 1 || rd->ranks > r->ranks)
-        return ra__refuse(e, RA_E_RANGE, "resume.ranks", "# is less than 1 or more than there were",
-                          rd->ranks);
+        return ra__refuse_pair(e, RA_E_RANGE, "resume.ranks", "# is not in 1..@", rd->ranks,
+                               r->ranks);
     if (!rd->survivors) return ra__refuse(e, RA_E_NULL, "resume.survivors", "is required", 0);
     for (int32_t i = 0; i < rd->ranks; i++) {
         const int32_t rank = rd->survivors[i];
         if (rank <= before || rank >= r->ranks)
-            return ra__refuse(e, RA_E_SHAPE, "resume.survivors",
-                              "rank # is out of range or not above the one before it", rank);
+            return ra__refuse_pair(e, RA_E_SHAPE, "resume.survivors",
+                                   "rank # is not in 0..@ or not above the one before it", rank,
+                                   r->ranks - 1);
         while (last && at < r->resume->n && last[at] < rank) at++;
         if (last && (at == r->resume->n || last[at] != rank))
             return ra__refuse(e, RA_E_SHAPE, "resume.survivors",
@@ -20486,9 +20513,9 @@ static ra_status ra__resume_check_transport(const ra_ring *r, const ra_resume_de
                   (int64_t)t->caps);
     ra__refuse_if(&x, t->channels < 2, RA_E_TRANSPORT, "transport.channels",
                   "is #; ra_resume needs 2", (int64_t)t->channels);
-    ra__refuse_if(&x, (int64_t)t->max_ops < 2 * (int64_t)rd->ranks, RA_E_TRANSPORT,
-                  "transport.max_ops", "is # (0: 2); ra_resume needs 2 for each rank",
-                  (int64_t)t->max_ops);
+    ra__refuse_pair_if(&x, (int64_t)t->max_ops < 2 * (int64_t)rd->ranks, RA_E_TRANSPORT,
+                       "transport.max_ops", "is # (0: 2); ra_resume needs @, 2 per rank",
+                       (int64_t)t->max_ops, 2 * (int64_t)rd->ranks);
     return x.status;
 }
 
@@ -21102,10 +21129,10 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
     ra__constant(&x, "cache.queries", cd->queries, 0, RA_QUERIES_ALL);
     ra__constant(&x, "cache.way", cd->way, 0, RA_INFER_PASS_KV);
     ra__constant(&x, "cache.form", cd->form, 0, RA_FORM_SAME);
-    ra__refuse_if(&x, cd->lanes && (cd->lanes < ranks || cd->lanes > RA__MOST_LANES), RA_E_RANGE,
-                  "cache.lanes", "# is not in ranks..1024", cd->lanes);
-    ra__refuse_if(&x, ranks > RA__MOST_LANES, RA_E_RANGE, "ranks", "# are more than 1024 lanes",
-                  ranks);
+    ra__refuse_pair_if(&x, cd->lanes && (cd->lanes < ranks || cd->lanes > RA__MOST_LANES),
+                       RA_E_RANGE, "cache.lanes", "# is not 0 or in @..1024", cd->lanes, ranks);
+    ra__refuse_if(&x, ranks > RA__MOST_LANES, RA_E_RANGE, "ranks",
+                  "# are more than 1024, the most lanes", ranks);
     ra__number(&x, "cache.new_tokens", cd->new_tokens, 0, INT64_MAX);
     ra__number(&x, "cache.watchdog_ns", cd->watchdog_ns, 0, INT64_MAX);
     ra__number(&x, "cache.quiesce_ns", cd->quiesce_ns, 0, INT64_MAX);
@@ -21115,7 +21142,7 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
     ra__refuse_if(&x, cd->workspace && !cd->workspace_bytes, RA_E_WORKSPACE,
                   "cache.workspace_bytes", "must be set with a workspace, is #", 0);
     ra__refuse_if(&x, (uintptr_t)cd->workspace % 64 != 0, RA_E_ALIGN, "cache.workspace",
-                  "must be aligned to #", 64);
+                  "must be aligned to # bytes", 64);
     return x.status ? x.status : ra__check_allocator(&cd->allocator, "cache.allocator", e);
 }
 
@@ -21144,7 +21171,8 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->tile_rows = RA_BLOCK_TOKENS * ra__max(1, ra__min(4, c->tile_rows));
     c->most_rows = c->cd.new_tokens ? c->cd.new_tokens : ra__mul_sat(c->d.sequences, c->d.tokens);
     if (c->most_rows > (int64_t)1 << 31)
-        return ra__refuse(e, RA_E_RANGE, "cache.new_tokens", "# are too many", c->most_rows);
+        return ra__refuse(e, RA_E_RANGE, "cache.new_tokens", "# tokens in a call are above 2^31",
+                          c->most_rows);
     if (!ra__mul(c->most_rows, 4 * ra__partial_floats(&c->d) + ra__query_bytes(&c->d), &all) ||
         !ra__mul(all, 32 * (int64_t)c->lanes, &all))
         return ra__refuse(e, RA_E_OVERFLOW, "cache.new_tokens",
@@ -21258,7 +21286,8 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     if (!need) return RA_E_NOMEM;
     c.bytes = c.cd.workspace ? (int64_t)c.cd.workspace_bytes : need;
     if (c.bytes < need)
-        return ra__refuse(e, RA_E_WORKSPACE, "cache.workspace_bytes", "needs # bytes", need);
+        return ra__refuse_pair(e, RA_E_WORKSPACE, "cache.workspace_bytes",
+                               "# is less than the @ bytes that this cache needs", c.bytes, need);
     c.base = c.cd.workspace ? (uint8_t *)c.cd.workspace
                             : (uint8_t *)ra__alloc(&c.cd.allocator, need, 64);
     if (!c.base)
@@ -21277,9 +21306,9 @@ RINGATTN_API ra_status ra_cache_create(ra_cache **out, const ra_desc *d, const r
     if (c.shared) made->crew.shared = &made->tp;
     made->peer[c.rank] = made;
     if (c.has_transport && ra__cache_message(made) > (int64_t)c.tp.max_msg) {
-        s = ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
-                       "is less than the # bytes of a message: lower cache.new_tokens",
-                       ra__cache_message(made));
+        s = ra__refuse_pair(e, RA_E_TRANSPORT, "transport.max_msg",
+                            "# is less than the @ bytes of a message: lower cache.new_tokens",
+                            (int64_t)c.tp.max_msg, ra__cache_message(made));
         (void)ra_cache_destroy(made);
         return s;
     }
@@ -21296,18 +21325,20 @@ static ra_status ra__cache_check_counts(ra_cache *c, const int64_t *cached, cons
     if (!fresh) return ra__refuse(&c->why, RA_E_NULL, "fresh", "is required", 0);
     for (int32_t b = 0; b < c->d.sequences; b++) {
         if (cached[b] < 0 || cached[b] > c->d.kv_tokens)
-            return ra__refuse(&c->why, RA_E_RANGE, "cached", "# is not in 0..kv_tokens", cached[b]);
+            return ra__refuse_pair(&c->why, RA_E_RANGE, "cached", "# is not in 0..@, kv_tokens",
+                                   cached[b], c->d.kv_tokens);
         if (fresh[b] < 0 || fresh[b] > c->d.tokens)
-            return ra__refuse(&c->why, RA_E_RANGE, "fresh", "# is not in 0..tokens", fresh[b]);
+            return ra__refuse_pair(&c->why, RA_E_RANGE, "fresh", "# is not in 0..@, tokens",
+                                   fresh[b], c->d.tokens);
         if (cached[b] + fresh[b] > c->d.kv_tokens)
-            return ra__refuse(&c->why, RA_E_RANGE, "fresh",
-                              "and cached tokens of a sequence are # together, above kv_tokens",
-                              cached[b] + fresh[b]);
+            return ra__refuse_pair(&c->why, RA_E_RANGE, "fresh",
+                                   "and cached tokens of a sequence are # together, above "
+                                   "kv_tokens, @", cached[b] + fresh[b], c->d.kv_tokens);
         sum += fresh[b];
     }
     if (sum > c->most_rows)
-        return ra__refuse(&c->why, RA_E_RANGE, "fresh", "has # tokens, above cache.new_tokens",
-                          sum);
+        return ra__refuse_pair(&c->why, RA_E_RANGE, "fresh",
+                               "has # tokens, above cache.new_tokens, @", sum, c->most_rows);
     return RA_OK;
 }
 
@@ -21537,9 +21568,9 @@ static ra_status ra__cache_check_lane(ra_cache *c, const ra_pages *p, int32_t b,
         const int seen = (i + 1) * x.tokens > from + row[1] ||
                          (row[0] && i * x.tokens < from + row[0]);
         if (x.table[i] < -!seen || x.table[i] >= p->count)
-            return ra__refuse(&c->why, RA_E_RANGE, "t.pages.table",
-                              "has page #, which is not in 0..count-1 (-1: seen by no row)",
-                              x.table[i]);
+            return ra__refuse_pair(&c->why, RA_E_RANGE, "t.pages.table",
+                                   "has page #, which is not in 0..@ (-1: seen by no row)",
+                                   x.table[i], p->count - 1);
         if (seen && i < last && x.table[i] == x.table[last])
             return ra__refuse(&c->why, RA_E_SHAPE, "t.pages.table",
                               "has page # for both the newest tokens and others that are seen",
@@ -21615,8 +21646,9 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     ra__cache_set_counts(c, cached, fresh);
     for (int32_t r = 0; r < c->ranks && c->way == RA_INFER_PASS_KV && !c->pooled; r++)
         if (ra__keys_length(c, r, &n) > (int64_t)c->tp.max_msg)
-            return ra__refuse(e, RA_E_TRANSPORT, "transport.max_msg",
-                              "is less than a message of # rows of keys", n);
+            return ra__refuse_pair(e, RA_E_TRANSPORT, "transport.max_msg",
+                                   "# is less than the bytes of a message of @ rows of keys",
+                                   (int64_t)c->tp.max_msg, n);
     memset(&w, 0, sizeof w);
     rows[0] = ra__cache_longest(c);
     rows[1] = ra_cache_rows(c);
@@ -22908,8 +22940,8 @@ static ra_status ra__est_check_model(ra_error *e, const ra_model *m) {
     ra__number(&x, "model.hidden", m->hidden, 0, INT32_MAX);
     ra__number(&x, "model.batch", m->batch, 0, INT32_MAX);
     if (x.status) return x.status;
-    ra__refuse_if(&x, m->q_heads % m->kv_heads != 0, RA_E_SHAPE, "model.q_heads",
-                  "must be a multiple of kv_heads, leaves #", m->q_heads % m->kv_heads);
+    ra__refuse_pair_if(&x, m->q_heads % m->kv_heads != 0, RA_E_SHAPE, "model.q_heads",
+                       "# is not a multiple of kv_heads, @", m->q_heads, m->kv_heads);
     ra__number(&x, "model.element_bytes", m->element_bytes, 0, 8);
     ra__number(&x, "model.causal", m->causal, 0, 1);
     ra__number(&x, "model.weight_bytes", m->weight_bytes, 0, INT64_MAX);

@@ -31,6 +31,17 @@ static void form_of(const char *text, char *form) {
     form[n] = 0;
 }
 
+/* A value outside a range: the sentence says the range, or what is wrong with the sign. */
+static int says_what_is_allowed(const ra_error *e) {
+    static const char *const ways[] = { "..", "must be", "negative", "positive", "above",
+                                        "multiple", "not RA_", "entry", "step", "RA_CAP_" };
+    if (strstr(e->text, "too large") || strstr(e->text, "out of range")) return 0;
+    if (e->status != RA_E_RANGE && e->status != RA_E_ENUM) return 1;
+    for (size_t i = 0; i < sizeof ways / sizeof ways[0]; i++)
+        if (strstr(e->text, ways[i])) return 1;
+    return 0;
+}
+
 /* Checks the form of a refusal. Ranges have two ends, so two sentences may share RA_E_RANGE. */
 static void record(const ra_error *e, ra_status status) {
     char form[RA_TEXT_BYTES];
@@ -38,6 +49,7 @@ static void record(const ra_error *e, ra_status status) {
     CHECK_EQ(e->status, status);
     CHECK(memchr(e->field, 0, sizeof e->field) && e->field[0]);
     CHECK(memchr(e->text, 0, sizeof e->text) && strlen(e->text) >= 4);
+    if (!CHECK(says_what_is_allowed(e))) printf("    %s: \"%s\"\n", e->field, e->text);
     if (status > -64) produced[-status]++;
     form_of(e->text, form);
     for (int i = 0; i < refusal_count; i++) {
