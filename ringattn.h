@@ -5933,6 +5933,7 @@ RA__BF_STATIC void ra__load_q_bf16(const ra__panel *panel, const void *src, int6
                                    int32_t dtype, int32_t dim) {
     const uint8_t *from = (const uint8_t *)src;
     __m512 r[16];
+    RINGATTN_ASSERT(dtype == RA_BF16); /* ra__kernel_of gives these kernels to no other */
     (void)dtype;
     for (int32_t row = 0; row < panel->rows; row++)
         ra__prefetch((uintptr_t)(from + row * stride), 2 * dim);
