@@ -12275,34 +12275,20 @@ static void ra__decode_scores(const ra__local *c, const ra__decode *x, int32_t h
     }
 }
 
-/* Query and empty state of the only row of kv head `head` of the task. */
-static void ra__decode_load_row(const ra__local *c, ra__decode *x, int32_t head) {
-    ra__decode_rows *f = &x->few[head];
-    const ra__view q = ra__view_at(c->w.q, x->sequence, 0, x->head + head);
-    memset(f->m, 0, sizeof f->m);
-    memset(f->block_l, 0, sizeof f->block_l);
-    memset(f->l, 0, sizeof f->l);
-    f->m[0] = f->m[4] = f->m[8] = f->m[12] = ra__neg_inf();
-    f->o = NULL;
-    if (x->direct)
-        f->o = ra__view_floats(ra__view_at(c->w.o, x->sequence, 0, x->head + head));
-    f->has_keys = f->modified = 0;
-    f->count = f->one_row = 1;
-    f->factor = x->factor;
-    if (x->modifies) ra__decode_scores(c, x, head, 0, f);
-    c->w.kernel->decode_load(f, 0, q.data, f->factor);
-}
-
-/* Queries and empty state of up to 4 pairs from `pair` on, of kv head `head` of the task. */
-static void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t pair) {
+/* Queries and empty state of up to 4 pairs from `pair` on, of kv head `head` of the task. With
+ * one_row the kernel clears acc. */
+RA__INLINE void ra__decode_load(const ra__local *c, ra__decode *x, int32_t head, int32_t pair,
+                                int one_row) {
     ra__decode_rows *f = &x->few[head * x->step + pair / RA__DECODE_ROWS];
-    size_t wide = (size_t)ra__round_up(c->d.k_dim, RA__DECODE_DIMS) * sizeof(float);
-    f->count = (int32_t)ra__min(x->pairs - pair, RA__DECODE_ROWS);
-    f->one_row = 0;
+    const int64_t four = RA__DECODE_ROWS * (int64_t)sizeof(float);
+    const int64_t q_bytes = ra__round_up(c->d.k_dim, RA__DECODE_DIMS) * four;
+    const int64_t acc_bytes = ra__round_up(c->d.v_dim, RA__DECODE_DIMS) * four;
+    f->count = one_row ? 1 : (int32_t)ra__min(x->pairs - pair, RA__DECODE_ROWS);
+    f->one_row = one_row;
     f->o = NULL;
-    if (f->count < RA__DECODE_ROWS) memset(f->q, 0, RA__DECODE_ROWS * wide);
-    wide = (size_t)ra__round_up(c->d.v_dim, RA__DECODE_DIMS) * sizeof(float);
-    memset(f->acc, 0, RA__DECODE_ROWS * wide);
+    if (x->direct) f->o = ra__view_floats(ra__view_at(c->w.o, x->sequence, 0, x->head + head));
+    if (!one_row && f->count < RA__DECODE_ROWS) memset(f->q, 0, (size_t)q_bytes);
+    if (!one_row) memset(f->acc, 0, (size_t)acc_bytes);
     memset(f->m, 0, sizeof f->m);
     memset(f->block_l, 0, sizeof f->block_l);
     memset(f->l, 0, sizeof f->l);
@@ -12343,15 +12329,14 @@ static void ra__decode_store(const ra__local *c, const ra__decode *x, int32_t he
                              const ra__decode_rows *f) {
     const int32_t q_head = (x->head + head) * x->group + x->lane[pair];
     const float *sink = c->d.scores & RA_SCORE_SINKS ? c->w.t->sinks + q_head : NULL;
-    const uint8_t *o = ra__view_at(c->w.o, x->sequence, x->row[pair], q_head).data;
+    void *o = ra__view_out(ra__view_at(c->w.o, x->sequence, x->row[pair], q_head));
+    void *lse = ra__view_out(ra__view_at(c->w.lse, x->sequence, x->row[pair], q_head));
     int32_t r = pair % RA__DECODE_ROWS;
-    const int plain = !sink && !c->w.lse.data && f->l[r] != 0.0f; /* as ra__row_finish */
+    const int plain = !sink && !lse && f->l[r] != 0.0f;    /* as ra__row_finish */
     float sum = 0.0f, factor = plain ? 1.0f / f->l[r] : 0.0f;
-    if (!plain) factor = ra__row_finish(f->m[r], f->l[r], sink, c->w.lse.data ? &sum : NULL);
-    c->w.kernel->decode_store(f, r, (void *)(uintptr_t)o, factor);
-    if (!c->w.lse.data) return;
-    memcpy((void *)(uintptr_t)ra__view_at(c->w.lse, x->sequence, x->row[pair], q_head).data, &sum,
-           sizeof sum);
+    if (!plain) factor = ra__row_finish(f->m[r], f->l[r], sink, lse ? &sum : NULL);
+    c->w.kernel->decode_store(f, r, o, factor);
+    if (lse) memcpy(lse, &sum, sizeof sum);
 }
 
 /* Which keys of a block each row sees; the union. pos: of the array, or null. */
@@ -12481,7 +12466,7 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
                           ra__page_holds(&x->paged, row + from, t->n)) ? x->count : 1;
     if (more) ra__decode_ahead(a, x, kv, row + from);
     for (int32_t h = 0; h < x->count; h += heads) {
-        int first = more;
+        ra__stream *streams = more ? a : NULL;             /* for one of the fours */
         for (int32_t g = 0; g < x->step; g++) {
             if (!t[g].seen) continue;
             if (x->paged.table) {
@@ -12490,8 +12475,8 @@ static void ra__decode_fold(const ra__local *c, const ra__view kv[2], int64_t ro
                 t[g].k = ra__view_at(kv[0], 0, row + from, h).data;
                 t[g].v = ra__view_at(kv[1], 0, row + from, h).data;
             }
-            t[g].streams = first ? a : NULL;
-            first = 0;
+            t[g].streams = streams;
+            streams = NULL;
         }
         if (x->now && heads == x->count) c->w.kernel->decode_near(&x->few[h], t, heads);
         else c->w.kernel->decode_fold(&x->few[h * x->step], t, heads * x->step);
@@ -12535,7 +12520,7 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
     x->keys = ra__decode_keys_of(x, s);
     if (x->keys != RA_BLOCK_TOKENS) ra__decode_indirect(c, x);
     for (int32_t j = 0; j < s->rows; j += x->keys)
-        for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
+        for (int32_t g = 0; g < x->step; g++) {
             ra__decode_keys *t = &x->stretch[j / x->keys][g];
             t->n = (int32_t)ra__min(x->keys, s->rows - j);
             t->pos = x->pos + j;
@@ -12547,28 +12532,25 @@ static void ra__decode_block(const ra__local *c, const ra__view kv[2], const ra_
             ra__decode_stretch(x, g, j, t);
         }
     for (int32_t j = 0; j < s->rows; j += x->keys) ra__decode_fold(c, kv, s->row, j, x);
-    for (int32_t h = 0; h < x->count; h++)
-        for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++)
-            if (x->few[h * x->step + g].has_keys)
-                c->w.kernel->decode_close(&x->few[h * x->step + g]);
+    for (int32_t i = 0; i < x->count * x->step; i++)
+        if (x->few[i].has_keys) c->w.kernel->decode_close(&x->few[i]);
     x->keys = keys;
 }
 
 /* Rows of a sequence, and the parts of the blocks of keys that they see. */
 static void ra__decode_begin(const ra__local *c, ra__decode *x) {
     const int64_t tokens = ra__k_len(&c->d, x->sequence), limit = ra__decode_limit(&c->d);
-    const int32_t group = c->d.q_heads / c->d.kv_heads;
     int64_t first, last;
     ra__seg s;
     x->rows = (int32_t)ra__q_len(&c->d, x->sequence);
-    x->pairs = x->rows * group;
+    x->group = c->d.q_heads / c->d.kv_heads;
+    x->pairs = x->rows * x->group;
     x->step = (int32_t)ra__ceil_div(x->pairs, RA__DECODE_ROWS);
     x->one_row = x->pairs == 1 && c->w.kernel->decode_unit == RA__DECODE_UNIT;
     for (int32_t i = 0; i < x->rows; i++) ra__decode_row(c, x, i);
-    x->group = group;
     for (int32_t i = 0; i < x->pairs; i++) {
-        x->row[i] = i / group;
-        x->lane[i] = i - x->row[i] * group;
+        x->row[i] = i / x->group;
+        x->lane[i] = i % x->group;
     }
     x->lean = x->pairs == 1 && tokens * c->d.kv_heads <= RA__DECODE_CACHED /
               (ra__row_bytes(c->d.k_dtype, c->d.k_dim) + ra__row_bytes(c->d.v_dtype, c->d.v_dim));
@@ -12624,7 +12606,7 @@ static void ra__decode_end(const ra__local *c, ra__decode *x, float *slots) {
     if (x->direct && !x->few->o) return;
     ra__decode_indirect(c, x);
     for (int32_t h = 0; h < x->count; h++) {
-        for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs && x->parts > 1; g++) {
+        for (int32_t g = 0; g < x->step && x->parts > 1; g++) {
             ra__decode_rows *f = &x->few[h * x->step + g];
             float *to = slots ? ra__slot_at(c, x, slots, x->part, x->head + h, g)
                               : x->slot + (h * x->fours + g) * ra__slot_floats(&c->d);
@@ -12658,9 +12640,9 @@ static void ra__decode_task(const ra__local *c, ra__decode *x, float *slots) {
     x->nears = ra__decode_nears(c, x, kv);
     if (!x->lean && tokens > x->keys) ra__decode_streams(x, kv);
     x->direct = ra__decode_direct(c, x, to - from);
-    for (int32_t h = 0; h < x->count && x->one_row; h++) ra__decode_load_row(c, x, h);
+    for (int32_t h = 0; h < x->count && x->one_row; h++) ra__decode_load(c, x, h, 0, 1);
     for (int32_t h = 0; h < x->count && !x->one_row; h++)
-        for (int32_t i = 0; i < x->pairs; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i);
+        for (int32_t i = 0; i < x->pairs; i += RA__DECODE_ROWS) ra__decode_load(c, x, h, i, 0);
     for (int64_t i = from; i < to; i++) {
         (void)ra__side_block(&c->k_side, x->sequence, i, &block);
         ra__decode_block(c, kv, &block, array ? array + block.row : NULL, x);
@@ -12674,7 +12656,7 @@ static void ra__decode_finish(const ra__local *c, ra__decode *x, float *slots) {
     for (x->sequence = 0; x->sequence < c->d.sequences; x->sequence++) {
         ra__decode_begin(c, x);
         for (x->head = 0; x->head < c->d.kv_heads && x->parts > 1; x->head++) {
-            for (int32_t g = 0; g * RA__DECODE_ROWS < x->pairs; g++) {
+            for (int32_t g = 0; g < x->step; g++) {
                 x->few[g].one_row = x->one_row;
                 ra__slot_load(&x->few[g], ra__slot_at(c, x, slots, 0, x->head, g));
                 for (int32_t i = 1; i < x->parts; i++)
