@@ -2251,39 +2251,39 @@ RA__NOINLINE double ra__sqrt(double x) {
 
 /* Eight numbers at once, with the bits of the functions above: the same operations in the same
  * order. Inlined, they take the vectors of the function they are in. */
-typedef double ra__eight __attribute__((vector_size(64)));
-typedef int64_t ra__eight_ints __attribute__((vector_size(64)));
-typedef float ra__eight_floats __attribute__((vector_size(32)));
-typedef int32_t ra__eight_halves __attribute__((vector_size(32)));
+typedef double ra__f64x8 __attribute__((vector_size(64)));
+typedef int64_t ra__i64x8 __attribute__((vector_size(64)));
+typedef float ra__f32x8 __attribute__((vector_size(32)));
+typedef int32_t ra__i32x8 __attribute__((vector_size(32)));
 
 /* where ? a : b, by bits. */
-RA__INLINE void ra__eight_select(ra__eight *to, const ra__eight_ints *where, const ra__eight *a,
-                                 const ra__eight *b) {
-    *to = (ra__eight)((*where & (ra__eight_ints)*a) | (~*where & (ra__eight_ints)*b));
+RA__INLINE void ra__eight_select(ra__f64x8 *to, const ra__i64x8 *where, const ra__f64x8 *a,
+                                 const ra__f64x8 *b) {
+    *to = (ra__f64x8)((*where & (ra__i64x8)*a) | (~*where & (ra__i64x8)*b));
 }
 
 /* exp(x) for -708 <= x <= 0. */
-RA__INLINE void ra__eight_exp(ra__eight *x) {
-    const ra__eight scaled = *x * 1.4426950408889634 - 0.5;
-    const ra__eight_halves whole = __builtin_convertvector(scaled, ra__eight_halves);
-    const ra__eight_ints power = __builtin_convertvector(whole + 1022, ra__eight_ints) << 52;
-    const ra__eight n = __builtin_convertvector(whole, ra__eight);
-    const ra__eight r = (*x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
-    ra__eight p = *x * 0.0 + 1.0;
+RA__INLINE void ra__eight_exp(ra__f64x8 *x) {
+    const ra__f64x8 scaled = *x * 1.4426950408889634 - 0.5;
+    const ra__i32x8 whole = __builtin_convertvector(scaled, ra__i32x8);
+    const ra__i64x8 power = __builtin_convertvector(whole + 1022, ra__i64x8) << 52;
+    const ra__f64x8 n = __builtin_convertvector(whole, ra__f64x8);
+    const ra__f64x8 r = (*x - n * 6.93147180369123816490e-01) - n * 1.90821492927058770002e-10;
+    ra__f64x8 p = *x * 0.0 + 1.0;
     for (int32_t k = 13; k > 0; k--) p = 1.0 + p * r / (double)k;
-    *x = p * (ra__eight)power * 2.0;
+    *x = p * (ra__f64x8)power * 2.0;
 }
 
 /* log(x) for positive x that are neither subnormal nor infinite. */
-RA__INLINE void ra__eight_log(ra__eight *x) {
-    const ra__eight_ints u = (ra__eight_ints)*x;
-    const ra__eight_ints shift = u >> 52;
-    const ra__eight f = (ra__eight)((u & 0x000fffffffffffff) | 0x3ff0000000000000);
-    const ra__eight_ints large = (ra__eight_ints)(f > 1.4142135623730951);
-    const ra__eight half = f * 0.5;
-    const ra__eight_halves whole = __builtin_convertvector(shift - large - 1023, ra__eight_halves);
-    const ra__eight n = __builtin_convertvector(whole, ra__eight);
-    ra__eight p = f * 0.0, t, g;
+RA__INLINE void ra__eight_log(ra__f64x8 *x) {
+    const ra__i64x8 u = (ra__i64x8)*x;
+    const ra__i64x8 shift = u >> 52;
+    const ra__f64x8 f = (ra__f64x8)((u & 0x000fffffffffffff) | 0x3ff0000000000000);
+    const ra__i64x8 large = (ra__i64x8)(f > 1.4142135623730951);
+    const ra__f64x8 half = f * 0.5;
+    const ra__i32x8 whole = __builtin_convertvector(shift - large - 1023, ra__i32x8);
+    const ra__f64x8 n = __builtin_convertvector(whole, ra__f64x8);
+    ra__f64x8 p = f * 0.0, t, g;
     ra__eight_select(&g, &large, &half, &f);
     t = (g - 1.0) / (g + 1.0);
     for (int32_t k = 0; k < 11; k++) p = p * (t * t) + ra__log_series[k];
@@ -2314,18 +2314,18 @@ static float ra__row_finish(float m, float l, const float *sink, float *lse) {
 
 /* The same of eight rows without sinks; 0: some has no key, or is not finite. */
 RA__INLINE int ra__eight_end(const float *m, const float *l, float *factor, float *lse) {
-    ra__eight_floats x, top;
-    ra__eight sums;
+    ra__f32x8 x, top;
+    ra__f64x8 sums;
     int plain = 1;
     for (int32_t i = 0; i < 8; i++) plain &= l[i] > 0.0f && l[i] <= 3.4e38f;
     if (!plain) return 0;
     memcpy(&x, l, sizeof x);
     memcpy(&top, m, sizeof top);
-    sums = __builtin_convertvector(x, ra__eight);
+    sums = __builtin_convertvector(x, ra__f64x8);
     ra__eight_log(&sums);
-    sums = __builtin_convertvector(top, ra__eight) * 0.69314718055994530942 + sums;
+    sums = __builtin_convertvector(top, ra__f64x8) * 0.69314718055994530942 + sums;
     x = 1.0f / x;
-    top = __builtin_convertvector(sums, ra__eight_floats);
+    top = __builtin_convertvector(sums, ra__f32x8);
     memcpy(factor, &x, sizeof x);
     memcpy(lse, &top, sizeof top);
     return 1;
@@ -2348,48 +2348,46 @@ RA__INLINE void ra__rows_end(const float *m, const float *l, int32_t n, float *f
 RA__INLINE void ra__merge_row(float *o, const float *o2, const double w[2], int32_t dim) {
     int32_t i;
     for (i = 0; i + 8 <= dim; i += 8) {
-        ra__eight_floats x, y;
+        ra__f32x8 x, y;
         memcpy(&x, o + i, sizeof x);
         memcpy(&y, o2 + i, sizeof y);
-        x = __builtin_convertvector(__builtin_convertvector(x, ra__eight) * w[0] +
-                                        __builtin_convertvector(y, ra__eight) * w[1],
-                                    ra__eight_floats);
+        x = __builtin_convertvector(__builtin_convertvector(x, ra__f64x8) * w[0] +
+                                        __builtin_convertvector(y, ra__f64x8) * w[1],
+                                    ra__f32x8);
         memcpy(o + i, &x, sizeof x);
     }
     for (; i < dim; i++) o[i] = (float)((double)o[i] * w[0] + (double)o2[i] * w[1]);
 }
 
-/* Weights of both sides of a row, 0 for one that is left out, and their lse. */
-RA__INLINE void ra__merge_weigh(float *lse, float b, double w[2]) {
+/* The weights of both sides of a row, 0 for one that is left out. *lse, which is a, becomes theirs
+ * together. */
+RA__INLINE void ra__merge_weigh(float *lse, float b, double *w, double *w2) {
     const float a = *lse;
-    double e;
-    w[0] = !ra__is_neg_inf(a);
-    w[1] = !ra__is_neg_inf(b);
-    if (w[0] == 0.0) *lse = b;
-    if (w[0] == 0.0 || w[1] == 0.0) return;
-    e = ra__exp(a > b ? (double)b - (double)a : (double)a - (double)b);
-    w[0] = (a > b ? 1.0 : e) / (1.0 + e);
-    w[1] = (a > b ? e : 1.0) / (1.0 + e);
+    *w = !ra__is_neg_inf(a);
+    *w2 = !ra__is_neg_inf(b);
+    if (*w == 0.0) *lse = b;
+    if (*w == 0.0 || *w2 == 0.0) return;
+    const double e = ra__exp(a > b ? (double)b - (double)a : (double)a - (double)b);
+    *w = (a > b ? 1.0 : e) / (1.0 + e);
+    *w2 = (a > b ? e : 1.0) / (1.0 + e);
     *lse = (float)((double)(a > b ? a : b) + ra__log(1.0 + e));
 }
 
-enum { RA__MERGE_ROWS = 32 };         /* whose weights are found together */
-
-/* The same for eight rows, whose new lse come to side[0], if all have two sides that are no more
- * than e^700 apart; otherwise returns 0. */
-RA__INLINE int ra__eight_weigh(float side[2][8], double w[8], double w2[8]) {
-    ra__eight_floats x, y;
-    ra__eight a, b, e, one, left, right;
-    ra__eight_ints more;
+/* The same for eight rows, if all have two sides that are no more than e^700 apart; otherwise
+ * returns 0. */
+RA__INLINE int ra__eight_weigh(float lse[8], const float lse2[8], double w[8], double w2[8]) {
+    ra__f32x8 x, y;
+    ra__f64x8 a, b, e, one, left, right;
+    ra__i64x8 more;
     int plain = 1;
     for (int32_t i = 0; i < 8; i++)
-        plain &= side[0][i] - side[1][i] <= 700.0f && side[0][i] - side[1][i] >= -700.0f;
+        plain &= lse[i] - lse2[i] <= 700.0f && lse[i] - lse2[i] >= -700.0f;
     if (!plain) return 0;
-    memcpy(&x, side[0], sizeof x);
-    memcpy(&y, side[1], sizeof y);
-    a = __builtin_convertvector(x, ra__eight);
-    b = __builtin_convertvector(y, ra__eight);
-    more = (ra__eight_ints)(a > b);
+    memcpy(&x, lse, sizeof x);
+    memcpy(&y, lse2, sizeof y);
+    a = __builtin_convertvector(x, ra__f64x8);
+    b = __builtin_convertvector(y, ra__f64x8);
+    more = (ra__i64x8)(a > b);
     left = b - a;
     right = a - b;
     ra__eight_select(&e, &more, &left, &right);
@@ -2397,62 +2395,44 @@ RA__INLINE int ra__eight_weigh(float side[2][8], double w[8], double w2[8]) {
     one = e * 0.0 + 1.0;
     ra__eight_select(&left, &more, &one, &e);
     ra__eight_select(&right, &more, &e, &one);
-    left = left / (1.0 + e);
-    right = right / (1.0 + e);
     one = 1.0 + e;
+    left = left / one;
+    right = right / one;
     ra__eight_log(&one);
     ra__eight_select(&a, &more, &a, &b);
-    x = __builtin_convertvector(a + one, ra__eight_floats);
+    x = __builtin_convertvector(a + one, ra__f32x8);
     memcpy(w, &left, sizeof left);
     memcpy(w2, &right, sizeof right);
-    memcpy(side[0], &x, sizeof x);
+    memcpy(lse, &x, sizeof x);
     return 1;
 }
 
-/* The same of n rows, by eights where that is possible.
+/* As ra_merge, into rows `step` rows apart. row: ra__merge_row, or another with its bits.
  * PERF: the weights of 32 rows before the rows: their chains of divisions overlap. Zen 5, AVX-512,
  * a row of 128 floats merged: 94 -> 23 ns, of them for the weights 17 -> 12. */
-RA__INLINE void ra__merge_weights(float *lse, const float *lse2, int32_t n,
-                                  double w[2][RA__MERGE_ROWS]) {
-    for (int32_t i = 0; i < n; i += 8) {
-        const int32_t rows = n - i < 8 ? n - i : 8;
-        float side[2][8];
-        memcpy(side[0], lse + i, rows == 8 ? sizeof side[0] : sizeof side[0][0]);
-        memcpy(side[1], lse2 + i, rows == 8 ? sizeof side[1] : sizeof side[1][0]);
-        for (int32_t j = 1; rows < 8 && j < 8; j++) {
-            side[0][j] = lse[i + (j < rows ? j : 0)];
-            side[1][j] = lse2[i + (j < rows ? j : 0)];
-        }
-        if (ra__eight_weigh(side, w[0] + i, w[1] + i)) {
-            memcpy(lse + i, side[0], (size_t)rows * sizeof *lse);
-            continue;
-        }
-        for (int32_t j = i; j < i + rows; j++) {
-            double one[2];
-            ra__merge_weigh(lse + j, lse2[j], one);
-            w[0][j] = one[0];
-            w[1][j] = one[1];
-        }
-    }
-}
-
-/* As ra_merge, into rows `step` rows apart. row: ra__merge_row, or another with its bits. */
+enum { RA__MERGE_ROWS = 32 };
 typedef void (*ra__row_merge)(float *o, const float *o2, const double w[2], int32_t dim);
 RA__INLINE void ra__merge_rows(float *o, float *lse, int64_t step, const float *o2,
                                const float *lse2, int64_t rows, int32_t dim, ra__row_merge row) {
     for (; rows > 0; rows -= RA__MERGE_ROWS, lse2 += RA__MERGE_ROWS) {
         const int32_t n = rows < RA__MERGE_ROWS ? (int32_t)rows : RA__MERGE_ROWS;
-        float sum[RA__MERGE_ROWS];
-        double w[2][RA__MERGE_ROWS];
-        for (int32_t i = 0; i < n; i++) sum[i] = lse[i * step];
-        ra__merge_weights(sum, lse2, n, w);
+        float a[RA__MERGE_ROWS], b[RA__MERGE_ROWS];
+        double w[RA__MERGE_ROWS], w2[RA__MERGE_ROWS];
+        memcpy(b, lse2, (size_t)n * sizeof *b);
+        for (int32_t i = 0; i < n; i++) a[i] = lse[i * step];
+        for (int32_t i = n; i % 8; i++) a[i] = b[i] = 0.0f;    /* the last eight is whole too */
+        for (int32_t i = 0; i < n; i += 8) {
+            const int32_t end = n - i < 8 ? n : i + 8;
+            if (ra__eight_weigh(a + i, b + i, w + i, w2 + i)) continue;
+            for (int32_t j = i; j < end; j++) ra__merge_weigh(a + j, b[j], w + j, w2 + j);
+        }
         for (int32_t i = 0; i < n; i++, o += step * dim, o2 += dim, lse += step) {
             const int left = !ra__is_neg_inf(*lse), right = !ra__is_neg_inf(lse2[i]);
-            const double both[2] = { w[0][i], w[1][i] };
+            const double both[2] = { w[i], w2[i] };
             if (left && right) row(o, o2, both, dim);
             else if (right) memcpy(o, o2, (size_t)dim * sizeof *o);
             else if (!left) memset(o, 0, (size_t)dim * sizeof *o);
-            *lse = sum[i];
+            *lse = a[i];
         }
     }
 }
