@@ -9325,8 +9325,9 @@ RA__NOINLINE ra_status ra__refuse_stride(const ra__tensor *x, const int64_t stri
                            stride[i], element);
 }
 
-/* The last of n steps between pieces of memory, each of so many bytes, that is too short for what
- * is inside, *inner bytes: pieces overlap. -1: there is none. Steps of 0 share memory on purpose. */
+/* The last of n steps between pieces of memory, each of so many bytes, that is less than *inner,
+ * the bytes of what is inside it: pieces overlap. -1: there is none. Steps of 0 share memory on
+ * purpose. */
 static int ra__step_too_short(const int64_t *step, const int64_t *count, int n, int64_t bytes,
                               int64_t *inner) {
     for (int i = n - 1; i >= 0; i--) {
@@ -9350,9 +9351,9 @@ RA__NOINLINE ra_status ra__check_strides(const ra__tensor *x, const int64_t step
             return ra__refuse_part(e, RA_E_STRIDE, x->field, ra__stride_of[i],
                                    "# is less than the @ bytes of a row; strides are bytes",
                                    step[i], row);
-    int64_t inner = 0;
-    const int bad = x->rows ? ra__step_too_short(step + outer, count + outer, 3 - outer, row, &inner)
-                            : -1;
+    if (!x->rows) return RA_OK;
+    int64_t inner;
+    const int bad = ra__step_too_short(step + outer, count + outer, 3 - outer, row, &inner);
     if (bad < 0) return RA_OK;
     return ra__refuse_pair(e, RA_E_STRIDE, x->field,
                            "stride # makes rows overlap: it must be at least @ bytes",

@@ -613,8 +613,7 @@ TEST(world_passes_take_turns) {
 /* Any network whose transports have a turn does as the world does, by all transports on one ctx. A
  * pass that has failed has the turn until it is finished. How little a transport of an earlier
  * version has is not looked at. */
-TEST(networks_take_turns_like_the_world)
-{
+TEST(networks_take_turns_like_the_world) {
     rig *g = rig_new(2, 256, 1);
     mail_net *all = network_open(g, 0, NULL);
     ra_ring *ring[2], *late, *old;

@@ -718,8 +718,7 @@ TEST(prediction_by_hand) {
 }
 
 /* Chunks that come to a rank after its last tile, to be sent on, are hidden by nothing. */
-TEST(predicted_hiding_is_computing)
-{
+TEST(predicted_hiding_is_computing) {
     problem p;
     setup s;
     ra_plan *plan = NULL;
