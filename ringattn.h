@@ -20605,118 +20605,123 @@ RINGATTN_API ra_status ra_ring_resumed(const ra_ring *ring, ra_resumed *out) {
 }
 
 /* ========================================================================== CACHE
- * Inference over a sharded cache. In: queries of new tokens, and K and V of the lanes of this rank.
- * Out: O and LSE of the queries. A call consists of stages (attend some rows to the keys of one
- * rank; at last merge) and swaps (messages with the other ranks), in a fixed order: a stage waits
- * for swaps, a swap for stages. Threads share out the items of the stage that is open. A step does
- * a bounded part of one, and the next step of any thread goes on with it.
+ * Inference over a sharded KV cache. In: the queries of new tokens, and K and V of the lanes of
+ * this rank. Out: O and LSE of the queries.
  *
- * Pools. Where one rank has all keys, or can read them all because memory is shared (RA_CAP_SHARED,
- * RA_INFER_PASS_KV), a call has one stage. The rows of an item are attended to all lanes. The rank
- * that takes an item also writes its outputs, in the memory of the ranks that they belong to.
- * Several ranks send each other the addresses of their caches (RA__FRAME_POOL), share out the items
- * by a counter of rank 0, and say when they hold no item any more (RA__FRAME_POOL_END). A call ends
- * with these, so until then counts and tensors of all ranks stay as they are. After a failure
- * quiesce says when nobody reads them.
+ * A call consists of stages and swaps, in a fixed order. A stage attends query rows to the keys of
+ * one rank; the last stage merges partial results and writes rows. A swap is one message sent and
+ * one received. Stages wait for swaps, and swaps for stages. Threads share the items of the open
+ * stage. A step does a bounded part of an item, and the next step of any thread continues it.
  *
- * Order of sums. The keys of a lane are summed in ascending order: in the form of prefill block by
- * block in one online softmax; in the form of decoding RA__LEAF keys in one, RA__SPAN such leaves
- * merged one after the other, then spans one after the other. Lanes are merged in a binary tree
- * over all lanes. A rank's lanes are the leaves of a few whole subtrees, and it hands on one
- * partial result for each. Nothing of this depends on ranks, threads, other rows, or the way.
+ * Pools. If one rank has all keys, or can read them all because memory is shared (RA_CAP_SHARED,
+ * RA_INFER_PASS_KV), a call is a pool: it has one stage, in which the rows of an item are attended
+ * to all lanes. The rank that computes an item also writes its outputs, in the memory of the ranks
+ * that hold the rows. In a pool of several ranks each first sends the others the address of its
+ * cache (RA__FRAME_POOL). They claim items from a counter of rank 0. A rank that holds no item any
+ * more sends RA__FRAME_POOL_END. A call ends when this has come from all ranks, so until then the
+ * counts and tensors of all ranks stay as they are. After a failure quiesce reports when no rank
+ * reads them any more.
  *
- * Company. Sequences with one new token each whose tables begin with the same pages are one item:
- * every leaf that is whole and shared is one call for the rows of all of them, the others are a
- * call per row. The tree stays the same, so only whole leaves can be shared. */
+ * Order of sums. The keys of a lane are summed in ascending order. The form of prefill sums them
+ * block by block in one online softmax. The form of decoding sums each leaf of RA__LEAF keys in one
+ * online softmax, merges RA__SPAN leaves in turn into a span, and then the spans in turn. Lanes are
+ * merged in a binary tree over all lanes. The lanes of a rank make up a few whole subtrees of it,
+ * and the rank sends one partial result for each. None of this depends on ranks, threads, other
+ * rows, or what travels.
+ *
+ * Joint sequences. Consecutive sequences with one new token each, whose tables begin with the same
+ * pages, are one item with a row of each. A whole leaf that they all have in the same pages is one
+ * call for all rows; any other leaf is one call per row. The tree is the same as for each alone. */
 
-enum { RA__HOLD = 16 };                /* consecutive positions of a lane */
+enum { RA__LANE_BLOCK = 16 };          /* consecutive positions that belong to one lane */
 enum { RA__LEAF = 1024, RA__SPAN = 4, RA__WRITE_ROWS = 16 };
-enum { RA__SHARE_WORK = 1 << 18 };    /* multiply-adds that are worth an item of their own */
+enum { RA__SHARE_WORK = 1 << 18 };     /* fewest multiply-adds of an item in the form of decoding */
 enum { RA__MOST_LANES = 1024, RA__TREE_DEPTH = 11 };        /* of the tree: log2 of lanes, plus 1 */
 enum { RA__FRAME_Q = 4, RA__FRAME_KV = 5, RA__FRAME_PART = 6 };
 enum { RA__FRAME_POOL = 8, RA__FRAME_POOL_END = 9 };
-enum { RA__NOTE_BYTES = RA__FRAME_BYTES + 64 };        /* a frame, and the address of a cache */
+enum { RA__NOTE_BYTES = RA__FRAME_BYTES + 64 };        /* a frame and the address of a cache */
 enum { RA__SWAP_IDLE, RA__SWAP_POSTED, RA__SWAP_DONE };
 #define RA__CLAIM_ITEMS (((int64_t)1 << 40) - 1)
 #define RA__CLAIM_TURNS ((int64_t)0x3fffff)
 
-/* A whole subtree of the tree of lanes, held by one rank: lanes [first, last). */
+/* A subtree of the tree of lanes whose lanes [first, last) all belong to one rank. */
 typedef struct ra__subtree { int32_t first, last; } ra__subtree;
 
-/* One message in and one out. */
+/* One message received and one sent. */
 enum { RA__SWAP_IN, RA__SWAP_OUT };
 typedef struct ra__swap_side {
-    int32_t after;                     /* stages that must be done before it is posted */
+    int32_t after;                     /* posted once so many stages are done */
     int32_t state;                     /* written under comm: RA__SWAP_IDLE, _POSTED, _DONE */
-    ra_transport_op op;                /* its message: frame, then payload; len 0: none */
+    ra_transport_op op;                /* frame, then payload; len 0: no message */
 } ra__swap_side;
 typedef struct ra__swap {
     int32_t kind;                      /* RA__FRAME_* */
     ra__swap_side side[2];             /* RA__SWAP_IN, RA__SWAP_OUT */
 } ra__swap;
 
-/* Query rows, sequence by sequence: row at[b] + i is row i of sequence b. */
+/* The query rows of a stage: row i of sequence b is number at[b] + i. */
 typedef struct ra__query_rows {
     ra__view v;
-    int32_t packed;                    /* 1: row at[b] + i of v; 0: row i of its sequence b */
+    int32_t packed;                    /* 1: it is row at[b] + i of v; 0: row i of sequence b */
     const int64_t *at;                 /* [B + 1] */
     const int32_t *pos;                /* [rows] */
 } ra__query_rows;
 
-/* Keys of the lanes [first, last), which are those of one rank, except in a pool. */
+/* The keys of a stage: lanes [first, last), which are those of `rank`, or in a pool all. */
 typedef struct ra__key_rows {
     int32_t rank, first, last;
     ra__view k, v;
-    const int64_t *row;                /* [B][lanes of the rank] first row; null: the caller's */
+    const int64_t *row;                /* [B][lanes of the rank] first row of received keys; null:
+                                        * keys are in the caller's memory */
 } ra__key_rows;
 
 /* Partial results: O [rows][Hq][Dv], then LSE [rows][Hq], for each subtree of a rank. */
 typedef struct ra__partials { float *data; int64_t rows; } ra__partials;
 
-/* Where a partial result of an item goes: rows `step` (heads) apart. */
+/* The place of a partial result: some heads of rows that are `step` heads apart. */
 typedef struct ra__partial { float *o, *lse; int64_t step; } ra__partial;
 
-/* An item is some rows of a sequence against lanes of one rank: in the form of prefill up to
- * tile_rows rows of one KV head, in the form of decoding up to few_tokens rows of some or all
- * heads; there also, with slots, against one span of one lane. Sequences in company have one item,
- * with a row of each. In the last stage of a call an item is some rows to write. */
+/* An item is some rows of a sequence, attended to the lanes of the stage. In the form of prefill it
+ * has up to tile_rows rows of one KV head. In the form of decoding it has up to decode_tokens rows
+ * of some or all heads, and with slots it covers one span of one lane. Joint sequences have one
+ * item, with a row of each. In the last stage of a call an item is write_rows rows to write. */
 typedef struct ra__cache_item {
-    int32_t b, few;
+    int32_t b, decode;                 /* first sequence; 1: the form of decoding */
     int32_t head, heads;               /* KV heads [head, head + heads) */
-    int32_t company;                   /* sequences from b on */
-    int64_t n;                         /* its number in the stage */
-    int64_t row, rows;                 /* of the sequence, in `queries` */
-    int64_t lo, hi;                    /* some row may see positions lo <= p < hi */
-    int32_t lane;                      /* one span: of this lane of the rank; -1: all lanes */
+    int32_t joint;                     /* sequences, from b on */
+    int64_t n;                         /* its number in the sequence or, to write, in the stage */
+    int64_t row, rows;                 /* rows [row, row + rows) of the sequence */
+    int64_t lo, hi;                    /* its rows see no positions except lo <= p < hi */
+    int32_t lane;                      /* with slots: of its span; -1: all lanes */
     int64_t span;
 
-    /* How far it is: what comes next. */
+    /* What comes next. */
     int32_t at_tree, at_lane, at_head; /* at_head: KV head in a leaf */
     int64_t at_span, at_leaf;
-    int32_t at_member, solo;           /* solo: 0: all rows in one call; n: only row n - 1 */
-    int32_t walking;                   /* 1: a lane in the form of prefill is begun */
-    int32_t merges;                    /* 1: and merges its rows into the place before its own */
-    int32_t gathered;                  /* 1: its queries are at the desk, if they have to be */
-    int32_t kept;                      /* 1: they are in panels, for the lanes to come */
+    int32_t at_row, single;            /* single: 0: all rows in one call; n: only row n - 1 */
+    int32_t lane_begun;                /* 1: a lane in the form of prefill has begun */
+    int32_t merges;                    /* 1: its sums are merged into the place before its own */
+    int32_t gathered;                  /* 1: the queries are at the desk, in a pool of ranks */
+    int32_t kept;                      /* 1: the queries are in panels, also for later lanes */
 } ra__cache_item;
 
-/* A desk: memory of one thread, and the item that is in hand there. A step leaves an item that is
- * not done, and the next step of any thread may take it up. */
+/* A desk: memory for one thread, and the item that is computed there. A step may leave an item
+ * unfinished, and a later step of any thread continues it. */
 typedef struct ra__cache_desk {
-    float *part[RA__TREE_DEPTH + 3];   /* the last: the sum of an item of a pool */
+    float *part[RA__TREE_DEPTH + 3];   /* partial results; the last: of an item of a pool */
     uint8_t *workspace;
     uint8_t *queries;                  /* of an item of a pool of several ranks, packed */
-    int32_t busy, open, idle;          /* atomic: a thread is at the desk; there is an item in
-                                        * hand; looks at it since it was left */
+    int32_t busy, open, idle;          /* atomic. 1: a thread is at the desk; 1: it has an item;
+                                        * how often it was seen since a thread left it */
     ra__cache_item x;
-    ra_tensors t;                      /* of the walk */
+    ra_tensors t;                      /* of the call on keys of a lane */
     ra_run run;
     ra__attend a;
 } ra__cache_desk;
 
 struct ra_cache {
     ra_desc d;                         /* resolved */
-    ra_desc tile, few;                 /* of the calls of one item: one KV head; all heads */
+    ra_desc tile, decode;              /* of the calls of an item, in either form */
     const ra__kernel *tile_kernel, *decode_kernel;
     ra_cache_desc cd;
     ra_transport tp;
@@ -20726,17 +20731,18 @@ struct ra_cache {
     int32_t shared;                    /* 1: RA_CAP_SHARED, several ranks */
     uint32_t space;                    /* shared: address space */
     int32_t group;                     /* Hq / Hkv */
-    int32_t few_tokens;                /* most new tokens of a sequence that takes the form of
-                                        * decoding, 0: none does; also most tokens of one item */
-    int64_t lane_rows, write_rows;     /* write_rows: of an item at the end of a call */
-    int64_t tile_rows, item_rows;      /* most rows of an item; most in this call */
+    int32_t decode_tokens;             /* most rows of an item in the form of decoding. Without
+                                        * RA_FORM_SAME more new tokens take that of prefill. 0: any
+                                        * number does */
+    int64_t lane_rows, write_rows;     /* rows of a lane; rows that an item writes */
+    int64_t tile_rows, item_rows;      /* most rows of a prefill item; the most in this call */
     int32_t *lane_first;               /* [ranks + 1] */
     int32_t *lane_owner;               /* [lanes] */
     int32_t *tree_first;               /* [ranks + 1] first subtree of a rank */
     ra__subtree *tree;                 /* [lanes] */
     int32_t *pos;                      /* [lanes][lane_rows] positions; one lane: null */
-    int64_t most_rows, most_keys;      /* rows of a call; bytes of keys sent */
-    int64_t slots, slot_floats;
+    int64_t most_rows, most_keys;      /* rows of a call; bytes of keys in a message */
+    int64_t slots, slot_floats;        /* partial results of spans; floats of each */
     void *mr;
 
     ra_tensors t;                      /* of the call: what begin sets */
@@ -20744,26 +20750,27 @@ struct ra_cache {
     int64_t call, deadline, rows, own_rows;
     uint64_t agreed[2];                /* hashes of the descriptor and of the counts */
     int64_t *cached, *fresh;           /* [B] */
-    int64_t *all_at, *own_at;          /* [B + 1] */
-    int32_t *all_pos, *own_pos;
-    int32_t *all_row;                  /* shared: row of its sequence, at the rank that holds it */
-    int64_t *rank_rows, *rank_from;    /* [ranks] of all sequences; of those before this one */
-    int32_t *company;                  /* [B] sequences from b on that are attended together,
-                                        * because they share pages; 0: with one before */
-    int64_t *company_end;              /* [B] tokens of the longest of them */
+    int64_t *all_at, *own_at;          /* [B + 1] first new row of a sequence: of all ranks; here */
+    int32_t *all_pos, *own_pos;        /* positions of these rows */
+    int32_t *all_row;                  /* their numbers in the sequence, on the rank with the row */
+    int64_t *rank_rows, *rank_from;    /* [ranks] new rows; scratch of ra__cache_rows_of */
+    int32_t *joint;                    /* [B] joint sequences from b on; 0: joined to one before */
+    int64_t *joint_end;                /* [B] tokens of the longest of them */
     int64_t *slot;                     /* [B] first slot; -1: none */
-    int64_t *slot_done;                /* [B] */
+    int64_t *slot_done;                /* [B] atomic: spans that are done */
     int32_t sharers;                   /* threads per sequence of the call */
     int64_t *key_row;                  /* [B][lanes] of received keys */
-    uint8_t **result;                  /* [ranks] frame and partial results of the own rows */
-    uint8_t *q_send, **q_recv, *q_all, *kv_send, *kv_recv[2];
-    uint8_t *part_out, **part_send;
+    uint8_t **result;                  /* [ranks] frame, then that rank's partial results of the
+                                        * rows of this one */
+    uint8_t *q_send, **q_recv, *q_all; /* messages of queries, by rank; queries of all ranks */
+    uint8_t *kv_send, *kv_recv[2];     /* messages of keys */
+    uint8_t *part_out, **part_send;    /* partial results of all rows; messages of them, by rank */
     uint8_t *notes;                    /* shared: messages of a pool, see ra__pool_note */
     int64_t note_bytes;
-    float *slot_data;
-    ra__swap *swap;
+    float *slot_data;                  /* [slots][slot_floats] */
+    ra__swap *swap;                    /* [swaps] */
     ra_transport_op **list;
-    int32_t way, swaps, stages;
+    int32_t way, swaps, stages;        /* RA_INFER_*; how many the call has */
     int32_t pooled;                    /* 1: the call is a pool */
     struct ra_cache **peer;            /* [ranks] of a pool; this one among them */
 
@@ -20771,13 +20778,13 @@ struct ra_cache {
     ra__key_rows keys;
     ra__partials out;
     int64_t items, opened;             /* of the open stage; stages opened so far */
-    int64_t claim;                     /* atomic: `opened` and items that are left to claim, in one
-                                        * word, so that nobody claims an item of an earlier stage */
+    int64_t claim;                     /* atomic: `opened` and the number of unclaimed items, in one
+                                        * word, so that no item of an earlier stage is claimed */
     int64_t pools;                     /* pools of several ranks so far */
     int64_t pool;                      /* rank 0, atomic: as claim, with `pools`, for all ranks */
-    int32_t holding;                   /* atomic: threads that claim, and items in hand */
+    int32_t holding;                   /* atomic: threads that claim, and unfinished items */
     int64_t packed_call;               /* the call whose messages are packed */
-    int32_t open, stage;               /* atomic: 1: a stage is open, 2: all its items are claimed;
+    int32_t open, stage;               /* atomic. 1: a stage is open, 2: all its items are claimed;
                                         * stages that are done */
     int32_t ran;                       /* level 0: swaps that are done */
     ra__crew crew;
@@ -20788,18 +20795,19 @@ struct ra_cache {
 };
 
 /* -------------------------------------------------------------------------- ownership */
-/* Keys of a lane at positions below `end`, which is also the lane's row of the position `end` if it
- * holds that. */
+/* The number of positions below `end` that belong to a lane. If `end` does too, that is its row in
+ * the lane. */
 static int64_t ra__lane_keys(const ra_cache *c, int32_t lane, int64_t end) {
-    const int64_t blocks = end / RA__HOLD, last = blocks % c->lanes;
-    return (blocks / c->lanes + (lane < last)) * RA__HOLD + (lane == last ? end % RA__HOLD : 0);
+    const int64_t blocks = end / RA__LANE_BLOCK, last = blocks % c->lanes;
+    return (blocks / c->lanes + (lane < last)) * RA__LANE_BLOCK +
+           (lane == last ? end % RA__LANE_BLOCK : 0);
 }
 
 static int32_t ra__lane_of(const ra_cache *c, int64_t position) {
-    return (int32_t)(position / RA__HOLD % c->lanes);
+    return (int32_t)(position / RA__LANE_BLOCK % c->lanes);
 }
 
-/* Lanes of the rank that has most. */
+/* The most lanes of a rank. */
 static int64_t ra__most_rank_lanes(const ra_cache *c) {
     int64_t lanes = 0;
     for (int32_t r = 0; r < c->ranks; r++)
@@ -20807,12 +20815,12 @@ static int64_t ra__most_rank_lanes(const ra_cache *c) {
     return lanes;
 }
 
-/* Tokens of a sequence whose keys the call may see; 0 if it has no new ones. */
+/* Cached and new tokens of a sequence; 0 if it has no new ones. */
 static int64_t ra__call_tokens(const ra_cache *c, int32_t b) {
     return c->fresh[b] ? c->cached[b] + c->fresh[b] : 0;
 }
 
-/* Keys of a sequence of `tokens` tokens at a rank. */
+/* Keys that a rank holds of a sequence of `tokens` tokens. */
 static int64_t ra__rank_keys(const ra_cache *c, int32_t rank, int64_t tokens) {
     int64_t n = 0;
     for (int32_t l = c->lane_first[rank]; l < c->lane_first[rank + 1]; l++)
@@ -20836,7 +20844,8 @@ RINGATTN_API int64_t ra_cache_row(const ra_cache *c, int64_t position) {
            ra__lane_keys(c, lane, position);
 }
 
-/* The whole subtrees of the tree over lanes [first, last) that consist of a rank's lanes. */
+/* Lists the largest subtrees within lanes [first, last) whose lanes all belong to a rank. Returns
+ * how many there are. */
 static int32_t ra__subtrees(const ra_cache *c, int32_t rank, int32_t first, int32_t last,
                             ra__subtree *out) {
     const int32_t from = c->lane_first[rank], to = c->lane_first[rank + 1];
@@ -20878,11 +20887,11 @@ static void ra__lane_tables(ra_cache *c) {
     for (int32_t l = 0; c->lanes > 1 && l < c->lanes; l++)
         for (int64_t i = 0; i < c->lane_rows; i++)
             c->pos[l * c->lane_rows + i] =
-                (int32_t)ra__min((i / RA__HOLD * c->lanes + l) * RA__HOLD + i % RA__HOLD,
-                                 RA_MAX_POSITION - 1);
+                (int32_t)ra__min((i / RA__LANE_BLOCK * c->lanes + l) * RA__LANE_BLOCK +
+                                     i % RA__LANE_BLOCK, RA_MAX_POSITION - 1);
 }
 
-/* Row of a sequence, in the caller's memory of K or V. */
+/* Address of a row of a sequence in the caller's K or V. */
 static ra__view ra__cache_cell(const ra_cache *c, const ra_tensors *t, ra__view v, int32_t b,
                                int64_t row) {
     const ra__paged paged = ra__paged_of(&c->d, &t->pages, b);
@@ -20916,7 +20925,7 @@ RINGATTN_API ra_status ra_cache_store(const ra_cache *c, const ra_tensors *t, in
 }
 
 /* -------------------------------------------------------------------------- memory */
-/* Bytes of a query row, of the keys of a token, and floats of a partial result. */
+/* Bytes of a query row, bytes of K and V of a token, floats of a row of a partial result. */
 static int64_t ra__query_bytes(const ra_desc *d) {
     return d->q_heads * ra__row_bytes(d->q_dtype, d->k_dim);
 }
@@ -20934,17 +20943,17 @@ static int32_t ra__rank_trees(const ra_cache *c, int32_t rank) {
     return c->tree_first[rank + 1] - c->tree_first[rank];
 }
 
-/* The most rows of one call that a rank can hold: its share of the complete rounds of all lanes,
- * plus up to three more rounds per sequence, which may be incomplete. */
+/* The most rows of a call that a rank can hold. A round is a block of each lane: complete rounds
+ * give a rank its share, and each sequence adds up to three rounds, which may be incomplete. */
 static int64_t ra__own_most(const ra_cache *c, int32_t rank) {
     const int64_t lanes = c->lane_first[rank + 1] - c->lane_first[rank];
-    const int64_t rounds = c->most_rows / (RA__HOLD * c->lanes) + 3 * (int64_t)c->d.sequences;
+    const int64_t rounds = c->most_rows / (RA__LANE_BLOCK * c->lanes) + 3 * (int64_t)c->d.sequences;
     if (c->cd.queries == RA_QUERIES_ALL) return c->most_rows;
-    return ra__min(c->most_rows, ra__mul_sat(rounds, lanes * RA__HOLD));
+    return ra__min(c->most_rows, ra__mul_sat(rounds, lanes * RA__LANE_BLOCK));
 }
 
-/* Bytes of keys that a rank may have to send at once. AUTO: not more than what the queries of the
- * largest call would take. */
+/* The most bytes of keys in a message. AUTO: about those that queries and partial results of the
+ * largest call take, because more keys than that do not travel. */
 static int64_t ra__keys_most(const ra_cache *c) {
     const int64_t rows = c->d.sequences * ra__most_rank_lanes(c) * c->lane_rows;
     const int64_t full = ra__min(ra__mul_sat(rows, ra__key_bytes(&c->d)), INT64_MAX / 8);
@@ -20953,19 +20962,19 @@ static int64_t ra__keys_most(const ra_cache *c) {
                                                        8 * ra__partial_floats(&c->d)));
 }
 
-/* Memory of a call on the keys of a lane, which another rank may hold in pages. */
+/* Workspace of a call on keys of a lane. Another rank may hold them in pages. */
 static int64_t ra__walk_bytes(const ra_cache *c, const ra_desc *d) {
     ra_desc any = *d;
-    if (c->ranks > 1 && !any.page_tokens) any.page_tokens = RA__HOLD;
+    if (c->ranks > 1 && !any.page_tokens) any.page_tokens = RA__LANE_BLOCK;
     return (int64_t)ra_attention_bytes(&any, 1);
 }
 
 static void ra__cache_carve_desks(ra__arena *a, ra_cache *c) {
     const int64_t tile = c->tile_rows * c->group * (c->d.v_dim + 1);
-    const int64_t few = c->few_tokens * ra__partial_floats(&c->d);
-    const int64_t queries = ra__max(c->tile_rows, c->few_tokens * c->d.kv_heads) * c->group *
+    const int64_t few = c->decode_tokens * ra__partial_floats(&c->d);
+    const int64_t queries = ra__max(c->tile_rows, c->decode_tokens * c->d.kv_heads) * c->group *
                             ra__row_bytes(c->d.q_dtype, c->d.k_dim);
-    const int64_t bytes = (int64_t)ra__max(ra__walk_bytes(c, &c->tile), ra__walk_bytes(c, &c->few));
+    const int64_t bytes = ra__max(ra__walk_bytes(c, &c->tile), ra__walk_bytes(c, &c->decode));
     for (int32_t i = 0; i < c->d.threads; i++) {
         ra__cache_desk x;
         memset(&x, 0, sizeof x);
@@ -21012,16 +21021,15 @@ static void ra__cache_carve_messages(ra__arena *a, ra_cache *c) {
         c->kv_recv[i] = ra__carve_aligned(a, RA__FRAME_BYTES + 64 + c->most_keys, align);
 }
 
-/* Slots for the spans of sequences whose keys several threads share out. */
-static void ra__cache_slots(ra_cache *c) {
-    c->slot_floats = c->few_tokens * ra__partial_floats(&c->d);
+/* The number of slots: for the spans of sequences whose keys several threads share. */
+static void ra__cache_count_slots(ra_cache *c) {
+    c->slot_floats = c->decode_tokens * ra__partial_floats(&c->d);
     c->slots = ra__most_rank_lanes(c) * ra__ceil_div(c->lane_rows, RA__LEAF * RA__SPAN) *
                ra__min(c->d.sequences, 2 * c->d.threads);
     if (c->d.threads == 1 || c->cd.form == RA_FORM_SAME) c->slots = 0;
 }
 
-/* Lays out the workspace in two rounds: tables, which the sizes of the rest follow from, and the
- * rest. */
+/* Lays out the workspace: first the tables of lanes, from which the other sizes follow. */
 static void ra__cache_carve_tables(ra__arena *a, ra_cache *c) {
     (void)ra__carve(a, (int64_t)sizeof *c);
     c->lane_first = (int32_t *)ra__carve(a, (c->ranks + 1) * 4);
@@ -21043,8 +21051,8 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
     c->rank_rows = (int64_t *)ra__carve(a, c->ranks * 8);
     c->rank_from = (int64_t *)ra__carve(a, c->ranks * 8);
     c->peer = (ra_cache **)ra__carve(a, c->ranks * (int64_t)sizeof(ra_cache *));
-    c->company = (int32_t *)ra__carve(a, b * 4);
-    c->company_end = (int64_t *)ra__carve(a, b * 8);
+    c->joint = (int32_t *)ra__carve(a, b * 4);
+    c->joint_end = (int64_t *)ra__carve(a, b * 8);
     c->slot = (int64_t *)ra__carve(a, b * 8);
     c->slot_done = (int64_t *)ra__carve(a, b * 8);
     c->key_row = (int64_t *)ra__carve(a, b * c->lanes * 8);
@@ -21054,7 +21062,7 @@ static void ra__cache_carve(ra__arena *a, ra_cache *c) {
     c->swap = (ra__swap *)ra__carve(a, swaps * (int64_t)sizeof(ra__swap));
     c->list = (ra_transport_op **)ra__carve(a, 2 * swaps * (int64_t)sizeof(ra_transport_op *));
     c->desk = (ra__cache_desk *)ra__carve(a, c->d.threads * (int64_t)sizeof(ra__cache_desk));
-    ra__cache_slots(c);
+    ra__cache_count_slots(c);
     c->slot_data = (float *)ra__carve(a, 4 * c->slots * c->slot_floats);
     ra__cache_carve_messages(a, c);
     ra__cache_carve_desks(a, c);
@@ -21110,7 +21118,7 @@ static ra_status ra__cache_check_rest(const ra_desc *d, const ra_cache_desc *cd,
     return x.status ? x.status : ra__check_allocator(&cd->allocator, "cache.allocator", e);
 }
 
-/* Everything of a cache except its memory. */
+/* Fills in everything of a cache except its memory. */
 static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra_cache *c) {
     ra_error *e = d ? d->error : NULL;
     ra_desc plain;
@@ -21129,8 +21137,9 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->rank = c->d.rank;
     c->lanes = c->cd.lanes ? c->cd.lanes : c->ranks;
     c->group = c->d.q_heads / c->d.kv_heads;
-    c->few_tokens = c->group <= RA__DECODE_PAIRS ? RA__DECODE_PAIRS / c->group : 0;
-    c->lane_rows = ra__ceil_div(c->d.kv_tokens, RA__HOLD * (int64_t)c->lanes) * RA__HOLD;
+    c->decode_tokens = c->group <= RA__DECODE_PAIRS ? RA__DECODE_PAIRS / c->group : 0;
+    c->lane_rows = ra__ceil_div(c->d.kv_tokens, RA__LANE_BLOCK * (int64_t)c->lanes);
+    c->lane_rows *= RA__LANE_BLOCK;
     c->tile_rows = (c->lanes > 1 ? RA__PANELS / 2 : RA__PANELS) / c->group;
     c->tile_rows = RA_BLOCK_TOKENS * ra__max(1, ra__min(4, c->tile_rows));
     c->most_rows = c->cd.new_tokens ? c->cd.new_tokens : ra__mul_sat(c->d.sequences, c->d.tokens);
@@ -21149,7 +21158,7 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->tile.o_dtype = RA_F32;
     c->tile.scores &= ~RA_SCORE_SINKS;
     c->tile.error = NULL;
-    c->few = c->tile;
+    c->decode = c->tile;
     c->tile.q_heads = c->group;
     c->tile.kv_heads = 1;
     c->tile.tokens = c->tile_rows;
@@ -21158,13 +21167,13 @@ static ra_status ra__cache_resolve(const ra_desc *d, const ra_cache_desc *cd, ra
     c->decode_kernel = ra__kernel_decode(&c->d);
     c->write_rows = RA__STEP_WORK / c->lanes / ra__partial_floats(&c->d);
     c->write_rows = ra__max(1, ra__min(RA__WRITE_ROWS, c->write_rows));
-    c->few.tokens = ra__max(1, c->few_tokens);
-    c->few.kv_tokens = ra__min(RA__LEAF, c->lane_rows);
+    c->decode.tokens = ra__max(1, c->decode_tokens);
+    c->decode.kv_tokens = ra__min(RA__LEAF, c->lane_rows);
     return RA_OK;
 }
 
-/* Bytes of the workspace. The tables have to exist before the rest can be sized: they are made in
- * memory of malloc for that. */
+/* Bytes of the workspace; 0: no memory. The tables of lanes have to exist before the rest can be
+ * sized: it allocates memory for them and frees it again. */
 static int64_t ra__cache_bytes(ra_cache *c, ra_error *e) {
     ra__arena a = { NULL, 0 };
     int64_t bytes;
@@ -21203,7 +21212,7 @@ static int64_t ra__part_length(const ra_cache *c, int32_t rank, int64_t rows) {
     return ra__rows_message(rows, 4 * ra__partial_floats(&c->d) * ra__rank_trees(c, rank));
 }
 
-/* Longest message except those of keys. */
+/* The longest message, except those of keys. */
 static int64_t ra__cache_message(const ra_cache *c) {
     int64_t most = c->shared && c->notes ? RA__NOTE_BYTES : 0;
     for (int32_t r = 0; r < c->ranks; r++) {
@@ -21306,7 +21315,7 @@ static ra_status ra__cache_check_counts(ra_cache *c, const int64_t *cached, cons
     return RA_OK;
 }
 
-/* Rows of all ranks, and which of them are here. */
+/* Lists the new rows of all ranks and those of this one. */
 static void ra__cache_rows_of(ra_cache *c) {
     int64_t all = 0, own = 0;
     memset(c->rank_rows, 0, (size_t)c->ranks * sizeof *c->rank_rows);
@@ -21327,7 +21336,7 @@ static void ra__cache_rows_of(ra_cache *c) {
     c->own_at[c->d.sequences] = c->own_rows = own;
 }
 
-/* Rows of the longest sequence of the call on this rank. */
+/* The most rows that a sequence has on this rank. */
 static int64_t ra__cache_longest(const ra_cache *c) {
     int64_t most = 0;
     for (int32_t b = 0; b < c->d.sequences; b++)
@@ -21335,7 +21344,7 @@ static int64_t ra__cache_longest(const ra_cache *c) {
     return most;
 }
 
-/* Bytes of the message of keys of a rank: K of all rows, then V. */
+/* Bytes of a rank's message of keys: K of all rows, then V. *rows: their number. */
 static int64_t ra__keys_length(const ra_cache *c, int32_t rank, int64_t *rows) {
     *rows = 0;
     for (int32_t b = 0; b < c->d.sequences; b++)
@@ -21343,17 +21352,17 @@ static int64_t ra__keys_length(const ra_cache *c, int32_t rank, int64_t *rows) {
     return RA__FRAME_BYTES + ra__round_up(*rows * ra__key_bytes(&c->d), 64) + 64;
 }
 
-/* 1: this sequence takes the form of decoding. */
-static int ra__cache_few(const ra_cache *c, int32_t b) {
-    if (!c->few_tokens) return 0;
-    return c->cd.form == RA_FORM_SAME || c->fresh[b] <= c->few_tokens;
+/* 1: a sequence takes the form of decoding. */
+static int ra__cache_decodes(const ra_cache *c, int32_t b) {
+    if (!c->decode_tokens) return 0;
+    return c->cd.form == RA_FORM_SAME || c->fresh[b] <= c->decode_tokens;
 }
 
-/* Items of a call in the form of prefill, if each has up to `rows` rows. */
+/* The number of items in the form of prefill, if each has up to `rows` rows. */
 static int64_t ra__tile_items(const ra_cache *c, int64_t rows) {
     int64_t items = 0;
     for (int32_t b = 0; b < c->d.sequences; b++)
-        if (!ra__cache_few(c, b)) items += ra__ceil_div(c->fresh[b], rows) * c->d.kv_heads;
+        if (!ra__cache_decodes(c, b)) items += ra__ceil_div(c->fresh[b], rows) * c->d.kv_heads;
     return items;
 }
 
@@ -21370,7 +21379,7 @@ static int32_t ra__cache_way(const ra_cache *c) {
     if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL || c->cd.way == RA_INFER_PASS_Q)
         return RA_INFER_PASS_Q;
     if (c->shared && (c->cd.way != RA_INFER_PASS_KV || !c->rows))
-        return ra__tile_items(c, RA__HOLD) >= c->ranks ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
+        return ra__tile_items(c, RA__LANE_BLOCK) >= c->ranks ? RA_INFER_PASS_KV : RA_INFER_PASS_Q;
     if (c->cd.way == RA_INFER_PASS_KV) return RA_INFER_PASS_KV;
     for (int32_t r = 0; r < c->ranks; r++) {
         int64_t rows, bytes = ra__keys_length(c, r, &rows);
@@ -21460,13 +21469,13 @@ static void ra__cache_swaps(ra_cache *c) {
     }
 }
 
-/* Spans of the longest lane of a sequence, or of those in its company. */
+/* Spans of the longest lane of a sequence, or of those joint with it. */
 static int64_t ra__cache_spans(const ra_cache *c, int32_t b) {
-    return ra__max(1, ra__ceil_div(ra__lane_keys(c, 0, c->company_end[b]), RA__LEAF * RA__SPAN));
+    return ra__max(1, ra__ceil_div(ra__lane_keys(c, 0, c->joint_end[b]), RA__LEAF * RA__SPAN));
 }
 
-/* 1: the whole leaf that begins at row `first` of this rank is in the same pages for the sequences
- * [b, b + n). */
+/* 1: sequences [b, b + n) have the leaf that begins at row `first` of this rank in the same
+ * pages. */
 static int ra__leaf_is_shared(const ra_cache *c, const ra_pages *p, int64_t first, int32_t b,
                               int32_t n) {
     const ra__paged x = ra__paged_of(&c->d, p, b);
@@ -21479,11 +21488,10 @@ static int ra__leaf_is_shared(const ra_cache *c, const ra_pages *p, int64_t firs
     return 1;
 }
 
-/* Sequences with one new token each that begin with the same leaf are attended together: a leaf
- * that they share is read once for all of them. Their bits are those of each alone, because the
- * leaves and their merges stay the same. */
-static void ra__cache_companies(ra_cache *c, const ra_pages *p) {
-    const int32_t lane = c->lane_first[c->rank], most = c->few_tokens;
+/* Joins sequences with one new token each that begin with the same leaf. A leaf that they share is
+ * read once for all of them. The bits are those of each alone: leaves and merges are the same. */
+static void ra__cache_join_sequences(ra_cache *c, const ra_pages *p) {
+    const int32_t lane = c->lane_first[c->rank], most = c->decode_tokens;
     const int may = c->d.page_tokens && c->way == RA_INFER_PASS_Q;
     int32_t b = 0;
     while (b < c->d.sequences) {
@@ -21491,39 +21499,40 @@ static void ra__cache_companies(ra_cache *c, const ra_pages *p) {
         int64_t end = 0;
         do {
             end = ra__max(end, c->cached[b + n] + c->fresh[b + n]);
-            c->company[b + n] = 0;
+            c->joint[b + n] = 0;
             n++;
         } while (may && n < most && b + n < c->d.sequences && c->fresh[b] == 1 &&
                  c->fresh[b + n] == 1 &&
                  ra__lane_keys(c, lane, ra__min(c->cached[b], c->cached[b + n])) >= RA__LEAF &&
                  ra__leaf_is_shared(c, p, 0, b, n + 1));
-        c->company[b] = n;
-        c->company_end[b] = end;
+        c->joint[b] = n;
+        c->joint_end[b] = end;
         b += n;
     }
 }
 
-/* How threads divide a sequence in the form of decoding. Where it has many spans or few heads they
- * share its spans, each with a slot, as long as there are slots; otherwise they share its heads. */
-static void ra__cache_share(ra_cache *c) {
+/* Decides what threads share of a sequence in the form of decoding: its spans, each with a slot, if
+ * there are many of them or few heads, and enough slots; otherwise its heads. */
+static void ra__cache_assign_slots(ra_cache *c) {
     const int64_t lanes = ra__most_rank_lanes(c);
     const int many = c->pooled && c->ranks > 1;        /* all ranks see the same items */
     int64_t used = 0, live = 0;
-    for (int32_t b = 0; b < c->d.sequences; b++) live += c->company[b] && c->fresh[b];
+    for (int32_t b = 0; b < c->d.sequences; b++) live += c->joint[b] && c->fresh[b];
     c->sharers = (int32_t)ra__ceil_div(many ? c->ranks : c->d.threads, ra__max(1, live));
     for (int32_t b = 0; b < c->d.sequences; b++) {
-        const int64_t n = c->company[b] ? lanes * ra__cache_spans(c, b) : 0;   /* with others: 0 */
+        const int64_t n = c->joint[b] ? lanes * ra__cache_spans(c, b) : 0;
         c->slot[b] = -1;
-        if (many || !c->fresh[b] || !ra__cache_few(c, b) || c->fresh[b] > c->few_tokens || n < 2 ||
-            (n < 4 * c->sharers && c->sharers <= c->d.kv_heads) || used + n > c->slots)
+        if (many || !c->fresh[b] || !ra__cache_decodes(c, b) || c->fresh[b] > c->decode_tokens ||
+            n < 2 || (n < 4 * c->sharers && c->sharers <= c->d.kv_heads) || used + n > c->slots)
             continue;
         c->slot[b] = used;
         used += n;
     }
 }
 
-/* Pages of the rows [from, to) of a lane: those of rows from `seen` on, and before `keep`, must be
- * there, and the page of the last row must not be one of them again. */
+/* Checks the pages of a lane that begins at row `first` of this rank. A call sees the lane's rows
+ * below row[0] and those in [row[1], row[2]); entries of other rows may be -1. The page of the last
+ * row must occur only once among those that are seen. */
 static ra_status ra__cache_check_lane(ra_cache *c, const ra_pages *p, int32_t b, int64_t first,
                                       const int64_t row[3]) {
     const ra__paged x = ra__paged_of(&c->d, p, b);
@@ -21543,7 +21552,7 @@ static ra_status ra__cache_check_lane(ra_cache *c, const ra_pages *p, int32_t b,
     return RA_OK;
 }
 
-/* Pages of all sequences with new tokens. */
+/* Checks the pages of all sequences with new tokens. */
 static ra_status ra__cache_check_tables(ra_cache *c, const ra_pages *p) {
     const int32_t first = c->lane_first[c->rank];
     ra_status s = RA_OK;
@@ -21562,22 +21571,22 @@ static ra_status ra__cache_check_tables(ra_cache *c, const ra_pages *p) {
     return s;
 }
 
-/* Cuts the items of a pool until there are enough for all who share them out: two each, or one if
- * all have about the same number of keys.
+/* Halves the items of a pool until there are two per rank (or thread) that shares them, or one if
+ * all items have about the same number of keys.
  * PERF: 64 tokens of 8/2 heads, D 64, f32, over 32768 on 4 ranks, two processors of a Zen 5: 1.16
  * -> 1.03 times the time of PASS_Q, which cuts no rows; over 256 1.13 -> 1.02. */
-static void ra__cache_cut(ra_cache *c) {
+static void ra__pool_cut(ra_cache *c) {
     const int64_t n = c->ranks > 1 ? c->ranks : c->d.threads;
     int even = 1;
     for (int32_t b = 0; b < c->d.sequences; b++)
         even &= !c->fresh[b] || (c->cached[b] >= 4 * c->fresh[b] && c->cached[b] == c->cached[0]);
-    for (; c->item_rows > RA__HOLD; c->item_rows /= 2) {
+    for (; c->item_rows > RA__LANE_BLOCK; c->item_rows /= 2) {
         const int64_t items = ra__tile_items(c, c->item_rows);
         if (items >= 2 * n || (even && items == n)) return;
     }
 }
 
-/* The rows of a call with these counts, and what travels in it. */
+/* Notes the counts of a call: its rows, what travels, whether it is a pool. */
 static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64_t *fresh) {
     memcpy(c->cached, cached, (size_t)c->d.sequences * sizeof *cached);
     memcpy(c->fresh, fresh, (size_t)c->d.sequences * sizeof *fresh);
@@ -21585,7 +21594,7 @@ static void ra__cache_set_counts(ra_cache *c, const int64_t *cached, const int64
     c->way = ra__cache_way(c);
     c->pooled = c->ranks == 1 || (c->shared && c->way == RA_INFER_PASS_KV);
     c->item_rows = c->tile_rows;
-    if (c->pooled) ra__cache_cut(c);
+    if (c->pooled) ra__pool_cut(c);
 }
 
 static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t *cached,
@@ -21637,8 +21646,8 @@ static ra_status ra__cache_begin(ra_cache *c, const ra_tensors *t, const int64_t
     ra__store_i64(&c->call, c->call + 1);
     c->pools += c->pooled && c->ranks > 1;
     ra__cache_swaps(c);
-    ra__cache_companies(c, &t->pages);
-    ra__cache_share(c);
+    ra__cache_join_sequences(c, &t->pages);
+    ra__cache_assign_slots(c);
     c->ran = 0;
     ra__store_i32(&c->holding, 0);
     ra__store_i32(&c->stage, 0);
@@ -21655,7 +21664,7 @@ static void ra__cache_abort(ra_cache *c, ra_status why) {
         (void)c->tp.abort(c->tp.ctx, why);
 }
 
-/* The first failure of a call wins. Returns the status that all get. */
+/* Records the first failure of a call, and aborts. Returns the status that all threads return. */
 static ra_status ra__cache_fail(ra_cache *c, ra_status s, const char *field, const char *text,
                                 int64_t value) {
     if (ra__load_i32(&c->cancelled)) s = RA_E_CANCELLED;
@@ -21667,7 +21676,7 @@ static ra_status ra__cache_fail(ra_cache *c, ra_status s, const char *field, con
     return ra__load_i32(&c->crew.failed) ? ra__load_i32(&c->crew.failed) : s;
 }
 
-/* A code of the transport about a message to or from a peer. */
+/* The call fails with a code that the transport returned about a peer. */
 static ra_status ra__cache_op_failed(ra_cache *c, int code, int32_t peer) {
     const char *text = "the transport failed on a message of rank #";
     if (code == RA_E_PEER) text = "rank # is gone or silent";
@@ -21677,7 +21686,7 @@ static ra_status ra__cache_op_failed(ra_cache *c, int code, int32_t peer) {
     return ra__cache_fail(c, ra__ring_code(code), "transport", text, peer);
 }
 
-/* The peer of the first message that is due. */
+/* The peer of the first swap that is not done. */
 static int32_t ra__cache_awaits(const ra_cache *c) {
     for (int32_t i = 0; i < c->swaps; i++)
         for (int side = 0; side < 2; side++)
@@ -21705,7 +21714,7 @@ static ra_status ra__cache_alarm(ra_cache *c) {
 }
 
 /* -------------------------------------------------------------------------- messages */
-/* parts has the hash of the descriptor alone, so that a mismatch can be explained. */
+/* f.parts is the hash of the descriptor alone, so that a mismatch can be explained. */
 static ra__frame ra__cache_frame(const ra_cache *c, int32_t kind, int32_t origin, int64_t length) {
     ra__frame f = ra__frame_of(kind, origin, c->call, ra__hash_of(c->agreed, sizeof c->agreed),
                                length);
@@ -21745,7 +21754,7 @@ static void ra__cache_pack_q(ra_cache *c) {
     ra__cache_put_frame(c, c->q_send, RA__FRAME_Q, RA__FRAME_BYTES + c->own_rows * row);
 }
 
-/* Rows [row, row + n) of the caller's K or V, page by page if there are pages. */
+/* Packs rows [row, row + n) of the caller's K or V, page by page if there are pages. */
 static void ra__cache_pack_lane(const ra_cache *c, uint8_t *to, ra__view v, int32_t b, int64_t row,
                                 int64_t n, int64_t bytes) {
     const ra__paged p = ra__paged_of(&c->d, &c->t.pages, b);
@@ -21778,7 +21787,7 @@ static void ra__cache_pack_keys(ra_cache *c) {
     ra__cache_put_frame(c, c->kv_send, RA__FRAME_KV, length);
 }
 
-/* Queries of a rank to their places among all rows. */
+/* Copies the queries of a rank to their places among all rows. */
 static void ra__cache_place_q(ra_cache *c, int32_t rank, const uint8_t *from) {
     const int64_t row = ra__query_bytes(&c->d);
     for (int64_t i = 0; i < c->rows; i++) {
@@ -21807,7 +21816,7 @@ static ra__partials ra__result_of(const ra_cache *c, int32_t rank) {
     return p;
 }
 
-/* Partial results of a rank's rows, out of those of all rows. */
+/* Copies the partial results of a rank's rows from those of all rows. */
 static void ra__cache_pack_part(const ra_cache *c, int32_t rank, ra__partials to) {
     const ra__partials all = { (float *)(void *)c->part_out, c->rows };
     for (int32_t s = 0; s < ra__rank_trees(c, c->rank); s++) {
@@ -21818,8 +21827,8 @@ static void ra__cache_pack_part(const ra_cache *c, int32_t rank, ra__partials to
     }
 }
 
-/* After the only stage of PASS_Q that computes. */
-static void ra__cache_hand_out(ra_cache *c) {
+/* PASS_Q: packs the partial results for each rank, after the stage that computes them. */
+static void ra__cache_pack_results(ra_cache *c) {
     if (c->cd.queries == RA_QUERIES_ALL) {
         ra__cache_put_frame(c, c->result[c->rank], RA__FRAME_PART,
                             ra__part_length(c, c->rank, c->rows));
@@ -21837,8 +21846,8 @@ static void ra__cache_hand_out(ra_cache *c) {
     }
 }
 
-/* Under comm: a message has come. */
-static ra_status ra__swap_came(ra_cache *c, ra__swap *x) {
+/* Under comm: checks a message that has come, and takes what is in it. */
+static ra_status ra__swap_received(ra_cache *c, ra__swap *x) {
     const ra_transport_op *in = &x->side[RA__SWAP_IN].op;
     ra_status s = ra__cache_check_frame(c, x);
     if (s) return s;
@@ -21850,7 +21859,7 @@ static ra_status ra__swap_came(ra_cache *c, ra__swap *x) {
     return RA_OK;
 }
 
-/* The op of one side of swap i, ready to be posted if there is a message. */
+/* The op of one side of swap i, filled in before it is posted first. */
 static ra_transport_op *ra__swap_op(ra_cache *c, int32_t i, int side) {
     ra__swap_side *x = &c->swap[i].side[side];
     const uint64_t tag = (uint64_t)(c->call * 64 + i % 64);
@@ -21862,7 +21871,7 @@ static ra_transport_op *ra__swap_op(ra_cache *c, int32_t i, int side) {
     return &x->op;
 }
 
-/* Ops that are posted or may be: receives first, at most half of max_ops of each kind. */
+/* Lists the ops that are posted or may be: receives first, at most half of max_ops each. */
 static int ra__cache_list(ra_cache *c) {
     const int32_t stage = ra__load_i32(&c->stage);
     int n = 0;
@@ -21878,7 +21887,7 @@ static int ra__cache_list(ra_cache *c) {
     return n;
 }
 
-/* Level 1: posts, polls, and looks at what is done. > 0 something moved, < 0 failed. */
+/* Level 1: posts, polls and takes what is done. 1: something moved, < 0: the call failed. */
 static int ra__cache_drive(ra_cache *c) {
     int n = ra__cache_list(c), idle = 0, moved = 0, code = RA_OK;
     for (int i = 0; i < n; i++) idle |= c->list[i]->state == RA_MSG_IDLE;
@@ -21896,13 +21905,13 @@ static int ra__cache_drive(ra_cache *c) {
                 return ra__cache_op_failed(c, RA_E_TRUNC, op->peer);
             moved = 1;
             if (side == RA__SWAP_OUT) ra__store_i32(&x->state, RA__SWAP_DONE);
-            else if (ra__swap_came(c, &c->swap[i])) return ra__load_i32(&c->crew.failed);
+            else if (ra__swap_received(c, &c->swap[i])) return ra__load_i32(&c->crew.failed);
         }
     }
     return moved;
 }
 
-/* Level 0: the next swap, once both sides may move. */
+/* Level 0: the next swap, once both of its sides may move. Returns the same. */
 static int ra__cache_exchange(ra_cache *c) {
     ra__swap *x = &c->swap[c->ran];
     const int32_t stage = ra__load_i32(&c->stage);
@@ -21919,11 +21928,11 @@ static int ra__cache_exchange(ra_cache *c) {
     if (code == RA_E_TIMEOUT && late) code = RA_E_PEER;
     if (code) return ra__cache_op_failed(c, code, in->len ? in->peer : out->peer);
     ra__store_i32(&x->side[RA__SWAP_OUT].state, RA__SWAP_DONE);
-    if (in->len && ra__swap_came(c, x)) return ra__load_i32(&c->crew.failed);
+    if (in->len && ra__swap_received(c, x)) return ra__load_i32(&c->crew.failed);
     return 1;
 }
 
-/* Swaps whose messages have all come: the first so many. */
+/* How many swaps, from the first on, have received their message. */
 static int32_t ra__swaps_in(const ra_cache *c) {
     int32_t n = 0;
     while (n < c->swaps && c->swap[n].side[RA__SWAP_IN].state == RA__SWAP_DONE) n++;
@@ -21931,13 +21940,13 @@ static int32_t ra__swaps_in(const ra_cache *c) {
 }
 
 /* -------------------------------------------------------------------------- items
- * Functions named _some go on with the item of a desk until *left multiply-adds are used up: RA_OK
- * if they are done, RA_AGAIN if not. */
+ * Functions named _some continue the item of a desk until *left multiply-adds are used up. They
+ * return RA_OK when their part of it is done, otherwise RA_AGAIN. */
 static int32_t ra__item_heads(const ra_cache *c, const ra__cache_item *x) {
     return x->heads * c->group;
 }
 
-/* The partial result of an item, packed in scratch. */
+/* The partial result of an item, packed from `data` on. */
 static ra__partial ra__part_packed(const ra_cache *c, const ra__cache_item *x, float *data) {
     ra__partial p;
     p.step = ra__item_heads(c, x);
@@ -21978,12 +21987,12 @@ static ra_in ra__view_in(ra__view v) {
     return in;
 }
 
-/* K and V of rows [row[0], row[1]) of a lane, from KV head `head` on. */
+/* Sets K and V of a call: rows [row[0], row[1]) of a lane, from KV head `head` on. */
 static void ra__lane_call_keys(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                const int64_t row[2], int32_t head, ra_desc *d) {
     const ra_cache *holder = c->pooled ? c->peer[c->lane_owner[lane]] : c;
     const int32_t local = lane - c->lane_first[c->pooled ? holder->rank : c->keys.rank];
-    const int32_t b = y->x.b + (y->x.solo ? y->x.solo - 1 : 0);
+    const int32_t b = y->x.b + (y->x.single ? y->x.single - 1 : 0);
     const int64_t first = row[0] + (c->keys.row ? c->keys.row[b * c->lanes + local]
                                                 : local * c->lane_rows);
     const int paged = holder->d.page_tokens && !c->keys.row;
@@ -22013,20 +22022,21 @@ static void ra__pool_gather(const ra_cache *c, ra__cache_desk *y) {
     int64_t n;
     for (int64_t i = at; i < at + x->rows; i += n) {
         const int32_t lane = ra__lane_of(c, c->all_pos[i]);
-        n = ra__min(at + x->rows - i, RA__HOLD - c->all_pos[i] % RA__HOLD);
+        n = ra__min(at + x->rows - i, RA__LANE_BLOCK - c->all_pos[i] % RA__LANE_BLOCK);
         ra__pack_rows(to, ra__view_at(c->peer[c->lane_owner[lane]]->q, x->b, c->all_row[i],
                                       x->head * (int64_t)c->group), n, heads, size);
         to += n * heads * size;
     }
 }
 
-/* Prepares a call on rows [row[0], row[1]) of a lane for the rows of an item: d has its heads. */
+/* Sets y->t for a call of an item on rows [row[0], row[1]) of a lane. d: its heads are set; gets
+ * the counts of rows. */
 static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, const int64_t row[2],
                           ra__partial out, ra_desc *d) {
     const ra__query_rows *q = &c->queries;
     const ra__cache_item *x = &y->x;
     const int32_t head = x->head + x->at_head;
-    const int32_t member = x->solo ? x->solo - 1 : 0;
+    const int32_t member = x->single ? x->single - 1 : 0;
     const int64_t at = q->at[x->b] + x->row + member, q_head = head * (int64_t)c->group;
     ra__view qv;
     ra_tensors *t = &y->t;
@@ -22036,10 +22046,10 @@ static void ra__lane_call(const ra_cache *c, ra__cache_desk *y, int32_t lane, co
     else if (q->packed) qv = ra__view_at(q->v, 0, at, q_head);
     else qv = ra__view_at(q->v, x->b + member, x->row, q_head);
     memset(t, 0, sizeof *t);
-    d->tokens = x->solo ? 1 : x->rows;
+    d->tokens = x->single ? 1 : x->rows;
     d->kv_tokens = row[1] - row[0];
     t->q = ra__view_in(qv);
-    if (x->company > 1 && !q->packed) t->q.token_stride = qv.batch;
+    if (x->joint > 1 && !q->packed) t->q.token_stride = qv.batch;
     ra__lane_call_keys(c, y, lane, row, head, d);
     t->o.data = out.o + x->at_head * c->group * (int64_t)c->d.v_dim;
     t->o.token_stride = out.step * c->d.v_dim * (int64_t)sizeof(float);
@@ -22067,8 +22077,8 @@ static int64_t ra__cache_dims(const ra_cache *c) {
     return c->d.k_dim + (int64_t)c->d.v_dim;
 }
 
-/* Rows [row[0], row[1]) of a lane in the form of prefill, in one online softmax. Their sums come to
- * *to, or are merged into to[-1] at once if the tree merges them next.
+/* Attends an item to rows [row[0], row[1]) of a lane in the form of prefill. The sums go to *to, or
+ * if `merges`, because the tree merges them next, directly into to[-1].
  * PERF: panel by panel, while they are in level 1. Zen 5, 256 tokens of 32/8 heads, D 128, bf16, 4
  * lanes, one thread: 4.0 -> 3.7 ms; over 1024 tokens 13.8 -> 13.6. */
 static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
@@ -22077,7 +22087,7 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
     const int64_t tile = RA_BLOCK_TOKENS * RA_BLOCK_TOKENS * ra__cache_dims(c);
     const int64_t work = ra__max(1, *left / tile) * RA__TILE_WORK;
     if (*left <= 0) return RA_AGAIN;
-    if (!y->x.walking) {
+    if (!y->x.lane_begun) {
         ra_desc d = c->tile;
         d.tokens = y->x.rows;
         y->x.merges = merges && !ra__is_short(&d);
@@ -22087,26 +22097,26 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
         if (y->x.merges) y->a.c.w.part = y->part[0];
         y->a.c.w.queries_kept = y->x.kept;
         y->x.kept = ra__local_blocks(&y->a.c, 0) <= y->a.walk.panels;
-        y->x.walking = 1;
+        y->x.lane_begun = 1;
     }
     y->a.walk.x.left = work;
     const int done = ra__local_some(&y->a.c, &y->a.walk);
     *left -= ra__ceil_div((work - y->a.walk.x.left) * tile, RA__TILE_WORK);
     if (!done) return RA_AGAIN;
-    y->x.walking = 0;
+    y->x.lane_begun = 0;
     return RA_OK;
 }
 
-/* Rows [row[0], row[1]) of a lane in the form of decoding, in one online softmax; heads are cut off
- * only where all of them together are more than a step. */
+/* Attends an item to rows [row[0], row[1]) of a lane in the form of decoding. Its heads are cut
+ * only if all of them together are more than a step. */
 static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                const int64_t row[2], ra__partial out, int64_t *left) {
     ra__cache_item *x = &y->x;
-    const int64_t rows = x->solo ? 1 : x->rows;
+    const int64_t rows = x->single ? 1 : x->rows;
     const int64_t price = rows * c->group * (row[1] - row[0]) * ra__cache_dims(c);
     while (x->at_head < x->heads) {
         int64_t heads = x->heads - x->at_head;
-        ra_desc d = c->few;
+        ra_desc d = c->decode;
         if (*left <= 0 || (heads * price > *left && *left < RA__STEP_WORK)) return RA_AGAIN;
         heads = ra__max(1, ra__min(heads, *left / price));
         d.kv_heads = (int32_t)heads;
@@ -22121,13 +22131,13 @@ static ra_status ra__leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     return RA_OK;
 }
 
-/* What it costs to clear the partial result of an item, or to merge two. */
+/* The cost of clearing the partial result of an item, or of merging two. */
 static int64_t ra__part_work(const ra_cache *c, const ra__cache_item *x) {
     return x->rows * ra__item_heads(c, x) * ((int64_t)c->d.v_dim + 1);
 }
 
-/* Row i of an item in company sees the positions lo <= p < hi, at most. */
-static void ra__member_sees(const ra_cache *c, const ra__cache_item *x, int32_t i, int64_t *lo,
+/* Row i of an item of joint sequences sees no positions except lo <= p < hi. */
+static void ra__joint_row_sees(const ra_cache *c, const ra__cache_item *x, int32_t i, int64_t *lo,
                             int64_t *hi) {
     ra__sees sees;
     ra__mask_row(&c->d.mask, c->queries.pos[c->queries.at[x->b] + i],
@@ -22136,39 +22146,39 @@ static void ra__member_sees(const ra_cache *c, const ra__cache_item *x, int32_t 
     *hi = ra__max(sees.hi, sees.keep_end);
 }
 
-/* A leaf of a lane for sequences in company: in one call if all of them have it whole in the same
- * pages, otherwise one after the other. */
-static ra_status ra__company_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, int64_t leaf,
-                                  ra__partial out, int64_t *left) {
+/* Attends joint sequences to a leaf of a lane: in one call if all have the whole leaf in the same
+ * pages, otherwise one by one. */
+static ra_status ra__joint_leaf_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
+                                     int64_t leaf, ra__partial out, int64_t *left) {
     ra__cache_item *x = &y->x;
     const int64_t whole[2] = { leaf * RA__LEAF, (leaf + 1) * RA__LEAF };
     const int64_t first = (lane - c->lane_first[c->rank]) * c->lane_rows + whole[0];
     int64_t lo, hi;
     int shared = 1;
-    for (int32_t i = 0; i < x->company && shared; i++) {
-        ra__member_sees(c, x, i, &lo, &hi);
+    for (int32_t i = 0; i < x->joint && shared; i++) {
+        ra__joint_row_sees(c, x, i, &lo, &hi);
         shared = ra__lane_keys(c, lane, hi) >= whole[1] && ra__lane_keys(c, lane, lo) < whole[1];
     }
-    if (shared && ra__leaf_is_shared(c, &c->t.pages, first, x->b, x->company))
+    if (shared && ra__leaf_is_shared(c, &c->t.pages, first, x->b, x->joint))
         return ra__leaf_some(c, y, lane, whole, out, left);
-    for (; x->at_member < x->company; x->at_member++) {
-        const ra__partial part = ra__part_row(c, out, x->at_member);
+    for (; x->at_row < x->joint; x->at_row++) {
+        const ra__partial part = ra__part_row(c, out, x->at_row);
         int64_t row[2] = { whole[0], whole[1] }, from;
         ra_status s = RA_OK;
-        ra__member_sees(c, x, x->at_member, &lo, &hi);
+        ra__joint_row_sees(c, x, x->at_row, &lo, &hi);
         row[1] = ra__min(whole[1], ra__lane_keys(c, lane, hi));
         from = ra__max(whole[0], ra__lane_keys(c, lane, lo));
-        x->solo = x->at_member + 1;
+        x->single = x->at_row + 1;
         if (from < row[1]) s = ra__leaf_some(c, y, lane, row, part, left);
         else ra__part_clear(c, x, part, 1);
-        x->solo = 0;
+        x->single = 0;
         if (s) return s;
     }
-    x->at_member = 0;
+    x->at_row = 0;
     return RA_OK;
 }
 
-/* A span of a lane: its leaves one after the other. */
+/* Attends an item to a span of a lane, leaf by leaf. */
 static ra_status ra__span_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, int64_t span,
                                ra__partial out, int64_t *left) {
     ra__cache_item *x = &y->x;
@@ -22182,7 +22192,7 @@ static ra_status ra__span_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     for (x->at_leaf = ra__max(x->at_leaf, first); x->at_leaf < last; x->at_leaf++) {
         const int64_t row[2] = { x->at_leaf * RA__LEAF, ra__min((x->at_leaf + 1) * RA__LEAF, to) };
         ra__partial part = x->at_leaf > first ? ra__part_packed(c, x, y->part[0]) : out;
-        ra_status s = x->company > 1 ? ra__company_some(c, y, lane, x->at_leaf, part, left)
+        ra_status s = x->joint > 1 ? ra__joint_leaf_some(c, y, lane, x->at_leaf, part, left)
                                      : ra__leaf_some(c, y, lane, row, part, left);
         if (s) return s;
         if (x->at_leaf > first) ra__part_merge(c, x, out, part);
@@ -22194,7 +22204,7 @@ static float *ra__span_slot(const ra_cache *c, int32_t b, int32_t local, int64_t
     return c->slot_data + (c->slot[b] + local * ra__cache_spans(c, b) + span) * c->slot_floats;
 }
 
-/* Adds a span of a lane from its slot. */
+/* Merges a span of a lane from its slot. */
 static ra_status ra__slot_some(const ra_cache *c, ra__cache_desk *y, int32_t lane, ra__partial out,
                                int64_t *left) {
     const ra__cache_item *x = &y->x;
@@ -22206,7 +22216,7 @@ static ra_status ra__slot_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     return RA_OK;
 }
 
-/* All keys of a lane that rows of the item see. merges: see ra__tiles_some. */
+/* Attends an item to all keys of a lane that its rows see. merges: see ra__tiles_some. */
 static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lane,
                                const ra__partial *to, int merges, int64_t *left) {
     ra__cache_item *x = &y->x;
@@ -22216,12 +22226,12 @@ static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
         ra__lane_keys(c, lane, x->hi)
     };
     const int64_t spans = ra__cache_spans(c, x->b);
-    x->merges = x->walking && x->merges;
+    x->merges = x->lane_begun && x->merges;
     if (row[0] >= row[1]) {
         ra__part_clear(c, x, out, x->rows);
         return RA_OK;
     }
-    if (!x->few) return ra__tiles_some(c, y, lane, row, to, merges, left);
+    if (!x->decode) return ra__tiles_some(c, y, lane, row, to, merges, left);
     for (; x->at_span < spans; x->at_span++, x->at_leaf = 0) {
         const int slot = c->slot[x->b] >= 0;
         ra__partial part = x->at_span ? ra__part_packed(c, x, y->part[1]) : out;
@@ -22236,22 +22246,22 @@ static ra_status ra__lane_some(const ra_cache *c, ra__cache_desk *y, int32_t lan
     return RA_OK;
 }
 
-/* The way from a subtree down to one of its lanes: to[0] is where the sum of the subtree goes, and
- * each turn to the right adds a place. Returns the number of turns; *closed: how many of the last
- * ones this lane brings to an end. */
-static int32_t ra__lane_places(const ra_cache *c, const ra__cache_desk *y, ra__subtree lanes,
-                               int32_t lane, ra__partial *to, int32_t *closed) {
+/* The path from a subtree down to one of its lanes. to[0] is the place of the sum of the subtree;
+ * each step to a right half adds a place. Returns the number of these steps; *completed: for how
+ * many of the last ones the lane is the last of its half, so that two places can be merged. */
+static int32_t ra__lane_path(const ra_cache *c, const ra__cache_desk *y, ra__subtree lanes,
+                               int32_t lane, ra__partial *to, int32_t *completed) {
     int32_t n = 0;
-    *closed = 0;
+    *completed = 0;
     for (int32_t depth = 0; lanes.last - lanes.first > 1; depth++) {
         const int32_t middle = lanes.first + (lanes.last - lanes.first + 1) / 2;
         if (lane < middle) {
             lanes.last = middle;
-            *closed = 0;
+            *completed = 0;
         } else {
             to[++n] = ra__part_packed(c, &y->x, y->part[2 + depth]);
             lanes.first = middle;
-            ++*closed;
+            ++*completed;
         }
     }
     return n;
@@ -22262,6 +22272,7 @@ static ra__partial ra__item_sum(const ra_cache *c, const ra__cache_desk *y) {
     return ra__part_packed(c, &y->x, y->part[RA__TREE_DEPTH + 2]);
 }
 
+/* Attends an item to all subtrees of the stage, and merges the lanes of each. */
 static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *left) {
     ra__cache_item *x = &y->x;
     const int64_t row = c->queries.at[x->b] + x->row, head = x->head * (int64_t)c->group;
@@ -22272,35 +22283,36 @@ static ra_status ra__trees_some(const ra_cache *c, ra__cache_desk *y, int64_t *l
         if (x->at_lane < lanes.first) x->at_lane = lanes.first;
         for (; x->at_lane < lanes.last; x->at_lane++) {
             ra__partial to[RA__TREE_DEPTH + 1];
-            int32_t n, closed;
+            int32_t n, completed;
             to[0] = c->pooled ? ra__item_sum(c, y) : ra__tree_part(c, c->out, x->at_tree, row);
             to[0].o += c->pooled ? 0 : head * c->d.v_dim;
             to[0].lse += c->pooled ? 0 : head;
-            n = ra__lane_places(c, y, lanes, x->at_lane, to, &closed);
+            n = ra__lane_path(c, y, lanes, x->at_lane, to, &completed);
             if (*left <= 0) return RA_AGAIN;
-            ra_status s = ra__lane_some(c, y, x->at_lane, to + n, closed > 0, left);
+            ra_status s = ra__lane_some(c, y, x->at_lane, to + n, completed > 0, left);
             if (s) return s;
-            *left -= (1 + closed) * ra__part_work(c, x);   /* lanes without keys cost this alone */
+            *left -= (1 + completed) * ra__part_work(c, x);     /* also of a lane without keys */
             n -= x->merges;
-            closed -= x->merges;
-            for (; closed > 0; closed--, n--) ra__part_merge(c, x, to[n - 1], to[n]);
+            completed -= x->merges;
+            for (; completed > 0; completed--, n--) ra__part_merge(c, x, to[n - 1], to[n]);
         }
     }
     return RA_OK;
 }
 
+/* Rows of a sequence in the stage, with those of sequences joined to it. */
 static int64_t ra__sequence_rows(const ra_cache *c, int32_t b) {
-    return c->queries.at[b + c->company[b]] - c->queries.at[b];
+    return c->queries.at[b + c->joint[b]] - c->queries.at[b];
 }
 
-/* KV heads of an item. In the form of decoding threads share out the heads of a sequence without
- * slots, as long as the work of an item is worth it. */
-static int32_t ra__heads_each(const ra_cache *c, int32_t b) {
+/* KV heads of an item. In the form of decoding without slots threads share the heads of a sequence,
+ * as long as an item has RA__SHARE_WORK multiply-adds. */
+static int32_t ra__item_kv_heads(const ra_cache *c, int32_t b) {
     const int32_t lanes = c->keys.last - c->keys.first;
-    const int64_t keys = lanes * ra__lane_keys(c, 0, c->company_end[b]);
+    const int64_t keys = lanes * ra__lane_keys(c, 0, c->joint_end[b]);
     const int64_t work = ra__mul_sat(ra__sequence_rows(c, b) * c->d.q_heads * ra__cache_dims(c),
                                      keys);
-    if (!ra__cache_few(c, b)) return 1;
+    if (!ra__cache_decodes(c, b)) return 1;
     if (c->slot[b] >= 0) return c->d.kv_heads;
     return (int32_t)ra__ceil_div(c->d.kv_heads, ra__max(1, ra__min(c->sharers,
                                                                    work / RA__SHARE_WORK)));
@@ -22311,15 +22323,15 @@ static int64_t ra__sequence_items(const ra_cache *c, int32_t b) {
     const int64_t rows = ra__sequence_rows(c, b);
     if (!rows) return 0;
     if (c->slot[b] >= 0) return (c->keys.last - c->keys.first) * ra__cache_spans(c, b);
-    return ra__ceil_div(rows, ra__cache_few(c, b) ? c->few_tokens : c->item_rows) *
-           ra__ceil_div(c->d.kv_heads, ra__heads_each(c, b));
+    return ra__ceil_div(rows, ra__cache_decodes(c, b) ? c->decode_tokens : c->item_rows) *
+           ra__ceil_div(c->d.kv_heads, ra__item_kv_heads(c, b));
 }
 
-/* Item n of a sequence; the cheapest rows come last. */
+/* Item n of a sequence. Prefill begins with the last rows, which see most keys. */
 static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
     const int64_t rows = ra__sequence_rows(c, b);
     const int32_t *pos = c->queries.pos + c->queries.at[b];
-    const int32_t heads = ra__heads_each(c, b);
+    const int32_t heads = ra__item_kv_heads(c, b);
     const int64_t parts = ra__ceil_div(c->d.kv_heads, heads);
     const int64_t end = c->cached[b] + c->fresh[b];
     ra__sees first, last;
@@ -22327,12 +22339,12 @@ static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
     ra__cache_item x;
     memset(&x, 0, sizeof x);
     x.b = b;
-    x.company = c->company[b];
+    x.joint = c->joint[b];
     x.n = n;
     x.lane = -1;
-    x.few = ra__cache_few(c, b);
+    x.decode = ra__cache_decodes(c, b);
     x.head = (int32_t)(n % parts) * heads;
-    if (x.few) step = c->few_tokens;
+    if (x.decode) step = c->decode_tokens;
     else group = ra__ceil_div(rows, step) - 1 - group;
     if (c->slot[b] >= 0) {
         x.lane = c->keys.first + (int32_t)(n / ra__cache_spans(c, b));
@@ -22346,16 +22358,16 @@ static ra__cache_item ra__item_at(const ra_cache *c, int32_t b, int64_t n) {
     ra__mask_row(&c->d.mask, pos[x.row + x.rows - 1], end, &last);
     x.lo = c->d.mask.keep ? 0 : first.lo;
     x.hi = ra__max(last.hi, last.keep_end);
-    for (int32_t i = 0; i < x.company && x.company > 1; i++) {
+    for (int32_t i = 0; i < x.joint && x.joint > 1; i++) {
         int64_t lo, hi;
-        ra__member_sees(c, &x, i, &lo, &hi);
+        ra__joint_row_sees(c, &x, i, &lo, &hi);
         x.lo = ra__min(x.lo, lo);
         x.hi = i ? ra__max(x.hi, hi) : hi;
     }
     return x;
 }
 
-/* 1: the items of this stage are rows to write. */
+/* 1: the items of a stage are rows to write. */
 static int ra__stage_writes(const ra_cache *c, int32_t stage) {
     return !c->pooled && stage == c->stages - 1;
 }
@@ -22428,12 +22440,12 @@ static ra_status ra__cache_write(const ra_cache *c, const ra__cache_desk *y) {
     return s;
 }
 
-/* Writes the rows of an item of a pool at the ranks that hold them; in company each is of a
- * sequence of its own. */
+/* Writes the rows of an item of a pool to the memory of the ranks that hold them. Of joint
+ * sequences each row is row 0 of another sequence. */
 static ra_status ra__pool_write(const ra_cache *c, const ra__cache_desk *y) {
     const ra__cache_item *x = &y->x;
     const int64_t at = c->queries.at[x->b] + x->row;
-    const int together = x->company > 1;
+    const int together = x->joint > 1;
     ra_status s = RA_OK;
     for (int64_t i = 0; i < x->rows && !s; i++) {
         const ra__partial sum = ra__part_row(c, ra__item_sum(c, y), i);
@@ -22449,6 +22461,7 @@ static ra_status ra__pool_write(const ra_cache *c, const ra__cache_desk *y) {
     return s;
 }
 
+/* Computes an item, or continues it. */
 static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
     ra__cache_item *x = &y->x;
     int64_t left = RA__STEP_WORK;
@@ -22458,7 +22471,7 @@ static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
         float *slot = ra__span_slot(c, x->b, x->lane - c->keys.first, x->span);
         ra_status s = ra__span_some(c, y, x->lane, x->span, ra__part_packed(c, x, slot), &left);
         if (s || ra__add_i64(&c->slot_done[x->b], 1) + 1 < ra__sequence_items(c, x->b)) return s;
-        x->lane = -1;                  /* this was the last span */
+        x->lane = -1;                  /* the last span: merges all of them */
         x->at_leaf = 0;
     }
     const ra_status s = ra__trees_some(c, y, &left);
@@ -22466,8 +22479,7 @@ static ra_status ra__cache_compute(ra_cache *c, ra__cache_desk *y) {
 }
 
 /* -------------------------------------------------------------------------- stages */
-/* Under comm, before the first message: what this rank sends, and its own part of what it
- * receives. */
+/* Under comm, before the first swap: packs what this rank sends at the beginning. */
 static void ra__cache_pack_all(ra_cache *c) {
     if (c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL) return;
     if (c->pooled) {
@@ -22486,7 +22498,7 @@ static void ra__cache_pack_all(ra_cache *c) {
     ra__cache_place_q(c, c->rank, c->q_send + RA__FRAME_BYTES);
 }
 
-/* Rows of received keys, and where they are. */
+/* Sets c->keys to the keys of a rank in a message that it sent. */
 static void ra__cache_keys_of(ra_cache *c, int32_t rank, const uint8_t *message) {
     const ra_desc *d = &c->d;
     int64_t rows = 0;
@@ -22503,14 +22515,14 @@ static void ra__cache_keys_of(ra_cache *c, int32_t rank, const uint8_t *message)
     c->keys.v = ra__view_packed(message, d->kv_heads, d->v_dim, d->v_dtype);
 }
 
-/* Messages that a stage waits for: the first so many swaps. */
+/* How many swaps, from the first on, a stage waits for. */
 static int32_t ra__stage_swaps(const ra_cache *c, int32_t stage) {
     if (c->pooled) return c->ranks - 1;
     if (c->way == RA_INFER_PASS_KV) return (int32_t)ra__min(stage, c->ranks - 1);
     return stage ? c->swaps : c->cd.queries == RA_QUERIES_OWN ? c->ranks - 1 : 0;
 }
 
-/* Under comm: sets what a stage computes and opens it. */
+/* Under comm: opens a stage: its queries, keys, place of results and number of items. */
 static void ra__stage_open(ra_cache *c, int32_t stage) {
     const int all = c->pooled && c->ranks > 1;
     const int own = c->way == RA_INFER_PASS_KV || c->ranks == 1 || c->cd.queries == RA_QUERIES_ALL;
@@ -22546,12 +22558,12 @@ static void ra__stage_open(ra_cache *c, int32_t stage) {
         ra__store_i64(&c->claim, (c->opened & RA__CLAIM_TURNS) << 40 | c->items);
         return;
     }
-    const int64_t word = ra__load_i64(&c->peer[0]->pool);      /* the first rank sets it */
+    const int64_t word = ra__load_i64(&c->peer[0]->pool);      /* set by the first rank here */
     if (word >> 40 != (c->pools & RA__CLAIM_TURNS))
         (void)ra__cas_i64(&c->peer[0]->pool, word, (c->pools & RA__CLAIM_TURNS) << 40 | c->items);
 }
 
-/* Items of the open stage that are left to claim. */
+/* The number of unclaimed items of the open stage. */
 static int64_t ra__items_left(const ra_cache *c, int64_t *claim, int64_t *word) {
     *word = ra__load_i64(claim);
     if (claim != &c->claim && *word >> 40 != (c->pools & RA__CLAIM_TURNS)) return 0;
@@ -22562,8 +22574,8 @@ static int64_t *ra__stage_claim(ra_cache *c) {
     return c->pooled && c->ranks > 1 ? &c->peer[0]->pool : &c->claim;
 }
 
-/* Under comm: ends the open stage if all its items are done, opens the next if its messages are
- * here. 1: something changed. */
+/* Under comm: ends the open stage if all its items are done, or opens the next if its messages have
+ * come. 1: something changed. */
 static int ra__stage_turn(ra_cache *c) {
     const int32_t stage = ra__load_i32(&c->stage);
     if (ra__load_i32(&c->open)) {
@@ -22572,7 +22584,7 @@ static int ra__stage_turn(ra_cache *c) {
         ra__store_i32(&c->open, 2);
         if (ra__add_i32(&c->holding, 0)) return 0;
         ra__store_i32(&c->open, 0);
-        if (stage == 0 && c->way == RA_INFER_PASS_Q && c->ranks > 1) ra__cache_hand_out(c);
+        if (stage == 0 && c->way == RA_INFER_PASS_Q && c->ranks > 1) ra__cache_pack_results(c);
         ra__store_i32(&c->stage, stage + 1);
         return 1;
     }
@@ -22581,7 +22593,7 @@ static int ra__stage_turn(ra_cache *c) {
     return 1;
 }
 
-/* Under comm: 1 if the call has ended well. */
+/* Under comm: ends the call if all stages and swaps are done; 1: it has ended. */
 static int ra__cache_complete(ra_cache *c) {
     if (ra__load_i32(&c->stage) < c->stages) return 0;
     if (ra__cache_awaits(c) != RA_NO_PEER) return 0;
@@ -22591,7 +22603,7 @@ static int ra__cache_complete(ra_cache *c) {
     return 1;
 }
 
-/* A round under comm: > 0 something moved, < 0 failed. */
+/* Under comm: a round of communication. 1: something moved, < 0: the call failed. */
 static int ra__cache_round(ra_cache *c) {
     int moved = 0;
     if (ra__load_i32(&c->stage) == 0 && !ra__load_i32(&c->open) && c->packed_call != c->call) {
@@ -22606,9 +22618,9 @@ static int ra__cache_round(ra_cache *c) {
     return ra__cache_complete(c) ? 1 : moved;
 }
 
-/* Claims an item of the open stage: its number, or -1. `holding` rises before the stage is looked
- * at, so once it is closing and nobody holds, all items are done and nobody looks at other
- * ranks. */
+/* Claims an item of the open stage; returns its number, or -1. It raises `holding` before it reads
+ * `open`. So when `open` is 2 and `holding` 0, all items are done and no thread reads memory of
+ * other ranks. */
 static int64_t ra__item_claim(ra_cache *c) {
     int64_t word, left;
     if (ra__load_i32(&c->open) != 1) return -1;
@@ -22622,9 +22634,9 @@ static int64_t ra__item_claim(ra_cache *c) {
     return -1;
 }
 
-/* Takes a desk for thread ith, with an item in hand: its own with what was left there, otherwise
- * any with a new item, otherwise one whose thread does not return. *more: some desk has been left,
- * but not for long enough. */
+/* Takes a desk with an item for thread ith: its own desk with an unfinished item, otherwise any
+ * desk with a new item, otherwise one that a thread left unfinished and has not returned to. *more
+ * is set to 1 if there is such a desk, also if it was left too recently. */
 static ra__cache_desk *ra__cache_desk_take(ra_cache *c, int ith, int *more) {
     const int32_t n = c->d.threads;
     for (int32_t i = 0; i < 2 * n; i++) {
@@ -22647,7 +22659,7 @@ static ra__cache_desk *ra__cache_desk_take(ra_cache *c, int ith, int *more) {
     return NULL;
 }
 
-/* Goes on with the item of a desk, and leaves the desk. */
+/* Does a step of the item of a desk, and leaves the desk. */
 static ra_status ra__cache_desk_work(ra_cache *c, ra__cache_desk *y) {
     const uint32_t mode = ra__fp_enter();
     const int writes = ra__stage_writes(c, ra__load_i32(&c->stage));
@@ -22716,7 +22728,7 @@ RINGATTN_API ra_status ra_infer_join(ra_cache *c, const ra_infer_job *job, int i
     return ra__join(&c->crew, &j, ith);
 }
 
-/* Sleeps in the transport if that is possible, otherwise for a moment. */
+/* Waits in the transport if it can, otherwise sleeps for 50 us. */
 static void ra__cache_wait(ra_cache *c) {
     if (c->has_transport && c->tp.wait && c->tp.post && ra__cas_i32(&c->crew.comm, 0, 1)) {
         const int live = ra__load_i32(&c->crew.state) == RA_RING_RUNNING && !ra__load_i32(&c->open);
@@ -22741,7 +22753,7 @@ static int ra__cache_pending(const ra_cache *c) {
     return pending;
 }
 
-/* After a failure: waits until no rank touches buffers of this one, or in a pool its tensors. */
+/* After a failure: waits until no rank touches buffers of this one, or its tensors in a pool. */
 static void ra__cache_quiet(ra_cache *c) {
     const int64_t until = ra__add_sat(ra_now_ns(), c->cd.quiesce_ns);
     if (!ra__load_i32(&c->crew.failed) || c->unsafe) return;
@@ -22750,8 +22762,8 @@ static void ra__cache_quiet(ra_cache *c) {
 }
 
 /* After a failure in a pool, once this rank has announced that it stops: 1 if another rank may have
- * the address of its cache. */
-static int ra__pool_known(ra_cache *c) {
+ * received the address of its cache. */
+static int ra__pool_address_sent(ra_cache *c) {
     int known = 0;
     if (!c->tp.post) return 1;
     for (int32_t i = 0; i < c->swaps; i++) {
@@ -22776,8 +22788,8 @@ RINGATTN_API ra_status ra_infer(ra_cache *c, const ra_tensors *t, const int64_t 
         else if (idle) ra__pause();
     }
     if (s < 0 && c->pooled && c->ranks > 1) {
-        (void)c->tp.quiesce(c->tp.ctx, 1);                 /* takes addresses back that still can */
-        if (ra__pool_known(c)) ra__cache_quiet(c);
+        (void)c->tp.quiesce(c->tp.ctx, 1);                 /* unsends addresses if it still can */
+        if (ra__pool_address_sent(c)) ra__cache_quiet(c);
     }
     return c->unsafe ? (ra_status)RA_E_UNSAFE : s;
 }
@@ -22814,7 +22826,7 @@ RINGATTN_API ra_status ra_infer_query(ra_cache *c, const int64_t *cached, const 
         out->bytes_in += (int64_t)x[RA__SWAP_IN].op.len;
         out->bytes_out += (int64_t)x[RA__SWAP_OUT].op.len;
     }
-    out->bits_any_company = c->cd.form == RA_FORM_SAME || !c->few_tokens;
+    out->bits_any_company = c->cd.form == RA_FORM_SAME || !c->decode_tokens;
     return RA_OK;
 }
 
