@@ -1,9 +1,9 @@
 /* ra_level1.h - a transport of level 1 from one that has sendrecv alone, by a helper thread
  *
  * Copy this file beside ringattn.h. You have a transport of level 0, ten lines around a sendrecv
- * such as MPI_Sendrecv. Inline, the library calls it between pieces of work, and nothing moves
- * while it computes. Behind this wrapper a thread of its own makes the calls, and messages travel
- * beside the computation:
+ * such as MPI_Sendrecv. Used directly, it is called between pieces of work, and nothing moves while
+ * the library computes. This wrapper calls it on a separate thread, so that messages travel during
+ * the computation:
  *
  *   #define RINGATTN_IMPLEMENTATION
  *   #include "ra_level1.h"                // includes ringattn.h; needs pthreads
@@ -15,28 +15,27 @@
  *   ra_ring_destroy(ring);
  *   ra_level1_close(up);
  *
- * What yours must be able to do beyond level 0: it is called by the helper thread, never by two
- * threads at once, so it must not mind from which thread the calls come (MPI: at least
- * MPI_THREAD_SERIALIZED, and MULTIPLE if the program calls MPI beside it). With RA_CAP_DEADLINE it
- * must return by its deadline, and a message that was cut off by that may be lost: after it the
- * context is dead.
+ * What your transport must do beyond level 0. This helper thread makes all calls, one at a time, so
+ * calls from a thread other than the ring's must be allowed (MPI: at least MPI_THREAD_SERIALIZED,
+ * and MULTIPLE if the program calls MPI meanwhile). With RA_CAP_DEADLINE it must return by its
+ * deadline. The message of a call that ended early may be lost, so the context fails then.
  *
- * How messages pair up. A ring of level 0 knows which ranks exchange what in which step, and
- * orders the calls so that they never block one another. A transport of level 1 is not told. So
- * this one moves in rounds. Each round is one exchange of a word, to the next rank and from the one
- * before and then the other way, that says which messages are ready and wanted on each of the
- * channels, and then one sendrecv for each message that has both its sides. With two ranks that
- * sendrecv moves equally many bytes each way, and leaves the rest of the longer message to the next
- * round: otherwise a link would stand idle until the longer one is through. Neighbours alone
- * exchange messages (no RA_CAP_ANY_PEER), so gradients return round the ring.
+ * How messages pair up. A ring of level 0 knows which ranks exchange what in which step, and orders
+ * the calls so that they never block one another. A transport of level 1 does not know this, so the
+ * helper works in rounds. A round begins with the exchange of one word with each neighbour, which
+ * lists the messages that are ready to be sent and to be received on each channel. Then follows one
+ * sendrecv for each message that is ready on both sides. With two ranks that sendrecv moves the
+ * same number of bytes each way and leaves the rest of the longer message to the next round:
+ * otherwise one direction would be idle until the longer message ends. Only neighbours exchange
+ * messages (no RA_CAP_ANY_PEER), so gradients return around the ring.
  *
- * Failure. abort, a deadline, or an error of yours ends the helper's rounds; the next word, if it
- * still can be said, tells the neighbours, whose ops then end with RA_E_ABORTED, and they tell
- * theirs. quiesce waits for the helper to be out of your sendrecv. Among live ranks that takes
- * milliseconds, for every helper answers at once. A dead peer keeps it there: if your transport has
- * abort, for a second, after which quiesce calls it; otherwise with RA_CAP_DEADLINE for up to 10 s,
- * in the middle of a message for a minute; without that perhaps for ever. If the deadline of
- * quiesce is earlier, the answer is RA_E_UNSAFE.
+ * Failure. abort, a deadline, or an error of your transport ends the helper's rounds. The next
+ * word, if it can still be sent, reports this to the neighbours. Their ops end with RA_E_ABORTED,
+ * and they report it to theirs. quiesce waits until the helper has left your sendrecv. Among live
+ * ranks that takes milliseconds, because every helper answers at once. With a dead peer quiesce
+ * calls your abort after a second. If you have none, the wait takes up to 10 s with
+ * RA_CAP_DEADLINE, or a minute in the middle of a message, and without RA_CAP_DEADLINE it may never
+ * end. If the deadline of quiesce comes first, it returns RA_E_UNSAFE.
  *
  * SPDX-License-Identifier: MIT OR Unlicense */
 #if !defined(RA_LEVEL1_H)
@@ -58,8 +57,8 @@ enum { RA_LEVEL1__OPS = 64, RA_LEVEL1__CHANNELS = 2, RA_LEVEL1__NEXT = 0, RA_LEV
 enum { RA_LEVEL1__IN_USE = 0, RA_LEVEL1__LEAVES = 1, RA_LEVEL1__FAILED = 2 };
 enum { RA_LEVEL1__PATIENCE_MS = 10000, RA_LEVEL1__COMING_MS = 60000, RA_LEVEL1__ANSWER_MS = 1000 };
 
-/* What a rank says to a neighbour in each round: lengths of the messages that it has ready for that
- * neighbour and that it wants from there, 0: none. Messages are never empty. */
+/* What a rank sends to a neighbour in each round: lengths of the messages that it is ready to send
+ * there and to receive from there; 0: none. Messages are never empty. */
 typedef struct ra_level1__word {
     int32_t state, why;                /* RA_LEVEL1__IN_USE ... */
     uint64_t ready[RA_LEVEL1__CHANNELS], wanted[RA_LEVEL1__CHANNELS];
@@ -75,16 +74,16 @@ typedef struct ra_level1 {
     int32_t turn;                      /* of tp */
     pthread_t helper;                  /* makes all calls of below */
     int rank, ranks, sides;            /* sides: 1 with two ranks, where next is previous */
-    int peer[2];                       /* next, previous; RA_NO_PEER: has left */
+    int peer[2];                       /* next, previous; RA_NO_PEER: none any more */
     int32_t why;                       /* atomic: RA_E_*, the failure of this context */
-    int32_t leaves, out;               /* atomic: close was called; the helper is out */
+    int32_t leaves, out;               /* atomic. 1: close was called; the helper has ended */
     pthread_mutex_t lock;              /* guards what follows; never held inside a sendrecv */
-    int dead;                          /* 1: the helper touches no op any more */
+    int dead;                          /* 1: the helper uses no op any more */
     int pending;
     ra_level1__queue sends[2][RA_LEVEL1__CHANNELS], recvs[2][RA_LEVEL1__CHANNELS];
 } ra_level1;
 
-/* Words of scratch: the next of its queue, and what has become of it. */
+/* Words of ra_transport_op.scratch: the next op of its queue; how the op ended. */
 enum { RA_LEVEL1__NEXT_OP, RA_LEVEL1__ENDED };
 
 static int ra_level1__load(const int32_t *p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
@@ -108,7 +107,7 @@ static ra_level1__queue *ra_level1__queue_of(ra_level1 *u, int side, int channel
     return kind == RA_MSG_SEND ? &u->sends[side][channel] : &u->recvs[side][channel];
 }
 
-/* Takes the first op of a queue, with its status. */
+/* Removes the first op of a queue, which has ended with this status. */
 static void ra_level1__end(ra_level1__queue *q, int status) {
     ra_transport_op *op = q->first;
     q->first = (ra_transport_op *)op->scratch[RA_LEVEL1__NEXT_OP];
@@ -123,12 +122,12 @@ static int ra_level1__sendrecv(ra_level1 *u, int to, const void *s, size_t s_len
     int code;
     if (to == RA_NO_PEER && from == RA_NO_PEER) return 1;
     code = u->below.sendrecv(u->below.ctx, to, s, s_len, from, r, r_len, tag, ra_deadline_ms(ms));
-    if (code == RA_E_TIMEOUT) code = RA_E_PEER;        /* a helper answers at once */
+    if (code == RA_E_TIMEOUT) code = RA_E_PEER;        /* live helpers answer at once */
     if (code) ra_level1__fail(u, code);
     return code == 0;
 }
 
-/* Words both ways. mine, theirs: by side. */
+/* Exchanges words with both neighbours. mine, theirs: by side. */
 static int ra_level1__words(ra_level1 *u, ra_level1__word mine[2], ra_level1__word theirs[2],
                             int64_t ms) {
     size_t n = sizeof *mine;
@@ -143,7 +142,7 @@ static int ra_level1__words(ra_level1 *u, ra_level1__word mine[2], ra_level1__wo
     return 1;
 }
 
-/* What this rank says to the neighbour on a side. */
+/* The word of this rank for the neighbour on a side. */
 static ra_level1__word ra_level1__say(ra_level1 *u, int side) {
     ra_level1__word w;
     memset(&w, 0, sizeof w);
@@ -158,7 +157,7 @@ static ra_level1__word ra_level1__say(ra_level1 *u, int side) {
     return w;
 }
 
-/* Ends what waits for a neighbour that has left. Under the lock. */
+/* Ends the ops that wait for a neighbour that has left. Under the lock. */
 static void ra_level1__left(ra_level1 *u, int side) {
     u->peer[side] = RA_NO_PEER;
     for (int c = 0; c < RA_LEVEL1__CHANNELS && !u->dead; c++) {
@@ -167,7 +166,7 @@ static void ra_level1__left(ra_level1 *u, int side) {
     }
 }
 
-/* The op of a message for which both sides are there, or null; a length that differs ends it. */
+/* The op of a message that both sides are ready for, or null. Different lengths end the op. */
 static ra_transport_op *ra_level1__match(ra_level1 *u, ra_level1__queue *q, uint64_t mine,
                                          uint64_t theirs) {
     if (!mine || !theirs || u->dead) return NULL;
@@ -176,14 +175,14 @@ static ra_transport_op *ra_level1__match(ra_level1 *u, ra_level1__queue *q, uint
     return NULL;
 }
 
-/* So many bytes of the first op have moved. */
+/* Counts the bytes of the first op that have moved. */
 static void ra_level1__advance(ra_level1__queue *q, size_t bytes) {
     q->moved += bytes;
     if (q->moved == q->first->len) ra_level1__end(q, RA_MSG_DONE);
 }
 
-/* Messages of one channel to one side, and from the other. Returns 1 if there were any, 0: none,
- * -1: this context has failed. */
+/* Moves the messages of a channel to one side and from the other. 1: there were some, 0: none, -1:
+ * this context has failed. */
 static int ra_level1__messages(ra_level1 *u, int channel, int way, const ra_level1__word mine[2],
                                const ra_level1__word theirs[2]) {
     int back = u->sides == 2 ? 1 - way : way, c = channel, good;
@@ -241,8 +240,8 @@ static int ra_level1__round(ra_level1 *u, int64_t ms) {
     return moved;
 }
 
-/* The first words may have to wait for ranks that have yet to come. Between rounds in which nothing
- * moved it sleeps, longer if nothing is pending here. */
+/* The first words may have to wait for ranks that are late. Between rounds in which nothing moved
+ * the helper sleeps, longer if no op is pending. */
 static void *ra_level1__main(void *arg) {
     ra_level1 *u = (ra_level1 *)arg;
     int64_t ms = RA_LEVEL1__COMING_MS;
@@ -267,7 +266,7 @@ static int ra_level1__side(const ra_level1 *u, int peer) {
          : peer == (u->rank + u->ranks - 1) % u->ranks ? RA_LEVEL1__PREV : -1;
 }
 
-/* After a failure the helper touches no op any more. Under the lock. */
+/* After a failure the helper uses no op any more. Under the lock. */
 static void ra_level1__bury(ra_level1 *u) {
     u->dead = 1;
     memset(u->sends, 0, sizeof u->sends);
@@ -306,7 +305,7 @@ static int ra_level1__post(void *ctx, ra_transport_op *const *ops, int n) {
     return why ? why : idle ? (int)RA_AGAIN : RA_OK;
 }
 
-/* left: how many of ops are still PENDING; moved: how many no longer. */
+/* Updates ops. left: how many are still PENDING; moved: how many have just ended. */
 static int ra_level1__look(ra_level1 *u, ra_transport_op *const *ops, int n, int *left,
                            int *moved) {
     int why;
@@ -348,7 +347,7 @@ static int ra_level1__abort(void *ctx, int why) {
     return RA_OK;
 }
 
-/* RA_OK: the helper is out of the last sendrecv. */
+/* RA_OK: the helper has left its last sendrecv. */
 static int ra_level1__quiesce(void *ctx, int64_t deadline_ns) {
     ra_level1 *u = (ra_level1 *)ctx;
     int64_t told = ra_deadline_ms(RA_LEVEL1__ANSWER_MS);
@@ -369,9 +368,9 @@ static const char *ra_level1__error_text(void *ctx, int code) {
     return u->below.error_text ? u->below.error_text(u->below.ctx, code) : NULL;
 }
 
-/* ========================================================================== for you */
+/* ========================================================================== what you call */
 
-/* below is copied. All ranks open at about the same time: the others are awaited for a minute. */
+/* Copies `below`. All ranks must open at about the same time: each waits a minute for others. */
 RA_LEVEL1_API ra_status ra_level1_open(ra_level1 **out, const ra_transport *below, int rank,
                                        int ranks) {
     ra_level1 *u;
@@ -422,11 +421,11 @@ RA_LEVEL1_API ra_status ra_level1_open(ra_level1 **out, const ra_transport *belo
     return RA_OK;
 }
 
-/* Lives as long as u. */
+/* Valid as long as u. */
 RA_LEVEL1_API const ra_transport *ra_level1_transport(const ra_level1 *u) { return &u->tp; }
 
-/* After ra_ring_destroy. Tells the neighbours, then waits until the helper is out of your sendrecv;
- * without RA_CAP_DEADLINE and with a dead peer that may be never. null is fine. */
+/* Call it after ra_ring_destroy; null is fine. Tells the neighbours, then waits until the helper
+ * has left your sendrecv. With a dead peer and without RA_CAP_DEADLINE that may never happen. */
 RA_LEVEL1_API void ra_level1_close(ra_level1 *u) {
     if (!u) return;
     ra_level1__store(&u->leaves, 1);

@@ -19,29 +19,27 @@
  * communicator will do, and ranks of the ring are ranks of that communicator.
  *
  * Messages. Each op is one MPI_Isend or MPI_Irecv on a duplicate of the communicator, with the
- * channel as tag (0 or 1, whatever MPI_TAG_UB is). MPI keeps the order of messages per sender and
- * tag, which is just what the contract wants, so the tags of ops need not travel: ranks with
- * unlike plans are told by the library's frame which field differs, instead of never matching.
- * Chunks above 2 GiB need MPI-4, which has counts for them (MPICH 4); elsewhere ra_ring_create
- * refuses them.
+ * channel as MPI's tag (0 or 1). MPI keeps the order of messages per sender and tag, as the
+ * contract requires, so the tags of ops are not sent. Ranks with different plans receive each
+ * other's frames, which show the library which field differs. Chunks above 2 GiB need the large
+ * counts of MPI-4 (MPICH 4); with an older MPI ra_ring_create refuses them.
  *
- * Threads. With MPI_THREAD_SERIALIZED or MULTIPLE any thread may step the ring. Below that only the
- * one that called MPI_Init, with ith = 0, and a call from another one is refused. Two rings stepped
+ * Threads. With MPI_THREAD_SERIALIZED or MULTIPLE any thread may step the ring. Otherwise only the
+ * thread that called MPI_Init may, with ith = 0; calls from others are refused. Two rings stepped
  * by two threads at once need MULTIPLE.
  *
  * Failure. The duplicates have MPI_ERRORS_RETURN: an error of MPI fails the ring, not the job. A
- * rank that gives up (mismatch, deadline, ra_ring_cancel) says goodbye to all others on a second
- * duplicate. They look for that whenever they poll, and their passes end with RA_E_ABORTED. (With
- * less than MULTIPLE it is said in the next call of poll, quiesce or ra_mpi_close, not in abort.)
- * quiesce cancels what is to be received, and takes in and throws away what others still send, so
- * that their sends end too. It is over, in milliseconds, when all ranks have told one another how
- * many messages there were, and each has them. If a peer does not come, it gives up after
- * `patience_ns`; if one of this rank's sends has then not ended, for MPI cannot cancel it, the
- * answer is RA_E_UNSAFE, and the library leaks the buffers.
- * MPI reports no dead peers: mpirun ends the job then, or deadlines end the wait. After a failure
- * among live ranks open another context and go on.
+ * rank that gives up (mismatch, deadline, ra_ring_cancel) sends all others a goodbye on a second
+ * duplicate. They look for it whenever they poll, and their passes end with RA_E_ABORTED. (Without
+ * MULTIPLE the next call of poll, quiesce or ra_mpi_close sends it, not abort.) quiesce cancels the
+ * receives, and receives and discards what others still send, so that their sends end too. It ends
+ * within milliseconds, when all ranks have exchanged the numbers of messages that they sent and
+ * each has received them. If a peer does not take part, quiesce gives up after `patience_ns`. If a
+ * send of this rank is still pending then, which MPI cannot cancel, it returns RA_E_UNSAFE, and the
+ * library leaks the buffers. MPI does not report dead peers: mpirun ends the job, or deadlines end
+ * the wait. After a failure among live ranks open a new context and go on.
  *
- * Level 0 is at the end: ten lines that do without all of this, and block if a peer fails.
+ * Level 0 is at the end: ten lines without all of this, which block if a peer fails.
  *
  * SPDX-License-Identifier: MIT OR Unlicense */
 #if !defined(RA_MPI_H)
@@ -78,16 +76,16 @@ struct ra_mpi {
     int32_t why;                       /* abort was called: RA_E_*; any thread */
     int32_t said;                      /* goodbye: 1 is being said, 2 was said; any thread */
     int32_t heard_why;                 /* of the first goodbye that came; read by any thread */
-    int pending;                       /* requests of ops, side by side with the ops */
+    int pending;                       /* number of `request` and of `op`, in the same order */
     MPI_Request request[RA_MPI__OPS];
     ra_transport_op *op[RA_MPI__OPS];
-    MPI_Request goodbye, *goodbyes;    /* the one that may come; those that went, [ranks] */
+    MPI_Request goodbye, *goodbyes;    /* the receive of one; [ranks] the sends */
     int32_t coming[2], going[2];       /* their bytes: why, rank */
-    ra_mpi__counts *sent, *due, *got;  /* [ranks] by this rank; to this rank: in all, so far */
+    ra_mpi__counts *sent, *due, *got;  /* [ranks] sent by this rank; sent to it; received by it */
     int broken;                        /* 1: MPI_Testsome failed as a whole */
-    int parting;                       /* 1: counts are under way, 2: known, 3: all is over */
+    int parting;                       /* 1: counts are being exchanged, 2: known, 3: done */
     MPI_Request counting, draining;
-    void *drain;                       /* buffer of a message that nobody wants */
+    void *drain;                       /* buffer of a message that no op receives */
     int drain_from, drain_channel;
     int text_code;
     char text[160];
@@ -134,8 +132,9 @@ static size_t ra_mpi__bytes(const MPI_Status *s) {
 
 /* ========================================================================== errors of requests
  * MPI_Testsome has no communicator. MPICH raises its errors on MPI_COMM_WORLD, MPI-4 on
- * MPI_COMM_SELF, where a message that is too long would end the job. So where errors of these are
- * fatal, they get a handler which is fatal as well, except while Testsome is called from here. */
+ * MPI_COMM_SELF, and by default a message that is too long would end the job there. If the errors
+ * of these two are fatal, they get a handler that is fatal too, except while this file calls
+ * Testsome. */
 static __thread int ra_mpi__inside;
 static int ra_mpi__guards;
 static int ra_mpi__guarded[2];
@@ -173,7 +172,7 @@ static void ra_mpi__unguard(void) {
 /* ========================================================================== goodbyes */
 static void ra_mpi__say_goodbye(ra_mpi *m, int why) {
     int32_t zero = 0;
-    if (__atomic_load_n(&m->heard_why, __ATOMIC_ACQUIRE)) return;    /* all have heard that one */
+    if (__atomic_load_n(&m->heard_why, __ATOMIC_ACQUIRE)) return;    /* that one went to all */
     if (!__atomic_compare_exchange_n(&m->said, &zero, 1, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
         return;
     m->going[0] = why;
@@ -187,14 +186,14 @@ static void ra_mpi__say_goodbye(ra_mpi *m, int why) {
     __atomic_store_n(&m->said, 2, __ATOMIC_RELEASE);
 }
 
-/* From here on it is not said any more. 0: another thread is saying it. */
+/* After this no goodbye is sent. 0: another thread is sending it. */
 static int ra_mpi__said(ra_mpi *m) {
     int32_t zero = 0;
     (void)__atomic_compare_exchange_n(&m->said, &zero, 2, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
     return __atomic_load_n(&m->said, __ATOMIC_ACQUIRE) == 2;
 }
 
-/* Has another rank said goodbye? Drives progress as well. */
+/* Receives a goodbye, if one has come; returns its reason, or 0. Drives MPI's progress as well. */
 static int ra_mpi__listen(ra_mpi *m) {
     int done = 0, from = m->coming[1];
     if (m->goodbye == MPI_REQUEST_NULL) return m->heard_why;
@@ -210,7 +209,7 @@ static int ra_mpi__listen(ra_mpi *m) {
     return m->heard_why;
 }
 
-/* RA_OK, or what the context has come to. */
+/* RA_OK, or the failure of the context. */
 static int ra_mpi__verdict(ra_mpi *m) {
     int why = __atomic_load_n(&m->why, __ATOMIC_ACQUIRE), main_thread = 1;
     if (m->level < MPI_THREAD_SERIALIZED) (void)MPI_Is_thread_main(&main_thread);
@@ -247,7 +246,7 @@ static void ra_mpi__done(ra_mpi *m, int i, const MPI_Status *s, int code) {
     op->state = state;
 }
 
-/* Ends what has ended. */
+/* Ends the ops whose requests have completed. */
 static void ra_mpi__test(ra_mpi *m) {
     MPI_Status status[RA_MPI__OPS];
     int index[RA_MPI__OPS], n = 0, left = 0, code, kind = 0;
@@ -294,7 +293,7 @@ static void ra_mpi__start(ra_mpi *m, ra_transport_op *op) {
     m->pending++;
 }
 
-/* Receives first: what is sent to oneself, or at once, then has its place. */
+/* Receives first, so that messages that come at once have a buffer. */
 static int ra_mpi__post(void *ctx, ra_transport_op *const *ops, int n) {
     ra_mpi *m = (ra_mpi *)ctx;
     int code = ra_mpi__verdict(m), left = 0;
@@ -308,13 +307,13 @@ static int ra_mpi__post(void *ctx, ra_transport_op *const *ops, int n) {
     return code ? code : left ? RA_AGAIN : RA_OK;
 }
 
-/* All accepted ops are tested, not only these. */
+/* Tests all accepted ops, not only these. */
 static int ra_mpi__poll(void *ctx, ra_transport_op *const *ops, int n) {
     ra_mpi *m = (ra_mpi *)ctx;
     int code = ra_mpi__verdict(m);
     if (!code) ra_mpi__test(m);
     if (m->broken) code = RA_E_IO;
-    for (int i = 0; code && i < n; i++) /* their requests stay for quiesce to end */
+    for (int i = 0; code && i < n; i++) /* quiesce ends their requests */
         if (ops[i]->state == RA_MSG_PENDING) ops[i]->state = code;
     return code;
 }
@@ -344,10 +343,10 @@ static int ra_mpi__wait(void *ctx, ra_transport_op *const *ops, int n, int64_t d
 }
 
 /* ========================================================================== parting
- * All ranks tell one another how many messages they have sent, and take in what is still on its
- * way. Then no send is left pending on any rank, and the communicators are empty. */
+ * All ranks exchange the numbers of messages that they have sent, and receive those that are still
+ * to come. Then no rank has a pending send, and the communicators are empty. */
 
-/* A message that no op waits for, one at a time. */
+/* Receives messages that no op waits for, one at a time. */
 static void ra_mpi__drain(ra_mpi *m) {
     MPI_Message message;
     MPI_Status s;
@@ -365,7 +364,7 @@ static void ra_mpi__drain(ra_mpi *m) {
     m->drain_from = s.MPI_SOURCE;
     m->drain_channel = s.MPI_TAG;
     m->drain = malloc(bytes ? bytes : 1);
-    if (!m->drain) return;             /* it is lost, and patience ends the parting */
+    if (!m->drain) return;             /* the message is lost: the parting ends by patience_ns */
 #if MPI_VERSION >= 4
     (void)MPI_Imrecv_c(m->drain, (MPI_Count)bytes, MPI_BYTE, &message, &m->draining);
 #else
@@ -373,7 +372,7 @@ static void ra_mpi__drain(ra_mpi *m) {
 #endif
 }
 
-/* 1: everything that was sent to this rank is here. */
+/* 1: this rank has received everything that was sent to it. */
 static int ra_mpi__all_here(const ra_mpi *m) {
     for (int r = 0; r < m->ranks; r++)
         for (int k = 0; k < RA_MPI__COUNTS; k++)
@@ -381,7 +380,7 @@ static int ra_mpi__all_here(const ra_mpi *m) {
     return 1;
 }
 
-/* The last receive of a flow goes first: what still comes meets the next one, not one behind it. */
+/* Cancels the last receives of a flow first, so that messages keep meeting the earliest one. */
 static void ra_mpi__part_begin(ra_mpi *m) {
     for (int i = m->pending; i-- > 0;)
         if (m->op[i]->kind == RA_MSG_RECV) (void)MPI_Cancel(&m->request[i]);
@@ -392,7 +391,7 @@ static void ra_mpi__part_begin(ra_mpi *m) {
         m->counting = MPI_REQUEST_NULL;
 }
 
-/* One look at everything; 1: it is over. */
+/* A step of the parting; 1: it is done. */
 static int ra_mpi__part_step(ra_mpi *m) {
     int done = 0;
     if (!m->parting && !ra_mpi__said(m)) return 0;
@@ -401,7 +400,7 @@ static int ra_mpi__part_step(ra_mpi *m) {
     ra_mpi__test(m);
     ra_mpi__drain(m);
     (void)ra_mpi__listen(m);
-    if (m->goodbye == MPI_REQUEST_NULL)  /* one of several: the next */
+    if (m->goodbye == MPI_REQUEST_NULL)  /* several ranks may send one */
         (void)MPI_Irecv(m->coming, 2, MPI_INT32_T, MPI_ANY_SOURCE, 0, m->control, &m->goodbye);
     if (m->parting == 1 && !MPI_Test(&m->counting, &done, MPI_STATUS_IGNORE) && done)
         m->parting = 2;
@@ -414,7 +413,7 @@ static int ra_mpi__part_step(ra_mpi *m) {
     return 1;
 }
 
-/* Looks again and again until it is over or until the time. */
+/* Steps until the parting is done (1), or until the time (0). */
 static int ra_mpi__part(ra_mpi *m, int64_t until_ns) {
     for (int round = 0; !ra_mpi__part_step(m); round++) {
         if (ra_now_ns() >= until_ns) return 0;
@@ -490,7 +489,7 @@ static void ra_mpi__free(ra_mpi *m) {
 }
 
 /* Collective over comm, which stays yours; no two threads at once here or in ra_mpi_close.
- * patience_ns: see the top, 0: 80 ms. error may be null. */
+ * patience_ns: see Failure above; 0: 80 ms. error may be null. */
 RA_MPI_API ra_status ra_mpi_open(ra_mpi **out, MPI_Comm comm, int64_t patience_ns,
                                  ra_error *error) {
     int there = 0, over = 0, level = 0;
@@ -531,9 +530,9 @@ RA_MPI_API ra_status ra_mpi_open(ra_mpi **out, MPI_Comm comm, int64_t patience_n
     return RA_OK;
 }
 
-/* Collective; null is fine. Waits up to 10 s for ranks that have not come to it or to quiesce.
- * RA_E_UNSAFE: a rank did not come or is dead. What MPI may still touch is leaked, and MPI_Finalize
- * may wait for that rank: call MPI_Abort instead. */
+/* Collective; null is fine. Waits up to 10 s for ranks that have called neither this nor quiesce.
+ * RA_E_UNSAFE: a rank did not, or is dead. What MPI may still use is leaked, and MPI_Finalize may
+ * wait for that rank: call MPI_Abort instead. */
 RA_MPI_API ra_status ra_mpi_close(ra_mpi *mpi) {
     int why;
     if (!mpi) return RA_OK;
@@ -547,7 +546,7 @@ RA_MPI_API ra_status ra_mpi_close(ra_mpi *mpi) {
     return RA_OK;
 }
 
-/* Lives as long as mpi. */
+/* Valid as long as mpi. */
 RA_MPI_API const ra_transport *ra_mpi_transport(const ra_mpi *mpi) { return &mpi->tp; }
 
 /* ========================================================================== level 0

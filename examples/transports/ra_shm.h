@@ -19,35 +19,35 @@
  *
  * and cc -O2 program.c -lpthread -lm. examples/ring_shm.c is a complete program.
  *
- * Memory. Rank 0 creates a memfd, a file without a name, and hands it to the other ranks over a
- * socket in Linux's abstract name space. So there is never anything in /dev/shm or in any other
- * directory: whichever ranks crash, and whenever, the kernel frees all of it with the last process.
- * The name exists only while ranks meet in ra_shm_open, and it dies with rank 0. Only processes of
- * the same user can join.
+ * Memory. Rank 0 creates a memfd, a file without a name, and sends it to the other ranks over a
+ * socket in Linux's abstract name space. Nothing is ever in /dev/shm or in any other directory: the
+ * kernel frees the memory with the last process, whichever ranks crash. The name exists only while
+ * ranks meet in ra_shm_open, and ends with rank 0. Only processes of the same user can join.
  *
  * Messages. Each ordered pair of ranks has two lanes, one per channel: a queue of descriptors and
  * `slots` slots of slot_bytes each. A send copies the message into a slot of its lane; that is the
- * only copy that a forward chunk ever sees. Its receiver is lent the slot (RA_CAP_LOAN), and when
- * the engine forwards lent memory, a descriptor of the same slot goes to the next rank. A slot is
- * free when its last reader has given it back. One slot of each lane is never lent: while all
- * others are, a receive copies from it instead. So loans can delay a lane, and never block it.
- * Backward messages are changed by each rank and are copied out.
- * The file is sparse: memory is used for slots that were used, `slots` * slot_bytes per lane.
+ * only copy of a forward chunk. Its receiver is lent the slot (RA_CAP_LOAN). When the library sends
+ * lent memory on, a descriptor of the same slot goes to the next rank. A slot is free when its last
+ * reader has released it. One slot of each lane is never lent: while all others are, a receive
+ * copies from it instead. So loans can delay a lane, but never block it. Backward messages are
+ * changed by each rank, so they are copied out.
+ * The file is sparse: a lane takes memory for the slots that were used, at most `slots` *
+ * slot_bytes.
  *
  * Waiting. ra_step_wait spins briefly, yields, then sleeps in a futex until a peer rings this
- * rank's bell. The bell is one word with a counter and the bit "asleep": whoever publishes adds to
- * it and learns from the old value whether somebody sleeps, so that no wake-up is lost and no fence
- * is needed.
+ * rank's bell. The bell is one word with a counter and the bit "asleep". A rank that publishes
+ * something adds to the counter, and the old value shows whether the other rank sleeps. So no
+ * wake-up is lost and no fence is needed.
  *
- * Failure. Each rank has a pidfd of every other one. When a process is gone, its peers' operations
- * with it fail with RA_E_PEER, within about 2 ms; when it has called ra_shm_close, only once there
- * is no message left from it. A stopped process looks like a slow one: deadlines end the wait.
- * abort sets one word in shared memory and rings all bells: the other ranks' calls fail with
- * RA_E_ABORTED, or RA_E_PEER where a process is gone. Nobody writes into the memory of another
- * process, so quiesce is always RA_OK. A context that has failed stays failed: open another one.
+ * Failure. Each rank has a pidfd of every other one. When a process has ended, its peers'
+ * operations with it fail with RA_E_PEER within about 2 ms. If it had called ra_shm_close, they
+ * fail only when no message of it is left. A stopped process looks like a slow one: deadlines end
+ * the wait. abort sets one word in shared memory and rings all bells: the calls of other ranks fail
+ * with RA_E_ABORTED, or RA_E_PEER if a process has ended. No rank writes into the memory of another
+ * process, so quiesce always returns RA_OK. A context that has failed stays failed: open a new one.
  *
- * Two rings at once are two contexts of two names. Tags are not looked at: the n-th send of a lane
- * is the n-th receive. Ranks that are threads of one process work too.
+ * Two rings at once need two contexts of different names. Tags are ignored: the n-th send of a lane
+ * matches the n-th receive. Ranks may also be threads of one process.
  *
  * SPDX-License-Identifier: MIT OR Unlicense */
 #if !defined(RA_SHM_H)
@@ -84,15 +84,15 @@
 /* ========================================================================== what you call */
 typedef struct ra_shm ra_shm;
 
-typedef struct ra_shm_desc {           /* zero it first; all but rank and deadline agreed */
-    const char *name;                  /* required: 1 to 64 characters, the same on all ranks of
-                                        * this ring, of no other ring of this user that is being set
-                                        * up at the same time */
+typedef struct ra_shm_desc {           /* zero it first; equal on all ranks, except rank, deadline
+                                        * and error */
+    const char *name;                  /* required: 1 to 64 characters. No other ring that this user
+                                        * opens at the same time may have it */
     int32_t rank, ranks;               /* ranks: 1 to RA_SHM_MAX_RANKS */
     size_t  slot_bytes;                /* required: the largest message, see ra_shm_slot_bytes */
-    int32_t slots;                     /* of each lane, 2 to 16; 0: 8 */
+    int32_t slots;                     /* per lane, 2 to 16; 0: 8 */
     int64_t deadline_ns;               /* for all ranks to meet; 0: 60 s from now */
-    ra_error *error;                   /* may be null; why ra_shm_open refused */
+    ra_error *error;                   /* null, or gets the reason of a refusal */
 } ra_shm_desc;
 
 typedef struct ra_shm_counters {       /* of this rank, since ra_shm_open */
@@ -106,8 +106,8 @@ enum { RA_SHM_MAX_RANKS = 128 };
 #define RA_SHM_API static __attribute__((unused))
 
 /* ========================================================================== layout
- * Everything in the file is zero at first, and zero is the right start of every word. What several
- * processes write has 128 bytes of its own. */
+ * The file is zero at first, and every word of it starts at zero. Words that several processes
+ * write are 128 bytes apart. */
 enum { RA_SHM__CHANNELS = 2, RA_SHM__QUEUE = 16, RA_SHM__SLOTS = 16, RA_SHM__VERSION = 1 };
 enum { RA_SHM__MAGIC = 0x68735261, RA_SHM__HERE = 1, RA_SHM__LEFT = 2 };
 
@@ -118,17 +118,16 @@ typedef struct ra_shm__entry {         /* one message */
 } ra_shm__entry;
 
 typedef struct ra_shm__slot {
-    uint32_t refs;                     /* readers, and one for the queue; 0: free */
-    uint32_t lent;                     /* its first receiver has lent it; cleared before refs is
-                                        * set */
+    uint32_t refs;                     /* readers, the queue included; 0: free */
+    uint32_t lent;                     /* 1: it was lent to its first receiver; cleared before refs
+                                        * is set */
     uint32_t spare[30];
 } ra_shm__slot;
 
 typedef struct ra_shm__lane {
-    ra_shm__word head, tail;           /* messages sent, written by the sender; taken, by the
-                                        * receiver */
+    ra_shm__word head, tail;           /* messages sent, by the sender; received, by the receiver */
     ra_shm__entry entry[RA_SHM__QUEUE];
-    ra_shm__slot slot[RA_SHM__SLOTS];  /* taken by the sender alone, given back by anybody */
+    ra_shm__slot slot[RA_SHM__SLOTS];  /* taken by the sender alone, released by any rank */
 } ra_shm__lane;
 
 typedef struct ra_shm__seat {
@@ -147,7 +146,7 @@ typedef struct ra_shm__fifo { ra_transport_op *first, *last; } ra_shm__fifo;   /
 struct ra_shm {
     ra_transport tp;
     int32_t turn;                      /* of tp */
-    int32_t rank, ranks, slots, gone;  /* gone: some process is dead that has not left */
+    int32_t rank, ranks, slots, gone;  /* gone: 1: a process has ended without ra_shm_close */
     uint32_t aborted;                  /* abort was called here; any thread */
     int32_t pending;                   /* ops in all FIFOs */
     size_t slot_bytes, stride, total, data_bytes;
@@ -155,7 +154,7 @@ struct ra_shm {
     ra_shm__lane *lane;                /* [sender][receiver][channel] */
     uint8_t *data;                     /* [lane][slots][stride] */
     int64_t looked_ns;                 /* at the other processes */
-    struct pollfd pidfd[RA_SHM_MAX_RANKS]; /* fd -1: known to be gone, or this rank */
+    struct pollfd pidfd[RA_SHM_MAX_RANKS]; /* fd -1: has ended, or this rank */
     uint8_t dead[RA_SHM_MAX_RANKS];
     ra_shm__fifo in[RA_SHM_MAX_RANKS][RA_SHM__CHANNELS], out[RA_SHM_MAX_RANKS][RA_SHM__CHANNELS];
     ra_shm_counters count;
@@ -168,7 +167,7 @@ static uint32_t ra_shm__load(const uint32_t *p) { return __atomic_load_n(p, __AT
 
 static void ra_shm__store(uint32_t *p, uint32_t v) { __atomic_store_n(p, v, __ATOMIC_RELEASE); }
 
-static uint32_t ra_shm__add(uint32_t *p, uint32_t v) {               /* gives the old value */
+static uint32_t ra_shm__add(uint32_t *p, uint32_t v) {               /* returns the old value */
     return __atomic_fetch_add(p, v, __ATOMIC_ACQ_REL);
 }
 
@@ -180,8 +179,9 @@ static void ra_shm__pause(void) {
 #endif
 }
 
-/* Rings after something was published. A sleeper sets its bit in the same word and then looks once
- * more: either this addition sees the bit, or that look sees what was published. */
+/* Rings a bell after something was published. A rank sets its bit in the same word before it checks
+ * once more and sleeps: either this addition sees the bit, or that check sees what was
+ * published. */
 static void ra_shm__ring(ra_shm *s, int rank) {
     uint32_t *bell = &s->head->seat[rank].bell.v;
     if ((ra_shm__add(bell, 2) & 1) == 0) return;
@@ -189,7 +189,7 @@ static void ra_shm__ring(ra_shm *s, int rank) {
     (void)syscall(SYS_futex, bell, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Sleeps until the bell is no longer as it was, at most ns. */
+/* Sleeps until the bell differs from `seen`, at most ns (below a second). */
 static void ra_shm__sleep(ra_shm *s, uint32_t seen, int64_t ns) {
     struct timespec t;
     t.tv_sec = 0;
@@ -221,15 +221,16 @@ static ra_shm__slot *ra_shm__slot_at(const ra_shm *s, uint64_t at, int *owner) {
     return &s->lane[lane].slot[number % (size_t)s->slots];
 }
 
-/* One reader less; the owner may wait for the slot. */
+/* Ends one reader of a slot, and wakes the owner if that was the last one. */
 static void ra_shm__drop(ra_shm *s, uint64_t at) {
     int owner;
     ra_shm__slot *slot = ra_shm__slot_at(s, at, &owner);
     if (ra_shm__add(&slot->refs, (uint32_t)-1) == 1 && owner != s->rank) ra_shm__ring(s, owner);
 }
 
-/* A message that has come to this rank by `lane` from its owner may be lent as long as another slot
- * of the lane is not; one that came on by reference is lent already. */
+/* 1: the message at `at`, which came by `lane`, may be lent. If its slot is one of the lane,
+ * another slot of the lane must not be lent. If it was sent on from another lane, it is lent
+ * already. */
 static int ra_shm__lend(ra_shm *s, ra_shm__lane *lane, uint64_t at) {
     int owner, lent = 0;
     ra_shm__slot *slot = ra_shm__slot_at(s, at, &owner);
@@ -241,7 +242,7 @@ static int ra_shm__lend(ra_shm *s, ra_shm__lane *lane, uint64_t at) {
     return 1;
 }
 
-/* A free slot of a lane of this rank, or -1. The lowest one: its memory is likely to be in use. */
+/* A free slot of a lane of this rank, or -1. The lowest: its memory is likely to exist already. */
 static int ra_shm__free_slot(const ra_shm *s, const ra_shm__lane *lane) {
     for (int i = 0; i < s->slots; i++)
         if (ra_shm__load(&lane->slot[i].refs) == 0) return i;
@@ -267,7 +268,7 @@ static void ra_shm__pop(ra_shm *s, ra_shm__fifo *f, int32_t state, size_t done) 
     op->state = state;
 }
 
-/* The first send of a FIFO: 1 if it went, 0 if queue or slots are full. */
+/* Sends the first op of a FIFO; 0: the queue or the slots are full. */
 static int ra_shm__send(ra_shm *s, ra_shm__fifo *f, int channel) {
     ra_transport_op *op = f->first;
     int to = op->peer, owner, i;
@@ -297,7 +298,7 @@ static int ra_shm__send(ra_shm *s, ra_shm__fifo *f, int channel) {
     return 1;
 }
 
-/* The first receive of a FIFO: 1 if it is over, 0 if nothing has come. */
+/* Ends the first receive of a FIFO; 0: no message has come. */
 static int ra_shm__receive(ra_shm *s, ra_shm__fifo *f, int channel) {
     ra_transport_op *op = f->first;
     int from = op->peer;
@@ -328,7 +329,7 @@ static int ra_shm__receive(ra_shm *s, ra_shm__fifo *f, int channel) {
 }
 
 /* ========================================================================== other processes */
-/* Looks, at most once a millisecond, whose process has ended. */
+/* Checks which processes have ended, at most once per millisecond unless `now`. */
 static void ra_shm__look(ra_shm *s, int now) {
     int64_t t = ra_now_ns();
     if (!now && t - s->looked_ns < 1000000) return;
@@ -358,7 +359,7 @@ static void ra_shm__drop_ops(ra_shm *s, int32_t state) {
         }
 }
 
-/* RA_OK, or what the context has come to: an abort, here or elsewhere. */
+/* RA_OK, or the failure of the context after an abort, here or elsewhere. */
 static int ra_shm__verdict(ra_shm *s) {
     uint32_t abort = ra_shm__load(&s->head->abort.v);
     int code = RA_E_ABORTED, why = -(int)(abort & 255), rank = (int)(abort >> 8) - 1;
@@ -374,8 +375,8 @@ static int ra_shm__verdict(ra_shm *s) {
     return code;
 }
 
-/* Everything that can move now. A peer is looked at before its lane: what it had sent before it
- * ended still arrives. */
+/* Moves all messages that can move. It checks a peer before its lanes, so what the peer had sent
+ * before it ended still arrives. */
 static int ra_shm__move(ra_shm *s) {
     int code = ra_shm__verdict(s);
     if (code || !s->pending) return code;
@@ -412,7 +413,7 @@ static int ra_shm__post(void *ctx, ra_transport_op *const *ops, int n) {
 }
 
 static int ra_shm__poll(void *ctx, ra_transport_op *const *ops, int n) {
-    (void)ops, (void)n;                /* all accepted ops move, not only these */
+    (void)ops, (void)n;                /* moves all accepted ops, not only these */
     return ra_shm__move((ra_shm *)ctx);
 }
 
@@ -465,7 +466,7 @@ static int ra_shm__abort(void *ctx, int why) {
     return RA_OK;
 }
 
-/* Buffers of this rank are touched only in its own calls: once the ops are dropped, never again. */
+/* Only calls of this rank use its buffers: once the ops are dropped, none does. */
 static int ra_shm__quiesce(void *ctx, int64_t deadline_ns) {
     (void)deadline_ns;
     ra_shm__drop_ops((ra_shm *)ctx, RA_E_ABORTED);
@@ -478,9 +479,9 @@ static const char *ra_shm__error_text(void *ctx, int code) {
 }
 
 /* ========================================================================== meeting
- * Over a socket of packets at an abstract address: a rank says hello, rank 0 answers with a refusal
- * or with the file, the rank says that it has mapped it, and when all have, rank 0 sends everybody
- * a pidfd of every process, which it opened while the process was connected. */
+ * Over a socket of packets at an abstract address. A rank sends a hello. Rank 0 answers with the
+ * file, or with a refusal. The rank reports that it has mapped the file. When all have, rank 0
+ * sends each of them a pidfd of every process, which it opened while the process was connected. */
 typedef struct ra_shm__hello {
     uint32_t magic, version, abi, head_bytes;
     int32_t rank, ranks, slots, reserved;
@@ -536,8 +537,8 @@ static int ra_shm__give(int to, const void *packet, size_t bytes, const int *fds
     return sendmsg(to, &m, MSG_NOSIGNAL | MSG_DONTWAIT) == (ssize_t)bytes ? 0 : -1;
 }
 
-/* Takes a packet and up to `most` descriptors by the deadline; returns how many came, -1 if the
- * other side has ended, -2 at the deadline. */
+/* Receives a packet and up to `most` descriptors. Returns how many came; -1: the other side has
+ * ended, -2: the deadline has passed. */
 static int ra_shm__take(int from, ra_shm__answer *packet, int *fds, int most, int64_t deadline_ns) {
     union { struct cmsghdr align; char room[CMSG_SPACE(sizeof(int) * RA_SHM_MAX_RANKS)]; } c;
     struct pollfd p;
@@ -566,7 +567,7 @@ static int ra_shm__take(int from, ra_shm__answer *packet, int *fds, int most, in
     return count;
 }
 
-/* What rank 0 has against a hello; text stays empty if nothing. */
+/* Why rank 0 refuses a hello; an empty text: it does not. */
 static void ra_shm__judge(const ra_shm *s, const ra_shm__hello *h, const int *seat, char *text,
                           size_t room) {
     text[0] = 0;
@@ -594,7 +595,7 @@ static int ra_shm__pidfd(int pid) {
 #endif
 }
 
-/* Rank 0, somebody has connected: hears the hello and answers. `last` keeps the last refusal. */
+/* Rank 0: accepts a connection, reads the hello and answers. last: gets the text of a refusal. */
 static void ra_shm__admit(ra_shm *s, int listener, int file, int *seat, char *last) {
     struct { int32_t pid; uint32_t uid, gid; } who;                  /* struct ucred */
     socklen_t size = sizeof who;
@@ -630,7 +631,7 @@ static void ra_shm__admit(ra_shm *s, int listener, int file, int *seat, char *la
     close(c);
 }
 
-/* Rank 0: waits until all other ranks have mapped the file. seat: their connections, -1. */
+/* Rank 0: waits until all other ranks have mapped the file. seat: their connections; -1: none. */
 static ra_status ra_shm__gather(ra_shm *s, const ra_shm_desc *d, int listener, int file,
                                 int *seat) {
     struct pollfd p[RA_SHM_MAX_RANKS];
@@ -674,7 +675,7 @@ static ra_status ra_shm__map(ra_shm *s, const ra_shm_desc *d, int file) {
     return RA_OK;
 }
 
-/* Rank 0: the file, then the others. */
+/* Rank 0: creates the file and waits for the others. */
 static ra_status ra_shm__host(ra_shm *s, const ra_shm_desc *d) {
     int seat[RA_SHM_MAX_RANKS], fds[RA_SHM_MAX_RANKS];
     int file = (int)syscall(SYS_memfd_create, "ra_shm", 1u /* MFD_CLOEXEC */), listener = -1;
@@ -714,7 +715,7 @@ static ra_status ra_shm__host(ra_shm *s, const ra_shm_desc *d) {
     return status;
 }
 
-/* An answer that is no go; 0 goes on. */
+/* What an answer of rank 0 means; RA_OK: go on. */
 static ra_status ra_shm__heard(const ra_shm_desc *d, int got, int want,
                                const ra_shm__answer *answer) {
     if (got == -2)
@@ -729,7 +730,7 @@ static ra_status ra_shm__heard(const ra_shm_desc *d, int got, int want,
                                                 "no descriptors came: too many open files?");
 }
 
-/* The other ranks: connect, as soon as rank 0 is there. */
+/* The other ranks: connect to rank 0, and wait for it until the deadline. */
 static ra_status ra_shm__connect(const ra_shm_desc *d, int *out) {
     struct sockaddr_un a;
     socklen_t length = ra_shm__address(d, &a);
@@ -827,7 +828,7 @@ static void ra_shm__fill(ra_shm *s) {
 }
 
 /* ========================================================================== what you call */
-/* This rank makes no more calls; null is fine. Peers that still wait for it get RA_E_PEER. */
+/* Call it after the rings on it; null is fine. Peers that wait for this rank get RA_E_PEER. */
 RA_SHM_API void ra_shm_close(ra_shm *shm) {
     if (!shm) return;
     for (int r = 0; r < shm->ranks; r++)
@@ -841,9 +842,8 @@ RA_SHM_API void ra_shm_close(ra_shm *shm) {
     free(shm);
 }
 
-/* Collective: returns when all ranks are there, or refuses by the deadline with d->error filled. A
- * rank with other figures than rank 0 is refused with a sentence; rank 0 goes on waiting for the
- * right one. */
+/* Collective: returns when all ranks have come, or refuses at the deadline and fills d->error. A
+ * rank whose values differ from those of rank 0 is refused; rank 0 goes on waiting. */
 RA_SHM_API ra_status ra_shm_open(ra_shm **out, const ra_shm_desc *d) {
     ra_shm_desc full;
     ra_status status;
@@ -885,12 +885,12 @@ RA_SHM_API ra_status ra_shm_open(ra_shm **out, const ra_shm_desc *d) {
     return RA_OK;
 }
 
-/* Lives as long as shm. */
+/* Valid as long as shm. */
 RA_SHM_API const ra_transport *ra_shm_transport(const ra_shm *shm) { return &shm->tp; }
 
 RA_SHM_API ra_shm_counters ra_shm_query(const ra_shm *shm) { return shm->count; }
 
-/* The largest message of any rank of a plan; 0: bad argument. */
+/* The largest message of all ranks of a plan; 0: an argument is wrong. */
 RA_SHM_API size_t ra_shm_slot_bytes(const ra_plan *plan, int32_t ranks) {
     int64_t most = 0;
     for (int32_t r = 0; r < ranks; r++) {
