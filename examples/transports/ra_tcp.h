@@ -19,34 +19,33 @@
  *   cc -O2 -I. program.c -pthread -lm                            plain
  *   cc -O2 -I. -DRA_TCP_SODIUM program.c -pthread -lm -lsodium   with a key (libsodium-dev)
  *
- * Trust. Without a key this is for trusted networks only: whoever reaches the port while the ring
- * connects can take a rank's place, and whoever is on the path can read and change everything. With
- * RA_TCP_SODIUM and a key of 32 bytes both sides of a connection prove that they have it, every
- * frame is encrypted and authenticated, and who has no key can neither join the ring nor stall or
- * crash it: strangers hold a place for some seconds at most, in bounded memory, and once the ring
- * is connected its port is closed. (Who can cut the wire can of course cut the ring.)
+ * Trust. Without a key this is for trusted networks only: anyone who reaches the port while the
+ * ring connects can take a rank's place, and anyone on the path can read and change everything.
+ * With RA_TCP_SODIUM and a key of 32 bytes both sides of a connection prove that they have the key,
+ * and every frame is encrypted and authenticated. Without the key nobody can join, stall or crash
+ * the ring: a stranger occupies a place for a few seconds at most, in bounded memory, and the port
+ * is closed once the ring is connected. (Anyone who can cut the wire can cut the ring.)
  *
- * Connections. A rank listens on its own address and on no other, connects to all ranks below it
- * and is called by those above; there is one connection per pair, so any rank reaches any other.
- * Ranks may start in any order until connect_ns has passed. Both sides check version, byte order,
- * world, ring, number of ranks, rank and shape, and say which of them differs. Rings follow one
- * another on the same addresses if `ring` counts them; rings at the same time need ports of their
- * own.
+ * Connections. A rank listens on its own address and on no other. It connects to all ranks below it
+ * and accepts those above. There is one connection per pair, so any rank reaches any other. Ranks
+ * may start in any order within connect_ns. Both sides check version, byte order, world, ring,
+ * number of ranks, rank and shape, and report which of them differs. Later rings may use the same
+ * addresses if `ring` counts them; rings at the same time need different ports.
  *
- * On the wire. A message goes in frames of at most 256 KiB, behind a head of 24 bytes with kind,
- * channel, tag and length. A receiver first grants a message, when its receive is posted, so
- * nothing is ever stored for a receive that is not there, no channel holds up another, and memory
- * is bounded by the ring's own buffers. Where heads are nonsense the connection is closed.
+ * On the wire. A message travels in frames of at most 256 KiB, each behind a head of 24 bytes with
+ * kind, channel, tag and length. The receiver grants a message when its receive is posted. So
+ * nothing is stored for a receive that does not exist, no channel delays another, and the ring's
+ * own buffers bound the memory. A head that makes no sense closes the connection.
  *
- * Failure. abort reaches the peers at once, in a frame if that can be sent without waiting,
- * otherwise by closing: they get RA_E_ABORTED or RA_E_PEER. A peer that dies closes its
- * connections: what is pending with it fails with RA_E_PEER. A peer that is stopped or cut off is
- * silent: deadlines and the ring's watchdog end the wait, and keep-alive probes find it later. No
- * call here blocks except wait, until its deadline, ra_tcp_open, until connect_ns, and quiesce, for
- * at most 50 ms.
+ * Failure. abort reaches the peers at once, by a frame if one can be sent without waiting,
+ * otherwise by closing: they get RA_E_ABORTED or RA_E_PEER. A process that dies closes its
+ * connections, and ops that are pending with it fail with RA_E_PEER. A peer that is stopped or cut
+ * off is silent: deadlines and the ring's watchdog end the wait, and keep-alive probes find it
+ * later. Calls do not block, except wait until its deadline, ra_tcp_open for connect_ns, and
+ * quiesce for at most 50 ms.
  *
- * Limits: names are looked up once, in ra_tcp_open, which may block for as long as DNS does. Hosts
- * of different byte order refuse each other. gcc or clang, POSIX.
+ * Limits. ra_tcp_open looks up names once, and may block for as long as DNS does. Hosts of
+ * different byte order refuse each other. gcc or clang, POSIX.
  *
  * SPDX-License-Identifier: MIT OR Unlicense */
 #include <errno.h>
@@ -70,16 +69,15 @@
 
 #define RA_TCP_UNUSED __attribute__((unused))
 
-/* Zero it first. All ranks give equal values except rank, listen_fd and error. */
+/* Zero it first. Equal on all ranks, except rank, listen_fd and error. */
 typedef struct ra_tcp_desc {
     int32_t rank, ranks;
-    const char *const *addresses;      /* [ranks] "host:port" or "[v6]:port"; a rank listens on its
-                                        * own */
-    uint64_t world;                    /* number of the run, so that runs do not meet */
+    const char *const *addresses;      /* [ranks] "host:port" or "[v6]:port" */
+    uint64_t world;                    /* number of the run: ranks of other runs are refused */
     uint32_t ring;                     /* number of the ring in the run */
-    int32_t  listen_fd;                /* a socket of ra_tcp_listen, taken over; 0: none */
-    uint64_t shape;                    /* a digest of whatever else must be equal; 0 is one too */
-    int64_t  connect_ns;               /* patience with ranks that are not there yet; 0: 60 s */
+    int32_t  listen_fd;                /* a socket of ra_tcp_listen, which is taken over; 0: none */
+    uint64_t shape;                    /* a digest of anything else that must be equal, or 0 */
+    int64_t  connect_ns;               /* time for all ranks to connect; 0: 60 s */
     size_t   max_msg;                  /* 0: 1 GiB */
     const void *key;                   /* 32 secret bytes, copied; null: no encryption. Needs
                                         * RA_TCP_SODIUM */
@@ -87,11 +85,11 @@ typedef struct ra_tcp_desc {
 } ra_tcp_desc;
 
 enum { RA_TCP_VERSION = 1, RA_TCP_CHANNELS = 2, RA_TCP_OPS = 256, RA_TCP_STRANGERS = 128 };
-/* Bytes of a head, of a hello, at most of a handshake; most bytes of a body, plain and sealed. */
+/* Bytes of a head and a hello; most bytes of a handshake, and of a body, plain or sealed. */
 enum { RA_TCP_HEAD = 24, RA_TCP_HELLO = 96, RA_TCP_TALK = 512 };
 enum { RA_TCP_PLAIN = 262144, RA_TCP_SEALED = 65536 };
 #define RA_TCP_MS ((int64_t)1000000)
-#define RA_TCP_SHAKE_NS (5000 * RA_TCP_MS)     /* a handshake takes no longer */
+#define RA_TCP_SHAKE_NS (5000 * RA_TCP_MS)     /* the longest handshake */
 #define RA_TCP_DRAIN_NS (50 * RA_TCP_MS)
 #ifdef RA_TCP_SODIUM
 enum { RA_TCP_A = (int)crypto_secretstream_xchacha20poly1305_ABYTES,
@@ -112,9 +110,9 @@ typedef struct ra_tcp_hello {
 } ra_tcp_hello;
 
 enum { RA_TCP_READY = 1,               /* the first frame: the hello is accepted */
-       RA_TCP_GRANT,                   /* tag: receives that were posted */
-       RA_TCP_DATA,                    /* a piece of a message, which is in `body` bytes */
-       RA_TCP_ABORT };                 /* tag: why, negated */
+       RA_TCP_GRANT,                   /* tag: number of receives that were posted */
+       RA_TCP_DATA,                    /* a piece of a message follows, `body` bytes */
+       RA_TCP_ABORT };                 /* tag: the reason, negated */
 typedef struct ra_tcp_head {
     uint32_t body;                     /* bytes that follow */
     uint8_t  kind, channel;
@@ -127,26 +125,27 @@ typedef struct ra_tcp_queue { ra_transport_op *first, *last; } ra_tcp_queue;
 /* Words of ra_transport_op.scratch: the next op of its queue; bytes moved so far; how it ended. */
 enum { RA_TCP_NEXT, RA_TCP_MOVED, RA_TCP_END };
 
-/* One connection. Input and output are each a frame under way. */
+/* One connection, with the frame that is being received and the one that is being sent. */
 typedef struct ra_tcp_conn {
     int fd, peer;                      /* -1: none */
-    int dead;                          /* 0, or why nothing moves any more */
+    int dead;                          /* 0, or the failure: nothing moves any more */
     int stage;                         /* of the handshake, RA_TCP_AT_* */
     int hush;                          /* 1: nothing more may be written */
     int dialed;                        /* 1: this side connected */
     int64_t since_ns;                  /* of the handshake */
     ra_tcp_hello hello, peer_hello;
     ra_tcp_queue send[RA_TCP_CHANNELS], recv[RA_TCP_CHANNELS];
-    uint32_t granted[RA_TCP_CHANNELS]; /* sends that the peer has granted and are not done */
-    uint32_t to_grant[RA_TCP_CHANNELS];/* receives posted that the peer does not know of */
-    uint32_t awaited[RA_TCP_CHANNELS]; /* receives granted to the peer that are not done */
-    size_t skip[RA_TCP_CHANNELS];      /* bytes of a message that did not fit, still to come */
+    uint32_t granted[RA_TCP_CHANNELS]; /* unfinished sends that the peer has granted */
+    uint32_t to_grant[RA_TCP_CHANNELS];/* posted receives that are not granted yet */
+    uint32_t awaited[RA_TCP_CHANNELS]; /* unfinished receives that are granted */
+    size_t skip[RA_TCP_CHANNELS];      /* bytes to come of a message that did not fit */
     int turn;                          /* channel that sends next */
-    /* out: `out` bytes of out_buf, then (plain) out_body bytes of a send's buffer */
+    /* The frame out: out_len bytes of out_buf, then (plain) out_body bytes from out_data on, of
+     * which out_at bytes are written. */
     size_t out_at, out_len, out_body;
     const uint8_t *out_data;
-    ra_transport_op *out_op;                     /* whose piece is under way */
-    size_t in_at, in_need;             /* bytes of the head, or of the body, that are here */
+    ra_transport_op *out_op;           /* the send that it is a piece of, or null */
+    size_t in_at, in_need;             /* bytes of the head or body in: read; needed */
     int in_body;                       /* 1: the body of `head` is coming */
     ra_tcp_head head;
     uint8_t *out_buf, *in_buf;         /* sealed: whole frames; plain: heads */
@@ -162,15 +161,15 @@ enum { RA_TCP_AT_NONE, RA_TCP_AT_DIAL, RA_TCP_AT_HELLO, RA_TCP_AT_START, RA_TCP_
 typedef struct ra_tcp {
     int32_t rank, ranks, sealed;
     int32_t busy;                      /* atomic: 1 while a call or an abort is inside */
-    int32_t why, told;                 /* atomic: of this rank's abort; the peers know */
-    int32_t heard;                     /* failure that a peer told of */
+    int32_t why, told;                 /* atomic: of this rank's abort; 1: the peers know it */
+    int32_t heard;                     /* the failure that a peer has reported */
     int32_t wake[2];                   /* a pipe: abort writes, wait reads */
     ra_tcp_desc d;
     uint8_t key[32];
     ra_tcp_conn *conn;                 /* [ranks] by rank */
-    ra_tcp_conn *stranger;             /* [RA_TCP_STRANGERS] accepted, not known yet */
+    ra_tcp_conn *stranger;             /* [RA_TCP_STRANGERS] accepted, rank not known yet */
     struct pollfd *fds;                /* [ranks + RA_TCP_STRANGERS + 2] */
-    uint8_t *waste;                    /* RA_TCP_PLAIN bytes for what nobody wants */
+    uint8_t *waste;                    /* RA_TCP_PLAIN bytes for what is discarded */
     int listener;
     char note[216], text[216];         /* the last refusal of a handshake; for error_text */
     ra_transport transport;
@@ -216,7 +215,7 @@ static RA_TCP_UNUSED int ra_tcp_prepare(int fd) {
     return 0;
 }
 
-/* "host:port" or "[v6]:port" as addresses; null: not one, or not known. */
+/* The addresses of "host:port" or "[v6]:port"; null: another form, or an unknown name. */
 static RA_TCP_UNUSED struct addrinfo *ra_tcp_resolve(const char *address, int listens) {
     struct addrinfo hints, *out = NULL;
     const char *colon = strrchr(address, ':');
@@ -235,7 +234,8 @@ static RA_TCP_UNUSED struct addrinfo *ra_tcp_resolve(const char *address, int li
     return getaddrinfo(host, colon + 1, &hints, &out) ? NULL : out;
 }
 
-/* A socket that listens on this address alone; port 0 takes a free one. *port: which. -1: errno. */
+/* A socket that listens on this address alone; *port: its port, of which 0 chooses a free one. -1:
+ * see errno. */
 static RA_TCP_UNUSED int ra_tcp_listen(const char *address, int *port) {
     struct addrinfo *list = ra_tcp_resolve(address, 1), *a;
     struct sockaddr_storage at;
@@ -281,7 +281,7 @@ static RA_TCP_UNUSED void ra_tcp_reset(ra_tcp_conn *c) {
     c->in_need = RA_TCP_HELLO;
 }
 
-/* An op has ended; its state is written when the library polls. */
+/* Ends the first op of a queue. The next poll writes its state. */
 static RA_TCP_UNUSED void ra_tcp_end(ra_tcp_queue *q, int state) {
     ra_transport_op *op = q->first;
     q->first = (ra_transport_op *)op->scratch[RA_TCP_NEXT];
@@ -294,7 +294,7 @@ static RA_TCP_UNUSED size_t ra_tcp_piece(const ra_tcp *t) {
     return t->sealed ? (size_t)RA_TCP_SEALED : (size_t)RA_TCP_PLAIN;
 }
 
-/* Makes a frame the one under way. data: of a send's buffer, `h->body` bytes. */
+/* Makes a frame the one that is sent. data: h->body bytes in a send's buffer. */
 static RA_TCP_UNUSED void ra_tcp_stage(ra_tcp *t, ra_tcp_conn *c, const ra_tcp_head *h,
                                        const uint8_t *data) {
     c->out_at = 0;
@@ -326,8 +326,8 @@ static RA_TCP_UNUSED ra_tcp_head ra_tcp_head_of(int kind, int channel, uint64_t 
     return h;
 }
 
-/* The next frame that is due: grants first, for they let the peer go on; then pieces of messages,
- * channels in turns. 0: none. */
+/* Stages the next frame: grants first, because peers wait for them, then pieces of messages,
+ * channels in turn. 0: there is none. */
 static RA_TCP_UNUSED int ra_tcp_next(ra_tcp *t, ra_tcp_conn *c) {
     for (int i = 0; i < RA_TCP_CHANNELS; i++) {
         ra_tcp_head h = ra_tcp_head_of(RA_TCP_GRANT, i, c->to_grant[i]);
@@ -381,7 +381,7 @@ static RA_TCP_UNUSED int ra_tcp_write(ra_tcp_conn *c) {
     return 1;
 }
 
-/* A piece of a send is with the system; the whole send, perhaps. */
+/* The system has taken a frame. Ends the send whose last piece it was. */
 static RA_TCP_UNUSED void ra_tcp_sent(ra_tcp_conn *c) {
     ra_transport_op *op = c->out_op;
     c->out_op = NULL;
@@ -394,7 +394,7 @@ static RA_TCP_UNUSED void ra_tcp_flush(ra_tcp *t, ra_tcp_conn *c) {
     while (c->fd >= 0 && !c->hush) {
         int done = ra_tcp_write(c);
         if (done < 0) {
-            c->hush = 1;               /* what the peer has sent may still be read */
+            c->hush = 1;               /* what the peer has sent can still be read */
             return;
         }
         if (done == 0) return;
@@ -404,12 +404,12 @@ static RA_TCP_UNUSED void ra_tcp_flush(ra_tcp *t, ra_tcp_conn *c) {
 }
 
 /* -------------------------------------------------------------------------- frames in */
-/* Bytes to read for a head or for a body of n bytes. */
+/* Bytes on the wire of n bytes of a head or body. */
 static RA_TCP_UNUSED size_t ra_tcp_on_wire(const ra_tcp *t, size_t n) {
     return n + (t->sealed ? (size_t)RA_TCP_A : 0);
 }
 
-/* Where the body of c->head belongs: a receive's buffer, or nowhere. */
+/* Where the body of c->head goes: into a receive's buffer, or where it is discarded. */
 static RA_TCP_UNUSED uint8_t *ra_tcp_target(ra_tcp *t, const ra_tcp_conn *c) {
     int channel = c->head.channel;
     const ra_transport_op *op = c->recv[channel].first;
@@ -417,7 +417,7 @@ static RA_TCP_UNUSED uint8_t *ra_tcp_target(ra_tcp *t, const ra_tcp_conn *c) {
     return (uint8_t *)op->buf + (size_t)(uintptr_t)op->scratch[RA_TCP_MOVED];
 }
 
-/* A head has come. 0, or what is wrong with the connection. */
+/* Takes a head. 0, or the failure of the connection. */
 static RA_TCP_UNUSED int ra_tcp_take_head(ra_tcp *t, ra_tcp_conn *c) {
     const ra_tcp_head *h = &c->head;
     int channel = h->channel;
@@ -452,7 +452,7 @@ static RA_TCP_UNUSED int ra_tcp_take_head(ra_tcp *t, ra_tcp_conn *c) {
     return h->length != op->len || h->body > op->len - moved ? RA_E_PROTO : RA_OK;
 }
 
-/* The body of c->head is where it belongs. */
+/* Takes the body of c->head, whose bytes are in place. */
 static RA_TCP_UNUSED void ra_tcp_take_body(ra_tcp_conn *c) {
     int channel = c->head.channel;
     ra_transport_op *op = c->recv[channel].first;
@@ -471,7 +471,7 @@ static RA_TCP_UNUSED void ra_tcp_take_body(ra_tcp_conn *c) {
     ra_tcp_end(&c->recv[channel], RA_MSG_DONE);
 }
 
-/* Opens the n sealed bytes of in_buf into `to`; 0: they are no frame of this connection. */
+/* Decrypts the n bytes of in_buf to `to`; 0: they are not a frame of this connection. */
 static RA_TCP_UNUSED int ra_tcp_unseal(ra_tcp_conn *c, uint8_t *to, size_t n) {
 #ifdef RA_TCP_SODIUM
     unsigned char tag;
@@ -483,7 +483,7 @@ static RA_TCP_UNUSED int ra_tcp_unseal(ra_tcp_conn *c, uint8_t *to, size_t n) {
 #endif
 }
 
-/* in_need bytes have come: a head, or a body. 0, or what is wrong. */
+/* Takes the head or body that has come. 0, or the failure of the connection. */
 static RA_TCP_UNUSED int ra_tcp_take(ra_tcp *t, ra_tcp_conn *c) {
     int code = RA_OK;
     if (!c->in_body) {
@@ -506,7 +506,7 @@ static RA_TCP_UNUSED int ra_tcp_take(ra_tcp *t, ra_tcp_conn *c) {
     return RA_OK;
 }
 
-/* Reads towards in_need bytes. 1: they are here; 0: not yet; negative: the connection is gone. */
+/* Reads up to in_need bytes. 1: they have come; 0: not yet; negative: the connection has ended. */
 static RA_TCP_UNUSED int ra_tcp_read(ra_tcp *t, ra_tcp_conn *c) {
     while (c->in_at < c->in_need) {
         uint8_t *to = c->in_body && !t->sealed && c->stage == RA_TCP_AT_OPEN
@@ -520,7 +520,7 @@ static RA_TCP_UNUSED int ra_tcp_read(ra_tcp *t, ra_tcp_conn *c) {
     return 1;
 }
 
-/* Reads what is there of an open connection, some MiB at most: other connections want a turn. */
+/* Reads what has come on an open connection, a few MiB at most, so that others get a turn. */
 static RA_TCP_UNUSED void ra_tcp_drink(ra_tcp *t, ra_tcp_conn *c) {
     for (int frames = 0; c->fd >= 0 && frames < 32; frames++) {
         int code = ra_tcp_read(t, c);
@@ -552,14 +552,14 @@ static RA_TCP_UNUSED ra_tcp_hello ra_tcp_hello_of(const ra_tcp *t, int to) {
     return h;
 }
 
-/* More bytes behind those that are to be written; only the few of a handshake. */
+/* Appends bytes of a handshake, which are few, to those that are to be written. */
 static RA_TCP_UNUSED void ra_tcp_append(ra_tcp_conn *c, const void *data, size_t n) {
     memcpy(c->out_buf + c->out_len, data, n);
     c->out_len += n;
 }
 
-/* Keys of both directions from the shared key, keys of this connection alone, and all that both
- * sides have said. 0: a public key is not one. */
+/* Derives the keys of both directions from the shared key, the key pairs of this connection, and
+ * both hellos. 0: a public key is invalid. */
 static RA_TCP_UNUSED int ra_tcp_agree(ra_tcp *t, ra_tcp_conn *c, uint8_t *start) {
 #ifdef RA_TCP_SODIUM
     uint8_t said[32 + 2 * RA_TCP_HELLO], rx[32], tx[32], key[32];
@@ -575,7 +575,7 @@ static RA_TCP_UNUSED int ra_tcp_agree(ra_tcp *t, ra_tcp_conn *c, uint8_t *start)
     memcpy(said, rx, 32);
     (void)crypto_generichash(c->pull.k, 32, said, sizeof said, t->key, 32);
     memcpy(key, c->pull.k, 32);
-    memcpy(c->secret_key, key, 32);    /* of what comes, until its start is here */
+    memcpy(c->secret_key, key, 32);    /* of the input, until its start has come */
     memcpy(said, tx, 32);
     (void)crypto_generichash(key, 32, said, sizeof said, t->key, 32);
     (void)crypto_secretstream_xchacha20poly1305_init_push(&c->push, start, key);
@@ -590,7 +590,7 @@ static RA_TCP_UNUSED int ra_tcp_agree(ra_tcp *t, ra_tcp_conn *c, uint8_t *start)
 #endif
 }
 
-/* This side is content: says so in its first frame, and waits for the other's. */
+/* Accepts the peer's hello: sends the first frame, and waits for the peer's. */
 static RA_TCP_UNUSED int ra_tcp_accept_hello(ra_tcp *t, ra_tcp_conn *c) {
     uint8_t start[64], frame[RA_TCP_HEAD + 64];
     ra_tcp_head h = ra_tcp_head_of(RA_TCP_READY, 0, 0);
@@ -610,7 +610,7 @@ static RA_TCP_UNUSED int ra_tcp_accept_hello(ra_tcp *t, ra_tcp_conn *c) {
     return RA_OK;
 }
 
-/* This side's hello becomes what is to be written. */
+/* Stages this rank's hello. */
 static RA_TCP_UNUSED void ra_tcp_say_hello(ra_tcp *t, ra_tcp_conn *c, int to) {
     c->hello = ra_tcp_hello_of(t, to);
 #ifdef RA_TCP_SODIUM
@@ -620,10 +620,10 @@ static RA_TCP_UNUSED void ra_tcp_say_hello(ra_tcp *t, ra_tcp_conn *c, int to) {
     ra_tcp_append(c, &c->hello, sizeof c->hello);
 }
 
-/* What a hello says that this rank cannot agree to: RA_OK; RA_AGAIN: not this one, but the right
- * one may come; negative: the ring cannot be. The sentence goes to t->note. */
+/* Checks a hello. RA_AGAIN: this peer is refused, but the right one may still come; negative: the
+ * ring cannot form. The reason goes to t->note. */
 static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_hello *h, int dialed, int peer) {
-    int again = t->sealed ? RA_AGAIN : RA_E_MISMATCH;    /* who has no key decides nothing */
+    int again = t->sealed ? RA_AGAIN : RA_E_MISMATCH;    /* it has not shown that it has the key */
     if (h->order != 0x01020304) {
         ra_tcp_note(t, "a rank has another byte order, which this transport does not convert");
         return again;
@@ -667,7 +667,7 @@ static RA_TCP_UNUSED int ra_tcp_judge(ra_tcp *t, const ra_tcp_hello *h, int dial
     return RA_OK;
 }
 
-/* The peer's hello is here. */
+/* Takes the peer's hello. Returns as ra_tcp_judge. */
 static RA_TCP_UNUSED int ra_tcp_heard_hello(ra_tcp *t, ra_tcp_conn *c) {
     int code;
     memcpy(&c->peer_hello, c->in_buf, sizeof c->peer_hello);
@@ -678,13 +678,14 @@ static RA_TCP_UNUSED int ra_tcp_heard_hello(ra_tcp *t, ra_tcp_conn *c) {
     if (!c->dialed) ra_tcp_say_hello(t, c, c->peer_hello.from);
     code = ra_tcp_judge(t, &c->peer_hello, c->dialed, c->peer);
     if (code != RA_OK) {
-        (void)ra_tcp_write(c);         /* so that the other side can say why */
+        (void)ra_tcp_write(c);         /* so that the other side can name the reason */
         return code;
     }
     return ra_tcp_accept_hello(t, c) ? RA_AGAIN : RA_OK;
 }
 
-/* Moves a handshake on. RA_OK, RA_AGAIN (this connection is of no use), or negative (the ring). */
+/* Continues a handshake. RA_OK; RA_AGAIN: this connection is useless; negative: the ring cannot
+ * form. */
 static RA_TCP_UNUSED int ra_tcp_shake(ra_tcp *t, ra_tcp_conn *c) {
     for (;;) {
         int code;
@@ -723,7 +724,7 @@ static RA_TCP_UNUSED void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct ad
     int count = 0, pick, fd;
     const struct addrinfo *a;
     for (a = list; a; a = a->ai_next) count++;
-    pick = (int)(ra_now_ns() / (60 * RA_TCP_MS) % count);  /* another address at another time */
+    pick = (int)(ra_now_ns() / (60 * RA_TCP_MS) % count);  /* tries all addresses over time */
     for (a = list; pick; a = a->ai_next) pick--;
     ra_tcp_reset(c);
     c->since_ns = ra_now_ns();
@@ -739,7 +740,7 @@ static RA_TCP_UNUSED void ra_tcp_dial(ra_tcp *t, ra_tcp_conn *c, const struct ad
     c->stage = RA_TCP_AT_DIAL;
 }
 
-/* A call that was answered: now the hello. */
+/* The connection is made: stages the hello. */
 static RA_TCP_UNUSED int ra_tcp_dialed(ra_tcp *t, ra_tcp_conn *c) {
     int error = 0;
     socklen_t n = sizeof error;
@@ -752,7 +753,7 @@ static RA_TCP_UNUSED int ra_tcp_dialed(ra_tcp *t, ra_tcp_conn *c) {
     return RA_OK;
 }
 
-/* Takes in callers; if there are too many, the one that has been here longest has to go. */
+/* Accepts connections. If there are too many, the oldest stranger is dropped. */
 static RA_TCP_UNUSED void ra_tcp_callers(ra_tcp *t) {
     for (int n = 0; n < RA_TCP_STRANGERS; n++) {
         ra_tcp_conn *c = &t->stranger[0];
@@ -771,8 +772,8 @@ static RA_TCP_UNUSED void ra_tcp_callers(ra_tcp *t) {
     }
 }
 
-/* A caller that has shown who it is takes its place, whose buffers are those for messages; an
- * earlier connection of it is of no use. */
+/* Moves a connection to its rank, once that is known, and drops an earlier one of this rank. It
+ * gets the rank's buffers, which have room for messages. */
 static RA_TCP_UNUSED void ra_tcp_seat(ra_tcp *t, ra_tcp_conn *c) {
     ra_tcp_conn *seat = &t->conn[c->peer_hello.from], old;
     ra_tcp_reset(seat);
@@ -786,7 +787,7 @@ static RA_TCP_UNUSED void ra_tcp_seat(ra_tcp *t, ra_tcp_conn *c) {
     ra_tcp_reset(c);
 }
 
-/* One look at a connection that is not open yet. Negative: the ring cannot be. */
+/* A step of a connection that is not open yet. Negative: the ring cannot form. */
 static RA_TCP_UNUSED int ra_tcp_attend(ra_tcp *t, ra_tcp_conn *c, short events) {
     int code = RA_OK;
     if (events && c->stage == RA_TCP_AT_DIAL) code = ra_tcp_dialed(t, c);
@@ -809,7 +810,7 @@ static RA_TCP_UNUSED int ra_tcp_missing(const ra_tcp *t) {
     return -1;
 }
 
-/* One round of connecting. `list`: addresses of the ranks below. */
+/* A round of connecting. list: addresses of the ranks below. */
 static RA_TCP_UNUSED int ra_tcp_round(ra_tcp *t, struct addrinfo *const *list) {
     int n = 0, code = RA_OK;
     for (int r = 0; r < t->rank; r++) {
@@ -864,8 +865,10 @@ static RA_TCP_UNUSED ra_status ra_tcp_connect(ra_tcp *t) {
 }
 
 /* -------------------------------------------------------------------------- one call at a time
- * A call holds `busy`, but not while it sleeps. abort never waits for it: who finds it held leaves
- * the telling to the holder, which looks for that after letting go. */
+ * A call holds `busy` except while it sleeps. abort does not wait for it: if it is held, the holder
+ * tells the peers, because it checks `why` once more after it has released `busy`. */
+
+/* Sends this rank's abort to all peers, once. */
 static RA_TCP_UNUSED void ra_tcp_tell(ra_tcp *t) {
     int why = __atomic_load_n(&t->why, __ATOMIC_SEQ_CST);
     if (!why || t->told) return;
@@ -902,9 +905,7 @@ static RA_TCP_UNUSED int ra_tcp_failure(const ra_tcp *t) {
     return why ? why : t->heard;
 }
 
-/* -------------------------------------------------------------------------- callbacks
- * Six facts a callback: who calls, does it block, whose are the buffers, order, errors, required;
- * as ra_transport says where nothing is said. */
+/* -------------------------------------------------------------------------- callbacks */
 static RA_TCP_UNUSED void ra_tcp_move(ra_tcp *t) {
     for (int r = 0; r < t->ranks && !ra_tcp_failure(t); r++) {
         ra_tcp_conn *c = &t->conn[r];
@@ -913,7 +914,7 @@ static RA_TCP_UNUSED void ra_tcp_move(ra_tcp *t) {
     }
 }
 
-/* Tells the library what has ended of its ops. Returns how many are PENDING. */
+/* Writes the states of ops that have ended. Returns how many are PENDING. */
 static RA_TCP_UNUSED int ra_tcp_settle(ra_tcp *t, ra_transport_op *const *ops, int n) {
     int failure = ra_tcp_failure(t), left = 0;
     for (int i = 0; i < n; i++) {
@@ -943,7 +944,7 @@ static RA_TCP_UNUSED void ra_tcp_queue_op(ra_tcp *t, ra_transport_op *op) {
     if (op->kind == RA_MSG_RECV) c->to_grant[op->channel]++;
 }
 
-/* Accepts everything; bytes begin to move at once. */
+/* Accepts all ops; bytes begin to move at once. */
 static RA_TCP_UNUSED int ra_tcp_post(void *ctx, ra_transport_op *const *ops, int n) {
     ra_tcp *t = (ra_tcp *)ctx;
     int failure;
@@ -974,7 +975,8 @@ static RA_TCP_UNUSED int ra_tcp_poll(void *ctx, ra_transport_op *const *ops, int
     return failure;
 }
 
-/* What wait sleeps on: sockets that could move, and the pipe as the last. Under `busy`. */
+/* Lists what wait sleeps on: all open sockets, and last the pipe. Under `busy`. Returns the number
+ * of sockets. */
 static RA_TCP_UNUSED int ra_tcp_watch(ra_tcp *t) {
     int n = 0;
     for (int r = 0; r < t->ranks; r++) {
@@ -991,7 +993,7 @@ static RA_TCP_UNUSED int ra_tcp_watch(ra_tcp *t) {
     return n;
 }
 
-/* Sleeps until one of them moves, an abort, or the deadline; a second at most. */
+/* Sleeps until a socket is ready, an abort or the deadline, at most a second. */
 static RA_TCP_UNUSED void ra_tcp_sleep(ra_tcp *t, int n, int64_t deadline_ns) {
     int64_t left = deadline_ns ? deadline_ns - ra_now_ns() : 1000 * RA_TCP_MS;
     char drain[64];
@@ -1026,14 +1028,14 @@ static RA_TCP_UNUSED int ra_tcp_abort(void *ctx, int why) {
     ssize_t n;
     (void)__atomic_compare_exchange_n(&t->why, &none, why < 0 ? why : RA_E_ABORTED, 0,
                                       __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
-    n = write(t->wake[1], "", 1);      /* full: the sleeper is awake already */
+    n = write(t->wake[1], "", 1);      /* if the pipe is full, a byte is there already */
     (void)n;
     if (!__atomic_exchange_n(&t->busy, 1, __ATOMIC_SEQ_CST)) ra_tcp_leave(t);
     return RA_OK;
 }
 
-/* Reads what the peers still send, into nowhere, until they have closed too or the deadline: what
- * is unread when a socket closes makes the system forget what is still to be sent. */
+/* Reads and discards what the peers still send, until they have closed too or until the deadline.
+ * If unread bytes are left when a socket closes, the system drops what it has not sent yet. */
 static RA_TCP_UNUSED void ra_tcp_drain(ra_tcp *t, int64_t deadline_ns) {
     int open = 1;
     while (open) {
@@ -1052,8 +1054,8 @@ static RA_TCP_UNUSED void ra_tcp_drain(ra_tcp *t, int64_t deadline_ns) {
     }
 }
 
-/* Nobody but the calls of this rank touches its buffers, and from here on they do not. Blocks for
- * 50 ms at most, for the peers to close as well. */
+/* Only calls of this rank use its buffers, and after this they do not. Waits for the peers to close
+ * too, at most 50 ms. */
 static RA_TCP_UNUSED int ra_tcp_quiesce(void *ctx, int64_t deadline_ns) {
     ra_tcp *t = (ra_tcp *)ctx;
     int64_t until = ra_now_ns() + RA_TCP_DRAIN_NS;
@@ -1151,7 +1153,7 @@ static RA_TCP_UNUSED void ra_tcp_fill(ra_tcp *t) {
     tp->error_text = ra_tcp_error_text;
 }
 
-/* Allocates, opens the pipe and the listening socket. */
+/* Allocates, and opens the pipe and the listening socket. */
 static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t) {
     size_t bytes = RA_TCP_TALK + (t->sealed ? (size_t)RA_TCP_SEALED + RA_TCP_HEAD : (size_t)0);
     int port = 0;
@@ -1173,7 +1175,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_begin(ra_tcp *t) {
     return RA_OK;
 }
 
-/* Meets the other ranks, which takes until the last of them has come or connect_ns has passed. */
+/* Returns when all ranks have connected, or refuses after connect_ns. */
 static RA_TCP_UNUSED ra_status ra_tcp_open(ra_tcp **out, const ra_tcp_desc *d) {
     ra_status s = out && d ? ra_tcp_check(d) : RA_E_NULL;
     ra_tcp *t = NULL;
@@ -1213,7 +1215,7 @@ static RA_TCP_UNUSED ra_status ra_tcp_open(ra_tcp **out, const ra_tcp_desc *d) {
 
 static RA_TCP_UNUSED const ra_transport *ra_tcp_transport(ra_tcp *t) { return &t->transport; }
 
-/* After the rings on it. null is fine. */
+/* Call it after the rings on it; null is fine. */
 static RA_TCP_UNUSED void ra_tcp_close(ra_tcp *t) {
     if (!t) return;
     for (int r = 0; r < t->ranks; r++)
