@@ -21,32 +21,31 @@
  * examples/ring_nccl.c is a complete program. This file has been compiled and linked with NCCL
  * 2.28; it has not been run, for want of machines with two GPUs.
  *
- * Which memory. Attention is computed by the CPU, so messages start and end in host memory: a send
- * copies to a staging buffer on the GPU, a receive from one; ra_ring_create pins the ring's memory
- * for that. direct = 1 says that the ring's
- * workspace (ra_ring_desc.workspace) is memory that the GPU itself reads and writes, from
- * cudaMallocManaged or cudaHostAlloc: then nothing is staged. For an engine of yours that computes
- * on the GPU (ra_engine) that is the way.
+ * Which memory. The CPU computes attention, so messages begin and end in host memory. A send copies
+ * to a staging buffer on the GPU, a receive copies from one, and ra_ring_create pins the ring's
+ * memory for these copies. Set direct = 1 if the ring's workspace (ra_ring_desc.workspace) is
+ * memory that the GPU can read and write, from cudaMallocManaged or cudaHostAlloc: then nothing is
+ * staged. Use this with an engine of yours that computes on the GPU (ra_engine).
  *
- * Communicators. In one communicator NCCL runs operations one after the other, while a ring needs
- * all of its messages to move at the same time. So each flow (to a neighbour, on a channel) has a
- * communicator of its own, of two ranks, and a stream of its own: eight per rank, four if there are
- * two ranks. Within a flow messages follow one another, which is their order anyway. Operations of
- * different flows are in no group, because a group launches nothing before all of it can be
- * launched; and a byte goes through each flow when ranks meet, because NCCL connects at the first
- * operation and waits there for the peer's. Only neighbours are reached: set ra_desc.grad_return =
- * RA_RETURN_RING to train. The communicators do not block; NCCL refuses two ranks on one GPU.
+ * Communicators. NCCL runs the operations of a communicator one after another, but all messages of
+ * a ring have to move at the same time. So each flow (one neighbour, channel and direction) has its
+ * own communicator of two ranks and its own stream: eight per rank, or four with two ranks. Within
+ * a flow messages follow one another, as the contract requires. Operations of different flows are
+ * not grouped, because a group launches nothing until all of it can be launched. When ranks meet, a
+ * byte goes through each flow, because NCCL connects at the first operation and waits there for the
+ * peer's. Only neighbours are reached: to train set ra_desc.grad_return = RA_RETURN_RING. The
+ * communicators are non-blocking. NCCL refuses two ranks on one GPU.
  *
- * How ranks meet: `exchange`, a function of yours that gathers a record from all ranks, like
- * MPI_Allgather; or `directory`, which all ranks see and which is new for each run.
+ * Ranks meet by `exchange`, a function of yours that gathers a record from all ranks, like
+ * MPI_Allgather; or by `directory`, which all ranks see and which is new for each run.
  *
- * Failure. Errors of NCCL (ncclCommGetAsyncError) fail the context with RA_E_PEER or RA_E_IO.
- * abort only sets a word; the next call has a thread end all communicators by ncclCommAbort, which
- * stops their kernels and may itself wait for peers. quiesce is over when that thread is, and the
- * streams are empty; at its deadline it returns RA_E_UNSAFE. NCCL carries no goodbye: peers notice
- * as far as NCCL reports them (ncclRemoteError), otherwise by their deadline. It carries no lengths
- * either: ranks that disagree are refused by `shape`, when they meet, or by the frames that the
- * library sends before the first chunk. A context that has failed stays failed: open another one.
+ * Failure. Errors of NCCL (ncclCommGetAsyncError) fail the context with RA_E_PEER or RA_E_IO. abort
+ * only sets a word. The next call starts a thread that ends all communicators by ncclCommAbort,
+ * which stops their kernels and may wait for peers. quiesce ends when that thread has ended and the
+ * streams are empty; at its deadline it returns RA_E_UNSAFE. NCCL has no goodbye: peers notice a
+ * failure if NCCL reports it (ncclRemoteError), otherwise at their deadline. NCCL does not send
+ * lengths either: ranks that disagree are refused by `shape` when they meet, or by the frames that
+ * the library sends before the first chunk. A context that has failed stays failed: open a new one.
  *
  * SPDX-License-Identifier: MIT OR Unlicense */
 #if !defined(RA_NCCL_H)
@@ -73,26 +72,27 @@
 /* ========================================================================== what you call */
 typedef struct ra_nccl ra_nccl;
 
-typedef struct ra_nccl_desc {          /* zero it first; all but rank, device, error agreed */
+typedef struct ra_nccl_desc {          /* zero it first; equal on all ranks, except rank, device
+                                        * and error */
     int32_t rank, ranks;
     int32_t device;                    /* GPU of this process */
-    int32_t direct;                    /* 1: the ring's workspace is memory of the GPU too */
+    int32_t direct;                    /* 1: the GPU can use the ring's workspace, see above */
     size_t  message_bytes;             /* required: the largest message */
-    uint64_t shape;                    /* a digest of whatever else must be equal; 0 is one too */
+    uint64_t shape;                    /* a digest of anything else that must be equal, or 0 */
     int (*exchange)(void *ctx, const void *mine, void *all, size_t bytes); /* 0: all[] has the
                                         * `bytes` of every rank, by rank */
     void *exchange_ctx;
     const char *directory;
     int64_t deadline_ns;               /* for all ranks to meet; 0: 60 s from now */
-    ra_error *error;                   /* may be null; why ra_nccl_open refused */
+    ra_error *error;                   /* null, or gets the reason of a refusal */
 } ra_nccl_desc;
 
 #define RA_NCCL_API static __attribute__((unused))
 
 enum { RA_NCCL__CHANNELS = 2, RA_NCCL__FLOWS = 8, RA_NCCL__OPS = 64, RA_NCCL__MAGIC = 0x6c63634e };
 
-/* A flow is idle, or its first op is being launched by NCCL (LAUNCHED), or is on the stream up to
- * the event (RUNS). */
+/* IDLE; LAUNCHED: NCCL launches the first op of the flow; RUNS: it is on the stream, before the
+ * event. */
 enum { RA_NCCL__IDLE, RA_NCCL__LAUNCHED, RA_NCCL__RUNS };
 typedef struct ra_nccl__flow {         /* by number: 4 * receives + 2 * side + channel */
     ncclComm_t comm;                   /* sender is rank 0, receiver rank 1; null: no such flow */
@@ -117,7 +117,7 @@ struct ra_nccl {
     int32_t rank, ranks, pending;
     int32_t why;                       /* abort was called: RA_E_*; any thread */
     int32_t broken;                    /* an error */
-    int32_t ending, over;              /* 1: a thread ends the communicators; has done so */
+    int32_t ending, over;              /* 1: a thread ends the communicators; 1: it has done so */
     ra_nccl__flow flow[RA_NCCL__FLOWS];
     char path[512];                    /* of its file, "": none */
     int text_code;
@@ -156,7 +156,7 @@ static void ra_nccl__nap(long ns) {
     (void)nanosleep(&t, NULL);
 }
 
-/* 1: NCCL has nothing in hand for this communicator; 0: it has; -1: it failed. */
+/* 1: NCCL has finished all calls on this communicator; 0: not yet; -1: one failed. */
 static int ra_nccl__ready(ra_nccl *n, const ra_nccl__flow *f) {
     ncclResult_t state = ncclSuccess;
     if (ra_nccl__nccl(n, ncclCommGetAsyncError(f->comm, &state), "ncclCommGetAsyncError") ||
@@ -190,8 +190,9 @@ static void ra_nccl__start(ra_nccl *n, ra_nccl__flow *f) {
     (void)ra_nccl__nccl(n, ncclSend(at, op->len, ncclUint8, 1, f->comm, f->stream), "ncclSend");
 }
 
-/* What follows NCCL's kernel may go to the stream only when NCCL has launched it. A copy to memory
- * that is not pinned would block until the kernel ends, so that one is made afterwards. */
+/* Continues the first op of a flow. Work after NCCL's kernel may go to the stream only when NCCL
+ * has launched that. A copy to memory that is not pinned would block until the kernel ends, so it
+ * is made afterwards. */
 static void ra_nccl__advance(ra_nccl *n, ra_nccl__flow *f) {
     ra_transport_op *op = f->first;
     cudaError_t e;
@@ -220,7 +221,7 @@ static void ra_nccl__advance(ra_nccl *n, ra_nccl__flow *f) {
     ra_nccl__pop(n, f, RA_MSG_DONE);
 }
 
-/* Pins the ring's memory: copies then need no hand of the CPU. */
+/* Pins the ring's memory, so that copies need no processor time. */
 static int ra_nccl__reg(void *ctx, void *p, size_t bytes, void **mr) {
     ra_nccl *n = (ra_nccl *)ctx;
     cudaError_t e = cudaSetDevice(n->d.device);
@@ -244,8 +245,8 @@ static ra_nccl__flow *ra_nccl__flow_of(ra_nccl *n, const ra_transport_op *op) {
     return op->channel < RA_NCCL__CHANNELS && f->comm && f->peer == op->peer ? f : NULL;
 }
 
-/* In one group: all are told to stop before memory of one is freed, for which CUDA waits until the
- * kernels of all have ended. */
+/* Ends all communicators, in one group: all kernels are stopped before memory of one is freed, for
+ * which CUDA waits until all kernels have ended. */
 static void *ra_nccl__ender(void *arg) {
     ra_nccl *n = (ra_nccl *)arg;
     (void)cudaSetDevice(n->d.device);
@@ -257,7 +258,7 @@ static void *ra_nccl__ender(void *arg) {
     return NULL;
 }
 
-/* Has all communicators ended, on a thread of its own. Nothing uses them from here on. */
+/* Ends all communicators on another thread. They are not used after this. */
 static void ra_nccl__end(ra_nccl *n) {
     pthread_t id;
     if (n->ending) return;
@@ -275,7 +276,7 @@ static int ra_nccl__over(const ra_nccl *n) {
     return !busy;
 }
 
-/* RA_OK, or what the context has come to. */
+/* RA_OK, or the failure of the context. */
 static int ra_nccl__verdict(ra_nccl *n) {
     int code = n->broken;
     if (__atomic_load_n(&n->why, __ATOMIC_ACQUIRE)) {
@@ -289,7 +290,7 @@ static int ra_nccl__verdict(ra_nccl *n) {
 }
 
 /* ========================================================================== the callbacks */
-/* All accepted ops move, not only these. */
+/* Moves all accepted ops, not only these. */
 static int ra_nccl__poll(void *ctx, ra_transport_op *const *ops, int count) {
     ra_nccl *n = (ra_nccl *)ctx;
     int code = ra_nccl__verdict(n);
@@ -358,7 +359,7 @@ static int ra_nccl__abort(void *ctx, int why) {
     return RA_OK;
 }
 
-/* Over when the communicators have ended and nothing is on the streams any more. */
+/* RA_OK: the communicators have ended, and the streams are empty. */
 static int ra_nccl__quiesce(void *ctx, int64_t deadline_ns) {
     ra_nccl *n = (ra_nccl *)ctx;
     (void)ra_nccl__abort(ctx, RA_E_ABORTED);
@@ -468,7 +469,7 @@ static void ra_nccl__flows(ra_nccl *n) {
     }
 }
 
-/* Waits until NCCL has done what was asked of all communicators. */
+/* Waits until NCCL has finished all calls on all communicators. */
 static ra_status ra_nccl__await(ra_nccl *n) {
     for (int waits = 1; waits && !n->broken;) {
         waits = 0;
@@ -485,7 +486,7 @@ static ra_status ra_nccl__await(ra_nccl *n) {
     return n->broken ? ra_nccl__refuse(&n->d, n->broken, "nccl", "%s", n->text) : RA_OK;
 }
 
-/* All communicators at once, without blocking. */
+/* Makes all communicators at once, without blocking. */
 static ra_status ra_nccl__connect(ra_nccl *n, const ra_nccl__record *all) {
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     int grouped = 0;
@@ -505,7 +506,7 @@ static ra_status ra_nccl__connect(ra_nccl *n, const ra_nccl__record *all) {
     return ra_nccl__await(n);
 }
 
-/* A byte through each flow, all at once. */
+/* Sends a byte through each flow, all at once. */
 static ra_status ra_nccl__greet(ra_nccl *n) {
     char *bytes = NULL;
     ra_status s;
@@ -553,7 +554,7 @@ static void ra_nccl__fill(ra_nccl *n) {
     t->error_text = ra_nccl__error_text;
 }
 
-/* If NCCL does not end in 10 s, what it may still use is leaked. */
+/* If NCCL has not ended after 10 s, what it may still use is leaked. */
 static void ra_nccl__free(ra_nccl *n) {
     int64_t until = ra_deadline_ms(10000);
     if (n->path[0]) (void)unlink(n->path);
@@ -584,7 +585,7 @@ static ra_status ra_nccl__check(const ra_nccl_desc *d) {
     return RA_OK;
 }
 
-/* Bytes of the largest message of a plan, or more; ranks: all that the plan has. */
+/* Bytes of the largest message of all ranks of a plan; 0: an argument is wrong. */
 RA_NCCL_API size_t ra_nccl_message_bytes(const ra_plan *plan, int ranks) {
     int64_t most = 64;
     for (int r = 0; r < ranks; r++) {
@@ -596,7 +597,7 @@ RA_NCCL_API size_t ra_nccl_message_bytes(const ra_plan *plan, int ranks) {
     return (size_t)most;
 }
 
-/* Meets the other ranks, which takes until the last of them has come or until the deadline. */
+/* Returns when all ranks have met, or refuses at the deadline. */
 RA_NCCL_API ra_status ra_nccl_open(ra_nccl **out, const ra_nccl_desc *desc) {
     ra_nccl__record *all;
     ra_status s;
@@ -631,7 +632,8 @@ RA_NCCL_API ra_status ra_nccl_open(ra_nccl **out, const ra_nccl_desc *desc) {
     return RA_OK;
 }
 
-/* After the rings on it; null is fine. Lets NCCL end what it has, 10 s, and end at all, 10 s. */
+/* Call it after the rings on it; null is fine. Gives NCCL 10 s to finish its calls, and 10 s to
+ * end. */
 RA_NCCL_API void ra_nccl_close(ra_nccl *n) {
     int64_t until = ra_deadline_ms(10000);
     if (!n) return;
@@ -650,7 +652,7 @@ RA_NCCL_API void ra_nccl_close(ra_nccl *n) {
     ra_nccl__free(n);
 }
 
-/* Lives as long as n. */
+/* Valid as long as n. */
 RA_NCCL_API const ra_transport *ra_nccl_transport(const ra_nccl *n) { return &n->tp; }
 
 #endif

@@ -22,50 +22,51 @@
  *
  * Providers. Any with reliable datagrams (FI_EP_RDM) and tagged messages, by libfabric's name:
  *   "tcp;ofi_rxm", "net", "shm"       in Debian 12, tested
- *   "verbs;ofi_rxm", "efa", "cxi"     InfiniBand and RoCE, AWS, Slingshot: written for what they
- *                                     ask (registered local memory, keys of their own, memory
- *                                     bound to the endpoint), but not run
+ *   "verbs;ofi_rxm", "efa", "cxi"     InfiniBand and RoCE, AWS, Slingshot: written for their
+ *                                     requirements (registered local memory, keys from the
+ *                                     provider, memory bound to the endpoint), but not run
  *
  * Two forms. Plain: each op is one fi_tsend or fi_trecv. one_sided = 1: a receive sends the peer a
- * credit with the place of its registered buffer; the peer writes the message there (fi_writedata),
- * and the 32 bits of immediate data say that it is complete, and which it is. cxi has no
- * fi_writedata: use the plain form there. net and shm always have the one-sided form: in net a
- * message whose receive is not there yet holds up all that come behind it, and fi_trecv of shm
- * (1.17) never returns if a long message meets a shorter receive. Messages carry their number per
- * (peer, channel) in tag or immediate data, so nothing depends on the provider's order. Tags of ops
- * do not travel: ranks with unlike plans are told by the library's frame which field differs.
- * Where a provider wants it, and in the one-sided form, ra_ring_create registers the ring's memory
- * once; an op on other memory registers it for its own time.
+ * credit with the address of its registered buffer. The peer writes the message there
+ * (fi_writedata), and 32 bits of immediate data report which message is complete. cxi has no
+ * fi_writedata: use the plain form there. net and shm always use the one-sided form: in net a
+ * message whose receive is not posted yet delays all messages behind it, and fi_trecv of shm (1.17)
+ * never returns if a long message meets a shorter receive. Messages carry their number per (peer,
+ * channel) in tag or immediate data, so nothing depends on the provider's order. Tags of ops are
+ * not sent: ranks with different plans receive each other's frames, which show the library which
+ * field differs. If the provider requires it, and in the one-sided form, ra_ring_create registers
+ * the ring's memory once. Other memory is registered for the duration of an op.
  *
- * Addresses. How ranks learn of one another, the first of these that is given:
+ * Addresses. Ranks find one another by the first of these that is given:
  *   exchange      a function of yours that gathers a record from all ranks, like MPI_Allgather
- *   directory     one that all ranks see: each leaves a file there until all have met. Give each
- *                 run a directory or a `world` of its own: files remain where ranks never met
+ *   directory     one that all ranks see: each leaves a file there until all have met. Use another
+ *                 directory or `world` for each run: files remain if ranks never met
  *   addresses     a list, "host:port" each, by rank
  *   RA_OFI_ADDRESSES in the environment, the same list with commas
  * The lists need a provider that lets you choose an address: not efa, cxi or shm (which crashes if
- * it knows an address before its owner is there). With the others, `address` chooses the interface;
- * without it the provider chooses. libfabric knows no passwords: this is for trusted networks only.
+ * it gets an address before its owner has started). With the others, `address` chooses the
+ * interface; without it the provider chooses. libfabric knows no passwords: this is for trusted
+ * networks only.
  *
  * Waiting. Calls poll, yield, then nap up to 100 us. All calls of one ring come one at a time, from
  * any thread; two rings are two contexts and share nothing.
  *
- * Failure. A rank that gives up (mismatch, deadline, ra_ring_cancel) says goodbye to all others, in
- * its next call of poll, wait or quiesce, as abort only sets a word. Their passes end with
- * RA_E_ABORTED. A process of the same machine that has died is noticed within milliseconds, by its
- * pidfd; on another machine, by small messages to a peer that has been silent for half a second:
- * the provider reports that one cannot be sent, or takes none for 3 s. Operations with a dead peer
- * fail with RA_E_PEER. A stopped process looks like a slow one: deadlines end the wait.
- * quiesce cancels what is to be received and tells the peers that this rank has stopped. It is over
- * when they have said the same and all messages have ended, for which unwanted ones are taken in.
- * If nothing has moved for `patience_ns` and some message is still under way, the endpoint is
- * closed, after which nothing can touch this rank's memory: RA_OK. Not with shm, which lets other
- * processes read and write this one's memory, and not with ofi_rxm, which crashes (1.17) if it is
- * closed while a peer reads a long message: there the answer is RA_E_UNSAFE, and the library leaks
- * the buffers. A context that has failed stays failed: open another one.
+ * Failure. A rank that gives up (mismatch, deadline, ra_ring_cancel) sends a goodbye to all others,
+ * in its next call of poll, wait or quiesce, because abort only sets a word. Their passes end with
+ * RA_E_ABORTED. A dead process of the same machine is noticed within milliseconds, by its pidfd. On
+ * another machine, a peer that has been silent for half a second is sent small messages: it is dead
+ * if the provider reports that one cannot be sent, or accepts none for 3 s. Operations with a dead
+ * peer fail with RA_E_PEER. A stopped process looks like a slow one: deadlines end the wait.
+ * quiesce cancels the receives and tells the peers that this rank has stopped. It ends when they
+ * have sent the same and all messages have ended, for which messages without a receive are received
+ * and discarded. If nothing has moved for `patience_ns` and a message is still pending, it closes
+ * the endpoint; then nothing can touch this rank's memory, and it returns RA_OK. Exceptions are
+ * shm, where other processes read and write this one's memory, and ofi_rxm, which crashes (1.17) if
+ * it is closed while a peer reads a long message: there it returns RA_E_UNSAFE, and the library
+ * leaks the buffers. A context that has failed stays failed: open a new one.
  *
- * shm keeps a file in /dev/shm per context. The provider removes it, also on SIGTERM and SIGINT;
- * that of a process that was killed is removed by the ranks that notice.
+ * shm has a file in /dev/shm per context. The provider removes it, also on SIGTERM and SIGINT. That
+ * of a killed process is removed by the ranks that notice the death.
  *
  * SPDX-License-Identifier: MIT OR Unlicense */
 #if !defined(RA_OFI_H)
@@ -103,14 +104,15 @@
 /* ========================================================================== what you call */
 typedef struct ra_ofi ra_ofi;
 
-typedef struct ra_ofi_desc {           /* zero it first; all but rank, address, error agreed */
+typedef struct ra_ofi_desc {           /* zero it first; equal on all ranks, except rank, address
+                                        * and error */
     const char *provider;              /* required: "tcp;ofi_rxm", "shm", ... */
     int32_t rank, ranks;               /* ranks: 1 to RA_OFI_MAX_RANKS */
-    uint64_t world;                    /* number of the run, and of the ring in it: runs and */
-    uint32_t ring;                     /* rings that share a directory do not meet */
+    uint64_t world;                    /* number of the run: ranks of other runs are refused */
+    uint32_t ring;                     /* number of the ring in the run */
     int32_t one_sided;                 /* 1: fi_writedata into registered memory. net, shm:
                                         * always */
-    uint64_t shape;                    /* a digest of whatever else must be equal; 0 is one too */
+    uint64_t shape;                    /* a digest of anything else that must be equal, or 0 */
     int (*exchange)(void *ctx, const void *mine, void *all, size_t bytes); /* 0: all[] has the
                                         * `bytes` of every rank, by rank */
     void *exchange_ctx;
@@ -118,10 +120,10 @@ typedef struct ra_ofi_desc {           /* zero it first; all but rank, address, 
     const char *const *addresses;      /* [ranks] */
     const char *address;               /* of this rank, "host" or "host:port"; not with a list */
     int64_t deadline_ns;               /* for all ranks to meet; 0: 60 s from now */
-    int64_t patience_ns;               /* of quiesce, see the top; 0: 80 ms */
-    int32_t registers;                 /* 1: registers memory though the provider does not ask */
-    int32_t no_pidfd;                  /* 1: watches peers of this machine as those of others */
-    ra_error *error;                   /* may be null; why ra_ofi_open refused */
+    int64_t patience_ns;               /* of quiesce, see Failure above; 0: 80 ms */
+    int32_t registers;                 /* 1: registers memory even if the provider need not */
+    int32_t no_pidfd;                  /* 1: watches peers of this machine like those of others */
+    ra_error *error;                   /* null, or gets the reason of a refusal */
 } ra_ofi_desc;
 
 enum { RA_OFI_MAX_RANKS = 16384 };
@@ -137,7 +139,7 @@ enum { RA_OFI__PATIENCE_MS = 80, RA_OFI__CLOSE_MS = 10000, RA_OFI__SILENCE_MS = 
        RA_OFI__GRACE_MS = 20, RA_OFI__RETRY_MS = 20, RA_OFI__DEAF_MS = 3000 };
 #define RA_OFI__MS ((int64_t)1000000)
 
-typedef struct ra_ofi__record {        /* who a rank is, what it wants, and where it is */
+typedef struct ra_ofi__record {        /* a rank: identity, settings, address */
     uint32_t magic, version, abi, ring;
     uint64_t world, shape, machine;    /* machine: this boot and process name space; 0: unknown */
     int64_t  pid;
@@ -147,11 +149,11 @@ typedef struct ra_ofi__record {        /* who a rank is, what it wants, and wher
     uint8_t  address[RA_OFI__ADDRESS];
 } ra_ofi__record;
 
-enum { RA_OFI__HELLO = 1,              /* why: 1 if the peer's hello has come; with the record */
-       RA_OFI__CREDIT,                 /* at, key, len: where message `number` may be written */
-       RA_OFI__TRUNC,                  /* len: of the message that `number` cannot be */
-       RA_OFI__GOODBYE,                /* why: of the failure */
-       RA_OFI__DRAIN,                  /* message `number` will not be awaited: take it, so that
+enum { RA_OFI__HELLO = 1,              /* with the record. why: 1: the peer's hello has come */
+       RA_OFI__CREDIT,                 /* at, key, len: where message `number` is to be written */
+       RA_OFI__TRUNC,                  /* len: of message `number`, which does not fit its credit */
+       RA_OFI__GOODBYE,                /* why: the failure */
+       RA_OFI__DRAIN,                  /* message `number` may have no receive: discard it, so that
                                         * its send ends */
        RA_OFI__PARTED,                 /* this rank sends and writes nothing any more */
        RA_OFI__PING };
@@ -159,11 +161,11 @@ typedef struct ra_ofi__letter {
     uint32_t kind, from, channel, number;
     int64_t  why;
     uint64_t at, key, len;
-    ra_ofi__record record;             /* of a hello; left off otherwise */
+    ra_ofi__record record;             /* sent with a hello only */
 } ra_ofi__letter;
 
 /* ========================================================================== state
- * Every context that libfabric knows is the start of a token. */
+ * Every context that is given to libfabric is the start of a token. */
 enum { RA_OFI__IDLE, RA_OFI__DUE, RA_OFI__FLYING, RA_OFI__DONE, RA_OFI__FAILED };
 enum { RA_OFI__SLOT = 1, RA_OFI__NOTE, RA_OFI__BOX, RA_OFI__BIN };
 typedef struct ra_ofi__token {
@@ -179,19 +181,19 @@ typedef struct ra_ofi__mr {            /* what reg gives */
     struct ra_ofi__mr *next;
 } ra_ofi__mr;
 
-typedef struct ra_ofi__slot {          /* an accepted op, until the provider is through with it */
+typedef struct ra_ofi__slot {          /* an accepted op, until the provider has finished it */
     ra_ofi__token token;
-    ra_ofi__note note;                 /* its credit, or what the sender has against the credit */
-    ra_transport_op *op;               /* null: it has ended for the library */
+    ra_ofi__note note;                 /* its credit, or the sender's refusal of one */
+    ra_transport_op *op;               /* null: for the library it has ended */
     int32_t used, receives, channel;
     uint32_t number;
     uint8_t *buf;
     size_t len;
     const ra_ofi__mr *mr;
-    ra_ofi__mr own;                    /* a registration of its own */
+    ra_ofi__mr own;                    /* a registration for this op alone */
 } ra_ofi__slot;
 
-typedef struct ra_ofi__bin {           /* of a message that nobody wants */
+typedef struct ra_ofi__bin {           /* for a message that is discarded */
     ra_ofi__token token;
     uint32_t channel, number;
     uint8_t bytes[64];
@@ -203,10 +205,10 @@ typedef struct ra_ofi__peer {
     ra_ofi__note hello, goodbye, parted, ping;
     uint64_t cancelled[RA_OFI__CHANNELS][RA_OFI__OPS]; /* 1 + number of a receive, by number */
     ra_ofi__credit *credit;            /* [channels][RA_OFI__OPS] by number */
-    int32_t heard, hears;              /* its hello has come; ours has come there */
-    int32_t left, dead;                /* it has parted; its process or its network is gone */
+    int32_t heard, hears;              /* 1: its hello has come here; ours has come there */
+    int32_t left, dead;                /* 1: it has parted; its process or network has failed */
     int32_t pidfd;                     /* -1: none */
-    int64_t gone_ns, moved_ns;         /* its process has ended, 0; last sign of it */
+    int64_t gone_ns, moved_ns;         /* when its process ended, or 0; its last activity */
     int64_t pinged_ns;                 /* when the last ping was due */
     char file[64];                     /* in /dev/shm, "": none */
 } ra_ofi__peer;
@@ -223,8 +225,8 @@ struct ra_ofi {
     struct fid_ep *ep;
     struct fid_mr *letters;            /* `memory`, if local memory is registered */
     int32_t rank, ranks, one_sided, registers;
-    int32_t reaches;                   /* peers reach into this memory by themselves */
-    int32_t frail;                     /* the endpoint must not be closed while it sends */
+    int32_t reaches;                   /* 1: peers read and write this process's memory */
+    int32_t frail;                     /* 1: the endpoint must not be closed while it sends */
     int32_t why;                       /* abort was called: RA_E_*; any thread */
     int32_t heard_why, broken;         /* a goodbye came; the context itself failed */
     int32_t closed;                    /* 1: there is no endpoint any more */
@@ -267,7 +269,7 @@ static void ra_ofi__nap(long ns) {
     (void)nanosleep(&t, NULL);
 }
 
-/* 1: the other side is not there; otherwise something else went wrong. */
+/* 1: the error means that the other side is not there. */
 static int ra_ofi__is_absence(int error) {
     return error == FI_ECONNREFUSED || error == FI_ECONNRESET || error == FI_ECONNABORTED ||
            error == FI_ENOTCONN || error == FI_EHOSTUNREACH || error == FI_ENETUNREACH ||
@@ -317,7 +319,7 @@ static int ra_ofi__dereg(void *ctx, void *mr) {
     return RA_E_STATE;
 }
 
-/* The registration that an op needs: the ring's, or one of its own. */
+/* Registers the memory of an op, if it has to be and the ring has not done so. */
 static int ra_ofi__describe(ra_ofi *o, ra_ofi__slot *s) {
     s->mr = (const ra_ofi__mr *)s->op->mr;
     if (!o->registers || s->mr) return 0;
@@ -364,7 +366,7 @@ static int ra_ofi__flies(const ra_ofi__note *n) {
     return n->token.state == RA_OFI__FLYING || n->token.state == RA_OFI__DUE;
 }
 
-/* To all peers that are there, once. */
+/* Sends a goodbye or PARTED to all live peers, once. */
 static void ra_ofi__tell_all(ra_ofi *o, uint32_t kind, int why) {
     for (int r = 0; r < o->ranks && !o->closed; r++) {
         ra_ofi__note *n = kind == RA_OFI__GOODBYE ? &o->peer[r].goodbye : &o->peer[r].parted;
@@ -392,8 +394,8 @@ static void ra_ofi__settle(ra_ofi__slot *s) {
     s->used = 0;
 }
 
-/* Own receives are cancelled only when they have ended for the library: what is cancelled before
- * that has lost its connection. */
+/* This file cancels receives only after they have ended for the library. A cancellation before that
+ * means that the connection was lost. */
 static void ra_ofi__fail(ra_ofi *o, ra_ofi__slot *s, int error, const char *call) {
     int code = error == FI_ETRUNC ? RA_E_TRUNC : ra_ofi__is_absence(error) ? RA_E_PEER : RA_E_IO;
     if (error == FI_ECANCELED) code = s->op ? RA_E_PEER : RA_E_ABORTED;
@@ -420,7 +422,7 @@ static void ra_ofi__start_plain(ra_ofi *o, ra_ofi__slot *s) {
     if (code) ra_ofi__fail(o, s, (int)-code, s->receives ? "fi_trecv" : "fi_tsend");
 }
 
-/* A receive sends its credit; a send waits for one and writes. */
+/* A receive sends its credit; a send waits for the credit and writes. */
 static void ra_ofi__start_one_sided(ra_ofi *o, ra_ofi__slot *s) {
     ra_ofi__peer *p = &o->peer[s->token.peer];
     ra_ofi__letter *l = &s->note.letter;
@@ -529,7 +531,7 @@ static uint64_t ra_ofi__hash(uint64_t h, const char *text) {
     return h;
 }
 
-/* What this rank has against a record; "": nothing. */
+/* Why this rank refuses a record; an empty text: it does not. */
 static void ra_ofi__judge(const ra_ofi *o, const ra_ofi__record *r, char *text, size_t room) {
     const ra_ofi__record *m = &o->record;
     text[0] = 0;
@@ -692,7 +694,7 @@ static void ra_ofi__complete_error(ra_ofi *o) {
     ra_ofi__settle(s);
 }
 
-/* Reads what has ended and starts what can be. */
+/* Takes completions, and starts what can start. */
 static void ra_ofi__move(ra_ofi *o) {
     struct fi_cq_tagged_entry e[16];
     if (o->closed) return;
@@ -725,7 +727,8 @@ static void ra_ofi__move(ra_ofi *o) {
 }
 
 /* ========================================================================== dead peers */
-/* Whose process has ended, of this machine. What it sent before still arrives, if it has. */
+/* Checks which processes of this machine have ended. What such a process had sent may still arrive
+ * for a while. */
 static void ra_ofi__look(ra_ofi *o, int64_t now) {
     int n = 0;
     if (now - o->looked_ns < 2 * RA_OFI__MS) return;
@@ -752,8 +755,8 @@ static void ra_ofi__look(ra_ofi *o, int64_t now) {
     }
 }
 
-/* A small message to whoever owes one, has long been silent and is watched by nothing else. Some
- * providers report no failure: they try to connect again, and take the message never. */
+/* Sends a small message to peers without a pidfd that have ops here and have long been silent. Some
+ * providers report no failure: they try to connect again, and never accept the message. */
 static void ra_ofi__ping(ra_ofi *o, int64_t now) {
     if (now - o->pinged_ns < RA_OFI__SILENCE_MS * RA_OFI__MS / 5) return;
     o->pinged_ns = now;
@@ -783,7 +786,7 @@ static void ra_ofi__bury(ra_ofi *o) {
             ra_ofi__drop_ops(o, o->slot[i].token.peer, RA_E_PEER);
 }
 
-/* RA_OK, or what the context has come to. */
+/* RA_OK, or the failure of the context. */
 static int ra_ofi__verdict(ra_ofi *o) {
     int why = __atomic_load_n(&o->why, __ATOMIC_ACQUIRE), code = RA_OK;
     if (why) ra_ofi__tell_all(o, RA_OFI__GOODBYE, why);
@@ -794,7 +797,7 @@ static int ra_ofi__verdict(ra_ofi *o) {
 }
 
 /* ========================================================================== the callbacks */
-/* Receives first, so that what comes at once has its place. */
+/* Receives first, so that messages that come at once have a buffer. */
 static int ra_ofi__post(void *ctx, ra_transport_op *const *ops, int n) {
     ra_ofi *o = (ra_ofi *)ctx;
     int code = ra_ofi__verdict(o), left = 0;
@@ -810,7 +813,7 @@ static int ra_ofi__post(void *ctx, ra_transport_op *const *ops, int n) {
     return code ? code : left ? RA_AGAIN : RA_OK;
 }
 
-/* All accepted ops move, not only these. */
+/* Moves all accepted ops, not only these. */
 static int ra_ofi__poll(void *ctx, ra_transport_op *const *ops, int n) {
     ra_ofi *o = (ra_ofi *)ctx;
     int code = ra_ofi__verdict(o);
@@ -820,7 +823,7 @@ static int ra_ofi__poll(void *ctx, ra_transport_op *const *ops, int n) {
     return ra_ofi__verdict(o);
 }
 
-/* Providers do not all have something to sleep on: polls, yields, naps. */
+/* Not all providers have an event to wait for: polls, yields, naps. */
 static int ra_ofi__wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns) {
     int before = -1;
     for (int round = 0;; round++) {
@@ -861,8 +864,8 @@ static void ra_ofi__close_mrs(ra_ofi *o) {
     o->letters = NULL;
 }
 
-/* Closes what could still touch memory of the ring. Registrations go after the endpoint that uses
- * them, unless they are bound to it. */
+/* Closes what could still use memory of the ring. Registrations are closed after the endpoint that
+ * uses them, unless they are bound to it. */
 static void ra_ofi__shut(ra_ofi *o) {
     int bound = (o->info->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0;
     if (o->closed) return;
@@ -873,7 +876,7 @@ static void ra_ofi__shut(ra_ofi *o) {
     if (!bound) ra_ofi__close_mrs(o);
 }
 
-/* What is under way with the ring's memory. Credits of a peer that has parted are worth nothing. */
+/* The number of pending operations on the ring's memory. A peer that has parted uses no credit. */
 static int ra_ofi__in_flight(const ra_ofi *o) {
     int n = 0;
     for (int i = 0; i < RA_OFI__OPS; i++) {
@@ -885,7 +888,7 @@ static int ra_ofi__in_flight(const ra_ofi *o) {
     return n;
 }
 
-/* 1: every peer that is there has parted too, and has been told so. */
+/* 1: every live peer has parted, and this rank's letters have gone to all of them. */
 static int ra_ofi__all_parted(const ra_ofi *o) {
     for (int r = 0; r < o->ranks; r++) {
         const ra_ofi__peer *p = &o->peer[r];
@@ -895,7 +898,7 @@ static int ra_ofi__all_parted(const ra_ofi *o) {
     return 1;
 }
 
-/* Own reads and writes of others' memory must have ended before this rank may say that it parts. */
+/* The number of operations on others' memory, which must end before this rank may send PARTED. */
 static int ra_ofi__writes(const ra_ofi *o) {
     int n = 0;
     for (int i = 0; i < RA_OFI__OPS; i++)
@@ -904,7 +907,8 @@ static int ra_ofi__writes(const ra_ofi *o) {
     return n;
 }
 
-/* Sends that no receive will meet end on all providers only if the peer takes them. */
+/* Cancels receives, and asks peers to discard sends that may have no receive: with some providers
+ * they would never end. */
 static void ra_ofi__part_begin(ra_ofi *o) {
     for (int i = 0; i < RA_OFI__OPS; i++) {
         ra_ofi__slot *s = &o->slot[i];
@@ -917,7 +921,8 @@ static void ra_ofi__part_begin(ra_ofi *o) {
     }
 }
 
-/* Takes what was asked for, unless it has been received or still will be. Returns what is left. */
+/* Discards the messages that peers asked to discard, unless an op has received them or will.
+ * Returns how many are left. */
 static int ra_ofi__drain(ra_ofi *o) {
     int n = 0;
     for (int i = 0; i < RA_OFI__OPS; i++) {
@@ -941,8 +946,8 @@ static int ra_ofi__drain(ra_ofi *o) {
     return n;
 }
 
-/* Cancels receives, lets what has begun end, and parts. 1: all others have, too. 0: the time is
- * over, or nothing has moved for `patience_ns`. */
+/* Cancels receives, lets other operations end, and parts. 1: all others have parted too. 0: the
+ * time is over, or nothing has moved for `patience_ns`. */
 static int ra_ofi__part(ra_ofi *o, int64_t patience_ns, int64_t until_ns) {
     int64_t ended = o->ended, now = ra_now_ns(), moved = now;
     ra_ofi__part_begin(o);
@@ -997,7 +1002,7 @@ static ra_status ra_ofi__refuse_code(const ra_ofi *o, const char *call, int code
                           fi_strerror(code < 0 ? -code : code));
 }
 
-/* This boot of this machine, and this name space of processes: a pid means the same there. */
+/* A hash of this boot of this machine and of its process name space, in which a pid is unique. */
 static uint64_t ra_ofi__machine(void) {
     char text[128] = "";
     uint64_t h = 0xcbf29ce484222325u;
@@ -1014,7 +1019,7 @@ static uint64_t ra_ofi__machine(void) {
     return ra_ofi__hash(h, text);
 }
 
-/* "host:port", "[v6]:port", or without a port if that may be left off. */
+/* Splits "host:port" or "[v6]:port"; the port may be missing. */
 static int ra_ofi__split(const char *address, char *host, char *port, size_t room) {
     const char *colon = strrchr(address, ':'), *end;
     if (colon && address[0] != '[' && strchr(address, ':') != colon) colon = NULL; /* bare v6 */
@@ -1029,7 +1034,7 @@ static int ra_ofi__split(const char *address, char *host, char *port, size_t roo
     return 0;
 }
 
-/* What the provider offers, at the address if there is one. source: 1 own, 0 of a peer. */
+/* What the provider offers, at `address` if it is not null. source: 1: it is this rank's own. */
 static int ra_ofi__info(const ra_ofi_desc *d, const char *address, int source,
                         struct fi_info **out) {
     struct fi_info *hints = fi_allocinfo();
@@ -1053,7 +1058,7 @@ static int ra_ofi__info(const ra_ofi_desc *d, const char *address, int source,
     return code;
 }
 
-/* Endpoint, queue and addresses; then this rank's record is known. */
+/* Opens endpoint, queue and address table, and completes this rank's record. */
 static ra_status ra_ofi__endpoint(ra_ofi *o) {
     const char *address = o->d.addresses ? o->d.addresses[o->rank] : o->d.address;
     struct fi_av_attr av;
@@ -1192,7 +1197,7 @@ static ra_status ra_ofi__by_list(ra_ofi *o) {
 }
 
 /* -------------------------------------------------------------------------- hellos */
-/* Sends what is due; 1: all have met, and know it. */
+/* Sends the hellos that are due; 1: all have met, and each rank has learnt it. */
 static int ra_ofi__met(ra_ofi *o, int retry) {
     int missing = 0;
     for (int r = 0; r < o->ranks; r++) {
@@ -1210,8 +1215,8 @@ static int ra_ofi__met(ra_ofi *o, int retry) {
     return missing == 0;
 }
 
-/* Every rank hears from every other, and that it was heard: then connections stand, and files of
- * addresses can go. */
+/* Waits until every rank has a hello from every other and knows that its own have come. Then all
+ * connections are made, and the file with this rank's address is removed. */
 static ra_status ra_ofi__meet(ra_ofi *o) {
     int64_t tried = 0;
     for (int i = 0; i < RA_OFI__INBOX; i++) ra_ofi__open_box(o, &o->inbox[i]);
@@ -1240,7 +1245,7 @@ static ra_status ra_ofi__meet(ra_ofi *o) {
 }
 
 /* -------------------------------------------------------------------------- the context */
-/* One block for all that is sent, received or a context: it may have to be registered. */
+/* One block for all letters, bins and contexts, because it may have to be registered. */
 static ra_status ra_ofi__memory(ra_ofi *o) {
     size_t peers = (size_t)o->ranks * sizeof *o->peer, slots = RA_OFI__OPS * sizeof *o->slot;
     void *p = NULL;
@@ -1317,7 +1322,7 @@ static void ra_ofi__free(ra_ofi *o) {
     free(o);
 }
 
-/* RA_OFI_ADDRESSES as a list, to be freed as one block; null: not given, or not of this length. */
+/* RA_OFI_ADDRESSES as a list that is freed as one block; null: not set, or of another length. */
 static const char **ra_ofi__environment(int ranks) {
     const char *text = getenv("RA_OFI_ADDRESSES");
     size_t list = (size_t)ranks * sizeof(char *), n = text ? strlen(text) + 1 : 0;
@@ -1384,7 +1389,7 @@ static ra_status ra_ofi__begin(ra_ofi *o) {
     return s ? s : ra_ofi__meet(o);
 }
 
-/* Meets the other ranks, which takes until the last of them has come or until the deadline. */
+/* Returns when all ranks have met, or refuses at the deadline. */
 RA_OFI_API ra_status ra_ofi_open(ra_ofi **out, const ra_ofi_desc *desc) {
     const char **list = NULL;
     ra_ofi_desc d;
@@ -1421,9 +1426,9 @@ RA_OFI_API ra_status ra_ofi_open(ra_ofi **out, const ra_ofi_desc *desc) {
     return RA_OK;
 }
 
-/* After the rings on it; null is fine. Waits until all ranks have come to it, at most 10 s: a rank
- * that left early would hold up messages that its provider still has. After a failure it waits no
- * longer than quiesce. RA_E_UNSAFE as there: the context is leaked. */
+/* Call it after the rings on it; null is fine. Waits until all ranks have called it, at most 10 s,
+ * because a rank that left early would delay messages that its provider still holds. After a
+ * failure it waits no longer than quiesce. RA_E_UNSAFE: as there, and the context is leaked. */
 RA_OFI_API ra_status ra_ofi_close(ra_ofi *ofi) {
     if (!ofi) return RA_OK;
     if (!ofi->closed && !ra_ofi__verdict(ofi))
@@ -1433,7 +1438,7 @@ RA_OFI_API ra_status ra_ofi_close(ra_ofi *ofi) {
     return RA_OK;
 }
 
-/* Lives as long as ofi. */
+/* Valid as long as ofi. */
 RA_OFI_API const ra_transport *ra_ofi_transport(const ra_ofi *ofi) { return &ofi->tp; }
 
 #undef RA_OFI__MS
