@@ -17652,27 +17652,69 @@ static void ra__ring_op_event(ra_ring *r, const ra_transport_op *op, int posted,
     ra__ring_event(r, kind, -1, &e);
 }
 
-/* Posts the next message of a queue, of at most queue->bytes bytes at buf; returns its op. */
-static ra_transport_op *ra__queue_post(ra_ring *r, int which, int32_t peer, int64_t number,
-                                       void *buf, int64_t length) {
+/* The messages of queue `which` are sent; 0: received. */
+static int ra__queue_sends(int which) {
+    return which == RA__SENDS || which == RA__NOTICES_OUT || which == RA__HELLO_OUT;
+}
+
+/* The chunk of message i of a queue; without one RA__HELLO or RA__NOTICE. */
+static int32_t ra__queue_chunk(const ra_ring *r, int which, int64_t i) {
+    switch (which) {
+    case RA__RECEIVES: return r->lists->recv[i].chunk;
+    case RA__SENDS: return r->lists->send[i].chunk;
+    case RA__RETURNS: return r->lists->returned[i].chunk;
+    default: return which < RA__RECEIVES ? RA__HELLO : RA__NOTICE;
+    }
+}
+
+/* The peer of message i of a queue. *hop: of its chunk; 0 without one. */
+static int32_t ra__queue_peer(const ra_ring *r, int which, int64_t i, int32_t *hop) {
+    const ra_plan *p = r->plan;
+    const int32_t c = ra__queue_chunk(r, which, i);
+    *hop = c < 0 ? 0 : which == RA__RETURNS ? r->ranks : (which == RA__SENDS) + ra__ring_hop(r, c);
+    switch (which) {
+    case RA__HELLO_OUT: return ra__rank_up(p, r->rank, 1);
+    case RA__HELLO_IN: return ra__rank_up(p, r->rank, -1);
+    case RA__RECEIVES: return ra__ring_peer(r, -1);
+    case RA__SENDS:
+        return r->lists->backward ? ra__back_to(p, &r->lists->chunk[c], r->rank, hop)
+                                  : ra__ring_peer(r, 1);
+    case RA__RETURNS: return ra__ring_peer(r, ra__back_stations(p, &r->lists->chunk[c]));
+    case RA__NOTICES_IN: return p->readers[i];
+    default: return p->source[i].rank;
+    }
+}
+
+/* Posts the next message of a queue, `length` bytes at buf, of chunk c or see ra__queue_chunk.
+ * Returns its op. */
+static ra_transport_op *ra__queue_post(ra_ring *r, int which, int32_t peer, int64_t c, void *buf,
+                                       int64_t length) {
     ra__queue *queue = &r->queue[which];
     ra_transport_op *op = ra__queue_op(queue, queue->posted);
     const int64_t now = ra__ring_now(r);
-    const int chunks = which == RA__RECEIVES || which == RA__SENDS || which == RA__RETURNS;
     memset(op, 0, sizeof *op);
-    op->kind = which == RA__SENDS || which == RA__NOTICES_OUT || which == RA__HELLO_OUT
-                   ? RA_MSG_SEND : RA_MSG_RECV;
+    op->kind = ra__queue_sends(which) ? RA_MSG_SEND : RA_MSG_RECV;
     op->channel = which >= RA__RETURNS;
     op->peer = peer;
-    op->tag = ra__ring_tag(r, number);
+    op->tag = ra__ring_tag(r, c >= 0 ? c : c == RA__NOTICE ? r->pass : 0);
     op->buf = buf;
     op->len = (size_t)length;
     op->mr = r->mr;
     if (queue->ns) queue->ns[queue->posted % queue->slots] = now;
     queue->posted++;
     r->moves++;
-    ra__ring_op_event(r, op, 1, chunks ? number : -1, now);
+    ra__ring_op_event(r, op, 1, c, now);
     return op;
+}
+
+/* The same as the plan has it, in the next buffer of the queue. */
+static ra_transport_op *ra__queue_post_next(ra_ring *r, int which) {
+    const ra__queue *queue = &r->queue[which];
+    const int64_t i = queue->posted, c = ra__queue_chunk(r, which, i);
+    int32_t hop;
+    const int32_t peer = ra__queue_peer(r, which, i, &hop);
+    return ra__queue_post(r, which, peer, c, ra__queue_buf(queue, i),
+                          c < 0 ? RA__FRAME_BYTES : ra__ring_length(r, c, hop));
 }
 
 /* A queue has a message to post and room for it. freed: messages whose slots are free again; most:
@@ -17701,15 +17743,13 @@ static void ra__ring_release(ra_ring *r) {
     }
 }
 
-/* Ops that may be pending for returned gradients, and between neighbours: those that notices may
- * need are kept free. */
-static int64_t ra__ring_return_ops(const ra_ring *r) {
-    int64_t all = (int64_t)r->tp.max_ops - (r->shared ? 2 * ((int64_t)r->ranks - 1) : 0);
-    return r->lists->backward ? ra__max(1, all / 4) : 0;
-}
-static int64_t ra__ring_ops(const ra_ring *r) {
-    return (int64_t)r->tp.max_ops - (r->shared ? 2 * ((int64_t)r->ranks - 1) : 0) -
-           ra__ring_return_ops(r);
+/* How many ops of a queue of chunks may be pending. Those that notices may need are kept free;
+ * backward a quarter of the others is for returned gradients. */
+static int64_t ra__queue_most(const ra_ring *r, int which) {
+    const int64_t all = (int64_t)r->tp.max_ops - (r->shared ? 2 * ((int64_t)r->ranks - 1) : 0);
+    const int64_t returns = r->lists->backward ? ra__max(1, all / 4) : 0, links = all - returns;
+    if (which == RA__RETURNS) return returns;
+    return ra__max(1, which == RA__RECEIVES ? links / 2 : links - links / 2);
 }
 
 /* Posts receives that have a free buffer. Lent memory may be the sender's, whose send then ends
@@ -17719,12 +17759,8 @@ static void ra__ring_more_receives(ra_ring *r) {
     const ra__queue *queue = &r->queue[RA__RECEIVES];
     const int borrows = (r->tp.caps & RA_CAP_LOAN) && !r->lists->backward &&
                         (!r->plan->round || r->ranks == 2);
-    int64_t most = ra__max(1, ra__ring_ops(r) / 2);
-    while (ra__queue_open(queue, r->released, most)) {
-        int32_t c = r->lists->recv[queue->posted].chunk;
-        ra_transport_op *op = ra__queue_post(r, RA__RECEIVES, ra__ring_peer(r, -1), c,
-                                             ra__queue_buf(queue, queue->posted),
-                                             ra__ring_length(r, c, ra__ring_hop(r, c)));
+    while (ra__queue_open(queue, r->released, ra__queue_most(r, RA__RECEIVES))) {
+        ra_transport_op *op = ra__queue_post_next(r, RA__RECEIVES);
         if (borrows) op->flags = RA_MSG_LOAN_OK;
     }
 }
@@ -17752,13 +17788,12 @@ static void ra__ring_seal(const ra_ring *r, int64_t c, int32_t hop, uint8_t *mes
 static void ra__ring_more_sends(ra_ring *r) {
     const ra__pass_lists *lists = r->lists;
     const ra__queue *queue = &r->queue[RA__SENDS];
-    int64_t most = ra__max(1, ra__ring_ops(r) - ra__ring_ops(r) / 2);
+    const int64_t most = ra__queue_most(r, RA__SENDS);
     while (ra__queue_open(queue, queue->done, most) && ra__ring_may_send(r, queue->posted)) {
         int32_t c = lists->send[queue->posted].chunk, recv = lists->send[queue->posted].recv;
-        int32_t to = ra__ring_peer(r, 1), hop = 1 + ra__ring_hop(r, c);
+        int32_t hop, to = ra__queue_peer(r, RA__SENDS, queue->posted, &hop);
         uint8_t *buf = recv >= 0 ? (uint8_t *)ra__queue_op(&r->queue[RA__RECEIVES], recv)->buf
                                  : ra__ring_packed(r, r->own_posted);
-        if (lists->backward) to = ra__back_to(r->plan, &lists->chunk[c], r->rank, &hop);
         if (recv < 0) ra__ring_pack(r, c, r->own_posted++, buf);
         if (r->rd.checksums && !r->shared) ra__ring_seal(r, c, hop, buf);
         ra_transport_op *op = ra__queue_post(r, RA__SENDS, to, c, buf, ra__ring_length(r, c, hop));
@@ -17774,12 +17809,8 @@ static void ra__ring_more_returns(ra_ring *r) {
     while (r->returns_folded < queue->done &&
            lists->returned[r->returns_folded].fold < ra__load_i64(&r->folded))
         ra__store_i64(&r->returns_folded, r->returns_folded + 1);
-    while (ra__queue_open(queue, r->returns_folded, ra__ring_return_ops(r))) {
-        int32_t c = lists->returned[queue->posted].chunk;
-        (void)ra__queue_post(r, RA__RETURNS,
-                             ra__ring_peer(r, ra__back_stations(r->plan, &lists->chunk[c])), c,
-                             ra__queue_buf(queue, queue->posted), ra__ring_length(r, c, r->ranks));
-    }
+    while (ra__queue_open(queue, r->returns_folded, ra__queue_most(r, RA__RETURNS)))
+        (void)ra__queue_post_next(r, RA__RETURNS);
 }
 
 /* Posts the receives of all notices at once, and the notice to each owner when its keys are no
@@ -17787,16 +17818,13 @@ static void ra__ring_more_returns(ra_ring *r) {
 static void ra__ring_more_notices(ra_ring *r) {
     const ra_plan *p = r->plan;
     const ra__queue *in = &r->queue[RA__NOTICES_IN], *out = &r->queue[RA__NOTICES_OUT];
-    while (in->posted < in->total)
-        (void)ra__queue_post(r, RA__NOTICES_IN, p->readers[in->posted], r->pass,
-                             ra__queue_buf(in, in->posted), RA__FRAME_BYTES);
+    while (in->posted < in->total) (void)ra__queue_post_next(r, RA__NOTICES_IN);
     while (out->posted < out->total && ra__load_i64(&r->folded) >= p->source[out->posted].end) {
         int32_t owner = p->source[out->posted].rank;
-        uint8_t *buf = ra__queue_buf(out, out->posted);
         ra__frame f = ra__ring_frame(r, RA__FRAME_DONE, owner, -1, RA__FRAME_BYTES);
-        memcpy(buf, &f, sizeof f);
+        memcpy(ra__queue_buf(out, out->posted), &f, sizeof f);
         r->owner_alive[out->posted] = NULL;
-        (void)ra__queue_post(r, RA__NOTICES_OUT, owner, r->pass, buf, RA__FRAME_BYTES);
+        (void)ra__queue_post_next(r, RA__NOTICES_OUT);
     }
 }
 
@@ -17812,10 +17840,8 @@ static int ra__ring_hello(ra_ring *r) {
     if (in->posted < in->total) {
         ra__frame f = ra__ring_greeting(r, r->rank);
         memcpy(out->buf, &f, sizeof f);
-        (void)ra__queue_post(r, RA__HELLO_IN, ra__rank_up(r->plan, r->rank, -1), 0, in->buf,
-                             RA__FRAME_BYTES);
-        (void)ra__queue_post(r, RA__HELLO_OUT, ra__rank_up(r->plan, r->rank, 1), 0, out->buf,
-                             RA__FRAME_BYTES);
+        (void)ra__queue_post_next(r, RA__HELLO_IN);
+        (void)ra__queue_post_next(r, RA__HELLO_OUT);
     }
     return in->done == in->total && out->done == out->total;
 }
@@ -17907,34 +17933,16 @@ static int ra__exchange_due(ra_ring *r, const ra__exchange *x) {
            ra__load_i64(&r->folded) >= x->after_folds;
 }
 
-/* The message that this rank waits for: a hello, first to send, otherwise the next chunk to
- * receive, otherwise to send, otherwise the next gradient to return, otherwise the notice of a
- * reader, otherwise its own to an owner. */
+/* The message that this rank waits for: the next one of the first queue that has not ended. */
 static ra__blame ra__ring_awaits(const ra_ring *r) {
-    const ra_plan *p = r->plan;
-    const ra__pass_lists *lists = r->lists;
-    int64_t next[RA__QUEUES];
+    int32_t hop;
     if (r->survivor) return ra__blame_of(ra__load_i32(&r->awaited), 0, 0, -1);
-    for (int32_t k = 0; k < RA__QUEUES; k++) next[k] = ra__load_i64(&r->queue[k].done);
-    if (next[RA__HELLO_OUT] < r->queue[RA__HELLO_OUT].total)
-        return ra__blame_of(ra__rank_up(p, r->rank, 1), 1, 0, -1);
-    if (next[RA__HELLO_IN] < r->queue[RA__HELLO_IN].total)
-        return ra__blame_of(ra__rank_up(p, r->rank, -1), 0, 0, -1);
-    if (next[RA__RECEIVES] < lists->recvs)
-        return ra__blame_of(ra__ring_peer(r, -1), 0, 0, lists->recv[next[RA__RECEIVES]].chunk);
-    if (next[RA__SENDS] < lists->sends) {
-        int32_t c = lists->send[next[RA__SENDS]].chunk, to = ra__ring_peer(r, 1), hop;
-        if (lists->backward) to = ra__back_to(p, &lists->chunk[c], r->rank, &hop);
-        return ra__blame_of(to, 1, 0, c);
+    for (int32_t k = 0; k < RA__QUEUES; k++) {
+        const int64_t i = ra__load_i64(&r->queue[k].done);
+        if (i < r->queue[k].total)
+            return ra__blame_of(ra__queue_peer(r, k, i, &hop), ra__queue_sends(k), 0,
+                                ra__queue_chunk(r, k, i));
     }
-    if (next[RA__RETURNS] < r->queue[RA__RETURNS].total) {
-        int32_t c = lists->returned[next[RA__RETURNS]].chunk;
-        return ra__blame_of(ra__ring_peer(r, ra__back_stations(p, &lists->chunk[c])), 0, 0, c);
-    }
-    if (next[RA__NOTICES_IN] < r->queue[RA__NOTICES_IN].total)
-        return ra__blame_of(p->readers[next[RA__NOTICES_IN]], 0, 0, -1);
-    if (next[RA__NOTICES_OUT] < r->queue[RA__NOTICES_OUT].total)
-        return ra__blame_of(p->source[next[RA__NOTICES_OUT]].rank, 1, 0, -1);
     return ra__blame_of(-1, -1, 0, -1);
 }
 
@@ -17978,13 +17986,12 @@ static ra_status ra__ring_exchange(ra_ring *r) {
     if (x->recv >= r->queue[RA__RECEIVES].posted || x->send >= r->queue[RA__SENDS].posted ||
         x->returned >= r->queue[RA__RETURNS].posted || !ra__exchange_due(r, x))
         return RA_OK;
-    if (x->recv >= 0) in = ra__queue_op(&r->queue[RA__RECEIVES], x->recv);
-    if (x->returned >= 0) in = ra__queue_op(&r->queue[RA__RETURNS], x->returned);
+    const int from = x->recv >= 0 ? RA__RECEIVES : RA__RETURNS;
+    const int32_t i = x->recv >= 0 ? x->recv : x->returned;
+    if (i >= 0) in = ra__queue_op(&r->queue[from], i);
     if (x->send >= 0) out = ra__queue_op(&r->queue[RA__SENDS], x->send);
-    s = ra__ring_swap(r, out, in, x->step,
-                      x->recv >= 0 ? lists->recv[x->recv].chunk :
-                      x->returned >= 0 ? lists->returned[x->returned].chunk
-                                       : lists->send[x->send].chunk);
+    s = ra__ring_swap(r, out, in, x->step, in ? ra__queue_chunk(r, from, i)
+                                              : ra__queue_chunk(r, RA__SENDS, x->send));
     r->exchanged += s == RA_OK;
     return s;
 }
@@ -18179,18 +18186,12 @@ static void ra__ring_returned(const ra_ring *r, int64_t i) {
                         &r->pause);
 }
 
-/* The chunk of message i of a queue of chunks. */
-static int64_t ra__queue_chunk(const ra__pass_lists *lists, int which, int64_t i) {
-    return which == RA__RECEIVES ? lists->recv[i].chunk
-           : which == RA__SENDS  ? lists->send[i].chunk : lists->returned[i].chunk;
-}
-
-/* Takes messages of a queue of chunks. 0, or the failure of the pass; as the others below. */
+/* Takes the messages of a queue that have ended, in order. 0, or the failure of the pass. */
 static int ra__ring_take(ra_ring *r, int which) {
     ra__queue *queue = &r->queue[which];
     for (;;) {
         const int64_t i = queue->done;
-        const int64_t c = i < queue->total ? ra__queue_chunk(r->lists, which, i) : -1;
+        const int64_t c = i < queue->total ? ra__queue_chunk(r, which, i) : RA__NOTICE;
         const int done = ra__queue_look(r, queue, c);
         if (done <= 0) return done;
         if (which == RA__RECEIVES && r->notices)
@@ -18221,9 +18222,8 @@ static int ra__ring_take_hellos(ra_ring *r) {
 /* Takes notices. One that fails is seen at once, whichever others are still to come. */
 static int ra__ring_take_notices(ra_ring *r) {
     for (int32_t k = RA__NOTICES_IN; k <= RA__NOTICES_OUT; k++) {
-        ra__queue *queue = &r->queue[k];
-        int done;
-        while ((done = ra__queue_look(r, queue, RA__NOTICE)) > 0) ra__queue_next(r, queue);
+        const ra__queue *queue = &r->queue[k];
+        int done = ra__ring_take(r, k);
         for (int64_t i = queue->done; i < queue->posted && done >= 0; i++)
             if (ra__queue_op(queue, i)->state < 0)
                 done = ra__ring_op_done(r, ra__queue_op(queue, i), RA__NOTICE);
