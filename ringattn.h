@@ -15788,15 +15788,18 @@ static void ra__report_hops(const ra__tour *w, int32_t rank, ra_plan_report *r) 
     }
 }
 
-static void ra__report_back(const ra_plan *p, int32_t rank, ra_plan_report *r) {
-    const ra__tour w = ra__tour_of(p, 1);
-    if (!p->d.train) return;
-    ra__report_messages(&w, rank, &r->backward);
-    r->backward.flops = 2.0 * (3 * p->d.k_dim + 2 * p->d.v_dim) * p->d.q_heads * (double)r->pairs;
-    r->backward.chunk_bytes = p->back.chunk_bytes;
-    r->backward.bits_any_ranks = p->on_grid && p->same_positions;
-    r->backward.travel = p->d.backward_travel;
-    r->backward.direction = p->back.direction;
+/* Figures of a forward or backward pass, except tiles, notices and state. */
+static void ra__report_pass(const ra_plan *p, int32_t rank, int back, double pairs,
+                            ra_pass_figures *f) {
+    const ra__pass_lists *lists = back ? &p->back : &p->forward;
+    const ra__tour w = ra__tour_of(p, back);
+    const int32_t dims = back ? 3 * p->d.k_dim + 2 * p->d.v_dim : p->d.k_dim + p->d.v_dim;
+    ra__report_messages(&w, rank, f);
+    f->flops = 2.0 * dims * p->d.q_heads * pairs;
+    f->chunk_bytes = lists->chunk_bytes;
+    f->direction = lists->direction;
+    f->travel = back ? p->d.backward_travel : RA_TRAVEL_KV;
+    f->bits_any_ranks = p->on_grid && (back ? p->same_positions : !p->d.engine && !p->round);
 }
 
 /* Adds the blocks of a rank's keys of sequence b for one block of queries. */
@@ -15877,17 +15880,12 @@ static void ra__plan_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     ra__report_all_tiles(p, rank, r);
     for (int32_t b = 0; b < p->d.sequences; b++)
         r->pairs = ra__add_sat(r->pairs, ra__report_pairs(p, rank, b));
-    r->forward.flops = 2.0 * (p->d.k_dim + p->d.v_dim) * p->d.q_heads * (double)r->pairs;
-    ra__report_messages(&w, rank, &r->forward);
+    ra__report_pass(p, rank, 0, (double)r->pairs, &r->forward);
+    if (p->d.train) ra__report_pass(p, rank, 1, (double)r->pairs, &r->backward);
     ra__report_hops(&w, rank, r);
     r->forward.shared_bytes_in += n.notices_in * RA__FRAME_BYTES;
     r->forward.shared_bytes_out += n.notices_out * RA__FRAME_BYTES;
-    ra__report_back(p, rank, r);
-    r->forward.chunk_bytes = p->forward.chunk_bytes;
     r->order = p->round ? RA_ORDER_ROUNDS : p->order;
-    r->forward.direction = p->forward.direction;
-    r->forward.travel = RA_TRAVEL_KV;
-    r->forward.bits_any_ranks = p->on_grid && !p->d.engine && !p->round;
     r->chunk_tokens = p->d.chunk_tokens;
     r->buffers = p->d.buffers;
     r->workspace_bytes = size.bytes;
