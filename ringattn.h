@@ -16382,26 +16382,25 @@ static void ra__tp_turn_ends(const ra_transport *t) {
 #undef RA__TP_MAX_MSG
 
 /* ========================================================================== SHM
- * The bundled world: its ranks are threads of this process, and each has a seat. Rings and caches
- * of a rank take turns on it, pass by pass, because messages match by their order alone. quiesce is
- * for all of them and a failure for the life of the world.
+ * The bundled world: ranks are threads of this process, and each has a seat, the ctx of its
+ * transport. Rings and caches of a rank take turns on it. Quiescing concerns all of them, and a
+ * failure lasts as long as the world.
  *
- * A send and a receive match in order per (source, destination, channel). Both look into the inbox
- * of the destination, under its lock. Whichever comes second takes the other's op out, copies the
- * bytes after unlocking, and reports to its owner in scratch. Hence
- *   - in one flow only sends or only receives are ever queued, so a match is the first of its flow;
- *   - an op's state is written only by calls of its owner;
- *   - nobody else touches an op that is no longer PENDING, or its buffer.
- * Whoever changes something that a seat may sleep for first writes the atomics that show it, then
- * adds to the seat's event word. The sleeper announces itself in the same word, so one order holds
- * for both and no wake-up is lost.
+ * A flow is the messages of one (source, destination, channel); its sends and receives match in
+ * order. Both are queued in the inbox of the destination, under its lock. The second op of a match
+ * takes the first out of the inbox, copies the bytes after unlocking, and writes a report into the
+ * first one's scratch. Hence
+ *   - of one flow only sends or only receives are ever queued, so a match is the first of its flow;
+ *   - the state of an op is written only by calls of the rank that posted it;
+ *   - no other rank touches an op that is no longer PENDING, or its buffer.
+ * A thread that changes something which a seat may be waiting for first writes the atomics that
+ * show it, then adds to the event word of the seat. A sleeper counts itself in the same word, so
+ * the two are ordered and no wake-up is lost.
  *
- * Errors of the callbacks: RA_OK or the permanent failure of the seat, which is `why` on the rank
- * that aborted and RA_E_ABORTED on others. Single ops fail with RA_E_TRUNC (on both sides; nothing
- * is copied), RA_E_PEER (the peer left or quiesced) or RA_E_IO (kind, channel or peer is invalid).
- * Each callback says who calls it, whether it blocks, who owns the buffers, in which order it acts,
- * how it fails, and whether it is required. The "owner" is the thread that makes the calls of a
- * rank. */
+ * Callbacks return RA_OK or the permanent failure of the seat, which is `why` on the rank that
+ * aborted and RA_E_ABORTED on others. Single ops fail with RA_E_TRUNC (on both sides; nothing is
+ * copied), RA_E_PEER (the peer left or quiesced) or RA_E_IO (kind, channel or peer is invalid).
+ * tests/shm.pml is a model of all this. */
 
 #ifdef RINGATTN_NO_THREADS
 
@@ -16446,14 +16445,14 @@ enum { RA__SHM_SPINS = 200, RA__SHM_YIELDS = 8 };
 /* Words of ra_transport_op.scratch of a PENDING op. All except the report are read and written
  * under the lock of the inbox that queues the op. */
 enum { RA__SHM_NEXT, RA__SHM_PREV,     /* in its bucket */
-       RA__SHM_OWNER, RA__SHM_SOURCE,  /* seats: who posted it, from where the bytes come */
+       RA__SHM_OWNER, RA__SHM_SOURCE,  /* seats: of the rank that posted it, of the sender */
        RA__SHM_REPORT };               /* atomic: RA__SHM_QUEUED, _TAKEN, _MOVED or RA_E_TRUNC */
 enum { RA__SHM_QUEUED = 0, RA__SHM_TAKEN = 1, RA__SHM_MOVED = 2 };
 
 typedef struct ra__shm_bucket { ra_transport_op *head, *tail; } ra__shm_bucket;
 
 typedef struct ra__shm_seat {
-    RA__SHM_LINE int64_t event;        /* others write it */
+    RA__SHM_LINE int64_t event;        /* see RA__SHM_EVENT; written by all ranks */
     int32_t open;                      /* ops of this rank that are queued or being copied */
     RA__SHM_LINE int32_t why;          /* failure of this rank, 0: none; rarely written */
     int32_t gone;                      /* 1: has quiesced or left */
@@ -16462,7 +16461,7 @@ typedef struct ra__shm_seat {
     int32_t rank;
     struct ra_world *world;
     RA__SHM_LINE pthread_mutex_t inbox_lock; /* guards bucket[] and the scratch of ops in it */
-    ra__shm_bucket bucket[RA__SHM_BUCKETS]; /* messages to this rank, both sides of them */
+    ra__shm_bucket bucket[RA__SHM_BUCKETS]; /* sends to this rank and its receives, by flow */
     RA__SHM_LINE pthread_mutex_t sleep_lock;
     pthread_cond_t wake;
     ra_transport transport;
@@ -16511,8 +16510,8 @@ static void ra__shm_sleep(ra__shm_seat *seat, int64_t seen, int64_t ns) {
     pthread_mutex_unlock(&seat->sleep_lock);
 }
 
-/* Waits for an event later than `seen`: 1; 0: the deadline came first. */
-static int ra__shm_doze(ra__shm_seat *seat, int64_t seen, int64_t deadline_ns) {
+/* Waits for an event later than `seen`. 1: there was one; 0: the deadline came first. */
+static int ra__shm_wait_event(ra__shm_seat *seat, int64_t seen, int64_t deadline_ns) {
     for (int i = 0; i < RA__SHM_SPINS; i++) {
         if (!ra__shm_eventless(seat, seen)) return 1;
         ra__pause();
@@ -16533,8 +16532,8 @@ static int ra__shm_doze(ra__shm_seat *seat, int64_t seen, int64_t deadline_ns) {
     return 1;
 }
 
-/* -------------------------------------------------------------------------- queues; the inbox is
- * locked */
+/* -------------------------------------------------------------------------- queues
+ * The caller has locked the inbox. */
 
 static ra_transport_op *ra__shm_op(const ra_transport_op *op, int word) {
     return (ra_transport_op *)op->scratch[word];
@@ -16592,8 +16591,8 @@ static int32_t ra__shm_failure(const ra__shm_seat *seat) {
     return ra__load_i32(&seat->world->aborted) ? RA_E_ABORTED : RA_OK;
 }
 
-/* For an op whose peer is gone. Reads the failure again: a rank aborts before it is gone, so if it
- * is seen to be gone, its abort can be seen too. */
+/* The status of an op whose peer is gone. Reads the failure again: a rank aborts before it is gone,
+ * so a thread that has seen it gone sees its abort too. */
 static int32_t ra__shm_why_gone(const ra__shm_seat *seat) {
     int32_t failure = ra__shm_failure(seat);
     return failure ? failure : RA_E_PEER;
@@ -16605,8 +16604,8 @@ static void ra__shm_close(ra_transport_op *op, int32_t state) {
     ra__store_i32(&op->state, state);
 }
 
-/* This thread posts `op` and has taken `other` out of its inbox. It must not touch `other` after
- * its report, because the owner may use it again. */
+/* Copies between `op`, which this thread posts, and `other`, which it has taken out of the inbox.
+ * It must not touch `other` after the report, because the owner may use it again. */
 static void ra__shm_move(ra_transport_op *op, ra_transport_op *other) {
     ra__shm_seat *owner = (ra__shm_seat *)other->scratch[RA__SHM_OWNER];
     ra_transport_op *to = op->kind == RA_MSG_RECV ? op : other;
@@ -16620,21 +16619,17 @@ static void ra__shm_move(ra_transport_op *op, ra_transport_op *other) {
 }
 
 static void ra__shm_post_one(ra__shm_seat *seat, ra_transport_op *op) {
-    ra__shm_seat *peer, *inbox;
-    ra__shm_bucket *bucket;
-    ra_transport_op *other;
     if (op->channel >= RA__SHM_CHANNELS || op->peer < 0 || op->peer >= seat->world->ranks) {
         ra__shm_close(op, RA_E_IO);
         return;
     }
-    peer = &seat->world->seats[op->peer];
-    inbox = ra__shm_inbox(seat, op);
+    ra__shm_seat *peer = &seat->world->seats[op->peer], *inbox = ra__shm_inbox(seat, op);
     op->scratch[RA__SHM_OWNER] = seat;
     op->scratch[RA__SHM_SOURCE] = op->kind == RA_MSG_RECV ? peer : seat;
     ra__shm_report(op, RA__SHM_QUEUED);
-    bucket = ra__shm_bucket_of(inbox, op);
+    ra__shm_bucket *bucket = ra__shm_bucket_of(inbox, op);
     pthread_mutex_lock(&inbox->inbox_lock);
-    other = ra__shm_first(bucket, op);
+    ra_transport_op *other = ra__shm_first(bucket, op);
     if (ra__load_i32(&seat->why)) {    /* see ra__shm_purge */
         ra__shm_close(op, ra__load_i32(&seat->why));
         other = NULL;
@@ -16654,9 +16649,8 @@ static void ra__shm_post_one(ra__shm_seat *seat, ra_transport_op *op) {
     if (other) ra__shm_move(op, other);
 }
 
-/* Takes a queued op back. Returns the report: RA__SHM_QUEUED if it was still queued, and never
- * RA__SHM_TAKEN, because it waits for a copy that has begun. That takes no longer than the
- * memcpy. */
+/* Takes a queued op back. If a copy has begun it waits for the end of the memcpy. Returns the
+ * report: RA__SHM_QUEUED if the op was still queued, and never RA__SHM_TAKEN. */
 static int32_t ra__shm_withdraw(ra__shm_seat *seat, ra_transport_op *op) {
     ra__shm_seat *inbox = ra__shm_inbox(seat, op);
     int32_t report;
@@ -16674,7 +16668,7 @@ static int32_t ra__shm_withdraw(ra__shm_seat *seat, ra_transport_op *op) {
     return report;
 }
 
-/* Ends one PENDING op if it can be ended. failure: of the seat. */
+/* Ends a PENDING op if it has been moved, its peer is gone or the seat has this failure. */
 static void ra__shm_settle(ra__shm_seat *seat, ra_transport_op *op, int32_t failure) {
     int32_t report = ra__shm_reported(op);
     if (failure) {
@@ -16694,8 +16688,8 @@ static void ra__shm_settle(ra__shm_seat *seat, ra_transport_op *op, int32_t fail
 /* How many ops were PENDING before a sweep, and still are. */
 typedef struct ra__shm_pending { int before, after; } ra__shm_pending;
 
-/* Settles ops[0..n). After a failure the last comes first: what a peer that has not heard of it
- * still matches is then the next op of its flow, not one behind those that were taken back. */
+/* Settles ops[0..n). After a failure it begins with the last one: a peer that does not know of the
+ * failure yet may still match an op, and that is then the next of its flow, not a later one. */
 static ra__shm_pending ra__shm_sweep(ra__shm_seat *seat, ra_transport_op *const *ops, int n,
                                      int32_t failure) {
     ra__shm_pending count = { 0, 0 };
@@ -16711,11 +16705,11 @@ static ra__shm_pending ra__shm_sweep(ra__shm_seat *seat, ra_transport_op *const 
 
 /* -------------------------------------------------------------------------- callbacks */
 
-/* This rank neither has nor uses anything of the others until it posts again. A rank that has
- * aborted then need not wait for it: a post counts as busy before it looks for an abort, and
- * whoever quiesces has aborted before it counts who is busy. So the post fails or is waited for.
- * Looks at `busy` by adding to it, because a compare that fails orders nothing: if this rank is
- * leaving, a post that comes after this sees that it left, and rests itself. */
+/* Marks this rank as using no memory of the others until it posts again. A rank that has aborted
+ * need not wait for it then: a post first counts as busy and then looks for an abort, and a
+ * rank that quiesces has aborted before it counts the busy ones. So the post either fails or is
+ * waited for. `busy` is read by adding to it, because a compare that fails orders nothing. If this
+ * rank is leaving, a later post sees that it left, and rests itself. */
 static void ra__shm_rest(ra__shm_seat *seat) {
     ra_world *world = seat->world;
     if (!ra__add_i32(&seat->busy, 0) || !ra__cas_i32(&seat->busy, 1, 0)) return;
@@ -16723,22 +16717,20 @@ static void ra__shm_rest(ra__shm_seat *seat) {
         ra__shm_notify_all(world);
 }
 
-/* 1: the seat was at rest and now is busy. Counted before it is marked: another thread may make
- * this rank leave at any moment, and takes off the count what it finds marked. If that came first,
- * the count would be short by one for a moment, and another busy rank would not be seen. */
-static int ra__shm_rise(ra__shm_seat *seat) {
+/* Marks this rank as busy. 1: it was at rest. It is counted first, then marked: another thread may
+ * make this rank leave at any moment, and takes off the count only what it finds marked. In the
+ * other order the count could be short by one for a moment, and hide another busy rank. */
+static int ra__shm_mark_busy(ra__shm_seat *seat) {
     if (ra__load_i32(&seat->busy)) return 0;
     (void)ra__add_i32(&seat->world->busy, 1);
     return ra__cas_i32(&seat->busy, 0, 1);
 }
 
-/* Who: the owner. Blocks: no; copies the bytes of ops that match immediately. Buffers: as
- * ra_transport_op.buf says. Order: receives first, each flow in the order of ops; all are accepted,
- * and it never returns RA_AGAIN. Errors: see above; every idle op then fails in the same way.
- * Required. */
+/* Accepts all ops, so it never returns RA_AGAIN, and copies the bytes of those that match at once.
+ * After a failure every idle op fails in the same way. */
 static int ra__shm_post(void *ctx, ra_transport_op *const *ops, int n) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
-    const int rested = ra__shm_rise(seat);
+    const int rested = ra__shm_mark_busy(seat);
     int32_t failure = ra__shm_failure(seat);
     if (failure && rested) ra__shm_rest(seat);
     for (int kind = RA_MSG_RECV; kind >= RA_MSG_SEND; kind--) {
@@ -16753,9 +16745,8 @@ static int ra__shm_post(void *ctx, ra_transport_op *const *ops, int n) {
     return failure;
 }
 
-/* Who: the owner. Blocks: no, except for a copy in progress after a failure. Buffers: free again
- * when their op leaves PENDING. Order: ops of a flow may be found done in any order. Errors: see
- * above. Required with post. */
+/* After a failure it may wait for a copy in progress. Ops of a flow may be found done in any
+ * order. */
 static int ra__shm_poll(void *ctx, ra_transport_op *const *ops, int n) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
     int32_t failure = ra__shm_failure(seat);
@@ -16763,8 +16754,6 @@ static int ra__shm_poll(void *ctx, ra_transport_op *const *ops, int n) {
     return failure;
 }
 
-/* As poll, except that it blocks until one of ops leaves PENDING, a rank aborts, or deadline_ns (it
- * then returns RA_OK). Optional. */
 static int ra__shm_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t deadline_ns) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
     for (;;) {
@@ -16772,13 +16761,11 @@ static int ra__shm_wait(void *ctx, ra_transport_op *const *ops, int n, int64_t d
         int32_t failure = ra__shm_failure(seat);
         ra__shm_pending pending = ra__shm_sweep(seat, ops, n, failure);
         if (failure || pending.after < pending.before || pending.after == 0) return failure;
-        if (!ra__shm_doze(seat, seen, deadline_ns)) return RA_OK;
+        if (!ra__shm_wait_event(seat, seen, deadline_ns)) return RA_OK;
     }
 }
 
-/* Who: any thread at any time, during any other call. Blocks: no. Buffers: still in use until
- * quiesce. Order: the first abort of a rank counts and is in effect when this returns. Errors:
- * none. Optional. */
+/* The first abort of a rank counts, and is in effect when this returns. */
 static int ra__shm_abort(void *ctx, int why) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
     ra__cas_i32(&seat->why, 0, why < 0 ? why : RA_E_ABORTED);
@@ -16786,9 +16773,9 @@ static int ra__shm_abort(void *ctx, int why) {
     return RA_OK;
 }
 
-/* Takes back everything that this rank has queued, and waits for copies in progress. The `why` of
- * its seat is set: a concurrent post either has queued its op before this takes the lock of the
- * inbox, or sees `why` under that lock and queues nothing. */
+/* Takes back everything that this rank has queued, and waits for copies in progress. `why` of the
+ * seat is set: a concurrent post either has queued its op before this takes the lock of the inbox,
+ * or sees `why` under that lock and queues nothing. */
 static void ra__shm_purge(ra__shm_seat *seat) {
     for (int32_t r = 0; r < seat->world->ranks; r++) {
         ra__shm_seat *inbox = &seat->world->seats[r];
@@ -16808,8 +16795,9 @@ static void ra__shm_purge(ra__shm_seat *seat) {
     while (ra__load_i32(&seat->open)) ra__yield();
 }
 
-/* After this the rank reads nothing of others, and others get RA_E_PEER instead of waiting. */
-static void ra__shm_part(ra__shm_seat *seat) {
+/* The rank leaves for good: it reads nothing of others any more, and they get RA_E_PEER instead of
+ * waiting for it. */
+static void ra__shm_leave(ra__shm_seat *seat) {
     ra_world *world = seat->world;
     int32_t failure = ra__shm_failure(seat);
     ra__cas_i32(&seat->why, 0, failure ? failure : RA_E_STATE);
@@ -16820,24 +16808,20 @@ static void ra__shm_part(ra__shm_seat *seat) {
         ra__shm_notify_all(world);
 }
 
-/* Who: the owner, when no thread of the rank reads what it received. Blocks: until every rank has
- * quiesced or left (after an abort: or rests), or deadline_ns. Buffers: all belong to the rank
- * again after RA_OK. Order: the rank leaves permanently, even if nobody aborted; later ops fail.
- * Errors: RA_E_UNSAFE at the deadline; may be called again. Optional. */
+/* Leaves, even if nobody aborted, and blocks until every rank has quiesced or left or, after an
+ * abort, rests. RA_E_UNSAFE at the deadline; it may be called again. */
 static int ra__shm_quiesce(void *ctx, int64_t deadline_ns) {
     ra__shm_seat *seat = (ra__shm_seat *)ctx;
-    ra__shm_part(seat);
+    ra__shm_leave(seat);
     for (;;) {
         int64_t seen = ra__load_i64(&seat->event) / RA__SHM_EVENT;
         if (ra__load_i32(&seat->world->gone) == seat->world->ranks) return RA_OK;
         if (ra__load_i32(&seat->world->aborted) && !ra__add_i32(&seat->world->busy, 0))
             return RA_OK;
-        if (!ra__shm_doze(seat, seen, deadline_ns)) return RA_E_UNSAFE;
+        if (!ra__shm_wait_event(seat, seen, deadline_ns)) return RA_E_UNSAFE;
     }
 }
 
-/* Who: any thread, with any code. Blocks: no. The text is static; null: see ra_status_text.
- * Optional. */
 static const char *ra__shm_error_text(void *ctx, int code) {
     (void)ctx;
     if (code == RA_E_ABORTED) return "another rank of this world failed or was cancelled";
@@ -16893,46 +16877,43 @@ static int ra__shm_open_seat(ra_world *world, int32_t rank) {
     return 0;
 }
 
-static ra_status ra__shm_check(const ra_world_desc *wd, int32_t ranks, ra_error *e) {
-    if (ranks < 1 || ranks > 4096)
-        return ra__refuse(e, RA_E_RANGE, "ranks", "must be 1 to 4096, is #", ranks);
-    return wd ? ra__check_allocator(&wd->allocator, "allocator", e) : RA_OK;
-}
-
-/* wd has been checked; only its allocator is used here. Null: no memory, or no locks. */
-static ra_world *ra__shm_create(const ra_world_desc *wd, int32_t ranks) {
-    size_t bytes = sizeof(ra_world) + (size_t)ranks * sizeof(ra__shm_seat);
-    ra_world *world = (ra_world *)ra__alloc(wd ? &wd->allocator : NULL, (int64_t)bytes, 128);
-    if (!world) return NULL;
-    memset((void *)world, 0, bytes);
-    world->ranks = ranks;
-    world->seats = (ra__shm_seat *)(world + 1);
-    world->bytes = bytes;
-    if (wd) world->allocator = wd->allocator;
-    for (int32_t r = 0; r < ranks; r++) {
-        if (ra__shm_open_seat(world, r)) continue;
-        ra__shm_close_seats(world, r);
-        ra__free(wd ? &wd->allocator : NULL, world, bytes);
-        return NULL;
-    }
-    return world;
-}
-
 static ra_status ra__shm_no_memory(ra_error *e, int32_t ranks) {
     return ra__refuse(e, RA_E_NOMEM, "ranks", "no memory or locks for # ranks", ranks);
 }
 
+/* wd may be null; its own number of ranks is not looked at. */
+static ra_status ra__shm_create(ra_world **out, const ra_world_desc *wd, int32_t ranks) {
+    const ra_allocator *a = wd ? &wd->allocator : NULL;
+    ra_error *e = wd ? wd->error : NULL;
+    if (ranks < 1 || ranks > 4096)
+        return ra__refuse(e, RA_E_RANGE, "ranks", "must be 1 to 4096, is #", ranks);
+    ra_status s = a ? ra__check_allocator(a, "allocator", e) : RA_OK;
+    if (s) return s;
+    const size_t bytes = sizeof(ra_world) + (size_t)ranks * sizeof(ra__shm_seat);
+    ra_world *world = (ra_world *)ra__alloc(a, (int64_t)bytes, 128);
+    if (!world) return ra__shm_no_memory(e, ranks);
+    memset((void *)world, 0, bytes);
+    world->ranks = ranks;
+    world->seats = (ra__shm_seat *)(world + 1);
+    world->bytes = bytes;
+    if (a) world->allocator = *a;
+    for (int32_t r = 0; r < ranks; r++) {
+        if (ra__shm_open_seat(world, r)) continue;
+        ra__shm_close_seats(world, r);
+        ra__free(a, world, bytes);
+        return ra__shm_no_memory(e, ranks);
+    }
+    *out = world;
+    return RA_OK;
+}
+
 RINGATTN_API ra_status ra_world_create(ra_world **out, const ra_world_desc *wd) {
     ra_error *e = wd ? wd->error : NULL;
-    ra_status s;
     if (!out) return ra__refuse(e, RA_E_NULL, "out", "is null: it receives the world", 0);
     *out = NULL;
     if (!wd || !wd->ranks)
         return ra__refuse(e, RA_E_UNSET, "ranks", "must be set, 1 to 4096, is #", 0);
-    s = ra__shm_check(wd, wd->ranks, e);
-    if (s) return s;
-    *out = ra__shm_create(wd, wd->ranks);
-    return *out ? RA_OK : ra__shm_no_memory(e, wd->ranks);
+    return ra__shm_create(out, wd, wd->ranks);
 }
 
 RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank) {
@@ -16943,14 +16924,13 @@ RINGATTN_API const ra_transport *ra_world_transport(ra_world *world, int rank) {
 RINGATTN_API void ra_world_leave(ra_world *world, int rank, ra_status why) {
     if (!world || rank < 0 || rank >= world->ranks) return;
     if (why != RA_OK) ra__shm_abort(&world->seats[rank], why);
-    ra__shm_part(&world->seats[rank]);
+    ra__shm_leave(&world->seats[rank]);
 }
 
 /* No call on the world may be in progress. */
 RINGATTN_API void ra_world_destroy(ra_world *world) {
-    ra_allocator allocator;
     if (!world) return;
-    allocator = world->allocator;
+    const ra_allocator allocator = world->allocator;
     ra__shm_close_seats(world, world->ranks);
     ra__free(&allocator, world, world->bytes);
 }
@@ -16999,27 +16979,20 @@ static int32_t ra__shm_threads(ra__shm_run *run, ra__shm_thread *threads) {
 RINGATTN_API ra_status ra_world_run(int ranks, ra_rank_fn fn, void *user, const ra_world_desc *wd) {
     ra_error *e = wd ? wd->error : NULL;
     const ra_allocator *a = wd ? &wd->allocator : NULL;
-    ra__shm_thread *threads;
-    ra__shm_run run;
-    ra_status s;
-    int32_t started;
+    ra__shm_run run = { NULL, fn, user, 0, 0 };
     if (!fn) return ra__refuse(e, RA_E_NULL, "fn", "is null: what should the ranks run?", 0);
-    s = ra__shm_check(wd, ranks, e);
-    if (s != RA_OK) return s;
     if (wd && wd->ranks && wd->ranks != ranks)
         return ra__refuse(e, RA_E_SHAPE, "ranks",
                           "is # in the descriptor and differs in the call: leave it 0", wd->ranks);
-    memset(&run, 0, sizeof run);
-    run.fn = fn;
-    run.user = user;
-    run.world = ra__shm_create(wd, ranks);
-    if (!run.world) return ra__shm_no_memory(e, ranks);
-    threads = (ra__shm_thread *)ra__alloc(a, ranks * (int64_t)sizeof *threads, 64);
+    ra_status s = ra__shm_create(&run.world, wd, ranks);
+    if (s) return s;
+    ra__shm_thread *threads =
+        (ra__shm_thread *)ra__alloc(a, ranks * (int64_t)sizeof *threads, 64);
     if (!threads) {
         ra_world_destroy(run.world);
         return ra__shm_no_memory(e, ranks);
     }
-    started = ra__shm_threads(&run, threads);
+    const int32_t started = ra__shm_threads(&run, threads);
     ra__free(a, threads, (size_t)ranks * sizeof *threads);
     ra_world_destroy(run.world);
     if (started < ranks)
@@ -17712,7 +17685,7 @@ static ra_transport_op *ra__queue_post_next(ra_ring *r, int which) {
     int32_t hop;
     const int32_t peer = ra__queue_peer(r, which, i, &hop);
     return ra__queue_post(r, which, peer, c, ra__queue_buf(queue, i),
-                          c < 0 ? RA__FRAME_BYTES : ra__ring_length(r, c, hop));
+                          c < 0 ? (int64_t)RA__FRAME_BYTES : ra__ring_length(r, c, hop));
 }
 
 /* A queue has a message to post and room for it. freed: messages whose slots are free again; most:
