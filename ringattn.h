@@ -15132,7 +15132,7 @@ static ra__ring_size ra__ring_bytes(const ra_plan *p, const ra__sizes *n, int sh
  * Everything that can be known before a pass: the schedule of a rank, the hash of what ranks must
  * agree on, and the figures of ra_plan_report. In: a checked descriptor. Out: one allocation. */
 
-/* Runs of all ranks together. */
+/* How many runs all ranks have together. */
 static int64_t ra__runs_count(const ra_layout *l, int32_t ranks, int keys) {
     const int32_t *count = keys ? l->k_run_count : l->q_run_count;
     int64_t n = 0;
@@ -15165,7 +15165,7 @@ static uint64_t ra__hash_fields(const int64_t *fields, size_t n) {
     return h;
 }
 
-/* AGREED fields as given, except mask and layout. */
+/* Hashes the AGREED fields of d as they are set, except mask, layout and arrays. */
 static void ra__agree_plain(const ra_desc *d, uint64_t *part) {
     const int64_t sizes[] = { RINGATTN_VERSION, d->sequences, d->ranks, d->q_heads, d->kv_heads,
                               d->k_dim, d->v_dim, d->v_in_k, d->v_column, d->tokens, d->kv_tokens,
@@ -15173,14 +15173,14 @@ static void ra__agree_plain(const ra_desc *d, uint64_t *part) {
     const int64_t dtypes[] = { d->q_dtype, d->k_dtype, d->v_dtype, d->o_dtype };
     const int64_t training[] = { d->train, d->grad_dtype, d->grad_return, d->backward_travel };
     const int64_t messages[] = { d->chunk_tokens, d->buffers, d->order };
+    const float scores[] = { d->scale, d->softcap };
     part[RA__AGREE_SIZES] = ra__hash_fields(sizes, sizeof sizes / sizeof *sizes);
     part[RA__AGREE_DTYPES] = ra__hash_fields(dtypes, sizeof dtypes / sizeof *dtypes);
-    part[RA__AGREE_SCORES] = ra__hash_i64(RA__HASH_START, d->scores);
-    part[RA__AGREE_TRAINING] = ra__hash_fields(training, sizeof training / sizeof *training);
+    part[RA__AGREE_SCORES] = ra__hash(ra__hash_i64(RA__HASH_START, d->scores), scores,
+                                      sizeof scores);
+    part[RA__AGREE_TRAINING] = ra__hash(ra__hash_fields(training, 4), &d->dropout,
+                                        sizeof d->dropout);
     part[RA__AGREE_MESSAGES] = ra__hash(ra__hash_fields(messages, 3), &d->rates, sizeof d->rates);
-    part[RA__AGREE_SCORES] = ra__hash(part[RA__AGREE_SCORES], &d->scale, sizeof d->scale);
-    part[RA__AGREE_SCORES] = ra__hash(part[RA__AGREE_SCORES], &d->softcap, sizeof d->softcap);
-    part[RA__AGREE_TRAINING] = ra__hash(part[RA__AGREE_TRAINING], &d->dropout, sizeof d->dropout);
 }
 
 static uint64_t ra__agree_layout(const ra_layout *l, int32_t ranks) {
@@ -15194,7 +15194,7 @@ static uint64_t ra__agree_layout(const ra_layout *l, int32_t ranks) {
     return ra__hash_array(h, l->k_runs, ra__runs_count(l, ranks, 1), sizeof(ra_run));
 }
 
-/* All AGREED fields as given; full: the same resolved, for the lengths of arrays. */
+/* Hashes all AGREED fields of d as they are set. full: d resolved, for the lengths of arrays. */
 static void ra__agree(const ra_desc *d, const ra_desc *full, ra__agreed *out) {
     const ra_mask *m = &d->mask;
     const int64_t mask[] = { m->kind, m->causal_block, m->window, m->right_limit, m->prefix,
@@ -15209,7 +15209,7 @@ static void ra__agree(const ra_desc *d, const ra_desc *full, ra__agreed *out) {
     out->part[RA__AGREE_LAYOUT] = ra__agree_layout(&d->layout, full->ranks);
 }
 
-/* The same, with what must be equal in every rank's tensors of a call. */
+/* The same of a plan, with what must be equal in the tensors that ranks pass to a call. */
 static ra__agreed ra__agree_call(const ra_plan *p, const ra_tensors *t) {
     const ra_desc *d = &p->d;
     ra__agreed a = p->agreed;
@@ -15230,7 +15230,7 @@ static void *ra__carve_copy(ra__arena *a, const void *from, int64_t n, size_t el
     return to;
 }
 
-/* Runs of all ranks, the first entry of each, and what comes before each run of a rank. */
+/* Copies the runs of all ranks, and sets run_begin and before (see ra_plan). */
 static void ra__carve_runs(ra__arena *a, ra_plan *p, int keys) {
     ra_layout *l = &p->d.layout;
     const ra_run **runs = keys ? &l->k_runs : &l->q_runs;
@@ -15259,7 +15259,7 @@ static void ra__carve_runs(ra__arena *a, ra_plan *p, int keys) {
     }
 }
 
-/* Sorts the runs of keys. */
+/* Fills in p->held: the runs of keys by their first position. */
 static void ra__plan_held(ra_plan *p) {
     const ra_run *runs = p->d.layout.k_runs;
     int64_t reach = -1, group = 0, rows = 0;
@@ -15276,8 +15276,8 @@ static void ra__plan_held(ra_plan *p) {
     }
 }
 
-/* Carves the arrays of the descriptor (copies) and of cuts; counts only if a->base is null. *p was
- * cleared. */
+/* Copies the descriptor and its arrays, and carves what depends on the number of sequences and
+ * ranks; counts only if a->base is null. *p was cleared. */
 static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     ra_desc *d = &p->d;
     ra_layout *l = &d->layout;
@@ -15312,7 +15312,7 @@ static void ra__plan_arrays(ra__arena *a, ra_plan *p, const ra_desc *full) {
     p->source = (ra__source_rank *)ra__carve(a, d->ranks * (int64_t)sizeof *p->source);
 }
 
-/* Cuts of every sequence, order, and whether the promise on bits holds. */
+/* Sets the cuts of every sequence, the order, and what the promise on bits depends on. */
 static void ra__plan_cuts(ra_plan *p) {
     const ra_desc *d = &p->d;
     int zigzag = d->layout.kind == RA_LAYOUT_ZIGZAG, square = 1;
@@ -15330,8 +15330,8 @@ static void ra__plan_cuts(ra_plan *p) {
     p->same_positions = square;
 }
 
-/* Chunks of a list with need bits. The bits of different ranks are in different lines and sets of a
- * cache, because a chunk sets a bit in each. */
+/* Room for a list of chunks with its need bits. A row of bits is an odd number of cache lines:
+ * marking a chunk touches the rows of all ranks, which are then in different sets of a cache. */
 static void ra__travel_carve(ra__arena *a, const ra_plan *p, ra__travel *t, int64_t chunks) {
     t->chunks = chunks;
     t->chunk = (ra__chunk *)ra__carve(a, chunks * (int64_t)sizeof(ra__chunk));
@@ -15351,7 +15351,7 @@ static void ra__lists_carve(ra__arena *a, ra__pass_lists *w, int64_t n, int64_t 
     w->exchange = (ra__exchange *)ra__carve(a, exchanges * (int64_t)sizeof *w->exchange);
 }
 
-/* Own chunks may be folded twice. */
+/* Carves the scratch of ra__tour_exchanges. Own chunks may be folded twice. */
 static void ra__play_carve(ra__arena *a, ra_plan *p) {
     const int64_t chunks = ra__max(p->keys.chunks, p->queries.chunks), ranks = p->d.ranks;
     ra__play y;
@@ -15369,7 +15369,7 @@ static void ra__play_carve(ra__arena *a, ra_plan *p) {
     if (a->base) *p->play = y;
 }
 
-/* Carves what depends on the number of chunks: at most `keys` of keys, `queries` of queries. */
+/* Carves what depends on the number of chunks: at most `keys` of keys and `queries` of queries. */
 static void ra__plan_lists(ra__arena *a, ra_plan *p, int64_t keys, int64_t queries) {
     const int32_t B = p->d.sequences;
     const int q = p->d.train && p->d.backward_travel == RA_TRAVEL_Q;
@@ -15400,17 +15400,12 @@ static void ra__lists_recv(ra__pass_lists *r, int64_t chunk, int32_t fold, int32
     r->recv[r->recvs++] = m;
 }
 
-static void ra__lists_send(ra__pass_lists *r, int64_t chunk, int32_t recv, int32_t fold) {
-    const ra__send m = { (int32_t)chunk, recv, fold };
-    r->send[r->sends++] = m;
-}
-
 /* The lists of a pass while they are made. */
 typedef struct ra__listing {
     const ra__tour *w;
     ra__pass_lists *r;
-    int64_t ended;                     /* own chunks that have returned and been folded again */
-    int32_t sequence, index;           /* in hand; entries that it has in the fold list */
+    int64_t ended;                     /* own chunks whose second visit is in the list of folds */
+    int32_t sequence, index;           /* the current one; how many entries of it are in the list */
 } ra__listing;
 
 /* Appends an entry to the list of folds. chunk -1: the sequence has no keys. */
@@ -15421,7 +15416,7 @@ static ra__fold *ra__lists_fold(ra__listing *l, int64_t chunk, int32_t recv) {
     return &l->r->fold[l->r->folds - 1];
 }
 
-/* The next entry of this rank's fold list is the second visit of an own chunk, not chunk c. */
+/* 1: the second visit of an own chunk comes before chunk c in this rank's list of folds. */
 static int ra__lists_late(const ra__listing *l, int64_t c) {
     const ra__tour *w = l->w;
     const int32_t me = w->p->d.rank;
@@ -15442,7 +15437,7 @@ static void ra__lists_ends(ra__listing *l, int64_t c) {
     }
 }
 
-/* Backward: the first visit of this rank's own chunk c. */
+/* Backward: adds the first visit of this rank's own chunk c. */
 static void ra__lists_own(ra__listing *l, int64_t c, int leaves) {
     ra__pass_lists *r = l->r;
     ra__fold *f = ra__lists_fold(l, c, -1);
@@ -15454,7 +15449,8 @@ static void ra__lists_own(ra__listing *l, int64_t c, int leaves) {
     if (leaves) r->returned[r->returns++] = returned;
 }
 
-/* Visits of chunk c: received, folded, sent. Backward it is sent on when it is folded. */
+/* Adds what this rank does with chunk c: it receives, folds and sends it; backward it sends it on
+ * only when it is folded. */
 static void ra__lists_visit(ra__listing *l, int64_t c) {
     const ra__tour *w = l->w;
     ra__pass_lists *r = l->r;
@@ -15469,12 +15465,12 @@ static void ra__lists_visit(ra__listing *l, int64_t c) {
     else if (ra__need(w->t, c, me)) (void)ra__lists_fold(l, c, recv);
     else fold = -1;
     if (arrives) ra__lists_recv(r, c, fold, leaves ? (int32_t)r->sends : -1);
-    if (leaves) ra__lists_send(r, c, recv, w->back ? fold : -1);
+    const ra__send send = { (int32_t)c, recv, w->back ? fold : -1 };
+    if (leaves) r->send[r->sends++] = send;
 }
 
-/* What this rank folds, receives and sends in a pass, in its order. Where own chunks are folded
- * twice, all of those end before the list of their sequence does. tasks: of this rank by
- * sequence. */
+/* Lists what this rank folds, receives and sends in a pass, in its order. The second visits of own
+ * chunks come before the end of their sequence. tasks: [B + 1] first task of a sequence here. */
 static void ra__lists_fill(const ra__tour *w, const int64_t *tasks, ra__pass_lists *r) {
     ra__listing l = { w, r, 0, 0, 0 };
     int64_t k = 0;
@@ -15490,8 +15486,8 @@ static void ra__lists_fill(const ra__tour *w, const int64_t *tasks, ra__pass_lis
     }
 }
 
-/* Ranks that read this rank's keys, and ranks whose keys it reads. With addresses instead of copies
- * a pass ends when the former have sent their notices. */
+/* Lists the ranks that read this rank's keys and those whose keys it reads. Where messages carry
+ * addresses, a pass ends when the former have sent their notices. */
 static void ra__plan_readers(ra_plan *p) {
     ra__readers all;
     int64_t n = 0;
@@ -15537,8 +15533,9 @@ static void ra__plan_rounds(ra_plan *p) {
     }
 }
 
-/* The direction in which a pass takes fewer steps, then the one with fewer bytes on the links; in
- * rounds only the latter counts. RA_ORDER_DESCENDING goes up, as the bounds of its steps assume. */
+/* Chooses the direction that takes fewer steps or, if both take the same, moves fewer bytes over
+ * the links; in rounds only bytes count. RA_ORDER_DESCENDING always goes up, as the bounds of its
+ * steps assume. */
 static void ra__plan_direction(ra_plan *p) {
     int64_t steps[2], bytes[2];
     for (int32_t down = 0; down < 2; down++) {
@@ -15554,7 +15551,7 @@ static void ra__plan_direction(ra_plan *p) {
     (void)ra__tour_hops(&up);
 }
 
-/* Sifts place i of the heap [0, n) down, by first position. */
+/* Moves place i of the heap [0, n), by first position, down to where it belongs. */
 static void ra__place_sift(ra__place *heap, int64_t i, int64_t n) {
     ra__place moved = heap[i];
     for (int64_t child; (child = 2 * i + 1) < n; i = child) {
@@ -15604,9 +15601,9 @@ static void ra__plan_places(ra_plan *p) {
 }
 
 /* -------------------------------------------------------------------------- blocks against chunks
- * The class of a position for a block of queries changes at eight edges at most. Keys with no edge
- * among them are all of one class, and so are all their blocks: that leaves few segments to look
- * into, and few blocks of those. An edge x is among the keys of [first, last] if
+ * Tiles of a block of queries are counted without a look at each. For that block the class of a key
+ * (RA__EMPTY, _PARTIAL or _FULL) changes at eight positions at most, the edges. Blocks of keys with
+ * no edge among them are all of one class. An edge x is among keys [first, last] if
  * first < x <= last. */
 typedef struct ra__edges { int64_t at[8]; int32_t n; } ra__edges;
 
@@ -15624,7 +15621,7 @@ static ra__edges ra__edges_of(const ra__bounds *b) {
     return e;
 }
 
-/* Adds the blocks of a run of keys. */
+/* Adds the blocks of a run of keys to a tally. */
 static void ra__tally_run(const ra__seg *s, const ra__bounds *b, const ra__edges *e,
                           ra__tally *tally) {
     int64_t n = ra__ceil_div(s->rows, RA_BLOCK_TOKENS), step = RA_BLOCK_TOKENS * s->stride;
@@ -15648,8 +15645,8 @@ static void ra__tally_seg(const ra__chunk *c, int32_t i, const ra__bounds *b, co
     ra__tally_run(&s, b, e, tally);
 }
 
-/* A walk over the places [next, end) of a sequence for one block of queries: each step is places
- * [from, to) whose blocks are all of class `kind`, or one with kind -1 to be looked into. */
+/* A walk over the places [next, end) of a sequence for one block of queries. A step is the places
+ * [from, to), whose blocks are all of class `kind`, or one place with an edge: kind -1. */
 typedef struct ra__walk {
     const ra__place *place;
     const ra__bounds *bounds;
@@ -15700,7 +15697,7 @@ static void ra__report_tiles(const ra_plan *p, int32_t rank, int32_t b, ra__tall
     }
 }
 
-/* ARRAY: all tiles may be partial. */
+/* ARRAY: positions are unknown, so all tiles count as partial. */
 static int64_t ra__report_array_tiles(const ra_plan *p, int32_t rank) {
     ra__side side = ra__plan_side(p, 0, rank);
     int64_t blocks = 0;
@@ -15894,19 +15891,18 @@ static void ra__plan_report(const ra_plan *p, int32_t rank, ra_plan_report *r) {
     r->backward.state_bytes = size.back_state;
 }
 
-/* -------------------------------------------------------------------------- prediction
- * Times are in seconds. Of a rank: when its link and its processor are free, how long it receives,
- * computes and waits, and how many messages it has received. Of its chunk on the way: when it came
- * to the rank it is at, as which of the messages to that rank. */
-typedef struct ra__predicted {
-    double link_free, folded, busy, compute, idle, here;
-    int64_t received, number;
+/* -------------------------------------------------------------------------- prediction */
+typedef struct ra__predicted {         /* of a rank; times are in seconds */
+    double link_free, folded;          /* when its link onwards is free; it has folded all so far */
+    double busy, compute, idle;        /* how long it receives, computes, waits */
+    double here;                       /* of its own chunk on its way: when it came to this rank, */
+    int64_t number, received;          /* and as which message; messages that it has received */
 } ra__predicted;
 typedef struct ra__prediction_scratch {
     ra__predicted *rank;               /* [ranks] */
     double *freed;                     /* [ranks][buffers] when a receive buffer is free again */
     double *work;                      /* [ranks][chunks] time of computing */
-    double *step;                      /* [places + 1] of one rank */
+    double *step;                      /* [places + 1] see ra__predict_work; all 0 outside */
     int32_t unlimited;                 /* 1: as if a buffer were always free */
 } ra__prediction_scratch;
 
@@ -15919,9 +15915,9 @@ static void ra__predict_carve(ra__arena *a, const ra_plan *p, ra__prediction_scr
                                            : (p->place_begin[p->d.sequences] + 1) * 8);
 }
 
-/* Adds the seconds that a rank needs for each chunk, from its non-empty tiles. A partial tile is
- * counted whole. Where there is no edge between, only the first and last block are stored, as
- * changes per block. */
+/* Adds the seconds that a rank needs for each chunk of sequence b, from its non-empty tiles. A
+ * partial tile is counted whole. Places [from, to) that are all full are noted at their ends alone:
+ * step has by how many rows the work per block changes at each place. */
 static void ra__predict_work(const ra_plan *p, int32_t rank, int32_t b, double pair_s,
                              ra__prediction_scratch *m) {
     ra__query_walk q = ra__queries_of(p, rank, b);
@@ -15960,7 +15956,7 @@ static void ra__predict_array(const ra_plan *p, int32_t rank, double pair_s,
             rows * RA_BLOCK_TOKENS * pair_s * (double)ra__chunk_blocks(&p->keys.chunk[c]);
 }
 
-/* Simulates one chunk at the rank `h` ranks after its owner, where it has come at m->here: it is
+/* Simulates one chunk at the rank `h` ranks after its owner, to which it came at owner->here: it is
  * folded in order, and is sent on when the link is free and the next rank has a buffer. */
 static void ra__predict_visit(const ra_plan *p, const ra_rates *rates, int64_t c, int32_t h,
                               ra__prediction_scratch *m) {
@@ -16008,7 +16004,7 @@ static double ra__predict_pass(const ra_plan *p, const ra_rates *rates, int32_t 
 }
 
 /* -------------------------------------------------------------------------- plans */
-/* Chunks of queries and who needs them. */
+/* Lists the chunks of queries, and marks who needs them. */
 static void ra__plan_queries(ra_plan *p) {
     p->queries.chunks = ra__chunk_all(p, 0, 0, p->queries.chunk);
     for (int32_t b = 0; b < p->d.sequences; b++) {
@@ -16018,9 +16014,9 @@ static void ra__plan_queries(ra_plan *p) {
     }
 }
 
-/* The tour of a backward pass. Owners fold twice if a contiguous or zigzag layout has units and
- * queries and keys are the same positions. Under RA_ORDER_DESCENDING no row comes before its
- * key. */
+/* Sets up the backward pass. Owners fold their chunks twice (see SCHEDULE) if queries and keys are
+ * the same positions of a contiguous or zigzag layout. Under RA_ORDER_DESCENDING no row comes
+ * before its key, and once is enough. */
 static void ra__plan_fill_back(ra_plan *p) {
     int q = p->d.backward_travel == RA_TRAVEL_Q;
     if (q) ra__plan_queries(p);
@@ -16033,7 +16029,7 @@ static void ra__plan_fill_back(ra_plan *p) {
     p->back.return_bytes = ra__tour_longest(&w, p->d.ranks);
 }
 
-/* From the list of chunks to the lists of this rank. */
+/* Makes all the rest of the plan from the list of chunks. */
 static void ra__plan_fill(ra_plan *p) {
     for (int32_t r = 0; r < p->d.ranks; r += RA__VIEWERS)
         for (int32_t b = 0; b < p->d.sequences; b++) ra__chunk_needs(p, r, b);
@@ -16066,8 +16062,8 @@ static int64_t ra__plan_unvisited(const ra_plan *p, const ra__travel *t) {
     return ra__mul_sat(n, p->d.q_heads);
 }
 
-/* The calls of sendrecv, for transports that have nothing else: made when a ring first needs them,
- * because all ranks are played through. Rings of several threads may share the plan. */
+/* Lists the calls of sendrecv, for transports that have nothing else. It simulates all ranks, so it
+ * is done when a ring first needs it. Threads may create rings of the plan at the same time. */
 static void ra__plan_exchanges(const ra_plan *plan) {
     const ra_pass_figures *f = &plan->report.forward, *g = &plan->report.backward;
     ra_plan *p = (ra_plan *)(uintptr_t)plan;
@@ -16086,7 +16082,7 @@ static void ra__plan_exchanges(const ra_plan *plan) {
     ra__store_i32(&p->play->state, RA__PLAY_DONE);
 }
 
-/* Rows that a sequence has on all ranks together, at most: those of the tables if there are any. */
+/* Rows of sequence b on all ranks together: those of the tables if there are any. */
 static int64_t ra__layout_rows(const ra_desc *d, int32_t b, int keys) {
     const ra_layout *l = &d->layout;
     const int64_t *rows = keys && l->k_rows ? l->k_rows : l->q_rows;
@@ -16247,10 +16243,9 @@ RINGATTN_API ra_status ra_plan_predict(const ra_plan *plan, int32_t rank, const 
 }
 
 /* ========================================================================== TRANSPORT
- * Checks an ra_transport before any of it is used, and fills in its defaults. In: the struct from
- * the caller and what the plan needs. Out: a refusal whose (status, field) names one check, or
- * nothing. Size and ABI come first, then plain numbers, then pointers. No callback is called
- * here. */
+ * Checks an ra_transport before any of it is used, and fills in its defaults. In: the caller's
+ * struct and what the plan needs. Out: a refusal whose (status, field) names one check, or a copy.
+ * Size and ABI are checked first, then numbers, then pointers. No callback is called here. */
 
 enum { RA__TP_CAPS = RA_CAP_ANY_THREAD | RA_CAP_ANY_PEER | RA_CAP_LOAN | RA_CAP_DEADLINE
                      | RA_CAP_SHARED };
@@ -16278,7 +16273,7 @@ static ra_status ra__tp_check_numbers(const ra_transport *t, ra_error *e) {
     return x.status;
 }
 
-/* Callbacks and properties that need another one. */
+/* Checks callbacks and properties that need another one. */
 static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
     const int shared = (t->caps & RA_CAP_SHARED) != 0;
     const int64_t caps = (int64_t)t->caps;
@@ -16302,7 +16297,7 @@ static ra_status ra__tp_check_callbacks(const ra_transport *t, ra_error *e) {
     return x.status;
 }
 
-/* rank and ranks of the plan; chunk_bytes: the longest message that it sends. */
+/* Checks a transport against rank and ranks of a plan, whose longest message has chunk_bytes. */
 static ra_status ra__tp_check_plan(const ra_transport *t, int32_t rank, int32_t ranks,
                                    int64_t chunk_bytes, ra_error *e) {
     const uint64_t max_msg = t->max_msg ? t->max_msg : RA__TP_MAX_MSG;
@@ -16335,7 +16330,7 @@ static ra_status ra__tp_check(const ra_transport *t, int32_t rank, int32_t ranks
     return s ? s : ra__tp_check_plan(t, rank, ranks, chunk_bytes, e);
 }
 
-/* What a backward pass needs of a transport: gradients return on a channel of their own. */
+/* Checks what a backward pass needs: gradients return on a separate channel. */
 static ra_status ra__tp_check_back(const ra_transport *t, const ra_plan *p, ra_error *e) {
     const int direct = p->d.ranks > 2 && p->d.grad_return == RA_RETURN_DIRECT;
     ra__checks x = { e, RA_OK };
