@@ -11829,6 +11829,7 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     c->rows[0] = ra__longest(&c->d, 0);
     c->rows[1] = ra__longest(&c->d, 1);
     if (!t) return RA_OK;
+    if (c->d.engine) return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
     s = ra__local_side(&c->d, &t->q_pos, 0, &c->w.q_side, &c->q_cursor);
     if (!s) s = ra__local_side(&c->d, &t->k_pos, 1, &c->k_side, &c->k_cursor);
     if (!s) s = ra__check_tensors(&c->d, t, c->rows, &c->w, c->kv, e);
@@ -11934,6 +11935,10 @@ static int64_t ra__local_blocks(const ra__local *c, int32_t b) {
     return ra__side_blocks(&c->w.q_side, b) * group;
 }
 
+/* Thread ith of nth. */
+typedef struct ra__thread { int ith, nth; } ra__thread;
+static const ra__thread ra__alone = { 0, 1 };
+
 /* -------------------------------------------------------------------------- tasks */
 /* The tasks of one thread, which may stop after any block of keys and go on in another thread. */
 typedef struct ra__local_walk {
@@ -11942,7 +11947,8 @@ typedef struct ra__local_walk {
     ra__item item;
     uint8_t *gather;
     int64_t passed, index;             /* tasks that were dealt out: of all; of `sequence` */
-    int32_t sequence, panels, heads, ith, nth;
+    int32_t sequence, panels, heads;
+    ra__thread who;
     int32_t loaded;                    /* 1: the task in hand is */
 } ra__local_walk;
 
@@ -12005,17 +12011,22 @@ static int32_t ra__local_panels(const ra__local *c, int32_t panels, int nth) {
     return panels;
 }
 
-/* The next task of the thread, count 0 if there is none: one of every nth, counted forwards and
+/* 1 if item `index` of a list is dealt to thread ith. turns: threads are counted forwards and
  * backwards in turn, because causal rows cost more towards the end. */
+static int ra__deals_to(ra__thread who, int64_t index, int turns) {
+    const int64_t place = index % who.nth;
+    return (turns && index / who.nth % 2 ? who.nth - 1 - place : place) == who.ith;
+}
+
+/* The next task that is dealt to the thread; count 0: there is none. */
 static ra__task ra__local_next(const ra__local *c, ra__local_walk *w) {
     const ra__task none = { 0, 0, 0, 0, 0, 0 };
     for (; w->sequence < c->d.sequences; w->sequence++, w->index = 0) {
         const int64_t all = ra__local_blocks(c, w->sequence);
         const int64_t heads = ra__ceil_div(c->d.kv_heads, w->heads);
         while (w->index < heads * ra__ceil_div(all, w->panels)) {
-            const int64_t turn = w->passed / w->nth, place = w->passed % w->nth, i = w->index++;
-            w->passed++;
-            if ((turn % 2 ? w->nth - 1 - place : place) != w->ith) continue;
+            const int64_t i = w->index++;
+            if (!ra__deals_to(w->who, w->passed++, 1)) continue;
             ra__task t = ra__task_of(w->sequence, all, w->panels, i);
             t.kv_head *= w->heads;
             t.heads = (int32_t)ra__min(w->heads, c->d.kv_heads - t.kv_head);
@@ -12026,15 +12037,14 @@ static ra__task ra__local_next(const ra__local *c, ra__local_walk *w) {
 }
 
 /* panels: for which there is memory. */
-static void ra__local_begin(const ra__local *c, int32_t panels, uint8_t *memory, int ith, int nth,
+static void ra__local_begin(const ra__local *c, int32_t panels, uint8_t *memory, ra__thread who,
                             ra__local_walk *w) {
     ra__arena a = { memory, 0 };
     ra__scratch_carve(&a, &c->d, panels, &w->x);
     w->gather = c->pairs ? (uint8_t *)ra__carve(&a, ra__short_bytes(&c->d)) : NULL;
-    w->heads = ra__local_heads(c, panels, w->x.size.batch, nth);
-    w->panels = w->heads > 1 ? panels / w->heads : ra__local_panels(c, panels, nth);
-    w->ith = ith;
-    w->nth = nth;
+    w->heads = ra__local_heads(c, panels, w->x.size.batch, who.nth);
+    w->panels = w->heads > 1 ? panels / w->heads : ra__local_panels(c, panels, who.nth);
+    w->who = who;
     w->sequence = w->loaded = 0;
     w->passed = w->index = 0;
     w->t = ra__local_next(c, w);
@@ -12058,9 +12068,9 @@ static int ra__local_some(const ra__local *c, ra__local_walk *w) {
 }
 
 /* All tasks of a thread. */
-static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, int ith, int nth) {
+static void ra__local_run(const ra__local *c, int32_t panels, uint8_t *memory, ra__thread who) {
     ra__local_walk w;
-    ra__local_begin(c, panels, memory, ith, nth, &w);
+    ra__local_begin(c, panels, memory, who, &w);
     w.x.left = INT64_MAX;
     (void)ra__local_some(c, &w);
 }
@@ -12681,9 +12691,6 @@ static int ra__decode_last(int64_t *done, int nth) {
     }
 }
 
-/* Thread ith of nth. */
-typedef struct ra__thread { int ith, nth; } ra__thread;
-
 /* shared, of several threads: a counter in 64 bytes, and slots. */
 static void ra__decode_run(const ra__local *c, int32_t heads, uint8_t *memory, uint8_t *shared,
                            ra__thread who) {
@@ -12783,18 +12790,16 @@ RINGATTN_API size_t ra_attention_bytes(const ra_desc *d, int nth) {
 RA__NOINLINE void ra__local_on_stack(const ra__local *c, int decode) {
     uint8_t memory[RA__STACK_BYTES + 64];
     uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
-    const ra__thread who = { 0, 1 };
-    if (decode) ra__decode_run(c, 1, (uint8_t *)at, NULL, who);
-    else ra__local_run(c, 1, (uint8_t *)at, 0, 1);
+    if (decode) ra__decode_run(c, 1, (uint8_t *)at, NULL, ra__alone);
+    else ra__local_run(c, 1, (uint8_t *)at, ra__alone);
 }
 
 /* With as many kv heads at once as surely fit; `bytes` of one do. */
 RA__NOINLINE void ra__decode_on_stack(const ra__local *c, int64_t bytes) {
     uint8_t memory[RA__STACK_DECODE + 64];
     uintptr_t at = ((uintptr_t)memory + 63) & ~(uintptr_t)63;
-    const int64_t heads = ra__decode_heads(&c->d, 1);
-    const ra__thread who = { 0, 1 };
-    ra__decode_run(c, (int32_t)ra__min(heads, RA__STACK_DECODE / bytes), (uint8_t *)at, NULL, who);
+    const int64_t heads = ra__min(ra__decode_heads(&c->d, 1), RA__STACK_DECODE / bytes);
+    ra__decode_run(c, (int32_t)heads, (uint8_t *)at, NULL, ra__alone);
 }
 
 /* Pages of all keys. */
@@ -12835,7 +12840,7 @@ static ra_status ra__local_go(const ra__local *c, void *workspace, size_t bytes,
     uint8_t *memory = base + shared + need * who.ith;
     const int32_t heads = ra__decode_heads(&c->d, who.nth);
     if (decode) ra__decode_run(c, heads, memory, base, who);
-    else ra__local_run(c, ra__panels(&c->d), memory, who.ith, who.nth);
+    else ra__local_run(c, ra__panels(&c->d), memory, who);
     return RA_OK;
 }
 
@@ -12852,8 +12857,6 @@ RINGATTN_API ra_status ra_attention(const ra_desc *d, const ra_tensors *t, void 
     }
     if (!t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     s = ra__local_check(d, t, &c);
-    if (!s && c.d.engine)
-        s = ra__refuse(d->error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
     if (!s) s = ra__check_outputs(&c.d, t, c.rows[0], &c.w, d->error);
     if (!s) s = ra__check_forward(&c.d, t, c.rows, &c.w, c.kv, d->error);
     if (!s) s = ra__check_tables_of(&c, d->error);
@@ -12882,10 +12885,9 @@ static ra_status ra__attend_check(const ra_desc *d, const ra_tensors *t, ra__loc
 
 static ra_status ra__attend_decode(const ra_desc *d, const ra_tensors *t, uint8_t *workspace,
                                    const ra__kernel *kernel) {
-    const ra__thread who = { 0, 1 };
     ra__local c;
     ra_status s = ra__attend_check(d, t, &c, kernel);
-    if (!s) ra__decode_run(&c, ra__decode_heads(&c.d, 1), workspace, NULL, who);
+    if (!s) ra__decode_run(&c, ra__decode_heads(&c.d, 1), workspace, NULL, ra__alone);
     return s;
 }
 
@@ -12895,7 +12897,7 @@ static ra_status ra__attend_walk(const ra_desc *d, const ra_tensors *t, uint8_t 
     ra_status s = ra__attend_check(d, t, &a->c, kernel);
     if (s) return s;
     a->c.pairs = ra__is_short(&a->c.d);
-    ra__local_begin(&a->c, ra__panels(&a->c.d), workspace, 0, 1, &a->walk);
+    ra__local_begin(&a->c, ra__panels(&a->c.d), workspace, ra__alone, &a->walk);
     return RA_OK;
 }
 
@@ -12978,15 +12980,12 @@ RINGATTN_API ra_status ra_state_clear(const ra_desc *d, const ra_state *s) {
 RINGATTN_API ra_status ra_fold(const ra_desc *d, const ra_state *s, const ra_tensors *t,
                                void *workspace, size_t bytes) {
     ra__local c;
-    const ra__thread who = { 0, 1 };
     ra_status status;
     if (d && !t) return ra__refuse(d->error, RA_E_NULL, "t", "is required", 0);
     status = ra__local_check(d, t, &c);
     if (!status) status = ra__state_use(s, &c, d->error);
     if (!status) status = ra__check_tables_of(&c, d->error);
-    if (status) return status;
-    if (c.d.engine) return ra__refuse(d->error, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
-    return ra__local_go(&c, workspace, bytes, who, 0);
+    return status ? status : ra__local_go(&c, workspace, bytes, ra__alone, 0);
 }
 
 RINGATTN_API ra_status ra_state_merge(const ra_desc *d, const ra_state *into,
@@ -13088,35 +13087,31 @@ static void ra__back_run_piece(const ra__back_local *l, ra__share *p, ra__back_m
 }
 
 /* The work of thread ith: whole pairs, then pieces of those left over; sinks by head. */
-static void ra__back_run(const ra__back_local *l, uint8_t *memory, int ith, int nth) {
+static void ra__back_run(const ra__back_local *l, uint8_t *memory, ra__thread who) {
     const ra_desc *d = &l->c.d;
-    int64_t pairs = (int64_t)d->sequences * d->kv_heads, rest = pairs % nth;
-    int64_t whole = rest * 7 < (int64_t)nth * 5 ? pairs - rest : pairs, index = 0;
+    const int64_t pairs = (int64_t)d->sequences * d->kv_heads, rest = pairs % who.nth;
+    const int64_t whole = rest * 7 < (int64_t)who.nth * 5 ? pairs - rest : pairs;
     ra__arena a = { memory, 0 };
     ra__back_memory m;
     ra__share p;
     ra__back_memory_carve(&a, d, &m);
     memset(&p, 0, sizeof p);
-    p.want_q = p.want_k = p.parts = 1;
-    for (int64_t i = ith; i < whole; i += nth) {
+    for (int64_t i = 0, piece = 0; i < pairs; i++) {
+        const int cut = i >= whole;
+        const int32_t parts = cut ? 4 * who.nth : 1;       /* of dQ; as many of dK and dV */
         p.t.sequence = (int32_t)(i / d->kv_heads);
         p.t.kv_head = (int32_t)(i % d->kv_heads);
-        ra__back_run_piece(l, &p, &m);
-    }
-    for (int64_t i = whole; i < pairs; i++) {
-        p.t.sequence = (int32_t)(i / d->kv_heads);
-        p.t.kv_head = (int32_t)(i % d->kv_heads);
-        p.parts = 4 * nth;
-        for (p.want_k = 0; p.want_k < 2; p.want_k++)
-            for (p.part = 0; p.part < p.parts; p.part++, index++) {
-                int64_t place = index % nth;
-                if ((index / nth % 2 ? nth - 1 - place : place) != ith) continue;
-                p.want_q = !p.want_k;
-                ra__back_run_piece(l, &p, &m);
-            }
+        p.parts = parts;
+        for (int32_t j = 0; j < (cut ? 2 * parts : 1); j++, piece++) {
+            if (!ra__deals_to(who, cut ? piece - whole : piece, cut)) continue;
+            p.want_q = !cut || j < parts;
+            p.want_k = !cut || j >= parts;
+            p.part = j % parts;
+            ra__back_run_piece(l, &p, &m);
+        }
     }
     m.x.left = INT64_MAX;
-    for (int32_t h = ith; l->c.w.t->d_sinks && h < d->q_heads; h += nth)
+    for (int32_t h = who.ith; l->c.w.t->d_sinks && h < d->q_heads; h += who.nth)
         (void)ra__back_sink_some(&l->b, h, &m.x);
 }
 
@@ -13127,9 +13122,7 @@ static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_
     if (!t) return ra__refuse(e, RA_E_NULL, "t", "is required", 0);
     memset(l, 0, sizeof *l);
     ra_status s = ra__local_check(d, t, &l->c);
-    if (s) return s;
-    if (l->c.d.engine) return ra__refuse(e, RA_E_UNSUPPORTED, "engine", "serves rings only", 0);
-    s = ra__check_grads(&l->c.d, t, l->c.rows, view);
+    if (!s) s = ra__check_grads(&l->c.d, t, l->c.rows, view);
     if (s) return s;
     l->b.w = &l->c.w;
     l->b.kernel = ra__kernel_of(&l->c.d);
@@ -13232,7 +13225,7 @@ RINGATTN_API ra_status ra_attention_backward(const ra_desc *d, const ra_tensors 
     if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, who, &memory);
     if (s) return s;
     l.c.w.ml_head = 1;
-    ra__back_run(&l, memory, ith, nth);
+    ra__back_run(&l, memory, who);
     return RA_OK;
 }
 
@@ -13261,8 +13254,7 @@ RINGATTN_API ra_status ra_fold_backward(const ra_desc *d, const ra_tensors *t, c
     ra_status s = ra__back_check(d, t, &l);
     if (!s && l.c.d.v_in_k && g->d_v)
         s = ra__refuse(d->error, RA_E_SHAPE, "grads.d_v", "must be null because v_in_k is #", 1);
-    const ra__thread who = { 0, 1 };
-    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, who, &memory);
+    if (!s) s = ra__back_workspace(&l.c.d, workspace, bytes, ra__alone, &memory);
     if (!s) s = ra__check_tensor(&l.c.d, t, l.c.rows, RA__TENSOR_LSE, &l.c.w.lse, d->error);
     if (s) return s;
     l.b.delta = delta;
