@@ -8330,7 +8330,7 @@ RINGATTN_API const char *ra_isa_name(int32_t isa) {
  * RA__CRC_POLY over two elements, whose bit 31 is the coefficient of x^0. */
 #define RA__CRC_POLY 0x82f63b78u
 
-/* 8 bytes at a time by tables. They are made here, which takes as long as about 4 KiB of data. */
+/* 8 bytes at a time by tables. Each call makes them, which takes as long as 4 KiB of data. */
 static uint32_t ra__crc_by_table(uint32_t crc, const uint8_t *p, int64_t n) {
     uint32_t table[8][256];
     for (uint32_t i = 0; i < 256; i++) {
@@ -8363,7 +8363,7 @@ static uint32_t ra__crc_times(uint32_t a, uint32_t b) {
     return product;
 }
 
-/* The instruction that takes 8 bytes. Assembled as such: no function needs a target of its own. */
+/* The processor's instruction for 8 bytes. As inline assembly it needs no target attribute. */
 RA__INLINE uint32_t ra__crc_word(uint32_t crc, const uint8_t *p) {
     uint64_t x;
     memcpy(&x, p, sizeof x);
@@ -8377,9 +8377,9 @@ RA__INLINE uint32_t ra__crc_word(uint32_t crc, const uint8_t *p) {
 #endif
 }
 
-/* The instruction takes 3 cycles, and one can begin in every cycle. So long data are cut into three
- * parts, which go through it side by side. The CRC of a part is then multiplied by x to the number
- * of bits after it. */
+/* PERF: the instruction takes 3 cycles, and one can begin in every cycle. So long data are cut into
+ * three parts that are computed in turn, 8 bytes of each. The CRC of a part is then multiplied by x
+ * to the power of the number of bits after it. */
 static uint32_t ra__crc_by_word(uint32_t crc, const uint8_t *p, int64_t n) {
     const int64_t part = n / 24 * 8;
     if (part >= 1 << 14) {
@@ -8404,7 +8404,8 @@ static uint32_t ra__crc_by_word(uint32_t crc, const uint8_t *p, int64_t n) {
 }
 #endif
 
-/* The CRC of some bytes whose CRC is `crc` (none: 0) and n more after them. */
+/* The CRC of some bytes, which alone have the CRC `crc` (0: there are none), and the n bytes of
+ * `data` after them. */
 static uint32_t ra__crc(uint32_t crc, const void *data, int64_t n) {
     const uint8_t *p = (const uint8_t *)data;
 #if RA__X86 || RA__NEON
@@ -8425,16 +8426,16 @@ static uint32_t ra__crc(uint32_t crc, const void *data, int64_t n) {
  * array pos is unused. */
 typedef struct ra__seg { int64_t row, rows, pos, stride; } ra__seg;
 
-/* What comes before a run in its list: rows, blocks, and calls of a block engine. */
+/* How many rows, blocks and calls of a block engine come before a run in its list. */
 enum { RA__ROWS, RA__BLOCKS, RA__CALLS };
 typedef struct ra__before { int64_t n[3]; } ra__before;
 
 /* A run that was looked up, and what comes before it. Calls are not counted. */
 typedef struct ra__cursor { int64_t run; ra__before at; } ra__cursor;
 
-/* Runs of consecutive rows. A plan has sums of what comes before each and finds a row or a block by
- * bisection. A call on one rank has no memory for them: its cursor walks from the run that was
- * looked up last, so that going through rows or blocks in order is linear in the runs. */
+/* Runs of consecutive rows. A plan stores what comes before each, and finds a row or a block by
+ * bisection. A call on one rank has no memory for that: its cursor moves from the run that was
+ * looked up last, so looking up rows or blocks in order takes time linear in the runs. */
 typedef struct ra__run_list {
     const ra_run *run;                 /* null: positions are not given as runs */
     int64_t count;
@@ -8442,17 +8443,17 @@ typedef struct ra__run_list {
     ra__cursor *cursor;                /* of one thread */
 } ra__run_list;
 
-/* The rows of one rank, of the queries or of the keys. */
+/* The query rows of one rank, or its key rows. */
 typedef struct ra__side {
     const ra_desc *d;                  /* resolved */
     int32_t keys, layout, rank;
     const int64_t *cut;                /* [B][2 ranks + 1] see ra__cut; null: one rank */
-    ra__run_list list;                 /* RUNS: of this rank */
-    const int32_t *array;              /* ARRAY: of this rank, if known */
+    ra__run_list list;                 /* RUNS: the runs of this rank */
+    const int32_t *array;              /* ARRAY: the positions of this rank, if known */
     int64_t array_stride, array_rows;
 } ra__side;
 
-/* All tokens of a sequence, on one rank. */
+/* Sets s to all queries, or keys, of every sequence. */
 RA__INLINE void ra__side_whole(ra__side *s, const ra_desc *d, int keys, int32_t layout) {
     memset(s, 0, sizeof *s);
     s->d = d;
@@ -8483,8 +8484,8 @@ RA__INLINE int64_t ra__k_most(const ra_desc *d) {
     return d->kv_tokens ? d->kv_tokens : d->tokens + d->q_offset;
 }
 
-/* Queries, or keys, of the longest sequence: the rows per sequence of a packed tensor on one rank.
- * */
+/* Queries, or keys, of the longest sequence: on one rank a packed tensor has that many rows per
+ * sequence. */
 static int64_t ra__longest(const ra_desc *d, int keys) {
     int64_t most = 0;
     if (!d->tokens_of && !d->kv_tokens_of) return keys ? ra__k_most(d) : d->tokens;
@@ -8492,15 +8493,15 @@ static int64_t ra__longest(const ra_desc *d, int keys) {
     return most;
 }
 
-/* Shards are cut at multiples of so many tokens: a block if there are 2 of them per rank, otherwise
- * one token. */
+/* Shards are cut at multiples of this many tokens: a block if there are at least 2 per rank,
+ * otherwise one token. */
 static int64_t ra__cut_unit(int64_t tokens, int32_t ranks) {
     return ra__ceil_div(tokens, RA_BLOCK_TOKENS) >= 2 * (int64_t)ranks ? RA_BLOCK_TOKENS : 1;
 }
 
-/* Divides `units` among ranks by relative weights (null: equal): share[r] for rank r. Remainders go
- * to the largest first, ties to the lower rank. Weights are integers, so that every rank computes
- * the same. */
+/* Divides `units` among ranks by relative weights (null: equal): share[r] for rank r. Shares are
+ * rounded down; the units left over go one each to the ranks with the largest remainders, and of
+ * equal ones to the lower ranks. Weights are integers, so that every rank computes the same. */
 static void ra__shares(int64_t units, int32_t ranks, const int32_t *weights, int64_t *share) {
     int64_t sum = 0, given = 0;
     for (int32_t r = 0; r < ranks; r++) sum += weights ? weights[r] : 1;
@@ -8514,7 +8515,7 @@ static void ra__shares(int64_t units, int32_t ranks, const int32_t *weights, int
         int64_t most = -1;
         for (int32_t r = 0; r < ranks; r++) {
             int64_t w = weights ? weights[r] : 1;
-            int64_t rest = units * w - share[r] * sum;     /* < sum until this rank got its one */
+            int64_t rest = units * w - share[r] * sum;     /* below sum: it has no such unit yet */
             if (rest < sum && rest > most) { most = rest; best = r; }
         }
         RINGATTN_ASSERT(best >= 0);
@@ -8559,7 +8560,7 @@ RA__INLINE int64_t ra__run_blocks(const ra_run *run) {
     return ra__ceil_div(run->count, RA_BLOCK_TOKENS);
 }
 
-/* Moves a cursor one run on or back. */
+/* Moves a cursor to the next run, or to the one before. */
 static void ra__cursor_step(const ra__run_list *l, int back) {
     ra__cursor *c = l->cursor;
     const ra_run *run = &l->run[c->run - back];
@@ -8659,8 +8660,8 @@ static int ra__side_seg(const ra__side *s, int32_t b, int64_t i, ra__seg *out) {
     return 1;
 }
 
-/* Units that rows are counted in: rows, blocks, or calls of a block engine. Units of `unit` rows
- * are counted from the start of each segment and never reach across two. */
+/* How many units the rank's rows of sequence b have. `what`: rows, blocks, or calls of a block
+ * engine, of `unit` rows each. Units begin anew with each segment. */
 RA__INLINE int64_t ra__side_count(const ra__side *s, int32_t b, int what, int64_t unit) {
     ra__seg seg;
     int64_t n = 0;
@@ -8696,7 +8697,7 @@ static ra__seg ra__list_block(const ra__run_list *l, int64_t block) {
     return ra__seg_block(&s, block - at.n[RA__BLOCKS]);
 }
 
-/* Unit `index` of the rank's rows of sequence b, see ra__side_count; 0 if there is none. */
+/* Writes unit `index` of those that ra__side_count counts; 0 if there is none. */
 RA__INLINE int ra__side_unit(const ra__side *s, int32_t b, int what, int64_t unit, int64_t index,
                              ra__seg *out) {
     ra__seg seg;
@@ -8738,7 +8739,7 @@ static int64_t ra__document_of(const ra_mask *m, int64_t p, int64_t from, int64_
     return from;
 }
 
-/* The same, looked for from document `from` on: quick if p is not far after it. */
+/* The same, searched from document `from` on: fast if p is not far after it. */
 static int64_t ra__document_after(const ra_mask *m, int64_t p, int64_t from) {
     int64_t step = 1;
     while (from + step < m->doc_count && m->doc_first[from + step] <= p) {
@@ -8787,8 +8788,9 @@ static void ra__mask_row(const ra_mask *m, int64_t p, int64_t end, ra__sees *v) 
     ra__mask_in(m, p, doc, last, v);
 }
 
-/* Bounds over the rows of one query block: of [lo, hi) and of [doc, keep), each over the rows where
- * it is not empty; `all_*` are intersections over every row, empty if one row has none. */
+/* What the rows of a query block see together. Some row may see keys of [lo_min, hi_max) and of the
+ * kept keys [doc_min, keep_max), and no others; a row's empty interval does not count there. Every
+ * row sees [lo_max, hi_min) and [doc_max, keep_min), each of which may be empty. */
 typedef struct ra__bounds {
     int32_t lo_min, hi_max, doc_min, keep_max;
     int32_t lo_max, hi_min, doc_max, keep_min;
@@ -8801,7 +8803,7 @@ static ra__bounds ra__bounds_none(void) {
     return b;
 }
 
-/* Bounds of the rows of a and of more. */
+/* Makes a the bounds of its rows and of those of `more`. */
 static void ra__bounds_join(ra__bounds *a, const ra__bounds *more) {
     a->lo_min = more->lo_min < a->lo_min ? more->lo_min : a->lo_min;
     a->hi_max = more->hi_max > a->hi_max ? more->hi_max : a->hi_max;
@@ -8813,7 +8815,7 @@ static void ra__bounds_join(ra__bounds *a, const ra__bounds *more) {
     a->keep_min = more->keep_min < a->keep_min ? more->keep_min : a->keep_min;
 }
 
-/* Bounds of the rows of b and of a row that sees v. */
+/* The same for one more row, which sees v. */
 static void ra__bounds_row(ra__bounds *b, const ra__sees *v) {
     const int some = v->lo < v->hi, kept = v->keep_first < v->keep_end;
     const ra__bounds row = { some ? v->lo : INT32_MAX, some ? v->hi : INT32_MIN,
@@ -8822,7 +8824,7 @@ static void ra__bounds_row(ra__bounds *b, const ra__sees *v) {
     ra__bounds_join(b, &row);
 }
 
-/* Geometry of a query block: rows of a segment of at most 64; g may be null. */
+/* Bounds of the rows of a segment. g: what each sees, for segments of at most 64 rows; or null. */
 static ra__bounds ra__rows_fill(const ra_mask *m, int64_t end, const ra__seg *s,
                                 const int32_t *array, ra__rows *g) {
     ra__bounds b = ra__bounds_none();
@@ -8868,8 +8870,9 @@ static int ra__doc_next(const ra_mask *m, int64_t end, const ra__seg *s, ra__doc
     return 1;
 }
 
-/* The bounds of ra__rows_fill at the cost of two rows per document: within a document lo, hi and
- * keep never decrease from one row to the next, and if the last row sees something, all do. */
+/* The bounds of ra__rows_fill, from the first and last row of each document: within a document lo,
+ * hi and keep_end never decrease from one row to the next, and if the last row sees something, all
+ * do. If it does not, all rows are looked at. */
 static ra__bounds ra__seg_bounds(const ra_mask *m, int64_t end, const ra__seg *s) {
     ra__bounds b = ra__bounds_none();
     ra__doc_rows at = { 0, 0, 0, 0, 0 };
@@ -8937,8 +8940,9 @@ static int64_t ra__floor_sum(int64_t n, int64_t a, int64_t b, int64_t m) {
     return sum;
 }
 
-/* Visible pairs of n rows at p, p + step, ... of one document, with no edge of ra__pairs_edges
- * between them: from row to row the counts grow by the same number, except with causal blocks. */
+/* Visible (query, key) pairs of n rows at p, p + step, ... of one document, with no edge of
+ * ra__pairs_edges between them: from row to row the number of keys grows by a constant, except with
+ * causal blocks. */
 static int64_t ra__pairs_piece(const ra_mask *m, int64_t p, int64_t step, int64_t n, int64_t doc,
                                int64_t last) {
     ra__sees v, w;
@@ -8952,8 +8956,8 @@ static int64_t ra__pairs_piece(const ra_mask *m, int64_t p, int64_t step, int64_
     return flat + n * (doc + c) + c * ra__floor_sum(n, step, p - doc, c);
 }
 
-/* Positions of a document at which the number of keys that a row sees starts to grow in another
- * way: ascending, six. */
+/* The six positions of a document, ascending, at which the number of keys that a row sees begins to
+ * grow in another way. */
 static void ra__pairs_edges(const ra_mask *m, int64_t doc, int64_t last, int64_t edge[6]) {
     int64_t c = m->kind == RA_MASK_CAUSAL ? ra__max(1, m->causal_block) : 1;
     int64_t w = m->window ? m->window : 2 * (int64_t)RA_MAX_POSITION;
@@ -9004,9 +9008,9 @@ typedef struct ra__reach {
     int32_t lead;                      /* the segment that travels farther: first in a message */
 } ra__reach;
 
-/* Keys of one owner that travel together: one segment, or for zigzag two, mirrored. With RUNS the
- * segment is whole blocks of a list, from several runs that follow one another: pos and stride are
- * those of its first row. */
+/* Keys (with RA_TRAVEL_Q queries) of one owner that travel together: one segment, or for zigzag two
+ * mirrored ones. With RUNS the segment is some blocks of a list, of several runs that follow one
+ * another: pos and stride are those of its first row. */
 typedef struct ra__chunk {
     int32_t sequence, owner;
     int32_t segs;
@@ -9015,7 +9019,8 @@ typedef struct ra__chunk {
     ra__seg seg[2];
     ra__run_list list;                 /* RUNS: the runs of the segment, the first and the last one
                                         * perhaps in part; list.run null: no runs */
-    int64_t block, blocks, row;        /* which blocks of the list; its row where they begin */
+    int64_t block, blocks, row;        /* RUNS: its first block in the list, how many there are, and
+                                        * the row of the list where they begin */
     int64_t low, high;                 /* smallest and largest position; in a plan */
 } ra__chunk;
 
@@ -9024,7 +9029,7 @@ RA__INLINE int64_t ra__key_end(const ra_desc *d, int32_t b, int array) {
     return array ? RA_MAX_POSITION : ra__k_len(d, b);
 }
 
-/* What query rows of sequence b, whose positions are known, see of a plan's keys. */
+/* What some query rows of sequence b see of the keys of a plan that knows positions. */
 static ra__bounds ra__query_bounds(const ra_desc *d, int32_t b, const ra__seg *s) {
     return ra__seg_bounds(&d->mask, ra__key_end(d, b, 0), s);
 }
@@ -9102,7 +9107,8 @@ static ra__seg ra__chunk_block(const ra__chunk *c, int32_t order, int64_t i, int
     return ra__seg_block(&c->seg[*which], *which ? n1 - 1 - i : i);
 }
 
-/* Part i of n nearly equal parts of `blocks` blocks, as first block (i = n: the end). */
+/* The first block of part i, if `blocks` blocks are cut into n nearly equal parts; i = n: the
+ * end. */
 RA__INLINE int64_t ra__part(int64_t blocks, int64_t n, int64_t i) { return blocks * i / n; }
 
 /* Makes a chunk blocks [from, to) of a list. */
@@ -9126,8 +9132,8 @@ static int64_t ra__chunk_units(const ra__chunk *c) {
 }
 
 /* Cuts segment i of a chunk down to its blocks of the units [from, to), as far as it has them. In
- * zigzag's second segment units count from its end. Returns the rows that this removes before
- * them. */
+ * zigzag's second segment units count from its end. Returns how many rows in front of them it
+ * removes. */
 static int64_t ra__seg_cut(ra__chunk *c, int32_t i, int64_t from, int64_t to) {
     int64_t n = ra__seg_blocks(c, i), row = c->row, first = c->seg[i].row, end = ra__min(to, n);
     from = ra__min(from, n);
@@ -9136,7 +9142,7 @@ static int64_t ra__seg_cut(ra__chunk *c, int32_t i, int64_t from, int64_t to) {
     if (c->list.run) {
         ra__run_list l = c->list;
         ra__chunk_of_list(c, &l, c->block + from, c->block + to);
-        if (from == to) c->row = row;  /* no rows, at some place */
+        if (from == to) c->row = row;  /* nothing is left */
         c->seg[0].row = first + c->row - row;
         return c->row - row;
     }
