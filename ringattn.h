@@ -9190,7 +9190,7 @@ RA__INLINE ra__view ra__view_at(ra__view v, int32_t b, int64_t row, int64_t head
 RA__INLINE void *ra__view_out(ra__view v) { return (void *)(uintptr_t)v.data; }
 RA__INLINE float *ra__view_floats(ra__view v) { return (float *)ra__view_out(v); }
 
-/* Keys of one sequence in pages, which are the batches of a view; table null: no pages. */
+/* The pages of the keys of one sequence: page i is batch table[i] of a view. table null: none. */
 enum { RA__PAGE = 16 };                /* page sizes are multiples of it */
 typedef struct ra__paged { const int32_t *table; int64_t tokens, first; } ra__paged;
 
@@ -9200,21 +9200,21 @@ static ra__paged ra__paged_of(const ra_desc *d, const ra_pages *p, int32_t b) {
     return x;
 }
 
-/* Where a row is. The page of a row that nobody sees may be absent: then the address is only good
- * for a prefetch. */
+/* Address of a row. If nobody sees the row its page may be absent: then the address may only be
+ * prefetched. */
 RA__INLINE uintptr_t ra__page_row(const ra__paged *p, const ra__view *v, int64_t row) {
     const int64_t at = row + p->first;
     return (uintptr_t)v->data + (uintptr_t)(p->table[at / p->tokens] * v->batch +
                                             at % p->tokens * v->token);
 }
 
-/* 1: the n rows from `row` on follow one another in a page. */
+/* 1: the n rows from `row` on are adjacent, in one page that is not absent. */
 RA__INLINE int ra__page_holds(const ra__paged *p, int64_t row, int64_t n) {
     const int64_t at = row + p->first;
     return at % p->tokens + n <= p->tokens && p->table[at / p->tokens] >= 0;
 }
 
-/* Copies n rows from `row` on out of their pages; those of absent pages become 0. */
+/* Copies n rows, from `row` on, out of their pages; those of absent pages become 0. */
 static void ra__page_copy(const ra__paged *p, const ra__view *v, int64_t row, int64_t n,
                           uint8_t *to, int64_t bytes) {
     for (int64_t i = row; i < row + n; i++, to += bytes) {
@@ -9243,15 +9243,16 @@ typedef struct ra__work {
     int32_t order;
     int32_t clear, finish;             /* first chunk clears the state; last one writes o */
     int32_t any_position;              /* keys may be at any position, not only below kv_tokens */
-    int32_t look;                      /* 1: blocks are empty, partial or full by the positions of
-                                        * an array, too */
+    int32_t classify_arrays;           /* 1: blocks whose positions are an array are classified too;
+                                        * otherwise they count as partial */
     int32_t queries_kept;              /* 1: the panels of the only task hold its queries */
-    float *part;                       /* not null: rows are not written but merged into o and lse,
-                                        * f32, and here is room for those of a panel */
+    float *merge_room;                 /* not null: rows are merged into o and lse, f32, instead of
+                                        * written; memory for the rows of a panel */
 } ra__work;
 
-/* Checks of a struct: the first rule that is broken is refused as by ra__refuse. PERF: rules are
- * statements, each one test; gcc 12 stores a table of them although all hold. */
+/* Checks of a struct. The first rule that is broken is refused as by ra__refuse.
+ * PERF: each rule is a statement with one comparison. gcc 12 would build a table of rules on the
+ * stack in every call. */
 typedef struct ra__checks { ra_error *e; ra_status status; } ra__checks;
 RA__INLINE void ra__refuse_if(ra__checks *x, int broken, ra_status status, const char *field,
                               const char *text, int64_t value) {
@@ -9285,8 +9286,9 @@ typedef struct ra__tensor {
     { "t." #name, offsetof(ra_tensors, name), offsetof(ra_desc, dim), offsetof(ra_desc, dtype),  \
       keys, writable }
 
-/* Tensor `which` of a call with rows[0] queries and rows[1] keys. PERF: gcc 12 copies a result in
- * pieces across those that it was stored in, which waits for the stores: 20 ns each. */
+/* Tensor `which` of a call with rows[0] queries and rows[1] keys. PERF: it is written to *x because
+ * gcc 12 copies a returned struct in pieces that overlap the stored ones, and the processor then
+ * waits for the stores: 20 ns each. */
 RA__INLINE void ra__tensor_of(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                               int which, ra__tensor *x) {
     static const struct { const char *field; size_t at, dim, dtype; int32_t keys, writable; }
@@ -9366,7 +9368,7 @@ RA__NOINLINE ra_status ra__check_strides(const ra__tensor *x, const int64_t step
                            step[bad + outer], inner);
 }
 
-/* Fills in default strides, which are the extent of what is inside, and checks a tensor. */
+/* Checks a tensor and fills in default strides: each is the extent of what is inside. */
 static ra_status ra__view_check(const ra__tensor *x, ra__view *out, ra_error *e) {
     const int64_t stride[3] = { x->in.batch_stride, x->in.token_stride, x->in.head_stride };
     const int64_t count[3] = { x->batch, x->rows, x->heads };
@@ -9453,8 +9455,8 @@ static int64_t ra__region_extent(const ra__region *r, int32_t n) {
     return bytes;
 }
 
-/* Parts of two sorted regions, na and nb steps deep, share a byte; b begins `gap` bytes after a.
- * Regions with unlike steps, both with gaps, count as apart. */
+/* 1: two regions share a byte, of which only the first na and nb steps count; b begins `gap` bytes
+ * after a. Regions that both have gaps, with different steps, are taken not to. */
 static int ra__regions_meet(const ra__region *a, int32_t na, const ra__region *b, int32_t nb,
                             int64_t gap) {
     const int64_t step = ra__max(na ? a->step[na - 1] : 0, nb ? b->step[nb - 1] : 0);
@@ -9472,7 +9474,7 @@ static int ra__regions_meet(const ra__region *a, int32_t na, const ra__region *b
     return 0;
 }
 
-/* From the first byte of a tensor that has been accepted to its last; 0: none. */
+/* From the first byte of a tensor that has been accepted to its last; 0 bytes: it has none. */
 typedef struct ra__extent { uintptr_t first; int64_t bytes; } ra__extent;
 
 RA__INLINE ra__extent ra__extent_of(const ra__tensor *x, const ra__view *v) {
@@ -9486,7 +9488,7 @@ RA__INLINE ra__extent ra__extent_of(const ra__tensor *x, const ra__view *v) {
     return r;
 }
 
-/* Notes tensor `which` of a call, which has been accepted with this view. */
+/* Sets r[which] for a tensor of a call that has been accepted with this view. */
 RA__INLINE void ra__extent_note(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                 int which, const ra__view *v, ra__extent *r) {
     ra__tensor x;
@@ -9661,7 +9663,7 @@ static ra_status ra__check_pages(const ra_desc *d, const ra_pages *p, ra_error *
     return x.status;
 }
 
-/* Entries of the rows [from, to) of a sequence. */
+/* The entries of a table of pages for rows [row[0], row[1]) of sequence b. */
 static ra_status ra__check_table(const ra_desc *d, const ra_pages *p, int32_t b,
                                  const int64_t row[2], ra_error *e) {
     const ra__paged x = ra__paged_of(d, p, b);
@@ -9674,7 +9676,8 @@ static ra_status ra__check_table(const ra_desc *d, const ra_pages *p, int32_t b,
     return RA_OK;
 }
 
-/* Views and score pointers of a call with these numbers of rows. */
+/* Checks what comes with a call of rows[0] queries and rows[1] keys, except outputs; writes the
+ * views of q (to w), k and v. */
 static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                    ra__work *w, ra__view kv[2], ra_error *e) {
     ra_status s = ra__check_scores(d, t, rows[0], e);
@@ -9686,6 +9689,7 @@ static ra_status ra__check_tensors(const ra_desc *d, const ra_tensors *t, const 
     return s;
 }
 
+/* Writes the views of o and, if it is requested, lse to w. */
 static ra_status ra__check_outputs(const ra_desc *d, const ra_tensors *t, int64_t rows,
                                    ra__work *w, ra_error *e) {
     const int64_t n[2] = { rows, 0 };
@@ -9757,8 +9761,8 @@ static ra_status ra__check_bias_out(const ra_desc *d, const ra_tensors *t, int64
     return x.status;
 }
 
-/* Additional tensors of backward calls: view [0..3] are d_o, d_q, d_k, d_v. rows: of queries,
- * keys. */
+/* Checks what only backward calls have; writes the views of d_o, d_q, d_k and d_v. rows: of
+ * queries, of keys. */
 static ra_status ra__check_grads(const ra_desc *d, const ra_tensors *t, const int64_t rows[2],
                                  ra__view view[4]) {
     ra__extent r[RA__TENSORS];
@@ -9892,7 +9896,7 @@ static ra_status ra__check_floats(const ra_desc *d, ra_error *e) {
     return x.status;
 }
 
-/* RA_Q8_0 has blocks of 32 elements, and serves keys and values only. */
+/* RA_Q8_0 has blocks of 32 elements and is for K and V alone. */
 static ra_status ra__check_blocks(const ra_desc *d, ra_error *e) {
     const int k = d->k_dtype == RA_Q8_0, v = d->v_in_k ? k : d->v_dtype == RA_Q8_0;
     const int32_t dims[3] = { k ? d->k_dim : 0, v ? d->v_dim : 0, v ? d->v_column : 0 };
@@ -9915,8 +9919,8 @@ static int ra__q_may_travel(const ra_desc *d) {
     return !(d->scores & RA_SCORE_BIAS) && d->layout.kind != RA_LAYOUT_ARRAY;
 }
 
-/* The side with fewer bytes per token and hop, with f32 gradients (the Q side for Hq / Hkv below
- * 1.49 with 16-bit rows, 1.33 with f32). All dtypes must be set. */
+/* What travels backward with fewer bytes per token and hop, f32 gradients included: queries for
+ * Hq / Hkv below 1.49 with 16-bit rows, 1.33 with f32. All dtypes must be set. */
 static int32_t ra__cheaper_travel(const ra_desc *d) {
     int64_t v = d->v_in_k ? 0 : d->v_dim;
     int64_t keys = d->kv_heads * (4 * (d->k_dim + v) + ra__row_bytes(d->k_dtype, d->k_dim) +
@@ -10088,7 +10092,7 @@ RA__INLINE int ra__run_before(const ra_run *runs, int64_t i, int64_t j) {
     return runs[i].first < runs[j].first || (runs[i].first == runs[j].first && i < j);
 }
 
-/* Sifts entry i of a heap of n runs down: none comes after those above it. */
+/* Moves entry i of a heap of n runs down to its place: no run comes after the one above it. */
 static void ra__order_sift(const ra_run *runs, int64_t *at, int64_t i, int64_t n) {
     int64_t x = at[i];
     for (int64_t child; (child = 2 * i + 1) < n; i = child) {
@@ -10134,8 +10138,8 @@ static int64_t ra__order_next(const ra_run *runs, int64_t n, int64_t after,
     return m;
 }
 
-/* A position that one of m sorted runs has in common with another one, or with a run up to `after`,
- * which all come before them; or -1. Runs that end before another begins are not compared. */
+/* A position that one of m sorted runs shares with another of them or with a run up to `after`,
+ * which all come before them; -1: there is none. Only runs that overlap are compared. */
 static int64_t ra__order_meet(const ra_run *runs, int64_t n, int64_t after, const int64_t *at,
                               int64_t m) {
     int64_t reach = -1, group = 0, p = -1;
@@ -10255,29 +10259,29 @@ static int64_t ra__shard_tokens(const ra_desc *d, int keys) {
     return ra__ceil_div(sum, d->ranks);
 }
 
-/* What a rank computes on a key. */
+/* How much a rank computes per key. */
 static double ra__flops_per_key(const ra_desc *d) {
     const double seen = d->mask.kind == RA_MASK_CAUSAL ? 0.5 : 1.0;
     return 2.0 * ((double)d->k_dim + d->v_dim) * d->q_heads * seen *
            (double)ra__max(1, ra__shard_tokens(d, 0));
 }
 
-/* Keys per message. A rank folds its own keys when its turn as an owner comes. Until then, and
- * after it, it lives on what the link brings; meanwhile the link fills its buffers and then stops.
- * So what can be hidden behind computing grows with the number of chunks per shard and with the
- * part of a shard that fits into the buffers. Where the transfer takes as long as computing, a
- * shard of 16 chunks with 8 buffers hides 89 to 96 % of it on 2 to 8 ranks, causal zigzag, against
- * 75 to 86 % with 1024 keys and 3 buffers (2 ranks and 4096 to 8192 keys). From 24 ranks on
- * buffers hardly matter, and around 16 ranks, where a chunk comes around the ring about when its
- * owner's last one leaves, 32 chunks are better. Beyond 64 ranks predictions and the exchanges of
- * sendrecv, whose cost is chunks x ranks, allow fewer.
+/* Keys per message. A rank folds its own keys when its turn as an owner comes. Before and after
+ * that it folds what it receives. While it folds its own keys, the link fills its buffers and then
+ * stops. So the part of the transfer that computing can hide grows with the number of chunks per
+ * shard and with the part of a shard that fits into the buffers. Where the transfer takes as long
+ * as computing, 16 chunks per shard with 8 buffers hide 89 to 96 % of it on 2 to 8 ranks, causal
+ * zigzag; 1024 keys per chunk with 3 buffers hide 75 to 86 % (2 ranks, 4096 to 8192 keys). From 24
+ * ranks on buffers hardly matter. Around 16 ranks a chunk has gone around the ring about when its
+ * owner's last one leaves; there 32 chunks are better. Beyond 64 ranks there are fewer chunks,
+ * because predictions and the exchanges of sendrecv take time in proportion to chunks x ranks.
  *
- * A message also costs time of its own: what a rank computes on each is at least RA__CHUNK_WORK
- * flops, which takes some ms on a few cores. No figure suits short shards on every network. At 1
- * TFLOP/s, with 5 us or 2 ms per message and links as fast as computing or ten times as fast, 8
- * ranks of 512 rows take up to 1.55 times as long with any one chunk as with the best of each
- * network. Up to 1024 rows the default takes up to 1.95 times as long, known rates 1.2: computing
- * on a message then takes twice the latency, and a short shard may have 8 messages. */
+ * Each message costs time too. So a rank computes at least RA__CHUNK_WORK flops per message, which
+ * takes some ms on a few cores. No chunk suits short shards on every network: at 1 TFLOP/s, with 5
+ * us or 2 ms per message and links as fast as computing or ten times as fast, 8 ranks of 512 rows
+ * take up to 1.55 times as long with any one chunk as with the best one of each network. Up to 1024
+ * rows this default takes up to 1.95 times as long, and 1.2 times with known rates: then computing
+ * on a message takes twice the latency, and a short shard may have 8 messages. */
 enum { RA__CHUNK_LEAST = 256, RA__CHUNK_WORK = 1 << 29 };
 static int32_t ra__default_chunk(const ra_desc *d) {
     const int64_t shard = ra__shard_tokens(d, 1);
@@ -10296,17 +10300,17 @@ static int32_t ra__default_chunk(const ra_desc *d) {
     return (int32_t)ra__min(chunk, most);
 }
 
-/* Receive buffers: three at least, and no more than a shard and two. With gradients, which make
- * messages up to three times as long, they hold fewer keys. While a rank computes half a shard, its
- * own, the link brings the rest of what it cannot bring during the other half: nothing if it is
- * twice as fast as computing.
+/* Receive buffers: at least three, and at most two more than a shard has chunks. For training they
+ * hold fewer keys, because gradients make messages up to three times as long. Three are enough if
+ * the link is known to be twice as fast as computing: then it needs no time while the rank folds
+ * its own keys.
  *
- * Of two ranks with a causal mask the first computes its own keys for half of the pass. If its
- * buffers hold a part f of a shard, a transfer that takes as long as computing ends 1/2 - f of the
- * pass late, so they hold half a shard, in up to 64 buffers: at most a quarter of this rank's q, k,
- * v and o together. Of three ranks a third does. From four on a chunk waits in other ranks' buffers
- * too, and as many keys as above hide 86 %. A rank with a window, with fewer queries than keys or
- * with rounds does not compute own keys for so long. */
+ * Of two ranks with a causal mask the first folds its own keys for half of the pass. If its buffers
+ * hold a part f of a shard, a transfer that takes as long as computing ends 1/2 - f of the pass
+ * late. So they hold half a shard, in up to 64 buffers: at most a quarter of this rank's q, k, v
+ * and o together. With three ranks they hold a third. From four ranks on a chunk can also wait in
+ * the buffers of others, and the usual number of keys hides 86 %. A rank with a window, with fewer
+ * queries than keys or with rounds does not fold its own keys for so long. */
 enum { RA__BUFFER_TOKENS = 8192, RA__TRAIN_TOKENS = 5120 };
 static int32_t ra__default_buffers(const ra_desc *d) {
     const int64_t parts = ra__ceil_div(ra__shard_tokens(d, 1), d->chunk_tokens);
@@ -10345,8 +10349,8 @@ static void ra__defaults_ring(ra_desc *d) {
     if (!d->buffers) d->buffers = ra__default_buffers(d);
 }
 
-/* Checks everything that follows no pointer to an array, then the arrays. kv_tokens may stay 0: see
- * ra__k_len. On one rank nothing travels: see ra__resolve. */
+/* Checks the fields and then the arrays of a descriptor, and fills in defaults, except of fields
+ * that only rings use. kv_tokens may stay 0: see ra__k_len. */
 static ra_status ra__resolve_local(const ra_desc *d, ra_desc *out) {
     ra_error *e;
     ra_status s;
@@ -10369,6 +10373,7 @@ static ra_status ra__resolve_local(const ra_desc *d, ra_desc *out) {
     return s ? s : ra__check_engine(out, e);
 }
 
+/* The same with all defaults. */
 static ra_status ra__resolve(const ra_desc *d, ra_desc *out) {
     const ra_status s = ra__resolve_local(d, out);
     if (!s) ra__defaults_ring(out);
@@ -10688,10 +10693,10 @@ static void ra__panel_finish(const ra__work *w, const ra__task *t, const ra__scr
     if (plain) w->kernel->ends(p->m, p->l, p->rows, factor, sums);
     for (int32_t r = 0; r < p->rows && !plain; r++)
         factor[r] = ra__row_end(w, t->sequence, x->seg[i].row + r, x->head[i], p->m[r], p->l[r]);
-    if (w->part) {
-        w->kernel->store_o(p, w->part, size, RA_F32, w->d->v_dim, factor);
+    if (w->merge_room) {
+        w->kernel->store_o(p, w->merge_room, size, RA_F32, w->d->v_dim, factor);
         w->kernel->merge((float *)ra__view_out(o), (float *)ra__view_out(lse), lse.token / 4,
-                         w->part, sums, p->rows, w->d->v_dim);
+                         w->merge_room, sums, p->rows, w->d->v_dim);
         return;
     }
     for (int32_t r = 0; r < p->rows && plain; r++)
@@ -10806,7 +10811,7 @@ static ra__seg ra__item_block(const ra__work *w, const ra__item *item, int64_t i
  * PERF: Zen 4, 32K keys of 8 lanes of a sharded cache: saves 13 % of a prefill. */
 static int ra__task_kinds(const ra__work *w, const ra__task *t, const ra__scratch *x,
                           const ra__seg *s, const int32_t *pos, int8_t *kind) {
-    const int known = !pos || w->look;
+    const int known = !pos || w->classify_arrays;
     int64_t first, last;
     int any = 0;
     ra__seg_span(s, pos, &first, &last);
@@ -11840,7 +11845,7 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     if (!s) s = ra__local_side(&c->d, &t->k_pos, 1, &c->k_side, &c->k_cursor);
     if (!s) s = ra__check_tensors(&c->d, t, c->rows, &c->w, c->kv, e);
     c->w.any_position = ra__positions_set(&t->k_pos);
-    c->w.look = 1;
+    c->w.classify_arrays = 1;
     c->w.order = ra__desc_order(&c->d, ra__local_square(c) && !ra__positions_set(&t->q_pos) &&
                                            !ra__positions_set(&t->k_pos));
     return s;
@@ -22058,7 +22063,7 @@ static ra_status ra__tiles_some(const ra_cache *c, ra__cache_desk *y, int32_t la
         ra__lane_call(c, y, lane, row, to[-y->x.merges], &d);
         ra_status s = ra__attend_walk(&d, &y->t, y->workspace, c->tile_kernel, &y->a);
         if (s) return s;
-        if (y->x.merges) y->a.c.w.part = y->part[0];
+        if (y->x.merges) y->a.c.w.merge_room = y->part[0];
         y->a.c.w.queries_kept = y->x.kept;
         y->x.kept = ra__local_blocks(&y->a.c, 0) <= y->a.walk.panels;
         y->x.lane_begun = 1;
