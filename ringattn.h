@@ -10415,16 +10415,16 @@ RA__OPTIMIZE_BEGIN("O1")
 
 /* ========================================================================== FORWARD
  * Computes: some query rows against the keys of one chunk. In: the call's tensors and where the
- * keys are. Out: running (m, l, acc), or O and LSE after the last chunk. Every row meets the blocks
+ * keys are. Out: running (m, l, acc), or O and LSE after the last chunk. Every row folds the blocks
  * of the grid one by one in the order of SCHEDULE, and each block is one step of the online
- * softmax, so cutting keys into chunks and rows into tasks changes no bit. */
+ * softmax. So bits do not depend on how keys are cut into chunks and rows into tasks. */
 
 enum { RA__PANELS = 16 };              /* most query blocks of a task */
-enum { RA__TILE_WORK = 64 };           /* work of a tile; to look at an empty one is 1 */
+enum { RA__TILE_WORK = 64 };           /* work of a tile, if classifying an empty one is 1 */
 enum { RA__FIRST = 1, RA__LAST = 2 };  /* a chunk among those of a task */
 
-/* One chunk, and where the rows of its segments are: in a message or in the owner's memory. A
- * segment that was left off has no row that is seen here, and is never read. */
+/* One chunk, and the addresses of its segments, in a message or in the owner's memory. A segment
+ * that the message leaves off has null addresses: no row of this rank sees it. */
 typedef struct ra__item {
     ra__chunk c;
     ra__view k[2], v[2];               /* first row of each segment */
@@ -10460,8 +10460,9 @@ RA__INLINE int64_t ra__tally_seen(const ra__tally *t) {
 }
 
 /* Panels [panel0, panel0 + count) of kv head `kv_head` of a sequence. Panel i is query block
- * i / (Hq / Hkv), head i % (Hq / Hkv) of the group. On one rank also those of the heads - 1 that
- * follow: then `first` is the panel of the scratch from which on those of kv_head are. */
+ * i / (Hq / Hkv), head i % (Hq / Hkv) of the group. On one rank a task may have several kv heads,
+ * `heads` from kv_head on, with these panels of each. `first`: where those of kv_head begin in the
+ * scratch. */
 typedef struct ra__task {
     int32_t sequence, kv_head, count;
     int64_t panel0;
@@ -10476,8 +10477,7 @@ RA__INLINE ra__task ra__task_head(const ra__task *t, int32_t h) {
     return one;
 }
 
-/* Scratch of one thread for our kernels; geometry is made once a query block and shared by its
- * heads. */
+/* Scratch of one thread for our kernels. The heads of a query block share its geometry. */
 typedef struct ra__scratch {
     ra__panel panel[RA__PANELS];
     ra__rows *rows[RA__PANELS];
@@ -10488,12 +10488,12 @@ typedef struct ra__scratch {
     ra__key_scratch store;             /* its k and v, and pos: of size.batch blocks */
     int32_t *pos;
     uint8_t *gathered;                 /* K and V of blocks that are in several pages */
-    ra__keys keys[RA__BATCH];          /* blocks that wait to be folded */
+    ra__keys keys[RA__BATCH];          /* blocks to be folded in one call of the kernel */
     int8_t kind[RA__PANELS][RA__BATCH];
-    int32_t waiting;
-    int64_t since;                     /* block of the chunk in hand that waits longest */
-    ra__tally held;                    /* of the blocks from there on, as they were counted */
-    int64_t block;                     /* next one of the chunk in hand */
+    int32_t waiting;                   /* how many there are */
+    int64_t first_waiting;             /* the first of them, as a block of the current chunk */
+    ra__tally waiting_tally;           /* of the blocks from there on, as they were counted */
+    int64_t block;                     /* the next one of the current chunk */
     int64_t folded;                    /* blocks folded since the task was loaded */
     int64_t left;                      /* work that this step may still do, see RA__TILE_WORK */
     ra__between between;
@@ -10522,7 +10522,7 @@ static void ra__store_carve(ra__arena *a, const ra__bytes *size, int32_t shared,
     x->v = (uint8_t *)ra__carve(a, size->v * size->batch);
 }
 
-/* Rows of a block of K and V, gathered out of their pages. */
+/* Bytes of the rows of a block of K and V, gathered out of their pages. */
 static int64_t ra__gathered_bytes(const ra_desc *d) {
     const int64_t v = d->v_in_k ? 0 : ra__row_bytes(d->v_dtype, d->v_dim);
     return d->page_tokens ? RA_BLOCK_TOKENS * (ra__row_bytes(d->k_dtype, d->k_dim) + v) : 0;
@@ -10563,7 +10563,7 @@ RA__INLINE int64_t ra__ml_at(const ra__work *w, int32_t b, int64_t row, int64_t 
     return (int64_t)b * w->ml_batch + row * w->ml_row + head * w->ml_head;
 }
 
-/* Factor of q in a panel: kernels have scores in base 2, under a softcap natural ones. */
+/* Factor of q in a panel: kernels compute scores in base 2, and natural ones under a softcap. */
 RA__INLINE float ra__q_factor(const ra_desc *d) {
     return d->softcap > 0 ? d->scale : (float)((double)d->scale * 1.4426950408889634074);
 }
@@ -10609,8 +10609,8 @@ static int ra__bias_hides_row(const uint8_t *at, int32_t n, int64_t step, int32_
     return 1;
 }
 
-/* 1 if the bias hides the n keys at `pos` from the first `rows` rows of a block. Looks at the last
- * row first: under most masks it sees more than the others. */
+/* 1 if the bias hides the n keys at `pos` from the first `rows` rows of a block. The last row is
+ * read first: under most masks it sees more keys than the others. */
 static int ra__bias_hides(const ra__score *s, int32_t rows, const int32_t *pos, int32_t n) {
     const uint8_t *last = ra__bias_row(s, rows - 1);
     int32_t run = 1;
@@ -10637,7 +10637,7 @@ static ra__drop ra__drop_of(const ra__work *w, int32_t b, int32_t head) {
     return x;
 }
 
-/* The state of a panel whose rows have seen no key. */
+/* Sets the state of a panel whose rows have seen no key. */
 static void ra__panel_clear(const ra__work *w, const ra__panel *p) {
     for (int32_t r = 0; r < RA_BLOCK_TOKENS; r++) {
         p->m[r] = r < p->rows ? ra__neg_inf() : 0.0f;
@@ -10646,7 +10646,7 @@ static void ra__panel_clear(const ra__work *w, const ra__panel *p) {
     w->kernel->load_acc(p, NULL, 0, w->d->v_dim);
 }
 
-/* The state of panel i from memory. */
+/* Loads the state of panel i of a task from memory, and stores it there. */
 static void ra__panel_load(const ra__work *w, const ra__task *t, ra__scratch *x, int32_t i) {
     const ra__panel *p = &x->panel[i];
     ra__view acc = ra__view_at(w->acc, t->sequence, x->seg[i].row, x->head[i]);
@@ -10670,7 +10670,8 @@ static void ra__panel_store(const ra__work *w, const ra__task *t, const ra__scra
     w->kernel->store_acc(p, ra__view_floats(acc), acc.token / 4, w->d->v_dim);
 }
 
-/* The same for a row of the call, whose LSE is written if it is requested. */
+/* ra__row_finish of a row of the call: returns the factor of its sums, and writes its LSE if it is
+ * requested. */
 static float ra__row_end(const ra__work *w, int32_t b, int64_t row, int64_t head, float m,
                          float l) {
     const float *sink = w->d->scores & RA_SCORE_SINKS ? w->t->sinks + head : NULL;
@@ -10752,7 +10753,7 @@ static void ra__task_data(const ra__work *w, const ra__task *t, ra__scratch *x, 
     }
 }
 
-/* Block s of segment i as it is stored; its positions are in `pos`. */
+/* The keys of block s of segment i as they are stored; their positions are in `pos`. */
 static ra__keys ra__block_keys(const ra__item *item, int32_t i, const ra__seg *s, int32_t kv_head,
                                const int32_t *pos) {
     int64_t row = s->row - item->c.seg[i].row;
@@ -10768,7 +10769,8 @@ static ra__keys ra__block_keys(const ra__item *item, int32_t i, const ra__seg *s
     return keys;
 }
 
-/* Gathers the rows of a block that is in several pages, or partly in none, one after the other. */
+/* Copies the rows of a block to `to` if they are in several pages, or some are in none, and points
+ * `keys` there. */
 static void ra__keys_gather(const ra_desc *d, const ra__item *item, const ra__seg *s,
                             int32_t kv_head, uint8_t *to, ra__keys *keys) {
     const int64_t k = ra__row_bytes(d->k_dtype, d->k_dim), v = ra__row_bytes(d->v_dtype, d->v_dim);
@@ -10785,7 +10787,7 @@ static void ra__keys_gather(const ra_desc *d, const ra__item *item, const ra__se
     keys->v_stride = v;
 }
 
-/* Folds the blocks that wait. */
+/* Folds the waiting blocks into the panels of the task. */
 static void ra__task_flush(const ra__work *w, const ra__task *t, ra__scratch *x) {
     const int32_t end = t->first + t->count;
     for (int32_t j = t->first; j < end && x->waiting; j++) {
@@ -10797,7 +10799,7 @@ static void ra__task_flush(const ra__work *w, const ra__task *t, ra__scratch *x)
     x->waiting = 0;
 }
 
-/* Block i of a chunk, the segment it belongs to, and its positions if they are an array's. */
+/* Block i of a chunk; *which: its segment; *pos: its positions if they are an array, or null. */
 static ra__seg ra__item_block(const ra__work *w, const ra__item *item, int64_t i, int32_t *which,
                               const int32_t **pos) {
     ra__seg s = ra__chunk_block(&item->c, w->order, i, which);
@@ -10806,8 +10808,8 @@ static ra__seg ra__item_block(const ra__work *w, const ra__item *item, int64_t i
     return s;
 }
 
-/* What the panels of a task see of a block of keys; returns if any sees any. Positions of an array
- * count on one rank only: the figures of a plan call such blocks partial.
+/* Classifies a block of keys for each panel of a task; 1: some panel sees some of it. Positions of
+ * an array are used on one rank only: a plan counts such blocks as partial.
  * PERF: Zen 4, 32K keys of 8 lanes of a sharded cache: saves 13 % of a prefill. */
 static int ra__task_kinds(const ra__work *w, const ra__task *t, const ra__scratch *x,
                           const ra__seg *s, const int32_t *pos, int8_t *kind) {
@@ -10823,8 +10825,8 @@ static int ra__task_kinds(const ra__work *w, const ra__task *t, const ra__scratc
     return any;
 }
 
-/* Empties the tiles of a block that a bias hides from all rows of their panels; returns if any is
- * left. In the tally they stay what the mask says: a plan knows no bias.
+/* Makes tiles empty that a bias hides from all rows of their panels; 1: some tile is left. The
+ * tally counts them by the mask alone, as a plan does.
  * PERF: Zen 4, 1024 tokens, 8 heads, D 128, a causal mask given as a bias of f16 alone: 2.15 -> 1.3
  * times the time of RA_MASK_CAUSAL. */
 static int ra__task_hide(const ra__task *t, const ra__scratch *x, const ra__keys *keys,
@@ -10844,7 +10846,7 @@ static int ra__task_hide(const ra__task *t, const ra__scratch *x, const ra__keys
     return any;
 }
 
-/* Notes the queries of one more panel of the next task.
+/* Adds the queries of one more panel of the next task to the list of what to prefetch.
  * PERF: Zen 5, bf16, D 128, 2048 tokens: a window of 256 57.4 -> 58.4 % of the peak, documents of
  * 512 61.7 -> 62.8 %. */
 static void ra__next_ahead(const ra__work *w, ra__scratch *x) {
@@ -10860,8 +10862,8 @@ static void ra__next_ahead(const ra__work *w, ra__scratch *x) {
     ra__prefetch_add(&x->ahead, q.data, q.token, s.rows, ra__row_bytes(d->q_dtype, d->k_dim));
 }
 
-/* Notes the next blocks, from block i on, to be prefetched. Head h of several heads prefetches the
- * h-th equal part of their tokens, for all heads. */
+/* Lists the next blocks of keys, from block i on, to be prefetched. If the task has several heads,
+ * head h prefetches the h-th of equal parts of their tokens, for all heads. */
 static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item *item, int64_t i,
                            ra__scratch *x) {
     int64_t blocks = ra__chunk_blocks(&item->c);
@@ -10891,7 +10893,8 @@ static void ra__task_ahead(const ra__work *w, const ra__task *t, const ra__item 
     a->step = 2 * RA_BLOCK_TOKENS * n / (32 * t->heads * t->count * x->size.batch) + 1;
 }
 
-/* One block of keys, to be folded into the panels of a task that see any of it. */
+/* Prepares block i of the keys if some panel of the task sees any of it, and folds once `batch`
+ * blocks are prepared. */
 static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item *item, int64_t i,
                            ra__scratch *x, ra__tally *tally) {
     const int32_t at = x->waiting;
@@ -10905,7 +10908,7 @@ static void ra__task_block(const ra__work *w, const ra__task *t, const ra__item 
     for (int32_t j = 0; j < t->count; j++) tally->tiles[kind[j]]++;
     if (!any) return;
     x->folded++;
-    if (at == 0) x->since = i;
+    if (at == 0) x->first_waiting = i;
     ra__seg_positions(&s, pos, to);
     x->keys[at] = ra__block_keys(item, which, &s, t->kv_head, to);
     if ((w->d->scores & RA_SCORE_BIAS) && !ra__task_hide(t, x, &x->keys[at], kind)) return;
@@ -10943,12 +10946,12 @@ static int ra__task_some(const ra__work *w, const ra__task *t, const ra__item *i
     for (; x->block < blocks; x->block++) {
         const ra__tally done = *tally;
         if (x->left <= 0) return 0;
-        if (!x->waiting) memset(&x->held, 0, sizeof x->held);
+        if (!x->waiting) memset(&x->waiting_tally, 0, sizeof x->waiting_tally);
         for (int32_t h = 0; h < t->heads; h++) {
             const ra__task one = ra__task_head(t, h);
             ra__task_block(w, &one, item, x->block, x, tally);
         }
-        for (int k = 0; k < 3; k++) x->held.tiles[k] += tally->tiles[k] - done.tiles[k];
+        for (int k = 0; k < 3; k++) x->waiting_tally.tiles[k] += tally->tiles[k] - done.tiles[k];
         x->left -= t->heads * t->count +
                    RA__TILE_WORK * (ra__tally_seen(tally) - ra__tally_seen(&done));
     }
@@ -10965,7 +10968,7 @@ static ra__task ra__task_of(int32_t b, int64_t all, int32_t panels, int64_t inde
 }
 
 /* -------------------------------------------------------------------------- user-supplied kernels
- * The same for a block engine: a task is `block_queries` rows of a sequence, all heads; each
+ * The same with a block engine: a task is `block_queries` rows of a sequence, all heads. Each
  * segment of a chunk is one call, and its partial result is merged into (m, l, acc). */
 typedef struct ra__engine_scratch {
     int32_t thread;
@@ -11006,7 +11009,7 @@ static void ra__state_merge(float *m, float *l, float *acc, float m2, float l2, 
     *m = top;
 }
 
-/* Element i of a row of the given dtype. */
+/* Writes element i of a row of f32, f16 or bf16. */
 RA__INLINE void ra__store_element(uint8_t *row, int32_t i, int32_t dtype, float x) {
     uint16_t half = dtype == RA_F16 ? ra__f16_of_f32(x) : ra__bf16_of_f32(x);
     if (dtype == RA_F32) memcpy(row + 4 * (int64_t)i, &x, 4);
@@ -11075,7 +11078,7 @@ static int ra__engine_call(const ra__work *w, const ra__item *item, const ra__se
     ra__view q = ra__view_at(w->q, b, rows->row, 0), k, v;
     ra_block call;
     int64_t first, last;
-    if (!item->k[i].data) return 0;    /* left off: no block of rows sees it, only their union */
+    if (!item->k[i].data) return 0;    /* left off: no row sees it, only the bounds of all do */
     ra__chunk_span(&item->c, i, &first, &last);
     int kind = item->pos[i] ? RA__PARTIAL : ra__classify(&bounds, first, last);
     if (kind == RA__EMPTY) return 0;
@@ -11100,7 +11103,7 @@ static int ra__engine_call(const ra__work *w, const ra__item *item, const ra__se
     return code;
 }
 
-/* Tiles of one head in a piece of work that an engine did in one call. */
+/* Counts the tiles of an engine's rows and a chunk, of all heads. */
 static void ra__engine_tally(const ra__work *w, int32_t b, const ra__seg *rows,
                              const ra__item *item, ra__tally *tally) {
     int32_t which;
@@ -11118,7 +11121,8 @@ static void ra__engine_tally(const ra__work *w, int32_t b, const ra__seg *rows,
     }
 }
 
-/* Some rows of sequence b against one chunk (null: none). */
+/* Folds one chunk (null: none) into some rows of sequence b. edge: RA__FIRST, RA__LAST. 0 or the
+ * engine's error. */
 static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, const ra__item *item,
                           int edge, const ra__engine_scratch *x) {
     int code = 0;
@@ -11137,30 +11141,31 @@ static int ra__engine_run(const ra__work *w, int32_t b, const ra__seg *rows, con
  * start at 0 and are handed to the caller once. Nothing of size Tq x Tk is stored: P is computed
  * again from Q, K and LSE, tile by tile (FlashAttention-2, arXiv 2307.08691, section 3.2).
  *
- * Order, so that bits depend neither on ranks nor threads nor chunks. Let a unit be a block of the
- * grid (zigzag: the pair of blocks {k, n - 1 - k}, front first). The dQ of a row takes blocks of
- * keys in the row's forward order. The dK and dV of a block of keys take query blocks by unit,
- * ascending and cyclic from their own unit on, of a query block all heads of the group: so a chunk
- * meets the query blocks of its own unit and later ones first (RA__AFTER), the earlier ones last
- * (RA__BEFORE); in a ring its sums start at its owner with the first, travel, and return to it for
- * the second. In both, query blocks ascend outside and key blocks are in forward's order inside.
- * With RA_TRAVEL_Q it is the other way round: dK and dV take query blocks from the first on, and dQ
- * takes keys by unit cyclically from the row's own on, so RA__AFTER is query units up to the key's.
- * Where queries and keys are not the same positions all is RA__AFTER. */
+ * The order of sums is fixed, so that bits depend neither on ranks nor threads nor chunks. A unit
+ * is a block of the grid, or with zigzag the pair of blocks {k, n - 1 - k}, front first. The dQ of
+ * a row sums blocks of keys in the row's forward order. The dK and dV of a block of keys sum query
+ * blocks by unit, all heads of the group for each: first their own unit and those after it
+ * (RA__AFTER), then those before it (RA__BEFORE), ascending in both. In a ring the sums of a chunk
+ * start at its owner with RA__AFTER, travel, and return to the owner for RA__BEFORE. Loops go over
+ * query blocks, ascending, and inside over key blocks in forward's order.
+ *
+ * With RA_TRAVEL_Q the roles are exchanged: dK and dV sum query blocks from the first to the last,
+ * and dQ sums keys by unit, from the row's own unit on and then those before it. So RA__AFTER is
+ * query units up to the key's. If queries and keys are not the same positions all is RA__AFTER. */
 
 /* Tiles whose query unit is not below the key's, and the others. */
 enum { RA__AFTER = 1, RA__BEFORE = 2, RA__BOTH = 3 };
 
 enum { RA__BACK_PANELS = 8,            /* most panels that share a block of keys and its sums */
-       RA__BACK_READY = 256 };         /* most blocks of keys that stay in the kernel's form */
+       RA__BACK_PREPARED = 256 };      /* most blocks of keys that are kept prepared */
 
 /* What all tasks of a call share. */
 typedef struct ra__back {
     const ra__work *w;                 /* of forward: descriptor, tensors, order; views q, o, lse */
     const ra__kernel *kernel;
     ra__view d_o, d_q;                 /* the caller's */
-    const float *delta;                /* [B][rows][Hq], strides of m and l in w; null: from O and
-                                        * dO whenever a panel is loaded */
+    const float *delta;                /* [B][rows][Hq], strides of m and l in w; null: computed
+                                        * from O and dO when a panel is loaded */
     int32_t square;                    /* 1: queries and keys are the same positions of the grid */
     const ra__chunk *rows;             /* RA_TRAVEL_Q: the query rows of the views; null: the
                                         * side's */
@@ -11179,13 +11184,13 @@ typedef struct ra__grads {
     int32_t bias;                      /* 1: add to the caller's d_bias */
 } ra__grads;
 
-/* What one task of a backward pass does with its keys: a kv head whole (both wanted, one part), or
- * with more threads than kv heads dQ of some query blocks or dK and dV of some blocks of keys: part
- * `part` of `parts`. */
-typedef struct ra__share {
+/* What one task of a backward pass computes: a whole kv head (want_q and want_k, one part) or, with
+ * more threads than kv heads, part `part` of `parts`: dQ of some query blocks (want_q), or dK and
+ * dV of some blocks of keys (want_k). */
+typedef struct ra__back_slice {
     ra__task t;
     int32_t want_q, want_k, part, parts;
-} ra__share;
+} ra__back_slice;
 
 /* Points g at the sums of a chunk's keys, of one head, in arrays of all the shard's rows:
  * sums[0] of dK, sums[1] of dV, data null if they are not wanted. Under v_in_k dV is part of dK. */
@@ -11223,8 +11228,9 @@ static void ra__item_part(ra__item *item, ra__grads *g, int32_t part, int32_t pa
     ra__item_cut(item, g, ra__part(units, parts, part), ra__part(units, parts, part + 1));
 }
 
-/* The query blocks of a share, out of `blocks`: all if it has keys, otherwise its part. */
-static void ra__share_blocks(const ra_desc *d, ra__share *s, int64_t blocks) {
+/* Sets the panels of a slice, out of `blocks` query blocks: all if it computes dK and dV, otherwise
+ * its part. */
+static void ra__slice_blocks(const ra_desc *d, ra__back_slice *s, int64_t blocks) {
     const int32_t group = d->q_heads / d->kv_heads;
     const int64_t from = s->want_k ? 0 : ra__part(blocks, s->parts, s->part);
     const int64_t to = s->want_k ? blocks : ra__part(blocks, s->parts, s->part + 1);
@@ -11232,9 +11238,9 @@ static void ra__share_blocks(const ra_desc *d, ra__share *s, int64_t blocks) {
     s->t.count = (int32_t)((to - from) * group);
 }
 
-/* The keys of a share out of those of a side, with their sums, see ra__grads_at: all of the
- * sequence if it has queries, otherwise its part. */
-static void ra__share_keys(const ra__work *w, const ra__share *s, const ra__side *side,
+/* Points `item` at the keys of a slice, and g at their sums (see ra__grads_at): all keys of the
+ * sequence if it computes dQ, otherwise its part. */
+static void ra__slice_keys(const ra__work *w, const ra__back_slice *s, const ra__side *side,
                            const ra__view kv[2], const ra__view sums[2], int32_t head,
                            ra__item *item, ra__grads *g) {
     ra__item_side(side, s->t.sequence, &w->t->pages, kv, item);
@@ -11242,14 +11248,14 @@ static void ra__share_keys(const ra__work *w, const ra__share *s, const ra__side
     if (!s->want_q) ra__item_part(item, g, s->part, s->parts);
 }
 
-/* 1 if a share adds to the gradient of the bias: with dK if that is one sum per key, otherwise with
- * dQ. */
-static int32_t ra__share_adds_bias(const ra__work *w, const ra__share *s) {
+/* 1 if a slice adds to the gradient of the bias: if that is one sum per key the slices with dK do,
+ * otherwise those with dQ. */
+static int32_t ra__slice_adds_bias(const ra__work *w, const ra__back_slice *s) {
     return w->t->d_bias.row_step == 0 ? s->want_k : s->want_q;
 }
 
-/* A block of keys in the kernel's form, keys.n 0: not yet. */
-typedef struct ra__ready { ra__keys keys; int32_t clean; } ra__ready;
+/* A block of keys in the kernel's form; keys.n 0: it is not prepared. */
+typedef struct ra__prepared { ra__keys keys; int32_t clean; } ra__prepared;
 
 /* Scratch of one thread. */
 typedef struct ra__back_scratch {
@@ -11258,36 +11264,36 @@ typedef struct ra__back_scratch {
     ra__seg seg[RA__BACK_PANELS];
     ra__bounds bounds[RA__BACK_PANELS];
     int32_t head[RA__BACK_PANELS];
-    ra__back_job tile[RA__BACK_PANELS];
+    ra__back_job job[RA__BACK_PANELS];
     ra__prefetch_list ahead;
-    int32_t next, prefetched;          /* panels of the next group; how many are prefetched */
+    int32_t next_panels, prefetched;   /* panels of the next batch; how many are prefetched */
     ra__key_scratch store;             /* [most]: of block i, or of one that is not kept */
     ra__bytes size;
-    ra__ready *ready;                  /* [most] */
+    ra__prepared *prepared;                  /* [most] */
     int64_t most;
     int32_t *pos;
     int32_t panels;                    /* as many as the kernel takes at a time */
     int32_t phase;                     /* RA__AFTER | RA__BEFORE: which tiles of a chunk count */
     int kind[RA__BACK_PANELS];         /* classes of the tiles of one block of keys */
     ra__tally tally;
-    ra__task part;                     /* the group in hand, if any is loaded */
-    int64_t done, block;               /* panels before the group; its next block of keys */
-    int32_t loaded, used;
+    ra__task batch;                    /* panels of the task that share each block of keys */
+    int64_t done, block;               /* panels before the batch; its next block of keys */
+    int32_t loaded, any_tile;          /* 1: the batch is loaded; it has tiles to compute */
     int64_t left;                      /* work that this step may still do, see RA__TILE_WORK */
     ra__between between;
-    double sum;                        /* of a sink's gradient; with the next block: */
+    double sum;                        /* of a sink's gradient, up to this query block: */
     int64_t sum_block;
     int32_t sum_sequence;
 } ra__back_scratch;
 
-/* For tasks of more panels than are taken at a time `blocks` blocks of keys are kept, at most. */
+/* Up to `blocks` blocks of keys are kept prepared, for tasks of several batches of panels. */
 static void ra__back_carve(ra__arena *a, const ra_desc *d, int64_t blocks, ra__back_scratch *x) {
     const int64_t lane = RA_BLOCK_TOKENS * (int64_t)sizeof(float), tile = lane * RA_BLOCK_TOKENS;
     const int64_t k_dim = ra__round_up(d->k_dim, 32); /* as AMX pads */
     memset(x, 0, sizeof *x);
     ra__kernel_of(d)->sizes_back(&x->size, d);
     x->panels = x->size.batch;
-    x->most = d->k_dtype == RA_F32 ? 1 : ra__min(blocks, RA__BACK_READY) + 1;
+    x->most = d->k_dtype == RA_F32 ? 1 : ra__min(blocks, RA__BACK_PREPARED) + 1;
     x->size.batch = (int32_t)x->most;
     for (int32_t i = 0; i < x->panels; i++) {
         ra__back_panel *p = &x->panel[i];
@@ -11300,13 +11306,13 @@ static void ra__back_carve(ra__arena *a, const ra_desc *d, int64_t blocks, ra__b
         p->g_rows = (float *)ra__carve(a, lane * ra__round_up(d->v_dim, RA_BLOCK_TOKENS));
         x->rows[i] = (ra__rows *)ra__carve(a, (int64_t)sizeof(ra__rows));
     }
-    x->tile->p = (float *)ra__carve(a, tile);
-    x->tile->ds = (float *)ra__carve(a, tile);
-    x->tile->cap = (float *)ra__carve(a, d->softcap > 0.0f ? tile : 0);
-    x->tile->drop = (float *)ra__carve(a, d->dropout > 0.0f ? tile : 0);
+    x->job->p = (float *)ra__carve(a, tile);
+    x->job->ds = (float *)ra__carve(a, tile);
+    x->job->cap = (float *)ra__carve(a, d->softcap > 0.0f ? tile : 0);
+    x->job->drop = (float *)ra__carve(a, d->dropout > 0.0f ? tile : 0);
     ra__store_carve(a, &x->size, 1, &x->store);
-    x->ready = (ra__ready *)ra__carve(a, x->most * (int64_t)sizeof *x->ready);
-    x->tile->form = x->store.s;
+    x->prepared = (ra__prepared *)ra__carve(a, x->most * (int64_t)sizeof *x->prepared);
+    x->job->form = x->store.s;
     x->pos = (int32_t *)ra__carve(a, lane);
 }
 
@@ -11324,7 +11330,7 @@ static int64_t ra__unit(const ra_desc *d, int32_t b, int64_t pos) {
     return d->layout.kind == RA_LAYOUT_ZIGZAG ? ra__min(block, last - block) : block;
 }
 
-/* Query block i of sequence b by unit, ascending: zigzag's two segments in turn, as keys are. */
+/* Query block i of sequence b by unit, ascending: with zigzag from both segments in turn. */
 static void ra__back_block(const ra__back *x, int32_t b, int64_t i, ra__seg *out) {
     const ra__work *w = x->w;
     int32_t which;
@@ -11348,15 +11354,15 @@ static ra__source ra__source_at(ra__view v, int32_t b, int64_t row, int64_t head
     return s;
 }
 
-/* Weights can be computed again from this LSE: half an ulp of it and half an ulp of it times
- * log2(e) change them by a factor of at most e. A row of larger scores, such as one in which -1e9
- * masks every key, has an LSE that does not show how many keys it has. */
+/* 1: weights can be computed again from this LSE: half an ulp of it, and half an ulp of it times
+ * log2(e), change them by a factor of at most e. With larger scores, such as those of a row in
+ * which -1e9 masks every key, the number of keys is lost in rounding. */
 RA__INLINE int ra__lse_serves(float lse) {
     return !(lse <= -8388608.0f) && !(lse >= 8388608.0f && lse <= 3.40282347e38f);
 }
 
-/* LSE in powers of two and delta of a panel's rows. A row without keys has weights 0 then, as has
- * one whose LSE is of no use. */
+/* Sets the LSE in base 2 and delta of a panel's rows. LSE +inf gives weights 0: for rows without
+ * keys, and for those whose LSE does not serve. */
 static void ra__back_stats(const ra__back *b, const ra__task *t, ra__back_scratch *x, int32_t i) {
     const ra__work *w = b->w;
     const ra__panel *p = &x->panel[i].fwd;
@@ -11390,7 +11396,7 @@ static void ra__back_bias(const ra__back *b, const ra__task *t, ra__back_scratch
     p->d_bias_keys = bias->keys;
 }
 
-/* Rows, heads and geometry of the panels of a group. */
+/* Sets rows, heads and geometry of the panels of a batch. */
 static void ra__back_geometry(const ra__back *b, const ra__task *t, ra__back_scratch *x) {
     int32_t group = b->w->d->q_heads / b->w->d->kv_heads;
     for (int32_t i = 0; i < t->count; i++) {
@@ -11417,7 +11423,7 @@ RA__INLINE ra__view ra__back_dq(const ra__task *t, const ra__back *b, const ra__
     return ra__view_at(g->dq, 0, x->seg[i].row, x->head[i] - t->kv_head * group);
 }
 
-/* Q, dO, statistics and sums of the panels of a group; `used` 0: only the sums. */
+/* Loads Q, dO, LSE, delta and sums of the panels of a batch; `used` 0: only the sums. */
 static void ra__back_load(const ra__back *b, const ra__task *t, const ra__grads *g, int used,
                           ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
@@ -11458,8 +11464,8 @@ static void ra__back_save(const ra__back *b, const ra__task *t, const ra__grads 
     }
 }
 
-/* Class of one block of keys (segment `which` of the item) for each panel of a group in a phase;
- * tiles of the other phase are empty and not counted. Returns RA__PARTIAL if any tile is, otherwise
+/* Classifies a block of keys for each panel of a batch, in the phases of x->phase; tiles of the
+ * other phase are made empty and not counted. Returns RA__PARTIAL if any tile is that, otherwise
  * RA__FULL or RA__EMPTY. */
 static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s,
                           const int32_t *pos, ra__back_scratch *x) {
@@ -11482,14 +11488,14 @@ static int ra__back_kinds(const ra__back *b, const ra__task *t, const ra__seg *s
     return partial ? RA__PARTIAL : any ? RA__FULL : RA__EMPTY;
 }
 
-/* Block i of a task's keys in the kernel's form, kept for the groups of panels to come if there is
- * room. Returns its store.
- * PERF: where heads alternate, the rows of one are far apart and slow to read again for each group.
+/* Brings block i of a task's keys to the kernel's form. If there is room it is kept for the next
+ * batches of panels. Returns the memory of K.
+ * PERF: where heads alternate, the rows of one are far apart and slow to read again for each batch.
  * Zen 5, bf16, 4096 tokens of 8 heads, D 64: 82 -> 83 %, D 128: 81 -> 84 % of the peak. */
 static const void *ra__back_prepare(const ra__back *b, ra__back_scratch *x, int64_t i,
                                     ra__keys *keys, int partial) {
     const int64_t at = ra__min(i, x->most - 1), kept = i < x->most - 1;
-    ra__ready *r = &x->ready[at];
+    ra__prepared *r = &x->prepared[at];
     ra__key_scratch store = x->store;
     store.k += at * x->size.k;
     store.v += at * x->size.v;
@@ -11499,12 +11505,12 @@ static const void *ra__back_prepare(const ra__back *b, ra__back_scratch *x, int6
     }
     r->keys.pos = keys->pos;
     *keys = r->keys;
-    x->tile->k_clean = r->clean;
+    x->job->k_clean = r->clean;
     return store.k;
 }
 
-/* Notes what to prefetch: the keys of block i and, in a group's last blocks, the panels of the next
- * group one after the other. */
+/* Lists what to prefetch: the keys of block i and, in the last blocks of a batch, one panel of the
+ * next batch each. */
 static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item *item, int64_t i,
                            ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
@@ -11523,7 +11529,7 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
         const int32_t *pos;
         ra__seg s = ra__item_block(b->w, item, i, &which, &pos);
         ra__keys keys = ra__block_keys(item, which, &s, t->kv_head, NULL);
-        const int kept = i < x->most - 1 && x->ready[i].keys.n > 0;
+        const int kept = i < x->most - 1 && x->prepared[i].keys.n > 0;
         if (!pos) a->next_pos = (int32_t)s.pos;
         if (kept) {
             ra__prefetch_add(a, x->store.k + i * x->size.k, 256, x->size.k / 256, 256);
@@ -11533,7 +11539,7 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
             ra__prefetch_add(a, keys.v, keys.v_stride, keys.n, v_bytes);
         }
     }
-    if (x->prefetched < x->next && left < x->next - x->prefetched) {
+    if (x->prefetched < x->next_panels && left < x->next_panels - x->prefetched) {
         const int64_t o_bytes = ra__row_bytes(d->o_dtype, d->v_dim);
         const int32_t head = t->kv_head * group + (int32_t)(panel % group);
         ra__seg s;
@@ -11552,7 +11558,7 @@ static void ra__back_ahead(const ra__back *b, const ra__task *t, const ra__item 
     a->step = (int32_t)ra__ceil_div(rows, 16 * t->count);
 }
 
-/* One block of keys against the panels of a group. */
+/* Folds block i of the keys and the panels of a batch. */
 static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item *item, int64_t i,
                            const ra__grads *g, ra__back_scratch *x) {
     const ra_desc *d = b->w->d;
@@ -11561,44 +11567,44 @@ static void ra__back_tiles(const ra__back *b, const ra__task *t, const ra__item 
     ra__seg s = ra__item_block(b->w, item, i, &which, &pos);
     int64_t row = s.row - item->c.seg[which].row;
     ra__view dk = ra__view_at(g->dk[which], 0, row, 0), dv = ra__view_at(g->dv[which], 0, row, 0);
-    ra__back_job *tile = x->tile;
+    ra__back_job *job = x->job;
     int32_t count = 0;
     int any = ra__back_kinds(b, t, &s, pos, x);
     if (any == RA__EMPTY) return;
     ra__back_ahead(b, t, item, i + 1, x);
     ra__seg_positions(&s, pos, x->pos);
     ra__keys keys = ra__block_keys(item, which, &s, t->kv_head, x->pos);
-    tile->k_form = ra__back_prepare(b, x, i, &keys, any == RA__PARTIAL);
-    tile->keys = &keys;
-    tile->k_dim = d->k_dim;
-    tile->v_dim = d->v_dim;
-    tile->scale = d->scale;
-    tile->want_q = g->dq.data != NULL;
-    tile->v_in_k = d->v_in_k;
-    tile->dk = ra__view_floats(dk);
-    tile->dv = ra__view_floats(dv);
-    tile->dk_stride = dk.token / 4;
-    tile->dv_stride = dv.token / 4;
+    job->k_form = ra__back_prepare(b, x, i, &keys, any == RA__PARTIAL);
+    job->keys = &keys;
+    job->k_dim = d->k_dim;
+    job->v_dim = d->v_dim;
+    job->scale = d->scale;
+    job->want_q = g->dq.data != NULL;
+    job->v_in_k = d->v_in_k;
+    job->dk = ra__view_floats(dk);
+    job->dv = ra__view_floats(dv);
+    job->dk_stride = dk.token / 4;
+    job->dv_stride = dv.token / 4;
     for (int32_t j = 0; j < t->count; j++) {
         if (x->kind[j] == RA__EMPTY) continue;
-        tile[count] = tile[0];
-        tile[count].panel = &x->panel[j];
-        tile[count++].partial = x->kind[j] == RA__PARTIAL;
+        job[count] = job[0];
+        job[count].panel = &x->panel[j];
+        job[count++].partial = x->kind[j] == RA__PARTIAL;
     }
     for (int32_t j = 0; j < count; j++) {
         const int32_t then = j + x->size.pace;
-        tile[j].next = &tile[then < count ? then : then % count].panel->fwd;
-        tile[j].next_pos = then < count ? x->pos[0] : x->ahead.next_pos;
+        job[j].next = &job[then < count ? then : then % count].panel->fwd;
+        job[j].next_pos = then < count ? x->pos[0] : x->ahead.next_pos;
     }
     x->left -= RA__TILE_WORK * count;
     for (int32_t j = 0; j < count; j += x->size.pace) {
-        b->kernel->fold_back(&tile[j], (int32_t)ra__min(x->size.pace, count - j));
+        b->kernel->fold_back(&job[j], (int32_t)ra__min(x->size.pace, count - j));
         ra__between_pieces(&x->between);
     }
 }
 
-/* 1: some tile of a group and the item's chunk is to be computed in this phase. 0: none is, and all
- * that belong to the phase are counted. */
+/* 1: some tile of a batch and the item's chunk is to be computed in this phase. 0: none is, and
+ * those of the phase are counted. */
 static int ra__back_any(const ra__back *b, const ra__task *t, const ra__item *item,
                         ra__back_scratch *x) {
     ra__tally before = x->tally;
@@ -11614,7 +11620,7 @@ static int ra__back_any(const ra__back *b, const ra__task *t, const ra__item *it
     return any;
 }
 
-/* May rows with these bounds see any key of the chunk? */
+/* 1: rows with these bounds may see a key of the chunk. */
 static int ra__chunk_seen(const ra__chunk *c, const ra__bounds *b) {
     int64_t first, last;
     for (int32_t i = 0; i < c->segs; i++) {
@@ -11624,8 +11630,7 @@ static int ra__chunk_seen(const ra__chunk *c, const ra__bounds *b) {
     return 0;
 }
 
-/* Panels from x->done on, in whole stripes, that see nothing of the item's chunk; 0: the first may
- * see some of it. */
+/* How many panels from x->done on, in whole stripes, see nothing of the item's chunk. */
 static int64_t ra__back_blind(const ra__back *b, const ra__task *t, const ra__item *item,
                               ra__back_scratch *x) {
     const int64_t stripe = b->stripe_blocks * (b->w->d->q_heads / b->w->d->kv_heads);
@@ -11637,58 +11642,58 @@ static int64_t ra__back_blind(const ra__back *b, const ra__task *t, const ra__it
     return ra__min(at, end) - t->panel0 - x->done;
 }
 
-/* Loads the next group of panels; 0: they have nothing to do here. Tiles of panels that see nothing
- * of the chunk are all counted in the first of both phases. */
+/* Chooses and loads the next batch of panels; 0: it has nothing to compute, load or store. If a
+ * stripe sees nothing of the chunk all its tiles are counted with RA__AFTER. */
 static int ra__back_open(const ra__back *b, const ra__task *t, const ra__item *item,
                          const ra__grads *g, ra__back_scratch *x) {
     const int edge = g->edge && g->dq.data;
     const int64_t blind = ra__back_blind(b, t, item, x), rest = t->count - x->done;
     const int64_t blocks = ra__chunk_blocks(&item->c);
-    x->part = *t;
-    x->part.panel0 = t->panel0 + x->done;
-    x->part.count = (int32_t)(blind && !edge ? blind : ra__min(x->panels, blind ? blind : rest));
-    if (blind && (x->phase & RA__AFTER)) x->tally.tiles[RA__EMPTY] += x->part.count * blocks;
+    x->batch = *t;
+    x->batch.panel0 = t->panel0 + x->done;
+    x->batch.count = (int32_t)(blind && !edge ? blind : ra__min(x->panels, blind ? blind : rest));
+    if (blind && (x->phase & RA__AFTER)) x->tally.tiles[RA__EMPTY] += x->batch.count * blocks;
     if (blind && !edge) return 0;
-    ra__back_geometry(b, &x->part, x);
-    x->used = !blind && ra__back_any(b, &x->part, item, x);
-    x->left -= x->part.count * (1 + blocks);
-    if (!x->used && !edge) return 0;
-    x->next = (int32_t)ra__min(x->panels, rest - x->part.count);
+    ra__back_geometry(b, &x->batch, x);
+    x->any_tile = !blind && ra__back_any(b, &x->batch, item, x);
+    x->left -= x->batch.count * (1 + blocks);
+    if (!x->any_tile && !edge) return 0;
+    x->next_panels = (int32_t)ra__min(x->panels, rest - x->batch.count);
     x->prefetched = 0;
     x->block = 0;
-    ra__back_load(b, &x->part, g, x->used, x);
-    x->left -= RA__TILE_WORK * x->part.count;
+    ra__back_load(b, &x->batch, g, x->any_tile, x);
+    x->left -= RA__TILE_WORK * x->batch.count;
     return 1;
 }
 
-/* A task against one chunk begins. */
+/* Begins a task and a chunk: no block is prepared, no panel done. */
 static void ra__back_begin(ra__back_scratch *x) {
-    for (int64_t i = 0; i < x->most; i++) x->ready[i].keys.n = 0;
+    for (int64_t i = 0; i < x->most; i++) x->prepared[i].keys.n = 0;
     x->done = 0;
     x->loaded = 0;
 }
 
-/* The panels of a task (any number) against one chunk, in those tiles that belong to a phase of
- * x->phase (RA__AFTER, RA__BEFORE or both), from where the last call stopped until x->left is used
- * up. Panel i is query block i / group by unit, head i % group. 1: all are done. */
+/* Computes the tiles of a task (of any number of panels) and one chunk, in the phases of x->phase,
+ * from where the last call stopped until x->left is used up. Panel i is query block i / group by
+ * unit, head i % group. 1: all are done. */
 static int ra__back_some(const ra__back *b, const ra__task *t, const ra__item *item,
                          const ra__grads *g, ra__back_scratch *x) {
     int64_t blocks = ra__chunk_blocks(&item->c);
     uint32_t mode = ra__fp_enter();
-    for (; x->done < t->count && x->left > 0; x->done += x->part.count) {
+    for (; x->done < t->count && x->left > 0; x->done += x->batch.count) {
         if (!x->loaded) x->loaded = ra__back_open(b, t, item, g, x);
         if (!x->loaded) continue;
-        for (; x->block < blocks && x->used && x->left > 0; x->block++)
-            ra__back_tiles(b, &x->part, item, x->block, g, x);
-        if (x->block < blocks && x->used) break;
-        ra__back_save(b, &x->part, g, x);
+        for (; x->block < blocks && x->any_tile && x->left > 0; x->block++)
+            ra__back_tiles(b, &x->batch, item, x->block, g, x);
+        if (x->block < blocks && x->any_tile) break;
+        ra__back_save(b, &x->batch, g, x);
         x->loaded = 0;
     }
     ra__fp_leave(mode);
     return x->done >= t->count;
 }
 
-/* All of that in one go. */
+/* All of that in one call. */
 static void ra__back_task(const ra__back *b, const ra__task *t, const ra__item *item,
                           const ra__grads *g, ra__back_scratch *x) {
     ra__back_begin(x);
@@ -11696,7 +11701,7 @@ static void ra__back_task(const ra__back *b, const ra__task *t, const ra__item *
     (void)ra__back_some(b, t, item, g, x);
 }
 
-/* The sums of a chunk's keys, of one kv head, begin at 0. Under v_in_k dV is part of dK. */
+/* Sets the sums of a chunk's keys, of one kv head, to 0. Under v_in_k dV is part of dK. */
 static void ra__grads_clear(const ra_desc *d, const ra__chunk *c, const ra__grads *g) {
     for (int32_t i = 0; i < c->segs; i++)
         for (int64_t j = 0; j < c->seg[i].rows; j++) {
@@ -11725,7 +11730,7 @@ static void ra__grads_finish(const ra__back *b, const ra__chunk *c, int32_t kv_h
     ra__fp_leave(mode);
 }
 
-/* The part of the gradient of a sink that one query block has. */
+/* x->sum plus what query block i adds to the gradient of a sink. */
 static double ra__back_sink_block(const ra__back *b, int32_t head, const ra__task *t, int64_t i,
                                   ra__back_scratch *x) {
     const double ln2 = 0.69314718055994530942;
@@ -11737,7 +11742,7 @@ static double ra__back_sink_block(const ra__back *b, int32_t head, const ra__tas
     x->head[0] = head;
     x->panel[0].fwd.rows = (int32_t)x->seg[0].rows;
     ra__back_stats(b, t, x, 0);
-    for (int32_t r = 0; r < p->rows && !ra__is_neg_inf(sink); r++) /* empty cells have no part */
+    for (int32_t r = 0; r < p->rows && !ra__is_neg_inf(sink); r++) /* empty cells add nothing */
         if (!ra__is_neg_inf(-p->m[r]) && !(pos && pos[x->seg[0].row + r] < 0))
             sum -= ra__exp((double)sink - (double)p->m[r] * ln2) * (double)p->l[r];
     return sum;
@@ -11815,7 +11820,7 @@ static ra_status ra__local_side(const ra_desc *d, const ra_positions *p, int key
     return ra__check_position_runs(d, p, rows, keys, d->error);
 }
 
-static int ra__local_square(const ra__local *c) {
+static int ra__local_same_counts(const ra__local *c) {
     for (int32_t b = 0; b < c->d.sequences; b++)
         if (ra__q_len(&c->d, b) != ra__k_len(&c->d, b)) return 0;
     return 1;
@@ -11846,7 +11851,7 @@ static ra_status ra__local_check(const ra_desc *d, const ra_tensors *t, ra__loca
     if (!s) s = ra__check_tensors(&c->d, t, c->rows, &c->w, c->kv, e);
     c->w.any_position = ra__positions_set(&t->k_pos);
     c->w.classify_arrays = 1;
-    c->w.order = ra__desc_order(&c->d, ra__local_square(c) && !ra__positions_set(&t->q_pos) &&
+    c->w.order = ra__desc_order(&c->d, ra__local_same_counts(c) && !ra__positions_set(&t->q_pos) &&
                                            !ra__positions_set(&t->k_pos));
     return s;
 }
@@ -13067,7 +13072,7 @@ static int64_t ra__back_bytes(const ra_desc *d) {
     return a.used;
 }
 
-static void ra__back_run_piece(const ra__back_local *l, ra__share *p, ra__back_memory *m) {
+static void ra__back_run_piece(const ra__back_local *l, ra__back_slice *p, ra__back_memory *m) {
     const ra_desc *d = &l->c.d;
     const int32_t group = d->q_heads / d->kv_heads;
     const int twice = l->b.square && l->c.w.order != RA_ORDER_DESCENDING;
@@ -13079,14 +13084,14 @@ static void ra__back_run_piece(const ra__back_local *l, ra__share *p, ra__back_m
     ra__item item;
     memset(&g, 0, sizeof g);
     g.edge = RA__FIRST;
-    g.bias = l->c.w.t->d_bias.data && ra__share_adds_bias(&l->c.w, p);
+    g.bias = l->c.w.t->d_bias.data && ra__slice_adds_bias(&l->c.w, p);
     if (!(p->want_q && l->b.d_q.data) &&
         !(p->want_k && (l->d_kv[0].data || l->d_kv[1].data)) && !g.bias)
         return;
     if (p->want_q && l->b.d_q.data)
         g.dq = ra__view_packed((const uint8_t *)m->dq, group, d->k_dim, RA_F32);
-    ra__share_keys(&l->c.w, p, &l->c.k_side, l->c.kv, sums, 0, &item, &g);
-    ra__share_blocks(d, p, ra__side_blocks(&l->c.w.q_side, p->t.sequence));
+    ra__slice_keys(&l->c.w, p, &l->c.k_side, l->c.kv, sums, 0, &item, &g);
+    ra__slice_blocks(d, p, ra__side_blocks(&l->c.w.q_side, p->t.sequence));
     if (p->want_k) ra__grads_clear(d, &item.c, &g);
     for (int i = 0; i <= twice; i++) {
         m->x.phase = !twice ? RA__BOTH : i ? RA__BEFORE : RA__AFTER;
@@ -13104,7 +13109,7 @@ static void ra__back_run(const ra__back_local *l, uint8_t *memory, ra__thread wh
     const int64_t whole = rest * 7 < (int64_t)who.nth * 5 ? pairs - rest : pairs;
     ra__arena a = { memory, 0 };
     ra__back_memory m;
-    ra__share p;
+    ra__back_slice p;
     ra__back_memory_carve(&a, d, &m);
     memset(&p, 0, sizeof p);
     for (int64_t i = 0, piece = 0; i < pairs; i++) {
@@ -13141,8 +13146,8 @@ static ra_status ra__back_check(const ra_desc *d, const ra_tensors *t, ra__back_
     l->b.d_q = view[1];
     l->d_kv[0] = view[2];
     l->d_kv[1] = view[3];
-    l->b.square = ra__local_square(&l->c) && !l->c.d.q_offset && !ra__positions_set(&t->q_pos) &&
-                  !ra__positions_set(&t->k_pos);
+    l->b.square = ra__local_same_counts(&l->c) && !l->c.d.q_offset &&
+                  !ra__positions_set(&t->q_pos) && !ra__positions_set(&t->k_pos);
     return RA_OK;
 }
 
@@ -13167,7 +13172,7 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
     const int32_t group = d->q_heads / d->kv_heads;
     ra__arena a = { memory, 0 };
     ra__back_memory m;
-    ra__share p;
+    ra__back_slice p;
     ra__grads g;
     ra__item item;
     ra__view sums[2] = {               /* the caller's, packed, of all keys */
@@ -13187,13 +13192,13 @@ static void ra__fold_back_run(ra__back_local *l, const ra_grads *into, uint8_t *
     for (int64_t i = 0; i < (int64_t)d->sequences * d->kv_heads; i++) {
         p.t.sequence = (int32_t)(i / d->kv_heads);
         p.t.kv_head = (int32_t)(i % d->kv_heads);
-        ra__share_blocks(d, &p, ra__side_blocks(&l->c.w.q_side, p.t.sequence));
+        ra__slice_blocks(d, &p, ra__side_blocks(&l->c.w.q_side, p.t.sequence));
         if (into->d_q) {
             g.dq = ra__view_packed((const uint8_t *)into->d_q, d->q_heads, d->k_dim, RA_F32);
             g.dq.batch = d->tokens * g.dq.token;
             g.dq = ra__view_at(g.dq, p.t.sequence, 0, p.t.kv_head * group);
         }
-        ra__share_keys(&l->c.w, &p, &l->c.k_side, l->c.kv, sums, p.t.kv_head, &item, &g);
+        ra__slice_keys(&l->c.w, &p, &l->c.k_side, l->c.kv, sums, p.t.kv_head, &item, &g);
         ra__back_task(&l->b, &p.t, &item, &g, &m.x);
     }
 }
@@ -14751,7 +14756,7 @@ typedef struct ra__packed { ra__work w; ra__back b; ra__chunk c; uint8_t *sums; 
  * travels) or with the sequence's list of chunks (those of the side that stays). */
 typedef struct ra__back_hand {
     ra__back_scratch x;
-    ra__share s;
+    ra__back_slice s;
     ra__packed p;                      /* RA_TRAVEL_Q: the chunk */
     ra__bounds seen;                   /* RA_TRAVEL_Q: of all its rows */
     ra__item item;                     /* keys in hand, with their gradients */
@@ -18548,24 +18553,25 @@ static void ra__item_narrow(ra__item *item, ra__grads *g, const ra__bounds *seen
     ra__item_cut(item, g, ra__min(from, to), to);
 }
 
-static ra__share ra__ring_share(const ra_ring *r, int32_t b, int64_t task, int64_t blocks) {
+static ra__back_slice ra__ring_slice(const ra_ring *r, int32_t b, int64_t task, int64_t blocks) {
     const ra_desc *d = &r->plan->d;
     const int32_t parts = r->plan->sizes.back_parts, per_head = parts > 1 ? 2 * parts : 1;
     const int32_t index = (int32_t)(task % per_head);
-    ra__share s = { { b, (int32_t)(task / per_head), 0, 0, 1, 0 }, parts == 1 || index < parts,
+    ra__back_slice s = { { b, (int32_t)(task / per_head), 0, 0, 1, 0 }, parts == 1 || index < parts,
                     parts == 1 || index >= parts, index % parts, parts };
-    ra__share_blocks(d, &s, blocks);
+    ra__slice_blocks(d, &s, blocks);
     return s;
 }
 
 /* RA_TRAVEL_Q: this rank's keys of a sequence, with the sums of one kv head. */
-static void ra__ring_key_item(const ra_ring *r, const ra__share *s, ra__item *item, ra__grads *g) {
+static void ra__ring_key_item(const ra_ring *r, const ra__back_slice *s, ra__item *item,
+                              ra__grads *g) {
     const ra_desc *d = &r->plan->d;
     ra__side side = ra__plan_side(r->plan, 1, r->rank);
     ra__view sums[2] = { ra__view_packed((const uint8_t *)r->dk, d->kv_heads, d->k_dim, RA_F32),
                          ra__view_packed((const uint8_t *)r->dv, d->kv_heads, d->v_dim, RA_F32) };
     for (int32_t j = 0; j < 2; j++) sums[j].batch = r->plan->sizes.key_rows * sums[j].token;
-    ra__share_keys(&r->work, s, &side, r->kv, sums, s->t.kv_head, item, g);
+    ra__slice_keys(&r->work, s, &side, r->kv, sums, s->t.kv_head, item, g);
 }
 
 static void ra__ring_unpack_q(const ra_ring *r, int64_t f, ra__packed *x) {
@@ -18632,7 +18638,7 @@ static ra__bounds ra__packed_bounds(const ra_desc *d, const ra__chunk *c) {
  * keys of this rank. 0: there is none. */
 static int ra__ring_keys(const ra_ring *r, const ra__desk *desk, int64_t i, ra__item *item,
                          ra__grads *g) {
-    const ra__share *s = &desk->hand.back.s;
+    const ra__back_slice *s = &desk->hand.back.s;
     const int64_t f = desk->claim.fold;
     if (i > 0) return 0;
     if (r->plan->d.backward_travel == RA_TRAVEL_Q) {
@@ -18778,12 +18784,12 @@ static void ra__back_hand_open(const ra_ring *r, ra__desk *desk, uint8_t *memory
         h->seen = ra__packed_bounds(d, &h->p.c);
     }
     if (q) blocks = any ? ra__chunk_blocks(&h->p.c) : 0;
-    h->s = ra__ring_share(r, b, desk->claim.task - r->task_begin[b], blocks);
+    h->s = ra__ring_slice(r, b, desk->claim.task - r->task_begin[b], blocks);
     dq.batch = r->plan->report.q_rows * dq.token;
     if (q) dq = ra__view_packed(h->p.sums, d->q_heads, d->k_dim, RA_F32);
     if (h->s.want_q && (q || r->back.d_q.data))
         h->g.dq = ra__view_at(dq, q ? 0 : b, 0, h->s.t.kv_head * group);
-    h->g.bias = ra__share_adds_bias(&r->work, &h->s);
+    h->g.bias = ra__slice_adds_bias(&r->work, &h->s);
     h->keys_first = h->s.want_k && (q ? stay_first : travel_first);
     h->keys_last = h->s.want_k && (q ? stay_last : travel_last);
     h->q_first = q ? travel_first : stay_first;
@@ -19772,10 +19778,10 @@ static void ra__resume_store_task(ra_ring *r, ra__desk *desk) {
     ra__turn *turn = &r->turn[desk->claim.task];
     const uint32_t mode = ra__fp_enter();
     if (h->x.waiting && ra__resume_misses(r, h->next)) {
-        const int64_t *held = h->x.held.tiles;
+        const int64_t *held = h->x.waiting_tally.tiles;
         const ra__tally back = { { -held[0], -held[1], -held[2] } };
         ra__ring_count(r, &back, 0);
-        h->x.block = h->x.since;
+        h->x.block = h->x.first_waiting;
     } else {
         ra__task_flush(&r->work, &h->t, &h->x);
     }
