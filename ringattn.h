@@ -1841,13 +1841,7 @@ RINGATTN_API int64_t ra_deadline_ms(int64_t ms) {
     return now + ms * 1000000;
 }
 
-/* Sums and differences of times saturate. */
-RA__INLINE int64_t ra__time_add(int64_t a, int64_t b) {
-    int64_t sum;
-    if (!__builtin_add_overflow(a, b, &sum)) return sum;
-    return b < 0 ? INT64_MIN : INT64_MAX;
-}
-
+/* now - then; INT64_MIN or INT64_MAX if that overflows. */
 RA__INLINE int64_t ra__time_since(int64_t now, int64_t then) {
     int64_t ns;
     if (!__builtin_sub_overflow(now, then, &ns)) return ns;
@@ -1863,15 +1857,12 @@ RA__INLINE void ra__pause(void) {
 #endif
 }
 
-RA__INLINE void ra__yield(void) {
-    sched_yield();
-}
+RA__INLINE void ra__yield(void) { sched_yield(); }
 
 /* Sleeps about ns nanoseconds, less if a signal arrives. ns <= 0: returns at once. */
 RA__UNUSED static void ra__sleep_ns(int64_t ns) {
     struct timespec t;
     if (ns <= 0) return;
-    memset(&t, 0, sizeof t);
     t.tv_sec = (time_t)(ns / 1000000000);
     t.tv_nsec = (long)(ns % 1000000000);
     nanosleep(&t, NULL);
@@ -2013,11 +2004,13 @@ RA__INLINE int64_t ra__max(int64_t a, int64_t b) { return a > b ? a : b; }
 RA__INLINE int64_t ra__ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 RA__INLINE int64_t ra__round_up(int64_t a, int64_t b) { return ra__ceil_div(a, b) * b; }
 
-/* a + b and a * b for figures, a, b >= 0: INT64_MAX if that overflows. */
+/* a + b; INT64_MIN or INT64_MAX if that overflows. */
 RA__INLINE int64_t ra__add_sat(int64_t a, int64_t b) {
     int64_t sum;
-    return __builtin_add_overflow(a, b, &sum) ? INT64_MAX : sum;
+    if (!__builtin_add_overflow(a, b, &sum)) return sum;
+    return b < 0 ? INT64_MIN : INT64_MAX;
 }
+/* a * b for a, b >= 0; INT64_MAX if that overflows. */
 RA__INLINE int64_t ra__mul_sat(int64_t a, int64_t b) {
     int64_t product;
     return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
@@ -17044,7 +17037,7 @@ static int64_t ra__ring_left(const ra_ring *r, int64_t deadline_ns, int64_t most
 }
 
 /* A time left as the deadline that a transport gets. */
-static int64_t ra__ring_until(int64_t left_ns) { return ra__time_add(ra_now_ns(), left_ns); }
+static int64_t ra__ring_until(int64_t left_ns) { return ra__add_sat(ra_now_ns(), left_ns); }
 
 static void ra__journal_put(ra__journal *log, const ra_event *e) {
     enum { END = offsetof(ra_event, end_ns) / 8 };
@@ -17895,7 +17888,7 @@ static int64_t ra__ring_patience(ra_ring *r) {
     if (r->lists->backward) ns *= 3;
     if (done) ns = ra__load_i64(&c->compute_ns) / done;
     if (!ra__mul(ra__load_i64(&r->most_tiles), ns, &ns)) return INT64_MAX;
-    return ra__time_add(RA__QUIET_NS, ns / d->threads);
+    return ra__add_sat(RA__QUIET_NS, ns / d->threads);
 }
 
 /* This rank has computed as much as it should have by the time of an exchange. Tiles show how far
