@@ -22817,18 +22817,15 @@ RINGATTN_API ra_status ra_cache_destroy(ra_cache *c) {
 
 /* ========================================================================== ESTIMATE
  * How long a context fits into given hardware, and whether computing hides the transfer of a hop.
- * Takes figures of hardware and model and returns figures. With F FLOP/s and W bytes/s per device,
- * c tokens per block, b sequences, e bytes per element and f = 1 (balanced causal: 1/2), one hop
- * computes 4 f b Hq D c^2 FLOPs and moves 2 b c Hkv D e bytes. Compute covers the transfer from
- * c = (F/W) e Hkv / (2 f Hq) on, which is F/W for MHA at 2 bytes. A device holds six blocks of
- * hidden size h: Q; K, V in use; K, V arriving; the output: 6 b c h e bytes. Liu, Zaharia, Abbeel,
- * arXiv 2310.01889v4, section 3 and table 2. The paper prints 6 b c h, which is the figure for one
- * byte per element. For A100 with InfiniBand it prints 24.5 and 149.5 thousand tokens, 2 % below
- * its own formula. Everything is computed in doubles. The checks keep counts below 2^31, and rates
- * and memory between 1 and 1e30, so that no product overflows; only context_max must fit 64
- * bits. */
-
-#define RA__EST_LIMIT 1e30             /* of FLOP/s, bytes, bytes/s and seconds */
+ * With F FLOP/s and W bytes/s per device, c tokens per block, b sequences, e bytes per element and
+ * f = 1 (balanced causal: 1/2), one hop computes 4 f b Hq D c^2 FLOPs and moves 2 b c Hkv D e
+ * bytes. Computing takes at least as long as the transfer from c = (F/W) e Hkv / (2 f Hq) on, which
+ * is F/W for MHA at 2 bytes. A device holds six blocks of hidden size h: Q; K, V in use; K, V
+ * arriving; the output: 6 b c h e bytes. Liu, Zaharia, Abbeel, arXiv 2310.01889v4, section 3 and
+ * table 2. The paper prints 6 b c h, which is the figure for one byte per element. For A100 with
+ * InfiniBand it prints 24.5 and 149.5 thousand tokens, 2 % below its own formula. Everything is
+ * computed in doubles. Counts are below 2^31, and rates and memory between 1 and 1e30, so that no
+ * product overflows. */
 
 /* FLOP/s, memory bytes and link bytes/s of one device, as printed in table 2 of the paper, which
  * gives neither latencies nor blocks. Indexed by RA_HW_*. */
@@ -22850,26 +22847,20 @@ static const ra_hardware ra__est_networks[] = {
     { 0.0, 0.0, 25e9,  2e-6, 0, 8192 },      /* InfiniBand HDR */
 };
 
-/* Refuses what is not a number between least and RA__EST_LIMIT. A zero below least counts as
- * unset. */
-static ra_status ra__est_check_real(ra_error *e, const char *field, double x, double least) {
-    const int finite = (ra__f64_bits(x) >> 52 & 0x7ff) != 0x7ff;
-    int64_t about = 0;
-    if (finite && x == 0.0 && least > 0.0)
-        return ra__refuse(e, RA_E_UNSET, field, "must be set, is #", 0);
-    if (finite && x >= least && x <= RA__EST_LIMIT) return RA_OK;
-    if (finite) about = x < -9e18 ? INT64_MIN : x > 9e18 ? INT64_MAX : (int64_t)x;
-    return ra__refuse(e, RA_E_RANGE, field,
-                      finite ? "must be between 1 (a latency: 0) and 1e30, is about #"
-                             : "must be a finite number", about);
+/* Refuses what is not a number between least and 1e30. A 0 below least counts as unset. */
+static void ra__est_real(ra__checks *x, const char *field, double v, double least) {
+    const int finite = (ra__f64_bits(v) >> 52 & 0x7ff) != 0x7ff;
+    ra__refuse_if(x, finite && v == 0.0 && least > 0.0, RA_E_UNSET, field, "must be set, is #", 0);
+    ra__refuse_if(x, !finite || v < least || v > 1e30, RA_E_RANGE, field,
+                  "must be a number between # and 1e30", (int64_t)least);
 }
 
 static ra_status ra__est_check_hardware(ra_error *e, const ra_hardware *hw) {
-    ra_status s = ra__est_check_real(e, "hw.flops_per_s", hw->flops_per_s, 1.0);
-    if (!s) s = ra__est_check_real(e, "hw.memory_bytes", hw->memory_bytes, 1.0);
-    if (!s) s = ra__est_check_real(e, "hw.link_bytes_per_s", hw->link_bytes_per_s, 1.0);
-    if (!s) s = ra__est_check_real(e, "hw.link_latency_s", hw->link_latency_s, 0.0);
-    ra__checks x = { e, s };
+    ra__checks x = { e, RA_OK };
+    ra__est_real(&x, "hw.flops_per_s", hw->flops_per_s, 1.0);
+    ra__est_real(&x, "hw.memory_bytes", hw->memory_bytes, 1.0);
+    ra__est_real(&x, "hw.link_bytes_per_s", hw->link_bytes_per_s, 1.0);
+    ra__est_real(&x, "hw.link_latency_s", hw->link_latency_s, 0.0);
     ra__number(&x, "hw.devices", hw->devices, 1, INT32_MAX);
     ra__number(&x, "hw.block_tokens", hw->block_tokens, 0, INT32_MAX);
     return x.status;
@@ -22892,20 +22883,7 @@ static ra_status ra__est_check_model(ra_error *e, const ra_model *m) {
     return x.status;
 }
 
-/* Whole tokens per device in the memory that the weights leave, times the devices. RA_E_OVERFLOW if
- * they do not fit 64 bits. */
-static ra_status ra__est_context(const ra_hardware *hw, const ra_model *m, double bytes_token,
-                                 int64_t *out) {
-    const double room = hw->memory_bytes - (double)m->weight_bytes;
-    const double tokens = room > 0.0 ? room / bytes_token : 0.0;
-    if (tokens >= 9.2e18 || (int64_t)tokens > INT64_MAX / hw->devices)
-        return ra__refuse(m->error, RA_E_OVERFLOW, "hw.memory_bytes",
-                          "gives more than 2^63 tokens on # devices", hw->devices);
-    *out = (int64_t)tokens * hw->devices;
-    return RA_OK;
-}
-
-/* The formulas of the banner on checked arguments. */
+/* The formulas of the banner on checked arguments. RA_E_OVERFLOW: context_max exceeds 64 bits. */
 static ra_status ra__est_compute(const ra_hardware *hw, const ra_model *m, ra_estimate_result *r) {
     const double e = m->element_bytes ? m->element_bytes : 2;
     const double b = m->batch ? (double)m->batch : 1.0;
@@ -22917,11 +22895,15 @@ static ra_status ra__est_compute(const ra_hardware *hw, const ra_model *m, ra_es
     r->device_tokens_min = 6.0 * r->block_min;
     r->activation_bytes_token = 6.0 * b * hidden * e;
     r->cache_bytes_token = 2.0 * (double)m->layers * kv_row * e;
-    ra_status s = ra__est_context(hw, m, r->activation_bytes_token + b * r->cache_bytes_token,
-                                  &r->context_max);
-    if (s) return s;
+    const double room = hw->memory_bytes - (double)m->weight_bytes;
+    const double token = r->activation_bytes_token + b * r->cache_bytes_token;
+    const double tokens = room > 0.0 ? room / token : 0.0;             /* of one device */
+    if (tokens >= 9.2e18 || (int64_t)tokens > INT64_MAX / hw->devices)
+        return ra__refuse(m->error, RA_E_OVERFLOW, "hw.memory_bytes",
+                          "gives more than 2^63 tokens on # devices", hw->devices);
+    r->context_max = (int64_t)tokens * hw->devices;
     r->cache_bytes = (double)r->context_max * b * r->cache_bytes_token;
-    double c = hw->block_tokens ? (double)hw->block_tokens : r->block_min;
+    const double c = hw->block_tokens ? (double)hw->block_tokens : r->block_min;
     r->hop_compute_s = 4.0 * f * b * q_row * c * c / hw->flops_per_s;
     r->hop_transfer_s = hw->link_latency_s + 2.0 * b * kv_row * c * e / hw->link_bytes_per_s;
     r->hidden_fraction = r->hop_compute_s < r->hop_transfer_s
@@ -22969,7 +22951,6 @@ RINGATTN_API int64_t ra_cache_bytes(int64_t tokens, int64_t layers, int64_t kv_h
     }
     return bytes;
 }
-#undef RA__EST_LIMIT
 
 RA__OPTIMIZE_END
 
